@@ -1,0 +1,46 @@
+"""Checks of arguments at the public boundary, and what every scan does with segments and dtypes."""
+
+import jax
+import jax.numpy as jnp
+
+
+def check_shape(scan: str, name: str, array, expected: tuple[int | None, ...], axes: str):
+  """Raises `ValueError` unless `array` has the expected shape; `None` matches any size."""
+  shape = jnp.shape(array)
+  matches = len(shape) == len(expected) and all(
+    want is None or got == want for got, want in zip(shape, expected, strict=True)
+  )
+  if not matches:
+    wanted = ", ".join("any" if size is None else str(size) for size in expected)
+    raise ValueError(f"{scan}: {name} has shape {shape}, but {axes} = [{wanted}] is needed.")
+
+
+def check_floating(scan: str, name: str, array):
+  """Raises `ValueError` unless `array` is of a real floating-point dtype."""
+  if not jnp.issubdtype(jnp.result_type(array), jnp.floating):
+    raise ValueError(
+      f"{scan}: {name} has dtype {jnp.result_type(array)}; it must be floating point "
+      f"(cast it, e.g. {name}.astype(jnp.float32))."
+    )
+
+
+def accumulation_dtype(*arrays) -> jnp.dtype:
+  """float32, or float64 when an input is float64: the dtype of states, decays and sums."""
+  return jnp.result_type(jnp.float32, *(jnp.result_type(array) for array in arrays))
+
+
+def segment_index(scan: str, segment_ids, batch: int, length: int) -> jax.Array | None:
+  """Numbers the segments of each row 0, 1, ... from `segment_ids` [B, T], which may use any integers.
+
+  A segment begins wherever the id changes, also when it changes back to an earlier one.
+  """
+  if segment_ids is None:
+    return None
+  check_shape(scan, "segment_ids", segment_ids, (batch, length), "[B, T]")
+  if not jnp.issubdtype(jnp.result_type(segment_ids), jnp.integer):
+    raise ValueError(
+      f"{scan}: segment_ids has dtype {jnp.result_type(segment_ids)}; it must be integer."
+    )
+  segment_ids = jnp.asarray(segment_ids)
+  changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+  return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)

@@ -1,0 +1,107 @@
+"""Linear attention one step at a time, as a mathematician writes it. Also its associative-scan form.
+
+Both take the arguments that `api.py` has checked:
+  q, k [B, T, H, K]; v [B, T, H, V]; log_decay broadcastable to [B, T, H, K]; value_log_decay broadcastable to
+  [B, T, H, V]; bonus [H, K] or None; state with both fields; segments [B, T] int32 counting from 0, or None.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.linear_attention.state import LinearAttentionState
+
+
+def reference(
+  q, k, v, log_decay, value_log_decay, bonus, state, segments, *, normalize, scale, chunk_size=None
+):
+  """A `lax.scan` over time. The oracle: run it in float64."""
+  del chunk_size
+  acc = accumulation_dtype(q, k, v)
+  keep = _keep(segments, q.shape, acc)
+  decay, value_decay = _decays(log_decay, value_log_decay, q.shape, v.shape, acc)
+
+  def step(carry, inputs):
+    kv, key_sum = carry
+    q_t, k_t, v_t, a_t, c_t, keep_t = inputs
+    kv, key_sum = jnp.where(keep_t[..., None], kv, 0.0), jnp.where(keep_t, key_sum, 0.0)
+    write = k_t[..., :, None] * v_t[..., None, :]
+    kv_next = a_t[..., :, None] * kv * c_t[..., None, :] + write
+    key_sum_next = a_t * key_sum + k_t
+    if bonus is None:
+      kv_read, key_sum_read = kv_next, key_sum_next
+    else:
+      u = bonus.astype(acc)
+      kv_read, key_sum_read = kv + u[:, :, None] * write, key_sum + u * k_t
+    y_t = scale * jnp.einsum("bhk,bhkv->bhv", q_t, kv_read, precision="highest")
+    if normalize:
+      y_t = y_t / jnp.sum(q_t * key_sum_read, axis=-1, keepdims=True)
+    return (kv_next, key_sum_next), y_t
+
+  by_time = [jnp.moveaxis(x, 1, 0) for x in (*_cast(acc, q, k, v), decay, value_decay, keep)]
+  (kv, key_sum), out = jax.lax.scan(step, _cast(acc, *state), by_time)
+  return jnp.moveaxis(out, 0, 1).astype(v.dtype), LinearAttentionState(
+    kv, key_sum if normalize else None
+  )
+
+
+def associative(
+  q, k, v, log_decay, value_log_decay, bonus, state, segments, *, normalize, scale, chunk_size=None
+):
+  """`jax.lax.associative_scan` over (decay, k v^T): depth log T, but memory [B, T, H, K, V]."""
+  del chunk_size
+  acc = accumulation_dtype(q, k, v)
+  keep = _keep(segments, q.shape, acc)
+  decay, value_decay = _decays(log_decay, value_log_decay, q.shape, v.shape, acc)
+  out_dtype = v.dtype
+  q, k, v = _cast(acc, q, k, v)
+  kv_0, key_sum_0 = _cast(acc, *state)
+
+  # A segment's first step forgets everything before it: there, and only there, the decay is zero.
+  decay = decay * keep
+
+  def combine(left, right):
+    return tuple(
+      (a_left * a_right, a_right * x_left + x_right)
+      for (a_left, x_left), (a_right, x_right) in zip(left, right, strict=True)
+    )
+
+  kv_decay = decay[..., :, None] * value_decay[..., None, :]
+  leaves = ((kv_decay, k[..., :, None] * v[..., None, :]), (decay, k))
+  (kv_decay, kv), (key_decay, key_sum) = jax.lax.associative_scan(combine, leaves, axis=1)
+  kv = kv + kv_decay * kv_0[:, None]
+  key_sum = key_sum + key_decay * key_sum_0[:, None]
+
+  if bonus is None:
+    kv_read, key_sum_read = kv, key_sum
+  else:
+    u = bonus.astype(acc)
+    before = lambda first, x: jnp.concatenate([first[:, None], x[:, :-1]], axis=1)
+    kv_read = before(kv_0, kv) * keep[..., None] + (u * k)[..., :, None] * v[..., None, :]
+    key_sum_read = before(key_sum_0, key_sum) * keep + u * k
+  out = scale * jnp.einsum("bthk,bthkv->bthv", q, kv_read, precision="highest")
+  if normalize:
+    out = out / jnp.sum(q * key_sum_read, axis=-1, keepdims=True)
+  return out.astype(out_dtype), LinearAttentionState(
+    kv[:, -1], key_sum[:, -1] if normalize else None
+  )
+
+
+def _cast(dtype, *arrays):
+  return tuple(x.astype(dtype) for x in arrays)
+
+
+def _decays(log_decay, value_log_decay, key_shape, value_shape, dtype):
+  return (
+    jnp.broadcast_to(jnp.exp(log_decay.astype(dtype)), key_shape),
+    jnp.broadcast_to(jnp.exp(value_log_decay.astype(dtype)), value_shape),
+  )
+
+
+def _keep(segments, key_shape, dtype):
+  """[B, T, 1, 1]: 0 at the first step of every segment but the first, else 1."""
+  batch, length = key_shape[:2]
+  if segments is None:
+    return jnp.ones((batch, length, 1, 1), dtype)
+  first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+  return 1 - first.astype(dtype)[:, :, None, None]
