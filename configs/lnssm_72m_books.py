@@ -1,0 +1,49 @@
+"""The 72M-parameter LNSSM on 50M tokens of books, PEPs, web pages and textbooks.
+
+    LNSSM_DATA=FOLDER python -m train fit --config configs/lnssm_72m_books.py
+
+FOLDER holds lm/{train,val}_*.jsonl.xz (rows with a key "text") and tokenizers/20B_tokenizer.json
+(50,277 entries). The training text is 22.2M tokens, so the run sees it a little over twice. It is
+validated on unseen documents of three of the sources and, out of domain, on WikiText-103.
+Costs and results on one GPU. Measured: see docs/results.md.
+"""
+
+import os
+from pathlib import Path
+
+from train.config import ConfigError, Data, Model, Optimizer, Train
+
+TRAIN = ("books", "peps", "openwebtext", "openstax")
+VALIDATION = ("books", "peps", "openwebtext", "wikitext103")
+TOKENS = 50_000_000
+
+
+def get_config() -> Train:
+  """One run of about 50M tokens: 1,525 steps of 32 sequences of 1,024."""
+  if not os.environ.get("LNSSM_DATA"):
+    raise ConfigError(
+      "configs/lnssm_72m_books.py needs the environment variable LNSSM_DATA: the folder that holds"
+      " lm/train_books.jsonl.xz and its like, and tokenizers/20B_tokenizer.json."
+    )
+  root = Path(os.environ["LNSSM_DATA"])
+  train = tuple(f"train_{name}" for name in TRAIN)
+  validation = tuple(f"val_{name}" for name in VALIDATION)
+  seq_len, global_batch = 1024, 32
+  return Train(
+    model=Model(dim=512, num_layers=6, num_heads=4, vocab_size=50_277, dtype="bfloat16"),
+    optimizer=Optimizer(peak_lr=8e-4, final_lr=1e-5, schedule="exponential"),
+    data=Data(
+      folder="data/lnssm_72m_books",
+      tokenizer=str(root / "tokenizers" / "20B_tokenizer.json"),
+      train=train,
+      validation=validation,
+      sources={name: str(root / "lm" / f"{name}.jsonl.xz") for name in (*train, *validation)},
+    ),
+    run_dir="runs/lnssm_72m_books",
+    seq_len=seq_len,
+    global_batch=global_batch,
+    steps=TOKENS // (seq_len * global_batch),
+    log_every=10,
+    eval_every=250,
+    checkpoint_every=500,
+  )

@@ -1,0 +1,336 @@
+"""Settings: what they accept, what they say when they refuse, and their round trip."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from train import overrides
+from train.config import (
+  ConfigError,
+  Data,
+  Mesh,
+  Model,
+  Optimizer,
+  Sample,
+  Train,
+  from_dict,
+  load_config,
+  to_dict,
+)
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+
+
+def small(**changes) -> Train:
+  values = {
+    "model": Model(
+      dim=8, num_layers=2, num_heads=4, vocab_size=257, mixer_options={"shift": "kvg"}
+    ),
+    "optimizer": Optimizer(peak_lr=1e-3, final_lr=1e-5),
+    "data": Data(folder="data", tokenizer="bytes", train=("a", "b"), sources={"a": "a.txt"}),
+    "run_dir": "runs/small",
+    "steps": 10,
+    "seq_len": 16,
+    "global_batch": 4,
+    "checkpoint_every": 5,
+    "eval_every": 5,
+  }
+  return Train(**(values | changes))
+
+
+def test_settings_are_frozen_and_keyword_only():
+  config = small()
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    config.steps = 3  # ty: ignore
+  with pytest.raises(TypeError):
+    Mesh(1, 2)  # ty: ignore
+
+
+def test_the_defaults_are_the_papers():
+  assert to_dict(Optimizer(peak_lr=8e-4, final_lr=1e-5)) == {
+    "peak_lr": 8e-4,
+    "final_lr": 1e-5,
+    "schedule": "exponential",
+    "warmup_steps": 0,
+    "b1": 0.9,
+    "b2": 0.99,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "clip_norm": None,
+    "logit_penalty": 1e-4,
+  }
+  assert to_dict(Mesh()) == {"data": -1, "fsdp": 1}
+  assert small().seed == 0
+  assert small().accumulate == 1
+
+
+def test_a_dictionary_given_to_a_setting_is_copied():
+  options = {"shift": "kvg"}
+  model = Model(dim=8, num_layers=1, num_heads=1, vocab_size=9, mixer_options=options)
+  options["shift"] = "qkvg"
+  assert model.mixer_options == {"shift": "kvg"}
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    # names
+    (
+      lambda: Optimizer(peek_lr=1e-3, final_lr=1e-5),
+      "no setting 'optimizer.peek_lr' in Optimizer; did you mean 'peak_lr'?",
+    ),
+    (lambda: small(stepps=3), "no setting 'stepps' in Train; did you mean 'steps'?"),
+    (lambda: small(peak_lr=1e-3), "no setting 'peak_lr'; did you mean 'optimizer.peak_lr'?"),
+    (lambda: Mesh(zzz=1), "no setting 'mesh.zzz' in Mesh; known are data, fsdp."),
+    (lambda: Optimizer(final_lr=1e-5), "optimizer.peak_lr is missing; it wants float."),
+    (lambda: Mesh(tensor=2), "mesh.tensor: the mesh axis 'tensor' is not implemented yet"),
+    (lambda: Mesh(sequence=1), "mesh.sequence: the mesh axis 'sequence' is not implemented yet"),
+    # types
+    (lambda: small(steps=1.5), "steps wants int, got 1.5."),
+    (lambda: small(steps=True), "steps wants int, got True."),
+    (lambda: small(run_dir=3), "run_dir wants str, got 3."),
+    (lambda: small(model={"dim": 8}), "model.num_layers is missing; it wants int."),
+    (lambda: small(mesh=3), "mesh wants Mesh, got 3."),
+    (lambda: Sample(top_p="all"), "sample.top_p wants float or None, got 'all'."),
+    (lambda: Sample(top_k=2.5), "sample.top_k wants int or None, got 2.5."),
+    (lambda: Sample(temperature=float("nan")), "sample.temperature=nan must be a finite number."),
+    (
+      lambda: Optimizer(peak_lr=1, final_lr=1, schedule="cosin"),
+      "optimizer.schedule='cosin' is not a choice; did you mean 'cosine'?",
+    ),
+    (
+      lambda: Data(folder="d", tokenizer="bytes", train="books"),
+      "data.train wants tuple[str, ...], got 'books'.",
+    ),
+    (
+      lambda: Data(folder="d", tokenizer="bytes", train=("a", 1)),
+      "data.train[1] wants str, got 1.",
+    ),
+    (
+      lambda: Data(folder="d", tokenizer="bytes", train=("a",), sources={"a": 1}),
+      "data.sources.a wants str, got 1.",
+    ),
+    # rules
+    (
+      lambda: Model(dim=510, num_layers=1, num_heads=4, vocab_size=9),
+      "model.dim=510 is not a multiple of model.num_heads=4, and the heads share the width"
+      " equally. Use model.dim=508 or 512, or another number of heads.",
+    ),
+    (lambda: Model(dim=2, num_layers=1, num_heads=4, vocab_size=9), "Use model.dim=4, or another"),
+    (lambda: Model(dim=8, num_layers=0, num_heads=4, vocab_size=9), "model.num_layers=0 must be"),
+    (
+      lambda: Model(dim=8, num_layers=1, num_heads=4, vocab_size=9, mixer_options={"a": (1, 2)}),
+      "model.mixer_options.a=(1, 2) cannot be stored as JSON",
+    ),
+    (
+      lambda: Model(dim=8, num_layers=1, num_heads=4, vocab_size=9, mixer_options={"a": [1e999]}),
+      "model.mixer_options.a[0]=inf cannot be stored as JSON",
+    ),
+    (lambda: Optimizer(peak_lr=0, final_lr=0), "optimizer.peak_lr=0.0 must be positive."),
+    (lambda: Optimizer(peak_lr=1e-4, final_lr=1e-3), "must lie between 0 and optimizer.peak_lr"),
+    (lambda: Optimizer(peak_lr=1e-4, final_lr=0), "cannot be reached by an exponential schedule"),
+    (lambda: Optimizer(peak_lr=1, final_lr=1, b2=1), "optimizer.b2=1.0 must lie in [0, 1)."),
+    (lambda: Optimizer(peak_lr=1, final_lr=1, clip_norm=0), "None turns clipping off"),
+    (lambda: Mesh(data=0), "mesh.data=0 must be positive, or -1 for the rest."),
+    (lambda: Mesh(data=-1, fsdp=-1), "only one axis can take the devices that remain"),
+    (lambda: small(steps=0), "steps=0 must be at least 1."),
+    (lambda: small(seed=-1), "seed=-1 must lie in [0, 2**32)."),
+    (lambda: small(global_batch=4, accumulate=3), "make it a multiple"),
+    (lambda: small(run_dir=""), "run_dir is empty"),
+    (
+      lambda: small(optimizer=Optimizer(peak_lr=1, final_lr=1, warmup_steps=10)),
+      "optimizer.warmup_steps=10 leaves nothing of steps=10",
+    ),
+    (
+      lambda: small(model=Model(dim=8, num_layers=1, num_heads=1, vocab_size=256)),
+      "model.vocab_size=256 is smaller than the 257 entries of data.tokenizer='bytes'",
+    ),
+    (lambda: Data(folder="d", tokenizer="bytes", train=()), "data.train is empty"),
+    (lambda: Data(folder="d", tokenizer="bytes", train=("a", "a")), "names a set twice"),
+    (lambda: Data(folder="d", tokenizer="bytes", train=("../a",)), "not a plain file name"),
+    (lambda: Data(folder="d", tokenizer="bpe:4k", train=("a",)), "write for example 'bpe:4096'"),
+    (lambda: Data(folder="d", tokenizer="bpe:200", train=("a",)), "at least 257 entries"),
+    (
+      lambda: Data(folder="d", tokenizer="bytes", train=("books",), sources={"boks": "x"}),
+      "in neither data.train nor data.validation; did you mean 'books'?",
+    ),
+    (lambda: Sample(top_p=0), "sample.top_p=0.0 must lie in (0, 1], or be None."),
+    (lambda: Sample(top_k=0), "sample.top_k=0 must be at least 1, or be None."),
+  ],
+)
+def test_a_bad_setting_is_refused_with_the_reason(make, message):
+  with pytest.raises(ConfigError, match=re.escape(message)):
+    make()
+
+
+@pytest.mark.parametrize(
+  ("assignment", "read", "value"),
+  [
+    ("steps=1_000", lambda c: c.steps, 1000),
+    ("optimizer.peak_lr=2", lambda c: c.optimizer.peak_lr, 2.0),
+    ("optimizer.peak_lr=5e-3", lambda c: c.optimizer.peak_lr, 5e-3),
+    ("optimizer.clip_norm=1", lambda c: c.optimizer.clip_norm, 1.0),
+    ("optimizer.clip_norm=none", lambda c: c.optimizer.clip_norm, None),
+    ("optimizer.schedule=cosine", lambda c: c.optimizer.schedule, "cosine"),
+    ("sample.top_p=None", lambda c: c.sample.top_p, None),
+    ("sample.top_k=5", lambda c: c.sample.top_k, 5),
+    ("sample.prompt=12", lambda c: c.sample.prompt, "12"),
+    ("sample.prompt=a = b", lambda c: c.sample.prompt, "a = b"),
+    ("sample.prompt='it is'", lambda c: c.sample.prompt, "it is"),
+    ("sample.prompt=None", lambda c: c.sample.prompt, "None"),
+    ("sample.prompt=", lambda c: c.sample.prompt, ""),
+    ("data.train=a", lambda c: c.data.train, ("a",)),
+    ("data.train=a, c", lambda c: c.data.train, ("a", "c")),
+    ("data.train=('a', 'c')", lambda c: c.data.train, ("a", "c")),
+    ("data.validation=()", lambda c: c.data.validation, ()),
+    ("data.sources.b=/text/b.txt", lambda c: c.data.sources, {"a": "a.txt", "b": "/text/b.txt"}),
+    ("data.sources={'b': 'x'}", lambda c: c.data.sources, {"b": "x"}),
+    ("model.mixer_options.shift=qkvg", lambda c: c.model.mixer_options, {"shift": "qkvg"}),
+    (
+      "model.mixer_options.decay_first=false",
+      lambda c: c.model.mixer_options,
+      {"shift": "kvg", "decay_first": False},
+    ),
+    ("mesh.fsdp=4", lambda c: c.mesh, Mesh(fsdp=4)),
+  ],
+)
+def test_an_override_is_read_by_the_type_of_its_setting(assignment, read, value):
+  result = read(overrides.apply(small(data=small_data()), [assignment]))
+  assert result == value
+  assert type(result) is type(value)
+
+
+def small_data() -> Data:
+  return Data(
+    folder="d", tokenizer="bytes", train=("a",), validation=("b",), sources={"a": "a.txt"}
+  )
+
+
+def test_overrides_change_nothing_else_and_the_last_one_wins():
+  config = small()
+  changed = overrides.apply(config, ["steps=3", "steps=7"])
+  assert changed == dataclasses.replace(config, steps=7)
+  assert config == small()
+
+
+def test_settings_that_must_change_together_can():
+  changed = overrides.apply(small(), ["model.dim=9", "model.num_heads=3"])
+  assert (changed.model.dim, changed.model.num_heads) == (9, 3)
+
+
+@pytest.mark.parametrize(
+  ("assignment", "message"),
+  [
+    (
+      "optimizer.peek_lr=1",
+      "no setting 'optimizer.peek_lr' in Optimizer; did you mean 'peak_lr'?",
+    ),
+    ("optimiser.peak_lr=1", "no setting 'optimiser' in Train; did you mean 'optimizer'?"),
+    ("dim=8", "no setting 'dim'; did you mean 'model.dim'?"),
+    ("steps", "--set wants name=value, got 'steps'"),
+    ("=3", "--set wants name=value, got '=3'"),
+    ("steps=many", "steps wants int, got 'many'."),
+    ("steps=1e3", "steps wants int, got 1000.0. Write 1000."),
+    ("steps=none", "steps wants int, got None."),
+    ("steps.x=3", "no setting 'steps.x': steps is a single value, int."),
+    ("model.dim=5.5", "model.dim wants int, got 5.5."),
+    ("model.dim=510", "model.dim=510 is not a multiple of model.num_heads=4"),
+    ("optimizer.peak_lr=fast", "optimizer.peak_lr wants float, got 'fast'."),
+    ("optimizer.clip_norm=x", "optimizer.clip_norm wants float or None, got 'x'."),
+    ("optimizer.schedule=linear", "optimizer.schedule='linear' is not a choice"),
+    ("model.remat=ful", "model.remat='ful' is not a choice; did you mean 'full'?"),
+    ("data.train=3", "data.train wants tuple[str, ...], got 3."),
+    ("data.sources=3", "data.sources wants dict[str, str], got 3."),
+    ("data.sources.=x", "ends in a dot"),
+    ("mesh={'data': 2}", "mesh is a group of settings; set one of them: mesh.data=..."),
+    ("mesh.tensor=2", "the mesh axis 'tensor' is not implemented yet"),
+    ("mesh.sequence=2", "the mesh axis 'sequence' is not implemented yet"),
+    ("steps=" + "(" * 5000, "steps wants int"),
+  ],
+)
+def test_a_bad_override_is_refused_with_the_reason(assignment, message):
+  with pytest.raises(ConfigError, match=re.escape(message)):
+    overrides.apply(small(), [assignment])
+
+
+def test_round_trip_through_json_is_exact():
+  options = {"shift": "kvg", "decay_first": False, "list": [1, 2.5, None, {"deep": "x"}]}
+  config = small(
+    model=Model(dim=12, num_layers=2, num_heads=3, vocab_size=300, mixer_options=options),
+    optimizer=Optimizer(peak_lr=0.1 + 0.2, final_lr=1e-300, clip_norm=1 / 3),
+    sample=Sample(prompt='λ "quoted"\n', top_k=3, top_p=None),
+  )
+  stored = json.loads(json.dumps(to_dict(config), allow_nan=False))
+  assert stored == to_dict(config)
+  assert from_dict(stored) == config
+
+
+def test_a_stored_config_with_an_unknown_setting_is_refused():
+  values = to_dict(small())
+  values["model"]["width"] = 3
+  with pytest.raises(ConfigError, match=r"no setting 'model\.width' in Model"):
+    from_dict(values)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_file_builds_and_states_its_command(path, monkeypatch):
+  monkeypatch.setenv("LNSSM_DATA", "folder")
+  config = load_config(path)
+  assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+  text = path.read_text()
+  assert f"python -m train fit --config configs/{path.name}" in text
+  assert "Measured: " in text
+  assert config.run_dir == f"runs/{path.stem}"
+
+
+def test_there_are_config_files():
+  assert {"quickstart", "lnssm_72m", "lnssm_72m_books"} <= {path.stem for path in CONFIGS}
+
+
+def test_the_papers_run_has_the_papers_numbers():
+  config = load_config(ROOT / "configs/lnssm_72m.py")
+  assert config.steps * config.global_batch * config.seq_len == 500 * 9990 * 1024
+  model = config.model
+  assert (model.num_layers, model.dim, model.num_heads, model.vocab_size) == (6, 512, 4, 50_277)
+
+
+def test_the_books_config_says_what_it_needs(monkeypatch):
+  monkeypatch.delenv("LNSSM_DATA", raising=False)
+  with pytest.raises(ConfigError, match="needs the environment variable LNSSM_DATA"):
+    load_config(ROOT / "configs/lnssm_72m_books.py")
+
+
+def test_the_books_run_is_about_50m_tokens(monkeypatch):
+  monkeypatch.setenv("LNSSM_DATA", "folder")
+  config = load_config(ROOT / "configs/lnssm_72m_books.py")
+  assert config.steps * config.global_batch * config.seq_len == pytest.approx(50e6, rel=0.01)
+  assert config.data.sources["val_wikitext103"] == str(Path("folder/lm/val_wikitext103.jsonl.xz"))
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("x = 1", "has no function get_config()"),
+    ("def get_config():\n  return 3", "returned int, but a train.config.Train is needed"),
+    ("def get_config(:", "line 1: "),
+    (
+      "from train.config import Mesh\ndef get_config():\n  return Mesh(dat=1)",
+      "did you mean 'data'?",
+    ),
+  ],
+)
+def test_a_bad_config_file_is_refused_with_the_reason(tmp_path, text, message):
+  path = tmp_path / "bad.py"
+  path.write_text(text)
+  with pytest.raises(ConfigError, match=re.escape(message)):
+    load_config(path)
+
+
+def test_a_missing_config_file_names_its_neighbours(tmp_path):
+  (tmp_path / "there.py").write_text("")
+  with pytest.raises(FileNotFoundError, match=r"no config file .*not\.py.*there\.py"):
+    load_config(tmp_path / "not.py")

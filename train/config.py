@@ -1,0 +1,424 @@
+"""What a run is: frozen, typed, checked settings, and their way to JSON and back.
+
+A config file is Python: its `get_config()` returns a `Train`. The command line changes single
+settings (`train.overrides`), and the resolved value is stored with the run as JSON.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+  """A setting is unknown, missing, of the wrong type, or breaks a rule; the message says which."""
+
+
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings[T](cls: type[T]) -> type[T]:
+  """Makes `cls` a frozen keyword-only dataclass whose constructor checks names and types.
+
+  A plain dataclass would accept `dim=5.5` and answer a misspelt name with a TypeError that
+  suggests nothing. Rules between settings belong in `__post_init__`, which runs afterwards.
+  """
+  cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+  build = cls.__init__
+
+  def __init__(self, **values: Any) -> None:
+    build(self, **_checked(cls, values))
+
+  cls.__init__ = __init__
+  return cls
+
+
+def check(rule: bool, message: str) -> None:
+  """Raises `ConfigError(message)` unless `rule` holds."""
+  if not rule:
+    raise ConfigError(message)
+
+
+@settings
+class Model:
+  """The language model: widths, depth, mixers, and the dtypes of its numbers."""
+
+  mixer: str = "lnssm"
+  dim: int
+  num_layers: int
+  num_heads: int
+  vocab_size: int
+  channel_mixer: str = "gpt2"
+  mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+  dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of products; the state is float32 always
+  param_dtype: Literal["float32", "bfloat16"] = "float32"
+  remat: Literal["none", "full", "dots"] = "none"  # what the backward pass computes again
+
+  def __post_init__(self):
+    for name in ("dim", "num_layers", "num_heads", "vocab_size"):
+      _at_least(f"model.{name}", getattr(self, name), 1)
+    lower = self.dim // self.num_heads * self.num_heads
+    near = f"{lower} or {lower + self.num_heads}" if lower else f"{self.num_heads}"
+    check(
+      self.dim % self.num_heads == 0,
+      f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}, and the heads"
+      f" share the width equally. Use model.dim={near}, or another number of heads.",
+    )
+    _check_json("model.mixer_options", self.mixer_options)
+
+
+@settings
+class Optimizer:
+  """Adam with a learning-rate schedule over the whole run.
+
+  "exponential": lr = peak_lr (final_lr / peak_lr)^(step / steps). "cosine": half a cosine from
+  peak_lr to final_lr after `warmup_steps` linear steps.
+  """
+
+  peak_lr: float
+  final_lr: float
+  schedule: Literal["exponential", "cosine"] = "exponential"
+  warmup_steps: int = 0
+  b1: float = 0.9
+  b2: float = 0.99
+  eps: float = 1e-8
+  weight_decay: float = 0.0
+  clip_norm: float | None = None  # bound on the norm of the whole gradient
+  logit_penalty: float = 1e-4  # weight of the squared largest logit
+
+  def __post_init__(self):
+    check(self.peak_lr > 0, f"optimizer.peak_lr={self.peak_lr} must be positive.")
+    check(
+      0 <= self.final_lr <= self.peak_lr,
+      f"optimizer.final_lr={self.final_lr} must lie between 0 and"
+      f" optimizer.peak_lr={self.peak_lr}.",
+    )
+    check(
+      self.final_lr > 0 or self.schedule != "exponential",
+      "optimizer.final_lr=0.0 cannot be reached by an exponential schedule; use a small positive"
+      " value such as 1e-5, or optimizer.schedule='cosine'.",
+    )
+    _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+    for name in ("b1", "b2"):
+      value = getattr(self, name)
+      check(0 <= value < 1, f"optimizer.{name}={value} must lie in [0, 1).")
+    check(self.eps > 0, f"optimizer.eps={self.eps} must be positive.")
+    for name in ("weight_decay", "logit_penalty"):
+      _at_least(f"optimizer.{name}", getattr(self, name), 0)
+    check(
+      self.clip_norm is None or self.clip_norm > 0,
+      f"optimizer.clip_norm={self.clip_norm} must be positive; None turns clipping off.",
+    )
+
+
+@settings
+class Data:
+  """Token files, and what they are made from.
+
+  `train` and `validation` name pairs `<folder>/<name>.bin|.idx`. `sources` says what to tokenize
+  when a pair is missing: a file, a folder or a glob, or the word "python-stdlib" for the sources
+  of the running Python's standard library, divided into training and validation files.
+  `tokenizer` is "bytes", "bpe:N" (trained on the training sources) or the path of a tokenizer.json.
+  """
+
+  folder: str
+  tokenizer: str
+  train: tuple[str, ...]
+  validation: tuple[str, ...] = ()
+  sources: dict[str, str] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    check(self.folder != "", "data.folder is empty; give the folder of the token files.")
+    check(
+      self.tokenizer != "",
+      "data.tokenizer is empty; give 'bytes', 'bpe:N' or the path of a tokenizer.json.",
+    )
+    least = self.least_vocab_size
+    check(
+      least is None or least > 256,
+      f"data.tokenizer={self.tokenizer!r} is too small: 256 bytes and the end of text need at"
+      " least 257 entries.",
+    )
+    check(len(self.train) > 0, "data.train is empty; name at least one set to train on.")
+    for group in ("train", "validation"):
+      names = getattr(self, group)
+      for name in names:
+        check(
+          re.fullmatch(r"\w[\w.-]*", name) is not None,
+          f"data.{group} holds {name!r}, which is not a plain file name; folders belong in"
+          " data.folder, and what a set is made from in data.sources.",
+        )
+      check(len(set(names)) == len(names), f"data.{group}={names} names a set twice.")
+    known = (*self.train, *self.validation)
+    for name in self.sources:
+      check(
+        name in known,
+        f"data.sources has {name!r}, which is in neither data.train nor data.validation"
+        f"{did_you_mean(name, known)}",
+      )
+
+  @property
+  def least_vocab_size(self) -> int | None:
+    """Entries of the tokenizer when its name tells, as for "bytes" and "bpe:4096", else None."""
+    if self.tokenizer == "bytes":
+      return 257
+    if not self.tokenizer.startswith("bpe:"):
+      return None
+    size = self.tokenizer.removeprefix("bpe:")
+    check(
+      size.isascii() and size.isdecimal(),
+      f"data.tokenizer={self.tokenizer!r} does not say how many entries to train; write"
+      " for example 'bpe:4096'.",
+    )
+    return int(size)
+
+
+@settings
+class Mesh:
+  """How many devices each mesh axis has; -1 takes all that remain.
+
+  `data` copies the parameters and divides the batch; `fsdp` divides both.
+  """
+
+  data: int = -1
+  fsdp: int = 1
+
+  def __post_init__(self):
+    for axis in ("data", "fsdp"):
+      size = getattr(self, axis)
+      check(size == -1 or size >= 1, f"mesh.{axis}={size} must be positive, or -1 for the rest.")
+    check(
+      (self.data, self.fsdp) != (-1, -1),
+      "mesh.data and mesh.fsdp are both -1, but only one axis can take the devices that remain.",
+    )
+
+
+@settings
+class Sample:
+  """The text that is generated at the end of a run."""
+
+  prompt: str = ""
+  tokens: int = 200
+  temperature: float = 0.8
+  top_p: float | None = 0.95
+  top_k: int | None = None
+
+  def __post_init__(self):
+    _at_least("sample.tokens", self.tokens, 0)
+    _at_least("sample.temperature", self.temperature, 0)
+    check(
+      self.top_p is None or 0 < self.top_p <= 1,
+      f"sample.top_p={self.top_p} must lie in (0, 1], or be None.",
+    )
+    check(
+      self.top_k is None or self.top_k >= 1,
+      f"sample.top_k={self.top_k} must be at least 1, or be None.",
+    )
+
+
+@settings
+class Train:
+  """One training run."""
+
+  model: Model
+  optimizer: Optimizer
+  data: Data
+  mesh: Mesh = dataclasses.field(default_factory=Mesh)
+  run_dir: str
+  steps: int
+  seed: int = 0
+  seq_len: int  # tokens a sequence
+  global_batch: int  # sequences a step, over all devices and microbatches
+  accumulate: int = 1  # microbatches a step
+  checkpoint_every: int
+  eval_every: int
+  log_every: int = 10
+  keep_checkpoints: int = 2
+  loss_chunk: int = 2048  # tokens whose logits are held at once
+  sample: Sample = dataclasses.field(default_factory=Sample)
+
+  def __post_init__(self):
+    check(self.run_dir != "", "run_dir is empty; give the folder that the run writes into.")
+    positive = "steps seq_len global_batch accumulate checkpoint_every eval_every log_every"
+    for name in (*positive.split(), "keep_checkpoints", "loss_chunk"):
+      _at_least(name, getattr(self, name), 1)
+    check(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32).")
+    check(
+      self.global_batch % self.accumulate == 0,
+      f"global_batch={self.global_batch} cannot be divided into accumulate={self.accumulate} equal"
+      " microbatches; make it a multiple.",
+    )
+    warmup = self.optimizer.warmup_steps
+    check(
+      warmup < self.steps,
+      f"optimizer.warmup_steps={warmup} leaves nothing of steps={self.steps} after the warmup.",
+    )
+    least = self.data.least_vocab_size
+    check(
+      least is None or self.model.vocab_size >= least,
+      f"model.vocab_size={self.model.vocab_size} is smaller than the {least} entries of"
+      f" data.tokenizer={self.data.tokenizer!r}; use model.vocab_size={least}.",
+    )
+
+
+def load_config(path: str | Path) -> Train:
+  """Runs the Python file at `path` and returns what its `get_config()` returns.
+
+  The file is executed with all rights of the caller: load only files that you would run.
+
+  Raises:
+    FileNotFoundError: there is no such file; the message lists the config files beside it.
+    ConfigError: the file is not valid Python, has no `get_config`, or returns something else.
+  """
+  path = Path(path)
+  if not path.is_file():
+    beside = sorted(str(p) for p in path.parent.glob("*.py"))
+    listing = f"; that folder has {', '.join(beside)}" if beside else ""
+    raise FileNotFoundError(f"no config file {str(path)!r}{listing}.")
+  namespace = {"__name__": "config", "__file__": str(path)}
+  try:
+    exec(compile(path.read_bytes(), str(path), "exec"), namespace)
+  except SyntaxError as error:
+    raise ConfigError(f"{path}, line {error.lineno}: {error.msg}.") from error
+  get_config = namespace.get("get_config")
+  check(callable(get_config), f"{path} has no function get_config(); it must return a Train.")
+  config = typing.cast(Any, get_config)()
+  check(
+    isinstance(config, Train),
+    f"get_config() of {path} returned {type(config).__name__}, but a train.config.Train is needed.",
+  )
+  return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+  """The settings as plain dictionaries, lists, strings and numbers, ready for `json.dumps`."""
+  return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+
+
+def from_dict(values: Mapping[str, Any]) -> Train:
+  """Inverse of `to_dict`, also after a trip through JSON; checks everything anew."""
+  return Train(**values)
+
+
+def did_you_mean(name: str, options: Iterable[str]) -> str:
+  """The end of an error message: the nearest of `options`, or all of them, and a full stop."""
+  options = list(options)
+  near = difflib.get_close_matches(name, options, 1)
+  return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(options)}."
+
+
+def unknown(cls: type, name: str) -> ConfigError:
+  """The error for a setting that `cls` does not have."""
+  label = _label(cls, name)
+  if cls is Mesh and name in ("tensor", "sequence"):
+    return ConfigError(
+      f"{label}: the mesh axis {name!r} is not implemented yet; use mesh.data and mesh.fsdp."
+    )
+  fields = [f.name for f in dataclasses.fields(cls)]
+  groups = [g for g in fields if dataclasses.is_dataclass(hint_of(cls, g))]
+  inside = [g for g in groups if name in typing.get_type_hints(hint_of(cls, g))]
+  if inside and not difflib.get_close_matches(name, fields, 1, 0.8):
+    return ConfigError(f"no setting {label!r}; did you mean '{inside[0]}.{name}'?")
+  return ConfigError(f"no setting {label!r} in {cls.__name__}{did_you_mean(name, fields)}")
+
+
+def hint_of(cls: type, name: str) -> Any:
+  """The declared type of setting `name` of `cls`."""
+  return typing.get_type_hints(cls)[name]
+
+
+def coerce(value: Any, hint: Any, label: str) -> Any:
+  """`value` as the type `hint`, by conversions that lose nothing: int to float, list to tuple.
+
+  Raises:
+    ConfigError: naming `label`, the type it wants and the value it got.
+  """
+  origin, args = typing.get_origin(hint), typing.get_args(hint)
+  if hint is Any or (value is None and hint is types.NoneType):
+    return value
+  if origin in (typing.Union, types.UnionType):
+    for option in sorted(args, key=lambda a: a is not type(value)):  # an exact match first
+      try:
+        return coerce(value, option, label)
+      except ConfigError:
+        continue
+  elif origin is Literal:
+    check(value in args, f"{label}={value!r} is not a choice{did_you_mean(str(value), args)}")
+    return value
+  elif dataclasses.is_dataclass(hint):
+    if isinstance(value, Mapping):
+      return hint(**value)
+    if isinstance(value, typing.cast(type, hint)):
+      return value
+  elif origin is tuple and isinstance(value, tuple | list):
+    return tuple(coerce(item, args[0], f"{label}[{i}]") for i, item in enumerate(value))
+  elif origin is dict and isinstance(value, Mapping):
+    return {coerce(k, args[0], label): coerce(v, args[1], f"{label}.{k}") for k, v in value.items()}
+  elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+    check(math.isfinite(value), f"{label}={value} must be a finite number.")
+    return float(value)
+  elif type(value) is hint:  # exact, because a bool is an int to isinstance
+    return value
+  raise ConfigError(f"{label} wants {type_name(hint)}, got {value!r}.")
+
+
+def type_name(hint: Any) -> str:
+  """`hint` in the words of an error message."""
+  args = typing.get_args(hint)
+  if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    return " or ".join(type_name(a) for a in args)
+  if args:
+    return str(hint).replace("typing.", "")
+  return "None" if hint is types.NoneType else hint.__name__
+
+
+def _checked(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+  hints = typing.get_type_hints(cls)
+  for name in values:
+    if name not in hints:
+      raise unknown(cls, name)
+  for field in dataclasses.fields(cls):
+    required = field.default is field.default_factory is dataclasses.MISSING
+    check(
+      field.name in values or not required,
+      f"{_label(cls, field.name)} is missing; it wants {type_name(hints[field.name])}.",
+    )
+  return {name: coerce(value, hints[name], _label(cls, name)) for name, value in values.items()}
+
+
+def _label(cls: type, name: str) -> str:
+  """Where the setting stands in a `Train`: 'steps', 'model.dim'."""
+  return name if cls is Train else f"{cls.__name__.lower()}.{name}"
+
+
+def _plain(value: Any) -> Any:
+  if dataclasses.is_dataclass(value):
+    return to_dict(value)
+  if isinstance(value, dict):
+    return {k: _plain(v) for k, v in value.items()}
+  return [_plain(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+def _at_least(label: str, value: float, least: int) -> None:
+  check(value >= least, f"{label}={value} must be at least {least}.")
+
+
+def _check_json(label: str, value: Any) -> None:
+  """Refuses what would not come back from JSON as the same value."""
+  if isinstance(value, dict):
+    for key, item in value.items():
+      check(isinstance(key, str), f"{label} has the key {key!r}; keys are strings.")
+      _check_json(f"{label}.{key}", item)
+  elif isinstance(value, list):
+    for i, item in enumerate(value):
+      _check_json(f"{label}[{i}]", item)
+  else:
+    plain = value is None or type(value) in (str, bool, int, float)
+    check(
+      plain and (type(value) is not float or math.isfinite(value)),
+      f"{label}={value!r} cannot be stored as JSON; use finite numbers, strings, booleans, None,"
+      " lists and dictionaries.",
+    )
