@@ -5,41 +5,27 @@ settings (`train.overrides`), and the resolved value is stored with the run as J
 """
 
 import dataclasses
-import difflib
 import math
 import re
-import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from train.settings import ConfigError, at_least, check, did_you_mean, settings
 
-class ConfigError(ValueError):
-  """A setting is unknown, missing, of the wrong type, or breaks a rule; the message says which."""
-
-
-@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
-def settings[T](cls: type[T]) -> type[T]:
-  """Makes `cls` a frozen keyword-only dataclass whose constructor checks names and types.
-
-  A plain dataclass would accept `dim=5.5` and answer a misspelt name with a TypeError that
-  suggests nothing. Rules between settings belong in `__post_init__`, which runs afterwards.
-  """
-  cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-  build = cls.__init__
-
-  def __init__(self, **values: Any) -> None:
-    build(self, **_checked(cls, values))
-
-  cls.__init__ = __init__
-  return cls
-
-
-def check(rule: bool, message: str) -> None:
-  """Raises `ConfigError(message)` unless `rule` holds."""
-  if not rule:
-    raise ConfigError(message)
+__all__ = [
+  "ConfigError",
+  "Data",
+  "Mesh",
+  "Model",
+  "Optimizer",
+  "Sample",
+  "Train",
+  "from_dict",
+  "load_config",
+  "to_dict",
+]
 
 
 @settings
@@ -59,7 +45,7 @@ class Model:
 
   def __post_init__(self):
     for name in ("dim", "num_layers", "num_heads", "vocab_size"):
-      _at_least(f"model.{name}", getattr(self, name), 1)
+      at_least(f"model.{name}", getattr(self, name), 1)
     lower = self.dim // self.num_heads * self.num_heads
     near = f"{lower} or {lower + self.num_heads}" if lower else f"{self.num_heads}"
     check(
@@ -101,13 +87,13 @@ class Optimizer:
       "optimizer.final_lr=0.0 cannot be reached by an exponential schedule; use a small positive"
       " value such as 1e-5, or optimizer.schedule='cosine'.",
     )
-    _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+    at_least("optimizer.warmup_steps", self.warmup_steps, 0)
     for name in ("b1", "b2"):
       value = getattr(self, name)
       check(0 <= value < 1, f"optimizer.{name}={value} must lie in [0, 1).")
     check(self.eps > 0, f"optimizer.eps={self.eps} must be positive.")
     for name in ("weight_decay", "logit_penalty"):
-      _at_least(f"optimizer.{name}", getattr(self, name), 0)
+      at_least(f"optimizer.{name}", getattr(self, name), 0)
     check(
       self.clip_norm is None or self.clip_norm > 0,
       f"optimizer.clip_norm={self.clip_norm} must be positive; None turns clipping off.",
@@ -186,6 +172,8 @@ class Mesh:
   data: int = -1
   fsdp: int = 1
 
+  not_yet = ("tensor", "sequence")  # axes that are planned; naming one is refused with that reason
+
   def __post_init__(self):
     for axis in ("data", "fsdp"):
       size = getattr(self, axis)
@@ -207,8 +195,8 @@ class Sample:
   top_k: int | None = None
 
   def __post_init__(self):
-    _at_least("sample.tokens", self.tokens, 0)
-    _at_least("sample.temperature", self.temperature, 0)
+    at_least("sample.tokens", self.tokens, 0)
+    at_least("sample.temperature", self.temperature, 0)
     check(
       self.top_p is None or 0 < self.top_p <= 1,
       f"sample.top_p={self.top_p} must lie in (0, 1], or be None.",
@@ -244,7 +232,7 @@ class Train:
     check(self.run_dir != "", "run_dir is empty; give the folder that the run writes into.")
     positive = "steps seq_len global_batch accumulate checkpoint_every eval_every log_every"
     for name in (*positive.split(), "keep_checkpoints", "loss_chunk"):
-      _at_least(name, getattr(self, name), 1)
+      at_least(name, getattr(self, name), 1)
     check(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32).")
     check(
       self.global_batch % self.accumulate == 0,
@@ -303,107 +291,12 @@ def from_dict(values: Mapping[str, Any]) -> Train:
   return Train(**values)
 
 
-def did_you_mean(name: str, options: Iterable[str]) -> str:
-  """The end of an error message: the nearest of `options`, or all of them, and a full stop."""
-  options = list(options)
-  near = difflib.get_close_matches(name, options, 1)
-  return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(options)}."
-
-
-def unknown(cls: type, name: str) -> ConfigError:
-  """The error for a setting that `cls` does not have."""
-  label = _label(cls, name)
-  if cls is Mesh and name in ("tensor", "sequence"):
-    return ConfigError(
-      f"{label}: the mesh axis {name!r} is not implemented yet; use mesh.data and mesh.fsdp."
-    )
-  fields = [f.name for f in dataclasses.fields(cls)]
-  groups = [g for g in fields if dataclasses.is_dataclass(hint_of(cls, g))]
-  inside = [g for g in groups if name in typing.get_type_hints(hint_of(cls, g))]
-  if inside and not difflib.get_close_matches(name, fields, 1, 0.8):
-    return ConfigError(f"no setting {label!r}; did you mean '{inside[0]}.{name}'?")
-  return ConfigError(f"no setting {label!r} in {cls.__name__}{did_you_mean(name, fields)}")
-
-
-def hint_of(cls: type, name: str) -> Any:
-  """The declared type of setting `name` of `cls`."""
-  return typing.get_type_hints(cls)[name]
-
-
-def coerce(value: Any, hint: Any, label: str) -> Any:
-  """`value` as the type `hint`, by conversions that lose nothing: int to float, list to tuple.
-
-  Raises:
-    ConfigError: naming `label`, the type it wants and the value it got.
-  """
-  origin, args = typing.get_origin(hint), typing.get_args(hint)
-  if hint is Any or (value is None and hint is types.NoneType):
-    return value
-  if origin in (typing.Union, types.UnionType):
-    for option in sorted(args, key=lambda a: a is not type(value)):  # an exact match first
-      try:
-        return coerce(value, option, label)
-      except ConfigError:
-        continue
-  elif origin is Literal:
-    check(value in args, f"{label}={value!r} is not a choice{did_you_mean(str(value), args)}")
-    return value
-  elif dataclasses.is_dataclass(hint):
-    if isinstance(value, Mapping):
-      return hint(**value)
-    if isinstance(value, typing.cast(type, hint)):
-      return value
-  elif origin is tuple and isinstance(value, tuple | list):
-    return tuple(coerce(item, args[0], f"{label}[{i}]") for i, item in enumerate(value))
-  elif origin is dict and isinstance(value, Mapping):
-    return {coerce(k, args[0], label): coerce(v, args[1], f"{label}.{k}") for k, v in value.items()}
-  elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-    check(math.isfinite(value), f"{label}={value} must be a finite number.")
-    return float(value)
-  elif type(value) is hint:  # exact, because a bool is an int to isinstance
-    return value
-  raise ConfigError(f"{label} wants {type_name(hint)}, got {value!r}.")
-
-
-def type_name(hint: Any) -> str:
-  """`hint` in the words of an error message."""
-  args = typing.get_args(hint)
-  if typing.get_origin(hint) in (typing.Union, types.UnionType):
-    return " or ".join(type_name(a) for a in args)
-  if args:
-    return str(hint).replace("typing.", "")
-  return "None" if hint is types.NoneType else hint.__name__
-
-
-def _checked(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-  hints = typing.get_type_hints(cls)
-  for name in values:
-    if name not in hints:
-      raise unknown(cls, name)
-  for field in dataclasses.fields(cls):
-    required = field.default is field.default_factory is dataclasses.MISSING
-    check(
-      field.name in values or not required,
-      f"{_label(cls, field.name)} is missing; it wants {type_name(hints[field.name])}.",
-    )
-  return {name: coerce(value, hints[name], _label(cls, name)) for name, value in values.items()}
-
-
-def _label(cls: type, name: str) -> str:
-  """Where the setting stands in a `Train`: 'steps', 'model.dim'."""
-  return name if cls is Train else f"{cls.__name__.lower()}.{name}"
-
-
 def _plain(value: Any) -> Any:
   if dataclasses.is_dataclass(value):
     return to_dict(value)
   if isinstance(value, dict):
     return {k: _plain(v) for k, v in value.items()}
   return [_plain(v) for v in value] if isinstance(value, tuple | list) else value
-
-
-def _at_least(label: str, value: float, least: int) -> None:
-  check(value >= least, f"{label}={value} must be at least {least}.")
 
 
 def _check_json(label: str, value: Any) -> None:

@@ -7,17 +7,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from train.config import (
-  ConfigError,
-  Train,
-  check,
-  coerce,
-  from_dict,
-  hint_of,
-  to_dict,
-  type_name,
-  unknown,
-)
+from train.config import Train, from_dict, to_dict
+from train.settings import ConfigError, check, coerce, hint_of, type_name, unknown
 
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
 
