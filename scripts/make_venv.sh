@@ -1,0 +1,107 @@
+#!/bin/sh
+# Usage: make_venv.sh VENV EXTRAS: makes or repairs the virtual environment VENV and installs the
+# project into it, editable, with EXTRAS ("train" or "train,dev") under constraints.txt. Touches
+# VENV/.ready-EXTRA for each extra when all is done, so that an interrupted call leaves no sign of
+# success. The environment variables PYTHON (an interpreter) and JAX (a version other than the
+# pinned one) are optional.
+set -eu
+
+venv=$1
+extras=$2
+least="3, 12"
+
+fail() {
+  printf '\nerror: %s\n\n' "$*" >&2
+  exit 1
+}
+
+# Versions are asked of the interpreter itself: a name such as python3.13 may be a shim for one
+# that is not installed.
+new_enough() {
+  "$1" -c "import sys; sys.exit(sys.version_info < ($least))" >/dev/null 2>&1
+}
+
+describe() {
+  "$1" -c 'import platform; print("Python", platform.python_version())' 2>/dev/null || echo "not found"
+}
+
+find_python() {
+  if [ -n "${PYTHON:-}" ]; then
+    new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.12 or newer ($(describe "$PYTHON"))." \
+      "Give the path of a newer one, or leave PYTHON out to let make search for it."
+    echo "$PYTHON"
+    return
+  fi
+  for name in python3.12 python3.13 python3.14 python3 python; do
+    if new_enough "$name"; then
+      # The interpreter behind a shim: the environment must not depend on where a shim is called.
+      "$name" -c 'import sys; print(sys.executable)'
+      return
+    fi
+  done
+}
+
+rm -f "$venv"/.ready-*
+python=$(find_python)
+uv=$(command -v uv || true)
+
+# Without its pyvenv.cfg the interpreter would run as the one it was made from, and the packages
+# would land there.
+is_venv() {
+  new_enough "$1/bin/python" &&
+    "$1/bin/python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'
+}
+
+if ! is_venv "$venv"; then
+  if [ -e "$venv" ]; then
+    case $venv in
+      .venv*) ;;
+      *) [ -e "$venv/pyvenv.cfg" ] || fail "$venv exists and is not a virtual environment;" \
+        "remove it, or name another folder with VENV=..." ;;
+    esac
+    echo "$venv is incomplete or was made by a Python that is gone: making it anew."
+    rm -rf "$venv"
+  fi
+  if [ -n "$uv" ]; then
+    # Without an interpreter of our own uv downloads one.
+    "$uv" venv --quiet --python "${python:-3.12}" "$venv" || fail \
+      "uv could not make $venv with Python ${python:-3.12} (see above)."
+  else
+    [ -n "$python" ] || fail "no Python 3.12 or newer was found (python3 is: $(describe python3))." \
+      "Install one (from python.org, your package manager, or by 'uv python install 3.12') and run" \
+      "make again; if it is not on the PATH, name it: make PYTHON=/path/to/python3.12 ..."
+    "$python" -m venv "$venv" || fail "$python could not make a virtual environment (see above)." \
+      "On Debian and Ubuntu the package python3-venv is needed."
+  fi
+fi
+
+# The build of JAX for NVIDIA GPUs needs a driver that knows CUDA 13.
+if driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) &&
+  [ -n "$driver" ]; then
+  if [ "${driver%%.*}" -ge 580 ] 2>/dev/null; then
+    extras=$extras,cuda13
+  else
+    echo "The NVIDIA driver $driver is older than 580, which CUDA 13 needs: installing for the CPU."
+  fi
+fi
+
+constraints=constraints.txt
+if [ -n "${JAX:-}" ]; then
+  constraints=$venv/constraints.txt
+  { grep -v -E '^(jax|jaxlib)==' constraints.txt; echo "jax==$JAX"; } >"$constraints"
+fi
+
+echo "Installing lnssm-jax[$extras] into $venv ($(describe "$venv/bin/python")); this is done once."
+if [ -n "$uv" ]; then
+  install="$uv pip install --quiet --python $venv/bin/python"
+else
+  "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip --upgrade
+  install="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
+fi
+$install --constraint "$constraints" --editable ".[$extras]" || fail \
+  "the packages could not be installed (see above). Without a network, but with a Python that has" \
+  "them all, use that Python as it is: make VENV= PYTHON=/path/to/python ..."
+
+for extra in $(echo "$2" | tr , ' '); do
+  touch "$venv/.ready-$extra"
+done
