@@ -1,0 +1,203 @@
+"""The chunked loss against a direct computation in float64, and what it holds in memory."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.loss import next_token_loss
+
+B, D, VOCAB = 3, 8, 37
+
+
+def inputs(T, seed=0, dtype=np.float64):
+  rng = np.random.default_rng(seed)
+  hidden = rng.normal(size=(B, T, D)).astype(dtype)
+  head = rng.normal(size=(D, VOCAB)).astype(dtype)
+  targets = rng.integers(0, VOCAB, (B, T)).astype(np.int32)
+  weights = rng.choice([0.0, 0.5, 1.0, 2.0], (B, T)).astype(np.float32)
+  return hidden, head, targets, weights
+
+
+def direct(hidden, head, targets, weights, coefficient=0.0):
+  """(nats, penalty, d hidden, d head) of the whole batch at once, in float64."""
+  hidden, head, weights = (np.asarray(x, np.float64) for x in (hidden, head, weights))
+  z = hidden @ head
+  largest = z.max(-1, keepdims=True)
+  p = np.exp(z - largest)
+  normalizer = p.sum(-1, keepdims=True)
+  onehot = np.eye(VOCAB)[targets]
+  nll = (largest + np.log(normalizer))[..., 0] - (z * onehot).sum(-1)
+  penalty = 0.5 * coefficient * (weights * largest[..., 0] ** 2).sum()
+  dz = p / normalizer - onehot + coefficient * largest * (z == largest)
+  dz *= weights[..., None]
+  d_head = np.einsum("btd,btv->dv", hidden, dz)
+  return (weights * nll).sum(), penalty, dz @ head.T, d_head
+
+
+def loss_and_gradients(args, **options):
+  def nats(hidden, head):
+    sums = next_token_loss(hidden, head, *args[2:], **options)
+    return sums.nats, sums
+
+  (_, sums), gradients = jax.jit(jax.value_and_grad(nats, (0, 1), has_aux=True))(*args[:2])
+  return sums, *gradients
+
+
+def largest_error(got, want):
+  return np.abs(np.asarray(got, np.float64) - want).max() / max(1e-30, np.abs(want).max())
+
+
+@pytest.mark.parametrize(  # chunk counts positions over all B = 3 rows
+  ("T", "chunk"), [(1, 1), (5, 7), (12, 12), (17, 1), (17, 12), (17, 10_000)]
+)
+def test_values_and_gradients_are_those_of_float64(T, chunk):
+  args = inputs(T)
+  nats, penalty, d_hidden, d_head = direct(*args, coefficient=0.3)
+  args32 = [jnp.asarray(x, jnp.float32) for x in args[:2]] + list(args[2:])
+  sums, got_d_hidden, got_d_head = loss_and_gradients(args32, chunk=chunk, logit_penalty=0.3)
+  assert abs(float(sums.nats) / nats - 1) < 2e-6
+  assert abs(float(sums.penalty) / penalty - 1) < 2e-6
+  assert float(sums.weight) == args[3].sum()
+  assert largest_error(got_d_hidden, d_hidden) < 2e-6
+  assert largest_error(got_d_head, d_head) < 2e-6
+
+
+def test_value_without_gradient_is_the_same():
+  args = inputs(17, dtype=np.float32)
+  alone = next_token_loss(*args, chunk=12, logit_penalty=1e-4)
+  beside, _, _ = loss_and_gradients(args, chunk=12, logit_penalty=1e-4)
+  np.testing.assert_allclose(alone, beside, rtol=1e-6)
+
+
+def test_penalty_gradient_is_that_of_half_the_mean_squared_largest_logit():
+  hidden, head, targets, _ = inputs(9, dtype=np.float32)
+  hidden[0, 3] = 0  # every logit 0: all of them are the largest
+  weights = np.ones((B, 9), np.float32)
+  coefficient = 0.7
+
+  def explicit(hidden, head):
+    z = hidden @ head
+    nll = jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
+    return nll.mean() + 0.5 * coefficient * jnp.mean(z.max(-1) ** 2)
+
+  def ours(hidden, head):
+    sums = next_token_loss(hidden, head, targets, weights, chunk=12, logit_penalty=coefficient)
+    return sums.nats / sums.weight
+
+  for got, want in zip(
+    jax.grad(ours, (0, 1))(hidden, head), jax.grad(explicit, (0, 1))(hidden, head), strict=True
+  ):
+    assert largest_error(got, np.asarray(want)) < 3e-6
+  without = next_token_loss(hidden, head, targets, weights, chunk=12)
+  assert float(ours(hidden, head)) == float(without.nats / without.weight)  # reported without it
+
+
+def test_gradient_follows_what_is_done_with_the_loss():
+  args = inputs(6, dtype=np.float32)
+  _, d_hidden, _ = loss_and_gradients(args, chunk=6)
+
+  def scaled(hidden):
+    return -3.0 * next_token_loss(hidden, *args[1:], chunk=6).nats ** 2
+
+  nats = float(next_token_loss(*args, chunk=6).nats)
+  np.testing.assert_allclose(jax.grad(scaled)(args[0]), -6 * nats * d_hidden, rtol=1e-5)
+
+
+def test_bfloat16_products_accumulate_in_float32():
+  D, T = 512, 6
+  rng = np.random.default_rng(1)
+  hidden = jnp.asarray(rng.normal(size=(B, T, D)), jnp.bfloat16)
+  head = jnp.asarray(rng.normal(size=(D, VOCAB)) / math.sqrt(D), jnp.float32)
+  _, _, targets, weights = inputs(T)
+  rounded = np.asarray(head.astype(jnp.bfloat16), np.float64)
+  nats, _, d_hidden, d_head = direct(hidden, rounded, targets, weights)
+  args = (hidden, head, targets, weights)
+  sums, got_d_hidden, got_d_head = loss_and_gradients(args, chunk=9)
+  assert (got_d_hidden.dtype, got_d_head.dtype) == (jnp.bfloat16, jnp.float32)
+  assert abs(float(sums.nats) / nats - 1) < 1e-6  # exact products, float32 sums
+  assert largest_error(got_d_hidden, d_hidden) < 2**-7
+  assert largest_error(got_d_head, d_head) < 2**-8
+  text = str(jax.make_jaxpr(lambda *a: loss_and_gradients(a, chunk=9))(*args))
+  products = [line for line in text.splitlines() if "dot_general" in line]
+  assert len(products) == 3  # logits once, and one for each gradient
+  assert text.count("preferred_element_type=float32") == 3
+
+
+def test_positions_of_weight_zero_count_for_nothing():
+  hidden, head, targets, weights = inputs(10, dtype=np.float32)
+  weights[:, ::3] = 0
+  clean = loss_and_gradients((hidden, head, targets, weights), chunk=12, logit_penalty=0.1)
+  hidden[:, ::3] = np.nan
+  hidden[1, 3] = np.inf
+  targets[:, ::3] = [[-100], [VOCAB], [2**31 - 1]]
+  dirty = loss_and_gradients((hidden, head, targets, weights), chunk=12, logit_penalty=0.1)
+  for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+    np.testing.assert_array_equal(a, b)
+  assert not np.asarray(dirty[1])[:, ::3].any()
+
+
+def test_all_weights_zero_give_zero():
+  hidden, head, targets, weights = inputs(5, dtype=np.float32)
+  result = loss_and_gradients((hidden, head, targets, 0 * weights), chunk=6, logit_penalty=1.0)
+  assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(result))
+
+
+def test_target_outside_the_vocabulary_makes_the_loss_nan():
+  hidden, head, targets, weights = inputs(5, dtype=np.float32)
+  weights[:] = 1
+  targets[1, 2] = VOCAB
+  assert math.isnan(next_token_loss(hidden, head, targets, weights, chunk=6).nats)
+
+
+def test_extreme_logits_stay_finite():
+  hidden, head, targets, weights = inputs(5, dtype=np.float32)
+  weights[:] = 1
+  sums, d_hidden, d_head = loss_and_gradients((1e3 * hidden, head, targets, weights), chunk=6)
+  assert all(np.isfinite(x).all() for x in (sums.nats, d_hidden, d_head))
+
+
+def shapes_in(jaxpr):
+  """Shapes of all values of a program, and of the programs inside it (scans, calls)."""
+  yield from (v.aval.shape for v in jaxpr.invars)
+  for eqn in jaxpr.eqns:
+    yield from (v.aval.shape for v in eqn.outvars)
+    for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
+      inner = getattr(inner, "jaxpr", inner)  # closed programs hold an open one
+      if hasattr(inner, "eqns"):
+        yield from shapes_in(inner)
+
+
+def test_no_array_holds_the_logits_of_the_whole_batch():
+  T, vocab, chunk = 64, 1000, 24
+  shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct(s, dtype)
+  args = (shape(B, T, D), shape(D, vocab), shape(B, T, dtype=jnp.int32), shape(B, T))
+
+  def run(*args):
+    return loss_and_gradients(args, chunk=chunk, logit_penalty=1e-4)
+
+  sizes = [math.prod(s) for s in shapes_in(jax.make_jaxpr(run)(*args).jaxpr)]
+  assert max(sizes) == chunk * vocab  # the walk does see the scan's body
+  compiled = jax.jit(run).lower(*args).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < B * T * vocab * 4 / 2
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"chunk": 0}, "chunk=0 must be at least 1"),
+    (
+      {"targets": np.zeros((B, 4), np.int32)},
+      r"targets has shape \(3, 4\), but hidden needs \(3, 5\)",
+    ),
+    ({"head": np.zeros((D + 1, VOCAB), np.float32)}, r"head \(9, 37\)"),
+  ],
+)
+def test_bad_arguments_are_named(change, message):
+  names = ("hidden", "head", "targets", "weights")
+  arguments = dict(zip(names, inputs(5, dtype=np.float32), strict=True)) | {"chunk": 6} | change
+  positional = [arguments.pop(name) for name in names]
+  with pytest.raises(ValueError, match=message):
+    next_token_loss(*positional, **arguments)

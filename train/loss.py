@@ -1,0 +1,145 @@
+"""Next-token cross-entropy that never holds the logits of a whole batch.
+
+Axis letters: B batch, T time, D channels, C time steps of one chunk.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class LossSums(NamedTuple):
+  """Sums over positions, so that chunks, microbatches and devices add up exactly."""
+
+  nats: jax.Array  # float32 scalar: sum of weight * negative log-likelihood
+  weight: jax.Array  # float32 scalar: sum of weights; nats / weight is the mean loss
+  penalty: jax.Array  # float32 scalar: sum of weight * 0.5 * logit_penalty * max_logit^2
+
+
+def next_token_loss(
+  hidden: jax.Array,  # [B, T, D]
+  head: jax.Array,  # [D, vocab]
+  targets: jax.Array,  # [B, T] int32
+  weights: jax.Array,  # [B, T] float32
+  *,
+  chunk: int,
+  logit_penalty: float = 0.0,
+) -> LossSums:
+  r"""Weighted sum of the negative log-likelihoods of `targets` under `softmax(hidden @ head)`.
+
+      nats = sum_i w_i (logsumexp(z_i) - z_i[target_i]),   z_i = hidden_i @ head
+
+  About `chunk` positions of logits (float32 `[B, C, vocab]`, all B rows of a few time steps) exist at
+  once. Products run in `hidden.dtype` with float32 accumulation, everything after them in float32.
+
+  Differentiate `nats`. Its gradient also carries the logit penalty, `logit_penalty * max_logit` times
+  the weight, added at the largest logit of each position: the gradient of the sum `penalty`, which
+  itself stays out of the reported loss (LNSSM's training, after RWKV). `weight`, `penalty`, `targets`
+  and `weights` are constants to differentiation. Under it, the forward pass makes the gradients of
+  `hidden` and `head` beside the loss, so that every logit is computed once.
+
+  A position of weight 0 counts for nothing: its hidden row may be NaN and its target any integer.
+
+  Raises:
+    ValueError: if the shapes do not agree, or `chunk < 1`.
+  """
+  if hidden.ndim != 3 or head.ndim != 2 or hidden.shape[2] != head.shape[0]:
+    raise ValueError(
+      f"hidden has shape {hidden.shape} and head {head.shape}; they must be [B, T, D] and [D, vocab]."
+    )
+  for name, array in (("targets", targets), ("weights", weights)):
+    if array.shape != hidden.shape[:2]:
+      raise ValueError(f"{name} has shape {array.shape}, but hidden needs {hidden.shape[:2]}.")
+  if chunk < 1:
+    raise ValueError(f"chunk={chunk} must be at least 1 (positions of logits held at once).")
+  weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
+  steps = max(1, chunk // hidden.shape[0])
+  nats, penalty = _chunked_sums(steps, float(logit_penalty), hidden, head, targets, weights)
+  return LossSums(nats, weights.sum(), jax.lax.stop_gradient(penalty))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _chunked_sums(steps, coefficient, hidden, head, targets, weights):
+  matrix = head.astype(hidden.dtype)
+
+  def body(sums, xs):
+    _, nats, penalty, _ = _logit_terms(coefficient, matrix, *xs)
+    return (sums[0] + nats, sums[1] + penalty), None
+
+  zero = jnp.zeros((), jnp.float32)
+  chunks = [_split_time(x, steps) for x in (hidden, targets, weights)]
+  return jax.lax.scan(body, (zero, zero), chunks)[0]
+
+
+def _forward(steps, coefficient, hidden, head, targets, weights):
+  T, D = hidden.shape[1:]
+  matrix = head.astype(hidden.dtype)
+  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+  def body(carry, xs):
+    nats_sum, penalty_sum, d_head = carry
+    h, nats, penalty, d_logits = _logit_terms(coefficient, matrix, *xs)
+    d_logits = d_logits().astype(h.dtype)
+    d_hidden = product("bcv,dv->bcd", d_logits, matrix).astype(h.dtype)
+    d_head = d_head + product("bcd,bcv->dv", h, d_logits)
+    return (nats_sum + nats, penalty_sum + penalty, d_head), d_hidden
+
+  zero = jnp.zeros((), jnp.float32)
+  chunks = [_split_time(x, steps) for x in (hidden, targets, weights)]
+  carry = (zero, zero, jnp.zeros(head.shape, jnp.float32))
+  (nats, penalty, d_head), d_hidden = jax.lax.scan(body, carry, chunks)
+  d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, D)[:, :T]
+  return (nats, penalty), (d_hidden, d_head.astype(head.dtype))
+
+
+def _backward(steps, coefficient, gradients, cotangents):
+  del steps, coefficient
+  scale = cotangents[0]  # the loss is one scalar, so the chain rule is one multiplication
+  d_hidden, d_head = (g * scale.astype(g.dtype) for g in gradients)
+  return d_hidden, d_head, None, None
+
+
+_chunked_sums.defvjp(_forward, _backward)
+
+
+def _logit_terms(coefficient, matrix, hidden, targets, weights):
+  """Loss and penalty of one chunk [B, C, ...], and a function giving the gradient of its logits."""
+  used = weights != 0
+  # 0 * NaN is NaN: rows that do not count are emptied before the product, not after.
+  hidden = jnp.where(used[..., None], hidden, 0)
+  logits = jnp.einsum("bcd,dv->bcv", hidden, matrix, preferred_element_type=jnp.float32)
+  vocab = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+  is_target = vocab == targets[..., None]
+  largest = logits.max(-1)
+  exponentials = jnp.exp(logits - largest[..., None])
+  normalizer = exponentials.sum(-1)
+  target_logit = jnp.where(is_target, logits, 0).sum(-1)
+  nll = largest + jnp.log(normalizer) - target_logit
+  # A target outside the vocabulary must not pass for one whose logit is 0.
+  in_vocabulary = (targets >= 0) & (targets < logits.shape[-1])
+  nll = jnp.where(used, jnp.where(in_vocabulary, nll, jnp.nan), 0)
+  nats = (weights * nll).sum()
+  penalty = (weights * 0.5 * coefficient * largest**2).sum()
+
+  def d_logits():
+    d = exponentials / normalizer[..., None] - is_target
+    if coefficient:
+      is_largest = logits == largest[..., None]
+      share = (
+        coefficient * largest / is_largest.sum(-1)
+      )  # equal logits share, as in jnp.max's gradient
+      d += jnp.where(is_largest, share[..., None], 0)
+    return weights[..., None] * d
+
+  return hidden, nats, penalty, d_logits
+
+
+def _split_time(x, steps):
+  """[B, T, ...] -> [chunks, B, C, ...], C <= steps, zeros behind T. The batch axis stays whole."""
+  B, T = x.shape[:2]
+  chunks = -(-T // steps)
+  C = -(-T // chunks)  # equal chunks leave the least padding
+  x = jnp.pad(x, ((0, 0), (0, chunks * C - T)) + ((0, 0),) * (x.ndim - 2))
+  return jnp.moveaxis(x.reshape(B, chunks, C, *x.shape[2:]), 1, 0)

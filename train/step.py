@@ -1,0 +1,158 @@
+"""The training state, and the compiled functions that train and evaluate it.
+
+A state is a plain dictionary: `params` (nested dictionary of arrays), `opt_state` (optax), `step`
+(int32, the number of finished steps). Modules exist only inside the compiled functions.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from lnssm_jax.models import LanguageModel
+from train import config, mesh as meshes
+from train.loss import LossSums, next_token_loss
+from train.optimizer import make_optimizer, make_schedule
+
+State = dict[str, Any]
+Batch = dict[str, jax.Array]  # tokens, targets, segment_ids int32 [B, T]; weights float32 [B, T]
+
+
+def build_model(model: config.Model, key: jax.Array) -> LanguageModel:
+  """The language model that the settings describe, with random parameters."""
+  return LanguageModel(
+    vocab_size=model.vocab_size,
+    dim=model.dim,
+    num_layers=model.num_layers,
+    num_heads=model.num_heads,
+    mixer=model.mixer,
+    mixer_options=model.mixer_options,
+    channel_mixer=model.channel_mixer,
+    remat=model.remat,
+    dtype=jnp.dtype(model.dtype),
+    param_dtype=jnp.dtype(model.param_dtype),
+    rngs=nnx.Rngs(key),
+  )
+
+
+def model_graph(model: config.Model) -> Any:
+  """The static part of the model, for `nnx.merge(graph, params)`. Computes no parameters."""
+  abstract = jax.eval_shape(functools.partial(build_model, model), jax.random.key(0))
+  return nnx.split(abstract, nnx.Param)[0]
+
+
+def abstract_state(cfg: config.Train, mesh: Mesh) -> State:
+  """Shape, dtype and sharding of every leaf of the state, without memory for any."""
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+  shapes = jax.eval_shape(_initializer(cfg), jax.random.key(cfg.seed))
+  shardings = meshes.state_shardings(shapes, tx, mesh)
+  return jax.tree.map(
+    lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
+  )
+
+
+def init_state(cfg: config.Train, mesh: Mesh) -> State:
+  """A new state from `cfg.seed`, every leaf made where it belongs; the same numbers on any mesh."""
+  shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+  return jax.jit(_initializer(cfg), out_shardings=shardings)(jax.random.key(cfg.seed))
+
+
+def make_train_step(
+  cfg: config.Train, graph: Any, tx: optax.GradientTransformation, mesh: Mesh
+) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+  """A compiled `(state, batch) -> (state, metrics)` that consumes (donates) the old state.
+
+  Metrics are float32 scalars: `loss` (nats per predicted token, before the step), `grad_norm`
+  (before clipping), `param_norm` (after the step), `learning_rate`, `tokens` (sum of weights).
+
+  With `cfg.accumulate` microbatches the gradient is the sum over all predicted tokens divided by
+  their number, as for one large batch, however unequally the microbatches are filled.
+  """
+  schedule = make_schedule(cfg.optimizer, cfg.steps)
+  shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+
+  def loss(params, batch):
+    sums = _loss_sums(cfg, graph, params, batch, cfg.optimizer.logit_penalty)
+    return sums.nats, sums
+
+  def gradient_sums(params, batch):
+    (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(params, batch)
+    return _float32(gradients), sums
+
+  def step(state, batch):
+    params = state["params"]
+    gradients, sums = _accumulate(functools.partial(gradient_sums, params), batch, cfg.accumulate)
+    tokens = jnp.where(sums.weight > 0, sums.weight, 1.0)
+    gradients = jax.tree.map(lambda g: g / tokens, gradients)
+    gradients = jax.lax.with_sharding_constraint(gradients, shardings["params"])
+    updates, opt_state = tx.update(gradients, state["opt_state"], _float32(params))
+    params = optax.apply_updates(params, updates)
+    metrics = {
+      "loss": sums.nats / tokens,
+      "grad_norm": optax.global_norm(gradients),
+      "param_norm": optax.global_norm(params),
+      "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
+      "tokens": sums.weight,
+    }
+    return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, metrics
+
+  # Fixed output shardings: the state comes back where it was, so the next call fits this one.
+  return jax.jit(step, donate_argnums=0, out_shardings=(shardings, meshes.replicated(mesh)))
+
+
+def make_eval_step(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[[Any, Batch], LossSums]:
+  """A compiled `(params, batch) -> LossSums`."""
+
+  def step(params, batch):
+    return _loss_sums(cfg, graph, params, batch, 0.0)
+
+  return jax.jit(step, out_shardings=meshes.replicated(mesh))
+
+
+def _initializer(cfg: config.Train) -> Callable[[jax.Array], State]:
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+
+  def init(key):
+    params = nnx.to_pure_dict(nnx.state(build_model(cfg.model, key), nnx.Param))
+    return {"params": params, "opt_state": tx.init(_float32(params)), "step": jnp.int32(0)}
+
+  return init
+
+
+def _loss_sums(cfg: config.Train, graph: Any, params: Any, batch: Batch, penalty: float):
+  model = nnx.merge(graph, params)
+  hidden, _ = model.hidden(batch["tokens"], segment_ids=batch["segment_ids"])
+  return next_token_loss(
+    hidden,
+    model.head.kernel[...],
+    batch["targets"],
+    batch["weights"],
+    chunk=cfg.loss_chunk,
+    logit_penalty=penalty,
+  )
+
+
+def _accumulate(sums_of: Callable[[Batch], Any], batch: Batch, count: int) -> Any:
+  """`sums_of` added up over `count` microbatches, one after another."""
+  if count == 1:
+    return sums_of(batch)
+
+  # Row r goes to microbatch r % count: rows of one device stay on it.
+  split = lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
+  microbatches = jax.tree.map(split, batch)
+
+  def body(total, microbatch):
+    return jax.tree.map(jnp.add, total, sums_of(microbatch)), None
+
+  shapes = jax.eval_shape(sums_of, jax.tree.map(lambda x: x[0], microbatches))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  return jax.lax.scan(body, zeros, microbatches)[0]
+
+
+def _float32(tree: Any) -> Any:
+  return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
