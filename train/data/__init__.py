@@ -1,0 +1,28 @@
+"""Text to training batches: sources -> tokens -> `.bin/.idx` pairs -> windows -> batches.
+
+    sources.py     files, folders, globs, rows of JSON -> documents (text)
+    tokenizers.py  text <-> token ids
+    tokenize.py    documents -> token files, with a sidecar that says what they were made from
+    indexed.py     the token files themselves: a checked reader and an atomic writer
+    windows.py     token files -> windows of a fixed length -> shuffled batches, by step number
+
+Nothing here needs an accelerator, and only `windows` imports Grain (which imports JAX), so
+tokenizing starts at once.
+"""
+
+from train.data.errors import DataError
+from train.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from train.data.tokenize import prepare, read_sidecar, tokenize_to
+from train.data.tokenizers import Tokenizer, load_tokenizer
+
+__all__ = [
+  "DataError",
+  "IndexedDataset",
+  "IndexedWriter",
+  "Tokenizer",
+  "dtype_for",
+  "load_tokenizer",
+  "prepare",
+  "read_sidecar",
+  "tokenize_to",
+]

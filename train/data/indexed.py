@@ -1,0 +1,331 @@
+"""Token files: the `.bin/.idx` pair of Megatron-LM, GPT-NeoX and RWKV.
+
+`.bin` holds the token ids of all sequences back to back, without header or padding. `.idx` is
+
+    offset   bytes   field
+    0        9       magic "MMIDIDX" and two zero bytes
+    9        8       version, 1
+    17       1       dtype code: 1 uint8, 3 int16, 4 int32, 5 int64, 8 uint16
+    18       8       N, the number of sequences
+    26       8       D, the length of doc_index: the number of documents + 1
+    34       4 N     sizes, int32: tokens of each sequence
+    .        8 N     pointers, int64: byte offset of each sequence in .bin
+    .        8 D     doc_index, int64: the sequence where each document starts; first 0, last N
+
+with every number little-endian. A pair is checked completely when it is opened, except for the
+token ids themselves (`IndexedDataset.check_tokens`): whatever opens can be read without a fault.
+The sequences must lie in `.bin` in order and without gaps, as all known writers lay them out, so
+that the file is also one flat stream of tokens.
+"""
+
+import hashlib
+import os
+import secrets
+import struct
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.errors import DataError, reading, writing
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+REFUSED = {2: "int8", 6: "floating point", 7: "floating point"}
+REMAKE = "Make the pair again with `python -m train tokenize`, or copy both files again."
+SCAN = 1 << 24  # tokens looked at in one go
+
+
+def dtype_for(vocab_size: int) -> np.dtype:
+  """The dtype that the format's users write for a vocabulary: uint16 below 65,500, else int32."""
+  return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
+
+
+class IndexedDataset:
+  """Memory-mapped reader of one pair; `prefix` is the path without `.bin` and `.idx`.
+
+  Attributes:
+    sizes: int32 [N], tokens of each sequence.
+    pointers: int64 [N], byte offset of each sequence in `.bin`.
+    doc_index: int64 [documents + 1], the sequence where each document starts; first 0, last N.
+    tokens: all token ids as one flat array in the dtype of the file.
+
+  Raises:
+    DataError: a file is missing or unreadable, or the two do not agree; the message names the
+      file, the field, what was found and what was expected.
+  """
+
+  def __init__(self, prefix: str | Path):
+    self.prefix = str(prefix)
+    idx = _map_file(self.prefix, ".idx")
+    code, N, D = _read_header(self.prefix + ".idx", idx)
+    self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+    offset = HEADER.size
+    self.sizes = np.frombuffer(idx, "<i4", N, offset)
+    self.pointers = np.frombuffer(idx, "<i8", N, offset + 4 * N)
+    self.doc_index = np.frombuffer(idx, "<i8", D, offset + 12 * N)
+    raw = _map_file(self.prefix, ".bin")
+    _check_index(self, len(raw))
+    self.tokens = raw.view(self.dtype)
+
+  @property
+  def num_sequences(self) -> int:
+    return len(self.sizes)
+
+  @property
+  def num_documents(self) -> int:
+    return len(self.doc_index) - 1
+
+  @property
+  def num_tokens(self) -> int:
+    return len(self.tokens)
+
+  @property
+  def document_starts(self) -> np.ndarray:
+    """int64 [documents]: the position in `tokens` where each document starts."""
+    ends = np.append(self.pointers, self.tokens.nbytes)
+    return ends[self.doc_index[:-1]] // self.dtype.itemsize
+
+  def sequence(self, i: int) -> np.ndarray:
+    """Token ids of sequence `i`, a view of the file, in its dtype."""
+    if not 0 <= i < self.num_sequences:
+      raise IndexError(f"{self.prefix}: no sequence {i}; there are {self.num_sequences}.")
+    start = int(self.pointers[i]) // self.dtype.itemsize
+    return self.tokens[start : start + int(self.sizes[i])]
+
+  def check_tokens(self, vocab_size: int) -> None:
+    """Reads the whole file once and refuses ids outside [0, vocab_size).
+
+    Costs nothing where the dtype cannot hold such an id, otherwise a pass at memory speed.
+    """
+    limits = np.iinfo(self.dtype)
+    if limits.min >= 0 and limits.max < vocab_size:
+      return
+    for start in range(0, self.num_tokens, SCAN):
+      check_ids(self.tokens[start : start + SCAN], vocab_size, self.prefix + ".bin", start)
+
+  def __reduce__(self):
+    return IndexedDataset, (self.prefix,)  # a copy in another process maps the files again
+
+  def __repr__(self) -> str:
+    return f"IndexedDataset({self.prefix!r})"
+
+
+class IndexedWriter:
+  """Writes one pair, document by document; the pair appears under its name when complete.
+
+      with IndexedWriter("data/train", dtype_for(vocab_size)) as writer:
+        writer.add_document(ids)
+
+  The files are written beside their final place and renamed when the block ends, so a reader
+  never sees half a pair, and an error inside the block leaves what was there untouched.
+
+  Attributes:
+    num_documents, num_tokens: what has been added.
+    sha256: digest of the `.bin` file, in hexadecimal, once it is complete.
+
+  Raises:
+    DataError: the folder cannot be written, an id does not fit `dtype`, or nothing was added.
+  """
+
+  def __init__(self, prefix: str | Path, dtype: np.typing.DTypeLike):
+    self.prefix = str(prefix)
+    self.dtype: np.dtype[Any] = np.dtype(dtype).newbyteorder("<")
+    codes = [code for code, name in DTYPES.items() if np.dtype(name) == np.dtype(dtype)]
+    if not codes:
+      raise DataError(
+        f"{self.prefix}: token files hold {', '.join(DTYPES.values())}, not {self.dtype.name}; use"
+        " dtype_for(vocab_size)."
+      )
+    self._code = codes[0]
+    self._sizes = array("i")
+    self._hash = hashlib.sha256()
+    self.num_tokens = 0
+    self.sha256 = ""
+
+  @property
+  def num_documents(self) -> int:
+    return len(self._sizes)
+
+  def __enter__(self) -> "IndexedWriter":
+    mark = f".{secrets.token_hex(4)}.partial"
+    self._partial = {end: f"{self.prefix}{end}{mark}" for end in (".bin", ".idx")}
+    with writing(self._partial[".bin"]):
+      self._file = open(self._partial[".bin"], "wb")
+    return self
+
+  def add_document(self, ids: np.typing.ArrayLike) -> None:
+    """Appends the tokens of one document, integers [tokens], as one sequence."""
+    ids = np.asarray(ids)
+    where = f"{self.prefix}: document {self.num_documents}"
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+      raise DataError(
+        f"{where} has shape {ids.shape} and dtype {ids.dtype}; one row of integer ids is needed."
+      )
+    if len(ids) > np.iinfo(np.int32).max:
+      raise DataError(
+        f"{where} has {len(ids)} tokens, and the format counts at most 2**31 - 1 in a sequence;"
+        " divide it."
+      )
+    check_ids(ids, np.iinfo(self.dtype).max + 1, where, 0)
+    data = ids.astype(self.dtype).data
+    with writing(self._file.name):
+      self._file.write(data)
+    self._hash.update(data)
+    self._sizes.append(len(ids))
+    self.num_tokens += len(ids)
+
+  def __exit__(self, kind, error, traceback) -> None:
+    try:
+      with writing(self._file.name), self._file:
+        if kind is None:
+          self._file.flush()
+          os.fsync(self._file.fileno())
+      if kind is None:
+        self._finish()
+    finally:
+      for path in self._partial.values():
+        Path(path).unlink(missing_ok=True)
+
+  def _finish(self) -> None:
+    if not self.num_tokens:
+      raise DataError(f"{self.prefix}: no tokens were added, so there is nothing to write.")
+    N = self.num_documents
+    sizes = np.frombuffer(self._sizes, np.int32).astype("<i4")
+    pointers = np.zeros(N, "<i8")
+    np.cumsum(sizes[:-1].astype("<i8") * self.dtype.itemsize, out=pointers[1:])
+    header = HEADER.pack(MAGIC, 1, self._code, N, N + 1)
+    with writing(self.prefix):
+      with open(self._partial[".idx"], "wb") as file:
+        for part in (header, sizes, pointers, np.arange(N + 1, dtype="<i8")):
+          file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+      # Without its index a .bin is refused, so a stop between these lines cannot leave a new .bin
+      # with an old .idx that happens to fit.
+      Path(self.prefix + ".idx").unlink(missing_ok=True)
+      os.replace(self._partial[".bin"], self.prefix + ".bin")
+      os.replace(self._partial[".idx"], self.prefix + ".idx")
+    self.sha256 = self._hash.hexdigest()
+
+
+def check_ids(ids: np.ndarray, vocab_size: int, where: str, start: int) -> None:
+  """Refuses ids outside [0, vocab_size), naming the first; `start` is the position of ids[0]."""
+  if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
+    bad = int(np.flatnonzero((ids >= vocab_size) | (ids < 0))[0])
+    raise DataError(
+      f"{where}: token {start + bad} has the id {int(ids[bad])}, but ids must lie in"
+      f" [0, {vocab_size}). The tokens were made with another tokenizer, or the file is damaged:"
+      " use the model and the tokenizer that belong to it (model.vocab_size, data.tokenizer)."
+    )
+
+
+def _map_file(prefix: str, end: str) -> np.ndarray:
+  """The file `prefix + end` as uint8 [bytes], memory-mapped."""
+  path = Path(prefix + end)
+  with reading(path):
+    exists = path.exists()
+  if not exists:
+    other = prefix + {".bin": ".idx", ".idx": ".bin"}[end]
+    if Path(other).exists():
+      hint = f"its other half {other} is there; the two belong together. {REMAKE}"
+    elif prefix.endswith((".bin", ".idx")):
+      hint = f"give the prefix of the pair, {prefix[:-4]!r}."
+    else:
+      hint = "make it with `python -m train tokenize`."
+    raise DataError(f"{path} does not exist; {hint}")
+  if not path.is_file():
+    raise DataError(f"{path} is not a file; a pair is two files, {prefix}.bin and {prefix}.idx.")
+  with reading(path), open(path, "rb") as file:
+    if not os.fstat(file.fileno()).st_size:
+      raise DataError(f"{path} is empty (0 bytes), so it holds no tokens. {REMAKE}")
+    return np.memmap(file, np.uint8, "r").view(np.ndarray)
+
+
+def _read_header(path: str, idx: np.ndarray) -> tuple[int, int, int]:
+  """Checks the header of a mapped `.idx` and returns (dtype code, N, D)."""
+
+  def refuse(offset: int, field: str, found: object, expected: str) -> DataError:
+    return DataError(
+      f"{path}, offset {offset} ({field}): found {found}, expected {expected}. {REMAKE}"
+    )
+
+  if len(idx) < len(MAGIC) or idx[: len(MAGIC)].tobytes() != MAGIC:
+    found = repr(idx[: len(MAGIC)].tobytes())
+    raise refuse(0, "magic", found, f"{MAGIC!r}; this is not such an index, or it is damaged")
+  if len(idx) < HEADER.size:
+    raise refuse(len(idx), "end of file", f"{len(idx)} bytes", f"{HEADER.size} of header alone")
+  _, version, code, N, D = HEADER.unpack(idx[: HEADER.size].tobytes())
+  if version != 1:
+    raise refuse(9, "version", version, "1, the only version there is")
+  if code not in DTYPES:
+    what = f"{code} ({REFUSED.get(code, 'unknown')})"
+    names = ", ".join(f"{c} {name}" for c, name in DTYPES.items())
+    raise refuse(17, "dtype code", what, f"one that can hold token ids: {names}")
+  if N == 0:
+    raise refuse(18, "number of sequences", 0, "at least one; the dataset is empty")
+  # Python integers do not overflow, and nothing is allocated before these counts fit the file.
+  room = len(idx) - HEADER.size
+  if room // 12 < N:
+    raise refuse(18, "number of sequences", N, f"at most {room // 12}, which {len(idx)} bytes hold")
+  if D < 2 or room // 8 < D:
+    raise refuse(26, "length of doc_index", D, f"2 to {room // 8}, which {len(idx)} bytes hold")
+  end = HEADER.size + 12 * N + 8 * D
+  if len(idx) < end:
+    wanted = f"{end} for {N} sequences and {D - 1} documents; the file is cut off"
+    raise refuse(len(idx), "end of file", f"{len(idx)} bytes", wanted)
+  if len(idx) > end:
+    extra = len(idx) - end
+    what = f"{extra} more bytes" + (" (modes of a multimodal dataset?)" if extra == N else "")
+    raise refuse(end, "end of file", what, f"the file to end here, after {D - 1} documents")
+  return code, N, D
+
+
+def _check_index(data: IndexedDataset, bin_bytes: int) -> None:
+  """Checks that sizes, pointers and doc_index describe a `.bin` of `bin_bytes` bytes."""
+  sizes, pointers, docs = data.sizes, data.pointers, data.doc_index
+  N, item = len(sizes), data.dtype.itemsize
+  idx, bin = data.prefix + ".idx", data.prefix + ".bin"
+
+  def refuse(field: str, i: int, expected: str) -> None:
+    values, start, width = {
+      "size": (sizes, HEADER.size, 4),
+      "pointer": (pointers, HEADER.size + 4 * N, 8),
+      "doc_index": (docs, HEADER.size + 12 * N, 8),
+    }[field]
+    raise DataError(
+      f"{idx}, offset {start + width * i} ({field} {i}): found {int(values[i])}, expected"
+      f" {expected}. {REMAKE}"
+    )
+
+  def refuse_any(bad: np.ndarray, field: str, expected: str) -> None:
+    if bad.any():
+      refuse(field, int(np.argmax(bad)), expected)
+
+  if bin_bytes % item:
+    raise DataError(
+      f"{bin}: found {bin_bytes} bytes, expected a multiple of {item}, the bytes of one"
+      f" {data.dtype.name} token. {REMAKE}"
+    )
+  refuse_any(sizes < 0, "size", "a number of tokens, 0 or more")
+  refuse_any(pointers < 0, "pointer", "a byte offset, 0 or more")
+  refuse_any(pointers > bin_bytes, "pointer", f"an offset inside the {bin_bytes} bytes of {bin}")
+  refuse_any(pointers % item != 0, "pointer", f"a multiple of the {item} bytes of a token")
+  room = (bin_bytes - pointers) // item  # pointers lie inside, so nothing here can overflow
+  refuse_any(sizes > room, "size", f"a sequence that ends inside the {bin_bytes} bytes of {bin}")
+  ends = pointers + sizes.astype(np.int64) * item
+  gap = pointers != np.append(0, ends[:-1])
+  refuse_any(gap, "pointer", "the end of the sequence before; they must neither overlap nor skip")
+  if ends[-1] != bin_bytes:
+    raise DataError(
+      f"{bin}: found {bin_bytes} bytes, expected {int(ends[-1])} for the {N} sequences of"
+      f" {idx}. The two files are not of one pair, or one is damaged. {REMAKE}"
+    )
+  refuse_any((docs < 0) | (docs > N), "doc_index", f"the number of a sequence, 0 to {N}")
+  if docs[0] != 0:
+    refuse("doc_index", 0, "0, the first sequence")
+  refuse_any(np.diff(docs, prepend=0) < 0, "doc_index", "no less than the one before")
+  if docs[-1] != N:
+    refuse("doc_index", len(docs) - 1, f"{N}, the number of sequences")

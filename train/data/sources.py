@@ -1,0 +1,233 @@
+"""Where text comes from: files, folders, globs and the running Python's own library -> documents.
+
+A source is one of
+
+    a file        .txt and other text: one document; .jsonl: one document a row, under "text";
+                  both also compressed as .xz
+    a folder      every file in it of those kinds and the source files of programs, recursively
+    a glob        "logs/**/*.txt"
+    python-stdlib the .py files of the running Python's standard library; "python-stdlib:train"
+                  and "python-stdlib:validation" are two parts of it that share no file
+
+`~` and environment variables (`$NAME`) in paths are replaced. A file that is named must be
+readable as UTF-8; a file that was only found in a folder or by a glob is skipped and counted when
+it is not. Empty documents are always skipped and counted.
+"""
+
+import glob
+import hashlib
+import json
+import lzma
+import os
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from train.data.errors import DataError, reading
+
+STDLIB = "python-stdlib"
+STDLIB_VALIDATION = 0.05  # fraction of the files
+STDLIB_BYTES = 16_000_000  # at most this much, so that tokenizing it stays a matter of seconds
+# Tests, tables of characters and topics of help: text, but not programs.
+STDLIB_SKIP = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "turtledemo"}
+TEXT = (
+  ".c .cc .cfg .cpp .cu .cuh .go .h .hpp .html .ini .java .js .json .md .py .pyi .rs .rst .sh .tex"
+  " .toml .ts .txt .yaml .yml"
+)
+TEXT_SUFFIXES = frozenset(TEXT.split())
+ROWS = ".jsonl"
+SKIP_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
+MAX_ROW = 1 << 28  # bytes; a compressed file can otherwise unfold into any amount of memory
+
+
+class Input(NamedTuple):
+  """One file to read; `named` when the user gave its path rather than its folder."""
+
+  path: Path
+  named: bool
+
+
+def find_inputs(source: str) -> list[Input]:
+  """The files that `source` names, in an order that depends on their names alone.
+
+  Raises:
+    DataError: nothing is there, or nothing of a kind that can be read.
+  """
+  if source == STDLIB or source.startswith(STDLIB + ":"):
+    return [Input(path, named=False) for path in _stdlib_files(source)]
+  expanded = os.path.expanduser(os.path.expandvars(source))
+  if not expanded:
+    raise DataError("the source is empty; give the path of a file or a folder, or a glob.")
+  path = Path(expanded)
+  with reading(path):
+    if (missing := re.search(r"\$\{?(\w+)\}?", expanded)) and not path.exists():
+      raise DataError(f"{source!r} needs the environment variable {missing[1]}, which is not set.")
+    if path.is_file():
+      if not _is_text(path):
+        raise DataError(
+          f"{path} is not of a kind that can be read as text; known are .jsonl, .jsonl.xz and"
+          f" {TEXT}."
+        )
+      return [Input(path, named=True)]
+    if path.is_dir():
+      found = _walk(path)
+    else:
+      if not glob.has_magic(expanded):
+        raise DataError(f"there is no file or folder {source!r} to read text from.")
+      found = [Path(p) for p in sorted(glob.glob(expanded, recursive=True))]
+      found = [p for p in found if p.is_file() and _is_text(p)]
+  if not found:
+    raise DataError(
+      f"{source!r} holds no text; files that end in .jsonl, .jsonl.xz or one of {TEXT} are read."
+    )
+  return [Input(p, named=False) for p in found]
+
+
+def fingerprint(inputs: list[Input]) -> str:
+  """A digest of the paths, sizes and times of change of `inputs`."""
+  digest = hashlib.sha256()
+  for path, _ in inputs:
+    with reading(path):
+      stat = path.stat()
+    digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
+  return digest.hexdigest()
+
+
+def read_documents(source: str, skipped: Counter[str] | None = None) -> Iterator[str]:
+  """The documents of `source`, one at a time, never empty.
+
+  Args:
+    source: see the head of this file.
+    skipped: counts what is left out, under "empty" and "undecodable".
+
+  Raises:
+    DataError: nothing to read, or a row or named file that cannot be read; the message names the
+      file and the line.
+  """
+  return read_inputs(find_inputs(source), Counter() if skipped is None else skipped)
+
+
+def read_inputs(inputs: list[Input], skipped: Counter[str]) -> Iterator[str]:
+  """Like `read_documents`, for files that have been found already."""
+  for path, named in inputs:
+    for text in _rows(path) if _plain_suffix(path) == ROWS else _whole(path, named, skipped):
+      if text:
+        yield text
+      else:
+        skipped["empty"] += 1
+
+
+def _plain_suffix(path: Path) -> str:
+  return Path(path.stem).suffix.lower() if path.suffix.lower() == ".xz" else path.suffix.lower()
+
+
+def _is_text(path: Path) -> bool:
+  return _plain_suffix(path) in TEXT_SUFFIXES | {ROWS}
+
+
+def _walk(root: Path, skip: frozenset[str] | set[str] = frozenset()) -> list[Path]:
+  """Text files below `root`, without hidden ones, sorted by their path below `root`."""
+  found = []
+  for folder, inner, names in os.walk(root, onerror=_raise):
+    inner[:] = [d for d in inner if d not in SKIP_FOLDERS | skip and not d.startswith(".")]
+    paths = (Path(folder, name) for name in names if not name.startswith("."))
+    found += [path for path in paths if _is_text(path) and path.is_file()]
+  return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _raise(error: OSError) -> None:
+  raise error
+
+
+def _stdlib_files(source: str) -> list[Path]:
+  """Sources of the standard library, in the order of a hash of their names: mixed, yet fixed."""
+  parts = (STDLIB, f"{STDLIB}:train", f"{STDLIB}:validation")
+  if source not in parts:
+    raise DataError(f"there is no source {source!r}; write one of {', '.join(map(repr, parts))}.")
+  root = Path(sysconfig.get_path("stdlib"))
+  ranked = []
+  for path in _walk(root, STDLIB_SKIP | {"test", "tests"}):
+    name = path.relative_to(root).as_posix()
+    if path.suffix == ".py" and not name.startswith("config-"):
+      ranked.append((int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) / 2**32, name, path))
+  ranked.sort()
+  kept, room = {part: [] for part in parts}, STDLIB_BYTES
+  for rank, _, path in ranked:
+    room -= path.stat().st_size
+    if room >= 0:
+      kept[parts[0]].append(path)
+      kept[parts[2] if rank < STDLIB_VALIDATION else parts[1]].append(path)
+  if not kept[source]:
+    raise DataError(
+      f"the standard library of this Python has no sources in {root}; name a folder of text in"
+      " data.sources instead."
+    )
+  return kept[source]
+
+
+def _open(path: Path) -> IO[bytes]:
+  return lzma.open(path, "rb") if path.suffix.lower() == ".xz" else open(path, "rb")
+
+
+def _whole(path: Path, named: bool, skipped: Counter[str]) -> Iterator[str]:
+  """The one document of a text file."""
+  try:
+    with reading(path), _open(path) as file:
+      yield file.read().decode("utf-8-sig")
+  except UnicodeDecodeError as error:
+    if named:
+      raise DataError(f"{path}: {_position(error)}. Convert the file to UTF-8.") from error
+    skipped["undecodable"] += 1
+  except (lzma.LZMAError, EOFError) as error:
+    raise DataError(f"{path} is damaged or not .xz: {error}. Copy it again.") from error
+
+
+def _rows(path: Path) -> Iterator[str]:
+  """The documents of a file of JSON rows."""
+  number = 0
+  try:
+    with reading(path), _open(path) as file:
+      for number, line in enumerate(iter(lambda: file.readline(MAX_ROW), b""), 1):
+        if len(line) == MAX_ROW:
+          raise DataError(
+            f"{path}, line {number}: longer than {MAX_ROW} bytes; one row a line is needed."
+          )
+        if text := line.removeprefix(b"\xef\xbb\xbf").strip():
+          yield _text_of(text, f"{path}, line {number}")
+  except (lzma.LZMAError, EOFError) as error:
+    raise DataError(
+      f"{path}, after line {number}: damaged or not .xz: {error}. Copy it again."
+    ) from error
+
+
+def _text_of(line: bytes, where: str) -> str:
+  """The value under "text" of one row."""
+  try:
+    row = json.loads(line.decode())
+  except UnicodeDecodeError as error:
+    raise DataError(f"{where}: {_position(error)}. Convert the file to UTF-8.") from error
+  except json.JSONDecodeError as error:
+    raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}.") from error
+  except RecursionError as error:
+    raise DataError(f'{where}: nested too deeply; a row is {{"text": ...}}.') from error
+  if not isinstance(row, dict) or "text" not in row:
+    found = f"the keys {sorted(row)}" if isinstance(row, dict) else type(row).__name__
+    raise DataError(f'{where}: found {found}, expected an object with the key "text".')
+  text = row["text"]
+  if not isinstance(text, str):
+    raise DataError(f'{where}: "text" is {type(text).__name__}, expected a string.')
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    raise DataError(
+      f"{where}: the text has half of a surrogate pair at character {error.start}, which no"
+      " encoding can hold. Replace it."
+    ) from error
+  return text
+
+
+def _position(error: UnicodeDecodeError) -> str:
+  return f"not UTF-8 at byte {error.start} (0x{error.object[error.start]:02x})"

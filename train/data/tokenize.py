@@ -1,0 +1,350 @@
+"""Documents -> token files, with a sidecar that says what they were made from.
+
+`<prefix>.json` lies beside `<prefix>.bin` and `<prefix>.idx`. It holds the numbers that turn a loss
+into bits per byte (`tokens`, `bytes`), and the fingerprints by which the next run sees that
+nothing has to be done again.
+"""
+
+import dataclasses
+import json
+import os
+import secrets
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import numpy as np
+
+from train.data import sources
+from train.data.errors import DataError, reading, writing
+from train.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from train.data.tokenizers import Tokenizer, bpe_path, bpe_size, load_tokenizer, train_bpe
+
+BATCH = 1 << 21  # characters that are encoded in one go
+AHEAD = 2  # batches that are encoded while the next is read
+BPE_BYTES = 64_000_000  # text that a BPE is trained on, at most, shared equally by the sources
+
+
+class DataSettings(Protocol):
+  """The part of `train.config.Data` that is needed here; its docstring says what each means."""
+
+  @property
+  def folder(self) -> str: ...
+  @property
+  def tokenizer(self) -> str: ...
+  @property
+  def train(self) -> tuple[str, ...]: ...
+  @property
+  def validation(self) -> tuple[str, ...]: ...
+  @property
+  def sources(self) -> dict[str, str]: ...
+
+
+def prepare(
+  data: DataSettings, *, workers: int | None = None, progress: bool = False, force: bool = False
+) -> dict[str, dict[str, Any] | None]:
+  """Makes every token file that `data` names, as far as it is missing or out of date.
+
+  A pair without a source, or whose source is not on this machine, is used as it is when its
+  tokenizer is the right one. A BPE is trained on the training sources once, and again only when
+  its number of entries changes, because models depend on it.
+
+  Args:
+    workers: threads that encode; None is one for each core. They belong to the process, so the
+      first call decides. The files do not depend on it.
+    progress: whether to report on stderr.
+    force: make everything again, the BPE included.
+
+  Returns:
+    The sidecar of each set; None for a pair that came without one.
+
+  Raises:
+    DataError: see `tokenize_to`, or a set has neither files nor a source.
+  """
+  folder = Path(data.folder)
+  with writing(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+  names = list(dict.fromkeys((*data.train, *data.validation)))
+  for name in names:
+    if name != Path(name).name or name in ("", ".", "..", "tokenizer"):
+      raise DataError(f"the set {name!r} needs another name: a plain one, and not 'tokenizer'.")
+  _limit_threads(workers)
+  tokenizer = _tokenizer(data, progress, force)
+  options = {"workers": workers, "progress": progress, "force": force}
+  return {name: _prepare_set(data, name, tokenizer, options) for name in names}
+
+
+def tokenize_to(
+  prefix: str | Path,
+  inputs: Sequence[str],
+  tokenizer: Tokenizer,
+  *,
+  workers: int | None = None,
+  progress: bool = False,
+  force: bool = False,
+) -> dict[str, Any]:
+  """Tokenizes `inputs` into one pair and its sidecar, unless they are up to date.
+
+  Each document becomes its tokens and the end of text. Text is read, encoded and written in a
+  stream: a few batches, and the longest document, are all that is held.
+
+  Args:
+    prefix: path of the files without their ends.
+    inputs: sources as in `train.data.sources`, read one after the other.
+    tokenizer: its ids decide the dtype of the file (`dtype_for`).
+
+  Returns:
+    The sidecar: documents, tokens (ends of text included), bytes (of UTF-8 text), vocab_size,
+    tokenizer, tokenizer_fingerprint, source, source_fingerprint, skipped, sha256 (of `.bin`).
+
+  Raises:
+    DataError: the text is missing, empty or cannot be read, or the files cannot be written. What
+      was at `prefix` before is then untouched.
+  """
+  prefix, name = Path(prefix), Path(prefix).name
+  files = [file for source in inputs for file in sources.find_inputs(source)]
+  made_from = {
+    "tokenizer_fingerprint": tokenizer.fingerprint,
+    "source": list(inputs),
+    "source_fingerprint": sources.fingerprint(files),
+  }
+  if not force and (sidecar := _up_to_date(prefix, made_from)):
+    return sidecar
+  _limit_threads(workers)
+  with writing(prefix.parent):
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+  skipped: Counter[str] = Counter()
+  report = _Progress(f"tokenize {name}", sys.stderr if progress else None)
+  with IndexedWriter(prefix, dtype_for(tokenizer.vocab_size)) as writer:
+    for ids, size in _encode(sources.read_inputs(files, skipped), tokenizer):
+      writer.add_document(ids)
+      report.add(size)
+    if not writer.num_documents:
+      raise DataError(
+        f"{', '.join(map(repr, inputs))} holds no text: {len(files)} files, {dict(skipped)}"
+        " documents skipped. Name sources with text in UTF-8."
+      )
+    sidecar_path(prefix).unlink(missing_ok=True)
+  report.close(skipped)
+  sidecar = {
+    "documents": writer.num_documents,
+    "tokens": writer.num_tokens,
+    "bytes": report.bytes,
+    "vocab_size": tokenizer.vocab_size,
+    "tokenizer": tokenizer.spec,
+    **made_from,
+    "skipped": dict(skipped),
+    "sha256": writer.sha256,
+  }
+  _write_json(sidecar_path(prefix), sidecar)
+  return sidecar
+
+
+def sidecar_path(prefix: str | Path) -> Path:
+  return Path(f"{prefix}.json")
+
+
+def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
+  """What `tokenize_to` noted about a pair, or None if there is no note.
+
+  Raises:
+    DataError: the file is not such a note.
+  """
+  path = sidecar_path(prefix)
+  if not path.exists():
+    return None
+  try:
+    with reading(path):
+      sidecar = json.loads(path.read_bytes())
+  except (ValueError, RecursionError) as error:
+    if isinstance(error, DataError):
+      raise
+    raise DataError(
+      f"{path} is not JSON: {error}. Delete it and prepare the data again."
+    ) from error
+  counts = [sidecar.get(key) for key in ("tokens", "bytes")] if isinstance(sidecar, dict) else [0]
+  if not all(type(count) is int and count > 0 for count in counts):
+    raise DataError(
+      f"{path} does not give 'tokens' and 'bytes' as positive numbers. Delete it and prepare the"
+      " data again."
+    )
+  return sidecar
+
+
+def _prepare_set(
+  data: DataSettings, name: str, tokenizer: Tokenizer, options: dict[str, Any]
+) -> dict[str, Any] | None:
+  prefix, source = Path(data.folder) / name, _source(data, name)
+  pair = all(Path(f"{prefix}{end}").exists() for end in (".bin", ".idx"))
+  try:
+    if source is None:
+      raise DataError(
+        f"the set {name!r} has no files {prefix}.bin and {prefix}.idx, and no text to make them"
+        f" from; say what it is made from in data.sources[{name!r}]."
+      )
+    sources.find_inputs(source)
+  except DataError:
+    if not pair:
+      raise
+    return _adopt(prefix, tokenizer)
+  return tokenize_to(prefix, [source], tokenizer, **options)
+
+
+def _adopt(prefix: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
+  """Checks a pair that cannot be made again here."""
+  IndexedDataset(prefix)
+  sidecar = read_sidecar(prefix)
+  if sidecar and sidecar.get("tokenizer_fingerprint") != tokenizer.fingerprint:
+    raise DataError(
+      f"{prefix}.bin was made with the tokenizer {sidecar.get('tokenizer')!r}, not with"
+      f" {tokenizer.spec!r} as it is now, and its text is not here to make it again. Set"
+      " data.tokenizer to the one it was made with, or give its text in data.sources."
+    )
+  return sidecar
+
+
+def _source(data: DataSettings, name: str) -> str | None:
+  """Where the set comes from; a bare "python-stdlib" means the part for the set's role."""
+  source = data.sources.get(name)
+  if source == sources.STDLIB:
+    return f"{source}:{'train' if name in data.train else 'validation'}"
+  return source
+
+
+def _tokenizer(data: DataSettings, progress: bool, force: bool) -> Tokenizer:
+  if not data.tokenizer.startswith("bpe:"):
+    return load_tokenizer(data.tokenizer)
+  path, size = bpe_path(data.folder), bpe_size(data.tokenizer)
+  origins = [source for name in data.train if (source := _source(data, name))]
+  if path.exists() and not force:
+    # Without sources it cannot be trained again: loading then says what does not fit.
+    present = load_tokenizer(str(path))
+    if present.vocab_size == size or not origins:
+      return load_tokenizer(data.tokenizer, data.folder)
+  if not origins:
+    raise DataError(
+      f"data.tokenizer={data.tokenizer!r} has to be trained on text, but data.sources names none"
+      f" for the sets of data.train={list(data.train)}."
+    )
+  report = _Progress(f"train {data.tokenizer}", sys.stderr if progress else None)
+  tokenizer = train_bpe(data.tokenizer, data.folder, _sample(origins, report))
+  report.close()
+  return tokenizer
+
+
+def _sample(origins: Sequence[str], report: "_Progress") -> Iterator[str]:
+  """Documents of each source, until its share of BPE_BYTES is used up."""
+  for source in origins:
+    room = BPE_BYTES // len(origins)
+    for text in sources.read_documents(source):
+      size = len(text.encode())
+      yield text if size <= room else text[:room]
+      report.add(size)
+      room -= size
+      if room <= 0:
+        break
+
+
+def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+  """(ids with the end of text, bytes) of each document, in order."""
+
+  def run(batch: list[str]) -> list[tuple[np.ndarray, int]]:
+    parts = [tokenizer.pieces(text) for text in batch]
+    encoded = iter(tokenizer.encode_batch([piece for part in parts for piece in part]))
+    end = np.array([tokenizer.end_of_text], np.int32)
+    return [
+      (np.concatenate([*(next(encoded) for _ in part), end]), len(text.encode()))
+      for text, part in zip(batch, parts, strict=True)
+    ]
+
+  pending: deque[Future[list[tuple[np.ndarray, int]]]] = deque()
+  with ThreadPoolExecutor(AHEAD, thread_name_prefix="tokenize") as pool:
+    for batch in _batches(texts):
+      pending.append(pool.submit(run, batch))
+      if len(pending) > AHEAD:
+        yield from pending.popleft().result()
+    while pending:
+      yield from pending.popleft().result()
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+  batch, size = [], 0
+  for text in texts:
+    batch.append(text)
+    size += len(text)
+    if size >= BATCH:
+      yield batch
+      batch, size = [], 0
+  if batch:
+    yield batch
+
+
+def _up_to_date(prefix: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:
+  """The sidecar of a pair that is whole and was made from just this."""
+  try:
+    sidecar = read_sidecar(prefix)
+    if sidecar is None or any(sidecar.get(key) != value for key, value in made_from.items()):
+      return None
+    return sidecar if IndexedDataset(prefix).num_tokens == sidecar["tokens"] else None
+  except DataError:
+    return None
+
+
+def _limit_threads(workers: int | None) -> None:
+  """Bounds the threads of the tokenizers library, which reads this when it first encodes."""
+  if workers is None:
+    return
+  if workers < 1:
+    raise DataError(f"workers={workers} must be at least 1; leave it out for one a core.")
+  os.environ.setdefault("RAYON_NUM_THREADS", str(workers))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+  partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+  try:
+    with writing(path):
+      partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+      os.replace(partial, path)
+  finally:
+    partial.unlink(missing_ok=True)
+
+
+@dataclasses.dataclass
+class _Progress:
+  """One line of documents, megabytes and speed: rewritten on a terminal, else every 10 seconds."""
+
+  title: str
+  out: TextIO | None  # None: only count
+  documents: int = 0
+  bytes: int = 0
+
+  def __post_init__(self):
+    self.started = self.shown = time.monotonic()
+    self.live = self.out is not None and self.out.isatty()
+
+  def add(self, size: int) -> None:
+    self.documents += 1
+    self.bytes += size
+    now = time.monotonic()
+    if self.out and now - self.shown >= (0.2 if self.live else 10.0):
+      self.shown = now
+      self._show(end="" if self.live else "\n")
+
+  def close(self, skipped: Counter[str] | None = None) -> None:
+    left_out = "".join(f", {count} {why} skipped" for why, count in (skipped or {}).items())
+    if self.out:
+      self._show(left_out + "\n")
+
+  def _show(self, end: str) -> None:
+    seconds = max(time.monotonic() - self.started, 1e-3)
+    megabytes = self.bytes / 1e6
+    start = "\r" if self.live else ""
+    line = (
+      f"{start}{self.title}: {self.documents} documents, {megabytes:.1f} MB,"
+      f" {megabytes / seconds:.1f} MB/s{end}"
+    )
+    print(line, end="", file=self.out, flush=True)

@@ -1,0 +1,259 @@
+"""Text <-> token ids: raw bytes, or any `tokenizer.json`, or a byte-level BPE trained here."""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from train.data.errors import DataError, reading, writing
+
+END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
+LEAST_BPE = 257  # 256 bytes and the end of text
+PIECE = 1 << 14  # characters after which a long text is cut at the next safe place
+
+
+class Tokenizer(Protocol):
+  """What the rest of the project may ask of a tokenizer.
+
+  Attributes:
+    spec: what it was loaded from, as in `data.tokenizer`.
+    fingerprint: equal for tokenizers that give equal ids.
+    vocab_size: one more than the largest id.
+    end_of_text: the id that ends every document.
+  """
+
+  spec: str
+  fingerprint: str
+  vocab_size: int
+  end_of_text: int
+
+  def encode(self, text: str) -> np.ndarray:
+    """int32 [tokens]; a special token spelled out in `text` is ordinary text."""
+    ...
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """`encode` of each text, in parallel where the tokenizer can."""
+    ...
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """The text of `ids`; end-of-text ids are left out, bytes that are not UTF-8 become U+FFFD."""
+    ...
+
+  def pieces(self, text: str) -> list[str]:
+    """Cuts `text` where the tokens of the parts, joined, are the tokens of the whole."""
+    ...
+
+
+class ByteTokenizer:
+  """Ids 0 to 255 are the bytes of the UTF-8 text, 256 ends it."""
+
+  spec = fingerprint = "bytes"
+  vocab_size = 257
+  end_of_text = 256
+
+  def encode(self, text: str) -> np.ndarray:
+    return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    return [self.encode(text) for text in texts]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
+
+  def pieces(self, text: str) -> list[str]:
+    return [text]
+
+
+class FileTokenizer:
+  """The tokenizer of a `tokenizer.json`, without truncation, padding or added start and end ids."""
+
+  def __init__(self, path: str | Path, spec: str | None = None):
+    path = Path(path)
+    self.spec = spec or str(path)
+    if path.is_dir():
+      raise DataError(f"the tokenizer {path} is a folder; give the tokenizer.json in it.")
+    with reading(path):
+      raw = path.read_bytes()
+    try:
+      inner = tokenizers.Tokenizer.from_buffer(raw)
+      settings = json.loads(raw)
+    except Exception as error:  # the library raises bare Exception
+      raise DataError(f"{path} is not a tokenizer.json: {error}.") from error
+    inner.no_truncation()
+    inner.no_padding()
+    inner.encode_special_tokens = True
+    self.fingerprint = hashlib.sha256(raw).hexdigest()
+    self.vocab_size = 1 + max(inner.get_vocab().values(), default=0)
+    ends = [inner.token_to_id(end) for end in END_OF_TEXT]
+    self.end_of_text: int = next((end for end in ends if end is not None), -1)
+    if self.end_of_text < 0:
+      raise DataError(
+        f"{path} has no token that ends a document; one of {', '.join(END_OF_TEXT)} must be in its"
+        " vocabulary. Add it to the file's added_tokens."
+      )
+    self._inner, self._can_cut = inner, _can_cut_before_newline(settings)
+
+  def encode(self, text: str) -> np.ndarray:
+    parts = self.encode_batch(self.pieces(text))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    for text in texts:
+      _utf8(text)
+    found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [np.array(encoding.ids, np.int32) for encoding in found]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    kept = [int(i) for i in ids if i != self.end_of_text]
+    return self._inner.decode(kept, skip_special_tokens=False)
+
+  def pieces(self, text: str) -> list[str]:
+    if not self._can_cut:
+      return [text]
+    parts, start = [], 0
+    while len(text) - start > PIECE:
+      cut = text.find("\n", start + PIECE)
+      while cut > 0 and text[cut - 1].isspace():
+        cut = text.find("\n", cut + 1)
+      if cut < 0:
+        break
+      parts.append(text[start:cut])
+      start = cut
+    return [*parts, text[start:]]
+
+
+def load_tokenizer(spec: str, folder: str | Path | None = None) -> Tokenizer:
+  """The tokenizer that `data.tokenizer` names.
+
+  Args:
+    spec: "bytes"; "bpe:N", which `prepare` trained and saved in `folder`; or the path of a
+      tokenizer.json, in which `~` and environment variables are replaced.
+    folder: `data.folder`; only "bpe:N" needs it.
+
+  Raises:
+    DataError: the file is missing or unusable, or does not hold N entries.
+  """
+  if spec == "bytes":
+    return ByteTokenizer()
+  if not spec.startswith("bpe:"):
+    return _load_file(spec)
+  size = bpe_size(spec)
+  if folder is None:
+    raise DataError(f"the tokenizer {spec!r} lies in the folder of its data; name data.folder.")
+  path = bpe_path(folder)
+  if not path.is_file():
+    raise DataError(
+      f"{path} does not exist: {spec!r} is trained when the data are prepared. Run"
+      " `python -m train tokenize --config FILE`."
+    )
+  tokenizer = FileTokenizer(path, spec)
+  if tokenizer.vocab_size != size:
+    raise DataError(
+      f"{path} has {tokenizer.vocab_size} entries, but data.tokenizer={spec!r} asks for {size}; set"
+      f" data.tokenizer='bpe:{tokenizer.vocab_size}', or prepare the data in another data.folder."
+    )
+  return tokenizer
+
+
+def bpe_size(spec: str) -> int:
+  """N of "bpe:N"."""
+  number = spec.removeprefix("bpe:")
+  if not (number.isascii() and number.isdecimal()) or int(number) < LEAST_BPE:
+    raise DataError(
+      f"the tokenizer {spec!r} needs a whole number of entries of at least {LEAST_BPE}, as in"
+      " 'bpe:4096'."
+    )
+  return int(number)
+
+
+def bpe_path(folder: str | Path) -> Path:
+  """Where the BPE of a data folder lies."""
+  return Path(folder) / "tokenizer.json"
+
+
+def train_bpe(spec: str, folder: str | Path, texts: Iterable[str]) -> Tokenizer:
+  """Trains "bpe:N" on `texts`, saves it in `folder` and returns it.
+
+  The same texts give the same file, byte for byte. Every text can be encoded and comes back.
+
+  Raises:
+    DataError: the texts do not have enough different pairs for N entries.
+  """
+  size = bpe_size(spec)
+  inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+  inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  inner.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=size,
+    show_progress=False,
+    special_tokens=[END_OF_TEXT[0]],
+    initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+  )
+  inner.train_from_iterator(_cut_all(texts), trainer)
+  found = inner.get_vocab_size()
+  if found < size:
+    raise DataError(
+      f"the training text has only {found} entries for data.tokenizer={spec!r}; use"
+      f" 'bpe:{found}' or fewer, or more text."
+    )
+  path = bpe_path(folder)
+  partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+  try:
+    with writing(path):
+      partial.write_text(inner.to_str(pretty=True) + "\n", encoding="utf-8")
+      os.replace(partial, path)
+  finally:
+    partial.unlink(missing_ok=True)
+  return load_tokenizer(spec, folder)
+
+
+def _load_file(spec: str) -> FileTokenizer:
+  path = Path(os.path.expanduser(os.path.expandvars(spec)))
+  if not path.exists():
+    raise DataError(
+      f"there is no tokenizer {spec!r}; give 'bytes', 'bpe:N', or the path of a tokenizer.json."
+    )
+  return FileTokenizer(path, spec)
+
+
+def _cut_all(texts: Iterable[str]) -> Iterator[str]:
+  for text in texts:
+    for start in range(0, len(text), PIECE):
+      yield text[start : start + PIECE]
+
+
+def _utf8(text: str) -> bytes:
+  try:
+    return text.encode()
+  except UnicodeEncodeError as error:
+    raise DataError(
+      f"the text has half of a surrogate pair at character {error.start}, which no encoding can"
+      " hold. Replace it."
+    ) from error
+
+
+def _can_cut_before_newline(settings: dict) -> bool:
+  """Whether a text may be cut between a character that is not space and a newline after it.
+
+  GPT-2's splitting into words (the byte-level pre-tokenizer) starts a new word exactly there and
+  looks no further than to the next character that is not space; NFC composes nothing across a
+  newline. Entries that hold a newline, or take spaces on their sides, could span the cut.
+  """
+  words, normal = settings.get("pre_tokenizer") or {}, settings.get("normalizer")
+  added = settings.get("added_tokens") or []
+  return (
+    words.get("type") == "ByteLevel"
+    and words.get("use_regex", True)
+    and not words.get("add_prefix_space", True)
+    and (normal is None or normal.get("type") == "NFC")
+    and not any(
+      "\n" in token["content"] or token["lstrip"] or token["rstrip"] or token["single_word"]
+      for token in added
+    )
+  )
