@@ -1,0 +1,67 @@
+"""The wheel: the library and nothing else, importable where no checkout is."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ("lnssm_jax", "pallas_kernels")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+  """A wheel built from a copy, so that nothing is left behind in the checkout."""
+  folder = tmp_path_factory.mktemp("wheel")
+  copy = folder / "source"
+  copy.mkdir()
+  for name in (*LIBRARY, "train", "configs", "tests", "docs", "benchmarks"):
+    if (ROOT / name).is_dir():
+      shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+  for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copy(ROOT / name, copy / name)
+  code = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
+  done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  (path,) = folder.glob("*.whl")
+  return path
+
+
+def test_the_wheel_holds_the_library_and_nothing_else(wheel):
+  names = zipfile.ZipFile(wheel).namelist()
+  files = {name for name in names if ".dist-info/" not in name}
+  expected = {
+    str(path.relative_to(ROOT)) for package in LIBRARY for path in (ROOT / package).rglob("*.py")
+  }
+  assert {name for name in files if name.endswith(".py")} == expected
+  assert {name.split("/")[0] for name in files} <= set(LIBRARY)
+  assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_library_requires_jax_and_flax_only(wheel):
+  archive = zipfile.ZipFile(wheel)
+  (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+  metadata = Parser().parsestr(archive.read(name).decode())
+  required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+  assert sorted(required) == ["flax>=0.12.10", "jax<0.13,>=0.11.2"]
+  assert metadata["Requires-Python"] == ">=3.12"
+  assert metadata["License-Expression"] == "Apache-2.0"
+  assert {"train", "cuda13", "dev"} <= set(metadata.get_all("Provides-Extra", []))
+
+
+def test_the_wheel_works_outside_the_checkout(wheel, tmp_path):
+  site = tmp_path / "site"
+  zipfile.ZipFile(wheel).extractall(site)
+  code = (
+    f"import sys; sys.path.insert(0, {str(site)!r}); import lnssm_jax, lnssm_jax.models as m;"
+    " print(lnssm_jax.__file__, m.__file__)"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
+  )
+  assert done.returncode == 0, done.stderr
+  assert all(path.startswith(str(site)) for path in done.stdout.split())
