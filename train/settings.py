@@ -26,7 +26,7 @@ def settings[T](cls: type[T]) -> type[T]:
   def __init__(self, /, **values: Any) -> None:
     build(self, **_checked(cls, values))
 
-  cls.__init__ = __init__
+  cls.__init__ = __init__  # pyrefly: ignore[bad-assignment]
   return cls
 
 
