@@ -2,7 +2,7 @@
 
 A checkpoint is a folder named after its step. It holds two trees, `params` and `optimizer` (optax
 state and step count), so that a reader of the model need not read the optimizer; and, as metadata,
-the position in the data (one integer) and the settings of the run.
+the position in the data (one integer), what the data was, and the settings of the run.
 """
 
 from pathlib import Path
@@ -19,6 +19,8 @@ _SHOWN = 20  # lines of a structure mismatch
 
 class CheckpointError(RuntimeError):
   """A checkpoint could not be written or read; the message says which, and what to do."""
+
+  exit_code = 1  # of the command line
 
 
 class StructureError(ValueError):
@@ -49,14 +51,16 @@ class Checkpoints:
     """The newest complete step, or None."""
     return newest_step(self.directory)
 
-  def save(self, step: int, state: State, *, data_position: int, config: dict[str, Any]) -> None:
+  def save(self, step: int, state: State, metadata: dict[str, Any]) -> None:
     """Copies the state and writes it in the background; the caller may donate it at once.
+
+    Args:
+      metadata: what else is needed to go on, such as the position in the data; JSON.
 
     Raises:
       CheckpointError: this save, or the one before that was still running, failed.
     """
     trees = {"params": state["params"], "optimizer": {k: state[k] for k in ("opt_state", "step")}}
-    metadata = {"data_position": data_position, "config": config}
     try:
       self._orbax.save_checkpointables_async(step, trees, force=True, custom_metadata=metadata)
     except Exception as error:
@@ -73,17 +77,17 @@ class Checkpoints:
     except Exception as error:
       raise _not_written(self.directory, error) from error
 
-  def restore(self, abstract: State) -> tuple[State, int]:
-    """The newest state, placed as `abstract` says, and the position in the data.
+  def restore(self, abstract: State) -> tuple[State, dict[str, Any]]:
+    """The newest state, placed as `abstract` says, and the metadata saved with it.
 
     Raises:
       StructureError: it does not have the structure of `abstract`.
-      CheckpointError: there is none, or it cannot be read.
+      CheckpointError: it cannot be read.
     """
     optimizer = {k: abstract[k] for k in ("opt_state", "step")}
     trees = {"params": abstract["params"], "optimizer": optimizer}
     loaded, _, metadata = load(self.directory, trees)
-    return {"params": loaded["params"], **loaded["optimizer"]}, metadata["data_position"]
+    return {"params": loaded["params"], **loaded["optimizer"]}, metadata
 
 
 def load(
@@ -93,12 +97,13 @@ def load(
 
   Raises:
     StructureError: a tree does not have the structure of `abstract`.
-    CheckpointError: there is no checkpoint, or it cannot be read.
+    FileNotFoundError: there is no checkpoint.
+    CheckpointError: it cannot be read.
   """
   directory = Path(directory).absolute()
   step = newest_step(directory)
   if step is None:
-    raise CheckpointError(
+    raise FileNotFoundError(
       f"no checkpoint in {directory}; train first with: python -m train fit --config FILE"
     )
   path = directory / str(step)
@@ -116,7 +121,7 @@ def load(
 
 
 def newest_step(directory: str | Path) -> int | None:
-  """The newest complete step in `directory`, or None; folders that are no checkpoints are passed."""
+  """The newest complete step in `directory`, or None; other folders do not count."""
   steps = [int(path.name) for path in _numbered(Path(directory)) if _is_complete(path)]
   return max(steps, default=None)
 
@@ -146,7 +151,8 @@ def check_structure(path: str | Path, saved: Any, wanted: Any) -> None:
     listing = "\n  ".join(sorted(lines)[:_SHOWN] + more)
     raise StructureError(
       f"checkpoint {path} has another structure than the model of these settings:\n  {listing}\n"
-      "Use the settings that it was trained with (config.json of its run folder), or another run_dir."
+      "Use the settings that it was trained with (config.json of its run folder), or another "
+      "run_dir."
     )
 
 

@@ -31,14 +31,14 @@ def next_token_loss(
 
       nats = sum_i w_i (logsumexp(z_i) - z_i[target_i]),   z_i = hidden_i @ head
 
-  About `chunk` positions of logits (float32 `[B, C, vocab]`, all B rows of a few time steps) exist at
-  once. Products run in `hidden.dtype` with float32 accumulation, everything after them in float32.
+  Logits of about `chunk` positions (float32 `[B, C, vocab]`, all B rows of a few time steps) exist
+  at once. Products run in `hidden.dtype` with float32 accumulation, all that follows in float32.
 
-  Differentiate `nats`. Its gradient also carries the logit penalty, `logit_penalty * max_logit` times
-  the weight, added at the largest logit of each position: the gradient of the sum `penalty`, which
-  itself stays out of the reported loss (LNSSM's training, after RWKV). `weight`, `penalty`, `targets`
-  and `weights` are constants to differentiation. Under it, the forward pass makes the gradients of
-  `hidden` and `head` beside the loss, so that every logit is computed once.
+  Differentiate `nats`. Its gradient also carries the logit penalty: weight * `logit_penalty` *
+  max_logit is added at the largest logit of each position. That is the gradient of `penalty`, a sum
+  which stays out of the reported loss (LNSSM's training, after RWKV). `weight`, `penalty`,
+  `targets` and `weights` are constants to differentiation. Under it, the forward pass makes the
+  gradients of `hidden` and `head` beside the loss, so that every logit is computed once.
 
   A position of weight 0 counts for nothing: its hidden row may be NaN and its target any integer.
 
@@ -47,7 +47,8 @@ def next_token_loss(
   """
   if hidden.ndim != 3 or head.ndim != 2 or hidden.shape[2] != head.shape[0]:
     raise ValueError(
-      f"hidden has shape {hidden.shape} and head {head.shape}; they must be [B, T, D] and [D, vocab]."
+      f"hidden has shape {hidden.shape} and head {head.shape}; they must be [B, T, D] and "
+      "[D, vocab]."
     )
   for name, array in (("targets", targets), ("weights", weights)):
     if array.shape != hidden.shape[:2]:

@@ -15,7 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from lnssm_jax.models import LanguageModel
-from train import config, mesh as meshes
+from train import config
+from train import mesh as meshes
 from train.loss import LossSums, next_token_loss
 from train.optimizer import make_optimizer, make_schedule
 
@@ -94,8 +95,8 @@ def make_train_step(
     params = optax.apply_updates(params, updates)
     metrics = {
       "loss": sums.nats / tokens,
-      "grad_norm": optax.global_norm(gradients),
-      "param_norm": optax.global_norm(params),
+      "grad_norm": optax.tree.norm(gradients),
+      "param_norm": optax.tree.norm(params),
       "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
       "tokens": sums.weight,
     }

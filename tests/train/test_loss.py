@@ -190,7 +190,7 @@ def test_no_array_holds_the_logits_of_the_whole_batch():
     ({"chunk": 0}, "chunk=0 must be at least 1"),
     (
       {"targets": np.zeros((B, 4), np.int32)},
-      r"targets has shape \(3, 4\), but hidden needs \(3, 5\)",
+      "targets has shape .*, but hidden needs",
     ),
     ({"head": np.zeros((D + 1, VOCAB), np.float32)}, r"head \(9, 37\)"),
   ],

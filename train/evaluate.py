@@ -1,0 +1,90 @@
+"""Validation: the mean loss of a model over token sets, every window once."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from train import checkpoint, config
+from train import mesh as meshes
+from train.data.tokenize import prepare
+from train.data.windows import TokenWindows, eval_batches
+from train.metrics import Row, bits_per_byte, tokens_per_byte
+from train.run_folder import RunFolder
+from train.step import abstract_state, make_eval_step, model_graph
+
+
+def run(cfg: config.Train) -> list[Row]:
+  """Evaluates the newest checkpoint in `cfg.run_dir` on all validation sets.
+
+  Raises:
+    ValueError: there are no validation sets, or the checkpoint is of another model.
+    FileNotFoundError: there is no checkpoint.
+    CheckpointError: it cannot be read.
+  """
+  if not cfg.data.validation:
+    raise ValueError("data.validation is empty; name a set with --set data.validation=NAME.")
+  mesh = meshes.make_mesh(cfg)
+  prepare(cfg.data, progress=True)
+  params, step = load_params(cfg, mesh)
+  return Evaluator(cfg, model_graph(cfg.model), mesh)(step, params)
+
+
+def load_params(cfg: config.Train, mesh: Mesh) -> tuple[Any, int]:
+  """The parameters of the newest checkpoint in `cfg.run_dir`, and its step."""
+  abstract = {"params": abstract_state(cfg, mesh)["params"]}
+  trees, step, _ = checkpoint.load(RunFolder(cfg.run_dir).checkpoints, abstract)
+  return trees["params"], step
+
+
+class Evaluator:
+  """The validation sets of a run, opened and checked, and the compiled evaluation."""
+
+  def __init__(self, cfg: config.Train, graph: Any, mesh: Mesh):
+    self._cfg, self._mesh = cfg, mesh
+    self._step = make_eval_step(cfg, graph, mesh)
+    self._windows = {
+      name: TokenWindows([f"{cfg.data.folder}/{name}"], cfg.seq_len, cfg.model.vocab_size)
+      for name in cfg.data.validation
+    }
+
+  def __call__(
+    self, step: int, params: Any, should_stop: Callable[[], object] = lambda: False
+  ) -> list[Row]:
+    """A row of metrics.jsonl for each set; no row at all once `should_stop()` is true.
+
+    val_loss is in nats per predicted token; bits_per_byte is None for a set without byte counts.
+    """
+    rows = []
+    for name, windows in self._windows.items():
+      sums = []  # stay on the device until the set is through
+      for batch in self._batches(windows):
+        if should_stop():
+          return []
+        sums.append(self._step(params, batch))
+      sums = jax.device_get(sums)
+      nats, weight = (math.fsum(float(getattr(s, k)) for s in sums) for k in ("nats", "weight"))
+      if not weight:
+        raise ValueError(
+          f"validation set {name!r} has no token to predict: all its documents are one token long."
+        )
+      ratio = tokens_per_byte(self._cfg.data.folder, [name])
+      loss = nats / weight
+      rows.append(
+        {
+          "kind": "eval",
+          "step": step,
+          "set": name,
+          "val_loss": loss,
+          "bits_per_byte": bits_per_byte(loss, ratio),
+          "tokens": int(weight),
+        }
+      )
+    return rows
+
+  def _batches(self, windows: TokenWindows) -> Iterator[Any]:
+    rows = self._cfg.global_batch // self._cfg.accumulate
+    for batch in eval_batches(windows, rows):
+      yield jax.device_put(batch, meshes.batch_sharding(self._mesh))

@@ -1,0 +1,162 @@
+"""A training run, from its settings to its folder."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from train import config, report, run_folder
+from train import mesh as meshes
+from train.checkpoint import Checkpoints
+from train.data.tokenize import prepare
+from train.data.windows import TokenWindows, train_batches
+from train.evaluate import Evaluator
+from train.metrics import Console, Row, eval_line
+from train.optimizer import make_optimizer
+from train.recorder import Recorder
+from train.run_folder import RunFolder
+from train.step import Batch, State, abstract_state, init_state, make_train_step, model_graph
+from train.stop import StopSignal
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """How a call of `fit` ended."""
+
+  step: int  # steps that the run has done, in this call and before
+  stopped_by: str | None  # the signal that stopped it; None when the run is complete
+  validation: list[Row]  # of the last step; empty when stopped before it
+  state: State
+
+
+def fit(cfg: config.Train, *, allow_config_change: bool = False) -> Result:
+  """Trains until `cfg.steps`, from the newest checkpoint in `cfg.run_dir` if there is one.
+
+  Stopping (SIGINT, SIGTERM, or any crash) and calling again gives the same numbers, bit for bit on
+  the same device, as never having stopped.
+
+  Raises:
+    ValueError: the run folder, the data or the mesh does not fit the settings.
+    DivergedError: a step was not finite; the checkpoints are of steps that were.
+    CheckpointError: a checkpoint could not be written or read.
+  """
+  console = Console()
+  with contextlib.ExitStack() as stack:
+    run = stack.enter_context(run_folder.claim(cfg, allow_config_change=allow_config_change))
+    mesh = meshes.make_mesh(cfg)
+    report.devices(console, mesh)
+    sidecars = prepare(cfg.data, progress=True)
+    data = {name: (sidecars[name] or {}).get("sha256") for name in cfg.data.train}
+    windows = TokenWindows(_prefixes(cfg), cfg.seq_len, cfg.model.vocab_size)
+    graph = model_graph(cfg.model)
+    evaluator = Evaluator(cfg, graph, mesh)
+
+    stop = stack.enter_context(StopSignal())
+    checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep=cfg.keep_checkpoints))
+    state, start = _begin(cfg, mesh, checkpoints, run, None if allow_config_change else data)
+    report.start(console, cfg, run, state, len(windows), start)
+    step = saved = start
+
+    def evaluate():
+      is_due = step in (0, cfg.steps) or step % cfg.eval_every == 0
+      if is_due and not stop and not run.evaluation(step, cfg.data.validation):
+        for row in run.append(evaluator(step, state["params"], should_stop=lambda: stop)):
+          console.say(eval_line(row))
+
+    def save():
+      nonlocal saved
+      if saved != step:
+        metadata = {"data_position": step, "data": data, "config": config.to_dict(cfg)}
+        checkpoints.save(step, state, metadata)
+        saved = step
+
+    evaluate()
+    if start < cfg.steps:
+      train_step = _compile(cfg, graph, mesh, console)
+      recorder = Recorder(cfg, run, console, list(mesh.devices.flat))
+      batches = stack.enter_context(_feed(windows, cfg, mesh, start))
+      while step < cfg.steps and not stop:
+        state, metrics = train_step(state, next(batches))
+        step += 1
+        recorder.push(step, metrics)
+        if step % cfg.eval_every == 0 or step % cfg.checkpoint_every == 0:
+          recorder.flush()  # what is saved must be finite, and have its rows in metrics.jsonl
+          evaluate()
+          if step % cfg.checkpoint_every == 0:
+            save()
+          recorder.restart_clock()
+      recorder.flush()
+      evaluate()
+      save()
+      checkpoints.wait()
+
+    if stop:
+      report.stopped(console, run, step, stop.name)
+    else:
+      report.finished(console, cfg, run, graph, state["params"])
+    validation = run.evaluation(step, cfg.data.validation)
+    return Result(step=step, stopped_by=stop.name, validation=validation, state=state)
+
+
+def _begin(
+  cfg: config.Train,
+  mesh: Mesh,
+  checkpoints: Checkpoints,
+  run: RunFolder,
+  data: dict[str, str | None] | None,  # digests of the training sets; None: they may have changed
+) -> tuple[State, int]:
+  """The newest state and its step, or a new one; later rows leave metrics.jsonl."""
+  if checkpoints.latest() is None:
+    run.keep_rows_until(-1)
+    return init_state(cfg, mesh), 0
+  state, metadata = checkpoints.restore(abstract_state(cfg, mesh))
+  step = metadata["data_position"]
+  if step > cfg.steps:
+    raise ValueError(
+      f"the run in {run.path} has done {step} steps already, more than steps={cfg.steps}; raise "
+      "steps, or use another run_dir."
+    )
+  if data is not None and data != metadata["data"]:
+    changed = [name for name in data if data[name] != metadata["data"].get(name)]
+    raise ValueError(
+      f"the text of {', '.join(changed)} in {cfg.data.folder} is not what the run in {run.path} "
+      "was trained on; bring it back, use another run_dir, or go on with the new text by "
+      "--allow-config-change."
+    )
+  run.keep_rows_until(step)
+  return state, step
+
+
+def _compile(
+  cfg: config.Train, graph: Any, mesh: Mesh, console: Console
+) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+  """The training step, compiled ahead so that its first call takes no longer than the others."""
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+  shape, where = (cfg.global_batch, cfg.seq_len), meshes.batch_sharding(mesh)
+  describe = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+  batch = {name: describe(jnp.int32) for name in ("tokens", "targets", "segment_ids")}
+  batch["weights"] = describe(jnp.float32)
+  begin = time.perf_counter()
+  step = make_train_step(cfg, graph, tx, mesh).lower(abstract_state(cfg, mesh), batch).compile()
+  console.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+  return step
+
+
+@contextlib.contextmanager
+def _feed(
+  windows: TokenWindows, cfg: config.Train, mesh: Mesh, start: int
+) -> Iterator[Iterator[Batch]]:
+  """The batches of step start + 1, start + 2, ... on their devices; the step is the position."""
+  batches = train_batches(windows, seed=cfg.seed, global_batch=cfg.global_batch, start=start)
+  where = meshes.batch_sharding(mesh)
+  with contextlib.closing(batches):
+    yield (jax.device_put(batch, where) for batch in batches)
+
+
+def _prefixes(cfg: config.Train) -> list[str]:
+  return [f"{cfg.data.folder}/{name}" for name in cfg.data.train]

@@ -1,0 +1,110 @@
+"""Numbers of a run for people and files: bits per byte, throughput, the progress line."""
+
+import math
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TextIO
+
+from train.data.tokenize import read_sidecar
+
+Row = dict[str, str | int | float | None]
+
+
+def tokens_per_byte(folder: str | Path, names: Iterable[str]) -> float | None:
+  """Tokens per UTF-8 byte of text over token sets, from their sidecars; None without them all."""
+  sidecars = [read_sidecar(Path(folder) / name) for name in names]
+  if not all(sidecars):
+    return None
+  tokens, size = (sum(sidecar[key] for sidecar in sidecars) for key in ("tokens", "bytes"))
+  return tokens / size
+
+
+def bits_per_byte(nats_per_token: float, tokens_per_byte: float | None) -> float | None:
+  """nats per token / ln 2 * tokens / bytes: comparable across tokenizers."""
+  return None if tokens_per_byte is None else nats_per_token / math.log(2) * tokens_per_byte
+
+
+class Clock:
+  """Tokens a second since the last reading, and the time to the end of the run."""
+
+  def __init__(self, tokens_per_step: int):
+    self._tokens_per_step = tokens_per_step
+    self._begin = time.perf_counter()
+    self._steps_done = 0
+    self.restart()
+
+  def restart(self) -> None:
+    """Forgets the interval so far: what came between (evaluation, saving) was not training."""
+    self._since, self._steps = time.perf_counter(), 0
+
+  def tick(self) -> None:
+    """Counts one finished step."""
+    self._steps += 1
+    self._steps_done += 1
+
+  def tokens_per_second(self) -> float:
+    """Over the steps since the last call or `restart`."""
+    rate = self._steps * self._tokens_per_step / max(time.perf_counter() - self._since, 1e-9)
+    self.restart()
+    return rate
+
+  def seconds_left(self, steps_left: int) -> float:
+    """By the mean over this whole process, with its evaluations and checkpoints."""
+    return steps_left * (time.perf_counter() - self._begin) / max(self._steps_done, 1)
+
+
+class Console:
+  """Prints to a terminal, where the progress line rewrites itself, or to a log, line by line."""
+
+  def __init__(self, stream: TextIO | None = None):
+    self._stream = stream or sys.stdout
+    self._rewrites = self._stream.isatty()
+    self._open = False  # a progress line without its line feed stands at the end
+
+  def say(self, text: str) -> None:
+    """One line that stays."""
+    self._write(("\n" if self._open else "") + text + "\n")
+    self._open = False
+
+  def progress(self, text: str) -> None:
+    """One line that the next progress line replaces, where that is possible."""
+    self._write(f"\r\x1b[K{text}" if self._rewrites else text + "\n")
+    self._open = self._rewrites
+
+  def _write(self, text: str) -> None:
+    self._stream.write(text)
+    self._stream.flush()
+
+
+def train_line(row: Row, steps: int, seconds_left: float) -> str:
+  """The progress line of a row of metrics.jsonl."""
+  bits = f"  {row['bits_per_byte']:.3f} bits/byte" if row["bits_per_byte"] is not None else ""
+  return (
+    f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}{bits}"
+    f"  {short(row['tokens_per_second'])} tokens/s  lr {row['learning_rate']:.2e}"
+    f"  eta {duration(seconds_left)}"
+  )
+
+
+def eval_line(row: Row) -> str:
+  """One line for the evaluation of one set."""
+  bits = f"  {row['bits_per_byte']:.4f} bits/byte" if row["bits_per_byte"] is not None else ""
+  return f"step {row['step']}  {row['set']}: val_loss {row['val_loss']:.4f}{bits}"
+
+
+def short(number: float) -> str:
+  """Three digits and a unit: 51.2k, 1.34M."""
+  for unit in ("", "k", "M", "G"):
+    if abs(number) < 999.5 or unit == "G":
+      return f"{number:.3g}{unit}"
+    number /= 1000
+  raise AssertionError("unreachable: the loop ends at its last unit")
+
+
+def duration(seconds: float) -> str:
+  """Hours, minutes and seconds: 2:03, 1:02:03."""
+  minutes, seconds = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,77 @@
+"""Training metrics on their way from the device to metrics.jsonl and the progress line."""
+
+import math
+from typing import Any
+
+import jax
+
+from train import config, flops
+from train.metrics import Clock, Console, bits_per_byte, tokens_per_byte, train_line
+from train.run_folder import RunFolder
+
+
+class DivergedError(FloatingPointError):
+  """A step gave a loss, gradient or parameter that is not finite."""
+
+  exit_code = 1  # of the command line
+
+
+class Recorder:
+  """Reads the metrics of step n - 1 when step n is on its way, so that the device never waits."""
+
+  def __init__(self, cfg: config.Train, run: RunFolder, console: Console, devices: list):
+    self._cfg, self._run, self._console, self._devices = cfg, run, console, devices
+    self._tokens_per_step = cfg.global_batch * cfg.seq_len
+    self._tokens_per_byte = tokens_per_byte(cfg.data.folder, cfg.data.train)
+    self._clock = Clock(self._tokens_per_step)
+    self._pending: tuple[int, dict[str, jax.Array]] | None = None
+
+  def push(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    """Takes the metrics of a step that was just dispatched, and reads those of the one before.
+
+    Raises:
+      DivergedError: these are not finite.
+    """
+    pending, self._pending = self._pending, (step, metrics)
+    if pending:
+      self._read(*pending)
+
+  def flush(self) -> None:
+    """Reads what is pending: afterwards every step so far is known to be finite, and written."""
+    pending, self._pending = self._pending, None
+    if pending:
+      self._read(*pending)
+
+  def restart_clock(self) -> None:
+    """Leaves the time since the last step out of tokens a second."""
+    self._clock.restart()
+
+  def _read(self, step: int, metrics: dict[str, Any]) -> None:
+    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    self._clock.tick()
+    for name in ("loss", "grad_norm", "param_norm"):
+      if not math.isfinite(values[name]):
+        raise DivergedError(
+          f"{name} is {values[name]} at step {step}, so training stopped; the last checkpoint in "
+          f"{self._run.checkpoints} is from before that. Lower optimizer.peak_lr or set "
+          "optimizer.clip_norm=1.0, and start anew with another run_dir, or go on from that "
+          "checkpoint with --allow-config-change."
+        )
+    if step % self._cfg.log_every and step != self._cfg.steps:
+      return
+    rate = self._clock.tokens_per_second()
+    row = {
+      "kind": "train",
+      "step": step,
+      "loss": values["loss"],
+      "bits_per_byte": bits_per_byte(values["loss"], self._tokens_per_byte),
+      "learning_rate": values["learning_rate"],
+      "grad_norm": values["grad_norm"],
+      "param_norm": values["param_norm"],
+      "tokens": step * self._tokens_per_step,
+      "tokens_per_second": rate,
+      "mfu": flops.utilization(self._cfg.model, rate, self._devices),
+    }
+    self._run.append([row])
+    left = self._clock.seconds_left(self._cfg.steps - step)
+    self._console.progress(train_line(row, self._cfg.steps, left))

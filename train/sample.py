@@ -1,0 +1,78 @@
+"""Text from a model: prompts in, continuations out."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from lnssm_jax import generate
+from lnssm_jax.models import LanguageModel
+from train import config
+from train.data.tokenizers import Tokenizer, load_tokenizer
+from train.evaluate import load_params
+from train.mesh import make_mesh
+from train.step import model_graph
+
+# Documents are trained apart, so the end of one never predicts the start of the next. An empty
+# prompt therefore starts from a line feed, not from the end of text.
+OPENING = "\n"
+
+
+def load(cfg: config.Train) -> tuple[LanguageModel, Tokenizer]:
+  """The model of the newest checkpoint in `cfg.run_dir`, on one device, and its tokenizer."""
+  tokenizer = load_tokenizer(cfg.data.tokenizer, cfg.data.folder)
+  one_device = dataclasses.replace(cfg, mesh=config.Mesh(data=1))
+  params, _ = load_params(one_device, make_mesh(one_device))
+  return nnx.merge(model_graph(cfg.model), params), tokenizer
+
+
+def complete(
+  model: LanguageModel,
+  tokenizer: Tokenizer,
+  prompts: Sequence[str],
+  sample: config.Sample,
+  seed: int = 0,
+) -> list[str]:
+  """The continuation of each prompt, at most `sample.tokens` tokens, up to the end of text."""
+  options = _options(tokenizer, sample, seed)
+  continuations = generate.generate(model, _encode(tokenizer, prompts), **options)
+  return [tokenizer.decode(tokens) for tokens in continuations]
+
+
+def stream(
+  model: LanguageModel,
+  tokenizer: Tokenizer,
+  prompt: str,
+  sample: config.Sample,
+  seed: int = 0,
+) -> Iterator[str]:
+  """Pieces of the continuation of one prompt, as they are made."""
+  tokens, shown = [], ""
+  options = _options(tokenizer, sample, seed)
+  for step in generate.stream(model, _encode(tokenizer, [prompt]), **options):
+    if int(step[0]) == tokenizer.end_of_text:
+      break
+    tokens.append(int(step[0]))
+    text = tokenizer.decode(np.array(tokens))
+    # A character of several bytes can be cut between tokens; what is not final yet is held back.
+    final = text.rstrip("\ufffd")
+    yield final[len(shown) :]
+    shown = final
+  yield tokenizer.decode(np.array(tokens))[len(shown) :] if tokens else ""
+
+
+def _encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[np.ndarray]:
+  return [tokenizer.encode(prompt or OPENING) for prompt in prompts]
+
+
+def _options(tokenizer: Tokenizer, sample: config.Sample, seed: int) -> dict[str, Any]:
+  return {
+    "max_tokens": sample.tokens,
+    "temperature": sample.temperature,
+    "top_k": sample.top_k,
+    "top_p": sample.top_p,
+    "seed": seed,
+    "stop_token": tokenizer.end_of_text,
+  }
