@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from lnssm_jax.ops import dispatch
 from lnssm_jax.ops.checks import accumulation_dtype, check_floating, check_shape, segment_index
-from lnssm_jax.ops.linear_attention import reference
+from lnssm_jax.ops.linear_attention import reference, xla
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 
 _NAME = "linear_attention"
@@ -115,9 +115,10 @@ def _checked(
       f"{_NAME}: normalize=True has no meaning together with value_log_decay, because the denominator would differ "
       "from one value column to the next. Divide the result yourself, or leave one of the two out."
     )
-  value_log_decay = _canonical_decay(
-    "value_log_decay", value_log_decay, (B, T, H, V), acc, per_head=False
-  )
+  if value_log_decay is not None:
+    value_log_decay = _canonical_decay(
+      "value_log_decay", value_log_decay, (B, T, H, V), acc, per_head=False
+    )
   if bonus is not None:
     check_floating(_NAME, "bonus", bonus)
     check_shape(_NAME, "bonus", bonus, (H, K), "[H, K]")
@@ -167,6 +168,7 @@ def _always(*args, **kwargs):
 dispatch.register(
   _NAME,
   _checked,
+  dispatch.Implementation("chunked", xla.chunked, _always),
   dispatch.Implementation("reference", reference.reference, _always),
   dispatch.Implementation("associative", reference.associative, _always),
 )

@@ -2,7 +2,7 @@
 
 Both take the arguments that `api.py` has checked:
   q, k [B, T, H, K]; v [B, T, H, V]; log_decay broadcastable to [B, T, H, K]; value_log_decay broadcastable to
-  [B, T, H, V]; bonus [H, K] or None; state with both fields; segments [B, T] int32 counting from 0, or None.
+  [B, T, H, V] or None; bonus [H, K] or None; state with both fields; segments [B, T] int32 counting from 0, or None.
 """
 
 import jax
@@ -92,6 +92,8 @@ def _cast(dtype, *arrays):
 
 
 def _decays(log_decay, value_log_decay, key_shape, value_shape, dtype):
+  """exp of both, [B, T, H, K] and [B, T, H, V]."""
+  value_log_decay = jnp.zeros((), dtype) if value_log_decay is None else value_log_decay
   return (
     jnp.broadcast_to(jnp.exp(log_decay.astype(dtype)), key_shape),
     jnp.broadcast_to(jnp.exp(value_log_decay.astype(dtype)), value_shape),
