@@ -237,7 +237,7 @@ def _map_file(prefix: str, end: str) -> np.ndarray:
       hint = "make it with `python -m train tokenize`."
     raise DataError(f"{path} does not exist; {hint}")
   if not path.is_file():
-    raise DataError(f"{path} is not a file; a pair is two files, {prefix}.bin and {prefix}.idx.")
+    raise DataError(f"{path} is not a file, but a pair is two files. {REMAKE}")
   with reading(path), open(path, "rb") as file:
     if not os.fstat(file.fileno()).st_size:
       raise DataError(f"{path} is empty (0 bytes), so it holds no tokens. {REMAKE}")
