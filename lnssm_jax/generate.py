@@ -1,0 +1,228 @@
+"""Sampling from a language model by its recurrent state: constant memory and time per token.
+
+A prompt is read in chunks of a fixed length, then tokens are drawn one after another in a loop on
+the device. Prompts of different lengths are padded on the left. The padding is a segment of its
+own, so that the state starts afresh at each prompt's first token; between two chunks, a row whose
+prompt has not begun yet is given the empty state. So no prompt sees its padding, or the other
+prompts.
+
+One row's random numbers depend on the seed, the number of the row and the number of the token only.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax.mixers.checks import check_positive
+
+# Tokens drawn per call of the device: enough to hide the cost of the call, few enough to stop soon.
+_STEPS_PER_CALL = 32
+
+
+class _Choice(NamedTuple):
+  """How a token is chosen, as far as the compiled program depends on it."""
+
+  method: str  # "greedy", "all" (draw from the whole vocabulary) or "likely" (from the likeliest)
+  candidates: int  # of "likely": how many tokens are sorted
+
+
+def generate(
+  model,
+  prompts: Sequence[Sequence[int]],
+  *,
+  max_tokens: int,
+  seed: int = 0,
+  temperature: float = 1.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  stop_token: int | None = None,
+  prefill_chunk: int = 256,
+) -> list[np.ndarray]:
+  """Continues each prompt; returns the new tokens only, int32, one array per prompt.
+
+  Args:
+    model: a `LanguageModel`, or anything called like one.
+    prompts: lists of token ids, of any lengths of at least 1.
+    max_tokens: the most tokens to draw for each prompt.
+    temperature: divides the logits; 0 takes the most probable token.
+    top_k: draw from the k most probable tokens only.
+    top_p: draw from the fewest most probable tokens whose probabilities reach p; applied after
+      `top_k`.
+    stop_token: a row ends before this token.
+    prefill_chunk: tokens of a prompt read at once; bounds the memory that reading takes.
+
+  Raises:
+    ValueError: there is no prompt, a prompt is empty or holds an id outside the vocabulary, or an
+      option is out of range; the message names it.
+  """
+  steps = stream(
+    model,
+    prompts,
+    max_tokens=max_tokens,
+    seed=seed,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    stop_token=stop_token,
+    prefill_chunk=prefill_chunk,
+  )
+  rows = np.stack(list(steps), axis=1)  # [B, tokens]
+  if stop_token is None:
+    return list(rows)
+  return [
+    row[: np.argmax(stopped)] if (stopped := row == stop_token).any() else row for row in rows
+  ]
+
+
+def stream(
+  model,
+  prompts: Sequence[Sequence[int]],
+  *,
+  max_tokens: int,
+  seed: int = 0,
+  temperature: float = 1.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  stop_token: int | None = None,
+  prefill_chunk: int = 256,
+) -> Iterator[np.ndarray]:
+  """Yields the new tokens step by step, int32 [B]; arguments and errors as in `generate`.
+
+  A row that has ended repeats `stop_token`; the stream ends with its last row, or after
+  `max_tokens` steps.
+  """
+  prompts = _checked_prompts(prompts, model.vocab_size)
+  check_positive("max_tokens", max_tokens)
+  check_positive("prefill_chunk", prefill_chunk)
+  if not temperature >= 0:
+    raise ValueError(f"temperature={temperature} must be at least 0 (0 is greedy).")
+  if top_k is not None and check_positive("top_k", top_k) > model.vocab_size:
+    raise ValueError(
+      f"top_k={top_k} is more than the vocabulary of {model.vocab_size}; None keeps all of it."
+    )
+  if top_p is not None and not 0 < top_p <= 1:
+    raise ValueError(f"top_p={top_p} must be above 0 and at most 1; None keeps all tokens.")
+  if stop_token is not None and not 0 <= stop_token < model.vocab_size:
+    raise ValueError(
+      f"stop_token={stop_token} is outside the vocabulary, 0 to {model.vocab_size - 1}."
+    )
+  if temperature == 0 or top_k == 1:
+    choice = _Choice("greedy", 1)
+  elif top_k is None and top_p in (None, 1):
+    choice = _Choice("all", model.vocab_size)
+  else:
+    choice = _Choice("likely", top_k or model.vocab_size)
+  # Rounded sums of probabilities may exceed 1, but not this.
+  top_p = np.inf if top_p in (None, 1) else top_p
+  limits = (jnp.float32(temperature), jnp.float32(top_p))
+  return _run(model, prompts, max_tokens, seed, choice, limits, stop_token, prefill_chunk)
+
+
+def _checked_prompts(prompts, vocab_size: int) -> list[np.ndarray]:
+  if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
+    raise ValueError("prompts holds text; encode it with the model's tokenizer first.")
+  if len(prompts) == 0:
+    raise ValueError("prompts is empty; give at least one prompt.")
+  checked = [np.asarray(prompt) for prompt in prompts]
+  for number, prompt in enumerate(checked):
+    if prompt.ndim != 1:
+      raise ValueError(
+        f"prompts[{number}] has {prompt.ndim} axes instead of 1; prompts is a list of lists of "
+        "token ids, also for a single prompt: [[1, 2, 3]]."
+      )
+    if prompt.size == 0:
+      raise ValueError(
+        f"prompts[{number}] is empty; give at least one token, such as the end-of-text token."
+      )
+    if not np.issubdtype(prompt.dtype, np.integer):
+      raise ValueError(f"prompts[{number}] has dtype {prompt.dtype}; token ids must be integers.")
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+      raise ValueError(
+        f"prompts[{number}] holds token ids from {prompt.min()} to {prompt.max()}, but the model's "
+        f"vocabulary is 0 to {vocab_size - 1}; was it encoded with another tokenizer?"
+      )
+  return checked
+
+
+def _run(model, prompts, max_tokens, seed, choice, limits, stop_token, prefill_chunk):
+  """The generator behind `stream`, on checked arguments."""
+  state, logits = _read(model, prompts, prefill_chunk)
+  row_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(prompts)))
+  ended = np.zeros(len(prompts), bool)
+  for first in range(0, max_tokens, _STEPS_PER_CALL):
+    state, logits, tokens = _decode(model, state, logits, row_keys, first, limits, choice=choice)
+    for row in np.asarray(tokens)[: max_tokens - first]:
+      if stop_token is not None:
+        row = np.where(ended, stop_token, row).astype(row.dtype)
+        ended |= row == stop_token
+      yield row
+      if ended.all():
+        return
+
+
+def _read(model, prompts, prefill_chunk):
+  """Reads the prompts: (state, logits [B, vocab] of the token after each)."""
+  longest = max(len(prompt) for prompt in prompts)
+  # Powers of two below the full chunk, so that short prompts of many lengths share few programs.
+  chunk = min(prefill_chunk, 1 << (longest - 1).bit_length())
+  width = -(-longest // chunk) * chunk
+  tokens = np.zeros((len(prompts), width), np.int32)
+  for row, prompt in zip(tokens, prompts, strict=True):
+    row[width - len(prompt) :] = prompt
+  starts = np.array([width - len(prompt) for prompt in prompts], np.int32)
+
+  state, logits = model.init_state(len(prompts)), None
+  for first in range(0, width, chunk):
+    state, logits = _prefill(model, state, tokens[:, first : first + chunk], starts - first)
+  return state, logits
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _prefill(model, state, tokens, starts):
+  """Reads tokens [B, C]. The prompt of row b begins at starts[b], which may be < 0 or >= C."""
+  C = tokens.shape[1]
+  segment_ids = (jnp.arange(C) >= starts[:, None]).astype(jnp.int32)
+  hidden, state = model.hidden(tokens, state, segment_ids)
+  begun = starts < C
+  empty = model.init_state(tokens.shape[0])
+  state = jax.tree.map(
+    lambda new, old: jnp.where(begun.reshape(1, -1, *(1,) * (new.ndim - 2)), new, old), state, empty
+  )  # every leaf is [L, B, ...]
+  return state, model.head(hidden[:, -1])
+
+
+@functools.partial(jax.jit, static_argnames="choice", donate_argnames=("state", "logits"))
+def _decode(model, state, logits, row_keys, first, limits, *, choice: _Choice):
+  """Draws tokens `first`, `first` + 1, ...: (state, logits, tokens [steps, B])."""
+
+  def step(carry, number):
+    state, logits = carry
+    keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, number)
+    tokens = _draw(logits, keys, *limits, choice)
+    logits, state = model(tokens[:, None], state)
+    return (state, logits[:, 0]), tokens
+
+  (state, logits), tokens = jax.lax.scan(step, (state, logits), first + jnp.arange(_STEPS_PER_CALL))
+  return state, logits, tokens
+
+
+def _draw(logits, keys, temperature, top_p, choice: _Choice):
+  """One token per row, int32 [B], from logits [B, vocab] and one key a row."""
+  if choice.method == "greedy":
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  # The largest becomes 0 first, so that no temperature can overflow it.
+  logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+  if choice.method == "all":
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+  logits, tokens = jax.lax.top_k(logits, choice.candidates)
+  probabilities = jax.nn.softmax(logits, axis=-1)
+  likelier = (
+    jnp.cumsum(probabilities, axis=-1) - probabilities
+  )  # what stands before each in the order
+  logits = jnp.where(likelier < top_p, logits, -jnp.inf)
+  ranks = jax.vmap(jax.random.categorical)(keys, logits)
+  return jnp.take_along_axis(tokens, ranks[:, None], axis=-1)[:, 0]

@@ -1,0 +1,63 @@
+"""Initial values. Those that depend on depth and channel, the LNSSM shares with RWKV.
+
+`layer` counts from 0 and may be a traced scalar, so that one `vmap` makes the parameters of all
+layers. Two measures of depth occur: r = layer / (num_layers - 1), which reaches 1 in the last
+layer, and rho = 1 - layer / num_layers.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def channel_decay(
+  dim: int, *, layer, num_layers: int, lowest: float = -5.0, span: float = 8.0
+) -> jax.Array:
+  """w [dim] float32 of a decay exp(-exp(w)): low channels remember long, high ones forget at once.
+
+      w_i = lowest + span * (i / (dim - 1))^(0.7 + 1.3 r)
+
+  The defaults give decays from 0.9933 (channel 0) to 1.9e-9 (the last channel).
+  Sources: the LNSSM's and RWKV-4's published code.
+  """
+  depth = jnp.asarray(layer, jnp.float32) / max(num_layers - 1, 1)
+  return lowest + span * jnp.linspace(0.0, 1.0, dim, dtype=jnp.float32) ** (0.7 + 1.3 * depth)
+
+
+def shift_weight(
+  dim: int, *, layer, num_layers: int, power: float = 1.0, offset: float = 0.0
+) -> jax.Array:
+  """mu [dim] float32, the weight of the present token in a token shift.
+
+      mu_i = (i / dim)^(power * rho) + offset * r
+
+  Sources: the LNSSM's and RWKV-4's published code.
+  """
+  layer = jnp.asarray(layer, jnp.float32)
+  exponent = power * (1.0 - layer / num_layers)
+  depth = layer / max(num_layers - 1, 1)
+  return (jnp.arange(dim, dtype=jnp.float32) / dim) ** exponent + offset * depth
+
+
+def orthogonal(gain: float):
+  """Initialiser: `gain` times a random matrix with orthonormal rows or columns, the fewer of them.
+
+  It is the Q of A = Q R for a normal A, with R's diagonal positive. For a tall A, such as an
+  embedding, R is the Cholesky factor of A^T A: two matrix products instead of Householder steps,
+  and as accurate, because a tall normal matrix is well conditioned (its condition number is about
+  3 where it is 4 times as tall as wide). Computed in float32 whatever `dtype` is.
+  """
+
+  def init(key: jax.Array, shape: tuple[int, int], dtype=jnp.float32) -> jax.Array:
+    short, tall = sorted(shape)
+    a = jax.random.normal(key, (tall, short), jnp.float32)
+    if tall >= 4 * short:
+      gram = jnp.matmul(a.T, a, precision="highest")
+      lower = jnp.linalg.cholesky(gram)
+      inverse = jax.scipy.linalg.solve_triangular(lower, jnp.eye(short), lower=True)
+      q = jnp.matmul(a, inverse.T, precision="highest")
+    else:
+      q, r = jnp.linalg.qr(a)
+      q = q * jnp.where(jnp.diagonal(r) < 0, -1.0, 1.0)
+    return (gain * (q if shape[0] == tall else q.T)).astype(dtype)
+
+  return init

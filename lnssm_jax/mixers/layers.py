@@ -1,0 +1,43 @@
+"""Small layers that several mixers share. Pure functions, axis letters as in `lnssm_jax.ops`."""
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax.ops.checks import accumulation_dtype
+
+
+def token_shift(
+  x: jax.Array,  # [B, T, D]
+  previous: jax.Array | None = None,  # [B, D]
+  segment_ids: jax.Array | None = None,  # [B, T] integer
+) -> jax.Array:
+  """x of the step before, [B, T, D] in the dtype of x.
+
+  Before the first step stands `previous` (zeros if None). At the first step of every later segment
+  stands zero, not the last token of the segment before.
+  """
+  if previous is None:
+    previous = jnp.zeros_like(x[:, 0])
+  shifted = jnp.concatenate([previous.astype(x.dtype)[:, None], x[:, :-1]], axis=1)
+  if segment_ids is None:
+    return shifted
+  starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))  # [B, T]
+  return jnp.where(starts[..., None], jnp.zeros_like(shifted), shifted)
+
+
+def interpolate(x: jax.Array, shifted: jax.Array, mu: jax.Array) -> jax.Array:
+  """mu * x + (1 - mu) * shifted, with mu [D], in float32 at least: the caller rounds it, once."""
+  acc = accumulation_dtype(x)
+  mu = mu.astype(acc)
+  return mu * x.astype(acc) + (1 - mu) * shifted.astype(acc)
+
+
+def rms_norm(x: jax.Array, gain: jax.Array, *, eps: float, floor: float = 0.0) -> jax.Array:
+  """gain * x / (max(rms(x), floor) + eps), rms over the last axis; in float32 at least.
+
+  With a positive `floor` the gradient exists everywhere. The maximum is taken under the root: the
+  derivative of sqrt(mean(x^2)) itself is 0 / 0 at x = 0.
+  """
+  x = x.astype(accumulation_dtype(x))
+  mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+  return gain.astype(x.dtype) * (x / (jnp.sqrt(jnp.maximum(mean_square, floor**2)) + eps))

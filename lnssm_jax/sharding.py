@@ -1,0 +1,97 @@
+"""How parameters lie on the devices of a mesh: rules by parameter path, none inside the modules.
+
+    shapes = jax.eval_shape(init, key)                       # a nested dictionary of parameters
+    shardings = sharding.shardings(shapes, mesh)             # the same tree of NamedShardings
+    params = jax.jit(init, out_shardings=shardings)(key)     # never whole on one device
+
+A parameter's path is its keys joined by "/", such as "blocks/mixer/q_proj/kernel". The first rule
+whose regular expression matches the end of the path gives the layout of the last axes; a leading
+axis L of stacked layers is never divided. Because only the end counts, the same rules lay out an
+optimiser's moments, whose paths end like those of the parameters.
+
+The rules divide every matrix along the model's width over the mesh axis "fsdp": each device holds a
+part of each layer, and gathers a layer when it runs. Vectors are held whole by every device.
+"""
+
+import re
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Rules = Sequence[tuple[str, tuple[str | None, ...]]]
+
+RULES: Rules = (
+  (r"embedding", (None, "fsdp")),  # [vocab, D]; a vocabulary seldom divides evenly, D does
+  (r"head/kernel", ("fsdp", None)),  # [D, vocab]
+  (r"channel_mixer/up/kernel", ("fsdp", None)),  # [D, 4 D]
+  (r"channel_mixer/down/kernel", (None, "fsdp")),  # [4 D, D]
+  (r"mixer/o_proj/kernel", (None, "fsdp")),  # [D, D]
+  (r"mixer/[qkvg]_proj/kernel", ("fsdp", None)),  # [D, D]
+  (r"\w*norm/(scale|bias)", (None,)),
+  (r"mixer/(mu_[qkvg]|gamma|w)", (None,)),
+)
+
+
+def param_specs(params, axes: Sequence[str] = ("fsdp",), rules: Rules = RULES):
+  """A `PartitionSpec` for each leaf of `params`, a nested dictionary of arrays or of their shapes.
+
+  A mesh axis that a rule names but `axes` does not hold is left out, so that one table serves every
+  mesh. Leaves of rank 0 or 1 without a rule are replicated.
+
+  Raises:
+    ValueError: a leaf of rank 2 or more has no rule (replicating it in silence could cost the
+      memory that sharding was to save), or fewer axes than its rule; the message gives its path.
+  """
+
+  def spec(path, leaf):
+    name = "/".join(_key(entry) for entry in path)
+    rank = len(leaf.shape)
+    layout = next((layout for rule, layout in rules if re.search(rf"(^|/)({rule})$", name)), None)
+    if layout is None:
+      if rank >= 2:
+        raise ValueError(
+          f"no sharding rule for parameter {name!r} of shape {leaf.shape}; add one to the rules: "
+          f"((r'{re.escape(name)}', ('fsdp', None)), *sharding.RULES)."
+        )
+      return PartitionSpec()
+    if rank < len(layout):
+      raise ValueError(
+        f"parameter {name!r} has shape {leaf.shape}, but its sharding rule {layout} is for at "
+        f"least {len(layout)} axes."
+      )
+    kept = [axis if axis in axes else None for axis in layout]
+    return PartitionSpec(*[None] * (rank - len(kept)), *kept)
+
+  return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def shardings(params, mesh: Mesh, rules: Rules = RULES):
+  """A `NamedSharding` on `mesh` for each leaf of `params`, by the same rules.
+
+  Raises:
+    ValueError: as `param_specs`, or an axis of a leaf does not divide evenly over its mesh axis.
+  """
+  specs = param_specs(params, axes=mesh.axis_names, rules=rules)
+
+  def place(path, leaf, spec):
+    for size, axis in zip(leaf.shape, spec, strict=False):
+      if axis is not None and size % mesh.shape[axis]:
+        name = "/".join(_key(entry) for entry in path)
+        raise ValueError(
+          f"parameter {name!r} has shape {leaf.shape}, whose axis of {size} does not divide evenly "
+          f"over the {mesh.shape[axis]} devices of mesh axis {axis!r}; choose another mesh."
+        )
+    return NamedSharding(mesh, spec)
+
+  return jax.tree_util.tree_map_with_path(
+    place, params, specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+  )
+
+
+def _key(entry) -> str:
+  """One step of a path as text: a dictionary's key, an attribute's name, or an index."""
+  for attribute in ("key", "name", "idx"):
+    if hasattr(entry, attribute):
+      return str(getattr(entry, attribute))
+  return str(entry)
