@@ -1,6 +1,7 @@
 """Writing and reading token files, against numbers and files that other programs made."""
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -36,7 +37,7 @@ def test_what_is_written_is_read(write_pair, dtype):
   data = IndexedDataset(write_pair(documents, dtype=dtype))
   assert [data.sequence(i).tolist() for i in range(data.num_sequences)] == documents
   assert data.dtype == np.dtype(dtype)
-  assert data.tokens.tolist() == sum(documents, [])
+  assert data.tokens.tolist() == list(itertools.chain(*documents))
   assert data.num_tokens == 16
   assert data.num_documents == data.num_sequences == 4
   assert data.sizes.tolist() == [3, 2, 1, 10]
@@ -122,7 +123,7 @@ def test_a_new_pair_replaces_the_old_one_and_open_readers_keep_theirs(write_pair
   old = IndexedDataset(prefix)
   write_pair([[9, 9]])
   assert IndexedDataset(prefix).tokens.tolist() == [9, 9]
-  assert old.tokens.tolist() == sum(DOCUMENTS, [])
+  assert old.tokens.tolist() == list(itertools.chain(*DOCUMENTS))
 
 
 def test_a_stop_while_renaming_never_leaves_a_pair_of_two_halves(write_pair, monkeypatch):
@@ -135,7 +136,7 @@ def test_a_stop_while_renaming_never_leaves_a_pair_of_two_halves(write_pair, mon
     replace(source, target)
 
   monkeypatch.setattr(os, "replace", stop_at_the_index)
-  with pytest.raises(DataError, match="cannot write .*No space left on device"):
+  with pytest.raises(DataError, match=r"cannot write .*No space left on device"):
     write_pair([[4, 5, 6]])
   with pytest.raises(DataError, match=r"pair.idx does not exist; its other half .*pair.bin is"):
     IndexedDataset(prefix)

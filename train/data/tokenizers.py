@@ -116,16 +116,7 @@ class FileTokenizer:
   def pieces(self, text: str) -> list[str]:
     if not self._can_cut:
       return [text]
-    parts, start = [], 0
-    while len(text) - start > PIECE:
-      cut = text.find("\n", start + PIECE)
-      while cut > 0 and text[cut - 1].isspace():
-        cut = text.find("\n", cut + 1)
-      if cut < 0:
-        break
-      parts.append(text[start:cut])
-      start = cut
-    return [*parts, text[start:]]
+    return list(_cut(text))
 
 
 def load_tokenizer(spec: str, folder: str | Path | None = None) -> Tokenizer:
@@ -195,7 +186,7 @@ def train_bpe(spec: str, folder: str | Path, texts: Iterable[str]) -> Tokenizer:
     special_tokens=[END_OF_TEXT[0]],
     initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
   )
-  inner.train_from_iterator(_cut_all(texts), trainer)
+  inner.train_from_iterator((piece for text in texts for piece in _cut(text)), trainer)
   found = inner.get_vocab_size()
   if found < size:
     raise DataError(
@@ -222,10 +213,18 @@ def _load_file(spec: str) -> FileTokenizer:
   return FileTokenizer(path, spec)
 
 
-def _cut_all(texts: Iterable[str]) -> Iterator[str]:
-  for text in texts:
-    for start in range(0, len(text), PIECE):
-      yield text[start : start + PIECE]
+def _cut(text: str) -> Iterator[str]:
+  """Parts of at least PIECE characters; see `_can_cut_before_newline`."""
+  start = 0
+  while len(text) - start > PIECE:
+    cut = text.find("\n", start + PIECE)
+    while cut > 0 and text[cut - 1].isspace():
+      cut = text.find("\n", cut + 1)
+    if cut < 0:
+      break
+    yield text[start:cut]
+    start = cut
+  yield text[start:]
 
 
 def _utf8(text: str) -> bytes:

@@ -146,7 +146,9 @@ def train_batches(
       raise DataError(f"{name}={value} must be at least {least}.")
   # Grain takes seed + epoch for each epoch: neighbouring seeds would share all orders but one.
   mixed = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")
-  dataset = grain.MapDataset.source(source).shuffle(seed=mixed).repeat().batch(global_batch)
+  dataset = grain.MapDataset.source(source).shuffle(seed=mixed).repeat()
+  # There is no remainder; keeping one makes Grain's length overflow when global_batch is 1.
+  dataset = dataset.batch(global_batch, drop_remainder=True)
   return TrainBatches(dataset, start, grain.ReadOptions(threads, prefetch if threads else 0))
 
 

@@ -1,0 +1,243 @@
+"""Text -> ids -> text, and which ids."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from train.data import DataError, IndexedDataset, load_tokenizer
+from train.data import tokenizers as ours
+
+TEXTS = [
+  "",
+  "plain words",
+  "  spaces   and\ttabs\n\n\n  lines \n\r\n x",
+  "\u00e9t\u00e9, \u4f60\u597d, \U0001f600, \u0000 \ufeff",
+  "def f(x):\n    return x + 1\n" * 40,
+  "<|endoftext|> spelled out",
+  "\n" * 50,
+]
+CORPUS = [
+  "pack my box with five dozen liquor jugs\n" * 20,
+  "def f(x):\n  return [x, x]\n" * 20,
+  "\u4f60\u597d " * 20,
+]
+
+
+@pytest.fixture(scope="module")
+def bpe_folder(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("bpe")
+  ours.train_bpe("bpe:300", folder, CORPUS)
+  return folder
+
+
+@pytest.fixture(params=["bytes", "bpe:300"])
+def tokenizer(request, bpe_folder):
+  return load_tokenizer(request.param, bpe_folder)
+
+
+@pytest.fixture
+def neox(given):
+  return load_tokenizer(str(given("tokenizers/20B_tokenizer.json")))
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_text_comes_back(tokenizer, text):
+  ids = tokenizer.encode(text)
+  assert ids.dtype == np.int32 and ids.ndim == 1
+  assert tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == text
+  assert tokenizer.end_of_text not in ids
+  assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+def test_a_batch_is_its_texts(tokenizer):
+  batch = tokenizer.encode_batch(TEXTS)
+  assert [ids.tolist() for ids in batch] == [tokenizer.encode(text).tolist() for text in TEXTS]
+  assert all(ids.dtype == np.int32 for ids in batch)
+
+
+def test_end_of_text_and_broken_characters_in_what_is_decoded(tokenizer):
+  ids = [*tokenizer.encode("a\u00e9"), tokenizer.end_of_text, *tokenizer.encode("b")]
+  assert tokenizer.decode(ids) == "a\u00e9b"
+  assert tokenizer.decode(load_tokenizer("bytes").encode("\u00e9")[:1]) != ""
+
+
+def test_bytes_are_bytes():
+  tokenizer = load_tokenizer("bytes")
+  assert tokenizer.encode("a\u00e9").tolist() == [97, 0xC3, 0xA9]
+  assert (tokenizer.vocab_size, tokenizer.end_of_text) == (257, 256)
+  assert tokenizer.decode([0xC3, 256, 97, 256]) == "\ufffda"
+
+
+def test_half_a_surrogate_pair_is_an_error(tokenizer):
+  for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+    with pytest.raises(DataError, match="half of a surrogate pair at character 1"):
+      encode("a\udc80")
+
+
+def test_bpe_has_as_many_entries_as_asked_for_and_shortens_the_text(bpe_folder):
+  tokenizer = load_tokenizer("bpe:300", bpe_folder)
+  assert tokenizer.vocab_size == 300 and tokenizer.end_of_text == 0
+  assert len(tokenizer.encode(CORPUS[0])) < len(CORPUS[0]) / 2
+  assert tokenizer.fingerprint == load_tokenizer(str(bpe_folder / "tokenizer.json")).fingerprint
+  assert sorted(path.name for path in bpe_folder.iterdir()) == ["tokenizer.json"]
+
+
+def test_the_least_bpe_is_bytes(tmp_path):
+  tokenizer = ours.train_bpe("bpe:257", tmp_path, CORPUS)
+  assert tokenizer.vocab_size == 257
+  for text in TEXTS:
+    assert len(tokenizer.encode(text)) == len(text.encode())
+
+
+def test_bpe_is_the_same_in_every_process(bpe_folder, tmp_path):
+  code = (
+    "import sys; from train.data import tokenizers; import json;"
+    "tokenizers.train_bpe('bpe:300', sys.argv[1], json.loads(sys.stdin.read()))"
+  )
+  for threads in ("1", "3"):
+    folder = tmp_path / threads
+    folder.mkdir()
+    subprocess.run(
+      [sys.executable, "-W", "error", "-c", code, folder],
+      input=json.dumps(CORPUS).encode(),
+      env={"RAYON_NUM_THREADS": threads, "PYTHONPATH": ":".join(sys.path)},
+      check=True,
+    )
+    assert ours.bpe_path(folder).read_bytes() == ours.bpe_path(bpe_folder).read_bytes()
+
+
+def test_too_little_text_for_a_bpe_is_named(tmp_path):
+  with pytest.raises(DataError, match=r"has only (\d+) entries .*use 'bpe:\1' or fewer"):
+    ours.train_bpe("bpe:5000", tmp_path, CORPUS)
+  assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("spec", ["bpe:", "bpe:256", "bpe:-5", "bpe:x", "bpe:\u0664\u0660\u0660"])
+def test_a_bpe_without_a_usable_number_is_refused(tmp_path, spec):
+  with pytest.raises(DataError, match="a whole number of entries of at least 257"):
+    load_tokenizer(spec, tmp_path)
+
+
+def test_a_bpe_that_is_not_there_or_another_is_named(tmp_path, bpe_folder):
+  with pytest.raises(DataError, match=r"tokenizer.json does not exist: .*python -m train tokenize"):
+    load_tokenizer("bpe:300", tmp_path)
+  with pytest.raises(DataError, match=r"name data\.folder"):
+    load_tokenizer("bpe:300")
+  with pytest.raises(DataError, match=r"has 300 entries, but .* asks for 400; set .*'bpe:300'"):
+    load_tokenizer("bpe:400", bpe_folder)
+
+
+def test_files_that_are_not_tokenizers_are_named(tmp_path):
+  (tmp_path / "broken.json").write_text('{"model": ')
+  (tmp_path / "other.json").write_text('{"a": 1}')
+  with pytest.raises(DataError, match=r"no tokenizer '.*absent.json'; give 'bytes', 'bpe:N'"):
+    load_tokenizer(str(tmp_path / "absent.json"))
+  for name in ("broken", "other"):
+    with pytest.raises(DataError, match=rf"{name}.json is not a tokenizer.json"):
+      load_tokenizer(str(tmp_path / f"{name}.json"))
+  with pytest.raises(DataError, match=r"is a folder; give the tokenizer.json in it"):
+    load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_without_an_end_of_text_is_named(tmp_path, bpe_folder):
+  raw = (bpe_folder / "tokenizer.json").read_text()
+  (tmp_path / "a.json").write_text(raw.replace("<|endoftext|>", "<stop>"))
+  with pytest.raises(DataError, match=r"no token that ends a document; one of <\|endoftext"):
+    load_tokenizer(str(tmp_path / "a.json"))
+  (tmp_path / "a.json").write_text(raw.replace("<|endoftext|>", "</s>"))
+  assert load_tokenizer(str(tmp_path / "a.json")).end_of_text == 0
+
+
+def test_truncation_padding_and_start_ids_of_a_file_are_not_used(tmp_path, bpe_folder):
+  settings = json.loads((bpe_folder / "tokenizer.json").read_text())
+  settings["truncation"] = {
+    "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0
+  }  # fmt: skip
+  settings["padding"] = {
+    "strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+    "pad_type_id": 0, "pad_token": "<|endoftext|>"
+  }  # fmt: skip
+  settings["post_processor"] = {
+    "type": "TemplateProcessing",
+    "single": [
+      {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+      {"Sequence": {"id": "A", "type_id": 0}}
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {
+      "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+    },
+  }  # fmt: skip
+  (tmp_path / "a.json").write_text(json.dumps(settings))
+  plain, other = load_tokenizer("bpe:300", bpe_folder), load_tokenizer(str(tmp_path / "a.json"))
+  assert [other.encode(text).tolist() for text in TEXTS] == [
+    plain.encode(text).tolist() for text in TEXTS
+  ]
+
+
+def odd_text(rng, length):
+  alphabet = ["\n", "\n\n", " ", "  ", "\t", "\r", "\u00a0", "\u3000", "word", "1", "'s", "don't",
+              "\u00e9", "e\u0301", "<|endoftext|>", "   x", "!?", "\U0001f600"]  # fmt: skip
+  return "".join(rng.choice(alphabet, length))
+
+
+def check_that_pieces_are_the_whole(tokenizer, monkeypatch):
+  cuts = 0
+  for seed in range(40):
+    text = odd_text(np.random.default_rng(seed), 300)
+    monkeypatch.setattr(ours, "PIECE", 1 << 30)
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr(ours, "PIECE", 5)
+    pieces = tokenizer.pieces(text)
+    assert "".join(pieces) == text
+    cuts += len(pieces) - 1
+    assert tokenizer.encode(text).tolist() == whole.tolist()
+  return cuts
+
+
+def test_a_long_text_has_the_tokens_of_the_whole(bpe_folder, monkeypatch):
+  tokenizer = load_tokenizer("bpe:300", bpe_folder)
+  assert check_that_pieces_are_the_whole(tokenizer, monkeypatch) > 100
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"pre_tokenizer": None},
+    {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}},
+    {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                       "use_regex": False}},
+    {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+  ],
+  ids=["no words", "prefix space", "no regex", "strip"],
+)  # fmt: skip
+def test_a_text_is_not_cut_where_that_could_change_its_tokens(
+  tmp_path, bpe_folder, change, monkeypatch
+):
+  settings = json.loads((bpe_folder / "tokenizer.json").read_text())
+  (tmp_path / "a.json").write_text(json.dumps(settings | change))
+  assert check_that_pieces_are_the_whole(load_tokenizer(str(tmp_path / "a.json")), monkeypatch) == 0
+
+
+def test_the_tokenizer_with_50277_entries(neox, monkeypatch):
+  assert (neox.vocab_size, neox.end_of_text) == (50_277, 0)
+  for text in TEXTS:
+    assert neox.decode(neox.encode(text)) == text
+    assert neox.end_of_text not in neox.encode(text)
+  assert check_that_pieces_are_the_whole(neox, monkeypatch) > 100
+
+
+def test_ids_of_the_50277_tokenizer_are_those_of_another_program(neox, given):
+  folder = given("binidx")
+  for name, wanted in json.loads((folder / "expected.json").read_text())["sets"].items():
+    data = IndexedDataset(folder / name)
+    for sample in wanted["samples"]:
+      ids = neox.encode(sample["text_start"])
+      assert ids[:-1].tolist() == data.sequence(sample["sequence"])[: len(ids) - 1].tolist()
+    for i in range(data.num_sequences):
+      ids = data.sequence(i)
+      assert ids[-1] == neox.end_of_text
+      assert neox.encode(neox.decode(ids)).tolist() == ids[:-1].tolist()
