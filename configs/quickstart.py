@@ -25,9 +25,9 @@ def get_config() -> Train:
     run_dir="runs/quickstart",
     seq_len=256,
     global_batch=8,  # sequences: 2,048 tokens a step
-    steps=400,
+    steps=240,
     log_every=10,
-    eval_every=200,
-    checkpoint_every=200,
+    eval_every=120,
+    checkpoint_every=120,
     sample=Sample(prompt="def ", tokens=200),
   )

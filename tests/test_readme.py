@@ -1,0 +1,80 @@
+"""What the README and CONTRIBUTING say is so."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md")
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+  return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def test_the_readme_is_short():
+  assert len(README.splitlines()) <= 120
+
+
+def test_contributing_fits_a_screen():
+  assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 50
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_the_python_examples_run(number, tmp_path):
+  code = blocks("python")[number]
+  done = subprocess.run(
+    [sys.executable, "-W", "error", "-c", code],
+    cwd=tmp_path,
+    env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == 0, done.stderr
+  # What an example prints stands in it as a comment.
+  for line in done.stdout.splitlines():
+    assert f"# {line}" in code
+
+
+def test_there_is_a_python_example():
+  assert len(blocks("python")) >= 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets_that_are_named_exist(page):
+  text = (ROOT / page).read_text()
+  named = set(re.findall(r"\bmake ([a-z][a-z-]*)", text))
+  targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+  assert named
+  assert named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page):
+  text = (ROOT / page).read_text()
+  linked = set(re.findall(r"\]\((?!https?:)([^)#]+)", text))
+  in_code = set(re.findall(r"`((?:docs|tests|configs|train|lnssm_jax)/[\w./-]+)`", text))
+  assert linked | in_code
+  assert [name for name in sorted(linked | in_code) if not (ROOT / name).exists()] == []
+
+
+def test_commands_that_are_named_exist():
+  named = set(re.findall(r"python -m train (\w+)", README))
+  done = subprocess.run(
+    [sys.executable, "-m", "train", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+  )
+  assert done.returncode == 0, done.stderr
+  assert {"fit", "evaluate", "generate", "tokenize"} <= named
+  assert all(re.search(rf"^\s+{name}\b", done.stdout, re.MULTILINE) for name in named)
+
+
+def test_the_install_command_names_real_extras():
+  text = (ROOT / "pyproject.toml").read_text()
+  for extras in re.findall(r"\.\[([\w,]+)\]", README):
+    for extra in extras.split(","):
+      assert re.search(rf"^{extra} = \[", text, re.MULTILINE)
