@@ -30,7 +30,7 @@ def accumulation_dtype(*arrays) -> jnp.dtype:
 
 
 def segment_index(scan: str, segment_ids, batch: int, length: int) -> jax.Array | None:
-  """Numbers the segments of each row 0, 1, ... from `segment_ids` [B, T], which may use any integers.
+  """Numbers each row's segments 0, 1, ... from `segment_ids` [B, T], which may be any integers.
 
   A segment begins wherever the id changes, also when it changes back to an earlier one.
   """
@@ -44,3 +44,18 @@ def segment_index(scan: str, segment_ids, batch: int, length: int) -> jax.Array 
   segment_ids = jnp.asarray(segment_ids)
   changes = segment_ids[:, 1:] != segment_ids[:, :-1]
   return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+
+
+def vary_alike(tree):
+  """Gives all arrays of `tree` the same varying axes, which a scan inside `shard_map` needs.
+
+  Elsewhere it changes nothing. Its transpose sums over those axes, so that the gradient of a
+  replicated parameter is the sum over the devices.
+  """
+  axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)))
+
+  def vary(x):
+    missing = axes - jax.typeof(x).manual_axis_type.varying
+    return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+  return jax.tree.map(vary, tree)

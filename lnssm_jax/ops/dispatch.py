@@ -1,8 +1,8 @@
 """Which implementation of a scan runs: one rule for all of them.
 
-A scan registers its implementations in order of preference. `implementation=None` takes the first one that can run
-the arguments; a name runs that one or raises, and the error says which argument stands in the way. No global flag
-takes part in the choice.
+A scan registers its implementations in order of preference. `implementation=None` takes the first
+one that can run the arguments; a name runs that one or raises, and the error says which argument
+stands in the way. No global flag takes part in the choice.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ _ARGUMENT_CHECKS: dict[str, Callable[..., tuple[tuple, dict]]] = {}
 def register(scan: str, check: Callable[..., tuple[tuple, dict]], *implementations: Implementation):
   """Registers the implementations of `scan`, the preferred one first.
 
-  `check` takes the public function's arguments and returns the positional and keyword arguments of the
-  implementations.
+  `check` takes the public function's arguments and returns the positional and keyword arguments of
+  the implementations.
   """
   _IMPLEMENTATIONS[scan] = implementations
   _ARGUMENT_CHECKS[scan] = check

@@ -1,1 +1,1 @@
-"""Linear attention with decay: reference, associative-scan and chunked forms. README.md derives them."""
+"""Linear attention with decay in three forms, which README.md derives."""

@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops import dispatch
-from lnssm_jax.ops.checks import accumulation_dtype, check_floating, check_shape, segment_index
+from lnssm_jax.ops.checks import (
+  accumulation_dtype,
+  check_floating,
+  check_shape,
+  segment_index,
+  vary_alike,
+)
 from lnssm_jax.ops.linear_attention import reference, xla
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 
@@ -28,43 +34,49 @@ def linear_attention(
   implementation: str | None = None,
   chunk_size: int | None = None,
 ) -> tuple[jax.Array, LinearAttentionState]:
-  r"""Attention without a softmax, in time linear in T, with decay on the key side, the value side or both.
+  r"""Attention without softmax, in time linear in T, with decay of keys, values or both.
 
-      S_t = diag(a_t) S_{t-1} diag(c_t) + k_t v_t^T        a = exp(log_decay), c = exp(value_log_decay)
-      out_t = scale * S_t^T q_t                                       without `bonus`
-      out_t = scale * (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t         with `bonus`: read before the update
+      S_t = diag(a_t) S_{t-1} diag(c_t) + k_t v_t^T        a = exp(log_decay), c =
+      exp(value_log_decay) out_t = scale * S_t^T q_t                                       without
+      `bonus` out_t = scale * (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t         with `bonus`: read
+      before the update
 
-  With `normalize`, out_t is divided by q_t^T z_t, where z is the same recurrence for v = 1 and is read the same way.
+  With `normalize`, out_t is divided by q_t^T z_t, where z is the same recurrence for v = 1 and is
+  read the same way.
 
-  The rank of `log_decay` says what it means: `[H]` one constant per head (RetNet), `[H, K]` one constant per key
-  channel (LNSSM, RWKV-5), `[B, T, H]` one per step and head (Mamba-2), `[B, T, H, K]` one per step and key channel
-  (GLA, RWKV-6). Any value from 0 down to -inf is exact to the dtype: no difference of decays is exponentiated that
-  is above zero. None means no decay.
+  The rank of `log_decay` says what it means: `[H]` one constant per head (RetNet), `[H, K]` one
+  constant per key channel (LNSSM, RWKV-5), `[B, T, H]` one per step and head (Mamba-2), `[B, T, H,
+  K]` one per step and key channel (GLA, RWKV-6). Any value from 0 down to -inf is exact to the
+  dtype: no difference of decays is exponentiated that is above zero. None means no decay.
 
-  States, decays, sums and denominators are float32 (float64 if an input is) whatever the dtype of q, k, v; `out` has
-  the dtype of `v`. Cutting a sequence anywhere and passing the state on gives the same result as one call; so does
-  packing several sequences with `segment_ids` (the state is reset where the id changes; `initial_state` belongs to
-  the first segment, the returned state to the last). Gradients flow to every array argument, to `initial_state` and
-  from the returned state. Reverse mode only: the chunked form defines its own backward pass.
+  States, decays, sums and denominators are float32 (float64 if an input is) whatever the dtype of
+  q, k, v; `out` has the dtype of `v`. Cutting a sequence anywhere and passing the state on gives
+  the same result as one call; so does packing several sequences with `segment_ids` (the state is
+  reset where the id changes; `initial_state` belongs to the first segment, the returned state to
+  the last). Gradients flow to every array argument, to `initial_state` and from the returned state.
+  Reverse mode only: the chunked form defines its own backward pass.
 
   Args:
-    normalize: divide by q_t^T z_t. The caller's features must keep that sum away from 0: nothing is added to it.
+    normalize: divide by q_t^T z_t. The caller's features must keep that sum away from 0: nothing is
+      added to it.
     scale: multiplies the result; a Python number.
     initial_state: the state before the first step; None means zeros.
-    implementation: "reference" (one step at a time), "associative" (`lax.associative_scan`), "chunked" (matrix
-      products inside chunks; what None takes).
+    implementation: "reference" (one step at a time), "associative" (`lax.associative_scan`),
+      "chunked" (matrix products inside chunks; what None takes).
     chunk_size: steps in a chunk of the chunked form, a power of two; None means the default.
 
   Returns:
     `out` [B, T, H, V] and the `LinearAttentionState` after the last step.
 
   Raises:
-    ValueError: shapes or dtypes do not agree, or `normalize` together with `value_log_decay`, for which no
+    ValueError: shapes or dtypes do not agree, or `normalize` together with `value_log_decay`, for
+    which no
       denominator is defined; the message names the argument.
     NotImplementedError: the named implementation cannot run these arguments.
 
-  Sources: linear attention, Katharopoulos et al. 2020; per-channel decay, GLA (Yang et al. 2024), eq. 3; normalised
-  constant decay, LNSSM, eqs. 14 and 19; read before update, RWKV-5/6 (Peng et al. 2024), eqs. 16-19.
+  Sources: linear attention, Katharopoulos et al. 2020; per-channel decay, GLA (Yang et al. 2024),
+  eq. 3; normalised constant decay, LNSSM, eqs. 14 and 19; read before update, RWKV-5/6 (Peng et al.
+  2024), eqs. 16-19.
   """
   args, kwargs = _checked(
     q,
@@ -96,7 +108,7 @@ def _checked(
   segment_ids=None,
   chunk_size=None,
 ):
-  """Checks the arguments of `linear_attention` and brings them to the form the implementations take."""
+  """Checks the arguments of `linear_attention` and gives them the implementations' form."""
   q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
   for name, x in (("q", q), ("k", k), ("v", v)):
     check_floating(_NAME, name, x)
@@ -112,8 +124,9 @@ def _checked(
   log_decay = _canonical_decay("log_decay", log_decay, (B, T, H, K), acc, per_head=True)
   if normalize and value_log_decay is not None:
     raise ValueError(
-      f"{_NAME}: normalize=True has no meaning together with value_log_decay, because the denominator would differ "
-      "from one value column to the next. Divide the result yourself, or leave one of the two out."
+      f"{_NAME}: normalize=True has no meaning together with value_log_decay, because the "
+      "denominator would differ from one value column to the next. Divide the result yourself, "
+      "or leave one of the two out."
     )
   if value_log_decay is not None:
     value_log_decay = _canonical_decay(
@@ -141,12 +154,12 @@ def _checked(
       check_shape(_NAME, "initial_state.key_sum", initial_state.key_sum, (B, H, K), "[B, H, K]")
       state = state._replace(key_sum=jnp.asarray(initial_state.key_sum, acc))
   segments = segment_index(_NAME, segment_ids, B, T)
-  args = (q, k, v, log_decay, value_log_decay, bonus, state, segments)
+  args = vary_alike((q, k, v, log_decay, value_log_decay, bonus, state, segments))
   return args, {"normalize": bool(normalize), "scale": float(scale), "chunk_size": chunk_size}
 
 
 def _canonical_decay(name, decay, shape, dtype, *, per_head):
-  """Brings a decay to four axes that broadcast to `shape` [B, T, H, X]; None becomes zeros [1, 1, 1, 1]."""
+  """Gives a decay four axes that broadcast to `shape` [B, T, H, X]; None becomes a zero."""
   if decay is None:
     return jnp.zeros((1, 1, 1, 1), dtype)
   check_floating(_NAME, name, decay)

@@ -1,11 +1,12 @@
-"""What happens inside the chunks of linear attention, for all chunks at once; `xla.py` connects them.
+"""Linear attention inside its chunks, for all chunks at once; `xla.py` connects them.
 
 Shapes are `[N, B, H, C, X]`: N chunks of C steps. Decays may have size 1 on any axis but H and C.
 
-A pair of steps i > j of one chunk is weighted by the decays of the steps between them. Blocks of 1, 2, 4, ... steps
-are merged two by two: every pair meets at exactly one merge, where j is in the first half and i in the second. There
-the weight splits at the border between the halves into exp(sum from the border to i) * exp(sum from j to the border):
-both sums have terms of one sign, both factors are at most 1, and the scores of the merge are one matrix product.
+A pair of steps i > j of one chunk is weighted by the decays of the steps between them. Blocks of 1,
+2, 4, ... steps are merged two by two: every pair meets at exactly one merge, where j is in the
+first half and i in the second. There the weight splits at the border between the halves into
+exp(sum from the border to i) * exp(sum from j to the border): both sums have terms of one sign,
+both factors are at most 1, and the scores of the merge are one matrix product.
 """
 
 from typing import NamedTuple
@@ -13,8 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Products of blocks below this size are cheaper as multiply-and-sum than as calls of a matrix-product library.
-_SMALLEST_MATRIX_PRODUCT = 16
+# Products of blocks below this size are cheaper as multiply-and-sum than as calls of a
+# matrix-product library.
+_SMALLEST_MATRIX_PRODUCT = 4
 
 
 class Chunks(NamedTuple):
@@ -146,7 +148,7 @@ def _scores(chunks: Chunks) -> jax.Array:
   else:
     table = jnp.zeros_like(sums.total)  # the log of the scores' weights, the same for all channels
   while size < length:
-    (before_1, before_2), (after_1, after_2) = _halves(sums.before), _halves(sums.after)
+    before_2, after_1 = _halves(sums.before)[1], _halves(sums.after)[0]
     if per_channel:
       cross = _cross_scores(_blocks(q, size), _blocks(k, size), before_2, after_1, v.dtype)
     else:

@@ -1,8 +1,9 @@
-"""Linear attention one step at a time, as a mathematician writes it. Also its associative-scan form.
+"""Linear attention one step at a time, as mathematics writes it, and as an associative scan.
 
 Both take the arguments that `api.py` has checked:
-  q, k [B, T, H, K]; v [B, T, H, V]; log_decay broadcastable to [B, T, H, K]; value_log_decay broadcastable to
-  [B, T, H, V] or None; bonus [H, K] or None; state with both fields; segments [B, T] int32 counting from 0, or None.
+  q, k [B, T, H, K]; v [B, T, H, V]; log_decay broadcastable to [B, T, H, K]; value_log_decay
+  broadcastable to [B, T, H, V] or None; bonus [H, K] or None; state with both fields; segments [B,
+  T] int32 counting from 0, or None.
 """
 
 import jax

@@ -1,12 +1,16 @@
-"""Linear attention in chunks: matrix products inside a chunk, a short scan over the states between chunks.
+"""Linear attention in chunks: matrix products inside, a short scan over the states between.
 
-The derivation, forward and backward, is in README.md beside this file. Two things decide how it is written:
+The derivation, forward and backward, is in README.md beside this file. Two things decide how it is
+written:
 
-* Only sums of log decays over ranges of steps are exponentiated, each formed by adding terms of one sign. No
-  difference of two cumulative sums is taken, so a decay of exp(-20), or of 0, costs no accuracy anywhere.
-* The backward pass keeps the inputs and the states between chunks, and recomputes the rest (custom VJP).
+* Only sums of log decays over ranges of steps are exponentiated, each formed by adding terms of one
+  sign. No difference of two cumulative sums is taken, so a decay of exp(-20), or of 0, costs no
+  accuracy anywhere.
+* The backward pass keeps the inputs and the states between chunks, and recomputes the rest (custom
+  VJP).
 
-Layout inside: `[N, B, H, C, X]`, N chunks of C steps; an axis of size 1 where a constant decay does not depend on it.
+Layout inside: `[N, B, H, C, X]`, N chunks of C steps; an axis of size 1 where a constant decay does
+not depend on it.
 """
 
 import functools
@@ -80,7 +84,8 @@ def _backward(static, kept, cotangents):
   acc = accumulation_dtype(inputs.q, inputs.k, inputs.v)
   d_out, d_denominator = d_out.astype(acc), None
   if static.normalize:
-    # y = scale n / D: dn = scale dy / D, dD = -(dy . y) / D. Before padding: no padded row may divide by its zero.
+    # y = scale n / D: dn = scale dy / D, dD = -(dy . y) / D. Before padding: no padded row may
+    # divide by its zero.
     d_denominator = -jnp.sum(d_out * out.astype(acc), axis=-1, keepdims=True) / denominator
     d_denominator = _chunk(d_denominator, static.chunk_size)[..., 0]
     d_out = d_out / denominator
@@ -117,7 +122,7 @@ def _carry_states(summary: intra.Summary, initial: LinearAttentionState):
 
 
 def _carry_adjoints(summary: intra.Summary, d_entering: intra.State, d_final):
-  """Runs the adjoint states back through the chunks: that of the initial state, and the one that leaves each."""
+  """Runs the adjoint states back: that of the initial state, and the one that leaves each chunk."""
 
   def step(adjoint, inputs):
     summary_n, d_entering_n = inputs
@@ -169,13 +174,14 @@ def _chunk(x, size):
 
 
 def _chunk_decay(decay, length, size):
-  """Like `_chunk`, keeping axes of size 1; a constant decay is repeated over the steps of one chunk only."""
+  """Like `_chunk`, keeping axes of size 1; a constant decay spans the steps of one chunk only."""
   if decay is None:
     return None
   B, T, H, X = decay.shape
   if T == 1 and length % size == 0:
     return jnp.broadcast_to(decay.transpose(1, 0, 2, 3)[:, :, :, None], (1, B, H, size, X))
-  # The steps after the last must not decay the final state, so the last chunk differs from the others.
+  # The steps after the last must not decay the final state, so the last chunk differs from the
+  # others.
   return _chunk(jnp.broadcast_to(decay, (B, length, H, X)), size)
 
 

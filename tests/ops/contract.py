@@ -1,0 +1,75 @@
+"""What every scan is held to: its reference in float64, all gradients included.
+
+An error is the distance to the reference in relation to the reference, both as Euclidean norms over
+the whole tensor. The one tolerance rule is `tolerance`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tree = Any
+
+
+def tolerance(dtype, length: int) -> float:
+  """16 roundings of `dtype`, and one more for every doubling of the length.
+
+  Single results stay within a few roundings. The room is for gradients of the normalised form,
+  where two terms of similar size are subtracted.
+  """
+  return float(jnp.finfo(dtype).eps * (16 + np.log2(length)))
+
+
+def relative_error(got, want) -> float:
+  """||got - want|| / ||want||, or the norm itself where `want` is 0. NaN passes no comparison."""
+  got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+  if got.shape != want.shape:
+    raise AssertionError(f"shape {got.shape}, but the reference has {want.shape}")
+  norm = np.linalg.norm(want)
+  return float(np.linalg.norm(got - want) / (norm if norm > 0 else 1.0))
+
+
+def round_to(inputs: Tree, dtype) -> Tree:
+  """The inputs as `dtype` holds them, in float64, so that both sides see the same numbers."""
+  return jax.tree.map(lambda x: np.asarray(jnp.asarray(x, dtype), np.float64), inputs)
+
+
+def values_and_gradients(fn: Callable[[Tree], Tree], inputs: Tree, *, seed: int = 0) -> Tree:
+  """`fn(inputs)` and the gradient of a random linear functional of all it returns, as one program.
+
+  The functional's weights are multiples of 1/8, which every dtype holds exactly.
+  """
+  shapes = jax.eval_shape(fn, inputs)
+  rng = np.random.default_rng(seed)
+  weights = jax.tree.map(
+    lambda s: (np.round(8 * rng.normal(size=s.shape)) / 8).astype(s.dtype), shapes
+  )
+
+  def functional(inputs):
+    outputs = fn(inputs)
+    products = jax.tree.map(lambda y, w: jnp.sum(y.astype(w.dtype) * w), outputs, weights)
+    return sum(p.astype(jnp.result_type(float)) for p in jax.tree.leaves(products)), outputs
+
+  (_, outputs), gradients = jax.jit(jax.value_and_grad(functional, has_aux=True))(inputs)
+  return {"values": outputs, "gradients": gradients}
+
+
+def errors_against_reference(
+  fn: Callable[[Tree, str], Tree], inputs: Tree, dtypes: Tree, implementation: str
+) -> dict[str, float]:
+  """Errors of every output and gradient of `fn(inputs, implementation)`, by name.
+
+  `inputs` are float64 arrays; each is rounded to its dtype in `dtypes` for both sides of the
+  comparison.
+  """
+  inputs = jax.tree.map(round_to, inputs, dtypes)
+  with jax.enable_x64(True):
+    exact = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), inputs)
+    want = jax.tree.map(np.asarray, values_and_gradients(lambda x: fn(x, "reference"), exact))
+  passed = jax.tree.map(jnp.asarray, inputs, dtypes)
+  got = jax.tree.map(np.asarray, values_and_gradients(lambda x: fn(x, implementation), passed))
+  errors = jax.tree.map(relative_error, got, want)
+  return {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(errors)}
