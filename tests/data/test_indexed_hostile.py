@@ -160,6 +160,13 @@ def test_ids_outside_the_vocabulary_are_named(write_pair):
       data.check_tokens(size)
 
 
+def test_the_largest_id_of_a_dtype_is_found_too(write_pair):
+  data = IndexedDataset(write_pair([[65_535]]))
+  data.check_tokens(65_536)
+  with pytest.raises(DataError, match="token 0 has the id 65535"):
+    data.check_tokens(65_535)
+
+
 @pytest.mark.parametrize("dtype", ["int16", "int32", "int64"])
 def test_negative_ids_are_named(write_pair, dtype):
   prefix = write_pair([[1, 2, 3]], dtype=dtype)

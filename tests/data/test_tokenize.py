@@ -252,6 +252,21 @@ def test_an_error_in_the_text_leaves_what_was_there(corpus):
   assert contents(data.folder) == before
 
 
+def test_a_stop_before_the_sidecar_leaves_none_that_belongs_to_other_files(corpus, monkeypatch):
+  def stop(*_):
+    raise KeyboardInterrupt
+
+  data = settings(corpus)
+  prepare(data)
+  write_rows(corpus / "a.jsonl", ["changed"])
+  with monkeypatch.context() as patch:
+    patch.setattr(tokenize, "_write_json", stop)
+    with pytest.raises(KeyboardInterrupt):
+      prepare(data)
+  assert read_sidecar(f"{data.folder}/a") is None
+  assert prepare(data)["a"] == read_sidecar(f"{data.folder}/a") is not None
+
+
 def test_progress_is_shown_when_wanted(corpus, capsys):
   prepare(settings(corpus, "bpe:260"))
   assert capsys.readouterr() == ("", "")

@@ -23,6 +23,7 @@ CORPUS = [
   "pack my box with five dozen liquor jugs\n" * 20,
   "def f(x):\n  return [x, x]\n" * 20,
   "\u4f60\u597d " * 20,
+  "a\n\n\nb \n \n\n  c" * 20,
 ]
 
 
@@ -203,6 +204,13 @@ def test_a_long_text_has_the_tokens_of_the_whole(bpe_folder, monkeypatch):
   assert check_that_pieces_are_the_whole(tokenizer, monkeypatch) > 100
 
 
+def added(id, content, *, lstrip=False, rstrip=False):
+  return {
+    "id": id, "content": content, "special": False, "normalized": False, "single_word": False,
+    "lstrip": lstrip, "rstrip": rstrip,
+  }  # fmt: skip
+
+
 @pytest.mark.parametrize(
   "change",
   [
@@ -211,8 +219,11 @@ def test_a_long_text_has_the_tokens_of_the_whole(bpe_folder, monkeypatch):
     {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
                        "use_regex": False}},
     {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+    {"added_tokens": [added(0, "<|endoftext|>"), added(300, "d\nw")]},
+    {"added_tokens": [added(0, "<|endoftext|>"), added(300, "word", lstrip=True)]},
+    {"added_tokens": [added(0, "<|endoftext|>"), added(300, "word", rstrip=True)]},
   ],
-  ids=["no words", "prefix space", "no regex", "strip"],
+  ids=["no words", "prefix space", "no regex", "strip", "newline inside", "lstrip", "rstrip"],
 )  # fmt: skip
 def test_a_text_is_not_cut_where_that_could_change_its_tokens(
   tmp_path, bpe_folder, change, monkeypatch

@@ -6,6 +6,7 @@ nothing has to be done again.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import secrets
@@ -254,7 +255,10 @@ def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[np.nda
 
   def run(batch: list[str]) -> list[tuple[np.ndarray, int]]:
     parts = [tokenizer.pieces(text) for text in batch]
-    encoded = iter(tokenizer.encode_batch([piece for part in parts for piece in part]))
+    pieces = itertools.chain.from_iterable(parts)
+    # In groups, since what the library returns takes far more memory than the ids.
+    groups = (tokenizer.encode_batch(group) for group in _batches(pieces))
+    encoded = itertools.chain.from_iterable(groups)
     end = np.array([tokenizer.end_of_text], np.int32)
     return [
       (np.concatenate([*(next(encoded) for _ in part), end]), len(text.encode()))
