@@ -15,9 +15,9 @@ def check_choice(what: str, value: str, choices: Iterable[str]) -> str:
   if value in choices:
     return value
   near = difflib.get_close_matches(str(value), choices, n=1)
-  hint = f"did you mean {near[0]!r}? " if near else ""
+  hint = f"; did you mean {near[0]!r}?" if near else "."
   listed = ", ".join(repr(choice) for choice in choices) or "(there are none)"
-  raise ValueError(f"{what}={value!r} is unknown; {hint}Use one of: {listed}.")
+  raise ValueError(f"{what}={value!r} is unknown{hint} Use one of: {listed}.")
 
 
 def check_positive(name: str, value: int) -> int:

@@ -45,12 +45,12 @@ class LNSSM(nnx.Module):
       y_t = S_t^T exp(q_t) / (exp(q_t)^T z_t)
       out_t = W_o (sigmoid(W_g x^g_t) * y_t)
 
-  The norm goes over all D channels, with one scale gamma [D] for q and k. The decay a = exp(-exp(w))
-  is constant in time, one for each key channel.
+  The norm goes over all D channels, with one scale gamma [D] for both q and k. The decay is
+  a = exp(-exp(w)), constant in time, one for each key channel.
 
   y_t is a weighted mean of v_1 ... v_t, so it never exceeds the largest of them, and the
-  denominator needs no epsilon. Initially W_q, W_k, W_g and W_o are zero: the output is 0, and y is a decayed
-  mean.
+  denominator needs no epsilon. Initially W_q, W_k, W_g and W_o are zero: the output is 0, and y is
+  a decayed mean.
 
   Args:
     dim: D, the width; a multiple of `num_heads`. The width of a head is K = D / H, for keys and

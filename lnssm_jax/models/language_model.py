@@ -16,17 +16,16 @@ from lnssm_jax.models.block import Block, layer_norm
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.ops.checks import check_shape
 
-# What a backward pass finds stored, of one layer: everything it uses, only the layer's input, or
-# besides that the outputs of the projections (all matrix products without a batch axis).
-_CHECKPOINT_POLICIES = jax.checkpoint_policies
+# What is stored of a layer for the backward pass: everything it uses; its input only; or its input
+# and the outputs of its projections, which are the matrix products without a batch axis.
 REMAT_POLICIES = {
-  "none": _CHECKPOINT_POLICIES.everything_saveable,
-  "full": _CHECKPOINT_POLICIES.nothing_saveable,
-  "dots": _CHECKPOINT_POLICIES.dots_with_no_batch_dims_saveable,
+  "none": None,
+  "full": jax.checkpoint_policies.nothing_saveable,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
 # Arguments of a mixer that the model sets itself.
-_SET_BY_MODEL = {"dim", "num_heads", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
+_SET_BY_MODEL = {"self", "dim", "num_heads", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
 
 
 class Head(nnx.Module):
@@ -92,7 +91,9 @@ class LanguageModel(nnx.Module):
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
     self.dim, self.dtype = dim, dtype
     options = dict(mixer_options or {})
-    allowed = [p for p in inspect.signature(mixer_class).parameters if p not in _SET_BY_MODEL]
+    allowed = [
+      p for p in inspect.signature(mixer_class.__init__).parameters if p not in _SET_BY_MODEL
+    ]
     for name in options:
       check_choice(f"mixer_options of {mixer!r}: option", name, allowed)
 
@@ -150,8 +151,9 @@ class LanguageModel(nnx.Module):
       block, block_state = inputs
       return block(x, block_state, segment_ids)
 
-    # Inside a scan, common subexpressions cannot be merged across forward and backward pass anyway.
-    layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
+    if (policy := REMAT_POLICIES[self.remat]) is not None:
+      # The scan itself keeps forward and backward pass apart; prevent_cse would only cost time.
+      layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
     x, state = jax.lax.scan(layer, x, (self.blocks, state))
     return self.norm(x).astype(self.dtype), state
 

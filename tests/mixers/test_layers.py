@@ -1,0 +1,54 @@
+"""The small layers that mixers share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax.mixers.layers import interpolate, rms_norm, token_shift
+
+
+def test_token_shift_starts_from_the_given_token_and_from_zero():
+  x = jnp.arange(1.0, 6.0).reshape(1, 5, 1)
+  np.testing.assert_array_equal(token_shift(x)[0, :, 0], [0, 1, 2, 3, 4])
+  np.testing.assert_array_equal(token_shift(x, jnp.array([[9.0]]))[0, :, 0], [9, 1, 2, 3, 4])
+
+
+def test_token_shift_does_not_cross_segments():
+  x = jnp.arange(1.0, 6.0).reshape(1, 5, 1)
+  segment_ids = jnp.array([[3, 3, 0, 3, 3]])
+  shifted = token_shift(x, jnp.array([[9.0]]), segment_ids)
+  np.testing.assert_array_equal(shifted[0, :, 0], [9, 1, 0, 0, 4])
+
+
+def test_token_shift_leaks_no_nan_across_segments():
+  x = jnp.array([1.0, jnp.nan, 2.0]).reshape(1, 3, 1)
+  shifted = token_shift(x, segment_ids=jnp.array([[0, 0, 1]]))
+  np.testing.assert_array_equal(shifted[0, :, 0], [0, 1, 0])
+
+
+def test_interpolate_rounds_once():
+  x = jnp.array([1.0, 3.0], jnp.bfloat16)
+  mixed = interpolate(x, jnp.zeros(2, jnp.bfloat16), jnp.array([1 / 3, 1.0]))
+  assert mixed.dtype == jnp.float32
+  np.testing.assert_array_equal(mixed, np.float32([1 / 3, 3.0]))
+
+
+@pytest.mark.parametrize("size", [0.02, 1.0, 1e4])
+def test_rms_norm_above_the_floor_is_the_published_one(size):
+  x = size * np.random.default_rng(0).normal(size=(3, 16))
+  x[np.sqrt(np.mean(x**2, -1)) < 0.01] = size
+  gain = np.linspace(0.5, 2, 16)
+  want = gain * x / (np.linalg.norm(x, axis=-1, keepdims=True) / 4 + 1e-8)
+  got = rms_norm(jnp.float32(x), jnp.float32(gain), eps=1e-8, floor=0.01)
+  np.testing.assert_allclose(got, want, rtol=2e-6)
+
+
+def test_rms_norm_below_the_floor_is_linear():
+  x = jnp.array([3e-3, -4e-3])
+  np.testing.assert_allclose(rms_norm(x, jnp.ones(2), eps=0.0, floor=0.01), 100 * x, rtol=1e-6)
+
+
+def test_rms_norm_has_a_gradient_at_zero():
+  slope = jax.jacobian(lambda x: rms_norm(x, jnp.ones(3), eps=1e-8, floor=0.01))(jnp.zeros(3))
+  np.testing.assert_allclose(slope, 100 * np.eye(3), rtol=1e-5)

@@ -1,0 +1,217 @@
+"""The LNSSM mixer: its values, its state, what it promises of dtypes and of bad input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax.mixers import LNSSM, LNSSMState
+from lnssm_jax.ops import LinearAttentionState
+from tests.mixers.plain_lnssm import (
+  apply,
+  float64_params,
+  inputs,
+  plain_lnssm,
+  random_mixer,
+  relative_error,
+  split,
+)
+
+OPTIONS = [
+  {"shift": shift, "decay_first": decay_first}
+  for shift in ("qkvg", "kvg")
+  for decay_first in (True, False)
+]
+TWO_OPTIONS = [OPTIONS[0], OPTIONS[-1]]  # each choice of each option once
+
+
+def expected(mixer, x, **options):
+  params = float64_params(mixer)
+  rows = np.asarray(x, np.float64)
+  return np.stack([plain_lnssm(params, row, num_heads=mixer.num_heads, **options) for row in rows])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_matches_the_equations_in_float32(options):
+  mixer, x = random_mixer(**options), inputs(2, 70, 8)
+  out, _ = apply(mixer, x)
+  assert relative_error(out, expected(mixer, x, **options)) < 2e-6
+
+
+@pytest.mark.parametrize("T", [1, 2])
+def test_matches_the_equations_on_the_shortest_sequences(T):
+  mixer, x = random_mixer(), inputs(2, T, 8)
+  out, _ = apply(mixer, x)
+  assert relative_error(out, expected(mixer, x)) < 2e-6
+
+
+@pytest.mark.parametrize("options", TWO_OPTIONS, ids=str)
+def test_matches_the_equations_in_bfloat16(options):
+  mixer = random_mixer(16, dtype=jnp.bfloat16, **options)
+  x = inputs(2, 70, 16).astype(jnp.bfloat16)
+  out, _ = apply(mixer, x)
+  assert out.dtype == jnp.bfloat16
+  assert relative_error(out, expected(mixer, x, **options)) < 2 * 2**-8  # two units of rounding
+
+
+@pytest.mark.parametrize("decay_first, weights", [(True, (1, 0.5, 0.25)), (False, (1, 1, 0.5))])
+def test_weights_of_lags(decay_first, weights):
+  """W_q = W_k = 0 makes all features equal: y is the mean of v with the weights of the decay."""
+  mixer = LNSSM(2, num_heads=1, decay_first=decay_first, rngs=nnx.Rngs(0))
+  graphdef, params = split(mixer)
+  params |= {"w": jnp.full(2, np.log(np.log(2.0))), "mu_v": jnp.ones(2)}  # a = 1/2, no shift of v
+  params["v_proj"]["kernel"], params["o_proj"]["kernel"] = jnp.eye(2), 2 * jnp.eye(2)
+  mixer = nnx.merge(graphdef, params)
+  x = jnp.array([[[1.0, 0.0], [0.0, 1.0], [4.0, 0.0]]])
+  out, _ = apply(mixer, x)  # the gate is 1/2 everywhere, W_o doubles
+  lag_0, lag_1, lag_2 = weights
+  last = np.array([4 * lag_0 + lag_2, lag_1]) / (lag_0 + lag_1 + lag_2)
+  np.testing.assert_allclose(out[0, 2], last, rtol=1e-6)
+
+
+def test_output_is_zero_at_initialisation():
+  out, _ = apply(LNSSM(8, num_heads=2, rngs=nnx.Rngs(0)), inputs(2, 33, 8))
+  np.testing.assert_array_equal(out, np.zeros((2, 33, 8)))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 40.0])
+def test_y_is_a_weighted_mean_of_v(gamma):
+  """Whatever gamma is: the exponents are bounded, and the denominator is not zero."""
+  graphdef, params = split(random_mixer(8, 2))
+  params |= {"gamma": jnp.full(8, gamma)}
+  params["g_proj"]["kernel"], params["o_proj"]["kernel"] = jnp.zeros((8, 8)), 2 * jnp.eye(8)
+  x = 3 * inputs(1, 100, 8)
+  y = np.asarray(apply(nnx.merge(graphdef, params), x)[0][0])
+  before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+  stream = params["mu_v"] * x + (1 - params["mu_v"]) * before
+  v = np.asarray((stream @ params["v_proj"]["kernel"])[0])
+  slack = 1e-5 * np.abs(v).max()
+  assert (y <= np.maximum.accumulate(v) + slack).all()
+  assert (y >= np.minimum.accumulate(v) - slack).all()
+
+
+@pytest.mark.parametrize("options", TWO_OPTIONS, ids=str)
+def test_no_output_depends_on_a_later_token(options):
+  mixer, x = random_mixer(**options), inputs(2, 70, 8)
+  out, _ = apply(mixer, x)
+  for t in (1, 30, 64, 69):
+    disturbed, _ = apply(mixer, x.at[:, t].add(100.0))
+    np.testing.assert_array_equal(disturbed[:, :t], out[:, :t])
+    assert not np.array_equal(disturbed[:, t], out[:, t])
+
+
+@pytest.mark.parametrize("options, cut", [(OPTIONS[0], 1), (OPTIONS[0], 64), (OPTIONS[-1], 37)])
+def test_splitting_a_sequence_changes_nothing(options, cut):
+  mixer, x = random_mixer(**options), inputs(2, 70, 8)
+  whole, last = apply(mixer, x)
+  left, state = apply(mixer, x[:, :cut])
+  right, state = apply(mixer, x[:, cut:], state)
+  assert relative_error(jnp.concatenate([left, right], 1), whole) < 1e-6
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), state, last)
+
+
+@pytest.mark.parametrize("options", TWO_OPTIONS, ids=str)
+def test_one_token_at_a_time_equals_one_call(options):
+  mixer, x = random_mixer(**options), inputs(2, 20, 8)
+  whole, last = apply(mixer, x)
+  state, outputs = mixer.init_state(2), []
+  for t in range(20):
+    out, state = apply(mixer, x[:, t : t + 1], state)
+    outputs.append(out)
+  assert relative_error(jnp.concatenate(outputs, 1), whole) < 1e-6
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), state, last)
+
+
+@pytest.mark.parametrize("options", TWO_OPTIONS, ids=str)
+def test_packed_documents_equal_separate_ones(options):
+  mixer, x = random_mixer(**options), inputs(2, 70, 8)
+  _, initial = apply(mixer, inputs(2, 1, 8, seed=9))
+  segment_ids = np.repeat([[4, 2, 4]] * 2, [37, 1, 32], axis=1)
+  packed, last = apply(mixer, x, initial, segment_ids)
+  first, _ = apply(mixer, x[:, :37], initial)
+  second, _ = apply(mixer, x[:, 37:38])
+  third, state = apply(mixer, x[:, 38:])
+  assert relative_error(packed, jnp.concatenate([first, second, third], 1)) < 1e-6
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), last, state)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_dtypes(dtype):
+  mixer = random_mixer(dtype=dtype)
+  out, state = jax.eval_shape(apply, mixer, inputs(2, 6, 8).astype(dtype))
+  assert out.dtype == dtype
+  assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
+  assert {leaf.dtype for leaf in jax.tree.leaves(mixer)} == {jnp.dtype(jnp.float32)}
+  assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, mixer.init_state(2))
+
+
+def test_float16_holds_features_above_its_range():
+  graphdef, params = split(random_mixer(dtype=jnp.float16))
+  params |= {"gamma": jnp.full(8, 15.0)}  # exponents beyond 11.09, where exp leaves float16
+  mixer = nnx.merge(graphdef, params)
+  out, _ = apply(mixer, inputs(1, 6, 8).astype(jnp.float16))
+  assert np.isfinite(out).all()
+  assert np.abs(out).max() > 0.1
+
+
+def test_small_parameters_have_the_asked_dtype():
+  mixer = LNSSM(8, num_heads=2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  assert {leaf.dtype for leaf in jax.tree.leaves(mixer)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_under_jit_vmap_checkpoint_and_scan():
+  """Value and gradient of vmap inside checkpoint inside scan, compiled, equal the plain call's."""
+  mixer, x = random_mixer(), inputs(2, 4, 8)
+  plain = lambda x: mixer(x)[0]
+  one = lambda row: plain(row[None])[0]
+  step = jax.checkpoint(lambda carry, row: (carry, jax.vmap(one)(row[None])[0]))
+  transformed = lambda x: jax.lax.scan(step, None, x)[1]
+  results = [
+    jax.jit(jax.value_and_grad(lambda x, f=f: jnp.sum(f(x) ** 2)))(x) for f in (plain, transformed)
+  ]
+  for got, want in zip(*results, strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    ({"dim": 10, "num_heads": 4}, "dim=10 is not a multiple of num_heads=4; use dim=8 or 12"),
+    ({"dim": 0, "num_heads": 4}, "dim=0 must be an integer of at least 1"),
+    ({"dim": 8, "num_heads": -1}, "num_heads=-1 must be"),
+    ({"dim": 8, "num_heads": 2, "shift": "qkgv"}, "shift='qkgv' is unknown; did you mean 'qkvg'"),
+    ({"dim": 8, "num_heads": 2, "layer": 3, "num_layers": 3}, "layer=3 must be .* num_layers=3"),
+  ],
+)
+def test_bad_options_are_named(arguments, message):
+  dim = arguments.pop("dim")
+  with pytest.raises(ValueError, match=message):
+    LNSSM(dim, **arguments, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+  "call, message",
+  [
+    (lambda m: m(jnp.ones((2, 8))), r"x has shape \(2, 8\)"),
+    (lambda m: m(jnp.ones((2, 5, 4))), r"x has shape \(2, 5, 4\)"),
+    (lambda m: m(jnp.ones((2, 0, 8))), "at least one token"),
+    (lambda m: m(jnp.ones((2, 5, 8), jnp.int32)), "x has dtype int32"),
+    (lambda m: m(jnp.ones((2, 5, 8)), m.init_state(3)), r"state.shift has shape \(3, 8\)"),
+    (
+      lambda m: m(jnp.ones((2, 5, 8)), wrong_memory(m)),
+      r"state.memory.kv has shape \(2, 2, 5, 4\)",
+    ),
+    (lambda m: m(jnp.ones((2, 5, 8)), None, jnp.ones((2, 4), int)), r"segment_ids has shape"),
+    (lambda m: m(jnp.ones((2, 5, 8)), None, jnp.ones((2, 5))), r"segment_ids has dtype float32"),
+    (lambda m: m.init_state(0), "batch_size=0"),
+  ],
+)
+def test_bad_inputs_are_named(call, message):
+  with pytest.raises(ValueError, match=message):
+    call(random_mixer())
+
+
+def wrong_memory(mixer):
+  state = mixer.init_state(2)
+  return LNSSMState(state.shift, LinearAttentionState(jnp.ones((2, 2, 5, 4)), state.memory.key_sum))

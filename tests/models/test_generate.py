@@ -1,0 +1,176 @@
+"""Generation: exact with respect to batching, chunks and options; constant memory and programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax import generate as generation
+from lnssm_jax.generate import generate, stream
+from lnssm_jax.models import LanguageModel
+
+PROMPTS = [[1, 2, 3], [4], [5, 9, 11, 0, 7, 30, 2], [8, 8, 8, 8]]
+
+
+@pytest.fixture(scope="module")
+def model():
+  """A model whose greedy continuations are not constant."""
+  model = LanguageModel(vocab_size=37, dim=8, num_layers=2, num_heads=2, rngs=nnx.Rngs(0))
+  leaves, structure = jax.tree.flatten(model)
+  keys = jax.random.split(jax.random.key(6), len(leaves))
+  is_matrix = lambda leaf: leaf.ndim >= 2 and min(leaf.shape[-2:]) >= 8
+  draw = lambda leaf, key: jax.random.normal(key, leaf.shape) if is_matrix(leaf) else leaf
+  return jax.tree.unflatten(structure, map(draw, leaves, keys))
+
+
+@pytest.fixture(scope="module")
+def greedy(model):
+  """The greedy continuations by the parallel form alone: the whole text is read anew each time."""
+  width = 24
+  logits = jax.jit(lambda ids: model(ids)[0])
+  texts = [list(prompt) for prompt in PROMPTS]
+  for _ in range(12):
+    padded = np.array([text + [0] * (width - len(text)) for text in texts])
+    out = np.asarray(logits(padded))
+    for row, text in enumerate(texts):
+      text.append(int(out[row, len(text) - 1].argmax()))
+  return [text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=True)]
+
+
+def as_lists(rows):
+  return [row.tolist() for row in rows]
+
+
+def test_the_greedy_texts_differ_and_vary(greedy):
+  assert len(set(map(tuple, greedy))) == len(PROMPTS)
+  assert all(len(set(text)) > 2 for text in greedy)
+
+
+@pytest.mark.parametrize("prefill_chunk", [1, 3, 256])
+def test_a_batch_equals_the_parallel_form_whatever_the_chunk(model, greedy, prefill_chunk):
+  rows = generate(model, PROMPTS, max_tokens=12, temperature=0, prefill_chunk=prefill_chunk)
+  assert as_lists(rows) == greedy
+  assert {row.dtype for row in rows} == {np.dtype(np.int32)}
+
+
+def test_each_prompt_alone_equals_the_batch(model, greedy):
+  for prompt, want in zip(PROMPTS[:2], greedy[:2], strict=True):
+    (row,) = generate(model, [prompt], max_tokens=12, temperature=0)
+    assert row.tolist() == want
+
+
+@pytest.mark.parametrize(
+  "options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-5}, {"temperature": 1e-30}], ids=str
+)
+def test_limits_of_sampling_are_greedy(model, greedy, options):
+  assert as_lists(generate(model, PROMPTS, max_tokens=12, **options)) == greedy
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 5}], ids=str)
+def test_the_seed_decides(model, options):
+  draw = lambda seed: as_lists(generate(model, PROMPTS, max_tokens=8, seed=seed, **options))
+  assert draw(0) == draw(0)
+  assert draw(0) != draw(1)
+
+
+def test_a_row_does_not_depend_on_the_other_prompts(model):
+  row_0 = generate(model, PROMPTS, max_tokens=8, seed=3)[0]
+  np.testing.assert_array_equal(generate(model, PROMPTS[:1], max_tokens=8, seed=3)[0], row_0)
+
+
+def test_equal_prompts_are_continued_differently(model):
+  first, second = generate(model, [[1, 2, 3]] * 2, max_tokens=12)
+  assert first.tolist() != second.tolist()
+
+
+def frequencies(temperature=1.0, top_k=None, top_p=None, draws=4000):
+  """How often each token is drawn for the probabilities 0.5, 0.3, 0.15, 0.05."""
+  logits = jnp.log(jnp.tile(jnp.array([0.15, 0.5, 0.05, 0.3]), (draws, 1)))
+  method = "all" if top_k is None and top_p is None else "likely"
+  choice = generation._Choice(method, top_k or 4)
+  top_p = np.inf if top_p is None else top_p
+  keys = jax.random.split(jax.random.key(0), draws)
+  tokens = generation._draw(logits, keys, jnp.float32(temperature), jnp.float32(top_p), choice)
+  return np.bincount(tokens, minlength=4) / draws
+
+
+@pytest.mark.parametrize(
+  "options, want",
+  [
+    ({}, [0.15, 0.5, 0.05, 0.3]),
+    ({"temperature": 0.5}, np.array([0.0225, 0.25, 0.0025, 0.09]) / 0.365),
+    ({"top_k": 2}, [0, 0.625, 0, 0.375]),
+    ({"top_k": 4}, [0.15, 0.5, 0.05, 0.3]),
+    ({"top_p": 0.4}, [0, 1, 0, 0]),
+    ({"top_p": 0.7}, [0, 0.625, 0, 0.375]),  # 0.5 falls short of 0.7, 0.5 + 0.3 does not
+    ({"top_p": 0.9}, [0.15 / 0.95, 0.5 / 0.95, 0, 0.3 / 0.95]),
+    ({"top_k": 3, "top_p": 0.6}, [0, 0.625, 0, 0.375]),  # p of what k leaves: 0.526, 0.316, 0.158
+  ],
+  ids=str,
+)
+def test_tokens_are_drawn_with_their_probabilities(options, want):
+  got = frequencies(**options)
+  np.testing.assert_array_equal(got == 0, np.equal(want, 0))
+  np.testing.assert_allclose(got, want, atol=4 * np.sqrt(0.25 / 4000))  # four standard deviations
+
+
+def test_a_row_ends_before_the_stop_token(model, greedy):
+  stop = greedy[0][4]
+  rows = generate(model, PROMPTS, max_tokens=12, temperature=0, stop_token=stop)
+  for row, text in zip(rows, greedy, strict=True):
+    assert row.tolist() == (text[: text.index(stop)] if stop in text else text)
+
+
+def test_a_stream_repeats_the_stop_token_and_ends_with_the_last_row(model, greedy):
+  stop = greedy[0][4]
+  steps = list(stream(model, PROMPTS[:1] * 2, max_tokens=12, temperature=0, stop_token=stop))
+  first = greedy[0].index(stop)
+  assert len(steps) == first + 1
+  assert steps[first].tolist() == [stop, stop]
+
+
+def test_max_tokens_across_calls_of_the_device(model):
+  long = generate(model, PROMPTS, max_tokens=70, seed=5)
+  assert [len(row) for row in long] == [70] * 4
+  short = generate(model, PROMPTS, max_tokens=33, seed=5)
+  for a, b in zip(long, short, strict=True):
+    np.testing.assert_array_equal(a[:33], b)
+
+
+def test_memory_and_programs_do_not_grow_with_the_text(model):
+  """One compiled program draws any number of tokens, and what it carries has one size."""
+  generate(model, [[1, 2]], max_tokens=1, temperature=0)
+  programs = generation._decode._cache_size()
+  generate(model, [[3] * 40], max_tokens=100, temperature=0)
+  assert generation._decode._cache_size() == programs
+  short, _ = generation._read(model, [np.array([1, 2])], 4)
+  long, _ = generation._read(model, [np.arange(30)], 4)
+  assert jax.tree.map(jnp.shape, short) == jax.tree.map(jnp.shape, long)
+
+
+@pytest.mark.parametrize(
+  "prompts, options, message",
+  [
+    ([], {}, "prompts is empty; give at least one"),
+    ([[1], []], {}, r"prompts\[1\] is empty; give at least one token"),
+    ("text", {}, "prompts holds text; encode it"),
+    (["text"], {}, "prompts holds text; encode it"),
+    ([1, 2], {}, r"prompts\[0\] has 0 axes instead of 1"),
+    ([[1.0]], {}, r"prompts\[0\] has dtype float64"),
+    ([[1], [3, 37]], {}, r"prompts\[1\] holds token ids from 3 to 37.*0 to 36"),
+    ([[-1]], {}, r"prompts\[0\] holds token ids from -1"),
+    ([[1]], {"max_tokens": 0}, "max_tokens=0 must be"),
+    ([[1]], {"prefill_chunk": 0}, "prefill_chunk=0 must be"),
+    ([[1]], {"temperature": -0.1}, "temperature=-0.1 must be at least 0"),
+    ([[1]], {"temperature": float("nan")}, "temperature=nan"),
+    ([[1]], {"top_k": 0}, "top_k=0 must be"),
+    ([[1]], {"top_k": 38}, "top_k=38 is more than the vocabulary of 37"),
+    ([[1]], {"top_p": 0.0}, "top_p=0.0 must be above 0"),
+    ([[1]], {"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
+    ([[1]], {"stop_token": 37}, "stop_token=37 is outside the vocabulary, 0 to 36"),
+  ],
+)
+def test_bad_arguments_are_named_at_the_call(model, prompts, options, message):
+  with pytest.raises(ValueError, match=message):
+    stream(model, prompts, **{"max_tokens": 4} | options)

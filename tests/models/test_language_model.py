@@ -1,0 +1,224 @@
+"""The language model: its size, its layers as one scan, its state, its errors."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from lnssm_jax.models import GPT2MLP, REMAT_POLICIES, LanguageModel, count_parameters
+from tests.mixers.plain_lnssm import relative_error, split
+
+SIZES = {"vocab_size": 37, "dim": 8, "num_layers": 3, "num_heads": 2}
+
+
+def random_model(**options) -> LanguageModel:
+  """A tiny model with no parameter at its initial value."""
+  model = LanguageModel(**SIZES, **options, rngs=nnx.Rngs(0))
+  leaves, structure = jax.tree.flatten(model)
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  disturb = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
+  return jax.tree.unflatten(structure, map(disturb, leaves, keys))
+
+
+@jax.jit
+def apply(model, tokens, state=None, segment_ids=None):
+  return model(tokens, state, segment_ids)
+
+
+def tokens(B, T, *, seed=0):
+  return jax.random.randint(jax.random.key(seed), (B, T), 0, SIZES["vocab_size"])
+
+
+def abstract_model(**options):
+  return jax.eval_shape(lambda: LanguageModel(**options, rngs=nnx.Rngs(0)))
+
+
+PAPER = {"vocab_size": 50_277, "dim": 512, "num_layers": 6, "num_heads": 4}
+
+
+def test_the_papers_model_has_71_963_648_parameters():
+  model = abstract_model(**PAPER)
+  assert count_parameters(model) == 71_963_648
+  assert count_parameters(split(model)[1]) == 71_963_648
+
+
+def test_without_the_shift_of_q_a_layer_has_d_parameters_fewer():
+  model = abstract_model(**PAPER, mixer_options={"shift": "kvg"})
+  assert count_parameters(model) == 71_963_648 - 6 * 512
+
+
+def test_one_layer_is_counted_by_the_formula():
+  D, V = 8, 37
+  model = abstract_model(vocab_size=V, dim=D, num_layers=1, num_heads=2)
+  assert count_parameters(model) == 2 * V * D + (13 * D**2 + 10 * D) + 4 * D
+
+
+def test_initial_values():
+  D, V = 8, 37
+  params = split(LanguageModel(**SIZES, rngs=nnx.Rngs(0)))[1]
+  gram = lambda kernel: np.float64(kernel).T @ np.float64(kernel)
+  np.testing.assert_allclose(gram(params["embedding"]), V * 1e-8 * np.eye(D), atol=1e-12)
+  np.testing.assert_allclose(gram(params["head"]["kernel"].T), V / D / 4 * np.eye(D), atol=1e-5)
+  mlp = params["blocks"]["channel_mixer"]
+  for layer in range(3):
+    np.testing.assert_allclose(gram(mlp["up"]["kernel"][layer].T), 4 * np.eye(D), atol=1e-5)
+    np.testing.assert_allclose(gram(mlp["down"]["kernel"][layer]), np.eye(D), atol=1e-5)
+  assert not np.allclose(mlp["up"]["kernel"][0], mlp["up"]["kernel"][1])
+  w = params["blocks"]["mixer"]["w"]
+  np.testing.assert_allclose(w[2, 3], -5 + 8 * (3 / 7) ** 2, rtol=1e-6)  # the last layer: r = 1
+  np.testing.assert_allclose(params["blocks"]["mixer"]["mu_q"][1, 1], (1 / 8) ** (2 / 3), rtol=1e-6)
+
+
+def test_a_vocabulary_smaller_than_the_width():
+  params = split(LanguageModel(**SIZES | {"vocab_size": 5}, rngs=nnx.Rngs(0)))[1]
+  gram = lambda kernel: np.float64(kernel) @ np.float64(kernel).T
+  np.testing.assert_allclose(gram(params["embedding"]), 8e-8 * np.eye(5), atol=1e-13)
+  np.testing.assert_allclose(gram(params["head"]["kernel"].T), 0.25 * np.eye(5), atol=1e-6)
+
+
+def test_the_mlp_is_gpt2s_with_the_exact_gelu():
+  mlp = GPT2MLP(4, rngs=nnx.Rngs(0))
+  x = np.linspace(-2, 2, 8).reshape(2, 4)
+  up, down = (np.float64(layer.kernel[...]) for layer in (mlp.up, mlp.down))
+  assert up.shape == (4, 16)
+  hidden = x @ up
+  normal_cdf = 0.5 * (1 + np.vectorize(math.erf)(hidden / np.sqrt(2)))
+  np.testing.assert_allclose(mlp(jnp.float32(x)), hidden * normal_cdf @ down, rtol=1e-5, atol=1e-6)
+
+
+def test_scanned_layers_equal_a_loop_over_blocks():
+  model, ids = random_model(), tokens(2, 9)
+  got, _ = apply(model, ids)
+
+  def norm(x, layer):
+    x = x - x.mean(-1, keepdims=True)
+    x = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5)
+    return x * layer.scale[...] + layer.bias[...]
+
+  @jax.jit
+  def loop(model):
+    x = norm(model.embedding[...][ids], model.embedding_norm)
+    for number in range(3):
+      block = jax.tree.map(lambda leaf, number=number: leaf[number], model.blocks)
+      x = x + block.mixer(norm(x, block.mixer_norm))[0]
+      x = x + block.channel_mixer(norm(x, block.channel_norm))
+    return norm(x, model.norm) @ model.head.kernel[...]
+
+  np.testing.assert_allclose(got, loop(model), rtol=1e-4, atol=1e-4)
+
+
+def test_every_remat_policy_gives_the_same_loss_and_gradients():
+  ids, results = tokens(2, 5), []
+  for remat in REMAT_POLICIES:
+    graphdef, params = split(random_model(remat=remat))
+
+    def loss(params, graphdef=graphdef):
+      logits, _ = nnx.merge(graphdef, params)(ids[:, :-1])
+      return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+
+    results.append(jax.jit(jax.value_and_grad(loss))(params))
+  for result in results[1:]:
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, result, results[0])
+
+
+def test_dtypes():
+  model = LanguageModel(**SIZES, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  logits, state = jax.eval_shape(apply, model, tokens(2, 5))
+  hidden, _ = jax.eval_shape(lambda m: m.hidden(tokens(2, 5)), model)
+  assert (logits.dtype, hidden.dtype) == (jnp.float32, jnp.bfloat16)
+  assert {leaf.dtype for leaf in jax.tree.leaves((state, model))} == {jnp.dtype(jnp.float32)}
+
+
+def test_bfloat16_is_near_float32():
+  want, _ = apply(random_model(), tokens(2, 9))
+  got, _ = apply(random_model(dtype=jnp.bfloat16), tokens(2, 9))
+  assert relative_error(got, want) < 0.02
+
+
+def test_head_of_hidden_is_the_call():
+  model = random_model()
+  hidden, state = jax.jit(lambda m: m.hidden(tokens(2, 9)))(model)
+  logits, want = apply(model, tokens(2, 9))
+  np.testing.assert_allclose(hidden @ model.head.kernel[...], logits, rtol=1e-5, atol=1e-5)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state, want)
+
+
+def test_splitting_and_packing():
+  model, ids = random_model(), tokens(2, 18)
+  whole, last = apply(model, ids)
+  left, state = apply(model, ids[:, :9])
+  assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, model.init_state(2))
+  right, state = apply(model, ids[:, 9:], state)
+  np.testing.assert_allclose(jnp.concatenate([left, right], 1), whole, rtol=1e-4, atol=1e-4)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), state, last)
+
+  packed, _ = apply(model, ids, None, jnp.repeat(jnp.array([[0, 1], [5, 2]]), 9, axis=1))
+  second, _ = apply(model, ids[:, 9:])
+  np.testing.assert_allclose(packed[:, 9:], second, rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(packed[:, :9], left, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_do_not_depend_on_later_tokens():
+  model, ids = random_model(), tokens(2, 18)
+  logits, _ = apply(model, ids)
+  changed, _ = apply(model, ids.at[:, 10].set((ids[:, 10] + 1) % 37))
+  np.testing.assert_array_equal(changed[:, :10], logits[:, :10])
+  assert not np.array_equal(changed[:, 10], logits[:, 10])
+
+
+def test_a_token_outside_the_vocabulary_shows():
+  """A device cannot raise, so the logits of such a row are NaN, not those of some other token."""
+  model = random_model()
+  for token in (-1, 37):
+    logits, _ = apply(model, jnp.array([[1, token], [1, 2]]))
+    assert np.isnan(logits[0, 1]).all()
+    assert np.isfinite(logits[1]).all()
+
+
+def test_plain_dictionaries_go_in_and_out():
+  model = random_model()
+  graphdef, params = split(model)
+  assert type(params) is dict
+  assert params["head"]["kernel"].shape == (8, 37)
+  want, _ = apply(model, tokens(2, 9))
+  np.testing.assert_array_equal(apply(nnx.merge(graphdef, params), tokens(2, 9))[0], want)
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    ({"dim": 9}, "dim=9 is not a multiple of num_heads=2"),
+    ({"num_layers": 0}, "num_layers=0 must be"),
+    ({"vocab_size": 2.5}, "vocab_size=2.5 must be"),
+    ({"mixer": "lnsm"}, "mixer='lnsm' is unknown; did you mean 'lnssm'"),
+    ({"channel_mixer": "gpt"}, "channel_mixer='gpt' is unknown; did you mean 'gpt2'"),
+    ({"remat": "dot"}, "remat='dot' is unknown; did you mean 'dots'.*'none', 'full', 'dots'"),
+    ({"mixer_options": {"shfit": "kvg"}}, "option='shfit' is unknown; did you mean 'shift'"),
+    ({"mixer_options": {"dtype": "x"}}, "option='dtype' is unknown"),
+    ({"mixer_options": {"shift": "kv"}}, "shift='kv' is unknown; did you mean 'kvg'"),
+  ],
+)
+def test_bad_options_are_named(options, message):
+  with pytest.raises(ValueError, match=message):
+    abstract_model(**SIZES | options)
+
+
+@pytest.mark.parametrize(
+  "call, message",
+  [
+    (lambda m: m(jnp.zeros(4, int)), r"tokens has shape \(4,\)"),
+    (lambda m: m(jnp.zeros((2, 3))), "tokens has dtype float32"),
+    (lambda m: m(jnp.zeros((2, 0), int)), "at least one token"),
+    (lambda m: m(tokens(2, 3), m.init_state(1)), r"state.shift has shape \(3, 1, 8\).*\[3, 2, 8\]"),
+    (lambda m: m(tokens(2, 3), {"kv": 1}), "state has the structure"),
+    (lambda m: m(tokens(2, 3), None, jnp.zeros((2, 4), int)), "segment_ids has shape"),
+  ],
+)
+def test_bad_inputs_are_named(call, message):
+  with pytest.raises(ValueError, match=message):
+    call(random_model())

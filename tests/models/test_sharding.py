@@ -1,0 +1,133 @@
+"""Sharding rules: every parameter of the model has one, and a sharded model is the same model."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from lnssm_jax import sharding
+from lnssm_jax.models import LanguageModel
+from tests.mixers.plain_lnssm import split
+
+PROGRAM = """
+import json
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from lnssm_jax import sharding
+from lnssm_jax.models import LanguageModel
+
+def build(key):
+  return LanguageModel(vocab_size=37, dim=8, num_layers=2, num_heads=2, rngs=nnx.Rngs(key))
+
+def init(key):
+  return nnx.to_pure_dict(nnx.state(build(key), nnx.Param))
+
+key = jax.random.key(0)
+mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+placed = sharding.shardings(jax.eval_shape(init, key), mesh)
+whole, sharded = jax.jit(init)(key), jax.jit(init, out_shardings=placed)(key)
+distance = lambda a, b: float(abs(np.asarray(a) - np.asarray(b)).max())
+kernel = sharded["blocks"]["mixer"]["v_proj"]["kernel"]
+graphdef = nnx.graphdef(jax.eval_shape(build, key))
+apply = jax.jit(lambda p: nnx.merge(graphdef, p)(jnp.arange(12).reshape(2, 6))[0])
+print(json.dumps({
+  "parameters": max(jax.tree.leaves(jax.tree.map(distance, whole, sharded))),
+  "logits": distance(apply(whole), apply(sharded)),
+  "shard": [s.data.shape for s in kernel.addressable_shards],
+}))
+"""
+
+
+def params(**sizes):
+  sizes = {"vocab_size": 37, "dim": 8, "num_layers": 2, "num_heads": 2} | sizes
+  return jax.eval_shape(lambda: split(LanguageModel(**sizes, rngs=nnx.Rngs(0)))[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"mixer_options": {"shift": "kvg"}}], ids=str)
+def test_every_matrix_is_divided_once_and_every_vector_is_whole(options):
+  tree = params(**options)
+  specs = sharding.param_specs(tree)
+  is_spec = lambda x: isinstance(x, P)
+  for (path, leaf), spec in zip(
+    jax.tree_util.tree_flatten_with_path(tree)[0],
+    jax.tree.leaves(specs, is_leaf=is_spec),
+    strict=True,
+  ):
+    name = jax.tree_util.keystr(path)
+    assert len(spec) == len(leaf.shape), name
+    is_matrix = len(leaf.shape) - ("blocks" in name) == 2
+    assert spec.count("fsdp") == int(is_matrix), name
+    if "blocks" in name:
+      assert spec[0] is None, name
+
+
+def test_some_layouts():
+  specs = sharding.param_specs(params())
+  assert specs["embedding"] == P(None, "fsdp")
+  assert specs["head"]["kernel"] == P("fsdp", None)
+  assert specs["blocks"]["mixer"]["q_proj"]["kernel"] == P(None, "fsdp", None)
+  assert specs["blocks"]["mixer"]["o_proj"]["kernel"] == P(None, None, "fsdp")
+  assert specs["blocks"]["mixer"]["w"] == P(None, None)
+
+
+def test_axes_that_the_mesh_lacks_are_left_out():
+  specs = sharding.param_specs(params(), axes=("data",))
+  assert specs["head"]["kernel"] == P(None, None)
+
+
+def test_an_optimisers_moments_lie_like_the_parameters():
+  memory = jax.eval_shape(optax.adam(1e-3).init, params())
+  specs = sharding.param_specs(memory)
+  assert specs[0].mu["blocks"]["mixer"]["q_proj"]["kernel"] == P(None, "fsdp", None)
+  assert specs[0].count == P()
+
+
+def test_a_matrix_without_a_rule_is_refused_and_a_vector_is_replicated():
+  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
+  assert sharding.param_specs({"other": shape(8)}) == {"other": P()}
+  tree = {"adapter": {"kernel": shape(8, 4)}}
+  with pytest.raises(ValueError, match="no sharding rule for parameter 'adapter/kernel'"):
+    sharding.param_specs(tree)
+  rules = (("adapter/kernel", ("fsdp", None)), *sharding.RULES)
+  assert sharding.param_specs(tree, rules=rules) == {"adapter": {"kernel": P("fsdp", None)}}
+
+
+def test_a_rule_matches_whole_keys_only():
+  with pytest.raises(ValueError, match="no sharding rule for parameter 'overhead/kernel'"):
+    sharding.param_specs({"overhead": {"kernel": jax.ShapeDtypeStruct((8, 4), "float32")}})
+
+
+def test_fewer_axes_than_the_rule():
+  with pytest.raises(ValueError, match=r"'head/kernel' has shape \(8,\).*at least 2 axes"):
+    sharding.param_specs({"head": {"kernel": jax.ShapeDtypeStruct((8,), "float32")}})
+
+
+def test_uneven_division_is_named():
+  mesh = AbstractMesh((3,), ("fsdp",))
+  message = r"axis of 8 does not divide evenly over the 3 devices of mesh axis 'fsdp'"
+  with pytest.raises(ValueError, match=message):
+    sharding.shardings(params(), mesh)
+
+
+def test_a_model_sharded_over_four_devices_is_the_same_model():
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+  }
+  done = subprocess.run(
+    [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False
+  )
+  assert done.returncode == 0, done.stderr
+  result = json.loads(done.stdout)
+  assert result["shard"] == [[2, 2, 8]] * 4
+  assert result["parameters"] < 1e-6
+  assert result["logits"] < 1e-5
