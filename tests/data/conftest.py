@@ -1,11 +1,13 @@
 """Token files to test with: small ones made here, and real ones where they are given."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from train.data import IndexedWriter
+from train.config import Data
+from train.data import IndexedDataset, IndexedWriter
 
 
 @pytest.fixture
@@ -34,3 +36,47 @@ def given():
     return path
 
   return find
+
+
+class Corpus:
+  """Rows of JSON for the sets "a" and "b" in the folder `raw`, and settings that use them."""
+
+  texts = {"a": ["one", "two\n", "", "caf\u00e9"], "b": ["other text", "more"]}  # noqa: RUF012
+
+  def __init__(self, folder):
+    self.raw, self.folder = folder / "raw", folder / "tokens"
+    self.raw.mkdir()
+    for name, texts in self.texts.items():
+      self.write(name, texts)
+
+  def write(self, name, texts):
+    rows = [json.dumps({"text": text}) + "\n" for text in texts]
+    (self.raw / f"{name}.jsonl").write_text("".join(rows))
+
+  def settings(self, tokenizer="bytes", **changes):
+    values = {
+      "folder": str(self.folder),
+      "tokenizer": tokenizer,
+      "train": ("a",),
+      "validation": ("b",),
+      "sources": {name: str(self.raw / f"{name}.jsonl") for name in self.texts},
+    }
+    return Data(**values | changes)
+
+  @staticmethod
+  def texts_in(folder, name, tokenizer):
+    """The documents of a set, decoded; each must end as it should, and only there."""
+    pair = IndexedDataset(f"{folder}/{name}")
+    documents = [pair.sequence(i).tolist() for i in range(pair.num_sequences)]
+    assert all(ids.index(tokenizer.end_of_text) == len(ids) - 1 for ids in documents)
+    assert pair.num_documents == pair.num_sequences
+    return [tokenizer.decode(ids) for ids in documents]
+
+  @staticmethod
+  def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+  return Corpus(tmp_path)

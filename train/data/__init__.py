@@ -12,7 +12,7 @@ tokenizing starts at once.
 
 from train.data.errors import DataError
 from train.data.indexed import IndexedDataset, IndexedWriter, dtype_for
-from train.data.tokenize import prepare, read_sidecar, tokenize_to
+from train.data.tokenize import load_or_train, prepare, read_sidecar, tokenize_to
 from train.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
   "IndexedWriter",
   "Tokenizer",
   "dtype_for",
+  "load_or_train",
   "load_tokenizer",
   "prepare",
   "read_sidecar",

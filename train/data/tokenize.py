@@ -66,15 +66,14 @@ def prepare(
   Raises:
     DataError: see `tokenize_to`, or a set has neither files nor a source.
   """
-  folder = Path(data.folder)
-  with writing(folder):
-    folder.mkdir(parents=True, exist_ok=True)
+  with writing(data.folder):
+    Path(data.folder).mkdir(parents=True, exist_ok=True)
   names = list(dict.fromkeys((*data.train, *data.validation)))
   for name in names:
-    if name != Path(name).name or name in ("", ".", "..", "tokenizer"):
-      raise DataError(f"the set {name!r} needs another name: a plain one, and not 'tokenizer'.")
+    _check_name(name)
   _limit_threads(workers)
-  tokenizer = _tokenizer(data, progress, force)
+  origins = [source for name in data.train if (source := _source(data, name))]
+  tokenizer = load_or_train(data.tokenizer, data.folder, origins, progress=progress, force=force)
   options = {"workers": workers, "progress": progress, "force": force}
   return {name: _prepare_set(data, name, tokenizer, options) for name in names}
 
@@ -107,6 +106,7 @@ def tokenize_to(
       was at `prefix` before is then untouched.
   """
   prefix, name = Path(prefix), Path(prefix).name
+  _check_name(name)
   files = [file for source in inputs for file in sources.find_inputs(source)]
   made_from = {
     "tokenizer_fingerprint": tokenizer.fingerprint,
@@ -143,6 +143,39 @@ def tokenize_to(
   }
   _write_json(sidecar_path(prefix), sidecar)
   return sidecar
+
+
+def load_or_train(
+  spec: str,
+  folder: str | Path,
+  origins: Sequence[str],
+  *,
+  progress: bool = False,
+  force: bool = False,
+) -> Tokenizer:
+  """`load_tokenizer`, which for "bpe:N" is trained first, on the sources `origins`, if need be.
+
+  Raises:
+    DataError: the tokenizer cannot be loaded, or there is no text, or too little, to train it on.
+  """
+  if not spec.startswith("bpe:"):
+    return load_tokenizer(spec)
+  path, size = bpe_path(folder), bpe_size(spec)
+  fits = lambda: load_tokenizer(str(path)).vocab_size == size
+  # Without sources it cannot be trained again: loading then says what does not fit.
+  if path.exists() and not force and (not origins or fits()):
+    return load_tokenizer(spec, folder)
+  if not origins:
+    raise DataError(
+      f"the tokenizer {spec!r} has to be trained, but there is no text to train it on; name the"
+      " text of the training sets in data.sources."
+    )
+  with writing(path.parent):
+    path.parent.mkdir(parents=True, exist_ok=True)
+  report = _Progress(f"train {spec}", sys.stderr if progress else None)
+  tokenizer = train_bpe(spec, folder, _sample(origins, report))
+  report.close()
+  return tokenizer
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -216,27 +249,6 @@ def _source(data: DataSettings, name: str) -> str | None:
   return source
 
 
-def _tokenizer(data: DataSettings, progress: bool, force: bool) -> Tokenizer:
-  if not data.tokenizer.startswith("bpe:"):
-    return load_tokenizer(data.tokenizer)
-  path, size = bpe_path(data.folder), bpe_size(data.tokenizer)
-  origins = [source for name in data.train if (source := _source(data, name))]
-  if path.exists() and not force:
-    # Without sources it cannot be trained again: loading then says what does not fit.
-    present = load_tokenizer(str(path))
-    if present.vocab_size == size or not origins:
-      return load_tokenizer(data.tokenizer, data.folder)
-  if not origins:
-    raise DataError(
-      f"data.tokenizer={data.tokenizer!r} has to be trained on text, but data.sources names none"
-      f" for the sets of data.train={list(data.train)}."
-    )
-  report = _Progress(f"train {data.tokenizer}", sys.stderr if progress else None)
-  tokenizer = train_bpe(data.tokenizer, data.folder, _sample(origins, report))
-  report.close()
-  return tokenizer
-
-
 def _sample(origins: Sequence[str], report: "_Progress") -> Iterator[str]:
   """Documents of each source, until its share of BPE_BYTES is used up."""
   for source in origins:
@@ -285,6 +297,14 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
       batch, size = [], 0
   if batch:
     yield batch
+
+
+def _check_name(name: str) -> None:
+  if name != Path(name).name or name in ("", ".", "..", bpe_path("").stem):
+    raise DataError(
+      f"the set {name!r} needs another name: one without folders, and not 'tokenizer', whose .json"
+      " is a tokenizer."
+    )
 
 
 def _up_to_date(prefix: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:

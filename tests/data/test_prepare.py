@@ -1,0 +1,171 @@
+"""Preparing data: what is made, what is made again, and what is used as it is."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from train.config import Data
+from train.data import DataError, load_or_train, load_tokenizer, prepare, sources, tokenize
+
+ENDS = (".bin", ".idx", ".json")
+SET_A = {"a" + end for end in ENDS}
+SET_B = {"b" + end for end in ENDS}
+
+
+def stamps(folder):
+  """What changes when a file is written again."""
+  files = {path.name: path.stat() for path in Path(folder).iterdir()}
+  return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in files.items()}
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bpe:260"])
+def test_nothing_is_made_twice(corpus, spec):
+  data = corpus.settings(spec)
+  first = prepare(data)
+  before = stamps(data.folder)
+  assert prepare(data) == first
+  assert stamps(data.folder) == before
+
+
+def made_again(data, **options):
+  """Prepares again and returns which files were written anew."""
+  before = stamps(data.folder)
+  prepare(data, **options)
+  return {name for name, stamp in stamps(data.folder).items() if before.get(name) != stamp}
+
+
+def test_changed_text_is_tokenized_again(corpus):
+  data = corpus.settings()
+  prepare(data)
+  corpus.write("b", ["changed"])
+  assert made_again(data) == SET_B
+  assert corpus.texts_in(data.folder, "b", load_tokenizer("bytes")) == ["changed"]
+
+
+def test_another_tokenizer_tokenizes_again_and_a_bpe_stays_while_its_size_does(corpus):
+  prepare(corpus.settings())
+  assert made_again(corpus.settings("bpe:260")) == SET_A | SET_B | {"tokenizer.json"}
+  assert made_again(corpus.settings("bpe:258")) == SET_A | SET_B | {"tokenizer.json"}
+  corpus.write("a", ["zzzz" * 50])
+  assert made_again(corpus.settings("bpe:258")) == SET_A  # models depend on the tokenizer
+  everything = SET_A | SET_B | {"tokenizer.json"}
+  assert made_again(corpus.settings("bpe:258"), force=True) == everything
+
+
+@pytest.mark.parametrize("damage", [*ENDS, "cut"])
+def test_damaged_files_are_made_again(corpus, damage):
+  data = corpus.settings()
+  prepare(data)
+  before = corpus.contents(data.folder)
+  path = os.path.join(data.folder, "a" + (".bin" if damage == "cut" else damage))
+  if damage == "cut":
+    os.truncate(path, 4)
+  elif damage == ".json":
+    with open(path, "w") as file:
+      file.write("[")
+  else:
+    os.unlink(path)
+  assert made_again(data) <= SET_A
+  assert corpus.contents(data.folder) == before
+
+
+def test_a_bpe_is_trained_on_the_training_sets_alone(corpus):
+  prepare(corpus.settings("bpe:260"))
+  first = load_tokenizer("bpe:260", corpus.settings().folder).fingerprint
+  corpus.write("b", ["qqqq" * 100])
+  prepare(corpus.settings("bpe:260"), force=True)
+  assert load_tokenizer("bpe:260", corpus.settings().folder).fingerprint == first
+  corpus.write("a", ["qqqq" * 100])
+  prepare(corpus.settings("bpe:260"), force=True)
+  assert load_tokenizer("bpe:260", corpus.settings().folder).fingerprint != first
+
+
+def test_a_bpe_sees_a_bounded_share_of_every_source(corpus, monkeypatch):
+  corpus.write("a", ["ab" * 500] * 100)
+  corpus.write("b", ["cd" * 500] * 100)
+  monkeypatch.setattr(tokenize, "BPE_BYTES", 5000)
+  origins = [str(corpus.raw / "a.jsonl"), str(corpus.raw / "b.jsonl")]
+  sample = "".join(tokenize._sample(origins, tokenize._Progress("", None)))
+  assert sample == "ab" * 1250 + "cd" * 1250
+
+
+def test_the_standard_library_is_divided_by_the_role_of_the_set(tmp_path):
+  data = Data(
+    folder=str(tmp_path),
+    tokenizer="bytes",
+    train=("train",),
+    validation=("held_out",),
+    sources={"train": "python-stdlib", "held_out": "python-stdlib"},
+  )
+  sidecars = prepare(data)
+  train, held_out = sidecars["train"], sidecars["held_out"]
+  assert train["source"] == ["python-stdlib:train"]
+  assert held_out["source"] == ["python-stdlib:validation"]
+  for sidecar in (train, held_out):
+    kept = list(sources.read_documents(sidecar["source"][0]))
+    assert sidecar["bytes"] == sum(len(text.encode()) for text in kept)
+    assert sidecar["tokens"] == sidecar["bytes"] + len(kept)
+  assert train["bytes"] > 10 * held_out["bytes"] > 0
+
+
+def test_files_without_a_source_are_used_as_they_are(corpus):
+  data = corpus.settings()
+  sidecars = prepare(data)
+  before = stamps(data.folder)
+  for sources_ in ({}, {"a": "absent.jsonl", "b": "$NOT_SET_HERE/b.jsonl"}):
+    assert prepare(corpus.settings(sources=sources_)) == sidecars
+  os.unlink(f"{data.folder}/b.json")
+  assert prepare(corpus.settings(sources={})) == sidecars | {"b": None}
+  del before["b.json"]
+  assert stamps(data.folder) == before
+
+
+def test_files_without_a_source_must_be_whole_and_of_the_right_tokenizer(corpus):
+  data = corpus.settings(sources={})
+  with pytest.raises(DataError, match=r"the set 'a' has no files .*a.bin .*data.sources\['a'\]"):
+    prepare(data)
+  prepare(corpus.settings())
+  prepare(corpus.settings("bpe:260", folder=str(corpus.raw.parent / "bpe")))
+  path = str(corpus.raw.parent / "bpe" / "tokenizer.json")
+  with pytest.raises(DataError, match=r"a.bin was made with the tokenizer 'bytes', not with"):
+    prepare(corpus.settings(path, sources={}))
+  os.truncate(f"{data.folder}/a.bin", 4)
+  with pytest.raises(DataError, match=r"a.idx, offset"):
+    prepare(data)
+
+
+def test_a_bpe_needs_text_to_train_on(corpus):
+  with pytest.raises(DataError, match=r"has to be trained, but there is no text .* in data\.so"):
+    prepare(corpus.settings("bpe:260", sources={}))
+  prepare(corpus.settings("bpe:260"))
+  prepare(corpus.settings("bpe:260", sources={}))
+  with pytest.raises(DataError, match=r"has 260 entries, but data\.tokenizer='bpe:270' asks"):
+    prepare(corpus.settings("bpe:270", sources={}))
+
+
+def test_a_bpe_may_be_trained_without_settings(corpus, tmp_path):
+  origins = [str(corpus.raw / "a.jsonl")]
+  tokenizer = load_or_train("bpe:260", tmp_path / "new", origins)
+  assert tokenizer.vocab_size == 260
+  before = stamps(tmp_path / "new")
+  again = load_or_train("bpe:260", tmp_path / "new", origins)
+  assert again.fingerprint == tokenizer.fingerprint and stamps(tmp_path / "new") == before
+  assert load_or_train("bytes", tmp_path / "other", []).spec == "bytes"
+  assert not (tmp_path / "other").exists()
+
+
+def test_a_missing_source_is_named(corpus):
+  data = corpus.settings(sources={"a": "absent.txt", "b": "absent.txt"})
+  with pytest.raises(DataError, match=r"there is no file or folder 'absent.txt'"):
+    prepare(data)
+
+
+def test_a_folder_that_cannot_be_made_is_named(corpus):
+  with pytest.raises(DataError, match=r"cannot write .*a.jsonl/x.*choose another folder"):
+    prepare(corpus.settings(folder=str(corpus.raw / "a.jsonl" / "x")))
+
+
+def test_a_set_may_not_take_the_name_of_the_tokenizer(corpus):
+  with pytest.raises(DataError, match="the set 'tokenizer' needs another name"):
+    prepare(corpus.settings(train=("tokenizer",), sources={}))
