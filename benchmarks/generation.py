@@ -1,0 +1,68 @@
+"""Speed and memory of generation by the recurrent state, against length and batch.
+
+    python -m benchmarks.generation --config configs/lnssm_72m.py
+
+For each batch and each number of new tokens: tokens/s over all rows and milliseconds a token, the
+bytes of the state, and the device's peak memory. A model whose cost is linear in length shows the
+same milliseconds a token and the same state in every row of one batch.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from lnssm_jax.generate import generate
+from train import overrides
+from train.config import load_config
+from train.step import build_model
+
+
+def main():
+  """Prints one line of JSON per batch and length."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--config", required=True)
+  parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+  parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024])
+  parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
+  parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+  args = parser.parse_args()
+  cfg = overrides.apply(load_config(args.config), args.set)
+  model = build_model(cfg.model, jax.random.key(0))
+  for batch in args.batches:
+    for result in measure(model, batch, args.prompt, args.lengths):
+      print(json.dumps(result), flush=True)
+
+
+def measure(model, batch, prompt_length, lengths):
+  """Yields one result per length: the median of three runs after one that compiles."""
+  prompts = np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt_length))
+  state = jax.eval_shape(lambda: model.init_state(batch))
+  state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+  generate(model, list(prompts), max_tokens=32)
+  for length in lengths:
+    seconds = []
+    for _ in range(3):
+      begin = time.perf_counter()
+      rows = generate(model, list(prompts), max_tokens=length)
+      seconds.append(time.perf_counter() - begin)
+    if any(len(row) != length for row in rows):
+      raise SystemExit(f"asked for {length} tokens, got {[len(row) for row in rows]}.")
+    device = jax.devices()[0]
+    memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    yield {
+      "device": device.device_kind,
+      "batch": batch,
+      "new_tokens": length,
+      "tokens_per_second": round(batch * length / statistics.median(seconds)),
+      "ms_per_token": round(statistics.median(seconds) / length * 1e3, 4),
+      "state_mib": round(state_bytes / 2**20, 3),
+      "peak_memory_gib": None if memory is None else round(memory / 2**30, 3),
+    }
+
+
+if __name__ == "__main__":
+  main()

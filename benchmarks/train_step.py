@@ -1,0 +1,118 @@
+"""Speed, memory and profile of a training step on random tokens.
+
+    python -m benchmarks.train_step --config configs/lnssm_72m.py
+    python -m benchmarks.train_step --config configs/lnssm_72m.py --set global_batch=64 --profile
+
+Prints tokens/s (the median of several runs of steps), seconds for the paper's epoch of 10.24M
+tokens, the device's peak memory, and model FLOP utilisation by the formula of `train/flops.py`.
+Random tokens cost what real ones cost; what the data pipeline costs on top, `fit` shows.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from benchmarks import profile
+from train import flops, overrides
+from train import mesh as meshes
+from train.config import load_config
+from train.optimizer import make_optimizer
+from train.step import init_state, make_train_step, model_graph
+
+PAPER_EPOCH_TOKENS = 10_240_000
+
+
+def random_batch(cfg, mesh, seed=0):
+  """A batch of random tokens, with a document border about every 500 tokens."""
+  rng = np.random.default_rng(seed)
+  shape = (cfg.global_batch, cfg.seq_len)
+  tokens = rng.integers(0, cfg.model.vocab_size, (shape[0], shape[1] + 1), dtype=np.int32)
+  batch = {
+    "tokens": tokens[:, :-1],
+    "targets": tokens[:, 1:],
+    "segment_ids": np.cumsum(rng.random(shape) < 1 / 500, axis=1).astype(np.int32),
+    "weights": np.ones(shape, np.float32),
+  }
+  return jax.device_put(batch, meshes.batch_sharding(mesh))
+
+
+def main():
+  """Measures one configuration and prints a line of JSON last."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--config", required=True)
+  parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+  parser.add_argument("--steps", type=int, default=20, help="steps in each timed run")
+  parser.add_argument("--runs", type=int, default=5)
+  parser.add_argument("--profile", action="store_true", help="name the kernels that take the time")
+  args = parser.parse_args()
+  cfg = overrides.apply(load_config(args.config), args.set)
+
+  mesh = meshes.make_mesh(cfg)
+  graph, batch = model_graph(cfg.model), random_batch(cfg, mesh)
+  state = init_state(cfg, mesh)
+  step = make_train_step(cfg, graph, make_optimizer(cfg.optimizer, cfg.steps)[0], mesh)
+  begin = time.perf_counter()
+  compiled = step.lower(state, batch).compile()
+  compile_seconds = time.perf_counter() - begin
+
+  def run(steps):
+    nonlocal state
+    for _ in range(steps):
+      state, metrics = compiled(state, batch)
+    return metrics
+
+  loss = float(run(3)["loss"])
+  if not np.isfinite(loss):
+    raise SystemExit(f"the loss is {loss} after 3 steps: no time is printed for a wrong result.")
+  seconds = []
+  for _ in range(args.runs):
+    begin = time.perf_counter()
+    jax.block_until_ready(run(args.steps))
+    seconds.append((time.perf_counter() - begin) / args.steps)
+
+  devices = list(mesh.devices.flat)
+  step_seconds = statistics.median(seconds)
+  tokens_per_second = cfg.global_batch * cfg.seq_len / step_seconds
+  memory = (devices[0].memory_stats() or {}).get("peak_bytes_in_use")
+  result = {
+    "device": f"{devices[0].device_kind} x {len(devices)}",
+    "global_batch": cfg.global_batch,
+    "seq_len": cfg.seq_len,
+    "remat": cfg.model.remat,
+    "compile_seconds": round(compile_seconds, 1),
+    "step_ms": round(step_seconds * 1e3, 2),
+    "step_ms_range": [round(min(seconds) * 1e3, 2), round(max(seconds) * 1e3, 2)],
+    "tokens_per_second": round(tokens_per_second),
+    "seconds_per_paper_epoch": round(PAPER_EPOCH_TOKENS / tokens_per_second, 1),
+    "peak_memory_gib": None if memory is None else round(memory / 2**30, 2),
+    "mfu": flops.utilization(cfg.model, tokens_per_second, devices),
+  }
+  if args.profile:
+    print_profile(compiled.as_text(), lambda: run(5), 5, step_seconds)
+  print(json.dumps(result))
+
+
+def print_profile(text, run, steps, step_seconds):
+  """Prints the device time of one step by part of the model, then by kernel."""
+  busy, kernels, launches = profile.trace(run)
+  paths = profile.paths_of_kernels(text)
+  parts = {}
+  for name, seconds in kernels.items():
+    part = profile.part_of(paths.get(name, ""))
+    parts[part] = parts.get(part, 0.0) + seconds
+  print(f"device busy {busy / steps * 1e3:.2f} ms of {step_seconds * 1e3:.2f} ms a step")
+  for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+    print(f"{seconds / steps * 1e3:8.3f} ms  {seconds / busy:6.1%}  {part}")
+  for name, seconds in kernels.most_common(30):
+    print(
+      f"{seconds / steps * 1e3:8.3f} ms  x{launches[name] / steps:<5.0f} {name[:60]:60} "
+      f"{paths.get(name, '')[-110:]}"
+    )
+
+
+if __name__ == "__main__":
+  main()
