@@ -109,7 +109,10 @@ def load(
   path = directory / str(step)
   try:
     found = ocp.checkpointables_metadata(path)
-    check_structure(path, {name: found.metadata[name] for name in abstract}, abstract)
+    saved = {name: found.metadata[name] for name in abstract}
+    if None in saved.values():  # Orbax only logs what it could not read
+      raise OSError("the description of its arrays is damaged")
+    check_structure(path, saved, abstract)
     return ocp.load_checkpointables(path, abstract), step, found.custom_metadata
   except StructureError:
     raise
@@ -148,7 +151,8 @@ def check_structure(path: str | Path, saved: Any, wanted: Any) -> None:
   ]
   if lines:
     more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    listing = "\n  ".join(sorted(lines)[:_SHOWN] + more)
+    lines.sort(key=lambda line: (not line.startswith("params"), line))  # the optimizer's repeat it
+    listing = "\n  ".join(lines[:_SHOWN] + more)
     raise StructureError(
       f"checkpoint {path} has another structure than the model of these settings:\n  {listing}\n"
       "Use the settings that it was trained with (config.json of its run folder), or another "

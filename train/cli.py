@@ -87,8 +87,9 @@ def _generate(options: argparse.Namespace) -> None:
 
   model, tokenizer = sample.load(cfg)
   if len(prompts) == 1:
+    pieces = sample.stream(model, tokenizer, prompts[0], settings, options.seed)
     print(prompts[0], end="", flush=True)
-    for piece in sample.stream(model, tokenizer, prompts[0], settings, options.seed):
+    for piece in pieces:
       print(piece, end="", flush=True)
     print()
     return

@@ -48,17 +48,18 @@ def fit(cfg: config.Train, *, allow_config_change: bool = False) -> Result:
   console = Console()
   with contextlib.ExitStack() as stack:
     run = stack.enter_context(run_folder.claim(cfg, allow_config_change=allow_config_change))
+    graph = model_graph(cfg.model)
     mesh = meshes.make_mesh(cfg)
     report.devices(console, mesh)
     sidecars = prepare(cfg.data, progress=True)
     data = {name: (sidecars[name] or {}).get("sha256") for name in cfg.data.train}
     windows = TokenWindows(_prefixes(cfg), cfg.seq_len, cfg.model.vocab_size)
-    graph = model_graph(cfg.model)
     evaluator = Evaluator(cfg, graph, mesh)
 
     stop = stack.enter_context(StopSignal())
     checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep=cfg.keep_checkpoints))
     state, start = _begin(cfg, mesh, checkpoints, run, None if allow_config_change else data)
+    run.write_config(cfg)
     report.start(console, cfg, run, state, len(windows), start)
     step = saved = start
 

@@ -1,17 +1,14 @@
-"""The devices of a run as a mesh of two axes, and where batch and state lie on it.
+"""The devices of a run as a mesh of two axes, and where a batch lies on it.
 
 `data` copies the parameters and divides the batch; `fsdp` divides both.
 """
 
 import math
-from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lnssm_jax import sharding
 from train import config
 
 AXES = ("data", "fsdp")
@@ -55,18 +52,3 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
   """Everything on every device."""
   return NamedSharding(mesh, PartitionSpec())
-
-
-def state_shardings(state: Any, tx: optax.GradientTransformation, mesh: Mesh) -> Any:
-  """A sharding for every leaf of an (abstract) training state; moments lie beside parameters."""
-  place = lambda spec: NamedSharding(mesh, spec)
-  is_spec = lambda x: isinstance(x, PartitionSpec)
-  params = jax.tree.map(place, sharding.param_specs(state["params"]), is_leaf=is_spec)
-  opt_state = optax.tree.map_params(
-    tx,
-    lambda _, where: where,
-    state["opt_state"],
-    params,
-    transform_non_params=lambda _: replicated(mesh),
-  )
-  return {"params": params, "opt_state": opt_state, "step": replicated(mesh)}

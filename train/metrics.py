@@ -27,32 +27,34 @@ def bits_per_byte(nats_per_token: float, tokens_per_byte: float | None) -> float
 
 
 class Clock:
-  """Tokens a second since the last reading, and the time to the end of the run."""
+  """Tokens a second between readings, and the time to the end of the run. Times in seconds."""
 
   def __init__(self, tokens_per_step: int):
     self._tokens_per_step = tokens_per_step
-    self._begin = time.perf_counter()
     self._steps_done = 0
     self.restart()
+    self._begin = self._since
 
   def restart(self) -> None:
     """Forgets the interval so far: what came between (evaluation, saving) was not training."""
-    self._since, self._steps = time.perf_counter(), 0
+    self._since = self._last = time.perf_counter()
+    self._steps = 0
 
-  def tick(self) -> None:
-    """Counts one finished step."""
+  def tick(self, when: float) -> None:
+    """Counts a step that was finished at `when`, of `time.perf_counter()`."""
+    self._last = max(self._last, when)
     self._steps += 1
     self._steps_done += 1
 
   def tokens_per_second(self) -> float:
-    """Over the steps since the last call or `restart`."""
-    rate = self._steps * self._tokens_per_step / max(time.perf_counter() - self._since, 1e-9)
-    self.restart()
+    """From the last reading or `restart` to the last step."""
+    rate = self._steps * self._tokens_per_step / max(self._last - self._since, 1e-9)
+    self._since, self._steps = self._last, 0
     return rate
 
   def seconds_left(self, steps_left: int) -> float:
     """By the mean over this whole process, with its evaluations and checkpoints."""
-    return steps_left * (time.perf_counter() - self._begin) / max(self._steps_done, 1)
+    return steps_left * (self._last - self._begin) / max(self._steps_done, 1)
 
 
 class Console:

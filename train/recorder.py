@@ -1,7 +1,7 @@
 """Training metrics on their way from the device to metrics.jsonl and the progress line."""
 
 import math
-from typing import Any
+import time
 
 import jax
 
@@ -24,7 +24,7 @@ class Recorder:
     self._tokens_per_step = cfg.global_batch * cfg.seq_len
     self._tokens_per_byte = tokens_per_byte(cfg.data.folder, cfg.data.train)
     self._clock = Clock(self._tokens_per_step)
-    self._pending: tuple[int, dict[str, jax.Array]] | None = None
+    self._pending: tuple[int, dict[str, jax.Array], float | None] | None = None
 
   def push(self, step: int, metrics: dict[str, jax.Array]) -> None:
     """Takes the metrics of a step that was just dispatched, and reads those of the one before.
@@ -32,7 +32,9 @@ class Recorder:
     Raises:
       DivergedError: these are not finite.
     """
-    pending, self._pending = self._pending, (step, metrics)
+    # A device that computes at once (small steps on a CPU do) has finished already.
+    finished = time.perf_counter() if metrics["loss"].is_ready() else None
+    pending, self._pending = self._pending, (step, metrics, finished)
     if pending:
       self._read(*pending)
 
@@ -46,9 +48,9 @@ class Recorder:
     """Leaves the time since the last step out of tokens a second."""
     self._clock.restart()
 
-  def _read(self, step: int, metrics: dict[str, Any]) -> None:
+  def _read(self, step: int, metrics: dict[str, jax.Array], finished: float | None) -> None:
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-    self._clock.tick()
+    self._clock.tick(finished or time.perf_counter())
     for name in ("loss", "grad_norm", "param_norm"):
       if not math.isfinite(values[name]):
         raise DivergedError(

@@ -33,6 +33,8 @@ def start(
   console.say(f"run folder  {run.path}")
   if step:
     console.say(f"resuming    after step {step} of {cfg.steps}")
+    for line in run.changes.values():
+      console.say(f"changed     {line}")
 
 
 def stopped(console: Console, run: RunFolder, step: int, signal: str | None) -> None:

@@ -17,7 +17,6 @@ from train.metrics import Row
 # Settings that a resumed run may change: none of them changes what an exact step computes beyond
 # rounding, except `steps`, without which no run could be made longer.
 FREE = (
-  "run_dir",
   "steps",
   "accumulate",
   "checkpoint_every",
@@ -43,6 +42,7 @@ class RunFolder:
     self.config_file = self.path / "config.json"
     self.metrics_file = self.path / "metrics.jsonl"
     self.checkpoints = self.path / "checkpoints"
+    self.changes: dict[str, str] = {}  # of settings, since the run was last started
     self._lock: int | None = None
 
   def __enter__(self) -> "RunFolder":
@@ -70,6 +70,11 @@ class RunFolder:
       ) from None
     except (ValueError, TypeError, AttributeError) as error:
       raise RunFolderError(f"{self.config_file} is damaged: {error}") from error
+
+  def write_config(self, cfg: config.Train) -> None:
+    """Writes config.json: the settings, and the versions of what runs them."""
+    values = config.to_dict(cfg) | {"versions": versions()}
+    _write_atomically(self.config_file, json.dumps(values, indent=2) + "\n")
 
   def read_rows(self) -> list[Row]:
     """The rows of metrics.jsonl; a last line that a crash cut off is left out.
@@ -109,7 +114,7 @@ class RunFolder:
 
 
 def claim(cfg: config.Train, *, allow_config_change: bool = False) -> RunFolder:
-  """Opens `cfg.run_dir` for training by this process alone, and writes config.json.
+  """Opens `cfg.run_dir` for training by this process alone; writes nothing.
 
   Raises:
     RunFolderError: it is a file, cannot be written, is in use, or belongs to another config.
@@ -118,37 +123,34 @@ def claim(cfg: config.Train, *, allow_config_change: bool = False) -> RunFolder:
   _check_writable(run.path)
   run._lock = _lock(run.path)
   try:
-    if run.config_file.exists():
-      lines = differences(run.load_config(), cfg)
-      if lines and not allow_config_change:
+    if checkpoint.newest_step(run.checkpoints) is not None:  # else there is nothing to protect
+      run.changes = differences(run.load_config(), cfg)
+      refused = [line for name, line in run.changes.items() if not _is_free(name)]
+      if refused and not allow_config_change:
         raise RunFolderError(
-          f"{run.path} belongs to a run with other settings:\n  " + "\n  ".join(lines) + "\n"
+          f"{run.path} belongs to a run with other settings:\n  " + "\n  ".join(refused) + "\n"
           "Put them back to continue that run, start a new one with --set run_dir=ANOTHER, or "
           "continue it with these settings by --allow-config-change."
         )
-    elif checkpoint.newest_step(run.checkpoints) is not None:
-      raise RunFolderError(
-        f"{run.path} has checkpoints but no config.json that tells whose they are; use another "
-        "run_dir, or bring config.json back."
-      )
-    values = config.to_dict(cfg) | {"versions": versions()}
-    _write_atomically(run.config_file, json.dumps(values, indent=2) + "\n")
   except BaseException:
     run.__exit__()
     raise
   return run
 
 
-def differences(old: config.Train, new: config.Train) -> list[str]:
-  """One line for each setting outside `FREE` in which two runs differ."""
+def differences(old: config.Train, new: config.Train) -> dict[str, str]:
+  """{setting: "setting: what the old run has and what the new one has"}, where two runs differ."""
   before, now = (dict(_flatten(config.to_dict(c))) for c in (old, new))
-  is_free = lambda name: any(name == free or name.startswith(free + ".") for free in FREE)
-  lines = []
+  lines = {}
   for name in sorted(before.keys() | now.keys()):
     a, b = (repr(values[name]) if name in values else "nothing" for values in (before, now))
-    if a != b and not is_free(name):
-      lines.append(f"{name}: the folder's run has {a}, this one {b}")
+    if a != b and name != "run_dir":
+      lines[name] = f"{name}: the folder's run has {a}, this one {b}"
   return lines
+
+
+def _is_free(name: str) -> bool:
+  return any(name == free or name.startswith(f"{free}.") for free in FREE)
 
 
 def versions() -> dict[str, str | None]:

@@ -48,19 +48,23 @@ def stream(
   sample: config.Sample,
   seed: int = 0,
 ) -> Iterator[str]:
-  """Pieces of the continuation of one prompt, as they are made."""
-  tokens, shown = [], ""
-  options = _options(tokenizer, sample, seed)
-  for step in generate.stream(model, _encode(tokenizer, [prompt]), **options):
-    if int(step[0]) == tokenizer.end_of_text:
+  """Pieces of the continuation of one prompt, as they are made; bad settings raise at once."""
+  steps = generate.stream(model, _encode(tokenizer, [prompt]), **_options(tokenizer, sample, seed))
+  return _pieces(steps, tokenizer)
+
+
+def _pieces(steps: Iterator[np.ndarray], tokenizer: Tokenizer) -> Iterator[str]:
+  tokens, text, shown = [], "", 0
+  for step in steps:
+    if step[0] == tokenizer.end_of_text:
       break
-    tokens.append(int(step[0]))
-    text = tokenizer.decode(np.array(tokens))
+    tokens.append(step[0])
+    text = tokenizer.decode(tokens)
     # A character of several bytes can be cut between tokens; what is not final yet is held back.
-    final = text.rstrip("\ufffd")
-    yield final[len(shown) :]
-    shown = final
-  yield tokenizer.decode(np.array(tokens))[len(shown) :] if tokens else ""
+    final = len(text.rstrip("\ufffd"))
+    yield text[shown:final]
+    shown = max(shown, final)
+  yield text[shown:]
 
 
 def _encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[np.ndarray]:

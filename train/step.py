@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from lnssm_jax import sharding
 from lnssm_jax.models import LanguageModel
 from train import config
 from train import mesh as meshes
@@ -49,18 +50,27 @@ def model_graph(model: config.Model) -> Any:
 
 def abstract_state(cfg: config.Train, mesh: Mesh) -> State:
   """Shape, dtype and sharding of every leaf of the state, without memory for any."""
-  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
   shapes = jax.eval_shape(_initializer(cfg), jax.random.key(cfg.seed))
-  shardings = meshes.state_shardings(shapes, tx, mesh)
+  # The rules look at the end of a path, so Adam's moments lie beside their parameters.
   return jax.tree.map(
-    lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
+    lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+    shapes,
+    sharding.shardings(shapes, mesh),
   )
 
 
 def init_state(cfg: config.Train, mesh: Mesh) -> State:
   """A new state from `cfg.seed`, every leaf made where it belongs; the same numbers on any mesh."""
+  initialize = _initializer(cfg)
+
+  def init(key):
+    state = initialize(key)
+    # An orthogonal matrix made in parts would be rounded otherwise: make each whole, then divide.
+    whole = jax.lax.with_sharding_constraint(state["params"], meshes.replicated(mesh))
+    return state | {"params": whole}
+
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
-  return jax.jit(_initializer(cfg), out_shardings=shardings)(jax.random.key(cfg.seed))
+  return jax.jit(init, out_shardings=shardings)(jax.random.key(cfg.seed))
 
 
 def make_train_step(

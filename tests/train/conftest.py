@@ -1,0 +1,116 @@
+"""A tiny run: 1 layer, 32 wide, bytes, on text made here. Seconds on a CPU."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from train.config import Data, Mesh, Model, Optimizer, Sample, Train, from_dict, to_dict
+
+WORDS = ("the", "slow", "quick", "river", "stone", "moves", "over", "under", "bright", "night")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_once(tmp_path_factory):
+  """Programs compiled by one test, or by a process that it starts, serve the others too."""
+  settings = {
+    "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+  }
+  before = {name: getattr(jax.config, name) for name in settings}
+  environment = pytest.MonkeyPatch()
+  for name, value in settings.items():
+    jax.config.update(name, value)
+    environment.setenv(name.upper(), str(value))
+  compilation_cache.reset_cache()
+  yield
+  environment.undo()
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory):
+  """Two text files, made of a few words so that a tiny model learns something."""
+  folder = tmp_path_factory.mktemp("text")
+  rng = random.Random(0)
+  for name, documents in (("train", 60), ("validation", 8)):
+    lines = [" ".join(rng.choices(WORDS, k=40)) for _ in range(documents)]
+    rows = "".join(f'{{"text": "{line}."}}\n' for line in lines)
+    (folder / f"{name}.jsonl").write_text(rows)
+  return folder
+
+
+@pytest.fixture
+def tiny(text_folder, tmp_path):
+  """A function that makes the settings of a tiny run; arguments replace some, a.b as a__b."""
+
+  def make(**changes) -> Train:
+    cfg = Train(
+      model=Model(dim=32, num_layers=1, num_heads=2, vocab_size=257, dtype="float32"),
+      optimizer=Optimizer(peak_lr=3e-3, final_lr=3e-4),
+      data=Data(
+        folder=str(text_folder / "tokens"),
+        tokenizer="bytes",
+        train=("train",),
+        validation=("validation",),
+        sources={name: str(text_folder / f"{name}.jsonl") for name in ("train", "validation")},
+      ),
+      mesh=Mesh(data=1),
+      run_dir=str(tmp_path / "run"),
+      seq_len=32,
+      global_batch=4,
+      steps=12,
+      log_every=1,
+      eval_every=6,
+      checkpoint_every=5,
+      sample=Sample(prompt="the ", tokens=8),
+    )
+    values = to_dict(cfg)
+    for name, value in changes.items():
+      *groups, leaf = name.split("__")
+      where = values
+      for group in groups:
+        where = where[group]
+      where[leaf] = value
+    return from_dict(values)
+
+  return make
+
+
+@pytest.fixture
+def config_file(tmp_path):
+  """A function that writes settings as a config file for the command line."""
+
+  def write(cfg: Train, name: str = "config.py") -> str:
+    path = tmp_path / name
+    path.write_text(
+      "from train.config import from_dict\n\n\n"
+      f"def get_config():\n  return from_dict({to_dict(cfg)!r})\n"
+    )
+    return str(path)
+
+  return write
+
+
+@pytest.fixture
+def command(_compile_once):
+  """A function that starts Python on the checkout, on the CPU, with the compilations shared."""
+
+  def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+      [sys.executable, "-W", "error", *arguments],
+      cwd=Path(__file__).parents[2],
+      env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+
+  return start

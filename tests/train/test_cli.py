@@ -1,0 +1,184 @@
+"""The command line: what each command prints, and how it says no."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from train import cli, loop, sample
+from train.config import from_dict
+from train.data.tokenizers import load_tokenizer
+from train.recorder import DivergedError
+from train.run_folder import RunFolder
+
+
+def run(*arguments):
+  return cli.main([str(argument) for argument in arguments])
+
+
+def refusal(capsys, *arguments):
+  """Runs a command that must be refused; returns the one line that it says."""
+  assert run(*arguments) == 2
+  captured = capsys.readouterr()
+  assert captured.out == "", "said before it was refused"
+  (line,) = captured.err.splitlines()
+  assert line.startswith("error: ")
+  return line
+
+
+@pytest.fixture
+def trained(tiny):
+  """The settings of a finished run."""
+  cfg = tiny()
+  loop.fit(cfg)
+  return cfg
+
+
+def test_no_arguments_print_the_four_commands(command):
+  process = command("-X", "importtime", "-m", "train")
+  out, times = process.communicate(timeout=60)
+  assert process.returncode == 0
+  for name in ("fit", "evaluate", "generate", "tokenize"):
+    assert f"\n    {name} " in out
+  assert "python -m train fit --config configs/quickstart.py" in out
+  assert "| jax\n" not in times  # help need not wait for it
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "generate", "tokenize"])
+def test_each_command_has_help(capsys, name):
+  with pytest.raises(SystemExit) as caught:
+    run(name, "--help")
+  assert caught.value.code == 0
+  assert "--set A.B=VALUE" in capsys.readouterr().out
+
+
+def test_print_config_shows_resolved_settings_and_does_nothing(tiny, config_file, capsys):
+  cfg = tiny()
+  assert run("fit", "--config", config_file(cfg), "--set", "steps=77", "--print-config") == 0
+  printed = from_dict(json.loads(capsys.readouterr().out))
+  assert printed == tiny(steps=77)
+  assert not os.path.exists(cfg.run_dir)
+
+
+def test_wrong_use_is_one_line_and_exit_code_2(tiny, config_file, tmp_path, capsys):
+  path = config_file(tiny())
+  fit = ("fit", "--config", path)
+  line = refusal(capsys, *fit, "--set", "optimizer.peek_lr=1e-3")
+  assert "no setting 'optimizer.peek_lr' in Optimizer; did you mean 'peak_lr'?" in line
+  assert "no config file" in refusal(capsys, "fit", "--config", tmp_path / "none.py")
+  heads = ("--set", "model.num_heads=4", "--set", "model.dim=510")
+  assert "model.dim=510 is not a multiple of model.num_heads=4" in refusal(capsys, *fit, *heads)
+  (tmp_path / "file").write_text("x")
+  assert "is a file" in refusal(capsys, *fit, "--set", f"run_dir={tmp_path / 'file'}")
+  assert "no checkpoint in" in refusal(capsys, "generate", "--config", path, "--prompt", "a")
+  assert "--prompt is empty" in refusal(capsys, "generate", "--config", path, "--prompt", "")
+  assert "either --run-dir" in refusal(capsys, "evaluate")
+  assert "is not a run folder" in refusal(capsys, "evaluate", "--run-dir", tmp_path)
+  assert "either --config FILE, or --input" in refusal(capsys, "tokenize")
+  line = refusal(capsys, "tokenize", "--input", path, "--output", tmp_path / "out")
+  assert "also needs --tokenizer" in line
+  assert "'lnsm'" in refusal(capsys, *fit, "--set", "model.mixer=lnsm")
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["fit"], "--config"),
+    (["train"], "invalid choice: 'train'"),
+    (["generate", "--max-tokens", "many"], "invalid int value: 'many'"),
+  ],
+)
+def test_misspelt_commands_are_one_line_too(capsys, arguments, message):
+  with pytest.raises(SystemExit) as caught:
+    run(*arguments)
+  assert caught.value.code == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith("error: ")
+  assert message in line
+  assert "--help" in line
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(tiny, config_file, monkeypatch):
+  def faulty(*_, **__):
+    json.loads("{")  # a ValueError, but not one of ours
+
+  monkeypatch.setattr(loop, "fit", faulty)
+  with pytest.raises(json.JSONDecodeError):
+    run("fit", "--config", config_file(tiny()))
+
+
+def test_failure_on_the_way_is_exit_code_1(tiny, config_file, monkeypatch, capsys):
+  def diverge(*_, **__):
+    raise DivergedError("loss is nan at step 3")
+
+  monkeypatch.setattr(loop, "fit", diverge)
+  assert run("fit", "--config", config_file(tiny())) == 1
+  assert capsys.readouterr().err == "error: loss is nan at step 3\n"
+
+
+def test_evaluate_prints_what_training_measured(trained, capsys):
+  capsys.readouterr()
+  assert run("evaluate", "--run-dir", trained.run_dir, "--json") == 0
+  rows = json.loads(capsys.readouterr().out)
+  assert rows == RunFolder(trained.run_dir).evaluation(12, ["validation"])
+  assert run("evaluate", "--run-dir", trained.run_dir) == 0
+  header, row = capsys.readouterr().out.splitlines()
+  assert header.split() == ["set", "val_loss", "bits_per_byte", "tokens"]
+  name, loss, bits, tokens = row.split()
+  assert name == "validation"
+  assert float(loss) == pytest.approx(rows[0]["val_loss"], abs=1e-4)
+  assert float(bits) == pytest.approx(rows[0]["bits_per_byte"], abs=1e-4)
+  assert int(tokens.replace(",", "")) == rows[0]["tokens"]
+
+
+def test_generate_streams_one_prompt_and_prints_several(trained, config_file, capsys):
+  capsys.readouterr()
+  options = ("--max-tokens", 20, "--temperature", 0.9, "--top-k", 30, "--top-p", 1, "--seed", 3)
+  config = config_file(trained)
+  assert run("generate", "--config", config, "--prompt", "the river", *options) == 0
+  one = capsys.readouterr().out
+  assert one.startswith("the river")
+  assert len(one) > len("the river\n")
+  prompts = ("--prompt", "the river", "--prompt", "a")
+  assert run("generate", "--run-dir", trained.run_dir, *prompts, *options) == 0
+  first, second = capsys.readouterr().out.split("--- 2 of 2\n")
+  assert first == "--- 1 of 2\n" + one  # the same seed, alone or in a batch
+  assert second.startswith("a")
+  assert run("generate", "--run-dir", trained.run_dir, "--max-tokens", 4, "--temperature", 0) == 0
+  assert capsys.readouterr().out.startswith("the ")  # the prompt of the settings
+  for option, message in (("--max-tokens=0", "max_tokens=0"), ("--top-k=999", "top_k=999")):
+    assert message in refusal(capsys, "generate", "--config", config, option)
+
+
+def test_stream_never_cuts_a_character(monkeypatch):
+  tokenizer = load_tokenizer("bytes")
+  text = "naïve €5 \U0001f600 end"
+  made = [*text.encode(), 0xFF, 0x41, 0xE2, 0x82]  # then bytes that are no text, and a cut one
+
+  def fake(model, prompts, **options):
+    assert prompts[0].tolist() == [10]  # an empty prompt starts on a new line
+    return iter(np.array([[t] for t in [*made, tokenizer.end_of_text, 65]]))
+
+  monkeypatch.setattr(sample.generate, "stream", fake)
+  pieces = list(sample.stream(None, tokenizer, "", sample.config.Sample()))
+  assert "".join(pieces) == tokenizer.decode(made)
+  assert all("\ufffd" not in piece for piece in pieces[: len(text.encode())])
+  assert len([piece for piece in pieces if piece]) > 10
+
+
+def test_tokenize_with_and_without_a_config(tiny, config_file, text_folder, tmp_path, capsys):
+  output = tmp_path / "made" / "text"
+  source = text_folder / "validation.jsonl"
+  command = ("tokenize", "--input", source, "--output", output, "--tokenizer", "bytes")
+  assert run(*command, "--workers", 1) == 0
+  out = capsys.readouterr().out
+  assert out.startswith(f"{output}.bin  8 documents, ")
+  assert sorted(p.name for p in output.parent.iterdir()) == ["text.bin", "text.idx", "text.json"]
+  cfg = tiny(data__folder=str(tmp_path / "tokens"))
+  assert run("tokenize", "--config", config_file(cfg)) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert [line.split("  ")[0] for line in lines] == [
+    f"{tmp_path}/tokens/train.bin", f"{tmp_path}/tokens/validation.bin",
+  ]  # fmt: skip
+  assert "60 documents" in lines[0]

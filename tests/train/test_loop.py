@@ -1,0 +1,213 @@
+"""Whole runs in this process: exact resume, validation, divergence, and what is refused."""
+
+import json
+import os
+import random
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from train import loop
+from train.checkpoint import StructureError, newest_step
+from train.evaluate import Evaluator
+from train.recorder import DivergedError, Recorder
+from train.run_folder import RunFolder, RunFolderError
+from train.step import model_graph
+
+TIMES = ("tokens_per_second", "mfu")  # all of a row that depends on the clock
+
+
+def rows_of(cfg):
+  rows = RunFolder(cfg.run_dir).read_rows()
+  return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+
+
+def interrupt(monkeypatch, at):
+  """Sends SIGTERM to this process at the given steps."""
+  push = Recorder.push
+
+  def push_and_stop(self, step, metrics):
+    if step in at:
+      at.remove(step)
+      os.kill(os.getpid(), signal.SIGTERM)
+    push(self, step, metrics)
+
+  monkeypatch.setattr(Recorder, "push", push_and_stop)
+
+
+def assert_same_bits(a, b):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_stopping_anywhere_changes_no_bit(tiny, tmp_path, monkeypatch):
+  options = {"model__dtype": "bfloat16", "accumulate": 2, "optimizer__clip_norm": 1.0}
+  whole = tiny(run_dir=str(tmp_path / "whole"), **options)
+  reference = loop.fit(whole)
+  assert (reference.step, reference.stopped_by) == (12, None)
+  parts = tiny(run_dir=str(tmp_path / "parts"), **options)
+  stops = sorted(random.Random(5).sample(range(1, 12), 3))
+  interrupt(monkeypatch, list(stops))
+  for stop in stops:
+    result = loop.fit(parts)
+    assert (result.step, result.stopped_by) == (stop, "SIGTERM")
+    assert newest_step(tmp_path / "parts" / "checkpoints") == stop
+  result = loop.fit(parts)
+  assert (result.step, result.stopped_by) == (12, None)
+  assert_same_bits(result.state, reference.state)
+  assert rows_of(parts) == rows_of(whole)
+  assert result.validation == reference.validation
+  assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # as it was before
+
+
+def test_a_run_leaves_what_the_readme_promises(tiny, capsys):
+  cfg = tiny(log_every=5)
+  result = loop.fit(cfg)
+  run = RunFolder(cfg.run_dir)
+  rows = run.read_rows()
+  train = [row for row in rows if row["kind"] == "train"]
+  assert [row["step"] for row in train] == [5, 10, 12]
+  fields = {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "bits_per_byte"}
+  assert all(fields <= row.keys() for row in train)
+  assert all(row["tokens_per_second"] > 0 for row in train)
+  evals = [row for row in rows if row["kind"] == "eval"]
+  assert [row["step"] for row in evals] == [0, 6, 12]
+  assert evals[0]["bits_per_byte"] == pytest.approx(8, abs=1)
+  assert evals[2]["val_loss"] < evals[0]["val_loss"]
+  assert result.validation == evals[2:]
+  assert sorted(int(p.name) for p in run.checkpoints.iterdir()) == [10, 12]
+  out = capsys.readouterr().out
+  for text in ("device      cpu x 1", "12/12  loss", "sample", "the ", str(run.metrics_file)):
+    assert text in out
+  assert f"python -m train generate --run-dir {cfg.run_dir}" in out
+
+  rows = run.metrics_file.read_text()
+  assert loop.fit(cfg).step == 12  # nothing is left to do, and nothing is done twice
+  assert run.metrics_file.read_text() == rows
+
+
+def test_validation_is_the_mean_over_every_window_once(tiny):
+  cfg = tiny(global_batch=5)  # leaves a last batch that is not full
+  loop.prepare(cfg.data)
+  mesh = loop.meshes.make_mesh(cfg)
+  graph = model_graph(cfg.model)
+  evaluator = Evaluator(cfg, graph, mesh)
+  state = loop.init_state(cfg, mesh)
+  (row,) = evaluator(3, state["params"])
+  windows = loop.TokenWindows([f"{cfg.data.folder}/validation"], cfg.seq_len, 257)
+  assert len(windows) % 5
+  items = [windows[i] for i in range(len(windows))]
+  batch = {name: np.stack([item[name] for item in items]) for name in items[0]}
+
+  @jax.jit
+  def logits(params, batch):
+    return nnx.merge(graph, params)(batch["tokens"], segment_ids=batch["segment_ids"])[0]
+
+  log_p = jax.nn.log_softmax(logits(state["params"], batch))
+  nll = -np.take_along_axis(np.asarray(log_p), batch["targets"][..., None], -1)[..., 0]
+  weights = batch["weights"].astype(np.float64)
+  assert row["val_loss"] == pytest.approx((nll * weights).sum() / weights.sum(), rel=1e-5)
+  assert row["tokens"] == weights.sum()
+  with open(f"{cfg.data.folder}/validation.json") as file:
+    counts = json.load(file)
+  expected = row["val_loss"] / np.log(2) * counts["tokens"] / counts["bytes"]
+  assert row["bits_per_byte"] == pytest.approx(expected)
+  assert evaluator(3, state["params"], should_stop=lambda: True) == []
+
+
+def test_divergence_stops_the_run_and_keeps_the_last_good_checkpoint(tiny, monkeypatch):
+  push = Recorder.push
+
+  def push_poisoned(self, step, metrics):
+    push(self, step, metrics | {"grad_norm": jnp.nan} if step == 8 else metrics)
+
+  cfg = tiny()
+  monkeypatch.setattr(Recorder, "push", push_poisoned)
+  with pytest.raises(DivergedError, match=r"grad_norm is nan at step 8.*optimizer\.peak_lr"):
+    loop.fit(cfg)
+  run = RunFolder(cfg.run_dir)
+  assert newest_step(run.checkpoints) == 5
+  assert max(row["step"] for row in run.read_rows()) == 7
+
+
+def test_a_step_whose_checkpoint_is_due_is_checked_before_it_is_saved(tiny, monkeypatch):
+  push = Recorder.push
+
+  def push_poisoned(self, step, metrics):
+    push(self, step, metrics | {"param_norm": jnp.inf} if step == 10 else metrics)
+
+  cfg = tiny()
+  monkeypatch.setattr(Recorder, "push", push_poisoned)
+  with pytest.raises(DivergedError, match="param_norm is inf at step 10"):
+    loop.fit(cfg)
+  assert newest_step(RunFolder(cfg.run_dir).checkpoints) == 5
+
+
+def test_rows_beyond_the_checkpoint_are_trained_again(tiny, monkeypatch):
+  cfg = tiny()
+  run = RunFolder(cfg.run_dir)
+
+  class Killed(BaseException):
+    pass
+
+  push = Recorder.push
+
+  def push_and_die(self, step, metrics):
+    push(self, step, metrics)
+    if step == 9:
+      raise Killed
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Recorder, "push", push_and_die)
+    with pytest.raises(Killed):
+      loop.fit(cfg)
+  assert max(row["step"] for row in run.read_rows()) == 8
+  loop.fit(cfg)
+  steps = [row["step"] for row in run.read_rows() if row["kind"] == "train"]
+  assert steps == list(range(1, 13))
+
+
+def test_what_does_not_fit_the_run_is_refused(tiny, monkeypatch):
+  cfg = tiny(sample__tokens=0)
+  loop.fit(cfg)
+  run = RunFolder(cfg.run_dir)
+  before = run.config_file.read_text(), run.metrics_file.read_text()
+  with monkeypatch.context() as patch:
+    patch.setattr(jax, "jit", None)  # nothing is compiled before these
+    with pytest.raises(RunFolderError, match=r"model\.dim: the folder's run has 32, this one 64"):
+      loop.fit(tiny(model__dim=64))
+    with pytest.raises(RunFolderError, match="cannot be written"):
+      loop.fit(tiny(run_dir="/proc/run"))
+  with pytest.raises(StructureError, match=r"params/blocks/\S*: float32\[1, .*needs float32\[2, "):
+    loop.fit(tiny(model__num_layers=2), allow_config_change=True)
+  with pytest.raises(ValueError, match="has done 12 steps already, more than steps=11"):
+    loop.fit(tiny(steps=11))
+  assert before == (run.config_file.read_text(), run.metrics_file.read_text())
+
+
+def test_other_text_under_the_same_name_is_refused(tiny, tmp_path):
+  text = tmp_path / "train.txt"
+  text.write_text("one two three " * 100)
+  sources = {"train": str(text), "validation": str(text)}
+  options = {"data__folder": str(tmp_path / "tokens"), "data__sources": sources}
+  loop.fit(tiny(**options, sample__tokens=0))
+  text.write_text("three two one " * 100)
+  with pytest.raises(ValueError, match=r"the text of train in \S* is not what the run"):
+    loop.fit(tiny(**options, steps=13))
+  text.write_text("one two three " * 100)
+  assert loop.fit(tiny(**options, sample__tokens=0)).step == 12
+
+
+def test_a_longer_run_goes_on_and_says_so(tiny, capsys):
+  loop.fit(tiny(sample__tokens=0))
+  capsys.readouterr()
+  result = loop.fit(tiny(steps=14, sample__tokens=0))
+  assert result.step == 14
+  out = capsys.readouterr().out
+  assert "resuming    after step 12 of 14" in out
+  assert "changed     steps: the folder's run has 12, this one 14" in out
+  assert RunFolder(tiny().run_dir).load_config().steps == 14

@@ -1,0 +1,87 @@
+"""Bits per byte, throughput, and what a terminal and a log see of the progress."""
+
+import io
+import json
+import math
+
+import pytest
+
+from train import metrics
+from train.metrics import Clock, Console, bits_per_byte, duration, short, tokens_per_byte
+
+
+def test_bits_per_byte_counts_all_sets_together(tmp_path):
+  for name, counts in (("a", {"tokens": 100, "bytes": 400}), ("b", {"tokens": 50, "bytes": 100})):
+    (tmp_path / f"{name}.json").write_text(json.dumps(counts))
+  assert tokens_per_byte(tmp_path, ["a", "b"]) == 150 / 500
+  assert tokens_per_byte(tmp_path, ["a", "without"]) is None
+  assert bits_per_byte(math.log(2) * 3, 150 / 500) == pytest.approx(0.9)
+  assert bits_per_byte(1.0, None) is None
+
+
+def test_clock_counts_tokens_since_the_last_reading(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+  clock = Clock(tokens_per_step=100)
+  for when in (0.5, 1.0, 1.5, 2.0):
+    clock.tick(when)
+  now[0] = 9.0  # read late
+  assert clock.tokens_per_second() == 200
+  clock.tick(4.0)
+  assert clock.tokens_per_second() == 50
+  now[0] = 1000.0  # an evaluation is over
+  clock.restart()
+  clock.tick(1000.25)
+  assert clock.tokens_per_second() == 400
+  assert clock.seconds_left(12) == pytest.approx(12 * 1000.25 / 6)  # with the evaluation
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+def test_progress_rewrites_one_line_on_a_terminal():
+  out = Terminal()
+  console = Console(out)
+  for text in ("step 1", "step 2"):
+    console.progress(text)
+  console.say("saved")
+  console.progress("step 3")
+  console.say("done")
+  assert out.getvalue() == ("\r\x1b[Kstep 1\r\x1b[Kstep 2\nsaved\n\r\x1b[Kstep 3\ndone\n")
+
+
+def test_progress_is_plain_lines_in_a_log():
+  out = io.StringIO()
+  console = Console(out)
+  console.progress("step 1")
+  console.say("saved")
+  console.progress("step 2")
+  assert out.getvalue() == "step 1\nsaved\nstep 2\n"
+
+
+def test_progress_line_has_what_is_watched():
+  row = {"step": 20, "loss": 2.34567, "bits_per_byte": 3.3841, "tokens_per_second": 51234.0}
+  line = metrics.train_line(row | {"learning_rate": 7.3e-4}, 1000, 3723)
+  assert line == (
+    "step   20/1000  loss 2.3457  3.384 bits/byte  51.2k tokens/s  lr 7.30e-04  eta 1:02:03"
+  )
+  line = metrics.train_line(row | {"learning_rate": 7.3e-4, "bits_per_byte": None}, 1000, 3)
+  assert "bits" not in line
+
+
+@pytest.mark.parametrize(
+  ("number", "text"),
+  [(0, "0"), (7.25, "7.25"), (999, "999"), (999.6, "1k"), (51234, "51.2k"), (1.34e6, "1.34M"),
+   (2e9, "2G"), (5e12, "5e+03G")],
+)  # fmt: skip
+def test_short_numbers(number, text):
+  assert short(number) == text
+
+
+@pytest.mark.parametrize(
+  ("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (123, "2:03"), (3600, "1:00:00")]
+)
+def test_durations(seconds, text):
+  assert duration(seconds) == text

@@ -1,0 +1,92 @@
+"""Schedules against their formulas, Adam against a loop in float64, and what is decayed."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from train.config import Optimizer
+from train.optimizer import is_matrix, make_optimizer, make_schedule
+
+
+def test_exponential_schedule_is_the_papers():
+  schedule = make_schedule(Optimizer(peak_lr=8e-4, final_lr=1e-5), steps=1000)
+  for step in (0, 1, 500, 999, 1000, 2000):
+    expected = 8e-4 * (1e-5 / 8e-4) ** (min(step, 1000) / 1000)
+    assert float(schedule(step)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_cosine_schedule_after_a_linear_warmup():
+  settings = Optimizer(peak_lr=1e-2, final_lr=1e-3, schedule="cosine", warmup_steps=100)
+  schedule = make_schedule(settings, steps=1100)
+  assert float(schedule(0)) == 0
+  assert float(schedule(50)) == pytest.approx(5e-3)
+  for step in (100, 350, 600, 1100):
+    share = (step - 100) / 1000
+    expected = 1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi * share))
+    assert float(schedule(step)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_warmup_before_the_exponential_leaves_it_the_remaining_steps():
+  settings = Optimizer(peak_lr=1e-2, final_lr=1e-4, warmup_steps=10)
+  schedule = make_schedule(settings, steps=110)
+  assert float(schedule(5)) == pytest.approx(5e-3)
+  assert float(schedule(60)) == pytest.approx(1e-3, rel=1e-5)
+  assert float(schedule(110)) == pytest.approx(1e-4, rel=1e-5)
+
+
+def test_adam_clipping_and_decay_are_those_of_their_definitions():
+  settings = Optimizer(
+    peak_lr=1e-2, final_lr=1e-3, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.3, clip_norm=0.5
+  )
+  steps = 6
+  tx, schedule = make_optimizer(settings, steps)
+  rng = np.random.default_rng(0)
+  params = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32), "b": jnp.ones(4)}
+  state = tx.init(params)
+  expected = {k: np.asarray(v, np.float64) for k, v in params.items()}
+  m = {k: np.zeros_like(v) for k, v in expected.items()}
+  v = {k: np.zeros_like(x) for k, x in expected.items()}
+  for step in range(steps):
+    gradients = {k: rng.normal(size=x.shape) for k, x in expected.items()}
+    updates, state = tx.update(jax.tree.map(jnp.float32, gradients), state, params)
+    params = optax.apply_updates(params, updates)
+    norm = math.sqrt(sum((g**2).sum() for g in gradients.values()))
+    for k, gradient in gradients.items():
+      gradient = gradient * min(1, 0.5 / norm)
+      m[k] = 0.8 * m[k] + 0.2 * gradient
+      v[k] = 0.95 * v[k] + 0.05 * gradient**2
+      direction = m[k] / (1 - 0.8 ** (step + 1))
+      direction /= np.sqrt(v[k] / (1 - 0.95 ** (step + 1))) + 1e-6
+      decay = 0.3 * expected[k] if k == "w" else 0
+      expected[k] = expected[k] - float(schedule(step)) * (direction + decay)
+  for k, value in expected.items():
+    np.testing.assert_allclose(params[k], value, rtol=1e-5, atol=1e-6)
+
+
+def test_decay_counts_rank_within_a_layer():
+  params = {
+    "embedding": jnp.zeros((7, 4)),
+    "norm": {"scale": jnp.zeros(4)},
+    "blocks": {"kernel": jnp.zeros((3, 4, 4)), "gamma": jnp.zeros((3, 4)), "w": jnp.zeros((3, 4))},
+  }
+  assert is_matrix(params) == {
+    "embedding": True,
+    "norm": {"scale": False},
+    "blocks": {"kernel": True, "gamma": False, "w": False},
+  }
+
+
+def test_state_keeps_its_layout_whatever_is_turned_on():
+  params = {"w": jnp.zeros((2, 2))}
+
+  def paths(**options):
+    tx, _ = make_optimizer(Optimizer(peak_lr=1e-3, final_lr=1e-4, **options), 10)
+    return [
+      jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(tx.init(params))
+    ]
+
+  assert paths() == paths(weight_decay=0.1, clip_norm=1.0) == paths(schedule="cosine")

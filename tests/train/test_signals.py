@@ -1,0 +1,87 @@
+"""Real processes, stopped by real signals."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from train import loop
+from train.checkpoint import newest_step
+from train.run_folder import RunFolder
+
+STEPS = 1000
+
+
+def wait_for_step(process, cfg, step):
+  """Returns once the run has logged `step`."""
+  metrics = RunFolder(cfg.run_dir).metrics_file
+  deadline = time.monotonic() + 120
+  while time.monotonic() < deadline:
+    assert process.poll() is None, process.communicate()
+    if metrics.exists() and f'"step": {step},' in metrics.read_text():
+      return
+    time.sleep(0.005)
+  process.kill()
+  raise AssertionError(f"step {step} was not reached: {process.communicate()}")
+
+
+def test_sigterm_sigint_and_sigkill_lose_nothing(tiny, config_file, command, tmp_path):
+  options = {"steps": STEPS, "eval_every": 400, "checkpoint_every": 100, "sample__tokens": 0}
+  cfg = tiny(**options, run_dir=str(tmp_path / "stopped"))
+  fit = ("-m", "train", "fit", "--config", config_file(cfg))
+  checkpoints = Path(cfg.run_dir) / "checkpoints"
+  for number, after in ((signal.SIGTERM, 30), (signal.SIGINT, 150), (signal.SIGKILL, 320)):
+    process = command(*fit)
+    wait_for_step(process, cfg, after)
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=60)
+    step = newest_step(checkpoints)
+    if number is signal.SIGKILL:
+      assert process.returncode == -signal.SIGKILL
+      assert step >= 200
+    else:
+      assert process.returncode == 0, errors
+      assert f"stopped by {number.name} after step {step}; saved" in out
+      assert step >= after
+    assert step < STEPS, "the run was over before the signal came"
+  result = loop.fit(cfg)
+  reference = tiny(**options, run_dir=str(tmp_path / "whole"))
+  assert loop.fit(reference).step == result.step == STEPS
+
+  def rows(cfg):
+    kept = ("kind", "step", "set", "loss", "val_loss", "grad_norm", "param_norm", "learning_rate")
+    return [{k: row.get(k) for k in kept} for row in RunFolder(cfg.run_dir).read_rows()]
+
+  assert rows(cfg) == rows(reference)
+
+
+def test_a_second_signal_stops_at_once(command):
+  script = (
+    "import time\nfrom train.stop import StopSignal\n"
+    "with StopSignal() as stop:\n"
+    "  print('ready', flush=True)\n"
+    "  while not stop: time.sleep(0.001)\n"
+    "  print(stop.name, flush=True)\n"
+    "  time.sleep(60)\n"
+  )
+  process = command("-c", script)
+  assert process.stdout.readline() == "ready\n"
+  process.send_signal(signal.SIGTERM)
+  assert process.stdout.readline() == "SIGTERM\n"
+  begin = time.monotonic()
+  process.send_signal(signal.SIGINT)
+  process.communicate(timeout=30)
+  assert process.returncode == -signal.SIGINT
+  assert time.monotonic() - begin < 10
+
+
+def test_handlers_come_back_as_they_were():
+  from train.stop import StopSignal
+
+  before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+  with StopSignal() as stop:
+    assert not stop
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop
+    assert stop.name == "SIGINT"
+  assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
