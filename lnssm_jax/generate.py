@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax.mixers.checks import check_positive
+from lnssm_jax.models import LanguageModel
 
 # Tokens drawn per call of the device: enough to hide the cost of the call, few enough to stop soon.
 _STEPS_PER_CALL = 32
@@ -31,7 +32,7 @@ class _Choice(NamedTuple):
 
 
 def generate(
-  model,
+  model: LanguageModel,
   prompts: Sequence[Sequence[int]],
   *,
   max_tokens: int,
@@ -45,7 +46,6 @@ def generate(
   """Continues each prompt; returns the new tokens only, int32, one array per prompt.
 
   Args:
-    model: a `LanguageModel`, or anything called like one.
     prompts: lists of token ids, of any lengths of at least 1.
     max_tokens: the most tokens to draw for each prompt.
     temperature: divides the logits; 0 takes the most probable token.
@@ -79,7 +79,7 @@ def generate(
 
 
 def stream(
-  model,
+  model: LanguageModel,
   prompts: Sequence[Sequence[int]],
   *,
   max_tokens: int,
@@ -95,7 +95,7 @@ def stream(
   A row that has ended repeats `stop_token`; the stream ends with its last row, or after
   `max_tokens` steps.
   """
-  prompts = _checked_prompts(prompts, model.vocab_size)
+  rows = _checked_prompts(prompts, model.vocab_size)
   check_positive("max_tokens", max_tokens)
   check_positive("prefill_chunk", prefill_chunk)
   if not temperature >= 0:
@@ -119,7 +119,7 @@ def stream(
   # Rounded sums of probabilities may exceed 1, but not this.
   top_p = np.inf if top_p in (None, 1) else top_p
   limits = (jnp.float32(temperature), jnp.float32(top_p))
-  return _run(model, prompts, max_tokens, seed, choice, limits, stop_token, prefill_chunk)
+  return _run(model, rows, max_tokens, seed, choice, limits, stop_token, prefill_chunk)
 
 
 def _checked_prompts(prompts, vocab_size: int) -> list[np.ndarray]:
@@ -202,7 +202,7 @@ def _decode(model, state, logits, row_keys, first, limits, *, choice: _Choice):
   def step(carry, number):
     state, logits = carry
     keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, number)
-    tokens = _draw(logits, keys, *limits, choice)
+    tokens = _draw(logits, keys, limits, choice)
     logits, state = model(tokens[:, None], state)
     return (state, logits[:, 0]), tokens
 
@@ -210,19 +210,18 @@ def _decode(model, state, logits, row_keys, first, limits, *, choice: _Choice):
   return state, logits, tokens
 
 
-def _draw(logits, keys, temperature, top_p, choice: _Choice):
+def _draw(logits, keys, limits, choice: _Choice):
   """One token per row, int32 [B], from logits [B, vocab] and one key a row."""
   if choice.method == "greedy":
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  temperature, top_p = limits
   # The largest becomes 0 first, so that no temperature can overflow it.
   logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
   if choice.method == "all":
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
   logits, tokens = jax.lax.top_k(logits, choice.candidates)
   probabilities = jax.nn.softmax(logits, axis=-1)
-  likelier = (
-    jnp.cumsum(probabilities, axis=-1) - probabilities
-  )  # what stands before each in the order
+  likelier = jnp.cumsum(probabilities, axis=-1) - probabilities  # the sum of those before it
   logits = jnp.where(likelier < top_p, logits, -jnp.inf)
   ranks = jax.vmap(jax.random.categorical)(keys, logits)
   return jnp.take_along_axis(tokens, ranks[:, None], axis=-1)[:, 0]

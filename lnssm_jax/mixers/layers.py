@@ -21,6 +21,7 @@ def token_shift(
   shifted = jnp.concatenate([previous.astype(x.dtype)[:, None], x[:, :-1]], axis=1)
   if segment_ids is None:
     return shifted
+  segment_ids = jnp.asarray(segment_ids)
   starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))  # [B, T]
   return jnp.where(starts[..., None], jnp.zeros_like(shifted), shifted)
 

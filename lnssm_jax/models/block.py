@@ -61,6 +61,8 @@ class Block(nnx.Module):
 
   def __call__(self, x: jax.Array, state=None, segment_ids: jax.Array | None = None):
     """Returns (x [B, T, D], the mixer's state)."""
-    y, state = self.mixer(self.mixer_norm(x).astype(self.dtype), state, segment_ids)
+    with jax.named_scope("mixer"):
+      y, state = self.mixer(self.mixer_norm(x).astype(self.dtype), state, segment_ids)
     x = x + y
-    return x + self.channel_mixer(self.channel_norm(x).astype(self.dtype)), state
+    with jax.named_scope("channel_mixer"):
+      return x + self.channel_mixer(self.channel_norm(x).astype(self.dtype)), state

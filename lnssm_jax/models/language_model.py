@@ -91,11 +91,9 @@ class LanguageModel(nnx.Module):
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
     self.dim, self.dtype = dim, dtype
     options = dict(mixer_options or {})
-    allowed = [
-      p for p in inspect.signature(mixer_class.__init__).parameters if p not in _SET_BY_MODEL
-    ]
+    allowed = inspect.signature(mixer_class.__init__).parameters.keys() - _SET_BY_MODEL
     for name in options:
-      check_choice(f"mixer_options of {mixer!r}: option", name, allowed)
+      check_choice(f"mixer_options of {mixer!r}: option", name, sorted(allowed))
 
     gain = 1e-4 * math.sqrt(max(vocab_size, dim))
     self.embedding = nnx.Param(orthogonal(gain)(rngs.params(), (vocab_size, dim), param_dtype))
@@ -126,8 +124,7 @@ class LanguageModel(nnx.Module):
     return jax.tree.map(lambda s: jnp.broadcast_to(s, (self.num_layers, *s.shape)), state)
 
   def hidden(self, tokens: jax.Array, state=None, segment_ids: jax.Array | None = None):
-    """What the head reads: (h [B, T, D] in `dtype`, after the last norm; the state after the last
-    token).
+    """(What the head reads [B, T, D], in `dtype`; the state after the last token.)
 
     A token id outside [0, vocab_size) cannot raise on a device: it makes NaN.
 
@@ -140,11 +137,9 @@ class LanguageModel(nnx.Module):
       ValueError: a rank, dtype or shape is wrong; the message names it.
     """
     self._check(tokens, state)
-    x = (
-      self.embedding[...]
-      .at[tokens]
-      .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-    )
+    # Looked up in `param_dtype`, so that the gradients of frequent tokens are summed in it too.
+    rows = self.embedding[...].at[jnp.asarray(tokens)]
+    x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     x = self.embedding_norm(x).astype(self.dtype)
 
     def layer(x, inputs):
@@ -168,11 +163,12 @@ class LanguageModel(nnx.Module):
       raise ValueError(
         f"LanguageModel: tokens has dtype {jnp.result_type(tokens)}; token ids must be integers."
       )
-    if 0 in tokens.shape:
-      raise ValueError(f"LanguageModel: tokens has shape {tokens.shape}; give at least one token.")
+    B, T = jnp.shape(tokens)
+    if not B * T:
+      raise ValueError(f"LanguageModel: tokens has shape {(B, T)}; give at least one token.")
     if state is None:
       return
-    expected = jax.eval_shape(lambda: self.init_state(tokens.shape[0]))
+    expected = jax.eval_shape(lambda: self.init_state(B))
     if jax.tree.structure(state) != jax.tree.structure(expected):
       raise ValueError(
         f"LanguageModel: state has the structure {jax.tree.structure(state)}, but this model's is "

@@ -91,7 +91,8 @@ def frequencies(temperature=1.0, top_k=None, top_p=None, draws=4000):
   choice = generation._Choice(method, top_k or 4)
   top_p = np.inf if top_p is None else top_p
   keys = jax.random.split(jax.random.key(0), draws)
-  tokens = generation._draw(logits, keys, jnp.float32(temperature), jnp.float32(top_p), choice)
+  limits = (jnp.float32(temperature), jnp.float32(top_p))
+  tokens = generation._draw(logits, keys, limits, choice)
   return np.bincount(tokens, minlength=4) / draws
 
 
