@@ -91,7 +91,8 @@ def linear_attention(
     segment_ids=segment_ids,
     chunk_size=chunk_size,
   )
-  return dispatch.choose(_NAME, implementation, args, kwargs).run(*args, **kwargs)
+  with jax.named_scope(_NAME):
+    return dispatch.choose(_NAME, implementation, args, kwargs).run(*args, **kwargs)
 
 
 def _checked(

@@ -78,6 +78,7 @@ def _forward(static, inputs, segments):
   return (out, final), (inputs, segments, entering, out, denominator)
 
 
+@jax.named_scope("linear_attention")
 def _backward(static, kept, cotangents):
   inputs, segments, entering, out, denominator = kept
   d_out, d_final = cotangents
