@@ -5,6 +5,7 @@ state and step count), so that a reader of the model need not read the optimizer
 the position in the data (one integer), what the data was, and the settings of the run.
 """
 
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ class Checkpoints:
     for stray in _strays(self.directory):
       # Orbax takes any folder with a number for a checkpoint, an empty one too.
       stray.rename(_free_name(stray))
+    newest: Any = ocp.training.preservation_policies.LatestN(keep)
     self._orbax = ocp.training.Checkpointer(
-      self.directory,
-      preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+      str(self.directory),
+      preservation_policy=newest,
       cleanup_tmp_directories=True,
     )
 
@@ -108,12 +110,13 @@ def load(
     )
   path = directory / str(step)
   try:
-    found = ocp.checkpointables_metadata(path)
+    found = ocp.checkpointables_metadata(str(path))
     saved = {name: found.metadata[name] for name in abstract}
     if None in saved.values():  # Orbax only logs what it could not read
       raise OSError("the description of its arrays is damaged")
     check_structure(path, saved, abstract)
-    return ocp.load_checkpointables(path, abstract), step, found.custom_metadata
+    loaded = ocp.load_checkpointables(str(path), abstract)
+    return loaded, step, typing.cast(dict[str, Any], found.custom_metadata)
   except StructureError:
     raise
   except Exception as error:

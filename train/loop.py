@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -133,9 +133,7 @@ def _begin(
   return state, step
 
 
-def _compile(
-  cfg: config.Train, graph: Any, mesh: Mesh, console: Console
-) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+def _compile(cfg: config.Train, graph: Any, mesh: Mesh, console: Console) -> jax.stages.Compiled:
   """The training step, compiled ahead so that its first call takes no longer than the others."""
   tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
   shape, where = (cfg.global_batch, cfg.seq_len), meshes.batch_sharding(mesh)

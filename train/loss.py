@@ -57,16 +57,17 @@ def next_token_loss(
     raise ValueError(f"chunk={chunk} must be at least 1 (positions of logits held at once).")
   weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
   steps = max(1, chunk // hidden.shape[0])
-  nats, penalty = _chunked_sums(steps, float(logit_penalty), hidden, head, targets, weights)
+  with jax.named_scope("next_token_loss"):
+    nats, penalty = _chunked_sums(steps, float(logit_penalty), hidden, head, targets, weights)
   return LossSums(nats, weights.sum(), jax.lax.stop_gradient(penalty))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunked_sums(steps, coefficient, hidden, head, targets, weights):
-  matrix = head.astype(hidden.dtype)
+  matrix = _aligned(head.astype(hidden.dtype))
 
   def body(sums, xs):
-    _, nats, penalty, _ = _logit_terms(coefficient, matrix, *xs)
+    _, nats, penalty, _ = _logit_terms(coefficient, head.shape[1], matrix, *xs)
     return (sums[0] + nats, sums[1] + penalty), None
 
   zero = jnp.zeros((), jnp.float32)
@@ -76,12 +77,12 @@ def _chunked_sums(steps, coefficient, hidden, head, targets, weights):
 
 def _forward(steps, coefficient, hidden, head, targets, weights):
   T, D = hidden.shape[1:]
-  matrix = head.astype(hidden.dtype)
+  matrix = _aligned(head.astype(hidden.dtype))
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
   def body(carry, xs):
     nats_sum, penalty_sum, d_head = carry
-    h, nats, penalty, d_logits = _logit_terms(coefficient, matrix, *xs)
+    h, nats, penalty, d_logits = _logit_terms(coefficient, head.shape[1], matrix, *xs)
     d_logits = d_logits().astype(h.dtype)
     d_hidden = product("bcv,dv->bcd", d_logits, matrix).astype(h.dtype)
     d_head = d_head + product("bcd,bcv->dv", h, d_logits)
@@ -89,10 +90,10 @@ def _forward(steps, coefficient, hidden, head, targets, weights):
 
   zero = jnp.zeros((), jnp.float32)
   chunks = [_split_time(x, steps) for x in (hidden, targets, weights)]
-  carry = (zero, zero, jnp.zeros(head.shape, jnp.float32))
+  carry = (zero, zero, jnp.zeros(matrix.shape, jnp.float32))
   (nats, penalty, d_head), d_hidden = jax.lax.scan(body, carry, chunks)
   d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, D)[:, :T]
-  return (nats, penalty), (d_hidden, d_head.astype(head.dtype))
+  return (nats, penalty), (d_hidden, d_head[:, : head.shape[1]].astype(head.dtype))
 
 
 def _backward(steps, coefficient, gradients, cotangents):
@@ -105,13 +106,25 @@ def _backward(steps, coefficient, gradients, cotangents):
 _chunked_sums.defvjp(_forward, _backward)
 
 
-def _logit_terms(coefficient, matrix, hidden, targets, weights):
+def _aligned(head):
+  """`head` with zero columns up to a multiple of 64, if it is large.
+
+  A vocabulary of 50,277 keeps a GPU's fast matrix products from running: they want rows of 16-byte
+  multiples.
+  """
+  size = head.shape[1]
+  return jnp.pad(head, ((0, 0), (0, -size % 64))) if size >= 4096 else head
+
+
+def _logit_terms(coefficient, vocab_size, matrix, hidden, targets, weights):
   """Loss and penalty of one chunk [B, C, ...], and a function giving the gradient of its logits."""
   used = weights != 0
   # 0 * NaN is NaN: rows that do not count are emptied before the product, not after.
   hidden = jnp.where(used[..., None], hidden, 0)
   logits = jnp.einsum("bcd,dv->bcv", hidden, matrix, preferred_element_type=jnp.float32)
   vocab = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+  if logits.shape[-1] > vocab_size:
+    logits = jnp.where(vocab < vocab_size, logits, -jnp.inf)
   is_target = vocab == targets[..., None]
   largest = logits.max(-1)
   exponentials = jnp.exp(logits - largest[..., None])
@@ -119,7 +132,7 @@ def _logit_terms(coefficient, matrix, hidden, targets, weights):
   target_logit = jnp.where(is_target, logits, 0).sum(-1)
   nll = largest + jnp.log(normalizer) - target_logit
   # A target outside the vocabulary must not pass for one whose logit is 0.
-  in_vocabulary = (targets >= 0) & (targets < logits.shape[-1])
+  in_vocabulary = (targets >= 0) & (targets < vocab_size)
   nll = jnp.where(used, jnp.where(in_vocabulary, nll, jnp.nan), 0)
   nats = (weights * nll).sum()
   penalty = (weights * 0.5 * coefficient * largest**2).sum()

@@ -5,19 +5,21 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from train.data.tokenize import read_sidecar
 
-Row = dict[str, str | int | float | None]
+Row = dict[str, Any]  # one object of metrics.jsonl
 
 
 def tokens_per_byte(folder: str | Path, names: Iterable[str]) -> float | None:
   """Tokens per UTF-8 byte of text over token sets, from their sidecars; None without them all."""
-  sidecars = [read_sidecar(Path(folder) / name) for name in names]
-  if not all(sidecars):
-    return None
-  tokens, size = (sum(sidecar[key] for sidecar in sidecars) for key in ("tokens", "bytes"))
+  tokens = size = 0
+  for name in names:
+    sidecar = read_sidecar(Path(folder) / name)
+    if sidecar is None:
+      return None
+    tokens, size = tokens + sidecar["tokens"], size + sidecar["bytes"]
   return tokens / size
 
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import Any
 
 import jax
 
@@ -24,9 +25,9 @@ class Recorder:
     self._tokens_per_step = cfg.global_batch * cfg.seq_len
     self._tokens_per_byte = tokens_per_byte(cfg.data.folder, cfg.data.train)
     self._clock = Clock(self._tokens_per_step)
-    self._pending: tuple[int, dict[str, jax.Array], float | None] | None = None
+    self._pending: tuple[int, dict[str, Any], float | None] | None = None
 
-  def push(self, step: int, metrics: dict[str, jax.Array]) -> None:
+  def push(self, step: int, metrics: dict[str, Any]) -> None:
     """Takes the metrics of a step that was just dispatched, and reads those of the one before.
 
     Raises:
@@ -48,7 +49,7 @@ class Recorder:
     """Leaves the time since the last step out of tokens a second."""
     self._clock.restart()
 
-  def _read(self, step: int, metrics: dict[str, jax.Array], finished: float | None) -> None:
+  def _read(self, step: int, metrics: dict[str, Any], finished: float | None) -> None:
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     self._clock.tick(finished or time.perf_counter())
     for name in ("loss", "grad_norm", "param_norm"):

@@ -67,8 +67,8 @@ def _pieces(steps: Iterator[np.ndarray], tokenizer: Tokenizer) -> Iterator[str]:
   yield text[shown:]
 
 
-def _encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[np.ndarray]:
-  return [tokenizer.encode(prompt or OPENING) for prompt in prompts]
+def _encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+  return [tokenizer.encode(prompt or OPENING).tolist() for prompt in prompts]
 
 
 def _options(tokenizer: Tokenizer, sample: config.Sample, seed: int) -> dict[str, Any]:

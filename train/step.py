@@ -18,7 +18,7 @@ from lnssm_jax import sharding
 from lnssm_jax.models import LanguageModel
 from train import config
 from train import mesh as meshes
-from train.loss import LossSums, next_token_loss
+from train.loss import next_token_loss
 from train.optimizer import make_optimizer, make_schedule
 
 State = dict[str, Any]
@@ -75,7 +75,7 @@ def init_state(cfg: config.Train, mesh: Mesh) -> State:
 
 def make_train_step(
   cfg: config.Train, graph: Any, tx: optax.GradientTransformation, mesh: Mesh
-) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+) -> jax.stages.Wrapped:
   """A compiled `(state, batch) -> (state, metrics)` that consumes (donates) the old state.
 
   Metrics are float32 scalars: `loss` (nats per predicted token, before the step), `grad_norm`
@@ -101,8 +101,9 @@ def make_train_step(
     tokens = jnp.where(sums.weight > 0, sums.weight, 1.0)
     gradients = jax.tree.map(lambda g: g / tokens, gradients)
     gradients = jax.lax.with_sharding_constraint(gradients, shardings["params"])
-    updates, opt_state = tx.update(gradients, state["opt_state"], _float32(params))
-    params = optax.apply_updates(params, updates)
+    with jax.named_scope("optimizer"):
+      updates, opt_state = tx.update(gradients, state["opt_state"], _float32(params))
+      params = optax.apply_updates(params, updates)
     metrics = {
       "loss": sums.nats / tokens,
       "grad_norm": optax.tree.norm(gradients),
@@ -116,7 +117,7 @@ def make_train_step(
   return jax.jit(step, donate_argnums=0, out_shardings=(shardings, meshes.replicated(mesh)))
 
 
-def make_eval_step(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[[Any, Batch], LossSums]:
+def make_eval_step(cfg: config.Train, graph: Any, mesh: Mesh) -> jax.stages.Wrapped:
   """A compiled `(params, batch) -> LossSums`."""
 
   def step(params, batch):

@@ -157,7 +157,7 @@ def test_stream_never_cuts_a_character(monkeypatch):
   made = [*text.encode(), 0xFF, 0x41, 0xE2, 0x82]  # then bytes that are no text, and a cut one
 
   def fake(model, prompts, **options):
-    assert prompts[0].tolist() == [10]  # an empty prompt starts on a new line
+    assert prompts == [[10]]  # an empty prompt starts on a new line
     return iter(np.array([[t] for t in [*made, tokenizer.end_of_text, 65]]))
 
   monkeypatch.setattr(sample.generate, "stream", fake)
