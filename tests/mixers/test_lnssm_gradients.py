@@ -68,26 +68,18 @@ def test_no_gradient_is_nan_at_initialisation(dtype):
 
 def test_gradients_flow_through_the_state():
   """A loss on the second half alone, seen from the first half's inputs through the state."""
-  mixer, x = random_mixer(), inputs(1, 20, 8)
+  mixer, x = random_mixer(), inputs(1, 6, 8)
 
   def whole(x):
-    return jnp.sum(apply(mixer, x)[0][:, 12:] ** 2)
+    return jnp.sum(apply(mixer, x)[0][:, 4:] ** 2)
 
   def in_two_calls(x):
-    _, state = apply(mixer, x[:, :12])
-    return jnp.sum(apply(mixer, x[:, 12:], state)[0] ** 2)
+    _, state = apply(mixer, x[:, :4])
+    return jnp.sum(apply(mixer, x[:, 4:], state)[0] ** 2)
 
   want, got = (jax.jit(jax.grad(loss))(x) for loss in (whole, in_two_calls))
   np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
-  assert np.abs(want[:, :12]).max() > 1e-3
-
-
-def test_zero_input_has_finite_gradients():
-  mixer = random_mixer()
-  grads = jax.jit(jax.grad(lambda m, x: jnp.sum(apply(m, x)[0] ** 2), argnums=(0, 1)))(
-    mixer, jnp.zeros((1, 5, 8))
-  )
-  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+  assert np.abs(want[:, :4]).max() > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

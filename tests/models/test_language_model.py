@@ -91,7 +91,7 @@ def test_the_mlp_is_gpt2s_with_the_exact_gelu():
 
 
 def test_scanned_layers_equal_a_loop_over_blocks():
-  model, ids = random_model(), tokens(2, 9)
+  model, ids = random_model(), tokens(2, 5)
   got, _ = apply(model, ids)
 
   def norm(x, layer):
