@@ -48,7 +48,7 @@ def test_there_is_a_python_example():
 @pytest.mark.parametrize("page", PAGES)
 def test_make_targets_that_are_named_exist(page):
   text = (ROOT / page).read_text()
-  named = set(re.findall(r"\bmake ([a-z][a-z-]*)", text))
+  named = set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", text, re.MULTILINE))
   targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
   assert named
   assert named <= targets
