@@ -100,11 +100,11 @@ def eval_line(row: Row) -> str:
 
 def short(number: float) -> str:
   """Three digits and a unit: 51.2k, 1.34M."""
-  for unit in ("", "k", "M", "G"):
-    if abs(number) < 999.5 or unit == "G":
+  for unit in ("", "k", "M"):
+    if abs(number) < 999.5:
       return f"{number:.3g}{unit}"
     number /= 1000
-  raise AssertionError("unreachable: the loop ends at its last unit")
+  return f"{number:.3g}G"
 
 
 def duration(seconds: float) -> str:

@@ -54,5 +54,5 @@ def finished(console: Console, cfg: config.Train, run: RunFolder, graph: Any, pa
   console.say(f"settings     {run.config_file}")
   console.say(f"metrics      {run.metrics_file}")
   console.say(f"checkpoints  {run.checkpoints}")
-  folder = shlex.quote(str(run.path))
-  console.say(f"more text    python -m train generate --run-dir {folder} --prompt 'def '")
+  folder, prompt = shlex.quote(str(run.path)), shlex.quote(cfg.sample.prompt or "The ")
+  console.say(f"more text    python -m train generate --run-dir {folder} --prompt {prompt}")

@@ -114,7 +114,12 @@ def make_train_step(
     return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, metrics
 
   # Fixed output shardings: the state comes back where it was, so the next call fits this one.
-  return jax.jit(step, donate_argnums=0, out_shardings=(shardings, meshes.replicated(mesh)))
+  return jax.jit(
+    step,
+    donate_argnums=0,
+    out_shardings=(shardings, meshes.replicated(mesh)),
+    compiler_options=_reproducible(mesh),
+  )
 
 
 def make_eval_step(cfg: config.Train, graph: Any, mesh: Mesh) -> jax.stages.Wrapped:
@@ -123,7 +128,18 @@ def make_eval_step(cfg: config.Train, graph: Any, mesh: Mesh) -> jax.stages.Wrap
   def step(params, batch):
     return _loss_sums(cfg, graph, params, batch, 0.0)
 
-  return jax.jit(step, out_shardings=meshes.replicated(mesh))
+  options = _reproducible(mesh)
+  return jax.jit(step, out_shardings=meshes.replicated(mesh), compiler_options=options)
+
+
+def _reproducible(mesh: Mesh) -> dict[str, Any] | None:
+  """Compiler options by which a device gives the same bits every time, in every process.
+
+  Else a GPU adds up the embedding's gradient in whatever order its threads arrive, and each process
+  may choose other matrix-product kernels, by timing them.
+  """
+  is_gpu = mesh.devices.flat[0].platform == "gpu"
+  return {"xla_gpu_exclude_nondeterministic_ops": True} if is_gpu else None
 
 
 def _initializer(cfg: config.Train) -> Callable[[jax.Array], State]:

@@ -17,12 +17,16 @@ WORDS = ("the", "slow", "quick", "river", "stone", "moves", "over", "under", "br
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_once(tmp_path_factory):
-  """Programs compiled by one test, or by a process that it starts, serve the others too."""
+  """Programs compiled by one test, or by a process that it starts, serve the others too.
+
+  Almost all the time of these tests is compilation, so the programs are not made fast.
+  """
   settings = {
     "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
     "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_disable_most_optimizations": True,
   }
-  before = {name: getattr(jax.config, name) for name in settings}
+  before = {name: jax.config.values[name] for name in settings}
   environment = pytest.MonkeyPatch()
   for name, value in settings.items():
     jax.config.update(name, value)
@@ -33,6 +37,15 @@ def _compile_once(tmp_path_factory):
   for name, value in before.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def optimized(monkeypatch):
+  """Programs, also of other processes, are compiled as users' are."""
+  monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "False")
+  jax.config.update("jax_disable_most_optimizations", False)
+  yield
+  jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,13 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from train import loop
 from train.checkpoint import newest_step
 from train.run_folder import RunFolder
 
-STEPS = 1000
+STEPS = 800
 
 
 def wait_for_step(process, cfg, step):
@@ -25,6 +27,7 @@ def wait_for_step(process, cfg, step):
   raise AssertionError(f"step {step} was not reached: {process.communicate()}")
 
 
+@pytest.mark.usefixtures("optimized")
 def test_sigterm_sigint_and_sigkill_lose_nothing(tiny, config_file, command, tmp_path):
   options = {"steps": STEPS, "eval_every": 400, "checkpoint_every": 100, "sample__tokens": 0}
   cfg = tiny(**options, run_dir=str(tmp_path / "stopped"))
