@@ -1,0 +1,231 @@
+"""The diagonal recurrence as an associative scan and in chunks; README.md derives both.
+
+One backward pass serves both forms: it is the same recurrence run in the other direction. Kept are
+the decay and h, which is the output itself where that is float32; the inputs are not needed again.
+
+Steps are cut into chunks by `lax.dynamic_slice`, so that no array is copied into another layout,
+and every array keeps its own dtype until its chunk is computed.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax.ops.checks import vary_alike
+from lnssm_jax.ops.diagonal_scan.powers import binary_powers
+from lnssm_jax.ops.diagonal_scan.state import DiagonalState
+
+# On CPUs a chunk is a chain of multiply-adds that XLA fuses to one pass over memory (measured in
+# README.md). On accelerators a chain would cost parallelism: fewer, longer chunks, with a scan of
+# logarithmic depth inside.
+_CPU_CHUNK_SIZE = 16
+_ACCELERATOR_CHUNK_SIZE = 512
+_LONGEST_CHAIN = 32
+
+
+class _Static(NamedTuple):
+  """What the compiled program is specialised to."""
+
+  chunk_size: int
+  chain: bool  # inside a chunk: step after step, or by an associative scan
+  reverse: bool
+
+
+def chunked(decay, x, state, keep, *, reverse, out_dtype, chunk_size=None):
+  """A `lax.scan` over chunks; arguments as in `reference.py`."""
+  if chunk_size is None:
+    on_cpu = jax.default_backend() == "cpu"
+    chunk_size = _CPU_CHUNK_SIZE if on_cpu else _ACCELERATOR_CHUNK_SIZE
+  static = _Static(chunk_size, chunk_size <= _LONGEST_CHAIN, reverse)
+  return _run(static, decay, x, state, keep, out_dtype)
+
+
+def associative(decay, x, state, keep, *, reverse, out_dtype, chunk_size=None):
+  """`jax.lax.associative_scan` over all of time: depth log T."""
+  del chunk_size
+  return _run(_Static(x.shape[1], False, reverse), decay, x, state, keep, out_dtype)
+
+
+def _run(static, decay, x, state, keep, out_dtype):
+  h = _scan(static, decay, x, state.h, keep)
+  return h.astype(out_dtype), DiagonalState(h[:, 0 if static.reverse else -1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(static, decay, x, initial, keep):
+  """h [B, T, D] in the dtype of `initial`."""
+
+  def chunk(carry, arrays):
+    decay, keep, x = arrays
+    decay, x = _wide(decay, carry), x.astype(carry.dtype)
+    first, last = (-1, 0) if static.reverse else (0, -1)
+    x = x.at[:, first].add(_decayed(decay, keep, first, carry))
+    h = _scan_chunk(decay, keep, x, static)
+    return h[:, last], h
+
+  return _over_chunks(chunk, initial, (decay, keep, x), static)
+
+
+def _forward(static, decay, x, initial, keep):
+  h = _scan(static, decay, x, initial, keep)
+  # Of x the backward pass needs only the dtype, which an empty array carries.
+  return h, (decay, jnp.zeros((0,), x.dtype), initial, keep, h)
+
+
+@jax.named_scope("diagonal_scan")
+def _backward(static, kept, d_h):
+  decay, x_like, initial, keep, h = kept
+  other_way = static._replace(reverse=not static.reverse)
+
+  def chunk(carry, arrays):  # carry: the adjoint that the steps already passed send to this chunk
+    decay, keep, d_h = arrays
+    decay = _wide(decay, carry)
+    first, last = (-1, 0) if other_way.reverse else (0, -1)
+    d_h = d_h.at[:, first].add(carry)
+    next_decay, next_keep = (_shift(y, static.reverse) for y in (decay, keep))
+    adjoint = _scan_chunk(next_decay, next_keep, d_h, other_way)
+    return _decayed(decay, keep, last, adjoint[:, last]), adjoint
+
+  nothing = vary_alike((jnp.zeros_like(initial), d_h))[0]
+  adjoint = _over_chunks(chunk, nothing, (decay, keep, d_h), other_way)
+  before = _shift(h, not static.reverse, initial)
+  if keep is not None:
+    before = jnp.where(keep, before, 0)
+  d_decay = _as(decay, adjoint * before)
+  shared = tuple(i for i, size in enumerate(decay.shape) if size == 1)
+  d_decay = d_decay.sum(shared, keepdims=True) if decay.shape != h.shape else d_decay
+  first = -1 if static.reverse else 0
+  d_initial = _decayed(_wide(decay, h), keep, first, adjoint[:, first])
+  no_gradient = None if keep is None else np.zeros(keep.shape, jax.dtypes.float0)
+  return d_decay, _as(x_like, adjoint), d_initial.astype(initial.dtype), no_gradient
+
+
+_scan.defvjp(_forward, _backward)
+
+
+def _over_chunks(chunk, carry, arrays, static):
+  """Runs `chunk(carry, arrays of one chunk) -> carry, result` along time; returns all results.
+
+  The steps that fill no chunk, at the end of time, are a shorter chunk of their own.
+  """
+  length = max(x.shape[1] for x in jax.tree.leaves(arrays))
+  size = min(static.chunk_size, length)
+  count, rest = divmod(length, size)
+
+  def cut(start, size):
+    slice_ = lambda x: x if x.shape[1] == 1 else jax.lax.dynamic_slice_in_dim(x, start, size, 1)
+    return jax.tree.map(slice_, arrays)
+
+  if count == 1 and not rest:
+    return chunk(carry, arrays)[1]
+
+  def place(carry_and_results, start, size):
+    carry, results = carry_and_results
+    carry, result = chunk(carry, cut(start, size))
+    return carry, jax.lax.dynamic_update_slice_in_dim(results, result, start, 1)
+
+  batch, width = carry.shape
+  results = jnp.zeros((batch, length, width), carry.dtype)
+  results = vary_alike((results, carry, arrays))[0]
+  done = (carry, results)
+  if rest and static.reverse:
+    done = place(done, count * size, rest)
+  done, _ = jax.lax.scan(
+    lambda done, n: (place(done, n * size, size), None),
+    done,
+    jnp.arange(count),
+    reverse=static.reverse,
+  )
+  if rest and not static.reverse:
+    done = place(done, count * size, rest)
+  return done[1]
+
+
+def _scan_chunk(decay, keep, x, static):
+  """The recurrence from an empty state, inside one chunk; `decay` of the first step is not read."""
+  if static.chain:
+    return _chain(decay, keep, x, static.reverse)
+  if decay.shape[1] == 1:
+    flip = (lambda y: y if y is None else jnp.flip(y, 1)) if static.reverse else (lambda y: y)
+    powers = binary_powers(decay[:, 0], x.shape[1].bit_length())
+    return flip(_scan_constant(powers, flip(keep), flip(x)))
+  if keep is None:
+
+    def combine(left, right):
+      return left[0] * right[0], right[0] * left[1] + right[1]
+
+    elements = (decay, x)
+  else:
+
+    def combine(left, right):
+      kept = jnp.where(right[2], right[0] * left[1], 0)
+      return left[0] * right[0], kept + right[1], left[2] & right[2]
+
+    elements = (decay, x, keep)
+  return jax.lax.associative_scan(combine, elements, axis=1, reverse=static.reverse)[1]
+
+
+def _chain(decay, keep, x, reverse):
+  """Step after step."""
+  order = list(range(x.shape[1]))[:: -1 if reverse else 1]
+  results = [x[:, order[0]]]
+  for t in order[1:]:
+    results.append(_decayed(decay, keep, t, results[-1]) + x[:, t])
+  return jnp.stack(results[:: -1 if reverse else 1], axis=1)
+
+
+def _scan_constant(powers, keep, x):
+  """The associative scan of a constant decay: only its powers d, d^2, d^4, ... are needed.
+
+  Pairs of steps are scanned with the squared decay, which gives h at every other step; the steps
+  between follow from those.
+  """
+  length = x.shape[1]
+  if length == 1:
+    return x
+  odd, even = slice(1, None, 2), slice(0, length - length % 2, 2)
+
+  def decayed(y, keep):
+    y = powers[0][:, None] * y
+    return y if keep is None else jnp.where(keep, y, 0)
+
+  pick = lambda y, steps: None if y is None else y[:, steps]
+  pairs = decayed(x[:, even], pick(keep, odd)) + x[:, odd]
+  keep_pairs = None if keep is None else keep[:, even] & keep[:, odd]
+  h_odd = _scan_constant(powers[1:], keep_pairs, pairs)
+  between = decayed(h_odd[:, : (length - 1) // 2], pick(keep, slice(2, None, 2))) + x[:, 2::2]
+  h_even = jnp.concatenate([x[:, :1], between], axis=1)
+  both = jnp.stack([h_even[:, : length // 2], h_odd], axis=2).reshape(x.shape[0], -1, x.shape[2])
+  return both if length % 2 == 0 else jnp.concatenate([both, h_even[:, -1:]], axis=1)
+
+
+def _decayed(decay, keep, t, h):
+  """decay_t h, and 0 where step t forgets: even a state that is not finite does not pass."""
+  decayed = decay[:, 0 if decay.shape[1] == 1 else t] * h
+  return decayed if keep is None else jnp.where(keep[:, t], decayed, 0)
+
+
+def _wide(decay, like):
+  """The decay in the precision of the sums, real if it is real."""
+  return decay.astype(jnp.result_type(decay, jnp.finfo(like.dtype).dtype))
+
+
+def _shift(x, later, border=None):
+  """Moves x one step later (or earlier) in time; `border`, or what was there, fills the gap.
+
+  An array that is the same for all steps stays as it is.
+  """
+  if border is None and (x is None or x.shape[1] == 1):
+    return x
+  if later:
+    return jnp.concatenate([x[:, :1] if border is None else border[:, None], x[:, :-1]], axis=1)
+  return jnp.concatenate([x[:, 1:], x[:, -1:] if border is None else border[:, None]], axis=1)
+
+
+def _as(like, x):
+  """x in the dtype of `like`: of a real argument, the gradient is the real part."""
+  real = not jnp.issubdtype(like.dtype, jnp.complexfloating)
+  return (x.real if real else x).astype(like.dtype)

@@ -1,0 +1,287 @@
+"""diagonal_scan: the promises beside its values. The values are the business of the contract."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops.diagonal_scan.api import diagonal_scan
+from lnssm_jax.ops.diagonal_scan.powers import binary_powers, power_table
+from lnssm_jax.ops.diagonal_scan.state import DiagonalState
+from tests.ops import contract
+
+B, D = 2, 3
+FORMS = ["chunked", "associative", "reference"]
+
+
+def inputs(T, seed=0, dtype=jnp.float32, complex_=False):
+  rng = np.random.default_rng(seed)
+  decay = np.exp(-np.exp(rng.normal(size=(B, T, D)) - 1))
+  x = rng.normal(size=(B, T, D))
+  if complex_:
+    decay = decay * np.exp(1j * rng.uniform(-3, 3, size=decay.shape))
+    x = x + 1j * rng.normal(size=x.shape)
+    return jnp.asarray(decay, jnp.complex64), jnp.asarray(x, jnp.complex64)
+  return jnp.asarray(decay, dtype), jnp.asarray(x, dtype)
+
+
+def scan(decay, x, **kwargs):
+  return diagonal_scan(decay, x, **({"chunk_size": 8} | kwargs))
+
+
+def close(got, want, dtype=jnp.float32, length=64):
+  errors = jax.tree.leaves(jax.tree.map(contract.relative_error, got, want))
+  assert max(errors) <= contract.tolerance(dtype, length), errors
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_equals_the_sum_written_out(reverse):
+  """h_i = sum_j (product of the decays after j up to i) x_j, in float64 numpy."""
+  T = 23
+  decay, x = (np.asarray(y, np.complex128) for y in inputs(T, complex_=True))
+  if reverse:
+    decay, x = decay[:, ::-1], x[:, ::-1]
+  want = np.stack(
+    [
+      sum(np.prod(decay[:, j + 1 : i + 1], axis=1) * x[:, j] for j in range(i + 1))
+      for i in range(T)
+    ],
+    axis=1,
+  )
+  want = want[:, ::-1] if reverse else want
+  out, state = scan(*inputs(T, complex_=True), reverse=reverse)
+  parts = lambda *ys: [(np.real(y), np.imag(y)) for y in ys]
+  close(parts(out, state.h), parts(want, want[:, 0 if reverse else -1]))
+
+
+@pytest.mark.parametrize("complex_", ["ax", "a", "x"])
+def test_complex_gradients_follow_the_convention_of_jax(complex_):
+  """jax.grad with respect to complex arrays themselves, against autodiff of the reference."""
+  decay, x = inputs(11, complex_=True)
+  decay, x = decay if "a" in complex_ else decay.real, x if "x" in complex_ else x.real
+  initial = x[:, 0] * (1 + 2j)
+
+  def loss(decay, x, h, implementation):
+    out, state = scan(decay, x, initial_state=DiagonalState(h), implementation=implementation)
+    return jnp.sum(jnp.abs(out) ** 2 * jnp.arange(11.0)[:, None]) + jnp.sum((1j * state.h).real)
+
+  got, want = (
+    jax.jit(jax.grad(loss, argnums=(0, 1, 2)), static_argnums=3)(decay, x, initial, form)
+    for form in ("chunked", "reference")
+  )
+  assert [g.dtype for g in got] == [decay.dtype, x.dtype, initial.dtype]
+  split = lambda tree: [(np.real(y), np.imag(y)) for y in tree]
+  close(split(got), split(want))
+
+
+def test_gradients_of_the_reference_equal_finite_differences():
+  rng = np.random.default_rng(3)
+  with jax.enable_x64(True):
+    decay, x = (jnp.asarray(y, jnp.complex128) for y in inputs(6, complex_=True))
+    segments = jnp.asarray([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+
+    @jax.jit
+    def loss(parts):
+      decay_r, decay_i, x_r, x_i, h = parts
+      out, state = diagonal_scan(
+        jax.lax.complex(decay_r, decay_i),
+        jax.lax.complex(x_r, x_i),
+        initial_state=DiagonalState(h + 0j),
+        segment_ids=segments,
+        implementation="reference",
+      )
+      return jnp.sum(jnp.abs(out) ** 2) + jnp.sum(state.h.imag)
+
+    at = [decay.real, decay.imag, x.real, x.imag, jnp.asarray(rng.normal(size=(B, D)))]
+    direction = [jnp.asarray(rng.normal(size=y.shape)) for y in at]
+    along = lambda step: loss([y + step * d for y, d in zip(at, direction, strict=True)])
+    slope = (along(1e-5) - along(-1e-5)) / 2e-5
+    want = sum(jnp.sum(g * d) for g, d in zip(jax.grad(loss)(at), direction, strict=True))
+    np.testing.assert_allclose(slope, want, rtol=1e-8)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_splitting_a_sequence_changes_nothing(reverse):
+  decay, x = inputs(20)
+  segments = jnp.asarray(np.arange(20) // 7 * np.ones((B, 1)), jnp.int32)
+  whole = scan(decay, x, segment_ids=segments, reverse=reverse)
+  call = jax.jit(lambda *args: scan(*args[:2], initial_state=args[2], segment_ids=args[3],
+                                    reverse=reverse))  # fmt: skip
+  for cuts in ([13], list(range(1, 20))):
+    state, outs = DiagonalState(jnp.zeros((B, D))), []
+    pieces = list(zip([0, *cuts], [*cuts, 20], strict=True))
+    for start, end in reversed(pieces) if reverse else pieces:
+      # A state belongs to the segment that the call meets first: it is not passed over a border.
+      border = end if reverse else start
+      if border % 7 == 0:
+        state = DiagonalState(jnp.zeros((B, D)))
+      out, state = call(decay[:, start:end], x[:, start:end], state, segments[:, start:end])
+      outs.append(out)
+    close((jnp.concatenate(outs[:: -1 if reverse else 1], 1), state), whole)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("implementation", FORMS)
+def test_packed_documents_equal_separate_documents(implementation, constant):
+  """Also beside a document that is not finite: nothing of it passes the border."""
+  decay, x = inputs(30)
+  decay = decay[0, 0] if constant else decay
+  x = x.at[:, 3].set(jnp.nan).at[:, 20].set(jnp.inf)
+  lengths = [1, 11, 7, 11]
+  segments = jnp.asarray(np.repeat([4, 9, 4, 0], lengths)[None].repeat(B, 0), jnp.int32)
+  run = jax.jit(lambda *args: scan(*args[:2], segment_ids=args[2], implementation=implementation))
+  packed, last = run(decay, x, segments)
+  ends = np.cumsum(lengths)
+  for n, end in zip(lengths, ends, strict=True):
+    piece = slice(end - n, end)
+    out, state = run(decay if constant else decay[:, piece], x[:, piece], None)
+    got = packed[:, piece]
+    np.testing.assert_array_equal(jnp.isfinite(got), jnp.isfinite(out))
+    close(jnp.nan_to_num(got, posinf=0), jnp.nan_to_num(out, posinf=0))
+  np.testing.assert_array_equal(jnp.isfinite(last.h), jnp.isfinite(state.h))
+
+
+@pytest.mark.parametrize("implementation", FORMS)
+def test_nothing_flows_backwards_in_time(implementation):
+  decay, x = inputs(21)
+  call = jax.jit(lambda *args: scan(*args, implementation=implementation)[0])
+  before, after = call(decay, x), call(decay.at[:, 13].add(0.1), x.at[:, 13].set(jnp.nan))
+  np.testing.assert_array_equal(before[:, :13], after[:, :13])
+  assert jnp.isnan(after[:, 13:]).all()
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("implementation", FORMS)
+def test_a_decay_of_zero_forgets_exactly(implementation, constant):
+  _, x = inputs(20)
+  decay = jnp.zeros(D) if constant else jnp.zeros_like(x)
+
+  @jax.jit
+  def both(decay, x):
+    out, vjp = jax.vjp(lambda *y: scan(*y, implementation=implementation)[0], decay, x)
+    return out, *vjp(jnp.ones_like(x))
+
+  out, d_decay, d_x = both(decay, x)
+  np.testing.assert_array_equal(out, x)
+  np.testing.assert_array_equal(d_x, jnp.ones_like(x))
+  want = np.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+  close(d_decay, want.sum((0, 1)) if constant else want)
+
+
+def test_a_decay_above_one_is_allowed():
+  x = inputs(12)[1]
+  out, _ = scan(jnp.full(D, 2.0), x)
+  close(out[:, -1], np.einsum("btd,t->bd", x, 2.0 ** np.arange(11, -1, -1)))
+
+
+@pytest.mark.parametrize("complex_", [False, True])
+def test_powers_of_a_constant_decay_are_right_to_the_last_digit(complex_):
+  """Repeated squaring in plain float32 is wrong by more than a hundred roundings here."""
+  rng = np.random.default_rng(0)
+  d = 1 - np.exp(rng.normal(size=32) - 7)
+  d = (d * np.exp(1j * rng.uniform(-3, 3, 32))).astype(np.complex64) if complex_ else d
+  d = jnp.asarray(d, jnp.complex64 if complex_ else jnp.float32)
+  exact = np.asarray(d).astype(np.complex128)
+  rounding = 2 * np.finfo(np.float32).eps
+  if complex_:
+    got, powers = jax.jit(lambda d: power_table(d, 400))(d), np.arange(400)
+  else:
+    got, powers = jax.jit(lambda d: jnp.stack(binary_powers(d, 11)))(d), 2.0 ** np.arange(11)
+  got = np.asarray(got).astype(np.complex128)
+  assert np.abs(got / exact ** powers[:, None] - 1).max() < rounding
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_dtypes(dtype):
+  out, state = scan(*inputs(5, dtype=dtype))
+  assert (out.dtype, state.h.dtype) == (dtype, jnp.float32)
+  out, state = scan(inputs(5, complex_=True)[0], inputs(5, dtype=dtype)[1])
+  assert (out.dtype, state.h.dtype) == (jnp.complex64, jnp.complex64)
+
+
+def test_float16_sums_do_not_overflow_inside():
+  x = jnp.full((1, 40, 1), 30000.0, jnp.float16).at[:, 20:].multiply(-1)
+  out, state = scan(jnp.ones(1), x)
+  assert state.h[0, 0] == 0.0 == out[0, -1, 0]
+
+
+def test_works_under_every_transformation():
+  arrays = inputs(12)
+  plain = scan(*arrays)[0]
+  loss = lambda *y: jnp.sum(scan(*y)[0] ** 2)
+  stacked = [jnp.stack([y, y / 2]) for y in arrays]
+  mapped = jax.jit(jax.vmap(lambda *y: scan(*y)[0]))(*stacked)
+  close(mapped[0], plain)
+  close(mapped[1], scan(*(y[1] for y in stacked))[0])
+  gradient = lambda loss: jax.jit(jax.grad(loss, argnums=(0, 1)))
+  close(gradient(jax.checkpoint(loss))(*arrays), gradient(loss)(*arrays))
+  _, scanned = jax.lax.scan(lambda c, y: (c, scan(*y)[0]), 0, stacked)
+  close(scanned, mapped)
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  spec, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+  constant = arrays[0][0, 0]
+  shard = lambda form: jax.shard_map(
+    lambda a, x: scan(a, x, implementation=form)[0],
+    mesh=mesh,
+    in_specs=(replicated, spec),
+    out_specs=spec,
+  )
+  for form in FORMS[:2]:
+    loss = lambda run: lambda a, x: jnp.sum(run(a, x) ** 2)
+    got = gradient(loss(shard(form)))(constant, arrays[1])
+    close(got, gradient(loss(lambda a, x: scan(a, x)[0]))(constant, arrays[1]))
+
+
+def test_second_derivatives():
+  decay, x = inputs(9)
+
+  def directional(form):
+    first = jax.grad(lambda a: jnp.sum(scan(a, x, implementation=form, chunk_size=4)[0] ** 3))
+    return jax.jit(jax.grad(lambda a: jnp.sum(first(a) * x)))(decay)
+
+  close(directional("chunked"), directional("reference"), length=2**16)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_memory_of_the_backward_pass_is_a_few_times_that_of_the_input(constant):
+  T, width = 4096, 32
+  x = jax.ShapeDtypeStruct((1, T, width), jnp.float32)
+  decay = jax.ShapeDtypeStruct((width,), jnp.float32) if constant else x
+
+  def memory(form):
+    loss = lambda a, x: jnp.sum(diagonal_scan(a, x, implementation=form)[0] ** 2)
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(decay, x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / (T * width * 4)
+
+  # h, its cotangent and its adjoint; autodiff of the step-by-step form keeps more.
+  assert memory("chunked") < 3.1 < memory("reference")
+
+
+def test_supported_lists_what_can_run():
+  assert ops.supported(diagonal_scan, *inputs(3)) == ["chunked", "associative", "reference"]
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"decay": (B, 5, D)}, r"decay has shape \(2, 5, 3\), but \[B, T, D\] = \[2, 6, 3\] or \[D\]"),
+    ({"x": (B, 6)}, r"x has shape \(2, 6\), but \[B, T, D\]"),
+    ({"x": (B, 0, D), "decay": (B, 0, D)}, "T >= 1"),
+    ({"initial_state": DiagonalState(jnp.zeros((B, 4)))}, r"initial_state.h has shape \(2, 4\)"),
+    (
+      {"initial_state": DiagonalState(jnp.zeros((B, D), complex))},
+      "initial_state.h is complex, but decay and x are real",
+    ),
+    ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
+    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
+    ({"chunk_size": 0}, "chunk_size=0 must be at least 1"),
+    ({"x": jnp.zeros((B, 6, D), jnp.int32)}, "x has dtype int32; it must be floating point"),
+    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
+  ],
+)
+def test_bad_arguments_are_named(change, message):
+  arguments = {"decay": (B, 6, D), "x": (B, 6, D)} | change
+  arguments = {n: jnp.zeros(y) if type(y) is tuple else y for n, y in arguments.items()}
+  with pytest.raises(ValueError, match=message):
+    diagonal_scan(**arguments)
