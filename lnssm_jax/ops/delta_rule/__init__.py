@@ -1,0 +1,1 @@
+"""The delta rule in two forms, which README.md derives."""
