@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,9 +43,9 @@ def load_params(cfg: config.Train, mesh: Mesh) -> tuple[Any, int]:
 class Evaluator:
   """The validation sets of a run, opened and checked, and the compiled evaluation."""
 
-  def __init__(self, cfg: config.Train, graph: Any, mesh: Mesh):
+  def __init__(self, cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None = None):
     self._cfg, self._mesh = cfg, mesh
-    self._step = make_eval_step(cfg, graph, mesh)
+    self._step = make_eval_step(cfg, graph, mesh, kernels)
     self._windows = {
       name: TokenWindows([f"{cfg.data.folder}/{name}"], cfg.seq_len, cfg.model.vocab_size)
       for name in cfg.data.validation

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ def fit(cfg: config.Train, *, allow_config_change: bool = False) -> Result:
     sidecars = prepare(cfg.data, progress=True)
     data = {name: (sidecars[name] or {}).get("sha256") for name in cfg.data.train}
     windows = TokenWindows(_prefixes(cfg), cfg.seq_len, cfg.model.vocab_size)
-    evaluator = Evaluator(cfg, graph, mesh)
+    evaluator = Evaluator(cfg, graph, mesh, run.kernels)
 
     stop = stack.enter_context(StopSignal())
     checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep=cfg.keep_checkpoints))
@@ -78,7 +79,7 @@ def fit(cfg: config.Train, *, allow_config_change: bool = False) -> Result:
 
     evaluate()
     if start < cfg.steps:
-      train_step = _compile(cfg, graph, mesh, console)
+      train_step = _compile(cfg, graph, mesh, run.kernels, console)
       recorder = Recorder(cfg, run, console, list(mesh.devices.flat))
       batches = stack.enter_context(_feed(windows, cfg, mesh, start))
       while step < cfg.steps and not stop:
@@ -114,7 +115,7 @@ def _begin(
   """The newest state and its step, or a new one; later rows leave metrics.jsonl."""
   if checkpoints.latest() is None:
     run.keep_rows_until(-1)
-    return init_state(cfg, mesh), 0
+    return init_state(cfg, mesh, run.kernels), 0
   state, metadata = checkpoints.restore(abstract_state(cfg, mesh))
   step = metadata["data_position"]
   if step > cfg.steps:
@@ -133,7 +134,9 @@ def _begin(
   return state, step
 
 
-def _compile(cfg: config.Train, graph: Any, mesh: Mesh, console: Console) -> jax.stages.Compiled:
+def _compile(
+  cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path, console: Console
+) -> jax.stages.Compiled:
   """The training step, compiled ahead so that its first call takes no longer than the others."""
   tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
   shape, where = (cfg.global_batch, cfg.seq_len), meshes.batch_sharding(mesh)
@@ -141,9 +144,10 @@ def _compile(cfg: config.Train, graph: Any, mesh: Mesh, console: Console) -> jax
   batch = {name: describe(jnp.int32) for name in ("tokens", "targets", "segment_ids")}
   batch["weights"] = describe(jnp.float32)
   begin = time.perf_counter()
-  step = make_train_step(cfg, graph, tx, mesh).lower(abstract_state(cfg, mesh), batch).compile()
+  step = make_train_step(cfg, graph, tx, mesh, kernels)
+  compiled = step.lower(abstract_state(cfg, mesh), batch).compile()
   console.say(f"compiled in {time.perf_counter() - begin:.1f} s")
-  return step
+  return compiled
 
 
 @contextlib.contextmanager

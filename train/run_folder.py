@@ -1,4 +1,7 @@
-"""The folder of a run: config.json, metrics.jsonl, checkpoints/, and who may write there."""
+"""The folder of a run: config.json, metrics.jsonl, checkpoints/, and who may write there.
+
+On a GPU also kernels/: which kernels the compiler chose, for the same bits after a restart.
+"""
 
 import fcntl
 import importlib.metadata
@@ -42,6 +45,7 @@ class RunFolder:
     self.config_file = self.path / "config.json"
     self.metrics_file = self.path / "metrics.jsonl"
     self.checkpoints = self.path / "checkpoints"
+    self.kernels = self.path / "kernels"
     self.changes: dict[str, str] = {}  # of settings, since the run was last started
     self._lock: int | None = None
 

@@ -6,6 +6,7 @@ A state is a plain dictionary: `params` (nested dictionary of arrays), `opt_stat
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -59,8 +60,11 @@ def abstract_state(cfg: config.Train, mesh: Mesh) -> State:
   )
 
 
-def init_state(cfg: config.Train, mesh: Mesh) -> State:
-  """A new state from `cfg.seed`, every leaf made where it belongs; the same numbers on any mesh."""
+def init_state(cfg: config.Train, mesh: Mesh, kernels: Path | None = None) -> State:
+  """A new state from `cfg.seed`, every leaf made where it belongs; the same numbers on any mesh.
+
+  `kernels` as in `make_train_step`.
+  """
   initialize = _initializer(cfg)
 
   def init(key):
@@ -70,11 +74,17 @@ def init_state(cfg: config.Train, mesh: Mesh) -> State:
     return state | {"params": whole}
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
-  return jax.jit(init, out_shardings=shardings)(jax.random.key(cfg.seed))
+  options = _reproducible(mesh, kernels)
+  make = jax.jit(init, out_shardings=shardings, compiler_options=options)
+  return make(jax.random.key(cfg.seed))
 
 
 def make_train_step(
-  cfg: config.Train, graph: Any, tx: optax.GradientTransformation, mesh: Mesh
+  cfg: config.Train,
+  graph: Any,
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  kernels: Path | None = None,
 ) -> jax.stages.Wrapped:
   """A compiled `(state, batch) -> (state, metrics)` that consumes (donates) the old state.
 
@@ -83,6 +93,9 @@ def make_train_step(
 
   With `cfg.accumulate` microbatches the gradient is the sum over all predicted tokens divided by
   their number, as for one large batch, however unequally the microbatches are filled.
+
+  `kernels` is a folder in which a GPU's choices of kernels are kept: processes that share it
+  compute the same bits.
   """
   schedule = make_schedule(cfg.optimizer, cfg.steps)
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
@@ -118,28 +131,32 @@ def make_train_step(
     step,
     donate_argnums=0,
     out_shardings=(shardings, meshes.replicated(mesh)),
-    compiler_options=_reproducible(mesh),
+    compiler_options=_reproducible(mesh, kernels),
   )
 
 
-def make_eval_step(cfg: config.Train, graph: Any, mesh: Mesh) -> jax.stages.Wrapped:
-  """A compiled `(params, batch) -> LossSums`."""
+def make_eval_step(
+  cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None = None
+) -> jax.stages.Wrapped:
+  """A compiled `(params, batch) -> LossSums`; `kernels` as in `make_train_step`."""
 
   def step(params, batch):
     return _loss_sums(cfg, graph, params, batch, 0.0)
 
-  options = _reproducible(mesh)
+  options = _reproducible(mesh, kernels)
   return jax.jit(step, out_shardings=meshes.replicated(mesh), compiler_options=options)
 
 
-def _reproducible(mesh: Mesh) -> dict[str, Any] | None:
-  """Compiler options by which a device gives the same bits every time, in every process.
+def _reproducible(mesh: Mesh, kernels: Path | None) -> dict[str, Any] | None:
+  """Compiler options by which every process that shares the folder `kernels` gets the same bits.
 
-  Else a GPU adds up the embedding's gradient in whatever order its threads arrive, and each process
-  may choose other matrix-product kernels, by timing them.
+  For a GPU the compiler chooses matrix-product kernels by timing them, and the next process may
+  choose others, which round differently. In the folder it finds the choices of the first.
   """
-  is_gpu = mesh.devices.flat[0].platform == "gpu"
-  return {"xla_gpu_exclude_nondeterministic_ops": True} if is_gpu else None
+  if kernels is None or mesh.devices.flat[0].platform != "gpu":
+    return None
+  kernels.mkdir(exist_ok=True)
+  return {"xla_gpu_per_fusion_autotune_cache_dir": str(kernels.absolute())}
 
 
 def _initializer(cfg: config.Train) -> Callable[[jax.Array], State]:

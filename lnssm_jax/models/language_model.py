@@ -14,6 +14,7 @@ from lnssm_jax.mixers.checks import check_choice, check_heads, check_positive
 from lnssm_jax.mixers.initializers import orthogonal
 from lnssm_jax.models.block import Block, layer_norm
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
+from lnssm_jax.models.embedding import lookup
 from lnssm_jax.ops.checks import check_shape
 
 # What is stored of a layer for the backward pass: everything it uses; its input only; or its input
@@ -137,10 +138,7 @@ class LanguageModel(nnx.Module):
       ValueError: a rank, dtype or shape is wrong; the message names it.
     """
     self._check(tokens, state)
-    # Looked up in `param_dtype`, so that the gradients of frequent tokens are summed in it too.
-    rows = self.embedding[...].at[jnp.asarray(tokens)]
-    x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-    x = self.embedding_norm(x).astype(self.dtype)
+    x = self.embedding_norm(lookup(self.embedding[...], jnp.asarray(tokens))).astype(self.dtype)
 
     def layer(x, inputs):
       block, block_state = inputs

@@ -1,0 +1,51 @@
+"""Embedding lookup whose gradient is the same bits every time.
+
+The gradient of a row is a sum over all places where its token stands. Left to a scatter-add, a GPU
+adds them in whatever order its threads arrive. Here they are sorted by token, stably, and summed by
+a segmented scan, so the order is that of the batch.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.custom_vjp
+def lookup(
+  table: jax.Array,  # [vocab, D]
+  tokens: jax.Array,  # [...] integer
+) -> jax.Array:
+  """table[tokens], [..., D]; NaN for an id outside [0, vocab), which gets no gradient either."""
+  return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+def _forward(table, tokens):
+  # An empty array says the dtype: what is kept for the backward pass must be arrays.
+  return lookup(table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+
+
+def _backward(kept, d_rows):
+  tokens, like = kept
+  vocab, D = like.shape[0], d_rows.shape[-1]
+  ids = tokens.reshape(-1)
+  ids = jnp.where((ids >= 0) & (ids < vocab), ids, vocab)
+  order = jnp.argsort(ids, stable=True)
+  ids, rows = ids[order], d_rows.reshape(-1, D)[order].astype(jnp.float32)
+  changes = ids[1:] != ids[:-1]
+  is_first = jnp.pad(changes, (1, 0), constant_values=True)
+  is_last = jnp.pad(changes, (0, 1), constant_values=True)
+
+  def combine(left, right):
+    (starts_left, sum_left), (starts_right, sum_right) = left, right
+    total = jnp.where(starts_right[:, None], sum_right, sum_left + sum_right)
+    return starts_left | starts_right, total
+
+  _, sums = jax.lax.associative_scan(combine, (is_first, rows))
+  # Each id's whole sum goes to its row. The other places lie behind the table, each its own:
+  # indices known to be unique need no order.
+  places = jnp.where(is_last & (ids < vocab), ids, vocab + jnp.arange(ids.size))
+  d_table = jnp.zeros((vocab, D), jnp.float32)
+  d_table = d_table.at[places].set(sums, mode="drop", unique_indices=True)
+  return d_table.astype(like.dtype), None
+
+
+lookup.defvjp(_forward, _backward)
