@@ -1,6 +1,5 @@
 """Where a device's time goes: the kernels of a profiler trace, summed by part of the model."""
 
-import collections
 import glob
 import re
 import tempfile
@@ -19,39 +18,42 @@ PARTS = (
 )
 
 
-def trace(run: Callable[[], object]) -> tuple[float, collections.Counter, collections.Counter]:
-  """Runs `run` under the profiler: (busy seconds of the device, seconds by kernel, launches)."""
+def trace(run: Callable[[], object]) -> list[tuple[str, str, float]]:
+  """Runs `run` under the profiler: (kernel, instruction of the compiled program, seconds) each."""
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
       jax.block_until_ready(run())
     (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-    data = ProfileData.from_file(path)
-    seconds, launches = collections.Counter(), collections.Counter()
-    for plane in data.planes:
-      if not plane.name.startswith("/device:GPU"):
-        continue
-      for line in plane.lines:
-        if not line.name.startswith("Stream"):
-          continue
-        for event in line.events:
-          seconds[event.name] += event.duration_ns * 1e-9
-          launches[event.name] += 1
-  return sum(seconds.values()), seconds, launches
+    planes = ProfileData.from_file(path).planes
+    return [
+      (event.name, str(dict(event.stats).get("hlo_op", event.name)), event.duration_ns * 1e-9)
+      for plane in planes
+      if plane.name.startswith("/device:GPU")
+      for line in plane.lines
+      if line.name.startswith("Stream")
+      for event in line.events
+    ]
 
 
-def paths_of_kernels(compiled_text: str) -> dict[str, str]:
-  """The source path (`op_name`) of each instruction of a compiled program, by instruction name."""
+def paths_of_instructions(compiled_text: str) -> dict[str, str]:
+  """The source path (`op_name`) of each instruction of a compiled program, by its name.
+
+  Kernels are named after instructions with underscores in place of points and hyphens; both forms
+  are keys.
+  """
   pattern = re.compile(r"%?([\w.\-]+) = .*?metadata=\{[^}]*op_name=\"([^\"]*)\"")
   found = {}
   for line in compiled_text.splitlines():
     if match := pattern.search(line):
-      found[match[1].replace(".", "_").replace("-", "_")] = match[2]
+      found[match[1]] = found[re.sub(r"[.\-]", "_", match[1])] = match[2]
   return found
 
 
-def part_of(path: str) -> str:
-  """Which part of a training step an operation belongs to."""
+def part_of(kernel: str, path: str) -> str:
+  """Which part of a training step a kernel belongs to."""
   for part, pattern in PARTS:
     if re.search(pattern, path):
       return part
-  return "other"
+  if re.match(r"nvjet|void cutlass|gemm|cublas|sm\d+_xmma", kernel):
+    return "matrix products without a path"
+  return "copies" if re.match(r"(?i)memcpy", kernel) else "other"

@@ -9,6 +9,7 @@ Random tokens cost what real ones cost; what the data pipeline costs on top, `fi
 """
 
 import argparse
+import collections
 import json
 import statistics
 import time
@@ -98,20 +99,22 @@ def main():
 
 def print_profile(text, run, steps, step_seconds):
   """Prints the device time of one step by part of the model, then by kernel."""
-  busy, kernels, launches = profile.trace(run)
-  paths = profile.paths_of_kernels(text)
-  parts = {}
-  for name, seconds in kernels.items():
-    part = profile.part_of(paths.get(name, ""))
-    parts[part] = parts.get(part, 0.0) + seconds
+  events = profile.trace(run)
+  paths = profile.paths_of_instructions(text)
+  parts, kernels, launches = (collections.Counter() for _ in range(3))
+  for kernel, instruction, seconds in events:
+    # Inside a CUDA graph the instruction is the graph; the kernel bears the instruction's name.
+    path = paths.get(instruction) or paths.get(kernel, "")
+    parts[profile.part_of(kernel, path)] += seconds
+    kernels[kernel, path] += seconds
+    launches[kernel, path] += 1
+  busy = sum(parts.values())
   print(f"device busy {busy / steps * 1e3:.2f} ms of {step_seconds * 1e3:.2f} ms a step")
-  for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+  for part, seconds in parts.most_common():
     print(f"{seconds / steps * 1e3:8.3f} ms  {seconds / busy:6.1%}  {part}")
-  for name, seconds in kernels.most_common(30):
-    print(
-      f"{seconds / steps * 1e3:8.3f} ms  x{launches[name] / steps:<5.0f} {name[:60]:60} "
-      f"{paths.get(name, '')[-110:]}"
-    )
+  for (kernel, path), seconds in kernels.most_common(40):
+    count = launches[kernel, path] / steps
+    print(f"{seconds / steps * 1e3:8.3f} ms  x{count:<5.0f} {kernel[:48]:48} {path[-110:]}")
 
 
 if __name__ == "__main__":
