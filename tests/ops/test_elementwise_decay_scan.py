@@ -1,0 +1,224 @@
+"""elementwise_decay_scan: the promises beside its values, which are the contract's business."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops.elementwise_decay_scan.api import elementwise_decay_scan
+from lnssm_jax.ops.elementwise_decay_scan.state import DecayFunction, ElementwiseDecayState
+from tests.ops import promises
+from tests.ops.promises import close
+
+B, H, K, V = 2, 2, 3, 4
+STEPS = ["q", "k", "v", "x"]
+
+
+def make_decay(steps, parameters):
+  """A product inside a sigmoid: no outer product of a key and a value factor (LCSM, code 6)."""
+  return jax.nn.log_sigmoid(steps[..., None] * parameters)
+
+
+def make_inputs(T, seed=0, dtype=jnp.float32):
+  rng = np.random.default_rng(seed)
+  shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, H, V), "x": (B, T, H, K)}
+  inputs = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+  return inputs | {"p": jnp.asarray(rng.normal(size=(H, K, V)), dtype)}
+
+
+def call(inputs, **options):
+  log_decay = DecayFunction(make_decay, inputs["x"], inputs["p"])
+  options = {"chunk_size": 2} | options
+  return elementwise_decay_scan(inputs["q"], inputs["k"], inputs["v"], log_decay, **options)
+
+
+def decays(inputs):
+  return np.asarray(jnp.exp(make_decay(inputs["x"], inputs["p"])), np.float64)
+
+
+def test_equals_the_formula():
+  """out_t = sum over j <= t of prod over j < i <= t of A_i, times k_j (v_j q_t), in float64."""
+  inputs = make_inputs(11)
+  q, k, v = (np.asarray(inputs[n], np.float64) for n in ("q", "k", "v"))
+  A, want = decays(inputs), np.zeros((B, 11, H, V))
+  for t in range(11):
+    for j in range(t + 1):
+      weight = np.prod(A[:, j + 1 : t + 1], axis=1)
+      want[:, t] += np.einsum("bhk,bhkv,bhk,bhv->bhv", q[:, t], weight, k[:, j], v[:, j])
+  close(call(inputs)[0], want)
+
+
+def test_equals_linear_attention_for_decays_that_are_outer_products():
+  inputs = make_inputs(7)
+  keys, values = (-jnp.exp(inputs[n]) for n in ("x", "v"))
+  log_decay = keys[..., :, None] + values[..., None, :]
+  arrays = [inputs[n] for n in ("q", "k", "v")]
+  out, state = jax.jit(elementwise_decay_scan)(*arrays, log_decay)
+  want, last = jax.jit(ops.linear_attention)(*arrays, log_decay=keys, value_log_decay=values)
+  close((out, state.kv), (want, last.kv))
+
+
+def test_a_function_equals_the_array_that_it_makes():
+  inputs = make_inputs(5)
+
+  def from_array(inputs, **options):
+    arrays = (inputs["q"], inputs["k"], inputs["v"], make_decay(inputs["x"], inputs["p"]))
+    return elementwise_decay_scan(*arrays, chunk_size=2, **options)
+
+  def from_surroundings(inputs):
+    log_decay = DecayFunction(lambda steps, _: make_decay(steps, inputs["p"]), inputs["x"])
+    return elementwise_decay_scan(inputs["q"], inputs["k"], inputs["v"], log_decay, chunk_size=2)
+
+  result = lambda f: jax.jit(jax.value_and_grad(lambda x: jnp.sum(f(x)[0] ** 2)))(inputs)
+  want = result(from_array)
+  close(result(call), want)
+  close(result(from_surroundings), want)
+
+
+def test_reference_gradient_equals_finite_differences():
+  segments = jnp.asarray([[0, 0, 0, 1, 1], [0, 1, 1, 1, 2]])
+  promises.gradient_equals_finite_differences(call, make_inputs(5), segment_ids=segments)
+
+
+def test_gradient_of_a_strong_decay_is_right_entry_by_entry():
+  """The gradient of a log decay of -20 is 1e-9 of that of a weak one: each must be right."""
+  inputs = make_inputs(30)
+  log_decay = jnp.broadcast_to(jnp.linspace(-20.0, -0.01, K * V).reshape(K, V), (H, K, V))
+  arrays = [jnp.abs(inputs[n]) for n in ("q", "k", "v")]  # terms of one sign
+
+  def gradient(implementation, arrays, log_decay):
+    scan = functools.partial(elementwise_decay_scan, implementation=implementation, chunk_size=8)
+    return np.asarray(jax.jit(jax.grad(lambda g: jnp.sum(scan(*arrays, g)[0])))(log_decay))
+
+  with jax.enable_x64(True):
+    want = gradient("reference", [x.astype(jnp.float64) for x in arrays], log_decay)
+  got = gradient("chunked", arrays, log_decay)
+  np.testing.assert_allclose(got, want, rtol=promises.contract.tolerance(jnp.float32, 30))
+  assert np.abs(want).min() < 1e-6 < np.abs(want).max()
+
+
+def test_complete_forgetting_is_exact():
+  inputs = make_inputs(5)
+  arrays = [inputs[n] for n in ("q", "k", "v")]
+  nothing_left = jnp.full((H, K, V), -jnp.inf)
+  scan = lambda *x: elementwise_decay_scan(*x, chunk_size=2)
+  out, _ = scan(*arrays, nothing_left)
+  q, k, v = arrays
+  close(out, jnp.sum(q * k, -1, keepdims=True) * v)
+  gradients = jax.jit(jax.grad(lambda x: jnp.sum(scan(*x)[0])))((*arrays, nothing_left))
+  assert all(jnp.isfinite(g).all() for g in gradients)
+  assert (gradients[3] == 0).all()
+
+
+@pytest.mark.parametrize("cuts", [[8, 9], list(range(1, 17))], ids=["8,9", "each"])
+def test_splitting_a_sequence_changes_nothing(cuts):
+  promises.splitting_changes_nothing(call, make_inputs(17), STEPS, cuts)
+
+
+def test_packed_documents_equal_separate_documents():
+  promises.packing_changes_nothing(call, make_inputs(19), STEPS, [1, 6, 11, 1])
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "associative", "reference"])
+def test_nothing_flows_backwards_in_time(implementation):
+  scan = functools.partial(call, implementation=implementation)
+  promises.nothing_flows_backwards_in_time(scan, make_inputs(18), STEPS)
+
+
+def test_works_under_every_transformation():
+  promises.works_under_every_transformation(call, make_inputs(3), STEPS)
+
+
+def test_second_derivatives():
+  promises.second_derivatives_are_right(call, make_inputs(3), STEPS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_dtypes(dtype):
+  out, state = call(make_inputs(5, dtype=dtype))
+  assert out.dtype == dtype
+  assert state.kv.dtype == jnp.float32
+
+
+def test_gradients_of_narrow_parameters_add_up_in_float32():
+  """700 equal terms in bfloat16 would stop growing at 256."""
+  T, chunk = 700, 1
+  ones = jnp.ones((1, T, 1, 1), jnp.float32)
+
+  def total(p):
+    log_decay = DecayFunction(lambda steps, p: steps[..., None] * p, 0 * ones, p)
+    return jnp.sum(elementwise_decay_scan(ones, ones, ones, log_decay, chunk_size=chunk)[0])
+
+  # With decay 1 and a factor that counts the steps, the gradient is known: see below.
+  def counted(p):
+    log_decay = DecayFunction(lambda steps, p: jnp.log(steps)[..., None] + p, ones, p)
+    reset = jnp.arange(T)[None] // 2
+    return jnp.sum(
+      elementwise_decay_scan(ones, ones, ones, log_decay, segment_ids=reset, chunk_size=chunk)[0]
+    )
+
+  assert jax.grad(total)(jnp.zeros((1, 1, 1), jnp.bfloat16)) == 0
+  # Every document of two steps contributes exactly 1: its second step reads the first one's 1.
+  assert jax.grad(counted)(jnp.zeros((1, 1, 1), jnp.bfloat16)) == jnp.bfloat16(T // 2)
+
+
+def test_no_array_holds_a_state_per_step():
+  """Both passes compiled: no array is larger than the inputs, and memory is linear in T."""
+
+  def shapes(T, width=8):
+    steps = {n: jax.ShapeDtypeStruct((1, T, 1, width), jnp.float32) for n in STEPS}
+    return steps | {"p": jax.ShapeDtypeStruct((1, width, width), jnp.float32)}
+
+  loss = lambda inputs: jnp.sum(call(inputs, chunk_size=8)[0] ** 2)
+  per_step = lambda inputs: jnp.sum(call(inputs, implementation="associative")[0] ** 2)
+  T, width = 1024, 8
+  assert promises.largest_array(jax.grad(per_step), shapes(8)) >= 8 * width * width
+  assert promises.largest_array(jax.grad(loss), shapes(T)) <= T * width
+  small, large = (promises.temporary_bytes(jax.grad(loss), shapes(n)) for n in (T, 2 * T))
+  inputs_and_states = 4 * T * (5 * width + width * width // 8)
+  assert large - small <= 2 * inputs_and_states
+
+
+def test_supported_lists_what_can_run():
+  inputs = make_inputs(3)
+  log_decay = DecayFunction(make_decay, inputs["x"], inputs["p"])
+  arrays = [inputs[n] for n in ("q", "k", "v")]
+  assert ops.supported(elementwise_decay_scan, *arrays, log_decay) == [
+    "chunked",
+    "associative",
+    "reference",
+  ]
+
+
+def function(shape, make=make_decay, steps=(B, 6, H, K)):
+  return DecayFunction(make, jnp.zeros(steps), jnp.zeros(shape))
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"k": (B, 5, H, K)}, r"k has shape \(2, 5, 2, 3\).*\[2, 6, 2, 3\]"),
+    ({"v": (B, 6, 3, V)}, r"v has shape \(2, 6, 3, 4\)"),
+    ({"q": (B, 6, K)}, r"q has shape \(2, 6, 3\).*\[B, T, H, K\]"),
+    ({"q": (B, 0, H, K), "k": (B, 0, H, K), "v": (B, 0, H, V)}, "T >= 1"),
+    ({"log_decay": (H, K)}, r"log_decay has shape \(2, 3\), but one of \[2, 3, 4\]"),
+    ({"log_decay": jnp.zeros((H, K, V), int)}, "log_decay has dtype int32"),
+    ({"log_decay": function((H, K, 5))}, r"log_decay.make of one step has shape \(2, 1, 2, 3, 5\)"),
+    ({"log_decay": function((), steps=(B, 5))}, r"log_decay.steps has shape \(2, 5\)"),
+    ({"q": jnp.zeros((B, 6, H, K), int)}, "q has dtype int32; it must be floating point"),
+    ({"initial_state": ElementwiseDecayState(jnp.zeros((B, H, V, K)))}, r"initial_state.kv has"),
+    ({"segment_ids": jnp.zeros((B, 5), int)}, r"segment_ids has shape \(2, 5\)"),
+    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
+    ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
+    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
+  ],
+)
+def test_bad_arguments_are_named(change, message):
+  arguments = {"q": (B, 6, H, K), "k": (B, 6, H, K), "v": (B, 6, H, V), "log_decay": (H, K, V)}
+  arguments |= change
+  arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in arguments.items()}
+  with pytest.raises(ValueError, match=message):
+    elementwise_decay_scan(**arguments)
