@@ -124,7 +124,7 @@ def gradient_equals_finite_differences(call, inputs, **options):
     close(jax.jit(jax.grad(along))(0.0), want)
 
 
-def second_derivatives_are_right(call, inputs, steps):
+def second_derivatives_are_right(call, inputs):
   """The derivative of a gradient along a direction: the chunked form against the reference."""
 
   def directional(implementation):

@@ -133,7 +133,7 @@ def test_works_under_every_transformation():
 
 
 def test_second_derivatives():
-  promises.second_derivatives_are_right(call, make_inputs(3), STEPS)
+  promises.second_derivatives_are_right(call, make_inputs(3))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

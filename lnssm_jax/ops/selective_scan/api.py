@@ -1,0 +1,124 @@
+"""The public function: its promises, the checks of its arguments, the choice of implementation."""
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.checks import (
+  accumulation_dtype,
+  check_floating,
+  check_shape,
+  segment_index,
+  vary_alike,
+)
+from lnssm_jax.ops.diagonal_chunks import check_chunk_size
+from lnssm_jax.ops.selective_scan import reference, xla
+from lnssm_jax.ops.selective_scan.state import SelectiveState
+
+_NAME = "selective_scan"
+
+
+def selective_scan(
+  x: jax.Array,  # [B, T, D]
+  dt: jax.Array,  # [B, T, D], values >= 0
+  a: jax.Array,  # [D, N], finite values <= 0
+  b: jax.Array,  # [B, T, N]
+  c: jax.Array,  # [B, T, N]
+  *,
+  skip: jax.Array | None = None,  # [D]
+  initial_state: SelectiveState | None = None,
+  segment_ids: jax.Array | None = None,  # [B, T] integer
+  implementation: str | None = None,
+  chunk_size: int | None = None,
+) -> tuple[jax.Array, SelectiveState]:
+  r"""The selective state-space scan: N decaying sums per channel, with input-dependent step sizes.
+
+      S_t = exp(dt_t a) ⊙ S_{t-1} + (dt_t x_t) b_t^T        S: [D, N], dt_t scales the rows
+      out_t = S_t c_t + skip ⊙ x_t
+
+  `dt` is used as it comes: apply the softplus and add the bias before. A step with dt = 0 leaves
+  the state as it is. Any dt a from 0 down is exact to the dtype, whether it decays by 1e-7 or to
+  nothing in one step. The chunked form holds a few chunks of size `[B, C, D, N]` and the states
+  between chunks, in the backward pass too, and never an array of `T D N` entries.
+
+  States, decays and sums are float32 (float64 if an input is) whatever the dtype of the inputs;
+  `out` has the dtype of `x`. Cutting a sequence anywhere and passing the state on gives the same
+  result as one call; so does packing several sequences with `segment_ids` (the state is reset where
+  the id changes; `initial_state` belongs to the first segment, the returned state to the last).
+  Gradients flow to every array argument, to `initial_state` and from the returned state. Reverse
+  mode only, of any order.
+
+  Args:
+    skip: a factor per channel for the input's direct way to the output; None means none.
+    initial_state: the state before the first step; None means zeros.
+    implementation: "chunked" (what None takes), "associative" (one scan of depth log T over all
+      steps, which holds [B, T, D, N]), "reference" (one step at a time).
+    chunk_size: steps in a chunk of the chunked form, a power of two; None means the default.
+
+  Returns:
+    `out` [B, T, D] and the `SelectiveState` after the last step.
+
+  Raises:
+    ValueError: shapes or dtypes do not agree; the message names the argument.
+
+  Source: Mamba (Gu and Dao 2023), Algorithm 2 with the discretisation of its code: exp(dt a) for
+  the decay, dt b for the input.
+  """
+  args, kwargs = _checked(
+    x,
+    dt,
+    a,
+    b,
+    c,
+    skip=skip,
+    initial_state=initial_state,
+    segment_ids=segment_ids,
+    chunk_size=chunk_size,
+  )
+  with jax.named_scope(_NAME):
+    return dispatch.choose(_NAME, implementation, args, kwargs).run(*args, **kwargs)
+
+
+def _checked(x, dt, a, b, c, *, skip=None, initial_state=None, segment_ids=None, chunk_size=None):
+  """Checks the arguments and gives them the implementations' form."""
+  arrays = {"x": x, "dt": dt, "a": a, "b": b, "c": c}
+  if skip is not None:
+    arrays["skip"] = skip
+  for name, array in arrays.items():
+    check_floating(_NAME, name, array)
+  x, dt, a, b, c = (jnp.asarray(array) for array in (x, dt, a, b, c))
+  check_shape(_NAME, "x", x, (None,) * 3, "[B, T, D]")
+  B, T, D = x.shape
+  check_shape(_NAME, "dt", dt, (B, T, D), "the shape of x, [B, T, D]")
+  check_shape(_NAME, "a", a, (D, None), "[D] of x, then N")
+  N = a.shape[1]
+  check_shape(_NAME, "b", b, (B, T, N), "[B, T] of x, then N of a")
+  check_shape(_NAME, "c", c, (B, T, N), "[B, T] of x, then N of a")
+  if 0 in (T, D, N):
+    raise ValueError(f"{_NAME}: x {x.shape} and a {a.shape} have an empty axis; T >= 1 is needed.")
+  check_chunk_size(_NAME, chunk_size)
+  acc = accumulation_dtype(*arrays.values())
+  if skip is None:
+    skip = jnp.zeros(D, acc)
+  check_shape(_NAME, "skip", skip, (D,), "[D]")
+  state = SelectiveState(jnp.zeros((B, D, N), acc))
+  if initial_state is not None:
+    check_shape(_NAME, "initial_state.ssm", initial_state.ssm, (B, D, N), "[B, D, N]")
+    check_floating(_NAME, "initial_state.ssm", initial_state.ssm)
+    state = SelectiveState(jnp.asarray(initial_state.ssm, acc))
+  segments = segment_index(_NAME, segment_ids, B, T)
+  args = vary_alike((x, dt, a.astype(acc), b, c, jnp.asarray(skip, acc), state, segments))
+  return args, {"chunk_size": chunk_size}
+
+
+def _always(*args, **kwargs):
+  del args, kwargs
+
+
+dispatch.register(
+  _NAME,
+  _checked,
+  dispatch.Implementation("chunked", xla.chunked, _always),
+  dispatch.Implementation("associative", xla.associative, _always),
+  dispatch.Implementation("reference", reference.reference, _always),
+)

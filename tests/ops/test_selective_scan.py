@@ -1,0 +1,211 @@
+"""selective_scan: the promises beside its values. The values are the contract's business."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops.selective_scan.api import selective_scan
+from lnssm_jax.ops.selective_scan.state import SelectiveState
+from tests.ops import promises
+from tests.ops.promises import close
+
+B, D, N = 2, 3, 4
+STEPS = ["x", "dt", "b", "c"]
+NAMES = ["x", "dt", "a", "b", "c"]
+
+
+def make_inputs(T, seed=0, dtype=jnp.float32):
+  rng = np.random.default_rng(seed)
+  inputs = {
+    "x": rng.normal(size=(B, T, D)),
+    "dt": np.exp(rng.uniform(-4, 1, size=(B, T, D))),
+    "b": rng.normal(size=(B, T, N)),
+    "c": rng.normal(size=(B, T, N)),
+    "a": -np.exp(rng.normal(size=(D, N))),
+    "skip": rng.normal(size=D),
+  }
+  return {name: jnp.asarray(x, dtype) for name, x in inputs.items()}
+
+
+def call(inputs, **options):
+  options = {"chunk_size": 2, "skip": inputs["skip"]} | options
+  return selective_scan(*(inputs[name] for name in NAMES), **options)
+
+
+def in_float64(inputs):
+  return {name: np.asarray(x, np.float64) for name, x in inputs.items()}
+
+
+def test_equals_the_formula():
+  """out_t = sum over j <= t of exp(a sum of dt over j < i <= t) dt_j x_j b_j c_t, in float64."""
+  inputs = make_inputs(11)
+  x, dt, a, b, c, skip = (in_float64(inputs)[n] for n in (*NAMES, "skip"))
+  want = skip * x
+  for t in range(11):
+    for j in range(t + 1):
+      weight = np.exp(dt[:, j + 1 : t + 1].sum(1)[..., None] * a)
+      want[:, t] += np.einsum("bdn,bd,bn,bn->bd", weight, dt[:, j] * x[:, j], b[:, j], c[:, t])
+  close(call(inputs)[0], want)
+
+
+def test_backward_equals_the_derived_recursion():
+  """The lines of README.md, step by step in float64."""
+  T = 7
+  inputs = make_inputs(T)
+  x, dt, a, b, c, skip = (in_float64(inputs)[n] for n in (*NAMES, "skip"))
+  G = np.random.default_rng(5).normal(size=(B, T, D)).astype(np.float32)
+  decay, S = np.exp(dt[..., None] * a), np.zeros((T + 1, B, D, N))
+  for t in range(T):
+    S[t + 1] = decay[:, t] * S[t] + (dt * x)[:, t, :, None] * b[:, t, None]
+  want = {name: np.zeros_like(value) for name, value in in_float64(inputs).items()}
+  adjoint = np.zeros((B, D, N))
+  for t in reversed(range(T)):
+    following = decay[:, t + 1] if t + 1 < T else 0.0
+    adjoint = G[:, t, :, None] * c[:, t, None] + following * adjoint
+    E = adjoint * S[t] * decay[:, t]
+    by_input = np.einsum("bdn,bn->bd", adjoint, b[:, t])
+    want["a"] += np.sum(dt[:, t, :, None] * E, axis=0)
+    want["dt"][:, t] = np.sum(a * E, axis=-1) + x[:, t] * by_input
+    want["x"][:, t] = dt[:, t] * by_input + skip * G[:, t]
+    want["b"][:, t] = np.einsum("bdn,bd->bn", adjoint, dt[:, t] * x[:, t])
+    want["c"][:, t] = np.einsum("bdn,bd->bn", S[t + 1], G[:, t])
+  want["skip"] = np.sum(G * x, axis=(0, 1))
+  close(jax.jit(jax.grad(lambda inputs: jnp.sum(call(inputs)[0] * G)))(inputs), want)
+
+
+def test_reference_gradient_equals_finite_differences():
+  segments = jnp.asarray([[0, 0, 0, 1, 1], [0, 1, 1, 1, 2]])
+  promises.gradient_equals_finite_differences(call, make_inputs(5), segment_ids=segments)
+
+
+def test_gradient_of_a_strong_rate_is_right_entry_by_entry():
+  """A rate of -20 has a gradient of 1e-9 of its neighbours': each must be right."""
+  T = 24
+  inputs = jax.tree.map(jnp.abs, make_inputs(T))  # terms of one sign
+  inputs |= {"a": -jnp.linspace(0.01, 20.0, D * N).reshape(D, N), "dt": jnp.ones((B, T, D))}
+
+  def gradient(implementation, inputs):
+    loss = lambda a: jnp.sum(call(inputs | {"a": a}, implementation=implementation)[0])
+    return np.asarray(jax.jit(jax.grad(loss))(inputs["a"]))
+
+  with jax.enable_x64(True):
+    want = gradient("reference", {n: x.astype(jnp.float64) for n, x in inputs.items()})
+  got = gradient("chunked", inputs)
+  np.testing.assert_allclose(got, want, rtol=promises.contract.tolerance(jnp.float32, T))
+  assert np.abs(want).min() < 1e-7 < np.abs(want).max()
+
+
+@pytest.mark.parametrize("dt", [0.0, 1e4])
+def test_a_step_of_no_length_and_one_that_forgets_everything(dt):
+  """dt = 0 keeps the state bit for bit; dt a = -10000 leaves nothing but the step itself."""
+  inputs = make_inputs(5)
+  before = SelectiveState(jnp.ones((B, D, N)))
+  inputs |= {"dt": jnp.full((B, 5, D), dt), "a": jnp.full((D, N), -1.0)}
+
+  @jax.jit
+  def run(inputs, before):
+    loss = lambda inputs, before: (call(inputs, initial_state=before)[1].ssm[0, 0, 0], 0)
+    gradients = jax.grad(loss, argnums=(0, 1), has_aux=True)(inputs, before)[0]
+    return call(inputs, initial_state=before)[1], gradients
+
+  state, gradients = run(inputs, before)
+  if dt == 0:
+    np.testing.assert_array_equal(state.ssm, before.ssm)
+  else:
+    close(state.ssm, dt * inputs["x"][:, -1, :, None] * inputs["b"][:, -1, None])
+  assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
+  assert gradients[1].ssm[0, 0, 0] == (1 if dt == 0 else 0)
+
+
+@pytest.mark.parametrize("cuts", [[8, 9], list(range(1, 17))], ids=["8,9", "each"])
+def test_splitting_a_sequence_changes_nothing(cuts):
+  promises.splitting_changes_nothing(call, make_inputs(17), STEPS, cuts)
+
+
+def test_packed_documents_equal_separate_documents():
+  promises.packing_changes_nothing(call, make_inputs(19), STEPS, [1, 6, 11, 1])
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "associative", "reference"])
+def test_nothing_flows_backwards_in_time(implementation):
+  scan = functools.partial(call, implementation=implementation)
+  promises.nothing_flows_backwards_in_time(scan, make_inputs(18), STEPS)
+
+
+def test_works_under_every_transformation():
+  promises.works_under_every_transformation(call, make_inputs(3), STEPS)
+
+
+def test_second_derivatives():
+  promises.second_derivatives_are_right(call, make_inputs(3))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_dtypes(dtype):
+  out, state = call(make_inputs(5, dtype=dtype))
+  assert out.dtype == dtype
+  assert state.ssm.dtype == jnp.float32
+
+
+def test_float16_does_not_overflow_inside():
+  """States and products beyond float16's 65504 are read out small."""
+  ones = jnp.ones((1, 40, 1), jnp.float16)
+  out, state = selective_scan(300 * ones, 300 * ones, jnp.zeros((1, 1)), ones, 1e-6 * ones)
+  assert state.ssm[0, 0, 0] == 40 * 300 * 300
+  assert jnp.isfinite(out).all() and (out[:, -1] > 0).all()
+
+
+def test_no_array_holds_a_state_per_step():
+  """Both passes compiled: no array beyond the inputs and the states, and memory is linear in T."""
+  width, chunk = 16, 8
+
+  def shapes(T):
+    steps = {n: jax.ShapeDtypeStruct((1, T, width), jnp.float32) for n in STEPS}
+    rates = {"a": jax.ShapeDtypeStruct((width, width), jnp.float32)}
+    return steps | rates | {"skip": jax.ShapeDtypeStruct((width,), jnp.float32)}
+
+  loss = lambda inputs: jnp.sum(call(inputs, chunk_size=chunk)[0] ** 2)
+  per_step = lambda inputs: jnp.sum(call(inputs, implementation="associative")[0] ** 2)
+  T = 512
+  states = T // chunk * width * width
+  assert promises.largest_array(jax.grad(per_step), shapes(8)) >= 8 * width * width
+  assert promises.largest_array(jax.grad(loss), shapes(T)) <= max(T * width, states)
+  small, large = (promises.temporary_bytes(jax.grad(loss), shapes(n)) for n in (T, 2 * T))
+  assert large - small <= 2 * 4 * (5 * T * width + states)
+
+
+def test_supported_lists_what_can_run():
+  inputs = make_inputs(3)
+  arrays = [inputs[name] for name in NAMES]
+  supported = ops.supported(selective_scan, *arrays, skip=inputs["skip"])
+  assert supported == ["chunked", "associative", "reference"]
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"x": (B, 6)}, r"x has shape \(2, 6\).*\[B, T, D\]"),
+    ({"x": (B, 0, D), "dt": (B, 0, D), "b": (B, 0, N), "c": (B, 0, N)}, "T >= 1"),
+    ({"dt": (B, 6, 1)}, r"dt has shape \(2, 6, 1\).*\[2, 6, 3\]"),
+    ({"a": (N, D)}, r"a has shape \(4, 3\).*\[D\] of x, then N = \[3, any\]"),
+    ({"b": (B, 6, D)}, r"b has shape \(2, 6, 3\)"),
+    ({"c": (B, 5, N)}, r"c has shape \(2, 5, 4\)"),
+    ({"skip": (N,)}, r"skip has shape \(4,\)"),
+    ({"x": jnp.zeros((B, 6, D), int)}, "x has dtype int32; it must be floating point"),
+    ({"a": jnp.zeros((D, N), complex)}, "a has dtype complex64; it must be floating point"),
+    ({"initial_state": SelectiveState(jnp.zeros((B, N, D)))}, r"initial_state.ssm has shape"),
+    ({"segment_ids": jnp.zeros((B, 5), int)}, r"segment_ids has shape \(2, 5\)"),
+    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
+    ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
+    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
+  ],
+)
+def test_bad_arguments_are_named(change, message):
+  arguments = {"x": (B, 6, D), "dt": (B, 6, D), "a": (D, N), "b": (B, 6, N), "c": (B, 6, N)}
+  arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in (arguments | change).items()}
+  with pytest.raises(ValueError, match=message):
+    selective_scan(**arguments)
