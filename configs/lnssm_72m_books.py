@@ -5,7 +5,8 @@
 FOLDER holds lm/{train,val}_*.jsonl.xz (rows with a key "text") and tokenizers/20B_tokenizer.json
 (50,277 entries). The training text is 22.2M tokens, so the run sees it a little over twice. It is
 validated on unseen documents of three of the sources and, out of domain, on WikiText-103.
-Costs and results on one GPU. Measured: see docs/results.md.
+Measured: 2 min 30 s on one H200; 1.50 bits per byte on books, 1.44 on PEPs, 1.79 on OpenWebText,
+2.24 on WikiText-103 (docs/results.md).
 """
 
 import os
