@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.products import product
+
 
 class Chunks(NamedTuple):
   """The inputs, cut into chunks."""
@@ -105,16 +107,3 @@ def _log_weights(log_decay, segments: Segments | None) -> _LogWeights:
     after = jnp.where(step == leaving, after, -jnp.inf)
     total = jnp.where((entering == leaving)[..., 0], total, -jnp.inf)
   return _LogWeights(between, before, after, total)
-
-
-def product(equation, left, right, dtype):
-  """A matrix product of operands in `dtype` that sums in float32.
-
-  float16 operands are widened: states and corrections may exceed its range.
-  """
-  if jnp.dtype(dtype) == jnp.float16:
-    dtype = jnp.float32
-  wide = jnp.result_type(jnp.float32, dtype)
-  precision = jax.lax.Precision.HIGHEST if dtype == wide else None
-  left, right = left.astype(dtype), right.astype(dtype)
-  return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)

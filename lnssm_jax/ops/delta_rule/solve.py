@@ -13,6 +13,8 @@ halves, form no such terms.
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.products import product
+
 # Blocks up to this size are solved row by row, unrolled.
 _SMALLEST_BLOCK = 8
 
@@ -29,7 +31,7 @@ def solve(gram, beta, r):
 def transposed_solve(gram, beta, d):
   """The adjoint of `r -> solve(gram, beta, r)`: w with w = beta * (d - gram^T w)."""
   if _is_shared(beta):
-    return product("...ji,...jv->...iv", _resolvent(gram, beta), d)
+    return _product("...ji,...jv->...iv", _resolvent(gram, beta), d)
   flip = lambda x: jnp.flip(x, axis=-2)
   reversed_gram = jnp.flip(jnp.swapaxes(gram, -1, -2), axis=(-1, -2))
   return flip(_substitute(reversed_gram, flip(beta), flip(d)))
@@ -39,7 +41,7 @@ def _solve(gram, beta, r):
   if not _is_shared(beta):
     return _substitute(gram, beta, r), None
   resolvent = _resolvent(gram, beta)
-  return product("...ij,...jv->...iv", resolvent, r), resolvent
+  return _product("...ij,...jv->...iv", resolvent, r), resolvent
 
 
 def _forward(gram, beta, r):
@@ -53,22 +55,21 @@ def _backward(kept, d):
   if resolvent is None:
     w = transposed_solve(gram, beta, d)
   else:
-    w = product("...ji,...jv->...iv", resolvent, d)
-  y = d - product("...ji,...jv->...iv", gram, w)
-  d_beta = y * (r - product("...ij,...jv->...iv", gram, x))
+    w = _product("...ji,...jv->...iv", resolvent, d)
+  y = d - _product("...ji,...jv->...iv", gram, w)
+  d_beta = y * (r - _product("...ij,...jv->...iv", gram, x))
   if _is_shared(beta):
     d_beta = d_beta.sum(-1, keepdims=True)
   strictly_lower = jnp.tri(gram.shape[-1], k=-1, dtype=bool)
-  d_gram = jnp.where(strictly_lower, -product("...iv,...jv->...ij", w, x), 0.0)
+  d_gram = jnp.where(strictly_lower, -_product("...iv,...jv->...ij", w, x), 0.0)
   return d_gram, d_beta, w
 
 
 solve.defvjp(_forward, _backward)
 
 
-def product(equation, left, right):
-  """A matrix product at full float32 (or float64) accuracy."""
-  return jnp.einsum(equation, left, right, precision=jax.lax.Precision.HIGHEST)
+def _product(equation, left, right):
+  return product(equation, left, right, jnp.result_type(left, right))
 
 
 def _is_shared(beta):
@@ -91,7 +92,7 @@ def _resolvent(gram, beta):
   while size < length:
     first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
     below = _diagonal_blocks(lower, 2 * size)[..., size:, :size]
-    corner = -product("...ij,...jk->...ik", product("...ij,...jk->...ik", second, below), first)
+    corner = -_product("...ij,...jk->...ik", _product("...ij,...jk->...ik", second, below), first)
     upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
     inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
     size *= 2
@@ -113,7 +114,7 @@ def _substitute(gram, beta, r):
     return _substitute_rows(gram, beta, r)
   half = length // 2
   first = _substitute(gram[..., :half, :half], beta[..., :half, :], r[..., :half, :])
-  rest = r[..., half:, :] - product("...ij,...jv->...iv", gram[..., half:, :half], first)
+  rest = r[..., half:, :] - _product("...ij,...jv->...iv", gram[..., half:, :half], first)
   second = _substitute(gram[..., half:, half:], beta[..., half:, :], rest)
   return jnp.concatenate([first, second], axis=-2)
 

@@ -20,6 +20,7 @@ from lnssm_jax.ops.checks import accumulation_dtype
 from lnssm_jax.ops.delta_rule import intra
 from lnssm_jax.ops.delta_rule.solve import solve, transposed_solve
 from lnssm_jax.ops.delta_rule.state import DeltaRuleState
+from lnssm_jax.ops.products import product
 
 DEFAULT_CHUNK_SIZE = 64
 DEFAULT_CHUNK_SIZE_PER_COLUMN = 16
@@ -94,7 +95,7 @@ _scan.defvjp(_forward, _backward)
 
 def _corrections(update: intra.Updates, state, dtype):
   """beta_t (v_t - the value that the erase key reads before step t), for every step."""
-  old = intra.product("...ck,...kv->...cv", update.read, state, dtype)
+  old = product("...ck,...kv->...cv", update.read, state, dtype)
   return solve(update.gram, update.beta, update.v - old)
 
 
@@ -112,7 +113,7 @@ def _carry_states(update: intra.Updates, initial, dtype):
     if written is None:
       x = _corrections(update, state, dtype)
     else:
-      x = written - intra.product("...ck,...kv->...cv", erased, state, dtype)
+      x = written - product("...ck,...kv->...cv", erased, state, dtype)
     return intra.advance(update, state, x, dtype), (state, x)
 
   final, (entering, corrections) = jax.lax.scan(step, initial, (update, written, erased))
@@ -130,14 +131,12 @@ def _carry_adjoints(update: intra.Updates, d_entering, d_corrections, d_final, d
 
   def step(adjoint, inputs):
     update, erased, d_entering, d_corrections = inputs
-    d_corrections = d_corrections + intra.product(
-      "...ck,...kv->...cv", update.write, adjoint, dtype
-    )
+    d_corrections = d_corrections + product("...ck,...kv->...cv", update.write, adjoint, dtype)
     if erased is None:
       d_old, keys = transposed_solve(update.gram, update.beta, d_corrections), update.read
     else:
       d_old, keys = d_corrections, erased
-    through = intra.product("...ck,...cv->...kv", keys, d_old, dtype)
+    through = product("...ck,...cv->...kv", keys, d_old, dtype)
     return update.decay * adjoint + d_entering - through, (adjoint, d_corrections)
 
   d_initial, (leaving, d_corrections) = jax.lax.scan(

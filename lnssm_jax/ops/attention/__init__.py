@@ -1,0 +1,1 @@
+"""Softmax attention in three forms, which README.md derives."""

@@ -1,0 +1,82 @@
+"""rotary_embedding: its formula in float64, and what it is for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax.ops.attention.rotary import rotary_embedding
+from tests.ops import contract
+
+B, T, H, K = 2, 6, 3, 8
+X = np.random.default_rng(0).normal(size=(B, T, H, K)).astype(np.float32)
+
+
+def formula(x, positions, base, width, interleaved):
+  """Pair by pair, in float64."""
+  out = np.asarray(x, np.float64).copy()
+  for i in range(width // 2):
+    first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + width // 2)
+    angle = (positions * float(base) ** (-2 * i / width))[..., None]
+    a, b = np.asarray(x[..., first], np.float64), np.asarray(x[..., second], np.float64)
+    out[..., first] = a * np.cos(angle) - b * np.sin(angle)
+    out[..., second] = a * np.sin(angle) + b * np.cos(angle)
+  return out
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("base", "width"), [(10000, None), (500000.0, 4), (7, 6)])
+@pytest.mark.parametrize("largest", [9, 131_072, 10**9])
+def test_equals_the_formula(interleaved, base, width, largest):
+  """To the rounding of float32, however far along the sequence."""
+  positions = np.random.default_rng(1).integers(largest, size=(B, T))
+  positions.flat[0] = largest
+  got = rotary_embedding(X, positions, base, width=width, interleaved=interleaved)
+  want = formula(X, positions, base, width or K, interleaved)
+  assert contract.relative_error(got, want) <= contract.tolerance(jnp.float32, 1)
+
+
+def test_products_depend_on_the_difference_of_positions():
+  q, k = X[:, :1], X[:, 1:2]
+  score = lambda i, j: np.sum(
+    rotary_embedding(q, jnp.asarray([i])) * rotary_embedding(k, jnp.asarray([j])), axis=-1
+  )
+  np.testing.assert_allclose(score(100_007, 100_000), score(7, 0), atol=1e-5)
+  assert np.abs(score(7, 0) - score(6, 0)).max() > 0.1
+
+
+def test_positions_may_be_shared_negative_or_between_steps():
+  shared = np.arange(T)
+  rows = np.broadcast_to(shared, (B, T))
+  np.testing.assert_array_equal(rotary_embedding(X, shared), rotary_embedding(X, rows))
+  for positions in (rows - 3, rows / 4):
+    want = formula(X, positions, 10000, K, False)
+    assert contract.relative_error(rotary_embedding(X, positions), want) <= contract.tolerance(
+      jnp.float32, 1
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_dtypes_and_gradients(dtype):
+  x = jnp.asarray(X, dtype)
+  out, vjp = jax.vjp(lambda x: rotary_embedding(x, np.arange(T)), x)
+  assert out.dtype == dtype
+  # A rotation is undone by its transpose.
+  assert contract.relative_error(vjp(out)[0], x) <= contract.tolerance(dtype, 1)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    ({"x": X[0]}, r"x has shape \(6, 3, 8\)"),
+    ({"x": X.astype(np.int32)}, "x has dtype int32"),
+    ({"positions": np.arange(5)}, r"positions has shape \(5,\), but \[T\] = \[6\]"),
+    ({"positions": np.zeros((3, T))}, r"positions has shape \(3, 6\)"),
+    ({"base": 0}, "base=0 must be a positive"),
+    ({"width": 3}, "width=3 must be even and between 2 and K=8"),
+    ({"width": 10}, "width=10 must be even"),
+  ],
+)
+def test_bad_arguments_are_named(arguments, message):
+  with pytest.raises(ValueError, match=message):
+    rotary_embedding(**({"x": X, "positions": np.arange(T)} | arguments))
