@@ -45,8 +45,8 @@ def delta_rule(
 
   Where I - beta k e^T makes vectors longer the state grows exponentially until it overflows, in
   every form: with e = k keep 0 <= beta ||k||^2 <= 2 (normalise k, or take Longhorn's rate). Up to 1
-  the chunked form is as accurate as single steps; near 2, with many more steps in a chunk than key
-  channels, take chunk_size=16 (README.md has the numbers).
+  the chunked form is within a few roundings of float64; near 2, with many more steps in a chunk
+  than key channels, it loses up to a digit more: take chunk_size=16 (README.md has the numbers).
 
   States, decays, sums and the triangular systems are float32 (float64 if an input is) whatever the
   dtype of q, k, v; `out` has the dtype of `v`. A decay down to `log_decay` = -inf is exact. Cutting
