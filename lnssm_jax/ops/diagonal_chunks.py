@@ -9,8 +9,12 @@ backward pass keeps nothing else: it takes the state that entered a chunk, makes
 
     Λ_t = dS_t + A_{t+1} ⊙ Λ_{t+1}        dX_t = Λ_t        dA_t = Λ_t ⊙ S_{t-1}
 
-Inside a chunk both directions take log C steps, over the chunks they are a `lax.scan`. Decays are
-multiplied, never divided, so any value in [0, 1] is as good as any other.
+Inside a chunk both directions take log C steps, over the chunks they are a `lax.scan`.
+
+Decays are multiplied, never divided, so any value in [0, 1] can be had. A decay near 1 is known by
+what it lacks: float32 holds 1 - 10⁻⁶ with an error of 3% of that 10⁻⁶, and a thousand steps with
+the same decay make a thousand times the same error. So every decay comes as a pair (A, 1 - A), each
+computed without a difference, and is applied as S - (1 - A) ⊙ S where 1 - A is the smaller one.
 """
 
 from collections.abc import Callable
@@ -27,9 +31,12 @@ Tree = Any
 
 
 class Recurrence(NamedTuple):
-  """A diagonal recurrence, by what it makes of C steps. Both functions act step by step."""
+  """A diagonal recurrence, by what it makes of C steps. Both functions act step by step.
 
-  update: Callable[..., tuple[jax.Array, jax.Array]]  # (steps, parameters) -> A, X [B, C, ...]
+  `update` returns A, 1 - A and X. The gradient of the decay is passed to A only.
+  """
+
+  update: Callable[..., tuple[jax.Array, ...]]  # (steps, parameters) -> three times [B, C, ...]
   read: Callable[..., jax.Array]  # (states [B, C, ...], steps, parameters) -> out [B, C, ...]
 
 
@@ -86,71 +93,72 @@ def scan(
 
 def _chunk_states(recurrence, steps, parameters, state, resets, real):
   """[B, C, ...]: the state after every step of a chunk."""
-  decay, added = recurrence.update(steps, parameters)
-  decay, added = decay.astype(state.dtype), added.astype(state.dtype)
+  decay, lost, added = (x.astype(state.dtype) for x in recurrence.update(steps, parameters))
   if real is not None:  # the steps after the last leave the state as it is
     resets = None if resets is None else resets & real
-    decay, added = _where(real, decay, 1.0), _where(real, added)
-  return _states(*vary_alike((decay, added, state, resets)))
+    decay, lost, added = _where(real, decay, 1.0), _where(real, lost), _where(real, added)
+  return _states(*vary_alike((decay, lost, added, state, resets)))
 
 
-def _merge(decay, added, state, resets):
-  """S_1 .. S_C for A, X [B, C, ...] and S_0 [B, ...]; where `resets` [B, C], S_{t-1} is forgotten.
+def _merge(decay, lost, added, state, resets):
+  """S_1 .. S_C for A, 1 - A, X [B, C, ...] and S_0 [B, ...].
 
   Blocks of 1, 2, 4, ... steps are merged two by two, each with the states that it reaches from zero
   and the products of its decays; at a merge the first block's last state is carried through the
-  second. Forgotten means left out, not multiplied by zero: what is infinite there stays there.
+  second. Where `resets` [B, C] is true, S_{t-1} is forgotten. Forgotten means left out, not
+  multiplied by zero: what is infinite there stays there.
   """
   length = decay.shape[1]
   segment = None if resets is None else jnp.cumsum(resets, axis=1, dtype=jnp.int32)
-  blocks = (decay, added, segment)
   padding = (1 << (length - 1).bit_length()) - length
   pad = lambda x: jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-  decays, states, segments = jax.tree.map(lambda x: pad(x)[:, :, None], blocks)  # [B, C/s, s, ...]
-  while decays.shape[1] > 1:
-    (decays_1, decays_2), (states_1, states_2) = _halves(decays), _halves(states)
-    carried = decays_2 * states_1[:, :, -1:]
-    if segments is not None:
-      segments_1, segments_2 = _halves(segments)
-      carried = _where(segments_2 == segments_1[:, :, -1:], carried)
-      segments = jnp.concatenate([segments_1, segments_2], axis=2)
-    states = jnp.concatenate([states_1, states_2 + carried], axis=2)
-    decays = jnp.concatenate([decays_1, decays_2 * decays_1[:, :, -1:]], axis=2)
-  carried = decays[:, 0, :length] * state[:, None]
+  # From here on [B, C/s, s, ...]: blocks of s steps.
+  blocks = jax.tree.map(lambda x: pad(x)[:, :, None], (decay, lost, added, segment))
+  while blocks[0].shape[1] > 1:
+    first, second = (jax.tree.map(lambda x, half=h: x[:, half::2], blocks) for h in (0, 1))
+    last = jax.tree.map(lambda x: x[:, :, -1:], first)
+    carried = _decayed(second[0], second[1], last[2])
+    if segment is not None:
+      carried = _where(second[3] == last[3], carried)
+    # 1 - A_1 A_2 = (1 - A_1) + A_1 (1 - A_2): terms of one sign.
+    merged = (second[0] * last[0], last[1] + last[0] * second[1], second[2] + carried, second[3])
+    blocks = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), first, merged)
+  decay, lost, states, _ = jax.tree.map(lambda x: x[:, 0, :length], blocks)
+  carried = _decayed(decay, lost, state[:, None])
   if segment is not None:
     carried = _where(segment == 0, carried)
-  return states[:, 0, :length] + carried
+  return states + carried
 
 
-def _halves(blocks):
-  """[B, M, s, ...] -> the even and the odd blocks, [B, M/2, s, ...] each."""
-  return blocks[:, 0::2], blocks[:, 1::2]
+def _decayed(decay, lost, state):
+  """A ⊙ S, with one rounding where A is near 1."""
+  return jnp.where(lost <= 0.5, state - lost * state, decay * state)
 
 
 _states = jax.custom_vjp(_merge)
 
 
-def _states_forward(decay, added, state, resets):
-  states = _merge(decay, added, state, resets)
-  return states, (decay, state, resets, states)
+def _states_forward(decay, lost, added, state, resets):
+  states = _merge(decay, lost, added, state, resets)
+  return states, (decay, lost, state, resets, states)
 
 
 def _states_backward(kept, d_states):
-  decay, state, resets, states = kept
+  decay, lost, state, resets, states = kept
   # The adjoint runs backwards with the decay of the step after, and does not cross a reset.
   # It is not a call of `_states`: custom rules nested in a recomputed loop body get wrong residuals
   # for second derivatives (JAX 0.11.2).
   flip_next = lambda x: jnp.flip(jnp.concatenate([x[:, 1:], x[:, :1]], axis=1), axis=1)
-  nothing = jnp.zeros_like(state)
-  flipped_resets = None if resets is None else flip_next(resets)
-  adjoint = _merge(flip_next(decay), jnp.flip(d_states, axis=1), nothing, flipped_resets)
+  backwards = jax.tree.map(flip_next, (decay, lost, resets))
+  d_states, nothing = jnp.flip(d_states, axis=1), jnp.zeros_like(state)
+  adjoint = _merge(*backwards[:2], d_states, nothing, backwards[2])
   adjoint = jnp.flip(adjoint, axis=1)
   d_decay = adjoint * jnp.concatenate([state[:, None], states[:, :-1]], axis=1)
-  d_state = decay[:, 0] * adjoint[:, 0]
+  d_state = _decayed(decay[:, 0], lost[:, 0], adjoint[:, 0])
   if resets is not None:
     d_decay = _where(~resets, d_decay)
     d_state = _where(~resets[:, 0], d_state)
-  return d_decay, adjoint, d_state, None
+  return d_decay, None, adjoint, d_state, None
 
 
 _states.defvjp(_states_forward, _states_backward)

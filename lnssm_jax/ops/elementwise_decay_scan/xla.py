@@ -33,11 +33,14 @@ def _scan(q, k, v, log_decay, state, segments, chunk_size):
 
 
 def _update(make, steps, parameters):
-  """exp(log decay) and k vᵀ, [B, C, H, K, V] both."""
+  """A = exp(log decay), 1 - A and k vᵀ, [B, C, H, K, V] each."""
   _, k, v, decay_steps = steps
   log_decay, k, v = widen(make(decay_steps, parameters), k, v)
   added = k[..., :, None] * v[..., None, :]
-  return jnp.broadcast_to(jnp.exp(log_decay), added.shape), added
+  decay, lost = (
+    jnp.broadcast_to(x, added.shape) for x in (jnp.exp(log_decay), -jnp.expm1(log_decay))
+  )
+  return decay, lost, added
 
 
 def _read(kv, steps, parameters):

@@ -34,10 +34,11 @@ def _scan(x, dt, a, b, c, skip, state, segments, chunk_size):
 
 
 def _update(steps, parameters):
-  """exp(dt a) and (dt x) bᵀ, [B, C, D, N] both."""
+  """A = exp(dt a), 1 - A and (dt x) bᵀ, [B, C, D, N] each."""
   x, dt, b, _ = widen(*steps)
   a, _ = parameters
-  return jnp.exp(dt[..., None] * a), (dt * x)[..., None] * b[..., None, :]
+  log_decay = dt[..., None] * a
+  return jnp.exp(log_decay), -jnp.expm1(log_decay), (dt * x)[..., None] * b[..., None, :]
 
 
 def _read(ssm, steps, parameters):

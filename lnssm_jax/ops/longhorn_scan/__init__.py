@@ -1,0 +1,1 @@
+"""The diagonal scan of Longhorn, which README.md derives."""
