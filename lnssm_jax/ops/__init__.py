@@ -1,12 +1,49 @@
 """Pure functions on arrays: the recurrences that every mixer runs on.
 
 Axis letters, for the whole project: `B` batch, `T` time, `H` heads, `K` key width per head, `V`
-value width per head, `C` chunk length. Arrays are time-major after batch: `[B, T, H, K]`. Decays
-are natural logarithms, `<= 0`.
+value width per head, `D` channels, `N` state width per channel, `C` chunk length. Arrays are
+time-major after batch: `[B, T, H, K]`. Decays are natural logarithms, `<= 0`.
 """
 
+from lnssm_jax.ops.attention.api import attention
+from lnssm_jax.ops.attention.rotary import rotary_embedding
+from lnssm_jax.ops.attention.state import (
+  AttentionState,
+  attention_positions,
+  init_attention_state,
+)
+from lnssm_jax.ops.delta_rule.api import delta_rule
+from lnssm_jax.ops.delta_rule.state import DeltaRuleState
+from lnssm_jax.ops.diagonal_scan.api import diagonal_scan
+from lnssm_jax.ops.diagonal_scan.state import DiagonalState
 from lnssm_jax.ops.dispatch import supported
+from lnssm_jax.ops.elementwise_decay_scan.api import DecayFunction, elementwise_decay_scan
+from lnssm_jax.ops.elementwise_decay_scan.state import ElementwiseDecayState
 from lnssm_jax.ops.linear_attention.api import linear_attention
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
+from lnssm_jax.ops.longhorn_scan.api import longhorn_scan
+from lnssm_jax.ops.longhorn_scan.state import LonghornState
+from lnssm_jax.ops.selective_scan.api import selective_scan
+from lnssm_jax.ops.selective_scan.state import SelectiveState
 
-__all__ = ["LinearAttentionState", "linear_attention", "supported"]
+__all__ = [
+  "AttentionState",
+  "DecayFunction",
+  "DeltaRuleState",
+  "DiagonalState",
+  "ElementwiseDecayState",
+  "LinearAttentionState",
+  "LonghornState",
+  "SelectiveState",
+  "attention",
+  "attention_positions",
+  "delta_rule",
+  "diagonal_scan",
+  "elementwise_decay_scan",
+  "init_attention_state",
+  "linear_attention",
+  "longhorn_scan",
+  "rotary_embedding",
+  "selective_scan",
+  "supported",
+]

@@ -59,8 +59,8 @@ def elementwise_decay_scan(
   Raises:
     ValueError: shapes or dtypes do not agree; the message names the argument.
 
-  Sources: recomputation from chunk to chunk, Mamba (Gu and Dao 2023), section 3.3; systems with such
-  decays, LCSM (Qin et al. 2024).
+  Sources: recomputation from chunk to chunk, Mamba (Gu and Dao 2023), section 3.3; systems with
+  such decays, LCSM (Qin et al. 2024).
   """
   args, kwargs = _checked(
     q,
