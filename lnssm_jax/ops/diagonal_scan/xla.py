@@ -3,8 +3,7 @@
 One backward pass serves both forms: it is the same recurrence run in the other direction. Kept are
 the decay and h, which is the output itself where that is float32; the inputs are not needed again.
 
-Steps are cut into chunks by `lax.dynamic_slice`, so that no array is copied into another layout,
-and every array keeps its own dtype until its chunk is computed.
+Every array keeps its own dtype until its chunk is computed.
 """
 
 import functools
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax.ops.checks import vary_alike
+from lnssm_jax.ops.diagonal_scan.chunks import over_chunks
 from lnssm_jax.ops.diagonal_scan.powers import binary_powers
 from lnssm_jax.ops.diagonal_scan.state import DiagonalState
 
@@ -58,15 +58,16 @@ def _run(static, decay, x, state, keep, out_dtype):
 def _scan(static, decay, x, initial, keep):
   """h [B, T, D] in the dtype of `initial`."""
 
-  def chunk(carry, arrays):
-    decay, keep, x = arrays
+  def chunk(carry, by_step, _):
+    decay, keep, x = by_step
     decay, x = _wide(decay, carry), x.astype(carry.dtype)
     first, last = (-1, 0) if static.reverse else (0, -1)
     x = x.at[:, first].add(_decayed(decay, keep, first, carry))
-    h = _scan_chunk(decay, keep, x, static)
-    return h[:, last], h
+    h = scan_chunk(decay, keep, x, chain=static.chain, reverse=static.reverse)
+    return h[:, last], (h, ())
 
-  return _over_chunks(chunk, initial, (decay, keep, x), static)
+  size, reverse = static.chunk_size, static.reverse
+  return over_chunks(chunk, initial, (decay, keep, x), size=size, reverse=reverse)[1]
 
 
 def _forward(static, decay, x, initial, keep):
@@ -80,18 +81,19 @@ def _backward(static, kept, d_h):
   decay, x_like, initial, keep, h = kept
   other_way = static._replace(reverse=not static.reverse)
 
-  def chunk(carry, arrays):  # carry: the adjoint that the steps already passed send to this chunk
-    decay, keep, d_h = arrays
+  def chunk(carry, by_step, _):  # carry: what the steps already passed send back to this chunk
+    decay, keep, d_h = by_step
     decay = _wide(decay, carry)
     first, last = (-1, 0) if other_way.reverse else (0, -1)
     d_h = d_h.at[:, first].add(carry)
-    next_decay, next_keep = (_shift(y, static.reverse) for y in (decay, keep))
-    adjoint = _scan_chunk(next_decay, next_keep, d_h, other_way)
-    return _decayed(decay, keep, last, adjoint[:, last]), adjoint
+    next_decay, next_keep = (shift(y, static.reverse) for y in (decay, keep))
+    adjoint = scan_chunk(next_decay, next_keep, d_h, chain=static.chain, reverse=other_way.reverse)
+    return _decayed(decay, keep, last, adjoint[:, last]), (adjoint, ())
 
   nothing = vary_alike((jnp.zeros_like(initial), d_h))[0]
-  adjoint = _over_chunks(chunk, nothing, (decay, keep, d_h), other_way)
-  before = _shift(h, not static.reverse, initial)
+  size, reverse = static.chunk_size, other_way.reverse
+  adjoint = over_chunks(chunk, nothing, (decay, keep, d_h), size=size, reverse=reverse)[1]
+  before = shift(h, not static.reverse, initial)
   if keep is not None:
     before = jnp.where(keep, before, 0)
   d_decay = _as(decay, adjoint * before)
@@ -106,50 +108,15 @@ def _backward(static, kept, d_h):
 _scan.defvjp(_forward, _backward)
 
 
-def _over_chunks(chunk, carry, arrays, static):
-  """Runs `chunk(carry, arrays of one chunk) -> carry, result` along time; returns all results.
+def scan_chunk(decay, keep, x, *, chain, reverse):
+  """The recurrence from an empty state, inside one chunk; `decay` of the first step is not read.
 
-  The steps that fill no chunk, at the end of time, are a shorter chunk of their own.
+  The three arrays agree in rank; axes after time may have size 1 in `decay` and `keep`.
   """
-  length = max(x.shape[1] for x in jax.tree.leaves(arrays))
-  size = min(static.chunk_size, length)
-  count, rest = divmod(length, size)
-
-  def cut(start, size):
-    slice_ = lambda x: x if x.shape[1] == 1 else jax.lax.dynamic_slice_in_dim(x, start, size, 1)
-    return jax.tree.map(slice_, arrays)
-
-  if count == 1 and not rest:
-    return chunk(carry, arrays)[1]
-
-  def place(carry_and_results, start, size):
-    carry, results = carry_and_results
-    carry, result = chunk(carry, cut(start, size))
-    return carry, jax.lax.dynamic_update_slice_in_dim(results, result, start, 1)
-
-  batch, width = carry.shape
-  results = jnp.zeros((batch, length, width), carry.dtype)
-  results = vary_alike((results, carry, arrays))[0]
-  done = (carry, results)
-  if rest and static.reverse:
-    done = place(done, count * size, rest)
-  done, _ = jax.lax.scan(
-    lambda done, n: (place(done, n * size, size), None),
-    done,
-    jnp.arange(count),
-    reverse=static.reverse,
-  )
-  if rest and not static.reverse:
-    done = place(done, count * size, rest)
-  return done[1]
-
-
-def _scan_chunk(decay, keep, x, static):
-  """The recurrence from an empty state, inside one chunk; `decay` of the first step is not read."""
-  if static.chain:
-    return _chain(decay, keep, x, static.reverse)
+  if chain:
+    return _chain(decay, keep, x, reverse)
   if decay.shape[1] == 1:
-    flip = (lambda y: y if y is None else jnp.flip(y, 1)) if static.reverse else (lambda y: y)
+    flip = (lambda y: y if y is None else jnp.flip(y, 1)) if reverse else (lambda y: y)
     powers = binary_powers(decay[:, 0], x.shape[1].bit_length())
     return flip(_scan_constant(powers, flip(keep), flip(x)))
   if keep is None:
@@ -165,7 +132,7 @@ def _scan_chunk(decay, keep, x, static):
       return left[0] * right[0], kept + right[1], left[2] & right[2]
 
     elements = (decay, x, keep)
-  return jax.lax.associative_scan(combine, elements, axis=1, reverse=static.reverse)[1]
+  return jax.lax.associative_scan(combine, elements, axis=1, reverse=reverse)[1]
 
 
 def _chain(decay, keep, x, reverse):
@@ -213,7 +180,7 @@ def _wide(decay, like):
   return decay.astype(jnp.result_type(decay, jnp.finfo(like.dtype).dtype))
 
 
-def _shift(x, later, border=None):
+def shift(x, later, border=None):
   """Moves x one step later (or earlier) in time; `border`, or what was there, fills the gap.
 
   An array that is the same for all steps stays as it is.

@@ -1,0 +1,306 @@
+"""wkv4: the promises beside its values. The values are the business of the contract."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops.wkv4.api import wkv4
+from lnssm_jax.ops.wkv4.state import WKV4State, empty_state
+from tests.ops import contract
+
+B, D = 2, 3
+FORMS = ["chunked", "associative", "reference"]
+
+
+def inputs(T, seed=0, dtype=jnp.float32, size=1.0):
+  rng = np.random.default_rng(seed)
+  k, v = (
+    jnp.asarray(scale * rng.normal(size=(B, T, D)), jnp.float32).astype(dtype)
+    for scale in (size, 1)
+  )
+  return k, v, jnp.asarray([0.01, 0.5, 20.0]), jnp.asarray(rng.normal(size=D), jnp.float32)
+
+
+def scan(*args, **kwargs):
+  return wkv4(*args, **({"chunk_size": 4} | kwargs))
+
+
+def meaning(state):
+  """What a state stands for: its scale may differ."""
+  return state.max + jnp.log(state.denominator), state.numerator / state.denominator
+
+
+def close(got, want, dtype=jnp.float32, length=64):
+  errors = jax.tree.leaves(jax.tree.map(contract.relative_error, got, want))
+  assert max(errors) <= contract.tolerance(dtype, length), errors
+
+
+def naive(k, v, w, u):
+  """The two sums as the paper writes them (eq. 16), in float64 numpy and without any scale."""
+  k, v, w, u = (np.asarray(x, np.float64) for x in (k, v, w, u))
+  outs = []
+  for t in range(k.shape[1]):
+    lag = (t - 1 - np.arange(t))[:, None]
+    weight = np.exp(k[:, :t] - lag * w)
+    own = np.exp(u + k[:, t])
+    outs.append(((weight * v[:, :t]).sum(1) + own * v[:, t]) / (weight.sum(1) + own))
+  return np.stack(outs, axis=1)
+
+
+@pytest.mark.parametrize(
+  ("implementation", "size"), [(form, 100.0) for form in FORMS] + [("reference", 1.0)]
+)
+def test_equals_the_naive_sum_in_float64(implementation, size):
+  """Keys of +-200 too: their exponentials fit float64, and float32 not by a factor of 1e48."""
+  arguments = inputs(40, size=size)
+  if size > 1:
+    arguments = (jnp.clip(arguments[0], -200, 200), *arguments[1:])
+  call = jax.jit(lambda *x: scan(*x, implementation=implementation)[0])
+  close(call(*arguments), naive(*arguments))
+
+
+def test_keys_beyond_any_exponential_are_a_choice_of_one_value():
+  """Steps of 1e4 up and down: the weight of all but one value is 0."""
+  k = jnp.asarray([0.0, 1e4, 0.0, -1e4, 2e4, 3e4])[None, :, None]
+  v = jnp.arange(6.0)[None, :, None]
+
+  @jax.jit
+  def both(*at):
+    out, vjp = jax.vjp(lambda *x: scan(*x, jnp.ones(1), jnp.zeros(1))[0], *at)
+    return out, *vjp(jnp.ones_like(out))
+
+  out, d_k, d_v = both(k, v)
+  np.testing.assert_array_equal(out[0, :, 0], [0, 1, 1, 1, 4, 5])
+  np.testing.assert_array_equal(d_k, jnp.zeros_like(k))
+  np.testing.assert_array_equal(d_v[0, :, 0], [1, 3, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("implementation", FORMS)
+def test_a_key_of_minus_infinity_leaves_a_step_out(implementation):
+  k, v, w, u = inputs(12)
+  k = k.at[:, 5:7].set(-jnp.inf)
+
+  @jax.jit
+  def both(*at):
+    out, vjp = jax.vjp(lambda *x: scan(*x, w, u, implementation=implementation)[0], *at)
+    return out, *vjp(jnp.ones_like(out))
+
+  out, d_k, d_v = both(k, v)
+  close(out, naive(k, v, w, u))
+  assert jnp.isfinite(d_k).all() and jnp.isfinite(d_v).all()
+  assert not jnp.any(d_k[:, 5:7]) and not jnp.any(d_v[:, 5:7])
+
+
+@pytest.mark.parametrize("implementation", FORMS)
+def test_an_infinite_decay_rate_keeps_only_the_last_step(implementation):
+  k, v, _, u = inputs(8)
+
+  @jax.jit
+  def both(*at):
+    out, vjp = jax.vjp(lambda *x: scan(*x, u, implementation=implementation)[0], *at)
+    return out, *vjp(jnp.ones_like(out))
+
+  out, *gradients = both(k, v, jnp.full(D, jnp.inf))
+  weight = jax.nn.sigmoid(k[:, :-1] - k[:, 1:] - u)
+  close(out[:, 1:], weight * v[:, :-1] + (1 - weight) * v[:, 1:])
+  assert all(jnp.isfinite(g).all() for g in gradients)
+  assert not jnp.any(gradients[2])
+
+
+def test_outputs_lie_between_the_values_so_far():
+  k, v, w, u = inputs(300, size=30.0)
+  out, _ = jax.jit(lambda *x: wkv4(*x))(k, v, w, u)
+  slack = 1e-6
+  assert (out <= jax.lax.cummax(v, axis=1) + slack).all()
+  assert (out >= jax.lax.cummin(v, axis=1) - slack).all()
+
+
+def test_tiny_gradients_are_right_relative_to_themselves():
+  """Where one weight is nearly 1, gradients of keys are tiny differences, 1e-6 beside 1."""
+  k = jnp.asarray([15.0, 0.0, 1.0, -3.0, 2.0, 0.0])[None, :, None]
+  v = jnp.asarray([1.0, -2.0, 0.5, 3.0, 1.5, 0.25])[None, :, None]
+  w, u = jnp.asarray([0.1]), jnp.asarray([0.3])
+  loss = lambda k, form: jnp.sum(
+    scan(k, v.astype(k.dtype), w, u, implementation=form)[0] * (1 + jnp.arange(6)[:, None])
+  )
+  gradient = jax.jit(jax.grad(loss), static_argnums=1)
+  got = gradient(k, "chunked")
+  with jax.enable_x64(True):
+    want = gradient(jnp.asarray(k, jnp.float64), "reference")
+  np.testing.assert_allclose(got, want, rtol=contract.tolerance(jnp.float32, 6))
+  assert 0 < np.abs(want).max() < 1e-4
+
+
+def test_gradients_of_the_reference_equal_finite_differences():
+  rng = np.random.default_rng(3)
+  with jax.enable_x64(True):
+    segments = jnp.asarray([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+
+    @jax.jit
+    def loss(parts):
+      *arguments, m, numerator, denominator = parts
+      state = WKV4State(m, numerator, denominator)
+      out, last = scan(
+        *arguments, initial_state=state, segment_ids=segments, implementation="reference"
+      )
+      return jnp.sum(out**2) + sum(x.sum() for x in meaning(last))
+
+    at = [jnp.asarray(x, jnp.float64) for x in inputs(6)]
+    at += [jnp.asarray(f(rng.normal(size=(B, D)))) for f in (np.abs, np.sin, np.exp)]
+    direction = [jnp.asarray(rng.normal(size=x.shape)) for x in at]
+    along = lambda step: loss([x + step * d for x, d in zip(at, direction, strict=True)])
+    slope = (along(1e-5) - along(-1e-5)) / 2e-5
+    want = sum(jnp.sum(g * d) for g, d in zip(jax.grad(loss)(at), direction, strict=True))
+    np.testing.assert_allclose(slope, want, rtol=1e-8)
+
+
+def test_a_state_is_the_same_whatever_its_scale():
+  """exp(max) numerator and exp(max) denominator are the state; outputs and gradients agree."""
+  k, v, w, u = inputs(4)
+  state = WKV4State(jnp.full((B, D), 1.5), jnp.ones((B, D)), jnp.full((B, D), 2.0))
+  scaled = WKV4State(state.max + 3, *(jnp.exp(-3.0) * x for x in state[1:]))
+
+  @jax.jit
+  def run(state):
+    def loss(state):
+      out, last = scan(k, v, w, u, initial_state=state)
+      return jnp.sum(out**2), (out, meaning(last))
+
+    return jax.grad(loss, has_aux=True)(state)
+
+  (gradient, values), (gradient_scaled, values_scaled) = run(state), run(scaled)
+  close(values_scaled, values)
+  close(gradient_scaled.numerator, jnp.exp(3.0) * gradient.numerator)
+  close(gradient_scaled.max, gradient.max)
+
+
+def test_splitting_a_sequence_changes_nothing():
+  k, v, w, u = inputs(20, size=10.0)
+  segments = jnp.asarray(np.arange(20) // 7 * np.ones((B, 1)), jnp.int32)
+  out, last = scan(k, v, w, u, segment_ids=segments)
+  call = jax.jit(lambda *x: scan(*x[:4], initial_state=x[4], segment_ids=x[5]))
+  for cuts in ([13], list(range(1, 20))):
+    state, outs = empty_state(B, D, jnp.float32), []
+    for start, end in zip([0, *cuts], [*cuts, 20], strict=True):
+      # A state belongs to the segment that begins a call: it is not passed over a border.
+      if start % 7 == 0:
+        state = empty_state(B, D, jnp.float32)
+      piece = slice(start, end)
+      o, state = call(k[:, piece], v[:, piece], w, u, state, segments[:, piece])
+      outs.append(o)
+    close((jnp.concatenate(outs, 1), meaning(state)), (out, meaning(last)))
+
+
+@pytest.mark.parametrize("implementation", FORMS)
+def test_packed_documents_equal_separate_documents(implementation):
+  """Also beside a document that is not finite: nothing of it passes the border."""
+  k, v, w, u = inputs(30, size=10.0)
+  k, v = k.at[:, 3].set(jnp.nan), v.at[:, 20].set(jnp.inf)
+  lengths = [1, 11, 7, 11]
+  segments = jnp.asarray(np.repeat([4, 9, 4, 0], lengths)[None].repeat(B, 0), jnp.int32)
+  run = jax.jit(lambda k, v, s: scan(k, v, w, u, segment_ids=s, implementation=implementation))
+  packed, last = run(k, v, segments)
+  for n, end in zip(lengths, np.cumsum(lengths), strict=True):
+    piece = slice(end - n, end)
+    out, state = run(k[:, piece], v[:, piece], None)
+    np.testing.assert_array_equal(jnp.isfinite(packed[:, piece]), jnp.isfinite(out))
+    clean = lambda x: jnp.nan_to_num(x, posinf=0, neginf=0)
+    close(clean(packed[:, piece]), clean(out))
+  close(meaning(last)[0], meaning(state)[0])
+
+
+@pytest.mark.parametrize("implementation", FORMS)
+def test_nothing_flows_backwards_in_time(implementation):
+  k, v, w, u = inputs(21)
+  call = jax.jit(lambda k, v: scan(k, v, w, u, implementation=implementation)[0])
+  before, after = call(k, v), call(k.at[:, 13].add(50.0), v.at[:, 13].set(jnp.nan))
+  np.testing.assert_array_equal(before[:, :13], after[:, :13])
+  assert jnp.isnan(after[:, 13:]).any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_dtypes(dtype):
+  out, state = scan(*inputs(5, dtype=dtype))
+  assert out.dtype == dtype
+  assert {x.dtype for x in state} == {jnp.dtype(jnp.float32)}
+
+
+def test_works_under_every_transformation():
+  k, v, w, u = inputs(4)
+  scan = functools.partial(wkv4, chunk_size=2)
+  run = lambda k, v: scan(k, v, w, u)[0]
+  plain = run(k, v)
+  loss = lambda k, v: jnp.sum(run(k, v) ** 2)
+  stacked = [jnp.stack([x, x / 2]) for x in (k, v)]
+  mapped = jax.jit(jax.vmap(run))(*stacked)
+  close(mapped[0], plain)
+  close(mapped[1], run(*(x[1] for x in stacked)))
+  gradient = lambda loss, *args: jax.jit(jax.grad(loss, argnums=range(len(args))))(*args)
+  close(gradient(jax.checkpoint(loss), k, v), gradient(loss, k, v))
+  _, scanned = jax.lax.scan(lambda c, x: (c, run(*x)), 0, stacked)
+  close(scanned, mapped)
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  spec, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+  for form in FORMS[:2]:
+    local = lambda *x: scan(*x, implementation=form)[0]  # noqa: B023
+    sharded = jax.shard_map(
+      local, mesh=mesh, in_specs=(spec, spec, replicated, replicated), out_specs=spec
+    )
+    got = gradient(lambda *x: jnp.sum(sharded(*x) ** 2), k, v, w, u)  # noqa: B023
+    close(got, gradient(lambda *x: jnp.sum(scan(*x)[0] ** 2), k, v, w, u))
+
+
+def test_second_derivatives():
+  k, v, w, u = inputs(4)
+
+  def directional(form):
+    first = jax.grad(lambda k: jnp.sum(scan(k, v, w, u, implementation=form, chunk_size=2)[0] ** 3))
+    return jax.jit(jax.grad(lambda k: jnp.sum(first(k) * v)))(k)
+
+  close(directional("chunked"), directional("reference"), length=2**16)
+
+
+def test_memory_of_the_backward_pass_is_the_states_between_chunks():
+  T, width = 4096, 32
+  x = jax.ShapeDtypeStruct((1, T, width), jnp.float32)
+  parameter = jax.ShapeDtypeStruct((width,), jnp.float32)
+
+  def memory(form):
+    loss = lambda *args: jnp.sum(wkv4(*args, implementation=form)[0] ** 2)
+    compiled = jax.jit(jax.grad(loss, argnums=range(4))).lower(x, x, parameter, parameter).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / (T * width * 4)
+
+  # The output, its cotangent, and three states of every 8th step; autodiff keeps every step's.
+  assert memory("chunked") < 2.5
+  assert memory("reference") > 7
+
+
+def test_supported_lists_what_can_run():
+  assert ops.supported(wkv4, *inputs(3)) == ["chunked", "reference", "associative"]
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"v": (B, 5, D)}, r"v has shape \(2, 5, 3\).*\[2, 6, 3\]"),
+    ({"k": (B, 6)}, r"k has shape \(2, 6\), but \[B, T, D\]"),
+    ({"k": (B, 0, D), "v": (B, 0, D)}, "T >= 1"),
+    ({"decay_rate": (B, D)}, r"decay_rate has shape \(2, 3\), but \[D\] = \[3\]"),
+    ({"bonus": (4,)}, r"bonus has shape \(4,\)"),
+    ({"initial_state": empty_state(B, 4, float)}, r"initial_state.max has shape \(2, 4\)"),
+    ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
+    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
+    ({"chunk_size": 0}, "chunk_size=0 must be at least 1"),
+    ({"k": jnp.zeros((B, 6, D), jnp.int32)}, "k has dtype int32; it must be floating point"),
+    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
+  ],
+)
+def test_bad_arguments_are_named(change, message):
+  arguments = {"k": (B, 6, D), "v": (B, 6, D), "decay_rate": (D,), "bonus": (D,)} | change
+  arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in arguments.items()}
+  with pytest.raises(ValueError, match=message):
+    wkv4(**arguments)
