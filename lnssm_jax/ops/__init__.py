@@ -25,6 +25,8 @@ from lnssm_jax.ops.longhorn_scan.api import longhorn_scan
 from lnssm_jax.ops.longhorn_scan.state import LonghornState
 from lnssm_jax.ops.selective_scan.api import selective_scan
 from lnssm_jax.ops.selective_scan.state import SelectiveState
+from lnssm_jax.ops.wkv4.api import wkv4
+from lnssm_jax.ops.wkv4.state import WKV4State
 
 __all__ = [
   "AttentionState",
@@ -35,6 +37,7 @@ __all__ = [
   "LinearAttentionState",
   "LonghornState",
   "SelectiveState",
+  "WKV4State",
   "attention",
   "attention_positions",
   "delta_rule",
@@ -46,4 +49,5 @@ __all__ = [
   "rotary_embedding",
   "selective_scan",
   "supported",
+  "wkv4",
 ]
