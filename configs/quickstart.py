@@ -3,8 +3,8 @@
     make train
     python -m train fit --config configs/quickstart.py
 
-Costs at most 3 minutes on 2 CPU cores, compilation included; reaches a validation loss below 3.0
-bits per byte, from about 8 at the start. Measured: see docs/results.md.
+Costs about two minutes on two idle CPU cores, compilation included. Measured: 2.765 bits per byte of
+validation text, from 8.17 at the start (docs/results.md).
 """
 
 from train.config import Data, Model, Optimizer, Sample, Train
