@@ -3,8 +3,8 @@
     make train
     python -m train fit --config configs/quickstart.py
 
-Costs about two minutes on two idle CPU cores, compilation included. Measured: 2.765 bits per byte of
-validation text, from 8.17 at the start (docs/results.md).
+Costs about two minutes on two idle CPU cores, compilation included. Measured: 2.765 bits per byte
+of validation text, from 8.17 at the start (docs/results.md).
 """
 
 from train.config import Data, Model, Optimizer, Sample, Train
