@@ -23,5 +23,6 @@ class WKV4State(NamedTuple):
 
 
 def empty_state(batch: int, width: int, dtype) -> WKV4State:
+  """The state before the first step: no token seen, [B, D] each, in `dtype`."""
   zeros = jnp.zeros((batch, width), dtype)
   return WKV4State(jnp.full_like(zeros, EMPTY), zeros, zeros)
