@@ -1,4 +1,4 @@
-"""wkv4, every implementation: values and gradients against float64.
+"""wkv4: its arguments, and what it is held to.
 
 A state is compared by what it stands for, the logarithm of its sum of weights and its mean: its
 maximum is a scale, which may differ by a rounding.
@@ -8,13 +8,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from lnssm_jax.ops.wkv4.api import wkv4
-from lnssm_jax.ops.wkv4.state import WKV4State
-from tests.ops import contract
-
-B = 2
+from lnssm_jax import ops
+from tests.ops.scans.base import B, Check, Scan
 
 
 @dataclass(frozen=True)
@@ -60,9 +56,8 @@ MANY = [
 ]
 
 
-def make_inputs(case: Case, seed: int = 0):
+def draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
   """Decays near 0, ordinary, or from 1e-7 to 20 a step; keys near 0, from -200 to 200, or +-200."""
-  rng = np.random.default_rng(seed)
   T, D = case.T, case.D
   center = {"weak": -7, "ordinary": -1, "extreme": 0}[case.strength]
   rate = np.exp(rng.normal(size=D) + center)
@@ -76,60 +71,31 @@ def make_inputs(case: Case, seed: int = 0):
   inputs = {"k": keys((B, T, D)), "v": rng.normal(size=(B, T, D)), "decay_rate": rate}
   inputs["bonus"] = rng.normal(size=D)
   if case.state:
-    inputs["max"] = keys((B, D))
-    inputs["denominator"] = np.exp(rng.normal(size=(B, D)))
-    inputs["numerator"] = inputs["denominator"] * rng.normal(size=(B, D))
+    inputs["state.max"] = keys((B, D))
+    inputs["state.denominator"] = np.exp(rng.normal(size=(B, D)))
+    inputs["state.numerator"] = inputs["state.denominator"] * rng.normal(size=(B, D))
   return inputs
 
 
-def segment_ids(case: Case):
-  """Ids that change often, skip numbers (an empty document) and come back to an earlier one."""
-  if not case.segments:
-    return None
-  rng = np.random.default_rng(1)
-  return jnp.asarray(3 * (np.cumsum(rng.random((B, case.T)) < 0.15, axis=1) % 2), jnp.int32)
-
-
-def call(case: Case, inputs, implementation):
-  out, state = wkv4(
-    *(inputs[name] for name in ("k", "v", "decay_rate", "bonus")),
-    initial_state=WKV4State(*(inputs[x] for x in WKV4State._fields)) if case.state else None,
-    segment_ids=segment_ids(case),
-    implementation=implementation,
-    chunk_size=case.chunk,
-  )
+def compared(out, state: ops.WKV4State):
   log_weight = state.max + jnp.log(state.denominator)
   return {"out": out, "log_weight": log_weight, "mean": state.numerator / state.denominator}
 
 
-def check(case: Case, implementation: str, dtype):
-  inputs = make_inputs(case)
-  dtypes = {name: dtype if name in ("k", "v") else jnp.float32 for name in inputs}
-  errors = contract.errors_against_reference(
-    lambda x, name: call(case, x, name), inputs, dtypes, implementation
-  )
-  limit = contract.tolerance(dtype, case.T)
-  too_large = {name: error for name, error in errors.items() if not error <= limit}
-  assert not too_large, f"limit {limit:.1e}: {too_large}"
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_chunked_float32(case):
-  check(case, "chunked", jnp.float32)
-
-
-@pytest.mark.parametrize("case", [CASES[3], CASES[5], CASES[8]], ids=str)
-def test_associative_float32(case):
-  check(case, "associative", jnp.float32)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_chunked_low_precision(dtype):
-  check(CASES[4], "chunked", dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["chunked", "associative"])
-@pytest.mark.parametrize("case", MANY, ids=str)
-def test_every_combination(case, implementation):
-  check(case, implementation, jnp.float32)
+WKV4 = Scan(
+  function=ops.wkv4,
+  state=ops.WKV4State,
+  draw=draw,
+  arguments=lambda case, x: (tuple(x[n] for n in ("k", "v", "decay_rate", "bonus")), {}),
+  narrow=("k", "v"),
+  steps=("k", "v"),
+  checks=[
+    *(Check(case) for case in CASES),
+    *(Check(case, "associative") for case in (CASES[3], CASES[5], CASES[8])),
+    *(Check(CASES[4], dtype=dtype) for dtype in (jnp.bfloat16, jnp.float16)),
+  ],
+  sweep=[Check(case, form) for case in MANY for form in ("chunked", "associative")],
+  small=Case(T=23, state=False),
+  measured=lambda T, strength: Case(T, D=8, strength=strength, chunk=None),
+  compared=compared,
+)

@@ -1,0 +1,36 @@
+"""Every scan, every implementation: values and all gradients against the reference in float64."""
+
+import jax.numpy as jnp
+import pytest
+
+from tests.ops import contract
+from tests.ops.scans import SCANS
+
+
+def run(name, check):
+  scan = SCANS[name]
+  inputs = scan.inputs(check.case)
+  dtypes = {n: check.dtype if n in scan.narrow else jnp.float32 for n in inputs}
+
+  def call(inputs, implementation):
+    return scan.compared(*scan(check.case, inputs, implementation=implementation))
+
+  errors = contract.errors_against_reference(call, inputs, dtypes, check.implementation)
+  limit = contract.tolerance(check.dtype, check.case.T)
+  too_large = {name: error for name, error in errors.items() if not error <= limit}
+  assert not too_large, f"limit {limit:.1e}: {too_large}"
+
+
+@pytest.mark.parametrize(
+  ("name", "check"), [(n, c) for n, scan in SCANS.items() for c in scan.checks], ids=str
+)
+def test_values_and_gradients(name, check):
+  run(name, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("name", "check"), [(n, c) for n, scan in SCANS.items() for c in scan.sweep], ids=str
+)
+def test_every_combination(name, check):
+  run(name, check)
