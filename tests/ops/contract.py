@@ -37,10 +37,11 @@ def round_to(inputs: Tree, dtype) -> Tree:
   return jax.tree.map(lambda x: np.asarray(jnp.asarray(x, dtype), np.float64), inputs)
 
 
-def values_and_gradients(fn: Callable[[Tree], Tree], inputs: Tree, *, seed: int = 0) -> Tree:
-  """`fn(inputs)` and the gradient of a random linear functional of all it returns, as one program.
+def with_gradients(fn: Callable[[Tree], Tree], inputs: Tree, *, seed: int = 0):
+  """A function of inputs shaped like these: `fn`, and the gradient of a random linear functional.
 
-  The functional's weights are multiples of 1/8, which every dtype holds exactly.
+  The functional is of all that `fn` returns; its weights are multiples of 1/8, which every dtype
+  holds exactly.
   """
   shapes = jax.eval_shape(fn, inputs)
   rng = np.random.default_rng(seed)
@@ -53,8 +54,22 @@ def values_and_gradients(fn: Callable[[Tree], Tree], inputs: Tree, *, seed: int 
     products = jax.tree.map(lambda y, w: jnp.sum(y.astype(w.dtype) * w), outputs, weights)
     return sum(p.astype(jnp.result_type(float)) for p in jax.tree.leaves(products)), outputs
 
-  (_, outputs), gradients = jax.jit(jax.value_and_grad(functional, has_aux=True))(inputs)
-  return {"values": outputs, "gradients": gradients}
+  def both(inputs):
+    (_, outputs), gradients = jax.value_and_grad(functional, has_aux=True)(inputs)
+    return {"values": outputs, "gradients": gradients}
+
+  return both
+
+
+def values_and_gradients(fn: Callable[[Tree], Tree], inputs: Tree) -> Tree:
+  """`fn(inputs)` and its gradients as in `with_gradients`, by one compiled program."""
+  return jax.jit(with_gradients(fn, inputs))(inputs)
+
+
+def named_errors(got: Tree, want: Tree) -> dict[str, float]:
+  """The relative error of every array, by its path."""
+  errors = jax.tree.map(relative_error, got, want)
+  return {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(errors)}
 
 
 def errors_against_reference(
@@ -71,5 +86,4 @@ def errors_against_reference(
     want = jax.tree.map(np.asarray, values_and_gradients(lambda x: fn(x, "reference"), exact))
   passed = jax.tree.map(jnp.asarray, inputs, dtypes)
   got = jax.tree.map(np.asarray, values_and_gradients(lambda x: fn(x, implementation), passed))
-  errors = jax.tree.map(relative_error, got, want)
-  return {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(errors)}
+  return named_errors(got, want)
