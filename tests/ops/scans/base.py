@@ -63,9 +63,15 @@ class Scan:
   checks: Sequence[Check]  # values and gradients against float64, always
   sweep: Sequence[Check]  # the same, every combination: slow
   small: Any  # a short case without state and segments, for the promises
+  # Other cases like it: they too must be split, packed and causal.
+  variants: Sequence[Any] = ()
   # A case of a length and a strength of the decay, small otherwise and with the default chunk, for
   # the table of errors.
   measured: Callable[[int, str], Any]
+  # A case of a length, without state and segments, whose state is larger than a step and a chunk
+  # longer than one, so that an array with a state for every step would be seen.
+  memory: Callable[[int], Any] | None = None
+  implementations: tuple[str, ...] = ("chunked", "associative", "reference")  # as preferred
   # What is compared of an output and a state, as real arrays.
   compared: Callable[[Any, Any], Any] = lambda out, state: {"out": out, "state": state}
   # Inf in one packed document does not reach the others, whatever the arguments.
@@ -74,8 +80,12 @@ class Scan:
   def inputs(self, case: Any, seed: int = 0) -> dict[str, np.ndarray]:
     return self.draw(case, np.random.default_rng(seed))
 
-  def __call__(self, case: Any, inputs: Arrays, **options):
-    """(out, state) of the public function; `options` go before what the case says."""
+  def over_time(self, case: Any, inputs: Arrays) -> list[str]:
+    """Names of those of a case's inputs that have a time axis: a decay may be constant."""
+    return [n for n in self.steps if n in inputs and inputs[n].shape[1:2] == (case.T,)]
+
+  def bind(self, case: Any, inputs: Arrays, **options) -> tuple[tuple, dict[str, Any]]:
+    """The public function's arguments; `options` go before what the case says."""
     args, kwargs = self.arguments(case, inputs)
     fields = {n.removeprefix("state."): x for n, x in inputs.items() if n.startswith("state.")}
     kwargs |= {
@@ -83,7 +93,12 @@ class Scan:
       "segment_ids": segment_ids(case.T) if case.segments else None,
       "chunk_size": case.chunk,
     }
-    return self.function(*args, **kwargs | options)
+    return args, kwargs | options
+
+  def __call__(self, case: Any, inputs: Arrays, **options):
+    """(out, state) of the public function; `options` as in `bind`."""
+    args, kwargs = self.bind(case, inputs, **options)
+    return self.function(*args, **kwargs)
 
 
 def segment_ids(length: int):

@@ -89,6 +89,7 @@ WKV4 = Scan(
   arguments=lambda case, x: (tuple(x[n] for n in ("k", "v", "decay_rate", "bonus")), {}),
   narrow=("k", "v"),
   steps=("k", "v"),
+  implementations=("chunked", "reference", "associative"),
   checks=[
     *(Check(case) for case in CASES),
     *(Check(case, "associative") for case in (CASES[3], CASES[5], CASES[8])),
@@ -97,5 +98,6 @@ WKV4 = Scan(
   sweep=[Check(case, form) for case in MANY for form in ("chunked", "associative")],
   small=Case(T=23, state=False),
   measured=lambda T, strength: Case(T, D=8, strength=strength, chunk=None),
+  memory=lambda T: Case(T, D=32, chunk=8, state=False),
   compared=compared,
 )

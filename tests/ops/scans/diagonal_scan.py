@@ -1,4 +1,4 @@
-"""diagonal_scan, every implementation: values and gradients against float64.
+"""diagonal_scan: its arguments, and what it is held to.
 
 A complex array is passed as its real and imaginary parts, so that all gradients are of real
 numbers.
@@ -9,13 +9,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from lnssm_jax.ops.diagonal_scan.api import diagonal_scan
-from lnssm_jax.ops.diagonal_scan.state import DiagonalState
-from tests.ops import contract
-
-B = 2
+from lnssm_jax import ops
+from tests.ops.scans.base import B, Check, Scan
 
 
 @dataclass(frozen=True)
@@ -30,6 +26,7 @@ class Case:
   segments: bool = False
   reverse: bool = False
   chunk: int | None = None
+  state: bool = True
 
   def __str__(self):
     flags = [name for name in ("constant", "segments", "reverse") if getattr(self, name)]
@@ -70,9 +67,8 @@ MANY = [
 ]
 
 
-def make_inputs(case: Case, seed: int = 0):
+def draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
   """Decays of a modulus near 1 (weak), ordinary, or from exp(-20) to 1 with 0 among them."""
-  rng = np.random.default_rng(seed)
   shape = (case.D,) if case.constant else (B, case.T, case.D)
   if case.strength == "extreme":
     log = -20 * rng.random(shape) ** 2
@@ -81,7 +77,7 @@ def make_inputs(case: Case, seed: int = 0):
     modulus[..., case.D // 2] = 0
   else:
     modulus = np.exp(-np.exp(rng.normal(size=shape) - (7 if case.strength == "weak" else 1)))
-  inputs = {"x": rng.normal(size=(B, case.T, case.D)), "h": rng.normal(size=(B, case.D))}
+  inputs = {"x": rng.normal(size=(B, case.T, case.D)), "state.h": rng.normal(size=(B, case.D))}
   if "a" in case.complex_:
     phase = rng.uniform(-np.pi, np.pi, size=shape)
     # Rounded to float32 the modulus may exceed 1 by a rounding, which 1000 steps must not amplify.
@@ -92,64 +88,46 @@ def make_inputs(case: Case, seed: int = 0):
   if "x" in case.complex_:
     inputs["x_i"] = rng.normal(size=(B, case.T, case.D))
   if case.complex_:
-    inputs["h_i"] = rng.normal(size=(B, case.D))
+    inputs["state.h_i"] = rng.normal(size=(B, case.D))
+  if not case.state:
+    inputs = {n: x for n, x in inputs.items() if not n.startswith("state.")}
   return inputs
 
 
-def segment_ids(case: Case):
-  """Ids that change often, skip numbers (an empty document) and come back to an earlier one."""
-  if not case.segments:
-    return None
-  rng = np.random.default_rng(1)
-  return jnp.asarray(3 * (np.cumsum(rng.random((B, case.T)) < 0.15, axis=1) % 2), jnp.int32)
+def joined(real, imaginary=None):
+  return real if imaginary is None else jax.lax.complex(real, imaginary)
 
 
-def call(case: Case, inputs, implementation):
-  get = lambda name: (
-    jax.lax.complex(inputs[name], inputs[name + "_i"]) if name + "_i" in inputs else inputs[name]
-  )
-  out, state = diagonal_scan(
-    get("decay"),
-    get("x"),
-    reverse=case.reverse,
-    initial_state=DiagonalState(get("h")),
-    segment_ids=segment_ids(case),
-    implementation=implementation,
-    chunk_size=case.chunk,
-  )
-  if not case.complex_:
-    return {"out": out, "state": state}
-  return {"out": (out.real, out.imag), "state": (state.h.real, state.h.imag)}
+def state(h, h_i=None) -> ops.DiagonalState:
+  return ops.DiagonalState(joined(h, h_i))
 
 
-def check(case: Case, implementation: str, dtype):
-  inputs = make_inputs(case)
-  dtypes = {name: dtype if name in ("x", "x_i") else jnp.float32 for name in inputs}
-  errors = contract.errors_against_reference(
-    lambda x, name: call(case, x, name), inputs, dtypes, implementation
-  )
-  limit = contract.tolerance(dtype, case.T)
-  too_large = {name: error for name, error in errors.items() if not error <= limit}
-  assert not too_large, f"limit {limit:.1e}: {too_large}"
+def arguments(case: Case, inputs):
+  arrays = (joined(inputs[n], inputs.get(n + "_i")) for n in ("decay", "x"))
+  return tuple(arrays), {"reverse": case.reverse}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_chunked_float32(case):
-  check(case, "chunked", jnp.float32)
+def compared(out, state: ops.DiagonalState):
+  parts = lambda x: (x.real, x.imag) if jnp.iscomplexobj(x) else x
+  return {"out": parts(out), "state": parts(state.h)}
 
 
-@pytest.mark.parametrize("case", [CASES[0], *CASES[3:6], CASES[8], CASES[10]], ids=str)
-def test_associative_float32(case):
-  check(case, "associative", jnp.float32)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_chunked_low_precision(dtype):
-  check(CASES[3], "chunked", dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["chunked", "associative"])
-@pytest.mark.parametrize("case", MANY, ids=str)
-def test_every_combination(case, implementation):
-  check(case, implementation, jnp.float32)
+DIAGONAL_SCAN = Scan(
+  function=ops.diagonal_scan,
+  state=state,
+  draw=draw,
+  arguments=arguments,
+  narrow=("x", "x_i"),
+  steps=("decay", "decay_i", "x", "x_i"),
+  checks=[
+    *(Check(case) for case in CASES),
+    *(Check(CASES[n], "associative") for n in (0, 3, 4, 5, 8, 10)),
+    *(Check(CASES[3], dtype=dtype) for dtype in (jnp.bfloat16, jnp.float16)),
+  ],
+  sweep=[Check(case, form) for form in ("chunked", "associative") for case in MANY],
+  small=Case(T=23, D=3, constant=True, chunk=8, state=False),
+  variants=(Case(T=23, D=3, chunk=8, state=False),),
+  measured=lambda T, strength: Case(T, D=8, strength=strength, complex_="ax"),
+  memory=lambda T: Case(T, D=32, chunk=64, state=False),
+  compared=compared,
+)

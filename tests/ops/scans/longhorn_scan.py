@@ -1,17 +1,13 @@
-"""longhorn_scan, every implementation: values and gradients against float64."""
+"""longhorn_scan: its arguments, and what it is held to."""
 
 import itertools
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from lnssm_jax.ops.longhorn_scan.api import longhorn_scan
-from lnssm_jax.ops.longhorn_scan.state import LonghornState
-from tests.ops import contract
-
-B = 2
+from lnssm_jax import ops
+from tests.ops.scans.base import B, Check, Scan
 
 
 @dataclass(frozen=True)
@@ -25,6 +21,7 @@ class Case:
   D: int = 3
   N: int = 5
   chunk: int | None = 4
+  state: bool = True
 
   def __str__(self):
     flags = [name for name in ("segments", "skip") if getattr(self, name)]
@@ -75,66 +72,37 @@ def strengths_and_keys(rng, case: Case):
   return 1 / (1 + np.exp(rng.normal(size=(B, T, D)) * 6)), k
 
 
-def make_inputs(case: Case, seed: int = 0):
-  rng = np.random.default_rng(seed)
+def draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
   T, D, N = case.T, case.D, case.N
   beta, k = strengths_and_keys(rng, case)
   inputs = {"x": rng.normal(size=(B, T, D)), "beta": beta, "k": k}
-  inputs |= {"q": rng.normal(size=(B, T, N)), "memory": rng.normal(size=(B, D, N))}
+  inputs["q"] = rng.normal(size=(B, T, N))
+  if case.state:
+    inputs["state.memory"] = rng.normal(size=(B, D, N))
   if case.skip:
     inputs["skip"] = rng.normal(size=D)
   return inputs
 
 
-def segment_ids(case: Case):
-  """Ids that change often, at the last step too, skip numbers and come back to an earlier one."""
-  if not case.segments:
-    return None
-  changes = np.random.default_rng(1).random((B, case.T)) < 0.15
-  changes[0, -1] = True
-  return jnp.asarray(3 * (np.cumsum(changes, axis=1) % 2), jnp.int32)
+def arguments(case: Case, inputs):
+  return tuple(inputs[n] for n in ("x", "beta", "k", "q")), {"skip": inputs.get("skip")}
 
 
-def call(case: Case, inputs, implementation):
-  out, state = longhorn_scan(
-    *(inputs[name] for name in ("x", "beta", "k", "q")),
-    skip=inputs.get("skip"),
-    initial_state=LonghornState(inputs["memory"]),
-    segment_ids=segment_ids(case),
-    implementation=implementation,
-    chunk_size=case.chunk,
-  )
-  return {"out": out, "state": state}
-
-
-def check(case: Case, implementation: str, dtype):
-  inputs = make_inputs(case)
-  dtypes = {n: dtype if n in ("x", "beta", "k", "q") else jnp.float32 for n in inputs}
-  errors = contract.errors_against_reference(
-    lambda x, name: call(case, x, name), inputs, dtypes, implementation
-  )
-  limit = contract.tolerance(dtype, case.T)
-  too_large = {name: error for name, error in errors.items() if not error <= limit}
-  assert not too_large, f"limit {limit:.1e}: {too_large}"
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_chunked_float32(case):
-  check(case, "chunked", jnp.float32)
-
-
-@pytest.mark.parametrize("case", [CASES[3], CASES[6]], ids=str)
-def test_associative_float32(case):
-  check(case, "associative", jnp.float32)
-
-
-@pytest.mark.parametrize(("case", "dtype"), [(CASES[3], jnp.bfloat16), (CASES[7], jnp.float16)])
-def test_chunked_narrow(case, dtype):
-  check(case, "chunked", dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["chunked", "associative"])
-@pytest.mark.parametrize("case", MANY, ids=str)
-def test_every_combination(case, implementation):
-  check(case, implementation, jnp.float32)
+LONGHORN_SCAN = Scan(
+  function=ops.longhorn_scan,
+  state=ops.LonghornState,
+  draw=draw,
+  arguments=arguments,
+  narrow=("x", "beta", "k", "q"),
+  steps=("x", "beta", "k", "q"),
+  checks=[
+    *(Check(case) for case in CASES),
+    *(Check(CASES[n], "associative") for n in (3, 6)),
+    Check(CASES[3], dtype=jnp.bfloat16),
+    Check(CASES[7], dtype=jnp.float16),
+  ],
+  sweep=[Check(case, form) for form in ("chunked", "associative") for case in MANY],
+  small=Case(23, N=4, state=False),
+  measured=lambda T, strength: Case(T, strength, D=8, N=4, chunk=None),
+  memory=lambda T: Case(T, D=16, N=16, chunk=8, state=False),
+)

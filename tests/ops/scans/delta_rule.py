@@ -1,0 +1,107 @@
+"""delta_rule: its arguments, and what it is held to."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax import ops
+from tests.ops.scans.base import B, Check, Scan, log_decay
+
+
+@dataclass(frozen=True)
+class Case:
+  """One set of arguments. `rates`: beta per "head" or "column"; keys have length 1."""
+
+  T: int = 37
+  K: int = 5
+  V: int = 7
+  decay: str | None = None
+  rates: str = "head"
+  erase: bool = False
+  segments: bool = False
+  chunk: int | None = 16
+  H: int = 2
+  state: bool = True
+
+  @property
+  def strength(self) -> str:
+    return self.decay or "none"
+
+  def __str__(self):
+    flags = [name for name in ("erase", "segments") if getattr(self, name)]
+    sizes = f"T{self.T}K{self.K}V{self.V}C{self.chunk}"
+    return "-".join([self.rates, self.strength, *flags, sizes])
+
+
+CASES = [
+  Case(T=65, chunk=None),
+  Case(T=1000, K=8, V=3, decay="weak", segments=True, chunk=None),
+  Case(T=64, decay="extreme", erase=True, chunk=None),
+  Case(T=63, decay="ordinary", segments=True, erase=True),
+  Case(T=15, decay="extreme", segments=True, chunk=4),
+  Case(T=2, K=1, V=1, decay="ordinary"),
+  Case(T=1, decay="ordinary", erase=True),
+  Case(rates="column", decay="extreme", segments=True, erase=True),
+  Case(rates="column", T=64, K=8, V=3, decay="weak", chunk=None),
+  Case(rates="column", T=15, segments=True, chunk=4),
+  Case(rates="column", T=1, decay="ordinary"),
+]
+MANY = [
+  Case(T, K, V, decay, rates, erase, segments, chunk)
+  for decay in (None, "weak", "ordinary", "extreme")
+  for rates in ("head", "column")
+  for erase in (False, True)
+  for segments in (False, True)
+  for T, K, V, chunk in [(3, 3, 1, None), (65, 17, 5, 32), (130, 8, 8, None), (1000, 16, 4, None)]
+]
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+  return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+  T, H, K, V = case.T, case.H, case.K, case.V
+  inputs = {"q": rng.normal(size=(B, T, H, K)), "k": unit(rng.normal(size=(B, T, H, K)))}
+  inputs["v"] = rng.normal(size=(B, T, H, V))
+  if case.state:
+    inputs["state.kv"] = rng.normal(size=(B, H, K, V))
+  inputs["beta"] = rng.random((B, T, H) if case.rates == "head" else (B, T, H, V))
+  if case.erase:
+    # Near the key, and short enough not to make the state grow.
+    inputs["erase_key"] = unit(inputs["k"] + 0.2 * rng.normal(size=(B, T, H, K)))
+  if case.decay:
+    inputs["log_decay"] = log_decay(rng, (B, T, H), case.decay)
+  return inputs
+
+
+def arguments(case: Case, inputs):
+  options = {n: inputs.get(n) for n in ("log_decay", "erase_key")}
+  return tuple(inputs[n] for n in ("q", "k", "v", "beta")), options | {"scale": 0.7}
+
+
+DELTA_RULE = Scan(
+  function=ops.delta_rule,
+  state=ops.DeltaRuleState,
+  draw=draw,
+  arguments=arguments,
+  narrow=("q", "k", "v", "erase_key"),
+  steps=("q", "k", "v", "beta", "log_decay", "erase_key"),
+  implementations=("chunked", "reference"),
+  checks=[
+    *(Check(case) for case in CASES),
+    *(Check(CASES[n], dtype=jnp.bfloat16) for n in (3, 9)),
+    Check(CASES[4], dtype=jnp.float16),
+  ],
+  sweep=[Check(case) for case in MANY],
+  small=Case(T=23, K=3, V=4, decay="ordinary", erase=True, chunk=8, state=False),
+  variants=(
+    Case(T=23, K=3, V=4, decay="ordinary", rates="column", erase=True, chunk=8, state=False),
+  ),
+  measured=lambda T, strength: Case(T, H=1, K=8, V=8, decay=strength, chunk=None),
+  memory=lambda T: Case(
+    T, H=1, K=32, V=32, decay="ordinary", rates="column", erase=True, chunk=16, state=False
+  ),
+  isolates_documents=False,
+)

@@ -1,0 +1,135 @@
+"""linear_attention: its arguments, and what it is held to."""
+
+import itertools
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax import ops
+from tests.ops.scans.base import B, Check, Scan, log_decay
+
+
+@dataclass(frozen=True)
+class Case:
+  """One set of arguments. `decay` and `value_decay` name their axes: "HK", "BTH", ..."""
+
+  T: int = 37
+  K: int = 5
+  V: int = 7
+  decay: str | None = "HK"
+  strength: str = "ordinary"
+  value_decay: str | None = None
+  bonus: bool = False
+  normalize: bool = False
+  segments: bool = False
+  chunk: int | None = 16
+  H: int = 3
+  state: bool = True
+
+  def __str__(self):
+    flags = [name for name in ("bonus", "normalize", "segments") if getattr(self, name)]
+    value = f"value_{self.value_decay}" if self.value_decay else None
+    sizes = f"T{self.T}K{self.K}V{self.V}C{self.chunk}"
+    return "-".join(x for x in (self.decay or "none", self.strength, value, *flags, sizes) if x)
+
+
+# Every kind of decay with every option at least once; the lengths lie on both sides of a chunk's
+# border.
+CASES = [
+  Case(decay=None),
+  Case(decay=None, normalize=True, segments=True, T=33),
+  Case(decay="H"),
+  Case(decay="H", bonus=True, normalize=True, strength="extreme"),
+  Case(decay="HK", normalize=True, strength="extreme"),
+  Case(decay="HK", normalize=True, strength="weak", T=64),
+  Case(decay="HK", bonus=True, normalize=True, segments=True),
+  Case(decay="BTH", strength="extreme", segments=True),
+  Case(decay="BTH", bonus=True, strength="weak"),
+  Case(decay="BTHK", strength="extreme", segments=True),
+  Case(decay="BTHK", bonus=True, normalize=True, strength="weak"),
+  Case(decay=None, value_decay="HV", segments=True),
+  Case(decay="BTHK", value_decay="BTHV", bonus=True, strength="extreme", segments=True),
+  Case(decay="BTH", value_decay="HV", strength="extreme"),
+  Case(decay="HK", normalize=True, segments=True, strength="extreme", chunk=None, K=16, V=32, T=65),
+]
+LENGTHS = [
+  Case(T=T, normalize=True, strength="extreme", decay=decay, chunk=None)
+  for T, decay in [
+    (1, "HK"),
+    (2, "BTH"),
+    (15, "BTHK"),
+    (63, "HK"),
+    (64, "BTH"),
+    (65, "BTHK"),
+    (1000, "HK"),
+  ]
+]
+SHAPES = [(1, 3, 1, None), (63, 17, 5, 32), (130, 8, 8, None)]  # T, K, V, chunk
+COMBINATIONS = [
+  options
+  for options in itertools.product(
+    (None, "H", "HK", "BTH", "BTHK"),
+    ("weak", "ordinary", "extreme"),
+    (None, "HV", "BTHV"),  # value decay
+    (False, True),  # bonus
+    (False, True),  # normalize
+    (False, True),  # segments
+  )
+  if not (options[2] and options[4])
+]
+MANY = [
+  Case(*SHAPES[n % 3][:3], *options, chunk=SHAPES[n % 3][3])
+  for n, options in enumerate(COMBINATIONS)
+]
+
+
+def draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+  """Positive features where they are normalised, as every normalised system has them."""
+  T, H, K, V = case.T, case.H, case.K, case.V
+  sizes = {"B": B, "T": T, "H": H, "K": K, "V": V}
+  decays = lambda axes: log_decay(rng, tuple(sizes[axis] for axis in axes), case.strength)
+  normal = lambda *shape: rng.normal(size=shape)
+  feature = (lambda *shape: np.exp(normal(*shape))) if case.normalize else normal
+  inputs = {"q": feature(B, T, H, K), "k": feature(B, T, H, K), "v": normal(B, T, H, V)}
+  if case.state:
+    inputs["state.kv"] = normal(B, H, K, V)
+    if case.normalize:
+      inputs["state.key_sum"] = feature(B, H, K)
+  if case.decay:
+    inputs["log_decay"] = decays(case.decay)
+  if case.value_decay:
+    inputs["value_log_decay"] = decays(case.value_decay)
+  if case.bonus:
+    inputs["bonus"] = feature(H, K)
+  return inputs
+
+
+def arguments(case: Case, inputs):
+  options = {n: inputs.get(n) for n in ("log_decay", "value_log_decay", "bonus")}
+  return tuple(inputs[n] for n in "qkv"), options | {"normalize": case.normalize, "scale": 0.7}
+
+
+LINEAR_ATTENTION = Scan(
+  function=ops.linear_attention,
+  state=ops.LinearAttentionState,
+  draw=draw,
+  arguments=arguments,
+  narrow=("q", "k", "v"),
+  steps=("q", "k", "v", "log_decay", "value_log_decay"),
+  implementations=("chunked", "reference", "associative"),
+  checks=[
+    *(Check(case) for case in CASES + LENGTHS),
+    *(Check(case, "associative") for case in CASES[1:12:2]),
+    *(Check(CASES[n], dtype=jnp.bfloat16) for n in (4, 7, 9, 12, 14)),
+    Check(CASES[4], dtype=jnp.float16),
+  ],
+  sweep=[*(Check(case) for case in MANY), *(Check(case, "associative") for case in MANY[::5])],
+  small=Case(T=23, K=3, V=4, H=2, normalize=True, chunk=8, state=False),
+  variants=(Case(T=23, K=3, V=4, H=2, decay="BTHK", bonus=True, chunk=8, state=False),),
+  measured=lambda T, strength: Case(
+    T, H=1, K=8, V=8, strength=strength, normalize=True, chunk=None
+  ),
+  memory=lambda T: Case(T, H=1, K=32, V=32, decay="BTHK", chunk=16, state=False),
+  isolates_documents=False,
+)
