@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.decays import decayed
 from lnssm_jax.ops.products import product
 
 
@@ -34,7 +35,7 @@ class Segments(NamedTuple):
 class Updates(NamedTuple):
   """What a chunk does to a state S, given the corrections x = solve(gram, beta, v - read S):
 
-  S -> decay * S + write^T x.
+  S -> exp(log_decay) S + write^T x.
   """
 
   gram: jax.Array  # [N, B, H, C, C], strictly lower: how a correction reaches a later old value
@@ -42,7 +43,7 @@ class Updates(NamedTuple):
   v: jax.Array  # [N, B, H, C, V]
   read: jax.Array  # [N, B, H, C, K]
   write: jax.Array  # [N, B, H, C, K]
-  decay: jax.Array  # [N, B, H, 1, 1]
+  log_decay: jax.Array  # [N, B, H, 1, 1]
 
 
 class Reads(NamedTuple):
@@ -61,8 +62,8 @@ def updates(chunks: Chunks, segments: Segments | None) -> Updates:
   acc = chunks.beta.dtype
   read = chunks.erase_key.astype(acc) * jnp.exp(sums.before)[..., None]
   write = chunks.k.astype(acc) * jnp.exp(sums.after)[..., None]
-  decay = jnp.exp(sums.total)[..., None, None]
-  return Updates(gram, chunks.beta, chunks.v.astype(acc), read, write, decay)
+  log_decay = sums.total[..., None, None]
+  return Updates(gram, chunks.beta, chunks.v.astype(acc), read, write, log_decay)
 
 
 def reads(chunks: Chunks, segments: Segments | None) -> Reads:
@@ -75,7 +76,8 @@ def reads(chunks: Chunks, segments: Segments | None) -> Reads:
 
 def advance(update: Updates, state, corrections, dtype):
   """The state after a chunk."""
-  return update.decay * state + product("...ck,...cv->...kv", update.write, corrections, dtype)
+  written = product("...ck,...cv->...kv", update.write, corrections, dtype)
+  return decayed(update.log_decay, state) + written
 
 
 def outputs(read: Reads, state, corrections, dtype):

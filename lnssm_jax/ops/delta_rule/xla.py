@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.decays import decayed
 from lnssm_jax.ops.delta_rule import intra
 from lnssm_jax.ops.delta_rule.solve import solve, transposed_solve
 from lnssm_jax.ops.delta_rule.state import DeltaRuleState
@@ -137,7 +138,8 @@ def _carry_adjoints(update: intra.Updates, d_entering, d_corrections, d_final, d
     else:
       d_old, keys = d_corrections, erased
     through = product("...ck,...cv->...kv", keys, d_old, dtype)
-    return update.decay * adjoint + d_entering - through, (adjoint, d_corrections)
+    decayed_adjoint = decayed(update.log_decay, adjoint)
+    return decayed_adjoint + d_entering - through, (adjoint, d_corrections)
 
   d_initial, (leaving, d_corrections) = jax.lax.scan(
     step, d_final, (update, erased, d_entering, d_corrections), reverse=True

@@ -14,6 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.decays import decayed
+from lnssm_jax.ops.products import product
+
 # Products of blocks below this size are cheaper as multiply-and-sum than as calls of a
 # matrix-product library.
 _SMALLEST_MATRIX_PRODUCT = 4
@@ -46,21 +49,21 @@ class State(NamedTuple):
 
 
 class Summary(NamedTuple):
-  """What a chunk does to the state: S -> diag(decay) S diag(value_decay) + added."""
+  """What a chunk does to the state: S -> diag(decay) S diag(value decay) + added."""
 
-  decay: jax.Array  # [N|1, B|1, H|1, K|1]
-  value_decay: jax.Array | None  # [N|1, B|1, H, V]
+  log_decay: jax.Array  # [N|1, B|1, H|1, K|1]
+  value_log_decay: jax.Array | None  # [N|1, B|1, H, V]
   added: State
 
 
 def advance(summary: Summary, state: State) -> State:
   """The state after a chunk, from the state before it."""
-  kv = summary.decay[..., :, None] * state.kv
-  if summary.value_decay is not None:
-    kv = kv * summary.value_decay[..., None, :]
+  kv = decayed(summary.log_decay[..., :, None], state.kv)
+  if summary.value_log_decay is not None:
+    kv = decayed(summary.value_log_decay[..., None, :], kv)
   key_sum = state.key_sum
   if key_sum is not None:
-    key_sum = summary.decay * key_sum + summary.added.key_sum
+    key_sum = decayed(summary.log_decay, key_sum) + summary.added.key_sum
   return State(kv + summary.added.kv, key_sum)
 
 
@@ -69,16 +72,16 @@ def summarize(chunks: Chunks, segments: Segments | None, normalize: bool) -> Sum
   sums = _whole_chunk(chunks.log_decay)
   keys = chunks.k * jnp.exp(sums.after)
   values = chunks.v
-  decay, value_decay = jnp.exp(sums.total[..., 0, :]), None
+  log_decay, value_log_decay = sums.total[..., 0, :], None
   if segments is not None:
     keys = jnp.where((segments.step == segments.leaving)[..., None], keys, 0.0)
-    decay = jnp.where(segments.entering == segments.leaving, decay, 0.0)
+    log_decay = jnp.where(segments.entering == segments.leaving, log_decay, -jnp.inf)
   if chunks.value_log_decay is not None:
     value_sums = _whole_chunk(chunks.value_log_decay)
     values = values * jnp.exp(value_sums.after)
-    value_decay = jnp.exp(value_sums.total[..., 0, :])
-  added = _product("...ck,...cv->...kv", keys, values, chunks.v.dtype)
-  return Summary(decay, value_decay, State(added, keys.sum(-2) if normalize else None))
+    value_log_decay = value_sums.total[..., 0, :]
+  added = product("...ck,...cv->...kv", keys, values, chunks.v.dtype)
+  return Summary(log_decay, value_log_decay, State(added, keys.sum(-2) if normalize else None))
 
 
 def outputs(chunks: Chunks, segments: Segments | None, entering: State, normalize: bool):
@@ -88,7 +91,7 @@ def outputs(chunks: Chunks, segments: Segments | None, entering: State, normaliz
   if segments is not None:
     queries = jnp.where((segments.step == segments.entering)[..., None], queries, 0.0)
   dtype = chunks.v.dtype
-  from_state = _product("...ck,...kv->...cv", queries, entering.kv, dtype)
+  from_state = product("...ck,...kv->...cv", queries, entering.kv, dtype)
   if chunks.value_log_decay is not None:
     from_state = from_state * jnp.exp(
       _whole_chunk(chunks.value_log_decay, read_first=chunks.bonus is not None).before
@@ -98,7 +101,7 @@ def outputs(chunks: Chunks, segments: Segments | None, entering: State, normaliz
   if segments is not None:
     same = segments.step[..., :, None] == segments.step[..., None, :]
     scores = jnp.where(same, scores, 0.0)
-  out = from_state + _product("...ij,...jv->...iv", scores, chunks.v, dtype)
+  out = from_state + product("...ij,...jv->...iv", scores, chunks.v, dtype)
   if not normalize:
     return out, None
   from_sum = jnp.sum(queries * entering.key_sum[..., None, :], axis=-1)
@@ -162,7 +165,7 @@ def _scores(chunks: Chunks) -> jax.Array:
   table = table[..., 0, :, :]
   if per_channel:
     return table
-  scores = _product("...ik,...jk->...ij", q, k, v.dtype) * jnp.exp(table)
+  scores = product("...ik,...jk->...ij", q, k, v.dtype) * jnp.exp(table)
   if bonus is None:
     return scores
   diagonal = jnp.eye(length, dtype=bool)
@@ -184,7 +187,7 @@ def _outputs_with_value_decay(chunks: Chunks, segments: Segments | None) -> jax.
       step_1, step_2 = _halves(_blocks(segments.step[..., None], size))
       cross = jnp.where(step_2 == jnp.swapaxes(step_1, -1, -2), cross, 0.0)
     values = _halves(_blocks(v, size))[0] * jnp.exp(_halves(value_sums.after)[0])
-    carried = _product("...ij,...jv->...iv", cross, values, v.dtype)
+    carried = product("...ij,...jv->...iv", cross, values, v.dtype)
     first, second = _halves(out)
     out = jnp.concatenate([first, second + jnp.exp(_halves(value_sums.before)[1]) * carried], -2)
     sums, value_sums, size = sums.merged(), value_sums.merged(), 2 * size
@@ -202,20 +205,7 @@ def _cross_scores(q, k, before_2, after_1, dtype):
   queries, keys = _halves(q)[1] * jnp.exp(before_2), _halves(k)[0] * jnp.exp(after_1)
   if q.shape[-2] < _SMALLEST_MATRIX_PRODUCT:
     return jnp.sum(queries[..., :, None, :] * keys[..., None, :, :], axis=-1)
-  return _product("...ik,...jk->...ij", queries, keys, dtype)
-
-
-def _product(equation, left, right, dtype):
-  """A matrix product of operands in `dtype` that sums in float32.
-
-  float16 operands are widened: states and features may exceed its range.
-  """
-  if jnp.dtype(dtype) == jnp.float16:
-    dtype = jnp.float32
-  wide = jnp.result_type(jnp.float32, dtype)
-  precision = jax.lax.Precision.HIGHEST if dtype == wide else None
-  left, right = left.astype(dtype), right.astype(dtype)
-  return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)
+  return product("...ik,...jk->...ij", queries, keys, dtype)
 
 
 def _blocks(x, size):
