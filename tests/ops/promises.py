@@ -1,8 +1,9 @@
-"""What scans promise beside their values: checks that are the same for scans of one kind.
+"""What scans promise beside their values: checks that are the same for all of them.
 
 A scan is given as `call(inputs, **options)`, with `inputs` a dictionary of arrays in which `steps`
 names those that have a time axis (axis 1), and `options` the keyword arguments of the public
-function. `call` returns (out, state).
+function; or compiled, as `run(inputs, state, segment_ids)`. Both return (out, state). `compared`
+gives what counts of these two. `others` are inputs like `inputs` with other numbers.
 """
 
 import re
@@ -25,125 +26,147 @@ def cut(inputs, steps, start, end):
   return {name: x[:, start:end] if name in steps else x for name, x in inputs.items()}
 
 
-def splitting_changes_nothing(call, inputs, steps, cuts):
+def documents(batch, lengths):
+  """Segment ids [B, T] that skip numbers and come back to an earlier one."""
+  ids = 3 * (np.arange(len(lengths)) % 2)
+  return jnp.asarray(np.repeat(ids, lengths)[None].repeat(batch, 0), jnp.int32)
+
+
+# The lengths of documents, and pieces of them that begin at, before, at the end of and after their
+# borders. Few lengths differ, since each is compiled; none is a multiple of a chunk.
+LENGTHS = (7, 7, 7, 2)
+CUTS = (1, *range(8, 16), 22)
+PACKED = (1, 7, 7, 7, 1)
+
+
+def splitting_changes_nothing(run, inputs, steps, compared):
   """Passing the state on equals one call; a state is not passed on between documents."""
-  batch, length = inputs[steps[0]].shape[:2]
-  document = 7
-  segments = jnp.asarray(np.arange(length) // document * np.ones((batch, 1)), jnp.int32)
-  whole = jax.jit(lambda inputs: call(inputs, segment_ids=segments))(inputs)
+  segments = documents(inputs[steps[0]].shape[0], LENGTHS)
+  borders = {0, *np.cumsum(LENGTHS)}
   state, outs = None, []
-  piece_of = jax.jit(
-    lambda piece, state, segments: call(piece, initial_state=state, segment_ids=segments)
-  )
-  for start, end in zip([0, *cuts], [*cuts, length], strict=True):
-    if start % document == 0:
-      state = None
-    out, state = piece_of(cut(inputs, steps, start, end), state, segments[:, start:end])
+  for start, end in zip([0, *CUTS], [*CUTS, sum(LENGTHS)], strict=True):
+    piece = cut(inputs, steps, start, end)
+    out, state = run(piece, None if start in borders else state, segments[:, start:end])
     outs.append(out)
-  close((jnp.concatenate(outs, 1), state), whole)
+  close(compared(jnp.concatenate(outs, 1), state), compared(*run(inputs, None, segments)))
 
 
-def packing_changes_nothing(call, inputs, steps, lengths):
-  """Documents of these lengths in one row equal the documents apart, an infinite one included."""
-  batch, length = inputs[steps[0]].shape[:2]
-  assert sum(lengths) == length
-  ids = 3 * (np.arange(len(lengths)) % 2)  # skips numbers and comes back to an earlier one
-  segments = jnp.asarray(np.repeat(ids, lengths)[None].repeat(batch, 0), jnp.int32)
-  ends = np.cumsum(lengths)
+def packing_changes_nothing(run, inputs, others, steps, compared, *, infinite):
+  """Documents in one row equal the documents apart, and no number in one reaches another.
 
-  packed_call = jax.jit(lambda inputs: call(inputs, segment_ids=segments))
+  With `infinite`, an infinite one neither.
+  """
+  segments = documents(inputs[steps[0]].shape[0], PACKED)
+  ends = np.cumsum(PACKED)
+  packed, last = run(inputs, None, segments)
+  apart = [
+    run(cut(inputs, steps, end - n, end), None, None) for n, end in zip(PACKED, ends, strict=True)
+  ]
+  want = compared(jnp.concatenate([out for out, _ in apart], 1), apart[-1][1])
+  close(compared(packed, last), want)
 
-  def outputs(inputs):
-    packed, last = call(inputs, segment_ids=segments)
-    apart = [call(cut(inputs, steps, end - n, end)) for n, end in zip(lengths, ends, strict=True)]
-    return packed, last, jnp.concatenate([out for out, _ in apart], 1), apart[-1][1]
-
-  packed, last, apart, last_apart = outputs(inputs)
-  close((packed, last), (apart, last_apart))
-  # What is infinite in one document stays there: documents are not separated by a factor of 0.
   begin, end = ends[1], ends[2]
-  poisoned = {n: x.at[:, begin].set(jnp.inf) if n in steps else x for n, x in inputs.items()}
-  out, state = packed_call(poisoned)
-  assert not jnp.isfinite(out[:, begin:end]).all()
-  others = jnp.concatenate([out[:, :begin], out[:, end:]], 1)
-  close((others, state), (jnp.concatenate([packed[:, :begin], packed[:, end:]], 1), last))
+  outside = lambda out: jnp.concatenate([out[:, :begin], out[:, end:]], 1)
+  changed = {n: x.at[:, begin:end].set(others[n][:, begin:end]) for n, x in inputs.items()
+             if n in steps}  # fmt: skip
+  out, state = run(inputs | changed, None, segments)
+  assert not np.allclose(out[:, begin:end], packed[:, begin:end])
+  jax.tree.map(np.testing.assert_array_equal, (outside(out), state), (outside(packed), last))
+  if infinite:
+    poisoned = {n: x.at[:, begin].set(jnp.inf) if n in steps else x for n, x in inputs.items()}
+    out, state = run(poisoned, None, segments)
+    assert not jnp.isfinite(out[:, begin:end]).all()
+    close(compared(outside(out), state), compared(outside(packed), last))
 
 
-def nothing_flows_backwards_in_time(call, inputs, steps):
-  """Bit for bit: outputs before a step do not depend on it."""
-  at = 13
-  changed = {n: x.at[:, at].multiply(0.5) if n in steps else x for n, x in inputs.items()}
-  out = jax.jit(lambda x: call(x)[0])
-  before, after = out(inputs), out(changed)
-  np.testing.assert_array_equal(before[:, :at], after[:, :at])
-  assert not np.allclose(before[:, at:], after[:, at:])
+def nothing_flows_backwards_in_time(run, inputs, others, steps, *, infinite):
+  """Bit for bit: outputs before a step do not depend on it, nor on what follows.
+
+  With `infinite`, not even if the step is NaN.
+  """
+  batch, length = inputs[steps[0]].shape[:2]
+  at, segments = 13, documents(batch, (length,))
+  following = {n: x.at[:, at:].set(others[n][:, at:]) for n, x in inputs.items() if n in steps}
+  nan = {n: x.at[:, at].set(jnp.nan) for n, x in inputs.items() if n in steps}
+  before = run(inputs, None, segments)[0]
+  for changed in (following, nan) if infinite else (following,):
+    after = run(inputs | changed, None, segments)[0]
+    np.testing.assert_array_equal(before[:, :at], after[:, :at])
+    assert not np.allclose(before[:, at:], after[:, at:])
 
 
-def works_under_every_transformation(call, inputs, steps):
-  """vmap, checkpoint, scan, shard_map give what a plain call gives; the last with gradients."""
-  parameters = {n: x for n, x in inputs.items() if n not in steps}
-  arrays = {n: inputs[n] for n in steps}
-  out = lambda arrays: call(arrays | parameters)[0]
-  gradients = lambda f: jax.jit(jax.value_and_grad(lambda x: jnp.sum(f(x) ** 2)))
-  plain = jax.jit(out)(arrays)
-  stacked = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), arrays)
-  halved = jax.jit(out)(jax.tree.map(lambda x: 0.5 * x, arrays))
-  mapped = jax.jit(jax.vmap(out))(stacked)
-  close((mapped[0], mapped[1]), (plain, halved))
-  _, scanned = jax.jit(lambda x: jax.lax.scan(lambda c, x: (c, out(x)), 0, x))(stacked)
-  close(scanned, mapped)
+def works_under_every_transformation(call, inputs, others, steps, implementations):
+  """vmap, checkpoint inside scan, and shard_map give what plain calls give, with all gradients."""
 
-  whole = lambda x: call(x)[0]
-  want = gradients(whole)(inputs)
-  close(gradients(jax.checkpoint(whole))(inputs), want)
+  def loss(inputs, call=call):
+    out = call(inputs)[0]
+    return jnp.sum(jnp.abs(out) ** 2), out
+
+  gradients = lambda loss: jax.value_and_grad(loss, has_aux=True)
+  plain = jax.jit(gradients(loss))
+  want, second = plain(inputs), plain(others)
+  both = jax.tree.map(lambda *x: jnp.stack(x), want, second)
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), inputs, others)
+  close(jax.jit(jax.vmap(gradients(loss)))(stacked), both)
+  recomputed = gradients(jax.checkpoint(loss))
+  close(jax.jit(lambda x: jax.lax.scan(lambda _, x: (_, recomputed(x)), 0, x)[1])(stacked), both)
+
   mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  spec, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-  sharded = jax.shard_map(
-    lambda x: call(x)[0],
-    mesh=mesh,
-    in_specs=({n: spec if n in steps else replicated for n in inputs},),
-    out_specs=spec,
-  )
-  close(gradients(sharded)(inputs), want)
+  data, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+  for implementation in implementations:
+    sharded = jax.shard_map(
+      lambda x: (call(x, implementation=implementation)[0], 0.0),  # noqa: B023
+      mesh=mesh,
+      in_specs=({n: data if n in steps else replicated for n in inputs},),
+      out_specs=(data, replicated),
+    )
+    close(jax.jit(gradients(lambda x: loss(x, sharded)))(inputs), want)  # noqa: B023
 
 
-def gradient_equals_finite_differences(call, inputs, **options):
+def gradient_equals_finite_differences(call, inputs, compared):
   """The reference's gradient, along a random direction, in float64."""
   rng = np.random.default_rng(3)
   with jax.enable_x64(True):
     inputs = {n: jnp.asarray(x, jnp.float64) for n, x in inputs.items()}
     direction = {n: jnp.asarray(rng.normal(size=x.shape)) * x for n, x in inputs.items()}
 
-    def functional(inputs):
-      out, state = call(inputs, implementation="reference", **options)
-      return jnp.sum(out**2) + sum(jnp.sum(jnp.sin(s)) for s in state)
+    def along(h):
+      moved = jax.tree.map(lambda x, d: x + h * d, inputs, direction)
+      results = compared(*call(moved, implementation="reference"))
+      return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(results))
 
-    along = jax.jit(lambda h: functional(jax.tree.map(lambda x, d: x + h * d, inputs, direction)))
     h = 1e-5
-    want = (along(h) - along(-h)) / (2 * h)
-    close(jax.jit(jax.grad(along))(0.0), want)
+    value, slope = jax.jit(along), jax.jit(jax.grad(along))
+    np.testing.assert_allclose(slope(0.0), (value(h) - value(-h)) / (2 * h), rtol=1e-7)
 
 
-def second_derivatives_are_right(call, inputs):
-  """The derivative of a gradient along a direction: the chunked form against the reference."""
+def derivatives_in_float64_are_right(call, inputs, others):
+  """Values and the derivative of a gradient along `others`, against the reference."""
 
-  def directional(implementation):
-    loss = lambda x: jnp.sum(call(x, implementation=implementation)[0] ** 3)
-    along = lambda x: sum(jnp.sum(g * jnp.cos(g)) for g in jax.tree.leaves(jax.grad(loss)(x)))
-    return jax.jit(jax.grad(along))(inputs)
+  def both(implementation):
+    run = lambda x: call(x, implementation=implementation)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.abs(run(x)[0]) ** 3))
+    along = lambda x: sum(jnp.vdot(g, others[n]) for n, g in gradient(x).items())
+    return jax.jit(lambda x: (run(x), jax.grad(along)(x)))(inputs)
 
   with jax.enable_x64(True):
-    inputs = {n: jnp.asarray(x, jnp.float64) for n, x in inputs.items()}
-    close(directional("chunked"), directional("reference"))
+    inputs, others = (jax.tree.map(lambda x: x.astype(jnp.float64), x) for x in (inputs, others))
+    close(both(None), both("reference"), dtype=jnp.float64)
 
 
 def largest_array(fn, *shapes) -> int:
   """The number of elements of the largest array anywhere in the compiled `fn`."""
-  text = jax.jit(fn).lower(*shapes).compile().as_text()
-  sizes = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]+)\]", text)
-  return max(int(np.prod([int(n) for n in size.split(",")])) for size in sizes)
+  return measure(fn, *shapes)[0]
 
 
 def temporary_bytes(fn, *shapes) -> int:
   """Bytes that the compiled `fn` needs beside its arguments and results."""
-  return jax.jit(fn).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+  return measure(fn, *shapes)[1]
+
+
+def measure(fn, *shapes) -> tuple[int, int]:
+  """`largest_array` and `temporary_bytes`, compiled once."""
+  compiled = jax.jit(fn).lower(*shapes).compile()
+  sizes = re.findall(r"\b(?:pred|bf16|[cfsu]\d+)\[([\d,]+)\]", compiled.as_text())
+  largest = max(int(np.prod([int(n) for n in size.split(",")])) for size in sizes)
+  return largest, compiled.memory_analysis().temp_size_in_bytes

@@ -1,4 +1,4 @@
-"""delta_rule: the promises beside its values. The values are the business of the contract."""
+"""delta_rule: what is particular to it, beside the tests that all scans share."""
 
 import functools
 
@@ -11,11 +11,12 @@ from lnssm_jax import ops
 from lnssm_jax.ops.delta_rule.api import delta_rule
 from lnssm_jax.ops.delta_rule.state import DeltaRuleState
 from tests.ops import contract
+from tests.ops.promises import close
 
 B, H, K, V = 2, 2, 4, 6
 
 
-def inputs(T, seed=0, dtype=jnp.float32, per_column=False):
+def inputs(T, seed=0, per_column=False):
   """q, k of length 1, v, beta, log_decay."""
   rng = np.random.default_rng(seed)
   q, k = rng.normal(size=(B, T, H, K)), rng.normal(size=(B, T, H, K))
@@ -23,17 +24,12 @@ def inputs(T, seed=0, dtype=jnp.float32, per_column=False):
   v = rng.normal(size=(B, T, H, V))
   beta = rng.random((B, T, H, V) if per_column else (B, T, H))
   decay = -np.exp(rng.normal(size=(B, T, H)) - 1)
-  return *(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.float32(beta), jnp.float32(decay)
+  return *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.float32(beta), jnp.float32(decay)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "chunk_size", "scale"))
 def rule(q, k, v, beta, log_decay=None, chunk_size=8, **kwargs):
   return delta_rule(q, k, v, beta, log_decay=log_decay, chunk_size=chunk_size, **kwargs)
-
-
-def close(got, want, dtype=jnp.float32, length=64):
-  errors = jax.tree.leaves(jax.tree.map(contract.relative_error, got, want))
-  assert max(errors) <= contract.tolerance(dtype, length), errors
 
 
 def in_float64(fn, *arrays):
@@ -69,20 +65,6 @@ def test_equals_the_product_of_matrices(implementation):
     *arrays, erase_key, S_0,
   )  # fmt: skip
   close((out, np.einsum("bhkv,bhk->bhv", state.kv, q[:, -1]) / 2), (want, want[:, -1]), np.float64)
-
-
-def test_reference_gradients_equal_finite_differences():
-  arrays = inputs(5, per_column=True)
-  weights = np.random.default_rng(3).normal(size=(B, 5, H, V))
-  loss = jax.jit(lambda *x: jnp.sum(rule(*x, implementation="reference")[0] * weights))
-  gradients = in_float64(jax.grad(loss, argnums=tuple(range(5))), *arrays)
-  rng, step = np.random.default_rng(4), 1e-5
-  exact = [np.asarray(x, np.float64) for x in arrays]
-  for i, gradient in enumerate(gradients):
-    direction = rng.normal(size=gradient.shape)
-    moved = lambda s, i=i, d=direction: [x + s * d if j == i else x for j, x in enumerate(exact)]
-    slope = (in_float64(loss, *moved(step)) - in_float64(loss, *moved(-step))) / (2 * step)
-    np.testing.assert_allclose(slope, np.sum(gradient * direction), rtol=1e-8)
 
 
 def test_exact_longhorn_minimises_its_objective():
@@ -167,103 +149,17 @@ def test_complete_forgetting_is_exact():
   assert all(jnp.isfinite(g).all() for g in gradients(q, k, v, beta))
 
 
-@pytest.mark.parametrize(
-  ("cuts", "per_column"),
-  [([1], False), ([8], True), (range(1, 20), False), (range(1, 20), True)],
-  ids=["1", "8-column", "each", "each-column"],
-)
-def test_splitting_a_sequence_changes_nothing(cuts, per_column):
-  arrays = inputs(20, per_column=per_column)
-  segments = jnp.asarray(np.arange(20) // 7 * np.ones((B, 1)), jnp.int32)
-  whole = rule(*arrays, segment_ids=segments)
-  state, outs = None, []
-  for start, end in zip([0, *cuts], [*cuts, 20], strict=True):
-    # A state belongs to the segment that begins a call: at a border between documents it is not
-    # passed on.
-    if start and start % 7 == 0:
-      state = None
-    piece = [x[:, start:end] for x in arrays]
-    out, state = rule(*piece, initial_state=state, segment_ids=segments[:, start:end])
-    outs.append(out)
-  close((jnp.concatenate(outs, 1), state), whole)
-
-
-def test_packed_documents_equal_separate_documents():
-  arrays = inputs(30)
-  lengths = [1, 12, 5, 12]
-  segments = jnp.asarray(np.repeat([4, 9, 4, 0], lengths)[None].repeat(B, 0), jnp.int32)
-  packed, last = rule(*arrays, segment_ids=segments)
-  ends = np.cumsum(lengths)
-  apart = [rule(*(x[:, e - n : e] for x in arrays)) for n, e in zip(lengths, ends, strict=True)]
-  close((packed, last), (jnp.concatenate([out for out, _ in apart], 1), apart[-1][1]))
-
-
-@pytest.mark.parametrize(
-  ("implementation", "per_column"), [("chunked", False), ("chunked", True), ("reference", False)]
-)
-def test_nothing_flows_backwards_in_time(implementation, per_column):
-  arrays = inputs(21, per_column=per_column)
-  changed = [x.at[:, 13].add(-0.5) for x in arrays]
-  before, after = (rule(*x, implementation=implementation)[0] for x in (arrays, changed))
-  np.testing.assert_array_equal(before[:, :13], after[:, :13])
-  assert not np.allclose(before[:, 13:], after[:, 13:])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_dtypes(dtype):
-  out, state = rule(*inputs(5, dtype=dtype))
-  assert out.dtype == dtype
-  assert state.kv.dtype == jnp.float32
-
-
-def test_works_under_every_transformation():
-  arrays = inputs(12, per_column=True)
-  plain = rule(*arrays)[0]
-  loss = lambda *x: jnp.sum(rule(*x)[0] ** 2)
-  stacked = [jnp.stack([x, x / 2]) for x in arrays]
-  mapped = jax.vmap(lambda *x: rule(*x)[0])(*stacked)
-  close(mapped[0], plain)
-  close(mapped[1], rule(*(x[1] for x in stacked))[0])
-  every = tuple(range(5))
-  gradients = jax.jit(jax.grad(loss, argnums=every))(*arrays)
-  close(jax.jit(jax.grad(jax.checkpoint(loss), argnums=every))(*arrays), gradients)
-  _, scanned = jax.lax.scan(lambda c, x: (c, rule(*x)[0]), 0, tuple(stacked))
-  close(scanned, mapped)
-  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  spec = jax.sharding.PartitionSpec("data")
-  sharded = jax.shard_map(
-    jax.grad(loss, argnums=every), mesh=mesh, in_specs=(spec,) * 5, out_specs=(spec,) * 5
-  )
-  close(jax.jit(sharded)(*arrays), gradients)
-
-
-def test_second_derivatives():
-  q, k, v, beta, _ = inputs(9)
-
-  def directional(implementation):
-    first = jax.grad(lambda b: jnp.sum(rule(q, k, v, b, implementation=implementation)[0] ** 3))
-    weights = jnp.arange(float(beta.size)).reshape(beta.shape)
-    return jax.jit(jax.grad(lambda b: jnp.sum(first(b) * weights)))(beta)
-
-  close(directional("chunked"), directional("reference"), length=2**16)
-
-
-@pytest.mark.parametrize("per_column", [False, True])
-def test_no_array_holds_a_state_per_step(per_column):
+def test_no_array_holds_a_state_per_step_with_a_rate_per_column():
   """Memory is the inputs and the states between chunks: nothing of size T K V in either pass."""
   T, width, chunk = 512, 64, 16
   shape = jax.ShapeDtypeStruct((1, T, 1, width), jnp.float32)
-  per_head = jax.ShapeDtypeStruct((1, T, 1), jnp.float32)
+  decay = jax.ShapeDtypeStruct((1, T, 1), jnp.float32)
   loss = lambda *x: jnp.sum(rule(*x, implementation="chunked", chunk_size=chunk)[0])
-  arguments = (shape,) * 3 + (shape if per_column else per_head, per_head)
+  arguments = (shape,) * 3 + (shape, decay)
   compiled = jax.jit(jax.grad(loss, argnums=tuple(range(5)))).lower(*arguments).compile()
   states = T // chunk * width * width * 4
   limit = 3 * states + 40 * T * width * 4
   assert compiled.memory_analysis().temp_size_in_bytes < limit < T * width * width * 4
-
-
-def test_supported_lists_what_can_run():
-  assert ops.supported(delta_rule, *inputs(3)[:4]) == ["chunked", "reference"]
 
 
 @pytest.mark.parametrize(

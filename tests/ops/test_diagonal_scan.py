@@ -1,15 +1,14 @@
-"""diagonal_scan: the promises beside its values. The values are the business of the contract."""
+"""diagonal_scan: what is particular to it, beside the tests that all scans share."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lnssm_jax import ops
 from lnssm_jax.ops.diagonal_scan.api import diagonal_scan
 from lnssm_jax.ops.diagonal_scan.powers import binary_powers, power_table
 from lnssm_jax.ops.diagonal_scan.state import DiagonalState
-from tests.ops import contract
+from tests.ops.promises import close
 
 B, D = 2, 3
 FORMS = ["chunked", "associative", "reference"]
@@ -28,11 +27,6 @@ def inputs(T, seed=0, dtype=jnp.float32, complex_=False):
 
 def scan(decay, x, **kwargs):
   return diagonal_scan(decay, x, **({"chunk_size": 8} | kwargs))
-
-
-def close(got, want, dtype=jnp.float32, length=64):
-  errors = jax.tree.leaves(jax.tree.map(contract.relative_error, got, want))
-  assert max(errors) <= contract.tolerance(dtype, length), errors
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -75,80 +69,20 @@ def test_complex_gradients_follow_the_convention_of_jax(complex_):
   close(split(got), split(want))
 
 
-def test_gradients_of_the_reference_equal_finite_differences():
-  rng = np.random.default_rng(3)
-  with jax.enable_x64(True):
-    decay, x = (jnp.asarray(y, jnp.complex128) for y in inputs(6, complex_=True))
-    segments = jnp.asarray([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
-
-    @jax.jit
-    def loss(parts):
-      decay_r, decay_i, x_r, x_i, h = parts
-      out, state = diagonal_scan(
-        jax.lax.complex(decay_r, decay_i),
-        jax.lax.complex(x_r, x_i),
-        initial_state=DiagonalState(h + 0j),
-        segment_ids=segments,
-        implementation="reference",
-      )
-      return jnp.sum(jnp.abs(out) ** 2) + jnp.sum(state.h.imag)
-
-    at = [decay.real, decay.imag, x.real, x.imag, jnp.asarray(rng.normal(size=(B, D)))]
-    direction = [jnp.asarray(rng.normal(size=y.shape)) for y in at]
-    along = lambda step: loss([y + step * d for y, d in zip(at, direction, strict=True)])
-    slope = (along(1e-5) - along(-1e-5)) / 2e-5
-    want = sum(jnp.sum(g * d) for g, d in zip(jax.grad(loss)(at), direction, strict=True))
-    np.testing.assert_allclose(slope, want, rtol=1e-8)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_splitting_a_sequence_changes_nothing(reverse):
+def test_splitting_a_reversed_sequence_changes_nothing():
+  """The state belongs to the last segment, which the call meets first."""
   decay, x = inputs(20)
   segments = jnp.asarray(np.arange(20) // 7 * np.ones((B, 1)), jnp.int32)
-  whole = scan(decay, x, segment_ids=segments, reverse=reverse)
-  call = jax.jit(lambda *args: scan(*args[:2], initial_state=args[2], segment_ids=args[3],
-                                    reverse=reverse))  # fmt: skip
+  run = jax.jit(lambda *y: scan(*y[:2], initial_state=y[2], segment_ids=y[3], reverse=True))
+  whole = run(decay, x, None, segments)
   for cuts in ([13], list(range(1, 20))):
-    state, outs = DiagonalState(jnp.zeros((B, D))), []
-    pieces = list(zip([0, *cuts], [*cuts, 20], strict=True))
-    for start, end in reversed(pieces) if reverse else pieces:
-      # A state belongs to the segment that the call meets first: it is not passed over a border.
-      border = end if reverse else start
-      if border % 7 == 0:
-        state = DiagonalState(jnp.zeros((B, D)))
-      out, state = call(decay[:, start:end], x[:, start:end], state, segments[:, start:end])
+    state, outs = None, []
+    for start, end in reversed(list(zip([0, *cuts], [*cuts, 20], strict=True))):
+      if end % 7 == 0:
+        state = None
+      out, state = run(decay[:, start:end], x[:, start:end], state, segments[:, start:end])
       outs.append(out)
-    close((jnp.concatenate(outs[:: -1 if reverse else 1], 1), state), whole)
-
-
-@pytest.mark.parametrize("constant", [False, True])
-@pytest.mark.parametrize("implementation", FORMS)
-def test_packed_documents_equal_separate_documents(implementation, constant):
-  """Also beside a document that is not finite: nothing of it passes the border."""
-  decay, x = inputs(30)
-  decay = decay[0, 0] if constant else decay
-  x = x.at[:, 3].set(jnp.nan).at[:, 20].set(jnp.inf)
-  lengths = [1, 11, 7, 11]
-  segments = jnp.asarray(np.repeat([4, 9, 4, 0], lengths)[None].repeat(B, 0), jnp.int32)
-  run = jax.jit(lambda *args: scan(*args[:2], segment_ids=args[2], implementation=implementation))
-  packed, last = run(decay, x, segments)
-  ends = np.cumsum(lengths)
-  for n, end in zip(lengths, ends, strict=True):
-    piece = slice(end - n, end)
-    out, state = run(decay if constant else decay[:, piece], x[:, piece], None)
-    got = packed[:, piece]
-    np.testing.assert_array_equal(jnp.isfinite(got), jnp.isfinite(out))
-    close(jnp.nan_to_num(got, posinf=0), jnp.nan_to_num(out, posinf=0))
-  np.testing.assert_array_equal(jnp.isfinite(last.h), jnp.isfinite(state.h))
-
-
-@pytest.mark.parametrize("implementation", FORMS)
-def test_nothing_flows_backwards_in_time(implementation):
-  decay, x = inputs(21)
-  call = jax.jit(lambda *args: scan(*args, implementation=implementation)[0])
-  before, after = call(decay, x), call(decay.at[:, 13].add(0.1), x.at[:, 13].set(jnp.nan))
-  np.testing.assert_array_equal(before[:, :13], after[:, :13])
-  assert jnp.isnan(after[:, 13:]).all()
+    close((jnp.concatenate(outs[::-1], 1), state), whole)
 
 
 @pytest.mark.parametrize("constant", [False, True])
@@ -206,34 +140,7 @@ def test_float16_sums_do_not_overflow_inside():
   assert state.h[0, 0] == 0.0 == out[0, -1, 0]
 
 
-def test_works_under_every_transformation():
-  arrays = inputs(12)
-  plain = scan(*arrays)[0]
-  loss = lambda *y: jnp.sum(scan(*y)[0] ** 2)
-  stacked = [jnp.stack([y, y / 2]) for y in arrays]
-  mapped = jax.jit(jax.vmap(lambda *y: scan(*y)[0]))(*stacked)
-  close(mapped[0], plain)
-  close(mapped[1], scan(*(y[1] for y in stacked))[0])
-  gradient = lambda loss: jax.jit(jax.grad(loss, argnums=(0, 1)))
-  close(gradient(jax.checkpoint(loss))(*arrays), gradient(loss)(*arrays))
-  _, scanned = jax.lax.scan(lambda c, y: (c, scan(*y)[0]), 0, stacked)
-  close(scanned, mapped)
-  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  spec, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-  constant = arrays[0][0, 0]
-  shard = lambda form: jax.shard_map(
-    lambda a, x: scan(a, x, implementation=form)[0],
-    mesh=mesh,
-    in_specs=(replicated, spec),
-    out_specs=spec,
-  )
-  for form in FORMS[:2]:
-    loss = lambda run: lambda a, x: jnp.sum(run(a, x) ** 2)
-    got = gradient(loss(shard(form)))(constant, arrays[1])
-    close(got, gradient(loss(lambda a, x: scan(a, x)[0]))(constant, arrays[1]))
-
-
-def test_second_derivatives():
+def test_second_derivatives_of_a_decay_for_every_step():
   decay, x = inputs(9)
 
   def directional(form):
@@ -256,10 +163,6 @@ def test_memory_of_the_backward_pass_is_a_few_times_that_of_the_input(constant):
 
   # h, its cotangent and its adjoint; autodiff of the step-by-step form keeps more.
   assert memory("chunked") < 3.1 < memory("reference")
-
-
-def test_supported_lists_what_can_run():
-  assert ops.supported(diagonal_scan, *inputs(3)) == ["chunked", "associative", "reference"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""linear_attention: the promises beside its values. The values are the business of the contract."""
+"""linear_attention: what is particular to it, beside the tests that all scans share."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,24 +9,21 @@ import pytest
 
 from lnssm_jax import ops
 from tests.ops import contract
+from tests.ops.promises import close
 
 B, H, K, V = 2, 2, 4, 6
 
 
-def inputs(T, seed=0, dtype=jnp.float32):
+def inputs(T, seed=0):
   rng = np.random.default_rng(seed)
-  q, k = (jnp.asarray(np.exp(rng.normal(size=(B, T, H, K))), dtype) for _ in range(2))
-  v = jnp.asarray(rng.normal(size=(B, T, H, V)), dtype)
+  q, k = (jnp.asarray(np.exp(rng.normal(size=(B, T, H, K))), jnp.float32) for _ in range(2))
+  v = jnp.asarray(rng.normal(size=(B, T, H, V)), jnp.float32)
   return q, k, v, jnp.asarray(-np.exp(rng.uniform(-5, 3, size=(H, K))), jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnames="implementation")
 def attention(q, k, v, log_decay, **kwargs):
   return ops.linear_attention(q, k, v, log_decay=log_decay, normalize=True, chunk_size=8, **kwargs)
-
-
-def close(got, want, dtype=jnp.float32, length=64):
-  errors = jax.tree.leaves(jax.tree.map(contract.relative_error, got, want))
-  assert max(errors) <= contract.tolerance(dtype, length), errors
 
 
 @pytest.mark.parametrize("decay_first", [True, False])
@@ -94,113 +93,6 @@ def test_complete_forgetting_is_exact():
     lambda *x: jnp.sum(attention(*x, jnp.full((H, K), -jnp.inf))[0]), argnums=(0, 1, 2)
   )
   assert all(jnp.isfinite(g).all() for g in gradients(q, k, v))
-
-
-@pytest.mark.parametrize("cuts", [[1], [8], [13], list(range(1, 20))], ids=["1", "8", "13", "each"])
-def test_splitting_a_sequence_changes_nothing(cuts):
-  *arrays, log_decay = inputs(20)
-  segments = jnp.asarray(np.arange(20) // 7 * np.ones((B, 1)), jnp.int32)
-  whole = attention(*arrays, log_decay, segment_ids=segments)
-  state, outs = None, []
-  call = jax.jit(attention)
-  for start, end in zip([0, *cuts], [*cuts, 20], strict=True):
-    # A state belongs to the segment that begins a call: at a border between documents it is not
-    # passed on.
-    if start and start % 7 == 0:
-      state = None
-    piece = [x[:, start:end] for x in arrays]
-    out, state = call(*piece, log_decay, initial_state=state, segment_ids=segments[:, start:end])
-    outs.append(out)
-  close((jnp.concatenate(outs, 1), state), whole)
-
-
-def test_packed_documents_equal_separate_documents():
-  *arrays, log_decay = inputs(30)
-  lengths = [1, 11, 8, 10]
-  segments = jnp.asarray(np.repeat([4, 9, 4, 0], lengths)[None].repeat(B, 0), jnp.int32)
-  packed, last = attention(*arrays, log_decay, segment_ids=segments)
-  ends = np.cumsum(lengths)
-  apart = [
-    attention(*(x[:, end - n : end] for x in arrays), log_decay)
-    for n, end in zip(lengths, ends, strict=True)
-  ]
-  close((packed, last), (jnp.concatenate([out for out, _ in apart], 1), apart[-1][1]))
-
-
-@pytest.mark.parametrize("implementation", ["chunked", "associative", "reference"])
-def test_nothing_flows_backwards_in_time(implementation):
-  q, k, v, log_decay = inputs(21)
-  changed = [x.at[:, 13].add(1.0) for x in (q, k, v)]
-  call = jax.jit(lambda *x: attention(*x, log_decay, implementation=implementation)[0])
-  before, after = call(q, k, v), call(*changed)
-  np.testing.assert_array_equal(before[:, :13], after[:, :13])
-  assert not np.allclose(before[:, 13:], after[:, 13:])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_dtypes(dtype):
-  out, state = attention(*inputs(5, dtype=dtype))
-  assert out.dtype == dtype
-  assert state.kv.dtype == state.key_sum.dtype == jnp.float32
-
-
-def test_works_under_every_transformation():
-  arrays = inputs(12)
-  plain = attention(*arrays)[0]
-  loss = lambda *x: jnp.sum(attention(*x)[0] ** 2)
-  stacked = [jnp.stack([x, 2 * x]) for x in arrays[:3]]
-  mapped = jax.vmap(lambda *x: attention(*x, arrays[3])[0])(*stacked)
-  close(mapped[0], plain)
-  close(mapped[1], attention(*(x[1] for x in stacked), arrays[3])[0])
-  close(
-    jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2, 3))(*arrays),
-    jax.grad(loss, argnums=(0, 1, 2, 3))(*arrays),
-  )
-  _, scanned = jax.lax.scan(lambda c, x: (c, attention(*x, arrays[3])[0]), 0, stacked)
-  close(scanned, mapped)
-  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  spec = jax.sharding.PartitionSpec("data")
-  sharded = jax.shard_map(
-    lambda *x: attention(*x, arrays[3])[0], mesh=mesh, in_specs=(spec,) * 3, out_specs=spec
-  )
-  close(sharded(*arrays[:3]), plain)
-
-
-def test_second_derivatives():
-  q, k, v, log_decay = inputs(9)
-
-  def directional(implementation):
-    first = jax.grad(
-      lambda g: jnp.sum(attention(q, k, v, g, implementation=implementation)[0] ** 3)
-    )
-    return jax.grad(lambda g: jnp.sum(first(g) * jnp.arange(float(H * K)).reshape(H, K)))(log_decay)
-
-  close(directional("chunked"), directional("reference"), length=2**16)
-
-
-def test_no_array_holds_a_state_per_step():
-  """Memory is the inputs and the states between chunks: nothing of size T K V in either pass."""
-  T, width, chunk = 512, 32, 64
-  shape = jax.ShapeDtypeStruct((1, T, 1, width), jnp.float32)
-  decay = jax.ShapeDtypeStruct((1, T, 1, width), jnp.float32)
-  loss = lambda q, k, v, g: jnp.sum(
-    ops.linear_attention(q, k, v, log_decay=g, implementation="chunked", chunk_size=chunk)[0]
-  )
-  compiled = (
-    jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(shape, shape, shape, decay).compile()
-  )
-  states = T // chunk * width * width * 4
-  assert compiled.memory_analysis().temp_size_in_bytes < 4 * states + 40 * T * width * 4
-  assert 4 * states + 40 * T * width * 4 < T * width * width * 4 * 2
-
-
-def test_supported_lists_what_can_run():
-  q, k, v, log_decay = inputs(3)
-  assert ops.supported(ops.linear_attention, q, k, v, log_decay=log_decay) == [
-    "chunked",
-    "reference",
-    "associative",
-  ]
 
 
 @pytest.mark.parametrize(

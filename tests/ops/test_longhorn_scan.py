@@ -1,13 +1,10 @@
-"""longhorn_scan: the promises beside its values. The values are the contract's business."""
-
-import functools
+"""longhorn_scan: what is particular to it, beside the tests that all scans share."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lnssm_jax import ops
 from lnssm_jax.ops.longhorn_scan.api import longhorn_scan
 from lnssm_jax.ops.longhorn_scan.gains import gain_and_decay
 from lnssm_jax.ops.longhorn_scan.state import LonghornState
@@ -78,11 +75,6 @@ def test_backward_equals_the_published_formulas():
     want["q"][:, t] = np.einsum("bdn,bd->bn", S[t + 1], G[:, t])
   want["skip"] = np.sum(G * x, axis=(0, 1))
   close(jax.jit(jax.grad(lambda inputs: jnp.sum(call(inputs)[0] * G)))(inputs), want)
-
-
-def test_reference_gradient_equals_finite_differences():
-  segments = jnp.asarray([[0, 0, 0, 1, 1], [0, 1, 1, 1, 2]])
-  promises.gradient_equals_finite_differences(call, make_inputs(5), segment_ids=segments)
 
 
 def objective(S, before, k, x, beta):
@@ -170,66 +162,11 @@ def test_there_is_no_exponential():
     assert word not in compiled
 
 
-@pytest.mark.parametrize("cuts", [[8, 9], list(range(1, 17))], ids=["8,9", "each"])
-def test_splitting_a_sequence_changes_nothing(cuts):
-  promises.splitting_changes_nothing(call, make_inputs(17), STEPS, cuts)
-
-
-def test_packed_documents_equal_separate_documents():
-  promises.packing_changes_nothing(call, make_inputs(19), STEPS, [1, 6, 11, 1])
-
-
-@pytest.mark.parametrize("implementation", ["chunked", "associative", "reference"])
-def test_nothing_flows_backwards_in_time(implementation):
-  scan = functools.partial(call, implementation=implementation)
-  promises.nothing_flows_backwards_in_time(scan, make_inputs(18), STEPS)
-
-
-def test_works_under_every_transformation():
-  promises.works_under_every_transformation(call, make_inputs(3), STEPS)
-
-
-def test_second_derivatives():
-  promises.second_derivatives_are_right(call, make_inputs(3))
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_dtypes(dtype):
-  out, state = call(make_inputs(5, dtype=dtype))
-  assert out.dtype == dtype
-  assert state.memory.dtype == jnp.float32
-
-
 def test_float16_does_not_overflow_inside():
   """The square of 300 is beyond float16's 65504."""
   inputs = make_inputs(5, dtype=jnp.float16)
   out, _ = call(inputs | {"k": 300 * inputs["k"]})
   assert jnp.isfinite(out).all()
-
-
-def test_no_array_holds_a_state_per_step():
-  """Both passes compiled: no array beyond the inputs and the states, and memory is linear in T."""
-  width, chunk = 16, 8
-
-  def shapes(T):
-    steps = {n: jax.ShapeDtypeStruct((1, T, width), jnp.float32) for n in STEPS}
-    return steps | {"skip": jax.ShapeDtypeStruct((width,), jnp.float32)}
-
-  loss = lambda inputs: jnp.sum(call(inputs, chunk_size=chunk)[0] ** 2)
-  per_step = lambda inputs: jnp.sum(call(inputs, implementation="associative")[0] ** 2)
-  T = 512
-  states = T // chunk * width * width
-  assert promises.largest_array(jax.grad(per_step), shapes(8)) >= 8 * width * width
-  assert promises.largest_array(jax.grad(loss), shapes(T)) <= max(T * width, states)
-  small, large = (promises.temporary_bytes(jax.grad(loss), shapes(n)) for n in (T, 2 * T))
-  assert large - small <= 2 * 4 * (5 * T * width + states)
-
-
-def test_supported_lists_what_can_run():
-  inputs = make_inputs(3)
-  arrays = [inputs[name] for name in STEPS]
-  supported = ops.supported(longhorn_scan, *arrays, skip=inputs["skip"])
-  assert supported == ["chunked", "associative", "reference"]
 
 
 @pytest.mark.parametrize(

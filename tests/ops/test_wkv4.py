@@ -1,27 +1,22 @@
-"""wkv4: the promises beside its values. The values are the business of the contract."""
-
-import functools
+"""wkv4: what is particular to it, beside the tests that all scans share."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lnssm_jax import ops
 from lnssm_jax.ops.wkv4.api import wkv4
 from lnssm_jax.ops.wkv4.state import WKV4State, empty_state
 from tests.ops import contract
+from tests.ops.promises import close
 
 B, D = 2, 3
 FORMS = ["chunked", "associative", "reference"]
 
 
-def inputs(T, seed=0, dtype=jnp.float32, size=1.0):
+def inputs(T, seed=0, size=1.0):
   rng = np.random.default_rng(seed)
-  k, v = (
-    jnp.asarray(scale * rng.normal(size=(B, T, D)), jnp.float32).astype(dtype)
-    for scale in (size, 1)
-  )
+  k, v = (jnp.asarray(scale * rng.normal(size=(B, T, D)), jnp.float32) for scale in (size, 1))
   return k, v, jnp.asarray([0.01, 0.5, 20.0]), jnp.asarray(rng.normal(size=D), jnp.float32)
 
 
@@ -32,11 +27,6 @@ def scan(*args, **kwargs):
 def meaning(state):
   """What a state stands for: its scale may differ."""
   return state.max + jnp.log(state.denominator), state.numerator / state.denominator
-
-
-def close(got, want, dtype=jnp.float32, length=64):
-  errors = jax.tree.leaves(jax.tree.map(contract.relative_error, got, want))
-  assert max(errors) <= contract.tolerance(dtype, length), errors
 
 
 def naive(k, v, w, u):
@@ -135,29 +125,6 @@ def test_tiny_gradients_are_right_relative_to_themselves():
   assert 0 < np.abs(want).max() < 1e-4
 
 
-def test_gradients_of_the_reference_equal_finite_differences():
-  rng = np.random.default_rng(3)
-  with jax.enable_x64(True):
-    segments = jnp.asarray([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
-
-    @jax.jit
-    def loss(parts):
-      *arguments, m, numerator, denominator = parts
-      state = WKV4State(m, numerator, denominator)
-      out, last = scan(
-        *arguments, initial_state=state, segment_ids=segments, implementation="reference"
-      )
-      return jnp.sum(out**2) + sum(x.sum() for x in meaning(last))
-
-    at = [jnp.asarray(x, jnp.float64) for x in inputs(6)]
-    at += [jnp.asarray(f(rng.normal(size=(B, D)))) for f in (np.abs, np.sin, np.exp)]
-    direction = [jnp.asarray(rng.normal(size=x.shape)) for x in at]
-    along = lambda step: loss([x + step * d for x, d in zip(at, direction, strict=True)])
-    slope = (along(1e-5) - along(-1e-5)) / 2e-5
-    want = sum(jnp.sum(g * d) for g, d in zip(jax.grad(loss)(at), direction, strict=True))
-    np.testing.assert_allclose(slope, want, rtol=1e-8)
-
-
 def test_a_state_is_the_same_whatever_its_scale():
   """exp(max) numerator and exp(max) denominator are the state; outputs and gradients agree."""
   k, v, w, u = inputs(4)
@@ -178,92 +145,6 @@ def test_a_state_is_the_same_whatever_its_scale():
   close(gradient_scaled.max, gradient.max)
 
 
-def test_splitting_a_sequence_changes_nothing():
-  k, v, w, u = inputs(20, size=10.0)
-  segments = jnp.asarray(np.arange(20) // 7 * np.ones((B, 1)), jnp.int32)
-  out, last = scan(k, v, w, u, segment_ids=segments)
-  call = jax.jit(lambda *x: scan(*x[:4], initial_state=x[4], segment_ids=x[5]))
-  for cuts in ([13], list(range(1, 20))):
-    state, outs = empty_state(B, D, jnp.float32), []
-    for start, end in zip([0, *cuts], [*cuts, 20], strict=True):
-      # A state belongs to the segment that begins a call: it is not passed over a border.
-      if start % 7 == 0:
-        state = empty_state(B, D, jnp.float32)
-      piece = slice(start, end)
-      o, state = call(k[:, piece], v[:, piece], w, u, state, segments[:, piece])
-      outs.append(o)
-    close((jnp.concatenate(outs, 1), meaning(state)), (out, meaning(last)))
-
-
-@pytest.mark.parametrize("implementation", FORMS)
-def test_packed_documents_equal_separate_documents(implementation):
-  """Also beside a document that is not finite: nothing of it passes the border."""
-  k, v, w, u = inputs(30, size=10.0)
-  k, v = k.at[:, 3].set(jnp.nan), v.at[:, 20].set(jnp.inf)
-  lengths = [1, 11, 7, 11]
-  segments = jnp.asarray(np.repeat([4, 9, 4, 0], lengths)[None].repeat(B, 0), jnp.int32)
-  run = jax.jit(lambda k, v, s: scan(k, v, w, u, segment_ids=s, implementation=implementation))
-  packed, last = run(k, v, segments)
-  for n, end in zip(lengths, np.cumsum(lengths), strict=True):
-    piece = slice(end - n, end)
-    out, state = run(k[:, piece], v[:, piece], None)
-    np.testing.assert_array_equal(jnp.isfinite(packed[:, piece]), jnp.isfinite(out))
-    clean = lambda x: jnp.nan_to_num(x, posinf=0, neginf=0)
-    close(clean(packed[:, piece]), clean(out))
-  close(meaning(last)[0], meaning(state)[0])
-
-
-@pytest.mark.parametrize("implementation", FORMS)
-def test_nothing_flows_backwards_in_time(implementation):
-  k, v, w, u = inputs(21)
-  call = jax.jit(lambda k, v: scan(k, v, w, u, implementation=implementation)[0])
-  before, after = call(k, v), call(k.at[:, 13].add(50.0), v.at[:, 13].set(jnp.nan))
-  np.testing.assert_array_equal(before[:, :13], after[:, :13])
-  assert jnp.isnan(after[:, 13:]).any()
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_dtypes(dtype):
-  out, state = scan(*inputs(5, dtype=dtype))
-  assert out.dtype == dtype
-  assert {x.dtype for x in state} == {jnp.dtype(jnp.float32)}
-
-
-def test_works_under_every_transformation():
-  k, v, w, u = inputs(4)
-  scan = functools.partial(wkv4, chunk_size=2)
-  run = lambda k, v: scan(k, v, w, u)[0]
-  plain = run(k, v)
-  loss = lambda k, v: jnp.sum(run(k, v) ** 2)
-  stacked = [jnp.stack([x, x / 2]) for x in (k, v)]
-  mapped = jax.jit(jax.vmap(run))(*stacked)
-  close(mapped[0], plain)
-  close(mapped[1], run(*(x[1] for x in stacked)))
-  gradient = lambda loss, *args: jax.jit(jax.grad(loss, argnums=range(len(args))))(*args)
-  close(gradient(jax.checkpoint(loss), k, v), gradient(loss, k, v))
-  _, scanned = jax.lax.scan(lambda c, x: (c, run(*x)), 0, stacked)
-  close(scanned, mapped)
-  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  spec, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-  for form in FORMS[:2]:
-    local = lambda *x: scan(*x, implementation=form)[0]  # noqa: B023
-    sharded = jax.shard_map(
-      local, mesh=mesh, in_specs=(spec, spec, replicated, replicated), out_specs=spec
-    )
-    got = gradient(lambda *x: jnp.sum(sharded(*x) ** 2), k, v, w, u)  # noqa: B023
-    close(got, gradient(lambda *x: jnp.sum(scan(*x)[0] ** 2), k, v, w, u))
-
-
-def test_second_derivatives():
-  k, v, w, u = inputs(4)
-
-  def directional(form):
-    first = jax.grad(lambda k: jnp.sum(scan(k, v, w, u, implementation=form, chunk_size=2)[0] ** 3))
-    return jax.jit(jax.grad(lambda k: jnp.sum(first(k) * v)))(k)
-
-  close(directional("chunked"), directional("reference"), length=2**16)
-
-
 def test_memory_of_the_backward_pass_is_the_states_between_chunks():
   T, width = 4096, 32
   x = jax.ShapeDtypeStruct((1, T, width), jnp.float32)
@@ -277,10 +158,6 @@ def test_memory_of_the_backward_pass_is_the_states_between_chunks():
   # The output, its cotangent, and three states of every 8th step; autodiff keeps every step's.
   assert memory("chunked") < 2.5
   assert memory("reference") > 7
-
-
-def test_supported_lists_what_can_run():
-  assert ops.supported(wkv4, *inputs(3)) == ["chunked", "reference", "associative"]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,6 @@ ATTENTION = Scan(
   measured=lambda T, strength: Case(
     T, K=8, V=8, heads=(1, 1), window=64, cached=(100, 100), strength=strength, chunk=None
   ),
-  memory=lambda T: Case(T, K=32, V=32, heads=(1, 1), window=64, chunk=16),
   compared=compared,
   isolates_documents=False,
 )

@@ -68,8 +68,8 @@ class Scan:
   # A case of a length and a strength of the decay, small otherwise and with the default chunk, for
   # the table of errors.
   measured: Callable[[int, str], Any]
-  # A case of a length, without state and segments, whose state is larger than a step and a chunk
-  # longer than one, so that an array with a state for every step would be seen.
+  # A case of a length, without state and segments, whose state is larger than the arrays of a step,
+  # so that an array with a state for every step would be seen. None: the state is not.
   memory: Callable[[int], Any] | None = None
   implementations: tuple[str, ...] = ("chunked", "associative", "reference")  # as preferred
   # What is compared of an output and a state, as real arrays.

@@ -100,8 +100,6 @@ DELTA_RULE = Scan(
     Case(T=23, K=3, V=4, decay="ordinary", rates="column", erase=True, chunk=8, state=False),
   ),
   measured=lambda T, strength: Case(T, H=1, K=8, V=8, decay=strength, chunk=None),
-  memory=lambda T: Case(
-    T, H=1, K=32, V=32, decay="ordinary", rates="column", erase=True, chunk=16, state=False
-  ),
+  memory=lambda T: Case(T, H=1, K=32, V=32, decay="ordinary", erase=True, state=False),
   isolates_documents=False,
 )

@@ -128,6 +128,5 @@ DIAGONAL_SCAN = Scan(
   small=Case(T=23, D=3, constant=True, chunk=8, state=False),
   variants=(Case(T=23, D=3, chunk=8, state=False),),
   measured=lambda T, strength: Case(T, D=8, strength=strength, complex_="ax"),
-  memory=lambda T: Case(T, D=32, chunk=64, state=False),
   compared=compared,
 )

@@ -97,7 +97,7 @@ WKV4 = Scan(
   ],
   sweep=[Check(case, form) for case in MANY for form in ("chunked", "associative")],
   small=Case(T=23, state=False),
+  variants=(Case(T=23, keys="wide", state=False),),
   measured=lambda T, strength: Case(T, D=8, strength=strength, chunk=None),
-  memory=lambda T: Case(T, D=32, chunk=8, state=False),
   compared=compared,
 )

@@ -1,0 +1,144 @@
+"""Every scan: what it promises beside its values, on short cases."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lnssm_jax import ops
+from tests.ops import promises
+from tests.ops.scans import SCANS
+
+CASES = [(name, case) for name, scan in SCANS.items() for case in (scan.small, *scan.variants)]
+
+
+def drawn(name, case, seed=0):
+  return {n: jnp.asarray(x, jnp.float32) for n, x in SCANS[name].inputs(case, seed).items()}
+
+
+@functools.cache
+def compiled(name, case, form):
+  """`run` of tests.ops.promises; kept, since several tests run the same programs."""
+  call = functools.partial(SCANS[name], case, implementation=form)
+  return jax.jit(lambda x, state, ids: call(x, initial_state=state, segment_ids=ids))
+
+
+def call_of(name, case):
+  return functools.partial(SCANS[name], case)
+
+
+def forms(name, case):
+  args, kwargs = SCANS[name].bind(case, drawn(name, case))
+  return ops.supported(SCANS[name].function, *args, **kwargs)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
+def test_packing_and_causality(name, case):
+  scan = SCANS[name]
+  inputs, others = drawn(name, case), drawn(name, case, seed=1)
+  arguments = inputs, others, scan.over_time(case, inputs)
+  infinite = scan.isolates_documents
+  for form in forms(name, case):
+    run = compiled(name, case, form)
+    promises.nothing_flows_backwards_in_time(run, *arguments, infinite=infinite)
+    promises.packing_changes_nothing(run, *arguments, scan.compared, infinite=infinite)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
+def test_splitting(name, case):
+  scan, run, inputs = SCANS[name], compiled(name, case, None), drawn(name, case)
+  promises.splitting_changes_nothing(run, inputs, scan.over_time(case, inputs), scan.compared)
+
+
+def brief(name):
+  """Three chunks of few steps: for what is large to compile."""
+  small = SCANS[name].small
+  return dataclasses.replace(small, T=5, chunk=small.chunk and 2)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_every_transformation(name):
+  scan, case = SCANS[name], brief(name)
+  inputs, others = drawn(name, case), drawn(name, case, seed=1)
+  forms = [form for form in scan.implementations if form != "reference"]
+  promises.works_under_every_transformation(
+    call_of(name, case), inputs, others, scan.over_time(case, inputs), forms
+  )
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_derivatives_in_float64(name):
+  case = brief(name)
+  inputs, others = drawn(name, case), drawn(name, case, seed=1)
+  promises.derivatives_in_float64_are_right(call_of(name, case), inputs, others)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_reference_gradient_equals_finite_differences(name):
+  """Of the case of the contract with the most inputs that has segments and a state."""
+  scan = SCANS[name]
+  cases = [check.case for check in scan.checks if check.case.segments and check.case.T <= 130]
+  inputs = {case: scan.inputs(case) for case in cases}
+  with_state = [c for c in cases if any(n.startswith("state.") for n in inputs[c])]
+  case = max(with_state, key=lambda c: (len(inputs[c]), c.strength == "ordinary"))
+  promises.gradient_equals_finite_differences(call_of(name, case), inputs[case], scan.compared)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
+def test_dtypes(name, case):
+  """`out` is as narrow as the inputs, the state only where it is made of them; or both float64."""
+  scan = SCANS[name]
+  inputs = scan.inputs(case)
+
+  def dtypes(form, narrow, wide):
+    shapes = {n: (x.shape, narrow if n in scan.narrow else wide) for n, x in inputs.items()}
+    shapes = {n: jax.ShapeDtypeStruct(*shape) for n, shape in shapes.items()}
+    out, state = jax.eval_shape(lambda x: scan(case, x, implementation=form), shapes)
+    state = {n: x.dtype for n, x in state._asdict().items() if x is not None}
+    # Of complex numbers the parts count; a number of steps is an integer.
+    real = {n: jnp.finfo(x).dtype for n, x in state.items() if x != jnp.int32}
+    return jnp.finfo(out.dtype).dtype, real
+
+  for form in forms(name, case):
+    for narrow in (jnp.float32, jnp.bfloat16, jnp.float16):
+      out, state = dtypes(form, narrow, jnp.float32)
+      assert out == narrow
+      assert state == {n: narrow if f"state.{n}" in scan.narrow else jnp.float32 for n in state}
+    with jax.enable_x64(True):
+      out, state = dtypes(form, jnp.float64, jnp.float64)
+    assert {out, *state.values()} == {jnp.dtype(jnp.float64)}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_supported_lists_what_can_run(name):
+  scan = SCANS[name]
+  assert forms(name, scan.small) == list(scan.implementations)
+
+
+@pytest.mark.parametrize("name", [name for name, scan in SCANS.items() if scan.memory])
+def test_no_array_holds_a_state_per_step(name):
+  """No array of forward and backward pass exceeds the inputs and the states between chunks."""
+  scan = SCANS[name]
+
+  def sizes(T, implementation):
+    case = scan.memory(T)
+    shapes = {n: jax.ShapeDtypeStruct(x.shape, jnp.float32) for n, x in scan.inputs(case).items()}
+    run = lambda x: scan(case, x, implementation=implementation)
+    out, state = jax.eval_shape(run, shapes)
+    kept = [math.prod(shapes[n].shape) for n in scan.over_time(case, shapes)] + [out.size]
+    kept.append(T // case.chunk * sum(x.size for x in jax.tree.leaves(state)))
+    largest, temporary = promises.measure(jax.grad(lambda x: jnp.sum(run(x)[0] ** 2)), shapes)
+    return max(kept), sum(kept), largest, temporary
+
+  T = 512
+  largest_kept, all_kept, largest, temporary = sizes(T, "chunked")
+  assert largest <= largest_kept
+  # As many bytes for each step more, and these are a few times what is kept (measured: up to 4).
+  _, all_kept_of_twice, _, temporary_of_twice = sizes(2 * T, "chunked")
+  assert temporary_of_twice - temporary <= 5 * 4 * (all_kept_of_twice - all_kept)
+  # The reference does hold a state per step, and this is seen.
+  few, _, largest, _ = sizes(2 * scan.memory(T).chunk, "reference")
+  assert largest > few
