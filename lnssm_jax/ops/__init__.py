@@ -21,10 +21,19 @@ from lnssm_jax.ops.elementwise_decay_scan.api import DecayFunction, elementwise_
 from lnssm_jax.ops.elementwise_decay_scan.state import ElementwiseDecayState
 from lnssm_jax.ops.linear_attention.api import linear_attention
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
+from lnssm_jax.ops.long_convolution.api import long_convolution
+from lnssm_jax.ops.long_convolution.exponentials import exponential_kernel_taps
+from lnssm_jax.ops.long_convolution.state import (
+  ExponentialKernel,
+  ExponentialState,
+  LongConvolutionState,
+)
 from lnssm_jax.ops.longhorn_scan.api import longhorn_scan
 from lnssm_jax.ops.longhorn_scan.state import LonghornState
 from lnssm_jax.ops.selective_scan.api import selective_scan
 from lnssm_jax.ops.selective_scan.state import SelectiveState
+from lnssm_jax.ops.sparse_state_attention.api import sparse_state_attention
+from lnssm_jax.ops.sparse_state_attention.state import SparseState
 from lnssm_jax.ops.wkv4.api import wkv4
 from lnssm_jax.ops.wkv4.state import WKV4State
 
@@ -34,20 +43,27 @@ __all__ = [
   "DeltaRuleState",
   "DiagonalState",
   "ElementwiseDecayState",
+  "ExponentialKernel",
+  "ExponentialState",
   "LinearAttentionState",
+  "LongConvolutionState",
   "LonghornState",
   "SelectiveState",
+  "SparseState",
   "WKV4State",
   "attention",
   "attention_positions",
   "delta_rule",
   "diagonal_scan",
   "elementwise_decay_scan",
+  "exponential_kernel_taps",
   "init_attention_state",
   "linear_attention",
+  "long_convolution",
   "longhorn_scan",
   "rotary_embedding",
   "selective_scan",
+  "sparse_state_attention",
   "supported",
   "wkv4",
 ]

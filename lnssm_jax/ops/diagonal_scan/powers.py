@@ -55,12 +55,12 @@ def _times(x, y):
 
 
 def _sum(x, y):
-  high, low = _exact_sum(x[0], y[0])
+  high, low = exact_sum(x[0], y[0])
   return _normal(high, low + (x[1] + y[1]))
 
 
 def _product(x, y):
-  high, low = _exact_product(x[0], y[0])
+  high, low = exact_product(x[0], y[0])
   return _normal(high, low + (x[0] * y[1] + x[1] * y[0]))
 
 
@@ -69,14 +69,14 @@ def _normal(high, low):
   return total, low - (total - high)
 
 
-def _exact_sum(a, b):
+def exact_sum(a, b):
   """(s, e): s + e = a + b exactly."""
   total = a + b
   part = total - a
   return total, (a - (total - part)) + (b - part)
 
 
-def _exact_product(a, b):
+def exact_product(a, b):
   """(p, e): p + e = a b exactly."""
   # The barrier keeps the compiler from contracting p's product into the sum that measures its
   # error.

@@ -1,0 +1,1 @@
+"""Causal convolutions with long kernels, in several forms, which README.md derives."""

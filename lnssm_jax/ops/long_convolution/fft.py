@@ -1,0 +1,204 @@
+"""The convolution with an array of taps: one FFT, or a tree of blocks. README.md derives both.
+
+The convolution is bilinear, so its gradients are correlations: the backward passes need `x` and
+the taps, whose spectra are computed again, and nothing else.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax.ops.checks import vary_alike
+from lnssm_jax.ops.long_convolution.state import LongConvolutionState
+
+_CHAIN = 8  # steps in the blocks at the bottom of the tree, whose lags are summed one by one
+_LONGEST_PRODUCT = 64  # steps in the halves that are joined by a matrix product, not by an FFT
+
+
+def fft(x, kernel, state, segments, *, acc, chunk_size=None):
+  """One FFT of all steps; packed documents by the tree. Arguments as in `reference.py`."""
+  return _run(x, kernel, state, segments, acc, tree=segments is not None)
+
+
+def blocks(x, kernel, state, segments, *, acc, chunk_size=None):
+  """The tree, also where there is one document: no output depends on an input after it."""
+  return _run(x, kernel, state, segments, acc, tree=True)
+
+
+def _run(x, kernel, state, segments, acc, *, tree):
+  x_dtype, x, taps = x.dtype, x.astype(acc), kernel.astype(acc)
+  length, reach = x.shape[1], taps.shape[0] - 1
+  taps_used = taps[: min(reach + 1, length)]
+  if tree:
+    out = convolve_in_blocks(x, taps_used, segments, length)
+  elif taps_used.shape[0] == 1:
+    out = taps_used * x
+  else:
+    out = _convolve(x, taps_used, 0, length)
+  if state is not None and reach:
+    out = out + _from_past(state.inputs, taps, segments, length)
+  return out.astype(x_dtype), _last_inputs(x, state, segments, reach)
+
+
+def _from_past(past, taps, segments, length):
+  """[B, T, D]: what the inputs before the first step add to the outputs.
+
+  The tap of lag 0 takes no part, so that a rounding is relative to the taps that do.
+  """
+  reach = past.shape[1]
+  if length == 1:
+    return jnp.einsum("ld,bld->bd", jnp.flip(taps[1:], 0), past, precision="highest")[:, None]
+  reached = min(length, reach)
+  out = _convolve(past, taps[1:], reach - 1, reached)
+  if segments is not None:
+    out = jnp.where((segments[:, :reached] == 0)[..., None], out, 0)
+  return jnp.pad(out, ((0, 0), (0, length - reached), (0, 0)))
+
+
+def _last_inputs(x, state, segments, reach):
+  """The state after the last step."""
+  batch, length, width = x.shape
+  if segments is not None:
+    x = jnp.where((segments == segments[:, -1:])[..., None], x, 0)
+  if length >= reach:
+    return LongConvolutionState(x[:, length - reach :])
+  past = vary_alike((jnp.zeros((batch, reach, width), x.dtype), x))[0]
+  if state is not None:
+    past = state.inputs
+    if segments is not None:
+      past = jnp.where((segments[:, -1:] == 0)[..., None], past, 0)
+  return LongConvolutionState(jnp.concatenate([past[:, length:], x], axis=1))
+
+
+def convolve_in_blocks(x, taps, segments, size):
+  """The convolution inside blocks of `size` steps, and inside segments: x [B, T, D], taps [L, D].
+
+  `size` is a power of two, or at least T. A block's first half reaches its second half by one
+  product or FFT a level; the halves are blocks themselves, down to chains.
+  """
+  half, length, reach = min(_CHAIN, size), x.shape[1], taps.shape[0] - 1
+  out = _chains(half, x, taps, segments)
+  while half < min(size, length) and reach:
+    # One level after the other, also backwards: else the compiler holds the arrays of all of them.
+    out, x, taps = jax.lax.optimization_barrier((out, x, taps))
+    out = out + jax.checkpoint(functools.partial(_level, half))(x, taps, segments)
+    half *= 2
+  return out
+
+
+def _chains(size, x, taps, segments):
+  """The convolution inside blocks of `size` steps, lag by lag."""
+  length = x.shape[1]
+  size = min(size, length)
+  x = _cut(x, size)
+  segments = None if segments is None else _cut(segments, size)[..., None]
+  out = taps[0] * x
+  for lag in range(1, min(size, taps.shape[0])):
+    earlier = x[:, :, :-lag]
+    if segments is not None:
+      earlier = jnp.where(segments[:, :, :-lag] == segments[:, :, lag:], earlier, 0)
+    out = out + jnp.pad(taps[lag] * earlier, ((0, 0), (0, 0), (lag, 0), (0, 0)))
+  return _joined(out)[:, :length]
+
+
+def _level(half, x, taps, segments):
+  """What the first halves of blocks of 2 `half` steps add to their second halves.
+
+  A pair of steps of one segment on either side of the middle has the segment of both steps next to
+  the middle: all that does not is left out of the inputs and of the outputs.
+  """
+  length, reach = x.shape[1], taps.shape[0] - 1
+  width = min(half, reach)  # steps before the middle that reach beyond it, and steps reached
+  count = -(-(length - half) // (2 * half))  # blocks that have a second half
+  left = _cut(x, 2 * half, count)[:, :, half - width : half]
+  middle = None
+  if segments is not None:
+    segments = _cut(segments, 2 * half, count)
+    before, after = segments[:, :, half - width : half], segments[:, :, half : half + width]
+    middle = before[:, :, -1:] == after[:, :, :1]
+    left = jnp.where(((before == before[:, :, -1:]) & middle)[..., None], left, 0)
+    middle = ((after == after[:, :, :1]) & middle)[..., None]
+  if width <= _LONGEST_PRODUCT:
+    taps = jnp.pad(taps, ((0, max(0, 2 * width - taps.shape[0])), (0, 0)))
+    steps = jnp.arange(width)
+    lags = steps[:, None] + width - steps
+    right = jnp.einsum("pid,bnid->bnpd", taps[lags], left, precision="highest")
+  else:
+    right = _convolve(left, taps[1 : 2 * width], width - 1, width)
+  if middle is not None:
+    right = jnp.where(middle, right, 0)
+  right = jnp.pad(right, ((0, 0), (0, 0), (half, half - width), (0, 0)))
+  right = _joined(right)[:, :length]
+  return jnp.pad(right, ((0, 0), (0, length - right.shape[1]), (0, 0)))
+
+
+def _cut(x, size, count=None):
+  """[B, T, ...] -> [B, count, size, ...], filled up with zeros or without the last steps."""
+  count = -(-x.shape[1] // size) if count is None else count
+  x = x[:, : count * size]
+  x = jnp.pad(x, ((0, 0), (0, count * size - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+  return x.reshape(x.shape[0], count, size, *x.shape[2:])
+
+
+def _joined(x):
+  return x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def fast_length(length: int) -> int:
+  """The smallest even size >= `length` without prime factors above 5.
+
+  An FFT of a size with a large prime factor takes several times as long, by Bluestein's algorithm,
+  and is less accurate.
+  """
+  best = 2 * length
+  for fives in (5**i for i in range(10)):
+    for threes in (3**i for i in range(15)):
+      size = 2 * fives * threes
+      while size < length:
+        size *= 2
+      best = min(best, size)
+  return best
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _convolve(x, taps, start, length):
+  """Steps `start` to `start + length` of the convolution of x [..., P, D] and taps [Q, D].
+
+  The outputs beyond the size of the FFT come back at its beginning, where `start` leaves them out.
+  """
+  size = _size(x, taps, start, length)
+  spectrum = _rfft(x, size) * _rfft(taps, size)
+  return _irfft(spectrum, size)[..., start : start + length, :]
+
+
+def _size(x, taps, start, length):
+  full = x.shape[-2] + taps.shape[-2] - 1
+  return fast_length(max(start + length, full - start, x.shape[-2], taps.shape[-2]))
+
+
+def _forward(x, taps, start, length):
+  return _convolve(x, taps, start, length), (x, taps)
+
+
+@jax.named_scope("long_convolution")
+def _backward(start, length, kept, d_out):
+  x, taps = kept
+  size = _size(x, taps, start, length)
+  before = ((0, 0),) * (d_out.ndim - 2) + ((start, 0), (0, 0))
+  d_out = _rfft(jnp.pad(d_out, before), size)
+  d_x = _irfft(d_out * jnp.conj(_rfft(taps, size)), size)[..., : x.shape[-2], :]
+  products = jnp.conj(_rfft(x, size)) * d_out
+  d_taps = _irfft(products.sum(tuple(range(x.ndim - 2))), size)[: taps.shape[0]]
+  return d_x, d_taps
+
+
+_convolve.defvjp(_forward, _backward)
+
+
+def _rfft(x, size):
+  return jnp.fft.rfft(x, size, axis=-2)
+
+
+def _irfft(x, size):
+  return jnp.fft.irfft(x, size, axis=-2)

@@ -1,0 +1,50 @@
+"""The convolution one step at a time: the oracle. Run it in float64."""
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax.ops.checks import vary_alike
+from lnssm_jax.ops.long_convolution.state import (
+  ExponentialKernel,
+  ExponentialState,
+  LongConvolutionState,
+)
+
+
+def reference(x, kernel, state, segments, *, acc, chunk_size=None):
+  """A `lax.scan` over time.
+
+  Arguments as `api.py` has checked them: x [B, T, D]; `kernel` an array [L, D] or an
+  `ExponentialKernel`; the state that belongs to it, or None; segments [B, T], numbered from 0, or
+  None; `acc` the real dtype of the sums.
+  """
+  del chunk_size
+  batch, _, width = x.shape
+  keep = jnp.ones(x.shape[:2], bool)
+  if segments is not None:
+    keep = keep.at[:, 1:].set(segments[:, 1:] == segments[:, :-1])
+  by_time = jnp.moveaxis(x, 1, 0).astype(acc), keep.T[:, :, None, None]
+
+  if isinstance(kernel, ExponentialKernel):
+    pole = jnp.exp(kernel.log_pole)
+    h = jnp.zeros((batch, *pole.shape), pole.dtype) if state is None else state.h
+
+    def step(h, inputs):
+      x_t, keep_t = inputs
+      h = pole * jnp.where(keep_t, h, 0) + x_t[..., None]
+      out = jnp.real(kernel.coefficient * h).sum(-1)
+      return h, out if kernel.direct is None else out + kernel.direct * x_t
+
+    h, out = jax.lax.scan(step, vary_alike((h, x))[0], by_time)
+    return jnp.moveaxis(out, 0, 1).astype(x.dtype), ExponentialState(h)
+
+  taps = jnp.flip(kernel.astype(acc), 0)
+  past = jnp.zeros((batch, taps.shape[0] - 1, width), acc) if state is None else state.inputs
+
+  def step_of_taps(past, inputs):
+    x_t, keep_t = inputs
+    window = jnp.concatenate([jnp.where(keep_t, past, 0), x_t[:, None]], 1)
+    return window[:, 1:], (taps * window).sum(1)
+
+  past, out = jax.lax.scan(step_of_taps, vary_alike((past, x))[0], by_time)
+  return jnp.moveaxis(out, 0, 1).astype(x.dtype), LongConvolutionState(past)

@@ -1,0 +1,375 @@
+"""long_convolution: what is particular to it. The rest is the business of the contract."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops.long_convolution.api import long_convolution
+from lnssm_jax.ops.long_convolution.exponentials import exponential_kernel_taps, exponentials
+from lnssm_jax.ops.long_convolution.fft import fast_length
+from lnssm_jax.ops.long_convolution.state import (
+  ExponentialKernel,
+  ExponentialState,
+  LongConvolutionState,
+)
+from tests.ops import contract, promises
+
+B, D = 2, 3
+TAPS = ["fft", "blocks", "reference"]
+SUMS = ["chunked", "associative", "reference"]
+
+
+def close(got, want, dtype=jnp.float32, length=64):
+  parts = lambda tree: jax.tree.map(lambda x: (np.real(x), np.imag(x)), tree)
+  promises.close(parts(got), parts(want), dtype, length)
+
+
+def draw(*shape, seed=0):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def exponential_kernel(N=4, seed=0):
+  rng = np.random.default_rng(seed)
+  log_pole = -np.exp(rng.normal(size=(D, N)) - 2) + 1j * rng.uniform(-np.pi, np.pi, (D, N))
+  coefficient = rng.normal(size=(D, N)) + 1j * rng.normal(size=(D, N))
+  log_pole, coefficient = (jnp.asarray(x, jnp.complex64) for x in (log_pole, coefficient))
+  return ExponentialKernel(log_pole, coefficient, jnp.asarray(draw(D)))
+
+
+def kernel_of(implementation, L=9):
+  return exponential_kernel() if implementation in SUMS[:2] else jnp.asarray(draw(L, D, seed=1))
+
+
+def convolve(x, taps):
+  """Every channel by `numpy.convolve` in float64."""
+  x, taps = np.asarray(x, np.float64), np.asarray(taps, np.float64)
+  channels = [
+    [np.convolve(x[b, :, d], taps[:, d])[: x.shape[1]] for d in range(x.shape[2])]
+    for b in range(x.shape[0])
+  ]
+  return np.moveaxis(np.asarray(channels), 1, 2)
+
+
+@jax.jit
+def both(x, kernel):
+  """The taps of a sum of exponentials, and the outputs of its recurrence."""
+  return exponential_kernel_taps(kernel, x.shape[1]), long_convolution(x, kernel, chunk_size=16)[0]
+
+
+@pytest.mark.parametrize("L", [1, 30, 200])
+@pytest.mark.parametrize("implementation", TAPS)
+def test_equals_numpy_convolve(implementation, L):
+  x, taps = draw(B, 150, D), draw(L, D, seed=1)
+  out, _ = jax.jit(lambda *a: long_convolution(*a, implementation=implementation))(x, taps)
+  close(out, convolve(x, taps))
+
+
+@pytest.mark.parametrize("implementation", SUMS)
+def test_a_sum_of_exponentials_equals_its_taps(implementation):
+  x, kernel = draw(B, 75, D), exponential_kernel()
+  length = np.arange(75)[:, None, None]
+  log_pole, coefficient = (np.asarray(a, np.complex128) for a in kernel[:2])
+  taps = (coefficient * np.exp(length * log_pole)).sum(-1).real
+  taps[0] += kernel.direct
+  close(jax.jit(exponential_kernel_taps, static_argnums=1)(kernel, 75), taps)
+  out, _ = jax.jit(lambda *a: long_convolution(*a, implementation=implementation))(x, kernel)
+  close(out, convolve(x, taps))
+
+
+def test_exponentials_of_many_steps_are_right_to_the_last_digits():
+  """Rounding l p to float32 would give phases that are wrong by 0.03 here."""
+  rng = np.random.default_rng(0)
+  log_pole = (-1e-7 * rng.random(64) + 1j * rng.uniform(-6, 6, 64)).astype(np.complex64)
+  steps = (0, 1, 2, 63, 64, 1000, 131_072, 1_000_003)
+  got = np.asarray(jax.jit(lambda p: exponentials(p, steps))(log_pole), np.complex128)
+  want = np.exp(np.asarray(steps)[:, None] * log_pole.astype(np.complex128))
+  assert np.abs(got / want - 1).max() < 2 * np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("implementation", SUMS)
+def test_a_pole_of_zero_is_forgotten_at_once(implementation):
+  """Re log_pole = -inf: a tap at lag 0, and gradients that are finite."""
+  x = jnp.asarray(draw(B, 12, D))
+
+  @jax.jit
+  def run(log_pole):
+    kernel = ExponentialKernel(log_pole, jnp.ones((D, 1)))
+    out, state = long_convolution(x, kernel, implementation=implementation, chunk_size=4)
+    return jnp.sum(out**2), (out, state.h)
+
+  gradient, (out, h) = jax.grad(run, has_aux=True)(jnp.full((D, 1), -jnp.inf))
+  close((out, h[..., 0]), (x, x[:, -1]))
+  np.testing.assert_array_equal(gradient, jnp.zeros((D, 1)))
+
+
+def test_s4d_and_dss_kernels():
+  """S4D-Lin with ZOH; DSS as it is defined, with a row-softmax over the length."""
+  N, L = 8, 60
+  step = np.geomspace(1e-3, 1e-1, D)[:, None]
+  pole = -0.5 + 1j * np.pi * np.arange(N)[None]
+  weight = draw(D, N) + 1j * draw(D, N, seed=1)
+  x = draw(B, L, D)
+  l = np.arange(L)[:, None, None]
+  s4d = 2 * weight * np.expm1(step * pole) / pole
+  dss = weight / pole / np.exp(step * pole * l).sum(0)
+  for coefficient in (s4d, dss):
+    want = (coefficient * np.exp(step * pole * l)).sum(-1).real
+    kernel = ExponentialKernel(*(jnp.asarray(a, jnp.complex64) for a in (step * pole, coefficient)))
+    # The float32 of the poles and coefficients is part of these errors.
+    close(both(x, kernel), (want, convolve(x, want)))
+
+
+def test_any_kernel_is_a_sum_of_exponentials():
+  """TNN's conversion: n + 1 taps under a decay gamma are n exponentials, exactly.
+
+  With one more tap the undecayed kernel sums to 0; its inverse Fourier transform then has n terms.
+  """
+  n, gamma = 30, 0.99
+  undecayed = draw(n, D).astype(np.float64)
+  padded = np.concatenate([undecayed, -undecayed.sum(0, keepdims=True)])
+  spectrum = np.fft.ifft(padded, axis=0)[1:]
+  angles = -2j * np.pi * np.arange(1, n + 1) / (n + 1)
+  log_pole = np.broadcast_to(np.log(gamma) + angles, (D, n))
+  kernel = ExponentialKernel(*(jnp.asarray(a, jnp.complex64) for a in (log_pole, spectrum.T)))
+  taps = undecayed * gamma ** np.arange(n)[:, None]
+  x = draw(B, n, D)
+  close(both(x, kernel), (taps, convolve(x, taps)))
+
+
+@pytest.mark.parametrize("implementation", ["fft", "chunked"])
+def test_decoding_token_by_token_equals_one_call(implementation):
+  x, kernel = jnp.asarray(draw(B, 40, D)), kernel_of(implementation)
+  call = lambda *a: long_convolution(*a[:2], initial_state=a[2], implementation=implementation)
+  out, last = jax.jit(call)(x, kernel, None)
+  state = (
+    LongConvolutionState(jnp.zeros((B, 8, D)))
+    if implementation == "fft"
+    else ExponentialState(jnp.zeros((B, D, 4), jnp.complex64))
+  )
+  state, outs = jax.jit(
+    lambda x, state: jax.lax.scan(
+      lambda state, x_t: call(x_t[:, None], kernel, state)[::-1], state, jnp.moveaxis(x, 1, 0)
+    )
+  )(x, state)
+  close((jnp.moveaxis(outs[:, :, 0], 0, 1), state), (out, last))
+
+
+def test_a_step_of_decoding_has_no_fft():
+  x, kernel = jnp.zeros((B, 1, D)), jnp.zeros((50, D))
+  state = LongConvolutionState(jnp.zeros((B, 49, D)))
+  call = lambda *a: long_convolution(*a[:2], initial_state=a[2])
+  assert "fft" not in str(jax.make_jaxpr(call)(x, kernel, state))
+  assert "fft" in str(jax.make_jaxpr(call)(jnp.zeros((B, 2, D)), kernel, state))
+
+
+@pytest.mark.parametrize("implementation", ["fft", "chunked"])
+def test_packed_documents_equal_separate_documents(implementation):
+  """Long ones, so that FFTs of several levels join their halves; one of them is infinite."""
+  lengths = [1, 150, 7, 300]
+  x, kernel = draw(B, sum(lengths), D), kernel_of(implementation, L=200)
+  x[:, 40] = np.inf
+  x[0, 155] = np.nan
+  ids = jnp.asarray(np.repeat([4, 9, 4, 0], lengths)[None].repeat(B, 0), jnp.int32)
+  run = jax.jit(lambda x, ids: long_convolution(x, kernel, segment_ids=ids, chunk_size=16))
+  packed, last = run(x, ids)
+  for n, end in zip(lengths, np.cumsum(lengths), strict=True):
+    got, piece = packed[:, end - n : end], x[:, end - n : end]
+    if not np.isfinite(piece).all():
+      assert not np.isfinite(got).all()
+      continue
+    out, state = run(piece, None)
+    close(got, out, length=n)
+  close(last, state)
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "chunked"])
+def test_nothing_flows_backwards_in_time(implementation):
+  """Bit for bit, at a step whose levels are joined by FFTs; not even what is infinite."""
+  x, kernel = draw(B, 400, D), kernel_of(implementation, L=400)
+  run = jax.jit(lambda x: long_convolution(x, kernel, implementation=implementation)[0])
+  changed = x.copy()
+  changed[:, 130:] = np.inf
+  before, after = run(x), run(changed)
+  np.testing.assert_array_equal(before[:, :130], after[:, :130])
+  assert not np.isfinite(after[:, 130:]).any()
+
+
+def test_an_fft_errs_relative_to_the_whole():
+  """Beside inputs of 1e6, outputs of size 1 keep two digits; "blocks" keeps all before them."""
+  x, taps = draw(1, 400, D), draw(400, D, seed=1)
+  x[:, 200:] *= 1e6
+  want = convolve(x, taps)
+  early = {}
+  for implementation in ("fft", "blocks"):
+    out, _ = jax.jit(lambda *a, f=implementation: long_convolution(*a, implementation=f))(x, taps)
+    close(out, want, length=400)
+    early[implementation] = contract.relative_error(out[:, :200], want[:, :200])
+  assert early["blocks"] < contract.tolerance(jnp.float32, 200)
+  assert 1e-3 < early["fft"] < 1
+
+
+@pytest.mark.parametrize("implementation", TAPS)
+def test_gradients_of_taps_equal_finite_differences(implementation):
+  """Of the reference, and of the others to second order."""
+  rng = np.random.default_rng(3)
+  with jax.enable_x64(True):
+    segments = jnp.asarray([[0] * 4 + [1] * 16, [0] * 20])
+    at = [jnp.asarray(rng.normal(size=s)) for s in ((2, 20, D), (6, D), (2, 5, D))]
+    direction = [jnp.asarray(rng.normal(size=a.shape)) for a in at]
+
+    def along(step):
+      x, taps, past = (a + step * d for a, d in zip(at, direction, strict=True))
+      out, last = long_convolution(
+        x,
+        taps,
+        initial_state=LongConvolutionState(past),
+        segment_ids=None if implementation == "fft" else segments,
+        implementation=implementation,
+      )
+      return jnp.sum(out**3) + jnp.sum(jnp.sin(last.inputs))
+
+    value, slope = jax.jit(along), jax.jit(jax.grad(along))
+    np.testing.assert_allclose(slope(0.0), (value(1e-5) - value(-1e-5)) / 2e-5, rtol=1e-7)
+    curvature = jax.jit(jax.grad(jax.grad(along)))(0.0)
+    np.testing.assert_allclose(curvature, (slope(1e-5) - slope(-1e-5)) / 2e-5, rtol=1e-7)
+
+
+def test_complex_gradients_follow_the_convention_of_jax():
+  """jax.grad with respect to complex arrays themselves, against autodiff of the reference."""
+  x, kernel = jnp.asarray(draw(B, 11, D)), exponential_kernel()
+  h = jnp.asarray(draw(B, D, 4) * (1 + 2j), jnp.complex64)
+
+  def loss(x, kernel, h, implementation):
+    out, state = long_convolution(
+      x,
+      kernel,
+      initial_state=ExponentialState(h),
+      implementation=implementation,
+      chunk_size=4,
+    )
+    return jnp.sum(out**2) + jnp.sum((1j * state.h).real)
+
+  got, want = (
+    jax.jit(jax.grad(loss, argnums=(0, 1, 2)), static_argnums=3)(x, kernel, h, form)
+    for form in ("chunked", "reference")
+  )
+  assert got[1].log_pole.dtype == got[2].dtype == jnp.complex64
+  close(got, want)
+
+
+@pytest.mark.parametrize("implementation", ["fft", "blocks"])
+def test_taps_work_under_every_transformation(implementation):
+  inputs, others = ({"x": draw(B, 12, D, seed=s), "kernel": draw(7, D, seed=s + 1)} for s in (0, 5))
+  call = lambda inputs, **options: long_convolution(
+    inputs["x"], inputs["kernel"], **({"implementation": implementation} | options)
+  )
+  inputs, others = jax.tree.map(jnp.asarray, (inputs, others))
+  promises.works_under_every_transformation(call, inputs, others, ["x"], [implementation])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_dtypes(dtype):
+  x = jnp.asarray(draw(B, 5, D), dtype)
+  results = lambda *arguments: jax.eval_shape(long_convolution, *arguments)
+  out, state = results(x, jnp.asarray(draw(3, D), dtype))
+  assert (out.dtype, state.inputs.dtype) == (dtype, jnp.float32)
+  out, state = results(x, exponential_kernel())
+  assert (out.dtype, state.h.dtype) == (dtype, jnp.complex64)
+  kernel = ExponentialKernel(-jnp.ones((D, 2), dtype), jnp.ones((D, 2)) * (1 + 1j))
+  out, state = results(x, kernel)
+  assert (out.dtype, state.h.dtype) == (dtype, jnp.float32)
+
+
+def test_float16_sums_do_not_overflow_inside():
+  x = jnp.full((1, 40, 1), 30000.0, jnp.float16).at[:, 20:].multiply(-1)
+  for kernel in (jnp.ones((40, 1)), ExponentialKernel(jnp.zeros((1, 1)), jnp.ones((1, 1)))):
+    out, _ = jax.jit(long_convolution)(x, kernel)
+    assert abs(out[0, -1, 0]) < 1
+
+
+@pytest.mark.parametrize("implementation", ["fft", "blocks", "packed"])
+def test_memory_of_the_taps_gradient_is_a_few_spectra(implementation):
+  """In units of x: no array per step and tap, and of the levels of a tree only one at a time."""
+  T, width, batch = 4096, 4, 4
+  x = jax.ShapeDtypeStruct((batch, T, width), jnp.float32)
+  taps = jax.ShapeDtypeStruct((T, width), jnp.float32)
+  packed = implementation == "packed"
+  segments = jnp.asarray(np.arange(batch * T).reshape(batch, T) // 300) if packed else None
+
+  def loss(x, taps):
+    form = "fft" if packed else implementation
+    return jnp.sum(long_convolution(x, taps, segment_ids=segments, implementation=form)[0] ** 2)
+
+  largest, temporary = promises.measure(jax.grad(loss, argnums=(0, 1)), x, taps)
+  unit = batch * T * width
+  assert largest <= 2.01 * unit
+  assert temporary < 12 * 4 * unit
+
+
+@pytest.mark.parametrize(
+  ("length", "fast"), [(1, 2), (127, 128), (257, 270), (1999, 2000), (131_073, 131_220)]
+)
+def test_fast_lengths_have_small_prime_factors(length, fast):
+  assert fast_length(length) == fast
+
+
+def test_supported_lists_what_can_run():
+  x = jnp.zeros((B, 6, D))
+  assert ops.supported(long_convolution, x, jnp.zeros((4, D))) == ["fft", "blocks", "reference"]
+  want = ["chunked", "reference", "associative"]
+  assert ops.supported(long_convolution, x, exponential_kernel()) == want
+  with pytest.raises(NotImplementedError, match=r"exponential_kernel_taps\(kernel, length\)"):
+    long_convolution(x, exponential_kernel(), implementation="fft")
+  with pytest.raises(NotImplementedError, match="kernel is an array of taps"):
+    long_convolution(x, jnp.zeros((4, D)), implementation="chunked")
+
+
+def bad_kernel(**change):
+  return ExponentialKernel(**(exponential_kernel()._asdict() | change))
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"x": (B, 6)}, r"x has shape \(2, 6\), but \[B, T, D\]"),
+    ({"x": (B, 0, D)}, "T >= 1"),
+    ({"x": jnp.zeros((B, 6, D), jnp.int32)}, "x has dtype int32; it must be floating point"),
+    ({"kernel": (4,)}, r"kernel has shape \(4,\), but \[L, D\] = \[any, 3\]"),
+    ({"kernel": (4, 5)}, r"kernel has shape \(4, 5\), but \[L, D\] = \[any, 3\]"),
+    ({"kernel": (0, D)}, "L >= 1"),
+    ({"kernel": jnp.zeros((4, D), jnp.complex64)}, "kernel has dtype complex64"),
+    ({"initial_state": LongConvolutionState(jnp.zeros((B, 4, D)))},
+     r"initial_state.inputs has shape \(2, 4, 3\), but \[B, L - 1, D\] = \[2, 3, 3\]"),
+    ({"initial_state": ExponentialState(jnp.zeros((B, D, 4)))},
+     "initial_state is a ExponentialState, but the kernel is an array of taps"),
+    ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
+    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
+    ({"chunk_size": 12}, "chunk_size=12 must be a power of two"),
+    ({"implementation": "fftt"}, "'fftt' is unknown; use one of 'fft'"),
+    ({"kernel": bad_kernel(log_pole=jnp.zeros((5, 4)))},
+     r"kernel.log_pole has shape \(5, 4\), but \[D, N\] = \[3, any\]"),
+    ({"kernel": bad_kernel(log_pole=jnp.zeros((D, 0)))}, "N >= 1"),
+    ({"kernel": bad_kernel(log_pole=jnp.zeros((D, 4), int))}, "kernel.log_pole has dtype int32"),
+    ({"kernel": bad_kernel(coefficient=jnp.zeros((D, 5)))},
+     r"kernel.coefficient has shape \(3, 5\)"),
+    ({"kernel": bad_kernel(direct=jnp.zeros(4))}, r"kernel.direct has shape \(4,\)"),
+    ({"kernel": bad_kernel(direct=jnp.zeros(D, complex))}, "kernel.direct has dtype complex64"),
+    ({"kernel": bad_kernel(log_pole=jnp.zeros((D, 4))),
+      "initial_state": ExponentialState(jnp.zeros((B, D, 4), complex))},
+     "initial_state.h is complex, but the kernel is real"),
+  ],
+)  # fmt: skip
+def test_bad_arguments_are_named(change, message):
+  arguments = {"x": (B, 6, D), "kernel": (4, D)} | change
+  array = lambda a: jnp.zeros(a) if type(a) is tuple else a
+  with pytest.raises(ValueError, match=message):
+    long_convolution(**{name: array(a) for name, a in arguments.items()})
+
+
+def test_bad_arguments_of_taps_are_named():
+  with pytest.raises(ValueError, match="length=0 must be at least 1"):
+    exponential_kernel_taps(exponential_kernel(), 0)
+  with pytest.raises(ValueError, match=r"exponential_kernel_taps: kernel.direct has shape \(4,\)"):
+    exponential_kernel_taps(bad_kernel(direct=jnp.zeros(4)), 5)
