@@ -1,0 +1,295 @@
+"""The public function: its promises, the checks of its arguments, the choice of method."""
+
+import functools
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.checks import (
+  accumulation_dtype,
+  check_floating,
+  check_shape,
+  segment_index,
+  vary_alike,
+)
+from lnssm_jax.ops.sparse_state_attention.gather import gather
+from lnssm_jax.ops.sparse_state_attention.mask import mask
+from lnssm_jax.ops.sparse_state_attention.state import SparseState
+from lnssm_jax.ops.sparse_state_attention.varlen import chunk_count, run_chunk_size, varlen
+
+_NAME = "sparse_state_attention"
+_METHODS = ("mask", "varlen", "gather")
+
+
+def sparse_state_attention(
+  q: jax.Array,  # [B, T, H, K]
+  k: jax.Array,  # [B, T, H, K] or [B, T, S, H, K]
+  v: jax.Array,  # [B, T, H, V] or [B, T, S, H, V]
+  indices: jax.Array,  # [B, T, S] integer, from 0 to num_partitions - 1, distinct in a step
+  gates: jax.Array,  # [B, T, S]
+  *,
+  num_partitions: int,
+  read_gates: jax.Array | None = None,  # [B, T, S]
+  log_decay: jax.Array | None = None,  # [H], [H, K], [B, T, H], ...: see below; values <= 0
+  scale: float = 1.0,
+  method: str | None = None,
+  initial_state: SparseState | None = None,
+  segment_ids: jax.Array | None = None,  # [B, T] integer
+  implementation: str | None = None,
+  chunk_size: int | None = None,
+) -> tuple[jax.Array, SparseState]:
+  r"""Linear attention with N states ("partitions"), of which each step uses S.
+
+      S^i_t = diag(a_t) S^i_{t-1} + (gates_t^i k_t) v_t^T   for the partitions i in indices_t
+      S^i_t = S^i_{t-1}                                     for all others: no decay either
+      out_t = scale * sum over i in indices_t of (S^i_t)^T (read_gates_t^i q_t)
+
+  with a = exp(log_decay). Heads share the selection. A k or v with an axis S has its own key or
+  value for each selected partition, in the order of `indices`.
+
+  The rank of `log_decay` says what it means, as in `linear_attention`: `[H]`, `[H, K]`, `[B, T,
+  H]`; and at rank 4 the rank of k decides, since `[B, T, H, K]` and `[B, T, S, H]` cannot be told
+  apart otherwise:
+
+      k [B, T, H, K]:     [B, T, H, K]
+      k [B, T, S, H, K]:  [B, T, S, H] or [B, T, S, H, K], one per selected partition
+
+  So a decay by step and key channel needs the axis S if k has it: repeat it if it is the same.
+
+  Three methods give the same result:
+
+      "mask"    partitions as heads of one linear attention: N times the work and memory
+      "varlen"  steps sorted by partition: work and memory of S T steps, whatever N
+      "gather"  one step at a time, on S states; the form for decoding
+      None      "gather" if T = 1 or implementation="reference"; else "mask" or "varlen",
+                whichever goes through fewer rows (`README.md` has the rule)
+
+  States, decays, gated keys and sums are float32 (float64 if q, k or v is); `out` has the dtype of
+  `v`. Cutting a sequence anywhere and passing the state on gives the same result as one call; so
+  does packing several sequences with `segment_ids` (all partitions are emptied where the id
+  changes; `initial_state` belongs to the first segment, the returned state to the last, and a
+  partition that the last segment did not use is empty). Gradients flow to every floating-point
+  argument, to `initial_state` and from the returned state; in reverse mode only.
+
+  Args:
+    indices: checked where their values are known. Under `jit` they are not: there an index that is
+      out of range selects nothing, and the result is unspecified for steps that select a partition
+      twice.
+    gates: factors of the keys, of what is written.
+    read_gates: factors of the queries; None means those of `gates`.
+    scale: multiplies the result; a Python number.
+    initial_state: the states before the first step; None means zeros.
+    implementation: the form of the linear attention inside "mask" and "varlen", as named there:
+      "chunked" (what None takes), "associative", "reference". With method=None, "reference" is
+      "gather", the oracle; "gather" itself has no other form. `ops.supported` lists the forms that
+      the given `method` can take.
+    chunk_size: steps in a chunk, a power of two; None means the default. "varlen" pads the steps
+      of each partition to a multiple of it.
+
+  Returns:
+    `out` [B, T, H, V] and the `SparseState` after the last step.
+
+  Raises:
+    ValueError: shapes or dtypes do not agree, or an index is out of range or repeated in a step;
+      the message names the argument, and the index and its position.
+    NotImplementedError: `implementation` is not one of method="gather".
+
+  Sources: sparse state expansion (SSE; there gates = 1/S and read_gates = 1, in its official code
+  both are the softmax of the router); mixture of memories (MoM, Du et al. 2025: gates = 1,
+  read_gates = the router's weights, one key per memory).
+  """
+  args, kwargs = _checked(
+    q,
+    k,
+    v,
+    indices,
+    gates,
+    num_partitions=num_partitions,
+    read_gates=read_gates,
+    log_decay=log_decay,
+    scale=scale,
+    method=method,
+    initial_state=initial_state,
+    segment_ids=segment_ids,
+    chunk_size=chunk_size,
+  )
+  with jax.named_scope(_NAME):
+    return dispatch.choose(_NAME, implementation, args, kwargs).run(*args, **kwargs)
+
+
+def _checked(
+  q,
+  k,
+  v,
+  indices,
+  gates,
+  *,
+  num_partitions,
+  read_gates=None,
+  log_decay=None,
+  scale=1.0,
+  method=None,
+  initial_state=None,
+  segment_ids=None,
+  chunk_size=None,
+):
+  """Checks the arguments of `sparse_state_attention` and gives them the form of the methods."""
+  q, k, v, gates = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(gates)
+  read_gates = gates if read_gates is None else jnp.asarray(read_gates)
+  floating = {"q": q, "k": k, "v": v, "gates": gates, "read_gates": read_gates}
+  for name, x in floating.items():
+    check_floating(_NAME, name, x)
+  check_shape(_NAME, "q", q, (None,) * 4, "[B, T, H, K]")
+  B, T, H, K = q.shape
+  N = _checked_count(num_partitions)
+  indices = _checked_indices(indices, B, T, N)
+  S = indices.shape[-1]
+  by_selection = k.ndim == 5
+  for name, x, X in (("k", k, K), ("v", v, None)):
+    if x.ndim == 5:
+      check_shape(_NAME, name, x, (B, T, S, H, X), f"[B, T, S, H, {'V' if X is None else 'K'}]")
+    else:
+      axes = "[B, T, H] of q, then V" if X is None else "the shape of q, [B, T, H, K]"
+      check_shape(_NAME, name, x, (B, T, H, X), axes)
+  V = v.shape[-1]
+  if 0 in (T, K, V, H, S):
+    raise ValueError(
+      f"{_NAME}: q {q.shape}, v {v.shape} and indices {indices.shape} have an empty axis; at least "
+      "one of T, H, K, V, S each is needed."
+    )
+  for name in ("gates", "read_gates"):
+    check_shape(_NAME, name, floating[name], (B, T, S), "the shape of indices, [B, T, S]")
+  if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+    raise ValueError(f"{_NAME}: scale={scale!r} must be a Python number; multiply q for an array.")
+  if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
+    raise ValueError(f"{_NAME}: chunk_size={chunk_size} must be a power of two, such as 64.")
+  if method not in (None, *_METHODS):
+    names = ", ".join(repr(name) for name in _METHODS)
+    raise ValueError(f"{_NAME}: method={method!r} is unknown; use one of {names}, or None.")
+
+  acc = accumulation_dtype(q, k, v)
+  state = SparseState(jnp.zeros((B, N, H, K, V), acc))
+  if initial_state is not None:
+    check_shape(_NAME, "initial_state.kv", initial_state.kv, (B, N, H, K, V), "[B, N, H, K, V]")
+    state = SparseState(jnp.asarray(initial_state.kv, acc))
+  log_decay = _canonical_decay(log_decay, (B, T, S, H, K), acc, by_selection)
+  segments = segment_index(_NAME, segment_ids, B, T)
+  k, v = (x if x.ndim == 5 else x[:, :, None] for x in (k, v))
+  args = (q, k, v, indices, gates, read_gates, log_decay, state, segments)
+  return vary_alike(args), {"scale": float(scale), "method": method, "chunk_size": chunk_size}
+
+
+def _checked_count(num_partitions):
+  is_count = isinstance(num_partitions, numbers.Integral) and not isinstance(num_partitions, bool)
+  if not is_count or num_partitions < 1:
+    raise ValueError(
+      f"{_NAME}: num_partitions={num_partitions!r} must be an integer of at least 1."
+    )
+  return int(num_partitions)
+
+
+def _checked_indices(indices, B, T, N):
+  """int32, and N wherever an index is out of range."""
+  check_shape(_NAME, "indices", indices, (B, T, None), "[B, T] of q, then S")
+  if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
+    raise ValueError(f"{_NAME}: indices have dtype {jnp.result_type(indices)}; use int32.")
+  S = jnp.shape(indices)[-1]
+  if S > N:
+    raise ValueError(
+      f"{_NAME}: indices {jnp.shape(indices)} select S={S} partitions a step, but "
+      f"num_partitions={N}; a step can use each only once."
+    )
+  if not isinstance(indices, jax.core.Tracer) and getattr(indices, "is_fully_addressable", True):
+    _check_values(np.asarray(indices), N)
+  indices = jnp.asarray(indices)
+  return jnp.where((indices >= 0) & (indices < N), indices, N).astype(jnp.int32)
+
+
+def _check_values(indices, N):
+  outside = (indices < 0) | (indices >= N)
+  if outside.any():
+    at = tuple(int(i) for i in np.argwhere(outside)[0])
+    raise ValueError(
+      f"{_NAME}: indices[{', '.join(map(str, at))}]={indices[at]} is out of range; "
+      f"with num_partitions={N} it must be from 0 to {N - 1}."
+    )
+  ordered = np.sort(indices, axis=-1)
+  repeated = ordered[..., 1:] == ordered[..., :-1]
+  if repeated.any():
+    b, t, s = (int(i) for i in np.argwhere(repeated)[0])
+    raise ValueError(
+      f"{_NAME}: indices[{b}, {t}]={indices[b, t].tolist()} repeats {ordered[b, t, s]}; the "
+      "partitions of a step must be distinct."
+    )
+
+
+def _canonical_decay(decay, shape, dtype, by_selection):
+  """Five axes, [B|1, T|1, S|1, H, K|1]."""
+  if decay is None:
+    return None
+  check_floating(_NAME, "log_decay", decay)
+  decay = jnp.asarray(decay, dtype)
+  B, T, S, H, K = shape
+  layouts = {(H,): (1, 1, 1, H, 1), (H, K): (1, 1, 1, H, K), (B, T, H): (B, T, 1, H, 1)}
+  if by_selection:
+    layouts |= {(B, T, S, H): (B, T, S, H, 1), (B, T, S, H, K): (B, T, S, H, K)}
+  else:
+    layouts |= {(B, T, H, K): (B, T, 1, H, K)}
+  if decay.shape not in layouts:
+    allowed = ", ".join(str(list(layout)) for layout in sorted(layouts, key=len))
+    raise ValueError(
+      f"{_NAME}: log_decay has shape {decay.shape}, but one of {allowed} is needed, k being "
+      f"{'[B, T, S, H, K]' if by_selection else '[B, T, H, K]'}."
+    )
+  return decay.reshape(layouts[decay.shape])
+
+
+# Rows that "varlen" may go through for each one that "mask" would, and still be the faster:
+# measured, see README.md.
+_WORTH_SORTING = 0.75
+
+
+def _method(B, T, S, N, chunk_size):
+  """ "gather", "mask" or "varlen"."""
+  if T == 1:
+    return "gather"
+  size = run_chunk_size(T, S, N, chunk_size)
+  return "varlen" if chunk_count(T, S, N, size) * size <= _WORTH_SORTING * T * N else "mask"
+
+
+def _run(form, q, k, v, indices, *rest, scale, method, chunk_size):
+  if method is None:
+    N = rest[3].kv.shape[1]
+    method = "gather" if form == "reference" else _method(*indices.shape, N, chunk_size)
+  # float16 is narrower than what the partitions' outputs may reach before they are summed.
+  wide = v.astype(jnp.float32) if v.dtype == jnp.float16 else v
+  if method == "gather":
+    out, state = gather(q, k, wide, indices, *rest, scale=scale)
+  else:
+    run = mask if method == "mask" else varlen
+    options = {"scale": scale, "implementation": form, "chunk_size": chunk_size}
+    out, state = run(q, k, wide, indices, *rest, **options)
+  return out.astype(v.dtype), state
+
+
+def _unless_gather(*args, method, **kwargs):
+  del args, kwargs
+  if method == "gather":
+    return "method='gather' goes one step at a time; use 'reference' or None."
+  return None
+
+
+def _always(*args, **kwargs):
+  del args, kwargs
+
+
+dispatch.register(
+  _NAME,
+  _checked,
+  dispatch.Implementation("chunked", functools.partial(_run, "chunked"), _unless_gather),
+  dispatch.Implementation("reference", functools.partial(_run, "reference"), _always),
+  dispatch.Implementation("associative", functools.partial(_run, "associative"), _unless_gather),
+)

@@ -1,0 +1,226 @@
+"""The steps of each partition brought together, in runs of whole chunks.
+
+Per sample, the S T copies of the steps are sorted by (partition, position), and each partition's
+run is padded to whole chunks. The chunks of a run follow one another, so that one state at a time
+is carried from chunk to chunk: it is replaced by the next partition's initial state where a run
+begins. Inside the chunks, all of them at once, works `linear_attention`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.decays import decayed
+from lnssm_jax.ops.linear_attention.api import linear_attention
+from lnssm_jax.ops.linear_attention.state import LinearAttentionState
+from lnssm_jax.ops.products import product
+from lnssm_jax.ops.sparse_state_attention.state import SparseState
+
+DEFAULT_CHUNK_SIZE = 64
+
+
+def varlen(
+  q, k, v, indices, write, read, log_decay, state, segments, *, scale, implementation, chunk_size
+):
+  """Arguments as in `gather.py`."""
+  (B, T, S), (N, H, K, V) = indices.shape, state.kv.shape[1:]
+  acc = accumulation_dtype(q, k, v)
+  size = run_chunk_size(T, S, N, chunk_size)
+  runs = _lay_out(indices, N, size)
+  in_chunks = lambda x: x.reshape(-1, size, *x.shape[2:])  # [B, M C, ...] -> [B M, C, ...]
+  by_sample = lambda x: x.reshape(B, -1, *x.shape[1:])  # [B M, ...] -> [B, M, ...]
+
+  def arrange(x):
+    """[B, T, S|1, H, X] -> [B M, C, H, X], zeros in the padding."""
+    x = jnp.broadcast_to(x, (B, T, S, *x.shape[3:]))
+    return in_chunks(_move(x.reshape(B, T * S, *x.shape[3:]), runs.copy, runs.place))
+
+  keys = arrange(write.astype(acc)[..., None, None] * k.astype(acc))
+  queries = arrange(read.astype(acc)[..., None, None] * q.astype(acc)[:, :, None])
+  values = arrange(v)
+  if log_decay is None:
+    decays = None
+  elif log_decay.shape[:3] == (1, 1, 1):
+    filled = in_chunks(runs.copy < T * S)
+    decays = jnp.where(filled[..., None, None], log_decay[0, 0, 0], 0.0)
+  else:
+    decays = arrange(log_decay)
+  borders = None if segments is None else _borders(runs, segments, S, size)
+
+  total, added = _summaries(keys, values, decays, borders)
+  entering, leaving = _carry(by_sample(total), by_sample(added), state.kv, runs)
+  initial = entering.reshape(-1, H, K, V)
+  if borders is not None:
+    initial = jnp.where(borders.reaches_first[:, None, None, None], initial, 0.0)
+  if decays is not None and decays.shape[-1] == 1:
+    decays = decays[..., 0]
+  out, _ = linear_attention(
+    queries,
+    keys,
+    values,
+    log_decay=decays,
+    scale=scale,
+    initial_state=LinearAttentionState(initial),
+    segment_ids=None if borders is None else borders.step,
+    implementation=implementation,
+    chunk_size=size,
+  )
+  out = _move(by_sample(out).reshape(B, -1, H, V), runs.place, runs.copy)
+  out = out.reshape(B, T, S, H, V).astype(acc).sum(2)
+
+  used = (runs.last < runs.chunks)[..., None, None, None]
+  kv = jnp.where(used, _move(leaving, runs.last, runs.last_of), state.kv)
+  if borders is not None:
+    seen = jnp.take_along_axis(by_sample(borders.step)[..., -1], runs.last, 1, mode="clip")
+    seen = jnp.where(runs.last < runs.chunks, seen, 0)
+    kv = jnp.where((seen == segments[:, -1:])[..., None, None, None], kv, 0.0)
+  return out, SparseState(kv)
+
+
+def run_chunk_size(T, S, N, chunk_size=None):
+  """Steps in a chunk: by default 64, or the mean length of a run if that is less."""
+  mean = max(1, -(-S * T // N))
+  return chunk_size or min(DEFAULT_CHUNK_SIZE, 1 << (mean - 1).bit_length())
+
+
+def chunk_count(T, S, N, size):
+  """The largest number of chunks that runs of S T copies in N partitions can have.
+
+  Each of the at most min(N, S T) runs wastes at most size - 1 steps.
+  """
+  return (S * T + min(N, S * T) * (size - 1)) // size
+
+
+class _Runs(NamedTuple):
+  """Where everything goes. M chunks of C steps; an index that is too large means "from nowhere"."""
+
+  copy: jax.Array  # [B, M C]: the copy t S + s at each place
+  place: jax.Array  # [B, T S]: the place of each copy
+  last_step: jax.Array  # [B, M C]: the copy at each place, in the padding the last one before it
+  begins: jax.Array  # [B, M]: is the chunk the first of a run?
+  first_of: jax.Array  # [B, M]: the partition whose run begins with the chunk
+  last_of: jax.Array  # [B, M]: the partition whose run ends with it
+  first: jax.Array  # [B, N]: the first chunk of each partition
+  last: jax.Array  # [B, N]: the last one
+
+  @property
+  def chunks(self):
+    return self.begins.shape[1]
+
+
+def _lay_out(indices, N, size) -> _Runs:
+  B, T, S = indices.shape
+  copies, chunks = T * S, chunk_count(T, S, N, size)
+
+  @jax.vmap
+  def one(partition):
+    order = jnp.argsort(partition, stable=True).astype(jnp.int32)
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(copies, dtype=jnp.int32))
+    bounds = jnp.searchsorted(partition[order], jnp.arange(N + 1, dtype=jnp.int32))
+    start, count = bounds[:-1].astype(jnp.int32), jnp.diff(bounds).astype(jnp.int32)
+    end = jnp.cumsum(-(-count // size), dtype=jnp.int32)  # the chunk after each partition's last
+    first = jnp.pad(end, (1, 0))[:-1]
+
+    chunk = jnp.arange(chunks, dtype=jnp.int32)
+    owner = jnp.searchsorted(end, chunk, side="right").astype(jnp.int32)  # N: no partition's
+    own = jnp.minimum(owner, N - 1)
+    step = (chunk - first[own])[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+    filled = (owner < N)[:, None] & (step < count[own][:, None])
+    at = lambda step: order[jnp.clip(start[own][:, None] + step, 0, copies - 1)].reshape(-1)
+    begins = chunk == first[own]
+    ends = chunk + 1 == end[own]
+    to = jnp.minimum(partition, N - 1)
+    place = first[to] * size + rank - start[to]
+    return _Runs(
+      copy=jnp.where(filled.reshape(-1), at(step), copies),
+      place=jnp.where(partition < N, place, chunks * size),
+      last_step=at(jnp.minimum(step, count[own][:, None] - 1)),
+      begins=begins,
+      first_of=jnp.where(begins & (owner < N), owner, N),
+      last_of=jnp.where(ends & (owner < N), owner, N),
+      first=jnp.where(count > 0, first, chunks),
+      last=jnp.where(count > 0, end - 1, chunks),
+    )
+
+  return one(indices.reshape(B, copies))
+
+
+@jax.custom_vjp
+def _move(x, source, target):
+  """y[b, i] = x[b, source[b, i]], or 0 where there is no such row.
+
+  `target` is the inverse: where in y each row of x is. With it the transpose is a move too, where
+  autodiff would scatter.
+  """
+  del target
+  return jax.vmap(lambda x, i: x.at[i].get(mode="fill", fill_value=0))(x, source)
+
+
+def _move_forward(x, source, target):
+  return _move(x, source, target), (source, target)
+
+
+def _move_backward(kept, d_y):
+  source, target = kept
+  no_gradient = lambda i: np.zeros(i.shape, jax.dtypes.float0)
+  return _move(d_y, target, source), no_gradient(source), no_gradient(target)
+
+
+_move.defvjp(_move_forward, _move_backward)
+
+
+class _Borders(NamedTuple):
+  """Which segment each step belongs to, and what of a state passes where. M chunks a sample."""
+
+  step: jax.Array  # [B M, C]; in the padding that of the last step before it
+  reaches_first: jax.Array  # [B M]: does the state that enters the chunk reach its first step?
+  passes: jax.Array  # [B M]: does it pass the whole chunk?
+
+
+def _borders(runs, segments, S, size) -> _Borders:
+  B = segments.shape[0]
+  step = jnp.take_along_axis(segments, runs.last_step // S, axis=1).reshape(B, -1, size)
+  # An initial state belongs to the first segment.
+  before = jnp.pad(step[:, :-1, -1], ((0, 0), (1, 0)))
+  before = jnp.where(runs.begins, 0, before)
+  same = lambda i: (step[..., i] == before).reshape(-1)
+  return _Borders(step.reshape(-1, size), same(0), same(-1))
+
+
+def _summaries(keys, values, log_decay, borders):
+  """What each chunk does to the state, S -> exp(total) S + added.
+
+  total [B M, H|1, K|1]; added [B M, H, K, V].
+  """
+  if log_decay is None:
+    total = jnp.zeros((keys.shape[0], 1, 1), keys.dtype)
+  else:
+    # Sums towards the chunk's end: terms of one sign, nothing is subtracted.
+    sums = jnp.flip(jnp.cumsum(jnp.flip(log_decay, 1), axis=1), 1)
+    keys = keys * jnp.exp(jnp.pad(sums[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0))))
+    total = sums[:, 0]
+  if borders is not None:
+    keys = jnp.where((borders.step == borders.step[:, -1:])[..., None, None], keys, 0.0)
+    total = jnp.where(borders.passes[:, None, None], total, -jnp.inf)
+  return total, product("bchk,bchv->bhkv", keys, values, values.dtype)
+
+
+def _carry(total, added, initial, runs):
+  """The states that enter and leave the chunks, [B, M, H, K, V] each.
+
+  total [B, M, H|1, K|1]; added [B, M, H, K, V]; initial [B, N, H, K, V].
+  """
+  initial = _move(initial, runs.first_of, runs.first)
+
+  def step(state, inputs):
+    begins, initial_m, total_m, added_m = inputs
+    state = jnp.where(begins[:, None, None, None], initial_m, state)
+    return decayed(total_m[..., None], state) + added_m, state
+
+  by_chunk = [jnp.moveaxis(x, 1, 0) for x in (runs.begins, initial, total, added)]
+  _, entering = jax.lax.scan(step, initial[:, 0], by_chunk)
+  entering = jnp.moveaxis(entering, 0, 1)
+  return entering, decayed(total[..., None], entering) + added
