@@ -105,6 +105,7 @@ def test_partitions_that_a_step_leaves_out_must_not_decay():
   q, k, v, indices, gates, log_decay = inputs(T, 2, N)
   weights = jnp.sum(jnp.where(indices[..., None] == jnp.arange(N), gates[..., None], 0.0), 2)
 
+  @functools.partial(jax.jit, static_argnums=0)
   def masked(decay_where_used):
     fold = lambda x, w: (x[:, :, None] * w[..., None, None]).reshape(B, T, N * H, -1)
     every = jnp.ones_like(weights)
@@ -113,12 +114,13 @@ def test_partitions_that_a_step_leaves_out_must_not_decay():
       fold(k, weights),
       fold(v, every),
       log_decay=fold(log_decay, (weights > 0) if decay_where_used else every),
+      chunk_size=4,
     )
     return out.reshape(B, T, N, H, V).sum(2), state.kv.reshape(B, N, H, K, V)
 
-  out, state = attention(q, k, v, indices, gates, log_decay, N)
-  close((out, state.kv), masked(decay_where_used=True))
-  errors = jax.tree.map(contract.relative_error, (out, state.kv), masked(decay_where_used=False))
+  out, state = jax.jit(lambda *x: attention(*x, N))(q, k, v, indices, gates, log_decay)
+  close((out, state.kv), masked(True))
+  errors = jax.tree.map(contract.relative_error, (out, state.kv), masked(False))
   assert min(errors) > 0.1
 
 
@@ -145,8 +147,9 @@ def test_what_later_steps_select_does_not_reach_back(method):
 
 def test_decoding_goes_on_where_prefill_stopped():
   arrays = inputs(14, 2, 4)
-  want = attention(*arrays, 4, method="mask")
-  out, state = attention(*(x[:, :11] for x in arrays), 4, method="varlen")
+  call = jax.jit(lambda x, method: attention(*x, 4, method=method), static_argnums=1)
+  want = call(arrays, "mask")
+  out, state = call([x[:, :11] for x in arrays], "varlen")
   outs = [out]
   step = jax.jit(lambda x, state: attention(*x, 4, initial_state=state))
   for t in range(11, 14):
