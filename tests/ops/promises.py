@@ -6,6 +6,7 @@ function; or compiled, as `run(inputs, state, segment_ids)`. Both return (out, s
 gives what counts of these two. `others` are inputs like `inputs` with other numbers.
 """
 
+import math
 import re
 
 import jax
@@ -155,7 +156,7 @@ def derivatives_in_float64_are_right(call, inputs, others, compared):
 
 
 def largest_array(fn, *shapes) -> int:
-  """The number of elements of the largest array anywhere in the compiled `fn`."""
+  """The real numbers in the largest array anywhere in the compiled `fn`."""
   return measure(fn, *shapes)[0]
 
 
@@ -167,6 +168,7 @@ def temporary_bytes(fn, *shapes) -> int:
 def measure(fn, *shapes) -> tuple[int, int]:
   """`largest_array` and `temporary_bytes`, compiled once."""
   compiled = jax.jit(fn).lower(*shapes).compile()
-  sizes = re.findall(r"\b(?:pred|bf16|[cfsu]\d+)\[([\d,]+)\]", compiled.as_text())
-  largest = max(int(np.prod([int(n) for n in size.split(",")])) for size in sizes)
+  arrays = re.findall(r"\b(pred|bf16|[cfsu]\d+)\[([\d,]+)\]", compiled.as_text())
+  parts = lambda dtype: 2 if dtype.startswith("c") else 1
+  largest = max(parts(dtype) * math.prod(map(int, size.split(","))) for dtype, size in arrays)
   return largest, compiled.memory_analysis().temp_size_in_bytes
