@@ -28,8 +28,8 @@ from tests.ops.scans import SCANS
 matplotlib.use("Agg")
 
 LENGTHS = (1024, 16384, 131072)
-STRENGTHS = ("weak", "ordinary", "extreme")
-FIELDS = ("scan", "implementation", "dtype", "tensor", "T", "strength", "error", "limit")
+STRENGTHS = ("weak", "ordinary", "extreme", "lasting")
+FIELDS = ("scan", "form", "dtype", "tensor", "T", "strength", "error", "limit")
 DOCUMENT = Path("docs/numerics.md")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -41,52 +41,65 @@ def tensor_name(path: str) -> str:
   return f"d {name}" if kind == "gradients" else name
 
 
-def measure(name: str, lengths=LENGTHS, strengths=STRENGTHS) -> list[dict]:
-  """The rows of one scan: every implementation in float32, the preferred one in bfloat16 too."""
+def measure(name: str, lengths=LENGTHS) -> list[dict]:
+  """The rows of one scan: every form in float32, the preferred one in bfloat16 too."""
   scan, rows = SCANS[name], []
-  for length in lengths:
-    cases = {strength: scan.measured(length, strength) for strength in strengths}
-    case = cases[strengths[0]]
-    call = lambda inputs, form, case=case: scan.compared(*scan(case, inputs, implementation=form))
-    inputs = {strength: scan.inputs(case) for strength, case in cases.items()}
-    # Strength is in the inputs alone: one compiled program serves all of them.
-    sample = jax.tree.map(jnp.asarray, inputs[strengths[0]])
-    for form, dtype in forms(scan, case, sample):
-      dtypes = {n: dtype if n in scan.narrow else jnp.float32 for n in sample}
-      begin, program, reference = time.perf_counter(), None, None
-      for strength in strengths:
-        rounded = jax.tree.map(contract.round_to, inputs[strength], dtypes)
-        with jax.enable_x64(True):
-          exact = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), rounded)
-          if reference is None:
-            reference = jax.jit(contract.with_gradients(lambda x: call(x, "reference"), exact))  # noqa: B023
-          want = jax.tree.map(np.asarray, reference(exact))
-        passed = jax.tree.map(jnp.asarray, rounded, dtypes)
-        if program is None:
-          program = jax.jit(contract.with_gradients(lambda x: call(x, form), passed))  # noqa: B023
-        got = jax.tree.map(np.asarray, program(passed))
-        for path, error in contract.named_errors(got, want).items():
-          rows.append(
-            {
-              "scan": name,
-              "implementation": form,
-              "dtype": jnp.dtype(dtype).name,
-              "tensor": tensor_name(path),
-              "T": length,
-              "strength": strength,
-              "error": f"{error:.3e}",
-              "limit": f"{contract.tolerance(dtype, length):.3e}",
-            }
+  for label, case_of in {"": scan.measured, **scan.measured_too}.items():
+    for length in lengths:
+      inputs = {s: scan.inputs(case_of(length, s)) for s in scan.strengths}
+      # Strength is in the inputs alone: one compiled program serves all of them.
+      case = case_of(length, scan.strengths[0])
+      call = lambda x, form, case=case: scan.compared(*scan(case, x, implementation=form))
+      available = forms(scan, case, inputs[scan.strengths[0]])
+      exact_form = "reference"
+      if length > scan.longest_reference.get(label, length):
+        exact_form = available[0]  # in float64, itself compared with the reference where that runs
+      with jax.enable_x64(True):
+        wide = jax.tree.map(jnp.asarray, inputs[scan.strengths[0]])
+        exact = jax.jit(contract.with_gradients(lambda x: call(x, exact_form), wide))  # noqa: B023
+      for form, dtype in [
+        *((form, jnp.float32) for form in available),
+        (available[0], jnp.bfloat16),
+      ]:
+        begin = time.perf_counter()
+        dtypes = {n: dtype if n in scan.narrow else jnp.float32 for n in wide}
+        program = None
+        for strength in scan.strengths:
+          rounded = jax.tree.map(contract.round_to, inputs[strength], dtypes)
+          with jax.enable_x64(True):
+            want = jax.tree.map(np.asarray, exact(jax.tree.map(jnp.asarray, rounded)))
+          passed = jax.tree.map(jnp.asarray, rounded, dtypes)
+          if program is None:
+            program = jax.jit(contract.with_gradients(lambda x: call(x, form), passed))  # noqa: B023
+          got = jax.tree.map(np.asarray, program(passed))
+          values = (
+            name,
+            " ".join([form, *filter(None, [label])]),
+            jnp.dtype(dtype).name,
+            length,
+            strength,
+            f"{contract.tolerance(dtype, length):.3e}",
           )
-      seconds = time.perf_counter() - begin
-      print(f"{name} {form} {jnp.dtype(dtype).name} T={length}: {seconds:.0f} s", file=sys.stderr)
+          row = dict(zip(("scan", "form", "dtype", "T", "strength", "limit"), values, strict=True))
+          errors = contract.named_errors(got, want)
+          rows += [row | {"tensor": tensor_name(p), "error": f"{e:.3e}"} for p, e in errors.items()]
+        seconds = time.perf_counter() - begin
+        print(f"{' '.join(map(str, values[:4]))}: {seconds:.0f} s", file=sys.stderr)
   return rows
 
 
-def forms(scan, case, inputs) -> list[tuple[str, jnp.dtype]]:
-  """What is measured of a scan: the forms of its contract, and the preferred one in bfloat16."""
-  names = list(dict.fromkeys(check.implementation for check in scan.checks))
-  return [(form, jnp.float32) for form in names] + [(names[0], jnp.bfloat16)]
+def forms(scan, case, inputs) -> list[str]:
+  """The forms that the contract runs, without the step-by-step one, that can run this case."""
+
+  def runs(form):
+    try:
+      jax.eval_shape(lambda x: scan(case, x, implementation=form), inputs)
+    except NotImplementedError:
+      return False
+    return True
+
+  names = dict.fromkeys(check.implementation for check in scan.checks)
+  return [name for name in names if name != "reference" and runs(name)]
 
 
 def summary(rows: list[dict]) -> str:
@@ -95,8 +108,8 @@ def summary(rows: list[dict]) -> str:
   columns = ["scan", "form", "dtype", *(f"T = {n:,}" for n in lengths)]
   columns += ["nearest to its limit", "share of it"]
   lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-  for key in dict.fromkeys((r["scan"], r["implementation"], r["dtype"]) for r in rows):
-    mine = [r for r in rows if (r["scan"], r["implementation"], r["dtype"]) == key]
+  for key in dict.fromkeys((r["scan"], r["form"], r["dtype"]) for r in rows):
+    mine = [r for r in rows if (r["scan"], r["form"], r["dtype"]) == key]
     share = lambda r: float(r["error"]) / float(r["limit"])
     cells = [
       f"{max((float(r['error']) for r in mine if int(r['T']) == n), default=float('nan')):.1e}"
@@ -115,9 +128,7 @@ def details(rows: list[dict]) -> str:
   parts = []
   for scan in dict.fromkeys(row["scan"] for row in rows):
     mine = [row for row in rows if row["scan"] == scan]
-    values = {
-      (r["implementation"], r["dtype"], r["tensor"], int(r["T"]), r["strength"]): r for r in mine
-    }
+    values = {(r["form"], r["dtype"], r["tensor"], int(r["T"]), r["strength"]): r for r in mine}
     head = " | ".join(f"{n // 1024}k {s}" for n, s in columns)
     lines = [f"### `{scan}`", "", f"| form | dtype | tensor | {head} |"]
     lines.append("|---|---|---|" + "---|" * len(columns))
@@ -141,13 +152,9 @@ def draw(rows: list[dict], path: Path):
     for color, scan in enumerate(SCANS):
       of_scan = [row for row in mine if row["scan"] == scan]
       styles = ["-", "--", ":", "-."]
-      for form, style in zip(
-        dict.fromkeys(r["implementation"] for r in of_scan), styles, strict=False
-      ):
+      for form, style in zip(dict.fromkeys(r["form"] for r in of_scan), styles, strict=False):
         worst = [
-          max(
-            float(r["error"]) for r in of_scan if r["implementation"] == form and int(r["T"]) == n
-          )
+          max(float(r["error"]) for r in of_scan if r["form"] == form and int(r["T"]) == n)
           for n in lengths
         ]
         axis.plot(lengths, worst, style, color=f"C{color}", marker=".", label=f"{scan} {form}")

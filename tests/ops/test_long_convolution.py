@@ -1,5 +1,8 @@
 """long_convolution: what is particular to it. The rest is the business of the contract."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -306,6 +309,20 @@ def test_memory_of_the_taps_gradient_is_a_few_spectra(implementation):
   unit = batch * T * width
   assert largest <= 2.01 * unit
   assert temporary < 12 * 4 * unit
+
+
+def test_long_trees_do_not_hang():
+  """FFTs that run at the same time can wait for each other's threads for good (jax 0.11.2, CPU)."""
+  program = """if True:
+    import jax, jax.numpy as jnp
+    from lnssm_jax import ops
+    x = jnp.ones((2, 131072, 2))
+    out = lambda *args: ops.long_convolution(*args, implementation="blocks")[0]
+    gradient = jax.jit(jax.grad(lambda *args: jnp.sum(out(*args) ** 2), argnums=(0, 1)))
+    for _ in range(3):
+      jax.block_until_ready(gradient(x, x[0]))
+    """
+  subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ def _run(x, kernel, state, segments, acc, *, tree):
   else:
     out = _convolve(x, taps_used, 0, length)
   if state is not None and reach:
-    out = out + _from_past(state.inputs, taps, segments, length)
+    (past, taps), out = _in_order((state.inputs, taps), out)
+    out = out + _from_past(_after(past, out.ravel()[0]), taps, segments, length)
   return out.astype(x_dtype), _last_inputs(x, state, segments, reach)
 
 
@@ -80,11 +81,37 @@ def convolve_in_blocks(x, taps, segments, size):
   half, length, reach = min(_CHAIN, size), x.shape[1], taps.shape[0] - 1
   out = _chains(half, x, taps, segments)
   while half < min(size, length) and reach:
-    # One level after the other, also backwards: else the compiler holds the arrays of all of them.
-    out, x, taps = jax.lax.optimization_barrier((out, x, taps))
-    out = out + jax.checkpoint(functools.partial(_level, half))(x, taps, segments)
+    (x, taps), out = _in_order((x, taps), out)
+    out = out + jax.checkpoint(functools.partial(_level, half))(x, taps, segments, out.ravel()[0])
     half *= 2
   return out
+
+
+@jax.custom_vjp
+def _in_order(inputs, out):
+  """All as it is; backwards, nothing starts with d out before the gradients of `inputs` are there.
+
+  FFTs that depend on each other do not run at the same time: XLA would hold the arrays of all of
+  them, and on CPUs those of jax 0.11 wait for each other's threads, for good. (`_after` does it
+  forwards.)
+  """
+  return jax.lax.optimization_barrier((inputs, out))
+
+
+def _in_order_backward(_, gradients):
+  d_inputs, d_out = jax.lax.optimization_barrier(gradients)
+  return d_inputs, _after(d_out, sum(d.ravel()[0] for d in d_inputs))
+
+
+_in_order.defvjp(lambda inputs, out: (_in_order(inputs, out), None), _in_order_backward)
+
+
+def _after(x, earlier):
+  """x, in a way that only looks as if it depended on the number `earlier`.
+
+  A barrier of the compiler's orders what it allocates, but is gone when the program runs.
+  """
+  return jnp.where((earlier > 1) & (earlier < -1), 0, x)
 
 
 def _chains(size, x, taps, segments):
@@ -102,8 +129,8 @@ def _chains(size, x, taps, segments):
   return _joined(out)[:, :length]
 
 
-def _level(half, x, taps, segments):
-  """What the first halves of blocks of 2 `half` steps add to their second halves.
+def _level(half, x, taps, segments, earlier):
+  """What the first halves of blocks of 2 `half` steps add to their second halves, after `earlier`.
 
   A pair of steps of one segment on either side of the middle has the segment of both steps next to
   the middle: all that does not is left out of the inputs and of the outputs.
@@ -125,7 +152,7 @@ def _level(half, x, taps, segments):
     lags = steps[:, None] + width - steps
     right = jnp.einsum("pid,bnid->bnpd", taps[lags], left, precision="highest")
   else:
-    right = _convolve(left, taps[1 : 2 * width], width - 1, width)
+    right = _convolve(_after(left, earlier), taps[1 : 2 * width], width - 1, width)
   if middle is not None:
     right = jnp.where(middle, right, 0)
   right = jnp.pad(right, ((0, 0), (0, 0), (half, half - width), (0, 0)))
@@ -168,8 +195,8 @@ def _convolve(x, taps, start, length):
   The outputs beyond the size of the FFT come back at its beginning, where `start` leaves them out.
   """
   size = _size(x, taps, start, length)
-  spectrum = _rfft(x, size) * _rfft(taps, size)
-  return _irfft(spectrum, size)[..., start : start + length, :]
+  x, taps = _rffts(size, x, taps)
+  return _irffts(size, x * taps)[0][..., start : start + length, :]
 
 
 def _size(x, taps, start, length):
@@ -186,19 +213,27 @@ def _backward(start, length, kept, d_out):
   x, taps = kept
   size = _size(x, taps, start, length)
   before = ((0, 0),) * (d_out.ndim - 2) + ((start, 0), (0, 0))
-  d_out = _rfft(jnp.pad(d_out, before), size)
-  d_x = _irfft(d_out * jnp.conj(_rfft(taps, size)), size)[..., : x.shape[-2], :]
-  products = jnp.conj(_rfft(x, size)) * d_out
-  d_taps = _irfft(products.sum(tuple(range(x.ndim - 2))), size)[: taps.shape[0]]
-  return d_x, d_taps
+  d_out, x_hat, taps_hat = _rffts(size, jnp.pad(d_out, before), x, taps)
+  d_taps = (jnp.conj(x_hat) * d_out).sum(tuple(range(x.ndim - 2)))
+  d_x, d_taps = _irffts(size, d_out * jnp.conj(taps_hat), d_taps)
+  return d_x[..., : x.shape[-2], :], d_taps[: taps.shape[0]]
 
 
 _convolve.defvjp(_forward, _backward)
 
 
-def _rfft(x, size):
-  return jnp.fft.rfft(x, size, axis=-2)
+def _rffts(size, *arrays):
+  """The spectra of arrays [..., T, D] along T, one after the other."""
+  return _one_by_one(lambda x: jnp.fft.rfft(x, size, axis=-2), arrays)
 
 
-def _irfft(x, size):
-  return jnp.fft.irfft(x, size, axis=-2)
+def _irffts(size, *spectra):
+  """What has these spectra."""
+  return _one_by_one(lambda x: jnp.fft.irfft(x, size, axis=-2), spectra)
+
+
+def _one_by_one(transform, arrays):
+  done = [transform(arrays[0])]
+  for x in arrays[1:]:
+    done.append(transform(_after(x, done[-1].real.ravel()[0])))
+  return done

@@ -121,6 +121,8 @@ ATTENTION = Scan(
   measured=lambda T, strength: Case(
     T, K=8, V=8, heads=(1, 1), window=64, cached=(100, 100), strength=strength, chunk=None
   ),
+  strengths=("weak", "ordinary", "extreme"),
+  longest_reference={"": 4096},
   compared=compared,
   isolates_documents=False,
 )

@@ -6,7 +6,7 @@ The same descriptions serve the tests, the table of errors (`benchmarks.numerics
 
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -68,6 +68,10 @@ class Scan:
   # A case of a length and a strength of the decay, small otherwise and with the default chunk, for
   # the table of errors.
   measured: Callable[[int, str], Any]
+  measured_too: Mapping[str, Callable[[int, str], Any]] = field(default_factory=dict)  # by a label
+  strengths: tuple[str, ...] = ("weak", "ordinary", "extreme", "lasting")  # those of `measured`
+  # Where the reference needs the square of the length: beyond which it is not run, by label.
+  longest_reference: Mapping[str, int] = field(default_factory=dict)
   # A case of a length, without state and segments, whose state is larger than the arrays of a step,
   # so that an array with a state for every step would be seen. None: the state is not.
   memory: Callable[[int], Any] | None = None
@@ -111,9 +115,9 @@ def segment_ids(length: int):
 def log_decay(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -> np.ndarray:
   """Log decays: weak (near 0), ordinary, or extreme: from -20 a step to 0, ends included.
 
-  Or the "same" 1e-6 everywhere: a decay that is rounded to float32 is then wrong a thousand times.
+  Or "lasting", the same 1e-6 everywhere: a decay rounded to float32 is then wrong at every step.
   """
-  if strength == "same":
+  if strength == "lasting":
     return np.full(shape, -1e-6)
   if strength in ("weak", "ordinary"):
     return -np.exp(rng.normal(size=shape) - (7 if strength == "weak" else 1))

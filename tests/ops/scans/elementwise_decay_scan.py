@@ -41,7 +41,7 @@ CASES = [
   Case(63, "HKV", "weak", chunk=None),
   Case(64, "function", "ordinary", segments=True),
   Case(65, "BTHKV", "ordinary", chunk=None),
-  Case(1000, "HKV", "same", chunk=None),
+  Case(1000, "HKV", "lasting", chunk=None),
 ]
 MANY = [
   Case(T, decay, strength, segments, K, V, chunk)

@@ -130,6 +130,11 @@ LINEAR_ATTENTION = Scan(
   measured=lambda T, strength: Case(
     T, H=1, K=8, V=8, strength=strength, normalize=True, chunk=None
   ),
+  measured_too={
+    "decay per step": lambda T, strength: Case(
+      T, H=1, K=8, V=8, decay="BTHK", strength=strength, chunk=None
+    )
+  },
   memory=lambda T: Case(T, H=1, K=32, V=32, decay="BTHK", chunk=16, state=False),
   isolates_documents=False,
 )

@@ -57,7 +57,7 @@ SUMS = [
   Case(T=15, strength="extreme", segments=True),
   Case(T=63, kernel="real", strength="weak"),
   Case(T=64, strength="weak", segments=True, chunk=16),
-  Case(T=65, strength="same", chunk=64, state=False),
+  Case(T=65, strength="lasting", chunk=64, state=False),
   Case(T=1000, strength="weak", D=2, chunk=None),
   Case(T=1000, strength="extreme", segments=True),
 ]
@@ -70,7 +70,7 @@ MANY_TAPS = [
 ]
 MANY_SUMS = [
   Case(T, kernel, D, 1, N, strength, segments, state, direct, chunk)
-  for strength in ("weak", "ordinary", "extreme", "same")
+  for strength in ("weak", "ordinary", "extreme", "lasting")
   for kernel in ("real", "complex")
   for segments in (False, True)
   for state in (False, True)
@@ -148,6 +148,8 @@ LONG_CONVOLUTION = Scan(
   small=Case(T=23, state=False),
   variants=(Case(T=23, kernel="taps", L=9, state=False),),
   measured=lambda T, strength: Case(T, D=2, strength=strength, chunk=None),
+  measured_too={"taps": lambda T, strength: Case(T, "taps", D=2, L=T, strength=strength)},
+  longest_reference={"taps": 4096},
   memory=lambda T: Case(T, D=8, N=32, chunk=64, state=False),
   compared=compared,
 )

@@ -39,7 +39,7 @@ CASES = [
   Case(63, "weak", chunk=None),
   Case(64, "ordinary", N=1),
   Case(65, "extreme", segments=True, chunk=None),
-  Case(1000, "same", chunk=None),
+  Case(1000, "lasting", chunk=None),
 ]
 MANY = [
   Case(T, strength, segments, skip, D, N, chunk)
@@ -63,7 +63,7 @@ def strengths_and_keys(rng, case: Case):
   k, beta = rng.normal(size=(B, T, N)), 1 / (1 + np.exp(rng.normal(size=(B, T, D))))
   if case.strength == "weak":
     return beta, k / 50
-  if case.strength == "same":
+  if case.strength == "lasting":
     return np.full(beta.shape, 0.5), np.full(k.shape, 1e-3)
   if case.strength == "ordinary":
     return beta, k

@@ -39,7 +39,7 @@ CASES = [
   Case(63, "weak", chunk=None),
   Case(64, "ordinary", N=1),
   Case(65, "extreme", segments=True, chunk=None),
-  Case(1000, "same", chunk=None),
+  Case(1000, "lasting", chunk=None),
 ]
 MANY = [
   Case(T, strength, segments, skip, D, N, chunk)
@@ -60,7 +60,7 @@ def steps_and_rates(rng, case: Case):
   """
   T, D, N = case.T, case.D, case.N
   a = -np.exp(rng.normal(size=(D, N)))
-  if case.strength == "same":
+  if case.strength == "lasting":
     return np.full((B, T, D), 1e-6), a
   if case.strength == "weak":
     return np.exp(rng.uniform(-9, -6, size=(B, T, D))), a

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax import ops
-from tests.ops.scans.base import B, Check, Scan
+from tests.ops.scans.base import B, Check, Scan, log_decay
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ MANY = [
 def draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
   """Decays near 0, ordinary, or from 1e-7 to 20 a step; keys near 0, from -200 to 200, or +-200."""
   T, D = case.T, case.D
-  center = {"weak": -7, "ordinary": -1, "extreme": 0}[case.strength]
-  rate = np.exp(rng.normal(size=D) + center)
+  rate = -log_decay(rng, (D,), "ordinary" if case.strength == "extreme" else case.strength)
   if case.strength == "extreme":
     rate[: D // 2 + 1] = np.geomspace(20, 1e-7, D // 2 + 1)
   keys = {
