@@ -10,6 +10,7 @@ to the dtype. Needs matplotlib (`pip install -e .[plots]`).
 
 import argparse
 import csv
+import importlib.util
 import multiprocessing
 import sys
 import time
@@ -18,14 +19,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
-from matplotlib import pyplot as plt
 
 from tests.ops import contract
 from tests.ops.scans import SCANS
-
-matplotlib.use("Agg")
 
 LENGTHS = (1024, 16384, 131072)
 STRENGTHS = ("weak", "ordinary", "extreme", "lasting")
@@ -142,6 +139,11 @@ def details(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path):
   """One panel a dtype: the worst error of each scan against the length, and the limit."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot as plt
+
   dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
   figure, axes = plt.subplots(
     1, len(dtypes), figsize=(5.5 * len(dtypes), 4.2), layout="constrained", squeeze=False
@@ -176,27 +178,31 @@ def main():
   parser.add_argument("--output", default="docs/numerics", help="without .csv and .png")
   parser.add_argument("--keep", action="store_true", help="keep the rows of scans not named")
   args = parser.parse_args()
-  table = Path(f"{args.output}.csv")
-  rows = []
+  if importlib.util.find_spec("matplotlib") is None:
+    parser.error("matplotlib is missing; install it with: pip install -e .[plots]")
+  table, rows = Path(f"{args.output}.csv"), []
   if args.keep and table.exists():
     with table.open() as file:
       rows = [row for row in csv.DictReader(file) if row["scan"] not in args.scans]
   context = multiprocessing.get_context("spawn")
   with futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-    for measured in pool.map(measure, args.scans, [args.lengths] * len(args.scans)):
-      rows += measured
-  rows.sort(key=lambda row: list(SCANS).index(row["scan"]))
-  with table.open("w", newline="") as file:
-    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    tasks = [pool.submit(measure, name, args.lengths) for name in args.scans]
+    for task in futures.as_completed(tasks):
+      rows = sorted(rows + task.result(), key=lambda row: list(SCANS).index(row["scan"]))
+      write(rows, table)  # at once: what is measured is not lost if a later scan fails
   print(summary(rows))
   draw(rows, Path(f"{args.output}.png"))
   if args.output == parser.get_default("output"):
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    body = f"{summary(rows)}\n\n{details(rows)}"
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{summary(rows)}\n\n{details(rows)}\n{END}{after}")
+
+
+def write(rows: list[dict], table: Path):
+  with table.open("w", newline="") as file:
+    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -37,24 +37,42 @@ def _run(x, kernel, state, segments, acc, *, tree):
   else:
     out = _convolve(x, taps_used, 0, length)
   if state is not None and reach:
-    (past, taps), out = _in_order((state.inputs, taps), out)
-    out = out + _from_past(_after(past, out.ravel()[0]), taps, segments, length)
-  return out.astype(x_dtype), _last_inputs(x, state, segments, reach)
+    out = _from_past(state.inputs, taps, segments, out)
+  return _backwards_later(out).astype(x_dtype), _last_inputs(x, state, segments, reach)
 
 
-def _from_past(past, taps, segments, length):
-  """[B, T, D]: what the inputs before the first step add to the outputs.
+def _from_past(past, taps, segments, out):
+  """`out` [B, T, D] with what the inputs before the first step add to it.
 
-  The tap of lag 0 takes no part, so that a rounding is relative to the taps that do.
+  Inputs and steps are joined by their distance from the border, doubling it: an FFT then has taps
+  of one scale of lags only, and its error is relative to those, also where taps die out quickly.
   """
-  reach = past.shape[1]
+  reach, length = past.shape[1], out.shape[1]
   if length == 1:
-    return jnp.einsum("ld,bld->bd", jnp.flip(taps[1:], 0), past, precision="highest")[:, None]
-  reached = min(length, reach)
-  out = _convolve(past, taps[1:], reach - 1, reached)
+    return out + jnp.einsum("ld,bld->bd", jnp.flip(taps[1:], 0), past, precision="highest")[:, None]
   if segments is not None:
-    out = jnp.where((segments[:, :reached] == 0)[..., None], out, 0)
-  return jnp.pad(out, ((0, 0), (0, length - reached), (0, 0)))
+    reached = (segments == 0)[..., None]
+
+  def add(out, near, far, first, last):
+    """Adds inputs at the distances near + 1 ... far, to the steps first ... last - 1."""
+    far, last = min(far, reach), min(last, reach, length)
+    if far <= near or last <= first:
+      return out
+    (x, some), out = _in_order((past[:, reach - far : reach - near], taps), out)
+    lag = near + 1 + first  # the smallest
+    some = some[lag : far + last]
+    added = _convolve(_after(x, out.ravel()[0]), some, far - near - 1, last - first)
+    if segments is not None:
+      added = jnp.where(reached[:, first:last], added, 0)
+    return out + jnp.pad(added, ((0, 0), (first, length - last), (0, 0)))
+
+  size = _LONGEST_PRODUCT
+  out = add(out, 0, size, 0, size)
+  while size < reach:
+    out = add(out, size, 2 * size, 0, 2 * size)
+    out = add(out, 0, size, size, 2 * size)
+    size *= 2
+  return out
 
 
 def _last_inputs(x, state, segments, reach):
@@ -104,6 +122,17 @@ def _in_order_backward(_, gradients):
 
 
 _in_order.defvjp(lambda inputs, out: (_in_order(inputs, out), None), _in_order_backward)
+
+
+@jax.custom_vjp
+def _backwards_later(out):
+  """`out` as it is; nothing of the backward pass starts before `out` is there, see `_in_order`."""
+  return out
+
+
+_backwards_later.defvjp(
+  lambda out: (out, out.ravel()[0]), lambda number, d_out: (_after(d_out, number),)
+)
 
 
 def _after(x, earlier):

@@ -19,6 +19,8 @@ from lnssm_jax.ops.long_convolution.exponentials import (
 from lnssm_jax.ops.long_convolution.fft import convolve_in_blocks
 from lnssm_jax.ops.long_convolution.state import ExponentialState
 
+_GROUP = 256  # chunks whose contributions to a gradient are added up first
+
 
 def chunked(x, kernel, state, segments, *, acc, chunk_size=None):
   """Taps inside chunks, states between them; arguments as in `reference.py`."""
@@ -85,9 +87,24 @@ def _carried(size, x, log_pole, powers, read, state, segments):
   kept = kept if same is None else jnp.where(same[:, -1], kept, 0)
   last = kept + summary(x[:, -1:], rest)[:, 0]
 
-  out = jnp.einsum("sdn,bcdn->bcsd", read, parts(entering), precision="highest")
+  # Each group of chunks has its own copy of `read`: its gradient adds up groups, not all chunks.
+  entering = _grouped(parts(entering))
+  read = jnp.broadcast_to(read, (entering.shape[1], *read.shape))
+  out = jnp.einsum("gsdn,bgcdn->bgcsd", read, entering, precision="highest")
+  out = out.reshape(batch, -1, size, width)[:, :count]
   out = out if reached is None else jnp.where(reached, out, 0)
   return out.reshape(batch, -1, width)[:, :length], last
+
+
+def _grouped(x):
+  """[B, chunks, ...] -> [B, groups, chunks of a group, ...], filled up with zeros.
+
+  A float32 sum of 131,072 terms, one after the other, loses a digit that a sum of sums keeps.
+  """
+  count = x.shape[1]
+  size = min(count, _GROUP)
+  x = jnp.pad(x, ((0, 0), (0, -count % size), *((0, 0),) * (x.ndim - 2)))
+  return x.reshape(x.shape[0], -1, size, *x.shape[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -110,7 +127,7 @@ def _backward(size, kept, d_h):
   d_x = jnp.flip(_linear_scan(decays, keep_next, jnp.flip(d_h, 1)), 1)
   products = d_x[:, 1:] * h[:, :-1]
   products = products if keep is None else jnp.where(keep[:, 1:], products, 0)
-  d_log_pole = size * decays[0] * products.sum((0, 1))
+  d_log_pole = size * decays[0] * _grouped(products).sum(2).sum((0, 1))
   no_gradient = None if keep is None else np.zeros(keep.shape, jax.dtypes.float0)
   return d_log_pole, no_gradient, d_x
 
