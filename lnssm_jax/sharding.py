@@ -26,10 +26,14 @@ RULES: Rules = (
   (r"head/kernel", ("fsdp", None)),  # [D, vocab]
   (r"channel_mixer/up/kernel", ("fsdp", None)),  # [D, 4 D]
   (r"channel_mixer/down/kernel", (None, "fsdp")),  # [4 D, D]
-  (r"mixer/o_proj/kernel", (None, "fsdp")),  # [D, D]
-  (r"mixer/[qkvg]_proj/kernel", ("fsdp", None)),  # [D, D]
+  (r"mixer/(o|dt|beta|decay_up)_proj/kernel", (None, "fsdp")),  # [any, D]
+  (r"mixer/\w+_proj/kernel", ("fsdp", None)),  # [D, any]
+  (r"mixer/\w+_gate/kernel", (None, "fsdp", None)),  # [H, D / H, D / H]
+  (r"mixer/\w*conv/kernel", (None, "fsdp")),  # [W, D]
+  (r"mixer/a_log", ("fsdp", None)),  # [D, N]
   (r"\w*norm/(scale|bias)", (None,)),
-  (r"mixer/(mu_[qkvg]|gamma|w)", (None,)),
+  (r"mixer/(\w*conv|\w+_gate)/bias", (None,)),
+  (r"mixer/(mu_[a-z]|gamma|w|u|skip|log_rate|\w+_(bias|gain))", (None,)),
 )
 
 

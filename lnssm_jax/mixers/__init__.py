@@ -8,8 +8,35 @@ The state is a value, passed in and returned; decoding is the same call with T =
 `nnx.Param`s only.
 """
 
+from typing import Any
+
 from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
+from lnssm_jax.mixers.longhorn import (
+  Longhorn,
+  LonghornExact,
+  LonghornExactState,
+  LonghornMixerState,
+)
+from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
 
-MIXERS = {"lnssm": LNSSM}
+MIXERS: dict[str, type[Any]] = {
+  "lnssm": LNSSM,
+  "longhorn": Longhorn,
+  "longhorn_exact": LonghornExact,
+  "mamba": Mamba,
+  "mamba2": Mamba2,
+}
 
-__all__ = ["LNSSM", "MIXERS", "LNSSMState"]
+__all__ = [
+  "LNSSM",
+  "MIXERS",
+  "LNSSMState",
+  "Longhorn",
+  "LonghornExact",
+  "LonghornExactState",
+  "LonghornMixerState",
+  "Mamba",
+  "Mamba2",
+  "Mamba2State",
+  "MambaState",
+]

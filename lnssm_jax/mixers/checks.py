@@ -4,6 +4,10 @@ import difflib
 from collections.abc import Iterable
 from numbers import Integral
 
+import jax
+
+from lnssm_jax.ops.checks import check_floating, check_shape, segment_index
+
 
 def check_choice(what: str, value: str, choices: Iterable[str]) -> str:
   """Returns `value` if it is one of `choices`.
@@ -38,3 +42,39 @@ def check_heads(dim: int, num_heads: int) -> int:
       f"dim={dim} is not a multiple of num_heads={num_heads}; use dim={near}, or another num_heads."
     )
   return dim // num_heads
+
+
+def check_layer(layer, num_layers: int) -> None:
+  """Raises `ValueError` unless 0 <= layer < num_layers; a traced `layer` is taken as it comes."""
+  check_positive("num_layers", num_layers)
+  if isinstance(layer, int) and not 0 <= layer < num_layers:
+    raise ValueError(f"layer={layer} must be at least 0 and less than num_layers={num_layers}.")
+
+
+def check_call(mixer, x, state, segment_ids) -> None:
+  """Checks the arguments of a mixer's call against its `dim` and its `init_state`.
+
+  Raises:
+    ValueError: a shape or dtype is wrong; the message names the mixer and the argument.
+  """
+  name = type(mixer).__name__
+  check_shape(name, "x", x, (None, None, mixer.dim), "[B, T, D]")
+  check_floating(name, "x", x)
+  if 0 in x.shape:
+    raise ValueError(f"{name}: x has shape {x.shape}; it must hold at least one token.")
+  B, T, _ = x.shape
+  segment_index(name, segment_ids, B, T)
+  if state is not None:
+    check_state(name, state, jax.eval_shape(lambda: mixer.init_state(B)), "[B, ...]")
+
+
+def check_state(name: str, state, expected, axes: str) -> None:
+  """Raises `ValueError` unless `state` has the structure and the shapes of `expected`."""
+  if jax.tree.structure(state) != jax.tree.structure(expected):
+    raise ValueError(
+      f"{name}: state has the structure {jax.tree.structure(state)}, but its own is "
+      f"{jax.tree.structure(expected)}; pass on what a call returned, or init_state(batch_size)."
+    )
+  paths = jax.tree_util.tree_flatten_with_path(expected)[0]
+  for (path, want), got in zip(paths, jax.tree.leaves(state), strict=True):
+    check_shape(name, f"state{jax.tree_util.keystr(path)}", got, want.shape, axes)

@@ -5,6 +5,8 @@ layers. Two measures of depth occur: r = layer / (num_layers - 1), which reaches
 layer, and rho = 1 - layer / num_layers.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -61,3 +63,35 @@ def orthogonal(gain: float):
     return (gain * (q if shape[0] == tall else q.T)).astype(dtype)
 
   return init
+
+
+def uniform_fan_in(fan_in: int, *, gain: float = 1.0):
+  """Initialiser: uniform between -b and b, b = gain / sqrt(fan_in)."""
+  bound = gain / math.sqrt(fan_in)
+
+  def init(key: jax.Array, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+
+  return init
+
+
+def xavier_uniform(gain: float):
+  """Initialiser: uniform between -b and b, b = gain * sqrt(6 / (inputs + outputs))."""
+
+  def init(key: jax.Array, shape: tuple[int, int], dtype=jnp.float32) -> jax.Array:
+    bound = gain * math.sqrt(6 / sum(shape))
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+
+  return init
+
+
+def step_size_bias(
+  key: jax.Array, size: int, *, lowest: float = 1e-3, highest: float = 0.1, floor: float = 1e-4
+) -> jax.Array:
+  """b [size] float32 with softplus(b) log-uniform between `lowest` and `highest`.
+
+  Source: Mamba (Gu and Dao 2023), section 3.6 and its published code.
+  """
+  log_step = jax.random.uniform(key, (size,), jnp.float32, math.log(lowest), math.log(highest))
+  step = jnp.maximum(jnp.exp(log_step), floor)
+  return step + jnp.log(-jnp.expm1(-step))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from lnssm_jax.ops.checks import accumulation_dtype
 
@@ -42,3 +43,55 @@ def rms_norm(x: jax.Array, gain: jax.Array, *, eps: float, floor: float = 0.0) -
   x = x.astype(accumulation_dtype(x))
   mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
   return gain.astype(x.dtype) * (x / (jnp.sqrt(jnp.maximum(mean_square, floor**2)) + eps))
+
+
+def smooth_rms_norm(x: jax.Array, gain: jax.Array | None = None, *, eps: float = 1e-5) -> jax.Array:
+  """gain * x / sqrt(mean(x^2) + eps) over the last axis; in float32 at least.
+
+  Its gradient exists everywhere, and is at most about 1 / sqrt(eps).
+  """
+  x = x.astype(accumulation_dtype(x))
+  x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+  return x if gain is None else gain.astype(x.dtype) * x
+
+
+def unit_norm(x: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+  """x / sqrt(sum(x^2) + eps) over the last axis, of length at most 1; in float32 at least."""
+  x = x.astype(accumulation_dtype(x))
+  return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def wide(x: jax.Array) -> jax.Array:
+  """x in the dtype of states, decays and sums: float32, or float64 if x is."""
+  return x.astype(accumulation_dtype(x))
+
+
+def silu_gate(y: jax.Array, gate: jax.Array) -> jax.Array:
+  """y * silu(gate), in float32 at least: the caller rounds it, once."""
+  acc = accumulation_dtype(y, gate)
+  return y.astype(acc) * jax.nn.silu(gate.astype(acc))
+
+
+def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
+  """[B, T, D] -> [B, T, H, D / H]."""
+  return x.reshape(*x.shape[:-1], num_heads, x.shape[-1] // num_heads)
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+  """[B, T, H, K] -> [B, T, H K]."""
+  return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def linear(
+  inputs: int, outputs: int, kernel_init, *, dtype, param_dtype, rngs: nnx.Rngs
+) -> nnx.Linear:
+  """W x without bias. Biases in float32 are the caller's own parameters."""
+  return nnx.Linear(
+    inputs,
+    outputs,
+    use_bias=False,
+    kernel_init=kernel_init,
+    dtype=dtype,
+    param_dtype=param_dtype,
+    rngs=rngs,
+  )

@@ -6,11 +6,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.checks import check_choice, check_heads, check_positive
+from lnssm_jax.mixers.checks import (
+  check_call,
+  check_choice,
+  check_heads,
+  check_layer,
+  check_positive,
+)
 from lnssm_jax.mixers.initializers import channel_decay, orthogonal, shift_weight
 from lnssm_jax.mixers.layers import interpolate, rms_norm, token_shift
 from lnssm_jax.ops import LinearAttentionState, linear_attention
-from lnssm_jax.ops.checks import accumulation_dtype, check_floating, check_shape, segment_index
+from lnssm_jax.ops.checks import accumulation_dtype
 
 SHIFTS = ("qkvg", "kvg")
 
@@ -98,9 +104,7 @@ class LNSSM(nnx.Module):
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     self.shift = check_choice("shift", shift, SHIFTS)
     self.decay_first = decay_first
-    check_positive("num_layers", num_layers)
-    if isinstance(layer, int) and not 0 <= layer < num_layers:
-      raise ValueError(f"layer={layer} must be at least 0 and less than num_layers={num_layers}.")
+    check_layer(layer, num_layers)
 
     param = lambda value: nnx.Param(value.astype(param_dtype))
     place = {"layer": layer, "num_layers": num_layers}
@@ -148,7 +152,7 @@ class LNSSM(nnx.Module):
     Raises:
       ValueError: a shape or dtype is wrong; the message names the argument.
     """
-    self._check(x, state, segment_ids)
+    check_call(self, x, state, segment_ids)
     B, T, D = x.shape
     previous, memory = state if state is not None else (None, None)
     shifted = token_shift(x, previous, segment_ids)
@@ -184,16 +188,3 @@ class LNSSM(nnx.Module):
     k = jnp.clip(k, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     feature_dtype = q.dtype if self.dtype == jnp.float16 else self.dtype
     return jnp.exp(q).astype(feature_dtype), jnp.exp(k).astype(feature_dtype)
-
-  def _check(self, x, state, segment_ids):
-    check_shape("LNSSM", "x", x, (None, None, self.dim), "[B, T, D]")
-    check_floating("LNSSM", "x", x)
-    if 0 in x.shape:
-      raise ValueError(f"LNSSM: x has shape {x.shape}; it must hold at least one token.")
-    B, T, _ = x.shape
-    segment_index("LNSSM", segment_ids, B, T)
-    if state is not None:
-      H, K = self.num_heads, self.head_dim
-      check_shape("LNSSM", "state.shift", state.shift, (B, self.dim), "[B, D]")
-      check_shape("LNSSM", "state.memory.kv", state.memory.kv, (B, H, K, K), "[B, H, K, K]")
-      check_shape("LNSSM", "state.memory.key_sum", state.memory.key_sum, (B, H, K), "[B, H, K]")

@@ -39,4 +39,5 @@ class GPT2MLP(nnx.Module):
     return self.down(jax.nn.gelu(self.up(x), approximate=False))
 
 
-CHANNEL_MIXERS = {"gpt2": GPT2MLP}
+# "none": the block has no channel mixer and no norm for one, as in models of Mamba's kind.
+CHANNEL_MIXERS: dict[str, type[GPT2MLP] | None] = {"gpt2": GPT2MLP, "none": None}

@@ -1,6 +1,5 @@
 """A language model: embedding, a stack of blocks run by one scan, and an untied head."""
 
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
-from lnssm_jax.mixers.checks import check_choice, check_heads, check_positive
+from lnssm_jax.mixers.checks import check_choice, check_heads, check_positive, check_state
 from lnssm_jax.mixers.initializers import orthogonal
-from lnssm_jax.models.block import Block, layer_norm
+from lnssm_jax.models.block import Block, layer_norm, mixer_arguments
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.models.embedding import lookup
 from lnssm_jax.ops.checks import check_shape
@@ -26,7 +25,7 @@ REMAT_POLICIES = {
 }
 
 # Arguments of a mixer that the model sets itself.
-_SET_BY_MODEL = {"self", "dim", "num_heads", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
+_SET_BY_MODEL = {"dim", "num_heads", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
 
 
 class Head(nnx.Module):
@@ -54,7 +53,8 @@ class LanguageModel(nnx.Module):
   products and the residual stream are of `dtype`; norms, decays, states and logits are float32.
 
   Args:
-    vocab_size, dim, num_layers, num_heads: the sizes.
+    vocab_size, dim, num_layers, num_heads: the sizes. A mixer without heads needs no `num_heads`
+      and does not heed it.
     mixer: a name in `lnssm_jax.mixers.MIXERS`.
     mixer_options: further keyword arguments of that mixer, such as {"shift": "kvg"}.
     channel_mixer: a name in `CHANNEL_MIXERS`.
@@ -75,7 +75,7 @@ class LanguageModel(nnx.Module):
     vocab_size: int,
     dim: int,
     num_layers: int,
-    num_heads: int,
+    num_heads: int | None = None,
     mixer: str = "lnssm",
     mixer_options: Mapping[str, Any] | None = None,
     channel_mixer: str = "gpt2",
@@ -86,13 +86,18 @@ class LanguageModel(nnx.Module):
   ):
     self.vocab_size = check_positive("vocab_size", vocab_size)
     self.num_layers = check_positive("num_layers", num_layers)
-    check_heads(dim, num_heads)
-    mixer_class = MIXERS[check_choice("mixer", mixer, MIXERS)]
+    check_positive("dim", dim)
+    arguments = mixer_arguments(check_choice("mixer", mixer, MIXERS))
+    if "num_heads" in arguments:
+      if num_heads is not None:
+        check_heads(dim, num_heads)
+      elif arguments["num_heads"].default is arguments["num_heads"].empty:
+        raise ValueError(f"num_heads=None: mixer {mixer!r} has heads; say how many.")
     check_choice("channel_mixer", channel_mixer, CHANNEL_MIXERS)
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
     self.dim, self.dtype = dim, dtype
     options = dict(mixer_options or {})
-    allowed = inspect.signature(mixer_class.__init__).parameters.keys() - _SET_BY_MODEL
+    allowed = arguments.keys() - _SET_BY_MODEL
     for name in options:
       check_choice(f"mixer_options of {mixer!r}: option", name, sorted(allowed))
 
@@ -167,16 +172,7 @@ class LanguageModel(nnx.Module):
     if state is None:
       return
     expected = jax.eval_shape(lambda: self.init_state(B))
-    if jax.tree.structure(state) != jax.tree.structure(expected):
-      raise ValueError(
-        f"LanguageModel: state has the structure {jax.tree.structure(state)}, but this model's is "
-        f"{jax.tree.structure(expected)}; pass on what a call returned, or init_state(batch_size)."
-      )
-    paths = jax.tree_util.tree_flatten_with_path(expected)[0]
-    for (path, want), got in zip(paths, jax.tree.leaves(state), strict=True):
-      check_shape(
-        "LanguageModel", f"state{jax.tree_util.keystr(path)}", got, want.shape, "[L, B, ...]"
-      )
+    check_state("LanguageModel", state, expected, "[L, B, ...]")
 
 
 def count_parameters(tree) -> int:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from lnssm_jax import sharding
 from lnssm_jax.models import LanguageModel
 from tests.mixers.plain_lnssm import split
+from tests.mixers.tiny import TINY
 
 PROGRAM = """
 import json
@@ -52,7 +53,10 @@ def params(**sizes):
   return jax.eval_shape(lambda: split(LanguageModel(**sizes, rngs=nnx.Rngs(0)))[1])
 
 
-@pytest.mark.parametrize("options", [{}, {"mixer_options": {"shift": "kvg"}}], ids=str)
+EVERY_MIXER = [{"mixer": name, "mixer_options": tiny.model_options} for name, tiny in TINY.items()]
+
+
+@pytest.mark.parametrize("options", [*EVERY_MIXER, {"mixer_options": {"shift": "kvg"}}], ids=str)
 def test_every_matrix_is_divided_once_and_every_vector_is_whole(options):
   tree = params(**options)
   specs = sharding.param_specs(tree)
@@ -64,7 +68,7 @@ def test_every_matrix_is_divided_once_and_every_vector_is_whole(options):
   ):
     name = jax.tree_util.keystr(path)
     assert len(spec) == len(leaf.shape), name
-    is_matrix = len(leaf.shape) - ("blocks" in name) == 2
+    is_matrix = len(leaf.shape) - ("blocks" in name) >= 2
     assert spec.count("fsdp") == int(is_matrix), name
     if "blocks" in name:
       assert spec[0] is None, name

@@ -1,0 +1,74 @@
+"""Every mixer, tiny: how the tests build it, and its transcription from the equations."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lnssm_jax.mixers import MIXERS
+from tests.mixers import plain_longhorn, plain_mamba
+from tests.mixers.plain_lnssm import float64_params, plain_lnssm, split
+
+DIM = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+  """A mixer of width DIM.
+
+  `plain(params, x [T, D], **plain_options)` is its transcription in float64.
+  """
+
+  plain: Callable[..., np.ndarray]
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  plain_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def model_options(self) -> dict[str, Any]:
+    """What a `LanguageModel` takes as `mixer_options`: without what it sets itself."""
+    return {name: value for name, value in self.options.items() if name != "num_heads"}
+
+
+TINY = {
+  "lnssm": Tiny(plain_lnssm, {"num_heads": 2}, {"num_heads": 2}),
+  "longhorn": Tiny(plain_longhorn.longhorn, {"state_dim": 3}),
+  "longhorn_exact": Tiny(plain_longhorn.longhorn_exact, {"state_dim": 3}),
+  "mamba": Tiny(plain_mamba.mamba, {"state_dim": 3, "step_rank": 2}),
+  "mamba2": Tiny(plain_mamba.mamba2, {"state_dim": 3, "head_dim": 4}, {"head_dim": 4}),
+}
+
+
+def initial(name: str, **options):
+  """The mixer as it starts, in the second of three layers if it asks."""
+  place = {}
+  if "layer" in MIXERS[name].__init__.__annotations__:
+    place = {"layer": 1, "num_layers": 3}
+  return MIXERS[name](DIM, **place, **TINY[name].options, **options, rngs=nnx.Rngs(0))
+
+
+def randomized(name: str, **options):
+  """The mixer with no parameter at its initial value."""
+  graphdef, params = split(initial(name, **options))
+  leaves, structure = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(0), len(leaves))
+
+  def disturb(value, key):
+    size = 0.2 if value.ndim == 1 else DIM**-0.5
+    return (value + size * jax.random.normal(key, value.shape)).astype(value.dtype)
+
+  return nnx.merge(graphdef, jax.tree.unflatten(structure, map(disturb, leaves, keys)))
+
+
+def expected(name: str, mixer, x) -> np.ndarray:
+  """The transcription's output [B, T, D] for x [B, T, D]."""
+  tiny, params = TINY[name], float64_params(mixer)
+  return np.stack([tiny.plain(params, np.float64(row), **tiny.plain_options) for row in x])
+
+
+def inputs(B: int, T: int, *, seed: int = 1) -> jax.Array:
+  """x [B, T, DIM] float32, normal."""
+  return jax.random.normal(jax.random.key(seed), (B, T, DIM), jnp.float32)
