@@ -10,6 +10,7 @@ The state is a value, passed in and returned; decoding is the same call with T =
 
 from typing import Any
 
+from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
 from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
 from lnssm_jax.mixers.longhorn import (
   Longhorn,
@@ -20,14 +21,17 @@ from lnssm_jax.mixers.longhorn import (
 from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
 
 MIXERS: dict[str, type[Any]] = {
+  "gla": GLA,
   "lnssm": LNSSM,
   "longhorn": Longhorn,
   "longhorn_exact": LonghornExact,
   "mamba": Mamba,
   "mamba2": Mamba2,
+  "retnet": RetNet,
 }
 
 __all__ = [
+  "GLA",
   "LNSSM",
   "MIXERS",
   "LNSSMState",
@@ -39,4 +43,6 @@ __all__ = [
   "Mamba2",
   "Mamba2State",
   "MambaState",
+  "RetNet",
+  "RetNetState",
 ]

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
-from tests.mixers import plain_longhorn, plain_mamba
+from tests.mixers import plain_linear_attention, plain_longhorn, plain_mamba
 from tests.mixers.plain_lnssm import float64_params, plain_lnssm, split
 
 DIM = 8
@@ -33,12 +33,16 @@ class Tiny:
     return {name: value for name, value in self.options.items() if name != "num_heads"}
 
 
+HEADS = {"num_heads": 2}
+
 TINY = {
-  "lnssm": Tiny(plain_lnssm, {"num_heads": 2}, {"num_heads": 2}),
+  "gla": Tiny(plain_linear_attention.gla, HEADS | {"gate_rank": 3}, HEADS),
+  "lnssm": Tiny(plain_lnssm, HEADS, HEADS),
   "longhorn": Tiny(plain_longhorn.longhorn, {"state_dim": 3}),
   "longhorn_exact": Tiny(plain_longhorn.longhorn_exact, {"state_dim": 3}),
   "mamba": Tiny(plain_mamba.mamba, {"state_dim": 3, "step_rank": 2}),
   "mamba2": Tiny(plain_mamba.mamba2, {"state_dim": 3, "head_dim": 4}, {"head_dim": 4}),
+  "retnet": Tiny(plain_linear_attention.retnet, HEADS, HEADS),
 }
 
 
