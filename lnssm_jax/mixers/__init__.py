@@ -10,6 +10,7 @@ The state is a value, passed in and returned; decoding is the same call with T =
 
 from typing import Any
 
+from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
 from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
 from lnssm_jax.mixers.longhorn import (
@@ -21,6 +22,8 @@ from lnssm_jax.mixers.longhorn import (
 from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
 
 MIXERS: dict[str, type[Any]] = {
+  "delta_net": DeltaNet,
+  "gated_delta_net": GatedDeltaNet,
   "gla": GLA,
   "lnssm": LNSSM,
   "longhorn": Longhorn,
@@ -34,6 +37,9 @@ __all__ = [
   "GLA",
   "LNSSM",
   "MIXERS",
+  "DeltaNet",
+  "DeltaNetState",
+  "GatedDeltaNet",
   "LNSSMState",
   "Longhorn",
   "LonghornExact",

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
-from tests.mixers import plain_linear_attention, plain_longhorn, plain_mamba
+from tests.mixers import plain_delta_net, plain_linear_attention, plain_longhorn, plain_mamba
 from tests.mixers.plain_lnssm import float64_params, plain_lnssm, split
 
 DIM = 8
@@ -36,6 +36,8 @@ class Tiny:
 HEADS = {"num_heads": 2}
 
 TINY = {
+  "delta_net": Tiny(plain_delta_net.delta_net, HEADS, HEADS),
+  "gated_delta_net": Tiny(plain_delta_net.gated_delta_net, HEADS, HEADS),
   "gla": Tiny(plain_linear_attention.gla, HEADS | {"gate_rank": 3}, HEADS),
   "lnssm": Tiny(plain_lnssm, HEADS, HEADS),
   "longhorn": Tiny(plain_longhorn.longhorn, {"state_dim": 3}),
