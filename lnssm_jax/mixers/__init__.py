@@ -12,6 +12,7 @@ from typing import Any
 
 from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
+from lnssm_jax.mixers.griffin import RGLRU, RGLRUState
 from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
 from lnssm_jax.mixers.longhorn import (
   Longhorn,
@@ -31,12 +32,14 @@ MIXERS: dict[str, type[Any]] = {
   "mamba": Mamba,
   "mamba2": Mamba2,
   "retnet": RetNet,
+  "rg_lru": RGLRU,
 }
 
 __all__ = [
   "GLA",
   "LNSSM",
   "MIXERS",
+  "RGLRU",
   "DeltaNet",
   "DeltaNetState",
   "GatedDeltaNet",
@@ -49,6 +52,7 @@ __all__ = [
   "Mamba2",
   "Mamba2State",
   "MambaState",
+  "RGLRUState",
   "RetNet",
   "RetNetState",
 ]

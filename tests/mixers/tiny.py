@@ -10,7 +10,13 @@ import numpy as np
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
-from tests.mixers import plain_delta_net, plain_linear_attention, plain_longhorn, plain_mamba
+from tests.mixers import (
+  plain_delta_net,
+  plain_griffin,
+  plain_linear_attention,
+  plain_longhorn,
+  plain_mamba,
+)
 from tests.mixers.plain_lnssm import float64_params, plain_lnssm, split
 
 DIM = 8
@@ -44,6 +50,7 @@ TINY = {
   "longhorn_exact": Tiny(plain_longhorn.longhorn_exact, {"state_dim": 3}),
   "mamba": Tiny(plain_mamba.mamba, {"state_dim": 3, "step_rank": 2}),
   "mamba2": Tiny(plain_mamba.mamba2, {"state_dim": 3, "head_dim": 4}, {"head_dim": 4}),
+  "rg_lru": Tiny(plain_griffin.rg_lru, HEADS),
   "retnet": Tiny(plain_linear_attention.retnet, HEADS, HEADS),
 }
 
