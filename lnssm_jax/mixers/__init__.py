@@ -21,6 +21,7 @@ from lnssm_jax.mixers.longhorn import (
   LonghornMixerState,
 )
 from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
+from lnssm_jax.mixers.rwkv import RWKV5, RWKV5State
 
 MIXERS: dict[str, type[Any]] = {
   "delta_net": DeltaNet,
@@ -33,6 +34,7 @@ MIXERS: dict[str, type[Any]] = {
   "mamba2": Mamba2,
   "retnet": RetNet,
   "rg_lru": RGLRU,
+  "rwkv5": RWKV5,
 }
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
   "LNSSM",
   "MIXERS",
   "RGLRU",
+  "RWKV5",
   "DeltaNet",
   "DeltaNetState",
   "GatedDeltaNet",
@@ -53,6 +56,7 @@ __all__ = [
   "Mamba2State",
   "MambaState",
   "RGLRUState",
+  "RWKV5State",
   "RetNet",
   "RetNetState",
 ]

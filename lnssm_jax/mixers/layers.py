@@ -55,6 +55,13 @@ def smooth_rms_norm(x: jax.Array, gain: jax.Array | None = None, *, eps: float =
   return x if gain is None else gain.astype(x.dtype) * x
 
 
+def group_norm(x: jax.Array, *, eps: float = 1e-5) -> jax.Array:
+  """(x - mean) / sqrt(variance + eps) over the last axis; in float32 at least."""
+  x = x.astype(accumulation_dtype(x))
+  x = x - jnp.mean(x, axis=-1, keepdims=True)
+  return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
 def unit_norm(x: jax.Array, *, eps: float = 1e-6) -> jax.Array:
   """x / sqrt(sum(x^2) + eps) over the last axis, of length at most 1; in float32 at least."""
   x = x.astype(accumulation_dtype(x))

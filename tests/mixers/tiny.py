@@ -16,6 +16,7 @@ from tests.mixers import (
   plain_linear_attention,
   plain_longhorn,
   plain_mamba,
+  plain_rwkv,
 )
 from tests.mixers.plain_lnssm import float64_params, plain_lnssm, split
 
@@ -52,6 +53,7 @@ TINY = {
   "mamba2": Tiny(plain_mamba.mamba2, {"state_dim": 3, "head_dim": 4}, {"head_dim": 4}),
   "rg_lru": Tiny(plain_griffin.rg_lru, HEADS),
   "retnet": Tiny(plain_linear_attention.retnet, HEADS, HEADS),
+  "rwkv5": Tiny(plain_rwkv.rwkv5, HEADS, HEADS),
 }
 
 

@@ -1,0 +1,135 @@
+"""Time mixers of the RWKV family."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lnssm_jax.mixers.checks import check_call, check_heads, check_layer, check_positive
+from lnssm_jax.mixers.initializers import channel_decay, orthogonal, shift_weight, zigzag_bonus
+from lnssm_jax.mixers.layers import (
+  group_norm,
+  interpolate,
+  linear,
+  merge_heads,
+  silu_gate,
+  split_heads,
+  token_shift,
+  wide,
+)
+from lnssm_jax.ops import LinearAttentionState, linear_attention
+
+# The published code divides by 8, the root of its head width, before a norm with this epsilon.
+_OUTPUT_DIVISOR = 8.0
+_NORM_EPS = 1e-5
+
+
+class RWKV5State(NamedTuple):
+  """What a layer remembers of a sequence. float32."""
+
+  shift: jax.Array  # [B, D], the last input
+  memory: LinearAttentionState  # kv [B, H, K, K]
+
+
+class RWKV5(nnx.Module):
+  r"""RWKV-5's time mixer: a matrix-valued state with a constant decay per channel.
+
+      x^s_t = mu_s * x_t + (1 - mu_s) * x_{t-1}             one stream for each of r, k, v, g
+      r_t = W_r x^r_t,  k_t = W_k x^k_t,  v_t = W_v x^v_t
+      y_t = (S_{t-1} + diag(u) k_t v_t^T)^T r_t                                     for each head
+      S_t = diag(exp(-exp(w))) S_{t-1} + k_t v_t^T
+      out_t = W_o (silu(W_g x^g_t) * GroupNorm(y_t / 8))
+
+  The norm has one group a head, and a scale and a bias per channel. Initially W_o is zero, W_r and
+  W_v are orthogonal, W_k and W_g 0.1 times that, and the norm's scale is
+  ((1 + layer) / num_layers)^0.7.
+
+  Args:
+    dim: D, the width; a multiple of `num_heads`. The width of a head is K = D / H, 64 in the
+      published models.
+    layer, num_layers: where the layer stands in its model, for the initial decays, bonuses and
+      shifts. `layer` counts from 0 and may be traced.
+    dtype: of the projections and of r, k, v; decays, norm, the state and sums are float32.
+    param_dtype: of the parameters.
+
+  Cutting a sequence anywhere and passing the state on gives the same result as one call.
+
+  Raises:
+    ValueError: `dim` is not a multiple of `num_heads`, or a size is not positive.
+
+  Source: Eagle (RWKV-5, Peng et al. 2024), eqs. 3-9; initialisation as in its published code.
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    num_heads: int,
+    layer: int | jax.Array = 0,
+    num_layers: int = 1,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.head_dim = check_heads(dim, num_heads)
+    self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
+    check_layer(layer, num_layers)
+
+    param = lambda value: nnx.Param(value.astype(param_dtype))
+    place = {"layer": layer, "num_layers": num_layers}
+    self.mu_r = param(shift_weight(dim, **place, power=0.5))
+    self.mu_k = param(shift_weight(dim, **place))
+    self.mu_v = param(shift_weight(dim, **place, offset=0.3))
+    self.mu_g = param(shift_weight(dim, **place, power=0.5))
+    self.w = param(channel_decay(dim, **place, lowest=-6.0, span=5.0))
+    self.u = param(zigzag_bonus(dim, **place))
+
+    def projection(init):
+      return linear(dim, dim, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    self.r_proj, self.k_proj = projection(orthogonal(1.0)), projection(orthogonal(0.1))
+    self.v_proj, self.g_proj = projection(orthogonal(1.0)), projection(orthogonal(0.1))
+    self.o_proj = projection(nnx.initializers.zeros_init())
+    height = (1.0 + jnp.asarray(layer, jnp.float32)) / num_layers
+    self.norm_gain = param(jnp.full(dim, height**0.7))
+    self.norm_bias = param(jnp.zeros(dim))
+
+  def init_state(self, batch_size: int) -> RWKV5State:
+    """The state before the first token: zeros."""
+    B, H, K = check_positive("batch_size", batch_size), self.num_heads, self.head_dim
+    memory = LinearAttentionState(jnp.zeros((B, H, K, K), jnp.float32), None)
+    return RWKV5State(shift=jnp.zeros((B, self.dim), jnp.float32), memory=memory)
+
+  def __call__(
+    self,
+    x: jax.Array,  # [B, T, D]
+    state: RWKV5State | None = None,
+    segment_ids: jax.Array | None = None,  # [B, T] integer
+  ) -> tuple[jax.Array, RWKV5State]:
+    """Returns (out [B, T, D] in `dtype`, the state after the last token).
+
+    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
+
+    Raises:
+      ValueError: a shape or dtype is wrong; the message names the argument.
+    """
+    check_call(self, x, state, segment_ids)
+    previous, memory = state if state is not None else (None, None)
+    shifted = token_shift(x, previous, segment_ids)
+    stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
+    heads = lambda z: split_heads(z, self.num_heads)
+    per_head = lambda p: wide(p[...]).reshape(self.num_heads, self.head_dim)
+    y, memory = linear_attention(
+      heads(self.r_proj(stream(self.mu_r))),
+      heads(self.k_proj(stream(self.mu_k))),
+      heads(self.v_proj(stream(self.mu_v))),
+      log_decay=-jnp.exp(per_head(self.w)),
+      bonus=per_head(self.u),
+      initial_state=memory,
+      segment_ids=segment_ids,
+    )
+    y = merge_heads(group_norm(wide(y) / _OUTPUT_DIVISOR, eps=_NORM_EPS))
+    y = y * wide(self.norm_gain[...]) + wide(self.norm_bias[...])
+    gated = silu_gate(y, self.g_proj(stream(self.mu_g)))
+    return self.o_proj(gated.astype(self.dtype)), RWKV5State(wide(x[:, -1]), memory)

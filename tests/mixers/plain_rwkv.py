@@ -1,0 +1,29 @@
+"""RWKV-5's time mixer written out from its equations, one step at a time, for x [T, D]."""
+
+import numpy as np
+
+from tests.mixers.plain import heads, silu
+
+
+def rwkv5(params, x, *, num_heads):
+  before = np.concatenate([np.zeros((1, x.shape[1])), x[:-1]])
+
+  def projected(name):
+    mu = params[f"mu_{name}"]
+    return (mu * x + (1 - mu) * before) @ params[f"{name}_proj"]["kernel"]
+
+  r, k, v = (heads(projected(name), num_heads) for name in "rkv")
+  decay, bonus = (
+    np.reshape(p, (num_heads, -1)) for p in (np.exp(-np.exp(params["w"])), params["u"])
+  )
+  y = np.zeros_like(v)
+  for head in range(num_heads):
+    S = np.zeros((k.shape[-1], v.shape[-1]))
+    for t in range(len(x)):
+      kv = np.outer(k[t, head], v[t, head])
+      y[t, head] = r[t, head] @ (S + bonus[head][:, None] * kv)
+      S = decay[head][:, None] * S + kv
+  y = y / 8
+  y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
+  y = y.reshape(len(x), -1) * params["norm_gain"] + params["norm_bias"]
+  return (y * silu(projected("g"))) @ params["o_proj"]["kernel"]

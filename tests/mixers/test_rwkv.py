@@ -1,0 +1,79 @@
+"""RWKV-5: its initial values, against numbers worked out by hand; its size; bad options."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax.mixers import RWKV5
+from lnssm_jax.mixers.layers import group_norm
+from lnssm_jax.models import count_parameters
+from tests.mixers.plain_lnssm import split
+
+
+def initial(layer, num_layers=6, dim=8):
+  return split(RWKV5(dim, num_heads=2, layer=layer, num_layers=num_layers, rngs=nnx.Rngs(0)))[1]
+
+
+@pytest.mark.parametrize(
+  "layer, name, channel, value",
+  [
+    (0, "w", 0, -6.0),
+    (0, "w", 7, -1.0),
+    (0, "w", 3, -6 + 5 * (3 / 7) ** 0.7),  # r = 0
+    (5, "w", 3, -6 + 5 * (3 / 7) ** 2.0),  # r = 1
+    (0, "u", 0, 0.0),  # (0 + 1) mod 3 - 1
+    (0, "u", 1, 0.1),
+    (0, "u", 2, -0.1),
+    (5, "u", 1, 1 - 1 / 7 + 0.1),
+    (0, "mu_r", 2, 0.5),  # power rho / 2
+    (0, "mu_g", 2, 0.5),
+    (0, "mu_k", 6, 0.75),  # rho = 1
+    (3, "mu_v", 2, 0.5 + 0.3 * 3 / 5),
+    (2, "norm_gain", 4, 0.5**0.7),
+    (5, "norm_gain", 4, 1.0),
+    (5, "norm_bias", 4, 0.0),
+  ],
+)
+def test_initial_values(layer, name, channel, value):
+  np.testing.assert_allclose(initial(layer)[name][channel], value, rtol=1e-5, atol=1e-7)
+
+
+def test_initial_matrices():
+  params = initial(0)
+  for name, gain in {"r": 1, "k": 0.1, "v": 1, "g": 0.1, "o": 0}.items():
+    kernel = np.float64(params[f"{name}_proj"]["kernel"])
+    np.testing.assert_allclose(kernel @ kernel.T, gain**2 * np.eye(8), atol=1e-6)
+
+
+def test_a_traced_layer_gives_the_same_values():
+  make = lambda layer: RWKV5(8, num_heads=2, layer=layer, num_layers=6, rngs=nnx.Rngs(0))
+  stacked = jax.vmap(make)(jnp.arange(6))
+  for name in ("w", "u", "mu_v", "norm_gain"):
+    want = np.stack([initial(layer)[name] for layer in range(6)])
+    np.testing.assert_allclose(getattr(stacked, name)[...], want, rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_are_counted_by_a_formula():
+  layer = jax.eval_shape(lambda: RWKV5(64, num_heads=1, rngs=nnx.Rngs(0)))
+  assert count_parameters(layer) == 5 * 64**2 + 8 * 64
+
+
+def test_group_norm():
+  x = np.random.default_rng(0).normal(3, 2, size=(5, 7))
+  want = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 0.5)
+  np.testing.assert_allclose(group_norm(jnp.float32(x), eps=0.5), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    ({"num_heads": 3}, "dim=8 is not a multiple of num_heads=3"),
+    ({"num_heads": 2, "layer": 2, "num_layers": 2}, "layer=2 must be .* num_layers=2"),
+    ({"num_heads": 2, "num_layers": 0}, "num_layers=0 must"),
+  ],
+)
+def test_bad_options_are_named(options, message):
+  with pytest.raises(ValueError, match=message):
+    RWKV5(8, **options, rngs=nnx.Rngs(0))
