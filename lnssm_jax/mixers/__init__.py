@@ -13,6 +13,7 @@ from typing import Any
 from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
 from lnssm_jax.mixers.griffin import RGLRU, RGLRUState
+from lnssm_jax.mixers.hgrn import HGRN2
 from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
 from lnssm_jax.mixers.longhorn import (
   Longhorn,
@@ -27,6 +28,7 @@ MIXERS: dict[str, type[Any]] = {
   "delta_net": DeltaNet,
   "gated_delta_net": GatedDeltaNet,
   "gla": GLA,
+  "hgrn2": HGRN2,
   "lnssm": LNSSM,
   "longhorn": Longhorn,
   "longhorn_exact": LonghornExact,
@@ -39,6 +41,7 @@ MIXERS: dict[str, type[Any]] = {
 
 __all__ = [
   "GLA",
+  "HGRN2",
   "LNSSM",
   "MIXERS",
   "RGLRU",

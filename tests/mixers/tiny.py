@@ -13,6 +13,7 @@ from lnssm_jax.mixers import MIXERS
 from tests.mixers import (
   plain_delta_net,
   plain_griffin,
+  plain_hgrn,
   plain_linear_attention,
   plain_longhorn,
   plain_mamba,
@@ -46,6 +47,7 @@ TINY = {
   "delta_net": Tiny(plain_delta_net.delta_net, HEADS, HEADS),
   "gated_delta_net": Tiny(plain_delta_net.gated_delta_net, HEADS, HEADS),
   "gla": Tiny(plain_linear_attention.gla, HEADS | {"gate_rank": 3}, HEADS),
+  "hgrn2": Tiny(plain_hgrn.hgrn2, HEADS, HEADS),
   "lnssm": Tiny(plain_lnssm, HEADS, HEADS),
   "longhorn": Tiny(plain_longhorn.longhorn, {"state_dim": 3}),
   "longhorn_exact": Tiny(plain_longhorn.longhorn_exact, {"state_dim": 3}),
