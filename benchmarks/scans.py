@@ -25,7 +25,7 @@ import numpy as np
 from tests.ops import contract
 from tests.ops.scans import SCANS
 
-LENGTHS = (1024, 2048, 4096, 8192)
+LENGTHS = (1024, 2048, 4096)
 WIDTHS = (16, 32, 64)  # of K and V, or D; lengths are measured at the first, widths at length 1024
 FIELDS = ("scan", "form", "pass", "T", "width", "ms", "mib", "error", "limit")
 

@@ -120,8 +120,11 @@ def _merge(decay, lost, added, state, resets):
     carried = _decayed(second[0], second[1], last[2])
     if segment is not None:
       carried = _where(second[3] == last[3], carried)
-    # 1 - A_1 A_2 = (1 - A_1) + A_1 (1 - A_2): terms of one sign.
-    merged = (second[0] * last[0], last[1] + last[0] * second[1], second[2] + carried, second[3])
+    # 1 - A_1 A_2 = (1 - A_1) + A_1 (1 - A_2): terms of one sign. Near 1 it is what A is made from,
+    # since the rounding of A_1 and A_2 is a large part of what they take away.
+    lost = last[1] + last[0] * second[1]
+    decay = jnp.where(lost <= 0.5, 1 - lost, second[0] * last[0])
+    merged = (decay, lost, second[2] + carried, second[3])
     blocks = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), first, merged)
   decay, lost, states, _ = jax.tree.map(lambda x: x[:, 0, :length], blocks)
   carried = _decayed(decay, lost, state[:, None])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.decays import decayed
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 
 
@@ -53,25 +54,28 @@ def associative(
   del chunk_size
   acc = accumulation_dtype(q, k, v)
   keep = _keep(segments, q.shape, acc)
-  decay, value_decay = _decays(log_decay, value_log_decay, q.shape, v.shape, acc)
   out_dtype = v.dtype
   q, k, v = _cast(acc, q, k, v)
   kv_0, key_sum_0 = _cast(acc, *state)
 
-  # A segment's first step forgets everything before it: there, and only there, the decay is zero.
-  decay = decay * keep
+  # A segment's first step forgets everything before it.
+  log_decay = jnp.broadcast_to(log_decay.astype(acc), q.shape)
+  log_decay = jnp.where(keep == 0, -jnp.inf, log_decay)
+  kv_log_decay = log_decay[..., :, None]
+  if value_log_decay is not None:
+    kv_log_decay = kv_log_decay + value_log_decay.astype(acc)[..., None, :]
 
   def combine(left, right):
     return tuple(
-      (a_left * a_right, a_right * x_left + x_right)
-      for (a_left, x_left), (a_right, x_right) in zip(left, right, strict=True)
+      (g_left + g_right, decayed(g_right, x_left) + x_right)
+      for (g_left, x_left), (g_right, x_right) in zip(left, right, strict=True)
     )
 
-  kv_decay = decay[..., :, None] * value_decay[..., None, :]
-  leaves = ((kv_decay, k[..., :, None] * v[..., None, :]), (decay, k))
-  (kv_decay, kv), (key_decay, key_sum) = jax.lax.associative_scan(combine, leaves, axis=1)
-  kv = kv + kv_decay * kv_0[:, None]
-  key_sum = key_sum + key_decay * key_sum_0[:, None]
+  kv = k[..., :, None] * v[..., None, :]
+  leaves = ((jnp.broadcast_to(kv_log_decay, kv.shape), kv), (log_decay, k))
+  (kv_log_decay, kv), (log_decay, key_sum) = jax.lax.associative_scan(combine, leaves, axis=1)
+  kv = kv + decayed(kv_log_decay, kv_0[:, None])
+  key_sum = key_sum + decayed(log_decay, key_sum_0[:, None])
 
   if bonus is None:
     kv_read, key_sum_read = kv, key_sum
