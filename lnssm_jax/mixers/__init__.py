@@ -22,7 +22,7 @@ from lnssm_jax.mixers.longhorn import (
   LonghornMixerState,
 )
 from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
-from lnssm_jax.mixers.rwkv import RWKV5, RWKV5State
+from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV4State, RWKV5State
 
 MIXERS: dict[str, type[Any]] = {
   "delta_net": DeltaNet,
@@ -36,6 +36,7 @@ MIXERS: dict[str, type[Any]] = {
   "mamba2": Mamba2,
   "retnet": RetNet,
   "rg_lru": RGLRU,
+  "rwkv4": RWKV4,
   "rwkv5": RWKV5,
 }
 
@@ -45,6 +46,7 @@ __all__ = [
   "LNSSM",
   "MIXERS",
   "RGLRU",
+  "RWKV4",
   "RWKV5",
   "DeltaNet",
   "DeltaNetState",
@@ -59,6 +61,7 @@ __all__ = [
   "Mamba2State",
   "MambaState",
   "RGLRUState",
+  "RWKV4State",
   "RWKV5State",
   "RetNet",
   "RetNetState",

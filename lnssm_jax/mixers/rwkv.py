@@ -1,5 +1,6 @@
 """Time mixers of the RWKV family."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -18,11 +19,108 @@ from lnssm_jax.mixers.layers import (
   token_shift,
   wide,
 )
-from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.ops import LinearAttentionState, WKV4State, linear_attention, wkv4
+from lnssm_jax.ops.wkv4.state import empty_state
 
 # The published code divides by 8, the root of its head width, before a norm with this epsilon.
 _OUTPUT_DIVISOR = 8.0
 _NORM_EPS = 1e-5
+
+
+class RWKV4State(NamedTuple):
+  """What a layer remembers of a sequence. float32."""
+
+  shift: jax.Array  # [B, D], the last input
+  memory: WKV4State  # max, numerator, denominator [B, D]
+
+
+class RWKV4(nnx.Module):
+  r"""RWKV-4's time mixer: per channel a decaying mean of values, weighted by exp(k).
+
+      x^s_t = mu_s * x_t + (1 - mu_s) * x_{t-1}                one stream for each of r, k, v
+      k_t = W_k x^k_t,  v_t = W_v x^v_t
+      y_t = (sum_{j<t} exp(k_j - (t - 1 - j) exp(w)) v_j + exp(u + k_t) v_t) / (same with v = 1)
+      out_t = W_o (sigmoid(W_r x^r_t) * y_t)
+
+  Every y_t lies between the smallest and the largest value so far. Initially W_r, W_k and W_o are
+  zero and W_v is orthogonal.
+
+  Args:
+    dim: D, the width.
+    layer, num_layers: where the layer stands in its model, for the initial decays and shifts.
+      `layer` counts from 0 and may be traced.
+    dtype: of the projections and of v; k, decays, the state and sums are float32.
+    param_dtype: of the parameters.
+
+  Cutting a sequence anywhere and passing the state on gives the same result as one call.
+
+  Raises:
+    ValueError: a size is not positive.
+
+  Source: RWKV (Peng et al. 2023), eqs. 11-18; initialisation as in its published code.
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    layer: int | jax.Array = 0,
+    num_layers: int = 1,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
+    check_layer(layer, num_layers)
+    param = lambda value: nnx.Param(value.astype(param_dtype))
+    place = {"layer": layer, "num_layers": num_layers}
+    self.mu_r = param(shift_weight(dim, **place, power=0.5))
+    self.mu_k = param(shift_weight(dim, **place))
+    self.mu_v = param(shift_weight(dim, **place, offset=0.3))
+    self.w = param(channel_decay(dim, **place))
+    zigzag = (jnp.arange(dim) + 1) % 3 - 1.0
+    self.u = param(math.log(0.3) + 0.5 * zigzag)
+
+    def projection(init):
+      return linear(dim, dim, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    zeros = nnx.initializers.zeros_init()
+    self.r_proj, self.k_proj = projection(zeros), projection(zeros)
+    self.v_proj, self.o_proj = projection(orthogonal(1.0)), projection(zeros)
+
+  def init_state(self, batch_size: int) -> RWKV4State:
+    """The state before the first token: no input, and an empty mean."""
+    B = check_positive("batch_size", batch_size)
+    return RWKV4State(jnp.zeros((B, self.dim), jnp.float32), empty_state(B, self.dim, jnp.float32))
+
+  def __call__(
+    self,
+    x: jax.Array,  # [B, T, D]
+    state: RWKV4State | None = None,
+    segment_ids: jax.Array | None = None,  # [B, T] integer
+  ) -> tuple[jax.Array, RWKV4State]:
+    """Returns (out [B, T, D] in `dtype`, the state after the last token).
+
+    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
+
+    Raises:
+      ValueError: a shape or dtype is wrong; the message names the argument.
+    """
+    check_call(self, x, state, segment_ids)
+    previous, memory = state if state is not None else (None, None)
+    shifted = token_shift(x, previous, segment_ids)
+    stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
+    y, memory = wkv4(
+      wide(self.k_proj(stream(self.mu_k))),
+      self.v_proj(stream(self.mu_v)),
+      jnp.exp(wide(self.w[...])),
+      wide(self.u[...]),
+      initial_state=memory,
+      segment_ids=segment_ids,
+    )
+    gate = jax.nn.sigmoid(wide(self.r_proj(stream(self.mu_r))))
+    out = self.o_proj((gate * wide(y)).astype(self.dtype))
+    return out, RWKV4State(wide(x[:, -1]), memory)
 
 
 class RWKV5State(NamedTuple):

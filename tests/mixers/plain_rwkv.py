@@ -1,8 +1,8 @@
-"""RWKV-5's time mixer written out from its equations, one step at a time, for x [T, D]."""
+"""Time mixers of RWKV written out from their equations, one step at a time, for x [T, D]."""
 
 import numpy as np
 
-from tests.mixers.plain import heads, silu
+from tests.mixers.plain import heads, sigmoid, silu
 
 
 def rwkv5(params, x, *, num_heads):
@@ -27,3 +27,21 @@ def rwkv5(params, x, *, num_heads):
   y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
   y = y.reshape(len(x), -1) * params["norm_gain"] + params["norm_bias"]
   return (y * silu(projected("g"))) @ params["o_proj"]["kernel"]
+
+
+def rwkv4(params, x):
+  """The sums themselves, in float64: the keys of a test are not so large as to overflow them."""
+  before = np.concatenate([np.zeros((1, x.shape[1])), x[:-1]])
+
+  def projected(name):
+    mu = params[f"mu_{name}"]
+    return (mu * x + (1 - mu) * before) @ params[f"{name}_proj"]["kernel"]
+
+  r, k, v = (projected(name) for name in "rkv")
+  y = np.zeros_like(v)
+  for t in range(len(x)):
+    lag = t - 1 - np.arange(t)[:, None]
+    weights = np.exp(k[:t] - lag * np.exp(params["w"]))
+    now = np.exp(params["u"] + k[t])
+    y[t] = (np.sum(weights * v[:t], axis=0) + now * v[t]) / (np.sum(weights, axis=0) + now)
+  return (sigmoid(r) * y) @ params["o_proj"]["kernel"]

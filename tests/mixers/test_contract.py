@@ -57,6 +57,13 @@ def test_matches_its_equations(name):
 
 
 @every_mixer
+def test_bfloat16_is_within_a_few_roundings(name):
+  mixer, x = randomized(name, dtype=jnp.bfloat16), inputs(B, T).astype(jnp.bfloat16)
+  out, _ = apply(mixer, x)
+  assert relative_error(out, expected(name, mixer, x)) < 4 * 2**-8
+
+
+@every_mixer
 def test_no_output_depends_on_a_later_token(name):
   out, _ = whole(name)
   for t in (1, 11, T - 1):

@@ -1,4 +1,4 @@
-"""RWKV-5: its initial values, against numbers worked out by hand; its size; bad options."""
+"""RWKV-4 and RWKV-5: initial values, against numbers worked out by hand; sizes; bad options."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax.mixers import RWKV5
+from lnssm_jax.mixers import RWKV4, RWKV5
 from lnssm_jax.mixers.layers import group_norm
 from lnssm_jax.models import count_parameters
 from tests.mixers.plain_lnssm import split
@@ -77,3 +77,33 @@ def test_group_norm():
 def test_bad_options_are_named(options, message):
   with pytest.raises(ValueError, match=message):
     RWKV5(8, **options, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+  "layer, name, channel, value",
+  [
+    (0, "w", 0, -5.0),
+    (0, "w", 7, 3.0),
+    (0, "u", 0, np.log(0.3)),  # (0 + 1) mod 3 - 1
+    (3, "u", 1, np.log(0.3) + 0.5),
+    (3, "u", 2, np.log(0.3) - 0.5),
+    (0, "mu_r", 2, 0.5),  # power rho / 2
+    (0, "mu_k", 6, 0.75),  # rho = 1
+    (3, "mu_v", 2, 0.5 + 0.3 * 3 / 5),
+  ],
+)
+def test_initial_values_of_rwkv4(layer, name, channel, value):
+  params = split(RWKV4(8, layer=layer, num_layers=6, rngs=nnx.Rngs(0)))[1]
+  np.testing.assert_allclose(params[name][channel], value, rtol=1e-5)
+  for kernel in "rko":
+    np.testing.assert_array_equal(params[f"{kernel}_proj"]["kernel"], np.zeros((8, 8)))
+
+
+def test_rwkv4_is_counted_by_a_formula():
+  layer = jax.eval_shape(lambda: RWKV4(64, rngs=nnx.Rngs(0)))
+  assert count_parameters(layer) == 4 * 64**2 + 5 * 64
+
+
+def test_rwkv4_names_a_layer_that_does_not_exist():
+  with pytest.raises(ValueError, match=r"layer=2 must be .* num_layers=2"):
+    RWKV4(8, layer=2, num_layers=2, rngs=nnx.Rngs(0))

@@ -55,6 +55,7 @@ TINY = {
   "mamba2": Tiny(plain_mamba.mamba2, {"state_dim": 3, "head_dim": 4}, {"head_dim": 4}),
   "rg_lru": Tiny(plain_griffin.rg_lru, HEADS),
   "retnet": Tiny(plain_linear_attention.retnet, HEADS, HEADS),
+  "rwkv4": Tiny(plain_rwkv.rwkv4),
   "rwkv5": Tiny(plain_rwkv.rwkv5, HEADS, HEADS),
 }
 
