@@ -218,7 +218,7 @@ class RetNet(nnx.Module):
     segments = segment_index("RetNet", segment_ids, B, T)
     positions = steps_of(B, T, segments, position).position
     heads = lambda z: split_heads(z, self.num_heads)
-    # log1p: 1 - 2^(-5 - h) itself would round to 1 from the 20th head on.
+    # log1p: in float32, 1 - 2^(-5 - h) itself would be 1 from h = 20 on.
     log_decay = jnp.log1p(-(2.0 ** (-5.0 - jnp.arange(self.num_heads))))
     y, memory = linear_attention(
       rotary_embedding(heads(self.q_proj(x)), positions),

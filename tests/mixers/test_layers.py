@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lnssm_jax.mixers.layers import interpolate, rms_norm, token_shift
+from lnssm_jax.mixers.layers import (
+  interpolate,
+  merge_heads,
+  rms_norm,
+  silu_gate,
+  smooth_rms_norm,
+  split_heads,
+  token_shift,
+  unit_norm,
+)
 
 
 def test_token_shift_starts_from_the_given_token_and_from_zero():
@@ -52,3 +61,31 @@ def test_rms_norm_below_the_floor_is_linear():
 def test_rms_norm_has_a_gradient_at_zero():
   slope = jax.jacobian(lambda x: rms_norm(x, jnp.ones(3), eps=1e-8, floor=0.01))(jnp.zeros(3))
   np.testing.assert_allclose(slope, 100 * np.eye(3), rtol=1e-5)
+
+
+def test_norms_with_the_epsilon_under_the_root():
+  x = np.random.default_rng(0).normal(size=(3, 5))
+  gain = np.linspace(0.5, 2, 5)
+  got = smooth_rms_norm(jnp.float32(x), jnp.float32(gain), eps=0.5)
+  want = gain * x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 0.5)
+  np.testing.assert_allclose(got, want, rtol=2e-6)
+  want = x / np.sqrt(np.sum(x**2, axis=-1, keepdims=True) + 0.5)
+  np.testing.assert_allclose(unit_norm(jnp.float32(x), eps=0.5), want, rtol=2e-6)
+
+
+@pytest.mark.parametrize("norm, slope", [(smooth_rms_norm, 1e-5**-0.5), (unit_norm, 1e3)])
+def test_those_norms_have_a_gradient_at_zero(norm, slope):
+  np.testing.assert_allclose(jax.jacobian(norm)(jnp.zeros(3)), slope * np.eye(3), rtol=1e-5)
+
+
+def test_gates_and_norms_of_small_dtypes_are_float32():
+  x = jnp.full((1, 2), 3, jnp.bfloat16)
+  assert smooth_rms_norm(x).dtype == unit_norm(x).dtype == silu_gate(x, x).dtype == jnp.float32
+  np.testing.assert_allclose(silu_gate(x, x), np.full((1, 2), 9 / (1 + np.exp(-3))), rtol=1e-6)
+
+
+def test_heads_are_consecutive_channels():
+  x = jnp.arange(12.0).reshape(1, 2, 6)
+  heads = split_heads(x, 3)
+  np.testing.assert_array_equal(heads[0, 1], [[6, 7], [8, 9], [10, 11]])
+  np.testing.assert_array_equal(merge_heads(heads), x)

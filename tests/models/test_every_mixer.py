@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lnssm_jax.generate import generate
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel, count_parameters
 from tests.mixers.plain_lnssm import relative_error, split
@@ -82,3 +83,15 @@ def test_mixers_with_heads_need_their_number():
   with pytest.raises(ValueError, match="dim=8 is not a multiple of num_heads=3"):
     model("lnssm", num_heads=3)
   jax.eval_shape(lambda: model("mamba", num_heads=3))  # has no heads, so any number goes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", list(MIXERS))
+def test_prompts_padded_into_one_batch_are_continued_as_if_alone(mixer):
+  """Padding is a segment before the prompt; one prompt begins where a chunk does."""
+  lm, prompts = disturbed(model(mixer)), [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11]]
+  options = {"max_tokens": 5, "temperature": 0, "prefill_chunk": 4}
+  batch = generate(lm, prompts, **options)
+  for prompt, together in zip(prompts, batch, strict=True):
+    (alone,) = generate(lm, [prompt], **options)
+    np.testing.assert_array_equal(alone, together)
