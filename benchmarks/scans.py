@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import numerics
 from tests.ops import contract
 from tests.ops.scans import SCANS
 
@@ -30,11 +31,21 @@ WIDTHS = (16, 32, 64)  # of K and V, or D; lengths are measured at the first, wi
 FIELDS = ("scan", "form", "pass", "T", "width", "ms", "mib", "error", "limit")
 
 
-def case_of(name: str, length: int, width: int):
-  """The scan's case of the table of errors, in another width."""
-  case = SCANS[name].measured(length, "ordinary")
-  axes = {field.name for field in dataclasses.fields(case)} & {"D", "K", "V"}
-  return dataclasses.replace(case, **dict.fromkeys(axes, width))
+def cases_of(name: str, length: int, width: int):
+  """[(case, forms)]: the scan's case of the table of errors in another width.
+
+  Further cases of that table count if they have forms of their own, as taps beside exponentials.
+  """
+  scan, cases, seen = SCANS[name], [], set()
+  for case_of in (scan.measured, *scan.measured_too.values()):
+    case = case_of(length, "ordinary")
+    axes = {field.name for field in dataclasses.fields(case)} & {"D", "K", "V"}
+    case = dataclasses.replace(case, **dict.fromkeys(axes, width))
+    forms = numerics.forms(scan, case, scan.inputs(case))
+    if not seen.issuperset(forms):
+      cases.append((case, [*forms, "reference"]))
+      seen.update(forms)
+  return cases
 
 
 def milliseconds(program, inputs, budget=0.3) -> float:
@@ -57,15 +68,20 @@ def mebibytes(program) -> float:
 
 def measure(name: str, length: int, width: int) -> list[dict]:
   """The rows of one scan at one length and width."""
-  scan, case = SCANS[name], case_of(name, length, width)
-  forms = [*dict.fromkeys(check.implementation for check in scan.checks), "reference"]
+  cases = cases_of(name, length, width)
+  return [row for case, forms in cases for row in measure_case(name, case, forms, width)]
+
+
+def measure_case(name: str, case, forms: list[str], width: int) -> list[dict]:
+  """The rows of one case."""
+  scan, length, rows = SCANS[name], case.T, []
   call = lambda form: lambda x: scan.compared(*scan(case, x, implementation=form))
   inputs = {n: contract.round_to(x, jnp.float32) for n, x in scan.inputs(case).items()}
   with jax.enable_x64(True):
     exact = jax.tree.map(jnp.asarray, inputs)
     want = jax.tree.map(np.asarray, contract.values_and_gradients(call("reference"), exact))
   passed = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), inputs)
-  limit, rows = contract.tolerance(jnp.float32, length), []
+  limit = contract.tolerance(jnp.float32, length)
   for form in forms:
     programs = {
       "forward": (lambda x, f=form: {"values": call(f)(x)}),
@@ -76,20 +92,19 @@ def measure(name: str, length: int, width: int) -> list[dict]:
       got = program(passed)
       error = max(contract.named_errors(got, {key: want[key] for key in got}).values())
       right = error <= limit  # NaN is not
-      rows.append(
-        {
-          "scan": name,
-          "form": form,
-          "pass": direction,
-          "T": length,
-          "width": width,
-          "ms": f"{milliseconds(program, passed):.3f}" if right else "wrong",
-          "mib": f"{mebibytes(program):.2f}",
-          "error": f"{error:.1e}",
-          "limit": f"{limit:.1e}",
-        }
+      values = (
+        name,
+        f"{form} taps" if getattr(case, "kernel", "") == "taps" else form,
+        direction,
+        length,
+        width,
+        f"{milliseconds(program, passed):.3f}" if right else "wrong",
+        f"{mebibytes(program):.2f}",
+        f"{error:.1e}",
+        f"{limit:.1e}",
       )
-      print(*rows[-1].values(), file=sys.stderr)
+      rows.append(dict(zip(FIELDS, values, strict=True)))
+      print(*values, sep=",", file=sys.stderr)
   return rows
 
 
@@ -129,14 +144,20 @@ def main():
   parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
   parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS))
   parser.add_argument("--output", type=Path, default=Path("docs/scans.csv"))
+  parser.add_argument("--keep", action="store_true", help="keep the rows of scans not named")
   args = parser.parse_args()
   shapes = [(length, args.widths[0]) for length in args.lengths]
   shapes += [(args.lengths[0], width) for width in args.widths[1:]]
-  rows = [row for name in args.scans for shape in shapes for row in measure(name, *shape)]
-  with args.output.open("w", newline="") as file:
-    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+  rows = []
+  if args.keep and args.output.exists():
+    with args.output.open() as file:
+      rows = [row for row in csv.DictReader(file) if row["scan"] not in args.scans]
+  for name in args.scans:
+    rows += [row for shape in shapes for row in measure(name, *shape)]
+    with args.output.open("w", newline="") as file:  # at once: a later failure loses nothing
+      writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+      writer.writeheader()
+      writer.writerows(rows)
   print(summary(rows))
 
 
