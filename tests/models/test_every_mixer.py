@@ -42,7 +42,14 @@ def apply(model, tokens, state):
   return model(tokens, state)
 
 
-@pytest.mark.parametrize("mixer", list(MIXERS))
+# One of each family runs always; its siblings have the same kind of state and differ inside the
+# mixer, where tests/mixers tests all of them.
+SIBLINGS = ("gated_delta_net", "gla", "hgrn2", "longhorn_exact", "mamba", "rwkv5")
+
+
+@pytest.mark.parametrize(
+  "mixer", [pytest.param(m, marks=[pytest.mark.slow] * (m in SIBLINGS)) for m in MIXERS]
+)
 def test_a_model_decodes_and_has_gradients(mixer):
   lm = disturbed(mixer)
   logits, last = apply(lm, TOKENS, lm.init_state(B))
