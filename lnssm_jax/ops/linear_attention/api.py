@@ -36,18 +36,18 @@ def linear_attention(
 ) -> tuple[jax.Array, LinearAttentionState]:
   r"""Attention without softmax, in time linear in T, with decay of keys, values or both.
 
-      S_t = diag(a_t) S_{t-1} diag(c_t) + k_t v_t^T        a = exp(log_decay), c =
-      exp(value_log_decay) out_t = scale * S_t^T q_t                                       without
-      `bonus` out_t = scale * (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t         with `bonus`: read
-      before the update
+      S_t = diag(a_t) S_{t-1} diag(c_t) + k_t v_t^T            a = exp(log_decay)
+                                                               c = exp(value_log_decay)
+      out_t = scale * S_t^T q_t                                without `bonus`
+      out_t = scale * (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t  with `bonus`: read before the update
 
   With `normalize`, out_t is divided by q_t^T z_t, where z is the same recurrence for v = 1 and is
   read the same way.
 
   The rank of `log_decay` says what it means: `[H]` one constant per head (RetNet), `[H, K]` one
-  constant per key channel (LNSSM, RWKV-5), `[B, T, H]` one per step and head (Mamba-2), `[B, T, H,
-  K]` one per step and key channel (GLA, RWKV-6). Any value from 0 down to -inf is exact to the
-  dtype: no difference of decays is exponentiated that is above zero. None means no decay.
+  constant per key channel (LNSSM, RWKV-5), `[B, T, H]` one per step and head (Mamba-2),
+  `[B, T, H, K]` one per step and key channel (GLA, RWKV-6). Any value from 0 down to -inf is exact
+  to the dtype: no difference of decays is exponentiated that is above zero. None means no decay.
 
   States, decays, sums and denominators are float32 (float64 if an input is) whatever the dtype of
   q, k, v; `out` has the dtype of `v`. Cutting a sequence anywhere and passing the state on gives
@@ -70,8 +70,7 @@ def linear_attention(
 
   Raises:
     ValueError: shapes or dtypes do not agree, or `normalize` together with `value_log_decay`, for
-    which no
-      denominator is defined; the message names the argument.
+      which no denominator is defined; the message names the argument.
     NotImplementedError: the named implementation cannot run these arguments.
 
   Sources: linear attention, Katharopoulos et al. 2020; per-channel decay, GLA (Yang et al. 2024),

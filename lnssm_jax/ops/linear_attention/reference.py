@@ -2,8 +2,8 @@
 
 Both take the arguments that `api.py` has checked:
   q, k [B, T, H, K]; v [B, T, H, V]; log_decay broadcastable to [B, T, H, K]; value_log_decay
-  broadcastable to [B, T, H, V] or None; bonus [H, K] or None; state with both fields; segments [B,
-  T] int32 counting from 0, or None.
+  broadcastable to [B, T, H, V] or None; bonus [H, K] or None; state with both fields;
+  segments [B, T] int32 counting from 0, or None.
 """
 
 import jax

@@ -50,9 +50,9 @@ def sparse_state_attention(
   with a = exp(log_decay). Heads share the selection. A k or v with an axis S has its own key or
   value for each selected partition, in the order of `indices`.
 
-  The rank of `log_decay` says what it means, as in `linear_attention`: `[H]`, `[H, K]`, `[B, T,
-  H]`; and at rank 4 the rank of k decides, since `[B, T, H, K]` and `[B, T, S, H]` cannot be told
-  apart otherwise:
+  The rank of `log_decay` says what it means, as in `linear_attention`: `[H]`, `[H, K]`,
+  `[B, T, H]`; and at rank 4 the rank of k decides, since `[B, T, H, K]` and `[B, T, S, H]` cannot
+  be told apart otherwise:
 
       k [B, T, H, K]:     [B, T, H, K]
       k [B, T, S, H, K]:  [B, T, S, H] or [B, T, S, H, K], one per selected partition
