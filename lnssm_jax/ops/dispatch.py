@@ -9,12 +9,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
+def _no_obstacle(*args, **kwargs) -> str | None:
+  del args, kwargs
+  return None
+
+
 class Implementation(NamedTuple):
   """One way to compute a scan."""
 
   name: str
   run: Callable[..., Any]
-  obstacle: Callable[..., str | None]  # called like `run`; why the arguments cannot run, or None
+  # Called like `run`: why the arguments cannot run, or None. By default they always can.
+  obstacle: Callable[..., str | None] = _no_obstacle
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {}

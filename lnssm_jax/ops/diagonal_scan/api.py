@@ -116,14 +116,10 @@ def _checked(decay, x, *, reverse=False, initial_state=None, segment_ids=None, c
   return args, {"reverse": bool(reverse), "out_dtype": out_dtype, "chunk_size": chunk_size}
 
 
-def _always(*args, **kwargs):
-  del args, kwargs
-
-
 dispatch.register(
   _NAME,
   _checked,
-  dispatch.Implementation("chunked", xla.chunked, _always),
-  dispatch.Implementation("associative", xla.associative, _always),
-  dispatch.Implementation("reference", reference.reference, _always),
+  dispatch.Implementation("chunked", xla.chunked),
+  dispatch.Implementation("associative", xla.associative),
+  dispatch.Implementation("reference", reference.reference),
 )

@@ -136,10 +136,6 @@ def _checked(x, kernel, *, initial_state=None, segment_ids=None, chunk_size=None
   return args, {"acc": acc, "chunk_size": chunk_size}
 
 
-def _always(*args, **kwargs):
-  del args, kwargs
-
-
 def _needs_taps(x, kernel, *args, **kwargs):
   if isinstance(kernel, ExponentialKernel):
     return "kernel is an ExponentialKernel; pass exponential_kernel_taps(kernel, length)."
@@ -158,6 +154,6 @@ dispatch.register(
   dispatch.Implementation("fft", fft.fft, _needs_taps),
   dispatch.Implementation("blocks", fft.blocks, _needs_taps),
   dispatch.Implementation("chunked", recurrent.chunked, _needs_exponentials),
-  dispatch.Implementation("reference", reference.reference, _always),
+  dispatch.Implementation("reference", reference.reference),
   dispatch.Implementation("associative", recurrent.associative, _needs_exponentials),
 )

@@ -282,14 +282,10 @@ def _unless_gather(*args, method, **kwargs):
   return None
 
 
-def _always(*args, **kwargs):
-  del args, kwargs
-
-
 dispatch.register(
   _NAME,
   _checked,
   dispatch.Implementation("chunked", functools.partial(_run, "chunked"), _unless_gather),
-  dispatch.Implementation("reference", functools.partial(_run, "reference"), _always),
+  dispatch.Implementation("reference", functools.partial(_run, "reference")),
   dispatch.Implementation("associative", functools.partial(_run, "associative"), _unless_gather),
 )

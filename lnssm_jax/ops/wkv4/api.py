@@ -103,14 +103,10 @@ def _checked(k, v, decay_rate, bonus, *, initial_state=None, segment_ids=None, c
   return args, {"chunk_size": chunk_size}
 
 
-def _always(*args, **kwargs):
-  del args, kwargs
-
-
 dispatch.register(
   _NAME,
   _checked,
-  dispatch.Implementation("chunked", xla.chunked, _always),
-  dispatch.Implementation("reference", reference.reference, _always),
-  dispatch.Implementation("associative", xla.associative, _always),
+  dispatch.Implementation("chunked", xla.chunked),
+  dispatch.Implementation("reference", reference.reference),
+  dispatch.Implementation("associative", xla.associative),
 )
