@@ -11,7 +11,7 @@ from lnssm_jax.mixers.checks import check_call, check_heads, check_positive
 from lnssm_jax.mixers.layers import linear, merge_heads, split_heads, wide
 from lnssm_jax.mixers.short_convolution import ShortConvolution
 from lnssm_jax.ops import DiagonalState, diagonal_scan
-from lnssm_jax.ops.checks import segment_index
+from lnssm_jax.ops.checks import first_of_segment, segment_index
 
 _EXPONENT = 8.0  # c of the paper: the decay is a^(c r)
 _STEEPEST_ROOT = 1000.0  # the largest derivative that the square root of 1 - a^2 passes back
@@ -147,8 +147,7 @@ def _first_tokens(started: jax.Array, length: int, segment_ids) -> jax.Array:
   segments = segment_index("RGLRU", segment_ids, len(started), length)
   if segments is None:
     segments = jnp.zeros((len(started), length), jnp.int32)
-  changes = segments[:, 1:] != segments[:, :-1]
-  return jnp.concatenate([(started == 0)[:, None], changes], axis=1)
+  return jnp.concatenate([(started == 0)[:, None], first_of_segment(segments)[:, 1:]], axis=1)
 
 
 @jax.custom_jvp

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.checks import accumulation_dtype, first_of_segment
 
 
 def token_shift(
@@ -22,8 +22,7 @@ def token_shift(
   shifted = jnp.concatenate([previous.astype(x.dtype)[:, None], x[:, :-1]], axis=1)
   if segment_ids is None:
     return shifted
-  segment_ids = jnp.asarray(segment_ids)
-  starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))  # [B, T]
+  starts = first_of_segment(jnp.asarray(segment_ids))
   return jnp.where(starts[..., None], jnp.zeros_like(shifted), shifted)
 
 

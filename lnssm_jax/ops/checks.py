@@ -41,9 +41,18 @@ def segment_index(scan: str, segment_ids, batch: int, length: int) -> jax.Array 
     raise ValueError(
       f"{scan}: segment_ids has dtype {jnp.result_type(segment_ids)}; it must be integer."
     )
-  segment_ids = jnp.asarray(segment_ids)
-  changes = segment_ids[:, 1:] != segment_ids[:, :-1]
-  return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+  return jnp.cumsum(first_of_segment(jnp.asarray(segment_ids)), axis=1, dtype=jnp.int32)
+
+
+def first_of_segment(segments: jax.Array | None, *, reverse: bool = False) -> jax.Array | None:
+  """[B, T]: whether a step begins a segment; step 0 does not, it continues the initial state.
+
+  With `reverse` time runs backwards: true at the last step of every segment but the last.
+  """
+  if segments is None:
+    return None
+  changes = segments[:, 1:] != segments[:, :-1]
+  return jnp.pad(changes, ((0, 0), (0, 1) if reverse else (1, 0)))
 
 
 def vary_alike(tree):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.checks import vary_alike
+from lnssm_jax.ops.checks import first_of_segment, vary_alike
 
 DEFAULT_CHUNK_SIZE = 64
 
@@ -49,13 +49,6 @@ def check_chunk_size(scan_name: str, chunk_size: int | None):
   """Raises `ValueError` unless `chunk_size` is a power of two or None."""
   if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
     raise ValueError(f"{scan_name}: chunk_size={chunk_size} must be a power of two, such as 64.")
-
-
-def first_of_segment(segments: jax.Array | None) -> jax.Array | None:
-  """[B, T]: whether a step begins a segment; step 0 does not, it continues the initial state."""
-  if segments is None:
-    return None
-  return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
 
 
 def scan(

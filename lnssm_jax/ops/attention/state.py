@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.checks import check_shape, segment_index
+from lnssm_jax.ops.checks import check_shape, first_of_segment, segment_index
 
 _NAME = "attention"
 
@@ -106,7 +106,7 @@ def steps_of(batch: int, length: int, segments, before) -> Steps:
   before = 0 if before is None else before[:, None]
   if segments is None:
     return Steps(index + before, jnp.zeros_like(index))
-  first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+  first = first_of_segment(segments)
   start = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
   return Steps(index - start + jnp.where(segments == 0, before, 0), segments)
 

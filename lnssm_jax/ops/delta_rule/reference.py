@@ -8,7 +8,7 @@ Takes the arguments that `api.py` has checked:
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.checks import accumulation_dtype, first_of_segment
 from lnssm_jax.ops.delta_rule.state import DeltaRuleState
 
 
@@ -16,9 +16,7 @@ def reference(q, k, v, beta, log_decay, erase_key, state, segments, *, scale, ch
   """A `lax.scan` over time. The oracle: run it in float64."""
   del chunk_size
   acc = accumulation_dtype(q, k, v)
-  first = jnp.zeros(q.shape[:2], bool)
-  if segments is not None:
-    first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+  first = jnp.zeros(q.shape[:2], bool) if segments is None else first_of_segment(segments)
 
   def step(kv, inputs):
     q_t, k_t, erase_t, v_t, beta_t, a_t, first_t = inputs

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops import dispatch
-from lnssm_jax.ops.checks import check_shape, segment_index, vary_alike
+from lnssm_jax.ops.checks import check_shape, first_of_segment, segment_index, vary_alike
 from lnssm_jax.ops.diagonal_scan import reference, xla
 from lnssm_jax.ops.diagonal_scan.state import DiagonalState
 
@@ -109,8 +109,7 @@ def _checked(decay, x, *, reverse=False, initial_state=None, segment_ids=None, c
   if segments is not None:
     # The step of each segment that the scan meets first forgets; that of the first segment does
     # not.
-    changes = segments[:, 1:] != segments[:, :-1]
-    keep = ~jnp.pad(changes, ((0, 0), (0, 1) if reverse else (1, 0)))[..., None]
+    keep = ~first_of_segment(segments, reverse=reverse)[..., None]
   args = vary_alike((decay, x, state, keep))
   out_dtype = sums if jnp.issubdtype(sums, jnp.complexfloating) else x.dtype
   return args, {"reverse": bool(reverse), "out_dtype": out_dtype, "chunk_size": chunk_size}

@@ -9,7 +9,7 @@ Both take the arguments that `api.py` has checked:
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.checks import accumulation_dtype, first_of_segment
 from lnssm_jax.ops.decays import decayed
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 
@@ -107,8 +107,5 @@ def _decays(log_decay, value_log_decay, key_shape, value_shape, dtype):
 
 def _keep(segments, key_shape, dtype):
   """[B, T, 1, 1]: 0 at the first step of every segment but the first, else 1."""
-  batch, length = key_shape[:2]
-  if segments is None:
-    return jnp.ones((batch, length, 1, 1), dtype)
-  first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-  return 1 - first.astype(dtype)[:, :, None, None]
+  keep = jnp.ones(key_shape[:2], bool) if segments is None else ~first_of_segment(segments)
+  return keep.astype(dtype)[:, :, None, None]

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.checks import vary_alike
+from lnssm_jax.ops.checks import first_of_segment, vary_alike
 from lnssm_jax.ops.long_convolution.state import (
   ExponentialKernel,
   ExponentialState,
@@ -20,9 +20,7 @@ def reference(x, kernel, state, segments, *, acc, chunk_size=None):
   """
   del chunk_size
   batch, _, width = x.shape
-  keep = jnp.ones(x.shape[:2], bool)
-  if segments is not None:
-    keep = keep.at[:, 1:].set(segments[:, 1:] == segments[:, :-1])
+  keep = jnp.ones(x.shape[:2], bool) if segments is None else ~first_of_segment(segments)
   by_time = jnp.moveaxis(x, 1, 0).astype(acc), keep.T[:, :, None, None]
 
   if isinstance(kernel, ExponentialKernel):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.diagonal_chunks import first_of_segment
+from lnssm_jax.ops.checks import first_of_segment
 from lnssm_jax.ops.longhorn_scan.state import LonghornState
 
 

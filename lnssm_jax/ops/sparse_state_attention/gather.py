@@ -11,7 +11,7 @@ checked:
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.checks import accumulation_dtype, first_of_segment
 from lnssm_jax.ops.decays import decayed
 from lnssm_jax.ops.sparse_state_attention.state import SparseState
 
@@ -41,10 +41,8 @@ def gather(q, k, v, indices, write, read, log_decay, state, segments, *, scale):
   if T == 1:
     kv, out = step(state.kv, (*(x[:, 0] for x in by_step), None))
     return out[:, None], SparseState(kv)
-  begins = None
-  if segments is not None:
-    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0))).T
-  kv, out = jax.lax.scan(step, state.kv, (*(jnp.moveaxis(x, 1, 0) for x in by_step), begins))
+  arrays = (*by_step, first_of_segment(segments))
+  kv, out = jax.lax.scan(step, state.kv, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays))
   return jnp.moveaxis(out, 0, 1), SparseState(kv)
 
 

@@ -8,6 +8,7 @@ from lnssm_jax.ops.checks import (
   accumulation_dtype,
   check_floating,
   check_shape,
+  first_of_segment,
   segment_index,
   vary_alike,
 )
@@ -95,10 +96,7 @@ def _checked(k, v, decay_rate, bonus, *, initial_state=None, segment_ids=None, c
       check_shape(_NAME, f"initial_state.{name}", x, (B, D), "[B, D]")
     state = WKV4State(*(jnp.asarray(x, acc) for x in initial_state))
   segments = segment_index(_NAME, segment_ids, B, T)
-  keep = None
-  if segments is not None:
-    keep = jnp.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    keep = keep[..., None]
+  keep = None if segments is None else ~first_of_segment(segments)[..., None]
   args = vary_alike((k, v, decay_rate, bonus, state, keep))
   return args, {"chunk_size": chunk_size}
 
