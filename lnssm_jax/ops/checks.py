@@ -1,5 +1,7 @@
 """Checks of arguments at the public boundary, and what every scan does with segments and dtypes."""
 
+import numbers
+
 import jax
 import jax.numpy as jnp
 
@@ -22,6 +24,18 @@ def check_floating(scan: str, name: str, array):
       f"{scan}: {name} has dtype {jnp.result_type(array)}; it must be floating point "
       f"(cast it, e.g. {name}.astype(jnp.float32))."
     )
+
+
+def check_scale(scan: str, scale: float):
+  """Raises `ValueError` unless `scale` is a Python number."""
+  if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+    raise ValueError(f"{scan}: scale={scale!r} must be a Python number; multiply q for an array.")
+
+
+def check_chunk_size(scan: str, chunk_size: int | None):
+  """Raises `ValueError` unless `chunk_size` is a power of two or None."""
+  if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
+    raise ValueError(f"{scan}: chunk_size={chunk_size} must be a power of two, such as 64.")
 
 
 def accumulation_dtype(*arrays) -> jnp.dtype:

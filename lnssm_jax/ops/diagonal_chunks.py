@@ -45,12 +45,6 @@ def widen(*arrays):
   return tuple(x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays)
 
 
-def check_chunk_size(scan_name: str, chunk_size: int | None):
-  """Raises `ValueError` unless `chunk_size` is a power of two or None."""
-  if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
-    raise ValueError(f"{scan_name}: chunk_size={chunk_size} must be a power of two, such as 64.")
-
-
 def scan(
   recurrence: Recurrence,
   steps: Tree,  # arrays [B, T, ...]

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from lnssm_jax.ops import dispatch
 from lnssm_jax.ops.attention import fused, reference, xla
 from lnssm_jax.ops.attention.state import AttentionState, Rule, advance, steps_of
-from lnssm_jax.ops.checks import check_floating, check_shape, segment_index, vary_alike
+from lnssm_jax.ops.checks import (
+  check_floating,
+  check_scale,
+  check_shape,
+  segment_index,
+  vary_alike,
+)
 
 _NAME = "attention"
 
@@ -131,8 +137,8 @@ def _checked(
     raise ValueError(f"{_NAME}: window={window} and block={block} exclude each other; set one.")
   if not isinstance(causal, bool):
     raise ValueError(f"{_NAME}: causal={causal!r} must be True or False.")
-  if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
-    raise ValueError(f"{_NAME}: scale={scale!r} must be a Python number; multiply q for an array.")
+  if scale is not None:
+    check_scale(_NAME, scale)
 
   state = None
   if initial_state is not None:

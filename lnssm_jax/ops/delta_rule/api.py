@@ -1,14 +1,14 @@
 """The public function: its promises, the checks of its arguments, the choice of implementation."""
 
-import numbers
-
 import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops import dispatch
 from lnssm_jax.ops.checks import (
   accumulation_dtype,
+  check_chunk_size,
   check_floating,
+  check_scale,
   check_shape,
   segment_index,
   vary_alike,
@@ -133,10 +133,8 @@ def _checked(
     check_floating(_NAME, "erase_key", erase_key)
     check_shape(_NAME, "erase_key", erase_key, (B, T, H, K), "the shape of k, [B, T, H, K]")
     erase_key = jnp.asarray(erase_key)
-  if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-    raise ValueError(f"{_NAME}: scale={scale!r} must be a Python number; multiply q for an array.")
-  if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
-    raise ValueError(f"{_NAME}: chunk_size={chunk_size} must be a power of two, such as 64.")
+  check_scale(_NAME, scale)
+  check_chunk_size(_NAME, chunk_size)
 
   kv = jnp.zeros((B, H, K, V), acc)
   if initial_state is not None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from lnssm_jax.ops import dispatch
 from lnssm_jax.ops.checks import (
   accumulation_dtype,
+  check_chunk_size,
   check_floating,
   check_shape,
   segment_index,
@@ -95,8 +96,7 @@ def _checked(x, kernel, *, initial_state=None, segment_ids=None, chunk_size=None
   B, T, D = x.shape
   if 0 in (T, D):
     raise ValueError(f"{_NAME}: x {x.shape} has an empty axis; T >= 1 and D >= 1 are needed.")
-  if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
-    raise ValueError(f"{_NAME}: chunk_size={chunk_size} must be a power of two, such as 64.")
+  check_chunk_size(_NAME, chunk_size)
   if isinstance(kernel, ExponentialKernel):
     kernel = checked_exponential_kernel(_NAME, kernel, D, x)
     acc = jnp.finfo(kernel.log_pole.dtype).dtype

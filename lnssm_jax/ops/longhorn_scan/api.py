@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from lnssm_jax.ops import dispatch
 from lnssm_jax.ops.checks import (
   accumulation_dtype,
+  check_chunk_size,
   check_floating,
   check_shape,
   segment_index,
   vary_alike,
 )
-from lnssm_jax.ops.diagonal_chunks import check_chunk_size
 from lnssm_jax.ops.longhorn_scan import reference, xla
 from lnssm_jax.ops.longhorn_scan.state import LonghornState
 

@@ -10,7 +10,9 @@ import numpy as np
 from lnssm_jax.ops import dispatch
 from lnssm_jax.ops.checks import (
   accumulation_dtype,
+  check_chunk_size,
   check_floating,
+  check_scale,
   check_shape,
   segment_index,
   vary_alike,
@@ -162,10 +164,8 @@ def _checked(
     )
   for name in ("gates", "read_gates"):
     check_shape(_NAME, name, floating[name], (B, T, S), "the shape of indices, [B, T, S]")
-  if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-    raise ValueError(f"{_NAME}: scale={scale!r} must be a Python number; multiply q for an array.")
-  if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
-    raise ValueError(f"{_NAME}: chunk_size={chunk_size} must be a power of two, such as 64.")
+  check_scale(_NAME, scale)
+  check_chunk_size(_NAME, chunk_size)
   if method not in (None, *_METHODS):
     names = ", ".join(repr(name) for name in _METHODS)
     raise ValueError(f"{_NAME}: method={method!r} is unknown; use one of {names}, or None.")
