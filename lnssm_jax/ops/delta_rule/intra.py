@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.chunks import Segments
 from lnssm_jax.ops.decays import decayed
 from lnssm_jax.ops.products import product
 
@@ -22,14 +23,6 @@ class Chunks(NamedTuple):
   v: jax.Array  # [N, B, H, C, V]
   beta: jax.Array  # [N, B, H, C, 1 or V], float32
   log_decay: jax.Array  # [N, B, H, C], float32
-
-
-class Segments(NamedTuple):
-  """Which segment each step, and each border between chunks, belongs to."""
-
-  step: jax.Array  # [N, B, 1, C]
-  entering: jax.Array  # [N, B, 1, 1]: that of the state that enters the chunk
-  leaving: jax.Array  # [N, B, 1, 1]: that of the chunk's last step
 
 
 class Updates(NamedTuple):

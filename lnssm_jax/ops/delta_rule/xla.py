@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.chunks import chunk, join, next_power_of_two, split_segments
 from lnssm_jax.ops.decays import decayed
 from lnssm_jax.ops.delta_rule import intra
 from lnssm_jax.ops.delta_rule.solve import solve, transposed_solve
@@ -42,7 +43,7 @@ class _Inputs(NamedTuple):
 def chunked(q, k, v, beta, log_decay, erase_key, state, segments, *, scale, chunk_size=None):
   """The chunked form; arguments as in `reference.py`."""
   default = DEFAULT_CHUNK_SIZE if beta.shape[-1] == 1 else DEFAULT_CHUNK_SIZE_PER_COLUMN
-  chunk_size = min(chunk_size or default, _next_power_of_two(q.shape[1]))
+  chunk_size = min(chunk_size or default, next_power_of_two(q.shape[1]))
   out, kv = _scan(
     scale, chunk_size, _Inputs(q, k, erase_key, v, beta, log_decay, state.kv), segments
   )
@@ -57,11 +58,11 @@ def _scan(scale, chunk_size, inputs, segments):
 def _forward(scale, chunk_size, inputs, segments):
   """Returns (out, final state) and what the backward pass keeps."""
   chunks = _split(inputs, chunk_size)
-  borders = _split_segments(segments, chunk_size)
+  borders = split_segments(segments, chunk_size)
   dtype = inputs.v.dtype
   final, entering, corrections = _carry_states(intra.updates(chunks, borders), inputs.kv, dtype)
   out = intra.outputs(intra.reads(chunks, borders), entering, corrections, dtype)
-  out = (scale * _join(out, inputs.q.shape[1])).astype(dtype)
+  out = (scale * join(out, inputs.q.shape[1])).astype(dtype)
   return (out, final), (inputs, segments, entering)
 
 
@@ -71,7 +72,7 @@ def _backward(scale, chunk_size, kept, cotangents):
   d_out, d_final = cotangents
   dtype = inputs.v.dtype
   chunks, split_vjp = jax.vjp(lambda inputs: _split(inputs, chunk_size), inputs)
-  borders = _split_segments(segments, chunk_size)
+  borders = split_segments(segments, chunk_size)
   update, updates_vjp = jax.vjp(lambda chunks: intra.updates(chunks, borders), chunks)
   corrections, corrections_vjp = jax.vjp(lambda u: _corrections(u, entering, dtype), update)
 
@@ -79,7 +80,7 @@ def _backward(scale, chunk_size, kept, cotangents):
     return intra.outputs(intra.reads(chunks, borders), state, corrections, dtype)
 
   _, outputs_vjp = jax.vjp(outputs, chunks, entering, corrections)
-  d_out = scale * _chunk(d_out.astype(accumulation_dtype(inputs.q, inputs.k, inputs.v)), chunk_size)
+  d_out = scale * chunk(d_out.astype(accumulation_dtype(inputs.q, inputs.k, inputs.v)), chunk_size)
   d_chunks, d_entering, d_corrections = outputs_vjp(d_out)
   d_initial, leaving, d_corrections = _carry_adjoints(
     update, d_entering, d_corrections, d_final, dtype
@@ -148,34 +149,6 @@ def _carry_adjoints(update: intra.Updates, d_entering, d_corrections, d_final, d
 
 
 def _split(inputs: _Inputs, size: int) -> intra.Chunks:
+  """The steps after the last are zeros: beta = 0 leaves the state."""
   *arrays, log_decay, _ = inputs
-  return intra.Chunks(
-    *(_chunk(x, size) for x in arrays), _chunk(log_decay[..., None], size)[..., 0]
-  )
-
-
-def _chunk(x, size):
-  """[B, T, H, X] -> [N, B, H, C, X], zeros after the last step: beta = 0 leaves the state."""
-  B, T, H, X = x.shape
-  x = jnp.pad(x, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
-  return x.reshape(B, -1, size, H, X).transpose(1, 0, 3, 2, 4)
-
-
-def _split_segments(segments, size):
-  if segments is None:
-    return None
-  step = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % size)), mode="edge")
-  step = step.reshape(segments.shape[0], -1, size).transpose(1, 0, 2)[:, :, None]
-  leaving = step[..., -1:]
-  entering = jnp.concatenate([jnp.zeros_like(leaving[:1]), leaving[:-1]])
-  return intra.Segments(step, entering, leaving)
-
-
-def _join(x, length):
-  """[N, B, H, C, X] -> [B, T, H, X]."""
-  N, B, H, C, X = x.shape
-  return x.transpose(1, 0, 3, 2, 4).reshape(B, N * C, H, X)[:, :length]
-
-
-def _next_power_of_two(n):
-  return 1 << (n - 1).bit_length()
+  return intra.Chunks(*(chunk(x, size) for x in arrays), chunk(log_decay[..., None], size)[..., 0])

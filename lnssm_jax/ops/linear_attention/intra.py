@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.chunks import Segments
 from lnssm_jax.ops.decays import decayed
 from lnssm_jax.ops.products import product
 
@@ -31,14 +32,6 @@ class Chunks(NamedTuple):
   log_decay: jax.Array  # [N|1, B|1, H|1, C, K|1]
   value_log_decay: jax.Array | None  # [N|1, B|1, H, C, V]
   bonus: jax.Array | None  # [H, 1, K]
-
-
-class Segments(NamedTuple):
-  """Which segment each step, and each border between chunks, belongs to."""
-
-  step: jax.Array  # [N, B, 1, C]
-  entering: jax.Array  # [N, B, 1, 1]: that of the state that enters the chunk
-  leaving: jax.Array  # [N, B, 1, 1]: that of the chunk's last step
 
 
 class State(NamedTuple):

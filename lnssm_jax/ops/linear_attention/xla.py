@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.chunks import chunk, join, next_power_of_two, split_segments
 from lnssm_jax.ops.linear_attention import intra
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 
@@ -51,7 +52,7 @@ def chunked(
   q, k, v, log_decay, value_log_decay, bonus, state, segments, *, normalize, scale, chunk_size=None
 ):
   """The chunked form; arguments as in `reference.py`."""
-  chunk_size = min(chunk_size or DEFAULT_CHUNK_SIZE, _next_power_of_two(q.shape[1]))
+  chunk_size = min(chunk_size or DEFAULT_CHUNK_SIZE, next_power_of_two(q.shape[1]))
   state = state if normalize else state._replace(key_sum=None)
   inputs = _Inputs(q, k, v, log_decay, value_log_decay, bonus, state)
   return _scan(_Static(normalize, scale, chunk_size), inputs, segments)
@@ -65,14 +66,14 @@ def _scan(static, inputs, segments):
 def _forward(static, inputs, segments):
   """Returns (out, final state) and what the backward pass keeps."""
   chunks = _split(inputs, static.chunk_size)
-  borders = _split_segments(segments, static.chunk_size)
+  borders = split_segments(segments, static.chunk_size)
   summary = intra.summarize(chunks, borders, static.normalize)
   final, entering = _carry_states(summary, inputs.state)
   out, denominator = intra.outputs(chunks, borders, entering, static.normalize)
   length = inputs.q.shape[1]
-  out = static.scale * _join(out, length)
+  out = static.scale * join(out, length)
   if static.normalize:
-    denominator = _join(denominator[..., None], length)
+    denominator = join(denominator[..., None], length)
     out = out / denominator
   out = out.astype(inputs.v.dtype)
   return (out, final), (inputs, segments, entering, out, denominator)
@@ -88,12 +89,12 @@ def _backward(static, kept, cotangents):
     # y = scale n / D: dn = scale dy / D, dD = -(dy . y) / D. Before padding: no padded row may
     # divide by its zero.
     d_denominator = -jnp.sum(d_out * out.astype(acc), axis=-1, keepdims=True) / denominator
-    d_denominator = _chunk(d_denominator, static.chunk_size)[..., 0]
+    d_denominator = chunk(d_denominator, static.chunk_size)[..., 0]
     d_out = d_out / denominator
-  d_out = static.scale * _chunk(d_out, static.chunk_size)
+  d_out = static.scale * chunk(d_out, static.chunk_size)
 
   chunks, split_vjp = jax.vjp(lambda inputs: _split(inputs, static.chunk_size), inputs)
-  borders = _split_segments(segments, static.chunk_size)
+  borders = split_segments(segments, static.chunk_size)
   _, outputs_vjp = jax.vjp(
     lambda *args: intra.outputs(args[0], borders, args[1], static.normalize), chunks, entering
   )
@@ -160,22 +161,15 @@ def _split(inputs: _Inputs, size: int) -> intra.Chunks:
   length = inputs.q.shape[1]
   bonus = inputs.bonus
   return intra.Chunks(
-    *(_chunk(x, size) for x in (inputs.q, inputs.k, inputs.v)),
+    *(chunk(x, size) for x in (inputs.q, inputs.k, inputs.v)),
     _chunk_decay(inputs.log_decay, length, size),
     _chunk_decay(inputs.value_log_decay, length, size),
     None if bonus is None else bonus.astype(inputs.log_decay.dtype)[:, None, :],
   )
 
 
-def _chunk(x, size):
-  """[B, T, H, X] -> [N, B, H, C, X], zeros after the last step."""
-  B, T, H, X = x.shape
-  x = jnp.pad(x, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
-  return x.reshape(B, -1, size, H, X).transpose(1, 0, 3, 2, 4)
-
-
 def _chunk_decay(decay, length, size):
-  """Like `_chunk`, keeping axes of size 1; a constant decay spans the steps of one chunk only."""
+  """Like `chunk`, keeping axes of size 1; a constant decay spans the steps of one chunk only."""
   if decay is None:
     return None
   B, T, H, X = decay.shape
@@ -183,24 +177,4 @@ def _chunk_decay(decay, length, size):
     return jnp.broadcast_to(decay.transpose(1, 0, 2, 3)[:, :, :, None], (1, B, H, size, X))
   # The steps after the last must not decay the final state, so the last chunk differs from the
   # others.
-  return _chunk(jnp.broadcast_to(decay, (B, length, H, X)), size)
-
-
-def _split_segments(segments, size):
-  if segments is None:
-    return None
-  step = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % size)), mode="edge")
-  step = step.reshape(segments.shape[0], -1, size).transpose(1, 0, 2)[:, :, None]
-  leaving = step[..., -1:]
-  entering = jnp.concatenate([jnp.zeros_like(leaving[:1]), leaving[:-1]])
-  return intra.Segments(step, entering, leaving)
-
-
-def _join(x, length):
-  """[N, B, H, C, X] -> [B, T, H, X]."""
-  N, B, H, C, X = x.shape
-  return x.transpose(1, 0, 3, 2, 4).reshape(B, N * C, H, X)[:, :length]
-
-
-def _next_power_of_two(n):
-  return 1 << (n - 1).bit_length()
+  return chunk(jnp.broadcast_to(decay, (B, length, H, X)), size)
