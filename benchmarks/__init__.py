@@ -1,1 +1,1 @@
-"""Measurements. Each module is a command: `python -m benchmarks.NAME --help`."""
+"""Measurements. Each module but `csv_rows` is a command: `python -m benchmarks.NAME --help`."""

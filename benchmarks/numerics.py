@@ -9,7 +9,6 @@ to the dtype. Needs matplotlib (`pip install -e .[plots]`).
 """
 
 import argparse
-import csv
 import importlib.util
 import multiprocessing
 import sys
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import csv_rows
 from tests.ops import contract
 from tests.ops.scans import SCANS
 
@@ -180,29 +180,20 @@ def main():
   args = parser.parse_args()
   if importlib.util.find_spec("matplotlib") is None:
     parser.error("matplotlib is missing; install it with: pip install -e .[plots]")
-  table, rows = Path(f"{args.output}.csv"), []
-  if args.keep and table.exists():
-    with table.open() as file:
-      rows = [row for row in csv.DictReader(file) if row["scan"] not in args.scans]
+  table = Path(f"{args.output}.csv")
+  rows = csv_rows.read(table, without=args.scans) if args.keep else []
   context = multiprocessing.get_context("spawn")
   with futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
     tasks = [pool.submit(measure, name, args.lengths) for name in args.scans]
     for task in futures.as_completed(tasks):
       rows = sorted(rows + task.result(), key=lambda row: list(SCANS).index(row["scan"]))
-      write(rows, table)  # at once: what is measured is not lost if a later scan fails
+      csv_rows.write(table, FIELDS, rows)  # at once: a later failure loses nothing
   print(summary(rows))
   draw(rows, Path(f"{args.output}.png"))
   if args.output == parser.get_default("output"):
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     DOCUMENT.write_text(f"{before}{BEGIN}\n{summary(rows)}\n\n{details(rows)}\n{END}{after}")
-
-
-def write(rows: list[dict], table: Path):
-  with table.open("w", newline="") as file:
-    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ that does nothing else; compare rows of one run.
 """
 
 import argparse
-import csv
 import dataclasses
 import statistics
 import sys
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import numerics
+from benchmarks import csv_rows, numerics
 from tests.ops import contract
 from tests.ops.scans import SCANS
 
@@ -148,16 +147,10 @@ def main():
   args = parser.parse_args()
   shapes = [(length, args.widths[0]) for length in args.lengths]
   shapes += [(args.lengths[0], width) for width in args.widths[1:]]
-  rows = []
-  if args.keep and args.output.exists():
-    with args.output.open() as file:
-      rows = [row for row in csv.DictReader(file) if row["scan"] not in args.scans]
+  rows = csv_rows.read(args.output, without=args.scans) if args.keep else []
   for name in args.scans:
     rows += [row for shape in shapes for row in measure(name, *shape)]
-    with args.output.open("w", newline="") as file:  # at once: a later failure loses nothing
-      writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-      writer.writeheader()
-      writer.writerows(rows)
+    csv_rows.write(args.output, FIELDS, rows)  # at once: a later failure loses nothing
   print(summary(rows))
 
 

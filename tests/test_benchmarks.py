@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import numerics, scans
+from benchmarks import csv_rows, numerics, scans
 
 
 def test_errors_are_measured_for_every_tensor():
@@ -30,3 +30,12 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 def test_exponents_are_slopes(power):
   rows = [{"T": str(n), "ms": f"{3e-3 * n**power:.6f}"} for n in (100, 200, 400)]
   assert float(scans.exponent(rows, "T", "ms")) == pytest.approx(power, abs=0.01)
+
+
+def test_rows_of_other_scans_are_kept(tmp_path):
+  table = tmp_path / "rows.csv"
+  assert csv_rows.read(table, without=["wkv4"]) == []
+  rows = [{"scan": "wkv4", "ms": "1.5"}, {"scan": "attention", "ms": "wrong"}]
+  csv_rows.write(table, ("scan", "ms"), rows)
+  assert csv_rows.read(table, without=[]) == rows
+  assert csv_rows.read(table, without=["wkv4"]) == rows[1:]

@@ -1,0 +1,21 @@
+"""Measurements as rows of a CSV file, which `--keep` goes on from."""
+
+import csv
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+
+def read(table: Path, *, without: Collection[str]) -> list[dict]:
+  """The rows of a file, if there is one, but those of the scans `without`."""
+  if not table.exists():
+    return []
+  with table.open() as file:
+    return [row for row in csv.DictReader(file) if row["scan"] not in without]
+
+
+def write(table: Path, fields: Sequence[str], rows: list[dict]):
+  """Replaces the file."""
+  with table.open("w", newline="") as file:
+    writer = csv.DictWriter(file, fields, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
