@@ -38,6 +38,17 @@ def check_chunk_size(scan: str, chunk_size: int | None):
     raise ValueError(f"{scan}: chunk_size={chunk_size} must be a power of two, such as 64.")
 
 
+def checked_state(scan: str, kind, state, shape: tuple[int, ...], axes: str, dtype):
+  """The initial state, of one array, as a `kind` of this shape and dtype; zeros for None."""
+  if state is None:
+    return kind(jnp.zeros(shape, dtype))
+  (name,) = kind._fields
+  array = getattr(state, name)
+  check_shape(scan, f"initial_state.{name}", array, shape, axes)
+  check_floating(scan, f"initial_state.{name}", array)
+  return kind(jnp.asarray(array, dtype))
+
+
 def accumulation_dtype(*arrays) -> jnp.dtype:
   """float32, or float64 when an input is float64: the dtype of states, decays and sums."""
   return jnp.result_type(jnp.float32, *(jnp.result_type(array) for array in arrays))

@@ -9,6 +9,7 @@ from lnssm_jax.ops.checks import (
   check_chunk_size,
   check_floating,
   check_shape,
+  checked_state,
   segment_index,
   vary_alike,
 )
@@ -91,11 +92,9 @@ def _checked(q, k, v, log_decay, *, initial_state=None, segment_ids=None, chunk_
 
   log_decay, made = _as_function(log_decay, (B, T, H, K, V))
   acc = accumulation_dtype(q, k, v, made)
-  state = ElementwiseDecayState(jnp.zeros((B, H, K, V), acc))
-  if initial_state is not None:
-    check_shape(_NAME, "initial_state.kv", initial_state.kv, (B, H, K, V), "[B, H, K, V]")
-    check_floating(_NAME, "initial_state.kv", initial_state.kv)
-    state = ElementwiseDecayState(jnp.asarray(initial_state.kv, acc))
+  state = checked_state(
+    _NAME, ElementwiseDecayState, initial_state, (B, H, K, V), "[B, H, K, V]", acc
+  )
   segments = segment_index(_NAME, segment_ids, B, T)
   args = vary_alike((q, k, v, log_decay, state, segments))
   return args, {"chunk_size": chunk_size}

@@ -9,6 +9,7 @@ from lnssm_jax.ops.checks import (
   check_chunk_size,
   check_floating,
   check_shape,
+  checked_state,
   segment_index,
   vary_alike,
 )
@@ -101,11 +102,7 @@ def _checked(x, beta, k, q, *, skip=None, initial_state=None, segment_ids=None, 
   if skip is None:
     skip = jnp.zeros(D, acc)
   check_shape(_NAME, "skip", skip, (D,), "[D]")
-  state = LonghornState(jnp.zeros((B, D, N), acc))
-  if initial_state is not None:
-    check_shape(_NAME, "initial_state.memory", initial_state.memory, (B, D, N), "[B, D, N]")
-    check_floating(_NAME, "initial_state.memory", initial_state.memory)
-    state = LonghornState(jnp.asarray(initial_state.memory, acc))
+  state = checked_state(_NAME, LonghornState, initial_state, (B, D, N), "[B, D, N]", acc)
   segments = segment_index(_NAME, segment_ids, B, T)
   args = vary_alike((x, beta, k, q, jnp.asarray(skip, acc), state, segments))
   return args, {"chunk_size": chunk_size}
