@@ -1,8 +1,12 @@
 """The measurements of the scans: small runs, and what they make of wrong results."""
 
+import csv
+
+import jax
+import numpy as np
 import pytest
 
-from benchmarks import csv_rows, numerics, scans
+from benchmarks import csv_rows, kernel_cases, kernels, numerics, scans
 
 
 def test_errors_are_measured_for_every_tensor():
@@ -39,3 +43,58 @@ def test_rows_of_other_scans_are_kept(tmp_path):
   csv_rows.write(table, ("scan", "ms"), rows)
   assert csv_rows.read(table, without=[]) == rows
   assert csv_rows.read(table, without=["wkv4"]) == rows[1:]
+
+
+def test_kernels_are_compared_then_timed(tmp_path, capsys):
+  table = tmp_path / "kernels.csv"
+  options = ["--calls", "2", "--groups", "1", "--copy-mib", "1", "--no-peers", "--out", str(table)]
+  forms = ["--implementations", "pallas", "chunked", "--only", "channel constant, normalised"]
+  shapes = ["--shapes", "2,32,3,16,16", "2,1,3,16,16"]
+  rows = kernels.main([*options, *forms, *shapes])
+  with table.open() as file:
+    assert list(csv.DictReader(file)) == rows
+  assert "TB/s" in capsys.readouterr().out
+  # No GPU here: the kernels say so and the others go on.
+  assert [row["who"] for row in rows] == ["pallas", "chunked"] * 2 + [kernels.DECODE]
+  assert all("device is a cpu" in row["note"] for row in rows if row["who"] != "chunked")
+  step, decoding = (row for row in rows if row["who"] == "chunked")
+  assert float(step["forward_ms"]) > 0 < float(step["both_ms"])
+  assert float(decoding["forward_ms"]) > 0 and not decoding["both_ms"]
+  assert all(row["compile_s"] and row["floor_share"] for row in (step, decoding))
+  assert step["error_out"].split(" ", 1)[1] in ("out", "kv", "key_sum")
+  assert step["error_gradient"].split(" ", 1)[1] in ("d q", "d k", "d v", "d log_decay")
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
+  monkeypatch.setattr(kernels, "LIMIT", 0.0)
+  options = ["--calls", "1", "--groups", "1", "--copy-mib", "1", "--no-peers"]
+  forms = ["--implementations", "chunked", "--only", "no decay", "--shapes", "1,16,2,16,16"]
+  (row,) = kernels.main([*options, *forms])
+  assert row["forward_ms"] == row["both_ms"] == "WRONG"
+  assert not row["floor_share"]
+
+
+@pytest.mark.parametrize("name", ["scalar constant", "channel per step, bonus"])
+def test_a_peer_is_held_to_the_same_reference(name, tmp_path):
+  """What fla's process would save, computed by the chunked form; then with one result spoiled."""
+  case, shape = kernel_cases.CASES[name], kernel_cases.Shape(2, 32, 3, 16, 32)
+  arrays = kernel_cases.make_inputs(case, shape, 0)
+  cotangent = jax.random.normal(jax.random.key(1), arrays["v"].shape)
+  inside = kernel_cases.only_corner(cotangent)
+  run = jax.jit(lambda x, w: kernel_cases.gradients(case, x, w, "chunked"))
+  out, gradient = run(arrays, inside)
+  saved = arrays | {"out": out, "cotangent": cotangent}
+  saved |= {f"d {name}": x for name, x in gradient.items()}
+  plain = lambda name: "out" if name == "cotangent" else name.removeprefix("d ")
+  saved = {name: kernel_cases.corner(case, plain(name), x) for name, x in saved.items()}
+  timed = {"op": "op", "corner": "it.npz", "forward_ms": 1.0, "both_ms": 2.0, "compile_s": 3.0}
+
+  np.savez(tmp_path / "it.npz", **saved)
+  row = kernels.peer_row(case, timed, tmp_path)
+  assert (row["forward_ms"], row["both_ms"]) == (1.0, 2.0)
+  np.savez(tmp_path / "it.npz", **saved | {"d k": 1.1 * saved["d k"]})
+  row = kernels.peer_row(case, timed, tmp_path)
+  assert (row["forward_ms"], row["both_ms"]) == (1.0, "WRONG")
+  assert row["error_gradient"].endswith("d k")
+  ours = kernels.finished({"forward_ms": 0.5, "both_ms": 4.0}, (0.25, 1.0), row)
+  assert (ours["fla_x"], ours["fla_x_both"], ours["floor_share"]) == ("2.00", "", "0.50")
