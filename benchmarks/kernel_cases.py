@@ -46,13 +46,13 @@ class Case(NamedTuple):
 
 
 CASES = {
-  "scalar constant": Case("H", learned=False),
-  "scalar per step": Case("BTH"),
-  "scalar per step, initial state": Case("BTH", initial_state=True),
-  "channel constant, normalised": Case("HK", normalize=True, decodes=True),
-  "channel per step": Case("BTHK", decodes=True),
-  "channel per step, bonus": Case("BTHK", bonus=True),
-  "no decay": Case(),
+  "scalar-constant": Case("H", learned=False),
+  "scalar-step": Case("BTH"),
+  "scalar-step-state": Case("BTH", initial_state=True),
+  "channel-constant-normalised": Case("HK", normalize=True, decodes=True),
+  "channel-step": Case("BTHK", decodes=True),
+  "channel-step-bonus": Case("BTHK", bonus=True),
+  "no-decay": Case(),
 }
 
 SHAPES = (

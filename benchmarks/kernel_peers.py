@@ -22,14 +22,14 @@ import warnings
 from pathlib import Path
 
 OPERATIONS = {
-  "scalar constant": "chunk_retention",
-  "scalar per step": "fused_chunk_simple_gla",
-  "channel constant, normalised": "chunk_linear_attn",  # no decay: fla has no constant per channel
-  "channel per step": "chunk_gla",
-  "channel per step, bonus": "chunk_rwkv6",
-  "no decay": "chunk_linear_attn",
+  "scalar-constant": "chunk_retention",
+  "scalar-step": "fused_chunk_simple_gla",
+  "channel-constant-normalised": "chunk_linear_attn",  # no decay: fla has no constant per channel
+  "channel-step": "chunk_gla",
+  "channel-step-bonus": "chunk_rwkv6",
+  "no-decay": "chunk_linear_attn",
 }
-AT_ONE_STEP = {"channel per step": "fused_recurrent_gla"}
+AT_ONE_STEP = {"channel-step": "fused_recurrent_gla"}
 
 
 def operation(case: str, T: int) -> str | None:
@@ -88,9 +88,9 @@ def make_inputs(torch, case: str, shape) -> dict:
   else:
     k = k * K**-0.5
   made = {name: x.to(torch.bfloat16) for name, x in (("q", q), ("k", k), ("v", v))}
-  if case == "scalar per step":
+  if case == "scalar-step":
     made["log_decay"] = logsigmoid(normal(B, T, H) + 2)
-  elif case.startswith("channel per step"):
+  elif case.startswith("channel-step"):
     made["log_decay"] = logsigmoid(normal(B, T, H, K)) / 16
   if case.endswith("bonus"):
     made["bonus"] = normal(H, K).to(torch.bfloat16)
@@ -152,7 +152,7 @@ def measure_one(torch, do_bench, case: str, shape, folder: Path, *, save: bool) 
       saved[name] = kc.part(case_of, plain, x.detach()).float().cpu().numpy()
     if op == "chunk_retention":
       saved["log_decay"] = kc.retention_decay(shape[2])[-kc.HEADS :]
-    row["corner"] = f"{case}-{'-'.join(map(str, shape))}.npz".replace(" ", "_").replace(",", "")
+    row["corner"] = f"{case}-{'-'.join(map(str, shape))}.npz"
     np.savez(folder / row["corner"], **saved)
     del named, saved
   del out, inside

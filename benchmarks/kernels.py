@@ -1,7 +1,7 @@
 """Speed of linear attention on a GPU: the kernels, XLA's form and, if installed, fla's.
 
     python -m benchmarks.kernels --out docs/kernels.csv           # all cases and shapes, minutes
-    python -m benchmarks.kernels --only "no decay" --shapes 8,2048,16,128,128 64,1,16,128,128
+    python -m benchmarks.kernels --only no-decay --shapes 8,2048,16,128,128 64,1,16,128,128
 
 A time is printed only beside an error within the limit: a corner of out, state and gradients is
 compared with the float64 reference first, and everything must be finite. Times are medians over
@@ -122,9 +122,14 @@ def measure(case, sets, cotangent, want, who: str, calls: int, groups: int) -> d
   return columns
 
 
+def tile_of(who: str) -> int | None:
+  """The tile in "decode kernel, tile 64"; None leaves the choice to the kernel."""
+  return int(who.split()[-1]) if who[-1].isdigit() else None
+
+
 def one_step(case, who: str):
   """A function of (arrays without state, (kv, key_sum)): (out [B, 1, H, V], (kv, key_sum))."""
-  if who != DECODE:
+  if not who.startswith(DECODE):
 
     def step(x, state):
       names = ("kv", "key_sum") if case.normalize else ("kv",)
@@ -143,7 +148,7 @@ def one_step(case, who: str):
       )(decay)
     q, k, v = (x[name][:, 0] for name in "qkv")
     scale = 1.0 if case.normalize else q.shape[-1] ** -0.5
-    options = {"normalize": case.normalize, "scale": scale}
+    options = {"normalize": case.normalize, "scale": scale, "tile": tile_of(who)}
     out, *state = decode(q, k, v, decay, x.get("bonus"), *state, **options)
     return out[:, None], tuple(state)
 
@@ -185,9 +190,10 @@ def measure_decoding(case, sets, want, who: str, calls: int, groups: int) -> dic
   return columns | {"forward_ms": 1e3 * statistics.median(times)}
 
 
-def rows_of(name: str, shape: kc.Shape, implementations, bandwidth, fla: dict, options):
-  """Yields the rows of our implementations for one case and shape; all arrays go before return."""
+def rows_of(name: str, shape: kc.Shape, implementations, tiles, bandwidth, fla: dict, options):
+  """Yields the rows of our implementations for one case and shape."""
   case, T = kc.CASES[name], shape.T
+  kernels = [DECODE, *(f"{DECODE}, tile {tile}" for tile in tiles)]
   sets = [kc.make_inputs(case, shape, seed) for seed in range(SETS)]
   make = jax.jit(lambda: jax.random.normal(jax.random.key(99), (*shape[:3], shape.V), jnp.bfloat16))
   cotangent = make()
@@ -198,7 +204,7 @@ def rows_of(name: str, shape: kc.Shape, implementations, bandwidth, fla: dict, o
     if T == 1:  # the state is written back
       state_bytes = sum(x.nbytes for n, x in sets[0].items() if n in ("kv", "key_sum"))
       floor = lambda gradient, below=floor: below(gradient) + 1e3 * state_bytes / bandwidth
-    for who in (*implementations, *([DECODE] if T == 1 else [])):
+    for who in (*implementations, *(kernels if T == 1 else [])):
       row = {"case": name, "shape": str(shape), "who": who, "floor_ms": floor(False)}
       try:
         if T == 1:
@@ -256,6 +262,7 @@ def main(arguments=None):
   parser.add_argument("--shapes", nargs="+", type=kc.Shape.parse, default=kc.SHAPES,
                       metavar="B,T,H,K,V")  # fmt: skip
   parser.add_argument("--implementations", nargs="+", default=["pallas", "chunked"])
+  parser.add_argument("--tiles", nargs="+", type=int, default=[], help="of the decode kernel")
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True,
                       help="measure fla too, where it is installed")  # fmt: skip
   parser.add_argument("--calls", type=int, default=20, help="calls in a timed group")
@@ -288,7 +295,7 @@ def main(arguments=None):
     theirs = fla.get((name, shape), {})
     if theirs:
       add(finished({"case": name, "shape": str(shape)} | theirs, None, {}))
-    for row in rows_of(name, shape, args.implementations, bandwidth, theirs, options):
+    for row in rows_of(name, shape, args.implementations, args.tiles, bandwidth, theirs, options):
       add(row)
   return rows
 

@@ -48,15 +48,20 @@ def test_rows_of_other_scans_are_kept(tmp_path):
 def test_kernels_are_compared_then_timed(tmp_path, capsys):
   table = tmp_path / "kernels.csv"
   options = ["--calls", "2", "--groups", "1", "--copy-mib", "1", "--no-peers", "--out", str(table)]
-  forms = ["--implementations", "pallas", "chunked", "--only", "channel constant, normalised"]
-  shapes = ["--shapes", "2,32,3,16,16", "2,1,3,16,16"]
+  forms = ["--implementations", "pallas", "chunked", "--only", "channel-constant-normalised"]
+  shapes = ["--shapes", "2,32,3,16,16", "2,1,3,16,16", "--tiles", "16"]
   rows = kernels.main([*options, *forms, *shapes])
   with table.open() as file:
     assert list(csv.DictReader(file)) == rows
   assert "TB/s" in capsys.readouterr().out
   # No GPU here: the kernels say so and the others go on.
-  assert [row["who"] for row in rows] == ["pallas", "chunked"] * 2 + [kernels.DECODE]
-  assert all("device is a cpu" in row["note"] for row in rows if row["who"] != "chunked")
+  assert [row["who"] for row in rows] == ["pallas", "chunked"] * 2 + [
+    kernels.DECODE,
+    f"{kernels.DECODE}, tile 16",
+  ]
+  kernel_rows = [row for row in rows if row["who"] != "chunked"]
+  assert all(row["note"] and not row["forward_ms"] for row in kernel_rows)
+  assert "device is a cpu" in kernel_rows[-1]["note"]
   step, decoding = (row for row in rows if row["who"] == "chunked")
   assert float(step["forward_ms"]) > 0 < float(step["both_ms"])
   assert float(decoding["forward_ms"]) > 0 and not decoding["both_ms"]
@@ -68,13 +73,13 @@ def test_kernels_are_compared_then_timed(tmp_path, capsys):
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
   monkeypatch.setattr(kernels, "LIMIT", 0.0)
   options = ["--calls", "1", "--groups", "1", "--copy-mib", "1", "--no-peers"]
-  forms = ["--implementations", "chunked", "--only", "no decay", "--shapes", "1,16,2,16,16"]
+  forms = ["--implementations", "chunked", "--only", "no-decay", "--shapes", "1,16,2,16,16"]
   (row,) = kernels.main([*options, *forms])
   assert row["forward_ms"] == row["both_ms"] == "WRONG"
   assert not row["floor_share"]
 
 
-@pytest.mark.parametrize("name", ["scalar constant", "channel per step, bonus"])
+@pytest.mark.parametrize("name", ["scalar-constant", "channel-step-bonus"])
 def test_a_peer_is_held_to_the_same_reference(name, tmp_path):
   """What fla's process would save, computed by the chunked form; then with one result spoiled."""
   case, shape = kernel_cases.CASES[name], kernel_cases.Shape(2, 32, 3, 16, 32)
