@@ -13,7 +13,7 @@ from lnssm_jax.ops.checks import (
   segment_index,
   vary_alike,
 )
-from lnssm_jax.ops.linear_attention import reference, xla
+from lnssm_jax.ops.linear_attention import pallas, reference, xla
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 
 _NAME = "linear_attention"
@@ -153,7 +153,8 @@ def _checked(
       state = state._replace(key_sum=jnp.asarray(initial_state.key_sum, acc))
   segments = segment_index(_NAME, segment_ids, B, T)
   args = vary_alike((q, k, v, log_decay, value_log_decay, bonus, state, segments))
-  return args, {"normalize": bool(normalize), "scale": float(scale), "chunk_size": chunk_size}
+  options = {"normalize": bool(normalize), "scale": float(scale), "chunk_size": chunk_size}
+  return args, options | {"fresh": initial_state is None}
 
 
 def _canonical_decay(name, decay, shape, dtype, *, per_head):
@@ -175,7 +176,9 @@ def _canonical_decay(name, decay, shape, dtype, *, per_head):
 dispatch.register(
   _NAME,
   _checked,
+  dispatch.Implementation("pallas", pallas.run, pallas.obstacle_on_device),
   dispatch.Implementation("chunked", xla.chunked),
   dispatch.Implementation("reference", reference.reference),
   dispatch.Implementation("associative", reference.associative),
+  dispatch.Implementation("pallas_interpret", pallas.interpreted, pallas.obstacle),
 )

@@ -15,10 +15,22 @@ from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 
 
 def reference(
-  q, k, v, log_decay, value_log_decay, bonus, state, segments, *, normalize, scale, chunk_size=None
+  q,
+  k,
+  v,
+  log_decay,
+  value_log_decay,
+  bonus,
+  state,
+  segments,
+  *,
+  normalize,
+  scale,
+  chunk_size=None,
+  fresh=False,
 ):
   """A `lax.scan` over time. The oracle: run it in float64."""
-  del chunk_size
+  del chunk_size, fresh
   acc = accumulation_dtype(q, k, v)
   keep = _keep(segments, q.shape, acc)
   decay, value_decay = _decays(log_decay, value_log_decay, q.shape, v.shape, acc)
@@ -48,10 +60,22 @@ def reference(
 
 
 def associative(
-  q, k, v, log_decay, value_log_decay, bonus, state, segments, *, normalize, scale, chunk_size=None
+  q,
+  k,
+  v,
+  log_decay,
+  value_log_decay,
+  bonus,
+  state,
+  segments,
+  *,
+  normalize,
+  scale,
+  chunk_size=None,
+  fresh=False,
 ):
   """`jax.lax.associative_scan` over (decay, k v^T): depth log T, but memory [B, T, H, K, V]."""
-  del chunk_size
+  del chunk_size, fresh
   acc = accumulation_dtype(q, k, v)
   keep = _keep(segments, q.shape, acc)
   out_dtype = v.dtype

@@ -49,9 +49,22 @@ class _Inputs(NamedTuple):
 
 
 def chunked(
-  q, k, v, log_decay, value_log_decay, bonus, state, segments, *, normalize, scale, chunk_size=None
+  q,
+  k,
+  v,
+  log_decay,
+  value_log_decay,
+  bonus,
+  state,
+  segments,
+  *,
+  normalize,
+  scale,
+  chunk_size=None,
+  fresh=False,
 ):
   """The chunked form; arguments as in `reference.py`."""
+  del fresh
   chunk_size = min(chunk_size or DEFAULT_CHUNK_SIZE, next_power_of_two(q.shape[1]))
   state = state if normalize else state._replace(key_sum=None)
   inputs = _Inputs(q, k, v, log_decay, value_log_decay, bonus, state)

@@ -1,0 +1,110 @@
+"""Linear attention on the Mosaic-GPU kernels: which arguments they take, and how they take them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lnssm_jax.ops.linear_attention.state import LinearAttentionState
+from pallas_kernels.linear_attention import op, shapes
+
+
+def obstacle(
+  q,
+  k,
+  v,
+  log_decay,
+  value_log_decay,
+  bonus,
+  state,
+  segments,
+  *,
+  normalize,
+  scale,
+  chunk_size=None,
+  fresh=False,
+):
+  """Why the kernels cannot run these arguments on any device, or None."""
+  del log_decay, bonus, segments, normalize, fresh
+  if value_log_decay is not None:
+    return "value_log_decay is given, and the kernels decay keys only"
+  for name, x in (("q", q), ("k", k), ("v", v)):
+    if x.dtype != jnp.bfloat16:
+      return (
+        f"{name} has dtype {x.dtype}, and the tensor cores multiply bfloat16 only (float32 would lose "
+        "digits there)"
+      )
+    if x.shape[-1] > shapes.WIDTHS[-1]:
+      return f"{name} is {x.shape[-1]} wide, and heads of at most {shapes.WIDTHS[-1]} are supported"
+  if state.kv.dtype != jnp.float32:
+    return f"initial_state has dtype {state.kv.dtype}, and the kernels compute in float32"
+  if chunk_size not in (None, op.CHUNK):
+    return f"chunk_size={chunk_size}, and the kernels' chunks have {op.CHUNK} steps"
+  if scale == 0.0:
+    return "scale=0 leaves nothing to compute"
+  return None
+
+
+def obstacle_on_device(*args, **kwargs):
+  """`obstacle`, or that the default device has no such tensor cores."""
+  if jax.default_backend() != "gpu":
+    return f"the default device is a {jax.default_backend()}, and the kernels need a Hopper GPU"
+  capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+  if not capability.startswith("9."):
+    return f"the GPU has compute capability {capability}, and the kernels need 9.0 (Hopper)"
+  return obstacle(*args, **kwargs)
+
+
+def run(
+  q,
+  k,
+  v,
+  log_decay,
+  value_log_decay,
+  bonus,
+  state,
+  segments,
+  *,
+  normalize,
+  scale,
+  chunk_size=None,
+  fresh=False,
+  interpret=None,
+  parts=None,
+):
+  """The kernels' form; arguments as in `reference.py`. `fresh`: the state is zero and needs no reading."""
+  del value_log_decay, chunk_size
+  B, T, H, K = q.shape
+  V = v.shape[-1]
+  wide_k, wide_v = shapes.padded_width(K), shapes.padded_width(V)
+  parts = parts or shapes.parts(B, H, T)
+  length = shapes.padded_length(T, parts)
+  pad = lambda x, *ends: jnp.pad(x, [(0, end) for end in ends])
+  with_steps = lambda x, width: pad(x, 0, length - T, 0, width - x.shape[3])
+  extra = wide_k - K
+  if log_decay.shape[-1] == 1 and bonus is None:
+    log_decay = jnp.broadcast_to(log_decay[..., 0], (*log_decay.shape[:2], H))
+  elif log_decay.shape[1] == 1:
+    log_decay = pad(jnp.broadcast_to(log_decay[0, 0], (H, K)), 0, extra)
+  else:
+    log_decay = with_steps(jnp.broadcast_to(log_decay, (B, T, H, K)), wide_k)
+  inputs = op.Inputs(
+    with_steps(q, wide_k),
+    with_steps(k, wide_k),
+    with_steps(v, wide_v),
+    log_decay,
+    None if bonus is None else pad(bonus.astype(jnp.float32), 0, extra),
+    None if fresh else pad(state.kv, 0, 0, extra, wide_v - V),
+    pad(state.key_sum, 0, 0, extra) if normalize else None,
+  )
+  if segments is not None:
+    segments = jnp.pad(segments, ((0, 0), (0, length - T)), mode="edge")
+  static = op.Static(float(scale), T, parts, interpret)
+  out, kv, key_sum = op.linear_attention(inputs, segments, static)
+  if normalize:
+    key_sum = key_sum[..., :K]
+  return out[:, :T, :, :V], LinearAttentionState(kv[:, :, :K, :V], key_sum)
+
+
+interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

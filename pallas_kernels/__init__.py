@@ -1,0 +1,4 @@
+"""Mosaic-GPU kernels for Hopper, written in Pallas. Imports nothing of `lnssm_jax`.
+
+Importing works on any machine; running needs a Hopper GPU, or `interpret` on a CPU.
+"""

@@ -1,0 +1,176 @@
+"""Kernels that work on every chunk of every head apart: their frame, and what their bodies share."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.linear_attention import gates
+from pallas_kernels.tensor_core import (
+  CHUNK,
+  COMPILER_PARAMS,
+  GROUP,
+  across,
+  columns_of,
+  down,
+  in_32_bits,
+  iota,
+  rows_of,
+  tile,
+)
+
+
+class Place(NamedTuple):
+  """Which chunk, and which 64 key channels of it, a block of threads has."""
+
+  b: jax.Array
+  h: jax.Array
+  n: jax.Array
+  group: jax.Array
+
+  @property
+  def steps(self):
+    return pl.ds(self.n * CHUNK, CHUNK)
+
+  @property
+  def channels(self):
+    return pl.ds(self.group * GROUP, GROUP)
+
+  def rows(self, ref):
+    """The chunk's part of a vector [B|1, H, T|C] in device memory."""
+    steps = self.steps if ref.shape[2] > CHUNK else pl.ds(0, CHUNK)
+    return ref.at[self.b if ref.shape[0] > 1 else 0, self.h, steps]
+
+
+class Piece(NamedTuple):
+  """The part of an array that a block of threads reads or writes."""
+
+  array: jax.Array | jax.ShapeDtypeStruct
+  shape: tuple[int, ...]
+  index: Callable[[Place], tuple]
+
+
+def steps_of(x):  # [B, T, H, X]
+  return Piece(x, (CHUNK, x.shape[3]), lambda at: (at.b, at.steps, at.h))
+
+
+def channels_of(x):  # [B, T, H, K], of one group
+  return Piece(x, (CHUNK, GROUP), lambda at: (at.b, at.steps, at.h, at.channels))
+
+
+def scores_of(x):  # [B, H, T, C]
+  return Piece(x, (CHUNK, CHUNK), lambda at: (at.b, at.h, at.steps))
+
+
+def state_of(x):  # [B, H, N, K, V]
+  return Piece(x, x.shape[3:], lambda at: (at.b, at.h, at.n))
+
+
+def state_channels_of(x):  # [B, H, N, K, V], of one group
+  return Piece(x, (GROUP, x.shape[4]), lambda at: (at.b, at.h, at.n, at.channels))
+
+
+def rows_to(B, H, T):  # [B, H, T]
+  return Piece(_float32(B, H, T), (CHUNK,), lambda at: (at.b, at.h, at.steps))
+
+
+def columns_to(B, H, N, K):  # [B, H, N, K], of one group
+  return Piece(_float32(B, H, N, K), (GROUP,), lambda at: (at.b, at.h, at.n, at.channels))
+
+
+def _float32(*shape):
+  return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@in_32_bits
+def all_chunks(chunk, tiles, vectors, outputs, *, groups=1, scratch=None, reuse=None, interpret):
+  """Calls `chunk(place, refs, scratch, put)` once for each chunk of each head and sequence.
+
+  Args:
+    chunk: reads tiles in `scratch` and vectors in `refs` (device memory), and calls `put(name, value)`
+      for each output.
+    tiles: pieces that are in shared memory, under their names, when `chunk` begins.
+    vectors: arrays, or None for those that are absent.
+    outputs: pieces. float32 tiles are written from registers, the others by way of shared memory.
+    groups: groups of key channels that get a block of threads each.
+    scratch: further shared memory.
+    reuse: for outputs staged in a tile that is no longer needed when they are put, its name.
+  """
+  vectors = {name: x for name, x in vectors.items() if x is not None}
+  reuse = reuse or {}
+  q = next(iter(tiles.values())).array
+  scratch = dict(scratch or {}) | {name: tile(*piece.shape) for name, piece in tiles.items()}
+  for name, piece in outputs.items():
+    if len(piece.shape) == 1:
+      scratch[f"{name} out"] = plgpu.SMEM(piece.shape, jnp.float32)
+  scratch["arrived"] = plgpu.Barrier(num_barriers=len(tiles))
+
+  def body(ins, outs, s):
+    at = Place(*(lax.axis_index(name) for name in ("batch", "head", "chunk", "group")))
+    for index, (name, piece) in enumerate(tiles.items()):
+      plgpu.copy_gmem_to_smem(ins[name].at[piece.index(at)], s[name], s["arrived"].at[index])
+    for index in range(len(tiles)):
+      plgpu.barrier_wait(s["arrived"].at[index])
+    copies = []
+
+    def put(name, value):
+      target = outs[name].at[outputs[name].index(at)]
+      if value.ndim == 2 and name not in reuse:
+        target[...] = value  # float32: whole sectors of 32 bytes
+        return
+      source = s[reuse[name]] if name in reuse else s[f"{name} out"]
+      source[...] = value.astype(source.dtype)
+      copies.append((source, target))
+
+    chunk(at, ins, s, put)
+    plgpu.commit_smem()
+    for source, target in copies:
+      plgpu.copy_smem_to_gmem(source, target)
+    plgpu.wait_smem_to_gmem(0)
+
+  B, T, H = (q.shape[0], q.shape[1], q.shape[2])
+  return plgpu.kernel(
+    body,
+    out_type={
+      name: jax.ShapeDtypeStruct(piece.array.shape, piece.array.dtype)
+      for name, piece in outputs.items()
+    },
+    scratch_types=[scratch],
+    grid=(groups, T // CHUNK, H, B),
+    grid_names=("group", "chunk", "head", "batch"),
+    interpret=interpret,
+    compiler_params=COMPILER_PARAMS,
+  )({name: piece.array for name, piece in tiles.items()} | vectors)
+
+
+def same_segment(ins, at):
+  """[C, C]: whether two steps of the chunk belong to one segment."""
+  ids, shape = ins["segments"].at[at.b, at.steps], (CHUNK, CHUNK)
+  return across(rows_of(ids), shape) == down(columns_of(ids), shape)
+
+
+def diagonal(square, shape):
+  """The diagonal of [C, C], repeated along the columns of `shape`."""
+  on = iota(square.shape, 0) == iota(square.shape, 1)
+  return across(jnp.sum(jnp.where(on, square, 0.0), axis=1), shape)
+
+
+def gate_scratch(log_decay):
+  """Shared memory for `make_gate`."""
+  if log_decay.ndim == 2:
+    return {}
+  return {"high": tile(CHUNK, GROUP), "low": tile(CHUNK, GROUP), "signs": tile(CHUNK, CHUNK)}
+
+
+def make_gate(log_decay, s, b, h, n, channels, *, length, read_first, interpret):
+  """The decays of `channels` in chunk n. `log_decay`: [H, K] or [B, T, H, K]; `length`: unpadded."""
+  if len(log_decay.shape) == 4:
+    log_decay = log_decay.at[b, pl.ds(n * CHUNK, CHUNK), h, channels]
+    return gates.StepGates(log_decay, s["high"], s["low"], s["signs"], read_first, interpret)
+  valid = jnp.minimum(length - n * CHUNK, CHUNK)
+  ragged = length % CHUNK != 0
+  return gates.ConstantGates(log_decay.at[h, channels], read_first, valid, ragged)

@@ -1,0 +1,320 @@
+"""Linear attention from the kernels of this folder: forward, and its own backward pass.
+
+Two ways through, by the decay: one for all key channels of a head (`scalar`: scores are made on the
+way), or one per key channel (`gated`: scores first, for all chunks at once). What the backward pass
+keeps: the arguments, the states between chunks in bfloat16, and for `gated` the scores and the decayed
+queries.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.linear_attention import gated_gradient, scalar_gradient, shapes
+from pallas_kernels.linear_attention.gates import SMALLEST_LOG_DECAY
+from pallas_kernels.linear_attention.outputs import gated_outputs, scalar_outputs
+from pallas_kernels.linear_attention.scores import chunk_scores
+from pallas_kernels.linear_attention.states import chunk_states
+from pallas_kernels.linear_attention.tables import chunk_tables, passing, reaching
+from pallas_kernels.tensor_core import CHUNK
+
+
+class Inputs(NamedTuple):
+  """What gradients flow to. T a multiple of `padded`'s choice, K and V multiples of 64."""
+
+  q: jax.Array  # [B, T, H, K] bfloat16
+  k: jax.Array  # [B, T, H, K] bfloat16
+  v: jax.Array  # [B, T, H, V] bfloat16
+  log_decay: (
+    jax.Array
+  )  # scalar: [1, 1, H] or [B, length, H]; gated: [H, K] or [B, T, H, K]; float32
+  bonus: jax.Array | None  # [H, K] float32
+  kv: jax.Array | None  # [B, H, K, V] float32; None for zeros
+  key_sum: jax.Array | None  # [B, H, K] float32; None without the normaliser
+
+
+class Static(NamedTuple):
+  scale: float
+  length: int  # steps before padding
+  parts: int
+  interpret: object
+
+
+def linear_attention(inputs: Inputs, segments, static: Static):
+  """Returns out [B, T, H, V], the last state [B, H, K, V] and the last key sum [B, H, K] or None.
+
+  `segments`: [B, T] int32 counted from 0, padded with each row's last, or None.
+  """
+  return _linear_attention(static, inputs, segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear_attention(static, inputs, segments):
+  return _forward(static, inputs, segments, for_gradient=False)[0]
+
+
+def _forward_rule(static, inputs, segments):
+  wanted = inputs.log_decay.perturbed
+  value = lambda tree: jax.tree.map(
+    lambda x: x.value, tree, is_leaf=lambda x: hasattr(x, "perturbed")
+  )
+  result, kept = _forward(static, value(inputs), value(segments), for_gradient=True)
+  return result, (*kept, () if wanted else None)
+
+
+class Kept(NamedTuple):
+  """What the forward pass leaves to the backward pass, beside its arguments."""
+
+  borders: jax.Array  # [B, H, N, K, V] bfloat16
+  decay: jax.Array  # [B|1, H, N|1, K] float32
+  entering_sum: jax.Array | None  # [B, H, N, K] float32
+  out: jax.Array | None
+  denominator: jax.Array | None  # [B, H, T] float32
+  scores: jax.Array | None  # gated: [B, H, T, C] bfloat16
+  q: jax.Array | None  # gated: [B, T, H, K] bfloat16, decayed from the chunk's start
+  k: jax.Array | None  # gated: [B, T, H, K] bfloat16, decayed to the chunk's end
+
+
+def _forward(static, inputs, segments, *, for_gradient):
+  q, k, v, log_decay, bonus, kv, key_sum = inputs
+  T = q.shape[1]
+  normalize = key_sum is not None
+  reach = None if segments is None else reaching(segments, T)
+  options = {"interpret": static.interpret}
+  gated = _is_gated(log_decay)
+  if gated:
+    made = chunk_scores(
+      q, k, log_decay, bonus, segments, reach, length=static.length, sums=normalize, **options
+    )
+    decay = _gated_decay(made, log_decay, reach, static.length, T)
+    k_state, weight = made["k"], None
+    key_sums = made.get("key_sum")
+  else:
+    cumulative, before, after, decay = chunk_tables(log_decay, reach, static.length, T)
+    decay = jnp.broadcast_to(decay[..., None], (*decay.shape, q.shape[-1]))
+    k_state, weight = k, after
+    key_sums = _chunk_sums(k, after) if normalize else None
+  entering_sum = last_sum = None
+  if normalize:
+    entering_sum, last_sum = _recur(decay, key_sums, key_sum)
+
+  tile = shapes.outputs(v.shape[-1], q.shape[-1], gated)
+  initial = _part_starts(k_state, v, weight, decay, kv, static, reverse=False)
+  options |= {"scale": static.scale, "parts": static.parts, "borders": for_gradient, **tile}
+  if gated:
+    scores, score_sum = made["scores"], made.get("score_sum")
+    run = gated_outputs(
+      made["q"], k_state, v, scores, score_sum, decay, entering_sum, initial, **options
+    )
+  else:
+    run = scalar_outputs(
+      q, k, v, cumulative, before, after, decay, segments, entering_sum, initial, **options
+    )
+  out, borders, last, denominator = run
+  result = out, last[:, :, -1], last_sum
+  if not for_gradient:
+    return result, None
+  kept = Kept(
+    borders,
+    decay,
+    entering_sum,
+    out if normalize else None,
+    denominator,
+    made["scores"] if gated else None,
+    made["q"] if gated else None,
+    made["k"] if gated else None,
+  )
+  return result, (inputs, segments, kept)
+
+
+def _backward_rule(static, residuals, cotangents):
+  inputs, segments, kept, wanted = residuals
+  q, k, v, log_decay, bonus, kv, key_sum = inputs
+  d_out, d_last, d_last_sum = cotangents
+  d_out, d_last_sum = _instantiated(d_out), _instantiated(d_last_sum)
+  B, T, H, K = q.shape
+  gated, decays, normalize = _is_gated(log_decay), wanted is not None, key_sum is not None
+  reach = None if segments is None else reaching(segments, T)
+  scale, d_sum = static.scale, None
+  if normalize:
+    # out = scale n / D: dn = scale G / D, dD = -(G . out) / D. A padded row's D is 0.
+    denominator = kept.denominator.transpose(0, 2, 1)[..., None]
+    inverse = jnp.where((jnp.arange(T) < static.length)[:, None, None], 1.0 / denominator, 0.0)
+    wide = d_out.astype(jnp.float32)
+    out = jnp.where(inverse != 0.0, kept.out.astype(jnp.float32), 0.0)
+    d_sum = (-jnp.sum(wide * out, -1, keepdims=True) * inverse)[..., 0].transpose(0, 2, 1)
+    d_out, scale = (scale * wide * inverse).astype(jnp.bfloat16), 1.0
+  # Everything below is linear in the cotangents; those of the output are not scaled until the end.
+  d_last = None if _is_zero(d_last) else d_last / scale
+  options = {"interpret": static.interpret}
+  decay = kept.decay
+  if gated:
+    q_state, weight = kept.q, None
+  else:
+    tables, tables_vjp = jax.vjp(
+      lambda x: chunk_tables(x, reach, static.length, T), inputs.log_decay
+    )
+    cumulative, before, after, _ = tables
+    q_state, weight = q, before
+  leaving_sum = d_key_sum = None
+  if normalize:
+    query_sums = _chunk_sums(q_state, d_sum if weight is None else d_sum * _full(weight, T))
+    leaving_sum, d_key_sum = _recur(decay, query_sums, d_last_sum, reverse=True)
+
+  initial = _part_starts(q_state, d_out, weight, decay, d_last, static, reverse=True)
+  adjoint = chunk_states(
+    q_state,
+    d_out,
+    weight,
+    decay,
+    initial,
+    kept.borders if decays else None,
+    parts=static.parts,
+    reverse=True,
+    **shapes.states(v.shape[-1], K),
+    **options,
+  )
+  d_kv = None if kv is None else scale * adjoint["last"][:, :, 0]
+  d_decay = None
+  if decays:
+    d_decay = adjoint["overlap"]
+    if normalize:
+      d_decay = d_decay + leaving_sum * kept.entering_sum
+  common = {"scale": scale, "decays": decays, **options}
+  if gated:
+    common["length"] = static.length
+    by_q = gated_gradient.query_gradient(
+      *(q, k, v, d_out, d_sum, kept.borders, kept.entering_sum),
+      *(log_decay, bonus, segments, reach),
+      **common,
+    )
+    per_step = decays and log_decay.ndim == 4
+    d_total = decay * d_decay if decays else None
+    d_v = gated_gradient.value_gradient(
+      kept.k, d_out, kept.scores, adjoint["borders"], scale=scale, **options
+    )
+    by_k = gated_gradient.key_gradient(
+      *(q, k, v, d_out, d_sum, adjoint["borders"], leaving_sum),
+      *(log_decay, bonus, segments, reach),
+      *((d_total, by_q["log_decay"]) if per_step else (None, None)),
+      **common,
+    )
+    d_log_decay = None
+    if per_step:
+      d_log_decay = scale * by_k["log_decay"]
+    elif decays:
+      steps = jnp.clip(static.length - CHUNK * jnp.arange(T // CHUNK), 0, CHUNK)
+      parts = by_q["log_decay"] + by_k["log_decay"] + steps[:, None] * d_total
+      d_log_decay = scale * parts.sum((0, 2))
+  else:
+    by_q = scalar_gradient.query_gradient(
+      *(q, k, v, d_out, d_sum, kept.borders, kept.entering_sum),
+      *(cumulative, before, segments),
+      **common,
+    )
+    by_k = scalar_gradient.key_value_gradient(
+      *(q, k, v, d_out, d_sum, adjoint["borders"], leaving_sum),
+      *(cumulative, after, segments),
+      **common,
+    )
+    d_v, d_log_decay = by_k["v"], None
+    if decays:
+      d_tables = by_q["later"] - by_q["earlier"], by_q["before"], by_k["after"], d_decay.sum(-1)
+      d_tables = [scale * _sum_to(d, x) for d, x in zip(d_tables, tables, strict=True)]
+      (d_log_decay,) = tables_vjp(tuple(d_tables))
+  if d_log_decay is None:
+    d_log_decay = jnp.zeros_like(log_decay)
+  d_bonus = None if bonus is None else scale * by_q["bonus"].sum((0, 2))
+  if d_key_sum is not None:
+    d_key_sum = scale * d_key_sum
+  d_inputs = Inputs(by_q["q"], by_k["k"], d_v, d_log_decay, d_bonus, d_kv, d_key_sum)
+  no_gradient = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
+  return d_inputs, no_gradient
+
+
+_linear_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def _is_zero(x):
+  return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
+
+def _instantiated(x):
+  return jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x
+
+
+def _is_gated(log_decay):
+  return log_decay.ndim != 3
+
+
+def _gated_decay(made, log_decay, reach, length, padded):
+  """[B|1, H, N|1, K]: what each chunk leaves of the state."""
+  if log_decay.ndim == 4:
+    decay = made["decay"]
+  else:
+    steps = jnp.clip(length - CHUNK * jnp.arange(padded // CHUNK), 0, CHUNK)
+    if length == padded and reach is None:
+      steps = steps[:1]
+    log_decay = jnp.maximum(log_decay, SMALLEST_LOG_DECAY)
+    decay = jnp.exp(steps[:, None] * log_decay[:, None])[None]
+  return decay if reach is None else decay * passing(reach)[:, None, :, None]
+
+
+def _full(weight, length):
+  """[B|1, H, T] from [B|1, H, T|C]."""
+  return jnp.tile(weight, (1, 1, length // weight.shape[2]))
+
+
+def _sum_to(x, like):
+  """Sums [B, H, T or N] over what `like` [B|1, H, ...] shares."""
+  x = x.reshape(*x.shape[:2], -1, like.shape[2]).sum(2)
+  return x.sum(0, keepdims=True) if like.shape[0] == 1 else x
+
+
+def _chunk_sums(x, weight):
+  """[B, H, N, K]: the sum over each chunk of x [B, T, H, K] weighted by [B|1, H, T|C]."""
+  B, T, H, K = x.shape
+  weight = jnp.broadcast_to(_full(weight, T), (B, H, T)).reshape(B, H, -1, CHUNK)
+  return jnp.einsum(
+    "bnchk,bhnc->bhnk",
+    x.reshape(B, -1, CHUNK, H, K).astype(jnp.float32),
+    weight,
+    precision="highest",
+  )
+
+
+def _recur(decay, added, initial, *, reverse=False):
+  """x_{n+1} = decay_n x_n + added_n over axis 2. Returns the x that enters each n, and the last."""
+  decay = jnp.broadcast_to(decay, added.shape)
+  combine = lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1])
+  decays, sums = lax.associative_scan(combine, (decay, added), axis=2, reverse=reverse)
+  after = decays * initial[:, :, None] + sums
+  first = initial[:, :, None]
+  if reverse:
+    return jnp.concatenate([after[:, :, 1:], first], axis=2), after[:, :, 0]
+  return jnp.concatenate([first, after[:, :, :-1]], axis=2), after[:, :, -1]
+
+
+def _part_starts(a, b, weight, decay, initial, static, *, reverse):
+  """[B, H, P, K, V]: the state that enters each part, from what each part adds to it. None: zeros."""
+  if static.parts == 1:
+    return None if initial is None else initial[:, :, None]
+  options = shapes.states(b.shape[-1], a.shape[-1])
+  added = chunk_states(
+    *(a, b, weight, decay, None),
+    parts=static.parts,
+    reverse=reverse,
+    borders=False,
+    interpret=static.interpret,
+    **options,
+  )["last"]
+  chunks = a.shape[1] // CHUNK
+  decay = jnp.broadcast_to(decay, (*decay.shape[:2], chunks, decay.shape[3]))
+  decay = decay.reshape(*decay.shape[:2], static.parts, -1, decay.shape[3]).prod(3)
+  if initial is None:
+    initial = jnp.zeros_like(added[:, :, 0])
+  return _recur(decay[..., None], added, initial, reverse=reverse)[0]

@@ -1,0 +1,38 @@
+"""Block sizes, per device, apart from the kernels. Never keyed on the length of the sequence."""
+
+from pallas_kernels.tensor_core import CHUNK
+
+# Hopper (H100, H200): multiprocessors, each of which runs a block or more.
+MULTIPROCESSORS = 132
+WIDTHS = (64, 128)  # what q, k and v are padded to
+
+
+def padded_width(width):
+  """The width that the kernels run for heads of `width`."""
+  return next(size for size in WIDTHS if size >= width)
+
+
+def outputs(value_width, key_width, gated):
+  """Options of the kernel that walks along the chunks: columns of values in a block."""
+  del value_width, key_width, gated
+  return {"value_tile": None, "stages": 2}
+
+
+def states(value_width, key_width):
+  """Options of the kernel that makes the states between chunks."""
+  del value_width, key_width
+  return {"value_tile": None, "stages": 2}
+
+
+def parts(batch, heads, length):
+  """Into how many parts to cut a sequence so that all multiprocessors have work."""
+  chunks = -(-length // CHUNK)
+  number = 1
+  while 2 * number * batch * heads <= MULTIPROCESSORS and chunks >= 8 * number:
+    number *= 2
+  return number
+
+
+def padded_length(length, number_of_parts):
+  block = CHUNK * number_of_parts
+  return -(-length // block) * block
