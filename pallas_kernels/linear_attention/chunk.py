@@ -1,4 +1,4 @@
-"""Kernels that work on every chunk of every head apart: their frame, and what their bodies share."""
+"""The frame of kernels that work on every chunk apart, and what their bodies share."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -86,35 +86,66 @@ def _float32(*shape):
   return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def each_chunk(body, inputs, out_type, scratch, *, sizes, interpret):
+  """Calls `body(place, inputs, outputs, scratch)` for each group of channels, chunk, head and row.
+
+  Args:
+    scratch: shared memory and barriers.
+    sizes: how many groups, chunks, heads and rows there are.
+  """
+
+  def kernel(ins, outs, s):
+    at = Place(*(lax.axis_index(name) for name in ("row", "head", "chunk", "group")))
+    body(at, ins, outs, s)
+
+  return plgpu.kernel(
+    kernel,
+    out_type=out_type,
+    scratch_types=[scratch],
+    grid=sizes,
+    grid_names=("group", "chunk", "head", "row"),
+    interpret=interpret,
+    compiler_params=COMPILER_PARAMS,
+  )(inputs)
+
+
 @in_32_bits
-def all_chunks(chunk, tiles, vectors, outputs, *, groups=1, scratch=None, reuse=None, interpret):
+def all_chunks(
+  chunk,
+  tiles,
+  vectors,
+  outputs,
+  *,
+  groups=1,
+  scratch=None,
+  reuse=None,
+  interpret,
+):
   """Calls `chunk(place, refs, scratch, put)` once for each chunk of each head and sequence.
 
   Args:
-    chunk: reads tiles in `scratch` and vectors in `refs` (device memory), and calls `put(name, value)`
+    chunk: reads tiles in `scratch` and vectors in `refs` (device memory), and calls `put(name,
+      value)`
       for each output.
     tiles: pieces that are in shared memory, under their names, when `chunk` begins.
     vectors: arrays, or None for those that are absent.
     outputs: pieces. float32 tiles are written from registers, the others by way of shared memory.
-    groups: groups of key channels that get a block of threads each.
+    groups: groups of key channels, each of which has its own call.
     scratch: further shared memory.
     reuse: for outputs staged in a tile that is no longer needed when they are put, its name.
   """
   vectors = {name: x for name, x in vectors.items() if x is not None}
   reuse = reuse or {}
-  q = next(iter(tiles.values())).array
+  first = tiles["v" if "v" in tiles else "d_out"].array
   scratch = dict(scratch or {}) | {name: tile(*piece.shape) for name, piece in tiles.items()}
   for name, piece in outputs.items():
     if len(piece.shape) == 1:
       scratch[f"{name} out"] = plgpu.SMEM(piece.shape, jnp.float32)
   scratch["arrived"] = plgpu.Barrier(num_barriers=len(tiles))
 
-  def body(ins, outs, s):
-    at = Place(*(lax.axis_index(name) for name in ("batch", "head", "chunk", "group")))
-    for index, (name, piece) in enumerate(tiles.items()):
-      plgpu.copy_gmem_to_smem(ins[name].at[piece.index(at)], s[name], s["arrived"].at[index])
-    for index in range(len(tiles)):
-      plgpu.barrier_wait(s["arrived"].at[index])
+  def body(at, ins, outs, s):
+    pieces = {name: (ins[name].at[piece.index(at)], s[name]) for name, piece in tiles.items()}
+    fetch(pieces, s["arrived"])
     copies = []
 
     def put(name, value):
@@ -127,24 +158,35 @@ def all_chunks(chunk, tiles, vectors, outputs, *, groups=1, scratch=None, reuse=
       copies.append((source, target))
 
     chunk(at, ins, s, put)
-    plgpu.commit_smem()
-    for source, target in copies:
-      plgpu.copy_smem_to_gmem(source, target)
-    plgpu.wait_smem_to_gmem(0)
+    send(copies)
 
-  B, T, H = (q.shape[0], q.shape[1], q.shape[2])
-  return plgpu.kernel(
+  return each_chunk(
     body,
-    out_type={
+    {name: piece.array for name, piece in tiles.items()} | vectors,
+    {
       name: jax.ShapeDtypeStruct(piece.array.shape, piece.array.dtype)
       for name, piece in outputs.items()
     },
-    scratch_types=[scratch],
-    grid=(groups, T // CHUNK, H, B),
-    grid_names=("group", "chunk", "head", "batch"),
+    scratch,
+    sizes=(groups, first.shape[1] // CHUNK, first.shape[2], first.shape[0]),
     interpret=interpret,
-    compiler_params=COMPILER_PARAMS,
-  )({name: piece.array for name, piece in tiles.items()} | vectors)
+  )
+
+
+def fetch(pieces, arrived):
+  """Copies pieces of device memory into tiles and waits for all of them."""
+  for index, (source, target) in enumerate(pieces.values()):
+    plgpu.copy_gmem_to_smem(source, target, arrived.at[index])
+  for index in range(len(pieces)):
+    plgpu.barrier_wait(arrived.at[index])
+
+
+def send(copies):
+  """Copies from shared memory to device memory, all pairs (source, target), and waits."""
+  plgpu.commit_smem()
+  for source, target in copies:
+    plgpu.copy_smem_to_gmem(source, target)
+  plgpu.wait_smem_to_gmem(0)
 
 
 def same_segment(ins, at):
@@ -167,7 +209,10 @@ def gate_scratch(log_decay):
 
 
 def make_gate(log_decay, s, b, h, n, channels, *, length, read_first, interpret):
-  """The decays of `channels` in chunk n. `log_decay`: [H, K] or [B, T, H, K]; `length`: unpadded."""
+  """The decays of `channels` in chunk n.
+
+  `log_decay`: [H, K] or [B, T, H, K], in device memory; `length`: steps before padding.
+  """
   if len(log_decay.shape) == 4:
     log_decay = log_decay.at[b, pl.ds(n * CHUNK, CHUNK), h, channels]
     return gates.StepGates(log_decay, s["high"], s["low"], s["signs"], read_first, interpret)

@@ -16,8 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-_WIDTH = 16  # K and V are padded to a multiple: 4 warps of at least 4 rows, 8 threads of 2 columns
-_MULTIPROCESSORS = 132  # of a Hopper GPU
+from pallas_kernels.linear_attention import shapes
+
+# K and V are padded to a multiple: 4 warps of at least 4 rows, 8 threads of 2 columns.
+_WIDTH = shapes.STEP_WIDTH
 
 
 def obstacle(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale=1.0) -> str | None:
@@ -26,14 +28,14 @@ def obstacle(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale=1.0) ->
   if q.ndim != 3 or v.ndim != 3:
     return f"q {q.shape} and v {v.shape} must be [B, H, K] and [B, H, V]: one step without a T axis"
   (B, H, K), V = q.shape, v.shape[-1]
-  shapes = {"k": (k, (B, H, K)), "v": (v, (B, H, V)), "kv": (kv, (B, H, K, V))}
+  wanted = {"k": (k, (B, H, K)), "v": (v, (B, H, V)), "kv": (kv, (B, H, K, V))}
   if bonus is not None:
-    shapes["bonus"] = bonus, (H, K)
+    wanted["bonus"] = bonus, (H, K)
   if normalize:
     if key_sum is None:
       return "key_sum is None, but normalize=True needs it, [B, H, K]"
-    shapes["key_sum"] = key_sum, (B, H, K)
-  for name, (x, shape) in shapes.items():
+    wanted["key_sum"] = key_sum, (B, H, K)
+  for name, (x, shape) in wanted.items():
     if x.shape != shape:
       return f"{name} has shape {x.shape}, but {shape} goes with q {q.shape} and v {v.shape}"
   if log_decay is not None and (
@@ -54,8 +56,10 @@ def obstacle(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale=1.0) ->
     if x is not None and x.dtype != jnp.float32:
       return f"{name} is {x.dtype}; the kernel takes float32"
   if not jax.typeof(kv).manual_axis_type.empty:
-    return "kv varies along a mesh axis of `shard_map`, which JAX refuses for in-place kernels; \
-use check_vma=False"
+    return (
+      "kv varies along a mesh axis of `shard_map`, which JAX refuses for in-place kernels; use "
+      "check_vma=False"
+    )
   if K > 256:
     return f"q has K={K}; a block keeps all K rows in registers, which ends at K=256"
   if max(B, H) > 65535:
@@ -69,7 +73,7 @@ def value_tile(B: int, H: int, V: int) -> int:
   32 float32 are the 128 bytes that memory likes to move. 16 halve the work of a block, which pays
   when there are fewer blocks than multiprocessors.
   """
-  return 16 if V % 32 or B * H * (V // 32) < _MULTIPROCESSORS else 32
+  return 16 if V % 32 or B * H * (V // 32) < shapes.MULTIPROCESSORS else 32
 
 
 def decode(

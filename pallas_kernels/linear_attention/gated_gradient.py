@@ -1,14 +1,15 @@
 """Gradients for decays per key channel, all chunks at once.
 
-Symbols as in `scalar_gradient.py`; before, after and weight have one number per key channel. Queries
-and keys are worked on in groups of 64 channels, each with dP made anew: it is one small product, and
-the groups then fit many blocks of threads onto a multiprocessor.
+Symbols as in `scalar_gradient.py`; before, after and weight have one number per key channel.
+Queries and keys are worked on in groups of 64 channels, each with dP made anew: it is one small
+product, and the groups then fit many blocks of threads onto a multiprocessor.
 
-The decay is owed what the factors in `gates.py` are: each is an exponential of a sum of log decays of
-one sign, so no gradient is a difference of large numbers.
+The decay is owed what the factors in `gates.py` are: each is an exponential of a sum of log decays
+of one sign, so no gradient is a difference of large numbers.
 """
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear_attention import gates
@@ -37,7 +38,6 @@ from pallas_kernels.tensor_core import (
   scaled,
   stage_for,
   staged,
-  tile,
   turned,
 )
 
@@ -62,9 +62,11 @@ def query_gradient(
   decays,
   interpret=None,
 ):
-  """Returns {"q": dq}; with a bonus "bonus" [B, H, N, K] float32, without `scale`; and if `decays`
-  "log_decay", the queries' part: [B, T, H, K] float32, or [B, H, N, K] for constant decays, without
-  `scale`.
+  """Returns {"q": dq} and, float32 and without `scale`,
+
+  with `d_sum` "sum" [B, H, N, K], what the sum that enters each chunk is due; with a bonus "bonus"
+  [B, H, N, K]; and if `decays` "log_decay", the queries' part: [B, T, H, K], or [B, H, N, K] for
+  constant decays.
   """
   read_first = bonus is not None
 
@@ -82,6 +84,7 @@ def query_gradient(
     if segments is not None:
       d_scores = jnp.where(same_segment(ins, at), d_scores, 0.0)
     queries = lambda: load(s["q"])
+    right_s = s["v"].at[:, pl.ds(0, GROUP)]  # v is not needed any more
 
     same_step = diagonal(d_scores, _SHAPE) * load(s["k"])
     if read_first:
@@ -89,36 +92,41 @@ def query_gradient(
       same_step = same_step * down(columns_of(ins["bonus"].at[at.h, at.channels]), _SHAPE)
     d_q = same_step
     for size, left, right in gate.meetings():
-      s["right"][...] = scaled(s["k"], right)
+      right_s[...] = scaled(s["k"], right)
       d_met = staged(jnp.where(gates.pairs(size), d_scores, 0.0), s["left"], interpret)
       plgpu.commit_smem()
-      (d_left,) = multiply((_SHAPE, [(d_met, s["right"])]), interpret=interpret)
+      (d_left,) = multiply((_SHAPE, [(d_met, right_s)]), interpret=interpret)
       d_left = d_left * left
       if decays:
-        gate.owe(queries, d_left, size or gates.QUERIES, s["right"])
+        gate.owe(queries, d_left, size or gates.QUERIES, right_s)
       d_q = d_q + d_left
     (d_before,) = multiply((_SHAPE, [(s["d_out"], turned(s["state"]))]), interpret=interpret)
     if d_sum is not None:
       z = columns_of(ins["entering_sum"].at[at.b, at.h, at.n, at.channels])
       d_before = d_before + across(d_rows, _SHAPE) * down(z, _SHAPE)
-    d_before = d_before * gate.before()
+    before = gate.before()
     if reach is not None:
       sees = rows_of(ins["reach"].at[0, at.b, at.steps])
-      d_before = jnp.where(across(sees, _SHAPE) > 0, d_before, 0.0)
+      before = jnp.where(across(sees, _SHAPE) > 0, before, 0.0)
+    d_before = d_before * before
+    if d_sum is not None:
+      put("sum", jnp.sum(across(d_rows, _SHAPE) * queries() * before, axis=0))
     if decays:
-      gate.owe(queries, d_before, gates.BEFORE, s["right"])
+      gate.owe(queries, d_before, gates.BEFORE, right_s)
       put("log_decay", gate.due(queries))
     put("q", (d_q + d_before) * scale)
 
-  (B, T, H, K), N = q.shape, q.shape[1] // CHUNK
+  (B, _, H, K), N = q.shape, q.shape[1] // CHUNK
   outputs = {"q": channels_of(q)}
   if decays:
     outputs["log_decay"] = _due(log_decay, B, H, N, K)
   if read_first:
     outputs["bonus"] = columns_to(B, H, N, K)
+  if d_sum is not None:
+    outputs["sum"] = columns_to(B, H, N, K)
   tiles = {"k": channels_of(k), "v": steps_of(v), "d_out": steps_of(d_out)}
   tiles["state"] = state_channels_of(borders)
-  if decays or read_first:
+  if decays or read_first or d_sum is not None:
     tiles["q"] = channels_of(q)
   vectors = {"d_sum": d_sum, "entering_sum": entering_sum, "log_decay": log_decay, "bonus": bonus}
   vectors |= {"segments": segments, "reach": reach}
@@ -145,8 +153,8 @@ def key_gradient(
   decays,
   interpret=None,
 ):
-  """Returns {"k": dk} and, if `decays`, "log_decay" without `scale`: for decays a step the whole [B, T,
-  H, K], for constant ones the keys' part [B, H, N, K].
+  """Returns {"k": dk} and, if `decays`, "log_decay" without `scale`: for decays a step the whole
+  [B, T, H, K], for constant ones the keys' part [B, H, N, K].
   """
   per_step = log_decay.ndim == 4
 
@@ -165,6 +173,7 @@ def key_gradient(
     if segments is not None:
       d_scores = jnp.where(same_segment(ins, at), d_scores, 0.0)
     keys = lambda: load(s["k"])
+    right_s = s["d_out"].at[:, pl.ds(0, GROUP)]  # d_out is not needed any more
     if decays and per_step:
       ref = ins["d_log_decay"].at[at.b, at.steps, at.h, at.channels]
       due = plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
@@ -175,14 +184,14 @@ def key_gradient(
     if bonus is not None:
       d_k = d_k * down(columns_of(ins["bonus"].at[at.h, at.channels]), _SHAPE)
     for size, left, right in gate.meetings():
-      s["right"][...] = scaled(s["q"], left)
+      right_s[...] = scaled(s["q"], left)
       met = gates.pairs(size, turned=True)
       d_met = staged(jnp.where(met, d_scores, 0.0), s["left"], interpret)
       plgpu.commit_smem()
-      (d_right,) = multiply((_SHAPE, [(d_met, s["right"])]), interpret=interpret)
+      (d_right,) = multiply((_SHAPE, [(d_met, right_s)]), interpret=interpret)
       d_right = d_right * right
       if decays:
-        gate.owe(keys, d_right, size or gates.KEYS, s["right"])
+        gate.owe(keys, d_right, size or gates.KEYS, right_s)
       d_k = d_k + d_right
     (d_after,) = multiply((_SHAPE, [(s["v"], turned(s["state"]))]), interpret=interpret)
     if d_sum is not None:
@@ -193,11 +202,11 @@ def key_gradient(
       reaches = rows_of(ins["reach"].at[1, at.b, at.steps])
       d_after = jnp.where(across(reaches, _SHAPE) > 0, d_after, 0.0)
     if decays:
-      gate.owe(keys, d_after, gates.AFTER, s["right"])
+      gate.owe(keys, d_after, gates.AFTER, right_s)
       put("log_decay", gate.due(keys))
     put("k", (d_k + d_after) * scale)
 
-  (B, T, H, K), N = q.shape, q.shape[1] // CHUNK
+  (B, _, H, K), N = q.shape, q.shape[1] // CHUNK
   outputs = {"k": channels_of(k)}
   if decays:
     outputs["log_decay"] = _due(log_decay, B, H, N, K)
@@ -207,7 +216,7 @@ def key_gradient(
     tiles["k"] = channels_of(k)
   vectors = {"d_sum": d_sum, "leaving_sum": leaving_sum, "log_decay": log_decay, "bonus": bonus}
   vectors |= {"segments": segments, "reach": reach}
-  if decays and per_step:
+  if decays and per_step:  # of constant decays the parts are summed outside
     vectors |= {"d_total": d_total, "d_log_decay": d_log_decay}
   return _run(chunk, tiles, vectors, outputs, {"k": "q"}, K, interpret)
 
@@ -241,11 +250,7 @@ def _due(log_decay, B, H, N, K):
 
 
 def _run(chunk, tiles, vectors, outputs, reuse, width, interpret):
-  scratch = {
-    "left": stage_for(CHUNK, CHUNK, interpret),
-    "right": tile(CHUNK, GROUP),
-    **gate_scratch(vectors["log_decay"]),
-  }
+  scratch = {"left": stage_for(CHUNK, CHUNK, interpret), **gate_scratch(vectors["log_decay"])}
   return all_chunks(
     *(chunk, tiles, vectors, outputs),
     groups=width // GROUP,

@@ -1,20 +1,20 @@
 """Decays inside a chunk, per key channel, without a difference of cumulative sums.
 
-A pair of steps i > j of a chunk is weighted by the decays of the steps between them. Blocks of 8, 16
-and 32 steps are merged two by two; every pair at least one block of 8 apart meets at exactly one
-merge, and there the weight is exp(sum from the border to i) * exp(sum from j to the border): sums of
-terms of one sign, factors of at most 1. Pairs inside a block of 8 meet at its middle instead; there
-one factor may grow to exp(4 * 21), which bfloat16 and float32 hold, and decays below exp(-21) a step
-are taken as exp(-21).
+A pair of steps i > j of a chunk is weighted by the decays of the steps between them. Blocks of 8,
+16 and 32 steps are merged two by two; every pair at least one block of 8 apart meets at exactly one
+merge, and there the weight is exp(sum from the border to i) * exp(sum from j to the border): sums
+of terms of one sign, factors of at most 1. Pairs inside a block of 8 meet at its middle instead;
+there one factor may grow to exp(4 * 21), which bfloat16 and float32 hold, and decays below exp(-21)
+a step are taken as exp(-21).
 
 Both classes have, for 64 key channels:
 
 * `meetings()`: for the block and each merge, what queries and keys are multiplied by before their
   product, which counts for `pairs(size)`;
-* `before()`, `after()`: from the chunk's start to each step, from each step to the chunk's end; after
-  `meetings()` only;
-* `owe(x, d_factor_x, which)`: takes what one of these factors owes to the decay: x times the cotangent
-  of (factor x), times the factor. `due(x)` is the sum.
+* `before()`, `after()`: from the chunk's start to each step, from each step to the chunk's end;
+  only once `meetings()` is exhausted;
+* `owe(x, d_x, which, staging)`: takes what one of these factors is due: x times d_x, the cotangent
+  of x that came through that factor. `due(x)` is their sum, the gradient of the log decay.
 """
 
 import jax.numpy as jnp
@@ -61,8 +61,8 @@ def pairs(size, *, turned=False):
 class ConstantGates:
   """One decay per key channel, the same at every step: sums are counts.
 
-  Factors are products of powers of the decay: e^{g n} for the n of a step inside its block of 8, and
-  of whole blocks. Only the former need an exponential for each step and channel.
+  Factors are products of powers of the decay: e^{g n} for the n of a step inside its block of 8,
+  and of whole blocks. Only the former need an exponential for each step and channel.
   """
 
   def __init__(self, log_decay, read_first, valid, ragged):
@@ -79,22 +79,21 @@ class ConstantGates:
   def _powers(self, counts):
     return jnp.exp2(across(counts.astype(jnp.float32), _SHAPE) * down(self._log2, _SHAPE))
 
-  def _steps(self, n):
-    return down(jnp.exp2(self._log2 * float(n)), _SHAPE)
-
   def meetings(self):
     rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
     queries = self._powers(_count(QUERIES, rows, self._read_first, None))
     keys = self._powers(_count(KEYS, rows, self._read_first, None))
     yield 0, queries, keys
-    half = self._steps(_BLOCK // 2)
+    power = jnp.exp2(self._log2 * float(_BLOCK // 2))
+    half = down(power, _SHAPE)
     self._before, self._after = queries * half, keys * half  # to and from the block's ends
     i = iota(_SHAPE, 0)
     for size in _MERGES:
       second = (i & size) != 0
       both = jnp.where(second, self._before, self._after)
       yield size, both, both
-      whole = self._steps(size)
+      power = power * power  # e^{g size}
+      whole = down(power, _SHAPE)
       self._before = jnp.where(second, self._before * whole, self._before)
       self._after = jnp.where(second, self._after, self._after * whole)
 
@@ -138,8 +137,8 @@ def _count(which, i, read_first, valid):
 class StepGates:
   """A decay per step and key channel. Sums are products with 0/1 matrices on the tensor cores.
 
-  A log decay is split into two bfloat16 numbers, which hold it to 2^-17 of itself; since the terms of a
-  sum have one sign, so are the sums.
+  A log decay is split into two bfloat16 numbers, which hold it to 2^-17 of itself; since the terms
+  of a sum have one sign, so are the sums.
   """
 
   def __init__(self, log_decay, high, low, signs, read_first, interpret):

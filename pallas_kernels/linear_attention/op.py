@@ -2,8 +2,8 @@
 
 Two ways through, by the decay: one for all key channels of a head (`scalar`: scores are made on the
 way), or one per key channel (`gated`: scores first, for all chunks at once). What the backward pass
-keeps: the arguments, the states between chunks in bfloat16, and for `gated` the scores and the decayed
-queries.
+keeps: the arguments, the states between chunks in bfloat16, and for `gated` the scores and the
+  decayed queries.
 """
 
 import functools
@@ -131,109 +131,140 @@ def _forward(static, inputs, segments, *, for_gradient):
   return result, (inputs, segments, kept)
 
 
+class Adjoint(NamedTuple):
+  """What both ways through need on the way back. Without `scale`, which comes last."""
+
+  d_out: jax.Array  # [B, T, H, V] bfloat16, the cotangent of S^T q
+  d_sum: jax.Array | None  # [B, H, T] float32, that of the normaliser's sum
+  d_last_sum: jax.Array | None
+  scale: float
+  decays: bool  # whether the decay wants a gradient
+
+
 def _backward_rule(static, residuals, cotangents):
   inputs, segments, kept, wanted = residuals
-  q, k, v, log_decay, bonus, kv, key_sum = inputs
   d_out, d_last, d_last_sum = cotangents
   d_out, d_last_sum = _instantiated(d_out), _instantiated(d_last_sum)
-  B, T, H, K = q.shape
-  gated, decays, normalize = _is_gated(log_decay), wanted is not None, key_sum is not None
-  reach = None if segments is None else reaching(segments, T)
   scale, d_sum = static.scale, None
-  if normalize:
-    # out = scale n / D: dn = scale G / D, dD = -(G . out) / D. A padded row's D is 0.
-    denominator = kept.denominator.transpose(0, 2, 1)[..., None]
-    inverse = jnp.where((jnp.arange(T) < static.length)[:, None, None], 1.0 / denominator, 0.0)
-    wide = d_out.astype(jnp.float32)
-    out = jnp.where(inverse != 0.0, kept.out.astype(jnp.float32), 0.0)
-    d_sum = (-jnp.sum(wide * out, -1, keepdims=True) * inverse)[..., 0].transpose(0, 2, 1)
-    d_out, scale = (scale * wide * inverse).astype(jnp.bfloat16), 1.0
-  # Everything below is linear in the cotangents; those of the output are not scaled until the end.
+  if inputs.key_sum is not None:
+    d_out, d_sum = _through_division(static, kept, d_out)
+    scale = 1.0
+  adjoint = Adjoint(d_out, d_sum, d_last_sum, scale, decays=wanted is not None)
   d_last = None if _is_zero(d_last) else d_last / scale
-  options = {"interpret": static.interpret}
-  decay = kept.decay
-  if gated:
-    q_state, weight = kept.q, None
-  else:
-    tables, tables_vjp = jax.vjp(
-      lambda x: chunk_tables(x, reach, static.length, T), inputs.log_decay
-    )
-    cumulative, before, after, _ = tables
-    q_state, weight = q, before
-  leaving_sum = d_key_sum = None
-  if normalize:
-    query_sums = _chunk_sums(q_state, d_sum if weight is None else d_sum * _full(weight, T))
-    leaving_sum, d_key_sum = _recur(decay, query_sums, d_last_sum, reverse=True)
-
-  initial = _part_starts(q_state, d_out, weight, decay, d_last, static, reverse=True)
-  adjoint = chunk_states(
-    q_state,
-    d_out,
-    weight,
-    decay,
-    initial,
-    kept.borders if decays else None,
-    parts=static.parts,
-    reverse=True,
-    **shapes.states(v.shape[-1], K),
-    **options,
-  )
-  d_kv = None if kv is None else scale * adjoint["last"][:, :, 0]
-  d_decay = None
-  if decays:
-    d_decay = adjoint["overlap"]
-    if normalize:
-      d_decay = d_decay + leaving_sum * kept.entering_sum
-  common = {"scale": scale, "decays": decays, **options}
-  if gated:
-    common["length"] = static.length
-    by_q = gated_gradient.query_gradient(
-      *(q, k, v, d_out, d_sum, kept.borders, kept.entering_sum),
-      *(log_decay, bonus, segments, reach),
-      **common,
-    )
-    per_step = decays and log_decay.ndim == 4
-    d_total = decay * d_decay if decays else None
-    d_v = gated_gradient.value_gradient(
-      kept.k, d_out, kept.scores, adjoint["borders"], scale=scale, **options
-    )
-    by_k = gated_gradient.key_gradient(
-      *(q, k, v, d_out, d_sum, adjoint["borders"], leaving_sum),
-      *(log_decay, bonus, segments, reach),
-      *((d_total, by_q["log_decay"]) if per_step else (None, None)),
-      **common,
-    )
-    d_log_decay = None
-    if per_step:
-      d_log_decay = scale * by_k["log_decay"]
-    elif decays:
-      steps = jnp.clip(static.length - CHUNK * jnp.arange(T // CHUNK), 0, CHUNK)
-      parts = by_q["log_decay"] + by_k["log_decay"] + steps[:, None] * d_total
-      d_log_decay = scale * parts.sum((0, 2))
-  else:
-    by_q = scalar_gradient.query_gradient(
-      *(q, k, v, d_out, d_sum, kept.borders, kept.entering_sum),
-      *(cumulative, before, segments),
-      **common,
-    )
-    by_k = scalar_gradient.key_value_gradient(
-      *(q, k, v, d_out, d_sum, adjoint["borders"], leaving_sum),
-      *(cumulative, after, segments),
-      **common,
-    )
-    d_v, d_log_decay = by_k["v"], None
-    if decays:
-      d_tables = by_q["later"] - by_q["earlier"], by_q["before"], by_k["after"], d_decay.sum(-1)
-      d_tables = [scale * _sum_to(d, x) for d, x in zip(d_tables, tables, strict=True)]
-      (d_log_decay,) = tables_vjp(tuple(d_tables))
-  if d_log_decay is None:
-    d_log_decay = jnp.zeros_like(log_decay)
-  d_bonus = None if bonus is None else scale * by_q["bonus"].sum((0, 2))
-  if d_key_sum is not None:
-    d_key_sum = scale * d_key_sum
-  d_inputs = Inputs(by_q["q"], by_k["k"], d_v, d_log_decay, d_bonus, d_kv, d_key_sum)
+  backward = _gated_backward if _is_gated(inputs.log_decay) else _scalar_backward
+  d_inputs = backward(static, inputs, segments, kept, adjoint, d_last)
+  rescaled = {
+    name: scale * x
+    for name, x in d_inputs._asdict().items()
+    if name not in ("q", "k", "v") and x is not None
+  }
+  d_inputs = d_inputs._replace(**rescaled)
+  if d_inputs.log_decay is None:
+    d_inputs = d_inputs._replace(log_decay=jnp.zeros_like(inputs.log_decay))
   no_gradient = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
   return d_inputs, no_gradient
+
+
+def _through_division(static, kept, d_out):
+  """out = scale n / D: returns the cotangents of n and of D, scale G / D and -(G . out) / D."""
+  T = d_out.shape[1]
+  denominator = kept.denominator.transpose(0, 2, 1)[..., None]
+  # A padded row's D is 0.
+  inverse = jnp.where((jnp.arange(T) < static.length)[:, None, None], 1.0 / denominator, 0.0)
+  d_out = d_out.astype(jnp.float32)
+  out = jnp.where(inverse != 0.0, kept.out.astype(jnp.float32), 0.0)
+  d_sum = (-jnp.sum(d_out * out, -1, keepdims=True) * inverse)[..., 0].transpose(0, 2, 1)
+  return (static.scale * d_out * inverse).astype(jnp.bfloat16), d_sum
+
+
+def _scalar_backward(static, inputs, segments, kept, adjoint, d_last):
+  q, k, v, log_decay, _, kv, key_sum = inputs
+  T = q.shape[1]
+  reach = None if segments is None else reaching(segments, T)
+  tables, tables_vjp = jax.vjp(lambda x: chunk_tables(x, reach, static.length, T), log_decay)
+  cumulative, before, after, _ = tables
+  states = _adjoint_states(static, q, before, inputs, kept, adjoint, d_last)
+  leaving_sum = d_key_sum = None
+  if key_sum is not None:
+    query_sums = _chunk_sums(q, adjoint.d_sum * _full(before, T))
+    leaving_sum, d_key_sum = _recur(kept.decay, query_sums, adjoint.d_last_sum, reverse=True)
+  options = {"scale": adjoint.scale, "decays": adjoint.decays, "interpret": static.interpret}
+  by_q = scalar_gradient.query_gradient(
+    *(q, k, v, adjoint.d_out, adjoint.d_sum, kept.borders, kept.entering_sum),
+    *(cumulative, before, segments),
+    **options,
+  )
+  by_k = scalar_gradient.key_value_gradient(
+    *(q, k, v, adjoint.d_out, adjoint.d_sum, states["borders"], leaving_sum),
+    *(cumulative, after, segments),
+    **options,
+  )
+  d_log_decay = None
+  if adjoint.decays:
+    d_decay = _decay_gradient(states, leaving_sum, kept).sum(-1)
+    d_tables = by_q["later"] - by_q["earlier"], by_q["before"], by_k["after"], d_decay
+    d_tables = (_sum_to(d, x) for d, x in zip(d_tables, tables, strict=True))
+    (d_log_decay,) = tables_vjp(tuple(d_tables))
+  d_kv = None if kv is None else states["last"][:, :, 0]
+  return Inputs(by_q["q"], by_k["k"], by_k["v"], d_log_decay, None, d_kv, d_key_sum)
+
+
+def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
+  q, k, v, log_decay, bonus, kv, key_sum = inputs
+  T = q.shape[1]
+  reach = None if segments is None else reaching(segments, T)
+  states = _adjoint_states(static, kept.q, None, inputs, kept, adjoint, d_last)
+  options = {"scale": adjoint.scale, "interpret": static.interpret}
+  d_v = gated_gradient.value_gradient(
+    kept.k, adjoint.d_out, kept.scores, states["borders"], **options
+  )
+  options |= {"decays": adjoint.decays, "length": static.length}
+  by_q = gated_gradient.query_gradient(
+    *(q, k, v, adjoint.d_out, adjoint.d_sum, kept.borders, kept.entering_sum),
+    *(log_decay, bonus, segments, reach),
+    **options,
+  )
+  leaving_sum = d_key_sum = None
+  if key_sum is not None:
+    leaving_sum, d_key_sum = _recur(kept.decay, by_q["sum"], adjoint.d_last_sum, reverse=True)
+  d_total = None
+  if adjoint.decays:
+    d_total = kept.decay * _decay_gradient(states, leaving_sum, kept)
+  by_k = gated_gradient.key_gradient(
+    *(q, k, v, adjoint.d_out, adjoint.d_sum, states["borders"], leaving_sum),
+    *(log_decay, bonus, segments, reach, d_total, by_q.get("log_decay")),
+    **options,
+  )
+  d_log_decay = by_k.get("log_decay")
+  if adjoint.decays and log_decay.ndim == 2:
+    steps = jnp.clip(static.length - CHUNK * jnp.arange(T // CHUNK), 0, CHUNK)
+    d_log_decay = by_q["log_decay"] + d_log_decay + steps[:, None] * d_total
+    d_log_decay = d_log_decay.sum((0, 2))
+  d_bonus = None if bonus is None else by_q["bonus"].sum((0, 2))
+  d_kv = None if kv is None else states["last"][:, :, 0]
+  return Inputs(by_q["q"], by_k["k"], d_v, d_log_decay, d_bonus, d_kv, d_key_sum)
+
+
+def _adjoint_states(static, q, weight, inputs, kept, adjoint, d_last):
+  """The adjoints of the states between chunks, from the end to the start."""
+  initial = _part_starts(
+    *(q, adjoint.d_out, weight, kept.decay, d_last, static),
+    reverse=True,
+  )
+  return chunk_states(
+    *(q, adjoint.d_out, weight, kept.decay, initial),
+    kept.borders if adjoint.decays else None,
+    parts=static.parts,
+    reverse=True,
+    interpret=static.interpret,
+    **shapes.states(inputs.v.shape[-1], q.shape[-1]),
+  )
+
+
+def _decay_gradient(states, leaving_sum, kept):
+  """[B, H, N, K]: what the decay of each whole chunk is due, from the state and from the sum."""
+  due = states["overlap"]
+  return due if leaving_sum is None else due + leaving_sum * kept.entering_sum
 
 
 _linear_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -300,7 +331,7 @@ def _recur(decay, added, initial, *, reverse=False):
 
 
 def _part_starts(a, b, weight, decay, initial, static, *, reverse):
-  """[B, H, P, K, V]: the state that enters each part, from what each part adds to it. None: zeros."""
+  """[B, H, P, K, V]: the state that enters each part; None for zeros."""
   if static.parts == 1:
     return None if initial is None else initial[:, :, None]
   options = shapes.states(b.shape[-1], a.shape[-1])

@@ -1,7 +1,8 @@
 """Gradients for decays that all key channels share, all chunks at once.
 
-With G the cotangent of S^T q (and d that of the normaliser's sum), S and z the state and the sum that
-enter the chunk, A and y the adjoints of those that leave it, weight_ij the decay between steps j and i:
+With G the cotangent of S^T q (and d that of the normaliser's sum), S and z the state and the sum
+that enter the chunk, A and y the adjoints of those that leave it, weight_ij the decay between steps
+j and i:
 
     dP_ij = G_i . v_j + d_i                                              i >= j
     dq_i  = before_i (S G_i + d_i z) + sum_j weight_ij dP_ij k_j
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.linear_attention.chunk import (
   all_chunks,
-  columns_of,
   rows_to,
   same_segment,
   state_of,
@@ -23,6 +23,7 @@ from pallas_kernels.linear_attention.outputs import row_decay
 from pallas_kernels.tensor_core import (
   CHUNK,
   across,
+  columns_of,
   down,
   iota,
   load,
@@ -50,7 +51,8 @@ def query_gradient(
   decays,
   interpret=None,
 ):
-  """Returns {"q": dq} and, if `decays`, what the decay is due, without `scale`, each [B, H, T] float32:
+  """Returns {"q": dq} and, if `decays`, what the decay is due, without `scale`, each [B, H, T]
+  float32:
 
   "before" (for `before`), "later" and "earlier" (for `cumulative` at i and, negative, at j).
   """

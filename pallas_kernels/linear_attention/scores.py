@@ -8,15 +8,20 @@ chunk's start, the keys decayed to its end, which `outputs.gated_outputs` needs.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear_attention import gates
-from pallas_kernels.linear_attention.chunk import gate_scratch, make_gate
+from pallas_kernels.linear_attention.chunk import (
+  each_chunk,
+  fetch,
+  gate_scratch,
+  make_gate,
+  same_segment,
+  send,
+)
 from pallas_kernels.tensor_core import (
   CHUNK,
-  COMPILER_PARAMS,
   GROUP,
   across,
   columns_of,
@@ -49,9 +54,9 @@ def chunk_scores(
 ):
   """Returns a dictionary of
 
-  scores [B, H, T, C] bfloat16; q, k [B, T, H, K] bfloat16, decayed; with `sums` also score_sum [B, H,
-  T] float32, of rows, and key_sum [B, H, N, K] float32, of the decayed keys; and for decays a step
-  decay [B, H, N, K] float32, of whole chunks.
+  scores [B, H, T, C] bfloat16; q, k [B, T, H, K] bfloat16, decayed; with `sums` also score_sum [B,
+  H, T] float32, of rows, and key_sum [B, H, N, K] float32, of the decayed keys; and for decays a
+  step decay [B, H, N, K] float32, of whole chunks.
   """
   B, T, H, K = q.shape
   C, N = CHUNK, T // CHUNK
@@ -79,13 +84,9 @@ def chunk_scores(
     **gate_scratch(log_decay),
   }
 
-  def body(ins, outs, s):
-    b, h, n = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("chunk")
-    steps = pl.ds(n * C, C)
-    for index, name in enumerate(("q", "k")):
-      plgpu.copy_gmem_to_smem(ins[name].at[b, steps, h], s[name], s["arrived"].at[index])
-    for index in range(2):
-      plgpu.barrier_wait(s["arrived"].at[index])
+  def body(at, ins, outs, s):
+    b, h, n = at.b, at.h, at.n
+    fetch({name: (ins[name].at[b, at.steps, h], s[name]) for name in ("q", "k")}, s["arrived"])
 
     scores = jnp.where(iota((C, C), 0) == iota((C, C), 1), _same_step(ins, s, h), 0.0)
     for start in range(0, K, GROUP):
@@ -105,7 +106,7 @@ def chunk_scores(
         scores = jnp.where(gates.pairs(size), scores + met, scores)
       q_out, k_out = load(q_s) * gate.before(), load(k_s) * gate.after()
       if "reach" in ins:
-        sees, reaches = (rows_of(ins["reach"].at[x, b, steps]) for x in (0, 1))
+        sees, reaches = (rows_of(ins["reach"].at[x, b, at.steps]) for x in (0, 1))
         q_out = jnp.where(across(sees, (C, GROUP)) > 0, q_out, 0.0)
         k_out = jnp.where(across(reaches, (C, GROUP)) > 0, k_out, 0.0)
       q_s[...] = q_out.astype(bf16)
@@ -116,38 +117,25 @@ def chunk_scores(
         s["columns"].at[1, channels][...] = jnp.exp2(jnp.sum(gate.log2_decay, axis=0))
 
     if "segments" in ins:
-      ids = ins["segments"].at[b, steps]
-      same = across(rows_of(ids), (C, C)) == down(columns_of(ids), (C, C))
-      scores = jnp.where(same, scores, 0.0)
+      scores = jnp.where(same_segment(ins, at), scores, 0.0)
     s["scores"][...] = scores.astype(bf16)
     copies = [
-      (s["scores"], outs["scores"].at[b, h, steps]),
-      (s["q"], outs["q"].at[b, steps, h]),
-      (s["k"], outs["k"].at[b, steps, h]),
+      (s["scores"], outs["scores"].at[b, h, at.steps]),
+      (s["q"], outs["q"].at[b, at.steps, h]),
+      (s["k"], outs["k"].at[b, at.steps, h]),
     ]
     if sums:
       s["rows"][...] = jnp.sum(scores, axis=1)
-      copies.append((s["rows"], outs["score_sum"].at[b, h, steps]))
+      copies.append((s["rows"], outs["score_sum"].at[b, h, at.steps]))
       copies.append((s["columns"].at[0], outs["key_sum"].at[b, h, n]))
     if per_step:
       copies.append((s["columns"].at[1], outs["decay"].at[b, h, n]))
-    plgpu.commit_smem()
-    for source, target in copies:
-      plgpu.copy_smem_to_gmem(source, target)
-    plgpu.wait_smem_to_gmem(0)
+    send(copies)
 
   inputs = {"q": q, "k": k, "log_decay": log_decay}
   optional = {"bonus": bonus, "segments": segments, "reach": reach}
   inputs |= {name: x for name, x in optional.items() if x is not None}
-  return plgpu.kernel(
-    body,
-    out_type=out_type,
-    scratch_types=[scratch],
-    grid=(N, H, B),
-    grid_names=("chunk", "head", "batch"),
-    interpret=interpret,
-    compiler_params=COMPILER_PARAMS,
-  )(inputs)
+  return each_chunk(body, inputs, out_type, scratch, sizes=(1, N, H, B), interpret=interpret)
 
 
 def _same_step(ins, s, h):

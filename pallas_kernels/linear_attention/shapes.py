@@ -5,11 +5,26 @@ from pallas_kernels.tensor_core import CHUNK
 # Hopper (H100, H200): multiprocessors, each of which runs a block or more.
 MULTIPROCESSORS = 132
 WIDTHS = (64, 128)  # what q, k and v are padded to
+NARROWEST = 32  # below it most of a padded product is zeros, and nothing has been measured
+STEP_WIDTH = 16  # of the decode kernel: K and V are padded to a multiple
 
 
 def padded_width(width):
   """The width that the kernels run for heads of `width`."""
   return next(size for size in WIDTHS if size >= width)
+
+
+def worthwhile(key_width, value_width):
+  """Whether many steps are better run by the kernels than by XLA's form, where the kernels can.
+
+  Measured for widths of 64 and 128, where they win for every decay.
+  """
+  return min(key_width, value_width) >= NARROWEST
+
+
+def worthwhile_step(key_width, value_width):
+  """The same of a single step: padding would copy the state, which the kernel updates in place."""
+  return key_width % STEP_WIDTH == 0 and value_width % STEP_WIDTH == 0
 
 
 def outputs(value_width, key_width, gated):

@@ -3,8 +3,8 @@
     S_{n+1} = diag(decay_n) S_n + sum over the steps j of chunk n of  a_j w_j b_j^T
 
 Forward: a = keys, b = values, w = what is left of step j at the chunk's end. Backward, for the
-adjoint of the state: chunks in reverse, a = queries, b = the output's cotangent, w = what is left of
-the chunk's start at step i.
+adjoint of the state: chunks in reverse, a = queries, b = the output's cotangent, w = what is left
+of the chunk's start at step i.
 """
 
 import jax
@@ -47,8 +47,8 @@ def chunk_states(
   """Runs the recurrence above in `parts` independent parts of the sequence.
 
   Returns a dictionary: "last" [B, H, P, K, V] float32, the last state of each part; with `borders`
-  "borders" [B, H, N, K, V] bfloat16, the states that enter the chunks; with `paired` "overlap" [B, H,
-  N, K] float32, the sum over V of the entering state times `paired`.
+  "borders" [B, H, N, K, V] bfloat16, the states that enter the chunks; with `paired` "overlap" [B,
+  H, N, K] float32, the sum over V of the entering state times `paired`.
   """
   (B, T, H, K), V = a.shape, b.shape[-1]
   C, N, BV = CHUNK, T // CHUNK, value_tile or V

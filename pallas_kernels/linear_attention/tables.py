@@ -21,8 +21,8 @@ def chunk_tables(log_decay, reach, length, padded):
     length, padded: steps without and with padding, `padded` a multiple of the chunk.
 
   Returns:
-    cumulative, before, after [B|1, H, T|C] and decay [B|1, H, N|1]; the small sizes where all chunks
-    are alike.
+    cumulative, before, after [B|1, H, T|C] and decay [B|1, H, N|1]; the small sizes where all
+    chunks are alike.
   """
   C = CHUNK
   log_decay = jnp.maximum(log_decay, _SMALLEST).transpose(0, 2, 1)
