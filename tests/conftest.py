@@ -1,10 +1,32 @@
-"""Settings shared by all tests. Read when jax starts, hence set before any import."""
+"""Settings shared by all tests. Read when jax starts, hence set before any test is imported."""
 
 import os
 
-# Tests give the same numbers wherever they run.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import pytest
 
 # Most of a test's time goes into compiling small programs: spend less on optimising them.
 _FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILE}".strip()
+
+
+def pytest_configure(config):
+  """Tests give the same numbers wherever they run; only those on hardware, `-m gpu`, use it."""
+  if config.getoption("markexpr") != "gpu":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILE}".strip()
+
+
+@pytest.fixture(autouse=True)
+def no_races(monkeypatch):
+  """Kernels under interpretation have no races: JAX prints those that it finds, and goes on."""
+  from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+  runs, detector = [], gpu_callbacks.GPURaceDetectionState  # one for every kernel that runs
+
+  def watched(**options):
+    runs.append(detector(**options))
+    return runs[-1]
+
+  monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", watched)
+  yield runs
+  found = any(run.races_found for run in runs)
+  assert not found, "an interpreted kernel has races: see RACE DETECTED in its output"

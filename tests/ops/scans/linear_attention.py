@@ -1,5 +1,6 @@
 """linear_attention: its arguments, and what it is held to."""
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 
@@ -82,6 +83,29 @@ MANY = [
   Case(*SHAPES[n % 3][:3], *options, chunk=SHAPES[n % 3][3])
   for n, options in enumerate(COMBINATIONS)
 ]
+# The kernels, interpreted on the CPU: every block of threads costs time, so they are few and small.
+# K and V are padded to 64 or 128, T to a multiple of 64.
+KERNELS = [
+  Case(T=65, K=16, V=24, decay="H", H=2),
+  Case(T=65, K=20, V=24, decay="BTH", strength="extreme", normalize=True, segments=True, H=1),
+  Case(T=130, K=40, V=24, decay="HK", strength="extreme", normalize=True, H=1),
+  Case(T=64, K=16, V=24, decay="HK", bonus=True, segments=True, H=2),
+  Case(T=65, K=16, V=24, decay="BTHK", strength="extreme", segments=True, H=1),
+  Case(T=63, K=20, V=16, decay="BTHK", bonus=True, normalize=True, H=2),
+  Case(T=2, K=16, V=24, decay=None, normalize=True, H=2, state=False),
+  Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
+  Case(T=15, K=72, V=80, decay="BTHK", strength="weak", segments=True, H=1, state=False),
+]
+KERNEL_SWEEP = [
+  Case(T=T, K=K, V=V, decay=decay, strength=strength, bonus=bonus, normalize=normalize, H=1)
+  for n, (decay, strength, bonus, normalize) in enumerate(
+    itertools.product(
+      (None, "H", "HK", "BTH", "BTHK"), ("weak", "extreme"), (False, True), (False, True)
+    )
+  )
+  for T, K, V in [[(65, 40, 16), (15, 128, 128), (130, 20, 24), (64, 16, 72)][n % 4]]
+]
+KERNEL_SWEEP += [dataclasses.replace(case, segments=True, T=129) for case in KERNEL_SWEEP[::3]]
 
 
 def draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -110,6 +134,10 @@ def arguments(case: Case, inputs):
   return tuple(inputs[n] for n in "qkv"), options | {"normalize": case.normalize, "scale": 0.7}
 
 
+def on_kernels(case: Case) -> Check:
+  return Check(dataclasses.replace(case, chunk=None), "pallas_interpret", jnp.bfloat16)
+
+
 LINEAR_ATTENTION = Scan(
   function=ops.linear_attention,
   state=ops.LinearAttentionState,
@@ -123,8 +151,13 @@ LINEAR_ATTENTION = Scan(
     *(Check(case, "associative") for case in CASES[1:12:2]),
     *(Check(CASES[n], dtype=jnp.bfloat16) for n in (4, 7, 9, 12, 14)),
     Check(CASES[4], dtype=jnp.float16),
+    *(on_kernels(case) for case in KERNELS),
   ],
-  sweep=[*(Check(case) for case in MANY), *(Check(case, "associative") for case in MANY[::5])],
+  sweep=[
+    *(Check(case) for case in MANY),
+    *(Check(case, "associative") for case in MANY[::5]),
+    *(on_kernels(case) for case in KERNEL_SWEEP),
+  ],
   small=Case(T=23, K=3, V=4, H=2, normalize=True, chunk=8, state=False),
   variants=(Case(T=23, K=3, V=4, H=2, decay="BTHK", bonus=True, chunk=8, state=False),),
   measured=lambda T, strength: Case(

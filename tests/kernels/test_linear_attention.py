@@ -1,0 +1,180 @@
+"""The kernels of linear attention, interpreted: promises beside values, which the contract holds.
+
+(Values and gradients: `KERNELS` in tests/ops/scans/linear_attention.py.)
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lnssm_jax import ops
+from lnssm_jax.ops.linear_attention import pallas
+from pallas_kernels.linear_attention import shapes
+from tests.kernels.interpreted import MASKED_LATER
+from tests.ops import contract, promises
+from tests.ops.scans.linear_attention import LINEAR_ATTENTION, Case
+
+pytestmark = MASKED_LATER
+SMALL = Case(K=16, V=24, H=1, chunk=None, state=False)
+
+
+def dtypes_of(inputs):
+  return {n: jnp.bfloat16 if n in LINEAR_ATTENTION.narrow else jnp.float32 for n in inputs}
+
+
+def drawn(case, seed=0):
+  inputs = LINEAR_ATTENTION.inputs(case, seed)
+  return jax.tree.map(jnp.asarray, inputs, dtypes_of(inputs))
+
+
+def call_of(case):
+  return functools.partial(LINEAR_ATTENTION, case, implementation="pallas_interpret")
+
+
+def check(case, inputs=None):
+  """Values and all gradients, as the contract has it."""
+  inputs = LINEAR_ATTENTION.inputs(case) if inputs is None else inputs
+  call = lambda x, form: LINEAR_ATTENTION.compared(*LINEAR_ATTENTION(case, x, implementation=form))
+  errors = contract.errors_against_reference(call, inputs, dtypes_of(inputs), "pallas_interpret")
+  limit = contract.tolerance(jnp.bfloat16, case.T)
+  assert all(error <= limit for error in errors.values()), (limit, errors)
+
+
+def test_the_interpreter_looks_for_races_and_for_memory_that_nothing_wrote():
+  params = pallas.interpreted.keywords["interpret"]
+  assert params.detect_races
+  assert params.uninitialized_memory == "nan"
+
+
+def test_a_race_would_be_found(no_races):
+  def body(out):
+    out[...] = jnp.full((128,), jax.lax.axis_index("thread"), jnp.int32)
+
+  interpret = pallas.interpreted.keywords["interpret"]
+  options = {"num_threads": 2, "thread_name": "thread", "interpret": interpret}
+  kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((128,), jnp.int32), **options)
+  jax.block_until_ready(kernel())
+  assert [run.races_found for run in no_races] == [True]
+  no_races.clear()
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    dataclasses.replace(SMALL, decay="BTHK", bonus=True),
+    *(
+      pytest.param(dataclasses.replace(SMALL, **options), marks=pytest.mark.slow)
+      for options in (
+        {"decay": "BTH", "normalize": True},
+        {"decay": "HK", "bonus": True, "normalize": True},
+        {"decay": "H"},
+      )
+    ),
+  ],
+  ids=str,
+)
+def test_splitting_packing_and_causality(case):
+  """Documents of one step, documents that end at a chunk's border, cuts on all sides of it."""
+  case = dataclasses.replace(case, T=128)
+  inputs, others = drawn(case), drawn(case, seed=1)
+  steps, compared = LINEAR_ATTENTION.over_time(case, inputs), LINEAR_ATTENTION.compared
+  call = call_of(case)
+  run = jax.jit(lambda x, state, ids: call(x, initial_state=state, segment_ids=ids))
+  promises.nothing_flows_backwards_in_time(run, inputs, others, steps, infinite=False)
+  in_bfloat16 = {"dtype": jnp.bfloat16}
+  promises.packing_changes_nothing(
+    run, inputs, others, steps, compared, infinite=False, lengths=(1, 63, 1, 63), **in_bfloat16
+  )
+  promises.splitting_changes_nothing(
+    run, inputs, steps, compared, lengths=(66, 62), cuts=(1, 64, 65), **in_bfloat16
+  )
+
+
+@pytest.mark.parametrize("decay", ["H", pytest.param("BTHK", marks=pytest.mark.slow)])
+def test_every_transformation(decay):
+  case = dataclasses.replace(SMALL, T=5, decay=decay, normalize=True, bonus=decay == "BTHK")
+  inputs, others = drawn(case), drawn(case, seed=1)
+  promises.works_under_every_transformation(
+    call_of(case),
+    inputs,
+    others,
+    LINEAR_ATTENTION.over_time(case, inputs),
+    ["pallas_interpret"],
+    checkpoint=lambda f: f,  # JAX cannot run the interpreter's callbacks there; see test_lowering
+  )
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    Case(T=130, K=16, V=24, H=1, decay="HK", normalize=True, strength="weak"),
+    pytest.param(Case(T=200, K=16, V=24, H=1, decay="BTH"), marks=pytest.mark.slow),
+    pytest.param(
+      Case(T=130, K=16, V=24, H=1, decay="BTHK", bonus=True, segments=True), marks=pytest.mark.slow
+    ),
+  ],
+  ids=str,
+)
+def test_a_sequence_in_parts(case, monkeypatch):
+  """As long ones are cut: here two parts, the last with a chunk of padding."""
+  monkeypatch.setattr(shapes, "parts", lambda *sizes: 2)
+  check(dataclasses.replace(case, chunk=None))
+
+
+@pytest.mark.parametrize(
+  "decay", ["H", "HK", *(pytest.param(d, marks=pytest.mark.slow) for d in ("BTH", "BTHK"))]
+)
+def test_decays_from_none_to_everything(decay):
+  """Down to -inf, which forgets all; and the largest that is not yet that."""
+  case = dataclasses.replace(SMALL, T=66, H=2 if decay == "H" else 1, decay=decay, state=True)
+  inputs = LINEAR_ATTENTION.inputs(case)
+  levels = np.asarray([-np.inf, 0.0, -1e-3, -20.0, -1000.0])
+  rng = np.random.default_rng(2)
+  inputs["log_decay"] = rng.choice(levels, size=inputs["log_decay"].shape)
+  inputs["log_decay"].flat[:2] = levels[:2]
+  check(case, inputs)
+
+
+def test_dtypes():
+  """`out` is as narrow as the inputs, the states are float32; other inputs are refused by name."""
+  case = dataclasses.replace(SMALL, normalize=True)
+  inputs = drawn(case)
+  out, state = jax.eval_shape(call_of(case), inputs)
+  assert (out.dtype, state.kv.dtype, state.key_sum.dtype) == (
+    jnp.bfloat16,
+    jnp.float32,
+    jnp.float32,
+  )
+  for name in "qkv":
+    with pytest.raises(NotImplementedError, match=f"{name} has dtype float32"):
+      jax.eval_shape(call_of(case), inputs | {name: inputs[name].astype(jnp.float32)})
+
+
+@pytest.mark.parametrize(
+  ("case", "message"),
+  [
+    (dataclasses.replace(SMALL, value_decay="HV"), "value_log_decay is given"),
+    (dataclasses.replace(SMALL, chunk=32), "chunk_size=32"),
+    (dataclasses.replace(SMALL, K=129), "q is 129 wide"),
+    (dataclasses.replace(SMALL, V=129), "v is 129 wide"),
+  ],
+  ids=str,
+)
+def test_what_cannot_run_is_named(case, message):
+  inputs = drawn(case)
+  with pytest.raises(NotImplementedError, match=message):
+    jax.eval_shape(call_of(case), inputs)
+  args, options = LINEAR_ATTENTION.bind(case, inputs)
+  assert "pallas_interpret" not in ops.supported(ops.linear_attention, *args, **options)
+
+
+def test_on_a_cpu_the_kernels_are_not_chosen():
+  args, options = LINEAR_ATTENTION.bind(SMALL, drawn(SMALL))
+  assert ops.supported(ops.linear_attention, *args, **options)[0] == "chunked"
+  with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
+    ops.linear_attention(*args, **options, implementation="pallas")

@@ -1,0 +1,127 @@
+"""Every shipped configuration of linear attention lowers for CUDA, forward and gradient, on a CPU.
+
+This finds layouts that do not fit and sizes that are not supported.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops.linear_attention import pallas
+
+DECAYS = ("none", "H", "HK", "BTH", "BTHK")
+WIDTHS = tuple(itertools.product((64, 128), repeat=2))  # K, V
+OPTIONS = [
+  tuple(name for name, on in zip(("normalize", "bonus", "segments"), flags, strict=True) if on)
+  for flags in itertools.product((False, True), repeat=3)
+]
+# Each with both numbers of parts that a sequence is cut into.
+ALL = [
+  (decay, *widths, options, 1 if (n + m) % 2 else 8)
+  for n, (decay, widths) in enumerate(itertools.product(DECAYS, WIDTHS))
+  for m, options in enumerate(OPTIONS)
+]
+SOME = [
+  ("none", 128, 128, ("normalize",), 1),
+  ("none", 64, 128, ("bonus",), 8),
+  ("H", 128, 128, (), 8),
+  ("H", 64, 64, ("segments",), 1),
+  ("HK", 128, 128, ("normalize",), 1),
+  ("HK", 64, 64, ("normalize", "bonus", "segments"), 8),
+  ("BTH", 128, 128, ("normalize", "segments"), 8),
+  ("BTH", 128, 64, (), 1),
+  ("BTHK", 128, 128, ("bonus", "segments"), 1),
+  ("BTHK", 128, 128, ("normalize",), 8),
+  ("BTHK", 64, 64, (), 1),
+]
+
+
+def arguments(decay, K, V, options, T=1024, lead=()):
+  """(inputs, segment index) of `pallas.run`, as shapes; `lead` are axes in front of all."""
+  B, H = 2, 3
+  array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct((*lead, *shape), dtype)
+  axes = {"B": B, "T": T, "H": H, "K": K}
+  sizes = [axes[axis] if axis in decay and decay != "none" else 1 for axis in "BTHK"]
+  inputs = {
+    "q": array(B, T, H, K, dtype=jnp.bfloat16),
+    "k": array(B, T, H, K, dtype=jnp.bfloat16),
+    "v": array(B, T, H, V, dtype=jnp.bfloat16),
+    "log_decay": array(*sizes),
+    "bonus": array(H, K) if "bonus" in options else None,
+    "state": ops.LinearAttentionState(array(B, H, K, V), array(B, H, K)),
+  }
+  return inputs, array(B, T, dtype=jnp.int32) if "segments" in options else None
+
+
+def run(inputs, segments, options, parts):
+  return pallas.run(
+    *(inputs["q"], inputs["k"], inputs["v"], inputs["log_decay"], None),
+    *(inputs["bonus"], inputs["state"], segments),
+    normalize="normalize" in options,
+    scale=0.5,
+    parts=parts,
+  )
+
+
+def kernels_in(function, *shapes):
+  """How many kernels `function`, lowered for CUDA, has."""
+  text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+  return text.count("custom_call @mosaic_gpu")
+
+
+def total(results):
+  return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(results))
+
+
+def check(decay, K, V, options, parts):
+  inputs, segments = arguments(decay, K, V, options)
+  forward = lambda x, ids: run(x, ids, options, parts)
+  gradient = jax.grad(lambda x, ids: total(forward(x, ids)))
+  first = kernels_in(forward, inputs, segments)
+  assert first >= 1
+  assert kernels_in(gradient, inputs, segments) >= first + 2
+
+
+@pytest.mark.parametrize("configuration", SOME, ids=str)
+def test_lowers(configuration):
+  check(*configuration)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", ALL, ids=str)
+def test_every_configuration_lowers(configuration):
+  check(*configuration)
+
+
+def recomputed_in_a_scan(loss):
+  step = jax.grad(jax.checkpoint(loss))
+  return lambda x: jax.lax.scan(lambda _, x: (_, step(x)), 0, x)[1]
+
+
+@pytest.mark.parametrize(
+  "transformed", [lambda loss: jax.vmap(jax.grad(loss)), recomputed_in_a_scan], ids=["vmap", "scan"]
+)
+@pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
+def test_transformations_lower(transformed, wide):
+  """Several problems at once, and one after the other with activations made anew."""
+  with jax.enable_x64(wide):
+    inputs, _ = arguments("HK", 64, 64, ("normalize",), T=100, lead=(3,))
+    loss = lambda x: total(run(x, None, ("normalize",), None))
+    assert kernels_in(transformed(loss), inputs) >= 3
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["plain", "vmap"])
+def test_lowers_under_shard_map(mapped):
+  """Where every array's type says along which axes of the mesh it varies."""
+  inputs, _ = arguments("BTH", 64, 64, (), T=100, lead=(3,) if mapped else ())
+  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  spec = jax.sharding.PartitionSpec(*((None, "data") if mapped else ("data",)))
+  gradient = jax.grad(lambda x: total(run(x, None, (), None)))
+  sharded = jax.shard_map(
+    jax.vmap(gradient) if mapped else gradient, mesh=mesh, in_specs=(spec,), out_specs=spec
+  )
+  traced = jax.eval_shape(sharded, inputs)
+  assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)
