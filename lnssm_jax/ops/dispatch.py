@@ -1,17 +1,29 @@
 """Which implementation of a scan runs: one rule for all of them.
 
 A scan registers its implementations in order of preference. `implementation=None` takes the first
-one that can run the arguments; a name runs that one or raises, and the error says which argument
-stands in the way. No global flag takes part in the choice.
+one that can run the arguments and is worthwhile for them; a name runs that one or raises, and the
+error says which argument stands in the way. No global flag takes part in the choice.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+
 
 def _no_obstacle(*args, **kwargs) -> str | None:
   del args, kwargs
   return None
+
+
+def _always(*args, **kwargs) -> bool:
+  del args, kwargs
+  return True
+
+
+def _by_name_only(*args, **kwargs) -> bool:
+  del args, kwargs
+  return False
 
 
 class Implementation(NamedTuple):
@@ -21,6 +33,8 @@ class Implementation(NamedTuple):
   run: Callable[..., Any]
   # Called like `run`: why the arguments cannot run, or None. By default they always can.
   obstacle: Callable[..., str | None] = _no_obstacle
+  # Called like `run`: whether `implementation=None` may take it, where nothing stands in the way.
+  worthwhile: Callable[..., bool] = _always
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {}
@@ -37,6 +51,45 @@ def register(scan: str, check: Callable[..., tuple[tuple, dict]], *implementatio
   _ARGUMENT_CHECKS[scan] = check
 
 
+def kernels(load: Callable[[], Any]) -> tuple[Implementation, Implementation]:
+  """The implementations "pallas", on a Hopper GPU, and "pallas_interpret", by name only.
+
+  Args:
+    load: imports and returns the module that has `run`, `interpreted`, `obstacle` (on any device)
+      and `worthwhile`, all called alike. It is called when one of them is first needed, because
+      importing what a kernel is written with takes longer than importing all the rest.
+  """
+  compiled = Implementation(
+    "pallas",
+    lambda *args, **kwargs: load().run(*args, **kwargs),
+    lambda *args, **kwargs: hopper_obstacle() or load().obstacle(*args, **kwargs),
+    lambda *args, **kwargs: load().worthwhile(*args, **kwargs),
+  )
+  interpreted = Implementation(
+    "pallas_interpret",
+    lambda *args, **kwargs: load().interpreted(*args, **kwargs),
+    lambda *args, **kwargs: load().obstacle(*args, **kwargs),
+    _by_name_only,
+  )
+  return compiled, interpreted
+
+
+def hopper_obstacle() -> str | None:
+  """Why the default device cannot run kernels for Hopper, or None."""
+  device = _default_device()
+  if device.platform != "gpu":
+    return f"the default device is a {device.platform}, and the kernels need a Hopper GPU"
+  capability = str(getattr(device, "compute_capability", "unknown"))
+  if not capability.startswith("9."):
+    return f"the GPU has compute capability {capability}, and the kernels need 9.0 (Hopper)"
+  return None
+
+
+def _default_device() -> jax.Device:
+  device = jax.config.jax_default_device  # a device, the name of a platform, or None
+  return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
+
+
 def choose(scan: str, requested: str | None, args: tuple, kwargs: dict) -> Implementation:
   """The implementation of `scan` to run on checked arguments.
 
@@ -47,7 +100,8 @@ def choose(scan: str, requested: str | None, args: tuple, kwargs: dict) -> Imple
   implementations = _IMPLEMENTATIONS[scan]
   if requested is None:
     for candidate in implementations:
-      if candidate.obstacle(*args, **kwargs) is None:
+      # In this order: an obstacle spares importing what knows whether it is worthwhile.
+      if candidate.obstacle(*args, **kwargs) is None and candidate.worthwhile(*args, **kwargs):
         return candidate
     raise NotImplementedError(f"{scan}: no implementation can run these arguments.")
   for candidate in implementations:
@@ -65,13 +119,13 @@ def supported(scan: Callable[..., Any], *args, **kwargs) -> list[str]:
 
       ops.supported(ops.linear_attention, q, k, v, log_decay=log_decay)
 
+  The first is the one that `implementation=None` takes; those that it would pass over are last.
+
   Raises:
     ValueError: the arguments themselves are wrong, as `scan` would raise it.
   """
   kwargs.pop("implementation", None)
-  checked_args, checked_kwargs = _ARGUMENT_CHECKS[scan.__name__](*args, **kwargs)
-  return [
-    candidate.name
-    for candidate in _IMPLEMENTATIONS[scan.__name__]
-    if candidate.obstacle(*checked_args, **checked_kwargs) is None
-  ]
+  args, kwargs = _ARGUMENT_CHECKS[scan.__name__](*args, **kwargs)
+  able = [x for x in _IMPLEMENTATIONS[scan.__name__] if x.obstacle(*args, **kwargs) is None]
+  able.sort(key=lambda candidate: not candidate.worthwhile(*args, **kwargs))  # stable
+  return [candidate.name for candidate in able]

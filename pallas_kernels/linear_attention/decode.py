@@ -10,6 +10,8 @@ The tile lives in registers between the load and the store. Everything is float3
 step moves 8 bytes for about 6 operations, so tensor cores would gain nothing and cost exactness.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -125,6 +127,9 @@ def decode(
   return out[..., :V], padded_kv[..., :K, :V], padded_sum[..., :K] if normalize else key_sum
 
 
+# Under `jit`, so that a program with many steps of one shape, as a stack of layers has, holds one
+# kernel and not as many.
+@functools.partial(jax.jit, static_argnames=("normalize", "scale", "tile", "interpret"))
 def _decode(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale, tile, interpret):
   """`decode` for K and V that need no padding."""
   (B, H, K), V = q.shape, v.shape[-1]

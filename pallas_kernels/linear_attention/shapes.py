@@ -49,5 +49,6 @@ def parts(batch, heads, length):
 
 
 def padded_length(length, number_of_parts):
+  """The steps that the kernels run: the same number of whole chunks in every part."""
   block = CHUNK * number_of_parts
   return -(-length // block) * block

@@ -13,7 +13,7 @@ from lnssm_jax.ops.checks import (
   segment_index,
   vary_alike,
 )
-from lnssm_jax.ops.linear_attention import pallas, reference, xla
+from lnssm_jax.ops.linear_attention import reference, xla
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 
 _NAME = "linear_attention"
@@ -61,9 +61,13 @@ def linear_attention(
       added to it.
     scale: multiplies the result; a Python number.
     initial_state: the state before the first step; None means zeros.
-    implementation: "reference" (one step at a time), "associative" (`lax.associative_scan`),
-      "chunked" (matrix products inside chunks; what None takes).
-    chunk_size: steps in a chunk of the chunked form, a power of two; None means the default.
+    implementation: "pallas" (kernels; a Hopper GPU, no `value_log_decay`, no float64; T = 1:
+      bfloat16 or float32, K <= 256; T > 1: bfloat16, K and V <= 128), "chunked" (matrix products
+      inside chunks; any device and arguments), "reference" (one step at a time), "associative"
+      (`lax.associative_scan`), or "pallas_interpret" (the kernels on a CPU, slowly, to test them).
+      None takes "pallas" where it can run and is known to be faster (T = 1: K and V multiples of
+      16; T > 1: both at least 32), otherwise "chunked".
+    chunk_size: steps in a chunk, a power of two; None means the default. The kernels have 64.
 
   Returns:
     `out` [B, T, H, V] and the `LinearAttentionState` after the last step.
@@ -173,12 +177,20 @@ def _canonical_decay(name, decay, shape, dtype, *, per_head):
   return decay.reshape(layouts[decay.shape])
 
 
+def _kernels():
+  from lnssm_jax.ops.linear_attention import pallas
+
+  return pallas
+
+
+_COMPILED, _INTERPRETED = dispatch.kernels(_kernels)
+
 dispatch.register(
   _NAME,
   _checked,
-  dispatch.Implementation("pallas", pallas.run, pallas.obstacle_on_device),
+  _COMPILED,
   dispatch.Implementation("chunked", xla.chunked),
   dispatch.Implementation("reference", reference.reference),
   dispatch.Implementation("associative", reference.associative),
-  dispatch.Implementation("pallas_interpret", pallas.interpreted, pallas.obstacle),
+  _INTERPRETED,
 )

@@ -1,13 +1,20 @@
-"""Linear attention on the Mosaic-GPU kernels: which arguments they take, and how they take them."""
+"""Linear attention on the Mosaic-GPU kernels: which arguments they take, and how they take them.
+
+Two paths: a single step runs `decode`, which updates the state in place; more steps run `op`, which
+cuts them into chunks. Both promise what README.md says beside this file. Import this module where
+it is needed only (see `dispatch.kernels`).
+"""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lnssm_jax.ops.linear_attention import xla
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
-from pallas_kernels.linear_attention import op, shapes
+from pallas_kernels.linear_attention import decode, op, shapes
 
 
 def obstacle(
@@ -26,19 +33,21 @@ def obstacle(
   fresh=False,
 ):
   """Why the kernels cannot run these arguments on any device, or None."""
-  del log_decay, bonus, segments, normalize, fresh
+  del segments, fresh
   if value_log_decay is not None:
     return "value_log_decay is given, and the kernels decay keys only"
+  if state.kv.dtype != jnp.float32:
+    return f"initial_state has dtype {state.kv.dtype}, and the kernels compute in float32"
+  if _takes_a_step(q, k, v, log_decay, bonus, state, normalize=normalize):
+    return None
   for name, x in (("q", q), ("k", k), ("v", v)):
     if x.dtype != jnp.bfloat16:
       return (
-        f"{name} has dtype {x.dtype}, and the tensor cores multiply bfloat16 only (float32 would lose "
-        "digits there)"
+        f"{name} has dtype {x.dtype}, and the tensor cores multiply bfloat16 only (float32 would "
+        "lose digits there)"
       )
     if x.shape[-1] > shapes.WIDTHS[-1]:
       return f"{name} is {x.shape[-1]} wide, and heads of at most {shapes.WIDTHS[-1]} are supported"
-  if state.kv.dtype != jnp.float32:
-    return f"initial_state has dtype {state.kv.dtype}, and the kernels compute in float32"
   if chunk_size not in (None, op.CHUNK):
     return f"chunk_size={chunk_size}, and the kernels' chunks have {op.CHUNK} steps"
   if scale == 0.0:
@@ -46,14 +55,20 @@ def obstacle(
   return None
 
 
-def obstacle_on_device(*args, **kwargs):
-  """`obstacle`, or that the default device has no such tensor cores."""
-  if jax.default_backend() != "gpu":
-    return f"the default device is a {jax.default_backend()}, and the kernels need a Hopper GPU"
-  capability = str(getattr(jax.devices()[0], "compute_capability", ""))
-  if not capability.startswith("9."):
-    return f"the GPU has compute capability {capability}, and the kernels need 9.0 (Hopper)"
-  return obstacle(*args, **kwargs)
+def _takes_a_step(q, k, v, log_decay, bonus, state, *, normalize):
+  """Whether `decode` runs these arguments; its own limits are in its `obstacle`."""
+  if q.shape[1] != 1:
+    return False
+  one = lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype)
+  arrays = one(q), one(k), one(v), one(log_decay), bonus, *state
+  return decode.obstacle(*arrays, normalize=normalize) is None
+
+
+def worthwhile(q, k, v, log_decay, value_log_decay, bonus, state, segments, **options):
+  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
+  del k, log_decay, value_log_decay, bonus, state, segments, options
+  prefer = shapes.worthwhile_step if q.shape[1] == 1 else shapes.worthwhile
+  return prefer(q.shape[-1], v.shape[-1])
 
 
 def run(
@@ -73,8 +88,11 @@ def run(
   interpret=None,
   parts=None,
 ):
-  """The kernels' form; arguments as in `reference.py`. `fresh`: the state is zero and needs no reading."""
+  """Arguments as in `reference.py`. `fresh`: the state is zero and needs no reading."""
   del value_log_decay, chunk_size
+  if _takes_a_step(q, k, v, log_decay, bonus, state, normalize=normalize):
+    # A single step lies in one segment, that of the initial state.
+    return _step(_Static(normalize, scale, interpret), (q, k, v, log_decay, bonus, state))
   B, T, H, K = q.shape
   V = v.shape[-1]
   wide_k, wide_v = shapes.padded_width(K), shapes.padded_width(V)
@@ -108,3 +126,36 @@ def run(
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
+
+
+class _Static(NamedTuple):
+  normalize: bool
+  scale: float
+  interpret: object
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _step(static, inputs):
+  """A single step by `decode`. Decoding needs no gradient: it comes from XLA's form."""
+  q, k, v, log_decay, bonus, state = inputs
+  key_sum = state.key_sum if static.normalize else None
+  arrays = q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], bonus, state.kv, key_sum
+  out, kv, key_sum = decode.decode(*arrays, **static._asdict())
+  return out[:, None], LinearAttentionState(kv, key_sum)
+
+
+def _step_forward(static, inputs):
+  return _step(static, inputs), inputs
+
+
+def _step_backward(static, inputs, cotangents):
+  options = {"normalize": static.normalize, "scale": static.scale}
+
+  def form(q, k, v, log_decay, bonus, state):
+    return xla.chunked(q, k, v, log_decay, None, bonus, state, None, **options)
+
+  _, pull = jax.vjp(form, *inputs)
+  return (pull(cotangents),)
+
+
+_step.defvjp(_step_forward, _step_backward)
