@@ -19,6 +19,7 @@ import numpy as np
 
 from lnssm_jax.mixers.checks import check_positive
 from lnssm_jax.models import LanguageModel
+from lnssm_jax.models.embedding import lookup
 
 # Tokens drawn per call of the device: enough to hide the cost of the call, few enough to stop soon.
 _STEPS_PER_CALL = 32
@@ -151,10 +152,11 @@ def _checked_prompts(prompts, vocab_size: int) -> list[np.ndarray]:
 def _run(model, prompts, max_tokens, seed, choice, limits, stop_token, prefill_chunk):
   """The generator behind `stream`, on checked arguments."""
   state, logits = _read(model, prompts, prefill_chunk)
+  states = _layers_apart(state, model.num_layers)
   row_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(prompts)))
   ended = np.zeros(len(prompts), bool)
   for first in range(0, max_tokens, _STEPS_PER_CALL):
-    state, logits, tokens = _decode(model, state, logits, row_keys, first, limits, choice=choice)
+    states, logits, tokens = _decode(model, states, logits, row_keys, first, limits, choice=choice)
     for row in np.asarray(tokens)[: max_tokens - first]:
       if stop_token is not None:
         row = np.where(ended, stop_token, row).astype(row.dtype)
@@ -195,19 +197,43 @@ def _prefill(model, state, tokens, starts):
   return state, model.head(hidden[:, -1])
 
 
-@functools.partial(jax.jit, static_argnames="choice", donate_argnames=("state", "logits"))
-def _decode(model, state, logits, row_keys, first, limits, *, choice: _Choice):
-  """Draws tokens `first`, `first` + 1, ...: (state, logits, tokens [steps, B])."""
+def _layers_apart(stacked, num_layers):
+  """A tree whose leaves are [L, ...] as a list of L trees."""
+  part = lambda number: jax.tree.map(lambda leaf: leaf[number], stacked)
+  return [part(number) for number in range(num_layers)]
+
+
+@functools.partial(jax.jit, static_argnames="choice", donate_argnames=("states", "logits"))
+def _decode(model, states, logits, row_keys, first, limits, *, choice: _Choice):
+  """Draws tokens `first`, `first` + 1, ...: (states, logits, tokens [steps, B])."""
+  blocks = _layers_apart(model.blocks, model.num_layers)
 
   def step(carry, number):
-    state, logits = carry
+    states, logits = carry
     keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, number)
     tokens = _draw(logits, keys, limits, choice)
-    logits, state = model(tokens[:, None], state)
-    return (state, logits[:, 0]), tokens
+    states, logits = _read_one(model, blocks, states, tokens)
+    return (states, logits), tokens
 
-  (state, logits), tokens = jax.lax.scan(step, (state, logits), first + jnp.arange(_STEPS_PER_CALL))
-  return state, logits, tokens
+  (states, logits), tokens = jax.lax.scan(
+    step, (states, logits), first + jnp.arange(_STEPS_PER_CALL)
+  )
+  return states, logits, tokens
+
+
+def _read_one(model, blocks, states, tokens):
+  """`model(tokens[:, None], state)` for layers apart: (states, logits [B, vocab]).
+
+  Each layer's state is carried by itself, so that a kernel that updates it in place needs no copy:
+  a scan over stacked layers copies each layer's part out of the stack, and back into another one.
+  """
+  x = lookup(model.embedding[...], tokens[:, None])
+  x = model.embedding_norm(x).astype(model.dtype)
+  new = []
+  for block, state in zip(blocks, states, strict=True):
+    x, state = block(x, state)
+    new.append(state)
+  return new, model.head(model.norm(x).astype(model.dtype))[:, 0]
 
 
 def _draw(logits, keys, limits, choice: _Choice):

@@ -1,0 +1,258 @@
+"""Which arguments the kernels of linear attention get, and what a single step does there."""
+
+import functools
+import re
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax import generate, ops
+from lnssm_jax.models import LanguageModel
+from lnssm_jax.ops import dispatch
+from tests.ops import contract
+from tests.ops.scans.linear_attention import LINEAR_ATTENTION, Case
+
+STEP = Case(T=1, K=16, V=32, H=2, chunk=None)
+compare = LINEAR_ATTENTION.compared
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+  """As if the default device were a Hopper GPU: enough to choose and to lower, not to run."""
+  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+
+
+def inputs_of(case, dtype=jnp.float32, seed=0):
+  drawn = LINEAR_ATTENTION.inputs(case, seed)
+  narrow = LINEAR_ATTENTION.narrow
+  return {n: jnp.asarray(x, dtype if n in narrow else jnp.float32) for n, x in drawn.items()}
+
+
+def supported(case, dtype, **options):
+  args, kwargs = LINEAR_ATTENTION.bind(case, inputs_of(case, dtype), **options)
+  return ops.supported(ops.linear_attention, *args, **kwargs)
+
+
+def chosen(case, dtype):
+  """What None takes."""
+  args, kwargs = LINEAR_ATTENTION.bind(case, inputs_of(case, dtype))
+  checked = dispatch._ARGUMENT_CHECKS["linear_attention"](*args, **kwargs)
+  return dispatch.choose("linear_attention", None, *checked).name
+
+
+@pytest.mark.parametrize(
+  ("device", "obstacle"),
+  [
+    ({"platform": "cpu"}, "is a cpu, and the kernels need a Hopper GPU"),
+    ({"platform": "tpu"}, "is a tpu"),
+    ({"platform": "gpu", "compute_capability": "8.0"}, "compute capability 8.0"),
+    ({"platform": "gpu", "compute_capability": "9.0"}, None),
+    ({"platform": "gpu", "compute_capability": "10.0"}, "compute capability 10.0"),
+    ({"platform": "gpu", "compute_capability": "gfx942"}, "gfx942"),
+    ({"platform": "gpu"}, "unknown"),
+  ],
+)
+def test_kernels_need_hopper(monkeypatch, device, obstacle):
+  monkeypatch.setattr(dispatch, "_default_device", lambda: types.SimpleNamespace(**device))
+  said = dispatch.hopper_obstacle()
+  assert said is None if obstacle is None else obstacle in said
+
+
+@pytest.mark.parametrize("device", ["cpu", jax.local_devices(backend="cpu")[-1], None], ids=str)
+def test_the_default_device_is_asked(device):
+  with jax.default_device(device):
+    assert dispatch._default_device().platform == "cpu"
+
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+XLA = ["chunked", "reference", "associative"]
+
+
+@pytest.mark.parametrize(
+  ("case", "dtype", "expected"),
+  [
+    (STEP, F32, ["pallas", *XLA]),
+    (STEP, BF16, ["pallas", *XLA]),
+    (Case(T=1, K=16, V=32, chunk=None, segments=True, decay="BTHK"), F32, ["pallas", *XLA]),
+    (Case(T=1, K=256, V=512, H=1, chunk=None), BF16, ["pallas", *XLA]),
+    (Case(T=1, K=20, V=32, chunk=None), F32, [*XLA, "pallas"]),  # padding would copy the state
+    (Case(T=1, K=16, V=24, chunk=None), BF16, [*XLA, "pallas"]),
+    (Case(T=1, K=272, V=16, H=1, chunk=None), F32, XLA),
+    (Case(T=1, K=16, V=16, chunk=None), jnp.float16, XLA),
+    (Case(T=1, K=16, V=16, chunk=None, value_decay="HV"), F32, XLA),
+    (Case(T=2, K=64, V=64, chunk=None), BF16, ["pallas", *XLA]),
+    (Case(T=65, K=128, V=32, H=1, chunk=64), BF16, ["pallas", *XLA]),
+    (Case(T=65, K=40, V=128, H=1, chunk=None, decay="BTHK", bonus=True), BF16, ["pallas", *XLA]),
+    (Case(T=2, K=16, V=64, chunk=None), BF16, [*XLA, "pallas"]),  # not measured
+    (Case(T=2, K=64, V=16, chunk=None), BF16, [*XLA, "pallas"]),
+    (Case(T=2, K=64, V=64, chunk=None), F32, XLA),
+    (Case(T=2, K=64, V=64, chunk=32), BF16, XLA),
+    (Case(T=2, K=136, V=64, H=1, chunk=None), BF16, XLA),
+  ],
+  ids=str,
+)
+def test_what_hopper_runs(hopper, case, dtype, expected):
+  """`None` takes the first of `supported`; the interpreter is last wherever there is a kernel."""
+  interpreted = ["pallas_interpret"] if "pallas" in expected else []
+  assert supported(case, dtype) == expected + interpreted
+  assert chosen(case, dtype) == expected[0]
+
+
+@pytest.mark.parametrize("case", [STEP, Case(T=2, K=64, V=64, chunk=None)], ids=str)
+def test_elsewhere_xla_runs(case):
+  assert supported(case, BF16) == [*XLA, "pallas_interpret"]
+  assert chosen(case, BF16) == "chunked"
+
+
+def test_float64_is_for_xla(hopper):
+  with jax.enable_x64(True):
+    args, kwargs = LINEAR_ATTENTION.bind(STEP, LINEAR_ATTENTION.inputs(STEP))
+    assert ops.supported(ops.linear_attention, *args, **kwargs) == XLA
+
+
+def test_none_never_interprets(monkeypatch):
+  monkeypatch.setattr(dispatch, "_IMPLEMENTATIONS", dict(dispatch._IMPLEMENTATIONS))
+  only = [i for i in dispatch._IMPLEMENTATIONS["linear_attention"] if "interpret" in i.name]
+  dispatch.register("linear_attention", dispatch._ARGUMENT_CHECKS["linear_attention"], *only)
+  assert supported(STEP, F32) == ["pallas_interpret"]
+  with pytest.raises(NotImplementedError, match="no implementation"):
+    chosen(STEP, F32)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+  "case",
+  [
+    Case(T=1, K=16, V=32, decay=None, chunk=None, state=False),
+    Case(T=1, K=20, V=24, H=1, decay="H", chunk=None),
+    Case(T=1, K=16, V=16, decay="HK", chunk=None, normalize=True),
+    Case(T=1, K=16, V=16, decay="BTH", chunk=None, bonus=True, segments=True),
+    Case(T=1, K=16, V=16, decay="BTHK", strength="extreme", chunk=None, bonus=True, normalize=True),
+  ],
+  ids=str,
+)
+def test_a_step_and_its_gradient(case, dtype):
+  inputs = LINEAR_ATTENTION.inputs(case)
+  dtypes = {n: dtype if n in LINEAR_ATTENTION.narrow else F32 for n in inputs}
+  call = lambda x, form: compare(*LINEAR_ATTENTION(case, x, implementation=form))
+  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
+  # XLA's form is right in float32 too; that its forward pass did not run shows the next test.
+  assert max(errors.values()) <= contract.tolerance(dtype, 1), errors
+
+
+def kernels_in(function, *args):
+  text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+  return text.count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_step_is_one_kernel(hopper, dtype, wide):
+  inputs = inputs_of(STEP, dtype)
+  call = functools.partial(LINEAR_ATTENTION, STEP)
+  loss = lambda x: sum(jnp.sum(y.astype(F32)) for y in jax.tree.leaves(call(x)))
+  with jax.enable_x64(wide):
+    assert kernels_in(call, inputs) == 1
+    assert kernels_in(jax.value_and_grad(loss), inputs) == 1
+    assert kernels_in(jax.vmap(call), jax.tree.map(lambda x: jnp.stack([x] * 3), inputs)) == 1
+
+
+def test_several_steps_at_once():
+  """vmap, also over a state that all of them start from, which none may then write into."""
+  inputs, others = inputs_of(STEP), inputs_of(STEP, seed=1)
+  both = jax.tree.map(lambda *x: jnp.stack(x), inputs, others)
+  call = functools.partial(LINEAR_ATTENTION, STEP, implementation="pallas_interpret")
+  apart = lambda *inputs: jax.tree.map(lambda *x: jnp.stack(x), *map(call, inputs))
+  jax.tree.map(np.testing.assert_array_equal, jax.jit(jax.vmap(call))(both), apart(inputs, others))
+  shared = {n: x for n, x in inputs.items() if n.startswith("state.")}
+  axes = {n: None if n in shared else 0 for n in inputs}
+  got = jax.jit(jax.vmap(call, in_axes=(axes,)))(both | shared)
+  jax.tree.map(np.testing.assert_array_equal, got, apart(inputs, others | shared))
+
+
+def test_a_step_leaves_its_arguments_alone():
+  """In place means the buffer of a donated or carried state: the caller's own is still there."""
+  inputs = inputs_of(STEP)
+  before = jax.tree.map(np.array, inputs)
+  LINEAR_ATTENTION(STEP, inputs, implementation="pallas_interpret")
+  jax.tree.map(np.testing.assert_array_equal, inputs, before)
+
+
+def test_steps_continue_a_sequence():
+  case = Case(T=4, K=16, V=16, H=1, chunk=None, decay="HK", normalize=True)
+  inputs = inputs_of(case)
+  want = LINEAR_ATTENTION(case, inputs, implementation="chunked")
+  steps = LINEAR_ATTENTION.over_time(case, inputs)
+  state, outs = {n: x for n, x in inputs.items() if n.startswith("state.")}, []
+  for t in range(case.T):
+    piece = {n: x[:, t : t + 1] if n in steps else x for n, x in inputs.items()} | state
+    out, new = LINEAR_ATTENTION(case, piece, implementation="pallas_interpret")
+    state = {"state.kv": new.kv, "state.key_sum": new.key_sum}
+    outs.append(out)
+  errors = jax.tree.map(contract.relative_error, (jnp.concatenate(outs, 1), new), want)
+  assert max(jax.tree.leaves(errors)) <= contract.tolerance(F32, case.T)
+
+
+def operations(block, name):
+  return [op for op in block.operations if op.operation.name == name]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_generation_updates_the_states_in_place(hopper, dtype):
+  """Lowered: from a donated argument by the loop's carry to the kernel and back, with no copy."""
+  B, L, H, K, vocab = 3, 2, 2, 16, 29
+  model = LanguageModel(
+    vocab_size=vocab, dim=H * K, num_layers=L, num_heads=H, dtype=dtype, rngs=nnx.Rngs(0)
+  )
+  keys, limits = jax.random.split(jax.random.key(0), B), (jnp.float32(1), jnp.float32(1))
+  states = generate._layers_apart(model.init_state(B), L)
+  traced = generate._decode.trace(
+    model, states, jnp.zeros((B, vocab)), keys, 0, limits, choice=generate._Choice("all", vocab)
+  )
+  module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+  functions = {f.sym_name.value: f for f in operations(module.body, "func.func")}
+  blocks = {name: f.entry_block for name, f in functions.items()}
+  main, attributes = blocks["main"], functions["main"].arg_attrs
+
+  # All layers share one kernel, in a function of its own.
+  (name,) = [name for name in blocks if name.startswith("_decode")]
+  (kernel,) = operations(blocks[name], "stablehlo.custom_call")
+  (result,) = operations(blocks[name], "func.return")
+  alias = str(kernel.attributes["output_operand_aliases"])
+  written = int(re.search(r"output_tuple_indices = \[(\d+)\]", alias)[1])
+  read = int(re.search(r"operand_index = (\d+)", alias)[1])
+  argument = list(blocks[name].arguments).index(kernel.operands[read])
+  returned = list(result.operands).index(kernel.results[written])
+
+  (loop,) = operations(main, "stablehlo.while")
+  body = loop.regions[1].blocks[0]
+  (carried_on,) = operations(body, "stablehlo.return")
+  calls = [c for c in operations(body, "func.call") if str(c.attributes["callee"]) == f"@{name}"]
+  assert len(calls) == L
+  for call in calls:
+    place = list(body.arguments).index(call.operands[argument])
+    assert carried_on.operands[place] == call.results[returned]
+    start = list(main.arguments).index(loop.operands[place])
+    assert "tf.aliasing_output" in attributes[start]
+
+
+def test_kernels_are_imported_when_needed():
+  """Importing what they are written with costs more than all the rest of the library."""
+  code = """
+import sys
+import jax.numpy as jnp
+import lnssm_jax.generate
+from lnssm_jax import ops
+x = jnp.ones((1, 2, 1, 32), jnp.bfloat16)
+ops.linear_attention(x, x, x)
+assert "jax.experimental.pallas" not in sys.modules
+assert not [name for name in sys.modules if name.startswith("pallas_kernels")]
+"""
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, done.stderr
