@@ -5,6 +5,7 @@
 #   make train PYTHON=/path/to/python   another Python (3.12 or newer) for the environment
 #   make train VENV= PYTHON=python3     no environment: that Python, which has all packages
 #   make test JAX=0.12.0.1              another JAX, in an environment of its own
+#   make test-gpu                       the kernels on a Hopper GPU
 
 JAX ?=
 VENV := $(if $(JAX),.venv-jax-$(JAX),.venv)
@@ -22,7 +23,7 @@ TRAIN_ENV := $(VENV)/.ready-train
 DEV_ENV := $(VENV)/.ready-dev
 endif
 
-.PHONY: train test test-all lint format clean
+.PHONY: train test test-all test-gpu lint format clean
 
 train: $(TRAIN_ENV)
 	$(RUN) -m train fit --config configs/quickstart.py $(ARGS)
@@ -32,6 +33,9 @@ test: lint
 
 test-all: lint
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-gpu: $(DEV_ENV)
+	$(RUN) -m pytest tests/gpu -m gpu $(ARGS)
 
 lint: $(DEV_ENV)
 	$(RUN) -m ruff check .

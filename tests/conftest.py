@@ -12,6 +12,9 @@ def pytest_configure(config):
   """Tests give the same numbers wherever they run; only those on hardware, `-m gpu`, use it."""
   if config.getoption("markexpr") != "gpu":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # XLA's threads. An interpreted kernel holds some while it runs programs of its own that wait
+    # for others: on two cores, with two threads, a kernel of a few hundred KiB waited for ever.
+    os.environ.setdefault("NPROC", "16")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILE}".strip()
 
 

@@ -1,0 +1,198 @@
+"""The kernels of linear attention on a Hopper GPU: `make test-gpu`.
+
+Everything is compared with the reference in float64, all gradients too.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from tests.ops import contract, promises
+from tests.ops.scans.base import log_decay
+from tests.ops.scans.linear_attention import LINEAR_ATTENTION, Case
+
+pytestmark = pytest.mark.gpu
+REPETITIONS = 100
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+  device = jax.devices()[0]
+  capability = str(getattr(device, "compute_capability", "none"))
+  if device.platform != "gpu" or not capability.startswith("9."):
+    kind = f"{device.platform}, compute capability {capability}"
+    pytest.skip(f"needs a Hopper GPU, by `make test-gpu` (the default device is a {kind})")
+
+
+def fill_memory_with_nan():
+  """What is allocated next holds NaN until it is written."""
+  device = jax.devices()[0]
+  stats = device.memory_stats()
+  block = 2**30
+  blocks = int(0.8 * (stats["bytes_limit"] - stats["bytes_in_use"])) // block
+  arrays = [jnp.full((block // 4,), jnp.nan, jnp.float32) for _ in range(blocks)]
+  jax.block_until_ready(arrays)
+  for x in arrays:
+    x.delete()
+
+
+SMALL = [
+  Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True),
+  Case(T=65, K=64, V=128, decay="H", segments=True),
+  Case(T=1000, K=128, V=64, decay="BTH", strength="extreme", normalize=True, segments=True),
+  Case(T=130, K=40, V=128, decay=None, normalize=True),
+  Case(T=1000, K=72, V=80, decay="HK", strength="extreme", bonus=True, segments=True),
+  Case(T=1000, K=128, V=128, decay="BTHK", strength="extreme", normalize=True, segments=True),
+  Case(T=65, K=64, V=64, decay="BTHK", bonus=True, normalize=True, state=False),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_values_and_gradients(case):
+  case = dataclasses.replace(case, chunk=None)
+  inputs = LINEAR_ATTENTION.inputs(case)
+  narrow = LINEAR_ATTENTION.narrow
+  dtypes = {n: jnp.bfloat16 if n in narrow else jnp.float32 for n in inputs}
+  call = lambda x, form: LINEAR_ATTENTION.compared(*LINEAR_ATTENTION(case, x, implementation=form))
+  fill_memory_with_nan()
+  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas")
+  limit = contract.tolerance(jnp.bfloat16, case.T)
+  assert all(error <= limit for error in errors.values()), (limit, errors)
+
+
+# The axis of heads.
+HEADS = {"q": 2, "k": 2, "v": 2, "out": 2, "bonus": 0, "kv": 1, "key_sum": 1}
+
+
+def of_heads(arrays, heads, decay):
+  """These heads alone: no head depends on another."""
+  axes = HEADS | {"log_decay": (decay or "H").index("H")}
+  return {name: jnp.take(x, heads, axis=axes[name]) for name, x in arrays.items()}
+
+
+def drawn(B, T, H, K, V, decay, normalize, bonus):
+  """Inputs by name, made on the device; decays a step are ordinary, constant ones extreme."""
+  rng = np.random.default_rng(0)
+  keys = iter(jax.random.split(jax.random.key(0), 8))
+  normal = lambda *shape: jax.random.normal(next(keys), shape)
+  feature = (lambda *shape: jnp.exp(normal(*shape))) if normalize else normal
+  bf16 = jnp.bfloat16
+  inputs = {
+    "q": feature(B, T, H, K).astype(bf16),
+    "k": feature(B, T, H, K).astype(bf16),
+    "v": normal(B, T, H, V).astype(bf16),
+    "kv": normal(B, H, K, V),
+  }
+  if normalize:
+    inputs["key_sum"] = feature(B, H, K)
+  if bonus:
+    inputs["bonus"] = feature(H, K)
+  sizes = {"B": B, "T": T, "H": H, "K": K}
+  shape = tuple(sizes[axis] for axis in decay)
+  if "T" in decay:
+    inputs["log_decay"] = -jnp.exp(normal(*shape) - 2)
+  else:
+    inputs["log_decay"] = jnp.asarray(log_decay(rng, shape, "extreme"), jnp.float32)
+  return inputs
+
+
+def attend(inputs, implementation):
+  state = ops.LinearAttentionState(inputs["kv"], inputs.get("key_sum"))
+  out, last = ops.linear_attention(
+    *(inputs[n] for n in "qkv"),
+    log_decay=inputs["log_decay"],
+    bonus=inputs.get("bonus"),
+    normalize="key_sum" in inputs,
+    scale=0.7,
+    initial_state=state,
+    implementation=implementation,
+  )
+  results = {"out": out, "kv": last.kv}
+  return results | ({"key_sum": last.key_sum} if "key_sum" in inputs else {})
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def with_gradients(inputs, weights, implementation):
+  """What `attend` returns, and the gradients of its sum weighted with `weights`."""
+
+  def functional(inputs):
+    results = attend(inputs, implementation)
+    products = [jnp.sum(y.astype(weights[n].dtype) * weights[n]) for n, y in results.items()]
+    return sum(products), results
+
+  (_, results), gradients = jax.value_and_grad(functional, has_aux=True)(inputs)
+  return {"values": results, "gradients": gradients}
+
+
+@jax.jit
+def same_bits(a, b):
+  bits = lambda x: jax.lax.bitcast_convert_type(
+    x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
+  )
+  same = jax.tree.map(lambda x, y: jnp.all(bits(x) == bits(y)), a, b)
+  return jnp.all(jnp.stack(jax.tree.leaves(same)))
+
+
+def assert_bits_repeat(inputs, weights, first):
+  """Again and again, in memory full of NaN now and then, beside other work."""
+  counts = []
+  for n in range(REPETITIONS):
+    if n % 25 == 0:
+      fill_memory_with_nan()
+    counts.append(same_bits(with_gradients(inputs, weights, "pallas"), first))
+  assert np.all(np.asarray(jnp.stack(counts))), f"{np.asarray(counts).sum()} of {REPETITIONS} agree"
+
+
+# B, T, H, K, V, decay, normalize, bonus: the shapes that models use, and every kind of decay.
+MODELS = [
+  (8, 2048, 16, 128, 128, "HK", True, False),
+  (8, 2048, 32, 64, 64, "H", False, False),
+  (1, 32768, 16, 128, 128, "BTH", False, False),
+  (8, 2048, 16, 128, 128, "BTHK", False, True),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model)))
+def test_models(model):
+  """Two heads against the reference; every bit of all, again and again."""
+  T, H, decay = model[1], model[2], model[5]
+  inputs = drawn(*model)
+  shapes = jax.eval_shape(functools.partial(attend, implementation="pallas"), inputs)
+  keys = jax.random.split(jax.random.key(1), len(shapes))
+  weights = {
+    n: jnp.round(8 * jax.random.normal(key, s.shape)).astype(jnp.float32) / 8
+    for key, (n, s) in zip(keys, shapes.items(), strict=True)
+  }
+  fill_memory_with_nan()
+  first = with_gradients(inputs, weights, "pallas")
+  finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), first)
+  assert all(jax.tree.leaves(finite)), finite
+  assert_bits_repeat(inputs, weights, first)
+
+  heads = np.asarray([H // 2, H - 1])
+  with jax.enable_x64(True):
+    wide = lambda arrays: jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
+    exact = wide(of_heads(inputs, heads, decay))
+    want = with_gradients(exact, wide(of_heads(weights, heads, decay)), "reference")
+    want = jax.tree.map(np.asarray, want)
+  got = {kind: of_heads(arrays, heads, decay) for kind, arrays in first.items()}
+  errors = contract.named_errors(jax.tree.map(np.asarray, got), want)
+  limit = contract.tolerance(jnp.bfloat16, T)
+  assert all(error <= limit for error in errors.values()), (limit, errors)
+
+
+def test_several_problems_at_once():
+  """`vmap` runs the same kernels over a larger grid."""
+  inputs = [drawn(2, 200, 3, 64, 64, "BTHK", False, True) for _ in range(2)]
+  inputs[1] = jax.tree.map(lambda x: x[..., ::-1], inputs[1])
+  shapes = jax.eval_shape(functools.partial(attend, implementation="pallas"), inputs[0])
+  weights = jax.tree.map(lambda s: jnp.ones(s.shape), shapes)
+  apart = [with_gradients(x, weights, "pallas") for x in inputs]
+  stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+  at_once = jax.vmap(lambda x: with_gradients(x, weights, "pallas"))(stack(*inputs))
+  promises.close(at_once, stack(*apart))
