@@ -5,7 +5,7 @@ from pallas_kernels.tensor_core import CHUNK
 # Hopper (H100, H200): multiprocessors, each of which runs a block or more.
 MULTIPROCESSORS = 132
 WIDTHS = (64, 128)  # what q, k and v are padded to
-NARROWEST = 32  # below it most of a padded product is zeros, and nothing has been measured
+NARROWEST = 32  # narrower heads are padded more than twofold, which has not been measured
 STEP_WIDTH = 16  # of the decode kernel: K and V are padded to a multiple
 
 
@@ -17,7 +17,7 @@ def padded_width(width):
 def worthwhile(key_width, value_width):
   """Whether many steps are better run by the kernels than by XLA's form, where the kernels can.
 
-  Measured for widths of 64 and 128, where they win for every decay.
+  Measured on an H200 at B8 T2048 H16 K128 V128, where they win for every decay.
   """
   return min(key_width, value_width) >= NARROWEST
 
