@@ -93,7 +93,7 @@ XLA = ["chunked", "reference", "associative"]
     (Case(T=2, K=64, V=16, chunk=None), BF16, [*XLA, "pallas"]),
     (Case(T=2, K=64, V=64, chunk=None), F32, XLA),
     (Case(T=2, K=64, V=64, chunk=32), BF16, XLA),
-    (Case(T=2, K=136, V=64, H=1, chunk=None), BF16, XLA),
+    (Case(T=2, K=272, V=64, H=1, chunk=None), BF16, XLA),
   ],
   ids=str,
 )
