@@ -34,10 +34,12 @@ class Place(NamedTuple):
 
   @property
   def steps(self):
+    """The steps of the chunk."""
     return pl.ds(self.n * CHUNK, CHUNK)
 
   @property
   def channels(self):
+    """The group's channels."""
     return pl.ds(self.group * GROUP, GROUP)
 
   def rows(self, ref):
@@ -54,31 +56,38 @@ class Piece(NamedTuple):
   index: Callable[[Place], tuple]
 
 
-def steps_of(x):  # [B, T, H, X]
+def steps_of(x):
+  """A chunk's steps. x: [B, T, H, X]."""
   return Piece(x, (CHUNK, x.shape[3]), lambda at: (at.b, at.steps, at.h))
 
 
-def channels_of(x):  # [B, T, H, K], of one group
+def channels_of(x):
+  """A chunk's steps, of one group of channels. x: [B, T, H, K]."""
   return Piece(x, (CHUNK, GROUP), lambda at: (at.b, at.steps, at.h, at.channels))
 
 
-def scores_of(x):  # [B, H, T, C]
+def scores_of(x):
+  """A chunk's scores. x: [B, H, T, C]."""
   return Piece(x, (CHUNK, CHUNK), lambda at: (at.b, at.h, at.steps))
 
 
-def state_of(x):  # [B, H, N, K, V]
+def state_of(x):
+  """A chunk's state. x: [B, H, N, K, V]."""
   return Piece(x, x.shape[3:], lambda at: (at.b, at.h, at.n))
 
 
-def state_channels_of(x):  # [B, H, N, K, V], of one group
+def state_channels_of(x):
+  """A chunk's state, of one group of channels. x: [B, H, N, K, V]."""
   return Piece(x, (GROUP, x.shape[4]), lambda at: (at.b, at.h, at.n, at.channels))
 
 
-def rows_to(B, H, T):  # [B, H, T]
+def rows_to(B, H, T):
+  """One float32 number for each step, into [B, H, T]."""
   return Piece(_float32(B, H, T), (CHUNK,), lambda at: (at.b, at.h, at.steps))
 
 
-def columns_to(B, H, N, K):  # [B, H, N, K], of one group
+def columns_to(B, H, N, K):
+  """One float32 number for each channel of a group, into [B, H, N, K]."""
   return Piece(_float32(B, H, N, K), (GROUP,), lambda at: (at.b, at.h, at.n, at.channels))
 
 
@@ -124,9 +133,8 @@ def all_chunks(
   """Calls `chunk(place, refs, scratch, put)` once for each chunk of each head and sequence.
 
   Args:
-    chunk: reads tiles in `scratch` and vectors in `refs` (device memory), and calls `put(name,
-      value)`
-      for each output.
+    chunk: reads tiles in `scratch` and vectors in `refs` (device memory), and calls
+      `put(name, value)` for each output.
     tiles: pieces that are in shared memory, under their names, when `chunk` begins.
     vectors: arrays, or None for those that are absent.
     outputs: pieces. float32 tiles are written from registers, the others by way of shared memory.

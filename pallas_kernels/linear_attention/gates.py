@@ -72,7 +72,7 @@ class ConstantGates:
       read_first: whether queries see the state before the decay of their own step.
       valid: steps of this chunk before padding; `ragged`: whether it may be below the chunk.
     """
-    self._log2 = columns_of(log_decay) * _LOG2_E
+    self._log2 = jnp.maximum(columns_of(log_decay), SMALLEST_LOG_DECAY) * _LOG2_E
     self._read_first, self._valid, self._ragged = int(read_first), valid, ragged
     self._due = None
 
@@ -80,6 +80,7 @@ class ConstantGates:
     return jnp.exp2(across(counts.astype(jnp.float32), _SHAPE) * down(self._log2, _SHAPE))
 
   def meetings(self):
+    """Yields (size, factor of queries, factor of keys), [C, 64] each."""
     rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
     queries = self._powers(_count(QUERIES, rows, self._read_first, None))
     keys = self._powers(_count(KEYS, rows, self._read_first, None))
@@ -98,15 +99,18 @@ class ConstantGates:
       self._after = jnp.where(second, self._after, self._after * whole)
 
   def before(self):
+    """[C, 64]."""
     return self._before
 
   def after(self):
+    """[C, 64]."""
     if not self._ragged:
       return self._after
     rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
     return self._powers(_count(AFTER, rows, self._read_first, self._valid))
 
   def owe(self, x, d_x, which, staging):
+    """`x()` and `d_x` are [C, 64], `staging` a tile of that shape that may be overwritten."""
     del x, staging
     rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
     counts = _count(which, rows, self._read_first, self._valid).astype(jnp.float32)
@@ -169,6 +173,7 @@ class StepGates:
     return multiply((_SHAPE, products), interpret=self._interpret)[0]
 
   def meetings(self):
+    """Yields (size, factor of queries, factor of keys), [C, 64] each."""
     queries = self._sum(QUERIES)
     keys = self._sum(KEYS) if self._read_first else -queries
     yield 0, jnp.exp2(queries), jnp.exp2(keys)
@@ -177,9 +182,11 @@ class StepGates:
       yield size, both, both
 
   def before(self):
+    """[C, 64]."""
     return jnp.exp2(self._sum(BEFORE))
 
   def after(self):
+    """[C, 64]."""
     return jnp.exp2(self._sum(AFTER))
 
   def start_due(self, due):
@@ -187,6 +194,7 @@ class StepGates:
     self._due = due
 
   def owe(self, x, d_x, which, staging):
+    """`x()` and `d_x` are [C, 64], `staging` a tile of that shape that may be overwritten."""
     d_log = x() * d_x
     if which == KEYS and not self._read_first:
       which, d_log = QUERIES, -d_log

@@ -38,6 +38,8 @@ class Inputs(NamedTuple):
 
 
 class Static(NamedTuple):
+  """What the compiled program is specialised to."""
+
   scale: float
   length: int  # steps before padding
   parts: int

@@ -4,14 +4,15 @@ from pallas_kernels.tensor_core import CHUNK
 
 # Hopper (H100, H200): multiprocessors, each of which runs a block or more.
 MULTIPROCESSORS = 132
-WIDTHS = (64, 128)  # what q, k and v are padded to
+KEY_WIDTHS = (64, 128)  # what q and k are padded to
+VALUE_WIDTHS = (64, 128, 256)  # what v is padded to
 NARROWEST = 32  # narrower heads are padded more than twofold, which has not been measured
 STEP_WIDTH = 16  # of the decode kernel: K and V are padded to a multiple
 
 
-def padded_width(width):
-  """The width that the kernels run for heads of `width`."""
-  return next(size for size in WIDTHS if size >= width)
+def padded_width(width, widths):
+  """The first of `widths` that is wide enough."""
+  return next(size for size in widths if size >= width)
 
 
 def worthwhile(key_width, value_width):
@@ -29,14 +30,14 @@ def worthwhile_step(key_width, value_width):
 
 def outputs(value_width, key_width, gated):
   """Options of the kernel that walks along the chunks: columns of values in a block."""
-  del value_width, key_width, gated
-  return {"value_tile": None, "stages": 2}
+  del key_width, gated
+  return {"value_tile": min(value_width, 128), "stages": 2}
 
 
 def states(value_width, key_width):
   """Options of the kernel that makes the states between chunks."""
-  del value_width, key_width
-  return {"value_tile": None, "stages": 2}
+  del key_width
+  return {"value_tile": min(value_width, 128), "stages": 2}
 
 
 def parts(batch, heads, length):

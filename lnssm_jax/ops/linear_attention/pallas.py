@@ -16,6 +16,8 @@ from lnssm_jax.ops.linear_attention import xla
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 from pallas_kernels.linear_attention import decode, op, shapes
 
+_WIDEST = 256
+
 
 def obstacle(
   q,
@@ -46,8 +48,13 @@ def obstacle(
         f"{name} has dtype {x.dtype}, and the tensor cores multiply bfloat16 only (float32 would "
         "lose digits there)"
       )
-    if x.shape[-1] > shapes.WIDTHS[-1]:
-      return f"{name} is {x.shape[-1]} wide, and heads of at most {shapes.WIDTHS[-1]} are supported"
+    if x.shape[-1] > _WIDEST:
+      return f"{name} is {x.shape[-1]} wide, and heads of at most {_WIDEST} are supported"
+  if normalize and q.shape[-1] > shapes.KEY_WIDTHS[-1]:
+    return (
+      f"normalize=True with keys {q.shape[-1]} wide: at most {shapes.KEY_WIDTHS[-1]} go with the "
+      "normaliser"
+    )
   if chunk_size not in (None, op.CHUNK):
     return f"chunk_size={chunk_size}, and the kernels' chunks have {op.CHUNK} steps"
   if scale == 0.0:
@@ -65,8 +72,14 @@ def _takes_a_step(q, k, v, log_decay, bonus, state, *, normalize):
 
 
 def worthwhile(q, k, v, log_decay, value_log_decay, bonus, state, segments, **options):
-  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
+  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these.
+
+  XLA can cut its own form over several devices, but not a kernel, for which it would gather all
+  arguments: with more than one device the kernels are preferred inside `shard_map` only.
+  """
   del k, log_decay, value_log_decay, bonus, state, segments, options
+  if jax.device_count() > 1 and not jax.typeof(q).manual_axis_type.varying:
+    return False
   prefer = shapes.worthwhile_step if q.shape[1] == 1 else shapes.worthwhile
   return prefer(q.shape[-1], v.shape[-1])
 
@@ -95,7 +108,11 @@ def run(
     return _step(_Static(normalize, scale, interpret), (q, k, v, log_decay, bonus, state))
   B, T, H, K = q.shape
   V = v.shape[-1]
-  wide_k, wide_v = shapes.padded_width(K), shapes.padded_width(V)
+  if K > shapes.KEY_WIDTHS[-1]:
+    options = {"scale": scale, "fresh": fresh, "interpret": interpret, "parts": parts}
+    return _by_key_groups(q, k, v, log_decay, bonus, state, segments, options)
+  wide_k = shapes.padded_width(K, shapes.KEY_WIDTHS)
+  wide_v = shapes.padded_width(V, shapes.VALUE_WIDTHS)
   parts = parts or shapes.parts(B, H, T)
   length = shapes.padded_length(T, parts)
   pad = lambda x, *ends: jnp.pad(x, [(0, end) for end in ends])
@@ -123,6 +140,38 @@ def run(
   if normalize:
     key_sum = key_sum[..., :K]
   return out[:, :T, :, :V], LinearAttentionState(kv[:, :, :K, :V], key_sum)
+
+
+def _by_key_groups(q, k, v, log_decay, bonus, state, segments, options):
+  """`run` for wide keys: without a normaliser the output is a sum over groups of key channels."""
+  (B, T, H, K), V, width = q.shape, v.shape[-1], shapes.KEY_WIDTHS[-1]
+  groups = -(-K // width)
+
+  def grouped(x, axis=-1):
+    """Axis K becomes groups, which join the heads; a size of 1 is shared by the groups."""
+    x = jnp.moveaxis(x, axis, -1)
+    if x.shape[-1] == 1:
+      x = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], groups, 1))
+    else:
+      x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, groups * width - K)])
+      x = x.reshape(*x.shape[:-1], groups, width)
+    return x
+
+  join = lambda x: x.reshape(*x.shape[:2], -1, x.shape[-1])  # [B, T, H, G, X]
+  if log_decay.shape[2] == 1:
+    log_decay = jnp.broadcast_to(log_decay, (*log_decay.shape[:2], H, log_decay.shape[3]))
+  v = jnp.broadcast_to(v[:, :, :, None], (B, T, H, groups, V))
+  kv = jnp.moveaxis(grouped(state.kv, axis=2), 2, -1).reshape(B, H * groups, width, V)
+  out, last = run(
+    *(join(grouped(q)), join(grouped(k)), join(v), join(grouped(log_decay)), None),
+    None if bonus is None else grouped(bonus).reshape(H * groups, width),
+    *(LinearAttentionState(kv), segments),
+    normalize=False,
+    **options,
+  )
+  out = out.reshape(B, T, H, groups, V).astype(jnp.float32).sum(3).astype(v.dtype)
+  kv = last.kv.reshape(B, H, groups * width, V)[:, :, :K]
+  return out, LinearAttentionState(kv)
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
