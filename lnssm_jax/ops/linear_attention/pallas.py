@@ -108,7 +108,7 @@ def run(
     return _step(_Static(normalize, scale, interpret), (q, k, v, log_decay, bonus, state))
   B, T, H, K = q.shape
   V = v.shape[-1]
-  if K > shapes.KEY_WIDTHS[-1]:
+  if shapes.KEY_WIDTHS[-1] < K:
     options = {"scale": scale, "fresh": fresh, "interpret": interpret, "parts": parts}
     return _by_key_groups(q, k, v, log_decay, bonus, state, segments, options)
   wide_k = shapes.padded_width(K, shapes.KEY_WIDTHS)
