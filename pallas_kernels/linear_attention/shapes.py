@@ -8,6 +8,7 @@ KEY_WIDTHS = (64, 128)  # what q and k are padded to
 VALUE_WIDTHS = (64, 128, 256)  # what v is padded to
 NARROWEST = 32  # narrower heads are padded more than twofold, which has not been measured
 STEP_WIDTH = 16  # of the decode kernel: K and V are padded to a multiple
+STEP_HEADS = 16  # up to so many states (batch times heads) it was measured to win; at 1,024 to lose
 
 
 def padded_width(width, widths):
@@ -23,9 +24,10 @@ def worthwhile(key_width, value_width):
   return min(key_width, value_width) >= NARROWEST
 
 
-def worthwhile_step(key_width, value_width):
+def worthwhile_step(batch, heads, key_width, value_width):
   """The same of a single step: padding would copy the state, which the kernel updates in place."""
-  return key_width % STEP_WIDTH == 0 and value_width % STEP_WIDTH == 0
+  whole = key_width % STEP_WIDTH == 0 and value_width % STEP_WIDTH == 0
+  return whole and batch * heads <= STEP_HEADS
 
 
 def outputs(value_width, key_width, gated):

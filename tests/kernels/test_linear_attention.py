@@ -160,8 +160,9 @@ def test_dtypes():
   [
     (dataclasses.replace(SMALL, value_decay="HV"), "value_log_decay is given"),
     (dataclasses.replace(SMALL, chunk=32), "chunk_size=32"),
-    (dataclasses.replace(SMALL, K=129), "q is 129 wide"),
-    (dataclasses.replace(SMALL, V=129), "v is 129 wide"),
+    (dataclasses.replace(SMALL, K=257), "q is 257 wide"),
+    (dataclasses.replace(SMALL, V=257), "v is 257 wide"),
+    (dataclasses.replace(SMALL, K=129, normalize=True), "normalize=True with keys 129 wide"),
   ],
   ids=str,
 )

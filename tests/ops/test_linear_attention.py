@@ -115,7 +115,7 @@ def test_complete_forgetting_is_exact():
     ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
     ({"scale": jnp.ones(())}, "scale=.* must be a Python number"),
-    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
+    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
 def test_bad_arguments_are_named(change, message):

@@ -62,11 +62,12 @@ def linear_attention(
     scale: multiplies the result; a Python number.
     initial_state: the state before the first step; None means zeros.
     implementation: "pallas" (kernels; a Hopper GPU, no `value_log_decay`, no float64; T = 1:
-      bfloat16 or float32, K <= 256; T > 1: bfloat16, K and V <= 128), "chunked" (matrix products
-      inside chunks; any device and arguments), "reference" (one step at a time), "associative"
-      (`lax.associative_scan`), or "pallas_interpret" (the kernels on a CPU, slowly, to test them).
-      None takes "pallas" where it can run and is known to be faster (T = 1: K and V multiples of
-      16; T > 1: both at least 32), otherwise "chunked".
+      bfloat16 or float32, K <= 256; T > 1: bfloat16, V <= 256, K <= 256, with `normalize` K <=
+      128), "chunked" (matrix products inside chunks; any device and arguments), "reference" (one
+      step at a time), "associative" (`lax.associative_scan`), or "pallas_interpret" (the kernels on
+      a CPU, slowly, to test them). None takes "pallas" where it can run and is known to be faster
+      (T = 1: K and V multiples of 16, B H <= 16; T > 1: both at least 32; with several devices
+      inside `shard_map` only), otherwise "chunked".
     chunk_size: steps in a chunk, a power of two; None means the default. The kernels have 64.
 
   Returns:

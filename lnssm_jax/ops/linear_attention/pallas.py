@@ -80,8 +80,10 @@ def worthwhile(q, k, v, log_decay, value_log_decay, bonus, state, segments, **op
   del k, log_decay, value_log_decay, bonus, state, segments, options
   if jax.device_count() > 1 and not jax.typeof(q).manual_axis_type.varying:
     return False
-  prefer = shapes.worthwhile_step if q.shape[1] == 1 else shapes.worthwhile
-  return prefer(q.shape[-1], v.shape[-1])
+  B, T, H, K = q.shape
+  if T == 1:
+    return shapes.worthwhile_step(B, H, K, v.shape[-1])
+  return shapes.worthwhile(K, v.shape[-1])
 
 
 def run(

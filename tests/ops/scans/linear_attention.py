@@ -84,7 +84,7 @@ MANY = [
   for n, options in enumerate(COMBINATIONS)
 ]
 # The kernels, interpreted on the CPU: every block of threads costs time, so they are few and small.
-# K and V are padded to 64 or 128, T to a multiple of 64.
+# K is padded to 64 or 128 (and cut in two beyond), V to 64, 128 or 256, T to a multiple of 64.
 KERNELS = [
   Case(T=65, K=16, V=24, decay="H", H=2),
   Case(T=65, K=20, V=24, decay="BTH", strength="extreme", normalize=True, segments=True, H=1),
@@ -95,6 +95,7 @@ KERNELS = [
   Case(T=2, K=16, V=24, decay=None, normalize=True, H=2, state=False),
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
   Case(T=15, K=72, V=80, decay="BTHK", strength="weak", segments=True, H=1, state=False),
+  Case(T=15, K=136, V=136, decay="BTHK", bonus=True, H=1),
 ]
 KERNEL_SWEEP = [
   Case(T=T, K=K, V=V, decay=decay, strength=strength, bonus=bonus, normalize=normalize, H=1)
