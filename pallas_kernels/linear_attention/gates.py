@@ -58,6 +58,15 @@ def pairs(size, *, turned=False):
   return (apart >= half) & (apart < 2 * half) & (i_block > j_block)
 
 
+def _in_block(queries, keys):
+  """The factors of a block without those of its first query and last key, which meet nothing.
+
+  They are the largest: times a large key one could be infinite, and 0 times it would be NaN.
+  """
+  place = iota(_SHAPE, 0) & (_BLOCK - 1)
+  return jnp.where(place > 0, queries, 0.0), jnp.where(place < _BLOCK - 1, keys, 0.0)
+
+
 class ConstantGates:
   """One decay per key channel, the same at every step: sums are counts.
 
@@ -84,7 +93,7 @@ class ConstantGates:
     rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
     queries = self._powers(_count(QUERIES, rows, self._read_first, None))
     keys = self._powers(_count(KEYS, rows, self._read_first, None))
-    yield 0, queries, keys
+    yield 0, *_in_block(queries, keys)
     power = jnp.exp2(self._log2 * float(_BLOCK // 2))
     half = down(power, _SHAPE)
     self._before, self._after = queries * half, keys * half  # to and from the block's ends
@@ -176,7 +185,7 @@ class StepGates:
     """Yields (size, factor of queries, factor of keys), [C, 64] each."""
     queries = self._sum(QUERIES)
     keys = self._sum(KEYS) if self._read_first else -queries
-    yield 0, jnp.exp2(queries), jnp.exp2(keys)
+    yield 0, *_in_block(jnp.exp2(queries), jnp.exp2(keys))
     for size in _MERGES:
       both = jnp.exp2(self._sum(size))
       yield size, both, both

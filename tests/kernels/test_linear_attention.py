@@ -156,6 +156,18 @@ def test_dtypes():
 
 
 @pytest.mark.parametrize(
+  "decay", ["HK", pytest.param("BTHK", marks=pytest.mark.slow)], ids=lambda decay: decay
+)
+def test_large_keys_under_strong_decay(decay):
+  """The LNSSM's features reach e^20, its decays exp(-20) a step: no factor may be infinite."""
+  case = dataclasses.replace(SMALL, T=20, decay=decay)
+  inputs = LINEAR_ATTENTION.inputs(case)
+  inputs["k"] = inputs["k"] * np.float64(1e8)
+  inputs["log_decay"] = np.full_like(inputs["log_decay"], -20.0)
+  check(case, inputs)
+
+
+@pytest.mark.parametrize(
   ("case", "message"),
   [
     (dataclasses.replace(SMALL, value_decay="HV"), "value_log_decay is given"),
