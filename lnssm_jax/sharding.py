@@ -24,8 +24,8 @@ Rules = Sequence[tuple[str, tuple[str | None, ...]]]
 RULES: Rules = (
   (r"embedding", (None, "fsdp")),  # [vocab, D]; a vocabulary seldom divides evenly, D does
   (r"head/kernel", ("fsdp", None)),  # [D, vocab]
-  (r"channel_mixer/up/kernel", ("fsdp", None)),  # [D, 4 D]
-  (r"channel_mixer/down/kernel", (None, "fsdp")),  # [4 D, D]
+  (r"channel_mixer/(up|gate)/kernel", ("fsdp", None)),  # [D, hidden]
+  (r"channel_mixer/down/kernel", (None, "fsdp")),  # [hidden, D]
   (r"mixer/(o|dt|beta|decay_up)_proj/kernel", (None, "fsdp")),  # [any, D]
   (r"mixer/\w+_proj/kernel", ("fsdp", None)),  # [D, any]
   (r"mixer/\w+_gate/kernel", (None, "fsdp", None)),  # [H, D / H, D / H]

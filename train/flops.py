@@ -9,6 +9,9 @@ activations and gates. D is `dim`, H the number of heads, K = V = D / H, V_ocab 
     mixer lnssm         10 D^2            q, k, v, gate and output projections
                       + 5 H K V + 4 H K   S = a S + k v^T, z = a z + k; S^T q and z^T q
     channel mixer gpt2  16 D^2            D -> 4 D -> D
+                 swiglu  6 D hidden       three products; hidden: 8/3 D, rounded up to 256s
+                 geglu  18 D^2            the same with 3 D
+                 none    0
     head                2 D V_ocab
 
 A training step costs three forward passes: each product has two in its backward pass.
@@ -16,6 +19,7 @@ A training step costs three forward passes: each product has two in its backward
 
 import jax
 
+from lnssm_jax.models.channel_mixers import swiglu_width
 from train import config
 
 TRAINING_FACTOR = 3
@@ -31,7 +35,12 @@ PEAK_FLOPS = {
 }
 
 MIXERS = {"lnssm": lambda D, H: 10 * D**2 + 5 * (D // H) * D + 4 * D}
-CHANNEL_MIXERS = {"gpt2": lambda D: 16 * D**2}
+CHANNEL_MIXERS = {
+  "gpt2": lambda D: 16 * D**2,
+  "swiglu": lambda D: 6 * D * swiglu_width(D),
+  "geglu": lambda D: 18 * D**2,
+  "none": lambda D: 0,
+}
 
 
 def model_flops_per_token(model: config.Model) -> int | None:
