@@ -78,6 +78,14 @@ def turned(ref):
   return ref.transpose((1, 0))
 
 
+def store_anywhere(ref, value):
+  """Stores registers into device memory in a layout that need not fill whole cache lines."""
+  if hasattr(plgpu, "store"):  # JAX 0.12 refuses such a store unless it is asked for
+    plgpu.store(ref, value, optimized=False)
+  else:
+    ref[...] = value
+
+
 def multiply(*sums, interpret):
   """Tensor-core products, all issued before the first is waited for.
 

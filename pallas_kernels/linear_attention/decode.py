@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear_attention import shapes
+from pallas_kernels.tensor_core import store_anywhere
 
 # K and V are padded to a multiple: 4 warps of at least 4 rows, 8 threads of 2 columns.
 _WIDTH = shapes.STEP_WIDTH
@@ -174,21 +175,22 @@ def _decode(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale, tile, i
         state = decay * state
       sums = decay * sums if normalize else None
     state = state + over(key, 0) * over(value, 1)
-    kv_ref[b, h, :, here] = state
+    store_anywhere(kv_ref.at[b, h, :, here], state)
     if normalize:
       sums = sums + key
 
       # Every block of the head has computed the same; one of them stores it.
       @pl.when(t == 0)
       def _():
-        key_sum_out[0][b, h] = sums
+        store_anywhere(key_sum_out[0].at[b, h], sums)
 
     if bonus_ref is None:
       out = jnp.sum(over(query, 0) * state, axis=0)
       if normalize:
         denominator = jnp.sum(query * sums)
     out = out / denominator if normalize else out
-    out_ref[b, h, here] = (out * scale if scale != 1 else out).astype(out_ref.dtype)
+    out = (out * scale if scale != 1 else out).astype(out_ref.dtype)
+    store_anywhere(out_ref.at[b, h, here], out)
 
   out_type = [jax.ShapeDtypeStruct((B, H, V), v.dtype)]
   if normalize:
