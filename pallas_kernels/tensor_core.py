@@ -68,6 +68,12 @@ def down(columns, shape):
   return lax.broadcast_in_dim(columns, shape, [1])
 
 
+def alike(ids):
+  """[C, C]: whether row i and column j of a vector of C numbers are equal."""
+  shape = (CHUNK, CHUNK)
+  return across(rows_of(ids), shape) == down(columns_of(ids), shape)
+
+
 def iota(shape, axis):
   """Row (0) or column (1) numbers of a tile."""
   return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)

@@ -15,11 +15,9 @@ from pallas_kernels.tensor_core import (
   COMPILER_PARAMS,
   GROUP,
   across,
-  columns_of,
-  down,
+  alike,
   in_32_bits,
   iota,
-  rows_of,
   tile,
 )
 
@@ -199,8 +197,7 @@ def send(copies):
 
 def same_segment(ins, at):
   """[C, C]: whether two steps of the chunk belong to one segment."""
-  ids, shape = ins["segments"].at[at.b, at.steps], (CHUNK, CHUNK)
-  return across(rows_of(ids), shape) == down(columns_of(ids), shape)
+  return alike(ins["segments"].at[at.b, at.steps])
 
 
 def diagonal(square, shape):

@@ -2,8 +2,8 @@
 
 Two ways through, by the decay: one for all key channels of a head (`scalar`: scores are made on the
 way), or one per key channel (`gated`: scores first, for all chunks at once). What the backward pass
-keeps: the arguments, the states between chunks in bfloat16, and for `gated` the scores and the
-  decayed queries.
+keeps: the arguments, the states between chunks in bfloat16, with a normaliser the output and the
+denominator, and for `gated` the scores and the decayed queries and keys.
 """
 
 import functools
@@ -24,14 +24,12 @@ from pallas_kernels.tensor_core import CHUNK
 
 
 class Inputs(NamedTuple):
-  """What gradients flow to. T a multiple of `padded`'s choice, K and V multiples of 64."""
+  """What gradients flow to, padded: T to `shapes.padded_length`, K and V to its widths."""
 
   q: jax.Array  # [B, T, H, K] bfloat16
   k: jax.Array  # [B, T, H, K] bfloat16
   v: jax.Array  # [B, T, H, V] bfloat16
-  log_decay: (
-    jax.Array
-  )  # scalar: [1, 1, H] or [B, length, H]; gated: [H, K] or [B, T, H, K]; float32
+  log_decay: jax.Array  # float32; scalar: [1, 1, H], [B, length, H]; gated: [H, K], [B, T, H, K]
   bonus: jax.Array | None  # [H, K] float32
   kv: jax.Array | None  # [B, H, K, V] float32; None for zeros
   key_sum: jax.Array | None  # [B, H, K] float32; None without the normaliser
@@ -104,9 +102,9 @@ def _forward(static, inputs, segments, *, for_gradient):
   if normalize:
     entering_sum, last_sum = _recur(decay, key_sums, key_sum)
 
-  tile = shapes.outputs(v.shape[-1], q.shape[-1], gated)
   initial = _part_starts(k_state, v, weight, decay, kv, static, reverse=False)
-  options |= {"scale": static.scale, "parts": static.parts, "borders": for_gradient, **tile}
+  options |= {"scale": static.scale, "parts": static.parts, "borders": for_gradient}
+  options |= shapes.walk(v.shape[-1])
   if gated:
     scores, score_sum = made["scores"], made.get("score_sum")
     run = gated_outputs(
@@ -239,7 +237,7 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
   )
   d_log_decay = by_k.get("log_decay")
   if adjoint.decays and log_decay.ndim == 2:
-    steps = jnp.clip(static.length - CHUNK * jnp.arange(T // CHUNK), 0, CHUNK)
+    steps = _steps_in_chunks(static.length, T)
     d_log_decay = by_q["log_decay"] + d_log_decay + steps[:, None] * d_total
     d_log_decay = d_log_decay.sum((0, 2))
   d_bonus = None if bonus is None else by_q["bonus"].sum((0, 2))
@@ -259,7 +257,7 @@ def _adjoint_states(static, q, weight, inputs, kept, adjoint, d_last):
     parts=static.parts,
     reverse=True,
     interpret=static.interpret,
-    **shapes.states(inputs.v.shape[-1], q.shape[-1]),
+    **shapes.walk(inputs.v.shape[-1]),
   )
 
 
@@ -289,12 +287,17 @@ def _gated_decay(made, log_decay, reach, length, padded):
   if log_decay.ndim == 4:
     decay = made["decay"]
   else:
-    steps = jnp.clip(length - CHUNK * jnp.arange(padded // CHUNK), 0, CHUNK)
+    steps = _steps_in_chunks(length, padded)
     if length == padded and reach is None:
       steps = steps[:1]
     log_decay = jnp.maximum(log_decay, SMALLEST_LOG_DECAY)
     decay = jnp.exp(steps[:, None] * log_decay[:, None])[None]
   return decay if reach is None else decay * passing(reach)[:, None, :, None]
+
+
+def _steps_in_chunks(length, padded):
+  """[N]: how many steps before padding each chunk has."""
+  return jnp.clip(length - CHUNK * jnp.arange(padded // CHUNK), 0, CHUNK)
 
 
 def _full(weight, length):
@@ -336,14 +339,13 @@ def _part_starts(a, b, weight, decay, initial, static, *, reverse):
   """[B, H, P, K, V]: the state that enters each part; None for zeros."""
   if static.parts == 1:
     return None if initial is None else initial[:, :, None]
-  options = shapes.states(b.shape[-1], a.shape[-1])
   added = chunk_states(
     *(a, b, weight, decay, None),
     parts=static.parts,
     reverse=reverse,
     borders=False,
     interpret=static.interpret,
-    **options,
+    **shapes.walk(b.shape[-1]),
   )["last"]
   chunks = a.shape[1] // CHUNK
   decay = jnp.broadcast_to(decay, (*decay.shape[:2], chunks, decay.shape[3]))

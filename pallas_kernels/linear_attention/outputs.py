@@ -18,6 +18,7 @@ from pallas_kernels.tensor_core import (
   CHUNK,
   COMPILER_PARAMS,
   across,
+  alike,
   columns_of,
   down,
   in_32_bits,
@@ -258,6 +259,5 @@ def visible(s):
   shape = (CHUNK, CHUNK)
   mask = iota(shape, 0) >= iota(shape, 1)
   if "segments" in s:
-    same = across(rows_of(s["segments"]), shape) == down(columns_of(s["segments"]), shape)
-    mask = mask & same
+    mask = mask & alike(s["segments"])
   return mask

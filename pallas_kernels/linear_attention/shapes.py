@@ -30,15 +30,9 @@ def worthwhile_step(batch, heads, key_width, value_width):
   return whole and batch * heads <= STEP_HEADS
 
 
-def outputs(value_width, key_width, gated):
-  """Options of the kernel that walks along the chunks: columns of values in a block."""
-  del key_width, gated
-  return {"value_tile": min(value_width, 128), "stages": 2}
-
-
-def states(value_width, key_width):
-  """Options of the kernel that makes the states between chunks."""
-  del key_width
+def walk(value_width):
+  """Options of the kernels that walk along the chunks: columns of values in a block, and chunks in
+  shared memory at a time."""
   return {"value_tile": min(value_width, 128), "stages": 2}
 
 
