@@ -12,34 +12,12 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
+from tests.gpu.hardware import assert_bits_repeat, fill_memory_with_nan
 from tests.ops import contract, promises
 from tests.ops.scans.base import log_decay
 from tests.ops.scans.linear_attention import LINEAR_ATTENTION, Case
 
 pytestmark = pytest.mark.gpu
-REPETITIONS = 100
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-  device = jax.devices()[0]
-  capability = str(getattr(device, "compute_capability", "none"))
-  if device.platform != "gpu" or not capability.startswith("9."):
-    kind = f"{device.platform}, compute capability {capability}"
-    pytest.skip(f"needs a Hopper GPU, by `make test-gpu` (the default device is a {kind})")
-
-
-def fill_memory_with_nan():
-  """What is allocated next holds NaN until it is written."""
-  device = jax.devices()[0]
-  stats = device.memory_stats()
-  block = 2**30
-  blocks = int(0.8 * (stats["bytes_limit"] - stats["bytes_in_use"])) // block
-  arrays = [jnp.full((block // 4,), jnp.nan, jnp.float32) for _ in range(blocks)]
-  jax.block_until_ready(arrays)
-  for x in arrays:
-    x.delete()
-
 
 SMALL = [
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True),
@@ -129,25 +107,6 @@ def with_gradients(inputs, weights, implementation):
   return {"values": results, "gradients": gradients}
 
 
-@jax.jit
-def same_bits(a, b):
-  bits = lambda x: jax.lax.bitcast_convert_type(
-    x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
-  )
-  same = jax.tree.map(lambda x, y: jnp.all(bits(x) == bits(y)), a, b)
-  return jnp.all(jnp.stack(jax.tree.leaves(same)))
-
-
-def assert_bits_repeat(inputs, weights, first):
-  """Again and again, in memory full of NaN now and then, beside other work."""
-  counts = []
-  for n in range(REPETITIONS):
-    if n % 25 == 0:
-      fill_memory_with_nan()
-    counts.append(same_bits(with_gradients(inputs, weights, "pallas"), first))
-  assert np.all(np.asarray(jnp.stack(counts))), f"{np.asarray(counts).sum()} of {REPETITIONS} agree"
-
-
 # B, T, H, K, V, decay, normalize, bonus: the shapes that models use, and every kind of decay.
 MODELS = [
   (8, 2048, 16, 128, 128, "HK", True, False),
@@ -172,7 +131,7 @@ def test_models(model):
   first = with_gradients(inputs, weights, "pallas")
   finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), first)
   assert all(jax.tree.leaves(finite)), finite
-  assert_bits_repeat(inputs, weights, first)
+  assert_bits_repeat(lambda: with_gradients(inputs, weights, "pallas"), first)
 
   heads = np.asarray([H // 2, H - 1])
   with jax.enable_x64(True):

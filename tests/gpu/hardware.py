@@ -1,0 +1,38 @@
+"""What tests on a GPU share: memory full of NaN, and runs that must agree bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+REPETITIONS = 100
+
+
+def fill_memory_with_nan():
+  """What is allocated next holds NaN until it is written."""
+  device = jax.devices()[0]
+  stats = device.memory_stats()
+  block = 2**30
+  blocks = int(0.8 * (stats["bytes_limit"] - stats["bytes_in_use"])) // block
+  arrays = [jnp.full((block // 4,), jnp.nan, jnp.float32) for _ in range(blocks)]
+  jax.block_until_ready(arrays)
+  for x in arrays:
+    x.delete()
+
+
+@jax.jit
+def same_bits(a, b):
+  bits = lambda x: jax.lax.bitcast_convert_type(
+    x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
+  )
+  same = jax.tree.map(lambda x, y: jnp.all(bits(x) == bits(y)), a, b)
+  return jnp.all(jnp.stack(jax.tree.leaves(same)))
+
+
+def assert_bits_repeat(run, first):
+  """`run()` gives the bits of `first` again and again, in memory full of NaN now and then."""
+  counts = []
+  for n in range(REPETITIONS):
+    if n % 25 == 0:
+      fill_memory_with_nan()
+    counts.append(same_bits(run(), first))
+  assert np.all(np.asarray(jnp.stack(counts))), f"{np.asarray(counts).sum()} of {REPETITIONS} agree"
