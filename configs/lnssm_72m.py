@@ -25,6 +25,7 @@ def get_config() -> Train:
       num_heads=4,
       vocab_size=50_277,
       dtype="bfloat16",
+      unroll=6,
     ),
     optimizer=Optimizer(
       peak_lr=8e-4,
@@ -44,6 +45,7 @@ def get_config() -> Train:
     run_dir="runs/lnssm_72m",
     seq_len=1024,
     global_batch=18,
+    loss_chunk=4608,
     steps=500 * STEPS_PER_EPOCH,
     log_every=50,
     eval_every=10 * STEPS_PER_EPOCH,

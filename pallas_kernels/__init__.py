@@ -2,3 +2,6 @@
 
 Importing works on any machine; running needs a Hopper GPU, or `interpret` on a CPU.
 """
+
+# The name, for `jax.checkpoint_policies`, of what forward kernels leave to the backward pass.
+MADE_BY_KERNELS = "made by kernels"

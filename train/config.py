@@ -42,9 +42,10 @@ class Model:
   dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of products; the state is float32 always
   param_dtype: Literal["float32", "bfloat16"] = "float32"
   remat: Literal["none", "full", "dots"] = "none"  # what the backward pass computes again
+  unroll: int = 1  # layers in one turn of the loop over layers: all is fastest and compiles longest
 
   def __post_init__(self):
-    for name in ("dim", "num_layers", "num_heads", "vocab_size"):
+    for name in ("dim", "num_layers", "num_heads", "vocab_size", "unroll"):
       at_least(f"model.{name}", getattr(self, name), 1)
     lower = self.dim // self.num_heads * self.num_heads
     near = f"{lower} or {lower + self.num_heads}" if lower else f"{self.num_heads}"

@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 
 
+# Below any logit, and finite: -inf minus itself would be NaN.
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
 class LossSums(NamedTuple):
   """Sums over positions, so that chunks, microbatches and devices add up exactly."""
 
@@ -124,30 +128,44 @@ def _logit_terms(coefficient, vocab_size, matrix, hidden, targets, weights):
   logits = jnp.einsum("bcd,dv->bcv", hidden, matrix, preferred_element_type=jnp.float32)
   vocab = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
   if logits.shape[-1] > vocab_size:
-    logits = jnp.where(vocab < vocab_size, logits, -jnp.inf)
-  is_target = vocab == targets[..., None]
-  largest = logits.max(-1)
-  exponentials = jnp.exp(logits - largest[..., None])
-  normalizer = exponentials.sum(-1)
-  target_logit = jnp.where(is_target, logits, 0).sum(-1)
-  nll = largest + jnp.log(normalizer) - target_logit
+    logits = jnp.where(vocab < vocab_size, logits, _LOWEST)
+  largest, normalizer, ties = _softmax_sums(logits)
   # A target outside the vocabulary must not pass for one whose logit is 0.
   in_vocabulary = (targets >= 0) & (targets < vocab_size)
+  place = jnp.where(in_vocabulary, targets, 0)[..., None]
+  target_logit = jnp.take_along_axis(logits, place, axis=-1)[..., 0]
+  nll = largest + jnp.log(normalizer) - target_logit
   nll = jnp.where(used, jnp.where(in_vocabulary, nll, jnp.nan), 0)
   nats = (weights * nll).sum()
   penalty = (weights * 0.5 * coefficient * largest**2).sum()
 
   def d_logits():
-    d = exponentials / normalizer[..., None] - is_target
+    d = jnp.exp(logits - largest[..., None]) / normalizer[..., None]
+    d -= vocab == targets[..., None]
     if coefficient:
-      is_largest = logits == largest[..., None]
-      share = (
-        coefficient * largest / is_largest.sum(-1)
-      )  # equal logits share, as in jnp.max's gradient
-      d += jnp.where(is_largest, share[..., None], 0)
+      share = coefficient * largest / ties  # equal logits share, as in jnp.max's gradient
+      d += jnp.where(logits == largest[..., None], share[..., None], 0)
     return weights[..., None] * d
 
   return hidden, nats, penalty, d_logits
+
+
+def _softmax_sums(logits):
+  """Over the last axis: the largest logit, sum exp(logit - largest), and how many are the largest.
+
+  In one pass, which reads logits once: each partial sum is relative to its own largest.
+  """
+
+  def combine(left, right):
+    (m, total, ties), (n, added, more) = left, right
+    largest = jnp.maximum(m, n)
+    total = total * jnp.exp(m - largest) + added * jnp.exp(n - largest)
+    ties = jnp.where(m == largest, ties, 0) + jnp.where(n == largest, more, 0)
+    return largest, total, ties
+
+  one = jnp.ones_like(logits)
+  start = (jnp.float32(_LOWEST), jnp.float32(0), jnp.float32(0))
+  return jax.lax.reduce((logits, one, one), start, combine, (logits.ndim - 1,))
 
 
 def _split_time(x, steps):

@@ -30,6 +30,7 @@ FREE = (
   "sample",
   "mesh",
   "model.remat",
+  "model.unroll",
 )
 
 

@@ -37,6 +37,7 @@ def build_model(model: config.Model, key: jax.Array) -> LanguageModel:
     mixer_options=model.mixer_options,
     channel_mixer=model.channel_mixer,
     remat=model.remat,
+    unroll=model.unroll,
     dtype=jnp.dtype(model.dtype),
     param_dtype=jnp.dtype(model.param_dtype),
     rngs=nnx.Rngs(key),

@@ -15,13 +15,18 @@ from lnssm_jax.models.block import Block, layer_norm, mixer_arguments
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.models.embedding import lookup
 from lnssm_jax.ops.checks import check_shape
+from pallas_kernels import MADE_BY_KERNELS
 
-# What is stored of a layer for the backward pass: everything it uses; its input only; or its input
-# and the outputs of its projections, which are the matrix products without a batch axis.
+# What is stored of a layer for the backward pass: everything it uses; its input only; or its input,
+# the outputs of its projections, which are the matrix products without a batch axis, and what GPU
+# kernels made.
 REMAT_POLICIES = {
   "none": None,
   "full": jax.checkpoint_policies.nothing_saveable,
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "dots": jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(MADE_BY_KERNELS),
+  ),
 }
 
 # Arguments of a mixer that the model sets itself.
@@ -59,7 +64,10 @@ class LanguageModel(nnx.Module):
     mixer_options: further keyword arguments of that mixer, such as {"shift": "kvg"}.
     channel_mixer: a name in `CHANNEL_MIXERS`.
     remat: what of a layer is kept for the backward pass: "none" recomputes nothing, "full" keeps
-      the layer's input only, "dots" also keeps the outputs of the projections.
+      the layer's input only, "dots" also keeps the outputs of the projections and of GPU kernels.
+    unroll: layers in one turn of the loop over layers. What the backward pass needs is stacked from
+      turn to turn: `num_layers` leaves no loop, which is faster and needs less memory with
+      remat="none", and takes longer to compile.
 
   Raises:
     ValueError: a size is not a positive integer, `dim` is not a multiple of `num_heads`, or a name
@@ -80,6 +88,7 @@ class LanguageModel(nnx.Module):
     mixer_options: Mapping[str, Any] | None = None,
     channel_mixer: str = "gpt2",
     remat: str = "none",
+    unroll: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -95,6 +104,7 @@ class LanguageModel(nnx.Module):
         raise ValueError(f"num_heads=None: mixer {mixer!r} has heads; say how many.")
     check_choice("channel_mixer", channel_mixer, CHANNEL_MIXERS)
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
+    self.unroll = check_positive("unroll", unroll)
     self.dim, self.dtype = dim, dtype
     options = dict(mixer_options or {})
     allowed = arguments.keys() - _SET_BY_MODEL
@@ -152,7 +162,7 @@ class LanguageModel(nnx.Module):
     if (policy := REMAT_POLICIES[self.remat]) is not None:
       # The scan itself keeps forward and backward pass apart; prevent_cse would only cost time.
       layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    x, state = jax.lax.scan(layer, x, (self.blocks, state))
+    x, state = jax.lax.scan(layer, x, (self.blocks, state), unroll=self.unroll)
     return self.norm(x).astype(self.dtype), state
 
   def __call__(self, tokens: jax.Array, state=None, segment_ids: jax.Array | None = None):

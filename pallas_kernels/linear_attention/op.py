@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels import MADE_BY_KERNELS
 from pallas_kernels.linear_attention import gated_gradient, scalar_gradient, shapes
 from pallas_kernels.linear_attention.gates import SMALLEST_LOG_DECAY
 from pallas_kernels.linear_attention.outputs import gated_outputs, scalar_outputs
@@ -128,6 +130,8 @@ def _forward(static, inputs, segments, *, for_gradient):
     made["q"] if gated else None,
     made["k"] if gated else None,
   )
+  name = functools.partial(checkpoint_name, name=MADE_BY_KERNELS)
+  result, kept = jax.tree.map(name, (result, kept))
   return result, (inputs, segments, kept)
 
 

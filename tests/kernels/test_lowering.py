@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from lnssm_jax import ops
+from lnssm_jax.models.language_model import REMAT_POLICIES
 from lnssm_jax.ops.linear_attention import pallas
 
 DECAYS = ("none", "H", "HK", "BTH", "BTHK")
@@ -111,6 +112,15 @@ def test_transformations_lower(transformed, wide):
     inputs, _ = arguments("HK", 64, 64, ("normalize",), T=100, lead=(3,))
     loss = lambda x: total(run(x, None, ("normalize",), None))
     assert kernels_in(transformed(loss), inputs) >= 3
+
+
+def test_rematerialisation_by_dots_runs_no_kernel_twice():
+  """Its policy keeps what the forward kernels left; one that keeps nothing runs them again."""
+  inputs, _ = arguments("HK", 64, 64, ("normalize",), T=100)
+  loss = lambda x: total(run(x, None, ("normalize",), None))
+  count = lambda policy: kernels_in(jax.value_and_grad(jax.checkpoint(loss, policy=policy)), inputs)
+  once = kernels_in(jax.value_and_grad(loss), inputs)
+  assert count(REMAT_POLICIES["dots"]) == once < count(REMAT_POLICIES["full"])
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["plain", "vmap"])

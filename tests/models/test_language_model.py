@@ -111,10 +111,10 @@ def test_scanned_layers_equal_a_loop_over_blocks():
   np.testing.assert_allclose(got, loop(model), rtol=1e-4, atol=1e-4)
 
 
-def test_every_remat_policy_gives_the_same_loss_and_gradients():
+def test_every_way_through_the_layers_gives_the_same_loss_and_gradients():
   ids, results = tokens(2, 5), []
-  for remat in REMAT_POLICIES:
-    graphdef, params = split(random_model(remat=remat))
+  for options in [*({"remat": name} for name in REMAT_POLICIES), {"unroll": 2}, {"unroll": 3}]:
+    graphdef, params = split(random_model(**options))
 
     def loss(params, graphdef=graphdef):
       logits, _ = nnx.merge(graphdef, params)(ids[:, :-1])
@@ -197,6 +197,7 @@ def test_plain_dictionaries_go_in_and_out():
     ({"vocab_size": 2.5}, "vocab_size=2.5 must be"),
     ({"mixer": "lnsm"}, "mixer='lnsm' is unknown; did you mean 'lnssm'"),
     ({"channel_mixer": "gpt"}, "channel_mixer='gpt' is unknown; did you mean 'gpt2'"),
+    ({"unroll": 0}, "unroll=0 must be"),
     ({"remat": "dot"}, "remat='dot' is unknown; did you mean 'dots'.*'none', 'full', 'dots'"),
     ({"mixer_options": {"shfit": "kvg"}}, "option='shfit' is unknown; did you mean 'shift'"),
     ({"mixer_options": {"dtype": "x"}}, "option='dtype' is unknown"),

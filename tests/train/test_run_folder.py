@@ -56,7 +56,7 @@ def test_other_settings_are_refused_field_by_field(trained, tiny):
 @pytest.mark.parametrize(
   ("name", "value"),
   [("steps", 50), ("accumulate", 2), ("eval_every", 3), ("loss_chunk", 64), ("mesh__fsdp", 2),
-   ("model__remat", "full"), ("sample__prompt", "b")],
+   ("model__remat", "full"), ("model__unroll", 2), ("sample__prompt", "b")],
 )  # fmt: skip
 def test_settings_that_do_not_change_the_mathematics_may_change(trained, tiny, name, value):
   with claim(tiny(**{name: value})) as run:
