@@ -59,9 +59,12 @@ def delta_rule(
   Args:
     scale: multiplies the result; a Python number.
     initial_state: the state before the first step; None means zeros.
-    implementation: "reference" (one step at a time) or "chunked" (one triangular system a chunk;
-      what None takes).
-    chunk_size: steps in a chunk of the chunked form, a power of two; None means the default.
+    implementation: "pallas" (kernels; a Hopper GPU, one rate per head, bfloat16, K and V <= 128),
+      "chunked" (one triangular system a chunk; any device and arguments), "reference" (one step at
+      a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test them). None takes
+      "pallas" where it can run and is known to be faster (T > 1, K and V at least 32; with several
+      devices inside `shard_map` only), otherwise "chunked".
+    chunk_size: steps in a chunk, a power of two; None means the default. The kernels have 64.
 
   Returns:
     `out` [B, T, H, V] and the `DeltaRuleState` after the last step.
@@ -145,9 +148,19 @@ def _checked(
   return args, {"scale": float(scale), "chunk_size": chunk_size}
 
 
+def _kernels():
+  from lnssm_jax.ops.delta_rule import pallas
+
+  return pallas
+
+
+_COMPILED, _INTERPRETED = dispatch.kernels(_kernels)
+
 dispatch.register(
   _NAME,
   _checked,
+  _COMPILED,
   dispatch.Implementation("chunked", xla.chunked),
   dispatch.Implementation("reference", reference.reference),
+  _INTERPRETED,
 )

@@ -1,5 +1,7 @@
 """delta_rule: its arguments, and what it is held to."""
 
+import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -56,6 +58,20 @@ MANY = [
   for T, K, V, chunk in [(3, 3, 1, None), (65, 17, 5, 32), (130, 8, 8, None), (1000, 16, 4, None)]
 ]
 
+# The kernels, interpreted on the CPU: every block of threads costs time, so they are few and small.
+# K and V are padded to 64 or 128, T to a multiple of 64.
+KERNELS = [
+  Case(T=65, K=16, V=24, H=1),
+  Case(T=66, K=72, V=20, decay="extreme", erase=True, segments=True, H=1),
+]
+KERNEL_SWEEP = [
+  Case(T, K, V, decay, erase=erase, segments=segments, H=1)
+  for n, (decay, erase, segments) in enumerate(
+    itertools.product((None, "weak", "ordinary", "extreme"), (False, True), (False, True))
+  )
+  for T, K, V in [[(130, 16, 24), (15, 128, 128), (65, 40, 72), (64, 72, 16), (2, 8, 8)][n % 5]]
+]
+
 
 def unit(x: np.ndarray) -> np.ndarray:
   return x / np.linalg.norm(x, axis=-1, keepdims=True)
@@ -81,6 +97,10 @@ def arguments(case: Case, inputs):
   return tuple(inputs[n] for n in ("q", "k", "v", "beta")), options | {"scale": 0.7}
 
 
+def on_kernels(case: Case) -> Check:
+  return Check(dataclasses.replace(case, chunk=None), "pallas_interpret", jnp.bfloat16)
+
+
 DELTA_RULE = Scan(
   function=ops.delta_rule,
   state=ops.DeltaRuleState,
@@ -93,8 +113,9 @@ DELTA_RULE = Scan(
     *(Check(case) for case in CASES),
     *(Check(CASES[n], dtype=jnp.bfloat16) for n in (3, 9)),
     Check(CASES[4], dtype=jnp.float16),
+    *(on_kernels(case) for case in KERNELS),
   ],
-  sweep=[Check(case) for case in MANY],
+  sweep=[*(Check(case) for case in MANY), *(on_kernels(case) for case in KERNEL_SWEEP)],
   small=Case(T=23, K=3, V=4, decay="ordinary", erase=True, chunk=8, state=False),
   variants=(
     Case(T=23, K=3, V=4, decay="ordinary", rates="column", erase=True, chunk=8, state=False),

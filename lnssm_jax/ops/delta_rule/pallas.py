@@ -1,0 +1,90 @@
+"""The delta rule on the Mosaic-GPU kernels: which arguments they take, and how they take them.
+
+Import this module where it is needed only (see `dispatch.kernels`).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lnssm_jax.ops.delta_rule.state import DeltaRuleState
+from pallas_kernels.delta_rule import op, shapes
+
+_WIDEST_KEY = shapes.KEY_WIDTHS[-1]
+_WIDEST_VALUE = shapes.VALUE_WIDTHS[-1]
+
+
+def obstacle(q, k, v, beta, log_decay, erase_key, state, segments, *, scale, chunk_size=None):
+  """Why the kernels cannot run these arguments on any device, or None."""
+  del log_decay, segments
+  if state.kv.dtype != jnp.float32:
+    return f"initial_state has dtype {state.kv.dtype}, and the kernels compute in float32"
+  for name, x in (("q", q), ("k", k), ("v", v), ("erase_key", erase_key)):
+    if x.dtype != jnp.bfloat16:
+      return (
+        f"{name} has dtype {x.dtype}, and the tensor cores multiply bfloat16 only (float32 would "
+        "lose digits there)"
+      )
+    widest = _WIDEST_VALUE if name == "v" else _WIDEST_KEY
+    if x.shape[-1] > widest:
+      return f"{name} is {x.shape[-1]} wide, and at most {widest} are supported"
+  if beta.shape[-1] != 1:
+    return "beta has a rate for each value column, and the kernels take one for each head"
+  if chunk_size not in (None, op.CHUNK):
+    return f"chunk_size={chunk_size}, and the kernels' chunks have {op.CHUNK} steps"
+  if scale == 0.0:
+    return "scale=0 leaves nothing to compute"
+  return None
+
+
+def worthwhile(q, k, v, beta, log_decay, erase_key, state, segments, **options):
+  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these.
+
+  XLA can cut its own form over several devices, but not a kernel, for which it would gather all
+  arguments: with more than one device the kernels are preferred inside `shard_map` only.
+  """
+  del k, beta, log_decay, erase_key, state, segments, options
+  if jax.device_count() > 1 and not jax.typeof(q).manual_axis_type.varying:
+    return False
+  return q.shape[1] > 1 and shapes.worthwhile(q.shape[-1], v.shape[-1])
+
+
+def run(
+  q,
+  k,
+  v,
+  beta,
+  log_decay,
+  erase_key,
+  state,
+  segments,
+  *,
+  scale,
+  chunk_size=None,
+  interpret=None,
+):
+  """Arguments as in `reference.py`."""
+  del chunk_size
+  T, K, V = q.shape[1], q.shape[-1], v.shape[-1]
+  wide_k = next(width for width in shapes.KEY_WIDTHS if width >= K)
+  wide_v = next(width for width in shapes.VALUE_WIDTHS if width >= V)
+  more = -T % op.CHUNK
+  pad = lambda x, width: jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, width - x.shape[-1])])
+  inputs = op.Inputs(
+    pad(q, wide_k),
+    pad(k, wide_k),
+    None if erase_key is k else pad(erase_key, wide_k),
+    pad(v, wide_v),
+    beta[..., 0],
+    log_decay,
+    jnp.pad(state.kv, [(0, 0), (0, 0), (0, wide_k - K), (0, wide_v - V)]),
+  )
+  if segments is not None:
+    segments = jnp.pad(segments, ((0, 0), (0, more)), mode="edge")
+  out, kv = op.delta_rule(inputs, segments, op.Static(float(scale), T, interpret))
+  return out[:, :T, :, :V], DeltaRuleState(kv[:, :, :K, :V])
+
+
+interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
