@@ -206,21 +206,22 @@ def diagonal(square, shape):
   return across(jnp.sum(jnp.where(on, square, 0.0), axis=1), shape)
 
 
-def gate_scratch(log_decay):
+def gate_scratch(log_decay, width=GROUP):
   """Shared memory for `make_gate`."""
   if log_decay.ndim == 2:
     return {}
-  return {"high": tile(CHUNK, GROUP), "low": tile(CHUNK, GROUP), "signs": tile(CHUNK, CHUNK)}
+  return {"high": tile(CHUNK, width), "low": tile(CHUNK, width), "signs": tile(CHUNK, CHUNK)}
 
 
-def make_gate(log_decay, s, b, h, n, channels, *, length, read_first, interpret):
+def make_gate(log_decay, s, b, h, n, channels, *, length, read_first, interpret, signs=None):
   """The decays of `channels` in chunk n.
 
-  `log_decay`: [H, K] or [B, T, H, K], in device memory; `length`: steps before padding.
+  `log_decay`: [H, K] or [B, T, H, K], in device memory; `length`: steps before padding; `signs`: of
+  a gate for other channels of the same chunk.
   """
   if len(log_decay.shape) == 4:
     log_decay = log_decay.at[b, pl.ds(n * CHUNK, CHUNK), h, channels]
-    return gates.StepGates(log_decay, s["high"], s["low"], s["signs"], read_first, interpret)
+    signs = signs or gates.Signs(s["signs"], read_first)
+    return gates.StepGates(log_decay, s["high"], s["low"], signs, interpret)
   valid = jnp.minimum(length - n * CHUNK, CHUNK)
-  ragged = length % CHUNK != 0
-  return gates.ConstantGates(log_decay.at[h, channels], read_first, valid, ragged)
+  return gates.ConstantGates(log_decay.at[h, channels], read_first, valid)

@@ -9,10 +9,9 @@ a step are taken as exp(-21).
 
 Both classes have, for 64 key channels:
 
-* `meetings()`: for the block and each merge, what queries and keys are multiplied by before their
-  product, which counts for `pairs(size)`;
+* `in_block()`: what queries and keys are multiplied by before their product for `pairs(0)`;
+  `merged(size)`: the same for `pairs(size)`, where the two have equal factors; `meetings()`: all;
 * `before()`, `after()`: from the chunk's start to each step, from each step to the chunk's end;
-  only once `meetings()` is exhausted;
 * `owe(x, d_x, which, staging)`: takes what one of these factors is due: x times d_x, the cotangent
   of x that came through that factor. `due(x)` is their sum, the gradient of the log decay.
 """
@@ -36,7 +35,7 @@ SMALLEST_LOG_DECAY = -21.0
 _LOG2_E = 1.4426950408889634
 _BLOCK, _LOG2_BLOCK = 8, 3
 _MIDDLE = _BLOCK // 2 - 1  # the step of a block after which its pairs meet
-_MERGES = (8, 16, 32)  # the steps in each half
+MERGES = (8, 16, 32)  # the steps in each half
 _SHAPE = (CHUNK, GROUP)
 
 # What a factor sums over. Merges are named by the size of their halves.
@@ -70,53 +69,50 @@ def _in_block(queries, keys):
 class ConstantGates:
   """One decay per key channel, the same at every step: sums are counts.
 
-  Factors are products of powers of the decay: e^{g n} for the n of a step inside its block of 8,
-  and of whole blocks. Only the former need an exponential for each step and channel.
+  Each factor is made when it is asked for, by an exponential for each step and channel. Products of
+  those made before would save exponentials, but the registers that keep them cost more.
   """
 
-  def __init__(self, log_decay, read_first, valid, ragged):
+  def __init__(self, log_decay, read_first, valid):
     """
     Args:
       log_decay: [64] float32, in device memory.
       read_first: whether queries see the state before the decay of their own step.
-      valid: steps of this chunk before padding; `ragged`: whether it may be below the chunk.
+      valid: steps of this chunk before padding.
     """
     self._log2 = jnp.maximum(columns_of(log_decay), SMALLEST_LOG_DECAY) * _LOG2_E
-    self._read_first, self._valid, self._ragged = int(read_first), valid, ragged
+    self._read_first, self._valid = int(read_first), valid
     self._due = None
 
   def _powers(self, counts):
     return jnp.exp2(across(counts.astype(jnp.float32), _SHAPE) * down(self._log2, _SHAPE))
 
+  def in_block(self):
+    """The factors of queries and keys, [C, 64] each, of the pairs inside a block."""
+    return _in_block(self._factor(QUERIES), self._factor(KEYS))
+
+  def merged(self, size):
+    """[C, 64]: the factor of queries and keys where halves of `size` are merged."""
+    return self._factor(size)
+
   def meetings(self):
     """Yields (size, factor of queries, factor of keys), [C, 64] each."""
-    rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
-    queries = self._powers(_count(QUERIES, rows, self._read_first, None))
-    keys = self._powers(_count(KEYS, rows, self._read_first, None))
-    yield 0, *_in_block(queries, keys)
-    power = jnp.exp2(self._log2 * float(_BLOCK // 2))
-    half = down(power, _SHAPE)
-    self._before, self._after = queries * half, keys * half  # to and from the block's ends
-    i = iota(_SHAPE, 0)
-    for size in _MERGES:
-      second = (i & size) != 0
-      both = jnp.where(second, self._before, self._after)
+    yield 0, *self.in_block()
+    for size in MERGES:
+      both = self.merged(size)
       yield size, both, both
-      power = power * power  # e^{g size}
-      whole = down(power, _SHAPE)
-      self._before = jnp.where(second, self._before * whole, self._before)
-      self._after = jnp.where(second, self._after, self._after * whole)
+
+  def _factor(self, which):
+    rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
+    return self._powers(_count(which, rows, self._read_first, self._valid))
 
   def before(self):
     """[C, 64]."""
-    return self._before
+    return self._factor(BEFORE)
 
   def after(self):
     """[C, 64]."""
-    if not self._ragged:
-      return self._after
-    rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
-    return self._powers(_count(AFTER, rows, self._read_first, self._valid))
+    return self._factor(AFTER)
 
   def owe(self, x, d_x, which, staging):
     """`x()` and `d_x` are [C, 64], `staging` a tile of that shape that may be overwritten."""
@@ -147,6 +143,22 @@ def _count(which, i, read_first, valid):
   return jnp.where(second, position + (1 - read_first), which - 1 - position)
 
 
+class Signs:
+  """A tile [C, C] that holds one 0/1 matrix of sums after the other."""
+
+  def __init__(self, tile, read_first):
+    """`read_first`: whether queries see the state before the decay of their own step."""
+    self._tile, self.read_first, self._held = tile, bool(read_first), None
+
+  def of(self, which):
+    """The tile, with how often each step counts in the sums of `which`."""
+    if self._held != which:
+      self._tile[...] = _signs(which, self.read_first).astype(jnp.bfloat16)
+      plgpu.commit_smem()
+      self._held = which
+    return self._tile
+
+
 class StepGates:
   """A decay per step and key channel. Sums are products with 0/1 matrices on the tensor cores.
 
@@ -154,40 +166,42 @@ class StepGates:
   of a sum have one sign, so are the sums.
   """
 
-  def __init__(self, log_decay, high, low, signs, read_first, interpret):
+  def __init__(self, log_decay, high, low, signs, interpret):
     """
     Args:
       log_decay: [C, 64] float32, in device memory.
-      high, low, signs: tiles [C, 64], [C, 64] and [C, C] for this object alone.
-      read_first: whether queries see the state before the decay of their own step.
+      high, low: tiles [C, 64] for this object alone.
+      signs: `Signs`, which several objects may share.
     """
     log_decay = plgpu.load(log_decay, layout=plgpu.Layout.WGMMA, optimized=False)
     self.log2_decay = jnp.maximum(log_decay, SMALLEST_LOG_DECAY) * _LOG2_E
     rounded = self.log2_decay.astype(jnp.bfloat16)
     high[...] = rounded
     low[...] = (self.log2_decay - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
-    self._high, self._low, self._signs, self._held = high, low, signs, None
-    self._read_first, self._interpret = bool(read_first), interpret
+    self._high, self._low, self._signs = high, low, signs
+    self._read_first, self._interpret = signs.read_first, interpret
     self._due = None
 
-  def _hold(self, which):
-    if self._held != which:
-      self._signs[...] = _signs(which, self._read_first).astype(jnp.bfloat16)
-      plgpu.commit_smem()
-      self._held = which
-
   def _sum(self, which):
-    self._hold(which)
-    products = [(self._signs, self._high), (self._signs, self._low)]
+    signs = self._signs.of(which)
+    products = [(signs, self._high), (signs, self._low)]
     return multiply((_SHAPE, products), interpret=self._interpret)[0]
+
+  def in_block(self):
+    """The factors of queries and keys, [C, 64] each, of the pairs inside a block."""
+    queries = self._sum(QUERIES)
+    keys = self._sum(KEYS) if self._read_first else -queries
+    return _in_block(jnp.exp2(queries), jnp.exp2(keys))
+
+  def merged(self, size):
+    """[C, 64]: the factor of queries and keys where halves of `size` are merged."""
+    return jnp.exp2(self._sum(size))
 
   def meetings(self):
     """Yields (size, factor of queries, factor of keys), [C, 64] each."""
-    queries = self._sum(QUERIES)
-    keys = self._sum(KEYS) if self._read_first else -queries
-    yield 0, *_in_block(jnp.exp2(queries), jnp.exp2(keys))
-    for size in _MERGES:
-      both = jnp.exp2(self._sum(size))
+    yield 0, *self.in_block()
+    for size in MERGES:
+      both = self.merged(size)
       yield size, both, both
 
   def before(self):
@@ -207,11 +221,11 @@ class StepGates:
     d_log = x() * d_x
     if which == KEYS and not self._read_first:
       which, d_log = QUERIES, -d_log
-    self._hold(which)
+    signs = self._signs.of(which)
     staging[...] = d_log.astype(jnp.bfloat16)
     plgpu.commit_smem()
     start = _SHAPE if self._due is None else self._due
-    (self._due,) = multiply((start, [(turned(self._signs), staging)]), interpret=self._interpret)
+    (self._due,) = multiply((start, [(turned(signs), staging)]), interpret=self._interpret)
 
   def due(self, x):
     """[C, 64]."""

@@ -75,35 +75,53 @@ def chunk_scores(
   scratch = {
     "q": tile(C, K),
     "k": tile(C, K),
-    "right": tile(C, GROUP),
+    "right": tile(C, K),
     "scores": tile(C, C),
-    "left": stage_for(C, GROUP, interpret),
+    "left": stage_for(C, K, interpret),
     "arrived": plgpu.Barrier(num_barriers=2),
     "rows": plgpu.SMEM((C,), f32),
     "columns": plgpu.SMEM((2, K), f32),
-    **gate_scratch(log_decay),
+    **gate_scratch(log_decay, K),
   }
 
   def body(at, ins, outs, s):
     b, h, n = at.b, at.h, at.n
     fetch({name: (ins[name].at[b, at.steps, h], s[name]) for name in ("q", "k")}, s["arrived"])
 
-    scores = jnp.where(iota((C, C), 0) == iota((C, C), 1), _same_step(ins, s, h), 0.0)
-    for start in range(0, K, GROUP):
-      channels = pl.ds(start, GROUP)
-      q_s, k_s = s["q"].at[:, channels], s["k"].at[:, channels]
-      gate = make_gate(
-        *(ins["log_decay"], s, b, h, n, channels),
+    groups = [pl.ds(start, GROUP) for start in range(0, K, GROUP)]
+    signs = gates.Signs(s["signs"], bonus is not None) if per_step else None
+    made = [
+      make_gate(
+        *(ins["log_decay"], {x: s[x].at[:, channels] for x in ("high", "low") if x in s}),
+        *(b, h, n, channels),
         length=length,
         read_first=bonus is not None,
         interpret=interpret,
+        signs=signs,
       )
-      for size, left, right in gate.meetings():
-        s["right"][...] = scaled(k_s, right)
-        left = staged(scaled(q_s, left), s["left"], interpret)
-        plgpu.commit_smem()
-        (met,) = multiply(((C, C), [(left, turned(s["right"]))]), interpret=interpret)
-        scores = jnp.where(gates.pairs(size), scores + met, scores)
+      for channels in groups
+    ]
+
+    def met(factors):
+      """[C, C]: queries times keys, each with its factor."""
+      products = []
+      for channels, factor in zip(groups, factors, strict=True):
+        left, right = factor()
+        right_s = s["right"].at[:, channels]
+        right_s[...] = scaled(s["k"].at[:, channels], right)
+        left_s = s["left"].at[:, channels] if interpret is not None else s["left"]
+        left = staged(scaled(s["q"].at[:, channels], left), left_s, interpret)
+        products.append((left, turned(right_s)))
+      plgpu.commit_smem()
+      return multiply(((C, C), products), interpret=interpret)[0]
+
+    scores = jnp.where(iota((C, C), 0) == iota((C, C), 1), _same_step(ins, s, h), 0.0)
+    scores = jnp.where(gates.pairs(0), met([gate.in_block for gate in made]), scores)
+    for size in gates.MERGES:
+      both = [lambda gate=gate, size=size: (gate.merged(size),) * 2 for gate in made]
+      scores = jnp.where(gates.pairs(size), met(both), scores)
+    for channels, gate in zip(groups, made, strict=True):
+      q_s, k_s = s["q"].at[:, channels], s["k"].at[:, channels]
       q_out, k_out = load(q_s) * gate.before(), load(k_s) * gate.after()
       if "reach" in ins:
         sees, reaches = (rows_of(ins["reach"].at[x, b, at.steps]) for x in (0, 1))
