@@ -43,8 +43,11 @@ def missing() -> str | None:
   return f"{' and '.join(absent)} not installed" if absent else None
 
 
-def measure(combinations, folder: Path) -> list[dict]:
-  """The rows of all combinations that fla has an operation for."""
+def measure(combinations, folder: Path, *, build: bool = True) -> list[dict]:
+  """The rows of all combinations that fla has an operation for.
+
+  `build=False` leaves out the phase that builds all variants: for where fla has its tuning cached.
+  """
   known = [(case, tuple(shape)) for case, shape in combinations if operation(case, shape[1])]
   command = lambda phase, some: [
     sys.executable, "-m", "benchmarks.kernel_peers", phase, str(folder), json.dumps(some),
@@ -57,7 +60,7 @@ def measure(combinations, folder: Path) -> list[dict]:
       env=environment,
       stdout=subprocess.DEVNULL,
     )
-    for case in dict.fromkeys(case for case, _ in known)
+    for case in dict.fromkeys(case for case, _ in known if build)
   ]
   for builder in builders:
     builder.wait()

@@ -265,6 +265,8 @@ def main(arguments=None):
   parser.add_argument("--tiles", nargs="+", type=int, default=[], help="of the decode kernel")
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True,
                       help="measure fla too, where it is installed")  # fmt: skip
+  parser.add_argument("--peers-tuned", action="store_true",
+                      help="fla has its tuning cached: do not build all variants first")  # fmt: skip
   parser.add_argument("--calls", type=int, default=20, help="calls in a timed group")
   parser.add_argument("--groups", type=int, default=7)
   parser.add_argument("--copy-mib", type=int, default=2048, help="size of the copy of the floor")
@@ -283,7 +285,9 @@ def main(arguments=None):
   with tempfile.TemporaryDirectory() as folder:
     # Before the first array, because JAX takes most of the GPU's memory then.
     missing = "not asked for" if not args.peers else kernel_peers.missing()
-    peers = kernel_peers.measure(combinations, Path(folder)) if missing is None else []
+    peers = []
+    if missing is None:
+      peers = kernel_peers.measure(combinations, Path(folder), build=not args.peers_tuned)
     print(f"device: {jax.devices()[0].device_kind}, jax {jax.__version__}; fla: {missing or 'yes'}")
     for row in peers:
       key = row["case"], kc.Shape(*row["shape"])

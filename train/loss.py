@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-
 # Below any logit, and finite: -inf minus itself would be NaN.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
