@@ -266,7 +266,7 @@ def main(arguments=None):
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True,
                       help="measure fla too, where it is installed")  # fmt: skip
   parser.add_argument("--peers-tuned", action="store_true",
-                      help="fla has its tuning cached: do not build all variants first")  # fmt: skip
+                      help="fla has its tuning cached: build nothing before")  # fmt: skip
   parser.add_argument("--calls", type=int, default=20, help="calls in a timed group")
   parser.add_argument("--groups", type=int, default=7)
   parser.add_argument("--copy-mib", type=int, default=2048, help="size of the copy of the floor")
