@@ -50,11 +50,6 @@ def obstacle(
       )
     if x.shape[-1] > _WIDEST:
       return f"{name} is {x.shape[-1]} wide, and heads of at most {_WIDEST} are supported"
-  if normalize and q.shape[-1] > shapes.KEY_WIDTHS[-1]:
-    return (
-      f"normalize=True with keys {q.shape[-1]} wide: at most {shapes.KEY_WIDTHS[-1]} go with the "
-      "normaliser"
-    )
   if chunk_size not in (None, op.CHUNK):
     return f"chunk_size={chunk_size}, and the kernels' chunks have {op.CHUNK} steps"
   if scale == 0.0:
@@ -111,8 +106,16 @@ def run(
   B, T, H, K = q.shape
   V = v.shape[-1]
   if shapes.KEY_WIDTHS[-1] < K:
-    options = {"scale": scale, "fresh": fresh, "interpret": interpret, "parts": parts}
-    return _by_key_groups(q, k, v, log_decay, bonus, state, segments, options)
+    options = {"fresh": fresh, "interpret": interpret, "parts": parts}
+    wide = functools.partial(_by_key_groups, q, k, options=options)
+    out, kv = wide(v, log_decay, bonus, state.kv, segments, scale=scale)
+    if not normalize:
+      return out, LinearAttentionState(kv)
+    # The normaliser is the same sum for values of 1.
+    ones, key_sum = jnp.ones((B, T, H, 1), v.dtype), state.key_sum[..., None]
+    total, key_sum = wide(ones, log_decay, bonus, key_sum, segments, scale=1.0)
+    out = (out.astype(jnp.float32) / total.astype(jnp.float32)).astype(v.dtype)
+    return out, LinearAttentionState(kv, key_sum[..., 0])
   wide_k = shapes.padded_width(K, shapes.KEY_WIDTHS)
   wide_v = shapes.padded_width(V, shapes.VALUE_WIDTHS)
   parts = parts or shapes.parts(B, H, T)
@@ -144,8 +147,8 @@ def run(
   return out[:, :T, :, :V], LinearAttentionState(kv[:, :, :K, :V], key_sum)
 
 
-def _by_key_groups(q, k, v, log_decay, bonus, state, segments, options):
-  """`run` for wide keys: without a normaliser the output is a sum over groups of key channels."""
+def _by_key_groups(q, k, v, log_decay, bonus, kv, segments, *, scale, options):
+  """`run` for wide keys, (out, kv): before division the output is a sum over groups of channels."""
   (B, T, H, K), V, width = q.shape, v.shape[-1], shapes.KEY_WIDTHS[-1]
   groups = -(-K // width)
 
@@ -163,17 +166,17 @@ def _by_key_groups(q, k, v, log_decay, bonus, state, segments, options):
   if log_decay.shape[2] == 1:
     log_decay = jnp.broadcast_to(log_decay, (*log_decay.shape[:2], H, log_decay.shape[3]))
   v = jnp.broadcast_to(v[:, :, :, None], (B, T, H, groups, V))
-  kv = jnp.moveaxis(grouped(state.kv, axis=2), 2, -1).reshape(B, H * groups, width, V)
+  kv = jnp.moveaxis(grouped(kv, axis=2), 2, -1).reshape(B, H * groups, width, V)
   out, last = run(
     *(join(grouped(q)), join(grouped(k)), join(v), join(grouped(log_decay)), None),
     None if bonus is None else grouped(bonus).reshape(H * groups, width),
     *(LinearAttentionState(kv), segments),
     normalize=False,
+    scale=scale,
     **options,
   )
   out = out.reshape(B, T, H, groups, V).astype(jnp.float32).sum(3).astype(v.dtype)
-  kv = last.kv.reshape(B, H, groups * width, V)[:, :, :K]
-  return out, LinearAttentionState(kv)
+  return out, last.kv.reshape(B, H, groups * width, V)[:, :, :K]
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -96,6 +96,7 @@ KERNELS = [
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
   Case(T=15, K=72, V=80, decay="BTHK", strength="weak", segments=True, H=1, state=False),
   Case(T=15, K=136, V=136, decay="BTHK", bonus=True, H=1),
+  Case(T=15, K=136, V=16, decay="H", normalize=True, H=1),
 ]
 KERNEL_SWEEP = [
   Case(T=T, K=K, V=V, decay=decay, strength=strength, bonus=bonus, normalize=normalize, H=1)
@@ -105,6 +106,10 @@ KERNEL_SWEEP = [
     )
   )
   for T, K, V in [[(65, 40, 16), (15, 128, 128), (130, 20, 24), (64, 16, 72)][n % 4]]
+]
+KERNEL_SWEEP += [
+  Case(T=65, K=136, V=24, decay=decay, bonus=decay == "HK", normalize=True, segments=True, H=1)
+  for decay in ("H", "HK", "BTHK")
 ]
 KERNEL_SWEEP += [dataclasses.replace(case, segments=True, T=129) for case in KERNEL_SWEEP[::3]]
 
