@@ -10,7 +10,6 @@ out, x and y as in `walks.py`, m = beta y, weight_ij the decay between steps j a
 """
 
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.delta_rule.tables import AFTER, BEFORE, CUMULATIVE, RATE
 from pallas_kernels.linear_attention.chunk import (
@@ -47,7 +46,7 @@ def query_gradient(
   x,  # [B, T, H, V] bfloat16
   y,  # [B, T, H, V] bfloat16
   scores,  # [B, H, T, C] bfloat16
-  borders,  # [B, H, N, K, V] bfloat16: S
+  states,  # [B, H, N, K, V] bfloat16: S
   vectors,  # [B, H, N, ROWS, C] float32
   segments,  # [B, T] int32 or None
   *,
@@ -60,14 +59,11 @@ def query_gradient(
   and, negative, at j).
   """
   B, T, H, K = q.shape
-  shared = erase_key is None
+  C, shared = CHUNK, erase_key is None
 
   def chunk(at, ins, s, put):
-    C = CHUNK
     rows = ins["vectors"].at[at.b, at.h, at.n]
     erase = s["k" if shared else "erase_key"]
-    # Read once: not worth the shared memory, which would keep a second block from running.
-    of_chunk = lambda name: straight(ins[name], pieces[name], at)
     d_scores, d_gram, gram = multiply(
       ((C, C), [(s["d_out"], turned(s["x"]))]),
       ((C, C), [(s["y"], turned(s["x"]))]),
@@ -84,7 +80,7 @@ def query_gradient(
     met = gram * lower * d_gram  # L_ij y_i . x_j
     d_rate = -jnp.sum(met, axis=1)
     if decays:
-      crossing = of_chunk("scores") * d_scores - met * across(rate, (C, C))
+      crossing = load(s["scores"]) * d_scores - met * across(rate, (C, C))
       crossing = jnp.where(strictly, crossing, 0.0)
       put("later", jnp.sum(crossing, axis=1))
       put("earlier", jnp.sum(crossing, axis=0))
@@ -98,7 +94,7 @@ def query_gradient(
     )
     before = rows_of(rows.at[BEFORE])
     read = jnp.sum(load(erase) * from_y, axis=1)
-    put("rate", d_rate - before * read + jnp.sum(load(s["y"]) * of_chunk("v"), axis=1))
+    put("rate", d_rate - before * read + jnp.sum(load(s["y"]) * load(s["v"]), axis=1))
     if decays:
       put("before", jnp.sum(load(s["q"]) * from_out, axis=1) - rate * read)
     d_q, d_e = multiply(
@@ -110,34 +106,24 @@ def query_gradient(
     put("erase_key", d_e * scale)
 
   outputs = {"q": steps_of(q), "erase_key": steps_of(k), "rate": rows_to(B, H, T)}
-  tiles = {"k": steps_of(k), "d_out": steps_of(d_out), "x": steps_of(x), "y": steps_of(y)}
-  tiles["state"] = state_of(borders)
-  pieces = {"v": steps_of(v)}
-  scratch = {"left q": stage_for(CHUNK, CHUNK, interpret)}
-  scratch["left e"] = stage_for(CHUNK, CHUNK, interpret)
+  tiles = {"k": steps_of(k), "v": steps_of(v), "d_out": steps_of(d_out)}
+  tiles |= {"x": steps_of(x), "y": steps_of(y), "state": state_of(states)}
   if decays:
     outputs |= {name: rows_to(B, H, T) for name in ("before", "later", "earlier")}
-    tiles["q"] = steps_of(q)
-    pieces["scores"] = scores_of(scores)
-  else:
-    scratch["q"] = tile(CHUNK, K)
+    tiles |= {"q": steps_of(q), "scores": scores_of(scores)}
   if not shared:
     tiles["erase_key"] = steps_of(erase_key)
+  scratch = {name: stage_for(C, C, interpret) for name in ("left q", "left e")}
+  scratch |= {name: tile(C, K) for name in ("out q", "out e")}
   return all_chunks(
     chunk,
     tiles,
-    {"vectors": vectors, "segments": segments} | {n: p.array for n, p in pieces.items()},
+    {"vectors": vectors, "segments": segments},
     outputs,
     scratch=scratch,
-    reuse={"q": "q", "erase_key": "k"},
+    reuse={"q": "out q", "erase_key": "out e"},
     interpret=interpret,
   )
-
-
-def straight(ref, piece, at):
-  """A piece of an array in device memory, as float32 in registers."""
-  source = ref.at[piece.index(at)]
-  return plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
 
 
 def key_value_gradient(
@@ -160,11 +146,10 @@ def key_value_gradient(
 
   Rows are the steps j here: scores and dP are made transposed.
   """
-  B, T, H, K = q.shape
-  V = x.shape[-1]
+  (B, T, H, K), V = q.shape, x.shape[-1]
+  C = CHUNK
 
   def chunk(at, ins, s, put):
-    C = CHUNK
     rows = ins["vectors"].at[at.b, at.h, at.n]
     erase = s["k" if erase_key is None else "erase_key"]
     mask = iota((C, C), 0) <= iota((C, C), 1)
@@ -190,7 +175,7 @@ def key_value_gradient(
     )
     d_k = d_k * scale
     if d_erase_key is not None:
-      d_k = d_k + straight(ins["d_erase_key"], steps_of(d_erase_key), at)
+      d_k = d_k + load(s["d_erase_key"])
     put("k", d_k)
     put("v", load(s["y"]) * across(rows_of(rows.at[RATE]) * scale, (C, V)))
 
@@ -203,14 +188,14 @@ def key_value_gradient(
     tiles["erase_key"] = steps_of(erase_key)
   if decays or erase_key is None:
     tiles["k"] = steps_of(k)
-  scratch = {"left q": stage_for(CHUNK, CHUNK, interpret)}
-  scratch["left e"] = stage_for(CHUNK, CHUNK, interpret)
+  if d_erase_key is not None:
+    tiles["d_erase_key"] = steps_of(d_erase_key)
   return all_chunks(
     chunk,
     tiles,
-    {"vectors": vectors, "segments": segments, "d_erase_key": d_erase_key},
+    {"vectors": vectors, "segments": segments},
     outputs,
-    scratch=scratch,
+    scratch={name: stage_for(C, C, interpret) for name in ("left q", "left e")},
     reuse={"k": "q", "v": "x"},
     interpret=interpret,
   )

@@ -1,4 +1,4 @@
-"""The inverse of I + N for a strictly lower triangular N of 64 rows, to float32 accuracy.
+"""The inverse of I + N for a strictly lower triangular N of 64 rows, exact to about 16 bits.
 
 First the four diagonal blocks of 16 rows, by forward substitution in float32: one thread for each
 column of each block. With D their inverses, G the rest of N and M = D G, which has four blocks and
@@ -35,6 +35,9 @@ def diagonal_blocks():
 
 def inverse(lower, blocks, tiles, interpret):
   """[C, C] float32: (I + lower)^-1, for `lower` in float32, strictly lower triangular.
+
+  The error was 1e-5 of the inverse at most, for keys close together; it is rounded to bfloat16
+  next, by up to 4e-3.
 
   `blocks`: `diagonal_blocks`; `tiles`: as many [C, C] as `TILES` says, to be overwritten.
   """

@@ -45,7 +45,7 @@ class Kept(NamedTuple):
   inverse: jax.Array  # [B, H, T, C] bfloat16
   scores: jax.Array  # [B, H, T, C] bfloat16
   x: jax.Array  # [B, T, H, V] bfloat16
-  borders: jax.Array  # [B, H, N, K, V] bfloat16
+  states: jax.Array  # [B, H, N, K, V] bfloat16
 
 
 def delta_rule(inputs: Inputs, segments, static: Static):
@@ -68,7 +68,7 @@ def _vectors(static, segments, T, beta, log_decay):
 
 def _forward(static, inputs, segments, *, for_gradient):
   q, k, erase_key, v, beta, log_decay, kv = inputs
-  B, T, H, _ = q.shape
+  T = q.shape[1]
   vectors = _vectors(static, segments, T, beta, log_decay)
   systems = chunk_systems(q, k, erase_key, vectors, segments, interpret=static.interpret)
   made = forward_walk(
@@ -76,9 +76,9 @@ def _forward(static, inputs, segments, *, for_gradient):
     scale=static.scale,
     for_gradient=for_gradient,
     interpret=static.interpret,
-    **shapes.walk(v.shape[-1], B * H),
+    **shapes.walk(erase_key is not None, backwards=False),
   )
-  kept = Kept(**systems, x=made["x"], borders=made["borders"]) if for_gradient else None
+  kept = Kept(**systems, x=made["x"], states=made["states"]) if for_gradient else None
   return (made["out"], made["last"]), kept
 
 
@@ -103,17 +103,17 @@ def _backward_rule(static, residuals, cotangents):
   made = backward_walk(
     *(q, k, erase_key, d_out, kept.inverse, kept.scores, vectors, d_last),
     interpret=static.interpret,
-    **shapes.walk(v.shape[-1], B * H),
+    **shapes.walk(erase_key is not None, backwards=True),
   )
   options = {"scale": static.scale, "decays": decays, "interpret": static.interpret}
   by_q = gradients.query_gradient(
-    *(q, k, erase_key, v, d_out, kept.x, made["y"], kept.scores, kept.borders, vectors, segments),
+    *(q, k, erase_key, v, d_out, kept.x, made["y"], kept.scores, kept.states, vectors, segments),
     **options,
   )
   shared = erase_key is None
   by_k = gradients.key_value_gradient(
     *(q, k, erase_key, d_out, kept.x, made["y"], by_q["erase_key"] if shared else None),
-    *(made["borders"], vectors, segments),
+    *(made["states"], vectors, segments),
     **options,
   )
   rows = {RATE: by_q["rate"]}
@@ -125,7 +125,7 @@ def _backward_rule(static, residuals, cotangents):
     d_vectors = d_vectors.at[:, :, :, row].set(d.reshape(B, H, -1, CHUNK))
   if decays:
     overlap = jnp.einsum(
-      "bhnkv,bhnkv->bhn", kept.borders, made["borders"], preferred_element_type=jnp.float32
+      "bhnkv,bhnkv->bhn", kept.states, made["states"], preferred_element_type=jnp.float32
     )
     d_vectors = d_vectors.at[:, :, :, DECAY, 0].set(overlap)
   d_beta, d_log_decay = vectors_vjp(static.scale * d_vectors)

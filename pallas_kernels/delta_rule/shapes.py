@@ -10,8 +10,12 @@ def worthwhile(key_width, value_width):
   return min(key_width, value_width) >= NARROWEST
 
 
-def walk(value_width, heads):
-  """Options of the kernels that walk along the chunks: columns of values in a block, and chunks in
-  shared memory at a time. `heads`: of all sequences together."""
-  del heads
-  return {"value_tile": min(value_width, 32), "stages": 2}
+def walk(separate_key, *, backwards):
+  """Options of the kernels that walk along the chunks: columns of values in a block, and for how
+  many chunks there are inputs and results in shared memory.
+
+  Wider blocks were slower at 32 heads, for too few of them run. `separate_key`: whether the erase
+  key is one more input.
+  """
+  stages = 2 if backwards or separate_key else 3
+  return {"value_tile": 32, "stages": stages, "slots": 3}

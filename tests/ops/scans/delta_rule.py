@@ -61,8 +61,8 @@ MANY = [
 # The kernels, interpreted on the CPU: every block of threads costs time, so they are few and small.
 # K and V are padded to 64 or 128, T to a multiple of 64.
 KERNELS = [
-  Case(T=65, K=16, V=24, H=1),
-  Case(T=66, K=72, V=20, decay="extreme", erase=True, segments=True, H=1),
+  Case(T=15, K=72, V=20, H=1),
+  Case(T=66, K=16, V=20, decay="extreme", erase=True, segments=True, H=1),
 ]
 KERNEL_SWEEP = [
   Case(T, K, V, decay, erase=erase, segments=segments, H=1)

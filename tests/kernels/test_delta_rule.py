@@ -1,0 +1,247 @@
+"""The kernels of the delta rule: interpreted, lowered for CUDA, and which arguments they get.
+
+(Values and gradients: `KERNELS` in tests/ops/scans/delta_rule.py.)
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lnssm_jax import ops
+from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.delta_rule import pallas
+from pallas_kernels.delta_rule.inverse import TILES, diagonal_blocks, inverse
+from pallas_kernels.tensor_core import CHUNK, COMPILER_PARAMS, tile
+from tests.kernels.interpreted import MASKED_LATER
+from tests.ops import contract, promises
+from tests.ops.scans.delta_rule import DELTA_RULE, Case
+
+pytestmark = MASKED_LATER
+SMALL = Case(K=16, V=24, H=1, chunk=None, state=False, decay="ordinary")
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+XLA = ["chunked", "reference"]
+
+
+def dtypes_of(inputs):
+  return {n: BF16 if n in DELTA_RULE.narrow else F32 for n in inputs}
+
+
+def drawn(case, seed=0, dtype=None):
+  inputs = DELTA_RULE.inputs(case, seed)
+  dtypes = dtypes_of(inputs)
+  return {n: jnp.asarray(x, dtype if dtype and dtypes[n] == BF16 else dtypes[n])
+          for n, x in inputs.items()}  # fmt: skip
+
+
+def call_of(case):
+  return functools.partial(DELTA_RULE, case, implementation="pallas_interpret")
+
+
+def check(case, inputs):
+  """Values and all gradients, as the contract has it."""
+  call = lambda x, form: DELTA_RULE.compared(*DELTA_RULE(case, x, implementation=form))
+  errors = contract.errors_against_reference(call, inputs, dtypes_of(inputs), "pallas_interpret")
+  limit = contract.tolerance(BF16, case.T)
+  assert all(error <= limit for error in errors.values()), (limit, errors)
+
+
+def inverse_of(lower, interpret):
+  def body(lower_ref, out, s):
+    lower = plgpu.load(lower_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+    out[...] = inverse(lower, s["blocks"], s["tiles"], interpret)
+
+  tiles = [tile(CHUNK, CHUNK) for _ in range(TILES)]
+  return plgpu.kernel(
+    body,
+    out_type=jax.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32),
+    scratch_types=[{"blocks": diagonal_blocks(), "tiles": tiles}],
+    grid=(1,),
+    grid_names=("block",),
+    interpret=interpret,
+    compiler_params=COMPILER_PARAMS,
+  )(lower)
+
+
+@pytest.mark.parametrize("kind", ["random", "equal keys", "alternating keys"])
+def test_the_inverse_is_exact_to_sixteen_bits(kind):
+  """Also of systems in which the powers of N are 10^18 times as large as the inverse."""
+  strictly = np.tri(CHUNK, k=-1)
+  rng = np.random.default_rng(0)
+  lower = {
+    "random": strictly * rng.normal(size=(CHUNK, CHUNK)) * CHUNK**-0.5,
+    "equal keys": strictly,
+    "alternating keys": strictly * (-1.0) ** np.add.outer(np.arange(CHUNK), np.arange(CHUNK)),
+  }[kind].astype(np.float32)
+  want = np.linalg.inv(np.eye(CHUNK) + lower.astype(np.float64))
+  got = inverse_of(jnp.asarray(lower), plgpu.InterpretGPUParams(detect_races=True))
+  # Each operand is the sum of two bfloat16 numbers.
+  assert contract.relative_error(got, want) < 2**-15
+
+
+def test_decays_and_rates_from_none_to_everything():
+  """Decays down to -inf, which forgets all, and the largest that is not yet that. beta = 0 is an
+  ordinary value, with a gradient of its own; so are beta = 1 and equal keys."""
+  case = dataclasses.replace(SMALL, T=66, state=True)
+  inputs = DELTA_RULE.inputs(case)
+  levels = np.asarray([-np.inf, 0.0, -1e-3, -20.0, -1000.0])
+  inputs["log_decay"] = np.random.default_rng(2).choice(levels, size=inputs["log_decay"].shape)
+  inputs["log_decay"].flat[:2] = levels[:2]
+  inputs["beta"] = np.round(inputs["beta"])
+  inputs["k"][:, 5:9] = inputs["k"][:, 5:6]
+  check(case, inputs)
+
+
+@pytest.mark.slow
+def test_splitting_packing_and_causality():
+  """Documents of one step, documents that end at a chunk's border, cuts on all sides of it."""
+  case = dataclasses.replace(SMALL, T=128)
+  inputs, others = drawn(case), drawn(case, seed=1)
+  steps, compared = DELTA_RULE.over_time(case, inputs), DELTA_RULE.compared
+  call = call_of(case)
+  run = jax.jit(lambda x, state, ids: call(x, initial_state=state, segment_ids=ids))
+  promises.nothing_flows_backwards_in_time(run, inputs, others, steps, infinite=False)
+  promises.packing_changes_nothing(
+    *(run, inputs, others, steps, compared),
+    infinite=False,
+    lengths=(1, 63, 1, 63),
+    dtype=jnp.bfloat16,
+  )
+  promises.splitting_changes_nothing(
+    run, inputs, steps, compared, lengths=(66, 62), cuts=(1, 64, 65), dtype=jnp.bfloat16
+  )
+
+
+@pytest.mark.slow
+def test_every_transformation():
+  case = dataclasses.replace(SMALL, T=5, erase=True)
+  inputs, others = drawn(case), drawn(case, seed=1)
+  promises.works_under_every_transformation(
+    *(call_of(case), inputs, others, DELTA_RULE.over_time(case, inputs), ["pallas_interpret"]),
+    checkpoint=lambda f: f,  # JAX cannot run the interpreter's callbacks there
+  )
+
+
+def arguments(K, V, erase, segments, T=1024, lead=()):
+  """Arguments of `pallas.run`, as shapes; `lead` are axes in front of all."""
+  B, H = 2, 3
+  array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct((*lead, *shape), dtype)
+  inputs = {"q": array(B, T, H, K, dtype=BF16), "k": array(B, T, H, K, dtype=BF16)}
+  inputs |= {"v": array(B, T, H, V, dtype=BF16), "beta": array(B, T, H, 1)}
+  inputs |= {"log_decay": array(B, T, H), "kv": array(B, H, K, V)}
+  if erase:
+    inputs["erase_key"] = array(B, T, H, K, dtype=BF16)
+  return inputs, array(B, T, dtype=jnp.int32) if segments else None
+
+
+def run(inputs, segments):
+  names = ("q", "k", "v", "beta", "log_decay")
+  erase_key = inputs.get("erase_key", inputs["k"])
+  state = ops.DeltaRuleState(inputs["kv"])
+  return pallas.run(*(inputs[n] for n in names), erase_key, state, segments, scale=0.5)
+
+
+def kernels_in(function, *shapes):
+  """How many kernels `function`, lowered for CUDA, has."""
+  text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+  return text.count("custom_call @mosaic_gpu")
+
+
+def total(results):
+  return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(results))
+
+
+WIDTHS = tuple(itertools.product((64, 128), repeat=2))  # K, V
+
+
+@pytest.mark.parametrize(
+  ("widths", "erase", "segments"),
+  [
+    ((128, 128), False, False),
+    ((128, 128), True, True),
+    *(
+      pytest.param(*options, marks=pytest.mark.slow)
+      for options in itertools.product(WIDTHS, (False, True), (False, True))
+    ),
+  ],
+)
+def test_lowers(widths, erase, segments):
+  inputs, ids = arguments(*widths, erase, segments)
+  gradient = jax.grad(lambda x, ids: total(run(x, ids)))
+  assert kernels_in(run, inputs, ids) == 2
+  assert kernels_in(gradient, inputs, ids) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
+def test_transformations_lower(wide):
+  with jax.enable_x64(wide):
+    inputs, _ = arguments(64, 64, False, False, T=100, lead=(3,))
+    loss = lambda x: total(run(x, None))
+    assert kernels_in(jax.vmap(jax.grad(loss)), inputs) == 5
+    step = jax.grad(jax.checkpoint(loss))
+    assert kernels_in(lambda x: jax.lax.scan(lambda _, x: (_, step(x)), 0, x)[1], inputs) == 5
+
+
+def test_lowers_under_shard_map():
+  """Where every array's type says along which axes of the mesh it varies."""
+  inputs, _ = arguments(64, 64, False, False, T=100)
+  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  spec = jax.sharding.PartitionSpec("data")
+  gradient = jax.grad(lambda x: total(run(x, None)))
+  sharded = jax.shard_map(gradient, mesh=mesh, in_specs=(spec,), out_specs=spec)
+  traced = jax.eval_shape(sharded, inputs)
+  assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)
+
+
+@pytest.mark.parametrize(
+  ("case", "dtype", "expected"),
+  [
+    (Case(T=2, K=64, V=64, chunk=None), BF16, ["pallas", *XLA]),
+    (Case(T=65, K=32, V=128, chunk=64, erase=True, segments=True), BF16, ["pallas", *XLA]),
+    (Case(T=1, K=64, V=64, chunk=None), BF16, [*XLA, "pallas"]),  # one fused loop in XLA
+    (Case(T=2, K=16, V=64, chunk=None), BF16, [*XLA, "pallas"]),  # not measured
+    (Case(T=2, K=64, V=16, chunk=None), BF16, [*XLA, "pallas"]),
+    (Case(T=2, K=64, V=64, chunk=None), F32, XLA),
+    (Case(T=2, K=64, V=64, chunk=None), jnp.float16, XLA),
+    (Case(T=2, K=64, V=64, chunk=32), BF16, XLA),
+    (Case(T=2, K=129, V=64, chunk=None), BF16, XLA),
+    (Case(T=2, K=64, V=129, chunk=None), BF16, XLA),
+    (Case(T=2, K=64, V=64, rates="column", chunk=None), BF16, XLA),
+  ],
+  ids=str,
+)
+def test_what_hopper_runs(monkeypatch, case, dtype, expected):
+  """`None` takes the first of `supported`; the interpreter is last wherever there is a kernel."""
+  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+  args, kwargs = DELTA_RULE.bind(case, drawn(case, dtype=dtype))
+  interpreted = ["pallas_interpret"] if "pallas" in expected else []
+  assert ops.supported(ops.delta_rule, *args, **kwargs) == expected + interpreted
+
+
+@pytest.mark.parametrize(
+  ("case", "dtype", "message"),
+  [
+    (SMALL, F32, "q has dtype float32"),
+    (dataclasses.replace(SMALL, chunk=32), None, "chunk_size=32"),
+    (dataclasses.replace(SMALL, K=129), None, "q is 129 wide"),
+    (dataclasses.replace(SMALL, V=129), None, "v is 129 wide"),
+    (dataclasses.replace(SMALL, rates="column"), None, "beta has a rate for each value column"),
+  ],
+  ids=str,
+)
+def test_what_cannot_run_is_named(case, dtype, message):
+  with pytest.raises(NotImplementedError, match=message):
+    jax.eval_shape(call_of(case), drawn(case, dtype=dtype))
+
+
+def test_on_a_cpu_the_kernels_are_not_chosen():
+  args, options = DELTA_RULE.bind(SMALL, drawn(SMALL))
+  assert ops.supported(ops.delta_rule, *args, **options) == [*XLA, "pallas_interpret"]
+  with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
+    ops.delta_rule(*args, **options, implementation="pallas")
