@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import csv_rows, kernel_cases, kernels, numerics, scans
+from benchmarks import csv_rows, kernel_cases, kernels, numerics, scan_kernels, scans
 
 
 def test_errors_are_measured_for_every_tensor():
@@ -103,3 +103,16 @@ def test_a_peer_is_held_to_the_same_reference(name, tmp_path):
   assert row["error_gradient"].endswith("d k")
   ours = kernels.finished({"forward_ms": 0.5, "both_ms": 4.0}, (0.25, 1.0), row)
   assert (ours["fla_x"], ours["fla_x_both"], ours["floor_share"]) == ("2.00", "", "0.50")
+
+
+@pytest.mark.parametrize("limit", [1e-4, 0.0])
+def test_kernels_of_scans_are_compared_then_timed(tmp_path, monkeypatch, limit):
+  monkeypatch.setitem(scan_kernels.LIMITS, False, limit)
+  table = tmp_path / "scans.csv"
+  options = ["--calls", "2", "--groups", "1", "--copy-mib", "1", "--out", str(table)]
+  rows = scan_kernels.main([*options, "--only", "diagonal_scan", "--sizes", "B=2,T=9,D=17"])
+  with table.open() as file:
+    assert list(csv.DictReader(file)) == rows
+  kernel, xla = rows
+  assert "a Hopper GPU" in kernel["note"]
+  assert (xla["forward_ms"] == "WRONG") == (limit == 0.0) == (xla["both_ms"] == "WRONG")

@@ -1,0 +1,276 @@
+"""Speed of the other scans' kernels on a GPU, beside XLA's forms.
+
+    python -m benchmarks.scan_kernels --out docs/scan_kernels.csv
+    python -m benchmarks.scan_kernels --only diagonal_scan --sizes B=1,T=65536,D=256
+
+As `benchmarks.kernels` does for linear attention: a time is printed only beside an error within the
+limit, of a corner of the output and of every gradient against the float64 reference; the floor
+moves every argument and result once (with gradients: arguments, their gradients, the output and its
+cotangent) at the speed of a large copy.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import csv_rows
+from benchmarks.kernels import SETS, compiled, copy_bandwidth, milliseconds, worst
+from lnssm_jax import ops
+
+# Of an error, where all inputs are float32 and where some are bfloat16.
+LIMITS = {False: 1e-4, True: 0.02}
+CORNER = {"B": 1, "D": 16, "H": 2}  # the last of these axes are compared; no other depends on them
+FIELDS = (
+  "scan", "sizes", "who", "forward_ms", "both_ms", "floor_ms", "floor_share", "both_floor_share",
+  "compile_s", "error_out", "error_gradient", "note",
+)  # fmt: skip
+
+Sizes = dict[str, int]
+Arrays = dict[str, jax.Array]
+
+
+class Case(NamedTuple):
+  """A scan, how its arguments are drawn, and a size that models have."""
+
+  call: Callable[..., Any]  # with arrays by name and `implementation`
+  axes: Mapping[str, str]  # of each argument
+  draw: Callable[[Callable[..., jax.Array], Sizes], Arrays]  # from a source of normal numbers
+  sizes: Sizes
+  out: str = "BTD"  # axes of the result
+
+
+def _diagonal(dtype, normal, n):
+  decay = jax.nn.sigmoid(normal(n["B"], n["T"], n["D"]) + 2)
+  return {"decay": decay.astype(dtype), "x": normal(n["B"], n["T"], n["D"]).astype(dtype)}
+
+
+def _wkv4(normal, n):
+  steps = lambda: normal(n["B"], n["T"], n["D"]).astype(jnp.bfloat16)
+  rate = jnp.exp(jnp.linspace(-5.0, 1.0, n["D"]))
+  return {"k": steps(), "v": steps(), "decay_rate": rate, "bonus": normal(n["D"])}
+
+
+def _selective(normal, n):
+  steps = lambda last: normal(n["B"], n["T"], n[last])
+  bf16 = lambda x: x.astype(jnp.bfloat16)
+  a = -jnp.broadcast_to(jnp.arange(1.0, n["N"] + 1), (n["D"], n["N"]))
+  return {
+    "x": bf16(steps("D")), "dt": bf16(jax.nn.softplus(steps("D") - 4)), "a": a,
+    "b": bf16(steps("N")), "c": bf16(steps("N")), "skip": normal(n["D"]),
+  }  # fmt: skip
+
+
+def _longhorn(normal, n):
+  steps = lambda last: normal(n["B"], n["T"], n[last])
+  bf16 = lambda x: x.astype(jnp.bfloat16)
+  return {
+    "x": bf16(steps("D")), "beta": bf16(jax.nn.sigmoid(steps("D"))),
+    "k": bf16(steps("N")), "q": bf16(steps("N")), "skip": normal(n["D"]),
+  }  # fmt: skip
+
+
+def _delta(gated, normal, n):
+  steps = lambda last: normal(n["B"], n["T"], n["H"], n[last])
+  k = steps("K")
+  k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+  heads = lambda: normal(n["B"], n["T"], n["H"])
+  arrays = {"q": steps("K") * n["K"] ** -0.5, "k": k, "v": steps("V")}
+  arrays = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
+  arrays["beta"] = jax.nn.sigmoid(heads())
+  return arrays | ({"log_decay": jax.nn.log_sigmoid(heads() + 3)} if gated else {})
+
+
+_WIDE = {"B": 8, "T": 2048, "D": 2048}
+_STATES = {"B": 8, "T": 8192, "D": 4096, "N": 16}
+_HEADS = {"B": 1, "T": 8192, "H": 32, "K": 128, "V": 128}
+_SELECTIVE = {"x": "BTD", "dt": "BTD", "a": "DN", "b": "BTN", "c": "BTN", "skip": "D"}
+_LONGHORN = {"x": "BTD", "beta": "BTD", "k": "BTN", "q": "BTN", "skip": "D"}
+_DELTA = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "beta": "BTH"}
+_DIAGONAL = {"decay": "BTD", "x": "BTD"}
+
+CASES = {
+  "diagonal_scan": Case(
+    ops.diagonal_scan, _DIAGONAL, functools.partial(_diagonal, jnp.float32), _WIDE
+  ),
+  "diagonal_scan bfloat16": Case(
+    ops.diagonal_scan, _DIAGONAL, functools.partial(_diagonal, jnp.bfloat16), _WIDE
+  ),
+  "diagonal_scan reverse": Case(
+    functools.partial(ops.diagonal_scan, reverse=True),
+    _DIAGONAL,
+    functools.partial(_diagonal, jnp.float32),
+    _WIDE,
+  ),
+  "wkv4": Case(
+    ops.wkv4, {"k": "BTD", "v": "BTD", "decay_rate": "D", "bonus": "D"}, _wkv4, _WIDE
+  ),
+  "selective_scan": Case(ops.selective_scan, _SELECTIVE, _selective, _STATES),
+  "longhorn_scan": Case(ops.longhorn_scan, _LONGHORN, _longhorn, _STATES),
+  "delta_rule": Case(
+    ops.delta_rule, _DELTA, functools.partial(_delta, False), _HEADS, "BTHV"
+  ),
+  "delta_rule gated": Case(
+    ops.delta_rule, _DELTA | {"log_decay": "BTH"}, functools.partial(_delta, True), _HEADS, "BTHV"
+  ),
+}  # fmt: skip
+
+
+def make_inputs(case: Case, sizes: Sizes, seed: int) -> Arrays:
+  """Arguments by name, and "cotangent" of the result."""
+
+  @jax.jit
+  def make(seed):
+    keys = iter(jax.random.split(jax.random.key(seed), 16))
+    normal = lambda *shape: jax.random.normal(next(keys), shape)
+    arrays = case.draw(normal, sizes)
+    out = normal(*(sizes[axis] for axis in case.out))
+    first = next(iter(arrays))
+    return arrays | {"cotangent": out.astype(arrays["v" if "v" in arrays else first].dtype)}
+
+  return make(seed)
+
+
+def corner(axes: str, x):
+  """The part of an array that is compared."""
+  return x[tuple(slice(-CORNER[axis], None) if axis in CORNER else slice(None) for axis in axes)]
+
+
+def only_corner(axes: str, x):
+  """Zero outside the corner, so that sums over rows and channels are the corner's sums."""
+  for number, axis in enumerate(axes):
+    if axis in CORNER:
+      place = jnp.arange(x.shape[number]) >= x.shape[number] - CORNER[axis]
+      x = jnp.where(jnp.expand_dims(place, [n for n in range(x.ndim) if n != number]), x, 0)
+  return x
+
+
+def forward(case: Case, arrays: Arrays, implementation: str):
+  """`out` alone."""
+  return case.call(**arrays, implementation=implementation)[0]
+
+
+def gradients(case: Case, arrays: Arrays, cotangent, implementation: str):
+  """(out, gradients by name)."""
+  out, pull = jax.vjp(lambda x: forward(case, x, implementation), arrays)
+  return out, pull(cotangent)[0]
+
+
+def reference(case: Case, arrays: Arrays, cotangent) -> dict[str, np.ndarray]:
+  """out and gradients of the corner, step by step in float64."""
+  cpu = jax.local_devices(backend="cpu")[0]
+  with jax.enable_x64(True), jax.default_device(cpu):
+    part = lambda axes, x: jnp.asarray(np.asarray(corner(axes, x)), jnp.float64)
+    small = {name: part(case.axes[name], x) for name, x in arrays.items()}
+    out, gradient = jax.jit(functools.partial(gradients, case, implementation="reference"))(
+      small, part(case.out, cotangent)
+    )
+    return jax.tree.map(np.asarray, {"out": out} | {f"d {n}": x for n, x in gradient.items()})
+
+
+def errors(case: Case, got: Mapping[str, jax.Array], want: Mapping[str, np.ndarray]):
+  """Relative errors of the corners by name; infinite where anything is not finite."""
+  found = {}
+  for name, x in got.items():
+    axes = case.axes.get(name.removeprefix("d "), case.out)
+    part = np.asarray(corner(axes, x)).astype(np.float64)
+    norm = np.linalg.norm(want[name])
+    finite = bool(jnp.isfinite(x).all())
+    found[name] = float(np.linalg.norm(part - want[name]) / norm) if finite else float("inf")
+  return found
+
+
+def right(arrays: Arrays, found: Mapping[str, float]) -> bool:
+  """Whether all errors are within the limit for these inputs; NaN is not."""
+  limit = LIMITS[any(x.dtype == jnp.bfloat16 for x in arrays.values())]
+  return all(error <= limit for error in found.values())
+
+
+def measure(case: Case, sets: list[Arrays], want, who: str, calls: int, groups: int) -> dict:
+  """Columns of one implementation."""
+  cotangents = [arrays["cotangent"] for arrays in sets]
+  inputs = [{n: x for n, x in s.items() if n != "cotangent"} for s in sets]
+  program, seconds = compiled(lambda x: forward(case, x, who), inputs[0])
+  found = errors(case, {"out": program(inputs[0])}, want)
+  columns = {"error_out": worst(found), "forward_ms": "WRONG", "compile_s": f"{seconds:.1f}"}
+  if right(inputs[0], found):
+    columns["forward_ms"] = milliseconds(program, [(x,) for x in inputs], calls, groups)
+  both = lambda x, w: gradients(case, x, w, who)
+  program, took = compiled(both, inputs[0], cotangents[0])
+  _, gradient = program(inputs[0], only_corner(case.out, cotangents[0]))
+  found = errors(case, {f"d {n}": x for n, x in gradient.items()}, want)
+  columns |= {"error_gradient": worst(found), "both_ms": "WRONG"}
+  columns["compile_s"] = f"{seconds + took:.1f}"
+  if right(inputs[0], found):
+    arguments = list(zip(inputs, cotangents, strict=True))
+    columns["both_ms"] = milliseconds(program, arguments, calls, groups)
+  return columns
+
+
+def rows_of(name: str, sizes: Sizes, implementations, bandwidth: float, options):
+  """Yields the rows of one case."""
+  case = CASES[name]
+  sets = [make_inputs(case, sizes, seed) for seed in range(SETS)]
+  given = sum(x.nbytes for n, x in sets[0].items() if n != "cotangent")
+  out = sets[0]["cotangent"].nbytes
+  floors = [1e3 * moved / bandwidth for moved in (given + out, 2 * (given + out))]
+  arrays = {n: x for n, x in sets[0].items() if n != "cotangent"}
+  want = reference(case, arrays, sets[0]["cotangent"])
+  for who in implementations:
+    row: dict[str, Any] = {"scan": name, "sizes": " ".join(f"{a}{n}" for a, n in sizes.items())}
+    row |= {"who": who, "floor_ms": f"{floors[0]:.3f}"}
+    try:
+      row |= measure(case, sets, want, who, **options)
+    except NotImplementedError as reason:
+      row["note"] = str(reason)
+    except Exception as reason:  # out of memory, a compiler's error: the other rows go on
+      row["note"] = f"{type(reason).__name__}: {reason}"
+    shares = ("forward_ms", "floor_share"), ("both_ms", "both_floor_share")
+    for (time, share), floor in zip(shares, floors, strict=True):
+      if isinstance(row.get(time), float):
+        row[share] = f"{floor / row[time]:.2f}"
+        row[time] = f"{row[time]:.4f}"
+    row["note"] = " ".join(row.get("note", "").split())[:300]
+    yield {field: row.get(field, "") for field in FIELDS}
+
+
+def parse_sizes(text: str) -> Sizes:
+  """`B=1,T=8192` as a dictionary."""
+  pairs = (part.split("=") for part in text.split(","))
+  return {axis: int(number) for axis, number in pairs}
+
+
+def main(arguments=None):
+  """Measures, printing rows as they come; returns them."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+  parser.add_argument("--sizes", type=parse_sizes, default={}, metavar="B=1,T=8192",
+                      help="other sizes of these axes")  # fmt: skip
+  parser.add_argument("--implementations", nargs="+", default=["pallas", "chunked"])
+  parser.add_argument("--calls", type=int, default=20, help="calls in a timed group")
+  parser.add_argument("--groups", type=int, default=7)
+  parser.add_argument("--copy-mib", type=int, default=2048, help="size of the copy of the floor")
+  parser.add_argument("--out", type=Path, help="a CSV file")
+  args = parser.parse_args(arguments)
+  options = {"calls": args.calls, "groups": args.groups}
+  bandwidth = copy_bandwidth(args.copy_mib, **options)
+  print(f"device: {jax.devices()[0].device_kind}, jax {jax.__version__}")
+  print(f"copy: {bandwidth / 1e12:.3f} TB/s", "  ".join(FIELDS), sep="\n", flush=True)
+  rows = []
+  for name in args.only:
+    sizes = {axis: args.sizes.get(axis, size) for axis, size in CASES[name].sizes.items()}
+    for row in rows_of(name, sizes, args.implementations, bandwidth, options):
+      rows.append(row)
+      print("  ".join(str(value) or "-" for value in row.values()), flush=True)
+      if args.out:
+        csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
+  return rows
+
+
+if __name__ == "__main__":
+  main()
