@@ -44,15 +44,20 @@ def diagonal_scan(
 
   Args:
     initial_state: the state before the first step in the direction of the scan; None means zeros.
-    implementation: "reference" (one step at a time), "associative" (`lax.associative_scan`),
-      "chunked" (a scan over chunks; what None takes).
-    chunk_size: steps in a chunk of the chunked form; None means 16 on CPUs, 512 elsewhere.
+    implementation: "pallas" (kernels; a Hopper GPU, no 64-bit and no float16 inputs), "chunked" (a
+      scan over chunks; any device and arguments), "associative" (`lax.associative_scan`),
+      "reference" (one step at a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test
+      them). None takes "pallas" where it can run and is known to be faster (real numbers, T > 1 and
+      D >= 128; with several devices inside `shard_map` only), otherwise "chunked".
+    chunk_size: steps in a chunk of the chunked form; None means 16 on CPUs, 512 elsewhere. The
+      kernels choose their own.
 
   Returns:
     `out` [B, T, D] and the `DiagonalState` after the last step in the direction of the scan.
 
   Raises:
     ValueError: shapes or dtypes do not agree; the message names the argument.
+    NotImplementedError: the named implementation cannot run these arguments.
 
   Sources: parallel linear recurrences, Martin and Cundy 2018; as associative scan, S5 (Smith et al.
   2023), appendix H; RG-LRU, Griffin (De et al. 2024), eq. 4.
@@ -115,10 +120,20 @@ def _checked(decay, x, *, reverse=False, initial_state=None, segment_ids=None, c
   return args, {"reverse": bool(reverse), "out_dtype": out_dtype, "chunk_size": chunk_size}
 
 
+def _kernels():
+  from lnssm_jax.ops.diagonal_scan import pallas
+
+  return pallas
+
+
+_COMPILED, _INTERPRETED = dispatch.kernels(_kernels)
+
 dispatch.register(
   _NAME,
   _checked,
+  _COMPILED,
   dispatch.Implementation("chunked", xla.chunked),
   dispatch.Implementation("associative", xla.associative),
   dispatch.Implementation("reference", reference.reference),
+  _INTERPRETED,
 )

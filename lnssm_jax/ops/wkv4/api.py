@@ -50,15 +50,20 @@ def wkv4(
 
   Args:
     initial_state: the state before the first step, with `denominator` >= 0; None means empty.
-    implementation: "reference" (one step at a time), "associative" (`lax.associative_scan`),
-      "chunked" (a scan over chunks; what None takes).
-    chunk_size: steps in a chunk of the chunked form; None means 8 on CPUs, 512 elsewhere.
+    implementation: "pallas" (kernels; a Hopper GPU, k and v bfloat16 or float32), "chunked" (a scan
+      over chunks; any device and arguments), "associative" (`lax.associative_scan`), "reference"
+      (one step at a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test them). None
+      takes "pallas" where it can run and is known to be faster (T > 1 and D >= 128; with several
+      devices inside `shard_map` only), otherwise "chunked".
+    chunk_size: steps in a chunk of the chunked form; None means 8 on CPUs, 512 elsewhere. The
+      kernels choose their own.
 
   Returns:
     `out` [B, T, D] and the `WKV4State` after the last step.
 
   Raises:
     ValueError: shapes or dtypes do not agree; the message names the argument.
+    NotImplementedError: the named implementation cannot run these arguments.
 
   Source: RWKV, Peng et al. 2023, eqs. 16 and 19-25 (appendix D: the numerically safe recursion).
   """
@@ -101,10 +106,20 @@ def _checked(k, v, decay_rate, bonus, *, initial_state=None, segment_ids=None, c
   return args, {"chunk_size": chunk_size}
 
 
+def _kernels():
+  from lnssm_jax.ops.wkv4 import pallas
+
+  return pallas
+
+
+_COMPILED, _INTERPRETED = dispatch.kernels(_kernels)
+
 dispatch.register(
   _NAME,
   _checked,
+  _COMPILED,
   dispatch.Implementation("chunked", xla.chunked),
   dispatch.Implementation("reference", reference.reference),
   dispatch.Implementation("associative", xla.associative),
+  _INTERPRETED,
 )

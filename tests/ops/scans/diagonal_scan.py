@@ -4,6 +4,7 @@ A complex array is passed as its real and imaginary parts, so that all gradients
 numbers.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -64,6 +65,23 @@ MANY = [
   for segments in (False, True)
   for reverse in (False, True)
   for T, D, chunk in [(1, 1, None), (63, 17, 8), (130, 8, 64), (257, 3, None)]
+]
+# The kernels, interpreted on the CPU: few and small. D is padded to 128, T to a multiple of 32.
+KERNELS = [
+  Check(Case(T=30, segments=True, strength="extreme"), "pallas_interpret", jnp.bfloat16),
+  Check(Case(T=30, complex_="ax", constant=True, reverse=True), "pallas_interpret"),
+]
+KERNEL_SWEEP = [
+  Check(
+    Case((1, 32, 40, 65)[n % 4], (5, 130)[n % 5 == 0], strength, *options),
+    "pallas_interpret",
+    jnp.bfloat16 if n % 3 == 0 else jnp.float32,
+  )
+  for n, (strength, *options) in enumerate(
+    itertools.product(
+      ("weak", "extreme"), ("", "a", "x", "ax"), (False, True), (False, True), (False, True)
+    )
+  )
 ]
 
 
@@ -126,8 +144,12 @@ DIAGONAL_SCAN = Scan(
     *(Check(case) for case in CASES),
     *(Check(CASES[n], "associative") for n in (0, 3, 4, 5, 8, 10)),
     *(Check(CASES[3], dtype=dtype) for dtype in (jnp.bfloat16, jnp.float16)),
+    *KERNELS,
   ],
-  sweep=[Check(case, form) for form in ("chunked", "associative") for case in MANY],
+  sweep=[
+    *(Check(case, form) for form in ("chunked", "associative") for case in MANY),
+    *KERNEL_SWEEP,
+  ],
   small=Case(T=23, D=3, constant=True, chunk=8, state=False),
   variants=(Case(T=23, D=3, chunk=8, state=False),),
   measured=lambda T, strength: Case(T, D=8, strength=strength),

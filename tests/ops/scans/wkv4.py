@@ -4,6 +4,7 @@ A state is compared by what it stands for, the logarithm of its sum of weights a
 maximum is a scale, which may differ by a rounding.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -54,6 +55,22 @@ MANY = [
   for state in (False, True)
   for T, D, chunk in [(63, 17, 16), (130, 8, 64)]
 ]
+# The kernels, interpreted on the CPU: few and small. D is padded to 128, T to a multiple of 32.
+KERNELS = [
+  Check(Case(T=30, strength="extreme", keys="wide", segments=True, chunk=None), "pallas_interpret"),
+]
+KERNEL_SWEEP = [
+  Check(
+    Case((1, 32, 40, 65)[n % 4], (5, 130)[n % 5 == 0], *options, chunk=None),
+    "pallas_interpret",
+    jnp.bfloat16 if n % 3 == 0 else jnp.float32,
+  )
+  for n, options in enumerate(
+    itertools.product(
+      ("weak", "extreme"), ("ordinary", "wide", "two"), (False, True), (False, True)
+    )
+  )
+]
 
 
 def draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -93,8 +110,12 @@ WKV4 = Scan(
     *(Check(case) for case in CASES),
     *(Check(case, "associative") for case in (CASES[3], CASES[5], CASES[8])),
     *(Check(CASES[4], dtype=dtype) for dtype in (jnp.bfloat16, jnp.float16)),
+    *KERNELS,
   ],
-  sweep=[Check(case, form) for case in MANY for form in ("chunked", "associative")],
+  sweep=[
+    *(Check(case, form) for case in MANY for form in ("chunked", "associative")),
+    *KERNEL_SWEEP,
+  ],
   small=Case(T=23, state=False),
   variants=(Case(T=23, keys="wide", state=False),),
   measured=lambda T, strength: Case(T, D=8, strength=strength, chunk=None),

@@ -1,0 +1,230 @@
+"""The kernels of RWKV-4's scan: promises beside values, which the contract holds.
+
+(Values and gradients: `KERNELS` in tests/ops/scans/wkv4.py.)
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.wkv4 import pallas
+from pallas_kernels import channels
+from pallas_kernels.wkv4 import step
+from tests.kernels.test_lowering import kernels_in, total
+from tests.ops import contract, promises
+from tests.ops.scans.wkv4 import WKV4, Case
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+SMALL = Case(T=100, chunk=None, state=False)
+
+
+def drawn(case, seed=0):
+  return jax.tree.map(functools.partial(jnp.asarray, dtype=F32), WKV4.inputs(case, seed))
+
+
+def call_of(case):
+  return functools.partial(WKV4, case, implementation="pallas_interpret")
+
+
+def check(case, inputs):
+  """Values and all gradients, as the contract has it."""
+  call = lambda x, form: WKV4.compared(*WKV4(case, x, implementation=form))
+  dtypes = dict.fromkeys(inputs, F32)
+  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
+  limit = contract.tolerance(F32, case.T)
+  assert all(error <= limit for error in errors.values()), (limit, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "case",
+  [
+    Case(T=100, segments=True, chunk=None),
+    Case(T=100, strength="extreme", keys="wide", chunk=None),
+    Case(T=65, strength="weak", keys="two", state=False, chunk=None),
+    Case(T=32, strength="weak", chunk=None),  # the last part is all padding
+  ],
+  ids=str,
+)
+def test_a_sequence_in_parts(case, monkeypatch):
+  """As long ones with few channels are cut: here two parts."""
+  monkeypatch.setattr(channels, "parts", lambda *sizes: 2)
+  check(case, WKV4.inputs(case))
+
+
+@pytest.mark.slow
+def test_steps_left_out_and_decays_that_forget_everything():
+  """Keys of -inf, a decay of inf, and one too weak for float32 to hold exp(-rate)."""
+  case = Case(T=40, chunk=None)
+  inputs = WKV4.inputs(case)
+  inputs["k"][:, 3:30:4] = -np.inf
+  inputs["decay_rate"][:3] = np.inf, 1e-9, 100.0
+  names = [name for name in inputs if name not in ("k", "decay_rate")]
+  call = lambda x, form: WKV4.compared(*WKV4(case, inputs | x, implementation=form))
+  dtypes = dict.fromkeys(inputs, F32)
+  inputs = {n: np.asarray(x, np.float32) for n, x in inputs.items()}
+  errors = contract.errors_against_reference(
+    lambda x, form: call(x, form)["out"],
+    {n: inputs[n] for n in names},
+    {n: dtypes[n] for n in names},
+    "pallas_interpret",
+  )
+  limit = contract.tolerance(F32, case.T)
+  assert all(error <= limit for error in errors.values()), (limit, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2])
+def test_splitting_packing_and_causality(parts, monkeypatch):
+  """An infinite number in one document reaches no other, in parts neither."""
+  monkeypatch.setattr(channels, "parts", lambda *sizes: parts)
+  inputs, others = drawn(SMALL), drawn(SMALL, seed=1)
+  steps, compared, call = WKV4.over_time(SMALL, inputs), WKV4.compared, call_of(SMALL)
+  run = jax.jit(lambda x, state, ids: call(x, initial_state=state, segment_ids=ids))
+  promises.nothing_flows_backwards_in_time(run, inputs, others, steps, infinite=True)
+  promises.packing_changes_nothing(
+    run, inputs, others, steps, compared, infinite=True, lengths=(1, 49, 1, 49)
+  )
+  promises.splitting_changes_nothing(
+    run, inputs, steps, compared, lengths=(66, 34), cuts=(1, 32, 65)
+  )
+
+
+@pytest.mark.slow
+def test_every_transformation():
+  case = Case(T=5, chunk=None, state=False)
+  inputs, others = drawn(case), drawn(case, seed=1)
+  promises.works_under_every_transformation(
+    call_of(case),
+    inputs,
+    others,
+    WKV4.over_time(case, inputs),
+    ["pallas_interpret"],
+    checkpoint=lambda f: f,  # JAX cannot run the interpreter's callbacks there
+  )
+
+
+def test_the_factor_is_exact_near_one(monkeypatch):
+  """exp(x) as 1 + rest or as rest, to two roundings, for every x that a step may have."""
+  # A power of a whole number is exact on the GPU; XLA's on CPUs is wrong by up to 40 roundings.
+  monkeypatch.setattr(jnp, "exp2", lambda n: jnp.ldexp(jnp.ones_like(n), n.astype(jnp.int32)))
+  factor_of = jax.jit(functools.partial(step.factor_of, interpret=True))
+  x = np.concatenate([-np.geomspace(1e-30, 103.0, channels.CHANNELS - 4), [0, 1e-6, -0.34, -0.35]])
+  x = x.astype(np.float32)
+  near, rest = jax.tree.map(np.asarray, factor_of(x))
+  exact = x.astype(np.float64)
+  want = np.where(near, np.expm1(exact), np.exp(exact))
+  assert near[np.abs(x) < 0.34].all() and not near[x < -0.36].any()
+  # Below the smallest normal number float32 has fewer digits.
+  np.testing.assert_allclose(rest, want, rtol=2 * np.finfo(np.float32).eps, atol=1e-37)
+  assert (np.asarray(factor_of(np.full_like(x, -np.inf))[1]) == 0).all()
+
+
+def arguments(T, dtype, *, segments=False, lead=()):
+  """(k, v, decay_rate, bonus, state, keep) of `pallas.run`, as shapes; `lead` are axes in front."""
+  B, D = 2, 256
+  array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct((*lead, *shape), dtype)
+  keep = array(B, T, 1, dtype=jnp.bool_) if segments else None
+  state = ops.WKV4State(*(array(B, D) for _ in range(3)))
+  steps = array(B, T, D, dtype=dtype)
+  return steps, steps, array(D), array(D), state, keep
+
+
+def lowers(inputs, *, transformed=lambda f: f, **options):
+  """How many kernels the forward pass has, and the gradient of all."""
+  *floats, keep = inputs
+  forward = lambda x, keep: pallas.run(*x, keep, **options)
+  loss = lambda x, keep: total(forward(x, keep))
+  return (
+    kernels_in(transformed(forward), floats, keep),
+    kernels_in(transformed(jax.grad(loss)), floats, keep),
+  )
+
+
+@pytest.mark.parametrize(
+  "configuration",
+  [
+    (BF16, True, 4),
+    *(
+      pytest.param((dtype, segments, parts), marks=pytest.mark.slow)
+      for dtype in (F32, BF16)
+      for segments in (False, True)
+      for parts in (1, 4)
+      if (dtype, segments, parts) != (BF16, True, 4)
+    ),
+  ],
+  ids=str,
+)
+def test_lowers(configuration):
+  """Forward and gradient lower for CUDA: one kernel each, two each in parts."""
+  dtype, segments, parts = configuration
+  passes = 1 if parts == 1 else 2
+  inputs = arguments(1000, dtype, segments=segments)
+  assert lowers(inputs, number_of_parts=parts) == (passes, 2 * passes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
+def test_lowers_under_vmap(wide):
+  with jax.enable_x64(wide):
+    inputs = arguments(100, BF16, segments=True, lead=(3,))
+    assert lowers(inputs, transformed=jax.vmap) == (1, 2)
+
+
+def test_lowers_under_shard_map():
+  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  data, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+  k, v, rate, bonus, state, _ = arguments(100, F32)
+  call = lambda *args: ops.wkv4(*args[:4], initial_state=args[4], implementation="pallas_interpret")
+  sharded = jax.shard_map(
+    lambda *args: jax.grad(lambda x: total(call(*x)))(args),
+    mesh=mesh,
+    in_specs=(data, data, replicated, replicated, data),
+    out_specs=(data, data, replicated, replicated, data),
+  )
+  traced = jax.eval_shape(sharded, k, v, rate, bonus, state)
+  shapes = jax.tree.map(lambda x: x.shape, (k, v, rate, bonus, state))
+  assert jax.tree.map(lambda x: x.shape, traced) == shapes
+
+
+XLA = ["chunked", "reference", "associative"]
+
+
+@pytest.mark.parametrize(
+  ("dtype", "T", "D", "expected"),
+  [
+    (F32, 2, 128, ["pallas", *XLA]),
+    (BF16, 2048, 2048, ["pallas", *XLA]),
+    (F32, 1, 128, [*XLA, "pallas"]),  # one step is one loop of XLA's
+    (F32, 2, 127, [*XLA, "pallas"]),
+    (jnp.float16, 2, 128, XLA),
+  ],
+  ids=str,
+)
+def test_what_hopper_runs(dtype, T, D, expected, monkeypatch):
+  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+  interpreted = ["pallas_interpret"] if "pallas" in expected else []
+  args = jnp.zeros((1, T, D), dtype), jnp.zeros((1, T, D), dtype), jnp.ones((D,)), jnp.ones((D,))
+  assert ops.supported(ops.wkv4, *args) == expected + interpreted
+
+
+def test_what_cannot_run_is_named():
+  x, w = jnp.zeros((1, 2, 128), F32), jnp.ones((128,), F32)
+  for args, options, message in [
+    ((x.astype(jnp.float16), x, w, w), {}, "k has dtype float16"),
+    ((x, x.astype(jnp.float16), w, w), {}, "v has dtype float16"),
+    ((x, x, w, w), {"chunk_size": 16}, "chunk_size=16"),
+  ]:
+    with pytest.raises(NotImplementedError, match=message):
+      ops.wkv4(*args, **options, implementation="pallas_interpret")
+  with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
+    ops.wkv4(x, x, w, w, implementation="pallas")
+  with jax.enable_x64(True):
+    wide = w.astype(jnp.float64)
+    with pytest.raises(NotImplementedError, match="the sums have dtype float64"):
+      ops.wkv4(x, x, wide, wide, implementation="pallas_interpret")
