@@ -28,6 +28,7 @@ RULES: Rules = (
   (r"channel_mixer/down/kernel", (None, "fsdp")),  # [hidden, D]
   (r"mixer/(o|dt|beta|decay_up)_proj/kernel", (None, "fsdp")),  # [any, D]
   (r"mixer/\w+_proj/kernel", ("fsdp", None)),  # [D, any]
+  (r"mixer/mix_up", (None, None, "fsdp")),  # [5, rank, D]
   (r"mixer/\w+_gate/kernel", (None, "fsdp", None)),  # [H, D / H, D / H]
   (r"mixer/\w*conv/kernel", (None, "fsdp")),  # [W, D]
   (r"mixer/a_log", ("fsdp", None)),  # [D, N]

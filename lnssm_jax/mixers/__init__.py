@@ -22,7 +22,7 @@ from lnssm_jax.mixers.longhorn import (
   LonghornMixerState,
 )
 from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
-from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV4State, RWKV5State
+from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
 
 MIXERS: dict[str, type[Any]] = {
   "delta_net": DeltaNet,
@@ -38,6 +38,7 @@ MIXERS: dict[str, type[Any]] = {
   "rg_lru": RGLRU,
   "rwkv4": RWKV4,
   "rwkv5": RWKV5,
+  "rwkv6": RWKV6,
 }
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
   "RGLRU",
   "RWKV4",
   "RWKV5",
+  "RWKV6",
   "DeltaNet",
   "DeltaNetState",
   "GatedDeltaNet",

@@ -1,4 +1,4 @@
-"""RWKV-4 and RWKV-5: initial values, against numbers worked out by hand; sizes; bad options."""
+"""RWKV-4, 5 and 6: initial values, against numbers worked out by hand; sizes; bad options."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax.mixers import RWKV4, RWKV5
+from lnssm_jax.mixers import RWKV4, RWKV5, RWKV6
 from lnssm_jax.mixers.layers import group_norm
 from lnssm_jax.models import count_parameters
-from tests.mixers.plain_lnssm import split
+from tests.mixers import plain_rwkv
+from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
+from tests.mixers.tiny import inputs
 
 
 def initial(layer, num_layers=6, dim=8):
@@ -107,3 +109,47 @@ def test_rwkv4_is_counted_by_a_formula():
 def test_rwkv4_names_a_layer_that_does_not_exist():
   with pytest.raises(ValueError, match=r"layer=2 must be .* num_layers=2"):
     RWKV4(8, layer=2, num_layers=2, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+  "layer, name, channel, value",
+  [
+    (0, "w", 0, -6.0),
+    (5, "w", 3, -6 + 5 * (3 / 7) ** 2.0),
+    (5, "u", 1, 1 - 1 / 7 + 0.1),
+    (0, "mu_x", 6, 0.25),  # rho = 1
+    (0, "mu_w", 6, 0.25),
+    (0, "mu_r", 2, 0.5),  # power rho / 2
+    (3, "mu_v", 2, 1 - (0.5 + 0.3 * 3 / 5)),
+    (2, "norm_gain", 4, 0.5**0.7),
+  ],
+)
+def test_initial_values_of_rwkv6(layer, name, channel, value):
+  mixer = RWKV6(8, num_heads=2, layer=layer, num_layers=6, rngs=nnx.Rngs(0))
+  params = split(mixer)[1]
+  np.testing.assert_allclose(params[name][channel], value, rtol=1e-5, atol=1e-7)
+  for kernel in ("mix_down", "decay_down", "o"):
+    assert not np.any(params[f"{kernel}_proj"]["kernel"])
+  assert 0.009 < np.abs(params["mix_up"]).max() <= 0.01
+
+
+def test_rwkv6_starts_as_rwkv5():
+  """But for W_o, which is zero in both."""
+  mixer, x = RWKV6(8, num_heads=2, layer=1, num_layers=3, rngs=nnx.Rngs(0)), inputs(1, 9)
+  mixer.o_proj.kernel = nnx.Param(jnp.eye(8))
+  params = float64_params(mixer)
+  params |= {f"mu_{name}": 1 - params[f"mu_{name}"] for name in "rkvg"}
+  want = plain_rwkv.rwkv5(params, np.float64(x[0]), num_heads=2)
+  assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
+
+
+def test_rwkv6_is_counted_by_a_formula():
+  D = 64
+  layer = jax.eval_shape(lambda: RWKV6(D, num_heads=1, rngs=nnx.Rngs(0)))
+  assert count_parameters(layer) == 5 * D**2 + 10 * D + 2 * 5 * 32 * D + 2 * 64 * D
+
+
+@pytest.mark.parametrize("option", ["mix_rank", "decay_rank"])
+def test_rwkv6_names_bad_ranks(option):
+  with pytest.raises(ValueError, match=f"{option}=0 must"):
+    RWKV6(8, num_heads=2, **{option: 0}, rngs=nnx.Rngs(0))

@@ -57,6 +57,7 @@ TINY = {
   "retnet": Tiny(plain_linear_attention.retnet, HEADS, HEADS),
   "rwkv4": Tiny(plain_rwkv.rwkv4),
   "rwkv5": Tiny(plain_rwkv.rwkv5, HEADS, HEADS),
+  "rwkv6": Tiny(plain_rwkv.rwkv6, HEADS | {"mix_rank": 2, "decay_rank": 3}, HEADS),
 }
 
 
