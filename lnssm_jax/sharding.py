@@ -34,6 +34,7 @@ RULES: Rules = (
   (r"mixer/a_log", ("fsdp", None)),  # [D, N]
   (r"\w*norm/(scale|bias)", (None,)),
   (r"mixer/(\w*conv|\w+_gate)/bias", (None,)),
+  (r"mixer/(theta)", (None,)),
   (r"mixer/(mu_[a-z]|gamma|w|u|skip|log_rate|decay_rate|bound|\w+_(bias|gain))", (None,)),
 )
 

@@ -10,10 +10,11 @@ The state is a value, passed in and returned; decoding is the same call with T =
 
 from typing import Any
 
+from lnssm_jax.mixers.complex_state import ComplexState
 from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
 from lnssm_jax.mixers.griffin import RGLRU, RGLRUState
-from lnssm_jax.mixers.hgrn import HGRN2
+from lnssm_jax.mixers.hgrn import HGRN, HGRN2, LRN
 from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
 from lnssm_jax.mixers.longhorn import (
   Longhorn,
@@ -28,10 +29,12 @@ MIXERS: dict[str, type[Any]] = {
   "delta_net": DeltaNet,
   "gated_delta_net": GatedDeltaNet,
   "gla": GLA,
+  "hgrn": HGRN,
   "hgrn2": HGRN2,
   "lnssm": LNSSM,
   "longhorn": Longhorn,
   "longhorn_exact": LonghornExact,
+  "lrn": LRN,
   "mamba": Mamba,
   "mamba2": Mamba2,
   "retnet": RetNet,
@@ -43,13 +46,16 @@ MIXERS: dict[str, type[Any]] = {
 
 __all__ = [
   "GLA",
+  "HGRN",
   "HGRN2",
   "LNSSM",
+  "LRN",
   "MIXERS",
   "RGLRU",
   "RWKV4",
   "RWKV5",
   "RWKV6",
+  "ComplexState",
   "DeltaNet",
   "DeltaNetState",
   "GatedDeltaNet",

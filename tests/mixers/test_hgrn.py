@@ -1,4 +1,4 @@
-"""HGRN2: its lower bounds, gates at their extremes, size, bad options."""
+"""HGRN2, HGRN, LRN: lower bounds, gates at their extremes, options, sizes, bad options."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax.mixers import HGRN2
+from lnssm_jax.mixers import HGRN, HGRN2, LRN
 from lnssm_jax.models import count_parameters
 from tests.mixers import plain_hgrn
 from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
@@ -86,3 +86,45 @@ def test_initial_matrices():
 def test_bad_options_are_named(options, message):
   with pytest.raises(ValueError, match=message):
     HGRN2(8, **options, rngs=nnx.Rngs(0))
+
+
+def test_hgrn_starts_as_published():
+  params = split(HGRN(64, layer=2, num_layers=4, rngs=nnx.Rngs(0)))[1]
+  np.testing.assert_allclose(params["theta"], 1e4 ** (-2 * np.arange(64) / 64), rtol=1e-5)
+  np.testing.assert_allclose(-np.expm1(-(params["bound"] ** 2)), np.full(64, 0.5), rtol=1e-6)
+  assert 0.85 / 8 < np.abs(params["c_proj"]["kernel"]).max() <= 1 / 8
+  assert 0.85 / 8 < np.abs(params["o_proj"]["kernel"]).max() * 2**0.5 <= 1 / 8
+
+
+def test_hgrn_without_lower_bounds():
+  mixer, x = HGRN(DIM, layer=2, num_layers=4, lower_bound="none", rngs=nnx.Rngs(0)), inputs(1, 9)
+  params = {k: p for k, p in float64_params(mixer).items() if k != "bound"}
+  assert relative_error(apply(mixer, x)[0][0], plain_hgrn.hgrn(params, x[0])) < 2e-6
+
+
+def test_lrn_with_other_options():
+  mixer, x = LRN(DIM, activation="none", output_gate="none", rngs=nnx.Rngs(0)), inputs(1, 9)
+  params = {k: p for k, p in float64_params(mixer).items() if not k.startswith("g_")}
+  want = plain_hgrn.lrn(params, np.float64(x[0]), activation=lambda x: x)
+  assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
+
+
+def test_parameters_of_hgrn_and_lrn_are_counted_by_a_formula():
+  size = lambda make: count_parameters(jax.eval_shape(make))
+  assert size(lambda: HGRN(64, rngs=nnx.Rngs(0))) == 7 * 64**2 + (5 + 1 + 1 + 4) * 64
+  assert size(lambda: LRN(64, rngs=nnx.Rngs(0))) == 4 * 64**2 + 3 * 64
+  assert size(lambda: LRN(64, output_gate="none", rngs=nnx.Rngs(0))) == 3 * 64**2 + 2 * 64
+
+
+@pytest.mark.parametrize(
+  "make, message",
+  [
+    (lambda: HGRN(8, layer=2, num_layers=2, rngs=nnx.Rngs(0)), "layer=2 must be .* num_layers=2"),
+    (lambda: HGRN(8, lower_bound="non", rngs=nnx.Rngs(0)), "lower_bound='non' is unknown"),
+    (lambda: LRN(8, activation="relu", rngs=nnx.Rngs(0)), "activation='relu' is unknown"),
+    (lambda: LRN(8, output_gate="silu", rngs=nnx.Rngs(0)), "output_gate='silu' is unknown"),
+  ],
+)
+def test_bad_options_of_hgrn_and_lrn_are_named(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
