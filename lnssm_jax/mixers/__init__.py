@@ -15,6 +15,7 @@ from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
 from lnssm_jax.mixers.griffin import RGLRU, RGLRUState
 from lnssm_jax.mixers.hgrn import HGRN, HGRN2, LRN
+from lnssm_jax.mixers.kernel_attention import Based, LinearAttention, NormalizedAttention
 from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
 from lnssm_jax.mixers.longhorn import (
   Longhorn,
@@ -26,17 +27,20 @@ from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
 from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
 
 MIXERS: dict[str, type[Any]] = {
+  "based": Based,
   "delta_net": DeltaNet,
   "gated_delta_net": GatedDeltaNet,
   "gla": GLA,
   "hgrn": HGRN,
   "hgrn2": HGRN2,
+  "linear_attention": LinearAttention,
   "lnssm": LNSSM,
   "longhorn": Longhorn,
   "longhorn_exact": LonghornExact,
   "lrn": LRN,
   "mamba": Mamba,
   "mamba2": Mamba2,
+  "normalized_attention": NormalizedAttention,
   "retnet": RetNet,
   "rg_lru": RGLRU,
   "rwkv4": RWKV4,
@@ -55,11 +59,13 @@ __all__ = [
   "RWKV4",
   "RWKV5",
   "RWKV6",
+  "Based",
   "ComplexState",
   "DeltaNet",
   "DeltaNetState",
   "GatedDeltaNet",
   "LNSSMState",
+  "LinearAttention",
   "Longhorn",
   "LonghornExact",
   "LonghornExactState",
@@ -68,6 +74,7 @@ __all__ = [
   "Mamba2",
   "Mamba2State",
   "MambaState",
+  "NormalizedAttention",
   "RGLRUState",
   "RWKV4State",
   "RWKV5State",

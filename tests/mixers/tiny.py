@@ -14,6 +14,7 @@ from tests.mixers import (
   plain_delta_net,
   plain_griffin,
   plain_hgrn,
+  plain_kernel_attention,
   plain_linear_attention,
   plain_longhorn,
   plain_mamba,
@@ -44,17 +45,20 @@ class Tiny:
 HEADS = {"num_heads": 2}
 
 TINY = {
+  "based": Tiny(plain_kernel_attention.based, HEADS | {"key_dim": 3}, HEADS),
   "delta_net": Tiny(plain_delta_net.delta_net, HEADS, HEADS),
   "gated_delta_net": Tiny(plain_delta_net.gated_delta_net, HEADS, HEADS),
   "gla": Tiny(plain_linear_attention.gla, HEADS | {"gate_rank": 3}, HEADS),
   "hgrn": Tiny(plain_hgrn.hgrn),
   "hgrn2": Tiny(plain_hgrn.hgrn2, HEADS, HEADS),
+  "linear_attention": Tiny(plain_kernel_attention.linear_attention, HEADS, HEADS),
   "lnssm": Tiny(plain_lnssm, HEADS, HEADS),
   "longhorn": Tiny(plain_longhorn.longhorn, {"state_dim": 3}),
   "longhorn_exact": Tiny(plain_longhorn.longhorn_exact, {"state_dim": 3}),
   "lrn": Tiny(plain_hgrn.lrn),
   "mamba": Tiny(plain_mamba.mamba, {"state_dim": 3, "step_rank": 2}),
   "mamba2": Tiny(plain_mamba.mamba2, {"state_dim": 3, "head_dim": 4}, {"head_dim": 4}),
+  "normalized_attention": Tiny(plain_kernel_attention.normalized_attention, HEADS, HEADS),
   "rg_lru": Tiny(plain_griffin.rg_lru, HEADS),
   "retnet": Tiny(plain_linear_attention.retnet, HEADS, HEADS),
   "rwkv4": Tiny(plain_rwkv.rwkv4),

@@ -44,7 +44,18 @@ def apply(model, tokens, state):
 
 # One of each family runs always; its siblings have the same kind of state and differ inside the
 # mixer, where tests/mixers tests all of them.
-SIBLINGS = ("gated_delta_net", "gla", "hgrn2", "longhorn_exact", "lrn", "mamba", "rwkv5", "rwkv6")
+SIBLINGS = (
+  "based",
+  "gated_delta_net",
+  "gla",
+  "hgrn2",
+  "longhorn_exact",
+  "lrn",
+  "mamba",
+  "normalized_attention",
+  "rwkv5",
+  "rwkv6",
+)
 
 
 @pytest.mark.parametrize(

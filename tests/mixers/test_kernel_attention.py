@@ -1,0 +1,86 @@
+"""Linear attention, normalized attention, Based: options, features, initial values, bad options."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax.mixers import Based, LinearAttention, NormalizedAttention
+from lnssm_jax.mixers.kernel_attention import _taylor_features
+from lnssm_jax.models import count_parameters
+from tests.mixers import plain_kernel_attention as plain
+from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
+from tests.mixers.tiny import DIM, inputs
+
+
+def large(cls, **options):
+  """A layer with kernels of the size that learning gives them."""
+  graphdef, params = split(cls(DIM, num_heads=2, rngs=nnx.Rngs(0), **options))
+  return nnx.merge(graphdef, jax.tree.map(lambda p: 20 * p + 0.1, params))
+
+
+def error(mixer, transcription, **options):
+  x = inputs(1, 9)
+  params = {name: p for name, p in float64_params(mixer).items() if p is not None}
+  want = transcription(params, np.float64(x[0]), num_heads=2, **options)
+  return relative_error(apply(mixer, x)[0][0], want)
+
+
+def test_without_feature_map_and_normaliser():
+  mixer = large(LinearAttention, feature_map="identity", use_bias=False)
+  assert error(mixer, plain.linear_attention, feature_map="identity") < 2e-6
+  assert mixer.init_state(1).key_sum is None
+
+
+@pytest.mark.parametrize("eta", ["softplus", "sigmoid"])
+def test_other_functions_normalise(eta):
+  mixer = large(NormalizedAttention, eta=eta, key_dim=3, use_bias=False)
+  assert error(mixer, plain.normalized_attention, eta=eta) < 2e-6
+
+
+def test_linear_attention_stays_among_its_values_for_any_input():
+  """Features as small as exp(-1e6) neither vanish together nor leave the mean."""
+  mixer = large(LinearAttention, use_bias=False)
+  mixer.o_proj.kernel = nnx.Param(jnp.eye(DIM))
+  x = 1e5 * inputs(2, 50)
+  largest = jnp.max(jnp.abs(mixer.v_proj(x)), axis=1, keepdims=True)
+  assert np.all(np.abs(apply(mixer, x)[0]) <= largest * (1 + 1e-5))
+
+
+def test_taylor_features_multiply_to_the_series():
+  q, k = np.float64(inputs(2, 5, seed=3)), np.float64(inputs(2, 5, seed=4))
+  score = np.sum(q * k, axis=-1) / np.sqrt(DIM)
+  got = jnp.sum(_taylor_features(jnp.float32(q)) * _taylor_features(jnp.float32(k)), axis=-1)
+  np.testing.assert_allclose(got, 1 + score + score**2 / 2, rtol=1e-5)
+
+
+def test_initial_kernels_and_biases():
+  params = split(LinearAttention(128, num_heads=2, num_layers=8, rngs=nnx.Rngs(0)))[1]
+  for name, std in (("q_proj", 0.02), ("v_proj", 0.02), ("o_proj", 0.005)):
+    np.testing.assert_allclose(np.std(params[name]["kernel"]), std, rtol=0.03)
+  assert not np.any(params["k_bias"])
+
+
+def test_parameters_are_counted_by_a_formula():
+  D, H, K = 64, 4, 10
+  count = lambda make: count_parameters(jax.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+  assert count(lambda **k: LinearAttention(D, num_heads=H, **k)) == 4 * D**2 + 4 * D
+  normalized = count(lambda **k: NormalizedAttention(D, num_heads=H, key_dim=K, **k))
+  assert normalized == (2 * D + 2) * H * K + 2 * (D**2 + D) + (D + 1) * H
+  assert count(lambda **k: Based(D, num_heads=H, **k)) == 2 * D * H * 16 + 2 * D**2
+
+
+@pytest.mark.parametrize(
+  "cls, options, message",
+  [
+    (LinearAttention, {"num_heads": 3}, "dim=8 is not a multiple of num_heads=3"),
+    (LinearAttention, {"num_heads": 2, "feature_map": "elo"}, "feature_map='elo' .* 'elu'"),
+    (LinearAttention, {"num_heads": 2, "num_layers": 0}, "num_layers=0 must"),
+    (NormalizedAttention, {"num_heads": 2, "eta": "log"}, "eta='log' is unknown"),
+    (Based, {"num_heads": 2, "key_dim": 0}, "key_dim=0 must"),
+  ],
+)
+def test_bad_options_are_named(cls, options, message):
+  with pytest.raises(ValueError, match=message):
+    cls(8, **options, rngs=nnx.Rngs(0))
