@@ -30,11 +30,13 @@ class State(NamedTuple):
 
 
 def state_of(maximum, numerator, denominator) -> State:
+  """A state whose sums have lost nothing."""
   nothing = channels.full(0.0)
   return State(maximum, numerator, denominator, nothing, nothing)
 
 
 def empty_state() -> State:
+  """The state before the first step."""
   nothing = channels.full(0.0)
   return State(channels.full(EMPTY), nothing, nothing, nothing, nothing)
 

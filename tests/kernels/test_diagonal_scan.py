@@ -213,6 +213,7 @@ def test_what_cannot_run_is_named():
     ((x, x.astype(jnp.float16)), {}, "x has dtype float16"),
     ((x.astype(jnp.float16), x), {}, "decay has dtype float16"),
     ((x, x), {"chunk_size": 16}, "chunk_size=16"),
+    ((jnp.ones((1,)), jnp.zeros((65536, 1, 1))), {}, "x has 65536 sequences"),
   ]:
     with pytest.raises(NotImplementedError, match=message):
       ops.diagonal_scan(*args, **options, implementation="pallas_interpret")

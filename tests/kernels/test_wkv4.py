@@ -224,6 +224,9 @@ def test_what_cannot_run_is_named():
       ops.wkv4(*args, **options, implementation="pallas_interpret")
   with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
     ops.wkv4(x, x, w, w, implementation="pallas")
+  many, w1 = jnp.zeros((65536, 1, 1), F32), jnp.ones((1,), F32)
+  with pytest.raises(NotImplementedError, match="k has 65536 sequences"):
+    ops.wkv4(many, many, w1, w1, implementation="pallas_interpret")
   with jax.enable_x64(True):
     wide = w.astype(jnp.float64)
     with pytest.raises(NotImplementedError, match="the sums have dtype float64"):

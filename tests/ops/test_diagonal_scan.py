@@ -180,7 +180,7 @@ def test_memory_of_the_backward_pass_is_a_few_times_that_of_the_input(constant):
     ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 0}, "chunk_size=0 must be at least 1"),
     ({"x": jnp.zeros((B, 6, D), jnp.int32)}, "x has dtype int32; it must be floating point"),
-    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
+    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
 def test_bad_arguments_are_named(change, message):

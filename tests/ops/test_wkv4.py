@@ -173,7 +173,7 @@ def test_memory_of_the_backward_pass_is_the_states_between_chunks():
     ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 0}, "chunk_size=0 must be at least 1"),
     ({"k": jnp.zeros((B, 6, D), jnp.int32)}, "k has dtype int32; it must be floating point"),
-    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
+    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
 def test_bad_arguments_are_named(change, message):

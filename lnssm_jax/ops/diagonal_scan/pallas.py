@@ -14,6 +14,7 @@ from pallas_kernels import channels
 from pallas_kernels.diagonal_scan import op
 
 _DTYPES = (jnp.bfloat16, jnp.float32, jnp.complex64)
+_MOST_SEQUENCES = 65535  # blocks along the second axis of a grid
 
 
 def obstacle(decay, x, state, keep, *, reverse, out_dtype, chunk_size=None):
@@ -22,6 +23,8 @@ def obstacle(decay, x, state, keep, *, reverse, out_dtype, chunk_size=None):
   for name, array in (("decay", decay), ("x", x), ("initial_state", state.h)):
     if array.dtype not in _DTYPES:
       return f"{name} has dtype {array.dtype}, and the kernels take bfloat16, float32, complex64"
+  if not 1 <= x.shape[0] <= _MOST_SEQUENCES:
+    return f"x has {x.shape[0]} sequences, and a grid of blocks takes 1 to {_MOST_SEQUENCES}"
   if chunk_size is not None:
     return f"chunk_size={chunk_size}, and the kernels choose their chunks themselves"
   return None

@@ -13,6 +13,8 @@ from lnssm_jax.ops.wkv4.state import WKV4State
 from pallas_kernels import channels
 from pallas_kernels.wkv4 import op
 
+_MOST_SEQUENCES = 65535  # blocks along the second axis of a grid
+
 
 def obstacle(k, v, decay_rate, bonus, state, keep, *, chunk_size=None):
   """Why the kernels cannot run these arguments on any device, or None."""
@@ -22,6 +24,8 @@ def obstacle(k, v, decay_rate, bonus, state, keep, *, chunk_size=None):
       return f"{name} has dtype {x.dtype}, and the kernels take bfloat16 and float32"
   if state.max.dtype != jnp.float32:
     return f"the sums have dtype {state.max.dtype}, and the kernels compute in float32"
+  if not 1 <= k.shape[0] <= _MOST_SEQUENCES:
+    return f"k has {k.shape[0]} sequences, and a grid of blocks takes 1 to {_MOST_SEQUENCES}"
   if chunk_size is not None:
     return f"chunk_size={chunk_size}, and the kernels choose their chunks themselves"
   return None
