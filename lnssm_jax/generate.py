@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax.mixers.checks import check_positive
-from lnssm_jax.models import LanguageModel
-from lnssm_jax.models.embedding import lookup
+from lnssm_jax.models import LanguageModel, layers
 
 # Tokens drawn per call of the device: enough to hide the cost of the call, few enough to stop soon.
 _STEPS_PER_CALL = 32
@@ -152,7 +151,7 @@ def _checked_prompts(prompts, vocab_size: int) -> list[np.ndarray]:
 def _run(model, prompts, max_tokens, seed, choice, limits, stop_token, prefill_chunk):
   """The generator behind `stream`, on checked arguments."""
   state, logits = _read(model, prompts, prefill_chunk)
-  states = _layers_apart(state, model.num_layers)
+  states = layers.apart(state, model.num_layers)
   row_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(prompts)))
   ended = np.zeros(len(prompts), bool)
   for first in range(0, max_tokens, _STEPS_PER_CALL):
@@ -194,19 +193,13 @@ def _prefill(model, state, tokens, starts):
   state = jax.tree.map(
     lambda new, old: jnp.where(begun.reshape(1, -1, *(1,) * (new.ndim - 2)), new, old), state, empty
   )  # every leaf is [L, B, ...]
-  return state, model.head(hidden[:, -1])
-
-
-def _layers_apart(stacked, num_layers):
-  """A tree whose leaves are [L, ...] as a list of L trees."""
-  part = lambda number: jax.tree.map(lambda leaf: leaf[number], stacked)
-  return [part(number) for number in range(num_layers)]
+  return state, model.logits(hidden[:, -1])
 
 
 @functools.partial(jax.jit, static_argnames="choice", donate_argnames=("states", "logits"))
 def _decode(model, states, logits, row_keys, first, limits, *, choice: _Choice):
   """Draws tokens `first`, `first` + 1, ...: (states, logits, tokens [steps, B])."""
-  blocks = _layers_apart(model.blocks, model.num_layers)
+  blocks = layers.apart(model.blocks, model.num_layers)
 
   def step(carry, number):
     states, logits = carry
@@ -227,13 +220,12 @@ def _read_one(model, blocks, states, tokens):
   Each layer's state is carried by itself, so that a kernel that updates it in place needs no copy:
   a scan over stacked layers copies each layer's part out of the stack, and back into another one.
   """
-  x = lookup(model.embedding[...], tokens[:, None])
-  x = model.embedding_norm(x).astype(model.dtype)
+  x = model.embed(tokens[:, None])
   new = []
   for block, state in zip(blocks, states, strict=True):
     x, state = block(x, state)
     new.append(state)
-  return new, model.head(model.norm(x).astype(model.dtype))[:, 0]
+  return new, model.logits(model.norm(x).astype(model.dtype))[:, 0]
 
 
 def _draw(logits, keys, limits, choice: _Choice):

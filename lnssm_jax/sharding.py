@@ -32,6 +32,7 @@ RULES: Rules = (
   (r"mixer/\w+_gate/kernel", (None, "fsdp", None)),  # [H, D / H, D / H]
   (r"mixer/\w*conv/kernel", (None, "fsdp")),  # [W, D]
   (r"mixer/a_log", ("fsdp", None)),  # [D, N]
+  (r"channel_mixer/mu_[a-z]", (None,)),
   (r"\w*norm/(scale|bias)", (None,)),
   (r"mixer/(\w*conv|\w+_gate)/bias", (None,)),
   (r"mixer/(theta)", (None,)),

@@ -32,13 +32,16 @@ __all__ = [
 class Model:
   """The language model: widths, depth, mixers, and the dtypes of its numbers."""
 
-  mixer: str = "lnssm"
+  mixer: str | tuple[str, ...] = "lnssm"  # several: a pattern that the layers repeat
   dim: int
   num_layers: int
   num_heads: int
   vocab_size: int
   channel_mixer: str = "gpt2"
   mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+  norm: Literal["layer", "rms"] = "layer"
+  embedding_norm: bool = True
+  tie_embeddings: bool = False  # the head is the embedding's transpose
   dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of products; the state is float32 always
   param_dtype: Literal["float32", "bfloat16"] = "float32"
   remat: Literal["none", "full", "dots"] = "none"  # what the backward pass computes again

@@ -11,6 +11,7 @@ activations and gates. D is `dim`, H the number of heads, K = V = D / H, V_ocab 
     channel mixer gpt2  16 D^2            D -> 4 D -> D
                  swiglu  6 D hidden       three products; hidden: 8/3 D, rounded up to 256s
                  geglu  18 D^2            the same with 3 D
+                 rwkv4  18 D^2            D -> 4 D -> D, and D -> D; of rwkv6 with 3.5 D
                  none    0
     head                2 D V_ocab
 
@@ -19,7 +20,7 @@ A training step costs three forward passes: each product has two in its backward
 
 import jax
 
-from lnssm_jax.models.channel_mixers import swiglu_width
+from lnssm_jax.models.channel_mixers import rwkv6_width, swiglu_width
 from train import config
 
 TRAINING_FACTOR = 3
@@ -39,6 +40,8 @@ CHANNEL_MIXERS = {
   "gpt2": lambda D: 16 * D**2,
   "swiglu": lambda D: 6 * D * swiglu_width(D),
   "geglu": lambda D: 18 * D**2,
+  "rwkv4_channel_mix": lambda D: 18 * D**2,
+  "rwkv6_channel_mix": lambda D: 4 * D * rwkv6_width(D) + 2 * D**2,
   "none": lambda D: 0,
 }
 

@@ -36,6 +36,9 @@ def build_model(model: config.Model, key: jax.Array) -> LanguageModel:
     mixer=model.mixer,
     mixer_options=model.mixer_options,
     channel_mixer=model.channel_mixer,
+    norm=model.norm,
+    embedding_norm=model.embedding_norm,
+    tie_embeddings=model.tie_embeddings,
     remat=model.remat,
     unroll=model.unroll,
     dtype=jnp.dtype(model.dtype),
@@ -175,7 +178,7 @@ def _loss_sums(cfg: config.Train, graph: Any, params: Any, batch: Batch, penalty
   hidden, _ = model.hidden(batch["tokens"], segment_ids=batch["segment_ids"])
   return next_token_loss(
     hidden,
-    model.head.kernel[...],
+    model.head_kernel(),
     batch["targets"],
     batch["weights"],
     chunk=cfg.loss_chunk,

@@ -1,15 +1,21 @@
-"""Channel mixers: what a block does to each token by itself, [..., D] -> [..., D]."""
+"""Channel mixers: what a block does to each token by itself, [..., D] -> [..., D].
+
+Those of RWKV also look at the token before, and so have a state: they are called like a mixer.
+"""
 
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.checks import check_positive
-from lnssm_jax.mixers.initializers import orthogonal
+from lnssm_jax.mixers.checks import check_layer, check_positive
+from lnssm_jax.mixers.initializers import orthogonal, shift_weight
+from lnssm_jax.mixers.layers import interpolate, token_shift
+from lnssm_jax.ops.checks import accumulation_dtype
 
 
 class GPT2MLP(nnx.Module):
@@ -110,15 +116,116 @@ class GeGLU(GatedMLP):
     )
 
 
+class RWKVChannelMix(nnx.Module):
+  r"""sigmoid(W_r x^r) * W_v relu(W_k x^k)^2, where x^s = mu_s * x_t + (1 - mu_s) * x_{t-1}.
+
+  `RWKV4ChannelMix` and `RWKV6ChannelMix` say the widths and the initial mu. W_r and W_v start as
+  zero, W_k orthogonal with gain sqrt(hidden / D). The state is the last input, [B, D] float32.
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    hidden: int,
+    *,
+    mu: jax.Array,  # [D], how much of the present token both streams start with
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.dim, self.dtype = dim, jnp.dtype(dtype)
+    self.mu_k, self.mu_r = (nnx.Param(mu.astype(param_dtype)) for _ in range(2))
+    linear = functools.partial(
+      nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+    )
+    zeros = nnx.initializers.zeros_init()
+    gain = math.sqrt(max(1.0, hidden / dim))
+    self.up = linear(dim, hidden, kernel_init=orthogonal(gain))
+    self.gate, self.down = (
+      linear(dim, dim, kernel_init=zeros),
+      linear(hidden, dim, kernel_init=zeros),
+    )
+
+  def init_state(self, batch_size: int) -> jax.Array:
+    """The token before the first: zeros [B, D] float32."""
+    return jnp.zeros((check_positive("batch_size", batch_size), self.dim), jnp.float32)
+
+  def __call__(
+    self,
+    x: jax.Array,  # [B, T, D]
+    state: jax.Array | None = None,  # [B, D]
+    segment_ids: jax.Array | None = None,  # [B, T] integer
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns (y [B, T, D] in `dtype`, the last input [B, D])."""
+    shifted = token_shift(x, state, segment_ids)
+    stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
+    y = self.down(jnp.square(jax.nn.relu(self.up(stream(self.mu_k)))))
+    return jax.nn.sigmoid(self.gate(stream(self.mu_r))) * y, x[:, -1].astype(accumulation_dtype(x))
+
+
+class RWKV4ChannelMix(RWKVChannelMix):
+  """`RWKVChannelMix` with 4 D hidden channels and mu_i = (i / D)^rho, rho = 1 - layer / num_layers.
+
+  Source: RWKV-4 (Peng et al. 2023), eqs. 16-18, and its published code.
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    layer: int | jax.Array = 0,
+    num_layers: int = 1,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    check_positive("dim", dim)
+    check_layer(layer, num_layers)
+    mu = shift_weight(dim, layer=layer, num_layers=num_layers)
+    super().__init__(dim, 4 * dim, mu=mu, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+
+class RWKV6ChannelMix(RWKVChannelMix):
+  """`RWKVChannelMix` with 3.5 D hidden channels, in whole 32s, and mu_i = (i / D)^(rho^3).
+
+  The published mu weights the token before, and starts at 1 - (i / D)^(rho^3): the same function.
+  Source: RWKV-6 (Peng et al. 2024) and its published code.
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    layer: int | jax.Array = 0,
+    num_layers: int = 1,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    check_positive("dim", dim)
+    check_layer(layer, num_layers)
+    rho = 1.0 - jnp.asarray(layer, jnp.float32) / num_layers
+    mu = (jnp.arange(dim, dtype=jnp.float32) / dim) ** (rho**3)
+    hidden = rwkv6_width(dim)
+    super().__init__(dim, hidden, mu=mu, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+
 def swiglu_width(dim: int) -> int:
   """Hidden channels of `SwiGLU`: 256 ceil(8 D / 768)."""
   return 256 * -(-8 * dim // 768)
 
 
+def rwkv6_width(dim: int) -> int:
+  """Hidden channels of `RWKV6ChannelMix`: 32 floor(3.5 D / 32), and at least 32."""
+  return max(32, 32 * (7 * dim // 64))
+
+
 # "none": the block has no channel mixer and no norm for one, as in models of Mamba's kind.
-CHANNEL_MIXERS: dict[str, type[GPT2MLP] | type[SwiGLU] | type[GeGLU] | None] = {
+CHANNEL_MIXERS: dict[str, type[Any] | None] = {
   "gpt2": GPT2MLP,
   "swiglu": SwiGLU,
   "geglu": GeGLU,
+  "rwkv4_channel_mix": RWKV4ChannelMix,
+  "rwkv6_channel_mix": RWKV6ChannelMix,
   "none": None,
 }

@@ -1,7 +1,7 @@
-"""A language model: embedding, a stack of blocks run by one scan, and an untied head."""
+"""A language model: embedding, a stack of blocks run by one scan, and a head."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ from flax import nnx
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.mixers.checks import check_choice, check_heads, check_positive, check_state
 from lnssm_jax.mixers.initializers import orthogonal
-from lnssm_jax.models.block import Block, layer_norm, mixer_arguments
+from lnssm_jax.models import layers
+from lnssm_jax.models.block import NORMS, Block, mixer_arguments
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.models.embedding import lookup
 from lnssm_jax.ops.checks import check_shape
@@ -34,25 +35,17 @@ _SET_BY_MODEL = {"dim", "num_heads", "layer", "num_layers", "dtype", "param_dtyp
 
 
 class Head(nnx.Module):
-  """Logits h W: [..., D] -> [..., vocab] float32, the product in `dtype`, its sum in float32."""
+  """W [D, vocab] of the logits h W."""
 
-  def __init__(self, dim: int, vocab_size: int, *, dtype, param_dtype, rngs: nnx.Rngs):
+  def __init__(self, dim: int, vocab_size: int, *, param_dtype, rngs: nnx.Rngs):
     gain = 0.5 * math.sqrt(max(1.0, vocab_size / dim))
     self.kernel = nnx.Param(orthogonal(gain)(rngs.params(), (dim, vocab_size), param_dtype))
-    self.dtype = dtype
-
-  def __call__(self, hidden: jax.Array) -> jax.Array:
-    return jnp.matmul(
-      hidden.astype(self.dtype),
-      self.kernel[...].astype(self.dtype),
-      preferred_element_type=jnp.float32,
-    )
 
 
 class LanguageModel(nnx.Module):
   """Tokens [B, T] -> logits [B, T, vocab] float32 of the token that follows each.
 
-      embedding -> LayerNorm -> num_layers blocks -> LayerNorm -> head
+      embedding -> norm -> num_layers blocks -> norm -> head
 
   The blocks' parameters are stacked on a leading axis L. Parameters are of `param_dtype`; matrix
   products and the residual stream are of `dtype`; norms, decays, states and logits are float32.
@@ -60,9 +53,15 @@ class LanguageModel(nnx.Module):
   Args:
     vocab_size, dim, num_layers, num_heads: the sizes. A mixer without heads needs no `num_heads`
       and does not heed it.
-    mixer: a name in `lnssm_jax.mixers.MIXERS`.
-    mixer_options: further keyword arguments of that mixer, such as {"shift": "kvg"}.
+    mixer: a name in `lnssm_jax.mixers.MIXERS`; or several, a pattern that the layers repeat: with
+      ("rg_lru", "rg_lru", "sliding_window_attention") every third layer is attention.
+    mixer_options: further keyword arguments of that mixer, such as {"shift": "kvg"}; for a pattern,
+      a dictionary of them by the mixer's name.
     channel_mixer: a name in `CHANNEL_MIXERS`.
+    norm: "layer" (LayerNorm with bias) or "rms" (RMSNorm), for all norms of the model.
+    embedding_norm: whether a norm follows the embedding.
+    tie_embeddings: whether the head is the embedding's transpose. The embedding then starts normal
+      with a standard deviation of 0.02, as GPT-2's.
     remat: what of a layer is kept for the backward pass: "none" recomputes nothing, "full" keeps
       the layer's input only, "dots" also keeps the outputs of the projections and of GPU kernels.
     unroll: layers in one turn of the loop over layers. What the backward pass needs is stacked from
@@ -84,9 +83,12 @@ class LanguageModel(nnx.Module):
     dim: int,
     num_layers: int,
     num_heads: int | None = None,
-    mixer: str = "lnssm",
+    mixer: str | Sequence[str] = "lnssm",
     mixer_options: Mapping[str, Any] | None = None,
     channel_mixer: str = "gpt2",
+    norm: str = "layer",
+    embedding_norm: bool = True,
+    tie_embeddings: bool = False,
     remat: str = "none",
     unroll: int = 1,
     dtype=jnp.float32,
@@ -96,48 +98,54 @@ class LanguageModel(nnx.Module):
     self.vocab_size = check_positive("vocab_size", vocab_size)
     self.num_layers = check_positive("num_layers", num_layers)
     check_positive("dim", dim)
-    arguments = mixer_arguments(check_choice("mixer", mixer, MIXERS))
-    if "num_heads" in arguments:
-      if num_heads is not None:
-        check_heads(dim, num_heads)
-      elif arguments["num_heads"].default is arguments["num_heads"].empty:
-        raise ValueError(f"num_heads=None: mixer {mixer!r} has heads; say how many.")
+    pattern = (mixer,) if isinstance(mixer, str) else tuple(mixer)
+    if not 1 <= len(pattern) <= num_layers:
+      raise ValueError(
+        f"mixer={mixer!r} is a pattern of {len(pattern)} mixers; num_layers={num_layers} needs one "
+        f"of 1 to {num_layers}."
+      )
+    options = _options_by_mixer(pattern, dict(mixer_options or {}), dim, num_heads)
     check_choice("channel_mixer", channel_mixer, CHANNEL_MIXERS)
+    check_choice("norm", norm, NORMS)
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
     self.unroll = check_positive("unroll", unroll)
     self.dim, self.dtype = dim, dtype
-    options = dict(mixer_options or {})
-    allowed = arguments.keys() - _SET_BY_MODEL
-    for name in options:
-      check_choice(f"mixer_options of {mixer!r}: option", name, sorted(allowed))
 
-    gain = 1e-4 * math.sqrt(max(vocab_size, dim))
-    self.embedding = nnx.Param(orthogonal(gain)(rngs.params(), (vocab_size, dim), param_dtype))
-    self.embedding_norm = layer_norm(dim, param_dtype=param_dtype, rngs=rngs)
+    init = orthogonal(1e-4 * math.sqrt(max(vocab_size, dim)))
+    if tie_embeddings:
+      init = nnx.initializers.normal(0.02)
+    new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
+    self.embedding = nnx.Param(init(rngs.params(), (vocab_size, dim), param_dtype))
+    self.embedding_norm = new_norm() if embedding_norm else None
 
-    def block(key, layer):
+    def block(mixer, key, layer):
       return Block(
         dim,
         num_heads=num_heads,
         layer=layer,
         num_layers=num_layers,
         mixer=mixer,
-        mixer_options=options,
+        mixer_options=options[mixer],
         channel_mixer=channel_mixer,
+        norm=norm,
         dtype=dtype,
         param_dtype=param_dtype,
         rngs=nnx.Rngs(key),
       )
 
-    keys = jax.random.split(rngs.params(), num_layers)
-    self.blocks = jax.vmap(block)(keys, jnp.arange(num_layers))
-    self.norm = layer_norm(dim, param_dtype=param_dtype, rngs=rngs)
-    self.head = Head(dim, vocab_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    self.blocks = layers.make_blocks(block, pattern, num_layers, rngs.params())
+    self.norm = new_norm()
+    if tie_embeddings:
+      self.head = None
+    else:
+      self.head = Head(dim, vocab_size, param_dtype=param_dtype, rngs=rngs)
 
   def init_state(self, batch_size: int):
-    """The state before the first token: the mixer's, with a leading axis L. float32."""
-    state = self.blocks.mixer.init_state(check_positive("batch_size", batch_size))
-    return jax.tree.map(lambda s: jnp.broadcast_to(s, (self.num_layers, *s.shape)), state)
+    """The state before the first token: a `BlockState` with a leading axis L. float32.
+
+    Of a pattern of mixers, a list with the state of each place, whose axis counts its layers.
+    """
+    return layers.init_state(self.blocks, check_positive("batch_size", batch_size))
 
   def hidden(self, tokens: jax.Array, state=None, segment_ids: jax.Array | None = None):
     """(What the head reads [B, T, D], in `dtype`; the state after the last token.)
@@ -153,22 +161,32 @@ class LanguageModel(nnx.Module):
       ValueError: a rank, dtype or shape is wrong; the message names it.
     """
     self._check(tokens, state)
-    x = self.embedding_norm(lookup(self.embedding[...], jnp.asarray(tokens))).astype(self.dtype)
-
-    def layer(x, inputs):
-      block, block_state = inputs
-      return block(x, block_state, segment_ids)
-
-    if (policy := REMAT_POLICIES[self.remat]) is not None:
-      # The scan itself keeps forward and backward pass apart; prevent_cse would only cost time.
-      layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    x, state = jax.lax.scan(layer, x, (self.blocks, state), unroll=self.unroll)
+    policy = REMAT_POLICIES[self.remat]
+    x = self.embed(tokens)
+    x, state = layers.run(self.blocks, x, state, segment_ids, policy=policy, unroll=self.unroll)
     return self.norm(x).astype(self.dtype), state
+
+  def embed(self, tokens: jax.Array) -> jax.Array:
+    """What the first layer reads, [B, T, D] in `dtype`."""
+    x = lookup(self.embedding[...], jnp.asarray(tokens))
+    return (x if self.embedding_norm is None else self.embedding_norm(x)).astype(self.dtype)
+
+  def head_kernel(self) -> jax.Array:
+    """W [D, vocab] of the logits h W, in `param_dtype`."""
+    return self.embedding[...].T if self.head is None else self.head.kernel[...]
+
+  def logits(self, hidden: jax.Array) -> jax.Array:
+    """[..., D] -> [..., vocab] float32; the product is in `dtype`, its sum in float32."""
+    return jnp.matmul(
+      hidden.astype(self.dtype),
+      self.head_kernel().astype(self.dtype),
+      preferred_element_type=jnp.float32,
+    )
 
   def __call__(self, tokens: jax.Array, state=None, segment_ids: jax.Array | None = None):
     """(logits [B, T, vocab] float32, the state after the last token); arguments as in `hidden`."""
     hidden, state = self.hidden(tokens, state, segment_ids)
-    return self.head(hidden), state
+    return self.logits(hidden), state
 
   def _check(self, tokens, state):
     check_shape("LanguageModel", "tokens", tokens, (None, None), "[B, T]")
@@ -183,6 +201,27 @@ class LanguageModel(nnx.Module):
       return
     expected = jax.eval_shape(lambda: self.init_state(B))
     check_state("LanguageModel", state, expected, "[L, B, ...]")
+
+
+def _options_by_mixer(pattern, options, dim, num_heads) -> dict[str, dict[str, Any]]:
+  """The options of each mixer of a pattern, checked."""
+  if len(pattern) > 1:
+    for name in options:
+      check_choice("mixer_options: mixer", name, pattern)
+  by_mixer = {}
+  for mixer in dict.fromkeys(pattern):
+    arguments = mixer_arguments(check_choice("mixer", mixer, MIXERS))
+    if "num_heads" in arguments:
+      if num_heads is not None:
+        check_heads(dim, num_heads)
+      elif arguments["num_heads"].default is arguments["num_heads"].empty:
+        raise ValueError(f"num_heads=None: mixer {mixer!r} has heads; say how many.")
+    own = dict(options if len(pattern) == 1 else options.get(mixer, {}))
+    for name in own:
+      allowed = sorted(arguments.keys() - _SET_BY_MODEL)
+      check_choice(f"mixer_options of {mixer!r}: option", name, allowed)
+    by_mixer[mixer] = own
+  return by_mixer
 
 
 def count_parameters(tree) -> int:

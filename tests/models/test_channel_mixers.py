@@ -12,7 +12,8 @@ from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel
 from train import flops
 from train.config import Model
 
-NAMES = [name for name, cls in CHANNEL_MIXERS.items() if cls is not None]
+RWKV = ["rwkv4_channel_mix", "rwkv6_channel_mix"]
+NAMES = [name for name, cls in CHANNEL_MIXERS.items() if cls is not None and name not in RWKV]
 silu = lambda x: x / (1 + np.exp(-x))
 gelu = lambda x: x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
 PLAIN = {
@@ -45,14 +46,18 @@ def test_the_formula(name):
     ("swiglu", 1024, 2816),
     ("swiglu", 96, 256),
     ("geglu", 512, 1536),
+    ("rwkv4_channel_mix", 512, 2048),
+    ("rwkv6_channel_mix", 512, 1792),
+    ("rwkv6_channel_mix", 8, 32),
   ],
 )
 def test_the_hidden_width_and_its_cost(name, dim, hidden):
   mixer = jax.eval_shape(lambda: CHANNEL_MIXERS[name](dim, rngs=nnx.Rngs(0)))
   assert mixer.up.kernel.shape == (dim, hidden)
   assert mixer.down.kernel.shape == (hidden, dim)
-  products = 2 if name == "gpt2" else 3
-  assert flops.CHANNEL_MIXERS[name](dim) == 2 * products * dim * hidden
+  weights = [mixer.up, mixer.down, *([mixer.gate] if hasattr(mixer, "gate") else [])]
+  products = sum(layer.kernel.size for layer in weights)
+  assert flops.CHANNEL_MIXERS[name](dim) == 2 * products
 
 
 @pytest.mark.parametrize(("name", "spread"), [("swiglu", 0.02), ("geglu", 128**-0.5)])
@@ -66,6 +71,50 @@ def test_dtypes():
   mixer = CHANNEL_MIXERS["swiglu"](16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
   assert mixer(jnp.ones((1, 16))).dtype == jnp.bfloat16
   assert mixer.up.kernel[...].dtype == jnp.float32
+
+
+def random_channel_mix(name, dim, **place):
+  """No parameter at its initial value."""
+  graph, params = nnx.split(CHANNEL_MIXERS[name](dim, **place, rngs=nnx.Rngs(0)))
+  leaves, structure = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(0), len(leaves))
+  noise = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape)
+  return nnx.merge(graph, jax.tree.unflatten(structure, map(noise, leaves, keys)))
+
+
+@pytest.mark.parametrize("name", RWKV)
+def test_channel_mixing_of_rwkv(name):
+  """Against its equations; and cut, or packed, with the token before as its state."""
+  mixer = random_channel_mix(name, 24)
+  x = np.random.default_rng(0).normal(size=(2, 7, 24))
+  p = kernels(mixer)
+  before = np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
+  stream = lambda mu: mu * x + (1 - mu) * before
+  hidden = np.maximum(stream(p["mu_k"]) @ p["up"], 0) ** 2
+  want = hidden @ p["down"] / (1 + np.exp(-stream(p["mu_r"]) @ p["gate"]))
+  x = jnp.asarray(x, jnp.float32)
+  got, last = mixer(x)
+  assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+  np.testing.assert_array_equal(last, x[:, -1])
+
+  first, state = mixer(x[:, :3], mixer.init_state(2))
+  rest, _ = mixer(x[:, 3:], state)
+  np.testing.assert_allclose(jnp.concatenate([first, rest], axis=1), got, rtol=1e-5, atol=1e-5)
+  packed, _ = mixer(x, None, jnp.asarray([[0, 0, 0, 1, 1, 1, 1]] * 2))
+  np.testing.assert_allclose(packed[:, 3:], mixer(x[:, 3:])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_channel_mixing_of_rwkv_starts_as_published():
+  old, new = (CHANNEL_MIXERS[n](8, layer=1, num_layers=4, rngs=nnx.Rngs(0)) for n in RWKV)
+  i = np.arange(8) / 8
+  for mixer, mu in ((old, i**0.75), (new, i ** (0.75**3))):
+    np.testing.assert_allclose(mixer.mu_k[...], mu, rtol=1e-6)
+    np.testing.assert_array_equal(mixer.mu_r[...], mixer.mu_k[...])
+    assert not mixer.gate.kernel[...].any() and not mixer.down.kernel[...].any()
+    gram = np.asarray(mixer.up.kernel[...]) @ np.asarray(mixer.up.kernel[...]).T
+    np.testing.assert_allclose(gram, 4 * np.eye(8), atol=1e-5)  # 32 hidden channels, gain 2
+  with pytest.raises(ValueError, match="layer=4 must be at least 0 and less than num_layers=4"):
+    CHANNEL_MIXERS[RWKV[0]](8, layer=4, num_layers=4, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(("mixer", "name"), [("lnssm", "swiglu"), ("gla", "geglu")])

@@ -1,0 +1,114 @@
+"""The layers of a model: blocks stacked for one scan, of one mixer or of a pattern of mixers.
+
+Layer l has the mixer `pattern[l % len(pattern)]`. The blocks of one place in the pattern are one
+`Block` whose leaves have a leading axis; with a pattern of one, that is the whole stack. The scan
+runs whole patterns; what is left of the last one follows it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lnssm_jax.models.block import Block
+
+
+def make_blocks(
+  build: Callable[[str, jax.Array, jax.Array], Block],
+  pattern: Sequence[str],
+  num_layers: int,
+  key: jax.Array,
+) -> Any:
+  """A stacked `Block`, or for a longer pattern a dictionary of them by place, "0", "1", ...
+
+  Args:
+    build: makes the block of (mixer, key, layer); it runs under `vmap`.
+  """
+  keys, numbers = jax.random.split(key, num_layers), jnp.arange(num_layers)
+  period = len(pattern)
+  stacks = [
+    jax.vmap(lambda key, layer, mixer=mixer: build(mixer, key, layer))(
+      keys[place::period], numbers[place::period]
+    )
+    for place, mixer in enumerate(pattern)
+  ]
+  if period == 1:
+    return stacks[0]
+  return nnx.Dict({str(place): stack for place, stack in enumerate(stacks)})
+
+
+def init_state(blocks: Any, batch_size: int) -> Any:
+  """The state before the first token: a stacked one for each place of the pattern."""
+
+  def stacked(stack):
+    layers = jax.tree.leaves(stack)[0].shape[0]
+    state = stack.init_state(batch_size)
+    return jax.tree.map(lambda s: jnp.broadcast_to(s, (layers, *s.shape)), state)
+
+  return _like(blocks, [stacked(stack) for stack in _stacks(blocks)])
+
+
+def run(
+  blocks: Any,
+  x: jax.Array,  # [B, T, D]
+  state: Any,
+  segment_ids: jax.Array | None,
+  *,
+  policy: Callable[..., bool] | None,
+  unroll: int,
+) -> tuple[jax.Array, Any]:
+  """(x [B, T, D] after all layers, their states, as `init_state` has them).
+
+  Args:
+    policy: of rematerialisation; None keeps everything.
+    unroll: layers in one turn of the loop.
+  """
+  stacks = _stacks(blocks)
+  states = [None] * len(stacks) if state is None else _stacks(state)
+
+  def some_layers(x, inputs):
+    new = []
+    for block, block_state in inputs:
+      x, block_state = block(x, block_state, segment_ids)
+      new.append(block_state)
+    return x, new
+
+  if policy is not None:
+    # The scan itself keeps forward and backward pass apart; prevent_cse would only cost time.
+    some_layers = jax.checkpoint(some_layers, policy=policy, prevent_cse=False)
+  inputs = list(zip(stacks, states, strict=True))
+  whole = jax.tree.leaves(stacks[-1])[0].shape[0]
+  rest = [place for place in inputs if jax.tree.leaves(place[0])[0].shape[0] > whole]
+  turns = max(1, min(whole, unroll // len(stacks)))
+  x, new = jax.lax.scan(
+    some_layers,
+    x,
+    jax.tree.map(lambda leaf: leaf[:whole], inputs) if rest else inputs,
+    unroll=turns,
+  )
+  if rest:
+    x, last = some_layers(x, jax.tree.map(lambda leaf: leaf[whole], rest))
+    joined = lambda stack, one: jnp.concatenate([stack, one[None]])
+    new[: len(rest)] = [jax.tree.map(joined, *pair) for pair in zip(new, last, strict=False)]
+  return x, _like(blocks, new)
+
+
+def apart(tree: Any, num_layers: int) -> list[Any]:
+  """Stacked blocks, or their states, as a list with one tree a layer."""
+  stacks = _stacks(tree)
+  part = lambda place, turn: jax.tree.map(lambda leaf: leaf[turn], stacks[place])
+  return [part(layer % len(stacks), layer // len(stacks)) for layer in range(num_layers)]
+
+
+def _stacks(tree: Any) -> list[Any]:
+  """The stacks by place: of blocks (a `Block` or a dictionary) or of states (or a list)."""
+  if isinstance(tree, nnx.Dict):
+    return [tree[str(place)] for place in range(len(tree))]
+  return tree if isinstance(tree, list) else [tree]
+
+
+def _like(blocks: Any, stacks: list[Any]) -> Any:
+  """One stack as it is; several as the list of them."""
+  return stacks if isinstance(blocks, nnx.Dict) else stacks[0]
