@@ -25,6 +25,7 @@ from lnssm_jax.mixers.longhorn import (
 )
 from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
 from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
+from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAttention
 
 MIXERS: dict[str, type[Any]] = {
   "based": Based,
@@ -46,6 +47,8 @@ MIXERS: dict[str, type[Any]] = {
   "rwkv4": RWKV4,
   "rwkv5": RWKV5,
   "rwkv6": RWKV6,
+  "sliding_window_attention": SlidingWindowAttention,
+  "softmax_attention": SoftmaxAttention,
 }
 
 __all__ = [
@@ -80,4 +83,6 @@ __all__ = [
   "RWKV5State",
   "RetNet",
   "RetNetState",
+  "SlidingWindowAttention",
+  "SoftmaxAttention",
 ]

@@ -121,7 +121,8 @@ def test_dtypes_and_shapes(name, dtype):
   assert jax.tree.structure(state) == jax.tree.structure(empty)
   for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(empty), strict=True):
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    assert got.dtype in (jnp.float32, jnp.int32)
+    # Sums need float32. What is only kept to be read again, a cache, has no more digits than dtype.
+    assert got.dtype in (jnp.float32, jnp.int32) or (TINY[name].cache and got.dtype == dtype)
   assert {leaf.dtype for leaf in jax.tree.leaves(mixer)} == {jnp.dtype(jnp.float32)}
   small = jax.eval_shape(lambda: initial(name, param_dtype=dtype))
   assert {leaf.dtype for leaf in jax.tree.leaves(small)} == {jnp.dtype(dtype)}

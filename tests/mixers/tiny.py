@@ -19,6 +19,7 @@ from tests.mixers import (
   plain_longhorn,
   plain_mamba,
   plain_rwkv,
+  plain_softmax_attention,
 )
 from tests.mixers.plain_lnssm import float64_params, plain_lnssm, split
 
@@ -29,12 +30,14 @@ DIM = 8
 class Tiny:
   """A mixer of width DIM.
 
-  `plain(params, x [T, D], **plain_options)` is its transcription in float64.
+  `plain(params, x [T, D], **plain_options)` is its transcription in float64. With `cache` its state
+  holds inputs of its past as they were, in its `dtype`.
   """
 
   plain: Callable[..., np.ndarray]
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   plain_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  cache: bool = False
 
   @property
   def model_options(self) -> dict[str, Any]:
@@ -64,6 +67,15 @@ TINY = {
   "rwkv4": Tiny(plain_rwkv.rwkv4),
   "rwkv5": Tiny(plain_rwkv.rwkv5, HEADS, HEADS),
   "rwkv6": Tiny(plain_rwkv.rwkv6, HEADS | {"mix_rank": 2, "decay_rank": 3}, HEADS),
+  "sliding_window_attention": Tiny(
+    plain_softmax_attention.softmax_attention,
+    HEADS | {"window": 5},
+    HEADS | {"window": 5},
+    cache=True,
+  ),
+  "softmax_attention": Tiny(
+    plain_softmax_attention.softmax_attention, HEADS | {"max_length": 32}, HEADS, cache=True
+  ),
 }
 
 

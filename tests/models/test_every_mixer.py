@@ -55,6 +55,7 @@ SIBLINGS = (
   "normalized_attention",
   "rwkv5",
   "rwkv6",
+  "sliding_window_attention",
 )
 
 
