@@ -24,6 +24,7 @@ from lnssm_jax.mixers.longhorn import (
   LonghornMixerState,
 )
 from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
+from lnssm_jax.mixers.metala import MetaLA, MetaLAState
 from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
 from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAttention
 
@@ -41,6 +42,7 @@ MIXERS: dict[str, type[Any]] = {
   "lrn": LRN,
   "mamba": Mamba,
   "mamba2": Mamba2,
+  "metala": MetaLA,
   "normalized_attention": NormalizedAttention,
   "retnet": RetNet,
   "rg_lru": RGLRU,
@@ -77,6 +79,8 @@ __all__ = [
   "Mamba2",
   "Mamba2State",
   "MambaState",
+  "MetaLA",
+  "MetaLAState",
   "NormalizedAttention",
   "RGLRUState",
   "RWKV4State",

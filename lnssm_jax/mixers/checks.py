@@ -44,6 +44,17 @@ def check_heads(dim: int, num_heads: int) -> int:
   return dim // num_heads
 
 
+def check_width(name: str, dim: int, factor: float, num_heads: int) -> int:
+  """Returns factor * dim, or raises `ValueError` unless each head gets a whole number of it."""
+  width = round(factor * dim)
+  if factor <= 0 or width != factor * dim or width % num_heads:
+    raise ValueError(
+      f"{name}={factor} of dim={dim} gives {factor * dim} channels, which must be a positive "
+      f"multiple of num_heads={num_heads}; change one of the three."
+    )
+  return width
+
+
 def check_layer(layer, num_layers: int) -> None:
   """Raises `ValueError` unless 0 <= layer < num_layers; a traced `layer` is taken as it comes."""
   check_positive("num_layers", num_layers)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.checks import check_call, check_heads, check_positive
+from lnssm_jax.mixers.checks import check_call, check_heads, check_positive, check_width
 from lnssm_jax.mixers.initializers import xavier_uniform
 from lnssm_jax.mixers.layers import (
   linear,
@@ -19,17 +19,6 @@ from lnssm_jax.mixers.layers import (
 from lnssm_jax.ops import LinearAttentionState, linear_attention, rotary_embedding
 from lnssm_jax.ops.attention.state import steps_of
 from lnssm_jax.ops.checks import segment_index
-
-
-def _width(name: str, dim: int, factor: float, num_heads: int) -> int:
-  """factor * dim, if it is a whole number of channels for each head."""
-  width = round(factor * dim)
-  if factor <= 0 or width != factor * dim or width % num_heads:
-    raise ValueError(
-      f"{name}={factor} of dim={dim} gives {factor * dim} channels, which must be a positive "
-      f"multiple of num_heads={num_heads}; change one of the three."
-    )
-  return width
 
 
 class GLA(nnx.Module):
@@ -76,8 +65,8 @@ class GLA(nnx.Module):
   ):
     self.dim, self.num_heads = check_positive("dim", dim), check_positive("num_heads", num_heads)
     self.dtype = jnp.dtype(dtype)
-    keys = _width("expand_k", dim, expand_k, num_heads)
-    values = _width("expand_v", dim, expand_v, num_heads)
+    keys = check_width("expand_k", dim, expand_k, num_heads)
+    values = check_width("expand_v", dim, expand_v, num_heads)
     self.key_dim, self.value_dim = keys // num_heads, values // num_heads
     check_positive("gate_rank", gate_rank)
     if not gate_temperature > 0:
@@ -181,7 +170,7 @@ class RetNet(nnx.Module):
         f"dim={dim} and num_heads={num_heads} give keys of odd width {self.key_dim}, but pairs of "
         "channels rotate; change one of the two."
       )
-    values = _width("expand_v", dim, expand_v, num_heads)
+    values = check_width("expand_v", dim, expand_v, num_heads)
     self.value_dim = values // num_heads
 
     def projection(inputs, outputs, gain=2**-2.5):

@@ -18,6 +18,7 @@ from tests.mixers import (
   plain_linear_attention,
   plain_longhorn,
   plain_mamba,
+  plain_metala,
   plain_rwkv,
   plain_softmax_attention,
 )
@@ -61,6 +62,7 @@ TINY = {
   "lrn": Tiny(plain_hgrn.lrn),
   "mamba": Tiny(plain_mamba.mamba, {"state_dim": 3, "step_rank": 2}),
   "mamba2": Tiny(plain_mamba.mamba2, {"state_dim": 3, "head_dim": 4}, {"head_dim": 4}),
+  "metala": Tiny(plain_metala.metala, HEADS, HEADS),
   "normalized_attention": Tiny(plain_kernel_attention.normalized_attention, HEADS, HEADS),
   "rg_lru": Tiny(plain_griffin.rg_lru, HEADS),
   "retnet": Tiny(plain_linear_attention.retnet, HEADS, HEADS),
