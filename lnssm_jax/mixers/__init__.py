@@ -14,6 +14,7 @@ from lnssm_jax.mixers.complex_state import ComplexState
 from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
 from lnssm_jax.mixers.griffin import RGLRU, RGLRUState
+from lnssm_jax.mixers.gsa import GSA, GSAState
 from lnssm_jax.mixers.hgrn import HGRN, HGRN2, LRN
 from lnssm_jax.mixers.kernel_attention import Based, LinearAttention, NormalizedAttention
 from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
@@ -33,6 +34,7 @@ MIXERS: dict[str, type[Any]] = {
   "delta_net": DeltaNet,
   "gated_delta_net": GatedDeltaNet,
   "gla": GLA,
+  "gsa": GSA,
   "hgrn": HGRN,
   "hgrn2": HGRN2,
   "linear_attention": LinearAttention,
@@ -55,6 +57,7 @@ MIXERS: dict[str, type[Any]] = {
 
 __all__ = [
   "GLA",
+  "GSA",
   "HGRN",
   "HGRN2",
   "LNSSM",
@@ -68,6 +71,7 @@ __all__ = [
   "ComplexState",
   "DeltaNet",
   "DeltaNetState",
+  "GSAState",
   "GatedDeltaNet",
   "LNSSMState",
   "LinearAttention",

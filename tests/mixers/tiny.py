@@ -13,6 +13,7 @@ from lnssm_jax.mixers import MIXERS
 from tests.mixers import (
   plain_delta_net,
   plain_griffin,
+  plain_gsa,
   plain_hgrn,
   plain_kernel_attention,
   plain_linear_attention,
@@ -53,6 +54,7 @@ TINY = {
   "delta_net": Tiny(plain_delta_net.delta_net, HEADS, HEADS),
   "gated_delta_net": Tiny(plain_delta_net.gated_delta_net, HEADS, HEADS),
   "gla": Tiny(plain_linear_attention.gla, HEADS | {"gate_rank": 3}, HEADS),
+  "gsa": Tiny(plain_gsa.gsa, HEADS | {"num_slots": 3}, HEADS),
   "hgrn": Tiny(plain_hgrn.hgrn),
   "hgrn2": Tiny(plain_hgrn.hgrn2, HEADS, HEADS),
   "linear_attention": Tiny(plain_kernel_attention.linear_attention, HEADS, HEADS),
