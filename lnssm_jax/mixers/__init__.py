@@ -13,6 +13,7 @@ from typing import Any
 from lnssm_jax.mixers.complex_state import ComplexState
 from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
+from lnssm_jax.mixers.gateloop import GateLoop
 from lnssm_jax.mixers.griffin import RGLRU, RGLRUState
 from lnssm_jax.mixers.gsa import GSA, GSAState
 from lnssm_jax.mixers.hgrn import HGRN, HGRN2, LRN
@@ -33,6 +34,7 @@ MIXERS: dict[str, type[Any]] = {
   "based": Based,
   "delta_net": DeltaNet,
   "gated_delta_net": GatedDeltaNet,
+  "gateloop": GateLoop,
   "gla": GLA,
   "gsa": GSA,
   "hgrn": HGRN,
@@ -72,6 +74,7 @@ __all__ = [
   "DeltaNet",
   "DeltaNetState",
   "GSAState",
+  "GateLoop",
   "GatedDeltaNet",
   "LNSSMState",
   "LinearAttention",

@@ -12,6 +12,7 @@ from flax import nnx
 from lnssm_jax.mixers import MIXERS
 from tests.mixers import (
   plain_delta_net,
+  plain_gateloop,
   plain_griffin,
   plain_gsa,
   plain_hgrn,
@@ -53,6 +54,7 @@ TINY = {
   "based": Tiny(plain_kernel_attention.based, HEADS | {"key_dim": 3}, HEADS),
   "delta_net": Tiny(plain_delta_net.delta_net, HEADS, HEADS),
   "gated_delta_net": Tiny(plain_delta_net.gated_delta_net, HEADS, HEADS),
+  "gateloop": Tiny(plain_gateloop.gateloop, HEADS, HEADS),
   "gla": Tiny(plain_linear_attention.gla, HEADS | {"gate_rank": 3}, HEADS),
   "gsa": Tiny(plain_gsa.gsa, HEADS | {"num_slots": 3}, HEADS),
   "hgrn": Tiny(plain_hgrn.hgrn),

@@ -47,6 +47,7 @@ def apply(model, tokens, state):
 SIBLINGS = (
   "based",
   "gated_delta_net",
+  "gateloop",
   "gla",
   "hgrn2",
   "longhorn_exact",
