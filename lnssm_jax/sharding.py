@@ -35,7 +35,7 @@ RULES: Rules = (
   (r"channel_mixer/mu_[a-z]", (None,)),
   (r"\w*norm/(scale|bias)", (None,)),
   (r"mixer/(\w*conv|\w+_gate)/bias", (None,)),
-  (r"mixer/(theta)", (None,)),
+  (r"mixer/(theta|alpha)", (None,)),
   (r"mixer/(mu_[a-z]|gamma|w|u|skip|log_rate|decay_rate|bound|\w+_(bias|gain))", (None,)),
 )
 

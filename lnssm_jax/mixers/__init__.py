@@ -27,6 +27,7 @@ from lnssm_jax.mixers.longhorn import (
 )
 from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
 from lnssm_jax.mixers.metala import MetaLA, MetaLAState
+from lnssm_jax.mixers.qlstm import QLSTM, QLSTMReversed, QLSTMState
 from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
 from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAttention
 
@@ -48,6 +49,8 @@ MIXERS: dict[str, type[Any]] = {
   "mamba2": Mamba2,
   "metala": MetaLA,
   "normalized_attention": NormalizedAttention,
+  "qlstm": QLSTM,
+  "qlstm_reversed": QLSTMReversed,
   "retnet": RetNet,
   "rg_lru": RGLRU,
   "rwkv4": RWKV4,
@@ -65,6 +68,7 @@ __all__ = [
   "LNSSM",
   "LRN",
   "MIXERS",
+  "QLSTM",
   "RGLRU",
   "RWKV4",
   "RWKV5",
@@ -89,6 +93,8 @@ __all__ = [
   "MetaLA",
   "MetaLAState",
   "NormalizedAttention",
+  "QLSTMReversed",
+  "QLSTMState",
   "RGLRUState",
   "RWKV4State",
   "RWKV5State",

@@ -21,6 +21,7 @@ from tests.mixers import (
   plain_longhorn,
   plain_mamba,
   plain_metala,
+  plain_qlstm,
   plain_rwkv,
   plain_softmax_attention,
 )
@@ -68,6 +69,8 @@ TINY = {
   "mamba2": Tiny(plain_mamba.mamba2, {"state_dim": 3, "head_dim": 4}, {"head_dim": 4}),
   "metala": Tiny(plain_metala.metala, HEADS, HEADS),
   "normalized_attention": Tiny(plain_kernel_attention.normalized_attention, HEADS, HEADS),
+  "qlstm": Tiny(plain_qlstm.qlstm),
+  "qlstm_reversed": Tiny(plain_qlstm.qlstm),
   "rg_lru": Tiny(plain_griffin.rg_lru, HEADS),
   "retnet": Tiny(plain_linear_attention.retnet, HEADS, HEADS),
   "rwkv4": Tiny(plain_rwkv.rwkv4),

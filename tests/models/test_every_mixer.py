@@ -54,6 +54,8 @@ SIBLINGS = (
   "lrn",
   "mamba",
   "normalized_attention",
+  "qlstm",
+  "qlstm_reversed",
   "rwkv5",
   "rwkv6",
   "sliding_window_attention",
