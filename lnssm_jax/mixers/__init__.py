@@ -12,6 +12,7 @@ from typing import Any
 
 from lnssm_jax.mixers.complex_state import ComplexState
 from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
+from lnssm_jax.mixers.diagonal_state_spaces import DSS, S4D, S5
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
 from lnssm_jax.mixers.gateloop import GateLoop
 from lnssm_jax.mixers.griffin import RGLRU, RGLRUState
@@ -34,6 +35,7 @@ from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAt
 MIXERS: dict[str, type[Any]] = {
   "based": Based,
   "delta_net": DeltaNet,
+  "dss": DSS,
   "gated_delta_net": GatedDeltaNet,
   "gateloop": GateLoop,
   "gla": GLA,
@@ -56,11 +58,14 @@ MIXERS: dict[str, type[Any]] = {
   "rwkv4": RWKV4,
   "rwkv5": RWKV5,
   "rwkv6": RWKV6,
+  "s4d": S4D,
+  "s5": S5,
   "sliding_window_attention": SlidingWindowAttention,
   "softmax_attention": SoftmaxAttention,
 }
 
 __all__ = [
+  "DSS",
   "GLA",
   "GSA",
   "HGRN",
@@ -73,6 +78,8 @@ __all__ = [
   "RWKV4",
   "RWKV5",
   "RWKV6",
+  "S4D",
+  "S5",
   "Based",
   "ComplexState",
   "DeltaNet",

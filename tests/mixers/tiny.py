@@ -24,6 +24,7 @@ from tests.mixers import (
   plain_qlstm,
   plain_rwkv,
   plain_softmax_attention,
+  plain_state_spaces,
 )
 from tests.mixers.plain_lnssm import float64_params, plain_lnssm, split
 
@@ -54,6 +55,7 @@ HEADS = {"num_heads": 2}
 TINY = {
   "based": Tiny(plain_kernel_attention.based, HEADS | {"key_dim": 3}, HEADS),
   "delta_net": Tiny(plain_delta_net.delta_net, HEADS, HEADS),
+  "dss": Tiny(plain_state_spaces.dss, {"state_dim": 3}),
   "gated_delta_net": Tiny(plain_delta_net.gated_delta_net, HEADS, HEADS),
   "gateloop": Tiny(plain_gateloop.gateloop, HEADS, HEADS),
   "gla": Tiny(plain_linear_attention.gla, HEADS | {"gate_rank": 3}, HEADS),
@@ -76,6 +78,8 @@ TINY = {
   "rwkv4": Tiny(plain_rwkv.rwkv4),
   "rwkv5": Tiny(plain_rwkv.rwkv5, HEADS, HEADS),
   "rwkv6": Tiny(plain_rwkv.rwkv6, HEADS | {"mix_rank": 2, "decay_rank": 3}, HEADS),
+  "s4d": Tiny(plain_state_spaces.s4d, {"state_dim": 4}),
+  "s5": Tiny(plain_state_spaces.s5, {"state_dim": 8, "num_blocks": 2}),
   "sliding_window_attention": Tiny(
     plain_softmax_attention.softmax_attention,
     HEADS | {"window": 5},

@@ -46,6 +46,7 @@ def apply(model, tokens, state):
 # mixer, where tests/mixers tests all of them.
 SIBLINGS = (
   "based",
+  "dss",
   "gated_delta_net",
   "gateloop",
   "gla",
@@ -58,6 +59,7 @@ SIBLINGS = (
   "qlstm_reversed",
   "rwkv5",
   "rwkv6",
+  "s5",
   "sliding_window_attention",
 )
 

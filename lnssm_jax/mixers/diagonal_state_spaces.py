@@ -1,0 +1,302 @@
+"""Linear time-invariant state spaces with a diagonal matrix: S4D, DSS, and with many inputs S5."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lnssm_jax.mixers.checks import check_call, check_positive
+from lnssm_jax.mixers.complex_state import ComplexState, empty_state, from_complex, to_complex
+from lnssm_jax.mixers.hippo import hippo_normal, positive_frequencies
+from lnssm_jax.mixers.initializers import uniform_fan_in
+from lnssm_jax.mixers.layers import linear, wide
+from lnssm_jax.ops import (
+  DiagonalState,
+  ExponentialKernel,
+  ExponentialState,
+  diagonal_scan,
+  long_convolution,
+)
+
+
+def _log_steps(size: int, param_dtype, rngs: nnx.Rngs) -> nnx.Param:
+  """log(dt) [size], dt log-uniform between 0.001 and 0.1."""
+  steps = jax.random.uniform(rngs.params(), (size,), jnp.float32, math.log(1e-3), math.log(0.1))
+  return nnx.Param(steps.astype(param_dtype))
+
+
+def _normal(shape, deviation, param_dtype, rngs: nnx.Rngs) -> nnx.Param:
+  values = deviation * jax.random.normal(rngs.params(), shape, jnp.float32)
+  return nnx.Param(values.astype(param_dtype))
+
+
+class _SingleInput(nnx.Module):
+  """A state space of N numbers for each channel, then gelu and a gated linear layer."""
+
+  def _build(self, dim: int, state_size: int, *, dtype, param_dtype, rngs: nnx.Rngs):
+    self.dim, self.dtype, self.state_size = dim, jnp.dtype(dtype), state_size
+    self.log_dt = _log_steps(dim, param_dtype, rngs)
+    self.skip = _normal((dim,), 1.0, param_dtype, rngs)
+    init = uniform_fan_in(dim)
+    self.o_proj = linear(dim, 2 * dim, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    self.o_bias = nnx.Param(init(rngs.params(), (2 * dim,), param_dtype))
+
+  def init_state(self, batch_size: int) -> ComplexState:
+    """The state before the first token: zeros, [B, D, N]."""
+    return empty_state(check_positive("batch_size", batch_size), self.dim, self.state_size)
+
+  def __call__(
+    self,
+    x: jax.Array,  # [B, T, D]
+    state: ComplexState | None = None,
+    segment_ids: jax.Array | None = None,  # [B, T] integer
+  ) -> tuple[jax.Array, ComplexState]:
+    """Returns (out [B, T, D] in `dtype`, the state after the last token).
+
+    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
+
+    Raises:
+      ValueError: a shape or dtype is wrong; the message names the argument.
+    """
+    check_call(self, x, state, segment_ids)
+    y, (h,) = long_convolution(
+      x.astype(self.dtype),
+      self._kernel(),
+      initial_state=None if state is None else ExponentialState(to_complex(state)),
+      segment_ids=segment_ids,
+    )
+    y = jax.nn.gelu(wide(y), approximate=False).astype(self.dtype)
+    value, gate = jnp.split(wide(self.o_proj(y)) + wide(self.o_bias[...]), 2, axis=-1)
+    return (value * jax.nn.sigmoid(gate)).astype(self.dtype), from_complex(h)
+
+  def _kernel(self) -> ExponentialKernel:
+    raise NotImplementedError
+
+  def _held(self, pole: jax.Array, weight: jax.Array) -> ExponentialKernel:
+    """The kernel Re sum_n weight_n (exp(dt pole_n) - 1) / pole_n exp(l dt pole_n), and the skip."""
+    log_pole = jnp.exp(wide(self.log_dt[...]))[:, None] * pole
+    # expm1: the difference itself would cancel where dt is small.
+    return ExponentialKernel(log_pole, weight * jnp.expm1(log_pole) / pole, wide(self.skip[...]))
+
+
+class S4D(_SingleInput):
+  r"""A diagonal state space per channel, in N / 2 pairs of complex numbers and their conjugates.
+
+      h_t = exp(dt A) h_{t-1} + (exp(dt A) - 1) / A u_t            A, c: [D, N / 2] complex; dt [D]
+      y_t = 2 Re sum_n c_n h_t,n + skip u_t                        for each channel
+      [a_t, g_t] = W_o gelu(y_t) + b_o,      out_t = a_t sigmoid(g_t)
+
+  A = -exp(a_log) + i a_imag starts at -1/2 + i pi n (S4D-Lin); dt is log-uniform between 0.001 and
+  0.1, c complex normal, skip normal. As a convolution its kernel is a sum of exponentials, computed
+  in chunks; a step of decoding is the recurrence.
+
+  Args:
+    dim: D, the width.
+    state_dim: N, even.
+    dtype: of u and of the last layer; A, dt, the state and sums are float32.
+    param_dtype: of the parameters.
+
+  The state is h divided by the constant (exp(dt A) - 1) / A. Cutting a sequence anywhere
+  and passing it on gives the same result as one call.
+
+  Raises:
+    ValueError: a size is not positive, or `state_dim` is odd.
+
+  Source: S4D (Gu et al. 2022), sections 3 and 4 and its published code, with that code's last
+  layer, which starts uniform within 1 / sqrt(D). gelu is exact.
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    state_dim: int = 64,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    check_positive("dim", dim)
+    pairs = _pairs(state_dim)
+    self._build(dim, pairs, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    self.a_log = nnx.Param(jnp.full((dim, pairs), math.log(0.5), param_dtype))
+    imag = jnp.broadcast_to(math.pi * jnp.arange(pairs), (dim, pairs))
+    self.a_imag = nnx.Param(imag.astype(param_dtype))
+    self.c_real = _normal((dim, pairs), 0.5**0.5, param_dtype, rngs)
+    self.c_imag = _normal((dim, pairs), 0.5**0.5, param_dtype, rngs)
+
+  def _kernel(self) -> ExponentialKernel:
+    pole = jax.lax.complex(-jnp.exp(wide(self.a_log[...])), wide(self.a_imag[...]))
+    weight = 2 * jax.lax.complex(wide(self.c_real[...]), wide(self.c_imag[...]))
+    return self._held(pole, weight)
+
+
+class DSS(_SingleInput):
+  r"""A diagonal state space per channel, whose N complex poles all channels share.
+
+      h_t = exp(dt A) h_{t-1} + (exp(dt A) - 1) / A u_t          A: [N], c: [D, N], complex; dt [D]
+      y_t = Re sum_n c_n h_t,n + skip u_t                          for each channel
+      [a_t, g_t] = W_o gelu(y_t) + b_o,      out_t = a_t sigmoid(g_t)
+
+  A = -exp(pole_log) + i pole_imag starts at the eigenvalues of positive imaginary part of the
+  normal part of HiPPO-LegS of size 2 N; dt is log-uniform between 0.001 and 0.1, the real and
+  imaginary parts of c and skip are standard normal.
+
+  Args:
+    dim: D, the width.
+    state_dim: N, complex numbers a channel.
+    dtype: of u and of the last layer; A, dt, the state and sums are float32.
+    param_dtype: of the parameters.
+
+  The state is h divided by the constant (exp(dt A) - 1) / A. Cutting a sequence anywhere
+  and passing it on gives the same result as one call.
+
+  Raises:
+    ValueError: a size is not positive.
+
+  Source: DSS_exp of DSS (Gupta et al. 2022), proposition 1 and section 3, with the last layer of
+  `S4D`. DSS_softmax, whose kernel depends on the length of the sequence, is not here. gelu is
+  exact.
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    state_dim: int = 64,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    check_positive("dim", dim)
+    N = check_positive("state_dim", state_dim)
+    self._build(dim, N, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    poles = positive_frequencies(N)
+    self.pole_log = nnx.Param(jnp.asarray(np.log(-poles.real), param_dtype))
+    self.pole_imag = nnx.Param(jnp.asarray(poles.imag, param_dtype))
+    self.c_real = _normal((dim, N), 1.0, param_dtype, rngs)
+    self.c_imag = _normal((dim, N), 1.0, param_dtype, rngs)
+
+  def _kernel(self) -> ExponentialKernel:
+    pole = jax.lax.complex(-jnp.exp(wide(self.pole_log[...])), wide(self.pole_imag[...]))
+    return self._held(pole, jax.lax.complex(wide(self.c_real[...]), wide(self.c_imag[...])))
+
+
+class S5(nnx.Module):
+  r"""One diagonal state space for all channels, in N / 2 pairs of complex numbers.
+
+      h_t = exp(dt A) h_{t-1} + (exp(dt A) - 1) / A (W_b u_t)            A, dt: [N / 2], A complex
+      y_t = 2 Re(W_c h_t) + skip u_t,      z_t = gelu(y_t)
+      out_t = z_t sigmoid(W_g z_t + b_g)
+
+  W_b and W_c are complex; their kernels hold real parts, then imaginary parts (of W_c with the sign
+  of the sum that they enter). A = -exp(pole_log) + i pole_imag starts at the eigenvalues of the
+  normal part V diag(A) V^* of HiPPO-LegS, of size N / num_blocks, once for each block; W_b at V^*
+  times a normal matrix of variance 1 / D, W_c at a complex matrix with parts of variance 1 / N
+  times V, each block by itself. dt is log-uniform between 0.001 and 0.1, skip normal.
+
+  Args:
+    dim: D, the width.
+    state_dim: N, a multiple of 2 `num_blocks`.
+    num_blocks: how many copies of the HiPPO matrix the state starts from.
+    dtype: of the projections; A, dt, the state and sums are float32.
+    param_dtype: of the parameters.
+
+  The state is h. Cutting a sequence anywhere and passing it on gives the same result as one call.
+
+  Raises:
+    ValueError: a size is not positive, or `state_dim` is no multiple of 2 `num_blocks`.
+
+  Source: S5 (Smith et al. 2023), sections 3 and 4 and appendix B, with the output of its published
+  code. There the real part of A is a parameter itself, and might become positive. gelu is exact;
+  W_g and b_g start uniform within 1 / sqrt(D).
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    state_dim: int = 64,
+    num_blocks: int = 1,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
+    self.pairs = _pairs(state_dim)
+    blocks = check_positive("num_blocks", num_blocks)
+    if state_dim % (2 * blocks):
+      raise ValueError(
+        f"state_dim={state_dim} is not a multiple of 2 * num_blocks = {2 * blocks}; change either."
+      )
+    size = state_dim // blocks
+    poles, v, _ = hippo_normal(size)
+    poles, v = np.tile(poles[size // 2 :], blocks), v[:, size // 2 :]  # one of each pair
+    self.pole_log = nnx.Param(jnp.asarray(np.log(-poles.real), param_dtype))
+    self.pole_imag = nnx.Param(jnp.asarray(poles.imag, param_dtype))
+    self.log_dt = _log_steps(self.pairs, param_dtype, rngs)
+    self.skip = _normal((dim,), 1.0, param_dtype, rngs)
+    draw = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+    def to_eigenvectors(m, v):  # [..., blocks * size] -> [..., N / 2], a block at a time
+      m = m.reshape(*m.shape[:-1], blocks, size) @ jnp.asarray(v, jnp.complex64)
+      return m.reshape(*m.shape[:-2], -1)
+
+    def b_init(key, shape, dtype):
+      b = to_eigenvectors(draw(key, (dim, state_dim), jnp.float32), v.conj())
+      return jnp.concatenate([b.real, b.imag], axis=-1).astype(dtype)
+
+    def c_init(key, shape, dtype):
+      parts = draw(key, (state_dim, 2 * dim), jnp.float32).T
+      c = to_eigenvectors(jax.lax.complex(parts[:dim], parts[dim:]), v).T
+      return jnp.concatenate([c.real, -c.imag], axis=0).astype(dtype)
+
+    def projection(inputs, outputs, init):
+      return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    self.b_proj = projection(dim, state_dim, b_init)
+    self.c_proj = projection(state_dim, dim, c_init)
+    self.g_proj = projection(dim, dim, uniform_fan_in(dim))
+    self.g_bias = nnx.Param(uniform_fan_in(dim)(rngs.params(), (dim,), param_dtype))
+
+  def init_state(self, batch_size: int) -> ComplexState:
+    """The state before the first token: zeros, [B, N / 2]."""
+    return empty_state(check_positive("batch_size", batch_size), self.pairs)
+
+  def __call__(
+    self,
+    x: jax.Array,  # [B, T, D]
+    state: ComplexState | None = None,
+    segment_ids: jax.Array | None = None,  # [B, T] integer
+  ) -> tuple[jax.Array, ComplexState]:
+    """Returns (out [B, T, D] in `dtype`, the state after the last token).
+
+    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
+
+    Raises:
+      ValueError: a shape or dtype is wrong; the message names the argument.
+    """
+    check_call(self, x, state, segment_ids)
+    pole = jax.lax.complex(-jnp.exp(wide(self.pole_log[...])), wide(self.pole_imag[...]))
+    log_pole = jnp.exp(wide(self.log_dt[...])) * pole
+    added = jax.lax.complex(*jnp.split(wide(self.b_proj(x)), 2, axis=-1))
+    h, memory = diagonal_scan(
+      jnp.exp(log_pole),
+      jnp.expm1(log_pole) / pole * added,  # expm1: the difference itself would cancel
+      initial_state=None if state is None else DiagonalState(to_complex(state)),
+      segment_ids=segment_ids,
+    )
+    parts = jnp.concatenate([h.real, h.imag], axis=-1).astype(self.dtype)
+    y = 2 * wide(self.c_proj(parts)) + wide(self.skip[...]) * wide(x)
+    z = jax.nn.gelu(y, approximate=False)
+    gate = wide(self.g_proj(z.astype(self.dtype))) + wide(self.g_bias[...])
+    return (z * jax.nn.sigmoid(gate)).astype(self.dtype), from_complex(memory.h)
+
+
+def _pairs(state_dim: int) -> int:
+  if check_positive("state_dim", state_dim) % 2:
+    raise ValueError(
+      f"state_dim={state_dim} is odd; complex numbers come in pairs, so use an even."
+    )
+  return state_dim // 2

@@ -1,0 +1,57 @@
+"""S4D, DSS and S5 written out as recurrences, one step at a time, for u [T, D]."""
+
+import numpy as np
+from scipy.special import erf
+
+from tests.mixers.plain import sigmoid
+
+
+def gelu(x):
+  return 0.5 * x * (1 + erf(x / 2**0.5))
+
+
+def gated_linear(params, y):
+  a, g = np.split(gelu(y) @ params["o_proj"]["kernel"] + params["o_bias"], 2, axis=1)
+  return a * sigmoid(g)
+
+
+def held(pole, step):
+  """exp(dt A), and what an input that is held for a step adds to a state."""
+  return np.exp(step * pole), (np.exp(step * pole) - 1) / pole
+
+
+def single_input(params, u, poles, factor):
+  """y [T, D], each channel's state by itself; `poles` [D, N]."""
+  y = np.zeros_like(u)
+  weight = params["c_real"] + 1j * params["c_imag"]
+  for i in range(u.shape[1]):
+    decay, gain = held(poles[i], np.exp(params["log_dt"][i]))
+    h = np.zeros(len(decay), complex)
+    for t in range(len(u)):
+      h = decay * h + gain * u[t, i]
+      y[t, i] = factor * np.sum(weight[i] * h).real + params["skip"][i] * u[t, i]
+  return y
+
+
+def s4d(params, u):
+  poles = -np.exp(params["a_log"]) + 1j * params["a_imag"]
+  return gated_linear(params, single_input(params, u, poles, 2))
+
+
+def dss(params, u):
+  poles = -np.exp(params["pole_log"]) + 1j * params["pole_imag"]
+  return gated_linear(params, single_input(params, u, np.tile(poles, (u.shape[1], 1)), 1))
+
+
+def s5(params, u):
+  poles = -np.exp(params["pole_log"]) + 1j * params["pole_imag"]
+  n = len(poles)
+  B = params["b_proj"]["kernel"][:, :n] + 1j * params["b_proj"]["kernel"][:, n:]
+  C = params["c_proj"]["kernel"][:n] - 1j * params["c_proj"]["kernel"][n:]
+  decay, gain = held(poles, np.exp(params["log_dt"]))
+  h, y = np.zeros(n, complex), []
+  for t in range(len(u)):
+    h = decay * h + gain * (u[t] @ B)
+    y.append(2 * (h @ C).real + params["skip"] * u[t])
+  z = gelu(np.stack(y))
+  return z * sigmoid(z @ params["g_proj"]["kernel"] + params["g_bias"])
