@@ -136,7 +136,7 @@ def test_float16_does_not_overflow_inside():
     ({"segment_ids": jnp.zeros((B, 5), int)}, r"segment_ids has shape \(2, 5\)"),
     ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
-    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
+    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
 def test_bad_arguments_are_named(change, message):

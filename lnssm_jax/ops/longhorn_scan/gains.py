@@ -24,7 +24,7 @@ def gain_and_decay(
   inverse = 1 / (1 + beta * jnp.sum(squares, axis=-1, keepdims=True))
   gain = beta * inverse
   lost = gain[..., None] * squares[..., None, :]
-  kept = inverse[..., None] + gain[..., None] * _sum_of_others(squares)[..., None, :]
+  kept = inverse[..., None] + gain[..., None] * sum_of_others(squares)[..., None, :]
   return gain, jnp.where(lost <= 0.5, 1 - lost, kept)
 
 
@@ -38,13 +38,13 @@ def _jvp(primals, tangents):
 
   gain_of, inverse_of, d_beta_of = gain[..., None], inverse[..., None], d_beta[..., None]
   squares, d_own = (k * k)[..., None, :], d_squares[..., None, :]
-  d_others = _sum_of_others(d_squares)[..., None, :]
+  d_others = sum_of_others(d_squares)[..., None, :]
   lost = gain_of * squares
   d_decay = lost * gain_of * d_others - gain_of * decay * d_own
   return (gain, decay), (d_gain, d_decay - inverse_of * squares * inverse_of * d_beta_of)
 
 
-def _sum_of_others(values):
+def sum_of_others(values):
   """[..., N] -> [..., N]: the sum of all entries but one's own. Not a difference of sums."""
   size = values.shape[-1]
   without_own = jnp.ones((size, size), values.dtype) - jnp.eye(size, dtype=values.dtype)

@@ -47,13 +47,16 @@ def selective_scan(
   result as one call; so does packing several sequences with `segment_ids` (the state is reset where
   the id changes; `initial_state` belongs to the first segment, the returned state to the last).
   Gradients flow to every array argument, to `initial_state` and from the returned state. Reverse
-  mode only, of any order.
+  mode only: of any order, but by the kernels first derivatives only.
 
   Args:
     skip: a factor per channel for the input's direct way to the output; None means none.
     initial_state: the state before the first step; None means zeros.
-    implementation: "chunked" (what None takes), "associative" (one scan of depth log T over all
-      steps, which holds [B, T, D, N]), "reference" (one step at a time).
+    implementation: "pallas" (kernels; a Hopper GPU, no float64 or float16, N <= 256), "chunked"
+      (any device and arguments), "associative" (one scan of depth log T over all steps, which holds
+      [B, T, D, N]), "reference" (one step at a time), or "pallas_interpret" (the
+      kernels on a CPU, slowly, to test them). None takes "pallas" where it can run and is known to
+      be faster (T > 1, D >= 64; with several devices inside `shard_map` only), otherwise "chunked".
     chunk_size: steps in a chunk of the chunked form, a power of two; None means the default.
 
   Returns:
@@ -108,10 +111,20 @@ def _checked(x, dt, a, b, c, *, skip=None, initial_state=None, segment_ids=None,
   return args, {"chunk_size": chunk_size}
 
 
+def _kernels():
+  from lnssm_jax.ops.selective_scan import pallas
+
+  return pallas
+
+
+_COMPILED, _INTERPRETED = dispatch.kernels(_kernels)
+
 dispatch.register(
   _NAME,
   _checked,
+  _COMPILED,
   dispatch.Implementation("chunked", xla.chunked),
   dispatch.Implementation("associative", xla.associative),
   dispatch.Implementation("reference", reference.reference),
+  _INTERPRETED,
 )

@@ -48,10 +48,33 @@ MANY = [
     [(1, 1, 1, None), (2, 3, 2, 1), (63, 5, 3, 8), (64, 4, 16, 64), (130, 2, 9, None)],
   )
 ]
+# The kernels, interpreted on the CPU: every block of threads costs time, so they are few and small.
+# D is padded to 128, T to a multiple of 16, N to 8 or 16 (and cut in groups beyond).
+KERNELS = [
+  Check(Case(17, "extreme", segments=True, chunk=None), "pallas_interpret", jnp.bfloat16),
+  Check(Case(3, "ordinary", chunk=None), "pallas_interpret"),
+]
+KERNEL_SWEEP = [
+  Check(
+    Case(T, strength, segments, n % 3 > 0, D, N, None, n % 4 > 0), "pallas_interpret", dtypes[n % 2]
+  )
+  for dtypes in [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)]
+  for n, (strength, segments, (T, D, N)) in enumerate(
+    itertools.product(
+      ("weak", "ordinary", "extreme", "lasting"),
+      (False, True),
+      [(1, 1, 1), (16, 130, 8), (33, 5, 16), (50, 3, 20)],
+    )
+  )
+]
 CHECKS = [
   *(Check(case) for case in CASES),
   *(Check(CASES[n], "associative") for n in (3, 6)),
   Check(CASES[3], dtype=jnp.bfloat16),
   Check(CASES[7], dtype=jnp.float16),
+  *KERNELS,
 ]
-SWEEP = [Check(case, form) for form in ("chunked", "associative") for case in MANY]
+SWEEP = [
+  *(Check(case, form) for form in ("chunked", "associative") for case in MANY),
+  *KERNEL_SWEEP,
+]

@@ -1,0 +1,41 @@
+"""The Longhorn scan on the Mosaic-GPU kernels: which arguments they take, and how they take them.
+
+Import this module where it is needed only (see `dispatch.kernels`).
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lnssm_jax.ops import channel_kernels
+from lnssm_jax.ops.longhorn_scan.gains import sum_of_others
+from lnssm_jax.ops.longhorn_scan.state import LonghornState
+from pallas_kernels.longhorn_scan.cell import Cell
+
+
+def obstacle(x, beta, k, q, skip, state, segments, *, chunk_size=None):
+  """Why the kernels cannot run these arguments on any device, or None."""
+  del skip, segments, chunk_size
+  return channel_kernels.obstacle({"x": x, "beta": beta, "k": k, "q": q}, state.memory)
+
+
+def worthwhile(x, *args, **options):
+  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
+  del args, options
+  return channel_kernels.worthwhile(x)
+
+
+def run(x, beta, k, q, skip, state, segments, *, chunk_size=None, parts=None, interpret=None):
+  """Arguments as in `reference.py`."""
+  del chunk_size
+  squares = jnp.square(k.astype(jnp.float32))
+  arrays = {"x": x, "rate": beta, "k": k, "q": q}
+  arrays |= {"others": sum_of_others(squares), "norm": jnp.sum(squares, axis=-1)}
+  cell = Cell(exact=x.dtype == jnp.float32 or channel_kernels.is_cut(k.shape[-1]))
+  options = {"parts": parts, "interpret": interpret}
+  out, memory = channel_kernels.run(cell, arrays, skip, state.memory, segments, **options)
+  return out, LonghornState(memory)
+
+
+interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

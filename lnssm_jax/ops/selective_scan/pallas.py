@@ -1,0 +1,38 @@
+"""The selective scan on the Mosaic-GPU kernels: which arguments they take, and how they take them.
+
+Import this module where it is needed only (see `dispatch.kernels`).
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lnssm_jax.ops import channel_kernels
+from lnssm_jax.ops.selective_scan.state import SelectiveState
+from pallas_kernels.selective_scan.cell import Cell
+
+
+def obstacle(x, dt, a, b, c, skip, state, segments, *, chunk_size=None):
+  """Why the kernels cannot run these arguments on any device, or None."""
+  del skip, segments, chunk_size
+  return channel_kernels.obstacle({"x": x, "dt": dt, "a": a, "b": b, "c": c}, state.ssm)
+
+
+def worthwhile(x, *args, **options):
+  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
+  del args, options
+  return channel_kernels.worthwhile(x)
+
+
+def run(x, dt, a, b, c, skip, state, segments, *, chunk_size=None, parts=None, interpret=None):
+  """Arguments as in `reference.py`."""
+  del chunk_size
+  cell = Cell(exact=x.dtype == jnp.float32)
+  arrays = {"x": x, "rate": dt, "a": a, "b": b, "c": c}
+  options = {"parts": parts, "interpret": interpret}
+  out, ssm = channel_kernels.run(cell, arrays, skip, state.ssm, segments, **options)
+  return out, SelectiveState(ssm)
+
+
+interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

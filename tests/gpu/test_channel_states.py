@@ -1,0 +1,133 @@
+"""The kernels of the selective and the Longhorn scan on a Hopper GPU: `make test-gpu`.
+
+Everything is compared with the reference in float64, all gradients too.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from tests.gpu.hardware import assert_bits_repeat, fill_memory_with_nan
+from tests.ops import contract, promises
+from tests.ops.scans import SCANS
+from tests.ops.scans.channel_states import Case
+
+pytestmark = pytest.mark.gpu
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+BOTH = pytest.mark.parametrize("name", ["selective_scan", "longhorn_scan"])
+SMALL = [
+  (Case(1000, "lasting", D=4, N=4, chunk=None), F32),
+  (Case(1000, "extreme", segments=True, D=131, N=16, chunk=None), BF16),
+  (Case(1000, "extreme", segments=True, D=131, N=19, chunk=None), F32),
+  (Case(500, "ordinary", skip=False, D=300, N=64, chunk=None), BF16),
+  (Case(100, "weak", D=256, N=16, chunk=None), F32),
+  (Case(1, "extreme", D=3, N=1, chunk=None), BF16),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), SMALL, ids=str)
+@BOTH
+def test_values_and_gradients(name, case, dtype):
+  """Sequences of 1000 steps run in several parts."""
+  scan = SCANS[name]
+  inputs = scan.inputs(case)
+  dtypes = {n: dtype if n in scan.narrow else F32 for n in inputs}
+  call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
+  fill_memory_with_nan()
+  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas")
+  limit = contract.tolerance(dtype, case.T)
+  assert all(error <= limit for error in errors.values()), (limit, errors)
+
+
+def drawn(name, B, T, D, N):
+  """Inputs by name, made on the device."""
+  keys = iter(jax.random.split(jax.random.key(0), 8))
+  normal = lambda *shape: jax.random.normal(next(keys), shape)
+  inputs = {"x": normal(B, T, D).astype(BF16), "skip": normal(D)}
+  if name == "selective_scan":
+    steps = jax.random.uniform(next(keys), (B, T, D), minval=-6, maxval=0)
+    inputs |= {"dt": jnp.exp(steps).astype(BF16), "a": -jnp.exp(normal(D, N))}
+    keyed = "b", "c", "state.ssm"
+  else:
+    inputs["beta"] = jax.nn.sigmoid(normal(B, T, D)).astype(BF16)
+    keyed = "k", "q", "state.memory"
+  inputs |= {key: normal(B, T, N).astype(BF16) for key in keyed[:2]}
+  return inputs | {keyed[2]: normal(B, D, N)}
+
+
+def of_channels(arrays, channels):
+  """These channels alone: beside the keys' gradients, no channel depends on another."""
+  axes = {"x": 2, "dt": 2, "beta": 2, "out": 2, "a": 0, "skip": 0}
+  axes |= {"state.ssm": 1, "state.memory": 1, "state": 1}
+  return {n: jnp.take(x, channels, axis=axes[n]) if n in axes else x for n, x in arrays.items()}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def with_gradients(name, inputs, weights, implementation):
+  """The scan, and the gradients of the sum of its results with `weights`."""
+
+  def functional(inputs):
+    out, state = SCANS[name](Case(2, chunk=None), inputs, implementation=implementation)
+    results = {"out": out, "state": state[0]}
+    products = [jnp.sum(y.astype(weights[n].dtype) * weights[n]) for n, y in results.items()]
+    return sum(products), results
+
+  (_, results), gradients = jax.value_and_grad(functional, has_aux=True)(inputs)
+  return {"values": results, "gradients": gradients}
+
+
+@pytest.mark.parametrize("sizes", [(8, 2048, 4096, 16), (1, 8192, 2048, 16)], ids=str)
+@BOTH
+def test_models(name, sizes):
+  """A few channels against the reference; every bit of all, again and again.
+
+  Only the outputs of these channels have a weight, so that they alone make the keys' gradients.
+  """
+  B, T, D, N = sizes
+  inputs = drawn(name, *sizes)
+  channels = np.asarray([0, 1, 127, 128, D // 2 + 77, D - 1])
+  keys = jax.random.split(jax.random.key(1), 2)
+  shapes = {"out": (B, T, D), "state": (B, D, N)}
+  weights = {
+    n: jnp.round(8 * jax.random.normal(key, s)) / 8
+    for key, (n, s) in zip(keys, shapes.items(), strict=True)
+  }
+  chosen = jnp.zeros(D).at[channels].set(1.0)
+  weights = {"out": weights["out"] * chosen, "state": weights["state"] * chosen[:, None]}
+  fill_memory_with_nan()
+  first = with_gradients(name, inputs, weights, "pallas")
+  finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), first)
+  assert all(jax.tree.leaves(finite)), finite
+  assert_bits_repeat(lambda: with_gradients(name, inputs, weights, "pallas"), first)
+
+  with jax.enable_x64(True):
+    wide = lambda arrays: jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
+    exact, weights = (wide(of_channels(arrays, channels)) for arrays in (inputs, weights))
+    want = jax.tree.map(np.asarray, with_gradients(name, exact, weights, "reference"))
+  got = {kind: of_channels(arrays, channels) for kind, arrays in first.items()}
+  errors = contract.named_errors(jax.tree.map(np.asarray, got), want)
+  limit = contract.tolerance(BF16, T)
+  assert all(error <= limit for error in errors.values()), (limit, errors)
+
+
+@BOTH
+def test_several_problems_at_once(name):
+  """`vmap` runs the same kernels over a larger grid."""
+  inputs = [drawn(name, 2, 200, 256, 16) for _ in range(2)]
+  inputs[1] = jax.tree.map(lambda x: x[..., ::-1], inputs[1])
+  weights = {"out": jnp.ones((2, 200, 256)), "state": jnp.ones((2, 256, 16))}
+  run = lambda x: with_gradients(name, x, weights, "pallas")
+  stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+  promises.close(jax.vmap(run)(stack(*inputs)), stack(*map(run, inputs)))
+
+
+@BOTH
+def test_the_kernels_are_chosen(name):
+  scan = SCANS[name]
+  args, options = scan.bind(Case(2, chunk=None), drawn(name, 1, 2, 64, 8))
+  assert ops.supported(scan.function, *args, **options)[0] == "pallas"

@@ -1,0 +1,174 @@
+"""The kernels of the selective and the Longhorn scan: promises beside values, and their lowering.
+
+(Values and gradients: `KERNELS` in tests/ops/scans/channel_states.py.)
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.longhorn_scan import pallas as longhorn
+from lnssm_jax.ops.selective_scan import pallas as selective
+from pallas_kernels.channel_states import shapes
+from tests.kernels.test_lowering import kernels_in, recomputed_in_a_scan, total
+from tests.ops import contract
+from tests.ops.scans.channel_states import Case
+from tests.ops.scans.longhorn_scan import LONGHORN_SCAN
+from tests.ops.scans.selective_scan import SELECTIVE_SCAN
+
+SCANS = {"selective_scan": (SELECTIVE_SCAN, selective), "longhorn_scan": (LONGHORN_SCAN, longhorn)}
+F32, BF16 = jnp.float32, jnp.bfloat16
+BOTH = pytest.mark.parametrize("name", SCANS)
+
+
+def drawn(name, case, dtype=F32):
+  """The arguments of the public function."""
+  scan, _ = SCANS[name]
+  inputs = scan.inputs(case)
+  return scan.bind(
+    case, {n: jnp.asarray(x, dtype if n in scan.narrow else F32) for n, x in inputs.items()}
+  )
+
+
+def check(name, case, dtype, monkeypatch, **options):
+  """Values and all gradients, as the contract has it, of the kernels with `options`."""
+  scan, module = SCANS[name]
+  monkeypatch.setattr(module, "interpreted", functools.partial(module.interpreted, **options))
+  inputs = scan.inputs(case)
+  call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
+  dtypes = {n: dtype if n in scan.narrow else F32 for n in inputs}
+  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
+  limit = contract.tolerance(dtype, case.T)
+  assert all(error <= limit for error in errors.values()), (limit, errors)
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["selective_scan", pytest.param("longhorn_scan", marks=pytest.mark.slow)],
+)
+def test_states_in_groups(name, monkeypatch):
+  check(name, Case(2, D=2, N=17, state=False, chunk=None), BF16, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("segments", [False, True], ids=["whole", "segments"])
+@BOTH
+def test_sequences_in_parts(name, segments, monkeypatch):
+  case = Case(40, D=2, segments=segments, strength="extreme", chunk=None)
+  check(name, case, F32, monkeypatch, parts=2)
+
+
+def test_parts_give_every_multiprocessor_work():
+  assert shapes.parts(32, 2048, 4096, 4) == 1
+  assert shapes.parts(1, 65536, 4096, 4) == 8
+  assert shapes.parts(1, 512, 4096, 4) == 4
+  assert shapes.parts(1, 511, 4096, 4) == 1
+  assert shapes.parts(2, 65536, 4096, 8) == 1
+
+
+# Scan, dtype, N, segments, channels, parts.
+ALL = list(itertools.product(SCANS, (BF16, F32), (5, 16, 40), (False, True), (100, 512), (1, 4)))
+SOME = [
+  ("selective_scan", BF16, 16, False, 512, 1),
+  ("selective_scan", F32, 5, True, 100, 1),
+  ("longhorn_scan", BF16, 16, True, 512, 1),
+  ("longhorn_scan", F32, 16, False, 100, 4),
+]
+
+
+def lowers(name, dtype, N, segments, D, parts):
+  module = SCANS[name][1]
+  case = Case(256, D=D, N=N, segments=segments, chunk=None)
+  args, kwargs = drawn(name, case, dtype)
+  arrays = (args, {n: kwargs[n] for n in ("skip", "initial_state")})
+
+  def run(arrays):
+    args, options = arrays
+    checked, rest = dispatch._ARGUMENT_CHECKS[name](
+      *args, **options, segment_ids=kwargs["segment_ids"]
+    )
+    return module.run(*checked, **rest, parts=parts)
+
+  forward = kernels_in(run, arrays)
+  assert forward >= (1 if parts == 1 else 2)
+  # The forward kernel may be needed once more, for the states that it keeps.
+  assert kernels_in(jax.grad(lambda arrays: total(run(arrays))), arrays) >= 2 * forward
+
+
+@pytest.mark.parametrize("configuration", SOME, ids=str)
+def test_lowers(configuration):
+  lowers(*configuration)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", ALL, ids=str)
+def test_every_configuration_lowers(configuration):
+  lowers(*configuration)
+
+
+@pytest.mark.parametrize(
+  "transformed",
+  [
+    pytest.param(lambda loss: jax.vmap(jax.grad(loss)), id="vmap"),
+    pytest.param(recomputed_in_a_scan, id="scan", marks=pytest.mark.slow),
+  ],
+)
+def test_transformations_lower(transformed):
+  """Several problems at once, and one after the other with activations made anew, in 64 bits."""
+  with jax.enable_x64(True):
+    args, kwargs = drawn("longhorn_scan", Case(40, D=130, N=16), BF16)
+
+    def loss(x):
+      checked, _ = dispatch._ARGUMENT_CHECKS["longhorn_scan"](x, *args[1:], skip=kwargs["skip"])
+      return total(longhorn.run(*checked))
+
+    assert kernels_in(transformed(loss), jnp.stack([args[0]] * 3)) >= 2
+
+
+def test_lowers_under_shard_map():
+  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  spec = jax.sharding.PartitionSpec("data")
+  args, kwargs = drawn("selective_scan", Case(40, D=130, N=16), BF16)
+
+  def gradient(x, dt, b, c, parameters):
+    def loss(x, dt, b, c, parameters):
+      a, skip = parameters
+      checked, _ = dispatch._ARGUMENT_CHECKS["selective_scan"](x, dt, a, b, c, skip=skip)
+      return total(selective.run(*checked))
+
+    return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(x, dt, b, c, parameters)
+
+  x, dt, a, b, c = args
+  inputs = (x, dt, b, c, (a, kwargs["skip"]))
+  specs = (*[spec] * 4, jax.sharding.PartitionSpec())
+  sharded = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs)
+  traced = jax.eval_shape(sharded, *inputs)
+  assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)
+
+
+@BOTH
+def test_what_cannot_run_is_named(name):
+  args, kwargs = drawn(name, Case(5, D=2, N=4))
+  function = SCANS[name][0].function
+  with pytest.raises(NotImplementedError, match="x has dtype float16"):
+    function(args[0].astype(jnp.float16), *args[1:], implementation="pallas_interpret")
+  wide, options = drawn(name, Case(5, D=2, N=257))
+  with pytest.raises(NotImplementedError, match="257 states, and at most 256"):
+    function(*wide, **options, implementation="pallas_interpret")
+  with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
+    function(*args, **kwargs, implementation="pallas")
+  assert ops.supported(function, *args, **kwargs)[0] == "chunked"
+
+
+@BOTH
+def test_which_sizes_are_worthwhile(name):
+  _, module = SCANS[name]
+  for T, D, worth in [(2, 64, True), (1, 64, False), (2, 63, False)]:
+    args, kwargs = drawn(name, Case(T, D=D, N=4))
+    checked, options = dispatch._ARGUMENT_CHECKS[name](*args, **kwargs)
+    assert module.worthwhile(*checked, **options) == worth
