@@ -1,0 +1,102 @@
+"""A Flax Linen face for every mixer and for the language model: the same names, numbers and calls.
+
+    from lnssm_jax import linen
+
+    layer = linen.LNSSM(512, num_heads=4)           # the arguments of the NNX class, without rngs
+    variables = layer.init(key, x)
+    y, state = layer.apply(variables, x, layer.init_state(B), segment_ids)
+
+`variables["params"]` is the nested dictionary that `nnx.to_pure_dict` gives for the NNX module, so
+parameters go from one to the other as they are. Faces are ordinary Linen modules: `nn.scan`,
+`nn.remat` and `nn.vmap` lift them. Each mixer's has the name of its class (`MIXERS` has them by the
+mixer's name).
+"""
+
+import dataclasses
+import functools
+import inspect
+import types
+from typing import Any, ClassVar
+
+import jax
+from flax import linen as nn
+from flax import nnx
+
+from lnssm_jax.mixers import MIXERS as _NNX_MIXERS
+from lnssm_jax.models import LanguageModel as _NNXLanguageModel
+
+
+class Face(nn.Module):
+  """What all faces share; `wrapped` is the NNX class, whose arguments are the fields."""
+
+  wrapped: ClassVar[Any] = nnx.Module
+
+  def _arguments(self) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(self)]
+    return {name: getattr(self, name) for name in names if name not in ("parent", "name")}
+
+  def _split(self, key):
+    """(static part, nested dictionary of parameters) of a new NNX module."""
+    module = self.wrapped(**self._arguments(), rngs=nnx.Rngs(params=key))
+    graph, params = nnx.split(module, nnx.Param)
+    return graph, nnx.to_pure_dict(params)
+
+  def _abstract(self):
+    """The same without numbers: every call of the face rebuilds the module's static part."""
+    made = []
+
+    def params(key):
+      graph, tree = self._split(key)
+      made.append(graph)
+      return tree
+
+    shapes = jax.eval_shape(params, jax.random.key(0))
+    return made[0], shapes
+
+  @nn.compact
+  def __call__(self, *args, **kwargs):
+    """The NNX module's own call."""
+    graph, shapes = self._abstract()
+    key = self.make_rng("params") if self.is_initializing() else jax.random.key(0)
+    made = functools.cache(lambda: self._split(key)[1])  # all parameters from one key, at once
+    params = {name: self.param(name, lambda _, name=name: made()[name]) for name in shapes}
+    return nnx.merge(graph, params)(*args, **kwargs)
+
+  def init_state(self, batch_size: int):
+    """The state before the first token, as the NNX module has it."""
+    graph, shapes = self._abstract()
+    module: Any = nnx.merge(graph, shapes)
+    return module.init_state(batch_size)
+
+
+def face(module: type[nnx.Module]) -> type[Face]:
+  """The Linen face of an NNX class `module(dim, ..., rngs)` with a call and an `init_state`.
+
+  Its fields are the arguments of the constructor without `rngs`: what may be given by position
+  there may be so here.
+  """
+  arguments = dict(inspect.signature(module.__init__).parameters)
+  del arguments["self"], arguments["rngs"]
+  body: dict[str, Any] = {"wrapped": module, "__annotations__": {}, "__doc__": module.__doc__}
+  body["__module__"] = __name__
+  by_keyword = False
+  for name, argument in arguments.items():
+    if argument.kind is argument.KEYWORD_ONLY and not by_keyword:
+      body["__annotations__"]["_"], by_keyword = dataclasses.KW_ONLY, True
+    body["__annotations__"][name] = Any
+    if argument.default is not argument.empty:
+      body[name] = argument.default
+  return types.new_class(module.__name__, (Face,), exec_body=lambda names: names.update(body))
+
+
+MIXERS: dict[str, type[Face]] = {name: face(mixer) for name, mixer in _NNX_MIXERS.items()}
+LanguageModel = face(_NNXLanguageModel)
+
+_BY_CLASS = {mixer.__name__: mixer for mixer in MIXERS.values()}
+__all__ = ["MIXERS", "Face", "LanguageModel", "face", *sorted(_BY_CLASS)]
+
+
+def __getattr__(name: str) -> type[Face]:
+  if name in _BY_CLASS:
+    return _BY_CLASS[name]
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
