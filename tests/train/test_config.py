@@ -1,12 +1,15 @@
 """Settings: what they accept, what they say when they refuse, and their round trip."""
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
+from lnssm_jax.models import count_parameters
 from train import overrides
 from train.config import (
   ConfigError,
@@ -20,6 +23,7 @@ from train.config import (
   load_config,
   to_dict,
 )
+from train.step import build_model
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -336,3 +340,19 @@ def test_a_missing_config_file_names_its_neighbours(tmp_path):
   (tmp_path / "there.py").write_text("")
   with pytest.raises(FileNotFoundError, match=r"no config file .*not\.py.*there\.py"):
     load_config(tmp_path / "not.py")
+
+
+@pytest.mark.parametrize(
+  ("name", "changes", "count"),
+  [
+    ("lnssm_72m", [], 71_963_648),
+    ("longhorn_128m", [], 128_563_968),
+    ("longhorn_128m", ["model.num_layers=48", "model.dim=1024"], 369_968_128),
+    ("longhorn_128m", ["model.mixer=mamba"], 129_153_792),
+  ],
+)
+def test_models_have_the_papers_sizes(name, changes, count):
+  """LNSSM, section 5; Longhorn (Liu et al. 2024), table 2."""
+  config = overrides.apply(load_config(ROOT / f"configs/{name}.py"), changes)
+  model = jax.eval_shape(functools.partial(build_model, config.model), jax.random.key(0))
+  assert count_parameters(model) == count
