@@ -23,9 +23,12 @@ def gradients(cell, inputs, *, tiles, chunk, together=None, stages=2, resets=Fal
   N, C = borders.shape[2], chunk
   M = T // C
   form = Tiles(N, *tiles)
-  wide, rows, number = form.channels, form.rows, form.number
+  wide, rows = form.channels, form.rows
   S, together = len(cell.sums), together or cell.together
   by_step = _sum_layout(N)
+  # Two blocks share the memory of a multiprocessor. With wide rates some of what could pass through
+  # shared memory goes directly: the borders in and the gradients of the rates out.
+  directly = inputs["rate"].dtype.itemsize > x.dtype.itemsize
   out_type = {
     "x": jax.ShapeDtypeStruct((B, T, D), x.dtype),
     "rate": jax.ShapeDtypeStruct((B, T, D), inputs["rate"].dtype),
@@ -39,10 +42,22 @@ def gradients(cell, inputs, *, tiles, chunk, together=None, stages=2, resets=Fal
     "history": plgpu.SMEM((C - 2, wide, N), borders.dtype),
     "sums": plgpu.SMEM((together * S, rows, N), jnp.float32),
     "x": plgpu.SMEM((C, wide), x.dtype),
-    "rate": plgpu.SMEM((C, wide), inputs["rate"].dtype),
   }
-  streams = [n for n in ("x", "rate", "d_out", *cell.keys, "scalars") if n in inputs]
-  channels_of = lambda name: name in ("x", "rate", "d_out")
+  if not directly:
+    scratch["rate"] = plgpu.SMEM((C, wide), inputs["rate"].dtype)
+  by_channel = "x", "rate", "d_out"
+  streams = [n for n in (*by_channel, *cell.keys, "scalars") if n in inputs]
+  if not directly:
+    streams.append("borders")
+
+  def spec(name, block):
+    """The block of a pipeline that goes back in time."""
+    if name == "borders":
+      return plgpu.BlockSpec((wide, N), lambda m: ((M - 1 - m) * (D // wide) + block, 0))
+    if name == "scalars":
+      return plgpu.BlockSpec((None, 2, C), lambda m: (M - 1 - m, 0, 0))
+    width = wide if name in by_channel else N
+    return plgpu.BlockSpec((C, width), lambda m: (M - 1 - m, 0))
 
   def body(ins, outs, s):
     row, block = lax.axis_index("row"), lax.axis_index("block")
@@ -53,8 +68,13 @@ def gradients(cell, inputs, *, tiles, chunk, together=None, stages=2, resets=Fal
     def chunk_step(index, *args):
       (m,) = index
       n = M - 1 - m
-      *blocks, border, carry = args
+      *blocks, carry = args
       refs = dict(zip(streams, blocks, strict=True))
+
+      def border():
+        if directly:
+          return form.load(ins["borders"].at[row], (n * (D // wide) + block) * wide)
+        return form.load(refs["borders"])
 
       def prepared(t):
         keys = cell.load_keys(form, refs, t)
@@ -83,7 +103,7 @@ def gradients(cell, inputs, *, tiles, chunk, together=None, stages=2, resets=Fal
 
       # What enters step t lies at t - 1, but for the first step, which the border enters, and the
       # last, which registers hold.
-      entered = lax.fori_loop(0, C - 2, keep, form.load(border))
+      entered = lax.fori_loop(0, C - 2, keep, border())
       entered = again(C - 2, entered)
       states = again(C - 1, entered)
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -106,12 +126,16 @@ def gradients(cell, inputs, *, tiles, chunk, together=None, stages=2, resets=Fal
           sums = [d_out * after[j], *sums]
           totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
           s["x"].at[t, place][...] = (d_x + skip[j] * d_outs[j]).astype(x.dtype)
-          s["rate"].at[t, place][...] = d_rate.astype(inputs["rate"].dtype)
+          d_rate = d_rate.astype(inputs["rate"].dtype)
+          if directly:
+            store_anywhere(outs["rate"].at[row, n * C + t, form.places(base)[j]], d_rate)
+          else:
+            s["rate"].at[t, place][...] = d_rate
           new[0].append(entering(first, passed))
           new[1].append([a + b for a, b in zip(d_parameters[j], d_parameter, strict=True)])
           new[2].append(d_skip[j] + d_outs[j] * xs[j])
-        for n, total in enumerate(cell.totals(form, keys, totals)):
-          s["sums"].at[sums_at + n][...] = total
+        for number, total in enumerate(cell.totals(form, keys, totals), sums_at):
+          s["sums"].at[number][...] = total
         return new[0], before, new[1], new[2]
 
       def several(i, carry, entered=None, at_border=False):
@@ -120,7 +144,7 @@ def gradients(cell, inputs, *, tiles, chunk, together=None, stages=2, resets=Fal
           if k == together - 1 and entered is not None:
             before = entered
           elif k == 0 and at_border:
-            before = form.load(border)
+            before = border()
           else:
             before = form.load(s["history"].at[t0 + k - 1])
           carry = back(t0 + k, carry, before, k * S)
@@ -138,31 +162,25 @@ def gradients(cell, inputs, *, tiles, chunk, together=None, stages=2, resets=Fal
       adjoints, _, d_parameters, d_skip = carry
       # Also orders the reads above before the pipeline's next copies into the same buffers.
       plgpu.commit_smem()
-      for name in ("x", "rate"):
+      for name in ("x",) if directly else ("x", "rate"):
         target = outs[name].at[row, pl.ds(n * C, C), pl.ds(base, wide)]
         plgpu.copy_smem_to_gmem(s[name], target)
       return adjoints, d_parameters, d_skip
 
     init = (
       form.load(ins["d_last"].at[row], base),
-      [[form.zeros() for _ in cell.parameters] for _ in range(number)],
-      [form.no_channels() for _ in range(number)],
+      [[form.zeros() for _ in cell.parameters] for _ in range(form.number)],
+      [form.no_channels() for _ in range(form.number)],
     )
-    specs = []
-    for name in streams:
-      if name == "scalars":
-        specs.append(plgpu.BlockSpec((None, 2, C), lambda m: (M - 1 - m, 0, 0)))
-        continue
-      width = wide if channels_of(name) else inputs[name].shape[2]
-      specs.append(plgpu.BlockSpec((C, width), lambda m: (M - 1 - m, 0)))
-    specs.append(plgpu.BlockSpec((wide, N), lambda m: ((M - 1 - m) * (D // wide) + block, 0)))
-    slices = []
-    for name in streams:
-      ref = ins[name].at[row]
-      slices.append(ref.at[:, pl.ds(base, wide)] if channels_of(name) else ref)
-    slices.append(ins["borders"].at[row])
+    slices = [
+      ins[n].at[row, :, pl.ds(base, wide)] if n in by_channel else ins[n].at[row] for n in streams
+    ]
     adjoints, d_parameters, d_skip = plgpu.emit_pipeline(
-      chunk_step, grid=(M,), max_concurrent_steps=min(stages, M), init_carry=init, in_specs=specs
+      chunk_step,
+      grid=(M,),
+      max_concurrent_steps=min(stages, M),
+      init_carry=init,
+      in_specs=[spec(name, block) for name in streams],
     )(*slices)
     for j, place in enumerate(form.places(base)):
       store_anywhere(outs["initial"].at[row, place], adjoints[j])

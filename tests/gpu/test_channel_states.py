@@ -44,17 +44,17 @@ def test_values_and_gradients(name, case, dtype):
   assert all(error <= limit for error in errors.values()), (limit, errors)
 
 
-def drawn(name, B, T, D, N):
+def drawn(name, B, T, D, N, rates=BF16):
   """Inputs by name, made on the device."""
   keys = iter(jax.random.split(jax.random.key(0), 8))
   normal = lambda *shape: jax.random.normal(next(keys), shape)
   inputs = {"x": normal(B, T, D).astype(BF16), "skip": normal(D)}
   if name == "selective_scan":
     steps = jax.random.uniform(next(keys), (B, T, D), minval=-6, maxval=0)
-    inputs |= {"dt": jnp.exp(steps).astype(BF16), "a": -jnp.exp(normal(D, N))}
+    inputs |= {"dt": jnp.exp(steps).astype(rates), "a": -jnp.exp(normal(D, N))}
     keyed = "b", "c", "state.ssm"
   else:
-    inputs["beta"] = jax.nn.sigmoid(normal(B, T, D)).astype(BF16)
+    inputs["beta"] = jax.nn.sigmoid(normal(B, T, D)).astype(rates)
     keyed = "k", "q", "state.memory"
   inputs |= {key: normal(B, T, N).astype(BF16) for key in keyed[:2]}
   return inputs | {keyed[2]: normal(B, D, N)}
@@ -81,15 +81,19 @@ def with_gradients(name, inputs, weights, implementation):
   return {"values": results, "gradients": gradients}
 
 
-@pytest.mark.parametrize("sizes", [(8, 2048, 4096, 16), (1, 8192, 2048, 16)], ids=str)
+# Rates come in float32 from the mixers.
+MODELS = [((8, 2048, 4096, 16), BF16), ((8, 2048, 4096, 16), F32), ((1, 8192, 2048, 16), BF16)]
+
+
+@pytest.mark.parametrize(("sizes", "rates"), MODELS, ids=str)
 @BOTH
-def test_models(name, sizes):
+def test_models(name, sizes, rates):
   """A few channels against the reference; every bit of all, again and again.
 
   Only the outputs of these channels have a weight, so that they alone make the keys' gradients.
   """
   B, T, D, N = sizes
-  inputs = drawn(name, *sizes)
+  inputs = drawn(name, *sizes, rates)
   channels = np.asarray([0, 1, 127, 128, D // 2 + 77, D - 1])
   keys = jax.random.split(jax.random.key(1), 2)
   shapes = {"out": (B, T, D), "state": (B, D, N)}

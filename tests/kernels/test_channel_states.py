@@ -23,36 +23,47 @@ from tests.ops.scans.selective_scan import SELECTIVE_SCAN
 
 SCANS = {"selective_scan": (SELECTIVE_SCAN, selective), "longhorn_scan": (LONGHORN_SCAN, longhorn)}
 F32, BF16 = jnp.float32, jnp.bfloat16
+NARROW = BF16, BF16
 BOTH = pytest.mark.parametrize("name", SCANS)
 
 
-def drawn(name, case, dtype=F32):
+def dtypes_of(scan, inputs, dtypes):
+  """`dtypes`: of x and keys, and of rates (dt or beta); all else is float32."""
+  narrow, rates = dtypes
+  own = {"dt": rates, "beta": rates}
+  return {n: own.get(n, narrow) if n in scan.narrow else F32 for n in inputs}
+
+
+def drawn(name, case, dtypes=(F32, F32)):
   """The arguments of the public function."""
   scan, _ = SCANS[name]
   inputs = scan.inputs(case)
-  return scan.bind(
-    case, {n: jnp.asarray(x, dtype if n in scan.narrow else F32) for n, x in inputs.items()}
-  )
+  return scan.bind(case, jax.tree.map(jnp.asarray, inputs, dtypes_of(scan, inputs, dtypes)))
 
 
-def check(name, case, dtype, monkeypatch, **options):
+def check(name, case, dtypes, monkeypatch, **options):
   """Values and all gradients, as the contract has it, of the kernels with `options`."""
   scan, module = SCANS[name]
   monkeypatch.setattr(module, "interpreted", functools.partial(module.interpreted, **options))
   inputs = scan.inputs(case)
   call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
-  dtypes = {n: dtype if n in scan.narrow else F32 for n in inputs}
-  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
-  limit = contract.tolerance(dtype, case.T)
+  given = dtypes_of(scan, inputs, dtypes)
+  errors = contract.errors_against_reference(call, inputs, given, "pallas_interpret")
+  limit = contract.tolerance(dtypes[0], case.T)
   assert all(error <= limit for error in errors.values()), (limit, errors)
 
 
-@pytest.mark.parametrize(
-  "name",
-  ["selective_scan", pytest.param("longhorn_scan", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@BOTH
 def test_states_in_groups(name, monkeypatch):
-  check(name, Case(2, D=2, N=17, state=False, chunk=None), BF16, monkeypatch)
+  check(name, Case(2, D=2, N=17, state=False, chunk=None), NARROW, monkeypatch)
+
+
+@pytest.mark.slow
+@BOTH
+def test_wide_rates(name, monkeypatch):
+  """As mixers pass them: in float32, and all else in bfloat16."""
+  check(name, Case(17, D=2, segments=True, chunk=None), (BF16, F32), monkeypatch)
 
 
 @pytest.mark.slow
@@ -60,7 +71,7 @@ def test_states_in_groups(name, monkeypatch):
 @BOTH
 def test_sequences_in_parts(name, segments, monkeypatch):
   case = Case(40, D=2, segments=segments, strength="extreme", chunk=None)
-  check(name, case, F32, monkeypatch, parts=2)
+  check(name, case, (F32, F32), monkeypatch, parts=2)
 
 
 def test_parts_give_every_multiprocessor_work():
@@ -71,20 +82,21 @@ def test_parts_give_every_multiprocessor_work():
   assert shapes.parts(2, 65536, 4096, 8) == 1
 
 
-# Scan, dtype, N, segments, channels, parts.
-ALL = list(itertools.product(SCANS, (BF16, F32), (5, 16, 40), (False, True), (100, 512), (1, 4)))
+# Scan, dtypes, N, segments, channels, parts.
+DTYPES = {"bfloat16": NARROW, "float32": (F32, F32), "wide rates": (BF16, F32)}
+ALL = list(itertools.product(SCANS, DTYPES, (5, 16, 40), (False, True), (100, 512), (1, 4)))
 SOME = [
-  ("selective_scan", BF16, 16, False, 512, 1),
-  ("selective_scan", F32, 5, True, 100, 1),
-  ("longhorn_scan", BF16, 16, True, 512, 1),
-  ("longhorn_scan", F32, 16, False, 100, 4),
+  ("selective_scan", "bfloat16", 16, False, 512, 1),
+  ("selective_scan", "wide rates", 40, True, 100, 1),
+  ("longhorn_scan", "bfloat16", 16, True, 512, 1),
+  ("longhorn_scan", "float32", 16, False, 100, 4),
 ]
 
 
-def lowers(name, dtype, N, segments, D, parts):
+def lowers(name, dtypes, N, segments, D, parts):
   module = SCANS[name][1]
   case = Case(256, D=D, N=N, segments=segments, chunk=None)
-  args, kwargs = drawn(name, case, dtype)
+  args, kwargs = drawn(name, case, DTYPES[dtypes])
   arrays = (args, {n: kwargs[n] for n in ("skip", "initial_state")})
 
   def run(arrays):
@@ -121,7 +133,7 @@ def test_every_configuration_lowers(configuration):
 def test_transformations_lower(transformed):
   """Several problems at once, and one after the other with activations made anew, in 64 bits."""
   with jax.enable_x64(True):
-    args, kwargs = drawn("longhorn_scan", Case(40, D=130, N=16), BF16)
+    args, kwargs = drawn("longhorn_scan", Case(40, D=130, N=16), NARROW)
 
     def loss(x):
       checked, _ = dispatch._ARGUMENT_CHECKS["longhorn_scan"](x, *args[1:], skip=kwargs["skip"])
@@ -133,7 +145,7 @@ def test_transformations_lower(transformed):
 def test_lowers_under_shard_map():
   mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   spec = jax.sharding.PartitionSpec("data")
-  args, kwargs = drawn("selective_scan", Case(40, D=130, N=16), BF16)
+  args, kwargs = drawn("selective_scan", Case(40, D=130, N=16), NARROW)
 
   def gradient(x, dt, b, c, parameters):
     def loss(x, dt, b, c, parameters):
