@@ -19,6 +19,7 @@ from lnssm_jax.mixers.griffin import RGLRU, RGLRUState
 from lnssm_jax.mixers.gsa import GSA, GSAState
 from lnssm_jax.mixers.hgrn import HGRN, HGRN2, LRN
 from lnssm_jax.mixers.kernel_attention import Based, LinearAttention, NormalizedAttention
+from lnssm_jax.mixers.lln import LLN, LLNState
 from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
 from lnssm_jax.mixers.longhorn import (
   Longhorn,
@@ -43,6 +44,7 @@ MIXERS: dict[str, type[Any]] = {
   "hgrn": HGRN,
   "hgrn2": HGRN2,
   "linear_attention": LinearAttention,
+  "lln": LLN,
   "lnssm": LNSSM,
   "longhorn": Longhorn,
   "longhorn_exact": LonghornExact,
@@ -70,6 +72,7 @@ __all__ = [
   "GSA",
   "HGRN",
   "HGRN2",
+  "LLN",
   "LNSSM",
   "LRN",
   "MIXERS",
@@ -87,6 +90,7 @@ __all__ = [
   "GSAState",
   "GateLoop",
   "GatedDeltaNet",
+  "LLNState",
   "LNSSMState",
   "LinearAttention",
   "Longhorn",
