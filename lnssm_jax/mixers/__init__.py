@@ -29,12 +29,14 @@ from lnssm_jax.mixers.longhorn import (
 )
 from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
 from lnssm_jax.mixers.metala import MetaLA, MetaLAState
+from lnssm_jax.mixers.positional_attention import LRPE, CosFormer, PositionalState
 from lnssm_jax.mixers.qlstm import QLSTM, QLSTMReversed, QLSTMState
 from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
 from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAttention
 
 MIXERS: dict[str, type[Any]] = {
   "based": Based,
+  "cosformer": CosFormer,
   "delta_net": DeltaNet,
   "dss": DSS,
   "gated_delta_net": GatedDeltaNet,
@@ -49,6 +51,7 @@ MIXERS: dict[str, type[Any]] = {
   "longhorn": Longhorn,
   "longhorn_exact": LonghornExact,
   "lrn": LRN,
+  "lrpe": LRPE,
   "mamba": Mamba,
   "mamba2": Mamba2,
   "metala": MetaLA,
@@ -75,6 +78,7 @@ __all__ = [
   "LLN",
   "LNSSM",
   "LRN",
+  "LRPE",
   "MIXERS",
   "QLSTM",
   "RGLRU",
@@ -85,6 +89,7 @@ __all__ = [
   "S5",
   "Based",
   "ComplexState",
+  "CosFormer",
   "DeltaNet",
   "DeltaNetState",
   "GSAState",
@@ -104,6 +109,7 @@ __all__ = [
   "MetaLA",
   "MetaLAState",
   "NormalizedAttention",
+  "PositionalState",
   "QLSTMReversed",
   "QLSTMState",
   "RGLRUState",

@@ -22,6 +22,7 @@ from tests.mixers import (
   plain_longhorn,
   plain_mamba,
   plain_metala,
+  plain_positional_attention,
   plain_qlstm,
   plain_rwkv,
   plain_softmax_attention,
@@ -55,6 +56,9 @@ HEADS = {"num_heads": 2}
 
 TINY = {
   "based": Tiny(plain_kernel_attention.based, HEADS | {"key_dim": 3}, HEADS),
+  "cosformer": Tiny(
+    plain_positional_attention.cosformer, HEADS | {"max_length": 40}, HEADS | {"max_length": 40}
+  ),
   "delta_net": Tiny(plain_delta_net.delta_net, HEADS, HEADS),
   "dss": Tiny(plain_state_spaces.dss, {"state_dim": 3}),
   "gated_delta_net": Tiny(plain_delta_net.gated_delta_net, HEADS, HEADS),
@@ -69,6 +73,7 @@ TINY = {
   "longhorn": Tiny(plain_longhorn.longhorn, {"state_dim": 3}),
   "longhorn_exact": Tiny(plain_longhorn.longhorn_exact, {"state_dim": 3}),
   "lrn": Tiny(plain_hgrn.lrn),
+  "lrpe": Tiny(plain_positional_attention.lrpe, HEADS, HEADS),
   "mamba": Tiny(plain_mamba.mamba, {"state_dim": 3, "step_rank": 2}),
   "mamba2": Tiny(plain_mamba.mamba2, {"state_dim": 3, "head_dim": 4}, {"head_dim": 4}),
   "metala": Tiny(plain_metala.metala, HEADS, HEADS),

@@ -53,6 +53,7 @@ SIBLINGS = (
   "hgrn2",
   "longhorn_exact",
   "lrn",
+  "lrpe",
   "mamba",
   "normalized_attention",
   "qlstm",

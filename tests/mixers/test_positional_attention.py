@@ -1,0 +1,74 @@
+"""cosFormer and LRPE: the greatest length, empty sums, initial values, size, bad options."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax.mixers import LRPE, CosFormer
+from lnssm_jax.mixers.positional_attention import cosine_features
+from lnssm_jax.models import count_parameters
+from tests.mixers.plain_lnssm import apply, split
+from tests.mixers.tiny import DIM, inputs
+
+
+def test_cosine_features_multiply_to_the_cosine_of_the_distance():
+  q, k = inputs(1, 5, seed=3)[:, :, None], inputs(1, 5, seed=4)[:, :, None]
+  theta, t = np.linspace(0.1, 2, DIM)[None], np.arange(5)[None]
+  got = jnp.einsum("bthk,bshk->bts", *(cosine_features(z, t, jnp.float32(theta)) for z in (q, k)))
+  lag = (t.T - t)[..., None]
+  want = np.sum(np.float64(q[0]) * np.float64(k[0, None, :, 0]) * np.cos(lag * theta), axis=-1)
+  np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cosformer_reaches_its_greatest_length_but_not_further():
+  mixer, x = CosFormer(DIM, num_heads=2, max_length=6, rngs=nnx.Rngs(0)), inputs(2, 7)
+  with pytest.raises(ValueError, match=r"CosFormer: x has 7 steps after 0 .* max_length=6"):
+    mixer(x)
+  segment_ids = jnp.repeat(jnp.array([[1, 2]] * 2), jnp.array([1, 6]), 1, total_repeat_length=7)
+  out, state = apply(mixer, x, None, segment_ids)
+  assert np.isfinite(out).all()
+  with pytest.raises(ValueError, match=r"x has 7 steps after 6 others"):
+    mixer(x, state)
+  out, _ = apply(mixer, x, state)
+  assert np.isnan(out).all()
+
+
+def test_a_cosformer_without_positive_keys_reads_zero():
+  """And has finite gradients: nothing is divided by nothing."""
+  mixer = CosFormer(DIM, num_heads=2, rngs=nnx.Rngs(0))
+  mixer.k_proj.kernel = nnx.Param(-jnp.ones((DIM, DIM)))
+  x = jnp.abs(inputs(1, 4))
+  loss = lambda mixer: jnp.sum(jnp.abs(mixer(x)[0]))
+  value, gradient = jax.jit(jax.value_and_grad(loss))(mixer)
+  assert value == 0
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_angles_start_geometric_over_all_channels():
+  theta = split(LRPE(DIM, num_heads=2, rngs=nnx.Rngs(0)))[1]["theta"]
+  np.testing.assert_allclose(theta, 10000.0 ** (-np.arange(8) / 4), rtol=1e-5)
+
+
+def test_parameters_are_counted_by_a_formula():
+  D = 64
+  count = lambda cls, **k: count_parameters(
+    jax.eval_shape(lambda: cls(D, num_heads=4, rngs=nnx.Rngs(0), **k))
+  )
+  assert count(CosFormer) == 4 * D**2
+  assert count(LRPE) == 4 * D**2 + 3 * D
+  assert count(LRPE, use_bias=True) == 4 * D**2 + 7 * D
+
+
+@pytest.mark.parametrize(
+  "cls, options, message",
+  [
+    (CosFormer, {"num_heads": 3}, "dim=8 is not a multiple of num_heads=3"),
+    (CosFormer, {"num_heads": 2, "max_length": 0}, "max_length=0 must"),
+    (LRPE, {"num_heads": 2, "num_layers": 0}, "num_layers=0 must"),
+  ],
+)
+def test_bad_options_are_named(cls, options, message):
+  with pytest.raises(ValueError, match=message):
+    cls(8, **options, rngs=nnx.Rngs(0))
