@@ -26,7 +26,7 @@ RULES: Rules = (
   (r"head/kernel", ("fsdp", None)),  # [D, vocab]
   (r"channel_mixer/(up|gate)/kernel", ("fsdp", None)),  # [D, hidden]
   (r"channel_mixer/down/kernel", (None, "fsdp")),  # [hidden, D]
-  (r"mixer/(o|dt|beta|decay_up)_proj/kernel", (None, "fsdp")),  # [any, D]
+  (r"mixer/(o|dt|beta|decay_up|gate_up)_proj/kernel", (None, "fsdp")),  # [any, D]
   (r"mixer/\w+_proj/kernel", ("fsdp", None)),  # [D, any]
   (r"mixer/mix_up", (None, None, "fsdp")),  # [5, rank, D]
   (r"mixer/\w+_gate/kernel", (None, "fsdp", None)),  # [H, D / H, D / H]
@@ -37,7 +37,7 @@ RULES: Rules = (
   (r"\w*norm/(scale|bias)", (None,)),
   (r"mixer/(\w*conv|\w+_gate)/bias", (None,)),
   (r"mixer/(theta|alpha|log_dt|pole_log|pole_imag)", (None,)),
-  (r"mixer/(mu_[a-z]|gamma|w|u|skip|log_rate|decay_rate|bound|\w+_(bias|gain))", (None,)),
+  (r"mixer/(mu_[a-z]|gamma|w|u|skip|(fixed_)?log_rate|decay_rate|bound|\w+_(bias|gain))", (None,)),
 )
 
 

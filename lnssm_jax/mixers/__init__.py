@@ -33,6 +33,7 @@ from lnssm_jax.mixers.positional_attention import LRPE, CosFormer, PositionalSta
 from lnssm_jax.mixers.qlstm import QLSTM, QLSTMReversed, QLSTMState
 from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
 from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAttention
+from lnssm_jax.mixers.tnl import TNL, TNLState
 
 MIXERS: dict[str, type[Any]] = {
   "based": Based,
@@ -67,6 +68,7 @@ MIXERS: dict[str, type[Any]] = {
   "s5": S5,
   "sliding_window_attention": SlidingWindowAttention,
   "softmax_attention": SoftmaxAttention,
+  "tnl": TNL,
 }
 
 __all__ = [
@@ -87,6 +89,7 @@ __all__ = [
   "RWKV6",
   "S4D",
   "S5",
+  "TNL",
   "Based",
   "ComplexState",
   "CosFormer",
@@ -119,4 +122,5 @@ __all__ = [
   "RetNetState",
   "SlidingWindowAttention",
   "SoftmaxAttention",
+  "TNLState",
 ]

@@ -27,6 +27,7 @@ from tests.mixers import (
   plain_rwkv,
   plain_softmax_attention,
   plain_state_spaces,
+  plain_tnl,
 )
 from tests.mixers.plain_lnssm import float64_params, plain_lnssm, split
 
@@ -96,6 +97,7 @@ TINY = {
   "softmax_attention": Tiny(
     plain_softmax_attention.softmax_attention, HEADS | {"max_length": 32}, HEADS, cache=True
   ),
+  "tnl": Tiny(plain_tnl.tnl, HEADS, HEADS),
 }
 
 

@@ -1,0 +1,160 @@
+"""TransNormerLLM's linear attention: one constant decay per head, slower in upper layers."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lnssm_jax.mixers.checks import (
+  check_call,
+  check_choice,
+  check_heads,
+  check_layer,
+  check_positive,
+)
+from lnssm_jax.mixers.initializers import uniform_fan_in
+from lnssm_jax.mixers.layers import group_norm, linear, merge_heads, split_heads, wide
+from lnssm_jax.mixers.positional_attention import cosine_features
+from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.ops.attention.state import steps_of
+from lnssm_jax.ops.checks import segment_index
+
+POSITIONS = ("lrpe", "none")
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+  """s [H] float64, geometric from 2^(-8 / H) to 2^-8 if H is a power of two.
+
+  Otherwise those of the next lower power of two, then every second one of the next higher.
+  Source: ALiBi (Press et al. 2022), section 3, and its published code.
+  """
+  lower = 1 << (num_heads.bit_length() - 1)
+  slopes = lambda n: 2.0 ** (-8.0 * np.arange(1, n + 1) / n)
+  return np.concatenate([slopes(lower), slopes(2 * lower)[::2][: num_heads - lower]])
+
+
+class TNLState(NamedTuple):
+  """What a layer remembers of a sequence."""
+
+  memory: LinearAttentionState  # kv [B, H, 2 K, V] float32; K in place of 2 K without LRPE
+  position: jax.Array  # [B] int32, the number of tokens of the segment so far
+
+
+class TNL(nnx.Module):
+  r"""TransNormerLLM's token mixer (lightning attention): decay by head and layer, gated output.
+
+      q_t = silu(W_q x_t),  k_t = silu(W_k x_t),  v_t = silu(W_v x_t)
+      S_t = exp(-s_h (1 - layer / (num_layers - 1) + 1e-5)) S_{t-1} + k_t v_t^T     for each head h
+      y_t = S_t^T q_t,      out_t = W_o (sigmoid(U_g W_g x_t) * LayerNorm(y_t))
+
+  s_h are the slopes of ALiBi: low heads forget, and the last layer hardly does. The norm goes over
+  all D channels, with scale and bias.
+
+  positions="lrpe" puts in place of q_t . k_s the sum over channels of q_i k_i cos((t - s) theta_i),
+  by features of width 2 K. In the first layer theta, which is learned, starts at 10000^(-i / K); in
+  the others it is zero, and stays so because its gradient is: they have no positions, as published.
+  Their parameters and states have the same shapes, so that layers can be stacked.
+
+  The decays are not learned: they are parameters, whose gradient is zero, only because they differ
+  between layers.
+
+  Args:
+    dim: D, the width; a multiple of `num_heads`. K = V = D / H.
+    num_heads: H.
+    layer, num_layers: where the layer stands in its model. `layer` counts from 0 and may be traced.
+      A model of one layer has the decays of a first layer.
+    positions: "lrpe", or "none" in every layer, with half the state.
+    gate_rank: the width of W_g x; None means K.
+    dtype: of the projections and of q, k, v; decays, norm, the state and sums are float32.
+    param_dtype: of the parameters.
+
+  Cutting a sequence anywhere and passing the state on gives the same result as one call.
+
+  Raises:
+    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or `positions` is
+      unknown.
+
+  Sources: TransNormerLLM (Qin et al. 2023), sections 3.1-3.2; activations, norm and gate as its
+  authors' code has them. Kernels start uniform within 1 / sqrt(inputs), that framework's default.
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    num_heads: int,
+    layer: int | jax.Array = 0,
+    num_layers: int = 1,
+    positions: str = "lrpe",
+    gate_rank: int | None = None,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.head_dim = check_heads(dim, num_heads)
+    self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
+    check_layer(layer, num_layers)
+    check_choice("positions", positions, POSITIONS)
+    rank = self.head_dim if gate_rank is None else check_positive("gate_rank", gate_rank)
+
+    def projection(inputs=dim, outputs=dim):
+      init = uniform_fan_in(inputs)
+      return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    self.q_proj, self.k_proj, self.v_proj = projection(), projection(), projection()
+    self.gate_down_proj, self.gate_up_proj = projection(dim, rank), projection(rank, dim)
+    self.norm_gain = nnx.Param(jnp.ones(dim, param_dtype))
+    self.norm_bias = nnx.Param(jnp.zeros(dim, param_dtype))
+    self.o_proj = projection()
+    if positions == "none":
+      self.theta = None
+    else:
+      K = self.head_dim
+      theta = jnp.tile(10000.0 ** (-jnp.arange(K) / K), num_heads)
+      self.theta = nnx.Param(jnp.where(jnp.asarray(layer) == 0, theta, 0.0).astype(param_dtype))
+    height = jnp.asarray(layer, jnp.float32) / max(num_layers - 1, 1)
+    log_rate = jnp.log(alibi_slopes(num_heads)) + jnp.log(1 - height + 1e-5)
+    self.fixed_log_rate = nnx.Param(log_rate.astype(param_dtype))
+
+  def init_state(self, batch_size: int) -> TNLState:
+    """The state before the first token: zeros."""
+    B, H, K = check_positive("batch_size", batch_size), self.num_heads, self.head_dim
+    features = K if self.theta is None else 2 * K
+    kv = jnp.zeros((B, H, features, K), jnp.float32)
+    return TNLState(LinearAttentionState(kv, None), jnp.zeros(B, jnp.int32))
+
+  def __call__(
+    self,
+    x: jax.Array,  # [B, T, D]
+    state: TNLState | None = None,
+    segment_ids: jax.Array | None = None,  # [B, T] integer
+  ) -> tuple[jax.Array, TNLState]:
+    """Returns (out [B, T, D] in `dtype`, the state after the last token).
+
+    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
+
+    Raises:
+      ValueError: a shape or dtype is wrong; the message names the argument.
+    """
+    check_call(self, x, state, segment_ids)
+    B, T, _ = x.shape
+    memory, position = state if state is not None else (None, jnp.zeros(B, jnp.int32))
+    positions = steps_of(B, T, segment_index("TNL", segment_ids, B, T), position).position
+    stream = lambda projection: split_heads(jax.nn.silu(wide(projection(x))), self.num_heads)
+    q, k, v = stream(self.q_proj), stream(self.k_proj), stream(self.v_proj)
+    if self.theta is not None:
+      theta = self.theta[...].reshape(self.num_heads, self.head_dim)
+      q, k = cosine_features(q, positions, theta), cosine_features(k, positions, theta)
+    y, memory = linear_attention(
+      q.astype(self.dtype),
+      k.astype(self.dtype),
+      v.astype(self.dtype),
+      log_decay=-jnp.exp(wide(jax.lax.stop_gradient(self.fixed_log_rate[...]))),
+      initial_state=memory,
+      segment_ids=segment_ids,
+    )
+    y = group_norm(merge_heads(y)) * wide(self.norm_gain[...]) + wide(self.norm_bias[...])
+    gate = jax.nn.sigmoid(wide(self.gate_up_proj(self.gate_down_proj(x))))
+    return self.o_proj((gate * y).astype(self.dtype)), TNLState(memory, positions[:, -1] + 1)

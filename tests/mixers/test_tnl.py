@@ -1,0 +1,70 @@
+"""TransNormerLLM's mixer: slopes, decays and positions by layer, constants, size, bad options."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax.mixers import TNL
+from lnssm_jax.mixers.tnl import alibi_slopes
+from lnssm_jax.models import count_parameters
+from tests.mixers import plain_tnl
+from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
+from tests.mixers.tiny import DIM, inputs
+
+
+def make(**options):
+  return TNL(DIM, num_heads=2, rngs=nnx.Rngs(0), **options)
+
+
+def test_slopes():
+  np.testing.assert_allclose(alibi_slopes(1), [2**-8])
+  np.testing.assert_allclose(alibi_slopes(4), [1 / 4, 1 / 16, 1 / 64, 1 / 256])
+  np.testing.assert_allclose(alibi_slopes(6)[4:], [2**-1, 2**-3])  # of eight: 1/2, 1/4, 1/8 ...
+
+
+@pytest.mark.parametrize("layer, height", [(0, 1 + 1e-5), (1, 0.5 + 1e-5), (2, 1e-5)])
+def test_decays_are_slower_in_upper_layers(layer, height):
+  params = split(make(layer=layer, num_layers=3))[1]
+  want = np.array([2**-4, 2**-8]) * height
+  np.testing.assert_allclose(np.exp(params["fixed_log_rate"]), want, rtol=1e-5)
+
+
+def test_positions_are_those_of_the_first_layer_only():
+  """So it stays: the gradient of theta is zero elsewhere, and that of the decays everywhere."""
+  theta = split(make(layer=0, num_layers=3))[1]["theta"]
+  np.testing.assert_allclose(theta, np.tile(10000.0 ** -(np.arange(4) / 4), 2), rtol=1e-5)
+  mixer = make(layer=1, num_layers=3)
+  gradient = jax.jit(jax.grad(lambda mixer: jnp.sum(mixer(inputs(1, 4))[0] ** 2)))(mixer)
+  for name in ("theta", "fixed_log_rate"):
+    assert not np.any(getattr(gradient, name)[...])
+  assert not np.any(mixer.theta[...])
+  assert np.any(gradient.q_proj.kernel[...])
+
+
+def test_without_positions():
+  mixer, x = make(positions="none"), inputs(1, 9)
+  want = plain_tnl.tnl(float64_params(mixer), np.float64(x[0]), num_heads=2)
+  assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
+  assert mixer.init_state(1).memory.kv.shape == (1, 2, 4, 4)
+
+
+def test_parameters_are_counted_by_a_formula():
+  D, H = 64, 4
+  layer = jax.eval_shape(lambda: TNL(D, num_heads=H, rngs=nnx.Rngs(0)))
+  assert count_parameters(layer) == 4 * D**2 + 2 * D * D // H + 3 * D + H
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    ({"num_heads": 3}, "dim=8 is not a multiple of num_heads=3"),
+    ({"num_heads": 2, "positions": "lrp"}, "positions='lrp' is unknown; did you mean 'lrpe'"),
+    ({"num_heads": 2, "gate_rank": 0}, "gate_rank=0 must"),
+    ({"num_heads": 2, "layer": 2, "num_layers": 2}, "layer=2 must be .* num_layers=2"),
+  ],
+)
+def test_bad_options_are_named(options, message):
+  with pytest.raises(ValueError, match=message):
+    TNL(8, **options, rngs=nnx.Rngs(0))
