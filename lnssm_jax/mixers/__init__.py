@@ -15,6 +15,7 @@ from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.diagonal_state_spaces import DSS, S4D, S5
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
 from lnssm_jax.mixers.gateloop import GateLoop
+from lnssm_jax.mixers.gfw import GFW
 from lnssm_jax.mixers.griffin import RGLRU, RGLRUState
 from lnssm_jax.mixers.gsa import GSA, GSAState
 from lnssm_jax.mixers.hgrn import HGRN, HGRN2, LRN
@@ -42,6 +43,7 @@ MIXERS: dict[str, type[Any]] = {
   "dss": DSS,
   "gated_delta_net": GatedDeltaNet,
   "gateloop": GateLoop,
+  "gfw": GFW,
   "gla": GLA,
   "gsa": GSA,
   "hgrn": HGRN,
@@ -73,6 +75,7 @@ MIXERS: dict[str, type[Any]] = {
 
 __all__ = [
   "DSS",
+  "GFW",
   "GLA",
   "GSA",
   "HGRN",

@@ -13,6 +13,7 @@ from lnssm_jax.mixers import MIXERS
 from tests.mixers import (
   plain_delta_net,
   plain_gateloop,
+  plain_gfw,
   plain_griffin,
   plain_gsa,
   plain_hgrn,
@@ -64,6 +65,7 @@ TINY = {
   "dss": Tiny(plain_state_spaces.dss, {"state_dim": 3}),
   "gated_delta_net": Tiny(plain_delta_net.gated_delta_net, HEADS, HEADS),
   "gateloop": Tiny(plain_gateloop.gateloop, HEADS, HEADS),
+  "gfw": Tiny(plain_gfw.gfw, HEADS | {"key_dim": 3}, HEADS),
   "gla": Tiny(plain_linear_attention.gla, HEADS | {"gate_rank": 3}, HEADS),
   "gsa": Tiny(plain_gsa.gsa, HEADS | {"num_slots": 3}, HEADS),
   "hgrn": Tiny(plain_hgrn.hgrn),

@@ -49,6 +49,7 @@ SIBLINGS = (
   "dss",
   "gated_delta_net",
   "gateloop",
+  "gfw",
   "gla",
   "hgrn2",
   "longhorn_exact",
