@@ -10,6 +10,7 @@ from lnssm_jax.models.channel_mixers import (
   SwiGLU,
 )
 from lnssm_jax.models.language_model import REMAT_POLICIES, LanguageModel, count_parameters
+from lnssm_jax.models.vision_model import VisionModel
 
 __all__ = [
   "CHANNEL_MIXERS",
@@ -23,5 +24,6 @@ __all__ = [
   "RWKV4ChannelMix",
   "RWKV6ChannelMix",
   "SwiGLU",
+  "VisionModel",
   "count_parameters",
 ]

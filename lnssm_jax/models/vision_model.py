@@ -1,0 +1,168 @@
+"""An image classifier: patches, read from both ends by any mixer.
+
+The layout is Vim's and ViL's: a class token in the middle of the patches, learned positions, and in
+each block a forward and a backward mixer whose mean is added to the residual stream.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lnssm_jax.mixers import MIXERS
+from lnssm_jax.mixers.checks import check_choice, check_heads, check_positive
+from lnssm_jax.models.block import NORMS, mixer_arguments
+from lnssm_jax.models.language_model import REMAT_POLICIES
+from lnssm_jax.ops.checks import check_floating, check_shape
+
+# What the two directions share where a mixer has it: the projections in and out of the block.
+SHARED = ("in_proj", "o_proj")
+
+
+class Bidirectional(nnx.Module):
+  """(mixer(x) + flip(mixer'(flip(x)))) / 2: [B, T, D] -> [B, T, D], without a state.
+
+  The two mixers have parameters of their own but for those in `shared`, which are the first's.
+  """
+
+  def __init__(self, mixer: str, dim: int, *, shared: Sequence[str], rngs: nnx.Rngs, **options):
+    new = lambda: MIXERS[mixer](dim, **options, rngs=rngs)
+    self.forward = new()
+    self.graph, params = nnx.split(new(), nnx.Param)
+    own = {name: leaf for name, leaf in nnx.to_pure_dict(params).items() if name not in shared}
+    self.backward = _parameters(own)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    plain = lambda module: nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    backward: Any = nnx.merge(self.graph, plain(self.forward) | plain(self.backward))
+    return (self.forward(x)[0] + backward(x[:, ::-1])[0][:, ::-1]) / 2
+
+
+def _parameters(tree: Mapping[str, Any]) -> nnx.Dict:
+  """A nested dictionary of arrays as one of parameters."""
+  inner = lambda leaf: _parameters(leaf) if isinstance(leaf, Mapping) else nnx.Param(leaf)
+  return nnx.Dict({name: inner(leaf) for name, leaf in tree.items()})
+
+
+class VisionBlock(nnx.Module):
+  """x + bidirectional(norm(x))."""
+
+  def __init__(self, mixer: str, dim: int, *, norm: str, dtype, param_dtype, rngs, **options):
+    self.norm = NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
+    options |= {"dtype": dtype, "param_dtype": param_dtype}
+    self.mixer = Bidirectional(mixer, dim, rngs=rngs, **options)
+    self.dtype = dtype
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return x + self.mixer(self.norm(x).astype(self.dtype))
+
+
+class VisionModel(nnx.Module):
+  """Images [B, height, width, channels] -> logits [B, num_classes] float32.
+
+      patches W + b, a class token put before patch P / 2, + positions -> num_layers blocks
+      -> norm -> the class token W + b
+
+  Args:
+    image_size: height and width, a multiple of `patch_size`.
+    patch_size, channels: a patch is `patch_size`^2 `channels` numbers; there are P of them.
+    dim, num_layers, num_heads, mixer, mixer_options, norm, remat: as for `LanguageModel`, with one
+      mixer; ViL-T has dim=192, ViL-S 384, both 24 layers and patches of 16 in images of 224.
+    dtype: of matrix products and the residual stream; norms and logits are float32.
+
+  Raises:
+    ValueError: a size is wrong or a name is unknown; the message says which.
+
+  Sources: Vim (Zhu et al. 2024), section 3; with Longhorn, ViL: Longhorn (Liu et al. 2024),
+  appendix. Token, positions and kernels outside the mixers start normal with a deviation of 0.02.
+  """
+
+  def __init__(
+    self,
+    *,
+    image_size: int,
+    patch_size: int,
+    num_classes: int,
+    dim: int,
+    num_layers: int,
+    channels: int = 3,
+    num_heads: int | None = None,
+    mixer: str = "longhorn",
+    mixer_options: Mapping[str, Any] | None = None,
+    norm: str = "rms",
+    remat: str = "none",
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    sizes = {"image_size": image_size, "patch_size": patch_size, "num_classes": num_classes}
+    sizes |= {"dim": dim, "num_layers": num_layers, "channels": channels}
+    for name, size in sizes.items():
+      check_positive(name, size)
+    if image_size % patch_size:
+      raise ValueError(
+        f"image_size={image_size} is not a multiple of patch_size={patch_size}; choose another."
+      )
+    arguments = mixer_arguments(check_choice("mixer", mixer, MIXERS))
+    check_choice("norm", norm, NORMS)
+    self.remat = check_choice("remat", remat, REMAT_POLICIES)
+    self.image_size, self.patch_size, self.channels = image_size, patch_size, channels
+    self.dtype = jnp.dtype(dtype)
+    options = dict(mixer_options or {})
+    if num_heads is not None and "num_heads" in arguments:
+      check_heads(dim, num_heads)
+      options["num_heads"] = num_heads
+    num_patches = (image_size // patch_size) ** 2
+
+    normal = nnx.initializers.normal(0.02)
+    linear = lambda inputs, outputs, dtype: nnx.Linear(
+      inputs, outputs, kernel_init=normal, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+    )
+    self.patch_embedding = linear(patch_size**2 * channels, dim, dtype)
+    self.class_token = nnx.Param(normal(rngs.params(), (dim,), param_dtype))
+    self.positions = nnx.Param(normal(rngs.params(), (num_patches + 1, dim), param_dtype))
+
+    def block(key, layer):
+      place = {"layer": layer, "num_layers": num_layers}
+      taken = {name: value for name, value in place.items() if name in arguments}
+      return VisionBlock(
+        *(mixer, dim),
+        shared=SHARED,
+        norm=norm,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        rngs=nnx.Rngs(key),
+        **options,
+        **taken,
+      )
+
+    keys = jax.random.split(rngs.params(), num_layers)
+    self.blocks = jax.vmap(block)(keys, jnp.arange(num_layers))
+    self.norm = NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
+    self.head = linear(dim, num_classes, jnp.float32)
+
+  def __call__(self, images: jax.Array) -> jax.Array:
+    """Logits [B, num_classes] float32 of images [B, height, width, channels], floating point."""
+    shape = (None, self.image_size, self.image_size, self.channels)
+    check_shape("VisionModel", "images", images, shape, "[B, height, width, channels]")
+    check_floating("VisionModel", "images", images)
+    x = self.patch_embedding(patches(images, self.patch_size).astype(self.dtype))
+    B, P, D = x.shape
+    token = jnp.broadcast_to(self.class_token[...].astype(self.dtype), (B, 1, D))
+    x = jnp.concatenate([x[:, : P // 2], token, x[:, P // 2 :]], axis=1)
+    x = x + self.positions[...].astype(self.dtype)
+
+    layer = lambda x, block: (block(x), None)
+    if (policy := REMAT_POLICIES[self.remat]) is not None:
+      layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    x, _ = jax.lax.scan(layer, x, self.blocks)
+    return self.head(self.norm(x[:, P // 2]))
+
+
+def patches(images: jax.Array, size: int) -> jax.Array:
+  """[B, H, W, C] -> [B, H W / size^2, size^2 C], patches by rows, as are a patch's pixels."""
+  B, H, W, C = images.shape
+  x = images.reshape(B, H // size, size, W // size, size, C)
+  return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, -1, size * size * C)

@@ -1,0 +1,104 @@
+"""The image classifier: sizes, directions, shared projections, what it is told wrongly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks import mnist
+from lnssm_jax.mixers import MIXERS
+from lnssm_jax.models import VisionModel, count_parameters
+from lnssm_jax.models.vision_model import SHARED, Bidirectional, patches
+from tests.mixers.plain_lnssm import relative_error, split
+
+SMALL = {"image_size": 6, "patch_size": 2, "num_classes": 3, "dim": 8, "num_layers": 2}
+
+
+@pytest.mark.parametrize(
+  ("mixer", "dim", "count"),
+  [
+    ("longhorn", 192, 6_853_096),
+    ("longhorn", 384, 25_206_760),
+    ("mamba", 192, 7_148_008),
+    ("mamba", 384, 25_796_584),
+  ],
+)
+def test_sizes_of_the_papers(mixer, dim, count):
+  """7M and 26M parameters in Vim and ViL: 24 layers for images of 224 in patches of 16."""
+  sizes = {"image_size": 224, "patch_size": 16, "num_classes": 1000, "num_layers": 24}
+  build = lambda: VisionModel(**sizes, dim=dim, mixer=mixer, rngs=nnx.Rngs(0))
+  assert count_parameters(jax.eval_shape(build)) == count
+
+
+def test_patches_are_squares_by_rows():
+  image = jnp.arange(2 * 4 * 6 * 3.0).reshape(2, 4, 6, 3)
+  got = patches(image, 2)
+  assert got.shape == (2, 6, 12)
+  np.testing.assert_array_equal(got[1, 4], image[1, 2:4, 2:4].reshape(-1))
+
+
+def test_both_directions_have_their_own_parameters_but_for_the_projections():
+  bidirectional = jax.jit(
+    lambda: Bidirectional("longhorn", 8, shared=SHARED, state_dim=3, rngs=nnx.Rngs(0))
+  )()
+  graph, params = split(bidirectional)
+  assert set(params["forward"]) - set(params["backward"]) == set(SHARED)
+  params = jax.tree.map(
+    lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
+  )
+  x = jax.random.normal(jax.random.key(0), (2, 5, 8))
+  alone = split(MIXERS["longhorn"](8, state_dim=3, rngs=nnx.Rngs(0)))[0]
+  run = jax.jit(lambda params, x: nnx.merge(alone, params)(x)[0])
+  backward = params["backward"] | {name: params["forward"][name] for name in SHARED}
+  want = (run(params["forward"], x) + run(backward, x[:, ::-1])[:, ::-1]) / 2
+  got = jax.jit(lambda params, x: nnx.merge(graph, params)(x))(params, x)
+  assert relative_error(got, want) < 1e-6
+  # A later patch reaches an earlier one.
+  moved = jax.jit(lambda params, x: nnx.merge(graph, params)(x))(params, x.at[:, -1].add(1.0))
+  assert not np.allclose(moved[:, 0], got[:, 0])
+
+
+@pytest.mark.parametrize("mixer", ["longhorn", pytest.param("lnssm", marks=pytest.mark.slow)])
+def test_a_model_classifies_and_has_gradients(mixer):
+  build = lambda: VisionModel(**SMALL, num_heads=2, mixer=mixer, rngs=nnx.Rngs(0))
+  model = jax.jit(build)()
+  images = jax.random.normal(jax.random.key(0), (4, 6, 6, 3))
+  loss = lambda model: jnp.square(model(images) - 1).mean()
+  logits = jax.eval_shape(lambda model: model(images), model)
+  assert (logits.shape, logits.dtype) == ((4, 3), jnp.float32)
+  gradients = jax.jit(jax.grad(loss))(model)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+  assert gradients.class_token[...].any() and gradients.positions[...].any()
+
+
+@pytest.mark.slow
+def test_training_on_digits(tmp_path):
+  """The smoke run's own code, on made-up digits: their mean brightness is their label."""
+  rng = np.random.default_rng(0)
+  labels = rng.integers(0, 10, 64).astype(np.uint8)
+  pixels = np.minimum(25 * labels[:, None, None] + rng.integers(0, 20, (64, 28, 28)), 255)
+  file = tmp_path / "digits.npz"
+  arrays = {"train_x": pixels.astype(np.uint8), "train_y": labels}
+  np.savez(file, **arrays, test_x=arrays["train_x"], test_y=labels)
+  options = ["--steps", "40", "--batch", "16", "--test", "64"]
+  assert mnist.main(["--data", str(file), *options]) > 0.3  # chance is 0.1
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"patch_size": 4}, "image_size=6 is not a multiple of patch_size=4"),
+    ({"dim": 0}, "dim=0 must be an integer of at least 1"),
+    ({"mixer": "longhorm"}, "mixer='longhorm' is unknown; did you mean 'longhorn'"),
+  ],
+)
+def test_bad_options_are_named(options, message):
+  with pytest.raises(ValueError, match=message):
+    VisionModel(**SMALL | options, rngs=nnx.Rngs(0))
+
+
+def test_images_of_another_size_are_named():
+  model = jax.eval_shape(lambda: VisionModel(**SMALL, rngs=nnx.Rngs(0)))
+  with pytest.raises(ValueError, match=r"images has shape \(1, 8, 6, 3\)"):
+    jax.eval_shape(lambda: model(jnp.zeros((1, 8, 6, 3))))
