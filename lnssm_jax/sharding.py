@@ -36,7 +36,7 @@ RULES: Rules = (
   (r"channel_mixer/mu_[a-z]", (None,)),
   (r"\w*norm/(scale|bias)", (None,)),
   (r"mixer/(\w*conv|\w+_gate)/bias", (None,)),
-  (r"mixer/(theta|alpha|log_dt|pole_log|pole_imag)", (None,)),
+  (r"mixer/(theta|alpha|log_dt|pole_log|pole_imag|p_real|p_imag|b_real|b_imag)", (None,)),
   (r"mixer/(mu_[a-z]|gamma|w|u|skip|(fixed_)?log_rate|decay_rate|bound|\w+_(bias|gain))", (None,)),
 )
 

@@ -33,6 +33,7 @@ from lnssm_jax.mixers.metala import MetaLA, MetaLAState
 from lnssm_jax.mixers.positional_attention import LRPE, CosFormer, PositionalState
 from lnssm_jax.mixers.qlstm import QLSTM, QLSTMReversed, QLSTMState
 from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
+from lnssm_jax.mixers.s4 import S4
 from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAttention
 from lnssm_jax.mixers.tnl import TNL, TNLState
 
@@ -66,6 +67,7 @@ MIXERS: dict[str, type[Any]] = {
   "rwkv4": RWKV4,
   "rwkv5": RWKV5,
   "rwkv6": RWKV6,
+  "s4": S4,
   "s4d": S4D,
   "s5": S5,
   "sliding_window_attention": SlidingWindowAttention,
@@ -90,6 +92,7 @@ __all__ = [
   "RWKV4",
   "RWKV5",
   "RWKV6",
+  "S4",
   "S4D",
   "S5",
   "TNL",

@@ -12,6 +12,7 @@ from lnssm_jax.mixers.complex_state import ComplexState, empty_state, from_compl
 from lnssm_jax.mixers.hippo import hippo_normal, positive_frequencies
 from lnssm_jax.mixers.initializers import uniform_fan_in
 from lnssm_jax.mixers.layers import linear, wide
+from lnssm_jax.mixers.single_input import SingleInput, log_steps, normal, pairs_of
 from lnssm_jax.ops import (
   DiagonalState,
   ExponentialKernel,
@@ -21,55 +22,17 @@ from lnssm_jax.ops import (
 )
 
 
-def _log_steps(size: int, param_dtype, rngs: nnx.Rngs) -> nnx.Param:
-  """log(dt) [size], dt log-uniform between 0.001 and 0.1."""
-  steps = jax.random.uniform(rngs.params(), (size,), jnp.float32, math.log(1e-3), math.log(0.1))
-  return nnx.Param(steps.astype(param_dtype))
+class _Diagonal(SingleInput):
+  """The convolution with a sum of exponentials."""
 
-
-def _normal(shape, deviation, param_dtype, rngs: nnx.Rngs) -> nnx.Param:
-  values = deviation * jax.random.normal(rngs.params(), shape, jnp.float32)
-  return nnx.Param(values.astype(param_dtype))
-
-
-class _SingleInput(nnx.Module):
-  """A state space of N numbers for each channel, then gelu and a gated linear layer."""
-
-  def _build(self, dim: int, state_size: int, *, dtype, param_dtype, rngs: nnx.Rngs):
-    self.dim, self.dtype, self.state_size = dim, jnp.dtype(dtype), state_size
-    self.log_dt = _log_steps(dim, param_dtype, rngs)
-    self.skip = _normal((dim,), 1.0, param_dtype, rngs)
-    init = uniform_fan_in(dim)
-    self.o_proj = linear(dim, 2 * dim, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-    self.o_bias = nnx.Param(init(rngs.params(), (2 * dim,), param_dtype))
-
-  def init_state(self, batch_size: int) -> ComplexState:
-    """The state before the first token: zeros, [B, D, N]."""
-    return empty_state(check_positive("batch_size", batch_size), self.dim, self.state_size)
-
-  def __call__(
-    self,
-    x: jax.Array,  # [B, T, D]
-    state: ComplexState | None = None,
-    segment_ids: jax.Array | None = None,  # [B, T] integer
-  ) -> tuple[jax.Array, ComplexState]:
-    """Returns (out [B, T, D] in `dtype`, the state after the last token).
-
-    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
-
-    Raises:
-      ValueError: a shape or dtype is wrong; the message names the argument.
-    """
-    check_call(self, x, state, segment_ids)
+  def _filter(self, x, h, segment_ids):
     y, (h,) = long_convolution(
-      x.astype(self.dtype),
+      x,
       self._kernel(),
-      initial_state=None if state is None else ExponentialState(to_complex(state)),
+      initial_state=None if h is None else ExponentialState(h),
       segment_ids=segment_ids,
     )
-    y = jax.nn.gelu(wide(y), approximate=False).astype(self.dtype)
-    value, gate = jnp.split(wide(self.o_proj(y)) + wide(self.o_bias[...]), 2, axis=-1)
-    return (value * jax.nn.sigmoid(gate)).astype(self.dtype), from_complex(h)
+    return y, h
 
   def _kernel(self) -> ExponentialKernel:
     raise NotImplementedError
@@ -81,7 +44,7 @@ class _SingleInput(nnx.Module):
     return ExponentialKernel(log_pole, weight * jnp.expm1(log_pole) / pole, wide(self.skip[...]))
 
 
-class S4D(_SingleInput):
+class S4D(_Diagonal):
   r"""A diagonal state space per channel, in N / 2 pairs of complex numbers and their conjugates.
 
       h_t = exp(dt A) h_{t-1} + (exp(dt A) - 1) / A u_t            A, c: [D, N / 2] complex; dt [D]
@@ -118,13 +81,13 @@ class S4D(_SingleInput):
     rngs: nnx.Rngs,
   ):
     check_positive("dim", dim)
-    pairs = _pairs(state_dim)
+    pairs = pairs_of(state_dim)
     self._build(dim, pairs, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     self.a_log = nnx.Param(jnp.full((dim, pairs), math.log(0.5), param_dtype))
     imag = jnp.broadcast_to(math.pi * jnp.arange(pairs), (dim, pairs))
     self.a_imag = nnx.Param(imag.astype(param_dtype))
-    self.c_real = _normal((dim, pairs), 0.5**0.5, param_dtype, rngs)
-    self.c_imag = _normal((dim, pairs), 0.5**0.5, param_dtype, rngs)
+    self.c_real = normal((dim, pairs), 0.5**0.5, param_dtype, rngs)
+    self.c_imag = normal((dim, pairs), 0.5**0.5, param_dtype, rngs)
 
   def _kernel(self) -> ExponentialKernel:
     pole = jax.lax.complex(-jnp.exp(wide(self.a_log[...])), wide(self.a_imag[...]))
@@ -132,7 +95,7 @@ class S4D(_SingleInput):
     return self._held(pole, weight)
 
 
-class DSS(_SingleInput):
+class DSS(_Diagonal):
   r"""A diagonal state space per channel, whose N complex poles all channels share.
 
       h_t = exp(dt A) h_{t-1} + (exp(dt A) - 1) / A u_t          A: [N], c: [D, N], complex; dt [D]
@@ -175,8 +138,8 @@ class DSS(_SingleInput):
     poles = positive_frequencies(N)
     self.pole_log = nnx.Param(jnp.asarray(np.log(-poles.real), param_dtype))
     self.pole_imag = nnx.Param(jnp.asarray(poles.imag, param_dtype))
-    self.c_real = _normal((dim, N), 1.0, param_dtype, rngs)
-    self.c_imag = _normal((dim, N), 1.0, param_dtype, rngs)
+    self.c_real = normal((dim, N), 1.0, param_dtype, rngs)
+    self.c_imag = normal((dim, N), 1.0, param_dtype, rngs)
 
   def _kernel(self) -> ExponentialKernel:
     pole = jax.lax.complex(-jnp.exp(wide(self.pole_log[...])), wide(self.pole_imag[...]))
@@ -224,7 +187,7 @@ class S5(nnx.Module):
     rngs: nnx.Rngs,
   ):
     self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
-    self.pairs = _pairs(state_dim)
+    self.pairs = pairs_of(state_dim)
     blocks = check_positive("num_blocks", num_blocks)
     if state_dim % (2 * blocks):
       raise ValueError(
@@ -235,8 +198,8 @@ class S5(nnx.Module):
     poles, v = np.tile(poles[size // 2 :], blocks), v[:, size // 2 :]  # one of each pair
     self.pole_log = nnx.Param(jnp.asarray(np.log(-poles.real), param_dtype))
     self.pole_imag = nnx.Param(jnp.asarray(poles.imag, param_dtype))
-    self.log_dt = _log_steps(self.pairs, param_dtype, rngs)
-    self.skip = _normal((dim,), 1.0, param_dtype, rngs)
+    self.log_dt = log_steps(self.pairs, param_dtype, rngs)
+    self.skip = normal((dim,), 1.0, param_dtype, rngs)
     draw = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
     def to_eigenvectors(m, v):  # [..., blocks * size] -> [..., N / 2], a block at a time
@@ -292,11 +255,3 @@ class S5(nnx.Module):
     z = jax.nn.gelu(y, approximate=False)
     gate = wide(self.g_proj(z.astype(self.dtype))) + wide(self.g_bias[...])
     return (z * jax.nn.sigmoid(gate)).astype(self.dtype), from_complex(memory.h)
-
-
-def _pairs(state_dim: int) -> int:
-  if check_positive("state_dim", state_dim) % 2:
-    raise ValueError(
-      f"state_dim={state_dim} is odd; complex numbers come in pairs, so use an even."
-    )
-  return state_dim // 2

@@ -1,4 +1,4 @@
-"""S4D, DSS and S5 written out as recurrences, one step at a time, for u [T, D]."""
+"""S4, S4D, DSS and S5 written out as recurrences, one step at a time, for u [T, D]."""
 
 import numpy as np
 from scipy.special import erf
@@ -55,3 +55,21 @@ def s5(params, u):
     y.append(2 * (h @ C).real + params["skip"] * u[t])
   z = gelu(np.stack(y))
   return z * sigmoid(z @ params["g_proj"]["kernel"] + params["g_bias"])
+
+
+def s4(params, u):
+  """With all N numbers, conjugates too, and matrices as the paper has them."""
+  both = lambda z: np.concatenate([z, z.conj()])
+  whole = lambda name: both(params[f"{name}_real"] + 1j * params[f"{name}_imag"])
+  poles, p, b = both(-np.exp(params["pole_log"]) + 1j * params["pole_imag"]), whole("p"), whole("b")
+  A, one = np.diag(poles) - np.outer(p, p.conj()), np.eye(len(poles))
+  y = np.zeros_like(u)
+  for i in range(u.shape[1]):
+    dt, c = np.exp(params["log_dt"][i]), both(params["c_real"][i] + 1j * params["c_imag"][i])
+    inverse = np.linalg.inv(one - dt / 2 * A)
+    A_bar, b_bar = inverse @ (one + dt / 2 * A), dt * inverse @ b
+    h = np.zeros(len(poles), complex)
+    for t in range(len(u)):
+      h = A_bar @ h + b_bar * u[t, i]
+      y[t, i] = (c @ h).real + params["skip"][i] * u[t, i]
+  return gated_linear(params, y)

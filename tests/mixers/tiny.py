@@ -88,6 +88,7 @@ TINY = {
   "rwkv4": Tiny(plain_rwkv.rwkv4),
   "rwkv5": Tiny(plain_rwkv.rwkv5, HEADS, HEADS),
   "rwkv6": Tiny(plain_rwkv.rwkv6, HEADS | {"mix_rank": 2, "decay_rank": 3}, HEADS),
+  "s4": Tiny(plain_state_spaces.s4, {"state_dim": 4}),
   "s4d": Tiny(plain_state_spaces.s4d, {"state_dim": 4}),
   "s5": Tiny(plain_state_spaces.s5, {"state_dim": 8, "num_blocks": 2}),
   "sliding_window_attention": Tiny(

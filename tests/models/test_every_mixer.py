@@ -61,6 +61,7 @@ SIBLINGS = (
   "qlstm_reversed",
   "rwkv5",
   "rwkv6",
+  "s4",
   "s5",
   "sliding_window_attention",
 )
