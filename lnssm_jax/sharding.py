@@ -31,11 +31,13 @@ RULES: Rules = (
   (r"mixer/mix_up", (None, None, "fsdp")),  # [5, rank, D]
   (r"mixer/\w+_gate/kernel", (None, "fsdp", None)),  # [H, D / H, D / H]
   (r"mixer/\w*conv/kernel", (None, "fsdp")),  # [W, D]
+  (r"mixer/filter/layer\d+/kernel", (None, "fsdp")),  # [any, D]
   (r"mixer/a_log", ("fsdp", None)),  # [D, N]
   (r"mixer/(a_imag|c_real|c_imag)", ("fsdp", None)),  # [D, N]
   (r"channel_mixer/mu_[a-z]", (None,)),
   (r"\w*norm/(scale|bias)", (None,)),
   (r"mixer/(\w*conv|\w+_gate)/bias", (None,)),
+  (r"mixer/filter/layer\d+/bias", (None,)),
   (r"mixer/(theta|alpha|log_dt|pole_log|pole_imag|p_real|p_imag|b_real|b_imag)", (None,)),
   (r"mixer/(mu_[a-z]|gamma|w|u|skip|(fixed_)?log_rate|decay_rate|bound|\w+_(bias|gain))", (None,)),
 )

@@ -36,6 +36,7 @@ from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
 from lnssm_jax.mixers.s4 import S4
 from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAttention
 from lnssm_jax.mixers.tnl import TNL, TNLState
+from lnssm_jax.mixers.tnn import TNN, TNNState
 
 MIXERS: dict[str, type[Any]] = {
   "based": Based,
@@ -73,6 +74,7 @@ MIXERS: dict[str, type[Any]] = {
   "sliding_window_attention": SlidingWindowAttention,
   "softmax_attention": SoftmaxAttention,
   "tnl": TNL,
+  "tnn": TNN,
 }
 
 __all__ = [
@@ -96,6 +98,7 @@ __all__ = [
   "S4D",
   "S5",
   "TNL",
+  "TNN",
   "Based",
   "ComplexState",
   "CosFormer",
@@ -129,4 +132,5 @@ __all__ = [
   "SlidingWindowAttention",
   "SoftmaxAttention",
   "TNLState",
+  "TNNState",
 ]

@@ -20,6 +20,7 @@ from tests.mixers import (
   plain_kernel_attention,
   plain_linear_attention,
   plain_lln,
+  plain_long_convolutions,
   plain_longhorn,
   plain_mamba,
   plain_metala,
@@ -101,6 +102,11 @@ TINY = {
     plain_softmax_attention.softmax_attention, HEADS | {"max_length": 32}, HEADS, cache=True
   ),
   "tnl": Tiny(plain_tnl.tnl, HEADS, HEADS),
+  "tnn": Tiny(
+    plain_long_convolutions.tnn,
+    {"max_length": 24, "decay": 0.9, "filter_dim": 4},
+    {"max_length": 24, "decay": 0.9},
+  ),
 }
 
 
