@@ -19,6 +19,7 @@ from lnssm_jax.mixers.gfw import GFW
 from lnssm_jax.mixers.griffin import RGLRU, RGLRUState
 from lnssm_jax.mixers.gsa import GSA, GSAState
 from lnssm_jax.mixers.hgrn import HGRN, HGRN2, LRN
+from lnssm_jax.mixers.hyena import BaseConv, BaseConvState, Hyena, HyenaState
 from lnssm_jax.mixers.kernel_attention import Based, LinearAttention, NormalizedAttention
 from lnssm_jax.mixers.lln import LLN, LLNState
 from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
@@ -39,6 +40,7 @@ from lnssm_jax.mixers.tnl import TNL, TNLState
 from lnssm_jax.mixers.tnn import TNN, TNNState
 
 MIXERS: dict[str, type[Any]] = {
+  "base_conv": BaseConv,
   "based": Based,
   "cosformer": CosFormer,
   "delta_net": DeltaNet,
@@ -50,6 +52,7 @@ MIXERS: dict[str, type[Any]] = {
   "gsa": GSA,
   "hgrn": HGRN,
   "hgrn2": HGRN2,
+  "hyena": Hyena,
   "linear_attention": LinearAttention,
   "lln": LLN,
   "lnssm": LNSSM,
@@ -99,6 +102,8 @@ __all__ = [
   "S5",
   "TNL",
   "TNN",
+  "BaseConv",
+  "BaseConvState",
   "Based",
   "ComplexState",
   "CosFormer",
@@ -107,6 +112,8 @@ __all__ = [
   "GSAState",
   "GateLoop",
   "GatedDeltaNet",
+  "Hyena",
+  "HyenaState",
   "LLNState",
   "LNSSMState",
   "LinearAttention",

@@ -58,6 +58,7 @@ class Tiny:
 HEADS = {"num_heads": 2}
 
 TINY = {
+  "base_conv": Tiny(plain_long_convolutions.base_conv, {"max_length": 24}, {"max_length": 24}),
   "based": Tiny(plain_kernel_attention.based, HEADS | {"key_dim": 3}, HEADS),
   "cosformer": Tiny(
     plain_positional_attention.cosformer, HEADS | {"max_length": 40}, HEADS | {"max_length": 40}
@@ -71,6 +72,11 @@ TINY = {
   "gsa": Tiny(plain_gsa.gsa, HEADS | {"num_slots": 3}, HEADS),
   "hgrn": Tiny(plain_hgrn.hgrn),
   "hgrn2": Tiny(plain_hgrn.hgrn2, HEADS, HEADS),
+  "hyena": Tiny(
+    plain_long_convolutions.hyena,
+    {"max_length": 24, "filter_dim": 4},
+    {"max_length": 24},
+  ),
   "linear_attention": Tiny(plain_kernel_attention.linear_attention, HEADS, HEADS),
   "lln": Tiny(plain_lln.lln, HEADS, HEADS, cache=True),
   "lnssm": Tiny(plain_lnssm, HEADS, HEADS),

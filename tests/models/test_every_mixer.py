@@ -45,6 +45,7 @@ def apply(model, tokens, state):
 # One of each family runs always; its siblings have the same kind of state and differ inside the
 # mixer, where tests/mixers tests all of them.
 SIBLINGS = (
+  "base_conv",
   "based",
   "dss",
   "gated_delta_net",
