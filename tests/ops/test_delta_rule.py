@@ -178,7 +178,7 @@ def test_no_array_holds_a_state_per_step_with_a_rate_per_column():
     ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
     ({"scale": jnp.ones(())}, "scale=.* must be a Python number"),
-    ({"implementation": "associative"}, "'associative' is unknown; use one of 'chunked'"),
+    ({"implementation": "associative"}, "'associative' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
 def test_bad_arguments_are_named(change, message):
