@@ -30,12 +30,8 @@ def obstacle(arrays: dict, state) -> str | None:
 def worthwhile(x) -> bool:
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these.
 
-  XLA can cut its own form over several devices, but not a kernel, for which it would gather all
-  arguments: with more than one device the kernels are preferred inside `shard_map` only. A single
-  step is one fused loop of XLA's.
+  A single step is one fused loop of XLA's.
   """
-  if jax.device_count() > 1 and not jax.typeof(x).manual_axis_type.varying:
-    return False
   return x.shape[1] > 1 and shapes.worthwhile(x.shape[2])
 
 

@@ -51,19 +51,30 @@ def register(scan: str, check: Callable[..., tuple[tuple, dict]], *implementatio
   _ARGUMENT_CHECKS[scan] = check
 
 
-def kernels(load: Callable[[], Any]) -> tuple[Implementation, Implementation]:
+def kernels(
+  load: Callable[[], Any], *, by_name_only: bool = False
+) -> tuple[Implementation, Implementation]:
   """The implementations "pallas", on a Hopper GPU, and "pallas_interpret", by name only.
+
+  XLA can cut its own forms over several devices, but not a kernel, for which it would gather all
+  arguments: with more than one device `None` takes kernels inside `shard_map` only.
 
   Args:
     load: imports and returns the module that has `run`, `interpreted`, `obstacle` (on any device)
       and `worthwhile`, all called alike. It is called when one of them is first needed, because
       importing what a kernel is written with takes longer than importing all the rest.
+    by_name_only: `None` never takes "pallas": for kernels that have not passed `make test-gpu` as
+      they are.
   """
+
+  def worthwhile(*args, **kwargs):
+    return not by_name_only and _on_one_device(args[0]) and load().worthwhile(*args, **kwargs)
+
   compiled = Implementation(
     "pallas",
     lambda *args, **kwargs: load().run(*args, **kwargs),
     lambda *args, **kwargs: hopper_obstacle() or load().obstacle(*args, **kwargs),
-    lambda *args, **kwargs: load().worthwhile(*args, **kwargs),
+    worthwhile,
   )
   interpreted = Implementation(
     "pallas_interpret",
@@ -83,6 +94,10 @@ def hopper_obstacle() -> str | None:
   if not capability.startswith("9."):
     return f"the GPU has compute capability {capability}, and the kernels need 9.0 (Hopper)"
   return None
+
+
+def _on_one_device(x: jax.Array) -> bool:
+  return jax.device_count() == 1 or bool(jax.typeof(x).manual_axis_type.varying)
 
 
 def _default_device() -> jax.Device:

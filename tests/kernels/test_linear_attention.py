@@ -178,7 +178,6 @@ def test_large_keys_under_strong_decay(decay):
     (dataclasses.replace(SMALL, chunk=32), "chunk_size=32"),
     (dataclasses.replace(SMALL, K=257), "q is 257 wide"),
     (dataclasses.replace(SMALL, V=257), "v is 257 wide"),
-    (dataclasses.replace(SMALL, K=129, normalize=True), "normalize=True with keys 129 wide"),
   ],
   ids=str,
 )

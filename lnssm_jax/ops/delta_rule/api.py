@@ -62,8 +62,7 @@ def delta_rule(
     implementation: "pallas" (kernels; a Hopper GPU, one rate per head, bfloat16, K and V <= 128),
       "chunked" (one triangular system a chunk; any device and arguments), "reference" (one step at
       a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test them). None takes
-      "pallas" where it can run and is known to be faster (T > 1, K and V at least 32; with several
-      devices inside `shard_map` only), otherwise "chunked".
+      "chunked": the kernels have not yet passed the whole of `make test-gpu`.
     chunk_size: steps in a chunk, a power of two; None means the default. The kernels have 64.
 
   Returns:
@@ -154,7 +153,7 @@ def _kernels():
   return pallas
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(_kernels)
+_COMPILED, _INTERPRETED = dispatch.kernels(_kernels, by_name_only=True)
 
 dispatch.register(
   _NAME,

@@ -5,7 +5,6 @@ Import this module where it is needed only (see `dispatch.kernels`).
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -40,14 +39,8 @@ def obstacle(q, k, v, beta, log_decay, erase_key, state, segments, *, scale, chu
 
 
 def worthwhile(q, k, v, beta, log_decay, erase_key, state, segments, **options):
-  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these.
-
-  XLA can cut its own form over several devices, but not a kernel, for which it would gather all
-  arguments: with more than one device the kernels are preferred inside `shard_map` only.
-  """
+  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
   del k, beta, log_decay, erase_key, state, segments, options
-  if jax.device_count() > 1 and not jax.typeof(q).manual_axis_type.varying:
-    return False
   return q.shape[1] > 1 and shapes.worthwhile(q.shape[-1], v.shape[-1])
 
 

@@ -33,14 +33,10 @@ def obstacle(decay, x, state, keep, *, reverse, out_dtype, chunk_size=None):
 def worthwhile(decay, x, state, keep, **options):
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these.
 
-  XLA can cut its own form over several devices, but not a kernel, for which it would gather all
-  arguments: with more than one device the kernels are preferred inside `shard_map` only. A single
-  step is one fused loop of XLA's. Complex numbers are taken apart and joined by XLA, which costs
-  more than the kernels themselves, and were not compared.
+  A single step is one fused loop of XLA's. Complex numbers are taken apart and joined by XLA, which
+  costs more than the kernels themselves, and were not compared.
   """
   del keep, options
-  if jax.device_count() > 1 and not jax.typeof(x).manual_axis_type.varying:
-    return False
   real = not any(jnp.iscomplexobj(y) for y in (decay, x, state.h))
   return real and x.shape[1] > 1 and x.shape[2] >= channels.CHANNELS
 

@@ -67,14 +67,8 @@ def _takes_a_step(q, k, v, log_decay, bonus, state, *, normalize):
 
 
 def worthwhile(q, k, v, log_decay, value_log_decay, bonus, state, segments, **options):
-  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these.
-
-  XLA can cut its own form over several devices, but not a kernel, for which it would gather all
-  arguments: with more than one device the kernels are preferred inside `shard_map` only.
-  """
+  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
   del k, log_decay, value_log_decay, bonus, state, segments, options
-  if jax.device_count() > 1 and not jax.typeof(q).manual_axis_type.varying:
-    return False
   B, T, H, K = q.shape
   if T == 1:
     return shapes.worthwhile_step(B, H, K, v.shape[-1])

@@ -55,8 +55,8 @@ def selective_scan(
     implementation: "pallas" (kernels; a Hopper GPU, no float64 or float16, N <= 256), "chunked"
       (any device and arguments), "associative" (one scan of depth log T over all steps, which holds
       [B, T, D, N]), "reference" (one step at a time), or "pallas_interpret" (the
-      kernels on a CPU, slowly, to test them). None takes "pallas" where it can run and is known to
-      be faster (T > 1, D >= 64; with several devices inside `shard_map` only), otherwise "chunked".
+      kernels on a CPU, slowly, to test them). None takes "chunked": the kernels have not yet
+      passed the whole of `make test-gpu`.
     chunk_size: steps in a chunk of the chunked form, a power of two; None means the default.
 
   Returns:
@@ -117,7 +117,7 @@ def _kernels():
   return pallas
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(_kernels)
+_COMPILED, _INTERPRETED = dispatch.kernels(_kernels, by_name_only=True)
 
 dispatch.register(
   _NAME,

@@ -53,8 +53,7 @@ def wkv4(
     implementation: "pallas" (kernels; a Hopper GPU, k and v bfloat16 or float32), "chunked" (a scan
       over chunks; any device and arguments), "associative" (`lax.associative_scan`), "reference"
       (one step at a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test them). None
-      takes "pallas" where it can run and should be faster (T > 1 and D >= 128; with several devices
-      inside `shard_map` only), otherwise "chunked".
+      takes "chunked": the kernels have not yet passed the whole of `make test-gpu`.
     chunk_size: steps in a chunk of the chunked form; None means 8 on CPUs, 512 elsewhere. The
       kernels choose their own.
 
@@ -112,7 +111,7 @@ def _kernels():
   return pallas
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(_kernels)
+_COMPILED, _INTERPRETED = dispatch.kernels(_kernels, by_name_only=True)
 
 dispatch.register(
   _NAME,

@@ -34,13 +34,9 @@ def obstacle(k, v, decay_rate, bonus, state, keep, *, chunk_size=None):
 def worthwhile(k, v, decay_rate, bonus, state, keep, **options):
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these.
 
-  XLA can cut its own form over several devices, but not a kernel, for which it would gather all
-  arguments: with more than one device the kernels are preferred inside `shard_map` only. A single
-  step is one fused loop of XLA's.
+  A single step is one fused loop of XLA's.
   """
   del v, decay_rate, bonus, state, keep, options
-  if jax.device_count() > 1 and not jax.typeof(k).manual_axis_type.varying:
-    return False
   return k.shape[1] > 1 and k.shape[2] >= channels.CHANNELS
 
 
