@@ -5,15 +5,39 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from flax import nnx
+
+from lnssm_jax.mixers import MIXERS
+from lnssm_jax.models import count_parameters
+from lnssm_jax.models.block import mixer_arguments
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md")
 README = (ROOT / "README.md").read_text()
+MIXERS_PAGE = (ROOT / "docs" / "mixers.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-  return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+  text = README + MIXERS_PAGE
+  return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_of_mixers_has_them_all():
+  rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d,]+)(?:, a cache)? \|$", MIXERS_PAGE, re.MULTILINE)
+  assert sorted(name for name, _ in rows) == sorted(MIXERS)
+  for name, size in rows:
+    arguments = mixer_arguments(name)
+    heads = {"num_heads": 4} if "num_heads" in arguments else {}
+    build = lambda name=name, heads=heads: MIXERS[name](512, **heads, rngs=nnx.Rngs(0))
+    state = jax.eval_shape(lambda build=build: build().init_state(1))
+    assert count_parameters(state) == int(size.replace(",", "")), name
+
+
+def test_the_example_of_a_mixer_is_short():
+  (example,) = re.findall(r"^```python\n(.*?)^```$", MIXERS_PAGE, re.DOTALL | re.MULTILINE)
+  assert len(example.splitlines()) < 60
 
 
 def test_the_readme_is_short():
