@@ -56,8 +56,8 @@ def generate(
     prefill_chunk: tokens of a prompt read at once; bounds the memory that reading takes.
 
   Raises:
-    ValueError: there is no prompt, a prompt is empty or holds an id outside the vocabulary, or an
-      option is out of range; the message names it.
+    ValueError: there is no prompt, a prompt is empty or holds an id outside the vocabulary, an
+      option is out of range, or the model's cache cannot hold the tokens; the message names it.
   """
   steps = stream(
     model,
@@ -97,6 +97,13 @@ def stream(
   """
   rows = _checked_prompts(prompts, model.vocab_size)
   check_positive("max_tokens", max_tokens)
+  longest = max(len(row) for row in rows) + max_tokens - 1  # the last token is not read
+  if model.max_length is not None and longest > model.max_length:
+    raise ValueError(
+      f"max_tokens={max_tokens} after a prompt of {longest - max_tokens + 1} tokens is more than "
+      f"the model's max_length={model.max_length} holds; ask for fewer, or build the model with "
+      "another max_length in mixer_options."
+    )
   check_positive("prefill_chunk", prefill_chunk)
   if not temperature >= 0:
     raise ValueError(f"temperature={temperature} must be at least 0 (0 is greedy).")

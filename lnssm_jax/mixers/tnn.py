@@ -80,7 +80,7 @@ class TNN(nnx.Module):
   ):
     self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
     self.inner_dim = E = check_positive("expand", expand) * dim
-    self.max_length = check_positive("max_length", max_length)
+    self.num_lags = check_positive("max_length", max_length)
     if max_length % 2:
       raise ValueError(f"max_length={max_length} is odd; its waves come in pairs, so use an even.")
     if not 0 < decay <= 1:
@@ -102,7 +102,7 @@ class TNN(nnx.Module):
   def init_state(self, batch_size: int) -> TNNState:
     """The state before the first token: zeros."""
     B = check_positive("batch_size", batch_size)
-    waves = empty_state(B, self.inner_dim, self.max_length // 2)
+    waves = empty_state(B, self.inner_dim, self.num_lags // 2)
     return TNNState(waves, jnp.zeros(B, jnp.int32))
 
   def __call__(
@@ -126,7 +126,7 @@ class TNN(nnx.Module):
     u = jax.nn.silu(wide(self.u_proj(x)) + wide(self.u_bias[...]))
     v = jax.nn.silu(wide(self.v_proj(x)) + wide(self.v_bias[...])).astype(self.dtype)
 
-    period, lag = self.max_length + 1, np.arange(T)
+    period, lag = self.num_lags + 1, np.arange(T)
     r = self._undecayed()
     # "blocks": no output depends on a later token, not even in its last digit.
     y, _ = long_convolution(
@@ -150,7 +150,7 @@ class TNN(nnx.Module):
 
   def _undecayed(self) -> jax.Array:
     """One period of r_l, [L + 1, E]: the network's values, then what makes their sum 0."""
-    lags = jnp.arange(self.max_length, dtype=jnp.float32)[:, None]
+    lags = jnp.arange(self.num_lags, dtype=jnp.float32)[:, None]
     r = self.filter(lags, lambda z: jax.nn.relu(smooth_rms_norm(z)))
     return jnp.concatenate([r, -r.sum(0, keepdims=True)])
 
@@ -164,8 +164,8 @@ class TNN(nnx.Module):
     Whole turns are taken off s p as integers; what is left is half a turn at most. Products with
     these are Fourier transforms; as matrix products they cost little next to the projections.
     """
-    period = self.max_length + 1
-    half = self.max_length // 2
+    period = self.num_lags + 1
+    half = self.num_lags // 2
     turns = (step[:, None] % period * np.arange(1, half + 1) + half) % period - half
     angle = (2 * math.pi / period) * jnp.asarray(turns, jnp.float32)
     return jax.lax.complex(jnp.cos(angle), jnp.sin(angle))

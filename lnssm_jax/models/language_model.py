@@ -140,6 +140,11 @@ class LanguageModel(nnx.Module):
     else:
       self.head = Head(dim, vocab_size, param_dtype=param_dtype, rngs=rngs)
 
+  @property
+  def max_length(self) -> int | None:
+    """The longest sequence, where a mixer keeps a cache of bounded length; None: any length."""
+    return layers.max_length(self.blocks)
+
   def init_state(self, batch_size: int):
     """The state before the first token: a `BlockState` with a leading axis L. float32.
 

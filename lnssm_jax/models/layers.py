@@ -95,6 +95,12 @@ def run(
   return x, _like(blocks, new)
 
 
+def max_length(blocks: Any) -> int | None:
+  """The longest sequence: the least `max_length` of the mixers that have one."""
+  lengths = [getattr(stack.mixer, "max_length", None) for stack in _stacks(blocks)]
+  return min((length for length in lengths if length is not None), default=None)
+
+
 def apart(tree: Any, num_layers: int) -> list[Any]:
   """Stacked blocks, or their states, as a list with one tree a layer."""
   stacks = _stacks(tree)

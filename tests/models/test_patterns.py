@@ -88,6 +88,18 @@ def test_gradients_do_not_depend_on_the_loop():
     jax.tree.map(close, jax.tree.leaves(got), jax.tree.leaves(want))
 
 
+def test_generation_stays_within_the_cache():
+  options = {"softmax_attention": {"max_length": 8}}
+  pattern = ("lnssm", "softmax_attention")
+  model = LanguageModel(
+    **SIZES, num_layers=2, mixer=pattern, mixer_options=options, rngs=nnx.Rngs(0)
+  )
+  assert model.max_length == 8
+  assert hybrid(3).max_length is None
+  with pytest.raises(ValueError, match=r"max_tokens=5 after a prompt of 5 tokens.*max_length=8"):
+    generate(model, [[1], [1, 2, 3, 4, 5]], max_tokens=5)
+
+
 def test_a_pattern_of_one_is_that_mixer():
   sizes = SIZES | {"num_layers": 2}
   build = lambda mixer: jax.jit(lambda: LanguageModel(**sizes, mixer=mixer, rngs=nnx.Rngs(0)))()
