@@ -9,12 +9,13 @@ import pytest
 
 from lnssm_jax.mixers import MIXERS
 from tests.mixers.plain_lnssm import apply, relative_error
-from tests.mixers.tiny import DIM, TINY, expected, initial, inputs, randomized
+from tests.mixers.tiny import DIM, TINY, expected, initial, inputs, one_of_each_family, randomized
 
 B, T = 2, 21
 CUTS = (10, 11)  # pieces of 10, 1 and 10 steps: no further program but that of decoding
 
 every_mixer = pytest.mark.parametrize("name", list(MIXERS))
+every_family = pytest.mark.parametrize("name", one_of_each_family())
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def test_matches_its_equations(name):
   assert relative_error(out, expected(name, random_mixer(name), inputs(B, T))) < 2e-6
 
 
-@every_mixer
+@every_family
 def test_bfloat16_is_within_a_few_roundings(name):
   mixer, x = randomized(name, dtype=jnp.bfloat16), inputs(B, T).astype(jnp.bfloat16)
   out, _ = apply(mixer, x)
@@ -72,7 +73,7 @@ def test_no_output_depends_on_a_later_token(name):
     assert not np.array_equal(disturbed[:, t], out[:, t])
 
 
-@every_mixer
+@every_family
 def test_splitting_a_sequence_changes_nothing(name):
   empty = random_mixer(name).init_state(B)
   assert_same(in_pieces(name, CUTS, (empty, None, None)), whole(name))
@@ -128,7 +129,7 @@ def test_dtypes_and_shapes(name, dtype):
   assert {leaf.dtype for leaf in jax.tree.leaves(small)} == {jnp.dtype(dtype)}
 
 
-@every_mixer
+@every_family
 def test_under_jit_vmap_scan_and_checkpoint(name):
   """Two layers scanned, each recomputed in the backward pass, mapped over two batches."""
   layers = (initial(name), random_mixer(name))

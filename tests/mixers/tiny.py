@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
@@ -114,6 +115,37 @@ TINY = {
     {"max_length": 24, "decay": 0.9},
   ),
 }
+
+
+# One of each family is tested in full in every run. Its siblings share scan, state and most of the
+# code with it; what they do not share, their own tests and the tests of all mixers cover.
+SIBLINGS = (
+  "base_conv",
+  "based",
+  "dss",
+  "gated_delta_net",
+  "gateloop",
+  "gfw",
+  "gla",
+  "hgrn2",
+  "longhorn_exact",
+  "lrn",
+  "lrpe",
+  "mamba",
+  "normalized_attention",
+  "qlstm",
+  "qlstm_reversed",
+  "rwkv5",
+  "rwkv6",
+  "s4",
+  "s5",
+  "sliding_window_attention",
+)
+
+
+def one_of_each_family():
+  """The names of all mixers, for a test; those of siblings are slow."""
+  return [pytest.param(name, marks=[pytest.mark.slow] * (name in SIBLINGS)) for name in MIXERS]
 
 
 def initial(name: str, **options):

@@ -12,7 +12,7 @@ from lnssm_jax.generate import generate
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel, count_parameters
 from tests.mixers.plain_lnssm import relative_error, split
-from tests.mixers.tiny import TINY
+from tests.mixers.tiny import TINY, one_of_each_family
 
 B, T, VOCAB = 2, 6, 13
 TOKENS = jax.random.randint(jax.random.key(0), (B, T), 0, VOCAB)
@@ -42,35 +42,7 @@ def apply(model, tokens, state):
   return model(tokens, state)
 
 
-# One of each family runs always; its siblings have the same kind of state and differ inside the
-# mixer, where tests/mixers tests all of them.
-SIBLINGS = (
-  "base_conv",
-  "based",
-  "dss",
-  "gated_delta_net",
-  "gateloop",
-  "gfw",
-  "gla",
-  "hgrn2",
-  "longhorn_exact",
-  "lrn",
-  "lrpe",
-  "mamba",
-  "normalized_attention",
-  "qlstm",
-  "qlstm_reversed",
-  "rwkv5",
-  "rwkv6",
-  "s4",
-  "s5",
-  "sliding_window_attention",
-)
-
-
-@pytest.mark.parametrize(
-  "mixer", [pytest.param(m, marks=[pytest.mark.slow] * (m in SIBLINGS)) for m in MIXERS]
-)
+@pytest.mark.parametrize("mixer", one_of_each_family())
 def test_a_model_decodes_and_has_gradients(mixer):
   lm = disturbed(mixer)
   logits, last = apply(lm, TOKENS, lm.init_state(B))
