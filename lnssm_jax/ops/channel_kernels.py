@@ -13,8 +13,10 @@ _MOST_STATES = 256
 _MOST_ROWS = 65535
 
 
-def obstacle(arrays: dict, state) -> str | None:
+def obstacle(arrays: dict, state, chunk_size) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None. `arrays` by name."""
+  if chunk_size is not None:
+    return f"chunk_size={chunk_size}, and the kernels choose their chunks themselves"
   for name, array in arrays.items():
     if array.dtype not in _DTYPES:
       return f"{name} has dtype {array.dtype}, and the kernels take bfloat16 and float32"

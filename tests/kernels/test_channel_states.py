@@ -133,7 +133,7 @@ def test_every_configuration_lowers(configuration):
 def test_transformations_lower(transformed):
   """Several problems at once, and one after the other with activations made anew, in 64 bits."""
   with jax.enable_x64(True):
-    args, kwargs = drawn("longhorn_scan", Case(40, D=130, N=16), NARROW)
+    args, kwargs = drawn("longhorn_scan", Case(40, D=130, N=16, chunk=None), NARROW)
 
     def loss(x):
       checked, _ = dispatch._ARGUMENT_CHECKS["longhorn_scan"](x, *args[1:], skip=kwargs["skip"])
@@ -145,7 +145,7 @@ def test_transformations_lower(transformed):
 def test_lowers_under_shard_map():
   mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   spec = jax.sharding.PartitionSpec("data")
-  args, kwargs = drawn("selective_scan", Case(40, D=130, N=16), NARROW)
+  args, kwargs = drawn("selective_scan", Case(40, D=130, N=16, chunk=None), NARROW)
 
   def gradient(x, dt, b, c, parameters):
     def loss(x, dt, b, c, parameters):
@@ -165,13 +165,15 @@ def test_lowers_under_shard_map():
 
 @BOTH
 def test_what_cannot_run_is_named(name):
-  args, kwargs = drawn(name, Case(5, D=2, N=4))
+  args, kwargs = drawn(name, Case(5, D=2, N=4, chunk=None))
   function = SCANS[name][0].function
   with pytest.raises(NotImplementedError, match="x has dtype float16"):
     function(args[0].astype(jnp.float16), *args[1:], implementation="pallas_interpret")
-  wide, options = drawn(name, Case(5, D=2, N=257))
+  wide, options = drawn(name, Case(5, D=2, N=257, chunk=None))
   with pytest.raises(NotImplementedError, match="257 states, and at most 256"):
     function(*wide, **options, implementation="pallas_interpret")
+  with pytest.raises(NotImplementedError, match="chunk_size=4, and the kernels choose"):
+    function(*args, **kwargs | {"chunk_size": 4}, implementation="pallas_interpret")
   with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
     function(*args, **kwargs, implementation="pallas")
   assert ops.supported(function, *args, **kwargs)[0] == "chunked"
@@ -181,6 +183,6 @@ def test_what_cannot_run_is_named(name):
 def test_which_sizes_are_worthwhile(name):
   _, module = SCANS[name]
   for T, D, worth in [(2, 64, True), (1, 64, False), (2, 63, False)]:
-    args, kwargs = drawn(name, Case(T, D=D, N=4))
+    args, kwargs = drawn(name, Case(T, D=D, N=4, chunk=None))
     checked, options = dispatch._ARGUMENT_CHECKS[name](*args, **kwargs)
     assert module.worthwhile(*checked, **options) == worth

@@ -16,8 +16,9 @@ from pallas_kernels.longhorn_scan.cell import Cell
 
 def obstacle(x, beta, k, q, skip, state, segments, *, chunk_size=None):
   """Why the kernels cannot run these arguments on any device, or None."""
-  del skip, segments, chunk_size
-  return channel_kernels.obstacle({"x": x, "beta": beta, "k": k, "q": q}, state.memory)
+  del skip, segments
+  arrays = {"x": x, "beta": beta, "k": k, "q": q}
+  return channel_kernels.obstacle(arrays, state.memory, chunk_size)
 
 
 def worthwhile(x, *args, **options):

@@ -57,7 +57,8 @@ def selective_scan(
       [B, T, D, N]), "reference" (one step at a time), or "pallas_interpret" (the
       kernels on a CPU, slowly, to test them). None takes "chunked": the kernels have not yet
       passed the whole of `make test-gpu`.
-    chunk_size: steps in a chunk of the chunked form, a power of two; None means the default.
+    chunk_size: steps in a chunk of the chunked form, a power of two; None means the default. The
+      kernels choose their own.
 
   Returns:
     `out` [B, T, D] and the `SelectiveState` after the last step.

@@ -15,8 +15,9 @@ from pallas_kernels.selective_scan.cell import Cell
 
 def obstacle(x, dt, a, b, c, skip, state, segments, *, chunk_size=None):
   """Why the kernels cannot run these arguments on any device, or None."""
-  del skip, segments, chunk_size
-  return channel_kernels.obstacle({"x": x, "dt": dt, "a": a, "b": b, "c": c}, state.ssm)
+  del skip, segments
+  arrays = {"x": x, "dt": dt, "a": a, "b": b, "c": c}
+  return channel_kernels.obstacle(arrays, state.ssm, chunk_size)
 
 
 def worthwhile(x, *args, **options):
