@@ -10,12 +10,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import chip
 from pallas_kernels.tensor_core import store_anywhere
 
 CHANNELS = 128  # of a block: a thread each
 FLAGS = 32  # flags of steps arrive in groups: 128 bytes, the least that a copy moves
 LAYOUT = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
-MULTIPROCESSORS = 132  # of an H100 or H200
 _SHARED_MEMORY = 200 * 1024  # bytes for steps on their way: what a block can have, and some room
 _ROWS = (32, 16, 8)  # steps in a chunk
 _FEWEST_STAGES = 4
@@ -42,11 +42,7 @@ def stages(rows, *, read, written) -> int:
 
 def parts(batch: int, channels: int, length: int) -> int:
   """Into how many parts to cut a sequence so that all multiprocessors have work."""
-  blocks = batch * -(-channels // CHANNELS)
-  number = 1
-  while 2 * number * blocks <= MULTIPROCESSORS and length >= 512 * number:
-    number *= 2
-  return number
+  return chip.parts(batch * -(-channels // CHANNELS), length, 256)
 
 
 def padded_length(length: int, number_of_parts: int) -> int:

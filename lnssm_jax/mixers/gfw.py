@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.checks import check_call, check_positive
-from lnssm_jax.mixers.layers import group_norm, linear, merge_heads, split_heads, wide
+from lnssm_jax.mixers.checks import check_call
+from lnssm_jax.mixers.layers import layer_norm, linear, merge_heads, split_heads, wide
 from lnssm_jax.mixers.projections import Projections
 from lnssm_jax.ops import LinearAttentionState, linear_attention
 
@@ -78,9 +78,7 @@ class GFW(Projections):
 
   def init_state(self, batch_size: int) -> LinearAttentionState:
     """The state before the first token: zeros."""
-    B = check_positive("batch_size", batch_size)
-    shape = (B, self.num_heads, self.key_dim, self.value_dim)
-    return LinearAttentionState(jnp.zeros(shape, jnp.float32), None)
+    return self._empty_memory(batch_size, self.key_dim)
 
   def __call__(
     self,
@@ -109,5 +107,5 @@ class GFW(Projections):
       initial_state=state,
       segment_ids=segment_ids,
     )
-    y = group_norm(merge_heads(y)) * wide(self.norm_gain[...]) + wide(self.norm_bias[...])
+    y = layer_norm(merge_heads(y), self.norm_gain[...], self.norm_bias[...])
     return self._output(split_heads(y, self.num_heads)), state

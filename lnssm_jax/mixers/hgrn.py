@@ -14,7 +14,7 @@ from lnssm_jax.mixers.checks import (
 )
 from lnssm_jax.mixers.complex_state import ComplexState, empty_state, from_complex, to_complex
 from lnssm_jax.mixers.initializers import uniform_fan_in
-from lnssm_jax.mixers.layers import group_norm, linear, merge_heads, split_heads, wide
+from lnssm_jax.mixers.layers import group_norm, layer_norm, linear, merge_heads, split_heads, wide
 from lnssm_jax.ops import DiagonalState, LinearAttentionState, diagonal_scan, linear_attention
 
 LOWER_BOUNDS = ("learned", "none")
@@ -125,7 +125,7 @@ class HGRN2(nnx.Module):
       initial_state=state,
       segment_ids=segment_ids,
     )
-    y = group_norm(merge_heads(y)) * wide(self.norm_gain[...]) + wide(self.norm_bias[...])
+    y = layer_norm(merge_heads(y), self.norm_gain[...], self.norm_bias[...])
     return self.o_proj(y.astype(self.dtype)), state
 
   def _gates(self, f):

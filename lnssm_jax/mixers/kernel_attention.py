@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.checks import check_call, check_choice, check_positive
+from lnssm_jax.mixers.checks import check_call, check_choice
 from lnssm_jax.mixers.layers import linear, wide
 from lnssm_jax.mixers.projections import Projections, feature_dtype
 from lnssm_jax.ops import LinearAttentionState, linear_attention
@@ -18,12 +18,6 @@ _LOWEST_KEY = -20.0
 
 # exp(W x) leaves the range of float32 for |W x| > 88, and its product with scores before that.
 _LARGEST_EXPONENT = 20.0
-
-
-def _empty(mixer, batch_size: int, keys: int, *, normalize: bool) -> LinearAttentionState:
-  B, H = check_positive("batch_size", batch_size), mixer.num_heads
-  key_sum = jnp.zeros((B, H, keys), jnp.float32) if normalize else None
-  return LinearAttentionState(jnp.zeros((B, H, keys, mixer.value_dim), jnp.float32), key_sum)
 
 
 class LinearAttention(Projections):
@@ -84,7 +78,7 @@ class LinearAttention(Projections):
 
   def init_state(self, batch_size: int) -> LinearAttentionState:
     """The state before the first token: zeros."""
-    return _empty(self, batch_size, self.key_dim, normalize=self.feature_map == "elu")
+    return self._empty_memory(batch_size, self.key_dim, normalize=self.feature_map == "elu")
 
   def __call__(
     self,
@@ -186,7 +180,7 @@ class NormalizedAttention(Projections):
 
   def init_state(self, batch_size: int) -> LinearAttentionState:
     """The state before the first token: zeros."""
-    return _empty(self, batch_size, self.key_dim, normalize=False)
+    return self._empty_memory(batch_size, self.key_dim)
 
   def __call__(
     self,
@@ -272,7 +266,7 @@ class Based(Projections):
   def init_state(self, batch_size: int) -> LinearAttentionState:
     """The state before the first token: zeros."""
     features = 1 + self.key_dim + self.key_dim**2
-    return _empty(self, batch_size, features, normalize=True)
+    return self._empty_memory(batch_size, features, normalize=True)
 
   def __call__(
     self,

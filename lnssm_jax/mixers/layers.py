@@ -61,6 +61,11 @@ def group_norm(x: jax.Array, *, eps: float = 1e-5) -> jax.Array:
   return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
 
 
+def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array) -> jax.Array:
+  """gain * (x - mean) / sqrt(variance + 1e-5) + bias over the last axis; in float32 at least."""
+  return group_norm(x) * wide(gain) + wide(bias)
+
+
 def unit_norm(x: jax.Array, *, eps: float = 1e-6) -> jax.Array:
   """x / sqrt(sum(x^2) + eps) over the last axis, of length at most 1; in float32 at least."""
   x = x.astype(accumulation_dtype(x))

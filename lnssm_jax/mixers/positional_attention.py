@@ -9,7 +9,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.checks import check_call, check_positive
-from lnssm_jax.mixers.layers import group_norm, merge_heads, split_heads, wide
+from lnssm_jax.mixers.layers import layer_norm, merge_heads, split_heads, wide
 from lnssm_jax.mixers.projections import Projections
 from lnssm_jax.ops import LinearAttentionState, linear_attention
 from lnssm_jax.ops.attention.state import steps_of
@@ -221,5 +221,5 @@ class LRPE(_PositionalAttention):
     q, k, v = self._queries_keys_values(x)
     theta = self.theta[...].reshape(self.num_heads, self.key_dim)
     y, state = self._read(q, k, v, positions, theta, state, segment_ids)
-    y = group_norm(merge_heads(y)) * wide(self.norm_gain[...]) + wide(self.norm_bias[...])
+    y = layer_norm(merge_heads(y), self.norm_gain[...], self.norm_bias[...])
     return self._output(split_heads(y, self.num_heads)), state

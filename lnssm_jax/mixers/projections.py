@@ -8,6 +8,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.checks import check_heads, check_positive
 from lnssm_jax.mixers.layers import linear, merge_heads, split_heads, wide
+from lnssm_jax.ops import LinearAttentionState
 
 
 class Projections(nnx.Module):
@@ -54,6 +55,14 @@ class Projections(nnx.Module):
     self.k_proj, self.k_bias = projection(keys), bias(keys)
     self.v_proj, self.v_bias = projection(values), bias(values)
     self.o_proj, self.o_bias = projection(dim, 0.02 / math.sqrt(2 * num_layers)), bias(dim)
+
+  def _empty_memory(
+    self, batch_size: int, keys: int, *, normalize: bool = False
+  ) -> LinearAttentionState:
+    """Zeros: kv [B, H, keys, V] and, to `normalize`, key_sum [B, H, keys]."""
+    B, H = check_positive("batch_size", batch_size), self.num_heads
+    key_sum = jnp.zeros((B, H, keys), jnp.float32) if normalize else None
+    return LinearAttentionState(jnp.zeros((B, H, keys, self.value_dim), jnp.float32), key_sum)
 
   def _queries_keys_values(self, x: jax.Array):
     """q [B, T, H, K], k [B, T, kv_heads, K], v [B, T, kv_heads, V]; float32 at least."""

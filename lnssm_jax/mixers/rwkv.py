@@ -139,7 +139,32 @@ class RWKV5State(NamedTuple):
   memory: LinearAttentionState  # kv [B, H, K, K]
 
 
-class RWKV5(nnx.Module):
+class _MatrixValued(nnx.Module):
+  """What RWKV-5 and RWKV-6 share: the state, and the way from the scan to the output."""
+
+  dim: int
+  num_heads: int
+  head_dim: int
+  dtype: jnp.dtype
+  norm_gain: nnx.Param
+  norm_bias: nnx.Param
+  g_proj: nnx.Linear
+  o_proj: nnx.Linear
+
+  def init_state(self, batch_size: int) -> RWKV5State:
+    """The state before the first token: zeros."""
+    B, H, K = check_positive("batch_size", batch_size), self.num_heads, self.head_dim
+    memory = LinearAttentionState(jnp.zeros((B, H, K, K), jnp.float32), None)
+    return RWKV5State(shift=jnp.zeros((B, self.dim), jnp.float32), memory=memory)
+
+  def _output(self, y: jax.Array, of_g: jax.Array) -> jax.Array:
+    """W_o of the normed, gated y [B, T, H, K]; `of_g` [B, T, D] is what the gate reads."""
+    y = merge_heads(group_norm(wide(y) / _OUTPUT_DIVISOR, eps=_NORM_EPS))
+    y = y * wide(self.norm_gain[...]) + wide(self.norm_bias[...])
+    return self.o_proj(silu_gate(y, self.g_proj(of_g)).astype(self.dtype))
+
+
+class RWKV5(_MatrixValued):
   r"""RWKV-5's time mixer: a matrix-valued state with a constant decay per channel.
 
       x^s_t = mu_s * x_t + (1 - mu_s) * x_{t-1}             one stream for each of r, k, v, g
@@ -202,12 +227,6 @@ class RWKV5(nnx.Module):
     self.norm_gain = param(jnp.full(dim, height**0.7))
     self.norm_bias = param(jnp.zeros(dim))
 
-  def init_state(self, batch_size: int) -> RWKV5State:
-    """The state before the first token: zeros."""
-    B, H, K = check_positive("batch_size", batch_size), self.num_heads, self.head_dim
-    memory = LinearAttentionState(jnp.zeros((B, H, K, K), jnp.float32), None)
-    return RWKV5State(shift=jnp.zeros((B, self.dim), jnp.float32), memory=memory)
-
   def __call__(
     self,
     x: jax.Array,  # [B, T, D]
@@ -236,13 +255,10 @@ class RWKV5(nnx.Module):
       initial_state=memory,
       segment_ids=segment_ids,
     )
-    y = merge_heads(group_norm(wide(y) / _OUTPUT_DIVISOR, eps=_NORM_EPS))
-    y = y * wide(self.norm_gain[...]) + wide(self.norm_bias[...])
-    gated = silu_gate(y, self.g_proj(stream(self.mu_g)))
-    return self.o_proj(gated.astype(self.dtype)), RWKV5State(wide(x[:, -1]), memory)
+    return self._output(y, stream(self.mu_g)), RWKV5State(wide(x[:, -1]), memory)
 
 
-class RWKV6(nnx.Module):
+class RWKV6(_MatrixValued):
   r"""RWKV-6's time mixer: RWKV-5 with decays and token shifts that depend on the input.
 
       d_t = x_{t-1} - x_t
@@ -319,12 +335,6 @@ class RWKV6(nnx.Module):
     self.norm_gain = param(jnp.full(dim, height**0.7))
     self.norm_bias = param(jnp.zeros(dim))
 
-  def init_state(self, batch_size: int) -> RWKV5State:
-    """The state before the first token: zeros."""
-    B, H, K = check_positive("batch_size", batch_size), self.num_heads, self.head_dim
-    memory = LinearAttentionState(jnp.zeros((B, H, K, K), jnp.float32), None)
-    return RWKV5State(shift=jnp.zeros((B, self.dim), jnp.float32), memory=memory)
-
   def __call__(
     self,
     x: jax.Array,  # [B, T, D]
@@ -352,10 +362,7 @@ class RWKV6(nnx.Module):
       initial_state=memory,
       segment_ids=segment_ids,
     )
-    y = merge_heads(group_norm(wide(y) / _OUTPUT_DIVISOR, eps=_NORM_EPS))
-    y = y * wide(self.norm_gain[...]) + wide(self.norm_bias[...])
-    gated = silu_gate(y, self.g_proj(of_g))
-    return self.o_proj(gated.astype(self.dtype)), RWKV5State(wide(x[:, -1]), memory)
+    return self._output(y, of_g), RWKV5State(wide(x[:, -1]), memory)
 
   def _streams(self, x, shifted):
     """The inputs [B, T, D] of w, k, v, r and g."""

@@ -15,7 +15,7 @@ from lnssm_jax.mixers.checks import (
   check_positive,
 )
 from lnssm_jax.mixers.initializers import uniform_fan_in
-from lnssm_jax.mixers.layers import group_norm, linear, merge_heads, split_heads, wide
+from lnssm_jax.mixers.layers import layer_norm, linear, merge_heads, split_heads, wide
 from lnssm_jax.mixers.positional_attention import cosine_features
 from lnssm_jax.ops import LinearAttentionState, linear_attention
 from lnssm_jax.ops.attention.state import steps_of
@@ -155,6 +155,6 @@ class TNL(nnx.Module):
       initial_state=memory,
       segment_ids=segment_ids,
     )
-    y = group_norm(merge_heads(y)) * wide(self.norm_gain[...]) + wide(self.norm_bias[...])
+    y = layer_norm(merge_heads(y), self.norm_gain[...], self.norm_bias[...])
     gate = jax.nn.sigmoid(wide(self.gate_up_proj(self.gate_down_proj(x))))
     return self.o_proj((gate * y).astype(self.dtype)), TNLState(memory, positions[:, -1] + 1)

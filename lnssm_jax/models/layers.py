@@ -43,9 +43,8 @@ def init_state(blocks: Any, batch_size: int) -> Any:
   """The state before the first token: a stacked one for each place of the pattern."""
 
   def stacked(stack):
-    layers = jax.tree.leaves(stack)[0].shape[0]
     state = stack.init_state(batch_size)
-    return jax.tree.map(lambda s: jnp.broadcast_to(s, (layers, *s.shape)), state)
+    return jax.tree.map(lambda s: jnp.broadcast_to(s, (_count(stack), *s.shape)), state)
 
   return _like(blocks, [stacked(stack) for stack in _stacks(blocks)])
 
@@ -79,8 +78,8 @@ def run(
     # The scan itself keeps forward and backward pass apart; prevent_cse would only cost time.
     some_layers = jax.checkpoint(some_layers, policy=policy, prevent_cse=False)
   inputs = list(zip(stacks, states, strict=True))
-  whole = jax.tree.leaves(stacks[-1])[0].shape[0]
-  rest = [place for place in inputs if jax.tree.leaves(place[0])[0].shape[0] > whole]
+  whole = _count(stacks[-1])
+  rest = [place for place in inputs if _count(place[0]) > whole]
   turns = max(1, min(whole, unroll // len(stacks)))
   x, new = jax.lax.scan(
     some_layers,
@@ -113,6 +112,11 @@ def _stacks(tree: Any) -> list[Any]:
   if isinstance(tree, nnx.Dict):
     return [tree[str(place)] for place in range(len(tree))]
   return tree if isinstance(tree, list) else [tree]
+
+
+def _count(stack: Block) -> int:
+  """How many layers a stack has."""
+  return jax.tree.leaves(stack)[0].shape[0]
 
 
 def _like(blocks: Any, stacks: list[Any]) -> Any:

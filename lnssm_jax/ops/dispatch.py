@@ -5,6 +5,8 @@ one that can run the arguments and is worthwhile for them; a name runs that one 
 error says which argument stands in the way. No global flag takes part in the choice.
 """
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,21 +53,21 @@ def register(scan: str, check: Callable[..., tuple[tuple, dict]], *implementatio
   _ARGUMENT_CHECKS[scan] = check
 
 
-def kernels(
-  load: Callable[[], Any], *, by_name_only: bool = False
-) -> tuple[Implementation, Implementation]:
+def kernels(module: str, *, by_name_only: bool = False) -> tuple[Implementation, Implementation]:
   """The implementations "pallas", on a Hopper GPU, and "pallas_interpret", by name only.
 
   XLA can cut its own forms over several devices, but not a kernel, for which it would gather all
   arguments: with more than one device `None` takes kernels inside `shard_map` only.
 
   Args:
-    load: imports and returns the module that has `run`, `interpreted`, `obstacle` (on any device)
-      and `worthwhile`, all called alike. It is called when one of them is first needed, because
+    module: the name of the module that has `run`, `interpreted`, `obstacle` (on any device) and
+      `worthwhile`, all called alike. It is imported when one of them is first needed, because
       importing what a kernel is written with takes longer than importing all the rest.
     by_name_only: `None` never takes "pallas": for kernels that have not passed `make test-gpu` as
       they are.
   """
+
+  load = functools.partial(importlib.import_module, module)
 
   def worthwhile(*args, **kwargs):
     return not by_name_only and _on_one_device(args[0]) and load().worthwhile(*args, **kwargs)

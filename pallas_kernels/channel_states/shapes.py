@@ -1,6 +1,8 @@
 """Block sizes, apart from the kernels. Never keyed on the length of the sequence."""
 
-MULTIPROCESSORS = 132  # of an H100 or H200; each runs two blocks of the backward pass
+from pallas_kernels import chip
+
+AT_ONCE = 2  # blocks of the backward pass on a multiprocessor
 STATES = (8, 16)  # numbers of states of a channel that a kernel works on; more are cut
 CHANNELS = 128  # the number of channels is padded to a multiple: those of a block
 STEPS = 16  # the number of steps is padded to a multiple: steps between kept states
@@ -20,10 +22,7 @@ def worthwhile(channels):
 
 def parts(B, T, D, fewest):
   """Into how many parts to cut a sequence so that all multiprocessors have work; 1 or `fewest`."""
-  blocks = B * -(-D // CHANNELS)
-  number = 1
-  while 2 * number * blocks <= 2 * MULTIPROCESSORS and 2 * number * SHORTEST <= T:
-    number *= 2
+  number = chip.parts(B * -(-D // CHANNELS), T, SHORTEST, AT_ONCE)
   return number if number >= fewest else 1
 
 

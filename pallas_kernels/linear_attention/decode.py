@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import chip
 from pallas_kernels.linear_attention import shapes
 from pallas_kernels.tensor_core import store_anywhere
 
@@ -76,7 +77,7 @@ def value_tile(B: int, H: int, V: int) -> int:
   32 float32 are the 128 bytes that memory likes to move. 16 halve the work of a block, which pays
   when there are fewer blocks than multiprocessors.
   """
-  return 16 if V % 32 or B * H * (V // 32) < shapes.MULTIPROCESSORS else 32
+  return 16 if V % 32 or B * H * (V // 32) < chip.MULTIPROCESSORS else 32
 
 
 def decode(

@@ -1,9 +1,8 @@
 """Block sizes, per device, apart from the kernels. Never keyed on the length of the sequence."""
 
+from pallas_kernels import chip
 from pallas_kernels.tensor_core import CHUNK
 
-# Hopper (H100, H200): multiprocessors, each of which runs a block or more.
-MULTIPROCESSORS = 132
 KEY_WIDTHS = (64, 128)  # what q and k are padded to
 VALUE_WIDTHS = (64, 128, 256)  # what v is padded to
 NARROWEST = 32  # narrower heads are padded more than twofold, which has not been measured
@@ -38,11 +37,7 @@ def walk(value_width):
 
 def parts(batch, heads, length):
   """Into how many parts to cut a sequence so that all multiprocessors have work."""
-  chunks = -(-length // CHUNK)
-  number = 1
-  while 2 * number * batch * heads <= MULTIPROCESSORS and chunks >= 8 * number:
-    number *= 2
-  return number
+  return chip.parts(batch * heads, padded_length(length, 1), 4 * CHUNK)
 
 
 def padded_length(length, number_of_parts):

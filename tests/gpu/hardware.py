@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.ops import contract
+
 REPETITIONS = 100
 
 
@@ -36,3 +38,17 @@ def assert_bits_repeat(run, first):
       fill_memory_with_nan()
     counts.append(same_bits(run(), first))
   assert np.all(np.asarray(jnp.stack(counts))), f"{np.asarray(counts).sum()} of {REPETITIONS} agree"
+
+
+def assert_values_and_gradients(scan, case, dtype):
+  """The kernels of a scan agree with the reference in float64 on a case of its contract.
+
+  Inputs that may be narrow have this dtype; memory that nothing wrote holds NaN.
+  """
+  inputs = scan.inputs(case)
+  dtypes = {n: dtype if n in scan.narrow else jnp.float32 for n in inputs}
+  call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
+  fill_memory_with_nan()
+  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas")
+  limit = contract.tolerance(dtype, case.T)
+  assert all(error <= limit for error in errors.values()), (limit, errors)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from tests.gpu.hardware import assert_bits_repeat, fill_memory_with_nan
+from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
 from tests.ops import contract, promises
 from tests.ops.scans import SCANS
 from tests.ops.scans.channel_states import Case
@@ -34,14 +34,7 @@ SMALL = [
 @BOTH
 def test_values_and_gradients(name, case, dtype):
   """Sequences of 1000 steps run in several parts."""
-  scan = SCANS[name]
-  inputs = scan.inputs(case)
-  dtypes = {n: dtype if n in scan.narrow else F32 for n in inputs}
-  call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
-  fill_memory_with_nan()
-  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas")
-  limit = contract.tolerance(dtype, case.T)
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  assert_values_and_gradients(SCANS[name], case, dtype)
 
 
 def drawn(name, B, T, D, N, rates=BF16):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from tests.gpu.hardware import assert_bits_repeat, fill_memory_with_nan
+from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
 from tests.ops import contract, promises
 from tests.ops.scans.delta_rule import DELTA_RULE, Case
 
@@ -30,15 +30,7 @@ SMALL = [
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_values_and_gradients(case):
-  case = dataclasses.replace(case, chunk=None)
-  inputs = DELTA_RULE.inputs(case)
-  narrow = DELTA_RULE.narrow
-  dtypes = {n: jnp.bfloat16 if n in narrow else jnp.float32 for n in inputs}
-  call = lambda x, form: DELTA_RULE.compared(*DELTA_RULE(case, x, implementation=form))
-  fill_memory_with_nan()
-  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas")
-  limit = contract.tolerance(jnp.bfloat16, case.T)
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  assert_values_and_gradients(DELTA_RULE, dataclasses.replace(case, chunk=None), jnp.bfloat16)
 
 
 HEADS = {"kv": 1}  # the axis of heads, where it is not 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from tests.gpu.hardware import assert_bits_repeat, fill_memory_with_nan
+from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
 from tests.ops import contract, promises
 from tests.ops.scans.diagonal_scan import DIAGONAL_SCAN, Case
 
@@ -30,13 +30,7 @@ SMALL = [
 
 @pytest.mark.parametrize(("case", "dtype"), SMALL, ids=str)
 def test_values_and_gradients(case, dtype):
-  inputs = DIAGONAL_SCAN.inputs(case)
-  dtypes = {n: dtype if n in DIAGONAL_SCAN.narrow else F32 for n in inputs}
-  call = lambda x, form: DIAGONAL_SCAN.compared(*DIAGONAL_SCAN(case, x, implementation=form))
-  fill_memory_with_nan()
-  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas")
-  limit = contract.tolerance(dtype, case.T)
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  assert_values_and_gradients(DIAGONAL_SCAN, case, dtype)
 
 
 def drawn(B, T, D, dtype, *, constant=False):

@@ -147,13 +147,7 @@ def _checked(
   return args, {"scale": float(scale), "chunk_size": chunk_size}
 
 
-def _kernels():
-  from lnssm_jax.ops.delta_rule import pallas
-
-  return pallas
-
-
-_COMPILED, _INTERPRETED = dispatch.kernels(_kernels, by_name_only=True)
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", by_name_only=True)
 
 dispatch.register(
   _NAME,

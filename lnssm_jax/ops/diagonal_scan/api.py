@@ -120,13 +120,7 @@ def _checked(decay, x, *, reverse=False, initial_state=None, segment_ids=None, c
   return args, {"reverse": bool(reverse), "out_dtype": out_dtype, "chunk_size": chunk_size}
 
 
-def _kernels():
-  from lnssm_jax.ops.diagonal_scan import pallas
-
-  return pallas
-
-
-_COMPILED, _INTERPRETED = dispatch.kernels(_kernels)
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas")
 
 dispatch.register(
   _NAME,

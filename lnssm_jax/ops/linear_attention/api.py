@@ -178,13 +178,7 @@ def _canonical_decay(name, decay, shape, dtype, *, per_head):
   return decay.reshape(layouts[decay.shape])
 
 
-def _kernels():
-  from lnssm_jax.ops.linear_attention import pallas
-
-  return pallas
-
-
-_COMPILED, _INTERPRETED = dispatch.kernels(_kernels)
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas")
 
 dispatch.register(
   _NAME,

@@ -112,13 +112,7 @@ def _checked(x, dt, a, b, c, *, skip=None, initial_state=None, segment_ids=None,
   return args, {"chunk_size": chunk_size}
 
 
-def _kernels():
-  from lnssm_jax.ops.selective_scan import pallas
-
-  return pallas
-
-
-_COMPILED, _INTERPRETED = dispatch.kernels(_kernels, by_name_only=True)
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", by_name_only=True)
 
 dispatch.register(
   _NAME,

@@ -105,13 +105,7 @@ def _checked(k, v, decay_rate, bonus, *, initial_state=None, segment_ids=None, c
   return args, {"chunk_size": chunk_size}
 
 
-def _kernels():
-  from lnssm_jax.ops.wkv4 import pallas
-
-  return pallas
-
-
-_COMPILED, _INTERPRETED = dispatch.kernels(_kernels, by_name_only=True)
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", by_name_only=True)
 
 dispatch.register(
   _NAME,
