@@ -53,7 +53,7 @@ def register(scan: str, check: Callable[..., tuple[tuple, dict]], *implementatio
   _ARGUMENT_CHECKS[scan] = check
 
 
-def kernels(module: str, *, by_name_only: bool = False) -> tuple[Implementation, Implementation]:
+def kernels(module: str) -> tuple[Implementation, Implementation]:
   """The implementations "pallas", on a Hopper GPU, and "pallas_interpret", by name only.
 
   XLA can cut its own forms over several devices, but not a kernel, for which it would gather all
@@ -63,14 +63,11 @@ def kernels(module: str, *, by_name_only: bool = False) -> tuple[Implementation,
     module: the name of the module that has `run`, `interpreted`, `obstacle` (on any device) and
       `worthwhile`, all called alike. It is imported when one of them is first needed, because
       importing what a kernel is written with takes longer than importing all the rest.
-    by_name_only: `None` never takes "pallas": for kernels that have not passed `make test-gpu` as
-      they are.
   """
-
   load = functools.partial(importlib.import_module, module)
 
   def worthwhile(*args, **kwargs):
-    return not by_name_only and _on_one_device(args[0]) and load().worthwhile(*args, **kwargs)
+    return _on_one_device(args[0]) and load().worthwhile(*args, **kwargs)
 
   compiled = Implementation(
     "pallas",

@@ -62,7 +62,8 @@ def delta_rule(
     implementation: "pallas" (kernels; a Hopper GPU, one rate per head, bfloat16, K and V <= 128),
       "chunked" (one triangular system a chunk; any device and arguments), "reference" (one step at
       a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test them). None takes
-      "chunked": the kernels have not yet passed the whole of `make test-gpu`.
+      "pallas" where it can run and is known to be faster (T > 1, K and V >= 32; with several
+      devices inside `shard_map` only), otherwise "chunked".
     chunk_size: steps in a chunk, a power of two; None means the default. The kernels have 64.
 
   Returns:
@@ -147,7 +148,7 @@ def _checked(
   return args, {"scale": float(scale), "chunk_size": chunk_size}
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", by_name_only=True)
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas")
 
 dispatch.register(
   _NAME,

@@ -59,7 +59,8 @@ def longhorn_scan(
       (any device and arguments), "associative" (one scan of depth log T over all steps, which holds
       [B, T, D, N]), "reference" (one step at a time, the decay as it is
       written above), or "pallas_interpret" (the kernels on a CPU, slowly, to test them). None takes
-      "chunked": the kernels have not yet passed the whole of `make test-gpu`.
+      "pallas" where it can run and is known to be faster (T > 1 and D >= 64; with several devices
+      inside `shard_map` only), otherwise "chunked".
     chunk_size: steps in a chunk of the chunked form, a power of two; None means the default. The
       kernels choose their own.
 
@@ -112,7 +113,7 @@ def _checked(x, beta, k, q, *, skip=None, initial_state=None, segment_ids=None, 
   return args, {"chunk_size": chunk_size}
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", by_name_only=True)
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas")
 
 dispatch.register(
   _NAME,

@@ -53,7 +53,8 @@ def wkv4(
     implementation: "pallas" (kernels; a Hopper GPU, k and v bfloat16 or float32), "chunked" (a scan
       over chunks; any device and arguments), "associative" (`lax.associative_scan`), "reference"
       (one step at a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test them). None
-      takes "chunked": the kernels have not yet passed the whole of `make test-gpu`.
+      takes "pallas" where it can run and is known to be faster (T > 1 and D >= 128; with several
+      devices inside `shard_map` only), otherwise "chunked".
     chunk_size: steps in a chunk of the chunked form; None means 8 on CPUs, 512 elsewhere. The
       kernels choose their own.
 
@@ -105,7 +106,7 @@ def _checked(k, v, decay_rate, bonus, *, initial_state=None, segment_ids=None, c
   return args, {"chunk_size": chunk_size}
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", by_name_only=True)
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas")
 
 dispatch.register(
   _NAME,
