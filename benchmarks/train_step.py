@@ -13,6 +13,7 @@ import collections
 import json
 import statistics
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,13 +23,13 @@ from train import flops, overrides
 from train import mesh as meshes
 from train.config import load_config
 from train.optimizer import make_optimizer
-from train.step import init_state, make_train_step, model_graph
+from train.step import abstract_state, init_state, make_train_step, model_graph
 
 PAPER_EPOCH_TOKENS = 10_240_000
 
 
-def random_batch(cfg, mesh, seed=0):
-  """A batch of random tokens, with a document border about every 500 tokens."""
+def random_batch(cfg, mesh, seed=0, *, borders=True):
+  """A batch of random tokens, with a document border about every 500 tokens, or with none."""
   rng = np.random.default_rng(seed)
   shape = (cfg.global_batch, cfg.seq_len)
   tokens = rng.integers(0, cfg.model.vocab_size, (shape[0], shape[1] + 1), dtype=np.int32)
@@ -38,7 +39,50 @@ def random_batch(cfg, mesh, seed=0):
     "segment_ids": np.cumsum(rng.random(shape) < 1 / 500, axis=1).astype(np.int32),
     "weights": np.ones(shape, np.float32),
   }
+  if not borders:
+    batch["segment_ids"] = None
   return jax.device_put(batch, meshes.batch_sharding(mesh))
+
+
+def compile_step(cfg, mesh, batch, kernels: Path | None = None):
+  """The training step, compiled for batches like this one, and the seconds that it took.
+
+  `kernels` is a folder that keeps the compiler's choices of kernels, as a run folder does.
+  """
+  transform = make_optimizer(cfg.optimizer, cfg.steps)[0]
+  step = make_train_step(cfg, model_graph(cfg.model), transform, mesh, kernels)
+  begin = time.perf_counter()
+  compiled = step.lower(abstract_state(cfg, mesh), batch).compile()
+  return compiled, time.perf_counter() - begin
+
+
+class Run:
+  """A compiled step, called again and again on one batch."""
+
+  def __init__(self, compiled, state, batch):
+    self._compiled, self._state, self._batch = compiled, state, batch
+
+  def steps(self, count: int):
+    """Metrics of the last of `count` steps; does not wait for them."""
+    for _ in range(count):
+      self._state, metrics = self._compiled(self._state, self._batch)
+    return metrics
+
+  def seconds_per_step(self, steps: int, runs: int) -> list[float]:
+    """One number for each of `runs` runs.
+
+    Raises:
+      FloatingPointError: the loss is not finite; there is no time for a wrong result.
+    """
+    loss = float(self.steps(3)["loss"])
+    if not np.isfinite(loss):
+      raise FloatingPointError(f"the loss is {loss} after 3 steps: a wrong result has no time.")
+    seconds = []
+    for _ in range(runs):
+      begin = time.perf_counter()
+      jax.block_until_ready(self.steps(steps))
+      seconds.append((time.perf_counter() - begin) / steps)
+    return seconds
 
 
 def main():
@@ -53,27 +97,10 @@ def main():
   cfg = overrides.apply(load_config(args.config), args.set)
 
   mesh = meshes.make_mesh(cfg)
-  graph, batch = model_graph(cfg.model), random_batch(cfg, mesh)
-  state = init_state(cfg, mesh)
-  step = make_train_step(cfg, graph, make_optimizer(cfg.optimizer, cfg.steps)[0], mesh)
-  begin = time.perf_counter()
-  compiled = step.lower(state, batch).compile()
-  compile_seconds = time.perf_counter() - begin
-
-  def run(steps):
-    nonlocal state
-    for _ in range(steps):
-      state, metrics = compiled(state, batch)
-    return metrics
-
-  loss = float(run(3)["loss"])
-  if not np.isfinite(loss):
-    raise SystemExit(f"the loss is {loss} after 3 steps: no time is printed for a wrong result.")
-  seconds = []
-  for _ in range(args.runs):
-    begin = time.perf_counter()
-    jax.block_until_ready(run(args.steps))
-    seconds.append((time.perf_counter() - begin) / args.steps)
+  batch = random_batch(cfg, mesh)
+  compiled, compile_seconds = compile_step(cfg, mesh, batch)
+  run = Run(compiled, init_state(cfg, mesh), batch)
+  seconds = run.seconds_per_step(args.steps, args.runs)
 
   devices = list(mesh.devices.flat)
   step_seconds = statistics.median(seconds)
@@ -93,7 +120,7 @@ def main():
     "mfu": flops.utilization(cfg.model, tokens_per_second, devices),
   }
   if args.profile:
-    print_profile(compiled.as_text(), lambda: run(5), 5, step_seconds)
+    print_profile(compiled.as_text(), lambda: run.steps(5), 5, step_seconds)
   print(json.dumps(result))
 
 

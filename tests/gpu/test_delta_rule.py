@@ -23,6 +23,7 @@ SMALL = [
   Case(T=65, K=64, V=128, decay="weak", segments=True),
   Case(T=1000, K=128, V=64, decay="extreme", segments=True),
   Case(T=130, K=40, V=128, state=False),
+  Case(T=130, K=64, V=200),
   Case(T=1000, K=72, V=80, decay="extreme", erase=True, segments=True),
   Case(T=4100, K=128, V=128, decay="ordinary", H=3),
 ]

@@ -59,7 +59,7 @@ def delta_rule(
   Args:
     scale: multiplies the result; a Python number.
     initial_state: the state before the first step; None means zeros.
-    implementation: "pallas" (kernels; a Hopper GPU, one rate per head, bfloat16, K and V <= 128),
+    implementation: "pallas" (kernels; a Hopper GPU, one rate per head, bfloat16, K <= 128),
       "chunked" (one triangular system a chunk; any device and arguments), "reference" (one step at
       a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test them). None takes
       "pallas" where it can run and is known to be faster (T > 1, K and V >= 32; with several

@@ -26,9 +26,8 @@ def obstacle(q, k, v, beta, log_decay, erase_key, state, segments, *, scale, chu
         f"{name} has dtype {x.dtype}, and the tensor cores multiply bfloat16 only (float32 would "
         "lose digits there)"
       )
-    widest = _WIDEST_VALUE if name == "v" else _WIDEST_KEY
-    if x.shape[-1] > widest:
-      return f"{name} is {x.shape[-1]} wide, and at most {widest} are supported"
+    if name != "v" and x.shape[-1] > _WIDEST_KEY:
+      return f"{name} is {x.shape[-1]} wide, and at most {_WIDEST_KEY} are supported"
   if beta.shape[-1] != 1:
     return "beta has a rate for each value column, and the kernels take one for each head"
   if chunk_size not in (None, op.CHUNK):
@@ -58,26 +57,34 @@ def run(
   chunk_size=None,
   interpret=None,
 ):
-  """Arguments as in `reference.py`."""
+  """Arguments as in `reference.py`.
+
+  Columns of values do not see one another: more of them than the kernels take are further heads.
+  """
   del chunk_size
-  T, K, V = q.shape[1], q.shape[-1], v.shape[-1]
+  B, T, H, K = q.shape
+  V = v.shape[-1]
   wide_k = next(width for width in shapes.KEY_WIDTHS if width >= K)
-  wide_v = next(width for width in shapes.VALUE_WIDTHS if width >= V)
+  wide_v = next((width for width in shapes.VALUE_WIDTHS if width >= V), _WIDEST_VALUE)
+  groups = -(-V // wide_v)
   more = -T % op.CHUNK
   pad = lambda x, width: jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, width - x.shape[-1])])
+  heads = lambda x: jnp.repeat(x, groups, axis=2)
+  kv = jnp.pad(state.kv, [(0, 0), (0, 0), (0, wide_k - K), (0, groups * wide_v - V)])
   inputs = op.Inputs(
-    pad(q, wide_k),
-    pad(k, wide_k),
-    None if erase_key is k else pad(erase_key, wide_k),
-    pad(v, wide_v),
-    beta[..., 0],
-    log_decay,
-    jnp.pad(state.kv, [(0, 0), (0, 0), (0, wide_k - K), (0, wide_v - V)]),
+    heads(pad(q, wide_k)),
+    heads(pad(k, wide_k)),
+    None if erase_key is k else heads(pad(erase_key, wide_k)),
+    pad(v, groups * wide_v).reshape(B, T + more, H * groups, wide_v),
+    heads(beta[..., 0]),
+    heads(log_decay),
+    kv.reshape(B, H, wide_k, groups, wide_v).swapaxes(2, 3).reshape(B, -1, wide_k, wide_v),
   )
   if segments is not None:
     segments = jnp.pad(segments, ((0, 0), (0, more)), mode="edge")
   out, kv = op.delta_rule(inputs, segments, op.Static(float(scale), T, interpret))
-  return out[:, :T, :, :V], DeltaRuleState(kv[:, :, :K, :V])
+  kv = kv.reshape(B, H, groups, wide_k, wide_v).swapaxes(2, 3).reshape(B, H, wide_k, -1)
+  return out.reshape(B, T + more, H, -1)[:, :T, :, :V], DeltaRuleState(kv[:, :, :K, :V])
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -69,7 +69,7 @@ KERNEL_SWEEP = [
   for n, (decay, erase, segments) in enumerate(
     itertools.product((None, "weak", "ordinary", "extreme"), (False, True), (False, True))
   )
-  for T, K, V in [[(130, 16, 24), (15, 128, 128), (65, 40, 72), (64, 72, 16), (2, 8, 8)][n % 5]]
+  for T, K, V in [[(130, 16, 24), (15, 128, 128), (65, 40, 72), (64, 16, 130), (2, 8, 8)][n % 5]]
 ]
 
 
