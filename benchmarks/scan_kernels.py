@@ -3,7 +3,8 @@
     python -m benchmarks.scan_kernels --out docs/scan_kernels.csv
     python -m benchmarks.scan_kernels --only diagonal_scan --sizes B=1,T=65536,D=256
 
-As `benchmarks.kernels` does for linear attention: a time is printed only beside an error within the
+As `benchmarks.kernels` does for linear attention, flash-linear-attention beside it where torch and
+fla-core are installed: a time is printed only beside an error within the
 limit, of a corner of the output and of every gradient against the float64 reference; the floor
 moves every argument and result once (with gradients: arguments, their gradients, the output and its
 cotangent) at the speed of a large copy.
@@ -11,6 +12,7 @@ cotangent) at the speed of a large copy.
 
 import argparse
 import functools
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import csv_rows
+from benchmarks import csv_rows, scan_peers
 from benchmarks.kernels import SETS, compiled, copy_bandwidth, milliseconds, worst
 from lnssm_jax import ops
+from lnssm_jax.mixers.short_convolution import short_convolution
 
 # Of an error, where all inputs are float32 and where some are bfloat16.
 LIMITS = {False: 1e-4, True: 0.02}
+PEER = "fla"
 CORNER = {"B": 1, "D": 16, "H": 2}  # the last of these axes are compared; no other depends on them
 FIELDS = (
   "scan", "sizes", "who", "forward_ms", "both_ms", "floor_ms", "floor_share", "both_floor_share",
@@ -48,6 +52,27 @@ class Case(NamedTuple):
 def _diagonal(dtype, normal, n):
   decay = jax.nn.sigmoid(normal(n["B"], n["T"], n["D"]) + 2)
   return {"decay": decay.astype(dtype), "x": normal(n["B"], n["T"], n["D"]).astype(dtype)}
+
+
+def _complex(normal, n):
+  radius = jax.nn.sigmoid(normal(n["B"], n["T"], n["D"]) + 2)
+  angle = normal(n["B"], n["T"], n["D"])
+  x = [normal(n["B"], n["T"], n["D"]) for _ in range(2)]
+  return {"decay": jax.lax.complex(radius * jnp.cos(angle), radius * jnp.sin(angle)),
+          "x": jax.lax.complex(*x)}  # fmt: skip
+
+
+def _convolution(normal, n):
+  x = normal(n["B"], n["T"], n["D"]).astype(jnp.bfloat16)
+  return {"x": x, "kernel": normal(n["W"], n["D"]) / 2, "bias": normal(n["D"])}
+
+
+def _silu_convolution(x, kernel, bias, *, implementation):
+  """The short convolution as the Mamba block has it; XLA's form is the only one."""
+  if implementation == "pallas":
+    raise NotImplementedError("the short convolution has no kernel")
+  y = jax.nn.silu(short_convolution(x, kernel, bias)[0])
+  return y.astype(x.dtype), None
 
 
 def _wkv4(normal, n):
@@ -107,6 +132,7 @@ CASES = {
     functools.partial(_diagonal, jnp.float32),
     _WIDE,
   ),
+  "diagonal_scan complex": Case(ops.diagonal_scan, _DIAGONAL, _complex, _WIDE),
   "wkv4": Case(
     ops.wkv4, {"k": "BTD", "v": "BTD", "decay_rate": "D", "bonus": "D"}, _wkv4, _WIDE
   ),
@@ -117,6 +143,10 @@ CASES = {
   ),
   "delta_rule gated": Case(
     ops.delta_rule, _DELTA | {"log_decay": "BTH"}, functools.partial(_delta, True), _HEADS, "BTHV"
+  ),
+  "short_convolution": Case(
+    _silu_convolution, {"x": "BTD", "kernel": "WD", "bias": "D"}, _convolution,
+    {"B": 8, "T": 2048, "D": 4096, "W": 4},
   ),
 }  # fmt: skip
 
@@ -131,7 +161,10 @@ def make_inputs(case: Case, sizes: Sizes, seed: int) -> Arrays:
     arrays = case.draw(normal, sizes)
     out = normal(*(sizes[axis] for axis in case.out))
     first = next(iter(arrays))
-    return arrays | {"cotangent": out.astype(arrays["v" if "v" in arrays else first].dtype)}
+    dtype = arrays["v" if "v" in arrays else first].dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+      out = jax.lax.complex(out, normal(*out.shape))
+    return arrays | {"cotangent": out.astype(dtype)}
 
   return make(seed)
 
@@ -165,7 +198,8 @@ def reference(case: Case, arrays: Arrays, cotangent) -> dict[str, np.ndarray]:
   """out and gradients of the corner, step by step in float64."""
   cpu = jax.local_devices(backend="cpu")[0]
   with jax.enable_x64(True), jax.default_device(cpu):
-    part = lambda axes, x: jnp.asarray(np.asarray(corner(axes, x)), jnp.float64)
+    wide = lambda x: jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64
+    part = lambda axes, x: jnp.asarray(np.asarray(corner(axes, x)), wide(x))
     small = {name: part(case.axes[name], x) for name, x in arrays.items()}
     out, gradient = jax.jit(functools.partial(gradients, case, implementation="reference"))(
       small, part(case.out, cotangent)
@@ -178,7 +212,7 @@ def errors(case: Case, got: Mapping[str, jax.Array], want: Mapping[str, np.ndarr
   found = {}
   for name, x in got.items():
     axes = case.axes.get(name.removeprefix("d "), case.out)
-    part = np.asarray(corner(axes, x)).astype(np.float64)
+    part = np.asarray(corner(axes, x)).astype(want[name].dtype)
     norm = np.linalg.norm(want[name])
     finite = bool(jnp.isfinite(x).all())
     found[name] = float(np.linalg.norm(part - want[name]) / norm) if finite else float("inf")
@@ -212,6 +246,19 @@ def measure(case: Case, sets: list[Arrays], want, who: str, calls: int, groups: 
   return columns
 
 
+def measure_peer(name: str, case: Case, arrays: Arrays, want) -> dict:
+  """Columns of flash-linear-attention on the same numbers."""
+  inside = only_corner(case.out, arrays["cotangent"])
+  numbers = {n: np.asarray(x.astype(jnp.float32)) for n, x in (arrays | {"inside": inside}).items()}
+  with tempfile.TemporaryDirectory() as folder:
+    row = scan_peers.measure(name, numbers, Path(folder))
+  out = {"out": row["results"].pop("out")}
+  found, of_gradient = errors(case, out, want), errors(case, row["results"], want)
+  columns = {"error_out": worst(found), "error_gradient": worst(of_gradient), "note": row["op"]}
+  columns["forward_ms"] = row["forward_ms"] if right(arrays, found) else "WRONG"
+  return columns | {"both_ms": row["both_ms"] if right(arrays, of_gradient) else "WRONG"}
+
+
 def rows_of(name: str, sizes: Sizes, implementations, bandwidth: float, options):
   """Yields the rows of one case."""
   case = CASES[name]
@@ -221,11 +268,16 @@ def rows_of(name: str, sizes: Sizes, implementations, bandwidth: float, options)
   floors = [1e3 * moved / bandwidth for moved in (given + out, 2 * (given + out))]
   arrays = {n: x for n, x in sets[0].items() if n != "cotangent"}
   want = reference(case, arrays, sets[0]["cotangent"])
-  for who in implementations:
+  for who in (*implementations, PEER):
+    if who == PEER and scan_peers.missing(name):
+      continue
     row: dict[str, Any] = {"scan": name, "sizes": " ".join(f"{a}{n}" for a, n in sizes.items())}
     row |= {"who": who, "floor_ms": f"{floors[0]:.3f}"}
     try:
-      row |= measure(case, sets, want, who, **options)
+      if who == PEER:
+        row |= measure_peer(name, case, sets[0], want)
+      else:
+        row |= measure(case, sets, want, who, **options)
     except NotImplementedError as reason:
       row["note"] = str(reason)
     except Exception as reason:  # out of memory, a compiler's error: the other rows go on
