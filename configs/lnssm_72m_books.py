@@ -31,7 +31,7 @@ def get_config() -> Train:
   validation = tuple(f"val_{name}" for name in VALIDATION)
   seq_len, global_batch = 1024, 18  # the paper's
   return Train(
-    model=Model(dim=512, num_layers=6, num_heads=4, vocab_size=50_277, dtype="bfloat16"),
+    model=Model(dim=512, num_layers=6, num_heads=4, vocab_size=50_277, dtype="bfloat16", unroll=6),
     optimizer=Optimizer(peak_lr=8e-4, final_lr=1e-5, schedule="exponential"),
     data=Data(
       folder="data/lnssm_72m_books",
@@ -43,6 +43,7 @@ def get_config() -> Train:
     run_dir="runs/lnssm_72m_books",
     seq_len=seq_len,
     global_batch=global_batch,
+    loss_chunk=4608,
     steps=TOKENS // (seq_len * global_batch),
     log_every=10,
     eval_every=400,
