@@ -107,7 +107,7 @@ def _backward_rule(static, residuals, cotangents):
   )
   options = {"scale": static.scale, "decays": decays, "interpret": static.interpret}
   by_q = gradients.query_gradient(
-    *(q, k, erase_key, v, d_out, kept.x, made["y"], kept.scores, kept.states, vectors, segments),
+    *(q, k, erase_key, v, d_out, kept.x, made["y"], kept.states, vectors, segments),
     **options,
   )
   shared = erase_key is None

@@ -11,11 +11,12 @@ def worthwhile(key_width, value_width):
 
 
 def walk(separate_key, *, backwards):
-  """Options of the kernels that walk along the chunks: columns of values in a block, and for how
-  many chunks there are inputs and results in shared memory.
+  """Options of the kernels that walk along the chunks: columns of values in a block, for how many
+  blocks the inputs that they share are copied at once, and for how many chunks there are inputs and
+  results in shared memory.
 
   Wider blocks were slower at 32 heads, for too few of them run. `separate_key`: whether the erase
   key is one more input.
   """
   stages = 2 if backwards or separate_key else 3
-  return {"value_tile": 32, "stages": stages, "slots": 3}
+  return {"value_tile": 32, "cluster": 2, "stages": stages, "slots": 3}

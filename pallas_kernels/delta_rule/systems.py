@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.delta_rule.inverse import TILES, diagonal_blocks, inverse
-from pallas_kernels.delta_rule.tables import CUMULATIVE, RATE
-from pallas_kernels.linear_attention.chunk import each_chunk, fetch, same_segment, send
+from pallas_kernels.delta_rule.tables import CUMULATIVE, RATE, ROWS
+from pallas_kernels.linear_attention.chunk import each_chunk, fetch, same_segment
 from pallas_kernels.linear_attention.outputs import row_decay
 from pallas_kernels.tensor_core import (
   CHUNK,
@@ -41,14 +41,18 @@ def chunk_systems(
   C = CHUNK
   result = jax.ShapeDtypeStruct((B, H, T, C), jnp.bfloat16)
   tiles = {"q": q, "k": k} | ({} if erase_key is None else {"erase_key": erase_key})
-  scratch = {name: tile(C, K) for name in tiles} | {"blocks": diagonal_blocks()}
-  scratch |= {"scores": tile(C, C), "arrived": plgpu.Barrier(num_barriers=len(tiles))}
+  scratch = {name: tile(C, K) for name in tiles} | {
+    "blocks": diagonal_blocks(),
+    "vectors": vectors_scratch(),
+  }
+  scratch |= {"scores": tile(C, C), "arrived": plgpu.Barrier(num_barriers=len(tiles) + 1)}
   places = [(name, pl.ds(start, C)) for name in tiles for start in range(0, K, C)][: TILES - 1]
   scratch["more"] = [tile(C, C) for _ in range(TILES - len(places))]
 
   def body(at, ins, outs, s):
-    fetch({n: (ins[n].at[at.b, at.steps, at.h], s[n]) for n in tiles}, s["arrived"])
-    rows = ins["vectors"].at[at.b, at.h, at.n]
+    pieces = {n: (ins[n].at[at.b, at.steps, at.h], s[n]) for n in tiles}
+    fetch(pieces | table(ins, s, at), s["arrived"])
+    rows = s["vectors"]
     gram, scores = multiply(
       ((C, C), [(s["k" if erase_key is None else "erase_key"], turned(s["k"]))]),
       ((C, C), [(s["q"], turned(s["k"]))]),
@@ -83,3 +87,21 @@ def chunk_systems(
     sizes=(1, T // C, H, B),
     interpret=interpret,
   )
+
+
+def vectors_scratch():
+  """Shared memory for a chunk's table."""
+  return plgpu.SMEM((ROWS, CHUNK), jnp.float32)
+
+
+def table(ins, s, at):
+  """For `fetch`: the chunk's table."""
+  return {"vectors": (ins["vectors"].at[at.b, at.h, at.n], s["vectors"])}
+
+
+def send(copies):
+  """Copies from shared to device memory, all pairs (source, target), until the sources are free."""
+  plgpu.commit_smem()
+  for source, target in copies:
+    plgpu.copy_smem_to_gmem(source, target)
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)

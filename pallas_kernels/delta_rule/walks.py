@@ -47,6 +47,7 @@ def forward_walk(
   scale,
   for_gradient,
   value_tile,
+  cluster,
   stages,
   slots,
   interpret=None,
@@ -87,6 +88,7 @@ def forward_walk(
     handed=("states", "x"),
     scratch=("right", "left"),
     value_tile=value_tile,
+    cluster=cluster,
     stages=stages,
     slots=slots,
     reverse=False,
@@ -105,6 +107,7 @@ def backward_walk(
   d_last,  # [B, H, K, V] float32 or None
   *,
   value_tile,
+  cluster,
   stages,
   slots,
   interpret=None,
@@ -148,6 +151,7 @@ def backward_walk(
     handed=("states", "y"),
     scratch=("right", "left", "cotangent"),
     value_tile=value_tile,
+    cluster=cluster,
     stages=stages,
     slots=slots,
     reverse=True,
@@ -171,6 +175,7 @@ def _walk(
   handed,
   scratch,
   value_tile,
+  cluster,
   stages,
   slots,
   reverse,
@@ -187,6 +192,7 @@ def _walk(
       [K, columns], the others [C, columns].
     scratch: tiles of `carry` alone.
     value_tile: columns of values in a block.
+    cluster: blocks of neighbouring columns that get their common inputs by one copy.
     stages, slots: how many chunks have their inputs, their outputs in shared memory.
 
   Returns the outputs by name, and "last" [B, H, K, V] float32, the last state.
@@ -208,19 +214,25 @@ def _walk(
   staged = {name: tile(stages, *shape) for name, shape in blocks.items()}
   staged["vectors"] = plgpu.SMEM((stages, ROWS, C), jnp.float32)
   tiles = {name: tile(slots, *shape_of(name)) for name in dict.fromkeys((*handed, *outputs))}
+  if cluster > 1:
+    axes = ("neighbour",)
+    used = plgpu.ClusterBarrier(collective_axes=axes, num_arrivals=2, num_barriers=stages)
+  else:
+    used = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
   scratch_types = {
     "staged": staged,
     "tiles": tiles,
     "scratch": {name: tile(*shape_of(name)) for name in scratch},
     "loaded": plgpu.Barrier(num_arrivals=len(inputs), num_barriers=stages),
-    "used": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    "used": used,
     "ready": {name: plgpu.Barrier(num_barriers=slots) for name in handed},
     "sent": plgpu.Barrier(num_barriers=slots),
   }
 
   def body(refs, initial_ref, outs, scr):
     b, h = lax.axis_index("row"), lax.axis_index("head")
-    values = pl.ds(lax.axis_index("value") * BV, BV)
+    tile_index = lax.axis_index("value") * cluster + lax.axis_index("neighbour")
+    values = pl.ds(tile_index * BV, BV)
     role = lax.axis_index("role")
     chunk_of = lambda n: N - 1 - n if reverse else n
     stage_of, slot_of = lambda n: lax.rem(n, stages), lambda n: lax.rem(n, slots)
@@ -248,7 +260,9 @@ def _walk(
           else:
             source = ref.at[b, steps, h]
           target = scr["staged"][name].at[stage]
-          plgpu.copy_gmem_to_smem(source, target, scr["loaded"].at[stage])
+          whole = name in ("v", "vectors") or cluster == 1
+          to_all = {} if whole else {"collective_axes": "neighbour"}
+          plgpu.copy_gmem_to_smem(source, target, scr["loaded"].at[stage], **to_all)
 
       lax.fori_loop(0, N, step, None)
       for n in range(N, N + stages):  # until nobody uses the barriers
@@ -306,8 +320,10 @@ def _walk(
     body,
     out_type=out_type,
     scratch_types=[scratch_types],
-    grid=(V // BV, H, B),
+    grid=(V // BV // cluster, H, B),
     grid_names=("value", "head", "row"),
+    cluster=(cluster,),
+    cluster_names=("neighbour",),
     num_threads=3,
     thread_name="role",
     interpret=interpret,
