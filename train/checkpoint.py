@@ -1,27 +1,34 @@
 """Checkpoints of a run: the only file that knows Orbax.
 
-A checkpoint is a folder named after its step. It holds two trees, `params` and `optimizer` (optax
-state and step count), so that a reader of the model need not read the optimizer; and, as metadata,
-the position in the data (one integer), what the data was, and the settings of the run.
+A checkpoint is a folder named after its step. It holds two trees, `params` and `optimizer` (all
+else of the state), so that a reader of the model need not read the optimizer; as metadata, the
+position in the data (one integer), what the data was, and the settings of the run; and a digest of
+every file (`train.digests`), without which it does not count.
 """
 
+import sys
 import typing
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from train import distributed, step_folders
 from train.step import State
+from train.step_folders import CheckpointError, Say, newest_step
 
-_MARKS = ("_CHECKPOINT_METADATA", "params/_METADATA", "optimizer/_METADATA")
+__all__ = [
+  "CheckpointError",
+  "Checkpoints",
+  "StructureError",
+  "check_structure",
+  "load",
+  "newest_step",
+]
+
 _SHOWN = 20  # lines of a structure mismatch
-
-
-class CheckpointError(RuntimeError):
-  """A checkpoint could not be written or read; the message says which, and what to do."""
-
-  exit_code = 1  # of the command line
 
 
 class StructureError(ValueError):
@@ -29,44 +36,71 @@ class StructureError(ValueError):
 
 
 class Checkpoints:
-  """The checkpoints of one run that is being trained; saves in the background."""
+  """The checkpoints of one run that is being trained; saves in the background.
 
-  def __init__(self, directory: str | Path, *, keep: int):
-    self.directory = Path(directory).absolute()
-    for stray in _strays(self.directory):
-      # Orbax takes any folder with a number for a checkpoint, an empty one too.
-      stray.rename(_free_name(stray))
-    newest: Any = ocp.training.preservation_policies.LatestN(keep)
-    self._orbax = ocp.training.Checkpointer(
-      str(self.directory),
-      preservation_policy=newest,
-      cleanup_tmp_directories=True,
-    )
+  With several processes, all of them make the same calls. The first one decides and tidies up.
+  """
+
+  def __init__(self, directory: str | Path, *, keep: int, say: Say = print):
+    self.directory, self._keep, self._say = Path(directory).absolute(), keep, say
+    self._thread = ThreadPoolExecutor(1, "checkpoint")
+    self._pending: Future[None] | None = None
+    if distributed.is_first():
+      step_folders.clear_leftovers(self.directory)
 
   def __enter__(self) -> "Checkpoints":
     return self
 
   def __exit__(self, *_) -> None:
-    self._orbax.close()
+    self._thread.shutdown()
 
-  def latest(self) -> int | None:
-    """The newest complete step, or None."""
-    return newest_step(self.directory)
+  def restore(self, abstract: State) -> tuple[State, dict[str, Any]] | None:
+    """The newest intact state, placed as `abstract` says, and the metadata saved with it.
+
+    None when nothing has been saved. Damaged checkpoints are named and put aside.
+
+    Raises:
+      StructureError: it does not have the structure of `abstract`.
+      CheckpointError: all are damaged, or it cannot be read.
+    """
+    step = distributed.on_first(lambda: step_folders.newest_intact(self.directory, self._say))
+    if step is None:
+      return None
+    loaded, metadata = _read(self.directory / str(step), _split(abstract))
+    distributed.on_first(lambda: step_folders.put_aside_after(self.directory, step, self._say))
+    return {"params": loaded["params"], **loaded["optimizer"]}, metadata
 
   def save(self, step: int, state: State, metadata: dict[str, Any]) -> None:
     """Copies the state and writes it in the background; the caller may donate it at once.
 
+    A save that is still running is waited for. What goes wrong is told by `failure` or `wait`.
+
     Args:
       metadata: what else is needed to go on, such as the position in the data; JSON.
-
-    Raises:
-      CheckpointError: this save, or the one before that was still running, failed.
     """
-    trees = {"params": state["params"], "optimizer": {k: state[k] for k in ("opt_state", "step")}}
+    if self._pending and (error := self._pending.exception()):
+      self._say(str(error))  # nobody has asked; it must not get lost
+    staging = self.directory / f"{step}{step_folders.SAVING}"
     try:
-      self._orbax.save_checkpointables_async(step, trees, force=True, custom_metadata=metadata)
+      written = ocp.save_checkpointables_async(
+        str(staging), _split(state), overwrite=True, custom_metadata=metadata
+      )
     except Exception as error:
-      raise _not_written(self.directory, error) from error
+      self._pending = Future()
+      self._pending.set_exception(_not_written(self.directory, step, error))
+      return
+    self._pending = self._thread.submit(self._finish, step, staging, written)
+
+  def failure(self) -> CheckpointError | None:
+    """Why the last save failed, told once; None while it runs and when it has succeeded."""
+    if self._pending is None or not self._pending.done():
+      return None
+    pending, self._pending = self._pending, None
+    return typing.cast(CheckpointError | None, pending.exception())
+
+  def idle(self) -> bool:
+    """Whether no save is running, nor a failure untold."""
+    return self._pending is None
 
   def wait(self) -> None:
     """Returns when everything is on disk.
@@ -74,41 +108,52 @@ class Checkpoints:
     Raises:
       CheckpointError: the last save failed.
     """
+    pending, self._pending = self._pending, None
+    if pending:
+      pending.result()
+
+  def _finish(self, step: int, staging: Path, written: Any) -> None:
     try:
-      self._orbax.wait()
+      written.result()
+      if distributed.is_first():
+        step_folders.publish(staging, step)
+        step_folders.keep_newest(self.directory, self._keep)
     except Exception as error:
-      raise _not_written(self.directory, error) from error
-
-  def restore(self, abstract: State) -> tuple[State, dict[str, Any]]:
-    """The newest state, placed as `abstract` says, and the metadata saved with it.
-
-    Raises:
-      StructureError: it does not have the structure of `abstract`.
-      CheckpointError: it cannot be read.
-    """
-    optimizer = {k: abstract[k] for k in ("opt_state", "step")}
-    trees = {"params": abstract["params"], "optimizer": optimizer}
-    loaded, _, metadata = load(self.directory, trees)
-    return {"params": loaded["params"], **loaded["optimizer"]}, metadata
+      raise _not_written(self.directory, step, error) from error
 
 
 def load(
   directory: str | Path, abstract: dict[str, Any]
 ) -> tuple[dict[str, Any], int, dict[str, Any]]:
-  """The trees of `abstract` from the newest checkpoint, its step, and the metadata beside it.
+  """The trees of `abstract` from the newest intact checkpoint, its step, and the metadata.
+
+  Damaged ones that are newer are named on stderr.
 
   Raises:
     StructureError: a tree does not have the structure of `abstract`.
     FileNotFoundError: there is no checkpoint.
-    CheckpointError: it cannot be read.
+    CheckpointError: all are damaged, or it cannot be read.
   """
   directory = Path(directory).absolute()
-  step = newest_step(directory)
+  warn = lambda line: print(f"warning: {line}", file=sys.stderr)
+  step = distributed.on_first(lambda: step_folders.newest_intact(directory, warn))
   if step is None:
     raise FileNotFoundError(
       f"no checkpoint in {directory}; train first with: python -m train fit --config FILE"
     )
-  path = directory / str(step)
+  loaded, metadata = _read(directory / str(step), abstract)
+  return loaded, step, metadata
+
+
+def _split(state: State) -> dict[str, Any]:
+  """The two trees of a checkpoint."""
+  return {
+    "params": state["params"],
+    "optimizer": {name: state[name] for name in state if name != "params"},
+  }
+
+
+def _read(path: Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
   try:
     found = ocp.checkpointables_metadata(str(path))
     saved = {name: found.metadata[name] for name in abstract}
@@ -116,20 +161,15 @@ def load(
       raise OSError("the description of its arrays is damaged")
     check_structure(path, saved, abstract)
     loaded = ocp.load_checkpointables(str(path), abstract)
-    return loaded, step, typing.cast(dict[str, Any], found.custom_metadata)
+    return loaded, typing.cast(dict[str, Any], found.custom_metadata)
   except StructureError:
     raise
   except Exception as error:
     raise CheckpointError(
-      f"checkpoint {path} cannot be read ({_first_line(error)}); move that folder away to go on "
-      "from the one before it."
+      f"checkpoint {path} cannot be read ({_first_line(error)}), though its files are as they were "
+      "written: another version of orbax-checkpoint may have made it. Move that folder away to go "
+      "on from the one before it."
     ) from error
-
-
-def newest_step(directory: str | Path) -> int | None:
-  """The newest complete step in `directory`, or None; other folders do not count."""
-  steps = [int(path.name) for path in _numbered(Path(directory)) if _is_complete(path)]
-  return max(steps, default=None)
 
 
 def check_structure(path: str | Path, saved: Any, wanted: Any) -> None:
@@ -170,32 +210,10 @@ def _leaves(tree: Any) -> dict[str, str]:
   return {name(path): f"{x.dtype}{list(x.shape)}" for path, x in flat}
 
 
-def _numbered(directory: Path) -> list[Path]:
-  if not directory.is_dir():
-    return []
-  return [path for path in directory.iterdir() if path.name.isdecimal() and path.is_dir()]
-
-
-def _is_complete(path: Path) -> bool:
-  return all((path / mark).is_file() for mark in _MARKS)
-
-
-def _strays(directory: Path) -> list[Path]:
-  return [path for path in _numbered(directory) if not _is_complete(path)]
-
-
-def _free_name(path: Path) -> Path:
-  """A name beside `path` that Orbax does not take for a step: "15.incomplete"."""
-  free, count = path.with_name(f"{path.name}.incomplete"), 1
-  while free.exists():
-    free, count = path.with_name(f"{path.name}.incomplete.{count}"), count + 1
-  return free
-
-
-def _not_written(directory: Path, error: Exception) -> CheckpointError:
+def _not_written(directory: Path, step: int, error: Exception) -> CheckpointError:
   return CheckpointError(
-    f"a checkpoint could not be written to {directory} ({_first_line(error)}); the ones before it "
-    "are intact. Make room or mend the folder, then run the same command to go on."
+    f"the checkpoint of step {step} could not be written to {directory} ({_first_line(error)}); "
+    "the ones before it are intact. Make room or mend the folder."
   )
 
 

@@ -229,14 +229,20 @@ class Train:
   eval_every: int
   log_every: int = 10
   keep_checkpoints: int = 2
+  max_skipped: int = 10  # steps left out one after another, as not finite or spikes, end the run
+  skip_spikes: float | None = None  # leave out steps this many standard deviations above the mean
   loss_chunk: int = 2048  # tokens whose logits are held at once
   sample: Sample = dataclasses.field(default_factory=Sample)
 
   def __post_init__(self):
     check(self.run_dir != "", "run_dir is empty; give the folder that the run writes into.")
     positive = "steps seq_len global_batch accumulate checkpoint_every eval_every log_every"
-    for name in (*positive.split(), "keep_checkpoints", "loss_chunk"):
+    for name in (*positive.split(), "keep_checkpoints", "max_skipped", "loss_chunk"):
       at_least(name, getattr(self, name), 1)
+    check(
+      self.skip_spikes is None or self.skip_spikes > 0,
+      f"skip_spikes={self.skip_spikes} must be positive (6 is usual); None leaves out no spikes.",
+    )
     check(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32).")
     check(
       self.global_batch % self.accumulate == 0,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from train import config, report, run_folder
+from train import config, distributed, report, run_folder
 from train import mesh as meshes
 from train.checkpoint import Checkpoints
 from train.data.tokenize import prepare
@@ -19,8 +19,9 @@ from train.data.windows import TokenWindows, train_batches
 from train.evaluate import Evaluator
 from train.metrics import Console, Row, eval_line
 from train.optimizer import make_optimizer
-from train.recorder import Recorder
+from train.recorder import DivergedError, Recorder
 from train.run_folder import RunFolder
+from train.saver import Saver
 from train.step import Batch, State, abstract_state, init_state, make_train_step, model_graph
 from train.stop import StopSignal
 
@@ -43,66 +44,85 @@ def fit(cfg: config.Train, *, allow_config_change: bool = False) -> Result:
 
   Raises:
     ValueError: the run folder, the data or the mesh does not fit the settings.
-    DivergedError: a step was not finite; the checkpoints are of steps that were.
-    CheckpointError: a checkpoint could not be written or read.
+    DivergedError: too many steps in a row were not finite (or spikes); the parameters from before
+      them are saved.
+    CheckpointError: the last checkpoint could not be written, or none of those there can be read.
   """
-  console = Console()
+  console = Console(quiet=not distributed.is_first())
   with contextlib.ExitStack() as stack:
     run = stack.enter_context(run_folder.claim(cfg, allow_config_change=allow_config_change))
     graph = model_graph(cfg.model)
     mesh = meshes.make_mesh(cfg)
     report.devices(console, mesh)
-    sidecars = prepare(cfg.data, progress=True)
+    sidecars = distributed.on_first(lambda: prepare(cfg.data, progress=True))
     data = {name: (sidecars[name] or {}).get("sha256") for name in cfg.data.train}
     windows = TokenWindows(_prefixes(cfg), cfg.seq_len, cfg.model.vocab_size)
     evaluator = Evaluator(cfg, graph, mesh, run.kernels)
 
     stop = stack.enter_context(StopSignal())
-    checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep=cfg.keep_checkpoints))
+    checkpoints = stack.enter_context(
+      Checkpoints(run.checkpoints, keep=cfg.keep_checkpoints, say=console.say)
+    )
     state, start = _begin(cfg, mesh, checkpoints, run, None if allow_config_change else data)
     run.write_config(cfg)
     report.start(console, cfg, run, state, len(windows), start)
-    step = saved = start
+    step = start
+    recorder = Recorder(cfg, run, console, list(mesh.devices.flat))
+    saver = Saver(
+      checkpoints,
+      every=cfg.checkpoint_every,
+      start=start,
+      metadata=lambda step: {"data_position": step, "data": data, "config": config.to_dict(cfg)},
+      say=console.say,
+    )
+    alone = distributed.count() == 1
+
+    def stopping() -> bool:  # the same in all processes
+      return bool(stop) if alone else recorder.votes[0]
 
     def evaluate():
       is_due = step in (0, cfg.steps) or step % cfg.eval_every == 0
-      if is_due and not stop and not run.evaluation(step, cfg.data.validation):
+      if is_due and not stopping() and not run.evaluation(step, cfg.data.validation):
         for row in run.append(evaluator(step, state["params"], should_stop=lambda: stop)):
           console.say(eval_line(row))
-
-    def save():
-      nonlocal saved
-      if saved != step:
-        metadata = {"data_position": step, "data": data, "config": config.to_dict(cfg)}
-        checkpoints.save(step, state, metadata)
-        saved = step
 
     evaluate()
     if start < cfg.steps:
       train_step = _compile(cfg, graph, mesh, run.kernels, console)
-      recorder = Recorder(cfg, run, console, list(mesh.devices.flat))
       batches = stack.enter_context(_feed(windows, cfg, mesh, start))
-      while step < cfg.steps and not stop:
-        state, metrics = train_step(state, next(batches))
-        step += 1
-        recorder.push(step, metrics)
-        if step % cfg.eval_every == 0 or step % cfg.checkpoint_every == 0:
-          recorder.flush()  # what is saved must be finite, and have its rows in metrics.jsonl
-          evaluate()
-          if step % cfg.checkpoint_every == 0:
-            save()
-          recorder.restart_clock()
-      recorder.flush()
+      recorder.start_clock()
+      try:
+        while step < cfg.steps and not stopping():
+          batch, failed = next(batches), saver.failed_here()
+          if not alone:
+            batch["votes"] = distributed.ballot(mesh, (bool(stop), failed))
+          state, metrics = train_step(state, batch)
+          step += 1
+          recorder.push(step, metrics)
+          if failed if alone else recorder.votes[1]:
+            saver.retry(step)
+          if step % cfg.eval_every == 0 or saver.is_due(step):
+            recorder.flush()  # what is saved must be finite, and have its rows in metrics.jsonl
+            evaluate()
+            if saver.is_due(step):
+              saver.save(step, state)
+            recorder.restart_clock()
+        recorder.flush()
+      except DivergedError as error:
+        if error.weights_are_good:
+          saver.finish(step, state)
+        raise
       evaluate()
-      save()
-      checkpoints.wait()
+      saver.finish(step, state)
 
-    if stop:
-      report.stopped(console, run, step, stop.name)
+    stopped_by = None
+    if step < cfg.steps or stopping():
+      stopped_by = stop.name or "a signal to another process"
+      report.stopped(console, run, step, stopped_by)
     else:
       report.finished(console, cfg, run, graph, state["params"])
     validation = run.evaluation(step, cfg.data.validation)
-    return Result(step=step, stopped_by=stop.name, validation=validation, state=state)
+    return Result(step=step, stopped_by=stopped_by, validation=validation, state=state)
 
 
 def _begin(
@@ -113,10 +133,11 @@ def _begin(
   data: dict[str, str | None] | None,  # digests of the training sets; None: they may have changed
 ) -> tuple[State, int]:
   """The newest state and its step, or a new one; later rows leave metrics.jsonl."""
-  if checkpoints.latest() is None:
+  restored = checkpoints.restore(abstract_state(cfg, mesh))
+  if restored is None:
     run.keep_rows_until(-1)
     return init_state(cfg, mesh, run.kernels), 0
-  state, metadata = checkpoints.restore(abstract_state(cfg, mesh))
+  state, metadata = restored
   step = metadata["data_position"]
   if step > cfg.steps:
     raise ValueError(
@@ -143,6 +164,8 @@ def _compile(
   describe = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
   batch = {name: describe(jnp.int32) for name in ("tokens", "targets", "segment_ids")}
   batch["weights"] = describe(jnp.float32)
+  if distributed.count() > 1:
+    batch["votes"] = jax.typeof(distributed.ballot(mesh, (False, False)))
   begin = time.perf_counter()
   step = make_train_step(cfg, graph, tx, mesh, kernels)
   compiled = step.lower(abstract_state(cfg, mesh), batch).compile()
@@ -155,10 +178,11 @@ def _feed(
   windows: TokenWindows, cfg: config.Train, mesh: Mesh, start: int
 ) -> Iterator[Iterator[Batch]]:
   """The batches of step start + 1, start + 2, ... on their devices; the step is the position."""
-  batches = train_batches(windows, seed=cfg.seed, global_batch=cfg.global_batch, start=start)
-  where = meshes.batch_sharding(mesh)
+  where, size = meshes.batch_sharding(mesh), cfg.global_batch
+  rows = distributed.local_rows(where, size)
+  batches = train_batches(windows, seed=cfg.seed, global_batch=size, rows=rows, start=start)
   with contextlib.closing(batches):
-    yield (jax.device_put(batch, where) for batch in batches)
+    yield (distributed.to_devices(batch, where, size) for batch in batches)
 
 
 def _prefixes(cfg: config.Train) -> list[str]:

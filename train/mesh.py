@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from train import config
+from train import config, distributed
 
 AXES = ("data", "fsdp")
 BATCH = PartitionSpec(AXES)  # rows of a batch are divided over all devices
@@ -32,6 +32,11 @@ def make_mesh(cfg: config.Train) -> Mesh:
     raise ValueError(
       f"{label} need {count} devices, but jax finds {len(devices)} ({devices[0].device_kind}); "
       "lower one of them, or use mesh.data=-1 for all that remain."
+    )
+  if distributed.count() > 1 and count < len(devices):
+    raise ValueError(
+      f"{label} use {count} of {len(devices)} devices, but a run in several processes must use all "
+      "of them; use mesh.data=-1, or start fewer processes."
     )
   rows = cfg.global_batch // cfg.accumulate
   if rows % count:

@@ -62,8 +62,8 @@ class Clock:
 class Console:
   """Prints to a terminal, where the progress line rewrites itself, or to a log, line by line."""
 
-  def __init__(self, stream: TextIO | None = None):
-    self._stream = stream or sys.stdout
+  def __init__(self, stream: TextIO | None = None, *, quiet: bool = False):
+    self._stream, self._quiet = stream or sys.stdout, quiet
     self._rewrites = self._stream.isatty()
     self._open = False  # a progress line without its line feed stands at the end
 
@@ -78,8 +78,15 @@ class Console:
     self._open = self._rewrites
 
   def _write(self, text: str) -> None:
-    self._stream.write(text)
-    self._stream.flush()
+    if self._quiet:
+      return
+    try:
+      self._stream.write(text)
+      self._stream.flush()
+    except BrokenPipeError:  # whoever reads has left
+      raise
+    except OSError:  # a log on a full disk is no reason to stop training
+      pass
 
 
 def train_line(row: Row, steps: int, seconds_left: float) -> str:

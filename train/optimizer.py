@@ -47,6 +47,14 @@ def make_optimizer(
   return transformation, schedule
 
 
+def as_skipped(before: Any, after: Any) -> Any:
+  """The optimizer state after a step that is left out: `before`, but for the schedule's count.
+
+  So the learning rate stays a function of the step number.
+  """
+  return (*before[:-1], after[-1])
+
+
 def is_matrix(params: Any) -> Any:
   """True for the parameters that weight decay shrinks: those of rank >= 2 within their layer."""
 

@@ -7,18 +7,26 @@ from typing import Any
 import jax
 
 from train import config, flops
-from train.metrics import Clock, Console, bits_per_byte, tokens_per_byte, train_line
+from train.metrics import Clock, Console, Row, bits_per_byte, tokens_per_byte, train_line
 from train.run_folder import RunFolder
 
 
 class DivergedError(FloatingPointError):
-  """A step gave a loss, gradient or parameter that is not finite."""
+  """Training cannot go on; `weights_are_good` says whether its parameters can be kept."""
 
   exit_code = 1  # of the command line
 
+  def __init__(self, message: str, *, weights_are_good: bool = False):
+    super().__init__(message)
+    self.weights_are_good = weights_are_good
+
 
 class Recorder:
-  """Reads the metrics of step n - 1 when step n is on its way, so that the device never waits."""
+  """Reads the metrics of step n - 1 when step n is on its way, so that the device never waits.
+
+  Attributes:
+    votes: what any process had voted by the last step that was read (`train.distributed.ballot`).
+  """
 
   def __init__(self, cfg: config.Train, run: RunFolder, console: Console, devices: list):
     self._cfg, self._run, self._console, self._devices = cfg, run, console, devices
@@ -26,12 +34,18 @@ class Recorder:
     self._tokens_per_byte = tokens_per_byte(cfg.data.folder, cfg.data.train)
     self._clock = Clock(self._tokens_per_step)
     self._pending: tuple[int, dict[str, Any], float | None] | None = None
+    self._skipped = run.skipped_steps()
+    self.votes: tuple[bool, ...] = (False, False)
+
+  def start_clock(self) -> None:
+    """Begins to measure time: the first step comes now."""
+    self._clock = Clock(self._tokens_per_step)
 
   def push(self, step: int, metrics: dict[str, Any]) -> None:
     """Takes the metrics of a step that was just dispatched, and reads those of the one before.
 
     Raises:
-      DivergedError: these are not finite.
+      DivergedError: too many steps one after another were left out, or a parameter is not finite.
     """
     # A device that computes at once (small steps on a CPU do) has finished already.
     finished = time.perf_counter() if metrics["loss"].is_ready() else None
@@ -40,7 +54,7 @@ class Recorder:
       self._read(*pending)
 
   def flush(self) -> None:
-    """Reads what is pending: afterwards every step so far is known to be finite, and written."""
+    """Reads what is pending: afterwards every step so far is checked and has its row."""
     pending, self._pending = self._pending, None
     if pending:
       self._read(*pending)
@@ -50,8 +64,13 @@ class Recorder:
     self._clock.restart()
 
   def _read(self, step: int, metrics: dict[str, Any], finished: float | None) -> None:
-    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    values = jax.device_get(metrics)
+    self.votes = tuple(bool(vote) for vote in values.pop("votes", self.votes))
+    values = {name: float(value) for name, value in values.items()}
     self._clock.tick(finished or time.perf_counter())
+    if values["skipped"]:
+      self._skip(step, values)
+      return
     for name in ("loss", "grad_norm", "param_norm"):
       if not math.isfinite(values[name]):
         raise DivergedError(
@@ -72,9 +91,34 @@ class Recorder:
       "grad_norm": values["grad_norm"],
       "param_norm": values["param_norm"],
       "tokens": step * self._tokens_per_step,
+      "skipped": len(self._skipped),
       "tokens_per_second": rate,
       "mfu": flops.utilization(self._cfg.model, rate, self._devices),
     }
     self._run.append([row])
     left = self._clock.seconds_left(self._cfg.steps - step)
     self._console.progress(train_line(row, self._cfg.steps, left))
+
+  def _skip(self, step: int, values: dict[str, float]) -> None:
+    """Counts and tells a step that was left out.
+
+    Raises:
+      DivergedError: it was the last that is allowed one after another.
+    """
+    self._skipped.append(step)
+    measured = {name: values[name] for name in ("loss", "grad_norm")}
+    odd = [f"{name} is {value}" for name, value in measured.items() if not math.isfinite(value)]
+    why = ", ".join(odd) or "a spike: loss {loss:.4g}, grad_norm {grad_norm:.4g}".format(**measured)
+    finite = {name: v if math.isfinite(v) else None for name, v in measured.items()}
+    row: Row = {"kind": "skipped", "step": step, "why": why, **finite}
+    self._run.append([row])
+    self._console.say(f"step {step} left out ({why}); {len(self._skipped)} in all")
+    limit = self._cfg.max_skipped
+    if self._skipped[-limit:] == list(range(step - limit + 1, step + 1)):
+      raise DivergedError(
+        f"the last {limit} steps, up to {step}, were left out ({why}), so training stopped with "
+        "the parameters from before them. Look at the text of these steps, lower "
+        "optimizer.peak_lr or set optimizer.clip_norm=1.0, and start anew with another run_dir or "
+        "go on with --allow-config-change. max_skipped says how many in a row end a run.",
+        weights_are_good=True,
+      )

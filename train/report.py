@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from lnssm_jax.models import count_parameters
-from train import config, sample
+from train import config, distributed, sample
 from train.data.tokenizers import load_tokenizer
 from train.metrics import Console, short
 from train.run_folder import RunFolder
@@ -18,7 +18,8 @@ def devices(console: Console, mesh: Mesh) -> None:
   """Which devices are used, and how."""
   kind, sizes = mesh.devices.flat[0].device_kind, dict(mesh.shape)
   layout = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-  console.say(f"device      {kind} x {mesh.size} (mesh: {layout})")
+  shared = f" in {distributed.count()} processes" if distributed.count() > 1 else ""
+  console.say(f"device      {kind} x {mesh.size}{shared} (mesh: {layout})")
 
 
 def start(
@@ -46,7 +47,7 @@ def stopped(console: Console, run: RunFolder, step: int, signal: str | None) -> 
 def finished(console: Console, cfg: config.Train, run: RunFolder, graph: Any, params: Any) -> None:
   """A sample of text, where everything lies, and how to get more."""
   console.say(f"finished {cfg.steps} steps")
-  if cfg.sample.tokens:
+  if cfg.sample.tokens and distributed.count() == 1:  # else no process holds all parameters
     tokenizer = load_tokenizer(cfg.data.tokenizer, cfg.data.folder)
     model = nnx.merge(graph, params)
     text = sample.complete(model, tokenizer, [cfg.sample.prompt], cfg.sample, cfg.seed)[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lnssm_jax
-from train import checkpoint, config
+from train import checkpoint, config, distributed
 from train.metrics import Row
 
 # Settings that a resumed run may change: none of them changes what an exact step computes beyond
@@ -26,6 +26,7 @@ FREE = (
   "eval_every",
   "log_every",
   "keep_checkpoints",
+  "max_skipped",
   "loss_chunk",
   "sample",
   "mesh",
@@ -39,7 +40,7 @@ class RunFolderError(ValueError):
 
 
 class RunFolder:
-  """The files of one run."""
+  """The files of one run. With several processes, only the first one writes them."""
 
   def __init__(self, path: str | Path):
     self.path = Path(path)
@@ -49,6 +50,7 @@ class RunFolder:
     self.kernels = self.path / "kernels"
     self.changes: dict[str, str] = {}  # of settings, since the run was last started
     self._lock: int | None = None
+    self._unwritten = ""  # rows that the disk has not taken
 
   def __enter__(self) -> "RunFolder":
     return self
@@ -78,6 +80,8 @@ class RunFolder:
 
   def write_config(self, cfg: config.Train) -> None:
     """Writes config.json: the settings, and the versions of what runs them."""
+    if not distributed.is_first():
+      return
     values = config.to_dict(cfg) | {"versions": versions()}
     _write_atomically(self.config_file, json.dumps(values, indent=2) + "\n")
 
@@ -101,36 +105,73 @@ class RunFolder:
     return rows
 
   def append(self, rows: list[Row]) -> list[Row]:
-    """Writes rows, together, at the end of metrics.jsonl, and returns them."""
-    with self.metrics_file.open("a") as file:
-      file.write("".join(json.dumps(row) + "\n" for row in rows))
+    """Writes rows, together, at the end of metrics.jsonl, and returns them.
+
+    Rows for which the disk has no room are kept, and written before those of the next call.
+    """
+    if distributed.is_first():
+      self._unwritten += "".join(json.dumps(row) + "\n" for row in rows)
+      if self._write(self._unwritten.encode()):
+        self._unwritten = ""
     return rows
+
+  def _write(self, text: bytes) -> bool:
+    """Appends all of `text`, or nothing."""
+    try:
+      with self.metrics_file.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+          if file.write(text) == len(text):
+            return True
+        except OSError:
+          pass
+        file.truncate(end)
+    except OSError:
+      pass
+    return False
 
   def keep_rows_until(self, step: int) -> list[Row]:
     """Takes rows of later steps, which will be trained again, out of metrics.jsonl."""
     rows = [row for row in self.read_rows() if row["step"] <= step]
-    _write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))
+    if distributed.is_first():
+      _write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
+
+  def skipped_steps(self) -> list[int]:
+    """The steps that were left out (`train.skip`), in ascending order."""
+    return distributed.on_first(
+      lambda: [row["step"] for row in self.read_rows() if row["kind"] == "skipped"]
+    )
 
   def evaluation(self, step: int, sets: Iterable[str]) -> list[Row]:
     """The rows of an evaluation at `step` that reached all `sets`, else none."""
+    return distributed.on_first(lambda: self._evaluation(step, sets))
+
+  def _evaluation(self, step: int, sets: Iterable[str]) -> list[Row]:
     rows = {r["set"]: r for r in self.read_rows() if r["kind"] == "eval" and r["step"] == step}
     return [rows[name] for name in sets] if rows.keys() >= set(sets) else []
 
 
 def claim(cfg: config.Train, *, allow_config_change: bool = False) -> RunFolder:
-  """Opens `cfg.run_dir` for training by this process alone; writes nothing.
+  """Opens `cfg.run_dir` for training by this run alone; writes nothing.
 
   Raises:
     RunFolderError: it is a file, cannot be written, is in use, or belongs to another config.
   """
   run = RunFolder(cfg.run_dir)
+  run.changes = distributed.on_first(lambda: _claim(run, cfg, allow_config_change))
+  return run
+
+
+def _claim(run: RunFolder, cfg: config.Train, allow_config_change: bool) -> dict[str, str]:
+  """Locks the folder; returns the settings that differ from its run's."""
   _check_writable(run.path)
   run._lock = _lock(run.path)
   try:
+    changes = {}
     if checkpoint.newest_step(run.checkpoints) is not None:  # else there is nothing to protect
-      run.changes = differences(run.load_config(), cfg)
-      refused = [line for name, line in run.changes.items() if not _is_free(name)]
+      changes = differences(run.load_config(), cfg)
+      refused = [line for name, line in changes.items() if not _is_free(name)]
       if refused and not allow_config_change:
         raise RunFolderError(
           f"{run.path} belongs to a run with other settings:\n  " + "\n  ".join(refused) + "\n"
@@ -140,7 +181,7 @@ def claim(cfg: config.Train, *, allow_config_change: bool = False) -> RunFolder:
   except BaseException:
     run.__exit__()
     raise
-  return run
+  return changes
 
 
 def differences(old: config.Train, new: config.Train) -> dict[str, str]:

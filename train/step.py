@@ -1,7 +1,8 @@
 """The training state, and the compiled functions that train and evaluate it.
 
 A state is a plain dictionary: `params` (nested dictionary of arrays), `opt_state` (optax), `step`
-(int32, the number of finished steps). Modules exist only inside the compiled functions.
+(int32, the number of finished steps) and, with `skip_spikes`, `spikes` (`train.skip`). Modules
+exist only inside the compiled functions.
 """
 
 import functools
@@ -17,10 +18,10 @@ from jax.sharding import Mesh
 
 from lnssm_jax import sharding
 from lnssm_jax.models import LanguageModel
-from train import config
+from train import config, skip
 from train import mesh as meshes
 from train.loss import next_token_loss
-from train.optimizer import make_optimizer, make_schedule
+from train.optimizer import as_skipped, make_optimizer, make_schedule
 
 State = dict[str, Any]
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids int32 [B, T]; weights float32 [B, T]
@@ -93,7 +94,9 @@ def make_train_step(
   """A compiled `(state, batch) -> (state, metrics)` that consumes (donates) the old state.
 
   Metrics are float32 scalars: `loss` (nats per predicted token, before the step), `grad_norm`
-  (before clipping), `param_norm` (after the step), `learning_rate`, `tokens` (sum of weights).
+  (before clipping), `param_norm` (after the step), `learning_rate`, `tokens` (sum of weights), and
+  `skipped`: 1 where the step was not finite, or a spike, and left the parameters as they were. A
+  batch may hold `votes` (`train.distributed`); then the metrics do, as what any process voted.
 
   With `cfg.accumulate` microbatches the gradient is the sum over all predicted tokens divided by
   their number, as for one large batch, however unequally the microbatches are filled.
@@ -113,22 +116,36 @@ def make_train_step(
     return _float32(gradients), sums
 
   def step(state, batch):
-    params = state["params"]
+    params, votes = state["params"], batch.get("votes")
+    batch = {name: array for name, array in batch.items() if name != "votes"}
     gradients, sums = _accumulate(functools.partial(gradient_sums, params), batch, cfg.accumulate)
     tokens = jnp.where(sums.weight > 0, sums.weight, 1.0)
     gradients = jax.tree.map(lambda g: g / tokens, gradients)
     gradients = jax.lax.with_sharding_constraint(gradients, shardings["params"])
+    mean_loss, grad_norm = sums.nats / tokens, optax.tree.norm(gradients)
+    good = skip.is_finite(mean_loss, grad_norm)
+    if cfg.skip_spikes is not None:
+      good &= ~skip.is_spike(state["spikes"], mean_loss, grad_norm, cfg.skip_spikes)
+    choose = functools.partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
     with jax.named_scope("optimizer"):
       updates, opt_state = tx.update(gradients, state["opt_state"], _float32(params))
-      params = optax.apply_updates(params, updates)
+      opt_state = choose(opt_state, as_skipped(state["opt_state"], opt_state))
+      params = choose(optax.apply_updates(params, updates), params)
     metrics = {
-      "loss": sums.nats / tokens,
-      "grad_norm": optax.tree.norm(gradients),
+      "loss": mean_loss,
+      "grad_norm": grad_norm,
       "param_norm": optax.tree.norm(params),
       "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
       "tokens": sums.weight,
+      "skipped": 1 - good.astype(jnp.float32),
     }
-    return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, metrics
+    if votes is not None:
+      metrics["votes"] = votes.max(0)
+    state = state | {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+    if cfg.skip_spikes is not None:
+      seen = state["spikes"]
+      state["spikes"] = choose(skip.watch(seen, mean_loss, grad_norm), seen)
+    return state, metrics
 
   # Fixed output shardings: the state comes back where it was, so the next call fits this one.
   return jax.jit(
@@ -168,7 +185,8 @@ def _initializer(cfg: config.Train) -> Callable[[jax.Array], State]:
 
   def init(key):
     params = nnx.to_pure_dict(nnx.state(build_model(cfg.model, key), nnx.Param))
-    return {"params": params, "opt_state": tx.init(_float32(params)), "step": jnp.int32(0)}
+    state = {"params": params, "opt_state": tx.init(_float32(params)), "step": jnp.int32(0)}
+    return state if cfg.skip_spikes is None else state | {"spikes": skip.start()}
 
   return init
 

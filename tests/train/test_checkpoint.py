@@ -1,5 +1,6 @@
 """Checkpoints: what comes back, what is refused, and what lies in the way."""
 
+import re
 import shutil
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from train import checkpoint, digests
 from train.checkpoint import (
   CheckpointError,
   Checkpoints,
@@ -16,6 +18,7 @@ from train.checkpoint import (
   load,
   newest_step,
 )
+from train.step_folders import newest_intact
 
 TX = optax.chain(optax.identity(), optax.adam(1e-3))
 
@@ -47,13 +50,13 @@ def saved(tmp_path):
   with Checkpoints(tmp_path / "ck", keep=5) as checkpoints:
     for step, state in states.items():
       checkpoints.save(step, state, {"data_position": step})
+    checkpoints.wait()
   return tmp_path / "ck", states
 
 
 def test_state_and_metadata_come_back_bit_for_bit(saved):
   folder, states = saved
   with Checkpoints(folder, keep=5) as checkpoints:
-    assert checkpoints.latest() == 7
     state, metadata = checkpoints.restore(abstract(states[7]))
   assert_same_bits(state, states[7])
   assert metadata == {"data_position": 7}
@@ -78,6 +81,7 @@ def test_only_the_newest_are_kept(tmp_path):
   with Checkpoints(tmp_path, keep=2) as checkpoints:
     for step in (1, 2, 3, 10):
       checkpoints.save(step, make_state(step), {})
+    checkpoints.wait()
   assert sorted(int(p.name) for p in tmp_path.iterdir()) == [3, 10]
 
 
@@ -91,17 +95,29 @@ def test_parameters_can_be_read_alone(saved):
 def test_folders_that_are_no_checkpoints_do_not_count(saved):
   folder, states = saved
   (folder / "15").mkdir()
-  shutil.copytree(folder / "3", folder / "20")
-  (folder / "20" / "_CHECKPOINT_METADATA").unlink()
   (folder / "notes").mkdir()
+  (folder / "0007").mkdir()
   (folder / "99").write_text("a file")
-  assert newest_step(folder) == 7
-  with Checkpoints(folder, keep=5) as checkpoints:
+  (folder / "7" / "stray").write_text("nobody asked for this")
+  said = []
+  with Checkpoints(folder, keep=5, say=said.append) as checkpoints:
+    assert newest_step(folder) == 7
     state, _ = checkpoints.restore(abstract(states[7]))
     assert_same_bits(state, states[7])
-    checkpoints.save(15, make_state(15), {})  # their names are free again
+    checkpoints.save(15, make_state(15), {})  # its name is free again
+    checkpoints.wait()
   assert newest_step(folder) == 15
-  assert (folder / "20.incomplete" / "params").is_dir()  # put aside, not deleted
+  assert said == []
+
+
+def test_what_a_killed_process_left_is_removed(saved):
+  folder, _ = saved
+  for name in ("20.saving.orbax-checkpoint-tmp", "21.saving", "3.deleting"):
+    (folder / name).mkdir()
+    (folder / name / "part").write_text("x")
+  (folder / "20.damaged").mkdir()
+  with Checkpoints(folder, keep=5):
+    assert sorted(path.name for path in folder.iterdir()) == ["20.damaged", "3", "7"]
 
 
 def test_no_checkpoint_is_said(tmp_path):
@@ -133,24 +149,115 @@ def test_long_listings_are_cut():
     check_structure("x", {}, {str(i): jnp.zeros(1) for i in range(50)})
 
 
-def test_damaged_checkpoint_is_named(saved):
+def flip_a_bit(path):
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 1
+  path.write_bytes(content)
+
+
+def largest_file(folder):
+  files = [p for p in folder.rglob("*") if p.is_file() and p.name != digests.FILE]
+  return max(files, key=lambda path: path.stat().st_size)
+
+
+def test_one_changed_bit_sends_back_to_the_newest_intact_step(saved):
   folder, states = saved
-  for path in (folder / "7" / "params").rglob("*"):
-    if path.is_file() and path.name == "manifest.ocdbt":
-      path.write_bytes(b"x")
-  message = r"ck/7 cannot be read .*move that folder away"
-  with Checkpoints(folder, keep=5) as checkpoints, pytest.raises(CheckpointError, match=message):
+  (data,) = (folder / "7" / "params" / "d").iterdir()
+  flip_a_bit(data)
+  said = []
+  with Checkpoints(folder, keep=5, say=said.append) as checkpoints:
+    state, metadata = checkpoints.restore(abstract(states[3]))
+  assert_same_bits(state, states[3])
+  assert metadata == {"data_position": 3}
+  line, renamed = said
+  assert f"checkpoint {folder / '7'} is damaged: the content of params/d/{data.name}" in line
+  assert line.endswith("going back to step 3")
+  assert renamed == f"{folder / '7'} was renamed 7.damaged"
+  assert sorted(path.name for path in folder.iterdir()) == ["3", "7.damaged"]
+
+
+def test_readers_go_back_too_and_rename_nothing(saved, capsys):
+  folder, states = saved
+  flip_a_bit(largest_file(folder / "7"))
+  _, step, _ = load(folder, {"params": abstract(states[3]["params"])})
+  assert step == 3
+  assert "warning: checkpoint" in capsys.readouterr().err
+  assert (folder / "7").is_dir()
+
+
+def truncate(step):
+  path = largest_file(step)
+  path.write_bytes(path.read_bytes()[:-1])
+
+
+def take_another_name(step):
+  shutil.rmtree(step)
+  shutil.copytree(step.with_name("3"), step)
+
+
+def swap(step):
+  a, b = step / "params" / "_METADATA", step / "optimizer" / "_METADATA"
+  one, two = a.read_bytes(), b.read_bytes()
+  a.write_bytes(two)
+  b.write_bytes(one)
+
+
+@pytest.mark.parametrize(
+  ("fault", "message"),
+  [
+    (truncate, "bytes instead of"),
+    (swap, "and 1 more"),
+    (take_another_name, "its files are those of a folder called 3"),
+    (lambda step: (step / "commit_success.txt").unlink(), "commit_success.txt is missing"),
+    (lambda step: (step / "digests.json").unlink(), "it has no digests.json"),
+    (lambda step: (step / "digests.json").write_text("{"), "digests.json cannot be read"),
+    (lambda step: flip_a_bit(step / "digests.json"), "digests.json (has changed|cannot be read)"),
+  ],
+)
+def test_damage_is_named(saved, fault, message):
+  folder, _ = saved
+  assert digests.damage(folder / "7") is None
+  fault(folder / "7")
+  assert re.search(message, digests.damage(folder / "7"))
+  said = []
+  assert newest_intact(folder, said.append) == 3
+  assert len(said) == 1
+
+
+def test_no_intact_checkpoint_is_an_error_and_never_a_new_start(saved):
+  folder, states = saved
+  for step in ("3", "7"):
+    flip_a_bit(largest_file(folder / step))
+  with Checkpoints(folder, keep=5) as checkpoints, pytest.raises(CheckpointError) as caught:
     checkpoints.restore(abstract(states[7]))
+  first, seven, three, fix = str(caught.value).splitlines()
+  assert first == "no checkpoint is intact:"
+  assert "/7 is damaged" in seven and "/3 is damaged" in three
+  assert "move all of them away" in fix and "--adopt STEP" in fix
+  assert sorted(path.name for path in folder.iterdir()) == ["3", "7"]
 
 
-def test_failed_save_is_an_error_and_leaves_the_older_ones(saved, monkeypatch):
+def test_failed_save_is_told_and_leaves_the_older_ones(saved, monkeypatch):
   folder, states = saved
+
+  def full(*_, **__):
+    raise OSError(28, "No space left on device")
+
   with Checkpoints(folder, keep=5) as checkpoints:
-
-    def full(*_, **__):
-      raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoints._orbax, "save_checkpointables_async", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*intact"):
+    assert checkpoints.failure() is None
+    with monkeypatch.context() as patch:
+      patch.setattr(digests, "write", full)  # in the background, after Orbax has finished
       checkpoints.save(9, states[7], {})
-  assert newest_step(folder) == 7
+      with pytest.raises(CheckpointError, match=r"step 9 could not.*No space left.*intact"):
+        checkpoints.wait()
+      patch.setattr(checkpoint.ocp, "save_checkpointables_async", full)  # at once
+      checkpoints.save(10, states[7], {})
+      assert "No space left" in str(checkpoints.failure())
+      assert checkpoints.failure() is None  # told once
+    assert newest_step(folder) == 7
+    checkpoints.save(9, make_state(9), {"data_position": 9})
+    checkpoints.wait()
+    state, metadata = checkpoints.restore(abstract(states[7]))
+  assert metadata == {"data_position": 9}
+  assert_same_bits(state, make_state(9))
+  assert sorted(path.name for path in folder.iterdir()) == ["3", "7", "9"]

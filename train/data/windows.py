@@ -123,21 +123,40 @@ class TrainBatches:
     self.close()
 
 
+class _Rows(grain.sources.RandomAccessDataSource):
+  """Some rows of every batch of an endless dataset, one after another."""
+
+  def __init__(self, dataset: grain.MapDataset, rows: range, global_batch: int):
+    self._dataset, self._rows, self._global_batch = dataset, rows, global_batch
+
+  def __len__(self) -> int:
+    return len(self._dataset) // self._global_batch * len(self._rows)
+
+  def __getitem__(self, i: int) -> Batch:
+    batch, row = divmod(int(i), len(self._rows))
+    window = self._dataset[batch * self._global_batch + self._rows[row]]
+    assert window is not None  # which Grain returns for what a filter takes out; there is none
+    return window
+
+
 def train_batches(
   source: TokenWindows,
   *,
   seed: int,
   global_batch: int,
+  rows: range | None = None,
   start: int = 0,
   threads: int = 2,
   prefetch: int = 8,
 ) -> TrainBatches:
-  """Shuffled batches, each entry [global_batch, seq_len], for steps start, start + 1, ...
+  """Shuffled batches, each entry [rows, seq_len], for steps start, start + 1, ...
 
   Every window comes once an epoch, in another order each epoch; a batch may span two epochs.
 
   Args:
     seed: of the order.
+    rows: of the global batch that this process reads; None is all. Who reads which rows does not
+      change them.
     threads: that read ahead; 0 reads when asked. Changes nothing but the speed.
     prefetch: batches read ahead.
   """
@@ -147,17 +166,24 @@ def train_batches(
   # Grain takes seed + epoch for each epoch: neighbouring seeds would share all orders but one.
   mixed = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")
   dataset = grain.MapDataset.source(source).shuffle(seed=mixed).repeat()
+  if rows is not None and len(rows) != global_batch:
+    dataset = grain.MapDataset.source(_Rows(dataset, rows, global_batch))
+    global_batch = len(rows)
   # There is no remainder; keeping one makes Grain's length overflow when global_batch is 1.
   dataset = dataset.batch(global_batch, drop_remainder=True)
   return TrainBatches(dataset, start, grain.ReadOptions(threads, prefetch if threads else 0))
 
 
-def eval_batches(source: TokenWindows, batch: int) -> Iterator[Batch]:
-  """Every window once, in order, each entry [batch, seq_len]; the last is filled with weight 0."""
+def eval_batches(source: TokenWindows, batch: int, rows: range | None = None) -> Iterator[Batch]:
+  """Every window once, in order, each entry [batch, seq_len]; the last is filled with weight 0.
+
+  With `rows`, these rows of every batch alone, [rows, seq_len].
+  """
   if batch < 1:
     raise DataError(f"batch={batch} must be at least 1.")
   for first in range(0, len(source), batch):
-    windows = [source[i] for i in range(first, min(first + batch, len(source)))]
-    empty = {key: np.zeros_like(value) for key, value in windows[0].items()}
-    windows += [empty] * (batch - len(windows))
+    numbers = range(batch) if rows is None else rows
+    windows = [source[first + i] for i in numbers if first + i < len(source)]
+    empty = {key: np.zeros_like(value) for key, value in source[first].items()}
+    windows += [empty] * (len(numbers) - len(windows))
     yield {key: np.stack([window[key] for window in windows]) for key in windows[0]}
