@@ -128,6 +128,15 @@ def choose(scan: str, requested: str | None, args: tuple, kwargs: dict) -> Imple
   raise ValueError(f"{scan}: implementation={requested!r} is unknown; use one of {names}, or None.")
 
 
+def checked(scan: Callable[..., Any], *args, **kwargs) -> tuple[tuple, dict]:
+  """The arguments of `scan` in the form that its implementations take.
+
+  Raises:
+    ValueError: the arguments are wrong, as `scan` would raise it.
+  """
+  return _ARGUMENT_CHECKS[scan.__name__](*args, **kwargs)
+
+
 def supported(scan: Callable[..., Any], *args, **kwargs) -> list[str]:
   """Names of the implementations of `scan` that can run these arguments, the preferred one first.
 
@@ -139,7 +148,7 @@ def supported(scan: Callable[..., Any], *args, **kwargs) -> list[str]:
     ValueError: the arguments themselves are wrong, as `scan` would raise it.
   """
   kwargs.pop("implementation", None)
-  args, kwargs = _ARGUMENT_CHECKS[scan.__name__](*args, **kwargs)
+  args, kwargs = checked(scan, *args, **kwargs)
   able = [x for x in _IMPLEMENTATIONS[scan.__name__] if x.obstacle(*args, **kwargs) is None]
   able.sort(key=lambda candidate: not candidate.worthwhile(*args, **kwargs))  # stable
   return [candidate.name for candidate in able]
