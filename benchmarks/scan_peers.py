@@ -57,7 +57,7 @@ def call(case: str, x: dict):
   if case.startswith("diagonal"):
     from fla.ops.hgrn import chunk_hgrn
 
-    return chunk_hgrn(x["x"], x["decay"].float().log().to(x["x"].dtype))[0]
+    return chunk_hgrn(x["x"], x["decay"])[0]  # the logarithm of the decay
   arguments = x["q"], x["k"], x["v"]
   if "log_decay" in x:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -82,10 +82,15 @@ def main(file: str, case: str) -> None:
     with np.load(file) as arrays:
       made = {name: tensor(name, x) for name, x in arrays.items()}
     cotangent, inside = made.pop("cotangent"), made.pop("inside")
+    if case.startswith("diagonal"):
+      decay = made["decay"].float()
+      made["decay"] = decay.log().to(torch.bfloat16)
     inputs = {name: x.requires_grad_() for name, x in made.items()}
     out = call(case, inputs)
     out.backward(inside)
     named = {"out": out} | {f"d {n}": x.grad for n, x in inputs.items()}
+    if case.startswith("diagonal"):
+      named["d decay"] = named["d decay"].float() / decay
     plain = {name: x.detach().float().cpu().numpy() for name, x in named.items()}
     np.savez(Path(file).with_name("results.npz"), **plain)
 

@@ -183,7 +183,7 @@ XLA = ["chunked", "associative", "reference"]
     (BF16, BF16, 2, 128, ["pallas", *XLA]),
     (F32, F32, 1, 128, [*XLA, "pallas"]),  # one step is one loop of XLA's
     (F32, F32, 2, 127, [*XLA, "pallas"]),
-    (C64, C64, 2, 128, [*XLA, "pallas"]),
+    (C64, C64, 2, 128, ["pallas", *XLA]),
     (F32, jnp.float16, 2, 128, XLA),
     (jnp.float16, F32, 2, 128, XLA),
   ],
