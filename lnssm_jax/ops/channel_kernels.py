@@ -5,8 +5,9 @@ longhorn_scan share. Import this module where it is needed only (see `dispatch.k
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops import steps
 from lnssm_jax.ops.checks import first_of_segment
-from pallas_kernels.channel_states import op, shapes
+from pallas_kernels.channel_states import decode, op, shapes
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
 _MOST_STATES = 256
@@ -35,6 +36,26 @@ def worthwhile(x) -> bool:
   A single step is one fused loop of XLA's.
   """
   return x.shape[1] > 1 and shapes.worthwhile(x.shape[2])
+
+
+def takes_a_step(arrays: dict, state) -> bool:
+  """Whether `step` runs these arguments."""
+  return arrays["x"].shape[1] == 1 and decode.obstacle(arrays, state) is None
+
+
+def step(cell, arrays: dict, skip, state, *, form, interpret=None):
+  """`run` for T = 1 in one kernel, which updates the state in place.
+
+  A single step lies in one segment, that of the initial state. `arrays` need not have what the cell
+  makes itself (`keys_alone`). `form(arrays, skip, state)` is the same by XLA, for the gradient.
+  """
+
+  def kernel(arrays, skip, state):
+    arrays = {n: x if n in cell.parameters else x[:, 0] for n, x in arrays.items()}
+    out, state = decode.decode(cell, arrays | {"skip": skip}, state, interpret=interpret)
+    return out[:, None], state
+
+  return steps.with_gradient_of(form, kernel)(arrays, skip, state)
 
 
 def is_cut(N: int) -> bool:

@@ -75,6 +75,21 @@ class Cell(NamedTuple):
     """What all channels and states share at a step."""
     return refs["scalars"][1, t]
 
+  def keys_alone(self, form, keys):
+    """`load_keys` and `scalars` of a step whose norm and sums of others nobody has prepared.
+
+    The sum of the other squares is needed where an entry is more than half of the norm, so that of
+    the largest will do for all; entries as large as that are among its others.
+    """
+    squares = keys["k"] * keys["k"]
+    ones = jnp.ones_like(squares)
+    norm = form.sum_of(squares, ones)
+    largest = jnp.max(squares, axis=1)
+    at_top = squares >= form.across(largest)
+    ties = form.sum_of(jnp.where(at_top, 1.0, 0.0), ones) - 1.0
+    others = form.sum_of(jnp.where(at_top, 0.0, squares), ones) + ties * largest
+    return keys | {"squares": squares, "others": form.across(others)}, norm
+
   def gates(self, x, rate, norm):
     """What all states of a channel share at a step."""
     whole = 1.0 + rate * norm

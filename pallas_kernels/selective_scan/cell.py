@@ -49,6 +49,11 @@ class Cell(NamedTuple):
     """What all channels and states share at a step."""
     del refs, t
 
+  def keys_alone(self, form, keys):
+    """`load_keys` and `scalars` of a step for which nothing is prepared."""
+    del form
+    return keys, None
+
   def gates(self, x, rate, scalars):
     """What all states of a channel share at a step."""
     del scalars

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import steps
 from pallas_kernels.linear_attention import decode as module
 from pallas_kernels.linear_attention.decode import decode
 
@@ -156,10 +157,10 @@ def test_lowers_for_cuda_in_place(B, widths, dtype):
 
 
 def test_small_batches_have_blocks_for_most_multiprocessors():
-  blocks = lambda B, H, V: B * H * V // module.value_tile(B, H, V)
+  blocks = lambda B, H, V: B * H * V // steps.value_tile(B, H, V)
   assert blocks(1, 16, 128) == 128
   assert blocks(64, 16, 128) == 4096
-  assert module.value_tile(64, 16, 48) == 16
+  assert steps.value_tile(64, 16, 48) == 16
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_small_batches_have_blocks_for_most_multiprocessors():
     ({"log_decay": jnp.zeros((1, 1, 1), jnp.bfloat16)}, "log_decay is bfloat16"),
     ({"bonus": jnp.zeros((16,))}, "bonus has shape"),
     ({"kv": jnp.zeros((1, 1, 16, 8))}, "kv has shape"),
-    ({"kv": jnp.zeros((1, 1, 16, 16), jnp.bfloat16)}, "kv is bfloat16"),
+    ({"kv": jnp.zeros((1, 1, 16, 16), jnp.bfloat16)}, "the state is bfloat16"),
     ({"key_sum": None}, "key_sum is None"),
   ],
 )

@@ -1,6 +1,7 @@
 """The delta rule on the Mosaic-GPU kernels: which arguments they take, and how they take them.
 
-Import this module where it is needed only (see `dispatch.kernels`).
+Two paths: a single step runs `decode`, which updates the state in place; more steps run `op`, which
+cuts them into chunks. Import this module where it is needed only (see `dispatch.kernels`).
 """
 
 import functools
@@ -8,8 +9,10 @@ import functools
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lnssm_jax.ops import steps
+from lnssm_jax.ops.delta_rule import xla
 from lnssm_jax.ops.delta_rule.state import DeltaRuleState
-from pallas_kernels.delta_rule import op, shapes
+from pallas_kernels.delta_rule import decode, op, shapes
 
 _WIDEST_KEY = shapes.KEY_WIDTHS[-1]
 _WIDEST_VALUE = shapes.VALUE_WIDTHS[-1]
@@ -17,7 +20,9 @@ _WIDEST_VALUE = shapes.VALUE_WIDTHS[-1]
 
 def obstacle(q, k, v, beta, log_decay, erase_key, state, segments, *, scale, chunk_size=None):
   """Why the kernels cannot run these arguments on any device, or None."""
-  del log_decay, segments
+  del segments
+  if _takes_a_step(q, k, v, beta, log_decay, erase_key, state):
+    return None
   if state.kv.dtype != jnp.float32:
     return f"initial_state has dtype {state.kv.dtype}, and the kernels compute in float32"
   for name, x in (("q", q), ("k", k), ("v", v), ("erase_key", erase_key)):
@@ -35,6 +40,12 @@ def obstacle(q, k, v, beta, log_decay, erase_key, state, segments, *, scale, chu
   if scale == 0.0:
     return "scale=0 leaves nothing to compute"
   return None
+
+
+def _takes_a_step(q, k, v, beta, log_decay, erase_key, state):
+  """Whether `decode` runs these arguments."""
+  arrays = q, k, erase_key, v, beta, log_decay
+  return q.shape[1] == 1 and decode.obstacle(*arrays, state.kv) is None
 
 
 def worthwhile(q, k, v, beta, log_decay, erase_key, state, segments, **options):
@@ -62,6 +73,12 @@ def run(
   Columns of values do not see one another: more of them than the kernels take are further heads.
   """
   del chunk_size
+  if _takes_a_step(q, k, v, beta, log_decay, erase_key, state):
+    # A single step lies in one segment, that of the initial state.
+    step = functools.partial(_step, scale=scale, interpret=interpret)
+    form = functools.partial(_form, scale=scale)
+    erase_key = None if erase_key is k else erase_key
+    return steps.with_gradient_of(form, step)(q, k, v, beta, log_decay, erase_key, state)
   B, T, H, K = q.shape
   V = v.shape[-1]
   wide_k = next(width for width in shapes.KEY_WIDTHS if width >= K)
@@ -85,6 +102,20 @@ def run(
   out, kv = op.delta_rule(inputs, segments, op.Static(float(scale), T, interpret))
   kv = kv.reshape(B, H, groups, wide_k, wide_v).swapaxes(2, 3).reshape(B, H, wide_k, -1)
   return out.reshape(B, T + more, H, -1)[:, :T, :, :V], DeltaRuleState(kv[:, :, :K, :V])
+
+
+def _step(q, k, v, beta, log_decay, erase_key, state, *, scale, interpret):
+  """A single step by `decode`."""
+  erase_key = None if erase_key is None else erase_key[:, 0]
+  arrays = q[:, 0], k[:, 0], erase_key, v[:, 0], beta[:, 0], log_decay[:, 0], state.kv
+  out, kv = decode.decode(*arrays, scale=scale, interpret=interpret)
+  return out[:, None], DeltaRuleState(kv)
+
+
+def _form(q, k, v, beta, log_decay, erase_key, state, *, scale):
+  """The same by XLA."""
+  erase_key = k if erase_key is None else erase_key
+  return xla.chunked(q, k, v, beta, log_decay, erase_key, state, None, scale=scale)
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -6,12 +6,12 @@ it is needed only (see `dispatch.kernels`).
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lnssm_jax.ops import steps
 from lnssm_jax.ops.linear_attention import xla
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 from pallas_kernels.linear_attention import decode, op, shapes
@@ -96,7 +96,10 @@ def run(
   del value_log_decay, chunk_size
   if _takes_a_step(q, k, v, log_decay, bonus, state, normalize=normalize):
     # A single step lies in one segment, that of the initial state.
-    return _step(_Static(normalize, scale, interpret), (q, k, v, log_decay, bonus, state))
+    options = {"normalize": normalize, "scale": scale}
+    step = functools.partial(_step, interpret=interpret, **options)
+    form = functools.partial(_form, **options)
+    return steps.with_gradient_of(form, step)(q, k, v, log_decay, bonus, state)
   B, T, H, K = q.shape
   V = v.shape[-1]
   if shapes.KEY_WIDTHS[-1] < K:
@@ -141,6 +144,20 @@ def run(
   return out[:, :T, :, :V], LinearAttentionState(kv[:, :, :K, :V], key_sum)
 
 
+def _step(q, k, v, log_decay, bonus, state, *, normalize, scale, interpret):
+  """A single step by `decode`."""
+  arrays = q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], bonus, state.kv
+  key_sum = state.key_sum if normalize else None
+  options = {"normalize": normalize, "scale": scale, "interpret": interpret}
+  out, kv, key_sum = decode.decode(*arrays, key_sum, **options)
+  return out[:, None], LinearAttentionState(kv, key_sum)
+
+
+def _form(q, k, v, log_decay, bonus, state, **options):
+  """The same by XLA."""
+  return xla.chunked(q, k, v, log_decay, None, bonus, state, None, **options)
+
+
 def _by_key_groups(q, k, v, log_decay, bonus, kv, segments, *, scale, options):
   """`run` for wide keys, (out, kv): before division the output is a sum over groups of channels."""
   (B, T, H, K), V, width = q.shape, v.shape[-1], shapes.KEY_WIDTHS[-1]
@@ -174,36 +191,3 @@ def _by_key_groups(q, k, v, log_decay, bonus, kv, segments, *, scale, options):
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
-
-
-class _Static(NamedTuple):
-  normalize: bool
-  scale: float
-  interpret: object
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _step(static, inputs):
-  """A single step by `decode`. Decoding needs no gradient: it comes from XLA's form."""
-  q, k, v, log_decay, bonus, state = inputs
-  key_sum = state.key_sum if static.normalize else None
-  arrays = q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], bonus, state.kv, key_sum
-  out, kv, key_sum = decode.decode(*arrays, **static._asdict())
-  return out[:, None], LinearAttentionState(kv, key_sum)
-
-
-def _step_forward(static, inputs):
-  return _step(static, inputs), inputs
-
-
-def _step_backward(static, inputs, cotangents):
-  options = {"normalize": static.normalize, "scale": static.scale}
-
-  def form(q, k, v, log_decay, bonus, state):
-    return xla.chunked(q, k, v, log_decay, None, bonus, state, None, **options)
-
-  _, pull = jax.vjp(form, *inputs)
-  return (pull(cotangents),)
-
-
-_step.defvjp(_step_forward, _step_backward)

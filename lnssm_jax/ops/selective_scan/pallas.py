@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops import channel_kernels
+from lnssm_jax.ops.selective_scan import xla
 from lnssm_jax.ops.selective_scan.state import SelectiveState
 from pallas_kernels.selective_scan.cell import Cell
 
@@ -29,11 +30,22 @@ def worthwhile(x, *args, **options):
 def run(x, dt, a, b, c, skip, state, segments, *, chunk_size=None, parts=None, interpret=None):
   """Arguments as in `reference.py`."""
   del chunk_size
-  cell = Cell(exact=x.dtype == jnp.float32)
   arrays = {"x": x, "rate": dt, "a": a, "b": b, "c": c}
+  if channel_kernels.takes_a_step(arrays, state.ssm):
+    options = {"form": _step, "interpret": interpret}
+    out, ssm = channel_kernels.step(Cell(exact=True), arrays, skip, state.ssm, **options)
+    return out, SelectiveState(ssm)
+  cell = Cell(exact=x.dtype == jnp.float32)
   options = {"parts": parts, "interpret": interpret}
   out, ssm = channel_kernels.run(cell, arrays, skip, state.ssm, segments, **options)
   return out, SelectiveState(ssm)
+
+
+def _step(arrays, skip, ssm):
+  """A single step by XLA."""
+  steps = (arrays[name] for name in ("x", "rate", "a", "b", "c"))
+  out, state = xla.chunked(*steps, skip, SelectiveState(ssm), None)
+  return out, state.ssm
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -1,5 +1,6 @@
 """RWKV-4's scan on the Mosaic-GPU kernels: which arguments they take, and how they take them.
 
+Two paths: a single step runs `decode`, which updates the state in place; more steps run `op`.
 Import this module where it is needed only (see `dispatch.kernels`).
 """
 
@@ -9,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lnssm_jax.ops import steps
+from lnssm_jax.ops.wkv4 import xla
 from lnssm_jax.ops.wkv4.state import WKV4State
 from pallas_kernels import channels
-from pallas_kernels.wkv4 import op
+from pallas_kernels.wkv4 import decode, op
 
 _MOST_SEQUENCES = 65535  # blocks along the second axis of a grid
 
@@ -55,6 +58,10 @@ def run(
   """Arguments as in `reference.py`."""
   del chunk_size
   B, T, D = k.shape
+  if T == 1 and decode.obstacle(k, v, state) is None:
+    # A single step lies in one segment, that of the initial state.
+    step = functools.partial(_step, interpret=interpret)
+    return steps.with_gradient_of(_form, step)(k, v, decay_rate, bonus, state)
   P = number_of_parts or channels.parts(B, D, T)
   later, wider = channels.padded_length(T, P) - T, -D % channels.CHANNELS
   pad = lambda x, *ends: jnp.pad(x, [(0, 0)] * (x.ndim - len(ends)) + [(0, n) for n in ends])
@@ -71,6 +78,18 @@ def run(
   # The maximum is a scale that the other two are divided by; they carry the gradient.
   last = WKV4State(jax.lax.stop_gradient(largest), numerator, denominator)
   return out[:, :T, :D], last
+
+
+def _step(k, v, decay_rate, bonus, state, *, interpret):
+  """A single step by `decode`."""
+  rates = (x.astype(jnp.float32) for x in (decay_rate, bonus))
+  out, last = decode.decode(k[:, 0], v[:, 0], *rates, state, interpret=interpret)
+  return out[:, None], WKV4State(*last)
+
+
+def _form(k, v, decay_rate, bonus, state):
+  """The same by XLA."""
+  return xla.chunked(k, v, decay_rate, bonus, state, None)
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

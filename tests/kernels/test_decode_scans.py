@@ -1,0 +1,190 @@
+"""The decode kernels of the other scans: one step each, interpreted, and lowered as they ship.
+
+(That of linear attention: test_decode.py.)
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops import dispatch
+from pallas_kernels import steps
+from pallas_kernels.channel_states import decode as channel_states
+from pallas_kernels.delta_rule import decode as delta_rule
+from tests.kernels.test_lowering import kernels_in, total
+from tests.ops import contract
+from tests.ops.scans import channel_states as channel_case
+from tests.ops.scans import delta_rule as delta_case
+from tests.ops.scans import wkv4 as wkv4_case
+from tests.ops.scans.delta_rule import DELTA_RULE
+from tests.ops.scans.longhorn_scan import LONGHORN_SCAN
+from tests.ops.scans.selective_scan import SELECTIVE_SCAN
+from tests.ops.scans.wkv4 import WKV4
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+Heads = functools.partial(delta_case.Case, T=1, chunk=None)
+Channels = functools.partial(channel_case.Case, T=1, chunk=None)
+Width = functools.partial(wkv4_case.Case, T=1, chunk=None)
+FITTING = {  # sizes that need no padding
+  "delta_rule": (DELTA_RULE, Heads(K=16, V=16, decay="ordinary", erase=True)),
+  "selective_scan": (SELECTIVE_SCAN, Channels(D=32, N=16)),
+  "longhorn_scan": (LONGHORN_SCAN, Channels(D=32, N=16)),
+  "wkv4": (WKV4, Width(D=128)),
+}
+SCANS = pytest.mark.parametrize("name", FITTING)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+  """As if the default device were a Hopper GPU: enough to choose and to lower, not to run."""
+  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+
+
+def inputs_of(scan, case, dtype=F32, seed=0):
+  drawn = scan.inputs(case, seed)
+  return {n: jnp.asarray(x, dtype if n in scan.narrow else F32) for n, x in drawn.items()}
+
+
+def state_of(inputs):
+  return {n: x for n, x in inputs.items() if n.startswith("state.")}
+
+
+CASES = [
+  (DELTA_RULE, Heads(K=20, V=24, H=1), F32),
+  (DELTA_RULE, Heads(K=16, V=16, decay="extreme", erase=True, segments=True), BF16),
+  (DELTA_RULE, Heads(K=16, V=40, H=1, decay="ordinary", rates="column", erase=True), F32),
+  (SELECTIVE_SCAN, Channels(strength="extreme", segments=True, D=32, N=16), BF16),
+  (SELECTIVE_SCAN, Channels(strength="weak", D=5, N=3), F32),
+  (LONGHORN_SCAN, Channels(strength="extreme", segments=True, D=64, N=7), F32),
+  (LONGHORN_SCAN, Channels(D=3, N=40, skip=False), BF16),
+  (WKV4, Width(D=5, strength="extreme", keys="wide", segments=True), F32),
+  (WKV4, Width(D=128), BF16),
+]
+
+
+@pytest.mark.parametrize(
+  ("scan", "case", "dtype"),
+  CASES,
+  ids=lambda x: x.function.__name__ if hasattr(x, "function") else str(x),
+)
+def test_a_step_and_its_gradient(scan, case, dtype):
+  """Against the reference in float64; that XLA's form did not run shows `test_one_kernel`."""
+  inputs = scan.inputs(case)
+  dtypes = {n: dtype if n in scan.narrow else F32 for n in inputs}
+  call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
+  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
+  assert max(errors.values()) <= contract.tolerance(dtype, 1), errors
+
+
+@pytest.mark.parametrize("ties", [1, 2])
+def test_longhorn_forgets_exactly(ties):
+  """What is left of an entry that is nearly all of a large key, or half of it, to every digit."""
+  case = Channels(D=32, N=4)
+  inputs = LONGHORN_SCAN.inputs(case)
+  inputs["k"][:] = np.where(np.arange(4) < ties, 1e4, 1e-3)
+  inputs["state.memory"][..., ties:] = inputs["x"][:] = 0
+  call = lambda x, form: LONGHORN_SCAN(case, x, implementation=form)[1]
+  dtypes = dict.fromkeys(inputs, F32)
+  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
+  assert errors["['values'].memory"] <= contract.tolerance(F32, 1), errors
+
+
+@SCANS
+def test_steps_follow_one_another(name):
+  """Three steps through the returned state; each leaves the caller's arguments as they were."""
+  scan, case = FITTING[name]
+  pieces = [inputs_of(scan, case, seed=n) for n in range(3)]
+  step = jax.jit(lambda x, form: scan(case, x, implementation=form), static_argnames="form")
+
+  def run(form, dtype):
+    state, outs = state_of(pieces[0]), []
+    for piece in pieces:
+      given = jax.tree.map(lambda x: jnp.asarray(x, dtype), piece | state)
+      before = jax.tree.map(np.array, given)
+      out, new = step(given, form)
+      jax.tree.map(np.testing.assert_array_equal, given, before)
+      state = {f"state.{field}": x for field, x in new._asdict().items()}
+      outs.append(out)
+    return scan.compared(jnp.stack(outs), new)
+
+  got = run("pallas_interpret", F32)
+  with jax.enable_x64(True):
+    want = run("reference", jnp.float64)
+  errors = contract.named_errors(got, want)
+  assert max(errors.values()) <= contract.tolerance(F32, 3), errors
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
+@SCANS
+def test_one_kernel(hopper, name, wide):
+  """Alone, under a gradient and mapped; in place where the state was donated."""
+  scan, case = FITTING[name]
+  inputs = inputs_of(scan, case, BF16)
+  call = functools.partial(scan, case, implementation="pallas")
+  with jax.enable_x64(wide):
+    assert kernels_in(call, inputs) == 1
+    assert kernels_in(jax.value_and_grad(lambda x: total(call(x))), inputs) == 1
+    assert kernels_in(jax.vmap(call), jax.tree.map(lambda x: jnp.stack([x] * 3), inputs)) == 1
+  rest = {n: x for n, x in inputs.items() if not n.startswith("state.")}
+  step = jax.jit(lambda state, rest: call(rest | state), donate_argnums=0)
+  text = step.trace(state_of(inputs), rest).lower(lowering_platforms=("cuda",)).as_text()
+  arrays = len(state_of(inputs))
+  assert len(re.findall(r"output_tuple_indices = \[\d+\], operand_index", text)) == arrays
+  assert len(re.findall(r"tf\.aliasing_output", text)) == arrays
+
+
+def test_several_steps_at_once():
+  """vmap over states, and over one state that all of them start from: none may write into it."""
+  scan, case = FITTING["delta_rule"]
+  inputs, others = inputs_of(scan, case), inputs_of(scan, case, seed=1)
+  call = functools.partial(scan, case, implementation="pallas_interpret")
+  apart = lambda *inputs: jax.tree.map(lambda *x: jnp.stack(x), *map(call, inputs))
+  both = jax.tree.map(lambda *x: jnp.stack(x), inputs, others)
+  axes = {n: None if n.startswith("state.") else 0 for n in inputs}
+  got = jax.jit(jax.vmap(call, in_axes=(axes,)))(both | state_of(inputs))
+  jax.tree.map(np.testing.assert_array_equal, got, apart(inputs, others | state_of(inputs)))
+
+
+DELTA = {"q": (2, 3, 16), "k": (2, 3, 16), "erase_key": (2, 3, 16), "v": (2, 3, 48)}
+DELTA |= {"beta": (2, 3, 1), "log_decay": (2, 3), "kv": (2, 3, 16, 48)}
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"v": jnp.zeros((2, 3, 48), jnp.float16)}, "v is float16"),
+    ({"beta": jnp.zeros((2, 3, 1), BF16)}, "beta is bfloat16"),
+    ({"kv": jnp.zeros((2, 3, 16, 48), BF16)}, "the state is bfloat16"),
+    ({"kv": jnp.zeros((2, 3, 272, 48))}, "K=272"),
+    ({"tile": 32}, "tile=32 must be 16, 32 or 64 and divide V=48"),
+  ],
+)
+def test_what_the_delta_rule_cannot_run_is_named(change, message):
+  arrays = {name: jnp.zeros(shape) for name, shape in DELTA.items()}
+  with pytest.raises(ValueError, match=message):
+    delta_rule.decode(**arrays | change)
+
+
+def test_large_states_are_for_the_kernels_of_many_steps():
+  """A channel of more than 64 states, or keys of more than 256 channels, have no decode kernel."""
+  case = Channels(D=3, N=65)
+  args, kwargs = SELECTIVE_SCAN.bind(case, inputs_of(SELECTIVE_SCAN, case))
+  checked, _ = dispatch._ARGUMENT_CHECKS["selective_scan"](*args, **kwargs)
+  arrays = dict(zip(("x", "rate", "a", "b", "c"), checked, strict=False))
+  assert "65 states" in channel_states.obstacle(arrays, checked[6].ssm)
+  case = Heads(K=272, V=16)
+  args, kwargs = DELTA_RULE.bind(case, inputs_of(DELTA_RULE, case))
+  with pytest.raises(NotImplementedError, match="q has dtype float32"):
+    ops.delta_rule(*args, **kwargs, implementation="pallas_interpret")
+
+
+def test_blocks_fill_the_device():
+  """Small batches have blocks for most multiprocessors, sizes in between are padded."""
+  assert [steps.value_tile(B, 16, 128) for B in (1, 64)] == [16, 32]
+  assert channel_states.fits(4096, 16) and channel_states.fits(96, 16)
+  assert not channel_states.fits(100, 16) and not channel_states.fits(4096, 12)
