@@ -1,4 +1,4 @@
-"""The command line: python -m train fit | evaluate | generate | tokenize."""
+"""The command line: python -m train fit | evaluate | generate | tokenize | verify | doctor."""
 
 import argparse
 import dataclasses
@@ -20,18 +20,23 @@ examples:
   python -m train evaluate --run-dir runs/quickstart
   python -m train generate --run-dir runs/quickstart --prompt 'def '
   python -m train tokenize --input TEXT --output data/text --tokenizer bytes
+  python -m train verify runs/quickstart
+  python -m train doctor --config configs/quickstart.py
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs one command; returns its exit code: 0 done, 1 failed on the way, 2 wrong use."""
+  """Runs one command; returns its exit code: 0 done, 1 failed on the way, 2 wrong use.
+
+  One process of several that fails ends here, with that code, and does not wait for the others.
+  """
   parser = _parser()
   options = parser.parse_args(arguments)
   if options.command is None:
     parser.print_help()
     return 0
   try:
-    options.run(options)
+    return options.run(options) or 0
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     return 130
@@ -40,9 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
   except Exception as error:
     code = _exit_code(error)
     if code is None:
-      raise
-    print(f"error: {error}", file=sys.stderr)
-    return code
+      if not _is_joined():
+        raise
+      traceback.print_exc()
+    else:
+      print(f"error: {error}", file=sys.stderr)
+    if _is_joined():
+      _leave(code or 1)
+    return code or 1
   return 0
 
 
@@ -51,8 +61,10 @@ def _fit(options: argparse.Namespace) -> None:
   if options.print_config:
     print(json.dumps(config.to_dict(cfg), indent=2))
     return
+  from train import distributed
   from train.loop import fit
 
+  distributed.join()
   fit(cfg, allow_config_change=options.allow_config_change)
 
 
@@ -125,6 +137,25 @@ def _tokenize(options: argparse.Namespace) -> None:
     print(f"{prefix}.bin  {counts}")
 
 
+def _verify(options: argparse.Namespace) -> int:
+  from train import verify
+
+  if options.adopt is not None:
+    print(verify.adopt(options.folder, options.adopt))
+  lines, whole = verify.report(options.folder)
+  print("\n".join(lines))
+  return 0 if whole else 1
+
+
+def _doctor(options: argparse.Namespace) -> int:
+  cfg = None
+  if options.config:
+    cfg = overrides.apply(config.load_config(options.config), options.set)
+  from train import doctor
+
+  return 0 if doctor.examine(cfg, print) else 1
+
+
 def _run_config(options: argparse.Namespace) -> config.Train:
   """The settings from --run-dir or --config, with every --set done."""
   if bool(options.config) == bool(options.run_dir):
@@ -151,6 +182,19 @@ def _exit_code(error: Exception) -> int | None:
   return 2 if is_ours and is_users else None
 
 
+def _leave(code: int) -> NoReturn:
+  """Ends a process whose peers wait for it: its launcher then ends them."""
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
+
+
+def _is_joined() -> bool:
+  """Whether other processes would wait for this one; nothing is imported to find out."""
+  module = sys.modules.get("train.distributed")
+  return module is not None and module.count() > 1
+
+
 class _Parser(argparse.ArgumentParser):
   def error(self, message: str) -> NoReturn:
     self.exit(2, f"error: {message} (see {self.prog} --help)\n")
@@ -165,9 +209,13 @@ def _parser() -> argparse.ArgumentParser:
   )
   commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
-  def command(name: str, run: Callable[[argparse.Namespace], None], help: str) -> Any:
+  def plain(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
     added = commands.add_parser(name, help=help, description=help)
     added.set_defaults(run=run)
+    return added
+
+  def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
+    added = plain(name, run, help)
     added.add_argument(
       "--config", metavar="FILE", required=name == "fit", help="Python file with get_config()"
     )
@@ -212,4 +260,10 @@ def _parser() -> argparse.ArgumentParser:
   )
   tokenize.add_argument("--workers", type=int, metavar="N", help="threads (default: all cores)")
   tokenize.add_argument("--force", action="store_true", help="make files again that are up to date")
+  verify = plain("verify", _verify, "Read a run's checkpoints whole, and say which are intact.")
+  verify.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
+  verify.add_argument(
+    "--adopt", type=int, metavar="STEP", help="trust this checkpoint as it is: make its digests new"
+  )
+  command("doctor", _doctor, "Say what there is to train with, and what stands in the way.")
   return parser

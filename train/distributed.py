@@ -4,6 +4,7 @@ With one process, which is what happens without a launcher, every function here 
 what its arguments say, and no distributed service is started.
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from train import launcher
+
 
 class OtherProcessError(RuntimeError):
   """The first process failed where all had to agree; the message is its own."""
@@ -19,6 +22,20 @@ class OtherProcessError(RuntimeError):
   def __init__(self, message: str, exit_code: int):
     super().__init__(message)
     self.exit_code = exit_code
+
+
+def join() -> launcher.Launch | None:
+  """Meets the other processes, if there are any; call it before anything computes.
+
+  Raises:
+    LaunchError: the environment describes several processes, but not fully.
+  """
+  launch = launcher.detect()
+  if launch is not None:
+    # It would take SIGTERM for itself; `train.stop` and `ballot` do that work.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(**launch.arguments)
+  return launch
 
 
 def count() -> int:
@@ -39,26 +56,34 @@ def on_first[T](function: Callable[[], T]) -> T:
   """
   if count() == 1:
     return function()
-  from jax.experimental import multihost_utils
-
-  answer, failure = b"", None
+  told, failure = None, None
   if is_first():
     try:
-      answer = json.dumps({"value": function()}).encode()
+      told = {"value": function()}
     except Exception as error:
       failure = error
-      text = {"error": str(error), "exit_code": getattr(error, "exit_code", 2)}
-      answer = json.dumps(text).encode()
-  # Shapes must be known everywhere: first the length, then the bytes.
-  length = int(multihost_utils.broadcast_one_to_all(np.int32(len(answer))))
-  padded = np.zeros(length, np.uint8)
-  padded[: len(answer)] = np.frombuffer(answer, np.uint8)
-  told: Any = json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))))
+      told = {"error": str(error), "exit_code": getattr(error, "exit_code", 2)}
+  told = from_process(0, told)
   if failure is not None:
     raise failure
   if "error" in told:
     raise OtherProcessError(f"process 0: {told['error']}", told["exit_code"])
   return told["value"]
+
+
+def from_process(which: int, value: Any) -> Any:
+  """The `value` of process `which`, JSON, in all of them."""
+  if count() == 1:
+    return value
+  from jax.experimental import multihost_utils
+
+  is_source = jax.process_index() == which
+  send = functools.partial(multihost_utils.broadcast_one_to_all, is_source=is_source)
+  text = json.dumps(value).encode() if is_source else b""
+  # Shapes must be known everywhere: first the length, then the bytes.
+  padded = np.zeros(int(send(np.int32(len(text)))), np.uint8)
+  padded[: len(text)] = np.frombuffer(text, np.uint8)
+  return json.loads(bytes(np.asarray(send(padded))))
 
 
 def any_of(flag: bool) -> bool:

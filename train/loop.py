@@ -165,7 +165,8 @@ def _compile(
   batch = {name: describe(jnp.int32) for name in ("tokens", "targets", "segment_ids")}
   batch["weights"] = describe(jnp.float32)
   if distributed.count() > 1:
-    batch["votes"] = jax.typeof(distributed.ballot(mesh, (False, False)))
+    votes = distributed.ballot(mesh, (False, False))
+    batch["votes"] = jax.ShapeDtypeStruct(votes.shape, votes.dtype, sharding=votes.sharding)
   begin = time.perf_counter()
   step = make_train_step(cfg, graph, tx, mesh, kernels)
   compiled = step.lower(abstract_state(cfg, mesh), batch).compile()

@@ -1,0 +1,1 @@
+"""Commands that break a training run on purpose; docs/reliability.md has what they found."""
