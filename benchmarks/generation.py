@@ -8,9 +8,12 @@ same milliseconds a token and the same state in every row of one batch.
 """
 
 import argparse
+import contextlib
+import importlib
 import json
 import statistics
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -19,6 +22,8 @@ from lnssm_jax.generate import generate
 from train import overrides
 from train.config import load_config
 from train.step import build_model
+
+SCANS_WITH_STEPS = ("delta_rule", "linear_attention", "longhorn_scan", "selective_scan", "wkv4")
 
 
 def main():
@@ -62,6 +67,27 @@ def measure(model, batch, prompt_length, lengths):
       "state_mib": round(state_bytes / 2**20, 3),
       "peak_memory_gib": None if memory is None else round(memory / 2**30, 3),
     }
+
+
+@contextlib.contextmanager
+def single_steps(*, kernels: bool):
+  """`implementation=None` takes the kernels for T = 1 wherever they can run, or nowhere."""
+  with contextlib.ExitStack() as stack:
+    for scan in SCANS_WITH_STEPS:
+      module = importlib.import_module(f"lnssm_jax.ops.{scan}.pallas")
+      stack.enter_context(mock.patch.object(module, "worthwhile", _worthwhile(module, kernels)))
+    jax.clear_caches()  # programs of before have chosen otherwise
+    yield
+  jax.clear_caches()
+
+
+def _worthwhile(module, kernels):
+  usual = module.worthwhile
+
+  def worthwhile(*args, **options):
+    return kernels if args[0].shape[1] == 1 else usual(*args, **options)
+
+  return worthwhile
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ CASES = [
 @pytest.mark.parametrize(
   ("scan", "case", "dtype"),
   CASES,
-  ids=lambda x: x.function.__name__ if hasattr(x, "function") else str(x),
+  ids=lambda x: getattr(getattr(x, "function", None), "__name__", str(x)),
 )
 def test_a_step_and_its_gradient(scan, case, dtype):
   """Against the reference in float64; that XLA's form did not run shows `test_one_kernel`."""

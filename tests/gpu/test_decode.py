@@ -1,0 +1,35 @@
+"""The decode kernels on a Hopper GPU: `make test-gpu`."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients
+from tests.kernels.test_decode_scans import CASES, FITTING, inputs_of
+from tests.ops.scans.linear_attention import LINEAR_ATTENTION
+from tests.ops.scans.linear_attention import Case as Heads
+
+pytestmark = pytest.mark.gpu
+
+STEPS = [
+  *CASES,
+  (LINEAR_ATTENTION, Heads(T=1, K=16, V=16, decay="HK", chunk=None, normalize=True), jnp.float32),
+  (LINEAR_ATTENTION, Heads(T=1, K=40, V=24, decay="BTHK", chunk=None, bonus=True), jnp.bfloat16),
+]
+
+
+@pytest.mark.parametrize(
+  ("scan", "case", "dtype"),
+  STEPS,
+  ids=lambda x: getattr(getattr(x, "function", None), "__name__", str(x)),
+)
+def test_values_and_gradients(scan, case, dtype):
+  assert_values_and_gradients(scan, case, dtype)
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_bits_repeat(name):
+  scan, case = FITTING[name]
+  inputs = inputs_of(scan, case)
+  run = jax.jit(lambda x: scan(case, x, implementation="pallas"))
+  assert_bits_repeat(lambda: run(inputs), run(inputs))
