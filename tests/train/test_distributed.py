@@ -1,0 +1,201 @@
+"""Several processes: how they are found, and that they are one run."""
+
+import os
+import re
+import signal
+import socket
+
+import jax
+import numpy as np
+import pytest
+
+from train import doctor, loop
+from train.checkpoint import newest_step
+from train.data.windows import TokenWindows, eval_batches, train_batches
+from train.launcher import LaunchError, detect
+from train.run_folder import RunFolder
+
+SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+ALONE = SLURM | {"SLURM_LOCALID": "0"}  # on its host
+OMPI = {
+  "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2",
+  "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+HAND = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"}
+ONE_STEP = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}
+
+
+@pytest.mark.parametrize(
+  ("environment", "expected"),
+  [
+    (HAND, ("by hand", 4, 1)),
+    (SLURM, ("Slurm", 4, 3)),
+    (OMPI, ("Open MPI", 4, 2)),
+    ({"PMI_SIZE": "2", "PMI_RANK": "1", "JAX_COORDINATOR_ADDRESS": "a:1"}, ("MPICH", 2, 1)),
+    (ONE_STEP | OMPI, ("Open MPI", 4, 2)),  # mpirun inside a job
+  ],
+)
+def test_launchers_are_found(environment, expected):
+  launch = detect(environment)
+  assert launch[:3] == expected
+  assert (launch.arguments["num_processes"], launch.arguments["process_id"]) == expected[1:]
+  address, method = (
+    launch.arguments[name] for name in ("coordinator_address", "cluster_detection_method")
+  )
+  known = {"Slurm": "slurm", "Open MPI": "ompi"}
+  assert method == ("deactivate" if address else known[launch.launcher])
+
+
+@pytest.mark.parametrize(
+  "environment",
+  [
+    {},
+    ONE_STEP,  # srun with one task
+    {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # a shell of a job
+    {"SLURM_STEP_NUM_TASKS": "4"},  # an ssh session with half of its variables
+    {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+    HAND | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+  ],
+)
+def test_one_process_needs_nothing(environment):
+  assert detect(environment) is None
+
+
+@pytest.mark.parametrize(
+  ("environment", "message"),
+  [
+    ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "neither JAX_NUM_PROCESSES nor a launcher"),
+    ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not: 0 .. 1"),
+    ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "COORDINATOR_ADDRESS is not: .*HOST:PORT"),
+    (HAND | {"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID=4 must be smaller than JAX_NUM_PROCESSES=4"),
+    (HAND | {"JAX_NUM_PROCESSES": "two"}, "'two' must be a number"),
+    (HAND | {"JAX_COORDINATOR_ADDRESS": "node1"}, "node1 must be HOST:PORT"),
+    ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "JAX_COORDINATOR_ADDRESS is not"),
+  ],
+)
+def test_half_a_description_is_refused(environment, message):
+  with pytest.raises(LaunchError, match=message):
+    detect(environment)
+
+
+@pytest.mark.parametrize(
+  ("environment", "devices"),
+  [
+    (OMPI, None),
+    (OMPI | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [0, 1]),
+    (OMPI | {"CUDA_VISIBLE_DEVICES": "3"}, [0]),  # the launcher has shared them out
+    (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "CUDA_VISIBLE_DEVICES": "0,1"}, [1]),
+    (ALONE | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "CUDA_VISIBLE_DEVICES": "0,1"}, [0, 1]),
+  ],
+)
+def test_processes_of_a_host_share_its_gpus(environment, devices):
+  assert detect(environment).arguments["local_device_ids"] == devices
+
+
+def test_rows_read_apart_are_the_batches_read_together(tiny):
+  cfg = tiny()
+  loop.prepare(cfg.data)
+  windows = TokenWindows([f"{cfg.data.folder}/train"], 32, 257)
+  count = len(windows)
+  start = count // 8 - 2  # over the end of an epoch
+
+  def read(stream):
+    with stream:
+      return [next(stream) for _ in range(5)]
+
+  options = {"seed": 1, "global_batch": 8, "start": start}
+  whole = read(train_batches(windows, **options))
+  first, second = (
+    read(train_batches(windows, rows=rows, **options)) for rows in (range(3), range(3, 8))
+  )
+  whole += list(eval_batches(windows, 8))
+  first += list(eval_batches(windows, 8, range(3)))
+  second += list(eval_batches(windows, 8, range(3, 8)))
+  assert len(whole) == len(first) == len(second)
+  for batch, a, b in zip(whole, first, second, strict=True):
+    for name, rows in batch.items():
+      np.testing.assert_array_equal(rows, np.concatenate([a[name], b[name]]))
+
+
+def test_doctor_says_what_there_is(tiny, capsys):
+  assert doctor.examine(tiny(), print)
+  out = capsys.readouterr().out
+  assert f"jax {jax.__version__}" in out
+  for line in ("launcher     none: one process", "right,", "writable,", "nothing stands"):
+    assert line in out
+  said = []
+  assert not doctor.examine(tiny(run_dir="/proc/run", mesh__data=64), said.append)
+  problems = [line for line in said if line.startswith("PROBLEM")]
+  assert len(problems) == 2
+  assert "mesh.data=64" in problems[0] and "cannot be written" in problems[1]
+
+
+def free_port() -> int:
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    return probe.getsockname()[1]
+
+
+def wait_for(process, text):
+  """Reads what `process` prints until a line holds `text`."""
+  lines = []
+  for line in process.stdout:
+    lines.append(line)
+    if text in line:
+      return
+  raise AssertionError("".join(lines) + process.stderr.read())
+
+
+def test_two_processes_are_one_run_and_stop_together(tiny, config_file, command, tmp_path):
+  options = {"sample__tokens": 0, "eval_every": 6, "checkpoint_every": 1000, "mesh__data": -1}
+  cfg = tiny(steps=5000, **options)
+  fit = ("-W", "default", "-m", "train", "fit", "--config", config_file(cfg))
+  address = f"localhost:{free_port()}"
+  processes = [
+    command(
+      *fit,
+      JAX_COORDINATOR_ADDRESS=address,
+      JAX_NUM_PROCESSES="2",
+      JAX_PROCESS_ID=str(i),
+      PYTHONUNBUFFERED="1",
+    )
+    for i in range(2)
+  ]
+  wait_for(processes[0], "step 6  validation")
+  processes[1].send_signal(signal.SIGTERM)
+  (out, errors), (out_of_second, errors_of_second) = (
+    process.communicate(timeout=120) for process in processes
+  )
+  assert processes[0].returncode == processes[1].returncode == 0, errors + errors_of_second
+  (step,) = re.findall(r"stopped by a signal to another process after step (\d+)", out)
+  assert "step" not in out_of_second  # one of them talks
+  step = int(step)
+  run = RunFolder(cfg.run_dir)
+  assert newest_step(run.checkpoints) == step < 5000
+
+  # One process goes on; the whole is what one process alone computes, but for the order of sums.
+  end = step + 3
+  alone = tiny(steps=5000, run_dir=str(tmp_path / "alone"), **options)
+  for this in (cfg, alone):
+    loop_until(this, end)
+  values = lambda cfg: [
+    [row[name] for name in ("step", "loss", "grad_norm", "learning_rate")]
+    for row in RunFolder(cfg.run_dir).read_rows()
+    if row["kind"] == "train"
+  ]
+  assert len(values(cfg)) == end
+  np.testing.assert_allclose(values(cfg), values(alone), rtol=1e-4)
+
+
+def loop_until(cfg, step):
+  """Trains up to `step` and stops there as by SIGTERM."""
+  push = loop.Recorder.push
+
+  def push_and_stop(self, at, metrics):
+    if at == step:
+      os.kill(os.getpid(), signal.SIGTERM)
+    push(self, at, metrics)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(loop.Recorder, "push", push_and_stop)
+    assert loop.fit(cfg).step == step

@@ -1,0 +1,123 @@
+"""A disk that takes nothing: training goes on, says so, and saves when it can."""
+
+import resource
+
+import pytest
+
+from train import digests, loop, saver
+from train.checkpoint import CheckpointError, newest_step
+from train.run_folder import RunFolder, claim
+
+
+def quick(tiny, **changes):
+  """A run that neither validates nor generates, so that little is compiled."""
+  sources = {"train": tiny().data.sources["train"]}
+  return tiny(data__validation=(), data__sources=sources, sample__tokens=0, **changes)
+
+
+def fail_saves(monkeypatch, steps):
+  """The next saves of `steps` fail as on a full disk; returns the steps that were tried."""
+  write, tried = digests.write, []
+
+  def full(folder, name):
+    tried.append(int(name))
+    if int(name) in steps:
+      raise OSError(28, "No space left on device")
+    write(folder, name)
+
+  monkeypatch.setattr(digests, "write", full)
+  return tried
+
+
+def test_training_goes_on_and_saves_soon_after(tiny, monkeypatch, capsys):
+  cfg = quick(tiny, eval_every=50, checkpoint_every=4)
+  tried = fail_saves(monkeypatch, {4})
+  push = loop.Recorder.push
+
+  def wait_and_push(self, step, metrics):
+    if step == 5:  # by then the save of step 4 has failed
+      loop_checkpoints[0]._pending.exception()
+    push(self, step, metrics)
+
+  loop_checkpoints = []
+  init = loop.Checkpoints.__init__
+
+  def remember(self, *arguments, **options):
+    init(self, *arguments, **options)
+    loop_checkpoints.append(self)
+
+  monkeypatch.setattr(loop.Checkpoints, "__init__", remember)
+  monkeypatch.setattr(loop.Recorder, "push", wait_and_push)
+  assert loop.fit(cfg).step == 12
+  out = capsys.readouterr().out
+  assert "the checkpoint of step 4 could not be written" in out
+  assert "No space left on device" in out
+  assert "training goes on; the next checkpoint is tried after step 8" in out
+  assert tried == [4, 8, 12]
+  assert newest_step(RunFolder(cfg.run_dir).checkpoints) == 12
+
+
+def test_the_last_checkpoint_is_tried_again_and_its_failure_is_an_error(tiny, monkeypatch, capsys):
+  monkeypatch.setattr(saver, "PAUSES", (0.01, 0.02))
+  cfg = quick(tiny, eval_every=50, checkpoint_every=5)
+  with monkeypatch.context() as patch:
+    tried = fail_saves(patch, {12})
+    with pytest.raises(CheckpointError, match=r"step 12 could not be written.*No space left"):
+      loop.fit(cfg)
+  assert tried == [5, 10, 12, 12, 12]
+  assert "Trying again in 0.02 s." in capsys.readouterr().out
+  assert newest_step(RunFolder(cfg.run_dir).checkpoints) == 10
+  assert loop.fit(cfg).step == 12  # with room again
+  assert newest_step(RunFolder(cfg.run_dir).checkpoints) == 12
+
+
+class Checkpoints:
+  """Saves fail while `full`."""
+
+  def __init__(self):
+    self.full, self.saved, self._error = True, [], None
+
+  def save(self, step, state, metadata):
+    del state
+    assert metadata == {"position": step}
+    self._error = CheckpointError("full") if self.full else None
+    self.saved.append(step)
+
+  def failure(self):
+    error, self._error = self._error, None
+    return error
+
+  def idle(self):
+    return True
+
+
+def test_retries_come_after_2_4_8_steps_and_then_as_usual():
+  checkpoints, said = Checkpoints(), []
+  policy = saver.Saver(
+    checkpoints, every=20, start=0, metadata=lambda step: {"position": step}, say=said.append
+  )
+  for step in range(1, 141):
+    if policy.failed_here():
+      policy.retry(step)
+    if policy.is_due(step):
+      policy.save(step, None)
+    checkpoints.full = step < 75 or step == 99
+  assert checkpoints.saved == [20, 23, 28, 37, 40, 60, 80, 100, 103, 120, 140]
+  assert said[:2] == ["full", "training goes on; the next checkpoint is tried after step 23"]
+
+
+def test_rows_wait_until_the_disk_takes_them(tiny):
+  with claim(tiny()) as run:
+    row = lambda step: {"kind": "train", "step": step, "loss": 1.0}
+    run.append([row(1)])
+    size = run.metrics_file.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
+    try:
+      run.append([row(2)])  # ten bytes of it would fit
+      assert run.metrics_file.stat().st_size == size
+      run.append([row(3)])
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    run.append([row(4)])
+    assert run.read_rows() == [row(step) for step in (1, 2, 3, 4)]
