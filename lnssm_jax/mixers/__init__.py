@@ -13,6 +13,7 @@ from typing import Any
 from lnssm_jax.mixers.complex_state import ComplexState
 from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.diagonal_state_spaces import DSS, S4D, S5
+from lnssm_jax.mixers.divided import Divisible, divide_time
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
 from lnssm_jax.mixers.gateloop import GateLoop
 from lnssm_jax.mixers.gfw import GFW
@@ -109,6 +110,7 @@ __all__ = [
   "CosFormer",
   "DeltaNet",
   "DeltaNetState",
+  "Divisible",
   "GSAState",
   "GateLoop",
   "GatedDeltaNet",
@@ -140,4 +142,5 @@ __all__ = [
   "SoftmaxAttention",
   "TNLState",
   "TNNState",
+  "divide_time",
 ]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_heads, check_positive
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import step_size_bias, xavier_uniform
 from lnssm_jax.mixers.layers import (
   linear,
@@ -18,7 +19,8 @@ from lnssm_jax.mixers.layers import (
   wide,
 )
 from lnssm_jax.mixers.short_convolution import ShortConvolution
-from lnssm_jax.ops import DeltaRuleState, delta_rule
+from lnssm_jax.ops import DeltaRuleState
+from lnssm_jax.ops.sequence_parallel import delta_rule
 
 # A decay rate of 0, which the distribution of the published code holds, has no logarithm.
 _LOWEST_RATE = 1e-4
@@ -33,7 +35,7 @@ class DeltaNetState(NamedTuple):
   memory: DeltaRuleState  # kv [B, H, K, V]
 
 
-class _DeltaBlock(nnx.Module):
+class _DeltaBlock(Divisible):
   """What both share: projections, convolutions, unit queries and keys, and the rate beta."""
 
   def _build(self, dim, num_heads, key_dim, value_dim, conv_width, linear_options):
@@ -79,6 +81,7 @@ class _DeltaBlock(nnx.Module):
       jax.nn.sigmoid(wide(self.b_proj(x))),
       log_decay=log_decay,
       scale=self.key_dim**-0.5,
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )

@@ -9,26 +9,23 @@ from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_positive
 from lnssm_jax.mixers.complex_state import ComplexState, empty_state, from_complex, to_complex
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.hippo import hippo_normal, positive_frequencies
 from lnssm_jax.mixers.initializers import uniform_fan_in
 from lnssm_jax.mixers.layers import linear, wide
 from lnssm_jax.mixers.single_input import SingleInput, log_steps, normal, pairs_of
-from lnssm_jax.ops import (
-  DiagonalState,
-  ExponentialKernel,
-  ExponentialState,
-  diagonal_scan,
-  long_convolution,
-)
+from lnssm_jax.ops import DiagonalState, ExponentialKernel, ExponentialState
+from lnssm_jax.ops.sequence_parallel import diagonal_scan, long_convolution
 
 
-class _Diagonal(SingleInput):
+class _Diagonal(Divisible, SingleInput):
   """The convolution with a sum of exponentials."""
 
   def _filter(self, x, h, segment_ids):
     y, (h,) = long_convolution(
       x,
       self._kernel(),
+      axis_name=self.sequence_axis,
       initial_state=None if h is None else ExponentialState(h),
       segment_ids=segment_ids,
     )
@@ -146,7 +143,7 @@ class DSS(_Diagonal):
     return self._held(pole, jax.lax.complex(wide(self.c_real[...]), wide(self.c_imag[...])))
 
 
-class S5(nnx.Module):
+class S5(Divisible):
   r"""One diagonal state space for all channels, in N / 2 pairs of complex numbers.
 
       h_t = exp(dt A) h_{t-1} + (exp(dt A) - 1) / A (W_b u_t)            A, dt: [N / 2], A complex
@@ -247,6 +244,7 @@ class S5(nnx.Module):
     h, memory = diagonal_scan(
       jnp.exp(log_pole),
       jnp.expm1(log_pole) / pole * added,  # expm1: the difference itself would cancel
+      axis_name=self.sequence_axis,
       initial_state=None if state is None else DiagonalState(to_complex(state)),
       segment_ids=segment_ids,
     )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_heads, check_positive, check_width
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import xavier_uniform
 from lnssm_jax.mixers.layers import (
   linear,
@@ -16,12 +17,11 @@ from lnssm_jax.mixers.layers import (
   split_heads,
   wide,
 )
-from lnssm_jax.ops import LinearAttentionState, linear_attention, rotary_embedding
-from lnssm_jax.ops.attention.state import steps_of
-from lnssm_jax.ops.checks import segment_index
+from lnssm_jax.ops import LinearAttentionState, rotary_embedding
+from lnssm_jax.ops.sequence_parallel import linear_attention, step_positions
 
 
-class GLA(nnx.Module):
+class GLA(Divisible):
   r"""Gated linear attention: each key channel decays by a factor that depends on the input.
 
       q_t = W_q x_t,  k_t = W_k x_t,  v_t = W_v x_t,      a_t = sigmoid(W_2 W_1 x_t + b)^(1 / tau)
@@ -113,6 +113,7 @@ class GLA(nnx.Module):
       heads(self.v_proj(x)),
       log_decay=heads(jax.nn.log_sigmoid(decay) / self.gate_temperature),
       scale=self.key_dim**-0.5,
+      axis_name=self.sequence_axis,
       initial_state=state,
       segment_ids=segment_ids,
     )
@@ -127,7 +128,7 @@ class RetNetState(NamedTuple):
   position: jax.Array  # [B] int32, the number of tokens of the segment so far
 
 
-class RetNet(nnx.Module):
+class RetNet(Divisible):
   r"""Multi-scale retention: one constant decay per head, and positions as rotations.
 
       q_t = R_t W_q x_t,  k_t = R_t W_k x_t,  v_t = W_v x_t       R_t rotates pairs of channels by t
@@ -204,8 +205,8 @@ class RetNet(nnx.Module):
     check_call(self, x, state, segment_ids)
     B, T, _ = x.shape
     memory, position = state if state is not None else (None, jnp.zeros(B, jnp.int32))
-    segments = segment_index("RetNet", segment_ids, B, T)
-    positions = steps_of(B, T, segments, position).position
+    axis = self.sequence_axis
+    positions, position = step_positions(B, T, segment_ids, position, axis_name=axis)
     heads = lambda z: split_heads(z, self.num_heads)
     # log1p: in float32, 1 - 2^(-5 - h) itself would be 1 from h = 20 on.
     log_decay = jnp.log1p(-(2.0 ** (-5.0 - jnp.arange(self.num_heads))))
@@ -215,9 +216,10 @@ class RetNet(nnx.Module):
       heads(self.v_proj(x)),
       log_decay=log_decay,
       scale=self.key_dim**-0.5,
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )
     y = merge_heads(smooth_rms_norm(y, self.norm_gain[...]))
     out = self.o_proj(silu_gate(y, self.g_proj(x)).astype(self.dtype))
-    return out, RetNetState(memory, positions[:, -1] + 1)
+    return out, RetNetState(memory, position)

@@ -8,6 +8,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_heads, check_positive
 from lnssm_jax.mixers.complex_state import ComplexState, empty_state
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import uniform_fan_in
 from lnssm_jax.mixers.layers import (
   linear,
@@ -17,13 +18,14 @@ from lnssm_jax.mixers.layers import (
   split_heads,
   wide,
 )
-from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.ops import LinearAttentionState, sequence_parallel
+from lnssm_jax.ops.sequence_parallel import linear_attention
 
 # 2 pi in two parts. The first has few digits, so that whole turns of it are taken off exactly.
 _TURN = (6.28125, 2 * math.pi - 6.28125)
 
 
-class GateLoop(nnx.Module):
+class GateLoop(Divisible):
   r"""Each key channel decays and turns, by a factor and an angle that depend on the input.
 
       q_t = W_q x_t,  k_t = W_k x_t,  v_t = W_v x_t
@@ -96,7 +98,7 @@ class GateLoop(nnx.Module):
     heads = lambda z: split_heads(z, self.num_heads)
     twice = lambda z, w: jnp.concatenate([z, w], axis=-1)
     log_decay = heads(jax.nn.log_sigmoid(wide(self.a_proj(x)) + wide(self.a_bias[...])))
-    angle = _sums_within_a_turn(wide(self.p_proj(x)) + wide(self.p_bias[...]))
+    angle, last = _angles(wide(self.p_proj(x)) + wide(self.p_bias[...]), self.sequence_axis)
     cos, sin = heads(jnp.cos(angle)), heads(jnp.sin(angle))
     q, k = heads(wide(self.q_proj(x))), heads(wide(self.k_proj(x)))
     # The state before the first token has turned by nothing; of S' the second half is -Im.
@@ -108,21 +110,35 @@ class GateLoop(nnx.Module):
       twice(k * cos, k * sin).astype(self.dtype),
       heads(self.v_proj(x)),
       log_decay=twice(log_decay, log_decay),
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )
     real, imag = jnp.split(memory.kv, 2, axis=-2)
-    cos, sin = cos[:, -1, :, :, None], sin[:, -1, :, :, None]
+    cos, sin = (turn(last).reshape(*real.shape[:-1], 1) for turn in (jnp.cos, jnp.sin))
     state = ComplexState(cos * real + sin * imag, sin * real - cos * imag)
     y = smooth_rms_norm(merge_heads(y), self.norm_gain[...])
     return self.o_proj(silu_gate(y, self.g_proj(x)).astype(self.dtype)), state
 
 
+def _angles(step: jax.Array, axis_name: str | None) -> tuple[jax.Array, jax.Array]:
+  """Sums of `step` [B, T, D] over time, less whole turns: up to each step, and of all, [B, D]."""
+  angle = _sums_within_a_turn(step)
+  if axis_name is None:
+    return angle, angle[:, -1]
+  add = lambda a, b: _within_a_turn(a + b)
+  nothing = jnp.zeros(angle[:, 0].shape, angle.dtype)
+  before, last = sequence_parallel.states(axis_name, angle[:, -1], nothing, add, None)
+  return add(angle, before[:, None]), last
+
+
 def _sums_within_a_turn(angle: jax.Array) -> jax.Array:
-  """Sums of `angle` [B, T, ...] over time up to each step, less whole turns, which cost digits."""
+  """Sums of `angle` [B, T, ...] over time up to each step, less whole turns."""
+  add = lambda a, b: _within_a_turn(a + b)
+  return jax.lax.associative_scan(add, _within_a_turn(angle), axis=1)
 
-  def within(angle):
-    turns = jnp.round(angle / sum(_TURN))
-    return (angle - turns * _TURN[0]) - turns * _TURN[1]
 
-  return jax.lax.associative_scan(lambda a, b: within(a + b), within(angle), axis=1)
+def _within_a_turn(angle):
+  """The angle less whole turns, which cost digits."""
+  turns = jnp.round(angle / sum(_TURN))
+  return (angle - turns * _TURN[0]) - turns * _TURN[1]

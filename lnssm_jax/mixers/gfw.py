@@ -5,12 +5,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.layers import layer_norm, linear, merge_heads, split_heads, wide
 from lnssm_jax.mixers.projections import Projections
-from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.ops import LinearAttentionState
+from lnssm_jax.ops.sequence_parallel import linear_attention
 
 
-class GFW(Projections):
+class GFW(Divisible, Projections):
   r"""Linear attention with a gate for each entry of the memory, the outer product of two gates.
 
       q_t = W_q x_t,  k_t = W_k x_t,  v_t = W_v x_t
@@ -104,6 +106,7 @@ class GFW(Projections):
       v,
       log_decay=log_gate(self.a_proj),
       value_log_decay=log_gate(self.c_proj),
+      axis_name=self.sequence_axis,
       initial_state=state,
       segment_ids=segment_ids,
     )

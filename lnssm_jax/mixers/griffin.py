@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_heads, check_positive
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.layers import linear, merge_heads, split_heads, wide
 from lnssm_jax.mixers.short_convolution import ShortConvolution
-from lnssm_jax.ops import DiagonalState, diagonal_scan
+from lnssm_jax.ops import DiagonalState
 from lnssm_jax.ops.checks import first_of_segment, segment_index
+from lnssm_jax.ops.sequence_parallel import continues, diagonal_scan
 
 _EXPONENT = 8.0  # c of the paper: the decay is a^(c r)
 _STEEPEST_ROOT = 1000.0  # the largest derivative that the square root of 1 - a^2 passes back
@@ -41,7 +43,7 @@ class _BlockDiagonal(nnx.Module):
     return wide(merge_heads(y)) + wide(self.bias[...])
 
 
-class RGLRU(nnx.Module):
+class RGLRU(Divisible):
   r"""Griffin's recurrent block: a gated linear recurrence per channel, E channels wide.
 
       x_t = conv(W_x u)_t                                                over W steps, per channel
@@ -129,11 +131,15 @@ class RGLRU(nnx.Module):
 
     rate = jax.nn.sigmoid(self.decay_gate(rounded)) * jax.nn.softplus(wide(self.decay_rate[...]))
     log_decay = -_EXPONENT * rate
-    is_first = _first_tokens(started, x.shape[1], segment_ids)[..., None]
+    begun = started != 0
+    if self.sequence_axis is not None:
+      begun = continues(begun, segment_ids, axis_name=self.sequence_axis)
+    is_first = _first_tokens(begun, x.shape[1], segment_ids)[..., None]
     factor = jnp.where(is_first, 1.0, _bounded_sqrt(-jnp.expm1(2 * log_decay)))
     h, memory = diagonal_scan(
       jnp.exp(log_decay),
       factor * jax.nn.sigmoid(self.input_gate(rounded)) * inner,
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )
@@ -142,12 +148,12 @@ class RGLRU(nnx.Module):
     )
 
 
-def _first_tokens(started: jax.Array, length: int, segment_ids) -> jax.Array:
-  """[B, T], true where a sequence or a segment begins."""
-  segments = segment_index("RGLRU", segment_ids, len(started), length)
+def _first_tokens(begun: jax.Array, length: int, segment_ids) -> jax.Array:
+  """[B, T], true where a sequence or a segment begins; `begun` [B]: it has before these steps."""
+  segments = segment_index("RGLRU", segment_ids, len(begun), length)
   if segments is None:
-    segments = jnp.zeros((len(started), length), jnp.int32)
-  return jnp.concatenate([(started == 0)[:, None], first_of_segment(segments)[:, 1:]], axis=1)
+    segments = jnp.zeros((len(begun), length), jnp.int32)
+  return jnp.concatenate([~begun[:, None], first_of_segment(segments)[:, 1:]], axis=1)
 
 
 @jax.custom_jvp

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_heads, check_positive
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import xavier_uniform
 from lnssm_jax.mixers.layers import linear, merge_heads, smooth_rms_norm, split_heads, wide
-from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.ops import LinearAttentionState
+from lnssm_jax.ops.sequence_parallel import linear_attention
 
 
 class GSAState(NamedTuple):
@@ -19,7 +21,7 @@ class GSAState(NamedTuple):
   values: LinearAttentionState  # kv [B, H, M, V], the slots' values
 
 
-class GSA(nnx.Module):
+class GSA(Divisible):
   r"""Gated slot attention: M slots, each with a key and a value, that forget and take in.
 
       q_t = silu(W_q x_t),  k_t = silu(W_k x_t),  v_t = silu(W_v x_t)
@@ -105,13 +107,20 @@ class GSA(nnx.Module):
     write = -jnp.expm1(log_keep)
     # The scan's output has the dtype of its values: float32 for scores, which softmax magnifies.
     scores, keys = linear_attention(
-      q, k, write, value_log_decay=log_keep, initial_state=keys, segment_ids=segment_ids
+      q,
+      k,
+      write,
+      value_log_decay=log_keep,
+      axis_name=self.sequence_axis,
+      initial_state=keys,
+      segment_ids=segment_ids,
     )
     y, values = linear_attention(
       jax.nn.softmax(self.scale * scores, axis=-1).astype(self.dtype),
       write.astype(self.dtype),
       v,
       log_decay=log_keep,
+      axis_name=self.sequence_axis,
       initial_state=values,
       segment_ids=segment_ids,
     )

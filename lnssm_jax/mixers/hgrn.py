@@ -13,9 +13,11 @@ from lnssm_jax.mixers.checks import (
   check_positive,
 )
 from lnssm_jax.mixers.complex_state import ComplexState, empty_state, from_complex, to_complex
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import uniform_fan_in
 from lnssm_jax.mixers.layers import group_norm, layer_norm, linear, merge_heads, split_heads, wide
-from lnssm_jax.ops import DiagonalState, LinearAttentionState, diagonal_scan, linear_attention
+from lnssm_jax.ops import DiagonalState, LinearAttentionState
+from lnssm_jax.ops.sequence_parallel import diagonal_scan, linear_attention
 
 LOWER_BOUNDS = ("learned", "none")
 ACTIVATIONS = {"tanh": jnp.tanh, "silu": jax.nn.silu, "none": lambda x: x}
@@ -34,7 +36,7 @@ def _bound(lower_bound, dim, layer, num_layers, param_dtype) -> nnx.Param | None
   return nnx.Param(jnp.full(dim, jnp.sqrt(-jnp.log1p(-depth))).astype(param_dtype))
 
 
-class HGRN2(nnx.Module):
+class HGRN2(Divisible):
   r"""Linear attention whose key is what the forget gate lets go: k = 1 - lambda.
 
       q_t = sigmoid(W_q x_t + b_q),  v_t = silu(W_v x_t + b_v),  m_t = sigmoid(W_f x_t + b_f)
@@ -122,6 +124,7 @@ class HGRN2(nnx.Module):
       heads(k.astype(self.dtype)),
       heads(v.astype(self.dtype)),
       log_decay=heads(log_decay),
+      axis_name=self.sequence_axis,
       initial_state=state,
       segment_ids=segment_ids,
     )
@@ -140,7 +143,7 @@ class HGRN2(nnx.Module):
     return jnp.where(k <= 0.5, jnp.log1p(-jnp.minimum(k, 0.5)), quotient), k
 
 
-class HGRN(nnx.Module):
+class HGRN(Divisible):
   r"""A complex gated linear recurrence in each of D channels; its phase is constant.
 
       c_t = silu(W_c x_t + b_c)                        2 D numbers: D real and D imaginary parts
@@ -225,6 +228,7 @@ class HGRN(nnx.Module):
     h, memory = diagonal_scan(
       jax.lax.complex(forget * jnp.cos(theta), forget * jnp.sin(theta)),
       open_share * jax.nn.sigmoid(-f) * jax.lax.complex(*jnp.split(c, 2, axis=-1)),
+      axis_name=self.sequence_axis,
       initial_state=None if state is None else DiagonalState(to_complex(state)),
       segment_ids=segment_ids,
     )
@@ -234,7 +238,7 @@ class HGRN(nnx.Module):
     return self.o_proj(y.astype(self.dtype)), from_complex(memory.h)
 
 
-class LRN(nnx.Module):
+class LRN(Divisible):
   r"""The gated impulse linear recurrence (GILR): each channel is a moving average of its inputs.
 
       f_t = sigmoid(W_f x_t + b_f),   i_t = act(W_i x_t + b_i),   g_t = sigmoid(W_g x_t + b_g)
@@ -301,6 +305,7 @@ class LRN(nnx.Module):
     y, state = diagonal_scan(
       jax.nn.sigmoid(f),
       jax.nn.sigmoid(-f) * value,
+      axis_name=self.sequence_axis,
       initial_state=state,
       segment_ids=segment_ids,
     )

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_choice
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.layers import linear, wide
 from lnssm_jax.mixers.projections import Projections, feature_dtype
-from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.ops import LinearAttentionState
+from lnssm_jax.ops.sequence_parallel import linear_attention
 
 FEATURE_MAPS = ("elu", "identity")
 ETAS = ("exp", "softplus", "sigmoid")
@@ -20,7 +22,7 @@ _LOWEST_KEY = -20.0
 _LARGEST_EXPONENT = 20.0
 
 
-class LinearAttention(Projections):
+class LinearAttention(Divisible, Projections):
   r"""Causal linear attention: softmax's exp(q . k) replaced by phi(q) . phi(k).
 
       q_t = W_q x_t + b_q,  k_t = W_k x_t + b_k,  v_t = W_v x_t + b_v
@@ -106,6 +108,7 @@ class LinearAttention(Projections):
       k.astype(features),
       v.astype(self.dtype),
       normalize=normalize,
+      axis_name=self.sequence_axis,
       initial_state=state,
       segment_ids=segment_ids,
     )
@@ -117,7 +120,7 @@ def _elu_plus_one(x, log_divisor: jax.Array | float = 0.0):
   return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0) - log_divisor))
 
 
-class NormalizedAttention(Projections):
+class NormalizedAttention(Divisible, Projections):
   r"""Linear attention whose scores are divided by a learned function of the present input.
 
       q_t = W_q x_t + b_q,  k_t = W_k x_t + b_k,  v_t = W_v x_t + b_v
@@ -197,7 +200,9 @@ class NormalizedAttention(Projections):
     """
     check_call(self, x, state, segment_ids)
     q, k, v = (z.astype(self.dtype) for z in self._queries_keys_values(x))
-    y, state = linear_attention(q, k, v, initial_state=state, segment_ids=segment_ids)
+    y, state = linear_attention(
+      q, k, v, axis_name=self.sequence_axis, initial_state=state, segment_ids=segment_ids
+    )
     return self._output(wide(y) / self._eta(x)[..., None]), state
 
   def _eta(self, x):
@@ -209,7 +214,7 @@ class NormalizedAttention(Projections):
     return {"exp": jnp.exp, "softplus": jax.nn.softplus, "sigmoid": jax.nn.sigmoid}[self.eta](z)
 
 
-class Based(Projections):
+class Based(Divisible, Projections):
   r"""Linear attention whose features are exp's Taylor series up to the square.
 
       phi(x) = (1, x / f^(1/4), vec(x x^T) / sqrt(2 f))           1 + f + f^2 numbers of x's f
@@ -289,6 +294,7 @@ class Based(Projections):
       _taylor_features(k).astype(dtype),
       v.astype(self.dtype),
       normalize=True,
+      axis_name=self.sequence_axis,
       initial_state=state,
       segment_ids=segment_ids,
     )

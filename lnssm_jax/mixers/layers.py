@@ -5,18 +5,25 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.ops.checks import accumulation_dtype, first_of_segment
+from lnssm_jax.ops.sequence_parallel import inputs_before, of_last
 
 
 def token_shift(
   x: jax.Array,  # [B, T, D]
   previous: jax.Array | None = None,  # [B, D]
   segment_ids: jax.Array | None = None,  # [B, T] integer
+  *,
+  axis_name: str | None = None,
 ) -> jax.Array:
   """x of the step before, [B, T, D] in the dtype of x.
 
   Before the first step stands `previous` (zeros if None). At the first step of every later segment
-  stands zero, not the last token of the segment before.
+  stands zero, not the last token of the segment before. With `axis_name`, x is one device's part of
+  a sequence whose steps are divided over that mesh axis.
   """
+  if axis_name is not None:
+    first = None if previous is None else previous[:, None]
+    previous = inputs_before(x, 1, first, segment_ids, axis_name=axis_name)[:, 0]
   if previous is None:
     previous = jnp.zeros_like(x[:, 0])
   shifted = jnp.concatenate([previous.astype(x.dtype)[:, None], x[:, :-1]], axis=1)
@@ -24,6 +31,15 @@ def token_shift(
     return shifted
   starts = first_of_segment(jnp.asarray(segment_ids))
   return jnp.where(starts[..., None], jnp.zeros_like(shifted), shifted)
+
+
+def last_input(x: jax.Array, axis_name: str | None) -> jax.Array:
+  """x [B, T, D] of the last step, [B, D], in float32 at least.
+
+  With `axis_name`, the last step of the sequence that is divided over that mesh axis.
+  """
+  last = wide(x[:, -1])
+  return last if axis_name is None else of_last(last, axis_name=axis_name)
 
 
 def interpolate(x: jax.Array, shifted: jax.Array, mu: jax.Array) -> jax.Array:

@@ -13,10 +13,12 @@ from lnssm_jax.mixers.checks import (
   check_layer,
   check_positive,
 )
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import channel_decay, orthogonal, shift_weight
-from lnssm_jax.mixers.layers import interpolate, rms_norm, token_shift
-from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.mixers.layers import interpolate, last_input, rms_norm, token_shift
+from lnssm_jax.ops import LinearAttentionState
 from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.sequence_parallel import linear_attention
 
 SHIFTS = ("qkvg", "kvg")
 
@@ -42,7 +44,7 @@ class LNSSMState(NamedTuple):
   memory: LinearAttentionState  # kv [B, H, K, K], key_sum [B, H, K]
 
 
-class LNSSM(nnx.Module):
+class LNSSM(Divisible):
   r"""Attention by log-normal features with a constant decay per channel, in time linear in T.
 
       x^s_t = mu_s * x_t + (1 - mu_s) * x_{t-1}             one stream for each of q, k, v, g
@@ -155,7 +157,7 @@ class LNSSM(nnx.Module):
     check_call(self, x, state, segment_ids)
     B, T, D = x.shape
     previous, memory = state if state is not None else (None, None)
-    shifted = token_shift(x, previous, segment_ids)
+    shifted = token_shift(x, previous, segment_ids, axis_name=self.sequence_axis)
     stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
     heads = lambda z: z.reshape(B, T, self.num_heads, self.head_dim)
 
@@ -173,10 +175,11 @@ class LNSSM(nnx.Module):
       log_decay=log_decay,
       bonus=None if self.decay_first else jnp.ones_like(log_decay),
       normalize=True,
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )
-    last = x[:, -1].astype(accumulation_dtype(x))
+    last = last_input(x, self.sequence_axis)
     return self.o_proj(gate * y.reshape(B, T, D)), LNSSMState(last, memory)
 
   def _norm(self, z):

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_positive
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import uniform_fan_in
 from lnssm_jax.mixers.layers import linear, silu_gate, wide
 from lnssm_jax.mixers.short_convolution import ShortConvolution
-from lnssm_jax.ops import DeltaRuleState, LonghornState, delta_rule, longhorn_scan
+from lnssm_jax.ops import DeltaRuleState, LonghornState
+from lnssm_jax.ops.sequence_parallel import delta_rule, longhorn_scan
 
 
 class LonghornMixerState(NamedTuple):
@@ -27,7 +29,7 @@ class LonghornExactState(NamedTuple):
   memory: DeltaRuleState  # kv [B, 1, N, E]
 
 
-class _LonghornBlock(nnx.Module):
+class _LonghornBlock(Divisible):
   """What both updates share: Mamba's block with keys, queries and a rate in place of b, c, dt."""
 
   def __init__(
@@ -132,6 +134,7 @@ class Longhorn(_LonghornBlock):
       k,
       q,
       skip=self.skip[...],
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )
@@ -182,6 +185,7 @@ class LonghornExact(_LonghornBlock):
       one_head(k),
       one_head(inner),
       one_head(rate),
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_positive
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import step_size_bias, uniform_fan_in
 from lnssm_jax.mixers.layers import (
   linear,
@@ -18,7 +19,8 @@ from lnssm_jax.mixers.layers import (
   wide,
 )
 from lnssm_jax.mixers.short_convolution import ShortConvolution
-from lnssm_jax.ops import LinearAttentionState, SelectiveState, linear_attention, selective_scan
+from lnssm_jax.ops import LinearAttentionState, SelectiveState
+from lnssm_jax.ops.sequence_parallel import linear_attention, selective_scan
 
 
 class MambaState(NamedTuple):
@@ -28,7 +30,7 @@ class MambaState(NamedTuple):
   memory: SelectiveState  # ssm [B, E, N]
 
 
-class Mamba(nnx.Module):
+class Mamba(Divisible):
   r"""The Mamba block: a selective scan between a convolution and a gate, E = expand D wide.
 
       [x', z_t] = W_in u_t,      x_t = silu(conv(x'))             over W steps, per channel
@@ -128,6 +130,7 @@ class Mamba(nnx.Module):
       b,
       c,
       skip=self.skip[...],
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )
@@ -141,7 +144,7 @@ class Mamba2State(NamedTuple):
   memory: LinearAttentionState  # kv [B, H, N, P]
 
 
-class Mamba2(nnx.Module):
+class Mamba2(Divisible):
   r"""The Mamba-2 block: H heads of width P with one decay per step and head, E = expand D = H P.
 
       [z_t, u', dt'] = W_in u_t,      [x_t, b_t, c_t] = silu(conv(u'))    over W steps, per channel
@@ -246,6 +249,7 @@ class Mamba2(nnx.Module):
       shared(b),
       (step[..., None] * inner).astype(self.dtype),
       log_decay=-jnp.exp(wide(self.log_rate[...])) * step,
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )

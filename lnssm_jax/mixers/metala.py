@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_positive, check_width
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import xavier_uniform
 from lnssm_jax.mixers.layers import (
   group_norm,
@@ -17,7 +18,8 @@ from lnssm_jax.mixers.layers import (
   wide,
 )
 from lnssm_jax.mixers.short_convolution import ShortConvolution
-from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.ops import LinearAttentionState
+from lnssm_jax.ops.sequence_parallel import linear_attention
 
 
 class MetaLAState(NamedTuple):
@@ -27,7 +29,7 @@ class MetaLAState(NamedTuple):
   memory: LinearAttentionState  # kv [B, H, K, V]
 
 
-class MetaLA(nnx.Module):
+class MetaLA(Divisible):
   r"""Gated linear attention without keys of its own, which also sees its own token directly.
 
       u = silu(conv(x)),      q_t = W_q u_t,  v_t = W_v u_t
@@ -126,6 +128,7 @@ class MetaLA(nnx.Module):
       v,
       log_decay=log_decay,
       scale=self.key_dim**-0.5,
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )

@@ -9,11 +9,10 @@ from flax import nnx
 
 from lnssm_jax.mixers.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.checks import check_call, check_positive
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.layers import layer_norm, merge_heads, split_heads, wide
 from lnssm_jax.mixers.projections import Projections
-from lnssm_jax.ops import LinearAttentionState, linear_attention
-from lnssm_jax.ops.attention.state import steps_of
-from lnssm_jax.ops.checks import segment_index
+from lnssm_jax.ops import LinearAttentionState, sequence_parallel
 
 # The smallest denominator of cosFormer, as published.
 _SMALLEST_SUM = 1e-6
@@ -40,7 +39,7 @@ class PositionalState(NamedTuple):
   position: jax.Array  # [B] int32, the number of tokens of the segment so far
 
 
-class _PositionalAttention(Projections):
+class _PositionalAttention(Divisible, Projections):
   """What both share: the state, and the positions that follow from it."""
 
   _extra_columns = 0
@@ -54,18 +53,19 @@ class _PositionalAttention(Projections):
 
   def _positions(self, x, state, segment_ids):
     B, T, _ = x.shape
-    segments = segment_index(type(self).__name__, segment_ids, B, T)
-    return steps_of(B, T, segments, None if state is None else state.position).position
+    before = None if state is None else state.position
+    return sequence_parallel.step_positions(B, T, segment_ids, before, axis_name=self.sequence_axis)
 
-  def _read(self, q, k, v, positions, theta, state, segment_ids):
-    y, memory = linear_attention(
+  def _read(self, q, k, v, positions, last, theta, state, segment_ids):
+    y, memory = sequence_parallel.linear_attention(
       cosine_features(q, positions, theta).astype(self.dtype),
       cosine_features(k, positions, theta).astype(self.dtype),
       v.astype(self.dtype),
+      axis_name=self.sequence_axis,
       initial_state=None if state is None else state.memory,
       segment_ids=segment_ids,
     )
-    return wide(y), PositionalState(memory, positions[:, -1] + 1)
+    return wide(y), PositionalState(memory, last)
 
 
 class CosFormer(_PositionalAttention):
@@ -140,13 +140,15 @@ class CosFormer(_PositionalAttention):
     """
     check_call(self, x, state, segment_ids)
     before = None if state is None else state.position
-    check_capacity("CosFormer", x.shape[1], before, segment_ids, self.max_length)
-    positions = self._positions(x, state, segment_ids)
+    check_capacity(
+      "CosFormer", x.shape[1], before, segment_ids, self.max_length, self.sequence_axis
+    )
+    positions, last = self._positions(x, state, segment_ids)
     q, k, v = self._queries_keys_values(x)
     v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
     theta = math.pi / (2 * self.max_length)
     q, k = jax.nn.relu(q), jax.nn.relu(k)
-    y, state = self._read(q, k, v, positions, theta, state, segment_ids)
+    y, state = self._read(q, k, v, positions, last, theta, state, segment_ids)
     out = self._output(y[..., :-1] / jnp.maximum(y[..., -1:], _SMALLEST_SUM))
     return nan_beyond(out, positions, self.max_length), state
 
@@ -217,9 +219,9 @@ class LRPE(_PositionalAttention):
       ValueError: a shape or dtype is wrong; the message names the argument.
     """
     check_call(self, x, state, segment_ids)
-    positions = self._positions(x, state, segment_ids)
+    positions, last = self._positions(x, state, segment_ids)
     q, k, v = self._queries_keys_values(x)
     theta = self.theta[...].reshape(self.num_heads, self.key_dim)
-    y, state = self._read(q, k, v, positions, theta, state, segment_ids)
+    y, state = self._read(q, k, v, positions, last, theta, state, segment_ids)
     y = layer_norm(merge_heads(y), self.norm_gain[...], self.norm_bias[...])
     return self._output(split_heads(y, self.num_heads)), state

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_choice, check_positive
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.layers import linear, wide
 from lnssm_jax.mixers.short_convolution import ShortConvolution
-from lnssm_jax.ops import DiagonalState, diagonal_scan
+from lnssm_jax.ops import DiagonalState
+from lnssm_jax.ops.sequence_parallel import diagonal_scan
 
 EXPONENTS = {"relu": jax.nn.relu, "softplus": jax.nn.softplus}
 
@@ -21,7 +23,7 @@ class QLSTMState(NamedTuple):
   memory: DiagonalState  # h [B, E]
 
 
-class QLSTM(nnx.Module):
+class QLSTM(Divisible):
   r"""Forget, input and output gates that depend on the input only, E = expand D channels wide.
 
       [g_t, x'_t] = W_in u_t,      x_t = conv(x')_t                      over W steps, per channel
@@ -98,6 +100,7 @@ class QLSTM(nnx.Module):
     h, memory = diagonal_scan(
       self._decay(f),
       jax.nn.sigmoid(i) * inner,
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )

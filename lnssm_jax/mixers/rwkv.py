@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_heads, check_layer, check_positive
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import (
   channel_decay,
   orthogonal,
@@ -18,6 +19,7 @@ from lnssm_jax.mixers.initializers import (
 from lnssm_jax.mixers.layers import (
   group_norm,
   interpolate,
+  last_input,
   linear,
   merge_heads,
   silu_gate,
@@ -25,7 +27,8 @@ from lnssm_jax.mixers.layers import (
   token_shift,
   wide,
 )
-from lnssm_jax.ops import LinearAttentionState, WKV4State, linear_attention, wkv4
+from lnssm_jax.ops import LinearAttentionState, WKV4State
+from lnssm_jax.ops.sequence_parallel import linear_attention, wkv4
 from lnssm_jax.ops.wkv4.state import empty_state
 
 # The published code divides by 8, the root of its head width, before a norm with this epsilon.
@@ -43,7 +46,7 @@ class RWKV4State(NamedTuple):
   memory: WKV4State  # max, numerator, denominator [B, D]
 
 
-class RWKV4(nnx.Module):
+class RWKV4(Divisible):
   r"""RWKV-4's time mixer: per channel a decaying mean of values, weighted by exp(k).
 
       x^s_t = mu_s * x_t + (1 - mu_s) * x_{t-1}                one stream for each of r, k, v
@@ -117,19 +120,20 @@ class RWKV4(nnx.Module):
     """
     check_call(self, x, state, segment_ids)
     previous, memory = state if state is not None else (None, None)
-    shifted = token_shift(x, previous, segment_ids)
+    shifted = token_shift(x, previous, segment_ids, axis_name=self.sequence_axis)
     stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
     y, memory = wkv4(
       wide(self.k_proj(stream(self.mu_k))),
       self.v_proj(stream(self.mu_v)),
       jnp.exp(wide(self.w[...])),
       wide(self.u[...]),
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )
     gate = jax.nn.sigmoid(wide(self.r_proj(stream(self.mu_r))))
     out = self.o_proj((gate * wide(y)).astype(self.dtype))
-    return out, RWKV4State(wide(x[:, -1]), memory)
+    return out, RWKV4State(last_input(x, self.sequence_axis), memory)
 
 
 class RWKV5State(NamedTuple):
@@ -139,7 +143,7 @@ class RWKV5State(NamedTuple):
   memory: LinearAttentionState  # kv [B, H, K, K]
 
 
-class _MatrixValued(nnx.Module):
+class _MatrixValued(Divisible):
   """What RWKV-5 and RWKV-6 share: the state, and the way from the scan to the output."""
 
   dim: int
@@ -242,7 +246,7 @@ class RWKV5(_MatrixValued):
     """
     check_call(self, x, state, segment_ids)
     previous, memory = state if state is not None else (None, None)
-    shifted = token_shift(x, previous, segment_ids)
+    shifted = token_shift(x, previous, segment_ids, axis_name=self.sequence_axis)
     stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
     heads = lambda z: split_heads(z, self.num_heads)
     per_head = lambda p: wide(p[...]).reshape(self.num_heads, self.head_dim)
@@ -252,10 +256,11 @@ class RWKV5(_MatrixValued):
       heads(self.v_proj(stream(self.mu_v))),
       log_decay=-jnp.exp(per_head(self.w)),
       bonus=per_head(self.u),
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )
-    return self._output(y, stream(self.mu_g)), RWKV5State(wide(x[:, -1]), memory)
+    return self._output(y, stream(self.mu_g)), RWKV5State(last_input(x, self.sequence_axis), memory)
 
 
 class RWKV6(_MatrixValued):
@@ -350,7 +355,9 @@ class RWKV6(_MatrixValued):
     """
     check_call(self, x, state, segment_ids)
     previous, memory = state if state is not None else (None, None)
-    of_w, of_k, of_v, of_r, of_g = self._streams(x, token_shift(x, previous, segment_ids))
+    of_w, of_k, of_v, of_r, of_g = self._streams(
+      x, token_shift(x, previous, segment_ids, axis_name=self.sequence_axis)
+    )
     heads = lambda z: split_heads(z, self.num_heads)
     w = wide(self.w[...]) + wide(self.decay_up_proj(jnp.tanh(self.decay_down_proj(of_w))))
     y, memory = linear_attention(
@@ -359,10 +366,11 @@ class RWKV6(_MatrixValued):
       heads(self.v_proj(of_v)),
       log_decay=heads(-jnp.exp(jnp.minimum(w, _LARGEST_RATE))),
       bonus=wide(self.u[...]).reshape(self.num_heads, self.head_dim),
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )
-    return self._output(y, of_g), RWKV5State(wide(x[:, -1]), memory)
+    return self._output(y, of_g), RWKV5State(last_input(x, self.sequence_axis), memory)
 
   def _streams(self, x, shifted):
     """The inputs [B, T, D] of w, k, v, r and g."""

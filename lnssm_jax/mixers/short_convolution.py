@@ -5,8 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_positive
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import uniform_fan_in
 from lnssm_jax.ops.checks import accumulation_dtype, check_shape, segment_index
+from lnssm_jax.ops.sequence_parallel import inputs_before, of_last
 
 _NAME = "short_convolution"
 
@@ -17,13 +19,17 @@ def short_convolution(
   bias: jax.Array | None = None,  # [D]
   state: jax.Array | None = None,  # [B, W - 1, D]
   segment_ids: jax.Array | None = None,  # [B, T] integer
+  *,
+  axis_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Depthwise causal convolution of W steps, and the inputs that later steps will need.
 
       y_t = bias + sum_j kernel_j * x_{t - (W - 1) + j}        j = 0 ... W - 1
 
   Before the first step stand the inputs in `state`, oldest first (zeros if None); they belong to
-  the first segment. Across a segment's start nothing is read.
+  the first segment. Across a segment's start nothing is read. With `axis_name`, x is one device's
+  part of a sequence whose steps are divided over that mesh axis, at least W - 1 of them; `state`,
+  given and returned, is that of the whole sequence.
 
   Returns:
     y [B, T, D] and the last W - 1 inputs [B, W - 1, D], with zeros for those before the last
@@ -40,6 +46,10 @@ def short_convolution(
   if state is None:
     state = jnp.zeros((B, width - 1, D), acc)
   check_shape(_NAME, "state", state, (B, width - 1, D), "[B, W - 1, D]")
+  if axis_name is not None:
+    state = inputs_before(
+      x.astype(acc), width - 1, state.astype(acc), segment_ids, axis_name=axis_name
+    )
   inputs = jnp.concatenate([state.astype(acc), x.astype(acc)], axis=1)
   segments = segment_index(_NAME, segment_ids, B, T)
   # The segment of each of `inputs`: `state` is of the first.
@@ -55,10 +65,11 @@ def short_convolution(
   if bias is not None:
     y = y + bias.astype(acc)
   last = None if segments is None else segments[:, -1:]
-  return jnp.asarray(y), visible(T, width - 1, last)
+  state = visible(T, width - 1, last)
+  return jnp.asarray(y), state if axis_name is None else of_last(state, axis_name=axis_name)
 
 
-class ShortConvolution(nnx.Module):
+class ShortConvolution(Divisible):
   """`short_convolution` with its parameters: `kernel` [W, D] and, unless left out, `bias` [D].
 
   Args:
@@ -91,4 +102,5 @@ class ShortConvolution(nnx.Module):
   def __call__(self, x: jax.Array, state=None, segment_ids=None) -> tuple[jax.Array, jax.Array]:
     """Returns (y [B, T, D], the state after the last step), as `short_convolution` does."""
     bias = None if self.bias is None else self.bias[...]
-    return short_convolution(x, self.kernel[...], bias, state, segment_ids)
+    options = {"axis_name": self.sequence_axis}
+    return short_convolution(x, self.kernel[...], bias, state, segment_ids, **options)

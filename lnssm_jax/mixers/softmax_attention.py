@@ -8,19 +8,15 @@ from flax import nnx
 
 from lnssm_jax.mixers.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.checks import check_call, check_choice, check_positive
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.projections import Projections
-from lnssm_jax.ops import (
-  AttentionState,
-  attention,
-  attention_positions,
-  init_attention_state,
-  rotary_embedding,
-)
+from lnssm_jax.ops import AttentionState, init_attention_state, rotary_embedding
+from lnssm_jax.ops.sequence_parallel import attention, step_positions
 
 POSITIONS = ("rotary", "none")
 
 
-class _Attention(Projections):
+class _Attention(Divisible, Projections):
   """What both share: heads, rotations, and a cache for `window` steps with the present one."""
 
   def _build_attention(self, dim, num_heads, window, positions, rotary_base, **options):
@@ -41,13 +37,25 @@ class _Attention(Projections):
     size = {"window": self.window, "dtype": self.dtype}
     return init_attention_state(B, self.kv_heads, self.key_dim, self.value_dim, **size)
 
+  def _positions(self, batch, length, state, segment_ids) -> jax.Array:
+    before = None if state is None else state.position
+    return step_positions(batch, length, segment_ids, before, axis_name=self.sequence_axis)[0]
+
   def _attend(self, x, state, segment_ids, positions) -> tuple[jax.Array, Any]:
     q, k, v = self._queries_keys_values(x)
     if self.positions == "rotary":
       q = rotary_embedding(q, positions, self.rotary_base)
       k = rotary_embedding(k, positions, self.rotary_base)
     q, k, v = (z.astype(self.dtype) for z in (q, k, v))
-    return attention(q, k, v, window=self.window, initial_state=state, segment_ids=segment_ids)
+    return attention(
+      q,
+      k,
+      v,
+      window=self.window,
+      axis_name=self.sequence_axis,
+      initial_state=state,
+      segment_ids=segment_ids,
+    )
 
 
 class SoftmaxAttention(_Attention):
@@ -134,8 +142,9 @@ class SoftmaxAttention(_Attention):
     check_call(self, x, state, segment_ids)
     B, T, _ = x.shape
     before = None if state is None else state.position
-    check_capacity("SoftmaxAttention", T, before, segment_ids, self.max_length)
-    positions = attention_positions(B, T, segment_ids=segment_ids, initial_state=state)
+    axis = self.sequence_axis
+    check_capacity("SoftmaxAttention", T, before, segment_ids, self.max_length, axis)
+    positions = self._positions(B, T, state, segment_ids)
     y, state = self._attend(x, state, segment_ids, positions)
     return nan_beyond(self._output(y), positions, self.max_length), state
 
@@ -218,6 +227,6 @@ class SlidingWindowAttention(_Attention):
     """
     check_call(self, x, state, segment_ids)
     B, T, _ = x.shape
-    positions = attention_positions(B, T, segment_ids=segment_ids, initial_state=state)
+    positions = self._positions(B, T, state, segment_ids)
     y, state = self._attend(x, state, segment_ids, positions)
     return self._output(y), state

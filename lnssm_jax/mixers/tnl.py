@@ -14,12 +14,12 @@ from lnssm_jax.mixers.checks import (
   check_layer,
   check_positive,
 )
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import uniform_fan_in
 from lnssm_jax.mixers.layers import layer_norm, linear, merge_heads, split_heads, wide
 from lnssm_jax.mixers.positional_attention import cosine_features
-from lnssm_jax.ops import LinearAttentionState, linear_attention
-from lnssm_jax.ops.attention.state import steps_of
-from lnssm_jax.ops.checks import segment_index
+from lnssm_jax.ops import LinearAttentionState
+from lnssm_jax.ops.sequence_parallel import linear_attention, step_positions
 
 POSITIONS = ("lrpe", "none")
 
@@ -42,7 +42,7 @@ class TNLState(NamedTuple):
   position: jax.Array  # [B] int32, the number of tokens of the segment so far
 
 
-class TNL(nnx.Module):
+class TNL(Divisible):
   r"""TransNormerLLM's token mixer (lightning attention): decay by head and layer, gated output.
 
       q_t = silu(W_q x_t),  k_t = silu(W_k x_t),  v_t = silu(W_v x_t)
@@ -141,7 +141,8 @@ class TNL(nnx.Module):
     check_call(self, x, state, segment_ids)
     B, T, _ = x.shape
     memory, position = state if state is not None else (None, jnp.zeros(B, jnp.int32))
-    positions = steps_of(B, T, segment_index("TNL", segment_ids, B, T), position).position
+    axis = self.sequence_axis
+    positions, position = step_positions(B, T, segment_ids, position, axis_name=axis)
     stream = lambda projection: split_heads(jax.nn.silu(wide(projection(x))), self.num_heads)
     q, k, v = stream(self.q_proj), stream(self.k_proj), stream(self.v_proj)
     if self.theta is not None:
@@ -152,9 +153,10 @@ class TNL(nnx.Module):
       k.astype(self.dtype),
       v.astype(self.dtype),
       log_decay=-jnp.exp(wide(jax.lax.stop_gradient(self.fixed_log_rate[...]))),
+      axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,
     )
     y = layer_norm(merge_heads(y), self.norm_gain[...], self.norm_bias[...])
     gate = jax.nn.sigmoid(wide(self.gate_up_proj(self.gate_down_proj(x))))
-    return self.o_proj((gate * y).astype(self.dtype)), TNLState(memory, positions[:, -1] + 1)
+    return self.o_proj((gate * y).astype(self.dtype)), TNLState(memory, position)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers import MIXERS
+from lnssm_jax.mixers import MIXERS, divide_time
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 
 
@@ -52,7 +52,7 @@ class Block(nnx.Module):
   `mixer` and `channel_mixer` are names in `MIXERS` and `CHANNEL_MIXERS`; `LanguageModel` checks
   them. With the channel mixer "none" the block ends after the mixer. `num_heads`, `layer` and
   `num_layers` go to mixers that take them; `num_heads=None` leaves a mixer its own default. `norm`
-  is a name in `NORMS`.
+  is a name in `NORMS`. `sequence_axis` divides time, as in `LanguageModel`.
   """
 
   def __init__(
@@ -66,6 +66,7 @@ class Block(nnx.Module):
     mixer_options: Mapping[str, Any],
     channel_mixer: str,
     norm: str = "layer",
+    sequence_axis: str | None = None,
     dtype,
     param_dtype,
     rngs: nnx.Rngs,
@@ -84,6 +85,10 @@ class Block(nnx.Module):
       self.channel_norm = new_norm()
       given = place if hasattr(channel_mixer_class, "init_state") else {}
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
+    if sequence_axis is not None:
+      divide_time(self.mixer, sequence_axis)
+      if hasattr(self.channel_mixer, "init_state"):
+        divide_time(self.channel_mixer, sequence_axis)
     self.dtype = dtype
 
   def init_state(self, batch_size: int) -> BlockState:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.checks import check_layer, check_positive
+from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import orthogonal, shift_weight
-from lnssm_jax.mixers.layers import interpolate, token_shift
-from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.mixers.layers import interpolate, last_input, token_shift
 
 
 class GPT2MLP(nnx.Module):
@@ -116,7 +116,7 @@ class GeGLU(GatedMLP):
     )
 
 
-class RWKVChannelMix(nnx.Module):
+class RWKVChannelMix(Divisible):
   r"""sigmoid(W_r x^r) * W_v relu(W_k x^k)^2, where x^s = mu_s * x_t + (1 - mu_s) * x_{t-1}.
 
   `RWKV4ChannelMix` and `RWKV6ChannelMix` say the widths and the initial mu. W_r and W_v start as
@@ -157,10 +157,10 @@ class RWKVChannelMix(nnx.Module):
     segment_ids: jax.Array | None = None,  # [B, T] integer
   ) -> tuple[jax.Array, jax.Array]:
     """Returns (y [B, T, D] in `dtype`, the last input [B, D])."""
-    shifted = token_shift(x, state, segment_ids)
+    shifted = token_shift(x, state, segment_ids, axis_name=self.sequence_axis)
     stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
     y = self.down(jnp.square(jax.nn.relu(self.up(stream(self.mu_k)))))
-    return jax.nn.sigmoid(self.gate(stream(self.mu_r))) * y, x[:, -1].astype(accumulation_dtype(x))
+    return jax.nn.sigmoid(self.gate(stream(self.mu_r))) * y, last_input(x, self.sequence_axis)
 
 
 class RWKV4ChannelMix(RWKVChannelMix):

@@ -8,19 +8,25 @@ a segmented scan, so the order is that of the batch.
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.checks import vary_alike
 
-@jax.custom_vjp
+
 def lookup(
   table: jax.Array,  # [vocab, D]
   tokens: jax.Array,  # [...] integer
 ) -> jax.Array:
   """table[tokens], [..., D]; NaN for an id outside [0, vocab), which gets no gradient either."""
+  return _lookup(*vary_alike((table, tokens)))
+
+
+@jax.custom_vjp
+def _lookup(table, tokens):
   return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def _forward(table, tokens):
   # An empty array says the dtype: what is kept for the backward pass must be arrays.
-  return lookup(table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+  return _lookup(table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
 
 
 def _backward(kept, d_rows):
@@ -48,4 +54,4 @@ def _backward(kept, d_rows):
   return d_table.astype(like.dtype), None
 
 
-lookup.defvjp(_forward, _backward)
+_lookup.defvjp(_forward, _backward)

@@ -67,8 +67,12 @@ class LanguageModel(nnx.Module):
     unroll: layers in one turn of the loop over layers. What the backward pass needs is stacked from
       turn to turn: `num_layers` leaves no loop, which is faster and needs less memory with
       remat="none", and takes longer to compile.
+    sequence_axis: the mesh axis over which a surrounding `jax.shard_map` divides the time axis of
+      tokens, segments and logits, or None. The states, passed in and returned, are then those of
+      the whole sequence, the same on all devices.
 
   Raises:
+    NotImplementedError: `sequence_axis` is given and a mixer cannot run on a divided sequence.
     ValueError: a size is not a positive integer, `dim` is not a multiple of `num_heads`, or a name
       is unknown.
 
@@ -91,6 +95,7 @@ class LanguageModel(nnx.Module):
     tie_embeddings: bool = False,
     remat: str = "none",
     unroll: int = 1,
+    sequence_axis: str | None = None,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -128,6 +133,7 @@ class LanguageModel(nnx.Module):
         mixer_options=options[mixer],
         channel_mixer=channel_mixer,
         norm=norm,
+        sequence_axis=sequence_axis,
         dtype=dtype,
         param_dtype=param_dtype,
         rngs=nnx.Rngs(key),

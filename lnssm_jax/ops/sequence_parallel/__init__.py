@@ -12,7 +12,7 @@ from lnssm_jax.ops.sequence_parallel.borders import (
   continues,
   inputs_before,
   of_last,
-  positions,
+  step_positions,
 )
 from lnssm_jax.ops.sequence_parallel.channels import (
   diagonal_scan,
@@ -21,6 +21,7 @@ from lnssm_jax.ops.sequence_parallel.channels import (
   selective_scan,
   wkv4,
 )
+from lnssm_jax.ops.sequence_parallel.exchange import states
 from lnssm_jax.ops.sequence_parallel.matrix_states import (
   delta_rule,
   elementwise_decay_scan,
@@ -38,7 +39,8 @@ __all__ = [
   "long_convolution",
   "longhorn_scan",
   "of_last",
-  "positions",
   "selective_scan",
+  "states",
+  "step_positions",
   "wkv4",
 ]

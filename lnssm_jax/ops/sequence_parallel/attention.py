@@ -12,7 +12,7 @@ from lnssm_jax import ops
 from lnssm_jax.ops import dispatch
 from lnssm_jax.ops.attention.state import AttentionState, Rule, Steps, advance, steps_of
 from lnssm_jax.ops.checks import segment_index
-from lnssm_jax.ops.sequence_parallel.borders import inputs_before, of_last, positions
+from lnssm_jax.ops.sequence_parallel.borders import inputs_before, of_last, step_positions
 from lnssm_jax.ops.sequence_parallel.exchange import place
 
 
@@ -82,7 +82,7 @@ def _from_neighbour(rule, initial, k, v, segment_ids, axis_name):
   """The cache of the `reach` steps before this part, which lie in the part before."""
   B, T, G, K = k.shape
   reach = initial.k.shape[1]
-  position, _ = positions(B, T, segment_ids, initial.position, axis_name=axis_name)
+  position, _ = step_positions(B, T, segment_ids, initial.position, axis_name=axis_name)
   if reach == 0:
     return initial._replace(position=position[:, 0]), None
   both = jnp.concatenate([k, v], axis=-1).reshape(B, T, -1)

@@ -52,13 +52,23 @@ def inputs_before(
   return jnp.where(index == 0, first.astype(x.dtype), received)
 
 
-def continues(batch: int, segment_ids: jax.Array | None, *, axis_name: str) -> jax.Array:
-  """[B]: whether this part's first step continues a segment of the part before; False in part 0."""
+def continues(
+  first: jax.Array,  # [B] bool
+  segment_ids: jax.Array | None,  # [B, T] integer
+  *,
+  axis_name: str,
+) -> jax.Array:
+  """[B]: whether this part's first step continues a segment of the part before; `first` in part 0.
+
+  Raises:
+    ValueError: `axis_name` is not a mapped axis.
+  """
   index, _ = place(axis_name)
   if segment_ids is None:
-    return jnp.broadcast_to(index > 0, (batch,))
+    return first | (index > 0)
   ids = jnp.asarray(segment_ids)
-  return (_from_part_before(ids[:, -1], axis_name) == ids[:, 0]) & (index > 0)
+  same = _from_part_before(ids[:, -1], axis_name) == ids[:, 0]
+  return jnp.where(index == 0, first, same)
 
 
 def of_last(tree: Any, *, axis_name: str) -> Any:
@@ -69,7 +79,7 @@ def of_last(tree: Any, *, axis_name: str) -> Any:
   )
 
 
-def positions(
+def step_positions(
   batch: int,
   length: int,
   segment_ids: jax.Array | None,  # [B, T] integer

@@ -1,0 +1,96 @@
+"""Models on a sequence that four devices share: the same numbers as on one."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+
+from lnssm_jax import linen
+from lnssm_jax.mixers import MIXERS, Divisible, divide_time
+from lnssm_jax.models import LanguageModel
+from tests.mixers.tiny import initial
+from tests.ops.divided import AXIS, DIVIDED, WHOLE, run_here
+
+UNDIVIDED = {"base_conv", "hyena", "lln", "s4", "tnn"}
+DIVIDED_MIXERS = sorted(MIXERS.keys() - UNDIVIDED)
+
+
+def check(*calls, limit=1e-5):
+  """Logits, last states and all gradients, in one program: starting jax takes seconds."""
+  for call, errors in run_here("-m", "tests.models.divided", *map(json.dumps, calls)).items():
+    wrong = {name: error for name, error in errors.items() if not error < limit}
+    assert not wrong, call
+    assert any("gradients" in name for name in errors)
+
+
+HYBRID = {"mixer": ["lnssm", "softmax_attention"], "state": False}
+
+
+def test_a_hybrid_model_is_the_same_model():
+  """Token shift, the normalised scan, softmax attention with rotations, segments."""
+  check(HYBRID | {"channel_mixer": "none"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(11))
+def test_every_mixer_gives_the_same_model(part):
+  check(*({"mixer": name} for name in DIVIDED_MIXERS[part::11]), limit=2e-5)
+
+
+@pytest.mark.slow
+def test_without_segments_or_state():
+  names = ("rwkv4", "longhorn", "gated_delta_net", "sliding_window_attention")
+  check(*({"mixer": name, "segments": False, "state": False} for name in names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channel_mixer", ["rwkv4_channel_mix", "rwkv6_channel_mix"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_channel_mixers_that_shift_tokens(channel_mixer, remat):
+  check(HYBRID | {"channel_mixer": channel_mixer, "remat": remat, "num_layers": 3})
+
+
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_a_mixer_that_cannot_be_divided_says_so(name):
+  mixer = jax.eval_shape(lambda: initial(name))
+  if name not in UNDIVIDED:
+    divide_time(mixer, AXIS)
+    parts = [module for _, module in nnx.iter_modules(mixer) if isinstance(module, Divisible)]
+    assert parts and all(module.sequence_axis == AXIS for module in parts)
+    return
+  with pytest.raises(NotImplementedError, match=f"{type(mixer).__name__} cannot run on a sequence"):
+    divide_time(mixer, AXIS)
+
+
+SIZES = {"vocab_size": 13, "dim": 8, "num_layers": 2, "num_heads": 2}
+
+
+def test_a_model_with_such_a_mixer_is_refused():
+  with pytest.raises(NotImplementedError, match="TNN cannot run on a sequence that is divided"):
+    jax.eval_shape(
+      lambda: LanguageModel(
+        **SIZES,
+        mixer="tnn",
+        mixer_options={"max_length": 8},
+        sequence_axis=AXIS,
+        rngs=nnx.Rngs(0),
+      )
+    )
+
+
+def test_the_linen_model_runs_on_parts_with_the_parameters_of_the_whole_one():
+  whole, divided = (linen.LanguageModel(**SIZES, sequence_axis=axis) for axis in (None, AXIS))
+  tokens = jnp.zeros((2, 8), jnp.int32)
+  variables = jax.eval_shape(lambda: whole.init(jax.random.key(0), tokens))
+  run = jax.shard_map(
+    lambda variables, tokens: divided.apply(variables, tokens),
+    mesh=AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,)),
+    in_specs=(WHOLE, DIVIDED),
+    out_specs=(DIVIDED, WHOLE),
+  )
+  logits, state = jax.eval_shape(run, variables, tokens)
+  assert logits.shape == (2, 8, 13)
+  assert state.mixer.shift.shape == (2, 2, 8)
