@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from orbax.checkpoint import v1 as ocp
 
-from train import checkpoint
+from train import checkpoint, digests
 
 STEPS = (10, 20, 30)
 
@@ -144,8 +144,16 @@ def same_bits(a, b) -> bool:
   return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
 
 
-def ours(folder: Path, states: dict, newest: int, safe: int) -> str:
-  """What a run that resumes gets."""
+def changed(pristine: Path, folder: Path) -> set[str]:
+  """Names of the files of a checkpoint that are not as they were."""
+  names = {str(path.relative_to(pristine)): path.read_bytes() for path in files_of(pristine)}
+  now = {name: folder / name for name in names}
+  return {n for n, path in now.items() if not path.is_file() or path.read_bytes() != names[n]}
+
+
+def ours(folder: Path, states: dict, harm: dict[int, set[str]]) -> str:
+  """What a run that resumes gets; `harm` are the changed files of each step."""
+  newest = max(states)
   said: list[str] = []
   abstract = jax.eval_shape(lambda: states[newest])
   where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -163,9 +171,10 @@ def ours(folder: Path, states: dict, newest: int, safe: int) -> str:
   step = metadata["data_position"]
   if not same_bits(state, states[step]) or int(state["step"]) != step:
     return "WRONG"
-  if step == newest:
-    return "intact"
-  return "fell back" if step == safe and said else "WRONG"
+  passed_over = [harm[s] for s in states if s > step]
+  if harm[step] - {digests.FILE} or not all(passed_over) or len(said) < len(passed_over):
+    return "WRONG"
+  return "intact" if step == newest else "fell back"
 
 
 def orbax_alone(folder: Path, states: dict, newest: int) -> str:
@@ -203,13 +212,13 @@ def run(faults: int, seed: int, compare: bool) -> dict[str, collections.Counter]
       shutil.copytree(pristine, folder)
       for step in damaged:
         fault(folder / str(step), rng)
-      safe = STEPS[-1 - len(damaged)]
+      harm = {step: changed(pristine / str(step), folder / str(step)) for step in STEPS}
       if compare:
         other = Path(root) / "orbax"
         shutil.copytree(folder, other)
         counts[f"{fault.__name__}, Orbax alone"][orbax_alone(other, states, STEPS[-1])] += 1
         shutil.rmtree(other)
-      counts[fault.__name__][ours(folder, states, STEPS[-1], safe)] += 1
+      counts[fault.__name__][ours(folder, states, harm)] += 1
       shutil.rmtree(folder)
   return counts
 

@@ -35,17 +35,17 @@ def trained(tiny):
   return cfg
 
 
-def test_no_arguments_print_the_four_commands(command):
+def test_no_arguments_print_the_commands(command):
   process = command("-X", "importtime", "-m", "train")
   out, times = process.communicate(timeout=60)
   assert process.returncode == 0
-  for name in ("fit", "evaluate", "generate", "tokenize"):
+  for name in ("fit", "evaluate", "generate", "tokenize", "verify", "doctor"):
     assert f"\n    {name} " in out
   assert "python -m train fit --config configs/quickstart.py" in out
   assert "| jax\n" not in times  # help need not wait for it
 
 
-@pytest.mark.parametrize("name", ["fit", "evaluate", "generate", "tokenize"])
+@pytest.mark.parametrize("name", ["fit", "evaluate", "generate", "tokenize", "doctor"])
 def test_each_command_has_help(capsys, name):
   with pytest.raises(SystemExit) as caught:
     run(name, "--help")
@@ -130,6 +130,28 @@ def test_evaluate_prints_what_training_measured(trained, capsys):
   assert float(loss) == pytest.approx(rows[0]["val_loss"], abs=1e-4)
   assert float(bits) == pytest.approx(rows[0]["bits_per_byte"], abs=1e-4)
   assert int(tokens.replace(",", "")) == rows[0]["tokens"]
+
+
+def test_verify_reads_every_checkpoint(trained, capsys):
+  capsys.readouterr()
+  assert run("verify", trained.run_dir) == 0
+  ten, twelve = capsys.readouterr().out.splitlines()
+  assert ten.startswith("step 10  intact, ") and twelve.startswith("step 12  intact, ")
+  with open(f"{trained.run_dir}/checkpoints/12/params/_METADATA", "ab") as file:
+    file.write(b" ")
+  assert run("verify", trained.run_dir) == 1
+  assert "\nstep 12  DAMAGED: params/_METADATA has " in capsys.readouterr().out
+  assert run("verify", trained.run_dir, "--adopt", 12) == 0
+  assert "step 12 has new digests and is trusted as it is" in capsys.readouterr().out
+  assert run("evaluate", "--run-dir", trained.run_dir) == 0
+  capsys.readouterr()
+  assert "no checkpoint of step 3" in refusal(capsys, "verify", trained.run_dir, "--adopt", 3)
+  assert "no checkpoint in" in refusal(capsys, "verify", "/nowhere")
+
+
+def test_doctor_finds_what_stands_in_the_way(tiny, config_file, capsys):
+  assert run("doctor", "--config", config_file(tiny()), "--set", "mesh.data=3") == 1
+  assert "PROBLEM      mesh.data=3 and mesh.fsdp=1 need 3 devices" in capsys.readouterr().out
 
 
 def test_generate_streams_one_prompt_and_prints_several(trained, config_file, capsys):

@@ -1,0 +1,20 @@
+"""The commands of benchmarks/reliability, in short; whole ones are slow."""
+
+import pytest
+
+from benchmarks.reliability import faults
+from train import digests
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damaged_checkpoints_are_never_loaded(count, capsys):
+  assert faults.main(["--faults", str(count), "--no-orbax"]) == 0
+  assert capsys.readouterr().out.splitlines()[-1].startswith("all ")
+
+
+def test_a_wrong_state_would_be_found(monkeypatch, capsys):
+  monkeypatch.setattr(faults, "FAULTS", (faults.another_step,))
+  monkeypatch.setattr(faults, "WEIGHTS", (1,))
+  monkeypatch.setattr(digests, "damage", lambda folder: None)
+  assert faults.main(["--faults", "1", "--no-orbax"]) == 1
+  assert "WRONG 1" in capsys.readouterr().out
