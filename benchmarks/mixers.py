@@ -1,25 +1,25 @@
 """Training speed and memory of every mixer in one language model, in one run.
 
-    python -m benchmarks.mixers --out docs/mixers.csv --jobs 8
+    python -m benchmarks.mixers --out docs/mixers.csv --jobs 12
     python -m benchmarks.mixers --only lnssm gla --set model.dim=1024
 
 All that differs is the mixer: the model, the batch and the step are those of the configuration,
-measured as `benchmarks.train_step` does. With `--jobs` the programs are compiled before, by several
-processes, and found again in a folder; no process compiles while another measures. Memory is what
-the compiler reserves for one step: arguments, results and everything between.
+measured as `benchmarks.train_step` does, each mixer in a process of its own. `--jobs` of them
+compile at the same time, and when all have, one after the other measures. Memory is what the
+compiler reserves for one step: arguments, results and everything between.
 
 A row marked "no borders" leaves the documents' borders out of the batch: only then can softmax
 attention run in cuDNN's kernel.
 """
 
 import argparse
+import json
 import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -50,19 +50,19 @@ def state_size(cfg) -> int:
   return numbers // cfg.model.num_layers
 
 
-def measure(row: str, cfg, kernels: Path, *, steps: int, runs: int) -> dict:
-  """The columns of one row."""
+def measure(row: str, cfg, kernels: Path, when_ready, *, steps: int, runs: int) -> dict:
+  """The columns of one row; calls `when_ready` between compiling and measuring."""
   mesh = meshes.make_mesh(cfg)
   batch = random_batch(cfg, mesh, borders=NO_BORDERS not in row)
   compiled, seconds = compile_step(cfg, mesh, batch, kernels)
+  state = init_state(cfg, mesh)
   columns = {"mixer": row, "state": state_size(cfg), "compile_s": f"{seconds:.1f}"}
-  if not runs:
-    return columns
+  columns["parameters"] = count_parameters(state["params"])
   memory = compiled.memory_analysis()
   held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
   columns["memory_gib"] = f"{(held + memory.temp_size_in_bytes) / 2**30:.2f}"
-  state = init_state(cfg, mesh)
-  columns["parameters"] = count_parameters(state["params"])
+  jax.block_until_ready(state)
+  when_ready()
   times = Run(compiled, state, batch).seconds_per_step(steps, runs)
   middle = statistics.median(times)
   columns["step_ms"] = f"{1e3 * middle:.2f}"
@@ -71,21 +71,44 @@ def measure(row: str, cfg, kernels: Path, *, steps: int, runs: int) -> dict:
   return columns
 
 
-def compile_all(rows, arguments: list[str], cache: Path, jobs: int) -> None:
-  """Fills the folder with the programs of these rows, by `jobs` processes at a time.
+def work(row: str, args) -> None:
+  """One process: compiles, says so, waits to be called, measures, and prints a line of JSON."""
 
-  A program that cannot be compiled is named again when its turn to be measured comes.
-  """
+  def when_ready():
+    print("ready", flush=True)
+    sys.stdin.readline()
 
-  def compile_one(row):
-    call = [sys.executable, "-m", "benchmarks.mixers", "--only", row, "--runs", "0", *arguments]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [*call, "--cache", str(cache)]
-    subprocess.run(command, env=environment, capture_output=True, check=False)
+  try:
+    settings = [*args.set, f"model.mixer={row.removesuffix(f' {NO_BORDERS}')}"]
+    cfg = overrides.apply(load_config(args.config), settings)
+    options = {"steps": args.steps, "runs": args.runs}
+    columns = measure(row, cfg, args.kernels, when_ready, **options)
+    columns["device"] = jax.devices()[0].device_kind
+  except Exception as reason:  # out of memory, a compiler's error: the other rows go on
+    note = " ".join(f"{type(reason).__name__}: {reason}".split())[:300]
+    columns = {"mixer": row, "note": note}
+  print(json.dumps(columns), flush=True)
 
-  compile_one(rows[0])  # finds the choices of kernels that the others share
-  with ThreadPoolExecutor(jobs) as pool:
-    list(pool.map(compile_one, rows[1:]))
+
+def measure_together(rows, arguments: list[str]):
+  """Yields the columns of these rows, whose processes compile together."""
+  # Memory that a process reserves ahead would be missing to the others.
+  environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+  command = [sys.executable, "-m", "benchmarks.mixers", *arguments, "--worker"]
+  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+  workers = [subprocess.Popen([*command, row], env=environment, text=True, **pipes) for row in rows]
+
+  def line_of(worker):  # "ready", JSON, or nothing from a process that ended
+    return next((line for line in worker.stdout if line.startswith(("ready", "{"))), "")
+
+  first = [line_of(worker) for worker in workers]
+  for row, worker, line in zip(rows, workers, first, strict=True):
+    if line.startswith("ready"):
+      worker.stdin.write("\n")
+      worker.stdin.flush()
+      line = line_of(worker)
+    worker.communicate()
+    yield json.loads(line) if line else {"mixer": row, "note": "its process ended"}
 
 
 def main(arguments=None) -> list[dict]:
@@ -95,30 +118,27 @@ def main(arguments=None) -> list[dict]:
   parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
   parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS, metavar="MIXER")
   parser.add_argument("--steps", type=int, default=10, help="steps in each timed run")
-  parser.add_argument("--runs", type=int, default=5, help="0 compiles only")
-  parser.add_argument("--jobs", type=int, default=0, help="processes that compile before")
-  parser.add_argument("--cache", type=Path, help="folder of compiled programs")
+  parser.add_argument("--runs", type=int, default=5)
+  parser.add_argument("--jobs", type=int, default=4, help="processes that compile together")
   parser.add_argument("--out", type=Path, help="a CSV file")
+  parser.add_argument("--worker", choices=ROWS, help=argparse.SUPPRESS)
+  parser.add_argument("--kernels", type=Path, help=argparse.SUPPRESS)
   args = parser.parse_args(arguments)
+  if args.worker:
+    work(args.worker, args)
+    return []
 
+  # The first row alone: what it finds for the products that all models share, the others take over.
+  groups = [args.only[:1]]
+  groups += [args.only[n : n + args.jobs] for n in range(1, len(args.only), args.jobs)]
   rows = []
-  with tempfile.TemporaryDirectory() as scratch:
-    cache = args.cache or Path(scratch)
-    if args.jobs:
-      settings = ["--config", args.config, *(f"--set={setting}" for setting in args.set)]
-      compile_all(args.only, settings, cache, args.jobs)
-    jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    print(f"device: {jax.devices()[0].device_kind}, jax {jax.__version__}", *FIELDS, sep="  ")
-    base = overrides.apply(load_config(args.config), args.set)
-    for row in args.only:
-      name = row.removesuffix(f" {NO_BORDERS}")
-      try:
-        cfg = overrides.apply(base, [f"model.mixer={name}"])
-        columns = measure(row, cfg, cache / "kernels", steps=args.steps, runs=args.runs)
-      except Exception as reason:  # out of memory, a compiler's error: the other rows go on
-        note = " ".join(f"{type(reason).__name__}: {reason}".split())[:300]
-        columns = {"mixer": row, "note": note}
+  with tempfile.TemporaryDirectory() as kernels:
+    options = ["--config", args.config, *(f"--set={setting}" for setting in args.set)]
+    options += [f"--steps={args.steps}", f"--runs={args.runs}", "--kernels", kernels]
+    print("  ".join(FIELDS), flush=True)
+    for columns in (columns for group in groups for columns in measure_together(group, options)):
+      if not rows and "device" in columns:
+        print(f"device: {columns['device']}, jax {jax.__version__}")
       rows.append({field: columns.get(field, "") for field in FIELDS})
       print("  ".join(str(value) or "-" for value in rows[-1].values()), flush=True)
       if args.out:
