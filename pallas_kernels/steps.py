@@ -50,6 +50,11 @@ def dtype_obstacle(**arrays) -> str | None:
   return None
 
 
+def fits(K: int, V: int) -> bool:
+  """Whether a state [..., K, V] needs no padding, which would copy it."""
+  return K % WIDTH == 0 and V % WIDTH == 0
+
+
 def value_tile(B: int, H: int, V: int) -> int:
   """Columns of the state in a block, for V a multiple of 16.
 

@@ -30,12 +30,17 @@ def obstacle(arrays: dict, state, chunk_size) -> str | None:
   return None
 
 
-def worthwhile(x) -> bool:
+def worthwhile(arrays: dict, state) -> bool:
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these.
 
-  A single step is one fused loop of XLA's.
+  Args:
+    arrays: as for `run`, but what the kernels of a step make themselves.
+    state: [B, D, N].
   """
-  return x.shape[1] > 1 and shapes.worthwhile(x.shape[2])
+  D, N = state.shape[1:]
+  if arrays["x"].shape[1] > 1:
+    return shapes.worthwhile(D)
+  return takes_a_step(arrays, state) and decode.fits(D, N)
 
 
 def takes_a_step(arrays: dict, state) -> bool:

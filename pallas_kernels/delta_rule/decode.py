@@ -52,7 +52,7 @@ def decode(q, k, erase_key, v, beta, log_decay, kv, *, scale=1.0, tile=None, int
   if tile is not None and (tile not in steps.TILES or (V + pad_v) % tile):
     raise ValueError(f"decode: tile={tile} must be 16, 32 or 64 and divide V={V + pad_v}.")
   options = {"scale": scale, "tile": tile, "interpret": interpret}
-  if not pad_k and not pad_v:
+  if steps.fits(K, V):
     return _decode(q, k, erase_key, v, beta, log_decay, kv, **options)
   out, kv = _decode(
     steps.padded(q, pad_k),

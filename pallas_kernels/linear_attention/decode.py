@@ -75,7 +75,7 @@ def decode(
   pad_k, pad_v = -K % steps.WIDTH, -V % steps.WIDTH
   if tile is not None and (tile not in steps.TILES or (V + pad_v) % tile):
     raise ValueError(f"decode: tile={tile} must be 16, 32 or 64 and divide V={V + pad_v}.")
-  if not pad_k and not pad_v:
+  if steps.fits(K, V):
     return _decode(q, k, v, log_decay, bonus, kv, key_sum, **options)
   if log_decay is not None and log_decay.shape[-1] > 1:
     log_decay = steps.padded(log_decay, pad_k)

@@ -6,8 +6,6 @@ from pallas_kernels.tensor_core import CHUNK
 KEY_WIDTHS = (64, 128)  # what q and k are padded to
 VALUE_WIDTHS = (64, 128, 256)  # what v is padded to
 NARROWEST = 32  # narrower heads are padded more than twofold, which has not been measured
-STEP_WIDTH = 16  # of the decode kernel: K and V are padded to a multiple
-STEP_HEADS = 16  # up to so many states (batch times heads) it was measured to win; at 1,024 to lose
 
 
 def padded_width(width, widths):
@@ -21,12 +19,6 @@ def worthwhile(key_width, value_width):
   Measured on an H200 at B8 T2048 H16 K128 V128, where they win for every decay.
   """
   return min(key_width, value_width) >= NARROWEST
-
-
-def worthwhile_step(batch, heads, key_width, value_width):
-  """The same of a single step: padding would copy the state, which the kernel updates in place."""
-  whole = key_width % STEP_WIDTH == 0 and value_width % STEP_WIDTH == 0
-  return whole and batch * heads <= STEP_HEADS
 
 
 def walk(value_width):

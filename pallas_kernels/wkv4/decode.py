@@ -23,6 +23,11 @@ def obstacle(k, v, state) -> str | None:
   return steps.dtype_obstacle(k=k, v=v) or next((reason for reason in said if reason), None)
 
 
+def fits(D: int) -> bool:
+  """Whether the state needs no padding, which would copy it."""
+  return D % CHANNELS == 0
+
+
 def decode(k, v, decay_rate, bonus, state, *, interpret=None):
   """(out [B, D] in the dtype of v, state) after one step.
 
@@ -43,7 +48,7 @@ def decode(k, v, decay_rate, bonus, state, *, interpret=None):
     raise ValueError(f"decode: {reason}.")
   D = k.shape[-1]
   arrays = k, v, decay_rate, bonus, tuple(state)
-  if D % CHANNELS == 0:
+  if fits(D):
     return _decode(*arrays, interpret=interpret)
   padded = jax.tree.map(lambda x: steps.padded(x, -D % CHANNELS), arrays)
   return jax.tree.map(lambda x: x[:, :D], _decode(*padded, interpret=interpret))

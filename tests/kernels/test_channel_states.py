@@ -183,7 +183,10 @@ def test_what_cannot_run_is_named(name):
 def test_which_sizes_are_worthwhile(name, monkeypatch):
   monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
   function = SCANS[name][0].function
-  for T, D, worth in [(2, 64, True), (1, 64, False), (2, 63, False)]:
-    args, kwargs = drawn(name, Case(T, D=D, N=4, chunk=None))
+  sizes = [(2, 64, 4, True), (2, 63, 4, False)]
+  # A single step: without padding, which would copy the state, and up to 64 states a channel.
+  sizes += [(1, 128, 4, True), (1, 64, 4, False), (1, 32, 64, True), (1, 32, 66, False)]
+  for T, D, N, worth in sizes:
+    args, kwargs = drawn(name, Case(T, D=D, N=N, chunk=None))
     first = ops.supported(function, *args, **kwargs)[0]
     assert first == ("pallas" if worth else "chunked")

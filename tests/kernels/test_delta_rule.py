@@ -204,7 +204,8 @@ def test_lowers_under_shard_map():
   [
     (Case(T=2, K=64, V=64, chunk=None), BF16, ["pallas", *XLA]),
     (Case(T=65, K=32, V=128, chunk=64, erase=True, segments=True), BF16, ["pallas", *XLA]),
-    (Case(T=1, K=64, V=64, chunk=None), BF16, [*XLA, "pallas"]),  # one fused loop in XLA
+    (Case(T=1, K=16, V=48, rates="column", chunk=None), F32, ["pallas", *XLA]),
+    (Case(T=1, K=64, V=56, chunk=None), BF16, [*XLA, "pallas"]),  # padding would copy the state
     (Case(T=2, K=16, V=64, chunk=None), BF16, [*XLA, "pallas"]),  # not measured
     (Case(T=2, K=64, V=16, chunk=None), BF16, [*XLA, "pallas"]),
     (Case(T=2, K=64, V=64, chunk=None), F32, XLA),

@@ -200,7 +200,8 @@ XLA = ["chunked", "reference", "associative"]
   [
     (F32, 2, 128, ["pallas", *XLA]),
     (BF16, 2048, 2048, ["pallas", *XLA]),
-    (F32, 1, 128, [*XLA, "pallas"]),  # one step is one loop of XLA's
+    (F32, 1, 128, ["pallas", *XLA]),
+    (F32, 1, 192, [*XLA, "pallas"]),  # padding would copy the state
     (F32, 2, 127, [*XLA, "pallas"]),
     (jnp.float16, 2, 128, XLA),
   ],

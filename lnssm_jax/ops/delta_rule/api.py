@@ -59,11 +59,12 @@ def delta_rule(
   Args:
     scale: multiplies the result; a Python number.
     initial_state: the state before the first step; None means zeros.
-    implementation: "pallas" (kernels; a Hopper GPU, one rate per head, bfloat16, K <= 128),
-      "chunked" (one triangular system a chunk; any device and arguments), "reference" (one step at
-      a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test them). None takes
-      "pallas" where it can run and is known to be faster (T > 1, K and V >= 32; with several
-      devices inside `shard_map` only), otherwise "chunked".
+    implementation: "pallas" (kernels; a Hopper GPU, no float64; T = 1: bfloat16 or float32, K <=
+      256; T > 1: one rate per head, bfloat16, K <= 128), "chunked" (one triangular system a chunk;
+      any device and arguments), "reference" (one step at a time), or "pallas_interpret" (the
+      kernels on a CPU, slowly, to test them). None takes "pallas" where it can run and is known to
+      be faster (T = 1: K and V multiples of 16; T > 1: both at least 32; with several devices
+      inside `shard_map` only), otherwise "chunked".
     chunk_size: steps in a chunk, a power of two; None means the default. The kernels have 64.
 
   Returns:

@@ -13,6 +13,7 @@ from lnssm_jax.ops import steps
 from lnssm_jax.ops.delta_rule import xla
 from lnssm_jax.ops.delta_rule.state import DeltaRuleState
 from pallas_kernels.delta_rule import decode, op, shapes
+from pallas_kernels.steps import fits
 
 _WIDEST_KEY = shapes.KEY_WIDTHS[-1]
 _WIDEST_VALUE = shapes.VALUE_WIDTHS[-1]
@@ -50,8 +51,12 @@ def _takes_a_step(q, k, v, beta, log_decay, erase_key, state):
 
 def worthwhile(q, k, v, beta, log_decay, erase_key, state, segments, **options):
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
-  del k, beta, log_decay, erase_key, state, segments, options
-  return q.shape[1] > 1 and shapes.worthwhile(q.shape[-1], v.shape[-1])
+  del segments, options
+  K, V = q.shape[-1], v.shape[-1]
+  if q.shape[1] > 1:
+    return shapes.worthwhile(K, V)
+  takes = _takes_a_step(q, k, v, beta, log_decay, erase_key, state)
+  return takes and fits(K, V)
 
 
 def run(

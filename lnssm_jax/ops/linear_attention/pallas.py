@@ -15,6 +15,7 @@ from lnssm_jax.ops import steps
 from lnssm_jax.ops.linear_attention import xla
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 from pallas_kernels.linear_attention import decode, op, shapes
+from pallas_kernels.steps import fits
 
 _WIDEST = 256
 
@@ -66,13 +67,16 @@ def _takes_a_step(q, k, v, log_decay, bonus, state, *, normalize):
   return decode.obstacle(*arrays, normalize=normalize) is None
 
 
-def worthwhile(q, k, v, log_decay, value_log_decay, bonus, state, segments, **options):
+def worthwhile(
+  q, k, v, log_decay, value_log_decay, bonus, state, segments, *, normalize, **options
+):
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
-  del k, log_decay, value_log_decay, bonus, state, segments, options
-  B, T, H, K = q.shape
-  if T == 1:
-    return shapes.worthwhile_step(B, H, K, v.shape[-1])
-  return shapes.worthwhile(K, v.shape[-1])
+  del value_log_decay, segments, options
+  K, V = q.shape[-1], v.shape[-1]
+  if q.shape[1] > 1:
+    return shapes.worthwhile(K, V)
+  takes = _takes_a_step(q, k, v, log_decay, bonus, state, normalize=normalize)
+  return takes and fits(K, V)
 
 
 def run(

@@ -22,10 +22,10 @@ def obstacle(x, beta, k, q, skip, state, segments, *, chunk_size=None):
   return channel_kernels.obstacle(arrays, state.memory, chunk_size)
 
 
-def worthwhile(x, *args, **options):
+def worthwhile(x, beta, k, q, skip, state, segments, **options):
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
-  del args, options
-  return channel_kernels.worthwhile(x)
+  del skip, segments, options
+  return channel_kernels.worthwhile({"x": x, "rate": beta, "k": k, "q": q}, state.memory)
 
 
 def run(x, beta, k, q, skip, state, segments, *, chunk_size=None, parts=None, interpret=None):

@@ -21,10 +21,11 @@ def obstacle(x, dt, a, b, c, skip, state, segments, *, chunk_size=None):
   return channel_kernels.obstacle(arrays, state.ssm, chunk_size)
 
 
-def worthwhile(x, *args, **options):
+def worthwhile(x, dt, a, b, c, skip, state, segments, **options):
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
-  del args, options
-  return channel_kernels.worthwhile(x)
+  del skip, segments, options
+  arrays = {"x": x, "rate": dt, "a": a, "b": b, "c": c}
+  return channel_kernels.worthwhile(arrays, state.ssm)
 
 
 def run(x, dt, a, b, c, skip, state, segments, *, chunk_size=None, parts=None, interpret=None):

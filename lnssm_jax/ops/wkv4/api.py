@@ -53,8 +53,8 @@ def wkv4(
     implementation: "pallas" (kernels; a Hopper GPU, k and v bfloat16 or float32), "chunked" (a scan
       over chunks; any device and arguments), "associative" (`lax.associative_scan`), "reference"
       (one step at a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test them). None
-      takes "pallas" where it can run and is known to be faster (T > 1 and D >= 128; with several
-      devices inside `shard_map` only), otherwise "chunked".
+      takes "pallas" where it can run and is known to be faster (T = 1: D a multiple of 128; T > 1:
+      D >= 128; with several devices inside `shard_map` only), otherwise "chunked".
     chunk_size: steps in a chunk of the chunked form; None means 8 on CPUs, 512 elsewhere. The
       kernels choose their own.
 

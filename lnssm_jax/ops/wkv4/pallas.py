@@ -35,12 +35,17 @@ def obstacle(k, v, decay_rate, bonus, state, keep, *, chunk_size=None):
 
 
 def worthwhile(k, v, decay_rate, bonus, state, keep, **options):
-  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these.
+  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
+  del decay_rate, bonus, keep, options
+  T, D = k.shape[1:]
+  if T > 1:
+    return channels.CHANNELS <= D
+  return _takes_a_step(k, v, state) and decode.fits(D)
 
-  A single step is one fused loop of XLA's.
-  """
-  del v, decay_rate, bonus, state, keep, options
-  return k.shape[1] > 1 and k.shape[2] >= channels.CHANNELS
+
+def _takes_a_step(k, v, state):
+  """Whether `decode` runs these arguments."""
+  return k.shape[1] == 1 and decode.obstacle(k, v, state) is None
 
 
 def run(
@@ -58,7 +63,7 @@ def run(
   """Arguments as in `reference.py`."""
   del chunk_size
   B, T, D = k.shape
-  if T == 1 and decode.obstacle(k, v, state) is None:
+  if _takes_a_step(k, v, state):
     # A single step lies in one segment, that of the initial state.
     step = functools.partial(_step, interpret=interpret)
     return steps.with_gradient_of(_form, step)(k, v, decay_rate, bonus, state)
