@@ -23,6 +23,7 @@ from flax import linen as nn
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS as _NNX_MIXERS
+from lnssm_jax.mixers import Divisible, divide_time
 from lnssm_jax.models import LanguageModel as _NNXLanguageModel
 
 
@@ -37,7 +38,11 @@ class Face(nn.Module):
 
   def _split(self, key):
     """(static part, nested dictionary of parameters) of a new NNX module."""
-    module = self.wrapped(**self._arguments(), rngs=nnx.Rngs(params=key))
+    arguments = self._arguments()
+    axis_name = arguments.pop("sequence_axis", None) if _divisible(self.wrapped) else None
+    module = self.wrapped(**arguments, rngs=nnx.Rngs(params=key))
+    if axis_name is not None:
+      divide_time(module, axis_name)
     graph, params = nnx.split(module, nnx.Param)
     return graph, nnx.to_pure_dict(params)
 
@@ -73,7 +78,8 @@ def face(module: type[nnx.Module]) -> type[Face]:
   """The Linen face of an NNX class `module(dim, ..., rngs)` with a call and an `init_state`.
 
   Its fields are the arguments of the constructor without `rngs`: what may be given by position
-  there may be so here.
+  there may be so here. A mixer that `divide_time` takes also has `sequence_axis`; parameters are
+  those of the undivided face, which makes them outside `jax.shard_map`.
   """
   arguments = dict(inspect.signature(module.__init__).parameters)
   del arguments["self"], arguments["rngs"]
@@ -86,7 +92,13 @@ def face(module: type[nnx.Module]) -> type[Face]:
     body["__annotations__"][name] = Any
     if argument.default is not argument.empty:
       body[name] = argument.default
+  if _divisible(module):
+    body["__annotations__"]["sequence_axis"], body["sequence_axis"] = Any, None
   return types.new_class(module.__name__, (Face,), exec_body=lambda names: names.update(body))
+
+
+def _divisible(module: type[nnx.Module]) -> bool:
+  return issubclass(module, Divisible)
 
 
 MIXERS: dict[str, type[Face]] = {name: face(mixer) for name, mixer in _NNX_MIXERS.items()}

@@ -25,6 +25,7 @@ def models(mixer, **options):
   names = (mixer,) if isinstance(mixer, str) else tuple(mixer)
   by_mixer = {name: dict(TINY[name].model_options) for name in names}
   sizes = {"vocab_size": VOCAB, "dim": 8, "num_layers": 2, "num_heads": 2}
+  sizes |= {"dtype": jnp.float64, "param_dtype": jnp.float64}
   settings = {
     "mixer": mixer,
     "mixer_options": by_mixer[mixer] if isinstance(mixer, str) else by_mixer,
@@ -48,7 +49,10 @@ def sequence_axis():
 
 
 def errors(mixer, segments=True, state=True, **options) -> dict[str, float]:
-  """Errors of logits, last state and the gradients of parameters and initial state."""
+  """Errors of logits, last state and the gradients of parameters and initial state.
+
+  In float64: what is compared is the same mathematics, however a model magnifies roundings.
+  """
   params, whole, divided = models(mixer, **options)
   tokens = jax.random.randint(jax.random.key(2), SEGMENT_IDS.shape, 0, VOCAB)
   ids = jnp.asarray(SEGMENT_IDS) if segments else None
@@ -102,4 +106,5 @@ if __name__ == "__main__":
   if sys.argv[1] == "traffic":
     print(json.dumps([traffic(1), traffic(4)]))
   else:
-    print(json.dumps({call: errors(**json.loads(call)) for call in sys.argv[1:]}))
+    with jax.enable_x64(True):
+      print(json.dumps({call: errors(**json.loads(call)) for call in sys.argv[1:]}))
