@@ -32,12 +32,17 @@ done
 
 code=0
 for process in "${started[@]}"; do
-  # A signal ends `wait`, not the process: wait for it again.
-  while kill -0 "$process" 2>/dev/null; do
-    wait "$process" && status=0 || status=$?
-    kill -0 "$process" 2>/dev/null || break
+  status=0
+  wait "$process" || status=$?
+  while kill -0 "$process" 2>/dev/null; do # a signal ended `wait`, not the process
+    status=0
+    wait "$process" || status=$?
   done
-  wait "$process" 2>/dev/null && status=0 || status=$?
+  if ((status > 128)); then
+    again=0
+    wait "$process" || again=$?
+    ((again == 127)) || status=$again # 127: it had been waited for, and ended by a signal
+  fi
   if ((status != 0 && code == 0)); then
     code=$status
     kill -TERM "${started[@]}" 2>/dev/null || true

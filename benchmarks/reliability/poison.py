@@ -1,0 +1,99 @@
+"""Puts NaN, infinity and nonsense into the batches of a run and looks at what is left of it.
+
+    python -m benchmarks.reliability.poison
+
+One batch in 25 is poisoned: its weights become NaN or infinite, or its targets random tokens (a
+spike). Printed are the steps that were left out and the loss on clean text at the end, of a run
+that was left alone, and of others with and without `skip_spikes`; and what `optax.apply_if_finite`,
+with 4 errors in a row allowed, does at the fifth: it lets it in.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.reliability import tiny_run
+
+STEPS, FIRST, EVERY = 600, 200, 25
+KINDS = ("NaN", "infinity", "spike")
+
+
+def poisoned(train_batches, kinds: tuple[str, ...]):
+  """`train_batches` with one batch in `EVERY` made bad, from step `FIRST` on."""
+
+  def batches(windows, *, start, **options):
+    for step, batch in enumerate(train_batches(windows, start=start, **options), start + 1):
+      if kinds and step >= FIRST and step % EVERY == 0:
+        kind = kinds[step // EVERY % len(kinds)]
+        if kind == "spike":
+          rng = np.random.default_rng(step)
+          noise = rng.integers(0, 257, batch["targets"].shape, np.int32)
+          batch = batch | {"targets": noise}
+        else:
+          value = np.nan if kind == "NaN" else np.inf
+          batch = batch | {"weights": np.full_like(batch["weights"], value)}
+      yield batch
+
+  return batches
+
+
+def train(root: Path, name: str, kinds: tuple[str, ...], **changes) -> tuple[list[int], float]:
+  """The steps that a run left out, and the mean loss of its last 20 clean steps."""
+  from train import loop
+
+  train_batches = loop.train_batches
+  loop.train_batches = poisoned(train_batches, kinds)
+  try:
+    cfg = tiny_run.settings(root, name, steps=STEPS, checkpoint_every=STEPS, **changes)
+    loop.fit(cfg)
+  finally:
+    loop.train_batches = train_batches
+  rows = loop.RunFolder(cfg.run_dir).read_rows()
+  left_out = [row["step"] for row in rows if row["kind"] == "skipped"]
+  losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
+  return left_out, float(np.mean([losses[step] for step in range(STEPS - 20, STEPS)]))
+
+
+def apply_if_finite(errors: int) -> bool:
+  """Whether weights are finite after `errors` gradients in a row that are not, 4 being allowed."""
+  import jax.numpy as jnp
+  import optax
+
+  tx = optax.apply_if_finite(optax.adam(1e-3), max_consecutive_errors=4)
+  params = {"w": jnp.ones(3)}
+  state = tx.init(params)
+  for _ in range(errors):
+    updates, state = tx.update({"w": jnp.full(3, jnp.nan)}, state, params)
+    params = optax.apply_updates(params, updates)
+  return bool(jnp.isfinite(params["w"]).all())
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Prints a line for each run; 1 if a poisoned step counted."""
+  argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
+  bad = [step for step in range(FIRST, STEPS + 1) if step % EVERY == 0]
+  finite = ("NaN", "infinity")
+  ok = True
+  with tempfile.TemporaryDirectory() as name:
+    root = Path(name)
+    for label, kinds, changes, expected in (
+      ("clean", (), {}, []),
+      ("NaN and infinity", finite, {}, bad),
+      ("all three, no rule for spikes", KINDS, {}, [s for s in bad if s // EVERY % 3 != 2]),
+      ("all three, skip_spikes=6", KINDS, {"skip_spikes": 6.0}, bad),
+    ):
+      left_out, loss = train(root, label.replace(" ", "_"), kinds, **changes)
+      extra, missed = set(left_out) - set(expected), set(expected) - set(left_out)
+      ok &= not missed
+      print(f"RESULT {label}: {len(left_out)} of {len(bad) if kinds else 0} bad steps left out, "
+            f"{len(missed)} missed, {len(extra)} good ones left out, loss {loss:.4f}")  # fmt: skip
+  for errors in (4, 5):
+    state = "finite" if apply_if_finite(errors) else "NaN"
+    print(f"RESULT optax.apply_if_finite after {errors} bad steps in a row: weights {state}")
+  return int(not ok)
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())

@@ -1,0 +1,99 @@
+"""Curves of one or several runs as one picture: training loss, and every validation set.
+
+    python -m train plot runs/lnssm runs/gla --output compared.png      # needs matplotlib
+
+One panel for the training loss, one for each validation set, one line for each run. Run folders are
+read only, also while the runs go on.
+"""
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+Points = tuple[list[float], list[float]]  # steps, values
+
+
+def read(run: Path) -> tuple[Points, dict[str, Points]]:
+  """The training loss, and bits per byte (without them nats per token) of every set, by step.
+
+  `run` is a run folder, or a copy of its metrics.jsonl. A last line that is still being written is
+  left out.
+
+  Raises:
+    FileNotFoundError: there is no metrics.jsonl; the message gives the folder.
+    ValueError: a line of it is not JSON.
+  """
+  file = run / "metrics.jsonl" if run.is_dir() else run
+  if not file.is_file():
+    raise FileNotFoundError(f"no metrics in {run}; give the folder of a run, such as runs/NAME.")
+  lines = file.read_text().split("\n")[:-1]
+  training: Points = ([], [])
+  validation: dict[str, Points] = {}
+  for number, line in enumerate(lines, 1):
+    try:
+      row = json.loads(line)
+    except json.JSONDecodeError as error:
+      raise ValueError(f"line {number} of {file} is not JSON ({error}).") from error
+    if row.get("kind") == "train":
+      points, value = training, row["loss"]
+    elif row.get("kind") == "eval":
+      bits = row["bits_per_byte"]
+      points = validation.setdefault(row["set"], ([], []))
+      value = row["val_loss"] if bits is None else bits
+    else:
+      continue
+    points[0].append(row["step"])
+    points[1].append(value)
+  return training, validation
+
+
+def smoothed(points: Points, width: int) -> tuple[np.ndarray, np.ndarray]:
+  """Means of `width` neighbours, each at the step of the last."""
+  steps, values = (np.asarray(x, float) for x in points)
+  width = max(1, min(width, len(values)))
+  return steps[width - 1 :], np.convolve(values, np.ones(width) / width, mode="valid")
+
+
+def draw(runs: Sequence[Path], output: Path) -> None:
+  """Writes the picture, PNG or what else the ending of `output` says.
+
+  Raises:
+    ModuleNotFoundError: matplotlib is not installed.
+    FileNotFoundError, ValueError: as `read`.
+  """
+  if importlib.util.find_spec("matplotlib") is None:
+    raise ModuleNotFoundError(
+      "plot needs matplotlib, which is not installed: pip install matplotlib"
+    )
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot as plt
+
+  curves = {run.name if run.is_dir() else run.stem: read(run) for run in runs}
+  sets = list(dict.fromkeys(name for _, validation in curves.values() for name in validation))
+  columns = min(3, 1 + len(sets))
+  rows = -(-(1 + len(sets)) // columns)
+  size = (4.4 * columns, 3.3 * rows)
+  figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+  panels = dict(zip(["training", *sets], axes.flat, strict=False))
+  for name, (training, validation) in curves.items():
+    panels["training"].plot(*smoothed(training, len(training[0]) // 40), label=name, linewidth=1)
+    for each, points in validation.items():
+      panels[each].plot(*points, marker=".", markersize=3, label=name, linewidth=1)
+  for name, axis in panels.items():
+    everything = [y for line in axis.lines for y in np.asarray(line.get_ydata())]
+    if everything:  # the first steps would flatten all that comes after
+      low, high = min(everything), np.percentile(everything, 85)
+      axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low) or None)
+    label = "nats per token" if name == "training" else "bits per byte"
+    axis.set(title=name, xlabel="step", ylabel=label)
+    axis.grid(alpha=0.3)
+  for axis in axes.flat[len(panels) :]:
+    axis.set_axis_off()
+  panels["training"].legend(frameon=False, fontsize=7)
+  figure.savefig(output, dpi=110)
+  plt.close(figure)
