@@ -1,6 +1,8 @@
 """Models on a sequence that four devices share: the same numbers as on one."""
 
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +81,15 @@ def test_a_model_with_such_a_mixer_is_refused():
         rngs=nnx.Rngs(0),
       )
     )
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_runs(tmp_path):
+  page = (Path(__file__).parents[2] / "docs" / "sequence_parallelism.md").read_text()
+  (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+  script = tmp_path / "page.py"
+  script.write_text(code.replace("print(logits.shape)", "print(list(logits.shape))"))
+  assert run_here(str(script)) == [2, 64, 257]
 
 
 def on_parts(face, x, **variables):
