@@ -1,4 +1,4 @@
-"""The command line: python -m train fit | evaluate | generate | tokenize | verify | doctor."""
+"""The command line: python -m train fit | evaluate | generate | tokenize | verify | plot | doctor."""
 
 import argparse
 import dataclasses
@@ -21,6 +21,7 @@ examples:
   python -m train generate --run-dir runs/quickstart --prompt 'def '
   python -m train tokenize --input TEXT --output data/text --tokenizer bytes
   python -m train verify runs/quickstart
+  python -m train plot runs/quickstart runs/longer --output compared.png
   python -m train doctor --config configs/quickstart.py
 """
 
@@ -147,6 +148,13 @@ def _verify(options: argparse.Namespace) -> int:
   return 0 if whole else 1
 
 
+def _plot(options: argparse.Namespace) -> None:
+  from train import plot
+
+  plot.draw(options.runs, options.output)
+  print(options.output)
+
+
 def _doctor(options: argparse.Namespace) -> int:
   cfg = None
   if options.config:
@@ -265,5 +273,8 @@ def _parser() -> argparse.ArgumentParser:
   verify.add_argument(
     "--adopt", type=int, metavar="STEP", help="trust this checkpoint as it is: make its digests new"
   )
+  plot = plain("plot", _plot, "Draw the loss curves of runs beside one another.")
+  plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+  plot.add_argument("--output", required=True, type=Path, metavar="FILE", help="such as a.png")
   command("doctor", _doctor, "Say what there is to train with, and what stands in the way.")
   return parser

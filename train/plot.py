@@ -57,23 +57,27 @@ def smoothed(points: Points, width: int) -> tuple[np.ndarray, np.ndarray]:
   return steps[width - 1 :], np.convolve(values, np.ones(width) / width, mode="valid")
 
 
+def _labels(runs: Sequence[Path]) -> list[str]:
+  """The runs' names, or their whole paths where two have the same name."""
+  names = [run.name if run.is_dir() else run.stem for run in runs]
+  return names if len(set(names)) == len(names) else [str(run) for run in runs]
+
+
 def draw(runs: Sequence[Path], output: Path) -> None:
   """Writes the picture, PNG or what else the ending of `output` says.
 
   Raises:
-    ModuleNotFoundError: matplotlib is not installed.
-    FileNotFoundError, ValueError: as `read`.
+    ValueError: matplotlib is not installed, or a file is damaged.
+    FileNotFoundError: a run has no metrics.
   """
   if importlib.util.find_spec("matplotlib") is None:
-    raise ModuleNotFoundError(
-      "plot needs matplotlib, which is not installed: pip install matplotlib"
-    )
+    raise ValueError("plot needs matplotlib, which is not installed: pip install matplotlib")
   import matplotlib
 
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
 
-  curves = {run.name if run.is_dir() else run.stem: read(run) for run in runs}
+  curves = dict(zip(_labels(runs), (read(run) for run in runs), strict=True))
   sets = list(dict.fromkeys(name for _, validation in curves.values() for name in validation))
   columns = min(3, 1 + len(sets))
   rows = -(-(1 + len(sets)) // columns)

@@ -1,0 +1,48 @@
+"""Curves of runs as a picture."""
+
+import json
+
+import pytest
+
+from train import plot
+from train.cli import main
+
+ROWS = [
+  {"kind": "eval", "step": 0, "set": "books", "val_loss": 5.5, "bits_per_byte": None},
+  {"kind": "train", "step": 1, "loss": 5.0},
+  {"kind": "train", "step": 2, "loss": 4.0},
+  {"kind": "eval", "step": 2, "set": "books", "val_loss": 4.5, "bits_per_byte": 1.5},
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+  folder = tmp_path / "run"
+  folder.mkdir()
+  lines = [json.dumps(row) + "\n" for row in ROWS]
+  (folder / "metrics.jsonl").write_text("".join(lines) + '{"kind": "tra')  # still being written
+  return folder
+
+
+def test_curves_are_read(run):
+  training, validation = plot.read(run)
+  assert training == ([1, 2], [5.0, 4.0])
+  assert validation == {"books": ([0, 2], [5.5, 1.5])}
+  steps, values = plot.smoothed(training, 2)
+  assert (list(steps), list(values)) == ([2], [4.5])
+
+
+def test_runs_are_drawn(run, tmp_path, capsys):
+  pytest.importorskip("matplotlib")
+  picture = tmp_path / "compared.png"
+  assert main(["plot", str(run), str(run), "--output", str(picture)]) == 0
+  assert picture.read_bytes().startswith(b"\x89PNG")
+  assert capsys.readouterr().out == f"{picture}\n"
+
+
+def test_what_is_no_run_is_named(run, tmp_path, capsys):
+  assert main(["plot", str(tmp_path), "--output", str(tmp_path / "a.png")]) == 2
+  assert f"no metrics in {tmp_path}" in capsys.readouterr().err
+  (run / "metrics.jsonl").write_text("{}\nnonsense\n")
+  with pytest.raises(ValueError, match="line 2 of .* is not JSON"):
+    plot.read(run)
