@@ -1,4 +1,4 @@
-"""The command line: python -m train fit | evaluate | generate | tokenize | verify | plot | doctor."""
+"""The command line, python -m train: fit, evaluate, generate, tokenize, verify, plot, doctor."""
 
 import argparse
 import dataclasses

@@ -44,5 +44,5 @@ def test_what_is_no_run_is_named(run, tmp_path, capsys):
   assert main(["plot", str(tmp_path), "--output", str(tmp_path / "a.png")]) == 2
   assert f"no metrics in {tmp_path}" in capsys.readouterr().err
   (run / "metrics.jsonl").write_text("{}\nnonsense\n")
-  with pytest.raises(ValueError, match="line 2 of .* is not JSON"):
+  with pytest.raises(ValueError, match=r"line 2 of .* is not JSON"):
     plot.read(run)
