@@ -143,9 +143,11 @@ def stage_for(rows, columns, interpret):
 def in_32_bits(kernel):
   """Traces a kernel with 32-bit indices also where the program around it enables 64 bits.
 
-  And inside `shard_map` without the varying axes of its arguments, which a pipeline in a kernel
-  loses on the way (JAX 0.11); the results then vary as the arguments do together. Arrays come as
-  positional arguments or in trees of these.
+  However often it is traced: the rule of `plgpu.kernel` for `vmap` traces the body once more, which
+  under `jax.checkpoint` happens long after the call, with 64 bits enabled. And inside `shard_map`
+  without the varying axes of its arguments, which a pipeline in a kernel loses on the way (JAX
+  0.11); the results then vary as the arguments do together. Arrays come as positional arguments or
+  in trees of these.
   """
 
   @functools.wraps(kernel)
@@ -159,7 +161,8 @@ def in_32_bits(kernel):
         return kernel(*jax.tree.unflatten(tree, filled.values()), **kwargs)
 
     arrays = [leaves[n] for n in places]
-    return _varying(of_arrays)(*arrays) if _varying_axes(arrays) else of_arrays(*arrays)
+    late = jax.config.jax_enable_x64 or _varying_axes(arrays)
+    return _traced(of_arrays)(*arrays) if late else of_arrays(*arrays)
 
   return wrapper
 
@@ -168,22 +171,23 @@ def _varying_axes(arrays):
   return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
-def _varying(function):
-  """`function` of arrays, traced for arrays that do not vary along the axes of a mesh."""
+def _traced(function):
+  """`function` of arrays, traced as it is called, or mapped, for arrays that do not vary along the
+  axes of a mesh."""
 
   @jax.custom_batching.custom_vmap
   def call(*arrays):
     plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*plain)
     results = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *arrays)
-    axes = tuple(_varying_axes(arrays))
-    results = [jax.lax.pcast(x, axes, to="varying") for x in results]
+    if axes := tuple(_varying_axes(arrays)):
+      results = [jax.lax.pcast(x, axes, to="varying") for x in results]
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
   @call.def_vmap
   def mapped(size, batched, *arrays):
     over = [0 if x else None for x in batched]
-    results = _varying(jax.vmap(function, over, axis_size=size))(*arrays)
+    results = _traced(jax.vmap(function, over, axis_size=size))(*arrays)
     return results, jax.tree.map(lambda _: True, results)
 
   return call

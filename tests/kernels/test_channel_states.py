@@ -126,12 +126,12 @@ def test_every_configuration_lowers(configuration):
 @pytest.mark.parametrize(
   "transformed",
   [
-    pytest.param(lambda loss: jax.vmap(jax.grad(loss)), id="vmap"),
+    pytest.param(lambda loss: jax.vmap(jax.grad(jax.checkpoint(loss))), id="vmap"),
     pytest.param(recomputed_in_a_scan, id="scan", marks=pytest.mark.slow),
   ],
 )
 def test_transformations_lower(transformed):
-  """Several problems at once, and one after the other with activations made anew, in 64 bits."""
+  """Several problems at once and one after the other, with activations made anew, in 64 bits."""
   with jax.enable_x64(True):
     args, kwargs = drawn("longhorn_scan", Case(40, D=130, N=16, chunk=None), NARROW)
 

@@ -103,11 +103,13 @@ def recomputed_in_a_scan(loss):
 
 
 @pytest.mark.parametrize(
-  "transformed", [lambda loss: jax.vmap(jax.grad(loss)), recomputed_in_a_scan], ids=["vmap", "scan"]
+  "transformed",
+  [lambda loss: jax.vmap(jax.grad(jax.checkpoint(loss))), recomputed_in_a_scan],
+  ids=["vmap", "scan"],
 )
 @pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
 def test_transformations_lower(transformed, wide):
-  """Several problems at once, and one after the other with activations made anew."""
+  """Several problems at once and one after the other, with activations made anew."""
   with jax.enable_x64(wide):
     inputs, _ = arguments("HK", 64, 64, ("normalize",), T=100, lead=(3,))
     loss = lambda x: total(run(x, None, ("normalize",), None))
