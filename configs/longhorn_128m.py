@@ -6,7 +6,10 @@
 TEXT is a .txt, .jsonl or .jsonl.xz file or a folder of such, and TOKENIZER_JSON GPT-2's tokenizer
 (50,257 entries; the model's vocabulary is 50,304). 4,800 steps of 0.49M tokens. The paper's larger
 model (370M): `--set model.num_layers=48 --set model.dim=1024 --set optimizer.peak_lr=3e-4 --set
-optimizer.warmup_steps=675 --set steps=13500`; its Mamba (129.2M): `--set model.mixer=mamba`.
+optimizer.warmup_steps=675 --set steps=13500`; its Mamba (129.2M): `--set model.mixer=mamba`;
+its GLA (123.8M): `--set model.mixer=gla --set model.channel_mixer=swiglu --set model.num_layers=12
+--set model.num_heads=4`; its LLaMA: the same with `model.mixer=softmax_attention` and 12 heads
+(123.6M; the table prints 124.4M).
 Measured: 128,563,968 parameters; the run has not been made.
 """
 

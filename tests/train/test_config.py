@@ -342,6 +342,9 @@ def test_a_missing_config_file_names_its_neighbours(tmp_path):
     load_config(tmp_path / "not.py")
 
 
+SHALLOW = ["model.num_layers=12", "model.channel_mixer=swiglu"]
+
+
 @pytest.mark.parametrize(
   ("name", "changes", "count"),
   [
@@ -349,10 +352,14 @@ def test_a_missing_config_file_names_its_neighbours(tmp_path):
     ("longhorn_128m", [], 128_563_968),
     ("longhorn_128m", ["model.num_layers=48", "model.dim=1024"], 369_968_128),
     ("longhorn_128m", ["model.mixer=mamba"], 129_153_792),
+    ("longhorn_128m", [*SHALLOW, "model.mixer=gla", "model.num_heads=4"], 123_815_424),
+    ("longhorn_128m", [*SHALLOW, "model.mixer=softmax_attention"], 123_587_328),
+    ("sse_600m", [], 616_136_704),
+    ("sse_600m", ["model.mixer=softmax_attention"], 615_531_520),
   ],
 )
 def test_models_have_the_papers_sizes(name, changes, count):
-  """LNSSM, section 5; Longhorn (Liu et al. 2024), table 2."""
+  """LNSSM, section 5; Longhorn (Liu et al. 2024), table 2; SSE (Pan et al. 2025), table 1."""
   config = overrides.apply(load_config(ROOT / f"configs/{name}.py"), changes)
   model = jax.eval_shape(functools.partial(build_model, config.model), jax.random.key(0))
   assert count_parameters(model) == count

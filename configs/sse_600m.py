@@ -1,0 +1,60 @@
+"""The 600M baselines of the SSE paper: GLA, or a Transformer, trained on 15B tokens.
+
+    python -m train fit --config configs/sse_600m.py --set data.sources.train=TEXT \\
+      --set data.sources.validation=TEXT --set data.tokenizer=TOKENIZER_JSON
+
+TEXT is a .txt, .jsonl or .jsonl.xz file or a folder of such, and TOKENIZER_JSON a tokenizer of at
+most 150,000 entries. The Transformer: `--set model.mixer=softmax_attention --set
+model.mixer_options.max_length=8192`. The paper gives 24 layers of 1,024 with 8 heads and 300M
+parameters without embeddings; the vocabulary and the width of the channel mixer are inferred from
+its sums. Measured: 616,136,704 parameters with GLA, of which 307,200,000 are embeddings and head,
+and 615,531,520 as a Transformer; the run has not been made.
+"""
+
+from train.config import Data, Model, Optimizer, Train
+
+VOCABULARY = 150_000
+TOKENS_PER_BATCH = 2**22
+TOKENS = 15_000_000_000
+
+
+def get_config() -> Train:
+  """The 600M run of SSE (Pan et al. 2025), table 1: sequences of 8,192, 4M tokens a step."""
+  steps, seq_len = TOKENS // TOKENS_PER_BATCH, 8192
+  return Train(
+    model=Model(
+      mixer="gla",
+      channel_mixer="swiglu",
+      norm="rms",
+      embedding_norm=False,
+      dim=1024,
+      num_layers=24,
+      num_heads=8,
+      vocab_size=VOCABULARY,
+      remat="dots",
+    ),
+    optimizer=Optimizer(  # a cosine that ends where it begins: warm-up, then constant
+      peak_lr=6e-4,
+      final_lr=6e-4,
+      schedule="cosine",
+      warmup_steps=steps // 20,
+      b1=0.9,
+      b2=0.95,
+      weight_decay=0.1,
+      clip_norm=1.0,
+      logit_penalty=0.0,
+    ),
+    data=Data(
+      folder="data/sse_600m",
+      tokenizer="data/tokenizer.json",
+      train=("train",),
+      validation=("validation",),
+    ),
+    run_dir="runs/sse_600m",
+    seq_len=seq_len,
+    global_batch=TOKENS_PER_BATCH // seq_len,
+    accumulate=64,
+    steps=steps,
+    eval_every=200,
+    checkpoint_every=200,
+  )
