@@ -45,8 +45,7 @@ class Checkpoints:
     self.directory, self._keep, self._say = Path(directory).absolute(), keep, say
     self._thread = ThreadPoolExecutor(1, "checkpoint")
     self._pending: Future[None] | None = None
-    if distributed.is_first():
-      step_folders.clear_leftovers(self.directory)
+    self._clear()
 
   def __enter__(self) -> "Checkpoints":
     return self
@@ -80,6 +79,7 @@ class Checkpoints:
     """
     if self._pending and (error := self._pending.exception()):
       self._say(str(error))  # nobody has asked; it must not get lost
+    self._clear()
     staging = self.directory / f"{step}{step_folders.SAVING}"
     try:
       written = ocp.save_checkpointables_async(
@@ -119,7 +119,13 @@ class Checkpoints:
         step_folders.publish(staging, step)
         step_folders.keep_newest(self.directory, self._keep)
     except Exception as error:
+      self._clear()
       raise _not_written(self.directory, step, error) from error
+
+  def _clear(self) -> None:
+    """Removes what was not finished: what it holds may be the room that the next one needs."""
+    if distributed.is_first():
+      step_folders.clear_leftovers(self.directory)
 
 
 def load(

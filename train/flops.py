@@ -1,27 +1,48 @@
 """Model FLOPs: what a token costs by formula, and the share of a device's peak that is used.
 
-Counted are the multiplications and additions of the recurrence and of the matrix products (two a
-multiply-add), not what an implementation does in their place (chunks, recomputation), nor norms,
-activations and gates. D is `dim`, H the number of heads, K = V = D / H, V_ocab the vocabulary.
+Counted are the multiplications and additions of the matrix products (two a multiply-add) and of the
+recurrences as they are written in the papers: not what an implementation does in their place
+(chunks, recomputation), nor norms, activations, feature maps, gates and exponentials.
 
-    forward FLOPs a token = num_layers * (mixer + channel mixer) + head
+    forward FLOPs a token = 2 * (entries of all kernels, the head's included) + recurrences
 
-    mixer lnssm         10 D^2            q, k, v, gate and output projections
-                      + 5 H K V + 4 H K   S = a S + k v^T, z = a z + k; S^T q and z^T q
-    channel mixer gpt2  16 D^2            D -> 4 D -> D
-                 swiglu  6 D hidden       three products; hidden: 8/3 D, rounded up to 256s
-                 geglu  18 D^2            the same with 3 D
-                 rwkv4  18 D^2            D -> 4 D -> D, and D -> D; of rwkv6 with 3.5 D
-                 none    0
-    head                2 D V_ocab
+Every entry of a kernel is multiplied once a token: of projections, of low-rank and block-diagonal
+maps, of convolutions over a few steps. Left out are the networks of long filters, which run once
+for all tokens. The recurrence of each layer, by the axes of its state, one of them for each head
+(`RECURRENCES`; a complex number is one entry):
+
+    linear attention S [K, V]       4 K V        S + k v^T, S^T q
+      with decay, of keys and values  + K V, + 2 K V         a S; (a c^T) * S
+      with a normaliser z [K]       3 K, 4 K     z + k, z^T q; a z
+      read before the update        + 3 K + 2 V  (q . u k) v
+      complex decay, real k, v      10 K V
+    delta rule S [K, V]             6 K V        S^T e, S + k (..)^T, S^T q; with decay + K V
+    selective scan S [E, N]         6 E N + 3 E  dt a, a S, S + x b^T, S c; dt x, skip x
+    Longhorn S [E, N]               7 E N + 3 E  e k^2, 1 - .., a S, S + x k^T, S q; e x, skip x
+    diagonal h [D]                  2 D          a h + x; complex 8 D
+    RWKV-4, two sums [D]            11 D         update and read of both, their quotient
+    S4D, DSS h [D, N], complex      11 D N + 2 D a h, h + u, Re(c h); skip u
+    S4, diagonal plus rank 1        26 D N + 2 D (1 - dt A / 2)^-1 by its formula, b u, Re(c h)
+    attention                       2 (K + V)    q . k, p v, for each key that a token sees
+    convolution of length T         10 log2(2 T) for each channel: two real FFTs of 2 T numbers
+
+A token of a sequence of T sees (T + 1) / 2 keys on average; with a window of w, or in blocks, as
+many as lie there. Documents packed into one sequence are not told apart.
 
 A training step costs three forward passes: each product has two in its backward pass.
 """
 
-import jax
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
 
-from lnssm_jax.models.channel_mixers import rwkv6_width, swiglu_width
+import jax
+from flax import nnx
+
+from lnssm_jax.ops import AttentionState, LinearAttentionState
 from train import config
+from train.step import build_model
 
 TRAINING_FACTOR = 3
 
@@ -35,24 +56,162 @@ PEAK_FLOPS = {
   "NVIDIA H200 NVL": 835.5e12,
 }
 
-MIXERS = {"lnssm": lambda D, H: 10 * D**2 + 5 * (D // H) * D + 4 * D}
-CHANNEL_MIXERS = {
-  "gpt2": lambda D: 16 * D**2,
-  "swiglu": lambda D: 6 * D * swiglu_width(D),
-  "geglu": lambda D: 18 * D**2,
-  "rwkv4_channel_mix": lambda D: 18 * D**2,
-  "rwkv6_channel_mix": lambda D: 4 * D * rwkv6_width(D) + 2 * D**2,
-  "none": lambda D: 0,
+# Parameters that are matrices, though no layer of their own holds them.
+_OTHER_KERNELS = ("mix_up",)
+
+
+def _linear_attention(mixer, state, length, *, decays=1, bonus=False):
+  """The scans of a layer that keep a matrix for each head: each of them alike."""
+  del mixer, length
+  is_scan = lambda x: isinstance(x, LinearAttentionState)
+  scans = [x for x in jax.tree.leaves(state, is_leaf=is_scan) if is_scan(x)]
+  total = 0
+  for kv, key_sum in scans:
+    _, H, K, V = kv.shape
+    total += (4 + decays) * H * K * V
+    total += (3 + min(decays, 1)) * (0 if key_sum is None else key_sum.size)
+    total += H * (3 * K + 2 * V) if bonus else 0
+  return total
+
+
+def _delta_rule(mixer, state, length, *, decays):
+  del mixer, length
+  return (6 + decays) * state.memory.kv.size
+
+
+def _channel_states(mixer, state, length, *, an_entry):
+  del mixer, length
+  (memory,) = state.memory
+  _, E, _ = memory.shape
+  return an_entry * memory.size + 3 * E
+
+
+def _diagonal(mixer, state, length):
+  """h of the scan itself, or in a state with other things."""
+  del mixer, length
+  return 2 * getattr(state, "memory", state).h.size
+
+
+def _wkv4(mixer, state, length):
+  del mixer, length
+  return 11 * state.memory.numerator.size
+
+
+def _complex(mixer, state, length, *, an_entry, skip=False):
+  return an_entry * state.real.size + (2 * mixer.dim if skip else 0)
+
+
+def _attention(mixer, state, length):
+  """Softmax attention: over all keys before, in a window, or in blocks."""
+  is_cache = lambda x: isinstance(x, AttentionState)
+  (cache,) = (x for x in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(x))
+  reach = cache.k.shape[1] + 1  # steps that a token sees at most, with itself
+  keys = min(reach, length)
+  if is_cache(state):  # the first tokens see less than a window
+    seen = keys * (keys + 1) / 2 + (length - keys) * keys
+  else:
+    blocks, rest = divmod(length, reach)
+    seen = blocks * reach * (reach + 1) / 2 + rest * (rest + 1) / 2
+  return 2 * mixer.num_heads * (cache.k.shape[-1] + cache.v.shape[-1]) * seen / length
+
+
+def _long_convolution(mixer, state, length):
+  if getattr(mixer, "filter", None) is None:
+    return 0
+  del state
+  channels = getattr(mixer, "inner_dim", mixer.dim)
+  return 10 * math.log2(2 * length) * channels
+
+
+def _log_normal_attention(mixer, state, length):
+  return _linear_attention(mixer, state, length) + _attention(mixer, state, length)
+
+
+Recurrence = Callable[[Any, Any, int], float]
+_undecayed = functools.partial(_linear_attention, decays=0)
+_with_bonus = functools.partial(_linear_attention, bonus=True)
+_state_space = functools.partial(_complex, an_entry=11, skip=True)
+
+# FLOPs a token of (the mixer, its state for one sequence, as shapes; the length of a sequence).
+RECURRENCES: dict[str, Recurrence] = {
+  "base_conv": _long_convolution,
+  "based": _undecayed,
+  "cosformer": _undecayed,
+  "delta_net": functools.partial(_delta_rule, decays=0),
+  "dss": _state_space,
+  "gated_delta_net": functools.partial(_delta_rule, decays=1),
+  "gateloop": functools.partial(_complex, an_entry=10),
+  "gfw": functools.partial(_linear_attention, decays=2),
+  "gla": _linear_attention,
+  "gsa": _linear_attention,
+  "hgrn": functools.partial(_complex, an_entry=8),
+  "hgrn2": _linear_attention,
+  "hyena": _long_convolution,
+  "linear_attention": _undecayed,
+  "lln": _log_normal_attention,
+  "lnssm": _linear_attention,
+  "longhorn": functools.partial(_channel_states, an_entry=7),
+  "longhorn_exact": functools.partial(_delta_rule, decays=0),
+  "lrn": _diagonal,
+  "lrpe": _undecayed,
+  "mamba": functools.partial(_channel_states, an_entry=6),
+  "mamba2": _linear_attention,
+  "metala": _linear_attention,
+  "normalized_attention": _undecayed,
+  "qlstm": _diagonal,
+  "qlstm_reversed": _diagonal,
+  "retnet": _linear_attention,
+  "rg_lru": _diagonal,
+  "rwkv4": _wkv4,
+  "rwkv5": _with_bonus,
+  "rwkv6": _with_bonus,
+  "s4": functools.partial(_complex, an_entry=26, skip=True),
+  "s4d": _state_space,
+  "s5": functools.partial(_complex, an_entry=8),
+  "sliding_window_attention": _attention,
+  "softmax_attention": _attention,
+  "tnl": _linear_attention,
+  "tnn": _long_convolution,
 }
 
 
-def model_flops_per_token(model: config.Model) -> int | None:
-  """FLOPs of the forward pass for one token, or None for a mixer that has no formula here."""
-  if model.mixer not in MIXERS or model.channel_mixer not in CHANNEL_MIXERS:
+def model_flops_per_token(model: config.Model, sequence_length: int) -> int | None:
+  """FLOPs of the forward pass for one token, or None for a mixer that has no formula here.
+
+  Args:
+    sequence_length: T of attention and long convolutions; recurrences do not depend on it.
+  """
+  pattern = (model.mixer,) if isinstance(model.mixer, str) else tuple(model.mixer)
+  if not set(pattern) <= set(RECURRENCES):
     return None
-  mixer = MIXERS[model.mixer](model.dim, model.num_heads)
-  layer = mixer + CHANNEL_MIXERS[model.channel_mixer](model.dim)
-  return model.num_layers * layer + 2 * model.dim * model.vocab_size
+  built = jax.eval_shape(functools.partial(build_model, model), jax.random.key(0))
+  products = kernel_entries(built)
+  if model.tie_embeddings:
+    products += model.dim * model.vocab_size
+  total = 2.0 * products
+  for place, name in enumerate(pattern):
+    stack = built.blocks if len(pattern) == 1 else built.blocks[str(place)]
+    layers = len(range(place, model.num_layers, len(pattern)))
+    total += layers * mixer_recurrence(name, stack.mixer, sequence_length)
+  return round(total)
+
+
+def mixer_recurrence(name: str, mixer: Any, sequence_length: int) -> float:
+  """FLOPs a token of what a mixer does beside the products with its kernels."""
+  state = jax.eval_shape(lambda: mixer.init_state(1))
+  return RECURRENCES[name](mixer, state, sequence_length)
+
+
+def kernel_entries(module: nnx.Module) -> int:
+  """How many entries the kernels have that are multiplied once a token."""
+  leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+  return sum(x.size for path, x in leaves if is_kernel(path))
+
+
+def is_kernel(path: tuple[Any, ...]) -> bool:
+  """Whether the parameter of this path is multiplied once a token, as a matrix."""
+  names = [str(entry.key) for entry in path]
+  return names[-1] in ("kernel", *_OTHER_KERNELS) and "filter" not in names
 
 
 def peak_flops(device: jax.Device) -> float | None:
@@ -61,9 +220,13 @@ def peak_flops(device: jax.Device) -> float | None:
   return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
-def utilization(model: config.Model, tokens_per_second: float, devices: list) -> float | None:
-  """Model FLOP utilisation of training: model FLOP/s over the devices' bf16 peak, or None."""
-  flops, peak = model_flops_per_token(model), peak_flops(devices[0])
+def utilization(flops: int | None, tokens_per_second: float, devices: list) -> float | None:
+  """Model FLOP utilisation of training: model FLOP/s over the devices' bf16 peak, or None.
+
+  Args:
+    flops: of the forward pass for one token (`model_flops_per_token`), or None.
+  """
+  peak = peak_flops(devices[0])
   if flops is None or peak is None:
     return None
   return TRAINING_FACTOR * flops * tokens_per_second / (peak * len(devices))

@@ -250,6 +250,7 @@ def test_failed_save_is_told_and_leaves_the_older_ones(saved, monkeypatch):
       checkpoints.save(9, states[7], {})
       with pytest.raises(CheckpointError, match=r"step 9 could not.*No space left.*intact"):
         checkpoints.wait()
+      assert sorted(path.name for path in folder.iterdir()) == ["3", "7"]  # no half of it stays
       patch.setattr(checkpoint.ocp, "save_checkpointables_async", full)  # at once
       checkpoints.save(10, states[7], {})
       assert "No space left" in str(checkpoints.failure())
