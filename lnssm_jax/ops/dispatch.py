@@ -7,6 +7,7 @@ error says which argument stands in the way. No global flag takes part in the ch
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,7 +58,8 @@ def kernels(module: str) -> tuple[Implementation, Implementation]:
   """The implementations "pallas", on a Hopper GPU, and "pallas_interpret", by name only.
 
   XLA can cut its own forms over several devices, but not a kernel, for which it would gather all
-  arguments: with more than one device `None` takes kernels inside `shard_map` only.
+  arguments: with more than one device `None` takes kernels only inside a `shard_map` that maps
+  over every axis of the mesh.
 
   Args:
     module: the name of the module that has `run`, `interpreted`, `obstacle` (on any device) and
@@ -96,7 +98,11 @@ def hopper_obstacle() -> str | None:
 
 
 def _on_one_device(x: jax.Array) -> bool:
-  return jax.device_count() == 1 or bool(jax.typeof(x).manual_axis_type.varying)
+  """Whether x lies on one device: there is only one, or `shard_map` maps over all of the mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  left = [mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes]
+  mapped = bool(jax.typeof(x).manual_axis_type.varying) and math.prod(left) == 1
+  return jax.device_count() == 1 or mapped
 
 
 def _default_device() -> jax.Device:

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from lnssm_jax import ops
-from lnssm_jax.ops import sequence_parallel
+from lnssm_jax.ops import dispatch, sequence_parallel
 from tests.ops.contract import tolerance
 from tests.ops.divided import AXIS, DIVIDED, SEGMENT_IDS, WHOLE, run_here
 
@@ -135,3 +135,19 @@ def test_wrong_arguments_are_refused_as_the_scan_does():
   call = lambda x: sequence_parallel.linear_attention(x, x[..., 1:], x, axis_name=AXIS)[0].sum()
   with pytest.raises(ValueError, match="linear_attention: k has shape"):
     shapes(call, jnp.ones((1, 8, 2, 3)), specs=DIVIDED)
+
+
+def test_kernels_are_taken_where_every_axis_of_the_mesh_is_mapped(monkeypatch):
+  """XLA divides what is left to it, but not a kernel."""
+  monkeypatch.setattr(jax, "device_count", lambda: 4)
+  mesh = AbstractMesh((2, 2), ("fsdp", AXIS), axis_types=(AxisType.Auto,) * 2)
+  found = []
+
+  def part(x):
+    found.append(dispatch._on_one_device(x))
+    return x
+
+  for axes in ({AXIS}, {AXIS, "fsdp"}):
+    run = jax.shard_map(part, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), axis_names=axes)
+    jax.eval_shape(run, jnp.ones(4))
+  assert found == [False, True]
