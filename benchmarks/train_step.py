@@ -106,6 +106,7 @@ def main():
   step_seconds = statistics.median(seconds)
   tokens_per_second = cfg.global_batch * cfg.seq_len / step_seconds
   memory = (devices[0].memory_stats() or {}).get("peak_bytes_in_use")
+  per_token = flops.model_flops_per_token(cfg.model, cfg.seq_len)
   result = {
     "device": f"{devices[0].device_kind} x {len(devices)}",
     "global_batch": cfg.global_batch,
@@ -117,7 +118,7 @@ def main():
     "tokens_per_second": round(tokens_per_second),
     "seconds_per_paper_epoch": round(PAPER_EPOCH_TOKENS / tokens_per_second, 1),
     "peak_memory_gib": None if memory is None else round(memory / 2**30, 2),
-    "mfu": flops.utilization(cfg.model, tokens_per_second, devices),
+    "mfu": flops.utilization(per_token, tokens_per_second, devices),
   }
   if args.profile:
     print_profile(compiled.as_text(), lambda: run.steps(5), 5, step_seconds)

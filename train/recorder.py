@@ -32,6 +32,8 @@ class Recorder:
     self._cfg, self._run, self._console, self._devices = cfg, run, console, devices
     self._tokens_per_step = cfg.global_batch * cfg.seq_len
     self._tokens_per_byte = tokens_per_byte(cfg.data.folder, cfg.data.train)
+    known = flops.peak_flops(devices[0]) is not None
+    self._flops = flops.model_flops_per_token(cfg.model, cfg.seq_len) if known else None
     self._clock = Clock(self._tokens_per_step)
     self._pending: tuple[int, dict[str, Any], float | None] | None = None
     self._skipped = run.skipped_steps()
@@ -93,7 +95,7 @@ class Recorder:
       "tokens": step * self._tokens_per_step,
       "skipped": len(self._skipped),
       "tokens_per_second": rate,
-      "mfu": flops.utilization(self._cfg.model, rate, self._devices),
+      "mfu": flops.utilization(self._flops, rate, self._devices),
     }
     self._run.append([row])
     left = self._clock.seconds_left(self._cfg.steps - step)
