@@ -201,20 +201,25 @@ def elementwise_decay_scan(
   }
   if axis_name is None:
     return ops.elementwise_decay_scan(q, k, v, log_decay, initial_state=initial_state, **options)
-  (_, k, v, decay, state, _), _ = dispatch.checked(
+  (_, k, v, _, state, _), _ = dispatch.checked(
     ops.elementwise_decay_scan, q, k, v, log_decay, initial_state=initial_state
   )
-
-  def twice(steps, parameters):
-    made = decay.make(steps, parameters)
-    return jnp.concatenate([made, made], axis=-1)
-
   both = lambda x, y: jnp.concatenate([x, y], axis=-1)
+  if isinstance(log_decay, DecayFunction):
+    make = log_decay.make
+
+    def twice(steps, parameters):
+      made = make(steps, parameters)
+      return both(made, made)
+
+    decays = DecayFunction(twice, log_decay.steps, log_decay.parameters)
+  else:
+    decays = both(log_decay, log_decay)
   _, (kv,) = ops.elementwise_decay_scan(
     k,
     k,
     both(v, jnp.zeros_like(v)),
-    DecayFunction(twice, decay.steps, decay.parameters),
+    decays,
     initial_state=ElementwiseDecayState(both(jnp.zeros_like(state.kv), jnp.ones_like(state.kv))),
     **options,
   )
@@ -225,5 +230,5 @@ def elementwise_decay_scan(
     lambda summary, state: ElementwiseDecayState(summary[1] * state.kv + summary[0]),
     segment_ids,
   )
-  out, _ = ops.elementwise_decay_scan(q, k, v, decay, initial_state=entering, **options)
+  out, _ = ops.elementwise_decay_scan(q, k, v, log_decay, initial_state=entering, **options)
   return out, final
