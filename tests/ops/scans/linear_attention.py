@@ -92,10 +92,7 @@ KERNELS = [
   Case(T=64, K=16, V=24, decay="HK", bonus=True, segments=True, H=2),
   Case(T=65, K=16, V=24, decay="BTHK", strength="extreme", segments=True, H=1),
   Case(T=63, K=20, V=16, decay="BTHK", bonus=True, normalize=True, H=2),
-  Case(T=2, K=16, V=24, decay=None, normalize=True, H=2, state=False),
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
-  Case(T=15, K=72, V=80, decay="BTHK", strength="weak", segments=True, H=1, state=False),
-  Case(T=15, K=136, V=136, decay="BTHK", bonus=True, H=1),
   Case(T=15, K=136, V=16, decay="H", normalize=True, H=1),
 ]
 KERNEL_SWEEP = [
@@ -112,6 +109,11 @@ KERNEL_SWEEP += [
   for decay in ("H", "HK", "BTHK")
 ]
 KERNEL_SWEEP += [dataclasses.replace(case, segments=True, T=129) for case in KERNEL_SWEEP[::3]]
+KERNEL_SWEEP += [
+  Case(T=2, K=16, V=24, decay=None, normalize=True, H=2, state=False),
+  Case(T=15, K=72, V=80, decay="BTHK", strength="weak", segments=True, H=1, state=False),
+  Case(T=15, K=136, V=136, decay="BTHK", bonus=True, H=1),
+]
 
 
 def draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
