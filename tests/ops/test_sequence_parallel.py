@@ -84,14 +84,19 @@ def test_every_option_and_the_default_forms(part):
 
 
 def test_communication_is_one_exchange_that_does_not_grow_with_the_length():
-  """A layer of the LNSSM: the neighbour's last token, and one gather of the states."""
+  """A layer of the LNSSM and its gradients: the neighbour's last token, one gather of the states.
+
+  Backwards the same, transposed; the all-reduce is of the gradients of the parameters.
+  """
   short, long = run_here("-m", "tests.models.divided", "traffic")
-  assert short["training"] == long["training"]
-  forward, training = short["forward"], short["training"]
-  assert [kind for kind, _ in forward] == ["collective-permute", "all-gather"]
-  assert [kind for kind, _ in training].count("all-gather") == 1
-  assert [kind for kind, _ in training].count("reduce-scatter") == 1
-  assert [kind for kind, _ in training].count("collective-permute") == 2
+  assert short == long
+  kinds, sizes = zip(*short, strict=True)
+  once = ("all-gather", "all-reduce", "collective-permute", "collective-permute", "reduce-scatter")
+  assert kinds == once
+  B, H, K, D = 2, 2, 4, 8
+  summary = 4 * (B * H * (K * K + K) + H * K)  # bytes: kv and key_sum; the sums of log decays
+  assert sizes[0] == 4 * summary  # that of every part
+  assert sizes[2:] == (4 * B * D, 4 * B * D, summary)
 
 
 PARTS = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,))
