@@ -6,7 +6,7 @@ from benchmarks.reliability import faults
 from train import digests
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damaged_checkpoints_are_never_loaded(count, capsys):
   assert faults.main(["--faults", str(count), "--no-orbax"]) == 0
   assert capsys.readouterr().out.splitlines()[-1].startswith("all ")

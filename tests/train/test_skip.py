@@ -108,22 +108,21 @@ def test_a_run_goes_on_past_bad_steps_and_resumes_exactly(tiny, tmp_path, monkey
   assert rows_of(parts) == rows_of(whole)
 
 
-def test_too_many_in_a_row_end_the_run_with_the_last_good_weights(tiny, tmp_path, monkeypatch):
-  good = loop.fit(quick(tiny, run_dir=str(tmp_path / "good"), checkpoint_every=6))
-  shutil.rmtree(tmp_path / "good" / "checkpoints" / str(good.step))
+def test_too_many_in_a_row_end_the_run_with_the_last_good_weights(tiny, monkeypatch):
   poison(monkeypatch, dict.fromkeys(range(7, 13), np.nan))
   cfg = quick(tiny, checkpoint_every=6, max_skipped=3)
   with pytest.raises(DivergedError, match=r"the last 3 steps, up to 9, were left out"):
     loop.fit(cfg)
+  folder = RunFolder(cfg.run_dir).checkpoints
   abstract = loop.abstract_state(cfg, meshes.make_mesh(cfg))
-  with loop.Checkpoints(tmp_path / "good" / "checkpoints", keep=2) as checkpoints:
-    expected, _ = checkpoints.restore(abstract)
-  assert expected["step"] == 6
-  with loop.Checkpoints(RunFolder(cfg.run_dir).checkpoints, keep=2) as checkpoints:
-    state, metadata = checkpoints.restore(abstract)
-  assert metadata["data_position"] == state["step"] == newest_step(checkpoints.directory) >= 9
-  assert_same_bits(state["params"], expected["params"])
-  assert_same_bits(state["opt_state"][1], expected["opt_state"][1])
+  with loop.Checkpoints(folder, keep=2) as checkpoints:
+    last, metadata = checkpoints.restore(abstract)
+    assert metadata["data_position"] == last["step"] == newest_step(folder) >= 9
+    shutil.rmtree(folder / str(last["step"]))
+    good, _ = checkpoints.restore(abstract)
+  assert good["step"] == 6
+  assert_same_bits(last["params"], good["params"])
+  assert_same_bits(last["opt_state"][1], good["opt_state"][1])
 
 
 def test_statistics_are_a_mean_and_then_an_exponential_one(monkeypatch):
