@@ -18,3 +18,21 @@ def test_a_wrong_state_would_be_found(monkeypatch, capsys):
   monkeypatch.setattr(digests, "damage", lambda folder: None)
   assert faults.main(["--faults", "1", "--no-orbax"]) == 1
   assert "WRONG 1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("name", "arguments"),
+  [
+    ("kills", ["--kills", "10", "--steps", "2000"]),
+    ("preempt", ["--processes", "2", "4", "--times", "1"]),
+    ("elastic", ["--layouts", "0", "2", "4", "--steps", "8"]),
+    ("poison", []),
+  ],
+)
+def test_commands_find_nothing_wrong(name, arguments, command):
+  # Of their own process, because they fork before JAX has started.
+  process = command("-W", "default", "-m", f"benchmarks.reliability.{name}", *arguments)
+  out, errors = process.communicate(timeout=1800)
+  assert process.returncode == 0, errors
+  assert out
