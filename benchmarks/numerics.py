@@ -5,7 +5,7 @@
     python -m benchmarks.numerics --scans wkv4 --lengths 1024 --output /tmp/numerics
 
 An error is ||got - want|| / ||want|| over a whole tensor. Both sides see the same inputs, rounded
-to the dtype. Needs matplotlib (`pip install -e .[plots]`).
+to the dtype. Needs matplotlib (`pip install -e .[train]`).
 """
 
 import argparse
@@ -183,7 +183,7 @@ def main():
   parser.add_argument("--keep", action="store_true", help="keep the rows of scans not named")
   args = parser.parse_args()
   if importlib.util.find_spec("matplotlib") is None:
-    parser.error("matplotlib is missing; install it with: pip install -e .[plots]")
+    parser.error("matplotlib is missing; install it with: pip install -e .[train]")
   table = Path(f"{args.output}.csv")
   rows = csv_rows.read(table, without=args.scans) if args.keep else []
   context = multiprocessing.get_context("spawn")

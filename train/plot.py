@@ -1,12 +1,11 @@
 """Curves of one or several runs as one picture: training loss, and every validation set.
 
-    python -m train plot runs/lnssm runs/gla --output compared.png      # needs matplotlib
+    python -m train plot runs/lnssm runs/gla --output compared.png
 
 One panel for the training loss, one for each validation set, one line for each run. Run folders are
 read only, also while the runs go on.
 """
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,11 +66,9 @@ def draw(runs: Sequence[Path], output: Path) -> None:
   """Writes the picture, PNG or what else the ending of `output` says.
 
   Raises:
-    ValueError: matplotlib is not installed, or a file is damaged.
+    ValueError: a file is damaged.
     FileNotFoundError: a run has no metrics.
   """
-  if importlib.util.find_spec("matplotlib") is None:
-    raise ValueError("plot needs matplotlib, which is not installed: pip install matplotlib")
   import matplotlib
 
   matplotlib.use("Agg")

@@ -33,7 +33,6 @@ def test_curves_are_read(run):
 
 
 def test_runs_are_drawn(run, tmp_path, capsys):
-  pytest.importorskip("matplotlib")
   picture = tmp_path / "compared.png"
   assert main(["plot", str(run), str(run), "--output", str(picture)]) == 0
   assert picture.read_bytes().startswith(b"\x89PNG")
