@@ -170,21 +170,24 @@ class Data:
 class Mesh:
   """How many devices each mesh axis has; -1 takes all that remain.
 
-  `data` copies the parameters and divides the batch; `fsdp` divides both.
+  `data` copies the parameters and divides the batch; `fsdp` divides both; `sequence` copies the
+  parameters and divides every sequence, whose length must be a multiple of it.
   """
 
   data: int = -1
   fsdp: int = 1
+  sequence: int = 1
 
-  not_yet = ("tensor", "sequence")  # axes that are planned; naming one is refused with that reason
+  not_yet = ("tensor",)  # axes that are planned; naming one is refused with that reason
 
   def __post_init__(self):
-    for axis in ("data", "fsdp"):
-      size = getattr(self, axis)
+    sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "sequence")}
+    for axis, size in sizes.items():
       check(size == -1 or size >= 1, f"mesh.{axis}={size} must be positive, or -1 for the rest.")
+    rest = [f"mesh.{axis}" for axis, size in sizes.items() if size == -1]
     check(
-      (self.data, self.fsdp) != (-1, -1),
-      "mesh.data and mesh.fsdp are both -1, but only one axis can take the devices that remain.",
+      len(rest) <= 1,
+      f"{' and '.join(rest)} are all -1, but only one axis can take the devices that remain.",
     )
 
 

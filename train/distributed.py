@@ -96,9 +96,10 @@ def any_of(flag: bool) -> bool:
 
 
 def local_rows(where: NamedSharding, global_batch: int) -> range:
-  """The rows of a batch `[global_batch, ...]` that lie on devices of this process."""
+  """The rows of a batch `[global_batch, T]` of which a part lies on devices of this process."""
   rows: set[int] = set()
-  for place in where.addressable_devices_indices_map((global_batch,)).values():
+  of_rows = NamedSharding(where.mesh, PartitionSpec(where.spec[0]))
+  for place in of_rows.addressable_devices_indices_map((global_batch,)).values():
     rows |= set(range(global_batch)[(place or (slice(None),))[0]])
   return range(min(rows), max(rows) + 1)  # a mesh lists the devices of a process together
 
@@ -109,10 +110,16 @@ def to_devices(
   """A batch on its devices, from the rows that this process has read (`local_rows`)."""
   if count() == 1:
     return jax.device_put(batch, where)
-  return {
-    name: jax.make_array_from_process_local_data(where, rows, (global_batch, *rows.shape[1:]))
-    for name, rows in batch.items()
-  }
+  first = local_rows(where, global_batch).start
+
+  def place(rows):
+    def part(index):
+      begin, end, _ = index[0].indices(global_batch)
+      return rows[(slice(begin - first, end - first), *index[1:])]
+
+    return jax.make_array_from_callback((global_batch, *rows.shape[1:]), where, part)
+
+  return {name: place(rows) for name, rows in batch.items()}
 
 
 def ballot(mesh: Mesh, votes: Sequence[bool]) -> jax.Array:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.checks import vary_alike
+
 # Below any logit, and finite: -inf minus itself would be NaN.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -61,7 +63,8 @@ def next_token_loss(
   weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
   steps = max(1, chunk // hidden.shape[0])
   with jax.named_scope("next_token_loss"):
-    nats, penalty = _chunked_sums(steps, float(logit_penalty), hidden, head, targets, weights)
+    arrays = vary_alike((hidden, head, targets, weights))
+    nats, penalty = _chunked_sums(steps, float(logit_penalty), *arrays)
   return LossSums(nats, weights.sum(), jax.lax.stop_gradient(penalty))
 
 
@@ -75,7 +78,8 @@ def _chunked_sums(steps, coefficient, hidden, head, targets, weights):
 
   zero = jnp.zeros((), jnp.float32)
   chunks = [_split_time(x, steps) for x in (hidden, targets, weights)]
-  return jax.lax.scan(body, (zero, zero), chunks)[0]
+  _, *start = vary_alike((matrix, zero, zero))
+  return jax.lax.scan(body, tuple(start), chunks)[0]
 
 
 def _forward(steps, coefficient, hidden, head, targets, weights):
@@ -93,8 +97,8 @@ def _forward(steps, coefficient, hidden, head, targets, weights):
 
   zero = jnp.zeros((), jnp.float32)
   chunks = [_split_time(x, steps) for x in (hidden, targets, weights)]
-  carry = (zero, zero, jnp.zeros(matrix.shape, jnp.float32))
-  (nats, penalty, d_head), d_hidden = jax.lax.scan(body, carry, chunks)
+  _, *start = vary_alike((matrix, zero, zero, jnp.zeros(matrix.shape, jnp.float32)))
+  (nats, penalty, d_head), d_hidden = jax.lax.scan(body, tuple(start), chunks)
   d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, D)[:, :T]
   return (nats, penalty), (d_hidden, d_head[:, : head.shape[1]].astype(head.dtype))
 

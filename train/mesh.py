@@ -1,6 +1,7 @@
-"""The devices of a run as a mesh of two axes, and where a batch lies on it.
+"""The devices of a run as a mesh of three axes, and where a batch lies on it.
 
-`data` copies the parameters and divides the batch; `fsdp` divides both.
+`data` copies the parameters and divides the rows of a batch; `fsdp` divides both; `sequence` copies
+the parameters and divides every row, that is, time.
 """
 
 import math
@@ -11,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from train import config, distributed
 
-AXES = ("data", "fsdp")
-BATCH = PartitionSpec(AXES)  # rows of a batch are divided over all devices
+AXES = ("data", "fsdp", "sequence")
+BATCH = PartitionSpec(("data", "fsdp"), "sequence")  # of arrays [B, T]
 
 
 def make_mesh(cfg: config.Train) -> Mesh:
@@ -22,12 +23,12 @@ def make_mesh(cfg: config.Train) -> Mesh:
     ValueError: more devices asked for than there are, or a batch that they cannot share equally.
   """
   devices = jax.devices()
-  sizes = [cfg.mesh.data, cfg.mesh.fsdp]
+  sizes = [getattr(cfg.mesh, axis) for axis in AXES]
   if -1 in sizes:
     fixed = math.prod(s for s in sizes if s != -1)
     sizes[sizes.index(-1)] = max(1, len(devices) // fixed)
-  count = math.prod(sizes)
-  label = f"mesh.data={sizes[0]} and mesh.fsdp={sizes[1]}"
+  count, parts = math.prod(sizes), sizes[2]
+  label = f"mesh.data={sizes[0]}, mesh.fsdp={sizes[1]} and mesh.sequence={parts}"
   if count > len(devices):
     raise ValueError(
       f"{label} need {count} devices, but jax finds {len(devices)} ({devices[0].device_kind}); "
@@ -38,20 +39,39 @@ def make_mesh(cfg: config.Train) -> Mesh:
       f"{label} use {count} of {len(devices)} devices, but a run in several processes must use all "
       "of them; use mesh.data=-1, or start fewer processes."
     )
-  rows = cfg.global_batch // cfg.accumulate
-  if rows % count:
+  rows, shares = cfg.global_batch // cfg.accumulate, count // parts
+  if rows % shares:
     raise ValueError(
       f"a microbatch of {rows} sequences (global_batch={cfg.global_batch} / "
-      f"accumulate={cfg.accumulate}) cannot be divided over the {count} devices of {label}; "
-      f"make it a multiple of {count}, or use fewer devices with --set mesh.data=1."
+      f"accumulate={cfg.accumulate}) cannot be divided over the {shares} devices of {label} that "
+      f"share its rows; make it a multiple of {shares}, or use fewer with --set mesh.data=1."
+    )
+  if cfg.seq_len % parts:
+    raise ValueError(
+      f"sequences of seq_len={cfg.seq_len} cannot be divided into mesh.sequence={parts} equal "
+      f"parts; use seq_len={cfg.seq_len // parts * parts or parts}, or another number of parts."
     )
   # Auto: the compiler places what the specs leave open. jax.make_mesh would default to Explicit.
-  return Mesh(np.array(devices[:count]).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 2)
+  return Mesh(np.array(devices[:count]).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Where each array [B, T] of a batch lies."""
   return NamedSharding(mesh, BATCH)
+
+
+def mapped_axes(mesh: Mesh) -> tuple[str, ...]:
+  """The axes over which the loss is mapped device by device (`jax.shard_map`).
+
+  All of them, so that GPU kernels run, which the compiler cannot divide. With divided parameters
+  only "sequence", if it divides anything: the compiler then gathers each layer when it runs, and
+  the scans run in XLA's forms.
+  """
+  if mesh.size == 1:
+    return ()
+  if mesh.shape["fsdp"] == 1:
+    return AXES
+  return ("sequence",) if mesh.shape["sequence"] > 1 else ()
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

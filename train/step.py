@@ -14,20 +14,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from lnssm_jax import sharding
 from lnssm_jax.models import LanguageModel
 from train import config, skip
 from train import mesh as meshes
-from train.loss import next_token_loss
+from train.loss import LossSums, next_token_loss
 from train.optimizer import as_skipped, make_optimizer, make_schedule
 
 State = dict[str, Any]
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids int32 [B, T]; weights float32 [B, T]
 
 
-def build_model(model: config.Model, key: jax.Array) -> LanguageModel:
+def build_model(
+  model: config.Model, key: jax.Array, *, sequence_axis: str | None = None
+) -> LanguageModel:
   """The language model that the settings describe, with random parameters."""
   return LanguageModel(
     vocab_size=model.vocab_size,
@@ -42,16 +44,17 @@ def build_model(model: config.Model, key: jax.Array) -> LanguageModel:
     tie_embeddings=model.tie_embeddings,
     remat=model.remat,
     unroll=model.unroll,
+    sequence_axis=sequence_axis,
     dtype=jnp.dtype(model.dtype),
     param_dtype=jnp.dtype(model.param_dtype),
     rngs=nnx.Rngs(key),
   )
 
 
-def model_graph(model: config.Model) -> Any:
+def model_graph(model: config.Model, sequence_axis: str | None = None) -> Any:
   """The static part of the model, for `nnx.merge(graph, params)`. Computes no parameters."""
-  abstract = jax.eval_shape(functools.partial(build_model, model), jax.random.key(0))
-  return nnx.split(abstract, nnx.Param)[0]
+  build = functools.partial(build_model, model, sequence_axis=sequence_axis)
+  return nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)[0]
 
 
 def abstract_state(cfg: config.Train, mesh: Mesh) -> State:
@@ -105,10 +108,11 @@ def make_train_step(
   compute the same bits.
   """
   schedule = make_schedule(cfg.optimizer, cfg.steps)
+  loss_sums = _make_loss_sums(cfg, graph, mesh)
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
 
   def loss(params, batch):
-    sums = _loss_sums(cfg, graph, params, batch, cfg.optimizer.logit_penalty)
+    sums = loss_sums(params, batch, cfg.optimizer.logit_penalty)
     return sums.nats, sums
 
   def gradient_sums(params, batch):
@@ -161,8 +165,10 @@ def make_eval_step(
 ) -> jax.stages.Wrapped:
   """A compiled `(params, batch) -> LossSums`; `kernels` as in `make_train_step`."""
 
+  loss_sums = _make_loss_sums(cfg, graph, mesh)
+
   def step(params, batch):
-    return _loss_sums(cfg, graph, params, batch, 0.0)
+    return loss_sums(params, batch, 0.0)
 
   options = _reproducible(mesh, kernels)
   return jax.jit(step, out_shardings=meshes.replicated(mesh), compiler_options=options)
@@ -191,17 +197,37 @@ def _initializer(cfg: config.Train) -> Callable[[jax.Array], State]:
   return init
 
 
-def _loss_sums(cfg: config.Train, graph: Any, params: Any, batch: Batch, penalty: float):
-  model = nnx.merge(graph, params)
-  hidden, _ = model.hidden(batch["tokens"], segment_ids=batch["segment_ids"])
-  return next_token_loss(
-    hidden,
-    model.head_kernel(),
-    batch["targets"],
-    batch["weights"],
-    chunk=cfg.loss_chunk,
-    logit_penalty=penalty,
-  )
+def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., LossSums]:
+  """`(params, batch, logit_penalty) -> LossSums` of a whole batch on this mesh."""
+  axes = meshes.mapped_axes(mesh)
+  if "sequence" in axes and mesh.shape["sequence"] > 1:
+    graph = model_graph(cfg.model, "sequence")
+
+  def sums(params, batch, penalty):
+    model = nnx.merge(graph, params)
+    hidden, _ = model.hidden(batch["tokens"], segment_ids=batch["segment_ids"])
+    return next_token_loss(
+      hidden,
+      model.head_kernel(),
+      batch["targets"],
+      batch["weights"],
+      chunk=cfg.loss_chunk,
+      logit_penalty=penalty,
+    )
+
+  if not axes:
+    return sums
+  rows = tuple(axis for axis in ("data", "fsdp") if axis in axes)
+  part = PartitionSpec(rows or None, "sequence")
+
+  def mapped(params, batch, penalty):
+    def of_part(params, batch):
+      return jax.tree.map(lambda x: jax.lax.psum(x, axes), sums(params, batch, penalty))
+
+    specs = {"mesh": mesh, "in_specs": (PartitionSpec(), part), "out_specs": PartitionSpec()}
+    return jax.shard_map(of_part, **specs, axis_names=set(axes))(params, batch)
+
+  return mapped
 
 
 def _accumulate(sums_of: Callable[[Batch], Any], batch: Batch, count: int) -> Any:

@@ -46,7 +46,8 @@ def scan_in_parts(static, arrays, first, parts):
   pieces = {name: x if name in own else cut(x) for name, x in arrays.items()}
   first = None if first is None else cut(first)
   whole = lambda x: x.reshape(B, parts, *x.shape[1:])
-  empty = jnp.zeros((B * parts, *arrays["initial"].shape[1:]), jnp.float32)
+  # Like an array that is there: inside `shard_map` it must vary over the same mesh axes.
+  empty = jnp.zeros_like(jnp.repeat(arrays["initial"], parts, axis=0))
   alone = pieces | {"initial": empty, "skip": jnp.zeros_like(arrays["skip"])}
   added = whole(scan(static, alone, first)[1])
   passed = whole(cell.passing(pieces, first, lambda more: scan(static, alone | more, first)[1]))

@@ -57,8 +57,9 @@ class Cell(NamedTuple):
   def passing(self, arrays, first, run):
     """What all steps together leave of a state, [B, D, N]: that of 1, with nothing written."""
     del first
-    B, _, D = arrays["x"].shape
-    ones = jnp.ones((B, D, arrays["k"].shape[2]), jnp.float32)
+    # Like an array that is there: inside `shard_map` it must vary over the same mesh axes.
+    like = arrays["x"][:, 0, :, None] + arrays["k"][:, 0, None, :]
+    ones = jnp.ones_like(like, jnp.float32)
     return run({"x": jnp.zeros_like(arrays["x"]), "initial": ones})
 
   def tiles(self, form, refs, base):

@@ -142,25 +142,24 @@ def test_transformations_lower(transformed):
     assert kernels_in(transformed(loss), jnp.stack([args[0]] * 3)) >= 2
 
 
-def test_lowers_under_shard_map():
+@BOTH
+def test_lowers_under_shard_map(name):
+  """Where every array's type says along which axes of the mesh it varies; in parts too."""
   mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  spec = jax.sharding.PartitionSpec("data")
-  args, kwargs = drawn("selective_scan", Case(40, D=130, N=16, chunk=None), NARROW)
+  divided, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+  args, kwargs = drawn(name, Case(40, D=130, N=16, chunk=None), NARROW)
 
-  def gradient(x, dt, b, c, parameters):
-    def loss(x, dt, b, c, parameters):
-      a, skip = parameters
-      checked, _ = dispatch._ARGUMENT_CHECKS["selective_scan"](x, dt, a, b, c, skip=skip)
-      return total(selective.run(*checked))
+  def loss(arrays, parts):
+    checked, options = dispatch._ARGUMENT_CHECKS[name](*arrays[:-1], skip=arrays[-1])
+    return total(SCANS[name][1].run(*checked, **options, parts=parts))
 
-    return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(x, dt, b, c, parameters)
-
-  x, dt, a, b, c = args
-  inputs = (x, dt, b, c, (a, kwargs["skip"]))
-  specs = (*[spec] * 4, jax.sharding.PartitionSpec())
-  sharded = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs)
-  traced = jax.eval_shape(sharded, *inputs)
-  assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)
+  inputs = (*args, kwargs["skip"])
+  specs = tuple(divided if x.ndim == 3 else whole for x in inputs)
+  for parts in (1, 4):
+    gradient = jax.grad(functools.partial(loss, parts=parts))
+    sharded = jax.shard_map(gradient, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    traced = jax.eval_shape(sharded, inputs)
+    assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)
 
 
 @BOTH

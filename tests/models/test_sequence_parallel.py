@@ -31,6 +31,7 @@ def check(*calls, limit=2e-6):
 HYBRID = {"mixer": ["lnssm", "softmax_attention"], "state": False}
 
 
+@pytest.mark.slow
 def test_a_hybrid_model_is_the_same_model():
   """Token shift, the normalised scan, softmax attention with rotations, segments."""
   check(HYBRID | {"channel_mixer": "none"})

@@ -151,7 +151,10 @@ def test_verify_reads_every_checkpoint(trained, capsys):
 
 def test_doctor_finds_what_stands_in_the_way(tiny, config_file, capsys):
   assert run("doctor", "--config", config_file(tiny()), "--set", "mesh.data=3") == 1
-  assert "PROBLEM      mesh.data=3 and mesh.fsdp=1 need 3 devices" in capsys.readouterr().out
+  assert (
+    "PROBLEM      mesh.data=3, mesh.fsdp=1 and mesh.sequence=1 need 3 devices"
+    in capsys.readouterr().out
+  )
 
 
 def test_generate_streams_one_prompt_and_prints_several(trained, config_file, capsys):

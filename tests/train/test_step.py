@@ -169,13 +169,22 @@ def test_penalty_and_clipping_reach_the_step(tiny):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"mesh__data": 64}, "mesh.data=64 and mesh.fsdp=1 need 64 devices, but jax finds"),
+    (
+      {"mesh__data": 64},
+      "mesh.sequence=1 need 64 devices, but jax finds",
+    ),
     ({"mesh__fsdp": 3, "mesh__data": 1}, "need 3 devices"),
   ],
 )
 def test_a_mesh_larger_than_the_machine_is_refused(tiny, changes, message):
   with pytest.raises(ValueError, match=message):
     meshes.make_mesh(tiny(**changes))
+
+
+def test_sequences_that_devices_cannot_share_are_refused(tiny, monkeypatch):
+  monkeypatch.setattr(jax, "devices", lambda: [jax.local_devices()[0]] * 3)
+  with pytest.raises(ValueError, match=r"seq_len=16 cannot be divided .*=3 equal .* seq_len=15"):
+    meshes.make_mesh(tiny(seq_len=16, mesh__data=1, mesh__sequence=3))
 
 
 def test_a_batch_that_devices_cannot_share_is_refused(tiny, monkeypatch):
