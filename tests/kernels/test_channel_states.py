@@ -15,7 +15,8 @@ from lnssm_jax.ops import dispatch
 from lnssm_jax.ops.longhorn_scan import pallas as longhorn
 from lnssm_jax.ops.selective_scan import pallas as selective
 from pallas_kernels.channel_states import shapes
-from tests.kernels.test_lowering import kernels_in, recomputed_in_a_scan, total
+from tests.kernels.lowered import kernels_in, total
+from tests.kernels.test_lowering import recomputed_in_a_scan
 from tests.ops import contract
 from tests.ops.scans.channel_states import Case
 from tests.ops.scans.longhorn_scan import LONGHORN_SCAN

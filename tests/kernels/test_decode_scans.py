@@ -16,7 +16,7 @@ from lnssm_jax.ops import dispatch
 from pallas_kernels import steps
 from pallas_kernels.channel_states import decode as channel_states
 from pallas_kernels.delta_rule import decode as delta_rule
-from tests.kernels.test_lowering import kernels_in, total
+from tests.kernels.lowered import kernels_in, total
 from tests.ops import contract
 from tests.ops.scans import channel_states as channel_case
 from tests.ops.scans import delta_rule as delta_case

@@ -19,6 +19,7 @@ from lnssm_jax.ops.delta_rule import pallas
 from pallas_kernels.delta_rule.inverse import TILES, diagonal_blocks, inverse
 from pallas_kernels.tensor_core import CHUNK, COMPILER_PARAMS, tile
 from tests.kernels.interpreted import MASKED_LATER
+from tests.kernels.lowered import kernels_in, total
 from tests.ops import contract, promises
 from tests.ops.scans.delta_rule import DELTA_RULE, Case
 
@@ -144,16 +145,6 @@ def run(inputs, segments):
   erase_key = inputs.get("erase_key", inputs["k"])
   state = ops.DeltaRuleState(inputs["kv"])
   return pallas.run(*(inputs[n] for n in names), erase_key, state, segments, scale=0.5)
-
-
-def kernels_in(function, *shapes):
-  """How many kernels `function`, lowered for CUDA, has."""
-  text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-  return text.count("custom_call @mosaic_gpu")
-
-
-def total(results):
-  return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(results))
 
 
 WIDTHS = tuple(itertools.product((64, 128), repeat=2))  # K, V

@@ -14,7 +14,7 @@ from lnssm_jax import ops
 from lnssm_jax.ops import dispatch
 from lnssm_jax.ops.diagonal_scan import pallas
 from pallas_kernels import channels
-from tests.kernels.test_lowering import kernels_in, total
+from tests.kernels.lowered import kernels_in, total
 from tests.ops import contract, promises
 from tests.ops.scans.diagonal_scan import DIAGONAL_SCAN, Case
 

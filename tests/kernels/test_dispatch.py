@@ -15,6 +15,7 @@ from flax import nnx
 from lnssm_jax import generate, ops
 from lnssm_jax.models import LanguageModel, layers
 from lnssm_jax.ops import dispatch
+from tests.kernels.lowered import kernels_in
 from tests.ops import contract
 from tests.ops.scans.linear_attention import LINEAR_ATTENTION, Case
 
@@ -144,11 +145,6 @@ def test_a_step_and_its_gradient(dtype, case):
   errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
   # XLA's form is right in float32 too; that its forward pass did not run shows the next test.
   assert max(errors.values()) <= contract.tolerance(dtype, 1), errors
-
-
-def kernels_in(function, *args):
-  text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-  return text.count("custom_call @mosaic_gpu")
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])

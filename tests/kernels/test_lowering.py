@@ -12,6 +12,7 @@ import pytest
 from lnssm_jax import ops
 from lnssm_jax.models.language_model import REMAT_POLICIES
 from lnssm_jax.ops.linear_attention import pallas
+from tests.kernels.lowered import kernels_in, total
 
 DECAYS = ("none", "H", "HK", "BTH", "BTHK")
 WIDTHS = tuple(itertools.product((64, 128), repeat=2))  # K, V
@@ -65,16 +66,6 @@ def run(inputs, segments, options, parts):
     scale=0.5,
     parts=parts,
   )
-
-
-def kernels_in(function, *shapes):
-  """How many kernels `function`, lowered for CUDA, has."""
-  text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-  return text.count("custom_call @mosaic_gpu")
-
-
-def total(results):
-  return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(results))
 
 
 def check(decay, K, V, options, parts):

@@ -15,7 +15,7 @@ from lnssm_jax.ops import dispatch
 from lnssm_jax.ops.wkv4 import pallas
 from pallas_kernels import channels
 from pallas_kernels.wkv4 import step
-from tests.kernels.test_lowering import kernels_in, total
+from tests.kernels.lowered import kernels_in, total
 from tests.ops import contract, promises
 from tests.ops.scans.wkv4 import WKV4, Case
 

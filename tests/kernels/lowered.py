@@ -1,0 +1,15 @@
+"""What tests share that lower programs for CUDA and look at them."""
+
+import jax
+import jax.numpy as jnp
+
+
+def kernels_in(function, *shapes):
+  """How many kernels `function`, lowered for CUDA, has."""
+  text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+  return text.count("custom_call @mosaic_gpu")
+
+
+def total(results):
+  """The sum of all numbers of all arrays, to differentiate."""
+  return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(results))

@@ -1,0 +1,33 @@
+"""Which mixers run in kernels on a Hopper GPU: what docs/mixers.md says of each is so.
+
+`implementation=None` takes XLA's form without a word where a kernel cannot run, so this is how a
+mixer that lost its kernel is found.
+"""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from lnssm_jax.mixers import MIXERS
+from lnssm_jax.models.block import mixer_arguments
+from lnssm_jax.ops import dispatch
+from tests.kernels.lowered import kernels_in
+
+PAGE = (Path(__file__).parents[2] / "docs" / "mixers.md").read_text()
+WHERE = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w ]+) \| [\d,]+(?:, a cache)? \|$", PAGE, re.M))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_page_says_what_runs_in_kernels(name, monkeypatch):
+  """At the width of the page's table, in bfloat16."""
+  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+  heads = {"num_heads": 4} if "num_heads" in mixer_arguments(name) else {}
+  build = lambda: MIXERS[name](512, **heads, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  graph, params = nnx.split(jax.eval_shape(build), nnx.Param)
+  x = jax.ShapeDtypeStruct((2, 256, 512), jnp.bfloat16)
+  run = lambda arrays: nnx.merge(graph, arrays[0])(arrays[1])[0]
+  assert (kernels_in(run, (params, x)) > 0) == ("kernel" in WHERE[name])
