@@ -181,7 +181,7 @@ class Mesh:
   not_yet = ("tensor",)  # axes that are planned; naming one is refused with that reason
 
   def __post_init__(self):
-    sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "sequence")}
+    sizes = dataclasses.asdict(self)
     for axis, size in sizes.items():
       check(size == -1 or size >= 1, f"mesh.{axis}={size} must be positive, or -1 for the rest.")
     rest = [f"mesh.{axis}" for axis, size in sizes.items() if size == -1]

@@ -105,21 +105,20 @@ def local_rows(where: NamedSharding, global_batch: int) -> range:
 
 
 def to_devices(
-  batch: dict[str, np.ndarray], where: NamedSharding, global_batch: int
+  batch: dict[str, np.ndarray], where: NamedSharding, global_batch: int, rows: range
 ) -> dict[str, jax.Array]:
-  """A batch on its devices, from the rows that this process has read (`local_rows`)."""
+  """A batch on its devices, from those of its rows that this process has read (`local_rows`)."""
   if count() == 1:
     return jax.device_put(batch, where)
-  first = local_rows(where, global_batch).start
 
-  def place(rows):
+  def place(array):
     def part(index):
       begin, end, _ = index[0].indices(global_batch)
-      return rows[(slice(begin - first, end - first), *index[1:])]
+      return array[(slice(begin - rows.start, end - rows.start), *index[1:])]
 
-    return jax.make_array_from_callback((global_batch, *rows.shape[1:]), where, part)
+    return jax.make_array_from_callback((global_batch, *array.shape[1:]), where, part)
 
-  return {name: place(rows) for name, rows in batch.items()}
+  return {name: place(array) for name, array in batch.items()}
 
 
 def ballot(mesh: Mesh, votes: Sequence[bool]) -> jax.Array:

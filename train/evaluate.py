@@ -93,4 +93,4 @@ class Evaluator:
     where = meshes.batch_sharding(self._mesh)
     local = distributed.local_rows(where, rows)
     for batch in eval_batches(windows, rows, local):
-      yield distributed.to_devices(batch, where, rows)
+      yield distributed.to_devices(batch, where, rows, local)

@@ -183,7 +183,7 @@ def _feed(
   rows = distributed.local_rows(where, size)
   batches = train_batches(windows, seed=cfg.seed, global_batch=size, rows=rows, start=start)
   with contextlib.closing(batches):
-    yield (distributed.to_devices(batch, where, size) for batch in batches)
+    yield (distributed.to_devices(batch, where, size, rows) for batch in batches)
 
 
 def _prefixes(cfg: config.Train) -> list[str]:

@@ -200,7 +200,7 @@ def _initializer(cfg: config.Train) -> Callable[[jax.Array], State]:
 def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., LossSums]:
   """`(params, batch, logit_penalty) -> LossSums` of a whole batch on this mesh."""
   axes = meshes.mapped_axes(mesh)
-  if "sequence" in axes and mesh.shape["sequence"] > 1:
+  if mesh.shape["sequence"] > 1:
     graph = model_graph(cfg.model, "sequence")
 
   def sums(params, batch, penalty):

@@ -10,7 +10,9 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from train import loop
 from train.config import Data, Mesh, Model, Optimizer, Sample, Train, from_dict, to_dict
+from train.recorder import Recorder
 
 WORDS = ("the", "slow", "quick", "river", "stone", "moves", "over", "under", "bright", "night")
 
@@ -95,6 +97,29 @@ def tiny(text_folder, tmp_path):
     return from_dict(values)
 
   return make
+
+
+@pytest.fixture
+def fit_and_kill(monkeypatch):
+  """A function that trains and dies when the metrics of step `at` reach the recorder."""
+
+  class Killed(BaseException):
+    pass
+
+  push = Recorder.push
+
+  def run(cfg: Train, *, at: int) -> None:
+    def push_and_die(self, step, metrics):
+      push(self, step, metrics)
+      if step == at:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+      patch.setattr(Recorder, "push", push_and_die)
+      with pytest.raises(Killed):
+        loop.fit(cfg)
+
+  return run
 
 
 @pytest.fixture

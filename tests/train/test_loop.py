@@ -147,24 +147,10 @@ def test_a_step_whose_checkpoint_is_due_is_checked_before_it_is_saved(tiny, monk
   assert newest_step(RunFolder(cfg.run_dir).checkpoints) == 5
 
 
-def test_rows_beyond_the_checkpoint_are_trained_again(tiny, monkeypatch):
+def test_rows_beyond_the_checkpoint_are_trained_again(tiny, fit_and_kill):
   cfg = tiny()
   run = RunFolder(cfg.run_dir)
-
-  class Killed(BaseException):
-    pass
-
-  push = Recorder.push
-
-  def push_and_die(self, step, metrics):
-    push(self, step, metrics)
-    if step == 9:
-      raise Killed
-
-  with monkeypatch.context() as patch:
-    patch.setattr(Recorder, "push", push_and_die)
-    with pytest.raises(Killed):
-      loop.fit(cfg)
+  fit_and_kill(cfg, at=9)
   assert max(row["step"] for row in run.read_rows()) == 8
   loop.fit(cfg)
   steps = [row["step"] for row in run.read_rows() if row["kind"] == "train"]

@@ -11,7 +11,7 @@ from train import loop, skip
 from train import mesh as meshes
 from train.checkpoint import newest_step
 from train.optimizer import make_optimizer
-from train.recorder import DivergedError, Recorder
+from train.recorder import DivergedError
 from train.run_folder import RunFolder
 from train.step import init_state, make_train_step, model_graph
 
@@ -76,7 +76,9 @@ def test_a_step_that_is_left_out_changes_only_the_schedule(tiny):
   assert not np.array_equal(after["params"]["head"]["kernel"], before["params"]["head"]["kernel"])
 
 
-def test_a_run_goes_on_past_bad_steps_and_resumes_exactly(tiny, tmp_path, monkeypatch, capsys):
+def test_a_run_goes_on_past_bad_steps_and_resumes_exactly(
+  tiny, tmp_path, monkeypatch, capsys, fit_and_kill
+):
   poison(monkeypatch, {4: np.nan, 5: np.inf, 9: np.nan})
   whole = quick(tiny, run_dir=str(tmp_path / "whole"))
   reference = loop.fit(whole)
@@ -90,20 +92,7 @@ def test_a_run_goes_on_past_bad_steps_and_resumes_exactly(tiny, tmp_path, monkey
   assert np.isfinite(losses).all()
 
   parts = quick(tiny, run_dir=str(tmp_path / "parts"))
-  push = Recorder.push
-
-  class Killed(BaseException):
-    pass
-
-  def push_and_die(self, step, metrics):
-    push(self, step, metrics)
-    if step == 8:
-      raise Killed
-
-  with monkeypatch.context() as patch:
-    patch.setattr(Recorder, "push", push_and_die)
-    with pytest.raises(Killed):
-      loop.fit(parts)
+  fit_and_kill(parts, at=8)
   assert_same_bits(loop.fit(parts).state, reference.state)
   assert rows_of(parts) == rows_of(whole)
 

@@ -1,6 +1,7 @@
 """What crosses the borders between the parts of a divided sequence: inputs, positions, segments.
 
-As in `scans.py`, every function runs inside `jax.shard_map` on one device's part of the steps.
+As in `matrix_states.py`, every function runs inside `jax.shard_map` on one device's part of the
+steps.
 """
 
 from typing import Any
