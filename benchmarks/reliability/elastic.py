@@ -18,14 +18,14 @@ from pathlib import Path
 from benchmarks.reliability import processes, tiny_run
 from train import config
 
-# Name: devices, processes, mesh axes (data, fsdp).
+# Name: devices, processes, mesh axes (data, fsdp, sequence).
 LAYOUTS = {
-  "1 device": (1, 1, (1, 1)),
-  "2 devices, data 2": (2, 1, (2, 1)),
-  "4 devices, data 2 x fsdp 2": (4, 1, (2, 2)),
-  "2 processes x 1, data 2": (2, 2, (2, 1)),
-  "2 processes x 2, fsdp 4": (4, 2, (1, 4)),
-  "4 processes x 1, data 2 x fsdp 2": (4, 4, (2, 2)),
+  "1 device": (1, 1, (1, 1, 1)),
+  "2 devices, sequence 2": (2, 1, (1, 1, 2)),
+  "4 devices, data 2 x fsdp 2": (4, 1, (2, 2, 1)),
+  "2 processes x 1, data 2": (2, 2, (2, 1, 1)),
+  "2 processes x 2, fsdp 4": (4, 2, (1, 4, 1)),
+  "4 processes x 1, fsdp 2 x sequence 2": (4, 4, (1, 2, 2)),
 }
 
 
@@ -80,16 +80,17 @@ def train(cfg: config.Train, until: int, out: Path) -> None:
 
 def run(cfg: config.Train, layout: str, until: int, root: Path) -> dict:
   """One piece of a run; what its processes told, put together."""
-  devices, count, (data, fsdp) = LAYOUTS[layout]
-  cfg = dataclasses.replace(cfg, mesh=config.Mesh(data=data, fsdp=fsdp))
+  devices, count, (data, fsdp, sequence) = LAYOUTS[layout]
+  cfg = dataclasses.replace(cfg, mesh=config.Mesh(data=data, fsdp=fsdp, sequence=sequence))
   log = root / "log.txt"
   children = processes.start(train, cfg, until, root, processes=count, devices=devices, log=log)
   processes.join(children, log)
   told = [json.loads((root / f"told-{i}.json").read_text()) for i in range(count)]
   rows: dict[str, str] = {}
   for one in told:
-    if rows.keys() & one["rows"].keys():
-      raise RuntimeError("two processes read the same row")
+    both = rows.keys() & one["rows"].keys()  # processes that have parts of a sequence read it whole
+    if any(rows[row] != one["rows"][row] for row in both):
+      raise RuntimeError("two processes read the same row differently")
     rows |= one["rows"]
     if (one["loaded"], one["saved"]) != (told[0]["loaded"], told[0]["saved"]):
       raise RuntimeError("processes see different states")
