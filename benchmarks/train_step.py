@@ -30,18 +30,22 @@ PAPER_EPOCH_TOKENS = 10_240_000
 
 def random_batch(cfg, mesh, seed=0, *, borders=True):
   """A batch of random tokens, with a document border about every 500 tokens, or with none."""
-  rng = np.random.default_rng(seed)
-  shape = (cfg.global_batch, cfg.seq_len)
-  tokens = rng.integers(0, cfg.model.vocab_size, (shape[0], shape[1] + 1), dtype=np.int32)
-  batch = {
-    "tokens": tokens[:, :-1],
-    "targets": tokens[:, 1:],
-    "segment_ids": np.cumsum(rng.random(shape) < 1 / 500, axis=1).astype(np.int32),
-    "weights": np.ones(shape, np.float32),
-  }
+  batch = random_arrays(cfg.global_batch, cfg.seq_len, cfg.model.vocab_size, seed)
   if not borders:
     batch["segment_ids"] = None
   return jax.device_put(batch, meshes.batch_sharding(mesh))
+
+
+def random_arrays(rows, length, vocab_size, seed=0):
+  """The arrays of such a batch, with borders, on the host."""
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(0, vocab_size, (rows, length + 1), dtype=np.int32)
+  return {
+    "tokens": tokens[:, :-1],
+    "targets": tokens[:, 1:],
+    "segment_ids": np.cumsum(rng.random((rows, length)) < 1 / 500, axis=1).astype(np.int32),
+    "weights": np.ones((rows, length), np.float32),
+  }
 
 
 def compile_step(cfg, mesh, batch, kernels: Path | None = None):
@@ -92,12 +96,13 @@ def main():
   parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
   parser.add_argument("--steps", type=int, default=20, help="steps in each timed run")
   parser.add_argument("--runs", type=int, default=5)
+  parser.add_argument("--no-borders", action="store_true", help="every row is one document")
   parser.add_argument("--profile", action="store_true", help="name the kernels that take the time")
   args = parser.parse_args()
   cfg = overrides.apply(load_config(args.config), args.set)
 
   mesh = meshes.make_mesh(cfg)
-  batch = random_batch(cfg, mesh)
+  batch = random_batch(cfg, mesh, borders=not args.no_borders)
   compiled, compile_seconds = compile_step(cfg, mesh, batch)
   run = Run(compiled, init_state(cfg, mesh), batch)
   seconds = run.seconds_per_step(args.steps, args.runs)

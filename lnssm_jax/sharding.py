@@ -13,10 +13,12 @@ The rules divide every matrix along the model's width over the mesh axis "fsdp":
 part of each layer, and gathers a layer when it runs. Vectors are held whole by every device.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules = Sequence[tuple[str, tuple[str | None, ...]]]
@@ -97,6 +99,46 @@ def shardings(params, mesh: Mesh, rules: Rules = RULES):
   return jax.tree_util.tree_map_with_path(
     place, params, specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
   )
+
+
+def gather(params, axis_name: str, rules: Rules = RULES):
+  """Whole parameters from the parts that the devices along a mesh axis have.
+
+      def loss(params, tokens):  # inside jax.shard_map, with in_specs=param_specs(params)
+        ends = gather({name: params[name] for name in params if name != "blocks"}, "fsdp")
+        model = nnx.merge(graph, params | ends)
+        hidden, _ = model.hidden(tokens, gather=functools.partial(gather, axis_name="fsdp"))
+
+  Its transpose sums the gradients over the devices and leaves each its own part, which is then
+  summed over the other mapped axes. A module's `nnx.Linear` kernels are gathered in the dtype of
+  their products, to which the layer would round them anyway.
+
+  Args:
+    params: the parts, as a nested dictionary or a module, such as a `Block`.
+
+  Raises:
+    ValueError: as `param_specs`.
+  """
+  if isinstance(params, nnx.Module):
+    graph, state = nnx.split(params)
+    parts = nnx.to_pure_dict(state)
+    for path, module in nnx.iter_modules(params):
+      if isinstance(module, nnx.Linear) and module.dtype is not None:
+        kernel = functools.reduce(lambda tree, key: tree[key], path, parts)
+        kernel["kernel"] = kernel["kernel"].astype(module.dtype)
+    return nnx.merge(graph, gather(parts, axis_name, rules))
+
+  mapped = jax.sharding.get_abstract_mesh().manual_axes
+
+  def whole(part, spec):
+    if axis_name not in spec:
+      return part
+    # Before the gather, so that the sum over the other axes is one of parts.
+    other = tuple(axis for axis in mapped if axis not in jax.typeof(part).manual_axis_type.varying)
+    part = jax.lax.pcast(part, other, to="varying") if other else part
+    return jax.lax.all_gather(part, axis_name, axis=tuple(spec).index(axis_name), tiled=True)
+
+  return jax.tree.map(whole, params, param_specs(params, (axis_name,), rules))
 
 
 def _key(entry) -> str:

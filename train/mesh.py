@@ -63,15 +63,10 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def mapped_axes(mesh: Mesh) -> tuple[str, ...]:
   """The axes over which the loss is mapped device by device (`jax.shard_map`).
 
-  All of them, so that GPU kernels run, which the compiler cannot divide. With divided parameters
-  only "sequence", if it divides anything: the compiler then gathers each layer when it runs, and
-  the scans run in XLA's forms.
+  All of them, so that GPU kernels run, which the compiler cannot divide. So also on a mesh of one
+  device where there are more: what is not mapped could be divided, and takes no kernel.
   """
-  if mesh.size == 1:
-    return ()
-  if mesh.shape["fsdp"] == 1:
-    return AXES
-  return ("sequence",) if mesh.shape["sequence"] > 1 else ()
+  return AXES if jax.device_count() > 1 else ()
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -202,10 +202,15 @@ def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., 
   axes = meshes.mapped_axes(mesh)
   if mesh.shape["sequence"] > 1:
     graph = model_graph(cfg.model, "sequence")
+  gather = None
+  if mesh.shape["fsdp"] > 1:
+    gather = functools.partial(sharding.gather, axis_name="fsdp")
 
   def sums(params, batch, penalty):
+    if gather is not None:  # layers are gathered one by one, when they run
+      params = params | gather({name: params[name] for name in params if name != "blocks"})
     model = nnx.merge(graph, params)
-    hidden, _ = model.hidden(batch["tokens"], segment_ids=batch["segment_ids"])
+    hidden, _ = model.hidden(batch["tokens"], segment_ids=batch["segment_ids"], gather=gather)
     return next_token_loss(
       hidden,
       model.head_kernel(),
@@ -217,14 +222,13 @@ def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., 
 
   if not axes:
     return sums
-  rows = tuple(axis for axis in ("data", "fsdp") if axis in axes)
-  part = PartitionSpec(rows or None, "sequence")
 
   def mapped(params, batch, penalty):
     def of_part(params, batch):
       return jax.tree.map(lambda x: jax.lax.psum(x, axes), sums(params, batch, penalty))
 
-    specs = {"mesh": mesh, "in_specs": (PartitionSpec(), part), "out_specs": PartitionSpec()}
+    inputs = sharding.param_specs(params), meshes.BATCH
+    specs = {"mesh": mesh, "in_specs": inputs, "out_specs": PartitionSpec()}
     return jax.shard_map(of_part, **specs, axis_names=set(axes))(params, batch)
 
   return mapped

@@ -1,7 +1,7 @@
 """A language model: embedding, a stack of blocks run by one scan, and a head."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -158,7 +158,14 @@ class LanguageModel(nnx.Module):
     """
     return layers.init_state(self.blocks, check_positive("batch_size", batch_size))
 
-  def hidden(self, tokens: jax.Array, state=None, segment_ids: jax.Array | None = None):
+  def hidden(
+    self,
+    tokens: jax.Array,
+    state=None,
+    segment_ids: jax.Array | None = None,
+    *,
+    gather: Callable[[Block], Block] | None = None,
+  ):
     """(What the head reads [B, T, D], in `dtype`; the state after the last token.)
 
     A token id outside [0, vocab_size) cannot raise on a device: it makes NaN.
@@ -167,14 +174,16 @@ class LanguageModel(nnx.Module):
       tokens: [B, T] integer.
       state: what an earlier call returned, or None at the start of a sequence.
       segment_ids: [B, T] integer; the model starts afresh wherever the id changes.
+      gather: makes a layer whole just before it runs, where the layers' parameters are divided over
+        devices, such as `lnssm_jax.sharding.gather`.
 
     Raises:
       ValueError: a rank, dtype or shape is wrong; the message names it.
     """
     self._check(tokens, state)
-    policy = REMAT_POLICIES[self.remat]
+    options = {"policy": REMAT_POLICIES[self.remat], "unroll": self.unroll, "gather": gather}
     x = self.embed(tokens)
-    x, state = layers.run(self.blocks, x, state, segment_ids, policy=policy, unroll=self.unroll)
+    x, state = layers.run(self.blocks, x, state, segment_ids, **options)
     return self.norm(x).astype(self.dtype), state
 
   def embed(self, tokens: jax.Array) -> jax.Array:

@@ -57,12 +57,15 @@ def run(
   *,
   policy: Callable[..., bool] | None,
   unroll: int,
+  gather: Callable[[Block], Block] | None = None,
 ) -> tuple[jax.Array, Any]:
   """(x [B, T, D] after all layers, their states, as `init_state` has them).
 
   Args:
     policy: of rematerialisation; None keeps everything.
     unroll: layers in one turn of the loop.
+    gather: makes a layer whole whose parameters are divided over devices. The backward pass gathers
+      it again: whole, it is never kept.
   """
   stacks = _stacks(blocks)
   states = [None] * len(stacks) if state is None else _stacks(state)
@@ -70,17 +73,22 @@ def run(
   def some_layers(x, inputs):
     new = []
     for block, block_state in inputs:
+      block = block if gather is None else gather(block)
       x, block_state = block(x, block_state, segment_ids)
       new.append(block_state)
     return x, new
 
-  if policy is not None:
-    # The scan itself keeps forward and backward pass apart; prevent_cse would only cost time.
-    some_layers = jax.checkpoint(some_layers, policy=policy, prevent_cse=False)
   inputs = list(zip(stacks, states, strict=True))
   whole = _count(stacks[-1])
   rest = [place for place in inputs if _count(place[0]) > whole]
   turns = max(1, min(whole, unroll // len(stacks)))
+  if gather is not None and policy is None:
+    policy = _all_but_gathers
+  if policy is not None:
+    # The scan itself keeps forward and backward pass apart; prevent_cse would only cost time.
+    # Outside of a loop, the two gathers of a layer would become one whose result is kept.
+    alone = gather is not None and (turns == whole or bool(rest))
+    some_layers = jax.checkpoint(some_layers, policy=policy, prevent_cse=alone)
   x, new = jax.lax.scan(
     some_layers,
     x,
@@ -92,6 +100,12 @@ def run(
     joined = lambda stack, one: jnp.concatenate([stack, one[None]])
     new[: len(rest)] = [jax.tree.map(joined, *pair) for pair in zip(new, last, strict=False)]
   return x, _like(blocks, new)
+
+
+def _all_but_gathers(primitive, *args, **params) -> bool:
+  """A policy of rematerialisation that keeps everything but what is gathered."""
+  del args, params
+  return primitive.name != "all_gather"
 
 
 def max_length(blocks: Any) -> int | None:
