@@ -24,7 +24,6 @@ import numpy as np
 from benchmarks import csv_rows, scan_peers
 from benchmarks.kernels import SETS, compiled, copy_bandwidth, milliseconds, worst
 from lnssm_jax import ops
-from lnssm_jax.mixers.short_convolution import short_convolution
 
 # Of an error, where all inputs are float32 and where some are bfloat16.
 LIMITS = {False: 1e-4, True: 0.02}
@@ -68,11 +67,9 @@ def _convolution(normal, n):
 
 
 def _silu_convolution(x, kernel, bias, *, implementation):
-  """The short convolution as the Mamba block has it; XLA's form is the only one."""
-  if implementation == "pallas":
-    raise NotImplementedError("the short convolution has no kernel")
-  y = jax.nn.silu(short_convolution(x, kernel, bias)[0])
-  return y.astype(x.dtype), None
+  """The short convolution as the Mamba block has it; the reference is XLA's form in float64."""
+  form = "xla" if implementation in ("chunked", "reference") else implementation
+  return ops.causal_conv1d(x, kernel, bias, activation="silu", implementation=form)
 
 
 def _wkv4(normal, n):
@@ -144,7 +141,7 @@ CASES = {
   "delta_rule gated": Case(
     ops.delta_rule, _DELTA | {"log_decay": "BTH"}, functools.partial(_delta, True), _HEADS, "BTHV"
   ),
-  "short_convolution": Case(
+  "causal_conv1d": Case(
     _silu_convolution, {"x": "BTD", "kernel": "WD", "bias": "D"}, _convolution,
     {"B": 8, "T": 2048, "D": 4096, "W": 4},
   ),

@@ -49,8 +49,8 @@ class _DeltaBlock(Divisible):
     self.v_proj, self.b_proj = projection(dim, values), projection(dim, num_heads)
 
     def convolution(channels):
-      options = {name: linear_options[name] for name in ("param_dtype", "rngs")}
-      return ShortConvolution(channels, conv_width, use_bias=False, **options)
+      options = {"use_bias": False, "activation": "silu"} | linear_options
+      return ShortConvolution(channels, conv_width, **options)
 
     self.q_conv, self.k_conv, self.v_conv = (convolution(n) for n in (keys, keys, values))
     self.norm_gain = nnx.Param(jnp.ones(value_dim, linear_options["param_dtype"]))
@@ -69,7 +69,7 @@ class _DeltaBlock(Divisible):
 
     def stream(z, conv, conv_state):
       z, conv_state = conv(z, conv_state, segment_ids)
-      return split_heads(jax.nn.silu(z), self.num_heads), conv_state
+      return split_heads(z, self.num_heads), conv_state
 
     q, q_conv = stream(self.q_proj(x), self.q_conv, q_conv)
     k, k_conv = stream(self.k_proj(x), self.k_conv, k_conv)

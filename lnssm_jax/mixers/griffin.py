@@ -94,8 +94,7 @@ class RGLRU(Divisible):
       E,
       conv_width,
       kernel_init=normal(0.01, distribution="normal"),
-      param_dtype=param_dtype,
-      rngs=rngs,
+      **options,
     )
     self.decay_gate = _BlockDiagonal(E, num_heads, **options)
     self.input_gate = _BlockDiagonal(E, num_heads, **options)
@@ -127,9 +126,8 @@ class RGLRU(Divisible):
     conv, memory, started = self.init_state(len(x)) if state is None else state
     gate = jax.nn.gelu(wide(self.y_proj(x)), approximate=True)
     inner, conv = self.conv(self.x_proj(x), conv, segment_ids)
-    rounded = inner.astype(self.dtype)
 
-    rate = jax.nn.sigmoid(self.decay_gate(rounded)) * jax.nn.softplus(wide(self.decay_rate[...]))
+    rate = jax.nn.sigmoid(self.decay_gate(inner)) * jax.nn.softplus(wide(self.decay_rate[...]))
     log_decay = -_EXPONENT * rate
     begun = started != 0
     if self.sequence_axis is not None:
@@ -138,7 +136,7 @@ class RGLRU(Divisible):
     factor = jnp.where(is_first, 1.0, _bounded_sqrt(-jnp.expm1(2 * log_decay)))
     h, memory = diagonal_scan(
       jnp.exp(log_decay),
-      factor * jax.nn.sigmoid(self.input_gate(rounded)) * inner,
+      factor * jax.nn.sigmoid(self.input_gate(inner)) * inner,
       axis_name=self.sequence_axis,
       initial_state=memory,
       segment_ids=segment_ids,

@@ -58,7 +58,8 @@ class _LonghornBlock(Divisible):
       return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     self.in_proj = projection(dim, 2 * E)
-    self.conv = ShortConvolution(E, conv_width, param_dtype=param_dtype, rngs=rngs)
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.conv = ShortConvolution(E, conv_width, activation="silu", **options)
     self.x_proj = projection(E, rank + 2 * N)
     self.beta_proj = projection(rank, E)
     self.beta_bias = nnx.Param(jnp.zeros(E, param_dtype))
@@ -69,7 +70,6 @@ class _LonghornBlock(Divisible):
     """x [B, T, E], beta [B, T, E] float32, k and q [B, T, N], the gate, the convolution's state."""
     inner, gate = jnp.split(self.in_proj(x), 2, axis=-1)
     inner, conv = self.conv(inner, conv, segment_ids)
-    inner = jax.nn.silu(inner).astype(self.dtype)
     rank, N = self.rate_rank, self.state_dim
     rate, k, q = jnp.split(self.x_proj(inner), [rank, rank + N], axis=-1)
     rate = wide(self.beta_proj(rate)) + wide(self.beta_bias[...])

@@ -86,7 +86,8 @@ class Mamba(Divisible):
       return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     self.in_proj = projection(dim, 2 * E)
-    self.conv = ShortConvolution(E, conv_width, param_dtype=param_dtype, rngs=rngs)
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.conv = ShortConvolution(E, conv_width, activation="silu", **options)
     self.x_proj = projection(E, rank + 2 * N)
     self.dt_proj = projection(rank, E)
     self.dt_bias = nnx.Param(step_size_bias(rngs.params(), E).astype(param_dtype))
@@ -118,7 +119,6 @@ class Mamba(Divisible):
     conv, memory = state if state is not None else (None, None)
     inner, gate = jnp.split(self.in_proj(x), 2, axis=-1)
     inner, conv = self.conv(inner, conv, segment_ids)
-    inner = jax.nn.silu(inner).astype(self.dtype)
 
     rank, N = self.step_rank, self.state_dim
     step, b, c = jnp.split(self.x_proj(inner), [rank, rank + N], axis=-1)
@@ -206,7 +206,8 @@ class Mamba2(Divisible):
       return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     self.in_proj = projection(dim, 2 * E + 2 * N + H)
-    self.conv = ShortConvolution(E + 2 * N, conv_width, param_dtype=param_dtype, rngs=rngs)
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.conv = ShortConvolution(E + 2 * N, conv_width, activation="silu", **options)
     self.dt_bias = nnx.Param(step_size_bias(rngs.params(), H).astype(param_dtype))
     rate = jax.random.uniform(rngs.params(), (H,), jnp.float32, 1.0, 16.0)
     self.log_rate = nnx.Param(jnp.log(rate).astype(param_dtype))
@@ -239,7 +240,7 @@ class Mamba2(Divisible):
     conv, memory = state if state is not None else (None, None)
     gate, inner, step = jnp.split(self.in_proj(x), [E, 2 * E + 2 * N], axis=-1)
     inner, conv = self.conv(inner, conv, segment_ids)
-    inner, b, c = jnp.split(jax.nn.silu(inner), [E, E + N], axis=-1)  # float32
+    inner, b, c = jnp.split(inner, [E, E + N], axis=-1)
 
     step = jax.nn.softplus(wide(step) + wide(self.dt_bias[...]))
     inner = split_heads(inner, H)  # [B, T, H, P]

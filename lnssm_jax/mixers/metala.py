@@ -86,9 +86,8 @@ class MetaLA(Divisible):
       return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     check_positive("conv_width", conv_width)
-    self.conv = ShortConvolution(
-      dim, conv_width, use_bias=False, param_dtype=param_dtype, rngs=rngs
-    )
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.conv = ShortConvolution(dim, conv_width, use_bias=False, activation="silu", **options)
     self.q_proj, self.a_proj = projection(dim, keys), projection(dim, keys)
     self.v_proj, self.g_proj = projection(dim, values), projection(dim, values)
     self.g_bias = nnx.Param(jnp.zeros(values, param_dtype))
@@ -117,7 +116,6 @@ class MetaLA(Divisible):
     check_call(self, x, state, segment_ids)
     conv, memory = state if state is not None else (None, None)
     u, conv = self.conv(x, conv, segment_ids)
-    u = jax.nn.silu(u).astype(self.dtype)
     heads = lambda z: split_heads(z, self.num_heads)
     q, v = heads(self.q_proj(u)), heads(self.v_proj(u))
     log_decay = heads(jax.nn.log_sigmoid(wide(self.a_proj(u))) / self.gate_temperature)

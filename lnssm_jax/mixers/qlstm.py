@@ -67,7 +67,8 @@ class QLSTM(Divisible):
       return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     self.in_proj = projection(dim, 2 * E)
-    self.conv = ShortConvolution(E, conv_width, param_dtype=param_dtype, rngs=rngs)
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.conv = ShortConvolution(E, conv_width, **options)
     self.x_proj = projection(E, 3 * E)
     self.gate_bias = nnx.Param(jnp.zeros(3 * E, param_dtype))
     self.o_proj = projection(E, dim)
@@ -95,7 +96,7 @@ class QLSTM(Divisible):
     conv, memory = state if state is not None else (None, None)
     gate, inner = jnp.split(self.in_proj(x), 2, axis=-1)
     inner, conv = self.conv(inner, conv, segment_ids)
-    gates = wide(self.x_proj(inner.astype(self.dtype))) + wide(self.gate_bias[...])
+    gates = wide(self.x_proj(inner)) + wide(self.gate_bias[...])
     f, i, o = jnp.split(gates, 3, axis=-1)
     h, memory = diagonal_scan(
       self._decay(f),

@@ -12,6 +12,7 @@ from lnssm_jax.ops.attention.state import (
   attention_positions,
   init_attention_state,
 )
+from lnssm_jax.ops.causal_conv1d.api import causal_conv1d
 from lnssm_jax.ops.delta_rule.api import delta_rule
 from lnssm_jax.ops.delta_rule.state import DeltaRuleState
 from lnssm_jax.ops.diagonal_scan.api import diagonal_scan
@@ -53,6 +54,7 @@ __all__ = [
   "WKV4State",
   "attention",
   "attention_positions",
+  "causal_conv1d",
   "delta_rule",
   "diagonal_scan",
   "elementwise_decay_scan",

@@ -4,10 +4,14 @@ import jax
 import jax.numpy as jnp
 
 
+def lowered(function, *shapes):
+  """The text of `function`, lowered for CUDA."""
+  return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def kernels_in(function, *shapes):
   """How many kernels `function`, lowered for CUDA, has."""
-  text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-  return text.count("custom_call @mosaic_gpu")
+  return lowered(function, *shapes).count("custom_call @mosaic_gpu")
 
 
 def total(results):

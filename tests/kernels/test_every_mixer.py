@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
+from lnssm_jax.mixers.short_convolution import ShortConvolution
 from lnssm_jax.models.block import mixer_arguments
 from lnssm_jax.ops import dispatch
-from tests.kernels.lowered import kernels_in
+from tests.kernels.lowered import lowered
 
 PAGE = (Path(__file__).parents[2] / "docs" / "mixers.md").read_text()
 WHERE = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w ]+) \| [\d,]+(?:, a cache)? \|$", PAGE, re.M))
@@ -27,7 +28,12 @@ def test_the_page_says_what_runs_in_kernels(name, monkeypatch):
   monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
   heads = {"num_heads": 4} if "num_heads" in mixer_arguments(name) else {}
   build = lambda: MIXERS[name](512, **heads, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-  graph, params = nnx.split(jax.eval_shape(build), nnx.Param)
+  mixer = jax.eval_shape(build)
+  layers = [layer for _, layer in nnx.iter_modules(mixer) if isinstance(layer, ShortConvolution)]
+  graph, params = nnx.split(mixer, nnx.Param)
   x = jax.ShapeDtypeStruct((2, 256, 512), jnp.bfloat16)
   run = lambda arrays: nnx.merge(graph, arrays[0])(arrays[1])[0]
-  assert (kernels_in(run, (params, x)) > 0) == ("kernel" in WHERE[name])
+  text = lowered(run, (params, x))
+  convolutions = text.count("causal_conv1d_mosaic_gpu")  # of the kernels' code, once in each
+  assert convolutions == len(layers)
+  assert (text.count("custom_call @mosaic_gpu") > convolutions) == ("kernel" in WHERE[name])

@@ -1,0 +1,1 @@
+"""The causal convolution over a few steps on Hopper: `op.py`, and `conv.py`, the kernels."""

@@ -1,0 +1,232 @@
+"""The kernels of the causal convolution, interpreted and lowered for CUDA.
+
+Errors are those against XLA's form in float64, all gradients too;
+tests/mixers/test_short_convolution.py holds that form to a loop.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops.causal_conv1d import pallas
+from pallas_kernels.causal_conv1d import shapes
+from tests.kernels.lowered import kernels_in, total
+from tests.ops import contract, promises
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+  """One set of arguments."""
+
+  T: int
+  D: int = 130
+  W: int = 4
+  dtype: jnp.dtype = F32  # of x and y
+  bias: bool = True
+  silu: bool = True
+  state: bool = True
+  segments: bool = True
+  part: int | None = None  # steps
+
+
+def drawn(case, seed=0, B=2):
+  rng = np.random.default_rng(seed)
+  arrays = {"x": rng.normal(size=(B, case.T, case.D)), "kernel": rng.normal(size=(case.W, case.D))}
+  if case.bias:
+    arrays["bias"] = rng.normal(size=case.D)
+  if case.state:
+    arrays["state"] = rng.normal(size=(B, case.W - 1, case.D))
+  return arrays
+
+
+def call(case, arrays, form, ids=None):
+  if case.segments and ids is None:
+    lengths = np.diff([0, *(n for n in (1, 3, 11, 13, 16) if n < case.T), case.T])
+    ids = promises.documents(arrays["x"].shape[0], lengths)
+  return ops.causal_conv1d(
+    arrays["x"],
+    arrays["kernel"],
+    arrays.get("bias"),
+    activation="silu" if case.silu else None,
+    initial_state=arrays.get("state"),
+    segment_ids=ids,
+    implementation=form,
+  )
+
+
+def check(case, form):
+  def named(arrays, form_):
+    out, state = call(case, arrays, "xla" if form_ == "reference" else form_)
+    return {"out": out, "state": state}
+
+  inputs = drawn(case)
+  dtypes = {name: case.dtype if name == "x" else F32 for name in inputs}
+  errors = contract.errors_against_reference(named, inputs, dtypes, form)
+  limit = contract.tolerance(case.dtype, case.T)
+  assert all(error <= limit for error in errors.values()), (limit, errors)
+
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    Case(T=19, part=8),
+    Case(T=8, W=3, dtype=BF16, bias=False, silu=False, state=False, segments=False, D=128),
+    slow(Case(T=40, W=2, part=16, D=256)),
+    slow(Case(T=40, W=1, part=16)),
+    slow(Case(T=40, W=4, dtype=BF16, part=8, D=512)),
+    slow(Case(T=1)),
+    slow(Case(T=2, dtype=BF16)),
+    slow(Case(T=3, W=3, state=False)),
+    slow(Case(T=64, part=32, segments=False, bias=False)),
+    slow(Case(T=65, part=32, silu=False)),
+    slow(Case(T=300)),
+  ],
+  ids=str,
+)
+def test_values_and_gradients(case, monkeypatch):
+  if case.part:
+    monkeypatch.setattr(shapes, "part", lambda *sizes: case.part)
+  check(case, "pallas_interpret")
+
+
+def test_documents_do_not_reach_each_other():
+  """A NaN in one reaches no value and no gradient of another."""
+  case = Case(T=11, D=128, state=False, bias=False)
+  ids = promises.documents(1, (6, 5))
+
+  def run(x, kernel):
+    return call(case, {"x": x, "kernel": kernel}, "pallas_interpret", ids)[0]
+
+  @jax.jit
+  def both(x, kernel, weight):
+    y, pull = jax.vjp(run, x, kernel)
+    return y, pull(weight)[0]
+
+  arrays = {n: jnp.asarray(x, F32) for n, x in drawn(case, B=1).items()}
+  weight = jnp.ones_like(arrays["x"])
+  want = both(arrays["x"], arrays["kernel"], weight)
+  for begin, end, inside in [(0, 6, 5), (6, 11, 6)]:
+    spoiled = [y.at[:, inside].set(jnp.nan) for y in (arrays["x"], weight)]
+    got = both(spoiled[0], arrays["kernel"], spoiled[1])
+    for y, z in zip(got, want, strict=True):
+      assert not np.isfinite(y[:, begin:end]).all()
+      outside = np.r_[0:begin, end:11]
+      np.testing.assert_array_equal(y[:, outside], z[:, outside])
+
+
+@pytest.mark.slow
+def test_splitting_packing_and_causality(monkeypatch):
+  monkeypatch.setattr(shapes, "part", lambda *sizes: 8)
+  case = Case(T=23, state=False)
+  inputs, others = (
+    {n: jnp.asarray(x, F32) for n, x in drawn(case, seed).items()} for seed in range(2)
+  )
+
+  @jax.jit
+  def run(arrays, state, ids):
+    arrays = arrays if state is None else arrays | {"state": state}
+    plain = Case(T=23, segments=False)
+    return call(plain, arrays, "pallas_interpret", ids)
+
+  compared = lambda out, state: {"out": out, "state": state}
+  promises.nothing_flows_backwards_in_time(run, inputs, others, ["x"], infinite=True)
+  promises.packing_changes_nothing(run, inputs, others, ["x"], compared, infinite=True)
+  promises.splitting_changes_nothing(run, inputs, ["x"], compared)
+
+
+@pytest.mark.slow
+def test_every_transformation():
+  case = Case(T=5, state=False, segments=False)
+  inputs, others = (
+    {n: jnp.asarray(x, F32) for n, x in drawn(case, seed).items()} for seed in range(2)
+  )
+  run = lambda arrays, implementation="pallas_interpret": call(case, arrays, implementation)
+  promises.works_under_every_transformation(
+    run,
+    inputs,
+    others,
+    ["x"],
+    ["pallas_interpret"],
+    checkpoint=lambda f: f,  # JAX cannot run the interpreter's callbacks there
+  )
+
+
+def arguments(T, D, *, W=4, x=BF16, state=True, segments=True, lead=()):
+  """(x, kernel, bias, state, segments) of `pallas.run`, as shapes; `lead` are axes in front."""
+  array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct((*lead, *shape), dtype)
+  return (
+    array(2, T, D, dtype=x),
+    array(W, D),
+    array(D),
+    array(2, W - 1, D) if state else None,
+    array(2, T, dtype=jnp.int32) if segments else None,
+  )
+
+
+def lowers(inputs, *, silu=True, dtype=BF16, transformed=lambda f: f):
+  """How many kernels the forward pass has, and the gradient of all."""
+  forward = functools.partial(pallas.run, silu=silu, dtype=dtype)
+  *floats, segments = inputs
+  loss = lambda floats, segments: total(forward(*floats, segments))
+  return (
+    kernels_in(transformed(lambda floats, segments: forward(*floats, segments)), floats, segments),
+    kernels_in(transformed(jax.grad(loss)), floats, segments),
+  )
+
+
+# Widths of the mixers: multiples of 128, 256 and 512.
+ALL = [
+  (1000, D, W, x, segments)
+  for D in (640, 2304, 4096)
+  for W in (2, 3, 4)
+  for x in (BF16, F32)
+  for segments in (False, True)
+]
+DEFAULT = [(1000, 2304, 4, BF16, True), (1000, 640, 3, F32, False)]
+
+
+@pytest.mark.parametrize(
+  "configuration",
+  [x if x in DEFAULT else pytest.param(x, marks=pytest.mark.slow) for x in ALL],
+  ids=str,
+)
+def test_lowers(configuration):
+  """Forward and gradient lower for CUDA, a kernel each: nothing of the forward pass is kept."""
+  T, D, W, x, segments = configuration
+  inputs = arguments(T, D, W=W, x=x, state=segments, segments=segments)
+  assert lowers(inputs, dtype=x) == (1, 1)
+
+
+@pytest.mark.parametrize(
+  "transformed",
+  [jax.vmap, pytest.param(jax.checkpoint, marks=pytest.mark.slow)],
+  ids=["vmap", "checkpoint"],
+)
+def test_lowers_in_64_bit_programs_and_transformed(transformed):
+  lead = (3,) if transformed is jax.vmap else ()
+  with jax.enable_x64(True):
+    inputs = arguments(100, 128, lead=lead)
+    assert lowers(inputs, transformed=transformed) == (1, 1)
+
+
+def test_lowers_under_shard_map():
+  """The gradient of replicated parameters is summed over the devices."""
+  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  data, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+  inputs = arguments(100, 128, segments=False)[:3]
+  form = lambda *args: ops.causal_conv1d(*args, implementation="pallas_interpret")[0]
+  gradient = jax.grad(lambda inputs: total(form(*inputs)))
+  specs = ((data, replicated, replicated),)
+  sharded = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs[0])
+  traced = jax.eval_shape(sharded, inputs)
+  assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)
