@@ -129,20 +129,27 @@ class Checkpoints:
 
 
 def load(
-  directory: str | Path, abstract: dict[str, Any]
+  directory: str | Path, abstract: dict[str, Any], *, step: int | None = None
 ) -> tuple[dict[str, Any], int, dict[str, Any]]:
-  """The trees of `abstract` from the newest intact checkpoint, its step, and the metadata.
+  """The trees of `abstract` from a checkpoint, its step, and the metadata. Reads no other tree.
 
-  Damaged ones that are newer are named on stderr.
+  Without `step`, from the newest that is intact; damaged ones that are newer are named on stderr.
 
   Raises:
     StructureError: a tree does not have the structure of `abstract`.
-    FileNotFoundError: there is no checkpoint.
+    FileNotFoundError: there is no checkpoint, or none of `step`.
     CheckpointError: all are damaged, or it cannot be read.
   """
   directory = Path(directory).absolute()
   warn = lambda line: print(f"warning: {line}", file=sys.stderr)
-  step = distributed.on_first(lambda: step_folders.newest_intact(directory, warn))
+  parts = list(abstract)
+
+  def choose() -> int | None:
+    if step is None:
+      return step_folders.newest_intact(directory, warn, parts)
+    return step_folders.intact(directory, step, parts)
+
+  step = distributed.on_first(choose)
   if step is None:
     raise FileNotFoundError(
       f"no checkpoint in {directory}; train first with: python -m train fit --config FILE"
@@ -167,7 +174,7 @@ def _read(path: Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[st
       raise OSError("the description of its arrays is damaged")
     check_structure(path, saved, abstract)
     loaded = ocp.load_checkpointables(str(path), abstract)
-    return loaded, typing.cast(dict[str, Any], found.custom_metadata)
+    return loaded, typing.cast(dict[str, Any], found.custom_metadata or {})
   except StructureError:
     raise
   except Exception as error:

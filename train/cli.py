@@ -1,8 +1,6 @@
-"""The command line, python -m train: fit, evaluate, generate, tokenize, verify, plot, doctor."""
+"""The command line, python -m train: its commands, their options, and how it says no."""
 
 import argparse
-import dataclasses
-import json
 import os
 import sys
 import traceback
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lnssm_jax
-from train import config, overrides
+from train import commands, config
 
 EXAMPLES = """\
 examples:
@@ -21,6 +19,8 @@ examples:
   python -m train generate --run-dir runs/quickstart --prompt 'def '
   python -m train tokenize --input TEXT --output data/text --tokenizer bytes
   python -m train verify runs/quickstart
+  python -m train export runs/quickstart --out exported
+  python -m train import exported --config configs/quickstart.py --set run_dir=runs/more
   python -m train plot runs/quickstart runs/longer --output compared.png
   python -m train doctor --config configs/quickstart.py
 """
@@ -55,126 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
       _leave(code or 1)
     return code or 1
   return 0
-
-
-def _fit(options: argparse.Namespace) -> None:
-  cfg = overrides.apply(config.load_config(options.config), options.set)
-  if options.print_config:
-    print(json.dumps(config.to_dict(cfg), indent=2))
-    return
-  from train import distributed
-  from train.loop import fit
-
-  distributed.join()
-  fit(cfg, allow_config_change=options.allow_config_change)
-
-
-def _evaluate(options: argparse.Namespace) -> None:
-  from train import evaluate
-
-  rows = evaluate.run(_run_config(options))
-  if options.json:
-    print(json.dumps(rows, indent=2))
-    return
-  width = max(len("set"), *(len(row["set"]) for row in rows))
-  print(f"{'set':<{width}}  {'val_loss':>9}  {'bits_per_byte':>13}  {'tokens':>13}")
-  for row in rows:
-    bits = "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
-    print(f"{row['set']:<{width}}  {row['val_loss']:>9.4f}  {bits:>13}  {row['tokens']:>13,}")
-
-
-def _generate(options: argparse.Namespace) -> None:
-  cfg = _run_config(options)
-  changes = {
-    "tokens": options.max_tokens,
-    "temperature": options.temperature,
-    "top_k": options.top_k,
-    "top_p": options.top_p,
-  }
-  changes = {name: value for name, value in changes.items() if value is not None}
-  settings = dataclasses.replace(cfg.sample, **changes)
-  prompts = options.prompt or [settings.prompt]
-  if options.prompt and "" in options.prompt:
-    raise ValueError("--prompt is empty; give some text, or leave it out to begin a new document.")
-  from train import sample
-
-  model, tokenizer = sample.load(cfg)
-  if len(prompts) == 1:
-    pieces = sample.stream(model, tokenizer, prompts[0], settings, options.seed)
-    print(prompts[0], end="", flush=True)
-    for piece in pieces:
-      print(piece, end="", flush=True)
-    print()
-    return
-  texts = sample.complete(model, tokenizer, prompts, settings, options.seed)
-  for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
-    print(f"--- {number} of {len(prompts)}\n{prompt}{text}")
-
-
-def _tokenize(options: argparse.Namespace) -> None:
-  if bool(options.config) == bool(options.input):
-    raise ValueError(
-      "tokenize needs either --config FILE, or --input PATH... --output PREFIX --tokenizer SPEC."
-    )
-  from train.data import tokenize, tokenizers
-
-  how = {"workers": options.workers, "progress": True, "force": options.force}
-  if options.config:
-    cfg = overrides.apply(config.load_config(options.config), options.set)
-    sidecars = tokenize.prepare(cfg.data, **how)
-    results = {str(Path(cfg.data.folder) / name): sidecars[name] for name in sidecars}
-  else:
-    missing = [name for name in ("output", "tokenizer") if not getattr(options, name)]
-    if missing:
-      raise ValueError(f"--input also needs --{' and --'.join(missing)}.")
-    folder = Path(options.output).parent
-    tokenizer = tokenizers.load_tokenizer(options.tokenizer, folder)
-    sidecar = tokenize.tokenize_to(options.output, options.input, tokenizer, **how)
-    results = {options.output: sidecar}
-  for prefix, sidecar in results.items():
-    counts = "kept as it is"
-    if sidecar is not None:
-      counts = ", ".join(f"{sidecar[name]:,} {name}" for name in ("documents", "tokens", "bytes"))
-    print(f"{prefix}.bin  {counts}")
-
-
-def _verify(options: argparse.Namespace) -> int:
-  from train import verify
-
-  if options.adopt is not None:
-    print(verify.adopt(options.folder, options.adopt))
-  lines, whole = verify.report(options.folder)
-  print("\n".join(lines))
-  return 0 if whole else 1
-
-
-def _plot(options: argparse.Namespace) -> None:
-  from train import plot
-
-  plot.draw(options.runs, options.output)
-  print(options.output)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-  cfg = None
-  if options.config:
-    cfg = overrides.apply(config.load_config(options.config), options.set)
-  from train import doctor
-
-  return 0 if doctor.examine(cfg, print) else 1
-
-
-def _run_config(options: argparse.Namespace) -> config.Train:
-  """The settings from --run-dir or --config, with every --set done."""
-  if bool(options.config) == bool(options.run_dir):
-    raise ValueError("give either --run-dir FOLDER (a run of `fit`) or --config FILE.")
-  if options.config:
-    return overrides.apply(config.load_config(options.config), options.set)
-  from train.run_folder import RunFolder
-
-  cfg = RunFolder(options.run_dir).load_config()
-  # The folder may have been moved since.
-  return overrides.apply(dataclasses.replace(cfg, run_dir=options.run_dir), options.set)
 
 
 def _exit_code(error: Exception) -> int | None:
@@ -215,17 +95,20 @@ def _parser() -> argparse.ArgumentParser:
     epilog=EXAMPLES,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+  added_to = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
   def plain(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
-    added = commands.add_parser(name, help=help, description=help)
+    added = added_to.add_parser(name, help=help, description=help)
     added.set_defaults(run=run)
     return added
 
   def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
     added = plain(name, run, help)
     added.add_argument(
-      "--config", metavar="FILE", required=name == "fit", help="Python file with get_config()"
+      "--config",
+      metavar="FILE",
+      required=name in ("fit", "import"),
+      help="Python file with get_config()",
     )
     added.add_argument(
       "--set",
@@ -235,19 +118,35 @@ def _parser() -> argparse.ArgumentParser:
       help="change a setting (repeatable)",
     )
     if name in ("evaluate", "generate"):
-      added.add_argument("--run-dir", metavar="FOLDER", help="a run of `fit`, instead of --config")
+      exported = ", or an exported model" if name == "generate" else ""
+      added.add_argument(
+        "--run-dir", metavar="FOLDER", help=f"a run of `fit`{exported}, instead of --config"
+      )
     return added
 
-  fit = command("fit", _fit, "Train a model, or go on with a run that was stopped.")
+  fit = command("fit", commands.fit, "Train a model, or go on with a run that was stopped.")
   fit.add_argument("--print-config", action="store_true", help="print the settings and do nothing")
   fit.add_argument(
     "--allow-config-change",
     action="store_true",
     help="continue a run although its settings or its text have changed",
   )
-  evaluate = command("evaluate", _evaluate, "Print the loss of a run on its validation sets.")
+  fit.add_argument(
+    "--dry-run",
+    action="store_true",
+    help="compile the training step for these devices, print its memory and FLOPs, write nothing",
+  )
+  fit.add_argument(
+    "--profile",
+    metavar="START:STOP",
+    help="trace these steps for a profiler, into RUN/traces; while a run goes on, "
+    "`echo 5 > RUN/profile` traces the next 5",
+  )
+  evaluate = command(
+    "evaluate", commands.evaluate, "Print the loss of a run on its validation sets."
+  )
   evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
-  generate = command("generate", _generate, "Continue text with the model of a run.")
+  generate = command("generate", commands.generate, "Continue text with the model of a run.")
   generate.add_argument(
     "--prompt", metavar="TEXT", action="append", help="what to continue (repeatable)"
   )
@@ -260,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
   )
   generate.add_argument("--top-p", type=float, metavar="P", help="choose among this share; 1: all")
   generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the choices")
-  tokenize = command("tokenize", _tokenize, "Make token files from text.")
+  tokenize = command("tokenize", commands.tokenize, "Make token files from text.")
   tokenize.add_argument("--input", nargs="+", metavar="PATH", help="files or folders of text")
   tokenize.add_argument("--output", metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, .json")
   tokenize.add_argument(
@@ -268,13 +167,21 @@ def _parser() -> argparse.ArgumentParser:
   )
   tokenize.add_argument("--workers", type=int, metavar="N", help="threads (default: all cores)")
   tokenize.add_argument("--force", action="store_true", help="make files again that are up to date")
-  verify = plain("verify", _verify, "Read a run's checkpoints whole, and say which are intact.")
+  export = plain("export", commands.export, "Write a run's model as safetensors with a manifest.")
+  export.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
+  export.add_argument("--out", required=True, metavar="DIR", help="a folder that does not exist")
+  export.add_argument("--step", type=int, metavar="N", help="a checkpoint other than the newest")
+  importing = command("import", commands.import_, "Start a run from an exported model.")
+  importing.add_argument("folder", metavar="DIR", help="a folder that `export` made")
+  verify = plain(
+    "verify", commands.verify, "Read a run's checkpoints whole, and say which are intact."
+  )
   verify.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
   verify.add_argument(
     "--adopt", type=int, metavar="STEP", help="trust this checkpoint as it is: make its digests new"
   )
-  plot = plain("plot", _plot, "Draw the loss curves of runs beside one another.")
+  plot = plain("plot", commands.plot, "Draw the loss curves of runs beside one another.")
   plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
   plot.add_argument("--output", required=True, type=Path, metavar="FILE", help="such as a.png")
-  command("doctor", _doctor, "Say what there is to train with, and what stands in the way.")
+  command("doctor", commands.doctor, "Say what there is to train with, and what stands in the way.")
   return parser

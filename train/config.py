@@ -235,9 +235,13 @@ class Train:
   max_skipped: int = 10  # steps left out one after another, as not finite or spikes, end the run
   skip_spikes: float | None = None  # leave out steps this many standard deviations above the mean
   loss_chunk: int = 2048  # tokens whose logits are held at once
+  watch: tuple[Literal["tensorboard", "wandb"], ...] = ()  # beside metrics.jsonl
+  compile_cache: str | None = None  # a folder for compiled programs, which runs may share
   sample: Sample = dataclasses.field(default_factory=Sample)
 
   def __post_init__(self):
+    check(len(set(self.watch)) == len(self.watch), f"watch={self.watch} names one twice.")
+    check(self.compile_cache != "", "compile_cache is empty; give a folder, or None.")
     check(self.run_dir != "", "run_dir is empty; give the folder that the run writes into.")
     positive = "steps seq_len global_batch accumulate checkpoint_every eval_every log_every"
     for name in (*positive.split(), "keep_checkpoints", "max_skipped", "loss_chunk"):

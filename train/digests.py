@@ -11,11 +11,15 @@ whole, and wrong. The last entry is the digest of the two before it.
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from train.files import read_json
+
 FILE = "digests.json"
+_MOST = 1 << 30  # bytes of it
 _THREADS = 8  # hashing leaves Python's lock; one core hashes about 2 GB/s
 
 
@@ -31,7 +35,7 @@ def write(folder: Path, name: str) -> None:
   with ThreadPoolExecutor(_THREADS) as pool:
     entries = list(pool.map(lambda path: _entry(folder / path, flush=True), paths))
   content = {"folder": name, "files": dict(zip(paths, entries, strict=True))}
-  text = json.dumps(content | {"sha256": _digest(content)}, indent=1)
+  text = json.dumps(content | {"sha256": digest_of(content)}, indent=1)
   temporary = folder / (FILE + ".tmp")
   with temporary.open("w") as file:
     file.write(text + "\n")
@@ -40,13 +44,23 @@ def write(folder: Path, name: str) -> None:
   temporary.replace(folder / FILE)
 
 
-def damage(folder: Path) -> str | None:
+def damage(folder: Path, parts: Iterable[str] | None = None) -> str | None:
   """What is wrong with `folder`, in a few words; None when every file is as it was written.
 
-  Files that were added since do not count. Reads every byte.
+  Files that were added since do not count, except links, which could lead anywhere. Reads every
+  byte.
+
+  Args:
+    parts: look only into these folders inside it, and at the files beside them.
   """
   try:
+    link = link_in(folder)
+    if link is not None:
+      return f"{link} is a link, and links are not followed"
     files = _read(folder)
+    if parts is not None:
+      wanted = tuple(f"{part}/" for part in parts)
+      files = {n: files[n] for n in files if "/" not in n or n.startswith(wanted)}
   except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
     return _why_unreadable(folder, error)
 
@@ -74,17 +88,35 @@ def size(folder: Path) -> tuple[int, int]:
   return len(files), sum(entry["bytes"] for entry in files.values())
 
 
+def link_in(folder: Path) -> str | None:
+  """The first symbolic link in `folder`, or `folder` itself if it is one; None without any."""
+  if folder.is_symlink():
+    return "the folder"
+  for inside, folders, names in os.walk(folder):
+    for name in (*folders, *names):
+      path = Path(inside, name)
+      if path.is_symlink():
+        return path.relative_to(folder).as_posix()
+  return None
+
+
 class _Refused(ValueError):
   """The digests are readable, and not those of this folder."""
 
 
 def _read(folder: Path) -> dict[str, dict[str, Any]]:
-  content = json.loads((folder / FILE).read_text())
+  content = read_json(folder / FILE, _MOST)
   written = content.pop("sha256")
-  if written != _digest(content):
+  if written != digest_of(content):
     raise _Refused(f"the content of {FILE} has changed")
   if content["folder"] != folder.name:
     raise _Refused(f"its files are those of a folder called {content['folder']}")
+  for name, entry in content["files"].items():
+    place = PurePosixPath(name)
+    if place.is_absolute() or ".." in place.parts or name != place.as_posix():
+      raise _Refused(f"{FILE} names {name!r}, which is not inside the folder")
+    if type(entry["bytes"]) is not int or type(entry["sha256"]) is not str:
+      raise _Refused(f"{FILE} does not say what {name} is")
   return content["files"]
 
 
@@ -111,5 +143,6 @@ def _entry(path: Path, flush: bool = False) -> dict[str, Any]:
     }
 
 
-def _digest(content: dict[str, Any]) -> str:
+def digest_of(content: dict[str, Any]) -> str:
+  """SHA-256 of a JSON object, whatever the order of its names."""
   return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -8,13 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from train import checkpoint, config, distributed
+from train import config, distributed, loading
 from train import mesh as meshes
 from train.data.tokenize import prepare
 from train.data.windows import TokenWindows, eval_batches
 from train.metrics import Row, bits_per_byte, tokens_per_byte
-from train.run_folder import RunFolder
-from train.step import abstract_state, make_eval_step, model_graph
+from train.step import make_eval_step, model_graph
 
 
 def run(cfg: config.Train) -> list[Row]:
@@ -29,15 +28,8 @@ def run(cfg: config.Train) -> list[Row]:
     raise ValueError("data.validation is empty; name a set with --set data.validation=NAME.")
   mesh = meshes.make_mesh(cfg)
   prepare(cfg.data, progress=True)
-  params, step = load_params(cfg, mesh)
+  params, step = loading.load_params(cfg, mesh)
   return Evaluator(cfg, model_graph(cfg.model), mesh)(step, params)
-
-
-def load_params(cfg: config.Train, mesh: Mesh) -> tuple[Any, int]:
-  """The parameters of the newest checkpoint in `cfg.run_dir`, and its step."""
-  abstract = {"params": abstract_state(cfg, mesh)["params"]}
-  trees, step, _ = checkpoint.load(RunFolder(cfg.run_dir).checkpoints, abstract)
-  return trees["params"], step
 
 
 class Evaluator:

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from train import config, distributed, report, run_folder
+from train import compile_cache, config, distributed, report, run_folder, watch
 from train import mesh as meshes
-from train.checkpoint import Checkpoints
+from train.checkpoint import CheckpointError, Checkpoints
 from train.data.tokenize import prepare
 from train.data.windows import TokenWindows, train_batches
 from train.evaluate import Evaluator
@@ -24,6 +24,7 @@ from train.run_folder import RunFolder
 from train.saver import Saver
 from train.step import Batch, State, abstract_state, init_state, make_train_step, model_graph
 from train.stop import StopSignal
+from train.tracing import Tracer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +37,16 @@ class Result:
   state: State
 
 
-def fit(cfg: config.Train, *, allow_config_change: bool = False) -> Result:
+def fit(
+  cfg: config.Train, *, allow_config_change: bool = False, profile: range | None = None
+) -> Result:
   """Trains until `cfg.steps`, from the newest checkpoint in `cfg.run_dir` if there is one.
 
   Stopping (SIGINT, SIGTERM, or any crash) and calling again gives the same numbers, bit for bit on
   the same device, as never having stopped.
+
+  Args:
+    profile: steps to trace (`train.tracing`).
 
   Raises:
     ValueError: the run folder, the data or the mesh does not fit the settings.
@@ -49,7 +55,9 @@ def fit(cfg: config.Train, *, allow_config_change: bool = False) -> Result:
     CheckpointError: the last checkpoint could not be written, or none of those there can be read.
   """
   console = Console(quiet=not distributed.is_first())
+  watch.check(cfg.watch)
   with contextlib.ExitStack() as stack:
+    stack.enter_context(compile_cache.at(cfg.compile_cache))
     run = stack.enter_context(run_folder.claim(cfg, allow_config_change=allow_config_change))
     graph = model_graph(cfg.model)
     mesh = meshes.make_mesh(cfg)
@@ -65,6 +73,10 @@ def fit(cfg: config.Train, *, allow_config_change: bool = False) -> Result:
     )
     state, start = _begin(cfg, mesh, checkpoints, run, None if allow_config_change else data)
     run.write_config(cfg)
+    if distributed.is_first():
+      run.on_rows = stack.enter_context(watch.Watch(cfg, run.path, start, console.say)).write
+    tracer = Tracer(run.path, profile, console.say)
+    stack.callback(tracer.close)
     report.start(console, cfg, run, state, len(windows), start)
     step = start
     recorder = Recorder(cfg, run, console, list(mesh.devices.flat))
@@ -88,16 +100,20 @@ def fit(cfg: config.Train, *, allow_config_change: bool = False) -> Result:
 
     evaluate()
     if start < cfg.steps:
-      train_step = _compile(cfg, graph, mesh, run.kernels, console)
+      train_step = compile_step(cfg, graph, mesh, run.kernels, console)
       batches = stack.enter_context(_feed(windows, cfg, mesh, start))
       recorder.start_clock()
       try:
         while step < cfg.steps and not stopping():
+          begin = time.perf_counter()
           batch, failed = next(batches), saver.failed_here()
+          recorder.waited(time.perf_counter() - begin)
           if not alone:
             batch["votes"] = distributed.ballot(mesh, (bool(stop), failed))
+          tracer.before(step + 1)
           state, metrics = train_step(state, batch)
           step += 1
+          tracer.after(step, metrics)
           recorder.push(step, metrics)
           if failed if alone else recorder.votes[1]:
             saver.retry(step)
@@ -138,14 +154,20 @@ def _begin(
     run.keep_rows_until(-1)
     return init_state(cfg, mesh, run.kernels), 0
   state, metadata = restored
-  step = metadata["data_position"]
+  step = metadata.get("data_position")
+  if type(step) is not int or step < 0 or not isinstance(metadata.get("data"), dict | None):
+    raise CheckpointError(
+      f"the newest checkpoint of {run.path} does not say how far it has come "
+      f"(data_position={step!r}); move its folder away to go on from the one before it."
+    )
   if step > cfg.steps:
     raise ValueError(
       f"the run in {run.path} has done {step} steps already, more than steps={cfg.steps}; raise "
       "steps, or use another run_dir."
     )
-  if data is not None and data != metadata["data"]:
-    changed = [name for name in data if data[name] != metadata["data"].get(name)]
+  before = metadata.get("data")  # None: the run starts from an imported model
+  if data is not None and before is not None and data != before:
+    changed = [name for name in data if data[name] != before.get(name)]
     raise ValueError(
       f"the text of {', '.join(changed)} in {cfg.data.folder} is not what the run in {run.path} "
       "was trained on; bring it back, use another run_dir, or go on with the new text by "
@@ -155,8 +177,8 @@ def _begin(
   return state, step
 
 
-def _compile(
-  cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path, console: Console
+def compile_step(
+  cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None, console: Console
 ) -> jax.stages.Compiled:
   """The training step, compiled ahead so that its first call takes no longer than the others."""
   tx, _ = make_optimizer(cfg.optimizer, cfg.steps)

@@ -41,6 +41,7 @@ class Clock:
     """Forgets the interval so far: what came between (evaluation, saving) was not training."""
     self._since = self._last = time.perf_counter()
     self._steps = 0
+    self._waited = 0.0
 
   def tick(self, when: float) -> None:
     """Counts a step that was finished at `when`, of `time.perf_counter()`."""
@@ -48,8 +49,20 @@ class Clock:
     self._steps += 1
     self._steps_done += 1
 
+  def waited(self, seconds: float) -> None:
+    """Counts time that was spent waiting for a batch."""
+    self._waited += seconds
+
+  def data_wait(self) -> float:
+    """The share of the time since the last reading or `restart` that was waiting, 0 to 1.
+
+    To be asked before `tokens_per_second`, which begins anew.
+    """
+    return min(1.0, self._waited / max(self._last - self._since, 1e-9))
+
   def tokens_per_second(self) -> float:
     """From the last reading or `restart` to the last step."""
+    self._waited = 0.0
     rate = self._steps * self._tokens_per_step / max(self._last - self._since, 1e-9)
     self._since, self._steps = self._last, 0
     return rate
@@ -92,10 +105,15 @@ class Console:
 def train_line(row: Row, steps: int, seconds_left: float) -> str:
   """The progress line of a row of metrics.jsonl."""
   bits = f"  {row['bits_per_byte']:.3f} bits/byte" if row["bits_per_byte"] is not None else ""
+  mfu = f"  mfu {row['mfu']:.1%}" if row["mfu"] is not None else ""
+  slow = f"  waiting for data {row['data_wait']:.0%}" if row["data_wait"] >= 0.1 else ""
+  skipped = f"  {row['skipped']} left out" if row["skipped"] else ""
+  peak = row["peak_memory"]
+  memory = f"  {peak / 2**30:.1f} GiB" if peak is not None else ""
   return (
     f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}{bits}"
-    f"  {short(row['tokens_per_second'])} tokens/s  lr {row['learning_rate']:.2e}"
-    f"  eta {duration(seconds_left)}"
+    f"  {short(row['tokens_per_second'])} tokens/s{mfu}{memory}  lr {row['learning_rate']:.2e}"
+    f"{slow}{skipped}  eta {duration(seconds_left)}"
   )
 
 

@@ -61,6 +61,10 @@ class Recorder:
     if pending:
       self._read(*pending)
 
+  def waited(self, seconds: float) -> None:
+    """Counts time that was spent waiting for a batch."""
+    self._clock.waited(seconds)
+
   def restart_clock(self) -> None:
     """Leaves the time since the last step out of tokens a second."""
     self._clock.restart()
@@ -83,7 +87,7 @@ class Recorder:
         )
     if step % self._cfg.log_every and step != self._cfg.steps:
       return
-    rate = self._clock.tokens_per_second()
+    wait, rate = self._clock.data_wait(), self._clock.tokens_per_second()
     row = {
       "kind": "train",
       "step": step,
@@ -96,6 +100,8 @@ class Recorder:
       "skipped": len(self._skipped),
       "tokens_per_second": rate,
       "mfu": flops.utilization(self._flops, rate, self._devices),
+      "data_wait": wait,
+      "peak_memory": _peak_memory(self._devices),
     }
     self._run.append([row])
     left = self._clock.seconds_left(self._cfg.steps - step)
@@ -124,3 +130,10 @@ class Recorder:
         "go on with --allow-config-change. max_skipped says how many in a row end a run.",
         weights_are_good=True,
       )
+
+
+def _peak_memory(devices: list) -> int | None:
+  """The most bytes that a device of this process ever held; None where the backend does not say."""
+  here = [d for d in devices if d.process_index == jax.process_index()]
+  stats = [device.memory_stats() or {} for device in here]
+  return max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None)

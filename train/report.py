@@ -52,6 +52,8 @@ def finished(console: Console, cfg: config.Train, run: RunFolder, graph: Any, pa
     model = nnx.merge(graph, params)
     text = sample.complete(model, tokenizer, [cfg.sample.prompt], cfg.sample, cfg.seed)[0]
     console.say(f"sample\n{'-' * 40}\n{cfg.sample.prompt}{text}\n{'-' * 40}")
+  elif cfg.sample.tokens:
+    console.say("no sample of text: each of the processes holds a part of the model")
   console.say(f"settings     {run.config_file}")
   console.say(f"metrics      {run.metrics_file}")
   console.say(f"checkpoints  {run.checkpoints}")

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ FREE = (
   "keep_checkpoints",
   "max_skipped",
   "loss_chunk",
+  "watch",
+  "compile_cache",
   "sample",
   "mesh",
   "model.remat",
@@ -49,6 +51,7 @@ class RunFolder:
     self.checkpoints = self.path / "checkpoints"
     self.kernels = self.path / "kernels"
     self.changes: dict[str, str] = {}  # of settings, since the run was last started
+    self.on_rows: Callable[[list[Row]], object] = lambda rows: None  # told in the first process
     self._lock: int | None = None
     self._unwritten = ""  # rows that the disk has not taken
 
@@ -110,6 +113,7 @@ class RunFolder:
     Rows for which the disk has no room are kept, and written before those of the next call.
     """
     if distributed.is_first():
+      self.on_rows(rows)
       self._unwritten += "".join(json.dumps(row) + "\n" for row in rows)
       if self._write(self._unwritten.encode()):
         self._unwritten = ""

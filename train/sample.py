@@ -1,31 +1,18 @@
 """Text from a model: prompts in, continuations out."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from lnssm_jax import generate
 from lnssm_jax.models import LanguageModel
 from train import config
-from train.data.tokenizers import Tokenizer, load_tokenizer
-from train.evaluate import load_params
-from train.mesh import make_mesh
-from train.step import model_graph
+from train.data.tokenizers import Tokenizer
 
 # Documents are trained apart, so the end of one never predicts the start of the next. An empty
 # prompt therefore starts from a line feed, not from the end of text.
 OPENING = "\n"
-
-
-def load(cfg: config.Train) -> tuple[LanguageModel, Tokenizer]:
-  """The model of the newest checkpoint in `cfg.run_dir`, on one device, and its tokenizer."""
-  tokenizer = load_tokenizer(cfg.data.tokenizer, cfg.data.folder)
-  one_device = dataclasses.replace(cfg, mesh=config.Mesh(data=1))
-  params, _ = load_params(one_device, make_mesh(one_device))
-  return nnx.merge(model_graph(cfg.model), params), tokenizer
 
 
 def complete(

@@ -9,7 +9,7 @@ checkpoints/
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from train import digests
@@ -38,18 +38,21 @@ def newest_step(directory: str | Path) -> int | None:
   return max(steps_in(directory), default=None)
 
 
-def newest_intact(directory: str | Path, say: Say) -> int | None:
+def newest_intact(
+  directory: str | Path, say: Say, parts: Iterable[str] | None = None
+) -> int | None:
   """The newest step whose files are all as they were written; None when there is no step at all.
 
   Args:
     say: takes one line for each newer checkpoint, with what is wrong with it.
+    parts: look only at these of its trees (`digests.damage`).
 
   Raises:
     CheckpointError: there are checkpoints, and all of them are damaged.
   """
   directory, lines = Path(directory), []
   for step in reversed(steps_in(directory)):
-    wrong = digests.damage(directory / str(step))
+    wrong = digests.damage(directory / str(step), parts)
     if wrong is None:
       for line in lines:
         say(f"{line}; going back to step {step}")
@@ -62,6 +65,23 @@ def newest_intact(directory: str | Path, say: Say) -> int | None:
       f"made without digests, say): python -m train verify {directory.parent} --adopt STEP"
     )
   return None
+
+
+def intact(directory: Path, step: int, parts: Iterable[str] | None = None) -> int:
+  """`step`, if its checkpoint is as it was written.
+
+  Raises:
+    FileNotFoundError: there is none; the message lists those there are.
+    CheckpointError: it is damaged.
+  """
+  steps = steps_in(directory)
+  if step not in steps:
+    listing = f"; there are {', '.join(map(str, steps))}" if steps else ""
+    raise FileNotFoundError(f"no checkpoint of step {step} in {directory}{listing}.")
+  wrong = digests.damage(directory / str(step), parts)
+  if wrong is not None:
+    raise CheckpointError(f"checkpoint {directory / str(step)} is damaged: {wrong}; take another.")
+  return step
 
 
 def clear_leftovers(directory: Path) -> None:

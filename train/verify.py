@@ -36,6 +36,7 @@ def adopt(path: str | Path, step: int) -> str:
 
   Raises:
     FileNotFoundError: there is no such checkpoint.
+    CheckpointError: it is, or holds, a link.
   """
   directory = RunFolder(path).checkpoints
   if step not in step_folders.steps_in(directory):
@@ -43,5 +44,9 @@ def adopt(path: str | Path, step: int) -> str:
   wrong = digests.damage(directory / str(step))
   if wrong is None:
     return f"step {step} is intact; nothing was changed"
+  if digests.link_in(directory / str(step)):
+    raise step_folders.CheckpointError(
+      f"step {step} cannot be trusted: {wrong}. Put a copy in the place of the link."
+    )
   digests.write(directory / str(step), str(step))
   return f"step {step} has new digests and is trusted as it is (before: {wrong})"

@@ -178,7 +178,10 @@ def test_one_changed_bit_sends_back_to_the_newest_intact_step(saved):
 
 def test_readers_go_back_too_and_rename_nothing(saved, capsys):
   folder, states = saved
-  flip_a_bit(largest_file(folder / "7"))
+  flip_a_bit(largest_file(folder / "7" / "optimizer"))
+  assert load(folder, {"params": abstract(states[3]["params"])})[1] == 7  # that is not read
+  assert capsys.readouterr().err == ""
+  flip_a_bit(largest_file(folder / "7" / "params"))
   _, step, _ = load(folder, {"params": abstract(states[3]["params"])})
   assert step == 3
   assert "warning: checkpoint" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from train.recorder import DivergedError, Recorder
 from train.run_folder import RunFolder, RunFolderError
 from train.step import model_graph
 
-TIMES = ("tokens_per_second", "mfu")  # all of a row that depends on the clock
+TIMES = ("tokens_per_second", "mfu", "data_wait")  # all of a row that depends on the clock
 
 
 def rows_of(cfg):

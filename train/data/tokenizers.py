@@ -88,6 +88,7 @@ class FileTokenizer:
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True
+    self.raw = raw  # the file
     self.fingerprint = hashlib.sha256(raw).hexdigest()
     self.vocab_size = 1 + max(inner.get_vocab().values(), default=0)
     ends = [inner.token_to_id(end) for end in END_OF_TEXT]

@@ -1,0 +1,61 @@
+"""A run that starts from an exported model: `python -m train import FOLDER --config FILE`."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+
+from train import config, export
+from train.checkpoint import Checkpoints, check_structure
+from train.data.tokenizers import load_tokenizer
+from train.files import new_folder
+from train.mesh import make_mesh
+from train.run_folder import RunFolder
+from train.step import abstract_state, init_state
+
+
+def import_model(folder: str | Path, cfg: config.Train) -> int:
+  """Makes `cfg.run_dir`, a run at step 0 with the parameters of `folder` and a new optimizer.
+
+  `fit` goes on from there, on any mesh; `generate` and `evaluate` work at once. The folder appears
+  whole or not at all.
+
+  Returns:
+    How many steps the model was trained before.
+
+  Raises:
+    ExportError: `folder` is damaged, or of another model or tokenizer than `cfg` describes, or the
+      run folder is there already.
+    DataError: the tokenizer of `cfg` is missing.
+    OSError: the run folder cannot be written.
+  """
+  manifest = export.read_manifest(folder)
+  export.check_same_model(manifest, cfg.model)
+  _check_tokenizer(Path(folder), manifest, cfg)
+  with new_folder(cfg.run_dir, export.ExportError) as partial:
+    manifest, params = export.read(folder)
+    one_device = dataclasses.replace(cfg, mesh=config.Mesh(data=1))
+    mesh = make_mesh(one_device)
+    abstract = abstract_state(one_device, mesh)
+    check_structure(folder, params, abstract["params"])
+    placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params,
+                          abstract["params"])  # fmt: skip
+    state = init_state(one_device, mesh) | {"params": placed}
+    run = RunFolder(partial)
+    with Checkpoints(run.checkpoints, keep=1) as checkpoints:
+      told = {"data_position": 0, "data": None, "config": config.to_dict(cfg)}
+      checkpoints.save(0, state, told)
+      checkpoints.wait()
+    run.write_config(cfg)
+  return manifest.step
+
+
+def _check_tokenizer(folder: Path, manifest: export.Manifest, cfg: config.Train) -> None:
+  theirs = export.tokenizer_of(folder, manifest)
+  ours = load_tokenizer(cfg.data.tokenizer, cfg.data.folder)
+  if ours.fingerprint != theirs.fingerprint:
+    spec = "bytes" if manifest.tokenizer["spec"] == "bytes" else str(folder / export.TOKENIZER)
+    raise export.ExportError(
+      f"data.tokenizer={cfg.data.tokenizer!r} is not the one that the model was trained with; use "
+      f"--set data.tokenizer={spec}, with a data.folder for the text in its tokens."
+    )
