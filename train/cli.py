@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   except BrokenPipeError:  # whoever reads the output, such as `head`, has enough
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   except Exception as error:
-    code = _exit_code(error)
+    code = exit_code(error)
     if code is None:
       if not _is_joined():
         raise
@@ -57,8 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
   return 0
 
 
-def _exit_code(error: Exception) -> int | None:
-  """2 for what the user can mend, 1 for what failed on the way, None for a fault of the program."""
+def exit_code(error: Exception) -> int | None:
+  """The command line's answer to an error.
+
+  2 for what the user can mend, 1 for what failed on the way, None for a fault of the program.
+  """
   code = getattr(error, "exit_code", None)
   if code is not None or isinstance(error, config.ConfigError):
     return code or 2

@@ -7,6 +7,7 @@ settings (`train.overrides`), and the resolved value is stored with the run as J
 import dataclasses
 import math
 import re
+import traceback
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -276,7 +277,8 @@ def load_config(path: str | Path) -> Train:
 
   Raises:
     FileNotFoundError: there is no such file; the message lists the config files beside it.
-    ConfigError: the file is not valid Python, has no `get_config`, or returns something else.
+    ConfigError: the file is not valid Python, fails, has no `get_config`, or returns something
+      else.
   """
   path = Path(path)
   if not path.is_file():
@@ -285,12 +287,22 @@ def load_config(path: str | Path) -> Train:
     raise FileNotFoundError(f"no config file {str(path)!r}{listing}.")
   namespace = {"__name__": "config", "__file__": str(path)}
   try:
-    exec(compile(path.read_bytes(), str(path), "exec"), namespace)
-  except SyntaxError as error:
-    raise ConfigError(f"{path}, line {error.lineno}: {error.msg}.") from error
-  get_config = namespace.get("get_config")
-  check(callable(get_config), f"{path} has no function get_config(); it must return a Train.")
-  config = typing.cast(Any, get_config)()
+    code = compile(path.read_bytes(), str(path), "exec")
+  except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+    line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+    raise ConfigError(f"{path}{line}: {getattr(error, 'msg', error)}.") from error
+  try:
+    exec(code, namespace)
+    get_config = namespace.get("get_config")
+    check(callable(get_config), f"{path} has no function get_config(); it must return a Train.")
+    config = typing.cast(Any, get_config)()
+  except ConfigError:
+    raise
+  except (Exception, SystemExit) as error:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    where = f", line {lines[-1]}" if lines else ""
+    raise ConfigError(f"{path}{where}: {type(error).__name__}: {error}") from error
   check(
     isinstance(config, Train),
     f"get_config() of {path} returned {type(config).__name__}, but a train.config.Train is needed.",

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from train.files import read_json
+from train.files import read_json, regular_file
 
 FILE = "digests.json"
 _MOST = 1 << 30  # bytes of it
@@ -71,7 +71,7 @@ def damage(folder: Path, parts: Iterable[str] | None = None) -> str | None:
     except FileNotFoundError:
       return f"{name} is missing"
     except OSError as error:
-      return f"{name} cannot be read ({error.strerror})"
+      return f"{name} cannot be read ({error.strerror or error})"
     if found["bytes"] != written["bytes"]:
       return f"{name} has {found['bytes']} bytes instead of {written['bytes']}"
     return None if found == written else f"the content of {name} has changed"
@@ -134,7 +134,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _entry(path: Path, flush: bool = False) -> dict[str, Any]:
-  with path.open("rb") as file:
+  with regular_file(path).open("rb") as file:
     if flush:
       os.fsync(file.fileno())
     return {

@@ -69,7 +69,7 @@ def write(
     OSError: it cannot be written.
   """
   arrays = {name: np.asarray(x) for name, x in _flat(params).items()}
-  wanted = _flat(_abstract(model))
+  wanted = _flat(abstract_params(model))
   _compare("the parameters", {name: _kind(x) for name, x in arrays.items()}, wanted)
   values = {
     "format": FORMAT,
@@ -90,7 +90,12 @@ def write(
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-  """The manifest of an exported folder, checked against the model that it describes.
+  """The manifest of an exported folder, checked against the model that it describes; see `read`."""
+  return _read_manifest(folder)[0]
+
+
+def _read_manifest(folder: str | Path) -> tuple[Manifest, Any]:
+  """Also the shapes of the parameters of its model.
 
   Raises:
     ExportError: it is damaged, or of another version, or its tensors are not those of its model.
@@ -105,6 +110,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     model, step, tokenizer = config.Model(**values["model"]), values["step"], values["tokenizer"]
     tensors = values["tensors"]
     sizes = [_size(entry) for entry in tensors.values()]
+    found = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in tensors.items()}
     if type(step) is not int or step < 0 or any(type(x) is not str for x in tokenizer.values()):
       raise ExportError(f"{path}: step={step!r} must be a number, and tokenizer={tokenizer} text.")
     spec, fingerprint = tokenizer["spec"], tokenizer["fingerprint"]
@@ -118,9 +124,9 @@ def read_manifest(folder: str | Path) -> Manifest:
       raise ExportError(
         f"{path}: model.{name}={getattr(model, name)} is more than its tensors hold."
       )
-  found = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in tensors.items()}
-  _compare(str(path), found, _flat(_abstract(model)))
-  return Manifest(model, step, {"spec": spec, "fingerprint": fingerprint}, tensors)
+  abstract = abstract_params(model)
+  _compare(str(path), found, _flat(abstract))
+  return Manifest(model, step, {"spec": spec, "fingerprint": fingerprint}, tensors), abstract
 
 
 def read(folder: str | Path) -> tuple[Manifest, Any]:
@@ -129,8 +135,8 @@ def read(folder: str | Path) -> tuple[Manifest, Any]:
   Raises:
     ExportError: something is damaged, missing, or not what the manifest says.
   """
-  manifest, path = read_manifest(folder), Path(folder) / TENSORS
-  arrays = {}
+  manifest, abstract = _read_manifest(folder)
+  path, arrays = Path(folder) / TENSORS, {}
   try:
     with safetensors.safe_open(regular_file(path), framework="numpy") as file:
       if set(file.keys()) != set(manifest.tensors):
@@ -145,7 +151,7 @@ def read(folder: str | Path) -> tuple[Manifest, Any]:
   except (OSError, safetensors.SafetensorError) as error:
     raise ExportError(f"{path} cannot be read ({error}).") from error
   place = lambda keys, _: arrays[_name(keys)]
-  return manifest, jax.tree_util.tree_map_with_path(place, _abstract(manifest.model))
+  return manifest, jax.tree_util.tree_map_with_path(place, abstract)
 
 
 def tokenizer_of(folder: str | Path, manifest: Manifest) -> Tokenizer:
@@ -179,7 +185,7 @@ def check_same_model(manifest: Manifest, model: config.Model) -> None:
     raise ExportError("the config describes another model:\n  " + "\n  ".join(lines))
 
 
-def _abstract(model: config.Model) -> Any:
+def abstract_params(model: config.Model) -> Any:
   """Shapes and dtypes of the parameters of the model, as a nested dictionary."""
 
   def build():

@@ -12,6 +12,29 @@ from train.data.tokenize import read_sidecar
 Row = dict[str, Any]  # one object of metrics.jsonl
 
 
+def wrong_row(row: Any) -> str | None:
+  """Why `row`, read from a file, cannot be one of metrics.jsonl; None if it can.
+
+  A row has a `kind` and a `step`, one of training a `loss`, one of an evaluation a `set`, its
+  `val_loss` and perhaps `bits_per_byte`.
+  """
+  if not isinstance(row, dict):
+    return "no JSON object"
+  kind, step = row.get("kind"), row.get("step")
+  if not isinstance(kind, str) or type(step) is not int or not 0 <= step < 2**53:
+    return f"kind {kind!r:.50} and step {step!r:.50}"
+  numbers = {"train": ["loss"], "eval": ["val_loss", "bits_per_byte"]}.get(kind, [])
+  for name in numbers:
+    value = row.get(name)
+    if type(value) not in (int, float) and (name != "bits_per_byte" or value is not None):
+      return f"{name} {value!r:.50}"
+    if type(value) is int and abs(value) >= 2**53:
+      return f"{name} is too large"
+  return (
+    f"set {row.get('set')!r:.50}" if kind == "eval" and type(row.get("set")) is not str else None
+  )
+
+
 def tokens_per_byte(folder: str | Path, names: Iterable[str]) -> float | None:
   """Tokens per UTF-8 byte of text over token sets, from their sidecars; None without them all."""
   tokens = size = 0

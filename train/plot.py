@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from train.metrics import wrong_row
+
 Points = tuple[list[float], list[float]]  # steps, values
 
 
@@ -28,18 +30,21 @@ def read(run: Path) -> tuple[Points, dict[str, Points]]:
   file = run / "metrics.jsonl" if run.is_dir() else run
   if not file.is_file():
     raise FileNotFoundError(f"no metrics in {run}; give the folder of a run, such as runs/NAME.")
-  lines = file.read_text().split("\n")[:-1]
+  lines = file.read_bytes().split(b"\n")[:-1]
   training: Points = ([], [])
   validation: dict[str, Points] = {}
   for number, line in enumerate(lines, 1):
     try:
       row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
       raise ValueError(f"line {number} of {file} is not JSON ({error}).") from error
+    wrong = wrong_row(row)
+    if wrong is not None:
+      raise ValueError(f"line {number} of {file} is damaged ({wrong}).")
     if row.get("kind") == "train":
       points, value = training, row["loss"]
     elif row.get("kind") == "eval":
-      bits = row["bits_per_byte"]
+      bits = row.get("bits_per_byte")
       points = validation.setdefault(row["set"], ([], []))
       value = row["val_loss"] if bits is None else bits
     else:

@@ -15,7 +15,8 @@ from typing import Any
 
 import lnssm_jax
 from train import checkpoint, config, distributed
-from train.metrics import Row
+from train.files import read_json
+from train.metrics import Row, wrong_row
 
 # Settings that a resumed run may change: none of them changes what an exact step computes beyond
 # rounding, except `steps`, without which no run could be made longer.
@@ -35,6 +36,9 @@ FREE = (
   "model.remat",
   "model.unroll",
 )
+
+
+_MOST_CONFIG = 1 << 24  # bytes of config.json
 
 
 class RunFolderError(ValueError):
@@ -70,7 +74,7 @@ class RunFolder:
       RunFolderError: there is no readable config.json.
     """
     try:
-      values = json.loads(self.config_file.read_text())
+      values = read_json(self.config_file, _MOST_CONFIG)
       values.pop("versions", None)
       return config.from_dict(values)
     except FileNotFoundError:
@@ -78,7 +82,7 @@ class RunFolder:
         f"{self.path} is not a run folder: it has no config.json. Give the run_dir of a run that "
         "`python -m train fit` has started."
       ) from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
       raise RunFolderError(f"{self.config_file} is damaged: {error}") from error
 
   def write_config(self, cfg: config.Train) -> None:
@@ -96,16 +100,24 @@ class RunFolder:
     """
     if not self.metrics_file.exists():
       return []
-    lines, rows = self.metrics_file.read_text().splitlines(), []
+    lines, rows = self.metrics_file.read_bytes().splitlines(), []
     for number, line in enumerate(lines, 1):
       try:
-        rows.append(json.loads(line))
-      except ValueError as error:
+        row = json.loads(line)
+      except (ValueError, RecursionError) as error:
         if number < len(lines):
-          raise RunFolderError(
-            f"{self.metrics_file}, line {number}, is damaged ({error}); remove that line."
-          ) from error
+          raise self._damaged_row(number, error) from error
+        return rows
+      wrong = wrong_row(row)
+      if wrong is not None:
+        raise self._damaged_row(number, wrong)
+      rows.append(row)
     return rows
+
+  def _damaged_row(self, number: int, why: object) -> RunFolderError:
+    return RunFolderError(
+      f"{self.metrics_file}, line {number}, is damaged ({why}); remove that line."
+    )
 
   def append(self, rows: list[Row]) -> list[Row]:
     """Writes rows, together, at the end of metrics.jsonl, and returns them.

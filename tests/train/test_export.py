@@ -43,7 +43,7 @@ MODEL = config.Model(dim=16, num_layers=2, num_heads=2, vocab_size=257, param_dt
 def random_params(model, seed=0):
   rng = np.random.default_rng(seed)
   return jax.tree.map(
-    lambda x: rng.standard_normal(x.shape).astype(x.dtype), export._abstract(model)
+    lambda x: rng.standard_normal(x.shape).astype(x.dtype), export.abstract_params(model)
   )
 
 

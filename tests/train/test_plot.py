@@ -42,6 +42,10 @@ def test_runs_are_drawn(run, tmp_path, capsys):
 def test_what_is_no_run_is_named(run, tmp_path, capsys):
   assert main(["plot", str(tmp_path), "--output", str(tmp_path / "a.png")]) == 2
   assert f"no metrics in {tmp_path}" in capsys.readouterr().err
-  (run / "metrics.jsonl").write_text("{}\nnonsense\n")
+  good = '{"kind": "train", "step": 1, "loss": 1.0}'
+  (run / "metrics.jsonl").write_text(f"{good}\nnonsense\n")
   with pytest.raises(ValueError, match=r"line 2 of .* is not JSON"):
+    plot.read(run)
+  (run / "metrics.jsonl").write_text(f"{good}\n{good}\n{{}}\n")
+  with pytest.raises(ValueError, match=r"line 3 of .* is damaged \(kind None and step None\)"):
     plot.read(run)
