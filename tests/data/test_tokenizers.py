@@ -252,3 +252,15 @@ def test_ids_of_the_50277_tokenizer_are_those_of_another_program(neox, given):
       ids = data.sequence(i)
       assert ids[-1] == neox.end_of_text
       assert neox.encode(neox.decode(ids)).tolist() == ids[:-1].tolist()
+
+
+def test_a_panic_of_the_library_is_an_error_like_others(bpe_folder, tmp_path):
+  values = json.loads((bpe_folder / "tokenizer.json").read_text())
+  for name, change in (
+    ("panics", {"model": values["model"] | {"continuing_subword_prefix": "x" * 1000}}),
+    ("odd", {"added_tokens": [], "normalizer": [], "pre_tokenizer": []}),
+  ):
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(values | change))
+    with pytest.raises(DataError, match=rf"{name}\.json is not a tokenizer\.json"):
+      load_tokenizer(str(path))

@@ -52,6 +52,17 @@ def test_progress_rewrites_one_line_on_a_terminal():
   assert out.getvalue() == ("\r\x1b[Kstep 1\r\x1b[Kstep 2\nsaved\n\r\x1b[Kstep 3\ndone\n")
 
 
+def test_waiting_for_data_is_a_share_of_the_time(monkeypatch):
+  monkeypatch.setattr(metrics.time, "perf_counter", lambda: 1.0)
+  clock = Clock(tokens_per_step=100)
+  clock.waited(1.0)
+  clock.waited(0.5)
+  clock.tick(7.0)
+  assert clock.data_wait() == 0.25
+  clock.tokens_per_second()
+  assert clock.data_wait() == 0
+
+
 def test_progress_is_plain_lines_in_a_log():
   out = io.StringIO()
   console = Console(out)
@@ -63,12 +74,18 @@ def test_progress_is_plain_lines_in_a_log():
 
 def test_progress_line_has_what_is_watched():
   row = {"step": 20, "loss": 2.34567, "bits_per_byte": 3.3841, "tokens_per_second": 51234.0}
+  row |= {"mfu": None, "data_wait": 0.04, "skipped": 0, "peak_memory": None}
   line = metrics.train_line(row | {"learning_rate": 7.3e-4}, 1000, 3723)
   assert line == (
     "step   20/1000  loss 2.3457  3.384 bits/byte  51.2k tokens/s  lr 7.30e-04  eta 1:02:03"
   )
   line = metrics.train_line(row | {"learning_rate": 7.3e-4, "bits_per_byte": None}, 1000, 3)
   assert "bits" not in line
+  more = {"mfu": 0.412, "data_wait": 0.25, "skipped": 2, "peak_memory": 3 * 2**30}
+  assert metrics.train_line(row | more | {"learning_rate": 1e-3}, 1000, 65) == (
+    "step   20/1000  loss 2.3457  3.384 bits/byte  51.2k tokens/s  mfu 41.2%  3.0 GiB  lr 1.00e-03"
+    "  waiting for data 25%  2 left out  eta 1:05"
+  )
 
 
 @pytest.mark.parametrize(

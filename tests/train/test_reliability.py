@@ -15,7 +15,7 @@ def test_damaged_checkpoints_are_never_loaded(count, capsys):
 def test_a_wrong_state_would_be_found(monkeypatch, capsys):
   monkeypatch.setattr(faults, "FAULTS", (faults.another_step,))
   monkeypatch.setattr(faults, "WEIGHTS", (1,))
-  monkeypatch.setattr(digests, "damage", lambda folder: None)
+  monkeypatch.setattr(digests, "damage", lambda folder, parts=None: None)
   assert faults.main(["--faults", "1", "--no-orbax"]) == 1
   assert "WRONG 1" in capsys.readouterr().out
 

@@ -37,7 +37,10 @@ def poison(monkeypatch, values):
 
 def rows_of(cfg):
   rows = RunFolder(cfg.run_dir).read_rows()
-  return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "mfu")} for row in rows]
+  return [
+    {k: v for k, v in row.items() if k not in ("tokens_per_second", "mfu", "data_wait")}
+    for row in rows
+  ]
 
 
 def assert_same_bits(a, b):

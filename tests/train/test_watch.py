@@ -11,7 +11,6 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from train import cli, compile_cache, loop, tracing, watch
-from train.metrics import Console, train_line
 from train.run_folder import RunFolder
 from train.settings import ConfigError
 
@@ -229,15 +228,3 @@ def test_programs_are_kept_and_the_settings_put_back(tmp_path):
   assert jax.config.jax_compilation_cache_dir == before
   with pytest.raises(ValueError, match="compile_cache='/proc/x' cannot be used"):
     compile_cache.at("/proc/x").__enter__()
-
-
-def test_the_progress_line_has_what_matters(capsys):
-  row = {
-    "step": 5, "loss": 2.0, "bits_per_byte": None, "tokens_per_second": 51_234.0, "mfu": 0.412,
-    "learning_rate": 1e-3, "data_wait": 0.25, "skipped": 2, "peak_memory": 3 * 2**30,
-  }  # fmt: skip
-  Console().progress(train_line(row, 10, 65))
-  assert capsys.readouterr().out == (
-    "step  5/10  loss 2.0000  51.2k tokens/s  mfu 41.2%  3.0 GiB  lr 1.00e-03"
-    "  waiting for data 25%  2 left out  eta 1:05\n"
-  )

@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -80,11 +81,9 @@ class FileTokenizer:
       raise DataError(f"the tokenizer {path} is a folder; give the tokenizer.json in it.")
     with reading(path):
       raw = path.read_bytes()
-    try:
+    with _library(f"{path} is not a tokenizer.json"):
       inner = tokenizers.Tokenizer.from_buffer(raw)
-      settings = json.loads(raw)
-    except Exception as error:  # the library raises bare Exception
-      raise DataError(f"{path} is not a tokenizer.json: {error}.") from error
+      self._can_cut = _can_cut_before_newline(json.loads(raw))
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True
@@ -98,7 +97,7 @@ class FileTokenizer:
         f"{path} has no token that ends a document; one of {', '.join(END_OF_TEXT)} must be in its"
         " vocabulary. Add it to the file's added_tokens."
       )
-    self._inner, self._can_cut = inner, _can_cut_before_newline(settings)
+    self._inner = inner
 
   def encode(self, text: str) -> np.ndarray:
     parts = self.encode_batch(self.pieces(text))
@@ -107,12 +106,14 @@ class FileTokenizer:
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     for text in texts:
       _utf8(text)
-    found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+    with _library(f"the tokenizer {self.spec} cannot encode a text"):
+      found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(encoding.ids, np.int32) for encoding in found]
 
   def decode(self, ids: Iterable[int]) -> str:
     kept = [int(i) for i in ids if i != self.end_of_text]
-    return self._inner.decode(kept, skip_special_tokens=False)
+    with _library(f"the tokenizer {self.spec} cannot decode"):
+      return self._inner.decode(kept, skip_special_tokens=False)
 
   def pieces(self, text: str) -> list[str]:
     if not self._can_cut:
@@ -226,6 +227,17 @@ def _cut(text: str) -> Iterator[str]:
     yield text[start:cut]
     start = cut
   yield text[start:]
+
+
+@contextmanager
+def _library(failed: str) -> Iterator[None]:
+  """Makes a DataError of what the library raises: bare Exceptions, and panics, which are not."""
+  try:
+    yield
+  except (KeyboardInterrupt, SystemExit):
+    raise
+  except BaseException as error:
+    raise DataError(f"{failed}: {error}.") from error
 
 
 def _utf8(text: str) -> bytes:
