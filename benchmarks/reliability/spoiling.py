@@ -1,5 +1,6 @@
 """Bytes and JSON, changed at random in the ways that break readers."""
 
+import copy
 import json
 import random
 import struct
@@ -54,7 +55,7 @@ def spoil_json(raw: bytes, rng: random.Random) -> bytes:
 def spoil_value(values: Any, rng: random.Random) -> Any:
   """`values` with one node changed, at any depth."""
   if rng.random() < 0.02 or not isinstance(values, dict | list) or not values:
-    return rng.choice(ODD)
+    return copy.deepcopy(rng.choice(ODD))
   keys = list(values) if isinstance(values, dict) else list(range(len(values)))
   key = rng.choice(keys)
   if rng.random() < 0.1:
