@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax import ops
+from lnssm_jax.mixers.initializers import channel_decay
 from lnssm_jax.ops.linear_attention.state import LinearAttentionState
 
 # What is compared with the reference: the last batch row and heads, and value columns all over.
@@ -42,6 +43,7 @@ class Case(NamedTuple):
   normalize: bool = False
   bonus: bool = False
   initial_state: bool = False
+  ordered: bool = False  # a decay "HK" as the LNSSM starts with it; otherwise mixed among channels
   decodes: bool = False  # also measured at T = 1, from a state that is updated in place
 
 
@@ -49,6 +51,7 @@ CASES = {
   "scalar-constant": Case("H", learned=False),
   "scalar-step": Case("BTH"),
   "scalar-step-state": Case("BTH", initial_state=True),
+  "channel-constant-lnssm": Case("HK", normalize=True, ordered=True, decodes=True),
   "channel-constant-normalised": Case("HK", normalize=True, decodes=True),
   "channel-step": Case("BTHK", decodes=True),
   "channel-step-bonus": Case("BTHK", bonus=True),
@@ -85,7 +88,11 @@ def make_inputs(case: Case, shape: Shape, seed) -> dict[str, jax.Array]:
   arrays = {name: x.astype(jnp.bfloat16) for name, x in (("q", q), ("k", k), ("v", v))}
   if case.decay == "H":
     arrays["log_decay"] = jnp.asarray(retention_decay(H))
-  elif case.decay == "HK":  # from 1e-3 to 20 a step, as the LNSSM's initialisation
+  elif case.ordered:  # a layer in the middle of a model: slow heads first, then fast ones
+    decay = -jnp.exp(channel_decay(H * K, layer=1, num_layers=3).reshape(H, K))
+    # Slow heads last, which are checked: where all channels forget at once, no query is due much.
+    arrays["log_decay"] = jnp.roll(decay, -HEADS, axis=0)
+  elif case.decay == "HK":  # from 1e-3 to 20 a step, slow and fast channels in every head
     arrays["log_decay"] = -jnp.exp(jax.random.uniform(next(keys), (H, K), minval=-7, maxval=3))
   elif case.decay == "BTH":
     arrays["log_decay"] = jax.nn.log_sigmoid(normal(B, T, H) + 2)

@@ -47,11 +47,12 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
-  """The part of an array that a block of threads reads or writes."""
+  """The part of an array that a block of threads reads or writes, for each group if `grouped`."""
 
   array: jax.Array | jax.ShapeDtypeStruct
   shape: tuple[int, ...]
   index: Callable[[Place], tuple]
+  grouped: bool = False
 
 
 def steps_of(x):
@@ -61,7 +62,7 @@ def steps_of(x):
 
 def channels_of(x):
   """A chunk's steps, of one group of channels. x: [B, T, H, K]."""
-  return Piece(x, (CHUNK, GROUP), lambda at: (at.b, at.steps, at.h, at.channels))
+  return Piece(x, (CHUNK, GROUP), lambda at: (at.b, at.steps, at.h, at.channels), True)
 
 
 def scores_of(x):
@@ -76,7 +77,7 @@ def state_of(x):
 
 def state_channels_of(x):
   """A chunk's state, of one group of channels. x: [B, H, N, K, V]."""
-  return Piece(x, (GROUP, x.shape[4]), lambda at: (at.b, at.h, at.n, at.channels))
+  return Piece(x, (GROUP, x.shape[4]), lambda at: (at.b, at.h, at.n, at.channels), True)
 
 
 def rows_to(B, H, T):
@@ -86,34 +87,11 @@ def rows_to(B, H, T):
 
 def columns_to(B, H, N, K):
   """One float32 number for each channel of a group, into [B, H, N, K]."""
-  return Piece(_float32(B, H, N, K), (GROUP,), lambda at: (at.b, at.h, at.n, at.channels))
+  return Piece(_float32(B, H, N, K), (GROUP,), lambda at: (at.b, at.h, at.n, at.channels), True)
 
 
 def _float32(*shape):
   return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def each_chunk(body, inputs, out_type, scratch, *, sizes, interpret):
-  """Calls `body(place, inputs, outputs, scratch)` for each group of channels, chunk, head and row.
-
-  Args:
-    scratch: shared memory and barriers.
-    sizes: how many groups, chunks, heads and rows there are.
-  """
-
-  def kernel(ins, outs, s):
-    at = Place(*(lax.axis_index(name) for name in ("row", "head", "chunk", "group")))
-    body(at, ins, outs, s)
-
-  return plgpu.kernel(
-    kernel,
-    out_type=out_type,
-    scratch_types=[scratch],
-    grid=sizes,
-    grid_names=("group", "chunk", "head", "row"),
-    interpret=interpret,
-    compiler_params=COMPILER_PARAMS,
-  )(inputs)
 
 
 @in_32_bits
@@ -124,75 +102,95 @@ def all_chunks(
   outputs,
   *,
   groups=1,
+  together=1,
   scratch=None,
   reuse=None,
   interpret,
 ):
-  """Calls `chunk(place, refs, scratch, put)` once for each chunk of each head and sequence.
+  """Calls `chunk(place, refs, scratch, wait, put)` once for each chunk of each head and sequence.
 
   Args:
-    chunk: reads tiles in `scratch` and vectors in `refs` (device memory), and calls
-      `put(name, value)` for each output.
-    tiles: pieces that are in shared memory, under their names, when `chunk` begins.
+    chunk: works on tiles, in `scratch` after `wait(name)` or, for all of them, `wait()`, and on
+      vectors, in `refs`, in device memory: to be read before the first `wait`, while the tiles are
+      on their way. It calls `put(name, value)` for each output. With groups it returns a function
+      `(place, number)` that does what remains for each, with `number` as a further argument of
+      `wait` and, after the place, of `put`.
+    tiles: pieces that are copied to shared memory, under their names.
     vectors: arrays, or None for those that are absent.
     outputs: pieces. float32 tiles are written from registers, the others by way of shared memory.
-    groups: groups of key channels, each of which has its own call.
+    groups: groups of key channels.
+    together: how many of them one block of threads has, one after the other. Pieces of a group are
+      stacked in `scratch` if it has several.
     scratch: further shared memory.
     reuse: for outputs staged in a tile that is no longer needed when they are put, its name.
   """
   vectors = {name: x for name, x in vectors.items() if x is not None}
   reuse = reuse or {}
   first = tiles["v" if "v" in tiles else "d_out"].array
-  scratch = dict(scratch or {}) | {name: tile(*piece.shape) for name, piece in tiles.items()}
+  scratch = dict(scratch or {})
+  for name, piece in tiles.items():
+    scratch[name] = tile(*([together] if piece.grouped else []), *piece.shape)
   for name, piece in outputs.items():
     if len(piece.shape) == 1:
-      scratch[f"{name} out"] = plgpu.SMEM(piece.shape, jnp.float32)
-  scratch["arrived"] = plgpu.Barrier(num_barriers=len(tiles))
+      scratch[f"{name} out"] = plgpu.SMEM((together, *piece.shape), jnp.float32)
+  scratch["arrived"] = plgpu.Barrier(num_barriers=len(tiles) * together)
 
   def body(at, ins, outs, s):
-    pieces = {name: (ins[name].at[piece.index(at)], s[name]) for name, piece in tiles.items()}
-    fetch(pieces, s["arrived"])
-    copies = []
+    barrier = lambda name, number: s["arrived"].at[list(tiles).index(name) * together + number]
+    place_of = lambda number: at._replace(group=at.group * together + number)
+    for name, piece in tiles.items():
+      for number in range(together if piece.grouped else 1):
+        source = ins[name].at[piece.index(place_of(number))]
+        target = s[name].at[number] if piece.grouped else s[name]
+        plgpu.copy_gmem_to_smem(source, target, barrier(name, number))
 
-    def put(name, value):
-      target = outs[name].at[outputs[name].index(at)]
+    def wait(name=None, number=0):
+      for awaited in tiles if name is None else [name]:
+        plgpu.barrier_wait(barrier(awaited, number))
+
+    def put(name, value, place=at, number=0):
+      target = outs[name].at[outputs[name].index(place)]
       if value.ndim == 2 and name not in reuse:
         target[...] = value  # float32: whole sectors of 32 bytes
         return
       source = s[reuse[name]] if name in reuse else s[f"{name} out"]
+      if name not in reuse or tiles[reuse[name]].grouped:
+        source = source.at[number]
       source[...] = value.astype(source.dtype)
       copies.append((source, target))
 
-    chunk(at, ins, s, put)
-    send(copies)
+    def group(number, carry):
+      if rest is not None:
+        rest(place_of(number), number)
+      plgpu.commit_smem()
+      for source, target in copies:
+        plgpu.copy_smem_to_gmem(source, target)
+      copies.clear()
+      return carry
 
-  return each_chunk(
-    body,
-    {name: piece.array for name, piece in tiles.items()} | vectors,
-    {
+    copies = []
+    rest = chunk(at, ins, s, wait, put)
+    if together == 1:
+      group(0, None)
+    else:
+      lax.fori_loop(0, together, group, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+  def kernel(ins, outs, s):
+    body(Place(*(lax.axis_index(name) for name in ("row", "head", "chunk", "group"))), ins, outs, s)
+
+  return plgpu.kernel(
+    kernel,
+    out_type={
       name: jax.ShapeDtypeStruct(piece.array.shape, piece.array.dtype)
       for name, piece in outputs.items()
     },
-    scratch,
-    sizes=(groups, first.shape[1] // CHUNK, first.shape[2], first.shape[0]),
+    scratch_types=[scratch],
+    grid=(groups // together, first.shape[1] // CHUNK, first.shape[2], first.shape[0]),
+    grid_names=("group", "chunk", "head", "row"),
     interpret=interpret,
-  )
-
-
-def fetch(pieces, arrived):
-  """Copies pieces of device memory into tiles and waits for all of them."""
-  for index, (source, target) in enumerate(pieces.values()):
-    plgpu.copy_gmem_to_smem(source, target, arrived.at[index])
-  for index in range(len(pieces)):
-    plgpu.barrier_wait(arrived.at[index])
-
-
-def send(copies):
-  """Copies from shared memory to device memory, all pairs (source, target), and waits."""
-  plgpu.commit_smem()
-  for source, target in copies:
-    plgpu.copy_smem_to_gmem(source, target)
-  plgpu.wait_smem_to_gmem(0)
+    compiler_params=COMPILER_PARAMS,
+  )({name: piece.array for name, piece in tiles.items()} | vectors)
 
 
 def same_segment(ins, at):
@@ -210,18 +208,20 @@ def gate_scratch(log_decay, width=GROUP):
   """Shared memory for `make_gate`."""
   if log_decay.ndim == 2:
     return {}
-  return {"high": tile(CHUNK, width), "low": tile(CHUNK, width), "signs": tile(CHUNK, CHUNK)}
+  largest = plgpu.SMEM((2 * CHUNK,), jnp.float32)
+  split = {"high": tile(CHUNK, width), "low": tile(CHUNK, width)}
+  return split | {"signs": tile(CHUNK, CHUNK), "largest": largest}
 
 
-def make_gate(log_decay, s, b, h, n, channels, *, length, read_first, interpret, signs=None):
+def make_gate(log_decay, first, s, b, h, n, channels, *, length, read_first, interpret, signs=None):
   """The decays of `channels` in chunk n.
 
-  `log_decay`: [H, K] or [B, T, H, K], in device memory; `length`: steps before padding; `signs`: of
-  a gate for other channels of the same chunk.
+  `log_decay`: [H, K] or [B, T, H, K], in device memory; `first`: which merge is the first that they
+  need; `length`: steps before padding; `signs`: of a gate for other channels of the same chunk.
   """
   if len(log_decay.shape) == 4:
     log_decay = log_decay.at[b, pl.ds(n * CHUNK, CHUNK), h, channels]
     signs = signs or gates.Signs(s["signs"], read_first)
     return gates.StepGates(log_decay, s["high"], s["low"], signs, interpret)
   valid = jnp.minimum(length - n * CHUNK, CHUNK)
-  return gates.ConstantGates(log_decay.at[h, channels], read_first, valid)
+  return gates.ConstantGates(log_decay.at[h, channels], first, read_first, valid)

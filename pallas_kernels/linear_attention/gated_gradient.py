@@ -9,6 +9,7 @@ of one sign, so no gradient is a difference of large numbers.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -32,16 +33,24 @@ from pallas_kernels.tensor_core import (
   across,
   columns_of,
   down,
+  iota,
   load,
   multiply,
   rows_of,
   scaled,
   stage_for,
   staged,
+  sum_of_rows,
+  tile,
   turned,
+  unit,
+  zeros,
 )
 
 _SHAPE = (CHUNK, GROUP)
+# log2 of how far factors of decays a step may grow, where the decays want a gradient: what pairs on
+# one side of a block's middle owe its steps there cancels, the more the faster the decays are.
+_LIMIT = 12.0
 
 
 def query_gradient(
@@ -68,41 +77,75 @@ def query_gradient(
   [B, H, N, K]; and if `decays` "log_decay", the queries' part: [B, T, H, K], or [B, H, N, K] for
   constant decays.
   """
-  read_first = bonus is not None
+  read_first, per_step = bonus is not None, log_decay.ndim == 4
 
-  def chunk(at, ins, s, put):
+  def chunk(at, ins, s, wait, put):
+    d_rows = None if d_sum is None else rows_of(ins["d_sum"].at[at.b, at.h, at.steps])
+    wait("v")
+    wait("d_out")
+    (d_scores,) = multiply(((CHUNK, CHUNK), [(s["d_out"], turned(s["v"]))]), interpret=interpret)
+    if d_sum is not None:
+      d_scores = d_scores + across(d_rows, d_scores.shape)
+    if segments is not None:
+      d_scores = jnp.where(same_segment(ins, at), d_scores, 0.0)
+    right_s, kept = _two_tiles(s, "v")  # v is not needed any more
+    kept[...] = d_scores.astype(jnp.bfloat16)
+    return lambda at, number: group(at, number, d_rows, right_s, kept, ins, s, wait, put)
+
+  def group(at, number, d_rows, right_s, kept, ins, s, wait, put):
     gate = make_gate(
-      *(ins["log_decay"], s, at.b, at.h, at.n, at.channels),
+      *(ins["log_decay"], _first(ins, at), s, at.b, at.h, at.n, at.channels),
       length=length,
       read_first=read_first,
       interpret=interpret,
     )
-    (d_scores,) = multiply(((CHUNK, CHUNK), [(s["d_out"], turned(s["v"]))]), interpret=interpret)
-    if d_sum is not None:
-      d_rows = rows_of(ins["d_sum"].at[at.b, at.h, at.steps])
-      d_scores = d_scores + across(d_rows, d_scores.shape)
-    if segments is not None:
-      d_scores = jnp.where(same_segment(ins, at), d_scores, 0.0)
-    queries = lambda: load(s["q"])
-    right_s = s["v"].at[:, pl.ds(0, GROUP)]  # v is not needed any more
-
-    same_step = diagonal(d_scores, _SHAPE) * load(s["k"])
-    if read_first:
-      put("bonus", jnp.sum(same_step * queries(), axis=0))
-      same_step = same_step * down(columns_of(ins["bonus"].at[at.h, at.channels]), _SHAPE)
-    d_q = same_step
-    for size, left, right in gate.meetings():
-      right_s[...] = scaled(s["k"], right)
-      d_met = staged(jnp.where(gates.pairs(size), d_scores, 0.0), s["left"], interpret)
-      plgpu.commit_smem()
-      (d_left,) = multiply((_SHAPE, [(d_met, right_s)]), interpret=interpret)
-      d_left = d_left * left
-      if decays:
-        gate.owe(queries, d_left, size or gates.QUERIES, right_s)
-      d_q = d_q + d_left
-    (d_before,) = multiply((_SHAPE, [(s["d_out"], turned(s["state"]))]), interpret=interpret)
+    if per_step:
+      gates.StepGates.choose([gate], s["largest"], _LIMIT if decays else None)
+    z = weight = None
     if d_sum is not None:
       z = columns_of(ins["entering_sum"].at[at.b, at.h, at.n, at.channels])
+    if read_first:
+      weight = columns_of(ins["bonus"].at[at.h, at.channels])
+    k_s, state_s = s["k"].at[number], s["state"].at[number]
+    queries = lambda: load(s["q"].at[number])
+
+    def met(pairs, factor, lags=None):
+      """What queries are due that met keys, which `factor` multiplies, in these pairs."""
+      right_s[...] = scaled(k_s, factor)
+      d_met = load(kept) if lags is None else load(kept) * lags
+      d_met = staged(jnp.where(pairs, d_met, 0.0), s["left"], interpret)
+      plgpu.commit_smem()
+      return multiply((_SHAPE, [(d_met, right_s)]), interpret=interpret)[0]
+
+    def merge(index, carry):
+      d_q, due = carry
+      size = gates.half_of(index)
+      factor = gate.merged(size)
+      d_left = met(gates.merged_pairs(size), factor) * factor
+      if decays:
+        due = gate.owe(due, queries, d_left, size, right_s)
+      return d_q + d_left, due
+
+    wait("k", number)
+    if "q" in s:
+      wait("q", number)
+    if read_first:
+      d_q = diagonal(load(kept), _SHAPE) * load(k_s)
+      put("bonus", jnp.sum(d_q * queries(), axis=0), at, number)
+      d_q = d_q * down(weight, _SHAPE)
+    else:
+      d_q = same_step(kept, k_s, s["left"], interpret)
+    left, right = gate.in_block()
+    pairs, due = gates.in_block_pairs(gate.first), None
+    d_left = met(pairs, right) * left
+    if decays and gate.constant:
+      due = met(pairs, right, gate.lags()) * left
+    elif decays:
+      due = gate.owe(due, queries, d_left, gates.QUERIES, right_s)
+    d_q, due = lax.fori_loop(gate.first, gates.MERGES, merge, (d_q + d_left, due))
+    wait("state", number)
+    (d_before,) = multiply((_SHAPE, [(s["d_out"], turned(state_s))]), interpret=interpret)
+    if d_sum is not None:
       d_before = d_before + across(d_rows, _SHAPE) * down(z, _SHAPE)
     before = gate.before()
     if reach is not None:
@@ -110,11 +153,14 @@ def query_gradient(
       before = jnp.where(across(sees, _SHAPE) > 0, before, 0.0)
     d_before = d_before * before
     if d_sum is not None:
-      put("sum", jnp.sum(across(d_rows, _SHAPE) * queries() * before, axis=0))
+      d_sums = across(d_rows, _SHAPE) * queries() * before
+      put("sum", over_steps(s, right_s, d_sums, interpret), at, number)
     if decays:
-      gate.owe(queries, d_before, gates.BEFORE, right_s)
-      put("log_decay", gate.due(queries))
-    put("q", (d_q + d_before) * scale)
+      due = gate.owe(due, queries, d_before, gates.BEFORE, right_s)
+      if gate.constant:
+        due = over_steps(s, right_s, due * queries(), interpret)
+      put("log_decay", due, at, number)
+    put("q", (d_q + d_before) * scale, at, number)
 
   (B, _, H, K), N = q.shape, q.shape[1] // CHUNK
   outputs = {"q": channels_of(q)}
@@ -129,7 +175,7 @@ def query_gradient(
   if decays or read_first or d_sum is not None:
     tiles["q"] = channels_of(q)
   vectors = {"d_sum": d_sum, "entering_sum": entering_sum, "log_decay": log_decay, "bonus": bonus}
-  vectors |= {"segments": segments, "reach": reach}
+  vectors |= {"segments": segments, "reach": reach, "first": _first_merges(log_decay)}
   return _run(chunk, tiles, vectors, outputs, {"q": "k"}, K, interpret)
 
 
@@ -158,53 +204,86 @@ def key_gradient(
   """
   per_step = log_decay.ndim == 4
 
-  def chunk(at, ins, s, put):
+  def chunk(at, ins, s, wait, put):
+    d_columns = None if d_sum is None else columns_of(ins["d_sum"].at[at.b, at.h, at.steps])
+    wait("v")
+    wait("d_out")
+    # Rows are the steps j: dP is made transposed.
+    (d_scores,) = multiply(((CHUNK, CHUNK), [(s["v"], turned(s["d_out"]))]), interpret=interpret)
+    if d_sum is not None:
+      d_scores = d_scores + down(d_columns, d_scores.shape)
+    if segments is not None:
+      d_scores = jnp.where(same_segment(ins, at), d_scores, 0.0)
+    right_s, kept = _two_tiles(s, "d_out")  # d_out is not needed any more
+    kept[...] = d_scores.astype(jnp.bfloat16)
+    return lambda at, number: group(at, number, right_s, kept, ins, s, wait, put)
+
+  def group(at, number, right_s, kept, ins, s, wait, put):
     gate = make_gate(
-      *(ins["log_decay"], s, at.b, at.h, at.n, at.channels),
+      *(ins["log_decay"], _first(ins, at), s, at.b, at.h, at.n, at.channels),
       length=length,
       read_first=bonus is not None,
       interpret=interpret,
     )
-    # Rows are the steps j: dP is made transposed.
-    (d_scores,) = multiply(((CHUNK, CHUNK), [(s["v"], turned(s["d_out"]))]), interpret=interpret)
+    if per_step:
+      gates.StepGates.choose([gate], s["largest"], _LIMIT if decays else None)
+    y = weight = due = None
     if d_sum is not None:
-      d_columns = columns_of(ins["d_sum"].at[at.b, at.h, at.steps])
-      d_scores = d_scores + down(d_columns, d_scores.shape)
-    if segments is not None:
-      d_scores = jnp.where(same_segment(ins, at), d_scores, 0.0)
-    keys = lambda: load(s["k"])
-    right_s = s["d_out"].at[:, pl.ds(0, GROUP)]  # d_out is not needed any more
+      y = columns_of(ins["leaving_sum"].at[at.b, at.h, at.n, at.channels])
+    if bonus is not None:
+      weight = columns_of(ins["bonus"].at[at.h, at.channels])
     if decays and per_step:
       ref = ins["d_log_decay"].at[at.b, at.steps, at.h, at.channels]
       due = plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
       d_whole = columns_of(ins["d_total"].at[at.b, at.h, at.n, at.channels])
-      gate.start_due(due + down(d_whole, _SHAPE))
+      due = due + down(d_whole, _SHAPE)
+    q_s, state_s = s["q"].at[number], s["state"].at[number]
+    keys = lambda: load(s["k"].at[number])
 
-    d_k = diagonal(d_scores, _SHAPE) * load(s["q"])
-    if bonus is not None:
-      d_k = d_k * down(columns_of(ins["bonus"].at[at.h, at.channels]), _SHAPE)
-    for size, left, right in gate.meetings():
-      right_s[...] = scaled(s["q"], left)
-      met = gates.pairs(size, turned=True)
-      d_met = staged(jnp.where(met, d_scores, 0.0), s["left"], interpret)
+    def met(pairs, factor):
+      """What keys are due that met queries, which `factor` multiplies, in these pairs."""
+      right_s[...] = scaled(q_s, factor)
+      d_met = staged(jnp.where(pairs, load(kept), 0.0), s["left"], interpret)
       plgpu.commit_smem()
-      (d_right,) = multiply((_SHAPE, [(d_met, right_s)]), interpret=interpret)
-      d_right = d_right * right
+      return multiply((_SHAPE, [(d_met, right_s)]), interpret=interpret)[0]
+
+    def merge(index, carry):
+      d_k, due = carry
+      size = gates.half_of(index)
+      factor = gate.merged(size)
+      d_right = met(gates.merged_pairs(size, turned=True), factor) * factor
       if decays:
-        gate.owe(keys, d_right, size or gates.KEYS, right_s)
-      d_k = d_k + d_right
-    (d_after,) = multiply((_SHAPE, [(s["v"], turned(s["state"]))]), interpret=interpret)
+        due = gate.owe(due, keys, d_right, size, right_s)
+      return d_k + d_right, due
+
+    wait("q", number)
+    if "k" in s:
+      wait("k", number)
+    if bonus is None:
+      d_k = same_step(kept, q_s, s["left"], interpret)
+    else:
+      d_k = diagonal(load(kept), _SHAPE) * load(q_s) * down(weight, _SHAPE)
+    left, right = gate.in_block()
+    d_right = met(gates.in_block_pairs(gate.first, turned=True), left) * right
+    if decays and per_step:
+      due = gate.owe(due, keys, d_right, gates.KEYS, right_s)
+    elif decays:  # of pairs in a block, constant decays are paid by `query_gradient`
+      due = zeros(*_SHAPE)
+    d_k, due = lax.fori_loop(gate.first, gates.MERGES, merge, (d_k + d_right, due))
+    wait("state", number)
+    (d_after,) = multiply((_SHAPE, [(s["v"], turned(state_s))]), interpret=interpret)
     if d_sum is not None:
-      y = columns_of(ins["leaving_sum"].at[at.b, at.h, at.n, at.channels])
       d_after = d_after + down(y, _SHAPE)
     d_after = d_after * gate.after()
     if reach is not None:
       reaches = rows_of(ins["reach"].at[1, at.b, at.steps])
       d_after = jnp.where(across(reaches, _SHAPE) > 0, d_after, 0.0)
     if decays:
-      gate.owe(keys, d_after, gates.AFTER, right_s)
-      put("log_decay", gate.due(keys))
-    put("k", (d_k + d_after) * scale)
+      due = gate.owe(due, keys, d_after, gates.AFTER, right_s)
+      if gate.constant:
+        due = over_steps(s, right_s, due * keys(), interpret)
+      put("log_decay", due, at, number)
+    put("k", (d_k + d_after) * scale, at, number)
 
   (B, _, H, K), N = q.shape, q.shape[1] // CHUNK
   outputs = {"k": channels_of(k)}
@@ -215,7 +294,7 @@ def key_gradient(
   if decays:
     tiles["k"] = channels_of(k)
   vectors = {"d_sum": d_sum, "leaving_sum": leaving_sum, "log_decay": log_decay, "bonus": bonus}
-  vectors |= {"segments": segments, "reach": reach}
+  vectors |= {"segments": segments, "reach": reach, "first": _first_merges(log_decay)}
   if decays and per_step:  # of constant decays the parts are summed outside
     vectors |= {"d_total": d_total, "d_log_decay": d_log_decay}
   return _run(chunk, tiles, vectors, outputs, {"k": "q"}, K, interpret)
@@ -232,8 +311,9 @@ def value_gradient(
 ):
   """Returns dv [B, T, H, V]."""
 
-  def chunk(at, ins, s, put):
+  def chunk(at, ins, s, wait, put):
     del at, ins
+    wait()
     shape = s["d_out"].shape
     products = [(turned(s["scores"]), s["d_out"]), (s["k"], s["state"])]
     (d_v,) = multiply((shape, products), interpret=interpret)
@@ -245,15 +325,55 @@ def value_gradient(
   return all_chunks(chunk, tiles, {}, outputs, reuse={"v": "d_out"}, interpret=interpret)["v"]
 
 
+def _two_tiles(s, name):
+  """Two tiles [C, 64], the halves of tile `name` if it is wide enough."""
+  first, wide = s[name].at[:, pl.ds(0, GROUP)], s[name].shape[1] > GROUP
+  return first, s[name].at[:, pl.ds(GROUP, GROUP)] if wide else s["kept"]
+
+
+def same_step(d_scores, other, staging, interpret):
+  """The diagonal of the tile d_scores [C, C] times the rows of the tile `other`."""
+  on = iota(d_scores.shape, 0) == iota(d_scores.shape, 1)
+  left = staged(jnp.where(on, load(d_scores), 0.0), staging, interpret)
+  return multiply((_SHAPE, [(left, other)]), interpret=interpret)[0]
+
+
+def over_steps(s, staging, x, interpret):
+  """The sum over the rows of x [C, 64]."""
+  staging[...] = x.astype(jnp.bfloat16)
+  unit(s["unit"])
+  plgpu.commit_smem()
+  return sum_of_rows([staging], s["unit"], interpret)
+
+
+def _first(ins, at):
+  """Which merge is the first that these channels need."""
+  return ins["first"][at.h, at.group] if "first" in ins else 0
+
+
+def _first_merges(log_decay):
+  """[H, groups] int32, of constant decays; None of decays a step, at which the kernels look."""
+  if log_decay.ndim == 4:
+    return None
+  return gates.superfluous_merges(log_decay.reshape(log_decay.shape[0], -1, GROUP))
+
+
 def _due(log_decay, B, H, N, K):
   return channels_of(log_decay) if log_decay.ndim == 4 else columns_to(B, H, N, K)
 
 
 def _run(chunk, tiles, vectors, outputs, reuse, width, interpret):
   scratch = {"left": stage_for(CHUNK, CHUNK, interpret), **gate_scratch(vectors["log_decay"])}
+  scratch["unit"] = tile(CHUNK, GROUP)
+  if tiles["v"].shape[1] == GROUP:
+    scratch["kept"] = tile(CHUNK, GROUP)
+  groups = width // GROUP
+  # What every step or wider values take of shared memory leaves no room for two.
+  constant, narrow = vectors["log_decay"].ndim == 2, tiles["v"].shape[1] <= 128
   return all_chunks(
     *(chunk, tiles, vectors, outputs),
-    groups=width // GROUP,
+    groups=groups,
+    together=groups if constant and narrow else 1,
     scratch=scratch,
     reuse=reuse,
     interpret=interpret,

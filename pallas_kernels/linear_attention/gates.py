@@ -1,22 +1,27 @@
 """Decays inside a chunk, per key channel, without a difference of cumulative sums.
 
-A pair of steps i > j of a chunk is weighted by the decays of the steps between them. Blocks of 8,
-16 and 32 steps are merged two by two; every pair at least one block of 8 apart meets at exactly one
-merge, and there the weight is exp(sum from the border to i) * exp(sum from j to the border): sums
-of terms of one sign, factors of at most 1. Pairs inside a block of 8 meet at its middle instead;
-there one factor may grow to exp(4 * 21), which bfloat16 and float32 hold, and decays below exp(-21)
-a step are taken as exp(-21).
+A pair of steps i > j is weighted by the decays of the steps between them: by a factor of query i
+times a factor of key j, which are exponentials of sums up to the place where the two meet.
 
-Both classes have, for 64 key channels:
+* Inside a block they meet at its middle, where one factor may grow: as far as exp(63), which
+  bfloat16 and float32 hold. Blocks have 8, 16, 32 or 64 steps, the most for which all channels stay
+  below that: with decays above exp(-2) a step the whole chunk is one block. Decays below exp(-21)
+  a step are taken as exp(-21), so that blocks of 8 always do.
+* Blocks are merged two by two, and pairs of two halves meet at the border between them: sums of
+  terms of one sign, factors of at most 1.
 
-* `in_block()`: what queries and keys are multiplied by before their product for `pairs(0)`;
-  `merged(size)`: the same for `pairs(size)`, where the two have equal factors; `meetings()`: all;
+`first` is how many merges the blocks make superfluous, 0 to 3. Both classes have, for 64 channels:
+
+* `in_block()`: what queries and keys are multiplied by before their product for
+  `in_block_pairs(first)`; `merged(size)`: the same for `merged_pairs(size)`, where both have it;
 * `before()`, `after()`: from the chunk's start to each step, from each step to the chunk's end;
-* `owe(x, d_x, which, staging)`: takes what one of these factors is due: x times d_x, the cotangent
-  of x that came through that factor. `due(x)` is their sum, the gradient of the log decay.
+* `owe(due, x, d_x, which, staging)`: adds to what the log decays are due what one of these factors
+  is: x times d_x, the cotangent of x that came through that factor. Of constant decays without
+  the factor x, the same for all: their gradient is the sum over steps of x times that.
 """
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tensor_core import (
@@ -32,38 +37,63 @@ from pallas_kernels.tensor_core import (
 )
 
 SMALLEST_LOG_DECAY = -21.0
+MERGES = 3  # blocks of 8 become 16, 32 and 64
 _LOG2_E = 1.4426950408889634
 _BLOCK, _LOG2_BLOCK = 8, 3
-_MIDDLE = _BLOCK // 2 - 1  # the step of a block after which its pairs meet
-MERGES = (8, 16, 32)  # the steps in each half
+LARGEST_LOG2 = 92.0  # of a factor: exp(63.8)
 _SHAPE = (CHUNK, GROUP)
 
-# What a factor sums over. Merges are named by the size of their halves.
+# What a factor sums over. Those of merges are named by the size of their halves, a number.
 BEFORE, AFTER, QUERIES, KEYS = "before", "after", "queries of a block", "keys of a block"
 
 
-def pairs(size, *, turned=False):
-  """[C, C]: the pairs i > j that meet where halves of `size` are merged; 0: inside a block.
+def half_of(merge):
+  """The steps in each half at merge 0, 1 or 2."""
+  return _BLOCK << merge
 
-  Rows are i and columns j, or the other way round if `turned`.
+
+def superfluous_merges(log_decay):
+  """[...] int32, 0 to 3: how many merges all of the last axis of constant decays can do without."""
+  fastest = jnp.minimum(-jnp.min(log_decay, axis=-1), -SMALLEST_LOG_DECAY) * _LOG2_E
+  return _superfluous(fastest, LARGEST_LOG2)
+
+
+def _superfluous(fastest, limit):
+  """int32: for how many sizes of blocks no factor is above 2^limit. `fastest`: log2, a step."""
+  # The largest factor: of the second query of a block, or of the last key but one.
+  sizes = [half_of(merge + 1) for merge in range(MERGES)]
+  one, none = jnp.int32(1), jnp.int32(0)
+  return sum(jnp.where(fastest * (size // 2 - 1) <= limit, one, none) for size in sizes)
+
+
+def _places(is_turned):
+  """Rows and columns of [C, C], or columns and rows, and the blocks of 8 that they are in.
+
+  Which block it is costs the compiler little, for it knows the layout.
   """
   shape = (CHUNK, CHUNK)
-  i, j = iota(shape, int(turned)), iota(shape, 1 - int(turned))
-  # By blocks of 8: which block a number is in costs the compiler nothing, for it knows the layout.
-  i_block, j_block = i >> _LOG2_BLOCK, j >> _LOG2_BLOCK
-  if not size:
-    return (i_block == j_block) & ((i & (_BLOCK - 1)) > (j & (_BLOCK - 1)))
-  apart, half = i_block ^ j_block, size // _BLOCK
+  i, j = iota(shape, int(is_turned)), iota(shape, 1 - int(is_turned))
+  return i, j, i >> _LOG2_BLOCK, j >> _LOG2_BLOCK
+
+
+def in_block_pairs(first, *, turned=False):
+  """[C, C]: the pairs i > j inside a block. Rows are i, columns j, or the other way round."""
+  i, j, i_block, j_block = _places(turned)
+  later = (i & (_BLOCK - 1)) > (j & (_BLOCK - 1))
+  later = (i_block > j_block) | ((i_block == j_block) & later)
+  return ((i_block ^ j_block) < (1 << first)) & later
+
+
+def merged_pairs(size, *, turned=False):
+  """[C, C]: the pairs i > j that meet where halves of `size` are merged."""
+  _, _, i_block, j_block = _places(turned)
+  apart, half = i_block ^ j_block, size >> _LOG2_BLOCK
   return (apart >= half) & (apart < 2 * half) & (i_block > j_block)
 
 
-def _in_block(queries, keys):
-  """The factors of a block without those of its first query and last key, which meet nothing.
-
-  They are the largest: times a large key one could be infinite, and 0 times it would be NaN.
-  """
-  place = iota(_SHAPE, 0) & (_BLOCK - 1)
-  return jnp.where(place > 0, queries, 0.0), jnp.where(place < _BLOCK - 1, keys, 0.0)
+def _steps():
+  """[C]: the numbers of a chunk's steps, one for each row."""
+  return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
 
 
 class ConstantGates:
@@ -73,38 +103,61 @@ class ConstantGates:
   those made before would save exponentials, but the registers that keep them cost more.
   """
 
-  def __init__(self, log_decay, read_first, valid):
+  constant = True
+
+  def __init__(self, log_decay, first, read_first, valid):
     """
     Args:
       log_decay: [64] float32, in device memory.
+      first: of `superfluous_merges` for these channels, or less.
       read_first: whether queries see the state before the decay of their own step.
       valid: steps of this chunk before padding.
     """
     self._log2 = jnp.maximum(columns_of(log_decay), SMALLEST_LOG_DECAY) * _LOG2_E
     self._read_first, self._valid = int(read_first), valid
-    self._due = None
+    self.first = first
 
   def _powers(self, counts):
     return jnp.exp2(across(counts.astype(jnp.float32), _SHAPE) * down(self._log2, _SHAPE))
 
   def in_block(self):
-    """The factors of queries and keys, [C, 64] each, of the pairs inside a block."""
-    return _in_block(self._factor(QUERIES), self._factor(KEYS))
+    """The factors of queries and keys, [C, 64] each, of the pairs inside a block.
+
+    But 1 for the first query and the last key of a block, which meet nothing: they would be the
+    largest, and infinite times a large key.
+    """
+    last = half_of(self.first) - 1
+    place = _steps() & last
+    queries, keys = self._count(QUERIES), self._count(KEYS)
+    queries, keys = jnp.where(place > 0, queries, 0), jnp.where(place < last, keys, 0)
+    return self._powers(queries), self._powers(keys)
 
   def merged(self, size):
     """[C, 64]: the factor of queries and keys where halves of `size` are merged."""
     return self._factor(size)
 
-  def meetings(self):
-    """Yields (size, factor of queries, factor of keys), [C, 64] each."""
-    yield 0, *self.in_block()
-    for size in MERGES:
-      both = self.merged(size)
-      yield size, both, both
+  def _count(self, which):
+    """[C]: how many steps the sum of `which` has for each row; below zero: to be divided by."""
+    i = _steps()
+    if which is BEFORE:
+      return i + (1 - self._read_first)
+    if which is AFTER:
+      return jnp.maximum(self._valid - 1 - i, 0)
+    if which is QUERIES or which is KEYS:
+      block = half_of(self.first)
+      position, middle = i & (block - 1), (block >> 1) - 1
+      return position - (middle + self._read_first) if which is QUERIES else middle - position
+    position = i & (which - 1)
+    second = (i & which) != 0
+    return jnp.where(second, position + (1 - self._read_first), which - 1 - position)
 
   def _factor(self, which):
-    rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
-    return self._powers(_count(which, rows, self._read_first, self._valid))
+    return self._powers(self._count(which))
+
+  def lags(self):
+    """[C, C] float32: how many steps decay between query i and key j, of pairs i > j."""
+    lags = iota((CHUNK, CHUNK), 0) - iota((CHUNK, CHUNK), 1) - self._read_first
+    return lags.astype(jnp.float32)
 
   def before(self):
     """[C, 64]."""
@@ -114,33 +167,11 @@ class ConstantGates:
     """[C, 64]."""
     return self._factor(AFTER)
 
-  def owe(self, x, d_x, which, staging):
+  def owe(self, due, x, d_x, which, staging):
     """`x()` and `d_x` are [C, 64], `staging` a tile of that shape that may be overwritten."""
     del x, staging
-    rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
-    counts = _count(which, rows, self._read_first, self._valid).astype(jnp.float32)
-    added = across(counts, _SHAPE) * d_x
-    self._due = added if self._due is None else self._due + added
-
-  def due(self, x):
-    """[64], one number per column."""
-    return jnp.sum(x() * self._due, axis=0)
-
-
-def _count(which, i, read_first, valid):
-  """How many steps the sum for row i of `which` has; below zero: to be divided by."""
-  position = i & (_BLOCK - 1)
-  if which == BEFORE:
-    return i + (1 - read_first)
-  if which == AFTER:
-    return jnp.maximum(valid - 1 - i, 0)
-  if which == QUERIES:
-    return position - (_MIDDLE + read_first)
-  if which == KEYS:
-    return _MIDDLE - position
-  position = i & (which - 1)
-  second = (i & which) != 0
-  return jnp.where(second, position + (1 - read_first), which - 1 - position)
+    added = across(self._count(which).astype(jnp.float32), _SHAPE) * d_x
+    return added if due is None else due + added
 
 
 class Signs:
@@ -150,12 +181,13 @@ class Signs:
     """`read_first`: whether queries see the state before the decay of their own step."""
     self._tile, self.read_first, self._held = tile, bool(read_first), None
 
-  def of(self, which):
+  def of(self, which, first):
     """The tile, with how often each step counts in the sums of `which`."""
-    if self._held != which:
-      self._tile[...] = _signs(which, self.read_first).astype(jnp.bfloat16)
+    held = self._held is not None and self._held[0] is which and self._held[1] is first
+    if not held:
+      self._tile[...] = _signs(which, first, self.read_first).astype(jnp.bfloat16)
       plgpu.commit_smem()
-      self._held = which
+      self._held = which, first
     return self._tile
 
 
@@ -165,6 +197,8 @@ class StepGates:
   A log decay is split into two bfloat16 numbers, which hold it to 2^-17 of itself; since the terms
   of a sum have one sign, so are the sums.
   """
+
+  constant = False
 
   def __init__(self, log_decay, high, low, signs, interpret):
     """
@@ -180,29 +214,48 @@ class StepGates:
     low[...] = (self.log2_decay - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
     self._high, self._low, self._signs = high, low, signs
     self._read_first, self._interpret = signs.read_first, interpret
-    self._due = None
+    self.first = 0
 
   def _sum(self, which):
-    signs = self._signs.of(which)
+    signs = self._signs.of(which, self.first)
     products = [(signs, self._high), (signs, self._low)]
     return multiply((_SHAPE, products), interpret=self._interpret)[0]
 
+  @staticmethod
+  def choose(made, largest, limit=None):
+    """Sets `first` of gates of one chunk by their fastest decay.
+
+    Args:
+      largest: shared memory for 128 numbers.
+      limit: log2 of how far a factor may grow, if less than usual.
+    """
+    rates = [jnp.max(-gate.log2_decay, axis=1) for gate in made]
+    for half in range(2):
+      largest.at[pl.ds(half * CHUNK, CHUNK)][...] = rates[half % len(rates)]
+    plgpu.commit_smem()
+    layout = plgpu.Layout.WG_STRIDED((2 * CHUNK,), vec_size=1)
+    first = _superfluous(jnp.max(plgpu.load(largest, layout=layout)), limit or LARGEST_LOG2)
+    for gate in made:
+      gate.first = first
+
+  def from_start(self):
+    """[C, 64]: log2 of the decay from the chunk's start to each query, and to each key."""
+    queries = self._sum(BEFORE)
+    return queries, queries + self.log2_decay if self._read_first else queries
+
   def in_block(self):
-    """The factors of queries and keys, [C, 64] each, of the pairs inside a block."""
+    """The factors of queries and keys, [C, 64] each, of the pairs inside a block.
+
+    But at most 2^92, as no pair needs more: those of the first query and of the last key of a
+    block, which meet nothing, would be the largest, and infinite times a large key.
+    """
     queries = self._sum(QUERIES)
     keys = self._sum(KEYS) if self._read_first else -queries
-    return _in_block(jnp.exp2(queries), jnp.exp2(keys))
+    return tuple(jnp.exp2(jnp.minimum(x, LARGEST_LOG2)) for x in (queries, keys))
 
   def merged(self, size):
     """[C, 64]: the factor of queries and keys where halves of `size` are merged."""
     return jnp.exp2(self._sum(size))
-
-  def meetings(self):
-    """Yields (size, factor of queries, factor of keys), [C, 64] each."""
-    yield 0, *self.in_block()
-    for size in MERGES:
-      both = self.merged(size)
-      yield size, both, both
 
   def before(self):
     """[C, 64]."""
@@ -212,50 +265,39 @@ class StepGates:
     """[C, 64]."""
     return jnp.exp2(self._sum(AFTER))
 
-  def start_due(self, due):
-    """Where the sum of what is owed starts, [C, 64] float32."""
-    self._due = due
-
-  def owe(self, x, d_x, which, staging):
+  def owe(self, due, x, d_x, which, staging):
     """`x()` and `d_x` are [C, 64], `staging` a tile of that shape that may be overwritten."""
     d_log = x() * d_x
-    if which == KEYS and not self._read_first:
+    if which is KEYS and not self._read_first:
       which, d_log = QUERIES, -d_log
-    signs = self._signs.of(which)
+    signs = self._signs.of(which, self.first)
     staging[...] = d_log.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    start = _SHAPE if self._due is None else self._due
-    (self._due,) = multiply((start, [(turned(signs), staging)]), interpret=self._interpret)
-
-  def due(self, x):
-    """[C, 64]."""
-    del x
-    return self._due
+    start = _SHAPE if due is None else due
+    return multiply((start, [(turned(signs), staging)]), interpret=self._interpret)[0]
 
 
-def _signs(which, read_first):
+def _signs(which, first, read_first):
   """[C, C], -1, 0 or 1: how often step t (column) counts in the sum of row i."""
-  shape = (CHUNK, CHUNK)
-  i, t = iota(shape, 0), iota(shape, 1)
-  i_block, t_block = i >> _LOG2_BLOCK, t >> _LOG2_BLOCK
-  i_place, t_place = i & (_BLOCK - 1), t & (_BLOCK - 1)
+  i, t, i_block, t_block = _places(False)
   same = i_block == t_block
-  up_to = (t_place < i_place) if read_first else (t_place <= i_place)
+  i_place, t_place = i & (_BLOCK - 1), t & (_BLOCK - 1)
+  own_step = which is KEYS or not read_first
+  up_to = (t_place <= i_place) if own_step else (t_place < i_place)
   one, none = jnp.float32(1.0), jnp.float32(0.0)
-  if which in (QUERIES, KEYS):
-    if which == KEYS:
-      up_to = t_place <= i_place
-    late, early = (t_place > _MIDDLE) & up_to, (t_place <= _MIDDLE) & ~up_to
-    plus, minus = (one, -one) if which == QUERIES else (-one, one)
-    in_block = jnp.where(late, plus, jnp.where(early, minus, none))
-    return jnp.where(same, in_block, none)
-  earlier = jnp.where(same, jnp.where(up_to, one, none), jnp.where(t_block < i_block, one, none))
-  if which == BEFORE:
-    return earlier
-  late_in_block = jnp.where(t_place > i_place, one, none)
-  later = jnp.where(same, late_in_block, jnp.where(t_block > i_block, one, none))
-  if which == AFTER:
-    return later
-  half = which // _BLOCK
-  counts = jnp.where((i_block & half) != 0, earlier, later)
-  return jnp.where((i_block ^ t_block) < half, counts, none)
+  up_to = (t_block < i_block) | (same & up_to)
+  if which is QUERIES or which is KEYS:
+    last = half_of(first) - 1
+    late = (t & last) > (last >> 1)
+    plus, minus = (one, -one) if which is QUERIES else (-one, one)
+    in_block = jnp.where(late & up_to, plus, jnp.where(late | up_to, none, minus))
+    return jnp.where((i_block ^ t_block) < (1 << first), in_block, none)
+  if which is BEFORE:
+    return jnp.where(up_to, one, none)
+  later = (t_block > i_block) | (same & (t_place > i_place))
+  if which is AFTER:
+    return jnp.where(later, one, none)
+  half = which >> _LOG2_BLOCK
+  in_second = (i_block & half) != 0
+  counts = (in_second & up_to) | (~in_second & later)
+  return jnp.where(counts & ((i_block ^ t_block) < half), one, none)

@@ -57,22 +57,26 @@ def query_gradient(
   "before" (for `before`), "later" and "earlier" (for `cumulative` at i and, negative, at j).
   """
 
-  def chunk(at, ins, s, put):
+  def chunk(at, ins, s, wait, put):
     C, K = CHUNK, q.shape[-1]
+    mask = iota((C, C), 0) >= iota((C, C), 1)
+    if segments is not None:
+      mask = mask & same_segment(ins, at)
+    weight = jnp.where(mask, row_decay(at.rows(ins["cumulative"])), 0.0)
+    before_rows = rows_of(at.rows(ins["before"]))
+    if d_sum is not None:
+      d_rows = rows_of(ins["d_sum"].at[at.b, at.h, at.steps])
+      z = columns_of(ins["entering_sum"].at[at.b, at.h, at.n])
+    wait()
+
     parts = [((C, C), [(s["d_out"], turned(s["v"]))]), ((C, K), [(s["d_out"], turned(s["state"]))])]
     if decays:
       parts.append(((C, C), [(s["q"], turned(s["k"]))]))
     d_scores, from_state, *scores = multiply(*parts, interpret=interpret)
     if d_sum is not None:
-      d_rows = rows_of(ins["d_sum"].at[at.b, at.h, at.steps])
       d_scores = d_scores + across(d_rows, (C, C))
-      z = columns_of(ins["entering_sum"].at[at.b, at.h, at.n])
       from_state = from_state + across(d_rows, (C, K)) * down(z, (C, K))
-    mask = iota((C, C), 0) >= iota((C, C), 1)
-    if segments is not None:
-      mask = mask & same_segment(ins, at)
-    d_scores = jnp.where(mask, d_scores * row_decay(at.rows(ins["cumulative"])), 0.0)
-    before_rows = rows_of(at.rows(ins["before"]))
+    d_scores = d_scores * weight
     if decays:
       strictly = iota((C, C), 0) > iota((C, C), 1)
       crossing = jnp.where(strictly, scores[0] * d_scores, 0.0)
@@ -120,13 +124,17 @@ def key_value_gradient(
   Rows are the steps j here: scores and dP are made transposed.
   """
 
-  def chunk(at, ins, s, put):
+  def chunk(at, ins, s, wait, put):
     C, K, V = CHUNK, q.shape[-1], v.shape[-1]
     mask = iota((C, C), 0) <= iota((C, C), 1)
     if segments is not None:
       mask = mask & same_segment(ins, at)
     weight = jnp.where(mask, row_decay(at.rows(ins["cumulative"]), turned=True), 0.0)
     after_rows = rows_of(at.rows(ins["after"]))
+    if d_sum is not None:
+      d_columns = columns_of(ins["d_sum"].at[at.b, at.h, at.steps])
+      y = columns_of(ins["leaving_sum"].at[at.b, at.h, at.n])
+    wait()
 
     scores, from_state = multiply(
       ((C, C), [(s["k"], turned(s["q"]))]),
@@ -144,8 +152,7 @@ def key_value_gradient(
     )
     put("v", d_v * scale)
     if d_sum is not None:
-      d_scores = d_scores + down(columns_of(ins["d_sum"].at[at.b, at.h, at.steps]), (C, C))
-      y = columns_of(ins["leaving_sum"].at[at.b, at.h, at.n])
+      d_scores = d_scores + down(d_columns, (C, C))
       from_state = from_state + down(y, (C, K))
     if decays:
       put("after", jnp.sum(load(s["k"]) * from_state, axis=1))

@@ -2,26 +2,21 @@
 
     scores_ij = sum_k q_ik k_jk exp(sum of the log decays of channel k over the steps between)
 
-All chunks at once, one block of threads for each. Also returned: the queries decayed from the
-chunk's start, the keys decayed to its end, which `outputs.gated_outputs` needs.
+All chunks at once, a block of threads for each or for a few. Also returned: the queries decayed
+from the chunk's start, the keys decayed to its end, which `outputs.gated_outputs` needs.
 """
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.linear_attention import gates
-from pallas_kernels.linear_attention.chunk import (
-  each_chunk,
-  fetch,
-  gate_scratch,
-  make_gate,
-  same_segment,
-  send,
-)
+from pallas_kernels.linear_attention import gates, shapes
+from pallas_kernels.linear_attention.chunk import Place, gate_scratch, make_gate, same_segment
 from pallas_kernels.tensor_core import (
   CHUNK,
+  COMPILER_PARAMS,
   GROUP,
   across,
   columns_of,
@@ -34,12 +29,13 @@ from pallas_kernels.tensor_core import (
   scaled,
   stage_for,
   staged,
+  sum_of_rows,
   tile,
   turned,
+  unit,
 )
 
 
-@in_32_bits
 def chunk_scores(
   q,  # [B, T, H, K] bfloat16, T a multiple of the chunk
   k,  # [B, T, H, K] bfloat16
@@ -58,6 +54,18 @@ def chunk_scores(
   H, T] float32, of rows, and key_sum [B, H, N, K] float32, of the decayed keys; and for decays a
   step decay [B, H, N, K] float32, of whole chunks.
   """
+  inputs = {"q": q, "k": k, "log_decay": log_decay}
+  if log_decay.ndim == 2:
+    inputs["first"] = gates.superfluous_merges(log_decay)
+  optional = {"bonus": bonus, "segments": segments, "reach": reach}
+  inputs |= {name: x for name, x in optional.items() if x is not None}
+  return _chunk_scores(inputs, length=length, sums=sums, interpret=interpret)
+
+
+@in_32_bits
+def _chunk_scores(inputs, *, length, sums, interpret):
+  q, k, log_decay = (inputs[name] for name in ("q", "k", "log_decay"))
+  read_first = "bonus" in inputs
   B, T, H, K = q.shape
   C, N = CHUNK, T // CHUNK
   per_step = log_decay.ndim == 4
@@ -72,35 +80,77 @@ def chunk_scores(
     out_type["key_sum"] = jax.ShapeDtypeStruct((B, H, N, K), f32)
   if per_step:
     out_type["decay"] = jax.ShapeDtypeStruct((B, H, N, K), f32)
+  # A block of threads has several chunks, and fetches the next while it works on one; the decays of
+  # every step leave no room for that.
+  together = 1 if per_step else shapes.chunks_together(B * H * N)
+  slots = min(2, together)
   scratch = {
-    "q": tile(C, K),
-    "k": tile(C, K),
+    "q": tile(slots, C, K),
+    "k": tile(slots, C, K),
     "right": tile(C, K),
     "scores": tile(C, C),
     "left": stage_for(C, K, interpret),
-    "arrived": plgpu.Barrier(num_barriers=2),
+    "arrived": plgpu.Barrier(num_barriers=2 * slots),
     "rows": plgpu.SMEM((C,), f32),
     "columns": plgpu.SMEM((2, K), f32),
     **gate_scratch(log_decay, K),
   }
+  if sums or per_step:
+    scratch["unit"] = tile(C, GROUP)
+  groups = [pl.ds(start, GROUP) for start in range(0, K, GROUP)]
 
-  def body(at, ins, outs, s):
+  def body(ins, outs, s):
+    b, h, start = (lax.axis_index(name) for name in ("row", "head", "chunk"))
+    start = start * together
+    count = jnp.minimum(together, N - start)
+    first = ins["first"][h] if "first" in ins else None
+
+    def copies_of(index):
+      steps, slot = pl.ds((start + index) * CHUNK, CHUNK), lax.rem(index, slots)
+      for number, name in enumerate(("q", "k")):
+        barrier = s["arrived"].at[2 * slot + number]
+        yield ins[name].at[b, steps, h], s[name].at[slot], barrier
+
+    def fetch(index):
+      for source, target, barrier in copies_of(index):
+        plgpu.copy_gmem_to_smem(source, target, barrier)
+
+    def step(index, carry):
+      # What the chunk before has left must be read before anything is written there.
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      if slots > 1:
+        pl.when(index + 1 < count)(lambda: fetch(index + 1))
+      at = Place(b, h, start + index, 0)
+      slot = lax.rem(index, slots)
+      here = dict(s) | {name: s[name].at[slot] for name in ("q", "k")}
+      arrived = lambda: [plgpu.barrier_wait(barrier) for _, _, barrier in copies_of(index)]
+      chunk(at, first, ins, outs, here, arrived)
+      return carry
+
+    fetch(0)
+    if sums or per_step:
+      unit(s["unit"])
+    if together == 1:
+      step(0, None)
+    else:
+      lax.fori_loop(0, count, step, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+  def chunk(at, first, ins, outs, s, arrived):
     b, h, n = at.b, at.h, at.n
-    fetch({name: (ins[name].at[b, at.steps, h], s[name]) for name in ("q", "k")}, s["arrived"])
-
-    groups = [pl.ds(start, GROUP) for start in range(0, K, GROUP)]
-    signs = gates.Signs(s["signs"], bonus is not None) if per_step else None
+    signs = gates.Signs(s["signs"], read_first) if per_step else None
     made = [
       make_gate(
-        *(ins["log_decay"], {x: s[x].at[:, channels] for x in ("high", "low") if x in s}),
+        *(ins["log_decay"], first, {x: s[x].at[:, channels] for x in ("high", "low") if x in s}),
         *(b, h, n, channels),
         length=length,
-        read_first=bonus is not None,
+        read_first=read_first,
         interpret=interpret,
         signs=signs,
       )
       for channels in groups
     ]
+    arrived()
 
     def met(factors):
       """[C, C]: queries times keys, each with its factor."""
@@ -115,24 +165,44 @@ def chunk_scores(
       plgpu.commit_smem()
       return multiply(((C, C), products), interpret=interpret)[0]
 
-    scores = jnp.where(iota((C, C), 0) == iota((C, C), 1), _same_step(ins, s, h), 0.0)
-    scores = jnp.where(gates.pairs(0), met([gate.in_block for gate in made]), scores)
-    for size in gates.MERGES:
-      both = [lambda gate=gate, size=size: (gate.merged(size),) * 2 for gate in made]
-      scores = jnp.where(gates.pairs(size), met(both), scores)
+    def of_blocks(scores, open_rows):
+      in_block = met([gate.in_block for gate in made])
+      return jnp.where(gates.in_block_pairs(made[0].first) & open_rows, in_block, scores)
+
+    def merge(scores, open_rows, index):
+      size = gates.half_of(index)
+      both = [lambda gate=gate: (gate.merged(size),) * 2 for gate in made]
+      return jnp.where(gates.merged_pairs(size) & open_rows, met(both), scores)
+
+    scores = jnp.where(_earlier_by(0), _same_step(ins, s, h, interpret), 0.0)
+    if per_step:
+      scores, closed_rows, all_closed = _from_start(scores, made, met, ins, s, at)
+      still_open = lambda: across(closed_rows, (C, C)) == 0
+      blocks = lambda index, scores: of_blocks(scores, still_open())
+      scores = lax.fori_loop(0, jnp.where(all_closed, 0, 1), blocks, scores)
+      merges = jnp.where(all_closed, 0, gates.MERGES)
+      scores = lax.fori_loop(0, merges, lambda i, x: merge(x, still_open(), i), scores)
+    else:
+      scores = of_blocks(scores, True)
+      scores = lax.fori_loop(first, gates.MERGES, lambda i, x: merge(x, True, i), scores)
     for channels, gate in zip(groups, made, strict=True):
       q_s, k_s = s["q"].at[:, channels], s["k"].at[:, channels]
-      q_out, k_out = load(q_s) * gate.before(), load(k_s) * gate.after()
+      q_out, k_out = scaled(q_s, gate.before()), scaled(k_s, gate.after())
       if "reach" in ins:
         sees, reaches = (rows_of(ins["reach"].at[x, b, at.steps]) for x in (0, 1))
-        q_out = jnp.where(across(sees, (C, GROUP)) > 0, q_out, 0.0)
-        k_out = jnp.where(across(reaches, (C, GROUP)) > 0, k_out, 0.0)
-      q_s[...] = q_out.astype(bf16)
-      k_s[...] = k_out.astype(bf16)
+        nothing = jnp.bfloat16(0.0)
+        q_out = jnp.where(across(sees, (C, GROUP)) > 0, q_out, nothing)
+        k_out = jnp.where(across(reaches, (C, GROUP)) > 0, k_out, nothing)
+      q_s[...] = q_out
+      k_s[...] = k_out
+    plgpu.commit_smem()
+    for channels in groups:
       if sums:
-        s["columns"].at[0, channels][...] = jnp.sum(k_out, axis=0)
+        total = sum_of_rows([s["k"].at[:, channels]], s["unit"], interpret)
+        s["columns"].at[0, channels][...] = total
       if per_step:
-        s["columns"].at[1, channels][...] = jnp.exp2(jnp.sum(gate.log2_decay, axis=0))
+        both = [s[name].at[:, channels] for name in ("high", "low")]
+        s["columns"].at[1, channels][...] = jnp.exp2(sum_of_rows(both, s["unit"], interpret))
 
     if "segments" in ins:
       scores = jnp.where(same_segment(ins, at), scores, 0.0)
@@ -148,22 +218,68 @@ def chunk_scores(
       copies.append((s["columns"].at[0], outs["key_sum"].at[b, h, n]))
     if per_step:
       copies.append((s["columns"].at[1], outs["decay"].at[b, h, n]))
-    send(copies)
+    plgpu.commit_smem()
+    for source, target in copies:
+      plgpu.copy_smem_to_gmem(source, target)
 
-  inputs = {"q": q, "k": k, "log_decay": log_decay}
-  optional = {"bonus": bonus, "segments": segments, "reach": reach}
-  inputs |= {name: x for name, x in optional.items() if x is not None}
-  return each_chunk(body, inputs, out_type, scratch, sizes=(1, N, H, B), interpret=interpret)
+  return plgpu.kernel(
+    body,
+    out_type=out_type,
+    scratch_types=[scratch],
+    grid=(-(-N // together), H, B),
+    grid_names=("chunk", "head", "row"),
+    interpret=interpret,
+    compiler_params=COMPILER_PARAMS,
+  )(inputs)
 
 
-def _same_step(ins, s, h):
-  """[C, C], the same in every column: q_i k_i, weighted by the bonus if there is one."""
-  total = None
+def _from_start(scores, made, met, ins, s, at):
+  """Scores of the rows, from the first on, whose pairs can all meet at the chunk's start.
+
+  There the keys' factors grow, as far as 2^92; beyond, and in rows of another segment than the
+  first step's, pairs are left to blocks and merges. So a score depends, to the last bit, on nothing
+  that follows it and on no other segment: not even in how it is computed.
+
+  Returns:
+    scores, [C] float32, 1 for such rows, and whether all are.
+  """
+  sums = [gate.from_start() for gate in made]
+  lowest = None
+  for queries, _ in sums:
+    of_group = jnp.min(queries, axis=1)
+    lowest = of_group if lowest is None else jnp.minimum(lowest, of_group)
+  lowest_s = s["largest"].at[pl.ds(0, CHUNK)]
+  lowest_s[...] = lowest
+  plgpu.commit_smem()
+  closed = lowest >= -gates.LARGEST_LOG2
+  all_closed = lowest_s[CHUNK - 1] >= -gates.LARGEST_LOG2  # sums only fall
+  if "segments" in ins:
+    of_chunk = ins["segments"].at[at.b, at.steps]
+    closed = closed & (rows_of(of_chunk) == of_chunk[0])
+    all_closed = all_closed & (of_chunk[CHUNK - 1] == of_chunk[0])
+  closed = jnp.where(closed, jnp.float32(1.0), jnp.float32(0.0))
+  grown = lambda keys: jnp.exp2(jnp.minimum(-keys, gates.LARGEST_LOG2))
+  product = met([lambda x=x: (jnp.exp2(x[0]), grown(x[1])) for x in sums])
+  rows = across(closed, product.shape) > 0
+  return jnp.where(_earlier_by(1) & rows, product, scores), closed, all_closed
+
+
+def _earlier_by(steps):
+  """[C, C]: whether key j is step i (0), or any step before it (1)."""
+  i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+  return i > j if steps else i == j
+
+
+def _same_step(ins, s, h, interpret):
+  """[C, C], right on the diagonal: q_i k_i, weighted by the bonus if there is one."""
+  keys = turned(s["k"])
+  if "bonus" not in ins:
+    return multiply(((CHUNK, CHUNK), [(s["q"], keys)]), interpret=interpret)[0]
+  weight = lambda channels: down(columns_of(ins["bonus"].at[h, channels]), (CHUNK, GROUP))
+  products = []
   for start in range(0, s["q"].shape[-1], GROUP):
     channels = pl.ds(start, GROUP)
-    product = load(s["q"].at[:, channels]) * load(s["k"].at[:, channels])
-    if "bonus" in ins:
-      product = product * down(columns_of(ins["bonus"].at[h, channels]), product.shape)
-    added = jnp.sum(product, axis=1)
-    total = added if total is None else total + added
-  return across(total, (CHUNK, CHUNK))
+    left_s = s["left"].at[:, channels] if interpret is not None else s["left"]
+    left = staged(load(s["q"].at[:, channels]) * weight(channels), left_s, interpret)
+    products.append((left, turned(s["k"].at[:, channels])))
+  return multiply(((CHUNK, CHUNK), products), interpret=interpret)[0]

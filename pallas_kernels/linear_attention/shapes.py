@@ -36,3 +36,9 @@ def padded_length(length, number_of_parts):
   """The steps that the kernels run: the same number of whole chunks in every part."""
   block = CHUNK * number_of_parts
   return -(-length // block) * block
+
+
+def chunks_together(chunks):
+  """How many chunks a block of threads works on, one after the other, if there are so many in all:
+  a few, with three blocks or more for each place on the chip, of which a multiprocessor has two."""
+  return next(n for n in (4, 2, 1) if n == 1 or chunks >= n * 3 * 2 * chip.MULTIPROCESSORS)
