@@ -15,6 +15,7 @@ EXAMPLES = """\
 examples:
   python -m train fit --config configs/quickstart.py
   python -m train fit --config configs/quickstart.py --set steps=1000 --set run_dir=runs/longer
+  python -m train fit --config configs/quickstart.py --dry-run --set compile_cache=programs
   python -m train evaluate --run-dir runs/quickstart
   python -m train generate --run-dir runs/quickstart --prompt 'def '
   python -m train tokenize --input TEXT --output data/text --tokenizer bytes

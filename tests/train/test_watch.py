@@ -10,7 +10,8 @@ import jax
 import pytest
 from tensorboardX.proto import event_pb2
 
-from train import cli, compile_cache, loop, tracing, watch
+from train import cli, compile_cache, loop, report, tracing, watch
+from train.metrics import Console
 from train.run_folder import RunFolder
 from train.settings import ConfigError
 
@@ -228,3 +229,13 @@ def test_programs_are_kept_and_the_settings_put_back(tmp_path):
   assert jax.config.jax_compilation_cache_dir == before
   with pytest.raises(ValueError, match="compile_cache='/proc/x' cannot be used"):
     compile_cache.at("/proc/x").__enter__()
+
+
+def test_why_several_processes_show_no_text_is_said(tiny, monkeypatch, capsys):
+  monkeypatch.setattr(report.distributed, "count", lambda: 2)
+  monkeypatch.setattr(report.distributed, "is_first", lambda: True)
+  cfg = tiny()
+  report.finished(Console(), cfg, RunFolder(cfg.run_dir), None, None)
+  out = capsys.readouterr().out
+  assert "no sample of text: each of the processes holds a part of the model" in out
+  assert "python -m train generate --run-dir" in out
