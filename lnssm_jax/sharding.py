@@ -10,10 +10,13 @@ axis L of stacked layers is never divided. Because only the end counts, the same
 optimiser's moments, whose paths end like those of the parameters.
 
 The rules divide every matrix along the model's width over the mesh axis "fsdp": each device holds a
-part of each layer, and gathers a layer when it runs. Vectors are held whole by every device.
+part of each layer, and gathers a layer when it runs. Along the other axis, heads and the channels
+of channel mixers, they divide over "tensor": each device computes with its part, and the products
+after which channels meet again are summed. Vectors are held whole by every device.
 """
 
 import functools
+import math
 import re
 from collections.abc import Sequence
 
@@ -21,15 +24,18 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Rules = Sequence[tuple[str, tuple[str | None, ...]]]
+Layout = tuple[str | tuple[str, ...] | None, ...]
+Rules = Sequence[tuple[str, Layout]]
 
+_BOTH = ("tensor", "fsdp")
 RULES: Rules = (
-  (r"embedding", (None, "fsdp")),  # [vocab, D]; a vocabulary seldom divides evenly, D does
-  (r"head/kernel", ("fsdp", None)),  # [D, vocab]
-  (r"channel_mixer/(up|gate)/kernel", ("fsdp", None)),  # [D, hidden]
-  (r"channel_mixer/down/kernel", (None, "fsdp")),  # [hidden, D]
-  (r"mixer/(o|dt|beta|decay_up|gate_up)_proj/kernel", (None, "fsdp")),  # [any, D]
-  (r"mixer/\w+_proj/kernel", ("fsdp", None)),  # [D, any]
+  (r"embedding", (None, _BOTH)),  # [vocab, D]; a vocabulary seldom divides evenly, D does
+  (r"head/kernel", (_BOTH, None)),  # [D, vocab]
+  (r"channel_mixer/(up|gate)/kernel", ("fsdp", "tensor")),  # [D, hidden]
+  (r"channel_mixer/down/kernel", ("tensor", "fsdp")),  # [hidden, D]
+  (r"mixer/o_proj/kernel", ("tensor", "fsdp")),  # [heads, D]
+  (r"mixer/(dt|beta|decay_up|gate_up)_proj/kernel", (None, _BOTH)),  # [any, D]
+  (r"mixer/\w+_proj/kernel", ("fsdp", "tensor")),  # [D, heads]
   (r"mixer/mix_up", (None, None, "fsdp")),  # [5, rank, D]
   (r"mixer/\w+_gate/kernel", (None, "fsdp", None)),  # [H, D / H, D / H]
   (r"mixer/\w*conv/kernel", (None, "fsdp")),  # [W, D]
@@ -72,7 +78,7 @@ def param_specs(params, axes: Sequence[str] = ("fsdp",), rules: Rules = RULES):
         f"parameter {name!r} has shape {leaf.shape}, but its sharding rule {layout} is for at "
         f"least {len(layout)} axes."
       )
-    kept = [axis if axis in axes else None for axis in layout]
+    kept = [_kept(entry, axes) for entry in layout]
     return PartitionSpec(*[None] * (rank - len(kept)), *kept)
 
   return jax.tree_util.tree_map_with_path(spec, params)
@@ -87,12 +93,15 @@ def shardings(params, mesh: Mesh, rules: Rules = RULES):
   specs = param_specs(params, axes=mesh.axis_names, rules=rules)
 
   def place(path, leaf, spec):
-    for size, axis in zip(leaf.shape, spec, strict=False):
-      if axis is not None and size % mesh.shape[axis]:
+    for size, entry in zip(leaf.shape, spec, strict=False):
+      axes = (entry,) if isinstance(entry, str) else entry or ()
+      count = math.prod(mesh.shape[axis] for axis in axes)
+      if size % count:
         name = "/".join(_key(entry) for entry in path)
         raise ValueError(
           f"parameter {name!r} has shape {leaf.shape}, whose axis of {size} does not divide evenly "
-          f"over the {mesh.shape[axis]} devices of mesh axis {axis!r}; choose another mesh."
+          f"over the {count} devices of mesh axis {' x '.join(map(repr, axes))}; choose another "
+          "mesh."
         )
     return NamedSharding(mesh, spec)
 
@@ -120,15 +129,11 @@ def gather(params, axis_name: str, rules: Rules = RULES):
     ValueError: as `param_specs`.
   """
   if isinstance(params, nnx.Module):
-    graph, state = nnx.split(params)
-    parts = nnx.to_pure_dict(state)
-    for path, module in nnx.iter_modules(params):
-      if isinstance(module, nnx.Linear) and module.dtype is not None:
-        kernel = functools.reduce(lambda tree, key: tree[key], path, parts)
-        kernel["kernel"] = kernel["kernel"].astype(module.dtype)
+    graph, parts = _parts_in_dtype(params)
     return nnx.merge(graph, gather(parts, axis_name, rules))
 
-  mapped = jax.sharding.get_abstract_mesh().manual_axes
+  mesh = jax.sharding.get_abstract_mesh()
+  mapped = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1]
 
   def whole(part, spec):
     if axis_name not in spec:
@@ -139,6 +144,57 @@ def gather(params, axis_name: str, rules: Rules = RULES):
     return jax.lax.all_gather(part, axis_name, axis=tuple(spec).index(axis_name), tiled=True)
 
   return jax.tree.map(whole, params, param_specs(params, (axis_name,), rules))
+
+
+# Where parameters lie when they are used, by the compiler's division: over heads and channels.
+RULES_IN_USE: Rules = (
+  (r"embedding", (None, None)),  # else every layer's input would be divided, and gathered
+  (r"head/kernel", (None, "tensor")),  # each device has some of the logits
+  *RULES,
+)
+
+
+def constrain(params, mesh: Mesh, axes: Sequence[str] = ("tensor",), rules: Rules = RULES_IN_USE):
+  """Parameters laid out for their use in a program that the compiler divides.
+
+  What `gather` is inside `jax.shard_map` over all axes: handed to `LanguageModel.hidden`, it has
+  the compiler gather each layer over all mesh axes but `axes` when it runs.
+
+  Args:
+    params: a nested dictionary or a module.
+
+  Raises:
+    ValueError: as `param_specs`.
+  """
+  if isinstance(params, nnx.Module):
+    graph, parts = _parts_in_dtype(params)
+    return nnx.merge(graph, constrain(parts, mesh, axes, rules))
+  # Inside shard_map over some of the axes, the mesh is the one that knows of it.
+  surrounding = jax.sharding.get_abstract_mesh()
+  where = mesh if surrounding.empty else surrounding
+  place = lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(where, spec))
+  # From where they lie, first gathered, then turned: the compiler cannot do both at once.
+  gathered = jax.tree.map(place, params, param_specs(params, axes))
+  return jax.tree.map(place, gathered, param_specs(params, axes, rules))
+
+
+def _parts_in_dtype(module):
+  """The graph and the parameters of a module, kernels of `nnx.Linear` in the dtype of products."""
+  graph, state = nnx.split(module)
+  parts = nnx.to_pure_dict(state)
+  for path, part in nnx.iter_modules(module):
+    if isinstance(part, nnx.Linear) and part.dtype is not None:
+      holder = functools.reduce(lambda tree, key: tree[key], path, parts)
+      holder["kernel"] = holder["kernel"].astype(part.dtype)
+  return graph, parts
+
+
+def _kept(entry, axes):
+  """One entry of a rule, with the mesh axes that there are."""
+  if isinstance(entry, tuple):
+    left = tuple(axis for axis in entry if axis in axes)
+    return left if len(left) > 1 else (left[0] if left else None)
+  return entry if entry in axes else None
 
 
 def _key(entry) -> str:

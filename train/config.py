@@ -172,14 +172,14 @@ class Mesh:
   """How many devices each mesh axis has; -1 takes all that remain.
 
   `data` copies the parameters and divides the batch; `fsdp` divides both; `sequence` copies the
-  parameters and divides every sequence, whose length must be a multiple of it.
+  parameters and divides every sequence, whose length must be a multiple of it; `tensor` copies the
+  batch and divides heads and channels, so each layer's parameters and products.
   """
 
   data: int = -1
   fsdp: int = 1
   sequence: int = 1
-
-  not_yet = ("tensor",)  # axes that are planned; naming one is refused with that reason
+  tensor: int = 1
 
   def __post_init__(self):
     sizes = dataclasses.asdict(self)

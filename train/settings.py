@@ -52,8 +52,6 @@ def unknown(cls: type, name: str) -> ConfigError:
   """The error for a setting that `cls` does not have."""
   label = _label(cls, name)
   fields = [f.name for f in dataclasses.fields(cls)]
-  if name in getattr(cls, "not_yet", ()):
-    return ConfigError(f"{label} is not implemented yet; {cls.__name__} has {', '.join(fields)}.")
   inside = [g for g in _groups(cls) if name in typing.get_type_hints(hint_of(cls, g))]
   if inside and not difflib.get_close_matches(name, fields, 1, 0.8):
     return ConfigError(f"no setting {label!r}; did you mean '{inside[0]}.{name}'?")

@@ -203,7 +203,9 @@ def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., 
   if mesh.shape["sequence"] > 1:
     graph = model_graph(cfg.model, "sequence")
   gather = None
-  if mesh.shape["fsdp"] > 1:
+  if mesh.shape["tensor"] > 1:
+    gather = functools.partial(sharding.constrain, mesh=mesh)
+  elif mesh.shape["fsdp"] > 1:
     gather = functools.partial(sharding.gather, axis_name="fsdp")
 
   def sums(params, batch, penalty):
@@ -223,11 +225,14 @@ def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., 
   if not axes:
     return sums
 
+  part = PartitionSpec(tuple(axis for axis in meshes.ROWS if axis in axes) or None, "sequence")
+  parts = tuple(axis for axis in axes if axis != "tensor")
+
   def mapped(params, batch, penalty):
     def of_part(params, batch):
-      return jax.tree.map(lambda x: jax.lax.psum(x, axes), sums(params, batch, penalty))
+      return jax.tree.map(lambda x: jax.lax.psum(x, parts), sums(params, batch, penalty))
 
-    inputs = sharding.param_specs(params), meshes.BATCH
+    inputs = sharding.param_specs(params, parts), part
     specs = {"mesh": mesh, "in_specs": inputs, "out_specs": PartitionSpec()}
     return jax.shard_map(of_part, **specs, axis_names=set(axes))(params, batch)
 

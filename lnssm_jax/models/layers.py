@@ -103,9 +103,13 @@ def run(
 
 
 def _all_but_gathers(primitive, *args, **params) -> bool:
-  """A policy of rematerialisation that keeps everything but what is gathered."""
+  """A policy of rematerialisation that keeps everything but what is gathered.
+
+  By an all-gather, whose result may then be typed as varying along further axes, or, where the
+  compiler divides, by a constraint on the layout.
+  """
   del args, params
-  return primitive.name != "all_gather"
+  return primitive.name not in ("all_gather", "pvary", "sharding_constraint")
 
 
 def max_length(blocks: Any) -> int | None:

@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from lnssm_jax import sharding
@@ -81,6 +82,40 @@ def test_some_layouts():
   assert specs["blocks"]["mixer"]["q_proj"]["kernel"] == P(None, "fsdp", None)
   assert specs["blocks"]["mixer"]["o_proj"]["kernel"] == P(None, None, "fsdp")
   assert specs["blocks"]["mixer"]["w"] == P(None, None)
+
+
+def test_heads_and_channels_are_divided_over_tensor():
+  specs = sharding.param_specs(params(), axes=("fsdp", "tensor"))
+  layer = specs["blocks"]
+  assert specs["head"]["kernel"] == P(("tensor", "fsdp"), None)
+  assert layer["mixer"]["q_proj"]["kernel"] == P(None, "fsdp", "tensor")
+  assert layer["mixer"]["o_proj"]["kernel"] == P(None, "tensor", "fsdp")
+  assert layer["channel_mixer"]["up"]["kernel"] == P(None, "fsdp", "tensor")
+  assert layer["channel_mixer"]["down"]["kernel"] == P(None, "tensor", "fsdp")
+  mesh = AbstractMesh((4, 4), ("fsdp", "tensor"))
+  with pytest.raises(ValueError, match=r"axis of 8 .* 16 devices of mesh axis 'tensor' x 'fsdp'"):
+    sharding.shardings(params(), mesh)
+
+
+def test_a_layer_is_gathered_in_the_dtype_of_its_products():
+  """Which it would round its kernels to anyway; what it reads in float32 stays so."""
+  mesh = AbstractMesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+  sizes = {"vocab_size": 37, "dim": 8, "num_layers": 1, "num_heads": 2, "dtype": jnp.bfloat16}
+  block = jax.eval_shape(lambda: LanguageModel(**sizes, rngs=nnx.Rngs(0)).blocks)
+  graph, parts = split(block)
+  gathered = lambda parts: split(sharding.gather(nnx.merge(graph, parts), "fsdp"))[1]
+  specs = sharding.param_specs(parts)
+  seen = {}
+
+  def look(parts):
+    seen.update(gathered(parts)["mixer"])
+    return seen["q_proj"]["kernel"]
+
+  jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=(specs,), out_specs=P("fsdp")), parts)
+  for name in ("q_proj", "o_proj"):
+    kernel = seen[name]["kernel"]
+    assert (kernel.dtype, kernel.shape) == (jnp.bfloat16, (1, 8, 8))
+  assert seen["w"].dtype == jnp.float32
 
 
 def test_axes_that_the_mesh_lacks_are_left_out():

@@ -152,7 +152,7 @@ def test_verify_reads_every_checkpoint(trained, capsys):
 def test_doctor_finds_what_stands_in_the_way(tiny, config_file, capsys):
   assert run("doctor", "--config", config_file(tiny()), "--set", "mesh.data=3") == 1
   assert (
-    "PROBLEM      mesh.data=3, mesh.fsdp=1 and mesh.sequence=1 need 3 devices"
+    "PROBLEM      mesh.data=3, mesh.fsdp=1, mesh.sequence=1, mesh.tensor=1 need 3 devices"
     in capsys.readouterr().out
   )
 

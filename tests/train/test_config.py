@@ -67,7 +67,7 @@ def test_the_defaults_are_the_papers():
     "clip_norm": None,
     "logit_penalty": 1e-4,
   }
-  assert to_dict(Mesh()) == {"data": -1, "fsdp": 1, "sequence": 1}
+  assert to_dict(Mesh()) == {"data": -1, "fsdp": 1, "sequence": 1, "tensor": 1}
   assert small().seed == 0
   assert small().accumulate == 1
 
@@ -90,9 +90,8 @@ def test_a_dictionary_given_to_a_setting_is_copied():
     (lambda: small(stepps=3), "no setting 'stepps' in Train; did you mean 'steps'?"),
     (lambda: small(peak_lr=1e-3), "no setting 'peak_lr'; did you mean 'optimizer.peak_lr'?"),
     (lambda: from_dict({"self": 1}), "no setting 'self' in Train"),
-    (lambda: Mesh(zzz=1), "no setting 'mesh.zzz' in Mesh; known are data, fsdp, sequence."),
+    (lambda: Mesh(zzz=1), "no setting 'mesh.zzz' in Mesh; known are data, fsdp, sequence, tensor."),
     (lambda: Optimizer(final_lr=1e-5), "optimizer.peak_lr is missing; it wants float."),
-    (lambda: Mesh(tensor=2), "mesh.tensor is not implemented yet"),
     # types
     (lambda: small(steps=1.5), "steps wants int, got 1.5."),
     (lambda: small(steps=True), "steps wants int, got True."),
@@ -252,7 +251,6 @@ def test_settings_that_must_change_together_can():
     ("data.sources=3", "data.sources wants dict[str, str], got 3."),
     ("data.sources.=x", "ends in a dot"),
     ("mesh={'data': 2}", "mesh is a group of settings; set one of them: mesh.data=..."),
-    ("mesh.tensor=2", "mesh.tensor is not implemented yet; Mesh has data, fsdp, sequence."),
     ("steps=" + "(" * 5000, "steps wants int"),
   ],
 )
@@ -352,6 +350,7 @@ SHALLOW = ["model.num_layers=12", "model.channel_mixer=swiglu"]
     ("longhorn_128m", ["model.mixer=mamba"], 129_153_792),
     ("longhorn_128m", [*SHALLOW, "model.mixer=gla", "model.num_heads=4"], 123_815_424),
     ("longhorn_128m", [*SHALLOW, "model.mixer=softmax_attention"], 123_587_328),
+    ("lnssm_1b3", [], 1_374_658_560),
     ("sse_600m", [], 616_136_704),
     ("sse_600m", ["model.mixer=softmax_attention"], 615_531_520),
   ],

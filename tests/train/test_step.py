@@ -171,7 +171,7 @@ def test_penalty_and_clipping_reach_the_step(tiny):
   [
     (
       {"mesh__data": 64},
-      "mesh.sequence=1 need 64 devices, but jax finds",
+      "mesh.tensor=1 need 64 devices, but jax finds",
     ),
     ({"mesh__fsdp": 3, "mesh__data": 1}, "need 3 devices"),
   ],

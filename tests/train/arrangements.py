@@ -1,0 +1,114 @@
+"""Training steps on devices arranged in several ways. Run as a program: their number is fixed when
+jax starts. Prints JSON.
+
+    python -m tests.train.arrangements CONFIG trained 1 2x2 1x2x2
+    python -m tests.train.arrangements CONFIG kernels 2x2
+
+Sizes are those of data x fsdp x sequence x tensor; what is not said is 1.
+"""
+
+import collections
+import dataclasses
+import json
+import re
+import sys
+
+import jax
+import numpy as np
+
+from lnssm_jax.ops import dispatch
+from train import mesh as meshes
+from train.config import Mesh, load_config
+from train.optimizer import make_optimizer
+from train.step import abstract_state, init_state, make_train_step, model_graph
+
+COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+STEPS = 4
+
+
+def arranged(cfg, sizes: str):
+  """The settings with a mesh like "2x2", and the mesh."""
+  axes = dict(zip(meshes.AXES, map(int, sizes.split("x")), strict=False))
+  cfg = dataclasses.replace(cfg, mesh=Mesh(**{"data": 1} | axes))
+  return cfg, meshes.make_mesh(cfg)
+
+
+def batches(cfg):
+  """Random tokens, some not counted, documents that begin anywhere."""
+  rng = np.random.default_rng(0)
+  shape = (STEPS, cfg.global_batch, cfg.seq_len + 1)
+  tokens = rng.integers(0, cfg.model.vocab_size, shape).astype("int32")
+  segments = np.cumsum(rng.random(tokens[..., 1:].shape) < 0.1, axis=-1).astype("int32")
+  weights = (rng.random(segments.shape) < 0.8).astype("float32")
+  for t, s, w in zip(tokens, segments, weights, strict=True):
+    yield {"tokens": t[:, :-1], "targets": t[:, 1:], "segment_ids": s, "weights": w}
+
+
+def step_of(cfg, mesh):
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+  return make_train_step(cfg, model_graph(cfg.model), tx, mesh)
+
+
+def bits(tree):
+  return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree)).hex()
+
+
+def moments(state):
+  """The first moment of every parameter: after one step, a share of the gradient."""
+  return state["opt_state"][1].mu
+
+
+def trained(cfg, sizes: str, alone: dict):
+  """The initial state, metrics and gradients of some steps; how much a device holds of it all."""
+  cfg, mesh = arranged(cfg, sizes)
+  state = init_state(cfg, mesh)
+  result = {"start": bits(state)}
+  kernel = moments(state)["blocks"]["channel_mixer"]["up"]["kernel"]
+  result["share"] = kernel.addressable_shards[0].data.size / kernel.size
+  rows, compiled = [], None
+  for batch in batches(cfg):
+    batch = jax.device_put(batch, meshes.batch_sharding(mesh))
+    compiled = compiled or step_of(cfg, mesh).lower(state, batch).compile()
+    state, metrics = compiled(state, batch)  # refuses a state that does not lie as at the start
+    rows.append([float(metrics["loss"]), float(metrics["grad_norm"]), float(metrics["param_norm"])])
+    if len(rows) == 1:
+      gradient = jax.tree.map(np.asarray, moments(state))
+      alone.setdefault("gradient", gradient)
+      result["gradient_error"] = max(
+        float(np.abs(x - y).max() / np.abs(y).max())
+        for x, y in zip(*map(jax.tree.leaves, (gradient, alone["gradient"])), strict=True)
+        if y.any()
+      )
+  memory = compiled.memory_analysis()
+  result["bytes"] = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+  return result | {"rows": rows, "collectives": collectives(compiled.as_text())}
+
+
+def collectives(text: str) -> list[dict[str, int]]:
+  """How many collectives each computation has that has any; arrays, where one takes several."""
+  found, name = collections.defaultdict(collections.Counter), ""
+  for line in text.splitlines():
+    if heading := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+      name = heading[1]
+    if call := re.search(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", line):
+      found[name][call[2]] += call[1].count("]{") or 1
+  return list(found.values())
+
+
+def kernels(cfg, sizes: str, alone: dict):
+  """How many kernels the step has, lowered for CUDA."""
+  del alone
+  cfg, mesh = arranged(cfg, sizes)
+  dispatch.hopper_obstacle = lambda: None
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=meshes.batch_sharding(mesh)),
+    next(batches(cfg)),
+  )
+  traced = step_of(cfg, mesh).trace(abstract_state(cfg, mesh), batch)
+  return traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu")
+
+
+if __name__ == "__main__":
+  config, what, *arrangements = sys.argv[1:]
+  run, alone = {"trained": trained, "kernels": kernels}[what], {}
+  print(json.dumps({sizes: run(load_config(config), sizes, alone) for sizes in arrangements}))
