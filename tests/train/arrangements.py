@@ -3,6 +3,7 @@ jax starts. Prints JSON.
 
     python -m tests.train.arrangements CONFIG trained 1 2x2 1x2x2
     python -m tests.train.arrangements CONFIG kernels 2x2
+    python -m tests.train.arrangements CONFIG traffic 1x1x2
 
 Sizes are those of data x fsdp x sequence x tensor; what is not said is 1.
 """
@@ -10,6 +11,7 @@ Sizes are those of data x fsdp x sequence x tensor; what is not said is 1.
 import collections
 import dataclasses
 import json
+import math
 import re
 import sys
 
@@ -98,17 +100,36 @@ def collectives(text: str) -> list[dict[str, int]]:
 def kernels(cfg, sizes: str, alone: dict):
   """How many kernels the step has, lowered for CUDA."""
   del alone
-  cfg, mesh = arranged(cfg, sizes)
   dispatch.hopper_obstacle = lambda: None
+  return lowered(cfg, sizes, "cuda").count("custom_call @mosaic_gpu")
+
+
+def traffic(cfg, sizes: str, alone: dict):
+  """The bytes that each kind of collective of the step sends, those in a loop once."""
+  del alone
+  found, kind = collections.Counter(), None
+  for line in lowered(cfg, sizes, "cpu").splitlines():
+    if operation := re.search(rf'"stablehlo\.({COLLECTIVES.replace("-", "_")})"', line):
+      kind = operation[1]
+    # The types stand on the same line, or after the body of the sum.
+    if kind and (types := re.search(r" : \(tensor<([^>]*)>\) -> tensor<", line)):
+      *shape, dtype = types[1].split("x")
+      found[kind] += math.prod(map(int, shape)) * int(re.sub(r"\D", "", dtype)) // 8
+      kind = None
+  return found
+
+
+def lowered(cfg, sizes: str, platform: str) -> str:
+  cfg, mesh = arranged(cfg, sizes)
   batch = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=meshes.batch_sharding(mesh)),
     next(batches(cfg)),
   )
   traced = step_of(cfg, mesh).trace(abstract_state(cfg, mesh), batch)
-  return traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu")
+  return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 if __name__ == "__main__":
   config, what, *arrangements = sys.argv[1:]
-  run, alone = {"trained": trained, "kernels": kernels}[what], {}
+  run, alone = {"trained": trained, "kernels": kernels, "traffic": traffic}[what], {}
   print(json.dumps({sizes: run(load_config(config), sizes, alone) for sizes in arrangements}))

@@ -55,8 +55,7 @@ def test_every_arrangement_trains_alike(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-@pytest.mark.parametrize("unroll", [1, 3])
+@pytest.mark.parametrize(("remat", "unroll"), [("none", 1), ("none", 3), ("dots", 3), ("full", 1)])
 def test_further_arrangements(run, remat, unroll):
   """Four devices along each axis and in pairs, with what the backward pass computes again."""
   names = ("1", "4", "1x4", "2x1x2", "2x1x1x2", "1x1x2x2")
@@ -98,6 +97,15 @@ def test_a_pattern_that_leaves_a_layer_over(run):
   changes = {"model__mixer": ["lnssm", "rg_lru"], "model__num_layers": 3}
   changes |= {"model__tie_embeddings": True, "model__channel_mixer": "swiglu"}
   same_training(run("trained", "1", "2x2", "1x2x2", "2x1x1x2", **changes, **TRAINING))
+
+
+@pytest.mark.slow
+def test_traffic_does_not_grow_with_the_length(run):
+  """The whole step for a divided sequence: the same bytes."""
+  short, long = (run("traffic", "1x1x2", seq_len=length)["1x1x2"] for length in (64, 4096))
+  assert short == long
+  assert short["all_gather"] > 0
+  assert short["collective_permute"] > 0
 
 
 WIDE = {
