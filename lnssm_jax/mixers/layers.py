@@ -1,11 +1,27 @@
 """Small layers that several mixers share. Pure functions, axis letters as in `lnssm_jax.ops`."""
 
+import itertools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.ops.checks import accumulation_dtype, first_of_segment
 from lnssm_jax.ops.sequence_parallel import inputs_before, of_last
+
+
+def linear_parts(layer: nnx.Linear, x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
+  """The outputs of a linear layer without bias, cut into parts of these widths.
+
+  Each part is a product of its own: a kernel reads whole arrays, and to cut one out of a larger
+  product would copy it. A single step makes one product: there the weights would be copied.
+  """
+  borders = list(itertools.accumulate(widths))[:-1]
+  if x.shape[1] == 1:
+    return jnp.split(layer(x), borders, axis=-1)
+  x, kernel = (y.astype(layer.dtype) for y in (x, layer.kernel[...]))
+  return [x @ part for part in jnp.split(kernel, borders, axis=-1)]
 
 
 def token_shift(

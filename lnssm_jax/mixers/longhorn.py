@@ -9,7 +9,7 @@ from flax import nnx
 from lnssm_jax.mixers.checks import check_call, check_positive
 from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import uniform_fan_in
-from lnssm_jax.mixers.layers import linear, silu_gate, wide
+from lnssm_jax.mixers.layers import linear, linear_parts, silu_gate, wide
 from lnssm_jax.mixers.short_convolution import ShortConvolution
 from lnssm_jax.ops import DeltaRuleState, LonghornState
 from lnssm_jax.ops.sequence_parallel import delta_rule, longhorn_scan
@@ -68,7 +68,7 @@ class _LonghornBlock(Divisible):
 
   def _streams(self, x, conv, segment_ids):
     """x [B, T, E], beta [B, T, E] float32, k and q [B, T, N], the gate, the convolution's state."""
-    inner, gate = jnp.split(self.in_proj(x), 2, axis=-1)
+    inner, gate = linear_parts(self.in_proj, x, [self.inner_dim] * 2)
     inner, conv = self.conv(inner, conv, segment_ids)
     rank, N = self.rate_rank, self.state_dim
     rate, k, q = jnp.split(self.x_proj(inner), [rank, rank + N], axis=-1)

@@ -12,6 +12,7 @@ from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import step_size_bias, uniform_fan_in
 from lnssm_jax.mixers.layers import (
   linear,
+  linear_parts,
   merge_heads,
   silu_gate,
   smooth_rms_norm,
@@ -117,7 +118,7 @@ class Mamba(Divisible):
     """
     check_call(self, x, state, segment_ids)
     conv, memory = state if state is not None else (None, None)
-    inner, gate = jnp.split(self.in_proj(x), 2, axis=-1)
+    inner, gate = linear_parts(self.in_proj, x, [self.inner_dim] * 2)
     inner, conv = self.conv(inner, conv, segment_ids)
 
     rank, N = self.step_rank, self.state_dim
@@ -238,7 +239,7 @@ class Mamba2(Divisible):
     B, T, _ = x.shape
     E, N, H = self.inner_dim, self.state_dim, self.num_heads
     conv, memory = state if state is not None else (None, None)
-    gate, inner, step = jnp.split(self.in_proj(x), [E, 2 * E + 2 * N], axis=-1)
+    gate, inner, step = linear_parts(self.in_proj, x, [E, E + 2 * N, H])
     inner, conv = self.conv(inner, conv, segment_ids)
     inner, b, c = jnp.split(inner, [E, E + N], axis=-1)
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_choice, check_positive
 from lnssm_jax.mixers.divided import Divisible
-from lnssm_jax.mixers.layers import linear, wide
+from lnssm_jax.mixers.layers import linear, linear_parts, wide
 from lnssm_jax.mixers.short_convolution import ShortConvolution
 from lnssm_jax.ops import DiagonalState
 from lnssm_jax.ops.sequence_parallel import diagonal_scan
@@ -94,7 +94,7 @@ class QLSTM(Divisible):
     """
     check_call(self, x, state, segment_ids)
     conv, memory = state if state is not None else (None, None)
-    gate, inner = jnp.split(self.in_proj(x), 2, axis=-1)
+    gate, inner = linear_parts(self.in_proj, x, [self.inner_dim] * 2)
     inner, conv = self.conv(inner, conv, segment_ids)
     gates = wide(self.x_proj(inner)) + wide(self.gate_bias[...])
     f, i, o = jnp.split(gates, 3, axis=-1)

@@ -94,26 +94,28 @@ class _Block:
       refs: [B, T, D] each, what a step has numbers of.
       cut: whether the steps may not be whole groups.
     """
-    read = lambda t: [[self.step(ref, t + r) for ref in refs] for r in range(self.rows)]
+    read = lambda t: [self.step(ref, t) for ref in refs]
     groups = self.steps // self.rows
 
     def group(n, arrived):
       steps, word, carry = arrived
-      t = self.start + n * self.rows
-      ahead = read(t + self.rows), self.word(t + self.rows)
+      first = self.start + n * self.rows
+      following, ahead = self.word(first + self.rows), []
       for r, step in enumerate(steps):
-        carry = advance(t + r, r, step, _bit(word, r), carry)
-      return *ahead, carry
+        # A step's registers become free for the one that is a group later.
+        ahead.append(read(first + self.rows + r))
+        carry = advance(first + r, r, step, _bit(word, r), carry)
+      return ahead, following, carry
 
-    first = read(self.start), self.word(self.start), carry
-    *_, carry = lax.fori_loop(0, groups, group, first)
+    steps = [read(self.start + r) for r in range(self.rows)]
+    *_, carry = lax.fori_loop(0, groups, group, (steps, self.word(self.start), carry))
     if not cut:
       return carry
 
     def single(n, carry):
       t = self.start + groups * self.rows + n
       word = self.word(t)
-      return advance(t, None, [self.step(ref, t) for ref in refs], _bit(word, n), carry)
+      return advance(t, None, read(t), _bit(word, n), carry)
 
     return lax.fori_loop(0, self.steps - groups * self.rows, single, carry)
 
@@ -253,7 +255,7 @@ def backward(x, d_out, kernel, bias, initial, flags, *, sizes, part, silu, inter
       flag = None
       if word is not None:
         flag = _bit(word, lax.rem(jnp.minimum(t, T - 1), sizes.rows))
-      step = [block.step(ref, t) for ref in (x, d_out)]
+      step = block.step(x, t), block.step(d_out, t)
       carry = advance(t, None, step, flag, carry, own=False)
     *_, sums = carry
     for j in range(W):

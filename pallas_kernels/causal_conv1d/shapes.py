@@ -18,7 +18,7 @@ class Sizes(NamedTuple):
 
   vector: int  # neighbouring channels of a thread
   rows: int  # steps that are read together
-  blocks: int  # for which a multiprocessor is taken to have room
+  blocks: int  # that a multiprocessor gets, where the sequence is long enough
 
   @property
   def channels(self) -> int:
@@ -26,8 +26,8 @@ class Sizes(NamedTuple):
     return THREADS * self.vector
 
 
-_FORWARD = {2: Sizes(4, 8, 8), 4: Sizes(4, 8, 8)}  # by the bytes of a number
-_BACKWARD = {2: Sizes(4, 4, 4), 4: Sizes(2, 4, 4)}
+_FORWARD = {2: Sizes(2, 4, 8), 4: Sizes(2, 4, 8)}  # by the bytes of a number
+_BACKWARD = {2: Sizes(4, 8, 2), 4: Sizes(2, 8, 4)}
 _SHORTEST = 32  # steps of a part
 
 
@@ -37,12 +37,12 @@ def sizes(channels: int, dtype, *, backward: bool) -> Sizes:
   vector = best.vector
   while channels % (THREADS * vector):
     vector //= 2
-  return best._replace(vector=vector)
+  return best._replace(vector=vector, blocks=best.blocks * best.vector // vector)
 
 
 def part(sizes: Sizes, batch: int, channels: int, length: int) -> int:
   """The steps of a part, so that all multiprocessors have work: whole groups of rows."""
   blocks = batch * (channels // sizes.channels)
-  number = chip.parts(blocks, length, _SHORTEST, sizes.blocks)
-  steps = -(-length // number)
+  number = min(sizes.blocks * chip.MULTIPROCESSORS // blocks, length // _SHORTEST)
+  steps = -(-length // max(number, 1))
   return -(-steps // sizes.rows) * sizes.rows

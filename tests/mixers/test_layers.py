@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from lnssm_jax.mixers.layers import (
   interpolate,
+  linear,
+  linear_parts,
   merge_heads,
   rms_norm,
   silu_gate,
@@ -34,6 +37,19 @@ def test_token_shift_leaks_no_nan_across_segments():
   x = jnp.array([1.0, jnp.nan, 2.0]).reshape(1, 3, 1)
   shifted = token_shift(x, segment_ids=jnp.array([[0, 0, 1]]))
   np.testing.assert_array_equal(shifted[0, :, 0], [0, 1, 0])
+
+
+@pytest.mark.parametrize(("length", "products"), [(1, 1), (2, 3)])
+def test_parts_of_a_linear_layer_are_products_of_their_own(length, products):
+  """But for a single step: no part is cut out of a larger product."""
+  init = nnx.initializers.normal()
+  options = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
+  layer = linear(4, 9, init, **options)
+  x = jax.random.normal(jax.random.key(0), (2, length, 4))
+  run = lambda x: linear_parts(layer, x, [2, 4, 3])
+  np.testing.assert_array_equal(jnp.concatenate(run(x), axis=-1), layer(x))
+  assert [y.dtype for y in run(x)] == [jnp.bfloat16] * 3
+  assert str(jax.make_jaxpr(run)(x)).count("dot_general") == products
 
 
 def test_interpolate_rounds_once():
