@@ -94,6 +94,29 @@ def _float32(*shape):
   return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def each_chunk(body, inputs, out_type, scratch, *, sizes, interpret):
+  """Calls `body(place, inputs, outputs, scratch)` for each group of channels, chunk, head and row.
+
+  Args:
+    scratch: shared memory and barriers.
+    sizes: how many groups, chunks, heads and rows there are.
+  """
+
+  def kernel(ins, outs, s):
+    at = Place(*(lax.axis_index(name) for name in ("row", "head", "chunk", "group")))
+    body(at, ins, outs, s)
+
+  return plgpu.kernel(
+    kernel,
+    out_type=out_type,
+    scratch_types=[scratch],
+    grid=sizes,
+    grid_names=("group", "chunk", "head", "row"),
+    interpret=interpret,
+    compiler_params=COMPILER_PARAMS,
+  )(inputs)
+
+
 @in_32_bits
 def all_chunks(
   chunk,
@@ -176,21 +199,25 @@ def all_chunks(
       lax.fori_loop(0, together, group, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  def kernel(ins, outs, s):
-    body(Place(*(lax.axis_index(name) for name in ("row", "head", "chunk", "group"))), ins, outs, s)
-
-  return plgpu.kernel(
-    kernel,
-    out_type={
+  return each_chunk(
+    body,
+    {name: piece.array for name, piece in tiles.items()} | vectors,
+    {
       name: jax.ShapeDtypeStruct(piece.array.shape, piece.array.dtype)
       for name, piece in outputs.items()
     },
-    scratch_types=[scratch],
-    grid=(groups // together, first.shape[1] // CHUNK, first.shape[2], first.shape[0]),
-    grid_names=("group", "chunk", "head", "row"),
+    scratch,
+    sizes=(groups // together, first.shape[1] // CHUNK, first.shape[2], first.shape[0]),
     interpret=interpret,
-    compiler_params=COMPILER_PARAMS,
-  )({name: piece.array for name, piece in tiles.items()} | vectors)
+  )
+
+
+def fetch(pieces, arrived):
+  """Copies pieces of device memory into tiles and waits for all of them."""
+  for index, (source, target) in enumerate(pieces.values()):
+    plgpu.copy_gmem_to_smem(source, target, arrived.at[index])
+  for index in range(len(pieces)):
+    plgpu.barrier_wait(arrived.at[index])
 
 
 def same_segment(ins, at):
