@@ -39,13 +39,13 @@ def test_no_arguments_print_the_commands(command):
   process = command("-X", "importtime", "-m", "train")
   out, times = process.communicate(timeout=60)
   assert process.returncode == 0
-  for name in ("fit", "evaluate", "generate", "tokenize", "verify", "doctor"):
+  for name in ("fit", "generate", "tokenize", "export", "import", "verify", "doctor"):
     assert f"\n    {name} " in out
   assert "python -m train fit --config configs/quickstart.py" in out
   assert "| jax\n" not in times  # help need not wait for it
 
 
-@pytest.mark.parametrize("name", ["fit", "evaluate", "generate", "tokenize", "doctor"])
+@pytest.mark.parametrize("name", ["fit", "evaluate", "generate", "tokenize", "import", "doctor"])
 def test_each_command_has_help(capsys, name):
   with pytest.raises(SystemExit) as caught:
     run(name, "--help")
