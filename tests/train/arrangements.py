@@ -25,7 +25,7 @@ from train.optimizer import make_optimizer
 from train.step import abstract_state, init_state, make_train_step, model_graph
 
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-STEPS = 4
+STEPS = 3  # each magnifies the roundings of those before
 
 
 def arranged(cfg, sizes: str):
