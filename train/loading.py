@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from lnssm_jax.models import LanguageModel
-from train import checkpoint, config, export
+from train import checkpoint, config
 from train.data.tokenizers import Tokenizer, load_tokenizer
 from train.mesh import make_mesh
 from train.run_folder import RunFolder
@@ -57,6 +57,8 @@ def load_model(path: str | Path, *, step: int | None = None) -> LoadedModel:
     CheckpointError: it is damaged, or all are.
     ExportError: the exported folder is damaged, or is not what it says.
   """
+  from train import export  # not before it is needed: whoever trains needs no safetensors
+
   path = Path(path)
   if not export.is_exported(path):
     cfg = RunFolder(path).load_config()  # the folder may have been moved since
