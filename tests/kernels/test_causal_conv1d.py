@@ -101,7 +101,7 @@ def test_values_and_gradients(case, monkeypatch):
 
 def test_documents_do_not_reach_each_other():
   """A NaN in one reaches no value and no gradient of another."""
-  case = Case(T=11, D=128, state=False, bias=False)
+  case = Case(T=11, D=128, W=3, state=False, bias=False, silu=False)
   ids = promises.documents(1, (6, 5))
 
   def run(x, kernel):
