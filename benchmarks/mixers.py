@@ -5,14 +5,15 @@
 
 All that differs is the mixer: the model, the batch and the step are those of the configuration,
 measured as `benchmarks.train_step` does, each mixer in a process of its own. `--jobs` of them
-compile at the same time, and when all have, one after the other measures. Memory is what the
-compiler reserves for one step: arguments, results and everything between.
+compile at the same time, and when `--together` have, one after the other measures. Memory is what
+the compiler reserves for one step: arguments, results and everything between.
 
 A row marked "no borders" leaves the documents' borders out of the batch: only then can softmax
 attention run in cuDNN's kernel.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -20,6 +21,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import jax
@@ -90,24 +93,42 @@ def work(row: str, args) -> None:
   print(json.dumps(columns), flush=True)
 
 
-def measure_together(rows, arguments: list[str]):
-  """Yields the columns of these rows, whose processes compile together."""
+def measure_together(rows, arguments: list[str], jobs: int, patience: float):
+  """Yields the columns of these rows: `jobs` of their processes compile at a time, and when all
+  have, or after `patience` seconds, one after the other measures."""
   # Memory that a process reserves ahead would be missing to the others.
   environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
   command = [sys.executable, "-m", "benchmarks.mixers", *arguments, "--worker"]
   pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-  workers = [subprocess.Popen([*command, row], env=environment, text=True, **pipes) for row in rows]
+  workers, lines = {}, {}
+  late = threading.Event()
 
-  def line_of(worker):  # "ready", JSON, or nothing from a process that ended
-    return next((line for line in worker.stdout if line.startswith(("ready", "{"))), "")
+  def line_of(row):  # "ready", JSON, or nothing from a process that ended
+    return next((line for line in workers[row].stdout if line.startswith(("ready", "{"))), "")
 
-  first = [line_of(worker) for worker in workers]
-  for row, worker, line in zip(rows, workers, first, strict=True):
+  def compiled(row):
+    if not late.is_set():
+      workers[row] = subprocess.Popen([*command, row], env=environment, text=True, **pipes)
+      line = line_of(row)
+      if not late.is_set():
+        lines[row] = line
+
+  pool = ThreadPoolExecutor(jobs)
+  wait([pool.submit(compiled, row) for row in rows], timeout=patience)
+  late.set()
+  for row in set(workers) - set(lines):
+    workers[row].kill()
+  pool.shutdown()
+  for row in rows:
+    if row not in lines:
+      yield {"mixer": row, "note": f"not compiled after {patience:.0f} s with the others"}
+      continue
+    line = lines[row]
     if line.startswith("ready"):
-      worker.stdin.write("\n")
-      worker.stdin.flush()
-      line = line_of(worker)
-    worker.communicate()
+      workers[row].stdin.write("\n")
+      workers[row].stdin.flush()
+      line = line_of(row)
+    workers[row].communicate()
     yield json.loads(line) if line else {"mixer": row, "note": "its process ended"}
 
 
@@ -119,7 +140,9 @@ def main(arguments=None) -> list[dict]:
   parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS, metavar="MIXER")
   parser.add_argument("--steps", type=int, default=10, help="steps in each timed run")
   parser.add_argument("--runs", type=int, default=5)
-  parser.add_argument("--jobs", type=int, default=4, help="processes that compile together")
+  parser.add_argument("--jobs", type=int, default=4, help="processes that compile at a time")
+  parser.add_argument("--together", type=int, default=20, help="processes that wait to measure")
+  parser.add_argument("--patience", type=float, default=600, help="seconds that they may compile")
   parser.add_argument("--out", type=Path, help="a CSV file")
   parser.add_argument("--worker", choices=ROWS, help=argparse.SUPPRESS)
   parser.add_argument("--kernels", type=Path, help=argparse.SUPPRESS)
@@ -130,13 +153,14 @@ def main(arguments=None) -> list[dict]:
 
   # The first row alone: what it finds for the products that all models share, the others take over.
   groups = [args.only[:1]]
-  groups += [args.only[n : n + args.jobs] for n in range(1, len(args.only), args.jobs)]
+  groups += [args.only[n : n + args.together] for n in range(1, len(args.only), args.together)]
   rows = []
   with tempfile.TemporaryDirectory() as kernels:
     options = ["--config", args.config, *(f"--set={setting}" for setting in args.set)]
     options += [f"--steps={args.steps}", f"--runs={args.runs}", "--kernels", kernels]
     print("  ".join(FIELDS), flush=True)
-    for columns in (columns for group in groups for columns in measure_together(group, options)):
+    measured = (measure_together(group, options, args.jobs, args.patience) for group in groups)
+    for columns in itertools.chain.from_iterable(measured):
       if not rows and "device" in columns:
         print(f"device: {columns['device']}, jax {jax.__version__}")
       rows.append({field: columns.get(field, "") for field in FIELDS})
