@@ -31,6 +31,7 @@ def next_token_loss(
   *,
   chunk: int,
   logit_penalty: float = 0.0,
+  vocab_axis: str | None = None,
 ) -> LossSums:
   r"""Weighted sum of the negative log-likelihoods of `targets` under `softmax(hidden @ head)`.
 
@@ -46,6 +47,9 @@ def next_token_loss(
   gradients of `hidden` and `head` beside the loss, so that every logit is computed once.
 
   A position of weight 0 counts for nothing: its hidden row may be NaN and its target any integer.
+
+  Args:
+    vocab_axis: the mesh axis over which the compiler divides the vocabulary, or None.
 
   Raises:
     ValueError: if the shapes do not agree, or `chunk < 1`.
@@ -64,16 +68,16 @@ def next_token_loss(
   steps = max(1, chunk // hidden.shape[0])
   with jax.named_scope("next_token_loss"):
     arrays = vary_alike((hidden, head, targets, weights))
-    nats, penalty = _chunked_sums(steps, float(logit_penalty), *arrays)
+    nats, penalty = _chunked_sums(steps, float(logit_penalty), vocab_axis, *arrays)
   return LossSums(nats, weights.sum(), jax.lax.stop_gradient(penalty))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunked_sums(steps, coefficient, hidden, head, targets, weights):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _chunked_sums(steps, coefficient, vocab_axis, hidden, head, targets, weights):
   matrix = _aligned(head.astype(hidden.dtype))
 
   def body(sums, xs):
-    _, nats, penalty, _ = _logit_terms(coefficient, head.shape[1], matrix, *xs)
+    _, nats, penalty, _ = _logit_terms(coefficient, vocab_axis, head.shape[1], matrix, *xs)
     return (sums[0] + nats, sums[1] + penalty), None
 
   zero = jnp.zeros((), jnp.float32)
@@ -82,14 +86,15 @@ def _chunked_sums(steps, coefficient, hidden, head, targets, weights):
   return jax.lax.scan(body, tuple(start), chunks)[0]
 
 
-def _forward(steps, coefficient, hidden, head, targets, weights):
+def _forward(steps, coefficient, vocab_axis, hidden, head, targets, weights):
   T, D = hidden.shape[1:]
   matrix = _aligned(head.astype(hidden.dtype))
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
   def body(carry, xs):
     nats_sum, penalty_sum, d_head = carry
-    h, nats, penalty, d_logits = _logit_terms(coefficient, head.shape[1], matrix, *xs)
+    terms = _logit_terms(coefficient, vocab_axis, head.shape[1], matrix, *xs)
+    h, nats, penalty, d_logits = terms
     d_logits = d_logits().astype(h.dtype)
     d_hidden = product("bcv,dv->bcd", d_logits, matrix).astype(h.dtype)
     d_head = d_head + product("bcd,bcv->dv", h, d_logits)
@@ -103,8 +108,8 @@ def _forward(steps, coefficient, hidden, head, targets, weights):
   return (nats, penalty), (d_hidden, d_head[:, : head.shape[1]].astype(head.dtype))
 
 
-def _backward(steps, coefficient, gradients, cotangents):
-  del steps, coefficient
+def _backward(steps, coefficient, vocab_axis, gradients, cotangents):
+  del steps, coefficient, vocab_axis
   scale = cotangents[0]  # the loss is one scalar, so the chain rule is one multiplication
   d_hidden, d_head = (g * scale.astype(g.dtype) for g in gradients)
   return d_hidden, d_head, None, None
@@ -123,7 +128,7 @@ def _aligned(head):
   return jnp.pad(head, ((0, 0), (0, -size % 64))) if size >= 4096 else head
 
 
-def _logit_terms(coefficient, vocab_size, matrix, hidden, targets, weights):
+def _logit_terms(coefficient, vocab_axis, vocab_size, matrix, hidden, targets, weights):
   """Loss and penalty of one chunk [B, C, ...], and a function giving the gradient of its logits."""
   used = weights != 0
   # 0 * NaN is NaN: rows that do not count are emptied before the product, not after.
@@ -136,7 +141,11 @@ def _logit_terms(coefficient, vocab_size, matrix, hidden, targets, weights):
   # A target outside the vocabulary must not pass for one whose logit is 0.
   in_vocabulary = (targets >= 0) & (targets < vocab_size)
   place = jnp.where(in_vocabulary, targets, 0)[..., None]
-  target_logit = jnp.take_along_axis(logits, place, axis=-1)[..., 0]
+  if vocab_axis is None:
+    target_logit = jnp.take_along_axis(logits, place, axis=-1)[..., 0]
+  else:
+    # The compiler does not divide a gather along a divided axis inside shard_map: it aborts.
+    target_logit = jnp.where(vocab == place, logits, 0).sum(-1)
   nll = largest + jnp.log(normalizer) - target_logit
   nll = jnp.where(used, jnp.where(in_vocabulary, nll, jnp.nan), 0)
   nats = (weights * nll).sum()

@@ -220,6 +220,7 @@ def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., 
       batch["weights"],
       chunk=cfg.loss_chunk,
       logit_penalty=penalty,
+      vocab_axis="tensor" if mesh.shape["tensor"] > 1 else None,
     )
 
   if not axes:

@@ -65,7 +65,7 @@ def trained(cfg, sizes: str, alone: dict):
   cfg, mesh = arranged(cfg, sizes)
   state = init_state(cfg, mesh)
   result = {"start": bits(state)}
-  kernel = moments(state)["blocks"]["channel_mixer"]["up"]["kernel"]
+  kernel = max(jax.tree.leaves(moments(state)["blocks"]), key=lambda x: x.size)
   result["share"] = kernel.addressable_shards[0].data.size / kernel.size
   rows, compiled = [], None
   for batch in batches(cfg):
