@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
 from lnssm_jax.ops.linear_attention import pallas
-from pallas_kernels.linear_attention import shapes
+from pallas_kernels.linear_attention import gates, shapes
 from tests.kernels.interpreted import MASKED_LATER
 from tests.ops import contract, promises
 from tests.ops.scans.linear_attention import LINEAR_ATTENTION, Case
@@ -125,8 +125,10 @@ def test_every_transformation(decay):
   ids=str,
 )
 def test_a_sequence_in_parts(case, monkeypatch):
-  """As long ones are cut: here two parts, the last with a chunk of padding."""
+  """As long ones are cut: here two parts, the last with a chunk of padding; and a block of threads
+  has up to four chunks, here of the three that there are."""
   monkeypatch.setattr(shapes, "parts", lambda *sizes: 2)
+  monkeypatch.setattr(shapes, "chunks_together", lambda chunks: 4)
   check(dataclasses.replace(case, chunk=None))
 
 
@@ -141,6 +143,27 @@ def test_decays_from_none_to_everything(decay):
   rng = np.random.default_rng(2)
   inputs["log_decay"] = rng.choice(levels, size=inputs["log_decay"].shape)
   inputs["log_decay"].flat[:2] = levels[:2]
+  check(case, inputs)
+
+
+def test_blocks_are_as_large_as_decays_allow():
+  """No factor inside a block is above 2^92, and none would be in a block of half the size more."""
+  rates = np.concatenate([np.geomspace(1e-3, 200.0, 400), [np.inf]])
+  others = np.zeros_like(rates)  # the fastest channel counts
+  first = np.asarray(gates.superfluous_merges(jnp.asarray(-np.stack([others, rates], -1))))
+  largest = lambda first: (4 * 2.0**first - 1) * np.minimum(rates, 21.0) / np.log(2.0)
+  assert (largest(first) <= 92.0).all()
+  assert ((largest(first + 1) > 92.0) | (first == gates.MERGES)).all()
+  assert set(first) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("segments", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_decays_that_turn_strong_within_a_chunk(segments):
+  """The first rows of scores are made in another way than the last."""
+  case = dataclasses.replace(SMALL, T=64, decay="BTHK", state=False, segments=segments)
+  inputs = LINEAR_ATTENTION.inputs(case)
+  inputs["log_decay"] = np.full_like(inputs["log_decay"], -0.3)
+  inputs["log_decay"][:, 29:40] = -18.0
   check(case, inputs)
 
 
