@@ -13,6 +13,7 @@ attention run in cuDNN's kernel.
 """
 
 import argparse
+import csv
 import itertools
 import json
 import math
@@ -101,24 +102,31 @@ def measure_together(rows, arguments: list[str], jobs: int, patience: float):
   command = [sys.executable, "-m", "benchmarks.mixers", *arguments, "--worker"]
   pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
   workers, lines = {}, {}
-  late = threading.Event()
+  late, starting = threading.Event(), threading.Lock()
 
   def line_of(row):  # "ready", JSON, or nothing from a process that ended
     return next((line for line in workers[row].stdout if line.startswith(("ready", "{"))), "")
 
   def compiled(row):
-    if not late.is_set():
+    with starting:
+      if late.is_set():
+        return
       workers[row] = subprocess.Popen([*command, row], env=environment, text=True, **pipes)
-      line = line_of(row)
+    line = line_of(row)
+    with starting:
       if not late.is_set():
         lines[row] = line
 
   pool = ThreadPoolExecutor(jobs)
   wait([pool.submit(compiled, row) for row in rows], timeout=patience)
-  late.set()
-  for row in set(workers) - set(lines):
-    workers[row].kill()
+  with starting:
+    late.set()
+  too_late = [workers[row] for row in set(workers) - set(lines)]
+  for worker in too_late:
+    worker.kill()
   pool.shutdown()
+  for worker in too_late:
+    worker.communicate()
   for row in rows:
     if row not in lines:
       yield {"mixer": row, "note": f"not compiled after {patience:.0f} s with the others"}
@@ -130,6 +138,12 @@ def measure_together(rows, arguments: list[str], jobs: int, patience: float):
       line = line_of(row)
     workers[row].communicate()
     yield json.loads(line) if line else {"mixer": row, "note": "its process ended"}
+
+
+def _measured(table: Path) -> list[dict]:
+  """The rows of a CSV file that have a time."""
+  with table.open() as file:
+    return [row for row in csv.DictReader(file) if row["step_ms"]]
 
 
 def main(arguments=None) -> list[dict]:
@@ -144,6 +158,7 @@ def main(arguments=None) -> list[dict]:
   parser.add_argument("--together", type=int, default=20, help="processes that wait to measure")
   parser.add_argument("--patience", type=float, default=600, help="seconds that they may compile")
   parser.add_argument("--out", type=Path, help="a CSV file")
+  parser.add_argument("--keep", action="store_true", help="measure only what --out lacks")
   parser.add_argument("--worker", choices=ROWS, help=argparse.SUPPRESS)
   parser.add_argument("--kernels", type=Path, help=argparse.SUPPRESS)
   args = parser.parse_args(arguments)
@@ -152,16 +167,19 @@ def main(arguments=None) -> list[dict]:
     return []
 
   # The first row alone: what it finds for the products that all models share, the others take over.
-  groups = [args.only[:1]]
-  groups += [args.only[n : n + args.together] for n in range(1, len(args.only), args.together)]
-  rows = []
+  rows = _measured(args.out) if args.keep and args.out and args.out.exists() else []
+  missing = [row for row in args.only if row not in [columns["mixer"] for columns in rows]]
+  groups = [missing[:1]]
+  groups += [missing[n : n + args.together] for n in range(1, len(missing), args.together)]
   with tempfile.TemporaryDirectory() as kernels:
     options = ["--config", args.config, *(f"--set={setting}" for setting in args.set)]
     options += [f"--steps={args.steps}", f"--runs={args.runs}", "--kernels", kernels]
     print("  ".join(FIELDS), flush=True)
+    told = False
     measured = (measure_together(group, options, args.jobs, args.patience) for group in groups)
     for columns in itertools.chain.from_iterable(measured):
-      if not rows and "device" in columns:
+      if "device" in columns and not told:
+        told = True
         print(f"device: {columns['device']}, jax {jax.__version__}")
       rows.append({field: columns.get(field, "") for field in FIELDS})
       print("  ".join(str(value) or "-" for value in rows[-1].values()), flush=True)
