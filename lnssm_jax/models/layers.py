@@ -106,10 +106,13 @@ def _all_but_gathers(primitive, *args, **params) -> bool:
   """A policy of rematerialisation that keeps everything but what is gathered.
 
   By an all-gather, whose result may then be typed as varying along further axes, or, where the
-  compiler divides, by a constraint on the layout.
+  compiler divides, by a constraint on the layout. And but complex numbers, which JAX 0.11 cannot
+  keep under a policy (it rounds what it keeps with `reduce_precision`).
   """
-  del args, params
-  return primitive.name not in ("all_gather", "pvary", "sharding_constraint")
+  if primitive.name in ("all_gather", "pvary", "sharding_constraint", "complex", "fft"):
+    return False
+  dtypes = [getattr(x, "dtype", None) for x in args] + [params.get("new_dtype")]
+  return not any(x is not None and jnp.issubdtype(x, jnp.complexfloating) for x in dtypes)
 
 
 def max_length(blocks: Any) -> int | None:

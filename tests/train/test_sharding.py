@@ -5,6 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from lnssm_jax.mixers import MIXERS
+from tests.mixers.tiny import TINY
+
 MATRICES = 7  # of a layer of the LNSSM: q, k, v, g, o; up, down
 ENDS = 2  # embedding, head
 
@@ -28,12 +31,13 @@ def run(tiny, config_file, command):
 TRAINING = {"global_batch": 8, "accumulate": 2, "optimizer__clip_norm": 1.0}
 
 
-def same_training(results):
+def same_training(results, steps=3):
   one = results["1"]
   for name, result in results.items():
     assert result["start"] == one["start"], f"{name}: the initial state differs"
     # Sums over devices are taken in another order, nothing else may differ.
-    np.testing.assert_allclose(result["rows"], one["rows"], rtol=2e-5, err_msg=name)
+    rows = (each["rows"][:steps] for each in (result, one))
+    np.testing.assert_allclose(*rows, rtol=2e-5, err_msg=name)
     assert result["gradient_error"] < 2e-5, name
 
 
@@ -64,6 +68,16 @@ def test_further_arrangements(run, remat, unroll):
   same_training(results)
   assert results["1x4"]["share"] == 1 / 4
   assert results["1x4"]["bytes"] < 0.8 * results["4"]["bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_every_mixer(run, mixer):
+  """Parts of parameters gathered, and heads and channels divided by the compiler."""
+  changes = {"model__mixer": mixer, "model__mixer_options": dict(TINY[mixer].model_options)}
+  changes |= {"model__dim": 128} if mixer == "mamba2" else {}  # in 32 channels it has one head
+  results = run("trained", "1", "2x2", "1x2x1x2", **changes, global_batch=4)
+  same_training(results, steps=2)
 
 
 @pytest.mark.slow
