@@ -97,18 +97,18 @@ class _Block:
     read = lambda t: [self.step(ref, t) for ref in refs]
     groups = self.steps // self.rows
 
+    def fetch(t):
+      return [read(t + r) for r in range(self.rows)], self.word(t)
+
     def group(n, arrived):
       steps, word, carry = arrived
       first = self.start + n * self.rows
-      following, ahead = self.word(first + self.rows), []
+      ahead = fetch(first + self.rows)  # before any of this group's results is written
       for r, step in enumerate(steps):
-        # A step's registers become free for the one that is a group later.
-        ahead.append(read(first + self.rows + r))
         carry = advance(first + r, r, step, _bit(word, r), carry)
-      return ahead, following, carry
+      return *ahead, carry
 
-    steps = [read(self.start + r) for r in range(self.rows)]
-    *_, carry = lax.fori_loop(0, groups, group, (steps, self.word(self.start), carry))
+    *_, carry = lax.fori_loop(0, groups, group, (*fetch(self.start), carry))
     if not cut:
       return carry
 

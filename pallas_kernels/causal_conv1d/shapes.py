@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     return THREADS * self.vector
 
 
-_FORWARD = {2: Sizes(2, 8, 8), 4: Sizes(2, 8, 8)}  # by the bytes of a number
+_FORWARD = {2: Sizes(2, 4, 8), 4: Sizes(2, 4, 8)}  # by the bytes of a number
 _BACKWARD = {2: Sizes(4, 8, 2), 4: Sizes(2, 8, 4)}
 _SHORTEST = 32  # steps of a part
 
