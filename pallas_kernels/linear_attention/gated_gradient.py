@@ -88,11 +88,12 @@ def query_gradient(
       d_scores = d_scores + across(d_rows, d_scores.shape)
     if segments is not None:
       d_scores = jnp.where(same_segment(ins, at), d_scores, 0.0)
-    right_s, kept = _two_tiles(s, "v")  # v is not needed any more
-    kept[...] = d_scores.astype(jnp.bfloat16)
-    return lambda at, number: group(at, number, d_rows, right_s, kept, ins, s, wait, put)
+    tiles = _three_tiles(s, "v")  # v is not needed any more
+    tiles[1][...] = d_scores.astype(jnp.bfloat16)
+    return lambda at, number: group(at, number, d_rows, tiles, ins, s, wait, put)
 
-  def group(at, number, d_rows, right_s, kept, ins, s, wait, put):
+  def group(at, number, d_rows, tiles, ins, s, wait, put):
+    right_s, kept, unit_s = tiles
     gate = make_gate(
       *(ins["log_decay"], _first(ins, at), s, at.b, at.h, at.n, at.channels),
       length=length,
@@ -154,11 +155,11 @@ def query_gradient(
     d_before = d_before * before
     if d_sum is not None:
       d_sums = across(d_rows, _SHAPE) * queries() * before
-      put("sum", over_steps(s, right_s, d_sums, interpret), at, number)
+      put("sum", over_steps(unit_s, right_s, d_sums, interpret), at, number)
     if decays:
       due = gate.owe(due, queries, d_before, gates.BEFORE, right_s)
       if gate.constant:
-        due = over_steps(s, right_s, due * queries(), interpret)
+        due = over_steps(unit_s, right_s, due * queries(), interpret)
       put("log_decay", due, at, number)
     put("q", (d_q + d_before) * scale, at, number)
 
@@ -214,11 +215,12 @@ def key_gradient(
       d_scores = d_scores + down(d_columns, d_scores.shape)
     if segments is not None:
       d_scores = jnp.where(same_segment(ins, at), d_scores, 0.0)
-    right_s, kept = _two_tiles(s, "d_out")  # d_out is not needed any more
-    kept[...] = d_scores.astype(jnp.bfloat16)
-    return lambda at, number: group(at, number, right_s, kept, ins, s, wait, put)
+    tiles = _three_tiles(s, "d_out")  # d_out is not needed any more
+    tiles[1][...] = d_scores.astype(jnp.bfloat16)
+    return lambda at, number: group(at, number, tiles, ins, s, wait, put)
 
-  def group(at, number, right_s, kept, ins, s, wait, put):
+  def group(at, number, tiles, ins, s, wait, put):
+    right_s, kept, unit_s = tiles
     gate = make_gate(
       *(ins["log_decay"], _first(ins, at), s, at.b, at.h, at.n, at.channels),
       length=length,
@@ -281,7 +283,7 @@ def key_gradient(
     if decays:
       due = gate.owe(due, keys, d_after, gates.AFTER, right_s)
       if gate.constant:
-        due = over_steps(s, right_s, due * keys(), interpret)
+        due = over_steps(unit_s, right_s, due * keys(), interpret)
       put("log_decay", due, at, number)
     put("k", (d_k + d_after) * scale, at, number)
 
@@ -325,10 +327,10 @@ def value_gradient(
   return all_chunks(chunk, tiles, {}, outputs, reuse={"v": "d_out"}, interpret=interpret)["v"]
 
 
-def _two_tiles(s, name):
-  """Two tiles [C, 64], the halves of tile `name` if it is wide enough."""
-  first, wide = s[name].at[:, pl.ds(0, GROUP)], s[name].shape[1] > GROUP
-  return first, s[name].at[:, pl.ds(GROUP, GROUP)] if wide else s["kept"]
+def _three_tiles(s, name):
+  """Three tiles [C, 64]: parts of the tile `name`, as many as it has, and spare ones."""
+  parts = [s[name].at[:, pl.ds(start, GROUP)] for start in range(0, s[name].shape[1], GROUP)]
+  return [*parts, *(s["spare"].at[n] for n in range(3 - len(parts)))][:3]
 
 
 def same_step(d_scores, other, staging, interpret):
@@ -338,12 +340,12 @@ def same_step(d_scores, other, staging, interpret):
   return multiply((_SHAPE, [(left, other)]), interpret=interpret)[0]
 
 
-def over_steps(s, staging, x, interpret):
+def over_steps(unit_s, staging, x, interpret):
   """The sum over the rows of x [C, 64]."""
   staging[...] = x.astype(jnp.bfloat16)
-  unit(s["unit"])
+  unit(unit_s)
   plgpu.commit_smem()
-  return sum_of_rows([staging], s["unit"], interpret)
+  return sum_of_rows([staging], unit_s, interpret)
 
 
 def _first(ins, at):
@@ -364,9 +366,9 @@ def _due(log_decay, B, H, N, K):
 
 def _run(chunk, tiles, vectors, outputs, reuse, width, interpret):
   scratch = {"left": stage_for(CHUNK, CHUNK, interpret), **gate_scratch(vectors["log_decay"])}
-  scratch["unit"] = tile(CHUNK, GROUP)
-  if tiles["v"].shape[1] == GROUP:
-    scratch["kept"] = tile(CHUNK, GROUP)
+  spare = 3 - tiles["v"].shape[1] // GROUP  # for `_three_tiles`
+  if spare > 0:
+    scratch["spare"] = tile(spare, CHUNK, GROUP)
   groups = width // GROUP
   # What every step or wider values take of shared memory leaves no room for two.
   constant, narrow = vectors["log_decay"].ndim == 2, tiles["v"].shape[1] <= 128
