@@ -1,4 +1,4 @@
-"""The 600M baselines of the SSE paper: GLA, or a Transformer, trained on 15B tokens.
+"""The 600M and 2B baselines of the SSE paper: GLA, or a Transformer.
 
     python -m train fit --config configs/sse_600m.py --set data.sources.train=TEXT \\
       --set data.sources.validation=TEXT --set data.tokenizer=TOKENIZER_JSON
@@ -8,7 +8,9 @@ most 150,000 entries. The Transformer: `--set model.mixer=softmax_attention --se
 model.mixer_options.max_length=8192`. The paper gives 24 layers of 1,024 with 8 heads and 300M
 parameters without embeddings; the vocabulary and the width of the channel mixer are inferred from
 its sums. Measured: 616,136,704 parameters with GLA, of which 307,200,000 are embeddings and head,
-and 615,531,520 as a Transformer; the run has not been made.
+and 615,531,520 as a Transformer. The 2B models have 1,998,173,952 and 1,997,155,584, 1.3B of them
+without embeddings: `--set model.dim=2304 --set model.num_layers=18 --set model.num_heads=18 --set
+model.channel_hidden=7424`, and 100B tokens. The runs have not been made.
 """
 
 from train.config import Data, Model, Optimizer, Train

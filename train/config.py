@@ -39,6 +39,7 @@ class Model:
   num_heads: int
   vocab_size: int
   channel_mixer: str = "gpt2"
+  channel_hidden: int | None = None  # its hidden channels; None: as many as it has usually
   mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
   norm: Literal["layer", "rms"] = "layer"
   embedding_norm: bool = True
@@ -51,6 +52,8 @@ class Model:
   def __post_init__(self):
     for name in ("dim", "num_layers", "num_heads", "vocab_size", "unroll"):
       at_least(f"model.{name}", getattr(self, name), 1)
+    if self.channel_hidden is not None:
+      at_least("model.channel_hidden", self.channel_hidden, 1)
     lower = self.dim // self.num_heads * self.num_heads
     near = f"{lower} or {lower + self.num_heads}" if lower else f"{self.num_heads}"
     check(

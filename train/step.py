@@ -39,6 +39,7 @@ def build_model(
     mixer=model.mixer,
     mixer_options=model.mixer_options,
     channel_mixer=model.channel_mixer,
+    channel_hidden=model.channel_hidden,
     norm=model.norm,
     embedding_norm=model.embedding_norm,
     tie_embeddings=model.tie_embeddings,

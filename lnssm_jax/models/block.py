@@ -65,6 +65,7 @@ class Block(nnx.Module):
     mixer: str,
     mixer_options: Mapping[str, Any],
     channel_mixer: str,
+    channel_hidden: int | None = None,
     norm: str = "layer",
     sequence_axis: str | None = None,
     dtype,
@@ -84,6 +85,7 @@ class Block(nnx.Module):
     else:
       self.channel_norm = new_norm()
       given = place if hasattr(channel_mixer_class, "init_state") else {}
+      given = given | {"hidden": channel_hidden}
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
     if sequence_axis is not None:
       divide_time(self.mixer, sequence_axis)

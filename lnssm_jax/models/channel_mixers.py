@@ -1,6 +1,7 @@
 """Channel mixers: what a block does to each token by itself, [..., D] -> [..., D].
 
 Those of RWKV also look at the token before, and so have a state: they are called like a mixer.
+All take `hidden`, their number of hidden channels, in place of the one that they describe.
 """
 
 import functools
@@ -26,8 +27,16 @@ class GPT2MLP(nnx.Module):
   published code.
   """
 
-  def __init__(self, dim: int, *, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs):
-    check_positive("dim", dim)
+  def __init__(
+    self,
+    dim: int,
+    *,
+    hidden: int | None = None,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    hidden = _width(dim, hidden, lambda dim: 4 * dim)
 
     def linear(inputs, outputs):
       gain = math.sqrt(max(1.0, outputs / inputs))
@@ -41,7 +50,7 @@ class GPT2MLP(nnx.Module):
         rngs=rngs,
       )
 
-    self.up, self.down = linear(dim, 4 * dim), linear(4 * dim, dim)
+    self.up, self.down = linear(dim, hidden), linear(hidden, dim)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return self.down(jax.nn.gelu(self.up(x), approximate=False))
@@ -83,11 +92,18 @@ class SwiGLU(GatedMLP):
   Sources: Shazeer 2020; the width, LLaMA (Touvron et al. 2023).
   """
 
-  def __init__(self, dim: int, *, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs):
-    check_positive("dim", dim)
+  def __init__(
+    self,
+    dim: int,
+    *,
+    hidden: int | None = None,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
     super().__init__(
       dim,
-      swiglu_width(dim),
+      _width(dim, hidden, swiglu_width),
       activation=jax.nn.silu,
       kernel_init=nnx.initializers.normal(0.02),
       dtype=dtype,
@@ -103,11 +119,18 @@ class GeGLU(GatedMLP):
   et al. 2024).
   """
 
-  def __init__(self, dim: int, *, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs):
-    check_positive("dim", dim)
+  def __init__(
+    self,
+    dim: int,
+    *,
+    hidden: int | None = None,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
     super().__init__(
       dim,
-      3 * dim,
+      _width(dim, hidden, lambda dim: 3 * dim),
       activation=functools.partial(jax.nn.gelu, approximate=False),
       kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
       dtype=dtype,
@@ -173,16 +196,17 @@ class RWKV4ChannelMix(RWKVChannelMix):
     self,
     dim: int,
     *,
+    hidden: int | None = None,
     layer: int | jax.Array = 0,
     num_layers: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("dim", dim)
+    hidden = _width(dim, hidden, lambda dim: 4 * dim)
     check_layer(layer, num_layers)
     mu = shift_weight(dim, layer=layer, num_layers=num_layers)
-    super().__init__(dim, 4 * dim, mu=mu, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    super().__init__(dim, hidden, mu=mu, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
 
 class RWKV6ChannelMix(RWKVChannelMix):
@@ -196,18 +220,24 @@ class RWKV6ChannelMix(RWKVChannelMix):
     self,
     dim: int,
     *,
+    hidden: int | None = None,
     layer: int | jax.Array = 0,
     num_layers: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("dim", dim)
+    hidden = _width(dim, hidden, rwkv6_width)
     check_layer(layer, num_layers)
     rho = 1.0 - jnp.asarray(layer, jnp.float32) / num_layers
     mu = (jnp.arange(dim, dtype=jnp.float32) / dim) ** (rho**3)
-    hidden = rwkv6_width(dim)
     super().__init__(dim, hidden, mu=mu, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+
+def _width(dim: int, hidden: int | None, usual: Callable[[int], int]) -> int:
+  """Hidden channels: those asked for, or the usual ones."""
+  check_positive("dim", dim)
+  return usual(dim) if hidden is None else check_positive("hidden", hidden)
 
 
 def swiglu_width(dim: int) -> int:

@@ -58,6 +58,7 @@ class LanguageModel(nnx.Module):
     mixer_options: further keyword arguments of that mixer, such as {"shift": "kvg"}; for a pattern,
       a dictionary of them by the mixer's name.
     channel_mixer: a name in `CHANNEL_MIXERS`.
+    channel_hidden: its number of hidden channels; None: its own choice.
     norm: "layer" (LayerNorm with bias) or "rms" (RMSNorm), for all norms of the model.
     embedding_norm: whether a norm follows the embedding.
     tie_embeddings: whether the head is the embedding's transpose. The embedding then starts normal
@@ -90,6 +91,7 @@ class LanguageModel(nnx.Module):
     mixer: str | Sequence[str] = "lnssm",
     mixer_options: Mapping[str, Any] | None = None,
     channel_mixer: str = "gpt2",
+    channel_hidden: int | None = None,
     norm: str = "layer",
     embedding_norm: bool = True,
     tie_embeddings: bool = False,
@@ -111,6 +113,11 @@ class LanguageModel(nnx.Module):
       )
     options = _options_by_mixer(pattern, dict(mixer_options or {}), dim, num_heads)
     check_choice("channel_mixer", channel_mixer, CHANNEL_MIXERS)
+    if channel_hidden is not None and CHANNEL_MIXERS[channel_mixer] is None:
+      raise ValueError(
+        f"channel_hidden={channel_hidden} is the width of a channel mixer, and "
+        f"channel_mixer={channel_mixer!r} has none; leave it out, or choose a channel mixer."
+      )
     check_choice("norm", norm, NORMS)
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
     self.unroll = check_positive("unroll", unroll)
@@ -132,6 +139,7 @@ class LanguageModel(nnx.Module):
         mixer=mixer,
         mixer_options=options[mixer],
         channel_mixer=channel_mixer,
+        channel_hidden=channel_hidden,
         norm=norm,
         sequence_axis=sequence_axis,
         dtype=dtype,

@@ -60,6 +60,23 @@ def test_the_hidden_width_and_its_cost(name, dim, hidden):
   assert flops.kernel_entries(mixer) == products
 
 
+@pytest.mark.parametrize("name", [*NAMES, *RWKV])
+def test_another_hidden_width(name):
+  mixer = jax.eval_shape(lambda: CHANNEL_MIXERS[name](16, hidden=24, rngs=nnx.Rngs(0)))
+  assert (mixer.up.kernel.shape, mixer.down.kernel.shape) == ((16, 24), (24, 16))
+  with pytest.raises(ValueError, match="hidden=0"):
+    CHANNEL_MIXERS[name](16, hidden=0, rngs=nnx.Rngs(0))
+
+
+def test_a_language_model_passes_the_width_on():
+  sizes = {"vocab_size": 5, "dim": 16, "num_layers": 2, "num_heads": 2, "channel_hidden": 24}
+  make = lambda name: LanguageModel(**sizes, channel_mixer=name, rngs=nnx.Rngs(0))
+  model = jax.eval_shape(lambda: make("swiglu"))
+  assert model.blocks.channel_mixer.gate.kernel.shape == (2, 16, 24)
+  with pytest.raises(ValueError, match=r"channel_hidden=24 .* channel_mixer='none' has none"):
+    make("none")
+
+
 @pytest.mark.parametrize(("name", "spread"), [("swiglu", 0.02), ("geglu", 128**-0.5)])
 def test_initial_kernels(name, spread):
   mixer = CHANNEL_MIXERS[name](128, rngs=nnx.Rngs(0))

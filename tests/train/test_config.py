@@ -338,6 +338,12 @@ def test_a_missing_config_file_names_its_neighbours(tmp_path):
     load_config(tmp_path / "not.py")
 
 
+SSE_2B = [
+  "model.dim=2304",
+  "model.num_layers=18",
+  "model.num_heads=18",
+  "model.channel_hidden=7424",
+]
 SHALLOW = ["model.num_layers=12", "model.channel_mixer=swiglu"]
 
 
@@ -353,6 +359,8 @@ SHALLOW = ["model.num_layers=12", "model.channel_mixer=swiglu"]
     ("lnssm_1b3", [], 1_374_658_560),
     ("sse_600m", [], 616_136_704),
     ("sse_600m", ["model.mixer=softmax_attention"], 615_531_520),
+    ("sse_600m", SSE_2B, 1_998_173_952),
+    ("sse_600m", [*SSE_2B, "model.mixer=softmax_attention"], 1_997_155_584),
   ],
 )
 def test_models_have_the_papers_sizes(name, changes, count):
