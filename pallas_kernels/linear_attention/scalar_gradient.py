@@ -62,7 +62,7 @@ def query_gradient(
     mask = iota((C, C), 0) >= iota((C, C), 1)
     if segments is not None:
       mask = mask & same_segment(ins, at)
-    weight = jnp.where(mask, row_decay(at.rows(ins["cumulative"])), 0.0)
+    weight = row_decay(at.rows(ins["cumulative"]))
     before_rows = rows_of(at.rows(ins["before"]))
     if d_sum is not None:
       d_rows = rows_of(ins["d_sum"].at[at.b, at.h, at.steps])
@@ -76,7 +76,7 @@ def query_gradient(
     if d_sum is not None:
       d_scores = d_scores + across(d_rows, (C, C))
       from_state = from_state + across(d_rows, (C, K)) * down(z, (C, K))
-    d_scores = d_scores * weight
+    d_scores = jnp.where(mask, d_scores * weight, 0.0)
     if decays:
       strictly = iota((C, C), 0) > iota((C, C), 1)
       crossing = jnp.where(strictly, scores[0] * d_scores, 0.0)

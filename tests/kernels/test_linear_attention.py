@@ -167,6 +167,17 @@ def test_decays_that_turn_strong_within_a_chunk(segments):
   check(case, inputs)
 
 
+def test_values_that_are_not_numbers_reach_no_earlier_gradient_of_queries():
+  """What a query is due for keys behind it is left out by selection, not multiplied by 0."""
+  inputs = drawn(dataclasses.replace(SMALL, T=20, decay="H"))
+  inputs["v"] = inputs["v"].at[:, 13].set(jnp.nan)
+  run = lambda q: call_of(dataclasses.replace(SMALL, T=20, decay="H"))(inputs | {"q": q})[0]
+  out, pull = jax.vjp(run, inputs["q"])
+  (d_q,) = pull(jnp.ones_like(out))
+  assert jnp.isfinite(d_q[:, :13]).all()
+  assert not jnp.isfinite(d_q[:, 13:]).any()
+
+
 def test_dtypes():
   """`out` is as narrow as the inputs, the states are float32; other inputs are refused by name."""
   case = dataclasses.replace(SMALL, normalize=True)
