@@ -5,12 +5,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 
-def read(table: Path, *, without: Collection[str]) -> list[dict]:
-  """The rows of a file, if there is one, but those of the scans `without`."""
+def read(table: Path, *, without: Collection[str], column: str = "scan") -> list[dict]:
+  """The rows of a file, if there is one, but those that have one of `without` in the column."""
   if not table.exists():
     return []
   with table.open() as file:
-    return [row for row in csv.DictReader(file) if row["scan"] not in without]
+    return [row for row in csv.DictReader(file) if row[column] not in without]
 
 
 def write(table: Path, fields: Sequence[str], rows: list[dict]):

@@ -13,7 +13,6 @@ attention run in cuDNN's kernel.
 """
 
 import argparse
-import csv
 import itertools
 import json
 import math
@@ -140,12 +139,6 @@ def measure_together(rows, arguments: list[str], jobs: int, patience: float):
     yield json.loads(line) if line else {"mixer": row, "note": "its process ended"}
 
 
-def _measured(table: Path) -> list[dict]:
-  """The rows of a CSV file that have a time."""
-  with table.open() as file:
-    return [row for row in csv.DictReader(file) if row["step_ms"]]
-
-
 def main(arguments=None) -> list[dict]:
   """Measures, printing rows as they come; returns them."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -167,7 +160,9 @@ def main(arguments=None) -> list[dict]:
     return []
 
   # The first row alone: what it finds for the products that all models share, the others take over.
-  rows = _measured(args.out) if args.keep and args.out and args.out.exists() else []
+  rows = []
+  if args.keep and args.out:  # those that have a time
+    rows = csv_rows.read(args.out, without=[""], column="step_ms")
   missing = [row for row in args.only if row not in [columns["mixer"] for columns in rows]]
   groups = [missing[:1]]
   groups += [missing[n : n + args.together] for n in range(1, len(missing), args.together)]

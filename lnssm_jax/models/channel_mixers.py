@@ -19,6 +19,22 @@ from lnssm_jax.mixers.initializers import orthogonal, shift_weight
 from lnssm_jax.mixers.layers import interpolate, last_input, token_shift
 
 
+def _width(dim: int, hidden: int | None, usual: Callable[[int], int]) -> int:
+  """Hidden channels: those asked for, or the usual ones."""
+  check_positive("dim", dim)
+  return usual(dim) if hidden is None else check_positive("hidden", hidden)
+
+
+def swiglu_width(dim: int) -> int:
+  """Hidden channels of `SwiGLU`: 256 ceil(8 D / 768)."""
+  return 256 * -(-8 * dim // 768)
+
+
+def rwkv6_width(dim: int) -> int:
+  """Hidden channels of `RWKV6ChannelMix`: 32 floor(3.5 D / 32), and at least 32."""
+  return max(32, 32 * (7 * dim // 64))
+
+
 class GPT2MLP(nnx.Module):
   """W_down gelu(W_up x) with the exact (erf) GELU, a hidden width of 4 D, and no biases.
 
@@ -59,26 +75,28 @@ class GPT2MLP(nnx.Module):
 class GatedMLP(nnx.Module):
   """W_down (activation(W_gate x) * W_up x), without biases: `SwiGLU` and `GeGLU`."""
 
+  usual_width: Callable[[int], int]
+  activation: Callable[[jax.Array], jax.Array]
+  kernel_init: jax.nn.initializers.Initializer
+
   def __init__(
     self,
     dim: int,
-    hidden: int,
     *,
-    activation: Callable[[jax.Array], jax.Array],
-    kernel_init: jax.nn.initializers.Initializer,
+    hidden: int | None = None,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
+    hidden = _width(dim, hidden, self.usual_width)
     linear = functools.partial(
       nnx.Linear,
       use_bias=False,
-      kernel_init=kernel_init,
+      kernel_init=self.kernel_init,
       dtype=dtype,
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    self.activation = activation
     self.gate, self.up, self.down = linear(dim, hidden), linear(dim, hidden), linear(hidden, dim)
 
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -92,24 +110,9 @@ class SwiGLU(GatedMLP):
   Sources: Shazeer 2020; the width, LLaMA (Touvron et al. 2023).
   """
 
-  def __init__(
-    self,
-    dim: int,
-    *,
-    hidden: int | None = None,
-    dtype=jnp.float32,
-    param_dtype=jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    super().__init__(
-      dim,
-      _width(dim, hidden, swiglu_width),
-      activation=jax.nn.silu,
-      kernel_init=nnx.initializers.normal(0.02),
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
+  usual_width = staticmethod(swiglu_width)
+  activation = staticmethod(jax.nn.silu)
+  kernel_init = staticmethod(nnx.initializers.normal(0.02))
 
 
 class GeGLU(GatedMLP):
@@ -119,24 +122,9 @@ class GeGLU(GatedMLP):
   et al. 2024).
   """
 
-  def __init__(
-    self,
-    dim: int,
-    *,
-    hidden: int | None = None,
-    dtype=jnp.float32,
-    param_dtype=jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    super().__init__(
-      dim,
-      _width(dim, hidden, lambda dim: 3 * dim),
-      activation=functools.partial(jax.nn.gelu, approximate=False),
-      kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
+  usual_width = staticmethod(lambda dim: 3 * dim)
+  activation = staticmethod(functools.partial(jax.nn.gelu, approximate=False))
+  kernel_init = staticmethod(nnx.initializers.variance_scaling(1.0, "fan_in", "normal"))
 
 
 class RWKVChannelMix(Divisible):
@@ -146,16 +134,23 @@ class RWKVChannelMix(Divisible):
   zero, W_k orthogonal with gain sqrt(hidden / D). The state is the last input, [B, D] float32.
   """
 
+  usual_width: Callable[[int], int]
+  initial_mu: Callable[..., jax.Array]  # [D], how much of the present token streams start with
+
   def __init__(
     self,
     dim: int,
-    hidden: int,
     *,
-    mu: jax.Array,  # [D], how much of the present token both streams start with
+    hidden: int | None = None,
+    layer: int | jax.Array = 0,
+    num_layers: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
+    hidden = _width(dim, hidden, self.usual_width)
+    check_layer(layer, num_layers)
+    mu = self.initial_mu(dim, layer=layer, num_layers=num_layers)
     self.dim, self.dtype = dim, jnp.dtype(dtype)
     self.mu_k, self.mu_r = (nnx.Param(mu.astype(param_dtype)) for _ in range(2))
     linear = functools.partial(
@@ -192,21 +187,8 @@ class RWKV4ChannelMix(RWKVChannelMix):
   Source: RWKV-4 (Peng et al. 2023), eqs. 16-18, and its published code.
   """
 
-  def __init__(
-    self,
-    dim: int,
-    *,
-    hidden: int | None = None,
-    layer: int | jax.Array = 0,
-    num_layers: int = 1,
-    dtype=jnp.float32,
-    param_dtype=jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    hidden = _width(dim, hidden, lambda dim: 4 * dim)
-    check_layer(layer, num_layers)
-    mu = shift_weight(dim, layer=layer, num_layers=num_layers)
-    super().__init__(dim, hidden, mu=mu, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+  usual_width = staticmethod(lambda dim: 4 * dim)
+  initial_mu = staticmethod(shift_weight)
 
 
 class RWKV6ChannelMix(RWKVChannelMix):
@@ -216,38 +198,13 @@ class RWKV6ChannelMix(RWKVChannelMix):
   Source: RWKV-6 (Peng et al. 2024) and its published code.
   """
 
-  def __init__(
-    self,
-    dim: int,
-    *,
-    hidden: int | None = None,
-    layer: int | jax.Array = 0,
-    num_layers: int = 1,
-    dtype=jnp.float32,
-    param_dtype=jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    hidden = _width(dim, hidden, rwkv6_width)
-    check_layer(layer, num_layers)
+  usual_width = staticmethod(rwkv6_width)
+
+  @staticmethod
+  def initial_mu(dim, *, layer, num_layers):
+    """[D] float32, how much of the present token both streams start with."""
     rho = 1.0 - jnp.asarray(layer, jnp.float32) / num_layers
-    mu = (jnp.arange(dim, dtype=jnp.float32) / dim) ** (rho**3)
-    super().__init__(dim, hidden, mu=mu, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-
-
-def _width(dim: int, hidden: int | None, usual: Callable[[int], int]) -> int:
-  """Hidden channels: those asked for, or the usual ones."""
-  check_positive("dim", dim)
-  return usual(dim) if hidden is None else check_positive("hidden", hidden)
-
-
-def swiglu_width(dim: int) -> int:
-  """Hidden channels of `SwiGLU`: 256 ceil(8 D / 768)."""
-  return 256 * -(-8 * dim // 768)
-
-
-def rwkv6_width(dim: int) -> int:
-  """Hidden channels of `RWKV6ChannelMix`: 32 floor(3.5 D / 32), and at least 32."""
-  return max(32, 32 * (7 * dim // 64))
+    return (jnp.arange(dim, dtype=jnp.float32) / dim) ** (rho**3)
 
 
 # "none": the block has no channel mixer and no norm for one, as in models of Mamba's kind.

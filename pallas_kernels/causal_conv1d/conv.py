@@ -17,9 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.causal_conv1d.shapes import Sizes
-from pallas_kernels.tensor_core import in_32_bits, store_anywhere
+from pallas_kernels.tensor_core import COMPILER_PARAMS, in_32_bits, store_anywhere
 
-_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 _LEAST = -80.0  # below it x sigmoid(x) is 0 to 1e-33, and exp(-x) would overflow
 
 
@@ -274,6 +273,6 @@ def _run(body, out_type, sizes, part, x, interpret):
     grid=(D // sizes.channels, -(-T // part), B),
     grid_names=("channels", "part", "row"),
     interpret=interpret,
-    compiler_params=_PARAMS,
+    compiler_params=COMPILER_PARAMS,
     kernel_name="causal_conv1d",
   )

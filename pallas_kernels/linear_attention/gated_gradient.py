@@ -8,6 +8,8 @@ The decay is owed what the factors in `gates.py` are: each is an exponential of 
 of one sign, so no gradient is a difference of large numbers.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -101,7 +103,7 @@ def query_gradient(
       interpret=interpret,
     )
     if per_step:
-      gates.StepGates.choose([gate], s["largest"], _LIMIT if decays else None)
+      gate.choose(s["largest"], _LIMIT if decays else gates.LARGEST_LOG2)
     z = weight = None
     if d_sum is not None:
       z = columns_of(ins["entering_sum"].at[at.b, at.h, at.n, at.channels])
@@ -110,23 +112,7 @@ def query_gradient(
     k_s, state_s = s["k"].at[number], s["state"].at[number]
     queries = lambda: load(s["q"].at[number])
 
-    def met(pairs, factor, lags=None):
-      """What queries are due that met keys, which `factor` multiplies, in these pairs."""
-      right_s[...] = scaled(k_s, factor)
-      d_met = load(kept) if lags is None else load(kept) * lags
-      d_met = staged(jnp.where(pairs, d_met, 0.0), s["left"], interpret)
-      plgpu.commit_smem()
-      return multiply((_SHAPE, [(d_met, right_s)]), interpret=interpret)[0]
-
-    def merge(index, carry):
-      d_q, due = carry
-      size = gates.half_of(index)
-      factor = gate.merged(size)
-      d_left = met(gates.merged_pairs(size), factor) * factor
-      if decays:
-        due = gate.owe(due, queries, d_left, size, right_s)
-      return d_q + d_left, due
-
+    met = functools.partial(_met, k_s, right_s, kept, s["left"], interpret)
     wait("k", number)
     if "q" in s:
       wait("q", number)
@@ -139,11 +125,12 @@ def query_gradient(
     left, right = gate.in_block()
     pairs, due = gates.in_block_pairs(gate.first), None
     d_left = met(pairs, right) * left
-    if decays and gate.constant:
-      due = met(pairs, right, gate.lags()) * left
-    elif decays:
+    if decays and per_step:
       due = gate.owe(due, queries, d_left, gates.QUERIES, right_s)
-    d_q, due = lax.fori_loop(gate.first, gates.MERGES, merge, (d_q + d_left, due))
+    elif decays:
+      due = met(pairs, right, gate.lags()) * left
+    owe = functools.partial(gate.owe, x=queries, staging=right_s) if decays else None
+    d_q, due = _through_merges(gate, met, owe, d_q + d_left, due)
     wait("state", number)
     (d_before,) = multiply((_SHAPE, [(s["d_out"], turned(state_s))]), interpret=interpret)
     if d_sum is not None:
@@ -158,7 +145,7 @@ def query_gradient(
       put("sum", over_steps(unit_s, right_s, d_sums, interpret), at, number)
     if decays:
       due = gate.owe(due, queries, d_before, gates.BEFORE, right_s)
-      if gate.constant:
+      if not per_step:
         due = over_steps(unit_s, right_s, due * queries(), interpret)
       put("log_decay", due, at, number)
     put("q", (d_q + d_before) * scale, at, number)
@@ -228,7 +215,7 @@ def key_gradient(
       interpret=interpret,
     )
     if per_step:
-      gates.StepGates.choose([gate], s["largest"], _LIMIT if decays else None)
+      gate.choose(s["largest"], _LIMIT if decays else gates.LARGEST_LOG2)
     y = weight = due = None
     if d_sum is not None:
       y = columns_of(ins["leaving_sum"].at[at.b, at.h, at.n, at.channels])
@@ -242,22 +229,7 @@ def key_gradient(
     q_s, state_s = s["q"].at[number], s["state"].at[number]
     keys = lambda: load(s["k"].at[number])
 
-    def met(pairs, factor):
-      """What keys are due that met queries, which `factor` multiplies, in these pairs."""
-      right_s[...] = scaled(q_s, factor)
-      d_met = staged(jnp.where(pairs, load(kept), 0.0), s["left"], interpret)
-      plgpu.commit_smem()
-      return multiply((_SHAPE, [(d_met, right_s)]), interpret=interpret)[0]
-
-    def merge(index, carry):
-      d_k, due = carry
-      size = gates.half_of(index)
-      factor = gate.merged(size)
-      d_right = met(gates.merged_pairs(size, turned=True), factor) * factor
-      if decays:
-        due = gate.owe(due, keys, d_right, size, right_s)
-      return d_k + d_right, due
-
+    met = functools.partial(_met, q_s, right_s, kept, s["left"], interpret)
     wait("q", number)
     if "k" in s:
       wait("k", number)
@@ -271,7 +243,8 @@ def key_gradient(
       due = gate.owe(due, keys, d_right, gates.KEYS, right_s)
     elif decays:  # of pairs in a block, constant decays are paid by `query_gradient`
       due = zeros(*_SHAPE)
-    d_k, due = lax.fori_loop(gate.first, gates.MERGES, merge, (d_k + d_right, due))
+    owe = functools.partial(gate.owe, x=keys, staging=right_s) if decays else None
+    d_k, due = _through_merges(gate, met, owe, d_k + d_right, due, turned=True)
     wait("state", number)
     (d_after,) = multiply((_SHAPE, [(s["v"], turned(state_s))]), interpret=interpret)
     if d_sum is not None:
@@ -282,7 +255,7 @@ def key_gradient(
       d_after = jnp.where(across(reaches, _SHAPE) > 0, d_after, 0.0)
     if decays:
       due = gate.owe(due, keys, d_after, gates.AFTER, right_s)
-      if gate.constant:
+      if not per_step:
         due = over_steps(unit_s, right_s, due * keys(), interpret)
       put("log_decay", due, at, number)
     put("k", (d_k + d_after) * scale, at, number)
@@ -331,6 +304,31 @@ def _three_tiles(s, name):
   """Three tiles [C, 64]: parts of the tile `name`, as many as it has, and spare ones."""
   parts = [s[name].at[:, pl.ds(start, GROUP)] for start in range(0, s[name].shape[1], GROUP)]
   return [*parts, *(s["spare"].at[n] for n in range(3 - len(parts)))][:3]
+
+
+def _met(others, right_s, d_scores, left_s, interpret, pairs, factor, lags=None):
+  """[C, 64]: what rows are due that met the rows of `others`, which `factor` multiplies, in these
+  pairs. `d_scores`: a tile [C, C]; `lags`: what to multiply it by; `right_s`: a tile to use."""
+  right_s[...] = scaled(others, factor)
+  d_met = load(d_scores) if lags is None else load(d_scores) * lags
+  d_met = staged(jnp.where(pairs, d_met, 0.0), left_s, interpret)
+  plgpu.commit_smem()
+  return multiply((_SHAPE, [(d_met, right_s)]), interpret=interpret)[0]
+
+
+def _through_merges(gate, met, owe, d_x, due, *, turned=False):
+  """Adds to d_x, and with `owe` to `due`, what comes from pairs of different blocks."""
+
+  def merge(index, carry):
+    d_x, due = carry
+    size = gates.half_of(index)
+    factor = gate.merged(size)
+    added = met(gates.merged_pairs(size, turned=turned), factor) * factor
+    if owe is not None:
+      due = owe(due, d_x=added, which=size)
+    return d_x + added, due
+
+  return lax.fori_loop(gate.first, gates.MERGES, merge, (d_x, due))
 
 
 def same_step(d_scores, other, staging, interpret):

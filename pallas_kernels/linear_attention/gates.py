@@ -103,8 +103,6 @@ class ConstantGates:
   those made before would save exponentials, but the registers that keep them cost more.
   """
 
-  constant = True
-
   def __init__(self, log_decay, first, read_first, valid):
     """
     Args:
@@ -198,8 +196,6 @@ class StepGates:
   of a sum have one sign, so are the sums.
   """
 
-  constant = False
-
   def __init__(self, log_decay, high, low, signs, interpret):
     """
     Args:
@@ -221,22 +217,19 @@ class StepGates:
     products = [(signs, self._high), (signs, self._low)]
     return multiply((_SHAPE, products), interpret=self._interpret)[0]
 
-  @staticmethod
-  def choose(made, largest, limit=None):
-    """Sets `first` of gates of one chunk by their fastest decay.
+  def choose(self, largest, limit):
+    """Sets `first` by the fastest decay.
 
     Args:
       largest: shared memory for 128 numbers.
-      limit: log2 of how far a factor may grow, if less than usual.
+      limit: log2 of how far a factor may grow.
     """
-    rates = [jnp.max(-gate.log2_decay, axis=1) for gate in made]
-    for half in range(2):
-      largest.at[pl.ds(half * CHUNK, CHUNK)][...] = rates[half % len(rates)]
+    rates = jnp.max(-self.log2_decay, axis=1)
+    for half in (0, CHUNK):  # the largest of all wants a number for each thread
+      largest.at[pl.ds(half, CHUNK)][...] = rates
     plgpu.commit_smem()
     layout = plgpu.Layout.WG_STRIDED((2 * CHUNK,), vec_size=1)
-    first = _superfluous(jnp.max(plgpu.load(largest, layout=layout)), limit or LARGEST_LOG2)
-    for gate in made:
-      gate.first = first
+    self.first = _superfluous(jnp.max(plgpu.load(largest, layout=layout)), limit)
 
   def from_start(self):
     """[C, 64]: log2 of the decay from the chunk's start to each query, and to each key."""
