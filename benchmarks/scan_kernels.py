@@ -3,11 +3,11 @@
     python -m benchmarks.scan_kernels --out docs/scan_kernels.csv
     python -m benchmarks.scan_kernels --only diagonal_scan --sizes B=1,T=65536,D=256
 
-As `benchmarks.kernels` does for linear attention, flash-linear-attention beside it where torch and
-fla-core are installed: a time is printed only beside an error within the
-limit, of a corner of the output and of every gradient against the float64 reference; the floor
-moves every argument and result once (with gradients: arguments, their gradients, the output and its
-cotangent) at the speed of a large copy.
+As `benchmarks.kernels` does for linear attention, with the library beside it that has the same scan
+(flash-linear-attention, or mamba-ssm for the selective scan) where it is installed: a time is
+printed only beside an error within the limit, of a corner of the output and of every gradient
+against the float64 reference; the floor moves every argument and result once (with gradients:
+arguments, their gradients, the output and its cotangent) at the speed of a large copy.
 """
 
 import argparse
@@ -27,7 +27,6 @@ from lnssm_jax import ops
 
 # Of an error, where all inputs are float32 and where some are bfloat16.
 LIMITS = {False: 1e-4, True: 0.02}
-PEER = "fla"
 CORNER = {"B": 1, "D": 16, "H": 2}  # the last of these axes are compared; no other depends on them
 FIELDS = (
   "scan", "sizes", "who", "forward_ms", "both_ms", "floor_ms", "floor_share", "both_floor_share",
@@ -244,14 +243,17 @@ def measure(case: Case, sets: list[Arrays], want, who: str, calls: int, groups: 
 
 
 def measure_peer(name: str, case: Case, arrays: Arrays, want) -> dict:
-  """Columns of flash-linear-attention on the same numbers."""
+  """Columns of another library on the same numbers."""
+  if reason := scan_peers.missing(name):
+    return {"note": reason}
   inside = only_corner(case.out, arrays["cotangent"])
-  numbers = {n: np.asarray(x.astype(jnp.float32)) for n, x in (arrays | {"inside": inside}).items()}
+  numbers = {n: np.asarray(x) for n, x in (arrays | {"inside": inside}).items()}
   with tempfile.TemporaryDirectory() as folder:
     row = scan_peers.measure(name, numbers, Path(folder))
   out = {"out": row["results"].pop("out")}
   found, of_gradient = errors(case, out, want), errors(case, row["results"], want)
-  columns = {"error_out": worst(found), "error_gradient": worst(of_gradient), "note": row["op"]}
+  columns = {"error_out": worst(found), "error_gradient": worst(of_gradient)}
+  columns["note"] = scan_peers.PEERS[name].op
   columns["forward_ms"] = row["forward_ms"] if right(arrays, found) else "WRONG"
   return columns | {"both_ms": row["both_ms"] if right(arrays, of_gradient) else "WRONG"}
 
@@ -265,13 +267,12 @@ def rows_of(name: str, sizes: Sizes, implementations, bandwidth: float, options)
   floors = [1e3 * moved / bandwidth for moved in (given + out, 2 * (given + out))]
   arrays = {n: x for n, x in sets[0].items() if n != "cotangent"}
   want = reference(case, arrays, sets[0]["cotangent"])
-  for who in (*implementations, PEER):
-    if who == PEER and scan_peers.missing(name):
-      continue
+  peer = [scan_peers.PEERS[name].library] if name in scan_peers.PEERS else []
+  for who in (*implementations, *peer):
     row: dict[str, Any] = {"scan": name, "sizes": " ".join(f"{a}{n}" for a, n in sizes.items())}
     row |= {"who": who, "floor_ms": f"{floors[0]:.3f}"}
     try:
-      if who == PEER:
+      if who in peer:
         row |= measure_peer(name, case, sets[0], want)
       else:
         row |= measure(case, sets, want, who, **options)

@@ -1,11 +1,13 @@
-"""flash-linear-attention's forms of the other scans, measured in a process of its own.
+"""Other libraries' forms of the scans, measured in a process of its own.
 
     python -m benchmarks.scan_peers INPUTS.npz NAME
 
-The file holds a case's arguments by name, "cotangent" of the result and "inside", the cotangent of
-the part that is compared, all float32. Saves result and gradients beside them, with the time and
-what ran, for `benchmarks.scan_kernels` to compare with the reference. torch and fla are imported
-here only. Triton tunes its kernels first; where it has the results cached it starts at once.
+flash-linear-attention (fla), and for the selective scan the CUDA kernels of mamba-ssm. The file
+holds a case's arguments by name, "cotangent" of the result and "inside", the cotangent of the part
+that is compared; bfloat16 as its bits in uint16. Saves result and gradients beside them in the same
+way, with the time and what ran, for `benchmarks.scan_kernels` to compare with the reference. torch,
+fla and mamba-ssm are imported here only. Triton tunes its kernels first; where it has the results
+cached it starts at once.
 """
 
 import importlib.util
@@ -14,34 +16,57 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
+
+class Peer(NamedTuple):
+  """A library and its function for a case."""
+
+  library: str
+  op: str
+  modules: tuple[str, ...] = ("torch", "triton", "fla")
+  channel_major: bool = False  # wants [B, D, T] for [B, T, D], steps next to each other in memory
+
+
 # fla's gated delta rule refuses to run on Hopper with Triton 3.4 to 3.7: the table says so.
-OPERATIONS = {
-  "diagonal_scan bfloat16": "chunk_hgrn",
-  "delta_rule": "chunk_delta_rule",
-  "delta_rule gated": "chunk_gated_delta_rule",
+PEERS = {
+  "diagonal_scan bfloat16": Peer("fla", "chunk_hgrn"),
+  "selective_scan": Peer(
+    "mamba-ssm", "selective_scan_fn", ("torch", "triton", "mamba_ssm", "selective_scan_cuda"), True
+  ),
+  "delta_rule": Peer("fla", "chunk_delta_rule"),
+  "delta_rule gated": Peer("fla", "chunk_gated_delta_rule"),
 }
-WIDE = ("log_decay",)  # stays float32; all others are bfloat16
+WIDE = ("log_decay", "a", "skip")  # stay float32; all others are bfloat16
 
 
 def missing(case: str) -> str | None:
-  """Why there is nothing to measure, or None. Imports nothing."""
-  if case not in OPERATIONS:
-    return "fla has no such operation"
-  absent = [name for name in ("torch", "triton", "fla") if not importlib.util.find_spec(name)]
+  """What keeps the peer of a case from running, or None. Imports nothing."""
+  absent = [name for name in PEERS[case].modules if not importlib.util.find_spec(name)]
   return f"{' and '.join(absent)} not installed" if absent else None
 
 
+def bits(x: np.ndarray) -> np.ndarray:
+  """bfloat16 as uint16, which a file can hold; others as they are."""
+  return x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x
+
+
+def from_bits(x: np.ndarray) -> np.ndarray:
+  """The inverse of `bits`."""
+  return x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x
+
+
 def measure(case: str, arrays: dict[str, np.ndarray], folder: Path) -> dict:
-  """{"results": arrays by name, "forward_ms", "both_ms", "op"}.
+  """{"results": arrays by name, "forward_ms", "both_ms"}.
 
   Raises:
-    RuntimeError: fla could not run it; the message is fla's.
+    RuntimeError: the library could not run it; the message is the library's.
   """
   file = folder / "peer.npz"
-  np.savez(file, **arrays)
+  np.savez(file, **{name: bits(x) for name, x in arrays.items()})
   call = [sys.executable, "-m", "benchmarks.scan_peers", str(file), case]
   done = subprocess.run(call, capture_output=True, text=True, check=False)
   lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -49,11 +74,15 @@ def measure(case: str, arrays: dict[str, np.ndarray], folder: Path) -> dict:
   if "failed" in row:
     raise RuntimeError(row["failed"])
   with np.load(folder / "results.npz") as results:
-    return row | {"results": dict(results)}
+    return row | {"results": {name: from_bits(x) for name, x in results.items()}}
 
 
 def call(case: str, x: dict):
-  """fla's result."""
+  """The library's result."""
+  if case == "selective_scan":
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    return selective_scan_fn(x["x"], x["dt"], x["a"], x["b"], x["c"], x["skip"])
   if case.startswith("diagonal"):
     from fla.ops.hgrn import chunk_hgrn
 
@@ -74,9 +103,17 @@ def main(file: str, case: str) -> None:
   import torch
   from triton.testing import do_bench
 
+  def turned(x):
+    return x.mT.contiguous() if PEERS[case].channel_major and x.ndim == 3 else x
+
   def tensor(name, x):
-    x = torch.from_numpy(x).cuda()
+    x = torch.from_numpy(x)
+    x = turned((x.view(torch.bfloat16) if x.dtype == torch.uint16 else x).cuda())
     return x if name in WIDE else x.to(torch.bfloat16)
+
+  def array(x):
+    x = turned(x.detach()).cpu()
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
   try:
     with np.load(file) as arrays:
@@ -91,8 +128,9 @@ def main(file: str, case: str) -> None:
     named = {"out": out} | {f"d {n}": x.grad for n, x in inputs.items()}
     if case.startswith("diagonal"):
       named["d decay"] = named["d decay"].float() / decay
-    plain = {name: x.detach().float().cpu().numpy() for name, x in named.items()}
-    np.savez(Path(file).with_name("results.npz"), **plain)
+    np.savez(Path(file).with_name("results.npz"), **{name: array(x) for name, x in named.items()})
+    for x in inputs.values():
+      x.grad = None  # a gradient that is there would be added to
 
     def both():
       call(case, inputs).backward(cotangent)
@@ -102,7 +140,7 @@ def main(file: str, case: str) -> None:
     options = {"warmup": 50, "rep": 150, "return_mode": "median"}
     with torch.no_grad():
       forward_ms = do_bench(lambda: call(case, inputs), **options)
-    row = {"op": OPERATIONS[case], "forward_ms": forward_ms, "both_ms": do_bench(both, **options)}
+    row = {"forward_ms": forward_ms, "both_ms": do_bench(both, **options)}
   except Exception as reason:  # the operation may be unsupported on this GPU
     row = {"failed": " ".join(f"{type(reason).__name__}: {reason}".split())[:300]}
   print(json.dumps(row), flush=True)

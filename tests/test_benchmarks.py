@@ -1,12 +1,21 @@
 """The measurements of the scans: small runs, and what they make of wrong results."""
 
 import csv
+import functools
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import csv_rows, kernel_cases, kernels, numerics, scan_kernels, scans
+from benchmarks import (
+  csv_rows,
+  kernel_cases,
+  kernels,
+  numerics,
+  scan_kernels,
+  scan_peers,
+  scans,
+)
 
 
 def test_errors_are_measured_for_every_tensor():
@@ -116,3 +125,36 @@ def test_kernels_of_scans_are_compared_then_timed(tmp_path, monkeypatch, limit):
   kernel, xla = rows
   assert "a Hopper GPU" in kernel["note"]
   assert (xla["forward_ms"] == "WRONG") == (limit == 0.0) == (xla["both_ms"] == "WRONG")
+
+
+def test_a_peer_of_the_scans_is_held_to_the_same_reference(monkeypatch):
+  """What mamba-ssm's process would hand back, computed by the chunked form; then one spoiled."""
+  name, sizes = "selective_scan", {"B": 2, "T": 9, "D": 17, "N": 3}
+  case = scan_kernels.CASES[name]
+  rows = lambda: list(scan_kernels.rows_of(name, sizes, (), 1e12, {}))
+  run = jax.jit(lambda x, w: scan_kernels.gradients(case, x, w, "chunked"))
+  given = scan_kernels.make_inputs(case, sizes, 0)
+  arrays = {n: x for n, x in given.items() if n != "cotangent"}
+  want = scan_kernels.reference(case, arrays, given["cotangent"])
+  monkeypatch.setattr(scan_kernels, "make_inputs", lambda *_: given)
+  monkeypatch.setattr(scan_kernels, "reference", lambda *_: want)
+  (row,) = rows()
+  assert row["who"] == "mamba-ssm" and row["note"].endswith("not installed")
+  assert not row["forward_ms"] and not row["error_out"]
+
+  def measure(name, arrays, folder, spoil=1.0):
+    arrays = {n: scan_peers.from_bits(scan_peers.bits(x)) for n, x in arrays.items()}  # by a file
+    out, gradient = run({n: arrays[n] for n in case.axes}, arrays["inside"])
+    results = {"out": out} | {f"d {n}": np.asarray(x) for n, x in gradient.items()}
+    results["d b"] = results["d b"] * results["d b"].dtype.type(spoil)
+    return {"forward_ms": 1.0, "both_ms": 2.0, "results": results}
+
+  monkeypatch.setattr(scan_peers, "missing", lambda name: None)
+  monkeypatch.setattr(scan_peers, "measure", measure)
+  (row,) = rows()
+  assert (row["forward_ms"], row["both_ms"]) == ("1.0000", "2.0000")
+  assert row["note"] == "selective_scan_fn"
+  monkeypatch.setattr(scan_peers, "measure", functools.partial(measure, spoil=1.1))
+  (row,) = rows()
+  assert (row["forward_ms"], row["both_ms"]) == ("1.0000", "WRONG")
+  assert row["error_gradient"].endswith("d b")
