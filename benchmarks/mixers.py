@@ -1,12 +1,14 @@
 """Training speed and memory of every mixer in one language model, in one run.
 
-    python -m benchmarks.mixers --out docs/mixers.csv --jobs 12
+    python -m benchmarks.mixers --out docs/mixers.csv
     python -m benchmarks.mixers --only lnssm gla --set model.dim=1024
 
 All that differs is the mixer: the model, the batch and the step are those of the configuration,
 measured as `benchmarks.train_step` does, each mixer in a process of its own. `--jobs` of them
-compile at the same time, and when `--together` have, one after the other measures. Memory is what
-the compiler reserves for one step: arguments, results and everything between.
+compile at the same time, and when `--together` have, one after the other measures. A process that
+waits keeps the device memory in which its compiler tried kernels: with too many, the next ones
+stall. Memory in the table is what the compiler reserves for one step: arguments, results and
+everything between.
 
 A row marked "no borders" leaves the documents' borders out of the batch: only then can softmax
 attention run in cuDNN's kernel.
@@ -135,6 +137,7 @@ def measure_together(rows, arguments: list[str], jobs: int, patience: float):
       workers[row].stdin.write("\n")
       workers[row].stdin.flush()
       line = line_of(row)
+    workers[row].kill()  # it has said all; the next need not wait for it to clean up
     workers[row].communicate()
     yield json.loads(line) if line else {"mixer": row, "note": "its process ended"}
 
@@ -147,8 +150,8 @@ def main(arguments=None) -> list[dict]:
   parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS, metavar="MIXER")
   parser.add_argument("--steps", type=int, default=10, help="steps in each timed run")
   parser.add_argument("--runs", type=int, default=5)
-  parser.add_argument("--jobs", type=int, default=4, help="processes that compile at a time")
-  parser.add_argument("--together", type=int, default=20, help="processes that wait to measure")
+  parser.add_argument("--jobs", type=int, default=6, help="processes that compile at a time")
+  parser.add_argument("--together", type=int, default=6, help="processes that wait to measure")
   parser.add_argument("--patience", type=float, default=600, help="seconds that they may compile")
   parser.add_argument("--out", type=Path, help="a CSV file")
   parser.add_argument("--keep", action="store_true", help="measure only what --out lacks")
