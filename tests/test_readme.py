@@ -24,10 +24,24 @@ def blocks(language: str) -> list[str]:
   return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
+STATES = dict(
+  re.findall(r"^\| `(\w+)` \|.*\| ([\d,]+)(?:, a cache)? \|$", MIXERS_PAGE, re.MULTILINE)
+)
+
+
+def test_the_families_of_the_readme_are_all_mixers_with_their_states():
+  number = lambda size: int(size.replace(",", ""))
+  rows = re.findall(r"^\| [^`|]+ \| (`\w+`[\w` ]*) \|.*\| ([\d,–]+) \|.*\|$", README, re.MULTILINE)
+  families = [(re.findall(r"\w+", names), size.split("–")) for names, size in rows]
+  assert sorted(name for names, _ in families for name in names) == sorted(MIXERS)
+  for names, size in families:
+    states = [number(STATES[name]) for name in names]
+    assert {min(states), max(states)} == set(map(number, size)), names
+
+
 def test_the_page_of_mixers_has_them_all():
-  rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d,]+)(?:, a cache)? \|$", MIXERS_PAGE, re.MULTILINE)
-  assert sorted(name for name, _ in rows) == sorted(MIXERS)
-  for name, size in rows:
+  assert sorted(STATES) == sorted(MIXERS)
+  for name, size in STATES.items():
     arguments = mixer_arguments(name)
     heads = {"num_heads": 4} if "num_heads" in arguments else {}
     build = lambda name=name, heads=heads: MIXERS[name](512, **heads, rngs=nnx.Rngs(0))

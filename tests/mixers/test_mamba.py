@@ -14,6 +14,7 @@ from tests.mixers.plain_lnssm import split
   "mixer, num_layers, dim, parameters",
   [
     (Mamba, 24, 768, 129_153_792),  # 129.15M
+    (Mamba, 48, 1024, 371_540_992),  # 371.54M
     (Longhorn, 24, 768, 128_563_968),  # 128.56M
     (LonghornExact, 24, 768, 128_563_968),
     (Longhorn, 48, 1024, 369_968_128),  # 369.97M
