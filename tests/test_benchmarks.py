@@ -12,6 +12,7 @@ from benchmarks import (
   kernel_cases,
   kernels,
   numerics,
+  plot_kernels,
   scan_kernels,
   scan_peers,
   scans,
@@ -158,3 +159,25 @@ def test_a_peer_of_the_scans_is_held_to_the_same_reference(monkeypatch):
   (row,) = rows()
   assert (row["forward_ms"], row["both_ms"]) == ("1.0000", "WRONG")
   assert row["error_gradient"].endswith("d b")
+
+
+def test_the_picture_has_cases_of_both_libraries_and_right_results_only(tmp_path):
+  def row(case, who, ms, error, shape="B1"):
+    columns = {"case": case, "shape": shape, "who": who, "forward_ms": ms, "both_ms": "3.0"}
+    return columns | {"error_out": "1e-3 out", "error_gradient": f"{error} d q"}
+
+  both = [
+    row("channel-step", "pallas", "1.0", 4e-3),
+    row("channel-step", "fla chunk_gla", "2.0", 2e-3),
+  ]
+  alone = [row("scalar-step", "pallas", "1.0", 4e-3), row("scalar-step", "fla x", "WRONG", 0.1)]
+  complete = plot_kernels.bars(both + alone)
+  assert complete == {
+    "channel-step": {plot_kernels.OURS: (1.0, 3.0, 4e-3), plot_kernels.THEIRS: (2.0, 3.0, 2e-3)}
+  }
+  plot_kernels.draw(complete, "title", tmp_path / "kernels.png")
+  assert (tmp_path / "kernels.png").stat().st_size > 1000
+  with pytest.raises(ValueError, match="no case has a time of both libraries"):
+    plot_kernels.bars(alone)
+  with pytest.raises(ValueError, match=r"must have one"):
+    plot_kernels.bars([*both, row("no-decay", "pallas", "1.0", 4e-3, shape="B2")])
