@@ -17,6 +17,8 @@ from lnssm_jax.mixers.single_input import SingleInput, log_steps, normal, pairs_
 from lnssm_jax.ops import DiagonalState, ExponentialKernel, ExponentialState
 from lnssm_jax.ops.sequence_parallel import diagonal_scan, long_convolution
 
+_EPSILON = 1e-7  # of DSS_softmax's reciprocal
+
 
 class _Diagonal(Divisible, SingleInput):
   """The convolution with a sum of exponentials."""
@@ -103,21 +105,31 @@ class DSS(_Diagonal):
   normal part of HiPPO-LegS of size 2 N; dt is log-uniform between 0.001 and 0.1, the real and
   imaginary parts of c and skip are standard normal.
 
+  With `kernel_length` L it is DSS_softmax: the powers exp(l dt A), 0 <= l < L, which are the kernel
+  of each pole, are divided by their sum, and by A. That replaces the second formula by
+
+      y_t = Re sum_n c_n h_t,n / (exp(L dt A_n) - 1) + skip u_t
+
+  where, as published, 1 / (exp(L dt A) - 1) is A z^* / (|z|^2 + 1e-7) with z = A (exp(L dt A) - 1).
+  Sequences may be longer than L; their kernel goes on as the powers do.
+
   Args:
     dim: D, the width.
     state_dim: N, complex numbers a channel.
+    kernel_length: L, or None for DSS_exp.
     dtype: of u and of the last layer; A, dt, the state and sums are float32.
     param_dtype: of the parameters.
 
-  The state is h divided by the constant (exp(dt A) - 1) / A. Cutting a sequence anywhere
+  The state is sum_s exp((t - s) dt A) u_s: h divided by a constant. Cutting a sequence anywhere
   and passing it on gives the same result as one call.
 
   Raises:
     ValueError: a size is not positive.
 
-  Source: DSS_exp of DSS (Gupta et al. 2022), proposition 1 and section 3, with the last layer of
-  `S4D`. DSS_softmax, whose kernel depends on the length of the sequence, is not here. gelu is
-  exact.
+  Source: DSS (Gupta et al. 2022), proposition 1, section 3 and appendix A.2, with the last layer of
+  `S4D`. In DSS_softmax the paper leaves the sign of A's real part free, and divides by the sum over
+  the sequence that is there; here that part is negative, so that a state can be carried on, and L
+  is given. gelu is exact.
   """
 
   def __init__(
@@ -125,12 +137,16 @@ class DSS(_Diagonal):
     dim: int,
     *,
     state_dim: int = 64,
+    kernel_length: int | None = None,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     check_positive("dim", dim)
     N = check_positive("state_dim", state_dim)
+    if kernel_length is not None:
+      check_positive("kernel_length", kernel_length)
+    self.kernel_length = kernel_length
     self._build(dim, N, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     poles = positive_frequencies(N)
     self.pole_log = nnx.Param(jnp.asarray(np.log(-poles.real), param_dtype))
@@ -140,7 +156,11 @@ class DSS(_Diagonal):
 
   def _kernel(self) -> ExponentialKernel:
     pole = jax.lax.complex(-jnp.exp(wide(self.pole_log[...])), wide(self.pole_imag[...]))
-    return self._held(pole, jax.lax.complex(wide(self.c_real[...]), wide(self.c_imag[...])))
+    weight = jax.lax.complex(wide(self.c_real[...]), wide(self.c_imag[...]))
+    if self.kernel_length is not None:
+      z = pole * jnp.expm1(self.kernel_length * jnp.exp(wide(self.log_dt[...]))[:, None] * pole)
+      weight = weight * pole * z.conj() / (z.real**2 + z.imag**2 + _EPSILON)
+    return self._held(pole, weight)
 
 
 class S5(Divisible):

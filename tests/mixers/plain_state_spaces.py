@@ -43,6 +43,24 @@ def dss(params, u):
   return gated_linear(params, single_input(params, u, np.tile(poles, (u.shape[1], 1)), 1))
 
 
+def dss_softmax(params, u, *, length):
+  """The kernel as rows of a softmax over `length` lags, then the sum over all lags."""
+  poles = -np.exp(params["pole_log"]) + 1j * params["pole_imag"]
+  weight = params["c_real"] + 1j * params["c_imag"]
+  lags = np.arange(max(length, len(u)))
+  y = np.zeros_like(u)
+  for i in range(u.shape[1]):
+    rows = np.exp(np.exp(params["log_dt"][i]) * np.outer(poles, lags))  # [N, lags]
+    total = rows[:, :length].sum(1)
+    # 1 / (A total) with an epsilon in |A (exp(L dt A) - 1)|^2, which total is a multiple of.
+    z = poles * (total * (np.exp(np.exp(params["log_dt"][i]) * poles) - 1))
+    kept = abs(z) ** 2 / (abs(z) ** 2 + 1e-7)
+    kernel = ((weight[i] * kept / (poles * total)) @ rows).real
+    for t in range(len(u)):
+      y[t, i] = kernel[: t + 1][::-1] @ u[: t + 1, i] + params["skip"][i] * u[t, i]
+  return gated_linear(params, y)
+
+
 def s5(params, u):
   poles = -np.exp(params["pole_log"]) + 1j * params["pole_imag"]
   n = len(poles)

@@ -8,7 +8,8 @@ from flax import nnx
 from lnssm_jax.mixers import DSS, S4D, S5
 from lnssm_jax.mixers.hippo import hippo_normal, positive_frequencies
 from lnssm_jax.models import count_parameters
-from tests.mixers.plain_lnssm import split
+from tests.mixers import plain_state_spaces
+from tests.mixers.plain_lnssm import apply, float64_params, inputs, relative_error, split
 
 
 def test_the_hippo_matrix_is_normal_but_for_rank_one():
@@ -44,6 +45,18 @@ def test_dss_starts_as_published():
   np.testing.assert_allclose(np.std(params["c_real"]), 1, atol=0.1)
 
 
+def test_dss_softmax_divides_powers_by_their_sum():
+  """Also for sequences longer than the kernel, cut in two, and with poles that hardly decay."""
+  length = 9
+  graph, params = split(DSS(4, state_dim=3, kernel_length=length, rngs=nnx.Rngs(0)))
+  params["pole_log"] = params["pole_log"] + np.float32([-4, 0, 1])
+  mixer, x = nnx.merge(graph, params), inputs(1, 21, 4)
+  want = plain_state_spaces.dss_softmax(float64_params(mixer), np.float64(x[0]), length=length)
+  first, state = apply(mixer, x[:, :13])
+  last, _ = apply(mixer, x[:, 13:], state)
+  assert relative_error(np.concatenate([first, last], axis=1)[0], want) < 2e-6
+
+
 def test_s5_starts_as_published():
   D, N, blocks = 64, 32, 2
   params = split(S5(D, state_dim=N, num_blocks=blocks, rngs=nnx.Rngs(0)))[1]
@@ -69,6 +82,7 @@ def test_parameters_are_counted_by_formulas():
   [
     (S4D, {"state_dim": 3}, "state_dim=3 is odd"),
     (DSS, {"state_dim": 0}, "state_dim=0 must"),
+    (DSS, {"kernel_length": 0}, "kernel_length=0 must"),
     (S5, {"state_dim": 5}, "state_dim=5 is odd"),
     (S5, {"state_dim": 8, "num_blocks": 3}, r"state_dim=8 is not a multiple of .* = 6"),
   ],
