@@ -225,7 +225,13 @@ def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., 
     )
 
   if not axes:
-    return sums
+
+    def divided(params, batch, penalty):
+      # The scans ask for the mesh, to run kernels device by device.
+      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return sums(params, batch, penalty)
+
+    return divided
 
   part = PartitionSpec(tuple(axis for axis in meshes.ROWS if axis in axes) or None, "sequence")
   parts = tuple(axis for axis in axes if axis != "tensor")

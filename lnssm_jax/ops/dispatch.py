@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from lnssm_jax.ops import per_device
+
 
 def _no_obstacle(*args, **kwargs) -> str | None:
   del args, kwargs
@@ -54,34 +56,46 @@ def register(scan: str, check: Callable[..., tuple[tuple, dict]], *implementatio
   _ARGUMENT_CHECKS[scan] = check
 
 
-def kernels(module: str) -> tuple[Implementation, Implementation]:
+def kernels(module: str, layout: per_device.Layout) -> tuple[Implementation, Implementation]:
   """The implementations "pallas", on a Hopper GPU, and "pallas_interpret", by name only.
 
-  XLA can cut its own forms over several devices, but not a kernel, for which it would gather all
-  arguments: with more than one device `None` takes kernels only inside a `shard_map` that maps
-  over every axis of the mesh.
+  A kernel is a program for one device. Where a program for several knows its mesh, each runs it on
+  its part (`per_device`). Else the compiler would gather all arguments: then `None` takes kernels
+  only inside a `shard_map` that maps over every axis of the mesh.
 
   Args:
     module: the name of the module that has `run`, `interpreted`, `obstacle` (on any device) and
       `worthwhile`, all called alike. It is imported when one of them is first needed, because
       importing what a kernel is written with takes longer than importing all the rest.
+    layout: the axes of what they take and return.
   """
   load = functools.partial(importlib.import_module, module)
 
+  def division(args):
+    return None if _on_one_device(args[0]) else per_device.division(layout, args)
+
+  def run(name, *args, **kwargs):
+    scan, divided = functools.partial(getattr(load(), name), **kwargs), division(args)
+    return scan(*args) if divided is None else divided.run(scan, args)
+
+  def obstacle(*args, **kwargs):
+    divided = division(args)
+    return load().obstacle(*(args if divided is None else divided.of_part(args)), **kwargs)
+
   def worthwhile(*args, **kwargs):
-    return _on_one_device(args[0]) and load().worthwhile(*args, **kwargs)
+    if _on_one_device(args[0]):
+      return load().worthwhile(*args, **kwargs)
+    divided = division(args)
+    return divided is not None and load().worthwhile(*divided.of_part(args), **kwargs)
 
   compiled = Implementation(
     "pallas",
-    lambda *args, **kwargs: load().run(*args, **kwargs),
-    lambda *args, **kwargs: hopper_obstacle() or load().obstacle(*args, **kwargs),
+    functools.partial(run, "run"),
+    lambda *args, **kwargs: hopper_obstacle() or obstacle(*args, **kwargs),
     worthwhile,
   )
   interpreted = Implementation(
-    "pallas_interpret",
-    lambda *args, **kwargs: load().interpreted(*args, **kwargs),
-    lambda *args, **kwargs: load().obstacle(*args, **kwargs),
-    _by_name_only,
+    "pallas_interpret", functools.partial(run, "interpreted"), obstacle, _by_name_only
   )
   return compiled, interpreted
 
@@ -99,10 +113,9 @@ def hopper_obstacle() -> str | None:
 
 def _on_one_device(x: jax.Array) -> bool:
   """Whether x lies on one device: there is only one, or `shard_map` maps over all of the mesh."""
-  mesh = jax.sharding.get_abstract_mesh()
-  left = [mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes]
-  mapped = bool(jax.typeof(x).manual_axis_type.varying) and math.prod(left) == 1
-  return jax.device_count() == 1 or mapped
+  mapped = bool(jax.typeof(x).manual_axis_type.varying)
+  alone = math.prod(per_device.unmapped_axes().values()) == 1
+  return alone and (mapped or jax.device_count() == 1)
 
 
 def _default_device() -> jax.Device:

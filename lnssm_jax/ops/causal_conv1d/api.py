@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops import dispatch, per_device
 from lnssm_jax.ops.causal_conv1d import xla
 from lnssm_jax.ops.checks import (
   accumulation_dtype,
@@ -101,7 +101,8 @@ def _checked(
   return args, {"silu": activation == "silu", "dtype": dtype}
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas")
+_LAYOUT = per_device.Layout(("BTD", "WD", "D", "BWD", "BT"), ("BTD", "BWD"))
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", _LAYOUT)
 
 dispatch.register(
   _NAME, _checked, _COMPILED, dispatch.Implementation("xla", xla.shifted), _INTERPRETED

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops import dispatch, per_device
 from lnssm_jax.ops.checks import (
   accumulation_dtype,
   check_chunk_size,
@@ -149,7 +149,10 @@ def _checked(
   return args, {"scale": float(scale), "chunk_size": chunk_size}
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas")
+_LAYOUT = per_device.Layout(
+  ("BTHK", "BTHK", "BTHV", "BTHV", "BTH", "BTHK", "BH", "BT"), ("BTHV", "BH")
+)
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", _LAYOUT)
 
 dispatch.register(
   _NAME,

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops import dispatch, per_device
 from lnssm_jax.ops.checks import check_shape, first_of_segment, segment_index, vary_alike
 from lnssm_jax.ops.diagonal_scan import reference, xla
 from lnssm_jax.ops.diagonal_scan.state import DiagonalState
@@ -120,7 +120,8 @@ def _checked(decay, x, *, reverse=False, initial_state=None, segment_ids=None, c
   return args, {"reverse": bool(reverse), "out_dtype": out_dtype, "chunk_size": chunk_size}
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas")
+_LAYOUT = per_device.Layout(("BTD", "BTD", "BD", "BT"), ("BTD", "BD"))
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", _LAYOUT)
 
 dispatch.register(
   _NAME,

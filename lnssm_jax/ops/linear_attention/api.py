@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops import dispatch, per_device
 from lnssm_jax.ops.checks import (
   accumulation_dtype,
   check_chunk_size,
@@ -178,7 +178,10 @@ def _canonical_decay(name, decay, shape, dtype, *, per_head):
   return decay.reshape(layouts[decay.shape])
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas")
+_LAYOUT = per_device.Layout(
+  ("BTHK", "BTHK", "BTHV", "BTHK", "BTHV", "HK", "BH", "BT"), ("BTHV", "BH")
+)
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", _LAYOUT)
 
 dispatch.register(
   _NAME,

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops import dispatch, per_device
 from lnssm_jax.ops.checks import (
   accumulation_dtype,
   check_chunk_size,
@@ -114,7 +114,8 @@ def _checked(x, beta, k, q, *, skip=None, initial_state=None, segment_ids=None, 
   return args, {"chunk_size": chunk_size}
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas")
+_LAYOUT = per_device.Layout(("BTD", "BTD", "BTN", "BTN", "D", "BDN", "BT"), ("BTD", "BDN"))
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", _LAYOUT)
 
 dispatch.register(
   _NAME,

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops import dispatch, per_device
 from lnssm_jax.ops.checks import (
   accumulation_dtype,
   check_floating,
@@ -106,7 +106,8 @@ def _checked(k, v, decay_rate, bonus, *, initial_state=None, segment_ids=None, c
   return args, {"chunk_size": chunk_size}
 
 
-_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas")
+_LAYOUT = per_device.Layout(("BTD", "BTD", "D", "D", "BD", "BT"), ("BTD", "BD"))
+_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", _LAYOUT)
 
 dispatch.register(
   _NAME,
