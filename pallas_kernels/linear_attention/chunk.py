@@ -18,6 +18,7 @@ from pallas_kernels.tensor_core import (
   alike,
   in_32_bits,
   iota,
+  store_anywhere,
   tile,
 )
 
@@ -94,7 +95,9 @@ def _float32(*shape):
   return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def each_chunk(body, inputs, out_type, scratch, *, sizes, interpret):
+def each_chunk(
+  body, inputs, out_type, scratch, *, sizes, interpret, compiler_params=COMPILER_PARAMS
+):
   """Calls `body(place, inputs, outputs, scratch)` for each group of channels, chunk, head and row.
 
   Args:
@@ -113,7 +116,7 @@ def each_chunk(body, inputs, out_type, scratch, *, sizes, interpret):
     grid=sizes,
     grid_names=("group", "chunk", "head", "row"),
     interpret=interpret,
-    compiler_params=COMPILER_PARAMS,
+    compiler_params=compiler_params,
   )(inputs)
 
 
@@ -129,6 +132,7 @@ def all_chunks(
   scratch=None,
   reuse=None,
   interpret,
+  compiler_params=COMPILER_PARAMS,
 ):
   """Calls `chunk(place, refs, scratch, wait, put)` once for each chunk of each head and sequence.
 
@@ -140,12 +144,12 @@ def all_chunks(
       `wait` and, after the place, of `put`.
     tiles: pieces that are copied to shared memory, under their names.
     vectors: arrays, or None for those that are absent.
-    outputs: pieces. float32 tiles are written from registers, the others by way of shared memory.
+    outputs: pieces. float32 is written from registers, the others by way of shared memory.
     groups: groups of key channels.
     together: how many of them one block of threads has, one after the other. Pieces of a group are
       stacked in `scratch` if it has several.
     scratch: further shared memory.
-    reuse: for outputs staged in a tile that is no longer needed when they are put, its name.
+    reuse: for bfloat16 outputs, the name of a tile that nothing reads any more when they are put.
   """
   vectors = {name: x for name, x in vectors.items() if x is not None}
   reuse = reuse or {}
@@ -153,9 +157,6 @@ def all_chunks(
   scratch = dict(scratch or {})
   for name, piece in tiles.items():
     scratch[name] = tile(*([together] if piece.grouped else []), *piece.shape)
-  for name, piece in outputs.items():
-    if len(piece.shape) == 1:
-      scratch[f"{name} out"] = plgpu.SMEM((together, *piece.shape), jnp.float32)
   scratch["arrived"] = plgpu.Barrier(num_barriers=len(tiles) * together)
 
   def body(at, ins, outs, s):
@@ -173,29 +174,33 @@ def all_chunks(
 
     def put(name, value, place=at, number=0):
       target = outs[name].at[outputs[name].index(place)]
-      if value.ndim == 2 and name not in reuse:
-        target[...] = value  # float32: whole sectors of 32 bytes
+      if name not in reuse:
+        store_anywhere(target, value)  # float32: whole sectors of 32 bytes
         return
-      source = s[reuse[name]] if name in reuse else s[f"{name} out"]
-      if name not in reuse or tiles[reuse[name]].grouped:
+      source = s[reuse[name]]
+      if tiles[reuse[name]].grouped:
         source = source.at[number]
       source[...] = value.astype(source.dtype)
       copies.append((source, target))
 
-    def group(number, carry):
-      if rest is not None:
-        rest(place_of(number), number)
-      plgpu.commit_smem()
+    def send():
+      if copies:
+        plgpu.commit_smem()
       for source, target in copies:
         plgpu.copy_smem_to_gmem(source, target)
       copies.clear()
+
+    def group(number, carry):
+      rest(place_of(number), number)
+      send()
       return carry
 
     copies = []
     rest = chunk(at, ins, s, wait, put)
-    if together == 1:
+    send()
+    if rest is not None and together == 1:
       group(0, None)
-    else:
+    elif rest is not None:
       lax.fori_loop(0, together, group, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -209,6 +214,7 @@ def all_chunks(
     scratch,
     sizes=(groups // together, first.shape[1] // CHUNK, first.shape[2], first.shape[0]),
     interpret=interpret,
+    compiler_params=compiler_params,
   )
 
 

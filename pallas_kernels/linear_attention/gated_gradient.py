@@ -8,6 +8,7 @@ The decay is owed what the factors in `gates.py` are: each is an exponential of 
 of one sign, so no gradient is a difference of large numbers.
 """
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from pallas_kernels.linear_attention.chunk import (
 )
 from pallas_kernels.tensor_core import (
   CHUNK,
+  COMPILER_PARAMS,
   GROUP,
   across,
   columns_of,
@@ -40,7 +42,6 @@ from pallas_kernels.tensor_core import (
   multiply,
   rows_of,
   scaled,
-  stage_for,
   staged,
   sum_of_rows,
   tile,
@@ -53,6 +54,8 @@ _SHAPE = (CHUNK, GROUP)
 # log2 of how far factors of decays a step may grow, where the decays want a gradient: what pairs on
 # one side of a block's middle owe its steps there cancels, the more the faster the decays are.
 _LIMIT = 12.0
+# For kernels in which no sum crosses warps: 2 KiB less of shared memory, so that two blocks fit.
+_WITHOUT_SCRATCH = dataclasses.replace(COMPILER_PARAMS, reduction_scratch_bytes=0)
 
 
 def query_gradient(
@@ -90,12 +93,11 @@ def query_gradient(
       d_scores = d_scores + across(d_rows, d_scores.shape)
     if segments is not None:
       d_scores = jnp.where(same_segment(ins, at), d_scores, 0.0)
-    tiles = _three_tiles(s, "v")  # v is not needed any more
-    tiles[1][...] = d_scores.astype(jnp.bfloat16)
-    return lambda at, number: group(at, number, d_rows, tiles, ins, s, wait, put)
+    right_s, kept = _two_tiles(s, "v")  # v is not needed any more
+    kept[...] = d_scores.astype(jnp.bfloat16)
+    return lambda at, number: group(at, number, d_rows, right_s, kept, ins, s, wait, put)
 
-  def group(at, number, d_rows, tiles, ins, s, wait, put):
-    right_s, kept, unit_s = tiles
+  def group(at, number, d_rows, right_s, kept, ins, s, wait, put):
     gate = make_gate(
       *(ins["log_decay"], _first(ins, at), s, at.b, at.h, at.n, at.channels),
       length=length,
@@ -112,7 +114,7 @@ def query_gradient(
     k_s, state_s = s["k"].at[number], s["state"].at[number]
     queries = lambda: load(s["q"].at[number])
 
-    met = functools.partial(_met, k_s, right_s, kept, s["left"], interpret)
+    met = functools.partial(_met, k_s, right_s, kept, s.get("left"), interpret)
     wait("k", number)
     if "q" in s:
       wait("q", number)
@@ -121,7 +123,7 @@ def query_gradient(
       put("bonus", jnp.sum(d_q * queries(), axis=0), at, number)
       d_q = d_q * down(weight, _SHAPE)
     else:
-      d_q = same_step(kept, k_s, s["left"], interpret)
+      d_q = same_step(kept, k_s, s.get("left"), interpret)
     left, right = gate.in_block()
     pairs, due = gates.in_block_pairs(gate.first), None
     d_left = met(pairs, right) * left
@@ -131,6 +133,7 @@ def query_gradient(
       due = met(pairs, right, gate.lags()) * left
     owe = functools.partial(gate.owe, x=queries, staging=right_s) if decays else None
     d_q, due = _through_merges(gate, met, owe, d_q + d_left, due)
+    unit_s = k_s  # k is not needed any more
     wait("state", number)
     (d_before,) = multiply((_SHAPE, [(s["d_out"], turned(state_s))]), interpret=interpret)
     if d_sum is not None:
@@ -173,6 +176,7 @@ def key_gradient(
   v,
   d_out,
   d_sum,
+  scores,  # [B, H, T, C] bfloat16 where `joins_values`, else None
   adjoints,  # [B, H, N, K, V] bfloat16: A
   leaving_sum,  # [B, H, N, K] float32: y; or None
   log_decay,
@@ -187,10 +191,11 @@ def key_gradient(
   decays,
   interpret=None,
 ):
-  """Returns {"k": dk} and, if `decays`, "log_decay" without `scale`: for decays a step the whole
-  [B, T, H, K], for constant ones the keys' part [B, H, N, K].
+  """Returns {"k": dk} and, with `scores`, "v": dv [B, T, H, V]; if `decays`, "log_decay" without
+  `scale`: for decays a step the whole [B, T, H, K], for constant ones the keys' part [B, H, N, K].
   """
   per_step = log_decay.ndim == 4
+  reach_of = lambda ins, at: rows_of(ins["reach"].at[1, at.b, at.steps])
 
   def chunk(at, ins, s, wait, put):
     d_columns = None if d_sum is None else columns_of(ins["d_sum"].at[at.b, at.h, at.steps])
@@ -202,18 +207,39 @@ def key_gradient(
       d_scores = d_scores + down(d_columns, d_scores.shape)
     if segments is not None:
       d_scores = jnp.where(same_segment(ins, at), d_scores, 0.0)
-    tiles = _three_tiles(s, "d_out")  # d_out is not needed any more
-    tiles[1][...] = d_scores.astype(jnp.bfloat16)
-    return lambda at, number: group(at, number, tiles, ins, s, wait, put)
+    if scores is None:
+      right_s, kept = _two_tiles(s, "d_out")  # d_out is not needed any more
+    else:
+      right_s, kept = s["spare"].at[0], s["scores"]
+      put("v", values(at, ins, s, wait) * scale)
+    kept[...] = d_scores.astype(jnp.bfloat16)
+    return lambda at, number: group(at, number, right_s, kept, ins, s, wait, put)
 
-  def group(at, number, tiles, ins, s, wait, put):
-    right_s, kept, unit_s = tiles
-    gate = make_gate(
+  def gate_of(at, ins, s):
+    return make_gate(
       *(ins["log_decay"], _first(ins, at), s, at.b, at.h, at.n, at.channels),
       length=length,
       read_first=bonus is not None,
       interpret=interpret,
     )
+
+  def values(at, ins, s, wait):
+    wait("scores")
+    d_v, products = s["d_out"].shape, [(turned(s["scores"]), s["d_out"])]
+    for number in range(k.shape[3] // GROUP):
+      after = gate_of(at._replace(group=number), ins, s).after()
+      wait("k", number)
+      left = scaled(s["k"].at[number], after)
+      if reach is not None:
+        left = jnp.where(across(reach_of(ins, at), _SHAPE) > 0, left, jnp.bfloat16(0.0))
+      wait("state", number)
+      products.append((staged(left, s.get("left"), interpret), s["state"].at[number]))
+      (d_v,) = multiply((d_v, products), interpret=interpret)
+      products = []
+    return d_v
+
+  def group(at, number, right_s, kept, ins, s, wait, put):
+    gate = gate_of(at, ins, s)
     if per_step:
       gate.choose(s["largest"], _LIMIT if decays else gates.LARGEST_LOG2)
     y = weight = due = None
@@ -229,12 +255,12 @@ def key_gradient(
     q_s, state_s = s["q"].at[number], s["state"].at[number]
     keys = lambda: load(s["k"].at[number])
 
-    met = functools.partial(_met, q_s, right_s, kept, s["left"], interpret)
+    met = functools.partial(_met, q_s, right_s, kept, s.get("left"), interpret)
     wait("q", number)
-    if "k" in s:
+    if "k" in s and scores is None:
       wait("k", number)
     if bonus is None:
-      d_k = same_step(kept, q_s, s["left"], interpret)
+      d_k = same_step(kept, q_s, s.get("left"), interpret)
     else:
       d_k = diagonal(load(kept), _SHAPE) * load(q_s) * down(weight, _SHAPE)
     left, right = gate.in_block()
@@ -245,14 +271,15 @@ def key_gradient(
       due = zeros(*_SHAPE)
     owe = functools.partial(gate.owe, x=keys, staging=right_s) if decays else None
     d_k, due = _through_merges(gate, met, owe, d_k + d_right, due, turned=True)
-    wait("state", number)
+    unit_s = q_s  # q is not needed any more
+    if scores is None:
+      wait("state", number)
     (d_after,) = multiply((_SHAPE, [(s["v"], turned(state_s))]), interpret=interpret)
     if d_sum is not None:
       d_after = d_after + down(y, _SHAPE)
     d_after = d_after * gate.after()
     if reach is not None:
-      reaches = rows_of(ins["reach"].at[1, at.b, at.steps])
-      d_after = jnp.where(across(reaches, _SHAPE) > 0, d_after, 0.0)
+      d_after = jnp.where(across(reach_of(ins, at), _SHAPE) > 0, d_after, 0.0)
     if decays:
       due = gate.owe(due, keys, d_after, gates.AFTER, right_s)
       if not per_step:
@@ -266,13 +293,25 @@ def key_gradient(
     outputs["log_decay"] = _due(log_decay, B, H, N, K)
   tiles = {"q": channels_of(q), "v": steps_of(v), "d_out": steps_of(d_out)}
   tiles["state"] = state_channels_of(adjoints)
-  if decays:
+  if decays or scores is not None:
     tiles["k"] = channels_of(k)
+  reuse = {"k": "q"}
+  if scores is not None:
+    tiles["scores"] = scores_of(scores)
+    outputs["v"], reuse["v"] = steps_of(v), "d_out"
   vectors = {"d_sum": d_sum, "leaving_sum": leaving_sum, "log_decay": log_decay, "bonus": bonus}
   vectors |= {"segments": segments, "reach": reach, "first": _first_merges(log_decay)}
   if decays and per_step:  # of constant decays the parts are summed outside
     vectors |= {"d_total": d_total, "d_log_decay": d_log_decay}
-  return _run(chunk, tiles, vectors, outputs, {"k": "q"}, K, interpret)
+  return _run(chunk, tiles, vectors, outputs, reuse, K, interpret)
+
+
+def joins_values(log_decay, value_width):
+  """Whether `key_gradient` has all channels of a chunk, and so makes the gradient of values too.
+
+  What every step or wider values take of shared memory leaves no room for two groups of channels.
+  """
+  return log_decay.ndim == 2 and value_width <= 128
 
 
 def value_gradient(
@@ -300,10 +339,11 @@ def value_gradient(
   return all_chunks(chunk, tiles, {}, outputs, reuse={"v": "d_out"}, interpret=interpret)["v"]
 
 
-def _three_tiles(s, name):
-  """Three tiles [C, 64]: parts of the tile `name`, as many as it has, and spare ones."""
-  parts = [s[name].at[:, pl.ds(start, GROUP)] for start in range(0, s[name].shape[1], GROUP)]
-  return [*parts, *(s["spare"].at[n] for n in range(3 - len(parts)))][:3]
+def _two_tiles(s, name):
+  """Two tiles [C, 64]: parts of the tile `name` or, if it has one only, that and a spare one."""
+  if s[name].shape[1] == GROUP:
+    return s[name], s["spare"].at[0]
+  return [s[name].at[:, pl.ds(start, GROUP)] for start in (0, GROUP)]
 
 
 def _met(others, right_s, d_scores, left_s, interpret, pairs, factor, lags=None):
@@ -363,18 +403,19 @@ def _due(log_decay, B, H, N, K):
 
 
 def _run(chunk, tiles, vectors, outputs, reuse, width, interpret):
-  scratch = {"left": stage_for(CHUNK, CHUNK, interpret), **gate_scratch(vectors["log_decay"])}
-  spare = 3 - tiles["v"].shape[1] // GROUP  # for `_three_tiles`
-  if spare > 0:
-    scratch["spare"] = tile(spare, CHUNK, GROUP)
+  log_decay, value_width = vectors["log_decay"], tiles["v"].shape[1]
+  scratch = gate_scratch(log_decay)
+  if interpret is not None:  # for `staged`; on a GPU there is nothing to spare for it
+    scratch["left"] = tile(CHUNK, CHUNK)
+  if value_width == GROUP or "scores" in tiles:
+    scratch["spare"] = tile(1, CHUNK, GROUP)
   groups = width // GROUP
-  # What every step or wider values take of shared memory leaves no room for two.
-  constant, narrow = vectors["log_decay"].ndim == 2, tiles["v"].shape[1] <= 128
   return all_chunks(
     *(chunk, tiles, vectors, outputs),
     groups=groups,
-    together=groups if constant and narrow else 1,
+    together=groups if joins_values(log_decay, value_width) else 1,
     scratch=scratch,
     reuse=reuse,
     interpret=interpret,
+    compiler_params=_WITHOUT_SCRATCH if "scores" in tiles else COMPILER_PARAMS,
   )

@@ -78,7 +78,7 @@ class Kept(NamedTuple):
   denominator: jax.Array | None  # [B, H, T] float32
   scores: jax.Array | None  # gated: [B, H, T, C] bfloat16
   q: jax.Array | None  # gated: [B, T, H, K] bfloat16, decayed from the chunk's start
-  k: jax.Array | None  # gated: [B, T, H, K] bfloat16, decayed to the chunk's end
+  k: jax.Array | None  # gated, where dv is made apart: [B, T, H, K], decayed to the chunk's end
 
 
 def _forward(static, inputs, segments, *, for_gradient):
@@ -128,7 +128,7 @@ def _forward(static, inputs, segments, *, for_gradient):
     denominator,
     made["scores"] if gated else None,
     made["q"] if gated else None,
-    made["k"] if gated else None,
+    made["k"] if gated and not gated_gradient.joins_values(log_decay, v.shape[-1]) else None,
   )
   name = functools.partial(checkpoint_name, name=MADE_BY_KERNELS)
   result, kept = jax.tree.map(name, (result, kept))
@@ -219,9 +219,11 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
   reach = None if segments is None else reaching(segments, T)
   states = _adjoint_states(static, kept.q, None, inputs, kept, adjoint, d_last)
   options = {"scale": adjoint.scale, "interpret": static.interpret}
-  d_v = gated_gradient.value_gradient(
-    kept.k, adjoint.d_out, kept.scores, states["borders"], **options
-  )
+  d_v, joined = None, gated_gradient.joins_values(log_decay, v.shape[-1])
+  if not joined:
+    d_v = gated_gradient.value_gradient(
+      kept.k, adjoint.d_out, kept.scores, states["borders"], **options
+    )
   options |= {"decays": adjoint.decays, "length": static.length}
   by_q = gated_gradient.query_gradient(
     *(q, k, v, adjoint.d_out, adjoint.d_sum, kept.borders, kept.entering_sum),
@@ -235,7 +237,8 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
   if adjoint.decays:
     d_total = kept.decay * _decay_gradient(states, leaving_sum, kept)
   by_k = gated_gradient.key_gradient(
-    *(q, k, v, adjoint.d_out, adjoint.d_sum, states["borders"], leaving_sum),
+    *(q, k, v, adjoint.d_out, adjoint.d_sum, kept.scores if joined else None),
+    *(states["borders"], leaving_sum),
     *(log_decay, bonus, segments, reach, d_total, by_q.get("log_decay")),
     **options,
   )
@@ -246,6 +249,7 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
     d_log_decay = d_log_decay.sum((0, 2))
   d_bonus = None if bonus is None else by_q["bonus"].sum((0, 2))
   d_kv = None if kv is None else states["last"][:, :, 0]
+  d_v = by_k["v"] if joined else d_v
   return Inputs(by_q["q"], by_k["k"], d_v, d_log_decay, d_bonus, d_kv, d_key_sum)
 
 
