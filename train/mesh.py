@@ -70,7 +70,7 @@ def mapped_axes(mesh: Mesh) -> tuple[str, ...]:
   All of them, so that GPU kernels run, which the compiler cannot divide. So also on a mesh of one
   device where there are more: what is not mapped could be divided, and takes no kernel. Where
   "tensor" divides anything, only "sequence", if it does: the compiler divides heads and channels,
-  and the rest with them.
+  and the rest with them. Scans are then mapped one by one (`lnssm_jax.ops.per_device`).
   """
   if jax.device_count() == 1:
     return ()

@@ -227,7 +227,7 @@ def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., 
   if not axes:
 
     def divided(params, batch, penalty):
-      # The scans ask for the mesh, to run kernels device by device.
+      # The scans ask for the mesh, over which they map their kernels.
       with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return sums(params, batch, penalty)
 

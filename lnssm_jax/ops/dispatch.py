@@ -79,14 +79,14 @@ def kernels(module: str, layout: per_device.Layout) -> tuple[Implementation, Imp
     return scan(*args) if divided is None else divided.run(scan, args)
 
   def obstacle(*args, **kwargs):
-    divided = division(args)
-    return load().obstacle(*(args if divided is None else divided.of_part(args)), **kwargs)
+    ask, divided = functools.partial(load().obstacle, **kwargs), division(args)
+    return ask(*args) if divided is None else divided.ask(ask, args)
 
   def worthwhile(*args, **kwargs):
     if _on_one_device(args[0]):
       return load().worthwhile(*args, **kwargs)
     divided = division(args)
-    return divided is not None and load().worthwhile(*divided.of_part(args), **kwargs)
+    return divided is not None and divided.ask(functools.partial(load().worthwhile, **kwargs), args)
 
   compiled = Implementation(
     "pallas",

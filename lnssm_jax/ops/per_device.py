@@ -41,6 +41,16 @@ class Division(NamedTuple):
 
   def run(self, scan: Callable, args: tuple):
     """`scan(*args)`, each device computing its part."""
+    return self._map(scan, args, tuple(self._spec(axes) for axes in self.layout.results))
+
+  def ask[T](self, question: Callable[..., T], args: tuple) -> T:
+    """`question(*args)` about the part of one device, of which only the type is known."""
+    answers = []
+    ask = lambda *part: answers.append(question(*part))
+    jax.eval_shape(lambda: self._map(ask, args, None))
+    return answers[-1]
+
+  def _map(self, function, args, out_specs):
     leaves, tree = jax.tree.flatten(args)
     # What is given twice stays one array, because a scan may ask for that.
     once = list({id(x): x for x in leaves}.values())
@@ -49,27 +59,14 @@ class Division(NamedTuple):
 
     def part(*arrays):
       arrays = vary_alike(arrays)
-      return scan(*tree.unflatten([arrays[place] for place in places]))
+      return function(*tree.unflatten([arrays[place] for place in places]))
 
     return jax.shard_map(
       part,
       in_specs=tuple(specs[id(x)] for x in once),
-      out_specs=tuple(self._spec(axes) for axes in self.layout.results),
+      out_specs=out_specs,
       axis_names=set(self.counts),
     )(*once)
-
-  def of_part(self, args: tuple) -> tuple:
-    """Shapes and dtypes of the arguments of one device."""
-
-    def of_part(axes, x):
-      over = [self._over(*axis) for axis in zip(axes, x.shape, strict=False)]
-      counts = [math.prod(self.counts[axis] for axis in each) for each in over]
-      counts += [1] * (x.ndim - len(counts))
-      shape = tuple(size // count for size, count in zip(x.shape, counts, strict=True))
-      return jax.ShapeDtypeStruct(shape, x.dtype)
-
-    shapes = [of_part(axes, x) for axes, x in _named(self.layout, args)]
-    return jax.tree.unflatten(jax.tree.structure(args), shapes)
 
   def _spec(self, axes: str, shape: tuple[int, ...] = ()) -> PartitionSpec:
     """Of an array with these axes; of results no shape is needed."""

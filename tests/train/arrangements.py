@@ -1,19 +1,23 @@
 """Training steps on devices arranged in several ways. Run as a program: their number is fixed when
 jax starts. Prints JSON.
 
-    python -m tests.train.arrangements CONFIG trained 1 2x2 1x2x2
+    python -m tests.train.arrangements CONFIG trained 1 2x2 1x2x2 "1x1x1x2 kernels"
     python -m tests.train.arrangements CONFIG kernels 2x2
     python -m tests.train.arrangements CONFIG traffic 1x1x2
 
-Sizes are those of data x fsdp x sequence x tensor; what is not said is 1.
+Sizes are those of data x fsdp x sequence x tensor; what is not said is 1. With "kernels", scans are
+divided as kernels are, for which other forms stand in, because no CPU runs them.
 """
 
 import collections
+import contextlib
 import dataclasses
+import importlib
 import json
 import math
 import re
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -25,6 +29,10 @@ from train.optimizer import make_optimizer
 from train.step import abstract_state, init_state, make_train_step, model_graph
 
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+WITH_KERNELS = (
+  "causal_conv1d", "delta_rule", "diagonal_scan", "linear_attention", "longhorn_scan",
+  "selective_scan", "wkv4",
+)  # fmt: skip
 STEPS = 3  # each magnifies the roundings of those before
 
 
@@ -60,8 +68,36 @@ def moments(state):
   return state["opt_state"][1].mu
 
 
+@contextlib.contextmanager
+def stand_ins():
+  """XLA's forms run where kernels would; gives a list of what they are called with."""
+  seen = []
+
+  def standing_in(form):
+    def run(*args, **kwargs):
+      seen.append(args[0].shape)
+      return form(*args, **kwargs)
+
+    return run
+
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(mock.patch.object(dispatch, "hopper_obstacle", lambda: None))
+    for scan in WITH_KERNELS:
+      xla, pallas = (
+        importlib.import_module(f"lnssm_jax.ops.{scan}.{x}") for x in ("xla", "pallas")
+      )
+      run = standing_in(xla.shifted if scan == "causal_conv1d" else xla.chunked)
+      others = {"obstacle": lambda *_, **__: None, "worthwhile": lambda *_, **__: True}
+      stack.enter_context(mock.patch.multiple(pallas, run=run, **others))
+    yield seen
+
+
 def trained(cfg, sizes: str, alone: dict):
   """The initial state, metrics and gradients of some steps; how much a device holds of it all."""
+  if sizes.endswith(" kernels"):
+    with stand_ins() as seen:
+      result = trained(cfg, sizes.removesuffix(" kernels"), alone)
+    return result | {"scans": seen}
   cfg, mesh = arranged(cfg, sizes)
   state = init_state(cfg, mesh)
   result = {"start": bits(state)}

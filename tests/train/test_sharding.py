@@ -42,10 +42,11 @@ def same_training(results, steps=3):
 
 
 def test_every_arrangement_trains_alike(run):
-  results = run("trained", "1", "2x2", "1x2x2", "1x2x1x2", model__num_layers=2, **TRAINING)
+  names = ("1", "2x2", "1x2x2", "1x2x1x2 kernels")
+  results = run("trained", *names, model__num_layers=2, **TRAINING)
   same_training(results)
-  shares = {name: result["share"] for name, result in results.items()}
-  assert shares == {"1": 1, "2x2": 1 / 2, "1x2x2": 1 / 2, "1x2x1x2": 1 / 4}
+  shares = [results[name]["share"] for name in names]
+  assert shares == [1, 1 / 2, 1 / 2, 1 / 4]
 
   # Divided parameters: each matrix is gathered once in each direction, and its gradient leaves by
   # one reduce-scatter. The bodies of the loops over layers, forward and backward, and around them.
@@ -54,8 +55,25 @@ def test_every_arrangement_trains_alike(run):
   assert numbers("all-gather") == [ENDS, MATRICES, MATRICES]
   assert numbers("reduce-scatter") == [ENDS, MATRICES]
   # Divided heads and channels: two activations are summed in a layer's forward pass, the outputs of
-  # o_proj and down, and two numbers a token, for the norms of all queries and of all keys.
-  assert {"all-gather": MATRICES, "all-reduce": 2 + 2} in results["1x2x1x2"]["collectives"]
+  # o_proj and down, and two numbers a token, for the norms of all queries and of all keys. Scans
+  # send nothing: each device runs them on its rows and heads, here 2 of 4 rows and 1 of 2 heads.
+  divided = results[names[-1]]
+  assert {"all-gather": MATRICES, "all-reduce": 2 + 2} in divided["collectives"]
+  assert {tuple(shape) for shape in divided["scans"]} == {(2, 32, 1, 16)}
+
+
+@pytest.mark.slow
+def test_scans_run_by_each_device_send_no_more_than_those_that_the_compiler_divides(run):
+  names = ("1", "1x2x1x2", "1x2x1x2 kernels")
+  results = run("trained", *names, model__num_layers=2, **TRAINING)
+  same_training(results)
+  totals = []
+  for name in names[1:]:
+    counts = results[name]["collectives"]
+    assert {"all-gather": MATRICES, "all-reduce": 2 + 2} in counts
+    totals.append(sum(n for count in counts for n in count.values()))
+  by_compiler, by_device = totals
+  assert by_device <= by_compiler
 
 
 @pytest.mark.slow
@@ -73,12 +91,12 @@ def test_further_arrangements(run, remat, unroll):
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
 def test_every_mixer(run, mixer):
-  """Parts of parameters gathered, and heads and channels divided by the compiler."""
+  """Parts of parameters gathered, heads and channels divided by the compiler and for kernels."""
   # The tiny GLA and RWKV-6 have ranks of 3, which do not divide.
   options = {} if mixer in ("gla", "rwkv6") else dict(TINY[mixer].model_options)
   changes = {"model__mixer": mixer, "model__mixer_options": options}
   changes |= {"model__dim": 128} if mixer == "mamba2" else {}  # in 32 channels it has one head
-  results = run("trained", "1", "2x2", "1x2x1x2", **changes, global_batch=4)
+  results = run("trained", "1", "2x2", "1x2x1x2", "1x2x1x2 kernels", **changes, global_batch=4)
   same_training(results, steps=2)
 
 
@@ -131,14 +149,16 @@ WIDE = {
 }
 
 
-def test_divided_parameters_meet_kernels(run):
-  """Six a layer: two forward, four backward."""
-  assert run("kernels", "2x2", **WIDE) == {"2x2": 6}
+def test_divided_parameters_and_heads_meet_kernels(run):
+  """Five a layer: two forward, three backward."""
+  assert run("kernels", "2x2", "1x2x1x2", **WIDE) == {"2x2": 5, "1x2x1x2": 5}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["lnssm", "gla", "mamba2", "longhorn", "gated_delta_net"])
 def test_kernels_of_other_mixers(run, mixer):
-  """As many on one device, with copies of the parameters and with parts of them."""
-  counts = run("kernels", "1", "4", "2x2", model__mixer=mixer, **WIDE)
-  assert counts["1"] == counts["4"] == counts["2x2"] > 0
+  """As many on one device, with copies of the parameters, with parts of them and of heads."""
+  names = ("1", "4", "2x2", "1x1x1x2", "2x1x1x2")
+  counts = run("kernels", *names, model__mixer=mixer, **WIDE)
+  assert counts == dict.fromkeys(names, counts["1"])
+  assert counts["1"] > 0

@@ -44,7 +44,8 @@ def causal_conv1d(
     implementation: "pallas" (a kernel; a Hopper GPU, x and y bfloat16 or float32, W <= 4), "xla"
       (any device and arguments), or "pallas_interpret" (the kernel on a CPU, slowly, to test it).
       None takes "pallas" where it can run and is known to be faster (T > 1 and D a multiple of 128;
-      with several devices inside `shard_map` only), otherwise "xla".
+      with several devices inside `shard_map`, or with a mesh that `per_device` knows), otherwise
+      "xla".
 
   Returns:
     y [B, T, D] and the last W - 1 inputs [B, W - 1, D], with zeros for those before the last

@@ -48,7 +48,8 @@ def diagonal_scan(
       scan over chunks; any device and arguments), "associative" (`lax.associative_scan`),
       "reference" (one step at a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test
       them). None takes "pallas" where it can run and is known to be faster (T > 1 and D >= 128;
-      with several devices inside `shard_map` only), otherwise "chunked".
+      with several devices inside `shard_map`, or with a mesh that `per_device` knows), otherwise
+      "chunked".
     chunk_size: steps in a chunk of the chunked form; None means 16 on CPUs, 512 elsewhere. The
       kernels choose their own.
 

@@ -67,7 +67,7 @@ def linear_attention(
       step at a time), "associative" (`lax.associative_scan`), or "pallas_interpret" (the kernels on
       a CPU, slowly, to test them). None takes "pallas" where it can run and is known to be faster
       (T = 1: K and V multiples of 16; T > 1: both at least 32; with several devices inside
-      `shard_map` only), otherwise "chunked".
+      `shard_map`, or with a mesh that `per_device` knows), otherwise "chunked".
     chunk_size: steps in a chunk, a power of two; None means the default. The kernels have 64.
 
   Returns:

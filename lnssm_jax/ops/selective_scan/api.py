@@ -54,10 +54,11 @@ def selective_scan(
     initial_state: the state before the first step; None means zeros.
     implementation: "pallas" (kernels; a Hopper GPU, no float64 or float16, N <= 256), "chunked"
       (any device and arguments), "associative" (one scan of depth log T over all steps, which holds
-      [B, T, D, N]), "reference" (one step at a time), or "pallas_interpret" (the
-      kernels on a CPU, slowly, to test them). None takes "pallas" where it can run and is known to
-      be faster (T = 1: N <= 64, a multiple of 16, and D of 32, or N = 4 or 8 and D of 128 or 64;
-      T > 1: D >= 64; with several devices inside `shard_map` only), otherwise "chunked".
+      [B, T, D, N]), "reference" (one step at a time), or "pallas_interpret" (the kernels on a CPU,
+      slowly, to test them). None takes "pallas" where it can run and is known to be faster (T = 1:
+      N <= 64, a multiple of 16, and D of 32, or N = 4 or 8 and D of 128 or 64; T > 1: D >= 64; with
+      several devices inside `shard_map`, or with a mesh that `per_device` knows), otherwise
+      "chunked".
     chunk_size: steps in a chunk of the chunked form, a power of two; None means the default. The
       kernels choose their own.
 

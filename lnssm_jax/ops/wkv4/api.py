@@ -54,7 +54,8 @@ def wkv4(
       over chunks; any device and arguments), "associative" (`lax.associative_scan`), "reference"
       (one step at a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test them). None
       takes "pallas" where it can run and is known to be faster (T = 1: D a multiple of 128; T > 1:
-      D >= 128; with several devices inside `shard_map` only), otherwise "chunked".
+      D >= 128; with several devices inside `shard_map`, or with a mesh that `per_device` knows),
+      otherwise "chunked".
     chunk_size: steps in a chunk of the chunked form; None means 8 on CPUs, 512 elsewhere. The
       kernels choose their own.
 
