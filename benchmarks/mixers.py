@@ -5,10 +5,9 @@
 
 All that differs is the mixer: the model, the batch and the step are those of the configuration,
 measured as `benchmarks.train_step` does, each mixer in a process of its own. `--jobs` of them
-compile at the same time, and when `--together` have, one after the other measures. A process that
-waits keeps the device memory in which its compiler tried kernels: with too many, the next ones
-stall. Memory in the table is what the compiler reserves for one step: arguments, results and
-everything between.
+compile at the same time, and when `--together` have, one after the other measures. (With twelve at
+a time on 16 cores compiling came to a halt; with six or seven each took 20 to 90 s.) Memory is what
+the compiler reserves for one step: arguments, results and everything between.
 
 A row marked "no borders" leaves the documents' borders out of the batch: only then can softmax
 attention run in cuDNN's kernel.
