@@ -47,7 +47,6 @@ from pallas_kernels.tensor_core import (
   tile,
   turned,
   unit,
-  zeros,
 )
 
 _SHAPE = (CHUNK, GROUP)
@@ -78,9 +77,8 @@ def query_gradient(
 ):
   """Returns {"q": dq} and, float32 and without `scale`,
 
-  with `d_sum` "sum" [B, H, N, K], what the sum that enters each chunk is due; with a bonus "bonus"
-  [B, H, N, K]; and if `decays` "log_decay", the queries' part: [B, T, H, K], or [B, H, N, K] for
-  constant decays.
+  with a bonus "bonus" [B, H, N, K]; and if `decays` "log_decay", the queries' part: [B, T, H, K],
+  or [B, H, N, K] for constant decays.
   """
   read_first, per_step = bonus is not None, log_decay.ndim == 4
 
@@ -123,17 +121,17 @@ def query_gradient(
       put("bonus", jnp.sum(d_q * queries(), axis=0), at, number)
       d_q = d_q * down(weight, _SHAPE)
     else:
-      d_q = same_step(kept, k_s, s.get("left"), interpret)
-    left, right = gate.in_block()
-    pairs, due = gates.in_block_pairs(gate.first), None
-    d_left = met(pairs, right) * left
-    if decays and per_step:
-      due = gate.owe(due, queries, d_left, gates.QUERIES, right_s)
-    elif decays:
-      due = met(pairs, right, gate.lags()) * left
+      (d_q,) = multiply(same_step(kept, k_s, s.get("left"), interpret), interpret=interpret)
     owe = functools.partial(gate.owe, x=queries, staging=right_s) if decays else None
+    due = None
+    left, right = gate.in_block()
+    lags = gate.lags() if decays and not per_step else None
+    d_left, d_lags = met(gates.in_block_pairs(gate.first), right, lags)
+    d_left = d_left * left
+    if decays:
+      due = owe(None, d_x=d_left, which=gates.QUERIES) if per_step else d_lags * left
     d_q, due = _through_merges(gate, met, owe, d_q + d_left, due)
-    unit_s = k_s  # k is not needed any more
+
     wait("state", number)
     (d_before,) = multiply((_SHAPE, [(s["d_out"], turned(state_s))]), interpret=interpret)
     if d_sum is not None:
@@ -143,13 +141,12 @@ def query_gradient(
       sees = rows_of(ins["reach"].at[0, at.b, at.steps])
       before = jnp.where(across(sees, _SHAPE) > 0, before, 0.0)
     d_before = d_before * before
-    if d_sum is not None:
-      d_sums = across(d_rows, _SHAPE) * queries() * before
-      put("sum", over_steps(unit_s, right_s, d_sums, interpret), at, number)
     if decays:
-      due = gate.owe(due, queries, d_before, gates.BEFORE, right_s)
-      if not per_step:
-        due = over_steps(unit_s, right_s, due * queries(), interpret)
+      due = owe(due, d_x=d_before, which=gates.BEFORE)
+
+    if decays and not per_step:  # k is not needed any more
+      due = over_steps(k_s, right_s, due * queries(), interpret)
+    if decays:
       put("log_decay", due, at, number)
     put("q", (d_q + d_before) * scale, at, number)
 
@@ -159,11 +156,9 @@ def query_gradient(
     outputs["log_decay"] = _due(log_decay, B, H, N, K)
   if read_first:
     outputs["bonus"] = columns_to(B, H, N, K)
-  if d_sum is not None:
-    outputs["sum"] = columns_to(B, H, N, K)
   tiles = {"k": channels_of(k), "v": steps_of(v), "d_out": steps_of(d_out)}
   tiles["state"] = state_channels_of(borders)
-  if decays or read_first or d_sum is not None:
+  if decays or read_first:
     tiles["q"] = channels_of(q)
   vectors = {"d_sum": d_sum, "entering_sum": entering_sum, "log_decay": log_decay, "bonus": bonus}
   vectors |= {"segments": segments, "reach": reach, "first": _first_merges(log_decay)}
@@ -233,7 +228,8 @@ def key_gradient(
       if reach is not None:
         left = jnp.where(across(reach_of(ins, at), _SHAPE) > 0, left, jnp.bfloat16(0.0))
       wait("state", number)
-      products.append((staged(left, s.get("left"), interpret), s["state"].at[number]))
+      left = staged(left, s["left"].at[0] if "left" in s else None, interpret)
+      products.append((left, s["state"].at[number]))
       (d_v,) = multiply((d_v, products), interpret=interpret)
       products = []
     return d_v
@@ -257,35 +253,34 @@ def key_gradient(
 
     met = functools.partial(_met, q_s, right_s, kept, s.get("left"), interpret)
     wait("q", number)
-    if "k" in s and scores is None:
-      wait("k", number)
-    if bonus is None:
-      d_k = same_step(kept, q_s, s.get("left"), interpret)
-    else:
-      d_k = diagonal(load(kept), _SHAPE) * load(q_s) * down(weight, _SHAPE)
-    left, right = gate.in_block()
-    d_right = met(gates.in_block_pairs(gate.first, turned=True), left) * right
-    if decays and per_step:
-      due = gate.owe(due, keys, d_right, gates.KEYS, right_s)
-    elif decays:  # of pairs in a block, constant decays are paid by `query_gradient`
-      due = zeros(*_SHAPE)
-    owe = functools.partial(gate.owe, x=keys, staging=right_s) if decays else None
-    d_k, due = _through_merges(gate, met, owe, d_k + d_right, due, turned=True)
-    unit_s = q_s  # q is not needed any more
     if scores is None:
+      if "k" in s:
+        wait("k", number)
       wait("state", number)
-    (d_after,) = multiply((_SHAPE, [(s["v"], turned(state_s))]), interpret=interpret)
+    own_step = [same_step(kept, q_s, s.get("left"), interpret)] if bonus is None else []
+    from_state = _SHAPE, [(s["v"], turned(state_s))]
+    d_after, *d_k = multiply(from_state, *own_step, interpret=interpret)
+    if bonus is not None:
+      d_k = [diagonal(load(kept), _SHAPE) * load(q_s) * down(weight, _SHAPE)]
     if d_sum is not None:
       d_after = d_after + down(y, _SHAPE)
     d_after = d_after * gate.after()
     if reach is not None:
       d_after = jnp.where(across(reach_of(ins, at), _SHAPE) > 0, d_after, 0.0)
+    owe = functools.partial(gate.owe, x=keys, staging=right_s) if decays else None
     if decays:
-      due = gate.owe(due, keys, d_after, gates.AFTER, right_s)
-      if not per_step:
-        due = over_steps(unit_s, right_s, due * keys(), interpret)
+      due = owe(due, d_x=d_after, which=gates.AFTER)
+
+    left, right = gate.in_block()
+    d_right = met(gates.in_block_pairs(gate.first, turned=True), left)[0] * right
+    if decays and per_step:  # of pairs in a block, constant decays are paid by `query_gradient`
+      due = owe(due, d_x=d_right, which=gates.KEYS)
+    d_k, due = _through_merges(gate, met, owe, d_k[0] + d_after + d_right, due, turned=True)
+    if decays and not per_step:  # q is not needed any more
+      due = over_steps(q_s, right_s, due * keys(), interpret)
+    if decays:
       put("log_decay", due, at, number)
-    put("k", (d_k + d_after) * scale, at, number)
+    put("k", d_k * scale, at, number)
 
   (B, _, H, K), N = q.shape, q.shape[1] // CHUNK
   outputs = {"k": channels_of(k)}
@@ -347,13 +342,20 @@ def _two_tiles(s, name):
 
 
 def _met(others, right_s, d_scores, left_s, interpret, pairs, factor, lags=None):
-  """[C, 64]: what rows are due that met the rows of `others`, which `factor` multiplies, in these
-  pairs. `d_scores`: a tile [C, C]; `lags`: what to multiply it by; `right_s`: a tile to use."""
+  """Two [C, 64]: what rows are due that met the rows of `others`, which `factor` multiplies, in
+  these pairs, and the same times `lags`, or None. `d_scores`: a tile [C, C]; `right_s`: a tile to
+  use."""
   right_s[...] = scaled(others, factor)
-  d_met = load(d_scores) if lags is None else load(d_scores) * lags
-  d_met = staged(jnp.where(pairs, d_met, 0.0), left_s, interpret)
+  d_met = jnp.where(pairs, load(d_scores), 0.0)
+  scratch = lambda n: None if interpret is None else left_s.at[n]
+  lefts = [staged(x, scratch(n), interpret) for n, x in enumerate(_with_lags(d_met, lags))]
   plgpu.commit_smem()
-  return multiply((_SHAPE, [(d_met, right_s)]), interpret=interpret)[0]
+  due = multiply(*((_SHAPE, [(left, right_s)]) for left in lefts), interpret=interpret)
+  return due if len(due) == 2 else (*due, None)
+
+
+def _with_lags(x, lags):
+  return [x] if lags is None else [x, x * lags]
 
 
 def _through_merges(gate, met, owe, d_x, due, *, turned=False):
@@ -363,7 +365,7 @@ def _through_merges(gate, met, owe, d_x, due, *, turned=False):
     d_x, due = carry
     size = gates.half_of(index)
     factor = gate.merged(size)
-    added = met(gates.merged_pairs(size, turned=turned), factor) * factor
+    added = met(gates.merged_pairs(size, turned=turned), factor)[0] * factor
     if owe is not None:
       due = owe(due, d_x=added, which=size)
     return d_x + added, due
@@ -372,10 +374,11 @@ def _through_merges(gate, met, owe, d_x, due, *, turned=False):
 
 
 def same_step(d_scores, other, staging, interpret):
-  """The diagonal of the tile d_scores [C, C] times the rows of the tile `other`."""
+  """Of `multiply`: the diagonal of the tile d_scores [C, C] times the rows of the tile `other`."""
   on = iota(d_scores.shape, 0) == iota(d_scores.shape, 1)
+  staging = None if interpret is None else staging.at[0]
   left = staged(jnp.where(on, load(d_scores), 0.0), staging, interpret)
-  return multiply((_SHAPE, [(left, other)]), interpret=interpret)[0]
+  return _SHAPE, [(left, other)]
 
 
 def over_steps(unit_s, staging, x, interpret):
@@ -406,7 +409,7 @@ def _run(chunk, tiles, vectors, outputs, reuse, width, interpret):
   log_decay, value_width = vectors["log_decay"], tiles["v"].shape[1]
   scratch = gate_scratch(log_decay)
   if interpret is not None:  # for `staged`; on a GPU there is nothing to spare for it
-    scratch["left"] = tile(CHUNK, CHUNK)
+    scratch["left"] = tile(2, CHUNK, CHUNK)
   if value_width == GROUP or "scores" in tiles:
     scratch["spare"] = tile(1, CHUNK, GROUP)
   groups = width // GROUP

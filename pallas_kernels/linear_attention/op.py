@@ -3,7 +3,7 @@
 Two ways through, by the decay: one for all key channels of a head (`scalar`: scores are made on the
 way), or one per key channel (`gated`: scores first, for all chunks at once). What the backward pass
 keeps: the arguments, the states between chunks in bfloat16, with a normaliser the output and the
-denominator, and for `gated` the scores and the decayed queries and keys.
+denominator, and for `gated` the scores and, with decays a step, the decayed queries and keys.
 """
 
 import functools
@@ -22,6 +22,7 @@ from pallas_kernels.linear_attention.outputs import gated_outputs, scalar_output
 from pallas_kernels.linear_attention.scores import chunk_scores
 from pallas_kernels.linear_attention.states import chunk_states
 from pallas_kernels.linear_attention.tables import chunk_tables, passing, reaching
+from pallas_kernels.linear_attention.walk import Sums, Undecayed
 from pallas_kernels.tensor_core import CHUNK
 
 
@@ -77,7 +78,7 @@ class Kept(NamedTuple):
   out: jax.Array | None
   denominator: jax.Array | None  # [B, H, T] float32
   scores: jax.Array | None  # gated: [B, H, T, C] bfloat16
-  q: jax.Array | None  # gated: [B, T, H, K] bfloat16, decayed from the chunk's start
+  q: jax.Array | None  # decays a step: [B, T, H, K] bfloat16, decayed from the chunk's start
   k: jax.Array | None  # gated, where dv is made apart: [B, T, H, K], decayed to the chunk's end
 
 
@@ -87,36 +88,48 @@ def _forward(static, inputs, segments, *, for_gradient):
   normalize = key_sum is not None
   reach = None if segments is None else reaching(segments, T)
   options = {"interpret": static.interpret}
-  gated = _is_gated(log_decay)
+  gated, weight, undecayed = _is_gated(log_decay), None, None
   if gated:
+    undecayed = _undecayed(static, inputs, reach)
+    with_values = gated_gradient.joins_values(log_decay, v.shape[-1])
     made = chunk_scores(
-      q, k, log_decay, bonus, segments, reach, length=static.length, sums=normalize, **options
+      *(q, k, log_decay, bonus, segments, reach),
+      decayed_q=undecayed is None,
+      decayed_k=undecayed is None or (for_gradient and not with_values),
+      length=static.length,
+      sums=normalize,
+      **options,
     )
     decay = _gated_decay(made, log_decay, reach, static.length, T)
-    k_state, weight = made["k"], None
-    key_sums = made.get("key_sum")
+    q_state, k_state = (made["q"], made["k"]) if undecayed is None else (q, k)
   else:
     cumulative, before, after, decay = chunk_tables(log_decay, reach, static.length, T)
     decay = jnp.broadcast_to(decay[..., None], (*decay.shape, q.shape[-1]))
     k_state, weight = k, after
-    key_sums = _chunk_sums(k, after) if normalize else None
-  entering_sum = last_sum = None
-  if normalize:
-    entering_sum, last_sum = _recur(decay, key_sums, key_sum)
-
-  initial = _part_starts(k_state, v, weight, decay, kv, static, reverse=False)
+  initial, sums = _part_starts(
+    *(k_state, v, weight, decay, kv, undecayed, key_sum if gated else None, None, static),
+    reverse=False,
+  )
   options |= {"scale": static.scale, "parts": static.parts, "borders": for_gradient}
-  options |= shapes.walk(v.shape[-1])
   if gated:
-    scores, score_sum = made["scores"], made.get("score_sum")
     run = gated_outputs(
-      made["q"], k_state, v, scores, score_sum, decay, entering_sum, initial, **options
+      *(q_state, k_state, v, made["scores"], made.get("score_sum"), decay, initial, undecayed),
+      sums,
+      **options,
+      **shapes.walk(q.shape[-1], v.shape[-1]),
     )
+    out, last, denominator = run["out"], run["last"], run.get("denominator")
+    borders, entering_sum = run.get("borders"), run.get("sums")
+    last_sum = run["last_sum"][:, :, -1] if normalize else None
   else:
-    run = scalar_outputs(
-      q, k, v, cumulative, before, after, decay, segments, entering_sum, initial, **options
+    entering_sum = last_sum = None
+    if normalize:
+      entering_sum, last_sum = _recur(decay, _chunk_sums(k, after), key_sum)
+    out, borders, last, denominator = scalar_outputs(
+      *(q, k, v, cumulative, before, after, decay, segments, entering_sum, initial),
+      **options,
+      **shapes.scalar_walk(v.shape[-1]),
     )
-  out, borders, last, denominator = run
   result = out, last[:, :, -1], last_sum
   if not for_gradient:
     return result, None
@@ -126,9 +139,7 @@ def _forward(static, inputs, segments, *, for_gradient):
     entering_sum,
     out if normalize else None,
     denominator,
-    made["scores"] if gated else None,
-    made["q"] if gated else None,
-    made["k"] if gated and not gated_gradient.joins_values(log_decay, v.shape[-1]) else None,
+    *((made["scores"], made.get("q"), made.get("k")) if gated else (None, None, None)),
   )
   name = functools.partial(checkpoint_name, name=MADE_BY_KERNELS)
   result, kept = jax.tree.map(name, (result, kept))
@@ -187,7 +198,7 @@ def _scalar_backward(static, inputs, segments, kept, adjoint, d_last):
   reach = None if segments is None else reaching(segments, T)
   tables, tables_vjp = jax.vjp(lambda x: chunk_tables(x, reach, static.length, T), log_decay)
   cumulative, before, after, _ = tables
-  states = _adjoint_states(static, q, before, inputs, kept, adjoint, d_last)
+  states = _adjoint_states(static, q, before, inputs, kept, adjoint, d_last, None)
   leaving_sum = d_key_sum = None
   if key_sum is not None:
     query_sums = _chunk_sums(q, adjoint.d_sum * _full(before, T))
@@ -217,7 +228,9 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
   q, k, v, log_decay, bonus, kv, key_sum = inputs
   T = q.shape[1]
   reach = None if segments is None else reaching(segments, T)
-  states = _adjoint_states(static, kept.q, None, inputs, kept, adjoint, d_last)
+  undecayed = _undecayed(static, inputs, reach)
+  decayed = kept.q if undecayed is None else q
+  states = _adjoint_states(static, decayed, None, inputs, kept, adjoint, d_last, undecayed)
   options = {"scale": adjoint.scale, "interpret": static.interpret}
   d_v, joined = None, gated_gradient.joins_values(log_decay, v.shape[-1])
   if not joined:
@@ -230,10 +243,9 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
     *(log_decay, bonus, segments, reach),
     **options,
   )
-  leaving_sum = d_key_sum = None
+  leaving_sum = d_key_sum = d_total = None
   if key_sum is not None:
-    leaving_sum, d_key_sum = _recur(kept.decay, by_q["sum"], adjoint.d_last_sum, reverse=True)
-  d_total = None
+    leaving_sum, d_key_sum = states["sums"], states["last_sum"][:, :, 0]
   if adjoint.decays:
     d_total = kept.decay * _decay_gradient(states, leaving_sum, kept)
   by_k = gated_gradient.key_gradient(
@@ -253,19 +265,21 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
   return Inputs(by_q["q"], by_k["k"], d_v, d_log_decay, d_bonus, d_kv, d_key_sum)
 
 
-def _adjoint_states(static, q, weight, inputs, kept, adjoint, d_last):
-  """The adjoints of the states between chunks, from the end to the start."""
-  initial = _part_starts(
-    *(q, adjoint.d_out, weight, kept.decay, d_last, static),
+def _adjoint_states(static, q, weight, inputs, kept, adjoint, d_last, undecayed):
+  """The adjoints of the states between chunks, from the end to the start; of gated decays those of
+  the normaliser's sums as well."""
+  d_last_sum = adjoint.d_last_sum if _is_gated(inputs.log_decay) else None
+  initial, sums = _part_starts(
+    *(q, adjoint.d_out, weight, kept.decay, d_last, undecayed, d_last_sum, adjoint.d_sum, static),
     reverse=True,
   )
   return chunk_states(
-    *(q, adjoint.d_out, weight, kept.decay, initial),
+    *(q, adjoint.d_out, weight, kept.decay, initial, undecayed, sums),
     kept.borders if adjoint.decays else None,
     parts=static.parts,
     reverse=True,
     interpret=static.interpret,
-    **shapes.walk(inputs.v.shape[-1]),
+    **shapes.walk(q.shape[-1], inputs.v.shape[-1]),
   )
 
 
@@ -288,6 +302,13 @@ def _instantiated(x):
 
 def _is_gated(log_decay):
   return log_decay.ndim != 3
+
+
+def _undecayed(static, inputs, reach):
+  """Constant decays per key channel are put to queries and keys wherever these are read."""
+  if inputs.log_decay.ndim == 4:
+    return None
+  return Undecayed(inputs.log_decay, reach, inputs.bonus is not None, static.length)
 
 
 def _gated_decay(made, log_decay, reach, length, padded):
@@ -343,21 +364,30 @@ def _recur(decay, added, initial, *, reverse=False):
   return jnp.concatenate([first, after[:, :, :-1]], axis=2), after[:, :, -1]
 
 
-def _part_starts(a, b, weight, decay, initial, static, *, reverse):
-  """[B, H, P, K, V]: the state that enters each part; None for zeros."""
+def _part_starts(
+  a, b, weight, decay, initial, undecayed, initial_sum, sum_weights, static, *, reverse
+):
+  """[B, H, P, K, V]: the state that enters each part; None for zeros. And the `Sums` with what
+  enters, None without `initial_sum` [B, H, K]."""
+  sums = None if initial_sum is None else Sums(initial_sum[:, :, None], sum_weights)
   if static.parts == 1:
-    return None if initial is None else initial[:, :, None]
+    return None if initial is None else initial[:, :, None], sums
+  nothing = jnp.zeros((a.shape[0], a.shape[2], static.parts, a.shape[3]), jnp.float32)
   added = chunk_states(
-    *(a, b, weight, decay, None),
+    *(a, b, weight, decay, None, undecayed),
+    None if sums is None else Sums(nothing, sum_weights),
     parts=static.parts,
     reverse=reverse,
     borders=False,
     interpret=static.interpret,
-    **shapes.walk(b.shape[-1]),
-  )["last"]
+    **shapes.walk(a.shape[-1], b.shape[-1]),
+  )
   chunks = a.shape[1] // CHUNK
   decay = jnp.broadcast_to(decay, (*decay.shape[:2], chunks, decay.shape[3]))
   decay = decay.reshape(*decay.shape[:2], static.parts, -1, decay.shape[3]).prod(3)
   if initial is None:
-    initial = jnp.zeros_like(added[:, :, 0])
-  return _recur(decay[..., None], added, initial, reverse=reverse)[0]
+    initial = jnp.zeros_like(added["last"][:, :, 0])
+  if sums is not None:
+    entering = _recur(decay, added["last_sum"], initial_sum, reverse=reverse)[0]
+    sums = Sums(entering, sum_weights)
+  return _recur(decay[..., None], added["last"], initial, reverse=reverse)[0], sums

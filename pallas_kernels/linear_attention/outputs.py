@@ -5,7 +5,7 @@ queries; then the chunk's keys and values go into the state. Two faces:
 
 * `scalar_outputs`: one decay for all key channels. Scores are made here, and the decay multiplies
   rows of values and outputs, never keys or queries.
-* `gated_outputs`: scores, decayed queries and decayed keys come from `scores.py`.
+* `gated_outputs`: scores come from `scores.py`, and with decays a step so do queries and keys.
 """
 
 import jax
@@ -14,9 +14,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.linear_attention import gates
+from pallas_kernels.linear_attention.chunk import channels_of, scores_of, steps_of
+from pallas_kernels.linear_attention.walk import Prepare, decay_tile, of_chunk, walk
 from pallas_kernels.tensor_core import (
   CHUNK,
   COMPILER_PARAMS,
+  GROUP,
   across,
   alike,
   columns_of,
@@ -28,6 +32,7 @@ from pallas_kernels.tensor_core import (
   rows_of,
   stage_for,
   staged,
+  store_anywhere,
   tile,
   tile_spec,
   turned,
@@ -84,33 +89,104 @@ def scalar_outputs(
 
 
 def gated_outputs(
-  q,  # [B, T, H, K] bfloat16, decayed from the chunk's start
-  k,  # [B, T, H, K] bfloat16, decayed to the chunk's end
+  q,  # [B, T, H, K] bfloat16
+  k,  # [B, T, H, K] bfloat16
   v,  # [B, T, H, V] bfloat16
   scores,  # [B, H, T, C] bfloat16
   score_sum,  # [B, H, T] float32, the sum of each row of scores, or None
   decay,  # [B|1, H, N|1, K] float32
-  entering_sum,  # [B, H, N, K] float32, or None
   initial,  # [B, H, P, K, V] float32 or None
+  undecayed,  # `walk.Undecayed`; None if q is decayed from the chunk's start and k to its end
+  sums,  # `walk.Sums` of the keys, for the normaliser, or None
+  *,
+  scale=1.0,
+  borders=True,
+  value_tile=None,
+  interpret=None,
   **options,
 ):
-  """Returns (out, borders, last state, denominator) as `_outputs` does."""
+  """Returns a dictionary: "out" [B, T, H, V] bfloat16; "last", and with `borders` "borders", as
+  `walk` does; with `sums` "denominator" [B, H, T], "last_sum" [B, H, P, K] and, with `borders`,
+  "sums" [B, H, N, K], the sums that enter the chunks, float32.
+  """
+  (B, T, H, _), V, C = q.shape, v.shape[-1], CHUNK
+  value_tile = value_tile or V
+  blocks = V // value_tile
+  inputs = {"q": steps_of(q), "k": steps_of(k), "v": channels_of(v), "scores": scores_of(scores)}
+  out_type = {"out": jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16)}
+  prepared, vectors = {}, {} if undecayed is None else undecayed.vectors
+  if sums is not None:
+    vectors |= sums.vectors | {"score_sum": score_sum}
+    # One row for each tile of values, so that no two blocks write the same numbers.
+    out_type["denominator"] = jax.ShapeDtypeStruct((blocks, B, H, T), jnp.float32)
+    out_type |= sums.out_type(blocks, T // C if borders else 0)
+    prepared["denominator"] = jax.ShapeDtypeStruct((C,), jnp.float32)
 
-  def chunk(s, state, scratch, interpret):
+  def begin(at, part, ins, held):
+    if sums is not None:
+      sums.start(held, at, part, ins)
+    kinds = gates.BEFORE, gates.AFTER
+    return [None if undecayed is None else undecayed.factors(x, at, ins) for x in kinds]
+
+  def step(fixed, at, tiles, ins, outs, held, wait):
+    (q_factors, k_factors), sees, reaches = fixed, None, None
+    if undecayed is not None:
+      k_factors = undecayed.of_chunk(gates.AFTER, k_factors, at, ins)
+      sees, reaches = (undecayed.seen(x, at, ins) for x in (gates.BEFORE, gates.AFTER))
+    if sums is None:
+      wait()
+      decay_tile(tiles["q"], q_factors, sees)
+      decay_tile(tiles["k"], k_factors, reaches)
+      return
+    of_block = {name: outs[name].at[block_of(at), at.b, at.h] for name in own if name in outs}
+    weights, left = sums.read(at, ins), of_chunk(ins["decays"], at)
+    parts = [rows_of(ins["score_sum"].at[at.b, at.h, at.steps])]
+    if borders:
+      sums.put(held, of_block["sums"].at[at.n])
+    wait()
+
+    def ask(channels, queries):
+      entering = down(columns_of(held.at[channels]), queries.shape)
+      parts.append(jnp.sum(queries * entering, axis=1))
+
+    decay_tile(tiles["q"], q_factors, sees, ask)
+    denominator = sum(parts[1:], start=parts[0])
+    tiles["denominator"][...] = denominator
+    store_anywhere(of_block["denominator"].at[at.steps], denominator)
+    add = lambda channels, keys: sums.add(held, channels, keys, weights, left)
+    decay_tile(tiles["k"], k_factors, reaches, add)
+
+  def end(at, part, outs, held):
+    if sums is not None:
+      sums.put(held, outs["last_sum"].at[block_of(at), at.b, at.h, part])
+
+  def block_of(at):
+    return at.group // (value_tile // GROUP)
+
+  def carry(at, tiles, outs, state, left):
+    del at, outs, state
     out, state = multiply(
-      ((CHUNK, s["v"].shape[-1]), [(s["scores"], s["v"]), (s["q"], scratch["state"])]),
-      (state, [(turned(s["k"]), s["v"])]),
+      ((C, GROUP), [(tiles["scores"], tiles["v"]), (tiles["q"], tiles["state"])]),
+      (left, [(turned(tiles["k"]), tiles["v"])]),
       interpret=interpret,
     )
-    denominator = None
-    if "entering_sum" in s:
-      from_sum = jnp.sum(load(s["q"]) * down(columns_of(s["entering_sum"]), s["q"].shape), axis=1)
-      denominator = rows_of(s["score_sum"]) + from_sum
-    return out, state, denominator
+    if sums is not None:
+      out = out / across(rows_of(tiles["denominator"]), out.shape)
+    return state, out * scale if scale != 1.0 else out
 
-  inputs = {"q": q, "k": k, "v": v, "decay": decay, "scores": scores}
-  inputs |= {"score_sum": score_sum, "entering_sum": entering_sum}
-  return _outputs(chunk, inputs, initial, lambda BV, interpret: {}, **options)
+  own = "denominator", "sums", "last_sum"
+  results = walk(
+    *(carry, None if undecayed is None and sums is None else Prepare(begin, step, end)),
+    *(inputs, decay, vectors, initial, out_type),
+    shape=(*q.shape, V),
+    borders=borders,
+    prepared=prepared,
+    held=None if sums is None else sums.held,
+    value_tile=value_tile,
+    interpret=interpret,
+    **options,
+  )
+  return results | {name: results[name][0] for name in own if name in results}
 
 
 @in_32_bits
@@ -235,8 +311,6 @@ def _block(name, x, ref, b, h, values, K, BV, first):
     return tile_spec(C, K, lambda n: (first + n, 0)), ref.at[b, :, h]
   if name == "v":
     return tile_spec(C, BV, lambda n: (first + n, 0)), ref.at[b, :, h, values]
-  if name == "scores":
-    return tile_spec(C, C, lambda n: (first + n, 0)), ref.at[b, h]
   if name == "segments":
     return plgpu.BlockSpec((C,), lambda n: (first + n,)), ref.at[b]
   if name in ("decay", "entering_sum"):

@@ -2,8 +2,8 @@
 
     scores_ij = sum_k q_ik k_jk exp(sum of the log decays of channel k over the steps between)
 
-All chunks at once, a block of threads for each or for a few. Also returned: the queries decayed
-from the chunk's start, the keys decayed to its end, which `outputs.gated_outputs` needs.
+All chunks at once, a block of threads for each or for a few. Decays a step are read here only: so
+also returned are the queries decayed from the chunk's start and the keys decayed to its end.
 """
 
 import jax
@@ -45,39 +45,38 @@ def chunk_scores(
   reach,  # [2, B, T] float32: whether a step sees the entering state, reaches the leaving; or None
   *,
   length,  # steps before padding
+  decayed_q=True,
+  decayed_k=True,
   sums=False,
   interpret=None,
 ):
   """Returns a dictionary of
 
-  scores [B, H, T, C] bfloat16; q, k [B, T, H, K] bfloat16, decayed; with `sums` also score_sum [B,
-  H, T] float32, of rows, and key_sum [B, H, N, K] float32, of the decayed keys; and for decays a
-  step decay [B, H, N, K] float32, of whole chunks.
+  scores [B, H, T, C] bfloat16; with `decayed_q`, `decayed_k` q and k [B, T, H, K] bfloat16, decayed
+  from the chunk's start and to its end; with `sums` also score_sum [B, H, T] float32, of rows; and
+  for decays a step decay [B, H, N, K] float32, of whole chunks.
   """
   inputs = {"q": q, "k": k, "log_decay": log_decay}
   if log_decay.ndim == 2:
     inputs["first"] = gates.superfluous_merges(log_decay)
   optional = {"bonus": bonus, "segments": segments, "reach": reach}
   inputs |= {name: x for name, x in optional.items() if x is not None}
-  return _chunk_scores(inputs, length=length, sums=sums, interpret=interpret)
+  decayed = [name for name, wanted in (("q", decayed_q), ("k", decayed_k)) if wanted]
+  return _chunk_scores(inputs, decayed, length=length, sums=sums, interpret=interpret)
 
 
 @in_32_bits
-def _chunk_scores(inputs, *, length, sums, interpret):
-  q, k, log_decay = (inputs[name] for name in ("q", "k", "log_decay"))
+def _chunk_scores(inputs, decayed, *, length, sums, interpret):
+  q, log_decay = inputs["q"], inputs["log_decay"]
   read_first = "bonus" in inputs
   B, T, H, K = q.shape
   C, N = CHUNK, T // CHUNK
   per_step = log_decay.ndim == 4
   f32, bf16 = jnp.float32, jnp.bfloat16
-  out_type = {
-    "scores": jax.ShapeDtypeStruct((B, H, T, C), bf16),
-    "q": jax.ShapeDtypeStruct(q.shape, bf16),
-    "k": jax.ShapeDtypeStruct(k.shape, bf16),
-  }
+  out_type = {name: jax.ShapeDtypeStruct(q.shape, bf16) for name in decayed}
+  out_type["scores"] = jax.ShapeDtypeStruct((B, H, T, C), bf16)
   if sums:
     out_type["score_sum"] = jax.ShapeDtypeStruct((B, H, T), f32)
-    out_type["key_sum"] = jax.ShapeDtypeStruct((B, H, N, K), f32)
   if per_step:
     out_type["decay"] = jax.ShapeDtypeStruct((B, H, N, K), f32)
   # A block of threads has several chunks, and fetches the next while it works on one; the decays of
@@ -92,10 +91,10 @@ def _chunk_scores(inputs, *, length, sums, interpret):
     "left": stage_for(C, K, interpret),
     "arrived": plgpu.Barrier(num_barriers=2 * slots),
     "rows": plgpu.SMEM((C,), f32),
-    "columns": plgpu.SMEM((2, K), f32),
+    "columns": plgpu.SMEM((K,), f32),
     **gate_scratch(log_decay, K),
   }
-  if sums or per_step:
+  if per_step:
     scratch["unit"] = tile(C, GROUP)
   groups = [pl.ds(start, GROUP) for start in range(0, K, GROUP)]
 
@@ -128,7 +127,7 @@ def _chunk_scores(inputs, *, length, sums, interpret):
       return carry
 
     fetch(0)
-    if sums or per_step:
+    if per_step:
       unit(s["unit"])
     if together == 1:
       step(0, None)
@@ -186,38 +185,29 @@ def _chunk_scores(inputs, *, length, sums, interpret):
       scores = of_blocks(scores, True)
       scores = lax.fori_loop(first, gates.MERGES, lambda i, x: merge(x, True, i), scores)
     for channels, gate in zip(groups, made, strict=True):
-      q_s, k_s = s["q"].at[:, channels], s["k"].at[:, channels]
-      q_out, k_out = scaled(q_s, gate.before()), scaled(k_s, gate.after())
-      if "reach" in ins:
-        sees, reaches = (rows_of(ins["reach"].at[x, b, at.steps]) for x in (0, 1))
-        nothing = jnp.bfloat16(0.0)
-        q_out = jnp.where(across(sees, (C, GROUP)) > 0, q_out, nothing)
-        k_out = jnp.where(across(reaches, (C, GROUP)) > 0, k_out, nothing)
-      q_s[...] = q_out
-      k_s[...] = k_out
+      for row, (name, factor) in enumerate({"q": gate.before, "k": gate.after}.items()):
+        if name in decayed:
+          x = scaled(s[name].at[:, channels], factor())
+          if "reach" in ins:
+            seen = rows_of(ins["reach"].at[row, b, at.steps])
+            x = jnp.where(across(seen, (C, GROUP)) > 0, x, jnp.bfloat16(0.0))
+          s[name].at[:, channels][...] = x
     plgpu.commit_smem()
-    for channels in groups:
-      if sums:
-        total = sum_of_rows([s["k"].at[:, channels]], s["unit"], interpret)
-        s["columns"].at[0, channels][...] = total
-      if per_step:
+    if per_step:
+      for channels in groups:
         both = [s[name].at[:, channels] for name in ("high", "low")]
-        s["columns"].at[1, channels][...] = jnp.exp2(sum_of_rows(both, s["unit"], interpret))
+        s["columns"].at[channels][...] = jnp.exp2(sum_of_rows(both, s["unit"], interpret))
 
     if "segments" in ins:
       scores = jnp.where(same_segment(ins, at), scores, 0.0)
     s["scores"][...] = scores.astype(bf16)
-    copies = [
-      (s["scores"], outs["scores"].at[b, h, at.steps]),
-      (s["q"], outs["q"].at[b, at.steps, h]),
-      (s["k"], outs["k"].at[b, at.steps, h]),
-    ]
+    copies = [(s["scores"], outs["scores"].at[b, h, at.steps])]
+    copies += [(s[name], outs[name].at[b, at.steps, h]) for name in decayed]
     if sums:
       s["rows"][...] = jnp.sum(scores, axis=1)
       copies.append((s["rows"], outs["score_sum"].at[b, h, at.steps]))
-      copies.append((s["columns"].at[0], outs["key_sum"].at[b, h, n]))
     if per_step:
-      copies.append((s["columns"].at[1], outs["decay"].at[b, h, n]))
+      copies.append((s["columns"], outs["decay"].at[b, h, n]))
     plgpu.commit_smem()
     for source, target in copies:
       plgpu.copy_smem_to_gmem(source, target)

@@ -9,144 +9,120 @@ of the chunk's start at step i.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.linear_attention import gates
+from pallas_kernels.linear_attention.chunk import channels_of, steps_of
+from pallas_kernels.linear_attention.walk import (
+  Prepare,
+  columns_of_state,
+  decay_tile,
+  of_chunk,
+  walk,
+)
 from pallas_kernels.tensor_core import (
   CHUNK,
-  COMPILER_PARAMS,
+  GROUP,
   across,
-  in_32_bits,
   load,
   multiply,
   rows_of,
-  tile,
-  tile_spec,
+  store_anywhere,
   turned,
-  zeros,
 )
 
 
-@in_32_bits
 def chunk_states(
   a,  # [B, T, H, K] bfloat16, T a multiple of the chunk
   b,  # [B, T, H, V] bfloat16
   weight,  # [B|1, H, T|C] float32, or None for 1
   decay,  # [B|1, H, N|1, K] float32, from 0 to 1
   initial,  # [B, H, P, K, V] float32, one for each part, or None for zeros
+  undecayed=None,  # `walk.Undecayed`: how to decay `a`; None if it is decayed
+  sums=None,  # `walk.Sums` of `a`, or None; not with `weight`
   paired=None,  # [B, H, N, K, V] bfloat16
   *,
   parts=1,
   reverse=False,
   borders=True,
   value_tile=None,
-  stages=2,
   interpret=None,
+  **options,
 ):
   """Runs the recurrence above in `parts` independent parts of the sequence.
 
   Returns a dictionary: "last" [B, H, P, K, V] float32, the last state of each part; with `borders`
-  "borders" [B, H, N, K, V] bfloat16, the states that enter the chunks; with `paired` "overlap" [B,
-  H, N, K] float32, the sum over V of the entering state times `paired`.
+  "borders" [B, H, N, K, V] bfloat16, the states that enter the chunks; with `sums` "last_sum" [B,
+  H, P, K] and, with `borders`, "sums" [B, H, N, K] float32, the same for the sums; with `paired`
+  "overlap" [B, H, N, K] float32, the sum over V of the entering state times `paired`.
   """
-  (B, T, H, K), V = a.shape, b.shape[-1]
-  C, N, BV = CHUNK, T // CHUNK, value_tile or V
-  M = N // parts
-  out_type = {"last": jax.ShapeDtypeStruct((B, H, parts, K, V), jnp.float32)}
-  scratch = {}
-  if weight is not None:
-    scratch["b"] = tile(C, BV)
-  if borders:
-    out_type["borders"] = jax.ShapeDtypeStruct((B, H, N, K, V), jnp.bfloat16)
-    scratch["state"] = tile(2, K, BV)
+  V = b.shape[-1]
+  value_tile = value_tile or V
+  inputs = {"a": steps_of(a), "b": channels_of(b)}
+  which = gates.BEFORE if reverse else gates.AFTER
+  vectors, out_type = {"weight": weight} if weight is not None else {}, {}
+  if undecayed is not None:
+    vectors |= undecayed.vectors
+  if sums is not None:
+    vectors |= sums.vectors
+    out_type |= sums.out_type(V // value_tile, a.shape[1] // CHUNK if borders else 0)
   if paired is not None:
-    # One row for each tile of values, so that no two blocks write the same numbers.
-    out_type["overlap"] = jax.ShapeDtypeStruct((V // BV, B, H, N, K), jnp.float32)
-    scratch["overlap"] = plgpu.SMEM((2, K), jnp.float32)
+    inputs["paired"] = columns_of_state(paired)
+    # Columns of values apart, so that no two threads write the same numbers.
+    out_type["overlap"] = jax.ShapeDtypeStruct((V // GROUP, *paired.shape[:4]), jnp.float32)
 
-  def body(ins, outs, s):
-    row, h = lax.axis_index("row"), lax.axis_index("head")
-    value_index = lax.axis_index("value")
-    bi, part = row // parts, lax.rem(row, parts)
-    values = pl.ds(value_index * BV, BV)
-    chunk_of = lambda n: part * M + (M - 1 - n if reverse else n)
+  def begin(at, part, ins, held):
+    if sums is not None:
+      sums.start(held, at, part, ins)
+    return None if undecayed is None else undecayed.factors(which, at, ins)
 
-    def step(index, *args):
-      (n,) = index
-      *blocks, state = args
-      refs = dict(zip(specs, blocks, strict=True))
-      slot = lax.rem(n, 2)
-      if borders or paired is not None:
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-      copies = []
+  def step(factors, at, tiles, ins, outs, held, wait):
+    seen = weights = use = None
+    if undecayed is not None:
+      factors = undecayed.of_chunk(which, factors, at, ins)
+      seen = undecayed.seen(which, at, ins)
+    if sums is not None:
+      weights, left = sums.read(at, ins), of_chunk(ins["decays"], at)
+      use = lambda channels, values: sums.add(held, channels, values, weights, left)
       if borders:
-        s["state"].at[slot][...] = state.astype(jnp.bfloat16)
-        target = outs["borders"].at[bi, h, chunk_of(n), :, values]
-        copies.append((s["state"].at[slot], target))
-      if paired is not None:
-        s["overlap"].at[slot][...] = jnp.sum(load(refs["paired"]) * state, axis=1)
-        target = outs["overlap"].at[value_index, bi, h, chunk_of(n)]
-        copies.append((s["overlap"].at[slot], target))
-      right = refs["b"]
-      if weight is not None:
-        weighted = load(refs["b"]) * across(rows_of(refs["weight"]), (C, BV))
-        s["b"][...] = weighted.astype(jnp.bfloat16)
-        right = s["b"]
-      decayed = state * across(rows_of(refs["decay"]), (K, BV))
-      # Also orders the reads above before the pipeline's next copies into the same buffers.
-      plgpu.commit_smem()
-      for source, target in copies:
-        plgpu.copy_smem_to_gmem(source, target, commit_group=False)
-      if copies:
-        plgpu.commit_smem_to_gmem_group()
-      (state,) = multiply((decayed, [(turned(refs["a"]), right)]), interpret=interpret)
-      return state
+        sums.put(held, outs["sums"].at[_block(at), at.b, at.h, at.n])
+    elif weight is not None:
+      weights = rows_of(at.rows(ins["weight"]))
+    wait()
+    if weight is None:
+      decay_tile(tiles["a"], factors, seen, use)
+      return
+    for column in range(tiles["b"].shape[0]):
+      b_s = tiles["b"].at[column]
+      b_s[...] = (load(b_s) * across(weights, b_s.shape)).astype(jnp.bfloat16)
 
-    start = zeros(K, BV)
-    if initial is not None:
-      start = plgpu.load(
-        ins["initial"].at[bi, h, part, :, values], layout=plgpu.Layout.WGMMA, optimized=False
-      )
-    row_of = lambda x: bi if x.shape[0] > 1 else 0
-    specs = {
-      "a": tile_spec(C, K, lambda n: (chunk_of(n), 0)),
-      "b": tile_spec(C, BV, lambda n: (chunk_of(n), 0)),
-      "decay": plgpu.BlockSpec((K,), lambda n: (chunk_of(n) if decay.shape[2] > 1 else 0,)),
-    }
-    slices = [ins["a"].at[bi, :, h], ins["b"].at[bi, :, h, values]]
-    slices.append(ins["decay"].at[row_of(decay), h])
-    if weight is not None:
-      moves = weight.shape[2] > C
-      specs["weight"] = plgpu.BlockSpec((C,), lambda n: (chunk_of(n) if moves else 0,))
-      slices.append(ins["weight"].at[row_of(weight), h])
+  def end(at, part, outs, held):
+    if sums is not None:
+      sums.put(held, outs["last_sum"].at[_block(at), at.b, at.h, part])
+
+  def _block(at):
+    return at.group // (value_tile // GROUP)
+
+  def carry(at, tiles, outs, state, decayed):
     if paired is not None:
-      specs["paired"] = tile_spec(K, BV, lambda n: (chunk_of(n), 0))
-      slices.append(ins["paired"].at[bi, h, :, values])
-    last = plgpu.emit_pipeline(
-      step,
-      grid=(M,),
-      max_concurrent_steps=min(stages, M),
-      init_carry=start,
-      in_specs=list(specs.values()),
-    )(*slices)
-    outs["last"].at[bi, h, part, :, values][...] = last
-    plgpu.wait_smem_to_gmem(0)
+      overlap = jnp.sum(load(tiles["paired"]) * state, axis=1)
+      store_anywhere(outs["overlap"].at[at.group, at.b, at.h, at.n], overlap)
+    products = [(turned(tiles["a"]), tiles["b"])]
+    return multiply((decayed, products), interpret=interpret)[0], None
 
-  inputs = {"a": a, "b": b, "decay": decay.reshape(*decay.shape[:2], -1)}
-  optional = {"weight": weight, "initial": initial}
-  inputs |= {name: x for name, x in optional.items() if x is not None}
-  if paired is not None:
-    inputs["paired"] = paired.reshape(B, H, N * K, V)
-  results = plgpu.kernel(
-    body,
-    out_type=out_type,
-    scratch_types=[scratch],
-    grid=(V // BV, H, B * parts),
-    grid_names=("value", "head", "row"),
+  nothing = weight is None and undecayed is None and sums is None
+  results = walk(
+    *(carry, None if nothing else Prepare(begin, step, end)),
+    *(inputs, decay, vectors, initial, out_type),
+    shape=(*a.shape, V),
+    parts=parts,
+    reverse=reverse,
+    borders=borders,
+    state_tile=False,
+    held=None if sums is None else sums.held,
+    value_tile=value_tile,
     interpret=interpret,
-    compiler_params=COMPILER_PARAMS,
-  )(inputs)
+    **options,
+  )
   if paired is not None:
     results["overlap"] = results["overlap"].sum(0)
-  return results
+  return results | {name: results[name][0] for name in ("sums", "last_sum") if name in results}

@@ -1,0 +1,339 @@
+"""The frame of kernels that carry a state along the chunks of a head, in registers.
+
+A block of threads has some columns of values. One group of its threads copies the inputs of the
+next chunks to shared memory and works on what the columns have in common (`prepare`); each of the
+others carries 64 columns of the state along.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.linear_attention import gates
+from pallas_kernels.linear_attention.chunk import Piece, Place
+from pallas_kernels.tensor_core import (
+  CHUNK,
+  COMPILER_PARAMS,
+  GROUP,
+  across,
+  columns_of,
+  in_32_bits,
+  rows_of,
+  scaled,
+  store_anywhere,
+  tile,
+  zeros,
+)
+
+# Shared memory is full: less of it for sums over rows, which `prepare` makes of 64 channels each.
+_COMPILER_PARAMS = dataclasses.replace(COMPILER_PARAMS, reduction_scratch_bytes=1024)
+
+
+class Undecayed(NamedTuple):
+  """Queries and keys as they are, and the constant decays that are put to them on the way."""
+
+  log_decay: jax.Array  # [H, K] float32
+  reach: jax.Array | None  # [2, B, T] float32, see `tables.reaching`
+  read_first: bool  # whether queries see the state before the decay of their own step
+  length: int  # steps before padding
+
+  @property
+  def vectors(self):
+    """What the methods read, by name."""
+    vectors = {"log_decay": self.log_decay, "reach": self.reach}
+    return {name: x for name, x in vectors.items() if x is not None}
+
+  def factors(self, which, at, ins, valid=CHUNK):
+    """For each 64 channels [C, 64] bfloat16: what is left of queries from the chunk's start
+    (`which` is `gates.BEFORE`), of keys at its end (`gates.AFTER`), in a chunk of `valid` steps."""
+    made = []
+    for channels in _groups(self.log_decay.shape[1]):
+      log_decay = ins["log_decay"].at[at.h, channels]
+      gate = gates.ConstantGates(log_decay, 0, self.read_first, valid)
+      factor = gate.before() if which is gates.BEFORE else gate.after()
+      made.append(factor.astype(jnp.bfloat16))
+    return made
+
+  def of_chunk(self, which, factors, at, ins):
+    """`factors`, made again for a chunk whose steps end early."""
+    if which is gates.BEFORE or self.length % CHUNK == 0:
+      return factors
+    valid = self.length - at.n * CHUNK
+    again = jnp.where((valid > 0) & (valid < CHUNK), 1, 0)
+    return lax.fori_loop(0, again, lambda _, x: self.factors(which, at, ins, valid), factors)
+
+  def seen(self, which, at, ins):
+    """[C]: above 0 for steps that see the entering state or that reach the leaving one; or None."""
+    if "reach" not in ins:
+      return None
+    return rows_of(ins["reach"].at[0 if which is gates.BEFORE else 1, at.b, at.steps])
+
+
+def decay_tile(x, factors, seen, use=None):
+  """The tile x [C, K] times its factors, in place; `factors` None leaves it as it is.
+
+  Of steps that are not `seen` nothing is left, whatever they hold. Each 64 channels go to
+  `use(channels, values)`, float32.
+  """
+  for number, channels in enumerate(_groups(x.shape[1])):
+    part = x.at[:, channels]
+    if factors is None:
+      value = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+    else:
+      value = scaled(part, factors[number])
+      if seen is not None:
+        value = jnp.where(across(seen, value.shape) > 0, value, jnp.bfloat16(0.0))
+      part[...] = value
+    if use is not None:
+      use(channels, value.astype(jnp.float32))
+
+
+class Sums(NamedTuple):
+  """A vector carried beside the state: what the state would be for values of 1, or of `weights`."""
+
+  initial: jax.Array  # [B, H, P, K] float32, one for each part
+  weights: jax.Array | None  # [B, H, T] float32; None for 1
+
+  @property
+  def vectors(self):
+    """What the methods read, by name."""
+    vectors = {"initial_sum": self.initial, "weights": self.weights}
+    return {name: x for name, x in vectors.items() if x is not None}
+
+  @property
+  def held(self):
+    """Shared memory for the sums."""
+    return jax.ShapeDtypeStruct(self.initial.shape[3:], jnp.float32)
+
+  def out_type(self, blocks, chunks):
+    """Results, with an axis for blocks of columns, so that no two write the same numbers."""
+    B, H, P, K = self.initial.shape
+    made = {"last_sum": jax.ShapeDtypeStruct((blocks, B, H, P, K), jnp.float32)}
+    if chunks:
+      made["sums"] = jax.ShapeDtypeStruct((blocks, B, H, chunks, K), jnp.float32)
+    return made
+
+  def start(self, held, at, part, ins):
+    """`held`: [K] float32 in shared memory, where the sums are."""
+    for channels in _groups(held.shape[0]):
+      held.at[channels][...] = columns_of(ins["initial_sum"].at[at.b, at.h, part, channels])
+
+  def read(self, at, ins):
+    """The weights of the chunk's steps, or None."""
+    return rows_of(ins["weights"].at[at.b, at.h, at.steps]) if "weights" in ins else None
+
+  def add(self, held, channels, values, weights, decay):
+    """Goes on by a chunk with these `values` [C, 64], float32, of some channels."""
+    if weights is not None:
+      values = values * across(weights, values.shape)
+    entering = columns_of(held.at[channels]) * columns_of(decay.at[channels])
+    held.at[channels][...] = entering + jnp.sum(values, axis=0)
+
+  def put(self, held, ref):
+    """Copies the sums to [K] in device memory."""
+    for channels in _groups(held.shape[0]):
+      store_anywhere(ref.at[channels], columns_of(held.at[channels]))
+
+
+def of_chunk(decay, at):
+  """[K]: the chunk's part of the decay [B|1, H, N|1, K], in device memory."""
+  return decay.at[at.b if decay.shape[0] > 1 else 0, at.h, at.n if decay.shape[2] > 1 else 0]
+
+
+def _groups(width):
+  return [pl.ds(start, GROUP) for start in range(0, width, GROUP)]
+
+
+class Prepare(NamedTuple):
+  """What a block of threads does once for all of its columns."""
+
+  begin: Callable  # (place, part, ins, held) -> what does not change
+  step: Callable  # (fixed, place, tiles, ins, outs, held, wait): tiles after `wait()`
+  end: Callable  # (place, part, outs, held)
+
+
+def columns_of_state(x):
+  """64 columns of a chunk's state. x: [B, H, N, K, V]."""
+  index = lambda at: (at.b, at.h, at.n, slice(None), at.channels)
+  return Piece(x, (x.shape[3], GROUP), index, True)
+
+
+@in_32_bits
+def walk(
+  carry,
+  prepare,
+  inputs,
+  decay,
+  vectors,
+  initial,
+  out_type,
+  *,
+  shape,
+  parts,
+  reverse=False,
+  borders=True,
+  state_tile=True,
+  prepared=None,
+  held=None,
+  value_tile=None,
+  stages=3,
+  interpret=None,
+):
+  """Walks the chunks of each part of each sequence and head.
+
+  Args:
+    carry: `(place, tiles, outs, state, decayed) -> (state, out)` for 64 columns of values, the
+      group of the place: from the state and what the chunk leaves of it to the next state, and the
+      columns of the output [C, 64] float32, or None. It finds the state in bfloat16 in
+      tiles["state"] if `state_tile`.
+    prepare: `Prepare`, which may change the tiles of inputs; or None.
+    inputs: pieces by name. Those of a group have 64 columns of values; `carry` gets its own.
+    decay: [B|1, H, N|1, K] float32, what a chunk leaves of the state.
+    vectors: further arrays by name, left in device memory for `prepare`.
+    initial: [B, H, P, K, V] float32, one for each part, or None for zeros.
+    out_type: of `carry` and `prepare`'s further results, by name; of "out" [B, T, H, V] bfloat16,
+      if `carry` makes it.
+    shape: (B, T, H, K, V).
+    borders: whether to return the states that enter the chunks.
+    prepared: shared memory for each chunk, filled by `prepare`, by name.
+    held: shared memory that `prepare` keeps from chunk to chunk, or None.
+    value_tile: columns in a block.
+    stages: how many chunks have their inputs in shared memory.
+
+  Returns:
+    a dictionary with `out_type`'s results; "last" [B, H, P, K, V] float32, the last state of each
+    part; with `borders` "borders" [B, H, N, K, V] bfloat16.
+  """
+  (B, T, H, K, V), C = shape, CHUNK
+  N, W = T // C, (value_tile or V) // GROUP
+  M = N // parts
+  stages = min(stages, M)
+  state_tile = state_tile or borders
+  gives_out = "out" in out_type
+  out_type = {"last": jax.ShapeDtypeStruct((B, H, parts, K, V), jnp.float32), **out_type}
+  if borders:
+    out_type["borders"] = jax.ShapeDtypeStruct((B, H, N, K, V), jnp.bfloat16)
+  scratch = {"staged": dict(prepared or {})}
+  copies = 0
+  for name, piece in inputs.items():
+    copies += W if piece.grouped else 1
+    scratch["staged"][name] = tile(stages, *([W] if piece.grouped else []), *piece.shape)
+  for name, one in (prepared or {}).items():
+    scratch["staged"][name] = plgpu.SMEM((stages, *one.shape), one.dtype)
+  if held is not None:
+    scratch["held"] = plgpu.SMEM(held.shape, held.dtype)
+  if state_tile:
+    scratch["state"] = tile(W, K, GROUP)
+  if gives_out:
+    scratch["out"] = tile(W, C, GROUP)
+  scratch["loaded"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+  scratch["used"] = plgpu.Barrier(num_arrivals=W, num_barriers=stages)
+  if prepare is not None:
+    scratch["ready"] = plgpu.Barrier(num_barriers=stages)
+
+  def body(ins, initial_ref, outs, s):
+    row, h = lax.axis_index("row"), lax.axis_index("head")
+    first = lax.axis_index("value") * W
+    b, part = row // parts, lax.rem(row, parts)
+    role = lax.axis_index("role")
+    stage_of = lambda n: lax.rem(n, stages)
+
+    def place_of(n, column=0):
+      return Place(b, h, part * M + (M - 1 - n if reverse else n), first + column)
+
+    def tiles_of(n):
+      return {name: ref.at[stage_of(n)] for name, ref in s["staged"].items()}
+
+    def fetch(n):
+      for name, piece in inputs.items():
+        target = tiles_of(n)[name]
+        for column in range(W if piece.grouped else 1):
+          source = ins[name].at[piece.index(place_of(n, column))]
+          one = target.at[column] if piece.grouped else target
+          plgpu.copy_gmem_to_smem(source, one, s["loaded"].at[stage_of(n)])
+
+    @pl.when(role == 0)
+    def _fetch():
+      for n in range(stages):
+        fetch(n)
+
+      def refill(n):
+        plgpu.barrier_wait(s["used"].at[stage_of(n)])
+        fetch(n + stages)
+
+      def step(n, _):
+        if prepare is not None:
+          wait = lambda: plgpu.barrier_wait(s["loaded"].at[stage_of(n)])
+          prepare.step(fixed, place_of(n), tiles_of(n), ins, outs, s.get("held"), wait)
+          plgpu.commit_smem()
+          plgpu.barrier_arrive(s["ready"].at[stage_of(n)])
+        pl.when((n >= 1) & (n - 1 + stages < M))(lambda: refill(n - 1))
+
+      if prepare is not None:
+        fixed = prepare.begin(place_of(0), part, ins, s.get("held"))
+      lax.fori_loop(0, M, step, None)
+      if prepare is not None:
+        prepare.end(place_of(0), part, outs, s.get("held"))
+      for n in range(M - stages, M):  # until nobody uses the barriers
+        plgpu.barrier_wait(s["used"].at[n % stages])
+
+    @pl.when(role > 0)
+    def _carry():
+      column = role - 1
+      at_last = place_of(0, column)
+
+      def step(n, state):
+        at, tiles = place_of(n, column), tiles_of(n)
+        own = {name: s[name].at[column] for name in ("state", "out") if name in s}
+        own |= {name: tiles[name].at[column] for name, piece in inputs.items() if piece.grouped}
+        left = rows_of(of_chunk(ins["decays"], at))
+        if state_tile:
+          if borders:
+            plgpu.wait_smem_to_gmem(int(gives_out), wait_read_only=True)
+          own["state"][...] = state.astype(jnp.bfloat16)
+          plgpu.commit_smem()
+        if borders:
+          target = outs["borders"].at[at.b, at.h, at.n, :, at.channels]
+          plgpu.copy_smem_to_gmem(own["state"], target)
+        plgpu.barrier_wait(s["loaded"].at[stage_of(n)])
+        if prepare is not None:
+          plgpu.barrier_wait(s["ready"].at[stage_of(n)])
+        state, out = carry(at, tiles | own, outs, state, state * across(left, state.shape))
+        plgpu.commit_smem()  # reads into registers come before copies into the same memory
+        plgpu.barrier_arrive(s["used"].at[stage_of(n)])
+        if gives_out:
+          plgpu.wait_smem_to_gmem(int(borders), wait_read_only=True)
+          own["out"][...] = out.astype(jnp.bfloat16)
+          plgpu.commit_smem()
+          target = outs["out"].at[at.b, at.steps, at.h, at.channels]
+          plgpu.copy_smem_to_gmem(own["out"], target)
+        return state
+
+      start = zeros(K, GROUP)
+      of_part = lambda ref: ref.at[b, h, part, :, at_last.channels]
+      if initial_ref is not None:
+        start = plgpu.load(of_part(initial_ref), layout=plgpu.Layout.WGMMA, optimized=False)
+      of_part(outs["last"])[...] = lax.fori_loop(0, M, step, start)
+      plgpu.wait_smem_to_gmem(0)
+
+  kernel = lambda body: plgpu.kernel(
+    body,
+    out_type=out_type,
+    scratch_types=[scratch],
+    grid=(V // (W * GROUP), H, B * parts),
+    grid_names=("value", "head", "row"),
+    num_threads=1 + W,
+    thread_name="role",
+    interpret=interpret,
+    compiler_params=_COMPILER_PARAMS,
+  )
+  arrays = {name: piece.array for name, piece in inputs.items()} | vectors | {"decays": decay}
+  if initial is None:
+    return kernel(lambda ins, outs, s: body(ins, None, outs, s))(arrays)
+  return kernel(body)(arrays, initial)
