@@ -116,7 +116,7 @@ def _forward(static, inputs, segments, *, for_gradient):
       *(q_state, k_state, v, made["scores"], made.get("score_sum"), decay, initial, undecayed),
       sums,
       **options,
-      **shapes.walk(q.shape[-1], v.shape[-1]),
+      **shapes.walk(v.shape[-1]),
     )
     out, last, denominator = run["out"], run["last"], run.get("denominator")
     borders, entering_sum = run.get("borders"), run.get("sums")
@@ -279,7 +279,7 @@ def _adjoint_states(static, q, weight, inputs, kept, adjoint, d_last, undecayed)
     parts=static.parts,
     reverse=True,
     interpret=static.interpret,
-    **shapes.walk(q.shape[-1], inputs.v.shape[-1]),
+    **shapes.walk(inputs.v.shape[-1]),
   )
 
 
@@ -380,7 +380,7 @@ def _part_starts(
     reverse=reverse,
     borders=False,
     interpret=static.interpret,
-    **shapes.walk(a.shape[-1], b.shape[-1]),
+    **shapes.walk(b.shape[-1]),
   )
   chunks = a.shape[1] // CHUNK
   decay = jnp.broadcast_to(decay, (*decay.shape[:2], chunks, decay.shape[3]))

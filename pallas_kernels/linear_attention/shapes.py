@@ -21,11 +21,10 @@ def worthwhile(key_width, value_width):
   return min(key_width, value_width) >= NARROWEST
 
 
-def walk(key_width, value_width):
-  """Options of the kernels that walk along the chunks: columns of values in a block, and chunks in
-  shared memory at a time. Of narrow heads two blocks share a multiprocessor."""
-  stages = 2 if max(key_width, value_width) == 64 else 3
-  return {"value_tile": min(value_width, 128), "stages": stages}
+def walk(value_width):
+  """Options of the kernels that walk along the chunks: columns of values in a block, and for how
+  many chunks their inputs are in shared memory."""
+  return {"value_tile": min(value_width, 128), "stages": 3}
 
 
 def scalar_walk(value_width):

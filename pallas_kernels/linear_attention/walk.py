@@ -260,8 +260,7 @@ def walk(
 
     @pl.when(role == 0)
     def _fetch():
-      for n in range(stages):
-        fetch(n)
+      lax.fori_loop(0, stages, lambda n, _: fetch(n), None)  # one copy of the code: compile time
 
       def refill(n):
         plgpu.barrier_wait(s["used"].at[stage_of(n)])
@@ -280,8 +279,8 @@ def walk(
       lax.fori_loop(0, M, step, None)
       if prepare is not None:
         prepare.end(place_of(0), part, outs, s.get("held"))
-      for n in range(M - stages, M):  # until nobody uses the barriers
-        plgpu.barrier_wait(s["used"].at[n % stages])
+      last = lambda n, _: plgpu.barrier_wait(s["used"].at[stage_of(n)])
+      lax.fori_loop(M - stages, M, last, None)  # until nobody uses the barriers
 
     @pl.when(role > 0)
     def _carry():
