@@ -12,7 +12,7 @@ from lnssm_jax.mixers.complex_state import ComplexState, empty_state, from_compl
 from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.hippo import hippo_normal, positive_frequencies
 from lnssm_jax.mixers.initializers import uniform_fan_in
-from lnssm_jax.mixers.layers import linear, wide
+from lnssm_jax.mixers.layers import exact_gelu, linear, wide
 from lnssm_jax.mixers.single_input import SingleInput, log_steps, normal, pairs_of
 from lnssm_jax.ops import DiagonalState, ExponentialKernel, ExponentialState
 from lnssm_jax.ops.sequence_parallel import diagonal_scan, long_convolution
@@ -270,6 +270,6 @@ class S5(Divisible):
     )
     parts = jnp.concatenate([h.real, h.imag], axis=-1).astype(self.dtype)
     y = 2 * wide(self.c_proj(parts)) + wide(self.skip[...]) * wide(x)
-    z = jax.nn.gelu(y, approximate=False)
+    z = exact_gelu(y)
     gate = wide(self.g_proj(z.astype(self.dtype))) + wide(self.g_bias[...])
     return (z * jax.nn.sigmoid(gate)).astype(self.dtype), from_complex(memory.h)

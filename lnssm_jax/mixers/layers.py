@@ -1,6 +1,7 @@
 """Small layers that several mixers share. Pure functions, axis letters as in `lnssm_jax.ops`."""
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -107,6 +108,24 @@ def unit_norm(x: jax.Array, *, eps: float = 1e-6) -> jax.Array:
 def wide(x: jax.Array) -> jax.Array:
   """x in the dtype of states, decays and sums: float32, or float64 if x is."""
   return x.astype(accumulation_dtype(x))
+
+
+@jax.custom_jvp
+def exact_gelu(x: jax.Array) -> jax.Array:
+  """x Phi(x), Phi the normal distribution function: GELU by erf.
+
+  Its derivative is written out because jax 0.12 cannot make that of erf inside `jax.shard_map`.
+  """
+  return jax.nn.gelu(x, approximate=False)
+
+
+@exact_gelu.defjvp
+def _exact_gelu_jvp(primals, tangents):
+  (x,), (dx,) = primals, tangents
+  acc = wide(x)
+  density = jnp.exp(-0.5 * acc * acc) / math.sqrt(2 * math.pi)
+  slope = 0.5 * jax.lax.erfc(-acc * math.sqrt(0.5)) + acc * density
+  return exact_gelu(x), slope.astype(x.dtype) * dx
 
 
 def silu_gate(y: jax.Array, gate: jax.Array) -> jax.Array:

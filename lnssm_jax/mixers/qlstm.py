@@ -8,7 +8,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.checks import check_call, check_choice, check_positive
 from lnssm_jax.mixers.divided import Divisible
-from lnssm_jax.mixers.layers import linear, linear_parts, wide
+from lnssm_jax.mixers.layers import exact_gelu, linear, linear_parts, wide
 from lnssm_jax.mixers.short_convolution import ShortConvolution
 from lnssm_jax.ops import DiagonalState
 from lnssm_jax.ops.sequence_parallel import diagonal_scan
@@ -105,7 +105,7 @@ class QLSTM(Divisible):
       initial_state=memory,
       segment_ids=segment_ids,
     )
-    y = jax.nn.gelu(wide(gate), approximate=False) * jax.nn.sigmoid(o) * h
+    y = exact_gelu(wide(gate)) * jax.nn.sigmoid(o) * h
     return self.o_proj(y.astype(self.dtype)), QLSTMState(conv, memory)
 
   def _decay(self, f: jax.Array) -> jax.Array:

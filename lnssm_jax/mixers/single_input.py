@@ -9,7 +9,7 @@ from flax import nnx
 from lnssm_jax.mixers.checks import check_call, check_positive
 from lnssm_jax.mixers.complex_state import ComplexState, empty_state, from_complex, to_complex
 from lnssm_jax.mixers.initializers import uniform_fan_in
-from lnssm_jax.mixers.layers import linear, wide
+from lnssm_jax.mixers.layers import exact_gelu, linear, wide
 
 
 def pairs_of(state_dim: int) -> int:
@@ -64,7 +64,7 @@ class SingleInput(nnx.Module):
     check_call(self, x, state, segment_ids)
     h = None if state is None else to_complex(state)
     y, h = self._filter(x.astype(self.dtype), h, segment_ids)
-    y = jax.nn.gelu(wide(y), approximate=False).astype(self.dtype)
+    y = exact_gelu(wide(y)).astype(self.dtype)
     value, gate = jnp.split(wide(self.o_proj(y)) + wide(self.o_bias[...]), 2, axis=-1)
     return (value * jax.nn.sigmoid(gate)).astype(self.dtype), from_complex(h)
 

@@ -16,7 +16,7 @@ from flax import nnx
 from lnssm_jax.mixers.checks import check_layer, check_positive
 from lnssm_jax.mixers.divided import Divisible
 from lnssm_jax.mixers.initializers import orthogonal, shift_weight
-from lnssm_jax.mixers.layers import interpolate, last_input, token_shift
+from lnssm_jax.mixers.layers import exact_gelu, interpolate, last_input, token_shift
 
 
 def _width(dim: int, hidden: int | None, usual: Callable[[int], int]) -> int:
@@ -69,7 +69,7 @@ class GPT2MLP(nnx.Module):
     self.up, self.down = linear(dim, hidden), linear(hidden, dim)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return self.down(jax.nn.gelu(self.up(x), approximate=False))
+    return self.down(exact_gelu(self.up(x)))
 
 
 class GatedMLP(nnx.Module):
@@ -123,7 +123,7 @@ class GeGLU(GatedMLP):
   """
 
   usual_width = staticmethod(lambda dim: 3 * dim)
-  activation = staticmethod(functools.partial(jax.nn.gelu, approximate=False))
+  activation = staticmethod(exact_gelu)
   kernel_init = staticmethod(nnx.initializers.variance_scaling(1.0, "fan_in", "normal"))
 
 

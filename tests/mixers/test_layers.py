@@ -1,5 +1,7 @@
 """The small layers that mixers share."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers.layers import (
+  exact_gelu,
   interpolate,
   linear,
   linear_parts,
@@ -105,3 +108,19 @@ def test_heads_are_consecutive_channels():
   heads = split_heads(x, 3)
   np.testing.assert_array_equal(heads[0, 1], [[6, 7], [8, 9], [10, 11]])
   np.testing.assert_array_equal(merge_heads(heads), x)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 3e-7), ("bfloat16", 2**-8)])
+def test_exact_gelu_and_its_derivative(dtype, error):
+  x = jnp.concatenate([jnp.linspace(-9, 9, 181), jnp.array([-1e30, 0.0, 1e30])]).astype(dtype)
+  y, slope = jax.jvp(exact_gelu, (x,), (jnp.ones_like(x),))
+  assert y.dtype == slope.dtype == x.dtype
+  wide = np.asarray(x, np.float64)
+  normal = np.array([0.5 * math.erfc(-v / math.sqrt(2)) for v in wide])
+  density = np.exp(-0.5 * wide**2) / math.sqrt(2 * math.pi)
+  np.testing.assert_allclose(np.asarray(y, np.float64), wide * normal, rtol=error, atol=error)
+  np.testing.assert_allclose(
+    np.asarray(slope, np.float64), normal + wide * density, rtol=error, atol=error
+  )
+  reverse = jax.vmap(jax.grad(exact_gelu))(x)
+  np.testing.assert_array_equal(np.asarray(reverse, np.float64), np.asarray(slope, np.float64))
