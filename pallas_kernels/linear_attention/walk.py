@@ -219,7 +219,7 @@ def walk(
   out_type = {"last": jax.ShapeDtypeStruct((B, H, parts, K, V), jnp.float32), **out_type}
   if borders:
     out_type["borders"] = jax.ShapeDtypeStruct((B, H, N, K, V), jnp.bfloat16)
-  scratch = {"staged": dict(prepared or {})}
+  scratch = {"staged": {}}
   copies = 0
   for name, piece in inputs.items():
     copies += W if piece.grouped else 1
