@@ -5,6 +5,7 @@ into an accumulator that holds a value already; the CPU interpreter of JAX 0.11 
 `multiply` hides the difference.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -20,6 +21,8 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # ... per column
 COMPILER_PARAMS = plgpu.CompilerParams(
   approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
 )
+# For kernels in which no sum crosses warps: more shared memory for tiles.
+WITHOUT_SCRATCH = dataclasses.replace(COMPILER_PARAMS, reduction_scratch_bytes=0)
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 

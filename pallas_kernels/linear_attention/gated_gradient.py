@@ -8,7 +8,6 @@ The decay is owed what the factors in `gates.py` are: each is an exponential of 
 of one sign, so no gradient is a difference of large numbers.
 """
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -34,6 +33,7 @@ from pallas_kernels.tensor_core import (
   CHUNK,
   COMPILER_PARAMS,
   GROUP,
+  WITHOUT_SCRATCH,
   across,
   columns_of,
   down,
@@ -53,8 +53,6 @@ _SHAPE = (CHUNK, GROUP)
 # log2 of how far factors of decays a step may grow, where the decays want a gradient: what pairs on
 # one side of a block's middle owe its steps there cancels, the more the faster the decays are.
 _LIMIT = 12.0
-# For kernels in which no sum crosses warps: 2 KiB less of shared memory, so that two blocks fit.
-_WITHOUT_SCRATCH = dataclasses.replace(COMPILER_PARAMS, reduction_scratch_bytes=0)
 
 
 def query_gradient(
@@ -420,5 +418,5 @@ def _run(chunk, tiles, vectors, outputs, reuse, width, interpret):
     scratch=scratch,
     reuse=reuse,
     interpret=interpret,
-    compiler_params=_WITHOUT_SCRATCH if "scores" in tiles else COMPILER_PARAMS,
+    compiler_params=WITHOUT_SCRATCH if "scores" in tiles else COMPILER_PARAMS,
   )

@@ -54,8 +54,24 @@ def half_of(merge):
 
 def superfluous_merges(log_decay):
   """[...] int32, 0 to 3: how many merges all of the last axis of constant decays can do without."""
-  fastest = jnp.minimum(-jnp.min(log_decay, axis=-1), -SMALLEST_LOG_DECAY) * _LOG2_E
-  return _superfluous(fastest, LARGEST_LOG2)
+  return _of_constant(-jnp.min(log_decay, axis=-1))
+
+
+def superfluous_for(rates, scratch):
+  """The same in a kernel, of 64 rates in registers. `scratch`: memory for 128 numbers."""
+  return _of_constant(_largest(rates, scratch))
+
+
+def _of_constant(fastest):
+  return _superfluous(jnp.minimum(fastest, -SMALLEST_LOG_DECAY) * _LOG2_E, LARGEST_LOG2)
+
+
+def _largest(x, scratch):
+  """The largest of 64 numbers, for all threads."""
+  for half in (0, CHUNK):  # the maximum of all wants a number for each thread
+    scratch.at[pl.ds(half, CHUNK)][...] = x
+  plgpu.commit_smem()
+  return jnp.max(plgpu.load(scratch, layout=plgpu.Layout.WG_STRIDED((2 * CHUNK,), vec_size=1)))
 
 
 def _superfluous(fastest, limit):
@@ -91,7 +107,7 @@ def merged_pairs(size, *, turned=False):
   return (apart >= half) & (apart < 2 * half) & (i_block > j_block)
 
 
-def _steps():
+def step_numbers():
   """[C]: the numbers of a chunk's steps, one for each row."""
   return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
 
@@ -125,7 +141,7 @@ class ConstantGates:
     largest, and infinite times a large key.
     """
     last = half_of(self.first) - 1
-    place = _steps() & last
+    place = step_numbers() & last
     queries, keys = self._count(QUERIES), self._count(KEYS)
     queries, keys = jnp.where(place > 0, queries, 0), jnp.where(place < last, keys, 0)
     return self._powers(queries), self._powers(keys)
@@ -136,7 +152,7 @@ class ConstantGates:
 
   def _count(self, which):
     """[C]: how many steps the sum of `which` has for each row; below zero: to be divided by."""
-    i = _steps()
+    i = step_numbers()
     if which is BEFORE:
       return i + (1 - self._read_first)
     if which is AFTER:
@@ -224,12 +240,7 @@ class StepGates:
       largest: shared memory for 128 numbers.
       limit: log2 of how far a factor may grow.
     """
-    rates = jnp.max(-self.log2_decay, axis=1)
-    for half in (0, CHUNK):  # the largest of all wants a number for each thread
-      largest.at[pl.ds(half, CHUNK)][...] = rates
-    plgpu.commit_smem()
-    layout = plgpu.Layout.WG_STRIDED((2 * CHUNK,), vec_size=1)
-    self.first = _superfluous(jnp.max(plgpu.load(largest, layout=layout)), limit)
+    self.first = _superfluous(_largest(jnp.max(-self.log2_decay, axis=1), largest), limit)
 
   def from_start(self):
     """[C, 64]: log2 of the decay from the chunk's start to each query, and to each key."""

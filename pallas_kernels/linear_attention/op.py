@@ -17,12 +17,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import MADE_BY_KERNELS
 from pallas_kernels.linear_attention import gated_gradient, scalar_gradient, shapes
+from pallas_kernels.linear_attention.division import through_division
 from pallas_kernels.linear_attention.gates import SMALLEST_LOG_DECAY
 from pallas_kernels.linear_attention.outputs import gated_outputs, scalar_outputs
 from pallas_kernels.linear_attention.scores import chunk_scores
 from pallas_kernels.linear_attention.states import chunk_states
 from pallas_kernels.linear_attention.tables import chunk_tables, passing, reaching
-from pallas_kernels.linear_attention.walk import Sums, Undecayed
+from pallas_kernels.linear_attention.walk import Decays, Sums, Undecayed
 from pallas_kernels.tensor_core import CHUNK
 
 
@@ -35,7 +36,7 @@ class Inputs(NamedTuple):
   log_decay: jax.Array  # float32; scalar: [1, 1, H], [B, length, H]; gated: [H, K], [B, T, H, K]
   bonus: jax.Array | None  # [H, K] float32
   kv: jax.Array | None  # [B, H, K, V] float32; None for zeros
-  key_sum: jax.Array | None  # [B, H, K] float32; None without the normaliser
+  key_sum: jax.Array | None  # [B, H, K] float32; None for zeros or without the normaliser
 
 
 class Static(NamedTuple):
@@ -44,6 +45,7 @@ class Static(NamedTuple):
   scale: float
   length: int  # steps before padding
   parts: int
+  normalize: bool
   interpret: object
 
 
@@ -73,7 +75,7 @@ class Kept(NamedTuple):
   """What the forward pass leaves to the backward pass, beside its arguments."""
 
   borders: jax.Array  # [B, H, N, K, V] bfloat16
-  decay: jax.Array  # [B|1, H, N|1, K] float32
+  decay: jax.Array | None  # [B|1, H, N|1, K] float32; None where decays are constant per channel
   entering_sum: jax.Array | None  # [B, H, N, K] float32
   out: jax.Array | None
   denominator: jax.Array | None  # [B, H, T] float32
@@ -84,11 +86,10 @@ class Kept(NamedTuple):
 
 def _forward(static, inputs, segments, *, for_gradient):
   q, k, v, log_decay, bonus, kv, key_sum = inputs
-  T = q.shape[1]
-  normalize = key_sum is not None
+  T, normalize = q.shape[1], static.normalize
   reach = None if segments is None else reaching(segments, T)
   options = {"interpret": static.interpret}
-  gated, weight, undecayed = _is_gated(log_decay), None, None
+  gated, weight = _is_gated(log_decay), None
   if gated:
     undecayed = _undecayed(static, inputs, reach)
     with_values = gated_gradient.joins_values(log_decay, v.shape[-1])
@@ -100,21 +101,19 @@ def _forward(static, inputs, segments, *, for_gradient):
       sums=normalize,
       **options,
     )
-    decay = _gated_decay(made, log_decay, reach, static.length, T)
+    decay = made.get("decay")
     q_state, k_state = (made["q"], made["k"]) if undecayed is None else (q, k)
+    decays = undecayed or Decays(decay)
   else:
     cumulative, before, after, decay = chunk_tables(log_decay, reach, static.length, T)
     decay = jnp.broadcast_to(decay[..., None], (*decay.shape, q.shape[-1]))
-    k_state, weight = k, after
-  initial, sums = _part_starts(
-    *(k_state, v, weight, decay, kv, undecayed, key_sum if gated else None, None, static),
-    reverse=False,
-  )
+    k_state, weight, decays = k, after, Decays(decay)
+  sums = _sums(static, inputs, key_sum, None)
+  initial, sums = _part_starts(k_state, v, weight, decays, kv, sums, static, reverse=False)
   options |= {"scale": static.scale, "parts": static.parts, "borders": for_gradient}
   if gated:
     run = gated_outputs(
-      *(q_state, k_state, v, made["scores"], made.get("score_sum"), decay, initial, undecayed),
-      sums,
+      *(q_state, k_state, v, made["scores"], made.get("score_sum"), decays, initial, sums),
       **options,
       **shapes.walk(v.shape[-1]),
     )
@@ -124,7 +123,7 @@ def _forward(static, inputs, segments, *, for_gradient):
   else:
     entering_sum = last_sum = None
     if normalize:
-      entering_sum, last_sum = _recur(decay, _chunk_sums(k, after), key_sum)
+      entering_sum, last_sum = _recur(decay, _chunk_sums(k, after), _or_zeros(key_sum, q))
     out, borders, last, denominator = scalar_outputs(
       *(q, k, v, cumulative, before, after, decay, segments, entering_sum, initial),
       **options,
@@ -151,7 +150,7 @@ class Adjoint(NamedTuple):
 
   d_out: jax.Array  # [B, T, H, V] bfloat16, the cotangent of S^T q
   d_sum: jax.Array | None  # [B, H, T] float32, that of the normaliser's sum
-  d_last_sum: jax.Array | None
+  d_last_sum: jax.Array | None  # [B, H, K] float32; None for zeros
   scale: float
   decays: bool  # whether the decay wants a gradient
 
@@ -159,10 +158,16 @@ class Adjoint(NamedTuple):
 def _backward_rule(static, residuals, cotangents):
   inputs, segments, kept, wanted = residuals
   d_out, d_last, d_last_sum = cotangents
-  d_out, d_last_sum = _instantiated(d_out), _instantiated(d_last_sum)
+  d_out = jnp.zeros(d_out.shape, d_out.dtype) if _is_zero(d_out) else d_out
+  d_last_sum = None if _is_zero(d_last_sum) else d_last_sum
   scale, d_sum = static.scale, None
-  if inputs.key_sum is not None:
-    d_out, d_sum = _through_division(static, kept, d_out)
+  if static.normalize:
+    d_out, d_sum = through_division(
+      *(d_out, kept.out, kept.denominator),
+      length=static.length,
+      scale=scale,
+      interpret=static.interpret,
+    )
     scale = 1.0
   adjoint = Adjoint(d_out, d_sum, d_last_sum, scale, decays=wanted is not None)
   d_last = None if _is_zero(d_last) else d_last / scale
@@ -180,29 +185,18 @@ def _backward_rule(static, residuals, cotangents):
   return d_inputs, no_gradient
 
 
-def _through_division(static, kept, d_out):
-  """out = scale n / D: returns the cotangents of n and of D, scale G / D and -(G . out) / D."""
-  T = d_out.shape[1]
-  denominator = kept.denominator.transpose(0, 2, 1)[..., None]
-  # A padded row's D is 0.
-  inverse = jnp.where((jnp.arange(T) < static.length)[:, None, None], 1.0 / denominator, 0.0)
-  d_out = d_out.astype(jnp.float32)
-  out = jnp.where(inverse != 0.0, kept.out.astype(jnp.float32), 0.0)
-  d_sum = (-jnp.sum(d_out * out, -1, keepdims=True) * inverse)[..., 0].transpose(0, 2, 1)
-  return (static.scale * d_out * inverse).astype(jnp.bfloat16), d_sum
-
-
 def _scalar_backward(static, inputs, segments, kept, adjoint, d_last):
   q, k, v, log_decay, _, kv, key_sum = inputs
   T = q.shape[1]
   reach = None if segments is None else reaching(segments, T)
   tables, tables_vjp = jax.vjp(lambda x: chunk_tables(x, reach, static.length, T), log_decay)
   cumulative, before, after, _ = tables
-  states = _adjoint_states(static, q, before, inputs, kept, adjoint, d_last, None)
+  states = _adjoint_states(static, q, before, inputs, kept, adjoint, d_last)
   leaving_sum = d_key_sum = None
-  if key_sum is not None:
+  if static.normalize:
     query_sums = _chunk_sums(q, adjoint.d_sum * _full(before, T))
-    leaving_sum, d_key_sum = _recur(kept.decay, query_sums, adjoint.d_last_sum, reverse=True)
+    d_last_sum = _or_zeros(adjoint.d_last_sum, q)
+    leaving_sum, d_key_sum = _recur(kept.decay, query_sums, d_last_sum, reverse=True)
   options = {"scale": adjoint.scale, "decays": adjoint.decays, "interpret": static.interpret}
   by_q = scalar_gradient.query_gradient(
     *(q, k, v, adjoint.d_out, adjoint.d_sum, kept.borders, kept.entering_sum),
@@ -221,6 +215,7 @@ def _scalar_backward(static, inputs, segments, kept, adjoint, d_last):
     d_tables = (_sum_to(d, x) for d, x in zip(d_tables, tables, strict=True))
     (d_log_decay,) = tables_vjp(tuple(d_tables))
   d_kv = None if kv is None else states["last"][:, :, 0]
+  d_key_sum = None if key_sum is None else d_key_sum
   return Inputs(by_q["q"], by_k["k"], by_k["v"], d_log_decay, None, d_kv, d_key_sum)
 
 
@@ -228,9 +223,10 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
   q, k, v, log_decay, bonus, kv, key_sum = inputs
   T = q.shape[1]
   reach = None if segments is None else reaching(segments, T)
-  undecayed = _undecayed(static, inputs, reach)
-  decayed = kept.q if undecayed is None else q
-  states = _adjoint_states(static, decayed, None, inputs, kept, adjoint, d_last, undecayed)
+  states = _adjoint_states(
+    *(static, q if kept.q is None else kept.q, None, inputs, kept, adjoint, d_last),
+    _undecayed(static, inputs, reach),
+  )
   options = {"scale": adjoint.scale, "interpret": static.interpret}
   d_v, joined = None, gated_gradient.joins_values(log_decay, v.shape[-1])
   if not joined:
@@ -244,10 +240,13 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
     **options,
   )
   leaving_sum = d_key_sum = d_total = None
-  if key_sum is not None:
+  if static.normalize:
     leaving_sum, d_key_sum = states["sums"], states["last_sum"][:, :, 0]
   if adjoint.decays:
-    d_total = kept.decay * _decay_gradient(states, leaving_sum, kept)
+    decay = kept.decay
+    if decay is None:
+      decay = _constant_decay(log_decay, reach, static.length, T)
+    d_total = decay * _decay_gradient(states, leaving_sum, kept)
   by_k = gated_gradient.key_gradient(
     *(q, k, v, adjoint.d_out, adjoint.d_sum, kept.scores if joined else None),
     *(states["borders"], leaving_sum),
@@ -262,19 +261,18 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
   d_bonus = None if bonus is None else by_q["bonus"].sum((0, 2))
   d_kv = None if kv is None else states["last"][:, :, 0]
   d_v = by_k["v"] if joined else d_v
+  d_key_sum = None if key_sum is None else d_key_sum
   return Inputs(by_q["q"], by_k["k"], d_v, d_log_decay, d_bonus, d_kv, d_key_sum)
 
 
-def _adjoint_states(static, q, weight, inputs, kept, adjoint, d_last, undecayed):
+def _adjoint_states(static, q, weight, inputs, kept, adjoint, d_last, undecayed=None):
   """The adjoints of the states between chunks, from the end to the start; of gated decays those of
   the normaliser's sums as well."""
-  d_last_sum = adjoint.d_last_sum if _is_gated(inputs.log_decay) else None
-  initial, sums = _part_starts(
-    *(q, adjoint.d_out, weight, kept.decay, d_last, undecayed, d_last_sum, adjoint.d_sum, static),
-    reverse=True,
-  )
+  decays = undecayed or Decays(kept.decay)
+  sums = _sums(static, inputs, adjoint.d_last_sum, adjoint.d_sum)
+  initial, sums = _part_starts(q, adjoint.d_out, weight, decays, d_last, sums, static, reverse=True)
   return chunk_states(
-    *(q, adjoint.d_out, weight, kept.decay, initial, undecayed, sums),
+    *(q, adjoint.d_out, weight, decays, initial, sums),
     kept.borders if adjoint.decays else None,
     parts=static.parts,
     reverse=True,
@@ -296,8 +294,10 @@ def _is_zero(x):
   return isinstance(x, jax.custom_derivatives.SymbolicZero)
 
 
-def _instantiated(x):
-  return jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x
+def _or_zeros(x, q):
+  """A sum of keys [B, H, K], where None stands for zeros."""
+  B, _, H, K = q.shape
+  return jnp.zeros((B, H, K), jnp.float32) if x is None else x
 
 
 def _is_gated(log_decay):
@@ -311,16 +311,22 @@ def _undecayed(static, inputs, reach):
   return Undecayed(inputs.log_decay, reach, inputs.bonus is not None, static.length)
 
 
-def _gated_decay(made, log_decay, reach, length, padded):
-  """[B|1, H, N|1, K]: what each chunk leaves of the state."""
-  if log_decay.ndim == 4:
-    decay = made["decay"]
-  else:
-    steps = _steps_in_chunks(length, padded)
-    if length == padded and reach is None:
-      steps = steps[:1]
-    log_decay = jnp.maximum(log_decay, SMALLEST_LOG_DECAY)
-    decay = jnp.exp(steps[:, None] * log_decay[:, None])[None]
+def _sums(static, inputs, initial, weights):
+  """What a walk carries for the normaliser, before the sequence is cut into parts; None where there
+  is none, and for scalar decays, whose sums XLA makes."""
+  if not static.normalize or not _is_gated(inputs.log_decay):
+    return None
+  B, _, H, K = inputs.q.shape
+  return Sums((B, H, 1, K), None if initial is None else initial[:, :, None], weights)
+
+
+def _constant_decay(log_decay, reach, length, padded):
+  """[B|1, H, N|1, K]: what each chunk leaves of the state, of log_decay [H, K]."""
+  steps = _steps_in_chunks(length, padded)
+  if length == padded and reach is None:
+    steps = steps[:1]
+  log_decay = jnp.maximum(log_decay, SMALLEST_LOG_DECAY)
+  decay = jnp.exp(steps[:, None] * log_decay[:, None])[None]
   return decay if reach is None else decay * passing(reach)[:, None, :, None]
 
 
@@ -364,30 +370,33 @@ def _recur(decay, added, initial, *, reverse=False):
   return jnp.concatenate([first, after[:, :, :-1]], axis=2), after[:, :, -1]
 
 
-def _part_starts(
-  a, b, weight, decay, initial, undecayed, initial_sum, sum_weights, static, *, reverse
-):
-  """[B, H, P, K, V]: the state that enters each part; None for zeros. And the `Sums` with what
-  enters, None without `initial_sum` [B, H, K]."""
-  sums = None if initial_sum is None else Sums(initial_sum[:, :, None], sum_weights)
-  if static.parts == 1:
+def _part_starts(a, b, weight, decays, initial, sums, static, *, reverse):
+  """[B, H, P, K, V]: what enters each part, None for zeros; and `sums` with theirs."""
+  P = static.parts
+  if P == 1:
     return None if initial is None else initial[:, :, None], sums
-  nothing = jnp.zeros((a.shape[0], a.shape[2], static.parts, a.shape[3]), jnp.float32)
+  shape = (a.shape[0], a.shape[2], P, a.shape[3])
   added = chunk_states(
-    *(a, b, weight, decay, None, undecayed),
-    None if sums is None else Sums(nothing, sum_weights),
-    parts=static.parts,
+    *(a, b, weight, decays, None),
+    None if sums is None else Sums(shape, None, sums.weights),
+    parts=P,
     reverse=reverse,
     borders=False,
     interpret=static.interpret,
     **shapes.walk(b.shape[-1]),
   )
+  if isinstance(decays, Undecayed):
+    decay = _constant_decay(decays.log_decay, decays.reach, static.length, a.shape[1])
+  else:
+    decay = decays.decay
   chunks = a.shape[1] // CHUNK
   decay = jnp.broadcast_to(decay, (*decay.shape[:2], chunks, decay.shape[3]))
-  decay = decay.reshape(*decay.shape[:2], static.parts, -1, decay.shape[3]).prod(3)
+  decay = decay.reshape(*decay.shape[:2], P, -1, decay.shape[3]).prod(3)
   if initial is None:
     initial = jnp.zeros_like(added["last"][:, :, 0])
   if sums is not None:
-    entering = _recur(decay, added["last_sum"], initial_sum, reverse=reverse)[0]
-    sums = Sums(entering, sum_weights)
+    first = jnp.zeros_like(added["last_sum"][:, :, 0])
+    first = first if sums.initial is None else sums.initial[:, :, 0]
+    entering = _recur(decay, added["last_sum"], first, reverse=reverse)[0]
+    sums = Sums(shape, entering, sums.weights)
   return _recur(decay[..., None], added["last"], initial, reverse=reverse)[0], sums

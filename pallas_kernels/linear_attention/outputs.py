@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear_attention import gates
 from pallas_kernels.linear_attention.chunk import channels_of, scores_of, steps_of
-from pallas_kernels.linear_attention.walk import Prepare, decay_tile, of_chunk, walk
+from pallas_kernels.linear_attention.walk import Prepare, Undecayed, decay_tile, groups_of, walk
 from pallas_kernels.tensor_core import (
   CHUNK,
   COMPILER_PARAMS,
@@ -94,9 +94,8 @@ def gated_outputs(
   v,  # [B, T, H, V] bfloat16
   scores,  # [B, H, T, C] bfloat16
   score_sum,  # [B, H, T] float32, the sum of each row of scores, or None
-  decay,  # [B|1, H, N|1, K] float32
+  decay,  # `walk.Undecayed`; or `walk.Decays`, q decayed from the chunk's start, k to its end
   initial,  # [B, H, P, K, V] float32 or None
-  undecayed,  # `walk.Undecayed`; None if q is decayed from the chunk's start and k to its end
   sums,  # `walk.Sums` of the keys, for the normaliser, or None
   *,
   scale=1.0,
@@ -114,7 +113,8 @@ def gated_outputs(
   blocks = V // value_tile
   inputs = {"q": steps_of(q), "k": steps_of(k), "v": channels_of(v), "scores": scores_of(scores)}
   out_type = {"out": jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16)}
-  prepared, vectors = {}, {} if undecayed is None else undecayed.vectors
+  prepared, vectors = {}, {}
+  undecayed = decay if isinstance(decay, Undecayed) else None
   if sums is not None:
     vectors |= sums.vectors | {"score_sum": score_sum}
     # One row for each tile of values, so that no two blocks write the same numbers.
@@ -125,11 +125,13 @@ def gated_outputs(
   def begin(at, part, ins, held):
     if sums is not None:
       sums.start(held, at, part, ins)
+    leaving = [decay.leaving(ins, channels) for channels in groups_of(q.shape[3])]
     kinds = gates.BEFORE, gates.AFTER
-    return [None if undecayed is None else undecayed.factors(x, at, ins) for x in kinds]
+    made = [None if undecayed is None else undecayed.factors(x, at, ins) for x in kinds]
+    return leaving, *made
 
   def step(fixed, at, tiles, ins, outs, held, wait):
-    (q_factors, k_factors), sees, reaches = fixed, None, None
+    (leaving, q_factors, k_factors), sees, reaches = fixed, None, None
     if undecayed is not None:
       k_factors = undecayed.of_chunk(gates.AFTER, k_factors, at, ins)
       sees, reaches = (undecayed.seen(x, at, ins) for x in (gates.BEFORE, gates.AFTER))
@@ -137,24 +139,24 @@ def gated_outputs(
       wait()
       decay_tile(tiles["q"], q_factors, sees)
       decay_tile(tiles["k"], k_factors, reaches)
-      return
+      return None
     of_block = {name: outs[name].at[block_of(at), at.b, at.h] for name in own if name in outs}
-    weights, left = sums.read(at, ins), of_chunk(ins["decays"], at)
+    left = [of_channels(at) for of_channels in leaving]
     parts = [rows_of(ins["score_sum"].at[at.b, at.h, at.steps])]
     if borders:
       sums.put(held, of_block["sums"].at[at.n])
     wait()
 
     def ask(channels, queries):
-      entering = down(columns_of(held.at[channels]), queries.shape)
+      entering = down(columns_of(held["sum"].at[channels]), queries.shape)
       parts.append(jnp.sum(queries * entering, axis=1))
 
+    decay_tile(tiles["k"], k_factors, reaches)
     decay_tile(tiles["q"], q_factors, sees, ask)
     denominator = sum(parts[1:], start=parts[0])
     tiles["denominator"][...] = denominator
     store_anywhere(of_block["denominator"].at[at.steps], denominator)
-    add = lambda channels, keys: sums.add(held, channels, keys, weights, left)
-    decay_tile(tiles["k"], k_factors, reaches, add)
+    return lambda: sums.add(held, tiles["k"], left, interpret)
 
   def end(at, part, outs, held):
     if sums is not None:

@@ -6,6 +6,8 @@ All chunks at once, a block of threads for each or for a few. Decays a step are 
 also returned are the queries decayed from the chunk's start and the keys decayed to its end.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -57,8 +59,6 @@ def chunk_scores(
   for decays a step decay [B, H, N, K] float32, of whole chunks.
   """
   inputs = {"q": q, "k": k, "log_decay": log_decay}
-  if log_decay.ndim == 2:
-    inputs["first"] = gates.superfluous_merges(log_decay)
   optional = {"bonus": bonus, "segments": segments, "reach": reach}
   inputs |= {name: x for name, x in optional.items() if x is not None}
   decayed = [name for name, wanted in (("q", decayed_q), ("k", decayed_k)) if wanted]
@@ -93,6 +93,7 @@ def _chunk_scores(inputs, decayed, *, length, sums, interpret):
     "rows": plgpu.SMEM((C,), f32),
     "columns": plgpu.SMEM((K,), f32),
     **gate_scratch(log_decay, K),
+    "largest": plgpu.SMEM((2 * CHUNK,), f32),
   }
   if per_step:
     scratch["unit"] = tile(C, GROUP)
@@ -102,7 +103,6 @@ def _chunk_scores(inputs, decayed, *, length, sums, interpret):
     b, h, start = (lax.axis_index(name) for name in ("row", "head", "chunk"))
     start = start * together
     count = jnp.minimum(together, N - start)
-    first = ins["first"][h] if "first" in ins else None
 
     def copies_of(index):
       steps, slot = pl.ds((start + index) * CHUNK, CHUNK), lax.rem(index, slots)
@@ -127,8 +127,12 @@ def _chunk_scores(inputs, decayed, *, length, sums, interpret):
       return carry
 
     fetch(0)
+    first = None
     if per_step:
       unit(s["unit"])
+    else:
+      rates = [-columns_of(ins["log_decay"].at[h, channels]) for channels in groups]
+      first = gates.superfluous_for(functools.reduce(jnp.maximum, rates), s["largest"])
     if together == 1:
       step(0, None)
     else:

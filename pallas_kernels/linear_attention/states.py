@@ -14,9 +14,10 @@ from pallas_kernels.linear_attention import gates
 from pallas_kernels.linear_attention.chunk import channels_of, steps_of
 from pallas_kernels.linear_attention.walk import (
   Prepare,
+  Undecayed,
   columns_of_state,
   decay_tile,
-  of_chunk,
+  groups_of,
   walk,
 )
 from pallas_kernels.tensor_core import (
@@ -35,9 +36,8 @@ def chunk_states(
   a,  # [B, T, H, K] bfloat16, T a multiple of the chunk
   b,  # [B, T, H, V] bfloat16
   weight,  # [B|1, H, T|C] float32, or None for 1
-  decay,  # [B|1, H, N|1, K] float32, from 0 to 1
+  decay,  # `walk.Decays`, or `walk.Undecayed`, by which `a` is decayed too
   initial,  # [B, H, P, K, V] float32, one for each part, or None for zeros
-  undecayed=None,  # `walk.Undecayed`: how to decay `a`; None if it is decayed
   sums=None,  # `walk.Sums` of `a`, or None; not with `weight`
   paired=None,  # [B, H, N, K, V] bfloat16
   *,
@@ -60,8 +60,7 @@ def chunk_states(
   inputs = {"a": steps_of(a), "b": channels_of(b)}
   which = gates.BEFORE if reverse else gates.AFTER
   vectors, out_type = {"weight": weight} if weight is not None else {}, {}
-  if undecayed is not None:
-    vectors |= undecayed.vectors
+  undecayed = decay if isinstance(decay, Undecayed) else None
   if sums is not None:
     vectors |= sums.vectors
     out_type |= sums.out_type(V // value_tile, a.shape[1] // CHUNK if borders else 0)
@@ -73,27 +72,28 @@ def chunk_states(
   def begin(at, part, ins, held):
     if sums is not None:
       sums.start(held, at, part, ins)
-    return None if undecayed is None else undecayed.factors(which, at, ins)
+    leaving = [decay.leaving(ins, channels) for channels in groups_of(a.shape[3])]
+    return leaving, None if undecayed is None else undecayed.factors(which, at, ins)
 
-  def step(factors, at, tiles, ins, outs, held, wait):
-    seen = weights = use = None
+  def step(fixed, at, tiles, ins, outs, held, wait):
+    (leaving, factors), seen = fixed, None
     if undecayed is not None:
       factors = undecayed.of_chunk(which, factors, at, ins)
       seen = undecayed.seen(which, at, ins)
     if sums is not None:
-      weights, left = sums.read(at, ins), of_chunk(ins["decays"], at)
-      use = lambda channels, values: sums.add(held, channels, values, weights, left)
+      left = [of_channels(at) for of_channels in leaving]
+      sums.weigh(held, at, ins)
       if borders:
         sums.put(held, outs["sums"].at[_block(at), at.b, at.h, at.n])
-    elif weight is not None:
-      weights = rows_of(at.rows(ins["weight"]))
+    weights = None if weight is None else rows_of(at.rows(ins["weight"]))
     wait()
-    if weight is None:
-      decay_tile(tiles["a"], factors, seen, use)
-      return
-    for column in range(tiles["b"].shape[0]):
-      b_s = tiles["b"].at[column]
-      b_s[...] = (load(b_s) * across(weights, b_s.shape)).astype(jnp.bfloat16)
+    if undecayed is not None:
+      decay_tile(tiles["a"], factors, seen)
+    if weight is not None:
+      for column in range(tiles["b"].shape[0]):
+        b_s = tiles["b"].at[column]
+        b_s[...] = (load(b_s) * across(weights, b_s.shape)).astype(jnp.bfloat16)
+    return None if sums is None else lambda: sums.add(held, tiles["a"], left, interpret)
 
   def end(at, part, outs, held):
     if sums is not None:
@@ -106,6 +106,8 @@ def chunk_states(
     if paired is not None:
       overlap = jnp.sum(load(tiles["paired"]) * state, axis=1)
       store_anywhere(outs["overlap"].at[at.group, at.b, at.h, at.n], overlap)
+      if borders:
+        tiles["paired"][...] = state.astype(jnp.bfloat16)
     products = [(turned(tiles["a"]), tiles["b"])]
     return multiply((decayed, products), interpret=interpret)[0], None
 
@@ -118,6 +120,7 @@ def chunk_states(
     reverse=reverse,
     borders=borders,
     state_tile=False,
+    left_in="paired" if paired is not None and borders else None,
     held=None if sums is None else sums.held,
     value_tile=value_tile,
     interpret=interpret,

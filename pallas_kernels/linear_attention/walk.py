@@ -5,7 +5,6 @@ next chunks to shared memory and works on what the columns have in common (`prep
 others carries 64 columns of the state along.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,24 +18,45 @@ from pallas_kernels.linear_attention import gates
 from pallas_kernels.linear_attention.chunk import Piece, Place
 from pallas_kernels.tensor_core import (
   CHUNK,
-  COMPILER_PARAMS,
   GROUP,
+  ROWS,
+  WITHOUT_SCRATCH,
   across,
-  columns_of,
   in_32_bits,
+  iota,
   rows_of,
   scaled,
   store_anywhere,
+  sum_of_rows,
   tile,
+  unit,
   zeros,
 )
 
-# Shared memory is full: less of it for sums over rows, which `prepare` makes of 64 channels each.
-_COMPILER_PARAMS = dataclasses.replace(COMPILER_PARAMS, reduction_scratch_bytes=1024)
+
+class Decays(NamedTuple):
+  """What chunks leave of the state, as an array."""
+
+  decay: jax.Array  # [B|1, H, N|1, K] float32
+
+  @property
+  def vectors(self):
+    """What the methods read, by name."""
+    return {"decay": self.decay}
+
+  def leaving(self, ins, channels):
+    """A function of the place: [channels] float32, what its chunk leaves of the state."""
+
+    def at_place(at):
+      decay = ins["decay"]
+      row, n = at.b if decay.shape[0] > 1 else 0, at.n if decay.shape[2] > 1 else 0
+      return rows_of(decay.at[row, at.h, n, channels])
+
+    return at_place
 
 
 class Undecayed(NamedTuple):
-  """Queries and keys as they are, and the constant decays that are put to them on the way."""
+  """Constant decays per key channel; queries and keys as they are, which are decayed on the way."""
 
   log_decay: jax.Array  # [H, K] float32
   reach: jax.Array | None  # [2, B, T] float32, see `tables.reaching`
@@ -49,11 +69,25 @@ class Undecayed(NamedTuple):
     vectors = {"log_decay": self.log_decay, "reach": self.reach}
     return {name: x for name, x in vectors.items() if x is not None}
 
+  def leaving(self, ins, channels):
+    """A function of the place: [channels] float32, what its chunk leaves of the state."""
+    log_decay = rows_of(ins["log_decay"].at[lax.axis_index("head"), channels])
+    rate = jnp.maximum(log_decay, gates.SMALLEST_LOG_DECAY)
+
+    def at_place(at):
+      steps = jnp.clip(self.length - at.n * CHUNK, 0, CHUNK).astype(jnp.float32)
+      left = jnp.exp(rate * steps)
+      if "reach" in ins:  # a state passes a chunk whose last step sees it
+        left = left * ins["reach"][0, at.b, at.n * CHUNK + CHUNK - 1]
+      return left
+
+    return at_place
+
   def factors(self, which, at, ins, valid=CHUNK):
     """For each 64 channels [C, 64] bfloat16: what is left of queries from the chunk's start
     (`which` is `gates.BEFORE`), of keys at its end (`gates.AFTER`), in a chunk of `valid` steps."""
     made = []
-    for channels in _groups(self.log_decay.shape[1]):
+    for channels in groups_of(self.log_decay.shape[1]):
       log_decay = ins["log_decay"].at[at.h, channels]
       gate = gates.ConstantGates(log_decay, 0, self.read_first, valid)
       factor = gate.before() if which is gates.BEFORE else gate.after()
@@ -81,7 +115,9 @@ def decay_tile(x, factors, seen, use=None):
   Of steps that are not `seen` nothing is left, whatever they hold. Each 64 channels go to
   `use(channels, values)`, float32.
   """
-  for number, channels in enumerate(_groups(x.shape[1])):
+  if factors is None and use is None:
+    return
+  for number, channels in enumerate(groups_of(x.shape[1])):
     part = x.at[:, channels]
     if factors is None:
       value = plgpu.load(part, layout=plgpu.Layout.WGMMA)
@@ -97,7 +133,8 @@ def decay_tile(x, factors, seen, use=None):
 class Sums(NamedTuple):
   """A vector carried beside the state: what the state would be for values of 1, or of `weights`."""
 
-  initial: jax.Array  # [B, H, P, K] float32, one for each part
+  shape: tuple[int, ...]  # (B, H, P, K)
+  initial: jax.Array | None  # of that shape, float32, one for each part; None for zeros
   weights: jax.Array | None  # [B, H, T] float32; None for 1
 
   @property
@@ -108,45 +145,55 @@ class Sums(NamedTuple):
 
   @property
   def held(self):
-    """Shared memory for the sums."""
-    return jax.ShapeDtypeStruct(self.initial.shape[3:], jnp.float32)
+    """Shared memory: the sums, and the right operand of the products that add up steps."""
+    return {"sum": plgpu.SMEM(self.shape[3:], jnp.float32), "unit": tile(CHUNK, GROUP)}
 
   def out_type(self, blocks, chunks):
     """Results, with an axis for blocks of columns, so that no two write the same numbers."""
-    B, H, P, K = self.initial.shape
+    B, H, P, K = self.shape
     made = {"last_sum": jax.ShapeDtypeStruct((blocks, B, H, P, K), jnp.float32)}
     if chunks:
       made["sums"] = jax.ShapeDtypeStruct((blocks, B, H, chunks, K), jnp.float32)
     return made
 
   def start(self, held, at, part, ins):
-    """`held`: [K] float32 in shared memory, where the sums are."""
-    for channels in _groups(held.shape[0]):
-      held.at[channels][...] = columns_of(ins["initial_sum"].at[at.b, at.h, part, channels])
+    """Fills what is `held`."""
+    if self.weights is None:
+      unit(held["unit"])
+    for channels in groups_of(self.shape[3]):
+      if self.initial is None:
+        initial = plgpu.layout_cast(jnp.zeros((GROUP,), jnp.float32), ROWS)
+      else:
+        initial = rows_of(ins["initial_sum"].at[at.b, at.h, part, channels])
+      held["sum"].at[channels][...] = initial
+    plgpu.commit_smem()
 
-  def read(self, at, ins):
-    """The weights of the chunk's steps, or None."""
-    return rows_of(ins["weights"].at[at.b, at.h, at.steps]) if "weights" in ins else None
+  def weigh(self, held, at, ins):
+    """Puts the weights of the chunk's steps where the products find them."""
+    if self.weights is None:
+      return
+    weights = rows_of(ins["weights"].at[at.b, at.h, at.steps])
+    rounded = weights.astype(jnp.bfloat16).astype(jnp.float32)
+    column = iota((CHUNK, GROUP), 1)  # two numbers hold a weight to 2^-17
+    split = (across(x, column.shape) for x in (rounded, weights - rounded))
+    first, second = (jnp.where(column == n, x, 0.0) for n, x in enumerate(split))
+    held["unit"][...] = (first + second).astype(jnp.bfloat16)
 
-  def add(self, held, channels, values, weights, decay):
-    """Goes on by a chunk with these `values` [C, 64], float32, of some channels."""
-    if weights is not None:
-      values = values * across(weights, values.shape)
-    entering = columns_of(held.at[channels]) * columns_of(decay.at[channels])
-    held.at[channels][...] = entering + jnp.sum(values, axis=0)
+  def add(self, held, x, left, interpret):
+    """Goes on by a chunk: `x` is its tile [C, K], `left` for each 64 channels what it leaves."""
+    for channels, remains in zip(groups_of(self.shape[3]), left, strict=True):
+      added = sum_of_rows([x.at[:, channels]], held["unit"], interpret)
+      held["sum"].at[channels][...] = rows_of(held["sum"].at[channels]) * remains + added
+    plgpu.commit_smem()
 
   def put(self, held, ref):
     """Copies the sums to [K] in device memory."""
-    for channels in _groups(held.shape[0]):
-      store_anywhere(ref.at[channels], columns_of(held.at[channels]))
+    for channels in groups_of(self.shape[3]):
+      store_anywhere(ref.at[channels], rows_of(held["sum"].at[channels]))
 
 
-def of_chunk(decay, at):
-  """[K]: the chunk's part of the decay [B|1, H, N|1, K], in device memory."""
-  return decay.at[at.b if decay.shape[0] > 1 else 0, at.h, at.n if decay.shape[2] > 1 else 0]
-
-
-def _groups(width):
+def groups_of(width):
+  """Slices of 64 channels."""
   return [pl.ds(start, GROUP) for start in range(0, width, GROUP)]
 
 
@@ -154,7 +201,8 @@ class Prepare(NamedTuple):
   """What a block of threads does once for all of its columns."""
 
   begin: Callable  # (place, part, ins, held) -> what does not change
-  step: Callable  # (fixed, place, tiles, ins, outs, held, wait): tiles after `wait()`
+  step: Callable  # (fixed, place, tiles, ins, outs, held, wait): tiles after `wait()`. May return a
+  # function of what remains to be done when the others go on with the chunk.
   end: Callable  # (place, part, outs, held)
 
 
@@ -179,6 +227,7 @@ def walk(
   reverse=False,
   borders=True,
   state_tile=True,
+  left_in=None,
   prepared=None,
   held=None,
   value_tile=None,
@@ -194,7 +243,7 @@ def walk(
       tiles["state"] if `state_tile`.
     prepare: `Prepare`, which may change the tiles of inputs; or None.
     inputs: pieces by name. Those of a group have 64 columns of values; `carry` gets its own.
-    decay: [B|1, H, N|1, K] float32, what a chunk leaves of the state.
+    decay: `Decays` or `Undecayed`.
     vectors: further arrays by name, left in device memory for `prepare`.
     initial: [B, H, P, K, V] float32, one for each part, or None for zeros.
     out_type: of `carry` and `prepare`'s further results, by name; of "out" [B, T, H, V] bfloat16,
@@ -202,7 +251,9 @@ def walk(
     shape: (B, T, H, K, V).
     borders: whether to return the states that enter the chunks.
     prepared: shared memory for each chunk, filled by `prepare`, by name.
-    held: shared memory that `prepare` keeps from chunk to chunk, or None.
+    held: shared memory that `prepare` keeps from chunk to chunk, by name; or None.
+    left_in: the input in whose tile `carry` leaves the state that entered, in bfloat16, where there
+      are `borders`; or None. It saves the tile for the state; not with an output.
     value_tile: columns in a block.
     stages: how many chunks have their inputs in shared memory.
 
@@ -214,7 +265,7 @@ def walk(
   N, W = T // C, (value_tile or V) // GROUP
   M = N // parts
   stages = min(stages, M)
-  state_tile = state_tile or borders
+  state_tile = state_tile or (borders and left_in is None)
   gives_out = "out" in out_type
   out_type = {"last": jax.ShapeDtypeStruct((B, H, parts, K, V), jnp.float32), **out_type}
   if borders:
@@ -227,7 +278,7 @@ def walk(
   for name, one in (prepared or {}).items():
     scratch["staged"][name] = plgpu.SMEM((stages, *one.shape), one.dtype)
   if held is not None:
-    scratch["held"] = plgpu.SMEM(held.shape, held.dtype)
+    scratch["held"] = held
   if state_tile:
     scratch["state"] = tile(W, K, GROUP)
   if gives_out:
@@ -269,9 +320,11 @@ def walk(
       def step(n, _):
         if prepare is not None:
           wait = lambda: plgpu.barrier_wait(s["loaded"].at[stage_of(n)])
-          prepare.step(fixed, place_of(n), tiles_of(n), ins, outs, s.get("held"), wait)
+          rest = prepare.step(fixed, place_of(n), tiles_of(n), ins, outs, s.get("held"), wait)
           plgpu.commit_smem()
           plgpu.barrier_arrive(s["ready"].at[stage_of(n)])
+          if rest is not None:
+            rest()
         pl.when((n >= 1) & (n - 1 + stages < M))(lambda: refill(n - 1))
 
       if prepare is not None:
@@ -286,26 +339,34 @@ def walk(
     def _carry():
       column = role - 1
       at_last = place_of(0, column)
+      leaving = decay.leaving(ins, pl.ds(0, K))
+      use_ends = lambda n: plgpu.barrier_arrive(s["used"].at[stage_of(n)])
 
       def step(n, state):
         at, tiles = place_of(n, column), tiles_of(n)
         own = {name: s[name].at[column] for name in ("state", "out") if name in s}
         own |= {name: tiles[name].at[column] for name, piece in inputs.items() if piece.grouped}
-        left = rows_of(of_chunk(ins["decays"], at))
+        border = outs["borders"].at[at.b, at.h, at.n, :, at.channels] if borders else None
+        left = leaving(at)
+        if left_in is not None:
+          plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+          pl.when(n > 0)(lambda: use_ends(n - 1))
         if state_tile:
           if borders:
             plgpu.wait_smem_to_gmem(int(gives_out), wait_read_only=True)
           own["state"][...] = state.astype(jnp.bfloat16)
           plgpu.commit_smem()
-        if borders:
-          target = outs["borders"].at[at.b, at.h, at.n, :, at.channels]
-          plgpu.copy_smem_to_gmem(own["state"], target)
+        if borders and left_in is None:
+          plgpu.copy_smem_to_gmem(own["state"], border)
         plgpu.barrier_wait(s["loaded"].at[stage_of(n)])
         if prepare is not None:
           plgpu.barrier_wait(s["ready"].at[stage_of(n)])
         state, out = carry(at, tiles | own, outs, state, state * across(left, state.shape))
         plgpu.commit_smem()  # reads into registers come before copies into the same memory
-        plgpu.barrier_arrive(s["used"].at[stage_of(n)])
+        if left_in is None:
+          use_ends(n)
+        else:
+          plgpu.copy_smem_to_gmem(own[left_in], border)
         if gives_out:
           plgpu.wait_smem_to_gmem(int(borders), wait_read_only=True)
           own["out"][...] = out.astype(jnp.bfloat16)
@@ -320,6 +381,8 @@ def walk(
         start = plgpu.load(of_part(initial_ref), layout=plgpu.Layout.WGMMA, optimized=False)
       of_part(outs["last"])[...] = lax.fori_loop(0, M, step, start)
       plgpu.wait_smem_to_gmem(0)
+      if left_in is not None:
+        use_ends(M - 1)
 
   kernel = lambda body: plgpu.kernel(
     body,
@@ -330,9 +393,9 @@ def walk(
     num_threads=1 + W,
     thread_name="role",
     interpret=interpret,
-    compiler_params=_COMPILER_PARAMS,
+    compiler_params=WITHOUT_SCRATCH,
   )
-  arrays = {name: piece.array for name, piece in inputs.items()} | vectors | {"decays": decay}
+  arrays = {name: piece.array for name, piece in inputs.items()} | decay.vectors | vectors
   if initial is None:
     return kernel(lambda ins, outs, s: body(ins, None, outs, s))(arrays)
   return kernel(body)(arrays, initial)

@@ -137,11 +137,11 @@ def run(
     log_decay,
     None if bonus is None else pad(bonus.astype(jnp.float32), 0, extra),
     None if fresh else pad(state.kv, 0, 0, extra, wide_v - V),
-    pad(state.key_sum, 0, 0, extra) if normalize else None,
+    pad(state.key_sum, 0, 0, extra) if normalize and not fresh else None,
   )
   if segments is not None:
     segments = jnp.pad(segments, ((0, 0), (0, length - T)), mode="edge")
-  static = op.Static(float(scale), T, parts, interpret)
+  static = op.Static(float(scale), T, parts, normalize, interpret)
   out, kv, key_sum = op.linear_attention(inputs, segments, static)
   if normalize:
     key_sum = key_sum[..., :K]
