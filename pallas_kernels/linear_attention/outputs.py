@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear_attention import gates
 from pallas_kernels.linear_attention.chunk import channels_of, scores_of, steps_of
-from pallas_kernels.linear_attention.walk import Prepare, Undecayed, decay_tile, groups_of, walk
+from pallas_kernels.linear_attention.walk import Prepare, Undecayed, decay_tile, walk
 from pallas_kernels.tensor_core import (
   CHUNK,
   COMPILER_PARAMS,
@@ -125,10 +125,9 @@ def gated_outputs(
   def begin(at, part, ins, held):
     if sums is not None:
       sums.start(held, at, part, ins)
-    leaving = [decay.leaving(ins, channels) for channels in groups_of(q.shape[3])]
     kinds = gates.BEFORE, gates.AFTER
     made = [None if undecayed is None else undecayed.factors(x, at, ins) for x in kinds]
-    return leaving, *made
+    return decay.leaving(ins), *made
 
   def step(fixed, at, tiles, ins, outs, held, wait):
     (leaving, q_factors, k_factors), sees, reaches = fixed, None, None
@@ -141,7 +140,7 @@ def gated_outputs(
       decay_tile(tiles["k"], k_factors, reaches)
       return None
     of_block = {name: outs[name].at[block_of(at), at.b, at.h] for name in own if name in outs}
-    left = [of_channels(at) for of_channels in leaving]
+    left = leaving(at)
     parts = [rows_of(ins["score_sum"].at[at.b, at.h, at.steps])]
     if borders:
       sums.put(held, of_block["sums"].at[at.n])

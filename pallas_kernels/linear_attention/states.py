@@ -17,7 +17,6 @@ from pallas_kernels.linear_attention.walk import (
   Undecayed,
   columns_of_state,
   decay_tile,
-  groups_of,
   walk,
 )
 from pallas_kernels.tensor_core import (
@@ -72,8 +71,7 @@ def chunk_states(
   def begin(at, part, ins, held):
     if sums is not None:
       sums.start(held, at, part, ins)
-    leaving = [decay.leaving(ins, channels) for channels in groups_of(a.shape[3])]
-    return leaving, None if undecayed is None else undecayed.factors(which, at, ins)
+    return decay.leaving(ins), None if undecayed is None else undecayed.factors(which, at, ins)
 
   def step(fixed, at, tiles, ins, outs, held, wait):
     (leaving, factors), seen = fixed, None
@@ -81,7 +79,7 @@ def chunk_states(
       factors = undecayed.of_chunk(which, factors, at, ins)
       seen = undecayed.seen(which, at, ins)
     if sums is not None:
-      left = [of_channels(at) for of_channels in leaving]
+      left = leaving(at)
       sums.weigh(held, at, ins)
       if borders:
         sums.put(held, outs["sums"].at[_block(at), at.b, at.h, at.n])

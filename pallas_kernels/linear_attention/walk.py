@@ -1,8 +1,8 @@
 """The frame of kernels that carry a state along the chunks of a head, in registers.
 
-A block of threads has some columns of values. One group of its threads copies the inputs of the
-next chunks to shared memory and works on what the columns have in common (`prepare`); each of the
-others carries 64 columns of the state along.
+A block of threads has some columns of values. One group of its threads copies what the columns have
+in common of the next chunks to shared memory and works on it (`prepare`); each of the others has 64
+columns: it copies what is theirs alone, and carries their state along.
 """
 
 from collections.abc import Callable
@@ -44,13 +44,13 @@ class Decays(NamedTuple):
     """What the methods read, by name."""
     return {"decay": self.decay}
 
-  def leaving(self, ins, channels):
-    """A function of the place: [channels] float32, what its chunk leaves of the state."""
+  def leaving(self, ins):
+    """A function of the place: [K] float32, what its chunk leaves of the state."""
 
     def at_place(at):
       decay = ins["decay"]
       row, n = at.b if decay.shape[0] > 1 else 0, at.n if decay.shape[2] > 1 else 0
-      return rows_of(decay.at[row, at.h, n, channels])
+      return rows_of(decay.at[row, at.h, n])
 
     return at_place
 
@@ -69,9 +69,9 @@ class Undecayed(NamedTuple):
     vectors = {"log_decay": self.log_decay, "reach": self.reach}
     return {name: x for name, x in vectors.items() if x is not None}
 
-  def leaving(self, ins, channels):
-    """A function of the place: [channels] float32, what its chunk leaves of the state."""
-    log_decay = rows_of(ins["log_decay"].at[lax.axis_index("head"), channels])
+  def leaving(self, ins):
+    """A function of the place: [K] float32, what its chunk leaves of the state."""
+    log_decay = rows_of(ins["log_decay"].at[lax.axis_index("head")])
     rate = jnp.maximum(log_decay, gates.SMALLEST_LOG_DECAY)
 
     def at_place(at):
@@ -160,12 +160,11 @@ class Sums(NamedTuple):
     """Fills what is `held`."""
     if self.weights is None:
       unit(held["unit"])
-    for channels in groups_of(self.shape[3]):
-      if self.initial is None:
-        initial = plgpu.layout_cast(jnp.zeros((GROUP,), jnp.float32), ROWS)
-      else:
-        initial = rows_of(ins["initial_sum"].at[at.b, at.h, part, channels])
-      held["sum"].at[channels][...] = initial
+    if self.initial is None:
+      initial = plgpu.layout_cast(jnp.zeros(self.shape[3:], jnp.float32), ROWS)
+    else:
+      initial = rows_of(ins["initial_sum"].at[at.b, at.h, part])
+    held["sum"][...] = initial
     plgpu.commit_smem()
 
   def weigh(self, held, at, ins):
@@ -180,16 +179,14 @@ class Sums(NamedTuple):
     held["unit"][...] = (first + second).astype(jnp.bfloat16)
 
   def add(self, held, x, left, interpret):
-    """Goes on by a chunk: `x` is its tile [C, K], `left` for each 64 channels what it leaves."""
-    for channels, remains in zip(groups_of(self.shape[3]), left, strict=True):
-      added = sum_of_rows([x.at[:, channels]], held["unit"], interpret)
-      held["sum"].at[channels][...] = rows_of(held["sum"].at[channels]) * remains + added
+    """Goes on by a chunk: `x` is its tile [C, K], `left` [K] what it leaves."""
+    added = sum_of_rows([x], held["unit"], interpret)
+    held["sum"][...] = rows_of(held["sum"]) * left + added
     plgpu.commit_smem()
 
   def put(self, held, ref):
     """Copies the sums to [K] in device memory."""
-    for channels in groups_of(self.shape[3]):
-      store_anywhere(ref.at[channels], rows_of(held["sum"].at[channels]))
+    store_anywhere(ref, rows_of(held["sum"]))
 
 
 def groups_of(width):
@@ -301,13 +298,14 @@ def walk(
     def tiles_of(n):
       return {name: ref.at[stage_of(n)] for name, ref in s["staged"].items()}
 
-    def fetch(n):
+    def fetch(n, column=None):
+      """Copies what all columns share or, with `column`, what that one has for itself."""
       for name, piece in inputs.items():
-        target = tiles_of(n)[name]
-        for column in range(W if piece.grouped else 1):
-          source = ins[name].at[piece.index(place_of(n, column))]
-          one = target.at[column] if piece.grouped else target
-          plgpu.copy_gmem_to_smem(source, one, s["loaded"].at[stage_of(n)])
+        if piece.grouped == (column is not None):
+          target = tiles_of(n)[name]
+          target = target.at[column] if piece.grouped else target
+          source = ins[name].at[piece.index(place_of(n, 0 if column is None else column))]
+          plgpu.copy_gmem_to_smem(source, target, s["loaded"].at[stage_of(n)])
 
     @pl.when(role == 0)
     def _fetch():
@@ -339,8 +337,12 @@ def walk(
     def _carry():
       column = role - 1
       at_last = place_of(0, column)
-      leaving = decay.leaving(ins, pl.ds(0, K))
-      use_ends = lambda n: plgpu.barrier_arrive(s["used"].at[stage_of(n)])
+      leaving = decay.leaving(ins)
+      lax.fori_loop(0, stages, lambda n, _: fetch(n, column), None)
+
+      def release(n):
+        plgpu.barrier_arrive(s["used"].at[stage_of(n)])
+        pl.when(n + stages < M)(lambda: fetch(n + stages, column))
 
       def step(n, state):
         at, tiles = place_of(n, column), tiles_of(n)
@@ -350,7 +352,7 @@ def walk(
         left = leaving(at)
         if left_in is not None:
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-          pl.when(n > 0)(lambda: use_ends(n - 1))
+          pl.when(n > 0)(lambda: release(n - 1))
         if state_tile:
           if borders:
             plgpu.wait_smem_to_gmem(int(gives_out), wait_read_only=True)
@@ -364,7 +366,7 @@ def walk(
         state, out = carry(at, tiles | own, outs, state, state * across(left, state.shape))
         plgpu.commit_smem()  # reads into registers come before copies into the same memory
         if left_in is None:
-          use_ends(n)
+          release(n)
         else:
           plgpu.copy_smem_to_gmem(own[left_in], border)
         if gives_out:
@@ -382,7 +384,7 @@ def walk(
       of_part(outs["last"])[...] = lax.fori_loop(0, M, step, start)
       plgpu.wait_smem_to_gmem(0)
       if left_in is not None:
-        use_ends(M - 1)
+        release(M - 1)
 
   kernel = lambda body: plgpu.kernel(
     body,
