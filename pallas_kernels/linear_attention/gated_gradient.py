@@ -142,9 +142,9 @@ def query_gradient(
     if decays:
       due = owe(due, d_x=d_before, which=gates.BEFORE)
 
-    if decays and not per_step:  # k is not needed any more
-      due = over_steps(k_s, right_s, due * queries(), interpret)
     if decays:
+      if not per_step:  # k is not needed any more
+        due = over_steps(k_s, right_s, due * queries(), interpret)
       put("log_decay", due, at, number)
     put("q", (d_q + d_before) * scale, at, number)
 
@@ -274,9 +274,9 @@ def key_gradient(
     if decays and per_step:  # of pairs in a block, constant decays are paid by `query_gradient`
       due = owe(due, d_x=d_right, which=gates.KEYS)
     d_k, due = _through_merges(gate, met, owe, d_k[0] + d_after + d_right, due, turned=True)
-    if decays and not per_step:  # q is not needed any more
-      due = over_steps(q_s, right_s, due * keys(), interpret)
     if decays:
+      if not per_step:  # q is not needed any more
+        due = over_steps(q_s, right_s, due * keys(), interpret)
       put("log_decay", due, at, number)
     put("k", d_k * scale, at, number)
 

@@ -122,17 +122,19 @@ class ConstantGates:
   def __init__(self, log_decay, first, read_first, valid):
     """
     Args:
-      log_decay: [64] float32, in device memory.
+      log_decay: [K] float32, in device memory: of 64 channels, or of all for factors alone.
       first: of `superfluous_merges` for these channels, or less.
       read_first: whether queries see the state before the decay of their own step.
       valid: steps of this chunk before padding.
     """
     self._log2 = jnp.maximum(columns_of(log_decay), SMALLEST_LOG_DECAY) * _LOG2_E
     self._read_first, self._valid = int(read_first), valid
+    self._shape = CHUNK, log_decay.shape[0]
     self.first = first
 
   def _powers(self, counts):
-    return jnp.exp2(across(counts.astype(jnp.float32), _SHAPE) * down(self._log2, _SHAPE))
+    shape = self._shape
+    return jnp.exp2(across(counts.astype(jnp.float32), shape) * down(self._log2, shape))
 
   def in_block(self):
     """The factors of queries and keys, [C, 64] each, of the pairs inside a block.
@@ -184,7 +186,7 @@ class ConstantGates:
   def owe(self, due, x, d_x, which, staging):
     """`x()` and `d_x` are [C, 64], `staging` a tile of that shape that may be overwritten."""
     del x, staging
-    added = across(self._count(which).astype(jnp.float32), _SHAPE) * d_x
+    added = across(self._count(which).astype(jnp.float32), self._shape) * d_x
     return added if due is None else due + added
 
 

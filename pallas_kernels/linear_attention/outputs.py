@@ -113,7 +113,7 @@ def gated_outputs(
   blocks = V // value_tile
   inputs = {"q": steps_of(q), "k": steps_of(k), "v": channels_of(v), "scores": scores_of(scores)}
   out_type = {"out": jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16)}
-  prepared, vectors = {}, {}
+  prepared, vectors, kinds = {}, {}, (gates.BEFORE, gates.AFTER)
   undecayed = decay if isinstance(decay, Undecayed) else None
   if sums is not None:
     vectors |= sums.vectors | {"score_sum": score_sum}
@@ -125,34 +125,34 @@ def gated_outputs(
   def begin(at, part, ins, held):
     if sums is not None:
       sums.start(held, at, part, ins)
-    kinds = gates.BEFORE, gates.AFTER
     made = [None if undecayed is None else undecayed.factors(x, at, ins) for x in kinds]
     return decay.leaving(ins), *made
 
   def step(fixed, at, tiles, ins, outs, held, wait):
-    (leaving, q_factors, k_factors), sees, reaches = fixed, None, None
+    leaving, *factors = fixed
+    of_chunk = []
     if undecayed is not None:
-      k_factors = undecayed.of_chunk(gates.AFTER, k_factors, at, ins)
-      sees, reaches = (undecayed.seen(x, at, ins) for x in (gates.BEFORE, gates.AFTER))
-    if sums is None:
+      of_chunk = [undecayed.of_chunk(*x, at, ins) for x in zip(kinds, factors, strict=True)]
+
+    def decay_tiles():
       wait()
-      decay_tile(tiles["q"], q_factors, sees)
-      decay_tile(tiles["k"], k_factors, reaches)
+      for name, how in zip("qk", of_chunk, strict=False):
+        decay_tile(tiles[name], *how)
+
+    if sums is None:
+      decay_tiles()
       return None
     of_block = {name: outs[name].at[block_of(at), at.b, at.h] for name in own if name in outs}
     left = leaving(at)
-    parts = [rows_of(ins["score_sum"].at[at.b, at.h, at.steps])]
+    denominator = rows_of(ins["score_sum"].at[at.b, at.h, at.steps])
     if borders:
       sums.put(held, of_block["sums"].at[at.n])
-    wait()
-
-    def ask(channels, queries):
+    decay_tiles()
+    for start in range(0, q.shape[3], GROUP):  # by 64 channels, for want of registers
+      channels = pl.ds(start, GROUP)
+      queries = load(tiles["q"].at[:, channels])
       entering = down(columns_of(held["sum"].at[channels]), queries.shape)
-      parts.append(jnp.sum(queries * entering, axis=1))
-
-    decay_tile(tiles["k"], k_factors, reaches)
-    decay_tile(tiles["q"], q_factors, sees, ask)
-    denominator = sum(parts[1:], start=parts[0])
+      denominator = denominator + jnp.sum(queries * entering, axis=1)
     tiles["denominator"][...] = denominator
     store_anywhere(of_block["denominator"].at[at.steps], denominator)
     return lambda: sums.add(held, tiles["k"], left, interpret)

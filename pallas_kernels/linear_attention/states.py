@@ -74,10 +74,9 @@ def chunk_states(
     return decay.leaving(ins), None if undecayed is None else undecayed.factors(which, at, ins)
 
   def step(fixed, at, tiles, ins, outs, held, wait):
-    (leaving, factors), seen = fixed, None
+    leaving, factors = fixed
     if undecayed is not None:
-      factors = undecayed.of_chunk(which, factors, at, ins)
-      seen = undecayed.seen(which, at, ins)
+      of_chunk = undecayed.of_chunk(which, factors, at, ins)
     if sums is not None:
       left = leaving(at)
       sums.weigh(held, at, ins)
@@ -86,7 +85,7 @@ def chunk_states(
     weights = None if weight is None else rows_of(at.rows(ins["weight"]))
     wait()
     if undecayed is not None:
-      decay_tile(tiles["a"], factors, seen)
+      decay_tile(tiles["a"], *of_chunk)
     if weight is not None:
       for column in range(tiles["b"].shape[0]):
         b_s = tiles["b"].at[column]

@@ -84,50 +84,33 @@ class Undecayed(NamedTuple):
     return at_place
 
   def factors(self, which, at, ins, valid=CHUNK):
-    """For each 64 channels [C, 64] bfloat16: what is left of queries from the chunk's start
-    (`which` is `gates.BEFORE`), of keys at its end (`gates.AFTER`), in a chunk of `valid` steps."""
-    made = []
-    for channels in groups_of(self.log_decay.shape[1]):
-      log_decay = ins["log_decay"].at[at.h, channels]
-      gate = gates.ConstantGates(log_decay, 0, self.read_first, valid)
-      factor = gate.before() if which is gates.BEFORE else gate.after()
-      made.append(factor.astype(jnp.bfloat16))
-    return made
+    """[C, K] bfloat16: what is left of queries from the chunk's start (`which` is `gates.BEFORE`),
+    of keys at its end (`gates.AFTER`), in a chunk of `valid` steps."""
+    gate = gates.ConstantGates(ins["log_decay"].at[at.h], 0, self.read_first, valid)
+    factors = gate.before() if which is gates.BEFORE else gate.after()
+    return factors.astype(jnp.bfloat16)
 
   def of_chunk(self, which, factors, at, ins):
-    """`factors`, made again for a chunk whose steps end early."""
-    if which is gates.BEFORE or self.length % CHUNK == 0:
-      return factors
-    valid = self.length - at.n * CHUNK
-    again = jnp.where((valid > 0) & (valid < CHUNK), 1, 0)
-    return lax.fori_loop(0, again, lambda _, x: self.factors(which, at, ins, valid), factors)
+    """What `decay_tile` wants for a chunk: `factors`, made again where its steps end early, and
+    [C], above 0 for steps that see the entering state or that reach the leaving one; or None."""
+    seen = None
+    if "reach" in ins:
+      seen = rows_of(ins["reach"].at[0 if which is gates.BEFORE else 1, at.b, at.steps])
+    if which is gates.AFTER and self.length % CHUNK:
+      valid = self.length - at.n * CHUNK
+      again = jnp.where((valid > 0) & (valid < CHUNK), 1, 0)
+      make = lambda _, x: self.factors(which, at, ins, valid)
+      factors = lax.fori_loop(0, again, make, factors)
+    return factors, seen
 
-  def seen(self, which, at, ins):
-    """[C]: above 0 for steps that see the entering state or that reach the leaving one; or None."""
-    if "reach" not in ins:
-      return None
-    return rows_of(ins["reach"].at[0 if which is gates.BEFORE else 1, at.b, at.steps])
 
-
-def decay_tile(x, factors, seen, use=None):
-  """The tile x [C, K] times its factors, in place; `factors` None leaves it as it is.
-
-  Of steps that are not `seen` nothing is left, whatever they hold. Each 64 channels go to
-  `use(channels, values)`, float32.
-  """
-  if factors is None and use is None:
-    return
-  for number, channels in enumerate(groups_of(x.shape[1])):
-    part = x.at[:, channels]
-    if factors is None:
-      value = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-    else:
-      value = scaled(part, factors[number])
-      if seen is not None:
-        value = jnp.where(across(seen, value.shape) > 0, value, jnp.bfloat16(0.0))
-      part[...] = value
-    if use is not None:
-      use(channels, value.astype(jnp.float32))
+def decay_tile(x, factors, seen):
+  """The tile x [C, K] times its factors, in place. Of steps that are not `seen` nothing is left,
+  whatever they hold."""
+  value = scaled(x, factors)
+  if seen is not None:
+    value = jnp.where(across(seen, value.shape) > 0, value, jnp.bfloat16(0.0))
+  x[...] = value
 
 
 class Sums(NamedTuple):
@@ -187,11 +170,6 @@ class Sums(NamedTuple):
   def put(self, held, ref):
     """Copies the sums to [K] in device memory."""
     store_anywhere(ref, rows_of(held["sum"]))
-
-
-def groups_of(width):
-  """Slices of 64 channels."""
-  return [pl.ds(start, GROUP) for start in range(0, width, GROUP)]
 
 
 class Prepare(NamedTuple):
