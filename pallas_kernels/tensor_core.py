@@ -31,11 +31,6 @@ def tile(*shape, dtype=jnp.bfloat16):
   return plgpu.SMEM(shape, dtype, transforms=_TRANSFORMS)
 
 
-def tile_spec(rows, columns, index_map):
-  """The block of a pipeline that arrives as a `tile`."""
-  return plgpu.BlockSpec((rows, columns), index_map, transforms=_TRANSFORMS)
-
-
 def zeros(*shape):
   """float32 zeros, laid out as an accumulator."""
   return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)

@@ -75,7 +75,7 @@ class Kept(NamedTuple):
   """What the forward pass leaves to the backward pass, beside its arguments."""
 
   borders: jax.Array  # [B, H, N, K, V] bfloat16
-  decay: jax.Array | None  # [B|1, H, N|1, K] float32; None where decays are constant per channel
+  decay: jax.Array | None  # of `Decays`; None where decays are constant per channel
   entering_sum: jax.Array | None  # [B, H, N, K] float32
   out: jax.Array | None
   denominator: jax.Array | None  # [B, H, T] float32
@@ -103,41 +103,34 @@ def _forward(static, inputs, segments, *, for_gradient):
     )
     decay = made.get("decay")
     q_state, k_state = (made["q"], made["k"]) if undecayed is None else (q, k)
-    decays = undecayed or Decays(decay)
+    decays = undecayed or Decays(decay, q.shape[-1])
+    outputs = functools.partial(
+      gated_outputs, q_state, k_state, v, made["scores"], made.get("score_sum")
+    )
   else:
-    cumulative, before, after, decay = chunk_tables(log_decay, reach, static.length, T)
-    decay = jnp.broadcast_to(decay[..., None], (*decay.shape, q.shape[-1]))
-    k_state, weight, decays = k, after, Decays(decay)
-  sums = _sums(static, inputs, key_sum, None)
+    cumulative, before, weight, decay = chunk_tables(log_decay, reach, static.length, T)
+    k_state, decays = k, Decays(decay, q.shape[-1])
+    outputs = functools.partial(scalar_outputs, q, k, v, cumulative, before, weight, segments)
+  sums = _sums(static, inputs, key_sum, None if weight is None else _full(weight, inputs))
   initial, sums = _part_starts(k_state, v, weight, decays, kv, sums, static, reverse=False)
-  options |= {"scale": static.scale, "parts": static.parts, "borders": for_gradient}
-  if gated:
-    run = gated_outputs(
-      *(q_state, k_state, v, made["scores"], made.get("score_sum"), decays, initial, sums),
-      **options,
-      **shapes.walk(v.shape[-1]),
-    )
-    out, last, denominator = run["out"], run["last"], run.get("denominator")
-    borders, entering_sum = run.get("borders"), run.get("sums")
-    last_sum = run["last_sum"][:, :, -1] if normalize else None
-  else:
-    entering_sum = last_sum = None
-    if normalize:
-      entering_sum, last_sum = _recur(decay, _chunk_sums(k, after), _or_zeros(key_sum, q))
-    out, borders, last, denominator = scalar_outputs(
-      *(q, k, v, cumulative, before, after, decay, segments, entering_sum, initial),
-      **options,
-      **shapes.scalar_walk(v.shape[-1]),
-    )
-  result = out, last[:, :, -1], last_sum
+  run = outputs(
+    *(decays, initial, None if sums is None else sums._replace(weights=None)),
+    scale=static.scale,
+    parts=static.parts,
+    borders=for_gradient,
+    **options,
+    **shapes.walk(v.shape[-1]),
+  )
+  last_sum = run["last_sum"][:, :, -1] if normalize else None
+  result = run["out"], run["last"][:, :, -1], last_sum
   if not for_gradient:
     return result, None
   kept = Kept(
-    borders,
+    run["borders"],
     decay,
-    entering_sum,
-    out if normalize else None,
-    denominator,
+    run.get("sums"),
+    run["out"] if normalize else None,
+    run.get("denominator"),
     *((made["scores"], made.get("q"), made.get("k")) if gated else (None, None, None)),
   )
   name = functools.partial(checkpoint_name, name=MADE_BY_KERNELS)
@@ -192,11 +185,7 @@ def _scalar_backward(static, inputs, segments, kept, adjoint, d_last):
   tables, tables_vjp = jax.vjp(lambda x: chunk_tables(x, reach, static.length, T), log_decay)
   cumulative, before, after, _ = tables
   states = _adjoint_states(static, q, before, inputs, kept, adjoint, d_last)
-  leaving_sum = d_key_sum = None
-  if static.normalize:
-    query_sums = _chunk_sums(q, adjoint.d_sum * _full(before, T))
-    d_last_sum = _or_zeros(adjoint.d_last_sum, q)
-    leaving_sum, d_key_sum = _recur(kept.decay, query_sums, d_last_sum, reverse=True)
+  leaving_sum, d_key_sum = _of_sums(states, key_sum)
   options = {"scale": adjoint.scale, "decays": adjoint.decays, "interpret": static.interpret}
   by_q = scalar_gradient.query_gradient(
     *(q, k, v, adjoint.d_out, adjoint.d_sum, kept.borders, kept.entering_sum),
@@ -215,7 +204,6 @@ def _scalar_backward(static, inputs, segments, kept, adjoint, d_last):
     d_tables = (_sum_to(d, x) for d, x in zip(d_tables, tables, strict=True))
     (d_log_decay,) = tables_vjp(tuple(d_tables))
   d_kv = None if kv is None else states["last"][:, :, 0]
-  d_key_sum = None if key_sum is None else d_key_sum
   return Inputs(by_q["q"], by_k["k"], by_k["v"], d_log_decay, None, d_kv, d_key_sum)
 
 
@@ -239,9 +227,7 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
     *(log_decay, bonus, segments, reach),
     **options,
   )
-  leaving_sum = d_key_sum = d_total = None
-  if static.normalize:
-    leaving_sum, d_key_sum = states["sums"], states["last_sum"][:, :, 0]
+  (leaving_sum, d_key_sum), d_total = _of_sums(states, key_sum), None
   if adjoint.decays:
     decay = kept.decay
     if decay is None:
@@ -261,15 +247,17 @@ def _gated_backward(static, inputs, segments, kept, adjoint, d_last):
   d_bonus = None if bonus is None else by_q["bonus"].sum((0, 2))
   d_kv = None if kv is None else states["last"][:, :, 0]
   d_v = by_k["v"] if joined else d_v
-  d_key_sum = None if key_sum is None else d_key_sum
   return Inputs(by_q["q"], by_k["k"], d_v, d_log_decay, d_bonus, d_kv, d_key_sum)
 
 
 def _adjoint_states(static, q, weight, inputs, kept, adjoint, d_last, undecayed=None):
-  """The adjoints of the states between chunks, from the end to the start; of gated decays those of
-  the normaliser's sums as well."""
-  decays = undecayed or Decays(kept.decay)
-  sums = _sums(static, inputs, adjoint.d_last_sum, adjoint.d_sum)
+  """The adjoints of the states between chunks, from the end to the start, and those of the
+  normaliser's sums."""
+  decays = undecayed or Decays(kept.decay, q.shape[-1])
+  weights = adjoint.d_sum
+  if weights is not None and weight is not None:
+    weights = weights * _full(weight, inputs)
+  sums = _sums(static, inputs, adjoint.d_last_sum, weights)
   initial, sums = _part_starts(q, adjoint.d_out, weight, decays, d_last, sums, static, reverse=True)
   return chunk_states(
     *(q, adjoint.d_out, weight, decays, initial, sums),
@@ -279,6 +267,13 @@ def _adjoint_states(static, q, weight, inputs, kept, adjoint, d_last, undecayed=
     interpret=static.interpret,
     **shapes.walk(inputs.v.shape[-1]),
   )
+
+
+def _of_sums(states, key_sum):
+  """The adjoints of the sums that leave the chunks, and the gradient of `key_sum` or None."""
+  if "sums" not in states:
+    return None, None
+  return states["sums"], None if key_sum is None else states["last_sum"][:, :, 0]
 
 
 def _decay_gradient(states, leaving_sum, kept):
@@ -294,12 +289,6 @@ def _is_zero(x):
   return isinstance(x, jax.custom_derivatives.SymbolicZero)
 
 
-def _or_zeros(x, q):
-  """A sum of keys [B, H, K], where None stands for zeros."""
-  B, _, H, K = q.shape
-  return jnp.zeros((B, H, K), jnp.float32) if x is None else x
-
-
 def _is_gated(log_decay):
   return log_decay.ndim != 3
 
@@ -312,9 +301,8 @@ def _undecayed(static, inputs, reach):
 
 
 def _sums(static, inputs, initial, weights):
-  """What a walk carries for the normaliser, before the sequence is cut into parts; None where there
-  is none, and for scalar decays, whose sums XLA makes."""
-  if not static.normalize or not _is_gated(inputs.log_decay):
+  """What a walk carries for the normaliser, before the sequence is cut into parts; or None."""
+  if not static.normalize:
     return None
   B, _, H, K = inputs.q.shape
   return Sums((B, H, 1, K), None if initial is None else initial[:, :, None], weights)
@@ -335,27 +323,16 @@ def _steps_in_chunks(length, padded):
   return jnp.clip(length - CHUNK * jnp.arange(padded // CHUNK), 0, CHUNK)
 
 
-def _full(weight, length):
-  """[B|1, H, T] from [B|1, H, T|C]."""
-  return jnp.tile(weight, (1, 1, length // weight.shape[2]))
+def _full(weight, inputs):
+  """[B, H, T] from [B|1, H, T|C]."""
+  B, T, H, _ = inputs.q.shape
+  return jnp.broadcast_to(jnp.tile(weight, (1, 1, T // weight.shape[2])), (B, H, T))
 
 
 def _sum_to(x, like):
   """Sums [B, H, T or N] over what `like` [B|1, H, ...] shares."""
   x = x.reshape(*x.shape[:2], -1, like.shape[2]).sum(2)
   return x.sum(0, keepdims=True) if like.shape[0] == 1 else x
-
-
-def _chunk_sums(x, weight):
-  """[B, H, N, K]: the sum over each chunk of x [B, T, H, K] weighted by [B|1, H, T|C]."""
-  B, T, H, K = x.shape
-  weight = jnp.broadcast_to(_full(weight, T), (B, H, T)).reshape(B, H, -1, CHUNK)
-  return jnp.einsum(
-    "bnchk,bhnc->bhnk",
-    x.reshape(B, -1, CHUNK, H, K).astype(jnp.float32),
-    weight,
-    precision="highest",
-  )
 
 
 def _recur(decay, added, initial, *, reverse=False):
@@ -388,7 +365,7 @@ def _part_starts(a, b, weight, decays, initial, sums, static, *, reverse):
   if isinstance(decays, Undecayed):
     decay = _constant_decay(decays.log_decay, decays.reach, static.length, a.shape[1])
   else:
-    decay = decays.decay
+    decay = decays.decay if decays.decay.ndim == 4 else decays.decay[..., None]
   chunks = a.shape[1] // CHUNK
   decay = jnp.broadcast_to(decay, (*decay.shape[:2], chunks, decay.shape[3]))
   decay = decay.reshape(*decay.shape[:2], P, -1, decay.shape[3]).prod(3)

@@ -27,11 +27,6 @@ def walk(value_width):
   return {"value_tile": min(value_width, 128), "stages": 3}
 
 
-def scalar_walk(value_width):
-  """The same for `outputs.scalar_outputs`."""
-  return {"value_tile": min(value_width, 128), "stages": 2}
-
-
 def parts(batch, heads, length):
   """Into how many parts to cut a sequence so that all multiprocessors have work."""
   return chip.parts(batch * heads, padded_length(length, 1), 4 * CHUNK)

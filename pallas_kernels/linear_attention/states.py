@@ -37,7 +37,7 @@ def chunk_states(
   weight,  # [B|1, H, T|C] float32, or None for 1
   decay,  # `walk.Decays`, or `walk.Undecayed`, by which `a` is decayed too
   initial,  # [B, H, P, K, V] float32, one for each part, or None for zeros
-  sums=None,  # `walk.Sums` of `a`, or None; not with `weight`
+  sums=None,  # `walk.Sums` of `a`, or None
   paired=None,  # [B, H, N, K, V] bfloat16
   *,
   parts=1,

@@ -37,7 +37,8 @@ from pallas_kernels.tensor_core import (
 class Decays(NamedTuple):
   """What chunks leave of the state, as an array."""
 
-  decay: jax.Array  # [B|1, H, N|1, K] float32
+  decay: jax.Array  # [B|1, H, N|1, K] float32; or [B|1, H, N|1] for all K of a head
+  width: int  # K
 
   @property
   def vectors(self):
@@ -50,7 +51,9 @@ class Decays(NamedTuple):
     def at_place(at):
       decay = ins["decay"]
       row, n = at.b if decay.shape[0] > 1 else 0, at.n if decay.shape[2] > 1 else 0
-      return rows_of(decay.at[row, at.h, n])
+      if len(decay.shape) == 4:
+        return rows_of(decay.at[row, at.h, n])
+      return plgpu.layout_cast(lax.broadcast(decay[row, at.h, n], (self.width,)), ROWS)
 
     return at_place
 
@@ -225,7 +228,7 @@ def walk(
       if `carry` makes it.
     shape: (B, T, H, K, V).
     borders: whether to return the states that enter the chunks.
-    prepared: shared memory for each chunk, filled by `prepare`, by name.
+    prepared: shared memory for each chunk, filled by `prepare`, by name: vectors, or tiles.
     held: shared memory that `prepare` keeps from chunk to chunk, by name; or None.
     left_in: the input in whose tile `carry` leaves the state that entered, in bfloat16, where there
       are `borders`; or None. It saves the tile for the state; not with an output.
@@ -251,7 +254,8 @@ def walk(
     copies += W if piece.grouped else 1
     scratch["staged"][name] = tile(stages, *([W] if piece.grouped else []), *piece.shape)
   for name, one in (prepared or {}).items():
-    scratch["staged"][name] = plgpu.SMEM((stages, *one.shape), one.dtype)
+    size = stages, *one.shape
+    scratch["staged"][name] = tile(*size) if len(size) == 3 else plgpu.SMEM(size, one.dtype)
   if held is not None:
     scratch["held"] = held
   if state_tile:
