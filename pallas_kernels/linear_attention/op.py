@@ -102,6 +102,8 @@ def _forward(static, inputs, segments, *, for_gradient):
       **options,
     )
     decay = made.get("decay")
+    if decay is not None and reach is not None:
+      decay = decay * passing(reach)[:, None, :, None]
     q_state, k_state = (made["q"], made["k"]) if undecayed is None else (q, k)
     decays = undecayed or Decays(decay, q.shape[-1])
     outputs = functools.partial(

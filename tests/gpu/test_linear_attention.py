@@ -27,6 +27,9 @@ SMALL = [
   Case(T=1000, K=72, V=80, decay="HK", strength="extreme", bonus=True, segments=True),
   Case(T=1000, K=128, V=128, decay="BTHK", strength="extreme", normalize=True, segments=True),
   Case(T=65, K=64, V=64, decay="BTHK", bonus=True, normalize=True, state=False),
+  # Decays that leave something of a state, which a border of segments must keep out.
+  Case(T=300, K=64, V=64, decay="BTHK", segments=True),
+  Case(T=300, K=64, V=64, decay="HK", normalize=True, segments=True),
 ]
 
 
