@@ -50,5 +50,4 @@ def assert_values_and_gradients(scan, case, dtype):
   call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
   fill_memory_with_nan()
   errors = contract.errors_against_reference(call, inputs, dtypes, "pallas")
-  limit = contract.tolerance(dtype, case.T)
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  contract.assert_small(errors, dtype, case.T)

@@ -71,8 +71,7 @@ def test_models(case, B):
     want = jax.tree.map(np.asarray, with_gradients(case, exact, "xla"))
   got = jax.tree.map(lambda x: np.asarray(x[..., channels]), first)
   errors = contract.named_errors(got, want)
-  limit = contract.tolerance(case.dtype, case.T)
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  contract.assert_small(errors, case.dtype, case.T)
 
 
 def test_several_problems_at_once():

@@ -108,8 +108,7 @@ def test_models(name, sizes, rates):
     want = jax.tree.map(np.asarray, with_gradients(name, exact, weights, "reference"))
   got = {kind: of_channels(arrays, channels) for kind, arrays in first.items()}
   errors = contract.named_errors(jax.tree.map(np.asarray, got), want)
-  limit = contract.tolerance(BF16, T)
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  contract.assert_small(errors, BF16, T)
 
 
 @BOTH

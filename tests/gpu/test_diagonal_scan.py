@@ -81,8 +81,7 @@ def test_models(sizes, dtype, constant, reverse):
     want = jax.tree.map(np.asarray, with_gradients(exact, "reference", reverse))
   got = jax.tree.map(lambda x: np.asarray(x[..., channels]), first)
   errors = contract.named_errors(got, want)
-  limit = contract.tolerance(dtype, sizes[1])
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  contract.assert_small(errors, dtype, sizes[1])
 
 
 def test_several_problems_at_once():

@@ -136,8 +136,7 @@ def test_models(model):
     want = jax.tree.map(np.asarray, want)
   got = {kind: of_heads(arrays, heads, decay) for kind, arrays in first.items()}
   errors = contract.named_errors(jax.tree.map(np.asarray, got), want)
-  limit = contract.tolerance(jnp.bfloat16, T)
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  contract.assert_small(errors, jnp.bfloat16, T)
 
 
 def test_several_problems_at_once():

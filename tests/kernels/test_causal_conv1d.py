@@ -69,8 +69,7 @@ def check(case, form):
   inputs = drawn(case)
   dtypes = {name: case.dtype if name == "x" else F32 for name in inputs}
   errors = contract.errors_against_reference(named, inputs, dtypes, form)
-  limit = contract.tolerance(case.dtype, case.T)
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  contract.assert_small(errors, case.dtype, case.T)
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

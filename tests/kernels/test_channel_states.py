@@ -50,8 +50,7 @@ def check(name, case, dtypes, monkeypatch, **options):
   call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
   given = dtypes_of(scan, inputs, dtypes)
   errors = contract.errors_against_reference(call, inputs, given, "pallas_interpret")
-  limit = contract.tolerance(dtypes[0], case.T)
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  contract.assert_small(errors, dtypes[0], case.T)
 
 
 @pytest.mark.slow

@@ -36,8 +36,7 @@ def check(case, inputs):
   call = lambda x, form: WKV4.compared(*WKV4(case, x, implementation=form))
   dtypes = dict.fromkeys(inputs, F32)
   errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
-  limit = contract.tolerance(F32, case.T)
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  contract.assert_small(errors, F32, case.T)
 
 
 @pytest.mark.slow
@@ -74,8 +73,7 @@ def test_steps_left_out_and_decays_that_forget_everything():
     {n: dtypes[n] for n in names},
     "pallas_interpret",
   )
-  limit = contract.tolerance(F32, case.T)
-  assert all(error <= limit for error in errors.values()), (limit, errors)
+  contract.assert_small(errors, F32, case.T)
 
 
 @pytest.mark.slow

@@ -28,9 +28,7 @@ def run(name, check):
     return scan.compared(*scan(check.case, inputs, implementation=implementation))
 
   errors = contract.errors_against_reference(call, inputs, dtypes, check.implementation)
-  limit = contract.tolerance(check.dtype, check.case.T)
-  too_large = {name: error for name, error in errors.items() if not error <= limit}
-  assert not too_large, f"limit {limit:.1e}: {too_large}"
+  contract.assert_small(errors, check.dtype, check.case.T)
 
 
 @pytest.mark.parametrize(("name", "check"), parameters(lambda scan: scan.checks), ids=str)
