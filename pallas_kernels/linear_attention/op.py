@@ -101,9 +101,7 @@ def _forward(static, inputs, segments, *, for_gradient):
       sums=normalize,
       **options,
     )
-    decay = made.get("decay")
-    if decay is not None and reach is not None:
-      decay = decay * passing(reach)[:, None, :, None]
+    decay = _passed(made["decay"], reach) if undecayed is None else None
     q_state, k_state = (made["q"], made["k"]) if undecayed is None else (q, k)
     decays = undecayed or Decays(decay, q.shape[-1])
     outputs = functools.partial(
@@ -113,7 +111,7 @@ def _forward(static, inputs, segments, *, for_gradient):
     cumulative, before, weight, decay = chunk_tables(log_decay, reach, static.length, T)
     k_state, decays = k, Decays(decay, q.shape[-1])
     outputs = functools.partial(scalar_outputs, q, k, v, cumulative, before, weight, segments)
-  sums = _sums(static, inputs, key_sum, None if weight is None else _full(weight, inputs))
+  sums = _sums(static, inputs, key_sum, weight)
   initial, sums = _part_starts(k_state, v, weight, decays, kv, sums, static, reverse=False)
   run = outputs(
     *(decays, initial, None if sums is None else sums._replace(weights=None)),
@@ -256,10 +254,7 @@ def _adjoint_states(static, q, weight, inputs, kept, adjoint, d_last, undecayed=
   """The adjoints of the states between chunks, from the end to the start, and those of the
   normaliser's sums."""
   decays = undecayed or Decays(kept.decay, q.shape[-1])
-  weights = adjoint.d_sum
-  if weights is not None and weight is not None:
-    weights = weights * _full(weight, inputs)
-  sums = _sums(static, inputs, adjoint.d_last_sum, weights)
+  sums = _sums(static, inputs, adjoint.d_last_sum, weight, adjoint.d_sum)
   initial, sums = _part_starts(q, adjoint.d_out, weight, decays, d_last, sums, static, reverse=True)
   return chunk_states(
     *(q, adjoint.d_out, weight, decays, initial, sums),
@@ -302,11 +297,18 @@ def _undecayed(static, inputs, reach):
   return Undecayed(inputs.log_decay, reach, inputs.bonus is not None, static.length)
 
 
-def _sums(static, inputs, initial, weights):
-  """What a walk carries for the normaliser, before the sequence is cut into parts; or None."""
+def _sums(static, inputs, initial, weight, d_sum=None):
+  """What a walk carries for the normaliser, before the sequence is cut into parts; or None.
+
+  `weight`: [B|1, H, T|C], what is left of each step, or None for 1; `d_sum`: [B, H, T] or None.
+  """
   if not static.normalize:
     return None
-  B, _, H, K = inputs.q.shape
+  B, T, H, K = inputs.q.shape
+  weights = d_sum
+  if weight is not None:
+    left = jnp.broadcast_to(jnp.tile(weight, (1, 1, T // weight.shape[2])), (B, H, T))
+    weights = left if d_sum is None else d_sum * left
   return Sums((B, H, 1, K), None if initial is None else initial[:, :, None], weights)
 
 
@@ -317,18 +319,17 @@ def _constant_decay(log_decay, reach, length, padded):
     steps = steps[:1]
   log_decay = jnp.maximum(log_decay, SMALLEST_LOG_DECAY)
   decay = jnp.exp(steps[:, None] * log_decay[:, None])[None]
+  return _passed(decay, reach)
+
+
+def _passed(decay, reach):
+  """The decay [B|1, H, N|1, K] of each chunk, 0 where no state passes the chunk."""
   return decay if reach is None else decay * passing(reach)[:, None, :, None]
 
 
 def _steps_in_chunks(length, padded):
   """[N]: how many steps before padding each chunk has."""
   return jnp.clip(length - CHUNK * jnp.arange(padded // CHUNK), 0, CHUNK)
-
-
-def _full(weight, inputs):
-  """[B, H, T] from [B|1, H, T|C]."""
-  B, T, H, _ = inputs.q.shape
-  return jnp.broadcast_to(jnp.tile(weight, (1, 1, T // weight.shape[2])), (B, H, T))
 
 
 def _sum_to(x, like):

@@ -81,7 +81,7 @@ def test_a_step_and_its_gradient(scan, case, dtype):
   dtypes = {n: dtype if n in scan.narrow else F32 for n in inputs}
   call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
   errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
-  assert max(errors.values()) <= contract.tolerance(dtype, 1), errors
+  contract.assert_small(errors, dtype, 1)
 
 
 @pytest.mark.parametrize("ties", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -119,7 +119,7 @@ def test_steps_follow_one_another(name):
   with jax.enable_x64(True):
     want = run("reference", jnp.float64)
   errors = contract.named_errors(got, want)
-  assert max(errors.values()) <= contract.tolerance(F32, 2), errors
+  contract.assert_small(errors, F32, 2)
 
 
 @pytest.mark.parametrize("wide", [pytest.param(False, marks=pytest.mark.slow), True])
