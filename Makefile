@@ -5,7 +5,10 @@
 #   make train PYTHON=/path/to/python   another Python (3.12 or newer) for the environment
 #   make train VENV= PYTHON=python3     no environment: that Python, which has all packages
 #   make test JAX=0.12.0.1              another JAX, in an environment of its own
+#   make test-mutations               that the tests see each fault of scripts/mutations.toml
 #   make test-gpu                       the kernels on a Hopper GPU
+#   make docs                           the pages of docs/ and an API reference, in site/
+#   make goldens                        the float64 references of the ops' tests
 
 JAX ?=
 VENV := $(if $(JAX),.venv-jax-$(JAX),.venv)
@@ -21,9 +24,10 @@ else
 RUN := $(VENV)/bin/python
 TRAIN_ENV := $(VENV)/.ready-train
 DEV_ENV := $(VENV)/.ready-dev
+DOCS_ENV := $(VENV)/.ready-docs
 endif
 
-.PHONY: train test test-all test-gpu lint format clean
+.PHONY: train test test-all test-mutations test-gpu goldens lint format docs clean
 
 train: $(TRAIN_ENV)
 	$(RUN) -m train fit --config configs/quickstart.py $(ARGS)
@@ -33,6 +37,12 @@ test: lint
 
 test-all: lint
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-mutations: $(DEV_ENV)
+	$(RUN) scripts/mutations.py $(ARGS)
+
+goldens: $(DEV_ENV)
+	JAX_PLATFORMS=cpu $(RUN) -m tests.ops.golden
 
 test-gpu: $(DEV_ENV)
 	$(RUN) -m pytest tests/gpu -m gpu $(ARGS)
@@ -46,18 +56,24 @@ format: $(DEV_ENV)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+docs: $(DOCS_ENV)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 # Removes caches and build products. Environments (.venv*), runs/ and data/ stay.
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(VENV),)
-# The interpreter is a prerequisite so that an environment whose Python went away is made anew.
+# The interpreter is a prerequisite so that an environment whose Python went away is made again.
 $(VENV)/.ready-train: pyproject.toml constraints.txt scripts/make_venv.sh $(VENV)/bin/python
 	@scripts/make_venv.sh $(VENV) train
 
 $(VENV)/.ready-dev: pyproject.toml constraints.txt scripts/make_venv.sh $(VENV)/bin/python
 	@scripts/make_venv.sh $(VENV) train,dev
+
+$(VENV)/.ready-docs: pyproject.toml constraints.txt scripts/make_venv.sh $(VENV)/bin/python
+	@scripts/make_venv.sh $(VENV) train,dev,docs
 
 $(VENV)/bin/python: ;
 endif

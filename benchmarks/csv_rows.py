@@ -1,4 +1,4 @@
-"""Measurements as rows of a CSV file, which `--keep` goes on from."""
+"""Measurements as rows of a CSV file, which `--keep` continues."""
 
 import csv
 from collections.abc import Collection, Sequence

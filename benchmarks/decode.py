@@ -1,4 +1,4 @@
-"""Speed of single steps on a GPU, as generation makes them: kernels beside XLA's forms.
+"""Speed of single steps on a GPU, as generation makes them: kernels next to XLA's forms.
 
     python -m benchmarks.decode --out docs/decode.csv
     python -m benchmarks.decode --only delta_rule --batches 64 --no-models
@@ -8,7 +8,7 @@ the loop carries and the program was given to keep: launches are paid as in gene
 updated in place, and those of all layers do not fit in the cache together. The arguments of a step
 are fresh to the compiler, so that nothing is computed once for all steps.
 
-A time is printed only beside an error within the limit: after the last step, output and state of
+A time is printed only next to an error within the limit: after the last step, output and state of
 the last row are compared with the same steps in float64. The floor reads and writes the state once
 at the speed of a large copy; where the states fit in the cache a step can be faster.
 
@@ -219,7 +219,7 @@ def error(got, want) -> float:
 
 
 def outputs(case: Case, inputs):
-  """What a step of each layer returns beside its state, as shapes."""
+  """Outputs of a step of each layer, as shapes."""
   call = functools.partial(case.call, implementation="reference")
   return [jax.eval_shape(call, **arrays)[0] for arrays, _ in inputs]
 

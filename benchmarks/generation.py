@@ -18,10 +18,9 @@ from unittest import mock
 import jax
 import numpy as np
 
-from lnssm_jax.generate import generate
-from train import overrides
-from train.config import load_config
-from train.step import build_model
+from lnssm_jax.generate import SamplingOptions, generate
+from train.config import apply_overrides, load_config
+from train.step.model import build_model
 
 SCANS_WITH_STEPS = ("delta_rule", "linear_attention", "longhorn_scan", "selective_scan", "wkv4")
 
@@ -35,7 +34,7 @@ def main():
   parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
   parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
   args = parser.parse_args()
-  cfg = overrides.apply(load_config(args.config), args.set)
+  cfg = apply_overrides(load_config(args.config), args.set)
   model = build_model(cfg.model, jax.random.key(0))
   for batch in args.batches:
     for result in measure(model, batch, args.prompt, args.lengths):
@@ -47,12 +46,12 @@ def measure(model, batch, prompt_length, lengths):
   prompts = np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt_length))
   state = jax.eval_shape(lambda: model.init_state(batch))
   state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-  generate(model, list(prompts), max_tokens=32)
+  generate(model, list(prompts), SamplingOptions(max_tokens=32))
   for length in lengths:
     seconds = []
     for _ in range(3):
       begin = time.perf_counter()
-      rows = generate(model, list(prompts), max_tokens=length)
+      rows = generate(model, list(prompts), SamplingOptions(max_tokens=length))
       seconds.append(time.perf_counter() - begin)
     if any(len(row) != length for row in rows):
       raise SystemExit(f"asked for {length} tokens, got {[len(row) for row in rows]}.")
@@ -75,19 +74,19 @@ def single_steps(*, kernels: bool):
   with contextlib.ExitStack() as stack:
     for scan in SCANS_WITH_STEPS:
       module = importlib.import_module(f"lnssm_jax.ops.{scan}.pallas")
-      stack.enter_context(mock.patch.object(module, "worthwhile", _worthwhile(module, kernels)))
+      stack.enter_context(mock.patch.object(module, "preferred", _preferred(module, kernels)))
     jax.clear_caches()  # programs of before have chosen otherwise
     yield
   jax.clear_caches()
 
 
-def _worthwhile(module, kernels):
-  usual = module.worthwhile
+def _preferred(module, kernels):
+  usual = module.preferred
 
-  def worthwhile(*args, **options):
-    return kernels if args[0].shape[1] == 1 else usual(*args, **options)
+  def preferred(inputs, options):
+    return kernels if inputs[0].shape[1] == 1 else usual(inputs, options)
 
-  return worthwhile
+  return preferred
 
 
 if __name__ == "__main__":

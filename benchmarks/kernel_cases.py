@@ -1,4 +1,4 @@
-"""What `benchmarks.kernels` measures: forms of linear attention, their inputs, their reference.
+"""Cases of `benchmarks.kernels`: forms of linear attention, their inputs, their reference.
 
 Importable without a device: nothing here runs before it is called.
 """
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax import ops
-from lnssm_jax.mixers.initializers import channel_decay
-from lnssm_jax.ops.linear_attention.state import LinearAttentionState
+from lnssm_jax.mixers.common.initializers import channel_decay
+from lnssm_jax.ops.linear_attention.types import LinearAttentionState
 
 # What is compared with the reference: the last batch row and heads, and value columns all over.
 ROWS, HEADS, COLUMNS = 1, 2, 16
@@ -52,7 +52,7 @@ CASES = {
   "scalar-step": Case("BTH"),
   "scalar-step-state": Case("BTH", initial_state=True),
   "channel-constant-lnssm": Case("HK", normalize=True, ordered=True, decodes=True),
-  "channel-constant-normalised": Case("HK", normalize=True, decodes=True),
+  "channel-constant-normalized": Case("HK", normalize=True, decodes=True),
   "channel-step": Case("BTHK", decodes=True),
   "channel-step-bonus": Case("BTHK", bonus=True),
   "no-decay": Case(),
@@ -90,7 +90,7 @@ def make_inputs(case: Case, shape: Shape, seed) -> dict[str, jax.Array]:
     arrays["log_decay"] = jnp.asarray(retention_decay(H))
   elif case.ordered:  # a layer in the middle of a model: slow heads first, then fast ones
     decay = -jnp.exp(channel_decay(H * K, layer=1, num_layers=3).reshape(H, K))
-    # Slow heads last, which are checked: where all channels forget at once, no query is due much.
+    # Slow heads last, which are checked: gradients of queries are small where all channels forget.
     arrays["log_decay"] = jnp.roll(decay, -HEADS, axis=0)
   elif case.decay == "HK":  # from 1e-3 to 20 a step, slow and fast channels in every head
     arrays["log_decay"] = -jnp.exp(jax.random.uniform(next(keys), (H, K), minval=-7, maxval=3))
@@ -143,7 +143,7 @@ def _stride(V: int) -> int:
 
 
 def part(case: Case, name: str, x):
-  """What is compared of an array of this name, of any library."""
+  """The compared part of an array of this name, of any library."""
   heads, rows = slice(-HEADS, None), slice(-ROWS, None)
   if name in ("v", "out", "kv"):
     x = x[..., :: _stride(x.shape[-1])]

@@ -24,7 +24,7 @@ from pathlib import Path
 OPERATIONS = {
   "scalar-constant": "chunk_retention",
   "scalar-step": "fused_chunk_simple_gla",
-  "channel-constant-normalised": "chunk_linear_attn",  # no decay: fla has no constant per channel
+  "channel-constant-normalized": "chunk_linear_attn",  # no decay: fla has no constant per channel
   "channel-step": "chunk_gla",
   "channel-step-bonus": "chunk_rwkv6",
   "no-decay": "chunk_linear_attn",
@@ -86,7 +86,7 @@ def make_inputs(torch, case: str, shape) -> dict:
   logsigmoid = torch.nn.functional.logsigmoid
   normal = functools.partial(torch.randn, device="cuda")
   q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)
-  if case.endswith("normalised"):
+  if case.endswith("normalized"):
     q, k = torch.exp(q / 2), torch.exp(k / 2)
   else:
     k = k * K**-0.5

@@ -3,7 +3,7 @@
     python -m benchmarks.kernels --out docs/kernels.csv           # all cases and shapes, minutes
     python -m benchmarks.kernels --only no-decay --shapes 8,2048,16,128,128 64,1,16,128,128
 
-A time is printed only beside an error within the limit: a corner of out, state and gradients is
+A time is printed only next to an error within the limit: a corner of out, state and gradients is
 compared with the float64 reference first, and everything must be finite. Times are medians over
 groups of back-to-back calls that take turns among three sets of inputs; at T = 1 over chains of
 steps, each updating one of three states in place. The floor moves every argument and result once

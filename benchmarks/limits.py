@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax import ops
-from tests.ops import contract
+from lnssm_jax.ops.core import accuracy
 
 B, H, K, V = 1, 2, 16, 16
 
@@ -30,7 +30,7 @@ def output_errors(scan, *args, **kwargs) -> tuple[float, float]:
   for form in (None, "reference"):
     got = jax.jit(lambda args, f=form: scan(*args, **kwargs, implementation=f)[0])(args)
     finite = np.isfinite(np.asarray(got, np.float64)).all()
-    errors.append(contract.relative_error(got, want) if finite else float("nan"))
+    errors.append(accuracy.relative_error(got, want) if finite else float("nan"))
   return errors[0], errors[1]
 
 
@@ -51,7 +51,7 @@ def delta_rule(size, length, rates=None, **kwargs):
   return output_errors(functools.partial(ops.delta_rule, **kwargs), q, size * unit(k), v, beta)
 
 
-def signed_normaliser(length):
+def signed_normalizer(length):
   """Features of both signs: the sum of weights comes near 0 for some step."""
   q, k, v = (normal(B, length, H, n, seed=s) for s, n in enumerate((K, K, V)))
   return output_errors(ops.linear_attention, q, k, v, normalize=True)
@@ -93,7 +93,7 @@ ROWS = (
     "the same with `chunk_size=16`",
     lambda: delta_rule(1.0, 1024, (1.9, 2.0), chunk_size=16),
   ),
-  ("linear_attention", "`normalize`, features of both signs", lambda: signed_normaliser(1024)),
+  ("linear_attention", "`normalize`, features of both signs", lambda: signed_normalizer(1024)),
   ("linear_attention", "log decay +0.01, T = 1,024", lambda: growth(1024, 0.01)),
   ("linear_attention", "log decay +0.01, T = 16,384", lambda: growth(16384, 0.01)),
   ("linear_attention", "float16, a sum that reaches 65,536", lambda: float16_sum(4096)),

@@ -9,8 +9,8 @@ compile at the same time, and when `--together` have, one after the other measur
 a time on 16 cores compiling came to a halt; with six or seven each took 20 to 90 s.) Memory is what
 the compiler reserves for one step: arguments, results and everything between.
 
-A row marked "no borders" leaves the documents' borders out of the batch: only then can softmax
-attention run in cuDNN's kernel.
+Rows marked "no boundaries" have no document boundaries in the batch: softmax attention can then
+run in the kernel of cuDNN.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from benchmarks import csv_rows
 from benchmarks.train_step import Run, compile_step, random_batch
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import count_parameters
-from train import mesh as meshes
-from train import overrides
-from train.config import load_config
-from train.step import build_model, init_state
+from train.cluster import device_mesh
+from train.config import apply_overrides, load_config
+from train.step.model import build_model
+from train.step.state import init_state
 
 CONFIG = "configs/lnssm_72m.py"
-NO_BORDERS = "no borders"
+NO_BORDERS = "no boundaries"
 ATTENTION = ("softmax_attention", "sliding_window_attention")
 ROWS = (*MIXERS, *(f"{name} {NO_BORDERS}" for name in ATTENTION))
 FIELDS = (
@@ -56,8 +56,8 @@ def state_size(cfg) -> int:
 
 def measure(row: str, cfg, kernels: Path, when_ready, *, steps: int, runs: int) -> dict:
   """The columns of one row; calls `when_ready` between compiling and measuring."""
-  mesh = meshes.make_mesh(cfg)
-  batch = random_batch(cfg, mesh, borders=NO_BORDERS not in row)
+  mesh = device_mesh.make_mesh(cfg)
+  batch = random_batch(cfg, mesh, boundaries=NO_BORDERS not in row)
   compiled, seconds = compile_step(cfg, mesh, batch, kernels)
   state = init_state(cfg, mesh)
   columns = {"mixer": row, "state": state_size(cfg), "compile_s": f"{seconds:.1f}"}
@@ -84,7 +84,7 @@ def work(row: str, args) -> None:
 
   try:
     settings = [*args.set, f"model.mixer={row.removesuffix(f' {NO_BORDERS}')}"]
-    cfg = overrides.apply(load_config(args.config), settings)
+    cfg = apply_overrides(load_config(args.config), settings)
     options = {"steps": args.steps, "runs": args.runs}
     columns = measure(row, cfg, args.kernels, when_ready, **options)
     columns["device"] = jax.devices()[0].device_kind

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import csv_rows
-from tests.ops import contract
-from tests.ops.scans import SCANS
+from lnssm_jax.ops.cases import SCANS
+from lnssm_jax.ops.core import accuracy
 
 LENGTHS = (1024, 16384, 131072)
 STRENGTHS = ("weak", "ordinary", "extreme", "lasting")
@@ -53,7 +53,7 @@ def measure(name: str, lengths=LENGTHS) -> list[dict]:
         exact_form = available[0]  # in float64, itself compared with the reference where that runs
       with jax.enable_x64(True):
         wide = jax.tree.map(jnp.asarray, inputs[scan.strengths[0]])
-        exact = jax.jit(contract.with_gradients(lambda x: call(x, exact_form), wide))  # noqa: B023
+        exact = jax.jit(accuracy.with_gradients(lambda x: call(x, exact_form)))  # noqa: B023
       for form, dtype in [
         *((form, jnp.float32) for form in available),
         (available[0], jnp.bfloat16),
@@ -62,12 +62,12 @@ def measure(name: str, lengths=LENGTHS) -> list[dict]:
         dtypes = {n: dtype if n in scan.narrow else jnp.float32 for n in wide}
         program = None
         for strength in scan.strengths:
-          rounded = jax.tree.map(contract.round_to, inputs[strength], dtypes)
+          rounded = jax.tree.map(accuracy.round_to, inputs[strength], dtypes)
           with jax.enable_x64(True):
             want = jax.tree.map(np.asarray, exact(jax.tree.map(jnp.asarray, rounded)))
           passed = jax.tree.map(jnp.asarray, rounded, dtypes)
           if program is None:
-            program = jax.jit(contract.with_gradients(lambda x: call(x, form), passed))  # noqa: B023
+            program = jax.jit(accuracy.with_gradients(lambda x: call(x, form)))  # noqa: B023
           got = jax.tree.map(np.asarray, program(passed))
           values = (
             name,
@@ -75,10 +75,10 @@ def measure(name: str, lengths=LENGTHS) -> list[dict]:
             jnp.dtype(dtype).name,
             length,
             strength,
-            f"{contract.tolerance(dtype, length):.3e}",
+            f"{accuracy.tolerance(dtype, length):.3e}",
           )
           row = dict(zip(("scan", "form", "dtype", "T", "strength", "limit"), values, strict=True))
-          errors = contract.named_errors(got, want)
+          errors = accuracy.named_errors(got, want)
           rows += [row | {"tensor": tensor_name(p), "error": f"{e:.3e}"} for p, e in errors.items()]
         seconds = time.perf_counter() - begin
         print(f"{' '.join(map(str, values[:4]))}: {seconds:.0f} s", file=sys.stderr)
@@ -106,7 +106,7 @@ def forms(scan, case, inputs) -> list[str]:
 def summary(rows: list[dict]) -> str:
   """One line per scan, implementation and dtype: the worst tensor at each length."""
   lengths = sorted({int(row["T"]) for row in rows})
-  columns = ["scan", "form", "dtype", *(f"T = {n:,}" for n in lengths)]
+  columns = ["op", "form", "dtype", *(f"T = {n:,}" for n in lengths)]
   columns += ["nearest to its limit", "share of it"]
   lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
   for key in dict.fromkeys((r["scan"], r["form"], r["dtype"]) for r in rows):
@@ -120,25 +120,6 @@ def summary(rows: list[dict]) -> str:
     where = f"`{worst['tensor']}`, {worst['strength']}"
     lines.append(f"| {' | '.join([*key, *cells, where])} | {share(worst):.2f} |")
   return "\n".join(lines)
-
-
-def details(rows: list[dict]) -> str:
-  """A table per scan: every tensor, at every length and strength."""
-  lengths = sorted({int(row["T"]) for row in rows})
-  columns = [(n, s) for n in lengths for s in STRENGTHS]
-  parts = []
-  for scan in dict.fromkeys(row["scan"] for row in rows):
-    mine = [row for row in rows if row["scan"] == scan]
-    values = {(r["form"], r["dtype"], r["tensor"], int(r["T"]), r["strength"]): r for r in mine}
-    head = " | ".join(f"{n // 1024}k {s}" for n, s in columns)
-    lines = [f"### `{scan}`", "", f"| form | dtype | tensor | {head} |"]
-    lines.append("|---|---|---|" + "---|" * len(columns))
-    for key in dict.fromkeys(key[:3] for key in values):
-      cells = [values.get((*key, *column)) for column in columns]
-      cells = [f"{float(cell['error']):.1e}" if cell else "" for cell in cells]
-      lines.append(f"| {' | '.join([key[0], key[1], f'`{key[2]}`', *cells])} |")
-    parts.append("\n".join(lines))
-  return "\n\n".join(parts)
 
 
 def draw(rows: list[dict], path: Path):
@@ -174,7 +155,7 @@ def draw(rows: list[dict], path: Path):
 
 
 def main():
-  """Measures, writes the rows, draws them, and puts the tables into the document."""
+  """Measures, writes the rows, draws them, and puts the table into the page."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--scans", nargs="+", choices=list(SCANS), default=list(SCANS))
   parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
@@ -197,7 +178,7 @@ def main():
   if args.output == parser.get_default("output"):
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{summary(rows)}\n\n{details(rows)}\n{END}{after}")
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{summary(rows)}\n{END}{after}")
 
 
 if __name__ == "__main__":

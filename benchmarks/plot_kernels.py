@@ -1,8 +1,8 @@
-"""The table of `benchmarks.kernels` as a picture: time and error, ours beside fla's.
+"""The table of `benchmarks.kernels` as a picture: time and error, ours next to fla's.
 
     python -m benchmarks.plot_kernels docs/kernels.csv --output docs/kernels.png
 
-Only cases that have both are drawn, and only times that stand beside a right result.
+Only cases that have both are drawn, and only times that stand next to a right result.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from benchmarks import csv_rows
 NAMES = {
   "scalar-constant": "constant decay per head\n(RetNet, TNL)",
   "scalar-step": "decay per step and head\n(Mamba-2)",
-  "channel-constant-normalised": "constant decay per channel,\nnormalised (LNSSM); fla: no decay",
+  "channel-constant-normalized": "constant decay per channel,\nnormalized (LNSSM); fla: no decay",
   "channel-step": "decay per step and channel\n(GLA)",
   "channel-step-bonus": "the same with a bonus\n(RWKV-6)",
 }
@@ -23,7 +23,7 @@ COLORS = {OURS: "#1f4e79", THEIRS: "#c9a227"}
 
 
 class Bar(NamedTuple):
-  """What one library gives for one case."""
+  """The result of one library for one case."""
 
   forward_ms: float
   both_ms: float

@@ -1,4 +1,4 @@
-"""Training on 1, 2, 4, ... devices: tokens/s, efficiency, model FLOP utilisation and memory.
+"""Training on 1, 2, 4, ... devices: tokens/s, efficiency, model FLOP utilization and memory.
 
     python -m benchmarks.scaling --config configs/lnssm_72m.py --devices 1 2 4 \\
       --axes data fsdp sequence
@@ -24,10 +24,14 @@ import jax
 import numpy as np
 
 from benchmarks import csv_rows, train_step
-from train import config, flops, overrides
-from train import mesh as meshes
-from train.optimizer import make_optimizer
-from train.step import abstract_state, init_state, make_train_step, model_graph
+from train import config
+from train.cluster import device_mesh
+from train.config import apply_overrides
+from train.step import flops
+from train.step.model import model_graph
+from train.step.optimizer import make_optimizer
+from train.step.state import abstract_state, init_state
+from train.step.train_step import make_train_step
 
 CHECKED_STEPS = 3
 PRODUCT = " x "
@@ -60,10 +64,10 @@ def mesh_of(axes: str, devices: int) -> config.Mesh:
   """
   names = axes.split(PRODUCT)
   sizes = [devices] if len(names) == 1 else [2, devices // 2]
-  if len(names) > 2 or not set(names) <= set(meshes.AXES) or math.prod(sizes) != devices:
+  if len(names) > 2 or not set(names) <= set(device_mesh.AXES) or math.prod(sizes) != devices:
     raise ValueError(
-      f"axes={axes!r} on {devices} devices: name one of {', '.join(meshes.AXES)}, or two of them "
-      "as 'fsdp x sequence' on an even number of devices."
+      f"axes={axes!r} on {devices} devices: name one of {', '.join(device_mesh.AXES)}, or two of "
+      "them as 'fsdp x sequence' on an even number of devices."
     )
   return config.Mesh(**{"data": 1} | dict(zip(names, sizes, strict=True)))
 
@@ -89,11 +93,11 @@ def measure(cfg: config.Train, args: argparse.Namespace, axes: str, devices: int
   cfg = dataclasses.replace(
     cfg, mesh=mesh_of(axes, devices), global_batch=cfg.global_batch * devices
   )
-  mesh = meshes.make_mesh(cfg)
+  mesh = device_mesh.make_mesh(cfg)
   rows = cfg.global_batch // devices
   batch = jax.device_put(
     copies(train_step.random_arrays(rows, cfg.seq_len, cfg.model.vocab_size), devices),
-    meshes.batch_sharding(mesh),
+    device_mesh.batch_sharding(mesh),
   )
   compiled = compile_step(cfg, mesh, batch, dict(option.split("=", 1) for option in args.xla))
   run = train_step.Run(compiled, init_state(cfg, mesh), batch)
@@ -153,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, str]]:
   parser.add_argument("--profile", action="store_true", help="name the kernels that take the time")
   parser.add_argument("--out", type=Path, help="write the rows to this CSV file")
   args = parser.parse_args(arguments)
-  cfg = overrides.apply(config.load_config(args.config), args.set)
+  cfg = apply_overrides(config.load_config(args.config), args.set)
 
   print(" ".join(f"{field:>{_width(field)}}" for field in FIELDS), flush=True)
   rows, first = [], None

@@ -1,11 +1,11 @@
-"""Speed of the other scans' kernels on a GPU, beside XLA's forms.
+"""Speed of the other scans' kernels on a GPU, next to XLA's forms.
 
     python -m benchmarks.scan_kernels --out docs/scan_kernels.csv
     python -m benchmarks.scan_kernels --only diagonal_scan --sizes B=1,T=65536,D=256
 
-As `benchmarks.kernels` does for linear attention, with the library beside it that has the same scan
+As `benchmarks.kernels` does for linear attention, next to the library that has the same scan
 (flash-linear-attention, or mamba-ssm for the selective scan) where it is installed: a time is
-printed only beside an error within the limit, of a corner of the output and of every gradient
+printed only next to an error within the limit, of a corner of the output and of every gradient
 against the float64 reference; the floor moves every argument and result once (with gradients:
 arguments, their gradients, the output and its cotangent) at the speed of a large copy.
 """
@@ -67,7 +67,7 @@ def _convolution(normal, n):
 
 def _silu_convolution(x, kernel, bias, *, implementation):
   """The short convolution as the Mamba block has it; the reference is XLA's form in float64."""
-  form = "xla" if implementation in ("chunked", "reference") else implementation
+  form = "reference" if implementation == "chunked" else implementation
   return ops.causal_conv1d(x, kernel, bias, activation="silu", implementation=form)
 
 
@@ -114,6 +114,7 @@ _SELECTIVE = {"x": "BTD", "dt": "BTD", "a": "DN", "b": "BTN", "c": "BTN", "skip"
 _LONGHORN = {"x": "BTD", "beta": "BTD", "k": "BTN", "q": "BTN", "skip": "D"}
 _DELTA = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "beta": "BTH"}
 _DIAGONAL = {"decay": "BTD", "x": "BTD"}
+_DELTA_RULE = functools.partial(ops.delta_rule, scale=1.0)  # the queries are scaled
 
 CASES = {
   "diagonal_scan": Case(
@@ -135,10 +136,10 @@ CASES = {
   "selective_scan": Case(ops.selective_scan, _SELECTIVE, _selective, _STATES),
   "longhorn_scan": Case(ops.longhorn_scan, _LONGHORN, _longhorn, _STATES),
   "delta_rule": Case(
-    ops.delta_rule, _DELTA, functools.partial(_delta, False), _HEADS, "BTHV"
+    _DELTA_RULE, _DELTA, functools.partial(_delta, False), _HEADS, "BTHV"
   ),
   "delta_rule gated": Case(
-    ops.delta_rule, _DELTA | {"log_decay": "BTH"}, functools.partial(_delta, True), _HEADS, "BTHV"
+    _DELTA_RULE, _DELTA | {"log_decay": "BTH"}, functools.partial(_delta, True), _HEADS, "BTHV"
   ),
   "causal_conv1d": Case(
     _silu_convolution, {"x": "BTD", "kernel": "WD", "bias": "D"}, _convolution,

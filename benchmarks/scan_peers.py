@@ -4,8 +4,8 @@
 
 flash-linear-attention (fla), and for the selective scan the CUDA kernels of mamba-ssm. The file
 holds a case's arguments by name, "cotangent" of the result and "inside", the cotangent of the part
-that is compared; bfloat16 as its bits in uint16. Saves result and gradients beside them in the same
-way, with the time and what ran, for `benchmarks.scan_kernels` to compare with the reference. torch,
+that is compared; bfloat16 as its bits in uint16. Saves result and gradients there in the same way,
+ with the time and what ran, for `benchmarks.scan_kernels` to compare with the reference. torch,
 fla and mamba-ssm are imported here only. Triton tunes its kernels first; where it has the results
 cached it starts at once.
 """
@@ -31,7 +31,7 @@ class Peer(NamedTuple):
   channel_major: bool = False  # wants [B, D, T] for [B, T, D], steps next to each other in memory
 
 
-# fla's gated delta rule refuses to run on Hopper with Triton 3.4 to 3.7: the table says so.
+# fla's gated delta rule rejects to run on Hopper with Triton 3.4 to 3.7: the table says so.
 PEERS = {
   "diagonal_scan bfloat16": Peer("fla", "chunk_hgrn"),
   "selective_scan": Peer(
@@ -44,7 +44,7 @@ WIDE = ("log_decay", "a", "skip")  # stay float32; all others are bfloat16
 
 
 def missing(case: str) -> str | None:
-  """What keeps the peer of a case from running, or None. Imports nothing."""
+  """Why the peer of a case cannot run, or None. Imports nothing."""
   absent = [name for name in PEERS[case].modules if not importlib.util.find_spec(name)]
   return f"{' and '.join(absent)} not installed" if absent else None
 

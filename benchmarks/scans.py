@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import csv_rows, numerics
-from tests.ops import contract
-from tests.ops.scans import SCANS
+from lnssm_jax.ops.cases import SCANS
+from lnssm_jax.ops.core import accuracy
 
 LENGTHS = (1024, 2048, 4096)
 WIDTHS = (16, 32, 64)  # of K and V, or D; lengths are measured at the first, widths at length 1024
@@ -33,7 +33,7 @@ FIELDS = ("scan", "form", "pass", "T", "width", "ms", "mib", "error", "limit")
 def cases_of(name: str, length: int, width: int):
   """[(case, forms)]: the scan's case of the table of errors in another width.
 
-  Further cases of that table count if they have forms of their own, as taps beside exponentials.
+  Further cases of that table count if they have forms of their own, as taps next to exponentials.
   """
   scan, cases, seen = SCANS[name], [], set()
   for case_of in (scan.measured, *scan.measured_too.values()):
@@ -59,7 +59,7 @@ def milliseconds(program, inputs, budget=0.3) -> float:
 
 
 def mebibytes(program) -> float:
-  """What the compiled program allocates."""
+  """Memory that the compiled program allocates."""
   memory = program.memory_analysis()
   sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
   return sum(sizes) / 2**20
@@ -75,21 +75,21 @@ def measure_case(name: str, case, forms: list[str], width: int) -> list[dict]:
   """The rows of one case."""
   scan, length, rows = SCANS[name], case.T, []
   call = lambda form: lambda x: scan.compared(*scan(case, x, implementation=form))
-  inputs = {n: contract.round_to(x, jnp.float32) for n, x in scan.inputs(case).items()}
+  inputs = {n: accuracy.round_to(x, jnp.float32) for n, x in scan.inputs(case).items()}
   with jax.enable_x64(True):
     exact = jax.tree.map(jnp.asarray, inputs)
-    want = jax.tree.map(np.asarray, contract.values_and_gradients(call("reference"), exact))
+    want = jax.tree.map(np.asarray, accuracy.values_and_gradients(call("reference"), exact))
   passed = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), inputs)
-  limit = contract.tolerance(jnp.float32, length)
+  limit = accuracy.tolerance(jnp.float32, length)
   for form in forms:
     programs = {
       "forward": (lambda x, f=form: {"values": call(f)(x)}),
-      "forward+backward": contract.with_gradients(call(form), passed),
+      "forward+backward": accuracy.with_gradients(call(form)),
     }
     for direction, fn in programs.items():
       program = jax.jit(fn).lower(passed).compile()
       got = program(passed)
-      error = max(contract.named_errors(got, {key: want[key] for key in got}).values())
+      error = max(accuracy.named_errors(got, {key: want[key] for key in got}).values())
       right = error <= limit  # NaN is not
       values = (
         name,

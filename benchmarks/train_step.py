@@ -4,7 +4,8 @@
     python -m benchmarks.train_step --config configs/lnssm_72m.py --set global_batch=64 --profile
 
 Prints tokens/s (the median of several runs of steps), seconds for the paper's epoch of 10.24M
-tokens, the device's peak memory, and model FLOP utilisation by the formula of `train/flops.py`.
+tokens, the device's peak memory, and model FLOP utilization by the formula of
+`train/step/flops.py`.
 Random tokens cost what real ones cost; what the data pipeline costs on top, `fit` shows.
 """
 
@@ -19,25 +20,27 @@ import jax
 import numpy as np
 
 from benchmarks import profile
-from train import flops, overrides
-from train import mesh as meshes
-from train.config import load_config
-from train.optimizer import make_optimizer
-from train.step import abstract_state, init_state, make_train_step, model_graph
+from train.cluster import device_mesh
+from train.config import apply_overrides, load_config
+from train.step import flops
+from train.step.model import model_graph
+from train.step.optimizer import make_optimizer
+from train.step.state import abstract_state, init_state
+from train.step.train_step import make_train_step
 
 PAPER_EPOCH_TOKENS = 10_240_000
 
 
-def random_batch(cfg, mesh, seed=0, *, borders=True):
-  """A batch of random tokens, with a document border about every 500 tokens, or with none."""
+def random_batch(cfg, mesh, seed=0, *, boundaries=True):
+  """A batch of random tokens, with a document boundary about every 500 tokens, or with none."""
   batch = random_arrays(cfg.global_batch, cfg.seq_len, cfg.model.vocab_size, seed)
-  if not borders:
+  if not boundaries:
     batch["segment_ids"] = None
-  return jax.device_put(batch, meshes.batch_sharding(mesh))
+  return jax.device_put(batch, device_mesh.batch_sharding(mesh))
 
 
 def random_arrays(rows, length, vocab_size, seed=0):
-  """The arrays of such a batch, with borders, on the host."""
+  """The arrays of such a batch, with boundaries, on the host."""
   rng = np.random.default_rng(seed)
   tokens = rng.integers(0, vocab_size, (rows, length + 1), dtype=np.int32)
   return {
@@ -96,13 +99,13 @@ def main():
   parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
   parser.add_argument("--steps", type=int, default=20, help="steps in each timed run")
   parser.add_argument("--runs", type=int, default=5)
-  parser.add_argument("--no-borders", action="store_true", help="every row is one document")
+  parser.add_argument("--no-boundaries", action="store_true", help="every row is one document")
   parser.add_argument("--profile", action="store_true", help="name the kernels that take the time")
   args = parser.parse_args()
-  cfg = overrides.apply(load_config(args.config), args.set)
+  cfg = apply_overrides(load_config(args.config), args.set)
 
-  mesh = meshes.make_mesh(cfg)
-  batch = random_batch(cfg, mesh, borders=not args.no_borders)
+  mesh = device_mesh.make_mesh(cfg)
+  batch = random_batch(cfg, mesh, boundaries=not args.no_boundaries)
   compiled, compile_seconds = compile_step(cfg, mesh, batch)
   run = Run(compiled, init_state(cfg, mesh), batch)
   seconds = run.seconds_per_step(args.steps, args.runs)

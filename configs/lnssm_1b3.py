@@ -6,7 +6,7 @@
 TEXT is a .txt, .jsonl or .jsonl.xz file or a folder of such, and TOKENIZER_JSON a tokenizer of at
 most 32,000 entries. Depth, width, vocabulary, tokens and learning rates are those of the 1.3B
 models of GLA's paper (Yang et al. 2024), section 5.1. A microbatch has 64 sequences over all GPUs.
-Measured: 1,374,658,560 parameters; the run has not been made.
+Measured: 1,374,658,560 parameters; it has not been trained.
 """
 
 from train.config import Data, Model, Optimizer, Train

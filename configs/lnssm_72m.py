@@ -6,16 +6,16 @@
 TEXT is a .txt, .jsonl or .jsonl.xz file or a folder of such (the paper uses SlimPajama), and
 TOKENIZER_JSON a tokenizer of at most 50,277 entries. An epoch is 555 steps of 18 sequences of 1,024
 tokens. Measured: 906,000 tokens/s on one H200, 11.3 s for 10.24M tokens; the 5.1B would take
-about 1.6 hours; the whole run has not been made (docs/kernels.md).
+about 1.6 hours; the whole run has not been trained (docs/kernels.md).
 """
 
 from train.config import Data, Model, Optimizer, Train
 
-STEPS_PER_EPOCH = 555  # 10,000 sequences make 555 whole batches of 18
+STEPS_PER_EPOCH = 555  # 10,000 sequences are 555 full batches of 18
 
 
 def get_config() -> Train:
-  """The run of the LNSSM paper's language-modelling experiments."""
+  """The run of the LNSSM paper's language-modeling experiments."""
   return Train(
     model=Model(
       mixer="lnssm",
@@ -25,7 +25,6 @@ def get_config() -> Train:
       num_heads=4,
       vocab_size=50_277,
       dtype="bfloat16",
-      unroll=6,
     ),
     optimizer=Optimizer(
       peak_lr=8e-4,

@@ -10,7 +10,7 @@ optimizer.warmup_steps=675 --set steps=13500`; its Mamba (129.2M): `--set model.
 its GLA (123.8M): `--set model.mixer=gla --set model.channel_mixer=swiglu --set model.num_layers=12
 --set model.num_heads=4`; its LLaMA: the same with `model.mixer=softmax_attention` and 12 heads
 (123.6M; the table prints 124.4M).
-Measured: 128,563,968 parameters; the run has not been made.
+Measured: 128,563,968 parameters; it has not been trained.
 """
 
 from train.config import Data, Model, Optimizer, Train

@@ -24,7 +24,7 @@ def get_config() -> Train:
     ),
     run_dir="runs/quickstart",
     seq_len=256,
-    global_batch=8,  # sequences: 2,048 tokens a step
+    global_batch=8,  # sequences: 2,048 tokens per step
     steps=240,
     log_every=10,
     eval_every=120,

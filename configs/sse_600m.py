@@ -21,7 +21,7 @@ TOKENS = 15_000_000_000
 
 
 def get_config() -> Train:
-  """The 600M run of SSE (Pan et al. 2025), table 1: sequences of 8,192, 4M tokens a step."""
+  """The 600M run of SSE (Pan et al. 2025), table 1: sequences of 8,192, 4M tokens per step."""
   steps, seq_len = TOKENS // TOKENS_PER_BATCH, 8192
   return Train(
     model=Model(

@@ -1,8 +1,32 @@
-"""Sequence models whose cost is linear in length: scans, mixers, language models for JAX and Flax.
+"""Linear-time sequence models for JAX and Flax: recurrent ops, token mixers and whole models.
 
-Start with `lnssm_jax.ops` (pure functions on arrays), `lnssm_jax.mixers` (NNX layers
-`[B, T, D] -> [B, T, D]`) or `lnssm_jax.models` (whole models). Importing this package needs JAX
-and Flax only, and no accelerator.
+    import lnssm_jax
+
+    lnssm_jax.ops       pure functions on arrays, such as `ops.linear_attention`
+    lnssm_jax.mixers    Flax NNX layers [B, T, D] -> [B, T, D]
+    lnssm_jax.models    language and vision models made of them
+    lnssm_jax.linen     a Flax Linen face of each mixer and model
+    lnssm_jax.sharding  partition specs by parameter path
+    lnssm_jax.generate  sampling from a language model
+
+Each is imported when it is first used. The package needs JAX and Flax only, and no accelerator.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "generate", "linen", "mixers", "models", "ops", "sharding"]
+
+if TYPE_CHECKING:
+  from lnssm_jax import generate, linen, mixers, models, ops, sharding
+else:
+
+  def __getattr__(name: str):
+    if name in __all__:
+      return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

@@ -2,13 +2,13 @@
 
 A prompt is read in chunks of a fixed length, then tokens are drawn one after another in a loop on
 the device. Prompts of different lengths are padded on the left. The padding is a segment of its
-own, so that the state starts afresh at each prompt's first token; between two chunks, a row whose
-prompt has not begun yet is given the empty state. So no prompt sees its padding, or the other
-prompts.
+own, so that the state is reset at each prompt's first token; between two chunks, a row whose prompt
+has not begun yet is given the empty state. So no prompt sees its padding, or the other prompts.
 
-One row's random numbers depend on the seed, the number of the row and the number of the token only.
+A row's random numbers depend only on the seed, the row and the number of the token.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -17,11 +17,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lnssm_jax.mixers.checks import check_positive
+from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.models import LanguageModel, layers
 
 # Tokens drawn per call of the device: enough to hide the cost of the call, few enough to stop soon.
 _STEPS_PER_CALL = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+  """Options of `generate` and `stream`: how many tokens to draw, and how.
+
+  Attributes:
+    max_tokens: the most tokens to draw for each prompt.
+    seed: of the random numbers.
+    temperature: divides the logits; 0 takes the most probable token.
+    top_k: draw from the k most probable tokens only.
+    top_p: draw from the fewest most probable tokens whose probabilities reach p; applied after
+      `top_k`.
+    stop_token: a row ends before this token.
+    prefill_chunk: tokens of a prompt read at once; bounds the memory of reading it.
+
+  Raises:
+    ValueError: an option is out of range; the message names it.
+  """
+
+  max_tokens: int
+  seed: int = 0
+  temperature: float = 1.0
+  top_k: int | None = None
+  top_p: float | None = None
+  stop_token: int | None = None
+  prefill_chunk: int = 256
+
+  def __post_init__(self):
+    check_positive("max_tokens", self.max_tokens)
+    check_positive("prefill_chunk", self.prefill_chunk)
+    if not self.temperature >= 0:
+      raise ValueError(f"temperature={self.temperature} must be at least 0 (0 is greedy).")
+    if self.top_k is not None:
+      check_positive("top_k", self.top_k)
+    if self.top_p is not None and not 0 < self.top_p <= 1:
+      raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; None keeps all tokens.")
 
 
 class _Choice(NamedTuple):
@@ -32,63 +69,28 @@ class _Choice(NamedTuple):
 
 
 def generate(
-  model: LanguageModel,
-  prompts: Sequence[Sequence[int]],
-  *,
-  max_tokens: int,
-  seed: int = 0,
-  temperature: float = 1.0,
-  top_k: int | None = None,
-  top_p: float | None = None,
-  stop_token: int | None = None,
-  prefill_chunk: int = 256,
+  model: LanguageModel, prompts: Sequence[Sequence[int]], options: SamplingOptions
 ) -> list[np.ndarray]:
   """Continues each prompt; returns the new tokens only, int32, one array per prompt.
 
+      rows = generate(model, [[1, 2, 3], [5]], SamplingOptions(max_tokens=8, temperature=0))
+
   Args:
     prompts: lists of token ids, of any lengths of at least 1.
-    max_tokens: the most tokens to draw for each prompt.
-    temperature: divides the logits; 0 takes the most probable token.
-    top_k: draw from the k most probable tokens only.
-    top_p: draw from the fewest most probable tokens whose probabilities reach p; applied after
-      `top_k`.
-    stop_token: a row ends before this token.
-    prefill_chunk: tokens of a prompt read at once; bounds the memory that reading takes.
 
   Raises:
     ValueError: there is no prompt, a prompt is empty or holds an id outside the vocabulary, an
-      option is out of range, or the model's cache cannot hold the tokens; the message names it.
+      option does not fit the vocabulary, or the model's cache cannot hold the tokens; the message
+      names it.
   """
-  steps = stream(
-    model,
-    prompts,
-    max_tokens=max_tokens,
-    seed=seed,
-    temperature=temperature,
-    top_k=top_k,
-    top_p=top_p,
-    stop_token=stop_token,
-    prefill_chunk=prefill_chunk,
-  )
-  rows = np.stack(list(steps), axis=1)  # [B, tokens]
-  if stop_token is None:
+  rows = np.stack(list(stream(model, prompts, options)), axis=1)  # [B, tokens]
+  if (stop := options.stop_token) is None:
     return list(rows)
-  return [
-    row[: np.argmax(stopped)] if (stopped := row == stop_token).any() else row for row in rows
-  ]
+  return [row[: np.argmax(stopped)] if (stopped := row == stop).any() else row for row in rows]
 
 
 def stream(
-  model: LanguageModel,
-  prompts: Sequence[Sequence[int]],
-  *,
-  max_tokens: int,
-  seed: int = 0,
-  temperature: float = 1.0,
-  top_k: int | None = None,
-  top_p: float | None = None,
-  stop_token: int | None = None,
-  prefill_chunk: int = 256,
+  model: LanguageModel, prompts: Sequence[Sequence[int]], options: SamplingOptions
 ) -> Iterator[np.ndarray]:
   """Yields the new tokens step by step, int32 [B]; arguments and errors as in `generate`.
 
@@ -96,37 +98,23 @@ def stream(
   `max_tokens` steps.
   """
   rows = _checked_prompts(prompts, model.vocab_size)
-  check_positive("max_tokens", max_tokens)
-  longest = max(len(row) for row in rows) + max_tokens - 1  # the last token is not read
+  longest = max(len(row) for row in rows) + options.max_tokens - 1  # the last token is not read
   if model.max_length is not None and longest > model.max_length:
     raise ValueError(
-      f"max_tokens={max_tokens} after a prompt of {longest - max_tokens + 1} tokens is more than "
-      f"the model's max_length={model.max_length} holds; ask for fewer, or build the model with "
-      "another max_length in mixer_options."
+      f"max_tokens={options.max_tokens} after a prompt of {longest - options.max_tokens + 1} tokens"
+      f" is more than the model's max_length={model.max_length} holds; ask for fewer, or build the "
+      "model with another max_length in mixer_options."
     )
-  check_positive("prefill_chunk", prefill_chunk)
-  if not temperature >= 0:
-    raise ValueError(f"temperature={temperature} must be at least 0 (0 is greedy).")
-  if top_k is not None and check_positive("top_k", top_k) > model.vocab_size:
+  top_k, stop_token = options.top_k, options.stop_token
+  if top_k is not None and top_k > model.vocab_size:
     raise ValueError(
       f"top_k={top_k} is more than the vocabulary of {model.vocab_size}; None keeps all of it."
     )
-  if top_p is not None and not 0 < top_p <= 1:
-    raise ValueError(f"top_p={top_p} must be above 0 and at most 1; None keeps all tokens.")
   if stop_token is not None and not 0 <= stop_token < model.vocab_size:
     raise ValueError(
       f"stop_token={stop_token} is outside the vocabulary, 0 to {model.vocab_size - 1}."
     )
-  if temperature == 0 or top_k == 1:
-    choice = _Choice("greedy", 1)
-  elif top_k is None and top_p in (None, 1):
-    choice = _Choice("all", model.vocab_size)
-  else:
-    choice = _Choice("likely", top_k or model.vocab_size)
-  # Rounded sums of probabilities may exceed 1, but not this.
-  top_p = np.inf if top_p in (None, 1) else top_p
-  limits = (jnp.float32(temperature), jnp.float32(top_p))
-  return _run(model, rows, max_tokens, seed, choice, limits, stop_token, prefill_chunk)
+  return _run(model, rows, options)
 
 
 def _checked_prompts(prompts, vocab_size: int) -> list[np.ndarray]:
@@ -155,15 +143,26 @@ def _checked_prompts(prompts, vocab_size: int) -> list[np.ndarray]:
   return checked
 
 
-def _run(model, prompts, max_tokens, seed, choice, limits, stop_token, prefill_chunk):
+def _run(model, prompts, options: SamplingOptions):
   """The generator behind `stream`, on checked arguments."""
-  state, logits = _read(model, prompts, prefill_chunk)
+  whole = options.top_p in (None, 1)
+  if options.temperature == 0 or options.top_k == 1:
+    choice = _Choice("greedy", 1)
+  elif options.top_k is None and whole:
+    choice = _Choice("all", model.vocab_size)
+  else:
+    choice = _Choice("likely", options.top_k or model.vocab_size)
+  # Rounded sums of probabilities may exceed 1, but not infinity.
+  limits = (jnp.float32(options.temperature), jnp.float32(np.inf if whole else options.top_p))
+
+  state, logits = _read(model, prompts, options.prefill_chunk)
   states = layers.apart(state, model.num_layers)
-  row_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(prompts)))
-  ended = np.zeros(len(prompts), bool)
-  for first in range(0, max_tokens, _STEPS_PER_CALL):
+  seed_key, numbers = jax.random.key(options.seed), np.arange(len(prompts))
+  row_keys = jax.vmap(jax.random.fold_in, (None, 0))(seed_key, numbers)
+  stop_token, ended = options.stop_token, np.zeros(len(prompts), bool)
+  for first in range(0, options.max_tokens, _STEPS_PER_CALL):
     states, logits, tokens = _decode(model, states, logits, row_keys, first, limits, choice=choice)
-    for row in np.asarray(tokens)[: max_tokens - first]:
+    for row in np.asarray(tokens)[: options.max_tokens - first]:
       if stop_token is not None:
         row = np.where(ended, stop_token, row).astype(row.dtype)
         ended |= row == stop_token
@@ -225,7 +224,7 @@ def _read_one(model, blocks, states, tokens):
   """`model(tokens[:, None], state)` for layers apart: (states, logits [B, vocab]).
 
   Each layer's state is carried by itself, so that a kernel that updates it in place needs no copy:
-  a scan over stacked layers copies each layer's part out of the stack, and back into another one.
+  a scan over stacked layers copies each layer's slice out of the stack, and into another one.
   """
   x = model.embed(tokens[:, None])
   new = []
@@ -236,7 +235,7 @@ def _read_one(model, blocks, states, tokens):
 
 
 def _draw(logits, keys, limits, choice: _Choice):
-  """One token per row, int32 [B], from logits [B, vocab] and one key a row."""
+  """One token per row, int32 [B], from logits [B, vocab] and one key per row."""
   if choice.method == "greedy":
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
   temperature, top_p = limits

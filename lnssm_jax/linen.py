@@ -1,15 +1,16 @@
-"""A Flax Linen face for every mixer and for the language model: the same names, numbers and calls.
+"""Flax Linen faces of every mixer and model: the same names, numbers and calls.
 
     from lnssm_jax import linen
 
-    layer = linen.LNSSM(512, num_heads=4)           # the arguments of the NNX class, without rngs
+    layer = linen.LNSSM(512, num_heads=4)           # arguments of the NNX class, without rngs
     variables = layer.init(key, x)
     y, state = layer.apply(variables, x, layer.init_state(B), segment_ids)
 
 `variables["params"]` is the nested dictionary that `nnx.to_pure_dict` gives for the NNX module, so
 parameters go from one to the other as they are. Faces are ordinary Linen modules: `nn.scan`,
-`nn.remat` and `nn.vmap` lift them. Each mixer's has the name of its class (`MIXERS` has them by the
-mixer's name).
+`nn.remat` and `nn.vmap` lift them. A face has the name of its class; `MIXERS` has those of mixers
+by the mixer's name. Type checkers and editors read the fields from `linen.pyi`, which
+`scripts/linen_stub.py` writes.
 """
 
 import dataclasses
@@ -23,12 +24,13 @@ from flax import linen as nn
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS as _NNX_MIXERS
-from lnssm_jax.mixers import Divisible, divide_time
+from lnssm_jax.mixers import Mixer, shard_time
 from lnssm_jax.models import LanguageModel as _NNXLanguageModel
+from lnssm_jax.models import VisionModel as _NNXVisionModel
 
 
 class Face(nn.Module):
-  """What all faces share; `wrapped` is the NNX class, whose arguments are the fields."""
+  """Base class of all faces; `wrapped` is the NNX class, whose arguments are the fields."""
 
   wrapped: ClassVar[Any] = nnx.Module
 
@@ -39,15 +41,15 @@ class Face(nn.Module):
   def _split(self, key):
     """(static part, nested dictionary of parameters) of a new NNX module."""
     arguments = self._arguments()
-    axis_name = arguments.pop("sequence_axis", None) if _divisible(self.wrapped) else None
+    axis_name = arguments.pop("sequence_axis", None) if _shards_time(self.wrapped) else None
     module = self.wrapped(**arguments, rngs=nnx.Rngs(params=key))
     if axis_name is not None:
-      divide_time(module, axis_name)
+      shard_time(module, axis_name)
     graph, params = nnx.split(module, nnx.Param)
     return graph, nnx.to_pure_dict(params)
 
   def _abstract(self):
-    """The same without numbers: every call of the face rebuilds the module's static part."""
+    """`_split` with abstract parameters: every call of the face rebuilds the static part."""
     made = []
 
     def params(key):
@@ -60,7 +62,7 @@ class Face(nn.Module):
 
   @nn.compact
   def __call__(self, *args, **kwargs):
-    """The NNX module's own call."""
+    """Calls the NNX module."""
     graph, shapes = self._abstract()
     key = self.make_rng("params") if self.is_initializing() else jax.random.key(0)
     made = functools.cache(lambda: self._split(key)[1])  # all parameters from one key, at once
@@ -68,18 +70,18 @@ class Face(nn.Module):
     return nnx.merge(graph, params)(*args, **kwargs)
 
   def init_state(self, batch_size: int):
-    """The state before the first token, as the NNX module has it."""
+    """Returns the state before the first token, as the NNX module does."""
     graph, shapes = self._abstract()
     module: Any = nnx.merge(graph, shapes)
     return module.init_state(batch_size)
 
 
 def face(module: type[nnx.Module]) -> type[Face]:
-  """The Linen face of an NNX class `module(dim, ..., rngs)` with a call and an `init_state`.
+  """Returns the Linen face of an NNX class `module(..., rngs)`.
 
-  Its fields are the arguments of the constructor without `rngs`: what may be given by position
-  there may be so here. A mixer that `divide_time` takes also has `sequence_axis`; parameters are
-  those of the undivided face, which makes them outside `jax.shard_map`.
+  Its fields are the arguments of the constructor without `rngs`, by position where the constructor
+  takes them by position. A mixer that `shard_time` accepts also has `sequence_axis`; its parameters
+  are those of the face without it, which initializes them outside `jax.shard_map`.
   """
   arguments = dict(inspect.signature(module.__init__).parameters)
   del arguments["self"], arguments["rngs"]
@@ -92,20 +94,21 @@ def face(module: type[nnx.Module]) -> type[Face]:
     body["__annotations__"][name] = Any
     if argument.default is not argument.empty:
       body[name] = argument.default
-  if _divisible(module):
+  if _shards_time(module):
     body["__annotations__"]["sequence_axis"], body["sequence_axis"] = Any, None
   return types.new_class(module.__name__, (Face,), exec_body=lambda names: names.update(body))
 
 
-def _divisible(module: type[nnx.Module]) -> bool:
-  return issubclass(module, Divisible)
+def _shards_time(module: type[nnx.Module]) -> bool:
+  return issubclass(module, Mixer) and module.can_shard_time
 
 
 MIXERS: dict[str, type[Face]] = {name: face(mixer) for name, mixer in _NNX_MIXERS.items()}
 LanguageModel = face(_NNXLanguageModel)
+VisionModel = face(_NNXVisionModel)
 
 _BY_CLASS = {mixer.__name__: mixer for mixer in MIXERS.values()}
-__all__ = ["MIXERS", "Face", "LanguageModel", "face", *sorted(_BY_CLASS)]
+__all__ = ["MIXERS", "Face", "LanguageModel", "VisionModel", "face", *sorted(_BY_CLASS)]
 
 
 def __getattr__(name: str) -> type[Face]:

@@ -1,4 +1,4 @@
-"""How parameters lie on the devices of a mesh: rules by parameter path, none inside the modules.
+"""Sharding of parameters over a mesh: rules by parameter path, no annotations inside the modules.
 
     shapes = jax.eval_shape(init, key)                       # a nested dictionary of parameters
     shardings = sharding.shardings(shapes, mesh)             # the same tree of NamedShardings
@@ -6,13 +6,13 @@
 
 A parameter's path is its keys joined by "/", such as "blocks/mixer/q_proj/kernel". The first rule
 whose regular expression matches the end of the path gives the layout of the last axes; a leading
-axis L of stacked layers is never divided. Because only the end counts, the same rules lay out an
-optimiser's moments, whose paths end like those of the parameters.
+axis L of stacked layers is never sharded. Because only the end counts, the same rules serve the
+moments of an optimizer, whose paths end like those of the parameters.
 
-The rules divide every matrix along the model's width over the mesh axis "fsdp": each device holds a
-part of each layer, and gathers a layer when it runs. Along the other axis, heads and the channels
-of channel mixers, they divide over "tensor": each device computes with its part, and the products
-after which channels meet again are summed. Vectors are held whole by every device.
+The rules shard every matrix along the model's width over the mesh axis "fsdp": each device holds a
+shard of each layer, and gathers a layer when it runs. The other axis, heads or the channels of
+channel mixers, is sharded over "tensor": each device computes with its shard, and the products that
+reduce over it are summed. Vectors are replicated.
 """
 
 import functools
@@ -44,7 +44,7 @@ RULES: Rules = (
   (r"mixer/(a_imag|c_real|c_imag)", ("fsdp", None)),  # [D, N]
   (r"channel_mixer/mu_[a-z]", (None,)),
   (r"\w*norm/(scale|bias)", (None,)),
-  (r"mixer/(\w*conv|\w+_gate)/bias", (None,)),
+  (r"mixer/(\w*conv|\w+_gate|\w+_proj)/bias", (None,)),
   (r"mixer/filter/layer\d+/bias", (None,)),
   (r"mixer/(theta|alpha|log_dt|pole_log|pole_imag|p_real|p_imag|b_real|b_imag)", (None,)),
   (r"mixer/(mu_[a-z]|gamma|w|u|skip|(fixed_)?log_rate|decay_rate|bound|\w+_(bias|gain))", (None,)),
@@ -111,19 +111,19 @@ def shardings(params, mesh: Mesh, rules: Rules = RULES):
 
 
 def gather(params, axis_name: str, rules: Rules = RULES):
-  """Whole parameters from the parts that the devices along a mesh axis have.
+  """Gathers parameters that are sharded over a mesh axis.
 
       def loss(params, tokens):  # inside jax.shard_map, with in_specs=param_specs(params)
         ends = gather({name: params[name] for name in params if name != "blocks"}, "fsdp")
         model = nnx.merge(graph, params | ends)
         hidden, _ = model.hidden(tokens, gather=functools.partial(gather, axis_name="fsdp"))
 
-  Its transpose sums the gradients over the devices and leaves each its own part, which is then
+  Its transpose sums the gradients over the devices and leaves each its own shard, which is then
   summed over the other mapped axes. A module's `nnx.Linear` kernels are gathered in the dtype of
   their products, to which the layer would round them anyway.
 
   Args:
-    params: the parts, as a nested dictionary or a module, such as a `Block`.
+    params: the shards, as a nested dictionary or a module, such as a `Block`.
 
   Raises:
     ValueError: as `param_specs`.
@@ -138,7 +138,7 @@ def gather(params, axis_name: str, rules: Rules = RULES):
   def whole(part, spec):
     if axis_name not in spec:
       return part
-    # Before the gather, so that the sum over the other axes is one of parts.
+    # Before the gather, so that the sum over the other axes is one of shards.
     other = tuple(axis for axis in mapped if axis not in jax.typeof(part).manual_axis_type.varying)
     part = jax.lax.pcast(part, other, to="varying") if other else part
     return jax.lax.all_gather(part, axis_name, axis=tuple(spec).index(axis_name), tiled=True)
@@ -146,19 +146,19 @@ def gather(params, axis_name: str, rules: Rules = RULES):
   return jax.tree.map(whole, params, param_specs(params, (axis_name,), rules))
 
 
-# Where parameters lie when they are used, by the compiler's division: over heads and channels.
+# Sharding of parameters where they are used in a program that the compiler partitions.
 RULES_IN_USE: Rules = (
-  (r"embedding", (None, None)),  # else every layer's input would be divided, and gathered
+  (r"embedding", (None, None)),  # else every layer's input would be sharded, and gathered
   (r"head/kernel", (None, "tensor")),  # each device has some of the logits
   *RULES,
 )
 
 
 def constrain(params, mesh: Mesh, axes: Sequence[str] = ("tensor",), rules: Rules = RULES_IN_USE):
-  """Parameters laid out for their use in a program that the compiler divides.
+  """Constrains parameters to their sharding in use, in a program that the compiler partitions.
 
-  What `gather` is inside `jax.shard_map` over all axes: handed to `LanguageModel.hidden`, it has
-  the compiler gather each layer over all mesh axes but `axes` when it runs.
+  The counterpart of `gather` outside `jax.shard_map`: passed to `LanguageModel.hidden`, it has the
+  compiler gather each layer over all mesh axes but `axes` when it runs.
 
   Args:
     params: a nested dictionary or a module.
@@ -173,7 +173,7 @@ def constrain(params, mesh: Mesh, axes: Sequence[str] = ("tensor",), rules: Rule
   surrounding = jax.sharding.get_abstract_mesh()
   where = mesh if surrounding.empty else surrounding
   place = lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(where, spec))
-  # From where they lie, first gathered, then turned: the compiler cannot do both at once.
+  # First gathered, then resharded: the compiler cannot do both at once.
   gathered = jax.tree.map(place, params, param_specs(params, axes))
   return jax.tree.map(place, gathered, param_specs(params, axes, rules))
 

@@ -1,10 +1,12 @@
 """Settings shared by all tests. Read when jax starts, hence set before any test is imported."""
 
+import gc
 import os
+from pathlib import Path
 
 import pytest
 
-# Most of a test's time goes into compiling small programs: spend less on optimising them.
+# Most of a test's time goes into compiling small programs: spend less on optimizing them.
 _FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
@@ -18,9 +20,29 @@ def pytest_configure(config):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILE}".strip()
 
 
+# Linux allows a process 65,530 memory maps, every compiled program takes several, and a process
+# that wants one more dies.
+_MAPS, _MOST_MAPS, _TESTS_BETWEEN_LOOKS = Path("/proc/self/maps"), 25_000, 16
+_tests_run = 0
+
+
+def pytest_runtest_teardown():
+  """Frees the compiled programs of earlier tests before there are too many."""
+  global _tests_run
+  _tests_run += 1
+  if _tests_run % _TESTS_BETWEEN_LOOKS == 0 and _MAPS.exists():
+    with _MAPS.open("rb") as maps:
+      count = sum(1 for _ in maps)
+    if count > _MOST_MAPS:
+      import jax
+
+      jax.clear_caches()
+      gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def no_races(monkeypatch):
-  """Kernels under interpretation have no races: JAX prints those that it finds, and goes on."""
+  """Kernels under interpretation have no races: JAX prints those that it finds, and continues."""
   from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
   runs, detector = [], gpu_callbacks.GPURaceDetectionState  # one for every kernel that runs

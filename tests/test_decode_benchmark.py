@@ -39,13 +39,13 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
 def test_models_generate_with_and_without_kernels_for_steps(capsys):
   """On a CPU the two are the same, but the kernels were asked for."""
   asked = []
-  from_table = pallas.worthwhile
+  from_table = pallas.preferred
   with generation.single_steps(kernels=True):
     x = jnp.ones((1, 1, 1, 8))
-    asked.append(pallas.worthwhile(x))
+    asked.append(pallas.preferred((x,), None))
   with generation.single_steps(kernels=False):
-    asked.append(pallas.worthwhile(x))
-  assert asked == [True, False] and pallas.worthwhile is from_table
+    asked.append(pallas.preferred((x,), None))
+  assert asked == [True, False] and pallas.preferred is from_table
   sizes = ["--layers", "1", "--model-dim", "8", "--model-vocab", "5", "--model-batches", "2"]
   decode.main(["--only", *sizes, "--tokens", "2", "--copy-mib", "1"])
   lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if "{" in line]

@@ -1,27 +1,31 @@
 """The Linen faces: the same parameters, the same numbers, and lifted by Linen's transformations."""
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
 
 from lnssm_jax import linen
 from lnssm_jax.mixers import MIXERS
-from lnssm_jax.models import LanguageModel
-from tests.mixers.plain_lnssm import split
+from lnssm_jax.models import LanguageModel, VisionModel
+from tests.mixers.helpers import split
 from tests.mixers.tiny import DIM, TINY, inputs, randomized
 
 B, T = 2, 5
-SOME = ("lnssm", "mamba")  # with values in every run; the others there by names and shapes
+# The faces are made by one function, so every run has one mixer of each kind of state, and of each
+# kind of constructor; the slow sweep has all of them. Their fields are in `linen.pyi`, which
+# `tests/test_typing.py` compares.
+SHAPES = ("hyena", "lnssm", "mamba", "s4d", "softmax_attention")
+VALUES = ("lnssm", "mamba")
 names = lambda some: [
   pytest.param(name, marks=[] if name in some else pytest.mark.slow) for name in MIXERS
 ]
 
 
-@pytest.mark.parametrize("name", list(MIXERS))
-def test_parameters_have_the_same_names_and_shapes(name):
+@pytest.mark.parametrize("name", names(SHAPES))
+def test_face_has_the_parameters_and_state_of_its_mixer(name):
   face = linen.MIXERS[name](DIM, **TINY[name].options)
   assert type(face) is getattr(linen, MIXERS[name].__name__)
   variables = jax.eval_shape(face.init, jax.random.key(0), inputs(B, T))
@@ -32,17 +36,15 @@ def test_parameters_have_the_same_names_and_shapes(name):
   assert state(face) == state(module)
 
 
-@pytest.mark.parametrize("name", names(SOME))
-def test_calls_give_the_same_numbers(name):
+@pytest.mark.parametrize("name", names(VALUES))
+def test_call_of_a_face_equals_its_mixer(name):
   mixer, x = randomized(name), inputs(B, T)
-  place = {}
-  if "layer" in MIXERS[name].__init__.__annotations__:
-    place = {"layer": 1, "num_layers": 3}
+  place = {"layer": 1, "num_layers": 3} if "layer" in MIXERS[name].set_by_model else {}
   face = linen.MIXERS[name](DIM, **place, **TINY[name].options)
   apply = jax.jit(lambda params, x, state: face.apply({"params": params}, x, state))
   want = jax.jit(lambda mixer, x, state: mixer(x, state))(mixer, x, mixer.init_state(B))
   got = apply(split(mixer)[1], x, face.init_state(B))
-  jax.tree.map(np.testing.assert_array_equal, got, want)
+  chex.assert_trees_all_equal(got, want)
 
 
 class Layers(nn.Module):
@@ -66,8 +68,8 @@ class Layers(nn.Module):
     return scan(self.mixer, name="layers")(x, None)[0]
 
 
-@pytest.mark.parametrize("name", names(SOME[:1]))
-def test_inside_scan_and_remat(name):
+@pytest.mark.parametrize("name", names(VALUES[:1]))
+def test_face_inside_scan_and_remat_equals_its_mixer(name):
   x, layers = inputs(B, T), Layers(name)
   variables = jax.jit(layers.init)(jax.random.key(0), x)
   stacked = variables["params"]["layers"]["mixer"]
@@ -86,21 +88,33 @@ def test_inside_scan_and_remat(name):
     layers.apply({"params": {"layers": {"mixer": stacked}}}, x)
   ).sum()
   got, want = (jax.jit(jax.value_and_grad(f))(stacked) for f in (scanned, plain))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+  chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_language_model():
+def test_face_of_a_language_model_equals_it():
   options = {"vocab_size": 11, "dim": 8, "num_layers": 3, "num_heads": 2, "mixer": ("lnssm", "gla")}
   tokens = jnp.arange(10).reshape(2, 5)
   face = linen.LanguageModel(**options)
   model = jax.jit(lambda: LanguageModel(**options, rngs=nnx.Rngs(0)))()
   params = split(model)[1]
   logits, _ = jax.jit(face.apply)({"params": params}, tokens, face.init_state(2))
-  np.testing.assert_array_equal(logits, jax.jit(lambda model: model(tokens)[0])(model))
+  chex.assert_trees_all_equal(logits, jax.jit(lambda model: model(tokens)[0])(model))
   started = jax.eval_shape(face.init, jax.random.key(0), tokens)["params"]
-  assert jax.tree.map(jnp.shape, started) == jax.tree.map(jnp.shape, params)
+  chex.assert_trees_all_equal_shapes(started, params)
 
 
-def test_what_is_no_face_is_named():
+def test_face_of_a_vision_model_equals_it():
+  options = {"image_size": 4, "patch_size": 2, "num_classes": 3, "channels": 1}
+  options |= {"dim": 8, "num_layers": 1, "mixer_options": {"state_dim": 3}}
+  images, face = jnp.ones((2, 4, 4, 1)), linen.VisionModel(**options)
+  model = jax.jit(lambda: VisionModel(**options, rngs=nnx.Rngs(0)))()
+  variables = {"params": split(model)[1]}
+  run = jax.jit(lambda model, variables: (model(images), face.apply(variables, images)))
+  chex.assert_trees_all_equal(*run(model, variables))
+  started = jax.eval_shape(face.init, jax.random.key(0), images)
+  chex.assert_trees_all_equal_shapes(started, variables)
+
+
+def test_unknown_face_raises():
   with pytest.raises(AttributeError, match="has no attribute 'Mamba9'"):
     linen.Mamba9  # noqa: B018

@@ -1,4 +1,4 @@
-"""What the README and CONTRIBUTING say is so."""
+"""The claims of README, CONTRIBUTING and some pages of docs/."""
 
 import re
 import subprocess
@@ -11,16 +11,16 @@ from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import count_parameters
-from lnssm_jax.models.block import mixer_arguments
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md")
 README = (ROOT / "README.md").read_text()
 MIXERS_PAGE = (ROOT / "docs" / "mixers.md").read_text()
+MIGRATION_PAGE = (ROOT / "docs" / "migration.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-  text = README + MIXERS_PAGE
+  text = README + MIXERS_PAGE + MIGRATION_PAGE
   return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
@@ -29,9 +29,9 @@ STATES = dict(
 )
 
 
-def test_the_families_of_the_readme_are_all_mixers_with_their_states():
+def test_mixers_of_the_readme_are_complete_with_their_states():
   number = lambda size: int(size.replace(",", ""))
-  rows = re.findall(r"^\| [^`|]+ \| (`\w+`[\w` ]*) \|.*\| ([\d,–]+) \|.*\|$", README, re.MULTILINE)
+  rows = re.findall(r"^\| (`\w+`[\w` ]*) \|.*\| ([\d,–]+) \|.*\|$", README, re.MULTILINE)
   families = [(re.findall(r"\w+", names), size.split("–")) for names, size in rows]
   assert sorted(name for names, _ in families for name in names) == sorted(MIXERS)
   for names, size in families:
@@ -39,22 +39,21 @@ def test_the_families_of_the_readme_are_all_mixers_with_their_states():
     assert {min(states), max(states)} == set(map(number, size)), names
 
 
-def test_the_page_of_mixers_has_them_all():
+def test_page_of_mixers_is_complete_with_their_states():
   assert sorted(STATES) == sorted(MIXERS)
   for name, size in STATES.items():
-    arguments = mixer_arguments(name)
-    heads = {"num_heads": 4} if "num_heads" in arguments else {}
+    heads = {"num_heads": 4} if "num_heads" in MIXERS[name].set_by_model else {}
     build = lambda name=name, heads=heads: MIXERS[name](512, **heads, rngs=nnx.Rngs(0))
     state = jax.eval_shape(lambda build=build: build().init_state(1))
     assert count_parameters(state) == int(size.replace(",", "")), name
 
 
-def test_the_example_of_a_mixer_is_short():
+def test_example_of_a_mixer_is_short():
   (example,) = re.findall(r"^```python\n(.*?)^```$", MIXERS_PAGE, re.DOTALL | re.MULTILINE)
   assert len(example.splitlines()) < 60
 
 
-def test_the_readme_is_short():
+def test_readme_is_short():
   assert len(README.splitlines()) <= 120
 
 
@@ -63,7 +62,7 @@ def test_contributing_fits_a_screen():
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_the_python_examples_run(number, tmp_path):
+def test_python_examples_of_the_pages_run(number, tmp_path):
   code = blocks("python")[number]
   done = subprocess.run(
     [sys.executable, "-W", "error", "-c", code],
@@ -79,12 +78,12 @@ def test_the_python_examples_run(number, tmp_path):
     assert f"# {line}" in code
 
 
-def test_there_is_a_python_example():
+def test_python_examples_exist():
   assert len(blocks("python")) >= 1
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_make_targets_that_are_named_exist(page):
+def test_make_targets_of_the_pages_exist(page):
   text = (ROOT / page).read_text()
   named = set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", text, re.MULTILINE))
   targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -93,7 +92,7 @@ def test_make_targets_that_are_named_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_that_are_named_exist(page):
+def test_files_of_the_pages_exist(page):
   text = (ROOT / page).read_text()
   linked = set(re.findall(r"\]\((?!https?:)([^)#]+)", text))
   in_code = set(re.findall(r"`((?:docs|tests|configs|train|lnssm_jax)/[\w./-]+)`", text))
@@ -101,7 +100,7 @@ def test_files_that_are_named_exist(page):
   assert [name for name in sorted(linked | in_code) if not (ROOT / name).exists()] == []
 
 
-def test_commands_that_are_named_exist():
+def test_commands_of_the_readme_exist():
   named = set(re.findall(r"python -m train (\w+)", README))
   done = subprocess.run(
     [sys.executable, "-m", "train", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -111,7 +110,7 @@ def test_commands_that_are_named_exist():
   assert all(re.search(rf"^\s+{name}\b", done.stdout, re.MULTILINE) for name in named)
 
 
-def test_the_install_command_names_real_extras():
+def test_extras_of_the_readme_exist():
   text = (ROOT / "pyproject.toml").read_text()
   for extras in re.findall(r"\.\[([\w,]+)\]", README):
     for extra in extras.split(","):

@@ -1,4 +1,4 @@
-"""The benchmark of several devices: what it refuses, what it compares, one small run."""
+"""The benchmark of several devices: what it rejects, what it compares, one small run."""
 
 import csv
 

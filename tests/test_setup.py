@@ -72,7 +72,7 @@ def with_copying_tools(project: Path) -> Path:
   return project / "calls.log"
 
 
-def test_no_python_is_an_error_that_says_what_to_do(project):
+def test_missing_python_is_an_error_with_the_fix(project):
   done = make(project, "train")
   assert done.returncode != 0
   assert "error: no Python 3.12 or newer was found" in done.stderr
@@ -80,7 +80,7 @@ def test_no_python_is_an_error_that_says_what_to_do(project):
   assert not (project / ".venv").exists()
 
 
-def test_a_shim_that_does_not_run_is_passed_over(project):
+def test_broken_shim_of_python_is_skipped(project):
   log = with_copying_tools(project)
   program(project / "bin" / "python3.12", "echo 'not installed' >&2; exit 127")
   fake_python(project / "bin" / "python3.13", log=log, version=(3, 11))
@@ -91,14 +91,14 @@ def test_a_shim_that_does_not_run_is_passed_over(project):
   assert log.read_text().splitlines()[0] == "-m venv .venv"
 
 
-def test_an_old_python_that_was_asked_for_is_refused(project):
+def test_old_python_as_asked_for_is_rejected(project):
   fake_python(project / "bin" / "old", log=project / "log", version=(3, 11))
   done = make(project, "train", "PYTHON=old")
   assert done.returncode != 0
   assert "PYTHON=old is not a Python 3.12 or newer (Python 3.11.0)" in done.stderr
 
 
-def test_training_installs_no_development_tools_and_tests_do(project):
+def test_dev_extra_is_installed_for_tests_only(project):
   log = with_copying_tools(project)
   fake_python(project / "bin" / "python3", log=log)
   assert make(project, "train").returncode == 0
@@ -108,7 +108,15 @@ def test_training_installs_no_development_tools_and_tests_do(project):
   assert "--editable .[train,dev]" in log.read_text()
 
 
-def test_the_second_call_starts_at_once(project):
+def test_docs_are_built_strictly_with_their_own_extra(project):
+  log = with_copying_tools(project)
+  fake_python(project / "bin" / "python3", log=log)
+  assert make(project, "docs").returncode == 0
+  assert "--editable .[train,dev,docs]" in log.read_text()
+  assert log.read_text().splitlines()[-1] == "-m mkdocs build --strict"
+
+
+def test_second_call_installs_nothing(project):
   log = with_copying_tools(project)
   fake_python(project / "bin" / "python3", log=log)
   make(project, "train")
@@ -118,7 +126,7 @@ def test_the_second_call_starts_at_once(project):
 
 
 @pytest.mark.parametrize("damage", ["python gone", "stopped halfway", "pins changed"])
-def test_a_damaged_environment_is_repaired(project, damage):
+def test_damaged_environment_is_repaired(project, damage):
   log = with_copying_tools(project)
   fake_python(project / "bin" / "python3", log=log)
   make(project, "train")
@@ -137,7 +145,7 @@ def test_a_damaged_environment_is_repaired(project, damage):
   assert ("-m venv .venv" in calls) == (damage == "python gone")
 
 
-def test_a_folder_that_is_no_environment_is_not_removed(project):
+def test_folder_that_is_no_environment_is_kept(project):
   log = with_copying_tools(project)
   fake_python(project / "bin" / "python3", log=log)
   (project / "mine").mkdir()
@@ -148,7 +156,7 @@ def test_a_folder_that_is_no_environment_is_not_removed(project):
   assert (project / "mine" / "file").read_text() == "kept"
 
 
-def test_a_gpu_gets_the_gpu_build_when_its_driver_is_new_enough(project):
+def test_gpu_with_a_new_driver_gets_the_gpu_build(project):
   log = with_copying_tools(project)
   fake_python(project / "bin" / "python3", log=log)
   program(project / "bin" / "nvidia-smi", "echo 580.65.06; echo 580.65.06")
@@ -160,12 +168,12 @@ def test_a_gpu_gets_the_gpu_build_when_its_driver_is_new_enough(project):
   assert log.read_text().splitlines()[-2].endswith(".[train]")
 
 
-def test_no_environment_is_made_when_none_is_wanted(project):
+def test_empty_venv_makes_no_environment(project):
   done = make(project, "train", "VENV=", f"PYTHON={sys.executable}", "--dry-run")
   assert done.stdout == f"{sys.executable} -m train fit --config configs/quickstart.py \n"
 
 
-def test_another_jax_has_an_environment_of_its_own(project):
+def test_another_jax_gets_its_own_environment(project):
   log = with_copying_tools(project)
   fake_python(project / "bin" / "python3", log=log)
   assert make(project, "test", "JAX=0.12.0.1").returncode == 0

@@ -1,4 +1,4 @@
-"""The wheel: the library and nothing else, importable where no checkout is."""
+"""The wheel: the library and nothing else, typed, importable without a checkout."""
 
 import shutil
 import subprocess
@@ -31,18 +31,20 @@ def wheel(tmp_path_factory) -> Path:
   return path
 
 
-def test_the_wheel_holds_the_library_and_nothing_else(wheel):
+def test_wheel_holds_the_library_and_nothing_else(wheel):
   names = zipfile.ZipFile(wheel).namelist()
   files = {name for name in names if ".dist-info/" not in name}
   expected = {
     str(path.relative_to(ROOT)) for package in LIBRARY for path in (ROOT / package).rglob("*.py")
   }
   assert {name for name in files if name.endswith(".py")} == expected
+  typed = {"lnssm_jax/py.typed", "lnssm_jax/linen.pyi", "pallas_kernels/py.typed"}
+  assert {name for name in files if not name.endswith(".py")} == typed
   assert {name.split("/")[0] for name in files} <= set(LIBRARY)
   assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-def test_the_library_requires_jax_and_flax_only(wheel):
+def test_wheel_requires_jax_and_flax_only(wheel):
   archive = zipfile.ZipFile(wheel)
   (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
   metadata = Parser().parsestr(archive.read(name).decode())
@@ -50,10 +52,11 @@ def test_the_library_requires_jax_and_flax_only(wheel):
   assert sorted(required) == ["flax>=0.12.10", "jax<0.13,>=0.11.2"]
   assert metadata["Requires-Python"] == ">=3.12"
   assert metadata["License-Expression"] == "Apache-2.0"
-  assert {"train", "cuda13", "dev"} <= set(metadata.get_all("Provides-Extra", []))
+  assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+  assert {"train", "cuda13", "dev", "docs"} <= set(metadata.get_all("Provides-Extra", []))
 
 
-def test_the_wheel_works_outside_the_checkout(wheel, tmp_path):
+def test_wheel_imports_outside_the_checkout(wheel, tmp_path):
   site = tmp_path / "site"
   zipfile.ZipFile(wheel).extractall(site)
   code = (

@@ -1,7 +1,7 @@
-"""The training stack: `python -m train fit | evaluate | generate | tokenize --config FILE`.
+"""The trainer: `python -m train fit | evaluate | generate | tokenize | ... --config FILE`.
 
 It runs from a checkout of the repository and is not part of the installed package `lnssm_jax`.
-For notebooks: `train.load_model(path)`, of a run folder or an exported model.
+In notebooks, `train.load_model(path)` loads the model of a run folder or an exported model.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ __all__ = ["LoadedModel", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
-  # Imported when asked for: the command line's --help need not wait for jax.
+  # Lazy, so that the command line's --help does not import JAX.
   if name not in __all__:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  from train import loading
+  from train.runs import loading
 
   return getattr(loading, name)

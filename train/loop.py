@@ -1,4 +1,4 @@
-"""A training run, from its settings to its folder."""
+"""A training run, from its config to its run folder."""
 
 import contextlib
 import dataclasses
@@ -11,57 +11,63 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from train import compile_cache, config, distributed, report, run_folder, watch
-from train import mesh as meshes
-from train.checkpoint import CheckpointError, Checkpoints
+from train import config
+from train.checkpoint.saver import Saver
+from train.checkpoint.store import CheckpointError, Checkpoints
+from train.cluster import compile_cache, device_mesh, distributed
+from train.cluster.stop_signal import StopSignal
 from train.data.tokenize import prepare
 from train.data.windows import TokenWindows, train_batches
-from train.evaluate import Evaluator
-from train.metrics import Console, Row, eval_line
-from train.optimizer import make_optimizer
-from train.recorder import DivergedError, Recorder
-from train.run_folder import RunFolder
-from train.saver import Saver
-from train.step import Batch, State, abstract_state, init_state, make_train_step, model_graph
-from train.stop import StopSignal
-from train.tracing import Tracer
+from train.logging import loggers, run_summary
+from train.logging.console import Console, eval_line
+from train.logging.metric_reader import DivergedError, MetricReader
+from train.logging.tracing import Tracer
+from train.runs import run_folder
+from train.runs.evaluation import Evaluator
+from train.runs.rows import Row
+from train.runs.run_folder import RunFolder
+from train.step.model import model_graph
+from train.step.optimizer import make_optimizer
+from train.step.state import State, abstract_state, init_state
+from train.step.train_step import Batch, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """How a call of `fit` ended."""
+  """Outcome of `fit`."""
 
-  step: int  # steps that the run has done, in this call and before
-  stopped_by: str | None  # the signal that stopped it; None when the run is complete
-  validation: list[Row]  # of the last step; empty when stopped before it
+  step: int  # total steps of the run, including earlier calls
+  stopped_by: str | None  # name of the signal; None if the run is complete
+  validation: list[Row]  # of the last step; empty if stopped before it
   state: State
 
 
 def fit(
   cfg: config.Train, *, allow_config_change: bool = False, profile: range | None = None
 ) -> Result:
-  """Trains until `cfg.steps`, from the newest checkpoint in `cfg.run_dir` if there is one.
+  """Trains until `cfg.steps`, resuming from the newest checkpoint in `cfg.run_dir` if any.
 
-  Stopping (SIGINT, SIGTERM, or any crash) and calling again gives the same numbers, bit for bit on
-  the same device, as never having stopped.
+  A run that is stopped (SIGINT, SIGTERM, or a crash) and resumed gives the same numbers as one that
+  never stopped, bit for bit on the same device.
 
   Args:
-    profile: steps to trace (`train.tracing`).
+    allow_config_change: resume even if the settings or the training text have changed.
+    profile: steps to trace (`train.logging.tracing`).
 
   Raises:
-    ValueError: the run folder, the data or the mesh does not fit the settings.
-    DivergedError: too many steps in a row were not finite (or spikes); the parameters from before
-      them are saved.
-    CheckpointError: the last checkpoint could not be written, or none of those there can be read.
+    ValueError: the run folder, the data or the mesh does not match the config.
+    DivergedError: too many consecutive steps were not finite (or spikes); the parameters from
+      before them are saved.
+    CheckpointError: the last checkpoint could not be written, or no existing one can be read.
   """
   console = Console(quiet=not distributed.is_first())
-  watch.check(cfg.watch)
+  loggers.check(cfg.watch)
   with contextlib.ExitStack() as stack:
     stack.enter_context(compile_cache.at(cfg.compile_cache))
     run = stack.enter_context(run_folder.claim(cfg, allow_config_change=allow_config_change))
     graph = model_graph(cfg.model)
-    mesh = meshes.make_mesh(cfg)
-    report.devices(console, mesh)
+    mesh = device_mesh.make_mesh(cfg)
+    run_summary.devices(console, mesh)
     sidecars = distributed.on_first(lambda: prepare(cfg.data, progress=True))
     data = {name: (sidecars[name] or {}).get("sha256") for name in cfg.data.train}
     windows = TokenWindows(_prefixes(cfg), cfg.seq_len, cfg.model.vocab_size)
@@ -74,12 +80,12 @@ def fit(
     state, start = _begin(cfg, mesh, checkpoints, run, None if allow_config_change else data)
     run.write_config(cfg)
     if distributed.is_first():
-      run.on_rows = stack.enter_context(watch.Watch(cfg, run.path, start, console.say)).write
+      run.on_rows = stack.enter_context(loggers.Loggers(cfg, run.path, start, console.say)).write
     tracer = Tracer(run.path, profile, console.say)
     stack.callback(tracer.close)
-    report.start(console, cfg, run, state, len(windows), start)
+    run_summary.start(console, cfg, run, state, len(windows), start)
     step = start
-    recorder = Recorder(cfg, run, console, list(mesh.devices.flat))
+    reader = MetricReader(cfg, run, console, list(mesh.devices.flat))
     saver = Saver(
       checkpoints,
       every=cfg.checkpoint_every,
@@ -89,8 +95,8 @@ def fit(
     )
     alone = distributed.count() == 1
 
-    def stopping() -> bool:  # the same in all processes
-      return bool(stop) if alone else recorder.votes[0]
+    def stopping() -> bool:  # the same value in all processes
+      return bool(stop) if alone else reader.votes[0]
 
     def evaluate():
       is_due = step in (0, cfg.steps) or step % cfg.eval_every == 0
@@ -102,28 +108,28 @@ def fit(
     if start < cfg.steps:
       train_step = compile_step(cfg, graph, mesh, run.kernels, console)
       batches = stack.enter_context(_feed(windows, cfg, mesh, start))
-      recorder.start_clock()
+      reader.start_clock()
       try:
         while step < cfg.steps and not stopping():
           begin = time.perf_counter()
           batch, failed = next(batches), saver.failed_here()
-          recorder.waited(time.perf_counter() - begin)
+          reader.waited(time.perf_counter() - begin)
           if not alone:
             batch["votes"] = distributed.ballot(mesh, (bool(stop), failed))
           tracer.before(step + 1)
           state, metrics = train_step(state, batch)
           step += 1
           tracer.after(step, metrics)
-          recorder.push(step, metrics)
-          if failed if alone else recorder.votes[1]:
+          reader.push(step, metrics)
+          if failed if alone else reader.votes[1]:
             saver.retry(step)
           if step % cfg.eval_every == 0 or saver.is_due(step):
-            recorder.flush()  # what is saved must be finite, and have its rows in metrics.jsonl
+            reader.flush()  # saved parameters must be finite, with their rows in metrics.jsonl
             evaluate()
             if saver.is_due(step):
               saver.save(step, state)
-            recorder.restart_clock()
-        recorder.flush()
+            reader.restart_clock()
+        reader.flush()
       except DivergedError as error:
         if error.weights_are_good:
           saver.finish(step, state)
@@ -134,9 +140,9 @@ def fit(
     stopped_by = None
     if step < cfg.steps or stopping():
       stopped_by = stop.name or "a signal to another process"
-      report.stopped(console, run, step, stopped_by)
+      run_summary.stopped(console, run, step, stopped_by)
     else:
-      report.finished(console, cfg, run, graph, state["params"])
+      run_summary.finished(console, cfg, run, graph, state["params"])
     validation = run.evaluation(step, cfg.data.validation)
     return Result(step=step, stopped_by=stopped_by, validation=validation, state=state)
 
@@ -146,9 +152,9 @@ def _begin(
   mesh: Mesh,
   checkpoints: Checkpoints,
   run: RunFolder,
-  data: dict[str, str | None] | None,  # digests of the training sets; None: they may have changed
+  data: dict[str, str | None] | None,  # digests of the training sets; None skips the comparison
 ) -> tuple[State, int]:
-  """The newest state and its step, or a new one; later rows leave metrics.jsonl."""
+  """Restores the newest state and its step, or initializes one; removes rows of later steps."""
   restored = checkpoints.restore(abstract_state(cfg, mesh))
   if restored is None:
     run.keep_rows_until(-1)
@@ -157,20 +163,20 @@ def _begin(
   step = metadata.get("data_position")
   if type(step) is not int or step < 0 or not isinstance(metadata.get("data"), dict | None):
     raise CheckpointError(
-      f"the newest checkpoint of {run.path} does not say how far it has come "
-      f"(data_position={step!r}); move its folder away to go on from the one before it."
+      f"the newest checkpoint of {run.path} has no valid position "
+      f"(data_position={step!r}); move its folder away to resume from the one before it."
     )
   if step > cfg.steps:
     raise ValueError(
-      f"the run in {run.path} has done {step} steps already, more than steps={cfg.steps}; raise "
+      f"the run in {run.path} has already done {step} steps, more than steps={cfg.steps}; increase "
       "steps, or use another run_dir."
     )
-  before = metadata.get("data")  # None: the run starts from an imported model
+  before = metadata.get("data")  # None for an imported model
   if data is not None and before is not None and data != before:
     changed = [name for name in data if data[name] != before.get(name)]
     raise ValueError(
-      f"the text of {', '.join(changed)} in {cfg.data.folder} is not what the run in {run.path} "
-      "was trained on; bring it back, use another run_dir, or go on with the new text by "
+      f"the text of {', '.join(changed)} in {cfg.data.folder} differs from that of the run in "
+      f"{run.path}; restore it, use another run_dir, or resume with the new text by "
       "--allow-config-change."
     )
   run.keep_rows_until(step)
@@ -180,9 +186,9 @@ def _begin(
 def compile_step(
   cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None, console: Console
 ) -> jax.stages.Compiled:
-  """The training step, compiled ahead so that its first call takes no longer than the others."""
+  """Compiles the training step ahead of time, so that its first call is as fast as the others."""
   tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
-  shape, where = (cfg.global_batch, cfg.seq_len), meshes.batch_sharding(mesh)
+  shape, where = (cfg.global_batch, cfg.seq_len), device_mesh.batch_sharding(mesh)
   describe = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
   batch = {name: describe(jnp.int32) for name in ("tokens", "targets", "segment_ids")}
   batch["weights"] = describe(jnp.float32)
@@ -200,8 +206,8 @@ def compile_step(
 def _feed(
   windows: TokenWindows, cfg: config.Train, mesh: Mesh, start: int
 ) -> Iterator[Iterator[Batch]]:
-  """The batches of step start + 1, start + 2, ... on their devices; the step is the position."""
-  where, size = meshes.batch_sharding(mesh), cfg.global_batch
+  """Context with the batches of steps start + 1, start + 2, ... on their devices."""
+  where, size = device_mesh.batch_sharding(mesh), cfg.global_batch
   rows = distributed.local_rows(where, size)
   batches = train_batches(windows, seed=cfg.seed, global_batch=size, rows=rows, start=start)
   with contextlib.closing(batches):

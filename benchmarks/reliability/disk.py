@@ -1,9 +1,9 @@
-"""Fills the disk under a run, and makes it read-only, for a while; needs the right to mount.
+"""Fills the disk under a run, then makes it read-only, temporarily; needs permission to mount.
 
     sudo python -m benchmarks.reliability.disk
 
-The run folder lies on a small file system in memory. While it is full, and later while it is
-read-only, training must go on; afterwards it must save again, and no row of metrics.jsonl be lost.
+The run folder is on a small file system in memory. While it is full, and later while it is
+read-only, training must continue; afterwards it must save, and metrics.jsonl must be complete.
 """
 
 import argparse
@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.reliability import processes, tiny_run
-from train import config, digests, step_folders
-from train.run_folder import RunFolder
+from train import config
+from train.checkpoint import digests, step_folders
+from train.runs.run_folder import RunFolder
 
 
 def train(cfg: config.Train) -> None:
@@ -44,7 +45,7 @@ def newest(cfg: config.Train) -> int:
 
 
 def harm(cfg: config.Train, log: Path, begin: Callable[[], None], end: Callable[[], None]) -> int:
-  """One trouble during a run, once it has saved; how many saves failed in it."""
+  """Causes one disk failure during a run after a save; returns the number of failed saves."""
   since, failures = newest(cfg), log.read_text().count("could not be written")
   wait_until(lambda: newest(cfg) > since, "the run saves")
   begin()
@@ -58,7 +59,7 @@ def harm(cfg: config.Train, log: Path, begin: Callable[[], None], end: Callable[
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Prints what happened; raises if it was not what should happen."""
+  """Prints the results; raises if they are not as expected."""
   argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
   with tempfile.TemporaryDirectory() as name:
     root = Path(name)

@@ -1,10 +1,10 @@
-"""Stops a run on some devices, processes and mesh, and goes on with others.
+"""Stops a run on some devices, processes and mesh, and resumes on others.
 
     python -m benchmarks.reliability.elastic
 
-For every pair: the parameters and the optimizer that are loaded must equal those that were saved in
-every bit; the windows of text that are read, row by row, must be those that an uninterrupted run
-reads (by hash); the losses may differ by the order of sums.
+For every pair: the loaded parameters and optimizer state must equal the saved ones bit for bit; the
+rows of text that are read must be those of an uninterrupted run (by hash); the losses may differ by
+the order of summation.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 def digest(state) -> str:
-  """SHA-256 of all arrays of a state, whole, in the order of their paths."""
+  """SHA-256 of all (unsharded) arrays of a state, in the order of their paths."""
   import jax
   import numpy as np
   from jax.experimental import multihost_utils
@@ -43,7 +43,7 @@ def digest(state) -> str:
 
 
 def train(cfg: config.Train, until: int, out: Path) -> None:
-  """Trains up to `until`; writes down what was loaded, read and saved."""
+  """Trains up to `until`; records what was loaded, read and saved."""
   import os
   import signal
 
@@ -51,20 +51,20 @@ def train(cfg: config.Train, until: int, out: Path) -> None:
 
   from train import loop
 
-  told = {"rows": {}, "loaded": None}
-  train_batches, begin, push = loop.train_batches, loop._begin, loop.Recorder.push
+  record = {"rows": {}, "loaded": None}
+  train_batches, begin, push = loop.train_batches, loop._begin, loop.MetricReader.push
 
   def watched(windows, *, rows, start, **options):
     batches = train_batches(windows, rows=rows, start=start, **options)
     for step, batch in enumerate(batches, start + 1):
       for row, values in zip(rows, zip(*batch.values(), strict=True), strict=True):
         text = b"".join(value.tobytes() for value in values)
-        told["rows"][f"{step} {row}"] = hashlib.sha256(text).hexdigest()
+        record["rows"][f"{step} {row}"] = hashlib.sha256(text).hexdigest()
       yield batch
 
   def begin_and_look(*arguments):
     state, step = begin(*arguments)
-    told["loaded"] = digest(state)
+    record["loaded"] = digest(state)
     return state, step
 
   def push_and_stop(self, step, metrics):
@@ -72,33 +72,33 @@ def train(cfg: config.Train, until: int, out: Path) -> None:
       os.kill(os.getpid(), signal.SIGTERM)
     push(self, step, metrics)
 
-  loop.train_batches, loop._begin, loop.Recorder.push = watched, begin_and_look, push_and_stop
+  loop.train_batches, loop._begin, loop.MetricReader.push = watched, begin_and_look, push_and_stop
   result = loop.fit(cfg)
-  told |= {"step": result.step, "saved": digest(result.state)}
-  (out / f"told-{jax.process_index()}.json").write_text(json.dumps(told))
+  record |= {"step": result.step, "saved": digest(result.state)}
+  (out / f"record-{jax.process_index()}.json").write_text(json.dumps(record))
 
 
 def run(cfg: config.Train, layout: str, until: int, root: Path) -> dict:
-  """One piece of a run; what its processes told, put together."""
+  """Runs one part of a run; returns the merged records of its processes."""
   devices, count, (data, fsdp, sequence) = LAYOUTS[layout]
   cfg = dataclasses.replace(cfg, mesh=config.Mesh(data=data, fsdp=fsdp, sequence=sequence))
   log = root / "log.txt"
   children = processes.start(train, cfg, until, root, processes=count, devices=devices, log=log)
   processes.join(children, log)
-  told = [json.loads((root / f"told-{i}.json").read_text()) for i in range(count)]
+  record = [json.loads((root / f"record-{i}.json").read_text()) for i in range(count)]
   rows: dict[str, str] = {}
-  for one in told:
+  for one in record:
     both = rows.keys() & one["rows"].keys()  # processes that have parts of a sequence read it whole
     if any(rows[row] != one["rows"][row] for row in both):
       raise RuntimeError("two processes read the same row differently")
     rows |= one["rows"]
-    if (one["loaded"], one["saved"]) != (told[0]["loaded"], told[0]["saved"]):
+    if (one["loaded"], one["saved"]) != (record[0]["loaded"], record[0]["saved"]):
       raise RuntimeError("processes see different states")
-  return told[0] | {"rows": rows}
+  return record[0] | {"rows": rows}
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Prints a line for each pair; 1 if a bit or a row was not as it should be."""
+  """Prints a line per pair; returns 1 if a bit or a row differed."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   numbered = ", ".join(f"{i}: {name}" for i, name in enumerate(LAYOUTS))
   parser.add_argument("--layouts", type=int, nargs="+", default=range(len(LAYOUTS)), help=numbered)

@@ -1,4 +1,4 @@
-"""Checkpoints that try to lead out of their folder, by links or by names.
+"""Checkpoints with paths that lead out of their folder, by links or names.
 
 Each scenario gets an empty folder and returns what went wrong, or None.
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.reliability.faults import make_state
-from train import checkpoint, digests, step_folders, verify
-from train.checkpoint import CheckpointError, Checkpoints
+from train.checkpoint import digests, step_folders, store, verify
+from train.checkpoint.store import CheckpointError, Checkpoints
 
 
 def _saved(root: Path, steps: tuple[int, ...] = (10, 20)) -> Path:
-  """The folder of checkpoints in `root`."""
+  """Saves checkpoints in `root`; returns their folder."""
   folder = root / "run" / "checkpoints"
   with Checkpoints(folder, keep=9, say=lambda line: None) as checkpoints:
     for step in steps:
@@ -27,7 +27,7 @@ def _saved(root: Path, steps: tuple[int, ...] = (10, 20)) -> Path:
 
 
 def _outside(root: Path, folder: Path, step: int) -> Path:
-  """The checkpoint of `step`, moved out of the run, with a link in its place."""
+  """Moves the checkpoint of `step` out of the run and leaves a link in its place."""
   outside = root / "outside"
   shutil.move(folder / str(step), outside)
   (folder / str(step)).symlink_to(outside)
@@ -39,7 +39,7 @@ def _listing(folder: Path) -> dict[str, bytes]:
 
 
 def _restored(folder: Path) -> tuple[int, list[str]]:
-  """The step that a run would go on from, and what it says."""
+  """The step that a run would resume from, and its messages."""
   said: list[str] = []
   with Checkpoints(folder, keep=1, say=said.append) as checkpoints:
     restored = checkpoints.restore(make_state(0))
@@ -55,7 +55,7 @@ def _restored(folder: Path) -> tuple[int, list[str]]:
 
 
 def _expect(folder: Path, outside: Path, what: str) -> str | None:
-  """Whether a run goes on from step 10, says `what`, and leaves `outside` as it was."""
+  """Whether a run resumes from step 10, prints `what`, and leaves `outside` as it was."""
   before = _listing(outside)
   step, said = _restored(folder)
   if step != 10:
@@ -102,7 +102,7 @@ def linked_digests(root: Path) -> str | None:
 
 
 def names_that_climb(root: Path) -> str | None:
-  """digests.json that is whole and names files outside: ../, absolute, ./."""
+  """A valid digests.json that names files outside: ../, absolute, ./."""
   secret = root / "secret"
   secret.write_bytes(b"s")
   folder = _saved(root)
@@ -118,7 +118,7 @@ def names_that_climb(root: Path) -> str | None:
 
 
 def odd_digests(root: Path) -> str | None:
-  """digests.json that is whole and holds what it should not."""
+  """A valid digests.json with wrong content."""
   folder = _saved(root, (20,))
   path = folder / "20" / digests.FILE
   for files in ([], {"a": []}, {"a": None}, {"a": {"bytes": "1", "sha256": ""}}, {"a": {}}, 3):
@@ -134,7 +134,7 @@ def odd_digests(root: Path) -> str | None:
 
 
 def odd_names(root: Path) -> str | None:
-  """Folders whose names are almost numbers: they do not count, and stay."""
+  """Folders whose names are almost numbers: ignored and kept."""
   folder = _saved(root)
   names = ("-5", "030", "1e9", "٣٠", "30.", " 30", "30 ", "+30", "0x30", "..30")
   for name in names:
@@ -145,7 +145,7 @@ def odd_names(root: Path) -> str | None:
 
 
 def leftovers_that_are_links(root: Path) -> str | None:
-  """What a start clears away, as links: the links go, what they lead to stays."""
+  """Links in place of leftovers: the links are removed, their targets kept."""
   folder = _saved(root)
   outside = root / "outside"
   outside.mkdir()
@@ -159,25 +159,25 @@ def leftovers_that_are_links(root: Path) -> str | None:
 
 
 def adopted_link(root: Path) -> str | None:
-  """`verify --adopt` of a link is refused, and writes nothing where it leads to."""
+  """`verify --adopt` of a link is rejected and writes nothing to its target."""
   folder = _saved(root)
   outside = _outside(root, folder, 20)
   (outside / digests.FILE).unlink()
   before = _listing(outside)
   try:
-    verify.adopt(folder.parent, 20)
+    verify.adopt(folder, 20)
   except CheckpointError:
     return None if _listing(outside) == before else "it was written to"
   return "it was adopted"
 
 
 def reader_of_a_link(root: Path) -> str | None:
-  """A reader that is told the step of a link, and one that finds only links."""
+  """A reader given the step of a link, and one that finds only links."""
   folder = _saved(root, (20,))
   _outside(root, folder, 20)
   for step in (20, None):
     try:
-      checkpoint.load(folder, {"params": make_state(0)["params"]}, step=step)
+      store.load(folder, {"params": make_state(0)["params"]}, step=step)
       return f"loaded with step={step}"
     except CheckpointError:
       pass
@@ -185,7 +185,7 @@ def reader_of_a_link(root: Path) -> str | None:
 
 
 def pipes_and_devices(root: Path) -> str | None:
-  """A pipe among the files of a checkpoint: nothing waits for it."""
+  """A pipe among the files of a checkpoint: nothing blocks on it."""
   folder = _saved(root)
   (folder / "20" / "_CHECKPOINT_METADATA").unlink()
   os.mkfifo(folder / "20" / "_CHECKPOINT_METADATA")

@@ -1,15 +1,15 @@
-"""Damages checkpoints in many ways and looks at what is loaded afterwards.
+"""Damages checkpoints at random and compares what is loaded with what was saved.
 
     python -m benchmarks.reliability.faults --faults 1000
 
-Three checkpoints are saved. Each trial damages the newest one (one in ten: the two newest) and asks
-for the newest intact state, as a resumed run does; and, for comparison, Orbax alone for its latest
-one. What comes back is compared bit for bit with what had been saved:
+Three checkpoints are saved. Each trial damages the newest one (one in ten: the two newest), then
+restores the newest intact state, as a resumed run does, and for comparison the latest one by Orbax
+alone. The restored state is compared bit for bit with the saved one:
 
-    intact        the newest step, right: the damage did not touch anything that counts
-    fell back     the step before the damage, right, and a line that names the damage
-    refused       an error, where an intact step was there
-    WRONG         numbers that were never saved under that step, without a word
+    intact        the newest step, correct: the damage affected nothing that is loaded
+    fell back     the step before the damage, correct, with a message that names the damage
+    rejected      an error although an intact step existed
+    WRONG         numbers that were never saved under that step, without an error
 """
 
 import argparse
@@ -28,13 +28,13 @@ import numpy as np
 import optax
 from orbax.checkpoint import v1 as ocp
 
-from train import checkpoint, digests
+from train.checkpoint import digests, store
 
 STEPS = (10, 20, 30)
 
 
 def make_state(seed: int):
-  """Parameters and Adam's moments that differ in every element from seed to seed; 200 kB."""
+  """Parameters and Adam's moments that depend on the seed in every element; 200 kB."""
   keys = jax.random.split(jax.random.key(seed))
   params = {
     "blocks": {"kernel": jax.random.normal(keys[0], (2, 64, 96))},
@@ -50,7 +50,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def some_file(folder: Path, rng: random.Random) -> Path:
-  """Any file, half of the time one of those that hold the numbers."""
+  """A random file, half of the time one that contains array data."""
   files = [path for path in files_of(folder) if path.stat().st_size]
   data = [path for path in files if path.parent.name == "d"]
   return rng.choice(data if rng.random() < 0.5 else files)
@@ -102,7 +102,7 @@ def swap_inside(folder: Path, rng: random.Random) -> None:
 
 
 def take_from_other_step(folder: Path, rng: random.Random) -> None:
-  """A file of another checkpoint under its own path: the folders of data have random names."""
+  """Copies a file of another checkpoint to its place: data folders have random names."""
   other = folder.with_name(str(STEPS[0]))
   path = rng.choice(files_of(other))
   name = path.relative_to(other)
@@ -115,7 +115,7 @@ def take_from_other_step(folder: Path, rng: random.Random) -> None:
 
 
 def another_step(folder: Path, rng: random.Random) -> None:
-  """A whole other checkpoint under this name."""
+  """Replaces the checkpoint by another one under the same name."""
   shutil.rmtree(folder)
   shutil.copytree(folder.with_name(str(STEPS[0])), folder)
 
@@ -126,7 +126,7 @@ def stray_file(folder: Path, rng: random.Random) -> None:
 
 
 def stray_folder(folder: Path, rng: random.Random) -> None:
-  """Beside the checkpoints: an empty one, a half-copied one, or one that is no number."""
+  """Adds a folder next to the checkpoints: empty, incomplete, or not named by a number."""
   name = rng.choice(["40", "041", "backup", "50"])
   path = folder.with_name(name)
   path.mkdir(exist_ok=True)
@@ -145,14 +145,14 @@ def same_bits(a, b) -> bool:
 
 
 def changed(pristine: Path, folder: Path) -> set[str]:
-  """Names of the files of a checkpoint that are not as they were."""
+  """Names of the files of a checkpoint that have changed."""
   names = {str(path.relative_to(pristine)): path.read_bytes() for path in files_of(pristine)}
   now = {name: folder / name for name in names}
   return {n for n, path in now.items() if not path.is_file() or path.read_bytes() != names[n]}
 
 
 def ours(folder: Path, states: dict, harm: dict[int, set[str]]) -> str:
-  """What a run that resumes gets; `harm` are the changed files of each step."""
+  """Outcome for a resumed run; `harm` has the changed files of each step."""
   newest = max(states)
   said: list[str] = []
   abstract = jax.eval_shape(lambda: states[newest])
@@ -161,12 +161,12 @@ def ours(folder: Path, states: dict, harm: dict[int, set[str]]) -> str:
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract
   )
   try:
-    with checkpoint.Checkpoints(folder, keep=5, say=said.append) as checkpoints:
+    with store.Checkpoints(folder, keep=5, say=said.append) as checkpoints:
       restored = checkpoints.restore(abstract)
   except Exception as error:
-    return f"refused ({type(error).__name__})"
+    return f"rejected ({type(error).__name__})"
   if restored is None:
-    return "WRONG"  # a new start, although there are checkpoints
+    return "WRONG"  # a fresh start although there are checkpoints
   state, metadata = restored
   step = metadata["data_position"]
   if not same_bits(state, states[step]) or int(state["step"]) != step:
@@ -178,8 +178,8 @@ def ours(folder: Path, states: dict, harm: dict[int, set[str]]) -> str:
 
 
 def orbax_alone(folder: Path, states: dict, newest: int) -> str:
-  """What Orbax's own latest checkpoint is."""
-  abstract = checkpoint._split(jax.eval_shape(lambda: states[newest]))
+  """Outcome for Orbax's own latest checkpoint."""
+  abstract = store._split(jax.eval_shape(lambda: states[newest]))
   try:
     with ocp.training.Checkpointer(str(folder)) as checkpointer:
       if checkpointer.latest is None:
@@ -187,7 +187,7 @@ def orbax_alone(folder: Path, states: dict, newest: int) -> str:
       step = checkpointer.latest.step
       loaded = checkpointer.load_checkpointables(step, abstract)
   except Exception:
-    return "refused"
+    return "rejected"
   state = {"params": loaded["params"], **loaded["optimizer"]}
   if step in states and same_bits(state, states[step]):
     return "intact" if step == newest else "fell back"
@@ -195,13 +195,13 @@ def orbax_alone(folder: Path, states: dict, newest: int) -> str:
 
 
 def run(faults: int, seed: int, compare: bool) -> dict[str, collections.Counter]:
-  """Counts of outcomes for each kind of fault, of ours and, if asked, of Orbax alone."""
+  """Counts of outcomes per kind of fault, for our code and optionally Orbax alone."""
   rng = random.Random(seed)
   counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
   with tempfile.TemporaryDirectory() as root:
     pristine, folder = Path(root) / "pristine", Path(root) / "run"
     states = {step: make_state(step) for step in STEPS}
-    with checkpoint.Checkpoints(pristine, keep=5) as checkpoints:
+    with store.Checkpoints(pristine, keep=5) as checkpoints:
       for step, state in states.items():
         checkpoints.save(step, state, {"data_position": step})
       checkpoints.wait()
@@ -224,7 +224,7 @@ def run(faults: int, seed: int, compare: bool) -> dict[str, collections.Counter]
 
 
 def table(counts: dict[str, collections.Counter]) -> str:
-  """A line a kind of fault, and the sums."""
+  """Formats a line per kind of fault, and the totals."""
   lines = []
   for who in ("", ", Orbax alone"):
     total: collections.Counter = collections.Counter()
@@ -241,7 +241,7 @@ def table(counts: dict[str, collections.Counter]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Prints the table; 1 if anything was wrong or refused."""
+  """Prints the table; returns 1 if anything was wrong or rejected."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--faults", type=int, default=1000)
   parser.add_argument("--seed", type=int, default=0)

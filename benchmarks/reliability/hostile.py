@@ -1,15 +1,15 @@
-"""Opens files that were made to do harm, and settings that make no sense.
+"""Opens corrupted and malicious files, and parses invalid settings.
 
     python -m benchmarks.reliability.hostile --trials 2000
 
-Each trial spoils one file (or one setting), at random, and opens it as the project does:
+Each trial corrupts one file (or one setting), at random, and opens it as the project does:
 
-    refused    in one line, as the command line would say it
-    unharmed   it reads as the original does
-    valid      it reads as something else that is in order: another tokenizer, another seed
-    FAULT      any other exception, or more than 10 seconds, or a file outside was read or changed
+    rejected   with a one-line error, as on the command line
+    unharmed   reads as the original
+    valid      reads as another valid file: another tokenizer, another seed
+    FAULT      any other exception, more than 10 seconds, or access to a file outside
 
-Links and names that lead out of a folder are scenarios, each tried once: `SCENARIOS`.
+Links and names that lead out of a folder are `SCENARIOS`, each run once.
 """
 
 import argparse
@@ -30,28 +30,32 @@ import jax
 import numpy as np
 
 from benchmarks.reliability import tiny_run
+from benchmarks.reliability.corruption import ODD, corrupt_bytes, corrupt_json, corrupt_value
 from benchmarks.reliability.escapes import SCENARIOS
-from benchmarks.reliability.spoiling import ODD, spoil_bytes, spoil_json, spoil_value
-from train import cli, config, export, overrides, plot
+from train import config
+from train.checkpoint.digests import digest_of
+from train.cli.main import exit_code
+from train.config import apply_overrides
 from train.data import IndexedDataset, IndexedWriter, windows
 from train.data.tokenize import read_sidecar
 from train.data.tokenizers import FileTokenizer, load_tokenizer, train_bpe
-from train.digests import digest_of
-from train.run_folder import RunFolder
+from train.logging import plot
+from train.runs import export
+from train.runs.run_folder import RunFolder
 
 TEXT = "the slow river moves\nover 12 bright stones, \u00e9t\u00e9 \u4f60 \x00"
 TOO_LONG = 10.0  # seconds
 
 
 class Target:
-  """A kind of file: how it is made, spoiled and opened; `open` returns what can be compared."""
+  """A kind of file: creation, corruption and opening; `open` returns comparable values."""
 
   def __init__(self, root: Path):
     self.root = root
     self.file = root / "file"
 
-  def spoil(self, rng: random.Random) -> None:
-    self.file.write_bytes(spoil_bytes(self.good, rng))
+  def corrupt(self, rng: random.Random) -> None:
+    self.file.write_bytes(corrupt_bytes(self.good, rng))
 
   good = b""
 
@@ -68,8 +72,8 @@ class TokenizerFile(Target):
     self.file = root / "tokenizer.json"
     self.good = self.file.read_bytes()
 
-  def spoil(self, rng: random.Random) -> None:
-    self.file.write_bytes(spoil_json(self.good, rng))
+  def corrupt(self, rng: random.Random) -> None:
+    self.file.write_bytes(corrupt_json(self.good, rng))
 
   def open(self) -> Any:
     tokenizer = FileTokenizer(self.file)
@@ -78,7 +82,7 @@ class TokenizerFile(Target):
 
 
 class TokenFiles(Target):
-  """A pair of .bin and .idx: opened, every window read, and its note."""
+  """A pair of .bin and .idx: opened, every window read, with its sidecar."""
 
   def __init__(self, root: Path):
     super().__init__(root)
@@ -89,11 +93,11 @@ class TokenFiles(Target):
     (root / "pair.json").write_text(json.dumps({"tokens": 141, "bytes": 200, "sha256": "0"}))
     self.whole = {end: (root / f"pair.{end}").read_bytes() for end in ("bin", "idx", "json")}
 
-  def spoil(self, rng: random.Random) -> None:
+  def corrupt(self, rng: random.Random) -> None:
     for end, raw in self.whole.items():
       (self.root / f"pair.{end}").write_bytes(raw)
     end = rng.choice(("bin", "idx", "idx", "idx", "json"))
-    change = spoil_json if end == "json" else spoil_bytes
+    change = corrupt_json if end == "json" else corrupt_bytes
     (self.root / f"pair.{end}").write_bytes(change(self.whole[end], rng))
 
   def open(self) -> Any:
@@ -116,8 +120,8 @@ class SettingsFile(Target):
     self.file = self.run.config_file
     self.good = self.file.read_bytes()
 
-  def spoil(self, rng: random.Random) -> None:
-    self.file.write_bytes(spoil_json(self.good, rng))
+  def corrupt(self, rng: random.Random) -> None:
+    self.file.write_bytes(corrupt_json(self.good, rng))
 
   def open(self) -> Any:
     return config.to_dict(self.run.load_config())
@@ -141,16 +145,16 @@ class Overrides(Target):
                   "model.dim.x", "", ".", "a.b.c", "model..dim", "\u00e9", "__class__"]  # fmt: skip
     self.assignments: list[str] = []
 
-  def spoil(self, rng: random.Random) -> None:
+  def corrupt(self, rng: random.Random) -> None:
     name = lambda: rng.choice(self.names) + rng.choice(("", "", "", "", ".x", " ", "x"))
     self.assignments = [f"{name()}={rng.choice(self.values)}" for _ in range(rng.choice((1, 1, 2)))]
 
   def open(self) -> Any:
-    return config.to_dict(overrides.apply(self.config, self.assignments))
+    return config.to_dict(apply_overrides(self.config, self.assignments))
 
 
 class ConfigFile(Target):
-  """A config, which is Python, as someone may leave it half edited."""
+  """A config file (Python), as if half edited."""
 
   good = (
     b"from benchmarks.reliability import tiny_run\nfrom pathlib import Path\nimport os\n\n\n"
@@ -162,7 +166,7 @@ class ConfigFile(Target):
     self.good = self.good.replace(b"ROOT", str(root).encode())
     self.file.write_bytes(self.good)
 
-  def spoil(self, rng: random.Random) -> None:
+  def corrupt(self, rng: random.Random) -> None:
     odd = repr(rng.choice(ODD[:10] + ODD[12:18])).encode()
     self.file.write_bytes(
       rng.choice(
@@ -187,7 +191,7 @@ class ConfigFile(Target):
 
 
 class Metrics(Target):
-  """metrics.jsonl, read to go on, and to be drawn."""
+  """metrics.jsonl, read to resume and to plot."""
 
   def __init__(self, root: Path):
     super().__init__(root)
@@ -198,13 +202,13 @@ class Metrics(Target):
     self.good = "".join(json.dumps(row) + "\n" for row in rows).encode()
     self.file = self.run.metrics_file
 
-  def spoil(self, rng: random.Random) -> None:
+  def corrupt(self, rng: random.Random) -> None:
     lines = self.good.splitlines(keepends=True)
     if rng.random() < 0.3:
-      self.file.write_bytes(spoil_bytes(self.good, rng))
+      self.file.write_bytes(corrupt_bytes(self.good, rng))
     else:
       at = rng.randrange(len(lines))
-      lines[at] = spoil_json(lines[at], rng) + b"\n"
+      lines[at] = corrupt_json(lines[at], rng) + b"\n"
       self.file.write_bytes(b"".join(lines))
 
   def open(self) -> Any:
@@ -214,7 +218,7 @@ class Metrics(Target):
 
 
 class Exported(Target):
-  """manifest.json and model.safetensors; half of the manifests get a digest that fits."""
+  """manifest.json and model.safetensors; half of the manifests get a matching digest."""
 
   def __init__(self, root: Path):
     super().__init__(root)
@@ -227,32 +231,32 @@ class Exported(Target):
     export.write(self.folder, model, params, load_tokenizer("bytes"), 3)
     self.whole = {path: path.read_bytes() for path in self.folder.iterdir()}
 
-  def spoil(self, rng: random.Random) -> None:
+  def corrupt(self, rng: random.Random) -> None:
     for path, raw in self.whole.items():
       path.write_bytes(raw)
     manifest, tensors = self.folder / export.MANIFEST, self.folder / export.TENSORS
     kind = rng.randrange(4)
     if kind == 0:
-      manifest.write_bytes(spoil_json(self.whole[manifest], rng))
+      manifest.write_bytes(corrupt_json(self.whole[manifest], rng))
     elif kind == 1:
-      values = spoil_value(json.loads(self.whole[manifest]), rng)
+      values = corrupt_value(json.loads(self.whole[manifest]), rng)
       if isinstance(values, dict):
         values.pop("sha256", None)
         values["sha256"] = digest_of(values)
       manifest.write_bytes(json.dumps(values).encode(errors="surrogatepass"))
     elif kind == 2:
-      tensors.write_bytes(spoil_bytes(self.whole[tensors], rng))
+      tensors.write_bytes(corrupt_bytes(self.whole[tensors], rng))
     else:
       tensors.write_bytes(self._header(self.whole[tensors], rng))
 
   @staticmethod
   def _header(raw: bytes, rng: random.Random) -> bytes:
-    """Safetensors with another header: lengths, offsets, names twice, names that lead away."""
+    """Safetensors with an invalid header: lengths, offsets, duplicate names, paths as names."""
     (length,) = struct.unpack("<Q", raw[:8])
     header = raw[8 : 8 + length]
     changed = rng.choice(
       (
-        lambda: spoil_json(header, rng),
+        lambda: corrupt_json(header, rng),
         lambda: header.replace(b"norm.scale", b"../../norm"),
         lambda: header.replace(b'"norm.scale"', b'"head.kernel"'),
         lambda: header.replace(b"F32", rng.choice((b"F64", b"BF16", b"I8", b"XX"))),
@@ -280,26 +284,26 @@ TARGETS: dict[str, type[Target]] = {
 
 
 def attempt(open_: Callable[[], Any], original: Any) -> tuple[str, str]:
-  """What came of one trial, in the words above, and of a fault, which."""
+  """Outcome of one trial, in the terms above, and the fault if any."""
   begin = time.perf_counter()
   try:
     found = open_()
     outcome = "unharmed" if same(found, original) else "valid"
   except BaseException as error:  # also those that end a program
-    if not isinstance(error, Exception) or cli.exit_code(error) is None or not str(error):
+    if not isinstance(error, Exception) or exit_code(error) is None or not str(error):
       return "FAULT", f"{type(error).__name__}: {error}"[:300]
-    outcome = "refused"
+    outcome = "rejected"
   spent = time.perf_counter() - begin
   return (outcome, "") if spent < TOO_LONG else ("FAULT", f"took {spent:.0f} s")
 
 
 def same(a: Any, b: Any) -> bool:
-  """Whether two results are equal; NaN equals nothing, which is right here."""
+  """Whether two results are equal; NaN is unequal to itself, as intended."""
   return type(a) is type(b) and a == b
 
 
 def trials(target: type[Target], count: int, seed: int = 0) -> tuple[collections.Counter, list]:
-  """How often each outcome came, and the faults."""
+  """Counts of outcomes, and the faults."""
   rng, outcomes, faults = random.Random(seed), collections.Counter(), []
   folder = Path(tempfile.mkdtemp())
   try:
@@ -308,7 +312,7 @@ def trials(target: type[Target], count: int, seed: int = 0) -> tuple[collections
       it.file.write_bytes(it.good)
     original = it.open()
     for number in range(count):
-      it.spoil(rng)
+      it.corrupt(rng)
       outcome, why = attempt(it.open, original)
       outcomes[outcome] += 1
       if outcome == "FAULT":
@@ -319,7 +323,7 @@ def trials(target: type[Target], count: int, seed: int = 0) -> tuple[collections
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Prints a line for each kind of file; 1 if there was a fault."""
+  """Prints a line per kind of file; returns 1 if there was a fault."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--trials", type=int, default=2000, help="of each kind of file")
   parser.add_argument("--seed", type=int, default=0)
@@ -330,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
   for name in options.only:
     outcomes, faults = trials(TARGETS[name], options.trials, options.seed)
     wrong += len(faults)
-    counts = ", ".join(f"{word} {outcomes[word]}" for word in ("refused", "unharmed", "valid"))
+    counts = ", ".join(f"{word} {outcomes[word]}" for word in ("rejected", "unharmed", "valid"))
     print(
       f"{name}: {sum(outcomes.values())} trials, {counts}, FAULT {outcomes['FAULT']}", flush=True
     )

@@ -1,12 +1,12 @@
-"""Kills a run again and again (SIGKILL, at random moments) and compares it with one left alone.
+"""Kills a run repeatedly (SIGKILL at random times) and compares it with an uninterrupted one.
 
     python -m benchmarks.reliability.kills --kills 200 --steps 20000 --figure kills.png
 
-Each time the run starts again by itself, from its newest intact checkpoint. Whatever it ever wrote
-into metrics.jsonl, also what a kill made it compute again, must equal the uninterrupted run's
-numbers in every bit, and so must the parameters at the end. `--kills` counts those that come after
-the process has written a row of its own: in training, saving, deleting old checkpoints. One more in
-five comes earlier, while a process starts and loads.
+After each kill the run restarts from its newest intact checkpoint. All rows ever written to
+metrics.jsonl, including recomputed ones, must equal those of the uninterrupted run bit for bit, and
+so must the final parameters. `--kills` counts kills after the process has written a row: while
+training, saving, or deleting old checkpoints. One more in five comes earlier, while a process
+starts and loads.
 """
 
 import argparse
@@ -22,8 +22,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from benchmarks.reliability import tiny_run
-from train import config, step_folders
-from train.checkpoint import newest_step
+from train import config
+from train.checkpoint import step_folders
+from train.checkpoint.store import newest_step
 
 FIELDS = ("kill", "phase", "seconds", "reached", "saved", "lost", "damaged", "leftovers")
 STARTING, TRAINING = "starting", "training"
@@ -31,7 +32,7 @@ Curve = dict[int, tuple[float, float, float]]
 
 
 def train(cfg: config.Train, log: Path) -> None:
-  """Runs in a child: imported already, not yet started."""
+  """Trains in a forked child, which has all imports done and no backend started."""
   with log.open("a") as file:
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
@@ -41,14 +42,14 @@ def train(cfg: config.Train, log: Path) -> None:
 
 
 def start(cfg: config.Train, log: Path) -> BaseProcess:
-  """A fork of this process, which has imported everything and started no backend: quick."""
+  """Forks this process, which has imported everything and started no backend, for speed."""
   child = multiprocessing.get_context("fork").Process(target=train, args=(cfg, log))
   child.start()
   return child
 
 
 def whole_run(cfg: config.Train, log: Path) -> float:
-  """The run, left alone; seconds from its first row to its end."""
+  """Trains the uninterrupted run; returns seconds from its first row to its end."""
   child = start(cfg, log)
   wait_for_row(cfg, child, None)
   begin = time.monotonic()
@@ -58,10 +59,10 @@ def whole_run(cfg: config.Train, log: Path) -> float:
 
 
 def wait_for_row(cfg: config.Train, child: BaseProcess, before: int | None) -> None:
-  """Returns when `child` has written a row of its own, or has ended.
+  """Waits until `child` has written a row or has ended.
 
   Args:
-    before: the inode of metrics.jsonl before it started. A process first writes the file anew,
+    before: the inode of metrics.jsonl before it started. A process first writes the file again,
       with the rows up to its checkpoint, and then adds to it.
   """
   metrics = Path(cfg.run_dir) / "metrics.jsonl"
@@ -76,7 +77,7 @@ def wait_for_row(cfg: config.Train, child: BaseProcess, before: int | None) -> N
 
 
 def inode(path: Path) -> int | None:
-  """Which file lies at `path`, if any."""
+  """Identity of the file at `path`, if any."""
   try:
     return path.stat().st_ino
   except FileNotFoundError:
@@ -84,7 +85,7 @@ def inode(path: Path) -> int | None:
 
 
 def kill(child: BaseProcess, log: Path) -> bool:
-  """Whether the process had not ended by itself."""
+  """Kills the process; returns whether it was still running."""
   if child.exitcode is None:
     os.kill(child.pid or 0, signal.SIGKILL)
     child.join()
@@ -100,7 +101,7 @@ def check(child: BaseProcess, log: Path) -> None:
 
 
 def seconds_to_start(cfg: config.Train, log: Path) -> float:
-  """From the start of a process to its first row, the programs being compiled already."""
+  """Seconds from the start of a process to its first row, with compiled programs cached."""
   begin, child = time.monotonic(), start(cfg, log)
   wait_for_row(cfg, child, None)
   spent = time.monotonic() - begin
@@ -109,13 +110,13 @@ def seconds_to_start(cfg: config.Train, log: Path) -> float:
 
 
 def compare(reference: dict, seen: dict) -> tuple[int, float]:
-  """How many steps were compared, and the largest difference of any number."""
+  """Number of compared steps, and the largest difference."""
   differences = [abs(a - b) for s in seen for a, b in zip(seen[s], reference[s], strict=True)]
   return len(seen), max(differences, default=0.0)
 
 
 def storm(root: Path, kills: int, steps: int, seed: int) -> tuple[list[dict], float, int, list]:
-  """Rows of `FIELDS`, the largest difference ever seen, how many numbers were compared; curves.
+  """Compares the rows of `FIELDS`: largest difference, number of comparisons, curves.
 
   The curves: of the run left alone, and what each process of the other had added when it died.
   """
@@ -164,7 +165,7 @@ def storm(root: Path, kills: int, steps: int, seed: int) -> tuple[list[dict], fl
 
 
 def draw(curves: list[Curve], output: Path) -> None:
-  """The losses of the run left alone, and over them those of each process that was killed."""
+  """Plots the losses of the uninterrupted run and of each killed process."""
   import matplotlib
 
   matplotlib.use("Agg")
@@ -178,7 +179,7 @@ def draw(curves: list[Curve], output: Path) -> None:
     shown = lambda curve, low=low, high=high: [s for s in curve if low <= s <= high]
     steps = shown(reference)
     axis.plot(steps, [reference[s][0] for s in steps], color="0.8", linewidth=5,
-              label="left alone")  # fmt: skip
+              label="uninterrupted")  # fmt: skip
     for number, piece in enumerate(pieces):
       steps = shown(piece)
       label = f"in {len(pieces)} pieces, each but the last ended by SIGKILL" if not number else None
@@ -195,13 +196,13 @@ def draw(curves: list[Curve], output: Path) -> None:
 
 
 def parameters_differ(a: config.Train, b: config.Train) -> float:
-  """1 if the last checkpoints of two runs differ in a bit of any array, else 0."""
+  """Returns 1 if the last checkpoints of two runs differ in any bit, else 0."""
   import jax
   import numpy as np
 
-  from train.checkpoint import load
-  from train.loop import abstract_state
-  from train.mesh import make_mesh
+  from train.checkpoint.store import load
+  from train.cluster.device_mesh import make_mesh
+  from train.step.state import abstract_state
 
   def arrays(cfg):
     state = abstract_state(cfg, make_mesh(cfg))
@@ -213,7 +214,7 @@ def parameters_differ(a: config.Train, b: config.Train) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Prints what was seen; 1 if any number differed."""
+  """Prints the results; returns 1 if any number differed."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--kills", type=int, default=200)
   parser.add_argument("--steps", type=int, default=20_000)

@@ -1,11 +1,11 @@
-"""Puts NaN, infinity and nonsense into the batches of a run and looks at what is left of it.
+"""Puts NaN, infinity and random targets into the batches of a run and compares its losses.
 
     python -m benchmarks.reliability.poison
 
 One batch in 25 is poisoned: its weights become NaN or infinite, or its targets random tokens (a
-spike). Printed are the steps that were left out and the loss on clean text at the end, of a run
-that was left alone, and of others with and without `skip_spikes`; and what `optax.apply_if_finite`,
-with 4 errors in a row allowed, does at the fifth: it lets it in.
+spike). Prints the skipped steps and the final loss on clean text, of a clean run and of
+poisoned runs with and without `skip_spikes`; and for comparison that `optax.apply_if_finite`, with
+4 consecutive errors allowed, applies the fifth.
 """
 
 import argparse
@@ -21,7 +21,7 @@ KINDS = ("NaN", "infinity", "spike")
 
 
 def poisoned(train_batches, kinds: tuple[str, ...]):
-  """`train_batches` with one batch in `EVERY` made bad, from step `FIRST` on."""
+  """`train_batches` with one bad batch in `EVERY`, from step `FIRST` on."""
 
   def batches(windows, *, start, **options):
     for step, batch in enumerate(train_batches(windows, start=start, **options), start + 1):
@@ -40,7 +40,7 @@ def poisoned(train_batches, kinds: tuple[str, ...]):
 
 
 def train(root: Path, name: str, kinds: tuple[str, ...], **changes) -> tuple[list[int], float]:
-  """The steps that a run left out, and the mean loss of its last 20 clean steps."""
+  """Steps that a run skipped, and the mean loss of its last 20 clean steps."""
   from train import loop
 
   train_batches = loop.train_batches
@@ -51,13 +51,13 @@ def train(root: Path, name: str, kinds: tuple[str, ...], **changes) -> tuple[lis
   finally:
     loop.train_batches = train_batches
   rows = loop.RunFolder(cfg.run_dir).read_rows()
-  left_out = [row["step"] for row in rows if row["kind"] == "skipped"]
+  skipped = [row["step"] for row in rows if row["kind"] == "skipped"]
   losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
-  return left_out, float(np.mean([losses[step] for step in range(STEPS - 20, STEPS)]))
+  return skipped, float(np.mean([losses[step] for step in range(STEPS - 20, STEPS)]))
 
 
 def apply_if_finite(errors: int) -> bool:
-  """Whether weights are finite after `errors` gradients in a row that are not, 4 being allowed."""
+  """Whether weights are finite after `errors` consecutive non-finite gradients, with 4 allowed."""
   import jax.numpy as jnp
   import optax
 
@@ -71,7 +71,7 @@ def apply_if_finite(errors: int) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Prints a line for each run; 1 if a poisoned step counted."""
+  """Prints a line per run; returns 1 if a poisoned step was not skipped."""
   argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
   bad = [step for step in range(FIRST, STEPS + 1) if step % EVERY == 0]
   finite = ("NaN", "infinity")
@@ -84,11 +84,11 @@ def main(arguments: list[str] | None = None) -> int:
       ("all three, no rule for spikes", KINDS, {}, [s for s in bad if s // EVERY % 3 != 2]),
       ("all three, skip_spikes=6", KINDS, {"skip_spikes": 6.0}, bad),
     ):
-      left_out, loss = train(root, label.replace(" ", "_"), kinds, **changes)
-      extra, missed = set(left_out) - set(expected), set(expected) - set(left_out)
+      skipped, loss = train(root, label.replace(" ", "_"), kinds, **changes)
+      extra, missed = set(skipped) - set(expected), set(expected) - set(skipped)
       ok &= not missed
-      print(f"RESULT {label}: {len(left_out)} of {len(bad) if kinds else 0} bad steps left out, "
-            f"{len(missed)} missed, {len(extra)} good ones left out, loss {loss:.4f}")  # fmt: skip
+      print(f"RESULT {label}: {len(skipped)} of {len(bad) if kinds else 0} bad steps skipped, "
+            f"{len(missed)} missed, {len(extra)} good ones skipped, loss {loss:.4f}")  # fmt: skip
   for errors in (4, 5):
     state = "finite" if apply_if_finite(errors) else "NaN"
     print(f"RESULT optax.apply_if_finite after {errors} bad steps in a row: weights {state}")

@@ -1,9 +1,9 @@
-"""Sends SIGTERM to one process of a run and looks at what all of them do.
+"""Sends SIGTERM to one process of a run and checks that all stop together.
 
     python -m benchmarks.reliability.preempt --processes 2 4 --times 5
 
-Each run starts where the one before it was stopped. All processes must exit with 0 after the same
-step, and that step must be saved; the last column is the time from the signal to the last exit.
+Each run resumes where the previous one stopped. All processes must exit with 0 after the same step,
+which must be saved; the last column is the time from the signal to the last exit.
 """
 
 import argparse
@@ -16,23 +16,24 @@ import time
 from pathlib import Path
 
 from benchmarks.reliability import processes, tiny_run
-from train import config, digests
-from train.run_folder import RunFolder
+from train import config
+from train.checkpoint import digests
+from train.runs.run_folder import RunFolder
 
 
 def train(cfg: config.Train, folder: Path) -> None:
-  """Trains, and writes down how it ended."""
+  """Trains and records the outcome."""
   import jax
 
   from train.loop import fit
 
   result = fit(cfg)
-  told = {"step": result.step, "stopped_by": result.stopped_by}
-  (folder / f"ended-{jax.process_index()}.json").write_text(json.dumps(told))
+  record = {"step": result.step, "stopped_by": result.stopped_by}
+  (folder / f"ended-{jax.process_index()}.json").write_text(json.dumps(record))
 
 
 def stop_once(cfg: config.Train, count: int, victim: int, wait: int, root: Path) -> dict:
-  """Starts `count` processes, stops `victim` after about `wait` more steps; what happened."""
+  """Starts `count` processes and stops `victim` after about `wait` steps; returns the outcome."""
   run, log = RunFolder(cfg.run_dir), root / "log.txt"
   before = max(tiny_run.curve(cfg), default=0) if run.metrics_file.exists() else 0
   children = processes.start(train, cfg, root, processes=count, devices=count, log=log)
@@ -53,7 +54,7 @@ def stop_once(cfg: config.Train, count: int, victim: int, wait: int, root: Path)
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Prints a line for each signal."""
+  """Prints a line per signal."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
   parser.add_argument("--times", type=int, default=5)

@@ -1,4 +1,4 @@
-"""Several processes of one run on this machine, forked from one that has imported everything."""
+"""Several processes of one run on this machine, forked after all imports."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ from typing import Any
 def start(
   function: Callable[..., None], *arguments: Any, processes: int, devices: int, log: Path
 ) -> list[BaseProcess]:
-  """`function(*arguments)` in each of `processes`, which share `devices` CPU devices equally.
+  """Runs `function(*arguments)` in each of `processes`, which share `devices` CPU devices equally.
 
   This process must not have started a backend.
   """
@@ -34,7 +34,7 @@ def start(
 
 
 def join(children: list[BaseProcess], log: Path, timeout: float = 300) -> None:
-  """Waits until all have ended well.
+  """Waits until all have exited successfully.
 
   Raises:
     RuntimeError: one has not; with the end of the log.
@@ -56,14 +56,14 @@ def _run(environment: dict[str, str], devices: int, log: Path, function, argumen
   import jax
 
   jax.config.update("jax_num_cpu_devices", devices)
-  from train import distributed
+  from train.cluster import distributed
 
   distributed.join()
   function(*arguments)
 
 
 def share_compilations(folder: Path) -> None:
-  """Programs that one process compiles serve the others; imports what they all need."""
+  """Shares a compilation cache between processes; imports what all need."""
   import jax
 
   import train.loop  # noqa: F401

@@ -1,16 +1,16 @@
-"""The run that these commands break: one layer, 32 wide, on text made here; and its loss curve."""
+"""The tiny run of these benchmarks: one layer of width 32 on generated text; and its losses."""
 
 import random
 from pathlib import Path
 
 from train.config import Data, Mesh, Model, Optimizer, Sample, Train
-from train.run_folder import RunFolder
+from train.runs.run_folder import RunFolder
 
 WORDS = ("the", "slow", "quick", "river", "stone", "moves", "over", "under", "bright", "night")
 
 
 def settings(root: Path, name: str, **changes) -> Train:
-  """A run in `root/name`; the text in `root` is made once."""
+  """Config of a run in `root/name`; creates the text in `root` once."""
   text = root / "text.txt"
   if not text.exists():
     rng = random.Random(0)
@@ -35,7 +35,7 @@ def settings(root: Path, name: str, **changes) -> Train:
 
 
 def curve(cfg: Train) -> dict[int, tuple[float, float, float]]:
-  """{step: (loss, gradient norm, parameter norm)} from metrics.jsonl, to the last bit."""
+  """{step: (loss, gradient norm, parameter norm)} from metrics.jsonl, exact."""
   rows = RunFolder(cfg.run_dir).read_rows()
   numbers = ("loss", "grad_norm", "param_norm")
   return {r["step"]: tuple(r[n] for n in numbers) for r in rows if r["kind"] == "train"}

@@ -1,4 +1,4 @@
-"""NNX layers `[B, T, D] -> [B, T, D]`, one file a family: parameters and projections on top of
+"""NNX layers `[B, T, D] -> [B, T, D]`, one file per family: parameters and projections on top of
 `lnssm_jax.ops`.
 
     mixer = LNSSM(512, num_heads=4, rngs=nnx.Rngs(0))
@@ -10,10 +10,10 @@ The state is a value, passed in and returned; decoding is the same call with T =
 
 from typing import Any
 
-from lnssm_jax.mixers.complex_state import ComplexState
+from lnssm_jax.mixers.base import Mixer, shard_time
+from lnssm_jax.mixers.common.complex_state import ComplexState
 from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.diagonal_state_spaces import DSS, S4D, S5
-from lnssm_jax.mixers.divided import Divisible, divide_time
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
 from lnssm_jax.mixers.gateloop import GateLoop
 from lnssm_jax.mixers.gfw import GFW
@@ -28,7 +28,7 @@ from lnssm_jax.mixers.longhorn import (
   Longhorn,
   LonghornExact,
   LonghornExactState,
-  LonghornMixerState,
+  LonghornState,
 )
 from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
 from lnssm_jax.mixers.metala import MetaLA, MetaLAState
@@ -110,7 +110,6 @@ __all__ = [
   "CosFormer",
   "DeltaNet",
   "DeltaNetState",
-  "Divisible",
   "GSAState",
   "GateLoop",
   "GatedDeltaNet",
@@ -122,13 +121,14 @@ __all__ = [
   "Longhorn",
   "LonghornExact",
   "LonghornExactState",
-  "LonghornMixerState",
+  "LonghornState",
   "Mamba",
   "Mamba2",
   "Mamba2State",
   "MambaState",
   "MetaLA",
   "MetaLAState",
+  "Mixer",
   "NormalizedAttention",
   "PositionalState",
   "QLSTMReversed",
@@ -142,5 +142,5 @@ __all__ = [
   "SoftmaxAttention",
   "TNLState",
   "TNNState",
-  "divide_time",
+  "shard_time",
 ]

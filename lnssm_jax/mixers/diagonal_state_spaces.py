@@ -7,20 +7,32 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lnssm_jax.mixers.checks import check_call, check_positive
-from lnssm_jax.mixers.complex_state import ComplexState, empty_state, from_complex, to_complex
-from lnssm_jax.mixers.divided import Divisible
-from lnssm_jax.mixers.hippo import hippo_normal, positive_frequencies
-from lnssm_jax.mixers.initializers import uniform_fan_in
-from lnssm_jax.mixers.layers import exact_gelu, linear, wide
-from lnssm_jax.mixers.single_input import SingleInput, log_steps, normal, pairs_of
-from lnssm_jax.ops import DiagonalState, ExponentialKernel, ExponentialState
-from lnssm_jax.ops.sequence_parallel import diagonal_scan, long_convolution
+from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common.activations import exact_gelu
+from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.mixers.common.complex_state import (
+  ComplexState,
+  empty_state,
+  from_complex,
+  to_complex,
+)
+from lnssm_jax.mixers.common.hippo import hippo_normal, positive_frequencies
+from lnssm_jax.mixers.common.initializers import uniform_fan_in
+from lnssm_jax.mixers.common.projections import Linear
+from lnssm_jax.mixers.common.single_input import SingleInput, conjugate_pairs, log_steps, normal
+from lnssm_jax.ops import (
+  DiagonalState,
+  ExponentialKernel,
+  ExponentialState,
+  diagonal_scan,
+  long_convolution,
+)
+from lnssm_jax.ops.core.precision import wide
 
 _EPSILON = 1e-7  # of DSS_softmax's reciprocal
 
 
-class _Diagonal(Divisible, SingleInput):
+class _Diagonal(SingleInput):
   """The convolution with a sum of exponentials."""
 
   def _filter(self, x, h, segment_ids):
@@ -52,16 +64,15 @@ class S4D(_Diagonal):
 
   A = -exp(a_log) + i a_imag starts at -1/2 + i pi n (S4D-Lin); dt is log-uniform between 0.001 and
   0.1, c complex normal, skip normal. As a convolution its kernel is a sum of exponentials, computed
-  in chunks; a step of decoding is the recurrence.
+  in chunks; decoding uses the recurrence.
 
   Args:
     dim: D, the width.
     state_dim: N, even.
-    dtype: of u and of the last layer; A, dt, the state and sums are float32.
+    dtype: of u and of the last layer; A, dt, state and sums are float32.
     param_dtype: of the parameters.
 
-  The state is h divided by the constant (exp(dt A) - 1) / A. Cutting a sequence anywhere
-  and passing it on gives the same result as one call.
+  The state is h divided by the constant (exp(dt A) - 1) / A.
 
   Raises:
     ValueError: a size is not positive, or `state_dim` is odd.
@@ -80,8 +91,8 @@ class S4D(_Diagonal):
     rngs: nnx.Rngs,
   ):
     check_positive("dim", dim)
-    pairs = pairs_of(state_dim)
-    self._build(dim, pairs, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    pairs = conjugate_pairs(state_dim)
+    super().__init__(dim, pairs, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     self.a_log = nnx.Param(jnp.full((dim, pairs), math.log(0.5), param_dtype))
     imag = jnp.broadcast_to(math.pi * jnp.arange(pairs), (dim, pairs))
     self.a_imag = nnx.Param(imag.astype(param_dtype))
@@ -111,25 +122,24 @@ class DSS(_Diagonal):
       y_t = Re sum_n c_n h_t,n / (exp(L dt A_n) - 1) + skip u_t
 
   where, as published, 1 / (exp(L dt A) - 1) is A z^* / (|z|^2 + 1e-7) with z = A (exp(L dt A) - 1).
-  Sequences may be longer than L; their kernel goes on as the powers do.
+  Sequences may be longer than L; their kernel continues as the powers do.
 
   Args:
     dim: D, the width.
-    state_dim: N, complex numbers a channel.
+    state_dim: N, complex numbers per channel.
     kernel_length: L, or None for DSS_exp.
-    dtype: of u and of the last layer; A, dt, the state and sums are float32.
+    dtype: of u and of the last layer; A, dt, state and sums are float32.
     param_dtype: of the parameters.
 
-  The state is sum_s exp((t - s) dt A) u_s: h divided by a constant. Cutting a sequence anywhere
-  and passing it on gives the same result as one call.
+  The state is sum_s exp((t - s) dt A) u_s: h divided by a constant.
 
   Raises:
     ValueError: a size is not positive.
 
   Source: DSS (Gupta et al. 2022), proposition 1, section 3 and appendix A.2, with the last layer of
   `S4D`. In DSS_softmax the paper leaves the sign of A's real part free, and divides by the sum over
-  the sequence that is there; here that part is negative, so that a state can be carried on, and L
-  is given. gelu is exact.
+  the current sequence; here that part is negative, so that a state can be carried, and L is given.
+  gelu is exact.
   """
 
   def __init__(
@@ -147,7 +157,7 @@ class DSS(_Diagonal):
     if kernel_length is not None:
       check_positive("kernel_length", kernel_length)
     self.kernel_length = kernel_length
-    self._build(dim, N, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    super().__init__(dim, N, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     poles = positive_frequencies(N)
     self.pole_log = nnx.Param(jnp.asarray(np.log(-poles.real), param_dtype))
     self.pole_imag = nnx.Param(jnp.asarray(poles.imag, param_dtype))
@@ -163,7 +173,7 @@ class DSS(_Diagonal):
     return self._held(pole, weight)
 
 
-class S5(Divisible):
+class S5(Mixer[ComplexState]):
   r"""One diagonal state space for all channels, in N / 2 pairs of complex numbers.
 
       h_t = exp(dt A) h_{t-1} + (exp(dt A) - 1) / A (W_b u_t)            A, dt: [N / 2], A complex
@@ -180,13 +190,13 @@ class S5(Divisible):
     dim: D, the width.
     state_dim: N, a multiple of 2 `num_blocks`.
     num_blocks: how many copies of the HiPPO matrix the state starts from.
-    dtype: of the projections; A, dt, the state and sums are float32.
+    dtype: of the projections; A, dt, state and sums are float32.
     param_dtype: of the parameters.
 
-  The state is h. Cutting a sequence anywhere and passing it on gives the same result as one call.
+  The state is h [B, N / 2].
 
   Raises:
-    ValueError: a size is not positive, or `state_dim` is no multiple of 2 `num_blocks`.
+    ValueError: a size is not positive, or `state_dim` is not a multiple of 2 `num_blocks`.
 
   Source: S5 (Smith et al. 2023), sections 3 and 4 and appendix B, with the output of its published
   code. There the real part of A is a parameter itself, and might become positive. gelu is exact;
@@ -204,7 +214,7 @@ class S5(Divisible):
     rngs: nnx.Rngs,
   ):
     self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
-    self.pairs = pairs_of(state_dim)
+    self.pairs = conjugate_pairs(state_dim)
     blocks = check_positive("num_blocks", num_blocks)
     if state_dim % (2 * blocks):
       raise ValueError(
@@ -232,36 +242,20 @@ class S5(Divisible):
       c = to_eigenvectors(jax.lax.complex(parts[:dim], parts[dim:]), v).T
       return jnp.concatenate([c.real, -c.imag], axis=0).astype(dtype)
 
-    def projection(inputs, outputs, init):
-      return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.b_proj = Linear(dim, state_dim, kernel_init=b_init, **options)
+    self.c_proj = Linear(state_dim, dim, kernel_init=c_init, **options)
+    init = uniform_fan_in(dim)
+    self.g_proj = Linear(dim, dim, kernel_init=init, bias_init=init, **options)
 
-    self.b_proj = projection(dim, state_dim, b_init)
-    self.c_proj = projection(state_dim, dim, c_init)
-    self.g_proj = projection(dim, dim, uniform_fan_in(dim))
-    self.g_bias = nnx.Param(uniform_fan_in(dim)(rngs.params(), (dim,), param_dtype))
+  def _init_state(self, B):
+    return empty_state(B, self.pairs)
 
-  def init_state(self, batch_size: int) -> ComplexState:
-    """The state before the first token: zeros, [B, N / 2]."""
-    return empty_state(check_positive("batch_size", batch_size), self.pairs)
-
-  def __call__(
-    self,
-    x: jax.Array,  # [B, T, D]
-    state: ComplexState | None = None,
-    segment_ids: jax.Array | None = None,  # [B, T] integer
-  ) -> tuple[jax.Array, ComplexState]:
-    """Returns (out [B, T, D] in `dtype`, the state after the last token).
-
-    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
-
-    Raises:
-      ValueError: a shape or dtype is wrong; the message names the argument.
-    """
-    check_call(self, x, state, segment_ids)
+  def _mix(self, x, state, segment_ids):
     pole = jax.lax.complex(-jnp.exp(wide(self.pole_log[...])), wide(self.pole_imag[...]))
     log_pole = jnp.exp(wide(self.log_dt[...])) * pole
     added = jax.lax.complex(*jnp.split(wide(self.b_proj(x)), 2, axis=-1))
-    h, memory = diagonal_scan(
+    h, recurrent = diagonal_scan(
       jnp.exp(log_pole),
       jnp.expm1(log_pole) / pole * added,  # expm1: the difference itself would cancel
       axis_name=self.sequence_axis,
@@ -271,5 +265,5 @@ class S5(Divisible):
     parts = jnp.concatenate([h.real, h.imag], axis=-1).astype(self.dtype)
     y = 2 * wide(self.c_proj(parts)) + wide(self.skip[...]) * wide(x)
     z = exact_gelu(y)
-    gate = wide(self.g_proj(z.astype(self.dtype))) + wide(self.g_bias[...])
-    return (z * jax.nn.sigmoid(gate)).astype(self.dtype), from_complex(memory.h)
+    gate = self.g_proj(z.astype(self.dtype))
+    return (z * jax.nn.sigmoid(gate)).astype(self.dtype), from_complex(recurrent.h)

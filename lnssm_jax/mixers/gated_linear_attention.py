@@ -1,47 +1,46 @@
 """Linear attention with decay: gated linear attention (GLA) and retention (RetNet)."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.checks import check_call, check_heads, check_positive, check_width
-from lnssm_jax.mixers.divided import Divisible
-from lnssm_jax.mixers.initializers import xavier_uniform
-from lnssm_jax.mixers.layers import (
-  linear,
-  merge_heads,
-  silu_gate,
-  smooth_rms_norm,
-  split_heads,
-  wide,
+from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common.activations import log_gate, silu_gate
+from lnssm_jax.mixers.common.checks import (
+  check_head_widths,
+  check_heads,
+  check_normalizer,
+  check_positive,
 )
-from lnssm_jax.ops import LinearAttentionState, rotary_embedding
-from lnssm_jax.ops.sequence_parallel import linear_attention, step_positions
+from lnssm_jax.mixers.common.initializers import xavier_uniform
+from lnssm_jax.mixers.common.norms import RMSNorm
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
+from lnssm_jax.ops import LinearAttentionState, linear_attention, rotary_embedding
+from lnssm_jax.ops.core.halo import step_positions
+from lnssm_jax.ops.core.states import register_state
 
 
-class GLA(Divisible):
-  r"""Gated linear attention: each key channel decays by a factor that depends on the input.
+class GLA(Mixer[LinearAttentionState]):
+  r"""Gated linear attention: each key channel decays by a data-dependent factor.
 
       q_t = W_q x_t,  k_t = W_k x_t,  v_t = W_v x_t,      a_t = sigmoid(W_2 W_1 x_t + b)^(1 / tau)
-      S_t = diag(a_t) S_{t-1} + k_t v_t^T,      y_t = K^(-1/2) S_t^T q_t            for each head
+      S_t = diag(a_t) S_{t-1} + k_t v_t^T,      y_t = K^(-1/2) S_t^T q_t           per head
       out_t = W_o (silu(W_g x_t) * RMSNorm(y_t))
 
-  The norm goes over the V channels of each head, with one scale [V] for all heads. Without feature
-  maps and without a normaliser.
+  The norm is over the V channels of each head, with one scale [V] for all heads. There are no
+  feature maps and no normalizer.
 
   Args:
     dim: D, the width of input and output.
     num_heads: H.
     expand_k, expand_v: H K / D and H V / D. Longhorn's experiments use 1 and 2.
     gate_rank: the width of W_1 x.
-    gate_temperature: tau; the larger, the nearer the decays are to 1.
-    dtype: of the projections and of q, k, v; decays, norm, the state and sums are float32.
+    gate_logit_normalizer: tau; larger values move the decays towards 1.
+    dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
-
-  The state is that of the scan. Cutting a sequence anywhere and passing it on gives the same result
-  as one call.
 
   Raises:
     ValueError: a size is not positive, or keys or values do not divide evenly among the heads.
@@ -49,6 +48,8 @@ class GLA(Divisible):
   Source: GLA (Yang et al. 2024), section 4.4; all kernels start Xavier-uniform with gain 2^(-5/2),
   and b at zero, as in its published code.
   """
+
+  set_by_model = ("num_heads",)
 
   def __init__(
     self,
@@ -58,94 +59,70 @@ class GLA(Divisible):
     expand_k: float = 0.5,
     expand_v: float = 1.0,
     gate_rank: int = 16,
-    gate_temperature: float = 16.0,
+    gate_logit_normalizer: float = 16.0,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.dim, self.num_heads = check_positive("dim", dim), check_positive("num_heads", num_heads)
-    self.dtype = jnp.dtype(dtype)
-    keys = check_width("expand_k", dim, expand_k, num_heads)
-    values = check_width("expand_v", dim, expand_v, num_heads)
-    self.key_dim, self.value_dim = keys // num_heads, values // num_heads
+    self.key_dim, self.value_dim = check_head_widths(dim, num_heads, expand_k, expand_v)
+    self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     check_positive("gate_rank", gate_rank)
-    if not gate_temperature > 0:
-      raise ValueError(f"gate_temperature={gate_temperature} must be positive.")
-    self.gate_temperature = gate_temperature
+    self.gate_logit_normalizer = check_normalizer(gate_logit_normalizer)
+    keys, values = num_heads * self.key_dim, num_heads * self.value_dim
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    linear = functools.partial(Linear, kernel_init=xavier_uniform(2**-2.5), **options)
+    self.q_proj, self.k_proj = linear(dim, keys), linear(dim, keys)
+    self.v_proj, self.g_proj = linear(dim, values), linear(dim, values)
+    self.decay_down_proj = linear(dim, gate_rank)
+    self.decay_up_proj = linear(gate_rank, keys, bias_init="zeros")
+    self.norm = RMSNorm(self.value_dim, param_dtype=param_dtype)
+    self.o_proj = linear(values, dim)
 
-    def projection(inputs, outputs):
-      init = xavier_uniform(2**-2.5)
-      return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-
-    self.q_proj, self.k_proj = projection(dim, keys), projection(dim, keys)
-    self.v_proj, self.g_proj = projection(dim, values), projection(dim, values)
-    self.decay_down_proj = projection(dim, gate_rank)
-    self.decay_up_proj = projection(gate_rank, keys)
-    self.decay_bias = nnx.Param(jnp.zeros(keys, param_dtype))
-    self.norm_gain = nnx.Param(jnp.ones(self.value_dim, param_dtype))
-    self.o_proj = projection(values, dim)
-
-  def init_state(self, batch_size: int) -> LinearAttentionState:
-    """The state before the first token: zeros."""
-    B = check_positive("batch_size", batch_size)
+  def _init_state(self, B):
     shape = (B, self.num_heads, self.key_dim, self.value_dim)
     return LinearAttentionState(jnp.zeros(shape, jnp.float32), None)
 
-  def __call__(
-    self,
-    x: jax.Array,  # [B, T, D]
-    state: LinearAttentionState | None = None,
-    segment_ids: jax.Array | None = None,  # [B, T] integer
-  ) -> tuple[jax.Array, LinearAttentionState]:
-    """Returns (out [B, T, D] in `dtype`, the state after the last token).
-
-    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
-
-    Raises:
-      ValueError: a shape or dtype is wrong; the message names the argument.
-    """
-    check_call(self, x, state, segment_ids)
+  def _mix(self, x, state, segment_ids):
     heads = lambda z: split_heads(z, self.num_heads)
-    decay = wide(self.decay_up_proj(self.decay_down_proj(x))) + wide(self.decay_bias[...])
+    decay = self.decay_up_proj(self.decay_down_proj(x))
     y, state = linear_attention(
       heads(self.q_proj(x)),
       heads(self.k_proj(x)),
       heads(self.v_proj(x)),
-      log_decay=heads(jax.nn.log_sigmoid(decay) / self.gate_temperature),
+      log_decay=heads(log_gate(decay, self.gate_logit_normalizer)),
       scale=self.key_dim**-0.5,
       axis_name=self.sequence_axis,
       initial_state=state,
       segment_ids=segment_ids,
     )
-    y = merge_heads(smooth_rms_norm(y, self.norm_gain[...]))
+    y = merge_heads(self.norm(y))
     return self.o_proj(silu_gate(y, self.g_proj(x)).astype(self.dtype)), state
 
 
+@register_state
 class RetNetState(NamedTuple):
-  """What a layer remembers of a sequence."""
+  """Recurrent state of `RetNet`."""
 
-  memory: LinearAttentionState  # kv [B, H, K, V] float32
+  recurrent: LinearAttentionState  # kv [B, H, K, V] float32
   position: jax.Array  # [B] int32, the number of tokens of the segment so far
 
 
-class RetNet(Divisible):
+class RetNet(Mixer[RetNetState]):
   r"""Multi-scale retention: one constant decay per head, and positions as rotations.
 
       q_t = R_t W_q x_t,  k_t = R_t W_k x_t,  v_t = W_v x_t       R_t rotates pairs of channels by t
-      S_t = gamma_h S_{t-1} + k_t v_t^T,      y_t = K^(-1/2) S_t^T q_t              for each head h
+      S_t = gamma_h S_{t-1} + k_t v_t^T,      y_t = K^(-1/2) S_t^T q_t             per head h
       out_t = W_o (silu(W_g x_t) * RMSNorm(y_t))                          gamma_h = 1 - 2^(-5 - h)
 
-  The norm goes over the V channels of each head, with one scale [V] for all heads. K = D / H must
-  be even.
+  The norm is over the V channels of each head, with one scale [V] for all heads. K = D / H must be
+  even.
 
   Args:
     dim: D, the width of input and output.
     num_heads: H; it sets the decays, from 31/32 for the first head on.
     expand_v: H V / D.
-    dtype: of the projections and of q, k, v; decays, norm, the state and sums are float32.
+    dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
-
-  Cutting a sequence anywhere and passing the state on gives the same result as one call.
 
   Raises:
     ValueError: a size is not positive, K is odd, or values do not divide evenly among the heads.
@@ -153,6 +130,8 @@ class RetNet(Divisible):
   Source: RetNet (Sun et al. 2023), eqs. 5-8; kernels start Xavier-uniform as in its published code,
   with gain 2^(-5/2), W_o with 1. That code has no scale in its norm.
   """
+
+  set_by_model = ("num_heads",)
 
   def __init__(
     self,
@@ -164,62 +143,44 @@ class RetNet(Divisible):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
+    check_heads(dim, num_heads)
+    self.key_dim, self.value_dim = check_head_widths(dim, num_heads, 1, expand_v)
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
-    self.key_dim = check_heads(dim, num_heads)
     if self.key_dim % 2:
       raise ValueError(
         f"dim={dim} and num_heads={num_heads} give keys of odd width {self.key_dim}, but pairs of "
         "channels rotate; change one of the two."
       )
-    values = check_width("expand_v", dim, expand_v, num_heads)
-    self.value_dim = values // num_heads
+    values = num_heads * self.value_dim
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    linear = functools.partial(Linear, kernel_init=xavier_uniform(2**-2.5), **options)
+    self.q_proj, self.k_proj = linear(dim, dim), linear(dim, dim)
+    self.v_proj, self.g_proj = linear(dim, values), linear(dim, values)
+    self.norm = RMSNorm(self.value_dim, param_dtype=param_dtype)
+    self.o_proj = linear(values, dim, kernel_init=xavier_uniform(1.0))
 
-    def projection(inputs, outputs, gain=2**-2.5):
-      init = xavier_uniform(gain)
-      return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-
-    self.q_proj, self.k_proj = projection(dim, dim), projection(dim, dim)
-    self.v_proj, self.g_proj = projection(dim, values), projection(dim, values)
-    self.norm_gain = nnx.Param(jnp.ones(self.value_dim, param_dtype))
-    self.o_proj = projection(values, dim, 1.0)
-
-  def init_state(self, batch_size: int) -> RetNetState:
-    """The state before the first token: zeros."""
-    B = check_positive("batch_size", batch_size)
+  def _init_state(self, B):
     kv = jnp.zeros((B, self.num_heads, self.key_dim, self.value_dim), jnp.float32)
     return RetNetState(LinearAttentionState(kv, None), jnp.zeros(B, jnp.int32))
 
-  def __call__(
-    self,
-    x: jax.Array,  # [B, T, D]
-    state: RetNetState | None = None,
-    segment_ids: jax.Array | None = None,  # [B, T] integer
-  ) -> tuple[jax.Array, RetNetState]:
-    """Returns (out [B, T, D] in `dtype`, the state after the last token).
-
-    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
-
-    Raises:
-      ValueError: a shape or dtype is wrong; the message names the argument.
-    """
-    check_call(self, x, state, segment_ids)
+  def _mix(self, x, state, segment_ids):
     B, T, _ = x.shape
-    memory, position = state if state is not None else (None, jnp.zeros(B, jnp.int32))
+    recurrent, position = state if state is not None else (None, jnp.zeros(B, jnp.int32))
     axis = self.sequence_axis
     positions, position = step_positions(B, T, segment_ids, position, axis_name=axis)
     heads = lambda z: split_heads(z, self.num_heads)
     # log1p: in float32, 1 - 2^(-5 - h) itself would be 1 from h = 20 on.
     log_decay = jnp.log1p(-(2.0 ** (-5.0 - jnp.arange(self.num_heads))))
-    y, memory = linear_attention(
+    y, recurrent = linear_attention(
       rotary_embedding(heads(self.q_proj(x)), positions),
       rotary_embedding(heads(self.k_proj(x)), positions),
       heads(self.v_proj(x)),
       log_decay=log_decay,
       scale=self.key_dim**-0.5,
-      axis_name=self.sequence_axis,
-      initial_state=memory,
+      axis_name=axis,
+      initial_state=recurrent,
       segment_ids=segment_ids,
     )
-    y = merge_heads(smooth_rms_norm(y, self.norm_gain[...]))
+    y = merge_heads(self.norm(y))
     out = self.o_proj(silu_gate(y, self.g_proj(x)).astype(self.dtype))
-    return out, RetNetState(memory, position)
+    return out, RetNetState(recurrent, position)

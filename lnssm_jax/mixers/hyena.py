@@ -7,36 +7,39 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.capacity import check_capacity, nan_beyond
-from lnssm_jax.mixers.checks import check_call, check_positive
-from lnssm_jax.mixers.implicit_filters import FilterNetwork, lag_features
-from lnssm_jax.mixers.initializers import uniform_fan_in
-from lnssm_jax.mixers.layers import linear, wide
-from lnssm_jax.mixers.short_convolution import ShortConvolution
-from lnssm_jax.ops import LongConvolutionState, long_convolution
-from lnssm_jax.ops.attention.state import steps_of
-from lnssm_jax.ops.checks import segment_index
+from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
+from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.mixers.common.filters import FilterNetwork, lag_features
+from lnssm_jax.mixers.common.initializers import uniform_fan_in
+from lnssm_jax.mixers.common.projections import Linear
+from lnssm_jax.mixers.common.short_convolution import ShortConvolution
+from lnssm_jax.ops import ConvState, long_convolution
+from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.core.segments import positions, segments_of
+from lnssm_jax.ops.core.states import register_state
 
 
 def _positions(name: str, x, before, segment_ids, max_length: int) -> jax.Array:
-  """[B, T]: how many tokens of its segment are before each token; too many of them are an error."""
+  """Returns the position of each token in its segment, [B, T]; raises beyond `max_length`."""
   B, T, _ = x.shape
   check_capacity(name, T, before, segment_ids, max_length)
-  return steps_of(B, T, segment_index(name, segment_ids, B, T), before).position
+  return positions(segments_of(name, segment_ids, B, T), B, T, before)
 
 
+@register_state
 class HyenaState(NamedTuple):
-  """What a layer remembers of a sequence."""
+  """Recurrent state of `Hyena`."""
 
-  conv: jax.Array  # [B, W - 1, 3 D] float32, the last inputs of the short convolution
-  memory: LongConvolutionState  # inputs [B, L - 1, D] float32, those of the long one
+  conv: ConvState  # inputs [B, W - 1, 3 D]
+  recurrent: ConvState  # inputs [B, L - 1, D] float32, of the long convolution
   position: jax.Array  # [B] int32, the number of tokens of the segment so far
 
 
-class Hyena(nnx.Module):
-  r"""A long convolution between two gates, all three made by a short convolution.
+class Hyena(Mixer[HyenaState]):
+  r"""A long convolution between two gates, whose three inputs a short convolution computes.
 
-      [x1_t, x2_t, v_t] = conv(W_in u)_t                                 over W steps, per channel
+      [x1_t, x2_t, v_t] = conv(W_in u)_t                                 over W tokens, per channel
       s_t = x1_t v_t,      y_t = sum_l kernel_l s_{t-l} + skip s_t       l = 0 ... L - 1
       out_t = W_o (x2_t y_t)
       kernel_l = network(l) exp(-rate l / (L - 1))                       per channel
@@ -46,21 +49,18 @@ class Hyena(nnx.Module):
   are constants from ln(100) / 1.5 to ln(100) / 0.3. The kernel ends at L = `max_length`, on which
   it depends.
 
-  The state holds the last L - 1 inputs of the convolution, and every step of decoding makes the
-  kernel anew and reads all of them: this is no model with a small state. A longer sequence has no
-  result. Where that is known when the layer is called (the length of x without segments, and a
-  state outside of `jit`), it is an error; elsewhere the outputs from token L of the sequence on are
-  NaN.
+  The state holds the last L - 1 inputs of the convolution, and every decoding step computes the
+  kernel again and reads all of them: the state is not small. Longer sequences are rejected: with an
+  error where the length is known when the layer is called (no segments, and a state outside of
+  `jit`); elsewhere the outputs from token L of the sequence on are NaN.
 
   Args:
     dim: D, the width.
     max_length: L, the longest sequence.
-    conv_width: W.
+    conv_size: W.
     filter_dim, filter_layers: width and number of the network's hidden layers.
-    dtype: of the projections and of s; the kernel, gates, the state and sums are float32.
+    dtype: of the projections and of s; the kernel, gates, state and sums are float32.
     param_dtype: of the parameters.
-
-  Cutting a sequence anywhere and passing the state on gives the same result as one call.
 
   Raises:
     ValueError: a size is not positive.
@@ -70,12 +70,14 @@ class Hyena(nnx.Module):
   W_in and W_o have no biases here.
   """
 
+  can_shard_time = False
+
   def __init__(
     self,
     dim: int,
     *,
     max_length: int = 2048,
-    conv_width: int = 3,
+    conv_size: int = 3,
     filter_dim: int = 64,
     filter_layers: int = 3,
     dtype=jnp.float32,
@@ -86,54 +88,36 @@ class Hyena(nnx.Module):
     self.max_length = check_positive("max_length", max_length)
     check_positive("filter_dim", filter_dim), check_positive("filter_layers", filter_layers)
 
-    def projection(inputs, outputs):
-      init = uniform_fan_in(inputs)
-      return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-
-    self.in_proj = projection(dim, 3 * dim)
-    self.conv = ShortConvolution(3 * dim, conv_width, param_dtype=param_dtype, rngs=rngs)
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    linear = lambda n: Linear(dim, n, kernel_init=uniform_fan_in(dim), **options)
+    self.in_proj = linear(3 * dim)
+    self.conv = ShortConvolution(3 * dim, conv_size, param_dtype=param_dtype, rngs=rngs)
     sizes = (3, *[filter_dim] * filter_layers, dim)
     self.filter = FilterNetwork(sizes, last_bias=False, param_dtype=param_dtype, rngs=rngs)
     self.sine_gain = nnx.Param(jnp.ones(filter_dim, param_dtype))
     self.skip = nnx.Param(jax.random.normal(rngs.params(), (dim,), param_dtype))
-    self.o_proj = projection(dim, dim)
+    self.o_proj = linear(dim)
 
-  def init_state(self, batch_size: int) -> HyenaState:
-    """The state before the first token: zeros."""
-    B = check_positive("batch_size", batch_size)
-    memory = LongConvolutionState(jnp.zeros((B, self.max_length - 1, self.dim), jnp.float32))
-    return HyenaState(self.conv.init_state(B), memory, jnp.zeros(B, jnp.int32))
+  def _init_state(self, B):
+    inputs = jnp.zeros((B, self.max_length - 1, self.dim), jnp.float32)
+    return HyenaState(self.conv.init_state(B), ConvState(inputs), jnp.zeros(B, jnp.int32))
 
-  def __call__(
-    self,
-    x: jax.Array,  # [B, T, D]
-    state: HyenaState | None = None,
-    segment_ids: jax.Array | None = None,  # [B, T] integer
-  ) -> tuple[jax.Array, HyenaState]:
-    """Returns (out [B, T, D] in `dtype`, the state after the last token).
-
-    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
-
-    Raises:
-      ValueError: a shape or dtype is wrong, or the sequence gets longer than `max_length`; the
-        message names the argument.
-    """
-    check_call(self, x, state, segment_ids)
-    conv, memory, before = state if state is not None else (None, None, None)
+  def _mix(self, x, state, segment_ids):
+    conv, recurrent, before = state if state is not None else (None, None, None)
     positions = _positions("Hyena", x, before, segment_ids, self.max_length)
     inner, conv = self.conv(self.in_proj(x), conv, segment_ids)
     first, second, value = jnp.split(inner, 3, axis=-1)
     value = (value * first).astype(self.dtype)
-    # "blocks": no output depends on a later token, not even in its last digit.
+    # "chunked": no output depends on a later token, not even in its last digit.
     y, (inputs,) = long_convolution(
       value,
       self.taps(),
-      initial_state=memory,
+      initial_state=recurrent,
       segment_ids=segment_ids,
-      implementation="blocks",
+      implementation="chunked",
     )
     out = self.o_proj((second * wide(y)).astype(self.dtype))
-    state = HyenaState(conv, LongConvolutionState(inputs), positions[:, -1] + 1)
+    state = HyenaState(conv, ConvState(inputs), positions[:, -1] + 1)
     return nan_beyond(out, positions, self.max_length), state
 
   def taps(self) -> jax.Array:
@@ -145,14 +129,17 @@ class Hyena(nnx.Module):
     return taps.at[0].add(wide(self.skip[...]))
 
 
+@register_state
 class BaseConvState(NamedTuple):
-  """What a layer remembers of a sequence."""
+  """Recurrent state of `BaseConv`."""
 
-  inputs: jax.Array  # [B, W - 1 or L - 1, D] float32, the last inputs of the convolution
-  position: jax.Array | None  # [B] int32, tokens of the segment so far; None: of no importance
+  conv: ConvState  # inputs [B, W - 1 or L - 1, D] float32
+  position: (
+    jax.Array | None
+  )  # [B] int32, tokens of the segment so far; None for a short convolution
 
 
-class BaseConv(nnx.Module):
+class BaseConv(Mixer[BaseConvState]):
   r"""A convolution times a linear layer, and its input.
 
       out_t = conv(u)_t * (W u_t + b) + u_t
@@ -162,18 +149,15 @@ class BaseConv(nnx.Module):
 
   The network of the long convolution reads l / (L - 1) and a slow cosine and sine, and has one
   hidden layer with ReLU; the kernel ends at L = `max_length`, on which it depends. Its state holds
-  the last L - 1 inputs. A longer sequence has no result: an error or NaN, as in `Hyena`.
+  the last L - 1 inputs. Longer sequences give an error or NaN, as in `Hyena`.
 
   Args:
     dim: D, the width.
-    conv_width: W, of the short convolution.
+    conv_size: W, of the short convolution.
     max_length: L, the longest sequence, for a long convolution; None for a short one.
     filter_dim: width of the network's hidden layer.
-    dtype: of the projection and of conv(u); the kernel, the product, the state and sums are
-      float32.
+    dtype: of the projection and of conv(u); the kernel, the product, state and sums are float32.
     param_dtype: of the parameters.
-
-  Cutting a sequence anywhere and passing the state on gives the same result as one call.
 
   Raises:
     ValueError: a size is not positive.
@@ -182,11 +166,13 @@ class BaseConv(nnx.Module):
   convolutions start uniform within 1 / sqrt(inputs).
   """
 
+  can_shard_time = False
+
   def __init__(
     self,
     dim: int,
     *,
-    conv_width: int = 3,
+    conv_size: int = 3,
     max_length: int | None = None,
     filter_dim: int = 16,
     dtype=jnp.float32,
@@ -194,58 +180,42 @@ class BaseConv(nnx.Module):
     rngs: nnx.Rngs,
   ):
     self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
-    check_positive("conv_width", conv_width), check_positive("filter_dim", filter_dim)
+    check_positive("conv_size", conv_size), check_positive("filter_dim", filter_dim)
     self.max_length = None if max_length is None else check_positive("max_length", max_length)
     if max_length is None:
-      self.conv = ShortConvolution(dim, conv_width, param_dtype=param_dtype, rngs=rngs)
+      self.conv = ShortConvolution(dim, conv_size, param_dtype=param_dtype, rngs=rngs)
       self.filter = None
     else:
       self.conv = None
       self.filter = FilterNetwork((3, filter_dim, dim), param_dtype=param_dtype, rngs=rngs)
     init = uniform_fan_in(dim)
-    self.g_proj = linear(dim, dim, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-    self.g_bias = nnx.Param(init(rngs.params(), (dim,), param_dtype))
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.g_proj = Linear(dim, dim, kernel_init=init, bias_init=init, **options)
 
-  def init_state(self, batch_size: int) -> BaseConvState:
-    """The state before the first token: zeros."""
-    B = check_positive("batch_size", batch_size)
+  def _init_state(self, B):
     if self.conv is not None:
       return BaseConvState(self.conv.init_state(B), None)
     inputs = jnp.zeros((B, self._length() - 1, self.dim), jnp.float32)
-    return BaseConvState(inputs, jnp.zeros(B, jnp.int32))
+    return BaseConvState(ConvState(inputs), jnp.zeros(B, jnp.int32))
 
-  def __call__(
-    self,
-    x: jax.Array,  # [B, T, D]
-    state: BaseConvState | None = None,
-    segment_ids: jax.Array | None = None,  # [B, T] integer
-  ) -> tuple[jax.Array, BaseConvState]:
-    """Returns (out [B, T, D] in `dtype`, the state after the last token).
-
-    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
-
-    Raises:
-      ValueError: a shape or dtype is wrong, or the sequence gets longer than `max_length`; the
-        message names the argument.
-    """
-    check_call(self, x, state, segment_ids)
-    inputs, before = state if state is not None else (None, None)
-    gate = wide(self.g_proj(x)) + wide(self.g_bias[...])
+  def _mix(self, x, state, segment_ids):
+    conv, before = state if state is not None else (None, None)
+    gate = self.g_proj(x)
     x = x.astype(self.dtype)
     if self.conv is not None:
-      y, inputs = self.conv(x, inputs, segment_ids)
-      return (y * gate + wide(x)).astype(self.dtype), BaseConvState(inputs, None)
+      y, conv = self.conv(x, conv, segment_ids)
+      return (y * gate + wide(x)).astype(self.dtype), BaseConvState(conv, None)
     positions = _positions("BaseConv", x, before, segment_ids, self._length())
-    # "blocks": no output depends on a later token, not even in its last digit.
+    # "chunked": no output depends on a later token, not even in its last digit.
     y, (inputs,) = long_convolution(
       wide(x),
       self.taps(),
-      initial_state=None if inputs is None else LongConvolutionState(inputs),
+      initial_state=conv,
       segment_ids=segment_ids,
-      implementation="blocks",
+      implementation="chunked",
     )
     out = nan_beyond((y * gate + wide(x)).astype(self.dtype), positions, self._length())
-    return out, BaseConvState(inputs, positions[:, -1] + 1)
+    return out, BaseConvState(ConvState(inputs), positions[:, -1] + 1)
 
   def taps(self) -> jax.Array:
     """The long kernel [L, D] float32, with the input itself in its first tap.

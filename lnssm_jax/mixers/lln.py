@@ -6,19 +6,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.checks import check_call, check_choice, check_positive
-from lnssm_jax.mixers.layers import wide
-from lnssm_jax.mixers.projections import Projections, feature_dtype
+from lnssm_jax.mixers.common.activations import feature_dtype
+from lnssm_jax.mixers.common.checks import check_choice
+from lnssm_jax.mixers.common.qkv import QKVMixer
 from lnssm_jax.ops import (
   AttentionState,
+  DiagonalState,
   LinearAttentionState,
   attention,
   diagonal_scan,
-  init_attention_state,
   linear_attention,
 )
-from lnssm_jax.ops.checks import first_of_segment
-from lnssm_jax.ops.diagonal_scan.state import DiagonalState
+from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.core.segments import segments_of
+from lnssm_jax.ops.core.states import register_state
 
 MATCHINGS = ("running", "none")
 MIXTURES = ("mean", "convex", "free")
@@ -31,26 +32,29 @@ _INTERCEPT = -0.35487039130661086
 # A variance of 0, as that of a token that is 0, has no inverse.
 _SMALLEST_VARIANCE = 1e-12
 
-# Stands for the maximum of nothing; -inf minus itself would be NaN.
+# The maximum of nothing; -inf minus itself would be NaN.
 _NO_MAXIMUM = -1e38
 
 
+@register_state
 class LLNState(NamedTuple):
-  """What a layer remembers of a sequence."""
+  """Recurrent state of `LLN`."""
 
-  moments: DiagonalState  # h [B, 5] float32: steps; sums of the means of q, q^2, k, k^2
+  moments: (
+    DiagonalState  # h [B, 5] float32: the number of tokens; sums of the means of q, q^2, k, k^2
+  )
   highest: jax.Array  # [B, H, K] float32, the largest exponent of each key channel
-  memory: LinearAttentionState  # kv [B, H, K, V], key_sum [B, H, K] float32, / exp(highest)
+  recurrent: LinearAttentionState  # kv [B, H, K, V], key_sum [B, H, K] float32, / exp(highest)
   block: AttentionState  # the keys and values of the last block, in `dtype`
 
 
-class LLN(Projections):
+class LLN(QKVMixer[LLNState]):
   r"""Linear attention by log-normal features, averaged with softmax attention in short blocks.
 
       q_t = W_q x_t,  k_t = W_k x_t,  v_t = W_v x_t
-      S_t = S_{t-1} + exp(beta_t k_t) v_t^T,  z_t = z_{t-1} + exp(beta_t k_t)       for each head
+      S_t = S_{t-1} + exp(beta_t k_t) v_t^T,  z_t = z_{t-1} + exp(beta_t k_t)       per head
       y_t = S_t^T exp(alpha_t q_t) / (exp(alpha_t q_t)^T z_t)
-      d_t = softmax attention of step t to its own block, of K steps
+      d_t = softmax attention of token t to its own block, of K tokens
       out_t = W_o (y_t + d_t) / 2
 
   Moment matching: alpha = s / sigma_q and beta = s / sigma_k give the logarithms of the weights the
@@ -59,8 +63,8 @@ class LLN(Projections):
       s^2 = (sigma_q^2 sigma_k^2 - b) / (2 a),     a = 0.1486, b = -0.3549 (fitted by the authors)
 
   sigma_q, sigma_k are the standard deviations of all elements of q and k; no gradient flows to
-  them. The published ones are those of a whole batch, which would show a token its future. Here
-  they are running ones, of the sequence up to t, over all heads; a key keeps the beta of its time.
+  them. The published ones are those of a whole batch, in which a token depends on its future. Here
+  they are running ones, of the sequence up to t, over all heads; a key keeps the beta of its token.
   matching="none" sets alpha = beta = 1.
 
   Every sum is divided by exp of the largest beta k so far in its channel, and the feature of q
@@ -74,12 +78,10 @@ class LLN(Projections):
     mixture: "mean" as above; "convex" for r y + (1 - r) d, and "free" for r y + p d, with learned
       r and p [D] that start at 1/2.
     use_bias: whether the four projections have a bias.
-    num_layers: how many layers the model has, for the initial W_o (see `Projections`).
-    dtype: of the projections, the features and v; moments, exponents, the state and sums are
-      float32, but the block's keys and values.
+    num_layers: of the model, for the initial W_o (see `QKVMixer`).
+    dtype: of the projections, the features and v; moments, exponents, state and sums are
+      float32, except the block's keys and values.
     param_dtype: of the parameters.
-
-  Cutting a sequence anywhere and passing the state on gives the same result as one call.
 
   Raises:
     ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or an option is
@@ -87,6 +89,8 @@ class LLN(Projections):
 
   Source: linear log-normal attention (Nahshan et al. 2023), sections 3-4, and its published code.
   """
+
+  can_shard_time = False
 
   def __init__(
     self,
@@ -103,68 +107,46 @@ class LLN(Projections):
   ):
     self.matching = check_choice("matching", matching, MATCHINGS)
     self.mixture = check_choice("mixture", mixture, MIXTURES)
-    self._build(
-      dim,
-      num_heads,
-      use_bias=use_bias,
-      num_layers=num_layers,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    super().__init__(dim, num_heads=num_heads, use_bias=use_bias, num_layers=num_layers, **options)
     half = lambda wanted: nnx.Param(jnp.full(dim, 0.5, param_dtype)) if wanted else None
     self.lln_gain, self.block_gain = half(mixture != "mean"), half(mixture == "free")
 
-  def init_state(self, batch_size: int) -> LLNState:
-    """The state before the first token: empty sums, no maximum, an empty block."""
-    B, H, K = check_positive("batch_size", batch_size), self.num_heads, self.key_dim
-    sums = LinearAttentionState(jnp.zeros((B, H, K, K), jnp.float32), jnp.zeros((B, H, K)))
+  def _init_state(self, B):
+    H, K = self.num_heads, self.key_dim
     return LLNState(
       moments=DiagonalState(jnp.zeros((B, 5), jnp.float32)),
       highest=jnp.full((B, H, K), _NO_MAXIMUM, jnp.float32),
-      memory=sums,
-      block=init_attention_state(B, H, K, block=K, dtype=self.dtype),
+      recurrent=self._empty_recurrent(B, normalize=True),
+      block=attention.init_state(batch=B, kv_heads=H, key_dim=K, block=K, dtype=self.dtype),
     )
 
-  def __call__(
-    self,
-    x: jax.Array,  # [B, T, D]
-    state: LLNState | None = None,
-    segment_ids: jax.Array | None = None,  # [B, T] integer
-  ) -> tuple[jax.Array, LLNState]:
-    """Returns (out [B, T, D] in `dtype`, the state after the last token).
-
-    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
-
-    Raises:
-      ValueError: a shape or dtype is wrong; the message names the argument.
-    """
-    check_call(self, x, state, segment_ids)
+  def _mix(self, x, state, segment_ids):
     block = None if state is None else state.block
     state = self.init_state(len(x)) if state is None else state
     q, k, v = self._queries_keys_values(x)
     near, block = self._in_blocks(q, k, v, block, segment_ids)
     q, k, moments = self._matched(q, k, state.moments, segment_ids)
     q, k, log_decay, highest = _bounded_exponents(q, k, state.highest, segment_ids)
-    features = feature_dtype(self.dtype)
-    far, memory = linear_attention(
-      jnp.exp(q).astype(features),
-      jnp.exp(k).astype(features),
+    dtype = feature_dtype(self.dtype)
+    far, recurrent = linear_attention(
+      jnp.exp(q).astype(dtype),
+      jnp.exp(k).astype(dtype),
       v.astype(self.dtype),
       log_decay=log_decay,
       normalize=True,
-      initial_state=state.memory,
+      initial_state=state.recurrent,
       segment_ids=segment_ids,
     )
     out = self._output(self._mixed(wide(far), wide(near)))
-    return out, LLNState(moments, highest, memory, block)
+    return out, LLNState(moments, highest, recurrent, block)
 
   def _in_blocks(self, q, k, v, state, segment_ids) -> tuple[jax.Array, Any]:
     q, k, v = (z.astype(self.dtype) for z in (q, k, v))
     return attention(q, k, v, block=self.key_dim, initial_state=state, segment_ids=segment_ids)
 
   def _matched(self, q, k, moments, segment_ids):
-    """alpha q, beta k [B, T, H, K], and the moments after the last step."""
+    """alpha q, beta k [B, T, H, K], and the moments after the last token."""
     mean = lambda z: jnp.mean(jax.lax.stop_gradient(z), axis=(-2, -1))
     summands = (jnp.ones(q.shape[:2], q.dtype), mean(q), mean(q**2), mean(k), mean(k**2))
     summands = jnp.stack(summands, axis=-1)
@@ -198,12 +180,12 @@ def _bounded_exponents(q, k, before, segment_ids):
 
   With m the running maximum of k in each channel, exp(k - m) is added to sums that are multiplied
   by exp(m_{t-1} - m_t): they are the sums of exp(k), divided by exp(m_t). `before` [B, H, K] is m
-  before the first step. What is divided cancels, so that it needs no gradient.
+  before the first token. The divisor cancels, so that it needs no gradient.
   """
   fixed = jax.lax.stop_gradient(k)
   fixed = fixed.at[:, 0].max(before.astype(k.dtype))
-  starts = None if segment_ids is None else first_of_segment(jnp.asarray(segment_ids))
-  if starts is None:
+  segments = segments_of("LLN", segment_ids, *k.shape[:2])
+  if segments is None:
     highest = jax.lax.cummax(fixed, axis=1)
   else:
 
@@ -212,7 +194,7 @@ def _bounded_exponents(q, k, before, segment_ids):
       kept = jnp.where(restarts, value, jnp.maximum(maximum, value))
       return first[0] | restarts, kept
 
-    restarts = jnp.broadcast_to(starts[..., None, None], fixed.shape)
+    restarts = jnp.broadcast_to(segments.first()[..., None, None], fixed.shape)
     _, highest = jax.lax.associative_scan(later, (restarts, fixed), axis=1)
   previous = jnp.concatenate([before.astype(k.dtype)[:, None], highest[:, :-1]], axis=1)
   q = q + highest

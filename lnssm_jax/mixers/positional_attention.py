@@ -7,91 +7,80 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.capacity import check_capacity, nan_beyond
-from lnssm_jax.mixers.checks import check_call, check_positive
-from lnssm_jax.mixers.divided import Divisible
-from lnssm_jax.mixers.layers import layer_norm, merge_heads, split_heads, wide
-from lnssm_jax.mixers.projections import Projections
-from lnssm_jax.ops import LinearAttentionState, sequence_parallel
+from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
+from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.mixers.common.norms import LayerNorm
+from lnssm_jax.mixers.common.positions import cosine_features
+from lnssm_jax.mixers.common.projections import merge_heads, split_heads
+from lnssm_jax.mixers.common.qkv import QKVMixer
+from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.ops.core.halo import step_positions
+from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.core.states import register_state
 
 # The smallest denominator of cosFormer, as published.
 _SMALLEST_SUM = 1e-6
 
 
-def cosine_features(
-  x: jax.Array,  # [B, T, H, K]
-  positions: jax.Array,  # [B, T] integer
-  theta: jax.Array | float,  # [H, K] or one number, radians a step
-) -> jax.Array:
-  """(x cos(t theta), x sin(t theta)), [B, T, H, 2 K] in float32 at least.
-
-  The product of those of q at t and of k at s is sum_i q_i k_i cos((t - s) theta_i).
-  """
-  x = wide(x)
-  angle = positions[..., None, None].astype(x.dtype) * jnp.asarray(theta, x.dtype)
-  return jnp.concatenate([x * jnp.cos(angle), x * jnp.sin(angle)], axis=-1)
-
-
+@register_state
 class PositionalState(NamedTuple):
-  """What a layer remembers of a sequence."""
+  """Recurrent state of `CosFormer` and `LRPE`."""
 
-  memory: LinearAttentionState  # kv [B, H, 2 K, V] float32; cosFormer has one more value column
+  recurrent: LinearAttentionState  # kv [B, H, 2 K, V] float32; cosFormer has one more value column
   position: jax.Array  # [B] int32, the number of tokens of the segment so far
 
 
-class _PositionalAttention(Divisible, Projections):
-  """What both share: the state, and the positions that follow from it."""
+class _PositionalAttention(QKVMixer[PositionalState]):
+  """The state, the positions that follow from it, and linear attention with cosine features."""
 
   _extra_columns = 0
 
-  def init_state(self, batch_size: int) -> PositionalState:
-    """The state before the first token: zeros."""
-    B, H = check_positive("batch_size", batch_size), self.num_heads
-    columns = self.value_dim + self._extra_columns
-    kv = jnp.zeros((B, H, 2 * self.key_dim, columns), jnp.float32)
-    return PositionalState(LinearAttentionState(kv, None), jnp.zeros(B, jnp.int32))
+  def _init_state(self, B):
+    shape = (B, self.num_heads, 2 * self.key_dim, self.value_dim + self._extra_columns)
+    recurrent = LinearAttentionState(jnp.zeros(shape, jnp.float32), None)
+    return PositionalState(recurrent, jnp.zeros(B, jnp.int32))
 
   def _positions(self, x, state, segment_ids):
     B, T, _ = x.shape
     before = None if state is None else state.position
-    return sequence_parallel.step_positions(B, T, segment_ids, before, axis_name=self.sequence_axis)
+    return step_positions(B, T, segment_ids, before, axis_name=self.sequence_axis)
 
   def _read(self, q, k, v, positions, last, theta, state, segment_ids):
-    y, memory = sequence_parallel.linear_attention(
+    y, recurrent = linear_attention(
       cosine_features(q, positions, theta).astype(self.dtype),
       cosine_features(k, positions, theta).astype(self.dtype),
       v.astype(self.dtype),
+      scale=1.0,
       axis_name=self.sequence_axis,
-      initial_state=None if state is None else state.memory,
+      initial_state=None if state is None else state.recurrent,
       segment_ids=segment_ids,
     )
-    return wide(y), PositionalState(memory, last)
+    return wide(y), PositionalState(recurrent, last)
 
 
 class CosFormer(_PositionalAttention):
   r"""Linear attention of rectified queries and keys, weighted by a cosine of the distance.
 
       q_t = W_q x_t,  k_t = W_k x_t,  v_t = W_v x_t
-      w_ts = relu(q_t) . relu(k_s) cos((t - s) pi / (2 M))                          for each head
+      w_ts = relu(q_t) . relu(k_s) cos((t - s) pi / (2 M))                         per head
       y_t = sum_{s <= t} w_ts v_s / max(sum_{s <= t} w_ts, 1e-6),      out_t = W_o y_t
 
-  by features of width 2 K. M is `max_length`, fixed, where the published code takes the length of
-  the present sequence, on which the past must not depend. Further apart than M the cosine would be
-  negative: a longer sequence has no result. Where that is known when the layer is called (the
-  length of x without segments, and a state outside of `jit`), it is an error; elsewhere the outputs
-  from step M of the sequence on are NaN.
+  with features of width 2 K. M is `max_length`, a constant, where the published code takes the
+  length of the current sequence, on which the past must not depend. Beyond M the cosine would be
+  negative, so longer sequences are rejected: with an error where the length is known when the layer
+  is called (no segments, and a state outside of `jit`); elsewhere the outputs from token M on are
+  NaN.
 
   Args:
     dim: D, the width; a multiple of `num_heads`. K = V = D / H.
     num_heads: H.
-    max_length: M, the most tokens of one sequence, over all calls that pass the state on.
+    max_length: M, the maximum number of tokens of one sequence, over all calls that carry a state.
     use_bias: whether the four projections have a bias.
-    num_layers: how many layers the model has, for the initial W_o (see `Projections`).
-    dtype: of the projections, the features and v; the state and sums are float32.
+    num_layers: of the model, for the initial W_o (see `QKVMixer`).
+    dtype: of the projections, the features and v; state and sums are float32.
     param_dtype: of the parameters.
 
-  Cutting a sequence anywhere and passing the state on gives the same result as one call. The last
-  value column of the state is the sum of the keys' features.
+  The last value column of the state is the sum of the keys' features.
 
   Raises:
     ValueError: `dim` is not a multiple of `num_heads`, or a size is not positive.
@@ -114,31 +103,10 @@ class CosFormer(_PositionalAttention):
     rngs: nnx.Rngs,
   ):
     self.max_length = check_positive("max_length", max_length)
-    self._build(
-      dim,
-      num_heads,
-      use_bias=use_bias,
-      num_layers=num_layers,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    super().__init__(dim, num_heads=num_heads, use_bias=use_bias, num_layers=num_layers, **options)
 
-  def __call__(
-    self,
-    x: jax.Array,  # [B, T, D]
-    state: PositionalState | None = None,
-    segment_ids: jax.Array | None = None,  # [B, T] integer
-  ) -> tuple[jax.Array, PositionalState]:
-    """Returns (out [B, T, D] in `dtype`, the state after the last token).
-
-    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
-
-    Raises:
-      ValueError: a shape or dtype is wrong, or the sequence gets longer than `max_length`; the
-        message names the argument.
-    """
-    check_call(self, x, state, segment_ids)
+  def _mix(self, x, state, segment_ids):
     before = None if state is None else state.position
     check_capacity(
       "CosFormer", x.shape[1], before, segment_ids, self.max_length, self.sequence_axis
@@ -154,25 +122,23 @@ class CosFormer(_PositionalAttention):
 
 
 class LRPE(_PositionalAttention):
-  r"""Linear attention with linearized relative positions: each channel turns at a learned speed.
+  r"""Linear attention with linearized relative positions: each channel rotates at a learned speed.
 
       q_t = W_q x_t,  k_t = W_k x_t,  v_t = W_v x_t
-      y_t = sum_{s <= t} (sum_i q_ti k_si cos((t - s) theta_i)) v_s                 for each head
+      y_t = sum_{s <= t} (sum_i q_ti k_si cos((t - s) theta_i)) v_s                per head
       out_t = W_o LayerNorm(y_t)
 
-  by features of width 2 K; without decay, feature map and normaliser. theta [D] starts at
-  10000^(-2 i / D), i over all channels. The norm goes over all D channels, with scale and bias.
+  with features of width 2 K; without decay, feature map and normalizer. theta [D] starts at
+  10000^(-2 i / D), i over all channels. The norm is over all D channels, with scale and bias.
 
   Args:
     dim: D, the width; a multiple of `num_heads`. K = V = D / H.
     num_heads: H.
     use_bias: whether the four projections have a bias.
-    num_layers: how many layers the model has, for the initial W_o (see `Projections`).
-    dtype: of the projections, the features and v; angles, norm, the state and sums are float32, so
-      that an angle is known to about 6e-8 of itself.
+    num_layers: of the model, for the initial W_o (see `QKVMixer`).
+    dtype: of the projections, the features and v; angles, norm, state and sums are float32, so that
+      the relative error of an angle is about 6e-8.
     param_dtype: of the parameters.
-
-  Cutting a sequence anywhere and passing the state on gives the same result as one call.
 
   Raises:
     ValueError: `dim` is not a multiple of `num_heads`, or a size is not positive.
@@ -192,36 +158,14 @@ class LRPE(_PositionalAttention):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self._build(
-      dim,
-      num_heads,
-      use_bias=use_bias,
-      num_layers=num_layers,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    super().__init__(dim, num_heads=num_heads, use_bias=use_bias, num_layers=num_layers, **options)
     self.theta = nnx.Param((10000.0 ** (-2 * jnp.arange(dim) / dim)).astype(param_dtype))
-    self.norm_gain = nnx.Param(jnp.ones(dim, param_dtype))
-    self.norm_bias = nnx.Param(jnp.zeros(dim, param_dtype))
+    self.norm = LayerNorm(dim, param_dtype=param_dtype)
 
-  def __call__(
-    self,
-    x: jax.Array,  # [B, T, D]
-    state: PositionalState | None = None,
-    segment_ids: jax.Array | None = None,  # [B, T] integer
-  ) -> tuple[jax.Array, PositionalState]:
-    """Returns (out [B, T, D] in `dtype`, the state after the last token).
-
-    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
-
-    Raises:
-      ValueError: a shape or dtype is wrong; the message names the argument.
-    """
-    check_call(self, x, state, segment_ids)
+  def _mix(self, x, state, segment_ids):
     positions, last = self._positions(x, state, segment_ids)
     q, k, v = self._queries_keys_values(x)
     theta = self.theta[...].reshape(self.num_heads, self.key_dim)
     y, state = self._read(q, k, v, positions, last, theta, state, segment_ids)
-    y = layer_norm(merge_heads(y), self.norm_gain[...], self.norm_bias[...])
-    return self._output(split_heads(y, self.num_heads)), state
+    return self._output(split_heads(self.norm(merge_heads(y)), self.num_heads)), state

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lnssm_jax.mixers.checks import check_positive
-from lnssm_jax.mixers.hippo import hippo_normal
-from lnssm_jax.mixers.layers import wide
-from lnssm_jax.mixers.single_input import SingleInput, normal, pairs_of
+from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.mixers.common.hippo import hippo_normal
+from lnssm_jax.mixers.common.single_input import SingleInput, conjugate_pairs, normal
 from lnssm_jax.ops import long_convolution
-from lnssm_jax.ops.checks import segment_index
+from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.core.segments import segments_of
 
 _product = functools.partial(jnp.einsum, precision="highest")
 
@@ -28,22 +28,22 @@ class S4(SingleInput):
 
   A starts as HiPPO-LegS: Lambda = -exp(pole_log) + i pole_imag at the eigenvalues of its normal
   part V diag(Lambda) V^*, P and B at V^* times sqrt(n + 1/2) and sqrt(2 n + 1). All channels share
-  them, and have a step dt each, log-uniform between 0.001 and 0.1 at first; c is complex normal,
+  them; each has a step size dt, initially log-uniform between 0.001 and 0.1; c is complex normal,
   skip normal.
 
-  The taps c A'^l B' of T steps are made from powers of A', which is no larger than 1 in norm, by
-  repeated squaring and in about sqrt(T) products of them; then it is a long convolution. (The
-  paper's generating function gives the taps without squaring, but needs an FFT of length T.) What a
-  state adds to the steps after it, and the state after the last step, come from the same powers. A
-  call with T = 1 is the recurrence, in a time of N per channel.
+  The taps c A'^l B' of T tokens are computed from powers of A', whose norm is at most 1, by
+  repeated squaring and in about sqrt(T) products of them; the rest is a long convolution. (The
+  paper's generating function gives the taps without squaring, but needs an FFT of length T.) The
+  contribution of the initial state and the state after the last token come from the same powers. A
+  call with T = 1 is the recurrence, in time O(N) per channel.
 
   Args:
     dim: D, the width.
     state_dim: N, even.
-    dtype: of u and of the last layer; A, dt, the state and sums are float32.
+    dtype: of u and of the last layer; A, dt, state and sums are float32.
     param_dtype: of the parameters.
 
-  The state is h. Cutting a sequence anywhere and passing it on gives the same result as one call.
+  The state is h.
 
   Raises:
     ValueError: a size is not positive, or `state_dim` is odd.
@@ -51,6 +51,8 @@ class S4(SingleInput):
   Source: S4 (Gu et al. 2022), sections 3 and 4 and appendix C, and its published code: one matrix
   for all channels, the last layer, which starts uniform within 1 / sqrt(D). gelu is exact.
   """
+
+  can_shard_time = False
 
   def __init__(
     self,
@@ -62,8 +64,8 @@ class S4(SingleInput):
     rngs: nnx.Rngs,
   ):
     check_positive("dim", dim)
-    pairs = pairs_of(state_dim)
-    self._build(dim, pairs, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    pairs = conjugate_pairs(state_dim)
+    super().__init__(dim, pairs, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     poles, v, p = hippo_normal(state_dim)
     poles, v = poles[pairs:], v[:, pairs:]  # one of each pair
     of_normal = {"p": v.conj().T @ p, "b": v.conj().T @ (math.sqrt(2) * p)}
@@ -93,8 +95,8 @@ class S4(SingleInput):
       h = 2 * self._solve(h) - h + added * wide(x)[:, 0, :, None]
       y = jnp.sum(c * _parts(h), axis=-1) + wide(self.skip[...]) * wide(x)[:, 0]
       return y[:, None], h
-    segments = segment_index("S4", segment_ids, B, T)
-    run = jax.checkpoint(_convolution)  # the powers are made again for the backward pass
+    segments = segments_of("S4", segment_ids, B, T)
+    run = jax.checkpoint(_convolution)  # recompute the powers in the backward pass
     y, h = run(wide(x), h, segments, self._matrix(), _parts(added), c, wide(self.skip[...]))
     return y, jax.lax.complex(*jnp.split(h, 2, axis=-1))
 
@@ -126,10 +128,15 @@ def _convolution(x, h, segments, matrix, b, c, skip):
   columns = _orbit(b, powers[:inner])  # A^i b, [I, D, N]
   rows = _orbit(c, [jnp.swapaxes(p, -1, -2) for p in powers[inner:]])  # c A^(I j), [J, D, N]
   taps = _product("jdn,idn->jid", rows, columns).reshape(-1, D)[:T]
-  # "blocks": no output depends on a later token, not even in its last digit.
-  y, _ = long_convolution(x, taps.at[0].add(skip), segment_ids=segments, implementation="blocks")
+  # "chunked": no output depends on a later token, not even in its last digit.
+  y, _ = long_convolution(
+    x,
+    taps.at[0].add(skip),
+    segment_ids=None if segments is None else segments.ids,
+    implementation="chunked",
+  )
 
-  of_last = x if segments is None else jnp.where((segments == segments[:, -1:])[..., None], x, 0)
+  of_last = x if segments is None else jnp.where(segments.in_last()[..., None], x, 0)
   size = len(columns) * len(rows)
   by_lag = jnp.pad(jnp.flip(of_last, 1), ((0, 0), (0, size - T), (0, 0)))
   left = _product("bjid,idn->jbdn", by_lag.reshape(B, len(rows), len(columns), D), columns)
@@ -146,8 +153,8 @@ def _convolution(x, h, segments, matrix, b, c, skip):
       if T >> i & 1:
         kept = _product("dnm,bdm->bdn", powers[i], kept)
     if segments is not None:
-      carried = jnp.where((segments == 0)[..., None], carried, 0)
-      kept = jnp.where((segments[:, -1] == 0)[:, None, None], kept, 0)
+      carried = jnp.where((segments.index == 0)[..., None], carried, 0)
+      kept = jnp.where(segments.several()[..., None], 0, kept)
     y, last = y + carried, last + kept
   return y, last
 

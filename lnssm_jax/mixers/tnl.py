@@ -7,19 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lnssm_jax.mixers.checks import (
-  check_call,
-  check_choice,
-  check_heads,
-  check_layer,
-  check_positive,
-)
-from lnssm_jax.mixers.divided import Divisible
-from lnssm_jax.mixers.initializers import uniform_fan_in
-from lnssm_jax.mixers.layers import layer_norm, linear, merge_heads, split_heads, wide
-from lnssm_jax.mixers.positional_attention import cosine_features
-from lnssm_jax.ops import LinearAttentionState
-from lnssm_jax.ops.sequence_parallel import linear_attention, step_positions
+from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_layer, check_positive
+from lnssm_jax.mixers.common.initializers import uniform_fan_in
+from lnssm_jax.mixers.common.norms import LayerNorm
+from lnssm_jax.mixers.common.positions import cosine_features
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
+from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.ops.core.halo import step_positions
+from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.core.states import register_state
 
 POSITIONS = ("lrpe", "none")
 
@@ -35,25 +32,26 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
   return np.concatenate([slopes(lower), slopes(2 * lower)[::2][: num_heads - lower]])
 
 
+@register_state
 class TNLState(NamedTuple):
-  """What a layer remembers of a sequence."""
+  """Recurrent state of `TNL`."""
 
-  memory: LinearAttentionState  # kv [B, H, 2 K, V] float32; K in place of 2 K without LRPE
+  recurrent: LinearAttentionState  # kv [B, H, 2 K, V] float32; K in place of 2 K without LRPE
   position: jax.Array  # [B] int32, the number of tokens of the segment so far
 
 
-class TNL(Divisible):
+class TNL(Mixer[TNLState]):
   r"""TransNormerLLM's token mixer (lightning attention): decay by head and layer, gated output.
 
       q_t = silu(W_q x_t),  k_t = silu(W_k x_t),  v_t = silu(W_v x_t)
-      S_t = exp(-s_h (1 - layer / (num_layers - 1) + 1e-5)) S_{t-1} + k_t v_t^T     for each head h
+      S_t = exp(-s_h (1 - layer / (num_layers - 1) + 1e-5)) S_{t-1} + k_t v_t^T      per head h
       y_t = S_t^T q_t,      out_t = W_o (sigmoid(U_g W_g x_t) * LayerNorm(y_t))
 
-  s_h are the slopes of ALiBi: low heads forget, and the last layer hardly does. The norm goes over
-  all D channels, with scale and bias.
+  s_h are the slopes of ALiBi: low heads have the shortest memory, and the last layer hardly
+  decays. The norm is over all D channels, with scale and bias.
 
-  positions="lrpe" puts in place of q_t . k_s the sum over channels of q_i k_i cos((t - s) theta_i),
-  by features of width 2 K. In the first layer theta, which is learned, starts at 10000^(-i / K); in
+  positions="lrpe" replaces q_t . k_s by the sum over channels of q_i k_i cos((t - s) theta_i), with
+  features of width 2 K. In the first layer theta, which is learned, starts at 10000^(-i / K); in
   the others it is zero, and stays so because its gradient is: they have no positions, as published.
   Their parameters and states have the same shapes, so that layers can be stacked.
 
@@ -63,14 +61,12 @@ class TNL(Divisible):
   Args:
     dim: D, the width; a multiple of `num_heads`. K = V = D / H.
     num_heads: H.
-    layer, num_layers: where the layer stands in its model. `layer` counts from 0 and may be traced.
+    layer, num_layers: the layer's index in its model. `layer` counts from 0 and may be traced.
       A model of one layer has the decays of a first layer.
     positions: "lrpe", or "none" in every layer, with half the state.
     gate_rank: the width of W_g x; None means K.
-    dtype: of the projections and of q, k, v; decays, norm, the state and sums are float32.
+    dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
-
-  Cutting a sequence anywhere and passing the state on gives the same result as one call.
 
   Raises:
     ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or `positions` is
@@ -79,6 +75,8 @@ class TNL(Divisible):
   Sources: TransNormerLLM (Qin et al. 2023), sections 3.1-3.2; activations, norm and gate as its
   authors' code has them. Kernels start uniform within 1 / sqrt(inputs), that framework's default.
   """
+
+  set_by_model = ("num_heads", "layer", "num_layers")
 
   def __init__(
     self,
@@ -99,15 +97,15 @@ class TNL(Divisible):
     check_choice("positions", positions, POSITIONS)
     rank = self.head_dim if gate_rank is None else check_positive("gate_rank", gate_rank)
 
-    def projection(inputs=dim, outputs=dim):
-      init = uniform_fan_in(inputs)
-      return linear(inputs, outputs, init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
-    self.q_proj, self.k_proj, self.v_proj = projection(), projection(), projection()
-    self.gate_down_proj, self.gate_up_proj = projection(dim, rank), projection(rank, dim)
-    self.norm_gain = nnx.Param(jnp.ones(dim, param_dtype))
-    self.norm_bias = nnx.Param(jnp.zeros(dim, param_dtype))
-    self.o_proj = projection()
+    def linear(inputs=dim, outputs=dim):
+      return Linear(inputs, outputs, kernel_init=uniform_fan_in(inputs), **options)
+
+    self.q_proj, self.k_proj, self.v_proj = linear(), linear(), linear()
+    self.gate_down_proj, self.gate_up_proj = linear(dim, rank), linear(rank, dim)
+    self.norm = LayerNorm(dim, param_dtype=param_dtype)
+    self.o_proj = linear()
     if positions == "none":
       self.theta = None
     else:
@@ -118,29 +116,15 @@ class TNL(Divisible):
     log_rate = jnp.log(alibi_slopes(num_heads)) + jnp.log(1 - height + 1e-5)
     self.fixed_log_rate = nnx.Param(log_rate.astype(param_dtype))
 
-  def init_state(self, batch_size: int) -> TNLState:
-    """The state before the first token: zeros."""
-    B, H, K = check_positive("batch_size", batch_size), self.num_heads, self.head_dim
+  def _init_state(self, B):
+    H, K = self.num_heads, self.head_dim
     features = K if self.theta is None else 2 * K
     kv = jnp.zeros((B, H, features, K), jnp.float32)
     return TNLState(LinearAttentionState(kv, None), jnp.zeros(B, jnp.int32))
 
-  def __call__(
-    self,
-    x: jax.Array,  # [B, T, D]
-    state: TNLState | None = None,
-    segment_ids: jax.Array | None = None,  # [B, T] integer
-  ) -> tuple[jax.Array, TNLState]:
-    """Returns (out [B, T, D] in `dtype`, the state after the last token).
-
-    `state` belongs to the first segment; the layer starts afresh wherever `segment_ids` changes.
-
-    Raises:
-      ValueError: a shape or dtype is wrong; the message names the argument.
-    """
-    check_call(self, x, state, segment_ids)
+  def _mix(self, x, state, segment_ids):
     B, T, _ = x.shape
-    memory, position = state if state is not None else (None, jnp.zeros(B, jnp.int32))
+    recurrent, position = state if state is not None else (None, jnp.zeros(B, jnp.int32))
     axis = self.sequence_axis
     positions, position = step_positions(B, T, segment_ids, position, axis_name=axis)
     stream = lambda projection: split_heads(jax.nn.silu(wide(projection(x))), self.num_heads)
@@ -148,15 +132,16 @@ class TNL(Divisible):
     if self.theta is not None:
       theta = self.theta[...].reshape(self.num_heads, self.head_dim)
       q, k = cosine_features(q, positions, theta), cosine_features(k, positions, theta)
-    y, memory = linear_attention(
+    y, recurrent = linear_attention(
       q.astype(self.dtype),
       k.astype(self.dtype),
       v.astype(self.dtype),
       log_decay=-jnp.exp(wide(jax.lax.stop_gradient(self.fixed_log_rate[...]))),
-      axis_name=self.sequence_axis,
-      initial_state=memory,
+      scale=1.0,
+      axis_name=axis,
+      initial_state=recurrent,
       segment_ids=segment_ids,
     )
-    y = layer_norm(merge_heads(y), self.norm_gain[...], self.norm_bias[...])
+    y = self.norm(merge_heads(y))
     gate = jax.nn.sigmoid(wide(self.gate_up_proj(self.gate_down_proj(x))))
-    return self.o_proj((gate * y).astype(self.dtype)), TNLState(memory, position)
+    return self.o_proj((gate * y).astype(self.dtype)), TNLState(recurrent, position)

@@ -5,54 +5,92 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers import MIXERS, divide_time
+from lnssm_jax.mixers import MIXERS, Mixer, shard_time
+from lnssm_jax.mixers.common.checks import check_choice, check_heads
+from lnssm_jax.mixers.common.norms import NORMS
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
+from lnssm_jax.ops.core.states import register_state
+
+# Arguments of a mixer that the model sets itself.
+_SET_BY_MODEL = {"dim", "num_heads", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
 
 
-def layer_norm(dim: int, *, param_dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
-  """LayerNorm with scale and bias, eps 1e-5, in float32 throughout: the caller rounds it, once."""
-  return nnx.LayerNorm(
-    dim,
-    epsilon=1e-5,
-    dtype=jnp.float32,
-    param_dtype=param_dtype,
-    use_fast_variance=False,
-    rngs=rngs,
-  )
-
-
-def rms_norm(dim: int, *, param_dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
-  """RMSNorm with a scale, eps 1e-5, in float32 throughout: the caller rounds it, once."""
-  return nnx.RMSNorm(dim, epsilon=1e-5, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs)
-
-
-NORMS = {"layer": layer_norm, "rms": rms_norm}
-
-
+@register_state
 class BlockState(NamedTuple):
-  """What a block remembers of a sequence."""
+  """Recurrent state of a block after the last token."""
 
   mixer: Any
-  channel_mixer: Any  # None where it looks at one token at a time
+  channel_mixer: Any  # None if it looks at one token at a time
 
 
-def mixer_arguments(mixer: str) -> Mapping[str, inspect.Parameter]:
-  """The constructor's arguments of a mixer by its name in `MIXERS`, without `self`."""
-  parameters = dict(inspect.signature(MIXERS[mixer].__init__).parameters)
-  del parameters["self"]
-  return parameters
+def mixer_class(mixer: str | type[Mixer]) -> type[Mixer]:
+  """Returns the class of a mixer that is given by its name in `MIXERS`, or as a class.
+
+  Raises:
+    ValueError: the name is unknown, or it is not a mixer; the message lists the names.
+  """
+  if isinstance(mixer, type):
+    if issubclass(mixer, Mixer):
+      return mixer
+    raise ValueError(
+      f"mixer={mixer.__name__} is not a subclass of lnssm_jax.mixers.Mixer; derive it from that "
+      "class, or give a name in lnssm_jax.mixers.MIXERS."
+    )
+  return MIXERS[check_choice("mixer", mixer, MIXERS)]
+
+
+def check_mixer(
+  mixer: str | type[Mixer], options: Mapping[str, Any], dim: int, num_heads: int | None
+) -> None:
+  """Checks a mixer, its options and its number of heads before one is built.
+
+  Raises:
+    ValueError: the mixer or an option is unknown, or `num_heads` is missing or does not divide
+      `dim`; the message names it.
+  """
+  cls = mixer_class(mixer)
+  parameters = inspect.signature(cls.__init__).parameters
+  allowed = sorted(parameters.keys() - _SET_BY_MODEL - {"self"})
+  for name in options:
+    check_choice(f"mixer_options of {mixer_name(mixer)!r}: option", name, allowed)
+  if "num_heads" in cls.set_by_model:
+    if num_heads is not None:
+      check_heads(dim, num_heads)
+    elif parameters["num_heads"].default is inspect.Parameter.empty:
+      raise ValueError(f"num_heads=None: mixer {mixer_name(mixer)!r} has heads; give their number.")
+
+
+def mixer_name(mixer: str | type[Mixer]) -> str:
+  """Returns the name of a mixer, for messages and options: that given, or that of its class."""
+  return mixer if isinstance(mixer, str) else mixer.__name__
+
+
+def make_mixer(
+  mixer: str | type[Mixer],
+  dim: int,
+  *,
+  num_heads: int | None,
+  layer: int | jax.Array,
+  num_layers: int,
+  **options,
+) -> Mixer:
+  """Builds a mixer; it is given those of `num_heads`, `layer` and `num_layers` that it takes."""
+  cls = mixer_class(mixer)
+  place = {"num_heads": num_heads, "layer": layer, "num_layers": num_layers}
+  taken = {name: place[name] for name in cls.set_by_model if place[name] is not None}
+  build: Any = cls
+  return build(dim, **taken, **options)
 
 
 class Block(nnx.Module):
   """x + mixer(norm(x)), then x + channel_mixer(norm(x)): [B, T, D] -> [B, T, D] in `dtype`.
 
-  `mixer` and `channel_mixer` are names in `MIXERS` and `CHANNEL_MIXERS`; `LanguageModel` checks
-  them. With the channel mixer "none" the block ends after the mixer. `num_heads`, `layer` and
-  `num_layers` go to mixers that take them; `num_heads=None` leaves a mixer its own default. `norm`
-  is a name in `NORMS`. `sequence_axis` divides time, as in `LanguageModel`.
+  `mixer` is a name in `MIXERS` or a class, `channel_mixer` a name in `CHANNEL_MIXERS`;
+  `LanguageModel` checks them. With the channel mixer "none" the block ends after the mixer.
+  `num_heads`, `layer` and `num_layers` go to mixers that take them; `num_heads=None` leaves a mixer
+  its own default. `norm` is a name in `NORMS`. `sequence_axis` shards time, as in `LanguageModel`.
   """
 
   def __init__(
@@ -62,7 +100,7 @@ class Block(nnx.Module):
     num_heads: int | None,
     layer: int | jax.Array,
     num_layers: int,
-    mixer: str,
+    mixer: str | type[Mixer],
     mixer_options: Mapping[str, Any],
     channel_mixer: str,
     channel_hidden: int | None = None,
@@ -76,27 +114,27 @@ class Block(nnx.Module):
     new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
     self.mixer_norm = new_norm()
     place: dict[str, Any] = {"layer": layer, "num_layers": num_layers}
-    heads = {} if num_heads is None else {"num_heads": num_heads}
-    taken = mixer_arguments(mixer)
-    given = {name: value for name, value in (place | heads).items() if name in taken}
-    self.mixer = MIXERS[mixer](dim, **given, **mixer_options, **dtypes, rngs=rngs)
+    self.mixer = make_mixer(
+      mixer, dim, num_heads=num_heads, **place, **mixer_options, **dtypes, rngs=rngs
+    )
     if (channel_mixer_class := CHANNEL_MIXERS[channel_mixer]) is None:
       self.channel_norm = self.channel_mixer = None
     else:
       self.channel_norm = new_norm()
-      given = place if hasattr(channel_mixer_class, "init_state") else {}
+      given = place if issubclass(channel_mixer_class, Mixer) else {}
       given = given | {"hidden": channel_hidden}
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
     if sequence_axis is not None:
-      divide_time(self.mixer, sequence_axis)
-      if hasattr(self.channel_mixer, "init_state"):
-        divide_time(self.channel_mixer, sequence_axis)
+      shard_time(self.mixer, sequence_axis)
+      if isinstance(self.channel_mixer, Mixer):
+        shard_time(self.channel_mixer, sequence_axis)
     self.dtype = dtype
 
   def init_state(self, batch_size: int) -> BlockState:
     """The state before the first token. float32."""
-    channel = getattr(self.channel_mixer, "init_state", lambda batch_size: None)
-    return BlockState(self.mixer.init_state(batch_size), channel(batch_size))
+    channel = self.channel_mixer
+    state = channel.init_state(batch_size) if isinstance(channel, Mixer) else None
+    return BlockState(self.mixer.init_state(batch_size), state)
 
   def __call__(
     self,
@@ -113,7 +151,7 @@ class Block(nnx.Module):
       return x, BlockState(of_mixer, None)
     with jax.named_scope("channel_mixer"):
       y = self.channel_norm(x).astype(self.dtype)
-      if hasattr(self.channel_mixer, "init_state"):
+      if isinstance(self.channel_mixer, Mixer):
         y, of_channel = self.channel_mixer(y, of_channel, segment_ids)
       else:
         y = self.channel_mixer(y)

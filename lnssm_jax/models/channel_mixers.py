@@ -1,7 +1,7 @@
-"""Channel mixers: what a block does to each token by itself, [..., D] -> [..., D].
+"""Channel mixers: the part of a block that acts on each token separately, [..., D] -> [..., D].
 
-Those of RWKV also look at the token before, and so have a state: they are called like a mixer.
-All take `hidden`, their number of hidden channels, in place of the one that they describe.
+Those of RWKV also read the previous token, and so are `Mixer`s with a state. All take `hidden`, the
+number of hidden channels, in place of their default.
 """
 
 import functools
@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.checks import check_layer, check_positive
-from lnssm_jax.mixers.divided import Divisible
-from lnssm_jax.mixers.initializers import orthogonal, shift_weight
-from lnssm_jax.mixers.layers import exact_gelu, interpolate, last_input, token_shift
+from lnssm_jax.mixers import Mixer
+from lnssm_jax.mixers.common.activations import exact_gelu
+from lnssm_jax.mixers.common.checks import check_layer, check_positive
+from lnssm_jax.mixers.common.initializers import orthogonal, shift_weight
+from lnssm_jax.mixers.common.token_shift import interpolate, last_input, token_shift
 
 
 def _width(dim: int, hidden: int | None, usual: Callable[[int], int]) -> int:
-  """Hidden channels: those asked for, or the usual ones."""
+  """Hidden channels: `hidden`, or the default for `dim`."""
   check_positive("dim", dim)
   return usual(dim) if hidden is None else check_positive("hidden", hidden)
 
@@ -39,7 +40,7 @@ class GPT2MLP(nnx.Module):
   """W_down gelu(W_up x) with the exact (erf) GELU, a hidden width of 4 D, and no biases.
 
   Both kernels start orthogonal, with gain sqrt(out / in) where the output is the wider side.
-  Sources: GPT-2 (Radford et al. 2019); without biases and with this initialisation, the LNSSM's
+  Sources: GPT-2 (Radford et al. 2019); without biases and with this initialization, the LNSSM's
   published code.
   """
 
@@ -127,7 +128,7 @@ class GeGLU(GatedMLP):
   kernel_init = staticmethod(nnx.initializers.variance_scaling(1.0, "fan_in", "normal"))
 
 
-class RWKVChannelMix(Divisible):
+class RWKVChannelMix(Mixer[jax.Array]):
   r"""sigmoid(W_r x^r) * W_v relu(W_k x^k)^2, where x^s = mu_s * x_t + (1 - mu_s) * x_{t-1}.
 
   `RWKV4ChannelMix` and `RWKV6ChannelMix` say the widths and the initial mu. W_r and W_v start as
@@ -135,7 +136,7 @@ class RWKVChannelMix(Divisible):
   """
 
   usual_width: Callable[[int], int]
-  initial_mu: Callable[..., jax.Array]  # [D], how much of the present token streams start with
+  initial_mu: Callable[..., jax.Array]  # [D], initial weight of the present token
 
   def __init__(
     self,
@@ -164,17 +165,10 @@ class RWKVChannelMix(Divisible):
       linear(hidden, dim, kernel_init=zeros),
     )
 
-  def init_state(self, batch_size: int) -> jax.Array:
-    """The token before the first: zeros [B, D] float32."""
-    return jnp.zeros((check_positive("batch_size", batch_size), self.dim), jnp.float32)
+  def _init_state(self, B):
+    return jnp.zeros((B, self.dim), jnp.float32)
 
-  def __call__(
-    self,
-    x: jax.Array,  # [B, T, D]
-    state: jax.Array | None = None,  # [B, D]
-    segment_ids: jax.Array | None = None,  # [B, T] integer
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns (y [B, T, D] in `dtype`, the last input [B, D])."""
+  def _mix(self, x, state, segment_ids):
     shifted = token_shift(x, state, segment_ids, axis_name=self.sequence_axis)
     stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
     y = self.down(jnp.square(jax.nn.relu(self.up(stream(self.mu_k)))))
@@ -194,7 +188,7 @@ class RWKV4ChannelMix(RWKVChannelMix):
 class RWKV6ChannelMix(RWKVChannelMix):
   """`RWKVChannelMix` with 3.5 D hidden channels, in whole 32s, and mu_i = (i / D)^(rho^3).
 
-  The published mu weights the token before, and starts at 1 - (i / D)^(rho^3): the same function.
+  The published mu weights the previous token, and starts at 1 - (i / D)^(rho^3): the same function.
   Source: RWKV-6 (Peng et al. 2024) and its published code.
   """
 
@@ -202,7 +196,7 @@ class RWKV6ChannelMix(RWKVChannelMix):
 
   @staticmethod
   def initial_mu(dim, *, layer, num_layers):
-    """[D] float32, how much of the present token both streams start with."""
+    """[D] float32, initial weight of the present token in both streams."""
     rho = 1.0 - jnp.asarray(layer, jnp.float32) / num_layers
     return (jnp.arange(dim, dtype=jnp.float32) / dim) ** (rho**3)
 

@@ -1,14 +1,14 @@
-"""Embedding lookup whose gradient is the same bits every time.
+"""Embedding lookup with a bitwise reproducible gradient.
 
-The gradient of a row is a sum over all places where its token stands. Left to a scatter-add, a GPU
-adds them in whatever order its threads arrive. Here they are sorted by token, stably, and summed by
+The gradient of a row is a sum over all occurrences of its token. A scatter-add on a GPU adds
+them in the order in which its threads arrive. Here they are sorted by token, stably, and summed by
 a segmented scan, so the order is that of the batch.
 """
 
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.checks import vary_alike
+from lnssm_jax.ops.core.spmd import vary_alike
 
 
 def lookup(
@@ -25,12 +25,12 @@ def _lookup(table, tokens):
 
 
 def _forward(table, tokens):
-  # An empty array says the dtype: what is kept for the backward pass must be arrays.
+  # An empty array carries the dtype: residuals must be arrays.
   return _lookup(table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
 
 
-def _backward(kept, d_rows):
-  tokens, like = kept
+def _backward(residuals, d_rows):
+  tokens, like = residuals
   vocab, D = like.shape[0], d_rows.shape[-1]
   ids = tokens.reshape(-1)
   ids = jnp.where((ids >= 0) & (ids < vocab), ids, vocab)
@@ -46,8 +46,8 @@ def _backward(kept, d_rows):
     return starts_left | starts_right, total
 
   _, sums = jax.lax.associative_scan(combine, (is_first, rows))
-  # Each id's whole sum goes to its row. The other places lie behind the table, each its own:
-  # indices known to be unique need no order.
+  # Each id's whole sum goes to its row. The other indices are beyond the table and distinct: unique
+  # indices need no order.
   places = jnp.where(is_last & (ids < vocab), ids, vocab + jnp.arange(ids.size))
   d_table = jnp.zeros((vocab, D), jnp.float32)
   d_table = d_table.at[places].set(sums, mode="drop", unique_indices=True)

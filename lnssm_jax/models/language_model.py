@@ -8,19 +8,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers import MIXERS
-from lnssm_jax.mixers.checks import check_choice, check_heads, check_positive, check_state
-from lnssm_jax.mixers.initializers import orthogonal
+from lnssm_jax.mixers import Mixer
+from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_state
+from lnssm_jax.mixers.common.initializers import orthogonal
 from lnssm_jax.models import layers
-from lnssm_jax.models.block import NORMS, Block, mixer_arguments
+from lnssm_jax.models.block import NORMS, Block, check_mixer, mixer_name
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.models.embedding import lookup
-from lnssm_jax.ops.checks import check_shape
-from pallas_kernels import MADE_BY_KERNELS
+from lnssm_jax.models.layers import LayerStates
+from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.core.dispatch import MADE_BY_KERNELS, default_device
+from lnssm_jax.ops.core.explicit_axes import under_auto_axes
 
-# What is stored of a layer for the backward pass: everything it uses; its input only; or its input,
-# the outputs of its projections, which are the matrix products without a batch axis, and what GPU
-# kernels made.
+# Residuals of a layer: everything that the backward pass uses; the layer's input only; or also the
+# outputs of its projections (the matrix products without a batch axis) and of GPU kernels.
 REMAT_POLICIES = {
   "none": None,
   "full": jax.checkpoint_policies.nothing_saveable,
@@ -29,9 +30,6 @@ REMAT_POLICIES = {
     jax.checkpoint_policies.save_only_these_names(MADE_BY_KERNELS),
   ),
 }
-
-# Arguments of a mixer that the model sets itself.
-_SET_BY_MODEL = {"dim", "num_heads", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
 
 
 class Head(nnx.Module):
@@ -51,34 +49,36 @@ class LanguageModel(nnx.Module):
   products and the residual stream are of `dtype`; norms, decays, states and logits are float32.
 
   Args:
-    vocab_size, dim, num_layers, num_heads: the sizes. A mixer without heads needs no `num_heads`
-      and does not heed it.
-    mixer: a name in `lnssm_jax.mixers.MIXERS`; or several, a pattern that the layers repeat: with
-      ("rg_lru", "rg_lru", "sliding_window_attention") every third layer is attention.
+    vocab_size, dim, num_layers, num_heads: the sizes. `num_heads` is ignored by mixers without
+      heads.
+    mixer: a name in `lnssm_jax.mixers.MIXERS`, or a subclass of `lnssm_jax.mixers.Mixer`; or
+      several, a pattern that the layers repeat: with ("rg_lru", "rg_lru",
+      "sliding_window_attention") every third layer is attention.
     mixer_options: further keyword arguments of that mixer, such as {"shift": "kvg"}; for a pattern,
-      a dictionary of them by the mixer's name.
+      a dictionary of them by the mixer's name, or the name of its class.
     channel_mixer: a name in `CHANNEL_MIXERS`.
-    channel_hidden: its number of hidden channels; None: its own choice.
+    channel_hidden: its number of hidden channels; None takes its default.
     norm: "layer" (LayerNorm with bias) or "rms" (RMSNorm), for all norms of the model.
     embedding_norm: whether a norm follows the embedding.
     tie_embeddings: whether the head is the embedding's transpose. The embedding then starts normal
       with a standard deviation of 0.02, as GPT-2's.
-    remat: what of a layer is kept for the backward pass: "none" recomputes nothing, "full" keeps
-      the layer's input only, "dots" also keeps the outputs of the projections and of GPU kernels.
-    unroll: layers in one turn of the loop over layers. What the backward pass needs is stacked from
-      turn to turn: `num_layers` leaves no loop, which is faster and needs less memory with
-      remat="none", and takes longer to compile.
-    sequence_axis: the mesh axis over which a surrounding `jax.shard_map` divides the time axis of
+    remat: the residuals of a layer: "none" recomputes nothing, "full" keeps the layer's input only,
+      "dots" also keeps the outputs of the projections and of GPU kernels.
+    unroll: layers per iteration of the loop over layers. The residuals are stacked from iteration
+      to iteration: `num_layers` leaves no loop, which is faster and needs less memory with
+      remat="none", and takes longer to compile. None: `num_layers` on a GPU with remat="none",
+      else 1.
+    sequence_axis: the mesh axis over which a surrounding `jax.shard_map` shards the time axis of
       tokens, segments and logits, or None. The states, passed in and returned, are then those of
       the whole sequence, the same on all devices.
 
   Raises:
-    NotImplementedError: `sequence_axis` is given and a mixer cannot run on a divided sequence.
+    NotImplementedError: `sequence_axis` is given and a mixer cannot run on a sharded sequence.
     ValueError: a size is not a positive integer, `dim` is not a multiple of `num_heads`, or a name
       is unknown.
 
   Sources: LNSSM, section 5, and its published code: the norm after the embedding, the
-  initialisation.
+  initialization.
   """
 
   def __init__(
@@ -88,7 +88,7 @@ class LanguageModel(nnx.Module):
     dim: int,
     num_layers: int,
     num_heads: int | None = None,
-    mixer: str | Sequence[str] = "lnssm",
+    mixer: str | type[Mixer] | Sequence[str | type[Mixer]] = "lnssm",
     mixer_options: Mapping[str, Any] | None = None,
     channel_mixer: str = "gpt2",
     channel_hidden: int | None = None,
@@ -96,7 +96,7 @@ class LanguageModel(nnx.Module):
     embedding_norm: bool = True,
     tie_embeddings: bool = False,
     remat: str = "none",
-    unroll: int = 1,
+    unroll: int | None = None,
     sequence_axis: str | None = None,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -105,7 +105,7 @@ class LanguageModel(nnx.Module):
     self.vocab_size = check_positive("vocab_size", vocab_size)
     self.num_layers = check_positive("num_layers", num_layers)
     check_positive("dim", dim)
-    pattern = (mixer,) if isinstance(mixer, str) else tuple(mixer)
+    pattern = (mixer,) if isinstance(mixer, (str, type)) else tuple(mixer)
     if not 1 <= len(pattern) <= num_layers:
       raise ValueError(
         f"mixer={mixer!r} is a pattern of {len(pattern)} mixers; num_layers={num_layers} needs one "
@@ -120,7 +120,7 @@ class LanguageModel(nnx.Module):
       )
     check_choice("norm", norm, NORMS)
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
-    self.unroll = check_positive("unroll", unroll)
+    self.unroll = None if unroll is None else check_positive("unroll", unroll)
     self.dim, self.dtype = dim, dtype
 
     init = orthogonal(1e-4 * math.sqrt(max(vocab_size, dim)))
@@ -159,50 +159,56 @@ class LanguageModel(nnx.Module):
     """The longest sequence, where a mixer keeps a cache of bounded length; None: any length."""
     return layers.max_length(self.blocks)
 
-  def init_state(self, batch_size: int):
+  def init_state(self, batch_size: int) -> LayerStates:
     """The state before the first token: a `BlockState` with a leading axis L. float32.
 
     Of a pattern of mixers, a list with the state of each place, whose axis counts its layers.
     """
     return layers.init_state(self.blocks, check_positive("batch_size", batch_size))
 
+  @under_auto_axes(argument=1, results=(0, 1))
   def hidden(
     self,
     tokens: jax.Array,
-    state=None,
+    state: LayerStates | None = None,
     segment_ids: jax.Array | None = None,
     *,
     gather: Callable[[Block], Block] | None = None,
-  ):
-    """(What the head reads [B, T, D], in `dtype`; the state after the last token.)
+  ) -> tuple[jax.Array, LayerStates]:
+    """Returns (the input of the head [B, T, D] in `dtype`, the state after the last token).
 
-    A token id outside [0, vocab_size) cannot raise on a device: it makes NaN.
+    A token id outside [0, vocab_size) cannot raise on a device: its outputs are NaN.
 
     Args:
       tokens: [B, T] integer.
       state: what an earlier call returned, or None at the start of a sequence.
-      segment_ids: [B, T] integer; the model starts afresh wherever the id changes.
-      gather: makes a layer whole just before it runs, where the layers' parameters are divided over
+      segment_ids: [B, T] integer; the state is reset wherever the id changes.
+      gather: gathers a layer just before it runs, if the layers' parameters are sharded over
         devices, such as `lnssm_jax.sharding.gather`.
 
     Raises:
       ValueError: a rank, dtype or shape is wrong; the message names it.
     """
     self._check(tokens, state)
-    options = {"policy": REMAT_POLICIES[self.remat], "unroll": self.unroll, "gather": gather}
+    # Without a loop the compiler could undo a rematerialization, finding the results still there.
+    whole = self.remat == "none" and default_device().platform == "gpu"
+    unroll = self.unroll or (self.num_layers if whole else 1)
+    options = {"policy": REMAT_POLICIES[self.remat], "unroll": unroll, "gather": gather}
     x = self.embed(tokens)
     x, state = layers.run(self.blocks, x, state, segment_ids, **options)
     return self.norm(x).astype(self.dtype), state
 
+  @under_auto_axes(argument=1)
   def embed(self, tokens: jax.Array) -> jax.Array:
-    """What the first layer reads, [B, T, D] in `dtype`."""
+    """The input of the first layer, [B, T, D] in `dtype`."""
     x = lookup(self.embedding[...], jnp.asarray(tokens))
     return (x if self.embedding_norm is None else self.embedding_norm(x)).astype(self.dtype)
 
   def head_kernel(self) -> jax.Array:
-    """W [D, vocab] of the logits h W, in `param_dtype`."""
+    """Returns W [D, vocab] of the logits h W, in `param_dtype`."""
     return self.embedding[...].T if self.head is None else self.head.kernel[...]
 
+  @under_auto_axes(argument=1)
   def logits(self, hidden: jax.Array) -> jax.Array:
     """[..., D] -> [..., vocab] float32; the product is in `dtype`, its sum in float32."""
     return jnp.matmul(
@@ -211,8 +217,17 @@ class LanguageModel(nnx.Module):
       preferred_element_type=jnp.float32,
     )
 
-  def __call__(self, tokens: jax.Array, state=None, segment_ids: jax.Array | None = None):
-    """(logits [B, T, vocab] float32, the state after the last token); arguments as in `hidden`."""
+  @under_auto_axes(argument=1, results=(0, 1))
+  def __call__(
+    self,
+    tokens: jax.Array,
+    state: LayerStates | None = None,
+    segment_ids: jax.Array | None = None,
+  ) -> tuple[jax.Array, LayerStates]:
+    """Returns (logits [B, T, vocab] float32, the state after the last token).
+
+    Arguments and errors are those of `hidden`.
+    """
     hidden, state = self.hidden(tokens, state, segment_ids)
     return self.logits(hidden), state
 
@@ -231,27 +246,23 @@ class LanguageModel(nnx.Module):
     check_state("LanguageModel", state, expected, "[L, B, ...]")
 
 
-def _options_by_mixer(pattern, options, dim, num_heads) -> dict[str, dict[str, Any]]:
+def _options_by_mixer(
+  pattern: Sequence[str | type[Mixer]],
+  options: Mapping[str, Any],
+  dim: int,
+  num_heads: int | None,
+) -> dict[str | type[Mixer], dict[str, Any]]:
   """The options of each mixer of a pattern, checked."""
   if len(pattern) > 1:
     for name in options:
-      check_choice("mixer_options: mixer", name, pattern)
+      check_choice("mixer_options: mixer", name, map(mixer_name, pattern))
   by_mixer = {}
   for mixer in dict.fromkeys(pattern):
-    arguments = mixer_arguments(check_choice("mixer", mixer, MIXERS))
-    if "num_heads" in arguments:
-      if num_heads is not None:
-        check_heads(dim, num_heads)
-      elif arguments["num_heads"].default is arguments["num_heads"].empty:
-        raise ValueError(f"num_heads=None: mixer {mixer!r} has heads; say how many.")
-    own = dict(options if len(pattern) == 1 else options.get(mixer, {}))
-    for name in own:
-      allowed = sorted(arguments.keys() - _SET_BY_MODEL)
-      check_choice(f"mixer_options of {mixer!r}: option", name, allowed)
-    by_mixer[mixer] = own
+    by_mixer[mixer] = dict(options if len(pattern) == 1 else options.get(mixer_name(mixer), {}))
+    check_mixer(mixer, by_mixer[mixer], dim, num_heads)
   return by_mixer
 
 
 def count_parameters(tree) -> int:
-  """How many numbers a model, or a tree of parameters or of their shapes, holds."""
+  """Counts the numbers in a model, or in a tree of parameters or of their shapes."""
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

@@ -2,7 +2,7 @@
 
 Layer l has the mixer `pattern[l % len(pattern)]`. The blocks of one place in the pattern are one
 `Block` whose leaves have a leading axis; with a pattern of one, that is the whole stack. The scan
-runs whole patterns; what is left of the last one follows it.
+runs whole patterns; the remaining layers of the last one follow it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.models.block import Block
+from lnssm_jax.mixers import Mixer
+from lnssm_jax.models.block import Block, BlockState
+
+# States of all layers: one with a leading axis L; of a pattern, one for each of its places, whose
+# leading axis counts the layers there.
+type LayerStates = BlockState | list[BlockState]
 
 
 def make_blocks(
-  build: Callable[[str, jax.Array, jax.Array], Block],
-  pattern: Sequence[str],
+  build: Callable[[str | type[Mixer], jax.Array, jax.Array], Block],
+  pattern: Sequence[str | type[Mixer]],
   num_layers: int,
   key: jax.Array,
 ) -> Any:
@@ -39,7 +44,7 @@ def make_blocks(
   return nnx.Dict({str(place): stack for place, stack in enumerate(stacks)})
 
 
-def init_state(blocks: Any, batch_size: int) -> Any:
+def init_state(blocks: Any, batch_size: int) -> LayerStates:
   """The state before the first token: a stacked one for each place of the pattern."""
 
   def stacked(stack):
@@ -52,20 +57,20 @@ def init_state(blocks: Any, batch_size: int) -> Any:
 def run(
   blocks: Any,
   x: jax.Array,  # [B, T, D]
-  state: Any,
+  state: LayerStates | None,
   segment_ids: jax.Array | None,
   *,
   policy: Callable[..., bool] | None,
   unroll: int,
   gather: Callable[[Block], Block] | None = None,
-) -> tuple[jax.Array, Any]:
-  """(x [B, T, D] after all layers, their states, as `init_state` has them).
+) -> tuple[jax.Array, LayerStates]:
+  """Returns (x [B, T, D] after all layers, their states, structured as by `init_state`).
 
   Args:
-    policy: of rematerialisation; None keeps everything.
-    unroll: layers in one turn of the loop.
-    gather: makes a layer whole whose parameters are divided over devices. The backward pass gathers
-      it again: whole, it is never kept.
+    policy: of rematerialization; None keeps everything.
+    unroll: layers per iteration of the loop.
+    gather: gathers the parameters of a layer that are sharded over devices. The backward pass
+      gathers them again: gathered parameters are never residuals.
   """
   stacks = _stacks(blocks)
   states = [None] * len(stacks) if state is None else _stacks(state)
@@ -103,11 +108,11 @@ def run(
 
 
 def _all_but_gathers(primitive, *args, **params) -> bool:
-  """A policy of rematerialisation that keeps everything but what is gathered.
+  """A policy of rematerialization that keeps everything but gathered parameters.
 
-  By an all-gather, whose result may then be typed as varying along further axes, or, where the
-  compiler divides, by a constraint on the layout. And but complex numbers, which JAX 0.11 cannot
-  keep under a policy (it rounds what it keeps with `reduce_precision`).
+  They are gathered by an all-gather, whose result may then be typed as varying along further axes,
+  or, under GSPMD, by a sharding constraint. Complex numbers are not kept either: JAX 0.11 cannot
+  keep them under a policy (it rounds residuals with `reduce_precision`).
   """
   if primitive.name in ("all_gather", "pvary", "sharding_constraint", "complex", "fft"):
     return False
@@ -122,7 +127,7 @@ def max_length(blocks: Any) -> int | None:
 
 
 def apart(tree: Any, num_layers: int) -> list[Any]:
-  """Stacked blocks, or their states, as a list with one tree a layer."""
+  """Splits stacked blocks, or their states, into a list with one tree per layer."""
   stacks = _stacks(tree)
   part = lambda place, turn: jax.tree.map(lambda leaf: leaf[turn], stacks[place])
   return [part(layer % len(stacks), layer // len(stacks)) for layer in range(num_layers)]
@@ -131,15 +136,16 @@ def apart(tree: Any, num_layers: int) -> list[Any]:
 def _stacks(tree: Any) -> list[Any]:
   """The stacks by place: of blocks (a `Block` or a dictionary) or of states (or a list)."""
   if isinstance(tree, nnx.Dict):
-    return [tree[str(place)] for place in range(len(tree))]
+    # `nnx.tabulate` adds an attribute of its own, which the length of the dictionary counts.
+    return [tree[str(place)] for place in range(len(tree)) if str(place) in tree]
   return tree if isinstance(tree, list) else [tree]
 
 
 def _count(stack: Block) -> int:
-  """How many layers a stack has."""
+  """The number of layers in a stack."""
   return jax.tree.leaves(stack)[0].shape[0]
 
 
 def _like(blocks: Any, stacks: list[Any]) -> Any:
-  """One stack as it is; several as the list of them."""
+  """Returns a single stack as it is, several as the list of them."""
   return stacks if isinstance(blocks, nnx.Dict) else stacks[0]

@@ -1,42 +1,44 @@
-"""An image classifier: patches, read from both ends by any mixer.
+"""An image classifier: a sequence of patches, mixed in both directions by any mixer.
 
 The layout is Vim's and ViL's: a class token in the middle of the patches, learned positions, and in
 each block a forward and a backward mixer whose mean is added to the residual stream.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers import MIXERS
-from lnssm_jax.mixers.checks import check_choice, check_heads, check_positive
-from lnssm_jax.models.block import NORMS, mixer_arguments
+from lnssm_jax.mixers import Mixer
+from lnssm_jax.mixers.common.checks import check_choice, check_positive
+from lnssm_jax.models.block import NORMS, check_mixer, make_mixer
 from lnssm_jax.models.language_model import REMAT_POLICIES
-from lnssm_jax.ops.checks import check_floating, check_shape
+from lnssm_jax.ops.core.checks import check_floating, check_shape
+from lnssm_jax.ops.core.explicit_axes import under_auto_axes
 
-# What the two directions share where a mixer has it: the projections in and out of the block.
+# Submodules that the two directions share, if a mixer has them: the projections in and out.
 SHARED = ("in_proj", "o_proj")
 
 
 class Bidirectional(nnx.Module):
   """(mixer(x) + flip(mixer'(flip(x)))) / 2: [B, T, D] -> [B, T, D], without a state.
 
-  The two mixers have parameters of their own but for those in `shared`, which are the first's.
+  The two mixers, both built by `new`, have parameters of their own but for the submodules in
+  `shared`, which are the first's.
   """
 
-  def __init__(self, mixer: str, dim: int, *, shared: Sequence[str], rngs: nnx.Rngs, **options):
-    new = lambda: MIXERS[mixer](dim, **options, rngs=rngs)
+  def __init__(self, new: Callable[[], Mixer], *, shared: Sequence[str]):
     self.forward = new()
-    self.graph, params = nnx.split(new(), nnx.Param)
-    own = {name: leaf for name, leaf in nnx.to_pure_dict(params).items() if name not in shared}
-    self.backward = _parameters(own)
+    own = nnx.to_pure_dict(nnx.state(new(), nnx.Param))
+    self.backward = _parameters({name: own[name] for name in own if name not in shared})
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    plain = lambda module: nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    backward: Any = nnx.merge(self.graph, plain(self.forward) | plain(self.backward))
+    """The mean of both directions, [B, T, D]."""
+    graph, params = nnx.split(self.forward, nnx.Param)
+    own = nnx.to_pure_dict(nnx.state(self.backward, nnx.Param))
+    backward: Any = nnx.merge(graph, nnx.to_pure_dict(params) | own)
     return (self.forward(x)[0] + backward(x[:, ::-1])[0][:, ::-1]) / 2
 
 
@@ -49,11 +51,10 @@ def _parameters(tree: Mapping[str, Any]) -> nnx.Dict:
 class VisionBlock(nnx.Module):
   """x + bidirectional(norm(x))."""
 
-  def __init__(self, mixer: str, dim: int, *, norm: str, dtype, param_dtype, rngs, **options):
-    self.norm = NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
-    options |= {"dtype": dtype, "param_dtype": param_dtype}
-    self.mixer = Bidirectional(mixer, dim, rngs=rngs, **options)
-    self.dtype = dtype
+  def __init__(self, mixer: str | type[Mixer], dim: int, *, norm: str, **options):
+    self.dtype = options["dtype"]
+    self.norm = NORMS[norm](dim, param_dtype=options["param_dtype"], rngs=options["rngs"])
+    self.mixer = Bidirectional(lambda: make_mixer(mixer, dim, **options), shared=SHARED)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return x + self.mixer(self.norm(x).astype(self.dtype))
@@ -89,7 +90,7 @@ class VisionModel(nnx.Module):
     num_layers: int,
     channels: int = 3,
     num_heads: int | None = None,
-    mixer: str = "longhorn",
+    mixer: str | type[Mixer] = "longhorn",
     mixer_options: Mapping[str, Any] | None = None,
     norm: str = "rms",
     remat: str = "none",
@@ -105,15 +106,12 @@ class VisionModel(nnx.Module):
       raise ValueError(
         f"image_size={image_size} is not a multiple of patch_size={patch_size}; choose another."
       )
-    arguments = mixer_arguments(check_choice("mixer", mixer, MIXERS))
+    options = dict(mixer_options or {})
+    check_mixer(mixer, options, dim, num_heads)
     check_choice("norm", norm, NORMS)
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
     self.image_size, self.patch_size, self.channels = image_size, patch_size, channels
     self.dtype = jnp.dtype(dtype)
-    options = dict(mixer_options or {})
-    if num_heads is not None and "num_heads" in arguments:
-      check_heads(dim, num_heads)
-      options["num_heads"] = num_heads
     num_patches = (image_size // patch_size) ** 2
 
     normal = nnx.initializers.normal(0.02)
@@ -125,17 +123,17 @@ class VisionModel(nnx.Module):
     self.positions = nnx.Param(normal(rngs.params(), (num_patches + 1, dim), param_dtype))
 
     def block(key, layer):
-      place = {"layer": layer, "num_layers": num_layers}
-      taken = {name: value for name, value in place.items() if name in arguments}
       return VisionBlock(
-        *(mixer, dim),
-        shared=SHARED,
+        mixer,
+        dim,
         norm=norm,
+        num_heads=num_heads,
+        layer=layer,
+        num_layers=num_layers,
         dtype=dtype,
         param_dtype=param_dtype,
         rngs=nnx.Rngs(key),
         **options,
-        **taken,
       )
 
     keys = jax.random.split(rngs.params(), num_layers)
@@ -143,6 +141,7 @@ class VisionModel(nnx.Module):
     self.norm = NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
     self.head = linear(dim, num_classes, jnp.float32)
 
+  @under_auto_axes(argument=1)
   def __call__(self, images: jax.Array) -> jax.Array:
     """Logits [B, num_classes] float32 of images [B, height, width, channels], floating point."""
     shape = (None, self.image_size, self.image_size, self.channels)

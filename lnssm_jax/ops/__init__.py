@@ -3,43 +3,57 @@
 Axis letters, for the whole project: `B` batch, `T` time, `H` heads, `K` key width per head, `V`
 value width per head, `D` channels, `N` state width per channel, `C` chunk length. Arrays are
 time-major after batch: `[B, T, H, K]`. Decays are natural logarithms, `<= 0`.
+
+Every op returns `(out, state)` and promises:
+
+* Splitting a sequence anywhere and passing the state on gives the same result as one call. The
+  empty state is `op.init_state(...)`, or None.
+* Packing documents into one row with `segment_ids` gives the same result as running them apart: the
+  state is reset where the id changes, `initial_state` belongs to the first document, the returned
+  state to the last.
+* Gradients flow to every array argument, to `initial_state` and from the returned state, under
+  `jit`, `vmap`, `jax.checkpoint`, `lax.scan` and `shard_map`.
+* States, decays and sums are float32, or float64 if an input is; `out` has the dtype of the values.
+* `axis_name` runs the op inside `jax.shard_map` on one shard of the sequence, with the numbers of
+  the whole one; `initial_state` and the returned state are those of the whole sequence:
+
+      part = PartitionSpec(None, "sequence")
+      layer = lambda q, k, v: ops.linear_attention(q, k, v, axis_name="sequence")
+      jax.shard_map(layer, mesh=mesh, in_specs=part, out_specs=(part, PartitionSpec()))(q, k, v)
+
+* `implementation=None` takes the fastest one that supports the arguments on the default device; a
+  named one runs or raises `NotImplementedError` with the reason. `supported` lists them.
 """
 
 from lnssm_jax.ops.attention.api import attention
 from lnssm_jax.ops.attention.rotary import rotary_embedding
-from lnssm_jax.ops.attention.state import (
-  AttentionState,
-  attention_positions,
-  init_attention_state,
-)
+from lnssm_jax.ops.attention.types import AttentionState
 from lnssm_jax.ops.causal_conv1d.api import causal_conv1d
+from lnssm_jax.ops.causal_conv1d.types import ConvState
+from lnssm_jax.ops.core.dispatch import supported
 from lnssm_jax.ops.delta_rule.api import delta_rule
-from lnssm_jax.ops.delta_rule.state import DeltaRuleState
+from lnssm_jax.ops.delta_rule.types import DeltaRuleState
 from lnssm_jax.ops.diagonal_scan.api import diagonal_scan
-from lnssm_jax.ops.diagonal_scan.state import DiagonalState
-from lnssm_jax.ops.dispatch import supported
-from lnssm_jax.ops.elementwise_decay_scan.api import DecayFunction, elementwise_decay_scan
-from lnssm_jax.ops.elementwise_decay_scan.state import ElementwiseDecayState
+from lnssm_jax.ops.diagonal_scan.types import DiagonalState
+from lnssm_jax.ops.elementwise_decay_scan.api import elementwise_decay_scan
+from lnssm_jax.ops.elementwise_decay_scan.types import DecayFunction, ElementwiseDecayState
 from lnssm_jax.ops.linear_attention.api import linear_attention
-from lnssm_jax.ops.linear_attention.state import LinearAttentionState
+from lnssm_jax.ops.linear_attention.types import LinearAttentionState
 from lnssm_jax.ops.long_convolution.api import long_convolution
 from lnssm_jax.ops.long_convolution.exponentials import exponential_kernel_taps
-from lnssm_jax.ops.long_convolution.state import (
-  ExponentialKernel,
-  ExponentialState,
-  LongConvolutionState,
-)
+from lnssm_jax.ops.long_convolution.types import ExponentialKernel, ExponentialState
 from lnssm_jax.ops.longhorn_scan.api import longhorn_scan
-from lnssm_jax.ops.longhorn_scan.state import LonghornState
+from lnssm_jax.ops.longhorn_scan.types import LonghornState
 from lnssm_jax.ops.selective_scan.api import selective_scan
-from lnssm_jax.ops.selective_scan.state import SelectiveState
+from lnssm_jax.ops.selective_scan.types import SelectiveState
 from lnssm_jax.ops.sparse_state_attention.api import sparse_state_attention
-from lnssm_jax.ops.sparse_state_attention.state import SparseState
+from lnssm_jax.ops.sparse_state_attention.types import SparseState
 from lnssm_jax.ops.wkv4.api import wkv4
-from lnssm_jax.ops.wkv4.state import WKV4State
+from lnssm_jax.ops.wkv4.types import WKV4State
 
 __all__ = [
   "AttentionState",
+  "ConvState",
   "DecayFunction",
   "DeltaRuleState",
   "DiagonalState",
@@ -47,19 +61,16 @@ __all__ = [
   "ExponentialKernel",
   "ExponentialState",
   "LinearAttentionState",
-  "LongConvolutionState",
   "LonghornState",
   "SelectiveState",
   "SparseState",
   "WKV4State",
   "attention",
-  "attention_positions",
   "causal_conv1d",
   "delta_rule",
   "diagonal_scan",
   "elementwise_decay_scan",
   "exponential_kernel_taps",
-  "init_attention_state",
   "linear_attention",
   "long_convolution",
   "longhorn_scan",

@@ -1,1 +1,1 @@
-"""The causal convolution over a few steps on Hopper: `op.py`, and `conv.py`, the kernels."""
+"""The causal convolution over a few tokens on Hopper: `kernel.py` has both kernels."""

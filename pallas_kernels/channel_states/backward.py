@@ -1,4 +1,18 @@
-"""The walk back: states of a chunk made again, then their adjoints, in registers."""
+"""Backward pass of the scans with N states per channel, in reverse chunk order.
+
+Per chunk, the states are recomputed from those that enter it, which the forward pass stored, and
+kept in SMEM; then the cotangents of the states pass it from its last token to its first, in
+registers.
+
+  prologue   TMA copies bring the last chunks; the cotangents of the last states are loaded
+  mainloop   per chunk: recompute its states; wait until the results of the chunk before have left
+             SMEM; per few tokens compute gradients, share the terms of the keys' gradients through
+             SMEM, add them over the CTA's channels and store the sums; start the copy of the
+             results to GMEM
+  epilogue   store the sums over tokens and the cotangents of the initial states
+"""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -6,205 +20,272 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.channel_states.tiles import COMPILER_PARAMS, VECTOR, Tiles, barrier
-from pallas_kernels.tensor_core import in_32_bits, store_anywhere
+from pallas_kernels.channel_states.config import VECTOR, KernelConfig
+from pallas_kernels.channel_states.recurrence import Recurrence
+from pallas_kernels.channel_states.streams import Streams, load_is_first, load_norm
+from pallas_kernels.channel_states.tiles import COMPILER_PARAMS, StateTiles, cta_barrier
+from pallas_kernels.core import boundaries
+from pallas_kernels.core.wgmma import Backend, in_32_bits, store_anywhere
+
+
+class _KernelInputs(NamedTuple):
+  streams: Streams
+  skip: Any  # [D]
+  a: Any  # [D, N] or None
+  chunk_states: Any  # [B, T / chunk * D, N]: one column of tiles per CTA
+  d_out: Any  # [B, T, D]
+  d_last: Any  # [B, D, N]
+
+
+class _Pipelined(NamedTuple):
+  """Streams of the pipeline; None: does not exist or is loaded from GMEM."""
+
+  x: Any
+  rate: Any
+  d_out: Any
+  write_key: Any
+  read_key: Any
+  other_squares: Any
+  scalars: Any
+  chunk_states: Any
+
+
+class _Scratch(NamedTuple):
+  """SMEM of the backward kernel."""
+
+  states: Any  # [chunk - 2, channels, N]: entry t is the state after token t
+  sums: Any  # [tokens_per_sum * S, rows, N]: terms that are added over rows
+  d_x: Any  # [chunk, channels]
+  d_rate: Any  # [chunk, channels], or None: gradients of rates go to GMEM directly
+
+
+class BackwardResults(NamedTuple):
+  """Gradients."""
+
+  x: Any  # [B, T, D]
+  rate: Any  # [B, T, D]
+  initial: Any  # [B, D, N] float32
+  skip: Any  # [B, D] float32
+  key_sums: Any  # [B, CTAs, T, S, N] float32, sums over the channels of a CTA
+  a: Any  # [B, D, N] float32, or None
+
+
+class _Carry(NamedTuple):
+  """Registers, a list with one entry per tile each."""
+
+  d_states: Any  # cotangents of the states after a token
+  d_a: Any  # gradients of a so far, or None
+  d_skip: Any  # gradients of skip so far
 
 
 @in_32_bits
-def gradients(cell, inputs, *, tiles, chunk, together=None, stages=2, resets=False, interpret=None):
-  """Gradients from `inputs` of the forward pass, "borders", "d_out" and "d_last".
+def backward_kernel(
+  recurrence: Recurrence,
+  streams: Streams,
+  skip: jax.Array,  # [D]
+  a: jax.Array | None,  # [D, N]
+  chunk_states: jax.Array,  # [B, T / chunk, D, N]
+  d_out: jax.Array,  # [B, T, D]
+  d_last: jax.Array,  # [B, D, N]
+  *,
+  config: KernelConfig,
+  has_boundaries: bool,
+  backend: Backend,
+) -> BackwardResults:
+  """Gradients of all inputs of the forward kernel."""
+  x_dtype, rate_dtype, state_dtype = streams.x.dtype, streams.rate.dtype, chunk_states.dtype
+  (B, T, D), N, C = streams.x.shape, chunk_states.shape[3], config.chunk
+  num_chunks = T // C
+  tiles = StateTiles(N, config.lanes, config.num_tiles)
+  width, rows = tiles.channels, tiles.rows
+  num_ctas = D // width
+  S, together = recurrence.num_sums, config.tokens_per_sum
+  sum_layout = _sum_layout(N)
+  # Two CTAs share the SMEM of an SM. With wide rates some of what could pass through SMEM does not:
+  # the states that enter the chunks and the gradients of the rates.
+  bypass_smem = rate_dtype.itemsize > x_dtype.itemsize
+  out_type = BackwardResults(
+    x=jax.ShapeDtypeStruct((B, T, D), x_dtype),
+    rate=jax.ShapeDtypeStruct((B, T, D), rate_dtype),
+    initial=jax.ShapeDtypeStruct((B, D, N), jnp.float32),
+    skip=jax.ShapeDtypeStruct((B, D), jnp.float32),
+    key_sums=jax.ShapeDtypeStruct((B, num_ctas, T * S, N), jnp.float32),
+    a=None if a is None else jax.ShapeDtypeStruct((B, D, N), jnp.float32),
+  )
+  scratch = _Scratch(
+    states=plgpu.SMEM((C - 2, width, N), state_dtype),
+    sums=plgpu.SMEM((together * S, rows, N), jnp.float32),
+    d_x=plgpu.SMEM((C, width), x_dtype),
+    d_rate=None if bypass_smem else plgpu.SMEM((C, width), rate_dtype),
+  )
+  # The chunk that the pipeline brings m-th.
+  chunk_at = lambda m: num_chunks - 1 - m
+  by_channel = plgpu.BlockSpec((C, width), lambda m: (chunk_at(m), 0))
+  by_state = plgpu.BlockSpec((C, N), lambda m: (chunk_at(m), 0))
+  scalars = plgpu.BlockSpec((None, 2, C), lambda m: (chunk_at(m), 0, 0))
 
-  Returns a dictionary: "x", "rate" [B, T, D]; "initial" [B, D, N] float32; "skip" [B, D] float32;
-  "sums" [B, D/channels, T, S, N] float32, what `cell` sums over the channels of a block; and the
-  gradients of the cell's parameters, [B, D, N] float32.
-  """
-  x, borders = inputs["x"], inputs["borders"]
-  B, T, D = x.shape
-  N, C = borders.shape[2], chunk
-  M = T // C
-  form = Tiles(N, *tiles)
-  wide, rows = form.channels, form.rows
-  S, together = len(cell.sums), together or cell.together
-  by_step = _sum_layout(N)
-  # Two blocks share the memory of a multiprocessor. With wide rates some of what could pass through
-  # shared memory goes directly: the borders in and the gradients of the rates out.
-  directly = inputs["rate"].dtype.itemsize > x.dtype.itemsize
-  out_type = {
-    "x": jax.ShapeDtypeStruct((B, T, D), x.dtype),
-    "rate": jax.ShapeDtypeStruct((B, T, D), inputs["rate"].dtype),
-    "initial": jax.ShapeDtypeStruct((B, D, N), jnp.float32),
-    "skip": jax.ShapeDtypeStruct((B, D), jnp.float32),
-    "sums": jax.ShapeDtypeStruct((B, D // wide, T * S, N), jnp.float32),
-  }
-  for name in cell.parameters:
-    out_type[name] = jax.ShapeDtypeStruct((B, D, N), jnp.float32)
-  scratch = {
-    "history": plgpu.SMEM((C - 2, wide, N), borders.dtype),
-    "sums": plgpu.SMEM((together * S, rows, N), jnp.float32),
-    "x": plgpu.SMEM((C, wide), x.dtype),
-  }
-  if not directly:
-    scratch["rate"] = plgpu.SMEM((C, wide), inputs["rate"].dtype)
-  by_channel = "x", "rate", "d_out"
-  streams = [n for n in (*by_channel, *cell.keys, "scalars") if n in inputs]
-  if not directly:
-    streams.append("borders")
+  def body(ins, outs, scratch):
+    states_smem, sums_smem, d_x_smem, d_rate_smem = scratch
+    row, cta = lax.axis_index("row"), lax.axis_index("cta")
+    base = cta * width
+    a_reg = [None] * tiles.number if ins.a is None else tiles.load(ins.a, base)
+    skip_reg = tiles.load_channels(ins.skip, base)
 
-  def spec(name, block):
-    """The block of a pipeline that goes back in time."""
-    if name == "borders":
-      return plgpu.BlockSpec((wide, N), lambda m: ((M - 1 - m) * (D // wide) + block, 0))
-    if name == "scalars":
-      return plgpu.BlockSpec((None, 2, C), lambda m: (M - 1 - m, 0, 0))
-    width = wide if name in by_channel else N
-    return plgpu.BlockSpec((C, width), lambda m: (M - 1 - m, 0))
+    own = lambda ref: ref.at[row, :, pl.ds(base, width)]
+    every = lambda ref: None if ref is None else ref.at[row]
+    pipelined_gmem = _Pipelined(
+      *(own(ref) for ref in (ins.streams.x, ins.streams.rate, ins.d_out)),
+      *(every(ref) for ref in ins.streams[2:]),
+      chunk_states=None if bypass_smem else every(ins.chunk_states),
+    )
+    specs = _Pipelined(
+      *(by_channel,) * 3,
+      *(by_state,) * 3,
+      scalars=scalars,
+      chunk_states=plgpu.BlockSpec((width, N), lambda m: (chunk_at(m) * num_ctas + cta, 0)),
+    )
 
-  def body(ins, outs, s):
-    row, block = lax.axis_index("row"), lax.axis_index("block")
-    base = block * wide
-    parameters = cell.tiles(form, ins, base)
-    skip = form.vectors(ins["skip"], base)
-
-    def chunk_step(index, *args):
+    def compute_chunk(index, *args):
       (m,) = index
-      n = M - 1 - m
-      *blocks, carry = args
-      refs = dict(zip(streams, blocks, strict=True))
+      n = chunk_at(m)
+      *arrived, carry = args
+      arrived = iter(arrived)
+      smem = _Pipelined(*(None if ref is None else next(arrived) for ref in pipelined_gmem))
 
-      def border():
-        if directly:
-          return form.load(ins["borders"].at[row], (n * (D // wide) + block) * wide)
-        return form.load(refs["borders"])
+      def load_entering():
+        """The states that enter the chunk."""
+        if bypass_smem:
+          return tiles.load(ins.chunk_states.at[row], (n * num_ctas + cta) * width)
+        return tiles.load(smem.chunk_states)
 
-      def prepared(t):
-        keys = cell.load_keys(form, refs, t)
-        xs, rates = form.vectors(refs["x"].at[t]), form.vectors(refs["rate"].at[t])
-        scalars = cell.scalars(refs, t)
-        gates = [cell.gates(*pair, scalars) for pair in zip(xs, rates, strict=True)]
-        decays = [cell.decay(form, g, p, keys) for g, p in zip(gates, parameters, strict=True)]
-        first = refs["scalars"][0, t] > 0 if resets else None
-        return keys, xs, gates, decays, first
+      def prepare(t):
+        keys = recurrence.load_keys(tiles, smem, t)
+        xs, rates = tiles.load_channels(smem.x.at[t]), tiles.load_channels(smem.rate.at[t])
+        norm = load_norm(smem, t)
+        gates = [recurrence.gates(x, rate, norm) for x, rate in zip(xs, rates, strict=True)]
+        decays = [recurrence.decay(tiles, g, a, keys) for g, a in zip(gates, a_reg, strict=True)]
+        is_first = load_is_first(smem, t) if has_boundaries else None
+        return keys, xs, gates, decays, is_first
 
-      def entering(first, state):
-        return state if first is None else jnp.where(first, 0.0, state)
-
-      def again(t, states):
-        keys, _, gates, decays, first = prepared(t)
+      def recompute(t, states):
+        """The states after token t."""
+        keys, _, gates, decays, is_first = prepare(t)
         return [
-          cell.after(decay, entering(first, state), form.across(g.write) * keys[cell.keys[0]])
+          decay.update(
+            boundaries.reset(is_first, state, 0.0),
+            tiles.broadcast_channels(g.write) * keys.write,
+          )
           for state, g, decay in zip(states, gates, decays, strict=True)
         ]
 
-      def keep(t, states):
-        states = again(t, states)
-        for place, state in zip(form.places(), states, strict=True):
-          s["history"].at[t, place][...] = state.astype(borders.dtype)
+      def recompute_and_keep(t, states):
+        states = recompute(t, states)
+        for at, state in zip(tiles.slices(), states, strict=True):
+          states_smem.at[t, at][...] = state.astype(state_dtype)
         return states
 
-      # What enters step t lies at t - 1, but for the first step, which the border enters, and the
-      # last, which registers hold.
-      entered = lax.fori_loop(0, C - 2, keep, border())
-      entered = again(C - 2, entered)
-      states = again(C - 1, entered)
+      # The state before token t is kept at t - 1, but for the first token, where it entered the
+      # chunk, and the last, where it stays in registers.
+      before_last = lax.fori_loop(0, C - 2, recompute_and_keep, load_entering())
+      before_last = recompute(C - 2, before_last)
+      last = recompute(C - 1, before_last)
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-      def back(t, carry, before, sums_at):
-        adjoints, after, d_parameters, d_skip = carry
-        keys, xs, gates, decays, first = prepared(t)
-        d_outs = form.vectors(refs["d_out"].at[t])
-        totals = None
-        new = [], [], []
-        for j, place in enumerate(form.places()):
-          d_out = form.across(d_outs[j])
-          adjoint = adjoints[j] + d_out * keys[cell.keys[1]]
-          along = form.sum_of(adjoint, keys[cell.keys[0]])
-          passed = cell.decayed(decays[j], adjoint)
-          state = entering(first, before[j])
-          d_x, d_rate, sums, d_parameter = cell.back(
-            form, gates[j], parameters[j], keys, xs[j], along, adjoint, passed, state
+      def compute_token(t, carry, after, before, first_sum):
+        """Passes token t backwards, between the states `before` and `after` it."""
+        keys, xs, gates, decays, is_first = prepare(t)
+        d_outs = tiles.load_channels(smem.d_out.at[t])
+        totals = []
+        d_states, d_a, d_skip = [], [], []
+        for j, at in enumerate(tiles.slices()):
+          d_out = tiles.broadcast_channels(d_outs[j])
+          adjoint = carry.d_states[j] + d_out * keys.read
+          along = tiles.dot(adjoint, keys.write)
+          passed = decays[j].apply(adjoint)
+          state = boundaries.reset(is_first, before[j], 0.0)
+          own = recurrence.token_gradients(
+            tiles, gates[j], a_reg[j], keys, xs[j], along, adjoint, passed, state
           )
-          sums = [d_out * after[j], *sums]
-          totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
-          s["x"].at[t, place][...] = (d_x + skip[j] * d_outs[j]).astype(x.dtype)
-          d_rate = d_rate.astype(inputs["rate"].dtype)
-          if directly:
-            store_anywhere(outs["rate"].at[row, n * C + t, form.places(base)[j]], d_rate)
+          sums = [d_out * after[j], *own.sums]
+          totals = [y + z for y, z in zip(totals, sums, strict=True)] if totals else sums
+          d_x_smem.at[t, at][...] = (own.x + skip_reg[j] * d_outs[j]).astype(x_dtype)
+          d_rate = own.rate.astype(rate_dtype)
+          if bypass_smem:
+            store_anywhere(outs.rate.at[row, n * C + t, tiles.slices(base)[j]], d_rate)
           else:
-            s["rate"].at[t, place][...] = d_rate
-          new[0].append(entering(first, passed))
-          new[1].append([a + b for a, b in zip(d_parameters[j], d_parameter, strict=True)])
-          new[2].append(d_skip[j] + d_outs[j] * xs[j])
-        for number, total in enumerate(cell.totals(form, keys, totals), sums_at):
-          s["sums"].at[number][...] = total
-        return new[0], before, new[1], new[2]
+            d_rate_smem.at[t, at][...] = d_rate
+          d_states.append(boundaries.reset(is_first, passed, 0.0))
+          d_a.append(None if own.a is None else carry.d_a[j] + own.a)
+          d_skip.append(carry.d_skip[j] + d_outs[j] * xs[j])
+        for number, total in enumerate(recurrence.key_sums(tiles, keys, totals), first_sum):
+          sums_smem.at[number][...] = total
+        return _Carry(d_states, d_a, d_skip)
 
-      def several(i, carry, entered=None, at_border=False):
+      def compute_tokens(i, carry, before_last=None, is_chunk_start=False):
+        """Tokens whose sums over channels share a barrier, the last of the chunk for i = 0."""
+        carry, after = carry
         t0 = C - together * (i + 1)
         for k in reversed(range(together)):
-          if k == together - 1 and entered is not None:
-            before = entered
-          elif k == 0 and at_border:
-            before = border()
+          if k == together - 1 and before_last is not None:
+            before = before_last
+          elif k == 0 and is_chunk_start:
+            before = load_entering()
           else:
-            before = form.load(s["history"].at[t0 + k - 1])
-          carry = back(t0 + k, carry, before, k * S)
-        barrier()
-        total = jnp.sum(plgpu.load(s["sums"], layout=by_step, optimized=False), axis=1)
-        target = outs["sums"].at[row, block, pl.ds((n * C + t0) * S, together * S)]
+            before = tiles.load(states_smem.at[t0 + k - 1])
+          carry = compute_token(t0 + k, carry, after, before, k * S)
+          after = before
+        cta_barrier()
+        total = jnp.sum(plgpu.load(sums_smem, layout=sum_layout, optimized=False), axis=1)
+        target = outs.key_sums.at[row, cta, pl.ds((n * C + t0) * S, together * S)]
         store_anywhere(target, total)
-        barrier()
-        return carry
+        cta_barrier()
+        return carry, after
 
-      adjoints, d_parameters, d_skip = carry
-      carry = several(0, (adjoints, states, d_parameters, d_skip), entered=entered)
-      carry = lax.fori_loop(1, C // together - 1, several, carry)
-      carry = several(C // together - 1, carry, at_border=True)
-      adjoints, _, d_parameters, d_skip = carry
-      # Also orders the reads above before the pipeline's next copies into the same buffers.
+      carry = compute_tokens(0, (carry, last), before_last=before_last)
+      carry = lax.fori_loop(1, C // together - 1, compute_tokens, carry)
+      carry, _ = compute_tokens(C // together - 1, carry, is_chunk_start=True)
+      # Also orders the loads above before the pipeline's next copies into the same slots.
       plgpu.commit_smem()
-      for name in ("x",) if directly else ("x", "rate"):
-        target = outs[name].at[row, pl.ds(n * C, C), pl.ds(base, wide)]
-        plgpu.copy_smem_to_gmem(s[name], target)
-      return adjoints, d_parameters, d_skip
+      tokens, channels = pl.ds(n * C, C), pl.ds(base, width)
+      plgpu.copy_smem_to_gmem(d_x_smem, outs.x.at[row, tokens, channels])
+      if not bypass_smem:
+        plgpu.copy_smem_to_gmem(d_rate_smem, outs.rate.at[row, tokens, channels])
+      return carry
 
-    init = (
-      form.load(ins["d_last"].at[row], base),
-      [[form.zeros() for _ in cell.parameters] for _ in range(form.number)],
-      [form.no_channels() for _ in range(form.number)],
+    carry = _Carry(
+      d_states=tiles.load(ins.d_last.at[row], base),
+      d_a=[None if ins.a is None else tiles.zeros() for _ in range(tiles.number)],
+      d_skip=[tiles.zero_channels() for _ in range(tiles.number)],
     )
-    slices = [
-      ins[n].at[row, :, pl.ds(base, wide)] if n in by_channel else ins[n].at[row] for n in streams
-    ]
-    adjoints, d_parameters, d_skip = plgpu.emit_pipeline(
-      chunk_step,
-      grid=(M,),
-      max_concurrent_steps=min(stages, M),
-      init_carry=init,
-      in_specs=[spec(name, block) for name in streams],
-    )(*slices)
-    for j, place in enumerate(form.places(base)):
-      store_anywhere(outs["initial"].at[row, place], adjoints[j])
-      store_anywhere(outs["skip"].at[row, place], d_skip[j])
-      for name, value in zip(cell.parameters, d_parameters[j], strict=True):
-        store_anywhere(outs[name].at[row, place], value)
+    carry = plgpu.emit_pipeline(
+      compute_chunk,
+      grid=(num_chunks,),
+      max_concurrent_steps=min(config.stages, num_chunks),
+      init_carry=carry,
+      in_specs=[s for s, ref in zip(specs, pipelined_gmem, strict=True) if ref is not None],
+    )(*(ref for ref in pipelined_gmem if ref is not None))
+    for j, at in enumerate(tiles.slices(base)):
+      store_anywhere(outs.initial.at[row, at], carry.d_states[j])
+      store_anywhere(outs.skip.at[row, at], carry.d_skip[j])
+      if ins.a is not None:
+        store_anywhere(outs.a.at[row, at], carry.d_a[j])
     plgpu.wait_smem_to_gmem(0)
 
-  results = plgpu.kernel(
+  (results,) = plgpu.kernel(
     body,
-    out_type=out_type,
+    out_type=(out_type,),
     scratch_types=[scratch],
-    grid=(D // wide, B),
-    grid_names=("block", "row"),
-    interpret=interpret,
+    grid=(num_ctas, B),
+    grid_names=("cta", "row"),
+    interpret=backend.interpret,
     compiler_params=COMPILER_PARAMS,
-    kernel_name=f"{cell.name}_gradients",
-  )(inputs)
-  results["sums"] = results["sums"].reshape(B, D // wide, T, S, N)
-  return results
+    kernel_name=f"{recurrence.name}_backward",
+  )(_KernelInputs(streams, skip, a, chunk_states.reshape(B, num_chunks * D, N), d_out, d_last))
+  return results._replace(key_sums=results.key_sums.reshape(B, num_ctas, T, S, N))
 
 
 def _sum_layout(N):
-  """How threads share [sums, rows, N] to add over rows: a warp to a sum, 4 states to a thread."""
+  """Layout of [sums, rows, N] for sums over rows: a warp per sum, 4 states per thread."""
   lanes = N // VECTOR
   tiling = plgpu.Tiling(((4, 32 // lanes, N), (VECTOR,)))
   return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)

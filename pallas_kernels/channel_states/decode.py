@@ -1,85 +1,106 @@
-"""One step of a scan with N states per channel in one kernel: the state is read once and written
-once, in place. `cell` is the scan, as in `forward.py`.
+"""One token of a scan with N states per channel in one kernel, which updates the state in place.
 
-4 states of a channel to a thread, so that a warp reads and writes whole lines of memory.
+The state is loaded once and stored once. 4 states of a channel per thread, so that a warp loads and
+stores whole memory transactions.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import chip, steps
-from pallas_kernels.channel_states.tiles import THREADS, VECTOR, Tiles
-from pallas_kernels.tensor_core import store_anywhere
+from pallas_kernels.channel_states.config import THREADS, VECTOR
+from pallas_kernels.channel_states.recurrence import Keys, Recurrence
+from pallas_kernels.channel_states.tiles import StateTiles
+from pallas_kernels.core import decode as single_token
+from pallas_kernels.core import device
+from pallas_kernels.core.wgmma import store_anywhere
 
-WIDEST = 64  # states of a channel
-_MOST_LANES = 4  # threads of a channel
-_MOST_TILES = 4  # of a block
-_BUSY = 4 * chip.MULTIPROCESSORS  # blocks from which on larger ones cost no parallelism
+MAX_STATES = 64  # per channel
+_MAX_LANES = 4  # threads per channel
+_MAX_TILES = 4  # per CTA
+_MANY_CTAS = 4 * device.SM_COUNT  # from here on larger CTAs cost no parallelism
 
 
-def obstacle(arrays: dict, state) -> str | None:
-  """Why `decode` cannot run these arguments, or None. Shapes are taken to agree.
+class Inputs(NamedTuple):
+  """Arrays of one token; bfloat16 or float32, computed in float32."""
 
-  Args:
-    arrays: as for `decode`, but "skip".
-    state: [B, D, N].
-  """
-  if state.shape[2] > WIDEST:
-    return f"a channel has {state.shape[2]} states, and a step takes at most {WIDEST}"
-  return steps.dtype_obstacle(**arrays) or steps.state_obstacle(state)
+  x: jax.Array  # [B, D]
+  rate: jax.Array  # [B, D], dt or beta
+  write_key: jax.Array  # [B, N], b or k
+  read_key: jax.Array  # [B, N], c or q
+  skip: jax.Array  # [D]
+  a: jax.Array | None = None  # [D, N], of S6
+
+
+_AXES = ("BD", "BD", "BN", "BN", "D", "DN")  # of the fields of `Inputs`
+
+
+def unsupported(inputs: Inputs, state: jax.Array) -> str | None:
+  """The reason why `decode` cannot run these arguments, or None. Shapes are taken to agree."""
+  if state.shape[2] > MAX_STATES:
+    return (
+      f"a channel has {state.shape[2]} states, and the decode kernel takes at most {MAX_STATES}"
+    )
+  arrays = {n: x for n, x in inputs._asdict().items() if n != "skip" and x is not None}
+  return single_token.unsupported_dtype(**arrays) or single_token.unsupported_state(state)
 
 
 def fits(D: int, N: int) -> bool:
   """Whether the state needs no padding, which would copy it."""
-  more_channels, more_states = _padding(D, N)
-  return not more_channels and not more_states
+  return _padding(D, N) == (0, 0)
 
 
-def decode(cell, arrays, state, *, tiles=None, interpret=None):
-  """(out [B, D] in the dtype of x, state) after one step.
+def decode(
+  recurrence: Recurrence,
+  inputs: Inputs,
+  state: jax.Array,
+  *,
+  tiles: int | None = None,
+  interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+  """(out [B, D] in the dtype of x, state) after one token.
 
   The returned state uses the buffer of the argument (`input_output_aliases` of the compiled call)
-  where it `fits`; otherwise all is padded with zeros outside the kernel and cut afterwards.
+  where it `fits`; otherwise all is padded with zeros outside the kernel and sliced afterwards.
 
   Args:
-    cell: the scan; its `keys` and `parameters` name what it needs. `exact`.
-    arrays: "x", "rate" [B, D]; the cell's keys [B, N], those that it can make itself may be
-      missing; its parameters [D, N] and "skip" [D]. bfloat16 or float32, computed in float32.
     state: float32 [B, D, N].
-    tiles: tiles of channels in a block; None takes what fits D and fills the device.
+    tiles: tiles of channels per CTA; None takes what divides D and fills the device.
     interpret: `plgpu.InterpretGPUParams`, or None to compile.
 
   Raises:
-    ValueError: `obstacle` has something to say, or `tiles` does not fit.
+    ValueError: `unsupported` has a reason, or `tiles` does not fit.
   """
-  reason = obstacle({n: x for n, x in arrays.items() if n != "skip"}, state)
+  reason = unsupported(inputs, state)
   if reason is not None:
     raise ValueError(f"decode: {reason}.")
-  (B, D, N), (more_channels, more_states) = state.shape, _padding(*state.shape[1:])
-  axes = dict.fromkeys(cell.keys, "BN") | dict.fromkeys(cell.parameters, "DN")
-  axes |= {"x": "BD", "rate": "BD", "skip": "D"}
-  ends = {"B": 0, "D": more_channels, "N": more_states}
-  wide, rows = D + more_channels, THREADS // _lanes(N)
+  B, D, N = state.shape
+  more_channels, more_states = _padding(D, N)
+  width, rows = D + more_channels, THREADS // _lanes(N)
   if tiles is None:
-    enough = lambda n: wide % (n * rows) == 0 and B * wide // (n * rows) >= _BUSY
-    tiles = next((n for n in (_MOST_TILES, 2) if enough(n)), 1)
-  if wide % (tiles * rows):
-    raise ValueError(f"decode: tiles={tiles} of {rows} channels must divide D={wide}.")
-  options = {"tiles": tiles, "interpret": interpret}
-  if more_channels or more_states:
-    pad = lambda x, axes: steps.padded(x, *(ends[axis] for axis in axes))
-    arrays = {name: pad(x, axes[name]) for name, x in arrays.items()}
-    out, state = _decode(cell, arrays, pad(state, "BDN"), **options)
-    return out[:, :D], state[:, :D, :N]
-  return _decode(cell, arrays, state, **options)
+    enough = lambda n: width % (n * rows) == 0 and B * width // (n * rows) >= _MANY_CTAS
+    tiles = next((n for n in (_MAX_TILES, 2) if enough(n)), 1)
+  if width % (tiles * rows):
+    raise ValueError(f"decode: tiles={tiles} of {rows} channels must divide D={width}.")
+  run = functools.partial(_decode, recurrence, num_tiles=tiles, interpret=interpret)
+  if fits(D, N):
+    return run(inputs, state)
+  ends = {"B": 0, "D": more_channels, "N": more_states}
+
+  def pad(x, axes) -> Any:
+    return None if x is None else single_token.pad_last(x, *(ends[axis] for axis in axes))
+
+  padded = Inputs(*(pad(x, axes) for x, axes in zip(inputs, _AXES, strict=True)))
+  out, state = run(padded, pad(state, "BDN"))
+  return out[:, :D], state[:, :D, :N]
 
 
 def _lanes(N):
   """Threads that share a channel of N states, 4 states each at a time."""
-  return next(n for n in (1, 2, _MOST_LANES) if n >= min(-(-N // VECTOR), _MOST_LANES))
+  return next(n for n in (1, 2, _MAX_LANES) if n >= min(-(-N // VECTOR), _MAX_LANES))
 
 
 def _padding(D, N):
@@ -89,39 +110,38 @@ def _padding(D, N):
 
 
 # Under `jit`, so that a stack of layers has one kernel.
-@functools.partial(jax.jit, static_argnames=("cell", "tiles", "interpret"))
-def _decode(cell, arrays, state, *, tiles, interpret):
+@functools.partial(jax.jit, static_argnames=("recurrence", "num_tiles", "interpret"))
+def _decode(recurrence, inputs, state, *, num_tiles, interpret):
   """`decode` for a state that fits."""
   B, D, N = state.shape
-  form = Tiles(N, _lanes(N), tiles)
+  tiles = StateTiles(N, _lanes(N), num_tiles)
 
-  def body(inputs, state_ref, out_ref):
-    row, base = lax.axis_index("row"), lax.axis_index("block") * form.channels
-    # All loads first: they travel together.
-    states = form.load(state_ref.at[row], base)
-    parameters = cell.tiles(form, inputs, base)
-    keys = {name: form.states(inputs[name].at[row]) for name in cell.keys if name in inputs}
-    xs, rates = (form.vectors(inputs[name].at[row], base) for name in ("x", "rate"))
-    skip = form.vectors(inputs["skip"], base)
-    write, read = cell.keys[:2]
-    keys, scalars = cell.keys_alone(form, keys)
-    for j, place in enumerate(form.places(base)):
-      gates = cell.gates(xs[j], rates[j], scalars)
-      decay = cell.decay(form, gates, parameters[j], keys)
-      state = cell.after(decay, states[j], form.across(gates.write) * keys[write])
-      store_anywhere(state_ref.at[row, place], state)
-      out = form.sum_of(state, keys[read]) + skip[j] * xs[j]
-      store_anywhere(out_ref.at[row, place], out.astype(out_ref.dtype))
+  def body(ins, state_gmem, out_gmem):
+    row, base = lax.axis_index("row"), lax.axis_index("cta") * tiles.channels
+    # All loads first: their latencies overlap.
+    states = tiles.load(state_gmem.at[row], base)
+    a_reg = [None] * tiles.number if ins.a is None else tiles.load(ins.a, base)
+    keys = Keys(*(tiles.load_states(ref.at[row]) for ref in (ins.write_key, ins.read_key)))
+    xs, rates = (tiles.load_channels(ref.at[row], base) for ref in (ins.x, ins.rate))
+    skip_reg = tiles.load_channels(ins.skip, base)
+    keys, norm = recurrence.complete_keys(tiles, keys)
+    for j, at in enumerate(tiles.slices(base)):
+      gates = recurrence.gates(xs[j], rates[j], norm)
+      decay = recurrence.decay(tiles, gates, a_reg[j], keys)
+      state = decay.update(states[j], tiles.broadcast_channels(gates.write) * keys.write)
+      store_anywhere(state_gmem.at[row, at], state)
+      out = tiles.dot(state, keys.read) + skip_reg[j] * xs[j]
+      store_anywhere(out_gmem.at[row, at], out.astype(out_gmem.dtype))
 
-  # `plgpu.kernel` has no way to name aliases; a mutable reference becomes one.
+  # `plgpu.kernel` cannot name aliases of operands and results; a mutable reference becomes one.
   state_ref = jax.new_ref(state)
   out = plgpu.kernel(
     body,
-    out_type=jax.ShapeDtypeStruct((B, D), arrays["x"].dtype),
-    grid=(D // form.channels, B),
-    grid_names=("block", "row"),
+    out_type=jax.ShapeDtypeStruct((B, D), inputs.x.dtype),
+    grid=(D // tiles.channels, B),
+    grid_names=("cta", "row"),
     compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     interpret=interpret,
-    kernel_name=f"{cell.name}_decode",
-  )(arrays, state_ref)
+    kernel_name=f"{recurrence.name}_decode",
+  )(inputs, state_ref)
   return out, jax.freeze(state_ref)

@@ -1,120 +1,256 @@
-"""The walk along the steps with the states in registers."""
+"""Scans with N states per channel: entry point, `custom_vjp` and forward kernel.
+
+The kernel keeps the states in registers and streams tokens through SMEM in chunks:
+
+  prologue   TMA copies bring the first chunks; the initial states are loaded
+  mainloop   per chunk: store the states that enter it (for the backward pass); wait until the
+             results of the chunk before the last have left SMEM; compute its tokens; start the copy
+             of its results to GMEM
+  epilogue   store the last states; wait for the last copies
+
+All warps run the same program: there is no producer warpgroup, because a CTA is one warpgroup and
+SMs are filled with CTAs.
+"""
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.channel_states.tiles import COMPILER_PARAMS, Tiles
-from pallas_kernels.tensor_core import in_32_bits, store_anywhere
+from pallas_kernels import MADE_BY_KERNELS
+from pallas_kernels.channel_states import config as tuning
+from pallas_kernels.channel_states.backward import backward_kernel
+from pallas_kernels.channel_states.config import KernelConfig
+from pallas_kernels.channel_states.recurrence import Inputs, Recurrence
+from pallas_kernels.channel_states.streams import Streams, load_is_first, load_norm
+from pallas_kernels.channel_states.tiles import COMPILER_PARAMS, StateTiles
+from pallas_kernels.core import boundaries
+from pallas_kernels.core.wgmma import Backend, in_32_bits, store_anywhere
+
+
+class Static(NamedTuple):
+  """Arguments that the compiled program is specialized to."""
+
+  recurrence: Recurrence
+  out_dtype: Any
+  interpret: Any = None
+
+
+def scan(
+  static: Static, inputs: Inputs, first: jax.Array | None, num_splits: int = 1
+) -> tuple[jax.Array, jax.Array]:
+  """Returns out [B, T, D] and the last state [B, D, N].
+
+  A long sequence with few channels is split so that every SM has work: a first pass computes the
+  state after each split that starts from zero, `Recurrence.split_decay` by how much a split decays
+  a state, and from both follows the state that enters each split.
+
+  Args:
+    inputs: padded as `config` says; T is a multiple of CHUNK * num_splits.
+    first: [B, T], set at the first tokens of documents; or None.
+  """
+  if num_splits == 1:
+    return _scan(static, inputs, first)
+  B, T, D = inputs.x.shape
+  split = lambda x: x.reshape(B * num_splits, T // num_splits, *x.shape[2:])
+  whole = lambda x: x.reshape(B, num_splits, *x.shape[1:])
+  per_token = ("x", "rate", "write_key", "read_key", "other_squares", "key_norm")
+  pieces = {name: getattr(inputs, name) for name in per_token}
+  pieces = inputs._replace(**{n: split(x) for n, x in pieces.items() if x is not None})
+  first = None if first is None else split(first)
+  # Derived from an array that is there: inside `shard_map` it must vary over the same mesh axes.
+  empty = jnp.zeros_like(jnp.repeat(inputs.initial, num_splits, axis=0))
+  alone = pieces._replace(initial=empty, skip=jnp.zeros_like(inputs.skip))
+  run = lambda inputs: _scan(static, inputs, first)[1]
+  added = whole(run(alone))
+  decay = whole(static.recurrence.split_decay(alone, first, run))
+
+  def enter(state, split):
+    decay, added = split
+    return decay * state + added, state
+
+  by_split = lambda x: jnp.moveaxis(x, 1, 0)
+  _, entering = jax.lax.scan(enter, inputs.initial, (by_split(decay), by_split(added)))
+  entering = jnp.moveaxis(entering, 0, 1).reshape(empty.shape)
+  out, last = _scan(static, pieces._replace(initial=entering), first)
+  return out.reshape(B, T, D), whole(last)[:, -1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(static, inputs, first):
+  results = _forward(static, inputs, first, None)
+  return results.out, results.last
+
+
+def _forward(static, inputs, first, chunk_state_dtype):
+  recurrence = static.recurrence
+  inputs = recurrence.prepare(inputs)
+  return forward_kernel(
+    recurrence,
+    KernelInputs(Streams.of(inputs, first), inputs.skip, inputs.a, inputs.initial),
+    config=tuning.forward_config(recurrence.name, inputs.x.shape[2]),
+    out_dtype=static.out_dtype,
+    chunk_state_dtype=chunk_state_dtype,
+    has_boundaries=first is not None,
+    backend=Backend(static.interpret),
+  )
+
+
+def _forward_rule(static, inputs, first):
+  results = _forward(static, inputs, first, inputs.x.dtype)
+  results = jax.tree.map(functools.partial(checkpoint_name, name=MADE_BY_KERNELS), results)
+  return (results.out, results.last), (inputs, first, results.chunk_states)
+
+
+def _backward_rule(static, residuals, cotangents):
+  inputs, first, chunk_states = residuals
+  d_out, d_last = cotangents
+  recurrence = static.recurrence
+  prepared = recurrence.prepare(inputs)
+  results = backward_kernel(
+    recurrence,
+    Streams.of(prepared, first),
+    *(prepared.skip, prepared.a, chunk_states, d_out.astype(inputs.x.dtype), d_last),
+    config=tuning.backward_config(chunk_states.shape[3], recurrence.num_sums),
+    has_boundaries=first is not None,
+    backend=Backend(static.interpret),
+  )
+  keys = recurrence.key_gradients(results.key_sums.sum(1), inputs)
+  d_inputs = Inputs(
+    results.x,
+    results.rate,
+    keys.write_key,
+    keys.read_key,
+    results.skip.sum(0),
+    results.initial,
+    None if results.a is None else results.a.sum(0),
+    keys.other_squares,
+    keys.key_norm,
+  )
+  return jax.tree.map(lambda d, x: d.astype(x.dtype), d_inputs, inputs), None
+
+
+_scan.defvjp(_forward_rule, _backward_rule)
+
+
+class KernelInputs(NamedTuple):
+  """Arrays of the forward kernel."""
+
+  streams: Streams
+  skip: Any  # [D]
+  a: Any  # [D, N] or None
+  initial: Any  # [B, D, N]
+
+
+class ForwardResults(NamedTuple):
+  """Results of the forward kernel."""
+
+  out: Any  # [B, T, D]
+  last: Any  # [B, D, N] float32
+  chunk_states: Any  # [B, T / CHUNK, D, N], the states that enter the chunks; or None
 
 
 @in_32_bits
-def outputs(
-  cell,
-  inputs,
+def forward_kernel(
+  recurrence: Recurrence,
+  inputs: KernelInputs,
   *,
-  out_dtype=None,
-  border_dtype=None,
-  tiles,
-  chunk,
-  unroll=2,
-  stages=2,
-  resets=False,
-  interpret=None,
-):
-  """Runs the recurrence of `cell`.
+  config: KernelConfig,
+  out_dtype: Any,
+  chunk_state_dtype: Any,
+  has_boundaries: bool,
+  backend: Backend,
+) -> ForwardResults:
+  """Runs the recurrence; with a `chunk_state_dtype` it stores the states that enter the chunks."""
+  (B, T, D), N, C = inputs.streams.x.shape, inputs.initial.shape[2], config.chunk
+  tiles = StateTiles(N, config.lanes, config.num_tiles)
+  width = tiles.channels
+  out_type = ForwardResults(
+    out=jax.ShapeDtypeStruct((B, T, D), out_dtype),
+    last=jax.ShapeDtypeStruct((B, D, N), jnp.float32),
+    chunk_states=None
+    if chunk_state_dtype is None
+    else jax.ShapeDtypeStruct((B, T // C, D, N), chunk_state_dtype),
+  )
 
-  Returns a dictionary: "out" [B, T, D] in `out_dtype` (that of x), "last" [B, D, N] float32 and,
-  with `border_dtype`, "borders" [B, T/C, D, N], the states that enter the chunks.
-  """
-  x = inputs["x"]
-  out_dtype = out_dtype or x.dtype
-  B, T, D = x.shape
-  N, C = inputs["initial"].shape[2], chunk
-  form = Tiles(N, *tiles)
-  wide = form.channels
-  out_type = {
-    "out": jax.ShapeDtypeStruct((B, T, D), out_dtype),
-    "last": jax.ShapeDtypeStruct((B, D, N), jnp.float32),
-  }
-  if border_dtype is not None:
-    out_type["borders"] = jax.ShapeDtypeStruct((B, T // C, D, N), border_dtype)
-  streams = [n for n in ("x", "rate", *cell.keys, "scalars") if n in inputs]
+  def body(ins, outs, out_smem):
+    row, base = lax.axis_index("row"), lax.axis_index("cta") * width
+    a_reg = [None] * tiles.number if ins.a is None else tiles.load(ins.a, base)
+    skip_reg = tiles.load_channels(ins.skip, base)
 
-  def body(ins, outs, s):
-    row, base = lax.axis_index("row"), lax.axis_index("block") * wide
-    parameters = cell.tiles(form, ins, base)
-    skip = form.vectors(ins["skip"], base)
-
-    def chunk_step(index, *args):
+    def compute_chunk(index, *args):
       (n,) = index
-      *blocks, states = args
-      refs = dict(zip(streams, blocks, strict=True))
+      *arrived, states = args
+      arrived = iter(arrived)
+      streams_smem = Streams(*(None if ref is None else next(arrived) for ref in ins.streams))
       slot = lax.rem(n, 2)
-      if border_dtype is not None:
-        for place, state in zip(form.places(base), states, strict=True):
-          store_anywhere(outs["borders"].at[row, n, place], state.astype(border_dtype))
+      if chunk_state_dtype is not None:
+        for at, state in zip(tiles.slices(base), states, strict=True):
+          store_anywhere(outs.chunk_states.at[row, n, at], state.astype(chunk_state_dtype))
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
-      def step(t, states):
-        keys = cell.load_keys(form, refs, t)
-        scalars = cell.scalars(refs, t)
-        xs, rates = form.vectors(refs["x"].at[t]), form.vectors(refs["rate"].at[t])
-        first = refs["scalars"][0, t] > 0 if resets else None
-        new = []
-        for j, place in enumerate(form.places()):
-          gates = cell.gates(xs[j], rates[j], scalars)
-          decay = cell.decay(form, gates, parameters[j], keys)
-          state = states[j] if first is None else jnp.where(first, 0.0, states[j])
-          state = cell.after(decay, state, form.across(gates.write) * keys[cell.keys[0]])
-          out = form.sum_of(state, keys[cell.keys[1]]) + skip[j] * xs[j]
-          s["out"].at[slot, t, place][...] = out.astype(out_dtype)
-          new.append(state)
-        return new
+      def compute_token(t, states):
+        keys = recurrence.load_keys(tiles, streams_smem, t)
+        norm = load_norm(streams_smem, t)
+        xs = tiles.load_channels(streams_smem.x.at[t])
+        rates = tiles.load_channels(streams_smem.rate.at[t])
+        is_first = load_is_first(streams_smem, t) if has_boundaries else None
+        after = []
+        for j, at in enumerate(tiles.slices()):
+          gates = recurrence.gates(xs[j], rates[j], norm)
+          decay = recurrence.decay(tiles, gates, a_reg[j], keys)
+          state = boundaries.reset(is_first, states[j], 0.0)
+          state = decay.update(state, tiles.broadcast_channels(gates.write) * keys.write)
+          out = tiles.dot(state, keys.read) + skip_reg[j] * xs[j]
+          out_smem.at[slot, t, at][...] = out.astype(out_dtype)
+          after.append(state)
+        return after
 
-      def steps(i, states):
-        for k in range(unroll):
-          states = step(i * unroll + k, states)
+      def compute_tokens(i, states):
+        for k in range(config.unroll):
+          states = compute_token(i * config.unroll + k, states)
         return states
 
-      states = lax.fori_loop(0, C // unroll, steps, states)
-      # Also orders the reads above before the pipeline's next copies into the same buffers.
+      states = lax.fori_loop(0, C // config.unroll, compute_tokens, states)
+      # Also orders the loads above before the pipeline's next copies into the same slots.
       plgpu.commit_smem()
-      target = outs["out"].at[row, pl.ds(n * C, C), pl.ds(base, wide)]
-      plgpu.copy_smem_to_gmem(s["out"].at[slot], target)
+      out_gmem = outs.out.at[row, pl.ds(n * C, C), pl.ds(base, width)]
+      plgpu.copy_smem_to_gmem(out_smem.at[slot], out_gmem)
       return states
 
+    own = lambda ref: ref.at[row, :, pl.ds(base, width)]
+    every = lambda ref: None if ref is None else ref.at[row]
+    streams_gmem = Streams(
+      own(ins.streams.x), own(ins.streams.rate), *(every(ref) for ref in ins.streams[2:])
+    )
+    by_channel = plgpu.BlockSpec((C, width), lambda n: (n, 0))
+    by_state = plgpu.BlockSpec((C, N), lambda n: (n, 0))
+    scalars = plgpu.BlockSpec((None, 2, C), lambda n: (n, 0, 0))
+    specs = Streams(by_channel, by_channel, by_state, by_state, by_state, scalars)
     last = plgpu.emit_pipeline(
-      chunk_step,
+      compute_chunk,
       grid=(T // C,),
-      max_concurrent_steps=min(stages, T // C),
-      init_carry=form.load(ins["initial"].at[row], base),
-      in_specs=[_spec(n, inputs[n], C, wide if n in ("x", "rate") else None) for n in streams],
-    )(*[_slice(ins[n].at[row], base, wide if n in ("x", "rate") else None) for n in streams])
-    for place, state in zip(form.places(base), last, strict=True):
-      store_anywhere(outs["last"].at[row, place], state)
+      max_concurrent_steps=min(config.stages, T // C),
+      init_carry=tiles.load(ins.initial.at[row], base),
+      in_specs=[s for s, ref in zip(specs, streams_gmem, strict=True) if ref is not None],
+    )(*(ref for ref in streams_gmem if ref is not None))
+    for at, state in zip(tiles.slices(base), last, strict=True):
+      store_anywhere(outs.last.at[row, at], state)
     plgpu.wait_smem_to_gmem(0)
 
-  return plgpu.kernel(
+  (results,) = plgpu.kernel(
     body,
-    out_type=out_type,
-    scratch_types=[{"out": plgpu.SMEM((2, C, wide), out_dtype)}],
-    grid=(D // wide, B),
-    grid_names=("block", "row"),
-    interpret=interpret,
+    out_type=(out_type,),
+    scratch_types=[plgpu.SMEM((2, C, width), out_dtype)],
+    grid=(D // width, B),
+    grid_names=("cta", "row"),
+    interpret=backend.interpret,
     compiler_params=COMPILER_PARAMS,
-    kernel_name=f"{cell.name}_outputs",
+    kernel_name=f"{recurrence.name}_forward",
   )(inputs)
-
-
-def _spec(name, array, C, channels):
-  """The block of a pipeline: a chunk of an array [B, T, D] or [B, T, N], or its scalars."""
-  if name == "scalars":
-    return plgpu.BlockSpec((None, 2, C), lambda n: (n, 0, 0))
-  return plgpu.BlockSpec((C, channels or array.shape[2]), lambda n: (n, 0))
-
-
-def _slice(ref, base, channels):
-  return ref if channels is None else ref.at[:, pl.ds(base, channels)]
+  return results

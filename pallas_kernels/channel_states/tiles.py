@@ -1,33 +1,29 @@
-"""How the kernels of this folder share a tile of states among threads.
-
-A tile is [rows, N]: rows of channels, one row to a thread or to a few lanes beside one another. A
-thread holds 4 neighbouring states of a row at a time. A block works on several tiles, as a list:
-what a thread reads of a step's keys serves all of them.
-"""
-
-import functools
+"""Register layout of states [channels, N] in the kernels of this folder."""
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-VECTOR = 4  # states of a row that lie in a thread together
-THREADS = 128
-# Barriers are written out: what threads share through memory is written before `commit_smem`.
+from pallas_kernels.channel_states.config import THREADS, VECTOR
+
+# Barriers are written out: what threads share through SMEM is stored before `commit_smem`.
 COMPILER_PARAMS = plgpu.CompilerParams(
   approx_math=True,
   unsafe_no_auto_barriers=True,
   reduction_scratch_bytes=0,
   lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
-load_from = functools.partial(plgpu.load, optimized=False)
 
 
-class Tiles:
-  """`number` tiles [rows, N], each row shared by `lanes` threads (1, 2 or 4)."""
+class StateTiles:
+  """`number` tiles [rows, N] of a CTA, each row shared by `lanes` threads (1, 2 or 4).
 
-  def __init__(self, N, lanes, number):
+  A row is a channel. A thread holds 4 adjacent states of a row at a time. A CTA works on several
+  tiles, as a list: what a thread loads of a token's keys serves all of them.
+  """
+
+  def __init__(self, N: int, lanes: int, number: int):
     self.N, self.lanes, self.number = N, lanes, number
     self.rows = THREADS // lanes
     self.channels = self.rows * number
@@ -40,52 +36,57 @@ class Tiles:
       tiling = plgpu.Tiling(((4 * rows, wide), (rows, wide), (VECTOR,)))
       dims = {"warp_dims": (-5,), "lane_dims": (-3, -2)}
     self.layout = plgpu.Layout.TILED(tiling, **dims, vector_dim=-1)
-    self.by_row, self.by_state = self.layout.reduce(1), self.layout.reduce(0)
+    self.channel_layout, self.state_layout = self.layout.reduce(1), self.layout.reduce(0)
 
-  def places(self, base=0):
+  def slices(self, base=0):
     """The channels of each tile, from `base`."""
     return [pl.ds(base + n * self.rows, self.rows) for n in range(self.number)]
 
   def load(self, ref, base=0):
-    """Tiles of a reference [channels, N], as float32."""
-    return [load_from(ref.at[p], layout=self.layout).astype(jnp.float32) for p in self.places(base)]
+    """Tiles of a reference [channels, N]."""
+    return [_load(ref.at[at], self.layout) for at in self.slices(base)]
 
-  def vectors(self, ref, base=0):
-    """Vectors of channels of a reference [channels], one for each tile, as float32."""
-    return [load_from(ref.at[p], layout=self.by_row).astype(jnp.float32) for p in self.places(base)]
+  def load_channels(self, ref, base=0):
+    """Vectors of channels of a reference [channels], one per tile."""
+    return [_load(ref.at[at], self.channel_layout) for at in self.slices(base)]
 
-  def states(self, ref):
-    """A vector of states, repeated along the rows of a tile."""
-    return self._repeated(load_from(ref, layout=self.by_state).astype(jnp.float32), 1)
+  def load_states(self, ref):
+    """A vector of states, of a reference [N], repeated along the rows of a tile."""
+    return self._broadcast(_load(ref, self.state_layout), 1)
 
-  def across(self, vector):
+  def broadcast_channels(self, vector):
     """A vector of channels, repeated along the states of a tile."""
-    return self._repeated(vector, 0)
+    return self._broadcast(vector, 0)
 
-  def sum_of(self, a, b):
-    """The sum over the states of a product, a vector of channels."""
+  def dot(self, a, b):
+    """The sum over states of a * b, a vector of channels."""
     width = VECTOR * self.lanes
-    total = None
-    for start in range(0, self.N, width):
-      part = lambda x, start=start: lax.slice(x, (0, start), (self.rows, start + width))
-      product = part(a) * part(b)
-      total = product if total is None else total + product
-    return jnp.sum(total, axis=1)
-
-  def _repeated(self, vector, axis):
-    wide = lax.broadcast_in_dim(vector, (self.rows, self.N), [axis])
-    return plgpu.layout_cast(wide, self.layout)
+    part = lambda x, start: lax.slice(x, (0, start), (self.rows, start + width))
+    products = [part(a, start) * part(b, start) for start in range(0, self.N, width)]
+    return jnp.sum(sum(products[1:], products[0]), axis=1)
 
   def zeros(self):
     """A tile of zeros."""
     return plgpu.layout_cast(jnp.zeros((self.rows, self.N), jnp.float32), self.layout)
 
-  def no_channels(self):
+  def zero_channels(self):
     """A vector of zeros."""
-    return plgpu.layout_cast(jnp.zeros((self.rows,), jnp.float32), self.by_row)
+    return plgpu.layout_cast(jnp.zeros((self.rows,), jnp.float32), self.channel_layout)
+
+  def _broadcast(self, vector, axis):
+    wide = lax.broadcast_in_dim(vector, (self.rows, self.N), [axis])
+    return plgpu.layout_cast(wide, self.layout)
 
 
-def barrier():
-  """Waits for the other threads of the block, as `commit_smem` does, but not for their stores to
-  device memory, nor for what asynchronous copies are to see."""
+def _load(ref, layout):
+  """From SMEM or GMEM, as float32."""
+  return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def cta_barrier():
+  """Waits for the other threads of the CTA.
+
+  Unlike `commit_smem` it neither waits for their stores to GMEM nor makes their stores to SMEM
+  visible to asynchronous copies.
+  """
   plgpu.wait_smem_to_gmem(8, wait_read_only=True)

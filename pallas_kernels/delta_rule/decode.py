@@ -1,4 +1,4 @@
-"""One step of the delta rule in one kernel: the state is read once and written once, in place.
+"""One token of the delta rule in one kernel: the state is read once and written once, in place.
 
     S  <- a S                       a = exp(log_decay)
     S' =  S + k (beta (v - e^T S))^T
@@ -8,25 +8,46 @@ The three readings of the state, of e, of the update and of q, are one: it stays
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import steps
-from pallas_kernels.tensor_core import store_anywhere
+from pallas_kernels.core import decode as single_token
+from pallas_kernels.core.wgmma import store_anywhere
 
 
-def obstacle(q, k, erase_key, v, beta, log_decay, kv) -> str | None:
-  """Why `decode` cannot run these arguments, or None. Shapes are taken to agree."""
+def unsupported(
+  q: jax.Array,
+  k: jax.Array,
+  erase_key: jax.Array | None,
+  v: jax.Array,
+  beta: jax.Array,
+  log_decay: jax.Array,
+  kv: jax.Array,
+) -> str | None:
+  """The reason why `decode` cannot run these arguments, or None. Shapes are taken to agree."""
   arrays = {"q": q, "k": k, "v": v} | ({} if erase_key is None else {"erase_key": erase_key})
   for name, x in (("beta", beta), ("log_decay", log_decay)):
     if x.dtype != jnp.float32:
       return f"{name} is {x.dtype}; the kernel takes float32"
-  return steps.dtype_obstacle(**arrays) or steps.matrix_obstacle(kv)
+  return single_token.unsupported_dtype(**arrays) or single_token.unsupported_matrix_state(kv)
 
 
-def decode(q, k, erase_key, v, beta, log_decay, kv, *, scale=1.0, tile=None, interpret=None):
-  """(out [B, H, V] in the dtype of v, kv) after one step.
+def decode(
+  q: jax.Array,
+  k: jax.Array,
+  erase_key: jax.Array | None,
+  v: jax.Array,
+  beta: jax.Array,
+  log_decay: jax.Array,
+  kv: jax.Array,
+  *,
+  scale: float = 1.0,
+  tile: int | None = None,
+  interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Runs one token: (out [B, H, V] in the dtype of v, kv).
 
   The returned kv uses the buffer of the argument, as in `linear_attention.decode`, if K and V are
   multiples of 16; otherwise all is padded with zeros outside the kernel and cut afterwards.
@@ -37,31 +58,31 @@ def decode(q, k, erase_key, v, beta, log_decay, kv, *, scale=1.0, tile=None, int
     beta: float32 [B, H, 1], or [B, H, V] for a rate of each value column.
     log_decay: float32 [B, H], values <= 0.
     kv: float32 [B, H, K, V].
-    tile: columns of the state in a block: 16, 32 or 64, a divisor of V; None takes
-      `steps.value_tile`.
+    tile: columns of the state per CTA: 16, 32 or 64, a divisor of V; None takes
+      `single_token.value_tile`.
     interpret: `plgpu.InterpretGPUParams`, or None to compile.
 
   Raises:
-    ValueError: `obstacle` has something to say, or `tile` does not fit.
+    ValueError: the arguments are unsupported, or `tile` does not fit.
   """
-  reason = obstacle(q, k, erase_key, v, beta, log_decay, kv)
+  reason = unsupported(q, k, erase_key, v, beta, log_decay, kv)
   if reason is not None:
     raise ValueError(f"decode: {reason}.")
   K, V = kv.shape[2:]
-  pad_k, pad_v = -K % steps.WIDTH, -V % steps.WIDTH
-  if tile is not None and (tile not in steps.TILES or (V + pad_v) % tile):
+  pad_k, pad_v = -K % single_token.WIDTH, -V % single_token.WIDTH
+  if tile is not None and (tile not in single_token.TILES or (V + pad_v) % tile):
     raise ValueError(f"decode: tile={tile} must be 16, 32 or 64 and divide V={V + pad_v}.")
   options = {"scale": scale, "tile": tile, "interpret": interpret}
-  if steps.fits(K, V):
+  if single_token.fits(K, V):
     return _decode(q, k, erase_key, v, beta, log_decay, kv, **options)
   out, kv = _decode(
-    steps.padded(q, pad_k),
-    steps.padded(k, pad_k),
-    None if erase_key is None else steps.padded(erase_key, pad_k),
-    steps.padded(v, pad_v),
-    beta if beta.shape[-1] == 1 else steps.padded(beta, pad_v),
+    single_token.pad_last(q, pad_k),
+    single_token.pad_last(k, pad_k),
+    None if erase_key is None else single_token.pad_last(erase_key, pad_k),
+    single_token.pad_last(v, pad_v),
+    beta if beta.shape[-1] == 1 else single_token.pad_last(beta, pad_v),
     log_decay,
-    steps.padded(kv, pad_k, pad_v),
+    single_token.pad_last(kv, pad_k, pad_v),
     **options,
   )
   return out[..., :V], kv[..., :K, :V]
@@ -78,23 +99,25 @@ def _decode(q, k, erase_key, v, beta, log_decay, kv, *, scale, tile, interpret):
     b, h, here, _ = place
     # All loads first: they travel together.
     state = tile.load(kv_ref)
-    query, key = tile.keys(q_ref.at[b, h]), tile.keys(k_ref.at[b, h])
-    erase = key if erase_ref is None else tile.keys(erase_ref.at[b, h])
-    value = tile.values(v_ref.at[b, h, here])
-    rate = beta_ref[b, h, 0] if beta_ref.shape[2] == 1 else tile.values(beta_ref.at[b, h, here])
+    query, key = tile.load_keys(q_ref.at[b, h]), tile.load_keys(k_ref.at[b, h])
+    erase = key if erase_ref is None else tile.load_keys(erase_ref.at[b, h])
+    value = tile.load_values(v_ref.at[b, h, here])
+    rate = (
+      beta_ref[b, h, 0] if beta_ref.shape[2] == 1 else tile.load_values(beta_ref.at[b, h, here])
+    )
     state = jnp.exp(decay_ref[b, h]) * state
     correction = rate * (value - tile.read(erase, state))
-    state = state + tile.across(key) * tile.down(correction)
+    state = state + tile.broadcast_keys(key) * tile.broadcast_values(correction)
     store_anywhere(kv_ref, state)
     out = scale * tile.read(query, state)
     store_anywhere(out_ref.at[b, h, here], out.astype(out_ref.dtype))
 
-  (out,), kv = steps.run(
+  (out,), kv = single_token.run(
     body,
     (q, k, erase_key, v, beta, log_decay),
     kv,
     [jax.ShapeDtypeStruct((B, H, V), v.dtype)],
-    columns=tile or steps.value_tile(B, H, V),
+    columns=tile or single_token.value_tile(B, H, V),
     name="delta_rule_decode",
     interpret=interpret,
   )

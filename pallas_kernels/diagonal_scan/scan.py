@@ -1,299 +1,482 @@
-"""The diagonal recurrence and its adjoint: one pass over memory each, a thread for each channel.
+"""The diagonal recurrence h_t = a_t h_{t-1} + x_t: forward kernel, backward kernel, `custom_vjp`.
 
-    h_t = a_t h_{t-1} + x_t                                            or h_{t+1} with `reverse`
-    adjoint, the other way:  g_t = d_t + p     dx_t = g_t     da_t = g_t conj(h_{t-1})
-                             p = conj(a_t) g_t
+    forward    h_t = a_t h_{t-1} + x_t                          (h_{t+1} with `reverse`)
+    backward   g_t = d_t + p_{t+1}     p_t = conj(a_t) g_t      in the opposite direction of time
+               dx_t = g_t              da_t = g_t conj(h_{t-1})
 
-A number is a tuple of its parts, float32 arrays: (real,) or (real, imaginary). Gradients are those
-of the parts, hence the conjugates.
+Each kernel reads and writes every array once. A number is a tuple of its parts, float32 in
+registers: (real,) or (real, imaginary). Gradients are those of the parts, hence the conjugates.
+
+A long sequence with few channels is split so that every SM has work. A first pass of the kernel
+without outputs computes the state after each split that starts from zero, and the split's product
+of decays; `_entering` combines them into the state that enters each split. The backward pass does
+the same with cotangents. Residuals are the decays and h, which is the output.
 """
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import channels
-from pallas_kernels.channels import CHANNELS
-from pallas_kernels.tensor_core import in_32_bits
+from pallas_kernels import MADE_BY_KERNELS
+from pallas_kernels.core import boundaries
+from pallas_kernels.core import channel_grid as grid
+from pallas_kernels.core.channel_grid import CHANNELS
+from pallas_kernels.core.wgmma import Backend, in_32_bits
+from pallas_kernels.diagonal_scan import config as tuning
 
-_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-_GROUP = 8  # steps whose rows are read together, before any of their results is written
+Parts = tuple[Any, ...]  # of a number: arrays, references or dtypes
+
+
+class Static(NamedTuple):
+  """Arguments that the compiled program is specialized to."""
+
+  reverse: bool
+  length: int  # tokens from here on are padding: x is 0, and a decay per token 1
+  num_splits: int = 1
+  interpret: Any = None
+
+
+class Inputs(NamedTuple):
+  """Tuples of the parts of a number, (real,) or (real, imaginary)."""
+
+  decay: tuple[jax.Array, ...]  # [B, T, D], or [D] float32 for a constant
+  x: tuple[jax.Array, ...]  # [B, T, D]
+  initial: tuple[jax.Array, ...]  # [B, D] float32, as many parts as decay or x has at most
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def diagonal_scan(
+  static: Static, inputs: Inputs, first: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+  """h_t = a_t h_{t-1} + x_t, or a_t h_{t+1} + x_t with `static.reverse`.
+
+  Args:
+    static: T is `channel_grid.padded_length(length, num_splits)`, D a multiple of 128.
+    inputs: bfloat16 or float32.
+    first: [B, T], set at tokens that read 0 in place of the state; or None.
+
+  Returns:
+    (out, last): parts of h [B, T, D], in the dtype of a real x and float32 if complex, and of the
+    state after the last token, [B, D] float32.
+  """
+  return _forward(static, inputs, first)[0]
+
+
+class _Residuals(NamedTuple):
+  decay: Parts
+  x_like: Parts  # empty arrays: only the dtype of x is needed
+  initial: Parts
+  first: Any
+  decay_product: Parts | None  # of each split
+  out: Parts
+
+
+def _forward(static, inputs, first):
+  decay, x, initial = inputs
+  options = _options(static)
+  decay_product = None
+  entering = tuple(y[:, None] for y in initial)
+  if static.num_splits > 1:
+    alone = forward_kernel(decay, x, None, first, outputs=False, **options)
+    decay_product = alone.decay_product
+    entering = _entering(decay_product, alone.last, initial, first, static.reverse)
+  results = forward_kernel(decay, x, entering, first, **options)
+  last = tuple(y[:, 0 if static.reverse else -1] for y in results.last)
+  return (results.out, last), decay_product
+
+
+def _forward_rule(static, inputs, first):
+  # `out` is the result and a residual: one array.
+  named = functools.partial(checkpoint_name, name=MADE_BY_KERNELS)
+  (out, last), decay_product = jax.tree.map(named, _forward(static, inputs, first))
+  x_like = tuple(jnp.zeros((0,), y.dtype) for y in inputs.x)
+  residuals = _Residuals(inputs.decay, x_like, inputs.initial, first, decay_product, out)
+  return (out, last), residuals
+
+
+def _backward_rule(static, residuals, cotangents):
+  decay, x_like, initial, first, decay_product, out = residuals
+  d_out, d_last = cotangents
+  options = _options(static)
+  entering = tuple(y[:, None] for y in d_last)
+  if static.num_splits > 1:
+    alone = backward_kernel(decay, d_out, None, None, None, first, **options)
+    product = tuple(_conjugate(decay_product))
+    entering = _entering(product, alone.d_initial, d_last, first, not static.reverse)
+  results = backward_kernel(
+    *(decay, d_out, out, initial, entering, first),
+    x_dtype=x_like[0].dtype,
+    x_is_real=len(x_like) < len(out),
+    **options,
+  )
+  d_decay = results.d_decay
+  if decay[0].ndim == 1:
+    d_decay = tuple(y.sum((0, 1)) for y in d_decay)
+  d_initial = tuple(y[:, -1 if static.reverse else 0] for y in results.d_initial)
+  d_first = None if first is None else np.zeros(first.shape, jax.dtypes.float0)
+  return Inputs(d_decay, results.d_x, d_initial), d_first
+
+
+diagonal_scan.defvjp(_forward_rule, _backward_rule)
+
+
+def _options(static):
+  return {
+    "reverse": static.reverse,
+    "length": static.length,
+    "num_splits": static.num_splits,
+    "backend": Backend(static.interpret),
+  }
+
+
+def _entering(product, left, initial, first, reverse):
+  """The states that enter the splits, parts [B, P, D].
+
+  `left` is the state after a split that starts from zero, `product` the split's product of decays,
+  `initial` [B, D] the state that enters the split scanned first.
+  """
+  num_splits = left[0].shape[1]
+  blocked = boundaries.in_splits(first, num_splits)
+  entering = {}
+  state = initial
+  for split in list(range(num_splits))[:: -1 if reverse else 1]:
+    entering[split] = state
+    passed = tuple(_times([y[:, split] for y in product], state))
+    is_blocked = None if blocked is None else blocked[:, split]
+    passed = boundaries.reset(is_blocked, passed, (0.0,) * len(passed))
+    state = tuple(y + z[:, split] for y, z in zip(passed, left, strict=True))
+  stack = lambda n: jnp.stack([entering[split][n] for split in range(num_splits)], axis=1)
+  return tuple(stack(n) for n in range(len(initial)))
+
+
+# Forward kernel
+
+
+class _ForwardStreams(NamedTuple):
+  x: Parts  # [T, 128]
+  decay: Parts  # [T, 128], or () for a constant
+
+
+class _ForwardInputs(NamedTuple):
+  streams: _ForwardStreams
+  constant_decay: Parts  # [D], or ()
+  initial: Parts | None
+  first: Any
+
+
+class ForwardResults(NamedTuple):
+  """Parts of arrays; () where an array is not computed."""
+
+  last: Parts  # [B, P, D] float32, the state after each split
+  out: Parts  # [B, T, D], h in the dtype of a real x and float32 if complex
+  decay_product: Parts  # [B, P, D] float32, of each split; 0 where a document begins in it
 
 
 @in_32_bits
-def scan(
-  decay,  # parts [B, T, D], or [D] float32 for a constant
-  x,  # parts [B, T, D]
-  initial,  # parts [B, P, D] float32, or None for zeros
-  forget,  # [B, T] int32, set at the steps that forget the state, or None
+def forward_kernel(
+  decay: tuple[jax.Array, ...],  # parts [B, T, D], or [D] float32 for a constant
+  x: tuple[jax.Array, ...],  # parts [B, T, D]
+  initial: tuple[jax.Array, ...] | None,  # parts [B, P, D] float32; None: zeros
+  first: jax.Array | None,  # [B, T]
   *,
-  reverse,
-  length,
-  number_of_parts=1,
-  outputs=True,
-  interpret=None,
-):
-  """Runs the recurrence in P independent parts of the sequence.
+  reverse: bool,
+  length: int,
+  num_splits: int,
+  backend: Backend,
+  outputs: bool = True,
+) -> ForwardResults:
+  """Scans P independent splits of the sequence; without `outputs` only `last` and `decay_product`.
 
-  T is a multiple of `channels.padded_length`, D of `channels.CHANNELS`. Steps from `length` on are
-  padding, where a constant decay is 1; decays of steps and x are 1 and 0 there already.
-
-  Returns a dictionary: "last" [B, P, D] float32, the state that leaves each part; with `outputs`
-  "out" [B, T, D], h in the dtype of a real x and float32 if complex; without them "product"
-  [B, P, D] float32, the product of the decays of each part, 0 where the part forgets. Tuples of
-  parts each.
+  Tokens from `length` on are padding, where a constant decay counts as 1.
   """
   B, T, D = x[0].shape
-  P, L = number_of_parts, T // number_of_parts
+  P, split_length = num_splits, T // num_splits
   width = max(len(decay), len(x))
-  constant = decay[0].ndim == 1
-  per_step = {f"x{n}": y for n, y in enumerate(x)}
-  if not constant:
-    per_step |= {f"a{n}": y for n, y in enumerate(decay)}
+  is_constant = decay[0].ndim == 1
   end = length if length < T else None
   out_dtype = x[0].dtype if width == 1 else jnp.float32
-  written = [out_dtype] * width if outputs else []
-  rows, stages = channels.sizes(read=_bytes(per_step.values()), written=_bytes(written))
-  states = (jax.ShapeDtypeStruct((B, P, D), jnp.float32),) * width
-  out_type: dict = {"last": states}
-  if outputs:
-    out_type["out"] = (jax.ShapeDtypeStruct((B, T, D), out_dtype),) * width
-  else:
-    out_type["product"] = states[: len(decay)]
+  out_dtypes = (out_dtype,) * width if outputs else ()
+  streams = _ForwardStreams(x, () if is_constant else decay)
+  config = tuning.pipeline_config(
+    bytes_in=grid.itemsize(streams), bytes_out=grid.itemsize(out_dtypes)
+  )
+  split_state = jax.ShapeDtypeStruct((B, P, D), jnp.float32)
+  out_type = ForwardResults(
+    last=(split_state,) * width,
+    out=tuple(jax.ShapeDtypeStruct((B, T, D), dtype) for dtype in out_dtypes),
+    decay_product=() if outputs else (split_state,) * len(decay),
+  )
 
-  def body(ins, outs, *buffers):
-    here, b, part = _place(P)
-    per_step, constants, initial, forget = ins
-    constants = [channels.row_anywhere(ref.at[here]) for ref in constants]
-    start = [channels.full(0.0)] * width
-    if initial is not None:
-      start = [channels.row_anywhere(ref.at[b, part, here]) for ref in initial]
-    product = [channels.full(1.0)] + [channels.full(0.0)] * (len(decay) - 1)
+  def body(ins, outs, out_smem):
+    at, b, split = grid.coordinates(P)
+    constant = [grid.load_row_gmem(ref.at[at]) for ref in ins.constant_decay]
+    h = [grid.full_row(0.0)] * width
+    if ins.initial is not None:
+      h = [grid.load_row_gmem(ref.at[b, split, at]) for ref in ins.initial]
+    product = [grid.full_row(1.0)] + [grid.full_row(0.0)] * (len(decay) - 1)
 
-    def chunk(first, refs, flag, buffers, carry):
+    def compute_chunk(first_token, streams_smem, is_first, out_smem, carry):
       h, product = carry
-      for group in _groups(rows, reverse):
-        xs = {t: [channels.row(refs[f"x{n}"].at[t]) for n in range(len(x))] for t in group}
-        if constant:
-          decays = {
-            t: constants if end is None else _unless(first + t >= end, constants, 1.0)
-            for t in group
-          }
+      is_padding = lambda t: None if end is None else first_token + t >= end
+      for group in _groups(config.chunk, reverse):
+        xs = {t: _load(streams_smem.x, t) for t in group}
+        if is_constant:
+          decays = {t: _padded(constant, 1.0, is_padding(t)) for t in group}
         else:
-          decays = {
-            t: [channels.row(refs[f"a{n}"].at[t]) for n in range(len(decay))] for t in group
-          }
-        results = {}
+          decays = {t: _load(streams_smem.decay, t) for t in group}
+        hs = {}
         for t in group:
-          a = decays[t]
-          if flag is not None:
-            h = _unless(flag(t), h)
-            product = None if outputs else _unless(flag(t), product)
-          h = channels.computed(_add(_times(a, h), xs[t]), interpret)
-          product = None if outputs else _times(a, product)
-          results[t] = h
+          if is_first is not None:
+            h = boundaries.reset(is_first(t), h, _real(0.0, h))
+            if not outputs:
+              product = boundaries.reset(is_first(t), product, _real(0.0, product))
+          h = backend.materialize(_add(_times(decays[t], h), xs[t]))
+          product = None if outputs else _times(decays[t], product)
+          hs[t] = h
         if outputs:
           for t in group:
-            for n, y in enumerate(results[t]):
-              buffers[f"out{n}"].at[t][...] = y.astype(out_dtype)
+            _store(out_smem, t, hs[t])
       return h, product
 
-    h, product = channels.walk(
-      chunk,
-      (start, None if outputs else product),
-      steps={name: ref.at[b, :, here] for name, ref in per_step.items()},
-      flags=None if forget is None else forget.at[b],
-      results={
-        f"out{n}": (memory, outs["out"][n].at[b, :, here]) for n, memory in enumerate(buffers)
-      },
-      start=part * L,
-      count=L // rows,
-      rows=rows,
-      stages=stages,
-      backwards=reverse,
+    h, product = grid.pipeline(
+      compute_chunk,
+      (h, None if outputs else product),
+      config=config,
+      streams_gmem=jax.tree.map(lambda ref: ref.at[b, :, at], ins.streams),
+      first_gmem=None if ins.first is None else ins.first.at[b],
+      results_smem=out_smem,
+      results_gmem=tuple(ref.at[b, :, at] for ref in outs.out),
+      start=split * split_length,
+      num_chunks=split_length // config.chunk,
+      reverse=reverse,
     )
-    for ref, y in zip(outs["last"], h, strict=True):
-      channels.put_anywhere(ref.at[b, part, here], y)
-    if not outputs:
-      for ref, y in zip(outs["product"], product, strict=True):
-        channels.put_anywhere(ref.at[b, part, here], y)
+    for ref, y in zip(outs.last, h, strict=True):
+      grid.store_row_gmem(ref.at[b, split, at], y)
+    for ref, y in zip(outs.decay_product, product or (), strict=True):
+      grid.store_row_gmem(ref.at[b, split, at], y)
 
-  return plgpu.kernel(
+  (results,) = plgpu.kernel(
     body,
-    out_type=out_type,
-    scratch_types=[channels.buffer(rows, dtype) for dtype in written],
+    out_type=(out_type,),
+    scratch_types=[tuple(grid.result_smem(config.chunk, dtype) for dtype in out_dtypes)],
     grid=(D // CHANNELS, B * P),
-    grid_names=("channels", "row"),
-    interpret=interpret,
-    compiler_params=_PARAMS,
-  )((per_step, decay if constant else (), initial, forget))
+    grid_names=grid.GRID_NAMES,
+    interpret=backend.interpret,
+    compiler_params=grid.COMPILER_PARAMS,
+    kernel_name="diagonal_scan_forward",
+  )(_ForwardInputs(streams, decay if is_constant else (), initial, boundaries.as_flags(first)))
+  return results
+
+
+# Backward kernel
+
+
+class _BackwardStreams(NamedTuple):
+  d_out: Parts  # [T, 128]
+  decay: Parts  # [T, 128], or () for a constant
+  h: Parts  # [T, 128], or () in the first pass over splits
+
+
+class _BackwardOutputs(NamedTuple):
+  """Gradients per token, in SMEM."""
+
+  d_x: Parts
+  d_decay: Parts  # () for a constant
+
+
+class _BackwardInputs(NamedTuple):
+  streams: _BackwardStreams
+  constant_decay: Parts
+  out: Parts | None
+  initial: Parts | None
+  d_last: Parts | None
+  first: Any
+
+
+class BackwardResults(NamedTuple):
+  """Parts of arrays; () where an array is not computed."""
+
+  d_initial: Parts  # [B, P, D] float32, the cotangent of the state before each split
+  d_x: Parts  # [B, T, D] in `x_dtype`
+  d_decay: Parts  # [B, T, D] in the dtype of decay; for a constant [B, P, D] float32 sums
 
 
 @in_32_bits
-def adjoint(
-  decay,  # parts [B, T, D], or [D] float32 for a constant
-  d_out,  # parts [B, T, D]
-  out,  # parts [B, T, D], what `scan` returned, or None: only "arriving" is wanted
-  initial,  # parts [B, D] float32, the state before the first part
-  arriving,  # parts [B, P, D] float32, what the steps behind each part send back, or None for zeros
-  forget,  # [B, T] int32 or None
+def backward_kernel(
+  decay: tuple[jax.Array, ...],  # parts [B, T, D], or [D] float32 for a constant
+  d_out: tuple[jax.Array, ...],  # parts [B, T, D]
+  out: tuple[jax.Array, ...] | None,  # parts [B, T, D] of h; None: only `d_initial` is wanted
+  initial: tuple[jax.Array, ...] | None,  # parts [B, D] float32, the state before the first token
+  d_last: tuple[jax.Array, ...] | None,  # parts [B, P, D] float32; None: zeros
+  first: jax.Array | None,  # [B, T]
   *,
-  reverse,
-  length,
-  real_x=False,
-  x_dtype=None,
-  number_of_parts=1,
-  interpret=None,
-):
-  """Runs the adjoint in P independent parts; `reverse` is the direction of `scan`, `length`
-  as there.
+  reverse: bool,
+  length: int,
+  num_splits: int,
+  backend: Backend,
+  x_dtype: Any = None,
+  x_is_real: bool = False,
+) -> BackwardResults:
+  """Scans P independent splits against the direction of the forward pass, which is `reverse`.
 
-  Returns a dictionary: "arriving" parts [B, P, D] float32, what each part sends to the state before
-  it; and, unless `out` is None, "decay" parts [B, T, D] in the dtype of the decay, or for a
-  constant [B, P, D] float32, the sum over each part; "x" parts [B, T, D] in `x_dtype`, only the
-  real one with `real_x`.
+  `d_last` is the cotangent of the state after each split.
   """
   B, T, D = d_out[0].shape
-  P, L = number_of_parts, T // number_of_parts
+  P, split_length = num_splits, T // num_splits
   width = len(d_out)
-  constant = decay[0].ndim == 1
+  is_constant = decay[0].ndim == 1
   end = length if length < T else None
-  full = out is not None
-  per_step = {f"d{n}": y for n, y in enumerate(d_out)}
-  if not constant:
-    per_step |= {f"a{n}": y for n, y in enumerate(decay)}
-  results: dict = {}
-  out_type: dict = {"arriving": (jax.ShapeDtypeStruct((B, P, D), jnp.float32),) * width}
-  if full:
-    per_step |= {f"h{n}": y for n, y in enumerate(out)}
-    results |= {f"x{n}": x_dtype for n in range(1 if real_x else width)}
-    out_type["x"] = (jax.ShapeDtypeStruct((B, T, D), x_dtype),) * len(results)
-    if constant:
-      out_type["decay"] = out_type["arriving"][: len(decay)]
-    else:
-      results |= {f"a{n}": y.dtype for n, y in enumerate(decay)}
-      out_type["decay"] = tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in decay)
-  rows, stages = channels.sizes(
-    read=_bytes(per_step.values()), written=_bytes(list(results.values()))
+  gradients = out is not None
+  streams = _BackwardStreams(d_out, () if is_constant else decay, out or ())
+  dtypes = _BackwardOutputs((), ())
+  if gradients:
+    d_x_dtypes = (x_dtype,) * (1 if x_is_real else width)
+    dtypes = _BackwardOutputs(d_x_dtypes, () if is_constant else tuple(y.dtype for y in decay))
+  config = tuning.pipeline_config(bytes_in=grid.itemsize(streams), bytes_out=grid.itemsize(dtypes))
+  split_state = jax.ShapeDtypeStruct((B, P, D), jnp.float32)
+  token_type = lambda dtype: jax.ShapeDtypeStruct((B, T, D), dtype)
+  out_type = BackwardResults(
+    d_initial=(split_state,) * width,
+    d_x=tuple(map(token_type, dtypes.d_x)),
+    d_decay=tuple(map(token_type, dtypes.d_decay)),
   )
+  if gradients and is_constant:
+    out_type = out_type._replace(d_decay=(split_state,) * len(decay))
 
-  def body(ins, outs, buffers):
-    here, b, part = _place(P)
-    per_step, constants, out, initial, arriving, forget = ins
-    constants = [channels.row_anywhere(ref.at[here]) for ref in constants]
-    start = [channels.full(0.0)] * width
-    if arriving is not None:
-      start = [channels.row_anywhere(ref.at[b, part, here]) for ref in arriving]
-    total = [channels.full(0.0)] * (len(decay) if full and constant else 0)
-    if full:
-      entering = [channels.row_anywhere(ref.at[b, here]) for ref in initial]
+  def body(ins, outs, results_smem):
+    at, b, split = grid.coordinates(P)
+    constant = [grid.load_row_gmem(ref.at[at]) for ref in ins.constant_decay]
+    p = [grid.full_row(0.0)] * width
+    if ins.d_last is not None:
+      p = [grid.load_row_gmem(ref.at[b, split, at]) for ref in ins.d_last]
+    total = [grid.full_row(0.0)] * (len(decay) if gradients and is_constant else 0)
+    if gradients:
+      initial = [grid.load_row_gmem(ref.at[b, at]) for ref in ins.initial]
 
-    def before(first):
-      """h before the step of the chunk that the scan met first."""
-      neighbour = first + rows if reverse else first - 1
-      inside = neighbour < T if reverse else neighbour >= 0
-      step = lax.min(lax.max(neighbour, 0), T - 1)
+    def entering(first_token):
+      """The state that entered the chunk in the forward pass."""
+      neighbor = first_token + config.chunk if reverse else first_token - 1
+      inside = neighbor < T if reverse else neighbor >= 0
+      token = lax.min(lax.max(neighbor, 0), T - 1)
       return [
-        jnp.where(inside, channels.row_anywhere(ref.at[b, step, here]), y)
-        for ref, y in zip(out, entering, strict=True)
+        jnp.where(inside, grid.load_row_gmem(ref.at[b, token, at]), y)
+        for ref, y in zip(ins.out, initial, strict=True)
       ]
 
-    def chunk(first, refs, flag, buffers, carry):
+    def compute_chunk(first_token, streams_smem, is_first, results_smem, carry):
       p, total = carry
-      read = lambda name, count, t: [channels.row(refs[f"{name}{n}"].at[t]) for n in range(count)]
-      if full:
-        border = before(first)
-        sums = [channels.full(0.0)] * len(total)
-      for group in _groups(rows, not reverse):
-        gs = {t: read("d", width, t) for t in group}
-        decays = {t: constants if constant else read("a", len(decay), t) for t in group}
-        if constant and end is not None:
-          decays = {t: _unless(first + t >= end, constants, 1.0) for t in group}
-        if full:
-          earlier = lambda t: t + 1 if reverse else t - 1
-          states = {
-            t: read("h", width, earlier(t)) if 0 <= earlier(t) < rows else border for t in group
+      is_padding = lambda t: None if end is None else first_token + t >= end
+      h_entering = entering(first_token) if gradients else []
+      sums = [grid.full_row(0.0) for _ in total]
+      for group in _groups(config.chunk, not reverse):
+        ds = {t: _load(streams_smem.d_out, t) for t in group}
+        if is_constant:
+          decays = {t: _padded(constant, 1.0, is_padding(t)) for t in group}
+        else:
+          decays = {t: _load(streams_smem.decay, t) for t in group}
+        hs = {}
+        if gradients:
+          before = lambda t: t + 1 if reverse else t - 1
+          hs = {
+            t: _load(streams_smem.h, before(t)) if 0 <= before(t) < config.chunk else h_entering
+            for t in group
           }
         results = {}
         for t in group:
-          g = _add(gs[t], p)
-          p = channels.computed(_times(_conjugate(decays[t]), g), interpret)
-          if flag is not None:
-            p = _unless(flag(t), p)
-          if full:
-            h = states[t]
-            if flag is not None:
-              h = _unless(flag(t), h)
-            if constant and end is not None:
-              h = _unless(first + t >= end, h)
+          g = _add(ds[t], p)
+          p = backend.materialize(_times(_conjugate(decays[t]), g))
+          if is_first is not None:
+            p = boundaries.reset(is_first(t), p, _real(0.0, p))
+          if gradients:
+            h = hs[t]
+            if is_first is not None:
+              h = boundaries.reset(is_first(t), h, _real(0.0, h))
+            if is_constant:
+              h = _padded(h, 0.0, is_padding(t))
             d_decay = _times(_conjugate(h), g)[: len(decay)]
             results[t] = g, d_decay
-            if constant:
+            if is_constant:
               sums = [y + z for y, z in zip(sums, d_decay, strict=True)]
         for t, (g, d_decay) in results.items():
-          for name, values in (("x", g), ("a", d_decay)):
-            for n, y in enumerate(values):
-              if f"{name}{n}" in buffers:
-                target = buffers[f"{name}{n}"]
-                target.at[t][...] = y.astype(target.dtype)
+          _store(results_smem.d_x, t, g)
+          _store(results_smem.d_decay, t, d_decay)
       if total:
         total = [y + z for y, z in zip(total, sums, strict=True)]
       return p, total
 
-    p, total = channels.walk(
-      chunk,
-      (start, total),
-      steps={name: ref.at[b, :, here] for name, ref in per_step.items()},
-      flags=None if forget is None else forget.at[b],
-      results={
-        name: (memory, outs["decay" if name[0] == "a" else "x"][int(name[1])].at[b, :, here])
-        for name, memory in buffers.items()
-      },
-      start=part * L,
-      count=L // rows,
-      rows=rows,
-      stages=stages,
-      backwards=not reverse,
+    p, total = grid.pipeline(
+      compute_chunk,
+      (p, total),
+      config=config,
+      streams_gmem=jax.tree.map(lambda ref: ref.at[b, :, at], ins.streams),
+      first_gmem=None if ins.first is None else ins.first.at[b],
+      results_smem=results_smem,
+      results_gmem=_BackwardOutputs(
+        tuple(ref.at[b, :, at] for ref in outs.d_x),
+        () if is_constant else tuple(ref.at[b, :, at] for ref in outs.d_decay),
+      ),
+      start=split * split_length,
+      num_chunks=split_length // config.chunk,
+      reverse=not reverse,
     )
-    for ref, y in zip(outs["arriving"], p, strict=True):
-      channels.put_anywhere(ref.at[b, part, here], y)
-    for n, y in enumerate(total):
-      channels.put_anywhere(outs["decay"][n].at[b, part, here], y)
+    for ref, y in zip(outs.d_initial, p, strict=True):
+      grid.store_row_gmem(ref.at[b, split, at], y)
+    for ref, y in zip(outs.d_decay, total, strict=False):  # none unless the decay is a constant
+      grid.store_row_gmem(ref.at[b, split, at], y)
 
-  return plgpu.kernel(
+  (results,) = plgpu.kernel(
     body,
-    out_type=out_type,
-    scratch_types=[{name: channels.buffer(rows, dtype) for name, dtype in results.items()}],
+    out_type=(out_type,),
+    scratch_types=[jax.tree.map(lambda dtype: grid.result_smem(config.chunk, dtype), dtypes)],
     grid=(D // CHANNELS, B * P),
-    grid_names=("channels", "row"),
-    interpret=interpret,
-    compiler_params=_PARAMS,
-  )((per_step, decay if constant else (), out, initial, arriving, forget))
+    grid_names=grid.GRID_NAMES,
+    interpret=backend.interpret,
+    compiler_params=grid.COMPILER_PARAMS,
+    kernel_name="diagonal_scan_backward",
+  )(
+    _BackwardInputs(
+      *(streams, decay if is_constant else (), out, initial, d_last),
+      first=boundaries.as_flags(first),
+    )
+  )
+  return results
 
 
-def _bytes(arrays):
-  return sum(jnp.dtype(getattr(y, "dtype", y)).itemsize for y in arrays)
+# Tokens and numbers
 
 
-def _place(number_of_parts):
-  """(this block's channels, its sequence, its part)."""
-  row = lax.axis_index("row")
-  here = pl.ds(lax.axis_index("channels") * CHANNELS, CHANNELS)
-  return here, row // number_of_parts, lax.rem(row, number_of_parts)
+def _groups(chunk, reverse):
+  """The tokens of a chunk in groups of `GROUP`, in the order of the scan."""
+  order = list(range(chunk))[:: -1 if reverse else 1]
+  return [order[n : n + tuning.GROUP] for n in range(0, chunk, tuning.GROUP)]
 
 
-def _groups(rows, backwards):
-  """The steps of a chunk in groups, in the order of the walk."""
-  order = list(range(rows))[:: -1 if backwards else 1]
-  return [order[n : n + _GROUP] for n in range(0, rows, _GROUP)]
+def _load(parts_smem, t):
+  return [grid.load_row(ref.at[t]) for ref in parts_smem]
 
 
-def _unless(flag, number, value=0.0):
-  """A real `value` where `flag`: even a state that is not finite does not pass."""
-  constants = [channels.full(value if n == 0 else 0.0) for n in range(len(number))]
-  return [jnp.where(flag, y, z) for y, z in zip(constants, number, strict=True)]
+def _store(parts_smem, t, number):
+  """Stores as many parts as there are buffers: of a real x only the real part has a gradient."""
+  for ref, y in zip(parts_smem, number, strict=False):
+    ref.at[t][...] = y.astype(ref.dtype)
+
+
+def _real(value, like):
+  """A real number in as many parts as `like`."""
+  return [grid.full_row(value if n == 0 else 0.0) for n in range(len(like))]
+
+
+def _padded(number, value, is_padding):
+  """The real `value` at padding; `is_padding` None: there is none."""
+  if is_padding is None:
+    return number
+  return boundaries.select(is_padding, _real(value, number), number)
 
 
 def _conjugate(number):

@@ -1,4 +1,4 @@
-"""One step of linear attention in one kernel: the state is read once and written once, in place.
+"""One token of linear attention in one kernel: the state is read once and written once, in place.
 
 S' = diag(a) S + k v^T       z' = a z + k                     a = exp(log_decay)
 out = scale q^T S'           D  = q^T z'                      without `bonus`
@@ -7,22 +7,36 @@ with `normalize`: out / D
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import steps
-from pallas_kernels.tensor_core import store_anywhere
+from pallas_kernels.core import decode as single_token
+from pallas_kernels.core.wgmma import store_anywhere
 
 
-def obstacle(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale=1.0) -> str | None:
-  """Why `decode` cannot run these arguments, or None."""
+def unsupported(
+  q: Any,
+  k: Any,
+  v: Any,
+  log_decay: Any,
+  bonus: Any,
+  kv: Any,
+  key_sum: Any,
+  *,
+  normalize: bool,
+  scale: float = 1.0,
+) -> str | None:
+  """The reason why `decode` cannot run these arguments, or None."""
   del scale
   if q.ndim != 3 or v.ndim != 3:
-    return f"q {q.shape} and v {v.shape} must be [B, H, K] and [B, H, V]: one step without a T axis"
+    return (
+      f"q {q.shape} and v {v.shape} must be [B, H, K] and [B, H, V]: one token without a T axis"
+    )
   (B, H, K), V = q.shape, v.shape[-1]
-  wanted = {"k": (k, (B, H, K)), "v": (v, (B, H, V)), "kv": (kv, (B, H, K, V))}
+  wanted: dict[str, tuple] = {"k": (k, (B, H, K)), "v": (v, (B, H, V)), "kv": (kv, (B, H, K, V))}
   if bonus is not None:
     wanted["bonus"] = bonus, (H, K)
   if normalize:
@@ -40,18 +54,29 @@ def obstacle(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale=1.0) ->
   for name, x in (("log_decay", log_decay), ("key_sum", key_sum if normalize else None)):
     if x is not None and x.dtype != jnp.float32:
       return f"{name} is {x.dtype}; the kernel takes float32"
-  return steps.dtype_obstacle(q=q, k=k, v=v) or steps.matrix_obstacle(kv)
+  return single_token.unsupported_dtype(q=q, k=k, v=v) or single_token.unsupported_matrix_state(kv)
 
 
 def decode(
-  q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale=1.0, tile=None, interpret=None
-):
-  """(out [B, H, V] in the dtype of v, kv, key_sum) after one step.
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  log_decay: jax.Array | None,
+  bonus: jax.Array | None,
+  kv: jax.Array,
+  key_sum: jax.Array | None,
+  *,
+  normalize: bool,
+  scale: float = 1.0,
+  tile: int | None = None,
+  interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+  """Runs one token: (out [B, H, V] in the dtype of v, kv, key_sum).
 
   The returned kv uses the buffer of the argument (`input_output_aliases` of the compiled call): of
   a donated state, or of one carried by a loop, nothing is copied. If K or V is no multiple of 16
   this does not hold: q, k, v and the state are padded with zeros outside the kernel and cut
-  afterwards. `key_sum`, a V-th of the state's size, has a new buffer, because every block of a
+  afterwards. `key_sum`, 1 / V of the state's size, has a new buffer, because every CTA of a
   head reads it. exp(0) is 1: without decay an entry that k v^T does not touch keeps its bits.
 
   Args:
@@ -60,39 +85,39 @@ def decode(
     bonus: [H, K] or None.
     kv: float32 [B, H, K, V].
     key_sum: float32 [B, H, K]; without `normalize` it is returned as it is, and may be None.
-    tile: columns of the state in a block: 16, 32 or 64, a divisor of V; None takes
-      `steps.value_tile`.
+    tile: columns of the state per CTA: 16, 32 or 64, a divisor of V; None takes
+      `single_token.value_tile`.
     interpret: `plgpu.InterpretGPUParams`, or None to compile.
 
   Raises:
-    ValueError: `obstacle` has something to say, or `tile` does not fit.
+    ValueError: the arguments are unsupported, or `tile` does not fit.
   """
-  reason = obstacle(q, k, v, log_decay, bonus, kv, key_sum, normalize=normalize, scale=scale)
+  reason = unsupported(q, k, v, log_decay, bonus, kv, key_sum, normalize=normalize, scale=scale)
   if reason is not None:
     raise ValueError(f"decode: {reason}.")
   K, V = kv.shape[2:]
   options = {"normalize": normalize, "scale": scale, "tile": tile, "interpret": interpret}
-  pad_k, pad_v = -K % steps.WIDTH, -V % steps.WIDTH
-  if tile is not None and (tile not in steps.TILES or (V + pad_v) % tile):
+  pad_k, pad_v = -K % single_token.WIDTH, -V % single_token.WIDTH
+  if tile is not None and (tile not in single_token.TILES or (V + pad_v) % tile):
     raise ValueError(f"decode: tile={tile} must be 16, 32 or 64 and divide V={V + pad_v}.")
-  if steps.fits(K, V):
+  if single_token.fits(K, V):
     return _decode(q, k, v, log_decay, bonus, kv, key_sum, **options)
   if log_decay is not None and log_decay.shape[-1] > 1:
-    log_decay = steps.padded(log_decay, pad_k)
+    log_decay = single_token.pad_last(log_decay, pad_k)
   out, padded_kv, padded_sum = _decode(
-    steps.padded(q, pad_k),
-    steps.padded(k, pad_k),
-    steps.padded(v, pad_v),
+    single_token.pad_last(q, pad_k),
+    single_token.pad_last(k, pad_k),
+    single_token.pad_last(v, pad_v),
     log_decay,
-    None if bonus is None else steps.padded(bonus, pad_k),
-    steps.padded(kv, pad_k, pad_v),
-    steps.padded(key_sum, pad_k) if normalize else None,
+    None if bonus is None else single_token.pad_last(bonus, pad_k),
+    single_token.pad_last(kv, pad_k, pad_v),
+    None if key_sum is None or not normalize else single_token.pad_last(key_sum, pad_k),
     **options,
   )
   return out[..., :V], padded_kv[..., :K, :V], padded_sum[..., :K] if normalize else key_sum
 
 
-# Under `jit`, so that a program with many steps of one shape, as a stack of layers has, holds one
+# Under `jit`, so that a program with many calls of one shape, as a stack of layers has, holds one
 # kernel and not as many.
 @functools.partial(jax.jit, static_argnames=("normalize", "scale", "tile", "interpret"))
 def _decode(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale, tile, interpret):
@@ -105,12 +130,15 @@ def _decode(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale, tile, i
     b, h, here, number = place
     # All loads first: they travel together.
     state = tile.load(kv_ref)
-    query, key = tile.keys(q_ref.at[b, h]), tile.keys(k_ref.at[b, h])
-    value = tile.values(v_ref.at[b, h, here])
+    query, key = tile.load_keys(q_ref.at[b, h]), tile.load_keys(k_ref.at[b, h])
+    value = tile.load_values(v_ref.at[b, h, here])
+    out: Any = None
+    sums: Any = None
+    denominator: Any = None
     if normalize:
-      sums = tile.keys(key_sum_ref.at[b, h])
+      sums = tile.load_keys(key_sum_ref.at[b, h])
     if bonus_ref is not None:
-      own = tile.keys(bonus_ref.at[h]) * key
+      own = tile.load_keys(bonus_ref.at[h]) * key
       # Read before the update: q^T diag(u) k v^T = (q . u k) v^T.
       out = tile.read(query, state) + value * jnp.sum(query * own)
       if normalize:
@@ -119,18 +147,18 @@ def _decode(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale, tile, i
     if decay_ref is not None:
       where = (b if decay_ref.shape[0] > 1 else 0, h if decay_ref.shape[1] > 1 else 0)
       if decay_ref.shape[2] > 1:
-        decay = jnp.exp(tile.keys(decay_ref.at[where]))
-        state = tile.across(decay) * state
+        decay = jnp.exp(tile.load_keys(decay_ref.at[where]))
+        state = tile.broadcast_keys(decay) * state
       else:
         decay = jnp.exp(decay_ref[(*where, 0)])
         state = decay * state
       sums = decay * sums if normalize else None
-    state = state + tile.across(key) * tile.down(value)
+    state = state + tile.broadcast_keys(key) * tile.broadcast_values(value)
     store_anywhere(kv_ref, state)
     if normalize:
       sums = sums + key
 
-      # Every block of the head has computed the same; one of them stores it.
+      # Every CTA of the head has computed the same; one of them stores it.
       @pl.when(number == 0)
       def _():
         store_anywhere(key_sum_out[0].at[b, h], sums)
@@ -146,12 +174,12 @@ def _decode(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale, tile, i
   out_type = [jax.ShapeDtypeStruct((B, H, V), v.dtype)]
   if normalize:
     out_type.append(jax.ShapeDtypeStruct((B, H, K), jnp.float32))
-  (out, *sums), kv = steps.run(
+  (out, *sums), kv = single_token.run(
     body,
     (q, k, v, log_decay, bonus, key_sum if normalize else None),
     kv,
     out_type,
-    columns=tile or steps.value_tile(B, H, V),
+    columns=tile or single_token.value_tile(B, H, V),
     name="linear_attention_decode",
     interpret=interpret,
   )

@@ -1,1 +1,1 @@
-"""RWKV-4's scan on Hopper: `op.py` with its gradient, `scan.py` and `adjoint.py` the kernels."""
+"""RWKV-4's scan on Hopper: `forward.py` (with the `custom_vjp`), `backward.py`, `decode.py`."""

@@ -1,4 +1,4 @@
-"""Token files to test with: small ones made here, and real ones where they are given."""
+"""Token files for tests: small generated ones, and real ones if available."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def write_pair(tmp_path):
 
 @pytest.fixture
 def given():
-  """Path of a file or folder of the data that LNSSM_DATA names; skips the test without it."""
+  """Path inside the folder LNSSM_DATA; skips the test without it."""
 
   def find(relative):
     root = os.environ.get("LNSSM_DATA")
@@ -65,7 +65,7 @@ class Corpus:
 
   @staticmethod
   def texts_in(folder, name, tokenizer):
-    """The documents of a set, decoded; each must end as it should, and only there."""
+    """Decoded documents of a set; each must have end-of-text exactly at its end."""
     pair = IndexedDataset(f"{folder}/{name}")
     documents = [pair.sequence(i).tolist() for i in range(pair.num_sequences)]
     assert all(ids.index(tokenizer.end_of_text) == len(ids) - 1 for ids in documents)

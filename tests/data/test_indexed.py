@@ -1,4 +1,4 @@
-"""Writing and reading token files, against numbers and files that other programs made."""
+"""Writing and reading token files, compared with files of other programs."""
 
 import hashlib
 import itertools
@@ -24,7 +24,7 @@ def left_in(folder):
   return sorted(path.name for path in folder.iterdir())
 
 
-def test_bytes_are_those_of_the_layout(write_pair):
+def test_indexed_file_bytes_match_format(write_pair):
   prefix = write_pair([[1, 2, 3], [258]])
   assert Path(prefix + ".bin").read_bytes() == b"\x01\x00\x02\x00\x03\x00\x02\x01"
   expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 1, 0, 6, 0, 1, 2)
@@ -32,7 +32,7 @@ def test_bytes_are_those_of_the_layout(write_pair):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "int64", "uint16"])
-def test_what_is_written_is_read(write_pair, dtype):
+def test_indexed_round_trip_exact(write_pair, dtype):
   documents = [[ids[0] % 128] * len(ids) for ids in DOCUMENTS]
   data = IndexedDataset(write_pair(documents, dtype=dtype))
   assert [data.sequence(i).tolist() for i in range(data.num_sequences)] == documents
@@ -46,14 +46,14 @@ def test_what_is_written_is_read(write_pair, dtype):
   assert data.pointers.tolist() == [start * data.dtype.itemsize for start in (0, 3, 5, 6)]
 
 
-def test_sequences_lie_inside_only(write_pair):
+def test_indexed_sequence_out_of_range_rejected(write_pair):
   data = IndexedDataset(write_pair(DOCUMENTS))
   for i in (-1, 4):
     with pytest.raises(IndexError, match=f"no sequence {i}; there are 4"):
       data.sequence(i)
 
 
-def test_a_document_may_have_several_sequences(write_pair):
+def test_indexed_document_with_several_sequences(write_pair):
   prefix = write_pair(DOCUMENTS)
   raw = bytearray(Path(prefix + ".idx").read_bytes())
   raw[26:34] = struct.pack("<Q", 3)
@@ -62,21 +62,21 @@ def test_a_document_may_have_several_sequences(write_pair):
   assert IndexedDataset(prefix).document_starts.tolist() == [0, 6]
 
 
-def test_a_copy_in_another_process_maps_the_file_again(write_pair):
+def test_indexed_pickled_reader_maps_file_again(write_pair):
   data = IndexedDataset(write_pair([[1] * 100_000]))
   pickled = pickle.dumps(data)
   assert len(pickled) < 1000
   assert pickle.loads(pickled).tokens.tolist() == data.tokens.tolist()
 
 
-def test_the_files_cannot_be_changed_through_the_reader(write_pair):
+def test_indexed_reader_is_read_only(write_pair):
   data = IndexedDataset(write_pair(DOCUMENTS))
   for view in (data.tokens, data.sizes, data.pointers, data.doc_index):
     with pytest.raises(ValueError, match="read-only"):
       view[0] = 1
 
 
-def test_dtype_follows_the_vocabulary():
+def test_indexed_dtype_follows_vocabulary():
   names = {65_499: "uint16", 65_500: "int32", 50_277: "uint16", 1 << 20: "int32", 2: "uint16"}
   assert {size: dtype_for(size).name for size in names} == names
 
@@ -84,14 +84,14 @@ def test_dtype_follows_the_vocabulary():
 @pytest.mark.parametrize(
   ("document", "message"),
   [
-    ([1, 65_536], r"document 1: token 1 has the id 65536, but ids must lie in \[0, 65536\)"),
+    ([1, 65_536], r"document 1: token 1 has the id 65536, but ids must be in \[0, 65536\)"),
     ([-1], r"document 1: token 0 has the id -1"),
     ([[1, 2]], r"document 1 has shape \(1, 2\)"),
-    ([1.0], "dtype float64; one row of integer ids"),
-    ([True], "dtype bool; one row of integer ids"),
+    ([1.0], "dtype float64; a vector of integer ids"),
+    ([True], "dtype bool; a vector of integer ids"),
   ],
 )
-def test_a_document_that_cannot_be_written_is_named(tmp_path, write_pair, document, message):
+def test_indexed_invalid_document_named(tmp_path, write_pair, document, message):
   write_pair(DOCUMENTS)
   before = [sha256(tmp_path / name) for name in ("pair.bin", "pair.idx")]
   with (
@@ -104,7 +104,7 @@ def test_a_document_that_cannot_be_written_is_named(tmp_path, write_pair, docume
   assert before == [sha256(tmp_path / name) for name in ("pair.bin", "pair.idx")]
 
 
-def test_nothing_appears_before_the_end_and_nothing_after_an_error(tmp_path):
+def test_indexed_writer_is_atomic(tmp_path):
   with pytest.raises(RuntimeError, match="stop"), IndexedWriter(tmp_path / "x", "uint16") as writer:
     writer.add_document([1, 2])
     assert not {"x.bin", "x.idx"} & set(left_in(tmp_path))
@@ -112,13 +112,13 @@ def test_nothing_appears_before_the_end_and_nothing_after_an_error(tmp_path):
   assert left_in(tmp_path) == []
 
 
-def test_writing_nothing_is_an_error(tmp_path):
+def test_indexed_writer_without_tokens_raises(tmp_path):
   with pytest.raises(DataError, match="no tokens were added"), IndexedWriter(tmp_path / "x", "u2"):
     pass
   assert left_in(tmp_path) == []
 
 
-def test_a_new_pair_replaces_the_old_one_and_open_readers_keep_theirs(write_pair):
+def test_indexed_replaced_pair_open_readers_keep_old(write_pair):
   prefix = write_pair(DOCUMENTS)
   old = IndexedDataset(prefix)
   write_pair([[9, 9]])
@@ -126,7 +126,7 @@ def test_a_new_pair_replaces_the_old_one_and_open_readers_keep_theirs(write_pair
   assert old.tokens.tolist() == list(itertools.chain(*DOCUMENTS))
 
 
-def test_a_stop_while_renaming_never_leaves_a_pair_of_two_halves(write_pair, monkeypatch):
+def test_indexed_crash_while_renaming_leaves_no_mixed_pair(write_pair, monkeypatch):
   prefix = write_pair([[1, 2, 3]])
   replace = os.replace
 
@@ -138,27 +138,27 @@ def test_a_stop_while_renaming_never_leaves_a_pair_of_two_halves(write_pair, mon
   monkeypatch.setattr(os, "replace", stop_at_the_index)
   with pytest.raises(DataError, match=r"cannot write .*No space left on device"):
     write_pair([[4, 5, 6]])
-  with pytest.raises(DataError, match=r"pair.idx does not exist; its other half .*pair.bin is"):
+  with pytest.raises(DataError, match=r"pair.idx does not exist; only .*pair.bin exists"):
     IndexedDataset(prefix)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "uint32", "bool"])
-def test_dtypes_that_the_format_cannot_hold_are_refused(tmp_path, dtype):
+def test_indexed_unsupported_dtype_rejected(tmp_path, dtype):
   with pytest.raises(DataError, match=f"not {dtype}; use dtype_for"):
     IndexedWriter(tmp_path / "x", dtype)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_indexed_unwritable_folder_named(tmp_path):
   (tmp_path / "file").write_text("")
   for folder in ("file", "absent"):
     with (
-      pytest.raises(DataError, match=rf"cannot write .*{folder}/x.*choose another folder"),
+      pytest.raises(DataError, match=rf"cannot write .*{folder}/x.*use another folder"),
       IndexedWriter(tmp_path / folder / "x", "uint16"),
     ):
       pass
 
 
-def test_a_pair_of_another_program_has_exactly_its_values(given):
+def test_indexed_pair_of_other_program_read_exactly(given):
   folder = given("binidx")
   expected = json.loads((folder / "expected.json").read_text())
   for name, wanted in expected["sets"].items():
@@ -188,7 +188,7 @@ def test_a_pair_of_another_program_has_exactly_its_values(given):
     data.check_tokens(expected["vocab_size"])
 
 
-def test_writing_the_same_documents_again_gives_the_same_bytes(given, tmp_path):
+def test_indexed_rewritten_documents_same_bytes(given, tmp_path):
   folder = given("binidx")
   for name, wanted in json.loads((folder / "expected.json").read_text())["sets"].items():
     data = IndexedDataset(folder / name)

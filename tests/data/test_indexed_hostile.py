@@ -1,4 +1,4 @@
-"""Damaged and hostile token files: each is refused by name, none is read past its end."""
+"""Damaged and hostile token files: rejected with a message, never read out of bounds."""
 
 import struct
 from pathlib import Path
@@ -26,20 +26,20 @@ def put(path, offset, kind, *values):
   Path(path).write_bytes(raw)
 
 
-def refused(prefix, *wanted):
-  """Opening fails with a DataError that holds each of `wanted` and says what to do."""
+def check_rejected(prefix, *wanted):
+  """Opening raises a DataError that contains each of `wanted` and the fix."""
   with pytest.raises(DataError) as caught:
     IndexedDataset(prefix)
   message = str(caught.value)
   for text in wanted:
     assert text in message
-  assert "python -m train tokenize" in message or "give the prefix" in message
+  assert "python -m train tokenize" in message or "use the prefix" in message
 
 
 @pytest.mark.parametrize(
   ("offset", "kind", "values", "wanted"),
   [
-    (0, "B", [0], ("offset 0 (magic)", "this is not such an index")),
+    (0, "B", [0], ("offset 0 (magic)", "this is not an index file")),
     (8, "B", [1], ("offset 0 (magic)",)),
     (9, "Q", [2], ("offset 9 (version)", "found 2", "expected 1")),
     (9, ">Q", [1], ("offset 9 (version)", f"found {1 << 56}")),  # the other byte order
@@ -86,28 +86,28 @@ def refused(prefix, *wanted):
     (DOCS + 32, "q", [5], ("(doc_index 4)", "found 5")),
   ],
 )
-def test_a_wrong_field_is_named(prefix, offset, kind, values, wanted):
+def test_indexed_wrong_field_named(prefix, offset, kind, values, wanted):
   if kind.startswith(">"):
     put(prefix + ".idx", offset, "Q", int.from_bytes(struct.pack(kind, *values), "little"))
   else:
     put(prefix + ".idx", offset, kind, *values)
-  refused(prefix, prefix + ".idx", *wanted)
+  check_rejected(prefix, prefix + ".idx", *wanted)
 
 
-def test_an_index_cut_off_anywhere_is_refused(prefix):
+def test_indexed_truncated_index_rejected(prefix):
   path = Path(prefix + ".idx")
   whole = path.read_bytes()
   assert len(whole) == END
   for length in range(END):
     path.write_bytes(whole[:length])
-    refused(prefix, str(path), "found" if length else "is empty (0 bytes)")
+    check_rejected(prefix, str(path), "found" if length else "is empty (0 bytes)")
 
 
 @pytest.mark.parametrize("extra", [1, N, 8, 1000])
-def test_bytes_after_the_index_are_refused(prefix, extra):
+def test_indexed_trailing_bytes_rejected(prefix, extra):
   with open(prefix + ".idx", "ab") as file:
     file.write(bytes(extra))
-  refused(prefix, f"offset {END} (end of file)", f"found {extra} more bytes")
+  check_rejected(prefix, f"offset {END} (end of file)", f"found {extra} more bytes")
 
 
 @pytest.mark.parametrize(
@@ -122,45 +122,45 @@ def test_bytes_after_the_index_are_refused(prefix, extra):
     (22, "found 22 bytes, expected 20 for the 4 sequences"),
   ],
 )
-def test_token_files_of_the_wrong_length_are_refused(prefix, length, wanted):
+def test_indexed_wrong_token_file_length_rejected(prefix, length, wanted):
   path = Path(prefix + ".bin")
   path.write_bytes((path.read_bytes() + bytes(10))[:length])
-  refused(prefix, str(path), wanted)
+  check_rejected(prefix, str(path), wanted)
 
 
 @pytest.mark.parametrize("code", [1, 4, 5])
-def test_a_dtype_of_another_width_is_refused(prefix, code):
+def test_indexed_wrong_dtype_width_rejected(prefix, code):
   put(prefix + ".idx", 17, "B", code)
-  refused(prefix, prefix + ".")
+  check_rejected(prefix, prefix + ".")
 
 
-def test_missing_files_are_named(prefix, tmp_path):
-  refused(str(tmp_path / "absent"), "absent.idx does not exist; make it with")
-  refused(prefix + ".bin", f"give the prefix of the pair, {prefix!r}")
+def test_indexed_missing_file_named(prefix, tmp_path):
+  check_rejected(str(tmp_path / "absent"), "absent.idx does not exist; create it with")
+  check_rejected(prefix + ".bin", f"use the prefix of the pair, {prefix!r}")
   Path(prefix + ".bin").unlink()
-  refused(prefix, ".bin does not exist", "its other half", ".idx is there")
+  check_rejected(prefix, ".bin does not exist", "only", ".idx exists")
 
 
 @pytest.mark.parametrize("end", [".bin", ".idx"])
-def test_a_folder_in_place_of_a_file_is_refused(prefix, end):
+def test_indexed_folder_as_file_rejected(prefix, end):
   Path(prefix + end).unlink()
   Path(prefix + end).mkdir()
-  refused(prefix, f"{prefix}{end} is not a file")
+  check_rejected(prefix, f"{prefix}{end} is not a file")
 
 
-def test_a_prefix_below_a_file_is_refused(prefix):
-  refused(prefix + ".bin/inside", "does not exist")
+def test_indexed_prefix_below_file_rejected(prefix):
+  check_rejected(prefix + ".bin/inside", "does not exist")
 
 
-def test_ids_outside_the_vocabulary_are_named(write_pair):
+def test_indexed_id_outside_vocabulary_named(write_pair):
   data = IndexedDataset(write_pair([[1, 2], [3, 99, 4, 100]]))
   data.check_tokens(101)
   for size, found in ((100, "token 5 has the id 100"), (50, "token 3 has the id 99")):
-    with pytest.raises(DataError, match=rf"pair.bin: {found}, but ids must lie in \[0, {size}\)"):
+    with pytest.raises(DataError, match=rf"pair.bin: {found}, but ids must be in \[0, {size}\)"):
       data.check_tokens(size)
 
 
-def test_the_largest_id_of_a_dtype_is_found_too(write_pair):
+def test_indexed_largest_id_of_dtype_found(write_pair):
   data = IndexedDataset(write_pair([[65_535]]))
   data.check_tokens(65_536)
   with pytest.raises(DataError, match="token 0 has the id 65535"):
@@ -168,7 +168,7 @@ def test_the_largest_id_of_a_dtype_is_found_too(write_pair):
 
 
 @pytest.mark.parametrize("dtype", ["int16", "int32", "int64"])
-def test_negative_ids_are_named(write_pair, dtype):
+def test_indexed_negative_id_named(write_pair, dtype):
   prefix = write_pair([[1, 2, 3]], dtype=dtype)
   raw = np.array([1, -2, 3], dtype).tobytes()
   Path(prefix + ".bin").write_bytes(raw)
@@ -176,7 +176,7 @@ def test_negative_ids_are_named(write_pair, dtype):
     IndexedDataset(prefix).check_tokens(2**15)
 
 
-def test_ids_are_found_in_every_part_of_a_long_file(write_pair, monkeypatch):
+def test_indexed_wrong_id_in_long_file_found(write_pair, monkeypatch):
   monkeypatch.setattr("train.data.indexed.SCAN", 7)
   for position in range(20):
     ids = np.zeros(20, np.int32)
@@ -187,7 +187,7 @@ def test_ids_are_found_in_every_part_of_a_long_file(write_pair, monkeypatch):
 
 
 def damage(rng, raw):
-  """Flips bits, overwrites, cuts, inserts, or sets a field to an extreme value."""
+  """Flips bits, overwrites, truncates, inserts, or sets a field to an extreme value."""
   raw = bytearray(raw)
   for _ in range(rng.integers(1, 4)):
     at = int(rng.integers(len(raw))) if raw else 0
@@ -212,7 +212,7 @@ def damage(rng, raw):
 
 
 def fuzz(prefix, seeds):
-  """Counts of (opened, refused); anything else than these two outcomes escapes as an error."""
+  """Counts of (opened, rejected); any other outcome is an error."""
   counts = [0, 0]
   whole = {end: Path(prefix + end).read_bytes() for end in (".idx", ".bin")}
   for seed in seeds:
@@ -242,13 +242,13 @@ def check_that_all_lies_inside(data, size):
   assert data.document_starts.min() >= 0 and data.document_starts.max() <= data.num_tokens
 
 
-def test_damaged_files_open_safely_or_not_at_all(prefix):
-  opened, refused = fuzz(prefix, range(1500))
-  assert refused > 1000
+def test_indexed_damaged_files_open_safely_or_raise(prefix):
+  opened, rejected = fuzz(prefix, range(1500))
+  assert rejected > 1000
   assert opened > 10  # damage that is repaired by chance, or only moves the ends of documents
 
 
 @pytest.mark.slow
-def test_damaged_files_open_safely_or_not_at_all_many_times(prefix):
-  opened, refused = fuzz(prefix, range(10_000, 40_000))
-  assert opened + refused == 30_000 and opened > 100
+def test_indexed_damaged_files_many_open_safely_or_raise(prefix):
+  opened, rejected = fuzz(prefix, range(10_000, 40_000))
+  assert opened + rejected == 30_000 and opened > 100

@@ -1,4 +1,4 @@
-"""Preparing data: what is made, what is made again, and what is used as it is."""
+"""Preparing data: which files are created, replaced, or used as they are."""
 
 import os
 from pathlib import Path
@@ -14,13 +14,13 @@ SET_B = {"b" + end for end in ENDS}
 
 
 def stamps(folder):
-  """What changes when a file is written again."""
+  """Identity of a file, which changes when it is rewritten."""
   files = {path.name: path.stat() for path in Path(folder).iterdir()}
   return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in files.items()}
 
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:260"])
-def test_nothing_is_made_twice(corpus, spec):
+def test_prepare_up_to_date_files_unchanged(corpus, spec):
   data = corpus.settings(spec)
   first = prepare(data)
   before = stamps(data.folder)
@@ -29,13 +29,13 @@ def test_nothing_is_made_twice(corpus, spec):
 
 
 def made_again(data, **options):
-  """Prepares again and returns which files were written anew."""
+  """Prepares again; returns the files that were rewritten."""
   before = stamps(data.folder)
   prepare(data, **options)
   return {name for name, stamp in stamps(data.folder).items() if before.get(name) != stamp}
 
 
-def test_changed_text_is_tokenized_again(corpus):
+def test_prepare_changed_text_tokenized_again(corpus):
   data = corpus.settings()
   prepare(data)
   corpus.write("b", ["changed"])
@@ -43,7 +43,7 @@ def test_changed_text_is_tokenized_again(corpus):
   assert corpus.texts_in(data.folder, "b", load_tokenizer("bytes")) == ["changed"]
 
 
-def test_another_tokenizer_tokenizes_again_and_a_bpe_stays_while_its_size_does(corpus):
+def test_prepare_changed_tokenizer_tokenizes_again(corpus):
   prepare(corpus.settings())
   assert made_again(corpus.settings("bpe:260")) == SET_A | SET_B | {"tokenizer.json"}
   assert made_again(corpus.settings("bpe:258")) == SET_A | SET_B | {"tokenizer.json"}
@@ -54,7 +54,7 @@ def test_another_tokenizer_tokenizes_again_and_a_bpe_stays_while_its_size_does(c
 
 
 @pytest.mark.parametrize("damage", [*ENDS, "cut"])
-def test_damaged_files_are_made_again(corpus, damage):
+def test_prepare_damaged_files_replaced(corpus, damage):
   data = corpus.settings()
   prepare(data)
   before = corpus.contents(data.folder)
@@ -70,7 +70,7 @@ def test_damaged_files_are_made_again(corpus, damage):
   assert corpus.contents(data.folder) == before
 
 
-def test_a_bpe_is_trained_on_the_training_sets_alone(corpus):
+def test_prepare_bpe_trained_on_training_sets_only(corpus):
   prepare(corpus.settings("bpe:260"))
   first = load_tokenizer("bpe:260", corpus.settings().folder).fingerprint
   corpus.write("b", ["qqqq" * 100])
@@ -81,7 +81,7 @@ def test_a_bpe_is_trained_on_the_training_sets_alone(corpus):
   assert load_tokenizer("bpe:260", corpus.settings().folder).fingerprint != first
 
 
-def test_a_bpe_sees_a_bounded_share_of_every_source(corpus, monkeypatch):
+def test_prepare_bpe_text_per_source_bounded(corpus, monkeypatch):
   corpus.write("a", ["ab" * 500] * 100)
   corpus.write("b", ["cd" * 500] * 100)
   monkeypatch.setattr(tokenize, "BPE_BYTES", 5000)
@@ -90,7 +90,7 @@ def test_a_bpe_sees_a_bounded_share_of_every_source(corpus, monkeypatch):
   assert sample == "ab" * 1250 + "cd" * 1250
 
 
-def test_the_standard_library_is_divided_by_the_role_of_the_set(tmp_path):
+def test_prepare_standard_library_split_by_role(tmp_path):
   data = Data(
     folder=str(tmp_path),
     tokenizer="bytes",
@@ -109,7 +109,7 @@ def test_the_standard_library_is_divided_by_the_role_of_the_set(tmp_path):
   assert train["bytes"] > 10 * held_out["bytes"] > 0
 
 
-def test_files_without_a_source_are_used_as_they_are(corpus):
+def test_prepare_files_without_source_used(corpus):
   data = corpus.settings()
   sidecars = prepare(data)
   before = stamps(data.folder)
@@ -121,30 +121,30 @@ def test_files_without_a_source_are_used_as_they_are(corpus):
   assert stamps(data.folder) == before
 
 
-def test_files_without_a_source_must_be_whole_and_of_the_right_tokenizer(corpus):
+def test_prepare_files_without_source_checked(corpus):
   data = corpus.settings(sources={})
   with pytest.raises(DataError, match=r"the set 'a' has no files .*a.bin .*data.sources\['a'\]"):
     prepare(data)
   prepare(corpus.settings())
   prepare(corpus.settings("bpe:260", folder=str(corpus.raw.parent / "bpe")))
   path = str(corpus.raw.parent / "bpe" / "tokenizer.json")
-  with pytest.raises(DataError, match=r"a.bin was made with the tokenizer 'bytes', not with"):
+  with pytest.raises(DataError, match=r"a.bin was tokenized by 'bytes', not by"):
     prepare(corpus.settings(path, sources={}))
   os.truncate(f"{data.folder}/a.bin", 4)
   with pytest.raises(DataError, match=r"a.idx, offset"):
     prepare(data)
 
 
-def test_a_bpe_needs_text_to_train_on(corpus):
-  with pytest.raises(DataError, match=r"has to be trained, but there is no text .* in data\.so"):
+def test_prepare_bpe_without_text_raises(corpus):
+  with pytest.raises(DataError, match=r"must be trained, but there is no text .* in data\.so"):
     prepare(corpus.settings("bpe:260", sources={}))
   prepare(corpus.settings("bpe:260"))
   prepare(corpus.settings("bpe:260", sources={}))
-  with pytest.raises(DataError, match=r"has 260 entries, but data\.tokenizer='bpe:270' asks"):
+  with pytest.raises(DataError, match=r"has 260 entries, but data\.tokenizer='bpe:270' needs 270"):
     prepare(corpus.settings("bpe:270", sources={}))
 
 
-def test_a_bpe_may_be_trained_without_settings(corpus, tmp_path):
+def test_load_or_train_bpe_from_sources(corpus, tmp_path):
   origins = [str(corpus.raw / "a.jsonl")]
   tokenizer = load_or_train("bpe:260", tmp_path / "new", origins)
   assert tokenizer.vocab_size == 260
@@ -155,17 +155,17 @@ def test_a_bpe_may_be_trained_without_settings(corpus, tmp_path):
   assert not (tmp_path / "other").exists()
 
 
-def test_a_missing_source_is_named(corpus):
+def test_prepare_missing_source_named(corpus):
   data = corpus.settings(sources={"a": "absent.txt", "b": "absent.txt"})
   with pytest.raises(DataError, match=r"there is no file or folder 'absent.txt'"):
     prepare(data)
 
 
-def test_a_folder_that_cannot_be_made_is_named(corpus):
-  with pytest.raises(DataError, match=r"cannot write .*a.jsonl/x.*choose another folder"):
+def test_prepare_unwritable_folder_named(corpus):
+  with pytest.raises(DataError, match=r"cannot write .*a.jsonl/x.*use another folder"):
     prepare(corpus.settings(folder=str(corpus.raw / "a.jsonl" / "x")))
 
 
-def test_a_set_may_not_take_the_name_of_the_tokenizer(corpus):
+def test_prepare_set_named_tokenizer_rejected(corpus):
   with pytest.raises(DataError, match="the set 'tokenizer' needs another name"):
     prepare(corpus.settings(train=("tokenizer",), sources={}))

@@ -1,4 +1,4 @@
-"""Finding text and reading it: every kind of source, and what is wrong with one by name."""
+"""Finding and reading text: every kind of source, and error messages."""
 
 import json
 import lzma
@@ -23,37 +23,37 @@ def names(source, root):
   return [path.relative_to(root).as_posix() for path, _ in find_inputs(str(source))]
 
 
-def test_a_text_file_is_one_document_as_it_stands(tmp_path):
+def test_source_text_file_is_one_document(tmp_path):
   path = tmp_path / "a.txt"
   path.write_bytes("line\r\nline \u4f60\n\n".encode())
   assert list(read_documents(str(path))) == ["line\r\nline \u4f60\n\n"]
 
 
-def test_rows_are_documents(tmp_path):
+def test_source_rows_are_documents(tmp_path):
   path = tmp_path / "a.jsonl"
   path.write_bytes(rows(TEXTS) + b"\n" + rows(["after a blank line"]))
   assert list(read_documents(str(path))) == [*TEXTS, "after a blank line"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.xz", "a.JSONL.XZ"])
-def test_rows_may_be_compressed(tmp_path, name):
+def test_source_rows_compressed_read(tmp_path, name):
   (tmp_path / name).write_bytes(lzma.compress(rows(TEXTS)))
   assert list(read_documents(str(tmp_path / name))) == TEXTS
 
 
-def test_a_text_file_may_be_compressed(tmp_path):
+def test_source_text_file_compressed_read(tmp_path):
   (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text"))
   assert list(read_documents(str(tmp_path / "a.txt.xz"))) == ["text"]
 
 
-def test_the_mark_of_utf8_is_not_text(tmp_path):
+def test_source_byte_order_mark_ignored(tmp_path):
   (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
   (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + rows(["row"]))
   assert list(read_documents(str(tmp_path / "a.txt"))) == ["text"]
   assert list(read_documents(str(tmp_path / "a.jsonl"))) == ["row"]
 
 
-def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
+def test_source_folder_sorted_by_name(tmp_path):
   kept = ["a/b.py", "a.md", "a/a.txt", "z.jsonl", "b.jsonl.xz", "a/c/d.rs"]
   left_out = [".git/x.py", "a/.hidden.txt", "__pycache__/x.py", "image.png", "no_suffix", "x.xz"]
   for name in kept + left_out:
@@ -62,7 +62,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
   assert names(tmp_path, tmp_path) == sorted(kept)
 
 
-def test_a_glob_is_read_in_the_order_of_its_names(tmp_path):
+def test_source_glob_sorted_by_name(tmp_path):
   for name in ("b/2.txt", "a/1.txt", "a/c/3.txt", "a/1.png"):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(name)
@@ -70,12 +70,12 @@ def test_a_glob_is_read_in_the_order_of_its_names(tmp_path):
   assert names(tmp_path / "a" / "*.txt", tmp_path) == ["a/1.txt"]
 
 
-def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path):
+def test_source_file_named_like_glob_read(tmp_path):
   (tmp_path / "a[1].txt").write_text("x")
   assert names(tmp_path / "a[1].txt", tmp_path) == ["a[1].txt"]
 
 
-def test_variables_in_paths_are_replaced(tmp_path, monkeypatch):
+def test_source_environment_variables_expanded(tmp_path, monkeypatch):
   (tmp_path / "a.txt").write_text("text")
   monkeypatch.setenv("SOMEWHERE", str(tmp_path))
   assert list(read_documents("$SOMEWHERE/a.txt")) == ["text"]
@@ -89,12 +89,12 @@ def test_variables_in_paths_are_replaced(tmp_path, monkeypatch):
   [
     ("", "the source is empty"),
     ("absent.txt", "there is no file or folder '.*absent.txt'"),
-    ("*.txt", r"'.*\*.txt' holds no text"),
-    ("empty", "'.*empty' holds no text"),
-    ("image.png", "image.png is not of a kind that can be read as text"),
+    ("*.txt", r"'.*\*.txt' has no text"),
+    ("empty", "'.*empty' has no text"),
+    ("image.png", "image.png is not a supported kind of text"),
   ],
 )
-def test_a_source_without_text_is_named(tmp_path, source, message):
+def test_source_without_text_named(tmp_path, source, message):
   (tmp_path / "empty").mkdir()
   (tmp_path / "image.png").write_bytes(b"")
   with pytest.raises(DataError, match=message):
@@ -111,13 +111,13 @@ def test_a_source_without_text_is_named(tmp_path, source, message):
     (b'{"text": 3}', '"text" is int, expected a string'),
     (b'{"text": null}', '"text" is NoneType, expected a string'),
     (b'{"text": "a\xff"}', r"not UTF-8 at byte 11 \(0xff\)"),
-    (b'{"text": "ab\\ud800"}', "half of a surrogate pair at character 2"),
+    (b'{"text": "ab\\ud800"}', "an unpaired surrogate at character 2"),
     (b"[" * 200_000, "nested too deeply"),
   ],
   ids=range(9),
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.xz"])
-def test_a_row_that_cannot_be_read_is_named_by_file_and_line(tmp_path, line, message, suffix):
+def test_source_unreadable_row_named_by_line(tmp_path, line, message, suffix):
   path = tmp_path / f"rows{suffix}"
   raw = rows(["good"]) + b"\n" + line + b"\n"
   path.write_bytes(lzma.compress(raw) if suffix.endswith("xz") else raw)
@@ -129,7 +129,7 @@ def test_a_row_that_cannot_be_read_is_named_by_file_and_line(tmp_path, line, mes
 
 @pytest.mark.parametrize("suffix", [".jsonl.xz", ".txt.xz"])
 @pytest.mark.parametrize("cut", [0.0, 0.5, 0.99])
-def test_damaged_compressed_files_are_named(tmp_path, suffix, cut):
+def test_source_damaged_compressed_file_named(tmp_path, suffix, cut):
   path = tmp_path / f"a{suffix}"
   whole = lzma.compress(rows([os.urandom(5000).hex()]))
   path.write_bytes(whole[: int(cut * len(whole))] if cut else b"this is not xz")
@@ -137,7 +137,7 @@ def test_damaged_compressed_files_are_named(tmp_path, suffix, cut):
     list(read_documents(str(path)))
 
 
-def test_a_row_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+def test_source_overlong_row_rejected(tmp_path, monkeypatch):
   monkeypatch.setattr(sources, "MAX_ROW", 1000)
   path = tmp_path / "a.jsonl.xz"
   path.write_bytes(lzma.compress(rows(["good"]) + b"x" * 5000))
@@ -147,7 +147,7 @@ def test_a_row_without_end_is_refused_before_it_fills_the_memory(tmp_path, monke
     next(documents)
 
 
-def test_undecodable_files_are_errors_when_named_and_counted_when_found(tmp_path):
+def test_source_undecodable_file_named_raises_found_counted(tmp_path):
   (tmp_path / "bad.txt").write_bytes(b"abc\xff")
   (tmp_path / "good.txt").write_text("text")
   with pytest.raises(DataError, match=r"bad.txt: not UTF-8 at byte 3 \(0xff\). Convert"):
@@ -158,7 +158,7 @@ def test_undecodable_files_are_errors_when_named_and_counted_when_found(tmp_path
     assert skipped == {"undecodable": 1}
 
 
-def test_empty_documents_are_counted(tmp_path):
+def test_source_empty_documents_counted(tmp_path):
   (tmp_path / "a.txt").write_bytes(b"")
   (tmp_path / "b.jsonl").write_bytes(rows(["", "text", ""]))
   skipped = Counter()
@@ -166,7 +166,7 @@ def test_empty_documents_are_counted(tmp_path):
   assert skipped == {"empty": 3}
 
 
-def test_the_fingerprint_tells_changes(tmp_path):
+def test_source_fingerprint_changes_with_files(tmp_path):
   path = tmp_path / "a.txt"
   path.write_text("text")
   os.utime(path, ns=(0, 0))
@@ -191,7 +191,7 @@ def stdlib():
   return [[path for path, _ in find_inputs(name)] for name in sets]
 
 
-def test_the_standard_library_divides_into_two_parts(stdlib):
+def test_source_standard_library_splits_disjoint(stdlib):
   whole, train, validation = stdlib
   assert sorted(whole) == sorted(train + validation)
   assert len(set(whole)) == len(whole) > 200
@@ -203,7 +203,7 @@ def test_the_standard_library_divides_into_two_parts(stdlib):
   assert not any(noise & set(path.parts) or path.suffix != ".py" for path in inside)
 
 
-def test_the_standard_library_is_bounded_and_the_parts_do_not_move(stdlib, monkeypatch):
+def test_source_standard_library_bounded_and_stable(stdlib, monkeypatch):
   total = sum(path.stat().st_size for path in stdlib[0])
   assert 2_000_000 < total <= sources.STDLIB_BYTES
   monkeypatch.setattr(sources, "STDLIB_BYTES", total // 2)
@@ -214,12 +214,12 @@ def test_the_standard_library_is_bounded_and_the_parts_do_not_move(stdlib, monke
   assert set(train) <= set(stdlib[1]) and set(validation) <= set(stdlib[2])
 
 
-def test_an_unknown_part_of_the_standard_library_is_named():
-  with pytest.raises(DataError, match="no source 'python-stdlib:test'; write one of"):
+def test_source_standard_library_unknown_split_named():
+  with pytest.raises(DataError, match="no source 'python-stdlib:test'; use one of"):
     find_inputs("python-stdlib:test")
 
 
-def test_a_python_without_sources_is_named(tmp_path, monkeypatch):
+def test_source_standard_library_missing_named(tmp_path, monkeypatch):
   monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
   with pytest.raises(DataError, match="standard library of this Python has no sources in"):
     find_inputs("python-stdlib")

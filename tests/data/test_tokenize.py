@@ -1,4 +1,4 @@
-"""Tokenizing: what is written, how, and what is refused."""
+"""Tokenizing: written files, streaming, progress and errors."""
 
 import io
 import json
@@ -24,7 +24,7 @@ ENDS = (".bin", ".idx", ".json")
 
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:260"])
-def test_documents_come_back_and_the_sidecar_counts_them(corpus, spec):
+def test_tokenize_round_trip_and_sidecar_counts(corpus, spec):
   data = corpus.settings(spec)
   sidecars = prepare(data)
   tokenizer = load_tokenizer(spec, data.folder)
@@ -45,7 +45,7 @@ def test_documents_come_back_and_the_sidecar_counts_them(corpus, spec):
   assert set(os.listdir(data.folder)) == names | ({"tokenizer.json"} if spec != "bytes" else set())
 
 
-def test_the_dtype_follows_the_vocabulary(corpus, tmp_path):
+def test_tokenize_dtype_follows_vocabulary(corpus, tmp_path):
   class Large:
     spec = fingerprint = "large"
     vocab_size, end_of_text = 100_000, 99_999
@@ -57,7 +57,7 @@ def test_the_dtype_follows_the_vocabulary(corpus, tmp_path):
   assert pair.dtype.name == "int32" and pair.sequence(0)[-1] == 99_999
 
 
-def test_several_inputs_are_read_one_after_the_other(corpus, tmp_path):
+def test_tokenize_several_inputs_in_order(corpus, tmp_path):
   tokenizer = load_tokenizer("bytes")
   inputs = [str(corpus.raw / "b.jsonl"), str(corpus.raw / "a.jsonl")]
   sidecar = tokenize_to(tmp_path / "new" / "folder" / "x", inputs, tokenizer)
@@ -72,7 +72,7 @@ def test_several_inputs_are_read_one_after_the_other(corpus, tmp_path):
   assert sidecar["documents"] == 5
 
 
-def test_batches_and_threads_do_not_change_the_files(corpus, tmp_path, monkeypatch):
+def test_tokenize_files_independent_of_batches_and_threads(corpus, tmp_path, monkeypatch):
   corpus.write("a", [f"document {i}\n" * (i % 7 * 20) for i in range(200)])
   expected = None
   for batch, piece in ((1 << 21, 1 << 14), (1, 30), (1000, 100), (10**9, 10**9)):
@@ -98,7 +98,7 @@ def test_batches_and_threads_do_not_change_the_files(corpus, tmp_path, monkeypat
     assert corpus.contents(folder) == expected
 
 
-def test_text_is_not_read_far_ahead_of_what_is_written(tmp_path, monkeypatch):
+def test_tokenize_read_ahead_bounded(tmp_path, monkeypatch):
   read = written = furthest = 0
 
   def documents(files, skipped):
@@ -123,15 +123,15 @@ def test_text_is_not_read_far_ahead_of_what_is_written(tmp_path, monkeypatch):
   assert furthest <= 5 * (tokenize.AHEAD + 1)
 
 
-def test_text_that_is_all_empty_is_named(corpus):
+def test_tokenize_empty_text_named(corpus):
   corpus.write("a", ["", ""])
-  message = r"a.jsonl' holds no text: 1 files, \{'empty': 2\} documents skipped"
+  message = r"a.jsonl' has no text: 1 files, \{'empty': 2\} documents skipped"
   with pytest.raises(DataError, match=message):
     prepare(corpus.settings())
   assert os.listdir(corpus.settings().folder) == []
 
 
-def test_an_error_in_the_text_leaves_what_was_there(corpus):
+def test_tokenize_error_leaves_old_files(corpus):
   data = corpus.settings()
   prepare(data)
   before = corpus.contents(data.folder)
@@ -142,7 +142,7 @@ def test_an_error_in_the_text_leaves_what_was_there(corpus):
   assert corpus.contents(data.folder) == before
 
 
-def test_a_stop_before_the_sidecar_leaves_none_that_belongs_to_other_files(corpus, monkeypatch):
+def test_tokenize_crash_before_sidecar_leaves_none(corpus, monkeypatch):
   def stop(*_):
     raise KeyboardInterrupt
 
@@ -157,18 +157,18 @@ def test_a_stop_before_the_sidecar_leaves_none_that_belongs_to_other_files(corpu
   assert prepare(data)["a"] == read_sidecar(f"{data.folder}/a") is not None
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(corpus, monkeypatch):
+def test_tokenize_full_disk_named_and_leaves_nothing(corpus, monkeypatch):
   def full(*_):
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(tokenize.os, "replace", full)
-  with pytest.raises(DataError, match=r"cannot write .*No space left on device\. Free space"):
+  with pytest.raises(DataError, match=r"cannot write .*No space left on device\. Free disk space"):
     prepare(corpus.settings())
   assert os.listdir(corpus.settings().folder) == []
 
 
 @pytest.mark.parametrize("text", ["[1]", "{}", '{"tokens": 0, "bytes": 1}', '{"tokens": "9"}', "{"])
-def test_a_damaged_sidecar_is_named(tmp_path, text):
+def test_sidecar_damaged_named(tmp_path, text):
   (tmp_path / "a.json").write_text(text)
   with pytest.raises(DataError, match=r"a.json .*Delete it and prepare the data again"):
     read_sidecar(tmp_path / "a")
@@ -176,16 +176,16 @@ def test_a_damaged_sidecar_is_named(tmp_path, text):
 
 
 @pytest.mark.parametrize("workers", [0, -1])
-def test_workers_are_at_least_one(corpus, workers):
+def test_tokenize_workers_below_one_rejected(corpus, workers):
   with pytest.raises(DataError, match=f"workers={workers} must be at least 1"):
     prepare(corpus.settings(), workers=workers)
 
 
-def test_progress_is_shown_when_wanted(corpus, capsys):
+def test_tokenize_progress_shown_on_request(corpus, capsys):
   prepare(corpus.settings("bpe:260"))
   assert capsys.readouterr() == ("", "")
   prepare(corpus.settings("bpe:260"), progress=True)
-  assert capsys.readouterr() == ("", "")  # nothing to do, nothing to say
+  assert capsys.readouterr() == ("", "")  # nothing to do, no output
   prepare(corpus.settings("bpe:260"), progress=True, force=True)
   out, err = capsys.readouterr()
   lines = [line.split(",")[0] for line in err.splitlines()]
@@ -198,7 +198,7 @@ def test_progress_is_shown_when_wanted(corpus, capsys):
   assert "0.0 MB" in err and "MB/s" in err and "1 empty skipped" in err
 
 
-def test_progress_is_one_line_on_a_terminal_and_a_line_each_ten_seconds_elsewhere(monkeypatch):
+def test_tokenize_progress_terminal_and_log(monkeypatch):
   for live, shown, lines in ((True, 51, 1), (False, 2, 2)):
     clock = [0.0]
     monkeypatch.setattr(tokenize.time, "monotonic", lambda clock=clock: clock[0])
@@ -214,13 +214,13 @@ def test_progress_is_one_line_on_a_terminal_and_a_line_each_ten_seconds_elsewher
     assert out.getvalue().endswith("t: 100 documents, 100.0 MB, 8.0 MB/s\n")
 
 
-def test_tokenizing_does_not_load_jax():
+def test_tokenize_does_not_import_jax():
   code = "import sys, train.data; sys.exit(bool({'jax', 'grain', 'flax'} & set(sys.modules)))"
   env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
   subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
-def test_real_rows_with_the_50277_tokenizer(given, tmp_path):
+def test_tokenize_real_rows_with_neox_tokenizer(given, tmp_path):
   tokenizer = load_tokenizer(str(given("tokenizers/20B_tokenizer.json")))
   source = str(given("lm/val_openwebtext.jsonl.xz"))
   sidecar = tokenize_to(tmp_path / "web", [source], tokenizer)

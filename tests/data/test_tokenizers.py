@@ -1,4 +1,4 @@
-"""Text -> ids -> text, and which ids."""
+"""Tokenizers: round trips, ids, training and errors."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def neox(given):
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_text_comes_back(tokenizer, text):
+def test_tokenizer_round_trip_exact(tokenizer, text):
   ids = tokenizer.encode(text)
   assert ids.dtype == np.int32 and ids.ndim == 1
   assert tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == text
@@ -53,32 +53,32 @@ def test_text_comes_back(tokenizer, text):
   assert all(0 <= i < tokenizer.vocab_size for i in ids)
 
 
-def test_a_batch_is_its_texts(tokenizer):
+def test_tokenizer_batch_matches_single_texts(tokenizer):
   batch = tokenizer.encode_batch(TEXTS)
   assert [ids.tolist() for ids in batch] == [tokenizer.encode(text).tolist() for text in TEXTS]
   assert all(ids.dtype == np.int32 for ids in batch)
 
 
-def test_end_of_text_and_broken_characters_in_what_is_decoded(tokenizer):
+def test_tokenizer_decode_end_of_text_and_invalid_bytes(tokenizer):
   ids = [*tokenizer.encode("a\u00e9"), tokenizer.end_of_text, *tokenizer.encode("b")]
   assert tokenizer.decode(ids) == "a\u00e9b"
   assert tokenizer.decode(load_tokenizer("bytes").encode("\u00e9")[:1]) != ""
 
 
-def test_bytes_are_bytes():
+def test_byte_tokenizer_ids_are_bytes():
   tokenizer = load_tokenizer("bytes")
   assert tokenizer.encode("a\u00e9").tolist() == [97, 0xC3, 0xA9]
   assert (tokenizer.vocab_size, tokenizer.end_of_text) == (257, 256)
   assert tokenizer.decode([0xC3, 256, 97, 256]) == "\ufffda"
 
 
-def test_half_a_surrogate_pair_is_an_error(tokenizer):
+def test_tokenizer_unpaired_surrogate_raises(tokenizer):
   for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
-    with pytest.raises(DataError, match="half of a surrogate pair at character 1"):
+    with pytest.raises(DataError, match="an unpaired surrogate at character 1"):
       encode("a\udc80")
 
 
-def test_bpe_has_as_many_entries_as_asked_for_and_shortens_the_text(bpe_folder):
+def test_bpe_size_as_requested_and_compresses(bpe_folder):
   tokenizer = load_tokenizer("bpe:300", bpe_folder)
   assert tokenizer.vocab_size == 300 and tokenizer.end_of_text == 0
   assert len(tokenizer.encode(CORPUS[0])) < len(CORPUS[0]) / 2
@@ -86,14 +86,14 @@ def test_bpe_has_as_many_entries_as_asked_for_and_shortens_the_text(bpe_folder):
   assert sorted(path.name for path in bpe_folder.iterdir()) == ["tokenizer.json"]
 
 
-def test_the_least_bpe_is_bytes(tmp_path):
+def test_bpe_smallest_is_bytes(tmp_path):
   tokenizer = ours.train_bpe("bpe:257", tmp_path, CORPUS)
   assert tokenizer.vocab_size == 257
   for text in TEXTS:
     assert len(tokenizer.encode(text)) == len(text.encode())
 
 
-def test_bpe_is_the_same_in_every_process(bpe_folder, tmp_path):
+def test_bpe_same_in_every_process(bpe_folder, tmp_path):
   code = (
     "import sys; from train.data import tokenizers; import json;"
     "tokenizers.train_bpe('bpe:300', sys.argv[1], json.loads(sys.stdin.read()))"
@@ -110,49 +110,49 @@ def test_bpe_is_the_same_in_every_process(bpe_folder, tmp_path):
     assert ours.bpe_path(folder).read_bytes() == ours.bpe_path(bpe_folder).read_bytes()
 
 
-def test_too_little_text_for_a_bpe_is_named(tmp_path):
-  with pytest.raises(DataError, match=r"has only (\d+) entries .*use 'bpe:\1' or fewer"):
+def test_bpe_too_little_text_named(tmp_path):
+  with pytest.raises(DataError, match=r"supports only (\d+) entries .*use 'bpe:\1' or fewer"):
     ours.train_bpe("bpe:5000", tmp_path, CORPUS)
   assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("spec", ["bpe:", "bpe:256", "bpe:-5", "bpe:x", "bpe:\u0664\u0660\u0660"])
-def test_a_bpe_without_a_usable_number_is_refused(tmp_path, spec):
+def test_bpe_invalid_size_rejected(tmp_path, spec):
   with pytest.raises(DataError, match="a whole number of entries of at least 257"):
     load_tokenizer(spec, tmp_path)
 
 
-def test_a_bpe_that_is_not_there_or_another_is_named(tmp_path, bpe_folder):
+def test_bpe_missing_or_different_named(tmp_path, bpe_folder):
   with pytest.raises(DataError, match=r"tokenizer.json does not exist: .*python -m train tokenize"):
     load_tokenizer("bpe:300", tmp_path)
-  with pytest.raises(DataError, match=r"name data\.folder"):
+  with pytest.raises(DataError, match=r"set data\.folder"):
     load_tokenizer("bpe:300")
-  with pytest.raises(DataError, match=r"has 300 entries, but .* asks for 400; set .*'bpe:300'"):
+  with pytest.raises(DataError, match=r"has 300 entries, but .* needs 400; set .*'bpe:300'"):
     load_tokenizer("bpe:400", bpe_folder)
 
 
-def test_files_that_are_not_tokenizers_are_named(tmp_path):
+def test_tokenizer_file_invalid_named(tmp_path):
   (tmp_path / "broken.json").write_text('{"model": ')
   (tmp_path / "other.json").write_text('{"a": 1}')
-  with pytest.raises(DataError, match=r"no tokenizer '.*absent.json'; give 'bytes', 'bpe:N'"):
+  with pytest.raises(DataError, match=r"no tokenizer '.*absent.json'; use 'bytes', 'bpe:N'"):
     load_tokenizer(str(tmp_path / "absent.json"))
   for name in ("broken", "other"):
     with pytest.raises(DataError, match=rf"{name}.json is not a tokenizer.json"):
       load_tokenizer(str(tmp_path / f"{name}.json"))
-  with pytest.raises(DataError, match=r"is a folder; give the tokenizer.json in it"):
+  with pytest.raises(DataError, match=r"is a folder; use the tokenizer.json in it"):
     load_tokenizer(str(tmp_path))
 
 
-def test_a_tokenizer_without_an_end_of_text_is_named(tmp_path, bpe_folder):
+def test_tokenizer_file_without_end_of_text_named(tmp_path, bpe_folder):
   raw = (bpe_folder / "tokenizer.json").read_text()
   (tmp_path / "a.json").write_text(raw.replace("<|endoftext|>", "<stop>"))
-  with pytest.raises(DataError, match=r"no token that ends a document; one of <\|endoftext"):
+  with pytest.raises(DataError, match=r"no end-of-text token; one of <\|endoftext"):
     load_tokenizer(str(tmp_path / "a.json"))
   (tmp_path / "a.json").write_text(raw.replace("<|endoftext|>", "</s>"))
   assert load_tokenizer(str(tmp_path / "a.json")).end_of_text == 0
 
 
-def test_truncation_padding_and_start_ids_of_a_file_are_not_used(tmp_path, bpe_folder):
+def test_tokenizer_file_truncation_and_padding_disabled(tmp_path, bpe_folder):
   settings = json.loads((bpe_folder / "tokenizer.json").read_text())
   settings["truncation"] = {
     "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0
@@ -199,7 +199,7 @@ def check_that_pieces_are_the_whole(tokenizer, monkeypatch):
   return cuts
 
 
-def test_a_long_text_has_the_tokens_of_the_whole(bpe_folder, monkeypatch):
+def test_tokenizer_long_text_pieces_exact(bpe_folder, monkeypatch):
   tokenizer = load_tokenizer("bpe:300", bpe_folder)
   assert check_that_pieces_are_the_whole(tokenizer, monkeypatch) > 100
 
@@ -225,15 +225,13 @@ def added(id, content, *, lstrip=False, rstrip=False):
   ],
   ids=["no words", "prefix space", "no regex", "strip", "newline inside", "lstrip", "rstrip"],
 )  # fmt: skip
-def test_a_text_is_not_cut_where_that_could_change_its_tokens(
-  tmp_path, bpe_folder, change, monkeypatch
-):
+def test_tokenizer_unsafe_split_avoided(tmp_path, bpe_folder, change, monkeypatch):
   settings = json.loads((bpe_folder / "tokenizer.json").read_text())
   (tmp_path / "a.json").write_text(json.dumps(settings | change))
   assert check_that_pieces_are_the_whole(load_tokenizer(str(tmp_path / "a.json")), monkeypatch) == 0
 
 
-def test_the_tokenizer_with_50277_entries(neox, monkeypatch):
+def test_neox_tokenizer_properties(neox, monkeypatch):
   assert (neox.vocab_size, neox.end_of_text) == (50_277, 0)
   for text in TEXTS:
     assert neox.decode(neox.encode(text)) == text
@@ -241,7 +239,7 @@ def test_the_tokenizer_with_50277_entries(neox, monkeypatch):
   assert check_that_pieces_are_the_whole(neox, monkeypatch) > 100
 
 
-def test_ids_of_the_50277_tokenizer_are_those_of_another_program(neox, given):
+def test_neox_tokenizer_ids_match_other_program(neox, given):
   folder = given("binidx")
   for name, wanted in json.loads((folder / "expected.json").read_text())["sets"].items():
     data = IndexedDataset(folder / name)
@@ -254,7 +252,7 @@ def test_ids_of_the_50277_tokenizer_are_those_of_another_program(neox, given):
       assert neox.encode(neox.decode(ids)).tolist() == ids[:-1].tolist()
 
 
-def test_a_panic_of_the_library_is_an_error_like_others(bpe_folder, tmp_path):
+def test_tokenizer_library_panic_raises_data_error(bpe_folder, tmp_path):
   values = json.loads((bpe_folder / "tokenizer.json").read_text())
   for name, change in (
     ("panics", {"model": values["model"] | {"continuing_subword_prefix": "x" * 1000}}),

@@ -1,4 +1,4 @@
-"""Windows and batches: the same stream whoever reads it, every window once, no target crossing."""
+"""Windows and batches: one stream for any reader, each window once, no target across documents."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ KEYS = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "weights"
 
 
 def documents(rng, count, longest=20, vocab_size=1000):
-  """Documents of 1 to `longest` tokens that all differ."""
+  """Distinct documents of 1 to `longest` tokens."""
   return [rng.integers(1, vocab_size, rng.integers(1, longest + 1)) for _ in range(count)]
 
 
@@ -35,7 +35,7 @@ def take(batches, count):
 
 
 def digest(batches):
-  """sha256 of a stream of batches: every key, shape, dtype and number."""
+  """SHA-256 of a stream of batches: keys, shapes, dtypes and values."""
   total = hashlib.sha256()
   for batch in batches:
     for key in sorted(batch):
@@ -45,11 +45,11 @@ def digest(batches):
 
 
 def windows_in(batches):
-  """The rows of the batches, as bytes."""
+  """Rows of the batches, as bytes."""
   return [row.tobytes() for batch in batches for row in batch["tokens"]]
 
 
-def test_tokens_targets_segments_and_weights(write_pair):
+def test_window_entries_match_definition(write_pair):
   prefix = write_pair([[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]])
   source = TokenWindows(prefix, seq_len=5, vocab_size=12)
   assert len(source) == 2
@@ -67,7 +67,7 @@ def test_tokens_targets_segments_and_weights(write_pair):
 
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 7, 8, 50])
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
-def test_windows_are_the_documents_in_order(write_pair, seq_len, dtype):
+def test_windows_cover_documents_in_order(write_pair, seq_len, dtype):
   texts = documents(np.random.default_rng(seq_len), 12)
   source = TokenWindows(write_pair(texts, dtype=dtype), seq_len, vocab_size=1000)
   flat = np.concatenate(texts)
@@ -83,7 +83,7 @@ def test_windows_are_the_documents_in_order(write_pair, seq_len, dtype):
     np.testing.assert_array_equal(window["weights"], owner[here] == owner[after])
 
 
-def test_documents_without_tokens_or_of_several_sequences(write_pair):
+def test_windows_empty_and_multi_sequence_documents(write_pair):
   source = TokenWindows(write_pair([[1, 2], [], [], [3, 4, 5]]), seq_len=4, vocab_size=6)
   assert source[0]["tokens"].tolist() == [1, 2, 3, 4]
   segments = source[0]["segment_ids"].tolist()
@@ -91,7 +91,7 @@ def test_documents_without_tokens_or_of_several_sequences(write_pair):
   assert source[0]["weights"].tolist() == [1, 0, 1, 1]
 
 
-def test_several_datasets_follow_each_other(write_pair):
+def test_windows_several_datasets_concatenated(write_pair):
   prefixes = [write_pair([[k] * n], str(k)) for k, n in ((1, 9), (2, 5), (3, 14))]
   source = TokenWindows(prefixes, seq_len=4, vocab_size=4)
   assert [source[i]["tokens"].tolist() for i in range(len(source))] == [
@@ -103,7 +103,7 @@ def test_several_datasets_follow_each_other(write_pair):
       source[i]
 
 
-def test_a_copy_in_another_process_reads_the_same(source):
+def test_windows_pickled_source_reads_same(source):
   pickled = pickle.dumps(source)
   assert len(pickled) < 20_000
   copy = pickle.loads(pickled)
@@ -111,14 +111,14 @@ def test_a_copy_in_another_process_reads_the_same(source):
   assert digest(eval_batches(copy, 4)) == digest(eval_batches(source, 4))
 
 
-def test_batches_have_their_shape_and_dtype(source):
+def test_batches_shape_and_dtype(source):
   for batch in take(train_batches(source, seed=0, global_batch=5), 3):
     assert {key: value.dtype.name for key, value in batch.items()} == KEYS
     assert {value.shape for value in batch.values()} == {(5, 8)}
 
 
 @pytest.mark.parametrize("global_batch", [1, 5, 7, 200])
-def test_every_window_comes_once_an_epoch_in_another_order_each_time(source, global_batch):
+def test_batches_epoch_is_new_permutation(source, global_batch):
   n = len(source)
   assert n % 5 and n % 7  # so that batches span epochs
   steps = -(-3 * n // global_batch)
@@ -132,21 +132,21 @@ def test_every_window_comes_once_an_epoch_in_another_order_each_time(source, glo
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_very_few_windows(write_pair, count):
+def test_batches_with_fewer_windows_than_rows(write_pair, count):
   source = TokenWindows(write_pair([np.arange(count + 1)]), seq_len=1, vocab_size=5)
   rows = take(train_batches(source, seed=0, global_batch=2), 3 * count)
   found = np.concatenate([batch["tokens"][:, 0] for batch in rows]).reshape(-1, count)
   assert (np.sort(found) == np.arange(count)).all()
 
 
-def test_the_stream_is_the_one_it_has_always_been(write_pair):
+def test_batches_stream_unchanged_since_first_version(write_pair):
   # Pinned: a change here, ours or Grain's, means that runs no longer resume where they stopped.
   source = TokenWindows(write_pair([np.arange(500) % 90, np.arange(300) % 80]), 10, 90)
   found = digest(take(train_batches(source, seed=0, global_batch=6), 40))
   assert found == "fcbee4f3f6bbd00cf073742892ee4659b47c79370ed6eb5e33e4155349465d7a"
 
 
-def test_threads_and_read_ahead_do_not_change_the_stream(source):
+def test_batches_independent_of_threads_and_prefetch(source):
   options = [(0, 0), (1, 1), (2, 8), (8, 16)]
   steps = 3 * len(source) // 4
   streams = {
@@ -156,17 +156,17 @@ def test_threads_and_read_ahead_do_not_change_the_stream(source):
   assert len(streams) == 1
 
 
-def test_another_seed_is_another_order(source):
+def test_batches_seed_changes_order(source):
   streams = {}
   for seed in (0, 1, 2, 2**31, 2**32 - 1):
     batches = take(train_batches(source, seed=seed, global_batch=4), 3 * len(source) // 4)
     streams[seed] = windows_in(batches)
   n = len(source)
   epochs = [tuple(rows[e * n : (e + 1) * n]) for rows in streams.values() for e in range(2)]
-  assert len(set(epochs)) == len(epochs)  # neighbouring seeds share no epoch either
+  assert len(set(epochs)) == len(epochs)  # adjacent seeds share no epoch
 
 
-def test_starting_at_any_step_continues_exactly(source):
+def test_batches_from_any_step_continue_exactly(source):
   steps = 2 * len(source) // 4 + 3
   whole = take(train_batches(source, seed=5, global_batch=4), steps)
   rng = np.random.default_rng(0)
@@ -178,7 +178,7 @@ def test_starting_at_any_step_continues_exactly(source):
     assert digest(rest) == digest(whole[start:])
 
 
-def test_stopping_many_times_is_never_having_stopped(source):
+def test_batches_many_restarts_same_stream(source):
   whole = take(train_batches(source, seed=5, global_batch=3), 60)
   rng, step, parts = np.random.default_rng(1), 0, []
   while step < 60:
@@ -188,14 +188,14 @@ def test_stopping_many_times_is_never_having_stopped(source):
   assert digest(parts) == digest(whole)
 
 
-def test_a_far_step_is_reached_at_once(source):
+def test_batches_far_start_is_immediate(source):
   begin = time.perf_counter()
   (batch,) = take(train_batches(source, seed=0, global_batch=4, start=10**12), 1)
   assert batch["tokens"].shape == (4, 8)
   assert time.perf_counter() - begin < 5.0
 
 
-def test_closed_batches_leave_no_threads_and_cannot_be_read(source):
+def test_batches_close_ends_threads(source):
   before = threading.active_count()
   batches = train_batches(source, seed=0, global_batch=4, threads=4)
   next(batches)
@@ -210,7 +210,7 @@ def test_closed_batches_leave_no_threads_and_cannot_be_read(source):
     next(batches)
 
 
-def test_a_program_that_forgets_to_close_ends_quietly(source):
+def test_batches_without_close_exit_quietly(source):
   code = (
     "import sys; from train.data.windows import TokenWindows, train_batches;"
     "b = train_batches(TokenWindows(sys.argv[1:], 8, 1000), seed=0, global_batch=4); next(b)"
@@ -226,7 +226,7 @@ def test_a_program_that_forgets_to_close_ends_quietly(source):
 
 
 @pytest.mark.parametrize("batch", [1, 4, 1000])
-def test_evaluation_reads_every_window_once_in_order(source, batch):
+def test_eval_batches_every_window_once_in_order(source, batch):
   batches = list(eval_batches(source, batch))
   assert len(batches) == -(-len(source) // batch)
   assert all(value.shape == (batch, 8) for b in batches for value in b.values())
@@ -239,21 +239,21 @@ def test_evaluation_reads_every_window_once_in_order(source, batch):
   assert not joined["tokens"][len(source) :].any()
 
 
-def test_ids_that_the_model_does_not_know_are_named_when_opened(write_pair):
+def test_windows_id_outside_vocabulary_named_on_open(write_pair):
   prefix = write_pair([[1, 2, 300, 4], [5, 301]])
   TokenWindows(prefix, 2, 302)
   with pytest.raises(DataError, match=r"pair.bin: token 5 has the id 301, .* \[0, 301\).*model.vo"):
     TokenWindows(prefix, 2, 301)
 
 
-def test_ids_are_checked_again_when_read(write_pair):
+def test_windows_ids_checked_on_read(write_pair):
   prefix = write_pair([[1, 2, 3, 4, 5, 6]])
   source = TokenWindows(prefix, 2, 10)
   with open(prefix + ".bin", "r+b") as file:
     file.seek(2 * 3)
     file.write(b"\x63\x00")
   source[0]
-  with pytest.raises(DataError, match=r"pair.bin: token 3 has the id 99, but ids must lie"):
+  with pytest.raises(DataError, match=r"pair.bin: token 3 has the id 99, but ids must be"):
     source[1]
   with (
     train_batches(source, seed=0, global_batch=4) as batches,
@@ -263,7 +263,7 @@ def test_ids_are_checked_again_when_read(write_pair):
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(8, 7), (1, 1), (2, 1)])
-def test_a_sequence_longer_than_the_data_is_named(write_pair, tokens, fits):
+def test_windows_seq_len_beyond_data_named(write_pair, tokens, fits):
   long = write_pair([[1] * 100], "long")
   prefix = write_pair([[1] * tokens])
   with pytest.raises(DataError, match=rf"has {tokens} tokens, .* needs 9; use seq_len={fits} or"):
@@ -272,7 +272,7 @@ def test_a_sequence_longer_than_the_data_is_named(write_pair, tokens, fits):
     assert len(TokenWindows([long, prefix], fits, 10)) >= 1
 
 
-def test_arguments_that_cannot_be_meant_are_named(source, write_pair):
+def test_windows_invalid_arguments_named(source, write_pair):
   with pytest.raises(DataError, match="no token files are named"):
     TokenWindows([], 8, 10)
   with pytest.raises(DataError, match="seq_len=0 must be at least 1"):

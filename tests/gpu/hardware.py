@@ -1,4 +1,4 @@
-"""What tests on a GPU share: memory full of NaN, and runs that must agree bit for bit."""
+"""Helpers of the tests on a GPU: memory full of NaN, and runs that must agree bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ REPETITIONS = 100
 
 
 def fill_memory_with_nan():
-  """What is allocated next holds NaN until it is written."""
+  """Makes memory that is allocated next hold NaN until it is written."""
   device = jax.devices()[0]
   stats = device.memory_stats()
   block = 2**30

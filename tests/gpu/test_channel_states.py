@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
+from lnssm_jax.ops.cases import SCANS
+from lnssm_jax.ops.core.channel_cases import Case
 from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
 from tests.ops import contract, promises
-from tests.ops.scans import SCANS
-from tests.ops.scans.channel_states import Case
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ SMALL = [
 
 @pytest.mark.parametrize(("case", "dtype"), SMALL, ids=str)
 @BOTH
-def test_values_and_gradients(name, case, dtype):
+def test_channel_states_on_gpu_match_reference(name, case, dtype):
   """Sequences of 1000 steps run in several parts."""
   assert_values_and_gradients(SCANS[name], case, dtype)
 
@@ -45,18 +45,18 @@ def drawn(name, B, T, D, N, rates=BF16):
   if name == "selective_scan":
     steps = jax.random.uniform(next(keys), (B, T, D), minval=-6, maxval=0)
     inputs |= {"dt": jnp.exp(steps).astype(rates), "a": -jnp.exp(normal(D, N))}
-    keyed = "b", "c", "state.ssm"
+    keyed = "b", "c", "state.h"
   else:
     inputs["beta"] = jax.nn.sigmoid(normal(B, T, D)).astype(rates)
-    keyed = "k", "q", "state.memory"
+    keyed = "k", "q", "state.h"
   inputs |= {key: normal(B, T, N).astype(BF16) for key in keyed[:2]}
   return inputs | {keyed[2]: normal(B, D, N)}
 
 
 def of_channels(arrays, channels):
-  """These channels alone: beside the keys' gradients, no channel depends on another."""
+  """These channels alone: next to the keys' gradients, no channel depends on another."""
   axes = {"x": 2, "dt": 2, "beta": 2, "out": 2, "a": 0, "skip": 0}
-  axes |= {"state.ssm": 1, "state.memory": 1, "state": 1}
+  axes |= {"state.h": 1, "state": 1}
   return {n: jnp.take(x, channels, axis=axes[n]) if n in axes else x for n, x in arrays.items()}
 
 
@@ -80,7 +80,7 @@ MODELS = [((8, 2048, 4096, 16), BF16), ((8, 2048, 4096, 16), F32), ((1, 8192, 20
 
 @pytest.mark.parametrize(("sizes", "rates"), MODELS, ids=str)
 @BOTH
-def test_models(name, sizes, rates):
+def test_channel_states_at_model_sizes_match_reference(name, sizes, rates):
   """A few channels against the reference; every bit of all, again and again.
 
   Only the outputs of these channels have a weight, so that they alone make the keys' gradients.
@@ -112,7 +112,7 @@ def test_models(name, sizes, rates):
 
 
 @BOTH
-def test_several_problems_at_once(name):
+def test_channel_states_under_vmap_match_separate_calls(name):
   """`vmap` runs the same kernels over a larger grid."""
   inputs = [drawn(name, 2, 200, 256, 16) for _ in range(2)]
   inputs[1] = jax.tree.map(lambda x: x[..., ::-1], inputs[1])
@@ -123,7 +123,7 @@ def test_several_problems_at_once(name):
 
 
 @BOTH
-def test_the_kernels_are_chosen(name):
+def test_channel_states_on_gpu_prefer_kernels(name):
   scan = SCANS[name]
   args, options = scan.bind(Case(2, chunk=None), drawn(name, 1, 2, 64, 8))
   assert ops.supported(scan.function, *args, **options)[0] == "pallas"

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION
+from lnssm_jax.ops.linear_attention.cases import Case as Heads
 from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients
 from tests.kernels.test_decode_scans import CASES, FITTING, inputs_of
-from tests.ops.scans.linear_attention import LINEAR_ATTENTION
-from tests.ops.scans.linear_attention import Case as Heads
 
 pytestmark = pytest.mark.gpu
 
@@ -23,12 +23,12 @@ STEPS = [
   STEPS,
   ids=lambda x: getattr(getattr(x, "function", None), "__name__", str(x)),
 )
-def test_values_and_gradients(scan, case, dtype):
+def test_decode_on_gpu_matches_reference(scan, case, dtype):
   assert_values_and_gradients(scan, case, dtype)
 
 
 @pytest.mark.parametrize("name", FITTING)
-def test_bits_repeat(name):
+def test_decode_on_gpu_twice_repeats_bits(name):
   scan, case = FITTING[name]
   inputs = inputs_of(scan, case)
   run = jax.jit(lambda x: scan(case, x, implementation="pallas"))

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
+from lnssm_jax.ops.delta_rule.cases import DELTA_RULE, Case
 from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
 from tests.ops import contract, promises
-from tests.ops.scans.delta_rule import DELTA_RULE, Case
 
 pytestmark = pytest.mark.gpu
 
@@ -76,7 +76,7 @@ def recall(inputs, implementation):
 
 @functools.partial(jax.jit, static_argnums=2)
 def with_gradients(inputs, weights, implementation):
-  """What `recall` returns, and the gradients of its sum weighted with `weights`."""
+  """Results of `recall`, and the gradients of its sum weighted with `weights`."""
 
   def functional(inputs):
     results = recall(inputs, implementation)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
+from lnssm_jax.ops.diagonal_scan.cases import DIAGONAL_SCAN, Case
 from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
 from tests.ops import contract, promises
-from tests.ops.scans.diagonal_scan import DIAGONAL_SCAN, Case
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize(("case", "dtype"), SMALL, ids=str)
-def test_values_and_gradients(case, dtype):
+def test_diagonal_scan_on_gpu_matches_reference(case, dtype):
   assert_values_and_gradients(DIAGONAL_SCAN, case, dtype)
 
 
@@ -69,7 +69,7 @@ def with_gradients(inputs, implementation, reverse):
   ],
   ids=str,
 )
-def test_models(sizes, dtype, constant, reverse):
+def test_diagonal_scan_at_model_sizes_matches_reference(sizes, dtype, constant, reverse):
   """128 channels against the reference; every bit of all, again and again."""
   inputs = drawn(*sizes, dtype, constant=constant)
   fill_memory_with_nan()
@@ -84,7 +84,7 @@ def test_models(sizes, dtype, constant, reverse):
   contract.assert_small(errors, dtype, sizes[1])
 
 
-def test_several_problems_at_once():
+def test_diagonal_scan_under_vmap_matches_separate_calls():
   """`vmap` runs the same kernels over a larger grid."""
   inputs = [drawn(2, 200, 130, F32) for _ in range(2)]
   inputs[1] = jax.tree.map(lambda x: x[..., ::-1], inputs[1])

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
+from lnssm_jax.ops.core.cases import log_decay
+from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
 from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
 from tests.ops import contract, promises
-from tests.ops.scans.base import log_decay
-from tests.ops.scans.linear_attention import LINEAR_ATTENTION, Case
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ SMALL = [
   Case(T=1000, K=72, V=80, decay="HK", strength="extreme", bonus=True, segments=True),
   Case(T=1000, K=128, V=128, decay="BTHK", strength="extreme", normalize=True, segments=True),
   Case(T=65, K=64, V=64, decay="BTHK", bonus=True, normalize=True, state=False),
-  # Decays that leave something of a state, which a border of segments must keep out.
+  # Decays that leave something of a state, which a segment boundary must keep out.
   Case(T=300, K=64, V=64, decay="BTHK", segments=True),
   Case(T=300, K=64, V=64, decay="HK", normalize=True, segments=True),
 ]
@@ -91,7 +91,7 @@ def attend(inputs, implementation):
 
 @functools.partial(jax.jit, static_argnums=2)
 def with_gradients(inputs, weights, implementation):
-  """What `attend` returns, and the gradients of its sum weighted with `weights`."""
+  """Results of `attend`, and the gradients of its sum weighted with `weights`."""
 
   def functional(inputs):
     results = attend(inputs, implementation)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
+from lnssm_jax.ops.wkv4.cases import WKV4, Case
 from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
 from tests.ops import contract, promises
-from tests.ops.scans.wkv4 import WKV4, Case
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize(("case", "dtype"), SMALL, ids=str)
-def test_values_and_gradients(case, dtype):
+def test_wkv4_on_gpu_matches_reference(case, dtype):
   assert_values_and_gradients(WKV4, case, dtype)
 
 
@@ -63,7 +63,7 @@ def with_gradients(inputs, implementation):
   [((8, 2048, 2048), F32), ((8, 2048, 2048), BF16), ((1, 32768, 2048), F32)],
   ids=str,
 )
-def test_models(sizes, dtype):
+def test_wkv4_at_model_sizes_matches_reference(sizes, dtype):
   """128 channels against the reference; every bit of all, again and again."""
   inputs = drawn(*sizes, dtype)
   fill_memory_with_nan()
@@ -78,7 +78,7 @@ def test_models(sizes, dtype):
   contract.assert_small(errors, dtype, sizes[1])
 
 
-def test_several_problems_at_once():
+def test_wkv4_under_vmap_matches_separate_calls():
   """`vmap` runs the same kernels over a larger grid."""
   inputs = [drawn(2, 200, 130, F32) for _ in range(2)]
   inputs[1] = jax.tree.map(lambda x: x[..., ::-1], inputs[1])

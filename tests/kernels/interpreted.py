@@ -1,4 +1,4 @@
-"""What tests of interpreted kernels share."""
+"""Helpers of the tests of interpreted kernels."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What tests share that lower programs for CUDA and look at them."""
+"""Helpers of tests that lower programs for CUDA and inspect them."""
 
 import jax
 import jax.numpy as jnp

@@ -20,9 +20,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lnssm_jax import ops
+from lnssm_jax.ops.cases import SCANS
 from tests.ops.contract import named_errors, round_to, values_and_gradients
 from tests.ops.divided import collectives
-from tests.ops.scans import SCANS
 
 
 def mesh():
@@ -37,13 +37,12 @@ def watched(name: str, stand_in: str | None) -> list[tuple[int, ...]]:
     # Races are looked for where there is one device: the interpreter mixes those of several up.
     run = functools.partial(module.run, interpret=plgpu.InterpretGPUParams())
   else:
-    form = "xla" if stand_in in ("chunked", "shifted") else "reference"
-    run = getattr(importlib.import_module(f"lnssm_jax.ops.{name}.{form}"), stand_in)
-    module.obstacle = lambda *args, **kwargs: None
+    run = importlib.import_module(f"lnssm_jax.ops.{name}.api").IMPLEMENTATIONS[stand_in].run
+    module.unsupported = lambda inputs, options: None
 
-  def interpreted(*args, **kwargs):
-    seen.append(args[0].shape)
-    return run(*args, **kwargs)
+  def interpreted(inputs, options):
+    seen.append(inputs[0].shape)
+    return run(inputs, options)
 
   module.interpreted = interpreted
   return seen
@@ -83,13 +82,13 @@ def convolution():
   ids = jnp.asarray([[0, 0, 1, 1, 1], [2, 2, 2, 2, 3]])
 
   def run(form, inputs):
-    state = inputs["initial_state"]
+    state = ops.ConvState(inputs["initial_state"])
     options = {"initial_state": state, "segment_ids": ids, "activation": "silu"}
     x, kernel, bias = (inputs[name] for name in ("x", "kernel", "bias"))
     return ops.causal_conv1d(x, kernel, bias, implementation=form, **options)
 
-  want = values_and_gradients(functools.partial(run, "xla"), inputs)
-  seen = watched("causal_conv1d", "shifted")
+  want = values_and_gradients(functools.partial(run, "reference"), inputs)
+  seen = watched("causal_conv1d", "reference")
   with jax.set_mesh(mesh()):
     got = values_and_gradients(functools.partial(run, "pallas_interpret"), inputs)
   return named_errors(got, jax.tree.map(np.asarray, want)), seen

@@ -1,7 +1,7 @@
-"""The kernels of the causal convolution, interpreted and lowered for CUDA.
+"""Kernels of the causal convolution, interpreted and lowered for CUDA.
 
 Errors are those against XLA's form in float64, all gradients too;
-tests/mixers/test_short_convolution.py holds that form to a loop.
+tests/ops/test_causal_conv1d.py compares that form with a loop.
 """
 
 import functools
@@ -14,7 +14,9 @@ import pytest
 
 from lnssm_jax import ops
 from lnssm_jax.ops.causal_conv1d import pallas
-from pallas_kernels.causal_conv1d import shapes
+from lnssm_jax.ops.causal_conv1d.types import Inputs, Options
+from lnssm_jax.ops.core.segments import Segments
+from pallas_kernels.causal_conv1d import config
 from tests.kernels.lowered import kernels_in, total
 from tests.ops import contract, promises
 
@@ -55,7 +57,7 @@ def call(case, arrays, form, ids=None):
     arrays["kernel"],
     arrays.get("bias"),
     activation="silu" if case.silu else None,
-    initial_state=arrays.get("state"),
+    initial_state=ops.ConvState(arrays["state"]) if "state" in arrays else None,
     segment_ids=ids,
     implementation=form,
   )
@@ -63,7 +65,7 @@ def call(case, arrays, form, ids=None):
 
 def check(case, form):
   def named(arrays, form_):
-    out, state = call(case, arrays, "xla" if form_ == "reference" else form_)
+    out, state = call(case, arrays, form_)
     return {"out": out, "state": state}
 
   inputs = drawn(case)
@@ -92,14 +94,14 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
   ],
   ids=str,
 )
-def test_values_and_gradients(case, monkeypatch):
+def test_causal_conv1d_kernels_match_reference(case, monkeypatch):
   if case.part:
-    monkeypatch.setattr(shapes, "part", lambda *sizes: case.part)
+    monkeypatch.setattr(config, "split_length", lambda *sizes: case.part)
   check(case, "pallas_interpret")
 
 
-def test_documents_do_not_reach_each_other():
-  """A NaN in one reaches no value and no gradient of another."""
+def test_causal_conv1d_kernels_with_nan_keep_documents_apart():
+  """A NaN in one document reaches no value and no gradient of another."""
   case = Case(T=11, D=128, W=3, state=False, bias=False, silu=False)
   ids = promises.documents(1, (6, 5))
 
@@ -124,8 +126,8 @@ def test_documents_do_not_reach_each_other():
 
 
 @pytest.mark.slow
-def test_splitting_packing_and_causality(monkeypatch):
-  monkeypatch.setattr(shapes, "part", lambda *sizes: 8)
+def test_causal_conv1d_kernels_in_splits_keep_packing_and_causality(monkeypatch):
+  monkeypatch.setattr(config, "split_length", lambda *sizes: 8)
   case = Case(T=23, state=False)
   inputs, others = (
     {n: jnp.asarray(x, F32) for n, x in drawn(case, seed).items()} for seed in range(2)
@@ -133,7 +135,7 @@ def test_splitting_packing_and_causality(monkeypatch):
 
   @jax.jit
   def run(arrays, state, ids):
-    arrays = arrays if state is None else arrays | {"state": state}
+    arrays = arrays if state is None else arrays | {"state": state.inputs}
     plain = Case(T=23, segments=False)
     return call(plain, arrays, "pallas_interpret", ids)
 
@@ -144,7 +146,7 @@ def test_splitting_packing_and_causality(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_transformation():
+def test_causal_conv1d_kernels_under_every_transformation_agree():
   case = Case(T=5, state=False, segments=False)
   inputs, others = (
     {n: jnp.asarray(x, F32) for n, x in drawn(case, seed).items()} for seed in range(2)
@@ -161,24 +163,25 @@ def test_every_transformation():
 
 
 def arguments(T, D, *, W=4, x=BF16, state=True, segments=True, lead=()):
-  """(x, kernel, bias, state, segments) of `pallas.run`, as shapes; `lead` are axes in front."""
+  """`Inputs` of `pallas.run`, as shapes; `lead` are axes in front."""
   array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct((*lead, *shape), dtype)
-  return (
+  index = array(2, T, dtype=jnp.int32)
+  return Inputs(
     array(2, T, D, dtype=x),
     array(W, D),
     array(D),
-    array(2, W - 1, D) if state else None,
-    array(2, T, dtype=jnp.int32) if segments else None,
+    ops.ConvState(array(2, W - 1, D)) if state else None,
+    Segments(index, index) if segments else None,
   )
 
 
 def lowers(inputs, *, silu=True, dtype=BF16, transformed=lambda f: f):
   """How many kernels the forward pass has, and the gradient of all."""
-  forward = functools.partial(pallas.run, silu=silu, dtype=dtype)
   *floats, segments = inputs
-  loss = lambda floats, segments: total(forward(*floats, segments))
+  forward = lambda floats, segments: pallas.run(Inputs(*floats, segments), Options(silu, dtype))
+  loss = lambda floats, segments: total(forward(floats, segments))
   return (
-    kernels_in(transformed(lambda floats, segments: forward(*floats, segments)), floats, segments),
+    kernels_in(transformed(forward), floats, segments),
     kernels_in(transformed(jax.grad(loss)), floats, segments),
   )
 
@@ -199,8 +202,8 @@ DEFAULT = [(1000, 2304, 4, BF16, True), (1000, 640, 3, F32, False)]
   [x if x in DEFAULT else pytest.param(x, marks=pytest.mark.slow) for x in ALL],
   ids=str,
 )
-def test_lowers(configuration):
-  """Forward and gradient lower for CUDA, a kernel each: nothing of the forward pass is kept."""
+def test_causal_conv1d_kernels_lower_for_cuda(configuration):
+  """One kernel each for forward and gradient: the forward pass stores no residuals."""
   T, D, W, x, segments = configuration
   inputs = arguments(T, D, W=W, x=x, state=segments, segments=segments)
   assert lowers(inputs, dtype=x) == (1, 1)
@@ -211,14 +214,14 @@ def test_lowers(configuration):
   [jax.vmap, pytest.param(jax.checkpoint, marks=pytest.mark.slow)],
   ids=["vmap", "checkpoint"],
 )
-def test_lowers_in_64_bit_programs_and_transformed(transformed):
+def test_causal_conv1d_kernels_in_64_bit_programs_lower_for_cuda(transformed):
   lead = (3,) if transformed is jax.vmap else ()
   with jax.enable_x64(True):
     inputs = arguments(100, 128, lead=lead)
     assert lowers(inputs, transformed=transformed) == (1, 1)
 
 
-def test_lowers_under_shard_map():
+def test_causal_conv1d_kernels_under_shard_map_keep_shapes():
   """The gradient of replicated parameters is summed over the devices."""
   mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   data, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()

@@ -1,6 +1,6 @@
-"""The kernels of the selective and the Longhorn scan: promises beside values, and their lowering.
+"""Kernels of the selective and the Longhorn scan: splits, groups, lowering for CUDA, support.
 
-(Values and gradients: `KERNELS` in tests/ops/scans/channel_states.py.)
+(Values and gradients: `KERNELS` in lnssm_jax/ops/core/channel_cases.py.)
 """
 
 import functools
@@ -9,18 +9,19 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.core import dispatch
+from lnssm_jax.ops.core.channel_cases import Case
 from lnssm_jax.ops.longhorn_scan import pallas as longhorn
+from lnssm_jax.ops.longhorn_scan.cases import LONGHORN_SCAN
 from lnssm_jax.ops.selective_scan import pallas as selective
-from pallas_kernels.channel_states import shapes
+from lnssm_jax.ops.selective_scan.cases import SELECTIVE_SCAN
+from pallas_kernels.channel_states import config
 from tests.kernels.lowered import kernels_in, total
 from tests.kernels.test_lowering import recomputed_in_a_scan
 from tests.ops import contract
-from tests.ops.scans.channel_states import Case
-from tests.ops.scans.longhorn_scan import LONGHORN_SCAN
-from tests.ops.scans.selective_scan import SELECTIVE_SCAN
 
 SCANS = {"selective_scan": (SELECTIVE_SCAN, selective), "longhorn_scan": (LONGHORN_SCAN, longhorn)}
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -45,7 +46,9 @@ def drawn(name, case, dtypes=(F32, F32)):
 def check(name, case, dtypes, monkeypatch, **options):
   """Values and all gradients, as the contract has it, of the kernels with `options`."""
   scan, module = SCANS[name]
-  monkeypatch.setattr(module, "interpreted", functools.partial(module.interpreted, **options))
+  interpret = plgpu.InterpretGPUParams(detect_races=True)
+  run = functools.partial(module.run, interpret=interpret, **options)
+  monkeypatch.setattr(module, "interpreted", run)
   inputs = scan.inputs(case)
   call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
   given = dtypes_of(scan, inputs, dtypes)
@@ -55,34 +58,34 @@ def check(name, case, dtypes, monkeypatch, **options):
 
 @pytest.mark.slow
 @BOTH
-def test_states_in_groups(name, monkeypatch):
+def test_channel_states_in_groups_match_reference(name, monkeypatch):
   check(name, Case(2, D=2, N=17, state=False, chunk=None), NARROW, monkeypatch)
 
 
 @pytest.mark.slow
 @BOTH
-def test_wide_rates(name, monkeypatch):
-  """As mixers pass them: in float32, and all else in bfloat16."""
+def test_channel_states_with_float32_rates_match_reference(name, monkeypatch):
+  """As mixers pass them: rates in float32, all else in bfloat16."""
   check(name, Case(17, D=2, segments=True, chunk=None), (BF16, F32), monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("segments", [False, True], ids=["whole", "segments"])
 @BOTH
-def test_sequences_in_parts(name, segments, monkeypatch):
+def test_channel_states_in_splits_match_reference(name, segments, monkeypatch):
   case = Case(40, D=2, segments=segments, strength="extreme", chunk=None)
   check(name, case, (F32, F32), monkeypatch, parts=2)
 
 
-def test_parts_give_every_multiprocessor_work():
-  assert shapes.parts(32, 2048, 4096, 4) == 1
-  assert shapes.parts(1, 65536, 4096, 4) == 8
-  assert shapes.parts(1, 512, 4096, 4) == 4
-  assert shapes.parts(1, 511, 4096, 4) == 1
-  assert shapes.parts(2, 65536, 4096, 8) == 1
+def test_channel_states_num_splits_fills_every_sm():
+  assert config.num_splits(32, 2048, 4096, 4) == 1
+  assert config.num_splits(1, 65536, 4096, 4) == 8
+  assert config.num_splits(1, 512, 4096, 4) == 4
+  assert config.num_splits(1, 511, 4096, 4) == 1
+  assert config.num_splits(2, 65536, 4096, 8) == 1
 
 
-# Scan, dtypes, N, segments, channels, parts.
+# Scan, dtypes, N, segments, channels, splits.
 DTYPES = {"bfloat16": NARROW, "float32": (F32, F32), "wide rates": (BF16, F32)}
 ALL = list(itertools.product(SCANS, DTYPES, (5, 16, 40), (False, True), (100, 512), (1, 4)))
 SOME = [
@@ -93,18 +96,20 @@ SOME = [
 ]
 
 
+def run_of(name, *args, parts=None, **kwargs):
+  """The kernels on the public function's arguments."""
+  call = dispatch.check(name, *args, **kwargs)
+  return SCANS[name][1].run(call.inputs, call.options, parts=parts)
+
+
 def lowers(name, dtypes, N, segments, D, parts):
-  module = SCANS[name][1]
   case = Case(256, D=D, N=N, segments=segments, chunk=None)
   args, kwargs = drawn(name, case, DTYPES[dtypes])
   arrays = (args, {n: kwargs[n] for n in ("skip", "initial_state")})
 
   def run(arrays):
     args, options = arrays
-    checked, rest = dispatch._ARGUMENT_CHECKS[name](
-      *args, **options, segment_ids=kwargs["segment_ids"]
-    )
-    return module.run(*checked, **rest, parts=parts)
+    return run_of(name, *args, **options, segment_ids=kwargs["segment_ids"], parts=parts)
 
   forward = kernels_in(run, arrays)
   assert forward >= (1 if parts == 1 else 2)
@@ -113,13 +118,13 @@ def lowers(name, dtypes, N, segments, D, parts):
 
 
 @pytest.mark.parametrize("configuration", SOME, ids=str)
-def test_lowers(configuration):
+def test_channel_states_kernels_lower_for_cuda(configuration):
   lowers(*configuration)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("configuration", ALL, ids=str)
-def test_every_configuration_lowers(configuration):
+def test_channel_states_kernels_in_every_configuration_lower_for_cuda(configuration):
   lowers(*configuration)
 
 
@@ -130,28 +135,26 @@ def test_every_configuration_lowers(configuration):
     pytest.param(recomputed_in_a_scan, id="scan", marks=pytest.mark.slow),
   ],
 )
-def test_transformations_lower(transformed):
-  """Several problems at once and one after the other, with activations made anew, in 64 bits."""
+def test_channel_states_kernels_transformed_lower_for_cuda(transformed):
+  """vmap and scan with recomputed activations, in 64 bits."""
   with jax.enable_x64(True):
     args, kwargs = drawn("longhorn_scan", Case(40, D=130, N=16, chunk=None), NARROW)
 
     def loss(x):
-      checked, _ = dispatch._ARGUMENT_CHECKS["longhorn_scan"](x, *args[1:], skip=kwargs["skip"])
-      return total(longhorn.run(*checked))
+      return total(run_of("longhorn_scan", x, *args[1:], skip=kwargs["skip"]))
 
     assert kernels_in(transformed(loss), jnp.stack([args[0]] * 3)) >= 2
 
 
 @BOTH
-def test_lowers_under_shard_map(name):
-  """Where every array's type says along which axes of the mesh it varies; in parts too."""
+def test_channel_states_kernels_under_shard_map_keep_shapes(name):
+  """Every array's type says along which axes of the mesh it varies; with splits too."""
   mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   divided, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
   args, kwargs = drawn(name, Case(40, D=130, N=16, chunk=None), NARROW)
 
   def loss(arrays, parts):
-    checked, options = dispatch._ARGUMENT_CHECKS[name](*arrays[:-1], skip=arrays[-1])
-    return total(SCANS[name][1].run(*checked, **options, parts=parts))
+    return total(run_of(name, *arrays[:-1], skip=arrays[-1], parts=parts))
 
   inputs = (*args, kwargs["skip"])
   specs = tuple(divided if x.ndim == 3 else whole for x in inputs)
@@ -163,7 +166,7 @@ def test_lowers_under_shard_map(name):
 
 
 @BOTH
-def test_what_cannot_run_is_named(name):
+def test_channel_states_kernels_with_unsupported_arguments_raise(name):
   args, kwargs = drawn(name, Case(5, D=2, N=4, chunk=None))
   function = SCANS[name][0].function
   with pytest.raises(NotImplementedError, match="x has dtype float16"):
@@ -179,11 +182,11 @@ def test_what_cannot_run_is_named(name):
 
 
 @BOTH
-def test_which_sizes_are_worthwhile(name, monkeypatch):
-  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+def test_channel_states_kernels_are_preferred_by_size(name, monkeypatch):
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   function = SCANS[name][0].function
   sizes = [(2, 64, 4, True), (2, 63, 4, False)]
-  # A single step: without padding, which would copy the state, and up to 64 states a channel.
+  # A single token: without padding, which would copy the state; up to 64 states per channel.
   sizes += [(1, 128, 4, True), (1, 64, 4, False), (1, 32, 64, True), (1, 32, 66, False)]
   for T, D, N, worth in sizes:
     args, kwargs = drawn(name, Case(T, D=D, N=N, chunk=None))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import steps
+from pallas_kernels.core import decode as steps
 from pallas_kernels.linear_attention import decode as module
 from pallas_kernels.linear_attention.decode import decode
 
@@ -17,7 +17,7 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
 def inputs(B, H, K, V, *, dtype=jnp.float32, decay=None, bonus=False, normalize=False, seed=0):
-  """The arrays of one step, by name. `decay` is a shape; positive q and k for the normaliser."""
+  """The arrays of one step, by name. `decay` is a shape; positive q and k for the normalizer."""
   rng = np.random.default_rng(seed)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   feature = jnp.abs if normalize else lambda x: x
@@ -153,7 +153,7 @@ def test_lowers_for_cuda_in_place(B, widths, dtype):
     operand = 5 + normalize + (B == 512) - 1
     alias = rf"output_tuple_indices = \[{1 + normalize}\], operand_index = {operand}"
     assert re.search(alias, text)
-    assert text.count("stablehlo.") - text.count("#stablehlo.") == 1, "something beside the kernel"
+    assert text.count("stablehlo.") - text.count("#stablehlo.") == 1, "something next to the kernel"
 
 
 def test_small_batches_have_blocks_for_most_multiprocessors():
@@ -166,7 +166,7 @@ def test_small_batches_have_blocks_for_most_multiprocessors():
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"q": jnp.zeros((1, 1, 1, 16))}, "one step"),
+    ({"q": jnp.zeros((1, 1, 1, 16))}, "one token"),
     ({"k": jnp.zeros((1, 1, 17))}, "k has shape"),
     ({"v": jnp.zeros((1, 1, 16), jnp.float16)}, "v is float16"),
     ({"log_decay": jnp.zeros((1, 16))}, "log_decay has shape"),
@@ -177,7 +177,7 @@ def test_small_batches_have_blocks_for_most_multiprocessors():
     ({"key_sum": None}, "key_sum is None"),
   ],
 )
-def test_what_cannot_run_is_named(change, message):
+def test_decode_wrong_arguments_are_named(change, message):
   arrays = inputs(1, 1, 16, 16, normalize=True) | change
   with pytest.raises(ValueError, match=message):
     decode(**arrays, normalize=True, interpret=INTERPRET)
@@ -190,5 +190,5 @@ def test_a_tile_divides_the_values():
 
 def test_the_widest_key_is_256():
   arrays = inputs(1, 1, 272, 16)
-  assert "K=272" in module.obstacle(**arrays, normalize=False)
-  assert module.obstacle(**inputs(1, 1, 256, 16), normalize=False) is None
+  assert "K=272" in module.unsupported(**arrays, normalize=False)
+  assert module.unsupported(**inputs(1, 1, 256, 16), normalize=False) is None

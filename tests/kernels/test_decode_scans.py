@@ -1,4 +1,4 @@
-"""The decode kernels of the other scans: one step each, interpreted, and lowered as they ship.
+"""Single-token kernels of the other ops, interpreted, and lowered for CUDA as they ship.
 
 (That of linear attention: test_decode.py.)
 """
@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops import dispatch
-from pallas_kernels import steps
+from lnssm_jax.ops.core import channel_cases as channel_case
+from lnssm_jax.ops.core import dispatch
+from lnssm_jax.ops.delta_rule import cases as delta_case
+from lnssm_jax.ops.delta_rule.cases import DELTA_RULE
+from lnssm_jax.ops.longhorn_scan.cases import LONGHORN_SCAN
+from lnssm_jax.ops.selective_scan.cases import SELECTIVE_SCAN
+from lnssm_jax.ops.wkv4 import cases as wkv4_case
+from lnssm_jax.ops.wkv4.cases import WKV4
 from pallas_kernels.channel_states import decode as channel_states
+from pallas_kernels.core import decode as steps
 from pallas_kernels.delta_rule import decode as delta_rule
 from tests.kernels.lowered import kernels_in, total
 from tests.ops import contract
-from tests.ops.scans import channel_states as channel_case
-from tests.ops.scans import delta_rule as delta_case
-from tests.ops.scans import wkv4 as wkv4_case
-from tests.ops.scans.delta_rule import DELTA_RULE
-from tests.ops.scans.longhorn_scan import LONGHORN_SCAN
-from tests.ops.scans.selective_scan import SELECTIVE_SCAN
-from tests.ops.scans.wkv4 import WKV4
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 Heads = functools.partial(delta_case.Case, T=1, chunk=None)
@@ -42,7 +42,7 @@ SCANS = pytest.mark.parametrize("name", FITTING)
 @pytest.fixture
 def hopper(monkeypatch):
   """As if the default device were a Hopper GPU: enough to choose and to lower, not to run."""
-  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
 
 
 def inputs_of(scan, case, dtype=F32, seed=0):
@@ -75,8 +75,8 @@ MORE_CASES = [
   [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)],
   ids=lambda x: getattr(getattr(x, "function", None), "__name__", str(x)),
 )
-def test_a_step_and_its_gradient(scan, case, dtype):
-  """Against the reference in float64; that XLA's form did not run shows `test_one_kernel`."""
+def test_decode_single_token_matches_reference(scan, case, dtype):
+  """Against float64. `test_decode_transformed_has_one_kernel` shows that the kernel runs."""
   inputs = scan.inputs(case)
   dtypes = {n: dtype if n in scan.narrow else F32 for n in inputs}
   call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
@@ -85,21 +85,21 @@ def test_a_step_and_its_gradient(scan, case, dtype):
 
 
 @pytest.mark.parametrize("ties", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_longhorn_forgets_exactly(ties):
-  """What is left of an entry that is nearly all of a large key, or half of it, to every digit."""
+def test_decode_longhorn_with_large_keys_keeps_every_digit(ties):
+  """The decayed entry that is nearly all of a large key, or half of it, to every digit."""
   case = Channels(D=32, N=4)
   inputs = LONGHORN_SCAN.inputs(case)
   inputs["k"][:] = np.where(np.arange(4) < ties, 1e4, 1e-3)
-  inputs["state.memory"][..., ties:] = inputs["x"][:] = 0
+  inputs["state.h"][..., ties:] = inputs["x"][:] = 0
   call = lambda x, form: LONGHORN_SCAN(case, x, implementation=form)[1]
   dtypes = dict.fromkeys(inputs, F32)
   errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
-  assert errors["['values'].memory"] <= contract.tolerance(F32, 1), errors
+  assert errors["['values'].h"] <= contract.tolerance(F32, 1), errors
 
 
 @SCANS
-def test_steps_follow_one_another(name):
-  """Two steps through the returned state; each leaves the caller's arguments as they were."""
+def test_decode_of_two_tokens_matches_reference(name):
+  """Through the returned state; no call modifies the caller's arguments."""
   scan, case = FITTING[name]
   pieces = [inputs_of(scan, case, seed=n) for n in range(2)]
   step = jax.jit(lambda x, form: scan(case, x, implementation=form), static_argnames="form")
@@ -124,9 +124,9 @@ def test_steps_follow_one_another(name):
 
 @pytest.mark.parametrize("wide", [pytest.param(False, marks=pytest.mark.slow), True])
 @SCANS
-def test_one_kernel(hopper, name, wide):
-  """Alone, under a gradient and mapped, where a program has 64 bits and where (the last part, and
-  all of the slow one) not; in place where the state was donated."""
+def test_decode_transformed_has_one_kernel(hopper, name, wide):
+  """Alone, under a gradient and under vmap, with and without 64 bits; in place where the state was
+  donated."""
   scan, case = FITTING[name]
   inputs = inputs_of(scan, case, BF16)
   call = functools.partial(scan, case, implementation="pallas")
@@ -142,8 +142,8 @@ def test_one_kernel(hopper, name, wide):
   assert len(re.findall(r"tf\.aliasing_output", text)) == arrays
 
 
-def test_several_steps_at_once():
-  """vmap over states, and over one state that all of them start from: none may write into it."""
+def test_decode_under_vmap_keeps_shared_state():
+  """vmap over inputs that share one state: no instance may write into it."""
   scan, case = FITTING["delta_rule"]
   inputs, others = inputs_of(scan, case), inputs_of(scan, case, seed=1)
   call = functools.partial(scan, case, implementation="pallas_interpret")
@@ -168,27 +168,27 @@ DELTA |= {"beta": (2, 3, 1), "log_decay": (2, 3), "kv": (2, 3, 16, 48)}
     ({"tile": 32}, "tile=32 must be 16, 32 or 64 and divide V=48"),
   ],
 )
-def test_what_the_delta_rule_cannot_run_is_named(change, message):
+def test_decode_delta_rule_with_unsupported_arguments_raises(change, message):
   arrays = {name: jnp.zeros(shape) for name, shape in DELTA.items()}
   with pytest.raises(ValueError, match=message):
     delta_rule.decode(**arrays | change)
 
 
-def test_large_states_are_for_the_kernels_of_many_steps():
+def test_decode_with_large_states_is_unsupported():
   """A channel of more than 64 states, or keys of more than 256 channels, have no decode kernel."""
   case = Channels(D=3, N=65)
   args, kwargs = SELECTIVE_SCAN.bind(case, inputs_of(SELECTIVE_SCAN, case))
-  checked, _ = dispatch._ARGUMENT_CHECKS["selective_scan"](*args, **kwargs)
-  arrays = dict(zip(("x", "rate", "a", "b", "c"), checked, strict=False))
-  assert "65 states" in channel_states.obstacle(arrays, checked[6].ssm)
+  inputs = dispatch.check("selective_scan", *args, **kwargs).inputs
+  arrays = channel_states.Inputs(inputs.x, inputs.dt, inputs.b, inputs.c, inputs.skip, inputs.a)
+  assert "65 states" in channel_states.unsupported(arrays, inputs.state.h)
   case = Heads(K=272, V=16)
   args, kwargs = DELTA_RULE.bind(case, inputs_of(DELTA_RULE, case))
   with pytest.raises(NotImplementedError, match="q has dtype float32"):
     ops.delta_rule(*args, **kwargs, implementation="pallas_interpret")
 
 
-def test_blocks_fill_the_device():
-  """Small batches have blocks for most multiprocessors, sizes in between are padded."""
+def test_decode_value_tile_fills_the_device():
+  """Small batches have CTAs for most SMs; sizes that do not fit are padded."""
   assert [steps.value_tile(B, 16, 128) for B in (1, 64)] == [16, 32]
   assert channel_states.fits(4096, 16) and channel_states.fits(96, 16)
   assert not channel_states.fits(100, 16) and not channel_states.fits(4096, 12)

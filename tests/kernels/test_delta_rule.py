@@ -1,6 +1,6 @@
 """The kernels of the delta rule: interpreted, lowered for CUDA, and which arguments they get.
 
-(Values and gradients: `KERNELS` in tests/ops/scans/delta_rule.py.)
+(Values and gradients: `KERNELS` in lnssm_jax/ops/delta_rule/cases.py.)
 """
 
 import dataclasses
@@ -14,19 +14,25 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.core import dispatch
+from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.delta_rule import pallas
-from pallas_kernels.delta_rule.inverse import TILES, diagonal_blocks, inverse
-from pallas_kernels.tensor_core import CHUNK, COMPILER_PARAMS, tile
+from lnssm_jax.ops.delta_rule.cases import DELTA_RULE, Case
+from lnssm_jax.ops.delta_rule.types import Inputs, Options
+from pallas_kernels.core.wgmma import CHUNK, COMPILER_PARAMS, Backend, smem_tile
+from pallas_kernels.delta_rule.triangular_inverse import (
+  NUM_TILES,
+  diagonal_blocks,
+  triangular_inverse,
+)
 from tests.kernels.interpreted import MASKED_LATER
 from tests.kernels.lowered import kernels_in, total
 from tests.ops import contract, promises
-from tests.ops.scans.delta_rule import DELTA_RULE, Case
 
 pytestmark = MASKED_LATER
 SMALL = Case(K=16, V=24, H=1, chunk=None, state=False, decay="ordinary")
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-XLA = ["chunked", "reference"]
+XLA = ["chunked", "reference", "associative"]
 
 
 def dtypes_of(inputs):
@@ -54,9 +60,9 @@ def check(case, inputs):
 def inverse_of(lower, interpret):
   def body(lower_ref, out, s):
     lower = plgpu.load(lower_ref, layout=plgpu.Layout.WGMMA, optimized=False)
-    out[...] = inverse(lower, s["blocks"], s["tiles"], interpret)
+    out[...] = triangular_inverse(lower, s["blocks"], s["tiles"], Backend(interpret))
 
-  tiles = [tile(CHUNK, CHUNK) for _ in range(TILES)]
+  tiles = [smem_tile(CHUNK, CHUNK) for _ in range(NUM_TILES)]
   return plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32),
@@ -84,6 +90,7 @@ def test_the_inverse_is_exact_to_sixteen_bits(kind):
   assert contract.relative_error(got, want) < 2**-15
 
 
+@pytest.mark.slow
 def test_decays_and_rates_from_none_to_everything():
   """Decays down to -inf, which forgets all, and the largest that is not yet that. beta = 0 is an
   ordinary value, with a gradient of its own; so are beta = 1 and equal keys."""
@@ -99,7 +106,7 @@ def test_decays_and_rates_from_none_to_everything():
 
 @pytest.mark.slow
 def test_splitting_packing_and_causality():
-  """Documents of one step, documents that end at a chunk's border, cuts on all sides of it."""
+  """Documents of one step, documents that end at a chunk boundary, cuts on all sides of it."""
   case = dataclasses.replace(SMALL, T=128)
   inputs, others = drawn(case), drawn(case, seed=1)
   steps, compared = DELTA_RULE.over_time(case, inputs), DELTA_RULE.compared
@@ -141,9 +148,10 @@ def arguments(K, V, erase, segments, T=1024, lead=()):
 
 def run(inputs, segments):
   names = ("q", "k", "v", "beta", "log_decay")
-  erase_key = inputs.get("erase_key", inputs["k"])
   state = ops.DeltaRuleState(inputs["kv"])
-  return pallas.run(*(inputs[n] for n in names), erase_key, state, segments, scale=0.5)
+  segments = None if segments is None else Segments(segments, segments)
+  arguments = Inputs(*(inputs[n] for n in names), inputs.get("erase_key"), state, segments)
+  return pallas.run(arguments, Options(scale=0.5))
 
 
 WIDTHS = tuple(itertools.product((64, 128), repeat=2))  # K, V
@@ -208,7 +216,7 @@ def test_lowers_under_shard_map():
   ids=str,
 )
 def test_what_hopper_runs(monkeypatch, case, dtype, expected):
-  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   args, kwargs = DELTA_RULE.bind(case, drawn(case, dtype=dtype))
   interpreted = ["pallas_interpret"] if "pallas" in expected else []
   assert ops.supported(ops.delta_rule, *args, **kwargs) == expected + interpreted

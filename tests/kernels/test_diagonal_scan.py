@@ -1,6 +1,6 @@
-"""The kernels of the diagonal scan: promises beside values, which the contract holds.
+"""Kernels of the diagonal scan: splits, transformations, lowering for CUDA, support.
 
-(Values and gradients: `KERNELS` in tests/ops/scans/diagonal_scan.py.)
+(Values and gradients: `KERNELS` in lnssm_jax/ops/diagonal_scan/cases.py.)
 """
 
 import dataclasses
@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.core import dispatch
+from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.diagonal_scan import pallas
-from pallas_kernels import channels
+from lnssm_jax.ops.diagonal_scan.cases import DIAGONAL_SCAN, Case
+from lnssm_jax.ops.diagonal_scan.types import Inputs, Options
+from pallas_kernels.core import channel_grid as channels
 from tests.kernels.lowered import kernels_in, total
 from tests.ops import contract, promises
-from tests.ops.scans.diagonal_scan import DIAGONAL_SCAN, Case
 
 BF16, F32, C64 = (jnp.dtype(x) for x in (jnp.bfloat16, jnp.float32, jnp.complex64))
 SMALL = Case(T=33, chunk=None, state=False)
@@ -53,9 +55,9 @@ def check(case):
   ],
   ids=str,
 )
-def test_a_sequence_in_parts(case, monkeypatch):
-  """As long ones with few channels are cut: here two parts, mostly with padding in the last."""
-  monkeypatch.setattr(channels, "parts", lambda *sizes: 2)
+def test_diagonal_scan_in_splits_matches_reference(case, monkeypatch):
+  """As long sequences with few channels are split: here two splits, mostly with padding."""
+  monkeypatch.setattr(channels, "num_splits", lambda *sizes: 2)
   check(case)
 
 
@@ -66,9 +68,9 @@ def test_a_sequence_in_parts(case, monkeypatch):
   ids=str,
 )
 @pytest.mark.parametrize("parts", [1, 2])
-def test_splitting_packing_and_causality(case, parts, monkeypatch):
-  """An infinite number in one document reaches no other, in parts neither."""
-  monkeypatch.setattr(channels, "parts", lambda *sizes: parts)
+def test_diagonal_scan_kernels_in_splits_keep_packing_and_causality(case, parts, monkeypatch):
+  """An infinite number in one document reaches no other, across splits neither."""
+  monkeypatch.setattr(channels, "num_splits", lambda *sizes: parts)
   case = dataclasses.replace(case, T=100)
   inputs, others = drawn(case), drawn(case, seed=1)
   steps, compared = DIAGONAL_SCAN.over_time(case, inputs), DIAGONAL_SCAN.compared
@@ -85,7 +87,7 @@ def test_splitting_packing_and_causality(case, parts, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("constant", [False, True], ids=["steps", "constant"])
-def test_every_transformation(constant):
+def test_diagonal_scan_kernels_under_every_transformation_agree(constant):
   case = dataclasses.replace(SMALL, T=5, constant=constant)
   inputs, others = drawn(case), drawn(case, seed=1)
   promises.works_under_every_transformation(
@@ -99,29 +101,33 @@ def test_every_transformation(constant):
 
 
 def arguments(T, decay, x, *, constant=False, segments=False, lead=()):
-  """(decay, x, state, keep) of `pallas.run`, as shapes; `lead` are axes in front of all."""
+  """`Inputs` of `pallas.run`, as shapes; `lead` are axes in front of all."""
   B, D = 2, 256
   array = lambda *shape, dtype: jax.ShapeDtypeStruct((*lead, *shape), dtype)
   sums = jnp.result_type(F32, decay, x)
   shape = (1, 1, D) if constant else (B, T, D)
-  keep = array(B, T, 1, dtype=jnp.bool_) if segments else None
-  state = ops.DiagonalState(array(B, D, dtype=sums))
-  return array(*shape, dtype=decay), array(B, T, D, dtype=x), state, keep
+  index = array(B, T, dtype=jnp.int32)
+  return Inputs(
+    array(*shape, dtype=decay),
+    array(B, T, D, dtype=x),
+    ops.DiagonalState(array(B, D, dtype=sums)),
+    Segments(index, index) if segments else None,
+  )
 
 
 def lowers(inputs, *, transformed=lambda f: f, **options):
   """How many kernels the forward pass has, and the gradient of all."""
-  sums = inputs[2].h.dtype
-  out_dtype = sums if jnp.issubdtype(sums, jnp.complexfloating) else inputs[1].dtype
+  sums = inputs.state.h.dtype
+  out_dtype = sums if jnp.issubdtype(sums, jnp.complexfloating) else inputs.x.dtype
 
-  def forward(decay, x, state, keep):
-    return pallas.run(decay, x, state, keep, reverse=True, out_dtype=out_dtype, **options)
+  def forward(floats, segments):
+    return pallas.run(Inputs(*floats, segments), Options(True, out_dtype), **options)
 
-  loss = lambda x, keep: total(jax.tree.map(jnp.abs, forward(*x, keep)))
-  *floats, keep = inputs
+  loss = lambda x, segments: total(jax.tree.map(jnp.abs, forward(x, segments)))
+  *floats, segments = inputs
   return (
-    kernels_in(transformed(lambda x, keep: forward(*x, keep)), floats, keep),
-    kernels_in(transformed(jax.grad(loss)), floats, keep),
+    kernels_in(transformed(forward), floats, segments),
+    kernels_in(transformed(jax.grad(loss)), floats, segments),
   )
 
 
@@ -143,8 +149,8 @@ ALL = [
   ],
   ids=str,
 )
-def test_lowers(configuration):
-  """Forward and gradient lower for CUDA: one kernel each, two each in parts."""
+def test_diagonal_scan_kernels_lower_for_cuda(configuration):
+  """One kernel each for forward and gradient; two each with splits."""
   decay, x, constant, segments, parts = configuration
   inputs = arguments(1000, decay, x, constant=constant, segments=segments)
   passes = 1 if parts == 1 else 2
@@ -154,17 +160,17 @@ def test_lowers(configuration):
 @pytest.mark.parametrize(
   "wide", [pytest.param(False, marks=pytest.mark.slow), True], ids=["32 bits", "64 bits"]
 )
-def test_lowers_under_vmap(wide):
+def test_diagonal_scan_kernels_under_vmap_lower_for_cuda(wide):
   with jax.enable_x64(wide):
     inputs = arguments(100, F32, BF16, segments=True, lead=(3,))
     assert lowers(inputs, transformed=jax.vmap) == (1, 2)
 
 
-def test_lowers_under_shard_map():
+def test_diagonal_scan_kernels_under_shard_map_keep_shapes():
   mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   spec = jax.sharding.PartitionSpec("data")
-  inputs = arguments(100, F32, F32)[:3]
-  run = lambda *args: pallas.run(*args, None, reverse=False, out_dtype=F32)
+  inputs = tuple(arguments(100, F32, F32)[:3])
+  run = lambda *args: pallas.run(Inputs(*args, None), Options(False, F32))
   gradient = jax.grad(lambda inputs: total(run(*inputs)))
   sharded = jax.shard_map(gradient, mesh=mesh, in_specs=(spec,), out_specs=spec)
   traced = jax.eval_shape(sharded, inputs)
@@ -180,7 +186,7 @@ XLA = ["chunked", "associative", "reference"]
     (F32, F32, 2, 128, ["pallas", *XLA]),
     (F32, BF16, 2048, 2048, ["pallas", *XLA]),
     (BF16, BF16, 2, 128, ["pallas", *XLA]),
-    (F32, F32, 1, 128, [*XLA, "pallas"]),  # one step is one loop of XLA's
+    (F32, F32, 1, 128, [*XLA, "pallas"]),  # XLA fuses a single token into one loop
     (F32, F32, 2, 127, [*XLA, "pallas"]),
     (C64, C64, 2, 128, ["pallas", *XLA]),
     (F32, jnp.float16, 2, 128, XLA),
@@ -188,15 +194,17 @@ XLA = ["chunked", "associative", "reference"]
   ],
   ids=str,
 )
-def test_what_hopper_runs(decay, x, T, D, expected, monkeypatch):
-  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+def test_diagonal_scan_on_hopper_lists_supported_implementations(
+  decay, x, T, D, expected, monkeypatch
+):
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   interpreted = ["pallas_interpret"] if "pallas" in expected else []
   args = jnp.zeros((1, T, D), decay), jnp.zeros((1, T, D), x)
   assert ops.supported(ops.diagonal_scan, *args) == expected + interpreted
 
 
-def test_float64_is_for_xla(monkeypatch):
-  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+def test_diagonal_scan_in_float64_excludes_kernels(monkeypatch):
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   with jax.enable_x64(True):
     x = jnp.zeros((1, 2, 128), jnp.float64)
     assert ops.supported(ops.diagonal_scan, x.astype(F32), x) == XLA
@@ -206,7 +214,7 @@ def test_float64_is_for_xla(monkeypatch):
     )
 
 
-def test_what_cannot_run_is_named():
+def test_diagonal_scan_kernels_with_unsupported_arguments_raise():
   x = jnp.zeros((1, 2, 128), F32)
   for args, options, message in [
     ((x, x.astype(jnp.float16)), {}, "x has dtype float16"),

@@ -14,10 +14,10 @@ from flax import nnx
 
 from lnssm_jax import generate, ops
 from lnssm_jax.models import LanguageModel, layers
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.core import dispatch
+from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
 from tests.kernels.lowered import kernels_in
 from tests.ops import contract
-from tests.ops.scans.linear_attention import LINEAR_ATTENTION, Case
 
 STEP = Case(T=1, K=16, V=32, H=2, chunk=None)
 compare = LINEAR_ATTENTION.compared
@@ -26,7 +26,7 @@ compare = LINEAR_ATTENTION.compared
 @pytest.fixture
 def hopper(monkeypatch):
   """As if the default device were a Hopper GPU: enough to choose and to lower, not to run."""
-  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
 
 
 def inputs_of(case, dtype=jnp.float32, seed=0):
@@ -41,14 +41,13 @@ def supported(case, dtype, **options):
 
 
 def chosen(case, dtype):
-  """What None takes."""
+  """The implementation that None takes."""
   args, kwargs = LINEAR_ATTENTION.bind(case, inputs_of(case, dtype))
-  checked = dispatch._ARGUMENT_CHECKS["linear_attention"](*args, **kwargs)
-  return dispatch.choose("linear_attention", None, *checked).name
+  return dispatch.check("linear_attention", *args, **kwargs).choose()
 
 
 @pytest.mark.parametrize(
-  ("device", "obstacle"),
+  ("device", "reason"),
   [
     ({"platform": "cpu"}, "is a cpu, and the kernels need a Hopper GPU"),
     ({"platform": "tpu"}, "is a tpu"),
@@ -59,16 +58,32 @@ def chosen(case, dtype):
     ({"platform": "gpu"}, "unknown"),
   ],
 )
-def test_kernels_need_hopper(monkeypatch, device, obstacle):
-  monkeypatch.setattr(dispatch, "_default_device", lambda: types.SimpleNamespace(**device))
-  said = dispatch.hopper_obstacle()
-  assert said is None if obstacle is None else obstacle in said
+def test_kernels_need_hopper(monkeypatch, device, reason):
+  monkeypatch.setattr(dispatch, "default_device", lambda: types.SimpleNamespace(**device))
+  said = dispatch.hopper_unsupported()
+  assert said is None if reason is None else reason in said
+
+
+@pytest.mark.parametrize("nproc", ["2", None], ids=["NPROC=2", "two cores"])
+def test_interpreted_kernels_with_few_threads_are_rejected_with_the_fix(monkeypatch, nproc):
+  if nproc is None:
+    monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.setattr(dispatch.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+  else:
+    monkeypatch.setenv("NPROC", nproc)
+  case = Case(K=16, V=16, chunk=None)
+  args, kwargs = LINEAR_ATTENTION.bind(case, inputs_of(case, BF16))
+  with pytest.raises(NotImplementedError, match="set NPROC=16 in the environment"):
+    ops.linear_attention(*args, **kwargs, implementation="pallas_interpret")
+  assert "pallas_interpret" not in supported(case, BF16)
+  monkeypatch.setenv("NPROC", "16")
+  assert "pallas_interpret" in supported(case, BF16)
 
 
 @pytest.mark.parametrize("device", ["cpu", jax.local_devices(backend="cpu")[-1], None], ids=str)
 def test_the_default_device_is_asked(device):
   with jax.default_device(device):
-    assert dispatch._default_device().platform == "cpu"
+    assert dispatch.default_device().platform == "cpu"
 
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -117,13 +132,13 @@ def test_float64_is_for_xla(hopper):
     assert ops.supported(ops.linear_attention, *args, **kwargs) == XLA
 
 
-def test_none_never_interprets(monkeypatch):
-  monkeypatch.setattr(dispatch, "_IMPLEMENTATIONS", dict(dispatch._IMPLEMENTATIONS))
-  only = [i for i in dispatch._IMPLEMENTATIONS["linear_attention"] if "interpret" in i.name]
-  dispatch.register("linear_attention", dispatch._ARGUMENT_CHECKS["linear_attention"], *only)
-  assert supported(STEP, F32) == ["pallas_interpret"]
+def test_dispatch_with_the_interpreter_alone_raises():
+  args, kwargs = LINEAR_ATTENTION.bind(STEP, inputs_of(STEP, F32))
+  call = dispatch.check("linear_attention", *args, **kwargs)
+  call = call._replace(forms={"pallas_interpret": call.forms["pallas_interpret"]})
+  assert call.unsupported("pallas_interpret") is None
   with pytest.raises(NotImplementedError, match="no implementation"):
-    chosen(STEP, F32)
+    call.choose()
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
-from lnssm_jax.mixers.short_convolution import ShortConvolution
-from lnssm_jax.models.block import mixer_arguments
-from lnssm_jax.ops import dispatch
+from lnssm_jax.mixers.common.short_convolution import ShortConvolution
+from lnssm_jax.ops.core import dispatch
 from tests.kernels.lowered import lowered
 
 PAGE = (Path(__file__).parents[2] / "docs" / "mixers.md").read_text()
@@ -25,8 +24,8 @@ WHERE = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w ]+) \| [\d,]+(?:, a cache)? \|
 @pytest.mark.parametrize("name", MIXERS)
 def test_the_page_says_what_runs_in_kernels(name, monkeypatch):
   """At the width of the page's table, in bfloat16."""
-  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
-  heads = {"num_heads": 4} if "num_heads" in mixer_arguments(name) else {}
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
+  heads = {"num_heads": 4} if "num_heads" in MIXERS[name].set_by_model else {}
   build = lambda: MIXERS[name](512, **heads, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
   mixer = jax.eval_shape(build)
   layers = [layer for _, layer in nnx.iter_modules(mixer) if isinstance(layer, ShortConvolution)]
@@ -34,6 +33,6 @@ def test_the_page_says_what_runs_in_kernels(name, monkeypatch):
   x = jax.ShapeDtypeStruct((2, 256, 512), jnp.bfloat16)
   run = lambda arrays: nnx.merge(graph, arrays[0])(arrays[1])[0]
   text = lowered(run, (params, x))
-  convolutions = text.count("causal_conv1d_mosaic_gpu")  # of the kernels' code, once in each
+  convolutions = text.count("causal_conv1d_forward_mosaic_gpu")  # once in each kernel
   assert convolutions == len(layers)
   assert (text.count("custom_call @mosaic_gpu") > convolutions) == ("kernel" in WHERE[name])

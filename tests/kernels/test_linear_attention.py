@@ -1,6 +1,6 @@
-"""The kernels of linear attention, interpreted: promises beside values, which the contract holds.
+"""The kernels of linear attention, interpreted: promises besides values, which the contract holds.
 
-(Values and gradients: `KERNELS` in tests/ops/scans/linear_attention.py.)
+(Values and gradients: `KERNELS` in lnssm_jax/ops/linear_attention/cases.py.)
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
 from lnssm_jax.ops.linear_attention import pallas
-from pallas_kernels.linear_attention import gates, shapes
+from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, PARTS, Case
+from pallas_kernels.linear_attention import config, intra_chunk
 from tests.kernels.interpreted import MASKED_LATER
 from tests.ops import contract, promises
-from tests.ops.scans.linear_attention import LINEAR_ATTENTION, Case
 
 pytestmark = MASKED_LATER
 SMALL = Case(K=16, V=24, H=1, chunk=None, state=False)
@@ -41,7 +41,7 @@ def check(case, inputs=None):
   inputs = LINEAR_ATTENTION.inputs(case) if inputs is None else inputs
   call = lambda x, form: LINEAR_ATTENTION.compared(*LINEAR_ATTENTION(case, x, implementation=form))
   errors = contract.errors_against_reference(call, inputs, dtypes_of(inputs), "pallas_interpret")
-  contract.assert_small(errors, jnp.bfloat16, case.T)
+  contract.assert_small(errors, jnp.bfloat16, case.T, strength=case.strength)
 
 
 def test_the_interpreter_looks_for_races_and_for_memory_that_nothing_wrote():
@@ -82,7 +82,7 @@ def test_a_race_would_be_found(no_races):
   ids=str,
 )
 def test_splitting_packing_and_causality(case):
-  """Documents of one step, documents that end at a chunk's border, cuts on all sides of it."""
+  """Documents of one step, documents that end at a chunk boundary, cuts on all sides of it."""
   case = dataclasses.replace(case, T=128)
   inputs, others = drawn(case), drawn(case, seed=1)
   steps, compared = LINEAR_ATTENTION.over_time(case, inputs), LINEAR_ATTENTION.compared
@@ -98,7 +98,8 @@ def test_splitting_packing_and_causality(case):
   )
 
 
-@pytest.mark.parametrize("decay", ["H", pytest.param("BTHK", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", ["H", "BTHK"])
 def test_every_transformation(decay):
   case = dataclasses.replace(SMALL, T=5, decay=decay, normalize=True, bonus=decay == "BTHK")
   inputs, others = drawn(case), drawn(case, seed=1)
@@ -115,7 +116,11 @@ def test_every_transformation(decay):
 @pytest.mark.parametrize(
   "case",
   [
-    Case(T=130, K=16, V=24, H=1, decay="HK", normalize=True, strength="weak"),
+    *PARTS,
+    pytest.param(
+      Case(T=130, K=16, V=24, H=1, decay="HK", normalize=True, strength="weak"),
+      marks=pytest.mark.slow,
+    ),
     pytest.param(Case(T=200, K=16, V=24, H=1, decay="BTH"), marks=pytest.mark.slow),
     pytest.param(
       Case(T=130, K=16, V=24, H=1, decay="BTHK", bonus=True, segments=True), marks=pytest.mark.slow
@@ -124,10 +129,10 @@ def test_every_transformation(decay):
   ids=str,
 )
 def test_a_sequence_in_parts(case, monkeypatch):
-  """As long ones are cut: here two parts, the last with a chunk of padding; and a block of threads
+  """As long ones are cut: here two parts, the last with a chunk of padding; and a CTA
   has up to four chunks, here of the three that there are."""
-  monkeypatch.setattr(shapes, "parts", lambda *sizes: 2)
-  monkeypatch.setattr(shapes, "chunks_together", lambda chunks: 4)
+  monkeypatch.setattr(config, "num_parts", lambda *sizes: 2)
+  monkeypatch.setattr(config, "chunks_per_cta", lambda chunks: 4)
   check(dataclasses.replace(case, chunk=None))
 
 
@@ -149,10 +154,10 @@ def test_blocks_are_as_large_as_decays_allow():
   """No factor inside a block is above 2^92, and none would be in a block of half the size more."""
   rates = np.concatenate([np.geomspace(1e-3, 200.0, 400), [np.inf]])
   others = np.zeros_like(rates)  # the fastest channel counts
-  first = np.asarray(gates.superfluous_merges(jnp.asarray(-np.stack([others, rates], -1))))
+  first = np.asarray(intra_chunk.superfluous_merges(jnp.asarray(-np.stack([others, rates], -1))))
   largest = lambda first: (4 * 2.0**first - 1) * np.minimum(rates, 21.0) / np.log(2.0)
   assert (largest(first) <= 92.0).all()
-  assert ((largest(first + 1) > 92.0) | (first == gates.MERGES)).all()
+  assert ((largest(first + 1) > 92.0) | (first == intra_chunk.MERGES)).all()
   assert set(first) == {0, 1, 2, 3}
 
 
@@ -167,7 +172,7 @@ def test_decays_that_turn_strong_within_a_chunk(segments):
 
 
 def test_values_that_are_not_numbers_reach_no_earlier_gradient_of_queries():
-  """What a query is due for keys behind it is left out by selection, not multiplied by 0."""
+  """Gradients of a query from later keys are left out by selection, not multiplied by 0."""
   inputs = drawn(dataclasses.replace(SMALL, T=20, decay="H"))
   inputs["v"] = inputs["v"].at[:, 13].set(jnp.nan)
   run = lambda q: call_of(dataclasses.replace(SMALL, T=20, decay="H"))(inputs | {"q": q})[0]
@@ -178,7 +183,7 @@ def test_values_that_are_not_numbers_reach_no_earlier_gradient_of_queries():
 
 
 def test_dtypes():
-  """`out` is as narrow as the inputs, the states are float32; other inputs are refused by name."""
+  """`out` is as narrow as the inputs, the states are float32; other inputs are rejected by name."""
   case = dataclasses.replace(SMALL, normalize=True)
   inputs = drawn(case)
   out, state = jax.eval_shape(call_of(case), inputs)

@@ -11,7 +11,9 @@ import pytest
 
 from lnssm_jax import ops
 from lnssm_jax.models.language_model import REMAT_POLICIES
+from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.linear_attention import pallas
+from lnssm_jax.ops.linear_attention.types import Inputs, Options
 from tests.kernels.lowered import kernels_in, total
 
 DECAYS = ("none", "H", "HK", "BTH", "BTHK")
@@ -59,13 +61,10 @@ def arguments(decay, K, V, options, T=1024, lead=()):
 
 
 def run(inputs, segments, options, parts):
-  return pallas.run(
-    *(inputs["q"], inputs["k"], inputs["v"], inputs["log_decay"], None),
-    *(inputs["bonus"], inputs["state"], segments),
-    normalize="normalize" in options,
-    scale=0.5,
-    parts=parts,
-  )
+  if segments is not None:
+    segments = Segments(segments, segments)
+  arguments = Inputs(**inputs, value_log_decay=None, segments=segments)
+  return pallas.run(arguments, Options("normalize" in options, scale=0.5), parts=parts)
 
 
 def check(decay, K, V, options, parts):
@@ -100,7 +99,7 @@ def recomputed_in_a_scan(loss):
 )
 @pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
 def test_transformations_lower(transformed, wide):
-  """Several problems at once and one after the other, with activations made anew."""
+  """Several problems at once and one after the other, with activations computed again."""
   with jax.enable_x64(wide):
     inputs, _ = arguments("HK", 64, 64, ("normalize",), T=100, lead=(3,))
     loss = lambda x: total(run(x, None, ("normalize",), None))

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from lnssm_jax import ops
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.core import dispatch
 from tests.ops.contract import tolerance
 from tests.ops.divided import run_here
 
@@ -94,13 +94,12 @@ X = jax.ShapeDtypeStruct((4, 128, 4, 64), jnp.bfloat16)
 )
 def test_where_kernels_are_taken(monkeypatch, where, expected):
   """Where rows and heads divide evenly over a mesh of known axes that is left to the compiler."""
-  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   monkeypatch.setattr(jax, "device_count", lambda: 16)
   found = []
 
   def scan(x):
-    args, kwargs = dispatch.checked(ops.linear_attention, x, x, x)
-    found.append(dispatch.choose("linear_attention", None, args, kwargs).name)
+    found.append(dispatch.check(ops.linear_attention, x, x, x).choose())
 
   with jax.sharding.use_abstract_mesh(where) if where else contextlib.nullcontext():
     jax.eval_shape(scan, X)

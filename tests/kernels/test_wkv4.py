@@ -1,6 +1,6 @@
-"""The kernels of RWKV-4's scan: promises beside values, which the contract holds.
+"""Kernels of WKV-4: splits, transformations, decay factors, lowering for CUDA, support.
 
-(Values and gradients: `KERNELS` in tests/ops/scans/wkv4.py.)
+(Values and gradients: `KERNELS` in lnssm_jax/ops/wkv4/cases.py.)
 """
 
 import functools
@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.core import dispatch
+from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.wkv4 import pallas
-from pallas_kernels import channels
-from pallas_kernels.wkv4 import step
+from lnssm_jax.ops.wkv4.cases import WKV4, Case
+from lnssm_jax.ops.wkv4.types import Inputs, Options
+from pallas_kernels.core import channel_grid as channels
+from pallas_kernels.core.wgmma import Backend
+from pallas_kernels.wkv4 import update
 from tests.kernels.lowered import kernels_in, total
 from tests.ops import contract, promises
-from tests.ops.scans.wkv4 import WKV4, Case
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 SMALL = Case(T=100, chunk=None, state=False)
@@ -46,18 +49,18 @@ def check(case, inputs):
     Case(T=100, segments=True, chunk=None),
     Case(T=100, strength="extreme", keys="wide", chunk=None),
     Case(T=65, strength="weak", keys="two", state=False, chunk=None),
-    Case(T=32, strength="weak", chunk=None),  # the last part is all padding
+    Case(T=32, strength="weak", chunk=None),  # the last split is all padding
   ],
   ids=str,
 )
-def test_a_sequence_in_parts(case, monkeypatch):
-  """As long ones with few channels are cut: here two parts."""
-  monkeypatch.setattr(channels, "parts", lambda *sizes: 2)
+def test_wkv4_in_splits_matches_reference(case, monkeypatch):
+  """As long sequences with few channels are split: here two splits."""
+  monkeypatch.setattr(channels, "num_splits", lambda *sizes: 2)
   check(case, WKV4.inputs(case))
 
 
 @pytest.mark.slow
-def test_steps_left_out_and_decays_that_forget_everything():
+def test_wkv4_with_infinite_keys_and_rates_matches_reference():
   """Keys of -inf, a decay of inf, and one too weak for float32 to hold exp(-rate)."""
   case = Case(T=40, chunk=None)
   inputs = WKV4.inputs(case)
@@ -78,9 +81,9 @@ def test_steps_left_out_and_decays_that_forget_everything():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
-def test_splitting_packing_and_causality(parts, monkeypatch):
-  """An infinite number in one document reaches no other, in parts neither."""
-  monkeypatch.setattr(channels, "parts", lambda *sizes: parts)
+def test_wkv4_kernels_in_splits_keep_packing_and_causality(parts, monkeypatch):
+  """An infinite number in one document reaches no other, across splits neither."""
+  monkeypatch.setattr(channels, "num_splits", lambda *sizes: parts)
   inputs, others = drawn(SMALL), drawn(SMALL, seed=1)
   steps, compared, call = WKV4.over_time(SMALL, inputs), WKV4.compared, call_of(SMALL)
   run = jax.jit(lambda x, state, ids: call(x, initial_state=state, segment_ids=ids))
@@ -94,7 +97,7 @@ def test_splitting_packing_and_causality(parts, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_transformation():
+def test_wkv4_kernels_under_every_transformation_agree():
   case = Case(T=5, chunk=None, state=False)
   inputs, others = drawn(case), drawn(case, seed=1)
   promises.works_under_every_transformation(
@@ -107,11 +110,11 @@ def test_every_transformation():
   )
 
 
-def test_the_factor_is_exact_near_one(monkeypatch):
-  """exp(x) as 1 + rest or as rest, to two roundings, for every x that a step may have."""
+def test_wkv4_decay_factor_near_one_is_exact(monkeypatch):
+  """exp(x) as 1 + rest or as rest, to two roundings, for every x that a token may have."""
   # A power of a whole number is exact on the GPU; XLA's on CPUs is wrong by up to 40 roundings.
   monkeypatch.setattr(jnp, "exp2", lambda n: jnp.ldexp(jnp.ones_like(n), n.astype(jnp.int32)))
-  factor_of = jax.jit(functools.partial(step.factor_of, interpret=True))
+  factor_of = jax.jit(functools.partial(update.factor_of, backend=Backend(True)))
   x = np.concatenate([-np.geomspace(1e-30, 103.0, channels.CHANNELS - 4), [0, 1e-6, -0.34, -0.35]])
   x = x.astype(np.float32)
   near, rest = jax.tree.map(np.asarray, factor_of(x))
@@ -124,23 +127,23 @@ def test_the_factor_is_exact_near_one(monkeypatch):
 
 
 def arguments(T, dtype, *, segments=False, lead=()):
-  """(k, v, decay_rate, bonus, state, keep) of `pallas.run`, as shapes; `lead` are axes in front."""
+  """The inputs of `pallas.run`, as shapes; `lead` are axes in front."""
   B, D = 2, 256
   array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct((*lead, *shape), dtype)
-  keep = array(B, T, 1, dtype=jnp.bool_) if segments else None
+  ids = array(B, T, dtype=jnp.int32)
   state = ops.WKV4State(*(array(B, D) for _ in range(3)))
   steps = array(B, T, D, dtype=dtype)
-  return steps, steps, array(D), array(D), state, keep
+  return Inputs(steps, steps, array(D), array(D), state, Segments(ids, ids) if segments else None)
 
 
 def lowers(inputs, *, transformed=lambda f: f, **options):
   """How many kernels the forward pass has, and the gradient of all."""
-  *floats, keep = inputs
-  forward = lambda x, keep: pallas.run(*x, keep, **options)
-  loss = lambda x, keep: total(forward(x, keep))
+  *floats, segments = inputs
+  forward = lambda x, segments: pallas.run(Inputs(*x, segments), Options(), **options)
+  loss = lambda x, segments: total(forward(x, segments))
   return (
-    kernels_in(transformed(forward), floats, keep),
-    kernels_in(transformed(jax.grad(loss)), floats, keep),
+    kernels_in(transformed(forward), floats, segments),
+    kernels_in(transformed(jax.grad(loss)), floats, segments),
   )
 
 
@@ -158,8 +161,8 @@ def lowers(inputs, *, transformed=lambda f: f, **options):
   ],
   ids=str,
 )
-def test_lowers(configuration):
-  """Forward and gradient lower for CUDA: one kernel each, two each in parts."""
+def test_wkv4_kernels_lower_for_cuda(configuration):
+  """One kernel each for forward and gradient; two each with splits."""
   dtype, segments, parts = configuration
   passes = 1 if parts == 1 else 2
   inputs = arguments(1000, dtype, segments=segments)
@@ -168,13 +171,13 @@ def test_lowers(configuration):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
-def test_lowers_under_vmap(wide):
+def test_wkv4_kernels_under_vmap_lower_for_cuda(wide):
   with jax.enable_x64(wide):
     inputs = arguments(100, BF16, segments=True, lead=(3,))
     assert lowers(inputs, transformed=jax.vmap) == (1, 2)
 
 
-def test_lowers_under_shard_map():
+def test_wkv4_kernels_under_shard_map_keep_shapes():
   mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   data, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
   k, v, rate, bonus, state, _ = arguments(100, F32)
@@ -205,14 +208,14 @@ XLA = ["chunked", "reference", "associative"]
   ],
   ids=str,
 )
-def test_what_hopper_runs(dtype, T, D, expected, monkeypatch):
-  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+def test_wkv4_on_hopper_lists_supported_implementations(dtype, T, D, expected, monkeypatch):
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   interpreted = ["pallas_interpret"] if "pallas" in expected else []
   args = jnp.zeros((1, T, D), dtype), jnp.zeros((1, T, D), dtype), jnp.ones((D,)), jnp.ones((D,))
   assert ops.supported(ops.wkv4, *args) == expected + interpreted
 
 
-def test_what_cannot_run_is_named():
+def test_wkv4_kernels_with_unsupported_arguments_raise():
   x, w = jnp.zeros((1, 2, 128), F32), jnp.ones((128,), F32)
   for args, options, message in [
     ((x.astype(jnp.float16), x, w, w), {}, "k has dtype float16"),

@@ -1,21 +1,58 @@
-"""What every mixer promises, one suite for all of them."""
+"""The contract of every mixer: one suite for all of them, two compiled programs per mixer."""
 
 import functools
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lnssm_jax.mixers import MIXERS
-from tests.mixers.plain_lnssm import apply, relative_error
-from tests.mixers.tiny import DIM, TINY, expected, initial, inputs, one_of_each_family, randomized
+from tests.mixers import initial_values, tiny
+from tests.mixers.helpers import apply, relative_error, split
+from tests.mixers.tiny import CORE, DIM, TINY, core_mixers, expected, initial, randomized
+from tests.narrow_arithmetic import narrow_arithmetic
 
 B, T = 2, 21
-CUTS = (10, 11)  # pieces of 10, 1 and 10 steps: no further program but that of decoding
+DOCUMENTS = (10, 1, 10)
+SEGMENT_IDS = np.repeat([[4, 2, 4]] * B, DOCUMENTS, axis=1)  # an earlier id starts a new document
 
-every_mixer = pytest.mark.parametrize("name", list(MIXERS))
-every_family = pytest.mark.parametrize("name", one_of_each_family())
+# The scope groups the tests by mixer, so that one process compiles its programs once.
+every_mixer = pytest.mark.parametrize("name", list(MIXERS), scope="module")
+every_core_mixer = pytest.mark.parametrize("name", core_mixers(), scope="module")
+
+# What is computed in `dtype` next to products of matrices and of two numbers: all else is float32.
+IN_DTYPE = {"lnssm": {"logistic"}, "rwkv6": {"tanh"}}
+
+
+class Results(NamedTuple):
+  """Results of `evaluate`."""
+
+  out: jax.Array
+  state: Any
+  packed: tuple[jax.Array, Any]  # with SEGMENT_IDS, after a state
+  loss: jax.Array
+  gradients: Any
+
+
+@jax.jit
+def evaluate(mixer, x, before) -> Results:
+  """Runs a call without state, its gradients, and a packed call after the state `before`."""
+
+  def loss(mixer, x):
+    out, state = mixer(x)
+    return sum(jnp.sum(jnp.sin(leaf)) for leaf in (out, *jax.tree.leaves(state))), (out, state)
+
+  (value, (out, state)), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(mixer, x)
+  return Results(out, state, mixer(x, before, SEGMENT_IDS), value, gradients)
+
+
+def inputs(B: int, T: int, *, seed: int = 1) -> jax.Array:
+  """x [B, T, DIM] float32, normal; every fifth token so small that the epsilons of norms show."""
+  small = jnp.arange(T) % 5 == 3
+  return tiny.inputs(B, T, seed=seed) * jnp.where(small, 3e-3, 1.0)[:, None]
 
 
 @functools.cache
@@ -24,16 +61,26 @@ def random_mixer(name):
 
 
 @functools.cache
-def whole(name):
-  """(out, state) of one call for `inputs(B, T)`."""
-  return apply(random_mixer(name), inputs(B, T))
+def starting_mixer(name):
+  return jax.jit(functools.partial(initial, name))()
 
 
-def in_pieces(name, cuts, states):
-  """Calls on the pieces of `inputs(B, T)`; each begins with its own state, or the last for None."""
-  outputs, state = [], None
-  for piece, own in zip(jnp.split(inputs(B, T), cuts, axis=1), states, strict=True):
-    out, state = apply(random_mixer(name), piece, state if own is None else own)
+@functools.cache
+def state_before(name):
+  """The state after one token of another sequence."""
+  return apply(random_mixer(name), inputs(B, 1, seed=9), random_mixer(name).init_state(B))[1]
+
+
+@functools.cache
+def results(name) -> Results:
+  return evaluate(random_mixer(name), inputs(B, T), state_before(name))
+
+
+def decode(name, x, state):
+  """One token at a time from `state`."""
+  outputs = []
+  for t in range(x.shape[1]):
+    out, state = apply(random_mixer(name), x[:, t : t + 1], state)
     outputs.append(out)
   return jnp.concatenate(outputs, axis=1), state
 
@@ -42,97 +89,112 @@ def assert_same(got, want):
   """Outputs and states agree to a few roundings of float32."""
   (out, state), (want_out, want_state) = got, want
   assert relative_error(out, want_out) < 2e-6
-  assert jax.tree.structure(state) == jax.tree.structure(want_state)
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-  jax.tree.map(close, state, want_state)
+  chex.assert_trees_all_close(state, want_state, rtol=1e-5, atol=1e-5)
 
 
-def test_every_mixer_is_in_the_table():
+def test_table_of_tiny_mixers_is_complete():
   assert TINY.keys() == MIXERS.keys()
 
 
 @every_mixer
-def test_matches_its_equations(name):
-  out, _ = whole(name)
-  assert relative_error(out, expected(name, random_mixer(name), inputs(B, T))) < 2e-6
+def test_initial_parameters_have_the_recorded_sizes(name):
+  """Tensor by tensor: a gain, an epsilon or another random number would change them.
+
+  After a change that is meant to change them: python -m tests.mixers.initial_values
+  """
+  got, want = initial_values.of(split(starting_mixer(name))[1]), initial_values.recorded()[name]
+  np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-7)
 
 
-@every_family
+@every_mixer
+def test_output_matches_float64_reference(name):
+  want = expected(name, random_mixer(name), inputs(B, T))
+  assert relative_error(results(name).out, want) < 2e-6
+
+
+@every_mixer
+def test_output_does_not_depend_on_later_tokens(name):
+  out = results(name).out
+  for t in (1, 11, T - 1):
+    x = inputs(B, T).at[:, t].add(100.0)
+    disturbed = evaluate(random_mixer(name), x, state_before(name)).out
+    np.testing.assert_array_equal(disturbed[:, :t], out[:, :t])
+    assert not np.array_equal(disturbed[:, t], out[:, t])
+
+
+@every_mixer
+def test_decoding_equals_one_call(name):
+  got = decode(name, inputs(B, T), random_mixer(name).init_state(B))
+  assert_same(got, (results(name).out, results(name).state))
+
+
+@every_mixer
+def test_packed_documents_equal_separate_ones(name):
+  empty, outputs, state = random_mixer(name).init_state(B), [], None
+  documents = jnp.split(inputs(B, T), np.cumsum(DOCUMENTS)[:-1], axis=1)
+  for document, before in zip(documents, (state_before(name), empty, empty), strict=True):
+    out, state = decode(name, document, before)
+    outputs.append(out)
+  assert_same(results(name).packed, (jnp.concatenate(outputs, axis=1), state))
+
+
+@every_mixer
+def test_gradients_are_finite(name):
+  """At initialization, and for inputs a thousand times too large."""
+  start = starting_mixer(name)
+  for mixer, size in ((start, 1), (start, 1e3), (random_mixer(name), 1e3)):
+    got = evaluate(mixer, size * inputs(B, T), state_before(name))
+    chex.assert_tree_all_finite((got.loss, got.gradients))
+
+
+@every_core_mixer
+def test_split_sequence_equals_one_call(name):
+  """Also with pieces of several tokens after a state."""
+  state, outputs = random_mixer(name).init_state(B), []
+  for piece in jnp.split(inputs(B, T), np.cumsum(DOCUMENTS)[:-1], axis=1):
+    out, state = apply(random_mixer(name), piece, state)
+    outputs.append(out)
+  want = (results(name).out, results(name).state)
+  assert_same((jnp.concatenate(outputs, axis=1), state), want)
+
+
+@every_core_mixer
 def test_bfloat16_is_within_a_few_roundings(name):
   mixer, x = randomized(name, dtype=jnp.bfloat16), inputs(B, T).astype(jnp.bfloat16)
   out, _ = apply(mixer, x)
   assert relative_error(out, expected(name, mixer, x)) < 4 * 2**-8
 
 
-@every_mixer
-def test_no_output_depends_on_a_later_token(name):
-  out, _ = whole(name)
-  for t in (1, 11, T - 1):
-    disturbed, _ = apply(random_mixer(name), inputs(B, T).at[:, t].add(100.0))
-    np.testing.assert_array_equal(disturbed[:, :t], out[:, :t])
-    assert not np.array_equal(disturbed[:, t], out[:, t])
+def mixers_and_dtypes():
+  """bfloat16 for every mixer, the other dtypes for those of `CORE`; the rest is slow."""
+  for name in MIXERS:
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+      slow = dtype != jnp.bfloat16 and name not in CORE
+      yield pytest.param(name, dtype, marks=[pytest.mark.slow] * slow)
 
 
-@every_family
-def test_splitting_a_sequence_changes_nothing(name):
-  empty = random_mixer(name).init_state(B)
-  assert_same(in_pieces(name, CUTS, (empty, None, None)), whole(name))
-
-
-@every_mixer
-def test_one_token_at_a_time_equals_one_call(name):
-  states = (random_mixer(name).init_state(B), *[None] * (T - 1))
-  assert_same(in_pieces(name, tuple(range(1, T)), states), whole(name))
-
-
-@every_mixer
-def test_packed_documents_equal_separate_ones(name):
-  mixer = random_mixer(name)
-  empty = mixer.init_state(B)
-  _, before = apply(mixer, inputs(B, 1, seed=9), empty)
-  segment_ids = np.repeat([[4, 2, 4]] * B, [10, 1, 10], axis=1)
-  packed = apply(mixer, inputs(B, T), before, segment_ids)
-  assert_same(packed, in_pieces(name, CUTS, (before, empty, empty)))
-
-
-@every_mixer
-def test_gradients_are_finite(name):
-  """At initialisation, and for inputs a thousand times too large."""
-
-  @jax.jit
-  @functools.partial(jax.value_and_grad, argnums=(0, 1))
-  def loss(mixer, x):
-    out, state = mixer(x)
-    return sum(jnp.sum(jnp.sin(leaf)) for leaf in (out, *jax.tree.leaves(state)))
-
-  for mixer, size in ((initial(name), 1), (initial(name), 1e3), (random_mixer(name), 1e3)):
-    value, gradients = loss(mixer, size * inputs(B, T))
-    assert np.isfinite(value)
-    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
-      assert np.isfinite(gradient).all(), (size, jax.tree_util.keystr(path))
-
-
-@every_mixer
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_dtypes_and_shapes(name, dtype):
+@pytest.mark.parametrize("name, dtype", list(mixers_and_dtypes()))
+def test_dtypes_and_shapes_are_as_promised(name, dtype):
   mixer = jax.eval_shape(lambda: initial(name, dtype=dtype))
-  out, state = jax.eval_shape(apply, mixer, inputs(B, 6).astype(dtype))
+  program, (out, state) = jax.make_jaxpr(apply, return_shape=True)(
+    mixer, inputs(B, 6).astype(dtype)
+  )
   assert (out.shape, out.dtype) == ((B, 6, DIM), dtype)
-  empty = mixer.init_state(B)
-  assert jax.tree.structure(state) == jax.tree.structure(empty)
-  for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(empty), strict=True):
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    # Sums need float32. What is only kept to be read again, a cache, has no more digits than dtype.
-    assert got.dtype in (jnp.float32, jnp.int32) or (TINY[name].cache and got.dtype == dtype)
+  chex.assert_trees_all_equal_shapes_and_dtypes(state, mixer.init_state(B))
+  for leaf in jax.tree.leaves(state):
+    # Sums need float32. A cache, which is only read again, has no more digits than dtype.
+    assert leaf.dtype in (jnp.float32, jnp.int32) or (TINY[name].cache and leaf.dtype == dtype)
   assert {leaf.dtype for leaf in jax.tree.leaves(mixer)} == {jnp.dtype(jnp.float32)}
+  allowed = {"mul"} | IN_DTYPE.get(name, set())
+  assert dtype == jnp.float32 or narrow_arithmetic(program) <= allowed
   small = jax.eval_shape(lambda: initial(name, param_dtype=dtype))
   assert {leaf.dtype for leaf in jax.tree.leaves(small)} == {jnp.dtype(dtype)}
 
 
-@every_family
-def test_under_jit_vmap_scan_and_checkpoint(name):
+@every_core_mixer
+def test_transformations_equal_plain_calls(name):
   """Two layers scanned, each recomputed in the backward pass, mapped over two batches."""
-  layers = (initial(name), random_mixer(name))
+  layers = (starting_mixer(name), random_mixer(name))
   stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
   @jax.jit
@@ -144,27 +206,36 @@ def test_under_jit_vmap_scan_and_checkpoint(name):
   batches = jnp.stack([inputs(B, T), inputs(B, T, seed=2)])
   want = batches
   for mixer in layers:
-    want = want + jnp.stack([apply(mixer, x)[0] for x in want])
+    calls = [evaluate(mixer, x, state_before(name)).out for x in want]
+    want = want + jnp.stack(calls)
   assert relative_error(run(batches), want) < 2e-6
 
 
 @every_mixer
-def test_bad_inputs_are_named(name):
-  mixer, x = random_mixer(name), jnp.ones((B, 5, DIM))
-  class_name = MIXERS[name].__name__
+def test_bad_inputs_raise_with_the_argument_named(name):
+  mixer = jax.eval_shape(functools.partial(initial, name))
+  x, shape = jnp.ones((B, 5, DIM)), jax.ShapeDtypeStruct
+  state = jax.tree.map(lambda s: shape((3, *s.shape[1:]), s.dtype), mixer.init_state(B))
   wrong = {
     r"x has shape \(5, 8\)": (x[0],),
     r"x has shape \(2, 5, 7\)": (x[..., 1:],),
     "x has dtype int32": (x.astype(int),),
     "at least one token": (x[:, :0],),
-    r"state\S+ has shape \(3,": (x, mixer.init_state(3)),
+    r"state\S+ has shape \(3,": (x, state),
     "state has the structure": (x, {"kv": x}),
     r"segment_ids has shape \(2, 4\)": (x, None, jnp.ones((B, 4), int)),
   }
   for message, arguments in wrong.items():
-    with pytest.raises(ValueError, match=f"{class_name}: .*{message}"):
+    with pytest.raises(ValueError, match=f"{MIXERS[name].__name__}: .*{message}"):
       mixer(*arguments)
   with pytest.raises(ValueError, match="batch_size=0"):
     mixer.init_state(0)
   with pytest.raises(ValueError, match="dim=0"):
     MIXERS[name](0, **TINY[name].options, rngs=None)
+
+
+@every_mixer
+def test_arguments_set_by_a_model_are_declared(name):
+  taken = MIXERS[name].__init__.__annotations__
+  names = ("num_heads", "layer", "num_layers")
+  assert MIXERS[name].set_by_model == tuple(argument for argument in names if argument in taken)

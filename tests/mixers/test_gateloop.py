@@ -9,13 +9,13 @@ from flax import nnx
 from lnssm_jax.mixers import GateLoop
 from lnssm_jax.mixers.gateloop import _sums_within_a_turn
 from lnssm_jax.models import count_parameters
-from tests.mixers import plain_gateloop
-from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
+from tests.mixers.helpers import apply, float64_params, relative_error, split
+from tests.mixers.references import gateloop as reference
 from tests.mixers.tiny import DIM, inputs
 
 
 @pytest.mark.parametrize("size", [0.1, 3.0, 300.0])
-def test_sums_of_many_angles_lose_less_than_a_rounding_a_step(size):
+def test_gateloop_angle_sums_lose_less_than_a_rounding_per_token(size):
   angles = jnp.asarray(np.random.default_rng(0).normal(1, size, (1, 4096, 1)), jnp.float32)
   sums = jax.jit(_sums_within_a_turn)(angles)
   assert np.abs(sums).max() < 3.2
@@ -23,13 +23,13 @@ def test_sums_of_many_angles_lose_less_than_a_rounding_a_step(size):
   assert np.abs(np.exp(1j * np.float64(sums)) - np.exp(1j * exact)).max() < 4096 * 2**-24
 
 
-def test_heads_of_width_one():
+def test_gateloop_heads_of_width_one_match_reference():
   mixer, x = GateLoop(DIM, num_heads=DIM, rngs=nnx.Rngs(0)), inputs(1, 9)
-  want = plain_gateloop.gateloop(float64_params(mixer), np.float64(x[0]), num_heads=DIM)
+  want = reference.gateloop(float64_params(mixer), np.float64(x[0]), num_heads=DIM)
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
 
 
-def test_parameters_are_counted_by_a_formula():
+def test_parameter_count_matches_formula():
   layer = jax.eval_shape(lambda: GateLoop(64, num_heads=2, rngs=nnx.Rngs(0)))
   assert count_parameters(layer) == 7 * 64**2 + 3 * 64
 
@@ -38,10 +38,10 @@ def test_initial_values():
   params = split(GateLoop(64, num_heads=2, rngs=nnx.Rngs(0)))[1]
   for name in "qkvapgo":
     assert 0.85 / 8 < np.abs(params[f"{name}_proj"]["kernel"]).max() <= 1 / 8
-  np.testing.assert_array_equal(params["a_bias"], np.zeros(64))
-  np.testing.assert_array_equal(params["norm_gain"], np.ones(64))
+  np.testing.assert_array_equal(params["a_proj"]["bias"], np.zeros(64))
+  np.testing.assert_array_equal(params["norm"]["scale"], np.ones(64))
 
 
-def test_bad_options_are_named():
+def test_bad_options_raise_with_the_option_named():
   with pytest.raises(ValueError, match="dim=8 is not a multiple of num_heads=3"):
     GateLoop(8, num_heads=3, rngs=nnx.Rngs(0))

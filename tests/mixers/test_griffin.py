@@ -9,11 +9,11 @@ from flax import nnx
 from lnssm_jax.mixers import RGLRU
 from lnssm_jax.mixers.griffin import _bounded_sqrt
 from lnssm_jax.models import count_parameters
-from tests.mixers.plain_lnssm import apply, split
+from tests.mixers.helpers import apply, split
 from tests.mixers.tiny import DIM, inputs
 
 
-def test_decays_start_on_the_published_ring():
+def test_rg_lru_initial_decays_match_paper():
   params = split(RGLRU(512, num_heads=256, rngs=nnx.Rngs(0)))[1]
   radius = np.exp(-np.logaddexp(0, np.float64(params["decay_rate"])))
   assert radius.min() >= 0.8999 and radius.max() <= 0.9991
@@ -33,13 +33,13 @@ def test_kernels_start_as_published():
   np.testing.assert_array_equal(params["decay_gate"]["bias"], np.zeros(64))
 
 
-def test_parameters_are_counted_by_a_formula():
+def test_parameter_count_matches_formula():
   D, E, H = 8, 12, 3
   layer = jax.eval_shape(lambda: RGLRU(D, num_heads=H, width=E, rngs=nnx.Rngs(0)))
   assert count_parameters(layer) == 3 * D * E + 5 * E + 2 * (E * E // H + E) + E
 
 
-def test_a_second_segment_starts_like_a_sequence():
+def test_rg_lru_second_segment_equals_a_new_sequence():
   """Its first token meets the factor 1, not sqrt(1 - a^2)."""
   mixer, x = RGLRU(DIM, num_heads=2, rngs=nnx.Rngs(0)), inputs(1, 4)
   packed, _ = apply(mixer, x, None, jnp.array([[0, 0, 1, 1]]))
@@ -49,7 +49,7 @@ def test_a_second_segment_starts_like_a_sequence():
 
 
 @pytest.mark.parametrize("x, slope", [(0.25, 1.0), (1e-6, 500.0), (1e-9, 1000.0), (0.0, 1000.0)])
-def test_the_root_has_a_bounded_derivative(x, slope):
+def test_rg_lru_square_root_has_a_bounded_derivative(x, slope):
   value, derivative = jax.value_and_grad(_bounded_sqrt)(x)
   np.testing.assert_allclose([value, derivative], [np.sqrt(x), slope], rtol=1e-5)
 
@@ -59,9 +59,9 @@ def test_the_root_has_a_bounded_derivative(x, slope):
   [
     ({"num_heads": 3}, "dim=8 is not a multiple of num_heads=3"),
     ({"num_heads": 2, "width": 0}, "width=0 must"),
-    ({"num_heads": 2, "conv_width": 0}, "width=0 must"),
+    ({"num_heads": 2, "conv_size": 0}, "conv_size=0 must"),
   ],
 )
-def test_bad_options_are_named(options, message):
+def test_bad_options_raise_with_the_option_named(options, message):
   with pytest.raises(ValueError, match=message):
     RGLRU(DIM, **options, rngs=nnx.Rngs(0))

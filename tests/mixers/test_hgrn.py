@@ -8,8 +8,8 @@ from flax import nnx
 
 from lnssm_jax.mixers import HGRN, HGRN2, LRN
 from lnssm_jax.models import count_parameters
-from tests.mixers import plain_hgrn
-from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
+from tests.mixers.helpers import apply, float64_params, relative_error, split
+from tests.mixers.references import hgrn as reference
 from tests.mixers.tiny import DIM, inputs
 
 
@@ -25,7 +25,7 @@ def test_lower_bounds_rise_with_depth(layer):
   np.testing.assert_allclose(1 - k, np.full(DIM, layer / 4), atol=1e-6)
 
 
-def test_the_first_layers_bound_stays_zero():
+def test_hgrn2_first_layer_bound_stays_zero():
   gates = lambda mixer: sum(jnp.sum(z) for z in mixer._gates(inputs(1, 5)))
   gradient = jax.grad(gates)(make(layer=0, num_layers=4))
   np.testing.assert_array_equal(gradient.bound[...], np.zeros(DIM))
@@ -56,22 +56,22 @@ def test_gates_have_finite_gradients(layer, f):
     assert np.isfinite(leaf).all()
 
 
-def test_without_lower_bounds():
+def test_hgrn2_without_lower_bound_matches_reference():
   mixer, x = make(layer=2, num_layers=4, lower_bound="none"), inputs(1, 9)
   params = float64_params(mixer)
   assert params.get("bound") is None
-  want = plain_hgrn.hgrn2({k: p for k, p in params.items() if k != "bound"}, x[0], num_heads=2)
+  want = reference.hgrn2({k: p for k, p in params.items() if k != "bound"}, x[0], num_heads=2)
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
 
 
-def test_parameters_are_counted_by_a_formula():
+def test_parameter_count_matches_formula():
   layer = jax.eval_shape(lambda: HGRN2(64, num_heads=2, rngs=nnx.Rngs(0)))
   assert count_parameters(layer) == 4 * 64**2 + 6 * 64
 
 
 def test_initial_matrices():
   params = split(HGRN2(64, num_heads=2, rngs=nnx.Rngs(0)))[1]
-  for value in (params["q_proj"]["kernel"], params["f_bias"], params["o_proj"]["kernel"]):
+  for value in (params["q_proj"]["kernel"], params["f_proj"]["bias"], params["o_proj"]["kernel"]):
     assert 0.85 / 8 < np.abs(value).max() <= 1 / 8
 
 
@@ -83,7 +83,7 @@ def test_initial_matrices():
     ({"num_heads": 2, "lower_bound": "non"}, "lower_bound='non' is unknown; did you mean 'none'"),
   ],
 )
-def test_bad_options_are_named(options, message):
+def test_bad_options_raise_with_the_option_named(options, message):
   with pytest.raises(ValueError, match=message):
     HGRN2(8, **options, rngs=nnx.Rngs(0))
 
@@ -96,20 +96,20 @@ def test_hgrn_starts_as_published():
   assert 0.85 / 8 < np.abs(params["o_proj"]["kernel"]).max() * 2**0.5 <= 1 / 8
 
 
-def test_hgrn_without_lower_bounds():
+def test_hgrn_without_lower_bound_matches_reference():
   mixer, x = HGRN(DIM, layer=2, num_layers=4, lower_bound="none", rngs=nnx.Rngs(0)), inputs(1, 9)
   params = {k: p for k, p in float64_params(mixer).items() if k != "bound"}
-  assert relative_error(apply(mixer, x)[0][0], plain_hgrn.hgrn(params, x[0])) < 2e-6
+  assert relative_error(apply(mixer, x)[0][0], reference.hgrn(params, x[0])) < 2e-6
 
 
-def test_lrn_with_other_options():
+def test_lrn_with_other_options_matches_reference():
   mixer, x = LRN(DIM, activation="none", output_gate="none", rngs=nnx.Rngs(0)), inputs(1, 9)
   params = {k: p for k, p in float64_params(mixer).items() if not k.startswith("g_")}
-  want = plain_hgrn.lrn(params, np.float64(x[0]), activation=lambda x: x)
+  want = reference.lrn(params, np.float64(x[0]), activation=lambda x: x)
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
 
 
-def test_parameters_of_hgrn_and_lrn_are_counted_by_a_formula():
+def test_hgrn_and_lrn_parameter_count_matches_formula():
   size = lambda make: count_parameters(jax.eval_shape(make))
   assert size(lambda: HGRN(64, rngs=nnx.Rngs(0))) == 7 * 64**2 + (5 + 1 + 1 + 4) * 64
   assert size(lambda: LRN(64, rngs=nnx.Rngs(0))) == 4 * 64**2 + 3 * 64
@@ -125,6 +125,6 @@ def test_parameters_of_hgrn_and_lrn_are_counted_by_a_formula():
     (lambda: LRN(8, output_gate="silu", rngs=nnx.Rngs(0)), "output_gate='silu' is unknown"),
   ],
 )
-def test_bad_options_of_hgrn_and_lrn_are_named(make, message):
+def test_hgrn_and_lrn_bad_options_raise_with_the_option_named(make, message):
   with pytest.raises(ValueError, match=message):
     make()

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import LNSSM
-from lnssm_jax.mixers.initializers import orthogonal
-from tests.mixers.plain_lnssm import split
+from lnssm_jax.mixers.common.initializers import orthogonal
+from tests.mixers.helpers import split
 
 
 def initial(layer, num_layers=6, dim=8):
@@ -84,7 +84,7 @@ def test_orthogonal(shape):
   np.testing.assert_allclose(gram, 9 * np.eye(min(shape)), atol=1e-5)
 
 
-def test_both_ways_to_orthogonal_agree():
+def test_orthogonal_by_qr_and_by_cholesky_agree():
   """Q of A = Q R is unique once R's diagonal is positive."""
   normal = np.float64(jax.random.normal(jax.random.key(0), (100, 8)))
   q, r = np.linalg.qr(normal)

@@ -9,8 +9,8 @@ from flax import nnx
 from lnssm_jax.mixers import Based, LinearAttention, NormalizedAttention
 from lnssm_jax.mixers.kernel_attention import _taylor_features
 from lnssm_jax.models import count_parameters
-from tests.mixers import plain_kernel_attention as plain
-from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
+from tests.mixers.helpers import apply, float64_params, relative_error, split
+from tests.mixers.references import kernel_attention as reference
 from tests.mixers.tiny import DIM, inputs
 
 
@@ -27,19 +27,19 @@ def error(mixer, transcription, **options):
   return relative_error(apply(mixer, x)[0][0], want)
 
 
-def test_without_feature_map_and_normaliser():
+def test_linear_attention_identity_map_matches_reference():
   mixer = large(LinearAttention, feature_map="identity", use_bias=False)
-  assert error(mixer, plain.linear_attention, feature_map="identity") < 2e-6
+  assert error(mixer, reference.linear_attention, feature_map="identity") < 2e-6
   assert mixer.init_state(1).key_sum is None
 
 
 @pytest.mark.parametrize("eta", ["softplus", "sigmoid"])
-def test_other_functions_normalise(eta):
-  mixer = large(NormalizedAttention, eta=eta, key_dim=3, use_bias=False)
-  assert error(mixer, plain.normalized_attention, eta=eta) < 2e-6
+def test_normalized_attention_eta_functions_match_reference(eta):
+  mixer = large(NormalizedAttention, eta=eta, head_dim=3, use_bias=False)
+  assert error(mixer, reference.normalized_attention, eta=eta) < 2e-6
 
 
-def test_linear_attention_stays_among_its_values_for_any_input():
+def test_linear_attention_output_is_a_mean_of_values_for_any_input():
   """Features as small as exp(-1e6) neither vanish together nor leave the mean."""
   mixer = large(LinearAttention, use_bias=False)
   mixer.o_proj.kernel = nnx.Param(jnp.eye(DIM))
@@ -59,14 +59,14 @@ def test_initial_kernels_and_biases():
   params = split(LinearAttention(128, num_heads=2, num_layers=8, rngs=nnx.Rngs(0)))[1]
   for name, std in (("q_proj", 0.02), ("v_proj", 0.02), ("o_proj", 0.005)):
     np.testing.assert_allclose(np.std(params[name]["kernel"]), std, rtol=0.03)
-  assert not np.any(params["k_bias"])
+  assert not np.any(params["k_proj"]["bias"])
 
 
-def test_parameters_are_counted_by_a_formula():
+def test_parameter_count_matches_formula():
   D, H, K = 64, 4, 10
   count = lambda make: count_parameters(jax.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
   assert count(lambda **k: LinearAttention(D, num_heads=H, **k)) == 4 * D**2 + 4 * D
-  normalized = count(lambda **k: NormalizedAttention(D, num_heads=H, key_dim=K, **k))
+  normalized = count(lambda **k: NormalizedAttention(D, num_heads=H, head_dim=K, **k))
   assert normalized == (2 * D + 2) * H * K + 2 * (D**2 + D) + (D + 1) * H
   assert count(lambda **k: Based(D, num_heads=H, **k)) == 2 * D * H * 16 + 2 * D**2
 
@@ -78,9 +78,9 @@ def test_parameters_are_counted_by_a_formula():
     (LinearAttention, {"num_heads": 2, "feature_map": "elo"}, "feature_map='elo' .* 'elu'"),
     (LinearAttention, {"num_heads": 2, "num_layers": 0}, "num_layers=0 must"),
     (NormalizedAttention, {"num_heads": 2, "eta": "log"}, "eta='log' is unknown"),
-    (Based, {"num_heads": 2, "key_dim": 0}, "key_dim=0 must"),
+    (Based, {"num_heads": 2, "head_dim": 0}, "head_dim=0 must"),
   ],
 )
-def test_bad_options_are_named(cls, options, message):
+def test_bad_options_raise_with_the_option_named(cls, options, message):
   with pytest.raises(ValueError, match=message):
     cls(8, **options, rngs=nnx.Rngs(0))

@@ -8,19 +8,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax.mixers.layers import (
-  exact_gelu,
-  interpolate,
-  linear,
-  linear_parts,
-  merge_heads,
+from lnssm_jax.mixers.common.activations import exact_gelu, silu_gate
+from lnssm_jax.mixers.common.norms import (
+  LayerNorm,
+  RMSNorm,
+  layer_norm,
   rms_norm,
-  silu_gate,
-  smooth_rms_norm,
-  split_heads,
-  token_shift,
+  rms_norm_with_floor,
   unit_norm,
 )
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads, split_linear
+from lnssm_jax.mixers.common.token_shift import interpolate, token_shift
 
 
 def test_token_shift_starts_from_the_given_token_and_from_zero():
@@ -43,16 +41,39 @@ def test_token_shift_leaks_no_nan_across_segments():
 
 
 @pytest.mark.parametrize(("length", "products"), [(1, 1), (2, 3)])
-def test_parts_of_a_linear_layer_are_products_of_their_own(length, products):
+def test_split_linear_makes_one_product_per_part(length, products):
   """But for a single step: no part is cut out of a larger product."""
   init = nnx.initializers.normal()
   options = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
-  layer = linear(4, 9, init, **options)
+  layer = Linear(4, 9, kernel_init=init, **options)
   x = jax.random.normal(jax.random.key(0), (2, length, 4))
-  run = lambda x: linear_parts(layer, x, [2, 4, 3])
+  run = lambda x: split_linear(layer, x, [2, 4, 3])
   np.testing.assert_array_equal(jnp.concatenate(run(x), axis=-1), layer(x))
   assert [y.dtype for y in run(x)] == [jnp.bfloat16] * 3
   assert str(jax.make_jaxpr(run)(x)).count("dot_general") == products
+
+
+def test_linear_bias_is_added_in_float32():
+  options = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
+  layer = Linear(4, 3, kernel_init=nnx.initializers.normal(), bias_init="zeros", **options)
+  layer.bias = nnx.Param(jnp.full(3, 1e-4))
+  x = jnp.ones((2, 4), jnp.bfloat16)
+  product = x @ layer.kernel[...].astype(jnp.bfloat16)
+  assert layer(x).dtype == jnp.float32
+  np.testing.assert_array_equal(layer(x), product.astype(jnp.float32) + 1e-4)
+
+
+def test_linear_zero_bias_draws_no_random_number():
+  dtypes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+  kernel = lambda bias: [
+    layer.kernel[...]
+    for rngs in (nnx.Rngs(0),)
+    for layer in (
+      Linear(2, 2, kernel_init=init, bias_init=bias, **dtypes, rngs=rngs)
+      for init in 2 * [nnx.initializers.normal()]
+    )
+  ]
+  np.testing.assert_array_equal(kernel("zeros")[1], kernel(None)[1])
 
 
 def test_interpolate_rounds_once():
@@ -68,38 +89,57 @@ def test_rms_norm_above_the_floor_is_the_published_one(size):
   x[np.sqrt(np.mean(x**2, -1)) < 0.01] = size
   gain = np.linspace(0.5, 2, 16)
   want = gain * x / (np.linalg.norm(x, axis=-1, keepdims=True) / 4 + 1e-8)
-  got = rms_norm(jnp.float32(x), jnp.float32(gain), eps=1e-8, floor=0.01)
+  got = rms_norm_with_floor(jnp.float32(x), jnp.float32(gain), eps=1e-8, floor=0.01)
   np.testing.assert_allclose(got, want, rtol=2e-6)
 
 
 def test_rms_norm_below_the_floor_is_linear():
   x = jnp.array([3e-3, -4e-3])
-  np.testing.assert_allclose(rms_norm(x, jnp.ones(2), eps=0.0, floor=0.01), 100 * x, rtol=1e-6)
+  np.testing.assert_allclose(
+    rms_norm_with_floor(x, jnp.ones(2), eps=0.0, floor=0.01), 100 * x, rtol=1e-6
+  )
 
 
 def test_rms_norm_has_a_gradient_at_zero():
-  slope = jax.jacobian(lambda x: rms_norm(x, jnp.ones(3), eps=1e-8, floor=0.01))(jnp.zeros(3))
+  slope = jax.jacobian(lambda x: rms_norm_with_floor(x, jnp.ones(3), eps=1e-8, floor=0.01))(
+    jnp.zeros(3)
+  )
   np.testing.assert_allclose(slope, 100 * np.eye(3), rtol=1e-5)
+
+
+def test_norms_by_default_have_the_published_epsilons():
+  """Seen where the input is about as small as the root of the epsilon."""
+  x = 1e-3 * np.random.default_rng(0).normal(size=(3, 5))
+  centered = x - x.mean(-1, keepdims=True)
+  mean = lambda x: np.mean(x**2, axis=-1, keepdims=True)
+  wants = {
+    rms_norm: x / np.sqrt(mean(x) + 1e-5),
+    layer_norm: centered / np.sqrt(mean(centered) + 1e-5),
+    unit_norm: x / np.sqrt(5 * mean(x) + 1e-6),
+  }
+  wants |= {RMSNorm(5): wants[rms_norm], LayerNorm(5): wants[layer_norm]}
+  for norm, want in wants.items():
+    np.testing.assert_allclose(norm(jnp.float32(x)), want, rtol=2e-5)
 
 
 def test_norms_with_the_epsilon_under_the_root():
   x = np.random.default_rng(0).normal(size=(3, 5))
   gain = np.linspace(0.5, 2, 5)
-  got = smooth_rms_norm(jnp.float32(x), jnp.float32(gain), eps=0.5)
+  got = rms_norm(jnp.float32(x), jnp.float32(gain), eps=0.5)
   want = gain * x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 0.5)
   np.testing.assert_allclose(got, want, rtol=2e-6)
   want = x / np.sqrt(np.sum(x**2, axis=-1, keepdims=True) + 0.5)
   np.testing.assert_allclose(unit_norm(jnp.float32(x), eps=0.5), want, rtol=2e-6)
 
 
-@pytest.mark.parametrize("norm, slope", [(smooth_rms_norm, 1e-5**-0.5), (unit_norm, 1e3)])
-def test_those_norms_have_a_gradient_at_zero(norm, slope):
+@pytest.mark.parametrize("norm, slope", [(rms_norm, 1e-5**-0.5), (unit_norm, 1e3)])
+def test_rms_and_unit_norm_have_a_gradient_at_zero(norm, slope):
   np.testing.assert_allclose(jax.jacobian(norm)(jnp.zeros(3)), slope * np.eye(3), rtol=1e-5)
 
 
 def test_gates_and_norms_of_small_dtypes_are_float32():
   x = jnp.full((1, 2), 3, jnp.bfloat16)
-  assert smooth_rms_norm(x).dtype == unit_norm(x).dtype == silu_gate(x, x).dtype == jnp.float32
+  assert rms_norm(x).dtype == unit_norm(x).dtype == silu_gate(x, x).dtype == jnp.float32
   np.testing.assert_allclose(silu_gate(x, x), np.full((1, 2), 9 / (1 + np.exp(-3))), rtol=1e-6)
 
 

@@ -9,8 +9,8 @@ from flax import nnx
 from lnssm_jax.mixers import LLN
 from lnssm_jax.mixers.lln import _bounded_exponents
 from lnssm_jax.models import count_parameters
-from tests.mixers import plain_lln
-from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
+from tests.mixers.helpers import apply, float64_params, relative_error, split
+from tests.mixers.references import lln as reference
 from tests.mixers.tiny import DIM, inputs
 
 
@@ -20,20 +20,21 @@ def large(**options):
   return nnx.merge(graphdef, jax.tree.map(lambda p: 20 * p + 0.1, params))
 
 
-def test_two_learned_weights_and_no_matching():
+def test_lln_free_mixture_without_matching_matches_reference():
   """And means of values, for inputs however large: their exponents are bounded."""
   mixer, x = large(mixture="free", matching="none", use_bias=True), inputs(1, 9)
-  want = plain_lln.lln(float64_params(mixer), np.float64(x[0]), num_heads=2, matching="none")
+  want = reference.lln(float64_params(mixer), np.float64(x[0]), num_heads=2, matching="none")
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
 
   mixer.lln_gain, mixer.block_gain = (nnx.Param(jnp.full(DIM, 0.5)) for _ in range(2))
-  mixer.o_proj.kernel, mixer.o_bias = nnx.Param(jnp.eye(DIM)), nnx.Param(jnp.zeros(DIM))
+  mixer.o_proj.kernel = nnx.Param(jnp.eye(DIM))
+  mixer.o_proj.bias = nnx.Param(jnp.zeros(DIM))
   x = 1e6 * x
-  largest = jnp.max(jnp.abs(mixer.v_proj(x) + mixer.v_bias[...]), axis=1, keepdims=True)
+  largest = jnp.max(jnp.abs(mixer.v_proj(x)), axis=1, keepdims=True)
   assert np.all(np.abs(apply(mixer, x)[0]) <= largest * (1 + 1e-5))
 
 
-def test_a_convex_mixture():
+def test_lln_convex_mixture_interpolates():
   mixer = LLN(DIM, num_heads=2, mixture="convex", rngs=nnx.Rngs(0))
   mixer.lln_gain = nnx.Param(jnp.linspace(0, 1, DIM))
   far, near = inputs(1, 3, seed=1), inputs(1, 3, seed=2)
@@ -72,7 +73,7 @@ def test_exponents_are_bounded_and_their_weights_the_same():
   np.testing.assert_allclose(got, want[0] / want[1], rtol=1e-4)
 
 
-def test_parameters_are_counted_by_a_formula():
+def test_parameter_count_matches_formula():
   D = 64
   count = lambda **k: count_parameters(
     jax.eval_shape(lambda: LLN(D, num_heads=4, rngs=nnx.Rngs(0), **k))
@@ -90,6 +91,6 @@ def test_parameters_are_counted_by_a_formula():
     ({"num_heads": 2, "matching": "batch"}, "matching='batch' is unknown"),
   ],
 )
-def test_bad_options_are_named(options, message):
+def test_bad_options_raise_with_the_option_named(options, message):
   with pytest.raises(ValueError, match=message):
     LLN(8, **options, rngs=nnx.Rngs(0))

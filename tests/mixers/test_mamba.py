@@ -7,7 +7,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import Longhorn, LonghornExact, Mamba, Mamba2
 from lnssm_jax.models import count_parameters
-from tests.mixers.plain_lnssm import split
+from tests.mixers.helpers import split
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,13 @@ from tests.mixers.plain_lnssm import split
     (Longhorn, 48, 1024, 369_968_128),  # 369.97M
   ],
 )
-def test_the_papers_models_have_their_sizes(mixer, num_layers, dim, parameters):
+def test_paper_models_have_the_printed_sizes(mixer, num_layers, dim, parameters):
   """Layers of an RMSNorm and a mixer, a last norm, and an embedding of 50,304 that is the head."""
   layer = count_parameters(jax.eval_shape(lambda: mixer(dim, rngs=nnx.Rngs(0))))
   assert num_layers * (layer + dim) + dim + 50_304 * dim == parameters
 
 
-def test_mamba2_is_counted_by_its_formula():
+def test_mamba2_parameter_count_matches_formula():
   layer = jax.eval_shape(lambda: Mamba2(768, rngs=nnx.Rngs(0)))
   E, N, H = 1536, 128, 24
   conv = 5 * (E + 2 * N)
@@ -36,7 +36,8 @@ def test_mamba2_is_counted_by_its_formula():
 @pytest.mark.parametrize("mixer", [Mamba, Mamba2])
 def test_step_sizes_are_log_uniform(mixer):
   params = split(mixer(512, **({"head_dim": 2} if mixer is Mamba2 else {}), rngs=nnx.Rngs(0)))[1]
-  step = np.log1p(np.exp(np.float64(params["dt_bias"])))
+  bias = params["dt_bias"] if mixer is Mamba2 else params["dt_proj"]["bias"]
+  step = np.log1p(np.exp(np.float64(bias)))
   assert step.min() >= 0.999e-3 and step.max() <= 0.1001
   quartiles = np.quantile(np.log10(step), [0.25, 0.5, 0.75])
   np.testing.assert_allclose(quartiles, [-2.5, -2, -1.5], atol=0.15)
@@ -61,15 +62,15 @@ def test_mamba2_starts_as_published():
   params = split(Mamba2(64, head_dim=2, rngs=nnx.Rngs(0)))[1]
   rate = np.exp(params["log_rate"])
   assert 1 <= rate.min() < 4 and 13 < rate.max() <= 16
-  np.testing.assert_array_equal(params["norm_gain"], np.ones(128))
+  np.testing.assert_array_equal(params["norm"]["scale"], np.ones(128))
 
 
-def test_longhorn_starts_without_biases_of_its_rate():
+def test_longhorn_initial_rate_bias_is_zero():
   params = split(Longhorn(32, rngs=nnx.Rngs(0)))[1]
-  np.testing.assert_array_equal(params["beta_bias"], np.zeros(64))
+  np.testing.assert_array_equal(params["beta_proj"]["bias"], np.zeros(64))
   np.testing.assert_array_equal(params["skip"], np.ones(64))
 
 
-def test_heads_that_do_not_divide_the_width_are_named():
+def test_mamba2_head_dim_that_does_not_divide_raises():
   with pytest.raises(ValueError, match=r"head_dim=64 does not divide .* 96; .*=32"):
     Mamba2(48, rngs=nnx.Rngs(0))

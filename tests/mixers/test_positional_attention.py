@@ -1,4 +1,4 @@
-"""cosFormer and LRPE: the greatest length, empty sums, initial values, size, bad options."""
+"""cosFormer and LRPE: the maximum length, empty sums, initial values, size, bad options."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from flax import nnx
 from lnssm_jax.mixers import LRPE, CosFormer
 from lnssm_jax.mixers.positional_attention import cosine_features
 from lnssm_jax.models import count_parameters
-from tests.mixers.plain_lnssm import apply, split
+from tests.mixers.helpers import apply, split
 from tests.mixers.tiny import DIM, inputs
 
 
@@ -22,20 +22,20 @@ def test_cosine_features_multiply_to_the_cosine_of_the_distance():
   np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_cosformer_reaches_its_greatest_length_but_not_further():
+def test_cosformer_beyond_max_length_raises_or_is_nan():
   mixer, x = CosFormer(DIM, num_heads=2, max_length=6, rngs=nnx.Rngs(0)), inputs(2, 7)
-  with pytest.raises(ValueError, match=r"CosFormer: x has 7 steps after 0 .* max_length=6"):
+  with pytest.raises(ValueError, match=r"CosFormer: x has 7 tokens after 0 .* max_length=6"):
     mixer(x)
   segment_ids = jnp.repeat(jnp.array([[1, 2]] * 2), jnp.array([1, 6]), 1, total_repeat_length=7)
   out, state = apply(mixer, x, None, segment_ids)
   assert np.isfinite(out).all()
-  with pytest.raises(ValueError, match=r"x has 7 steps after 6 others"):
+  with pytest.raises(ValueError, match=r"x has 7 tokens after 6 others"):
     mixer(x, state)
   out, _ = apply(mixer, x, state)
   assert np.isnan(out).all()
 
 
-def test_a_cosformer_without_positive_keys_reads_zero():
+def test_cosformer_without_positive_keys_is_zero():
   """And has finite gradients: nothing is divided by nothing."""
   mixer = CosFormer(DIM, num_heads=2, rngs=nnx.Rngs(0))
   mixer.k_proj.kernel = nnx.Param(-jnp.ones((DIM, DIM)))
@@ -51,7 +51,7 @@ def test_angles_start_geometric_over_all_channels():
   np.testing.assert_allclose(theta, 10000.0 ** (-np.arange(8) / 4), rtol=1e-5)
 
 
-def test_parameters_are_counted_by_a_formula():
+def test_parameter_count_matches_formula():
   D = 64
   count = lambda cls, **k: count_parameters(
     jax.eval_shape(lambda: cls(D, num_heads=4, rngs=nnx.Rngs(0), **k))
@@ -69,6 +69,6 @@ def test_parameters_are_counted_by_a_formula():
     (LRPE, {"num_heads": 2, "num_layers": 0}, "num_layers=0 must"),
   ],
 )
-def test_bad_options_are_named(cls, options, message):
+def test_bad_options_raise_with_the_option_named(cls, options, message):
   with pytest.raises(ValueError, match=message):
     cls(8, **options, rngs=nnx.Rngs(0))

@@ -7,14 +7,14 @@ from flax import nnx
 
 from lnssm_jax.mixers import QLSTM, QLSTMReversed
 from lnssm_jax.models import count_parameters
-from tests.mixers.plain_lnssm import apply, split
+from tests.mixers.helpers import apply, split
 from tests.mixers.tiny import DIM, inputs
 
 
 @pytest.mark.parametrize("mixer, more", [(QLSTM, 0), (QLSTMReversed, 1)])
-def test_parameters_are_counted_by_a_formula(mixer, more):
+def test_parameter_count_matches_formula(mixer, more):
   D, E, W = 8, 24, 3
-  layer = jax.eval_shape(lambda: mixer(D, expand=3, conv_width=W, rngs=nnx.Rngs(0)))
+  layer = jax.eval_shape(lambda: mixer(D, expand=3, conv_size=W, rngs=nnx.Rngs(0)))
   assert count_parameters(layer) == 3 * D * E + 3 * E**2 + 3 * E + (W + 1) * E + more
 
 
@@ -22,11 +22,11 @@ def test_kernels_start_as_published():
   params = split(QLSTMReversed(64, rngs=nnx.Rngs(0)))[1]
   for name, inputs_ in (("in_proj", 64), ("x_proj", 128), ("o_proj", 128)):
     np.testing.assert_allclose(np.std(params[name]["kernel"]), inputs_**-0.5, rtol=0.05)
-  np.testing.assert_array_equal(params["gate_bias"], np.zeros(384))
+  np.testing.assert_array_equal(params["x_proj"]["bias"], np.zeros(384))
   np.testing.assert_array_equal(params["alpha"], [1.0])
 
 
-def test_both_exponents_start_alike_but_only_one_can_die():
+def test_qlstm_exponents_start_equal_and_softplus_keeps_a_gradient():
   x, alphas = inputs(1, 5), {}
   loss = jax.jit(jax.grad(lambda mixer: (mixer(x)[0] ** 2).sum()))
   outs = []
@@ -43,10 +43,10 @@ def test_both_exponents_start_alike_but_only_one_can_die():
   "mixer, options, message",
   [
     (QLSTM, {"expand": 0}, "expand=0 must"),
-    (QLSTM, {"conv_width": 0}, "width=0 must"),
+    (QLSTM, {"conv_size": 0}, "conv_size=0 must"),
     (QLSTMReversed, {"exponent": "rel"}, "exponent='rel' is unknown; did you mean 'relu'"),
   ],
 )
-def test_bad_options_are_named(mixer, options, message):
+def test_bad_options_raise_with_the_option_named(mixer, options, message):
   with pytest.raises(ValueError, match=message):
     mixer(DIM, **options, rngs=nnx.Rngs(0))

@@ -7,15 +7,22 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import RWKV4, RWKV5, RWKV6
-from lnssm_jax.mixers.layers import group_norm
+from lnssm_jax.mixers.common.norms import layer_norm
 from lnssm_jax.models import count_parameters
-from tests.mixers import plain_rwkv
-from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
+from tests.mixers.helpers import apply, float64_params, relative_error, split
+from tests.mixers.references import rwkv as reference
 from tests.mixers.tiny import inputs
 
 
 def initial(layer, num_layers=6, dim=8):
   return split(RWKV5(dim, num_heads=2, layer=layer, num_layers=num_layers, rngs=nnx.Rngs(0)))[1]
+
+
+def at(params, path):
+  """The parameter of a path such as "norm/scale"."""
+  for name in path.split("/"):
+    params = params[name]
+  return params
 
 
 @pytest.mark.parametrize(
@@ -33,13 +40,13 @@ def initial(layer, num_layers=6, dim=8):
     (0, "mu_g", 2, 0.5),
     (0, "mu_k", 6, 0.75),  # rho = 1
     (3, "mu_v", 2, 0.5 + 0.3 * 3 / 5),
-    (2, "norm_gain", 4, 0.5**0.7),
-    (5, "norm_gain", 4, 1.0),
-    (5, "norm_bias", 4, 0.0),
+    (2, "norm/scale", 4, 0.5**0.7),
+    (5, "norm/scale", 4, 1.0),
+    (5, "norm/bias", 4, 0.0),
   ],
 )
 def test_initial_values(layer, name, channel, value):
-  np.testing.assert_allclose(initial(layer)[name][channel], value, rtol=1e-5, atol=1e-7)
+  np.testing.assert_allclose(at(initial(layer), name)[channel], value, rtol=1e-5, atol=1e-7)
 
 
 def test_initial_matrices():
@@ -52,20 +59,20 @@ def test_initial_matrices():
 def test_a_traced_layer_gives_the_same_values():
   make = lambda layer: RWKV5(8, num_heads=2, layer=layer, num_layers=6, rngs=nnx.Rngs(0))
   stacked = jax.vmap(make)(jnp.arange(6))
-  for name in ("w", "u", "mu_v", "norm_gain"):
+  for name in ("w", "u", "mu_v"):
     want = np.stack([initial(layer)[name] for layer in range(6)])
     np.testing.assert_allclose(getattr(stacked, name)[...], want, rtol=1e-6, atol=1e-7)
 
 
-def test_parameters_are_counted_by_a_formula():
+def test_parameter_count_matches_formula():
   layer = jax.eval_shape(lambda: RWKV5(64, num_heads=1, rngs=nnx.Rngs(0)))
   assert count_parameters(layer) == 5 * 64**2 + 8 * 64
 
 
-def test_group_norm():
+def test_layer_norm_without_scale_and_bias_matches_numpy():
   x = np.random.default_rng(0).normal(3, 2, size=(5, 7))
   want = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 0.5)
-  np.testing.assert_allclose(group_norm(jnp.float32(x), eps=0.5), want, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(layer_norm(jnp.float32(x), eps=0.5), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,7 @@ def test_group_norm():
     ({"num_heads": 2, "num_layers": 0}, "num_layers=0 must"),
   ],
 )
-def test_bad_options_are_named(options, message):
+def test_bad_options_raise_with_the_option_named(options, message):
   with pytest.raises(ValueError, match=message):
     RWKV5(8, **options, rngs=nnx.Rngs(0))
 
@@ -101,12 +108,12 @@ def test_initial_values_of_rwkv4(layer, name, channel, value):
     np.testing.assert_array_equal(params[f"{kernel}_proj"]["kernel"], np.zeros((8, 8)))
 
 
-def test_rwkv4_is_counted_by_a_formula():
+def test_rwkv4_parameter_count_matches_formula():
   layer = jax.eval_shape(lambda: RWKV4(64, rngs=nnx.Rngs(0)))
   assert count_parameters(layer) == 4 * 64**2 + 5 * 64
 
 
-def test_rwkv4_names_a_layer_that_does_not_exist():
+def test_rwkv4_layer_out_of_range_raises():
   with pytest.raises(ValueError, match=r"layer=2 must be .* num_layers=2"):
     RWKV4(8, layer=2, num_layers=2, rngs=nnx.Rngs(0))
 
@@ -121,13 +128,13 @@ def test_rwkv4_names_a_layer_that_does_not_exist():
     (0, "mu_w", 6, 0.25),
     (0, "mu_r", 2, 0.5),  # power rho / 2
     (3, "mu_v", 2, 1 - (0.5 + 0.3 * 3 / 5)),
-    (2, "norm_gain", 4, 0.5**0.7),
+    (2, "norm/scale", 4, 0.5**0.7),
   ],
 )
 def test_initial_values_of_rwkv6(layer, name, channel, value):
   mixer = RWKV6(8, num_heads=2, layer=layer, num_layers=6, rngs=nnx.Rngs(0))
   params = split(mixer)[1]
-  np.testing.assert_allclose(params[name][channel], value, rtol=1e-5, atol=1e-7)
+  np.testing.assert_allclose(at(params, name)[channel], value, rtol=1e-5, atol=1e-7)
   for kernel in ("mix_down", "decay_down", "o"):
     assert not np.any(params[f"{kernel}_proj"]["kernel"])
   assert 0.009 < np.abs(params["mix_up"]).max() <= 0.01
@@ -139,17 +146,17 @@ def test_rwkv6_starts_as_rwkv5():
   mixer.o_proj.kernel = nnx.Param(jnp.eye(8))
   params = float64_params(mixer)
   params |= {f"mu_{name}": 1 - params[f"mu_{name}"] for name in "rkvg"}
-  want = plain_rwkv.rwkv5(params, np.float64(x[0]), num_heads=2)
+  want = reference.rwkv5(params, np.float64(x[0]), num_heads=2)
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
 
 
-def test_rwkv6_is_counted_by_a_formula():
+def test_rwkv6_parameter_count_matches_formula():
   D = 64
   layer = jax.eval_shape(lambda: RWKV6(D, num_heads=1, rngs=nnx.Rngs(0)))
   assert count_parameters(layer) == 5 * D**2 + 10 * D + 2 * 5 * 32 * D + 2 * 64 * D
 
 
-@pytest.mark.parametrize("option", ["mix_rank", "decay_rank"])
-def test_rwkv6_names_bad_ranks(option):
+@pytest.mark.parametrize("option", ["mix_rank", "gate_rank"])
+def test_rwkv6_bad_rank_raises_with_its_name(option):
   with pytest.raises(ValueError, match=f"{option}=0 must"):
     RWKV6(8, num_heads=2, **{option: 0}, rngs=nnx.Rngs(0))

@@ -7,14 +7,14 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import S4
-from lnssm_jax.mixers.hippo import hippo_normal
+from lnssm_jax.mixers.common.hippo import hippo_normal
 from lnssm_jax.models import count_parameters
-from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
-from tests.mixers.plain_state_spaces import s4
+from tests.mixers.helpers import apply, float64_params, relative_error, split
+from tests.mixers.references.state_spaces import s4
 from tests.mixers.tiny import inputs
 
 
-def test_it_starts_as_hippo():
+def test_s4_starts_as_hippo():
   N = 8
   params = float64_params(S4(4, state_dim=N, rngs=nnx.Rngs(0)))
   _, v, p = hippo_normal(N)
@@ -28,13 +28,13 @@ def test_it_starts_as_hippo():
   np.testing.assert_allclose(np.diag(a), -(np.arange(N) + 1), rtol=1e-5)
 
 
-def test_the_step_is_no_larger_than_one_in_norm():
+def test_s4_transition_norm_is_at_most_one():
   mixer = S4(8, state_dim=16, rngs=nnx.Rngs(0))
   norms = np.linalg.norm(jax.jit(lambda mixer: mixer._matrix())(mixer), 2, axis=(1, 2))
   assert norms.max() <= 1 + 1e-5
 
 
-def test_a_long_sequence():
+def test_s4_long_sequence_matches_reference():
   mixer, x = S4(8, state_dim=16, rngs=nnx.Rngs(0)), inputs(1, 300)
   want = s4(float64_params(mixer), np.float64(x[0]))
   out, _ = apply(mixer, x)
@@ -44,18 +44,18 @@ def test_a_long_sequence():
   assert relative_error(jnp.concatenate([first, last], axis=1)[0], want) < 1e-5
 
 
-def test_parameters_are_counted_by_a_formula():
+def test_parameter_count_matches_formula():
   D, N = 24, 8
   layer = jax.eval_shape(lambda: S4(D, state_dim=N, rngs=nnx.Rngs(0)))
   assert count_parameters(layer) == 2 * D**2 + 4 * D + D * N + 3 * N
 
 
-def test_steps_are_log_uniform():
+def test_s4_step_sizes_are_log_uniform():
   steps = split(S4(512, state_dim=2, rngs=nnx.Rngs(0)))[1]["log_dt"] / np.log(10)
   np.testing.assert_allclose(np.quantile(steps, [0, 0.5, 1]), [-3, -2, -1], atol=0.1)
 
 
 @pytest.mark.parametrize("state_dim, message", [(3, "state_dim=3 is odd"), (0, "state_dim=0 must")])
-def test_bad_options_are_named(state_dim, message):
+def test_bad_options_raise_with_the_option_named(state_dim, message):
   with pytest.raises(ValueError, match=message):
     S4(8, state_dim=state_dim, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Softmax attention: grouped heads, positions, the cache's greatest length, bad options."""
+"""Softmax attention: grouped heads, positions, the cache's maximum length, bad options."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,8 @@ from flax import nnx
 
 from lnssm_jax.mixers import SlidingWindowAttention, SoftmaxAttention
 from lnssm_jax.models import count_parameters
-from tests.mixers import plain_softmax_attention as plain
-from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
+from tests.mixers.helpers import apply, float64_params, relative_error, split
+from tests.mixers.references import softmax_attention as reference
 from tests.mixers.tiny import DIM, inputs
 
 
@@ -20,28 +20,28 @@ def large(cls=SoftmaxAttention, **options):
 
 
 def test_grouped_heads_biases_and_no_positions():
-  mixer, x = large(num_heads=4, kv_heads=2, use_bias=True, positions="none"), inputs(1, 9)
-  want = plain.softmax_attention(
-    float64_params(mixer), np.float64(x[0]), num_heads=4, kv_heads=2, rotary=False
+  mixer, x = large(num_heads=4, num_kv_heads=2, use_bias=True, positions="none"), inputs(1, 9)
+  want = reference.softmax_attention(
+    float64_params(mixer), np.float64(x[0]), num_heads=4, num_kv_heads=2, rotary=False
   )
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
   assert mixer.init_state(3).k.shape == (3, 2047, 2, 2)
 
 
-def test_a_sequence_may_reach_the_greatest_length_but_not_exceed_it():
+def test_sequence_beyond_max_length_raises_or_is_nan():
   mixer, x = large(max_length=6), inputs(2, 7)
   whole, state = apply(mixer, x[:, :6])
   assert np.isfinite(whole).all()
   assert state.k.shape[1] == 5
-  with pytest.raises(ValueError, match=r"x has 7 steps after 0 .* max_length=6.* at least 7"):
+  with pytest.raises(ValueError, match=r"x has 7 tokens after 0 .* max_length=6.* at least 7"):
     mixer(x)
-  with pytest.raises(ValueError, match=r"x has 1 steps after 6 .* max_length=6"):
+  with pytest.raises(ValueError, match=r"x has 1 tokens after 6 .* max_length=6"):
     mixer(x[:, 6:], state)
   traced, _ = apply(mixer, x[:, 6:], state)
   assert np.isnan(traced).all()
 
 
-def test_each_packed_sequence_has_the_greatest_length_for_itself():
+def test_packed_sequences_have_max_length_each():
   mixer, x = large(max_length=6), inputs(1, 15)
   segment_ids = jnp.repeat(jnp.array([[1, 2]]), jnp.array([6, 9]), axis=1, total_repeat_length=15)
   out, _ = apply(mixer, x, None, segment_ids)
@@ -49,20 +49,22 @@ def test_each_packed_sequence_has_the_greatest_length_for_itself():
   assert np.isnan(out[:, 12:]).all()
 
 
-def test_a_window_that_shows_everything_is_full_attention():
+def test_window_of_the_whole_sequence_equals_full_attention():
   full, window = large(), large(SlidingWindowAttention, window=9)
   np.testing.assert_allclose(
     apply(full, inputs(1, 9))[0], apply(window, inputs(1, 9))[0], rtol=1e-5
   )
 
 
-def test_parameters_are_counted_by_a_formula():
+def test_parameter_count_matches_formula():
   D, H, G = 64, 8, 2
   count = lambda **k: count_parameters(
     jax.eval_shape(lambda: SoftmaxAttention(D, num_heads=H, rngs=nnx.Rngs(0), **k))
   )
   assert count() == 4 * D**2
-  assert count(kv_heads=G, use_bias=True) == 2 * D**2 + 2 * D**2 * G // H + 2 * D + 2 * D * G // H
+  assert (
+    count(num_kv_heads=G, use_bias=True) == 2 * D**2 + 2 * D**2 * G // H + 2 * D + 2 * D * G // H
+  )
 
 
 @pytest.mark.parametrize(
@@ -70,13 +72,17 @@ def test_parameters_are_counted_by_a_formula():
   [
     (SoftmaxAttention, {"num_heads": 3}, "dim=8 is not a multiple of num_heads=3"),
     (SoftmaxAttention, {"num_heads": 8}, "keys of odd width 1"),
-    (SoftmaxAttention, {"num_heads": 4, "kv_heads": 3}, "kv_heads=3 does not divide num_heads=4"),
+    (
+      SoftmaxAttention,
+      {"num_heads": 4, "num_kv_heads": 3},
+      "num_kv_heads=3 does not divide num_heads=4",
+    ),
     (SoftmaxAttention, {"num_heads": 2, "max_length": 0}, "max_length=0 must"),
     (SoftmaxAttention, {"num_heads": 2, "positions": "rope"}, "positions='rope' is unknown"),
     (SoftmaxAttention, {"num_heads": 2, "rotary_base": 0}, "rotary_base=0 must"),
     (SlidingWindowAttention, {"num_heads": 2, "window": 0}, "window=0 must"),
   ],
 )
-def test_bad_options_are_named(cls, options, message):
+def test_bad_options_raise_with_the_option_named(cls, options, message):
   with pytest.raises(ValueError, match=message):
     cls(8, **options, rngs=nnx.Rngs(0))

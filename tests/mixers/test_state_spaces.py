@@ -6,10 +6,10 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import DSS, S4D, S5
-from lnssm_jax.mixers.hippo import hippo_normal, positive_frequencies
+from lnssm_jax.mixers.common.hippo import hippo_normal, positive_frequencies
 from lnssm_jax.models import count_parameters
-from tests.mixers import plain_state_spaces
-from tests.mixers.plain_lnssm import apply, float64_params, inputs, relative_error, split
+from tests.mixers.helpers import apply, float64_params, inputs, relative_error, split
+from tests.mixers.references import state_spaces as reference
 
 
 def test_the_hippo_matrix_is_normal_but_for_rank_one():
@@ -51,7 +51,7 @@ def test_dss_softmax_divides_powers_by_their_sum():
   graph, params = split(DSS(4, state_dim=3, kernel_length=length, rngs=nnx.Rngs(0)))
   params["pole_log"] = params["pole_log"] + np.float32([-4, 0, 1])
   mixer, x = nnx.merge(graph, params), inputs(1, 21, 4)
-  want = plain_state_spaces.dss_softmax(float64_params(mixer), np.float64(x[0]), length=length)
+  want = reference.dss_softmax(float64_params(mixer), np.float64(x[0]), length=length)
   first, state = apply(mixer, x[:, :13])
   last, _ = apply(mixer, x[:, 13:], state)
   assert relative_error(np.concatenate([first, last], axis=1)[0], want) < 2e-6
@@ -67,7 +67,7 @@ def test_s5_starts_as_published():
     np.testing.assert_allclose(np.var(params[name]["kernel"]), variance, rtol=0.1)
 
 
-def test_parameters_are_counted_by_formulas():
+def test_parameter_count_matches_formula():
   D, N = 24, 8
   size = lambda make: count_parameters(jax.eval_shape(make))
   last = 2 * D**2 + 2 * D
@@ -87,6 +87,6 @@ def test_parameters_are_counted_by_formulas():
     (S5, {"state_dim": 8, "num_blocks": 3}, r"state_dim=8 is not a multiple of .* = 6"),
   ],
 )
-def test_bad_options_are_named(mixer, options, message):
+def test_bad_options_raise_with_the_option_named(mixer, options, message):
   with pytest.raises(ValueError, match=message):
     mixer(8, **options, rngs=nnx.Rngs(0))

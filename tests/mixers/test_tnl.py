@@ -9,8 +9,8 @@ from flax import nnx
 from lnssm_jax.mixers import TNL
 from lnssm_jax.mixers.tnl import alibi_slopes
 from lnssm_jax.models import count_parameters
-from tests.mixers import plain_tnl
-from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
+from tests.mixers.helpers import apply, float64_params, relative_error, split
+from tests.mixers.references import tnl as reference
 from tests.mixers.tiny import DIM, inputs
 
 
@@ -31,7 +31,7 @@ def test_decays_are_slower_in_upper_layers(layer, height):
   np.testing.assert_allclose(np.exp(params["fixed_log_rate"]), want, rtol=1e-5)
 
 
-def test_positions_are_those_of_the_first_layer_only():
+def test_tnl_positions_are_used_by_the_first_layer_only():
   """So it stays: the gradient of theta is zero elsewhere, and that of the decays everywhere."""
   theta = split(make(layer=0, num_layers=3))[1]["theta"]
   np.testing.assert_allclose(theta, np.tile(10000.0 ** -(np.arange(4) / 4), 2), rtol=1e-5)
@@ -45,12 +45,12 @@ def test_positions_are_those_of_the_first_layer_only():
 
 def test_without_positions():
   mixer, x = make(positions="none"), inputs(1, 9)
-  want = plain_tnl.tnl(float64_params(mixer), np.float64(x[0]), num_heads=2)
+  want = reference.tnl(float64_params(mixer), np.float64(x[0]), num_heads=2)
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
-  assert mixer.init_state(1).memory.kv.shape == (1, 2, 4, 4)
+  assert mixer.init_state(1).recurrent.kv.shape == (1, 2, 4, 4)
 
 
-def test_parameters_are_counted_by_a_formula():
+def test_parameter_count_matches_formula():
   D, H = 64, 4
   layer = jax.eval_shape(lambda: TNL(D, num_heads=H, rngs=nnx.Rngs(0)))
   assert count_parameters(layer) == 4 * D**2 + 2 * D * D // H + 3 * D + H
@@ -65,6 +65,6 @@ def test_parameters_are_counted_by_a_formula():
     ({"num_heads": 2, "layer": 2, "num_layers": 2}, "layer=2 must be .* num_layers=2"),
   ],
 )
-def test_bad_options_are_named(options, message):
+def test_bad_options_raise_with_the_option_named(options, message):
   with pytest.raises(ValueError, match=message):
     TNL(8, **options, rngs=nnx.Rngs(0))

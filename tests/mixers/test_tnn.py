@@ -8,8 +8,8 @@ from flax import nnx
 
 from lnssm_jax.mixers import TNN
 from lnssm_jax.models import count_parameters
-from tests.mixers import plain_long_convolutions as plain
-from tests.mixers.plain_lnssm import apply, float64_params, relative_error, split
+from tests.mixers.helpers import apply, float64_params, relative_error, split
+from tests.mixers.references import long_convolutions as reference
 from tests.mixers.tiny import DIM, inputs
 
 
@@ -17,7 +17,7 @@ def make(**options):
   return TNN(DIM, rngs=nnx.Rngs(0), **{"max_length": 6, "filter_dim": 4} | options)
 
 
-def test_the_recurrence_is_the_kernel_exactly():
+def test_tnn_recurrence_equals_the_kernel():
   r = np.random.default_rng(0).normal(size=(512, 3))
   r = np.concatenate([r, -r.sum(0, keepdims=True)])
   mixer = make(max_length=512)
@@ -27,7 +27,7 @@ def test_the_recurrence_is_the_kernel_exactly():
   assert relative_error(taps, r) < 1e-6
 
 
-def test_a_long_sequence_token_by_token():
+def test_tnn_long_sequence_token_by_token_equals_one_call():
   """The roundings of angles do not add up: they would, to 1e-5 and more."""
   mixer, x = make(max_length=256, decay=0.999), inputs(1, 256)
   step = jax.jit(lambda state, x: mixer(x[:, None], state)[::-1])
@@ -35,7 +35,7 @@ def test_a_long_sequence_token_by_token():
   assert relative_error(out[:, 0, 0], apply(mixer, x)[0][0]) < 3e-6
 
 
-def test_sequences_longer_than_the_kernel_go_on_with_its_waves():
+def test_tnn_sequence_beyond_the_kernel_continues_periodically():
   mixer, x = make(decay=0.9), inputs(1, 15)
   params = float64_params(mixer)
 
@@ -44,17 +44,17 @@ def test_sequences_longer_than_the_kernel_go_on_with_its_waves():
     wave = np.concatenate([r, -r.sum(0, keepdims=True)])
     return wave[np.arange(15) % 7]
 
-  network_of_first_lags = plain.network
+  network_of_first_lags = reference.network
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(plain, "network", network)
-    want = plain.tnn(params, np.float64(x[0]), max_length=15, decay=0.9)
+    patch.setattr(reference, "network", network)
+    want = reference.tnn(params, np.float64(x[0]), max_length=15, decay=0.9)
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
   first, state = apply(mixer, x[:, :6])
   last, _ = apply(mixer, x[:, 6:], state)
   assert relative_error(jnp.concatenate([first, last], 1)[0], want) < 2e-6
 
 
-def test_parameters_are_counted_by_a_formula():
+def test_parameter_count_matches_formula():
   D, E, R = 8, 16, 4
   layer = jax.eval_shape(lambda: make(expand=2))
   network = 2 * R + 3 * (R**2 + R) + (R + 1) * E
@@ -63,7 +63,7 @@ def test_parameters_are_counted_by_a_formula():
 
 def test_initial_matrices():
   params = split(TNN(64, rngs=nnx.Rngs(0)))[1]
-  for value in (params["u_proj"]["kernel"], params["v_bias"]):
+  for value in (params["u_proj"]["kernel"], params["v_proj"]["bias"]):
     assert 0.85 / 8 < np.abs(value).max() <= 1 / 8
   assert 0.85 < np.abs(params["filter"]["layer0"]["kernel"]).max() <= 1
 
@@ -78,6 +78,6 @@ def test_initial_matrices():
     ({"filter_dim": 0}, "filter_dim=0 must"),
   ],
 )
-def test_bad_options_are_named(options, message):
+def test_bad_options_raise_with_the_option_named(options, message):
   with pytest.raises(ValueError, match=message):
     make(**options)

@@ -1,7 +1,9 @@
 """Channel mixers against their formulas in float64 numpy; and under any time mixer."""
 
+import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,8 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel
-from train import flops
 from train.config import Model
+from train.step import flops
 
 RWKV = ["rwkv4_channel_mix", "rwkv6_channel_mix"]
 NAMES = [name for name, cls in CHANNEL_MIXERS.items() if cls is not None and name not in RWKV]
@@ -29,7 +31,7 @@ def kernels(mixer):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_formula(name):
+def test_channel_mixer_equals_its_formula(name):
   mixer = CHANNEL_MIXERS[name](24, rngs=nnx.Rngs(0))
   x = np.random.default_rng(0).normal(size=(2, 5, 24))
   want = PLAIN[name](x, kernels(mixer))
@@ -51,7 +53,7 @@ def test_the_formula(name):
     ("rwkv6_channel_mix", 8, 32),
   ],
 )
-def test_the_hidden_width_and_its_cost(name, dim, hidden):
+def test_hidden_width_by_default_and_its_cost(name, dim, hidden):
   mixer = jax.eval_shape(lambda: CHANNEL_MIXERS[name](dim, rngs=nnx.Rngs(0)))
   assert mixer.up.kernel.shape == (dim, hidden)
   assert mixer.down.kernel.shape == (hidden, dim)
@@ -61,14 +63,14 @@ def test_the_hidden_width_and_its_cost(name, dim, hidden):
 
 
 @pytest.mark.parametrize("name", [*NAMES, *RWKV])
-def test_another_hidden_width(name):
+def test_hidden_width_as_given_is_used(name):
   mixer = jax.eval_shape(lambda: CHANNEL_MIXERS[name](16, hidden=24, rngs=nnx.Rngs(0)))
   assert (mixer.up.kernel.shape, mixer.down.kernel.shape) == ((16, 24), (24, 16))
   with pytest.raises(ValueError, match="hidden=0"):
     CHANNEL_MIXERS[name](16, hidden=0, rngs=nnx.Rngs(0))
 
 
-def test_a_language_model_passes_the_width_on():
+def test_channel_hidden_of_a_model_is_passed_on():
   sizes = {"vocab_size": 5, "dim": 16, "num_layers": 2, "num_heads": 2, "channel_hidden": 24}
   make = lambda name: LanguageModel(**sizes, channel_mixer=name, rngs=nnx.Rngs(0))
   model = jax.eval_shape(lambda: make("swiglu"))
@@ -78,13 +80,13 @@ def test_a_language_model_passes_the_width_on():
 
 
 @pytest.mark.parametrize(("name", "spread"), [("swiglu", 0.02), ("geglu", 128**-0.5)])
-def test_initial_kernels(name, spread):
+def test_initial_kernels_have_their_spread(name, spread):
   mixer = CHANNEL_MIXERS[name](128, rngs=nnx.Rngs(0))
   for kernel in (mixer.gate.kernel, mixer.up.kernel):
     assert abs(float(jnp.std(kernel[...])) / spread - 1) < 0.02
 
 
-def test_dtypes():
+def test_dtypes_in_bfloat16_are_as_documented():
   mixer = CHANNEL_MIXERS["swiglu"](16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
   assert mixer(jnp.ones((1, 16))).dtype == jnp.bfloat16
   assert mixer.up.kernel[...].dtype == jnp.float32
@@ -100,9 +102,10 @@ def random_channel_mix(name, dim, **place):
 
 
 @pytest.mark.parametrize("name", RWKV)
-def test_channel_mixing_of_rwkv(name):
+def test_rwkv_channel_mix_equals_its_equations_and_carries_its_state(name):
   """Against its equations; and cut, or packed, with the token before as its state."""
-  mixer = random_channel_mix(name, 24)
+  mixer = jax.jit(lambda: random_channel_mix(name, 24))()
+  call = jax.jit(lambda mixer, x, state=None, ids=None: mixer(x, state, ids))
   x = np.random.default_rng(0).normal(size=(2, 7, 24))
   p = kernels(mixer)
   before = np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
@@ -110,18 +113,19 @@ def test_channel_mixing_of_rwkv(name):
   hidden = np.maximum(stream(p["mu_k"]) @ p["up"], 0) ** 2
   want = hidden @ p["down"] / (1 + np.exp(-stream(p["mu_r"]) @ p["gate"]))
   x = jnp.asarray(x, jnp.float32)
-  got, last = mixer(x)
+  got, last = call(mixer, x)
   assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
   np.testing.assert_array_equal(last, x[:, -1])
 
-  first, state = mixer(x[:, :3], mixer.init_state(2))
-  rest, _ = mixer(x[:, 3:], state)
-  np.testing.assert_allclose(jnp.concatenate([first, rest], axis=1), got, rtol=1e-5, atol=1e-5)
-  packed, _ = mixer(x, None, jnp.asarray([[0, 0, 0, 1, 1, 1, 1]] * 2))
-  np.testing.assert_allclose(packed[:, 3:], mixer(x[:, 3:])[0], rtol=1e-5, atol=1e-5)
+  close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-5)
+  first, state = call(mixer, x[:, :3])
+  rest, _ = call(mixer, x[:, 3:], state)
+  close(jnp.concatenate([first, rest], axis=1), got)
+  packed, _ = call(mixer, x, None, jnp.asarray([[0, 0, 0, 1, 1, 1, 1]] * 2))
+  close(packed[:, 3:], call(mixer, x[:, 3:], mixer.init_state(2))[0])
 
 
-def test_channel_mixing_of_rwkv_starts_as_published():
+def test_rwkv_channel_mix_starts_as_published():
   old, new = (CHANNEL_MIXERS[n](8, layer=1, num_layers=4, rngs=nnx.Rngs(0)) for n in RWKV)
   i = np.arange(8) / 8
   for mixer, mu in ((old, i**0.75), (new, i ** (0.75**3))):
@@ -134,18 +138,19 @@ def test_channel_mixing_of_rwkv_starts_as_published():
     CHANNEL_MIXERS[RWKV[0]](8, layer=4, num_layers=4, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(("mixer", "name"), [("lnssm", "swiglu"), ("gla", "geglu")])
-def test_a_language_model_with_it(mixer, name):
+@pytest.mark.parametrize(
+  ("mixer", "name"), [("lnssm", "swiglu"), pytest.param("gla", "geglu", marks=pytest.mark.slow)]
+)
+def test_model_with_a_gated_mlp_has_gradients(mixer, name):
   sizes = {"vocab_size": 31, "dim": 16, "num_layers": 2, "num_heads": 2}
   build = lambda: LanguageModel(**sizes, mixer=mixer, channel_mixer=name, rngs=nnx.Rngs(0))
   tokens = jnp.arange(12).reshape(2, 6)
   grads = jax.jit(lambda: jax.grad(lambda m: jnp.square(m(tokens)[0]).mean())(build()))()
-  leaves = jax.tree.leaves(grads)
-  assert all(bool(jnp.isfinite(x).all()) for x in leaves)
+  chex.assert_tree_all_finite(grads)
   assert float(jnp.abs(grads.blocks.channel_mixer.gate.kernel[...]).max()) > 0
 
 
-def test_flops_count_the_channel_mixer():
+def test_flops_include_the_channel_mixer():
   sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "vocab_size": 16}
   counted = [
     flops.model_flops_per_token(Model(mixer="lnssm", channel_mixer=name, **sizes), 8)

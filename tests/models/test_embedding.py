@@ -36,6 +36,7 @@ def test_ids_outside_the_table_are_nan_and_have_no_gradient():
 def test_a_bfloat16_table_sums_in_float32():
   table = jnp.zeros((2, 1), jnp.bfloat16)
   tokens = jnp.zeros(3_000, jnp.int32)
-  gradient = jax.grad(lambda t: jnp.sum(lookup(t, tokens).astype(jnp.float32)))(table)
+  loss = lambda table, tokens: jnp.sum(lookup(table, tokens).astype(jnp.float32))
+  gradient = jax.jit(jax.grad(loss))(table, tokens)
   assert gradient.dtype == jnp.bfloat16
   np.testing.assert_allclose(np.asarray(gradient, np.float32), [[3_000], [0]], rtol=2**-8)

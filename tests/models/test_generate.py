@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax import generate as generation
-from lnssm_jax.generate import generate, stream
+from lnssm_jax.generate import SamplingOptions, generate, stream
 from lnssm_jax.models import LanguageModel
 
 PROMPTS = [[1, 2, 3], [4], [5, 9, 11, 0, 7, 30, 2], [8, 8, 8, 8]]
@@ -16,7 +16,8 @@ PROMPTS = [[1, 2, 3], [4], [5, 9, 11, 0, 7, 30, 2], [8, 8, 8, 8]]
 @pytest.fixture(scope="module")
 def model():
   """A model whose greedy continuations are not constant."""
-  model = LanguageModel(vocab_size=37, dim=8, num_layers=2, num_heads=2, rngs=nnx.Rngs(0))
+  build = lambda: LanguageModel(vocab_size=37, dim=8, num_layers=2, num_heads=2, rngs=nnx.Rngs(0))
+  model = jax.jit(build)()
   leaves, structure = jax.tree.flatten(model)
   keys = jax.random.split(jax.random.key(6), len(leaves))
   is_matrix = lambda leaf: leaf.ndim >= 2 and min(leaf.shape[-2:]) >= 8
@@ -26,7 +27,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def greedy(model):
-  """The greedy continuations by the parallel form alone: the whole text is read anew each time."""
+  """The greedy continuations by the parallel form alone: the whole text is read again each time."""
   width = 24
   logits = jax.jit(lambda ids: model(ids)[0])
   texts = [list(prompt) for prompt in PROMPTS]
@@ -42,45 +43,51 @@ def as_lists(rows):
   return [row.tolist() for row in rows]
 
 
-def test_the_greedy_texts_differ_and_vary(greedy):
+def test_greedy_texts_of_the_fixture_differ_and_vary(greedy):
   assert len(set(map(tuple, greedy))) == len(PROMPTS)
   assert all(len(set(text)) > 2 for text in greedy)
 
 
 @pytest.mark.parametrize("prefill_chunk", [1, 3, 256])
-def test_a_batch_equals_the_parallel_form_whatever_the_chunk(model, greedy, prefill_chunk):
-  rows = generate(model, PROMPTS, max_tokens=12, temperature=0, prefill_chunk=prefill_chunk)
+def test_batch_with_any_prefill_chunk_equals_the_parallel_form(model, greedy, prefill_chunk):
+  rows = generate(
+    model, PROMPTS, SamplingOptions(max_tokens=12, temperature=0, prefill_chunk=prefill_chunk)
+  )
   assert as_lists(rows) == greedy
   assert {row.dtype for row in rows} == {np.dtype(np.int32)}
 
 
-def test_each_prompt_alone_equals_the_batch(model, greedy):
+def test_prompt_alone_equals_the_batch(model, greedy):
   for prompt, want in zip(PROMPTS[:2], greedy[:2], strict=True):
-    (row,) = generate(model, [prompt], max_tokens=12, temperature=0)
+    (row,) = generate(model, [prompt], SamplingOptions(max_tokens=12, temperature=0))
     assert row.tolist() == want
 
 
 @pytest.mark.parametrize(
   "options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-5}, {"temperature": 1e-30}], ids=str
 )
-def test_limits_of_sampling_are_greedy(model, greedy, options):
-  assert as_lists(generate(model, PROMPTS, max_tokens=12, **options)) == greedy
+def test_sampling_at_its_limits_is_greedy(model, greedy, options):
+  assert as_lists(generate(model, PROMPTS, SamplingOptions(max_tokens=12, **options))) == greedy
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 5}], ids=str)
-def test_the_seed_decides(model, options):
-  draw = lambda seed: as_lists(generate(model, PROMPTS, max_tokens=8, seed=seed, **options))
+def test_seed_alone_decides_the_text(model, options):
+  draw = lambda seed: as_lists(
+    generate(model, PROMPTS, SamplingOptions(max_tokens=8, seed=seed, **options))
+  )
   assert draw(0) == draw(0)
   assert draw(0) != draw(1)
 
 
-def test_a_row_does_not_depend_on_the_other_prompts(model):
-  row_0 = generate(model, PROMPTS, max_tokens=8, seed=3)[0]
-  np.testing.assert_array_equal(generate(model, PROMPTS[:1], max_tokens=8, seed=3)[0], row_0)
+def test_row_does_not_depend_on_other_prompts(model):
+  row_0 = generate(model, PROMPTS, SamplingOptions(max_tokens=8, seed=3))[0]
+  np.testing.assert_array_equal(
+    generate(model, PROMPTS[:1], SamplingOptions(max_tokens=8, seed=3))[0], row_0
+  )
 
 
 def test_equal_prompts_are_continued_differently(model):
-  first, second = generate(model, [[1, 2, 3]] * 2, max_tokens=12)
+  first, second = generate(model, [[1, 2, 3]] * 2, SamplingOptions(max_tokens=12))
   assert first.tolist() != second.tolist()
 
 
@@ -116,34 +123,36 @@ def test_tokens_are_drawn_with_their_probabilities(options, want):
   np.testing.assert_allclose(got, want, atol=4 * np.sqrt(0.25 / 4000))  # four standard deviations
 
 
-def test_a_row_ends_before_the_stop_token(model, greedy):
+def test_row_ends_before_the_stop_token(model, greedy):
   stop = greedy[0][4]
-  rows = generate(model, PROMPTS, max_tokens=12, temperature=0, stop_token=stop)
+  rows = generate(model, PROMPTS, SamplingOptions(max_tokens=12, temperature=0, stop_token=stop))
   for row, text in zip(rows, greedy, strict=True):
     assert row.tolist() == (text[: text.index(stop)] if stop in text else text)
 
 
-def test_a_stream_repeats_the_stop_token_and_ends_with_the_last_row(model, greedy):
+def test_stream_repeats_the_stop_token_and_ends_with_the_last_row(model, greedy):
   stop = greedy[0][4]
-  steps = list(stream(model, PROMPTS[:1] * 2, max_tokens=12, temperature=0, stop_token=stop))
+  steps = list(
+    stream(model, PROMPTS[:1] * 2, SamplingOptions(max_tokens=12, temperature=0, stop_token=stop))
+  )
   first = greedy[0].index(stop)
   assert len(steps) == first + 1
   assert steps[first].tolist() == [stop, stop]
 
 
-def test_max_tokens_across_calls_of_the_device(model):
-  long = generate(model, PROMPTS, max_tokens=70, seed=5)
+def test_max_tokens_across_device_calls_agree(model):
+  long = generate(model, PROMPTS, SamplingOptions(max_tokens=70, seed=5))
   assert [len(row) for row in long] == [70] * 4
-  short = generate(model, PROMPTS, max_tokens=33, seed=5)
+  short = generate(model, PROMPTS, SamplingOptions(max_tokens=33, seed=5))
   for a, b in zip(long, short, strict=True):
     np.testing.assert_array_equal(a[:33], b)
 
 
 def test_memory_and_programs_do_not_grow_with_the_text(model):
   """One compiled program draws any number of tokens, and what it carries has one size."""
-  generate(model, [[1, 2]], max_tokens=1, temperature=0)
+  generate(model, [[1, 2]], SamplingOptions(max_tokens=1, temperature=0))
   programs = generation._decode._cache_size()
-  generate(model, [[3] * 40], max_tokens=100, temperature=0)
+  generate(model, [[3] * 40], SamplingOptions(max_tokens=100, temperature=0))
   assert generation._decode._cache_size() == programs
   short, _ = generation._read(model, [np.array([1, 2])], 4)
   long, _ = generation._read(model, [np.arange(30)], 4)
@@ -172,6 +181,6 @@ def test_memory_and_programs_do_not_grow_with_the_text(model):
     ([[1]], {"stop_token": 37}, "stop_token=37 is outside the vocabulary, 0 to 36"),
   ],
 )
-def test_bad_arguments_are_named_at_the_call(model, prompts, options, message):
+def test_bad_arguments_raise_at_the_call(model, prompts, options, message):
   with pytest.raises(ValueError, match=message):
-    stream(model, prompts, **{"max_tokens": 4} | options)
+    stream(model, prompts, SamplingOptions(**{"max_tokens": 4} | options))

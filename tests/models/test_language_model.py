@@ -1,7 +1,9 @@
 """The language model: its size, its layers as one scan, its state, its errors."""
 
+import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,19 +11,26 @@ import optax
 import pytest
 from flax import nnx
 
-from lnssm_jax.models import GPT2MLP, REMAT_POLICIES, LanguageModel, count_parameters
-from tests.mixers.plain_lnssm import relative_error, split
+from lnssm_jax.models import GPT2MLP, LanguageModel, count_parameters
+from lnssm_jax.models.block import NORMS
+from tests.mixers.helpers import relative_error, split
+from tests.narrow_arithmetic import narrow_arithmetic
 
 SIZES = {"vocab_size": 37, "dim": 8, "num_layers": 3, "num_heads": 2}
 
 
+@functools.cache
 def random_model(**options) -> LanguageModel:
-  """A tiny model with no parameter at its initial value."""
-  model = LanguageModel(**SIZES, **options, rngs=nnx.Rngs(0))
-  leaves, structure = jax.tree.flatten(model)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  disturb = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
-  return jax.tree.unflatten(structure, map(disturb, leaves, keys))
+  """A tiny model with no parameter at its initial value. One program."""
+
+  def build():
+    model = LanguageModel(**SIZES, **options, rngs=nnx.Rngs(0))
+    leaves, structure = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    disturb = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
+    return jax.tree.unflatten(structure, map(disturb, leaves, keys))
+
+  return jax.jit(build)()
 
 
 @jax.jit
@@ -40,26 +49,30 @@ def abstract_model(**options):
 PAPER = {"vocab_size": 50_277, "dim": 512, "num_layers": 6, "num_heads": 4}
 
 
-def test_the_papers_model_has_71_963_648_parameters():
+def test_model_of_the_paper_has_71_963_648_parameters():
   model = abstract_model(**PAPER)
   assert count_parameters(model) == 71_963_648
   assert count_parameters(split(model)[1]) == 71_963_648
 
 
-def test_without_the_shift_of_q_a_layer_has_d_parameters_fewer():
+def test_layer_without_shift_of_q_has_d_parameters_fewer():
   model = abstract_model(**PAPER, mixer_options={"shift": "kvg"})
   assert count_parameters(model) == 71_963_648 - 6 * 512
 
 
-def test_one_layer_is_counted_by_the_formula():
+def test_model_of_one_layer_has_the_size_of_the_formula():
   D, V = 8, 37
   model = abstract_model(vocab_size=V, dim=D, num_layers=1, num_heads=2)
   assert count_parameters(model) == 2 * V * D + (13 * D**2 + 10 * D) + 4 * D
 
 
-def test_initial_values():
+def initial_parameters(**options):
+  return split(jax.jit(lambda: LanguageModel(**SIZES | options, rngs=nnx.Rngs(0)))())[1]
+
+
+def test_initial_values_are_the_papers():
   D, V = 8, 37
-  params = split(LanguageModel(**SIZES, rngs=nnx.Rngs(0)))[1]
+  params = initial_parameters()
   gram = lambda kernel: np.float64(kernel).T @ np.float64(kernel)
   np.testing.assert_allclose(gram(params["embedding"]), V * 1e-8 * np.eye(D), atol=1e-12)
   np.testing.assert_allclose(gram(params["head"]["kernel"].T), V / D / 4 * np.eye(D), atol=1e-5)
@@ -73,14 +86,14 @@ def test_initial_values():
   np.testing.assert_allclose(params["blocks"]["mixer"]["mu_q"][1, 1], (1 / 8) ** (2 / 3), rtol=1e-6)
 
 
-def test_a_vocabulary_smaller_than_the_width():
-  params = split(LanguageModel(**SIZES | {"vocab_size": 5}, rngs=nnx.Rngs(0)))[1]
+def test_initial_values_with_a_small_vocabulary_are_scaled():
+  params = initial_parameters(vocab_size=5)
   gram = lambda kernel: np.float64(kernel) @ np.float64(kernel).T
   np.testing.assert_allclose(gram(params["embedding"]), 8e-8 * np.eye(5), atol=1e-13)
   np.testing.assert_allclose(gram(params["head"]["kernel"].T), 0.25 * np.eye(5), atol=1e-6)
 
 
-def test_the_mlp_is_gpt2s_with_the_exact_gelu():
+def test_mlp_uses_the_exact_gelu():
   mlp = GPT2MLP(4, rngs=nnx.Rngs(0))
   x = np.linspace(-2, 2, 8).reshape(2, 4)
   up, down = (np.float64(layer.kernel[...]) for layer in (mlp.up, mlp.down))
@@ -90,8 +103,8 @@ def test_the_mlp_is_gpt2s_with_the_exact_gelu():
   np.testing.assert_allclose(mlp(jnp.float32(x)), hidden * normal_cdf @ down, rtol=1e-5, atol=1e-6)
 
 
-def test_scanned_layers_equal_a_loop_over_blocks():
-  model, ids = random_model(), tokens(2, 5)
+def test_scan_over_layers_equals_a_loop():
+  model, ids = random_model(), tokens(2, 9)
   got, _ = apply(model, ids)
 
   def norm(x, layer):
@@ -111,10 +124,11 @@ def test_scanned_layers_equal_a_loop_over_blocks():
   np.testing.assert_allclose(got, loop(model), rtol=1e-4, atol=1e-4)
 
 
-def test_every_way_through_the_layers_gives_the_same_loss_and_gradients():
+def test_loss_and_gradients_with_any_remat_and_unroll_are_equal():
   ids, results = tokens(2, 5), []
-  for options in [*({"remat": name} for name in REMAT_POLICIES), {"unroll": 3}]:
-    graphdef, params = split(random_model(**options))
+  params = split(random_model())[1]
+  for options in [{}, {"remat": "full"}, {"remat": "dots", "unroll": 3}]:
+    graphdef = nnx.graphdef(abstract_model(**SIZES, **options))
 
     def loss(params, graphdef=graphdef):
       logits, _ = nnx.merge(graphdef, params)(ids[:, :-1])
@@ -122,48 +136,66 @@ def test_every_way_through_the_layers_gives_the_same_loss_and_gradients():
 
     results.append(jax.jit(jax.value_and_grad(loss))(params))
   for result in results[1:]:
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, result, results[0])
+    chex.assert_trees_all_close(result, results[0], rtol=1e-4, atol=1e-6)
 
 
-def test_dtypes():
-  model = LanguageModel(**SIZES, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-  logits, state = jax.eval_shape(apply, model, tokens(2, 5))
+def test_dtypes_in_bfloat16_are_as_documented():
+  model = abstract_model(**SIZES, dtype=jnp.bfloat16)
+  program, (logits, state) = jax.make_jaxpr(apply, return_shape=True)(model, tokens(2, 5))
+  # The residual stream, the gate and the GELU; norms, decays and sums are float32.
+  assert narrow_arithmetic(program) == {"add", "erfc", "logistic", "mul", "neg"}
+  assert jax.eval_shape(lambda m: m.embed(tokens(2, 5)), model).dtype == jnp.bfloat16
   hidden, _ = jax.eval_shape(lambda m: m.hidden(tokens(2, 5)), model)
   assert (logits.dtype, hidden.dtype) == (jnp.float32, jnp.bfloat16)
   assert {leaf.dtype for leaf in jax.tree.leaves((state, model))} == {jnp.dtype(jnp.float32)}
 
 
-def test_bfloat16_is_near_float32():
+def test_logits_in_bfloat16_are_summed_and_returned_in_float32():
+  model = random_model(dtype=jnp.bfloat16)
+  hidden = jax.random.normal(jax.random.key(0), (4, SIZES["dim"]), jnp.bfloat16)
+  kernel = model.head.kernel[...].astype(jnp.bfloat16)
+  want = np.asarray(hidden, np.float64) @ np.asarray(kernel, np.float64)
+  np.testing.assert_allclose(model.logits(hidden), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["layer", "rms"])
+def test_norms_have_an_epsilon_of_1e_5_under_the_root(name):
+  x = 1e-3 * np.random.default_rng(0).normal(size=(3, 5))
+  x = x - x.mean(-1, keepdims=True) if name == "layer" else x
+  norm = NORMS[name](5, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+  want = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-5)
+  np.testing.assert_allclose(norm(jnp.float32(x)), want, rtol=1e-4)
+
+
+def test_logits_in_bfloat16_are_near_float32():
   want, _ = apply(random_model(), tokens(2, 9))
   got, _ = apply(random_model(dtype=jnp.bfloat16), tokens(2, 9))
   assert relative_error(got, want) < 0.02
 
 
-def test_head_of_hidden_is_the_call():
+def test_logits_of_hidden_equal_the_call():
   model = random_model()
   hidden, state = jax.jit(lambda m: m.hidden(tokens(2, 9)))(model)
   logits, want = apply(model, tokens(2, 9))
   np.testing.assert_allclose(hidden @ model.head.kernel[...], logits, rtol=1e-5, atol=1e-5)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state, want)
+  chex.assert_trees_all_close(state, want, rtol=1e-5)
 
 
-def test_splitting_and_packing():
+def test_model_split_or_packed_equals_one_call():
   model, ids = random_model(), tokens(2, 18)
+  close = functools.partial(chex.assert_trees_all_close, rtol=1e-4, atol=1e-4)
   whole, last = apply(model, ids)
   left, state = apply(model, ids[:, :9])
-  assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, model.init_state(2))
+  chex.assert_trees_all_equal_shapes(state, model.init_state(2))
   right, state = apply(model, ids[:, 9:], state)
-  np.testing.assert_allclose(jnp.concatenate([left, right], 1), whole, rtol=1e-4, atol=1e-4)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), state, last)
+  close((jnp.concatenate([left, right], 1), state), (whole, last))
 
   packed, _ = apply(model, ids, None, jnp.repeat(jnp.array([[0, 1], [5, 2]]), 9, axis=1))
   second, _ = apply(model, ids[:, 9:])
-  np.testing.assert_allclose(packed[:, 9:], second, rtol=1e-4, atol=1e-4)
-  np.testing.assert_allclose(packed[:, :9], left, rtol=1e-4, atol=1e-4)
+  close((packed[:, :9], packed[:, 9:]), (left, second))
 
 
-def test_logits_do_not_depend_on_later_tokens():
+def test_logits_of_a_token_ignore_later_tokens():
   model, ids = random_model(), tokens(2, 18)
   logits, _ = apply(model, ids)
   changed, _ = apply(model, ids.at[:, 10].set((ids[:, 10] + 1) % 37))
@@ -171,16 +203,16 @@ def test_logits_do_not_depend_on_later_tokens():
   assert not np.array_equal(changed[:, 10], logits[:, 10])
 
 
-def test_a_token_outside_the_vocabulary_shows():
+def test_token_outside_the_vocabulary_gives_nan():
   """A device cannot raise, so the logits of such a row are NaN, not those of some other token."""
   model = random_model()
   for token in (-1, 37):
-    logits, _ = apply(model, jnp.array([[1, token], [1, 2]]))
-    assert np.isnan(logits[0, 1]).all()
+    logits, _ = apply(model, tokens(2, 9).at[0, 8].set(token))
+    assert np.isnan(logits[0, 8]).all()
     assert np.isfinite(logits[1]).all()
 
 
-def test_plain_dictionaries_go_in_and_out():
+def test_parameters_as_dictionaries_round_trip():
   model = random_model()
   graphdef, params = split(model)
   assert type(params) is dict
@@ -204,7 +236,7 @@ def test_plain_dictionaries_go_in_and_out():
     ({"mixer_options": {"shift": "kv"}}, "shift='kv' is unknown; did you mean 'kvg'"),
   ],
 )
-def test_bad_options_are_named(options, message):
+def test_bad_options_raise_and_are_named(options, message):
   with pytest.raises(ValueError, match=message):
     abstract_model(**SIZES | options)
 
@@ -223,6 +255,6 @@ def test_bad_options_are_named(options, message):
     (lambda m: m(tokens(2, 3), None, jnp.zeros((2, 4), int)), "segment_ids has shape"),
   ],
 )
-def test_bad_inputs_are_named(call, message):
+def test_bad_inputs_raise_and_are_named(call, message):
   with pytest.raises(ValueError, match=message):
-    call(random_model())
+    jax.eval_shape(lambda: call(random_model()))

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +11,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from lnssm_jax import sharding
-from lnssm_jax.generate import generate
+from lnssm_jax.generate import SamplingOptions, generate
+from lnssm_jax.mixers import LNSSM
 from lnssm_jax.models import REMAT_POLICIES, LanguageModel
-from tests.mixers.plain_lnssm import relative_error, split
+from tests.mixers.helpers import relative_error, split
 
 SIZES = {"vocab_size": 19, "dim": 8, "num_heads": 2}
 PATTERN = ("rg_lru", "rg_lru", "lnssm")
@@ -39,21 +41,22 @@ def hybrid(num_layers, unroll=1, remat="none", channel_mixer="rwkv4_channel_mix"
 
 
 apply = jax.jit(lambda model, tokens, state=None, ids=None: model(tokens, state, ids))
+run_block = jax.jit(lambda block, x: block(x)[0])
 
 
 @pytest.mark.parametrize("num_layers", [pytest.param(3, marks=pytest.mark.slow), 5])
-def test_layers_repeat_the_pattern(num_layers):
+def test_layers_of_a_pattern_repeat_it(num_layers):
   model = hybrid(num_layers)
   x = model.embed(TOKENS)
   for layer in range(num_layers):
     block = jax.tree.map(lambda leaf: leaf[layer // 3], model.blocks[str(layer % 3)])  # noqa: B023
     assert type(block.mixer).__name__ == ("RGLRU", "RGLRU", "LNSSM")[layer % 3]
-    x, _ = jax.jit(lambda block, x: block(x))(block, x)
+    x = run_block(block, x)
   got, _ = apply(model, TOKENS)
   assert relative_error(got, model.logits(model.norm(x))) < 1e-5
 
 
-def test_a_pattern_decodes():
+def test_pattern_decodes_as_it_reads():
   """Five layers: the last pattern is not whole. RWKV's channel mixing has a state of its own."""
   model = hybrid(5)
   whole, last = apply(model, TOKENS, model.init_state(2))
@@ -62,61 +65,85 @@ def test_a_pattern_decodes():
     logits, state = apply(model, TOKENS[:, t : t + 1], state)
     steps.append(logits)
   assert relative_error(jnp.concatenate(steps, axis=1), whole) < 1e-5
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), state, last)
+  chex.assert_trees_all_close(state, last, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_a_pattern_takes_packed_documents_and_generates():
+def test_pattern_with_packed_documents_generates():
   model = hybrid(5)
   packed, _ = apply(model, TOKENS, None, jnp.asarray([[0, 0, 1, 1, 1, 1]] * 2))
   assert relative_error(packed[:, 2:], apply(model, TOKENS[:, 2:])[0]) < 1e-5
   prompt = [int(token) for token in TOKENS[0]]
-  (tokens,) = generate(model, [prompt], max_tokens=3, temperature=0, prefill_chunk=4)
+  (tokens,) = generate(
+    model, [prompt], SamplingOptions(max_tokens=3, temperature=0, prefill_chunk=4)
+  )
   for n in range(3):
     logits, _ = apply(model, jnp.asarray([prompt + list(map(int, tokens[:n]))]))
     assert tokens[n] == jnp.argmax(logits[0, -1])
 
 
 @pytest.mark.slow
-def test_gradients_do_not_depend_on_the_loop():
+def test_gradients_with_any_remat_and_unroll_are_equal():
   loss = jax.jit(jax.value_and_grad(lambda model: jnp.sin(model(TOKENS)[0]).sum()))
   want = loss(hybrid(5, channel_mixer="gpt2"))
   others = [{"unroll": 5}, *({"remat": name} for name in REMAT_POLICIES if name != "none")]
   for options in others:
     got = loss(hybrid(5, channel_mixer="gpt2", **options))
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-    jax.tree.map(close, jax.tree.leaves(got), jax.tree.leaves(want))
+    got, expected = jax.tree.leaves(got), jax.tree.leaves(want)
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_generation_stays_within_the_cache():
+def test_generation_beyond_the_cache_raises():
   options = {"softmax_attention": {"max_length": 8}}
   pattern = ("lnssm", "softmax_attention")
-  model = LanguageModel(
+  build = lambda: LanguageModel(
     **SIZES, num_layers=2, mixer=pattern, mixer_options=options, rngs=nnx.Rngs(0)
   )
+  model = jax.eval_shape(build)
   assert model.max_length == 8
-  assert hybrid(3).max_length is None
+  assert jax.eval_shape(lambda: hybrid(3)).max_length is None
   with pytest.raises(ValueError, match=r"max_tokens=5 after a prompt of 5 tokens.*max_length=8"):
-    generate(model, [[1], [1, 2, 3, 4, 5]], max_tokens=5)
+    generate(model, [[1], [1, 2, 3, 4, 5]], SamplingOptions(max_tokens=5))
 
 
-def test_a_pattern_of_one_is_that_mixer():
+def test_pattern_of_one_equals_that_mixer():
   sizes = SIZES | {"num_layers": 2}
   build = lambda mixer: jax.jit(lambda: LanguageModel(**sizes, mixer=mixer, rngs=nnx.Rngs(0)))()
   one, plain = build(("lnssm",)), build("lnssm")
-  assert jax.tree.structure(one) == jax.tree.structure(plain)
-  jax.tree.map(np.testing.assert_array_equal, one, plain)
+  chex.assert_trees_all_equal(one, plain)
 
 
-def test_a_pattern_has_sharding_rules():
+def test_pattern_has_sharding_rules():
   params = split(jax.eval_shape(lambda: hybrid(5)))[1]
   specs = sharding.param_specs(params)
   assert specs["blocks"]["2"]["mixer"]["q_proj"]["kernel"] == PartitionSpec(None, "fsdp", None)
 
 
-def test_a_tied_embedding_is_the_head():
+class Doubled(LNSSM):
+  """A mixer of a user's own: not in `MIXERS`."""
+
+  def _mix(self, x, state, segment_ids):
+    y, state = super()._mix(x, state, segment_ids)
+    return 2 * y, state
+
+
+def test_mixer_given_as_a_class_is_used_alone_and_in_patterns():
+  build = lambda mixer, **options: jax.eval_shape(
+    lambda: LanguageModel(**SIZES, num_layers=2, mixer=mixer, **options, rngs=nnx.Rngs(0))
+  )
+  alone = build(Doubled, mixer_options={"shift": "kvg"})
+  assert type(alone.blocks.mixer) is Doubled
+  chex.assert_trees_all_equal(
+    split(alone)[1], split(build("lnssm", mixer_options={"shift": "kvg"}))[1]
+  )
+  pattern = build((Doubled, "gla"), mixer_options={"Doubled": {"shift": "kvg"}})
+  assert [type(pattern.blocks[place].mixer).__name__ for place in "01"] == ["Doubled", "GLA"]
+  assert "mu_q" not in split(pattern)[1]["blocks"]["0"]["mixer"]
+
+
+def test_tied_embedding_is_the_head():
   options = {"num_layers": 1, "norm": "rms", "embedding_norm": False, "tie_embeddings": True}
-  model = LanguageModel(**SIZES, **options, rngs=nnx.Rngs(0))
+  model = jax.jit(lambda: LanguageModel(**SIZES, **options, rngs=nnx.Rngs(0)))()
   assert set(split(model)[1]) == {"embedding", "blocks", "norm"}
   assert 0.01 < float(jnp.std(model.embedding[...])) < 0.03
   hidden, _ = jax.jit(lambda model: model.hidden(TOKENS))(model)
@@ -137,8 +164,11 @@ def test_a_tied_embedding_is_the_head():
       "mixer_options: mixer='shift' is unknown",
     ),
     ({"norm": "rmsnorm"}, "norm='rmsnorm' is unknown; did you mean 'rms'"),
+    ({"mixer": int}, "mixer=int is not a subclass of lnssm_jax.mixers.Mixer"),
+    ({"mixer": Doubled, "mixer_options": {"shfit": 1}}, "'Doubled': option='shfit' is unknown"),
+    ({"mixer": Doubled, "num_heads": None}, "num_heads=None: mixer 'Doubled' has heads"),
   ],
 )
-def test_bad_options_are_named(options, message):
+def test_bad_options_raise_and_are_named(options, message):
   with pytest.raises(ValueError, match=message):
-    LanguageModel(**SIZES, num_layers=2, **options, rngs=nnx.Rngs(0))
+    LanguageModel(**SIZES | {"num_layers": 2} | options, rngs=nnx.Rngs(0))

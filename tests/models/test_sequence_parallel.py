@@ -1,4 +1,4 @@
-"""Models on a sequence that four devices share: the same numbers as on one."""
+"""Models on a sequence that is sharded over four devices: the numbers of one device."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 from lnssm_jax import linen
-from lnssm_jax.mixers import MIXERS, Divisible, divide_time
+from lnssm_jax.mixers import MIXERS, shard_time
 from lnssm_jax.models import LanguageModel
 from tests.mixers.tiny import initial
 from tests.ops.divided import AXIS, DIVIDED, WHOLE, run_here
@@ -22,7 +22,7 @@ DIVIDED_MIXERS = sorted(MIXERS.keys() - UNDIVIDED)
 
 def check(*calls, limit=2e-6):
   """Logits, last states and all gradients, in one program: starting jax takes seconds."""
-  for call, errors in run_here("-m", "tests.models.divided", *map(json.dumps, calls)).items():
+  for call, errors in run_here("-m", "tests.models.sharded", *map(json.dumps, calls)).items():
     wrong = {name: error for name, error in errors.items() if not error < limit}
     assert not wrong, call
     assert any("gradients" in name for name in errors)
@@ -32,19 +32,19 @@ HYBRID = {"mixer": ["lnssm", "softmax_attention"], "state": False}
 
 
 @pytest.mark.slow
-def test_a_hybrid_model_is_the_same_model():
-  """Token shift, the normalised scan, softmax attention with rotations, segments."""
+def test_hybrid_model_on_shards_equals_one_device():
+  """Token shift, normalized linear attention, softmax attention with rotations, segments."""
   check(HYBRID | {"channel_mixer": "none"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(11))
-def test_every_mixer_gives_the_same_model(part):
+def test_model_of_every_mixer_on_shards_equals_one_device(part):
   check(*({"mixer": name} for name in DIVIDED_MIXERS[part::11]))
 
 
 @pytest.mark.slow
-def test_without_segments_or_state():
+def test_models_on_shards_without_segments_or_state_are_equal():
   names = ("rwkv4", "longhorn", "gated_delta_net", "sliding_window_attention")
   check(*({"mixer": name, "segments": False, "state": False} for name in names))
 
@@ -52,27 +52,27 @@ def test_without_segments_or_state():
 @pytest.mark.slow
 @pytest.mark.parametrize("channel_mixer", ["rwkv4_channel_mix", "rwkv6_channel_mix"])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_channel_mixers_that_shift_tokens(channel_mixer, remat):
+def test_channel_mixers_that_shift_tokens_on_shards_are_equal(channel_mixer, remat):
   check(HYBRID | {"channel_mixer": channel_mixer, "remat": remat, "num_layers": 3})
 
 
-@pytest.mark.parametrize("name", sorted(MIXERS))
-def test_a_mixer_that_cannot_be_divided_says_so(name):
-  mixer = jax.eval_shape(lambda: initial(name))
-  if name not in UNDIVIDED:
-    divide_time(mixer, AXIS)
-    parts = [module for _, module in nnx.iter_modules(mixer) if isinstance(module, Divisible)]
-    assert parts and all(module.sequence_axis == AXIS for module in parts)
-    return
-  with pytest.raises(NotImplementedError, match=f"{type(mixer).__name__} cannot run on a sequence"):
-    divide_time(mixer, AXIS)
+def test_mixers_that_cannot_shard_time_raise_and_the_others_set_their_axis():
+  wrong = {name for name, cls in MIXERS.items() if cls.can_shard_time == (name in UNDIVIDED)}
+  assert wrong == set()
+  for name in ("lnssm", "mamba", "s4d", "softmax_attention"):  # with layers inside, or without
+    mixer = shard_time(jax.eval_shape(lambda name=name: initial(name)), AXIS)
+    parts = [part for _, part in nnx.iter_modules(mixer) if hasattr(part, "sequence_axis")]
+    assert parts and all(part.sequence_axis == AXIS for part in parts), name
+  mixer = jax.eval_shape(lambda: initial("hyena"))
+  with pytest.raises(NotImplementedError, match="Hyena cannot run on a sequence that is sharded"):
+    shard_time(mixer, AXIS)
 
 
 SIZES = {"vocab_size": 13, "dim": 8, "num_layers": 2, "num_heads": 2}
 
 
-def test_a_model_with_such_a_mixer_is_refused():
-  with pytest.raises(NotImplementedError, match="TNN cannot run on a sequence that is divided"):
+def test_model_with_a_mixer_that_cannot_shard_time_raises():
+  with pytest.raises(NotImplementedError, match="TNN cannot run on a sequence that is sharded"):
     jax.eval_shape(
       lambda: LanguageModel(
         **SIZES,
@@ -85,7 +85,7 @@ def test_a_model_with_such_a_mixer_is_refused():
 
 
 @pytest.mark.slow
-def test_the_code_of_the_page_runs(tmp_path):
+def test_code_of_the_page_runs(tmp_path):
   page = (Path(__file__).parents[2] / "docs" / "sequence_parallelism.md").read_text()
   (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
   script = tmp_path / "page.py"
@@ -104,7 +104,7 @@ def on_parts(face, x, **variables):
   return jax.eval_shape(run, variables, x)
 
 
-def test_linen_faces_run_on_parts_with_the_parameters_of_the_whole():
+def test_linen_faces_on_shards_have_the_parameters_of_the_whole():
   whole, divided = (linen.LanguageModel(**SIZES, sequence_axis=axis) for axis in (None, AXIS))
   tokens = jnp.zeros((2, 8), jnp.int32)
   variables = jax.eval_shape(lambda: whole.init(jax.random.key(0), tokens))

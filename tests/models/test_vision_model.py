@@ -1,5 +1,6 @@
 """The image classifier: sizes, directions, shared projections, what it is told wrongly."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from benchmarks import mnist
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import VisionModel, count_parameters
 from lnssm_jax.models.vision_model import SHARED, Bidirectional, patches
-from tests.mixers.plain_lnssm import relative_error, split
+from tests.mixers.helpers import relative_error, split
 
 SMALL = {"image_size": 6, "patch_size": 2, "num_classes": 3, "dim": 8, "num_layers": 2}
 
@@ -24,7 +25,7 @@ SMALL = {"image_size": 6, "patch_size": 2, "num_classes": 3, "dim": 8, "num_laye
     ("mamba", 384, 25_796_584),
   ],
 )
-def test_sizes_of_the_papers(mixer, dim, count):
+def test_models_of_the_papers_have_their_sizes(mixer, dim, count):
   """7M and 26M parameters in Vim and ViL: 24 layers for images of 224 in patches of 16."""
   sizes = {"image_size": 224, "patch_size": 16, "num_classes": 1000, "num_layers": 24}
   build = lambda: VisionModel(**sizes, dim=dim, mixer=mixer, rngs=nnx.Rngs(0))
@@ -38,10 +39,11 @@ def test_patches_are_squares_by_rows():
   np.testing.assert_array_equal(got[1, 4], image[1, 2:4, 2:4].reshape(-1))
 
 
-def test_both_directions_have_their_own_parameters_but_for_the_projections():
-  bidirectional = jax.jit(
-    lambda: Bidirectional("longhorn", 8, shared=SHARED, state_dim=3, rngs=nnx.Rngs(0))
-  )()
+def test_bidirectional_shares_projections_only():
+  def build(rngs):
+    return Bidirectional(lambda: MIXERS["longhorn"](8, state_dim=3, rngs=rngs), shared=SHARED)
+
+  bidirectional = jax.jit(lambda: build(nnx.Rngs(0)))()
   graph, params = split(bidirectional)
   assert set(params["forward"]) - set(params["backward"]) == set(SHARED)
   params = jax.tree.map(
@@ -52,15 +54,37 @@ def test_both_directions_have_their_own_parameters_but_for_the_projections():
   run = jax.jit(lambda params, x: nnx.merge(alone, params)(x)[0])
   backward = params["backward"] | {name: params["forward"][name] for name in SHARED}
   want = (run(params["forward"], x) + run(backward, x[:, ::-1])[:, ::-1]) / 2
-  got = jax.jit(lambda params, x: nnx.merge(graph, params)(x))(params, x)
+  both = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
+  got = both(params, x)
   assert relative_error(got, want) < 1e-6
-  # A later patch reaches an earlier one.
-  moved = jax.jit(lambda params, x: nnx.merge(graph, params)(x))(params, x.at[:, -1].add(1.0))
+  moved = both(params, x.at[:, -1].add(1.0))  # a later patch reaches an earlier one
   assert not np.allclose(moved[:, 0], got[:, 0])
 
 
+def test_logits_are_those_of_the_class_token_between_the_halves_of_the_patches():
+  """With patches, token and positions of chosen numbers, by the parts of the model."""
+
+  @jax.jit
+  def both():
+    model = VisionModel(**SMALL | {"image_size": 8}, rngs=nnx.Rngs(0))
+    leaves, structure = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    disturb = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
+    model = jax.tree.unflatten(structure, map(disturb, leaves, keys))
+    images = jax.random.normal(jax.random.key(0), (2, 8, 8, 3))
+    x = model.patch_embedding(patches(images, 2))
+    token = jnp.broadcast_to(model.class_token[...], (2, 1, 8))
+    x = jnp.concatenate([x[:, :8], token, x[:, 8:]], axis=1) + model.positions[...]
+    for layer in range(2):
+      x = jax.tree.map(lambda leaf: leaf[layer], model.blocks)(x)  # noqa: B023
+    return model(images), model.head(model.norm(x[:, 8]))
+
+  got, want = both()
+  assert relative_error(got, want) < 1e-5
+
+
 @pytest.mark.parametrize("mixer", ["longhorn", pytest.param("lnssm", marks=pytest.mark.slow)])
-def test_a_model_classifies_and_has_gradients(mixer):
+def test_model_classifies_and_has_gradients(mixer):
   build = lambda: VisionModel(**SMALL, num_heads=2, mixer=mixer, rngs=nnx.Rngs(0))
   model = jax.jit(build)()
   images = jax.random.normal(jax.random.key(0), (4, 6, 6, 3))
@@ -68,12 +92,12 @@ def test_a_model_classifies_and_has_gradients(mixer):
   logits = jax.eval_shape(lambda model: model(images), model)
   assert (logits.shape, logits.dtype) == ((4, 3), jnp.float32)
   gradients = jax.jit(jax.grad(loss))(model)
-  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+  chex.assert_tree_all_finite(gradients)
   assert gradients.class_token[...].any() and gradients.positions[...].any()
 
 
 @pytest.mark.slow
-def test_training_on_digits(tmp_path):
+def test_training_on_digits_learns(tmp_path):
   """The smoke run's own code, on made-up digits: their mean brightness is their label."""
   rng = np.random.default_rng(0)
   labels = rng.integers(0, 10, 64).astype(np.uint8)
@@ -91,14 +115,16 @@ def test_training_on_digits(tmp_path):
     ({"patch_size": 4}, "image_size=6 is not a multiple of patch_size=4"),
     ({"dim": 0}, "dim=0 must be an integer of at least 1"),
     ({"mixer": "longhorm"}, "mixer='longhorm' is unknown; did you mean 'longhorn'"),
+    ({"mixer": "lnssm"}, "num_heads=None: mixer 'lnssm' has heads"),
+    ({"mixer_options": {"state": 3}}, "option='state' is unknown; did you mean 'state_dim'"),
   ],
 )
-def test_bad_options_are_named(options, message):
+def test_bad_options_raise_and_are_named(options, message):
   with pytest.raises(ValueError, match=message):
     VisionModel(**SMALL | options, rngs=nnx.Rngs(0))
 
 
-def test_images_of_another_size_are_named():
+def test_images_of_another_size_raise():
   model = jax.eval_shape(lambda: VisionModel(**SMALL, rngs=nnx.Rngs(0)))
   with pytest.raises(ValueError, match=r"images has shape \(1, 8, 6, 3\)"):
     jax.eval_shape(lambda: model(jnp.zeros((1, 8, 6, 3))))

@@ -1,4 +1,4 @@
-"""Scans on four devices that share a sequence, against the float64 reference on one.
+"""Ops on a sequence that is sharded over four devices, against the float64 reference on one.
 
 Run as a program, for the number of devices is fixed when jax starts; prints errors as JSON.
 """
@@ -16,16 +16,16 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lnssm_jax.ops import sequence_parallel
+from lnssm_jax.ops.cases import SCANS
 from tests.ops.contract import named_errors, round_to, values_and_gradients
-from tests.ops.scans import SCANS
 
 PARTS, AXIS = 4, "sequence"
 DIVIDED, WHOLE = P(None, AXIS), P()
 
-# Parts of six steps. Row 0: segments that end at a border, begin at one, and begin inside a part;
-# one id comes back. Row 1: a segment that crosses two borders, and one of a single step.
-SEGMENT_IDS = np.array([[0] * 6 + [7] * 3 + [0] * 7 + [-2] * 8, [3] * 14 + [4] + [3] * 9], np.int32)
+# Shards of six tokens. Row 0: documents that end at a shard's end, begin at one, and begin inside a
+# shard; one id comes back. Row 1: a document that crosses two shards' ends, and one of one token,
+# the last but one of its shard: the id before it comes back, and what it had must not.
+SEGMENT_IDS = np.array([[0] * 6 + [7] * 3 + [0] * 7 + [-2] * 8, [3] * 16 + [4] + [3] * 7], np.int32)
 
 
 def mesh(parts: int = PARTS):
@@ -43,17 +43,15 @@ def case_of(name: str, **changes):
 
 
 def divided(scan, case, inputs, ids, implementation=None):
-  """A function of `inputs`: (out, state) of the scan of the same name on a divided sequence."""
+  """A function of `inputs`: (out, state) of the op on a sharded sequence."""
   over_time = scan.over_time(case, inputs)
-  function = getattr(sequence_parallel, scan.function.__name__)
 
-  def part(inputs, ids):
+  def shard(inputs, ids):
     args, kwargs = scan.bind(case, inputs, segment_ids=ids, implementation=implementation)
-    kwargs.pop("causal", None)
-    return function(*args, axis_name=AXIS, **kwargs)
+    return scan.function(*args, axis_name=AXIS, **kwargs)
 
   specs = {name: DIVIDED if name in over_time else WHOLE for name in inputs}
-  run = jax.shard_map(part, mesh=mesh(), in_specs=(specs, DIVIDED), out_specs=(DIVIDED, WHOLE))
+  run = jax.shard_map(shard, mesh=mesh(), in_specs=(specs, DIVIDED), out_specs=(DIVIDED, WHOLE))
   return lambda inputs: run(inputs, ids)
 
 
@@ -76,7 +74,7 @@ def errors(name: str, dtype="float32", implementation=None, **changes) -> dict[s
 
 
 def run_here(*arguments: str) -> dict:
-  """What `python -m tests.ops.divided ...` prints, on four devices of the CPU."""
+  """Output of `python -m tests.ops.divided ...`, on four devices of the CPU."""
   flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={PARTS}"
   environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
   done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What scans promise beside their values: checks that are the same for all of them.
+"""Promises of ops other than their values: checks that are the same for all of them.
 
 A scan is given as `call(inputs, **options)`, with `inputs` a dictionary of arrays in which `steps`
 names those that have a time axis (axis 1), and `options` the keyword arguments of the public
@@ -9,6 +9,7 @@ gives what counts of these two. `others` are inputs like `inputs` with other num
 import math
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +19,13 @@ from tests.ops import contract
 
 def close(got, want, dtype=jnp.float32, length=64):
   """Asserts that all arrays of two trees agree within the contract's tolerance."""
-  errors = jax.tree.leaves(jax.tree.map(contract.relative_error, got, want))
   limit = contract.tolerance(dtype, length)
-  assert all(error <= limit for error in errors), errors  # not the largest: NaN may hide from `max`
+  chex.assert_trees_all_equal_comparator(
+    lambda got, want: contract.relative_error(got, want) <= limit,  # NaN is not
+    lambda got, want: f"relative error {contract.relative_error(got, want):.2e} > {limit:.2e}",
+    got,
+    want,
+  )
 
 
 def cut(inputs, steps, start, end):
@@ -35,7 +40,7 @@ def documents(batch, lengths):
 
 
 # The lengths of documents, and pieces of them that begin at, before, at the end of and after their
-# borders. Few lengths differ, since each is compiled; none is a multiple of a chunk.
+# boundaries. Few lengths differ, since each is compiled; none is a multiple of a chunk.
 LENGTHS = (7, 7, 7, 2)
 CUTS = (1, *range(8, 16), 22)
 PACKED = (1, 7, 7, 7, 1)
@@ -46,11 +51,11 @@ def splitting_changes_nothing(
 ):
   """Passing the state on equals one call; a state is not passed on between documents."""
   segments = documents(inputs[steps[0]].shape[0], lengths)
-  borders = {0, *np.cumsum(lengths)}
+  boundaries = {0, *np.cumsum(lengths)}
   state, outs = None, []
   for start, end in zip([0, *cuts], [*cuts, sum(lengths)], strict=True):
     piece = cut(inputs, steps, start, end)
-    out, state = run(piece, None if start in borders else state, segments[:, start:end])
+    out, state = run(piece, None if start in boundaries else state, segments[:, start:end])
     outs.append(out)
   close(compared(jnp.concatenate(outs, 1), state), compared(*run(inputs, None, segments)), dtype)
 
@@ -77,7 +82,7 @@ def packing_changes_nothing(
              if n in steps}  # fmt: skip
   out, state = run(inputs | changed, None, segments)
   assert not np.allclose(out[:, begin:end], packed[:, begin:end])
-  jax.tree.map(np.testing.assert_array_equal, (outside(out), state), (outside(packed), last))
+  chex.assert_trees_all_equal((outside(out), state), (outside(packed), last))
   if infinite:
     poisoned = {n: x.at[:, begin].set(jnp.inf) if n in steps else x for n, x in inputs.items()}
     out, state = run(poisoned, None, segments)
@@ -97,7 +102,7 @@ def nothing_flows_backwards_in_time(run, inputs, others, steps, *, infinite):
   before = run(inputs, None, segments)[0]
   for changed in (following, nan) if infinite else (following,):
     after = run(inputs | changed, None, segments)[0]
-    np.testing.assert_array_equal(before[:, :at], after[:, :at])
+    chex.assert_trees_all_equal(before[:, :at], after[:, :at])
     assert not np.allclose(before[:, at:], after[:, at:])
 
 
@@ -168,7 +173,7 @@ def largest_array(fn, *shapes) -> int:
 
 
 def temporary_bytes(fn, *shapes) -> int:
-  """Bytes that the compiled `fn` needs beside its arguments and results."""
+  """Bytes that the compiled `fn` needs next to its arguments and results."""
   return measure(fn, *shapes)[1]
 
 

@@ -1,21 +1,18 @@
-"""attention: what is particular to it, beside the tests that all scans share."""
+"""Tests particular to attention; the contract suite covers the rest."""
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.attention import fused
+from lnssm_jax.ops.attention import cudnn
 from lnssm_jax.ops.attention.api import attention
-from lnssm_jax.ops.attention.state import (
-  AttentionState,
-  Rule,
-  attention_positions,
-  init_attention_state,
-)
+from lnssm_jax.ops.attention.types import AttentionState, Inputs, Mask, Options
+from lnssm_jax.ops.core.segments import positions, segments_of
 from tests.ops.promises import close
 
 B, H, G, K, V = 2, 4, 2, 4, 6
@@ -27,6 +24,10 @@ def inputs(T, seed=0, dtype=jnp.float32):
   rng = np.random.default_rng(seed)
   shapes = ((B, T, H, K), (B, T, G, K), (B, T, G, V))
   return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+
+def empty_state(**sizes):
+  return attention.init_state(**{"batch": B, "kv_heads": G, "key_dim": K, "value_dim": V} | sizes)
 
 
 @functools.partial(
@@ -43,8 +44,8 @@ def in_float64(fn, *arrays):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
-def test_equals_the_formula(kind, causal):
-  """One query at a time over a list of the steps that it sees, in numpy float64."""
+def test_attention_every_mask_equals_the_formula(kind, causal):
+  """One query at a time over a list of the tokens that it sees, in numpy float64."""
   T = 20
   q, k, v = (np.asarray(x, np.float64) for x in inputs(T))
   want = np.zeros((B, T, H, V))
@@ -68,7 +69,7 @@ def test_equals_the_formula(kind, causal):
   close(exact, want, np.float64)
 
 
-def test_block_diagonal_is_attention_in_every_block_alone():
+def test_attention_with_blocks_equals_separate_calls_per_block():
   """The diagonal part of LLN attention: blocks of the head's width and a remainder."""
   arrays = inputs(4 * K + 3)
   for causal in (True, False):
@@ -78,11 +79,11 @@ def test_block_diagonal_is_attention_in_every_block_alone():
     close(attend(*arrays, block=K, causal=causal)[0], jnp.concatenate(apart, 1))
 
 
-def test_a_window_of_the_greatest_length_is_a_fixed_cache_for_full_attention():
-  """One step at a time inside `lax.scan`: the cache keeps its size."""
+def test_attention_window_of_the_greatest_length_decodes_like_full_attention():
+  """Token by token inside `lax.scan`: the cache keeps its size."""
   T, room = 20, 32
   arrays = inputs(T)
-  state = init_attention_state(B, G, K, V, window=room)
+  state = empty_state(window=room)
 
   def step(state, x):
     out, state = attention(*(a[:, None] for a in x), window=room, initial_state=state)
@@ -103,39 +104,38 @@ def test_a_window_of_the_greatest_length_is_a_fixed_cache_for_full_attention():
   ],
   ids=["full", "window"],
 )
-def test_splitting_a_sequence_changes_nothing(kind, cuts):
-  """With rows that differ: the first has documents of 7 steps, the second is one document."""
+def test_attention_split_sequence_equals_one_call(kind, cuts):
+  """With rows that differ: the first has documents of 7 tokens, the second is one document."""
   arrays = inputs(20)
   segments = jnp.asarray(np.stack([np.arange(20) // 7, np.zeros(20)]), jnp.int32)
   whole, last = attend(*arrays, segment_ids=segments, **kind)
   state, outs = None, []
-  empty = init_attention_state(B, G, K, V, **kind)
+  empty = empty_state(**kind)
   for start, end in zip([0, *cuts], [*cuts, 20], strict=True):
     if start and start % 7 == 0:
-      # A document ends with the call: its row goes on with an empty cache.
+      # A document ends with the call: its row continues with an empty cache.
       state = jax.tree.map(lambda x: x.at[0].set(0), state)
     piece = [x[:, start:end] for x in arrays]
     out, state = attend(*piece, initial_state=state, segment_ids=segments[:, start:end], **kind)
     outs.append(out)
     assert not kind or state.k.shape == empty.k.shape
   close(jnp.concatenate(outs, 1), whole)
-  np.testing.assert_array_equal(state.position, last.position)
-  np.testing.assert_array_equal(state.k[1], last.k[1])
+  chex.assert_trees_all_equal((state.position, state.k[1]), (last.position, last.k[1]))
   if kind:
-    jax.tree.map(np.testing.assert_array_equal, state, last)
+    chex.assert_trees_all_equal(state, last)
 
 
-def test_a_new_document_empties_the_cache():
+def test_attention_document_boundary_empties_the_cache():
   arrays = inputs(3)
-  full = jax.tree.map(lambda x: x + 6, init_attention_state(B, G, K, V, window=9))
+  full = jax.tree.map(lambda x: x + 6, empty_state(window=9))
   segments = jnp.asarray([[0, 1, 1]] * B)
   _, state = attend(*arrays, window=9, initial_state=full, segment_ids=segments)
   _, fresh = attend(*(x[:, 1:] for x in arrays), window=9)
-  jax.tree.map(np.testing.assert_array_equal, state, fresh)
+  chex.assert_trees_all_equal(state, fresh)
 
 
-def test_scores_of_any_size():
-  """Scores around 1e7: no overflow, and each query takes the value of its best key."""
+def test_attention_huge_scores_do_not_overflow():
+  """Scores around 1e7: each query takes the value of its best key."""
   q, k, v = inputs(20)
   scores = np.einsum("bthk,bshk->bhts", q, np.repeat(k, 2, 2))
   best = np.where(np.tri(20, dtype=bool), scores, -np.inf).argmax(-1)
@@ -146,8 +146,7 @@ def test_scores_of_any_size():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_dtypes(dtype):
-  """The cache has the dtype of the keys and values, and so loses nothing."""
+def test_attention_cache_has_the_dtype_of_its_inputs(dtype):
   q, k, v = inputs(5, dtype=dtype)
   out, state = attend(q, k, v)
   assert out.dtype == state.k.dtype == state.v.dtype == dtype
@@ -155,8 +154,8 @@ def test_dtypes(dtype):
 
 
 @pytest.mark.parametrize("kind", [{}, {"window": 100}], ids=["full", "window"])
-def test_scores_are_never_all_in_memory(kind):
-  """Memory of forward and backward together is linear in T: tiles of T x C, not T x T."""
+def test_chunked_attention_memory_is_linear_in_length(kind):
+  """Forward and backward together: tiles of T x C, not T x T."""
   T, width, chunk = 4096, 16, 32
   shape = jax.ShapeDtypeStruct((1, T, 1, width), jnp.float32)
   loss = lambda *x: jnp.sum(
@@ -167,12 +166,12 @@ def test_scores_are_never_all_in_memory(kind):
   assert compiled.memory_analysis().temp_size_in_bytes < limit < T * T * 4 / 4
 
 
-def test_supported_lists_what_can_run():
+def test_supported_attention_on_cpu_lists_no_cudnn():
   q, k, v = inputs(3)
   assert ops.supported(attention, q, k, v, window=2) == ["chunked", "reference"]
   bfloat16 = [jnp.zeros((B, 3, 2, 8), jnp.bfloat16)] * 3
   with pytest.raises(NotImplementedError, match="the default device is a cpu, not an NVIDIA GPU"):
-    attention(*bfloat16, implementation="fused")
+    attention(*bfloat16, implementation="cudnn")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,10 @@ def test_supported_lists_what_can_run():
     ({"window": 3}, None),
     ({"causal": False}, None),
     ({"segment_ids": jnp.zeros((B, 4), jnp.int32)}, "segment_ids: cuDNN"),
-    ({"initial_state": init_attention_state(B, 2, 8, dtype=jnp.bfloat16)}, "initial_state: cuDNN"),
+    (
+      {"initial_state": empty_state(key_dim=8, value_dim=8, dtype=jnp.bfloat16)},
+      "initial_state: cuDNN",
+    ),
     ({"block": 2}, "block: cuDNN"),
     ({"window": 3, "causal": False}, "causal=False: cuDNN has windows"),
     ({"q": jnp.zeros((B, 4, 2, 8))}, "dtypes float32, bfloat16, bfloat16"),
@@ -191,33 +193,29 @@ def test_supported_lists_what_can_run():
     ({n: jnp.zeros((B, 1, 2, 8), jnp.bfloat16) for n in "qkv"}, "T = 1"),
   ],
 )
-def test_the_fused_form_says_what_stands_in_its_way(change, message, monkeypatch):
-  monkeypatch.setattr(fused, "_obstacle_of_device", lambda q: None)
+def test_cudnn_unsupported_argument_raises_naming_it(change, message, monkeypatch):
+  monkeypatch.setattr(cudnn, "unsupported_device", lambda inputs: None)
   arguments = {n: jnp.zeros((B, 4, 2, 8), jnp.bfloat16) for n in "qkv"} | change
-  assert ("fused" in ops.supported(attention, **arguments)) == (message is None)
+  assert ("cudnn" in ops.supported(attention, **arguments)) == (message is None)
   if message:
     with pytest.raises(NotImplementedError, match=message):
-      attention(**arguments, implementation="fused")
+      attention(**arguments, implementation="cudnn")
 
 
 @pytest.mark.parametrize("kind", [{}, {"window": 5}, {"causal": False}, {"scale": 0.3}], ids=str)
-def test_the_fused_form_means_the_same(kind):
-  """What is passed to the platform's function, here run by its XLA form instead of cuDNN."""
+def test_cudnn_arguments_equal_the_reference(kind):
+  """The arguments of `jax.nn`'s function, here run by its XLA form instead of cuDNN."""
   q, k, _ = inputs(12)
-  rule = Rule(kind.get("window"), None, kind.get("causal", True))
-  out = fused.fused(
-    q, k, k, None, None, rule=rule, scale=kind.get("scale", 0.5), segmented=False,
-    backend="xla",
-  )  # fmt: skip
+  mask = Mask(kind.get("window"), None, kind.get("causal", True))
+  options = Options(mask, kind.get("scale", 0.5))
+  out = cudnn.cudnn(Inputs(q, k, k, None, None), options, backend="xla")
   close(out, attend(q, k, k, implementation="reference", **kind)[0])
 
 
-def test_positions_count_in_segments_and_go_on_with_the_state():
-  state = init_attention_state(1, G, K)._replace(position=jnp.asarray([5]))
-  segments = jnp.asarray([[2, 2, 0, 0, 0, 2]])
-  got = attention_positions(1, 6, segment_ids=segments, initial_state=state)
-  np.testing.assert_array_equal(got, [[5, 6, 0, 1, 2, 0]])
-  np.testing.assert_array_equal(attention_positions(2, 3), [[0, 1, 2], [0, 1, 2]])
+def test_positions_continue_with_the_state_and_restart_at_boundaries():
+  segments = segments_of("test", jnp.asarray([[2, 2, 0, 0, 0, 2]]), 1, 6)
+  np.testing.assert_array_equal(positions(segments, 1, 6, jnp.asarray([5])), [[5, 6, 0, 1, 2, 0]])
+  np.testing.assert_array_equal(positions(None, 2, 3), [[0, 1, 2], [0, 1, 2]])
 
 
 @pytest.mark.parametrize(
@@ -236,34 +234,34 @@ def test_positions_count_in_segments_and_go_on_with_the_state():
     ({"scale": jnp.ones(())}, "scale=.* must be a Python number"),
     ({"chunk_size": 0}, "chunk_size=0 must be None"),
     (
-      {"initial_state": init_attention_state(B, G, K, V), "causal": False},
+      {"initial_state": empty_state(), "causal": False},
       "no meaning with causal",
     ),
     (
-      {"initial_state": init_attention_state(B, G, K, V, window=4), "window": 5},
+      {"initial_state": empty_state(window=4), "window": 5},
       r"initial_state.k has shape \(2, 3, 2, 4\).*\[2, 4, 2, 4\]",
     ),
-    ({"initial_state": init_attention_state(B, G, K)}, r"initial_state.v has shape"),
+    ({"initial_state": empty_state(value_dim=K)}, r"initial_state.v has shape"),
     (
-      {"initial_state": init_attention_state(B, G, K, V)._replace(position=jnp.zeros(3))},
+      {"initial_state": empty_state()._replace(position=jnp.zeros(3))},
       r"initial_state.position has shape \(3,\)",
     ),
     (
-      {"initial_state": init_attention_state(B, G, K, V, dtype=jnp.bfloat16)},
+      {"initial_state": empty_state(dtype=jnp.bfloat16)},
       "initial_state.k has dtype bfloat16, but k has float32.*dtype=k.dtype",
     ),
     ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
-    ({"implementation": "flash"}, "'flash' is unknown; use one of 'fused', 'chunked'"),
+    ({"implementation": "flash"}, "'flash' is unknown; use one of 'cudnn', 'chunked'"),
   ],
 )
-def test_bad_arguments_are_named(change, message):
+def test_attention_bad_argument_raises_naming_it(change, message):
   arguments = {"q": (B, 6, H, K), "k": (B, 6, G, K), "v": (B, 6, G, V)} | change
   arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in arguments.items()}
   with pytest.raises(ValueError, match=message):
     attention(**arguments)
 
 
-def test_a_state_is_a_small_named_tuple():
-  state = init_attention_state(3, G, K, V, block=4, dtype=jnp.bfloat16)
+def test_attention_init_state_with_blocks_has_fixed_size():
+  state = empty_state(batch=3, block=4, dtype=jnp.bfloat16)
   assert [x.shape for x in state] == [(3, 3, G, K), (3, 3, G, V), (3,)]
   assert isinstance(state, AttentionState)

@@ -1,18 +1,24 @@
-"""The causal convolution: its argument checks, dtypes and choice of implementation.
+"""causal_conv1d: values, state and packed documents to the last bit, argument checks, dispatch."""
 
-(Values, state and packed documents: tests/mixers/test_short_convolution.py.)
-"""
-
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops import dispatch
+from lnssm_jax.ops.core import dispatch
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-X, KERNEL, BIAS = jnp.ones((2, 9, 3)), jnp.ones((4, 3)), jnp.ones(3)
+B, T, D, W = 2, 9, 3, 4
+X, KERNEL, BIAS = jnp.ones((B, T, D)), jnp.ones((W, D)), jnp.ones(D)
+
+
+def drawn(*shape, seed):
+  return jax.random.normal(jax.random.key(seed), shape, F32)
+
+
+TAPS, SHIFT, Y = drawn(W, D, seed=1), drawn(D, seed=2), drawn(B, T, D, seed=3)
 
 
 @pytest.mark.parametrize(
@@ -22,48 +28,54 @@ X, KERNEL, BIAS = jnp.ones((2, 9, 3)), jnp.ones((4, 3)), jnp.ones(3)
     ((X[:, :0], KERNEL), {}, r"x \(2, 0, 3\) has an empty axis"),
     ((X.astype(int), KERNEL), {}, "x has dtype int32"),
     ((X, KERNEL[:, :2]), {}, r"kernel has shape \(4, 2\)"),
-    ((X, KERNEL[:0]), {}, r"kernel \(0, 3\) has no steps"),
+    ((X, KERNEL[:0]), {}, r"kernel \(0, 3\) has no tokens"),
     ((X, KERNEL, BIAS[:2]), {}, r"bias has shape \(2,\)"),
-    ((X, KERNEL), {"initial_state": X[:, :4]}, r"initial_state has shape \(2, 4, 3\)"),
+    (
+      (X, KERNEL),
+      {"initial_state": ops.ConvState(X[:, :4])},
+      r"initial_state.inputs has shape \(2, 4, 3\)",
+    ),
     ((X, KERNEL), {"segment_ids": jnp.ones((2, 3), int)}, r"segment_ids has shape \(2, 3\)"),
     ((X, KERNEL), {"activation": "relu"}, "activation='relu' is unknown; use 'silu' or None"),
     ((X, KERNEL), {"dtype": "int32"}, "dtype=int32 must be floating point"),
     ((X, KERNEL), {"implementation": "chunked"}, "implementation='chunked' is unknown; use one of"),
   ],
 )
-def test_bad_arguments_are_named(arguments, options, message):
+def test_causal_conv1d_bad_argument_raises_naming_it(arguments, options, message):
   with pytest.raises(ValueError, match=message):
     ops.causal_conv1d(*arguments, **options)
 
 
-def test_the_result_is_rounded_once():
+def test_causal_conv1d_narrow_output_is_rounded_once():
   x = jax.random.normal(jax.random.key(0), X.shape).astype(BF16)
   wide, state = ops.causal_conv1d(x, KERNEL, BIAS, activation="silu", dtype=F32)
   y, _ = ops.causal_conv1d(x, KERNEL, BIAS, activation="silu")
-  assert (y.dtype, wide.dtype, state.dtype) == (BF16, F32, F32)
+  assert (y.dtype, wide.dtype, state.inputs.dtype) == (BF16, F32, F32)
   np.testing.assert_array_equal(y, wide.astype(BF16))
   z, _ = ops.causal_conv1d(x, KERNEL, BIAS, dtype=F32)
   np.testing.assert_allclose(wide, z / (1 + np.exp(-z)), rtol=1e-6)
   with jax.enable_x64(True):
     y, state = ops.causal_conv1d(x.astype("float64"), KERNEL)
-  assert y.dtype == state.dtype == jnp.float64
+  assert y.dtype == state.inputs.dtype == jnp.float64
 
 
 @pytest.mark.parametrize(
   ("shape", "width", "dtype", "expected"),
   [
-    ((2, 2, 128), 4, F32, ["pallas", "xla"]),
-    ((2, 2048, 2304), 2, BF16, ["pallas", "xla"]),
-    ((2, 1, 128), 4, BF16, ["xla", "pallas"]),  # one step is one loop of XLA's
-    ((2, 2, 130), 4, BF16, ["xla", "pallas"]),  # padding would copy x
-    ((2, 2, 128), 5, BF16, ["xla"]),
-    ((2, 2, 128), 4, jnp.float16, ["xla"]),
-    ((65536, 2, 128), 4, BF16, ["xla"]),
+    ((2, 2, 128), 4, F32, ["pallas", "reference"]),
+    ((2, 2048, 2304), 2, BF16, ["pallas", "reference"]),
+    ((2, 1, 128), 4, BF16, ["reference", "pallas"]),  # XLA fuses one token into one loop
+    ((2, 2, 130), 4, BF16, ["reference", "pallas"]),  # padding would copy x
+    ((2, 2, 128), 5, BF16, ["reference"]),
+    ((2, 2, 128), 4, jnp.float16, ["reference"]),
+    ((65536, 2, 128), 4, BF16, ["reference"]),
   ],
   ids=str,
 )
-def test_what_hopper_runs(shape, width, dtype, expected, monkeypatch):
-  monkeypatch.setattr(dispatch, "hopper_obstacle", lambda: None)
+def test_causal_conv1d_on_hopper_prefers_kernels_by_size(
+  shape, width, dtype, expected, monkeypatch
+):
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   x, kernel = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((width, shape[2]), F32)
   found = []
 
@@ -74,7 +86,7 @@ def test_what_hopper_runs(shape, width, dtype, expected, monkeypatch):
   assert found == expected + ["pallas_interpret"] * ("pallas" in expected)
 
 
-def test_what_cannot_run_is_named():
+def test_causal_conv1d_unsupported_argument_raises_naming_it():
   x, kernel = jnp.ones((2, 9, 128)), jnp.ones((4, 128))
   run = lambda *args, **options: ops.causal_conv1d(*args, **options)
   for arguments, options, message in [
@@ -87,3 +99,46 @@ def test_what_cannot_run_is_named():
       run(*arguments, **options, implementation="pallas_interpret")
   with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
     run(x, kernel, implementation="pallas")
+
+
+def test_causal_conv1d_equals_a_loop():
+  y, state = ops.causal_conv1d(Y, TAPS, SHIFT)
+  padded = np.concatenate([np.zeros((B, W - 1, D)), np.float64(Y)], axis=1)
+  for t in range(T):
+    want = np.float64(SHIFT) + np.einsum("wd,bwd->bd", np.float64(TAPS), padded[:, t : t + W])
+    np.testing.assert_allclose(y[:, t], want, rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(state.inputs, Y[:, -3:])
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5, 8])
+def test_causal_conv1d_split_sequence_has_the_same_bits(cut):
+  whole, last = ops.causal_conv1d(Y, TAPS, SHIFT)
+  left, state = ops.causal_conv1d(Y[:, :cut], TAPS, SHIFT)
+  right, state = ops.causal_conv1d(Y[:, cut:], TAPS, SHIFT, initial_state=state)
+  chex.assert_trees_all_equal((jnp.concatenate([left, right], axis=1), state), (whole, last))
+
+
+def test_causal_conv1d_packed_documents_have_the_same_bits():
+  """Documents shorter than the kernel, a NaN in one of them, and a state before the first."""
+  before = ops.ConvState(drawn(B, W - 1, D, seed=4))
+  x = Y.at[0, 1].set(jnp.nan)
+  lengths = ([2, 1, 6], [1, 7, 1])
+  ids = np.stack([np.repeat([5, 2, 5], row) for row in lengths])
+  packed, last = ops.causal_conv1d(x, TAPS, SHIFT, initial_state=before, segment_ids=ids)
+  for row in range(B):
+    start = 0
+    for number, length in enumerate(lengths[row]):
+      piece = x[row : row + 1, start : start + length]
+      state = ops.ConvState(before.inputs[row : row + 1]) if number == 0 else None
+      y, state = ops.causal_conv1d(piece, TAPS, SHIFT, initial_state=state)
+      np.testing.assert_array_equal(packed[row, start : start + length], y[0])
+      start += length
+    np.testing.assert_array_equal(last.inputs[row], state.inputs[0])
+  assert np.isnan(packed[0, 1]).all() and not np.isnan(packed[0, 2:]).any()
+
+
+def test_causal_conv1d_bfloat16_is_summed_in_float32():
+  y, state = ops.causal_conv1d(Y.astype(BF16), TAPS, dtype=F32)
+  want, _ = ops.causal_conv1d(Y.astype(BF16).astype(F32), TAPS)
+  assert y.dtype == state.inputs.dtype == jnp.float32
+  np.testing.assert_array_equal(y, want)

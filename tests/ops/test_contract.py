@@ -1,15 +1,14 @@
-"""Every scan, every implementation: values and all gradients against the reference in float64."""
+"""Every op, every implementation: values and all gradients against the reference in float64."""
 
-import jax.numpy as jnp
 import pytest
 
+from lnssm_jax.ops.cases import SCANS
 from tests.kernels.interpreted import MASKED_LATER
-from tests.ops import contract
-from tests.ops.scans import SCANS
+from tests.ops import contract, golden
 
 
 def parameters(checks):
-  """(name, check) of all scans, for a test."""
+  """(name, check) of all ops, for a test."""
   return [
     pytest.param(
       name, check, marks=MASKED_LATER if check.implementation == "pallas_interpret" else ()
@@ -19,24 +18,40 @@ def parameters(checks):
   ]
 
 
-def run(name, check):
-  scan = SCANS[name]
-  inputs = scan.inputs(check.case)
-  dtypes = {n: check.dtype if n in scan.narrow else jnp.float32 for n in inputs}
-
-  def call(inputs, implementation):
-    return scan.compared(*scan(check.case, inputs, implementation=implementation))
-
-  errors = contract.errors_against_reference(call, inputs, dtypes, check.implementation)
-  contract.assert_small(errors, check.dtype, check.case.T)
-
-
 @pytest.mark.parametrize(("name", "check"), parameters(lambda scan: scan.checks), ids=str)
 def test_values_and_gradients(name, check):
-  run(name, check)
+  want = None
+  if golden.is_kept(check):
+    want = golden.reference_of(name, check.case, contract.inputs_of(name, check)[0])
+  errors, case = contract.errors_of(name, check, want), check.case
+  values = contract.value_limit(check.dtype, case.T)
+  contract.assert_small(errors, check.dtype, case.T, strength=case.strength, values=values)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "check"), parameters(lambda scan: scan.sweep), ids=str)
 def test_every_combination(name, check):
-  run(name, check)
+  contract.assert_small(contract.errors_of(name, check), check.dtype, check.case.T)
+
+
+def compare_with_golden(name, checks):
+  for check in checks:
+    inputs, _ = contract.inputs_of(name, check)
+    found = golden.kept(name, golden.key_of(name, check.case, inputs))
+    errors = contract.named_errors(found, contract.reference_of(name, check.case, inputs))
+    assert max(errors.values()) < 1e-7, (check, errors)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_golden_references_are_current_and_two_are_right(name):
+  checks = golden.kept_checks(name)
+  keys = {c: golden.key_of(name, c.case, contract.inputs_of(name, c)[0]) for c in checks}
+  missing = [str(check) for check, key in keys.items() if golden.kept(name, key) is None]
+  assert not missing, f"run `make goldens`: {name} has no reference of {missing}"
+  compare_with_golden(name, sorted(checks, key=keys.__getitem__)[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCANS)
+def test_golden_references_are_right(name):
+  compare_with_golden(name, golden.kept_checks(name))

@@ -1,19 +1,20 @@
-"""delta_rule: what is particular to it, beside the tests that all scans share."""
+"""delta_rule: what is particular to it, next to the tests that all scans share."""
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.delta_rule.api import delta_rule
-from lnssm_jax.ops.delta_rule.state import DeltaRuleState
 from tests.ops import contract
 from tests.ops.promises import close
 
 B, H, K, V = 2, 2, 4, 6
+
+delta_rule = functools.partial(ops.delta_rule, scale=1.0)
 
 
 def inputs(T, seed=0, per_column=False):
@@ -38,7 +39,7 @@ def in_float64(fn, *arrays):
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
-def test_equals_the_product_of_matrices(implementation):
+def test_output_equals_the_product_of_transitions(implementation):
   """S_t = A_t S_{t-1} + X_t unrolled: the sum over j of A_t A_{t-1} .. A_{j+1} X_j, in numpy."""
   T = 19
   arrays = inputs(T)
@@ -59,7 +60,7 @@ def test_equals_the_product_of_matrices(implementation):
       want[b, t, h] = 0.5 * S.T @ q[b, t, h]
   out, state = in_float64(
     lambda *x: rule(
-      *x[:5], erase_key=x[5], initial_state=DeltaRuleState(x[6]), scale=0.5,
+      *x[:5], erase_key=x[5], initial_state=ops.DeltaRuleState(x[6]), scale=0.5,
       implementation=implementation,
     ),
     *arrays, erase_key, S_0,
@@ -67,13 +68,13 @@ def test_equals_the_product_of_matrices(implementation):
   close((out, np.einsum("bhkv,bhk->bhv", state.kv, q[:, -1]) / 2), (want, want[:, -1]), np.float64)
 
 
-def test_exact_longhorn_minimises_its_objective():
+def test_exact_longhorn_rate_minimizes_its_objective():
   """Longhorn, theorem 3.1: S_t minimises |S - S_{t-1}|^2 + |S k - x|^2 weighted by b (float64)."""
   q, k, x, b, _ = inputs(1, per_column=True)
   k, S_0 = 3 * k, np.random.default_rng(5).normal(size=(B, H, K, V))
   rates = lambda k, b: b / (1 + b * jnp.sum(k * k, axis=-1, keepdims=True))
   S = in_float64(
-    lambda q, k, x, b, S_0: rule(q, k, x, rates(k, b), initial_state=DeltaRuleState(S_0))[1].kv,
+    lambda q, k, x, b, S_0: rule(q, k, x, rates(k, b), initial_state=ops.DeltaRuleState(S_0))[1].kv,
     q, k, x, b, S_0,
   )  # fmt: skip
   k, x, b = (np.asarray(a[:, 0], np.float64) for a in (k, x, b))
@@ -90,7 +91,7 @@ def test_exact_longhorn_minimises_its_objective():
   assert all(objective(S + s * direction) > objective(S) for s in (-1, -1e-3, 1e-3, 1))
 
 
-def test_one_rate_per_column_is_one_delta_rule_per_column():
+def test_rates_per_column_equal_one_delta_rule_per_column():
   q, k, v, beta, log_decay = inputs(21, per_column=True)
   apart = [
     rule(q, k, v[..., i : i + 1], beta[..., i], log_decay, implementation="reference")
@@ -100,26 +101,28 @@ def test_one_rate_per_column_is_one_delta_rule_per_column():
   close(rule(q, k, v, beta, log_decay), want)
 
 
-def test_beta_zero_and_one():
+def test_beta_zero_keeps_and_beta_one_replaces_the_value():
   """beta = 0 leaves the state as it is; beta = 1 with a unit key and no decay makes S^T k = v."""
   q, k, v, beta, _ = inputs(20)
-  S_0 = DeltaRuleState(jnp.asarray(np.random.default_rng(7).normal(size=(B, H, K, V)), jnp.float32))
+  S_0 = ops.DeltaRuleState(
+    jnp.asarray(np.random.default_rng(7).normal(size=(B, H, K, V)), jnp.float32)
+  )
   out, state = rule(q, k, v, 0 * beta, initial_state=S_0)
-  np.testing.assert_array_equal(state.kv, S_0.kv)
+  chex.assert_trees_all_equal(state, S_0)
   close(out, jnp.einsum("bthk,bhkv->bthv", q, S_0.kv, precision="highest"))
   close(rule(k, k, v, jnp.ones_like(beta), initial_state=S_0)[0], v)
 
 
-def test_orthogonal_keys_do_not_disturb_each_other():
+def test_orthogonal_keys_are_independent():
   """Then the delta rule is linear attention with values beta v."""
   q, _, v, beta, _ = inputs(K)
   k = jnp.broadcast_to(jnp.eye(K)[None, :, None], (B, K, H, K))
-  want = ops.linear_attention(q, k, beta[..., None] * v)
+  want = ops.linear_attention(q, k, beta[..., None] * v, scale=1.0)
   got = rule(q, k, v, beta)
   close((got[0], got[1].kv), (want[0], want[1].kv))
 
 
-def test_equal_keys_are_no_trouble():
+def test_equal_keys_stay_accurate():
   """64 equal keys in a chunk of 64: powers of the triangular matrix would reach 1e18."""
   q, k, v, beta, _ = inputs(64)
   k = jnp.broadcast_to(k[:, :1], k.shape)
@@ -127,8 +130,8 @@ def test_equal_keys_are_no_trouble():
   close(rule(q, k, v, beta, chunk_size=64), exact)
 
 
-def test_keys_that_are_too_long_make_the_state_grow():
-  """beta |k|^2 = 4: the state reaches 1e5, accurate beside its size. 36: it overflows."""
+def test_long_keys_make_the_state_grow():
+  """beta |k|^2 = 4: the state reaches 1e5, accurate next to its size. 36: it overflows."""
   q, k, v, beta, _ = inputs(64)
   ones = jnp.ones_like(beta)
   exact = in_float64(lambda *x: rule(*x, implementation="reference"), q, 2 * k, v, ones)
@@ -139,7 +142,7 @@ def test_keys_that_are_too_long_make_the_state_grow():
     assert not np.isfinite(state.kv).any()
 
 
-def test_complete_forgetting_is_exact():
+def test_infinite_decay_is_exact():
   """log_decay = -inf forgets everything: each output is then its own value's."""
   q, k, v, beta, decay = inputs(20)
   forget = jnp.full_like(decay, -jnp.inf)
@@ -149,7 +152,7 @@ def test_complete_forgetting_is_exact():
   assert all(jnp.isfinite(g).all() for g in gradients(q, k, v, beta))
 
 
-def test_no_array_holds_a_state_per_step_with_a_rate_per_column():
+def test_memory_with_rates_per_column_holds_no_state_per_token():
   """Memory is the inputs and the states between chunks: nothing of size T K V in either pass."""
   T, width, chunk = 512, 64, 16
   shape = jax.ShapeDtypeStruct((1, T, 1, width), jnp.float32)
@@ -173,15 +176,15 @@ def test_no_array_holds_a_state_per_step_with_a_rate_per_column():
     ({"beta": jnp.ones((B, 6, H), jnp.int32)}, "beta has dtype int32"),
     ({"log_decay": (H,)}, r"log_decay has shape \(2,\)"),
     ({"erase_key": (B, 6, H, V)}, r"erase_key has shape \(2, 6, 2, 6\)"),
-    ({"initial_state": DeltaRuleState(jnp.zeros((B, H, V, K)))}, r"initial_state.kv has shape"),
+    ({"initial_state": ops.DeltaRuleState(jnp.zeros((B, H, V, K)))}, r"initial_state.kv has shape"),
     ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
     ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
     ({"scale": jnp.ones(())}, "scale=.* must be a Python number"),
-    ({"implementation": "associative"}, "'associative' is unknown; use one of 'pallas', 'chunked'"),
+    ({"implementation": "cudnn"}, "'cudnn' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
-def test_bad_arguments_are_named(change, message):
+def test_bad_argument_raises_and_is_named(change, message):
   arguments = {"q": (B, 6, H, K), "k": (B, 6, H, K), "v": (B, 6, H, V), "beta": (B, 6, H)} | change
   arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in arguments.items()}
   with pytest.raises(ValueError, match=message):

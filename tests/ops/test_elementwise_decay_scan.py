@@ -1,4 +1,4 @@
-"""elementwise_decay_scan: what is particular to it, beside the tests that all scans share."""
+"""elementwise_decay_scan: what is particular to it, next to the tests that all scans share."""
 
 import functools
 
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.elementwise_decay_scan.api import elementwise_decay_scan
-from lnssm_jax.ops.elementwise_decay_scan.state import DecayFunction, ElementwiseDecayState
+from lnssm_jax.ops import DecayFunction, ElementwiseDecayState, elementwise_decay_scan
 from tests.ops import promises
 from tests.ops.promises import close
 
@@ -40,7 +39,7 @@ def decays(inputs):
   return np.asarray(jnp.exp(make_decay(inputs["x"], inputs["p"])), np.float64)
 
 
-def test_equals_the_formula():
+def test_output_equals_the_formula():
   """out_t = sum over j <= t of prod over j < i <= t of A_i, times k_j (v_j q_t), in float64."""
   inputs = make_inputs(11)
   q, k, v = (np.asarray(inputs[n], np.float64) for n in ("q", "k", "v"))
@@ -52,17 +51,18 @@ def test_equals_the_formula():
   close(call(inputs)[0], want)
 
 
-def test_equals_linear_attention_for_decays_that_are_outer_products():
+def test_outer_product_decays_equal_linear_attention():
   inputs = make_inputs(7)
   keys, values = (-jnp.exp(inputs[n]) for n in ("x", "v"))
   log_decay = keys[..., :, None] + values[..., None, :]
   arrays = [inputs[n] for n in ("q", "k", "v")]
   out, state = jax.jit(elementwise_decay_scan)(*arrays, log_decay)
-  want, last = jax.jit(ops.linear_attention)(*arrays, log_decay=keys, value_log_decay=values)
+  attention = jax.jit(functools.partial(ops.linear_attention, scale=1.0))
+  want, last = attention(*arrays, log_decay=keys, value_log_decay=values)
   close((out, state.kv), (want, last.kv))
 
 
-def test_a_function_equals_the_array_that_it_makes():
+def test_decay_function_equals_the_array_that_it_returns():
   inputs = make_inputs(5)
 
   def from_array(inputs, **options):
@@ -79,7 +79,7 @@ def test_a_function_equals_the_array_that_it_makes():
   close(result(from_surroundings), want)
 
 
-def test_gradient_of_a_strong_decay_is_right_entry_by_entry():
+def test_gradient_of_strong_decay_is_accurate_per_entry():
   """The gradient of a log decay of -20 is 1e-9 of that of a weak one: each must be right."""
   inputs = make_inputs(30)
   log_decay = jnp.broadcast_to(jnp.linspace(-20.0, -0.01, K * V).reshape(K, V), (H, K, V))
@@ -96,7 +96,7 @@ def test_gradient_of_a_strong_decay_is_right_entry_by_entry():
   assert np.abs(want).min() < 1e-6 < np.abs(want).max()
 
 
-def test_complete_forgetting_is_exact():
+def test_infinite_decay_is_exact():
   inputs = make_inputs(5)
   arrays = [inputs[n] for n in ("q", "k", "v")]
   nothing_left = jnp.full((H, K, V), -jnp.inf)
@@ -109,7 +109,7 @@ def test_complete_forgetting_is_exact():
   assert (gradients[3] == 0).all()
 
 
-def test_gradients_of_narrow_parameters_add_up_in_float32():
+def test_gradients_of_narrow_parameters_are_summed_in_float32():
   """700 equal terms in bfloat16 would stop growing at 256."""
   T, chunk = 700, 1
   ones = jnp.ones((1, T, 1, 1), jnp.float32)
@@ -144,7 +144,10 @@ def function(shape, make=make_decay, steps=(B, 6, H, K)):
     ({"q": (B, 0, H, K), "k": (B, 0, H, K), "v": (B, 0, H, V)}, "T >= 1"),
     ({"log_decay": (H, K)}, r"log_decay has shape \(2, 3\), but one of \[2, 3, 4\]"),
     ({"log_decay": jnp.zeros((H, K, V), int)}, "log_decay has dtype int32"),
-    ({"log_decay": function((H, K, 5))}, r"log_decay.make of one step has shape \(2, 1, 2, 3, 5\)"),
+    (
+      {"log_decay": function((H, K, 5))},
+      r"log_decay.make of one token has shape \(2, 1, 2, 3, 5\)",
+    ),
     ({"log_decay": function((), steps=(B, 5))}, r"log_decay.steps has shape \(2, 5\)"),
     ({"q": jnp.zeros((B, 6, H, K), int)}, "q has dtype int32; it must be floating point"),
     ({"initial_state": ElementwiseDecayState(jnp.zeros((B, H, V, K)))}, r"initial_state.kv has"),
@@ -154,7 +157,7 @@ def function(shape, make=make_decay, steps=(B, 6, H, K)):
     ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
   ],
 )
-def test_bad_arguments_are_named(change, message):
+def test_bad_argument_raises_and_is_named(change, message):
   arguments = {"q": (B, 6, H, K), "k": (B, 6, H, K), "v": (B, 6, H, V), "log_decay": (H, K, V)}
   arguments |= change
   arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in arguments.items()}

@@ -4,6 +4,8 @@ One route is a scan of the library in its fastest form, the other another scan, 
 formula in float64 numpy. Gradients are compared where both routes are ours.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,9 @@ from tests.ops.contract import values_and_gradients
 from tests.ops.promises import close
 
 B, T, H, K, V = 2, 37, 2, 4, 6
+
+linear_attention = functools.partial(ops.linear_attention, scale=1.0)
+delta_rule = functools.partial(ops.delta_rule, scale=1.0)
 
 
 def normal(*shapes, seed=0):
@@ -45,7 +50,7 @@ def same(one, other, arguments, dtype=jnp.float32):
   )
 
 
-def test_a_constant_decay_is_retention():
+def test_linear_attention_with_constant_decay_equals_retention():
   """RetNet: (Q K^T ⊙ D) V with D_ij = γ^(i-j), γ_h = 1 - 2^(-5-h)."""
   arguments = qkv()
   gamma = 1 - 2.0 ** (-5 - np.arange(H))
@@ -53,36 +58,34 @@ def test_a_constant_decay_is_retention():
   lag = np.arange(T)[:, None] - np.arange(T)
   D = np.where(lag >= 0, gamma[:, None, None] ** np.maximum(lag, 0), 0)
   want = np.einsum("bihk,bjhk,hij,bjhv->bihv", q, k, D, v) * K**-0.5
-  out, _ = ops.linear_attention(
-    *arguments, log_decay=jnp.log(gamma).astype(jnp.float32), scale=K**-0.5
-  )
+  out, _ = linear_attention(*arguments, log_decay=jnp.log(gamma).astype(jnp.float32), scale=K**-0.5)
   # log γ rounded to float32 is off by up to 1e-7 of itself: far below a rounding of γ^37.
   close(out, want, length=T)
 
 
-def test_a_bonus_of_one_is_the_other_reading_of_when_to_decay():
+def test_linear_attention_with_bonus_one_equals_decay_after_the_update():
   """LNSSM, eq. 14 with a^(t-1-j) and a weight of 1 at j = t: the decay of step t is taken back."""
   u, v_weight = jnp.ones((H, K)), lambda q, k: jnp.sum(q * k, -1, keepdims=True)
 
   def taken_back(q, k, v, g):
     late = q * jnp.exp(-g)
     own = (v_weight(q, k) - v_weight(late, k)) * v
-    return ops.linear_attention(late, k, v, log_decay=g)[0] + own
+    return linear_attention(late, k, v, log_decay=g)[0] + own
 
   with jax.enable_x64(True):
     same(
-      lambda q, k, v, g: ops.linear_attention(q, k, v, log_decay=g, bonus=u)[0],
+      lambda q, k, v, g: linear_attention(q, k, v, log_decay=g, bonus=u)[0],
       taken_back,
       tuple(jnp.asarray(x, jnp.float64) for x in (*qkv(), decays(H, K))),
       jnp.float64,
     )
 
 
-def test_gated_linear_attention_with_tied_keys_is_hgrn2():
+def test_linear_attention_with_tied_keys_equals_hgrn2():
   """HGRN2: S = diag(f) S + (1 - f) v^T; with K = V = 1 per head it is HGRN."""
   q, _, v = qkv()
   f = jnp.exp(decays(B, T, H, K))
-  out, _ = ops.linear_attention(q, 1 - f, v, log_decay=jnp.log(f))
+  out, _ = linear_attention(q, 1 - f, v, log_decay=jnp.log(f))
   S, want = np.zeros((B, H, K, V)), []
   for q_t, f_t, v_t in zip(*(np.moveaxis(x, 1, 0) for x in exact(q, f, v)), strict=True):
     S = f_t[..., None] * S + (1 - f_t)[..., None] * v_t[..., None, :]
@@ -92,7 +95,7 @@ def test_gated_linear_attention_with_tied_keys_is_hgrn2():
   one = lambda x: x.reshape(B, T, -1, 1)
   f, v = f.reshape(B, T, -1), v[..., :K].reshape(B, T, -1)
   same(
-    lambda f, v: ops.linear_attention(
+    lambda f, v: linear_attention(
       one(jnp.ones_like(f)), one(1 - f), one(v), log_decay=one(jnp.log(f))
     )[0].reshape(f.shape),
     lambda f, v: ops.diagonal_scan(f, (1 - f) * v)[0],
@@ -100,50 +103,48 @@ def test_gated_linear_attention_with_tied_keys_is_hgrn2():
   )
 
 
-def test_a_product_of_key_and_value_decays_is_a_decay_of_every_entry():
+def test_key_and_value_decays_equal_an_elementwise_decay():
   """Gated fast weights: two gates make a decay of rank one, the entries of which multiply."""
   q, k, v = qkv()
   a, c = decays(B, T, H, K), decays(B, T, H, V, seed=3)
   same(
-    lambda q, k, v, a, c: ops.linear_attention(q, k, v, log_decay=a, value_log_decay=c)[0],
+    lambda q, k, v, a, c: linear_attention(q, k, v, log_decay=a, value_log_decay=c)[0],
     lambda q, k, v, a, c: ops.elementwise_decay_scan(q, k, v, a[..., None] + c[..., None, :])[0],
     (q, k, v, a, c),
   )
 
 
-def test_the_delta_rule_without_decay_and_without_memory():
+def test_delta_rule_with_zero_and_infinite_decay_equals_the_formula():
   """A log decay of 0 is none; of -inf, each step sees itself alone: out = β (q·k) v."""
   q, k, v = qkv()
   k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
   beta = jax.nn.sigmoid(normal((B, T, H), seed=5)[0])
   same(
-    lambda *x: ops.delta_rule(*x, log_decay=jnp.zeros((B, T, H)))[0],
-    lambda *x: ops.delta_rule(*x)[0],
+    lambda *x: delta_rule(*x, log_decay=jnp.zeros((B, T, H)))[0],
+    lambda *x: delta_rule(*x)[0],
     (q, k, v, beta),
   )
-  out, _ = ops.delta_rule(q, k, v, beta, log_decay=jnp.full((B, T, H), -jnp.inf))
+  out, _ = delta_rule(q, k, v, beta, log_decay=jnp.full((B, T, H), -jnp.inf))
   q, k, v, beta = exact(q, k, v, beta)
   close(out, (beta * (q * k).sum(-1))[..., None] * v, length=T)
 
 
-def test_the_delta_rule_that_erases_nothing_is_linear_attention():
+def test_delta_rule_with_zero_erase_key_equals_linear_attention():
   """An erase key of 0, or keys at right angles, leave S = a S + β k v^T."""
   q, k, v = qkv()
   beta, g = jax.nn.sigmoid(normal((B, T, H), seed=5)[0]), decays(B, T, H)
-  additive = lambda q, k, v, beta, g: ops.linear_attention(q, beta[..., None] * k, v, log_decay=g)[
-    0
-  ]
+  additive = lambda q, k, v, beta, g: linear_attention(q, beta[..., None] * k, v, log_decay=g)[0]
   same(
-    lambda *x: ops.delta_rule(*x[:4], log_decay=x[4], erase_key=jnp.zeros_like(x[1]))[0],
+    lambda *x: delta_rule(*x[:4], log_decay=x[4], erase_key=jnp.zeros_like(x[1]))[0],
     additive,
     (q, k, v, beta, g),
   )
   q, k, v, beta, g = (x[:, :K] for x in (q, k, v, beta, g))
   k = jnp.broadcast_to(jnp.eye(K)[:, None], k.shape)
-  close(ops.delta_rule(q, k, v, beta, log_decay=g)[0], additive(q, k, v, beta, g))
+  close(delta_rule(q, k, v, beta, log_decay=g)[0], additive(q, k, v, beta, g))
 
 
-def test_the_exact_longhorn_step_minimises_its_objective():
+def test_exact_longhorn_update_minimizes_its_objective():
   """Longhorn, eq. 5 and theorem 3.1: ||S - S_{t-1}||² + ||S^T k - x||² weighted by β is least.
 
   At the minimum the objective's gradient is 0; it is evaluated in float64 numpy.
@@ -155,9 +156,7 @@ def test_the_exact_longhorn_step_minimises_its_objective():
   )
   with jax.enable_x64(True):
     rate = beta / (1 + beta * np.sum(k**2, -1, keepdims=True))
-    run = jax.jit(
-      lambda S, *inputs: ops.delta_rule(*inputs, initial_state=ops.DeltaRuleState(S))[1].kv
-    )
+    run = jax.jit(lambda S, *inputs: delta_rule(*inputs, initial_state=ops.DeltaRuleState(S))[1].kv)
     whole = run(S, k, k, x, rate)
     for t in range(steps):
       old = S
@@ -168,7 +167,7 @@ def test_the_exact_longhorn_step_minimises_its_objective():
     close(whole, S, jnp.float64)
 
 
-def test_longhorn_keeps_the_diagonal_of_its_exact_transition():
+def test_longhorn_decay_equals_the_diagonal_of_the_exact_transition():
   """Longhorn, algorithm 1: k k^T becomes k², which changes nothing for keys with one entry."""
   D, N = 6, 4
   x, k, q = normal((B, T, D), (B, T, N), (B, T, N))
@@ -178,7 +177,7 @@ def test_longhorn_keeps_the_diagonal_of_its_exact_transition():
   def exact_form(x, beta, k, q):
     rate = beta / (1 + beta * jnp.sum(k**2, -1, keepdims=True))
     head = lambda y: y[:, :, None]
-    return ops.delta_rule(head(q), head(k), head(x), head(rate))[0][:, :, 0]
+    return delta_rule(head(q), head(k), head(x), head(rate))[0][:, :, 0]
 
   close(ops.longhorn_scan(x, beta, single, q)[0], exact_form(x, beta, single, q), length=T)
   # Other keys do: the two are different systems.
@@ -194,7 +193,7 @@ def test_longhorn_keeps_the_diagonal_of_its_exact_transition():
   same(lambda *y: ops.longhorn_scan(*y)[0], every_entry, (x, beta, k, q))
 
 
-def test_mamba_and_mamba2_are_decays_of_every_entry_and_of_a_head():
+def test_mamba_and_mamba2_equal_elementwise_and_per_head_decays():
   """S6 with one rate for all entries is SSD: linear attention with a decay per step and head."""
   D, N = 6, 4
   x, b, c, dt = normal((B, T, D), (B, T, N), (B, T, N), (B, T, D))
@@ -215,13 +214,13 @@ def test_mamba_and_mamba2_are_decays_of_every_entry_and_of_a_head():
     return ops.selective_scan(x, dt, jnp.broadcast_to(rate, (D, N)), b, c)[0]
 
   def ssd(x, step, rate, b, c):
-    out, _ = ops.linear_attention(head(c), head(b), head(step * x), log_decay=step * rate)
+    out, _ = linear_attention(head(c), head(b), head(step * x), log_decay=step * rate)
     return out[:, :, 0]
 
   same(one_rate, ssd, (x, step, rate, b, c))
 
 
-def test_rotated_features_are_a_complex_decay():
+def test_rotated_features_equal_a_complex_decay():
   """cosFormer and LRPE: [q cos tθ; q sin tθ] · [k cos sθ; k sin sθ] is S = e^{iθ} S + k v^T."""
   theta = jnp.asarray(10000.0 ** (-2 * np.arange(K) / K), jnp.float32)
   g = decays(H, K)  # LRPE with an exponential decay, as TNL has it
@@ -229,7 +228,7 @@ def test_rotated_features_are_a_complex_decay():
   def rotated(q, k, v, theta, g):
     angle = jnp.arange(T)[:, None, None] * theta
     turn = lambda x: jnp.concatenate([x * jnp.cos(angle), x * jnp.sin(angle)], -1)
-    return ops.linear_attention(turn(q), turn(k), v, log_decay=jnp.tile(g, (1, 2)))[0]
+    return linear_attention(turn(q), turn(k), v, log_decay=jnp.tile(g, (1, 2)))[0]
 
   def complex_decay(q, k, v, theta, g):
     decay = jnp.exp(jax.lax.complex(g, jnp.broadcast_to(theta, g.shape)))
@@ -243,13 +242,13 @@ def test_rotated_features_are_a_complex_decay():
     same(rotated, complex_decay, arguments, jnp.float64)
 
 
-def test_gated_slot_attention_is_two_passes_of_linear_attention():
+def test_gated_slot_attention_equals_two_passes_of_linear_attention():
   """GSA: slots K̃ and Ṽ are written with 1 - f, read with a softmax over the slots."""
   M = 5
   q, k, v = qkv()
   f = jnp.exp(decays(B, T, H, M))
-  first, _ = ops.linear_attention(q, k, 1 - f, value_log_decay=jnp.log(f))
-  out, _ = ops.linear_attention(jax.nn.softmax(first), 1 - f, v, log_decay=jnp.log(f))
+  first, _ = linear_attention(q, k, 1 - f, value_log_decay=jnp.log(f))
+  out, _ = linear_attention(jax.nn.softmax(first), 1 - f, v, log_decay=jnp.log(f))
   key_slots, value_slots, want = np.zeros((B, H, M, K)), np.zeros((B, H, M, V)), []
   for q_t, k_t, v_t, f_t in zip(*(np.moveaxis(x, 1, 0) for x in exact(q, k, v, f)), strict=True):
     f_t = f_t[..., None]
@@ -261,7 +260,7 @@ def test_gated_slot_attention_is_two_passes_of_linear_attention():
   close(out, np.stack(want, 1), length=T)
 
 
-def test_rwkv4_is_normalised_linear_attention_with_one_channel_a_head():
+def test_wkv4_equals_normalized_linear_attention_with_one_channel_per_head():
   """RWKV-4, eq. 16: keys exp(k), queries 1, decay -w, bonus exp(u); the read is one decay later."""
   D = 5
   k, v, u = normal((B, T, D), (B, T, D), (D,))
@@ -271,7 +270,7 @@ def test_rwkv4_is_normalised_linear_attention_with_one_channel_a_head():
     head = lambda x: x[..., None]
     # S_{t-1} is read without the decay of step t, which linear_attention applies to it: the bonus
     # form reads S_{t-1} itself.
-    out, _ = ops.linear_attention(
+    out, _ = linear_attention(
       jnp.ones((B, T, D, 1)), head(jnp.exp(k)), head(v),
       log_decay=-head(w), bonus=head(jnp.exp(u)), normalize=True,
     )  # fmt: skip
@@ -281,11 +280,11 @@ def test_rwkv4_is_normalised_linear_attention_with_one_channel_a_head():
 
 
 @pytest.mark.parametrize("data_dependent", [False, True])
-def test_rwkv5_and_rwkv6_read_before_they_write(data_dependent):
+def test_linear_attention_with_bonus_equals_rwkv5_and_rwkv6(data_dependent):
   """RWKV-5 and RWKV-6: o = r^T (S_{t-1} + diag(u) k v^T), S = diag(w) S + k v^T, in numpy."""
   r, k, v = qkv()
   u, g = normal((H, K), seed=4)[0], decays(*((B, T) if data_dependent else ()), H, K)
-  out, _ = ops.linear_attention(r, k, v, log_decay=g, bonus=u)
+  out, _ = linear_attention(r, k, v, log_decay=g, bonus=u)
   each = np.broadcast_to(np.exp(np.asarray(g, np.float64)), (B, T, H, K))
   r, k, v, u = exact(r, k, v, u)
   S, want = np.zeros((B, H, K, V)), []
@@ -296,12 +295,12 @@ def test_rwkv5_and_rwkv6_read_before_they_write(data_dependent):
   close(out, np.stack(want, 1), length=T)
 
 
-def test_softmax_attention_by_its_definition():
+def test_softmax_attention_equals_its_definition():
   """A window of 1 is the value itself; blocks are separate sequences; q = 0 is a running mean."""
   q, k, v = normal((B, T, H, K), (B, T, H, K), (B, T, H, V))
   close(ops.attention(q, k, v, window=1)[0], v)
   apart = [ops.attention(*(x[:, s : s + 10] for x in (q, k, v)))[0] for s in range(0, T, 10)]
   close(ops.attention(q, k, v, block=10)[0], jnp.concatenate(apart, 1))
   ones = jnp.ones((B, T, H, 1))
-  mean, _ = ops.linear_attention(ones, ones, v, normalize=True)
+  mean, _ = linear_attention(ones, ones, v, normalize=True)
   close(ops.attention(jnp.zeros_like(q), k, v)[0], mean)

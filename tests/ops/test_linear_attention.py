@@ -1,4 +1,4 @@
-"""linear_attention: what is particular to it, beside the tests that all scans share."""
+"""linear_attention: what is particular to it, next to the tests that all scans share."""
 
 import functools
 
@@ -27,7 +27,7 @@ def attention(q, k, v, log_decay, **kwargs):
 
 
 @pytest.mark.parametrize("decay_first", [True, False])
-def test_equals_the_formula_of_the_paper(decay_first):
+def test_normalized_output_equals_the_formula_of_the_paper(decay_first):
   """LNSSM, eq. 14: weight a^(t-j), or a^(t-1-j) with weight 1 at j = t, summed in float64."""
   q, k, v, log_decay = (np.asarray(x, np.float64) for x in inputs(23))
   lag = np.arange(23)[:, None] - np.arange(23)[None, :]
@@ -42,7 +42,7 @@ def test_equals_the_formula_of_the_paper(decay_first):
   close(out, want)
 
 
-def test_backward_equals_the_published_recursions():
+def test_backward_pass_equals_the_published_recursions():
   """LNSSM's backward pass with Algorithm 2 put right: both adjoint states, step by step."""
   T = 19
   q, k, v, log_decay = (np.asarray(x, np.float64) for x in inputs(T))
@@ -67,8 +67,8 @@ def test_backward_equals_the_published_recursions():
   close(vjp(jnp.asarray(G, jnp.float32)), (dq, dk, dv, a * da))
 
 
-def test_gradient_of_a_strong_decay_is_right_channel_by_channel():
-  """Beside gradients of 1, that of a decay of exp(-20) is 1e-9: its own relative error counts."""
+def test_gradient_of_strong_decay_is_accurate_per_channel():
+  """Next to gradients of 1, that of a decay of exp(-20) is 1e-9: its own relative error counts."""
   T = 48
   q, k, v, _ = inputs(T)
   log_decay = jnp.broadcast_to(jnp.asarray([-20.0, -12.0, -5.0, -0.01]), (H, K))
@@ -84,7 +84,7 @@ def test_gradient_of_a_strong_decay_is_right_channel_by_channel():
   assert np.abs(want).min() < 1e-7 < np.abs(want).max()
 
 
-def test_complete_forgetting_is_exact():
+def test_infinite_decay_is_exact():
   """log_decay = -inf forgets everything: each output is then its own value."""
   q, k, v, _ = inputs(20)
   out, state = attention(q, k, v, jnp.full((H, K), -jnp.inf))
@@ -118,14 +118,14 @@ def test_complete_forgetting_is_exact():
     ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
-def test_bad_arguments_are_named(change, message):
+def test_bad_argument_raises_and_is_named(change, message):
   arguments = {"q": (B, 6, H, K), "k": (B, 6, H, K), "v": (B, 6, H, V)} | change
   arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in arguments.items()}
   with pytest.raises(ValueError, match=message):
     ops.linear_attention(**arguments)
 
 
-def test_integer_inputs_are_refused():
+def test_integer_inputs_raise():
   q = jnp.zeros((B, 6, H, K), jnp.int32)
   with pytest.raises(ValueError, match="q has dtype int32; it must be floating point"):
     ops.linear_attention(q, q, q)

@@ -1,4 +1,4 @@
-"""long_convolution: what is particular to it. The rest is the business of the contract."""
+"""Tests particular to long_convolution; the contract suite covers the rest."""
 
 import subprocess
 import sys
@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
+from lnssm_jax.ops.causal_conv1d.types import ConvState
 from lnssm_jax.ops.long_convolution.api import long_convolution
 from lnssm_jax.ops.long_convolution.exponentials import exponential_kernel_taps, exponentials
-from lnssm_jax.ops.long_convolution.fft import fast_length
-from lnssm_jax.ops.long_convolution.state import (
+from lnssm_jax.ops.long_convolution.taps import fast_length
+from lnssm_jax.ops.long_convolution.types import (
   ExponentialKernel,
   ExponentialState,
-  LongConvolutionState,
 )
 from tests.ops import contract, promises
 
 B, D = 2, 3
-TAPS = ["fft", "blocks", "reference"]
+TAPS = ["fft", "chunked", "reference"]
 SUMS = ["chunked", "associative", "reference"]
 
 
@@ -41,12 +41,12 @@ def exponential_kernel(N=4, seed=0):
   return ExponentialKernel(log_pole, coefficient, jnp.asarray(draw(D)))
 
 
-def kernel_of(implementation, L=9):
-  return exponential_kernel() if implementation in SUMS[:2] else jnp.asarray(draw(L, D, seed=1))
+def kernel_of(kind, L=9):
+  return exponential_kernel() if kind == "sum" else jnp.asarray(draw(L, D, seed=1))
 
 
 def convolve(x, taps):
-  """Every channel by `numpy.convolve` in float64."""
+  """`numpy.convolve` of every channel in float64."""
   x, taps = np.asarray(x, np.float64), np.asarray(taps, np.float64)
   channels = [
     [np.convolve(x[b, :, d], taps[:, d])[: x.shape[1]] for d in range(x.shape[2])]
@@ -61,16 +61,16 @@ def both(x, kernel):
   return exponential_kernel_taps(kernel, x.shape[1]), long_convolution(x, kernel, chunk_size=16)[0]
 
 
-@pytest.mark.parametrize("L", [1, 30, 200])
+@pytest.mark.parametrize("L", [30, 200])
 @pytest.mark.parametrize("implementation", TAPS)
-def test_equals_numpy_convolve(implementation, L):
+def test_taps_shorter_and_longer_than_x_equal_numpy_convolve(implementation, L):
   x, taps = draw(B, 150, D), draw(L, D, seed=1)
   out, _ = jax.jit(lambda *a: long_convolution(*a, implementation=implementation))(x, taps)
   close(out, convolve(x, taps))
 
 
 @pytest.mark.parametrize("implementation", SUMS)
-def test_a_sum_of_exponentials_equals_its_taps(implementation):
+def test_exponential_kernel_equals_its_taps(implementation):
   x, kernel = draw(B, 75, D), exponential_kernel()
   length = np.arange(75)[:, None, None]
   log_pole, coefficient = (np.asarray(a, np.complex128) for a in kernel[:2])
@@ -81,8 +81,8 @@ def test_a_sum_of_exponentials_equals_its_taps(implementation):
   close(out, convolve(x, taps))
 
 
-def test_exponentials_of_many_steps_are_right_to_the_last_digits():
-  """Rounding l p to float32 would give phases that are wrong by 0.03 here."""
+def test_exponentials_large_lags_have_full_precision():
+  """Rounding l p to float32 would give phase errors of 0.03 here."""
   rng = np.random.default_rng(0)
   log_pole = (-1e-7 * rng.random(64) + 1j * rng.uniform(-6, 6, 64)).astype(np.complex64)
   steps = (0, 1, 2, 63, 64, 1000, 131_072, 1_000_003)
@@ -92,8 +92,8 @@ def test_exponentials_of_many_steps_are_right_to_the_last_digits():
 
 
 @pytest.mark.parametrize("implementation", SUMS)
-def test_a_pole_of_zero_is_forgotten_at_once(implementation):
-  """Re log_pole = -inf: a tap at lag 0, and gradients that are finite."""
+def test_exponential_kernel_zero_pole_keeps_one_step(implementation):
+  """Re log_pole = -inf: a tap at lag 0, and finite gradients."""
   x = jnp.asarray(draw(B, 12, D))
 
   @jax.jit
@@ -107,8 +107,8 @@ def test_a_pole_of_zero_is_forgotten_at_once(implementation):
   np.testing.assert_array_equal(gradient, jnp.zeros((D, 1)))
 
 
-def test_s4d_and_dss_kernels():
-  """S4D-Lin with ZOH; DSS as it is defined, with a row-softmax over the length."""
+def test_exponential_kernel_s4d_and_dss_equal_their_definitions():
+  """S4D-Lin with ZOH; DSS with its row-softmax over the length."""
   N, L = 8, 60
   step = np.geomspace(1e-3, 1e-1, D)[:, None]
   pole = -0.5 + 1j * np.pi * np.arange(N)[None]
@@ -124,7 +124,7 @@ def test_s4d_and_dss_kernels():
     close(both(x, kernel), (want, convolve(x, want)))
 
 
-def test_any_kernel_is_a_sum_of_exponentials():
+def test_exponential_kernel_tnn_conversion_is_exact():
   """TNN's conversion: n + 1 taps under a decay gamma are n exponentials, exactly.
 
   With one more tap the undecayed kernel sums to 0; its inverse Fourier transform then has n terms.
@@ -141,14 +141,14 @@ def test_any_kernel_is_a_sum_of_exponentials():
   close(both(x, kernel), (taps, convolve(x, taps)))
 
 
-@pytest.mark.parametrize("implementation", ["fft", "chunked"])
-def test_decoding_token_by_token_equals_one_call(implementation):
-  x, kernel = jnp.asarray(draw(B, 40, D)), kernel_of(implementation)
-  call = lambda *a: long_convolution(*a[:2], initial_state=a[2], implementation=implementation)
+@pytest.mark.parametrize("kind", ["taps", "sum"])
+def test_decoding_single_tokens_equals_one_call(kind):
+  x, kernel = jnp.asarray(draw(B, 40, D)), kernel_of(kind)
+  call = lambda *a: long_convolution(*a[:2], initial_state=a[2])
   out, last = jax.jit(call)(x, kernel, None)
   state = (
-    LongConvolutionState(jnp.zeros((B, 8, D)))
-    if implementation == "fft"
+    ConvState(jnp.zeros((B, 8, D)))
+    if kind == "taps"
     else ExponentialState(jnp.zeros((B, D, 4), jnp.complex64))
   )
   state, outs = jax.jit(
@@ -159,19 +159,19 @@ def test_decoding_token_by_token_equals_one_call(implementation):
   close((jnp.moveaxis(outs[:, :, 0], 0, 1), state), (out, last))
 
 
-def test_a_step_of_decoding_has_no_fft():
+def test_decoding_single_token_has_no_fft():
   x, kernel = jnp.zeros((B, 1, D)), jnp.zeros((50, D))
-  state = LongConvolutionState(jnp.zeros((B, 49, D)))
+  state = ConvState(jnp.zeros((B, 49, D)))
   call = lambda *a: long_convolution(*a[:2], initial_state=a[2])
   assert "fft" not in str(jax.make_jaxpr(call)(x, kernel, state))
   assert "fft" in str(jax.make_jaxpr(call)(jnp.zeros((B, 2, D)), kernel, state))
 
 
-@pytest.mark.parametrize("implementation", ["fft", "chunked"])
-def test_packed_documents_equal_separate_documents(implementation):
-  """Long ones, so that FFTs of several levels join their halves; one of them is infinite."""
+@pytest.mark.parametrize("kind", ["taps", "sum"])
+def test_packed_documents_equal_separate_calls(kind):
+  """Long documents, so that several levels of the tree use FFTs; one of them is infinite."""
   lengths = [1, 150, 7, 300]
-  x, kernel = draw(B, sum(lengths), D), kernel_of(implementation, L=200)
+  x, kernel = draw(B, sum(lengths), D), kernel_of(kind, L=200)
   x[:, 40] = np.inf
   x[0, 155] = np.nan
   ids = jnp.asarray(np.repeat([4, 9, 4, 0], lengths)[None].repeat(B, 0), jnp.int32)
@@ -187,11 +187,11 @@ def test_packed_documents_equal_separate_documents(implementation):
   close(last, state)
 
 
-@pytest.mark.parametrize("implementation", ["blocks", "chunked"])
-def test_nothing_flows_backwards_in_time(implementation):
-  """Bit for bit, at a step whose levels are joined by FFTs; not even what is infinite."""
-  x, kernel = draw(B, 400, D), kernel_of(implementation, L=400)
-  run = jax.jit(lambda x: long_convolution(x, kernel, implementation=implementation)[0])
+@pytest.mark.parametrize("kind", ["taps", "sum"])
+def test_chunked_infinite_future_inputs_change_no_bit(kind):
+  """At a step whose levels use FFTs."""
+  x, kernel = draw(B, 400, D), kernel_of(kind, L=400)
+  run = jax.jit(lambda x: long_convolution(x, kernel, implementation="chunked")[0])
   changed = x.copy()
   changed[:, 130:] = np.inf
   before, after = run(x), run(changed)
@@ -199,23 +199,22 @@ def test_nothing_flows_backwards_in_time(implementation):
   assert not np.isfinite(after[:, 130:]).any()
 
 
-def test_an_fft_errs_relative_to_the_whole():
-  """Beside inputs of 1e6, outputs of size 1 keep two digits; "blocks" keeps all before them."""
+def test_fft_small_outputs_lose_digits_that_chunked_keeps():
+  """Next to inputs of 1e6, outputs of size 1 keep two digits; "chunked" keeps all before them."""
   x, taps = draw(1, 400, D), draw(400, D, seed=1)
   x[:, 200:] *= 1e6
   want = convolve(x, taps)
   early = {}
-  for implementation in ("fft", "blocks"):
+  for implementation in ("fft", "chunked"):
     out, _ = jax.jit(lambda *a, f=implementation: long_convolution(*a, implementation=f))(x, taps)
     close(out, want, length=400)
     early[implementation] = contract.relative_error(out[:, :200], want[:, :200])
-  assert early["blocks"] < contract.tolerance(jnp.float32, 200)
+  assert early["chunked"] < contract.tolerance(jnp.float32, 200)
   assert 1e-3 < early["fft"] < 1
 
 
 @pytest.mark.parametrize("implementation", TAPS)
-def test_gradients_of_taps_equal_finite_differences(implementation):
-  """Of the reference, and of the others to second order."""
+def test_taps_gradients_to_second_order_equal_finite_differences(implementation):
   rng = np.random.default_rng(3)
   with jax.enable_x64(True):
     segments = jnp.asarray([[0] * 4 + [1] * 16, [0] * 20])
@@ -227,7 +226,7 @@ def test_gradients_of_taps_equal_finite_differences(implementation):
       out, last = long_convolution(
         x,
         taps,
-        initial_state=LongConvolutionState(past),
+        initial_state=ConvState(past),
         segment_ids=None if implementation == "fft" else segments,
         implementation=implementation,
       )
@@ -239,8 +238,8 @@ def test_gradients_of_taps_equal_finite_differences(implementation):
     np.testing.assert_allclose(curvature, (slope(1e-5) - slope(-1e-5)) / 2e-5, rtol=1e-7)
 
 
-def test_complex_gradients_follow_the_convention_of_jax():
-  """jax.grad with respect to complex arrays themselves, against autodiff of the reference."""
+def test_exponential_kernel_complex_gradients_equal_those_of_the_reference():
+  """jax.grad with respect to the complex arrays themselves: JAX's convention."""
   x, kernel = jnp.asarray(draw(B, 11, D)), exponential_kernel()
   h = jnp.asarray(draw(B, D, 4) * (1 + 2j), jnp.complex64)
 
@@ -262,8 +261,8 @@ def test_complex_gradients_follow_the_convention_of_jax():
   close(got, want)
 
 
-@pytest.mark.parametrize("implementation", ["fft", "blocks"])
-def test_taps_work_under_every_transformation(implementation):
+@pytest.mark.parametrize("implementation", ["fft", pytest.param("chunked", marks=pytest.mark.slow)])
+def test_taps_under_every_transformation_stay_the_same(implementation):
   inputs, others = ({"x": draw(B, 12, D, seed=s), "kernel": draw(7, D, seed=s + 1)} for s in (0, 5))
   call = lambda inputs, **options: long_convolution(
     inputs["x"], inputs["kernel"], **({"implementation": implementation} | options)
@@ -273,7 +272,7 @@ def test_taps_work_under_every_transformation(implementation):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_dtypes(dtype):
+def test_long_convolution_narrow_inputs_have_float32_states(dtype):
   x = jnp.asarray(draw(B, 5, D), dtype)
   results = lambda *arguments: jax.eval_shape(long_convolution, *arguments)
   out, state = results(x, jnp.asarray(draw(3, D), dtype))
@@ -285,16 +284,16 @@ def test_dtypes(dtype):
   assert (out.dtype, state.h.dtype) == (dtype, jnp.float32)
 
 
-def test_float16_sums_do_not_overflow_inside():
+def test_float16_large_sums_do_not_overflow():
   x = jnp.full((1, 40, 1), 30000.0, jnp.float16).at[:, 20:].multiply(-1)
   for kernel in (jnp.ones((40, 1)), ExponentialKernel(jnp.zeros((1, 1)), jnp.ones((1, 1)))):
     out, _ = jax.jit(long_convolution)(x, kernel)
     assert abs(out[0, -1, 0]) < 1
 
 
-@pytest.mark.parametrize("implementation", ["fft", "blocks", "packed"])
-def test_memory_of_the_taps_gradient_is_a_few_spectra(implementation):
-  """In units of x: no array per step and tap, and of the levels of a tree only one at a time."""
+@pytest.mark.parametrize("implementation", ["fft", "chunked", "packed"])
+def test_taps_gradient_memory_is_a_few_spectra(implementation):
+  """In units of x: no array per step and tap, and one level of the tree at a time."""
   T, width, batch = 4096, 4, 4
   x = jax.ShapeDtypeStruct((batch, T, width), jnp.float32)
   taps = jax.ShapeDtypeStruct((T, width), jnp.float32)
@@ -311,13 +310,13 @@ def test_memory_of_the_taps_gradient_is_a_few_spectra(implementation):
   assert temporary < 12 * 4 * unit
 
 
-def test_long_trees_do_not_hang():
-  """FFTs that run at the same time can wait for each other's threads for good (jax 0.11.2, CPU)."""
+def test_long_convolution_deep_tree_finishes():
+  """FFTs that run at the same time can deadlock on CPUs: see `ordering.py`."""
   program = """if True:
     import jax, jax.numpy as jnp
     from lnssm_jax import ops
     x = jnp.ones((2, 131072, 2))
-    out = lambda *args: ops.long_convolution(*args, implementation="blocks")[0]
+    out = lambda *args: ops.long_convolution(*args, implementation="chunked")[0]
     gradient = jax.jit(jax.grad(lambda *args: jnp.sum(out(*args) ** 2), argnums=(0, 1)))
     for _ in range(3):
       jax.block_until_ready(gradient(x, x[0]))
@@ -328,19 +327,19 @@ def test_long_trees_do_not_hang():
 @pytest.mark.parametrize(
   ("length", "fast"), [(1, 2), (127, 128), (257, 270), (1999, 2000), (131_073, 131_220)]
 )
-def test_fast_lengths_have_small_prime_factors(length, fast):
+def test_fast_length_has_small_prime_factors(length, fast):
   assert fast_length(length) == fast
 
 
-def test_supported_lists_what_can_run():
+def test_supported_depends_on_the_kind_of_kernel():
   x = jnp.zeros((B, 6, D))
-  assert ops.supported(long_convolution, x, jnp.zeros((4, D))) == ["fft", "blocks", "reference"]
+  assert ops.supported(long_convolution, x, jnp.zeros((4, D))) == ["fft", "chunked", "reference"]
   want = ["chunked", "reference", "associative"]
   assert ops.supported(long_convolution, x, exponential_kernel()) == want
   with pytest.raises(NotImplementedError, match=r"exponential_kernel_taps\(kernel, length\)"):
     long_convolution(x, exponential_kernel(), implementation="fft")
   with pytest.raises(NotImplementedError, match="kernel is an array of taps"):
-    long_convolution(x, jnp.zeros((4, D)), implementation="chunked")
+    long_convolution(x, jnp.zeros((4, D)), implementation="associative")
 
 
 def bad_kernel(**change):
@@ -357,7 +356,7 @@ def bad_kernel(**change):
     ({"kernel": (4, 5)}, r"kernel has shape \(4, 5\), but \[L, D\] = \[any, 3\]"),
     ({"kernel": (0, D)}, "L >= 1"),
     ({"kernel": jnp.zeros((4, D), jnp.complex64)}, "kernel has dtype complex64"),
-    ({"initial_state": LongConvolutionState(jnp.zeros((B, 4, D)))},
+    ({"initial_state": ConvState(jnp.zeros((B, 4, D)))},
      r"initial_state.inputs has shape \(2, 4, 3\), but \[B, L - 1, D\] = \[2, 3, 3\]"),
     ({"initial_state": ExponentialState(jnp.zeros((B, D, 4)))},
      "initial_state is a ExponentialState, but the kernel is an array of taps"),
@@ -378,14 +377,14 @@ def bad_kernel(**change):
      "initial_state.h is complex, but the kernel is real"),
   ],
 )  # fmt: skip
-def test_bad_arguments_are_named(change, message):
+def test_long_convolution_bad_argument_raises_naming_it(change, message):
   arguments = {"x": (B, 6, D), "kernel": (4, D)} | change
   array = lambda a: jnp.zeros(a) if type(a) is tuple else a
   with pytest.raises(ValueError, match=message):
     long_convolution(**{name: array(a) for name, a in arguments.items()})
 
 
-def test_bad_arguments_of_taps_are_named():
+def test_exponential_kernel_taps_bad_argument_raises_naming_it():
   with pytest.raises(ValueError, match="length=0 must be at least 1"):
     exponential_kernel_taps(exponential_kernel(), 0)
   with pytest.raises(ValueError, match=r"exponential_kernel_taps: kernel.direct has shape \(4,\)"):

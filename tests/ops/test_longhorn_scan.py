@@ -1,4 +1,4 @@
-"""longhorn_scan: what is particular to it, beside the tests that all scans share."""
+"""Tests particular to longhorn_scan; the contract suite covers the rest."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 from lnssm_jax.ops.longhorn_scan.api import longhorn_scan
 from lnssm_jax.ops.longhorn_scan.gains import gain_and_decay
-from lnssm_jax.ops.longhorn_scan.state import LonghornState
+from lnssm_jax.ops.longhorn_scan.types import LonghornState
 from tests.ops import promises
 from tests.ops.promises import close
 
@@ -47,15 +47,15 @@ def states(inputs):
   return S, gain, decay
 
 
-def test_equals_the_formula():
+def test_longhorn_scan_equals_its_definition():
   inputs = make_inputs(11)
   S, _, _ = states(inputs)
   want = np.stack([np.einsum("bdn,bn->bd", S[t + 1], inputs["q"][:, t]) for t in range(11)], 1)
   close(call(inputs)[0], want + in_float64(inputs)["skip"] * in_float64(inputs)["x"])
 
 
-def test_backward_equals_the_published_formulas():
-  """Longhorn's gradients of ε, β, x and k, which subtract from 1, step by step in float64."""
+def test_longhorn_scan_gradients_equal_the_published_formulas():
+  """Longhorn's gradients of ε, β, x and k, which subtract from 1, token by token in float64."""
   T = 7
   inputs = make_inputs(T)
   x, beta, k, q, skip = (in_float64(inputs)[n] for n in (*STEPS, "skip"))
@@ -78,11 +78,11 @@ def test_backward_equals_the_published_formulas():
 
 
 def objective(S, before, k, x, beta):
-  """What Longhorn minimises at a step (its equation 5), per row of the state."""
+  """The objective of one token (Longhorn, equation 5), per row of the state."""
   return np.sum((S - before) ** 2, -1) + beta * (S @ k - x) ** 2
 
 
-def test_the_exact_update_minimises_the_objective_and_the_diagonal_one_approximates_it():
+def test_longhorn_scan_approximates_the_exact_minimizer():
   rng = np.random.default_rng(2)
   before, k, x = rng.normal(size=(D, N)), rng.normal(size=N), rng.normal(size=D)
   beta = rng.random(D)
@@ -92,7 +92,7 @@ def test_the_exact_update_minimises_the_objective_and_the_diagonal_one_approxima
       longhorn_scan(
         *(jnp.asarray(z)[None, None] for z in (x, beta, k, k)),
         initial_state=LonghornState(jnp.asarray(before)[None]),
-      )[1].memory[0]
+      )[1].h[0]
     )
     diagonal, diagonal_of_one_hot = one_step(k), one_step(one_hot)
 
@@ -121,7 +121,7 @@ def hard_keys():
   return jnp.asarray(beta, jnp.float32), jnp.asarray(k, jnp.float32)
 
 
-def test_every_decay_lies_between_0_and_1():
+def test_longhorn_decays_any_keys_are_between_0_and_1():
   beta, k = hard_keys()
   gain, decay = jax.jit(gain_and_decay)(beta, k)
   assert (decay > 0).all() and (decay <= 1).all()
@@ -130,7 +130,7 @@ def test_every_decay_lies_between_0_and_1():
   assert (as_written <= 0).any()  # what the definition gives in float32
 
 
-def test_gains_and_their_derivatives_are_right_entry_by_entry():
+def test_longhorn_gains_and_derivatives_are_accurate_per_entry():
   """Where 1 - ε k² has no correct digit, each value and derivative has nearly all of its own."""
   beta, k = hard_keys()
   one = lambda beta, k: tuple(x[0] for x in gain_and_decay(beta[None], k))
@@ -154,7 +154,7 @@ def test_gains_and_their_derivatives_are_right_entry_by_entry():
   )
 
 
-def test_there_is_no_exponential():
+def test_longhorn_scan_has_no_exponential():
   loss = lambda inputs: jnp.sum(call(inputs)[0] ** 2)
   compiled = jax.jit(jax.grad(loss)).lower(make_inputs(5)).compile().as_text()
   assert "multiply(" in compiled
@@ -162,7 +162,7 @@ def test_there_is_no_exponential():
     assert word not in compiled
 
 
-def test_float16_does_not_overflow_inside():
+def test_longhorn_scan_float16_large_squares_do_not_overflow():
   """The square of 300 is beyond float16's 65504."""
   inputs = make_inputs(5, dtype=jnp.float16)
   out, _ = call(inputs | {"k": 300 * inputs["k"]})
@@ -179,14 +179,14 @@ def test_float16_does_not_overflow_inside():
     ({"q": (B, 6, D)}, r"q has shape \(2, 6, 3\).*the shape of k"),
     ({"skip": (N,)}, r"skip has shape \(4,\)"),
     ({"k": jnp.zeros((B, 6, N), int)}, "k has dtype int32; it must be floating point"),
-    ({"initial_state": LonghornState(jnp.zeros((B, N, D)))}, r"initial_state.memory has shape"),
+    ({"initial_state": LonghornState(jnp.zeros((B, N, D)))}, r"initial_state.h has shape"),
     ({"segment_ids": jnp.zeros((B, 5), int)}, r"segment_ids has shape \(2, 5\)"),
     ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
     ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
-def test_bad_arguments_are_named(change, message):
+def test_longhorn_scan_bad_argument_raises_naming_it(change, message):
   arguments = {"x": (B, 6, D), "beta": (B, 6, D), "k": (B, 6, N), "q": (B, 6, N)} | change
   arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in arguments.items()}
   with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Every scan: what it promises beside its values, on short cases."""
+"""Every scan: what it promises next to its values, on short cases."""
 
 import dataclasses
 import functools
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from lnssm_jax import ops
+from lnssm_jax.ops.cases import SCANS
 from tests.ops import promises
-from tests.ops.scans import SCANS
 
 CASES = [(name, case) for name, scan in SCANS.items() for case in (scan.small, *scan.variants)]
 
@@ -35,7 +35,7 @@ def forms(name, case):
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
-def test_splitting_packing_and_causality(name, case):
+def test_splitting_packing_and_causality_hold_for_every_form(name, case):
   scan, inputs, others = SCANS[name], drawn(name, case), drawn(name, case, seed=1)
   steps, infinite = scan.over_time(case, inputs), scan.isolates_documents
   for n, form in enumerate(forms(name, case)):
@@ -53,7 +53,7 @@ def brief(name):
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_every_transformation(name):
+def test_transformations_equal_plain_calls(name):
   scan, case = SCANS[name], brief(name)
   inputs, others = drawn(name, case), drawn(name, case, seed=1)
   forms = [form for form in scan.implementations if form != "reference"]
@@ -63,7 +63,7 @@ def test_every_transformation(name):
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_derivatives_in_float64(name):
+def test_derivatives_in_float64_equal_the_reference(name):
   case = brief(name)
   inputs, others = drawn(name, case), drawn(name, case, seed=1)
   compared = SCANS[name].compared
@@ -82,7 +82,7 @@ def test_reference_gradient_equals_finite_differences(name):
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
-def test_dtypes(name, case):
+def test_dtypes_of_output_and_state_follow_the_inputs(name, case):
   """`out` is as narrow as the inputs, the state only where it is made of them; or both float64."""
   scan = SCANS[name]
   inputs = scan.inputs(case)
@@ -107,13 +107,13 @@ def test_dtypes(name, case):
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_supported_lists_what_can_run(name):
+def test_supported_lists_every_implementation_as_preferred(name):
   scan = SCANS[name]
   assert forms(name, scan.small) == list(scan.implementations)
 
 
 @pytest.mark.parametrize("name", [name for name, scan in SCANS.items() if scan.memory])
-def test_no_array_holds_a_state_per_step(name):
+def test_memory_of_chunks_holds_no_state_per_token(name):
   """No array of forward and backward pass exceeds the inputs and the states between chunks."""
   scan = SCANS[name]
 
@@ -129,7 +129,7 @@ def test_no_array_holds_a_state_per_step(name):
     return max(kept), sum(kept), largest, temporary
 
   chunk = scan.memory(1).chunk
-  T = 64 * chunk  # beside which an array of a few chunks' size is small
+  T = 64 * chunk  # next to which an array of a few chunks' size is small
   largest_kept, all_kept, largest, temporary = sizes(T, "chunked")
   assert largest <= largest_kept
   # As many bytes for each step more, and these are a few times what is kept (measured: up to 4.6).

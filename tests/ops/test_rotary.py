@@ -1,4 +1,4 @@
-"""rotary_embedding: its formula in float64, and what it is for."""
+"""rotary_embedding: its formula in float64, and relative positions."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def formula(x, positions, base, width, interleaved):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("base", "width"), [(10000, None), (500000.0, 4), (7, 6)])
 @pytest.mark.parametrize("largest", [9, 131_072, 10**9])
-def test_equals_the_formula(interleaved, base, width, largest):
+def test_rotary_embedding_far_positions_equal_the_formula(interleaved, base, width, largest):
   """To the rounding of float32, however far along the sequence."""
   positions = np.random.default_rng(1).integers(largest, size=(B, T))
   positions.flat[0] = largest
@@ -36,7 +36,7 @@ def test_equals_the_formula(interleaved, base, width, largest):
   assert contract.relative_error(got, want) <= contract.tolerance(jnp.float32, 1)
 
 
-def test_products_depend_on_the_difference_of_positions():
+def test_rotary_embedding_products_depend_on_relative_positions():
   q, k = X[:, :1], X[:, 1:2]
   score = lambda i, j: np.sum(
     rotary_embedding(q, jnp.asarray([i])) * rotary_embedding(k, jnp.asarray([j])), axis=-1
@@ -45,7 +45,7 @@ def test_products_depend_on_the_difference_of_positions():
   assert np.abs(score(7, 0) - score(6, 0)).max() > 0.1
 
 
-def test_positions_may_be_shared_negative_or_between_steps():
+def test_rotary_embedding_positions_may_be_shared_negative_or_fractional():
   shared = np.arange(T)
   rows = np.broadcast_to(shared, (B, T))
   np.testing.assert_array_equal(rotary_embedding(X, shared), rotary_embedding(X, rows))
@@ -57,7 +57,7 @@ def test_positions_may_be_shared_negative_or_between_steps():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_dtypes_and_gradients(dtype):
+def test_rotary_embedding_dtypes_and_gradients(dtype):
   x = jnp.asarray(X, dtype)
   out, vjp = jax.vjp(lambda x: rotary_embedding(x, np.arange(T)), x)
   assert out.dtype == dtype
@@ -77,6 +77,6 @@ def test_dtypes_and_gradients(dtype):
     ({"width": 10}, "width=10 must be even"),
   ],
 )
-def test_bad_arguments_are_named(arguments, message):
+def test_rotary_embedding_bad_argument_raises_naming_it(arguments, message):
   with pytest.raises(ValueError, match=message):
     rotary_embedding(**({"x": X, "positions": np.arange(T)} | arguments))

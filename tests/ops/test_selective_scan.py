@@ -1,4 +1,4 @@
-"""selective_scan: what is particular to it, beside the tests that all scans share."""
+"""Tests particular to selective_scan; the contract suite covers the rest."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lnssm_jax.ops.selective_scan.api import selective_scan
-from lnssm_jax.ops.selective_scan.state import SelectiveState
+from lnssm_jax.ops.selective_scan.types import SelectiveState
 from tests.ops import promises
 from tests.ops.promises import close
 
@@ -36,7 +36,7 @@ def in_float64(inputs):
   return {name: np.asarray(x, np.float64) for name, x in inputs.items()}
 
 
-def test_equals_the_formula():
+def test_selective_scan_equals_the_explicit_sum():
   """out_t = sum over j <= t of exp(a sum of dt over j < i <= t) dt_j x_j b_j c_t, in float64."""
   inputs = make_inputs(11)
   x, dt, a, b, c, skip = (in_float64(inputs)[n] for n in (*NAMES, "skip"))
@@ -48,8 +48,8 @@ def test_equals_the_formula():
   close(call(inputs)[0], want)
 
 
-def test_backward_equals_the_derived_recursion():
-  """The lines of README.md, step by step in float64."""
+def test_selective_scan_gradients_equal_the_derived_recursion():
+  """The lines of README.md, token by token in float64."""
   T = 7
   inputs = make_inputs(T)
   x, dt, a, b, c, skip = (in_float64(inputs)[n] for n in (*NAMES, "skip"))
@@ -73,8 +73,8 @@ def test_backward_equals_the_derived_recursion():
   close(jax.jit(jax.grad(lambda inputs: jnp.sum(call(inputs)[0] * G)))(inputs), want)
 
 
-def test_gradient_of_a_strong_rate_is_right_entry_by_entry():
-  """A rate of -20 has a gradient of 1e-9 of its neighbours': each must be right."""
+def test_selective_scan_gradient_of_a_strong_rate_is_accurate_per_entry():
+  """A rate of -20 has a gradient of 1e-9 of its neighbors': each must be accurate."""
   T = 24
   inputs = jax.tree.map(jnp.abs, make_inputs(T))  # terms of one sign
   inputs |= {"a": -jnp.linspace(0.01, 20.0, D * N).reshape(D, N), "dt": jnp.ones((B, T, D))}
@@ -91,32 +91,32 @@ def test_gradient_of_a_strong_rate_is_right_entry_by_entry():
 
 
 @pytest.mark.parametrize("dt", [0.0, 1e4])
-def test_a_step_of_no_length_and_one_that_forgets_everything(dt):
-  """dt = 0 keeps the state bit for bit; dt a = -10000 leaves nothing but the step itself."""
+def test_selective_scan_zero_and_huge_step_sizes_are_exact(dt):
+  """dt = 0 keeps the state bit for bit; dt a = -10000 leaves nothing but the token itself."""
   inputs = make_inputs(5)
   before = SelectiveState(jnp.ones((B, D, N)))
   inputs |= {"dt": jnp.full((B, 5, D), dt), "a": jnp.full((D, N), -1.0)}
 
   @jax.jit
   def run(inputs, before):
-    loss = lambda inputs, before: (call(inputs, initial_state=before)[1].ssm[0, 0, 0], 0)
+    loss = lambda inputs, before: (call(inputs, initial_state=before)[1].h[0, 0, 0], 0)
     gradients = jax.grad(loss, argnums=(0, 1), has_aux=True)(inputs, before)[0]
     return call(inputs, initial_state=before)[1], gradients
 
   state, gradients = run(inputs, before)
   if dt == 0:
-    np.testing.assert_array_equal(state.ssm, before.ssm)
+    np.testing.assert_array_equal(state.h, before.h)
   else:
-    close(state.ssm, dt * inputs["x"][:, -1, :, None] * inputs["b"][:, -1, None])
+    close(state.h, dt * inputs["x"][:, -1, :, None] * inputs["b"][:, -1, None])
   assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
-  assert gradients[1].ssm[0, 0, 0] == (1 if dt == 0 else 0)
+  assert gradients[1].h[0, 0, 0] == (1 if dt == 0 else 0)
 
 
-def test_float16_does_not_overflow_inside():
-  """States and products beyond float16's 65504 are read out small."""
+def test_selective_scan_float16_large_states_do_not_overflow():
+  """States and products beyond float16's 65504, small outputs."""
   ones = jnp.ones((1, 40, 1), jnp.float16)
   out, state = selective_scan(300 * ones, 300 * ones, jnp.zeros((1, 1)), ones, 1e-6 * ones)
-  assert state.ssm[0, 0, 0] == 40 * 300 * 300
+  assert state.h[0, 0, 0] == 40 * 300 * 300
   assert jnp.isfinite(out).all() and (out[:, -1] > 0).all()
 
 
@@ -132,14 +132,14 @@ def test_float16_does_not_overflow_inside():
     ({"skip": (N,)}, r"skip has shape \(4,\)"),
     ({"x": jnp.zeros((B, 6, D), int)}, "x has dtype int32; it must be floating point"),
     ({"a": jnp.zeros((D, N), complex)}, "a has dtype complex64; it must be floating point"),
-    ({"initial_state": SelectiveState(jnp.zeros((B, N, D)))}, r"initial_state.ssm has shape"),
+    ({"initial_state": SelectiveState(jnp.zeros((B, N, D)))}, r"initial_state.h has shape"),
     ({"segment_ids": jnp.zeros((B, 5), int)}, r"segment_ids has shape \(2, 5\)"),
     ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
     ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
-def test_bad_arguments_are_named(change, message):
+def test_selective_scan_bad_argument_raises_naming_it(change, message):
   arguments = {"x": (B, 6, D), "dt": (B, 6, D), "a": (D, N), "b": (B, 6, N), "c": (B, 6, N)}
   arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in (arguments | change).items()}
   with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Scans on a sequence that four devices share: the same numbers as on one, for one exchange."""
+"""Ops on a sequence that is sharded over four devices: the same numbers as on one."""
 
 import json
 
@@ -9,23 +9,29 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from lnssm_jax import ops
-from lnssm_jax.ops import dispatch, sequence_parallel
+from lnssm_jax.ops.core import dispatch
+from lnssm_jax.ops.core.halo import inputs_before
 from tests.ops.contract import tolerance
 from tests.ops.divided import AXIS, DIVIDED, SEGMENT_IDS, WHOLE, run_here
 
-# Once each, with segments, a state and, where there is one, an extreme decay. The form of the scan
-# itself is the one that compiles fastest: the exchange is the same for all.
-EACH = [
-  {"name": "linear_attention", "decay": "BTHK", "normalize": True, "strength": "extreme"},
-  {"name": "diagonal_scan", "complex_": "ax"},
-  {"name": "wkv4"},
-  {"name": "selective_scan"},
-  {"name": "longhorn_scan"},
-  {"name": "delta_rule", "decay": "extreme"},
-  {"name": "elementwise_decay_scan", "decay": "function"},
-  {"name": "attention", "window": 5},
-]
 LINEAR = {"name": "linear_attention"}
+# Every argument once, with segments and a state. Decays are slow, so that a state which should have
+# been reset, or decayed once more, is seen in the next shard. The form of the scan itself is the
+# one that compiles fastest: the exchange is the same for all.
+EACH = [
+  LINEAR | {"decay": "HK", "normalize": True, "bonus": True, "strength": "weak"},
+  LINEAR | {"decay": "BTHK", "value_decay": "BTHV", "strength": "weak"},
+  {"name": "diagonal_scan", "complex_": "ax", "reverse": True, "strength": "weak"},
+  {"name": "diagonal_scan", "constant": True},
+  {"name": "wkv4", "strength": "weak"},
+  {"name": "selective_scan", "strength": "weak"},
+  {"name": "longhorn_scan", "strength": "weak"},
+  {"name": "delta_rule", "decay": "weak", "rates": "column", "erase": True},
+  {"name": "elementwise_decay_scan", "decay": "function"},
+  {"name": "long_convolution", "kernel": "complex"},
+  {"name": "attention", "window": 5},
+  {"name": "attention", "cached": [12, 3]},
+]
 MANY = [
   *(
     LINEAR | {"decay": decay, "strength": strength, "segments": segments}
@@ -41,6 +47,8 @@ MANY = [
     for c, constant, reverse in [("", False, True), ("ax", True, False), ("a", False, True)]
   ),
   {"name": "diagonal_scan", "strength": "extreme", "state": False, "segments": False},
+  LINEAR | {"decay": "BTHK", "normalize": True, "strength": "extreme"},
+  {"name": "delta_rule", "decay": "extreme"},
   *({"name": "wkv4", "strength": s, "segments": s == "extreme"} for s in ("weak", "extreme")),
   *({"name": n, "strength": "extreme"} for n in ("selective_scan", "longhorn_scan")),
   *(
@@ -51,7 +59,6 @@ MANY = [
   {"name": "delta_rule", "segments": False, "state": False},
   {"name": "elementwise_decay_scan", "decay": "BTHKV", "strength": "extreme"},
   {"name": "elementwise_decay_scan", "decay": "HKV", "segments": False},
-  {"name": "long_convolution", "kernel": "complex"},
   {"name": "long_convolution", "kernel": "real", "segments": False},
   {"name": "attention"},
   *(
@@ -73,29 +80,29 @@ def check(calls):
     assert any("gradients" in name for name in errors)
 
 
-def test_values_states_and_gradients_are_those_of_the_whole_sequence():
+def test_every_op_sharded_equals_the_whole_sequence():
   check([call | {"implementation": "reference"} for call in EACH])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_every_option_and_the_default_forms(part):
+def test_every_option_sharded_equals_the_whole_sequence(part):
   check((EACH + MANY)[part::4])
 
 
-def test_communication_is_one_exchange_that_does_not_grow_with_the_length():
-  """A layer of the LNSSM and its gradients: the neighbour's last token, one gather of the states.
+def test_communication_of_a_layer_does_not_grow_with_length():
+  """A layer of the LNSSM and its gradients: the neighbor's last token, one gather of the states.
 
-  Backwards the same, transposed; the all-reduce is of the gradients of the parameters.
+  Backward the same, transposed; the all-reduce is of the gradients of the parameters.
   """
-  short, long = run_here("-m", "tests.models.divided", "traffic")
+  short, long = run_here("-m", "tests.models.sharded", "traffic")
   assert short == long
   kinds, sizes = zip(*short, strict=True)
   once = ("all-gather", "all-reduce", "collective-permute", "collective-permute", "reduce-scatter")
   assert kinds == once
   B, H, K, D = 2, 2, 4, 8
   summary = 4 * (B * H * (K * K + K) + H * K)  # bytes: kv and key_sum; the sums of log decays
-  assert sizes[0] == 4 * summary  # that of every part
+  assert sizes[0] == 4 * summary  # that of every shard
   assert sizes[2:] == (4 * B * D, 4 * B * D, summary)
 
 
@@ -103,47 +110,59 @@ PARTS = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def shapes(fn, *args, specs):
-  """`fn` on four parts, without any device."""
+  """`fn` on four shards, without any device."""
   run = jax.shard_map(fn, mesh=PARTS, in_specs=specs, out_specs=WHOLE)
   return jax.eval_shape(run, *args)
 
 
-def test_an_axis_that_is_not_mapped_is_refused():
+def test_axis_name_that_is_not_mapped_raises():
   x = jnp.ones((1, 4, 2))
   with pytest.raises(ValueError, match="axis_name='time' is not a mapped axis here"):
-    sequence_parallel.diagonal_scan(jnp.ones(2), x, axis_name="time")
+    ops.diagonal_scan(jnp.ones(2), x, axis_name="time")
 
 
-def test_without_an_axis_they_are_the_scans_themselves():
-  x = jax.random.normal(jax.random.key(0), (1, 4, 2))
-  got = sequence_parallel.diagonal_scan(jnp.full(2, 0.5), x, axis_name=None)
-  assert jnp.array_equal(got[0], ops.diagonal_scan(jnp.full(2, 0.5), x)[0])
+def test_sharded_taps_raise():
+  call = lambda x: ops.long_convolution(x, jnp.ones((3, 2)), axis_name=AXIS)[0].sum()
+  with pytest.raises(NotImplementedError, match="axis_name='sequence' with a kernel of taps"):
+    shapes(call, jnp.ones((1, 8, 2)), specs=DIVIDED)
 
 
-def test_taps_are_refused():
-  with pytest.raises(NotImplementedError, match="a kernel of taps cannot run on a divided"):
-    sequence_parallel.long_convolution(jnp.ones((1, 4, 2)), jnp.ones((3, 2)), axis_name=AXIS)
+def test_sharded_acausal_attention_raises():
+  call = lambda x: ops.attention(x, x, x, causal=False, axis_name=AXIS)[0].sum()
+  with pytest.raises(NotImplementedError, match="axis_name='sequence' with causal=False"):
+    shapes(call, jnp.ones((1, 8, 2, 3)), specs=DIVIDED)
 
 
-def test_parts_shorter_than_what_is_fetched_from_them_are_refused():
-  fetch = lambda x: sequence_parallel.inputs_before(x, 3, None, None, axis_name=AXIS).sum()
-  with pytest.raises(ValueError, match="a part of the sequence has 2 steps, but 3 steps before"):
+def test_sharded_op_without_sharded_form_raises():
+  def call(x):
+    indices = jnp.zeros((*x.shape[:2], 1), jnp.int32)
+    gates = jnp.ones(indices.shape)
+    options = {"num_partitions": 2, "axis_name": AXIS}
+    return ops.sparse_state_attention(x, x, x, indices, gates, **options)[0].sum()
+
+  with pytest.raises(NotImplementedError, match="this op needs the whole sequence"):
+    shapes(call, jnp.ones((1, 8, 2, 3)), specs=DIVIDED)
+
+
+def test_shards_shorter_than_the_halo_raise():
+  fetch = lambda x: inputs_before(x, 3, None, None, axis_name=AXIS).sum()
+  with pytest.raises(ValueError, match="a shard of the sequence has 2 tokens, but 3 tokens before"):
     shapes(fetch, jnp.ones((1, 8, 2)), specs=DIVIDED)
 
 
-def test_a_length_that_does_not_divide_is_refused():
+def test_length_that_is_no_multiple_of_the_shards_raises():
   with pytest.raises(ValueError, match="divisible"):
     shapes(lambda x: x.sum(), jnp.ones((1, 6, 2)), specs=P(None, AXIS))
 
 
-def test_wrong_arguments_are_refused_as_the_scan_does():
-  call = lambda x: sequence_parallel.linear_attention(x, x[..., 1:], x, axis_name=AXIS)[0].sum()
+def test_sharded_bad_argument_raises_as_the_op():
+  call = lambda x: ops.linear_attention(x, x[..., 1:], x, axis_name=AXIS)[0].sum()
   with pytest.raises(ValueError, match="linear_attention: k has shape"):
     shapes(call, jnp.ones((1, 8, 2, 3)), specs=DIVIDED)
 
 
-def test_kernels_are_taken_where_every_axis_of_the_mesh_is_mapped(monkeypatch):
-  """XLA divides what is left to it, but not a kernel."""
+def test_kernels_are_preferred_where_every_mesh_axis_is_mapped(monkeypatch):
+  """XLA partitions the axes that are left to it, but no kernel."""
   monkeypatch.setattr(jax, "device_count", lambda: 4)
   mesh = AbstractMesh((2, 2), ("fsdp", AXIS), axis_types=(AxisType.Auto,) * 2)
   found = []

@@ -1,4 +1,4 @@
-"""sparse_state_attention: what is particular to it. The rest is the business of the contract."""
+"""Tests particular to sparse_state_attention; the contract suite covers the rest."""
 
 import functools
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
+from lnssm_jax.ops.sparse_state_attention.cases import SPARSE_STATE_ATTENTION, Case
 from tests.ops import contract, promises
 from tests.ops.promises import close
-from tests.ops.scans.sparse_state_attention import SPARSE_STATE_ATTENTION, Case, draw
 
 B, H, K, V = 2, 2, 3, 5
 METHODS = ("mask", "varlen", "gather")
@@ -49,10 +49,10 @@ def written_out(x, N, segments, scale):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_equals_the_recurrence_written_out(method):
+def test_sparse_state_attention_equals_the_recurrence(method):
   """Everything at once, and two indices that are out of range: under jit they select nothing."""
   case = Case(T=21, S=2, N=4, decay="BTSHK", key="BTSHK", value="BTSHV", read=True, chunk=4)
-  x = draw(case, np.random.default_rng(0))
+  x = SPARSE_STATE_ATTENTION.draw(case, np.random.default_rng(0))
   x["indices"][0, 3, 1], x["indices"][1, 20, 0] = 4, -1
   segments = np.asarray(promises.documents(B, (5, 9, 7)))
   run = lambda x: SPARSE_STATE_ATTENTION(case, x, method=method, segment_ids=jnp.asarray(segments))
@@ -62,17 +62,17 @@ def test_equals_the_recurrence_written_out(method):
   close((out, kv), written_out(x, 4, segments, 0.7), dtype=jnp.float64)
 
 
-def test_one_partition_is_linear_attention():
+def test_sparse_state_attention_with_one_partition_equals_linear_attention():
   q, k, v, indices, gates, log_decay = inputs(19, 1, 1)
-  want, state = ops.linear_attention(q, k, v, log_decay=log_decay, chunk_size=4)
+  want, state = ops.linear_attention(q, k, v, log_decay=log_decay, scale=1.0, chunk_size=4)
   for method in METHODS:
     run = jax.jit(lambda *x: attention(*x, log_decay, 1, method=method))  # noqa: B023
     out, sparse = run(q, k, v, indices, jnp.ones_like(gates))
     close((out, sparse.kv[:, 0]), (want, state.kv))
 
 
-def test_row_sparse_linear_attention_has_a_partition_per_row():
-  """A step uses S rows of the state. The others keep decay 1, are not written and not read."""
+def test_sparse_state_attention_with_a_partition_per_row_is_row_sparse():
+  """A token uses S rows of the state. The others keep decay 1, are not written and not read."""
   rows, S, T = 6, 2, 13
   q, k, v, indices, _, _ = inputs(T, S, rows)
   rng = np.random.default_rng(4)
@@ -82,7 +82,7 @@ def test_row_sparse_linear_attention_has_a_partition_per_row():
 
   def dense(x, v):
     q, k, log_decay = (jnp.where(used, y, 0.0)[:, :, None] for y in x)
-    out, state = ops.linear_attention(q, k, v, log_decay=log_decay, chunk_size=4)
+    out, state = ops.linear_attention(q, k, v, log_decay=log_decay, scale=1.0, chunk_size=4)
     return out, state.kv[:, 0]
 
   def sparse(x, v):
@@ -99,7 +99,7 @@ def test_row_sparse_linear_attention_has_a_partition_per_row():
   close(got, contract.values_and_gradients(lambda x: dense(*x), arguments))
 
 
-def test_partitions_that_a_step_leaves_out_must_not_decay():
+def test_sparse_state_attention_unselected_partitions_do_not_decay():
   """SSE's Algorithm 1 masks q, k and v, not the decay. That is another function."""
   T, N = 17, 4
   q, k, v, indices, gates, log_decay = inputs(T, 2, N)
@@ -114,6 +114,7 @@ def test_partitions_that_a_step_leaves_out_must_not_decay():
       fold(k, weights),
       fold(v, every),
       log_decay=fold(log_decay, (weights > 0) if decay_where_used else every),
+      scale=1.0,
       chunk_size=4,
     )
     return out.reshape(B, T, N, H, V).sum(2), state.kv.reshape(B, N, H, K, V)
@@ -125,7 +126,7 @@ def test_partitions_that_a_step_leaves_out_must_not_decay():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_partition_that_nobody_selects_stays_bit_for_bit(method):
+def test_sparse_state_attention_unused_partition_keeps_its_bits(method):
   *arrays, log_decay = inputs(9, 2, 3)
   initial = jnp.asarray(np.random.default_rng(7).normal(size=(B, 5, H, K, V)), jnp.float32)
   run = lambda *x: attention(*x, 5, initial_state=ops.SparseState(initial), method=method)
@@ -135,8 +136,8 @@ def test_a_partition_that_nobody_selects_stays_bit_for_bit(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_later_steps_select_does_not_reach_back(method):
-  """Bit for bit, though "varlen" then puts earlier steps into other chunks."""
+def test_sparse_state_attention_later_selections_change_no_earlier_bit(method):
+  """Bit for bit, though "varlen" then moves earlier tokens to other chunks."""
   first, second = inputs(23, 2, 5), inputs(23, 2, 5, seed=1)
   changed = [x.at[:, 13:].set(y[:, 13:]) for x, y in zip(first, second, strict=True)]
   run = jax.jit(lambda *x: attention(*x, 5, method=method)[0])
@@ -145,7 +146,7 @@ def test_what_later_steps_select_does_not_reach_back(method):
   assert not np.allclose(before[:, 13:], after[:, 13:])
 
 
-def test_decoding_goes_on_where_prefill_stopped():
+def test_sparse_state_attention_decoding_continues_prefill():
   arrays = inputs(14, 2, 4)
   call = jax.jit(lambda x, method: attention(*x, 4, method=method), static_argnums=1)
   want = call(arrays, "mask")
@@ -158,8 +159,8 @@ def test_decoding_goes_on_where_prefill_stopped():
   close((jnp.concatenate(outs, 1), state), want)
 
 
-def test_sorting_holds_nothing_for_every_partition_and_step():
-  """Nor a state for every step. The mask does hold T N K numbers."""
+def test_sparse_varlen_memory_has_no_array_per_partition_and_token():
+  """Nor a state per token. "mask" does hold T N K numbers."""
   T, S, N, width, chunk = 512, 1, 16, 24, 16
   x = jax.ShapeDtypeStruct((1, T, 1, width), jnp.float32)
   gates = jax.ShapeDtypeStruct((1, T, S), jnp.float32)
@@ -189,8 +190,8 @@ def test_sorting_holds_nothing_for_every_partition_and_step():
   assert measure(None)[0] == largest
 
 
-def test_uniform_gates_do_not_teach_the_router():
-  """Softmax forgets what is added to all channels: of SSE's eq. 11 the router learns nothing."""
+def test_sparse_uniform_gates_have_no_router_gradient():
+  """Softmax is invariant to a shift of all channels: in SSE's eq. 11 the router has no gradient."""
   q, k, v, indices, _, log_decay = inputs(9, 2, 4)
   logits = jnp.asarray(np.random.default_rng(8).normal(size=(B, 9, 4)), jnp.float32)
   weights = jax.random.normal(jax.random.key(0), v.shape)
@@ -208,13 +209,15 @@ def test_uniform_gates_do_not_teach_the_router():
   assert jnp.abs(gradient(logits, True)).max() < 1e-6
 
 
-def test_supported_lists_what_can_run():
+def test_supported_sparse_forms_depend_on_the_method():
   *arrays, _ = inputs(3, 2, 4)
   every = ["chunked", "reference", "associative"]
   supported = functools.partial(ops.supported, ops.sparse_state_attention, *arrays)
   for method, want in [(None, every), ("mask", every), ("varlen", every), ("gather", every[1:2])]:
     assert supported(num_partitions=4, method=method) == want
-  with pytest.raises(NotImplementedError, match="'chunked' cannot run: method='gather' goes one"):
+  with pytest.raises(
+    NotImplementedError, match="'chunked' cannot run: method='gather' runs token by token"
+  ):
     attention(*arrays, None, 4, method="gather", implementation="chunked")
 
 
@@ -235,7 +238,7 @@ def test_supported_lists_what_can_run():
     ({"indices": jnp.zeros((B, 6), int)}, r"indices has shape \(2, 6\)"),
     ({"indices": jnp.full((B, 6, 2), 4)}, r"indices\[0, 0, 0\]=4 is out of range.*from 0 to 3"),
     ({"indices": jnp.zeros((B, 6, 2), int)}, r"indices\[0, 0\]=\[0, 0\] repeats 0"),
-    ({"num_partitions": 1}, "select S=2 partitions a step, but num_partitions=1"),
+    ({"num_partitions": 1}, "select S=2 partitions per token, but num_partitions=1"),
     ({"num_partitions": 2.0}, "num_partitions=2.0 must be an integer"),
     ({"initial_state": ops.SparseState(jnp.zeros((B, 3, H, K, V)))}, r"initial_state.kv has shape"),
     ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
@@ -245,7 +248,7 @@ def test_supported_lists_what_can_run():
     ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
   ],
 )  # fmt: skip
-def test_bad_arguments_are_named(change, message):
+def test_sparse_state_attention_bad_argument_raises_naming_it(change, message):
   arguments = {"q": (B, 6, H, K), "k": (B, 6, H, K), "v": (B, 6, H, V), "gates": (B, 6, 2)}
   arguments |= {"indices": jnp.broadcast_to(jnp.arange(2), (B, 6, 2)), "num_partitions": 4} | change
   arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in arguments.items()}

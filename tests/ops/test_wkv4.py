@@ -1,12 +1,11 @@
-"""wkv4: what is particular to it, beside the tests that all scans share."""
+"""wkv4: what is particular to it, next to the tests that all scans share."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lnssm_jax.ops.wkv4.api import wkv4
-from lnssm_jax.ops.wkv4.state import WKV4State, empty_state
+from lnssm_jax.ops import WKV4State, wkv4
 from tests.ops import contract
 from tests.ops.promises import close
 
@@ -25,7 +24,7 @@ def scan(*args, **kwargs):
 
 
 def meaning(state):
-  """What a state stands for: its scale may differ."""
+  """The meaning of a state: its scale may differ."""
   return state.max + jnp.log(state.denominator), state.numerator / state.denominator
 
 
@@ -44,7 +43,7 @@ def naive(k, v, w, u):
 @pytest.mark.parametrize(
   ("implementation", "size"), [(form, 100.0) for form in FORMS] + [("reference", 1.0)]
 )
-def test_equals_the_naive_sum_in_float64(implementation, size):
+def test_output_equals_the_naive_sum_in_float64(implementation, size):
   """Keys of +-200 too: their exponentials fit float64, and float32 not by a factor of 1e48."""
   arguments = inputs(40, size=size)
   if size > 1:
@@ -53,7 +52,7 @@ def test_equals_the_naive_sum_in_float64(implementation, size):
   close(call(*arguments), naive(*arguments))
 
 
-def test_keys_beyond_any_exponential_are_a_choice_of_one_value():
+def test_huge_keys_choose_one_value():
   """Steps of 1e4 up and down: the weight of all but one value is 0."""
   k = jnp.asarray([0.0, 1e4, 0.0, -1e4, 2e4, 3e4])[None, :, None]
   v = jnp.arange(6.0)[None, :, None]
@@ -70,7 +69,7 @@ def test_keys_beyond_any_exponential_are_a_choice_of_one_value():
 
 
 @pytest.mark.parametrize("implementation", FORMS)
-def test_a_key_of_minus_infinity_leaves_a_step_out(implementation):
+def test_key_of_minus_infinity_leaves_its_token_out(implementation):
   k, v, w, u = inputs(12)
   k = k.at[:, 5:7].set(-jnp.inf)
 
@@ -86,7 +85,7 @@ def test_a_key_of_minus_infinity_leaves_a_step_out(implementation):
 
 
 @pytest.mark.parametrize("implementation", FORMS)
-def test_an_infinite_decay_rate_keeps_only_the_last_step(implementation):
+def test_infinite_decay_rate_keeps_only_the_last_token(implementation):
   k, v, _, u = inputs(8)
 
   @jax.jit
@@ -101,7 +100,7 @@ def test_an_infinite_decay_rate_keeps_only_the_last_step(implementation):
   assert not jnp.any(gradients[2])
 
 
-def test_outputs_lie_between_the_values_so_far():
+def test_outputs_are_between_the_values_so_far():
   k, v, w, u = inputs(300, size=30.0)
   out, _ = jax.jit(lambda *x: wkv4(*x))(k, v, w, u)
   slack = 1e-6
@@ -109,8 +108,8 @@ def test_outputs_lie_between_the_values_so_far():
   assert (out >= jax.lax.cummin(v, axis=1) - slack).all()
 
 
-def test_tiny_gradients_are_right_relative_to_themselves():
-  """Where one weight is nearly 1, gradients of keys are tiny differences, 1e-6 beside 1."""
+def test_tiny_gradients_are_accurate_relative_to_themselves():
+  """Where one weight is nearly 1, gradients of keys are tiny differences, 1e-6 next to 1."""
   k = jnp.asarray([15.0, 0.0, 1.0, -3.0, 2.0, 0.0])[None, :, None]
   v = jnp.asarray([1.0, -2.0, 0.5, 3.0, 1.5, 0.25])[None, :, None]
   w, u = jnp.asarray([0.1]), jnp.asarray([0.3])
@@ -125,7 +124,7 @@ def test_tiny_gradients_are_right_relative_to_themselves():
   assert 0 < np.abs(want).max() < 1e-4
 
 
-def test_a_state_is_the_same_whatever_its_scale():
+def test_state_with_another_scale_gives_the_same_output():
   """exp(max) numerator and exp(max) denominator are the state; outputs and gradients agree."""
   k, v, w, u = inputs(4)
   state = WKV4State(jnp.full((B, D), 1.5), jnp.ones((B, D)), jnp.full((B, D), 2.0))
@@ -145,7 +144,7 @@ def test_a_state_is_the_same_whatever_its_scale():
   close(gradient_scaled.max, gradient.max)
 
 
-def test_memory_of_the_backward_pass_is_the_states_between_chunks():
+def test_memory_of_the_backward_pass_holds_states_between_chunks():
   T, width = 4096, 32
   x = jax.ShapeDtypeStruct((1, T, width), jnp.float32)
   parameter = jax.ShapeDtypeStruct((width,), jnp.float32)
@@ -168,7 +167,7 @@ def test_memory_of_the_backward_pass_is_the_states_between_chunks():
     ({"k": (B, 0, D), "v": (B, 0, D)}, "T >= 1"),
     ({"decay_rate": (B, D)}, r"decay_rate has shape \(2, 3\), but \[D\] = \[3\]"),
     ({"bonus": (4,)}, r"bonus has shape \(4,\)"),
-    ({"initial_state": empty_state(B, 4, float)}, r"initial_state.max has shape \(2, 4\)"),
+    ({"initial_state": wkv4.init_state(batch=B, dim=4)}, r"initial_state.max has shape \(2, 4\)"),
     ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
     ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 0}, "chunk_size=0 must be at least 1"),
@@ -176,7 +175,7 @@ def test_memory_of_the_backward_pass_is_the_states_between_chunks():
     ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
-def test_bad_arguments_are_named(change, message):
+def test_bad_argument_raises_and_is_named(change, message):
   arguments = {"k": (B, 6, D), "v": (B, 6, D), "decay_rate": (D,), "bonus": (D,)} | change
   arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in arguments.items()}
   with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Training steps on devices arranged in several ways. Run as a program: their number is fixed when
+"""Training steps on several device meshes. Run as a program: the number of devices is fixed when
 jax starts. Prints JSON.
 
     python -m tests.train.arrangements CONFIG trained 1 2x2 1x2x2 "1x1x1x2 kernels"
@@ -6,7 +6,7 @@ jax starts. Prints JSON.
     python -m tests.train.arrangements CONFIG traffic 1x1x2
 
 Sizes are those of data x fsdp x sequence x tensor; what is not said is 1. With "kernels", scans are
-divided as kernels are, for which other forms stand in, because no CPU runs them.
+run in shard_map as kernels are, with XLA implementations in their place, as on a CPU.
 """
 
 import collections
@@ -22,29 +22,31 @@ from unittest import mock
 import jax
 import numpy as np
 
-from lnssm_jax.ops import dispatch
-from train import mesh as meshes
+from lnssm_jax.ops.core import dispatch
+from train.cluster import device_mesh
 from train.config import Mesh, load_config
-from train.optimizer import make_optimizer
-from train.step import abstract_state, init_state, make_train_step, model_graph
+from train.step.model import model_graph
+from train.step.optimizer import make_optimizer
+from train.step.state import abstract_state, init_state
+from train.step.train_step import make_train_step
 
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 WITH_KERNELS = (
   "causal_conv1d", "delta_rule", "diagonal_scan", "linear_attention", "longhorn_scan",
   "selective_scan", "wkv4",
 )  # fmt: skip
-STEPS = 3  # each magnifies the roundings of those before
+STEPS = 3  # each step amplifies the rounding errors of those before
 
 
 def arranged(cfg, sizes: str):
-  """The settings with a mesh like "2x2", and the mesh."""
-  axes = dict(zip(meshes.AXES, map(int, sizes.split("x")), strict=False))
+  """Config with a mesh such as "2x2", and the mesh."""
+  axes = dict(zip(device_mesh.AXES, map(int, sizes.split("x")), strict=False))
   cfg = dataclasses.replace(cfg, mesh=Mesh(**{"data": 1} | axes))
-  return cfg, meshes.make_mesh(cfg)
+  return cfg, device_mesh.make_mesh(cfg)
 
 
 def batches(cfg):
-  """Random tokens, some not counted, documents that begin anywhere."""
+  """Random tokens, some with weight 0, and documents that start anywhere."""
   rng = np.random.default_rng(0)
   shape = (STEPS, cfg.global_batch, cfg.seq_len + 1)
   tokens = rng.integers(0, cfg.model.vocab_size, shape).astype("int32")
@@ -64,36 +66,37 @@ def bits(tree):
 
 
 def moments(state):
-  """The first moment of every parameter: after one step, a share of the gradient."""
+  """First moment of every parameter: after one step, proportional to the gradient."""
   return state["opt_state"][1].mu
 
 
 @contextlib.contextmanager
 def stand_ins():
-  """XLA's forms run where kernels would; gives a list of what they are called with."""
+  """Runs XLA implementations in place of kernels; yields a list of their argument shapes."""
   seen = []
 
   def standing_in(form):
-    def run(*args, **kwargs):
-      seen.append(args[0].shape)
-      return form(*args, **kwargs)
+    def run(first, *args, **kwargs):
+      seen.append((first[0] if isinstance(first, tuple) else first).shape)
+      return form(first, *args, **kwargs)
 
     return run
 
   with contextlib.ExitStack() as stack:
-    stack.enter_context(mock.patch.object(dispatch, "hopper_obstacle", lambda: None))
+    stack.enter_context(mock.patch.object(dispatch, "hopper_unsupported", lambda: None))
     for scan in WITH_KERNELS:
-      xla, pallas = (
-        importlib.import_module(f"lnssm_jax.ops.{scan}.{x}") for x in ("xla", "pallas")
+      api, pallas = (
+        importlib.import_module(f"lnssm_jax.ops.{scan}.{x}") for x in ("api", "pallas")
       )
-      run = standing_in(xla.shifted if scan == "causal_conv1d" else xla.chunked)
-      others = {"obstacle": lambda *_, **__: None, "worthwhile": lambda *_, **__: True}
+      forms = api.IMPLEMENTATIONS
+      run = standing_in(forms.get("chunked", forms["reference"]).run)
+      others = {"unsupported": lambda *_: None, "preferred": lambda *_: True}
       stack.enter_context(mock.patch.multiple(pallas, run=run, **others))
     yield seen
 
 
 def trained(cfg, sizes: str, alone: dict):
-  """The initial state, metrics and gradients of some steps; how much a device holds of it all."""
+  """Initial state, metrics and gradients of some steps; the fraction stored per device."""
   if sizes.endswith(" kernels"):
     with stand_ins() as seen:
       result = trained(cfg, sizes.removesuffix(" kernels"), alone)
@@ -105,9 +108,9 @@ def trained(cfg, sizes: str, alone: dict):
   result["share"] = kernel.addressable_shards[0].data.size / kernel.size
   rows, compiled = [], None
   for batch in batches(cfg):
-    batch = jax.device_put(batch, meshes.batch_sharding(mesh))
+    batch = jax.device_put(batch, device_mesh.batch_sharding(mesh))
     compiled = compiled or step_of(cfg, mesh).lower(state, batch).compile()
-    state, metrics = compiled(state, batch)  # refuses a state that does not lie as at the start
+    state, metrics = compiled(state, batch)  # rejects other shardings than at the start
     rows.append([float(metrics["loss"]), float(metrics["grad_norm"]), float(metrics["param_norm"])])
     if len(rows) == 1:
       gradient = jax.tree.map(np.asarray, moments(state))
@@ -123,7 +126,7 @@ def trained(cfg, sizes: str, alone: dict):
 
 
 def collectives(text: str) -> list[dict[str, int]]:
-  """How many collectives each computation has that has any; arrays, where one takes several."""
+  """Number of collectives per computation that has any; of arrays, if one takes several."""
   found, name = collections.defaultdict(collections.Counter), ""
   for line in text.splitlines():
     if heading := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
@@ -134,20 +137,20 @@ def collectives(text: str) -> list[dict[str, int]]:
 
 
 def kernels(cfg, sizes: str, alone: dict):
-  """How many kernels the step has, lowered for CUDA."""
+  """Number of kernels of the step, lowered for CUDA."""
   del alone
-  dispatch.hopper_obstacle = lambda: None
+  dispatch.hopper_unsupported = lambda: None
   return lowered(cfg, sizes, "cuda").count("custom_call @mosaic_gpu")
 
 
 def traffic(cfg, sizes: str, alone: dict):
-  """The bytes that each kind of collective of the step sends, those in a loop once."""
+  """Bytes sent per kind of collective in the step, counting loop bodies once."""
   del alone
   found, kind = collections.Counter(), None
   for line in lowered(cfg, sizes, "cpu").splitlines():
     if operation := re.search(rf'"stablehlo\.({COLLECTIVES.replace("-", "_")})"', line):
       kind = operation[1]
-    # The types stand on the same line, or after the body of the sum.
+    # The types are on the same line, or after the body of the reduction.
     if kind and (types := re.search(r" : \(tensor<([^>]*)>\) -> tensor<", line)):
       *shape, dtype = types[1].split("x")
       found[kind] += math.prod(map(int, shape)) * int(re.sub(r"\D", "", dtype)) // 8
@@ -158,7 +161,7 @@ def traffic(cfg, sizes: str, alone: dict):
 def lowered(cfg, sizes: str, platform: str) -> str:
   cfg, mesh = arranged(cfg, sizes)
   batch = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=meshes.batch_sharding(mesh)),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device_mesh.batch_sharding(mesh)),
     next(batches(cfg)),
   )
   traced = step_of(cfg, mesh).trace(abstract_state(cfg, mesh), batch)

@@ -1,4 +1,4 @@
-"""A tiny run: 1 layer, 32 wide, bytes, on text made here. Seconds on a CPU."""
+"""A tiny run: 1 layer of width 32, bytes, on generated text. Seconds on a CPU."""
 
 import os
 import random
@@ -12,14 +12,14 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from train import loop
 from train.config import Data, Mesh, Model, Optimizer, Sample, Train, from_dict, to_dict
-from train.recorder import Recorder
+from train.logging.metric_reader import MetricReader
 
 WORDS = ("the", "slow", "quick", "river", "stone", "moves", "over", "under", "bright", "night")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_once(tmp_path_factory):
-  """Programs compiled by one test, or by a process that it starts, serve the others too.
+  """Shares compiled programs between tests and the processes that they start.
 
   Almost all the time of these tests is compilation, so the programs are not made fast.
   """
@@ -43,7 +43,7 @@ def _compile_once(tmp_path_factory):
 
 @pytest.fixture
 def optimized(monkeypatch):
-  """Programs, also of other processes, are compiled as users' are."""
+  """Compiles programs, also of other processes, with the default optimizations."""
   monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "False")
   jax.config.update("jax_disable_most_optimizations", False)
   yield
@@ -52,7 +52,7 @@ def optimized(monkeypatch):
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory):
-  """Two text files, made of a few words so that a tiny model learns something."""
+  """Two text files of a few words, so that a tiny model learns something."""
   folder = tmp_path_factory.mktemp("text")
   rng = random.Random(0)
   for name, documents in (("train", 60), ("validation", 8)):
@@ -64,7 +64,7 @@ def text_folder(tmp_path_factory):
 
 @pytest.fixture
 def tiny(text_folder, tmp_path):
-  """A function that makes the settings of a tiny run; arguments replace some, a.b as a__b."""
+  """Returns a function that creates the config of a tiny run; a__b=value overrides a.b."""
 
   def make(**changes) -> Train:
     cfg = Train(
@@ -101,12 +101,12 @@ def tiny(text_folder, tmp_path):
 
 @pytest.fixture
 def fit_and_kill(monkeypatch):
-  """A function that trains and dies when the metrics of step `at` reach the recorder."""
+  """Returns a function that trains and crashes when the metrics of step `at` are read."""
 
   class Killed(BaseException):
     pass
 
-  push = Recorder.push
+  push = MetricReader.push
 
   def run(cfg: Train, *, at: int) -> None:
     def push_and_die(self, step, metrics):
@@ -115,7 +115,7 @@ def fit_and_kill(monkeypatch):
         raise Killed
 
     with monkeypatch.context() as patch:
-      patch.setattr(Recorder, "push", push_and_die)
+      patch.setattr(MetricReader, "push", push_and_die)
       with pytest.raises(Killed):
         loop.fit(cfg)
 
@@ -124,7 +124,7 @@ def fit_and_kill(monkeypatch):
 
 @pytest.fixture
 def config_file(tmp_path):
-  """A function that writes settings as a config file for the command line."""
+  """Returns a function that writes a config file for the command line."""
 
   def write(cfg: Train, name: str = "config.py") -> str:
     path = tmp_path / name
@@ -139,7 +139,7 @@ def config_file(tmp_path):
 
 @pytest.fixture
 def command(_compile_once):
-  """A function that starts Python on the checkout, on the CPU, with the compilations shared."""
+  """Returns a function that starts Python on the checkout, on the CPU, with shared compilations."""
 
   def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(

@@ -1,16 +1,20 @@
-"""Checkpoints: what comes back, what is refused, and what lies in the way."""
+"""Checkpoints: exact round trips, rejected structures, damage and leftovers."""
 
+import os
 import re
 import shutil
+from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from train import checkpoint, digests
-from train.checkpoint import (
+from train.checkpoint import digests, safe_files, store
+from train.checkpoint.step_folders import newest_intact
+from train.checkpoint.store import (
   CheckpointError,
   Checkpoints,
   StructureError,
@@ -18,7 +22,6 @@ from train.checkpoint import (
   load,
   newest_step,
 )
-from train.step_folders import newest_intact
 
 TX = optax.chain(optax.identity(), optax.adam(1e-3))
 
@@ -36,16 +39,9 @@ def abstract(state):
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
-def assert_same_bits(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    assert x.dtype == y.dtype
-    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
 @pytest.fixture
 def saved(tmp_path):
-  """A folder with checkpoints of steps 3 and 7, and the states."""
+  """Folder with checkpoints of steps 3 and 7, and their states."""
   states = {step: make_state(step) for step in (3, 7)}
   with Checkpoints(tmp_path / "ck", keep=5) as checkpoints:
     for step, state in states.items():
@@ -54,22 +50,22 @@ def saved(tmp_path):
   return tmp_path / "ck", states
 
 
-def test_state_and_metadata_come_back_bit_for_bit(saved):
+def test_checkpoint_state_and_metadata_restored_bit_for_bit(saved):
   folder, states = saved
   with Checkpoints(folder, keep=5) as checkpoints:
     state, metadata = checkpoints.restore(abstract(states[7]))
-  assert_same_bits(state, states[7])
+  chex.assert_trees_all_equal(state, states[7], strict=True)
   assert metadata == {"data_position": 7}
 
 
-def test_saving_copies_before_the_state_is_donated(tmp_path):
+def test_checkpoint_save_before_donation_copies_state(tmp_path):
   grow = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
   state = {**make_state(), "params": {"big": jnp.zeros((512, 512))}}
   with Checkpoints(tmp_path, keep=2) as checkpoints:
     for step in range(1, 6):
       state = grow(state)
       checkpoints.save(step, state, {})
-      for _ in range(20):  # overwrites the buffers while the save is still running
+      for _ in range(20):  # overwrites the buffers while the save is running
         state = grow(state)
       expected = 21 * (step - 1) + 1
       checkpoints.wait()
@@ -77,7 +73,7 @@ def test_saving_copies_before_the_state_is_donated(tmp_path):
       assert (np.asarray(restored["params"]["big"]) == expected).all()
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_checkpoints_beyond_keep_deleted(tmp_path):
   with Checkpoints(tmp_path, keep=2) as checkpoints:
     for step in (1, 2, 3, 10):
       checkpoints.save(step, make_state(step), {})
@@ -85,14 +81,14 @@ def test_only_the_newest_are_kept(tmp_path):
   assert sorted(int(p.name) for p in tmp_path.iterdir()) == [3, 10]
 
 
-def test_parameters_can_be_read_alone(saved):
+def test_checkpoint_params_only_loaded(saved):
   folder, states = saved
   trees, step, _ = load(folder, {"params": abstract(states[7]["params"])})
   assert step == 7
-  assert_same_bits(trees["params"], states[7]["params"])
+  chex.assert_trees_all_equal(trees["params"], states[7]["params"], strict=True)
 
 
-def test_folders_that_are_no_checkpoints_do_not_count(saved):
+def test_checkpoint_folder_other_names_ignored(saved):
   folder, states = saved
   (folder / "15").mkdir()
   (folder / "notes").mkdir()
@@ -103,14 +99,14 @@ def test_folders_that_are_no_checkpoints_do_not_count(saved):
   with Checkpoints(folder, keep=5, say=said.append) as checkpoints:
     assert newest_step(folder) == 7
     state, _ = checkpoints.restore(abstract(states[7]))
-    assert_same_bits(state, states[7])
+    chex.assert_trees_all_equal(state, states[7], strict=True)
     checkpoints.save(15, make_state(15), {})  # its name is free again
     checkpoints.wait()
   assert newest_step(folder) == 15
   assert said == []
 
 
-def test_what_a_killed_process_left_is_removed(saved):
+def test_checkpoint_leftovers_of_killed_process_removed(saved):
   folder, _ = saved
   for name in ("20.saving.orbax-checkpoint-tmp", "21.saving", "3.deleting"):
     (folder / name).mkdir()
@@ -120,13 +116,13 @@ def test_what_a_killed_process_left_is_removed(saved):
     assert sorted(path.name for path in folder.iterdir()) == ["20.damaged", "3", "7"]
 
 
-def test_no_checkpoint_is_said(tmp_path):
+def test_checkpoint_missing_reported(tmp_path):
   assert newest_step(tmp_path / "nowhere") is None
   with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*train first"):
     load(tmp_path, {"params": {}})
 
 
-def test_another_structure_is_refused_path_by_path(saved):
+def test_checkpoint_structure_mismatch_listed_by_path(saved):
   folder, states = saved
   wanted = make_state(7, width=6)
   wanted["params"]["head"] = wanted["params"]["head"].astype(jnp.float32)
@@ -144,7 +140,7 @@ def test_another_structure_is_refused_path_by_path(saved):
   assert "config.json of its run folder" in lines[-1]
 
 
-def test_long_listings_are_cut():
+def test_checkpoint_structure_mismatch_long_listing_truncated():
   with pytest.raises(StructureError, match=r"\.\.\. and 30 more"):
     check_structure("x", {}, {str(i): jnp.zeros(1) for i in range(50)})
 
@@ -160,32 +156,88 @@ def largest_file(folder):
   return max(files, key=lambda path: path.stat().st_size)
 
 
-def test_one_changed_bit_sends_back_to_the_newest_intact_step(saved):
+def test_checkpoint_one_changed_bit_falls_back_to_intact_step(saved):
   folder, states = saved
   (data,) = (folder / "7" / "params" / "d").iterdir()
   flip_a_bit(data)
   said = []
   with Checkpoints(folder, keep=5, say=said.append) as checkpoints:
     state, metadata = checkpoints.restore(abstract(states[3]))
-  assert_same_bits(state, states[3])
+  chex.assert_trees_all_equal(state, states[3], strict=True)
   assert metadata == {"data_position": 3}
   line, renamed = said
   assert f"checkpoint {folder / '7'} is damaged: the content of params/d/{data.name}" in line
-  assert line.endswith("going back to step 3")
-  assert renamed == f"{folder / '7'} was renamed 7.damaged"
+  assert line.endswith("using step 3 instead")
+  assert renamed == f"{folder / '7'} was renamed to 7.damaged"
   assert sorted(path.name for path in folder.iterdir()) == ["3", "7.damaged"]
 
 
-def test_readers_go_back_too_and_rename_nothing(saved, capsys):
+def test_checkpoint_readers_fall_back_without_renaming(saved, capsys):
   folder, states = saved
   flip_a_bit(largest_file(folder / "7" / "optimizer"))
-  assert load(folder, {"params": abstract(states[3]["params"])})[1] == 7  # that is not read
+  assert load(folder, {"params": abstract(states[3]["params"])})[1] == 7  # that tree is not read
   assert capsys.readouterr().err == ""
   flip_a_bit(largest_file(folder / "7" / "params"))
   _, step, _ = load(folder, {"params": abstract(states[3]["params"])})
   assert step == 3
   assert "warning: checkpoint" in capsys.readouterr().err
   assert (folder / "7").is_dir()
+
+
+def test_checkpoint_readers_of_one_tree_check_files_next_to_trees(saved, capsys):
+  folder, states = saved
+  flip_a_bit(folder / "7" / "_CHECKPOINT_METADATA")
+  assert load(folder, {"params": abstract(states[3]["params"])})[1] == 3
+  assert "_CHECKPOINT_METADATA" in capsys.readouterr().err
+
+
+def test_checkpoint_files_synced_before_digests_and_rename(tmp_path, monkeypatch):
+  """A checkpoint with digests is complete on disk, even after a power failure."""
+  names = ("a", "tree/b", "tree/c/d")
+  for name in names:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(name)
+  events, fsync, replace = [], os.fsync, Path.replace
+
+  def flushed(descriptor):
+    events.append(os.fstat(descriptor).st_ino)
+    fsync(descriptor)
+
+  def replaced(path, target):
+    events.append(Path(target).name)
+    assert path.stat().st_ino in events  # what is renamed is on disk, not in a buffer
+    assert path.stat().st_size > 0
+    return replace(path, target)
+
+  monkeypatch.setattr(os, "fsync", flushed)
+  monkeypatch.setattr(Path, "replace", replaced)
+  digests.write(tmp_path, "5")
+  of_file = {(tmp_path / name).stat().st_ino for name in names}
+  assert set(events[: len(names)]) == of_file
+  assert events[-1] == digests.FILE
+  assert len(events) == len(names) + 2
+
+
+def test_new_folder_synced_before_rename(tmp_path, monkeypatch):
+  events, fsync, rename = [], os.fsync, Path.rename
+
+  def flushed(descriptor):
+    events.append(os.fstat(descriptor).st_ino)
+    fsync(descriptor)
+
+  def renamed(path, target):
+    events.append("renamed")
+    return rename(path, target)
+
+  monkeypatch.setattr(os, "fsync", flushed)
+  monkeypatch.setattr(Path, "rename", renamed)
+  with safe_files.new_folder(tmp_path / "export", ValueError) as folder:
+    (folder / "inner").mkdir()
+    for name in ("one", "inner/two"):
+      (folder / name).write_text(name)
+  files = {(tmp_path / "export" / name).stat().st_ino for name in ("one", "inner/two")}
+  assert files <= set(events[: events.index("renamed")])
+  assert events[-1] == tmp_path.stat().st_ino  # the name itself
 
 
 def truncate(step):
@@ -210,14 +262,14 @@ def swap(step):
   [
     (truncate, "bytes instead of"),
     (swap, "and 1 more"),
-    (take_another_name, "its files are those of a folder called 3"),
+    (take_another_name, "its files belong to a folder called 3"),
     (lambda step: (step / "commit_success.txt").unlink(), "commit_success.txt is missing"),
     (lambda step: (step / "digests.json").unlink(), "it has no digests.json"),
     (lambda step: (step / "digests.json").write_text("{"), "digests.json cannot be read"),
     (lambda step: flip_a_bit(step / "digests.json"), "digests.json (has changed|cannot be read)"),
   ],
 )
-def test_damage_is_named(saved, fault, message):
+def test_checkpoint_damage_named(saved, fault, message):
   folder, _ = saved
   assert digests.damage(folder / "7") is None
   fault(folder / "7")
@@ -227,7 +279,7 @@ def test_damage_is_named(saved, fault, message):
   assert len(said) == 1
 
 
-def test_no_intact_checkpoint_is_an_error_and_never_a_new_start(saved):
+def test_checkpoint_all_damaged_raises(saved):
   folder, states = saved
   for step in ("3", "7"):
     flip_a_bit(largest_file(folder / step))
@@ -240,7 +292,7 @@ def test_no_intact_checkpoint_is_an_error_and_never_a_new_start(saved):
   assert sorted(path.name for path in folder.iterdir()) == ["3", "7"]
 
 
-def test_failed_save_is_told_and_leaves_the_older_ones(saved, monkeypatch):
+def test_checkpoint_failed_save_reported_and_older_kept(saved, monkeypatch):
   folder, states = saved
 
   def full(*_, **__):
@@ -253,15 +305,15 @@ def test_failed_save_is_told_and_leaves_the_older_ones(saved, monkeypatch):
       checkpoints.save(9, states[7], {})
       with pytest.raises(CheckpointError, match=r"step 9 could not.*No space left.*intact"):
         checkpoints.wait()
-      assert sorted(path.name for path in folder.iterdir()) == ["3", "7"]  # no half of it stays
-      patch.setattr(checkpoint.ocp, "save_checkpointables_async", full)  # at once
+      assert sorted(path.name for path in folder.iterdir()) == ["3", "7"]  # nothing partial remains
+      patch.setattr(store.ocp, "save_checkpointables_async", full)  # synchronously
       checkpoints.save(10, states[7], {})
       assert "No space left" in str(checkpoints.failure())
-      assert checkpoints.failure() is None  # told once
+      assert checkpoints.failure() is None  # reported once
     assert newest_step(folder) == 7
     checkpoints.save(9, make_state(9), {"data_position": 9})
     checkpoints.wait()
     state, metadata = checkpoints.restore(abstract(states[7]))
   assert metadata == {"data_position": 9}
-  assert_same_bits(state, make_state(9))
+  chex.assert_trees_all_equal(state, make_state(9), strict=True)
   assert sorted(path.name for path in folder.iterdir()) == ["3", "7", "9"]

@@ -1,4 +1,4 @@
-"""The command line: what each command prints, and how it says no."""
+"""The command line: output, error messages and exit codes of each command."""
 
 import json
 import os
@@ -6,22 +6,24 @@ import os
 import numpy as np
 import pytest
 
-from train import cli, loop, sample
+from train import loop
+from train.cli.main import main
 from train.config import from_dict
 from train.data.tokenizers import load_tokenizer
-from train.recorder import DivergedError
-from train.run_folder import RunFolder
+from train.logging.metric_reader import DivergedError
+from train.runs import text_generation
+from train.runs.run_folder import RunFolder
 
 
 def run(*arguments):
-  return cli.main([str(argument) for argument in arguments])
+  return main([str(argument) for argument in arguments])
 
 
-def refusal(capsys, *arguments):
-  """Runs a command that must be refused; returns the one line that it says."""
+def usage_error(capsys, *arguments):
+  """Runs a command that must be rejected; returns its one-line message."""
   assert run(*arguments) == 2
   captured = capsys.readouterr()
-  assert captured.out == "", "said before it was refused"
+  assert captured.out == "", "printed before the error"
   (line,) = captured.err.splitlines()
   assert line.startswith("error: ")
   return line
@@ -29,31 +31,31 @@ def refusal(capsys, *arguments):
 
 @pytest.fixture
 def trained(tiny):
-  """The settings of a finished run."""
+  """Config of a finished run."""
   cfg = tiny()
   loop.fit(cfg)
   return cfg
 
 
-def test_no_arguments_print_the_commands(command):
+def test_cli_without_arguments_prints_commands(command):
   process = command("-X", "importtime", "-m", "train")
   out, times = process.communicate(timeout=60)
   assert process.returncode == 0
   for name in ("fit", "generate", "tokenize", "export", "import", "verify", "doctor"):
     assert f"\n    {name} " in out
   assert "python -m train fit --config configs/quickstart.py" in out
-  assert "| jax\n" not in times  # help need not wait for it
+  assert "| jax\n" not in times  # --help does not import it
 
 
 @pytest.mark.parametrize("name", ["fit", "evaluate", "generate", "tokenize", "import", "doctor"])
-def test_each_command_has_help(capsys, name):
+def test_cli_each_command_has_help(capsys, name):
   with pytest.raises(SystemExit) as caught:
     run(name, "--help")
   assert caught.value.code == 0
   assert "--set A.B=VALUE" in capsys.readouterr().out
 
 
-def test_print_config_shows_resolved_settings_and_does_nothing(tiny, config_file, capsys):
+def test_cli_print_config_shows_resolved_settings_only(tiny, config_file, capsys):
   cfg = tiny()
   assert run("fit", "--config", config_file(cfg), "--set", "steps=77", "--print-config") == 0
   printed = from_dict(json.loads(capsys.readouterr().out))
@@ -61,24 +63,24 @@ def test_print_config_shows_resolved_settings_and_does_nothing(tiny, config_file
   assert not os.path.exists(cfg.run_dir)
 
 
-def test_wrong_use_is_one_line_and_exit_code_2(tiny, config_file, tmp_path, capsys):
+def test_cli_wrong_usage_is_one_line_and_exit_code_2(tiny, config_file, tmp_path, capsys):
   path = config_file(tiny())
   fit = ("fit", "--config", path)
-  line = refusal(capsys, *fit, "--set", "optimizer.peek_lr=1e-3")
+  line = usage_error(capsys, *fit, "--set", "optimizer.peek_lr=1e-3")
   assert "no setting 'optimizer.peek_lr' in Optimizer; did you mean 'peak_lr'?" in line
-  assert "no config file" in refusal(capsys, "fit", "--config", tmp_path / "none.py")
+  assert "no config file" in usage_error(capsys, "fit", "--config", tmp_path / "none.py")
   heads = ("--set", "model.num_heads=4", "--set", "model.dim=510")
-  assert "model.dim=510 is not a multiple of model.num_heads=4" in refusal(capsys, *fit, *heads)
+  assert "model.dim=510 is not a multiple of model.num_heads=4" in usage_error(capsys, *fit, *heads)
   (tmp_path / "file").write_text("x")
-  assert "is a file" in refusal(capsys, *fit, "--set", f"run_dir={tmp_path / 'file'}")
-  assert "no checkpoint in" in refusal(capsys, "generate", "--config", path, "--prompt", "a")
-  assert "--prompt is empty" in refusal(capsys, "generate", "--config", path, "--prompt", "")
-  assert "either --run-dir" in refusal(capsys, "evaluate")
-  assert "is not a run folder" in refusal(capsys, "evaluate", "--run-dir", tmp_path)
-  assert "either --config FILE, or --input" in refusal(capsys, "tokenize")
-  line = refusal(capsys, "tokenize", "--input", path, "--output", tmp_path / "out")
+  assert "is a file" in usage_error(capsys, *fit, "--set", f"run_dir={tmp_path / 'file'}")
+  assert "no checkpoint in" in usage_error(capsys, "generate", "--config", path, "--prompt", "a")
+  assert "--prompt is empty" in usage_error(capsys, "generate", "--config", path, "--prompt", "")
+  assert "either --run-dir" in usage_error(capsys, "evaluate")
+  assert "is not a run folder" in usage_error(capsys, "evaluate", "--run-dir", tmp_path)
+  assert "either --config FILE, or --input" in usage_error(capsys, "tokenize")
+  line = usage_error(capsys, "tokenize", "--input", path, "--output", tmp_path / "out")
   assert "also needs --tokenizer" in line
-  assert "'lnsm'" in refusal(capsys, *fit, "--set", "model.mixer=lnsm")
+  assert "'lnsm'" in usage_error(capsys, *fit, "--set", "model.mixer=lnsm")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(tiny, config_file, tmp_path, caps
     (["generate", "--max-tokens", "many"], "invalid int value: 'many'"),
   ],
 )
-def test_misspelt_commands_are_one_line_too(capsys, arguments, message):
+def test_cli_misspelled_command_is_one_line(capsys, arguments, message):
   with pytest.raises(SystemExit) as caught:
     run(*arguments)
   assert caught.value.code == 2
@@ -99,16 +101,16 @@ def test_misspelt_commands_are_one_line_too(capsys, arguments, message):
   assert "--help" in line
 
 
-def test_a_fault_of_the_program_keeps_its_traceback(tiny, config_file, monkeypatch):
+def test_cli_bug_keeps_traceback(tiny, config_file, monkeypatch):
   def faulty(*_, **__):
-    json.loads("{")  # a ValueError, but not one of ours
+    json.loads("{")  # a ValueError from another library
 
   monkeypatch.setattr(loop, "fit", faulty)
   with pytest.raises(json.JSONDecodeError):
     run("fit", "--config", config_file(tiny()))
 
 
-def test_failure_on_the_way_is_exit_code_1(tiny, config_file, monkeypatch, capsys):
+def test_cli_failed_run_is_exit_code_1(tiny, config_file, monkeypatch, capsys):
   def diverge(*_, **__):
     raise DivergedError("loss is nan at step 3")
 
@@ -117,7 +119,7 @@ def test_failure_on_the_way_is_exit_code_1(tiny, config_file, monkeypatch, capsy
   assert capsys.readouterr().err == "error: loss is nan at step 3\n"
 
 
-def test_evaluate_prints_what_training_measured(trained, capsys):
+def test_evaluate_prints_loss_of_training(trained, capsys):
   capsys.readouterr()
   assert run("evaluate", "--run-dir", trained.run_dir, "--json") == 0
   rows = json.loads(capsys.readouterr().out)
@@ -132,7 +134,7 @@ def test_evaluate_prints_what_training_measured(trained, capsys):
   assert int(tokens.replace(",", "")) == rows[0]["tokens"]
 
 
-def test_verify_reads_every_checkpoint(trained, capsys):
+def test_verify_damaged_checkpoint_found(trained, capsys):
   capsys.readouterr()
   assert run("verify", trained.run_dir) == 0
   ten, twelve = capsys.readouterr().out.splitlines()
@@ -142,14 +144,14 @@ def test_verify_reads_every_checkpoint(trained, capsys):
   assert run("verify", trained.run_dir) == 1
   assert "\nstep 12  DAMAGED: params/_METADATA has " in capsys.readouterr().out
   assert run("verify", trained.run_dir, "--adopt", 12) == 0
-  assert "step 12 has new digests and is trusted as it is" in capsys.readouterr().out
+  assert "step 12 has new digests, computed from its current content" in capsys.readouterr().out
   assert run("evaluate", "--run-dir", trained.run_dir) == 0
   capsys.readouterr()
-  assert "no checkpoint of step 3" in refusal(capsys, "verify", trained.run_dir, "--adopt", 3)
-  assert "no checkpoint in" in refusal(capsys, "verify", "/nowhere")
+  assert "no checkpoint of step 3" in usage_error(capsys, "verify", trained.run_dir, "--adopt", 3)
+  assert "no checkpoint in" in usage_error(capsys, "verify", "/nowhere")
 
 
-def test_doctor_finds_what_stands_in_the_way(tiny, config_file, capsys):
+def test_doctor_problems_found(tiny, config_file, capsys):
   assert run("doctor", "--config", config_file(tiny()), "--set", "mesh.data=3") == 1
   assert (
     "PROBLEM      mesh.data=3, mesh.fsdp=1, mesh.sequence=1, mesh.tensor=1 need 3 devices"
@@ -157,7 +159,7 @@ def test_doctor_finds_what_stands_in_the_way(tiny, config_file, capsys):
   )
 
 
-def test_generate_streams_one_prompt_and_prints_several(trained, config_file, capsys):
+def test_generate_one_prompt_streams_several_printed(trained, config_file, capsys):
   capsys.readouterr()
   options = ("--max-tokens", 20, "--temperature", 0.9, "--top-k", 30, "--top-p", 1, "--seed", 3)
   config = config_file(trained)
@@ -173,26 +175,26 @@ def test_generate_streams_one_prompt_and_prints_several(trained, config_file, ca
   assert run("generate", "--run-dir", trained.run_dir, "--max-tokens", 4, "--temperature", 0) == 0
   assert capsys.readouterr().out.startswith("the ")  # the prompt of the settings
   for option, message in (("--max-tokens=0", "max_tokens=0"), ("--top-k=999", "top_k=999")):
-    assert message in refusal(capsys, "generate", "--config", config, option)
+    assert message in usage_error(capsys, "generate", "--config", config, option)
 
 
-def test_stream_never_cuts_a_character(monkeypatch):
+def test_stream_multibyte_character_not_split(monkeypatch):
   tokenizer = load_tokenizer("bytes")
   text = "naïve €5 \U0001f600 end"
-  made = [*text.encode(), 0xFF, 0x41, 0xE2, 0x82]  # then bytes that are no text, and a cut one
+  made = [*text.encode(), 0xFF, 0x41, 0xE2, 0x82]  # then invalid bytes, and an incomplete character
 
-  def fake(model, prompts, **options):
+  def fake(model, prompts, options):
     assert prompts == [[10]]  # an empty prompt starts on a new line
     return iter(np.array([[t] for t in [*made, tokenizer.end_of_text, 65]]))
 
-  monkeypatch.setattr(sample.generate, "stream", fake)
-  pieces = list(sample.stream(None, tokenizer, "", sample.config.Sample()))
+  monkeypatch.setattr(text_generation.generate, "stream", fake)
+  pieces = list(text_generation.stream(None, tokenizer, "", text_generation.config.Sample()))
   assert "".join(pieces) == tokenizer.decode(made)
   assert all("\ufffd" not in piece for piece in pieces[: len(text.encode())])
   assert len([piece for piece in pieces if piece]) > 10
 
 
-def test_tokenize_with_and_without_a_config(tiny, config_file, text_folder, tmp_path, capsys):
+def test_tokenize_with_and_without_config(tiny, config_file, text_folder, tmp_path, capsys):
   output = tmp_path / "made" / "text"
   source = text_folder / "validation.jsonl"
   command = ("tokenize", "--input", source, "--output", output, "--tokenizer", "bytes")

@@ -1,4 +1,4 @@
-"""Settings: what they accept, what they say when they refuse, and their round trip."""
+"""Settings: accepted values, error messages, overrides and the JSON round trip."""
 
 import dataclasses
 import functools
@@ -10,7 +10,6 @@ import jax
 import pytest
 
 from lnssm_jax.models import count_parameters
-from train import overrides
 from train.config import (
   ConfigError,
   Data,
@@ -19,11 +18,12 @@ from train.config import (
   Optimizer,
   Sample,
   Train,
+  apply_overrides,
   from_dict,
   load_config,
   to_dict,
 )
-from train.step import build_model
+from train.step.model import build_model
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -46,7 +46,7 @@ def small(**changes) -> Train:
   return Train(**(values | changes))
 
 
-def test_settings_are_frozen_and_keyword_only():
+def test_settings_frozen_and_keyword_only():
   config = small()
   with pytest.raises(dataclasses.FrozenInstanceError):
     config.steps = 3  # ty: ignore
@@ -54,7 +54,7 @@ def test_settings_are_frozen_and_keyword_only():
     Mesh(1, 2)  # ty: ignore
 
 
-def test_the_defaults_are_the_papers():
+def test_settings_defaults_match_paper():
   assert to_dict(Optimizer(peak_lr=8e-4, final_lr=1e-5)) == {
     "peak_lr": 8e-4,
     "final_lr": 1e-5,
@@ -72,7 +72,7 @@ def test_the_defaults_are_the_papers():
   assert small().accumulate == 1
 
 
-def test_a_dictionary_given_to_a_setting_is_copied():
+def test_settings_dictionary_copied():
   options = {"shift": "kvg"}
   model = Model(dim=8, num_layers=1, num_heads=1, vocab_size=9, mixer_options=options)
   options["shift"] = "qkvg"
@@ -121,8 +121,8 @@ def test_a_dictionary_given_to_a_setting_is_copied():
     # rules
     (
       lambda: Model(dim=510, num_layers=1, num_heads=4, vocab_size=9),
-      "model.dim=510 is not a multiple of model.num_heads=4, and the heads share the width"
-      " equally. Use model.dim=508 or 512, or another number of heads.",
+      "model.dim=510 is not a multiple of model.num_heads=4, and all heads have the same"
+      " width. Use model.dim=508 or 512, or another number of heads.",
     ),
     (lambda: Model(dim=2, num_layers=1, num_heads=4, vocab_size=9), "Use model.dim=4, or another"),
     (lambda: Model(dim=8, num_layers=0, num_heads=4, vocab_size=9), "model.num_layers=0 must be"),
@@ -135,19 +135,19 @@ def test_a_dictionary_given_to_a_setting_is_copied():
       "model.mixer_options.a[0]=inf cannot be stored as JSON",
     ),
     (lambda: Optimizer(peak_lr=0, final_lr=0), "optimizer.peak_lr=0.0 must be positive."),
-    (lambda: Optimizer(peak_lr=1e-4, final_lr=1e-3), "must lie between 0 and optimizer.peak_lr"),
+    (lambda: Optimizer(peak_lr=1e-4, final_lr=1e-3), "must be between 0 and optimizer.peak_lr"),
     (lambda: Optimizer(peak_lr=1e-4, final_lr=0), "cannot be reached by an exponential schedule"),
-    (lambda: Optimizer(peak_lr=1, final_lr=1, b2=1), "optimizer.b2=1.0 must lie in [0, 1)."),
+    (lambda: Optimizer(peak_lr=1, final_lr=1, b2=1), "optimizer.b2=1.0 must be in [0, 1)."),
     (lambda: Optimizer(peak_lr=1, final_lr=1, clip_norm=0), "None turns clipping off"),
     (lambda: Mesh(data=0), "mesh.data=0 must be positive, or -1 for the rest."),
     (lambda: Mesh(data=-1, fsdp=-1), "only one axis can take the devices that remain"),
     (lambda: small(steps=0), "steps=0 must be at least 1."),
-    (lambda: small(seed=-1), "seed=-1 must lie in [0, 2**32)."),
-    (lambda: small(global_batch=4, accumulate=3), "make it a multiple"),
+    (lambda: small(seed=-1), "seed=-1 must be in [0, 2**32)."),
+    (lambda: small(global_batch=4, accumulate=3), "use a multiple"),
     (lambda: small(run_dir=""), "run_dir is empty"),
     (
       lambda: small(optimizer=Optimizer(peak_lr=1, final_lr=1, warmup_steps=10)),
-      "optimizer.warmup_steps=10 leaves nothing of steps=10",
+      "optimizer.warmup_steps=10 leaves no step of steps=10",
     ),
     (
       lambda: small(model=Model(dim=8, num_layers=1, num_heads=1, vocab_size=256)),
@@ -162,11 +162,11 @@ def test_a_dictionary_given_to_a_setting_is_copied():
       lambda: Data(folder="d", tokenizer="bytes", train=("books",), sources={"boks": "x"}),
       "in neither data.train nor data.validation; did you mean 'books'?",
     ),
-    (lambda: Sample(top_p=0), "sample.top_p=0.0 must lie in (0, 1], or be None."),
+    (lambda: Sample(top_p=0), "sample.top_p=0.0 must be in (0, 1], or be None."),
     (lambda: Sample(top_k=0), "sample.top_k=0 must be at least 1, or be None."),
   ],
 )
-def test_a_bad_setting_is_refused_with_the_reason(make, message):
+def test_settings_invalid_value_rejected(make, message):
   with pytest.raises(ConfigError, match=re.escape(message)):
     make()
 
@@ -202,8 +202,8 @@ def test_a_bad_setting_is_refused_with_the_reason(make, message):
     ("mesh.fsdp=4", lambda c: c.mesh, Mesh(fsdp=4)),
   ],
 )
-def test_an_override_is_read_by_the_type_of_its_setting(assignment, read, value):
-  result = read(overrides.apply(small(data=small_data()), [assignment]))
+def test_override_value_parsed_by_setting_type(assignment, read, value):
+  result = read(apply_overrides(small(data=small_data()), [assignment]))
   assert result == value
   assert type(result) is type(value)
 
@@ -214,15 +214,15 @@ def small_data() -> Data:
   )
 
 
-def test_overrides_change_nothing_else_and_the_last_one_wins():
+def test_override_repeated_last_one_wins():
   config = small()
-  changed = overrides.apply(config, ["steps=3", "steps=7"])
+  changed = apply_overrides(config, ["steps=3", "steps=7"])
   assert changed == dataclasses.replace(config, steps=7)
   assert config == small()
 
 
-def test_settings_that_must_change_together_can():
-  changed = overrides.apply(small(), ["model.dim=9", "model.num_heads=3"])
+def test_override_of_dependent_settings_checked_once():
+  changed = apply_overrides(small(), ["model.dim=9", "model.num_heads=3"])
   assert (changed.model.dim, changed.model.num_heads) == (9, 3)
 
 
@@ -233,7 +233,7 @@ def test_settings_that_must_change_together_can():
       "optimizer.peek_lr=1",
       "no setting 'optimizer.peek_lr' in Optimizer; did you mean 'peak_lr'?",
     ),
-    ("optimiser.peak_lr=1", "no setting 'optimiser' in Train; did you mean 'optimizer'?"),
+    ("optimzer.peak_lr=1", "no setting 'optimzer' in Train; did you mean 'optimizer'?"),
     ("dim=8", "no setting 'dim'; did you mean 'model.dim'?"),
     ("steps", "--set wants name=value, got 'steps'"),
     ("=3", "--set wants name=value, got '=3'"),
@@ -254,12 +254,12 @@ def test_settings_that_must_change_together_can():
     ("steps=" + "(" * 5000, "steps wants int"),
   ],
 )
-def test_a_bad_override_is_refused_with_the_reason(assignment, message):
+def test_override_invalid_rejected(assignment, message):
   with pytest.raises(ConfigError, match=re.escape(message)):
-    overrides.apply(small(), [assignment])
+    apply_overrides(small(), [assignment])
 
 
-def test_round_trip_through_json_is_exact():
+def test_config_json_round_trip_exact():
   options = {"shift": "kvg", "decay_first": False, "list": [1, 2.5, None, {"deep": "x"}]}
   config = small(
     model=Model(dim=12, num_layers=2, num_heads=3, vocab_size=300, mixer_options=options),
@@ -271,7 +271,7 @@ def test_round_trip_through_json_is_exact():
   assert from_dict(stored) == config
 
 
-def test_a_stored_config_with_an_unknown_setting_is_refused():
+def test_config_stored_unknown_setting_rejected():
   values = to_dict(small())
   values["model"]["width"] = 3
   with pytest.raises(ConfigError, match=r"no setting 'model\.width' in Model"):
@@ -279,7 +279,7 @@ def test_a_stored_config_with_an_unknown_setting_is_refused():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_file_builds_and_states_its_command(path, monkeypatch):
+def test_config_file_builds_and_states_command(path, monkeypatch):
   monkeypatch.setenv("LNSSM_DATA", "folder")
   config = load_config(path)
   assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
@@ -289,24 +289,24 @@ def test_every_config_file_builds_and_states_its_command(path, monkeypatch):
   assert config.run_dir == f"runs/{path.stem}"
 
 
-def test_there_are_config_files():
+def test_config_files_exist():
   assert {"quickstart", "lnssm_72m", "lnssm_72m_books"} <= {path.stem for path in CONFIGS}
 
 
-def test_the_papers_run_has_the_papers_numbers():
+def test_config_lnssm_72m_matches_paper():
   config = load_config(ROOT / "configs/lnssm_72m.py")
   assert config.steps * config.global_batch * config.seq_len == 500 * 9990 * 1024
   model = config.model
   assert (model.num_layers, model.dim, model.num_heads, model.vocab_size) == (6, 512, 4, 50_277)
 
 
-def test_the_books_config_says_what_it_needs(monkeypatch):
+def test_config_books_without_data_names_variable(monkeypatch):
   monkeypatch.delenv("LNSSM_DATA", raising=False)
   with pytest.raises(ConfigError, match="needs the environment variable LNSSM_DATA"):
     load_config(ROOT / "configs/lnssm_72m_books.py")
 
 
-def test_the_books_run_is_about_50m_tokens(monkeypatch):
+def test_config_books_has_50m_tokens(monkeypatch):
   monkeypatch.setenv("LNSSM_DATA", "folder")
   config = load_config(ROOT / "configs/lnssm_72m_books.py")
   assert config.steps * config.global_batch * config.seq_len == pytest.approx(50e6, rel=0.01)
@@ -317,7 +317,7 @@ def test_the_books_run_is_about_50m_tokens(monkeypatch):
   ("text", "message"),
   [
     ("x = 1", "has no function get_config()"),
-    ("def get_config():\n  return 3", "returned int, but a train.config.Train is needed"),
+    ("def get_config():\n  return 3", "returned int, not a train.config.Train"),
     ("def get_config(:", "line 1: "),
     (
       "from train.config import Mesh\ndef get_config():\n  return Mesh(dat=1)",
@@ -325,14 +325,14 @@ def test_the_books_run_is_about_50m_tokens(monkeypatch):
     ),
   ],
 )
-def test_a_bad_config_file_is_refused_with_the_reason(tmp_path, text, message):
+def test_config_file_invalid_rejected(tmp_path, text, message):
   path = tmp_path / "bad.py"
   path.write_text(text)
   with pytest.raises(ConfigError, match=re.escape(message)):
     load_config(path)
 
 
-def test_a_missing_config_file_names_its_neighbours(tmp_path):
+def test_config_file_missing_lists_folder(tmp_path):
   (tmp_path / "there.py").write_text("")
   with pytest.raises(FileNotFoundError, match=r"no config file .*not\.py.*there\.py"):
     load_config(tmp_path / "not.py")
@@ -363,8 +363,8 @@ SHALLOW = ["model.num_layers=12", "model.channel_mixer=swiglu"]
     ("sse_600m", [*SSE_2B, "model.mixer=softmax_attention"], 1_997_155_584),
   ],
 )
-def test_models_have_the_papers_sizes(name, changes, count):
+def test_config_models_parameter_counts_match_papers(name, changes, count):
   """LNSSM, section 5; Longhorn (Liu et al. 2024), table 2; SSE (Pan et al. 2025), table 1."""
-  config = overrides.apply(load_config(ROOT / f"configs/{name}.py"), changes)
+  config = apply_overrides(load_config(ROOT / f"configs/{name}.py"), changes)
   model = jax.eval_shape(functools.partial(build_model, config.model), jax.random.key(0))
   assert count_parameters(model) == count

@@ -1,4 +1,4 @@
-"""Several processes: how they are found, and that they are one run."""
+"""Several processes: detection of launchers, and one run in two processes."""
 
 import os
 import re
@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from train import doctor, loop
-from train.checkpoint import newest_step
+from train import loop
+from train.checkpoint.store import newest_step
+from train.cluster import doctor
+from train.cluster.launcher import LaunchError, detect
 from train.data.windows import TokenWindows, eval_batches, train_batches
-from train.launcher import LaunchError, detect
-from train.run_folder import RunFolder
+from train.runs.run_folder import RunFolder
 
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 ALONE = SLURM | {"SLURM_LOCALID": "0"}  # on its host
@@ -35,7 +36,7 @@ ONE_STEP = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7
     (ONE_STEP | OMPI, ("Open MPI", 4, 2)),  # mpirun inside a job
   ],
 )
-def test_launchers_are_found(environment, expected):
+def test_launcher_environment_detected(environment, expected):
   launch = detect(environment)
   assert launch[:3] == expected
   assert (launch.arguments["num_processes"], launch.arguments["process_id"]) == expected[1:]
@@ -57,7 +58,7 @@ def test_launchers_are_found(environment, expected):
     HAND | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
   ],
 )
-def test_one_process_needs_nothing(environment):
+def test_launcher_single_process_none(environment):
   assert detect(environment) is None
 
 
@@ -67,13 +68,13 @@ def test_one_process_needs_nothing(environment):
     ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "neither JAX_NUM_PROCESSES nor a launcher"),
     ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not: 0 .. 1"),
     ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "COORDINATOR_ADDRESS is not: .*HOST:PORT"),
-    (HAND | {"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID=4 must be smaller than JAX_NUM_PROCESSES=4"),
-    (HAND | {"JAX_NUM_PROCESSES": "two"}, "'two' must be a number"),
+    (HAND | {"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID=4 must be less than JAX_NUM_PROCESSES=4"),
+    (HAND | {"JAX_NUM_PROCESSES": "two"}, "'two' must be a whole number"),
     (HAND | {"JAX_COORDINATOR_ADDRESS": "node1"}, "node1 must be HOST:PORT"),
     ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "JAX_COORDINATOR_ADDRESS is not"),
   ],
 )
-def test_half_a_description_is_refused(environment, message):
+def test_launcher_incomplete_environment_rejected(environment, message):
   with pytest.raises(LaunchError, match=message):
     detect(environment)
 
@@ -83,21 +84,21 @@ def test_half_a_description_is_refused(environment, message):
   [
     (OMPI, None),
     (OMPI | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [0, 1]),
-    (OMPI | {"CUDA_VISIBLE_DEVICES": "3"}, [0]),  # the launcher has shared them out
+    (OMPI | {"CUDA_VISIBLE_DEVICES": "3"}, [0]),  # the launcher has assigned them
     (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "CUDA_VISIBLE_DEVICES": "0,1"}, [1]),
     (ALONE | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "CUDA_VISIBLE_DEVICES": "0,1"}, [0, 1]),
   ],
 )
-def test_processes_of_a_host_share_its_gpus(environment, devices):
+def test_launcher_processes_of_host_share_gpus(environment, devices):
   assert detect(environment).arguments["local_device_ids"] == devices
 
 
-def test_rows_read_apart_are_the_batches_read_together(tiny):
+def test_batch_rows_by_process_equal_global_batch(tiny):
   cfg = tiny()
   loop.prepare(cfg.data)
   windows = TokenWindows([f"{cfg.data.folder}/train"], 32, 257)
   count = len(windows)
-  start = count // 8 - 2  # over the end of an epoch
+  start = count // 8 - 2  # across the end of an epoch
 
   def read(stream):
     with stream:
@@ -117,11 +118,11 @@ def test_rows_read_apart_are_the_batches_read_together(tiny):
       np.testing.assert_array_equal(rows, np.concatenate([a[name], b[name]]))
 
 
-def test_doctor_says_what_there_is(tiny, capsys):
+def test_doctor_report_complete(tiny, capsys):
   assert doctor.examine(tiny(), print)
   out = capsys.readouterr().out
   assert f"jax {jax.__version__}" in out
-  for line in ("launcher     none: one process", "right,", "writable,", "nothing stands"):
+  for line in ("launcher     none: one process", "correct,", "writable,", "no problem found"):
     assert line in out
   said = []
   assert not doctor.examine(tiny(run_dir="/proc/run", mesh__data=64), said.append)
@@ -137,7 +138,7 @@ def free_port() -> int:
 
 
 def wait_for(process, text):
-  """Reads what `process` prints until a line holds `text`."""
+  """Reads the output of `process` until a line contains `text`."""
   lines = []
   for line in process.stdout:
     lines.append(line)
@@ -146,7 +147,7 @@ def wait_for(process, text):
   raise AssertionError("".join(lines) + process.stderr.read())
 
 
-def test_two_processes_are_one_run_and_stop_together(tiny, config_file, command, tmp_path):
+def test_two_processes_one_run_stops_together(tiny, config_file, command, tmp_path):
   options = {"sample__tokens": 0, "eval_every": 6, "checkpoint_every": 1000, "mesh__data": -1}
   cfg = tiny(steps=5000, **options)
   fit = ("-W", "default", "-m", "train", "fit", "--config", config_file(cfg))
@@ -168,12 +169,12 @@ def test_two_processes_are_one_run_and_stop_together(tiny, config_file, command,
   )
   assert processes[0].returncode == processes[1].returncode == 0, errors + errors_of_second
   (step,) = re.findall(r"stopped by a signal to another process after step (\d+)", out)
-  assert "step" not in out_of_second  # one of them talks
+  assert "step" not in out_of_second  # only process 0 prints
   step = int(step)
   run = RunFolder(cfg.run_dir)
   assert newest_step(run.checkpoints) == step < 5000
 
-  # One process goes on; the whole is what one process alone computes, but for the order of sums.
+  # Resume in one process: equal to a run in one process, up to the order of summation.
   end = step + 3
   alone = tiny(steps=5000, run_dir=str(tmp_path / "alone"), **options)
   for this in (cfg, alone):
@@ -188,8 +189,8 @@ def test_two_processes_are_one_run_and_stop_together(tiny, config_file, command,
 
 
 def loop_until(cfg, step):
-  """Trains up to `step` and stops there as by SIGTERM."""
-  push = loop.Recorder.push
+  """Trains up to `step` and stops there as after SIGTERM."""
+  push = loop.MetricReader.push
 
   def push_and_stop(self, at, metrics):
     if at == step:
@@ -197,5 +198,5 @@ def loop_until(cfg, step):
     push(self, at, metrics)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(loop.Recorder, "push", push_and_stop)
+    patch.setattr(loop.MetricReader, "push", push_and_stop)
     assert loop.fit(cfg).step == step

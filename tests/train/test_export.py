@@ -1,4 +1,4 @@
-"""Models that leave their run: loaded on one device, exported, imported; and damaged ones."""
+"""Models outside of their run: loaded on one device, exported, imported, damaged."""
 
 import json
 import shutil
@@ -9,28 +9,36 @@ import pytest
 import safetensors.numpy
 
 import train
-from train import checkpoint, cli, config, export, loading, loop, step_folders
+from train import config, loop
+from train.checkpoint import step_folders, store
+from train.checkpoint.digests import digest_of
+from train.cli.main import main
+from train.cluster.device_mesh import make_mesh
 from train.data import DataError
 from train.data.tokenizers import load_tokenizer, train_bpe
-from train.digests import digest_of
-from train.importing import import_model
-from train.mesh import make_mesh
-from train.run_folder import RunFolder, RunFolderError
-from train.step import init_state
+from train.runs import export
+from train.runs.importing import import_model
+from train.runs.run_folder import RunFolder, RunFolderError
+from train.step.model import params_of
+from train.step.state import init_state
 
 ON_FOUR = """
 import sys
 import jax
 import numpy as np
-from train import checkpoint, config, loop, mesh, run_folder, step
+from train import config, loop
+from train.checkpoint.store import Checkpoints
+from train.cluster.device_mesh import make_mesh
+from train.runs.run_folder import claim
+from train.step.state import init_state
 cfg, out, trained = config.load_config(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
 if trained:
   state = loop.fit(cfg).state
 else:
-  state = step.init_state(cfg, mesh.make_mesh(cfg))
-  run = run_folder.claim(cfg)
+  state = init_state(cfg, make_mesh(cfg))
+  run = claim(cfg)
   run.write_config(cfg)
-  with checkpoint.Checkpoints(run.checkpoints, keep=1) as checkpoints:
+  with Checkpoints(run.checkpoints, keep=1) as checkpoints:
     checkpoints.save(2, state, {"data_position": 2, "data": None})
     checkpoints.wait()
 leaves = jax.tree.leaves(state["params"])
@@ -56,14 +64,14 @@ def same_bits(a, b):
 
 @pytest.fixture
 def exported(tmp_path):
-  """A folder with an exported model of 2 layers, and its parameters."""
+  """Folder of an exported model of 2 layers, and its parameters."""
   params = random_params(MODEL)
   export.write(tmp_path / "exported", MODEL, params, load_tokenizer("bytes"), 7)
   return tmp_path / "exported", params
 
 
 @pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_model_of_four_devices_is_opened_on_one(trained, tiny, config_file, command, tmp_path):
+def test_load_model_from_four_devices_on_one(trained, tiny, config_file, command, tmp_path):
   options = {"steps": 2, "sample__tokens": 0, "data__validation": (), "data__sources": {}}
   loop.prepare(tiny().data)
   cfg = tiny(mesh__data=2, mesh__fsdp=2, **options)
@@ -73,55 +81,55 @@ def test_a_model_of_four_devices_is_opened_on_one(trained, tiny, config_file, co
   _, errors = process.communicate(timeout=300)
   assert process.returncode == 0, errors
   assert jax.device_count() == 1
-  # The optimizer need not be readable, nor even there.
+  # The optimizer state need not be readable or exist.
   for file in (tmp_path / "run/checkpoints/2/optimizer").rglob("d/*"):
     file.unlink()
   loaded = train.load_model(tmp_path / "run")
   saved = np.load(tmp_path / "params.npz")
-  assert same_bits(loading.params_of(loaded), [saved[name] for name in saved.files])
+  assert same_bits(params_of(loaded.model), [saved[name] for name in saved.files])
   assert (loaded.step, loaded.config) == (2, cfg.model)
   assert loaded.tokenizer().spec == "bytes"
 
-  # From there into safetensors and back, and into another run.
-  assert cli.main(["export", cfg.run_dir, "--out", str(tmp_path / "out")]) == 0
+  # From there to safetensors and back, and to another run.
+  assert main(["export", cfg.run_dir, "--out", str(tmp_path / "out")]) == 0
   again = train.load_model(tmp_path / "out")
-  assert same_bits(loading.params_of(again), loading.params_of(loaded)) and again.step == 2
+  assert same_bits(params_of(again.model), params_of(loaded.model)) and again.step == 2
   more = tiny(run_dir=str(tmp_path / "more"), **options)
   path = config_file(more, "more.py")
-  assert cli.main(["import", str(tmp_path / "out"), "--config", path]) == 0
+  assert main(["import", str(tmp_path / "out"), "--config", path]) == 0
   assert step_folders.steps_in(tmp_path / "more/checkpoints") == [0]
   run = RunFolder(more.run_dir)
   assert run.load_config() == more
   mesh = make_mesh(more)
-  with checkpoint.Checkpoints(run.checkpoints, keep=1) as checkpoints:
+  with store.Checkpoints(run.checkpoints, keep=1) as checkpoints:
     state, step = loop._begin(more, mesh, checkpoints, run, {"train": "any text"})
-  assert step == 0 and same_bits(state["params"], loading.params_of(loaded))
+  assert step == 0 and same_bits(state["params"], params_of(loaded.model))
   fresh = init_state(more, mesh)
   assert same_bits([state["opt_state"], state["step"]], [fresh["opt_state"], fresh["step"]])
-  assert cli.main(["import", str(tmp_path / "out"), "--config", path]) == 2  # is there already
+  assert main(["import", str(tmp_path / "out"), "--config", path]) == 2  # exists already
   if trained:
     result = loop.fit(more)
     first, *_ = run.read_rows()
     assert result.step == 2 and first["loss"] < RunFolder(cfg.run_dir).read_rows()[0]["loss"]
 
 
-def test_every_bit_comes_back(exported):
+def test_export_round_trip_exact(exported):
   folder, params = exported
   assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "model.safetensors"]
   manifest, arrays = export.read(folder)
   assert same_bits(arrays, params)
   assert (manifest.model, manifest.step) == (MODEL, 7)
   loaded = train.load_model(folder)
-  assert same_bits(loading.params_of(loaded), params)
+  assert same_bits(params_of(loaded.model), params)
   assert loaded.model(np.zeros((1, 3), np.int32))[0].shape == (1, 3, 257)
-  # Any other reader of safetensors has the parameters by name.
+  # Any reader of safetensors gets the parameters by name.
   tensors = safetensors.numpy.load_file(folder / export.TENSORS)
   assert tensors["head.kernel"].shape == (16, 257)
   with pytest.raises(export.ExportError, match="of step 7, not of step 6"):
     train.load_model(folder, step=6)
 
 
-def test_a_tokenizer_goes_along(tmp_path):
+def test_export_includes_tokenizer(tmp_path):
   tokenizer = train_bpe("bpe:260", tmp_path, ["a b a b a b c c c"])
   model = config.Model(dim=16, num_layers=1, num_heads=2, vocab_size=260)
   export.write(tmp_path / "out", model, random_params(model), tokenizer, 1)
@@ -136,12 +144,12 @@ def test_a_tokenizer_goes_along(tmp_path):
     train.load_model(tmp_path / "out").tokenizer()
 
 
-def test_nothing_is_half_written(tmp_path, exported, monkeypatch):
+def test_export_failed_leaves_nothing(tmp_path, exported, monkeypatch):
   folder, params = exported
-  with pytest.raises(export.ExportError, match="is there already"):
+  with pytest.raises(export.ExportError, match="exists already"):
     export.write(folder, MODEL, params, load_tokenizer("bytes"), 8)
   wrong = random_params(config.Model(dim=16, num_layers=1, num_heads=2, vocab_size=257))
-  with pytest.raises(export.ExportError, match="do not fit the model:\n  blocks"):
+  with pytest.raises(export.ExportError, match="does not match the model:\n  blocks"):
     export.write(tmp_path / "new", MODEL, wrong, load_tokenizer("bytes"), 8)
 
   def full(arrays, path, **_):
@@ -155,7 +163,7 @@ def test_nothing_is_half_written(tmp_path, exported, monkeypatch):
 
 
 def rewrite(folder, change, honest=True):
-  """Changes the manifest, with a digest that fits again unless not `honest`."""
+  """Changes the manifest, with a matching digest if `honest`."""
   path = folder / export.MANIFEST
   values = json.loads(path.read_text())
   change(values)
@@ -169,11 +177,11 @@ def rewrite(folder, change, honest=True):
   ("change", "honest", "message"),
   [
     (lambda v: v.update(step=8), False, "has changed since it was written"),
-    (lambda v: v.update(format="another"), True, "is of format 'another'"),
+    (lambda v: v.update(format="another"), True, "has format 'another'"),
     (lambda v: v.update(step="7"), True, "step='7' must be a number"),
     (lambda v: v.update(model=[]), True, "cannot be used"),
     (lambda v: v["model"].update(dim="16"), True, r"model\.dim wants int, got '16'"),
-    (lambda v: v["model"].update(num_layers=10**9), True, "is more than its tensors hold"),
+    (lambda v: v["model"].update(num_layers=10**9), True, "is more than its tensors have elements"),
     (lambda v: v["model"].update(mixer="../x"), True, "no model can be built"),
     (lambda v: v["model"].update(num_layers=3), True, r"the model needs \('bfloat16', \(3, "),
     (lambda v: v["tensors"].pop("norm.scale"), True, "norm.scale: found nothing"),
@@ -183,13 +191,13 @@ def rewrite(folder, change, honest=True):
     (lambda v: v.update(tokenizer={"spec": "/etc/passwd", "fingerprint": ""}), True, "neither"),
   ],
 )
-def test_a_manifest_that_is_not_true_is_refused(exported, change, honest, message):
+def test_export_wrong_manifest_rejected(exported, change, honest, message):
   rewrite(exported[0], change, honest)
   with pytest.raises(export.ExportError, match=message):
     train.load_model(exported[0]).tokenizer()
 
 
-def test_damaged_tensors_are_refused(exported, tmp_path):
+def test_export_damaged_tensors_rejected(exported, tmp_path):
   folder, _ = exported
   path = folder / export.TENSORS
   raw = bytearray(path.read_bytes())
@@ -201,7 +209,7 @@ def test_damaged_tensors_are_refused(exported, tmp_path):
   with pytest.raises(export.ExportError, match=r"model\.safetensors cannot be read"):
     train.load_model(folder)
   safetensors.numpy.save_file({"other": np.zeros(3)}, path)
-  with pytest.raises(export.ExportError, match="holds other tensors"):
+  with pytest.raises(export.ExportError, match="has other tensors"):
     train.load_model(folder)
   shutil.move(path, tmp_path / "elsewhere")
   path.symlink_to(tmp_path / "elsewhere")
@@ -209,10 +217,10 @@ def test_damaged_tensors_are_refused(exported, tmp_path):
     train.load_model(folder)
 
 
-def test_what_an_import_must_fit(tiny, tmp_path, exported):
+def test_import_mismatch_rejected(tiny, tmp_path, exported):
   folder, _ = exported
   loop.prepare(tiny().data)
-  with pytest.raises(export.ExportError, match=r"model\.dim: the exported model has 16"):
+  with pytest.raises(export.ExportError, match=r"model\.dim: 16 in the exported model"):
     import_model(folder, tiny())
   model = config.to_dict(MODEL)
   with pytest.raises(DataError, match="does not exist: 'bpe:257'"):
@@ -223,7 +231,7 @@ def test_what_an_import_must_fit(tiny, tmp_path, exported):
   assert not (tmp_path / "run").exists()
 
 
-def test_what_is_no_model_is_refused(tiny, tmp_path):
+def test_load_model_without_model_rejected(tiny, tmp_path):
   with pytest.raises(RunFolderError, match="is not a run folder"):
     train.load_model(tmp_path)
   cfg = tiny(steps=1)
@@ -234,5 +242,5 @@ def test_what_is_no_model_is_refused(tiny, tmp_path):
   with pytest.raises(FileNotFoundError, match="no checkpoint of step 3"):
     train.load_model(cfg.run_dir, step=3)
   (tmp_path / "run/checkpoints/3/params").mkdir(parents=True)
-  with pytest.raises(checkpoint.CheckpointError, match=r"3 is damaged: it has no digests\.json"):
+  with pytest.raises(store.CheckpointError, match=r"3 is damaged: it has no digests\.json"):
     train.load_model(cfg.run_dir, step=3)

@@ -1,4 +1,4 @@
-"""FLOPs against counts by hand and XLA's own, and utilisation."""
+"""Model FLOPs against counts by hand and by XLA, and utilization."""
 
 import types
 
@@ -8,14 +8,13 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
-from lnssm_jax.models.block import mixer_arguments
-from train import flops
 from train.config import Model
+from train.step import flops
 
 PAPER = Model(dim=512, num_layers=6, num_heads=4, vocab_size=50_277)
 
 
-def test_the_72m_model_counted_by_hand():
+def test_flops_lnssm_72m_match_hand_count():
   projections = 5 * 2 * 512 * 512  # q, k, v, gate, output: 2,621,440
   update = 4 * 128 * 128 * 3  # 4 heads: decay, multiply, add: 196,608
   read = 4 * 128 * 128 * 2
@@ -28,20 +27,20 @@ def test_the_72m_model_counted_by_hand():
 
 
 def layer(mixer, sequence_length=64, **options):
-  """FLOPs of one layer of a mixer, 64 wide with 4 heads; head and channel mixer left out."""
+  """FLOPs of one layer of a mixer, of width 64 with 4 heads, without head and channel mixer."""
   sizes = {"dim": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 1, "channel_mixer": "none"}
   model = Model(mixer=mixer, mixer_options=options, **sizes)
   return flops.model_flops_per_token(model, sequence_length) - 2 * 64
 
 
-def test_mamba_by_hand():
+def test_flops_mamba_match_hand_count():
   D, E, N, R, W = 64, 128, 16, 4, 4
   maps = D * 2 * E + W * E + E * (R + 2 * N) + R * E + E * D
   scan = E * N * (1 + 1 + 2 + 2) + E * (1 + 2)  # dt a, decay, write, read; dt x, skip
   assert layer("mamba") == 2 * maps + scan
 
 
-def test_gated_delta_net_by_hand():
+def test_flops_gated_delta_net_match_hand_count():
   D, H, K, V, W = 64, 4, 16, 32, 4
   maps = 2 * D * H * K + 2 * D * H * V + 2 * D * H + W * (2 * H * K + H * V) + H * V * D
   scan = H * K * V * (1 + 2 + 2 + 2)  # decay, the old value, update, read
@@ -52,24 +51,24 @@ def test_gated_delta_net_by_hand():
   ("mixer", "options", "keys"),
   [
     ("softmax_attention", {}, 65 / 2),
-    ("softmax_attention", {"kv_heads": 2}, 65 / 2),
+    ("softmax_attention", {"num_kv_heads": 2}, 65 / 2),
     ("sliding_window_attention", {"window": 3}, (1 + 2 + 62 * 3) / 64),
     ("sliding_window_attention", {"window": 100}, 65 / 2),
   ],
 )
-def test_attention_by_hand(mixer, options, keys):
-  maps = (2 + 2 * options.get("kv_heads", 4) / 4) * 64 * 64
+def test_flops_attention_match_hand_count(mixer, options, keys):
+  maps = (2 + 2 * options.get("num_kv_heads", 4) / 4) * 64 * 64
   assert layer(mixer, **options) == 2 * maps + 4 * 64 * keys
 
 
-def test_attention_in_blocks_beside_a_recurrence():
+def test_flops_block_attention_match_hand_count():
   """64 steps in blocks of 16 see 8.5 keys on average; 20 steps (136 + 10) / 20."""
   scan = 5 * 4 * 16 * 16 + 4 * 4 * 16
   for length, keys in ((64, 8.5), (20, 7.3)):
     assert layer("lln", length) == round(8 * 64 * 64 + scan + 4 * 64 * keys)
 
 
-def test_a_pattern_and_a_tied_head():
+def test_flops_pattern_and_tied_head_counted():
   sizes = {"dim": 64, "num_heads": 4, "vocab_size": 50, "channel_mixer": "none"}
   count = lambda mixer, **more: flops.model_flops_per_token(Model(mixer=mixer, **sizes, **more), 32)
   head = 2 * 64 * 50
@@ -81,17 +80,17 @@ def test_a_pattern_and_a_tied_head():
   assert count(pattern, num_layers=5, tie_embeddings=True) == 4 * lru + attention + head
 
 
-# Parameters with two axes that no token is multiplied with: elementwise ones, and long filters.
+# Parameters of rank 2 that do not multiply tokens as matrices: elementwise ones, long filters.
 ELEMENTWISE = {"a_log", "a_imag", "c_real", "c_imag"}
 
 
 def abstract(name, dim, **options):
-  taken = mixer_arguments(name)
+  taken = MIXERS[name].set_by_model
   given = {n: value for n, value in {"num_heads": 2, "num_layers": 2}.items() if n in taken}
   return nnx.eval_shape(lambda: MIXERS[name](dim, **given, **options, rngs=nnx.Rngs(0)))
 
 
-def test_every_mixer_has_a_formula():
+def test_flops_every_mixer_has_formula():
   assert set(flops.RECURRENCES) == set(MIXERS)
   for name in MIXERS:
     mixer = abstract(name, 64)
@@ -103,9 +102,9 @@ def test_every_mixer_has_a_formula():
     assert flops.mixer_recurrence(name, mixer, 16) >= 0
 
 
-# XLA counts a step as our forms compute it: with norms, gates, masks, and scores inside a chunk.
-# These also make features, rotations or powers of their matrix; what makes a whole kernel for one
-# step (dss, s4d, hyena, tnn) says nothing.
+# XLA counts our implementations: with norms, gates, masks, and scores inside a chunk.
+# These also compute features, rotations or powers of their matrix; mixers that compute a whole
+# filter for one step (dss, s4d, hyena, tnn) cannot be compared.
 LARGER = {"based": 1.7, "lln": 1.5, "s4": 1.6}
 LARGER |= dict.fromkeys(("cosformer", "gateloop", "gsa", "lrpe"), 1.4)
 QUICK = {"delta_net", "gla", "hgrn", "longhorn", "rwkv6", "s5", "softmax_attention"}
@@ -115,7 +114,7 @@ COMPARED = sorted(set(MIXERS) - {"dss", "s4d", "hyena", "tnn"})
 @pytest.mark.parametrize(
   "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in COMPARED]
 )
-def test_a_step_against_xla(name):
+def test_flops_formula_matches_xla(name):
   D, keys = 128, {"softmax_attention": "max_length", "sliding_window_attention": "window"}
   mixer = abstract(name, D, **({keys[name]: 16} if name in keys else {}))
   graph, params = nnx.split(mixer)
@@ -127,14 +126,14 @@ def test_a_step_against_xla(name):
   assert by_formula <= counted <= LARGER.get(name, 1.25) * by_formula
 
 
-def test_utilization_is_three_forward_passes_over_the_peak_of_all_devices():
+def test_mfu_three_forward_passes_over_peak():
   h200 = types.SimpleNamespace(device_kind="NVIDIA H200")
   assert flops.utilization(94_356_480, 1e6, [h200]) == pytest.approx(3 * 94_356_480e6 / 989.4e12)
   halved = flops.utilization(94_356_480, 1e6, [h200] * 2)
   assert halved == pytest.approx(3 * 94_356_480e6 / 1978.8e12)
 
 
-def test_unknown_devices_and_mixers_have_none():
+def test_mfu_unknown_device_or_mixer_none():
   assert flops.utilization(94_356_480, 1e6, [types.SimpleNamespace(device_kind="cpu")]) is None
   h200 = types.SimpleNamespace(device_kind="NVIDIA H200")
   assert flops.utilization(None, 1e6, [h200]) is None
@@ -146,5 +145,5 @@ def test_unknown_devices_and_mixers_have_none():
   ("kind", "peak"),
   [("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("TPU v4", None)],
 )
-def test_peak_is_that_of_the_longest_matching_name(kind, peak):
+def test_peak_flops_longest_name_prefix_wins(kind, peak):
   assert flops.peak_flops(types.SimpleNamespace(device_kind=kind)) == peak

@@ -1,10 +1,11 @@
-"""Whole runs in this process: exact resume, validation, divergence, and what is refused."""
+"""Whole runs in this process: exact resume, validation, divergence, rejected changes."""
 
 import json
 import os
 import random
 import signal
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +13,15 @@ import pytest
 from flax import nnx
 
 from train import loop
-from train.checkpoint import StructureError, newest_step
-from train.evaluate import Evaluator
-from train.recorder import DivergedError, Recorder
-from train.run_folder import RunFolder, RunFolderError
-from train.step import model_graph
+from train.checkpoint.store import StructureError, newest_step
+from train.cluster.device_mesh import make_mesh
+from train.logging.metric_reader import DivergedError, MetricReader
+from train.runs.evaluation import Evaluator
+from train.runs.run_folder import RunFolder, RunFolderError
+from train.step.model import model_graph
+from train.step.state import init_state
 
-TIMES = ("tokens_per_second", "mfu", "data_wait")  # all of a row that depends on the clock
+TIMES = ("tokens_per_second", "mfu", "data_wait")  # fields of a row that depend on time
 
 
 def rows_of(cfg):
@@ -28,7 +31,7 @@ def rows_of(cfg):
 
 def interrupt(monkeypatch, at):
   """Sends SIGTERM to this process at the given steps."""
-  push = Recorder.push
+  push = MetricReader.push
 
   def push_and_stop(self, step, metrics):
     if step in at:
@@ -36,15 +39,10 @@ def interrupt(monkeypatch, at):
       os.kill(os.getpid(), signal.SIGTERM)
     push(self, step, metrics)
 
-  monkeypatch.setattr(Recorder, "push", push_and_stop)
+  monkeypatch.setattr(MetricReader, "push", push_and_stop)
 
 
-def assert_same_bits(a, b):
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
-def test_stopping_anywhere_changes_no_bit(tiny, tmp_path, monkeypatch):
+def test_resume_after_any_stop_bit_exact(tiny, tmp_path, monkeypatch):
   options = {"model__dtype": "bfloat16", "accumulate": 2, "optimizer__clip_norm": 1.0}
   whole = tiny(run_dir=str(tmp_path / "whole"), **options)
   reference = loop.fit(whole)
@@ -58,13 +56,13 @@ def test_stopping_anywhere_changes_no_bit(tiny, tmp_path, monkeypatch):
     assert newest_step(tmp_path / "parts" / "checkpoints") == stop
   result = loop.fit(parts)
   assert (result.step, result.stopped_by) == (12, None)
-  assert_same_bits(result.state, reference.state)
+  chex.assert_trees_all_equal(result.state, reference.state, strict=True)
   assert rows_of(parts) == rows_of(whole)
   assert result.validation == reference.validation
-  assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # as it was before
+  assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # restored
 
 
-def test_a_run_leaves_what_the_readme_promises(tiny, capsys):
+def test_run_outputs_match_readme(tiny, capsys):
   cfg = tiny(log_every=5)
   result = loop.fit(cfg)
   run = RunFolder(cfg.run_dir)
@@ -86,17 +84,17 @@ def test_a_run_leaves_what_the_readme_promises(tiny, capsys):
   assert f"python -m train generate --run-dir {cfg.run_dir}" in out
 
   rows = run.metrics_file.read_text()
-  assert loop.fit(cfg).step == 12  # nothing is left to do, and nothing is done twice
+  assert loop.fit(cfg).step == 12  # nothing is left to do, and nothing is repeated
   assert run.metrics_file.read_text() == rows
 
 
-def test_validation_is_the_mean_over_every_window_once(tiny):
+def test_validation_loss_is_mean_over_windows(tiny):
   cfg = tiny(global_batch=5)  # leaves a last batch that is not full
   loop.prepare(cfg.data)
-  mesh = loop.meshes.make_mesh(cfg)
+  mesh = make_mesh(cfg)
   graph = model_graph(cfg.model)
   evaluator = Evaluator(cfg, graph, mesh)
-  state = loop.init_state(cfg, mesh)
+  state = init_state(cfg, mesh)
   (row,) = evaluator(3, state["params"])
   windows = loop.TokenWindows([f"{cfg.data.folder}/validation"], cfg.seq_len, 257)
   assert len(windows) % 5
@@ -119,14 +117,14 @@ def test_validation_is_the_mean_over_every_window_once(tiny):
   assert evaluator(3, state["params"], should_stop=lambda: True) == []
 
 
-def test_divergence_stops_the_run_and_keeps_the_last_good_checkpoint(tiny, monkeypatch):
-  push = Recorder.push
+def test_divergence_stops_run_and_keeps_checkpoint(tiny, monkeypatch):
+  push = MetricReader.push
 
   def push_poisoned(self, step, metrics):
     push(self, step, metrics | {"grad_norm": jnp.nan} if step == 8 else metrics)
 
   cfg = tiny()
-  monkeypatch.setattr(Recorder, "push", push_poisoned)
+  monkeypatch.setattr(MetricReader, "push", push_poisoned)
   with pytest.raises(DivergedError, match=r"grad_norm is nan at step 8.*optimizer\.peak_lr"):
     loop.fit(cfg)
   run = RunFolder(cfg.run_dir)
@@ -134,20 +132,20 @@ def test_divergence_stops_the_run_and_keeps_the_last_good_checkpoint(tiny, monke
   assert max(row["step"] for row in run.read_rows()) == 7
 
 
-def test_a_step_whose_checkpoint_is_due_is_checked_before_it_is_saved(tiny, monkeypatch):
-  push = Recorder.push
+def test_checkpoint_step_checked_before_save(tiny, monkeypatch):
+  push = MetricReader.push
 
   def push_poisoned(self, step, metrics):
     push(self, step, metrics | {"param_norm": jnp.inf} if step == 10 else metrics)
 
   cfg = tiny()
-  monkeypatch.setattr(Recorder, "push", push_poisoned)
+  monkeypatch.setattr(MetricReader, "push", push_poisoned)
   with pytest.raises(DivergedError, match="param_norm is inf at step 10"):
     loop.fit(cfg)
   assert newest_step(RunFolder(cfg.run_dir).checkpoints) == 5
 
 
-def test_rows_beyond_the_checkpoint_are_trained_again(tiny, fit_and_kill):
+def test_resume_rows_after_checkpoint_rewritten(tiny, fit_and_kill):
   cfg = tiny()
   run = RunFolder(cfg.run_dir)
   fit_and_kill(cfg, at=9)
@@ -157,38 +155,40 @@ def test_rows_beyond_the_checkpoint_are_trained_again(tiny, fit_and_kill):
   assert steps == list(range(1, 13))
 
 
-def test_what_does_not_fit_the_run_is_refused(tiny, monkeypatch):
+def test_resume_mismatch_rejected(tiny, monkeypatch):
   cfg = tiny(sample__tokens=0)
   loop.fit(cfg)
   run = RunFolder(cfg.run_dir)
   before = run.config_file.read_text(), run.metrics_file.read_text()
   with monkeypatch.context() as patch:
-    patch.setattr(jax, "jit", None)  # nothing is compiled before these
+    patch.setattr(jax, "jit", None)  # these raise before anything is compiled
     with pytest.raises(RunFolderError, match=r"model\.dim: the folder's run has 32, this one 64"):
       loop.fit(tiny(model__dim=64))
     with pytest.raises(RunFolderError, match="cannot be written"):
       loop.fit(tiny(run_dir="/proc/run"))
   with pytest.raises(StructureError, match=r"params/blocks/\S*: float32\[1, .*needs float32\[2, "):
     loop.fit(tiny(model__num_layers=2), allow_config_change=True)
-  with pytest.raises(ValueError, match="has done 12 steps already, more than steps=11"):
+  with pytest.raises(ValueError, match="has already done 12 steps, more than steps=11"):
     loop.fit(tiny(steps=11))
   assert before == (run.config_file.read_text(), run.metrics_file.read_text())
 
 
-def test_other_text_under_the_same_name_is_refused(tiny, tmp_path):
-  text = tmp_path / "train.txt"
+def test_resume_changed_text_rejected(tiny, tmp_path):
+  text, first = tmp_path / "train.txt", tmp_path / "first.txt"
   text.write_text("one two three " * 100)
-  sources = {"train": str(text), "validation": str(text)}
+  first.write_text("one two three " * 100)
+  sources = {"first": str(first), "train": str(text), "validation": str(text)}
   options = {"data__folder": str(tmp_path / "tokens"), "data__sources": sources}
+  options["data__train"] = ("first", "train")
   loop.fit(tiny(**options, sample__tokens=0))
   text.write_text("three two one " * 100)
-  with pytest.raises(ValueError, match=r"the text of train in \S* is not what the run"):
+  with pytest.raises(ValueError, match=r"the text of train in \S* differs from that of the run"):
     loop.fit(tiny(**options, steps=13))
   text.write_text("one two three " * 100)
   assert loop.fit(tiny(**options, sample__tokens=0)).step == 12
 
 
-def test_a_longer_run_goes_on_and_says_so(tiny, capsys):
+def test_resume_with_more_steps_reported(tiny, capsys):
   loop.fit(tiny(sample__tokens=0))
   capsys.readouterr()
   result = loop.fit(tiny(steps=14, sample__tokens=0))

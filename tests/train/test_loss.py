@@ -1,4 +1,4 @@
-"""The chunked loss against a direct computation in float64, and what it holds in memory."""
+"""The chunked loss against a direct computation in float64, and its memory."""
 
 import math
 
@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.loss import next_token_loss
+from train.step.loss import next_token_loss
 
 B, D, VOCAB = 3, 8, 37
 
 
-def inputs(T, seed=0, dtype=np.float64):
+def inputs(T, seed=0, dtype=np.float64, vocab=VOCAB):
   rng = np.random.default_rng(seed)
   hidden = rng.normal(size=(B, T, D)).astype(dtype)
-  head = rng.normal(size=(D, VOCAB)).astype(dtype)
-  targets = rng.integers(0, VOCAB, (B, T)).astype(np.int32)
+  head = rng.normal(size=(D, vocab)).astype(dtype)
+  targets = rng.integers(0, vocab, (B, T)).astype(np.int32)
   weights = rng.choice([0.0, 0.5, 1.0, 2.0], (B, T)).astype(np.float32)
   return hidden, head, targets, weights
 
@@ -28,7 +28,7 @@ def direct(hidden, head, targets, weights, coefficient=0.0):
   largest = z.max(-1, keepdims=True)
   p = np.exp(z - largest)
   normalizer = p.sum(-1, keepdims=True)
-  onehot = np.eye(VOCAB)[targets]
+  onehot = np.eye(head.shape[1])[targets]
   nll = (largest + np.log(normalizer))[..., 0] - (z * onehot).sum(-1)
   penalty = 0.5 * coefficient * (weights * largest[..., 0] ** 2).sum()
   dz = p / normalizer - onehot + coefficient * largest * (z == largest)
@@ -53,7 +53,7 @@ def largest_error(got, want):
 @pytest.mark.parametrize(  # chunk counts positions over all B = 3 rows
   ("T", "chunk"), [(1, 1), (5, 7), (12, 12), (17, 1), (17, 12), (17, 10_000)]
 )
-def test_values_and_gradients_are_those_of_float64(T, chunk):
+def test_loss_values_and_gradients_match_float64(T, chunk):
   args = inputs(T)
   nats, penalty, d_hidden, d_head = direct(*args, coefficient=0.3)
   args32 = [jnp.asarray(x, jnp.float32) for x in args[:2]] + list(args[2:])
@@ -65,16 +65,16 @@ def test_values_and_gradients_are_those_of_float64(T, chunk):
   assert largest_error(got_d_head, d_head) < 2e-6
 
 
-def test_value_without_gradient_is_the_same():
+def test_loss_value_without_gradient_same():
   args = inputs(17, dtype=np.float32)
   alone = next_token_loss(*args, chunk=12, logit_penalty=1e-4)
-  beside, _, _ = loss_and_gradients(args, chunk=12, logit_penalty=1e-4)
-  np.testing.assert_allclose(alone, beside, rtol=1e-6)
+  penalized, _, _ = loss_and_gradients(args, chunk=12, logit_penalty=1e-4)
+  np.testing.assert_allclose(alone, penalized, rtol=1e-6)
 
 
-def test_penalty_gradient_is_that_of_half_the_mean_squared_largest_logit():
+def test_loss_penalty_gradient_matches_definition():
   hidden, head, targets, _ = inputs(9, dtype=np.float32)
-  hidden[0, 3] = 0  # every logit 0: all of them are the largest
+  hidden[0, 3] = 0  # all logits are 0, so all are tied
   weights = np.ones((B, 9), np.float32)
   coefficient = 0.7
 
@@ -92,10 +92,10 @@ def test_penalty_gradient_is_that_of_half_the_mean_squared_largest_logit():
   ):
     assert largest_error(got, np.asarray(want)) < 3e-6
   without = next_token_loss(hidden, head, targets, weights, chunk=12)
-  assert float(ours(hidden, head)) == float(without.nats / without.weight)  # reported without it
+  assert float(ours(hidden, head)) == float(without.nats / without.weight)  # not in the loss
 
 
-def test_gradient_follows_what_is_done_with_the_loss():
+def test_loss_gradient_scales_with_cotangent():
   args = inputs(6, dtype=np.float32)
   _, d_hidden, _ = loss_and_gradients(args, chunk=6)
 
@@ -106,7 +106,22 @@ def test_gradient_follows_what_is_done_with_the_loss():
   np.testing.assert_allclose(jax.grad(scaled)(args[0]), -6 * nats * d_hidden, rtol=1e-5)
 
 
-def test_bfloat16_products_accumulate_in_float32():
+def test_loss_padded_vocabulary_matches_float64():
+  """All logits are negative, so that the zeros of padded columns would be the largest."""
+  hidden, head, targets, weights = inputs(4, vocab=4097)
+  hidden, head = np.abs(hidden), -np.abs(head)
+  nats, penalty, d_hidden, d_head = direct(hidden, head, targets, weights, coefficient=0.3)
+  args = (jnp.float32(hidden), jnp.float32(head), targets, weights)
+  sums, got_d_hidden, got_d_head = loss_and_gradients(args, chunk=6, logit_penalty=0.3)
+  assert abs(float(sums.nats) / nats - 1) < 1e-6
+  assert abs(float(sums.penalty) / penalty - 1) < 1e-6
+  assert largest_error(got_d_hidden, d_hidden) < 2e-6
+  assert largest_error(got_d_head, d_head) < 2e-6
+  plain = next_token_loss(*args, chunk=6, logit_penalty=0.3)
+  assert abs(float(plain.nats) / nats - 1) < 1e-6
+
+
+def test_loss_bfloat16_accumulates_in_float32():
   D, T = 512, 6
   rng = np.random.default_rng(1)
   hidden = jnp.asarray(rng.normal(size=(B, T, D)), jnp.bfloat16)
@@ -122,11 +137,11 @@ def test_bfloat16_products_accumulate_in_float32():
   assert largest_error(got_d_head, d_head) < 2**-8
   text = str(jax.make_jaxpr(lambda *a: loss_and_gradients(a, chunk=9))(*args))
   products = [line for line in text.splitlines() if "dot_general" in line]
-  assert len(products) == 3  # logits once, and one for each gradient
+  assert len(products) == 3  # logits once, and one per gradient
   assert text.count("preferred_element_type=float32") == 3
 
 
-def test_positions_of_weight_zero_count_for_nothing():
+def test_loss_positions_of_weight_zero_ignored():
   hidden, head, targets, weights = inputs(10, dtype=np.float32)
   weights[:, ::3] = 0
   clean = loss_and_gradients((hidden, head, targets, weights), chunk=12, logit_penalty=0.1)
@@ -139,20 +154,20 @@ def test_positions_of_weight_zero_count_for_nothing():
   assert not np.asarray(dirty[1])[:, ::3].any()
 
 
-def test_all_weights_zero_give_zero():
+def test_loss_all_weights_zero_is_zero():
   hidden, head, targets, weights = inputs(5, dtype=np.float32)
   result = loss_and_gradients((hidden, head, targets, 0 * weights), chunk=6, logit_penalty=1.0)
   assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(result))
 
 
-def test_target_outside_the_vocabulary_makes_the_loss_nan():
+def test_loss_target_outside_vocabulary_is_nan():
   hidden, head, targets, weights = inputs(5, dtype=np.float32)
   weights[:] = 1
   targets[1, 2] = VOCAB
   assert math.isnan(next_token_loss(hidden, head, targets, weights, chunk=6).nats)
 
 
-def test_extreme_logits_stay_finite():
+def test_loss_extreme_logits_finite():
   hidden, head, targets, weights = inputs(5, dtype=np.float32)
   weights[:] = 1
   sums, d_hidden, d_head = loss_and_gradients((1e3 * hidden, head, targets, weights), chunk=6)
@@ -160,17 +175,17 @@ def test_extreme_logits_stay_finite():
 
 
 def shapes_in(jaxpr):
-  """Shapes of all values of a program, and of the programs inside it (scans, calls)."""
+  """Shapes of all values of a jaxpr, including inner jaxprs (scans, calls)."""
   yield from (v.aval.shape for v in jaxpr.invars)
   for eqn in jaxpr.eqns:
     yield from (v.aval.shape for v in eqn.outvars)
     for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
-      inner = getattr(inner, "jaxpr", inner)  # closed programs hold an open one
+      inner = getattr(inner, "jaxpr", inner)  # unwraps closed jaxprs
       if hasattr(inner, "eqns"):
         yield from shapes_in(inner)
 
 
-def test_no_array_holds_the_logits_of_the_whole_batch():
+def test_loss_whole_batch_logits_never_materialized():
   T, vocab, chunk = 64, 1000, 24
   shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct(s, dtype)
   args = (shape(B, T, D), shape(D, vocab), shape(B, T, dtype=jnp.int32), shape(B, T))
@@ -179,7 +194,7 @@ def test_no_array_holds_the_logits_of_the_whole_batch():
     return loss_and_gradients(args, chunk=chunk, logit_penalty=1e-4)
 
   sizes = [math.prod(s) for s in shapes_in(jax.make_jaxpr(run)(*args).jaxpr)]
-  assert max(sizes) == chunk * vocab  # the walk does see the scan's body
+  assert max(sizes) == chunk * vocab  # the scan's body is included
   compiled = jax.jit(run).lower(*args).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < B * T * vocab * 4 / 2
 
@@ -195,7 +210,7 @@ def test_no_array_holds_the_logits_of_the_whole_batch():
     ({"head": np.zeros((D + 1, VOCAB), np.float32)}, r"head \(9, 37\)"),
   ],
 )
-def test_bad_arguments_are_named(change, message):
+def test_loss_invalid_arguments_named(change, message):
   names = ("hidden", "head", "targets", "weights")
   arguments = dict(zip(names, inputs(5, dtype=np.float32), strict=True)) | {"chunk": 6} | change
   positional = [arguments.pop(name) for name in names]

@@ -1,4 +1,4 @@
-"""Bits per byte, throughput, and what a terminal and a log see of the progress."""
+"""Bits per byte, throughput, and progress on a terminal and in a log."""
 
 import io
 import json
@@ -6,11 +6,13 @@ import math
 
 import pytest
 
-from train import metrics
-from train.metrics import Clock, Console, bits_per_byte, duration, short, tokens_per_byte
+from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
+from train.logging import console, throughput
+from train.logging.console import Console, duration, short
+from train.logging.throughput import Clock
 
 
-def test_bits_per_byte_counts_all_sets_together(tmp_path):
+def test_bits_per_byte_sums_over_sets(tmp_path):
   for name, counts in (("a", {"tokens": 100, "bytes": 400}), ("b", {"tokens": 50, "bytes": 100})):
     (tmp_path / f"{name}.json").write_text(json.dumps(counts))
   assert tokens_per_byte(tmp_path, ["a", "b"]) == 150 / 500
@@ -19,9 +21,9 @@ def test_bits_per_byte_counts_all_sets_together(tmp_path):
   assert bits_per_byte(1.0, None) is None
 
 
-def test_clock_counts_tokens_since_the_last_reading(monkeypatch):
+def test_clock_reading_starts_new_interval(monkeypatch):
   now = [0.0]
-  monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+  monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
   clock = Clock(tokens_per_step=100)
   for when in (0.5, 1.0, 1.5, 2.0):
     clock.tick(when)
@@ -29,7 +31,7 @@ def test_clock_counts_tokens_since_the_last_reading(monkeypatch):
   assert clock.tokens_per_second() == 200
   clock.tick(4.0)
   assert clock.tokens_per_second() == 50
-  now[0] = 1000.0  # an evaluation is over
+  now[0] = 1000.0  # after an evaluation
   clock.restart()
   clock.tick(1000.25)
   assert clock.tokens_per_second() == 400
@@ -41,7 +43,7 @@ class Terminal(io.StringIO):
     return True
 
 
-def test_progress_rewrites_one_line_on_a_terminal():
+def test_console_progress_on_terminal_overwrites_line():
   out = Terminal()
   console = Console(out)
   for text in ("step 1", "step 2"):
@@ -52,8 +54,8 @@ def test_progress_rewrites_one_line_on_a_terminal():
   assert out.getvalue() == ("\r\x1b[Kstep 1\r\x1b[Kstep 2\nsaved\n\r\x1b[Kstep 3\ndone\n")
 
 
-def test_waiting_for_data_is_a_share_of_the_time(monkeypatch):
-  monkeypatch.setattr(metrics.time, "perf_counter", lambda: 1.0)
+def test_clock_data_wait_is_fraction_of_time(monkeypatch):
+  monkeypatch.setattr(throughput.time, "perf_counter", lambda: 1.0)
   clock = Clock(tokens_per_step=100)
   clock.waited(1.0)
   clock.waited(0.5)
@@ -63,7 +65,7 @@ def test_waiting_for_data_is_a_share_of_the_time(monkeypatch):
   assert clock.data_wait() == 0
 
 
-def test_progress_is_plain_lines_in_a_log():
+def test_console_progress_in_log_is_lines():
   out = io.StringIO()
   console = Console(out)
   console.progress("step 1")
@@ -72,19 +74,19 @@ def test_progress_is_plain_lines_in_a_log():
   assert out.getvalue() == "step 1\nsaved\nstep 2\n"
 
 
-def test_progress_line_has_what_is_watched():
+def test_train_line_shows_all_metrics():
   row = {"step": 20, "loss": 2.34567, "bits_per_byte": 3.3841, "tokens_per_second": 51234.0}
   row |= {"mfu": None, "data_wait": 0.04, "skipped": 0, "peak_memory": None}
-  line = metrics.train_line(row | {"learning_rate": 7.3e-4}, 1000, 3723)
+  line = console.train_line(row | {"learning_rate": 7.3e-4}, 1000, 3723)
   assert line == (
     "step   20/1000  loss 2.3457  3.384 bits/byte  51.2k tokens/s  lr 7.30e-04  eta 1:02:03"
   )
-  line = metrics.train_line(row | {"learning_rate": 7.3e-4, "bits_per_byte": None}, 1000, 3)
+  line = console.train_line(row | {"learning_rate": 7.3e-4, "bits_per_byte": None}, 1000, 3)
   assert "bits" not in line
   more = {"mfu": 0.412, "data_wait": 0.25, "skipped": 2, "peak_memory": 3 * 2**30}
-  assert metrics.train_line(row | more | {"learning_rate": 1e-3}, 1000, 65) == (
+  assert console.train_line(row | more | {"learning_rate": 1e-3}, 1000, 65) == (
     "step   20/1000  loss 2.3457  3.384 bits/byte  51.2k tokens/s  mfu 41.2%  3.0 GiB  lr 1.00e-03"
-    "  waiting for data 25%  2 left out  eta 1:05"
+    "  waiting for data 25%  2 skipped  eta 1:05"
   )
 
 
@@ -93,12 +95,12 @@ def test_progress_line_has_what_is_watched():
   [(0, "0"), (7.25, "7.25"), (999, "999"), (999.6, "1k"), (51234, "51.2k"), (1.34e6, "1.34M"),
    (2e9, "2G"), (5e12, "5e+03G")],
 )  # fmt: skip
-def test_short_numbers(number, text):
+def test_short_three_digits_and_unit(number, text):
   assert short(number) == text
 
 
 @pytest.mark.parametrize(
   ("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (123, "2:03"), (3600, "1:00:00")]
 )
-def test_durations(seconds, text):
+def test_duration_formats(seconds, text):
   assert duration(seconds) == text

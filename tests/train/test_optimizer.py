@@ -1,4 +1,4 @@
-"""Schedules against their formulas, Adam against a loop in float64, and what is decayed."""
+"""Schedules against their formulas, Adam against a loop in float64, the weight-decay mask."""
 
 import math
 
@@ -9,17 +9,17 @@ import optax
 import pytest
 
 from train.config import Optimizer
-from train.optimizer import is_matrix, make_optimizer, make_schedule
+from train.step.optimizer import is_matrix, make_optimizer, make_schedule
 
 
-def test_exponential_schedule_is_the_papers():
+def test_schedule_exponential_matches_paper():
   schedule = make_schedule(Optimizer(peak_lr=8e-4, final_lr=1e-5), steps=1000)
   for step in (0, 1, 500, 999, 1000, 2000):
     expected = 8e-4 * (1e-5 / 8e-4) ** (min(step, 1000) / 1000)
     assert float(schedule(step)) == pytest.approx(expected, rel=1e-5)
 
 
-def test_cosine_schedule_after_a_linear_warmup():
+def test_schedule_cosine_after_linear_warmup():
   settings = Optimizer(peak_lr=1e-2, final_lr=1e-3, schedule="cosine", warmup_steps=100)
   schedule = make_schedule(settings, steps=1100)
   assert float(schedule(0)) == 0
@@ -30,7 +30,7 @@ def test_cosine_schedule_after_a_linear_warmup():
     assert float(schedule(step)) == pytest.approx(expected, rel=1e-5)
 
 
-def test_warmup_before_the_exponential_leaves_it_the_remaining_steps():
+def test_schedule_exponential_after_warmup_spans_rest():
   settings = Optimizer(peak_lr=1e-2, final_lr=1e-4, warmup_steps=10)
   schedule = make_schedule(settings, steps=110)
   assert float(schedule(5)) == pytest.approx(5e-3)
@@ -38,7 +38,7 @@ def test_warmup_before_the_exponential_leaves_it_the_remaining_steps():
   assert float(schedule(110)) == pytest.approx(1e-4, rel=1e-5)
 
 
-def test_adam_clipping_and_decay_are_those_of_their_definitions():
+def test_optimizer_update_matches_definition():
   settings = Optimizer(
     peak_lr=1e-2, final_lr=1e-3, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.3, clip_norm=0.5
   )
@@ -67,7 +67,7 @@ def test_adam_clipping_and_decay_are_those_of_their_definitions():
     np.testing.assert_allclose(params[k], value, rtol=1e-5, atol=1e-6)
 
 
-def test_decay_counts_rank_within_a_layer():
+def test_weight_decay_rank_counted_within_layer():
   params = {
     "embedding": jnp.zeros((7, 4)),
     "norm": {"scale": jnp.zeros(4)},
@@ -80,7 +80,7 @@ def test_decay_counts_rank_within_a_layer():
   }
 
 
-def test_state_keeps_its_layout_whatever_is_turned_on():
+def test_optimizer_state_structure_independent_of_options():
   params = {"w": jnp.zeros((2, 2))}
 
   def paths(**options):

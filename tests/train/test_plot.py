@@ -1,11 +1,11 @@
-"""Curves of runs as a picture."""
+"""Plots of the curves of runs."""
 
 import json
 
 import pytest
 
-from train import plot
-from train.cli import main
+from train.cli.main import main
+from train.logging import plot
 
 ROWS = [
   {"kind": "eval", "step": 0, "set": "books", "val_loss": 5.5, "bits_per_byte": None},
@@ -24,7 +24,7 @@ def run(tmp_path):
   return folder
 
 
-def test_curves_are_read(run):
+def test_plot_curves_read(run):
   training, validation = plot.read(run)
   assert training == ([1, 2], [5.0, 4.0])
   assert validation == {"books": ([0, 2], [5.5, 1.5])}
@@ -32,14 +32,14 @@ def test_curves_are_read(run):
   assert (list(steps), list(values)) == ([2], [4.5])
 
 
-def test_runs_are_drawn(run, tmp_path, capsys):
+def test_plot_runs_drawn(run, tmp_path, capsys):
   picture = tmp_path / "compared.png"
   assert main(["plot", str(run), str(run), "--output", str(picture)]) == 0
   assert picture.read_bytes().startswith(b"\x89PNG")
   assert capsys.readouterr().out == f"{picture}\n"
 
 
-def test_what_is_no_run_is_named(run, tmp_path, capsys):
+def test_plot_without_run_named(run, tmp_path, capsys):
   assert main(["plot", str(tmp_path), "--output", str(tmp_path / "a.png")]) == 2
   assert f"no metrics in {tmp_path}" in capsys.readouterr().err
   good = '{"kind": "train", "step": 1, "loss": 1.0}'

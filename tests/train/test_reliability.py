@@ -1,18 +1,18 @@
-"""The commands of benchmarks/reliability, in short; whole ones are slow."""
+"""Short runs of the commands of benchmarks/reliability; long ones are marked slow."""
 
 import pytest
 
 from benchmarks.reliability import faults
-from train import digests
+from train.checkpoint import digests
 
 
 @pytest.mark.parametrize("count", [25, pytest.param(1000, marks=pytest.mark.slow)])
-def test_damaged_checkpoints_are_never_loaded(count, capsys):
+def test_reliability_damaged_checkpoints_never_loaded(count, capsys):
   assert faults.main(["--faults", str(count), "--no-orbax"]) == 0
   assert capsys.readouterr().out.splitlines()[-1].startswith("all ")
 
 
-def test_a_wrong_state_would_be_found(monkeypatch, capsys):
+def test_reliability_planted_wrong_state_detected(monkeypatch, capsys):
   monkeypatch.setattr(faults, "FAULTS", (faults.another_step,))
   monkeypatch.setattr(faults, "WEIGHTS", (1,))
   monkeypatch.setattr(digests, "damage", lambda folder, parts=None: None)
@@ -30,8 +30,8 @@ def test_a_wrong_state_would_be_found(monkeypatch, capsys):
     ("poison", []),
   ],
 )
-def test_commands_find_nothing_wrong(name, arguments, command):
-  # Of their own process, because they fork before JAX has started.
+def test_reliability_commands_succeed(name, arguments, command):
+  # In a separate process, because they fork before JAX has started.
   process = command("-W", "default", "-m", f"benchmarks.reliability.{name}", *arguments)
   out, errors = process.communicate(timeout=1800)
   assert process.returncode == 0, errors

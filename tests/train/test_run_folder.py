@@ -1,4 +1,4 @@
-"""Run folders: settings, rows, and who may write where."""
+"""Run folders: config, rows, and locks."""
 
 import json
 import os
@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from train import run_folder
-from train.run_folder import RunFolder, RunFolderError, claim
+from train.runs import run_folder
+from train.runs.run_folder import RunFolder, RunFolderError, claim
 
 
 @pytest.fixture
 def trained(tiny, monkeypatch):
-  """The settings of a folder that looks as if it had a checkpoint."""
+  """Config of a run folder that appears to have a checkpoint."""
   cfg = tiny()
   with claim(cfg) as run:
     run.write_config(cfg)
-  monkeypatch.setattr(run_folder.checkpoint, "newest_step", lambda _: 5)
+  monkeypatch.setattr(run_folder.store, "newest_step", lambda _: 5)
   return cfg
 
 
-def test_config_json_holds_settings_and_versions(tiny):
+def test_run_folder_config_has_settings_and_versions(tiny):
   cfg = tiny()
   with claim(cfg) as run:
     run.write_config(cfg)
@@ -33,7 +33,7 @@ def test_config_json_holds_settings_and_versions(tiny):
   assert sorted(os.listdir(cfg.run_dir)) == ["config.json"]
 
 
-def test_other_settings_are_refused_field_by_field(trained, tiny):
+def test_run_folder_changed_settings_listed(trained, tiny):
   options = {"model__mixer_options": {"shift": "kvg"}, "optimizer__peak_lr": 1e-2, "steps": 99}
   other = tiny(model__dim=64, **options)
   before = RunFolder(trained.run_dir).config_file.read_text()
@@ -45,8 +45,8 @@ def test_other_settings_are_refused_field_by_field(trained, tiny):
     "  model.mixer_options: the folder's run has {}, this one nothing",
     "  model.mixer_options.shift: the folder's run has nothing, this one 'kvg'",
     "  optimizer.peak_lr: the folder's run has 0.003, this one 0.01",
-    "Put them back to continue that run, start a new one with --set run_dir=ANOTHER, or continue"
-    " it with these settings by --allow-config-change.",
+    "Restore them to resume that run, start a new one with --set run_dir=ANOTHER, or resume"
+    " with these settings by --allow-config-change.",
   ]
   assert RunFolder(trained.run_dir).config_file.read_text() == before
   with claim(other, allow_config_change=True) as run:
@@ -58,48 +58,48 @@ def test_other_settings_are_refused_field_by_field(trained, tiny):
   [("steps", 50), ("accumulate", 2), ("eval_every", 3), ("loss_chunk", 64), ("mesh__fsdp", 2),
    ("model__remat", "full"), ("model__unroll", 2), ("sample__prompt", "b")],
 )  # fmt: skip
-def test_settings_that_do_not_change_the_mathematics_may_change(trained, tiny, name, value):
+def test_run_folder_free_settings_may_change(trained, tiny, name, value):
   with claim(tiny(**{name: value})) as run:
     assert list(run.changes) == [name.replace("__", ".")]
 
 
-def test_a_folder_without_checkpoints_may_get_other_settings(tiny):
+def test_run_folder_without_checkpoint_accepts_new_settings(tiny):
   with claim(tiny()) as run:
     run.write_config(tiny())
   with claim(tiny(seed=3)) as run:
     assert run.changes == {}
 
 
-def test_checkpoints_without_their_settings_are_refused(trained):
+def test_run_folder_without_config_rejected(trained):
   RunFolder(trained.run_dir).config_file.unlink()
   with pytest.raises(RunFolderError, match=r"has no config\.json"):
     claim(trained)
 
 
-def test_damaged_settings_are_named(trained):
+def test_run_folder_damaged_config_named(trained):
   RunFolder(trained.run_dir).config_file.write_text('{"steps": ')
   with pytest.raises(RunFolderError, match=r"config\.json is damaged"):
     claim(trained)
 
 
-def test_a_second_process_is_kept_out(tiny):
+def test_run_folder_locked_against_second_process(tiny):
   cfg = tiny()
   with claim(cfg), pytest.raises(RunFolderError, match="another process is training in"):
     claim(cfg)
   claim(cfg).__exit__()
 
 
-def test_a_file_is_no_folder(tiny, tmp_path):
+def test_run_folder_is_file_rejected(tiny, tmp_path):
   path = tmp_path / "file"
   path.write_text("x")
-  with pytest.raises(RunFolderError, match="is a file; a run needs a folder"):
+  with pytest.raises(RunFolderError, match="is a file; a run needs its own folder"):
     claim(tiny(run_dir=str(path)))
   with pytest.raises(RunFolderError, match=r"cannot be written \(Not a directory\)"):
     claim(tiny(run_dir=str(path / "below")))
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that root cannot write")
-def test_an_unwritable_folder_is_refused(tiny):
+def test_run_folder_not_writable_rejected(tiny):
   with pytest.raises(RunFolderError, match=r"'/proc/run' cannot be written .*run_dir=FOLDER"):
     claim(tiny(run_dir="/proc/run"))
 
@@ -108,7 +108,7 @@ def rows_up_to(last):
   return [{"kind": "train", "step": step, "loss": 1.0} for step in range(1, last + 1)]
 
 
-def test_rows_after_a_step_are_taken_out(tiny):
+def test_rows_after_step_removed(tiny):
   with claim(tiny()) as run:
     run.append(rows_up_to(9))
     assert run.keep_rows_until(6) == run.read_rows() == rows_up_to(6)
@@ -116,7 +116,7 @@ def test_rows_after_a_step_are_taken_out(tiny):
     assert [row["step"] for row in run.read_rows()] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_line_cut_off_by_a_crash_is_left_out(tiny):
+def test_rows_incomplete_last_line_ignored(tiny):
   with claim(tiny()) as run:
     run.append(rows_up_to(3))
     with run.metrics_file.open("a") as file:
@@ -126,7 +126,7 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tiny):
     assert run.metrics_file.read_text().count("\n") == 2
 
 
-def test_a_damaged_line_is_not_passed_over(tiny):
+def test_rows_damaged_line_rejected(tiny):
   with claim(tiny()) as run:
     run.append(rows_up_to(3))
     run.metrics_file.write_text("x\n" + run.metrics_file.read_text())
@@ -134,7 +134,7 @@ def test_a_damaged_line_is_not_passed_over(tiny):
       run.read_rows()
 
 
-def test_an_evaluation_counts_when_it_reached_all_sets(tiny):
+def test_evaluation_incomplete_not_counted(tiny):
   with claim(tiny()) as run:
     row = lambda step, name: {"kind": "eval", "step": step, "set": name, "val_loss": 1.0}
     run.append([row(5, "a"), row(5, "b"), row(10, "a"), *rows_up_to(10)])

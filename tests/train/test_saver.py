@@ -1,22 +1,23 @@
-"""A disk that takes nothing: training goes on, says so, and saves when it can."""
+"""Saves on a full disk: training continues, reports it, and saves when possible."""
 
 import resource
 
 import pytest
 
-from train import digests, loop, saver
-from train.checkpoint import CheckpointError, newest_step
-from train.run_folder import RunFolder, claim
+from train import loop
+from train.checkpoint import digests, saver
+from train.checkpoint.store import CheckpointError, newest_step
+from train.runs.run_folder import RunFolder, claim
 
 
 def quick(tiny, **changes):
-  """A run that neither validates nor generates, so that little is compiled."""
+  """Config of a run without validation and generation, for fewer compilations."""
   sources = {"train": tiny().data.sources["train"]}
   return tiny(data__validation=(), data__sources=sources, sample__tokens=0, **changes)
 
 
 def fail_saves(monkeypatch, steps):
-  """The next saves of `steps` fail as on a full disk; returns the steps that were tried."""
+  """Makes the saves of `steps` fail as on a full disk; returns the attempted steps."""
   write, tried = digests.write, []
 
   def full(folder, name):
@@ -29,23 +30,23 @@ def fail_saves(monkeypatch, steps):
   return tried
 
 
-def test_training_goes_on_and_the_last_save_is_tried_again(tiny, monkeypatch, capsys):
+def test_saver_failed_saves_retried_while_training(tiny, monkeypatch, capsys):
   cfg = quick(tiny, checkpoint_every=4)
   tried = fail_saves(monkeypatch, {4, 12})
   monkeypatch.setattr(saver, "PAUSES", (0.01, 0.02))
-  init, push, made = loop.Checkpoints.__init__, loop.Recorder.push, []
+  init, push, made = loop.Checkpoints.__init__, loop.MetricReader.push, []
 
   def remember(self, *arguments, **options):
     init(self, *arguments, **options)
     made.append(self)
 
   def wait_and_push(self, step, metrics):
-    if step == 5:  # by then the save of step 4 has failed
+    if step == 5:  # the save of step 4 has failed by now
       made[0]._pending.exception()
     push(self, step, metrics)
 
   monkeypatch.setattr(loop.Checkpoints, "__init__", remember)
-  monkeypatch.setattr(loop.Recorder, "push", wait_and_push)
+  monkeypatch.setattr(loop.MetricReader, "push", wait_and_push)
   with pytest.raises(CheckpointError, match=r"step 12 could not be written.*No space left"):
     loop.fit(cfg)
   assert tried == [4, 8, 12, 12, 12]
@@ -53,8 +54,8 @@ def test_training_goes_on_and_the_last_save_is_tried_again(tiny, monkeypatch, ca
   out = capsys.readouterr().out
   assert "the checkpoint of step 4 could not be written" in out
   assert "No space left on device" in out
-  assert "training goes on; the next checkpoint is tried after step 8" in out
-  assert "Trying again in 0.02 s." in out
+  assert "training continues; the next save is attempted after step 8" in out
+  assert "Retrying in 0.02 s." in out
 
 
 class Checkpoints:
@@ -77,7 +78,7 @@ class Checkpoints:
     return True
 
 
-def test_retries_come_after_2_4_8_steps_and_then_as_usual():
+def test_saver_retries_after_2_4_8_steps():
   checkpoints, said = Checkpoints(), []
   policy = saver.Saver(
     checkpoints, every=20, start=0, metadata=lambda step: {"position": step}, say=said.append
@@ -89,10 +90,10 @@ def test_retries_come_after_2_4_8_steps_and_then_as_usual():
       policy.save(step, None)
     checkpoints.full = step < 75 or step == 99
   assert checkpoints.saved == [20, 23, 28, 37, 40, 60, 80, 100, 103, 120, 140]
-  assert said[:2] == ["full", "training goes on; the next checkpoint is tried after step 23"]
+  assert said[:2] == ["full", "training continues; the next save is attempted after step 23"]
 
 
-def test_rows_wait_until_the_disk_takes_them(tiny):
+def test_rows_on_full_disk_kept_until_written(tiny):
   with claim(tiny()) as run:
     row = lambda step: {"kind": "train", "step": step, "loss": 1.0}
     run.append([row(1)])

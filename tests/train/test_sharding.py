@@ -1,4 +1,4 @@
-"""The same training on several devices, however they are arranged, as on one."""
+"""Training on every device mesh equals training on one device."""
 
 import json
 
@@ -14,7 +14,7 @@ ENDS = 2  # embedding, head
 
 @pytest.fixture
 def run(tiny, config_file, command):
-  """A function that asks `tests.train.arrangements` for something, on `devices` devices."""
+  """Returns a function that runs `tests.train.arrangements` on `devices` devices."""
 
   def ask(what, *arrangements, devices=4, **changes):
     path = config_file(tiny(**changes))
@@ -27,7 +27,7 @@ def run(tiny, config_file, command):
   return ask
 
 
-# Parameters stay away from where their gradient is rounding, which Adam would magnify.
+# Avoids parameters whose gradient is only rounding error, which Adam would amplify.
 TRAINING = {"global_batch": 8, "accumulate": 2, "optimizer__clip_norm": 1.0}
 
 
@@ -35,35 +35,35 @@ def same_training(results, steps=3):
   one = results["1"]
   for name, result in results.items():
     assert result["start"] == one["start"], f"{name}: the initial state differs"
-    # Sums over devices are taken in another order, nothing else may differ.
+    # Only the order of sums over devices may differ.
     rows = (each["rows"][:steps] for each in (result, one))
     np.testing.assert_allclose(*rows, rtol=2e-5, err_msg=name)
     assert result["gradient_error"] < 2e-5, name
 
 
-def test_every_arrangement_trains_alike(run):
+def test_sharding_every_mesh_same_training(run):
   names = ("1", "2x2", "1x2x2", "1x2x1x2 kernels")
   results = run("trained", *names, model__num_layers=2, **TRAINING)
   same_training(results)
   shares = [results[name]["share"] for name in names]
   assert shares == [1, 1 / 2, 1 / 2, 1 / 4]
 
-  # Divided parameters: each matrix is gathered once in each direction, and its gradient leaves by
-  # one reduce-scatter. The bodies of the loops over layers, forward and backward, and around them.
+  # Sharded parameters: each matrix is gathered once per pass, and its gradient is reduce-scattered
+  # once. Counts in the bodies of the layer loops, forward and backward, and outside of them.
   counts = results["2x2"]["collectives"]
   numbers = lambda name: sorted(count[name] for count in counts if name in count)
   assert numbers("all-gather") == [ENDS, MATRICES, MATRICES]
   assert numbers("reduce-scatter") == [ENDS, MATRICES]
-  # Divided heads and channels: two activations are summed in a layer's forward pass, the outputs of
-  # o_proj and down, and two numbers a token, for the norms of all queries and of all keys. Scans
-  # send nothing: each device runs them on its rows and heads, here 2 of 4 rows and 1 of 2 heads.
-  divided = results[names[-1]]
-  assert {"all-gather": MATRICES, "all-reduce": 2 + 2} in divided["collectives"]
-  assert {tuple(shape) for shape in divided["scans"]} == {(2, 32, 1, 16)}
+  # Sharded heads and channels: a layer's forward pass sums two activations, the outputs of o_proj
+  # and down, and two numbers per token, for the norms of all queries and all keys. Scans need no
+  # communication: each device runs them on its rows and heads, here 2 of 4 rows and 1 of 2 heads.
+  sharded = results[names[-1]]
+  assert {"all-gather": MATRICES, "all-reduce": 2 + 2} in sharded["collectives"]
+  assert {tuple(shape) for shape in sharded["scans"]} == {(2, 32, 1, 16)}
 
 
 @pytest.mark.slow
-def test_scans_run_by_each_device_send_no_more_than_those_that_the_compiler_divides(run):
+def test_sharding_per_device_scans_add_no_collectives(run):
   names = ("1", "1x2x1x2", "1x2x1x2 kernels")
   results = run("trained", *names, model__num_layers=2, **TRAINING)
   same_training(results)
@@ -78,8 +78,8 @@ def test_scans_run_by_each_device_send_no_more_than_those_that_the_compiler_divi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("remat", "unroll"), [("none", 1), ("none", 3), ("dots", 3), ("full", 1)])
-def test_further_arrangements(run, remat, unroll):
-  """Four devices along each axis and in pairs, with what the backward pass computes again."""
+def test_sharding_more_meshes_same_training(run, remat, unroll):
+  """Four devices along each axis and in pairs, with rematerialization."""
   names = ("1", "4", "1x4", "2x1x2", "2x1x1x2", "1x1x2x2")
   changes = {"model__num_layers": 3, "model__remat": remat, "model__unroll": unroll}
   results = run("trained", *names, **changes, **TRAINING)
@@ -90,9 +90,9 @@ def test_further_arrangements(run, remat, unroll):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
-def test_every_mixer(run, mixer):
-  """Parts of parameters gathered, heads and channels divided by the compiler and for kernels."""
-  # The tiny GLA and RWKV-6 have ranks of 3, which do not divide.
+def test_sharding_every_mixer_same_training(run, mixer):
+  """Gathered parameters; heads and channels sharded by the compiler and for kernels."""
+  # The tiny GLA and RWKV-6 have ranks of 3, which are not divisible.
   options = {} if mixer in ("gla", "rwkv6") else dict(TINY[mixer].model_options)
   changes = {"model__mixer": mixer, "model__mixer_options": options}
   changes |= {"model__dim": 128} if mixer == "mamba2" else {}  # in 32 channels it has one head
@@ -101,7 +101,7 @@ def test_every_mixer(run, mixer):
 
 
 @pytest.mark.slow
-def test_three_axes_at_once(run):
+def test_sharding_three_axes_same_training(run):
   results = run("trained", "1", "2x2x2", "1x2x2x2", "2x2x1x2", devices=8, **TRAINING)
   same_training(results)
 
@@ -113,12 +113,12 @@ def test_three_axes_at_once(run):
     ("lnssm", {"all-reduce": 2 + 2}),
     ("gated_delta_net", {"all-reduce": 2}),
     ("softmax_attention", {"all-reduce": 2}),
-    # What one projection makes lies across the devices' borders, and there is a norm of all heads.
+    # Operands of the fused projection cross shard boundaries, and one norm covers all heads.
     ("mamba2", {"collective-permute": 6, "all-gather": 2, "all-reduce": 3}),
   ],
 )
-def test_collectives_of_divided_heads(run, mixer, forward):
-  """Of a layer's forward pass: sums of the outputs of o_proj and down."""
+def test_sharding_tensor_parallel_collectives(run, mixer, forward):
+  """All-reduces of a layer's forward pass: outputs of o_proj and down."""
   changes = {"model__mixer": mixer, "model__num_layers": 2, "model__dim": 128}
   results = run("trained", "1", "1x1x1x2", **changes, **TRAINING)
   same_training(results)
@@ -126,16 +126,16 @@ def test_collectives_of_divided_heads(run, mixer, forward):
 
 
 @pytest.mark.slow
-def test_a_pattern_that_leaves_a_layer_over(run):
-  """The layer outside of the loop, tied embeddings, a mixer with convolutions."""
+def test_sharding_uneven_pattern_same_training(run):
+  """A layer outside of the loop, tied embeddings, a mixer with convolutions."""
   changes = {"model__mixer": ["lnssm", "rg_lru"], "model__num_layers": 3}
   changes |= {"model__tie_embeddings": True, "model__channel_mixer": "swiglu"}
   same_training(run("trained", "1", "2x2", "1x2x2", "2x1x1x2", **changes, **TRAINING))
 
 
 @pytest.mark.slow
-def test_traffic_does_not_grow_with_the_length(run):
-  """The whole step for a divided sequence: the same bytes."""
+def test_sharding_sequence_traffic_independent_of_length(run):
+  """A step with a sharded sequence sends the same number of bytes for any length."""
   short, long = (run("traffic", "1x1x2", seq_len=length)["1x1x2"] for length in (64, 4096))
   assert short == long
   assert short["all_gather"] > 0
@@ -149,15 +149,15 @@ WIDE = {
 }
 
 
-def test_divided_parameters_and_heads_meet_kernels(run):
-  """Six a layer: two forward, four backward."""
+def test_sharding_fsdp_and_tensor_with_kernels(run):
+  """Six kernels per layer: two forward, four backward."""
   assert run("kernels", "2x2", "1x2x1x2", **WIDE) == {"2x2": 6, "1x2x1x2": 6}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["lnssm", "gla", "mamba2", "longhorn", "gated_delta_net"])
-def test_kernels_of_other_mixers(run, mixer):
-  """As many on one device, with copies of the parameters, with parts of them and of heads."""
+def test_sharding_kernels_of_other_mixers(run, mixer):
+  """The same number on one device, with replicated and with sharded parameters and heads."""
   names = ("1", "4", "2x2", "1x1x1x2", "2x1x1x2")
   counts = run("kernels", *names, model__mixer=mixer, **WIDE)
   assert counts == dict.fromkeys(names, counts["1"])

@@ -1,4 +1,4 @@
-"""Real processes, stopped by real signals."""
+"""Processes stopped by signals."""
 
 import os
 import signal
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from train import loop
-from train.checkpoint import newest_step
-from train.run_folder import RunFolder
+from train.checkpoint.store import newest_step
+from train.runs.run_folder import RunFolder
 
 STEPS = 800
 
 
 def wait_for_step(process, cfg, step):
-  """Returns once the run has logged `step`."""
+  """Waits until the run has logged `step`."""
   metrics = RunFolder(cfg.run_dir).metrics_file
   deadline = time.monotonic() + 120
   while time.monotonic() < deadline:
@@ -28,7 +28,7 @@ def wait_for_step(process, cfg, step):
 
 
 @pytest.mark.usefixtures("optimized")
-def test_sigterm_sigint_and_sigkill_lose_nothing(tiny, config_file, command, tmp_path):
+def test_signals_any_resumed_run_bit_exact(tiny, config_file, command, tmp_path):
   options = {"steps": STEPS, "eval_every": 400, "checkpoint_every": 100, "sample__tokens": 0}
   cfg = tiny(**options, run_dir=str(tmp_path / "stopped"))
   fit = ("-m", "train", "fit", "--config", config_file(cfg))
@@ -58,9 +58,9 @@ def test_sigterm_sigint_and_sigkill_lose_nothing(tiny, config_file, command, tmp
   assert rows(cfg) == rows(reference)
 
 
-def test_a_second_signal_stops_at_once(command):
+def test_signals_second_one_stops_immediately(command):
   script = (
-    "import time\nfrom train.stop import StopSignal\n"
+    "import time\nfrom train.cluster.stop_signal import StopSignal\n"
     "with StopSignal() as stop:\n"
     "  print('ready', flush=True)\n"
     "  while not stop: time.sleep(0.001)\n"
@@ -78,8 +78,8 @@ def test_a_second_signal_stops_at_once(command):
   assert time.monotonic() - begin < 10
 
 
-def test_handlers_come_back_as_they_were():
-  from train.stop import StopSignal
+def test_signals_handlers_restored():
+  from train.cluster.stop_signal import StopSignal
 
   before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
   with StopSignal() as stop:

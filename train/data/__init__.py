@@ -2,12 +2,12 @@
 
     sources.py     files, folders, globs, rows of JSON -> documents (text)
     tokenizers.py  text <-> token ids
-    tokenize.py    documents -> token files, with a sidecar that says what they were made from
+    tokenize.py    documents -> token files, with a sidecar of counts and fingerprints
     indexed.py     the token files themselves: a checked reader and an atomic writer
     windows.py     token files -> windows of a fixed length -> shuffled batches, by step number
 
-Nothing here needs an accelerator, and only `windows` imports Grain (which imports JAX), so
-tokenizing starts at once.
+Nothing here needs an accelerator, and only `windows` imports Grain (which imports JAX), so that
+tokenizing starts quickly.
 """
 
 from train.data.errors import DataError

@@ -1,6 +1,6 @@
 """Token files: the `.bin/.idx` pair of Megatron-LM, GPT-NeoX and RWKV.
 
-`.bin` holds the token ids of all sequences back to back, without header or padding. `.idx` is
+`.bin` has the token ids of all sequences, concatenated, without header or padding. `.idx` is
 
     offset   bytes   field
     0        9       magic "MMIDIDX" and two zero bytes
@@ -12,10 +12,10 @@
     .        8 N     pointers, int64: byte offset of each sequence in .bin
     .        8 D     doc_index, int64: the sequence where each document starts; first 0, last N
 
-with every number little-endian. A pair is checked completely when it is opened, except for the
-token ids themselves (`IndexedDataset.check_tokens`): whatever opens can be read without a fault.
-The sequences must lie in `.bin` in order and without gaps, as all known writers lay them out, so
-that the file is also one flat stream of tokens.
+with all numbers little-endian. A pair is validated completely when it is opened, except for the
+token ids (`IndexedDataset.check_tokens`): any pair that opens can be read without errors. Sequences
+must be stored in order and without gaps, as all known writers do, so that the file is also one flat
+stream of tokens.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ from train.data.errors import DataError, reading, writing
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-REFUSED = {2: "int8", 6: "floating point", 7: "floating point"}
-REMAKE = "Make the pair again with `python -m train tokenize`, or copy both files again."
-SCAN = 1 << 24  # tokens looked at in one go
+UNSUPPORTED = {2: "int8", 6: "floating point", 7: "floating point"}
+REMAKE = "Create the pair again with `python -m train tokenize`, or copy both files again."
+SCAN = 1 << 24  # tokens checked at a time
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-  """The dtype that the format's users write for a vocabulary: uint16 below 65,500, else int32."""
+  """Customary dtype for a vocabulary size: uint16 below 65,500, else int32."""
   return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
 
 
@@ -53,8 +53,8 @@ class IndexedDataset:
     tokens: all token ids as one flat array in the dtype of the file.
 
   Raises:
-    DataError: a file is missing or unreadable, or the two do not agree; the message names the
-      file, the field, what was found and what was expected.
+    DataError: a file is missing or unreadable, or the two are inconsistent; the message names the
+      file, the field, the value found and the expectation.
   """
 
   def __init__(self, prefix: str | Path):
@@ -84,7 +84,7 @@ class IndexedDataset:
 
   @property
   def document_starts(self) -> np.ndarray:
-    """int64 [documents]: the position in `tokens` where each document starts."""
+    """int64 [documents]: position in `tokens` where each document starts."""
     ends = np.append(self.pointers, self.tokens.nbytes)
     return ends[self.doc_index[:-1]] // self.dtype.itemsize
 
@@ -96,9 +96,9 @@ class IndexedDataset:
     return self.tokens[start : start + int(self.sizes[i])]
 
   def check_tokens(self, vocab_size: int) -> None:
-    """Reads the whole file once and refuses ids outside [0, vocab_size).
+    """Reads the whole file and rejects ids outside [0, vocab_size).
 
-    Costs nothing where the dtype cannot hold such an id, otherwise a pass at memory speed.
+    Free if the dtype cannot represent such ids, otherwise one pass at memory bandwidth.
     """
     limits = np.iinfo(self.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
@@ -107,27 +107,27 @@ class IndexedDataset:
       check_ids(self.tokens[start : start + SCAN], vocab_size, self.prefix + ".bin", start)
 
   def __reduce__(self):
-    return IndexedDataset, (self.prefix,)  # a copy in another process maps the files again
+    return IndexedDataset, (self.prefix,)  # pickling: another process maps the files again
 
   def __repr__(self) -> str:
     return f"IndexedDataset({self.prefix!r})"
 
 
 class IndexedWriter:
-  """Writes one pair, document by document; the pair appears under its name when complete.
+  """Writes one pair, document by document, atomically.
 
       with IndexedWriter("data/train", dtype_for(vocab_size)) as writer:
         writer.add_document(ids)
 
-  The files are written beside their final place and renamed when the block ends, so a reader
-  never sees half a pair, and an error inside the block leaves what was there untouched.
+  The files have temporary names until the block ends, so that readers never see an incomplete pair,
+  and an error inside the block leaves existing files unchanged.
 
   Attributes:
-    num_documents, num_tokens: what has been added.
-    sha256: digest of the `.bin` file, in hexadecimal, once it is complete.
+    num_documents, num_tokens: counts so far.
+    sha256: digest of the complete `.bin` file, in hexadecimal.
 
   Raises:
-    DataError: the folder cannot be written, an id does not fit `dtype`, or nothing was added.
+    DataError: the folder cannot be written, an id exceeds `dtype`, or nothing was added.
   """
 
   def __init__(self, prefix: str | Path, dtype: np.typing.DTypeLike):
@@ -136,7 +136,7 @@ class IndexedWriter:
     codes = [code for code, name in DTYPES.items() if np.dtype(name) == np.dtype(dtype)]
     if not codes:
       raise DataError(
-        f"{self.prefix}: token files hold {', '.join(DTYPES.values())}, not {self.dtype.name}; use"
+        f"{self.prefix}: token files have {', '.join(DTYPES.values())}, not {self.dtype.name}; use"
         " dtype_for(vocab_size)."
       )
     self._code = codes[0]
@@ -162,12 +162,11 @@ class IndexedWriter:
     where = f"{self.prefix}: document {self.num_documents}"
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
       raise DataError(
-        f"{where} has shape {ids.shape} and dtype {ids.dtype}; one row of integer ids is needed."
+        f"{where} has shape {ids.shape} and dtype {ids.dtype}; a vector of integer ids is needed."
       )
     if len(ids) > np.iinfo(np.int32).max:
       raise DataError(
-        f"{where} has {len(ids)} tokens, and the format counts at most 2**31 - 1 in a sequence;"
-        " divide it."
+        f"{where} has {len(ids)} tokens, but a sequence has at most 2**31 - 1; split it."
       )
     check_ids(ids, np.iinfo(self.dtype).max + 1, where, 0)
     data = ids.astype(self.dtype).data
@@ -203,8 +202,8 @@ class IndexedWriter:
           file.write(part)
         file.flush()
         os.fsync(file.fileno())
-      # Without its index a .bin is refused, so a stop between these lines cannot leave a new .bin
-      # with an old .idx that happens to fit.
+      # A .bin without its index is rejected, so a crash between these lines cannot leave a new .bin
+      # with an old .idx that happens to match.
       Path(self.prefix + ".idx").unlink(missing_ok=True)
       os.replace(self._partial[".bin"], self.prefix + ".bin")
       os.replace(self._partial[".idx"], self.prefix + ".idx")
@@ -212,74 +211,74 @@ class IndexedWriter:
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, where: str, start: int) -> None:
-  """Refuses ids outside [0, vocab_size), naming the first; `start` is the position of ids[0]."""
+  """Rejects ids outside [0, vocab_size), naming the first; `start` is the position of ids[0]."""
   if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
     bad = int(np.flatnonzero((ids >= vocab_size) | (ids < 0))[0])
     raise DataError(
-      f"{where}: token {start + bad} has the id {int(ids[bad])}, but ids must lie in"
-      f" [0, {vocab_size}). The tokens were made with another tokenizer, or the file is damaged:"
-      " use the model and the tokenizer that belong to it (model.vocab_size, data.tokenizer)."
+      f"{where}: token {start + bad} has the id {int(ids[bad])}, but ids must be in"
+      f" [0, {vocab_size}). The tokens are from another tokenizer, or the file is damaged: use the"
+      " matching model and tokenizer (model.vocab_size, data.tokenizer)."
     )
 
 
 def _map_file(prefix: str, end: str) -> np.ndarray:
-  """The file `prefix + end` as uint8 [bytes], memory-mapped."""
+  """Memory-maps the file `prefix + end` as uint8 [bytes]."""
   path = Path(prefix + end)
   with reading(path):
     exists = path.exists()
   if not exists:
     other = prefix + {".bin": ".idx", ".idx": ".bin"}[end]
     if Path(other).exists():
-      hint = f"its other half {other} is there; the two belong together. {REMAKE}"
+      hint = f"only {other} exists; the two belong together. {REMAKE}"
     elif prefix.endswith((".bin", ".idx")):
-      hint = f"give the prefix of the pair, {prefix[:-4]!r}."
+      hint = f"use the prefix of the pair, {prefix[:-4]!r}."
     else:
-      hint = "make it with `python -m train tokenize`."
+      hint = "create it with `python -m train tokenize`."
     raise DataError(f"{path} does not exist; {hint}")
   if not path.is_file():
     raise DataError(f"{path} is not a file, but a pair is two files. {REMAKE}")
   with reading(path), open(path, "rb") as file:
     if not os.fstat(file.fileno()).st_size:
-      raise DataError(f"{path} is empty (0 bytes), so it holds no tokens. {REMAKE}")
+      raise DataError(f"{path} is empty (0 bytes). {REMAKE}")
     return np.memmap(file, np.uint8, "r").view(np.ndarray)
 
 
 def _read_header(path: str, idx: np.ndarray) -> tuple[int, int, int]:
   """Checks the header of a mapped `.idx` and returns (dtype code, N, D)."""
 
-  def refuse(offset: int, field: str, found: object, expected: str) -> DataError:
+  def mismatch(offset: int, field: str, found: object, expected: str) -> DataError:
     return DataError(
       f"{path}, offset {offset} ({field}): found {found}, expected {expected}. {REMAKE}"
     )
 
   if len(idx) < len(MAGIC) or idx[: len(MAGIC)].tobytes() != MAGIC:
     found = repr(idx[: len(MAGIC)].tobytes())
-    raise refuse(0, "magic", found, f"{MAGIC!r}; this is not such an index, or it is damaged")
+    raise mismatch(0, "magic", found, f"{MAGIC!r}; this is not an index file, or it is damaged")
   if len(idx) < HEADER.size:
-    raise refuse(len(idx), "end of file", f"{len(idx)} bytes", f"{HEADER.size} of header alone")
+    raise mismatch(len(idx), "end of file", f"{len(idx)} bytes", f"{HEADER.size} of header alone")
   _, version, code, N, D = HEADER.unpack(idx[: HEADER.size].tobytes())
   if version != 1:
-    raise refuse(9, "version", version, "1, the only version there is")
+    raise mismatch(9, "version", version, "1, the only version there is")
   if code not in DTYPES:
-    what = f"{code} ({REFUSED.get(code, 'unknown')})"
+    what = f"{code} ({UNSUPPORTED.get(code, 'unknown')})"
     names = ", ".join(f"{c} {name}" for c, name in DTYPES.items())
-    raise refuse(17, "dtype code", what, f"one that can hold token ids: {names}")
+    raise mismatch(17, "dtype code", what, f"one for token ids: {names}")
   if N == 0:
-    raise refuse(18, "number of sequences", 0, "at least one; the dataset is empty")
-  # Python integers do not overflow, and nothing is allocated before these counts fit the file.
+    raise mismatch(18, "number of sequences", 0, "at least one; the dataset is empty")
+  # Python integers do not overflow, and nothing is allocated before the counts are checked.
   room = len(idx) - HEADER.size
   if room // 12 < N:
-    raise refuse(18, "number of sequences", N, f"at most {room // 12}, which {len(idx)} bytes hold")
+    raise mismatch(18, "number of sequences", N, f"at most {room // 12} in {len(idx)} bytes")
   if D < 2 or room // 8 < D:
-    raise refuse(26, "length of doc_index", D, f"2 to {room // 8}, which {len(idx)} bytes hold")
+    raise mismatch(26, "length of doc_index", D, f"2 to {room // 8} in {len(idx)} bytes")
   end = HEADER.size + 12 * N + 8 * D
   if len(idx) < end:
     wanted = f"{end} for {N} sequences and {D - 1} documents; the file is cut off"
-    raise refuse(len(idx), "end of file", f"{len(idx)} bytes", wanted)
+    raise mismatch(len(idx), "end of file", f"{len(idx)} bytes", wanted)
   if len(idx) > end:
     extra = len(idx) - end
     what = f"{extra} more bytes" + (" (modes of a multimodal dataset?)" if extra == N else "")
-    raise refuse(end, "end of file", what, f"the file to end here, after {D - 1} documents")
+    raise mismatch(end, "end of file", what, f"the file to end here, after {D - 1} documents")
   return code, N, D
 
 
@@ -289,7 +288,7 @@ def _check_index(data: IndexedDataset, bin_bytes: int) -> None:
   N, item = len(sizes), data.dtype.itemsize
   idx, bin = data.prefix + ".idx", data.prefix + ".bin"
 
-  def refuse(field: str, i: int, expected: str) -> None:
+  def reject(field: str, i: int, expected: str) -> None:
     values, start, width = {
       "size": (sizes, HEADER.size, 4),
       "pointer": (pointers, HEADER.size + 4 * N, 8),
@@ -300,32 +299,32 @@ def _check_index(data: IndexedDataset, bin_bytes: int) -> None:
       f" {expected}. {REMAKE}"
     )
 
-  def refuse_any(bad: np.ndarray, field: str, expected: str) -> None:
+  def reject_any(bad: np.ndarray, field: str, expected: str) -> None:
     if bad.any():
-      refuse(field, int(np.argmax(bad)), expected)
+      reject(field, int(np.argmax(bad)), expected)
 
   if bin_bytes % item:
     raise DataError(
       f"{bin}: found {bin_bytes} bytes, expected a multiple of {item}, the bytes of one"
       f" {data.dtype.name} token. {REMAKE}"
     )
-  refuse_any(sizes < 0, "size", "a number of tokens, 0 or more")
-  refuse_any(pointers < 0, "pointer", "a byte offset, 0 or more")
-  refuse_any(pointers > bin_bytes, "pointer", f"an offset inside the {bin_bytes} bytes of {bin}")
-  refuse_any(pointers % item != 0, "pointer", f"a multiple of the {item} bytes of a token")
-  room = (bin_bytes - pointers) // item  # pointers lie inside, so nothing here can overflow
-  refuse_any(sizes > room, "size", f"a sequence that ends inside the {bin_bytes} bytes of {bin}")
+  reject_any(sizes < 0, "size", "a number of tokens, 0 or more")
+  reject_any(pointers < 0, "pointer", "a byte offset, 0 or more")
+  reject_any(pointers > bin_bytes, "pointer", f"an offset inside the {bin_bytes} bytes of {bin}")
+  reject_any(pointers % item != 0, "pointer", f"a multiple of the {item} bytes of a token")
+  room = (bin_bytes - pointers) // item  # pointers are in range, so this cannot overflow
+  reject_any(sizes > room, "size", f"a sequence that ends inside the {bin_bytes} bytes of {bin}")
   ends = pointers + sizes.astype(np.int64) * item
   gap = pointers != np.append(0, ends[:-1])
-  refuse_any(gap, "pointer", "the end of the sequence before; they must neither overlap nor skip")
+  reject_any(gap, "pointer", "the end of the sequence before; they must neither overlap nor skip")
   if ends[-1] != bin_bytes:
     raise DataError(
       f"{bin}: found {bin_bytes} bytes, expected {int(ends[-1])} for the {N} sequences of"
       f" {idx}. The two files are not of one pair, or one is damaged. {REMAKE}"
     )
-  refuse_any((docs < 0) | (docs > N), "doc_index", f"the number of a sequence, 0 to {N}")
+  reject_any((docs < 0) | (docs > N), "doc_index", f"the number of a sequence, 0 to {N}")
   if docs[0] != 0:
-    refuse("doc_index", 0, "0, the first sequence")
-  refuse_any(np.diff(docs, prepend=0) < 0, "doc_index", "no less than the one before")
+    reject("doc_index", 0, "0, the first sequence")
+  reject_any(np.diff(docs, prepend=0) < 0, "doc_index", "no less than the one before")
   if docs[-1] != N:
-    refuse("doc_index", len(docs) - 1, f"{N}, the number of sequences")
+    reject("doc_index", len(docs) - 1, f"{N}, the number of sequences")

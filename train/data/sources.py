@@ -1,17 +1,17 @@
-"""Where text comes from: files, folders, globs and the running Python's own library -> documents.
+"""Reading documents from text sources: files, folders, globs, Python's standard library.
 
 A source is one of
 
-    a file        .txt and other text: one document; .jsonl: one document a row, under "text";
-                  both also compressed as .xz
-    a folder      every file in it of those kinds and the source files of programs, recursively
+    a file        .txt and other text: one document; .jsonl: one document per row, under "text";
+                  either may be compressed as .xz
+    a folder      all text, .jsonl and source-code files in it, recursively
     a glob        "logs/**/*.txt"
     python-stdlib the .py files of the running Python's standard library; "python-stdlib:train"
-                  and "python-stdlib:validation" are two parts of it that share no file
+                  and "python-stdlib:validation" are disjoint splits of it
 
-`~` and environment variables (`$NAME`) in paths are replaced. A file that is named must be
-readable as UTF-8; a file that was only found in a folder or by a glob is skipped and counted when
-it is not. Empty documents are always skipped and counted.
+`~` and environment variables (`$NAME`) in paths are expanded. A file given by its path must be
+valid UTF-8; an invalid file found in a folder or by a glob is skipped and counted. Empty documents
+are always skipped and counted.
 """
 
 import glob
@@ -30,8 +30,8 @@ from train.data.errors import DataError, reading
 
 STDLIB = "python-stdlib"
 STDLIB_VALIDATION = 0.05  # fraction of the files
-STDLIB_BYTES = 16_000_000  # at most this much, so that tokenizing it stays a matter of seconds
-# Tests, tables of characters and topics of help: text, but not programs.
+STDLIB_BYTES = 16_000_000  # limit, so that tokenizing it takes seconds
+# Character tables, help texts and tools: not typical programs.
 STDLIB_SKIP = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "turtledemo"}
 TEXT = (
   ".c .cc .cfg .cpp .cu .cuh .go .h .hpp .html .ini .java .js .json .md .py .pyi .rs .rst .sh .tex"
@@ -40,27 +40,27 @@ TEXT = (
 TEXT_SUFFIXES = frozenset(TEXT.split())
 ROWS = ".jsonl"
 SKIP_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
-MAX_ROW = 1 << 28  # bytes; a compressed file can otherwise unfold into any amount of memory
+MAX_ROW = 1 << 28  # bytes; a compressed file could otherwise expand without limit
 
 
 class Input(NamedTuple):
-  """One file to read; `named` when the user gave its path rather than its folder."""
+  """One file to read; `named` if the user gave its path rather than its folder."""
 
   path: Path
   named: bool
 
 
 def find_inputs(source: str) -> list[Input]:
-  """The files that `source` names, in an order that depends on their names alone.
+  """Finds the files of `source`, in an order that depends only on their names.
 
   Raises:
-    DataError: nothing is there, or nothing of a kind that can be read.
+    DataError: there are no files, or none of a supported kind.
   """
   if source == STDLIB or source.startswith(STDLIB + ":"):
     return [Input(path, named=False) for path in _stdlib_files(source)]
   expanded = os.path.expanduser(os.path.expandvars(source))
   if not expanded:
-    raise DataError("the source is empty; give the path of a file or a folder, or a glob.")
+    raise DataError("the source is empty; use the path of a file or a folder, or a glob.")
   path = Path(expanded)
   with reading(path):
     if (missing := re.search(r"\$\{?(\w+)\}?", expanded)) and not path.exists():
@@ -68,8 +68,7 @@ def find_inputs(source: str) -> list[Input]:
     if path.is_file():
       if not _is_text(path):
         raise DataError(
-          f"{path} is not of a kind that can be read as text; known are .jsonl, .jsonl.xz and"
-          f" {TEXT}."
+          f"{path} is not a supported kind of text; supported are .jsonl, .jsonl.xz and {TEXT}."
         )
       return [Input(path, named=True)]
     if path.is_dir():
@@ -81,13 +80,13 @@ def find_inputs(source: str) -> list[Input]:
       found = [p for p in found if p.is_file() and _is_text(p)]
   if not found:
     raise DataError(
-      f"{source!r} holds no text; files that end in .jsonl, .jsonl.xz or one of {TEXT} are read."
+      f"{source!r} has no text; supported are files that end in .jsonl, .jsonl.xz or one of {TEXT}."
     )
   return [Input(p, named=False) for p in found]
 
 
 def fingerprint(inputs: list[Input]) -> str:
-  """A digest of the paths, sizes and times of change of `inputs`."""
+  """Digest of the paths, sizes and modification times of `inputs`."""
   digest = hashlib.sha256()
   for path, _ in inputs:
     with reading(path):
@@ -97,21 +96,21 @@ def fingerprint(inputs: list[Input]) -> str:
 
 
 def read_documents(source: str, skipped: Counter[str] | None = None) -> Iterator[str]:
-  """The documents of `source`, one at a time, never empty.
+  """Yields the documents of `source` that are not empty.
 
   Args:
-    source: see the head of this file.
-    skipped: counts what is left out, under "empty" and "undecodable".
+    source: see the module's docstring.
+    skipped: counter of skipped documents, under "empty" and "undecodable".
 
   Raises:
-    DataError: nothing to read, or a row or named file that cannot be read; the message names the
-      file and the line.
+    DataError: nothing to read, or an unreadable row or named file; the message names the file and
+      the line.
   """
   return read_inputs(find_inputs(source), Counter() if skipped is None else skipped)
 
 
 def read_inputs(inputs: list[Input], skipped: Counter[str]) -> Iterator[str]:
-  """Like `read_documents`, for files that have been found already."""
+  """As `read_documents`, for the files that `find_inputs` returned."""
   for path, named in inputs:
     for text in _rows(path) if _plain_suffix(path) == ROWS else _whole(path, named, skipped):
       if text:
@@ -129,7 +128,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _walk(root: Path, skip: frozenset[str] | set[str] = frozenset()) -> list[Path]:
-  """Text files below `root`, without hidden ones, sorted by their path below `root`."""
+  """Text files below `root`, except hidden ones, sorted by relative path."""
   found = []
   for folder, inner, names in os.walk(root, onerror=_raise):
     inner[:] = [d for d in inner if d not in SKIP_FOLDERS | skip and not d.startswith(".")]
@@ -143,10 +142,10 @@ def _raise(error: OSError) -> None:
 
 
 def _stdlib_files(source: str) -> list[Path]:
-  """Sources of the standard library, in the order of a hash of their names: mixed, yet fixed."""
+  """Sources of the standard library, in the deterministic order of a hash of their names."""
   parts = (STDLIB, f"{STDLIB}:train", f"{STDLIB}:validation")
   if source not in parts:
-    raise DataError(f"there is no source {source!r}; write one of {', '.join(map(repr, parts))}.")
+    raise DataError(f"there is no source {source!r}; use one of {', '.join(map(repr, parts))}.")
   root = Path(sysconfig.get_path("stdlib"))
   ranked = []
   for path in _walk(root, STDLIB_SKIP | {"test", "tests"}):
@@ -162,7 +161,7 @@ def _stdlib_files(source: str) -> list[Path]:
       kept[parts[2] if rank < STDLIB_VALIDATION else parts[1]].append(path)
   if not kept[source]:
     raise DataError(
-      f"the standard library of this Python has no sources in {root}; name a folder of text in"
+      f"the standard library of this Python has no sources in {root}; use a folder of text in"
       " data.sources instead."
     )
   return kept[source]
@@ -173,7 +172,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _whole(path: Path, named: bool, skipped: Counter[str]) -> Iterator[str]:
-  """The one document of a text file."""
+  """Yields the document of a text file."""
   try:
     with reading(path), _open(path) as file:
       yield file.read().decode("utf-8-sig")
@@ -186,14 +185,14 @@ def _whole(path: Path, named: bool, skipped: Counter[str]) -> Iterator[str]:
 
 
 def _rows(path: Path) -> Iterator[str]:
-  """The documents of a file of JSON rows."""
+  """Yields the documents of a .jsonl file."""
   number = 0
   try:
     with reading(path), _open(path) as file:
       for number, line in enumerate(iter(lambda: file.readline(MAX_ROW), b""), 1):
         if len(line) == MAX_ROW:
           raise DataError(
-            f"{path}, line {number}: longer than {MAX_ROW} bytes; one row a line is needed."
+            f"{path}, line {number}: longer than {MAX_ROW} bytes; each line must be one row."
           )
         if text := line.removeprefix(b"\xef\xbb\xbf").strip():
           yield _text_of(text, f"{path}, line {number}")
@@ -204,7 +203,7 @@ def _rows(path: Path) -> Iterator[str]:
 
 
 def _text_of(line: bytes, where: str) -> str:
-  """The value under "text" of one row."""
+  """Value of "text" in one row."""
   try:
     row = json.loads(line.decode())
   except UnicodeDecodeError as error:
@@ -223,8 +222,8 @@ def _text_of(line: bytes, where: str) -> str:
     text.encode()
   except UnicodeEncodeError as error:
     raise DataError(
-      f"{where}: the text has half of a surrogate pair at character {error.start}, which no"
-      " encoding can hold. Replace it."
+      f"{where}: the text has an unpaired surrogate at character {error.start}, which cannot be"
+      " encoded. Replace it."
     ) from error
   return text
 

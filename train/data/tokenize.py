@@ -1,8 +1,8 @@
-"""Documents -> token files, with a sidecar that says what they were made from.
+"""Documents -> token files, with a sidecar of counts and fingerprints.
 
-`<prefix>.json` lies beside `<prefix>.bin` and `<prefix>.idx`. It holds the numbers that turn a loss
-into bits per byte (`tokens`, `bytes`), and the fingerprints by which the next run sees that
-nothing has to be done again.
+`<prefix>.json`, next to `<prefix>.bin` and `<prefix>.idx`, has the counts that convert a loss to
+bits per byte (`tokens`, `bytes`), and fingerprints of tokenizer and text by which the next run
+detects that the files are up to date.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from train.data.errors import DataError, reading, writing
 from train.data.indexed import IndexedDataset, IndexedWriter, dtype_for
 from train.data.tokenizers import Tokenizer, bpe_path, bpe_size, load_tokenizer, train_bpe
 
-BATCH = 1 << 21  # characters that are encoded in one go
-AHEAD = 2  # batches that are encoded while the next is read
-BPE_BYTES = 64_000_000  # text that a BPE is trained on, at most, shared equally by the sources
+BATCH = 1 << 21  # characters encoded per batch
+AHEAD = 2  # batches being encoded while the next is read
+BPE_BYTES = 64_000_000  # most text to train a BPE on, split equally over the sources
 
 
 class DataSettings(Protocol):
-  """The part of `train.config.Data` that is needed here; its docstring says what each means."""
+  """The part of `train.config.Data` that is used here, documented there."""
 
   @property
   def folder(self) -> str: ...
@@ -48,23 +48,23 @@ class DataSettings(Protocol):
 def prepare(
   data: DataSettings, *, workers: int | None = None, progress: bool = False, force: bool = False
 ) -> dict[str, dict[str, Any] | None]:
-  """Makes every token file that `data` names, as far as it is missing or out of date.
+  """Creates every token file named by `data` that is missing or out of date.
 
-  A pair without a source, or whose source is not on this machine, is used as it is when its
-  tokenizer is the right one. A BPE is trained on the training sources once, and again only when
-  its number of entries changes, because models depend on it.
+  A pair without a source, or whose source is not on this machine, is used as it is if its tokenizer
+  matches. A BPE is trained on the training sources once, and again only if its vocabulary size
+  changes, because models depend on it.
 
   Args:
-    workers: threads that encode; None is one for each core. They belong to the process, so the
-      first call decides. The files do not depend on it.
+    workers: encoding threads; None means one per core. The first call of the process decides. The
+      files do not depend on it.
     progress: whether to report on stderr.
-    force: make everything again, the BPE included.
+    force: whether to create everything again, including the BPE.
 
   Returns:
-    The sidecar of each set; None for a pair that came without one.
+    The sidecar of each set; None for a pair without one.
 
   Raises:
-    DataError: see `tokenize_to`, or a set has neither files nor a source.
+    DataError: see `tokenize_to`; or a set has neither files nor a source.
   """
   with writing(data.folder):
     Path(data.folder).mkdir(parents=True, exist_ok=True)
@@ -89,31 +89,31 @@ def tokenize_to(
 ) -> dict[str, Any]:
   """Tokenizes `inputs` into one pair and its sidecar, unless they are up to date.
 
-  Each document becomes its tokens and the end of text. Text is read, encoded and written in a
-  stream: a few batches, and the longest document, are all that is held.
+  Each document becomes its tokens followed by the end-of-text token. Text is streamed: memory holds
+  a few batches and the longest document.
 
   Args:
-    prefix: path of the files without their ends.
-    inputs: sources as in `train.data.sources`, read one after the other.
-    tokenizer: its ids decide the dtype of the file (`dtype_for`).
+    prefix: path of the files without suffixes.
+    inputs: sources as in `train.data.sources`, read in order.
+    tokenizer: its vocabulary size determines the dtype of the file (`dtype_for`).
 
   Returns:
-    The sidecar: documents, tokens (ends of text included), bytes (of UTF-8 text), vocab_size,
+    The sidecar: documents, tokens (including end-of-text), bytes (of UTF-8 text), vocab_size,
     tokenizer, tokenizer_fingerprint, source, source_fingerprint, skipped, sha256 (of `.bin`).
 
   Raises:
-    DataError: the text is missing, empty or cannot be read, or the files cannot be written. What
-      was at `prefix` before is then untouched.
+    DataError: the text is missing, empty or unreadable, or the files cannot be written. Existing
+      files at `prefix` are then unchanged.
   """
   prefix, name = Path(prefix), Path(prefix).name
   _check_name(name)
   files = [file for source in inputs for file in sources.find_inputs(source)]
-  made_from = {
+  origin = {
     "tokenizer_fingerprint": tokenizer.fingerprint,
     "source": list(inputs),
     "source_fingerprint": sources.fingerprint(files),
   }
-  if not force and (sidecar := _up_to_date(prefix, made_from)):
+  if not force and (sidecar := _up_to_date(prefix, origin)):
     return sidecar
   _limit_threads(workers)
   with writing(prefix.parent):
@@ -126,7 +126,7 @@ def tokenize_to(
       report.add(size)
     if not writer.num_documents:
       raise DataError(
-        f"{', '.join(map(repr, inputs))} holds no text: {len(files)} files, {dict(skipped)}"
+        f"{', '.join(map(repr, inputs))} has no text: {len(files)} files, {dict(skipped)}"
         " documents skipped. Name sources with text in UTF-8."
       )
     sidecar_path(prefix).unlink(missing_ok=True)
@@ -137,7 +137,7 @@ def tokenize_to(
     "bytes": report.bytes,
     "vocab_size": tokenizer.vocab_size,
     "tokenizer": tokenizer.spec,
-    **made_from,
+    **origin,
     "skipped": dict(skipped),
     "sha256": writer.sha256,
   }
@@ -153,22 +153,22 @@ def load_or_train(
   progress: bool = False,
   force: bool = False,
 ) -> Tokenizer:
-  """`load_tokenizer`, which for "bpe:N" is trained first, on the sources `origins`, if need be.
+  """Loads a tokenizer; "bpe:N" is trained first, on the sources `origins`, if necessary.
 
   Raises:
-    DataError: the tokenizer cannot be loaded, or there is no text, or too little, to train it on.
+    DataError: the tokenizer cannot be loaded, or there is not enough text to train it.
   """
   if not spec.startswith("bpe:"):
     return load_tokenizer(spec)
   path, size = bpe_path(folder), bpe_size(spec)
   fits = lambda: load_tokenizer(str(path)).vocab_size == size
-  # Without sources it cannot be trained again: loading then says what does not fit.
+  # Without sources it cannot be trained again: loading reports the mismatch.
   if path.exists() and not force and (not origins or fits()):
     return load_tokenizer(spec, folder)
   if not origins:
     raise DataError(
-      f"the tokenizer {spec!r} has to be trained, but there is no text to train it on; name the"
-      " text of the training sets in data.sources."
+      f"the tokenizer {spec!r} must be trained, but there is no text for it; name the text of"
+      " the training sets in data.sources."
     )
   with writing(path.parent):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,14 +179,15 @@ def load_or_train(
 
 
 def sidecar_path(prefix: str | Path) -> Path:
+  """Path of the sidecar of a pair."""
   return Path(f"{prefix}.json")
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
-  """What `tokenize_to` noted about a pair, or None if there is no note.
+  """Reads the sidecar of a pair; None if there is none.
 
   Raises:
-    DataError: the file is not such a note.
+    DataError: the file is not a valid sidecar.
   """
   path = sidecar_path(prefix)
   if not path.exists():
@@ -203,8 +204,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
   counts = [sidecar.get(key) for key in ("tokens", "bytes")] if isinstance(sidecar, dict) else [0]
   if not all(type(count) is int and count > 0 for count in counts):
     raise DataError(
-      f"{path} does not give 'tokens' and 'bytes' as positive numbers. Delete it and prepare the"
-      " data again."
+      f"{path} has no positive numbers 'tokens' and 'bytes'. Delete it and prepare the data again."
     )
   return sidecar
 
@@ -217,8 +217,8 @@ def _prepare_set(
   try:
     if source is None:
       raise DataError(
-        f"the set {name!r} has no files {prefix}.bin and {prefix}.idx, and no text to make them"
-        f" from; say what it is made from in data.sources[{name!r}]."
+        f"the set {name!r} has no files {prefix}.bin and {prefix}.idx, and no text to create"
+        f" them from; set data.sources[{name!r}]."
       )
     sources.find_inputs(source)
   except DataError:
@@ -229,20 +229,20 @@ def _prepare_set(
 
 
 def _adopt(prefix: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
-  """Checks a pair that cannot be made again here."""
+  """Checks a pair that cannot be created again here."""
   IndexedDataset(prefix)
   sidecar = read_sidecar(prefix)
   if sidecar and sidecar.get("tokenizer_fingerprint") != tokenizer.fingerprint:
     raise DataError(
-      f"{prefix}.bin was made with the tokenizer {sidecar.get('tokenizer')!r}, not with"
-      f" {tokenizer.spec!r} as it is now, and its text is not here to make it again. Set"
-      " data.tokenizer to the one it was made with, or give its text in data.sources."
+      f"{prefix}.bin was tokenized by {sidecar.get('tokenizer')!r}, not by the current"
+      f" {tokenizer.spec!r}, and its text is not available to tokenize it again. Set data.tokenizer"
+      " to the original one, or name its text in data.sources."
     )
   return sidecar
 
 
 def _source(data: DataSettings, name: str) -> str | None:
-  """Where the set comes from; a bare "python-stdlib" means the part for the set's role."""
+  """Source of the set; "python-stdlib" alone means the split for the set's role."""
   source = data.sources.get(name)
   if source == sources.STDLIB:
     return f"{source}:{'train' if name in data.train else 'validation'}"
@@ -250,7 +250,7 @@ def _source(data: DataSettings, name: str) -> str | None:
 
 
 def _sample(origins: Sequence[str], report: "_Progress") -> Iterator[str]:
-  """Documents of each source, until its share of BPE_BYTES is used up."""
+  """Documents of each source, up to its share of BPE_BYTES."""
   for source in origins:
     room = BPE_BYTES // len(origins)
     for text in sources.read_documents(source):
@@ -263,12 +263,12 @@ def _sample(origins: Sequence[str], report: "_Progress") -> Iterator[str]:
 
 
 def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
-  """(ids with the end of text, bytes) of each document, in order."""
+  """Yields (ids with end-of-text, bytes) of each document, in order."""
 
   def run(batch: list[str]) -> list[tuple[np.ndarray, int]]:
     parts = [tokenizer.pieces(text) for text in batch]
     pieces = itertools.chain.from_iterable(parts)
-    # In groups, since what the library returns takes far more memory than the ids.
+    # In groups, because the library's results take far more memory than the ids.
     groups = (tokenizer.encode_batch(group) for group in _batches(pieces))
     encoded = itertools.chain.from_iterable(groups)
     end = np.array([tokenizer.end_of_text], np.int32)
@@ -302,16 +302,16 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 def _check_name(name: str) -> None:
   if name != Path(name).name or name in ("", ".", "..", bpe_path("").stem):
     raise DataError(
-      f"the set {name!r} needs another name: one without folders, and not 'tokenizer', whose .json"
-      " is a tokenizer."
+      f"the set {name!r} needs another name: without folders, and not 'tokenizer', because"
+      " tokenizer.json is taken."
     )
 
 
-def _up_to_date(prefix: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:
-  """The sidecar of a pair that is whole and was made from just this."""
+def _up_to_date(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
+  """Sidecar of an intact pair that was created from exactly this; otherwise None."""
   try:
     sidecar = read_sidecar(prefix)
-    if sidecar is None or any(sidecar.get(key) != value for key, value in made_from.items()):
+    if sidecar is None or any(sidecar.get(key) != value for key, value in origin.items()):
       return None
     return sidecar if IndexedDataset(prefix).num_tokens == sidecar["tokens"] else None
   except DataError:
@@ -319,11 +319,11 @@ def _up_to_date(prefix: Path, made_from: dict[str, Any]) -> dict[str, Any] | Non
 
 
 def _limit_threads(workers: int | None) -> None:
-  """Bounds the threads of the tokenizers library, which reads this when it first encodes."""
+  """Limits the threads of the tokenizers library, which reads the variable at its first call."""
   if workers is None:
     return
   if workers < 1:
-    raise DataError(f"workers={workers} must be at least 1; leave it out for one a core.")
+    raise DataError(f"workers={workers} must be at least 1; omit it for one per core.")
   os.environ.setdefault("RAYON_NUM_THREADS", str(workers))
 
 
@@ -339,7 +339,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 @dataclasses.dataclass
 class _Progress:
-  """One line of documents, megabytes and speed: rewritten on a terminal, else every 10 seconds."""
+  """Progress line: overwritten in place on a terminal, else printed every 10 seconds."""
 
   title: str
   out: TextIO | None  # None: only count
@@ -359,9 +359,9 @@ class _Progress:
       self._show(end="" if self.live else "\n")
 
   def close(self, skipped: Counter[str] | None = None) -> None:
-    left_out = "".join(f", {count} {why} skipped" for why, count in (skipped or {}).items())
+    dropped = "".join(f", {count} {why} skipped" for why, count in (skipped or {}).items())
     if self.out:
-      self._show(left_out + "\n")
+      self._show(dropped + "\n")
 
   def _show(self, end: str) -> None:
     seconds = max(time.monotonic() - self.started, 1e-3)

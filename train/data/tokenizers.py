@@ -1,4 +1,4 @@
-"""Text <-> token ids: raw bytes, or any `tokenizer.json`, or a byte-level BPE trained here."""
+"""Tokenizers: raw bytes, any `tokenizer.json`, or a byte-level BPE trained here."""
 
 import hashlib
 import json
@@ -16,15 +16,15 @@ from train.data.errors import DataError, reading, writing
 
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 LEAST_BPE = 257  # 256 bytes and the end of text
-PIECE = 1 << 14  # characters after which a long text is cut at the next safe place
+PIECE = 1 << 14  # characters after which a long text is split at the next safe position
 
 
 class Tokenizer(Protocol):
-  """What the rest of the project may ask of a tokenizer.
+  """Interface of a tokenizer.
 
   Attributes:
-    spec: what it was loaded from, as in `data.tokenizer`.
-    fingerprint: equal for tokenizers that give equal ids.
+    spec: its name or path, as in `data.tokenizer`.
+    fingerprint: equal only for tokenizers that produce equal ids.
     vocab_size: one more than the largest id.
     end_of_text: the id that ends every document.
   """
@@ -35,24 +35,24 @@ class Tokenizer(Protocol):
   end_of_text: int
 
   def encode(self, text: str) -> np.ndarray:
-    """int32 [tokens]; a special token spelled out in `text` is ordinary text."""
+    """Returns int32 [tokens]; a special token spelled out in `text` is ordinary text."""
     ...
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """`encode` of each text, in parallel where the tokenizer can."""
+    """Encodes each text, in parallel if the tokenizer can."""
     ...
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of `ids`; end-of-text ids are left out, bytes that are not UTF-8 become U+FFFD."""
+    """Text of `ids`, without end-of-text; bytes that are not UTF-8 become U+FFFD."""
     ...
 
   def pieces(self, text: str) -> list[str]:
-    """Cuts `text` where the tokens of the parts, joined, are the tokens of the whole."""
+    """Splits `text` such that the concatenated tokens of the pieces are the tokens of `text`."""
     ...
 
 
 class ByteTokenizer:
-  """Ids 0 to 255 are the bytes of the UTF-8 text, 256 ends it."""
+  """Ids 0 to 255 are UTF-8 bytes, 256 is end-of-text."""
 
   spec = fingerprint = "bytes"
   vocab_size = 257
@@ -72,29 +72,29 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-  """The tokenizer of a `tokenizer.json`, without truncation, padding or added start and end ids."""
+  """Tokenizer of a `tokenizer.json`, without truncation, padding or added special tokens."""
 
   def __init__(self, path: str | Path, spec: str | None = None):
     path = Path(path)
     self.spec = spec or str(path)
     if path.is_dir():
-      raise DataError(f"the tokenizer {path} is a folder; give the tokenizer.json in it.")
+      raise DataError(f"the tokenizer {path} is a folder; use the tokenizer.json in it.")
     with reading(path):
       raw = path.read_bytes()
     with _library(f"{path} is not a tokenizer.json"):
       inner = tokenizers.Tokenizer.from_buffer(raw)
-      self._can_cut = _can_cut_before_newline(json.loads(raw))
+      self._can_split = _can_split_before_newline(json.loads(raw))
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True
-    self.raw = raw  # the file
+    self.raw = raw  # content of the file
     self.fingerprint = hashlib.sha256(raw).hexdigest()
     self.vocab_size = 1 + max(inner.get_vocab().values(), default=0)
     ends = [inner.token_to_id(end) for end in END_OF_TEXT]
     self.end_of_text: int = next((end for end in ends if end is not None), -1)
     if self.end_of_text < 0:
       raise DataError(
-        f"{path} has no token that ends a document; one of {', '.join(END_OF_TEXT)} must be in its"
+        f"{path} has no end-of-text token; one of {', '.join(END_OF_TEXT)} must be in its"
         " vocabulary. Add it to the file's added_tokens."
       )
     self._inner = inner
@@ -116,21 +116,21 @@ class FileTokenizer:
       return self._inner.decode(kept, skip_special_tokens=False)
 
   def pieces(self, text: str) -> list[str]:
-    if not self._can_cut:
+    if not self._can_split:
       return [text]
-    return list(_cut(text))
+    return list(_split(text))
 
 
 def load_tokenizer(spec: str, folder: str | Path | None = None) -> Tokenizer:
-  """The tokenizer that `data.tokenizer` names.
+  """Loads the tokenizer named by `data.tokenizer`.
 
   Args:
     spec: "bytes"; "bpe:N", which `prepare` trained and saved in `folder`; or the path of a
-      tokenizer.json, in which `~` and environment variables are replaced.
+      tokenizer.json, in which `~` and environment variables are expanded.
     folder: `data.folder`; only "bpe:N" needs it.
 
   Raises:
-    DataError: the file is missing or unusable, or does not hold N entries.
+    DataError: the file is missing or unusable, or does not have N entries.
   """
   if spec == "bytes":
     return ByteTokenizer()
@@ -138,24 +138,24 @@ def load_tokenizer(spec: str, folder: str | Path | None = None) -> Tokenizer:
     return _load_file(spec)
   size = bpe_size(spec)
   if folder is None:
-    raise DataError(f"the tokenizer {spec!r} lies in the folder of its data; name data.folder.")
+    raise DataError(f"the tokenizer {spec!r} is stored in the folder of its data; set data.folder.")
   path = bpe_path(folder)
   if not path.is_file():
     raise DataError(
-      f"{path} does not exist: {spec!r} is trained when the data are prepared. Run"
+      f"{path} does not exist: {spec!r} is trained when the data is prepared. Run"
       " `python -m train tokenize --config FILE`."
     )
   tokenizer = FileTokenizer(path, spec)
   if tokenizer.vocab_size != size:
     raise DataError(
-      f"{path} has {tokenizer.vocab_size} entries, but data.tokenizer={spec!r} asks for {size}; set"
+      f"{path} has {tokenizer.vocab_size} entries, but data.tokenizer={spec!r} needs {size}; set"
       f" data.tokenizer='bpe:{tokenizer.vocab_size}', or prepare the data in another data.folder."
     )
   return tokenizer
 
 
 def bpe_size(spec: str) -> int:
-  """N of "bpe:N"."""
+  """Returns N of "bpe:N"."""
   number = spec.removeprefix("bpe:")
   if not (number.isascii() and number.isdecimal()) or int(number) < LEAST_BPE:
     raise DataError(
@@ -166,17 +166,17 @@ def bpe_size(spec: str) -> int:
 
 
 def bpe_path(folder: str | Path) -> Path:
-  """Where the BPE of a data folder lies."""
+  """Path of the BPE of a data folder."""
   return Path(folder) / "tokenizer.json"
 
 
 def train_bpe(spec: str, folder: str | Path, texts: Iterable[str]) -> Tokenizer:
   """Trains "bpe:N" on `texts`, saves it in `folder` and returns it.
 
-  The same texts give the same file, byte for byte. Every text can be encoded and comes back.
+  The same texts give the same file, byte for byte. Every text can be encoded and decoded exactly.
 
   Raises:
-    DataError: the texts do not have enough different pairs for N entries.
+    DataError: the texts do not have enough distinct pairs for N entries.
   """
   size = bpe_size(spec)
   inner = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -188,11 +188,11 @@ def train_bpe(spec: str, folder: str | Path, texts: Iterable[str]) -> Tokenizer:
     special_tokens=[END_OF_TEXT[0]],
     initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
   )
-  inner.train_from_iterator((piece for text in texts for piece in _cut(text)), trainer)
+  inner.train_from_iterator((piece for text in texts for piece in _split(text)), trainer)
   found = inner.get_vocab_size()
   if found < size:
     raise DataError(
-      f"the training text has only {found} entries for data.tokenizer={spec!r}; use"
+      f"the training text supports only {found} entries for data.tokenizer={spec!r}; use"
       f" 'bpe:{found}' or fewer, or more text."
     )
   path = bpe_path(folder)
@@ -210,13 +210,13 @@ def _load_file(spec: str) -> FileTokenizer:
   path = Path(os.path.expanduser(os.path.expandvars(spec)))
   if not path.exists():
     raise DataError(
-      f"there is no tokenizer {spec!r}; give 'bytes', 'bpe:N', or the path of a tokenizer.json."
+      f"there is no tokenizer {spec!r}; use 'bytes', 'bpe:N', or the path of a tokenizer.json."
     )
   return FileTokenizer(path, spec)
 
 
-def _cut(text: str) -> Iterator[str]:
-  """Parts of at least PIECE characters; see `_can_cut_before_newline`."""
+def _split(text: str) -> Iterator[str]:
+  """Pieces of at least PIECE characters; see `_can_split_before_newline`."""
   start = 0
   while len(text) - start > PIECE:
     cut = text.find("\n", start + PIECE)
@@ -231,7 +231,7 @@ def _cut(text: str) -> Iterator[str]:
 
 @contextmanager
 def _library(failed: str) -> Iterator[None]:
-  """Makes a DataError of what the library raises: bare Exceptions, and panics, which are not."""
+  """Converts errors of the library to DataError: bare Exceptions, and panics (BaseException)."""
   try:
     yield
   except (KeyboardInterrupt, SystemExit):
@@ -245,17 +245,17 @@ def _utf8(text: str) -> bytes:
     return text.encode()
   except UnicodeEncodeError as error:
     raise DataError(
-      f"the text has half of a surrogate pair at character {error.start}, which no encoding can"
-      " hold. Replace it."
+      f"the text has an unpaired surrogate at character {error.start}, which cannot be encoded."
+      " Replace it."
     ) from error
 
 
-def _can_cut_before_newline(settings: dict) -> bool:
-  """Whether a text may be cut between a character that is not space and a newline after it.
+def _can_split_before_newline(settings: dict) -> bool:
+  """Whether a text may be split between a non-space character and a newline after it.
 
-  GPT-2's splitting into words (the byte-level pre-tokenizer) starts a new word exactly there and
-  looks no further than to the next character that is not space; NFC composes nothing across a
-  newline. Entries that hold a newline, or take spaces on their sides, could span the cut.
+  GPT-2's byte-level pre-tokenizer starts a new word exactly there and looks ahead no further than
+  the next non-space character; NFC composes nothing across a newline. Added tokens that contain a
+  newline, or strip spaces around them, could span the split.
   """
   words, normal = settings.get("pre_tokenizer") or {}, settings.get("normalizer")
   added = settings.get("added_tokens") or []

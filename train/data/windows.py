@@ -1,8 +1,8 @@
 """Token files -> windows of a fixed length -> shuffled batches.
 
-A window is `seq_len` tokens and, one place later, their targets. The stream of batches is a pure
-function of (data, seed, global_batch, step): its whole position is the step number, whatever reads
-it, so a run that starts again at step n sees what it would have seen.
+A window is `seq_len` tokens and the targets, shifted by one. The stream of batches is a pure
+function of (data, seed, global_batch, step): its position is the step number, independent of the
+number of readers, so a run resumed at step n sees the batches it would have seen.
 """
 
 import hashlib
@@ -19,32 +19,32 @@ Batch = dict[str, np.ndarray]
 
 
 class TokenWindows(grain.sources.RandomAccessDataSource):
-  """Windows of one or more datasets, one dataset after the other; they do not overlap.
+  """Non-overlapping windows of one or more datasets, concatenated.
 
   Window i of a dataset starts at token i * seq_len. Its entries, each [seq_len]:
 
     tokens       int32    the inputs
     targets      int32    the token after each input
-    segment_ids  int32    which document the input belongs to, counted from 0 in the window
-    weights      float32  1, or 0 where the target belongs to the next document
+    segment_ids  int32    document of the input, counted from 0 in the window
+    weights      float32  1, or 0 where the target is in the next document
 
-  The tokens after the last full window of a dataset are left out.
+  Tokens after the last full window of a dataset are dropped.
 
   Args:
     prefixes: paths of the pairs, without `.bin` and `.idx`.
-    seq_len: tokens a window.
+    seq_len: tokens per window.
     vocab_size: of the model; every id in the files must be smaller.
 
   Raises:
-    DataError: a pair is missing or damaged, holds an id >= vocab_size (named with its position),
-      or is too short for one window.
+    DataError: a pair is missing or damaged, has an id >= vocab_size (named with its position), or
+      is too short for one window.
   """
 
   def __init__(self, prefixes: str | Path | Sequence[str | Path], seq_len: int, vocab_size: int):
     if isinstance(prefixes, str | Path):
       prefixes = [prefixes]
     if not prefixes:
-      raise DataError("no token files are named; give at least one set (data.train).")
+      raise DataError("no token files are named; use at least one set (data.train).")
     if seq_len < 1:
       raise DataError(f"seq_len={seq_len} must be at least 1.")
     self.seq_len, self.vocab_size = seq_len, vocab_size
@@ -61,7 +61,7 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
         )
       dataset.check_tokens(vocab_size)
       counts.append(count)
-    self._first = np.cumsum([0, *counts])  # [datasets + 1], the number of each one's first window
+    self._first = np.cumsum([0, *counts])  # [datasets + 1], index of each dataset's first window
 
   def __len__(self) -> int:
     return int(self._first[-1])
@@ -93,10 +93,10 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
 
 
 class TrainBatches:
-  """The endless stream of training batches from one step on; see `train_batches`.
+  """Infinite stream of training batches starting at a given step; see `train_batches`.
 
   Attributes:
-    step: the step that the next batch belongs to; all there is to save.
+    step: step of the next batch; the entire state of the stream.
   """
 
   def __init__(self, dataset: grain.MapDataset, start: int, options: grain.ReadOptions):
@@ -113,7 +113,7 @@ class TrainBatches:
     return batch
 
   def close(self) -> None:
-    """Ends the reading threads; the stream cannot be read afterwards."""
+    """Stops the reading threads; the stream cannot be read afterwards."""
     self._inner.close()
 
   def __enter__(self) -> "TrainBatches":
@@ -124,7 +124,7 @@ class TrainBatches:
 
 
 class _Rows(grain.sources.RandomAccessDataSource):
-  """Some rows of every batch of an endless dataset, one after another."""
+  """Selected rows of every batch of an infinite dataset, concatenated."""
 
   def __init__(self, dataset: grain.MapDataset, rows: range, global_batch: int):
     self._dataset, self._rows, self._global_batch = dataset, rows, global_batch
@@ -135,7 +135,7 @@ class _Rows(grain.sources.RandomAccessDataSource):
   def __getitem__(self, i: int) -> Batch:
     batch, row = divmod(int(i), len(self._rows))
     window = self._dataset[batch * self._global_batch + self._rows[row]]
-    assert window is not None  # which Grain returns for what a filter takes out; there is none
+    assert window is not None  # Grain returns None for filtered items; there is no filter
     return window
 
 
@@ -151,33 +151,33 @@ def train_batches(
 ) -> TrainBatches:
   """Shuffled batches, each entry [rows, seq_len], for steps start, start + 1, ...
 
-  Every window comes once an epoch, in another order each epoch; a batch may span two epochs.
+  Every window occurs once per epoch, in a new order each epoch; a batch may span two epochs.
 
   Args:
-    seed: of the order.
-    rows: of the global batch that this process reads; None is all. Who reads which rows does not
-      change them.
-    threads: that read ahead; 0 reads when asked. Changes nothing but the speed.
+    seed: seed of the order.
+    rows: rows of the global batch that this process reads; None means all. Their content does not
+      depend on how rows are assigned to processes.
+    threads: reading threads; 0 reads synchronously. Affects only speed.
     prefetch: batches read ahead.
   """
   for name, value, least in (("global_batch", global_batch, 1), ("start", start, 0)):
     if value < least:
       raise DataError(f"{name}={value} must be at least {least}.")
-  # Grain takes seed + epoch for each epoch: neighbouring seeds would share all orders but one.
+  # Grain uses seed + epoch for each epoch: adjacent seeds would share all orders but one.
   mixed = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")
   dataset = grain.MapDataset.source(source).shuffle(seed=mixed).repeat()
   if rows is not None and len(rows) != global_batch:
     dataset = grain.MapDataset.source(_Rows(dataset, rows, global_batch))
     global_batch = len(rows)
-  # There is no remainder; keeping one makes Grain's length overflow when global_batch is 1.
+  # There is no remainder; with False Grain's length overflows for global_batch=1.
   dataset = dataset.batch(global_batch, drop_remainder=True)
   return TrainBatches(dataset, start, grain.ReadOptions(threads, prefetch if threads else 0))
 
 
 def eval_batches(source: TokenWindows, batch: int, rows: range | None = None) -> Iterator[Batch]:
-  """Every window once, in order, each entry [batch, seq_len]; the last is filled with weight 0.
+  """Every window once, in order, each entry [batch, seq_len]; the last is padded with weight 0.
 
-  With `rows`, these rows of every batch alone, [rows, seq_len].
+  With `rows`, only these rows of every batch, [rows, seq_len].
   """
   if batch < 1:
     raise DataError(f"batch={batch} must be at least 1.")

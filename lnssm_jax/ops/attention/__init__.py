@@ -1,1 +1,1 @@
-"""Softmax attention in three forms, which README.md derives."""
+"""Softmax attention; README.md derives its forms."""

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lnssm_jax.ops.checks import accumulation_dtype, check_floating, check_shape
+from lnssm_jax.ops.core.checks import check_floating, check_shape
+from lnssm_jax.ops.core.precision import accumulation_dtype
 
 _NAME = "rotary_embedding"
 
@@ -26,12 +27,12 @@ def rotary_embedding(
       a = position * base^(-2i/width)   for pair i = 0, 1, ...
 
   A product of a rotated query and a rotated key then depends on the difference of their positions.
-  The angles of integer positions are right to the rounding of a float32 however large the position:
-  whole turns are taken off in integer arithmetic. (The float32 product of position and frequency is
+  The angles of integer positions are accurate to the rounding of a float32 at any position: whole
+  turns are removed in integer arithmetic. (The float32 product of position and frequency is
   off by 0.001 at position 131,072.)
 
   Args:
-    positions: integers, or floats (for interpolated positions), which are multiplied as they are.
+    positions: integers, or floats (for interpolated positions), used as they are.
     base: the wavelengths grow from 2 pi to 2 pi base; a Python number.
     width: how many of the first channels rotate, an even number; None means all K.
     interleaved: pairs are channels (2i, 2i + 1) instead of (i, i + width / 2).
@@ -61,17 +62,17 @@ def rotary_embedding(
   acc = accumulation_dtype(x)
   angle = _angles(positions, float(base), width, acc)[..., None, :]  # [B or nothing, T, 1, width/2]
   cos, sin = jnp.cos(angle), jnp.sin(angle)
-  turning = x[..., :width].astype(acc)
+  rotating = x[..., :width].astype(acc)
   if interleaved:
-    first, second = turning[..., 0::2], turning[..., 1::2]
+    first, second = rotating[..., 0::2], rotating[..., 1::2]
   else:
-    first, second = turning[..., : width // 2], turning[..., width // 2 :]
+    first, second = rotating[..., : width // 2], rotating[..., width // 2 :]
   pair = (first * cos - second * sin, first * sin + second * cos)
   if interleaved:
-    turned = jnp.stack(pair, axis=-1).reshape(turning.shape)
+    rotated = jnp.stack(pair, axis=-1).reshape(rotating.shape)
   else:
-    turned = jnp.concatenate(pair, axis=-1)
-  return jnp.concatenate([turned.astype(x.dtype), x[..., width:]], axis=-1)
+    rotated = jnp.concatenate(pair, axis=-1)
+  return jnp.concatenate([rotated.astype(x.dtype), x[..., width:]], axis=-1)
 
 
 def _angles(positions, base, width, dtype):
@@ -79,7 +80,7 @@ def _angles(positions, base, width, dtype):
   frequency = base ** (-np.arange(0, width, 2) / width)
   if dtype == jnp.float64 or not jnp.issubdtype(positions.dtype, jnp.integer):
     return positions.astype(dtype)[..., None] * jnp.asarray(frequency, dtype)
-  # A turn is 2^32 units. The whole units of a step's turn are multiplied by the position modulo
+  # A turn is 2^32 units. The whole units per position are multiplied by the position modulo
   # 2^32, which is exact; the rest of a unit, times the position, is at most 2^31 units and known to
   # 24 bits.
   units = frequency / (2 * math.pi) * 2.0**32

@@ -1,1 +1,1 @@
-"""A causal convolution over a few steps, each channel by itself; README.md derives its gradient."""
+"""Depthwise causal convolution over a few tokens; README.md derives its gradient."""

@@ -1,6 +1,6 @@
-"""The convolution on the Mosaic-GPU kernels: which arguments they take, and how they take them.
+"""The convolution on the Mosaic-GPU kernels: supported arguments, padding, the call.
 
-Import this module where it is needed only (see `dispatch.kernels`).
+Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
 import functools
@@ -8,51 +8,54 @@ import functools
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lnssm_jax.ops.causal_conv1d.xla import last_inputs
-from lnssm_jax.ops.checks import first_of_segment
-from pallas_kernels.causal_conv1d import op, shapes
+from lnssm_jax.ops.causal_conv1d.reference import last_inputs
+from lnssm_jax.ops.causal_conv1d.types import Inputs, Options
+from pallas_kernels.causal_conv1d import config
+from pallas_kernels.causal_conv1d import kernel as conv
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
-_MOST_SEQUENCES = 65535  # blocks along the third axis of a grid
+_MOST_SEQUENCES = 65535  # thread blocks along the third axis of a grid
 _LANES = 128
 
 
-def obstacle(x, kernel, bias, state, segments, *, silu, dtype):
+def unsupported(inputs: Inputs, options: Options) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None."""
-  del bias, state, segments, silu
-  for name, given in (("x", x.dtype), ("y", dtype)):
-    if given not in _DTYPES:
-      return f"{name} has dtype {given}, and the kernels take bfloat16 and float32"
+  x, kernel = inputs.x, inputs.kernel
+  for name, dtype in (("x", x.dtype), ("y", options.dtype)):
+    if dtype not in _DTYPES:
+      return f"{name} has dtype {dtype}, and the kernels take bfloat16 and float32"
   if not 1 <= x.shape[0] <= _MOST_SEQUENCES:
-    return f"x has {x.shape[0]} sequences, and a grid of blocks takes 1 to {_MOST_SEQUENCES}"
-  if len(kernel) > shapes.WIDEST:
-    return f"the kernel has W={len(kernel)}, and a thread keeps at most {shapes.WIDEST} steps"
+    return f"x has {x.shape[0]} sequences, and a grid of thread blocks takes 1 to {_MOST_SEQUENCES}"
+  if len(kernel) > config.MAX_WIDTH:
+    return f"the kernel has W={len(kernel)}, and a thread keeps at most {config.MAX_WIDTH} tokens"
   return None
 
 
-def worthwhile(x, kernel, bias, state, segments, *, silu, dtype):
-  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these.
+def preferred(inputs: Inputs, options: Options) -> bool:
+  """Whether `implementation=None` takes the kernels for sizes like these.
 
-  A single step is one fused loop of XLA's; padding of channels would copy x.
+  XLA fuses a single token into one loop; padding of channels would copy x.
   """
-  del kernel, bias, state, segments, silu, dtype
-  return x.shape[1] > 1 and x.shape[2] % _LANES == 0
+  del options
+  return inputs.x.shape[1] > 1 and inputs.x.shape[2] % _LANES == 0
 
 
-def run(x, kernel, bias, state, segments, *, silu, dtype, sizes=None, interpret=None):
-  """Arguments as in `xla.py`; `sizes`: of the forward and the backward kernel, else the table's."""
+def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):
+  """`sizes`: of the forward and the backward kernel; None takes those of the table."""
+  x, kernel, bias, state, segments = inputs
   D, W = x.shape[2], len(kernel)
   more = -D % _LANES
   pad = lambda array: jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)])
   wide = lambda array: None if array is None else pad(array.astype(jnp.float32))
   forward, backward = sizes or (
-    shapes.sizes(D + more, x.dtype, backward=backward) for backward in (False, True)
+    config.forward_config(D + more, x.dtype),
+    config.backward_config(D + more, x.dtype),
   )
-  static = op.Static(silu, jnp.dtype(dtype), forward, backward, interpret)
-  before = None if W == 1 else state  # which has no steps then
-  inputs = op.Inputs(pad(x), wide(kernel), wide(bias), wide(before))
-  y = op.causal_conv1d(static, inputs, first_of_segment(segments))
-  return y[..., :D], last_inputs(x, state, segments, W)
+  static = conv.Static(options.silu, jnp.dtype(options.dtype), forward, backward, interpret)
+  before = None if state is None or W == 1 else state.inputs
+  arrays = conv.Inputs(pad(x), pad(kernel.astype(jnp.float32)), wide(bias), wide(before))
+  y = conv.causal_conv1d(static, arrays, None if segments is None else segments.first())
+  return y[..., :D], last_inputs(inputs)
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

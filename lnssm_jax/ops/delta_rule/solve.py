@@ -13,7 +13,7 @@ halves, form no such terms.
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.products import product
+from lnssm_jax.ops.core.precision import product
 
 # Blocks up to this size are solved row by row, unrolled.
 _SMALLEST_BLOCK = 8

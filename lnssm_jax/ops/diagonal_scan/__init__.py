@@ -1,1 +1,1 @@
-"""The diagonal recurrence h_t = a_t h_{t-1} + x_t in three forms, which README.md derives."""
+"""The diagonal recurrence h_t = a_t h_{t-1} + x_t; README.md derives its forms."""

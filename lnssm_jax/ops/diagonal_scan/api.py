@@ -1,82 +1,84 @@
-"""The public function: its promises, the checks of its arguments, the choice of implementation."""
+"""`diagonal_scan`: public API, argument checks and dispatch."""
 
-import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops import dispatch, per_device
-from lnssm_jax.ops.checks import check_shape, first_of_segment, segment_index, vary_alike
-from lnssm_jax.ops.diagonal_scan import reference, xla
-from lnssm_jax.ops.diagonal_scan.state import DiagonalState
+from lnssm_jax import typing as ty
+from lnssm_jax.ops.core import dispatch
+from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.core.segments import segments_of
+from lnssm_jax.ops.diagonal_scan.chunked import associative, chunked
+from lnssm_jax.ops.diagonal_scan.reference import reference
+from lnssm_jax.ops.diagonal_scan.sharded import sharded
+from lnssm_jax.ops.diagonal_scan.types import (
+  RESULT_AXES,
+  DiagonalState,
+  Inputs,
+  Options,
+  init_state,
+)
 
 _NAME = "diagonal_scan"
+_KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
+IMPLEMENTATIONS = {
+  "pallas": _KERNELS.compiled,
+  "chunked": dispatch.Form(chunked),
+  "associative": dispatch.Form(associative),
+  "reference": dispatch.Form(reference),
+  "pallas_interpret": _KERNELS.interpreted,
+}
 
 
+@dispatch.op(init_state)
 def diagonal_scan(
-  decay: jax.Array,  # [B, T, D] or [D]
-  x: jax.Array,  # [B, T, D]
+  decay: ty.AnyBTD | ty.AnyD,
+  x: ty.AnyBTD,
   *,
   reverse: bool = False,
   initial_state: DiagonalState | None = None,
-  segment_ids: jax.Array | None = None,  # [B, T] integer
-  implementation: str | None = None,
+  segment_ids: ty.Ids | None = None,
+  axis_name: str | None = None,
+  implementation: ty.Implementation | None = None,
   chunk_size: int | None = None,
-) -> tuple[jax.Array, DiagonalState]:
-  r"""One number per channel that decays and is added to, in time linear in T.
+) -> tuple[ty.AnyBTD, DiagonalState]:
+  r"""A linear recurrence with one number per channel, in time linear in T.
 
       h_t = decay_t * h_{t-1} + x_t          out = h
 
   `decay` is the factor itself, not its logarithm. It may be real or complex, as may `x`; the result
   is complex if either is. `[D]` is one constant per channel. With `reverse` the recurrence runs
-  from the last step to the first, h_t = decay_t * h_{t+1} + x_t; `initial_state` is then the state
-  after the last step, and the returned state that at the first.
+  from the last token to the first, h_t = decay_t * h_{t+1} + x_t; `initial_state` is then the state
+  after the last token, and the returned state that at the first.
 
-  A modulus of at most 1 is usual but not needed; 0 forgets exactly. The associative form, and
-  chunks of more than 32 steps, multiply decays with each other, so the product of a chunk's decays
-  must not overflow.
+  A modulus of at most 1 is usual but not required; 0 resets the state exactly. The associative
+  form, and chunks of more than 32 tokens, multiply decays with each other, so the product of a
+  chunk's decays must not overflow.
 
   Sums are float32 (complex64; 64 bit if an input is) whatever the dtype of the inputs. `out` has
-  the dtype of `x` where the result is real, and is complex otherwise. Cutting a sequence anywhere
-  and passing the state on gives the same result as one call; so does packing several sequences with
-  `segment_ids` (the state is forgotten where the id changes; `initial_state` belongs to the segment
-  that the scan meets first, the returned state to the one it meets last). Gradients flow to
-  `decay`, `x`, `initial_state` and from the returned state; those of complex arguments follow JAX's
+  the dtype of `x` where the result is real, and is complex otherwise. Gradients flow to `decay`,
+  `x`, `initial_state` and from the returned state; those of complex arguments follow JAX's
   convention, and a real argument of a complex scan gets a real gradient. Reverse mode only.
 
   Args:
-    initial_state: the state before the first step in the direction of the scan; None means zeros.
-    implementation: "pallas" (kernels; a Hopper GPU, no 64-bit and no float16 inputs), "chunked" (a
-      scan over chunks; any device and arguments), "associative" (`lax.associative_scan`),
-      "reference" (one step at a time), or "pallas_interpret" (the kernels on a CPU, slowly, to test
-      them). None takes "pallas" where it can run and is known to be faster (T > 1 and D >= 128;
-      with several devices inside `shard_map`, or with a mesh that `per_device` knows), otherwise
-      "chunked".
-    chunk_size: steps in a chunk of the chunked form; None means 16 on CPUs, 512 elsewhere. The
+    initial_state: the state before the first token in the direction of the scan; None means zeros.
+      It belongs to the document that the scan meets first, the returned state to the last.
+    segment_ids: `[B, T]` integers; the state is reset where they change.
+    axis_name: mesh axis of a surrounding `shard_map` that shards T; None for the whole sequence.
+      The exchange has 2 B D numbers.
+    implementation: one of `IMPLEMENTATIONS`; README.md has their limits. None takes "pallas" where
+      it is supported and preferred, otherwise "chunked".
+    chunk_size: tokens per chunk of the chunked form; None means 16 on CPUs, 512 elsewhere. The
       kernels choose their own.
 
   Returns:
-    `out` [B, T, D] and the `DiagonalState` after the last step in the direction of the scan.
+    `out` [B, T, D] and the `DiagonalState` after the last token in the direction of the scan.
 
   Raises:
     ValueError: shapes or dtypes do not agree; the message names the argument.
-    NotImplementedError: the named implementation cannot run these arguments.
+    NotImplementedError: the named implementation does not support these arguments.
 
   Sources: parallel linear recurrences, Martin and Cundy 2018; as associative scan, S5 (Smith et al.
   2023), appendix H; RG-LRU, Griffin (De et al. 2024), eq. 4.
   """
-  args, kwargs = _checked(
-    decay,
-    x,
-    reverse=reverse,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-  )
-  with jax.named_scope(_NAME):
-    return dispatch.choose(_NAME, implementation, args, kwargs).run(*args, **kwargs)
-
-
-def _checked(decay, x, *, reverse=False, initial_state=None, segment_ids=None, chunk_size=None):
-  """Checks the arguments of `diagonal_scan` and gives them the implementations' form."""
   decay, x = jnp.asarray(decay), jnp.asarray(x)
   for name, array in (("decay", decay), ("x", x)):
     if not jnp.issubdtype(array.dtype, jnp.inexact):
@@ -99,37 +101,23 @@ def _checked(decay, x, *, reverse=False, initial_state=None, segment_ids=None, c
     raise ValueError(f"{_NAME}: chunk_size={chunk_size} must be at least 1.")
 
   sums = jnp.result_type(jnp.float32, decay.dtype, x.dtype)
-  state = DiagonalState(jnp.zeros((B, D), sums))
+  complex_sums = jnp.issubdtype(sums, jnp.complexfloating)
+  state = init_state(batch=B, dim=D, dtype=sums)
   if initial_state is not None:
     h = jnp.asarray(initial_state.h)
     check_shape(_NAME, "initial_state.h", h, (B, D), "[B, D]")
-    complex_state = jnp.issubdtype(h.dtype, jnp.complexfloating)
-    if complex_state and not jnp.issubdtype(sums, jnp.complexfloating):
+    if jnp.iscomplexobj(h) and not complex_sums:
       raise ValueError(
         f"{_NAME}: initial_state.h is complex, but decay and x are real; make x complex "
         "(x.astype(jnp.complex64)) or pass the real part."
       )
     state = DiagonalState(h.astype(sums))
-  segments = segment_index(_NAME, segment_ids, B, T)
-  keep = None
-  if segments is not None:
-    # The step of each segment that the scan meets first forgets; that of the first segment does
-    # not.
-    keep = ~first_of_segment(segments, reverse=reverse)[..., None]
-  args = vary_alike((decay, x, state, keep))
-  out_dtype = sums if jnp.issubdtype(sums, jnp.complexfloating) else x.dtype
-  return args, {"reverse": bool(reverse), "out_dtype": out_dtype, "chunk_size": chunk_size}
-
-
-_LAYOUT = per_device.Layout(("BTD", "BTD", "BD", "BT"), ("BTD", "BD"))
-_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", _LAYOUT)
-
-dispatch.register(
-  _NAME,
-  _checked,
-  _COMPILED,
-  dispatch.Implementation("chunked", xla.chunked),
-  dispatch.Implementation("associative", xla.associative),
-  dispatch.Implementation("reference", reference.reference),
-  _INTERPRETED,
-)
+  return dispatch.run(
+    _NAME,
+    IMPLEMENTATIONS,
+    Inputs(decay, x, state, segments_of(_NAME, segment_ids, B, T)),
+    Options(bool(reverse), sums if complex_sums else x.dtype, chunk_size),
+    implementation=implementation,
+    axis_name=axis_name,
+    sharded=sharded,
+  )

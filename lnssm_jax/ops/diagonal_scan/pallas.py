@@ -1,6 +1,6 @@
-"""The diagonal scan on the Mosaic-GPU kernels: which arguments they take, and how they take them.
+"""The diagonal scan on the Mosaic-GPU kernels: supported arguments, padding, the call.
 
-Import this module where it is needed only (see `dispatch.kernels`).
+Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
 import functools
@@ -9,67 +9,58 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lnssm_jax.ops.diagonal_scan.state import DiagonalState
-from pallas_kernels import channels
-from pallas_kernels.diagonal_scan import op
+from lnssm_jax.ops.diagonal_scan.types import DiagonalState, Inputs, Options
+from pallas_kernels.core import channel_grid as channels
+from pallas_kernels.diagonal_scan import scan
 
 _DTYPES = (jnp.bfloat16, jnp.float32, jnp.complex64)
-_MOST_SEQUENCES = 65535  # blocks along the second axis of a grid
+_MOST_SEQUENCES = 65535  # thread blocks along the second axis of a grid
 
 
-def obstacle(decay, x, state, keep, *, reverse, out_dtype, chunk_size=None):
+def unsupported(inputs: Inputs, options: Options) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None."""
-  del keep, reverse, out_dtype
+  decay, x, state, _ = inputs
   for name, array in (("decay", decay), ("x", x), ("initial_state", state.h)):
     if array.dtype not in _DTYPES:
       return f"{name} has dtype {array.dtype}, and the kernels take bfloat16, float32, complex64"
   if not 1 <= x.shape[0] <= _MOST_SEQUENCES:
-    return f"x has {x.shape[0]} sequences, and a grid of blocks takes 1 to {_MOST_SEQUENCES}"
-  if chunk_size is not None:
-    return f"chunk_size={chunk_size}, and the kernels choose their chunks themselves"
+    return f"x has {x.shape[0]} sequences, and a grid of thread blocks takes 1 to {_MOST_SEQUENCES}"
+  if options.chunk_size is not None:
+    return f"chunk_size={options.chunk_size}, and the kernels choose their own chunks"
   return None
 
 
-def worthwhile(decay, x, state, keep, **options):
-  """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these.
+def preferred(inputs: Inputs, options: Options) -> bool:
+  """Whether `implementation=None` takes the kernels for sizes like these.
 
-  A single step is one fused loop of XLA's. Complex numbers are taken apart and joined by XLA, which
-  costs more than the kernels themselves; together they are faster than its own form.
+  XLA fuses a single token into one loop. Complex numbers are split and merged by XLA, which costs
+  more than the kernels themselves; together they are faster than XLA's form.
   """
-  del decay, state, keep, options
-  return x.shape[1] > 1 and x.shape[2] >= channels.CHANNELS
+  del options
+  return inputs.x.shape[1] > 1 and inputs.x.shape[2] >= channels.CHANNELS
 
 
-def run(
-  decay,
-  x,
-  state,
-  keep,
-  *,
-  reverse,
-  out_dtype,
-  chunk_size=None,
-  interpret=None,
-  number_of_parts=None,
-):
-  """Arguments as in `reference.py`."""
-  del chunk_size
+def run(inputs: Inputs, options: Options, *, interpret=None, number_of_parts: int | None = None):
+  """`number_of_parts`: into which the sequence is split; None leaves it to `channel_grid`."""
+  decay, x, state, segments = inputs
   B, T, D = x.shape
-  P = number_of_parts or channels.parts(B, D, T)
+  P = number_of_parts or channels.num_splits(B, D, T)
   more = channels.padded_length(T, P) - T, -D % channels.CHANNELS
   pad = lambda array, *ends, **options: jnp.pad(array, [(0, 0), *((0, n) for n in ends)], **options)
-  if decay.shape[:2] == (1, 1):  # a constant, or the decay of a single step
+  if decay.shape[:2] == (1, 1):  # a constant, or the decay of a single token
     decays = tuple(pad(y, 0, more[1])[0, 0] for y in _parts(decay.astype(_wide(decay))))
   else:
-    # The steps behind the end keep the state: a decay of 1, and nothing added.
+    # Padding keeps the state: a decay of 1, and nothing added.
     decays = tuple(pad(y, *more, constant_values=1 - n) for n, y in enumerate(_parts(decay)))
   xs = tuple(pad(y, *more) for y in _parts(x))
   initial = tuple(pad(y, more[1]) for y in _parts(state.h))
-  forget = None if keep is None else pad(jnp.where(keep[..., 0], 0, 1), more[0]).astype(jnp.int32)
-  inputs = op.Inputs(decays, xs, initial)
-  out, last = op.diagonal_scan(op.Static(reverse, T, P, interpret), inputs, forget)
+  reset = None
+  if segments is not None:
+    reset = pad(segments.first(reverse=options.reverse), more[0]).astype(jnp.int32)
+  arrays = scan.Inputs(decays, xs, initial)
+  out, last = scan.diagonal_scan(scan.Static(options.reverse, T, P, interpret), arrays, reset)
   whole = lambda number: jax.lax.complex(*number) if len(number) == 2 else number[0]
-  return whole(out)[:, :T, :D].astype(out_dtype), DiagonalState(whole(last)[:, :D])
+  return whole(out)[:, :T, :D].astype(options.out_dtype), DiagonalState(whole(last)[:, :D])
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

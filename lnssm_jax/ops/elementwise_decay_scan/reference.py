@@ -1,31 +1,22 @@
-"""The recurrence one step at a time, as mathematics writes it: the oracle, in float64."""
+"""The recurrence one token at a time, as mathematics writes it: the oracle, in float64."""
 
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.checks import first_of_segment
-from lnssm_jax.ops.elementwise_decay_scan.state import DecayFunction, ElementwiseDecayState
+from lnssm_jax.ops.elementwise_decay_scan.types import ElementwiseDecayState, Inputs, Options
 
 
-def reference(
-  q: jax.Array,  # [B, T, H, K]
-  k: jax.Array,  # [B, T, H, K]
-  v: jax.Array,  # [B, T, H, V]
-  log_decay: DecayFunction,
-  state: ElementwiseDecayState,
-  segments: jax.Array | None,  # [B, T]
-  *,
-  chunk_size: int | None = None,
-):
-  """A `lax.scan` over time. It makes the decay of one step at a time."""
-  del chunk_size
+def reference(inputs: Inputs, options: Options) -> tuple[jax.Array, ElementwiseDecayState]:
+  """A `lax.scan` over time. It computes the decay of one token at a time."""
+  del options
+  q, k, v, log_decay, state, segments = inputs
   dtype = state.kv.dtype
-  first = first_of_segment(segments)
+  first = None if segments is None else segments.first()
 
   def step(kv, inputs):
     q_t, k_t, v_t, decay_t, first_t = inputs
-    one_step = jax.tree.map(lambda x: x[:, None], decay_t)
-    a_t = jnp.exp(log_decay.make(one_step, log_decay.parameters)[:, 0].astype(dtype))
+    one_token = jax.tree.map(lambda x: x[:, None], decay_t)
+    a_t = jnp.exp(log_decay.make(one_token, log_decay.parameters)[:, 0].astype(dtype))
     if first_t is not None:
       kv = jnp.where(first_t[:, None, None, None], 0.0, kv)
     kv = a_t * kv + k_t[..., :, None] * v_t[..., None, :]

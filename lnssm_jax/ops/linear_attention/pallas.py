@@ -1,8 +1,8 @@
-"""Linear attention on the Mosaic-GPU kernels: which arguments they take, and how they take them.
+"""Linear attention on the Mosaic-GPU kernels: which arguments they support, and how they run them.
 
-Two paths: a single step runs `decode`, which updates the state in place; more steps run `op`, which
-cuts them into chunks. Both promise what README.md says beside this file. Import this module where
-it is needed only (see `dispatch.kernels`).
+Two kernels: a single token runs `decode`, which updates the state in place; more tokens run `op`,
+which splits them into chunks. README.md has the limits. Import this module where it is needed only
+(see `dispatch.Kernels`).
 """
 
 import functools
@@ -11,39 +11,24 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lnssm_jax.ops import steps
-from lnssm_jax.ops.linear_attention import xla
-from lnssm_jax.ops.linear_attention.state import LinearAttentionState
-from pallas_kernels.linear_attention import decode, op, shapes
-from pallas_kernels.steps import fits
+from lnssm_jax.ops.core import single_step
+from lnssm_jax.ops.linear_attention.chunked import chunked
+from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
+from pallas_kernels.core.decode import fits
+from pallas_kernels.linear_attention import config, decode, forward
 
 _WIDEST = 256
 
 
-def obstacle(
-  q,
-  k,
-  v,
-  log_decay,
-  value_log_decay,
-  bonus,
-  state,
-  segments,
-  *,
-  normalize,
-  scale,
-  chunk_size=None,
-  fresh=False,
-):
+def unsupported(inputs: Inputs, options: Options) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None."""
-  del segments, fresh
-  if value_log_decay is not None:
+  if inputs.value_log_decay is not None:
     return "value_log_decay is given, and the kernels decay keys only"
-  if state.kv.dtype != jnp.float32:
-    return f"initial_state has dtype {state.kv.dtype}, and the kernels compute in float32"
-  if _takes_a_step(q, k, v, log_decay, bonus, state, normalize=normalize):
+  if inputs.state.kv.dtype != jnp.float32:
+    return f"initial_state has dtype {inputs.state.kv.dtype}, and the kernels compute in float32"
+  if _decodes(inputs, options):
     return None
-  for name, x in (("q", q), ("k", k), ("v", v)):
+  for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
     if x.dtype != jnp.bfloat16:
       return (
         f"{name} has dtype {x.dtype}, and the tensor cores multiply bfloat16 only (float32 would "
@@ -51,120 +36,105 @@ def obstacle(
       )
     if x.shape[-1] > _WIDEST:
       return f"{name} is {x.shape[-1]} wide, and heads of at most {_WIDEST} are supported"
-  if chunk_size not in (None, op.CHUNK):
-    return f"chunk_size={chunk_size}, and the kernels' chunks have {op.CHUNK} steps"
-  if scale == 0.0:
+  if options.chunk_size not in (None, forward.CHUNK):
+    return f"chunk_size={options.chunk_size}, and the kernels' chunks have {forward.CHUNK} tokens"
+  if options.scale == 0.0:
     return "scale=0 leaves nothing to compute"
   return None
 
 
-def _takes_a_step(q, k, v, log_decay, bonus, state, *, normalize):
-  """Whether `decode` runs these arguments; its own limits are in its `obstacle`."""
+def _decodes(inputs: Inputs, options: Options) -> bool:
+  """Whether `decode` runs these arguments; its own limits are in its `unsupported`."""
+  q, k, v, log_decay, _, bonus, state, _ = inputs
   if q.shape[1] != 1:
     return False
   one = lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype)
   arrays = one(q), one(k), one(v), one(log_decay), bonus, *state
-  return decode.obstacle(*arrays, normalize=normalize) is None
+  return decode.unsupported(*arrays, normalize=options.normalize) is None
 
 
-def worthwhile(
-  q, k, v, log_decay, value_log_decay, bonus, state, segments, *, normalize, **options
-):
+def preferred(inputs: Inputs, options: Options) -> bool:
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
-  del value_log_decay, segments, options
-  K, V = q.shape[-1], v.shape[-1]
-  if q.shape[1] > 1:
-    return shapes.worthwhile(K, V)
-  takes = _takes_a_step(q, k, v, log_decay, bonus, state, normalize=normalize)
-  return takes and fits(K, V)
+  K, V = inputs.q.shape[-1], inputs.v.shape[-1]
+  if inputs.q.shape[1] > 1:
+    return config.preferred(K, V)
+  return _decodes(inputs, options) and fits(K, V)
 
 
 def run(
-  q,
-  k,
-  v,
-  log_decay,
-  value_log_decay,
-  bonus,
-  state,
-  segments,
-  *,
-  normalize,
-  scale,
-  chunk_size=None,
-  fresh=False,
-  interpret=None,
-  parts=None,
-):
-  """Arguments as in `reference.py`. `fresh`: the state is zero and needs no reading."""
-  del value_log_decay, chunk_size
-  if _takes_a_step(q, k, v, log_decay, bonus, state, normalize=normalize):
-    # A single step lies in one segment, that of the initial state.
-    options = {"normalize": normalize, "scale": scale}
-    step = functools.partial(_step, interpret=interpret, **options)
-    form = functools.partial(_form, **options)
-    return steps.with_gradient_of(form, step)(q, k, v, log_decay, bonus, state)
+  inputs: Inputs, options: Options, *, interpret=None, parts: int | None = None
+) -> tuple[jax.Array, LinearAttentionState]:
+  """The output and the last state.
+
+  Args:
+    parts: into how many parts the sequence is split for the passes over time; None leaves it to
+      `config`.
+  """
+  if _decodes(inputs, options):
+    # One token is of one document, that of the initial state.
+    step = functools.partial(_step, options=options, interpret=interpret)
+    form = functools.partial(chunked, options=options._replace(chunk_size=None))
+    return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
+  q, k, v, log_decay, _, bonus, state, segments = inputs
+  normalize, fresh = options.normalize, options.fresh
   B, T, H, K = q.shape
   V = v.shape[-1]
-  if shapes.KEY_WIDTHS[-1] < K:
-    options = {"fresh": fresh, "interpret": interpret, "parts": parts}
-    wide = functools.partial(_by_key_groups, q, k, options=options)
-    out, kv = wide(v, log_decay, bonus, state.kv, segments, scale=scale)
+  if config.KEY_WIDTHS[-1] < K:
+    wide = functools.partial(_by_key_groups, inputs, interpret=interpret, parts=parts)
+    out, kv = wide(v, state.kv, options=options._replace(normalize=False))
     if not normalize:
       return out, LinearAttentionState(kv)
-    # The normaliser is the same sum for values of 1.
+    # The normalizer is the same sum for values of 1.
     ones, key_sum = jnp.ones((B, T, H, 1), v.dtype), state.key_sum[..., None]
-    total, key_sum = wide(ones, log_decay, bonus, key_sum, segments, scale=1.0)
+    total, key_sum = wide(ones, key_sum, options=options._replace(normalize=False, scale=1.0))
     out = (out.astype(jnp.float32) / total.astype(jnp.float32)).astype(v.dtype)
     return out, LinearAttentionState(kv, key_sum[..., 0])
-  wide_k = shapes.padded_width(K, shapes.KEY_WIDTHS)
-  wide_v = shapes.padded_width(V, shapes.VALUE_WIDTHS)
-  parts = parts or shapes.parts(B, H, T)
-  length = shapes.padded_length(T, parts)
+  wide_k = config.padded_width(K, config.KEY_WIDTHS)
+  wide_v = config.padded_width(V, config.VALUE_WIDTHS)
+  parts = parts or config.num_parts(B, H, T)
+  length = config.padded_length(T, parts)
   pad = lambda x, *ends: jnp.pad(x, [(0, end) for end in ends])
-  with_steps = lambda x, width: pad(x, 0, length - T, 0, width - x.shape[3])
+  with_tokens = lambda x, width: pad(x, 0, length - T, 0, width - x.shape[3])
   extra = wide_k - K
   if log_decay.shape[-1] == 1 and bonus is None:
     log_decay = jnp.broadcast_to(log_decay[..., 0], (*log_decay.shape[:2], H))
   elif log_decay.shape[1] == 1:
     log_decay = pad(jnp.broadcast_to(log_decay[0, 0], (H, K)), 0, extra)
   else:
-    log_decay = with_steps(jnp.broadcast_to(log_decay, (B, T, H, K)), wide_k)
-  inputs = op.Inputs(
-    with_steps(q, wide_k),
-    with_steps(k, wide_k),
-    with_steps(v, wide_v),
+    log_decay = with_tokens(jnp.broadcast_to(log_decay, (B, T, H, K)), wide_k)
+  padded = forward.Inputs(
+    with_tokens(q, wide_k),
+    with_tokens(k, wide_k),
+    with_tokens(v, wide_v),
     log_decay,
     None if bonus is None else pad(bonus.astype(jnp.float32), 0, extra),
     None if fresh else pad(state.kv, 0, 0, extra, wide_v - V),
     pad(state.key_sum, 0, 0, extra) if normalize and not fresh else None,
   )
+  index = None
   if segments is not None:
-    segments = jnp.pad(segments, ((0, 0), (0, length - T)), mode="edge")
-  static = op.Static(float(scale), T, parts, normalize, interpret)
-  out, kv, key_sum = op.linear_attention(inputs, segments, static)
+    index = jnp.pad(segments.index, ((0, 0), (0, length - T)), mode="edge")
+  static = forward.Options(options.scale, T, parts, normalize, interpret)
+  out, kv, key_sum = forward.linear_attention(padded, index, static)
   if normalize:
     key_sum = key_sum[..., :K]
   return out[:, :T, :, :V], LinearAttentionState(kv[:, :, :K, :V], key_sum)
 
 
-def _step(q, k, v, log_decay, bonus, state, *, normalize, scale, interpret):
-  """A single step by `decode`."""
+def _step(inputs: Inputs, *, options: Options, interpret):
+  """A single token by `decode`."""
+  q, k, v, log_decay, _, bonus, state, _ = inputs
   arrays = q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], bonus, state.kv
-  key_sum = state.key_sum if normalize else None
-  options = {"normalize": normalize, "scale": scale, "interpret": interpret}
-  out, kv, key_sum = decode.decode(*arrays, key_sum, **options)
+  key_sum = state.key_sum if options.normalize else None
+  static = {"normalize": options.normalize, "scale": options.scale, "interpret": interpret}
+  out, kv, key_sum = decode.decode(*arrays, key_sum, **static)
   return out[:, None], LinearAttentionState(kv, key_sum)
 
 
-def _form(q, k, v, log_decay, bonus, state, **options):
-  """The same by XLA."""
-  return xla.chunked(q, k, v, log_decay, None, bonus, state, None, **options)
-
-
-def _by_key_groups(q, k, v, log_decay, bonus, kv, segments, *, scale, options):
+def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, interpret, parts):
   """`run` for wide keys, (out, kv): before division the output is a sum over groups of channels."""
-  (B, T, H, K), V, width = q.shape, v.shape[-1], shapes.KEY_WIDTHS[-1]
+  q, k, _, log_decay, _, bonus, _, segments = inputs
+  (B, T, H, K), V, width = q.shape, v.shape[-1], config.KEY_WIDTHS[-1]
   groups = -(-K // width)
 
   def grouped(x, axis=-1):
@@ -182,14 +152,12 @@ def _by_key_groups(q, k, v, log_decay, bonus, kv, segments, *, scale, options):
     log_decay = jnp.broadcast_to(log_decay, (*log_decay.shape[:2], H, log_decay.shape[3]))
   v = jnp.broadcast_to(v[:, :, :, None], (B, T, H, groups, V))
   kv = jnp.moveaxis(grouped(kv, axis=2), 2, -1).reshape(B, H * groups, width, V)
-  out, last = run(
+  by_group = Inputs(
     *(join(grouped(q)), join(grouped(k)), join(v), join(grouped(log_decay)), None),
     None if bonus is None else grouped(bonus).reshape(H * groups, width),
     *(LinearAttentionState(kv), segments),
-    normalize=False,
-    scale=scale,
-    **options,
   )
+  out, last = run(by_group, options, interpret=interpret, parts=parts)
   out = out.reshape(B, T, H, groups, V).astype(jnp.float32).sum(3).astype(v.dtype)
   return out, last.kv.reshape(B, H, groups * width, V)[:, :, :K]
 

@@ -1,36 +1,16 @@
-"""Linear attention one step at a time, as mathematics writes it, and as an associative scan.
-
-Both take the arguments that `api.py` has checked:
-  q, k [B, T, H, K]; v [B, T, H, V]; log_decay broadcastable to [B, T, H, K]; value_log_decay
-  broadcastable to [B, T, H, V] or None; bonus [H, K] or None; state with both fields;
-  segments [B, T] int32 counting from 0, or None.
-"""
+"""Linear attention one token at a time, as mathematics writes it, and as an associative scan."""
 
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.checks import accumulation_dtype, first_of_segment
-from lnssm_jax.ops.decays import decayed
-from lnssm_jax.ops.linear_attention.state import LinearAttentionState
+from lnssm_jax.ops.core.precision import accumulation_dtype, decayed
+from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
 
 
-def reference(
-  q,
-  k,
-  v,
-  log_decay,
-  value_log_decay,
-  bonus,
-  state,
-  segments,
-  *,
-  normalize,
-  scale,
-  chunk_size=None,
-  fresh=False,
-):
+def reference(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAttentionState]:
   """A `lax.scan` over time. The oracle: run it in float64."""
-  del chunk_size, fresh
+  q, k, v, log_decay, value_log_decay, bonus, state, segments = inputs
   acc = accumulation_dtype(q, k, v)
   keep = _keep(segments, q.shape, acc)
   decay, value_decay = _decays(log_decay, value_log_decay, q.shape, v.shape, acc)
@@ -47,42 +27,28 @@ def reference(
     else:
       u = bonus.astype(acc)
       kv_read, key_sum_read = kv + u[:, :, None] * write, key_sum + u * k_t
-    y_t = scale * jnp.einsum("bhk,bhkv->bhv", q_t, kv_read, precision="highest")
-    if normalize:
+    y_t = options.scale * jnp.einsum("bhk,bhkv->bhv", q_t, kv_read, precision="highest")
+    if options.normalize:
       y_t = y_t / jnp.sum(q_t * key_sum_read, axis=-1, keepdims=True)
     return (kv_next, key_sum_next), y_t
 
   by_time = [jnp.moveaxis(x, 1, 0) for x in (*_cast(acc, q, k, v), decay, value_decay, keep)]
   (kv, key_sum), out = jax.lax.scan(step, _cast(acc, *state), by_time)
   return jnp.moveaxis(out, 0, 1).astype(v.dtype), LinearAttentionState(
-    kv, key_sum if normalize else None
+    kv, key_sum if options.normalize else None
   )
 
 
-def associative(
-  q,
-  k,
-  v,
-  log_decay,
-  value_log_decay,
-  bonus,
-  state,
-  segments,
-  *,
-  normalize,
-  scale,
-  chunk_size=None,
-  fresh=False,
-):
+def associative(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAttentionState]:
   """`jax.lax.associative_scan` over (decay, k v^T): depth log T, but memory [B, T, H, K, V]."""
-  del chunk_size, fresh
+  q, k, v, log_decay, value_log_decay, bonus, state, segments = inputs
   acc = accumulation_dtype(q, k, v)
   keep = _keep(segments, q.shape, acc)
   out_dtype = v.dtype
   q, k, v = _cast(acc, q, k, v)
   kv_0, key_sum_0 = _cast(acc, *state)
 
-  # A segment's first step forgets everything before it.
+  # A document's first token forgets everything before it.
   log_decay = jnp.broadcast_to(log_decay.astype(acc), q.shape)
   log_decay = jnp.where(keep == 0, -jnp.inf, log_decay)
   kv_log_decay = log_decay[..., :, None]
@@ -108,11 +74,11 @@ def associative(
     before = lambda first, x: jnp.concatenate([first[:, None], x[:, :-1]], axis=1)
     kv_read = before(kv_0, kv) * keep[..., None] + (u * k)[..., :, None] * v[..., None, :]
     key_sum_read = before(key_sum_0, key_sum) * keep + u * k
-  out = scale * jnp.einsum("bthk,bthkv->bthv", q, kv_read, precision="highest")
-  if normalize:
+  out = options.scale * jnp.einsum("bthk,bthkv->bthv", q, kv_read, precision="highest")
+  if options.normalize:
     out = out / jnp.sum(q * key_sum_read, axis=-1, keepdims=True)
   return out.astype(out_dtype), LinearAttentionState(
-    kv[:, -1], key_sum[:, -1] if normalize else None
+    kv[:, -1], key_sum[:, -1] if options.normalize else None
   )
 
 
@@ -129,7 +95,7 @@ def _decays(log_decay, value_log_decay, key_shape, value_shape, dtype):
   )
 
 
-def _keep(segments, key_shape, dtype):
-  """[B, T, 1, 1]: 0 at the first step of every segment but the first, else 1."""
-  keep = jnp.ones(key_shape[:2], bool) if segments is None else ~first_of_segment(segments)
+def _keep(segments: Segments | None, key_shape, dtype):
+  """[B, T, 1, 1]: 0 where the state is reset before a token, else 1."""
+  keep = jnp.ones(key_shape[:2], bool) if segments is None else ~segments.first()
   return keep.astype(dtype)[:, :, None, None]

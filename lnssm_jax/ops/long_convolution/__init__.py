@@ -1,1 +1,1 @@
-"""Causal convolutions with long kernels, in several forms, which README.md derives."""
+"""Causal convolutions with long kernels; README.md derives their forms."""

@@ -1,8 +1,8 @@
-"""exp(l p) for whole l, to the last digits, and the taps of a sum of exponentials.
+"""Sums of exponentials: argument checks, exp(l p) for integer l to full precision, and the taps.
 
 The rounding of l p, of up to l |Im p| / 2 units, would be an error of the phase; and the rounding
 of exp(p) grows with l when it is multiplied. So l p is carried as an unevaluated sum of two floats
-(Dekker 1971), the phase in turns, of which the whole ones are taken off exactly.
+(Dekker 1971), the phase in turns, of which whole turns are removed exactly.
 """
 
 import functools
@@ -13,13 +13,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lnssm_jax.ops.diagonal_scan.powers import exact_product, exact_sum
-from lnssm_jax.ops.long_convolution.checked import checked_exponential_kernel
-from lnssm_jax.ops.long_convolution.state import ExponentialKernel
+from lnssm_jax.ops.core.checks import check_floating, check_shape
+from lnssm_jax.ops.core.precision import two_product, two_sum
+from lnssm_jax.ops.long_convolution.types import ExponentialKernel
 
 _TURN = (6.283185307179586, 2.4492935982947064e-16)  # 2 pi
 _TURNS_PER_RADIAN = (0.15915494309189535, -9.839338337591243e-18)  # 1 / (2 pi)
-_FORGOTTEN = -1e6  # exp of it is 0; stands for -inf, which has no product with l = 0
+_LOG_ZERO = -1e6  # exp of it is 0; replaces -inf, whose product with l = 0 is NaN
+
+
+def checked_exponential_kernel(
+  function: str, kernel: ExponentialKernel, width: int | None, *others
+) -> ExponentialKernel:
+  """Checks a kernel and casts its arrays to one precision, at least float32, that of `others` too.
+
+  Real poles have real exponentials: then only the real part of a coefficient counts.
+
+  Raises:
+    ValueError: shapes or dtypes do not agree; the message names the field.
+  """
+  log_pole, coefficient = jnp.asarray(kernel.log_pole), jnp.asarray(kernel.coefficient)
+  for name, x in (("log_pole", log_pole), ("coefficient", coefficient)):
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+      raise ValueError(
+        f"{function}: kernel.{name} has dtype {x.dtype}; it must be floating point or complex."
+      )
+  check_shape(function, "kernel.log_pole", log_pole, (width, None), "[D, N]")
+  D, N = log_pole.shape
+  if N == 0:
+    raise ValueError(f"{function}: kernel.log_pole has shape {(D, N)}; N >= 1 is needed.")
+  check_shape(function, "kernel.coefficient", coefficient, (D, N), "[D, N] of kernel.log_pole")
+  direct = kernel.direct
+  if direct is not None:
+    check_floating(function, "kernel.direct", direct)
+    check_shape(function, "kernel.direct", direct, (D,), "[D]")
+    others = (*others, direct)
+  reals = (jnp.finfo(jnp.result_type(x)).dtype for x in (log_pole, coefficient, *others))
+  acc = jnp.result_type(jnp.float32, *reals)
+  dtype = jnp.result_type(acc, jnp.complex64) if jnp.iscomplexobj(log_pole) else acc
+  if jnp.iscomplexobj(coefficient) and not jnp.iscomplexobj(log_pole):
+    coefficient = coefficient.real
+  return ExponentialKernel(
+    log_pole.astype(dtype),
+    coefficient.astype(dtype),
+    None if direct is None else jnp.asarray(direct, acc),
+  )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -28,13 +66,13 @@ def exponentials(log_pole: jax.Array, steps: Sequence[int]) -> jax.Array:
   real = log_pole.real
   steps_ = np.asarray(steps).reshape(-1, *(1,) * real.ndim).astype(real.dtype)
   steps_ = jnp.broadcast_to(steps_, (len(steps), *real.shape))
-  high, low = exact_product(jnp.maximum(real, _FORGOTTEN), steps_)
+  high, low = two_product(jnp.maximum(real, _LOG_ZERO), steps_)
   modulus = jnp.exp(high) * (1 + low)
   if not jnp.issubdtype(log_pole.dtype, jnp.complexfloating):
     return modulus
   turns = _times_constant((log_pole.imag, None), _TURNS_PER_RADIAN)
-  high, low = exact_product(turns[0], steps_)
-  fraction = exact_sum(high - jnp.round(high), low + turns[1] * steps_)
+  high, low = two_product(turns[0], steps_)
+  fraction = two_sum(high - jnp.round(high), low + turns[1] * steps_)
   angle, rest = _times_constant(fraction, _TURN)
   cos, sin = jnp.cos(angle), jnp.sin(angle)
   return jax.lax.complex(modulus * (cos - rest * sin), modulus * (sin + rest * cos))
@@ -52,9 +90,9 @@ def _times_constant(number, constant):
   dtype = number[0].dtype
   first = dtype.type(constant[0])
   second = dtype.type((constant[0] - float(first)) + constant[1])
-  high, low = exact_product(number[0], jnp.full_like(number[0], first))
+  high, low = two_product(number[0], jnp.full_like(number[0], first))
   low = low + number[0] * second
-  return exact_sum(high, low if number[1] is None else low + number[1] * first)
+  return two_sum(high, low if number[1] is None else low + number[1] * first)
 
 
 def exponential_kernel_taps(kernel: ExponentialKernel, length: int) -> jax.Array:
@@ -62,8 +100,8 @@ def exponential_kernel_taps(kernel: ExponentialKernel, length: int) -> jax.Array
 
       taps_l = Re sum_n coefficient_n exp(l log_pole_n)          + direct at l = 0
 
-  The exponentials are made as products of sqrt(length) + sqrt(length) ones: nothing of size
-  [length, D, N] exists. `length` is at most 2^24.
+  The exponentials are products of sqrt(length) + sqrt(length) factors: no array has size
+  [length, D, N]. `length` is at most 2^24.
 
   Raises:
     ValueError: the arrays of `kernel` do not agree, or `length` is out of range.
@@ -91,7 +129,7 @@ def parts(x: jax.Array) -> jax.Array:
 
 
 def read_parts(x: jax.Array) -> jax.Array:
-  """What `parts(h)` is multiplied by and summed to give Re sum_n x_n h_n."""
+  """Weights w with sum(w * parts(h)) = Re sum_n x_n h_n."""
   if not jnp.issubdtype(x.dtype, jnp.complexfloating):
     return x
   return jnp.concatenate([x.real, -x.imag], axis=-1)

@@ -1,26 +1,24 @@
-"""The convolution one step at a time: the oracle. Run it in float64."""
+"""The convolution token by token: the oracle, run in float64."""
 
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.checks import first_of_segment, vary_alike
-from lnssm_jax.ops.long_convolution.state import (
+from lnssm_jax.ops.causal_conv1d.types import ConvState
+from lnssm_jax.ops.core.spmd import vary_alike
+from lnssm_jax.ops.long_convolution.types import (
   ExponentialKernel,
   ExponentialState,
-  LongConvolutionState,
+  Inputs,
+  Options,
 )
 
 
-def reference(x, kernel, state, segments, *, acc, chunk_size=None):
-  """A `lax.scan` over time.
-
-  Arguments as `api.py` has checked them: x [B, T, D]; `kernel` an array [L, D] or an
-  `ExponentialKernel`; the state that belongs to it, or None; segments [B, T], numbered from 0, or
-  None; `acc` the real dtype of the sums.
-  """
-  del chunk_size
+def reference(inputs: Inputs, options: Options):
+  """A `lax.scan` over time."""
+  x, kernel, state, segments = inputs
+  acc = options.acc
   batch, _, width = x.shape
-  keep = jnp.ones(x.shape[:2], bool) if segments is None else ~first_of_segment(segments)
+  keep = jnp.ones(x.shape[:2], bool) if segments is None else ~segments.first()
   by_time = jnp.moveaxis(x, 1, 0).astype(acc), keep.T[:, :, None, None]
 
   if isinstance(kernel, ExponentialKernel):
@@ -45,4 +43,4 @@ def reference(x, kernel, state, segments, *, acc, chunk_size=None):
     return window[:, 1:], (taps * window).sum(1)
 
   past, out = jax.lax.scan(step_of_taps, vary_alike((past, x))[0], by_time)
-  return jnp.moveaxis(out, 0, 1).astype(x.dtype), LongConvolutionState(past)
+  return jnp.moveaxis(out, 0, 1).astype(x.dtype), ConvState(past)

@@ -1,1 +1,1 @@
-"""The diagonal scan of Longhorn, which README.md derives."""
+"""Longhorn's diagonal scan; README.md derives it."""

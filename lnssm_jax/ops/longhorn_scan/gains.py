@@ -1,13 +1,13 @@
-"""How much of the new a step takes in, and what it keeps of the old, without cancellation.
+"""Gains and decays of the Longhorn update, without cancellation.
 
 With n = ‖k‖², r_i = Σ_{j≠i} k_j² and w = 1 / (1 + β n),
 
     gain   ε   = β w
     decay  a_i = 1 - ε k_i² = w + ε r_i
 
-The first form of the decay loses all its digits where one entry is nearly all of a large key, the
-second some of them where the decay is near 1. The derivatives lose theirs as the chain rule writes
-them, which subtracts β n from 1 + β n. Below, no difference is taken that loses a digit.
+The first form of the decay loses all its digits where one entry dominates a large key, the second
+some of them where the decay is near 1. The derivatives lose theirs by the chain rule, which
+subtracts β n from 1 + β n. Below, no difference loses a digit.
 """
 
 import jax
@@ -19,7 +19,7 @@ def gain_and_decay(
   beta: jax.Array,  # [..., D]
   k: jax.Array,  # [..., N]
 ) -> tuple[jax.Array, jax.Array]:
-  """ε [..., D] and the decays [..., D, N], which lie in (0, 1] also after rounding."""
+  """ε [..., D] and the decays [..., D, N], which are in (0, 1] also after rounding."""
   squares = k * k
   inverse = 1 / (1 + beta * jnp.sum(squares, axis=-1, keepdims=True))
   gain = beta * inverse

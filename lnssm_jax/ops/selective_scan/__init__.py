@@ -1,1 +1,1 @@
-"""The selective state-space scan of Mamba (S6), which README.md derives."""
+"""The selective state-space scan of Mamba (S6); README.md derives it."""

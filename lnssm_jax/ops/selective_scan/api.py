@@ -1,99 +1,77 @@
-"""The public function: its promises, the checks of its arguments, the choice of implementation."""
+"""`selective_scan`: public API, argument checks and dispatch."""
 
-import jax
-import jax.numpy as jnp
-
-from lnssm_jax.ops import dispatch, per_device
-from lnssm_jax.ops.checks import (
-  accumulation_dtype,
-  check_chunk_size,
-  check_floating,
-  check_shape,
-  checked_state,
-  segment_index,
-  vary_alike,
-)
-from lnssm_jax.ops.selective_scan import reference, xla
-from lnssm_jax.ops.selective_scan.state import SelectiveState
+from lnssm_jax import typing as ty
+from lnssm_jax.ops.core import channel_states, dispatch
+from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.selective_scan.chunked import associative, chunked
+from lnssm_jax.ops.selective_scan.reference import reference
+from lnssm_jax.ops.selective_scan.sharded import sharded
+from lnssm_jax.ops.selective_scan.types import Inputs, SelectiveState, init_state
 
 _NAME = "selective_scan"
+_KERNELS = dispatch.Kernels(f"{__package__}.pallas", channel_states.RESULT_AXES)
+IMPLEMENTATIONS = {
+  "pallas": _KERNELS.compiled,
+  "chunked": dispatch.Form(chunked),
+  "associative": dispatch.Form(associative),
+  "reference": dispatch.Form(reference),
+  "pallas_interpret": _KERNELS.interpreted,
+}
 
 
+@dispatch.op(init_state)
 def selective_scan(
-  x: jax.Array,  # [B, T, D]
-  dt: jax.Array,  # [B, T, D], values >= 0
-  a: jax.Array,  # [D, N], finite values <= 0
-  b: jax.Array,  # [B, T, N]
-  c: jax.Array,  # [B, T, N]
+  x: ty.BTD,
+  dt: ty.BTD,
+  a: ty.DN,
+  b: ty.BTN,
+  c: ty.BTN,
   *,
-  skip: jax.Array | None = None,  # [D]
+  skip: ty.D | None = None,
   initial_state: SelectiveState | None = None,
-  segment_ids: jax.Array | None = None,  # [B, T] integer
-  implementation: str | None = None,
+  segment_ids: ty.Ids | None = None,
+  axis_name: str | None = None,
+  implementation: ty.Implementation | None = None,
   chunk_size: int | None = None,
-) -> tuple[jax.Array, SelectiveState]:
-  r"""The selective state-space scan: N decaying sums per channel, with input-dependent step sizes.
+) -> tuple[ty.BTD, SelectiveState]:
+  r"""The selective state-space scan: N decaying sums per channel, with data-dependent step sizes.
 
       S_t = exp(dt_t a) ⊙ S_{t-1} + (dt_t x_t) b_t^T        S: [D, N], dt_t scales the rows
       out_t = S_t c_t + skip ⊙ x_t
 
-  `dt` is used as it comes: apply the softplus and add the bias before. A step with dt = 0 leaves
-  the state as it is. Any dt a from 0 down is exact to the dtype, whether it decays by 1e-7 or to
-  nothing in one step. The chunked form holds a few chunks of size `[B, C, D, N]` and the states
+  `dt` >= 0 is used as it is: apply the softplus and the bias before. A token with dt = 0 leaves the
+  state as it is. Any dt a from 0 down is exact to the dtype, whether it decays by 1e-7 or to
+  nothing in one token. The chunked form holds a few chunks of size `[B, C, D, N]` and the states
   between chunks, in the backward pass too, and never an array of `T D N` entries.
 
   States, decays and sums are float32 (float64 if an input is) whatever the dtype of the inputs;
-  `out` has the dtype of `x`. Cutting a sequence anywhere and passing the state on gives the same
-  result as one call; so does packing several sequences with `segment_ids` (the state is reset where
-  the id changes; `initial_state` belongs to the first segment, the returned state to the last).
-  Gradients flow to every array argument, to `initial_state` and from the returned state. Reverse
-  mode only: of any order, but by the kernels first derivatives only.
+  `out` has the dtype of `x`. Gradients flow to every array argument, to `initial_state` and from
+  the returned state. Reverse mode only: of any order, but by the kernels first derivatives only.
 
   Args:
-    skip: a factor per channel for the input's direct way to the output; None means none.
-    initial_state: the state before the first step; None means zeros.
-    implementation: "pallas" (kernels; a Hopper GPU, no float64 or float16, N <= 256), "chunked"
-      (any device and arguments), "associative" (one scan of depth log T over all steps, which holds
-      [B, T, D, N]), "reference" (one step at a time), or "pallas_interpret" (the kernels on a CPU,
-      slowly, to test them). None takes "pallas" where it can run and is known to be faster (T = 1:
-      N <= 64, a multiple of 16, and D of 32, or N = 4 or 8 and D of 128 or 64; T > 1: D >= 64; with
-      several devices inside `shard_map`, or with a mesh that `per_device` knows), otherwise
-      "chunked".
-    chunk_size: steps in a chunk of the chunked form, a power of two; None means the default. The
+    a: finite values <= 0.
+    skip: a factor per channel for the direct path from input to output; None means none.
+    initial_state: the state before the first token; None means zeros.
+    segment_ids: `[B, T]` integers; the state is reset where they change.
+    axis_name: mesh axis of a surrounding `shard_map` that shards T; None for the whole sequence.
+      The exchange has B D (N + 1) numbers.
+    implementation: one of `IMPLEMENTATIONS`; README.md has their limits. None takes "pallas" where
+      it is supported and preferred, otherwise "chunked".
+    chunk_size: tokens per chunk of the chunked form, a power of two; None means the default. The
       kernels choose their own.
 
   Returns:
-    `out` [B, T, D] and the `SelectiveState` after the last step.
+    `out` [B, T, D] and the `SelectiveState` after the last token.
 
   Raises:
     ValueError: shapes or dtypes do not agree; the message names the argument.
+    NotImplementedError: the named implementation does not support these arguments.
 
-  Source: Mamba (Gu and Dao 2023), Algorithm 2 with the discretisation of its code: exp(dt a) for
+  Source: Mamba (Gu and Dao 2023), Algorithm 2 with the discretization of its code: exp(dt a) for
   the decay, dt b for the input.
   """
-  args, kwargs = _checked(
-    x,
-    dt,
-    a,
-    b,
-    c,
-    skip=skip,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-  )
-  with jax.named_scope(_NAME):
-    return dispatch.choose(_NAME, implementation, args, kwargs).run(*args, **kwargs)
-
-
-def _checked(x, dt, a, b, c, *, skip=None, initial_state=None, segment_ids=None, chunk_size=None):
-  """Checks the arguments and gives them the implementations' form."""
-  arrays = {"x": x, "dt": dt, "a": a, "b": b, "c": c}
-  if skip is not None:
-    arrays["skip"] = skip
-  for name, array in arrays.items():
-    check_floating(_NAME, name, array)
-  x, dt, a, b, c = (jnp.asarray(array) for array in (x, dt, a, b, c))
+  arrays = channel_states.as_floating(_NAME, x=x, dt=dt, a=a, b=b, c=c)
+  x, dt, a, b, c = arrays
   check_shape(_NAME, "x", x, (None,) * 3, "[B, T, D]")
   B, T, D = x.shape
   check_shape(_NAME, "dt", dt, (B, T, D), "the shape of x, [B, T, D]")
@@ -101,28 +79,22 @@ def _checked(x, dt, a, b, c, *, skip=None, initial_state=None, segment_ids=None,
   N = a.shape[1]
   check_shape(_NAME, "b", b, (B, T, N), "[B, T] of x, then N of a")
   check_shape(_NAME, "c", c, (B, T, N), "[B, T] of x, then N of a")
-  if 0 in (T, D, N):
-    raise ValueError(f"{_NAME}: x {x.shape} and a {a.shape} have an empty axis; T >= 1 is needed.")
-  check_chunk_size(_NAME, chunk_size)
-  acc = accumulation_dtype(*arrays.values())
-  if skip is None:
-    skip = jnp.zeros(D, acc)
-  check_shape(_NAME, "skip", skip, (D,), "[D]")
-  state = checked_state(_NAME, SelectiveState, initial_state, (B, D, N), "[B, D, N]", acc)
-  segments = segment_index(_NAME, segment_ids, B, T)
-  args = vary_alike((x, dt, a.astype(acc), b, c, jnp.asarray(skip, acc), state, segments))
-  return args, {"chunk_size": chunk_size}
-
-
-_LAYOUT = per_device.Layout(("BTD", "BTD", "DN", "BTN", "BTN", "D", "BDN", "BT"), ("BTD", "BDN"))
-_COMPILED, _INTERPRETED = dispatch.kernels(f"{__package__}.pallas", _LAYOUT)
-
-dispatch.register(
-  _NAME,
-  _checked,
-  _COMPILED,
-  dispatch.Implementation("chunked", xla.chunked),
-  dispatch.Implementation("associative", xla.associative),
-  dispatch.Implementation("reference", reference.reference),
-  _INTERPRETED,
-)
+  skip, state, segments, options = channel_states.checked(
+    _NAME,
+    SelectiveState,
+    arrays,
+    N,
+    skip=skip,
+    initial_state=initial_state,
+    segment_ids=segment_ids,
+    chunk_size=chunk_size,
+  )
+  return dispatch.run(
+    _NAME,
+    IMPLEMENTATIONS,
+    Inputs(x, dt, a.astype(state.h.dtype), b, c, skip, state, segments),
+    options,
+    implementation=implementation,
+    axis_name=axis_name,
+    sharded=sharded,
+  )

@@ -1,1 +1,1 @@
-"""Linear attention over a few of many states, in three forms, which README.md derives."""
+"""Linear attention over a few of many states; README.md derives its methods."""

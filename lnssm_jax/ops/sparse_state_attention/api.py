@@ -1,49 +1,95 @@
-"""The public function: its promises, the checks of its arguments, the choice of method."""
+"""`sparse_state_attention`: public API, argument checks, choice of method and dispatch."""
 
 import functools
 import numbers
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lnssm_jax.ops import dispatch
-from lnssm_jax.ops.checks import (
-  accumulation_dtype,
+from lnssm_jax import typing as ty
+from lnssm_jax.ops.core import dispatch
+from lnssm_jax.ops.core.checks import (
   check_chunk_size,
   check_floating,
-  check_scale,
   check_shape,
-  segment_index,
-  vary_alike,
+  checked_scale,
+  checked_state,
 )
+from lnssm_jax.ops.core.precision import accumulation_dtype
+from lnssm_jax.ops.core.segments import segments_of
 from lnssm_jax.ops.sparse_state_attention.gather import gather
 from lnssm_jax.ops.sparse_state_attention.mask import mask
-from lnssm_jax.ops.sparse_state_attention.state import SparseState
+from lnssm_jax.ops.sparse_state_attention.types import (
+  Inputs,
+  Method,
+  Options,
+  SparseState,
+  init_state,
+)
 from lnssm_jax.ops.sparse_state_attention.varlen import chunk_count, run_chunk_size, varlen
 
 _NAME = "sparse_state_attention"
-_METHODS = ("mask", "varlen", "gather")
+
+# Rows that "varlen" may process per row of "mask" and still be faster: measured, see README.md.
+_MOST_ROWS = 0.75
 
 
+def _method(B, T, S, N, chunk_size) -> Method:
+  if T == 1:
+    return "gather"
+  size = run_chunk_size(T, S, N, chunk_size)
+  return "varlen" if chunk_count(T, S, N, size) * size <= _MOST_ROWS * T * N else "mask"
+
+
+def _run(form, inputs: Inputs, options: Options):
+  method = options.method
+  if method is None:
+    N = inputs.state.kv.shape[1]
+    sizes = (*inputs.indices.shape, N, options.chunk_size)
+    method = "gather" if form == "reference" else _method(*sizes)
+  dtype = inputs.v.dtype
+  # float16 is narrower than what the partitions' outputs may reach before they are summed.
+  wide = inputs.v.astype(jnp.float32) if dtype == jnp.float16 else inputs.v
+  run = {"mask": mask, "varlen": varlen, "gather": gather}[method]
+  out, state = run(inputs._replace(v=wide), options._replace(implementation=form))
+  return out.astype(dtype), state
+
+
+def _not_gather(inputs: Inputs, options: Options) -> str | None:
+  if options.method == "gather":
+    return "method='gather' runs token by token; use 'reference' or None."
+  return None
+
+
+IMPLEMENTATIONS = {
+  "chunked": dispatch.Form(functools.partial(_run, "chunked"), _not_gather),
+  "reference": dispatch.Form(functools.partial(_run, "reference")),
+  "associative": dispatch.Form(functools.partial(_run, "associative"), _not_gather),
+}
+
+
+@dispatch.op(init_state)
 def sparse_state_attention(
-  q: jax.Array,  # [B, T, H, K]
+  q: ty.BTHK,
   k: jax.Array,  # [B, T, H, K] or [B, T, S, H, K]
   v: jax.Array,  # [B, T, H, V] or [B, T, S, H, V]
-  indices: jax.Array,  # [B, T, S] integer, from 0 to num_partitions - 1, distinct in a step
+  indices: jax.Array,  # [B, T, S] integer, from 0 to num_partitions - 1, distinct per token
   gates: jax.Array,  # [B, T, S]
   *,
   num_partitions: int,
   read_gates: jax.Array | None = None,  # [B, T, S]
   log_decay: jax.Array | None = None,  # [H], [H, K], [B, T, H], ...: see below; values <= 0
-  scale: float = 1.0,
-  method: str | None = None,
+  scale: float | None = None,
+  method: Method | None = None,
   initial_state: SparseState | None = None,
-  segment_ids: jax.Array | None = None,  # [B, T] integer
-  implementation: str | None = None,
+  segment_ids: ty.Ids | None = None,
+  axis_name: str | None = None,
+  implementation: Literal["chunked", "associative", "reference"] | None = None,
   chunk_size: int | None = None,
 ) -> tuple[jax.Array, SparseState]:
-  r"""Linear attention with N states ("partitions"), of which each step uses S.
+  r"""Linear attention with N states ("partitions"), of which each token uses S.
 
       S^i_t = diag(a_t) S^i_{t-1} + (gates_t^i k_t) v_t^T   for the partitions i in indices_t
       S^i_t = S^i_{t-1}                                     for all others: no decay either
@@ -59,86 +105,50 @@ def sparse_state_attention(
       k [B, T, H, K]:     [B, T, H, K]
       k [B, T, S, H, K]:  [B, T, S, H] or [B, T, S, H, K], one per selected partition
 
-  So a decay by step and key channel needs the axis S if k has it: repeat it if it is the same.
+  So a decay per token and key channel needs the axis S if k has it: repeat it if it is the same.
 
   Three methods give the same result:
 
       "mask"    partitions as heads of one linear attention: N times the work and memory
-      "varlen"  steps sorted by partition: work and memory of S T steps, whatever N
-      "gather"  one step at a time, on S states; the form for decoding
+      "varlen"  tokens sorted by partition: work and memory of S T tokens, whatever N
+      "gather"  token by token, on S states; the form for decoding
       None      "gather" if T = 1 or implementation="reference"; else "mask" or "varlen",
-                whichever goes through fewer rows (`README.md` has the rule)
+                whichever processes fewer rows (`README.md` has the rule)
 
   States, decays, gated keys and sums are float32 (float64 if q, k or v is); `out` has the dtype of
-  `v`. Cutting a sequence anywhere and passing the state on gives the same result as one call; so
-  does packing several sequences with `segment_ids` (all partitions are emptied where the id
-  changes; `initial_state` belongs to the first segment, the returned state to the last, and a
-  partition that the last segment did not use is empty). Gradients flow to every floating-point
-  argument, to `initial_state` and from the returned state; in reverse mode only.
+  `v`. At a document boundary all partitions are reset; one that the last document does not use is
+  empty in the returned state. Gradients flow to every floating-point argument, to `initial_state`
+  and from the returned state; in reverse mode only.
 
   Args:
     indices: checked where their values are known. Under `jit` they are not: there an index that is
-      out of range selects nothing, and the result is unspecified for steps that select a partition
+      out of range selects nothing, and the result is unspecified for tokens that select a partition
       twice.
-    gates: factors of the keys, of what is written.
-    read_gates: factors of the queries; None means those of `gates`.
-    scale: multiplies the result; a Python number.
-    initial_state: the states before the first step; None means zeros.
+    gates: factors of the keys, when a token writes.
+    read_gates: factors of the queries, when it reads; None means those of `gates`.
+    scale: multiplies the output; a Python number. None means K**-0.5.
+    initial_state: the states before the first token; None means zeros.
+    segment_ids: `[B, T]` integers; all partitions are reset where they change.
+    axis_name: must be None; this op needs the whole sequence.
     implementation: the form of the linear attention inside "mask" and "varlen", as named there:
-      "chunked" (what None takes), "associative", "reference". With method=None, "reference" is
+      "chunked" (the default), "associative" or "reference". With method=None, "reference" is
       "gather", the oracle; "gather" itself has no other form. `ops.supported` lists the forms that
-      the given `method` can take.
-    chunk_size: steps in a chunk, a power of two; None means the default. "varlen" pads the steps
+      the given `method` supports.
+    chunk_size: tokens per chunk, a power of two; None means the default. "varlen" pads the tokens
       of each partition to a multiple of it.
 
   Returns:
-    `out` [B, T, H, V] and the `SparseState` after the last step.
+    `out` [B, T, H, V] and the `SparseState` after the last token.
 
   Raises:
-    ValueError: shapes or dtypes do not agree, or an index is out of range or repeated in a step;
+    ValueError: shapes or dtypes do not agree, or an index is out of range or repeated in a token;
       the message names the argument, and the index and its position.
-    NotImplementedError: `implementation` is not one of method="gather".
+    NotImplementedError: method="gather" does not support `implementation`; or `axis_name`.
 
   Sources: sparse state expansion (SSE; there gates = 1/S and read_gates = 1, in its official code
   both are the softmax of the router); mixture of memories (MoM, Du et al. 2025: gates = 1,
   read_gates = the router's weights, one key per memory).
   """
-  args, kwargs = _checked(
-    q,
-    k,
-    v,
-    indices,
-    gates,
-    num_partitions=num_partitions,
-    read_gates=read_gates,
-    log_decay=log_decay,
-    scale=scale,
-    method=method,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-  )
-  with jax.named_scope(_NAME):
-    return dispatch.choose(_NAME, implementation, args, kwargs).run(*args, **kwargs)
-
-
-def _checked(
-  q,
-  k,
-  v,
-  indices,
-  gates,
-  *,
-  num_partitions,
-  read_gates=None,
-  log_decay=None,
-  scale=1.0,
-  method=None,
-  initial_state=None,
-  segment_ids=None,
-  chunk_size=None,
-):
-  """Checks the arguments of `sparse_state_attention` and gives them the form of the methods."""
   q, k, v, gates = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(gates)
   read_gates = gates if read_gates is None else jnp.asarray(read_gates)
   floating = {"q": q, "k": k, "v": v, "gates": gates, "read_gates": read_gates}
@@ -164,22 +174,34 @@ def _checked(
     )
   for name in ("gates", "read_gates"):
     check_shape(_NAME, name, floating[name], (B, T, S), "the shape of indices, [B, T, S]")
-  check_scale(_NAME, scale)
+  scale = checked_scale(_NAME, scale, K**-0.5)
   check_chunk_size(_NAME, chunk_size)
-  if method not in (None, *_METHODS):
-    names = ", ".join(repr(name) for name in _METHODS)
+  if method not in (None, *get_args(Method)):
+    names = ", ".join(repr(name) for name in get_args(Method))
     raise ValueError(f"{_NAME}: method={method!r} is unknown; use one of {names}, or None.")
 
   acc = accumulation_dtype(q, k, v)
-  state = SparseState(jnp.zeros((B, N, H, K, V), acc))
-  if initial_state is not None:
-    check_shape(_NAME, "initial_state.kv", initial_state.kv, (B, N, H, K, V), "[B, N, H, K, V]")
-    state = SparseState(jnp.asarray(initial_state.kv, acc))
+  shape = (B, N, H, K, V)
+  state = checked_state(_NAME, SparseState, initial_state, shape, "[B, N, H, K, V]", acc)
   log_decay = _canonical_decay(log_decay, (B, T, S, H, K), acc, by_selection)
-  segments = segment_index(_NAME, segment_ids, B, T)
-  k, v = (x if x.ndim == 5 else x[:, :, None] for x in (k, v))
-  args = (q, k, v, indices, gates, read_gates, log_decay, state, segments)
-  return vary_alike(args), {"scale": float(scale), "method": method, "chunk_size": chunk_size}
+  return dispatch.run(
+    _NAME,
+    IMPLEMENTATIONS,
+    Inputs(
+      q,
+      k if k.ndim == 5 else k[:, :, None],
+      v if v.ndim == 5 else v[:, :, None],
+      indices,
+      gates,
+      read_gates,
+      log_decay,
+      state,
+      segments_of(_NAME, segment_ids, B, T),
+    ),
+    Options(scale, method, chunk_size),
+    implementation=implementation,
+    axis_name=axis_name,
+  )
 
 
 def _checked_count(num_partitions):
@@ -199,8 +221,8 @@ def _checked_indices(indices, B, T, N):
   S = jnp.shape(indices)[-1]
   if S > N:
     raise ValueError(
-      f"{_NAME}: indices {jnp.shape(indices)} select S={S} partitions a step, but "
-      f"num_partitions={N}; a step can use each only once."
+      f"{_NAME}: indices {jnp.shape(indices)} select S={S} partitions per token, but "
+      f"num_partitions={N}; a token can use each only once."
     )
   if not isinstance(indices, jax.core.Tracer) and getattr(indices, "is_fully_addressable", True):
     _check_values(np.asarray(indices), N)
@@ -222,7 +244,7 @@ def _check_values(indices, N):
     b, t, s = (int(i) for i in np.argwhere(repeated)[0])
     raise ValueError(
       f"{_NAME}: indices[{b}, {t}]={indices[b, t].tolist()} repeats {ordered[b, t, s]}; the "
-      "partitions of a step must be distinct."
+      "partitions of a token must be distinct."
     )
 
 
@@ -245,47 +267,3 @@ def _canonical_decay(decay, shape, dtype, by_selection):
       f"{'[B, T, S, H, K]' if by_selection else '[B, T, H, K]'}."
     )
   return decay.reshape(layouts[decay.shape])
-
-
-# Rows that "varlen" may go through for each one that "mask" would, and still be the faster:
-# measured, see README.md.
-_WORTH_SORTING = 0.75
-
-
-def _method(B, T, S, N, chunk_size):
-  """ "gather", "mask" or "varlen"."""
-  if T == 1:
-    return "gather"
-  size = run_chunk_size(T, S, N, chunk_size)
-  return "varlen" if chunk_count(T, S, N, size) * size <= _WORTH_SORTING * T * N else "mask"
-
-
-def _run(form, q, k, v, indices, *rest, scale, method, chunk_size):
-  if method is None:
-    N = rest[3].kv.shape[1]
-    method = "gather" if form == "reference" else _method(*indices.shape, N, chunk_size)
-  # float16 is narrower than what the partitions' outputs may reach before they are summed.
-  wide = v.astype(jnp.float32) if v.dtype == jnp.float16 else v
-  if method == "gather":
-    out, state = gather(q, k, wide, indices, *rest, scale=scale)
-  else:
-    run = mask if method == "mask" else varlen
-    options = {"scale": scale, "implementation": form, "chunk_size": chunk_size}
-    out, state = run(q, k, wide, indices, *rest, **options)
-  return out.astype(v.dtype), state
-
-
-def _unless_gather(*args, method, **kwargs):
-  del args, kwargs
-  if method == "gather":
-    return "method='gather' goes one step at a time; use 'reference' or None."
-  return None
-
-
-dispatch.register(
-  _NAME,
-  _checked,
-  dispatch.Implementation("chunked", functools.partial(_run, "chunked"), _unless_gather),
-  dispatch.Implementation("reference", functools.partial(_run, "reference")),
-  dispatch.Implementation("associative", functools.partial(_run, "associative"), _unless_gather),
-)

@@ -1,20 +1,19 @@
 """All partitions as heads of one linear attention.
 
-In a head that a step did not select it neither writes nor reads, nor does anything decay.
+In a head that a token does not select, nothing is written or read, and nothing decays.
 """
 
 import jax.numpy as jnp
 
-from lnssm_jax.ops.checks import accumulation_dtype
+from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.linear_attention.api import linear_attention
-from lnssm_jax.ops.linear_attention.state import LinearAttentionState
-from lnssm_jax.ops.sparse_state_attention.state import SparseState
+from lnssm_jax.ops.linear_attention.types import LinearAttentionState
+from lnssm_jax.ops.sparse_state_attention.types import Inputs, Options, SparseState
 
 
-def mask(
-  q, k, v, indices, write, read, log_decay, state, segments, *, scale, implementation, chunk_size
-):
-  """Arguments as in `gather.py`. All that linear attention is given is N times as large."""
+def mask(inputs: Inputs, options: Options):
+  """All arguments of the linear attention are N times as large."""
+  q, k, v, indices, write, read, log_decay, state, segments = inputs
   (B, T, S), (N, H, K, V) = indices.shape, state.kv.shape[1:]
   acc = accumulation_dtype(q, k, v)
   # A loop over S instead of a gather, whose transpose would be a scatter.
@@ -48,11 +47,11 @@ def mask(
     gated(write, k),
     spread(v).reshape(B, T, N * H, V),
     log_decay=log_decay,
-    scale=scale,
+    scale=options.scale,
     initial_state=LinearAttentionState(state.kv.reshape(B, N * H, K, V)),
-    segment_ids=segments,
-    implementation=implementation,
-    chunk_size=chunk_size,
+    segment_ids=None if segments is None else segments.index,
+    implementation=options.implementation,
+    chunk_size=options.chunk_size,
   )
   out = out.reshape(B, T, N, H, V).astype(acc).sum(2)
   return out, SparseState(final.kv.reshape(state.kv.shape))

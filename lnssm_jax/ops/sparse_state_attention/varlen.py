@@ -1,9 +1,9 @@
-"""The steps of each partition brought together, in runs of whole chunks.
+"""Tokens sorted by partition, in runs of whole chunks.
 
-Per sample, the S T copies of the steps are sorted by (partition, position), and each partition's
-run is padded to whole chunks. The chunks of a run follow one another, so that one state at a time
-is carried from chunk to chunk: it is replaced by the next partition's initial state where a run
-begins. Inside the chunks, all of them at once, works `linear_attention`.
+Per sample, the S T copies of the tokens are sorted by (partition, position), and each partition's
+run is padded to whole chunks. The chunks of a run are consecutive, so that one state at a time is
+carried from chunk to chunk: it is replaced by the next partition's initial state where a run
+begins. `linear_attention` computes the outputs of all chunks at once.
 """
 
 from typing import NamedTuple
@@ -12,23 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lnssm_jax.ops.checks import accumulation_dtype
-from lnssm_jax.ops.decays import decayed
+from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
 from lnssm_jax.ops.linear_attention.api import linear_attention
-from lnssm_jax.ops.linear_attention.state import LinearAttentionState
-from lnssm_jax.ops.products import product
-from lnssm_jax.ops.sparse_state_attention.state import SparseState
+from lnssm_jax.ops.linear_attention.types import LinearAttentionState
+from lnssm_jax.ops.sparse_state_attention.types import Inputs, Options, SparseState
 
 DEFAULT_CHUNK_SIZE = 64
 
 
-def varlen(
-  q, k, v, indices, write, read, log_decay, state, segments, *, scale, implementation, chunk_size
-):
-  """Arguments as in `gather.py`."""
+def varlen(inputs: Inputs, options: Options):
+  """Work and memory of S T tokens, whatever N."""
+  q, k, v, indices, write, read, log_decay, state, segments = inputs
   (B, T, S), (N, H, K, V) = indices.shape, state.kv.shape[1:]
   acc = accumulation_dtype(q, k, v)
-  size = run_chunk_size(T, S, N, chunk_size)
+  size = run_chunk_size(T, S, N, options.chunk_size)
   runs = _lay_out(indices, N, size)
   in_chunks = lambda x: x.reshape(-1, size, *x.shape[2:])  # [B, M C, ...] -> [B M, C, ...]
   by_sample = lambda x: x.reshape(B, -1, *x.shape[1:])  # [B M, ...] -> [B, M, ...]
@@ -48,13 +45,13 @@ def varlen(
     decays = jnp.where(filled[..., None, None], log_decay[0, 0, 0], 0.0)
   else:
     decays = arrange(log_decay)
-  borders = None if segments is None else _borders(runs, segments, S, size)
+  boundaries = None if segments is None else _boundaries(runs, segments.index, S, size)
 
-  total, added = _summaries(keys, values, decays, borders)
+  total, added = _summaries(keys, values, decays, boundaries)
   entering, leaving = _carry(by_sample(total), by_sample(added), state.kv, runs)
   initial = entering.reshape(-1, H, K, V)
-  if borders is not None:
-    initial = jnp.where(borders.reaches_first[:, None, None, None], initial, 0.0)
+  if boundaries is not None:
+    initial = jnp.where(boundaries.reaches_first[:, None, None, None], initial, 0.0)
   if decays is not None and decays.shape[-1] == 1:
     decays = decays[..., 0]
   out, _ = linear_attention(
@@ -62,10 +59,10 @@ def varlen(
     keys,
     values,
     log_decay=decays,
-    scale=scale,
+    scale=options.scale,
     initial_state=LinearAttentionState(initial),
-    segment_ids=None if borders is None else borders.step,
-    implementation=implementation,
+    segment_ids=None if boundaries is None else boundaries.document,
+    implementation=options.implementation,
     chunk_size=size,
   )
   out = _move(by_sample(out).reshape(B, -1, H, V), runs.place, runs.copy)
@@ -73,15 +70,15 @@ def varlen(
 
   used = (runs.last < runs.chunks)[..., None, None, None]
   kv = jnp.where(used, _move(leaving, runs.last, runs.last_of), state.kv)
-  if borders is not None:
-    seen = jnp.take_along_axis(by_sample(borders.step)[..., -1], runs.last, 1, mode="clip")
+  if segments is not None and boundaries is not None:
+    seen = jnp.take_along_axis(by_sample(boundaries.document)[..., -1], runs.last, 1, mode="clip")
     seen = jnp.where(runs.last < runs.chunks, seen, 0)
-    kv = jnp.where((seen == segments[:, -1:])[..., None, None, None], kv, 0.0)
+    kv = jnp.where((seen == segments.index[:, -1:])[..., None, None, None], kv, 0.0)
   return out, SparseState(kv)
 
 
 def run_chunk_size(T, S, N, chunk_size=None):
-  """Steps in a chunk: by default 64, or the mean length of a run if that is less."""
+  """Tokens per chunk: by default 64, or the mean length of a run if that is less."""
   mean = max(1, -(-S * T // N))
   return chunk_size or min(DEFAULT_CHUNK_SIZE, 1 << (mean - 1).bit_length())
 
@@ -89,18 +86,18 @@ def run_chunk_size(T, S, N, chunk_size=None):
 def chunk_count(T, S, N, size):
   """The largest number of chunks that runs of S T copies in N partitions can have.
 
-  Each of the at most min(N, S T) runs wastes at most size - 1 steps.
+  Each of the at most min(N, S T) runs wastes at most size - 1 tokens.
   """
   return (S * T + min(N, S * T) * (size - 1)) // size
 
 
 class _Runs(NamedTuple):
-  """Where everything goes. M chunks of C steps; an index that is too large means "from nowhere"."""
+  """Indices of the sorted layout: M chunks of C tokens. An index out of range is of no row."""
 
   copy: jax.Array  # [B, M C]: the copy t S + s at each place
   place: jax.Array  # [B, T S]: the place of each copy
-  last_step: jax.Array  # [B, M C]: the copy at each place, in the padding the last one before it
-  begins: jax.Array  # [B, M]: is the chunk the first of a run?
+  last_copy: jax.Array  # [B, M C]: the copy at each place, in padding the last one before it
+  begins: jax.Array  # [B, M]: whether the chunk is the first of a run
   first_of: jax.Array  # [B, M]: the partition whose run begins with the chunk
   last_of: jax.Array  # [B, M]: the partition whose run ends with it
   first: jax.Array  # [B, N]: the first chunk of each partition
@@ -137,7 +134,7 @@ def _lay_out(indices, N, size) -> _Runs:
     return _Runs(
       copy=jnp.where(filled.reshape(-1), at(step), copies),
       place=jnp.where(partition < N, place, chunks * size),
-      last_step=at(jnp.minimum(step, count[own][:, None] - 1)),
+      last_copy=at(jnp.minimum(step, count[own][:, None] - 1)),
       begins=begins,
       first_of=jnp.where(begins & (owner < N), owner, N),
       last_of=jnp.where(ends & (owner < N), owner, N),
@@ -152,7 +149,7 @@ def _lay_out(indices, N, size) -> _Runs:
 def _move(x, source, target):
   """y[b, i] = x[b, source[b, i]], or 0 where there is no such row.
 
-  `target` is the inverse: where in y each row of x is. With it the transpose is a move too, where
+  `target` is the inverse: where in y each row of x is. With it the transpose is a gather too;
   autodiff would scatter.
   """
   del target
@@ -163,8 +160,8 @@ def _move_forward(x, source, target):
   return _move(x, source, target), (source, target)
 
 
-def _move_backward(kept, d_y):
-  source, target = kept
+def _move_backward(residuals, d_y):
+  source, target = residuals
   no_gradient = lambda i: np.zeros(i.shape, jax.dtypes.float0)
   return _move(d_y, target, source), no_gradient(source), no_gradient(target)
 
@@ -172,39 +169,40 @@ def _move_backward(kept, d_y):
 _move.defvjp(_move_forward, _move_backward)
 
 
-class _Borders(NamedTuple):
-  """Which segment each step belongs to, and what of a state passes where. M chunks a sample."""
+class _Boundaries(NamedTuple):
+  """Document boundaries in the sorted layout. M chunks per sample."""
 
-  step: jax.Array  # [B M, C]; in the padding that of the last step before it
-  reaches_first: jax.Array  # [B M]: does the state that enters the chunk reach its first step?
-  passes: jax.Array  # [B M]: does it pass the whole chunk?
+  document: jax.Array  # [B M, C]; of padding that of the last token before it
+  reaches_first: jax.Array  # [B M]: whether the entering state reaches the chunk's first token
+  passes: jax.Array  # [B M]: whether it passes the whole chunk
 
 
-def _borders(runs, segments, S, size) -> _Borders:
-  B = segments.shape[0]
-  step = jnp.take_along_axis(segments, runs.last_step // S, axis=1).reshape(B, -1, size)
-  # An initial state belongs to the first segment.
-  before = jnp.pad(step[:, :-1, -1], ((0, 0), (1, 0)))
+def _boundaries(runs, index, S, size) -> _Boundaries:
+  B = index.shape[0]
+  document = jnp.take_along_axis(index, runs.last_copy // S, axis=1).reshape(B, -1, size)
+  # An initial state belongs to the first document.
+  before = jnp.pad(document[:, :-1, -1], ((0, 0), (1, 0)))
   before = jnp.where(runs.begins, 0, before)
-  same = lambda i: (step[..., i] == before).reshape(-1)
-  return _Borders(step.reshape(-1, size), same(0), same(-1))
+  same = lambda i: (document[..., i] == before).reshape(-1)
+  return _Boundaries(document.reshape(-1, size), same(0), same(-1))
 
 
-def _summaries(keys, values, log_decay, borders):
-  """What each chunk does to the state, S -> exp(total) S + added.
+def _summaries(keys, values, log_decay, boundaries):
+  """Affine map of the state by each chunk, S -> exp(total) S + added.
 
   total [B M, H|1, K|1]; added [B M, H, K, V].
   """
   if log_decay is None:
     total = jnp.zeros((keys.shape[0], 1, 1), keys.dtype)
   else:
-    # Sums towards the chunk's end: terms of one sign, nothing is subtracted.
+    # Sums towards the chunk's end: terms of one sign, no differences.
     sums = jnp.flip(jnp.cumsum(jnp.flip(log_decay, 1), axis=1), 1)
     keys = keys * jnp.exp(jnp.pad(sums[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0))))
     total = sums[:, 0]
-  if borders is not None:
-    keys = jnp.where((borders.step == borders.step[:, -1:])[..., None, None], keys, 0.0)
-    total = jnp.where(borders.passes[:, None, None], total, -jnp.inf)
+  if boundaries is not None:
+    document = boundaries.document
+    keys = jnp.where((document == document[:, -1:])[..., None, None], keys, 0.0)
+    total = jnp.where(boundaries.passes[:, None, None], total, -jnp.inf)
   return total, product("bchk,bchv->bhkv", keys, values, values.dtype)
 
 
@@ -215,8 +213,8 @@ def _carry(total, added, initial, runs):
   """
   initial = _move(initial, runs.first_of, runs.first)
 
-  def step(state, inputs):
-    begins, initial_m, total_m, added_m = inputs
+  def step(state, chunk):
+    begins, initial_m, total_m, added_m = chunk
     state = jnp.where(begins[:, None, None, None], initial_m, state)
     return decayed(total_m[..., None], state) + added_m, state
 

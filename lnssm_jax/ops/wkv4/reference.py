@@ -1,7 +1,4 @@
-"""RWKV-4's scan one step at a time, as mathematics writes it, and as an associative scan.
-
-Both take the arguments that `api.py` has checked: k, v [B, T, D]; decay_rate, bonus [D]; state;
-keep [B, T, 1] boolean, False at the steps that forget the state, or None.
+"""RWKV-4's scan one token at a time, as mathematics writes it, and as an associative scan.
 
 A maximum is a scale by which numerator and denominator are divided. Nothing depends on it, so it is
 held fixed in differentiation.
@@ -10,12 +7,13 @@ held fixed in differentiation.
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.wkv4.state import EMPTY, WKV4State
+from lnssm_jax.ops.wkv4.types import EMPTY, Inputs, Options, WKV4State
 
 
-def reference(k, v, decay_rate, bonus, state, keep, *, chunk_size=None):
+def reference(inputs: Inputs, options: Options) -> tuple[jax.Array, WKV4State]:
   """A `lax.scan` over time. The oracle: run it in float64."""
-  del chunk_size
+  del options
+  (k, v, decay_rate, bonus, state, _), keep = inputs, inputs.keep
   acc = state.max.dtype
   keep = jnp.ones((*k.shape[:2], 1), bool) if keep is None else keep
   w, u = decay_rate.astype(acc), bonus.astype(acc)
@@ -58,7 +56,7 @@ def associative_elements(k, v, decay_rate, bonus, state, keep):
     )
     return keep_1 & keep_2, decay_1 + decay_2, scale, *sums
 
-  # A step is the state (k, v, 1), decayed by w; one that k = -inf leaves out is an empty state.
+  # A token is the state (k, v, 1), decayed by w; one that k = -inf leaves out is an empty state.
   there = k > EMPTY
   step = WKV4State(jnp.where(there, k, EMPTY), jnp.where(there, v, 0), there.astype(acc))
   before = lambda first, x: jnp.concatenate([first[:, None], x], axis=1)
@@ -78,6 +76,6 @@ def associative_elements(k, v, decay_rate, bonus, state, keep):
 
 def read_weights(k, bonus, m):
   """Weights of the state and of the present value in the output, the larger of them 1."""
-  # A difference first: bonus + k would lose the digits of `bonus` beside a large k.
+  # A difference first: bonus + k would lose the digits of `bonus` next to a large k.
   log_odds = (k - m) + bonus
   return jnp.exp(jnp.minimum(-log_odds, 0)), jnp.exp(jnp.minimum(log_odds, 0))

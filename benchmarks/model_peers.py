@@ -1,0 +1,112 @@
+"""flash-linear-attention's models of the sizes of `benchmarks.model_step`, in their own processes.
+
+    python -m benchmarks.model_peers gla [compile]
+
+Run it twice where nothing is tuned yet: the first run tunes for minutes, the second one times.
+torch and fla are imported in that process only.
+"""
+
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any
+
+_SIZES = {
+  "hidden_size": 1024,
+  "num_hidden_layers": 24,
+  "vocab_size": 32_000,
+  "intermediate_size": 2816,
+  "fuse_cross_entropy": True,
+}
+ROWS, LENGTH = 16, 2048
+# fla's name of the model, and what its configuration needs beyond the common sizes.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+  "gla": ("GLA", {"num_heads": 4}),
+  "delta_net": ("DeltaNet", {"num_heads": 8}),
+  "retnet": ("RetNet", {"num_heads": 8, "expand_k": 1, "expand_v": 1}),
+}
+
+
+def missing() -> str | None:
+  """Why there is nothing to measure, or None. Imports nothing."""
+  absent = [x for x in ("torch", "transformers", "fla") if not importlib.util.find_spec(x)]
+  return f"{' and '.join(absent)} not installed" if absent else None
+
+
+def measure(body: str) -> list[dict[str, Any]]:
+  """The rows of fla's model, eager and compiled; a row with a note where it cannot be measured."""
+  if body not in MODELS:
+    return []
+  if reason := missing():
+    return [{"who": "fla", "note": reason}]
+  rows = []
+  for mode in ((), ("compile",)):
+    command = [sys.executable, "-m", "benchmarks.model_peers", body, *mode]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+    note = {"who": " ".join(("fla", *mode)), "note": " ".join(ended.stderr.split())[-300:]}
+    rows.append(json.loads(lines[-1]) if lines else note)
+  return rows
+
+
+def run(body: str, compiled: bool) -> dict[str, Any]:
+  """The columns of one model in this process: autocast to bfloat16, fused AdamW, clipping.
+
+  Raises:
+    FloatingPointError: a loss is not finite.
+  """
+  import fla.models
+  import torch
+
+  warnings.filterwarnings("ignore")
+  begin = time.time()
+  name, options = MODELS[body]
+  torch.manual_seed(0)
+  config = getattr(fla.models, f"{name}Config")(**_SIZES, **options)
+  model = getattr(fla.models, f"{name}ForCausalLM")(config).cuda().train()
+  optimizer = torch.optim.AdamW(
+    model.parameters(), lr=1e-4, fused=True, weight_decay=0.01, betas=(0.9, 0.95)
+  )
+  tokens = torch.randint(0, _SIZES["vocab_size"], (ROWS, LENGTH), device="cuda")
+  forward = torch.compile(model) if compiled else model
+
+  def step():
+    with torch.autocast("cuda", torch.bfloat16):
+      loss = forward(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+  losses = [float(step())]
+  first = time.time() - begin
+  losses += [float(step()) for _ in range(3)]
+  seconds = []
+  for _ in range(5):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(5):
+      loss = step()
+    torch.cuda.synchronize()
+    seconds.append((time.perf_counter() - start) / 5)
+  losses.append(float(loss))
+  if not all(abs(x) < float("inf") for x in losses):
+    raise FloatingPointError(f"losses {losses}: a wrong result has no time.")
+  median = statistics.median(seconds)
+  return {
+    "who": "fla + torch.compile" if compiled else "fla",
+    "parameters": sum(p.numel() for p in model.parameters()),
+    "step_ms": round(1e3 * median, 2),
+    "tokens_per_second": round(ROWS * LENGTH / median),
+    "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+    "cold_s": round(first, 1),
+  }
+
+
+if __name__ == "__main__":
+  print(json.dumps(run(sys.argv[1], "compile" in sys.argv[2:])))

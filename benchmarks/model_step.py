@@ -1,0 +1,290 @@
+"""Training speed of whole models with the default settings, next to flash-linear-attention's.
+
+    python -m benchmarks.model_step --out docs/model_step.csv           # all bodies, minutes each
+    python -m benchmarks.model_step --only gla delta_net --no-peers
+
+A body is 24 layers of 1,024 with SwiGLU of 2,816 and a vocabulary of 32,000: 16 sequences of 2,048
+random tokens per step, bfloat16 products over float32 parameters, AdamW, clipping. Nothing else is
+set: what a user gets without a knob is what is measured.
+
+Each body runs in a process of its own, so that its peak memory is its own, twice: with an empty
+compile cache ("cold") and with the cache that this run filled ("warm"), from the end of its imports to the end of
+the first step. Before a time is printed,
+the losses of three steps are compared with those of the same model under another policy of
+rematerialization, and all must be finite. MFU is 3 * forward FLOPs per token * tokens/s over the
+device's bfloat16 peak (`train.step.flops`). The budget is the device time of one step: library
+products, with the rate that they reach next to that of one large product; our kernels; everything
+else by the place in the model that it comes from.
+
+Where torch, transformers and fla are installed, `benchmarks.model_peers` measures fla's model of
+the same sizes, eager and compiled.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import csv_rows, model_peers, profile
+from benchmarks.train_step import Run, compile_step, random_batch
+from train.cluster import device_mesh
+from train.config import Data, Model, Optimizer, Train
+from train.step import flops
+from train.step.model import build_model
+from train.step.state import init_state
+
+LOSS_TOLERANCE = 2e-2  # nats, of three steps: bfloat16 products round differently when recomputed
+FIELDS = (
+  "body", "who", "parameters", "step_ms", "tokens_per_second", "mfu", "peak_gib", "cold_s",
+  "warm_s", "products_ms", "products_tflops", "kernels_ms", "rest_ms", "note",
+)  # fmt: skip
+
+# Kernels of libraries, by the names that the profiler shows.
+_PRODUCTS = re.compile(r"nvjet|cutlass|cublas|sm\d+_xmma|gemm")
+_OWN = re.compile(r"mosaic_gpu")
+
+
+class Body(NamedTuple):
+  """A mixer in the common body."""
+
+  mixer: str
+  num_heads: int
+  options: dict[str, Any] = {}  # noqa: RUF012
+
+
+BODIES = {
+  "gla": Body("gla", 4),
+  "delta_net": Body("delta_net", 8),
+  "gated_delta_net": Body("gated_delta_net", 8),
+  "retnet": Body("retnet", 8, {"expand_v": 1.0}),
+  "mamba2": Body("mamba2", 8),
+  "mamba": Body("mamba", 8),
+  "lnssm": Body("lnssm", 8),
+  "longhorn": Body("longhorn", 8),
+  "rwkv6": Body("rwkv6", 16),
+}
+
+
+class Sizes(NamedTuple):
+  """The common body and its batch."""
+
+  rows: int = 16
+  length: int = 2048
+  dim: int = 1024
+  num_layers: int = 24
+  channel_hidden: int = 2816
+  vocab_size: int = 32_000
+  loss_chunk: int = 8192
+
+  @classmethod
+  def parse(cls, text: str) -> "Sizes":
+    """`rows=2,length=64`: the default sizes but for these."""
+    pairs = (part.split("=") for part in text.split(","))
+    return cls()._replace(**{name: int(number) for name, number in pairs})
+
+
+def settings(body: Body, sizes: Sizes) -> Train:
+  """The run of a body: its sizes, AdamW with clipping, and defaults for all else."""
+  return Train(
+    model=Model(
+      mixer=body.mixer,
+      mixer_options=body.options,
+      num_heads=body.num_heads,
+      dim=sizes.dim,
+      num_layers=sizes.num_layers,
+      vocab_size=sizes.vocab_size,
+      channel_mixer="swiglu",
+      channel_hidden=sizes.channel_hidden,
+      norm="rms",
+      embedding_norm=False,
+    ),
+    optimizer=Optimizer(
+      peak_lr=1e-4,
+      final_lr=1e-5,
+      b1=0.9,
+      b2=0.95,
+      weight_decay=0.01,
+      clip_norm=1.0,
+      logit_penalty=0.0,
+    ),
+    data=Data(folder="-", tokenizer="bytes", train=("random",)),
+    run_dir="-",
+    seq_len=sizes.length,
+    global_batch=sizes.rows,
+    loss_chunk=sizes.loss_chunk,
+    steps=1000,
+    log_every=1000,
+    eval_every=1000,
+    checkpoint_every=1000,
+  )
+
+
+def first_losses(cfg: Train, mesh, batch, compiled=None) -> tuple[Run, list[float]]:
+  """The compiled step and the losses of its first three steps."""
+  compiled = compile_step(cfg, mesh, batch)[0] if compiled is None else compiled
+  run = Run(compiled, init_state(cfg, mesh), batch)
+  return run, [float(run.steps(1)["loss"]) for _ in range(3)]
+
+
+def measure(body: Body, sizes: Sizes, begin: float, steps: int, runs: int) -> dict[str, Any]:
+  """The columns of one body in this process, and "budget", milliseconds by name.
+
+  Args:
+    begin: `time.time()` when the process started, for the time to the first step.
+
+  Raises:
+    FloatingPointError: losses are not finite, or depend on what is recomputed.
+  """
+  cfg = settings(body, sizes)
+  mesh = device_mesh.make_mesh(cfg)
+  batch = random_batch(cfg, mesh, boundaries=False)
+  compiled, _ = compile_step(cfg, mesh, batch)
+  run = Run(compiled, init_state(cfg, mesh), batch)
+  losses = [float(run.steps(1)["loss"])]
+  columns: dict[str, Any] = {"first_step_s": round(time.time() - begin, 1)}
+  losses += [float(run.steps(1)["loss"]) for _ in range(2)]
+  seconds = statistics.median(run.seconds_per_step(steps, runs))
+  device = jax.local_devices()[0]
+  peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+  budget = device_time(compiled.as_text(), run)
+  del run, compiled
+
+  other = dataclasses.replace(cfg.model, remat="full" if cfg.model.remat == "dots" else "dots")
+  again = first_losses(dataclasses.replace(cfg, model=other), mesh, batch)[1]
+  if (
+    not np.isfinite(losses + again).all()
+    or np.abs(np.subtract(losses, again)).max() > LOSS_TOLERANCE
+  ):
+    raise FloatingPointError(
+      f"losses {losses} and, recomputing {other.remat!r}, {again}: a wrong result has no time."
+    )
+
+  model = jax.eval_shape(lambda key: build_model(cfg.model, key), jax.random.key(0))
+  tokens = sizes.rows * sizes.length
+  products = budget.pop("library products", 0.0)
+  kernels = budget.pop("our kernels", 0.0)
+  product_flops = 2 * flops.TRAINING_FACTOR * flops.kernel_entries(model) * tokens
+  mfu = flops.utilization(
+    flops.model_flops_per_token(cfg.model, cfg.seq_len), tokens / seconds, [device]
+  )
+  return columns | {
+    "parameters": sum(x.size for x in jax.tree.leaves(model)),
+    "step_ms": round(1e3 * seconds, 2),
+    "tokens_per_second": round(tokens / seconds),
+    "mfu": mfu and round(mfu, 4),
+    "peak_gib": peak and round(peak / 2**30, 1),
+    "products_ms": round(products, 2),
+    "products_tflops": round(product_flops / products / 1e9) if products else None,
+    "kernels_ms": round(kernels, 2),
+    "rest_ms": round(sum(budget.values()), 2),
+    "losses": losses,
+    "budget": {name: round(ms, 3) for name, ms in budget.items()},
+  }
+
+
+def device_time(text: str, run: Run, steps: int = 3) -> dict[str, float]:
+  """Milliseconds of a step on the device: library products, our kernels, the rest by its place."""
+  paths = profile.paths_of_instructions(text)
+  found: collections.Counter[str] = collections.Counter()
+  for kernel, instruction, seconds in profile.trace(lambda: run.steps(steps)):
+    path = paths.get(instruction) or paths.get(kernel, "")
+    if _OWN.search(kernel):
+      name = "our kernels"
+    elif _PRODUCTS.search(kernel):
+      name = "library products"
+    else:
+      part = profile.part_of(kernel, path)
+      name = f"{part}: {re.sub(r'.*[(/]', '', path).strip(')') or kernel.rstrip('0123456789_')}"
+      name += " (backward)" if "transpose(" in path else ""
+    found[name] += 1e3 * seconds / steps
+  return dict(found.most_common())
+
+
+def large_product_tflops(size: int = 8192) -> float:
+  """The rate of one large bfloat16 product, in TFLOP/s."""
+  x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+  product = jax.jit(jnp.matmul).lower(x, x).compile()
+  jax.block_until_ready(product(x, x))
+  times = []
+  for _ in range(5):
+    begin = time.perf_counter()
+    result = [product(x, x) for _ in range(10)]
+    jax.block_until_ready(result)
+    times.append((time.perf_counter() - begin) / 10)
+  return 2 * size**3 / statistics.median(times) / 1e12
+
+
+def in_own_process(name: str, sizes: str, cache: str, steps: int, runs: int) -> dict[str, Any]:
+  """`measure` in a new process; a row with a note where it failed."""
+  command = [sys.executable, "-m", "benchmarks.model_step", "--one", name, "--cache", cache]
+  command += ["--steps", str(steps), "--runs", str(runs)] + (["--sizes", sizes] if sizes else [])
+  ended = subprocess.run(command, capture_output=True, text=True, check=False)
+  lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+  if ended.returncode or not lines:
+    return {"note": " ".join((ended.stderr or ended.stdout).split())[-300:]}
+  return json.loads(lines[-1])
+
+
+def rows_of(name: str, args) -> list[dict[str, Any]]:
+  """Ours, measured twice for the time to the first step, and the peers'."""
+  with tempfile.TemporaryDirectory() as cache:
+    run = lambda: in_own_process(name, args.sizes, cache, args.steps, args.runs)
+    row, warm = run(), run()
+  row |= {"cold_s": row.get("first_step_s"), "warm_s": warm.get("first_step_s")}
+  for place, ms in list(row.get("budget", {}).items())[: args.top]:
+    print(f"  {ms:8.3f} ms  {place}", flush=True)
+  rows = [{"body": name, "who": "lnssm_jax"} | row]
+  if args.peers:
+    rows += [{"body": name} | peer for peer in model_peers.measure(name)]
+  return rows
+
+
+def main(arguments=None) -> list[dict[str, Any]]:
+  """Measures, printing rows as they come; returns them."""
+  begin = time.time()
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--only", nargs="+", choices=list(BODIES), default=list(BODIES))
+  parser.add_argument("--sizes", default="", metavar="rows=2,length=64", help="other sizes")
+  parser.add_argument("--steps", type=int, default=8, help="steps in each timed run")
+  parser.add_argument("--runs", type=int, default=5)
+  parser.add_argument("--top", type=int, default=16, help="lines of the budget")
+  parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+  parser.add_argument("--out", type=Path, help="a CSV file")
+  parser.add_argument("--one", choices=list(BODIES), help=argparse.SUPPRESS)
+  parser.add_argument("--cache", help=argparse.SUPPRESS)
+  args = parser.parse_args(arguments)
+  if args.one:
+    jax.config.update("jax_compilation_cache_dir", args.cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    sizes = Sizes.parse(args.sizes) if args.sizes else Sizes()
+    row = measure(BODIES[args.one], sizes, begin, args.steps, args.runs)
+    print(json.dumps(row), flush=True)
+    return [row]
+  rows = []
+  for name in args.only:
+    for row in rows_of(name, args):
+      rows.append({field: row.get(field) for field in FIELDS})
+      print(json.dumps({k: v for k, v in rows[-1].items() if v is not None}), flush=True)
+      if args.out:
+        csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
+  if jax.default_backend() == "gpu":
+    print(f"one product of 8192 x 8192 x 8192: {large_product_tflops():.0f} TFLOP/s")
+  return rows
+
+
+if __name__ == "__main__":
+  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  main()

@@ -1,0 +1,1 @@
+"""Helpers of the mixers: projections, norms, convolutions, initializers, argument checks."""

@@ -1,0 +1,87 @@
+"""Argument checks shared by mixers and models."""
+
+import difflib
+from collections.abc import Iterable
+from numbers import Integral
+
+import jax
+
+from lnssm_jax.ops.core.checks import check_shape
+
+
+def check_choice(what: str, value: str, choices: Iterable[str]) -> str:
+  """Returns `value`; raises `ValueError` with the nearest choice unless it is one of `choices`."""
+  choices = list(choices)
+  if value in choices:
+    return value
+  near = difflib.get_close_matches(str(value), choices, n=1)
+  hint = f"; did you mean {near[0]!r}?" if near else "."
+  listed = ", ".join(repr(choice) for choice in choices) or "(there are none)"
+  raise ValueError(f"{what}={value!r} is unknown{hint} Use one of: {listed}.")
+
+
+def check_positive(name: str, value: int) -> int:
+  """Returns `value` if it is an integer of at least 1, else raises `ValueError`."""
+  if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+    raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+  return int(value)
+
+
+def check_heads(dim: int, num_heads: int) -> int:
+  """Returns the width of a head, dim / num_heads; raises `ValueError` if it is no integer."""
+  check_positive("dim", dim)
+  check_positive("num_heads", num_heads)
+  if dim % num_heads:
+    below = dim - dim % num_heads
+    near = f"{below} or {below + num_heads}" if below else f"{num_heads}"
+    raise ValueError(
+      f"dim={dim} is not a multiple of num_heads={num_heads}; use dim={near}, or another num_heads."
+    )
+  return dim // num_heads
+
+
+def check_width(name: str, dim: int, factor: float, num_heads: int) -> int:
+  """Returns factor * dim, or raises `ValueError` unless each head gets a whole number of it."""
+  width = round(factor * dim)
+  if factor <= 0 or width != factor * dim or width % num_heads:
+    raise ValueError(
+      f"{name}={factor} of dim={dim} gives {factor * dim} channels, which must be a positive "
+      f"multiple of num_heads={num_heads}; change one of the three."
+    )
+  return width
+
+
+def check_head_widths(
+  dim: int, num_heads: int, expand_k: float, expand_v: float
+) -> tuple[int, int]:
+  """Returns the widths of a head's keys and values, expand_k D / H and expand_v D / H."""
+  check_positive("dim", dim)
+  check_positive("num_heads", num_heads)
+  keys = check_width("expand_k", dim, expand_k, num_heads)
+  return keys // num_heads, check_width("expand_v", dim, expand_v, num_heads) // num_heads
+
+
+def check_normalizer(value: float) -> float:
+  """Returns `gate_logit_normalizer`; raises `ValueError` unless it is positive."""
+  if not value > 0:
+    raise ValueError(f"gate_logit_normalizer={value} must be positive.")
+  return value
+
+
+def check_layer(layer, num_layers: int) -> None:
+  """Raises `ValueError` unless 0 <= layer < num_layers; a traced `layer` is not checked."""
+  check_positive("num_layers", num_layers)
+  if isinstance(layer, int) and not 0 <= layer < num_layers:
+    raise ValueError(f"layer={layer} must be at least 0 and less than num_layers={num_layers}.")
+
+
+def check_state(name: str, state, expected, axes: str) -> None:
+  """Raises `ValueError` unless `state` has the structure and the shapes of `expected`."""
+  if jax.tree.structure(state) != jax.tree.structure(expected):
+    raise ValueError(
+      f"{name}: state has the structure {jax.tree.structure(state)}, but its own is "
+      f"{jax.tree.structure(expected)}; pass what a call returned, or init_state(batch_size)."
+    )
+  paths = jax.tree_util.tree_flatten_with_path(expected)[0]
+  for (path, want), got in zip(paths, jax.tree.leaves(state), strict=True):
+    check_shape(name, f"state{jax.tree_util.keystr(path)}", got, want.shape, axes)

@@ -1,0 +1,81 @@
+"""Linear layers with their biases, and heads."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lnssm_jax.ops.core.precision import wide
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+class Linear(nnx.Linear):
+  """W x in `dtype`; with a bias W x + b, added in float32 at least: the caller rounds it, once.
+
+  Args:
+    inputs, outputs: the sizes of `kernel` [inputs, outputs] and `bias` [outputs].
+    kernel_init: initial kernel.
+    bias_init: initial bias, drawn after the kernel; "zeros" draws nothing. None: no bias.
+  """
+
+  def __init__(
+    self,
+    inputs: int,
+    outputs: int,
+    *,
+    kernel_init: Initializer,
+    bias_init: Initializer | Literal["zeros"] | None = None,
+    dtype,
+    param_dtype,
+    rngs: nnx.Rngs,
+  ):
+    super().__init__(
+      inputs,
+      outputs,
+      use_bias=False,
+      kernel_init=kernel_init,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+    if bias_init == "zeros":
+      self.bias = nnx.Param(jnp.zeros(outputs, param_dtype))
+    elif bias_init is not None:
+      self.draw_bias(bias_init, rngs)
+
+  def draw_bias(self, bias_init: Initializer, rngs: nnx.Rngs) -> None:
+    """Adds a random bias."""
+    self.bias = nnx.Param(bias_init(rngs.params(), (self.out_features,), self.param_dtype))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """[..., inputs] -> [..., outputs]."""
+    x, kernel = x.astype(self.dtype), self.kernel[...].astype(self.dtype)
+    y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+    return y if self.bias is None else wide(y) + wide(self.bias[...])
+
+
+def split_linear(layer: Linear, x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
+  """Returns the outputs of a layer without bias, split into parts of these widths.
+
+  Each part is a product of its own: a kernel reads whole arrays, and slicing a larger product would
+  copy it. A single token makes one product: there the weights would be copied.
+  """
+  boundaries = list(itertools.accumulate(widths))[:-1]
+  if x.shape[1] == 1:
+    return jnp.split(layer(x), boundaries, axis=-1)
+  x, kernel = (y.astype(layer.dtype) for y in (x, layer.kernel[...]))
+  return [x @ part for part in jnp.split(kernel, boundaries, axis=-1)]
+
+
+def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
+  """[B, T, D] -> [B, T, H, D / H]."""
+  return x.reshape(*x.shape[:-1], num_heads, x.shape[-1] // num_heads)
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+  """[B, T, H, K] -> [B, T, H K]."""
+  return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])

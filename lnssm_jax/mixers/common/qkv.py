@@ -1,0 +1,91 @@
+"""The base class of attention-like mixers: projections to queries, keys and values, and back."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common.checks import check_heads, check_positive
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
+from lnssm_jax.ops import LinearAttentionState
+from lnssm_jax.ops.core.precision import wide
+
+
+class QKVMixer[State](Mixer[State]):
+  """q_t = W_q x_t + b_q, likewise k and v; out_t = W_o y_t + b_o.
+
+  Kernels start normal with standard deviation 0.02, that of W_o divided by sqrt(2 num_layers);
+  biases start at zero. Source: GPT-2 (Radford et al. 2019), section 2.3, and its published code,
+  which the code of the models built on this follows.
+
+  Args:
+    dim: D, the width; a multiple of `num_heads`. V = D / H.
+    num_heads: H.
+    head_dim: K, the width of a head's queries and keys; None means D / H.
+    num_kv_heads: the number of key and value heads, a divisor of H; None means H.
+    use_bias: whether the four projections have a bias.
+    num_layers: of the model, for the initial W_o.
+  """
+
+  set_by_model = ("num_heads", "num_layers")
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    num_heads: int,
+    head_dim: int | None = None,
+    num_kv_heads: int | None = None,
+    use_bias: bool = False,
+    num_layers: int = 1,
+    dtype,
+    param_dtype,
+    rngs: nnx.Rngs,
+  ):
+    self.value_dim = check_heads(dim, num_heads)
+    self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
+    self.key_dim = self.value_dim if head_dim is None else check_positive("head_dim", head_dim)
+    given = num_heads if num_kv_heads is None else num_kv_heads
+    self.num_kv_heads = check_positive("num_kv_heads", given)
+    if num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}: each key and value "
+        "head serves equally many query heads; use a divisor."
+      )
+    check_positive("num_layers", num_layers)
+
+    def projection(inputs, outputs, std=0.02):
+      return Linear(
+        inputs,
+        outputs,
+        kernel_init=nnx.initializers.normal(std),
+        bias_init="zeros" if use_bias else None,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        rngs=rngs,
+      )
+
+    self.q_proj = projection(dim, num_heads * self.key_dim)
+    self.k_proj = projection(dim, self.num_kv_heads * self.key_dim)
+    self.v_proj = projection(dim, self.num_kv_heads * self.value_dim)
+    self.o_proj = projection(dim, dim, 0.02 / math.sqrt(2 * num_layers))
+
+  def _empty_recurrent(
+    self, B: int, keys: int | None = None, *, normalize: bool = False
+  ) -> LinearAttentionState:
+    """Zeros: kv [B, H, keys, V], keys = K unless given, and with `normalize` key_sum."""
+    H, keys = self.num_heads, self.key_dim if keys is None else keys
+    key_sum = jnp.zeros((B, H, keys), jnp.float32) if normalize else None
+    return LinearAttentionState(jnp.zeros((B, H, keys, self.value_dim), jnp.float32), key_sum)
+
+  def _queries_keys_values(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q [B, T, H, K], k [B, T, kv heads, K], v [B, T, kv heads, V]; float32 at least."""
+    heads = lambda projection, number: split_heads(wide(projection(x)), number)
+    q = heads(self.q_proj, self.num_heads)
+    return q, heads(self.k_proj, self.num_kv_heads), heads(self.v_proj, self.num_kv_heads)
+
+  def _output(self, y: jax.Array) -> jax.Array:
+    """[B, T, H, V] -> [B, T, D] in `dtype`."""
+    return self.o_proj(merge_heads(y).astype(self.dtype)).astype(self.dtype)

@@ -1,0 +1,65 @@
+"""A depthwise causal convolution over a few tokens, with its parameters."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.mixers.common.initializers import uniform_fan_in
+from lnssm_jax.ops import ConvState, causal_conv1d
+from lnssm_jax.ops.core.precision import accumulation_dtype
+
+
+class ShortConvolution(nnx.Module):
+  """`ops.causal_conv1d` with its parameters: `kernel` [W, D] and, unless left out, `bias` [D].
+
+  Args:
+    dim, width: D and W.
+    use_bias: whether there is a bias.
+    activation: of the sums: None or "silu".
+    kernel_init: makes the kernel; None draws kernel and bias uniformly within 1 / sqrt(W), as the
+      frameworks of the published codes do. With `kernel_init` the bias starts at zero.
+    dtype: of the output; None means that of the sums, float32.
+  """
+
+  sequence_axis: str | None = None  # as in `Mixer`
+
+  def __init__(
+    self,
+    dim: int,
+    width: int,
+    *,
+    use_bias: bool = True,
+    activation: Literal["silu"] | None = None,
+    kernel_init=None,
+    dtype=None,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.dim, self.width = check_positive("dim", dim), check_positive("conv_size", width)
+    self.activation, self.dtype = activation, dtype
+    bias_init = nnx.initializers.zeros_init() if kernel_init else uniform_fan_in(width)
+    kernel_init = kernel_init or uniform_fan_in(width)
+    self.kernel = nnx.Param(kernel_init(rngs.params(), (width, dim), param_dtype))
+    self.bias = nnx.Param(bias_init(rngs.params(), (dim,), param_dtype)) if use_bias else None
+
+  def init_state(self, batch_size: int) -> ConvState:
+    """Returns the inputs before the first token: zeros."""
+    return ConvState(jnp.zeros((batch_size, self.width - 1, self.dim), jnp.float32))
+
+  def __call__(
+    self, x: jax.Array, state: ConvState | None = None, segment_ids: jax.Array | None = None
+  ) -> tuple[jax.Array, ConvState]:
+    """(y [B, T, D], state after the last token); arguments as in `ops.causal_conv1d`."""
+    return causal_conv1d(
+      x,
+      self.kernel[...],
+      None if self.bias is None else self.bias[...],
+      activation=self.activation,
+      dtype=accumulation_dtype(x) if self.dtype is None else self.dtype,
+      initial_state=state,
+      segment_ids=segment_ids,
+      axis_name=self.sequence_axis,
+    )

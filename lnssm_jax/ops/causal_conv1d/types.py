@@ -1,0 +1,44 @@
+"""Types of `causal_conv1d`: its state, and its arguments once they are checked."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax import typing as ty
+from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.states import register_state
+
+
+@register_state
+class ConvState(NamedTuple):
+  """The last W - 1 inputs, oldest first; zeros before the document. float32 (or float64)."""
+
+  inputs: ty.BWD
+
+
+class Inputs(NamedTuple):
+  """The arguments in the form that every implementation takes."""
+
+  x: jax.Array  # [B, T, D]
+  kernel: jax.Array  # [W, D]
+  bias: jax.Array | None  # [D]
+  state: ConvState | None  # None: zeros
+  segments: Segments | None
+
+  AXES = {"x": "BTD", "kernel": "WD", "bias": "D", "state": "BWD", "segments": "BT"}  # noqa: RUF012
+
+
+RESULT_AXES = ("BTD", "BWD")  # of the output and of the state's arrays
+
+
+class Options(NamedTuple):
+  """Static arguments."""
+
+  silu: bool  # whether y = z sigmoid(z) of the sum z
+  dtype: jnp.dtype  # of y
+
+
+def init_state(*, batch: int, dim: int, width: int, dtype=jnp.float32) -> ConvState:
+  """The empty state for `dim` channels and a kernel of `width` tokens: zeros."""
+  return ConvState(jnp.zeros((batch, width - 1, dim), dtype))

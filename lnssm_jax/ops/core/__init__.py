@@ -1,0 +1,1 @@
+"""Shared by all ops: dispatch, argument checks, segments, precision, chunking, sharding."""

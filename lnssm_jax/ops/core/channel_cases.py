@@ -1,0 +1,81 @@
+"""The cases of the scans that keep N states per channel, longhorn_scan and selective_scan."""
+
+import itertools
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from lnssm_jax.ops.core.cases import Check
+
+
+@dataclass(frozen=True)
+class Case:
+  """One set of arguments."""
+
+  T: int = 37
+  strength: str = "ordinary"
+  segments: bool = False
+  skip: bool = True
+  D: int = 3
+  N: int = 5
+  chunk: int | None = 4
+  state: bool = True
+
+  def __str__(self):
+    flags = [name for name in ("segments", "skip") if getattr(self, name)]
+    return "-".join([self.strength, f"T{self.T}D{self.D}N{self.N}C{self.chunk}", *flags])
+
+
+# Lengths on both sides of a chunk boundary, every strength with and without segments.
+CASES = [
+  Case(1, "extreme", chunk=None),
+  Case(2, "weak", segments=True, chunk=None),
+  Case(15, "ordinary", segments=True, skip=False),
+  Case(37, "extreme", segments=True),
+  Case(37, "weak", segments=True, skip=False),
+  Case(37, "extreme", D=1, N=7),
+  Case(63, "weak", chunk=None),
+  Case(64, "ordinary", N=1),
+  Case(65, "extreme", segments=True, chunk=None),
+  Case(1000, "lasting", chunk=None),
+]
+MANY = [
+  Case(T, strength, segments, skip, D, N, chunk)
+  for strength, segments, skip, (T, D, N, chunk) in itertools.product(
+    ("weak", "ordinary", "extreme"),
+    (False, True),
+    (False, True),
+    [(1, 1, 1, None), (2, 3, 2, 1), (63, 5, 3, 8), (64, 4, 16, 64), (130, 2, 9, None)],
+  )
+]
+# The kernels, interpreted on the CPU: every thread block costs time, so they are few and small.
+# D is padded to a multiple of 128, T of 16, N to 8 or 16 (and split in groups beyond). A boundary
+# leak is visible at weak decay, a wrong block of channels beyond 128 of them.
+KERNELS = [
+  Check(Case(17, "weak", segments=True, chunk=None), "pallas_interpret", jnp.bfloat16),
+  Check(Case(3, "extreme", D=130, chunk=None), "pallas_interpret"),
+]
+KERNEL_SWEEP = [
+  Check(
+    Case(T, strength, segments, n % 3 > 0, D, N, None, n % 4 > 0), "pallas_interpret", dtypes[n % 2]
+  )
+  for dtypes in [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)]
+  for n, (strength, segments, (T, D, N)) in enumerate(
+    itertools.product(
+      ("weak", "ordinary", "extreme", "lasting"),
+      (False, True),
+      [(1, 1, 1), (16, 130, 8), (33, 5, 16), (50, 3, 20)],
+    )
+  )
+]
+CHECKS = [
+  *(Check(case) for case in CASES),
+  *(Check(CASES[n], "associative") for n in (3, 6)),
+  Check(CASES[3], dtype=jnp.bfloat16),
+  Check(CASES[7], dtype=jnp.float16),
+  *KERNELS,
+]
+SWEEP = [
+  *(Check(case, form) for form in ("chunked", "associative") for case in MANY),
+  *KERNEL_SWEEP,
+]

@@ -1,0 +1,65 @@
+"""Argument checks at the public boundary of the ops."""
+
+import numbers
+
+import jax.numpy as jnp
+
+
+def check_shape(scan: str, name: str, array, expected: tuple[int | None, ...], axes: str):
+  """Raises `ValueError` unless `array` has the expected shape; `None` matches any size."""
+  shape = jnp.shape(array)
+  matches = len(shape) == len(expected) and all(
+    want is None or got == want for got, want in zip(shape, expected, strict=True)
+  )
+  if not matches:
+    wanted = ", ".join("any" if size is None else str(size) for size in expected)
+    raise ValueError(f"{scan}: {name} has shape {shape}, but {axes} = [{wanted}] is needed.")
+
+
+def check_floating(scan: str, name: str, array):
+  """Raises `ValueError` unless `array` is of a real floating-point dtype."""
+  if not jnp.issubdtype(jnp.result_type(array), jnp.floating):
+    raise ValueError(
+      f"{scan}: {name} has dtype {jnp.result_type(array)}; it must be floating point "
+      f"(cast it, e.g. {name}.astype(jnp.float32))."
+    )
+
+
+def check_heads(op: str, q, k, v) -> tuple[int, int, int, int, int]:
+  """Checks q, k `[B, T, H, K]` and v `[B, T, H, V]` of an op; returns B, T, H, K, V."""
+  for name, x in (("q", q), ("k", k), ("v", v)):
+    check_floating(op, name, x)
+  check_shape(op, "q", q, (None,) * 4, "[B, T, H, K]")
+  B, T, H, K = q.shape
+  check_shape(op, "k", k, (B, T, H, K), "the shape of q, [B, T, H, K]")
+  check_shape(op, "v", v, (B, T, H, None), "[B, T, H] of q, then V")
+  V = v.shape[-1]
+  if 0 in (T, H, K, V):
+    raise ValueError(f"{op}: q {q.shape} and v {v.shape} have an empty axis; T >= 1 is needed.")
+  return B, T, H, K, V
+
+
+def checked_scale(op: str, scale: float | None, default: float) -> float:
+  """A Python number; `default` for None. Raises `ValueError` for arrays."""
+  if scale is None:
+    return default
+  if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+    raise ValueError(f"{op}: scale={scale!r} must be a Python number; multiply q for an array.")
+  return float(scale)
+
+
+def check_chunk_size(scan: str, chunk_size: int | None):
+  """Raises `ValueError` unless `chunk_size` is a power of two or None."""
+  if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
+    raise ValueError(f"{scan}: chunk_size={chunk_size} must be a power of two, such as 64.")
+
+
+def checked_state(scan: str, kind, state, shape: tuple[int, ...], axes: str, dtype):
+  """The initial state, of one array, as a `kind` of this shape and dtype; zeros for None."""
+  if state is None:
+    return kind(jnp.zeros(shape, dtype))
+  (name,) = kind._fields
+  array = getattr(state, name)
+  check_shape(scan, f"initial_state.{name}", array, shape, axes)
+  check_floating(scan, f"initial_state.{name}", array)
+  return kind(jnp.asarray(array, dtype))

@@ -1,0 +1,83 @@
+"""Splitting a sequence into chunks, `[N, B, H, C, X]`: N chunks of C tokens; and back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax.ops.core.spmd import vary_alike
+
+
+def next_power_of_two(n: int) -> int:
+  """The smallest power of two that is at least n."""
+  return 1 << (n - 1).bit_length()
+
+
+def chunk(x: jax.Array, size: int) -> jax.Array:
+  """[B, T, H, X] -> [N, B, H, C, X], zeros after the last token."""
+  B, T, H, X = x.shape
+  x = jnp.pad(x, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
+  return x.reshape(B, -1, size, H, X).transpose(1, 0, 3, 2, 4)
+
+
+def join(x: jax.Array, length: int) -> jax.Array:
+  """[N, B, H, C, X] -> [B, T, H, X]."""
+  N, B, H, C, X = x.shape
+  return x.transpose(1, 0, 3, 2, 4).reshape(B, N * C, H, X)[:, :length]
+
+
+def over_chunks(chunk, carry, by_token, by_chunk=(), *, size, reverse):
+  """Runs `chunk(carry, by_token, by_chunk) -> carry, (results_by_token, results_by_chunk)`.
+
+  No array is copied into another layout. `by_token` is split along axis 1; an array of length 1
+  there is the same for all tokens. `by_chunk` has one row per chunk. The last tokens that fill no
+  chunk are a shorter chunk of their own. Returns the carry, the results by token joined and the
+  results by chunk stacked.
+  """
+  length = max(x.shape[1] for x in jax.tree.leaves(by_token))
+  size = min(size, length)
+  count, rest = divmod(length, size)
+  if count == 1 and not rest:
+    carry, (by_token, by_chunk) = chunk(carry, by_token, jax.tree.map(lambda x: x[0], by_chunk))
+    return carry, by_token, jax.tree.map(lambda x: x[None], by_chunk)
+
+  def cut(start, size):
+    slice_ = lambda x: x if x.shape[1] == 1 else jax.lax.dynamic_slice_in_dim(x, start, size, 1)
+    return jax.tree.map(slice_, by_token)
+
+  def place(carry_and_results, start, size, by_chunk):
+    carry, results = carry_and_results
+    carry, (pieces, summary) = chunk(carry, cut(start, size), by_chunk)
+    put = lambda x, piece: jax.lax.dynamic_update_slice_in_dim(x, piece, start, 1)
+    return (carry, jax.tree.map(put, results, pieces)), summary
+
+  row = lambda n: jax.tree.map(lambda x: x[n], by_chunk)
+  _, (pieces, _) = jax.eval_shape(chunk, carry, cut(0, size), row(0))
+  results = jax.tree.map(lambda x: jnp.zeros((x.shape[0], length, *x.shape[2:]), x.dtype), pieces)
+  done, last = (carry, vary_alike((results, carry, by_token, by_chunk))[0]), None
+  if rest and reverse:
+    done, last = place(done, count * size, rest, row(-1))
+  done, summaries = jax.lax.scan(
+    lambda done, n_and_row: place(done, n_and_row[0] * size, size, n_and_row[1]),
+    done,
+    (jnp.arange(count), jax.tree.map(lambda x: x[:count], by_chunk)),
+    reverse=reverse,
+  )
+  if rest and not reverse:
+    done, last = place(done, count * size, rest, row(-1))
+  if rest:
+    summaries = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), summaries, last)
+  return *done, summaries
+
+
+def shift(x: Any, later: bool, boundary: jax.Array | None = None) -> Any:
+  """Moves x [B, T, ...] one token later (or earlier); `boundary` [B, ...] fills the gap.
+
+  Without `boundary` the gap keeps its value, and an array that is the same for all tokens stays as
+  it is.
+  """
+  if boundary is None and (x is None or x.shape[1] == 1):
+    return x
+  if later:
+    return jnp.concatenate([x[:, :1] if boundary is None else boundary[:, None], x[:, :-1]], axis=1)
+  return jnp.concatenate([x[:, 1:], x[:, -1:] if boundary is None else boundary[:, None]], axis=1)

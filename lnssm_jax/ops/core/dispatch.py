@@ -1,0 +1,295 @@
+"""Which implementation of an op runs: one rule for all of them.
+
+An op's `api.py` lists its implementations by name, the preferred one first:
+
+    IMPLEMENTATIONS = {
+      "pallas": kernels.compiled,
+      "chunked": dispatch.Form(chunked),
+      "reference": dispatch.Form(reference),
+    }
+
+`implementation=None` takes the first that supports the arguments and is preferred for them; a name
+runs that one or raises, and the error says which argument is not supported. There are no global
+flags.
+"""
+
+import functools
+import importlib
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from lnssm_jax.ops.core import spmd
+from lnssm_jax.ops.core.explicit_axes import under_auto_axes
+from lnssm_jax.ops.core.sequence_parallel import place
+from pallas_kernels import MADE_BY_KERNELS as MADE_BY_KERNELS  # for rematerialization policies
+
+
+def _always_supported(inputs: Any, options: Any) -> str | None:
+  del inputs, options
+
+
+def _always_preferred(inputs: Any, options: Any) -> bool:
+  del inputs, options
+  return True
+
+
+def _by_name_only(inputs: Any, options: Any) -> bool:
+  del inputs, options
+  return False
+
+
+class Form(NamedTuple):
+  """One way to compute an op. All three take the op's checked `Inputs` and its `Options`."""
+
+  run: Callable[[Any, Any], tuple[Any, Any]]  # -> (out, state)
+  # Why these arguments cannot run, or None.
+  unsupported: Callable[[Any, Any], str | None] = _always_supported
+  # Whether `implementation=None` may take it for supported arguments.
+  preferred: Callable[[Any, Any], bool] = _always_preferred
+
+
+class Op[**P, Result, **S, State](Protocol):
+  """A public op: a function, and `init_state`, which makes its state before the first token."""
+
+  __name__: str
+
+  def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
+
+  @property
+  def init_state(self) -> Callable[S, State]:
+    """Makes the state before the first token."""
+    ...
+
+
+class Call(NamedTuple):
+  """A call of an op with checked arguments."""
+
+  op: str
+  forms: Mapping[str, Form]
+  inputs: Any
+  options: Any
+
+  def choose(self, implementation: str | None = None) -> str:
+    """The name of the implementation to run.
+
+    Raises:
+      ValueError: `implementation` is not a name of an implementation of this op.
+      NotImplementedError: it does not support these arguments; the message says why.
+    """
+    if implementation is None:
+      for name in self.forms:
+        # In this order: an unsupported one spares importing what knows whether it is preferred.
+        if self.unsupported(name) is None and self.preferred(name):
+          return name
+      raise NotImplementedError(f"{self.op}: no implementation supports these arguments.")
+    if implementation not in self.forms:
+      names = ", ".join(map(repr, self.forms))
+      raise ValueError(
+        f"{self.op}: implementation={implementation!r} is unknown; use one of {names}, or None."
+      )
+    reason = self.unsupported(implementation)
+    if reason is not None:
+      raise NotImplementedError(
+        f"{self.op}: implementation={implementation!r} cannot run: {reason}"
+      )
+    return implementation
+
+  def unsupported(self, name: str) -> str | None:
+    """Why an implementation cannot run these arguments, or None."""
+    return self.forms[name].unsupported(self.inputs, self.options)
+
+  def preferred(self, name: str) -> bool:
+    """Whether `implementation=None` may take an implementation that supports these arguments."""
+    return self.forms[name].preferred(self.inputs, self.options)
+
+
+_OPS: dict[str, Callable[..., Any]] = {}
+_CHECK_ONLY: Any = object()  # as `implementation=`: `run` returns the checked call
+
+
+def op[**P, Result, **S, State](
+  init_state: Callable[S, State],
+) -> Callable[[Callable[P, Result]], Op[P, Result, S, State]]:
+  """Makes a function, which ends in a call of `run`, a public op with this `init_state`."""
+
+  def decorate(function: Any) -> Any:
+    public: Any = under_auto_axes()(function)
+    public.init_state = init_state
+    _OPS[public.__name__] = public
+    return public
+
+  return decorate
+
+
+def run(
+  op: str,
+  forms: Mapping[str, Form],
+  inputs: Any,
+  options: Any,
+  *,
+  implementation: str | None,
+  axis_name: str | None = None,
+  sharded: Callable[..., tuple[Any, Any]] | None = None,
+) -> Any:
+  """Runs a checked call, on the whole sequence or on one shard of it.
+
+  Args:
+    sharded: (run, inputs, options, axis_name) -> (out, state) on one shard; `run` is this function
+      for other inputs on the shard alone. `inputs.state` is that of the whole sequence.
+
+  Raises:
+    ValueError, NotImplementedError: as `Call.choose`; ValueError: `axis_name` is not an axis that
+      a surrounding `shard_map` maps over.
+  """
+  if implementation is _CHECK_ONLY:
+    return Call(op, forms, spmd.vary_alike(inputs), options)
+
+  def local(inputs: Any, options: Any = options) -> tuple[Any, Any]:
+    inputs = spmd.vary_alike(inputs)
+    name = Call(op, forms, inputs, options).choose(implementation)
+    with jax.named_scope(op):
+      return forms[name].run(inputs, options)
+
+  if axis_name is None:
+    return local(inputs)
+  place(axis_name)
+  if sharded is None:
+    raise NotImplementedError(f"{op}: axis_name={axis_name!r}; this op needs the whole sequence.")
+  return sharded(local, inputs, options, axis_name)
+
+
+def check(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Call:
+  """The checked call of a public op, given itself or by name.
+
+  Raises:
+    ValueError: the arguments are wrong, as the op itself would raise it.
+  """
+  if isinstance(op, str):
+    if op not in _OPS:
+      raise ValueError(f"supported: no op is named {op!r}; the ops are {', '.join(sorted(_OPS))}.")
+    op = _OPS[op]
+  return op(*args, **kwargs | {"implementation": _CHECK_ONLY})
+
+
+def supported(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> list[str]:
+  """Names of the implementations of `op` that support these arguments, the preferred one first.
+
+      ops.supported("linear_attention", q, k, v, log_decay=log_decay)
+
+  The first is the one that `implementation=None` takes; those that it would pass over are last.
+
+  Args:
+    op: a public op, or its name; then its own arguments.
+
+  Raises:
+    ValueError: the arguments themselves are wrong, as the op would raise it.
+  """
+  call = check(op, *args, **kwargs)
+  able = [name for name in call.forms if call.unsupported(name) is None]
+  return sorted(able, key=lambda name: not call.preferred(name))  # stable
+
+
+class Kernels:
+  """The implementations "pallas", on a Hopper GPU, and "pallas_interpret", by name only.
+
+  A kernel is a program for one device. In a program for several whose mesh is known, each device
+  runs it on its shard (`spmd`). Else the compiler would gather all arguments: then `None` takes
+  kernels only inside a `shard_map` that maps over every axis of the mesh.
+
+  Args:
+    module: the name of the module that has `run`, `interpreted`, `unsupported` (on any device) and
+      `preferred`, all called alike. It is imported when one of them is first needed, because
+      importing what a kernel is written with takes longer than importing all the rest.
+    results: the axes of the output and of the state's arrays, as in `Inputs.AXES`.
+  """
+
+  def __init__(self, module: str, results: tuple[str, str]):
+    self._module, self._results = module, results
+
+  @property
+  def compiled(self) -> Form:
+    """ "pallas"."""
+    return Form(
+      functools.partial(self._run, "run"),
+      lambda inputs, options: hopper_unsupported() or self._unsupported(inputs, options),
+      self._preferred,
+    )
+
+  @property
+  def interpreted(self) -> Form:
+    """ "pallas_interpret"."""
+    return Form(
+      functools.partial(self._run, "interpreted"),
+      lambda inputs, options: interpreter_unsupported() or self._unsupported(inputs, options),
+      _by_name_only,
+    )
+
+  def _kernels(self) -> Any:
+    return importlib.import_module(self._module)
+
+  def _division(self, inputs):
+    if _on_one_device(inputs[0]):
+      return None
+    return spmd.division(inputs.AXES.values(), self._results, inputs)
+
+  def _run(self, name, inputs, options):
+    run = functools.partial(getattr(self._kernels(), name), options=options)
+    division = self._division(inputs)
+    return run(inputs) if division is None else division.run(run, inputs)
+
+  def _unsupported(self, inputs, options):
+    ask = functools.partial(self._kernels().unsupported, options=options)
+    division = self._division(inputs)
+    return ask(inputs) if division is None else division.ask(ask, inputs)
+
+  def _preferred(self, inputs, options):
+    ask = functools.partial(self._kernels().preferred, options=options)
+    if _on_one_device(inputs[0]):
+      return ask(inputs)
+    division = self._division(inputs)
+    return division is not None and division.ask(ask, inputs)
+
+
+def hopper_unsupported() -> str | None:
+  """Why the default device cannot run kernels for Hopper, or None."""
+  device = default_device()
+  if device.platform != "gpu":
+    return f"the default device is a {device.platform}, and the kernels need a Hopper GPU"
+  capability = str(getattr(device, "compute_capability", "unknown"))
+  if not capability.startswith("9."):
+    return f"the GPU has compute capability {capability}, and the kernels need 9.0 (Hopper)"
+  return None
+
+
+# Interpreted warpgroups (up to three per CTA, two CTAs in a cluster) block threads of XLA's pool in
+# callbacks, in which they start programs and wait for threads of the same pool.
+_INTERPRETER_THREADS = 8
+
+
+def interpreter_unsupported() -> str | None:
+  """Why this process cannot interpret kernels, or None."""
+  cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+  threads = int(os.environ.get("NPROC") or cpus)  # as XLA's client for CPUs counts them
+  if threads >= _INTERPRETER_THREADS:
+    return None
+  return (
+    f"XLA has {threads} threads here, and interpreted kernels may wait forever with fewer than "
+    f"{_INTERPRETER_THREADS}; set NPROC=16 in the environment before Python starts"
+  )
+
+
+def _on_one_device(x: jax.Array) -> bool:
+  """Whether x is on one device: there is only one, or `shard_map` maps over all of the mesh."""
+  mapped = bool(jax.typeof(x).manual_axis_type.varying)
+  alone = math.prod(spmd.unmapped_axes().values()) == 1
+  return alone and (mapped or jax.device_count() == 1)
+
+
+def default_device() -> jax.Device:
+  """The device on which new programs run."""
+  device = jax.config.jax_default_device  # a device, the name of a platform, or None
+  return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]

@@ -1,0 +1,36 @@
+"""Registration of recurrent states as pytrees."""
+
+from typing import Any
+
+import jax
+from jax.tree_util import SequenceKey
+
+
+class _Field(SequenceKey):
+  """A position in a state, printed as the name of the field there."""
+
+  def __init__(self, index: int, name: str):
+    super().__init__(index)
+    self.name = name
+
+  def __str__(self) -> str:
+    return f".{self.name}"
+
+
+def register_state[State: type](state: State) -> State:
+  """Registers a NamedTuple as a pytree with positions as keys; a decorator for states.
+
+  JAX flattens any NamedTuple, but with attribute names as keys. `nnx.tabulate` takes it for a list
+  and fails on them (`flax.nnx.summary._unflatten_to_simple_structure`, flax 0.12.10), so that no
+  layer with such a state could be printed. Paths still print the names.
+  """
+  named: Any = state
+  fields = named._fields
+  keys = [_Field(index, name) for index, name in enumerate(fields)]
+  jax.tree_util.register_pytree_with_keys(
+    state,
+    lambda values: (tuple(zip(keys, values, strict=True)), fields),
+    lambda _, values: named(*values),
+    lambda values: (tuple(values), fields),
+  )
+  return state

@@ -1,0 +1,135 @@
+"""delta_rule: its arguments, and what it is held to."""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax import ops
+from lnssm_jax.ops.core.cases import B, Check, Scan, log_decay
+
+
+@dataclass(frozen=True)
+class Case:
+  """One set of arguments. `rates`: beta per "head" or "column"; keys have length 1."""
+
+  T: int = 37
+  K: int = 5
+  V: int = 7
+  decay: str | None = None
+  rates: str = "head"
+  erase: bool = False
+  segments: bool = False
+  chunk: int | None = 16
+  H: int = 2
+  state: bool = True
+
+  @property
+  def strength(self) -> str:
+    """Of the decay."""
+    return self.decay or "none"
+
+  def __str__(self):
+    flags = [name for name in ("erase", "segments") if getattr(self, name)]
+    sizes = f"T{self.T}K{self.K}V{self.V}C{self.chunk}"
+    return "-".join([self.rates, self.strength, *flags, sizes])
+
+
+CASES = [
+  Case(T=65, chunk=None),
+  Case(T=1000, K=8, V=3, decay="weak", segments=True, chunk=None),
+  Case(T=64, decay="extreme", erase=True, chunk=None),
+  Case(T=63, decay="ordinary", segments=True, erase=True),
+  Case(T=15, decay="extreme", segments=True, chunk=4),
+  Case(T=2, K=1, V=1, decay="ordinary"),
+  Case(T=1, decay="ordinary", erase=True),
+  Case(rates="column", decay="extreme", segments=True, erase=True),
+  Case(rates="column", T=64, K=8, V=3, decay="weak", chunk=None),
+  Case(rates="column", T=15, segments=True, chunk=4),
+  Case(rates="column", T=1, decay="ordinary"),
+]
+MANY = [
+  Case(T, K, V, decay, rates, erase, segments, chunk)
+  for decay in (None, "weak", "ordinary", "extreme")
+  for rates in ("head", "column")
+  for erase in (False, True)
+  for segments in (False, True)
+  for T, K, V, chunk in [(3, 3, 1, None), (65, 17, 5, 32), (130, 8, 8, None), (1000, 16, 4, None)]
+]
+
+# The kernels, interpreted on the CPU: every CTA costs time, so they are few and small.
+# K and V are padded to 64 or 128, T to a multiple of 64.
+KERNELS = [
+  Case(T=15, K=16, V=136, H=1),  # more columns of values than one head of the kernels has
+  Case(T=66, K=16, V=20, decay="extreme", erase=True, segments=True, H=1),
+  # Decays that last through whole chunks, and two groups of channels.
+  Case(T=150, K=72, V=20, decay="weak", segments=True, H=1),
+]
+KERNEL_SWEEP = [
+  Case(T, K, V, decay, erase=erase, segments=segments, H=1)
+  for n, (decay, erase, segments) in enumerate(
+    itertools.product((None, "weak", "ordinary", "extreme"), (False, True), (False, True))
+  )
+  for T, K, V in [[(130, 16, 24), (15, 128, 128), (65, 40, 72), (64, 16, 130), (2, 8, 8)][n % 5]]
+]
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+  return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+  T, H, K, V = case.T, case.H, case.K, case.V
+  inputs = {"q": rng.normal(size=(B, T, H, K)), "k": _unit(rng.normal(size=(B, T, H, K)))}
+  inputs["v"] = rng.normal(size=(B, T, H, V))
+  if case.state:
+    inputs["state.kv"] = rng.normal(size=(B, H, K, V))
+  inputs["beta"] = rng.random((B, T, H) if case.rates == "head" else (B, T, H, V))
+  if case.erase:
+    # Near the key, and short enough not to make the state grow.
+    inputs["erase_key"] = _unit(inputs["k"] + 0.2 * rng.normal(size=(B, T, H, K)))
+  if case.decay:
+    inputs["log_decay"] = log_decay(rng, (B, T, H), case.decay)
+  return inputs
+
+
+def _arguments(case: Case, inputs):
+  options = {n: inputs.get(n) for n in ("log_decay", "erase_key")}
+  return tuple(inputs[n] for n in ("q", "k", "v", "beta")), options | {"scale": 0.7}
+
+
+def _on_kernels(case: Case) -> Check:
+  return Check(dataclasses.replace(case, chunk=None), "pallas_interpret", jnp.bfloat16)
+
+
+DELTA_RULE = Scan(
+  function=ops.delta_rule,
+  state=ops.DeltaRuleState,
+  draw=_draw,
+  arguments=_arguments,
+  number_fields=("decay",),
+  narrow=("q", "k", "v", "erase_key"),
+  steps=("q", "k", "v", "beta", "log_decay", "erase_key"),
+  implementations=("chunked", "reference", "associative"),
+  checks=[
+    *(Check(case) for case in CASES),
+    *(Check(CASES[n], "associative") for n in (4, 7)),
+    *(Check(CASES[n], dtype=jnp.bfloat16) for n in (3, 9)),
+    Check(CASES[4], dtype=jnp.float16),
+    *(_on_kernels(case) for case in KERNELS),
+  ],
+  sweep=[
+    *(Check(case) for case in MANY),
+    *(Check(case, "associative") for case in MANY if case.T < 1000),
+    *(_on_kernels(case) for case in KERNEL_SWEEP),
+  ],
+  small=Case(T=23, K=3, V=4, decay="ordinary", erase=True, chunk=8, state=False),
+  variants=(
+    Case(T=23, K=3, V=4, decay="ordinary", rates="column", erase=True, chunk=8, state=False),
+  ),
+  measured=lambda T, strength: Case(T, H=1, K=8, V=8, decay=strength, chunk=None),
+  memory=lambda T: Case(T, H=1, K=32, V=32, decay="ordinary", erase=True, state=False),
+  isolates_documents=False,
+)

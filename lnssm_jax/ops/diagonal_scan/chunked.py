@@ -1,0 +1,185 @@
+"""The diagonal recurrence as an associative scan and in chunks; README.md derives both.
+
+One backward pass serves both forms: the same recurrence in the other direction. The residuals are
+the decay and h, which is the output itself where that is float32; x is not needed.
+
+Every array keeps its own dtype until its chunk is computed.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax.ops.core.chunking import over_chunks, shift
+from lnssm_jax.ops.core.precision import binary_powers
+from lnssm_jax.ops.core.spmd import vary_alike
+from lnssm_jax.ops.diagonal_scan.types import DiagonalState, Inputs, Options
+
+# On CPUs XLA fuses the multiply-adds of a chunk into one pass over memory (measured in README.md).
+# On accelerators such a chain would cost parallelism: fewer, longer chunks, with a scan of
+# logarithmic depth inside.
+_CPU_CHUNK_SIZE = 16
+_ACCELERATOR_CHUNK_SIZE = 512
+_LONGEST_CHAIN = 32
+
+
+class _Static(NamedTuple):
+  """Static arguments of the compiled program."""
+
+  chunk_size: int
+  chain: bool  # inside a chunk: token by token, or by an associative scan
+  reverse: bool
+
+
+def chunked(inputs: Inputs, options: Options):
+  """A `lax.scan` over chunks."""
+  size = options.chunk_size
+  if size is None:
+    size = _CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else _ACCELERATOR_CHUNK_SIZE
+  return _run(_Static(size, size <= _LONGEST_CHAIN, options.reverse), inputs, options)
+
+
+def associative(inputs: Inputs, options: Options):
+  """`jax.lax.associative_scan` over all tokens: depth log T."""
+  return _run(_Static(inputs.x.shape[1], False, options.reverse), inputs, options)
+
+
+def _run(static, inputs, options):
+  keep = inputs.keep(reverse=options.reverse)
+  h = _scan(static, inputs.decay, inputs.x, inputs.state.h, keep)
+  return h.astype(options.out_dtype), DiagonalState(h[:, 0 if options.reverse else -1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(static, decay, x, initial, keep):
+  """h [B, T, D] in the dtype of `initial`."""
+
+  def chunk(carry, by_token, _):
+    decay, keep, x = by_token
+    decay, x = _wide(decay, carry), x.astype(carry.dtype)
+    first, last = (-1, 0) if static.reverse else (0, -1)
+    x = x.at[:, first].add(_decayed(decay, keep, first, carry))
+    h = _scan_chunk(decay, keep, x, chain=static.chain, reverse=static.reverse)
+    return h[:, last], (h, ())
+
+  size, reverse = static.chunk_size, static.reverse
+  return over_chunks(chunk, initial, (decay, keep, x), size=size, reverse=reverse)[1]
+
+
+def _forward(static, decay, x, initial, keep):
+  h = _scan(static, decay, x, initial, keep)
+  # Of x the backward pass needs only the dtype, which an empty array carries.
+  return h, (decay, jnp.zeros((0,), x.dtype), initial, keep, h)
+
+
+@jax.named_scope("diagonal_scan")
+def _backward(static, residuals, d_h):
+  decay, x_like, initial, keep, h = residuals
+  other_way = static._replace(reverse=not static.reverse)
+
+  def chunk(carry, by_token, _):  # carry: the cotangent of the state that leaves the chunk
+    decay, keep, d_h = by_token
+    decay = _wide(decay, carry)
+    first, last = (-1, 0) if other_way.reverse else (0, -1)
+    d_h = d_h.at[:, first].add(carry)
+    next_decay, next_keep = (shift(y, static.reverse) for y in (decay, keep))
+    adjoint = _scan_chunk(next_decay, next_keep, d_h, chain=static.chain, reverse=other_way.reverse)
+    return _decayed(decay, keep, last, adjoint[:, last]), (adjoint, ())
+
+  nothing = vary_alike((jnp.zeros_like(initial), d_h))[0]
+  size, reverse = static.chunk_size, other_way.reverse
+  adjoint = over_chunks(chunk, nothing, (decay, keep, d_h), size=size, reverse=reverse)[1]
+  before = shift(h, not static.reverse, initial)
+  if keep is not None:
+    before = jnp.where(keep, before, 0)
+  d_decay = _as(decay, adjoint * before)
+  shared = tuple(i for i, size in enumerate(decay.shape) if size == 1)
+  d_decay = d_decay.sum(shared, keepdims=True) if decay.shape != h.shape else d_decay
+  first = -1 if static.reverse else 0
+  d_initial = _decayed(_wide(decay, h), keep, first, adjoint[:, first])
+  no_gradient = None if keep is None else np.zeros(keep.shape, jax.dtypes.float0)
+  return d_decay, _as(x_like, adjoint), d_initial.astype(initial.dtype), no_gradient
+
+
+_scan.defvjp(_forward, _backward)
+
+
+def _scan_chunk(decay, keep, x, *, chain, reverse):
+  """The recurrence from an empty state, inside one chunk; `decay` of the first token is not read.
+
+  The three arrays agree in rank; axes after time may have size 1 in `decay` and `keep`.
+  """
+  if chain:
+    return _chain(decay, keep, x, reverse)
+  if decay.shape[1] == 1:
+    flip = (lambda y: y if y is None else jnp.flip(y, 1)) if reverse else (lambda y: y)
+    powers = binary_powers(decay[:, 0], x.shape[1].bit_length())
+    return flip(_scan_constant(powers, flip(keep), flip(x)))
+  if keep is None:
+
+    def combine(left, right):
+      return left[0] * right[0], right[0] * left[1] + right[1]
+
+    elements = (decay, x)
+  else:
+
+    def combine(left, right):
+      kept = jnp.where(right[2], right[0] * left[1], 0)
+      return left[0] * right[0], kept + right[1], left[2] & right[2]
+
+    elements = (decay, x, keep)
+  return jax.lax.associative_scan(combine, elements, axis=1, reverse=reverse)[1]
+
+
+def _chain(decay, keep, x, reverse):
+  """Token by token."""
+  order = list(range(x.shape[1]))[:: -1 if reverse else 1]
+  results = [x[:, order[0]]]
+  for t in order[1:]:
+    results.append(_decayed(decay, keep, t, results[-1]) + x[:, t])
+  return jnp.stack(results[:: -1 if reverse else 1], axis=1)
+
+
+def _scan_constant(powers, keep, x):
+  """The associative scan of a constant decay: only its powers d, d^2, d^4, ... are needed.
+
+  Pairs of tokens are scanned with the squared decay, which gives every other h; the others follow
+  from those.
+  """
+  length = x.shape[1]
+  if length == 1:
+    return x
+  odd, even = slice(1, None, 2), slice(0, length - length % 2, 2)
+
+  def decayed(y, keep):
+    y = powers[0][:, None] * y
+    return y if keep is None else jnp.where(keep, y, 0)
+
+  pick = lambda y, steps: None if y is None else y[:, steps]
+  pairs = decayed(x[:, even], pick(keep, odd)) + x[:, odd]
+  keep_pairs = None if keep is None else keep[:, even] & keep[:, odd]
+  h_odd = _scan_constant(powers[1:], keep_pairs, pairs)
+  between = decayed(h_odd[:, : (length - 1) // 2], pick(keep, slice(2, None, 2))) + x[:, 2::2]
+  h_even = jnp.concatenate([x[:, :1], between], axis=1)
+  both = jnp.stack([h_even[:, : length // 2], h_odd], axis=2).reshape(x.shape[0], -1, x.shape[2])
+  return both if length % 2 == 0 else jnp.concatenate([both, h_even[:, -1:]], axis=1)
+
+
+def _decayed(decay, keep, t, h):
+  """decay_t h, and 0 where the state is reset before token t: even one that is not finite."""
+  decayed = decay[:, 0 if decay.shape[1] == 1 else t] * h
+  return decayed if keep is None else jnp.where(keep[:, t], decayed, 0)
+
+
+def _wide(decay, like):
+  """The decay in the precision of the sums, real if it is real."""
+  return decay.astype(jnp.result_type(decay, jnp.finfo(like.dtype).dtype))
+
+
+def _as(like, x):
+  """x in the dtype of `like`: of a real argument, the gradient is the real part."""
+  real = not jnp.issubdtype(like.dtype, jnp.complexfloating)
+  return (x.real if real else x).astype(like.dtype)

@@ -1,0 +1,102 @@
+"""elementwise_decay_scan: its arguments, and what it is held to."""
+
+import itertools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax import ops
+from lnssm_jax.ops.core.cases import B, Check, Scan, log_decay
+
+
+@dataclass(frozen=True)
+class Case:
+  """One set of arguments. `decay` names the axes of an array, or says "function"."""
+
+  T: int = 37
+  decay: str = "BTHKV"
+  strength: str = "ordinary"
+  segments: bool = False
+  K: int = 3
+  V: int = 5
+  chunk: int | None = 4
+  H: int = 2
+  state: bool = True
+
+  def __str__(self):
+    segments = "-segments" if self.segments else ""
+    return f"{self.decay}-{self.strength}-T{self.T}K{self.K}V{self.V}C{self.chunk}{segments}"
+
+
+# Every kind of decay at every strength; lengths on both sides of a chunk boundary.
+CASES = [
+  Case(1, "BTHKV", "extreme", chunk=None),
+  Case(2, "function", "weak", segments=True, chunk=None),
+  Case(15, "HKV", "extreme", segments=True),
+  Case(37, "BTHKV", "extreme", segments=True),
+  Case(37, "BTHKV", "weak", segments=True),
+  Case(37, "function", "extreme", K=1, V=7),
+  Case(63, "HKV", "weak", chunk=None),
+  Case(64, "function", "ordinary", segments=True),
+  Case(65, "BTHKV", "ordinary", chunk=None),
+  Case(1000, "HKV", "lasting", chunk=None),
+]
+MANY = [
+  Case(T, decay, strength, segments, K, V, chunk)
+  for decay, strength, segments, (T, K, V, chunk) in itertools.product(
+    ("BTHKV", "HKV", "function"),
+    ("weak", "ordinary", "extreme"),
+    (False, True),
+    [(1, 1, 1, None), (2, 3, 2, 1), (63, 5, 3, 8), (64, 4, 4, 64), (130, 2, 9, None)],
+  )
+]
+
+
+def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+  T, H, K, V = case.T, case.H, case.K, case.V
+  inputs = {name: rng.normal(size=(B, T, H, K)) for name in ("q", "k")}
+  inputs["v"] = rng.normal(size=(B, T, H, V))
+  if case.state:
+    inputs["state.kv"] = rng.normal(size=(B, H, K, V))
+  if case.decay == "function":
+    inputs["log_decay"] = rng.normal(size=(B, T, H, K))
+    inputs["parameters"] = np.abs(log_decay(rng, (H, K, V), case.strength))
+  else:
+    sizes = {"B": B, "T": T, "H": H, "K": K, "V": V}
+    shape = tuple(sizes[axis] for axis in case.decay)
+    inputs["log_decay"] = log_decay(rng, shape, case.strength)
+  return inputs
+
+
+def _make_decay(steps, parameters):
+  """Not the product of a key and a value factor, nor in dtype float32 unless the inputs are."""
+  return -parameters * jax.nn.sigmoid(2 * steps[..., None])
+
+
+def _arguments(case: Case, inputs):
+  decay = inputs["log_decay"]
+  if case.decay == "function":
+    decay = ops.DecayFunction(_make_decay, decay, inputs["parameters"])
+  return (inputs["q"], inputs["k"], inputs["v"], decay), {}
+
+
+ELEMENTWISE_DECAY_SCAN = Scan(
+  function=ops.elementwise_decay_scan,
+  state=ops.ElementwiseDecayState,
+  draw=_draw,
+  arguments=_arguments,
+  narrow=("q", "k", "v"),
+  steps=("q", "k", "v", "log_decay"),
+  checks=[
+    *(Check(case) for case in CASES),
+    *(Check(CASES[n], "associative") for n in (3, 6)),
+    Check(CASES[3], dtype=jnp.bfloat16),
+    Check(CASES[4], dtype=jnp.float16),
+  ],
+  sweep=[Check(case, form) for form in ("chunked", "associative") for case in MANY],
+  small=Case(23, "function", V=4, state=False),
+  measured=lambda T, strength: Case(T, "BTHKV", strength, K=4, V=4, chunk=None, H=1),
+  memory=lambda T: Case(T, "function", K=8, V=8, chunk=8, H=1, state=False),
+)

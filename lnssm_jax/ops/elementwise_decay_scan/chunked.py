@@ -1,0 +1,52 @@
+"""The recurrence as an associative scan, over all tokens or over those of one chunk at a time.
+
+The derivation is in README.md, the machinery in `ops/core/diagonal_chunks.py`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax.ops.core import diagonal_chunks
+from lnssm_jax.ops.core.diagonal_chunks import DEFAULT_CHUNK_SIZE, Recurrence
+from lnssm_jax.ops.core.precision import widen
+from lnssm_jax.ops.elementwise_decay_scan.types import ElementwiseDecayState, Inputs, Options
+
+
+def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, ElementwiseDecayState]:
+  """The chunked form."""
+  return _scan(inputs, options.chunk_size or DEFAULT_CHUNK_SIZE)
+
+
+def associative(inputs: Inputs, options: Options) -> tuple[jax.Array, ElementwiseDecayState]:
+  """One associative scan over all tokens: depth log T, but memory [B, T, H, K, V]."""
+  del options
+  return _scan(inputs, None)
+
+
+def _scan(inputs, chunk_size):
+  q, k, v, log_decay, state, segments = inputs
+  recurrence = Recurrence(functools.partial(_update, log_decay.make), _read)
+  steps, parameters = (q, k, v, log_decay.steps), log_decay.parameters
+  out, kv = diagonal_chunks.scan(
+    recurrence, steps, parameters, state.kv, segments, chunk_size=chunk_size
+  )
+  return out, ElementwiseDecayState(kv)
+
+
+def _update(make, steps, parameters):
+  """A = exp(log decay), 1 - A and k vᵀ, [B, C, H, K, V] each."""
+  _, k, v, decay_steps = steps
+  log_decay, k, v = widen(make(decay_steps, parameters), k, v)
+  added = k[..., :, None] * v[..., None, :]
+  decay, lost = (
+    jnp.broadcast_to(x, added.shape) for x in (jnp.exp(log_decay), -jnp.expm1(log_decay))
+  )
+  return decay, lost, added
+
+
+def _read(kv, steps, parameters):
+  del parameters
+  q, _, v, _ = steps
+  return jnp.sum(kv * q[..., :, None], axis=-2).astype(v.dtype)

@@ -1,0 +1,190 @@
+"""linear_attention: its arguments, and what it is held to."""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax import ops
+from lnssm_jax.ops.core.cases import B, Check, Scan, log_decay
+
+
+@dataclass(frozen=True)
+class Case:
+  """One set of arguments. `decay` and `value_decay` name their axes: "HK", "BTH", ..."""
+
+  T: int = 37
+  K: int = 5
+  V: int = 7
+  decay: str | None = "HK"
+  strength: str = "ordinary"
+  value_decay: str | None = None
+  bonus: bool = False
+  normalize: bool = False
+  segments: bool = False
+  chunk: int | None = 8
+  H: int = 3
+  state: bool = True
+
+  def __str__(self):
+    flags = [name for name in ("bonus", "normalize", "segments") if getattr(self, name)]
+    value = f"value_{self.value_decay}" if self.value_decay else None
+    sizes = f"T{self.T}K{self.K}V{self.V}C{self.chunk}"
+    return "-".join(x for x in (self.decay or "none", self.strength, value, *flags, sizes) if x)
+
+
+# Every kind of decay with every option at least once; the lengths are on both sides of a chunk
+# boundary.
+CASES = [
+  Case(decay=None),
+  Case(decay=None, normalize=True, segments=True, T=33),
+  Case(decay="H"),
+  Case(decay="H", bonus=True, normalize=True, strength="extreme"),
+  Case(decay="HK", normalize=True, strength="extreme"),
+  Case(decay="HK", normalize=True, strength="weak", T=64),
+  Case(decay="HK", bonus=True, normalize=True, segments=True),
+  Case(decay="BTH", strength="extreme", segments=True),
+  Case(decay="BTH", bonus=True, strength="weak"),
+  Case(decay="BTHK", strength="extreme", segments=True),
+  Case(decay="BTHK", bonus=True, normalize=True, strength="weak"),
+  Case(decay=None, value_decay="HV", segments=True),
+  Case(decay="BTHK", value_decay="BTHV", bonus=True, strength="extreme", segments=True),
+  Case(decay="BTH", value_decay="HV", strength="extreme"),
+  Case(decay="HK", normalize=True, segments=True, strength="extreme", chunk=None, K=16, V=32, T=65),
+]
+LENGTHS = [
+  Case(T=T, normalize=True, strength="extreme", decay=decay, chunk=None)
+  for T, decay in [
+    (1, "HK"),
+    (2, "BTH"),
+    (63, "HK"),
+    (65, "BTHK"),
+    (1000, "HK"),
+  ]
+]
+SHAPES = [(1, 3, 1, None), (63, 17, 5, 32), (130, 8, 8, None)]  # T, K, V, chunk
+COMBINATIONS = [
+  options
+  for options in itertools.product(
+    (None, "H", "HK", "BTH", "BTHK"),
+    ("weak", "ordinary", "extreme"),
+    (None, "HV", "BTHV"),  # value decay
+    (False, True),  # bonus
+    (False, True),  # normalize
+    (False, True),  # segments
+  )
+  if not (options[2] and options[4])
+]
+MANY = [
+  Case(*SHAPES[n % 3][:3], *options, chunk=SHAPES[n % 3][3])
+  for n, options in enumerate(COMBINATIONS)
+]
+# The kernels, interpreted on the CPU: every CTA costs time, so they are few and small.
+# K is padded to 64 or 128 (and cut in two beyond), V to 64, 128 or 256, T to a multiple of 64.
+# (Three chunks with weak decays: `PARTS` below.)
+KERNELS = [
+  Case(T=65, K=16, V=72, decay="H", H=2),
+  Case(T=65, K=20, V=24, decay="BTH", strength="extreme", normalize=True, segments=True, H=1),
+  Case(T=65, K=40, V=24, decay="HK", strength="extreme", normalize=True, H=1),
+  Case(T=64, K=16, V=24, decay="HK", bonus=True, segments=True, H=2),
+  Case(T=65, K=16, V=24, decay="BTHK", strength="extreme", segments=True, H=1),
+  Case(T=63, K=20, V=16, decay="BTHK", bonus=True, normalize=True, H=2),
+  Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
+  Case(T=15, K=136, V=16, decay="H", normalize=True, H=1),
+]
+# In two parts of two chunks, a state that lasts from chunk to chunk and from part to part, with
+# documents that end inside the second chunk and the third: what is dropped, or passes a document's
+# boundary, changes much. Two groups of channels, and of columns.
+PARTS = [
+  Case(T=150, K=16, V=24, decay="BTH", strength="weak", normalize=True, segments=True, H=1),
+  Case(T=150, K=72, V=24, decay="HK", strength="weak", normalize=True, segments=True, H=1),
+  Case(T=150, K=72, V=72, decay="BTHK", strength="weak", segments=True, H=1),
+]
+KERNEL_SWEEP = [
+  Case(T=T, K=K, V=V, decay=decay, strength=strength, bonus=bonus, normalize=normalize, H=1)
+  for n, (decay, strength, bonus, normalize) in enumerate(
+    itertools.product(
+      (None, "H", "HK", "BTH", "BTHK"), ("weak", "extreme"), (False, True), (False, True)
+    )
+  )
+  for T, K, V in [[(65, 40, 16), (15, 128, 128), (130, 20, 24), (64, 16, 72)][n % 4]]
+]
+KERNEL_SWEEP += [
+  Case(T=65, K=136, V=24, decay=decay, bonus=decay == "HK", normalize=True, segments=True, H=1)
+  for decay in ("H", "HK", "BTHK")
+]
+KERNEL_SWEEP += [dataclasses.replace(case, segments=True, T=129) for case in KERNEL_SWEEP[::3]]
+KERNEL_SWEEP += [
+  Case(T=2, K=16, V=24, decay=None, normalize=True, H=2, state=False),
+  Case(T=15, K=72, V=80, decay="BTHK", strength="weak", segments=True, H=1, state=False),
+  Case(T=15, K=136, V=136, decay="BTHK", bonus=True, H=1),
+]
+
+
+def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+  """Positive features where they are normalized, as every normalized system has them."""
+  T, H, K, V = case.T, case.H, case.K, case.V
+  sizes = {"B": B, "T": T, "H": H, "K": K, "V": V}
+  decays = lambda axes: log_decay(rng, tuple(sizes[axis] for axis in axes), case.strength)
+  normal = lambda *shape: rng.normal(size=shape)
+  feature = (lambda *shape: np.exp(normal(*shape))) if case.normalize else normal
+  inputs = {"q": feature(B, T, H, K), "k": feature(B, T, H, K), "v": normal(B, T, H, V)}
+  if case.state:
+    inputs["state.kv"] = normal(B, H, K, V)
+    if case.normalize:
+      inputs["state.key_sum"] = feature(B, H, K)
+  if case.decay:
+    inputs["log_decay"] = decays(case.decay)
+  if case.value_decay:
+    inputs["value_log_decay"] = decays(case.value_decay)
+  if case.bonus:
+    inputs["bonus"] = feature(H, K)
+  return inputs
+
+
+def _arguments(case: Case, inputs):
+  options = {n: inputs.get(n) for n in ("log_decay", "value_log_decay", "bonus")}
+  return tuple(inputs[n] for n in "qkv"), options | {"normalize": case.normalize, "scale": 0.7}
+
+
+def _on_kernels(case: Case) -> Check:
+  return Check(dataclasses.replace(case, chunk=None), "pallas_interpret", jnp.bfloat16)
+
+
+LINEAR_ATTENTION = Scan(
+  function=ops.linear_attention,
+  state=ops.LinearAttentionState,
+  draw=_draw,
+  arguments=_arguments,
+  narrow=("q", "k", "v"),
+  steps=("q", "k", "v", "log_decay", "value_log_decay"),
+  implementations=("chunked", "reference", "associative"),
+  checks=[
+    *(Check(case) for case in CASES + LENGTHS),
+    *(Check(case, "associative") for case in CASES[1:12:2]),
+    *(Check(CASES[n], dtype=jnp.bfloat16) for n in (4, 9, 12)),
+    Check(CASES[4], dtype=jnp.float16),
+    *(_on_kernels(case) for case in KERNELS),
+  ],
+  sweep=[
+    *(Check(case) for case in MANY),
+    *(Check(CASES[n], dtype=jnp.bfloat16) for n in (7, 14)),
+    *(Check(dataclasses.replace(LENGTHS[0], T=T, decay=d)) for T, d in [(15, "BTHK"), (64, "BTH")]),
+    *(Check(case, "associative") for case in MANY[::5]),
+    *(_on_kernels(case) for case in KERNEL_SWEEP),
+  ],
+  small=Case(T=23, K=3, V=4, H=2, normalize=True, chunk=8, state=False),
+  variants=(Case(T=23, K=3, V=4, H=2, decay="BTHK", bonus=True, chunk=8, state=False),),
+  measured=lambda T, strength: Case(
+    T, H=1, K=8, V=8, strength=strength, normalize=True, chunk=None
+  ),
+  measured_too={
+    "decay per step": lambda T, strength: Case(
+      T, H=1, K=8, V=8, decay="BTHK", strength=strength, chunk=None
+    )
+  },
+  memory=lambda T: Case(T, H=1, K=32, V=32, decay="BTHK", chunk=16, state=False),
+  isolates_documents=False,
+)

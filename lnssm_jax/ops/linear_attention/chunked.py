@@ -1,0 +1,354 @@
+"""Linear attention in chunks: matrix products inside, a short scan over the states between.
+
+The derivation, forward and backward, is in README.md. Two things decide how it is written:
+
+* Only sums of log decays over ranges of tokens are exponentiated, each formed by adding terms of
+  one sign. No difference of two cumulative sums is taken, so a decay of exp(-20), or of 0, costs no
+  accuracy anywhere.
+* The backward pass keeps the inputs and the states between chunks, and recomputes the rest (custom
+  VJP).
+
+Arrays are `[N, B, H, C, X]`, N chunks of C tokens; decays may have size 1 on any axis but H and C.
+
+Inside a chunk, a pair of tokens i > j is weighted by the decays of the tokens between them. Blocks
+of 1, 2, 4, ... tokens are merged two by two: every pair meets at exactly one merge, where j is in
+the first half and i in the second. There the weight splits at the boundary between the halves into
+exp(sum from there to i) * exp(sum from j to there): both sums have terms of one sign, both factors
+are at most 1, and the scores of the merge are one matrix product.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax.ops.core.chunking import chunk, join, next_power_of_two
+from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
+from lnssm_jax.ops.core.segments import ChunkSegments, no_gradient
+from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
+
+DEFAULT_CHUNK_SIZE = 64
+# Products of blocks below this size are cheaper as multiply-and-sum than as calls of a
+# matrix-product library.
+_SMALLEST_MATRIX_PRODUCT = 4
+
+
+class _Static(NamedTuple):
+  """Trace-time constants."""
+
+  normalize: bool
+  scale: float
+  chunk_size: int
+
+
+class Chunks(NamedTuple):
+  """The inputs, split into chunks."""
+
+  q: jax.Array  # [N, B, H, C, K]
+  k: jax.Array  # [N, B, H, C, K]
+  v: jax.Array  # [N, B, H, C, V]
+  log_decay: jax.Array  # [N|1, B|1, H|1, C, K|1]
+  value_log_decay: jax.Array | None  # [N|1, B|1, H, C, V]
+  bonus: jax.Array | None  # [H, 1, K]
+
+
+class Summary(NamedTuple):
+  """Effect of a chunk on the state: S -> diag(decay) S diag(value decay) + added."""
+
+  log_decay: jax.Array  # [N|1, B|1, H|1, K|1]
+  value_log_decay: jax.Array | None  # [N|1, B|1, H, V]
+  added: LinearAttentionState  # [N, B, H, K, V] and [N, B, H, K]
+
+
+def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAttentionState]:
+  """The chunked form."""
+  length = inputs.q.shape[1]
+  chunk_size = min(options.chunk_size or DEFAULT_CHUNK_SIZE, next_power_of_two(length))
+  if not options.normalize:
+    inputs = inputs._replace(state=inputs.state._replace(key_sum=None))
+  return _scan(_Static(options.normalize, options.scale, chunk_size), inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(static, inputs):
+  return _forward(static, inputs)[0]
+
+
+def _forward(static, inputs):
+  """Returns (out, final state) and the residuals."""
+  chunks = _split(inputs, static.chunk_size)
+  segments = _segments(inputs, static)
+  summary = summarize(chunks, segments, static.normalize)
+  final, entering = _carry_states(summary, inputs.state)
+  out, denominator = outputs(chunks, segments, entering, static.normalize)
+  length = inputs.q.shape[1]
+  out = static.scale * join(out, length)
+  if static.normalize:
+    denominator = join(denominator[..., None], length)
+    out = out / denominator
+  out = out.astype(inputs.v.dtype)
+  return (out, final), (inputs, entering, out, denominator)
+
+
+@jax.named_scope("linear_attention")
+def _backward(static, residuals, cotangents):
+  inputs, entering, out, denominator = residuals
+  d_out, d_final = cotangents
+  acc = accumulation_dtype(inputs.q, inputs.k, inputs.v)
+  d_out, d_denominator = d_out.astype(acc), None
+  if static.normalize:
+    # y = scale n / D: dn = scale dy / D, dD = -(dy . y) / D. Before padding: no padded row may
+    # divide by its zero.
+    d_denominator = -jnp.sum(d_out * out.astype(acc), axis=-1, keepdims=True) / denominator
+    d_denominator = chunk(d_denominator, static.chunk_size)[..., 0]
+    d_out = d_out / denominator
+  d_out = static.scale * chunk(d_out, static.chunk_size)
+
+  segments, inputs = _segments(inputs, static), inputs._replace(segments=None)
+  chunks, split_vjp = jax.vjp(lambda inputs: _split(inputs, static.chunk_size), inputs)
+  _, outputs_vjp = jax.vjp(
+    lambda *args: outputs(args[0], segments, args[1], static.normalize), chunks, entering
+  )
+  d_chunks, d_entering = outputs_vjp((d_out, d_denominator))
+  summary, summarize_vjp = jax.vjp(
+    lambda chunks: summarize(chunks, segments, static.normalize), chunks
+  )
+  d_initial, leaving = _carry_adjoints(summary, d_entering, d_final)
+  _, advance_vjp = jax.vjp(lambda summary: advance(summary, entering), summary)
+  (d_chunks_by_state,) = summarize_vjp(*advance_vjp(leaving))
+  (d_inputs,) = split_vjp(jax.tree.map(jnp.add, d_chunks, d_chunks_by_state))
+  return (d_inputs._replace(state=d_initial, segments=no_gradient(residuals[0].segments)),)
+
+
+_scan.defvjp(_forward, _backward)
+
+
+def _segments(inputs, static):
+  return None if inputs.segments is None else inputs.segments.chunks(static.chunk_size)
+
+
+def _carry_states(summary: Summary, initial: LinearAttentionState):
+  """The state after the last chunk, and the one that enters each."""
+
+  def step(state, summary_n):
+    return advance(summary_n, state), state
+
+  return _scan_chunks(step, initial, summary)
+
+
+def _carry_adjoints(summary: Summary, d_entering: LinearAttentionState, d_final):
+  """The cotangent of the initial state, and of the state that leaves each chunk."""
+
+  def step(adjoint, inputs):
+    summary_n, d_entering_n = inputs
+    zeros = jax.tree.map(jnp.zeros_like, adjoint)
+    decayed = advance(summary_n._replace(added=zeros), adjoint)  # diagonal: its own transpose
+    return jax.tree.map(jnp.add, decayed, d_entering_n), adjoint
+
+  return _scan_chunks(step, d_final, (summary, d_entering), reverse=True)
+
+
+def _scan_chunks(step, carry, xs, *, reverse=False):
+  """`lax.scan` over the leading axis; arrays of size 1 there are the same for every chunk."""
+  leaves, treedef = jax.tree.flatten(xs)
+  length = max(x.shape[0] for x in leaves)
+  constant = [x[0] if x.shape[0] == 1 else None for x in leaves]
+  varying = [x for x in leaves if x.shape[0] != 1]
+  if length == 1:
+    carry, y = step(carry, jax.tree.unflatten(treedef, constant))
+    return carry, jax.tree.map(lambda x: x[None], y)
+
+  def body(carry, varying_n):
+    rest = iter(varying_n)
+    return step(
+      carry, jax.tree.unflatten(treedef, [next(rest) if c is None else c for c in constant])
+    )
+
+  return jax.lax.scan(body, carry, varying, reverse=reverse)
+
+
+def _split(inputs: Inputs, size: int) -> Chunks:
+  length = inputs.q.shape[1]
+  bonus, values = inputs.bonus, inputs.value_log_decay
+  return Chunks(
+    chunk(inputs.q, size),
+    chunk(inputs.k, size),
+    chunk(inputs.v, size),
+    _chunk_decay(inputs.log_decay, length, size),
+    None if values is None else _chunk_decay(values, length, size),
+    None if bonus is None else bonus.astype(inputs.log_decay.dtype)[:, None, :],
+  )
+
+
+def _chunk_decay(decay, length, size):
+  """Like `chunk`, keeping axes of size 1; a constant decay spans the tokens of one chunk only."""
+  B, T, H, X = decay.shape
+  if T == 1 and length % size == 0:
+    return jnp.broadcast_to(decay.transpose(1, 0, 2, 3)[:, :, :, None], (1, B, H, size, X))
+  # Padding must not decay the final state, so the last chunk differs from the others.
+  return chunk(jnp.broadcast_to(decay, (B, length, H, X)), size)
+
+
+def advance(summary: Summary, state: LinearAttentionState) -> LinearAttentionState:
+  """The state after a chunk, from the state before it."""
+  kv = decayed(summary.log_decay[..., :, None], state.kv)
+  if summary.value_log_decay is not None:
+    kv = decayed(summary.value_log_decay[..., None, :], kv)
+  key_sum = state.key_sum
+  if key_sum is not None:
+    key_sum = decayed(summary.log_decay, key_sum) + summary.added.key_sum
+  return LinearAttentionState(kv + summary.added.kv, key_sum)
+
+
+def summarize(chunks: Chunks, segments: ChunkSegments | None, normalize: bool) -> Summary:
+  """The effect of each chunk on the state. `added.key_sum` is None unless `normalize`."""
+  sums = _whole_chunk(chunks.log_decay)
+  keys = chunks.k * jnp.exp(sums.after)
+  values = chunks.v
+  log_decay, value_log_decay = sums.total[..., 0, :], None
+  if segments is not None:
+    keys, log_decay = segments.write(keys, log_decay)
+  if chunks.value_log_decay is not None:
+    value_sums = _whole_chunk(chunks.value_log_decay)
+    values = values * jnp.exp(value_sums.after)
+    value_log_decay = value_sums.total[..., 0, :]
+  added = product("...ck,...cv->...kv", keys, values, chunks.v.dtype)
+  return Summary(
+    log_decay, value_log_decay, LinearAttentionState(added, keys.sum(-2) if normalize else None)
+  )
+
+
+def outputs(
+  chunks: Chunks, segments: ChunkSegments | None, entering: LinearAttentionState, normalize: bool
+):
+  """Returns S_t^T q_t [N, B, H, C, V] and, if `normalize`, q_t^T z_t [N, B, H, C], else None."""
+  before = _whole_chunk(chunks.log_decay, read_first=chunks.bonus is not None).before
+  queries = chunks.q * jnp.exp(before)
+  if segments is not None:
+    queries = segments.read(queries)
+  dtype = chunks.v.dtype
+  from_state = product("...ck,...kv->...cv", queries, entering.kv, dtype)
+  if chunks.value_log_decay is not None:
+    from_state = from_state * jnp.exp(
+      _whole_chunk(chunks.value_log_decay, read_first=chunks.bonus is not None).before
+    )
+    return from_state + _outputs_with_value_decay(chunks, segments), None
+  scores = _scores(chunks)
+  if segments is not None:
+    scores = segments.scores(scores)
+  out = from_state + product("...ij,...jv->...iv", scores, chunks.v, dtype)
+  if not normalize:
+    return out, None
+  from_sum = jnp.sum(queries * entering.key_sum[..., None, :], axis=-1)
+  return out, from_sum + scores.sum(-1)
+
+
+class _Sums(NamedTuple):
+  """Sums of log decays inside blocks of s tokens, [..., C/s, s, X] (`total`: [..., C/s, 1, X])."""
+
+  before: jax.Array  # from the block's start up to the read of token i
+  after: jax.Array  # of the tokens after j to the block's end
+  total: jax.Array
+
+  @classmethod
+  def of_tokens(cls, log_decay, read_first):
+    tokens = log_decay[..., :, None, :]
+    return cls(jnp.zeros_like(tokens) if read_first else tokens, jnp.zeros_like(tokens), tokens)
+
+  def merged(self):
+    (before_1, before_2), (after_1, after_2) = _halves(self.before), _halves(self.after)
+    total_1, total_2 = _halves(self.total)
+    return _Sums(
+      jnp.concatenate([before_1, total_1 + before_2], axis=-2),
+      jnp.concatenate([after_1 + total_2, after_2], axis=-2),
+      total_1 + total_2,
+    )
+
+
+def _whole_chunk(log_decay, *, read_first=False) -> _Sums:
+  """The sums over whole chunks, [..., C, X]."""
+  sums = _Sums.of_tokens(log_decay, read_first)
+  while sums.before.shape[-3] > 1:
+    sums = sums.merged()
+  return _Sums(*(x[..., 0, :, :] for x in sums))
+
+
+def _scores(chunks: Chunks) -> jax.Array:
+  """[N, B, H, C, C]: the weight of token j in the output of token i, zero for j > i."""
+  q, k, v, log_decay, _, bonus = chunks
+  size, length = 1, q.shape[-2]
+  sums = _Sums.of_tokens(log_decay, bonus is not None)
+  per_channel = log_decay.shape[-1] > 1
+  if per_channel:
+    table = _diagonal_scores(q, k, bonus)[
+      ..., None, None
+    ]  # [..., C/s, s, s]: the scores inside each block
+  else:
+    table = jnp.zeros_like(sums.total)  # the log of the scores' weights, the same for all channels
+  while size < length:
+    before_2, after_1 = _halves(sums.before)[1], _halves(sums.after)[0]
+    if per_channel:
+      cross = _cross_scores(_blocks(q, size), _blocks(k, size), before_2, after_1, v.dtype)
+    else:
+      cross = before_2 + jnp.swapaxes(after_1, -1, -2)
+    first, second = _halves(table)
+    above = jnp.full_like(first, 0.0 if per_channel else -jnp.inf)
+    table = jnp.concatenate(
+      [jnp.concatenate([first, above], -1), jnp.concatenate([cross, second], -1)], -2
+    )
+    sums, size = sums.merged(), 2 * size
+  table = table[..., 0, :, :]
+  if per_channel:
+    return table
+  scores = product("...ik,...jk->...ij", q, k, v.dtype) * jnp.exp(table)
+  if bonus is None:
+    return scores
+  diagonal = jnp.eye(length, dtype=bool)
+  return jnp.where(diagonal, _diagonal_scores(q, k, bonus)[..., None], scores)
+
+
+def _outputs_with_value_decay(chunks: Chunks, segments: ChunkSegments | None) -> jax.Array:
+  """[N, B, H, C, V]: outputs of a chunk without the entering state, when values decay too."""
+  q, k, v, log_decay, value_log_decay, bonus = chunks
+  size, length = 1, q.shape[-2]
+  sums = _Sums.of_tokens(log_decay, bonus is not None)
+  value_sums = _Sums.of_tokens(value_log_decay, bonus is not None)
+  out = (_diagonal_scores(q, k, bonus)[..., None] * v)[..., None, :]  # [..., C/s, s, V]
+  while size < length:
+    cross = _cross_scores(
+      _blocks(q, size), _blocks(k, size), _halves(sums.before)[1], _halves(sums.after)[0], v.dtype
+    )
+    if segments is not None:
+      token_1, token_2 = _halves(_blocks(segments.token[..., None], size))
+      cross = jnp.where(token_2 == jnp.swapaxes(token_1, -1, -2), cross, 0.0)
+    values = _halves(_blocks(v, size))[0] * jnp.exp(_halves(value_sums.after)[0])
+    carried = product("...ij,...jv->...iv", cross, values, v.dtype)
+    first, second = _halves(out)
+    out = jnp.concatenate([first, second + jnp.exp(_halves(value_sums.before)[1]) * carried], -2)
+    sums, value_sums, size = sums.merged(), value_sums.merged(), 2 * size
+  return out[..., 0, :, :]
+
+
+def _diagonal_scores(q, k, bonus):
+  """[N, B, H, C]: q_i k_i, weighted by the bonus if there is one."""
+  weight = 1.0 if bonus is None else bonus
+  return jnp.sum(q * weight * k, axis=-1, dtype=jnp.result_type(jnp.float32, q.dtype))
+
+
+def _cross_scores(q, k, before_2, after_1, dtype):
+  """[..., C/2s, s, s]: the scores of each second half against its first half."""
+  queries, keys = _halves(q)[1] * jnp.exp(before_2), _halves(k)[0] * jnp.exp(after_1)
+  if q.shape[-2] < _SMALLEST_MATRIX_PRODUCT:
+    return jnp.sum(queries[..., :, None, :] * keys[..., None, :, :], axis=-1)
+  return product("...ik,...jk->...ij", queries, keys, dtype)
+
+
+def _blocks(x, size):
+  """[..., C, X] -> [..., C/size, size, X]."""
+  return x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1])
+
+
+def _halves(blocks):
+  """[..., M, s, X] -> the even and the odd blocks, [..., M/2, s, X] each."""
+  return blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]

@@ -1,0 +1,58 @@
+"""longhorn_scan: its arguments and checks."""
+
+import numpy as np
+
+from lnssm_jax import ops
+from lnssm_jax.ops.core.cases import B, Scan
+from lnssm_jax.ops.core.channel_cases import CHECKS, SWEEP, Case
+
+
+def _strengths_and_keys(rng, case: Case):
+  """`beta` and `k`: decays near 1 (weak), as trained (ordinary), or down to 1e-6 (extreme).
+
+  Extreme keys have one entry that is nearly all of them, or are zero; beta comes near 0 and 1. Or
+  small keys that are the same everywhere: a decay that is rounded to float32 is then wrong a
+  thousand times.
+  """
+  T, D, N = case.T, case.D, case.N
+  k, beta = rng.normal(size=(B, T, N)), 1 / (1 + np.exp(rng.normal(size=(B, T, D))))
+  if case.strength == "weak":
+    return beta, k / 50
+  if case.strength == "lasting":
+    return np.full(beta.shape, 0.5), np.full(k.shape, 1e-3)
+  if case.strength == "ordinary":
+    return beta, k
+  k[np.arange(B)[:, None], np.arange(T), rng.integers(N, size=(B, T))] *= 1000
+  k[:, ::5] = 0
+  return 1 / (1 + np.exp(rng.normal(size=(B, T, D)) * 6)), k
+
+
+def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+  T, D, N = case.T, case.D, case.N
+  beta, k = _strengths_and_keys(rng, case)
+  inputs = {"x": rng.normal(size=(B, T, D)), "beta": beta, "k": k}
+  inputs["q"] = rng.normal(size=(B, T, N))
+  if case.state:
+    inputs["state.h"] = rng.normal(size=(B, D, N))
+  if case.skip:
+    inputs["skip"] = rng.normal(size=D)
+  return inputs
+
+
+def _arguments(case: Case, inputs):
+  return tuple(inputs[n] for n in ("x", "beta", "k", "q")), {"skip": inputs.get("skip")}
+
+
+LONGHORN_SCAN = Scan(
+  function=ops.longhorn_scan,
+  state=ops.LonghornState,
+  draw=_draw,
+  arguments=_arguments,
+  narrow=("x", "beta", "k", "q"),
+  steps=("x", "beta", "k", "q"),
+  checks=CHECKS,
+  sweep=SWEEP,
+  small=Case(23, N=4, state=False),
+  measured=lambda T, strength: Case(T, strength, D=8, N=4, chunk=None),
+  memory=lambda T: Case(T, D=16, N=16, chunk=8, state=False),
+)

@@ -1,0 +1,44 @@
+"""Types of `longhorn_scan`: its recurrent state, and its arguments once they are checked."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax import typing as ty
+from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.states import register_state
+
+
+@register_state
+class LonghornState(NamedTuple):
+  """Recurrent state after the last token. float32 (float64 for float64 inputs)."""
+
+  h: ty.BDN  # the linear map from keys to inputs
+
+
+class Inputs(NamedTuple):
+  """The arguments in the form that every implementation takes."""
+
+  x: jax.Array  # [B, T, D]
+  beta: jax.Array  # [B, T, D]
+  k: jax.Array  # [B, T, N]
+  q: jax.Array  # [B, T, N]
+  skip: jax.Array  # [D], in the dtype of the sums
+  state: LonghornState
+  segments: Segments | None
+
+  AXES = {  # noqa: RUF012
+    "x": "BTD",
+    "beta": "BTD",
+    "k": "BTN",
+    "q": "BTN",
+    "skip": "D",
+    "state": "BDN",
+    "segments": "BT",
+  }
+
+
+def init_state(*, batch: int, dim: int, state_dim: int, dtype=jnp.float32) -> LonghornState:
+  """The empty state for `dim` channels with `state_dim` numbers each: zeros."""
+  return LonghornState(jnp.zeros((batch, dim, state_dim), dtype))

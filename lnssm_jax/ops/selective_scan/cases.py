@@ -1,0 +1,57 @@
+"""selective_scan: its arguments and checks."""
+
+import numpy as np
+
+from lnssm_jax import ops
+from lnssm_jax.ops.core.cases import B, Scan
+from lnssm_jax.ops.core.channel_cases import CHECKS, SWEEP, Case
+
+
+def steps_and_rates(rng, case: Case):
+  """`dt` and `a` with dt a weak (near 0), ordinary (as initialized), or extreme: -40 to 0.
+
+  Or the same small dt everywhere: a decay that is rounded to float32 is then wrong a thousand
+  times.
+  """
+  T, D, N = case.T, case.D, case.N
+  a = -np.exp(rng.normal(size=(D, N)))
+  if case.strength == "lasting":
+    return np.full((B, T, D), 1e-6), a
+  if case.strength == "weak":
+    return np.exp(rng.uniform(-9, -6, size=(B, T, D))), a
+  if case.strength == "ordinary":
+    return np.exp(rng.uniform(-6, 0, size=(B, T, D))), a
+  dt = rng.random((B, T, D)) ** 2
+  dt.flat[0], dt.flat[-1] = 1, 0
+  return dt, -40 * rng.random((D, N))
+
+
+def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+  T, D, N = case.T, case.D, case.N
+  dt, a = steps_and_rates(rng, case)
+  inputs = {"x": rng.normal(size=(B, T, D)), "dt": dt, "a": a}
+  inputs |= {name: rng.normal(size=(B, T, N)) for name in ("b", "c")}
+  if case.state:
+    inputs["state.h"] = rng.normal(size=(B, D, N))
+  if case.skip:
+    inputs["skip"] = rng.normal(size=D)
+  return inputs
+
+
+def _arguments(case: Case, inputs):
+  return tuple(inputs[n] for n in ("x", "dt", "a", "b", "c")), {"skip": inputs.get("skip")}
+
+
+SELECTIVE_SCAN = Scan(
+  function=ops.selective_scan,
+  state=ops.SelectiveState,
+  draw=_draw,
+  arguments=_arguments,
+  narrow=("x", "dt", "b", "c"),
+  steps=("x", "dt", "b", "c"),
+  checks=CHECKS,
+  sweep=SWEEP,
+  small=Case(23, N=4, state=False),
+  measured=lambda T, strength: Case(T, strength, D=8, N=4, chunk=None),
+  memory=lambda T: Case(T, D=16, N=16, chunk=8, state=False),
+)

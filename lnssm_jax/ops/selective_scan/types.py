@@ -1,0 +1,46 @@
+"""Types of `selective_scan`: its recurrent state, and its arguments once they are checked."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax import typing as ty
+from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.states import register_state
+
+
+@register_state
+class SelectiveState(NamedTuple):
+  """Recurrent state after the last token. float32 (float64 for float64 inputs)."""
+
+  h: ty.BDN  # the decayed sum of (dt x) b^T
+
+
+class Inputs(NamedTuple):
+  """The arguments in the form that every implementation takes."""
+
+  x: jax.Array  # [B, T, D]
+  dt: jax.Array  # [B, T, D]
+  a: jax.Array  # [D, N], in the dtype of the sums
+  b: jax.Array  # [B, T, N]
+  c: jax.Array  # [B, T, N]
+  skip: jax.Array  # [D], in the dtype of the sums
+  state: SelectiveState
+  segments: Segments | None
+
+  AXES = {  # noqa: RUF012
+    "x": "BTD",
+    "dt": "BTD",
+    "a": "DN",
+    "b": "BTN",
+    "c": "BTN",
+    "skip": "D",
+    "state": "BDN",
+    "segments": "BT",
+  }
+
+
+def init_state(*, batch: int, dim: int, state_dim: int, dtype=jnp.float32) -> SelectiveState:
+  """The empty state for `dim` channels with `state_dim` numbers each: zeros."""
+  return SelectiveState(jnp.zeros((batch, dim, state_dim), dtype))

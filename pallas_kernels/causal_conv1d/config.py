@@ -1,0 +1,70 @@
+"""Tile sizes of the causal convolution's kernels.
+
+Nothing here depends on the length of the sequence but the number of splits.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.core import device
+
+THREADS = 128  # per CTA
+MAX_WIDTH = 4  # taps of a convolution: each thread keeps them in registers
+_MIN_SPLIT = 32  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+  """Tile sizes of one kernel."""
+
+  vector: int  # adjacent channels per thread
+  group: int  # tokens that are loaded together
+  ctas_per_sm: int  # where the sequence is long enough
+
+  def __post_init__(self):
+    if self.vector not in (1, 2, 4, 8):
+      raise ValueError(f"vector={self.vector} must be 1, 2, 4 or 8: at most 16 bytes per load.")
+    if not 1 <= self.group <= 31:
+      raise ValueError(f"group={self.group} must be 1 to 31: its flags are bits of an int32.")
+    if self.ctas_per_sm < 1:
+      raise ValueError(f"ctas_per_sm={self.ctas_per_sm} must be positive.")
+
+  @property
+  def channels(self) -> int:
+    """Channels per CTA."""
+    return THREADS * self.vector
+
+
+# By the bytes of a number. Measured on an H200.
+_FORWARD = {2: KernelConfig(2, 4, 8), 4: KernelConfig(2, 4, 8)}
+_BACKWARD = {2: KernelConfig(4, 8, 2), 4: KernelConfig(2, 8, 4)}
+
+
+def forward_config(channels: int, dtype: Any) -> KernelConfig:
+  """For a multiple of 128 channels."""
+  return _dividing(_FORWARD[jnp.dtype(dtype).itemsize], channels)
+
+
+def backward_config(channels: int, dtype: Any) -> KernelConfig:
+  """For a multiple of 128 channels."""
+  return _dividing(_BACKWARD[jnp.dtype(dtype).itemsize], channels)
+
+
+def _dividing(best, channels):
+  """The same with as many CTAs of fewer channels, so that they divide all channels."""
+  vector = best.vector
+  while channels % (THREADS * vector):
+    vector //= 2
+  return dataclasses.replace(
+    best, vector=vector, ctas_per_sm=best.ctas_per_sm * best.vector // vector
+  )
+
+
+def split_length(config: KernelConfig, batch: int, channels: int, length: int) -> int:
+  """Tokens per split, whole groups, so that every SM has work."""
+  ctas = batch * (channels // config.channels)
+  number = min(config.ctas_per_sm * device.SM_COUNT // ctas, length // _MIN_SPLIT)
+  tokens = -(-length // max(number, 1))
+  return -(-tokens // config.group) * config.group

@@ -1,0 +1,357 @@
+"""The causal convolution over W tokens: forward kernel, backward kernel, `custom_vjp`.
+
+    forward    z_t = bias + sum_j kernel_j x_{t - (W - 1) + j}      y_t = z_t, or z_t sigmoid(z_t)
+    backward   g_t = dy_t y'(z_t)    dkernel_j = sum_t g_t x_{t - (W - 1) + j}    dbias = sum_t g_t
+               dx_s = sum_j kernel_j g_{s + (W - 1) - j}
+
+Each kernel reads and writes every array once. A thread has a few adjacent channels, which are one
+load, and scans the tokens of its split with the last W - 1 inputs in registers. Nothing is shared
+between threads, so tokens go from GMEM to registers without SMEM or barriers: `_Cta.scan` is a
+software pipeline of registers.
+
+  prologue   load the first group of tokens
+  mainloop   load the next group; compute this one and store its results
+  epilogue   the tokens after the last whole group, one by one
+
+The backward kernel scans in the same direction: it recomputes z, and the gradient of an input is
+complete W - 1 tokens later. Residuals are the arguments alone.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.causal_conv1d import config as tuning
+from pallas_kernels.causal_conv1d.config import KernelConfig
+from pallas_kernels.core import boundaries
+from pallas_kernels.core.wgmma import COMPILER_PARAMS, in_32_bits, store_anywhere
+
+_MIN_EXPONENT = -80.0  # below it x sigmoid(x) is 0 to 1e-33, and exp(-x) would overflow
+
+
+class Static(NamedTuple):
+  """Arguments that the compiled program is specialized to."""
+
+  silu: bool  # whether y = z sigmoid(z)
+  dtype: jnp.dtype  # of y
+  forward: KernelConfig
+  backward: KernelConfig
+  interpret: Any = None
+
+
+class Inputs(NamedTuple):
+  """D is a multiple of 128, W at most `config.MAX_WIDTH`."""
+
+  x: jax.Array  # [B, T, D] bfloat16 or float32
+  kernel: jax.Array  # [W, D] float32
+  bias: jax.Array | None  # [D] float32
+  initial: jax.Array | None  # [B, W - 1, D] float32, the inputs before the first; None: zeros
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def causal_conv1d(static: Static, inputs: Inputs, first: jax.Array | None) -> jax.Array:
+  """y [B, T, D] in `static.dtype`.
+
+  Args:
+    first: [B, T], set at the first tokens of documents, across which nothing is read; or None.
+  """
+  return forward_kernel(inputs, first, static)
+
+
+def _forward_rule(static, inputs, first):
+  return causal_conv1d(static, inputs, first), (inputs, first)
+
+
+def _backward_rule(static, residuals, d_out):
+  inputs, first = residuals
+  results = backward_kernel(inputs, d_out, first, static)
+  d_bias = None if results.bias is None else results.bias.sum((0, 1))
+  d_inputs = Inputs(results.x, results.kernel.sum((0, 1)), d_bias, results.initial)
+  d_first = None if first is None else np.zeros(first.shape, jax.dtypes.float0)
+  return d_inputs, d_first
+
+
+causal_conv1d.defvjp(_forward_rule, _backward_rule)
+
+
+class _Cta:
+  """Coordinates, loads and the scan of one CTA."""
+
+  def __init__(self, config: KernelConfig, split_length: int, length: int, width: int, words_gmem):
+    C, vector = config.channels, config.vector
+    tiling = plgpu.Tiling(((C,), (32 * vector,), (vector,)))
+    self.layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    self.num_channels = C
+    self.group, self.length, self.width, self.words = config.group, length, width, words_gmem
+    self.b, self.split = lax.axis_index("row"), lax.axis_index("split")
+    self.channels = pl.ds(lax.axis_index("channels") * C, C)
+    self.start = self.split * split_length
+    self.tokens = jnp.minimum(length - self.start, split_length)
+
+  def load(self, ref_gmem):
+    """Adjacent channels, as they are."""
+    return plgpu.load(ref_gmem, layout=self.layout, optimized=False)
+
+  def load_wide(self, ref_gmem):
+    """The same in float32."""
+    return self.load(ref_gmem).astype(jnp.float32)
+
+  def full(self, value: float):
+    """The same float32 number for every channel."""
+    return plgpu.layout_cast(jnp.full((self.num_channels,), value, jnp.float32), self.layout)
+
+  def load_token(self, ref_gmem, t):
+    """The channels of token t; beyond the last one, those of the last."""
+    return self.load(ref_gmem.at[self.b, jnp.minimum(t, self.length - 1), self.channels])
+
+  def load_word(self, t):
+    """The flags of the group that token t belongs to; None without boundaries."""
+    if self.words is None:
+      return None
+    return self.words[self.b, jnp.minimum(t, self.length - 1) // self.group]
+
+  def load_window(self, x_gmem, initial_gmem):
+    """The W - 1 inputs before the split, float32, oldest first."""
+    zero = self.full(0.0)
+    is_first_split = self.split == 0
+    at = jnp.maximum(self.start, self.group) - self.group  # the group before
+    word = self.load_word(at)
+    window = []
+    for n in range(1 - self.width, 0):
+      earlier = zero
+      if initial_gmem is not None:
+        earlier = self.load_wide(initial_gmem.at[self.b, self.width - 1 + n, self.channels])
+      inside = self.load_token(x_gmem, at + self.group + n).astype(jnp.float32)
+      if word is not None:
+        is_first = boundaries.bit(word, self.group + n) & ~is_first_split
+        window = boundaries.reset(is_first, window, [zero] * len(window))
+      window.append(jnp.where(is_first_split, earlier, inside))
+    return window
+
+  def scan(self, advance: Callable[..., Any], carry: Any, streams_gmem, *, has_tail: bool) -> Any:
+    """Calls `advance(t, r, token, is_first, carry) -> carry` for the tokens t of the split.
+
+    r is the place of a token in its group, or None in the tail.
+
+    Args:
+      streams_gmem: references [B, T, D]; `token` has the channels of each.
+      has_tail: whether the tokens may not be whole groups.
+    """
+    load = lambda t: [self.load_token(ref, t) for ref in streams_gmem]
+    num_groups = self.tokens // self.group
+
+    def fetch(t):
+      return [load(t + r) for r in range(self.group)], self.load_word(t)
+
+    def compute_group(n, arrived):
+      tokens, word, carry = arrived
+      first_token = self.start + n * self.group
+      ahead = fetch(first_token + self.group)  # loads do not move across the stores of this group
+      for r, token in enumerate(tokens):
+        carry = advance(first_token + r, r, token, boundaries.bit(word, r), carry)
+      return *ahead, carry
+
+    *_, carry = lax.fori_loop(0, num_groups, compute_group, (*fetch(self.start), carry))
+    if not has_tail:
+      return carry
+
+    def compute_single(n, carry):
+      t = self.start + num_groups * self.group + n
+      word = self.load_word(t)
+      return advance(t, None, load(t), boundaries.bit(word, n), carry)
+
+    return lax.fori_loop(0, self.tokens - num_groups * self.group, compute_single, carry)
+
+
+# Forward kernel
+
+
+class _ForwardInputs(NamedTuple):
+  x: Any
+  kernel: Any
+  bias: Any
+  initial: Any
+  words: Any  # `boundaries.pack_bits`
+
+
+@in_32_bits
+def forward_kernel(inputs: Inputs, first: jax.Array | None, static: Static) -> jax.Array:
+  """y [B, T, D]."""
+  (B, T, D), W = inputs.x.shape, inputs.kernel.shape[0]
+  config = static.forward
+  split_length = tuning.split_length(config, B, D, T)
+
+  def body(ins, out_gmem):
+    cta = _Cta(config, split_length, T, W, ins.words)
+    taps = [cta.load_wide(ins.kernel.at[j, cta.channels]) for j in range(W)]
+    bias = None if ins.bias is None else cta.load_wide(ins.bias.at[cta.channels])
+    zero = cta.full(0.0)
+
+    def advance(t, r, token, is_first, window):
+      del r
+      window = boundaries.reset(is_first, window, [zero] * (W - 1))
+      window = [*window, token[0].astype(jnp.float32)]
+      z = _weighted(taps, window, bias)
+      y = z * _sigmoid(z) if static.silu else z
+      store_anywhere(out_gmem.at[cta.b, t, cta.channels], y.astype(static.dtype))
+      return window[1:]
+
+    window = cta.load_window(ins.x, ins.initial)
+    cta.scan(advance, window, [ins.x], has_tail=T % config.group != 0)
+
+  out_type = jax.ShapeDtypeStruct((B, T, D), static.dtype)
+  return _launch(body, "forward", out_type, config, split_length, inputs.x, static.interpret)(
+    _ForwardInputs(*inputs, words=boundaries.pack_bits(first, config.group))
+  )
+
+
+# Backward kernel
+
+
+class _BackwardInputs(NamedTuple):
+  x: Any
+  d_out: Any
+  kernel: Any
+  bias: Any
+  initial: Any
+  words: Any
+
+
+class BackwardResults(NamedTuple):
+  """Gradients; None of what is None."""
+
+  x: Any  # [B, T, D] in its dtype
+  kernel: Any  # [B, P, W, D] float32, summed over each of P splits
+  bias: Any  # [B, P, D] float32, summed over each of P splits
+  initial: Any  # [B, W - 1, D] float32
+
+
+class _Carry(NamedTuple):
+  window: Any  # the last W - 1 inputs
+  pending: Any  # their gradients so far
+  since: Any  # tokens since a document began, or None without boundaries
+  sums: Any  # of the gradients of taps and bias over the split
+
+
+@in_32_bits
+def backward_kernel(
+  inputs: Inputs, d_out: jax.Array, first: jax.Array | None, static: Static
+) -> BackwardResults:
+  """Gradients of `inputs`, from the cotangent d_out [B, T, D] of y."""
+  (B, T, D), W = inputs.x.shape, inputs.kernel.shape[0]
+  config = static.backward
+  split_length = tuning.split_length(config, B, D, T)
+  P = -(-T // split_length)
+  has_bias, has_initial = inputs.bias is not None, inputs.initial is not None
+  out_type = BackwardResults(
+    x=jax.ShapeDtypeStruct((B, T, D), inputs.x.dtype),
+    kernel=jax.ShapeDtypeStruct((B, P, W, D), jnp.float32),
+    bias=jax.ShapeDtypeStruct((B, P, D), jnp.float32) if has_bias else None,
+    initial=jax.ShapeDtypeStruct((B, W - 1, D), jnp.float32) if has_initial else None,
+  )
+
+  def body(ins, outs):
+    cta = _Cta(config, split_length, T, W, ins.words)
+    taps = [cta.load_wide(ins.kernel.at[j, cta.channels]) for j in range(W)]
+    bias = None if ins.bias is None else cta.load_wide(ins.bias.at[cta.channels])
+    zero = cta.full(0.0)
+
+    def store_gradient(s, r, value):
+      """Stores the gradient of the input of token s, if that is one of the split's."""
+      d_x = outs.x.at[cta.b, s, cta.channels]
+      store = lambda: store_anywhere(d_x, value.astype(outs.x.dtype))
+      if r is not None and r >= W - 1:
+        store()
+        return
+      pl.when(s >= cta.start)(store)
+      if outs.initial is not None:
+
+        @pl.when(s < 0)
+        def _():
+          store_anywhere(outs.initial.at[cta.b, s + W - 1, cta.channels], value)
+
+    def advance(t, r, token, is_first, carry, *, own=True):
+      """`own`: whether token t is one of the split's, so that this CTA sums its tap gradients."""
+      window = boundaries.reset(is_first, carry.window, [zero] * (W - 1))
+      window = [*window, token[0].astype(jnp.float32)]
+      g = token[1].astype(jnp.float32)
+      if static.silu:
+        z = _weighted(taps, window, bias)
+        s = _sigmoid(z)
+        g = g * (s + z * s * (1.0 - s))
+      sums, since = carry.sums, carry.since
+      if own:
+        products = [g * y for y in window]
+        if has_bias:
+          products.append(g)
+        sums = [y + z for y, z in zip(sums, products, strict=True)]
+      else:
+        g = jnp.where(t < T, g, zero)
+      if is_first is not None:
+        since = jnp.where(is_first, 0, since + 1)
+      # An earlier document's inputs get nothing from this token.
+      hidden = [None if is_first is None else since < W - 1 - n for n in range(W - 1)]
+      seen = [boundaries.reset(flag, g, zero) for flag in hidden]
+      pending = [y + w * z for y, w, z in zip(carry.pending, taps[:-1], seen, strict=True)]
+      pending.append(taps[-1] * g)
+      store_gradient(t - (W - 1), r, pending[0])
+      return _Carry(window[1:], pending[1:], since, sums)
+
+    carry = _Carry(
+      window=cta.load_window(ins.x, ins.initial),
+      pending=[zero] * (W - 1),
+      since=None if ins.words is None else jnp.int32(W),
+      sums=[zero] * (W + has_bias),
+    )
+    carry = cta.scan(advance, carry, [ins.x, ins.d_out], has_tail=T % config.group != 0)
+    end = cta.start + cta.tokens
+    for n in range(W - 1):  # the tokens after the split, which read its last inputs
+      t = end + n
+      word = cta.load_word(t)
+      is_first = None
+      if word is not None:
+        is_first = boundaries.bit(word, lax.rem(jnp.minimum(t, T - 1), config.group))
+      token = cta.load_token(ins.x, t), cta.load_token(ins.d_out, t)
+      carry = advance(t, None, token, is_first, carry, own=False)
+    for j in range(W):
+      store_anywhere(outs.kernel.at[cta.b, cta.split, j, cta.channels], carry.sums[j])
+    if has_bias:
+      store_anywhere(outs.bias.at[cta.b, cta.split, cta.channels], carry.sums[W])
+
+  (results,) = _launch(
+    body, "backward", (out_type,), config, split_length, inputs.x, static.interpret
+  )(_BackwardInputs(inputs.x, d_out, *inputs[1:], words=boundaries.pack_bits(first, config.group)))
+  return results
+
+
+def _launch(body, name, out_type, config, split_length, x, interpret):
+  B, T, D = x.shape
+  return plgpu.kernel(
+    body,
+    out_type=out_type,
+    grid=(D // config.channels, -(-T // split_length), B),
+    grid_names=("channels", "split", "row"),
+    interpret=interpret,
+    compiler_params=COMPILER_PARAMS,
+    kernel_name=f"causal_conv1d_{name}",
+  )
+
+
+def _sigmoid(x):
+  """1 / (1 + exp(-x)), without a branch, which a division would be."""
+  root = lax.rsqrt(1.0 + jnp.exp(-jnp.maximum(x, _MIN_EXPONENT)))
+  return root * root
+
+
+def _weighted(taps, window, bias):
+  total = bias
+  for weight, x in zip(taps, window, strict=True):
+    total = weight * x if total is None else total + weight * x
+  return total

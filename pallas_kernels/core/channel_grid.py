@@ -1,0 +1,190 @@
+"""Grid and pipeline of kernels that scan along time with one thread per channel.
+
+A CTA is one warpgroup of 128 threads and takes 128 channels of one sequence, or of one split of it.
+The recurrent state stays in registers; tokens stream through SMEM in chunks. `pipeline` is the time
+loop of a CTA:
+
+  prologue   TMA copies fill the `stages` SMEM slots of every stream with the first chunks
+  mainloop   per chunk: wait until the results of the chunk before the last have left SMEM; compute
+             from SMEM to SMEM, state in registers; start the copy of the results to GMEM and that
+             of the chunk `stages` ahead into the slot that is free now
+  epilogue   wait for the last copies; the caller stores the final state from registers
+
+There is no producer warpgroup: a chunk is a long chain of dependent arithmetic in every thread, and
+the thread that starts the copies is free again at once.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core import device
+from pallas_kernels.core.wgmma import store_anywhere
+
+CHANNELS = 128  # per CTA, one per thread
+FLAG_BLOCK = 32  # flags per copy: 128 bytes, the least that TMA moves
+GRID_NAMES = ("channels", "row")
+COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+_ROW_LAYOUT = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
+_SMEM_BYTES = 200 * 1024  # of the 227 KiB that a CTA can have; the rest is for barriers and flags
+_MAX_STAGES = 8
+_MIN_SPLIT = 256  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+  """Tile sizes of `pipeline`."""
+
+  chunk: int  # tokens per chunk
+  stages: int  # chunks of the streams in SMEM: one is computed while the others are copied
+
+  def __post_init__(self):
+    if self.chunk < 1 or FLAG_BLOCK % self.chunk:
+      raise ValueError(f"chunk={self.chunk} must divide {FLAG_BLOCK}, the tokens of a flag copy.")
+    if self.stages < 1:
+      raise ValueError(f"stages={self.stages}: not one chunk of {self.chunk} tokens fits in SMEM.")
+
+
+def fitting_stages(chunk: int, *, bytes_in: float, bytes_out: float) -> int:
+  """Stages that fit in SMEM, for so many bytes per token and channel of streams and results."""
+  row = chunk * CHANNELS
+  return min(int((_SMEM_BYTES - 2 * bytes_out * row) // (bytes_in * row)), _MAX_STAGES)
+
+
+class Coordinates(NamedTuple):
+  """The part of the arrays that a CTA works on."""
+
+  channels: Any  # a slice of D
+  batch: jax.Array
+  split: jax.Array
+
+
+def coordinates(num_splits: int) -> Coordinates:
+  """This CTA's place in a grid of (D / CHANNELS, B * num_splits) CTAs."""
+  row = lax.axis_index("row")
+  channels = pl.ds(lax.axis_index("channels") * CHANNELS, CHANNELS)
+  return Coordinates(channels, row // num_splits, lax.rem(row, num_splits))
+
+
+def num_splits(batch: int, channels: int, length: int) -> int:
+  """Number of splits of a sequence that gives every SM work."""
+  return device.num_splits(batch * -(-channels // CHANNELS), length, _MIN_SPLIT)
+
+
+def padded_length(length: int, num_splits: int) -> int:
+  """Tokens that the kernels run: every split has the same whole number of flag copies."""
+  block = FLAG_BLOCK * num_splits
+  return -(-length // block) * block
+
+
+def itemsize(arrays) -> int:
+  """Bytes per token and channel of all arrays, or dtypes, of a tree."""
+  return sum(jnp.dtype(getattr(x, "dtype", x)).itemsize for x in jax.tree.leaves(arrays))
+
+
+def load_row(ref_smem):
+  """One token's 128 channels in float32 registers."""
+  return plgpu.load(ref_smem, layout=_ROW_LAYOUT).astype(jnp.float32)
+
+
+def load_row_gmem(ref_gmem):
+  """`load_row` from GMEM."""
+  return plgpu.load(ref_gmem, layout=_ROW_LAYOUT, optimized=False).astype(jnp.float32)
+
+
+def store_row_gmem(ref_gmem, row):
+  """Stores one row from registers."""
+  store_anywhere(ref_gmem, row.astype(ref_gmem.dtype))
+
+
+def full_row(value: float):
+  """The same float32 number for every channel."""
+  return plgpu.layout_cast(jnp.full((CHANNELS,), value, jnp.float32), _ROW_LAYOUT)
+
+
+def result_smem(chunk: int, dtype):
+  """SMEM for the results of two chunks: one is written while the other leaves."""
+  return plgpu.SMEM((2, chunk, CHANNELS), dtype)
+
+
+def pipeline(
+  compute_chunk: Callable[..., Any],
+  carry: Any,
+  *,
+  config: PipelineConfig,
+  streams_gmem: Any,
+  first_gmem: Any,
+  results_smem: Any,
+  results_gmem: Any,
+  start: Any,
+  num_chunks: int,
+  reverse: bool,
+) -> Any:
+  """Scans `num_chunks` chunks from token `start` on, the last chunk first if `reverse`.
+
+  Args:
+    compute_chunk: `compute_chunk(first_token, streams_smem, is_first, results_smem, carry)` returns
+      the next carry: reads a chunk of the streams and stores its results. `is_first(t)` says
+      whether token t of the chunk is the first of a document.
+    carry: arrays in registers.
+    streams_gmem: tree of references, [T, 128] each, or [T / chunk, n, 128]: n rows per chunk.
+    first_gmem: [T] int32 flags of first tokens, or None: then `is_first` is None.
+    results_smem: tree of `result_smem`.
+    results_gmem: the same tree of references [T, 128].
+  """
+  C = config.chunk
+  chunk_at = lambda n: num_chunks - 1 - n if reverse else n
+  sources, streams = jax.tree.flatten(streams_gmem)
+  specs = []
+  for ref in sources:
+    if len(ref.shape) == 3:
+      spec = plgpu.BlockSpec((1, *ref.shape[1:]), lambda n: (start // C + chunk_at(n), 0, 0))
+    else:
+      spec = plgpu.BlockSpec((C, CHANNELS), lambda n: (start // C + chunk_at(n), 0))
+    specs.append(spec)
+  if first_gmem is not None:
+    specs.append(
+      plgpu.BlockSpec((FLAG_BLOCK,), lambda n: ((start + chunk_at(n) * C) // FLAG_BLOCK,))
+    )
+    sources.append(first_gmem)
+  targets = jax.tree.leaves(results_gmem)
+
+  def step(index, *args):
+    (n,) = index
+    *arrived, carry = args
+    first_token = start + chunk_at(n) * C
+    is_first = None
+    if first_gmem is not None:
+      *arrived, flags_smem = arrived
+      offset = lax.rem(first_token, FLAG_BLOCK)
+      is_first = lambda t: flags_smem[offset + t] != 0
+    slot = lax.rem(n, 2)
+    if targets:
+      plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    slots_smem = jax.tree.map(lambda buffer: buffer.at[slot], results_smem)
+    streams_smem = jax.tree.unflatten(streams, arrived)
+    carry = compute_chunk(first_token, streams_smem, is_first, slots_smem, carry)
+    # Also orders the reads above before the next copies into the same slots.
+    plgpu.commit_smem()
+    for slot_smem, target_gmem in zip(jax.tree.leaves(slots_smem), targets, strict=True):
+      target = target_gmem.at[pl.ds(first_token, C)]
+      plgpu.copy_smem_to_gmem(slot_smem, target, commit_group=False)
+    if targets:
+      plgpu.commit_smem_to_gmem_group()
+    return carry
+
+  carry = plgpu.emit_pipeline(
+    step,
+    grid=(num_chunks,),
+    max_concurrent_steps=min(config.stages, num_chunks),
+    init_carry=carry,
+    in_specs=specs,
+  )(*sources)
+  plgpu.wait_smem_to_gmem(0)
+  return carry

@@ -1,0 +1,492 @@
+"""Kernels that process every chunk independently: grid, tiles, document boundaries, decays."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core.wgmma import (
+  CHUNK,
+  COMPILER_PARAMS,
+  TILE_WIDTH,
+  Backend,
+  Ref,
+  broadcast_cols,
+  broadcast_rows,
+  equal_mask,
+  in_32_bits,
+  iota,
+  load_col_vector,
+  load_row_vector,
+  map_refs,
+  smem_tile,
+  store_anywhere,
+)
+
+# exp(-80) = 2e-35: float32 sums do not notice anything smaller.
+_SMALLEST_LOG_DECAY = -80.0
+
+Copy = tuple[Ref, Ref]  # SMEM source, GMEM target
+
+
+class ChunkIndex(NamedTuple):
+  """The chunk that a CTA processes, and the block of 64 channels (of keys or of values)."""
+
+  batch: jax.Array
+  head: jax.Array
+  chunk: jax.Array
+  block: jax.Array | int
+
+  @property
+  def tokens(self):
+    """The chunk's slice of the time axis."""
+    return pl.ds(self.chunk * CHUNK, CHUNK)
+
+  @property
+  def channels(self):
+    """The block's slice of a channel axis."""
+    return pl.ds(self.block * TILE_WIDTH, TILE_WIDTH)
+
+  def table_row(self, table_gmem: Ref) -> Ref:
+    """The chunk's slice of a table [B|1, H, T|C], which stores chunks that are all alike once."""
+    tokens = self.tokens if table_gmem.shape[2] > CHUNK else pl.ds(0, CHUNK)
+    return table_gmem.at[self.batch if table_gmem.shape[0] > 1 else 0, self.head, tokens]
+
+
+class DocumentBoundaries(NamedTuple):
+  """Packed documents: the mask inside a chunk and the reset of the state between chunks.
+
+  One object for both, outside kernels with arrays and inside them with GMEM references. A token
+  attends to tokens of its own document only (`mask`), sees the state that entered its chunk if its
+  document did (`sees_entering_state`), and is part of the state that leaves if its document leaves
+  (`reaches_leaving_state`). A state passes a chunk only if no document begins there
+  (`keeps_state`). Both fields are None where a sequence is one document.
+  """
+
+  segment_ids: Any  # [B, T] int32, counted from 0, padded with each row's last; or None
+  reach: Any  # [2, B, T] float32, 1 or 0: sees the entering state; reaches the leaving one; or None
+
+  @classmethod
+  def of(cls, segment_ids: jax.Array | None) -> "DocumentBoundaries":
+    """Computes `reach` of padded segment ids [B, T], or None."""
+    if segment_ids is None:
+      return cls(None, None)
+    chunks = segment_ids.reshape(segment_ids.shape[0], -1, CHUNK)
+    leaving = chunks[:, :, -1:]
+    entering = jnp.concatenate([jnp.zeros_like(leaving[:, :1]), leaving[:, :-1]], axis=1)
+    reach = jnp.stack([chunks == entering, chunks == leaving])
+    return cls(segment_ids, reach.reshape(2, -1, segment_ids.shape[1]).astype(jnp.float32))
+
+  @property
+  def mask_only(self) -> "DocumentBoundaries":
+    """For kernels whose decay tables hold the reset already (`scalar_decay_tables`)."""
+    return self._replace(reach=None)
+
+  @property
+  def reset_only(self) -> "DocumentBoundaries":
+    """For kernels that read scores which are masked already."""
+    return self._replace(segment_ids=None)
+
+  # Outside kernels.
+
+  def chunks_keep_state(self) -> jax.Array:
+    """[B, N] float32: 1 where a state passes the chunk, which is then within one document."""
+    by_chunk = self.reach.reshape(*self.reach.shape[:2], -1, CHUNK)
+    return by_chunk[0, :, :, -1]  # the last token sees the entering state
+
+  def reset(self, decay: jax.Array) -> jax.Array:
+    """The decay [B|1, H, N|1, K] of each chunk, 0 where no state passes the chunk."""
+    if self.reach is None:
+      return decay
+    return decay * self.chunks_keep_state()[:, None, :, None]
+
+  # Inside kernels.
+
+  def mask(self, at: ChunkIndex, mask: jax.Array) -> jax.Array:
+    """[C, C] bool: `mask` without pairs of tokens of different documents."""
+    if self.segment_ids is None:
+      return mask
+    return mask & self._same_document(at)
+
+  def mask_scores(self, at: ChunkIndex, scores: jax.Array) -> jax.Array:
+    """[C, C]: `scores`, 0 for pairs of tokens of different documents."""
+    if self.segment_ids is None:
+      return scores
+    return jnp.where(self._same_document(at), scores, 0.0)
+
+  def _same_document(self, at: ChunkIndex) -> jax.Array:
+    return equal_mask(self.segment_ids.at[at.batch, at.tokens])
+
+  def sees_entering_state(self, at: ChunkIndex) -> jax.Array | None:
+    """[C] float32, above 0 for tokens that see the state that enters the chunk; None for all."""
+    return None if self.reach is None else load_row_vector(self.reach.at[0, at.batch, at.tokens])
+
+  def reaches_leaving_state(self, at: ChunkIndex) -> jax.Array | None:
+    """[C] float32, above 0 for tokens that reach the state that leaves the chunk; None for all."""
+    return None if self.reach is None else load_row_vector(self.reach.at[1, at.batch, at.tokens])
+
+  def keeps_state(self, at: ChunkIndex, decay: jax.Array) -> jax.Array:
+    """The chunk's `decay` [K], 0 if no state passes the chunk: if its last token sees none."""
+    if self.reach is None:
+      return decay
+    return decay * self.reach[0, at.batch, at.chunk * CHUNK + CHUNK - 1]
+
+  def starts_with(self, at: ChunkIndex) -> tuple[jax.Array, jax.Array] | None:
+    """Whether tokens [C], and the last token, are in the document of the chunk's first token."""
+    if self.segment_ids is None:
+      return None
+    ids = self.segment_ids.at[at.batch, at.tokens]
+    return load_row_vector(ids) == ids[0], ids[CHUNK - 1] == ids[0]
+
+
+def select_rows(rows: jax.Array | None, value: jax.Array, zero: Any = 0.0) -> jax.Array:
+  """`value` [C, X], 0 in rows that are not above 0, whatever they hold; all rows for None."""
+  if rows is None:
+    return value
+  return jnp.where(broadcast_rows(rows, value.shape) > 0, value, zero)
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["array"],
+  meta_fields=["shape", "index", "blocked"],
+)
+@dataclasses.dataclass(frozen=True)
+class TileSpec:
+  """The part of a GMEM array that a CTA reads or writes: `array[index(at)]`, of `shape`.
+
+  `blocked`: one part for each block of channels.
+  """
+
+  array: jax.Array | jax.ShapeDtypeStruct
+  shape: tuple[int, ...]
+  index: Callable[[ChunkIndex], tuple]
+  blocked: bool = False
+
+  @property
+  def type(self) -> jax.ShapeDtypeStruct:
+    """The type of the whole array."""
+    return jax.ShapeDtypeStruct(self.array.shape, self.array.dtype)
+
+
+def token_tile(x) -> TileSpec:
+  """A chunk's tokens, all columns. x: [B, T, H, X]."""
+  return TileSpec(x, (CHUNK, x.shape[3]), lambda at: (at.batch, at.tokens, at.head))
+
+
+def token_block_tile(x) -> TileSpec:
+  """A chunk's tokens, a block of 64 columns. x: [B, T, H, X]."""
+  index = lambda at: (at.batch, at.tokens, at.head, at.channels)
+  return TileSpec(x, (CHUNK, TILE_WIDTH), index, True)
+
+
+def score_tile(x) -> TileSpec:
+  """A chunk's scores. x: [B, H, T, C]."""
+  return TileSpec(x, (CHUNK, CHUNK), lambda at: (at.batch, at.head, at.tokens))
+
+
+def state_tile(x) -> TileSpec:
+  """A chunk's state. x: [B, H, N, K, V]."""
+  return TileSpec(x, x.shape[3:], lambda at: (at.batch, at.head, at.chunk))
+
+
+def state_key_block_tile(x) -> TileSpec:
+  """A block of 64 key channels of a chunk's state. x: [B, H, N, K, V]."""
+  index = lambda at: (at.batch, at.head, at.chunk, at.channels)
+  return TileSpec(x, (TILE_WIDTH, x.shape[4]), index, True)
+
+
+def state_value_block_tile(x) -> TileSpec:
+  """A block of 64 value columns of a chunk's state. x: [B, H, N, K, V]."""
+  index = lambda at: (at.batch, at.head, at.chunk, slice(None), at.channels)
+  return TileSpec(x, (x.shape[3], TILE_WIDTH), index, True)
+
+
+def token_vector(B: int, H: int, T: int) -> TileSpec:
+  """One float32 number per token, of [B, H, T]."""
+  return TileSpec(_float32(B, H, T), (CHUNK,), lambda at: (at.batch, at.head, at.tokens))
+
+
+def channel_vector(B: int, H: int, N: int, K: int) -> TileSpec:
+  """One float32 number per chunk and channel of a block, of [B, H, N, K]."""
+  index = lambda at: (at.batch, at.head, at.chunk, at.channels)
+  return TileSpec(_float32(B, H, N, K), (TILE_WIDTH,), index, True)
+
+
+def _float32(*shape):
+  return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+class Arrival(NamedTuple):
+  """The barriers on which the TMA copies of a tile arrive, one per block."""
+
+  barrier: Ref
+  first: int
+
+  def wait(self, number: Any = 0) -> None:
+    """Waits for the tile of the CTA's block `number`."""
+    plgpu.barrier_wait(self.barrier.at[self.first + number])
+
+
+def wait_all(arrived) -> None:
+  """Waits for all tiles of a NamedTuple of `Arrival`."""
+  for arrival in arrived:
+    if arrival is not None:
+      arrival.wait()
+
+
+class Output(NamedTuple):
+  """An output in GMEM; `at` gives a chunk's part."""
+
+  gmem: Ref
+  spec: TileSpec
+
+  def at(self, index: ChunkIndex) -> Ref:
+    """The part of a chunk."""
+    return self.gmem.at[self.spec.index(index)]
+
+  def store(self, index: ChunkIndex, value: jax.Array) -> None:
+    """Stores registers, float32, as the part of a chunk."""
+    store_anywhere(self.at(index), value)
+
+
+class ChunkBuffers(NamedTuple):
+  """The buffers of a kernel that processes every chunk independently, each a NamedTuple.
+
+  `tiles_smem` are filled when `arrived` says so; with several blocks per CTA those that are
+  `blocked` have a leading axis. `vectors_gmem` are best read before the first wait, while tiles are
+  on their way. Tiles that nothing reads any more are good for bfloat16 outputs.
+  """
+
+  tiles_smem: Any
+  arrived: Any  # of `Arrival`
+  vectors_gmem: Any
+  scratch_smem: Any
+  outs: Any  # of `Output`
+
+
+def launch_per_chunk(
+  body: Callable[..., None],
+  arrays: Any,
+  out_type: Any,
+  scratch: Any,
+  *,
+  sizes: tuple[int, int, int, int],
+  name: str,
+  backend: Backend,
+  compiler_params: plgpu.CompilerParams = COMPILER_PARAMS,
+):
+  """Runs `body(at, arrays_gmem, outs_gmem, scratch)` in one CTA per block, chunk, head and row.
+
+  `scratch`: SMEM and barriers. `sizes`: how many blocks, chunks, heads and rows there are. `name`:
+  in profiles.
+  """
+
+  def kernel(arrays_gmem, outs_gmem, scratch):
+    at = ChunkIndex(*(lax.axis_index(name) for name in ("row", "head", "chunk", "block")))
+    body(at, arrays_gmem, outs_gmem, scratch)
+
+  (results,) = plgpu.kernel(
+    kernel,
+    out_type=[out_type],  # a tuple would be several results
+    scratch_types=[scratch],
+    grid=sizes,
+    grid_names=("block", "chunk", "head", "row"),
+    interpret=backend.interpret,
+    kernel_name=name,
+    compiler_params=compiler_params,
+  )(arrays)
+  return results
+
+
+class _Arrays(NamedTuple):
+  tiles: Any
+  vectors: Any
+
+
+class _Scratch(NamedTuple):
+  tiles: Any
+  scratch: Any
+  arrived_barrier: Any
+
+
+@in_32_bits
+def chunk_kernel(
+  body: Callable[[ChunkIndex, ChunkBuffers], Any],
+  tiles: Any,
+  vectors: Any,
+  outputs: Any,
+  *,
+  per_block: Callable[..., Sequence[Copy]] | None = None,
+  blocks: int = 1,
+  blocks_per_cta: int = 1,
+  scratch: Any = None,
+  name: str,
+  backend: Backend,
+  compiler_params: plgpu.CompilerParams = COMPILER_PARAMS,
+):
+  """Runs `body(at, buffers)` once for each chunk of each head and sequence.
+
+  Args:
+    body: returns the copies, pairs (SMEM, GMEM), by which it writes bfloat16 outputs; float32 ones
+      it stores itself. With `per_block` it returns (copies, shared).
+    tiles: a NamedTuple of `TileSpec` (or None), which are copied to SMEM in this order.
+    vectors: arrays that stay in GMEM.
+    outputs: a NamedTuple of `TileSpec` (or None).
+    per_block: `(at, number, buffers, shared) -> copies`: what remains to be done for each block of
+      64 channels, of which this CTA has `number` = 0, 1, ...
+    blocks: blocks of 64 key channels.
+    blocks_per_cta: how many of them one CTA processes, one after the other.
+    scratch: further SMEM.
+    name: of the kernel in profiles.
+
+  Returns:
+    `outputs` with arrays.
+  """
+  present = [spec for spec in tiles if spec is not None]
+
+  def kernel(at, gmem, outs_gmem, smem):
+    def index_of(number):
+      return at._replace(block=at.block * blocks_per_cta + number)
+
+    arrivals = []
+    for source, spec, target in zip(gmem.tiles, tiles, smem.tiles, strict=True):
+      if spec is None:
+        arrivals.append(None)
+        continue
+      first = sum(x is not None for x in arrivals) * blocks_per_cta
+      arrivals.append(Arrival(smem.arrived_barrier, first))
+      for number in range(blocks_per_cta if spec.blocked else 1):
+        plgpu.copy_gmem_to_smem(
+          source.at[spec.index(index_of(number))],
+          target.at[number] if spec.blocked else target,
+          smem.arrived_barrier.at[first + number],
+        )
+    outs = [None if x is None else Output(x, o) for x, o in zip(outs_gmem, outputs, strict=True)]
+    buffers = ChunkBuffers(
+      smem.tiles, type(tiles)(*arrivals), gmem.vectors, smem.scratch, type(outputs)(*outs)
+    )
+    result = body(at, buffers)
+    copies, shared = result if per_block is not None else (result, None)
+    _start_copies(copies)
+
+    if per_block is not None:
+
+      def run_block(number, _, per_block=per_block):
+        _start_copies(per_block(index_of(number), number, buffers, shared))
+
+      if blocks_per_cta == 1:
+        run_block(0, None)
+      else:
+        lax.fori_loop(0, blocks_per_cta, run_block, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+  shape_of = lambda spec: (*([blocks_per_cta] if spec.blocked else []), *spec.shape)
+  B, T, H, _ = present[0].array.shape
+  return launch_per_chunk(
+    kernel,
+    _Arrays(map_refs(lambda spec: spec.array, tiles), vectors),
+    map_refs(lambda spec: spec.type, outputs),
+    _Scratch(
+      map_refs(lambda spec: smem_tile(*shape_of(spec)), tiles),
+      scratch,
+      plgpu.Barrier(num_barriers=len(present) * blocks_per_cta),
+    ),
+    sizes=(blocks // blocks_per_cta, T // CHUNK, H, B),
+    name=name,
+    backend=backend,
+    compiler_params=compiler_params,
+  )
+
+
+def _start_copies(copies: Sequence[Copy]) -> None:
+  """Starts copies of SMEM that was just written to GMEM."""
+  if copies:
+    plgpu.commit_smem()
+  for source_smem, target_gmem in copies:
+    plgpu.copy_smem_to_gmem(source_smem, target_gmem)
+
+
+def store_outputs(copies: Sequence[Copy]) -> None:
+  """Copies SMEM that was just written to GMEM, and waits until the sources may be reused."""
+  _start_copies(copies)
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def load_inputs(copies: Sequence[tuple[Ref, Ref]], arrived_barrier: Ref) -> None:
+  """Copies pairs (GMEM, SMEM), each on a barrier of its own, and waits for all of them."""
+  for index, (source_gmem, target_smem) in enumerate(copies):
+    plgpu.copy_gmem_to_smem(source_gmem, target_smem, arrived_barrier.at[index])
+  for index in range(len(copies)):
+    plgpu.barrier_wait(arrived_barrier.at[index])
+
+
+def broadcast_diagonal(square: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """The diagonal of [C, C], repeated along the columns of `shape`."""
+  on = iota(square.shape, 0) == iota(square.shape, 1)
+  return broadcast_rows(jnp.sum(jnp.where(on, square, 0.0), axis=1), shape)
+
+
+class ScalarDecayTables(NamedTuple):
+  """Vectors of each chunk for decays that all key channels share, all float32.
+
+  Made by XLA, which also differentiates them: they are small. The small sizes are used where all
+  chunks are alike. The reset at document boundaries is part of all but `cumulative`.
+  """
+
+  cumulative: jax.Array  # [B|1, H, T|C]: log decays summed from the chunk's start to each token
+  before: jax.Array  # [B|1, H, T|C]: decay of the entering state at each token
+  after: jax.Array  # [B|1, H, T|C]: decay of each token in the leaving state
+  total: jax.Array  # [B|1, H, N|1]: decay of the state over the chunk
+
+
+def scalar_decay_tables(
+  log_decay: jax.Array,  # [1, 1, H] or [B, T, H] float32
+  documents: DocumentBoundaries,
+  length: int,
+  padded: int,
+) -> ScalarDecayTables:
+  """Tables of `log_decay`, for `length` tokens padded to `padded`, a multiple of the chunk."""
+  C = CHUNK
+  log_decay = jnp.maximum(log_decay, _SMALLEST_LOG_DECAY).transpose(0, 2, 1)
+  rows, H, tokens = log_decay.shape
+  if tokens == 1:  # sums are counts
+    tokens = C if length == padded and documents.reach is None else padded
+    i = jnp.arange(tokens).reshape(-1, C)
+    first = i[:, :1]
+    stop = jnp.minimum(first + C, length)
+    so_far = jnp.clip(stop - first, 0, i + 1 - first)  # none in a chunk of padding
+    cumulative = so_far * log_decay[..., None]
+    later = jnp.maximum(stop - 1 - i, 0) * log_decay[..., None]
+    total = so_far[:, -1] * log_decay
+  else:
+    tokens = padded
+    chunks = jnp.pad(log_decay, ((0, 0), (0, 0), (0, padded - length))).reshape(rows, H, -1, C)
+    cumulative = jnp.cumsum(chunks, axis=-1)
+    from_end = lax.cumsum(chunks, axis=3, reverse=True)
+    later = jnp.concatenate([from_end[..., 1:], jnp.zeros_like(from_end[..., :1])], axis=-1)
+    total = cumulative[..., -1]
+  cumulative, later = cumulative.reshape(rows, H, tokens), later.reshape(rows, H, tokens)
+  before, after, total = jnp.exp(cumulative), jnp.exp(later), jnp.exp(total)
+  if documents.reach is not None:
+    sees, reaches = documents.reach[:, :, None]
+    before, after = before * sees, after * reaches
+    total = total * documents.chunks_keep_state()[:, None]
+  return ScalarDecayTables(cumulative, before, after, total)
+
+
+def decay_between_tokens(cumulative: Ref, *, transposed: bool = False) -> jax.Array:
+  """[C, C]: the decay between tokens j and i, 1 where j is later; rows are i, or j if `transposed`.
+
+  `cumulative` [C]: log decays summed from the chunk's start, in GMEM or SMEM.
+  """
+  shape = (CHUNK, CHUNK)
+  rows = broadcast_rows(load_row_vector(cumulative), shape)
+  lag = rows - broadcast_cols(load_col_vector(cumulative), shape)
+  return jnp.exp(jnp.minimum(-lag if transposed else lag, 0.0))

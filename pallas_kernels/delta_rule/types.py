@@ -1,0 +1,67 @@
+"""Arguments of the chunked delta rule kernels, and the residuals of their forward pass."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.core.chunk_grid import DocumentBoundaries, scalar_decay_tables
+from pallas_kernels.core.wgmma import CHUNK, Backend
+
+
+class Inputs(NamedTuple):
+  """Differentiable arguments, padded: T to whole chunks, K and V to the widths of `config`."""
+
+  q: jax.Array  # [B, T, H, K] bfloat16
+  k: jax.Array  # [B, T, H, K] bfloat16
+  erase_key: jax.Array | None  # [B, T, H, K] bfloat16; None for k
+  v: jax.Array  # [B, T, H, V] bfloat16
+  beta: jax.Array  # [B, length, H] float32
+  log_decay: jax.Array  # [B, length, H] float32
+  kv: jax.Array | None  # [B, H, K, V] float32; None for zeros
+
+
+class Options(NamedTuple):
+  """Static arguments."""
+
+  scale: float
+  length: int  # tokens before padding
+  interpret: Any = None  # `plgpu.InterpretGPUParams`, or None to compile
+
+  @property
+  def backend(self) -> Backend:
+    """How all kernels of the call run."""
+    return Backend(self.interpret)
+
+
+class Residuals(NamedTuple):
+  """Results of the forward pass that the backward pass needs, besides the arguments."""
+
+  inverse: jax.Array  # [B, H, T, C] bfloat16
+  scores: jax.Array  # [B, H, T, C] bfloat16
+  x: jax.Array  # [B, T, H, V] bfloat16, the corrections
+  states: jax.Array  # [B, H, N, K, V] bfloat16, that enter the chunks
+
+
+# The rows of a chunk's table, per token: decay of the entering state; decay in the leaving state;
+# beta; decay of the state over the chunk, the same number in every column; log decays summed from
+# the chunk's start.
+BEFORE, AFTER, RATE, DECAY, CUMULATIVE = range(5)
+NUM_ROWS = 5
+
+
+def chunk_tables(
+  options: Options,
+  documents: DocumentBoundaries,
+  padded: int,
+  beta: jax.Array,  # [B, length, H] float32
+  log_decay: jax.Array,  # [B, length, H] float32
+) -> jax.Array:
+  """[B, H, N, NUM_ROWS, C] float32, computed and differentiated by XLA: tables are small."""
+  B, length, H = beta.shape
+  tables = scalar_decay_tables(log_decay, documents, options.length, padded)
+  beta = jnp.pad(beta.transpose(0, 2, 1), ((0, 0), (0, 0), (0, padded - length)))
+  cut = lambda x: jnp.broadcast_to(x, (B, H, padded)).reshape(B, H, -1, CHUNK)
+  decay = jnp.broadcast_to(tables.total[..., None], (B, H, padded // CHUNK, CHUNK))
+  rows = cut(tables.before), cut(tables.after), cut(beta), decay, cut(tables.cumulative)
+  return jnp.stack(rows, axis=3)

@@ -1,0 +1,432 @@
+"""Backward pass of linear attention over chunks.
+
+With G the cotangent of S^T q (and d that of the denominator, with a normalizer), S and z the state
+and the key sum that enter a chunk, A and y the cotangents of those that leave it:
+
+    dP_ij = G_i . v_j + d_i                                              i >= j
+    dq_i  = before_i (S G_i + d_i z) + sum_j weight_ij dP_ij k_j
+    dk_j  = after_j (A v_j + y)      + sum_i weight_ij dP_ij q_i
+    dv_j  = after_j A^T k_j          + sum_i weight_ij (q_i . k_j) G_i
+
+where before_i is the decay from the chunk's start to token i, after_j from token j to its end, and
+weight_ij the decay between tokens j and i: one number each for scalar decays, one per key channel
+otherwise. First `chunk_states` in reverse computes A and y at all chunk boundaries; then each chunk
+is independent, and the other kernels run in one CTA per chunk. `scale` multiplies the results.
+
+The kernels for scalar decays are here, those for decays per key channel in `channel_backward.py`.
+At document boundaries pairs of tokens are masked, and terms with S, z, A, y are dropped, by
+`core.chunk_grid.DocumentBoundaries`, as in the forward pass.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.core.chunk_grid import (
+  DocumentBoundaries,
+  ScalarDecayTables,
+  chunk_kernel,
+  decay_between_tokens,
+  scalar_decay_tables,
+  state_tile,
+  token_tile,
+  token_vector,
+  wait_all,
+)
+from pallas_kernels.core.wgmma import (
+  CHUNK,
+  Backend,
+  Dots,
+  broadcast_cols,
+  broadcast_rows,
+  causal_mask,
+  load_col_vector,
+  load_row_vector,
+  load_tile,
+  transpose_ref,
+)
+from pallas_kernels.linear_attention import channel_backward
+from pallas_kernels.linear_attention.config import pipeline_config
+from pallas_kernels.linear_attention.intra_chunk import token_numbers
+from pallas_kernels.linear_attention.parts import (
+  initial_states_of_parts,
+  normalizer_of,
+  tokens_in_chunks,
+  total_of_constant_decay,
+)
+from pallas_kernels.linear_attention.state_pipeline import ChunkDecay, StateOutputs, chunk_states
+from pallas_kernels.linear_attention.types import (
+  Cotangents,
+  Inputs,
+  Options,
+  Residuals,
+  constant_decay,
+  has_channel_decay,
+)
+
+
+def backward_rule(options: Options, residuals, cotangents):
+  """The rule of `custom_vjp`: cotangents of (inputs, segments)."""
+  inputs, segments, kept, decays = residuals
+  d_out, d_last_state, d_last_key_sum = cotangents
+  d_out = jnp.zeros(d_out.shape, d_out.dtype) if _is_zero(d_out) else d_out
+  d_last_key_sum = None if _is_zero(d_last_key_sum) else d_last_key_sum
+  scale, d_denominator = options.scale, None
+  if options.normalize:
+    d_out, d_denominator = division_gradient(
+      *(d_out, kept.out, kept.denominator),
+      length=options.length,
+      scale=scale,
+      backend=options.backend,
+    )
+    scale = 1.0
+  cotangents = Cotangents(d_out, d_denominator, d_last_key_sum, scale, decays=decays is not None)
+  d_last_state = None if _is_zero(d_last_state) else d_last_state / scale
+  documents = DocumentBoundaries.of(segments)
+  rule = _channel_backward if has_channel_decay(inputs.log_decay) else _scalar_backward
+  d_inputs = rule(options, inputs, documents, kept, cotangents, d_last_state)
+  rescaled = {
+    name: scale * x
+    for name, x in d_inputs._asdict().items()
+    if name not in ("q", "k", "v") and x is not None
+  }
+  d_inputs = d_inputs._replace(**rescaled)
+  if d_inputs.log_decay is None:
+    d_inputs = d_inputs._replace(log_decay=jnp.zeros_like(inputs.log_decay))
+  no_gradient = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
+  return d_inputs, no_gradient
+
+
+def _is_zero(x):
+  return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
+
+def _scalar_backward(options: Options, inputs: Inputs, documents, kept: Residuals, cot, d_last):
+  T, backend = inputs.q.shape[1], options.backend
+  tables, tables_vjp = jax.vjp(
+    lambda x: scalar_decay_tables(x, documents, options.length, T), inputs.log_decay
+  )
+  adjoints = _state_cotangents(
+    options, inputs.q, tables.before, inputs, documents, kept, cot, d_last
+  )
+  by_q = scalar_query_gradient(
+    inputs, cot, kept.states, kept.key_sums, tables, documents, backend=backend
+  )
+  by_k = scalar_key_value_gradient(
+    inputs, cot, adjoints.states, adjoints.key_sums, tables, documents, backend=backend
+  )
+  d_log_decay: Any = None
+  if cot.decays:
+    d_tables = ScalarDecayTables(
+      cumulative=by_q.later - by_q.earlier,
+      before=by_q.before,
+      after=by_k.after,
+      total=_total_decay_gradient(adjoints, kept).sum(-1),
+    )
+    d_tables = map(_sum_to, d_tables, tables)
+    (d_log_decay,) = tables_vjp(ScalarDecayTables(*d_tables))
+  d_kv, d_key_sum = _initial_state_gradients(inputs, adjoints)
+  return Inputs(by_q.q, by_k.k, by_k.v, d_log_decay, None, d_kv, d_key_sum)
+
+
+def _channel_backward(options: Options, inputs: Inputs, documents, kept: Residuals, cot, d_last):
+  q, _, v, log_decay, bonus, _, _ = inputs
+  T, backend = q.shape[1], options.backend
+  adjoints = _state_cotangents(
+    options, q if kept.q is None else kept.q, None, inputs, documents, kept, cot, d_last
+  )
+  d_v: Any = None
+  joined = channel_backward.key_kernel_computes_dv(log_decay, v.shape[-1])
+  if not joined:
+    d_v = channel_backward.value_gradient(kept, cot, adjoints.states, backend=backend)
+  by_q = channel_backward.query_gradient(
+    *(inputs, cot, kept.states, kept.key_sums, documents),
+    length=options.length,
+    backend=backend,
+  )
+  d_total = None
+  if cot.decays:
+    total = kept.decay
+    if total is None:
+      total = total_of_constant_decay(log_decay, documents, options.length, T)
+    d_total = total * _total_decay_gradient(adjoints, kept)
+  by_k = channel_backward.key_gradient(
+    *(inputs, cot, kept.scores if joined else None, adjoints.states, adjoints.key_sums, documents),
+    *(d_total, by_q.log_decay),
+    length=options.length,
+    backend=backend,
+  )
+  d_log_decay = by_k.log_decay
+  if cot.decays and log_decay.ndim == 2:
+    tokens = tokens_in_chunks(options.length, T)
+    d_log_decay = by_q.log_decay + d_log_decay + tokens[:, None] * d_total
+    d_log_decay = d_log_decay.sum((0, 2))
+  d_bonus = None if bonus is None else by_q.bonus.sum((0, 2))
+  d_kv, d_key_sum = _initial_state_gradients(inputs, adjoints)
+  return Inputs(by_q.q, by_k.k, by_k.v if joined else d_v, d_log_decay, d_bonus, d_kv, d_key_sum)
+
+
+def _state_cotangents(
+  options: Options, q, weight, inputs: Inputs, documents, kept: Residuals, cot, d_last
+) -> StateOutputs:
+  """Cotangents of states and key sums at chunk boundaries, from the end to the start."""
+  decay = constant_decay(options, inputs, documents) or ChunkDecay(kept.decay, q.shape[-1])
+  normalizer = normalizer_of(options, inputs, cot.d_last_key_sum, weight, cot.d_denominator)
+  initial, normalizer = initial_states_of_parts(
+    q, cot.d_out, weight, decay, d_last, normalizer, options, reverse=True
+  )
+  return chunk_states(
+    *(q, cot.d_out, weight, decay, initial, normalizer),
+    kept.states if cot.decays else None,
+    parts=options.parts,
+    reverse=True,
+    config=pipeline_config(inputs.v.shape[-1]),
+    backend=options.backend,
+  )
+
+
+def _initial_state_gradients(inputs: Inputs, adjoints: StateOutputs):
+  d_kv = None if inputs.kv is None else adjoints.last_state[:, :, 0]
+  has_sum = adjoints.key_sums is not None and inputs.key_sum is not None
+  return d_kv, adjoints.last_key_sum[:, :, 0] if has_sum else None
+
+
+def _total_decay_gradient(adjoints: StateOutputs, kept: Residuals):
+  """[B, H, N, K]: cotangent of the decay over each chunk, through the state and the key sum."""
+  if adjoints.key_sums is None:
+    return adjoints.overlap
+  return adjoints.overlap + adjoints.key_sums * kept.key_sums
+
+
+def _sum_to(x, like):
+  """Sums [B, H, T or N] over what `like` [B|1, H, ...] shares."""
+  x = x.reshape(*x.shape[:2], -1, like.shape[2]).sum(2)
+  return x.sum(0, keepdims=True) if like.shape[0] == 1 else x
+
+
+class _DivisionTiles(NamedTuple):
+  d_out: Any
+  out: Any
+
+
+class _DivisionOutputs(NamedTuple):
+  d_out: Any
+  d_denominator: Any
+
+
+def division_gradient(
+  d_out: jax.Array,  # [B, T, H, V] bfloat16: the cotangent of out = scale n / D
+  out: jax.Array,  # [B, T, H, V] bfloat16
+  denominator: jax.Array,  # [B, H, T] float32: D; of tokens of padding anything, as `out` is there
+  *,
+  length: int,  # tokens before padding
+  scale: float,
+  backend: Backend,
+) -> tuple[jax.Array, jax.Array]:
+  """The cotangents of n, scale d_out / D [B, T, H, V] bfloat16, and of D, -(d_out . out) / D [B, H,
+  T] float32; zero for tokens of padding.
+
+  One kernel, because XLA reads the cotangent once for each of the two.
+  """
+  (B, T, H, V) = out.shape
+
+  def body(at, buffers):
+    tiles, arrived, denominator_gmem, _, outs = buffers
+    inverse = 1.0 / load_row_vector(denominator_gmem.at[at.batch, at.head, at.tokens])
+    is_token = token_numbers() < length - at.chunk * CHUNK
+    if length < T:
+      inverse = jnp.where(is_token, inverse, 0.0)
+    wait_all(arrived)
+    d_rows = load_tile(tiles.d_out)
+    d_denominator = -jnp.sum(d_rows * load_tile(tiles.out), axis=1) * inverse
+    if length < T:
+      d_denominator = jnp.where(is_token, d_denominator, 0.0)
+    outs.d_denominator.store(at, d_denominator)
+    result_smem = tiles.d_out  # d_out is dead: it is in registers
+    d_n = d_rows * broadcast_rows(inverse * scale, (CHUNK, V))
+    result_smem[...] = d_n.astype(jnp.bfloat16)
+    return [(result_smem, outs.d_out.at(at))]
+
+  tiles = _DivisionTiles(token_tile(d_out), token_tile(out))
+  outputs = _DivisionOutputs(token_tile(d_out), token_vector(B, H, T))
+  name = "linear_attention_division_gradient"
+  return tuple(chunk_kernel(body, tiles, denominator, outputs, name=name, backend=backend))
+
+
+class _ScalarTiles(NamedTuple):
+  """Tiles [C, K], [C, V]; `state` [K, V] is S or A."""
+
+  d_out: Any
+  k: Any
+  q: Any
+  state: Any
+  v: Any
+
+
+class _ScalarVectors(NamedTuple):
+  cumulative: Any
+  end: Any  # `before` or `after`
+  d_denominator: Any
+  key_sum: Any  # z or y
+  documents: DocumentBoundaries
+
+
+class _ScalarQueryOutputs(NamedTuple):
+  q: Any  # dq
+  before: Any  # [B, H, T] float32, of the tables; of `cumulative`: + later - earlier
+  later: Any
+  earlier: Any
+
+
+def scalar_query_gradient(
+  inputs: Inputs,
+  cot: Cotangents,
+  states: jax.Array,  # [B, H, N, K, V] bfloat16: S
+  key_sums: jax.Array | None,  # [B, H, N, K] float32: z
+  tables: ScalarDecayTables,
+  documents: DocumentBoundaries,
+  *,
+  backend: Backend,
+) -> _ScalarQueryOutputs:
+  """dq and, if `cot.decays`, the cotangents of the decay tables, without `scale`."""
+  mma = backend
+
+  def body(at, buffers):
+    tiles, arrived, gmem, lhs_smem, outs = buffers
+    C, K = CHUNK, inputs.q.shape[-1]
+    mask = gmem.documents.mask(at, causal_mask())
+    weight = decay_between_tokens(at.table_row(gmem.cumulative))
+    before = load_row_vector(at.table_row(gmem.end))
+    d_rows: Any = None
+    z: Any = None
+    if gmem.d_denominator is not None:
+      d_rows = load_row_vector(gmem.d_denominator.at[at.batch, at.head, at.tokens])
+      z = load_col_vector(gmem.key_sum.at[at.batch, at.head, at.chunk])
+    wait_all(arrived)
+
+    products = [
+      Dots([(tiles.d_out, transpose_ref(tiles.v))]),
+      Dots([(tiles.d_out, transpose_ref(tiles.state))]),
+    ]
+    if cot.decays:
+      products.append(Dots([(tiles.q, transpose_ref(tiles.k))]))
+    d_scores, from_state, *scores = mma.dots(*products)
+    if gmem.d_denominator is not None:
+      d_scores = d_scores + broadcast_rows(d_rows, (C, C))
+      from_state = from_state + broadcast_rows(d_rows, (C, K)) * broadcast_cols(z, (C, K))
+    d_scores = jnp.where(mask, d_scores * weight, 0.0)
+    if cot.decays:
+      crossing = jnp.where(causal_mask(strict=True), scores[0] * d_scores, 0.0)
+      outs.later.store(at, jnp.sum(crossing, axis=1))
+      outs.earlier.store(at, jnp.sum(crossing, axis=0))
+      outs.before.store(at, jnp.sum(load_tile(tiles.q) * from_state, axis=1))
+    lhs = mma.to_lhs(d_scores, lhs_smem)
+    d_q = mma.dot(lhs, tiles.k, start=from_state * broadcast_rows(before, (C, K)))
+    d_q_smem = tiles.k  # k is dead: its last product is done
+    d_q_smem[...] = (d_q * cot.scale).astype(jnp.bfloat16)
+    return [(d_q_smem, outs.q.at(at))]
+
+  q, k, v, *_ = inputs
+  B, T, H, _ = q.shape
+  table = token_vector(B, H, T) if cot.decays else None
+  return chunk_kernel(
+    body,
+    _ScalarTiles(
+      d_out=token_tile(cot.d_out),
+      k=token_tile(k),
+      q=token_tile(q) if cot.decays else None,
+      state=state_tile(states),
+      v=token_tile(v),
+    ),
+    _ScalarVectors(
+      tables.cumulative, tables.before, cot.d_denominator, key_sums, documents.mask_only
+    ),
+    _ScalarQueryOutputs(token_tile(q), table, table, table),
+    scratch=mma.lhs_scratch(CHUNK, CHUNK),
+    name="linear_attention_query_gradient",
+    backend=mma,
+  )
+
+
+class _ScalarKeyOutputs(NamedTuple):
+  k: Any  # dk
+  v: Any  # dv
+  after: Any  # [B, H, T] float32, of the tables
+
+
+def scalar_key_value_gradient(
+  inputs: Inputs,
+  cot: Cotangents,
+  adjoints: jax.Array,  # [B, H, N, K, V] bfloat16: A
+  key_sums: jax.Array | None,  # [B, H, N, K] float32: y
+  tables: ScalarDecayTables,
+  documents: DocumentBoundaries,
+  *,
+  backend: Backend,
+) -> _ScalarKeyOutputs:
+  """dk, dv and, if `cot.decays`, the cotangent of the table `after`, without `scale`.
+
+  Rows are the tokens j here: scores and dP are computed transposed.
+  """
+  mma = backend
+
+  def body(at, buffers):
+    tiles, arrived, gmem, lhs_smem, outs = buffers
+    C, K, V = CHUNK, inputs.q.shape[-1], inputs.v.shape[-1]
+    mask = gmem.documents.mask(at, causal_mask(transposed=True))
+    between = decay_between_tokens(at.table_row(gmem.cumulative), transposed=True)
+    weight = jnp.where(mask, between, 0.0)
+    after = load_row_vector(at.table_row(gmem.end))
+    d_cols: Any = None
+    y: Any = None
+    if gmem.d_denominator is not None:
+      d_cols = load_col_vector(gmem.d_denominator.at[at.batch, at.head, at.tokens])
+      y = load_col_vector(gmem.key_sum.at[at.batch, at.head, at.chunk])
+    wait_all(arrived)
+
+    scores, from_state = mma.dots(
+      Dots([(tiles.k, transpose_ref(tiles.q))]), Dots([(tiles.k, tiles.state)])
+    )
+    lhs = mma.to_lhs(scores * weight, lhs_smem)
+    d_v = mma.dot(lhs, tiles.d_out, start=from_state * broadcast_rows(after, (C, V)))
+    d_scores, from_state = mma.dots(
+      Dots([(tiles.v, transpose_ref(tiles.d_out))]),
+      Dots([(tiles.v, transpose_ref(tiles.state))]),
+    )
+    d_v_smem = tiles.v  # v is dead: its last product is done
+    d_v_smem[...] = (d_v * cot.scale).astype(jnp.bfloat16)
+    copies = [(d_v_smem, outs.v.at(at))]
+    if gmem.d_denominator is not None:
+      d_scores = d_scores + broadcast_cols(d_cols, (C, C))
+      from_state = from_state + broadcast_cols(y, (C, K))
+    if cot.decays:
+      outs.after.store(at, jnp.sum(load_tile(tiles.k) * from_state, axis=1))
+    lhs = mma.to_lhs(d_scores * weight, lhs_smem)
+    d_k = mma.dot(lhs, tiles.q, start=from_state * broadcast_rows(after, (C, K)))
+    d_k_smem = tiles.k  # k is dead: the sum above was its last use
+    d_k_smem[...] = (d_k * cot.scale).astype(jnp.bfloat16)
+    return [*copies, (d_k_smem, outs.k.at(at))]
+
+  q, k, v, *_ = inputs
+  B, T, H, _ = q.shape
+  tiles = _ScalarTiles(
+    d_out=token_tile(cot.d_out),
+    k=token_tile(k),
+    q=token_tile(q),
+    state=state_tile(adjoints),
+    v=token_tile(v),
+  )
+  after = token_vector(B, H, T) if cot.decays else None
+  return chunk_kernel(
+    body,
+    tiles,
+    _ScalarVectors(
+      tables.cumulative, tables.after, cot.d_denominator, key_sums, documents.mask_only
+    ),
+    _ScalarKeyOutputs(token_tile(k), token_tile(v), after),
+    scratch=mma.lhs_scratch(CHUNK, CHUNK),
+    name="linear_attention_key_value_gradient",
+    backend=mma,
+  )

@@ -1,0 +1,564 @@
+"""Backward kernels of linear attention for decays per key channel: dq, dk, dv and the decays'.
+
+Symbols and formulas as in `backward.py`. Queries and keys are processed in blocks of 64 channels,
+each with its own product for dP: it is small, and the blocks then fit several CTAs onto an SM. The
+gradient of a decay comes through the factors of `intra_chunk`: each is an exponential of a sum of
+log decays of one sign, so no gradient is a difference of large numbers.
+
+At document boundaries dP is masked, and terms with S, z, A, y are dropped, by
+`core.chunk_grid.DocumentBoundaries`, as in the forward pass.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core.chunk_grid import (
+  DocumentBoundaries,
+  broadcast_diagonal,
+  channel_vector,
+  chunk_kernel,
+  score_tile,
+  select_rows,
+  state_key_block_tile,
+  state_tile,
+  token_block_tile,
+  token_tile,
+  wait_all,
+)
+from pallas_kernels.core.wgmma import (
+  CHUNK,
+  COMPILER_PARAMS,
+  TILE_WIDTH,
+  WITHOUT_SCRATCH,
+  Backend,
+  Dots,
+  Ref,
+  broadcast_cols,
+  broadcast_rows,
+  fill_ones_column,
+  iota,
+  load_col_vector,
+  load_row_vector,
+  load_scaled,
+  load_tile,
+  smem_tile,
+  transpose_ref,
+)
+from pallas_kernels.linear_attention import intra_chunk
+from pallas_kernels.linear_attention.intra_chunk import (
+  AFTER,
+  BEFORE,
+  KEYS,
+  QUERIES,
+  ConstantDecayFactors,
+  DecayScratch,
+  decay_factors,
+)
+from pallas_kernels.linear_attention.types import Cotangents, Inputs, Residuals
+
+_SHAPE = (CHUNK, TILE_WIDTH)
+# log2 of how far factors of per-token decays may grow where the decays want a gradient: what pairs
+# on one side of a block's middle contribute to its tokens cancels, the more the faster the decays.
+_GRADIENT_LIMIT = 12.0
+
+
+class _Vectors(NamedTuple):
+  """Arrays that stay in GMEM."""
+
+  d_denominator: Any
+  key_sum: Any  # z or y
+  log_decay: Any
+  bonus: Any
+  documents: DocumentBoundaries
+  first_merge: Any  # [H, K / 64] int32, constant decays
+  d_total: Any = None  # [B, H, N, K] float32, per-token decays
+  d_log_decay: Any = None  # [B, T, H, K] float32, per-token decays
+
+
+class _Scratch(NamedTuple):
+  """SMEM next to the tiles."""
+
+  decay: DecayScratch
+  lhs: Any  # [2, C, C], of `Backend.to_lhs`
+  spare: Any  # [1, C, 64], where no other tile is dead
+
+
+class _QueryTiles(NamedTuple):
+  """Tiles of `query_gradient`; k, q and state [64, V] are of one block of channels."""
+
+  d_out: Any
+  k: Any
+  q: Any
+  state: Any
+  v: Any
+
+
+class _QueryOutputs(NamedTuple):
+  q: Any  # dq
+  log_decay: Any  # float32, the queries' part: [B, T, H, K], or [B, H, N, K] for constant decays
+  bonus: Any  # [B, H, N, K] float32
+
+
+class _Shared(NamedTuple):
+  """Values and buffers that the blocks of channels of a chunk share."""
+
+  d_rows: Any  # [C]: d, or None
+  right_smem: Ref  # [C, 64]: the right operand of products
+  d_scores_smem: Ref  # [C, C]: dP
+
+
+def query_gradient(
+  inputs: Inputs,
+  cot: Cotangents,
+  states: jax.Array,  # [B, H, N, K, V] bfloat16: S
+  key_sums: jax.Array | None,  # [B, H, N, K] float32: z
+  documents: DocumentBoundaries,
+  *,
+  length: int,  # tokens before padding
+  backend: Backend,
+) -> _QueryOutputs:
+  """dq, with a bonus its gradient, and if `cot.decays` the queries' part of the decays'.
+
+  Without `scale`, but for dq.
+  """
+  q, k, v, log_decay, bonus, *_ = inputs
+  mma, decays = backend, cot.decays
+  read_first, per_token = bonus is not None, log_decay.ndim == 4
+
+  def body(at, buffers):
+    tiles, arrived, gmem, scratch, _ = buffers
+    d_rows = None
+    if gmem.d_denominator is not None:
+      d_rows = load_row_vector(gmem.d_denominator.at[at.batch, at.head, at.tokens])
+    arrived.v.wait()
+    arrived.d_out.wait()
+    d_scores = mma.dot(tiles.d_out, transpose_ref(tiles.v))
+    if d_rows is not None:
+      d_scores = d_scores + broadcast_rows(d_rows, d_scores.shape)
+    d_scores = gmem.documents.mask_scores(at, d_scores)
+    # v is dead: dP is in registers.
+    right_smem, d_scores_smem = _two_tiles(tiles.v, scratch.spare)
+    d_scores_smem[...] = d_scores.astype(jnp.bfloat16)
+    return [], _Shared(d_rows, right_smem, d_scores_smem)
+
+  def per_block(at, number, buffers, shared):
+    tiles, arrived, gmem, scratch, outs = buffers
+    d_rows, right_smem, d_scores_smem = shared
+    f = decay_factors(
+      *(gmem.log_decay, _first_merge(gmem, at), scratch.decay, at, at.channels),
+      length=length,
+      read_first=read_first,
+      mma=mma,
+    )
+    f.choose_blocks(_GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
+    z: Any = None
+    weight: Any = None
+    if d_rows is not None:
+      z = load_col_vector(gmem.key_sum.at[at.batch, at.head, at.chunk, at.channels])
+    if read_first:
+      weight = load_col_vector(gmem.bonus.at[at.head, at.channels])
+    k_smem, state_smem = tiles.k.at[number], tiles.state.at[number]
+    queries = lambda: load_tile(tiles.q.at[number])
+    pairs = _Pairs(k_smem, right_smem, d_scores_smem, scratch.lhs, mma)
+
+    arrived.k.wait(number)
+    if tiles.q is not None:
+      arrived.q.wait(number)
+    if read_first:
+      d_q = broadcast_diagonal(load_tile(d_scores_smem), _SHAPE) * load_tile(k_smem)
+      outs.bonus.store(at, jnp.sum(d_q * queries(), axis=0))
+      d_q = d_q * broadcast_cols(weight, _SHAPE)
+    else:
+      (d_q,) = mma.dots(pairs.same_token())
+    decay_grad: Any = _DecayGradient(f, queries, right_smem) if decays else None
+    acc = None
+    left, right, held = f.in_block()
+    lags = f.lags() if decays and isinstance(f, ConstantDecayFactors) else None
+    d_left, d_lags = pairs.cotangent(intra_chunk.in_block_pairs(f.first_merge), right, lags)
+    d_left = d_left * left
+    if decays and per_token:
+      acc = decay_grad.accumulate(None, d_left, QUERIES, held)
+    elif decays:
+      acc = d_lags * left
+    d_q, acc = _through_merges(f, pairs, decay_grad, d_q + d_left, acc)
+
+    arrived.state.wait(number)
+    d_before = mma.dot(tiles.d_out, transpose_ref(state_smem))
+    if d_rows is not None:
+      d_before = d_before + broadcast_rows(d_rows, _SHAPE) * broadcast_cols(z, _SHAPE)
+    span = f.span(BEFORE)
+    before = f.factor(span)
+    d_before = d_before * select_rows(gmem.documents.sees_entering_state(at), before)
+    if decays:
+      acc = decay_grad.accumulate(acc, d_before, BEFORE, span)
+      if not per_token:
+        ones_smem = k_smem  # k is dead: its last product is done
+        acc = _sum_over_tokens(acc * queries(), right_smem, ones_smem, mma)
+      outs.log_decay.store(at, acc)
+    d_q_smem = k_smem  # k is dead
+    d_q_smem[...] = ((d_q + d_before) * cot.scale).astype(jnp.bfloat16)
+    return [(d_q_smem, outs.q.at(at))]
+
+  (B, _, H, K), N = q.shape, q.shape[1] // CHUNK
+  return _launch(
+    "linear_attention_query_gradient",
+    body,
+    per_block,
+    _QueryTiles(
+      d_out=token_tile(cot.d_out),
+      k=token_block_tile(k),
+      q=token_block_tile(q) if decays or read_first else None,
+      state=state_key_block_tile(states),
+      v=token_tile(v),
+    ),
+    _Vectors(cot.d_denominator, key_sums, log_decay, bonus, documents, _first_merges(log_decay)),
+    _QueryOutputs(
+      token_block_tile(q),
+      _decay_gradient_spec(log_decay, B, H, N, K) if decays else None,
+      channel_vector(B, H, N, K) if read_first else None,
+    ),
+    mma,
+  )
+
+
+class _KeyTiles(NamedTuple):
+  """Tiles of `key_gradient`; q, k and state [64, V] are of one block of channels."""
+
+  d_out: Any
+  k: Any
+  q: Any
+  scores: Any
+  state: Any
+  v: Any
+
+
+class _KeyOutputs(NamedTuple):
+  k: Any  # dk
+  v: Any  # dv, with scores
+  log_decay: Any  # float32: per-token decays [B, T, H, K], all; constant [B, H, N, K], keys' part
+
+
+def key_gradient(
+  inputs: Inputs,
+  cot: Cotangents,
+  scores: jax.Array | None,  # [B, H, T, C] bfloat16 if `key_kernel_computes_dv`
+  adjoints: jax.Array,  # [B, H, N, K, V] bfloat16: A
+  key_sums: jax.Array | None,  # [B, H, N, K] float32: y
+  documents: DocumentBoundaries,
+  d_total: jax.Array | None,  # [B, H, N, K] float32: of the log decay of chunks, without `scale`
+  d_log_decay: jax.Array | None,  # [B, T, H, K] float32: the queries' part, per-token decays
+  *,
+  length: int,  # tokens before padding
+  backend: Backend,
+) -> _KeyOutputs:
+  """dk, with `scores` dv, and if `cot.decays` the gradient of the decays, without `scale`.
+
+  Rows are the tokens j here: dP is computed transposed.
+  """
+  q, k, v, log_decay, bonus, *_ = inputs
+  mma, decays, per_token = backend, cot.decays, log_decay.ndim == 4
+
+  def factors_of(at, gmem, scratch):
+    return decay_factors(
+      *(gmem.log_decay, _first_merge(gmem, at), scratch.decay, at, at.channels),
+      length=length,
+      read_first=bonus is not None,
+      mma=mma,
+    )
+
+  def body(at, buffers):
+    tiles, arrived, gmem, scratch, outs = buffers
+    d_cols = None
+    if gmem.d_denominator is not None:
+      d_cols = load_col_vector(gmem.d_denominator.at[at.batch, at.head, at.tokens])
+    arrived.v.wait()
+    arrived.d_out.wait()
+    d_scores = mma.dot(tiles.v, transpose_ref(tiles.d_out))
+    if d_cols is not None:
+      d_scores = d_scores + broadcast_cols(d_cols, d_scores.shape)
+    d_scores = gmem.documents.mask_scores(at, d_scores)
+    copies = []
+    if tiles.scores is None:
+      # d_out is dead: dP is in registers.
+      right_smem, d_scores_smem = _two_tiles(tiles.d_out, scratch.spare)
+    else:
+      d_v = (values(at, buffers) * cot.scale).astype(jnp.bfloat16)
+      d_v_smem = tiles.d_out  # d_out is dead: `values` was its last use
+      d_v_smem[...] = d_v
+      copies.append((d_v_smem, outs.v.at(at)))
+      right_smem, d_scores_smem = scratch.spare.at[0], tiles.scores  # scores are dead, too
+    d_scores_smem[...] = d_scores.astype(jnp.bfloat16)
+    return copies, _Shared(None, right_smem, d_scores_smem)
+
+  def values(at, buffers):
+    """[C, V]: dv without `scale`."""
+    tiles, arrived, gmem, scratch, _ = buffers
+    arrived.scores.wait()
+    d_v: Any = None
+    pairs = [(transpose_ref(tiles.scores), tiles.d_out)]
+    for number in range(k.shape[3] // TILE_WIDTH):
+      f = factors_of(at._replace(block=number), gmem, scratch)
+      after = f.factor(f.span(AFTER))
+      arrived.k.wait(number)
+      left = load_scaled(tiles.k.at[number], after)
+      rows = gmem.documents.reaches_leaving_state(at)
+      left = select_rows(rows, left, jnp.bfloat16(0.0))
+      arrived.state.wait(number)
+      pairs.append((mma.to_lhs(left, scratch.lhs, 0), tiles.state.at[number]))
+      (d_v,) = mma.dots(Dots(pairs, d_v))
+      pairs = []
+    return d_v
+
+  def per_block(at, number, buffers, shared):
+    tiles, arrived, gmem, scratch, outs = buffers
+    _, right_smem, d_scores_smem = shared
+    f = factors_of(at, gmem, scratch)
+    f.choose_blocks(_GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
+    y: Any = None
+    weight: Any = None
+    acc: Any = None
+    if gmem.d_denominator is not None:
+      y = load_col_vector(gmem.key_sum.at[at.batch, at.head, at.chunk, at.channels])
+    if bonus is not None:
+      weight = load_col_vector(gmem.bonus.at[at.head, at.channels])
+    if decays and per_token:
+      d_queries = gmem.d_log_decay.at[at.batch, at.tokens, at.head, at.channels]
+      acc = plgpu.load(d_queries, layout=plgpu.Layout.WGMMA, optimized=False)
+      d_chunk = load_col_vector(gmem.d_total.at[at.batch, at.head, at.chunk, at.channels])
+      acc = acc + broadcast_cols(d_chunk, _SHAPE)
+    q_smem, state_smem = tiles.q.at[number], tiles.state.at[number]
+    keys = lambda: load_tile(tiles.k.at[number])
+    pairs = _Pairs(q_smem, right_smem, d_scores_smem, scratch.lhs, mma)
+
+    arrived.q.wait(number)
+    if tiles.scores is None:
+      if tiles.k is not None:
+        arrived.k.wait(number)
+      arrived.state.wait(number)
+    same_token = [pairs.same_token()] if bonus is None else []
+    d_after, *d_k = mma.dots(Dots([(tiles.v, transpose_ref(state_smem))]), *same_token)
+    if bonus is not None:
+      d_k = [
+        broadcast_diagonal(load_tile(d_scores_smem), _SHAPE)
+        * load_tile(q_smem)
+        * broadcast_cols(weight, _SHAPE)
+      ]
+    if y is not None:
+      d_after = d_after + broadcast_cols(y, _SHAPE)
+    span = f.span(AFTER)
+    d_after = d_after * f.factor(span)
+    d_after = select_rows(gmem.documents.reaches_leaving_state(at), d_after)
+    decay_grad: Any = _DecayGradient(f, keys, right_smem) if decays else None
+    if decays:
+      acc = decay_grad.accumulate(acc, d_after, AFTER, span)
+
+    left, right, held = f.in_block()
+    mask = intra_chunk.in_block_pairs(f.first_merge, transposed=True)
+    d_right = pairs.cotangent(mask, left)[0] * right
+    if decays and per_token:  # for constant decays `query_gradient` has pairs in a block
+      acc = decay_grad.accumulate(acc, d_right, KEYS, held)
+    d_k = d_k[0] + d_after + d_right
+    d_k, acc = _through_merges(f, pairs, decay_grad, d_k, acc, transposed=True)
+    if decays:
+      if not per_token:
+        ones_smem = q_smem  # q is dead: its last product is done
+        acc = _sum_over_tokens(acc * keys(), right_smem, ones_smem, mma)
+      outs.log_decay.store(at, acc)
+    d_k_smem = q_smem  # q is dead
+    d_k_smem[...] = (d_k * cot.scale).astype(jnp.bfloat16)
+    return [(d_k_smem, outs.k.at(at))]
+
+  (B, _, H, K), N = q.shape, q.shape[1] // CHUNK
+  per_token_grad = decays and per_token  # of constant decays the parts are summed outside
+  return _launch(
+    "linear_attention_key_gradient",
+    body,
+    per_block,
+    _KeyTiles(
+      d_out=token_tile(cot.d_out),
+      k=token_block_tile(k) if decays or scores is not None else None,
+      q=token_block_tile(q),
+      scores=None if scores is None else score_tile(scores),
+      state=state_key_block_tile(adjoints),
+      v=token_tile(v),
+    ),
+    _Vectors(
+      *(cot.d_denominator, key_sums, log_decay, bonus, documents, _first_merges(log_decay)),
+      d_total=d_total if per_token_grad else None,
+      d_log_decay=d_log_decay if per_token_grad else None,
+    ),
+    _KeyOutputs(
+      token_block_tile(k),
+      None if scores is None else token_tile(v),
+      _decay_gradient_spec(log_decay, B, H, N, K) if decays else None,
+    ),
+    mma,
+  )
+
+
+def key_kernel_computes_dv(log_decay: jax.Array, value_width: int) -> bool:
+  """Whether `key_gradient` has all channels of a chunk, and so computes dv, too.
+
+  Per-token decays or wider values leave no SMEM for two blocks of channels.
+  """
+  return log_decay.ndim == 2 and value_width <= 128
+
+
+class _ValueTiles(NamedTuple):
+  d_out: Any
+  k: Any
+  scores: Any
+  state: Any
+
+
+class _ValueOutputs(NamedTuple):
+  v: Any
+
+
+def value_gradient(kept: Residuals, cot: Cotangents, adjoints: jax.Array, *, backend: Backend):
+  """dv [B, T, H, V], of keys that are decayed to the chunk's end; adjoints [B, H, N, K, V]: A."""
+  mma = backend
+
+  def body(at, buffers):
+    tiles, arrived, _, _, outs = buffers
+    wait_all(arrived)
+    pairs = [(transpose_ref(tiles.scores), tiles.d_out), (tiles.k, tiles.state)]
+    (d_v,) = mma.dots(Dots(pairs))
+    d_v_smem = tiles.d_out  # d_out is dead: its last product is done
+    d_v_smem[...] = (d_v * cot.scale).astype(jnp.bfloat16)
+    return [(d_v_smem, outs.v.at(at))]
+
+  tiles = _ValueTiles(
+    d_out=token_tile(cot.d_out),
+    k=token_tile(kept.k),
+    scores=score_tile(kept.scores),
+    state=state_tile(adjoints),
+  )
+  outputs = _ValueOutputs(token_tile(cot.d_out))
+  name = "linear_attention_value_gradient"
+  return chunk_kernel(body, tiles, None, outputs, name=name, backend=mma).v
+
+
+# What the two kernels share.
+
+
+def _two_tiles(dead_smem: Ref, spare_smem: Ref | None) -> Sequence[Ref]:
+  """Two tiles [C, 64]: parts of a dead tile [C, V] or, if it has one only, that and the spare."""
+  if dead_smem.shape[1] == TILE_WIDTH:
+    assert spare_smem is not None
+    return dead_smem, spare_smem.at[0]
+  return [dead_smem.at[:, pl.ds(start, TILE_WIDTH)] for start in (0, TILE_WIDTH)]
+
+
+class _Pairs(NamedTuple):
+  """Products of dP with the rows of the other operand of the scores."""
+
+  other_smem: Ref  # [C, 64]: keys or queries
+  right_smem: Ref  # [C, 64]: to be overwritten
+  d_scores_smem: Ref  # [C, C]: dP
+  lhs_smem: Ref | None
+  mma: Backend
+
+  def cotangent(self, mask, factor, lags=None):
+    """Cotangent of one operand of the masked intra-chunk product.
+
+    `where(mask, dP, 0) @ (factor * other)`, and with `lags` also `(dP * lags) @ ...`, the term of
+    the gradient of a constant decay; or None.
+    """
+    self.right_smem[...] = load_scaled(self.other_smem, factor)
+    d_scores = jnp.where(mask, load_tile(self.d_scores_smem), 0.0)
+    lefts = [d_scores] if lags is None else [d_scores, d_scores * lags]
+    lefts = [self.mma.to_lhs(x, self.lhs_smem, n) for n, x in enumerate(lefts)]
+    plgpu.commit_smem()
+    results = self.mma.dots(*(Dots([(left, self.right_smem)]) for left in lefts))
+    return results if len(results) == 2 else (*results, None)
+
+  def same_token(self) -> Dots:
+    """The diagonal of dP times the rows of the other operand."""
+    shape = self.d_scores_smem.shape
+    on = iota(shape, 0) == iota(shape, 1)
+    diagonal = jnp.where(on, load_tile(self.d_scores_smem), 0.0)
+    return Dots([(self.mma.to_lhs(diagonal, self.lhs_smem, 0), self.other_smem)])
+
+
+class _DecayGradient(NamedTuple):
+  """The gradient of log decays through the factors of queries or of keys."""
+
+  factors: Any
+  x: Any  # () -> [C, 64]
+  staging_smem: Ref
+
+  def accumulate(self, acc, d_x, which, held):
+    """`acc` plus the contribution of the factor over `which`."""
+    return self.factors.accumulate_decay_grad(acc, self.x, d_x, which, self.staging_smem, held)
+
+
+def _through_merges(factors, pairs, decay_grad, d_x, acc, *, transposed=False):
+  """Adds to d_x, and to the decay gradient `acc`, what comes from pairs of different blocks."""
+
+  def merge(index, carry):
+    d_x, acc = carry
+    size = intra_chunk.half_of(index)
+    span = factors.span(size)
+    factor = factors.factor(span)
+    mask = intra_chunk.merged_pairs(size, transposed=transposed)
+    added = pairs.cotangent(mask, factor)[0] * factor
+    if decay_grad is not None:
+      acc = decay_grad.accumulate(acc, added, size, span)
+    return d_x + added, acc
+
+  return lax.fori_loop(factors.first_merge, intra_chunk.MERGES, merge, (d_x, acc))
+
+
+def _sum_over_tokens(x, staging_smem, ones_smem, mma):
+  """The sum over the rows of x [C, 64]."""
+  staging_smem[...] = x.astype(jnp.bfloat16)
+  fill_ones_column(ones_smem)
+  plgpu.commit_smem()
+  return mma.sum_rows([staging_smem], ones_smem)
+
+
+def _first_merge(gmem, at):
+  """The first merge that this block of channels needs."""
+  return 0 if gmem.first_merge is None else gmem.first_merge[at.head, at.block]
+
+
+def _first_merges(log_decay):
+  """[H, blocks] int32, of constant decays; None for per-token decays, which the kernels look at."""
+  if log_decay.ndim == 4:
+    return None
+  return intra_chunk.superfluous_merges(log_decay.reshape(log_decay.shape[0], -1, TILE_WIDTH))
+
+
+def _decay_gradient_spec(log_decay, B, H, N, K):
+  return token_block_tile(log_decay) if log_decay.ndim == 4 else channel_vector(B, H, N, K)
+
+
+def _launch(name, body, per_block, tiles, vectors, outputs, mma):
+  log_decay, value_width = vectors.log_decay, tiles.v.shape[1]
+  with_scores = getattr(tiles, "scores", None) is not None
+  blocks = log_decay.shape[-1] // TILE_WIDTH
+  scratch = _Scratch(
+    decay=DecayScratch.of(log_decay),
+    lhs=mma.lhs_scratch(2, CHUNK, CHUNK),
+    spare=smem_tile(1, *_SHAPE) if value_width == TILE_WIDTH or with_scores else None,
+  )
+  return chunk_kernel(
+    body,
+    tiles,
+    vectors,
+    outputs,
+    per_block=per_block,
+    blocks=blocks,
+    blocks_per_cta=blocks if key_kernel_computes_dv(log_decay, value_width) else 1,
+    scratch=scratch,
+    name=name,
+    backend=mma,
+    compiler_params=WITHOUT_SCRATCH if with_scores else COMPILER_PARAMS,
+  )

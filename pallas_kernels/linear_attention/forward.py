@@ -1,0 +1,368 @@
+"""Linear attention over chunks: the entry point and its forward pass.
+
+Two paths, by the decay. One decay for all key channels of a head (scalar): the output kernel
+computes the scores of each chunk in its prologue. One per key channel: `intra_chunk.chunk_scores`
+computes them first, for all chunks at once. Then the output kernel carries the state along the
+chunks (`state_pipeline`): scores times values, plus queries times the entering state.
+
+A long sequence is cut into parts that run at the same time: a first pass computes what each part
+adds to the state, a small scan over the parts their initial states.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+
+from pallas_kernels import MADE_BY_KERNELS
+from pallas_kernels.core.chunk_grid import (
+  DocumentBoundaries,
+  ScalarDecayTables,
+  decay_between_tokens,
+  scalar_decay_tables,
+  score_tile,
+  token_block_tile,
+  token_tile,
+)
+from pallas_kernels.core.wgmma import (
+  CHUNK,
+  TILE_WIDTH,
+  Backend,
+  Dots,
+  broadcast_cols,
+  broadcast_rows,
+  causal_mask,
+  load_col_vector,
+  load_row_vector,
+  load_tile,
+  store_anywhere,
+  transpose_ref,
+)
+from pallas_kernels.linear_attention import backward, channel_backward, intra_chunk
+from pallas_kernels.linear_attention.config import PipelineConfig, pipeline_config
+from pallas_kernels.linear_attention.intra_chunk import ScoreInputs, ScoreOutputs, chunk_scores
+from pallas_kernels.linear_attention.parts import initial_states_of_parts, normalizer_of
+from pallas_kernels.linear_attention.state_pipeline import (
+  ChunkDecay,
+  ChunkPrologue,
+  ConstantDecay,
+  Normalizer,
+  StateOutputs,
+  decay_tile,
+  run_state_pipeline,
+)
+from pallas_kernels.linear_attention.types import (
+  Inputs,
+  Options,
+  Residuals,
+  constant_decay,
+  has_channel_decay,
+)
+
+
+def linear_attention(
+  inputs: Inputs, segments: jax.Array | None, options: Options
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+  """Runs linear attention on padded arguments.
+
+  Args:
+    segments: [B, T] int32 counted from 0, padded with each row's last, or None.
+
+  Returns:
+    out [B, T, H, V] bfloat16, the last state [B, H, K, V] float32, and the last key sum [B, H, K]
+    float32 or None.
+  """
+  return _linear_attention(options, inputs, segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear_attention(options, inputs, segments):
+  return _forward(options, inputs, segments, for_gradient=False)[0]
+
+
+def _forward_rule(options, inputs, segments):
+  decay_wants_gradient = inputs.log_decay.perturbed
+  value = lambda tree: jax.tree.map(
+    lambda x: x.value, tree, is_leaf=lambda x: hasattr(x, "perturbed")
+  )
+  result, residuals = _forward(options, value(inputs), value(segments), for_gradient=True)
+  return result, (*residuals, () if decay_wants_gradient else None)
+
+
+_linear_attention.defvjp(_forward_rule, backward.backward_rule, symbolic_zeros=True)
+
+
+def _forward(options: Options, inputs: Inputs, segments, *, for_gradient: bool) -> tuple[Any, Any]:
+  q, k, v, log_decay, bonus, kv, key_sum = inputs
+  T, normalize, backend = q.shape[1], options.normalize, options.backend
+  documents = DocumentBoundaries.of(segments)
+  in_chunk, weight = ScoreOutputs(*[None] * 5), None
+  if has_channel_decay(log_decay):
+    constant = constant_decay(options, inputs, documents)
+    separate_dv = not channel_backward.key_kernel_computes_dv(log_decay, v.shape[-1])
+    in_chunk = chunk_scores(
+      ScoreInputs(q, k, log_decay, bonus, documents),
+      length=options.length,
+      decayed_q=constant is None,
+      decayed_k=constant is None or (for_gradient and separate_dv),
+      sums=normalize,
+      backend=backend,
+    )
+    total = None if constant is not None else documents.reset(in_chunk.decay)
+    q_state, k_state = (q, k) if constant is not None else (in_chunk.q, in_chunk.k)
+    decay = constant if constant is not None else ChunkDecay(total, q.shape[-1])
+    outputs: Callable[..., StateOutputs] = functools.partial(
+      channel_decay_outputs, q_state, k_state, v, in_chunk.scores, in_chunk.score_sum
+    )
+  else:
+    tables = scalar_decay_tables(log_decay, documents, options.length, T)
+    weight, total, k_state = tables.after, tables.total, k
+    decay = ChunkDecay(total, q.shape[-1])
+    outputs = functools.partial(scalar_decay_outputs, q, k, v, tables, documents)
+  config = pipeline_config(v.shape[-1])
+  normalizer = normalizer_of(options, inputs, key_sum, weight)
+  initial, normalizer = initial_states_of_parts(
+    k_state, v, weight, decay, kv, normalizer, options, reverse=False
+  )
+  results = outputs(
+    decay,
+    initial,
+    # Without weights: keys have been decayed in SMEM.
+    None if normalizer is None else normalizer._replace(weights=None),
+    scale=options.scale,
+    parts=options.parts,
+    store_states=for_gradient,
+    config=config,
+    backend=backend,
+  )
+  last_key_sum = results.last_key_sum[:, :, -1] if normalize else None
+  result = results.out, results.last_state[:, :, -1], last_key_sum
+  if not for_gradient:
+    return result, None
+  residuals = Residuals(
+    states=results.states,
+    decay=total,
+    key_sums=results.key_sums,
+    out=results.out if normalize else None,
+    denominator=results.denominator,
+    scores=in_chunk.scores,
+    q=in_chunk.q,
+    k=in_chunk.k,
+  )
+  name = functools.partial(checkpoint_name, name=MADE_BY_KERNELS)
+  result, residuals = jax.tree.map(name, (result, residuals))
+  return result, (inputs, segments, residuals)
+
+
+class _OutputTiles(NamedTuple):
+  """The stage of a chunk."""
+
+  k: Any  # [C, K]
+  q: Any  # [C, K]
+  scores: Any  # [C, C]
+  v: Any  # [C, 64] for each consumer
+  denominator: Any = None  # [C] float32
+
+
+class _DecayInPrologue(NamedTuple):
+  """How the prologue decays a chunk's queries and keys."""
+
+  begin: Callable  # (at, cta) -> what does not change
+  step: Callable  # (fixed, at, tiles_smem, cta, wait) -> [C], the sums of rows of scores, or None
+
+
+class _ScalarVectors(NamedTuple):
+  cumulative: Any
+  before: Any
+  after: Any
+  documents: DocumentBoundaries
+
+
+def scalar_decay_outputs(
+  q: jax.Array,  # [B, T, H, K] bfloat16, T a multiple of the chunk
+  k: jax.Array,  # [B, T, H, K] bfloat16
+  v: jax.Array,  # [B, T, H, V] bfloat16
+  tables: ScalarDecayTables,
+  documents: DocumentBoundaries,
+  decay: ChunkDecay | ConstantDecay,  # a `ChunkDecay`
+  initial: jax.Array | None,  # [B, H, P, K, V] float32
+  normalizer: Normalizer | None,
+  *,
+  backend: Backend,
+  **options,
+) -> StateOutputs:
+  """Outputs for one decay for all key channels; the prologue computes the scores."""
+  mma, cumulative = backend, tables.cumulative
+  chunks_alike = cumulative.shape[2] == CHUNK and cumulative.shape[0] == 1
+
+  def load_tables(at, gmem):
+    between = decay_between_tokens(at.table_row(gmem.cumulative))
+    before, after = (at.table_row(table) for table in (gmem.before, gmem.after))
+    return between, load_row_vector(before), load_row_vector(after)
+
+  def step(fixed, at, tiles, cta, wait):
+    gmem = cta.vectors_gmem
+    between, before, after = fixed if chunks_alike else load_tables(at, gmem)
+    mask = gmem.documents.mask(at, causal_mask())
+    wait()
+    scores = mma.dot(tiles.q, transpose_ref(tiles.k))
+    scores = jnp.where(mask, scores * between, 0.0)
+    tiles.scores[...] = scores.astype(jnp.bfloat16)
+    for x_smem, rows in ((tiles.q, before), (tiles.k, after)):
+      x_smem[...] = (load_tile(x_smem) * broadcast_rows(rows, x_smem.shape)).astype(jnp.bfloat16)
+    return None if normalizer is None else jnp.sum(scores, axis=1)
+
+  scores = jax.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16)
+  return _outputs(
+    _DecayInPrologue(
+      lambda at, cta: load_tables(at, cta.vectors_gmem) if chunks_alike else None, step
+    ),
+    _OutputTiles(token_tile(k), token_tile(q), scores, token_block_tile(v)),
+    _ScalarVectors(cumulative, tables.before, tables.after, documents.mask_only),
+    *(decay, initial, normalizer),
+    backend=backend,
+    **options,
+  )
+
+
+def channel_decay_outputs(
+  q: jax.Array,  # [B, T, H, K] bfloat16; decayed from the chunk's start with a `ChunkDecay`
+  k: jax.Array,  # [B, T, H, K] bfloat16; decayed to the chunk's end with a `ChunkDecay`
+  v: jax.Array,  # [B, T, H, V] bfloat16
+  scores: jax.Array,  # [B, H, T, C] bfloat16
+  score_sum: jax.Array | None,  # [B, H, T] float32, the sum of each row of scores
+  decay: ChunkDecay | ConstantDecay,
+  initial: jax.Array | None,  # [B, H, P, K, V] float32
+  normalizer: Normalizer | None,
+  **options,
+) -> StateOutputs:
+  """Outputs for decays per key channel, whose scores are computed already."""
+  constant = decay if isinstance(decay, ConstantDecay) else None
+
+  def begin(at, cta):
+    if constant is None:
+      return None
+    kinds = intra_chunk.BEFORE, intra_chunk.AFTER
+    return tuple(constant.factors(which, at, cta.decay_gmem) for which in kinds)
+
+  def step(fixed, at, tiles, cta, wait):
+    decayed = []
+    if constant is not None:
+      q_decay = constant.in_chunk(intra_chunk.BEFORE, fixed[0], at, cta.decay_gmem)
+      k_decay = constant.in_chunk(intra_chunk.AFTER, fixed[1], at, cta.decay_gmem)
+      decayed = [(tiles.q, *q_decay), (tiles.k, *k_decay)]
+    total = None
+    if normalizer is not None:
+      total = load_row_vector(cta.vectors_gmem.at[at.batch, at.head, at.tokens])
+    wait()
+    for tile_smem, factors, rows in decayed:
+      decay_tile(tile_smem, factors, rows)
+    return total
+
+  idle = constant is None and normalizer is None
+  return _outputs(
+    None if idle else _DecayInPrologue(begin, step),
+    _OutputTiles(token_tile(k), token_tile(q), score_tile(scores), token_block_tile(v)),
+    score_sum,
+    *(decay, initial, normalizer),
+    **options,
+  )
+
+
+def _outputs(
+  decaying: Any,  # `_DecayInPrologue`, or None if there is nothing to do and no normalizer
+  tiles: _OutputTiles,
+  vectors: Any,
+  decay: ChunkDecay | ConstantDecay,
+  initial: jax.Array | None,
+  normalizer: Normalizer | None,
+  *,
+  scale: float,
+  parts: int,
+  store_states: bool,
+  config: PipelineConfig,
+  backend: Backend,
+) -> StateOutputs:
+  """The output kernel: `StateOutputs` without `overlap`."""
+  mma = backend
+  (B, T, H, K), V = tiles.q.array.shape, tiles.v.array.shape[-1]
+  ctas = V // config.value_tile
+  out_type = StateOutputs()
+  if normalizer is not None:
+    # One row for each tile of values, so that no two CTAs write the same numbers.
+    out_type = normalizer.out_type(ctas, T // CHUNK if store_states else 0)
+    denominator = jax.ShapeDtypeStruct((ctas, B, H, T), jnp.float32)
+    out_type = out_type._replace(denominator=denominator)
+    tiles = tiles._replace(denominator=jax.ShapeDtypeStruct((CHUNK,), jnp.float32))
+  out_type = out_type._replace(out=jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16))
+
+  def begin(at, part, cta):
+    if normalizer is not None:
+      normalizer.begin(cta.normalizer_smem, cta.normalizer_gmem, at, part)
+    return decay.of_chunk(cta.decay_gmem), decaying.begin(at, cta)
+
+  def step(fixed, at, tiles, cta, wait):
+    total_decay, fixed = fixed
+    if normalizer is None:
+      decaying.step(fixed, at, tiles, cta, wait)
+      return None
+    smem, outs = cta.normalizer_smem, cta.outs_gmem
+    decay_of_chunk = total_decay(at)
+    if store_states:
+      normalizer.store(smem, outs.key_sums.at[cta_of(at), at.batch, at.head, at.chunk])
+    denominator = decaying.step(fixed, at, tiles, cta, wait)
+    for start in range(0, K, TILE_WIDTH):  # by 64 channels, for want of registers
+      channels = pl.ds(start, TILE_WIDTH)
+      queries = load_tile(tiles.q.at[:, channels])
+      entering = broadcast_cols(load_col_vector(smem.key_sum.at[channels]), queries.shape)
+      denominator = denominator + jnp.sum(queries * entering, axis=1)
+    tiles.denominator[...] = denominator
+    store_anywhere(outs.denominator.at[cta_of(at), at.batch, at.head, at.tokens], denominator)
+    return lambda: normalizer.advance(smem, tiles.k, decay_of_chunk, mma)
+
+  def end(at, part, cta):
+    if normalizer is not None:
+      target = cta.outs_gmem.last_key_sum.at[cta_of(at), at.batch, at.head, part]
+      normalizer.store(cta.normalizer_smem, target)
+
+  def cta_of(at):
+    return at.block // (config.value_tile // TILE_WIDTH)
+
+  def consume(at, tiles, state_smem, cta, state, decayed):
+    """Mainloop and epilogue of a chunk: 64 columns of the output and of the next state."""
+    del at, cta, state
+    out, state = mma.dots(
+      Dots([(tiles.scores, tiles.v), (tiles.q, state_smem)]),
+      Dots([(transpose_ref(tiles.k), tiles.v)], start=decayed),
+    )
+    if normalizer is not None:
+      out = out / broadcast_rows(load_row_vector(tiles.denominator), out.shape)
+    return state, out * scale if scale != 1.0 else out
+
+  results = run_state_pipeline(
+    consume,
+    None if decaying is None else ChunkPrologue(begin, step, end),
+    tiles,
+    decay,
+    vectors,
+    normalizer,
+    initial,
+    out_type,
+    shape=(B, T, H, K, V),
+    parts=parts,
+    store_states=store_states,
+    name="linear_attention_outputs",
+    config=config,
+    backend=backend,
+  )
+  if normalizer is None:
+    return results
+  return results._replace(
+    denominator=results.denominator[0],
+    last_key_sum=results.last_key_sum[0],
+    key_sums=None if results.key_sums is None else results.key_sums[0],
+  )

@@ -1,0 +1,105 @@
+"""A sequence in parts that run at the same time: their initial states, forward and in reverse."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.core.chunk_grid import DocumentBoundaries
+from pallas_kernels.core.wgmma import CHUNK
+from pallas_kernels.linear_attention.config import pipeline_config
+from pallas_kernels.linear_attention.intra_chunk import SMALLEST_LOG_DECAY
+from pallas_kernels.linear_attention.state_pipeline import (
+  ChunkDecay,
+  ConstantDecay,
+  Normalizer,
+  chunk_states,
+)
+from pallas_kernels.linear_attention.types import Inputs, Options
+
+
+def initial_states_of_parts(
+  a: jax.Array,  # [B, T, H, K], b, weight and decay: as in `chunk_states`
+  b: jax.Array,
+  weight: jax.Array | None,
+  decay: ChunkDecay | ConstantDecay,
+  initial: jax.Array | None,  # [B, H, K, V] float32; None for zeros
+  normalizer: Normalizer | None,  # of one part
+  options: Options,
+  *,
+  reverse: bool,
+) -> tuple[jax.Array | None, Normalizer | None]:
+  """[B, H, P, K, V], the state that enters each part, None for zeros; and their normalizer."""
+  P = options.parts
+  if P == 1:
+    return None if initial is None else initial[:, :, None], normalizer
+  shape = (a.shape[0], a.shape[2], P, a.shape[3])
+  added = chunk_states(
+    *(a, b, weight, decay, None),
+    None if normalizer is None else Normalizer(shape, None, normalizer.weights),
+    parts=P,
+    reverse=reverse,
+    store_states=False,
+    config=pipeline_config(b.shape[-1]),
+    backend=options.backend,
+  )
+  if isinstance(decay, ConstantDecay):
+    total = total_of_constant_decay(decay.log_decay, decay.documents, options.length, a.shape[1])
+  else:
+    total = decay.total if decay.total.ndim == 4 else decay.total[..., None]
+  chunks = a.shape[1] // CHUNK
+  total = jnp.broadcast_to(total, (*total.shape[:2], chunks, total.shape[3]))
+  total = total.reshape(*total.shape[:2], P, -1, total.shape[3]).prod(3)
+  if initial is None:
+    initial = jnp.zeros_like(added.last_state[:, :, 0])
+  if normalizer is not None:
+    first = jnp.zeros_like(added.last_key_sum[:, :, 0])
+    first = first if normalizer.initial is None else normalizer.initial[:, :, 0]
+    entering = _recur(total, added.last_key_sum, first, reverse=reverse)
+    normalizer = Normalizer(shape, entering, normalizer.weights)
+  return _recur(total[..., None], added.last_state, initial, reverse=reverse), normalizer
+
+
+def _recur(decay, added, initial, *, reverse=False):
+  """The x that enters each n of x_{n+1} = decay_n x_n + added_n over axis 2."""
+  decay = jnp.broadcast_to(decay, added.shape)
+  combine = lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1])
+  decays, sums = lax.associative_scan(combine, (decay, added), axis=2, reverse=reverse)
+  after = decays * initial[:, :, None] + sums
+  first = initial[:, :, None]
+  if reverse:
+    return jnp.concatenate([after[:, :, 1:], first], axis=2)
+  return jnp.concatenate([first, after[:, :, :-1]], axis=2)
+
+
+def normalizer_of(
+  options: Options,
+  inputs: Inputs,
+  initial: jax.Array | None,  # [B, H, K] float32
+  weight: jax.Array | None,  # [B|1, H, T|C]: decay of each token in the state; None for 1
+  d_denominator: jax.Array | None = None,  # [B, H, T]
+) -> Normalizer | None:
+  """The normalizer of a whole sequence, or None without one."""
+  if not options.normalize:
+    return None
+  B, T, H, K = inputs.q.shape
+  weights = d_denominator
+  if weight is not None:
+    weight = jnp.broadcast_to(jnp.tile(weight, (1, 1, T // weight.shape[2])), (B, H, T))
+    weights = weight if d_denominator is None else d_denominator * weight
+  return Normalizer((B, H, 1, K), None if initial is None else initial[:, :, None], weights)
+
+
+def total_of_constant_decay(
+  log_decay: jax.Array, documents: DocumentBoundaries, length: int, padded: int
+) -> jax.Array:
+  """[B|1, H, N|1, K]: the decay of the state over each chunk, of log_decay [H, K]."""
+  tokens = tokens_in_chunks(length, padded)
+  if length == padded and documents.reach is None:
+    tokens = tokens[:1]
+  log_decay = jnp.maximum(log_decay, SMALLEST_LOG_DECAY)
+  return documents.reset(jnp.exp(tokens[:, None] * log_decay[:, None])[None])
+
+
+def tokens_in_chunks(length: int, padded: int) -> jax.Array:
+  """[N]: how many tokens before padding each chunk has."""
+  return jnp.clip(length - CHUNK * jnp.arange(padded // CHUNK), 0, CHUNK)

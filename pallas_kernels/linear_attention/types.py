@@ -1,0 +1,75 @@
+"""Arguments of the chunked kernels of linear attention, and the residuals of their forward pass."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels.core.chunk_grid import DocumentBoundaries
+from pallas_kernels.core.wgmma import Backend
+from pallas_kernels.linear_attention.state_pipeline import ConstantDecay
+
+
+class Inputs(NamedTuple):
+  """Differentiable arguments, padded: T to `config.padded_length`, K and V to its widths."""
+
+  q: jax.Array  # [B, T, H, K] bfloat16
+  k: jax.Array  # [B, T, H, K] bfloat16
+  v: jax.Array  # [B, T, H, V] bfloat16
+  # float32. Scalar, for all key channels of a head: [1, 1, H] or [B, length, H]. Per key channel:
+  # [H, K] or [B, T, H, K].
+  log_decay: jax.Array
+  bonus: jax.Array | None  # [H, K] float32
+  kv: jax.Array | None  # [B, H, K, V] float32; None for zeros
+  key_sum: jax.Array | None  # [B, H, K] float32; None for zeros or without the normalizer
+
+
+class Options(NamedTuple):
+  """Static arguments."""
+
+  scale: float
+  length: int  # tokens before padding
+  parts: int  # into which the sequence is cut
+  normalize: bool
+  interpret: Any = None  # `plgpu.InterpretGPUParams`, or None to compile
+
+  @property
+  def backend(self) -> Backend:
+    """How all kernels of the call run."""
+    return Backend(self.interpret)
+
+
+class Residuals(NamedTuple):
+  """Results of the forward pass that the backward pass needs, besides the arguments."""
+
+  states: jax.Array  # [B, H, N, K, V] bfloat16, that enter the chunks
+  decay: jax.Array | None  # of `ChunkDecay`; None where decays are constant per channel
+  key_sums: jax.Array | None  # [B, H, N, K] float32, that enter the chunks
+  out: jax.Array | None  # with the normalizer
+  denominator: jax.Array | None  # [B, H, T] float32
+  scores: jax.Array | None  # channel decays: [B, H, T, C] bfloat16
+  q: jax.Array | None  # per-token channel decays: [B, T, H, K], decayed from the chunk's start
+  k: jax.Array | None  # channel decays, where dv is a kernel of its own: decayed to the chunk's end
+
+
+class Cotangents(NamedTuple):
+  """Cotangents shared by the scalar and the channel decay backward pass; `scale` comes last."""
+
+  d_out: Any  # [B, T, H, V] bfloat16: G, the cotangent of S^T q
+  d_denominator: Any  # [B, H, T] float32: d; None without the normalizer
+  d_last_key_sum: Any  # [B, H, K] float32; None for zeros
+  scale: float
+  decays: bool  # whether the decay wants a gradient
+
+
+def has_channel_decay(log_decay: jax.Array) -> bool:
+  """Whether decays are per key channel, not one for all channels of a head."""
+  return log_decay.ndim != 3
+
+
+def constant_decay(
+  options: Options, inputs: Inputs, documents: DocumentBoundaries
+) -> ConstantDecay | None:
+  """Time-invariant decays per key channel, which scale q and k where they are loaded; or None."""
+  if inputs.log_decay.ndim != 2:
+    return None
+  return ConstantDecay(inputs.log_decay, documents, inputs.bonus is not None, options.length)

@@ -1,0 +1,285 @@
+"""WKV-4, the scan of RWKV-4: forward kernel and `custom_vjp`. One thread per channel.
+
+    N_t = e^{-w} N_{t-1} + e^{k_t} v_t          Z_t = e^{-w} Z_{t-1} + e^{k_t}
+    y_t = (N_{t-1} + e^{u+k_t} v_t) / (Z_{t-1} + e^{u+k_t})
+
+The state is (max, N / e^max, Z / e^max), with max the running maximum of the decayed keys.
+
+A long sequence with few channels is split so that every SM has work. A first pass without outputs
+computes the state after each split that starts from an empty one; `_entering_states` combines them
+into the states that enter the splits. The backward pass does the same with cotangents.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import MADE_BY_KERNELS
+from pallas_kernels.core import boundaries
+from pallas_kernels.core import channel_grid as grid
+from pallas_kernels.core.channel_grid import CHANNELS
+from pallas_kernels.core.wgmma import Backend, in_32_bits
+from pallas_kernels.wkv4 import config as tuning
+from pallas_kernels.wkv4 import update
+from pallas_kernels.wkv4.backward import backward_kernel
+from pallas_kernels.wkv4.config import CHUNK, GROUP, STATE_ROWS
+
+
+class Static(NamedTuple):
+  """Arguments that the compiled program is specialized to."""
+
+  length: int  # tokens from here on are padding
+  num_splits: int = 1
+  interpret: Any = None
+
+
+class Inputs(NamedTuple):
+  """T is `channel_grid.padded_length(length, num_splits)`, D a multiple of 128."""
+
+  k: jax.Array  # [B, T, D] bfloat16 or float32
+  v: jax.Array  # [B, T, D] bfloat16 or float32
+  decay_rate: jax.Array  # [D] float32
+  bonus: jax.Array  # [D] float32
+  max: jax.Array  # [B, D] float32; these three are the initial state
+  numerator: jax.Array
+  denominator: jax.Array
+
+
+StateRows = tuple[jax.Array, jax.Array, jax.Array]  # (max, numerator, denominator)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def wkv4(static: Static, inputs: Inputs, first: jax.Array | None) -> tuple[jax.Array, StateRows]:
+  """RWKV-4's weighted mean of the values so far.
+
+  Args:
+    first: [B, T], set at tokens that read an empty state; or None.
+
+  Returns:
+    (out, last): out [B, T, D] in the dtype of v, and (max, numerator, denominator) [B, D] float32,
+    of which `max` is a scale without a gradient.
+  """
+  return _forward(static, inputs, first, for_gradient=False)[0]
+
+
+def _forward(static, inputs, first, *, for_gradient):
+  k, v, rate, bonus, *initial = inputs
+  options = _options(static)
+  entering = tuple(x[:, None] for x in initial)
+  if static.num_splits > 1:
+    alone = forward_kernel(k, v, rate, bonus, None, first, outputs=False, **options)
+    size = k.shape[1] // static.num_splits
+    tokens = [min(max(static.length - n * size, 0), size) for n in range(static.num_splits)]
+    entering = _entering_states(alone.last, initial, rate, first, tokens)
+  results = forward_kernel(k, v, rate, bonus, entering, first, chunk_states=for_gradient, **options)
+  last = tuple(x[:, -1] for x in results.last)
+  return (results.out, last), results.chunk_states
+
+
+def _forward_rule(static, inputs, first):
+  result, chunk_states = _forward(static, inputs, first, for_gradient=True)
+  name = functools.partial(checkpoint_name, name=MADE_BY_KERNELS)
+  result, chunk_states = jax.tree.map(name, (result, chunk_states))
+  return result, (inputs, first, chunk_states, result[1])
+
+
+def _backward_rule(static, residuals, cotangents):
+  inputs, first, chunk_states, last = residuals
+  k, v, rate, bonus, *initial = inputs
+  d_out, (_, d_numerator, d_denominator) = cotangents
+  options = _options(static)
+  arrays = k, v, rate, bonus, chunk_states, d_out
+  # The cotangent of the numerator, and that of a shift of all values.
+  d_last = d_numerator, d_denominator + d_numerator * _mean(last)
+  entering = tuple(x[:, None] for x in d_last)
+  if static.num_splits > 1:
+    alone = backward_kernel(*arrays, None, first, outputs=False, **options)
+    entering = _entering_cotangents(alone, d_last, first)
+  results = backward_kernel(*arrays, entering, first, **options)
+  d_numerator, d_shift = (x[:, 0] for x in results.d_initial)
+  _, _, denominator = initial
+  d_inputs = Inputs(
+    results.d_k,
+    results.d_v,
+    results.d_rate.sum((0, 1)),
+    results.d_bonus.sum((0, 1)),
+    denominator * d_shift,
+    d_numerator,
+    d_shift - d_numerator * _mean(initial),
+  )
+  d_first = None if first is None else np.zeros(first.shape, jax.dtypes.float0)
+  return d_inputs, d_first
+
+
+wkv4.defvjp(_forward_rule, _backward_rule)
+
+
+def _options(static):
+  return {
+    "length": static.length,
+    "num_splits": static.num_splits,
+    "backend": Backend(static.interpret),
+  }
+
+
+def _mean(state):
+  _, numerator, denominator = state
+  there = denominator > 0
+  return jnp.where(there, numerator / jnp.where(there, denominator, 1), 0)
+
+
+def _entering_states(left, initial, rate, first, tokens):
+  """The states that enter the splits, [B, P, D] each.
+
+  `left` are the states after splits that start from an empty state; `tokens` how many each split
+  has, without padding.
+  """
+  blocked = boundaries.in_splits(first, len(tokens))
+  entering, state = [], tuple(initial)
+  for split, count in enumerate(tokens):
+    entering.append(state)
+    own_max, *own_sums = (x[:, split] for x in left)
+    is_blocked = None if blocked is None else blocked[:, split]
+    max_, *sums = boundaries.reset(is_blocked, state, (update.EMPTY_MAX, 0.0, 0.0))
+    decay = count * rate if count else jnp.zeros_like(rate)
+    scale = jnp.maximum(jnp.maximum(max_ - decay, own_max), update.EMPTY_MAX)
+    # In this order, as in `update.advance`: the difference of maxima is nearly exact.
+    past, present = jnp.exp((max_ - scale) - decay), jnp.exp(own_max - scale)
+    sums = [past * x + present * y for x, y in zip(sums, own_sums, strict=True)]
+    state = (scale, *sums)
+  return tuple(jnp.stack(x, axis=1) for x in zip(*entering, strict=True))
+
+
+def _entering_cotangents(alone, d_last, first):
+  """The cotangents (A, C) of the states after the splits, [B, P, D] each."""
+  num_splits = alone.d_initial[0].shape[1]
+  blocked = boundaries.in_splits(first, num_splits)
+  entering, (A, C) = {}, d_last
+  for split in reversed(range(num_splits)):
+    entering[split] = A, C
+    own_A, own_C = (x[:, split] for x in alone.d_initial)
+    decay, shifted = (x[:, split] for x in alone.passed)
+    passed = decay * A, decay * C + shifted * A
+    is_blocked = None if blocked is None else blocked[:, split]
+    passed_A, passed_C = boundaries.reset(is_blocked, passed, (0.0, 0.0))
+    A, C = own_A + passed_A, own_C + passed_C
+  stacked = lambda n: jnp.stack([entering[split][n] for split in range(num_splits)], axis=1)
+  return stacked(0), stacked(1)
+
+
+# Forward kernel
+
+
+class _Streams(NamedTuple):
+  k: Any  # [T, 128]
+  v: Any  # [T, 128]
+
+
+class _KernelInputs(NamedTuple):
+  streams: _Streams
+  decay_rate: Any
+  bonus: Any
+  initial: Any
+  first: Any
+
+
+class ForwardResults(NamedTuple):
+  """None where an array is not computed."""
+
+  last: Any  # [B, P, D] float32, the state after each split
+  out: Any  # [B, T, D] in the dtype of v
+  chunk_states: Any  # [B, T / CHUNK, 3, D] float32, the state that enters each chunk
+
+
+@in_32_bits
+def forward_kernel(
+  k: jax.Array,  # [B, T, D]
+  v: jax.Array,  # [B, T, D]
+  decay_rate: jax.Array,  # [D] float32
+  bonus: jax.Array,  # [D] float32
+  initial: StateRows | None,  # [B, P, D] float32 each; None: empty
+  first: jax.Array | None,  # [B, T]
+  *,
+  length: int,
+  num_splits: int,
+  backend: Backend,
+  outputs: bool = True,
+  chunk_states: bool = False,
+) -> ForwardResults:
+  """Scans P independent splits; tokens from `length` on are padding and keep the state."""
+  B, T, D = k.shape
+  P, split_length = num_splits, T // num_splits
+  end = length if length < T else None
+  config = tuning.forward_config(
+    bytes_in=grid.itemsize((k, v)), bytes_out=grid.itemsize(v) if outputs else 0
+  )
+  out_type = ForwardResults(
+    last=(jax.ShapeDtypeStruct((B, P, D), jnp.float32),) * 3,
+    out=jax.ShapeDtypeStruct(v.shape, v.dtype) if outputs else None,
+    chunk_states=(
+      jax.ShapeDtypeStruct((B, T // CHUNK, STATE_ROWS, D), jnp.float32) if chunk_states else None
+    ),
+  )
+
+  def body(ins, outs, out_smem):
+    at, b, split = grid.coordinates(P)
+    rate, bonus = (grid.load_row_gmem(ref.at[at]) for ref in (ins.decay_rate, ins.bonus))
+    empty = update.State.empty()
+    state = empty
+    if ins.initial is not None:
+      state = update.State.of_rows(*(grid.load_row_gmem(x.at[b, split, at]) for x in ins.initial))
+
+    def compute_chunk(first_token, streams_smem, is_first, out_smem, state):
+      if chunk_states:
+        for n, row in enumerate(state.rows()):
+          grid.store_row_gmem(outs.chunk_states.at[b, first_token // CHUNK, n, at], row)
+      for group in range(0, CHUNK, GROUP):
+        tokens = range(group, group + GROUP)
+        rows = {t: _Streams(*(grid.load_row(x.at[t]) for x in streams_smem)) for t in tokens}
+        results = {}
+        for t in tokens:
+          key, value = rows[t]
+          state = boundaries.reset(is_first and is_first(t), state, empty)
+          if outputs:
+            past, present = update.read_weights(state, key, bonus, backend)
+            total = past * state.denominator.high + present
+            per_total = update.reciprocal(total, backend)
+            results[t] = (past * state.numerator.high + present * value) * per_total
+          after, _ = update.advance(state, key, value, rate, backend)
+          is_padding = None if end is None else first_token + t >= end
+          state = backend.materialize(boundaries.select(is_padding, state, after))
+        for t, out in results.items():
+          out_smem.at[t][...] = out.astype(out_smem.dtype)
+      return state
+
+    state = grid.pipeline(
+      compute_chunk,
+      state,
+      config=config,
+      streams_gmem=_Streams(*(ref.at[b, :, at] for ref in ins.streams)),
+      first_gmem=None if ins.first is None else ins.first.at[b],
+      results_smem=out_smem,
+      results_gmem=outs.out.at[b, :, at] if outputs else None,
+      start=split * split_length,
+      num_chunks=split_length // CHUNK,
+      reverse=False,
+    )
+    for ref, row in zip(outs.last, state.rows(), strict=True):
+      grid.store_row_gmem(ref.at[b, split, at], row)
+
+  (results,) = plgpu.kernel(
+    body,
+    out_type=(out_type,),
+    scratch_types=[grid.result_smem(CHUNK, v.dtype) if outputs else None],
+    grid=(D // CHANNELS, B * P),
+    grid_names=grid.GRID_NAMES,
+    interpret=backend.interpret,
+    compiler_params=grid.COMPILER_PARAMS,
+    kernel_name="wkv4_forward",
+  )(_KernelInputs(_Streams(k, v), decay_rate, bonus, initial, boundaries.as_flags(first)))
+  return results

@@ -1,0 +1,157 @@
+"""Skipped steps: non-finite ones and spikes, their effect, and when a run stops."""
+
+import shutil
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train import loop
+from train.checkpoint.store import newest_step
+from train.cluster import device_mesh
+from train.logging.metric_reader import DivergedError
+from train.runs.run_folder import RunFolder
+from train.step import step_guard
+from train.step.model import model_graph
+from train.step.optimizer import make_optimizer
+from train.step.state import init_state
+from train.step.train_step import make_train_step
+
+
+def quick(tiny, **changes):
+  """Config of a run without validation and generation, for fewer compilations."""
+  sources = {"train": tiny().data.sources["train"]}
+  return tiny(data__validation=(), data__sources=sources, sample__tokens=0, **changes)
+
+
+def poison(monkeypatch, values):
+  """Sets the weights of whole training batches to {step: value}."""
+  train_batches = loop.train_batches
+
+  def poisoned(windows, **options):
+    for step, batch in enumerate(train_batches(windows, **options), options["start"] + 1):
+      if step in values:
+        batch = batch | {"weights": np.full_like(batch["weights"], values[step])}
+      yield batch
+
+  monkeypatch.setattr(loop, "train_batches", poisoned)
+
+
+def rows_of(cfg):
+  rows = RunFolder(cfg.run_dir).read_rows()
+  return [
+    {k: v for k, v in row.items() if k not in ("tokens_per_second", "mfu", "data_wait")}
+    for row in rows
+  ]
+
+
+def test_step_guard_skipped_step_changes_only_schedule(tiny):
+  cfg = tiny(skip_spikes=6.0)
+  mesh = device_mesh.make_mesh(cfg)
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+  step = make_train_step(cfg, model_graph(cfg.model), tx, mesh)
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, 257, (cfg.global_batch, cfg.seq_len + 1)).astype(np.int32)
+  batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+  batch |= {"segment_ids": np.zeros_like(tokens[:, 1:]), "weights": np.ones((4, 32), np.float32)}
+  place = lambda batch: jax.device_put(batch, device_mesh.batch_sharding(mesh))
+  state, metrics = step(init_state(cfg, mesh), place(batch))
+  assert metrics["skipped"] == 0
+  before = jax.device_get(state)
+  lowest = np.float32([0, 0])
+  enough = before["spikes"] | {
+    "mean": lowest,
+    "variance": lowest,
+    "count": np.int32(step_guard.HISTORY),
+  }
+  head = before["params"]["head"]["kernel"]
+  huge = before["params"] | {"head": {"kernel": 1e30 * head}}  # its gradients overflow
+  for weight, change in (
+    (np.nan, {}),
+    (np.inf, {}),
+    (1, {"spikes": enough}),
+    (1, {"params": huge}),
+  ):
+    spikes = change.get("spikes", before["spikes"])
+    bad = batch | {"weights": np.full_like(batch["weights"], weight)}
+    start = before | change
+    after, metrics = jax.device_get(step(jax.device_put(start), place(bad)))
+    assert metrics["skipped"] == 1
+    if "params" in change:
+      assert np.isfinite(metrics["loss"]) and not np.isfinite(metrics["grad_norm"])
+      chex.assert_trees_all_equal(after["params"], huge, strict=True)
+      chex.assert_trees_all_equal(after["opt_state"][1], before["opt_state"][1], strict=True)
+      continue
+    assert np.isfinite(metrics["param_norm"])
+    chex.assert_trees_all_equal(after["params"], before["params"], strict=True)
+    chex.assert_trees_all_equal(after["opt_state"][1], before["opt_state"][1], strict=True)
+    chex.assert_trees_all_equal(after["spikes"], spikes, strict=True)
+    assert after["step"] == before["step"] + 1
+    assert after["opt_state"][-1].count == before["opt_state"][-1].count + 1
+  after, metrics = jax.device_get(step(jax.device_put(before), place(batch)))
+  assert metrics["skipped"] == 0
+  assert after["spikes"]["count"] == 2
+  assert not np.array_equal(after["params"]["head"]["kernel"], before["params"]["head"]["kernel"])
+
+
+def test_step_guard_run_with_skipped_steps_resumes_exactly(
+  tiny, tmp_path, monkeypatch, capsys, fit_and_kill
+):
+  poison(monkeypatch, {4: np.nan, 5: np.inf, 9: np.nan})
+  whole = quick(tiny, run_dir=str(tmp_path / "whole"))
+  reference = loop.fit(whole)
+  out = capsys.readouterr().out
+  assert "step 4 skipped (loss is nan, grad_norm is nan); 1 in total" in out
+  assert [row["step"] for row in rows_of(whole) if row["kind"] == "skipped"] == [4, 5, 9]
+  assert [row["skipped"] for row in rows_of(whole) if row["kind"] == "train"] == [
+    *(0, 0, 0), *(2, 2, 2), *(3, 3, 3),
+  ]  # fmt: skip
+  losses = [row["loss"] for row in rows_of(whole) if row["kind"] == "train"]
+  assert np.isfinite(losses).all()
+
+  parts = quick(tiny, run_dir=str(tmp_path / "parts"))
+  fit_and_kill(parts, at=8)
+  chex.assert_trees_all_equal(loop.fit(parts).state, reference.state, strict=True)
+  assert rows_of(parts) == rows_of(whole)
+
+
+def test_step_guard_too_many_skipped_steps_end_run(tiny, monkeypatch):
+  poison(monkeypatch, dict.fromkeys(range(7, 13), np.nan))
+  cfg = quick(tiny, checkpoint_every=6, max_skipped=3)
+  with pytest.raises(DivergedError, match=r"the last 3 steps, up to 9, were skipped"):
+    loop.fit(cfg)
+  folder = RunFolder(cfg.run_dir).checkpoints
+  abstract = loop.abstract_state(cfg, device_mesh.make_mesh(cfg))
+  with loop.Checkpoints(folder, keep=2) as checkpoints:
+    last, metadata = checkpoints.restore(abstract)
+    assert metadata["data_position"] == last["step"] == newest_step(folder) >= 9
+    shutil.rmtree(folder / str(last["step"]))
+    good, _ = checkpoints.restore(abstract)
+  assert good["step"] == 6
+  chex.assert_trees_all_equal(last["params"], good["params"], strict=True)
+  chex.assert_trees_all_equal(last["opt_state"][1], good["opt_state"][1], strict=True)
+
+
+def test_step_guard_statistics_match_definition(monkeypatch):
+  monkeypatch.setattr(step_guard, "HISTORY", 8)
+  rng = np.random.default_rng(0)
+  values = rng.normal((3, 10), 1, (40, 2))
+  seen = step_guard.init_statistics()
+  mean, variance = np.zeros(2), np.zeros(2)
+  for n, x in enumerate(values, 1):
+    seen = step_guard.update_statistics(seen, jnp.float32(x[0]), jnp.float32(x[1]))
+    w = 1 / min(n, 8)
+    mean, variance = mean + w * (x - mean), (1 - w) * (variance + w * (x - mean) ** 2)
+    if n == 8:
+      np.testing.assert_allclose(mean, values[:8].mean(0), rtol=1e-12)
+      np.testing.assert_allclose(variance, values[:8].var(0), rtol=1e-12)
+  np.testing.assert_allclose(seen["mean"], mean, rtol=1e-5)
+  np.testing.assert_allclose(seen["variance"], variance, rtol=1e-5)
+  edge = mean + 3 * np.sqrt(variance)
+  for by, expected in (((-0.01, -0.01), False), ((0.01, -9), True), ((-9, 0.01), True)):
+    loss, grad_norm = jnp.float32(edge + np.array(by))
+    assert step_guard.is_spike(seen, loss, grad_norm, 3.0) == expected
+  few = seen | {"count": jnp.int32(7)}
+  assert not step_guard.is_spike(few, jnp.float32(99), jnp.float32(99), 3.0)

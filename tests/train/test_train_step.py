@@ -1,0 +1,195 @@
+"""The compiled step: accumulation, masking, precision, and no transfers to the host."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from train.cluster import device_mesh
+from train.step.model import model_graph
+from train.step.optimizer import make_optimizer
+from train.step.state import init_state
+from train.step.train_step import make_eval_step, make_train_step
+
+
+def make_batch(cfg, seed=0, weights=None):
+  rng = np.random.default_rng(seed)
+  shape = (cfg.global_batch, cfg.seq_len)
+  tokens = rng.integers(0, cfg.model.vocab_size, (shape[0], shape[1] + 1)).astype(np.int32)
+  return {
+    "tokens": tokens[:, :-1],
+    "targets": tokens[:, 1:],
+    "segment_ids": np.cumsum(rng.random(shape) < 0.1, axis=1).astype(np.int32),
+    "weights": np.float32(rng.random(shape) < 0.7) if weights is None else weights,
+  }
+
+
+def run(cfg, batch, steps=1):
+  mesh = device_mesh.make_mesh(cfg)
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+  step = make_train_step(cfg, model_graph(cfg.model), tx, mesh)
+  state = init_state(cfg, mesh)
+  batch = jax.device_put(batch, device_mesh.batch_sharding(mesh))
+  for _ in range(steps):
+    state, metrics = step(state, batch)
+  return jax.device_get(state), jax.device_get(metrics)
+
+
+def assert_close(a, b, **tolerance):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_allclose(x, y, **tolerance)
+
+
+def first_moment(state):
+  """Adam's first moment after one step: (1 - b1) times the gradient."""
+  return np.concatenate([x.ravel() for x in jax.tree.leaves(state["opt_state"][1].mu)])
+
+
+def test_train_step_accumulation_matches_large_batch(tiny):
+  batch = make_batch(tiny())
+  batch["weights"][0] = 0  # one microbatch predicts nothing, another everything
+  batch["weights"][1] = 1
+  whole, whole_metrics = run(tiny(), batch)
+  parts, parts_metrics = run(tiny(accumulate=4), batch)
+  largest = np.abs(first_moment(whole)).max()
+  assert largest > 0
+  np.testing.assert_allclose(first_moment(parts), first_moment(whole), rtol=0, atol=1e-6 * largest)
+  assert_close(whole_metrics, parts_metrics, rtol=2e-6)
+
+
+def test_train_step_metrics_match_definition(tiny):
+  cfg = tiny()
+  batch = make_batch(cfg)
+  state, metrics = run(cfg, batch)
+  graph = model_graph(cfg.model)
+
+  @jax.jit
+  def logits(params, batch):
+    return nnx.merge(graph, params)(batch["tokens"], segment_ids=batch["segment_ids"])[0]
+
+  start = init_state(cfg, device_mesh.make_mesh(cfg))
+  log_p = jax.nn.log_softmax(logits(start["params"], batch))
+  nll = -np.take_along_axis(np.asarray(log_p), batch["targets"][..., None], -1)[..., 0]
+  weights = batch["weights"]
+  assert metrics["loss"] == pytest.approx((nll * weights).sum() / weights.sum(), rel=1e-5)
+  assert metrics["tokens"] == weights.sum()
+  assert metrics["learning_rate"] == pytest.approx(3e-3)
+  numbers = np.concatenate([x.ravel() for x in jax.tree.leaves(state["params"])])
+  assert metrics["param_norm"] == pytest.approx(np.linalg.norm(np.float64(numbers)), rel=1e-5)
+  assert metrics["grad_norm"] > 0
+  assert state["step"] == 1
+
+
+def test_eval_step_matches_training_loss(tiny):
+  cfg = tiny()
+  mesh, batch = device_mesh.make_mesh(cfg), make_batch(cfg)
+  evaluate = make_eval_step(cfg, model_graph(cfg.model), mesh)
+  sums = evaluate(init_state(cfg, mesh)["params"], batch)
+  _, metrics = run(cfg, batch)
+  assert float(sums.nats / sums.weight) == pytest.approx(float(metrics["loss"]), rel=1e-6)
+  assert sums.penalty == 0
+
+
+def test_train_step_zero_weights_leave_parameters(tiny):
+  cfg = tiny()
+  start = jax.device_get(init_state(cfg, device_mesh.make_mesh(cfg)))
+  state, metrics = run(cfg, make_batch(cfg, weights=np.zeros((4, 32), np.float32)))
+  assert_close(state["params"], start["params"], rtol=0, atol=0)
+  assert (metrics["loss"], metrics["tokens"], metrics["grad_norm"]) == (0, 0, 0)
+
+
+def equations(jaxpr):
+  """All equations of a jaxpr, including inner jaxprs (scans, calls)."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
+      inner = getattr(inner, "jaxpr", inner)  # unwraps closed jaxprs
+      if hasattr(inner, "eqns"):
+        yield from equations(inner)
+
+
+def test_train_step_bfloat16_products_float32_parameters(tiny):
+  cfg = tiny(model__dtype="bfloat16")
+  mesh = device_mesh.make_mesh(cfg)
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+  step = make_train_step(cfg, model_graph(cfg.model), tx, mesh)
+  state = jax.eval_shape(lambda: init_state(cfg, mesh))
+  after, _ = jax.eval_shape(step, state, make_batch(cfg))
+  floats = [x for x in jax.tree.leaves(after) if jnp.issubdtype(x.dtype, jnp.floating)]
+  assert {x.dtype for x in floats} == {np.dtype("float32")}
+  kernels = {x.shape[-2:] for x in jax.tree.leaves(state["params"]) if x.ndim >= 2}
+  kernels |= {shape[::-1] for shape in kernels}
+  operands = [
+    v.aval
+    for eqn in equations(jax.make_jaxpr(step)(state, make_batch(cfg)).jaxpr)
+    if eqn.primitive.name == "dot_general"
+    for v in eqn.invars
+  ]
+  of_kernels = [x.dtype for x in operands if x.shape in kernels]
+  assert len(of_kernels) > 10
+  assert set(of_kernels) == {jnp.dtype("bfloat16")}
+
+
+def test_train_step_bfloat16_parameters_float32_moments(tiny):
+  batch = make_batch(tiny())
+  cfg = tiny(model__dtype="bfloat16", model__param_dtype="bfloat16")
+  state, metrics = run(cfg, batch, steps=2)
+  assert {x.dtype for x in jax.tree.leaves(state["params"])} == {jnp.dtype("bfloat16")}
+  moments = [x.dtype for x in jax.tree.leaves(state["opt_state"]) if x.ndim]
+  assert set(moments) == {np.dtype("float32")}
+  _, exact = run(tiny(), batch, steps=2)
+  assert metrics["loss"] == pytest.approx(float(exact["loss"]), rel=2e-2)
+
+
+def test_train_step_donates_state_without_host_sync(tiny):
+  cfg = tiny()
+  mesh = device_mesh.make_mesh(cfg)
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+  step = make_train_step(cfg, model_graph(cfg.model), tx, mesh)
+  state = init_state(cfg, mesh)
+  batch = jax.device_put(make_batch(cfg), device_mesh.batch_sharding(mesh))
+  with jax.transfer_guard("disallow"):
+    for _ in range(3):
+      before = state
+      state, _ = step(state, batch)
+  assert all(x.is_deleted() for x in jax.tree.leaves(before))
+  assert step._cache_size() == 1  # the returned state has the same shardings: no recompilation
+
+
+def test_train_step_penalty_and_clipping_applied(tiny):
+  batch = make_batch(tiny())
+  _, usual = run(tiny(), batch)
+  state, metrics = run(tiny(optimizer__logit_penalty=0.0, optimizer__clip_norm=1e-3), batch)
+  assert metrics["loss"] == pytest.approx(float(usual["loss"]), rel=1e-6)
+  assert metrics["grad_norm"] == pytest.approx(float(usual["grad_norm"]), rel=1e-2)
+  assert metrics["grad_norm"] != pytest.approx(float(usual["grad_norm"]), rel=1e-6)  # no penalty
+  assert metrics["grad_norm"] > 1e-2  # before clipping
+  assert np.linalg.norm(first_moment(state)) == pytest.approx((1 - 0.9) * 1e-3, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      {"mesh__data": 64},
+      "mesh.tensor=1 need 64 devices, but jax finds",
+    ),
+    ({"mesh__fsdp": 3, "mesh__data": 1}, "need 3 devices"),
+  ],
+)
+def test_mesh_too_many_devices_rejected(tiny, changes, message):
+  with pytest.raises(ValueError, match=message):
+    device_mesh.make_mesh(tiny(**changes))
+
+
+def test_mesh_indivisible_sequence_rejected(tiny, monkeypatch):
+  monkeypatch.setattr(jax, "devices", lambda: [jax.local_devices()[0]] * 3)
+  with pytest.raises(ValueError, match=r"seq_len=16 cannot be split .*=3 equal .* seq_len=15"):
+    device_mesh.make_mesh(tiny(seq_len=16, mesh__data=1, mesh__sequence=3))
+
+
+def test_mesh_indivisible_batch_rejected(tiny, monkeypatch):
+  monkeypatch.setattr(jax, "devices", lambda: [jax.local_devices()[0]] * 4)
+  with pytest.raises(ValueError, match=r"microbatch of 2 sequences .* over the 4 devices"):
+    device_mesh.make_mesh(tiny(accumulate=2, mesh__data=-1))

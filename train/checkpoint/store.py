@@ -1,0 +1,240 @@
+"""Saving and restoring checkpoints: the only module that uses Orbax.
+
+A checkpoint is a folder named after its step. It has two trees, `params` and `optimizer` (the rest
+of the state), so that the model can be read without the optimizer; metadata: the data position (one
+integer), digests of the training data, and the config; and a digest of every file
+(`train.checkpoint.digests`), without which it is not loaded.
+"""
+
+import sys
+import typing
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from train.checkpoint import old_formats, step_folders
+from train.checkpoint.step_folders import CheckpointError, newest_step
+from train.cluster import distributed
+from train.messages import Say, first_line
+from train.step.state import State
+
+__all__ = [
+  "CheckpointError",
+  "Checkpoints",
+  "StructureError",
+  "check_structure",
+  "load",
+  "newest_step",
+]
+
+_MAX_LINES = 20  # of a structure mismatch
+
+
+class StructureError(ValueError):
+  """Checkpoint and model have different parameters; the message lists them by path."""
+
+
+class Checkpoints:
+  """Checkpoints of a run in training, written in the background.
+
+  With several processes, all must make the same calls; process 0 decides and cleans up.
+  """
+
+  def __init__(self, directory: str | Path, *, keep: int, say: Say = print):
+    self.directory, self._keep, self._say = Path(directory).absolute(), keep, say
+    self._thread = ThreadPoolExecutor(1, "checkpoint")
+    self._pending: Future[None] | None = None
+    self._clear()
+
+  def __enter__(self) -> "Checkpoints":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._thread.shutdown()
+
+  def restore(self, abstract: State) -> tuple[State, dict[str, Any]] | None:
+    """Restores the newest intact state, sharded like `abstract`, and its metadata.
+
+    Returns None if nothing has been saved. Damaged checkpoints are reported and renamed.
+
+    Raises:
+      StructureError: its structure differs from that of `abstract`.
+      CheckpointError: all are damaged, or it cannot be read.
+    """
+    step = distributed.on_first(lambda: step_folders.newest_intact(self.directory, self._say))
+    if step is None:
+      return None
+    loaded, metadata = _read(self.directory / str(step), _split(abstract))
+    distributed.on_first(lambda: step_folders.set_aside_after(self.directory, step, self._say))
+    return {"params": loaded["params"], **loaded["optimizer"]}, metadata
+
+  def save(self, step: int, state: State, metadata: dict[str, Any]) -> None:
+    """Copies the state and writes it in the background; the caller may donate it immediately.
+
+    Waits for a save that is still running. Errors are reported by `failure` or `wait`.
+
+    Args:
+      metadata: JSON needed to resume, such as the data position.
+    """
+    if self._pending and (error := self._pending.exception()):
+      self._say(str(error))  # not reported yet
+    self._clear()
+    staging = self.directory / f"{step}{step_folders.SAVING}"
+    metadata = metadata | {"format": old_formats.FORMAT}
+    try:
+      written = ocp.save_checkpointables_async(
+        str(staging), _split(state), overwrite=True, custom_metadata=metadata
+      )
+    except Exception as error:
+      self._pending = Future()
+      self._pending.set_exception(_not_written(self.directory, step, error))
+      return
+    self._pending = self._thread.submit(self._finish, step, staging, written)
+
+  def failure(self) -> CheckpointError | None:
+    """Error of the last save, returned once; None while it runs or if it succeeded."""
+    if self._pending is None or not self._pending.done():
+      return None
+    pending, self._pending = self._pending, None
+    return typing.cast(CheckpointError | None, pending.exception())
+
+  def idle(self) -> bool:
+    """Whether no save is running and no failure is unreported."""
+    return self._pending is None
+
+  def wait(self) -> None:
+    """Waits until everything is on disk.
+
+    Raises:
+      CheckpointError: the last save failed.
+    """
+    pending, self._pending = self._pending, None
+    if pending:
+      pending.result()
+
+  def _finish(self, step: int, staging: Path, written: Any) -> None:
+    try:
+      written.result()
+      if distributed.is_first():
+        step_folders.publish(staging, step)
+        step_folders.keep_newest(self.directory, self._keep)
+    except Exception as error:
+      self._clear()
+      raise _not_written(self.directory, step, error) from error
+
+  def _clear(self) -> None:
+    """Removes unfinished folders, whose disk space the next save may need."""
+    if distributed.is_first():
+      step_folders.clear_leftovers(self.directory)
+
+
+def load(
+  directory: str | Path, abstract: dict[str, Any], *, step: int | None = None
+) -> tuple[dict[str, Any], int, dict[str, Any]]:
+  """Loads only the trees of `abstract` from a checkpoint; returns them, its step and metadata.
+
+  Without `step`, loads the newest intact checkpoint and reports newer damaged ones on stderr.
+
+  Raises:
+    StructureError: a tree's structure differs from that of `abstract`.
+    FileNotFoundError: there is no checkpoint, or none of `step`.
+    CheckpointError: all are damaged, or it cannot be read.
+  """
+  directory = Path(directory).absolute()
+  warn = lambda line: print(f"warning: {line}", file=sys.stderr)
+  parts = list(abstract)
+
+  def choose() -> int | None:
+    if step is None:
+      return step_folders.newest_intact(directory, warn, parts)
+    return step_folders.intact(directory, step, parts)
+
+  step = distributed.on_first(choose)
+  if step is None:
+    raise FileNotFoundError(
+      f"no checkpoint in {directory}; train first: python -m train fit --config FILE"
+    )
+  loaded, metadata = _read(directory / str(step), abstract)
+  return loaded, step, metadata
+
+
+def _split(state: State) -> dict[str, Any]:
+  """The two trees of a checkpoint."""
+  return {
+    "params": state["params"],
+    "optimizer": {name: state[name] for name in state if name != "params"},
+  }
+
+
+def _read(path: Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+  try:
+    found = ocp.checkpointables_metadata(str(path))
+    metadata = dict(typing.cast(dict[str, Any], found.custom_metadata or {}))
+    is_old = metadata.pop("format", 1) < old_formats.FORMAT
+    mixer = metadata["config"]["model"]["mixer"] if is_old and "config" in metadata else None
+    if mixer is not None:
+      abstract = old_formats.rename(abstract, old_formats.old_path, mixer)
+    saved = {name: found.metadata[name] for name in abstract}
+    if None in saved.values():  # Orbax only logs what it cannot read
+      raise OSError("the metadata of its arrays is damaged")
+    check_structure(path, saved, abstract)
+    loaded = ocp.load_checkpointables(str(path), abstract)
+    if mixer is not None:
+      loaded = old_formats.rename(loaded, old_formats.current_path, mixer)
+    return loaded, metadata
+  except StructureError:
+    raise
+  except Exception as error:
+    raise CheckpointError(
+      f"checkpoint {path} cannot be read ({first_line(error)}), although its files are intact: "
+      "it may be from another version of orbax-checkpoint. Move that folder away to resume from "
+      "the checkpoint before it."
+    ) from error
+
+
+def check_structure(path: str | Path, saved: Any, wanted: Any) -> None:
+  """Compares two trees of arrays (or abstract arrays) by path, dtype and shape.
+
+  Raises:
+    StructureError: they differ; one line per leaf that is missing, unexpected or different.
+  """
+  saved, wanted = _leaves(saved), _leaves(wanted)
+  lines = [
+    f"{name}: missing in the checkpoint, the model needs {wanted[name]}"
+    for name in wanted.keys() - saved.keys()
+  ]
+  lines += [
+    f"{name}: {saved[name]} in the checkpoint, not in the model"
+    for name in saved.keys() - wanted.keys()
+  ]
+  lines += [
+    f"{name}: {saved[name]} in the checkpoint, the model needs {wanted[name]}"
+    for name in wanted.keys() & saved.keys()
+    if saved[name] != wanted[name]
+  ]
+  if lines:
+    more = [f"... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+    lines.sort(key=lambda line: (not line.startswith("params"), line))  # the optimizer repeats them
+    listing = "\n  ".join(lines[:_MAX_LINES] + more)
+    raise StructureError(
+      f"checkpoint {path} does not match the model of these settings:\n  {listing}\n"
+      "Use the settings that it was trained with (config.json of its run folder), or another "
+      "run_dir."
+    )
+
+
+def _leaves(tree: Any) -> dict[str, str]:
+  """{"params/head/kernel": "float32[512, 50277]"} for every array of the tree."""
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+  return {name(path): f"{x.dtype}{list(x.shape)}" for path, x in flat}
+
+
+def _not_written(directory: Path, step: int, error: Exception) -> CheckpointError:
+  return CheckpointError(
+    f"the checkpoint of step {step} could not be written to {directory} ({first_line(error)}); "
+    "earlier checkpoints are intact. Free disk space or repair the folder."
+  )

@@ -1,0 +1,51 @@
+"""`python -m train verify RUN`: checks every byte of a run's checkpoints."""
+
+from pathlib import Path
+
+from train.checkpoint import digests, step_folders
+
+
+def report(directory: str | Path) -> tuple[list[str], bool]:
+  """Returns a line per checkpoint in `directory`, oldest first, and whether all are intact.
+
+  Raises:
+    FileNotFoundError: there is no checkpoint.
+  """
+  directory = Path(directory)
+  steps = step_folders.steps_in(directory)
+  if not steps:
+    raise FileNotFoundError(f"no checkpoint in {directory}; use the run_dir of a run of `fit`.")
+  lines, whole = [], True
+  for step in steps:
+    folder = directory / str(step)
+    wrong = digests.damage(folder)
+    whole = whole and wrong is None
+    if wrong is None:
+      files, size = digests.size(folder)
+      lines.append(f"step {step:>{len(str(steps[-1]))}}  intact, {files} files, {size:,} bytes")
+    else:
+      lines.append(f"step {step:>{len(str(steps[-1]))}}  DAMAGED: {wrong}")
+  return lines, whole
+
+
+def adopt(directory: str | Path, step: int) -> str:
+  """Recomputes the digests of a checkpoint, trusting its current content; returns a summary.
+
+  For checkpoints that were written without digests or renamed on purpose.
+
+  Raises:
+    FileNotFoundError: no such checkpoint.
+    CheckpointError: it is or contains a link.
+  """
+  directory = Path(directory)
+  if step not in step_folders.steps_in(directory):
+    raise FileNotFoundError(f"no checkpoint of step {step} in {directory}.")
+  wrong = digests.damage(directory / str(step))
+  if wrong is None:
+    return f"step {step} is intact; nothing changed"
+  if digests.link_in(directory / str(step)):
+    raise step_folders.CheckpointError(
+      f"step {step} cannot be trusted: {wrong}. Replace the link by a copy."
+    )
+  digests.write(directory / str(step), str(step))
+  return f"step {step} has new digests, computed from its current content (before: {wrong})"

@@ -1,0 +1,172 @@
+"""The commands of `python -m train`. Slow imports are inside the functions."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from train import config
+from train.config import apply_overrides
+
+
+def fit(options: argparse.Namespace) -> None:
+  """Trains a model; with --print-config or --dry-run only describes the run."""
+  cfg = _config(options)
+  if options.print_config:
+    print(json.dumps(config.to_dict(cfg), indent=2))
+    return
+  from train.cli import dry_run
+  from train.cluster import distributed
+  from train.logging import tracing
+  from train.loop import fit
+
+  profile = tracing.steps_of(options.profile) if options.profile else None
+  distributed.join()
+  if options.dry_run:
+    dry_run.describe(cfg)
+  else:
+    fit(cfg, allow_config_change=options.allow_config_change, profile=profile)
+
+
+def evaluate(options: argparse.Namespace) -> None:
+  """Prints the losses of a run on its validation sets."""
+  from train.runs import evaluation
+
+  rows = evaluation.run(_run_config(options))
+  if options.json:
+    print(json.dumps(rows, indent=2))
+    return
+  width = max(len("set"), *(len(row["set"]) for row in rows))
+  print(f"{'set':<{width}}  {'val_loss':>9}  {'bits_per_byte':>13}  {'tokens':>13}")
+  for row in rows:
+    bits = "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
+    print(f"{row['set']:<{width}}  {row['val_loss']:>9.4f}  {bits:>13}  {row['tokens']:>13,}")
+
+
+def generate(options: argparse.Namespace) -> None:
+  """Continues text with the model of a run or an exported model."""
+  changes = {
+    "tokens": options.max_tokens,
+    "temperature": options.temperature,
+    "top_k": options.top_k,
+    "top_p": options.top_p,
+  }
+  changes = {name: value for name, value in changes.items() if value is not None}
+  if options.prompt and "" in options.prompt:
+    raise ValueError("--prompt is empty; give some text, or omit it to start a new document.")
+  from train.runs import export, loading, text_generation
+
+  if options.run_dir and not options.config and export.is_exported(options.run_dir):
+    if options.set:
+      raise ValueError("--set changes settings of a run; an exported model has none.")
+    loaded = loading.load_model(options.run_dir)
+  else:
+    loaded = loading.of_run(_run_config(options))
+  settings = dataclasses.replace(loaded.sample, **changes)
+  prompts = options.prompt or [settings.prompt]
+  model, tokenizer = loaded.model, loaded.tokenizer()
+  if len(prompts) == 1:
+    pieces = text_generation.stream(model, tokenizer, prompts[0], settings, options.seed)
+    print(prompts[0], end="", flush=True)
+    for piece in pieces:
+      print(piece, end="", flush=True)
+    print()
+    return
+  texts = text_generation.complete(model, tokenizer, prompts, settings, options.seed)
+  for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+    print(f"--- {number} of {len(prompts)}\n{prompt}{text}")
+
+
+def tokenize(options: argparse.Namespace) -> None:
+  """Creates token files from a config's data or from the given text."""
+  if bool(options.config) == bool(options.input):
+    raise ValueError(
+      "tokenize needs either --config FILE, or --input PATH... --output PREFIX --tokenizer SPEC."
+    )
+  from train.data import tokenize, tokenizers
+
+  how = {"workers": options.workers, "progress": True, "force": options.force}
+  if options.config:
+    cfg = _config(options)
+    sidecars = tokenize.prepare(cfg.data, **how)
+    results = {str(Path(cfg.data.folder) / name): sidecars[name] for name in sidecars}
+  else:
+    missing = [name for name in ("output", "tokenizer") if not getattr(options, name)]
+    if missing:
+      raise ValueError(f"--input also needs --{' and --'.join(missing)}.")
+    folder = Path(options.output).parent
+    tokenizer = tokenizers.load_tokenizer(options.tokenizer, folder)
+    sidecar = tokenize.tokenize_to(options.output, options.input, tokenizer, **how)
+    results = {options.output: sidecar}
+  for prefix, sidecar in results.items():
+    counts = "unchanged"
+    if sidecar is not None:
+      counts = ", ".join(f"{sidecar[name]:,} {name}" for name in ("documents", "tokens", "bytes"))
+    print(f"{prefix}.bin  {counts}")
+
+
+def export(options: argparse.Namespace) -> None:
+  """Writes the model of a run as safetensors with a manifest."""
+  from train.runs import export, loading
+  from train.step.model import params_of
+
+  loaded = loading.load_model(options.folder, step=options.step)
+  export.write(options.out, loaded.config, params_of(loaded.model), loaded.tokenizer(), loaded.step)
+  print(f"{options.out}  {loaded.config.mixer}, step {loaded.step}")
+
+
+def import_(options: argparse.Namespace) -> None:
+  """Starts a run from an exported model."""
+  from train.runs import importing
+
+  cfg = _config(options)
+  step = importing.import_model(options.folder, cfg)
+  print(f"{cfg.run_dir}  a new run from the model of {options.folder}, trained for {step} steps")
+
+
+def verify(options: argparse.Namespace) -> int:
+  """Checks every byte of the checkpoints; returns 1 if one is damaged."""
+  from train.checkpoint import verify
+  from train.runs.run_folder import RunFolder
+
+  directory = RunFolder(options.folder).checkpoints
+
+  if options.adopt is not None:
+    print(verify.adopt(directory, options.adopt))
+  lines, whole = verify.report(directory)
+  print("\n".join(lines))
+  return 0 if whole else 1
+
+
+def plot(options: argparse.Namespace) -> None:
+  """Plots the losses of runs."""
+  from train.logging import plot
+
+  plot.draw(options.runs, options.output)
+  print(options.output)
+
+
+def doctor(options: argparse.Namespace) -> int:
+  """Checks whether this machine or job can train; returns 1 if there is a problem."""
+  cfg = _config(options) if options.config else None
+  from train.cluster import doctor
+
+  return 0 if doctor.examine(cfg, print) else 1
+
+
+def _config(options: argparse.Namespace) -> config.Train:
+  """Config from --config, with every --set applied."""
+  return apply_overrides(config.load_config(options.config), options.set)
+
+
+def _run_config(options: argparse.Namespace) -> config.Train:
+  """Config from --run-dir or --config, with every --set applied."""
+  if bool(options.config) == bool(options.run_dir):
+    raise ValueError("use either --run-dir FOLDER (a run of `fit`) or --config FILE.")
+  if options.config:
+    return _config(options)
+  from train.runs.run_folder import RunFolder
+
+  cfg = RunFolder(options.run_dir).load_config()
+  # The folder may have been moved.
+  return apply_overrides(dataclasses.replace(cfg, run_dir=options.run_dir), options.set)

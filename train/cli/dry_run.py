@@ -1,0 +1,64 @@
+"""`python -m train fit --dry-run`: compiles the training step and prints its memory and FLOPs.
+
+Writes no files, reads no text and initializes no parameters.
+"""
+
+import jax
+
+from lnssm_jax.models import count_parameters
+from train import config
+from train.cluster import compile_cache, distributed
+from train.cluster.device_mesh import make_mesh
+from train.logging import run_summary
+from train.logging.console import Console, short
+from train.loop import compile_step
+from train.step import flops
+from train.step.model import model_graph
+from train.step.state import abstract_state
+
+
+def describe(cfg: config.Train) -> None:
+  """Prints devices, parameters, memory per device and FLOPs per step of a run with config `cfg`.
+
+  Memory is the compiler's plan for the training step: arguments (parameters, optimizer, batch),
+  results that do not reuse arguments, and temporaries. It excludes prefetched batches and the copy
+  of the state during a save. With several processes, all compile the same program.
+
+  Raises:
+    ValueError: the mesh does not match the devices or the batch.
+  """
+  console = Console(quiet=not distributed.is_first())
+  with compile_cache.at(cfg.compile_cache):
+    mesh = make_mesh(cfg)
+    run_summary.devices(console, mesh)
+    params = abstract_state(cfg, mesh)["params"]
+    console.say(f"model       {cfg.model.mixer}, {count_parameters(params):,} parameters")
+    compiled = compile_step(cfg, model_graph(cfg.model), mesh, None, console)
+  console.say(f"memory      {_memory(compiled)}")
+  stats = mesh.local_devices[0].memory_stats()
+  if stats and "bytes_limit" in stats:
+    console.say(f"available   {_gib(stats['bytes_limit'])} on each device")
+  tokens = cfg.global_batch * cfg.seq_len
+  model = flops.TRAINING_FACTOR * flops.model_flops_per_token(cfg.model, cfg.seq_len) * tokens
+  console.say(
+    f"FLOPs       {model:.4g} per step of {short(tokens)} tokens (model FLOPs), "
+    f"{model / mesh.size:.4g} per device"
+  )
+
+
+def _memory(compiled: jax.stages.Compiled) -> str:
+  plan = compiled.memory_analysis()
+  if plan is None:
+    return "not reported by this backend"
+  sizes = {
+    "arguments": plan.argument_size_in_bytes,
+    "new results": plan.output_size_in_bytes - plan.alias_size_in_bytes,
+    "temporary": plan.temp_size_in_bytes,
+    "code": plan.generated_code_size_in_bytes,
+  }
+  parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
+  return f"{_gib(sum(sizes.values()))} per device: {parts}"
+
+
+def _gib(size: int) -> str:
+  return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.2f} MiB"

@@ -1,0 +1,191 @@
+"""The command line `python -m train`: commands, options, error messages and exit codes."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lnssm_jax
+import train
+from train import config
+from train.cli import commands
+
+EXAMPLES = """\
+examples:
+  python -m train fit --config configs/quickstart.py
+  python -m train fit --config configs/quickstart.py --set steps=1000 --set run_dir=runs/longer
+  python -m train fit --config configs/quickstart.py --dry-run --set compile_cache=programs
+  python -m train evaluate --run-dir runs/quickstart
+  python -m train generate --run-dir runs/quickstart --prompt 'def '
+  python -m train tokenize --input TEXT --output data/text --tokenizer bytes
+  python -m train verify runs/quickstart
+  python -m train export runs/quickstart --out exported
+  python -m train import exported --config configs/quickstart.py --set run_dir=runs/more
+  python -m train plot runs/quickstart runs/longer --output compared.png
+  python -m train doctor --config configs/quickstart.py
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Runs one command; returns its exit code: 0 success, 1 failure while running, 2 wrong usage.
+
+  In a run of several processes, a failing process exits here without waiting for the others.
+  """
+  parser = _parser()
+  options = parser.parse_args(arguments)
+  if options.command is None:
+    parser.print_help()
+    return 0
+  try:
+    return options.run(options) or 0
+  except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    return 130
+  except BrokenPipeError:  # the reader of the output, such as `head`, has exited
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+  except Exception as error:
+    code = exit_code(error)
+    if code is None:
+      if not _is_joined():
+        raise
+      traceback.print_exc()
+    else:
+      print(f"error: {error}", file=sys.stderr)
+    if _is_joined():
+      _leave(code or 1)
+    return code or 1
+  return 0
+
+
+def exit_code(error: Exception) -> int | None:
+  """Exit code for an error: 2 for a user's mistake, 1 for a failed run, None for a bug."""
+  code = getattr(error, "exit_code", None)
+  if code is not None or isinstance(error, config.ConfigError):
+    return code or 2
+  # A ValueError raised inside JAX or another library is a bug of ours, not a message for users.
+  place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+  packages = (Path(module.__file__ or "").parent for module in (train, lnssm_jax))
+  is_ours = any(place.is_relative_to(package) for package in packages)
+  is_users = isinstance(error, ValueError | FileNotFoundError | PermissionError)
+  return 2 if is_ours and is_users else None
+
+
+def _leave(code: int) -> NoReturn:
+  """Exits at once; the launcher then ends the other processes, which wait for this one."""
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
+
+
+def _is_joined() -> bool:
+  """Whether other processes would wait for this one; imports nothing."""
+  module = sys.modules.get("train.cluster.distributed")
+  return module is not None and module.count() > 1
+
+
+class _Parser(argparse.ArgumentParser):
+  def error(self, message: str) -> NoReturn:
+    self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = _Parser(
+    prog="python -m train",
+    description="Train, evaluate and use language models with linear cost in sequence length.",
+    epilog=EXAMPLES,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  added_to = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+  def plain(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
+    added = added_to.add_parser(name, help=help, description=help)
+    added.set_defaults(run=run)
+    return added
+
+  def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
+    added = plain(name, run, help)
+    added.add_argument(
+      "--config",
+      metavar="FILE",
+      required=name in ("fit", "import"),
+      help="Python file with get_config()",
+    )
+    added.add_argument(
+      "--set",
+      metavar="A.B=VALUE",
+      action="append",
+      default=[],
+      help="override a setting (repeatable)",
+    )
+    if name in ("evaluate", "generate"):
+      exported = ", or an exported model" if name == "generate" else ""
+      added.add_argument(
+        "--run-dir", metavar="FOLDER", help=f"a run of `fit`{exported}, instead of --config"
+      )
+    return added
+
+  fit = command("fit", commands.fit, "Train a model, or resume a stopped run.")
+  fit.add_argument("--print-config", action="store_true", help="print the config and exit")
+  fit.add_argument(
+    "--allow-config-change",
+    action="store_true",
+    help="resume a run although its settings or its text have changed",
+  )
+  fit.add_argument(
+    "--dry-run",
+    action="store_true",
+    help="compile the training step, print its memory and FLOPs, and exit",
+  )
+  fit.add_argument(
+    "--profile",
+    metavar="START:STOP",
+    help="write a profiler trace of these steps to RUN/traces; during a run, "
+    "`echo 5 > RUN/profile` traces the next 5",
+  )
+  evaluate = command(
+    "evaluate", commands.evaluate, "Print the loss of a run on its validation sets."
+  )
+  evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
+  generate = command("generate", commands.generate, "Continue text with the model of a run.")
+  generate.add_argument(
+    "--prompt", metavar="TEXT", action="append", help="what to continue (repeatable)"
+  )
+  generate.add_argument("--max-tokens", type=int, metavar="N", help="at most this many new tokens")
+  generate.add_argument(
+    "--temperature", type=float, metavar="T", help="0 takes the most likely token"
+  )
+  generate.add_argument(
+    "--top-k", type=int, metavar="K", help="sample from the K most likely tokens"
+  )
+  generate.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling; 1: all tokens")
+  generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
+  tokenize = command("tokenize", commands.tokenize, "Create token files from text.")
+  tokenize.add_argument("--input", nargs="+", metavar="PATH", help="files or folders of text")
+  tokenize.add_argument("--output", metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, .json")
+  tokenize.add_argument(
+    "--tokenizer", metavar="SPEC", help="'bytes' or the path of a tokenizer.json"
+  )
+  tokenize.add_argument("--workers", type=int, metavar="N", help="threads (default: all cores)")
+  tokenize.add_argument("--force", action="store_true", help="replace files that are up to date")
+  export = plain("export", commands.export, "Write a run's model as safetensors with a manifest.")
+  export.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
+  export.add_argument("--out", required=True, metavar="DIR", help="a folder that does not exist")
+  export.add_argument("--step", type=int, metavar="N", help="a checkpoint other than the newest")
+  importing = command("import", commands.import_, "Start a run from an exported model.")
+  importing.add_argument("folder", metavar="DIR", help="a folder written by `export`")
+  verify = plain("verify", commands.verify, "Check every byte of a run's checkpoints.")
+  verify.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
+  verify.add_argument(
+    "--adopt",
+    type=int,
+    metavar="STEP",
+    help="trust this checkpoint: recompute its digests",
+  )
+  plot = plain("plot", commands.plot, "Plot the loss curves of runs in one figure.")
+  plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+  plot.add_argument("--output", required=True, type=Path, metavar="FILE", help="such as a.png")
+  command("doctor", commands.doctor, "Check whether this machine or job can train.")
+  return parser

@@ -1,0 +1,1 @@
+"""Devices and processes: launchers, device mesh, stop signals, compilation caches, doctor."""

@@ -1,0 +1,28 @@
+"""The configuration of a training run.
+
+- schema.py: the settings, `Train` and its groups, with the rules between settings
+- loading.py: config files, and the JSON form stored with a run
+- overrides.py: `--set a.b=value`
+- checked.py: dataclasses whose constructors check field names and types
+- changes.py: settings that a resumed run may change
+- versions.py: package versions and git commit, stored with a run
+"""
+
+from train.config.checked import ConfigError
+from train.config.loading import from_dict, load_config, to_dict
+from train.config.overrides import apply_overrides
+from train.config.schema import Data, Mesh, Model, Optimizer, Sample, Train
+
+__all__ = [
+  "ConfigError",
+  "Data",
+  "Mesh",
+  "Model",
+  "Optimizer",
+  "Sample",
+  "Train",
+  "apply_overrides",
+  "from_dict",
+  "load_config",
+  "to_dict",
+]

@@ -1,0 +1,134 @@
+"""Dataclasses whose constructors check field names and types, with helpful errors."""
+
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+  """Unknown, missing, wrongly typed or inconsistent setting; the message names it."""
+
+
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings[T](cls: type[T]) -> type[T]:
+  """Turns `cls` into a frozen keyword-only dataclass whose constructor checks names and types.
+
+  A plain dataclass would accept `dim=5.5` and raise a TypeError without a suggestion for a
+  misspelled name. Rules between settings belong in `__post_init__`, which runs afterwards.
+  """
+  cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+  build = cls.__init__
+
+  def __init__(self, /, **values: Any) -> None:
+    build(self, **_checked(cls, values))
+
+  cls.__init__ = __init__  # pyrefly: ignore[bad-assignment]
+  return cls
+
+
+def check(rule: bool, message: str) -> None:
+  """Raises `ConfigError(message)` unless `rule` holds."""
+  if not rule:
+    raise ConfigError(message)
+
+
+def at_least(label: str, value: float, least: int) -> None:
+  """Raises `ConfigError` unless `value`, the setting called `label`, is `least` or more."""
+  check(value >= least, f"{label}={value} must be at least {least}.")
+
+
+def did_you_mean(name: str, options: Iterable[str]) -> str:
+  """Suffix of an error message: the closest of `options`, or all of them if none is close."""
+  options = list(options)
+  near = difflib.get_close_matches(name, options, 1)
+  return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(options)}."
+
+
+def unknown(cls: type, name: str) -> ConfigError:
+  """Error for a setting that `cls` does not have, with the closest known name."""
+  label = _label(cls, name)
+  fields = [f.name for f in dataclasses.fields(cls)]
+  inside = [g for g in _groups(cls) if name in typing.get_type_hints(hint_of(cls, g))]
+  if inside and not difflib.get_close_matches(name, fields, 1, 0.8):
+    return ConfigError(f"no setting {label!r}; did you mean '{inside[0]}.{name}'?")
+  return ConfigError(f"no setting {label!r} in {cls.__name__}{did_you_mean(name, fields)}")
+
+
+def hint_of(cls: type, name: str) -> Any:
+  """Declared type of setting `name` of `cls`."""
+  return typing.get_type_hints(cls)[name]
+
+
+def coerce(value: Any, hint: Any, label: str) -> Any:
+  """Converts `value` to type `hint` by lossless conversions only: int to float, list to tuple.
+
+  Raises:
+    ConfigError: the message names `label`, the expected type and the value.
+  """
+  origin, args = typing.get_origin(hint), typing.get_args(hint)
+  if hint is Any or (value is None and hint is types.NoneType):
+    return value
+  if origin in (typing.Union, types.UnionType):
+    for option in sorted(args, key=lambda a: a is not type(value)):  # an exact match first
+      try:
+        return coerce(value, option, label)
+      except ConfigError:
+        continue
+  elif origin is Literal:
+    check(value in args, f"{label}={value!r} is not a choice{did_you_mean(str(value), args)}")
+    return value
+  elif dataclasses.is_dataclass(hint):
+    if isinstance(value, Mapping):
+      return hint(**value)
+    if isinstance(value, typing.cast(type, hint)):
+      return value
+  elif origin is tuple and isinstance(value, tuple | list):
+    return tuple(coerce(item, args[0], f"{label}[{i}]") for i, item in enumerate(value))
+  elif origin is dict and isinstance(value, Mapping):
+    return {coerce(k, args[0], label): coerce(v, args[1], f"{label}.{k}") for k, v in value.items()}
+  elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+    check(abs(value) <= sys.float_info.max, f"{label}={value} must be a finite number.")
+    return float(value)
+  elif type(value) is hint:  # exact, because a bool is an int to isinstance
+    return value
+  raise ConfigError(f"{label} wants {type_name(hint)}, got {value!r}.")
+
+
+def type_name(hint: Any) -> str:
+  """Readable name of the type `hint` for error messages."""
+  args = typing.get_args(hint)
+  if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    return " or ".join(type_name(a) for a in args)
+  if args:
+    return str(hint).replace("typing.", "")
+  return "None" if hint is types.NoneType else hint.__name__
+
+
+def _checked(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+  hints = typing.get_type_hints(cls)
+  for name in values:
+    if name not in hints:
+      raise unknown(cls, name)
+  for field in dataclasses.fields(cls):
+    required = field.default is field.default_factory is dataclasses.MISSING
+    check(
+      field.name in values or not required,
+      f"{_label(cls, field.name)} is missing; it wants {type_name(hints[field.name])}.",
+    )
+  return {name: coerce(value, hints[name], _label(cls, name)) for name, value in values.items()}
+
+
+def _groups(cls: type) -> list[str]:
+  return [f.name for f in dataclasses.fields(cls) if dataclasses.is_dataclass(hint_of(cls, f.name))]
+
+
+def _label(cls: type, name: str) -> str:
+  """Command-line name of the setting: 'steps', 'model.dim'.
+
+  Settings of a group class are prefixed by the group's name, those of the top class are not.
+  """
+  return name if _groups(cls) else f"{cls.__name__.lower()}.{name}"

@@ -1,0 +1,72 @@
+"""Reading config files, and the JSON form of a config.
+
+A config file is Python: its `get_config()` returns a `Train`.
+"""
+
+import dataclasses
+import traceback
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from train.config.checked import ConfigError, check
+from train.config.schema import Train
+
+
+def load_config(path: str | Path) -> Train:
+  """Executes the Python file at `path` and returns the value of its `get_config()`.
+
+  The file runs with all permissions of the caller: load only files that you would run.
+
+  Raises:
+    FileNotFoundError: no such file; the message lists the config files of that folder.
+    ConfigError: the file is not valid Python, raises, has no `get_config`, or that does not return
+      a `Train`.
+  """
+  path = Path(path)
+  if not path.is_file():
+    others = sorted(str(p) for p in path.parent.glob("*.py"))
+    listing = f"; that folder has {', '.join(others)}" if others else ""
+    raise FileNotFoundError(f"no config file {str(path)!r}{listing}.")
+  namespace = {"__name__": "config", "__file__": str(path)}
+  try:
+    code = compile(path.read_bytes(), str(path), "exec")
+  except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+    line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+    raise ConfigError(f"{path}{line}: {getattr(error, 'msg', error)}.") from error
+  try:
+    exec(code, namespace)
+    get_config = namespace.get("get_config")
+    check(callable(get_config), f"{path} has no function get_config() that returns a Train.")
+    config = typing.cast(Any, get_config)()
+  except ConfigError:
+    raise
+  except (Exception, SystemExit) as error:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    where = f", line {lines[-1]}" if lines else ""
+    raise ConfigError(f"{path}{where}: {type(error).__name__}: {error}") from error
+  check(
+    isinstance(config, Train),
+    f"get_config() of {path} returned {type(config).__name__}, not a train.config.Train.",
+  )
+  return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+  """Converts a config to plain dictionaries, lists, strings and numbers for `json.dumps`."""
+  return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+
+
+def from_dict(values: Mapping[str, Any]) -> Train:
+  """Inverse of `to_dict`, also after a round trip through JSON; checks everything again."""
+  return Train(**values)
+
+
+def _plain(value: Any) -> Any:
+  if dataclasses.is_dataclass(value):
+    return to_dict(value)
+  if isinstance(value, dict):
+    return {k: _plain(v) for k, v in value.items()}
+  return [_plain(v) for v in value] if isinstance(value, tuple | list) else value

@@ -1,0 +1,93 @@
+"""Overrides of settings from the command line: `--set optimizer.peak_lr=1e-3`."""
+
+import ast
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from train.config.checked import ConfigError, check, coerce, hint_of, type_name, unknown
+from train.config.loading import from_dict, to_dict
+from train.config.schema import Train
+
+_WORDS = {"none": None, "null": None, "true": True, "false": False}
+
+
+def apply_overrides(config: Train, assignments: Sequence[str]) -> Train:
+  """Applies every `a.b=value` of `assignments` to `config`; the last one for a setting wins.
+
+  Rules between settings are checked once, at the end, so that settings that must change together
+  can. Values are parsed by the type of the setting: text needs no quotes, None is `none`, a tuple
+  of names `a,b`. Dictionary entries are set by key, as in `model.mixer_options.shift=kvg`.
+
+  Raises:
+    ConfigError: unknown setting (with the closest known name), wrong type, or a broken rule.
+  """
+  values = to_dict(config)
+  for assignment in assignments:
+    path, separator, text = assignment.partition("=")
+    path = path.strip()
+    check(
+      separator == "=" and path != "",
+      f"--set wants name=value, got {assignment!r}; for example --set optimizer.peak_lr=1e-3.",
+    )
+    _assign(values, Train, path, text.strip())
+  return from_dict(values)
+
+
+def _assign(values: dict[str, Any], hint: Any, path: str, text: str) -> None:
+  """Sets the leaf at the dotted `path` of the nested dictionary `values`."""
+  keys = path.split(".")
+  for depth, key in enumerate(keys):
+    if dataclasses.is_dataclass(hint):
+      cls = typing.cast(type, hint)
+      if key not in typing.get_type_hints(cls):
+        raise unknown(cls, key)
+      hint = hint_of(cls, key)
+    elif typing.get_origin(hint) is dict:
+      check(key != "", f"{path!r} ends in a dot; name the entry to set.")
+      hint = typing.get_args(hint)[1]
+    else:
+      raise ConfigError(
+        f"no setting {path!r}: {'.'.join(keys[:depth])} is a single value, {type_name(hint)}."
+      )
+    if depth == len(keys) - 1:
+      values[key] = parse(text, hint, path)
+    else:
+      values = values.setdefault(key, {})
+
+
+def parse(text: str, hint: Any, label: str) -> Any:
+  """Parses `text` as a value of type `hint`."""
+  if dataclasses.is_dataclass(hint):
+    first = dataclasses.fields(typing.cast(Any, hint))[0].name
+    raise ConfigError(f"{label} is a group of settings; set one of them: {label}.{first}=...")
+  literal = _literal(text)
+  options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+  if literal is None and types.NoneType in options:
+    return None
+  if hint is Any:
+    return literal
+  # A string setting takes the text as it is, so that a prompt may be "12" or "None"; only quotes
+  # around it are removed.
+  wants_text = str in options or typing.get_origin(hint) is Literal
+  if wants_text and not isinstance(literal, str):
+    literal = text
+  if typing.get_origin(hint) is tuple and isinstance(literal, str):
+    literal = tuple(item.strip() for item in literal.split(",") if item.strip())
+  try:
+    return coerce(literal, hint, label)
+  except ConfigError as error:
+    whole = hint is int and isinstance(literal, float) and literal.is_integer()
+    raise ConfigError(f"{error} Write {int(literal)}." if whole else str(error)) from None
+
+
+def _literal(text: str) -> Any:
+  """Parses a Python literal or one of `_WORDS`; anything else stays text."""
+  if text.lower() in _WORDS:
+    return _WORDS[text.lower()]
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    return text

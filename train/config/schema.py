@@ -1,0 +1,269 @@
+"""The settings of a training run, as frozen, typed, checked dataclasses."""
+
+import dataclasses
+import math
+import re
+from typing import Any, Literal
+
+from train.config.checked import at_least, check, did_you_mean, settings
+
+
+@settings
+class Model:
+  """Architecture of the language model and its dtypes."""
+
+  mixer: str | tuple[str, ...] = "lnssm"  # a tuple is a pattern repeated over the layers
+  dim: int
+  num_layers: int
+  num_heads: int
+  vocab_size: int
+  channel_mixer: str = "gpt2"
+  channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
+  mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+  norm: Literal["layer", "rms"] = "layer"
+  embedding_norm: bool = True
+  tie_embeddings: bool = False  # the output head is the transposed embedding
+  dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations; states are always float32
+  param_dtype: Literal["float32", "bfloat16"] = "float32"
+  remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
+  unroll: int | None = None  # layers per iteration of the layer scan; None: all on a GPU, else 1
+
+  def __post_init__(self):
+    for name in ("dim", "num_layers", "num_heads", "vocab_size"):
+      at_least(f"model.{name}", getattr(self, name), 1)
+    for name in ("channel_hidden", "unroll"):
+      if getattr(self, name) is not None:
+        at_least(f"model.{name}", getattr(self, name), 1)
+    lower = self.dim // self.num_heads * self.num_heads
+    near = f"{lower} or {lower + self.num_heads}" if lower else f"{self.num_heads}"
+    check(
+      self.dim % self.num_heads == 0,
+      f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}, and all"
+      f" heads have the same width. Use model.dim={near}, or another number of heads.",
+    )
+    _check_json("model.mixer_options", self.mixer_options)
+
+
+@settings
+class Optimizer:
+  """Adam with a learning-rate schedule over the whole run.
+
+  After `warmup_steps` steps of linear warmup, over the remaining steps: "exponential" is
+  lr = peak_lr (final_lr / peak_lr)^(step / steps), "cosine" half a cosine from peak_lr to final_lr.
+  """
+
+  peak_lr: float
+  final_lr: float
+  schedule: Literal["exponential", "cosine"] = "exponential"
+  warmup_steps: int = 0
+  b1: float = 0.9
+  b2: float = 0.99
+  eps: float = 1e-8
+  weight_decay: float = 0.0
+  clip_norm: float | None = None  # limit on the global gradient norm
+  logit_penalty: float = 1e-4  # weight of the squared maximum logit
+
+  def __post_init__(self):
+    check(self.peak_lr > 0, f"optimizer.peak_lr={self.peak_lr} must be positive.")
+    check(
+      0 <= self.final_lr <= self.peak_lr,
+      f"optimizer.final_lr={self.final_lr} must be between 0 and optimizer.peak_lr={self.peak_lr}.",
+    )
+    check(
+      self.final_lr > 0 or self.schedule != "exponential",
+      "optimizer.final_lr=0.0 cannot be reached by an exponential schedule; use a small positive"
+      " value such as 1e-5, or optimizer.schedule='cosine'.",
+    )
+    at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+    for name in ("b1", "b2"):
+      value = getattr(self, name)
+      check(0 <= value < 1, f"optimizer.{name}={value} must be in [0, 1).")
+    check(self.eps > 0, f"optimizer.eps={self.eps} must be positive.")
+    for name in ("weight_decay", "logit_penalty"):
+      at_least(f"optimizer.{name}", getattr(self, name), 0)
+    check(
+      self.clip_norm is None or self.clip_norm > 0,
+      f"optimizer.clip_norm={self.clip_norm} must be positive; None turns clipping off.",
+    )
+
+
+@settings
+class Data:
+  """Token files and the text they are tokenized from.
+
+  `train` and `validation` name pairs of files `<folder>/<name>.bin|.idx`. `sources` maps a name to
+  the text that is tokenized if its pair is missing: a file, folder or glob, or "python-stdlib" for
+  the standard library of the running Python, split into training and validation files.
+  `tokenizer` is "bytes", "bpe:N" (trained on the training sources) or the path of a tokenizer.json.
+  """
+
+  folder: str
+  tokenizer: str
+  train: tuple[str, ...]
+  validation: tuple[str, ...] = ()
+  sources: dict[str, str] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    check(self.folder != "", "data.folder is empty; give the folder of the token files.")
+    check(
+      self.tokenizer != "",
+      "data.tokenizer is empty; give 'bytes', 'bpe:N' or the path of a tokenizer.json.",
+    )
+    least = self.least_vocab_size
+    check(
+      least is None or least > 256,
+      f"data.tokenizer={self.tokenizer!r} is too small: 256 bytes and the end of text need at"
+      " least 257 entries.",
+    )
+    check(len(self.train) > 0, "data.train is empty; name at least one set to train on.")
+    for group in ("train", "validation"):
+      names = getattr(self, group)
+      for name in names:
+        check(
+          re.fullmatch(r"\w[\w.-]*", name) is not None,
+          f"data.{group} holds {name!r}, which is not a plain file name; put folders in"
+          " data.folder, and the text of a set in data.sources.",
+        )
+      check(len(set(names)) == len(names), f"data.{group}={names} names a set twice.")
+    known = (*self.train, *self.validation)
+    for name in self.sources:
+      check(
+        name in known,
+        f"data.sources has {name!r}, which is in neither data.train nor data.validation"
+        f"{did_you_mean(name, known)}",
+      )
+
+  @property
+  def least_vocab_size(self) -> int | None:
+    """Vocabulary size that the tokenizer's name implies ("bytes", "bpe:4096"), else None."""
+    if self.tokenizer == "bytes":
+      return 257
+    if not self.tokenizer.startswith("bpe:"):
+      return None
+    size = self.tokenizer.removeprefix("bpe:")
+    check(
+      size.isascii() and size.isdecimal(),
+      f"data.tokenizer={self.tokenizer!r} has no vocabulary size; write for example 'bpe:4096'.",
+    )
+    return int(size)
+
+
+@settings
+class Mesh:
+  """Devices per mesh axis; -1 takes all that remain.
+
+  `data` replicates the parameters and shards the batch; `fsdp` shards both; `sequence` replicates
+  the parameters and shards time, so it must divide the sequence length; `tensor` replicates the
+  batch and shards heads and channels, that is each layer's parameters and matrix products.
+  """
+
+  data: int = -1
+  fsdp: int = 1
+  sequence: int = 1
+  tensor: int = 1
+
+  def __post_init__(self):
+    sizes = dataclasses.asdict(self)
+    for axis, size in sizes.items():
+      check(size == -1 or size >= 1, f"mesh.{axis}={size} must be positive, or -1 for the rest.")
+    rest = [f"mesh.{axis}" for axis, size in sizes.items() if size == -1]
+    check(
+      len(rest) <= 1,
+      f"{' and '.join(rest)} are all -1, but only one axis can take the devices that remain.",
+    )
+
+
+@settings
+class Sample:
+  """Text generation, by default at the end of a run."""
+
+  prompt: str = ""
+  tokens: int = 200
+  temperature: float = 0.8
+  top_p: float | None = 0.95
+  top_k: int | None = None
+
+  def __post_init__(self):
+    at_least("sample.tokens", self.tokens, 0)
+    at_least("sample.temperature", self.temperature, 0)
+    check(
+      self.top_p is None or 0 < self.top_p <= 1,
+      f"sample.top_p={self.top_p} must be in (0, 1], or be None.",
+    )
+    check(
+      self.top_k is None or self.top_k >= 1,
+      f"sample.top_k={self.top_k} must be at least 1, or be None.",
+    )
+
+
+@settings
+class Train:
+  """One training run."""
+
+  model: Model
+  optimizer: Optimizer
+  data: Data
+  mesh: Mesh = dataclasses.field(default_factory=Mesh)
+  run_dir: str
+  steps: int
+  seed: int = 0
+  seq_len: int  # tokens per sequence
+  global_batch: int  # sequences per step, over all devices and microbatches
+  accumulate: int = 1  # microbatches per step
+  checkpoint_every: int
+  eval_every: int
+  log_every: int = 10
+  keep_checkpoints: int = 2
+  max_skipped: int = 10  # consecutive skipped steps (non-finite or spikes) that end the run
+  skip_spikes: float | None = None  # skip steps this many standard deviations above the mean
+  loss_chunk: int = 2048  # tokens whose logits are in memory at once
+  watch: tuple[Literal["tensorboard", "wandb"], ...] = ()  # in addition to metrics.jsonl
+  compile_cache: str | None = None  # folder of compiled programs; runs may share it
+  sample: Sample = dataclasses.field(default_factory=Sample)
+
+  def __post_init__(self):
+    check(len(set(self.watch)) == len(self.watch), f"watch={self.watch} names one twice.")
+    check(self.compile_cache != "", "compile_cache is empty; give a folder, or None.")
+    check(self.run_dir != "", "run_dir is empty; give the folder that the run writes into.")
+    positive = "steps seq_len global_batch accumulate checkpoint_every eval_every log_every"
+    for name in (*positive.split(), "keep_checkpoints", "max_skipped", "loss_chunk"):
+      at_least(name, getattr(self, name), 1)
+    check(
+      self.skip_spikes is None or self.skip_spikes > 0,
+      f"skip_spikes={self.skip_spikes} must be positive (6 is usual); None skips no spikes.",
+    )
+    check(0 <= self.seed < 2**32, f"seed={self.seed} must be in [0, 2**32).")
+    check(
+      self.global_batch % self.accumulate == 0,
+      f"global_batch={self.global_batch} cannot be split into accumulate={self.accumulate} equal"
+      " microbatches; use a multiple.",
+    )
+    warmup = self.optimizer.warmup_steps
+    check(
+      warmup < self.steps,
+      f"optimizer.warmup_steps={warmup} leaves no step of steps={self.steps} after the warmup.",
+    )
+    least = self.data.least_vocab_size
+    check(
+      least is None or self.model.vocab_size >= least,
+      f"model.vocab_size={self.model.vocab_size} is smaller than the {least} entries of"
+      f" data.tokenizer={self.data.tokenizer!r}; use model.vocab_size={least}.",
+    )
+
+
+def _check_json(label: str, value: Any) -> None:
+  """Rejects values that a round trip through JSON would change."""
+  if isinstance(value, dict):
+    for key, item in value.items():
+      check(isinstance(key, str), f"{label} has the key {key!r}; keys are strings.")
+      _check_json(f"{label}.{key}", item)
+  elif isinstance(value, list):
+    for i, item in enumerate(value):
+      _check_json(f"{label}[{i}]", item)
+  else:
+    plain = value is None or type(value) in (str, bool, int, float)
+    check(
+      plain and (type(value) is not float or math.isfinite(value)),
+      f"{label}={value!r} cannot be stored as JSON; use finite numbers, strings, booleans, None,"
+      " lists and dictionaries.",
+    )

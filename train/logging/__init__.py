@@ -1,0 +1,1 @@
+"""Metrics of a run: reading them from the device, console, loggers, traces, plots."""

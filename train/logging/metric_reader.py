@@ -1,0 +1,147 @@
+"""Reading of training metrics from the device, into metrics.jsonl and the progress line."""
+
+import math
+import time
+from typing import Any
+
+import jax
+
+from train import config
+from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
+from train.logging.console import Console, train_line
+from train.logging.throughput import Clock
+from train.runs.rows import Row
+from train.runs.run_folder import RunFolder
+from train.step import flops
+
+
+class DivergedError(FloatingPointError):
+  """Training cannot continue; `weights_are_good` tells whether its parameters are usable."""
+
+  exit_code = 1  # of the command line
+
+  def __init__(self, message: str, *, weights_are_good: bool = False):
+    super().__init__(message)
+    self.weights_are_good = weights_are_good
+
+
+class MetricReader:
+  """Reads the metrics of step n - 1 after step n was dispatched, so that the device never waits.
+
+  Attributes:
+    votes: flags raised by any process in the last step that was read (`distributed.ballot`).
+  """
+
+  def __init__(self, cfg: config.Train, run: RunFolder, console: Console, devices: list):
+    self._cfg, self._run, self._console, self._devices = cfg, run, console, devices
+    self._tokens_per_step = cfg.global_batch * cfg.seq_len
+    self._tokens_per_byte = tokens_per_byte(cfg.data.folder, cfg.data.train)
+    known = flops.peak_flops(devices[0]) is not None
+    self._flops = flops.model_flops_per_token(cfg.model, cfg.seq_len) if known else None
+    self._clock = Clock(self._tokens_per_step)
+    self._pending: tuple[int, dict[str, Any], float | None] | None = None
+    self._skipped = run.skipped_steps()
+    self.votes: tuple[bool, ...] = (False, False)
+
+  def start_clock(self) -> None:
+    """Starts measuring time, right before the first step."""
+    self._clock = Clock(self._tokens_per_step)
+
+  def push(self, step: int, metrics: dict[str, Any]) -> None:
+    """Takes the metrics of a step that was just dispatched and reads those of the step before.
+
+    Raises:
+      DivergedError: too many consecutive steps were skipped, or a parameter is not finite.
+    """
+    # Small steps on a CPU have finished by now.
+    finished = time.perf_counter() if metrics["loss"].is_ready() else None
+    pending, self._pending = self._pending, (step, metrics, finished)
+    if pending:
+      self._read(*pending)
+
+  def flush(self) -> None:
+    """Reads the pending metrics: afterwards every step so far is checked and has its row."""
+    pending, self._pending = self._pending, None
+    if pending:
+      self._read(*pending)
+
+  def waited(self, seconds: float) -> None:
+    """Adds time spent waiting for a batch."""
+    self._clock.waited(seconds)
+
+  def restart_clock(self) -> None:
+    """Excludes the time since the last step from tokens per second."""
+    self._clock.restart()
+
+  def _read(self, step: int, metrics: dict[str, Any], finished: float | None) -> None:
+    values = jax.device_get(metrics)
+    self.votes = tuple(bool(vote) for vote in values.pop("votes", self.votes))
+    values = {name: float(value) for name, value in values.items()}
+    self._clock.tick(finished or time.perf_counter())
+    if values["skipped"]:
+      self._skip(step, values)
+      return
+    for name in ("loss", "grad_norm", "param_norm"):
+      if not math.isfinite(values[name]):
+        raise DivergedError(
+          f"{name} is {values[name]} at step {step}, so training stopped; the last checkpoint in "
+          f"{self._run.checkpoints} is from before that. Lower optimizer.peak_lr or set "
+          "optimizer.clip_norm=1.0, and start again with another run_dir, or resume from that "
+          "checkpoint with --allow-config-change."
+        )
+    if step % self._cfg.log_every and step != self._cfg.steps:
+      return
+    wait, rate = self._clock.data_wait(), self._clock.tokens_per_second()
+    row = {
+      "kind": "train",
+      "step": step,
+      "loss": values["loss"],
+      "bits_per_byte": bits_per_byte(values["loss"], self._tokens_per_byte),
+      "learning_rate": values["learning_rate"],
+      "grad_norm": values["grad_norm"],
+      "param_norm": values["param_norm"],
+      "tokens": step * self._tokens_per_step,
+      "skipped": len(self._skipped),
+      "tokens_per_second": rate,
+      "mfu": flops.utilization(self._flops, rate, self._devices),
+      "data_wait": wait,
+      "peak_memory": _peak_memory(self._devices),
+    }
+    self._run.append([row])
+    left = self._clock.seconds_left(self._cfg.steps - step)
+    self._console.progress(train_line(row, self._cfg.steps, left))
+
+  def _skip(self, step: int, values: dict[str, float]) -> None:
+    """Counts and reports a skipped step.
+
+    Raises:
+      DivergedError: it reached the limit of consecutive skipped steps.
+    """
+    self._skipped.append(step)
+    measured = {name: values[name] for name in ("loss", "grad_norm")}
+    nonfinite = [
+      f"{name} is {value}" for name, value in measured.items() if not math.isfinite(value)
+    ]
+    why = ", ".join(nonfinite) or "a spike: loss {loss:.4g}, grad_norm {grad_norm:.4g}".format(
+      **measured
+    )
+    finite = {name: v if math.isfinite(v) else None for name, v in measured.items()}
+    row: Row = {"kind": "skipped", "step": step, "why": why, **finite}
+    self._run.append([row])
+    self._console.say(f"step {step} skipped ({why}); {len(self._skipped)} in total")
+    limit = self._cfg.max_skipped
+    if self._skipped[-limit:] == list(range(step - limit + 1, step + 1)):
+      raise DivergedError(
+        f"the last {limit} steps, up to {step}, were skipped ({why}), so training stopped with the "
+        "parameters from before them. Inspect the text of these steps, lower optimizer.peak_lr or "
+        "set optimizer.clip_norm=1.0, and start again with another run_dir or resume with "
+        "--allow-config-change. max_skipped sets how many consecutive ones end a run.",
+        weights_are_good=True,
+      )
+
+
+def _peak_memory(devices: list) -> int | None:
+  """Peak memory in bytes of any local device; None if the backend does not report it."""
+  here = [d for d in devices if d.process_index == jax.process_index()]
+  stats = [device.memory_stats() or {} for device in here]
+  return max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None)

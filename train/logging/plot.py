@@ -1,0 +1,104 @@
+"""Loss curves of one or several runs in one figure.
+
+    python -m train plot runs/lnssm runs/gla --output compared.png
+
+One panel for the training loss and one per validation set, with a line per run. Run folders are
+only read, also while their runs are in progress.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from train.runs.rows import wrong_row
+
+Points = tuple[list[float], list[float]]  # steps, values
+
+
+def read(run: Path) -> tuple[Points, dict[str, Points]]:
+  """Reads training loss, and bits per byte (else nats per token) of every validation set, by step.
+
+  `run` is a run folder or a copy of its metrics.jsonl. An incomplete last line is ignored.
+
+  Raises:
+    FileNotFoundError: there is no metrics.jsonl.
+    ValueError: a line is not JSON or not a valid row.
+  """
+  file = run / "metrics.jsonl" if run.is_dir() else run
+  if not file.is_file():
+    raise FileNotFoundError(f"no metrics in {run}; use a run folder, such as runs/NAME.")
+  lines = file.read_bytes().split(b"\n")[:-1]
+  training: Points = ([], [])
+  validation: dict[str, Points] = {}
+  for number, line in enumerate(lines, 1):
+    try:
+      row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+      raise ValueError(f"line {number} of {file} is not JSON ({error}).") from error
+    wrong = wrong_row(row)
+    if wrong is not None:
+      raise ValueError(f"line {number} of {file} is damaged ({wrong}).")
+    if row.get("kind") == "train":
+      points, value = training, row["loss"]
+    elif row.get("kind") == "eval":
+      bits = row.get("bits_per_byte")
+      points = validation.setdefault(row["set"], ([], []))
+      value = row["val_loss"] if bits is None else bits
+    else:
+      continue
+    points[0].append(row["step"])
+    points[1].append(value)
+  return training, validation
+
+
+def smoothed(points: Points, width: int) -> tuple[np.ndarray, np.ndarray]:
+  """Moving mean over `width` points, each at the step of the last."""
+  steps, values = (np.asarray(x, float) for x in points)
+  width = max(1, min(width, len(values)))
+  return steps[width - 1 :], np.convolve(values, np.ones(width) / width, mode="valid")
+
+
+def _labels(runs: Sequence[Path]) -> list[str]:
+  """Names of the runs, or their paths if two have the same name."""
+  names = [run.name if run.is_dir() else run.stem for run in runs]
+  return names if len(set(names)) == len(names) else [str(run) for run in runs]
+
+
+def draw(runs: Sequence[Path], output: Path) -> None:
+  """Writes the figure in the format of the suffix of `output`.
+
+  Raises:
+    ValueError: a file is damaged.
+    FileNotFoundError: a run has no metrics.
+  """
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot as plt
+
+  curves = dict(zip(_labels(runs), (read(run) for run in runs), strict=True))
+  sets = list(dict.fromkeys(name for _, validation in curves.values() for name in validation))
+  columns = min(3, 1 + len(sets))
+  rows = -(-(1 + len(sets)) // columns)
+  size = (4.4 * columns, 3.3 * rows)
+  figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+  panels = dict(zip(["training", *sets], axes.flat, strict=False))
+  for name, (training, validation) in curves.items():
+    panels["training"].plot(*smoothed(training, len(training[0]) // 40), label=name, linewidth=1)
+    for each, points in validation.items():
+      panels[each].plot(*points, marker=".", markersize=3, label=name, linewidth=1)
+  for name, axis in panels.items():
+    everything = [y for line in axis.lines for y in np.asarray(line.get_ydata())]
+    if everything:  # exclude the first steps, which would compress the rest
+      low, high = min(everything), np.percentile(everything, 85)
+      axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low) or None)
+    label = "nats per token" if name == "training" else "bits per byte"
+    axis.set(title=name, xlabel="step", ylabel=label)
+    axis.grid(alpha=0.3)
+  for axis in axes.flat[len(panels) :]:
+    axis.set_axis_off()
+  panels["training"].legend(frameon=False, fontsize=7)
+  figure.savefig(output, dpi=110)
+  plt.close(figure)

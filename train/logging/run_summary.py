@@ -1,0 +1,63 @@
+"""Messages at the start and at the end of a run."""
+
+import shlex
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from lnssm_jax.models import count_parameters
+from train import config
+from train.cluster import distributed
+from train.data.tokenizers import load_tokenizer
+from train.logging.console import Console, short
+from train.runs import text_generation
+from train.runs.run_folder import RunFolder
+from train.step.state import State
+
+
+def devices(console: Console, mesh: Mesh) -> None:
+  """Prints the devices and the mesh."""
+  kind, sizes = mesh.devices.flat[0].device_kind, dict(mesh.shape)
+  layout = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+  shared = f" in {distributed.count()} processes" if distributed.count() > 1 else ""
+  console.say(f"device      {kind} x {mesh.size}{shared} (mesh: {layout})")
+
+
+def start(
+  console: Console, cfg: config.Train, run: RunFolder, state: State, windows: int, step: int
+) -> None:
+  """Prints the model, the amount of data and the run folder."""
+  tokens = cfg.steps * cfg.global_batch * cfg.seq_len
+  once = windows * cfg.seq_len
+  console.say(f"model       {cfg.model.mixer}, {count_parameters(state['params']):,} parameters")
+  times = f"{tokens / once:.2g}"
+  console.say(f"data        {short(once)} tokens, {times} epochs in {cfg.steps} steps")
+  console.say(f"run folder  {run.path}")
+  if step:
+    console.say(f"resuming    after step {step} of {cfg.steps}")
+    for line in run.changes.values():
+      console.say(f"changed     {line}")
+
+
+def stopped(console: Console, run: RunFolder, step: int, signal: str | None) -> None:
+  """Prints where a run stopped and how to resume it."""
+  console.say(f"stopped by {signal} after step {step}; saved. Run the same command to resume.")
+  console.say(f"run folder   {run.path}")
+
+
+def finished(console: Console, cfg: config.Train, run: RunFolder, graph: Any, params: Any) -> None:
+  """Prints a text sample, the paths of all results, and how to generate more text."""
+  console.say(f"finished {cfg.steps} steps")
+  if cfg.sample.tokens and distributed.count() == 1:  # otherwise no process has all parameters
+    tokenizer = load_tokenizer(cfg.data.tokenizer, cfg.data.folder)
+    model = nnx.merge(graph, params)
+    text = text_generation.complete(model, tokenizer, [cfg.sample.prompt], cfg.sample, cfg.seed)[0]
+    console.say(f"sample\n{'-' * 40}\n{cfg.sample.prompt}{text}\n{'-' * 40}")
+  elif cfg.sample.tokens:
+    console.say("no text sample: no process has all parameters of the model")
+  console.say(f"settings     {run.config_file}")
+  console.say(f"metrics      {run.metrics_file}")
+  console.say(f"checkpoints  {run.checkpoints}")
+  folder, prompt = shlex.quote(str(run.path)), shlex.quote(cfg.sample.prompt or "The ")
+  console.say(f"more text    python -m train generate --run-dir {folder} --prompt {prompt}")

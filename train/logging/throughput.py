@@ -1,0 +1,47 @@
+"""Training throughput and remaining time."""
+
+import time
+
+
+class Clock:
+  """Measures tokens per second between readings and estimates the remaining time, in seconds."""
+
+  def __init__(self, tokens_per_step: int):
+    self._tokens_per_step = tokens_per_step
+    self._steps_done = 0
+    self.restart()
+    self._begin = self._since
+
+  def restart(self) -> None:
+    """Discards the current interval, which included evaluation or saving."""
+    self._since = self._last = time.perf_counter()
+    self._steps = 0
+    self._waited = 0.0
+
+  def tick(self, when: float) -> None:
+    """Counts a step that finished at `when`, a value of `time.perf_counter()`."""
+    self._last = max(self._last, when)
+    self._steps += 1
+    self._steps_done += 1
+
+  def waited(self, seconds: float) -> None:
+    """Adds time spent waiting for a batch."""
+    self._waited += seconds
+
+  def data_wait(self) -> float:
+    """Fraction of the time since the last reading or `restart` spent waiting, 0 to 1.
+
+    Call it before `tokens_per_second`, which starts a new interval.
+    """
+    return min(1.0, self._waited / max(self._last - self._since, 1e-9))
+
+  def tokens_per_second(self) -> float:
+    """Throughput from the last reading or `restart` to the last step; starts a new interval."""
+    self._waited = 0.0
+    rate = self._steps * self._tokens_per_step / max(self._last - self._since, 1e-9)
+    self._since, self._steps = self._last, 0
+    return rate
+
+  def seconds_left(self, steps_left: int) -> float:
+    """Estimate from the mean over this process, including evaluations and checkpoints."""
+    return steps_left * (self._last - self._begin) / max(self._steps_done, 1)

@@ -1,0 +1,1 @@
+"""Run folders and exported models: their files, loading, evaluation and text generation."""

@@ -1,0 +1,221 @@
+"""The folder of a run: config.json, metrics.jsonl, checkpoints/, and a lock against other runs.
+
+On a GPU also kernels/, the compiler's autotuning results, for the same bits after a restart.
+"""
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from train import config
+from train.checkpoint import old_formats, store
+from train.checkpoint.safe_files import read_json
+from train.cluster import distributed
+from train.config.changes import differences, is_free
+from train.config.versions import versions
+from train.runs.rows import Row, wrong_row
+
+_MAX_CONFIG = 1 << 24  # bytes of config.json
+
+
+class RunFolderError(ValueError):
+  """Run folder that cannot be used for this run; the message says why and what to do."""
+
+
+class RunFolder:
+  """The files of one run. With several processes, only process 0 writes them."""
+
+  def __init__(self, path: str | Path):
+    self.path = Path(path)
+    self.config_file = self.path / "config.json"
+    self.metrics_file = self.path / "metrics.jsonl"
+    self.checkpoints = self.path / "checkpoints"
+    self.kernels = self.path / "kernels"
+    self.changes: dict[str, str] = {}  # of settings since the last start of the run
+    self.on_rows: Callable[[list[Row]], object] = lambda rows: None  # called in process 0
+    self._lock: int | None = None
+    self._unwritten = ""  # rows that could not be written yet
+
+  def __enter__(self) -> "RunFolder":
+    return self
+
+  def __exit__(self, *_) -> None:
+    if self._lock is not None:
+      os.close(self._lock)
+      self._lock = None
+
+  def load_config(self) -> config.Train:
+    """Reads the config of the run.
+
+    Raises:
+      RunFolderError: config.json is missing or unreadable.
+    """
+    try:
+      values = read_json(self.config_file, _MAX_CONFIG)
+      values.pop("versions", None)
+      version, model = values.pop("format", 1), values.get("model")
+      if version not in (1, old_formats.FORMAT):
+        raise ValueError(f"format={version!r}, but this version reads 1 and {old_formats.FORMAT}")
+      if version == 1 and isinstance(model, dict):
+        values["model"] = old_formats.current_model(model)
+      return config.from_dict(values)
+    except FileNotFoundError:
+      raise RunFolderError(
+        f"{self.path} is not a run folder: it has no config.json. Use the run_dir of a run "
+        "started by `python -m train fit`."
+      ) from None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+      raise RunFolderError(f"{self.config_file} is damaged: {error}") from error
+
+  def write_config(self, cfg: config.Train) -> None:
+    """Writes config.json: the config and the versions of the code."""
+    if not distributed.is_first():
+      return
+    values = config.to_dict(cfg) | {"format": old_formats.FORMAT, "versions": versions()}
+    _write_atomically(self.config_file, json.dumps(values, indent=2) + "\n")
+
+  def read_rows(self) -> list[Row]:
+    """Reads the rows of metrics.jsonl, without a last line that a crash cut off.
+
+    Raises:
+      RunFolderError: any other line is damaged.
+    """
+    if not self.metrics_file.exists():
+      return []
+    lines, rows = self.metrics_file.read_bytes().splitlines(), []
+    for number, line in enumerate(lines, 1):
+      try:
+        row = json.loads(line)
+      except (ValueError, RecursionError) as error:
+        if number < len(lines):
+          raise self._damaged_row(number, error) from error
+        return rows
+      wrong = wrong_row(row)
+      if wrong is not None:
+        raise self._damaged_row(number, wrong)
+      rows.append(row)
+    return rows
+
+  def _damaged_row(self, number: int, why: object) -> RunFolderError:
+    return RunFolderError(
+      f"{self.metrics_file}, line {number}, is damaged ({why}); remove that line."
+    )
+
+  def append(self, rows: list[Row]) -> list[Row]:
+    """Appends rows to metrics.jsonl, all or none, and returns them.
+
+    Rows that do not fit on the disk are kept in memory and written with the next call.
+    """
+    if distributed.is_first():
+      self.on_rows(rows)
+      self._unwritten += "".join(json.dumps(row) + "\n" for row in rows)
+      if self._write(self._unwritten.encode()):
+        self._unwritten = ""
+    return rows
+
+  def _write(self, text: bytes) -> bool:
+    """Appends all of `text`, or nothing."""
+    try:
+      with self.metrics_file.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+          if file.write(text) == len(text):
+            return True
+        except OSError:
+          pass
+        file.truncate(end)
+    except OSError:
+      pass
+    return False
+
+  def keep_rows_until(self, step: int) -> list[Row]:
+    """Removes the rows of later steps, which will be trained again, from metrics.jsonl."""
+    rows = [row for row in self.read_rows() if row["step"] <= step]
+    if distributed.is_first():
+      _write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+  def skipped_steps(self) -> list[int]:
+    """Steps skipped by the step guard (`train.step.step_guard`), in ascending order."""
+    return distributed.on_first(
+      lambda: [row["step"] for row in self.read_rows() if row["kind"] == "skipped"]
+    )
+
+  def evaluation(self, step: int, sets: Iterable[str]) -> list[Row]:
+    """Rows of the evaluation at `step` if it covered all `sets`, else an empty list."""
+    return distributed.on_first(lambda: self._evaluation(step, sets))
+
+  def _evaluation(self, step: int, sets: Iterable[str]) -> list[Row]:
+    rows = {r["set"]: r for r in self.read_rows() if r["kind"] == "eval" and r["step"] == step}
+    return [rows[name] for name in sets] if rows.keys() >= set(sets) else []
+
+
+def claim(cfg: config.Train, *, allow_config_change: bool = False) -> RunFolder:
+  """Locks `cfg.run_dir` for training by this process alone; writes nothing.
+
+  Raises:
+    RunFolderError: it is a file, not writable, in use, or belongs to another config.
+  """
+  run = RunFolder(cfg.run_dir)
+  run.changes = distributed.on_first(lambda: _claim(run, cfg, allow_config_change))
+  return run
+
+
+def _claim(run: RunFolder, cfg: config.Train, allow_config_change: bool) -> dict[str, str]:
+  """Locks the folder; returns the settings that differ from those of its run."""
+  _check_writable(run.path)
+  run._lock = _lock(run.path)
+  try:
+    changes = {}
+    if store.newest_step(run.checkpoints) is not None:  # otherwise there is nothing to protect
+      changes = differences(run.load_config(), cfg)
+      rejected = [line for name, line in changes.items() if not is_free(name)]
+      if rejected and not allow_config_change:
+        raise RunFolderError(
+          f"{run.path} belongs to a run with other settings:\n  " + "\n  ".join(rejected) + "\n"
+          "Restore them to resume that run, start a new one with --set run_dir=ANOTHER, or resume "
+          "with these settings by --allow-config-change."
+        )
+  except BaseException:
+    run.__exit__()
+    raise
+  return changes
+
+
+def _check_writable(path: Path) -> None:
+  if path.exists() and not path.is_dir():
+    raise RunFolderError(f"run_dir={str(path)!r} is a file; a run needs its own folder.")
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path) as file:
+      file.write(b"x")
+  except OSError as error:
+    raise RunFolderError(
+      f"run_dir={str(path)!r} cannot be written ({error.strerror}); use another with "
+      "--set run_dir=FOLDER."
+    ) from error
+
+
+def _lock(path: Path) -> int | None:
+  """Locks the folder until the returned descriptor is closed or the process ends in any way."""
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    os.close(descriptor)
+    raise RunFolderError(
+      f"another process is training in {path}; wait for it, or use --set run_dir=ANOTHER."
+    ) from None
+  except OSError:  # the file system has no locks
+    os.close(descriptor)
+    return None
+  return descriptor
+
+
+def _write_atomically(path: Path, text: str) -> None:
+  temporary = path.with_name(path.name + ".tmp")
+  temporary.write_text(text)
+  temporary.replace(path)

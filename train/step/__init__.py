@@ -1,0 +1,1 @@
+"""The compiled training step: model, state, loss, optimizer, step guard, model FLOPs."""

@@ -1,0 +1,192 @@
+"""Next-token cross-entropy in chunks, without materializing the logits of a whole batch.
+
+Axis letters: B batch, T time, D channels, C time steps of one chunk.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax.ops.core.spmd import vary_alike
+
+# Below any logit, and finite, because -inf - (-inf) would be NaN.
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class LossSums(NamedTuple):
+  """Sums over positions, which add up over chunks, microbatches and devices."""
+
+  nats: jax.Array  # float32 scalar: sum of weight * negative log-likelihood
+  weight: jax.Array  # float32 scalar: sum of weights; nats / weight is the mean loss
+  penalty: jax.Array  # float32 scalar: sum of weight * 0.5 * logit_penalty * max_logit^2
+
+
+def next_token_loss(
+  hidden: jax.Array,  # [B, T, D]
+  head: jax.Array,  # [D, vocab]
+  targets: jax.Array,  # [B, T] int32
+  weights: jax.Array,  # [B, T] float32
+  *,
+  chunk: int,
+  logit_penalty: float = 0.0,
+  vocab_axis: str | None = None,
+) -> LossSums:
+  r"""Weighted sum of the negative log-likelihoods of `targets` under `softmax(hidden @ head)`.
+
+      nats = sum_i w_i (logsumexp(z_i) - z_i[target_i]),   z_i = hidden_i @ head
+
+  At most about `chunk` positions of logits (float32 `[B, C, vocab]`, all B rows of C time steps)
+  are in memory at once. Matrix products run in `hidden.dtype` with float32 accumulation, everything
+  else in float32.
+
+  Differentiate `nats`. Its gradient includes that of `penalty`, weight * `logit_penalty` *
+  max_logit at the largest logit of each position, which is not part of the reported loss (as in
+  the training of LNSSM, after RWKV). `weight`, `penalty`, `targets` and `weights` are constants
+  under differentiation. The forward pass then also computes the gradients of `hidden` and `head`,
+  so that each logit is computed once.
+
+  Positions of weight 0 are ignored: their hidden state may be NaN and their target any integer.
+
+  Args:
+    vocab_axis: mesh axis over which the compiler shards the vocabulary, or None.
+
+  Raises:
+    ValueError: if the shapes do not agree, or `chunk < 1`.
+  """
+  if hidden.ndim != 3 or head.ndim != 2 or hidden.shape[2] != head.shape[0]:
+    raise ValueError(
+      f"hidden has shape {hidden.shape} and head {head.shape}; they must be [B, T, D] and "
+      "[D, vocab]."
+    )
+  for name, array in (("targets", targets), ("weights", weights)):
+    if array.shape != hidden.shape[:2]:
+      raise ValueError(f"{name} has shape {array.shape}, but hidden needs {hidden.shape[:2]}.")
+  if chunk < 1:
+    raise ValueError(
+      f"chunk={chunk} must be at least 1 (positions whose logits are in memory at once)."
+    )
+  weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
+  steps = max(1, chunk // hidden.shape[0])
+  with jax.named_scope("next_token_loss"):
+    arrays = vary_alike((hidden, head, targets, weights))
+    nats, penalty = _chunked_sums(steps, float(logit_penalty), vocab_axis, *arrays)
+  return LossSums(nats, weights.sum(), jax.lax.stop_gradient(penalty))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _chunked_sums(steps, coefficient, vocab_axis, hidden, head, targets, weights):
+  matrix = _aligned(head.astype(hidden.dtype))
+
+  def body(sums, xs):
+    _, nats, penalty, _ = _logit_terms(coefficient, vocab_axis, head.shape[1], matrix, *xs)
+    return (sums[0] + nats, sums[1] + penalty), None
+
+  zero = jnp.zeros((), jnp.float32)
+  chunks = [_split_time(x, steps) for x in (hidden, targets, weights)]
+  _, *start = vary_alike((matrix, zero, zero))
+  return jax.lax.scan(body, tuple(start), chunks)[0]
+
+
+def _forward(steps, coefficient, vocab_axis, hidden, head, targets, weights):
+  T, D = hidden.shape[1:]
+  matrix = _aligned(head.astype(hidden.dtype))
+  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+  def body(carry, xs):
+    nats_sum, penalty_sum, d_head = carry
+    terms = _logit_terms(coefficient, vocab_axis, head.shape[1], matrix, *xs)
+    h, nats, penalty, d_logits = terms
+    d_logits = d_logits().astype(h.dtype)
+    d_hidden = product("bcv,dv->bcd", d_logits, matrix).astype(h.dtype)
+    d_head = d_head + product("bcd,bcv->dv", h, d_logits)
+    return (nats_sum + nats, penalty_sum + penalty, d_head), d_hidden
+
+  zero = jnp.zeros((), jnp.float32)
+  chunks = [_split_time(x, steps) for x in (hidden, targets, weights)]
+  _, *start = vary_alike((matrix, zero, zero, jnp.zeros(matrix.shape, jnp.float32)))
+  (nats, penalty, d_head), d_hidden = jax.lax.scan(body, tuple(start), chunks)
+  d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, D)[:, :T]
+  return (nats, penalty), (d_hidden, d_head[:, : head.shape[1]].astype(head.dtype))
+
+
+def _backward(steps, coefficient, vocab_axis, gradients, cotangents):
+  del steps, coefficient, vocab_axis
+  scale = cotangents[0]  # a scalar loss: the chain rule is one multiplication
+  d_hidden, d_head = (g * scale.astype(g.dtype) for g in gradients)
+  return d_hidden, d_head, None, None
+
+
+_chunked_sums.defvjp(_forward, _backward)
+
+
+def _aligned(head):
+  """Pads a large `head` with zero columns to a multiple of 64.
+
+  With a vocabulary such as 50,277 a GPU could not use its fast matrix products, which require rows
+  of a multiple of 16 bytes.
+  """
+  size = head.shape[1]
+  return jnp.pad(head, ((0, 0), (0, -size % 64))) if size >= 4096 else head
+
+
+def _logit_terms(coefficient, vocab_axis, vocab_size, matrix, hidden, targets, weights):
+  """Loss and penalty of one chunk [B, C, ...], and a function that returns its d_logits."""
+  used = weights != 0
+  # 0 * NaN is NaN: rows of weight 0 must be zeroed before the product, not after.
+  hidden = jnp.where(used[..., None], hidden, 0)
+  logits = jnp.einsum("bcd,dv->bcv", hidden, matrix, preferred_element_type=jnp.float32)
+  vocab = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+  if logits.shape[-1] > vocab_size:
+    logits = jnp.where(vocab < vocab_size, logits, _LOWEST)
+  largest, normalizer, ties = _softmax_sums(logits)
+  # A target outside the vocabulary must give NaN, not the loss of a padded column.
+  in_vocabulary = (targets >= 0) & (targets < vocab_size)
+  place = jnp.where(in_vocabulary, targets, 0)[..., None]
+  if vocab_axis is None:
+    target_logit = jnp.take_along_axis(logits, place, axis=-1)[..., 0]
+  else:
+    # The compiler aborts on a gather along a sharded axis inside shard_map.
+    target_logit = jnp.where(vocab == place, logits, 0).sum(-1)
+  nll = largest + jnp.log(normalizer) - target_logit
+  nll = jnp.where(used, jnp.where(in_vocabulary, nll, jnp.nan), 0)
+  nats = (weights * nll).sum()
+  penalty = (weights * 0.5 * coefficient * largest**2).sum()
+
+  def d_logits():
+    d = jnp.exp(logits - largest[..., None]) / normalizer[..., None]
+    d -= vocab == targets[..., None]
+    if coefficient:
+      share = coefficient * largest / ties  # ties share the gradient, as in jnp.max
+      d += jnp.where(logits == largest[..., None], share[..., None], 0)
+    return weights[..., None] * d
+
+  return hidden, nats, penalty, d_logits
+
+
+def _softmax_sums(logits):
+  """Reduces the last axis to the largest logit, sum exp(logit - largest), and the number of ties.
+
+  One pass, which reads logits once: each partial sum is relative to its own maximum.
+  """
+
+  def combine(left, right):
+    (m, total, ties), (n, added, more) = left, right
+    largest = jnp.maximum(m, n)
+    total = total * jnp.exp(m - largest) + added * jnp.exp(n - largest)
+    ties = jnp.where(m == largest, ties, 0) + jnp.where(n == largest, more, 0)
+    return largest, total, ties
+
+  one = jnp.ones_like(logits)
+  start = (jnp.float32(_LOWEST), jnp.float32(0), jnp.float32(0))
+  return jax.lax.reduce((logits, one, one), start, combine, (logits.ndim - 1,))
+
+
+def _split_time(x, steps):
+  """[B, T, ...] -> [chunks, B, C, ...], C <= steps, zero-padded; the batch axis is not split."""
+  B, T = x.shape[:2]
+  chunks = -(-T // steps)
+  C = -(-T // chunks)  # chunks of equal length need the least padding
+  x = jnp.pad(x, ((0, 0), (0, chunks * C - T)) + ((0, 0),) * (x.ndim - 2))
+  return jnp.moveaxis(x.reshape(B, chunks, C, *x.shape[2:]), 1, 0)

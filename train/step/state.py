@@ -1,0 +1,69 @@
+"""The training state: a plain dictionary.
+
+`params` (nested dictionary of arrays), `opt_state` (optax), `step` (int32, the number of finished
+steps) and, with `skip_spikes`, `spikes` (`train.step.step_guard`).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from lnssm_jax import sharding
+from train import config
+from train.cluster import device_mesh
+from train.cluster.compile_cache import reproducible
+from train.step import step_guard
+from train.step.model import build_model, params_of
+from train.step.optimizer import make_optimizer
+
+State = dict[str, Any]
+
+
+def abstract_state(cfg: config.Train, mesh: Mesh) -> State:
+  """Shape, dtype and sharding of every leaf of the state, without allocating any."""
+  shapes = jax.eval_shape(_initializer(cfg), jax.random.key(cfg.seed))
+  # The sharding rules match the end of a path, so Adam's moments are sharded as their parameters.
+  return jax.tree.map(
+    lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+    shapes,
+    sharding.shardings(shapes, mesh),
+  )
+
+
+def init_state(cfg: config.Train, mesh: Mesh, kernels: Path | None = None) -> State:
+  """Initializes the state from `cfg.seed`, sharded; the same numbers on any mesh.
+
+  `kernels` as in `make_train_step`.
+  """
+  initialize = _initializer(cfg)
+
+  def init(key):
+    state = initialize(key)
+    # A sharded computation of an orthogonal matrix would round differently: compute it whole.
+    whole = jax.lax.with_sharding_constraint(state["params"], device_mesh.replicated(mesh))
+    return state | {"params": whole}
+
+  shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+  options = reproducible(mesh, kernels)
+  make = jax.jit(init, out_shardings=shardings, compiler_options=options)
+  return make(jax.random.key(cfg.seed))
+
+
+def _initializer(cfg: config.Train) -> Callable[[jax.Array], State]:
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+
+  def init(key):
+    params = params_of(build_model(cfg.model, key))
+    state = {
+      "params": params,
+      "opt_state": tx.init(optax.tree.cast(params, jnp.float32)),
+      "step": jnp.int32(0),
+    }
+    return state if cfg.skip_spikes is None else state | {"spikes": step_guard.init_statistics()}
+
+  return init
