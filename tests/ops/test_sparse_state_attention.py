@@ -27,7 +27,7 @@ def inputs(T, S, N, seed=0, dtype=jnp.float32):
 
 
 def attention(q, k, v, indices, gates, log_decay, N, **options):
-  options = {"num_partitions": N, "chunk_size": 4} | options
+  options = {"num_partitions": N, "chunk_size": 4, "scale": 1.0} | options
   return ops.sparse_state_attention(q, k, v, indices, gates, log_decay=log_decay, **options)
 
 

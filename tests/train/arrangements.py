@@ -90,7 +90,7 @@ def stand_ins():
       )
       forms = api.IMPLEMENTATIONS
       run = standing_in(forms.get("chunked", forms["reference"]).run)
-      others = {"unsupported": lambda *_: None, "preferred": lambda *_: True}
+      others = {"unsupported": lambda *_, **__: None, "preferred": lambda *_, **__: True}
       stack.enter_context(mock.patch.multiple(pallas, run=run, **others))
     yield seen
 
