@@ -3,11 +3,19 @@
 import gc
 import os
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 
-# Most of a test's time goes into compiling small programs: spend less on optimizing them.
-_FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# Most of a test's time goes into compiling small programs: spend less on optimizing them. XLA's
+# newer code generator takes twice as long for each fusion, and dividing a program among threads
+# costs more than it saves with one test per core.
+_FAST_COMPILE = (
+  "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+  "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+  "--xla_cpu_parallel_codegen_split_count=1"
+)
 
 
 def pytest_configure(config):
@@ -38,6 +46,28 @@ def pytest_runtest_teardown():
 
       jax.clear_caches()
       gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fast_callbacks():
+  """Callbacks get numpy arrays and Python integers instead of arrays on a device.
+
+  Making an array on a device takes most of the time of an interpreted kernel, whose every
+  instruction is a callback.
+  """
+  from jax._src import callback as jax_callback
+
+  def call(*args, callback, **_):
+    numbers = (np.asarray(x) for x in args)
+    return [
+      np.asarray(result)
+      for result in callback(
+        *(x.item() if x.ndim == 0 and x.dtype.kind in "iu" else x for x in numbers)
+      )
+    ]
+
+  with mock.patch.object(jax_callback, "io_callback_impl", call):
+    yield
 
 
 @pytest.fixture(autouse=True)
