@@ -8,13 +8,12 @@ random tokens per step, bfloat16 products over float32 parameters, AdamW, clippi
 set: what a user gets without a knob is what is measured.
 
 Each body runs in a process of its own, so that its peak memory is its own, twice: with an empty
-compile cache ("cold") and with the cache that this run filled ("warm"), from the end of its imports to the end of
-the first step. Before a time is printed,
-the losses of three steps are compared with those of the same model under another policy of
-rematerialization, and all must be finite. MFU is 3 * forward FLOPs per token * tokens/s over the
-device's bfloat16 peak (`train.step.flops`). The budget is the device time of one step: library
-products, with the rate that they reach next to that of one large product; our kernels; everything
-else by the place in the model that it comes from.
+compile cache ("cold") and with the cache that this run filled ("warm"), from the end of its imports
+to the end of the first step. Before a time is printed, the losses of three steps are compared with
+those of the same model under another policy of rematerialization, and all must be finite. MFU is
+3 * forward FLOPs per token * tokens/s over the device's bfloat16 peak (`train.step.flops`). The
+budget is the device time of one step: library products, with the rate that they reach next to that
+of one large product; our kernels; everything else by the place in the model that it comes from.
 
 Where torch, transformers and fla are installed, `benchmarks.model_peers` measures fla's model of
 the same sizes, eager and compiled.
@@ -132,18 +131,17 @@ def settings(body: Body, sizes: Sizes) -> Train:
   )
 
 
-def first_losses(cfg: Train, mesh, batch, compiled=None) -> tuple[Run, list[float]]:
-  """The compiled step and the losses of its first three steps."""
-  compiled = compile_step(cfg, mesh, batch)[0] if compiled is None else compiled
-  run = Run(compiled, init_state(cfg, mesh), batch)
-  return run, [float(run.steps(1)["loss"]) for _ in range(3)]
+def first_losses(cfg: Train, mesh, batch) -> list[float]:
+  """The losses of the first three steps."""
+  run = Run(compile_step(cfg, mesh, batch)[0], init_state(cfg, mesh), batch)
+  return [float(run.steps(1)["loss"]) for _ in range(3)]
 
 
 def measure(body: Body, sizes: Sizes, begin: float, steps: int, runs: int) -> dict[str, Any]:
   """The columns of one body in this process, and "budget", milliseconds by name.
 
   Args:
-    begin: `time.time()` when the process started, for the time to the first step.
+    begin: `time.time()` after the imports, for the time to the first step.
 
   Raises:
     FloatingPointError: losses are not finite, or depend on what is recomputed.
@@ -163,7 +161,7 @@ def measure(body: Body, sizes: Sizes, begin: float, steps: int, runs: int) -> di
   del run, compiled
 
   other = dataclasses.replace(cfg.model, remat="full" if cfg.model.remat == "dots" else "dots")
-  again = first_losses(dataclasses.replace(cfg, model=other), mesh, batch)[1]
+  again = first_losses(dataclasses.replace(cfg, model=other), mesh, batch)
   if (
     not np.isfinite(losses + again).all()
     or np.abs(np.subtract(losses, again)).max() > LOSS_TOLERANCE
