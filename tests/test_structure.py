@@ -189,8 +189,7 @@ def run_python(code: str) -> str:
 
 IMPORT_ALL = """
 import sys, time
-import jax, jax.numpy, flax.linen, flax.nnx
-import jax.experimental.pallas.mosaic_gpu
+import jax, jax.numpy, jax.experimental.pallas, flax.nnx
 sys.modules["jaxtyping"] = None  # as if it were not installed: it is for tests only
 before = set(sys.modules)
 start = time.process_time()
