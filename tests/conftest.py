@@ -42,9 +42,11 @@ def pytest_runtest_teardown():
     with _MAPS.open("rb") as maps:
       count = sum(1 for _ in maps)
     if count > _MOST_MAPS:
+      import chex
       import jax
 
       jax.clear_caches()
+      chex.clear_trace_counter()
       gc.collect()
 
 
