@@ -21,7 +21,7 @@ def parameters(checks):
 @pytest.mark.parametrize(("name", "check"), parameters(lambda scan: scan.checks), ids=str)
 def test_values_and_gradients(name, check):
   want = None
-  if golden.is_kept(check):
+  if golden.is_kept(name, check):
     want = golden.reference_of(name, check.case, contract.inputs_of(name, check)[0])
   errors, case = contract.errors_of(name, check, want), check.case
   values = contract.value_limit(check.dtype, case.T)
@@ -48,7 +48,8 @@ def test_golden_references_are_current_and_two_are_right(name):
   keys = {c: golden.key_of(name, c.case, contract.inputs_of(name, c)[0]) for c in checks}
   missing = [str(check) for check, key in keys.items() if golden.kept(name, key) is None]
   assert not missing, f"run `make goldens`: {name} has no reference of {missing}"
-  compare_with_golden(name, sorted(checks, key=keys.__getitem__)[:2])
+  short = [check for check in checks if check.case.T <= golden.LONGEST]
+  compare_with_golden(name, sorted(short, key=keys.__getitem__)[:2])
 
 
 @pytest.mark.slow
