@@ -26,6 +26,10 @@ def pytest_configure(config):
     # for others: on two cores, with two threads, a kernel of a few hundred KiB waited for ever.
     os.environ.setdefault("NPROC", "16")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILE}".strip()
+    # Programs are compiled once for all tests, the processes that they start, and later runs.
+    programs = config.rootpath / ".pytest_cache" / "programs"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 # Linux allows a process 65,530 memory maps, every compiled program takes several, and a process
@@ -48,6 +52,22 @@ def pytest_runtest_teardown():
       jax.clear_caches()
       chex.clear_trace_counter()
       gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def whole_programs():
+  """Another process finds a compiled program in the cache whole or not at all."""
+  from jax._src import lru_cache
+
+  def put(self, key, value):
+    path = self.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+    if not path.exists():
+      part = self.path / f"{key}.{os.getpid()}"
+      part.write_bytes(value)
+      part.rename(path)
+
+  with mock.patch.object(lru_cache.LRUCache, "put", put):
+    yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,10 +1,6 @@
 """Sharding rules: every parameter of the model has one, and a sharded model is the same model."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from lnssm_jax import sharding
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import LanguageModel
+from tests import devices
 from tests.mixers.helpers import split
 from tests.mixers.tiny import initial
 
@@ -169,15 +166,7 @@ def test_uneven_sharding_raises():
 
 
 def test_model_sharded_over_four_devices_is_equal():
-  environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-  }
-  done = subprocess.run(
-    [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False
-  )
-  assert done.returncode == 0, done.stderr
-  result = json.loads(done.stdout)
+  result = devices.result_of("-c", PROGRAM, devices=4)
   assert result["shard"] == [[2, 2, 8]] * 4
   assert result["parameters"] < 1e-6
   assert result["logits"] < 1e-5

@@ -4,9 +4,7 @@ Run as a program, for the number of devices is fixed when jax starts; prints err
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -17,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lnssm_jax.ops.cases import SCANS
+from tests import devices
 from tests.ops.contract import named_errors, round_to, values_and_gradients
 
 PARTS, AXIS = 4, "sequence"
@@ -75,13 +74,7 @@ def errors(name: str, dtype="float32", implementation=None, **changes) -> dict[s
 
 def run_here(*arguments: str) -> dict:
   """Output of `python -m tests.ops.divided ...`, on four devices of the CPU."""
-  flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={PARTS}"
-  environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-  done = subprocess.run(
-    [sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False
-  )
-  assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout.splitlines()[-1])
+  return devices.result_of(*arguments, devices=PARTS)
 
 
 def collectives(compiled) -> list[tuple[str, int]]:

@@ -6,48 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from train import loop
 from train.config import Data, Mesh, Model, Optimizer, Sample, Train, from_dict, to_dict
 from train.logging.metric_reader import MetricReader
 
 WORDS = ("the", "slow", "quick", "river", "stone", "moves", "over", "under", "bright", "night")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _compile_once(tmp_path_factory):
-  """Shares compiled programs between tests and the processes that they start.
-
-  Almost all the time of these tests is compilation, so the programs are not made fast.
-  """
-  settings = {
-    "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-    "jax_disable_most_optimizations": True,
-  }
-  before = {name: jax.config.values[name] for name in settings}
-  environment = pytest.MonkeyPatch()
-  for name, value in settings.items():
-    jax.config.update(name, value)
-    environment.setenv(name.upper(), str(value))
-  compilation_cache.reset_cache()
-  yield
-  environment.undo()
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-
-
-@pytest.fixture
-def optimized(monkeypatch):
-  """Compiles programs, also of other processes, with the default optimizations."""
-  monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "False")
-  jax.config.update("jax_disable_most_optimizations", False)
-  yield
-  jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")
@@ -138,8 +103,8 @@ def config_file(tmp_path):
 
 
 @pytest.fixture
-def command(_compile_once):
-  """Returns a function that starts Python on the checkout, on the CPU, with shared compilations."""
+def command():
+  """Returns a function that starts Python on the checkout, on the CPU."""
 
   def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(

@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 
 import train
+from tests import devices
 from train import config, loop
 from train.checkpoint import step_folders, store
 from train.checkpoint.digests import digest_of
@@ -76,8 +77,7 @@ def test_load_model_from_four_devices_on_one(trained, tiny, config_file, command
   loop.prepare(tiny().data)
   cfg = tiny(mesh__data=2, mesh__fsdp=2, **options)
   arguments = (config_file(cfg), str(tmp_path / "params.npz"), str(trained))
-  flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-  process = command("-c", ON_FOUR, *arguments, **flags)
+  process = command("-c", ON_FOUR, *arguments, **devices.flags(4))
   _, errors = process.communicate(timeout=300)
   assert process.returncode == 0, errors
   assert jax.device_count() == 1

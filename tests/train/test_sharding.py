@@ -1,11 +1,10 @@
 """Training on every device mesh equals training on one device."""
 
-import json
-
 import numpy as np
 import pytest
 
 from lnssm_jax.mixers import MIXERS
+from tests.devices import result_of
 from tests.mixers.tiny import TINY
 
 MATRICES = 7  # of a layer of the LNSSM: q, k, v, g, o; up, down
@@ -18,11 +17,8 @@ def run(tiny, config_file, command):
 
   def ask(what, *arrangements, devices=4, **changes):
     path = config_file(tiny(**changes))
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    process = command("-m", "tests.train.arrangements", path, what, *arrangements, **flags)
-    out, errors = process.communicate(timeout=900)
-    assert process.returncode == 0, errors
-    return json.loads(out.splitlines()[-1])
+    arguments = ("-m", "tests.train.arrangements", path, what, *arrangements)
+    return result_of(*arguments, devices=devices)
 
   return ask
 
