@@ -16,7 +16,7 @@ def flags(devices: int) -> dict[str, str]:
 
 
 def result_of(*arguments: str, devices: int) -> Any:
-  """What `python *arguments` prints as JSON on its last line."""
+  """The last line that `python *arguments` prints, read as JSON."""
   done = subprocess.run(
     [sys.executable, *arguments],
     cwd=Path(__file__).parents[1],

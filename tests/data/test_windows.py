@@ -166,6 +166,19 @@ def test_batches_seed_changes_order(source):
   assert len(set(epochs)) == len(epochs)  # adjacent seeds share no epoch
 
 
+@pytest.mark.parametrize("processes", [2, 3, 6])
+def test_batches_rows_of_processes_are_those_of_one(source, processes):
+  whole = take(train_batches(source, seed=5, global_batch=6), 9)
+  size = 6 // processes
+  parts = [
+    take(train_batches(source, seed=5, global_batch=6, rows=range(first, first + size)), 9)
+    for first in range(0, 6, size)
+  ]
+  for batch, *pieces in zip(whole, *parts, strict=True):
+    for key, value in batch.items():
+      np.testing.assert_array_equal(np.concatenate([piece[key] for piece in pieces]), value)
+
+
 def test_batches_from_any_step_continue_exactly(source):
   steps = 2 * len(source) // 4 + 3
   whole = take(train_batches(source, seed=5, global_batch=4), steps)

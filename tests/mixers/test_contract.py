@@ -67,7 +67,7 @@ def starting_mixer(name):
 
 @functools.cache
 def one_token(name):
-  """A program of (mixer, x [B, 1, DIM], state), which no state that a call returns makes anew."""
+  """A program of (mixer, x [B, 1, DIM], state). No state that it returns makes it compile again."""
   chex.clear_trace_counter()  # it counts by source text
   return jax.jit(chex.assert_max_traces(lambda mixer, x, state: mixer(x, state), n=1))
 

@@ -125,6 +125,14 @@ def test_rwkv_channel_mix_equals_its_equations_and_carries_its_state(name):
   close(packed[:, 3:], call(mixer, x[:, 3:], mixer.init_state(2))[0])
 
 
+def test_gpt2_mlp_starts_orthogonal():
+  """With gain sqrt(out / in) where the output is the wider side: 2 up, 1 down."""
+  mixer = CHANNEL_MIXERS["gpt2"](8, rngs=nnx.Rngs(0))
+  for kernel, gain in ((mixer.up.kernel, 2.0), (mixer.down.kernel, 1.0)):
+    singular = np.linalg.svd(np.asarray(kernel[...]), compute_uv=False)
+    np.testing.assert_allclose(singular, gain, rtol=1e-5)
+
+
 def test_rwkv_channel_mix_starts_as_published():
   old, new = (CHANNEL_MIXERS[n](8, layer=1, num_layers=4, rngs=nnx.Rngs(0)) for n in RWKV)
   i = np.arange(8) / 8

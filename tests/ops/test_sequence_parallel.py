@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from lnssm_jax import ops
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.halo import inputs_before
+from tests import devices
+from tests.ops import halo
 from tests.ops.contract import tolerance
 from tests.ops.divided import AXIS, DIVIDED, SEGMENT_IDS, WHOLE, run_here
 
@@ -104,6 +106,12 @@ def test_communication_of_a_layer_does_not_grow_with_length():
   summary = 4 * (B * H * (K * K + K) + H * K)  # bytes: kv and key_sum; the sums of log decays
   assert sizes[0] == 4 * summary  # that of every shard
   assert sizes[2:] == (4 * B * D, 4 * B * D, summary)
+
+
+def test_what_crosses_shards_is_of_the_same_document():
+  """The inputs before a shard, and positions: also where an id comes back in another document."""
+  cases = devices.result_of("-m", "tests.ops.halo", devices=halo.SHARDS)
+  assert cases == list(halo.IDS)
 
 
 PARTS = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,))

@@ -75,6 +75,9 @@ def test_loss_value_without_gradient_same():
 def test_loss_penalty_gradient_matches_definition():
   hidden, head, targets, _ = inputs(9, dtype=np.float32)
   hidden[0, 3] = 0  # all logits are 0, so all are tied
+  head[:, 2] = head[:, 5] = 3 * hidden[0, 4]  # two logits of this token are tied, and the largest
+  logits = hidden[0, 4] @ head
+  assert logits[2] == logits[5] == logits.max() > 0
   weights = np.ones((B, 9), np.float32)
   coefficient = 0.7
 
