@@ -50,10 +50,12 @@ MANY = [
 ]
 # The kernels, interpreted on the CPU: every thread block costs time, so they are few and small.
 # D is padded to a multiple of 128, T of 16, N to 8 or 16 (and split in groups beyond). A boundary
-# leak is visible at weak decay, a wrong block of channels beyond 128 of them.
+# leak is visible at weak decay, a wrong block of channels beyond 128 of them, and a term of the
+# float32 gradients where no entry of a key is all of it.
 KERNELS = [
   Check(Case(17, "weak", segments=True, chunk=None), "pallas_interpret", jnp.bfloat16),
   Check(Case(3, "extreme", D=130, chunk=None), "pallas_interpret"),
+  Check(Case(3, "ordinary", chunk=None), "pallas_interpret"),
 ]
 KERNEL_SWEEP = [
   Check(
