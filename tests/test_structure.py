@@ -4,6 +4,7 @@ Each rule is one test that lists every offender.
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -43,11 +44,17 @@ def module_name(path: Path) -> str:
 FILES = {
   module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))
 }
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
-# Tests and benchmarks run code on purpose, and their helpers are named for what they do.
-SOURCES = {
-  name: tree for name, tree in TREES.items() if name.split(".")[0] not in ("benchmarks", "tests")
-}
+
+
+@functools.cache
+def trees():
+  return {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+def sources():
+  """Tests and benchmarks run code on purpose, and their helpers are named for what they do."""
+  outside = ("benchmarks", "tests")
+  return {name: tree for name, tree in trees().items() if name.split(".")[0] not in outside}
 
 
 def imported_modules(tree: ast.AST, module: str) -> set[str]:
@@ -97,7 +104,7 @@ def methods_of(node: ast.stmt) -> list[ast.FunctionDef]:
 def protocol_methods(module: str) -> set[str]:
   """Methods that a `Protocol` in the folder of `module` documents for its implementations."""
   folder = module.rpartition(".")[0]
-  siblings = [tree for name, tree in TREES.items() if name.rpartition(".")[0] == folder]
+  siblings = [tree for name, tree in trees().items() if name.rpartition(".")[0] == folder]
   protocols = [
     node
     for tree in siblings
@@ -126,7 +133,7 @@ def undocumented(tree: ast.Module, module: str) -> list[str]:
 
 
 def test_imports_everywhere_point_downwards_only():
-  assert {name: up for name, tree in TREES.items() if (up := upward_imports(tree, name))} == {}
+  assert {name: up for name, tree in trees().items() if (up := upward_imports(tree, name))} == {}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +166,9 @@ def test_files_everywhere_are_short():
 
 
 def test_data_in_sources_is_never_run_as_code():
-  assert {name: bad for name, tree in SOURCES.items() if (bad := code_execution(tree, name))} == {}
+  assert {
+    name: bad for name, tree in sources().items() if (bad := code_execution(tree, name))
+  } == {}
 
 
 @pytest.mark.parametrize(
@@ -172,8 +181,8 @@ def test_code_execution_is_found(source):
 
 def test_modules_and_public_names_have_docstrings():
   library = lambda name: name.startswith(("lnssm_jax", "pallas_kernels"))
-  missing = {name: ["(module)"] for name, tree in SOURCES.items() if not ast.get_docstring(tree)}
-  for name, tree in SOURCES.items():
+  missing = {name: ["(module)"] for name, tree in sources().items() if not ast.get_docstring(tree)}
+  for name, tree in sources().items():
     if library(name) and (names := undocumented(tree, name)):
       missing[name] = [*missing.get(name, []), *names]
   assert missing == {}

@@ -92,12 +92,19 @@ def recomputed_in_a_scan(loss):
   return lambda x: jax.lax.scan(lambda _, x: (_, step(x)), 0, x)[1]
 
 
+def recomputed_for_several(loss):
+  return jax.vmap(jax.grad(jax.checkpoint(loss)))
+
+
 @pytest.mark.parametrize(
-  "transformed",
-  [lambda loss: jax.vmap(jax.grad(jax.checkpoint(loss))), recomputed_in_a_scan],
-  ids=["vmap", "scan"],
+  ("transformed", "wide"),
+  [
+    pytest.param(recomputed_for_several, True, id="vmap-64 bits"),
+    pytest.param(recomputed_in_a_scan, False, id="scan-32 bits"),
+    pytest.param(recomputed_for_several, False, id="vmap-32 bits", marks=pytest.mark.slow),
+    pytest.param(recomputed_in_a_scan, True, id="scan-64 bits", marks=pytest.mark.slow),
+  ],
 )
-@pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
 def test_transformations_lower(transformed, wide):
   """Several problems at once and one after the other, with activations computed again."""
   with jax.enable_x64(wide):
@@ -108,8 +115,8 @@ def test_transformations_lower(transformed, wide):
 
 def test_rematerialisation_by_dots_runs_no_kernel_twice():
   """Its policy keeps what the forward kernels left; one that keeps nothing runs them again."""
-  inputs, _ = arguments("HK", 64, 64, ("normalize",), T=100)
-  loss = lambda x: total(run(x, None, ("normalize",), None))
+  inputs, _ = arguments("BTH", 64, 64, (), T=100)
+  loss = lambda x: total(run(x, None, (), None))
   count = lambda policy: kernels_in(jax.value_and_grad(jax.checkpoint(loss, policy=policy)), inputs)
   once = kernels_in(jax.value_and_grad(loss), inputs)
   assert count(REMAT_POLICIES["dots"]) == once < count(REMAT_POLICIES["full"])
