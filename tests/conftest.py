@@ -26,10 +26,18 @@ def pytest_configure(config):
     # for others: on two cores, with two threads, a kernel of a few hundred KiB waited for ever.
     os.environ.setdefault("NPROC", "16")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILE}".strip()
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
     # Programs are compiled once for all tests, the processes that they start, and later runs.
     programs = config.rootpath / ".pytest_cache" / "programs"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+def pytest_collection_finish():
+  """Tracing makes many objects, few of them garbage: collecting often took a fifth of the time."""
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(100_000, 50, 1000)
 
 
 # Linux allows a process 65,530 memory maps, every compiled program takes several, and a process

@@ -1,4 +1,4 @@
-"""What crosses from one shard of a sequence to the next, against the whole sequence in NumPy.
+"""Halos and positions of the shards of a sequence, against the whole sequence in NumPy.
 
 Run as a program, for the number of devices is fixed when jax starts. Prints as JSON the cases that
 it compared, after comparing them.
