@@ -33,13 +33,6 @@ def pytest_configure(config):
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
-def pytest_collection_finish():
-  """Tracing makes many objects, few of them garbage: collecting often took a fifth of the time."""
-  gc.collect()
-  gc.freeze()
-  gc.set_threshold(100_000, 50, 1000)
-
-
 # Linux allows a process 65,530 memory maps, every compiled program takes several, and a process
 # that wants one more dies.
 _MAPS, _MOST_MAPS, _TESTS_BETWEEN_LOOKS = Path("/proc/self/maps"), 25_000, 16
