@@ -29,17 +29,14 @@ ALL = [
   for m, options in enumerate(OPTIONS)
 ]
 SOME = [
-  ("none", 128, 128, ("normalize",), 1),
   ("none", 64, 128, ("bonus",), 8),
   ("H", 128, 128, (), 8),
   ("H", 64, 64, ("segments",), 1),
   ("HK", 128, 128, ("normalize",), 1),
   ("HK", 64, 64, ("normalize", "bonus", "segments"), 8),
   ("BTH", 128, 128, ("normalize", "segments"), 8),
-  ("BTH", 128, 64, (), 1),
   ("BTHK", 128, 128, ("bonus", "segments"), 1),
   ("BTHK", 128, 128, ("normalize",), 8),
-  ("BTHK", 64, 64, (), 1),
 ]
 
 

@@ -1,10 +1,12 @@
 """A tiny run: 1 layer of width 32, bytes, on generated text. Seconds on a CPU."""
 
+import dataclasses
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -13,6 +15,21 @@ from train.config import Data, Mesh, Model, Optimizer, Sample, Train, from_dict,
 from train.logging.metric_reader import MetricReader
 
 WORDS = ("the", "slow", "quick", "river", "stone", "moves", "over", "under", "bright", "night")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _equal_runs_share_their_step():
+  """Runs that differ in their folder only are compiled once: most of their time is that."""
+  programs, compile_step = {}, loop.compile_step
+
+  def once(cfg, graph, mesh, kernels, console):
+    key = repr((dataclasses.replace(cfg, run_dir="-"), mesh, kernels is None))
+    if key not in programs:
+      programs[key] = compile_step(cfg, graph, mesh, kernels, console)
+    return programs[key]
+
+  with mock.patch.object(loop, "compile_step", once):
+    yield
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import sys
 import types
 import typing
@@ -52,15 +53,21 @@ def unknown(cls: type, name: str) -> ConfigError:
   """Error for a setting that `cls` does not have, with the closest known name."""
   label = _label(cls, name)
   fields = [f.name for f in dataclasses.fields(cls)]
-  inside = [g for g in _groups(cls) if name in typing.get_type_hints(hint_of(cls, g))]
+  inside = [g for g in _groups(cls) if name in hints_of(hint_of(cls, g))]
   if inside and not difflib.get_close_matches(name, fields, 1, 0.8):
     return ConfigError(f"no setting {label!r}; did you mean '{inside[0]}.{name}'?")
   return ConfigError(f"no setting {label!r} in {cls.__name__}{did_you_mean(name, fields)}")
 
 
+@functools.cache
+def hints_of(cls: type) -> Mapping[str, Any]:
+  """Declared types of all settings of `cls`. Reading them is slow."""
+  return types.MappingProxyType(typing.get_type_hints(cls))
+
+
 def hint_of(cls: type, name: str) -> Any:
   """Declared type of setting `name` of `cls`."""
-  return typing.get_type_hints(cls)[name]
+  return hints_of(cls)[name]
 
 
 def coerce(value: Any, hint: Any, label: str) -> Any:
@@ -109,7 +116,7 @@ def type_name(hint: Any) -> str:
 
 
 def _checked(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-  hints = typing.get_type_hints(cls)
+  hints = hints_of(cls)
   for name in values:
     if name not in hints:
       raise unknown(cls, name)

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from train.config.checked import ConfigError, check, coerce, hint_of, type_name, unknown
+from train.config.checked import ConfigError, check, coerce, hint_of, hints_of, type_name, unknown
 from train.config.loading import from_dict, to_dict
 from train.config.schema import Train
 
@@ -42,7 +42,7 @@ def _assign(values: dict[str, Any], hint: Any, path: str, text: str) -> None:
   for depth, key in enumerate(keys):
     if dataclasses.is_dataclass(hint):
       cls = typing.cast(type, hint)
-      if key not in typing.get_type_hints(cls):
+      if key not in hints_of(cls):
         raise unknown(cls, key)
       hint = hint_of(cls, key)
     elif typing.get_origin(hint) is dict:

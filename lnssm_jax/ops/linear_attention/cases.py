@@ -165,10 +165,10 @@ LINEAR_ATTENTION = Scan(
     *(Check(case) for case in CASES + LENGTHS),
     *(Check(case, "associative") for case in CASES[1:12:2]),
     *(Check(CASES[n], dtype=jnp.bfloat16) for n in (4, 9, 12)),
-    Check(CASES[4], dtype=jnp.float16),
     *(_on_kernels(case) for case in KERNELS),
   ],
   sweep=[
+    Check(CASES[4], dtype=jnp.float16),
     *(Check(case) for case in MANY),
     *(Check(CASES[n], dtype=jnp.bfloat16) for n in (7, 14)),
     *(Check(dataclasses.replace(LENGTHS[0], T=T, decay=d)) for T, d in [(15, "BTHK"), (64, "BTH")]),
