@@ -96,8 +96,7 @@ if [ -n "$uv" ]; then
   install="$uv pip install --quiet --python $venv/bin/python"
 else
   "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip --upgrade
-  # Python compiles what is imported, a small part, when it is.
-  install="$venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile"
+  install="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
 fi
 $install --constraint "$constraints" --editable ".[$extras]" || fail \
   "the packages could not be installed (see above). Without a network, but with a Python that has" \
