@@ -220,7 +220,7 @@ print(jax.device_count('cpu'))
 
 
 def test_import_of_everything_is_quick_and_starts_no_backend():
-  """In less CPU time than jax and flax, which have to be imported as well."""
+  """In less CPU time than 0.8 of what jax and flax take, which are imported first."""
   shares = []
   for _ in range(3):  # the best of three: a busy machine has cold caches
     share, modules, roots, devices = run_python(IMPORT_ALL).splitlines()
@@ -228,9 +228,9 @@ def test_import_of_everything_is_quick_and_starts_no_backend():
     assert set(roots.split()) <= {"lnssm_jax", "pallas_kernels", "jax", "jaxlib", "flax", "numpy"}
     assert devices == "3"
     shares.append(float(share))
-    if min(shares) < 1:
+    if min(shares) < 0.8:
       break
-  assert min(shares) < 1
+  assert min(shares) < 0.8
 
 
 LAZY = """

@@ -10,8 +10,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from lnssm_jax import ops
 from lnssm_jax.ops.core import dispatch
+from tests import devices
 from tests.ops.contract import tolerance
-from tests.ops.divided import run_here
+from tests.ops.divided import PARTS
 
 LINEAR = {"name": "linear_attention", "T": 3, "K": 4, "V": 6, "H": 2}
 DELTA = {"name": "delta_rule", "T": 3, "H": 2, "decay": "ordinary"}
@@ -44,7 +45,9 @@ MORE = [
 
 def check(calls):
   """Values, gradients, that each device had its part, and that nothing else is sent."""
-  results = run_here("-m", "tests.kernels.per_device", *map(json.dumps, calls))
+  results = devices.result_of(
+    "-m", "tests.kernels.per_device", *map(json.dumps, calls), devices=PARTS
+  )
   assert results.pop("traffic") == []
   assert len(results) == len(calls) + 1
   for call, (errors, seen) in results.items():

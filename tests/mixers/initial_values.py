@@ -14,9 +14,9 @@ FILE = Path(__file__).with_suffix(".json")
 
 
 def of(params) -> np.ndarray:
-  """[parameters, 3]: elements, root mean square and mean of each, sorted: names do not count."""
+  """[parameters, 3]: elements, mean and root mean square of each, sorted: names do not count."""
   leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(params)]
-  rows = sorted((x.size, np.sqrt(np.mean(x**2)), x.mean()) for x in leaves)
+  rows = sorted((x.size, x.mean(), np.sqrt(np.mean(x**2))) for x in leaves)
   return np.asarray(rows)
 
 

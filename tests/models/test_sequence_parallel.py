@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, AxisType
 from lnssm_jax import linen
 from lnssm_jax.mixers import MIXERS, shard_time
 from lnssm_jax.models import LanguageModel
+from tests import devices
 from tests.mixers.tiny import initial
-from tests.ops.divided import AXIS, DIVIDED, WHOLE, run_here
+from tests.ops.divided import AXIS, DIVIDED, PARTS, WHOLE
 
 UNDIVIDED = {"base_conv", "hyena", "lln", "s4", "tnn"}
 DIVIDED_MIXERS = sorted(MIXERS.keys() - UNDIVIDED)
@@ -22,7 +23,8 @@ DIVIDED_MIXERS = sorted(MIXERS.keys() - UNDIVIDED)
 
 def check(*calls, limit=2e-6):
   """Logits, last states and all gradients, in one program: starting jax takes seconds."""
-  for call, errors in run_here("-m", "tests.models.sharded", *map(json.dumps, calls)).items():
+  arguments = ("-m", "tests.models.sharded", *map(json.dumps, calls))
+  for call, errors in devices.result_of(*arguments, devices=PARTS).items():
     wrong = {name: error for name, error in errors.items() if not error < limit}
     assert not wrong, call
     assert any("gradients" in name for name in errors)
@@ -90,7 +92,7 @@ def test_code_of_the_page_runs(tmp_path):
   (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
   script = tmp_path / "page.py"
   script.write_text(code.replace("print(logits.shape)", "print(list(logits.shape))"))
-  assert run_here(str(script)) == [2, 64, 257]
+  assert devices.result_of(str(script), devices=PARTS) == [2, 64, 257]
 
 
 def on_parts(face, x, **variables):

@@ -15,7 +15,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lnssm_jax.ops.cases import SCANS
-from tests import devices
 from tests.ops.contract import named_errors, round_to, values_and_gradients
 
 PARTS, AXIS = 4, "sequence"
@@ -70,11 +69,6 @@ def errors(name: str, dtype="float32", implementation=None, **changes) -> dict[s
   run = divided(scan, case, passed, ids, implementation)
   got = values_and_gradients(lambda x: scan.compared(*run(x)), passed)
   return named_errors(jax.tree.map(np.asarray, got), want)
-
-
-def run_here(*arguments: str) -> dict:
-  """Output of `python -m tests.ops.divided ...`, on four devices of the CPU."""
-  return devices.result_of(*arguments, devices=PARTS)
 
 
 def collectives(compiled) -> list[tuple[str, int]]:

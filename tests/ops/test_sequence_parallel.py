@@ -14,7 +14,7 @@ from lnssm_jax.ops.core.halo import inputs_before
 from tests import devices
 from tests.ops import halo
 from tests.ops.contract import tolerance
-from tests.ops.divided import AXIS, DIVIDED, SEGMENT_IDS, WHOLE, run_here
+from tests.ops.divided import AXIS, DIVIDED, PARTS, SEGMENT_IDS, WHOLE
 
 LINEAR = {"name": "linear_attention"}
 # Every argument once, with segments and a state. Decays are slow, so that a state which should have
@@ -73,7 +73,7 @@ MANY = [
 
 def check(calls):
   """Runs them in one program: starting jax takes seconds."""
-  results = run_here("-m", "tests.ops.divided", *map(json.dumps, calls))
+  results = devices.result_of("-m", "tests.ops.divided", *map(json.dumps, calls), devices=PARTS)
   assert len(results) == len(calls)
   for call, errors in results.items():
     limit = tolerance(json.loads(call).get("dtype", "float32"), SEGMENT_IDS.shape[1])
@@ -97,7 +97,7 @@ def test_communication_of_a_layer_does_not_grow_with_length():
 
   Backward the same, transposed; the all-reduce is of the gradients of the parameters.
   """
-  short, long = run_here("-m", "tests.models.sharded", "traffic")
+  short, long = devices.result_of("-m", "tests.models.sharded", "traffic", devices=PARTS)
   assert short == long
   kinds, sizes = zip(*short, strict=True)
   once = ("all-gather", "all-reduce", "collective-permute", "collective-permute", "reduce-scatter")
@@ -114,12 +114,12 @@ def test_what_crosses_shards_is_of_the_same_document():
   assert cases == list(halo.IDS)
 
 
-PARTS = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,))
+MESH = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def shapes(fn, *args, specs):
   """`fn` on four shards, without any device."""
-  run = jax.shard_map(fn, mesh=PARTS, in_specs=specs, out_specs=WHOLE)
+  run = jax.shard_map(fn, mesh=MESH, in_specs=specs, out_specs=WHOLE)
   return jax.eval_shape(run, *args)
 
 

@@ -11,7 +11,7 @@ def hippo_normal(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
   Returns:
     lambda [size], complex, in ascending order of its imaginary parts, which come in pairs +-w;
-    V [size, size], unitary; P [size], real.
+    V [size, size], unitary, its first row positive; P [size], real.
 
   Source: S4 (Gu et al. 2022), section 3.2 and appendix C.2.
   """
@@ -19,7 +19,8 @@ def hippo_normal(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   p = np.sqrt(n + 0.5)
   skew = -np.tril(np.outer(p, p), -1)
   frequencies, v = np.linalg.eigh(-1j * (skew - skew.T))
-  return -0.5 + 1j * frequencies, v, p
+  # An eigenvector has any phase, and that of LAPACK depends on the processor.
+  return -0.5 + 1j * frequencies, v * (v[0].conj() / np.abs(v[0])), p
 
 
 def positive_frequencies(count: int) -> np.ndarray:

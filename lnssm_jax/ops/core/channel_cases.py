@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from lnssm_jax.ops.core.cases import Check
+from lnssm_jax.ops.core.cases import Check, Scan
 
 
 @dataclass(frozen=True)
@@ -81,3 +81,20 @@ SWEEP = [
   *(Check(case, form) for form in ("chunked", "associative") for case in MANY),
   *KERNEL_SWEEP,
 ]
+
+
+def channel_scan(*, function, state, draw, arguments, tokens: tuple[str, ...]) -> Scan:
+  """A scan of states per channel, with the checks of all such; `tokens` have a time axis."""
+  return Scan(
+    function=function,
+    state=state,
+    draw=draw,
+    arguments=arguments,
+    narrow=tokens,
+    steps=tokens,
+    checks=CHECKS,
+    sweep=SWEEP,
+    small=Case(23, N=4, state=False),
+    measured=lambda T, strength: Case(T, strength, D=8, N=4, chunk=None),
+    memory=lambda T: Case(T, D=16, N=16, chunk=8, state=False),
+  )

@@ -3,8 +3,8 @@
 import numpy as np
 
 from lnssm_jax import ops
-from lnssm_jax.ops.core.cases import B, Scan
-from lnssm_jax.ops.core.channel_cases import CHECKS, SWEEP, Case
+from lnssm_jax.ops.core.cases import B
+from lnssm_jax.ops.core.channel_cases import Case, channel_scan
 
 
 def _strengths_and_keys(rng, case: Case):
@@ -43,16 +43,10 @@ def _arguments(case: Case, inputs):
   return tuple(inputs[n] for n in ("x", "beta", "k", "q")), {"skip": inputs.get("skip")}
 
 
-LONGHORN_SCAN = Scan(
+LONGHORN_SCAN = channel_scan(
   function=ops.longhorn_scan,
   state=ops.LonghornState,
   draw=_draw,
   arguments=_arguments,
-  narrow=("x", "beta", "k", "q"),
-  steps=("x", "beta", "k", "q"),
-  checks=CHECKS,
-  sweep=SWEEP,
-  small=Case(23, N=4, state=False),
-  measured=lambda T, strength: Case(T, strength, D=8, N=4, chunk=None),
-  memory=lambda T: Case(T, D=16, N=16, chunk=8, state=False),
+  tokens=("x", "beta", "k", "q"),
 )

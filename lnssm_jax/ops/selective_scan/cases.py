@@ -3,8 +3,8 @@
 import numpy as np
 
 from lnssm_jax import ops
-from lnssm_jax.ops.core.cases import B, Scan
-from lnssm_jax.ops.core.channel_cases import CHECKS, SWEEP, Case
+from lnssm_jax.ops.core.cases import B
+from lnssm_jax.ops.core.channel_cases import Case, channel_scan
 
 
 def steps_and_rates(rng, case: Case):
@@ -42,16 +42,10 @@ def _arguments(case: Case, inputs):
   return tuple(inputs[n] for n in ("x", "dt", "a", "b", "c")), {"skip": inputs.get("skip")}
 
 
-SELECTIVE_SCAN = Scan(
+SELECTIVE_SCAN = channel_scan(
   function=ops.selective_scan,
   state=ops.SelectiveState,
   draw=_draw,
   arguments=_arguments,
-  narrow=("x", "dt", "b", "c"),
-  steps=("x", "dt", "b", "c"),
-  checks=CHECKS,
-  sweep=SWEEP,
-  small=Case(23, N=4, state=False),
-  measured=lambda T, strength: Case(T, strength, D=8, N=4, chunk=None),
-  memory=lambda T: Case(T, D=16, N=16, chunk=8, state=False),
+  tokens=("x", "dt", "b", "c"),
 )
