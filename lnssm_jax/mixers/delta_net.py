@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.activations import silu_gate
 from lnssm_jax.mixers.common.checks import check_heads, check_positive
 from lnssm_jax.mixers.common.initializers import step_size_bias, xavier_uniform
 from lnssm_jax.mixers.common.norms import RMSNorm, unit_norm
@@ -54,8 +53,8 @@ class _DeltaBlock(Mixer[DeltaNetState]):
     q_conv, k_conv, v_conv = (c.init_state(B) for c in (self.q_conv, self.k_conv, self.v_conv))
     return DeltaNetState(q_conv, k_conv, v_conv, DeltaRuleState(kv))
 
-  def _read(self, x, state, segment_ids, log_decay):
-    """Returns RMSNorm(y) [B, T, H V] in float32 and the state after the last token."""
+  def _mix_gated(self, x, state, segment_ids, *, log_decay, gate):
+    """(W_o (RMSNorm(y) * silu(gate)), the state after the last token)."""
     q_conv, k_conv, v_conv, recurrent = state if state is not None else (None,) * 4
 
     def stream(z, conv, conv_state):
@@ -66,8 +65,8 @@ class _DeltaBlock(Mixer[DeltaNetState]):
     k, k_conv = stream(self.k_proj(x), self.k_conv, k_conv)
     v, v_conv = stream(self.v_proj(x), self.v_conv, v_conv)
     y, recurrent = delta_rule(
-      unit_norm(q).astype(self.dtype),
-      unit_norm(k).astype(self.dtype),
+      unit_norm(q, dtype=self.dtype),
+      unit_norm(k, dtype=self.dtype),
       v.astype(self.dtype),
       jax.nn.sigmoid(wide(self.b_proj(x))),
       log_decay=log_decay,
@@ -76,7 +75,9 @@ class _DeltaBlock(Mixer[DeltaNetState]):
       initial_state=recurrent,
       segment_ids=segment_ids,
     )
-    return merge_heads(self.norm(y)), DeltaNetState(q_conv, k_conv, v_conv, recurrent)
+    gate = None if gate is None else split_heads(gate, self.num_heads)
+    out = self.o_proj(merge_heads(self.norm(y, gate=gate, dtype=self.dtype)))
+    return out, DeltaNetState(q_conv, k_conv, v_conv, recurrent)
 
 
 class DeltaNet(_DeltaBlock):
@@ -118,8 +119,7 @@ class DeltaNet(_DeltaBlock):
     self._build(dim, num_heads, width, width, conv_size, options)
 
   def _mix(self, x, state, segment_ids):
-    y, state = self._read(x, state, segment_ids, None)
-    return self.o_proj(y.astype(self.dtype)), state
+    return self._mix_gated(x, state, segment_ids, log_decay=None, gate=None)
 
 
 class GatedDeltaNet(_DeltaBlock):
@@ -176,5 +176,5 @@ class GatedDeltaNet(_DeltaBlock):
 
   def _mix(self, x, state, segment_ids):
     rate = jnp.exp(wide(self.log_rate[...]))
-    y, state = self._read(x, state, segment_ids, -rate * jax.nn.softplus(self.a_proj(x)))
-    return self.o_proj(silu_gate(y, self.g_proj(x)).astype(self.dtype)), state
+    log_decay = -rate * jax.nn.softplus(self.a_proj(x))
+    return self._mix_gated(x, state, segment_ids, log_decay=log_decay, gate=self.g_proj(x))

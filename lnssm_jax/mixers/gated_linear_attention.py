@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.activations import log_gate, silu_gate
+from lnssm_jax.mixers.common.activations import log_gate
 from lnssm_jax.mixers.common.checks import (
   check_head_widths,
   check_heads,
@@ -95,8 +95,8 @@ class GLA(Mixer[LinearAttentionState]):
       initial_state=state,
       segment_ids=segment_ids,
     )
-    y = merge_heads(self.norm(y))
-    return self.o_proj(silu_gate(y, self.g_proj(x)).astype(self.dtype)), state
+    y = self.norm(y, gate=heads(self.g_proj(x)), dtype=self.dtype)
+    return self.o_proj(merge_heads(y)), state
 
 
 @register_state
@@ -181,6 +181,5 @@ class RetNet(Mixer[RetNetState]):
       initial_state=recurrent,
       segment_ids=segment_ids,
     )
-    y = merge_heads(self.norm(y))
-    out = self.o_proj(silu_gate(y, self.g_proj(x)).astype(self.dtype))
-    return out, RetNetState(recurrent, position)
+    y = self.norm(y, gate=heads(self.g_proj(x)), dtype=self.dtype)
+    return self.o_proj(merge_heads(y)), RetNetState(recurrent, position)

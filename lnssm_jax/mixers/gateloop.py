@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.activations import silu_gate
 from lnssm_jax.mixers.common.checks import check_heads
 from lnssm_jax.mixers.common.complex_state import ComplexState, empty_state
 from lnssm_jax.mixers.common.initializers import uniform_fan_in
@@ -100,8 +99,8 @@ class GateLoop(Mixer[ComplexState]):
     real, imag = jnp.split(recurrent.kv, 2, axis=-2)
     cos, sin = (turn(last).reshape(*real.shape[:-1], 1) for turn in (jnp.cos, jnp.sin))
     state = ComplexState(cos * real + sin * imag, sin * real - cos * imag)
-    y = self.norm(merge_heads(y))
-    return self.o_proj(silu_gate(y, self.g_proj(x)).astype(self.dtype)), state
+    y = self.norm(merge_heads(y), gate=self.g_proj(x), dtype=self.dtype)
+    return self.o_proj(y), state
 
 
 def _angles(step: jax.Array, axis_name: str | None) -> tuple[jax.Array, jax.Array]:

@@ -265,5 +265,5 @@ class Mamba2(Mixer[Mamba2State]):
       segment_ids=segment_ids,
     )
     y = wide(y) + wide(self.skip[...])[:, None] * inner
-    y = self.norm(silu_gate(merge_heads(y), z))
-    return self.o_proj(y.astype(self.dtype)), Mamba2State(conv, recurrent)
+    y = self.norm(merge_heads(y), gate=z, gate_first=True, dtype=self.dtype)
+    return self.o_proj(y), Mamba2State(conv, recurrent)

@@ -111,7 +111,7 @@ class Block(nnx.Module):
     rngs: nnx.Rngs,
   ):
     dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-    new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
+    new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype)
     self.mixer_norm = new_norm()
     place: dict[str, Any] = {"layer": layer, "num_layers": num_layers}
     self.mixer = make_mixer(
@@ -145,12 +145,12 @@ class Block(nnx.Module):
     """Returns (x [B, T, D], the state after the last token)."""
     of_mixer, of_channel = state if state is not None else (None, None)
     with jax.named_scope("mixer"):
-      y, of_mixer = self.mixer(self.mixer_norm(x).astype(self.dtype), of_mixer, segment_ids)
-    x = x + y
+      y, x = self.mixer_norm.add(x, None, self.dtype)
+      y, of_mixer = self.mixer(y, of_mixer, segment_ids)
     if self.channel_mixer is None or self.channel_norm is None:
-      return x, BlockState(of_mixer, None)
+      return x + y, BlockState(of_mixer, None)
     with jax.named_scope("channel_mixer"):
-      y = self.channel_norm(x).astype(self.dtype)
+      y, x = self.channel_norm.add(x, y, self.dtype)
       if isinstance(self.channel_mixer, Mixer):
         y, of_channel = self.channel_mixer(y, of_channel, segment_ids)
       else:

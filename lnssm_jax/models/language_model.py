@@ -126,7 +126,7 @@ class LanguageModel(nnx.Module):
     init = orthogonal(1e-4 * math.sqrt(max(vocab_size, dim)))
     if tie_embeddings:
       init = nnx.initializers.normal(0.02)
-    new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
+    new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype)
     self.embedding = nnx.Param(init(rngs.params(), (vocab_size, dim), param_dtype))
     self.embedding_norm = new_norm() if embedding_norm else None
 
@@ -196,13 +196,15 @@ class LanguageModel(nnx.Module):
     options = {"policy": REMAT_POLICIES[self.remat], "unroll": unroll, "gather": gather}
     x = self.embed(tokens)
     x, state = layers.run(self.blocks, x, state, segment_ids, **options)
-    return self.norm(x).astype(self.dtype), state
+    return self.norm(x, dtype=self.dtype), state
 
   @under_auto_axes(argument=1)
   def embed(self, tokens: jax.Array) -> jax.Array:
     """The input of the first layer, [B, T, D] in `dtype`."""
     x = lookup(self.embedding[...], jnp.asarray(tokens))
-    return (x if self.embedding_norm is None else self.embedding_norm(x)).astype(self.dtype)
+    if self.embedding_norm is None:
+      return x.astype(self.dtype)
+    return self.embedding_norm(x, dtype=self.dtype)
 
   def head_kernel(self) -> jax.Array:
     """Returns W [D, vocab] of the logits h W, in `param_dtype`."""

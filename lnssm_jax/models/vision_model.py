@@ -53,11 +53,12 @@ class VisionBlock(nnx.Module):
 
   def __init__(self, mixer: str | type[Mixer], dim: int, *, norm: str, **options):
     self.dtype = options["dtype"]
-    self.norm = NORMS[norm](dim, param_dtype=options["param_dtype"], rngs=options["rngs"])
+    self.norm = NORMS[norm](dim, param_dtype=options["param_dtype"])
     self.mixer = Bidirectional(lambda: make_mixer(mixer, dim, **options), shared=SHARED)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return x + self.mixer(self.norm(x).astype(self.dtype))
+    y, x = self.norm.add(x, None, self.dtype)
+    return x + self.mixer(y)
 
 
 class VisionModel(nnx.Module):
@@ -138,7 +139,7 @@ class VisionModel(nnx.Module):
 
     keys = jax.random.split(rngs.params(), num_layers)
     self.blocks = jax.vmap(block)(keys, jnp.arange(num_layers))
-    self.norm = NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
+    self.norm = NORMS[norm](dim, param_dtype=param_dtype)
     self.head = linear(dim, num_classes, jnp.float32)
 
   @under_auto_axes(argument=1)

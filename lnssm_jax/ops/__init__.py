@@ -44,6 +44,7 @@ from lnssm_jax.ops.long_convolution.exponentials import exponential_kernel_taps
 from lnssm_jax.ops.long_convolution.types import ExponentialKernel, ExponentialState
 from lnssm_jax.ops.longhorn_scan.api import longhorn_scan
 from lnssm_jax.ops.longhorn_scan.types import LonghornState
+from lnssm_jax.ops.norms.api import normalize
 from lnssm_jax.ops.selective_scan.api import selective_scan
 from lnssm_jax.ops.selective_scan.types import SelectiveState
 from lnssm_jax.ops.sparse_state_attention.api import sparse_state_attention
@@ -74,6 +75,7 @@ __all__ = [
   "linear_attention",
   "long_convolution",
   "longhorn_scan",
+  "normalize",
   "rotary_embedding",
   "selective_scan",
   "sparse_state_attention",

@@ -162,7 +162,7 @@ def test_logits_in_bfloat16_are_summed_and_returned_in_float32():
 def test_norms_have_an_epsilon_of_1e_5_under_the_root(name):
   x = 1e-3 * np.random.default_rng(0).normal(size=(3, 5))
   x = x - x.mean(-1, keepdims=True) if name == "layer" else x
-  norm = NORMS[name](5, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+  norm = NORMS[name](5)
   want = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-5)
   np.testing.assert_allclose(norm(jnp.float32(x)), want, rtol=1e-4)
 

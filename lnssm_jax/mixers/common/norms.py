@@ -1,89 +1,76 @@
-"""Norms of mixers and models, over the last axis, in float32 at least: the caller rounds, once."""
+"""Norms of mixers and models, over the last axis: `ops.normalize` by its usual names.
+
+They compute in float32 at least and round once, to `dtype`; None leaves the rounding to the caller.
+"""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.norms.api import normalize
 
 
-def rms_norm(x: jax.Array, scale: jax.Array | None = None, *, eps: float = 1e-5) -> jax.Array:
-  """scale * x / sqrt(mean(x^2) + eps). Its gradient is at most about 1 / sqrt(eps)."""
-  x = wide(x)
-  x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-  return x if scale is None else scale.astype(x.dtype) * x
-
-
-def rms_norm_with_floor(x: jax.Array, scale: jax.Array, *, eps: float, floor: float) -> jax.Array:
-  """scale * x / (max(rms(x), floor) + eps), rms = sqrt(mean(x^2)); `floor` bounds the gradient.
-
-  The maximum is taken under the root: the derivative of sqrt(mean(x^2)) is 0 / 0 at x = 0.
-  """
-  x = wide(x)
-  mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-  return scale.astype(x.dtype) * (x / (jnp.sqrt(jnp.maximum(mean_square, floor**2)) + eps))
-
-
-def layer_norm(
-  x: jax.Array,
-  scale: jax.Array | None = None,
-  bias: jax.Array | None = None,
-  *,
-  eps: float = 1e-5,
+def rms_norm(
+  x: jax.Array, scale: jax.Array | None = None, *, eps: float = 1e-5, dtype=None
 ) -> jax.Array:
-  """scale * (x - mean) / sqrt(variance + eps) + bias."""
-  x = wide(x)
-  x = x - jnp.mean(x, axis=-1, keepdims=True)
-  x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-  x = x if scale is None else x * wide(scale)
-  return x if bias is None else x + wide(bias)
+  """scale * x / sqrt(mean(x^2) + eps). Its gradient is at most about 1 / sqrt(eps)."""
+  return normalize(x, scale, eps=eps, dtype=dtype)[0]
 
 
-def unit_norm(x: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+def rms_norm_with_floor(
+  x: jax.Array, scale: jax.Array, *, eps: float, floor: float, dtype=None
+) -> jax.Array:
+  """scale * x / (max(rms(x), floor) + eps), rms = sqrt(mean(x^2)); `floor` bounds the gradient."""
+  return normalize(x, scale, eps=eps, floor=floor, dtype=dtype)[0]
+
+
+def layer_norm(x: jax.Array, *, eps: float = 1e-5, dtype=None) -> jax.Array:
+  """(x - mean) / sqrt(variance + eps)."""
+  return normalize(x, center=True, eps=eps, dtype=dtype)[0]
+
+
+def unit_norm(x: jax.Array, *, eps: float = 1e-6, dtype=None) -> jax.Array:
   """x / sqrt(sum(x^2) + eps): an l2 norm of at most 1."""
-  x = wide(x)
-  return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + eps)
+  D = x.shape[-1]
+  return normalize(x, eps=eps / D, factor=D**-0.5, dtype=dtype)[0]
 
 
-class RMSNorm(nnx.Module):
-  """`rms_norm` with a learned `scale` [size], 1 at first."""
+class Norm(nnx.Module):
+  """`ops.normalize` with learned parameters [size]: a `scale`, 1 at first, and perhaps a `bias`."""
 
-  def __init__(self, size: int, *, eps: float = 1e-5, param_dtype=jnp.float32):
-    self.eps = eps
-    self.scale = nnx.Param(jnp.ones(size, param_dtype))
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return rms_norm(x, self.scale[...], eps=self.eps)
-
-
-class LayerNorm(nnx.Module):
-  """`layer_norm` with a learned `scale` and `bias` [size], 1 and 0 at first."""
+  center: bool
 
   def __init__(self, size: int, *, eps: float = 1e-5, param_dtype=jnp.float32):
     self.eps = eps
     self.scale = nnx.Param(jnp.ones(size, param_dtype))
-    self.bias = nnx.Param(jnp.zeros(size, param_dtype))
+    self.bias = nnx.Param(jnp.zeros(size, param_dtype)) if self.center else None
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return layer_norm(x, self.scale[...], self.bias[...], eps=self.eps)
+  def __call__(
+    self, x: jax.Array, *, gate: jax.Array | None = None, gate_first: bool = False, dtype=None
+  ) -> jax.Array:
+    """The norm of x [..., size], times silu(gate); x is, with `gate_first`."""
+    return self._normalize(x, gate=gate, gate_first=gate_first, dtype=dtype)[0]
 
+  def add(self, x: jax.Array, added: jax.Array | None, dtype=None) -> tuple[jax.Array, jax.Array]:
+    """(the norm of x + added, x + added), from which the residual stream continues."""
+    return self._normalize(x, added=added, dtype=dtype)
 
-def _model_layer_norm(dim: int, *, param_dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
-  return nnx.LayerNorm(
-    dim,
-    epsilon=1e-5,
-    dtype=jnp.float32,
-    param_dtype=param_dtype,
-    use_fast_variance=False,
-    rngs=rngs,
-  )
-
-
-def _model_rms_norm(dim: int, *, param_dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
-  return nnx.RMSNorm(dim, epsilon=1e-5, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs)
+  def _normalize(self, x, **options):
+    bias = None if self.bias is None else self.bias[...]
+    return normalize(x, self.scale[...], bias, center=self.center, eps=self.eps, **options)
 
 
-# Norms of a model's residual stream, by name: eps 1e-5, in float32 throughout. "layer" has a scale
-# and a bias, "rms" a scale. They are flax's, which multiply the scale into 1 / sigma first: their
-# last bit differs from that of the norms above, and recorded losses are reproduced to the bit.
-NORMS = {"layer": _model_layer_norm, "rms": _model_rms_norm}
+class RMSNorm(Norm):
+  """scale * x / sqrt(mean(x^2) + eps)."""
+
+  center = False
+
+
+class LayerNorm(Norm):
+  """scale * (x - mean) / sqrt(variance + eps) + bias."""
+
+  center = True
+
+
+# Norms of a model's residual stream, by name.
+NORMS: dict[str, type[Norm]] = {"layer": LayerNorm, "rms": RMSNorm}

@@ -1,0 +1,1 @@
+"""Norms over the last axis; README.md derives their gradient."""

@@ -1,0 +1,36 @@
+"""Types of `normalize`: its arguments once they are checked."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Inputs(NamedTuple):
+  """The arguments in the form that every implementation takes."""
+
+  x: jax.Array  # [..., D]
+  added: jax.Array | None  # [..., D]
+  scale: jax.Array | None  # [D]
+  bias: jax.Array | None  # [D]
+  gate: jax.Array | None  # [..., D]
+
+  @property
+  def AXES(self) -> dict[str, str]:
+    """Axes of the fields: D is a norm's and never sharded, so it has the letter of a head's V."""
+    rows = ROW_AXES.get(self.x.ndim, "")
+    return {"x": rows, "added": rows, "scale": "V", "bias": "V", "gate": rows}
+
+
+ROW_AXES = {2: "BV", 3: "BTV", 4: "BTHV"}  # of x, by its rank
+
+
+class Options(NamedTuple):
+  """Static arguments."""
+
+  center: bool
+  eps: float
+  floor: float | None
+  factor: float
+  gate_first: bool
+  dtype: jnp.dtype  # of y

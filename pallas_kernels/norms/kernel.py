@@ -1,0 +1,342 @@
+"""Norms over the last axis: forward kernel, backward kernel, `custom_vjp`.
+
+    forward    s = x + added        n = (s - mean(s)) / sigma * scale + bias        y = n silu(gate)
+    backward   g = dn * scale       ds = (g - mean(g)) / sigma + (s - mean(s)) * (...) + ds'
+               dscale = sum dn * (s - mean(s)) / sigma      dbias = sum dn
+
+What is not given is left out. ds' is the cotangent of s itself, from which a residual stream
+continues. A warp has whole rows in registers, or all warps share one, so every array is read once
+and written once. The backward kernel computes mean and sigma again: its residuals are s, scale,
+bias and gate.
+
+  mainloop   load a group of rows; compute and store them
+  epilogue   (backward) store this CTA's sums of dscale and dbias, which XLA adds up
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core.wgmma import COMPILER_PARAMS, in_32_bits, store_anywhere
+from pallas_kernels.norms import config as tuning
+from pallas_kernels.norms.config import KernelConfig
+
+_MIN_EXPONENT = -80.0  # below it x sigmoid(x) is 0 to 1e-33, and exp(-x) would overflow
+
+
+class Static(NamedTuple):
+  """Arguments that the compiled program is specialized to."""
+
+  center: bool  # whether the mean is subtracted
+  eps: float  # sigma = sqrt(mean square + eps), without a floor
+  floor: float | None  # sigma = max(root mean square, floor) + eps
+  factor: float  # of n, beside scale
+  gate_first: bool  # whether the gate is a factor of s instead of n
+  dtype: jnp.dtype  # of y
+  forward: KernelConfig
+  backward: KernelConfig
+  interpret: Any = None
+
+
+class Inputs(NamedTuple):
+  """R is a multiple of `group_rows` of both configurations, `config.takes` D."""
+
+  x: jax.Array  # [R, D] bfloat16 or float32
+  added: jax.Array | None  # [R, D] likewise
+  scale: jax.Array | None  # [D] float32
+  bias: jax.Array | None  # [D] float32
+  gate: jax.Array | None  # [R, D] bfloat16 or float32
+
+
+class Results(NamedTuple):
+  """Results of the forward kernel."""
+
+  y: Any  # [R, D] in `Static.dtype`
+  sum: Any  # [R, D], x + added
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def normalize(static: Static, inputs: Inputs) -> Results:
+  """y and s."""
+  return forward_kernel(inputs, static)
+
+
+def _forward_rule(static, inputs):
+  inputs = jax.tree.map(lambda primal: primal.value, inputs)
+  results = forward_kernel(inputs, static)
+  added = None if inputs.added is None else jnp.zeros((), inputs.added.dtype)
+  dtypes = jnp.zeros((), inputs.x.dtype), added
+  return results, (inputs._replace(x=results.sum, added=None), dtypes)
+
+
+def _backward_rule(static, residuals, cotangents):
+  inputs, (x, added) = residuals
+  d_out, d_sum = (None if isinstance(z, SymbolicZero) else z for z in cotangents)
+  if d_out is None:
+    d_out = jnp.zeros(inputs.x.shape, static.dtype)
+  results = backward_kernel(inputs, d_out, d_sum, static)
+  gradients = Inputs(
+    x=results.x.astype(x.dtype),
+    added=None if added is None else results.x.astype(added.dtype),
+    scale=None if results.scale is None else results.scale.sum((0, 1)),
+    bias=None if results.bias is None else results.bias.sum((0, 1)),
+    gate=results.gate,
+  )
+  return (gradients,)
+
+
+# Without zeros for s where nothing reads it: the kernel would load them.
+normalize.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+class _Cta:
+  """Coordinates, layouts, loads and sums of one CTA."""
+
+  def __init__(self, config: KernelConfig, rows: int, channels: int):
+    self.config, self.rows, self.D = config, rows, channels
+    v = config.vector
+    columns = tuning.LANES * v * config.warps_per_row
+    warps = () if config.warps_per_row == 1 else ((tuning.LANES * v,),)
+    tiling = plgpu.Tiling(((config.tile_rows, columns), *warps, (v,)))
+    self.layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    self.shape = (config.tile_rows, channels)
+
+  def load(self, ref_gmem, row) -> jax.Array:
+    """A tile from this row on, as it is."""
+    tile = ref_gmem.at[pl.ds(row, self.config.tile_rows), :]
+    return plgpu.load(tile, layout=self.layout, optimized=False)
+
+  def load_channels(self, ref_gmem) -> jax.Array | None:
+    """A vector of one number per channel, for every row of a tile; None of None."""
+    if ref_gmem is None:
+      return None
+    vector = plgpu.load(ref_gmem, layout=self.layout.reduce(0), optimized=False)
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, self.shape, [1]), self.layout)
+
+  def store(self, ref_gmem, row, value) -> None:
+    """Stores a tile from this row on, rounded to the dtype of the reference."""
+    tile = ref_gmem.at[pl.ds(row, self.config.tile_rows), :]
+    store_anywhere(tile, value.astype(ref_gmem.dtype))
+
+  def zeros(self) -> jax.Array:
+    """A tile of float32 zeros."""
+    return plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
+
+  def mean(self, tile) -> jax.Array:
+    """The mean of each row: a vector, one number per row."""
+    return jnp.sum(tile, axis=1) * (1.0 / self.D)
+
+  def spread(self, vector) -> jax.Array:
+    """A number per row as a tile."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, self.shape, [0]), self.layout)
+
+  def groups(self, compute, carry):
+    """Calls `compute(rows, carry) -> carry`: the first rows of the tiles of each group in turn."""
+    c = self.config
+    cta, ctas = lax.axis_index("cta"), tuning.grid_size(c, self.rows)
+    number = self.rows // c.group_rows
+    own = number // ctas + (cta < number % ctas).astype(jnp.int32)
+
+    def step(n, carry):
+      first = (n * ctas + cta) * c.group_rows
+      return compute([first + i * c.tile_rows for i in range(c.tiles)], carry)
+
+    return lax.fori_loop(0, own, step, carry)
+
+
+class _Statistics(NamedTuple):
+  """Of the rows of a tile."""
+
+  centered: jax.Array  # s - mean(s), or s
+  inverse: jax.Array  # 1 / sigma, per row
+  slope: jax.Array  # the derivative of 1 / sigma by the mean square, per row
+
+
+def _statistics(cta: _Cta, x: jax.Array, static: Static) -> _Statistics:
+  if static.center:
+    x = x - cta.spread(cta.mean(x))
+  square = cta.mean(x * x)
+  if static.floor is None:
+    inverse = lax.rsqrt(square + static.eps)
+    return _Statistics(x, inverse, -0.5 * inverse * inverse * inverse)
+  least = jnp.float32(static.floor**2)
+  bounded = jnp.maximum(square, least)
+  root = lax.rsqrt(bounded)
+  inverse = 1.0 / (bounded * root + static.eps)
+  slope = jnp.where(square > least, -0.5 * inverse * inverse * root, 0.0)
+  return _Statistics(x, inverse, slope)
+
+
+def _affine(x, inverse, scale, bias, factor):
+  """x / sigma * scale + bias; also with `inverse` as a tile."""
+  y = x * (inverse if factor == 1 else inverse * jnp.float32(factor))
+  y = y if scale is None else y * scale
+  return y if bias is None else y + bias
+
+
+def _sigmoid(x):
+  """1 / (1 + exp(-x)), without a branch, which a division would be."""
+  root = lax.rsqrt(1.0 + jnp.exp(-jnp.maximum(x, _MIN_EXPONENT)))
+  return root * root
+
+
+# Forward kernel
+
+
+@in_32_bits
+def forward_kernel(inputs: Inputs, static: Static) -> Results:
+  """y and s, which is x where nothing is added."""
+  (R, D), config = inputs.x.shape, static.forward
+  total = None
+  if inputs.added is not None:
+    total = jax.ShapeDtypeStruct((R, D), jnp.result_type(inputs.x, inputs.added))
+
+  def body(ins, outs):
+    cta = _Cta(config, R, D)
+    scale, bias = cta.load_channels(ins.scale), cta.load_channels(ins.bias)
+
+    def compute(rows, carry):
+      streams = [ref for ref in (ins.x, ins.added, ins.gate) if ref is not None]
+      tiles = [[cta.load(ref, row) for ref in streams] for row in rows]
+      for row, (x, *others) in zip(rows, tiles, strict=True):
+        x = x.astype(jnp.float32)
+        if total is not None:
+          x = (x + others[0].astype(jnp.float32)).astype(total.dtype)
+          cta.store(outs.sum, row, x)
+          x = x.astype(jnp.float32)
+        silu = None
+        if ins.gate is not None:
+          gate = others[-1].astype(jnp.float32)
+          silu = gate * _sigmoid(gate)
+        if silu is not None and static.gate_first:
+          x = x * silu
+        x, inverse, _ = _statistics(cta, x, static)
+        y = _affine(x, cta.spread(inverse), scale, bias, static.factor)
+        if silu is not None and not static.gate_first:
+          y = y * silu
+        cta.store(outs.y, row, y)
+      return carry
+
+    cta.groups(compute, jnp.int32(0))
+
+  out_type = Results(jax.ShapeDtypeStruct((R, D), static.dtype), total)
+  (results,) = _launch(body, "forward", (out_type,), config, R, static.interpret)(inputs)
+  return results if results.sum is not None else results._replace(sum=inputs.x)
+
+
+# Backward kernel
+
+
+class _BackwardInputs(NamedTuple):
+  x: Any  # s
+  scale: Any
+  bias: Any
+  gate: Any
+  d_out: Any
+  d_sum: Any
+
+
+class BackwardResults(NamedTuple):
+  """Gradients; None of what is None."""
+
+  x: Any  # [R, D] in the dtype of s
+  scale: Any  # [P, rows of a tile, D] float32, summed over the rows of each of P CTAs
+  bias: Any  # likewise
+  gate: Any  # [R, D] in its dtype
+
+
+@in_32_bits
+def backward_kernel(
+  inputs: Inputs, d_out: jax.Array, d_sum: jax.Array | None, static: Static
+) -> BackwardResults:
+  """Gradients of `inputs`, whose x is the sum s.
+
+  Args:
+    d_out, d_sum: cotangents of y and of s, [R, D].
+  """
+  (R, D), config = inputs.x.shape, static.backward
+  scale, bias, gate = inputs.scale, inputs.bias, inputs.gate
+  sums = jax.ShapeDtypeStruct((tuning.grid_size(config, R), config.tile_rows, D), jnp.float32)
+  out_type = BackwardResults(
+    x=jax.ShapeDtypeStruct((R, D), inputs.x.dtype),
+    scale=None if scale is None else sums,
+    bias=None if bias is None else sums,
+    gate=None if gate is None else jax.ShapeDtypeStruct((R, D), gate.dtype),
+  )
+
+  def body(ins, outs):
+    cta = _Cta(config, R, D)
+    scale, bias = cta.load_channels(ins.scale), cta.load_channels(ins.bias)
+    factor = jnp.float32(static.factor)
+    streams = _present(ins.x, ins.d_out, ins.gate, ins.d_sum)
+
+    def compute(rows, carry):
+      tiles = [[cta.load(ref, row) for ref in streams] for row in rows]
+      for row, (x, d_out, *others) in zip(rows, tiles, strict=True):
+        carry = compute_tile(row, x.astype(jnp.float32), d_out.astype(jnp.float32), others, carry)
+      return carry
+
+    def compute_tile(row, total, g, others, carry):
+      x, silu, d_silu = total, None, None  # d_silu: the derivative of silu by the gate
+      if ins.gate is not None:
+        gate = others[0].astype(jnp.float32)
+        s = _sigmoid(gate)
+        silu = gate * s
+        d_silu = s + silu * (1.0 - s)
+        x = x * silu if static.gate_first else x
+      x, inverse, slope = _statistics(cta, x, static)
+      normal = x * cta.spread(inverse * factor)
+      if silu is not None and not static.gate_first:
+        n = _affine(normal, jnp.float32(1.0), scale, bias, 1)
+        cta.store(outs.gate, row, g * n * d_silu)
+        g = g * silu
+      d_scale, d_bias = carry
+      d_scale = None if d_scale is None else d_scale + g * normal
+      d_bias = None if d_bias is None else d_bias + g
+      g = g if scale is None else g * scale
+      g = g if static.factor == 1 else g * factor
+      along = cta.mean(g * x)
+      if static.center:
+        g = g - cta.spread(cta.mean(g))
+      d_x = g * cta.spread(inverse) + x * cta.spread(2.0 * slope * along)
+      if silu is not None and static.gate_first:
+        cta.store(outs.gate, row, d_x * total * d_silu)
+        d_x = d_x * silu
+      if ins.d_sum is not None:
+        d_x = d_x + others[-1].astype(jnp.float32)
+      cta.store(outs.x, row, d_x)
+      return d_scale, d_bias
+
+    zeros = lambda ref: None if ref is None else cta.zeros()
+    d_scale, d_bias = cta.groups(compute, (zeros(ins.scale), zeros(ins.bias)))
+    for ref, value in ((outs.scale, d_scale), (outs.bias, d_bias)):
+      if ref is not None:
+        store_anywhere(ref.at[lax.axis_index("cta")], value)
+
+  (results,) = _launch(body, "backward", (out_type,), config, R, static.interpret)(
+    _BackwardInputs(inputs.x, scale, bias, gate, d_out, d_sum)
+  )
+  return results
+
+
+def _present(*refs) -> Sequence[Any]:
+  return [ref for ref in refs if ref is not None]
+
+
+def _launch(body, name, out_type, config, rows, interpret):
+  return plgpu.kernel(
+    body,
+    out_type=out_type,
+    grid=(tuning.grid_size(config, rows),),
+    grid_names=("cta",),
+    interpret=interpret,
+    compiler_params=COMPILER_PARAMS,
+    kernel_name=f"norm_{name}",
+  )
