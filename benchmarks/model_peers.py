@@ -87,13 +87,13 @@ def run(body: str, compiled: bool) -> dict[str, Any]:
   first = time.time() - begin
   losses += [float(step()) for _ in range(3)]
   seconds = []
-  for _ in range(5):
+  for _ in range(3):
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(5):
+    for _ in range(20):
       loss = step()
     torch.cuda.synchronize()
-    seconds.append((time.perf_counter() - start) / 5)
+    seconds.append((time.perf_counter() - start) / 20)
   losses.append(float(loss))
   if not all(abs(x) < float("inf") for x in losses):
     raise FloatingPointError(f"losses {losses}: a wrong result has no time.")

@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
   num_layers: int = 24
   channel_hidden: int = 2816
   vocab_size: int = 32_000
-  loss_chunk: int = 8192
+  loss_chunk: int | None = None
 
   @classmethod
   def parse(cls, text: str) -> "Sizes":
@@ -256,8 +256,8 @@ def main(arguments=None) -> list[dict[str, Any]]:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--only", nargs="+", choices=list(BODIES), default=list(BODIES))
   parser.add_argument("--sizes", default="", metavar="rows=2,length=64", help="other sizes")
-  parser.add_argument("--steps", type=int, default=8, help="steps in each timed run")
-  parser.add_argument("--runs", type=int, default=5)
+  parser.add_argument("--steps", type=int, default=20, help="steps in each timed run")
+  parser.add_argument("--runs", type=int, default=3)
   parser.add_argument("--top", type=int, default=16, help="lines of the budget")
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--out", type=Path, help="a CSV file")

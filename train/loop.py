@@ -63,8 +63,9 @@ def fit(
   console = Console(quiet=not distributed.is_first())
   loggers.check(cfg.watch)
   with contextlib.ExitStack() as stack:
-    stack.enter_context(compile_cache.at(cfg.compile_cache))
     run = stack.enter_context(run_folder.claim(cfg, allow_config_change=allow_config_change))
+    programs = compile_cache.folder(cfg.compile_cache, run.path)
+    stack.enter_context(compile_cache.at(programs))
     graph = model_graph(cfg.model)
     mesh = device_mesh.make_mesh(cfg)
     run_summary.devices(console, mesh)

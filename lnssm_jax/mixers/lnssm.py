@@ -12,7 +12,7 @@ from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_laye
 from lnssm_jax.mixers.common.initializers import channel_decay, orthogonal, shift_weight
 from lnssm_jax.mixers.common.norms import rms_norm_with_floor
 from lnssm_jax.mixers.common.projections import Linear
-from lnssm_jax.mixers.common.token_shift import interpolate, last_input, token_shift
+from lnssm_jax.mixers.common.token_shift import interpolated, last_input
 from lnssm_jax.ops import LinearAttentionState, linear_attention
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
@@ -134,13 +134,14 @@ class LNSSM(Mixer[LNSSMState]):
   def _mix(self, x, state, segment_ids):
     B, T, D = x.shape
     previous, recurrent = state if state is not None else (None, None)
-    shifted = token_shift(x, previous, segment_ids, axis_name=self.sequence_axis)
-    stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
+    weights = [mu for mu in (self.mu_k, self.mu_v, self.mu_g, self.mu_q) if mu is not None]
+    place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
+    of_k, of_v, of_g, *of_q = interpolated(x, weights, previous, segment_ids, **place)
     heads = lambda z: z.reshape(B, T, self.num_heads, self.head_dim)
 
-    q = self.q_proj(x if self.mu_q is None else stream(self.mu_q))
-    k, v = self.k_proj(stream(self.mu_k)), self.v_proj(stream(self.mu_v))
-    gate = jax.nn.sigmoid(self.g_proj(stream(self.mu_g)))
+    q = self.q_proj(of_q[0] if of_q else x)
+    k, v = self.k_proj(of_k), self.v_proj(of_v)
+    gate = jax.nn.sigmoid(self.g_proj(of_g))
 
     q_features, k_features = self._features(heads(self._norm(q)), heads(self._norm(k)))
     w = self.w[...].reshape(self.num_heads, self.head_dim)

@@ -20,7 +20,7 @@ from lnssm_jax.mixers.common.initializers import (
 )
 from lnssm_jax.mixers.common.norms import LayerNorm, layer_norm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
-from lnssm_jax.mixers.common.token_shift import interpolate, last_input, token_shift
+from lnssm_jax.mixers.common.token_shift import interpolated, last_input, token_shift
 from lnssm_jax.ops import LinearAttentionState, WKV4State, linear_attention, wkv4
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
@@ -99,18 +99,19 @@ class RWKV4(Mixer[RWKV4State]):
 
   def _mix(self, x, state, segment_ids):
     previous, recurrent = state if state is not None else (None, None)
-    shifted = token_shift(x, previous, segment_ids, axis_name=self.sequence_axis)
-    stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
+    weights, place = (self.mu_k, self.mu_v, self.mu_r), {"axis_name": self.sequence_axis}
+    streams = interpolated(x, weights, previous, segment_ids, **place, dtype=self.dtype)
+    of_k, of_v, of_r = streams
     y, recurrent = wkv4(
-      wide(self.k_proj(stream(self.mu_k))),
-      self.v_proj(stream(self.mu_v)),
+      wide(self.k_proj(of_k)),
+      self.v_proj(of_v),
       jnp.exp(wide(self.w[...])),
       wide(self.u[...]),
       axis_name=self.sequence_axis,
       initial_state=recurrent,
       segment_ids=segment_ids,
     )
-    gate = jax.nn.sigmoid(wide(self.r_proj(stream(self.mu_r))))
+    gate = jax.nn.sigmoid(wide(self.r_proj(of_r)))
     out = self.o_proj((gate * wide(y)).astype(self.dtype))
     return out, RWKV4State(last_input(x, self.sequence_axis), recurrent)
 
@@ -211,14 +212,15 @@ class RWKV5(_MatrixValued):
 
   def _mix(self, x, state, segment_ids):
     previous, recurrent = state if state is not None else (None, None)
-    shifted = token_shift(x, previous, segment_ids, axis_name=self.sequence_axis)
-    stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
+    weights = (self.mu_r, self.mu_k, self.mu_v, self.mu_g)
+    place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
+    of_r, of_k, of_v, of_g = interpolated(x, weights, previous, segment_ids, **place)
     heads = lambda z: split_heads(z, self.num_heads)
     per_head = lambda p: wide(p[...]).reshape(self.num_heads, self.head_dim)
     y, recurrent = linear_attention(
-      heads(self.r_proj(stream(self.mu_r))),
-      heads(self.k_proj(stream(self.mu_k))),
-      heads(self.v_proj(stream(self.mu_v))),
+      heads(self.r_proj(of_r)),
+      heads(self.k_proj(of_k)),
+      heads(self.v_proj(of_v)),
       log_decay=-jnp.exp(per_head(self.w)),
       bonus=per_head(self.u),
       scale=1.0,
@@ -226,7 +228,7 @@ class RWKV5(_MatrixValued):
       initial_state=recurrent,
       segment_ids=segment_ids,
     )
-    out = self._output(y, stream(self.mu_g))
+    out = self._output(y, of_g)
     return out, RWKV5State(last_input(x, self.sequence_axis), recurrent)
 
 

@@ -111,7 +111,7 @@ class Block(nnx.Module):
     rngs: nnx.Rngs,
   ):
     dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-    new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype)
+    new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
     self.mixer_norm = new_norm()
     place: dict[str, Any] = {"layer": layer, "num_layers": num_layers}
     self.mixer = make_mixer(

@@ -17,7 +17,7 @@ from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.activations import exact_gelu
 from lnssm_jax.mixers.common.checks import check_layer, check_positive
 from lnssm_jax.mixers.common.initializers import orthogonal, shift_weight
-from lnssm_jax.mixers.common.token_shift import interpolate, last_input, token_shift
+from lnssm_jax.mixers.common.token_shift import interpolated, last_input
 
 
 def _width(dim: int, hidden: int | None, usual: Callable[[int], int]) -> int:
@@ -99,9 +99,17 @@ class GatedMLP(nnx.Module):
       rngs=rngs,
     )
     self.gate, self.up, self.down = linear(dim, hidden), linear(dim, hidden), linear(hidden, dim)
+    self.dtype = jnp.dtype(dtype)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return self.down(self.activation(self.gate(x)) * self.up(x))
+    if x.shape[-2] == 1:  # a single token: the kernels would be copied each time
+      gate, up = self.gate(x), self.up(x)
+    else:
+      # One product, whose columns alternate: one pass over memory makes the gradients of both.
+      kernel = jnp.stack([self.gate.kernel[...], self.up.kernel[...]], axis=-1).astype(self.dtype)
+      both = jnp.einsum("...d,dfn->...fn", x.astype(self.dtype), kernel)
+      gate, up = both[..., 0], both[..., 1]
+    return self.down(self.activation(gate) * up)
 
 
 class SwiGLU(GatedMLP):
@@ -169,10 +177,10 @@ class RWKVChannelMix(Mixer[jax.Array]):
     return jnp.zeros((B, self.dim), jnp.float32)
 
   def _mix(self, x, state, segment_ids):
-    shifted = token_shift(x, state, segment_ids, axis_name=self.sequence_axis)
-    stream = lambda mu: interpolate(x, shifted, mu[...]).astype(self.dtype)
-    y = self.down(jnp.square(jax.nn.relu(self.up(stream(self.mu_k)))))
-    return jax.nn.sigmoid(self.gate(stream(self.mu_r))) * y, last_input(x, self.sequence_axis)
+    place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
+    of_k, of_r = interpolated(x, [self.mu_k, self.mu_r], state, segment_ids, **place)
+    y = self.down(jnp.square(jax.nn.relu(self.up(of_k))))
+    return jax.nn.sigmoid(self.gate(of_r)) * y, last_input(x, self.sequence_axis)
 
 
 class RWKV4ChannelMix(RWKVChannelMix):

@@ -126,7 +126,7 @@ class LanguageModel(nnx.Module):
     init = orthogonal(1e-4 * math.sqrt(max(vocab_size, dim)))
     if tie_embeddings:
       init = nnx.initializers.normal(0.02)
-    new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype)
+    new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
     self.embedding = nnx.Param(init(rngs.params(), (vocab_size, dim), param_dtype))
     self.embedding_norm = new_norm() if embedding_norm else None
 

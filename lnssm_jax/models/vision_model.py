@@ -53,7 +53,7 @@ class VisionBlock(nnx.Module):
 
   def __init__(self, mixer: str | type[Mixer], dim: int, *, norm: str, **options):
     self.dtype = options["dtype"]
-    self.norm = NORMS[norm](dim, param_dtype=options["param_dtype"])
+    self.norm = NORMS[norm](dim, param_dtype=options["param_dtype"], rngs=options["rngs"])
     self.mixer = Bidirectional(lambda: make_mixer(mixer, dim, **options), shared=SHARED)
 
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -139,7 +139,7 @@ class VisionModel(nnx.Module):
 
     keys = jax.random.split(rngs.params(), num_layers)
     self.blocks = jax.vmap(block)(keys, jnp.arange(num_layers))
-    self.norm = NORMS[norm](dim, param_dtype=param_dtype)
+    self.norm = NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
     self.head = linear(dim, num_classes, jnp.float32)
 
   @under_auto_axes(argument=1)

@@ -28,7 +28,7 @@ Every op returns `(out, state)` and promises:
 from lnssm_jax.ops.attention.api import attention
 from lnssm_jax.ops.attention.rotary import rotary_embedding
 from lnssm_jax.ops.attention.types import AttentionState
-from lnssm_jax.ops.causal_conv1d.api import causal_conv1d
+from lnssm_jax.ops.causal_conv1d.api import causal_conv1d, token_shift
 from lnssm_jax.ops.causal_conv1d.types import ConvState
 from lnssm_jax.ops.core.dispatch import supported
 from lnssm_jax.ops.delta_rule.api import delta_rule
@@ -80,5 +80,6 @@ __all__ = [
   "selective_scan",
   "sparse_state_attention",
   "supported",
+  "token_shift",
   "wkv4",
 ]

@@ -12,6 +12,7 @@ from pallas_kernels.core import device
 
 THREADS = 128  # per CTA
 MAX_WIDTH = 4  # taps of a convolution: each thread keeps them in registers
+MAX_CONVOLUTIONS = 6  # of one input
 _MIN_SPLIT = 32  # tokens
 
 
@@ -42,14 +43,21 @@ _FORWARD = {2: KernelConfig(2, 4, 8), 4: KernelConfig(2, 4, 8)}
 _BACKWARD = {2: KernelConfig(4, 8, 2), 4: KernelConfig(2, 8, 4)}
 
 
-def forward_config(channels: int, dtype: Any) -> KernelConfig:
-  """For a multiple of 128 channels."""
-  return _dividing(_FORWARD[jnp.dtype(dtype).itemsize], channels)
+# Several convolutions of one input keep more numbers per channel in registers.
+_FORWARD_OF_SEVERAL = KernelConfig(2, 4, 8)
+_BACKWARD_OF_SEVERAL = KernelConfig(2, 4, 4)
 
 
-def backward_config(channels: int, dtype: Any) -> KernelConfig:
+def forward_config(channels: int, dtype: Any, convolutions: int = 1) -> KernelConfig:
   """For a multiple of 128 channels."""
-  return _dividing(_BACKWARD[jnp.dtype(dtype).itemsize], channels)
+  best = _FORWARD[jnp.dtype(dtype).itemsize] if convolutions == 1 else _FORWARD_OF_SEVERAL
+  return _dividing(best, channels)
+
+
+def backward_config(channels: int, dtype: Any, convolutions: int = 1) -> KernelConfig:
+  """For a multiple of 128 channels."""
+  best = _BACKWARD[jnp.dtype(dtype).itemsize] if convolutions == 1 else _BACKWARD_OF_SEVERAL
+  return _dividing(best, channels)
 
 
 def _dividing(best, channels):

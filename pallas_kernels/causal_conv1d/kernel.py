@@ -1,8 +1,8 @@
-"""The causal convolution over W tokens: forward kernel, backward kernel, `custom_vjp`.
+"""S causal convolutions of one x over W tokens: forward kernel, backward kernel, `custom_vjp`.
 
     forward    z_t = bias + sum_j kernel_j x_{t - (W - 1) + j}      y_t = z_t, or z_t sigmoid(z_t)
     backward   g_t = dy_t y'(z_t)    dkernel_j = sum_t g_t x_{t - (W - 1) + j}    dbias = sum_t g_t
-               dx_s = sum_j kernel_j g_{s + (W - 1) - j}
+               dx_s = sum_j kernel_j g_{s + (W - 1) - j}, and over all S convolutions
 
 Each kernel reads and writes every array once. A thread has a few adjacent channels, which are one
 load, and scans the tokens of its split with the last W - 1 inputs in registers. Nothing is shared
@@ -50,14 +50,14 @@ class Inputs(NamedTuple):
   """D is a multiple of 128, W at most `config.MAX_WIDTH`."""
 
   x: jax.Array  # [B, T, D] bfloat16 or float32
-  kernel: jax.Array  # [W, D] float32
+  kernel: jax.Array  # [S, W, D] float32
   bias: jax.Array | None  # [D] float32
   initial: jax.Array | None  # [B, W - 1, D] float32, the inputs before the first; None: zeros
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def causal_conv1d(static: Static, inputs: Inputs, first: jax.Array | None) -> jax.Array:
-  """y [B, T, D] in `static.dtype`.
+def causal_conv1d(static: Static, inputs: Inputs, first: jax.Array | None) -> tuple[jax.Array, ...]:
+  """y of each convolution, [B, T, D] in `static.dtype`.
 
   Args:
     first: [B, T], set at the first tokens of documents, across which nothing is read; or None.
@@ -102,6 +102,13 @@ class _Cta:
   def load_wide(self, ref_gmem):
     """The same in float32."""
     return self.load(ref_gmem).astype(jnp.float32)
+
+  def load_taps(self, kernel_gmem) -> list[list[jax.Array]]:
+    """The W taps of each convolution, float32."""
+    S, W, _ = kernel_gmem.shape
+    return [
+      [self.load_wide(kernel_gmem.at[s, j, self.channels]) for j in range(W)] for s in range(S)
+    ]
 
   def full(self, value: float):
     """The same float32 number for every channel."""
@@ -182,15 +189,17 @@ class _ForwardInputs(NamedTuple):
 
 
 @in_32_bits
-def forward_kernel(inputs: Inputs, first: jax.Array | None, static: Static) -> jax.Array:
-  """y [B, T, D]."""
-  (B, T, D), W = inputs.x.shape, inputs.kernel.shape[0]
+def forward_kernel(
+  inputs: Inputs, first: jax.Array | None, static: Static
+) -> tuple[jax.Array, ...]:
+  """y [B, T, D] of each convolution."""
+  (B, T, D), (S, W, _) = inputs.x.shape, inputs.kernel.shape
   config = static.forward
   split_length = tuning.split_length(config, B, D, T)
 
-  def body(ins, out_gmem):
+  def body(ins, outs):
     cta = _Cta(config, split_length, T, W, ins.words)
-    taps = [cta.load_wide(ins.kernel.at[j, cta.channels]) for j in range(W)]
+    all_taps = cta.load_taps(ins.kernel)
     bias = None if ins.bias is None else cta.load_wide(ins.bias.at[cta.channels])
     zero = cta.full(0.0)
 
@@ -198,18 +207,20 @@ def forward_kernel(inputs: Inputs, first: jax.Array | None, static: Static) -> j
       del r
       window = boundaries.reset(is_first, window, [zero] * (W - 1))
       window = [*window, token[0].astype(jnp.float32)]
-      z = _weighted(taps, window, bias)
-      y = z * _sigmoid(z) if static.silu else z
-      store_anywhere(out_gmem.at[cta.b, t, cta.channels], y.astype(static.dtype))
+      for taps, out_gmem in zip(all_taps, outs, strict=True):
+        z = _weighted(taps, window, bias)
+        y = z * _sigmoid(z) if static.silu else z
+        store_anywhere(out_gmem.at[cta.b, t, cta.channels], y.astype(static.dtype))
       return window[1:]
 
     window = cta.load_window(ins.x, ins.initial)
     cta.scan(advance, window, [ins.x], has_tail=T % config.group != 0)
 
-  out_type = jax.ShapeDtypeStruct((B, T, D), static.dtype)
-  return _launch(body, "forward", out_type, config, split_length, inputs.x, static.interpret)(
-    _ForwardInputs(*inputs, words=boundaries.pack_bits(first, config.group))
-  )
+  out_type = (jax.ShapeDtypeStruct((B, T, D), static.dtype),) * S
+  (results,) = _launch(
+    body, "forward", (out_type,), config, split_length, inputs.x, static.interpret
+  )(_ForwardInputs(*inputs, words=boundaries.pack_bits(first, config.group)))
+  return results
 
 
 # Backward kernel
@@ -228,7 +239,7 @@ class BackwardResults(NamedTuple):
   """Gradients; None of what is None."""
 
   x: Any  # [B, T, D] in its dtype
-  kernel: Any  # [B, P, W, D] float32, summed over each of P splits
+  kernel: Any  # [B, P, S, W, D] float32, summed over each of P splits
   bias: Any  # [B, P, D] float32, summed over each of P splits
   initial: Any  # [B, W - 1, D] float32
 
@@ -237,29 +248,30 @@ class _Carry(NamedTuple):
   window: Any  # the last W - 1 inputs
   pending: Any  # their gradients so far
   since: Any  # tokens since a document began, or None without boundaries
-  sums: Any  # of the gradients of taps and bias over the split
+  tap_sums: Any  # of the gradients of the taps over the split, for each convolution
+  bias_sum: Any  # None without a bias
 
 
 @in_32_bits
 def backward_kernel(
-  inputs: Inputs, d_out: jax.Array, first: jax.Array | None, static: Static
+  inputs: Inputs, d_out: tuple[jax.Array, ...], first: jax.Array | None, static: Static
 ) -> BackwardResults:
-  """Gradients of `inputs`, from the cotangent d_out [B, T, D] of y."""
-  (B, T, D), W = inputs.x.shape, inputs.kernel.shape[0]
+  """Gradients of `inputs`, from the cotangents d_out [B, T, D] of each y."""
+  (B, T, D), (S, W, _) = inputs.x.shape, inputs.kernel.shape
   config = static.backward
   split_length = tuning.split_length(config, B, D, T)
   P = -(-T // split_length)
   has_bias, has_initial = inputs.bias is not None, inputs.initial is not None
   out_type = BackwardResults(
     x=jax.ShapeDtypeStruct((B, T, D), inputs.x.dtype),
-    kernel=jax.ShapeDtypeStruct((B, P, W, D), jnp.float32),
+    kernel=jax.ShapeDtypeStruct((B, P, S, W, D), jnp.float32),
     bias=jax.ShapeDtypeStruct((B, P, D), jnp.float32) if has_bias else None,
     initial=jax.ShapeDtypeStruct((B, W - 1, D), jnp.float32) if has_initial else None,
   )
 
   def body(ins, outs):
     cta = _Cta(config, split_length, T, W, ins.words)
-    taps = [cta.load_wide(ins.kernel.at[j, cta.channels]) for j in range(W)]
+    all_taps = cta.load_taps(ins.kernel)
     bias = None if ins.bias is None else cta.load_wide(ins.bias.at[cta.channels])
     zero = cta.full(0.0)
 
@@ -281,36 +293,38 @@ def backward_kernel(
       """`own`: whether token t is one of the split's, so that this CTA sums its tap gradients."""
       window = boundaries.reset(is_first, carry.window, [zero] * (W - 1))
       window = [*window, token[0].astype(jnp.float32)]
-      g = token[1].astype(jnp.float32)
-      if static.silu:
-        z = _weighted(taps, window, bias)
-        s = _sigmoid(z)
-        g = g * (s + z * s * (1.0 - s))
-      sums, since = carry.sums, carry.since
-      if own:
-        products = [g * y for y in window]
-        if has_bias:
-          products.append(g)
-        sums = [y + z for y, z in zip(sums, products, strict=True)]
-      else:
-        g = jnp.where(t < T, g, zero)
+      since, tap_sums, bias_sum = carry.since, [], carry.bias_sum
       if is_first is not None:
         since = jnp.where(is_first, 0, since + 1)
       # An earlier document's inputs get nothing from this token.
       hidden = [None if is_first is None else since < W - 1 - n for n in range(W - 1)]
-      seen = [boundaries.reset(flag, g, zero) for flag in hidden]
-      pending = [y + w * z for y, w, z in zip(carry.pending, taps[:-1], seen, strict=True)]
-      pending.append(taps[-1] * g)
+      pending = [*carry.pending, None]
+      for taps, d_out, sums in zip(all_taps, token[1:], carry.tap_sums, strict=True):
+        g = d_out.astype(jnp.float32)
+        if static.silu:
+          z = _weighted(taps, window, bias)
+          s = _sigmoid(z)
+          g = g * (s + z * s * (1.0 - s))
+        if own:
+          sums = [y + g * z for y, z in zip(sums, window, strict=True)]
+          bias_sum = None if bias_sum is None else bias_sum + g
+        else:
+          g = jnp.where(t < T, g, zero)
+        tap_sums.append(sums)
+        seen = [boundaries.reset(flag, g, zero) for flag in hidden]
+        parts = [w * z for w, z in zip(taps, [*seen, g], strict=True)]
+        pending = [z if y is None else y + z for y, z in zip(pending, parts, strict=True)]
       store_gradient(t - (W - 1), r, pending[0])
-      return _Carry(window[1:], pending[1:], since, sums)
+      return _Carry(window[1:], pending[1:], since, tap_sums, bias_sum)
 
     carry = _Carry(
       window=cta.load_window(ins.x, ins.initial),
       pending=[zero] * (W - 1),
       since=None if ins.words is None else jnp.int32(W),
-      sums=[zero] * (W + has_bias),
+      tap_sums=[[zero] * W for _ in range(S)],
+      bias_sum=zero if has_bias else None,
     )
-    carry = cta.scan(advance, carry, [ins.x, ins.d_out], has_tail=T % config.group != 0)
+    carry = cta.scan(advance, carry, [ins.x, *ins.d_out], has_tail=T % config.group != 0)
     end = cta.start + cta.tokens
     for n in range(W - 1):  # the tokens after the split, which read its last inputs
       t = end + n
@@ -318,12 +332,13 @@ def backward_kernel(
       is_first = None
       if word is not None:
         is_first = boundaries.bit(word, lax.rem(jnp.minimum(t, T - 1), config.group))
-      token = cta.load_token(ins.x, t), cta.load_token(ins.d_out, t)
+      token = [cta.load_token(ref, t) for ref in (ins.x, *ins.d_out)]
       carry = advance(t, None, token, is_first, carry, own=False)
-    for j in range(W):
-      store_anywhere(outs.kernel.at[cta.b, cta.split, j, cta.channels], carry.sums[j])
+    for s, sums in enumerate(carry.tap_sums):
+      for j, value in enumerate(sums):
+        store_anywhere(outs.kernel.at[cta.b, cta.split, s, j, cta.channels], value)
     if has_bias:
-      store_anywhere(outs.bias.at[cta.b, cta.split, cta.channels], carry.sums[W])
+      store_anywhere(outs.bias.at[cta.b, cta.split, cta.channels], carry.bias_sum)
 
   (results,) = _launch(
     body, "backward", (out_type,), config, split_length, inputs.x, static.interpret

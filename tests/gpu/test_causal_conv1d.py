@@ -26,6 +26,8 @@ pytestmark = pytest.mark.gpu
     Case(T=130, W=2, D=512, silu=False, state=False),
     Case(T=2, D=128, dtype=BF16),
     Case(T=1, W=1),
+    Case(T=1000, S=4, W=2, D=1024, bias=False, dtype=BF16),
+    Case(T=130, S=6, W=2, D=256, bias=False),
   ],
   ids=str,
 )

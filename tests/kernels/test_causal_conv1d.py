@@ -30,6 +30,7 @@ class Case:
   T: int
   D: int = 130
   W: int = 4
+  S: int | None = None  # `token_shift` with so many weights
   dtype: jnp.dtype = F32  # of x and y
   bias: bool = True
   silu: bool = True
@@ -40,7 +41,8 @@ class Case:
 
 def drawn(case, seed=0, B=2):
   rng = np.random.default_rng(seed)
-  arrays = {"x": rng.normal(size=(B, case.T, case.D)), "kernel": rng.normal(size=(case.W, case.D))}
+  kernel = (case.S or case.W, case.D)
+  arrays = {"x": rng.normal(size=(B, case.T, case.D)), "kernel": rng.normal(size=kernel)}
   if case.bias:
     arrays["bias"] = rng.normal(size=case.D)
   if case.state:
@@ -52,15 +54,16 @@ def call(case, arrays, form, ids=None):
   if case.segments and ids is None:
     lengths = np.diff([0, *(n for n in (1, 3, 11, 13, 16) if n < case.T), case.T])
     ids = promises.documents(arrays["x"].shape[0], lengths)
-  return ops.causal_conv1d(
-    arrays["x"],
-    arrays["kernel"],
-    arrays.get("bias"),
-    activation="silu" if case.silu else None,
-    initial_state=ops.ConvState(arrays["state"]) if "state" in arrays else None,
-    segment_ids=ids,
-    implementation=form,
-  )
+  options = {
+    "initial_state": ops.ConvState(arrays["state"]) if "state" in arrays else None,
+    "segment_ids": ids,
+    "implementation": form,
+  }
+  if case.S is not None:
+    return ops.token_shift(arrays["x"], list(arrays["kernel"]), **options)
+  activation = "silu" if case.silu else None
+  kernel, bias = arrays["kernel"], arrays.get("bias")
+  return ops.causal_conv1d(arrays["x"], kernel, bias, activation=activation, **options)
 
 
 def check(case, form):
@@ -81,6 +84,10 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
   "case",
   [
     Case(T=19, part=8),
+    Case(T=19, part=8, S=3, W=2, D=128, bias=False),
+    slow(Case(T=19, part=8, S=4, W=2, D=128, bias=False, state=False, segments=False, dtype=BF16)),
+    slow(Case(T=5, S=1, W=2, bias=False)),
+    slow(Case(T=5, S=6, W=2, bias=False)),
     Case(T=8, W=3, dtype=BF16, bias=False, silu=False, state=False, segments=False, D=128),
     slow(Case(T=40, W=2, part=16, D=256)),
     slow(Case(T=40, W=1, part=16)),
@@ -162,14 +169,14 @@ def test_causal_conv1d_kernels_under_every_transformation_agree():
   )
 
 
-def arguments(T, D, *, W=4, x=BF16, state=True, segments=True, lead=()):
+def arguments(T, D, *, S=1, W=4, x=BF16, state=True, segments=True, lead=()):
   """`Inputs` of `pallas.run`, as shapes; `lead` are axes in front."""
   array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct((*lead, *shape), dtype)
   index = array(2, T, dtype=jnp.int32)
   return Inputs(
     array(2, T, D, dtype=x),
-    array(W, D),
-    array(D),
+    array(S, W, D),
+    array(D) if S == 1 else None,
     ops.ConvState(array(2, W - 1, D)) if state else None,
     Segments(index, index) if segments else None,
   )
@@ -209,6 +216,11 @@ def test_causal_conv1d_kernels_lower_for_cuda(configuration):
   assert lowers(inputs, dtype=x) == (1, 1)
 
 
+def test_token_shift_kernels_lower_for_cuda():
+  """One kernel for all streams, and one for the gradients."""
+  assert lowers(arguments(1000, 1024, S=4, W=2), silu=False) == (1, 1)
+
+
 @pytest.mark.parametrize(
   "transformed",
   [jax.vmap, pytest.param(jax.checkpoint, marks=pytest.mark.slow)],
@@ -226,6 +238,7 @@ def test_causal_conv1d_kernels_under_shard_map_keep_shapes():
   mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   data, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
   inputs = arguments(100, 128, segments=False)[:3]
+  inputs = (inputs[0], jax.ShapeDtypeStruct((4, 128), F32), inputs[2])
   form = lambda *args: ops.causal_conv1d(*args, implementation="pallas_interpret")[0]
   gradient = jax.grad(lambda inputs: total(form(*inputs)))
   specs = ((data, replicated, replicated),)

@@ -18,7 +18,7 @@ from lnssm_jax.mixers.common.norms import (
   unit_norm,
 )
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads, split_linear
-from lnssm_jax.mixers.common.token_shift import interpolate, token_shift
+from lnssm_jax.mixers.common.token_shift import interpolated, token_shift
 
 
 def test_token_shift_starts_from_the_given_token_and_from_zero():
@@ -76,11 +76,14 @@ def test_linear_zero_bias_draws_no_random_number():
   np.testing.assert_array_equal(kernel("zeros")[1], kernel(None)[1])
 
 
-def test_interpolate_rounds_once():
-  x = jnp.array([1.0, 3.0], jnp.bfloat16)
-  mixed = interpolate(x, jnp.zeros(2, jnp.bfloat16), jnp.array([1 / 3, 1.0]))
-  assert mixed.dtype == jnp.float32
-  np.testing.assert_array_equal(mixed, np.float32([1 / 3, 3.0]))
+def test_interpolated_rounds_once():
+  x = jnp.array([1.0, 3.0], jnp.bfloat16)[None, None]
+  weights = [nnx.Param(jnp.array([1 / 3, 1.0]))]
+  options = {"previous": None, "segment_ids": None, "axis_name": None}
+  (wide,) = interpolated(x, weights, **options, dtype=jnp.float32)
+  np.testing.assert_array_equal(wide[0, 0], np.float32([1 / 3, 3.0]))
+  (narrow,) = interpolated(x, weights, **options, dtype=jnp.bfloat16)
+  np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("size", [0.02, 1.0, 1e4])

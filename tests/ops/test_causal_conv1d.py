@@ -142,3 +142,31 @@ def test_causal_conv1d_bfloat16_is_summed_in_float32():
   want, _ = ops.causal_conv1d(Y.astype(BF16).astype(F32), TAPS)
   assert y.dtype == state.inputs.dtype == jnp.float32
   np.testing.assert_array_equal(y, want)
+
+
+def test_token_shift_equals_convolutions_of_two_tokens():
+  weights = [TAPS[0], TAPS[1]]
+  state = ops.ConvState(drawn(B, 1, D, seed=4))
+  ids = jnp.array([[0, 0, 1, 1, 1, 0, 0, 2, 2], [0] * 9])
+  options = {"initial_state": state, "segment_ids": ids}
+  streams, last = ops.token_shift(Y, weights, **options)
+  for mu, stream in zip(weights, streams, strict=True):
+    want, want_last = ops.causal_conv1d(Y, jnp.stack([1 - mu, mu]), **options)
+    np.testing.assert_array_equal(stream, want)
+    np.testing.assert_array_equal(last.inputs, want_last.inputs)
+  before = np.concatenate([state.inputs[1], Y[1, :-1]])
+  np.testing.assert_allclose(
+    streams[0][1], TAPS[0] * Y[1] + (1 - TAPS[0]) * before, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_token_shift_bad_argument_raises_naming_it():
+  for weights, message in [
+    ([], "weights is empty"),
+    ([jnp.ones(2)], r"weights\[0\] has shape \(2,\)"),
+    ([jnp.ones(3), jnp.ones(3, int)], r"weights\[1\] has dtype int32"),
+  ]:
+    with pytest.raises(ValueError, match=f"token_shift: {message}"):
+      ops.token_shift(X, weights)
+  with pytest.raises(NotImplementedError, match="S=7 convolutions"):
+    ops.token_shift(X, [jnp.ones(3)] * 7, implementation="pallas_interpret")

@@ -236,6 +236,15 @@ def test_compile_cache_filled_and_settings_restored(tmp_path):
     compile_cache.at("/proc/x").__enter__()
 
 
+def test_compile_cache_by_default_is_in_the_run_folder(tmp_path, monkeypatch):
+  folder = lambda setting: compile_cache.folder(setting, tmp_path)
+  for of_jax, expected in ((None, str(tmp_path / "programs")), ("x", None)):
+    config = types.SimpleNamespace(jax_compilation_cache_dir=of_jax)
+    monkeypatch.setattr(compile_cache, "jax", types.SimpleNamespace(config=config))
+    assert folder("run") == expected
+  assert (folder("elsewhere"), folder(None)) == ("elsewhere", None)
+
+
 def test_run_summary_several_processes_explains_missing_text(tiny, monkeypatch, capsys):
   monkeypatch.setattr(run_summary.distributed, "count", lambda: 2)
   monkeypatch.setattr(run_summary.distributed, "is_first", lambda: True)

@@ -28,7 +28,9 @@ def describe(cfg: config.Train) -> None:
     ValueError: the mesh does not match the devices or the batch.
   """
   console = Console(quiet=not distributed.is_first())
-  with compile_cache.at(cfg.compile_cache):
+  # Nothing is written into the run folder.
+  programs = None if cfg.compile_cache == compile_cache.IN_RUN else cfg.compile_cache
+  with compile_cache.at(programs):
     mesh = make_mesh(cfg)
     run_summary.devices(console, mesh)
     params = abstract_state(cfg, mesh)["params"]

@@ -1,4 +1,4 @@
-"""Persistent caches: compiled programs, and a GPU's autotuning results."""
+"""How programs are compiled: options, and caches of programs and of a GPU's autotuning results."""
 
 import contextlib
 import os
@@ -9,6 +9,15 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
+
+IN_RUN = "run"  # as a folder: `programs` in the run folder
+
+
+def folder(compile_cache: str | None, run_dir: str | Path) -> str | None:
+  """The folder for `at`: that of the setting, where `IN_RUN` yields to one that JAX has already."""
+  if compile_cache != IN_RUN:
+    return compile_cache
+  return None if jax.config.jax_compilation_cache_dir else str(Path(run_dir) / "programs")
 
 
 @contextlib.contextmanager
@@ -47,13 +56,19 @@ def at(folder: str | None) -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
-def reproducible(mesh: Mesh, kernels: Path | None) -> dict[str, Any] | None:
-  """Compiler options that make processes sharing the folder `kernels` compute the same bits.
+def options(mesh: Mesh, kernels: Path | None) -> dict[str, Any] | None:
+  """Compiler options of a program on a GPU; None elsewhere.
 
-  On a GPU, XLA chooses matrix-product kernels by timing them, and the next process may choose
-  others, which round differently. The folder caches the choices of the first process.
+  Processes that share the folder `kernels` compute the same bits: XLA chooses matrix-product
+  kernels by timing them, and the next process may choose others, which round differently. The
+  folder caches the choices of the first process.
   """
-  if kernels is None or mesh.devices.flat[0].platform != "gpu":
+  if mesh.devices.flat[0].platform != "gpu":
     return None
-  kernels.mkdir(exist_ok=True)
-  return {"xla_gpu_per_fusion_autotune_cache_dir": str(kernels.absolute())}
+  # Projections of one input are not merged: our kernels read whole arrays, so that each result of
+  # a merged product would be copied.
+  chosen: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0}
+  if kernels is not None:
+    kernels.mkdir(exist_ok=True)
+    chosen["xla_gpu_per_fusion_autotune_cache_dir"] = str(kernels.absolute())
+  return chosen

@@ -216,9 +216,10 @@ class Train:
   keep_checkpoints: int = 2
   max_skipped: int = 10  # consecutive skipped steps (non-finite or spikes) that end the run
   skip_spikes: float | None = None  # skip steps this many standard deviations above the mean
-  loss_chunk: int = 2048  # tokens whose logits are in memory at once
+  loss_chunk: int | None = None  # tokens whose logits are in memory at once; None: 1 GiB or less
   watch: tuple[Literal["tensorboard", "wandb"], ...] = ()  # in addition to metrics.jsonl
-  compile_cache: str | None = None  # folder of compiled programs; runs may share it
+  # Folder of compiled programs; runs may share one. "run": in the run folder, unless JAX has one.
+  compile_cache: str | None = "run"
   sample: Sample = dataclasses.field(default_factory=Sample)
 
   def __post_init__(self):
@@ -226,8 +227,10 @@ class Train:
     check(self.compile_cache != "", "compile_cache is empty; give a folder, or None.")
     check(self.run_dir != "", "run_dir is empty; give the folder that the run writes into.")
     positive = "steps seq_len global_batch accumulate checkpoint_every eval_every log_every"
-    for name in (*positive.split(), "keep_checkpoints", "max_skipped", "loss_chunk"):
+    for name in (*positive.split(), "keep_checkpoints", "max_skipped"):
       at_least(name, getattr(self, name), 1)
+    if self.loss_chunk is not None:
+      at_least("loss_chunk", self.loss_chunk, 1)
     check(
       self.skip_spikes is None or self.skip_spikes > 0,
       f"skip_spikes={self.skip_spikes} must be positive (6 is usual); None skips no spikes.",

@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 
 from lnssm_jax import sharding
 from train import config
-from train.cluster import device_mesh
-from train.cluster.compile_cache import reproducible
+from train.cluster import compile_cache, device_mesh
 from train.step import step_guard
 from train.step.model import build_model, params_of
 from train.step.optimizer import make_optimizer
@@ -49,7 +48,7 @@ def init_state(cfg: config.Train, mesh: Mesh, kernels: Path | None = None) -> St
     return state | {"params": whole}
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
-  options = reproducible(mesh, kernels)
+  options = compile_cache.options(mesh, kernels)
   make = jax.jit(init, out_shardings=shardings, compiler_options=options)
   return make(jax.random.key(cfg.seed))
 

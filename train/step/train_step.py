@@ -13,8 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lnssm_jax import sharding
 from train import config
-from train.cluster import device_mesh
-from train.cluster.compile_cache import reproducible
+from train.cluster import compile_cache, device_mesh
 from train.step import step_guard
 from train.step.loss import LossSums, next_token_loss
 from train.step.model import model_graph
@@ -99,7 +98,7 @@ def make_train_step(
     step,
     donate_argnums=0,
     out_shardings=(shardings, device_mesh.replicated(mesh)),
-    compiler_options=reproducible(mesh, kernels),
+    compiler_options=compile_cache.options(mesh, kernels),
   )
 
 
@@ -112,7 +111,7 @@ def make_eval_step(
   def step(params, batch):
     return loss_sums(params, batch, 0.0)
 
-  options = reproducible(mesh, kernels)
+  options = compile_cache.options(mesh, kernels)
   return jax.jit(step, out_shardings=device_mesh.replicated(mesh), compiler_options=options)
 
 

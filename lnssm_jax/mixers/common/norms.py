@@ -40,10 +40,22 @@ class Norm(nnx.Module):
 
   center: bool
 
-  def __init__(self, size: int, *, eps: float = 1e-5, param_dtype=jnp.float32):
+  def __init__(
+    self,
+    size: int,
+    *,
+    eps: float = 1e-5,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs | None = None,
+  ):
     self.eps = eps
     self.scale = nnx.Param(jnp.ones(size, param_dtype))
     self.bias = nnx.Param(jnp.zeros(size, param_dtype)) if self.center else None
+    if rngs is not None:
+      # Flax's norms draw a key per parameter. Models had those, and what follows a norm in a model
+      # should start from the same numbers for the same seed.
+      for _ in range(1 + self.center):
+        rngs.params()
 
   def __call__(
     self, x: jax.Array, *, gate: jax.Array | None = None, gate_first: bool = False, dtype=None

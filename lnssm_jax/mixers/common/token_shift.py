@@ -1,10 +1,15 @@
 """Token shift: each token is interpolated with the one before it."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from lnssm_jax.ops.causal_conv1d.api import token_shift as ops_token_shift
+from lnssm_jax.ops.causal_conv1d.types import ConvState
 from lnssm_jax.ops.core.halo import inputs_before, of_last
-from lnssm_jax.ops.core.precision import accumulation_dtype, wide
+from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.segments import segments_of
 
 
@@ -41,8 +46,20 @@ def last_input(x: jax.Array, axis_name: str | None) -> jax.Array:
   return last if axis_name is None else of_last(last, axis_name=axis_name)
 
 
-def interpolate(x: jax.Array, shifted: jax.Array, mu: jax.Array) -> jax.Array:
-  """mu * x + (1 - mu) * shifted, with mu [D], in float32 at least: the caller rounds it, once."""
-  acc = accumulation_dtype(x)
-  mu = mu.astype(acc)
-  return mu * x.astype(acc) + (1 - mu) * shifted.astype(acc)
+def interpolated(
+  x: jax.Array,  # [B, T, D]
+  weights: Sequence[nnx.Param],  # [D] each
+  previous: jax.Array | None,  # [B, D]
+  segment_ids: jax.Array | None,  # [B, T] integer
+  *,
+  axis_name: str | None,
+  dtype,
+) -> tuple[jax.Array, ...]:
+  """Returns mu * x + (1 - mu) * (the token before) for each mu of `weights`, [B, T, D] in `dtype`.
+
+  Before the first token and with `axis_name`: as `token_shift`.
+  """
+  state = None if previous is None else ConvState(previous[:, None])
+  mus = [mu[...] for mu in weights]
+  options = {"initial_state": state, "segment_ids": segment_ids, "axis_name": axis_name}
+  return ops_token_shift(x, mus, dtype=dtype, **options)[0]

@@ -1,7 +1,9 @@
-"""`causal_conv1d`: public API, argument checks and dispatch."""
+"""`causal_conv1d` and `token_shift`: public API, argument checks and dispatch."""
 
+from collections.abc import Sequence
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
@@ -10,16 +12,31 @@ from lnssm_jax.ops.causal_conv1d.sharded import sharded
 from lnssm_jax.ops.causal_conv1d.types import RESULT_AXES, ConvState, Inputs, Options, init_state
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.checks import check_floating, check_shape, checked_state
-from lnssm_jax.ops.core.precision import accumulation_dtype
+from lnssm_jax.ops.core.explicit_axes import under_auto_axes
+from lnssm_jax.ops.core.precision import accumulation_dtype, wide
 from lnssm_jax.ops.core.segments import segments_of
 
 _NAME = "causal_conv1d"
+_SHIFT = "token_shift"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
-IMPLEMENTATIONS = {
+_OF_SEVERAL = {
   "pallas": _KERNELS.compiled,
   "reference": dispatch.Form(reference),
   "pallas_interpret": _KERNELS.interpreted,
 }
+
+
+def _of_one(form: dispatch.Form) -> dispatch.Form:
+  """The same, whose output is that of a single convolution."""
+
+  def run(inputs, options):
+    (y,), state = form.run(inputs, options)
+    return y, state
+
+  return form._replace(run=run)
+
+
+IMPLEMENTATIONS = {name: _of_one(form) for name, form in _OF_SEVERAL.items()}
 
 
 @dispatch.op(init_state)
@@ -62,36 +79,98 @@ def causal_conv1d(
       argument.
     NotImplementedError: the named implementation does not support these arguments.
   """
-  for name, array in {"x": x, "kernel": kernel, "bias": bias}.items():
+  for name, array in {"kernel": kernel, "bias": bias}.items():
     if array is not None:
       check_floating(_NAME, name, array)
-  x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+  x, kernel = _checked_input(_NAME, x), jnp.asarray(kernel)
   bias = None if bias is None else jnp.asarray(bias)
-  check_shape(_NAME, "x", x, (None,) * 3, "[B, T, D]")
-  B, T, D = x.shape
-  if 0 in (T, D):
-    raise ValueError(f"{_NAME}: x {x.shape} has an empty axis; T >= 1 and D >= 1 are needed.")
+  D = x.shape[2]
   check_shape(_NAME, "kernel", kernel, (None, D), "[W, D]")
   W = len(kernel)
   if W == 0:
     raise ValueError(f"{_NAME}: kernel {kernel.shape} has no tokens; W >= 1 is needed.")
   if bias is not None:
     check_shape(_NAME, "bias", bias, (D,), "[D]")
-  state = initial_state
-  if state is not None:
-    acc = accumulation_dtype(x)
-    state = checked_state(_NAME, ConvState, state, (B, W - 1, D), "[B, W - 1, D]", acc)
   if activation not in (None, "silu"):
     raise ValueError(f"{_NAME}: activation={activation!r} is unknown; use 'silu' or None.")
-  dtype = x.dtype if dtype is None else jnp.dtype(dtype)
-  if not jnp.issubdtype(dtype, jnp.floating):
-    raise ValueError(f"{_NAME}: dtype={dtype} must be floating point, as jnp.bfloat16 is.")
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
-    Inputs(x, kernel, bias, state, segments_of(_NAME, segment_ids, B, T)),
-    Options(activation == "silu", dtype),
+    _inputs(_NAME, x, kernel[None], bias, initial_state, segment_ids),
+    Options(activation == "silu", _checked_dtype(_NAME, x, dtype)),
     implementation=implementation,
     axis_name=axis_name,
     sharded=sharded,
   )
+
+
+@under_auto_axes(results=(0, 0))
+def token_shift(
+  x: ty.BTD,
+  weights: Sequence[ty.D],
+  *,
+  dtype=None,
+  initial_state: ConvState | None = None,
+  segment_ids: ty.Ids | None = None,
+  axis_name: str | None = None,
+  implementation: ty.Implementation | None = None,
+) -> tuple[tuple[ty.BTD, ...], ConvState]:
+  """Interpolates each token with the one before it, once for each of S weights.
+
+      y_t = mu * x_t + (1 - mu) * x_{t-1}          mu in weights
+
+  It is `causal_conv1d` with the kernel (1 - mu, mu), for all S in one pass over x: the other
+  arguments, the implementations, precision and errors are those of that function.
+
+  Args:
+    weights: S vectors [D], of the present token.
+    dtype: of the results; None means that of x.
+    initial_state: the input before the first token, [B, 1, D]; None means zeros.
+
+  Returns:
+    S arrays [B, T, D] and the `ConvState` after the last token.
+
+  Source: RWKV-4 (Peng et al. 2023), eqs. 11-13.
+  """
+  x = _checked_input(_SHIFT, x)
+  if not weights:
+    raise ValueError(f"{_SHIFT}: weights is empty; give at least one vector [D].")
+  kernels = []
+  for n, weight in enumerate(weights):
+    check_floating(_SHIFT, f"weights[{n}]", weight)
+    check_shape(_SHIFT, f"weights[{n}]", weight, x.shape[2:], "[D]")
+    mu = wide(jnp.asarray(weight))
+    kernels.append(jnp.stack([1 - mu, mu]))
+  return dispatch.run(
+    _SHIFT,
+    _OF_SEVERAL,
+    _inputs(_SHIFT, x, jnp.stack(kernels), None, initial_state, segment_ids),
+    Options(False, _checked_dtype(_SHIFT, x, dtype)),
+    implementation=implementation,
+    axis_name=axis_name,
+    sharded=sharded,
+  )
+
+
+def _checked_input(op: str, x) -> jax.Array:
+  check_floating(op, "x", x)
+  x = jnp.asarray(x)
+  check_shape(op, "x", x, (None,) * 3, "[B, T, D]")
+  if 0 in x.shape[1:]:
+    raise ValueError(f"{op}: x {x.shape} has an empty axis; T >= 1 and D >= 1 are needed.")
+  return x
+
+
+def _checked_dtype(op: str, x, dtype) -> jnp.dtype:
+  dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise ValueError(f"{op}: dtype={dtype} must be floating point, as jnp.bfloat16 is.")
+  return dtype
+
+
+def _inputs(op: str, x, kernels, bias, state, segment_ids) -> Inputs:
+  B, T, D = x.shape
+  if state is not None:
+    shape = B, kernels.shape[1] - 1, D
+    state = checked_state(op, ConvState, state, shape, "[B, W - 1, D]", accumulation_dtype(x))
+  return Inputs(x, kernels, bias, state, segments_of(op, segment_ids, B, T))

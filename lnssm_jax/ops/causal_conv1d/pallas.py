@@ -26,8 +26,13 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
       return f"{name} has dtype {dtype}, and the kernels take bfloat16 and float32"
   if not 1 <= x.shape[0] <= _MOST_SEQUENCES:
     return f"x has {x.shape[0]} sequences, and a grid of thread blocks takes 1 to {_MOST_SEQUENCES}"
-  if len(kernel) > config.MAX_WIDTH:
-    return f"the kernel has W={len(kernel)}, and a thread keeps at most {config.MAX_WIDTH} tokens"
+  S, W, _ = kernel.shape
+  if W > config.MAX_WIDTH:
+    return f"the kernel has W={W}, and a thread keeps at most {config.MAX_WIDTH} tokens"
+  if S > config.MAX_CONVOLUTIONS:
+    return (
+      f"there are S={S} convolutions of x, and a thread keeps at most {config.MAX_CONVOLUTIONS}"
+    )
   return None
 
 
@@ -43,19 +48,19 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):
   """`sizes`: of the forward and the backward kernel; None takes those of the table."""
   x, kernel, bias, state, segments = inputs
-  D, W = x.shape[2], len(kernel)
+  D, (S, W, _) = x.shape[2], kernel.shape
   more = -D % _LANES
   pad = lambda array: jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)])
   wide = lambda array: None if array is None else pad(array.astype(jnp.float32))
   forward, backward = sizes or (
-    config.forward_config(D + more, x.dtype),
-    config.backward_config(D + more, x.dtype),
+    config.forward_config(D + more, x.dtype, S),
+    config.backward_config(D + more, x.dtype, S),
   )
   static = conv.Static(options.silu, jnp.dtype(options.dtype), forward, backward, interpret)
   before = None if state is None or W == 1 else state.inputs
   arrays = conv.Inputs(pad(x), pad(kernel.astype(jnp.float32)), wide(bias), wide(before))
   y = conv.causal_conv1d(static, arrays, None if segments is None else segments.first())
-  return y[..., :D], last_inputs(inputs)
+  return tuple(z[..., :D] for z in y), last_inputs(inputs)
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -8,10 +8,10 @@ from lnssm_jax.ops.core.precision import accumulation_dtype
 
 
 def reference(inputs: Inputs, options: Options):
-  """(y, ConvState)."""
-  x, kernel, bias, state, segments = inputs
+  """(y of each convolution, ConvState)."""
+  x, kernels, bias, state, segments = inputs
   index = None if segments is None else segments.index
-  W, T, acc = len(kernel), x.shape[1], accumulation_dtype(x)
+  W, T, acc = kernels.shape[1], x.shape[1], accumulation_dtype(x)
   window = jnp.concatenate([_before(x, state, W), x.astype(acc)], axis=1)
   # The document of each of `window`: the state belongs to the first.
   document = None if index is None else jnp.pad(index, ((0, 0), (W - 1, 0)))
@@ -22,19 +22,19 @@ def reference(inputs: Inputs, options: Options):
       return seen
     return jnp.where((document[:, j : j + T] == index)[..., None], seen, 0)
 
-  y = sum(kernel[j].astype(acc) * shifted(j) for j in range(W))
-  if bias is not None:
-    y = y + bias.astype(acc)
-  y = jnp.asarray(y)
-  y = jax.nn.silu(y) if options.silu else y
-  return y.astype(options.dtype), last_inputs(inputs)
+  def convolution(kernel):
+    y = jnp.asarray(sum(kernel[j].astype(acc) * shifted(j) for j in range(W)))
+    y = y if bias is None else y + bias.astype(acc)
+    return (jax.nn.silu(y) if options.silu else y).astype(options.dtype)
+
+  return tuple(convolution(kernel) for kernel in kernels), last_inputs(inputs)
 
 
 def last_inputs(inputs: Inputs) -> ConvState:
   """The state after the last token: inputs of earlier documents are zero."""
   x, kernel, _, state, segments = inputs
-  count = len(kernel) - 1
-  before = _before(x, state, len(kernel))
+  count = kernel.shape[1] - 1
+  before = _before(x, state, kernel.shape[1])
   if count == 0:
     return ConvState(before)
   last = jnp.concatenate([before, x[:, -count:].astype(before.dtype)], axis=1)[:, -count:]

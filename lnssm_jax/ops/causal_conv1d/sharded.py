@@ -10,7 +10,7 @@ def sharded(run, inputs: Inputs, options: Options, axis_name: str):
   x, kernel, _, state, segments = inputs
   before = inputs_before(
     x.astype(accumulation_dtype(x)),
-    len(kernel) - 1,
+    kernel.shape[1] - 1,
     None if state is None else state.inputs,
     None if segments is None else segments.ids,
     axis_name=axis_name,

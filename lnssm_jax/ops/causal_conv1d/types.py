@@ -21,15 +21,15 @@ class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
   x: jax.Array  # [B, T, D]
-  kernel: jax.Array  # [W, D]
+  kernel: jax.Array  # [S, W, D]: S convolutions of x
   bias: jax.Array | None  # [D]
   state: ConvState | None  # None: zeros
   segments: Segments | None
 
-  AXES = {"x": "BTD", "kernel": "WD", "bias": "D", "state": "BWD", "segments": "BT"}  # noqa: RUF012
+  AXES = {"x": "BTD", "kernel": "SWD", "bias": "D", "state": "BWD", "segments": "BT"}  # noqa: RUF012
 
 
-RESULT_AXES = ("BTD", "BWD")  # of the output and of the state's arrays
+RESULT_AXES = ("BTD", "BWD")  # of each of the S outputs and of the state's arrays
 
 
 class Options(NamedTuple):
