@@ -37,7 +37,7 @@ class Static(NamedTuple):
   center: bool  # whether the mean is subtracted
   eps: float  # sigma = sqrt(mean square + eps), without a floor
   floor: float | None  # sigma = max(root mean square, floor) + eps
-  factor: float  # of n, beside scale
+  factor: float  # of n, next to scale
   gate_first: bool  # whether the gate is a factor of s instead of n
   dtype: jnp.dtype  # of y
   forward: KernelConfig
