@@ -1,4 +1,4 @@
-"""Kernels that process every chunk independently: grid, tiles, document boundaries, decays."""
+"""Kernels that process every chunk independently: grid, tiles, decays."""
 
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.wgmma import (
   CHUNK,
   COMPILER_PARAMS,
@@ -19,7 +20,6 @@ from pallas_kernels.core.wgmma import (
   Ref,
   broadcast_cols,
   broadcast_rows,
-  equal_mask,
   in_32_bits,
   iota,
   load_col_vector,
@@ -57,99 +57,6 @@ class ChunkIndex(NamedTuple):
     """The chunk's slice of a table [B|1, H, T|C], which stores chunks that are all alike once."""
     tokens = self.tokens if table_gmem.shape[2] > CHUNK else pl.ds(0, CHUNK)
     return table_gmem.at[self.batch if table_gmem.shape[0] > 1 else 0, self.head, tokens]
-
-
-class DocumentBoundaries(NamedTuple):
-  """Packed documents: the mask inside a chunk and the reset of the state between chunks.
-
-  One object for both, outside kernels with arrays and inside them with GMEM references. A token
-  attends to tokens of its own document only (`mask`), sees the state that entered its chunk if its
-  document did (`sees_entering_state`), and is part of the state that leaves if its document leaves
-  (`reaches_leaving_state`). A state passes a chunk only if no document begins there
-  (`keeps_state`). Both fields are None where a sequence is one document.
-  """
-
-  segment_ids: Any  # [B, T] int32, counted from 0, padded with each row's last; or None
-  reach: Any  # [2, B, T] float32, 1 or 0: sees the entering state; reaches the leaving one; or None
-
-  @classmethod
-  def of(cls, segment_ids: jax.Array | None) -> "DocumentBoundaries":
-    """Computes `reach` of padded segment ids [B, T], or None."""
-    if segment_ids is None:
-      return cls(None, None)
-    chunks = segment_ids.reshape(segment_ids.shape[0], -1, CHUNK)
-    leaving = chunks[:, :, -1:]
-    entering = jnp.concatenate([jnp.zeros_like(leaving[:, :1]), leaving[:, :-1]], axis=1)
-    reach = jnp.stack([chunks == entering, chunks == leaving])
-    return cls(segment_ids, reach.reshape(2, -1, segment_ids.shape[1]).astype(jnp.float32))
-
-  @property
-  def mask_only(self) -> "DocumentBoundaries":
-    """For kernels whose decay tables hold the reset already (`scalar_decay_tables`)."""
-    return self._replace(reach=None)
-
-  @property
-  def reset_only(self) -> "DocumentBoundaries":
-    """For kernels that read scores which are masked already."""
-    return self._replace(segment_ids=None)
-
-  # Outside kernels.
-
-  def chunks_keep_state(self) -> jax.Array:
-    """[B, N] float32: 1 where a state passes the chunk, which is then within one document."""
-    by_chunk = self.reach.reshape(*self.reach.shape[:2], -1, CHUNK)
-    return by_chunk[0, :, :, -1]  # the last token sees the entering state
-
-  def reset(self, decay: jax.Array) -> jax.Array:
-    """The decay [B|1, H, N|1, K] of each chunk, 0 where no state passes the chunk."""
-    if self.reach is None:
-      return decay
-    return decay * self.chunks_keep_state()[:, None, :, None]
-
-  # Inside kernels.
-
-  def mask(self, at: ChunkIndex, mask: jax.Array) -> jax.Array:
-    """[C, C] bool: `mask` without pairs of tokens of different documents."""
-    if self.segment_ids is None:
-      return mask
-    return mask & self._same_document(at)
-
-  def mask_scores(self, at: ChunkIndex, scores: jax.Array) -> jax.Array:
-    """[C, C]: `scores`, 0 for pairs of tokens of different documents."""
-    if self.segment_ids is None:
-      return scores
-    return jnp.where(self._same_document(at), scores, 0.0)
-
-  def _same_document(self, at: ChunkIndex) -> jax.Array:
-    return equal_mask(self.segment_ids.at[at.batch, at.tokens])
-
-  def sees_entering_state(self, at: ChunkIndex) -> jax.Array | None:
-    """[C] float32, above 0 for tokens that see the state that enters the chunk; None for all."""
-    return None if self.reach is None else load_row_vector(self.reach.at[0, at.batch, at.tokens])
-
-  def reaches_leaving_state(self, at: ChunkIndex) -> jax.Array | None:
-    """[C] float32, above 0 for tokens that reach the state that leaves the chunk; None for all."""
-    return None if self.reach is None else load_row_vector(self.reach.at[1, at.batch, at.tokens])
-
-  def keeps_state(self, at: ChunkIndex, decay: jax.Array) -> jax.Array:
-    """The chunk's `decay` [K], 0 if no state passes the chunk: if its last token sees none."""
-    if self.reach is None:
-      return decay
-    return decay * self.reach[0, at.batch, at.chunk * CHUNK + CHUNK - 1]
-
-  def starts_with(self, at: ChunkIndex) -> tuple[jax.Array, jax.Array] | None:
-    """Whether tokens [C], and the last token, are in the document of the chunk's first token."""
-    if self.segment_ids is None:
-      return None
-    ids = self.segment_ids.at[at.batch, at.tokens]
-    return load_row_vector(ids) == ids[0], ids[CHUNK - 1] == ids[0]
-
-
-def select_rows(rows: jax.Array | None, value: jax.Array, zero: Any = 0.0) -> jax.Array:
-  """`value` [C, X], 0 in rows that are not above 0, whatever they hold; all rows for None."""
-  if rows is None:
-    return value
-  return jnp.where(broadcast_rows(rows, value.shape) > 0, value, zero)
 
 
 @functools.partial(

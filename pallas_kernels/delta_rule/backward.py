@@ -23,8 +23,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
-  DocumentBoundaries,
   decay_between_tokens,
   launch_per_chunk,
   load_inputs,

@@ -5,7 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.core.chunk_grid import DocumentBoundaries, scalar_decay_tables
+from pallas_kernels.core.boundaries import DocumentBoundaries
+from pallas_kernels.core.chunk_grid import (
+  scalar_decay_tables,
+)
 from pallas_kernels.core.wgmma import CHUNK, Backend
 
 

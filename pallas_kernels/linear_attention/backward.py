@@ -15,7 +15,7 @@ is independent, and the other kernels run in one CTA per chunk. `scale` multipli
 
 The kernels for scalar decays are here, those for decays per key channel in `channel_backward.py`.
 At document boundaries pairs of tokens are masked, and terms with S, z, A, y are dropped, by
-`core.chunk_grid.DocumentBoundaries`, as in the forward pass.
+`core.boundaries.DocumentBoundaries`, as in the forward pass.
 """
 
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
-  DocumentBoundaries,
   ScalarDecayTables,
   chunk_kernel,
   decay_between_tokens,

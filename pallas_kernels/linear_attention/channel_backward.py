@@ -6,7 +6,7 @@ gradient of a decay comes through the factors of `intra_chunk`: each is an expon
 log decays of one sign, so no gradient is a difference of large numbers.
 
 At document boundaries dP is masked, and terms with S, z, A, y are dropped, by
-`core.chunk_grid.DocumentBoundaries`, as in the forward pass.
+`core.boundaries.DocumentBoundaries`, as in the forward pass.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
 from pallas_kernels.core.chunk_grid import (
-  DocumentBoundaries,
   broadcast_diagonal,
   channel_vector,
   chunk_kernel,
   score_tile,
-  select_rows,
   state_key_block_tile,
   state_tile,
   token_block_tile,

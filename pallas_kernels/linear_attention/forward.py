@@ -19,8 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from pallas_kernels import MADE_BY_KERNELS
+from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
-  DocumentBoundaries,
   ScalarDecayTables,
   decay_between_tokens,
   scalar_decay_tables,

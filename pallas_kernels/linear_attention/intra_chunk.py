@@ -42,7 +42,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.chunk_grid import ChunkIndex, DocumentBoundaries, select_rows
+from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
+from pallas_kernels.core.chunk_grid import (
+  ChunkIndex,
+)
 from pallas_kernels.core.wgmma import (
   CHUNK,
   COMPILER_PARAMS,

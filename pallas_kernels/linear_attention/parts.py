@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.core.chunk_grid import DocumentBoundaries
+from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.wgmma import CHUNK
 from pallas_kernels.linear_attention.config import pipeline_config
 from pallas_kernels.linear_attention.intra_chunk import SMALLEST_LOG_DECAY

@@ -20,11 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
 from pallas_kernels.core.chunk_grid import (
   ChunkIndex,
-  DocumentBoundaries,
   TileSpec,
-  select_rows,
   state_value_block_tile,
   token_block_tile,
   token_tile,

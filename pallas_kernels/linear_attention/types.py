@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.core.chunk_grid import DocumentBoundaries
+from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.linear_attention.state_pipeline import ConstantDecay
 

@@ -6,7 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.core.chunk_grid import DocumentBoundaries, scalar_decay_tables
+from pallas_kernels.core.boundaries import DocumentBoundaries
+from pallas_kernels.core.chunk_grid import (
+  scalar_decay_tables,
+)
 from pallas_kernels.core.wgmma import CHUNK
 from pallas_kernels.delta_rule import config as delta_rule
 from pallas_kernels.linear_attention import config as linear_attention
