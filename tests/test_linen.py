@@ -48,7 +48,7 @@ def test_call_of_a_face_equals_its_mixer(name):
 
 
 class Layers(nn.Module):
-  """Three layers of one mixer, each recomputed in the backward pass."""
+  """Two layers of one mixer, each recomputed in the backward pass."""
 
   mixer: str
 
@@ -63,7 +63,7 @@ class Layers(nn.Module):
         return x + face(x)[0], None
 
     scan = nn.scan(
-      nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+      nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
     )
     return scan(self.mixer, name="layers")(x, None)[0]
 
@@ -80,7 +80,7 @@ def test_face_inside_scan_and_remat_equals_its_mixer(name):
 
   def plain(stacked):
     y = x
-    for n in range(3):
+    for n in range(2):
       y = y + nnx.merge(graph, jax.tree.map(lambda leaf: leaf[n], stacked))(y)[0]  # noqa: B023
     return jnp.sin(y).sum()
 
@@ -92,7 +92,7 @@ def test_face_inside_scan_and_remat_equals_its_mixer(name):
 
 
 def test_face_of_a_language_model_equals_it():
-  options = {"vocab_size": 11, "dim": 8, "num_layers": 3, "num_heads": 2, "mixer": ("lnssm", "gla")}
+  options = {"vocab_size": 11, "dim": 8, "num_layers": 2, "num_heads": 2, "mixer": ("lnssm", "gla")}
   tokens = jnp.arange(10).reshape(2, 5)
   face = linen.LanguageModel(**options)
   model = jax.jit(lambda: LanguageModel(**options, rngs=nnx.Rngs(0)))()

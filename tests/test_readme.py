@@ -11,6 +11,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import count_parameters
+from tests import devices
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md")
@@ -67,7 +68,7 @@ def test_python_examples_of_the_pages_run(number, tmp_path):
   done = subprocess.run(
     [sys.executable, "-W", "error", "-c", code],
     cwd=tmp_path,
-    env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    env={"PYTHONPATH": str(ROOT)} | devices.flags(1),
     capture_output=True,
     text=True,
     timeout=300,

@@ -160,7 +160,6 @@ WIDTHS = tuple(itertools.product((64, 128), repeat=2))  # K, V
 @pytest.mark.parametrize(
   ("widths", "erase", "segments"),
   [
-    ((128, 128), False, False),
     ((128, 128), True, True),
     *(
       pytest.param(*options, marks=pytest.mark.slow)

@@ -12,11 +12,19 @@ import pytest
 from lnssm_jax.mixers import MIXERS
 from tests.mixers import initial_values, tiny
 from tests.mixers.helpers import apply, relative_error, split
-from tests.mixers.tiny import CORE, DIM, TINY, core_mixers, expected, initial, randomized
+from tests.mixers.tiny import (
+  DIM,
+  TINY,
+  core_mixers,
+  expected,
+  initial,
+  randomized,
+  starting,
+)
 from tests.narrow_arithmetic import narrow_arithmetic
 
-B, T = 2, 21
-DOCUMENTS = (10, 1, 10)
+B, T = 2, 15
+DOCUMENTS = (7, 1, 7)
 SEGMENT_IDS = np.repeat([[4, 2, 4]] * B, DOCUMENTS, axis=1)  # an earlier id starts a new document
 
 # The scope groups the tests by mixer, so that one process compiles its programs once.
@@ -58,11 +66,6 @@ def inputs(B: int, T: int, *, seed: int = 1) -> jax.Array:
 @functools.cache
 def random_mixer(name):
   return randomized(name)
-
-
-@functools.cache
-def starting_mixer(name):
-  return jax.jit(functools.partial(initial, name))()
 
 
 @functools.cache
@@ -110,7 +113,7 @@ def test_initial_parameters_have_the_recorded_sizes(name):
 
   After a change that is meant to change them: python -m tests.mixers.initial_values
   """
-  got, want = initial_values.of(split(starting_mixer(name))[1]), initial_values.recorded()[name]
+  got, want = initial_values.of(split(starting(name))[1]), initial_values.recorded()[name]
   np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-7)
 
 
@@ -149,7 +152,7 @@ def test_packed_documents_equal_separate_ones(name):
 @every_mixer
 def test_gradients_are_finite(name):
   """At initialization, and for inputs a thousand times too large."""
-  start = starting_mixer(name)
+  start = starting(name)
   for mixer, size in ((start, 1), (start, 1e3), (random_mixer(name), 1e3)):
     got = evaluate(mixer, size * inputs(B, T), state_before(name))
     chex.assert_tree_all_finite((got.loss, got.gradients))
@@ -174,10 +177,10 @@ def test_bfloat16_is_within_a_few_roundings(name):
 
 
 def mixers_and_dtypes():
-  """bfloat16 for every mixer, the other dtypes for those of `CORE`; the rest is slow."""
+  """bfloat16 for every mixer, the other dtypes for the one with most parts; the rest is slow."""
   for name in MIXERS:
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-      slow = dtype != jnp.bfloat16 and name not in CORE
+      slow = dtype != jnp.bfloat16 and name != "lnssm"
       yield pytest.param(name, dtype, marks=[pytest.mark.slow] * slow)
 
 
@@ -202,7 +205,7 @@ def test_dtypes_and_shapes_are_as_promised(name, dtype):
 @every_core_mixer
 def test_transformations_equal_plain_calls(name):
   """Two layers scanned, each recomputed in the backward pass, mapped over two batches."""
-  layers = (starting_mixer(name), random_mixer(name))
+  layers = (starting(name), random_mixer(name))
   stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
   @jax.jit

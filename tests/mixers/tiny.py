@@ -149,9 +149,17 @@ def initial(name: str, **options):
   return cls(DIM, **place, **TINY[name].options, **options, rngs=nnx.Rngs(0))
 
 
+@functools.cache
+def starting(name: str):
+  """`initial` as one program."""
+  return jax.jit(functools.partial(initial, name))()
+
+
 def randomized(name: str, **options):
-  """The mixer with no parameter at its initial value."""
-  graphdef, params = split(jax.jit(functools.partial(initial, name, **options))())
+  """The mixer with no parameter at its initial value; of the options, `dtype` changes none."""
+  graphdef, params = split(starting(name))
+  if options:
+    graphdef = split(jax.eval_shape(lambda: initial(name, **options)))[0]
   random = np.random.default_rng(0)
 
   def disturb(value):

@@ -61,17 +61,18 @@ def splitting_changes_nothing(
 
 
 def packing_changes_nothing(
-  run, inputs, others, steps, compared, *, infinite, lengths=PACKED, dtype=jnp.float32
+  run, inputs, others, steps, compared, *, infinite, alone=None, lengths=PACKED, dtype=jnp.float32
 ):
   """Documents in one row equal the documents apart, and no number in one reaches another.
 
-  With `infinite`, an infinite one neither.
+  With `infinite`, an infinite one neither. The documents apart are computed by `alone`, if given.
   """
   segments = documents(inputs[steps[0]].shape[0], lengths)
   ends = np.cumsum(lengths)
   packed, last = run(inputs, None, segments)
   apart = [
-    run(cut(inputs, steps, end - n, end), None, None) for n, end in zip(lengths, ends, strict=True)
+    (alone or run)(cut(inputs, steps, end - n, end), None, None)
+    for n, end in zip(lengths, ends, strict=True)
   ]
   want = compared(jnp.concatenate([out for out, _ in apart], 1), apart[-1][1])
   close(compared(packed, last), want, dtype)

@@ -17,8 +17,13 @@ from tests.ops.promises import close
 
 B, T, H, K, V = 2, 37, 2, 4, 6
 
-linear_attention = functools.partial(ops.linear_attention, scale=1.0)
-delta_rule = functools.partial(ops.delta_rule, scale=1.0)
+# Compiled as a whole: outside of `same` the operations would be compiled one by one.
+linear_attention = jax.jit(
+  functools.partial(ops.linear_attention, scale=1.0), static_argnames=("scale", "normalize")
+)
+delta_rule = jax.jit(functools.partial(ops.delta_rule, scale=1.0))
+longhorn_scan = jax.jit(ops.longhorn_scan)
+attention = jax.jit(ops.attention, static_argnames=("window", "block"))
 
 
 def normal(*shapes, seed=0):
@@ -174,14 +179,15 @@ def test_longhorn_decay_equals_the_diagonal_of_the_exact_transition():
   beta = jax.nn.sigmoid(normal((B, T, D), seed=2)[0])
   single = k * jax.nn.one_hot(np.arange(T) % N, N)
 
+  @jax.jit
   def exact_form(x, beta, k, q):
     rate = beta / (1 + beta * jnp.sum(k**2, -1, keepdims=True))
     head = lambda y: y[:, :, None]
     return delta_rule(head(q), head(k), head(x), head(rate))[0][:, :, 0]
 
-  close(ops.longhorn_scan(x, beta, single, q)[0], exact_form(x, beta, single, q), length=T)
+  close(longhorn_scan(x, beta, single, q)[0], exact_form(x, beta, single, q), length=T)
   # Other keys do: the two are different systems.
-  assert not np.allclose(ops.longhorn_scan(x, beta, k, q)[0], exact_form(x, beta, k, q), atol=1e-2)
+  assert not np.allclose(longhorn_scan(x, beta, k, q)[0], exact_form(x, beta, k, q), atol=1e-2)
 
   def every_entry(x, beta, k, q):
     rate = beta / (1 + beta * jnp.sum(k**2, -1, keepdims=True))
@@ -190,7 +196,7 @@ def test_longhorn_decay_equals_the_diagonal_of_the_exact_transition():
     written = head(rate * x)
     return ops.elementwise_decay_scan(head(q), head(k), written, head(decay))[0][:, :, 0]
 
-  same(lambda *y: ops.longhorn_scan(*y)[0], every_entry, (x, beta, k, q))
+  same(lambda *y: longhorn_scan(*y)[0], every_entry, (x, beta, k, q))
 
 
 def test_mamba_and_mamba2_equal_elementwise_and_per_head_decays():
@@ -298,9 +304,9 @@ def test_linear_attention_with_bonus_equals_rwkv5_and_rwkv6(data_dependent):
 def test_softmax_attention_equals_its_definition():
   """A window of 1 is the value itself; blocks are separate sequences; q = 0 is a running mean."""
   q, k, v = normal((B, T, H, K), (B, T, H, K), (B, T, H, V))
-  close(ops.attention(q, k, v, window=1)[0], v)
-  apart = [ops.attention(*(x[:, s : s + 10] for x in (q, k, v)))[0] for s in range(0, T, 10)]
-  close(ops.attention(q, k, v, block=10)[0], jnp.concatenate(apart, 1))
+  close(attention(q, k, v, window=1)[0], v)
+  apart = [attention(*(x[:, s : s + 10] for x in (q, k, v)))[0] for s in range(0, T, 10)]
+  close(attention(q, k, v, block=10)[0], jnp.concatenate(apart, 1))
   ones = jnp.ones((B, T, H, 1))
   mean, _ = linear_attention(ones, ones, v, normalize=True)
-  close(ops.attention(jnp.zeros_like(q), k, v)[0], mean)
+  close(attention(jnp.zeros_like(q), k, v)[0], mean)

@@ -8,27 +8,57 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import jax
 import pytest
 
 from train import loop
 from train.config import Data, Mesh, Model, Optimizer, Sample, Train, from_dict, to_dict
 from train.logging.metric_reader import MetricReader
+from train.runs import evaluation
 
 WORDS = ("the", "slow", "quick", "river", "stone", "moves", "over", "under", "bright", "night")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _equal_runs_share_their_step():
-  """Runs that differ in their folder only are compiled once: most of their time is that."""
-  programs, compile_step = {}, loop.compile_step
+def _of_the_programs(cfg: Train, **others) -> str:
+  """A key of what the programs of a run depend on; also without `others`."""
+  data = Data(folder="-", tokenizer="bytes", train=("train",))
+  plan = dict.fromkeys(("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"), 1)
+  return repr(
+    dataclasses.replace(cfg, run_dir="-", data=data, watch=(), sample=Sample(), **plan, **others)
+  )
 
-  def once(cfg, graph, mesh, kernels, console):
-    key = repr((dataclasses.replace(cfg, run_dir="-"), mesh, kernels is None))
+
+@pytest.fixture(scope="session", autouse=True)
+def _equal_runs_share_their_programs():
+  """Runs of equal programs compile them once: most of their time is that."""
+  programs, states = {}, {}
+  compile_step, eval_step = loop.compile_step, evaluation.make_eval_step
+  init_state = loop.init_state
+
+  def step_once(cfg, graph, mesh, kernels, console):
+    key = "step", _of_the_programs(cfg), repr(mesh), kernels is None
     if key not in programs:
       programs[key] = compile_step(cfg, graph, mesh, kernels, console)
     return programs[key]
 
-  with mock.patch.object(loop, "compile_step", once):
+  def eval_step_once(cfg, graph, mesh, kernels=None):
+    key = "evaluation", _of_the_programs(cfg, steps=10**6), repr(mesh), kernels is None
+    if key not in programs:
+      programs[key] = eval_step(cfg, graph, mesh, kernels)
+    return programs[key]
+
+  def state_once(cfg, mesh, kernels=None):
+    key = _of_the_programs(cfg, steps=10**6), repr(mesh), kernels is None
+    if key not in states:
+      state = init_state(cfg, mesh, kernels)
+      states[key] = jax.device_get(state), jax.tree.map(lambda x: x.sharding, state)
+    return jax.device_put(*states[key])  # a copy: steps donate the old state
+
+  with (
+    mock.patch.object(loop, "compile_step", step_once),
+    mock.patch.object(evaluation, "make_eval_step", eval_step_once),
+    mock.patch.object(loop, "init_state", state_once),
+  ):
     yield
 
 

@@ -1,5 +1,7 @@
 """The compiled step: accumulation, masking, precision, and no transfers to the host."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,11 +27,24 @@ def make_batch(cfg, seed=0, weights=None):
   }
 
 
+_begun = {}
+
+
+def begin(cfg):
+  """(mesh, step, initial state), compiled once for all tests of an equal config."""
+  key = repr(dataclasses.replace(cfg, run_dir="-"))
+  if key not in _begun:
+    mesh = device_mesh.make_mesh(cfg)
+    tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+    step = make_train_step(cfg, model_graph(cfg.model), tx, mesh)
+    state = init_state(cfg, mesh)
+    _begun[key] = mesh, step, jax.device_get(state), jax.tree.map(lambda x: x.sharding, state)
+  mesh, step, state, shardings = _begun[key]
+  return mesh, step, jax.device_put(state, shardings)  # a copy: the step donates it
+
+
 def run(cfg, batch, steps=1):
-  mesh = device_mesh.make_mesh(cfg)
-  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
-  step = make_train_step(cfg, model_graph(cfg.model), tx, mesh)
-  state = init_state(cfg, mesh)
+  mesh, step, state = begin(cfg)
   batch = jax.device_put(batch, device_mesh.batch_sharding(mesh))
   for _ in range(steps):
     state, metrics = step(state, batch)
@@ -68,7 +83,7 @@ def test_train_step_metrics_match_definition(tiny):
   def logits(params, batch):
     return nnx.merge(graph, params)(batch["tokens"], segment_ids=batch["segment_ids"])[0]
 
-  start = init_state(cfg, device_mesh.make_mesh(cfg))
+  _, _, start = begin(cfg)
   log_p = jax.nn.log_softmax(logits(start["params"], batch))
   nll = -np.take_along_axis(np.asarray(log_p), batch["targets"][..., None], -1)[..., 0]
   weights = batch["weights"]
@@ -83,9 +98,10 @@ def test_train_step_metrics_match_definition(tiny):
 
 def test_eval_step_matches_training_loss(tiny):
   cfg = tiny()
-  mesh, batch = device_mesh.make_mesh(cfg), make_batch(cfg)
+  mesh, _, state = begin(cfg)
+  batch = make_batch(cfg)
   evaluate = make_eval_step(cfg, model_graph(cfg.model), mesh)
-  sums = evaluate(init_state(cfg, mesh)["params"], batch)
+  sums = evaluate(state["params"], batch)
   _, metrics = run(cfg, batch)
   assert float(sums.nats / sums.weight) == pytest.approx(float(metrics["loss"]), rel=1e-6)
   assert sums.penalty == 0
@@ -93,7 +109,7 @@ def test_eval_step_matches_training_loss(tiny):
 
 def test_train_step_zero_weights_leave_parameters(tiny):
   cfg = tiny()
-  start = jax.device_get(init_state(cfg, device_mesh.make_mesh(cfg)))
+  start = jax.device_get(begin(cfg)[-1])
   state, metrics = run(cfg, make_batch(cfg, weights=np.zeros((4, 32), np.float32)))
   assert_close(state["params"], start["params"], rtol=0, atol=0)
   assert (metrics["loss"], metrics["tokens"], metrics["grad_norm"]) == (0, 0, 0)
@@ -144,10 +160,7 @@ def test_train_step_bfloat16_parameters_float32_moments(tiny):
 
 def test_train_step_donates_state_without_host_sync(tiny):
   cfg = tiny()
-  mesh = device_mesh.make_mesh(cfg)
-  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
-  step = make_train_step(cfg, model_graph(cfg.model), tx, mesh)
-  state = init_state(cfg, mesh)
+  mesh, step, state = begin(cfg)
   batch = jax.device_put(make_batch(cfg), device_mesh.batch_sharding(mesh))
   with jax.transfer_guard("disallow"):
     for _ in range(3):
