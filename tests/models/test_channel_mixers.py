@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel
 from train.config import Model
 from train.step import flops
@@ -147,10 +148,18 @@ def test_rwkv_channel_mix_starts_as_published():
 
 
 @pytest.mark.parametrize(
-  ("mixer", "name"), [("lnssm", "swiglu"), pytest.param("gla", "geglu", marks=pytest.mark.slow)]
+  ("mixer", "name"),
+  [
+    ("hgrn", "swiglu"),
+    *(
+      pytest.param(*names, marks=pytest.mark.slow)
+      for names in (("lnssm", "swiglu"), ("gla", "geglu"))
+    ),
+  ],
 )
 def test_model_with_a_gated_mlp_has_gradients(mixer, name):
   sizes = {"vocab_size": 31, "dim": 16, "num_layers": 2, "num_heads": 2}
+  sizes |= {} if "num_heads" in MIXERS[mixer].set_by_model else {"num_heads": None}
   build = lambda: LanguageModel(**sizes, mixer=mixer, channel_mixer=name, rngs=nnx.Rngs(0))
   tokens = jnp.arange(12).reshape(2, 6)
   grads = jax.jit(lambda: jax.grad(lambda m: jnp.square(m(tokens)[0]).mean())(build()))()

@@ -124,10 +124,18 @@ def test_scan_over_layers_equals_a_loop():
   np.testing.assert_allclose(got, loop(model), rtol=1e-4, atol=1e-4)
 
 
-def test_loss_and_gradients_with_any_remat_and_unroll_are_equal():
+@pytest.mark.parametrize(
+  "others",
+  [
+    [{"remat": "dots", "unroll": 3}],
+    pytest.param([{"remat": "full"}, {"remat": "full", "unroll": 3}], marks=pytest.mark.slow),
+  ],
+  ids=["dots", "full"],
+)
+def test_loss_and_gradients_with_any_remat_and_unroll_are_equal(others):
   ids, results = tokens(2, 5), []
   params = split(random_model())[1]
-  for options in [{}, {"remat": "full"}, {"remat": "dots", "unroll": 3}]:
+  for options in [{}, *others]:
     graphdef = nnx.graphdef(abstract_model(**SIZES, **options))
 
     def loss(params, graphdef=graphdef):

@@ -291,7 +291,9 @@ def test_float16_large_sums_do_not_overflow():
     assert abs(out[0, -1, 0]) < 1
 
 
-@pytest.mark.parametrize("implementation", ["fft", "chunked", "packed"])
+@pytest.mark.parametrize(
+  "implementation", ["fft", "chunked", pytest.param("packed", marks=pytest.mark.slow)]
+)
 def test_taps_gradient_memory_is_a_few_spectra(implementation):
   """In units of x: no array per step and tap, and one level of the tree at a time."""
   T, width, batch = 4096, 4, 4

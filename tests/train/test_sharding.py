@@ -39,7 +39,7 @@ def same_training(results, steps=3):
 
 def test_sharding_every_mesh_same_training(run):
   names = ("1", "2x2", "1x2x2", "1x2x1x2 kernels")
-  results = run("trained", *names, model__num_layers=2, **TRAINING)
+  results = run("trained", *names, model__num_layers=2, seq_len=8, **TRAINING)
   same_training(results)
   shares = [results[name]["share"] for name in names]
   assert shares == [1, 1 / 2, 1 / 2, 1 / 4]
@@ -55,7 +55,7 @@ def test_sharding_every_mesh_same_training(run):
   # communication: each device runs them on its rows and heads, here 2 of 4 rows and 1 of 2 heads.
   sharded = results[names[-1]]
   assert {"all-gather": MATRICES, "all-reduce": 2 + 2} in sharded["collectives"]
-  assert {tuple(shape) for shape in sharded["scans"]} == {(2, 32, 1, 16)}
+  assert {tuple(shape) for shape in sharded["scans"]} == {(2, 8, 1, 16)}
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ WIDE = {
 
 def test_sharding_fsdp_and_tensor_with_kernels(run):
   """Six kernels per layer: two forward, four backward."""
-  assert run("kernels", "2x2", "1x2x1x2", **WIDE) == {"2x2": 6, "1x2x1x2": 6}
+  assert run("kernels", "1x2x1x2", **WIDE) == {"1x2x1x2": 6}
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from train import loop
 from train.checkpoint.store import newest_step
 from train.runs.run_folder import RunFolder
@@ -25,12 +27,23 @@ def wait_for_step(process, cfg, step):
   raise AssertionError(f"step {step} was not reached: {process.communicate()}")
 
 
-def test_signals_any_resumed_run_bit_exact(tiny, config_file, command, tmp_path):
+INTERRUPTED, KILLED = (signal.SIGINT, 80), (signal.SIGKILL, 170)  # and after which step
+
+
+@pytest.mark.parametrize(
+  "stops",
+  [
+    (INTERRUPTED, KILLED),
+    pytest.param(((signal.SIGTERM, 20), INTERRUPTED, KILLED), marks=pytest.mark.slow),
+  ],
+  ids=len,
+)
+def test_signals_any_resumed_run_bit_exact(stops, tiny, config_file, command, tmp_path):
   options = {"steps": STEPS, "eval_every": 150, "checkpoint_every": 50, "sample__tokens": 0}
   cfg = tiny(**options, run_dir=str(tmp_path / "stopped"))
   fit = ("-m", "train", "fit", "--config", config_file(cfg))
   checkpoints = Path(cfg.run_dir) / "checkpoints"
-  for number, after in ((signal.SIGTERM, 20), (signal.SIGINT, 80), (signal.SIGKILL, 170)):
+  for number, after in stops:
     process = command(*fit)
     wait_for_step(process, cfg, after)
     process.send_signal(number)
