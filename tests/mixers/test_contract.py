@@ -23,8 +23,8 @@ from tests.mixers.tiny import (
 )
 from tests.narrow_arithmetic import narrow_arithmetic
 
-B, T = 2, 15
-DOCUMENTS = (7, 1, 7)
+B, T = 2, 7
+DOCUMENTS = (3, 1, 3)
 SEGMENT_IDS = np.repeat([[4, 2, 4]] * B, DOCUMENTS, axis=1)  # an earlier id starts a new document
 
 # The scope groups the tests by mixer, so that one process compiles its programs once.
@@ -126,7 +126,7 @@ def test_output_matches_float64_reference(name):
 @every_mixer
 def test_output_does_not_depend_on_later_tokens(name):
   out = results(name).out
-  for t in (1, 11, T - 1):
+  for t in (1, 4, T - 1):
     x = inputs(B, T).at[:, t].add(100.0)
     disturbed = evaluate(random_mixer(name), x, state_before(name)).out
     np.testing.assert_array_equal(disturbed[:, :t], out[:, :t])

@@ -80,15 +80,15 @@ MANY = [
 # (Three chunks with weak decays: `PARTS` below.)
 KERNELS = [
   Case(T=65, K=16, V=72, decay="H", H=2),
-  Case(T=64, K=16, V=24, decay="HK", bonus=True, segments=True, H=2),
-  Case(T=63, K=20, V=16, decay="BTHK", bonus=True, normalize=True, H=2),
+  Case(T=65, K=128, V=24, decay="HK", strength="extreme", normalize=True, H=1),
+  Case(T=63, K=20, V=16, decay="BTHK", bonus=True, normalize=True, H=1),
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
   Case(T=15, K=136, V=16, decay="H", normalize=True, H=2),
 ]
-# Like `PARTS`, but with decays that leave nothing of a state.
+# Like `PARTS`, but with decays that leave nothing of a state, or in one chunk.
 MORE_KERNELS = [
   Case(T=65, K=20, V=24, decay="BTH", strength="extreme", normalize=True, segments=True, H=1),
-  Case(T=65, K=128, V=24, decay="HK", strength="extreme", normalize=True, H=1),
+  Case(T=64, K=16, V=24, decay="HK", bonus=True, segments=True, H=2),
   Case(T=65, K=16, V=24, decay="BTHK", strength="extreme", segments=True, H=1),
 ]
 # In two parts of two chunks, a state that lasts from chunk to chunk and from part to part, with
