@@ -59,9 +59,7 @@ def key_of(name: str, case, inputs: dict[str, np.ndarray]) -> str:
 
 
 def is_kept(name: str, check: Check) -> bool:
-  """Not for interpreted kernels: they take so long that the reference does not count."""
-  long_is_kept = check.case.T <= LONGEST or name in LONG_CASES_KEPT
-  return long_is_kept and check.implementation != "pallas_interpret"
+  return check.case.T <= LONGEST or name in LONG_CASES_KEPT
 
 
 def kept_checks(name: str) -> list[Check]:
