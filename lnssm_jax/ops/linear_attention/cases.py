@@ -77,10 +77,10 @@ MANY = [
 ]
 # The kernels, interpreted on the CPU: every CTA costs time, so they are few and small.
 # K is padded to 64 or 128 (and cut in two beyond), V to 64, 128 or 256, T to a multiple of 64.
-# (Three chunks with weak decays: `PARTS` below.)
+# (More chunks with weak decays: `PARTS` below.)
 KERNELS = [
   Case(T=65, K=16, V=72, decay="H", H=2),
-  Case(T=65, K=128, V=24, decay="HK", strength="extreme", normalize=True, H=1),
+  Case(T=65, K=128, V=24, decay="HK", strength="weak", normalize=True, H=1),
   Case(T=63, K=20, V=16, decay="BTHK", bonus=True, normalize=True, H=1),
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
   Case(T=15, K=136, V=16, decay="H", normalize=True, H=2),
@@ -89,6 +89,7 @@ KERNELS = [
 MORE_KERNELS = [
   Case(T=65, K=20, V=24, decay="BTH", strength="extreme", normalize=True, segments=True, H=1),
   Case(T=64, K=16, V=24, decay="HK", bonus=True, segments=True, H=2),
+  Case(T=65, K=128, V=24, decay="HK", strength="extreme", normalize=True, H=1),
   Case(T=65, K=16, V=24, decay="BTHK", strength="extreme", segments=True, H=1),
 ]
 # In two parts of two chunks, a state that lasts from chunk to chunk and from part to part, with
