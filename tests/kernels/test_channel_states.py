@@ -90,7 +90,7 @@ DTYPES = {"bfloat16": NARROW, "float32": (F32, F32), "wide rates": (BF16, F32)}
 ALL = list(itertools.product(SCANS, DTYPES, (5, 16, 40), (False, True), (100, 512), (1, 4)))
 SOME = [
   ("selective_scan", "wide rates", 40, True, 100, 1),
-  ("longhorn_scan", "float32", 16, False, 100, 4),
+  ("longhorn_scan", "float32", 16, False, 100, 1),
 ]
 
 

@@ -66,18 +66,17 @@ def test_a_race_would_be_found(no_races):
   no_races.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "case",
   [
-    dataclasses.replace(SMALL, decay="BTHK", bonus=True),
-    *(
-      pytest.param(dataclasses.replace(SMALL, **options), marks=pytest.mark.slow)
-      for options in (
-        {"decay": "BTH", "normalize": True},
-        {"decay": "HK", "bonus": True, "normalize": True},
-        {"decay": "H"},
-      )
-    ),
+    dataclasses.replace(SMALL, **options)
+    for options in (
+      {"decay": "BTHK", "bonus": True},
+      {"decay": "BTH", "normalize": True},
+      {"decay": "HK", "bonus": True, "normalize": True},
+      {"decay": "H"},
+    )
   ],
   ids=str,
 )
