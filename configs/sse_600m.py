@@ -35,10 +35,10 @@ def get_config() -> Train:
       vocab_size=VOCABULARY,
       remat="dots",
     ),
-    optimizer=Optimizer(  # a cosine that ends where it begins: warm-up, then constant
+    optimizer=Optimizer(
       peak_lr=6e-4,
       final_lr=6e-4,
-      schedule="cosine",
+      schedule="constant",
       warmup_steps=steps // 20,
       b1=0.9,
       b2=0.95,

@@ -50,6 +50,33 @@ RULES: Rules = (
   (r"mixer/(mu_[a-z]|gamma|w|u|skip|(fixed_)?log_rate|decay_rate|bound|\w+_(bias|gain))", (None,)),
 )
 
+# Paths of matrices that do not decay: of the recurrence, where a decay would move poles and output
+# maps, and positions. The published codes leave them out too (S4, S4D, DSS, Mamba).
+WITHOUT_WEIGHT_DECAY = (
+  r"mixer/(a_log|a_imag|c_real|c_imag)",
+  r"positions",
+)
+
+
+def has_weight_decay(params, *, stacked: str = "blocks"):
+  """Whether weight decay acts on each leaf of `params`: the same tree of bools.
+
+  It does on matrices, of rank 2 or more in their layer, but for those of `WITHOUT_WEIGHT_DECAY`;
+  not on vectors: biases, norms, decays, step sizes, skips.
+
+  Args:
+    params: a nested dictionary of arrays or of their shapes.
+    stacked: the key below which all leaves have a leading axis of layers.
+  """
+
+  def decide(path, leaf):
+    keys = [_key(entry) for entry in path]
+    rank = len(leaf.shape) - (stacked in keys)
+    name = "/".join(keys)
+    return rank >= 2 and not any(re.search(rf"(^|/)({r})$", name) for r in WITHOUT_WEIGHT_DECAY)
+
+  return jax.tree_util.tree_map_with_path(decide, params)
+
 
 def param_specs(params, axes: Sequence[str] = ("fsdp",), rules: Rules = RULES):
   """A `PartitionSpec` for each leaf of `params`, a nested dictionary of arrays or of their shapes.

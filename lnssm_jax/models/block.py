@@ -90,7 +90,8 @@ class Block(nnx.Module):
   `mixer` is a name in `MIXERS` or a class, `channel_mixer` a name in `CHANNEL_MIXERS`;
   `LanguageModel` checks them. With the channel mixer "none" the block ends after the mixer.
   `num_heads`, `layer` and `num_layers` go to mixers that take them; `num_heads=None` leaves a mixer
-  its own default. `norm` is a name in `NORMS`. `sequence_axis` shards time, as in `LanguageModel`.
+  its own default. `norm` is a name in `NORMS`. `residual_scale` is a factor of the initial output
+  kernel of an MLP. `sequence_axis` shards time, as in `LanguageModel`.
   """
 
   def __init__(
@@ -105,6 +106,7 @@ class Block(nnx.Module):
     channel_mixer: str,
     channel_hidden: int | None = None,
     norm: str = "layer",
+    residual_scale: float = 1.0,
     sequence_axis: str | None = None,
     dtype,
     param_dtype,
@@ -124,6 +126,8 @@ class Block(nnx.Module):
       given = place if issubclass(channel_mixer_class, Mixer) else {}
       given = given | {"hidden": channel_hidden}
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
+      if residual_scale != 1.0 and not issubclass(channel_mixer_class, Mixer):
+        self.channel_mixer.down.kernel[...] *= residual_scale
     if sequence_axis is not None:
       shard_time(self.mixer, sequence_axis)
       if isinstance(self.channel_mixer, Mixer):

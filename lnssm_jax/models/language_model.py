@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,32 @@ REMAT_POLICIES = {
 class Head(nnx.Module):
   """W [D, vocab] of the logits h W."""
 
-  def __init__(self, dim: int, vocab_size: int, *, param_dtype, rngs: nnx.Rngs):
-    gain = 0.5 * math.sqrt(max(1.0, vocab_size / dim))
-    self.kernel = nnx.Param(orthogonal(gain)(rngs.params(), (dim, vocab_size), param_dtype))
+  def __init__(self, dim: int, vocab_size: int, *, kernel_init, param_dtype, rngs: nnx.Rngs):
+    self.kernel = nnx.Param(kernel_init(rngs.params(), (dim, vocab_size), param_dtype))
+
+
+class _Initialization(NamedTuple):
+  """How a model starts, outside its mixers."""
+
+  embedding: Any  # initializers
+  head: Any
+  residual_scale: float  # of the output kernels of channel mixers
+
+
+def _lnssm_init(vocab_size: int, dim: int, num_layers: int) -> _Initialization:
+  del num_layers
+  head = 0.5 * math.sqrt(max(1.0, vocab_size / dim))
+  embedding = 1e-4 * math.sqrt(max(vocab_size, dim))
+  return _Initialization(orthogonal(embedding), orthogonal(head), residual_scale=1.0)
+
+
+def _gpt2_init(vocab_size: int, dim: int, num_layers: int) -> _Initialization:
+  del vocab_size, dim
+  normal = nnx.initializers.normal(0.02)
+  return _Initialization(normal, normal, residual_scale=(2 * num_layers) ** -0.5)
+
+
+INITIALIZATIONS = {"lnssm": _lnssm_init, "gpt2": _gpt2_init}
 
 
 class LanguageModel(nnx.Module):
@@ -60,8 +83,12 @@ class LanguageModel(nnx.Module):
     channel_hidden: its number of hidden channels; None takes its default.
     norm: "layer" (LayerNorm with bias) or "rms" (RMSNorm), for all norms of the model.
     embedding_norm: whether a norm follows the embedding.
-    tie_embeddings: whether the head is the embedding's transpose. The embedding then starts normal
-      with a standard deviation of 0.02, as GPT-2's.
+    tie_embeddings: whether the head is the embedding's transpose.
+    initialization: of what is not a mixer, a name in `INITIALIZATIONS`. "lnssm": an orthogonal
+      embedding of tiny numbers, rms 1e-4, which needs `embedding_norm`, and an orthogonal head.
+      "gpt2": embedding and head normal with a standard deviation of 0.02, and the output kernels of
+      channel mixers divided by sqrt(2 num_layers). None: "lnssm" with `embedding_norm` and a head
+      of its own, else "gpt2".
     remat: the residuals of a layer: "none" recomputes nothing, "full" keeps the layer's input only,
       "dots" also keeps the outputs of the projections and of GPU kernels.
     unroll: layers per iteration of the loop over layers. The residuals are stacked from iteration
@@ -74,11 +101,12 @@ class LanguageModel(nnx.Module):
 
   Raises:
     NotImplementedError: `sequence_axis` is given and a mixer cannot run on a sharded sequence.
-    ValueError: a size is not a positive integer, `dim` is not a multiple of `num_heads`, or a name
-      is unknown.
+    ValueError: a size is not a positive integer, `dim` is not a multiple of `num_heads`, a name is
+      unknown, or `initialization="lnssm"` has no norm after the embedding.
 
-  Sources: LNSSM, section 5, and its published code: the norm after the embedding, the
-  initialization.
+  Sources: LNSSM, section 5, and its published code: the norm after the embedding, and "lnssm";
+  "gpt2": GPT-2 (Radford et al. 2019), section 2.3, which the published codes of GLA, Mamba,
+  Longhorn and others follow.
   """
 
   def __init__(
@@ -95,6 +123,7 @@ class LanguageModel(nnx.Module):
     norm: str = "layer",
     embedding_norm: bool = True,
     tie_embeddings: bool = False,
+    initialization: str | None = None,
     remat: str = "none",
     unroll: int | None = None,
     sequence_axis: str | None = None,
@@ -123,11 +152,17 @@ class LanguageModel(nnx.Module):
     self.unroll = None if unroll is None else check_positive("unroll", unroll)
     self.dim, self.dtype = dim, dtype
 
-    init = orthogonal(1e-4 * math.sqrt(max(vocab_size, dim)))
-    if tie_embeddings:
-      init = nnx.initializers.normal(0.02)
+    if initialization is None:
+      initialization = "lnssm" if embedding_norm and not tie_embeddings else "gpt2"
+    check_choice("initialization", initialization, INITIALIZATIONS)
+    if initialization == "lnssm" and not embedding_norm:
+      raise ValueError(
+        "initialization='lnssm' starts with an embedding of tiny numbers, and embedding_norm=False "
+        "leaves them so: the model would start silent. Use 'gpt2', or embedding_norm=True."
+      )
+    start = INITIALIZATIONS[initialization](vocab_size, dim, num_layers)
     new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
-    self.embedding = nnx.Param(init(rngs.params(), (vocab_size, dim), param_dtype))
+    self.embedding = nnx.Param(start.embedding(rngs.params(), (vocab_size, dim), param_dtype))
     self.embedding_norm = new_norm() if embedding_norm else None
 
     def block(mixer, key, layer):
@@ -141,6 +176,7 @@ class LanguageModel(nnx.Module):
         channel_mixer=channel_mixer,
         channel_hidden=channel_hidden,
         norm=norm,
+        residual_scale=start.residual_scale,
         sequence_axis=sequence_axis,
         dtype=dtype,
         param_dtype=param_dtype,
@@ -152,7 +188,8 @@ class LanguageModel(nnx.Module):
     if tie_embeddings:
       self.head = None
     else:
-      self.head = Head(dim, vocab_size, param_dtype=param_dtype, rngs=rngs)
+      dtypes = {"param_dtype": param_dtype}
+      self.head = Head(dim, vocab_size, kernel_init=start.head, **dtypes, rngs=rngs)
 
   @property
   def max_length(self) -> int | None:

@@ -59,18 +59,22 @@ class Results(NamedTuple):
   """Results of the forward kernel."""
 
   y: Any  # [R, D] in `Static.dtype`
-  sum: Any  # [R, D], x + added
+  sum: Any  # [R, D], x + added; None of the kernel without `added`
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def normalize(static: Static, inputs: Inputs) -> Results:
   """y and s."""
-  return forward_kernel(inputs, static)
+  return _with_sum(forward_kernel(inputs, static), inputs)
+
+
+def _with_sum(results: Results, inputs: Inputs) -> Results:
+  return results if results.sum is not None else results._replace(sum=inputs.x)
 
 
 def _forward_rule(static, inputs):
   inputs = jax.tree.map(lambda primal: primal.value, inputs)
-  results = forward_kernel(inputs, static)
+  results = _with_sum(forward_kernel(inputs, static), inputs)
   added = None if inputs.added is None else jnp.zeros((), inputs.added.dtype)
   dtypes = jnp.zeros((), inputs.x.dtype), added
   return results, (inputs._replace(x=results.sum, added=None), dtypes)
@@ -192,7 +196,7 @@ def _sigmoid(x):
 
 @in_32_bits
 def forward_kernel(inputs: Inputs, static: Static) -> Results:
-  """y and s, which is x where nothing is added."""
+  """y and s, which is None where nothing is added to x."""
   (R, D), config = inputs.x.shape, static.forward
   total = None
   if inputs.added is not None:
@@ -228,7 +232,7 @@ def forward_kernel(inputs: Inputs, static: Static) -> Results:
 
   out_type = Results(jax.ShapeDtypeStruct((R, D), static.dtype), total)
   (results,) = _launch(body, "forward", (out_type,), config, R, static.interpret)(inputs)
-  return results if results.sum is not None else results._replace(sum=inputs.x)
+  return results
 
 
 # Backward kernel

@@ -175,6 +175,42 @@ def test_norms_have_an_epsilon_of_1e_5_under_the_root(name):
   np.testing.assert_allclose(norm(jnp.float32(x)), want, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+  ("options", "embedding", "head", "down"),
+  [
+    ({}, 1e-4, 0.5 / math.sqrt(64), None),
+    ({"embedding_norm": False}, 0.02, 0.02, 0.02 / math.sqrt(8)),
+    ({"tie_embeddings": True}, 0.02, None, 0.02 / math.sqrt(8)),
+    ({"initialization": "gpt2"}, 0.02, 0.02, 0.02 / math.sqrt(8)),
+  ],
+  ids=str,
+)
+def test_model_starts_as_its_initialization_says(options, embedding, head, down):
+  sizes = {"vocab_size": 128, "dim": 64, "num_layers": 4, "num_heads": 2}
+  options = {"mixer": "linear_attention", "channel_mixer": "swiglu", "norm": "rms"} | options
+
+  @jax.jit
+  def start():
+    model = LanguageModel(**sizes, **options, rngs=nnx.Rngs(0))
+    rms = lambda x: jnp.sqrt(jnp.mean(jnp.square(x)))
+    kernels = model.embedding, None if model.head is None else model.head.kernel
+    x = model.embed(jnp.arange(128)[None])
+    layer = jax.tree.map(lambda leaf: leaf[0], nnx.state(model.blocks.mixer_norm))
+    norm = nnx.merge(nnx.graphdef(model.blocks.mixer_norm), layer)
+    sizes_ = [None if k is None else rms(k[...]) for k in kernels]
+    return *sizes_, rms(model.blocks.channel_mixer.down.kernel[...]), rms(norm(x))
+
+  *got, of_mixer = start()
+  for value, want in zip(got, (embedding, head, down), strict=True):
+    assert want is None or value == pytest.approx(want, rel=0.05)
+  assert of_mixer == pytest.approx(1, abs=0.02)  # else the first mixer would see next to nothing
+
+
+def test_tiny_embedding_without_its_norm_raises():
+  with pytest.raises(ValueError, match="would start silent"):
+    LanguageModel(**SIZES, embedding_norm=False, initialization="lnssm", rngs=nnx.Rngs(0))
+
+
 def test_logits_in_bfloat16_are_near_float32():
   want, _ = apply(random_model(), tokens(2, 9))
   got, _ = apply(random_model(dtype=jnp.bfloat16), tokens(2, 9))

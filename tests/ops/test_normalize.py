@@ -118,3 +118,16 @@ def test_normalize_on_hopper_prefers_kernels_by_size(shape, takes_kernels, monke
   call = lambda x: ops.normalize(x, dtype=BF16)
   program = str(jax.make_jaxpr(call)(jax.ShapeDtypeStruct(shape, BF16)))
   assert ("norm_forward" in program) == takes_kernels
+
+
+@pytest.mark.parametrize(("axis", "takes_kernels"), [("fsdp", True), ("tensor", False)])
+def test_normalize_of_all_channels_is_left_to_xla_under_tensor_parallelism(
+  axis, takes_kernels, monkeypatch
+):
+  """XLA adds up the sums of sharded channels; a kernel would have them gathered."""
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
+  mesh = jax.sharding.AbstractMesh((2,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
+  call = lambda x: ops.normalize(x, dtype=BF16)
+  with jax.sharding.use_abstract_mesh(mesh):
+    program = str(jax.make_jaxpr(call)(jax.ShapeDtypeStruct((16, 2048, 1024), BF16)))
+  assert ("norm_forward" in program) == takes_kernels

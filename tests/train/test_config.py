@@ -60,6 +60,7 @@ def test_settings_defaults_match_paper():
     "final_lr": 1e-5,
     "schedule": "exponential",
     "warmup_steps": 0,
+    "decay_steps": None,
     "b1": 0.9,
     "b2": 0.99,
     "eps": 1e-8,
@@ -137,6 +138,21 @@ def test_settings_dictionary_copied():
     (lambda: Optimizer(peak_lr=0, final_lr=0), "optimizer.peak_lr=0.0 must be positive."),
     (lambda: Optimizer(peak_lr=1e-4, final_lr=1e-3), "must be between 0 and optimizer.peak_lr"),
     (lambda: Optimizer(peak_lr=1e-4, final_lr=0), "cannot be reached by an exponential schedule"),
+    (
+      lambda: Optimizer(peak_lr=1, final_lr=1, schedule="inverse_sqrt"),
+      "optimizer.warmup_steps=0 has no inverse square root",
+    ),
+    (
+      lambda: Optimizer(peak_lr=1, final_lr=1, decay_steps=5),
+      "optimizer.decay_steps=5 belongs to optimizer.schedule='wsd'",
+    ),
+    (
+      lambda: small(
+        steps=10,
+        optimizer=Optimizer(peak_lr=1, final_lr=1, schedule="wsd", warmup_steps=6, decay_steps=5),
+      ),
+      "optimizer.warmup_steps=6 and optimizer.decay_steps=5 are more than steps=10",
+    ),
     (lambda: Optimizer(peak_lr=1, final_lr=1, b2=1), "optimizer.b2=1.0 must be in [0, 1)."),
     (lambda: Optimizer(peak_lr=1, final_lr=1, clip_norm=0), "None turns clipping off"),
     (lambda: Mesh(data=0), "mesh.data=0 must be positive, or -1 for the rest."),
@@ -245,7 +261,7 @@ def test_override_of_dependent_settings_checked_once():
     ("model.dim=510", "model.dim=510 is not a multiple of model.num_heads=4"),
     ("optimizer.peak_lr=fast", "optimizer.peak_lr wants float, got 'fast'."),
     ("optimizer.clip_norm=x", "optimizer.clip_norm wants float or None, got 'x'."),
-    ("optimizer.schedule=linear", "optimizer.schedule='linear' is not a choice"),
+    ("optimizer.schedule=square", "optimizer.schedule='square' is not a choice"),
     ("model.remat=ful", "model.remat='ful' is not a choice; did you mean 'full'?"),
     ("data.train=3", "data.train wants tuple[str, ...], got 3."),
     ("data.sources=3", "data.sources wants dict[str, str], got 3."),

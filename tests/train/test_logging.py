@@ -220,9 +220,20 @@ def test_dry_run_reports_memory_and_flops(tiny, config_file, capsys):
   assert lines["model"].startswith("lnssm, 30,208 parameters")
   assert lines["memory"].startswith(tuple("123456789")) and "MiB per device" in lines["memory"]
   assert "per step of 128 tokens" in lines["FLOPs"]
+  assert "decay" not in lines
   assert not os.path.exists(cfg.run_dir)
   too_many = ["--set", "mesh.data=3"]
   assert main(["fit", "--config", config_file(cfg), "--dry-run", *too_many]) == 2
+
+
+def test_dry_run_names_what_does_not_decay(tiny, config_file, capsys):
+  cfg = tiny(optimizer__weight_decay=0.1)
+  assert main(["fit", "--config", config_file(cfg), "--dry-run"]) == 0
+  (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("decay")]
+  assert line.startswith("decay       weight decay 0.1 of ")
+  names = line.rpartition("not of ")[2].split(", ")
+  assert {"w", "gamma", "mixer_norm/scale", "norm/bias"} <= set(names)
+  assert "kernel" not in names
 
 
 def test_compile_cache_filled_and_settings_restored(tmp_path):

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+from lnssm_jax.models import LanguageModel
 from train.config import Optimizer
-from train.step.optimizer import is_matrix, make_optimizer, make_schedule
+from train.step.model import params_of
+from train.step.optimizer import make_optimizer, make_schedule, weight_decay_mask
 
 
 def test_schedule_exponential_matches_paper():
@@ -73,11 +76,46 @@ def test_weight_decay_rank_counted_within_layer():
     "norm": {"scale": jnp.zeros(4)},
     "blocks": {"kernel": jnp.zeros((3, 4, 4)), "gamma": jnp.zeros((3, 4)), "w": jnp.zeros((3, 4))},
   }
-  assert is_matrix(params) == {
+  assert weight_decay_mask(params) == {
     "embedding": True,
     "norm": {"scale": False},
     "blocks": {"kernel": True, "gamma": False, "w": False},
   }
+
+
+@pytest.mark.parametrize(
+  ("mixer", "without"),
+  [
+    ("mamba", {"a_log", "skip", "bias", "scale"}),
+    ("s4d", {"a_log", "a_imag", "c_real", "c_imag", "log_dt", "skip", "bias", "scale"}),
+    ("gla", {"bias", "scale"}),
+  ],
+)
+def test_weight_decay_acts_on_matrices_outside_the_recurrence(mixer, without):
+  options = {"vocab_size": 11, "dim": 8, "num_layers": 2, "num_heads": 2, "norm": "rms"}
+  model = jax.eval_shape(lambda: LanguageModel(mixer=mixer, **options, rngs=nnx.Rngs(0)))
+  mask = weight_decay_mask(params_of(model))
+  flat, _ = jax.tree_util.tree_flatten_with_path(mask)
+  names = {decays: {path[-1].key for path, mark in flat if mark == decays} for decays in (0, 1)}
+  assert names[0] == without
+  assert names[1] == {"embedding", "kernel"}
+
+
+@pytest.mark.parametrize(
+  ("options", "expected"),
+  [
+    ({"schedule": "linear"}, {5: 0.5, 10: 1, 55: 0.55, 100: 0.1, 200: 0.1}),
+    ({"schedule": "constant"}, {5: 0.5, 10: 1, 100: 1, 1000: 1}),
+    ({"schedule": "inverse_sqrt"}, {5: 0.5, 10: 1, 40: 0.5, 1000: 0.1}),
+    ({"schedule": "wsd"}, {5: 0.5, 10: 1, 91: 1, 100: 0.1}),
+    ({"schedule": "wsd", "decay_steps": 40}, {10: 1, 60: 1, 80: 0.55, 100: 0.1, 120: 0.1}),
+  ],
+  ids=str,
+)
+def test_schedule_after_warmup_follows_its_formula(options, expected):
+  schedule = make_schedule(Optimizer(peak_lr=1, final_lr=0.1, warmup_steps=10, **options), 100)
+  for step, rate in expected.items():
+    assert float(schedule(step)) == pytest.approx(rate, rel=1e-5), step
 
 
 def test_optimizer_state_structure_independent_of_options():

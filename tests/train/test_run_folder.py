@@ -8,6 +8,7 @@ import pytest
 
 from train.runs import run_folder
 from train.runs.run_folder import RunFolder, RunFolderError, claim
+from train.step.optimizer import make_schedule
 
 
 @pytest.fixture
@@ -60,7 +61,20 @@ def test_run_folder_changed_settings_listed(trained, tiny):
 )  # fmt: skip
 def test_run_folder_free_settings_may_change(trained, tiny, name, value):
   with claim(tiny(**{name: value})) as run:
-    assert list(run.changes) == [name.replace("__", ".")]
+    also = ["learning rate"] if name == "steps" else []  # exponential: it spans all steps
+    assert list(run.changes) == [name.replace("__", "."), *also]
+
+
+def test_run_folder_longer_run_says_what_becomes_of_the_learning_rate(trained, tiny):
+  before, now = (float(make_schedule(c.optimizer, c.steps)(5)) for c in (trained, tiny(steps=24)))
+  assert now > 1.5 * before
+  with claim(tiny(steps=24)) as run:
+    line = run.changes["learning rate"]
+  assert f"of step 5: {before:.3g} with steps={trained.steps}, {now:.3g} with steps=24" in line
+  constant = {"optimizer__schedule": "constant"}
+  RunFolder(trained.run_dir).write_config(tiny(**constant))
+  with claim(tiny(steps=24, **constant)) as run:
+    assert list(run.changes) == ["steps"]
 
 
 def test_run_folder_without_checkpoint_accepts_new_settings(tiny):

@@ -52,10 +52,11 @@ def test_sharding_every_mesh_same_training(run):
   assert numbers("reduce-scatter") == [ENDS, MATRICES]
   # Sharded heads and channels: a layer's forward pass sums two activations, the outputs of o_proj
   # and down, and two numbers per token, for the norms of all queries and all keys. Scans need no
-  # communication: each device runs them on its rows and heads, here 2 of 4 rows and 1 of 2 heads.
+  # communication: each device runs them on its rows and heads, here 2 of 4 rows and 1 of 2 heads,
+  # and the token shift on its rows and all 32 channels.
   sharded = results[names[-1]]
   assert {"all-gather": MATRICES, "all-reduce": 2 + 2} in sharded["collectives"]
-  assert {tuple(shape) for shape in sharded["scans"]} == {(2, 8, 1, 16)}
+  assert {tuple(shape) for shape in sharded["scans"]} == {(2, 8, 1, 16), (2, 8, 32)}
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 Writes no files, reads no text and initializes no parameters.
 """
 
+from typing import Any
+
 import jax
 
 from lnssm_jax.models import count_parameters
@@ -14,6 +16,7 @@ from train.logging.console import Console, short
 from train.loop import compile_step
 from train.step import flops
 from train.step.model import model_graph
+from train.step.optimizer import weight_decay_mask
 from train.step.state import abstract_state
 
 
@@ -35,6 +38,8 @@ def describe(cfg: config.Train) -> None:
     run_summary.devices(console, mesh)
     params = abstract_state(cfg, mesh)["params"]
     console.say(f"model       {cfg.model.mixer}, {count_parameters(params):,} parameters")
+    if cfg.optimizer.weight_decay:
+      console.say(f"decay       {_weight_decay(cfg.optimizer.weight_decay, params)}")
     compiled = compile_step(cfg, model_graph(cfg.model), mesh, None, console)
   console.say(f"memory      {_memory(compiled)}")
   stats = mesh.local_devices[0].memory_stats()
@@ -46,6 +51,19 @@ def describe(cfg: config.Train) -> None:
     f"FLOPs       {model:.4g} per step of {short(tokens)} tokens (model FLOPs), "
     f"{model / mesh.size:.4g} per device"
   )
+
+
+def _weight_decay(rate: float, params: Any) -> str:
+  """Describes what decays: how many parameters, and the names of those that do not."""
+  count, exempt = 0, set()
+  flat, _ = jax.tree_util.tree_flatten_with_path(params)
+  for (path, leaf), decays in zip(flat, jax.tree.leaves(weight_decay_mask(params)), strict=True):
+    keys = [entry.key for entry in path]
+    if decays:
+      count += leaf.size
+    else:
+      exempt.add("/".join(keys[-2:]) if keys[-1] in ("bias", "scale") else keys[-1])
+  return f"weight decay {rate:g} of {count:,} parameters; not of {', '.join(sorted(exempt))}"
 
 
 def _memory(compiled: jax.stages.Compiled) -> str:

@@ -22,6 +22,7 @@ class Model:
   mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
   norm: Literal["layer", "rms"] = "layer"
   embedding_norm: bool = True
+  initialization: Literal["lnssm", "gpt2"] | None = None  # None: by `embedding_norm` and tying
   tie_embeddings: bool = False  # the output head is the transposed embedding
   dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations; states are always float32
   param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -49,13 +50,22 @@ class Optimizer:
   """Adam with a learning-rate schedule over the whole run.
 
   After `warmup_steps` steps of linear warmup, over the remaining steps: "exponential" is
-  lr = peak_lr (final_lr / peak_lr)^(step / steps), "cosine" half a cosine from peak_lr to final_lr.
+  lr = peak_lr (final_lr / peak_lr)^(step / steps), "cosine" half a cosine and "linear" a line from
+  peak_lr to final_lr. "wsd" (warmup, stable, decay) is peak_lr, and a line to final_lr in the last
+  `decay_steps` steps. "constant" is peak_lr, and "inverse_sqrt" peak_lr sqrt(warmup_steps / step):
+  these two do not depend on `steps` and end where they end.
+
+  `weight_decay` is decoupled and acts on matrices, not on the parameters of
+  `lnssm_jax.sharding.WITHOUT_WEIGHT_DECAY`.
   """
 
   peak_lr: float
   final_lr: float
-  schedule: Literal["exponential", "cosine"] = "exponential"
+  schedule: Literal["exponential", "cosine", "linear", "wsd", "constant", "inverse_sqrt"] = (
+    "exponential"
+  )
   warmup_steps: int = 0
+  decay_steps: int | None = None  # of "wsd"; None: a tenth of the steps after the warmup
   b1: float = 0.9
   b2: float = 0.99
   eps: float = 1e-8
@@ -75,6 +85,18 @@ class Optimizer:
       " value such as 1e-5, or optimizer.schedule='cosine'.",
     )
     at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+    check(
+      self.warmup_steps > 0 or self.schedule != "inverse_sqrt",
+      "optimizer.warmup_steps=0 has no inverse square root: optimizer.schedule='inverse_sqrt' is"
+      " peak_lr at the end of the warmup; give warmup_steps of 1 or more, such as 4000.",
+    )
+    check(
+      self.decay_steps is None or self.schedule == "wsd",
+      f"optimizer.decay_steps={self.decay_steps} belongs to optimizer.schedule='wsd', and this"
+      f" one is {self.schedule!r}; leave it out, or choose 'wsd'.",
+    )
+    if self.decay_steps is not None:
+      at_least("optimizer.decay_steps", self.decay_steps, 1)
     for name in ("b1", "b2"):
       value = getattr(self, name)
       check(0 <= value < 1, f"optimizer.{name}={value} must be in [0, 1).")
@@ -245,6 +267,12 @@ class Train:
     check(
       warmup < self.steps,
       f"optimizer.warmup_steps={warmup} leaves no step of steps={self.steps} after the warmup.",
+    )
+    decay = self.optimizer.decay_steps or 0
+    check(
+      warmup + decay <= self.steps,
+      f"optimizer.warmup_steps={warmup} and optimizer.decay_steps={decay} are more than"
+      f" steps={self.steps}; make one of them shorter.",
     )
     least = self.data.least_vocab_size
     check(

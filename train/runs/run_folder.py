@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
+
 from train import config
 from train.checkpoint import old_formats, store
 from train.checkpoint.safe_files import read_json
@@ -18,6 +20,7 @@ from train.cluster import distributed
 from train.config.changes import differences, is_free
 from train.config.versions import versions
 from train.runs.rows import Row, wrong_row
+from train.step.optimizer import make_schedule
 
 _MAX_CONFIG = 1 << 24  # bytes of config.json
 
@@ -180,10 +183,26 @@ def _claim(run: RunFolder, cfg: config.Train, allow_config_change: bool) -> dict
           "Restore them to resume that run, start a new one with --set run_dir=ANOTHER, or resume "
           "with these settings by --allow-config-change."
         )
+      if "steps" in changes and not any(name.startswith("optimizer.") for name in changes):
+        changes |= _learning_rate_change(run, cfg)
   except BaseException:
     run.__exit__()
     raise
   return changes
+
+
+def _learning_rate_change(run: RunFolder, cfg: config.Train) -> dict[str, str]:
+  """A line if another number of steps changes the learning rate of the next step."""
+  old, step = run.load_config(), store.newest_step(run.checkpoints) or 0
+  rate = lambda c: np.asarray(make_schedule(c.optimizer, c.steps)(step)).item()
+  before, now = rate(old), rate(cfg)
+  if np.isclose(before, now, rtol=1e-3):
+    return {}
+  return {
+    "learning rate": f"learning rate of step {step}: {before:.3g} with steps={old.steps},"
+    f" {now:.3g} with steps={cfg.steps}, over which optimizer.schedule="
+    f"{cfg.optimizer.schedule!r} is stretched; 'constant' and 'inverse_sqrt' are not"
+  }
 
 
 def _check_writable(path: Path) -> None:

@@ -26,6 +26,7 @@ def build_model(
     channel_hidden=model.channel_hidden,
     norm=model.norm,
     embedding_norm=model.embedding_norm,
+    initialization=model.initialization,
     tie_embeddings=model.tie_embeddings,
     remat=model.remat,
     unroll=model.unroll,

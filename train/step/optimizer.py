@@ -2,9 +2,10 @@
 
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import optax
 
+from lnssm_jax.sharding import has_weight_decay
 from train import config
 
 STACKED = "blocks"  # parameters below this key have a leading layer axis
@@ -13,22 +14,30 @@ STACKED = "blocks"  # parameters below this key have a leading layer axis
 def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
   """Learning rate as a function of the number of finished steps, 0 .. steps - 1.
 
-  exponential: lr = peak (final / peak)^(step / steps), as in the LNSSM paper (with a constant
-  number of tokens per step, exponential in tokens). cosine: half a cosine from peak to final.
-  Either spans the steps that remain after `warmup_steps` steps of linear warmup from 0.
+  `config.Optimizer` has the formulas: linear warmup from 0, then the schedule over what remains.
+  The exponential one is the LNSSM paper's (with a constant number of tokens per step, exponential
+  in tokens), the inverse square root that of the Transformer (Vaswani et al. 2017), section 5.3.
   """
-  decay_steps = steps - optimizer.warmup_steps
-  ratio = optimizer.final_lr / optimizer.peak_lr
-  if optimizer.schedule == "cosine":
-    decay = optax.cosine_decay_schedule(optimizer.peak_lr, decay_steps, alpha=ratio)
-  else:
-    decay = optax.exponential_decay(
-      optimizer.peak_lr, decay_steps, ratio, end_value=optimizer.final_lr
-    )
-  if not optimizer.warmup_steps:
-    return decay
-  warmup = optax.linear_schedule(0.0, optimizer.peak_lr, optimizer.warmup_steps)
-  return optax.join_schedules([warmup, decay], [optimizer.warmup_steps])
+  peak, final, warmup = optimizer.peak_lr, optimizer.final_lr, optimizer.warmup_steps
+  remaining = steps - warmup
+  match optimizer.schedule:
+    case "exponential":
+      after = optax.exponential_decay(peak, remaining, final / peak, end_value=final)
+    case "cosine":
+      after = optax.cosine_decay_schedule(peak, remaining, alpha=final / peak)
+    case "linear":
+      after = optax.linear_schedule(peak, final, remaining)
+    case "wsd":
+      last = optimizer.decay_steps or max(1, remaining // 10)
+      line = optax.linear_schedule(peak, final, last)
+      after = optax.join_schedules([optax.constant_schedule(peak), line], [remaining - last])
+    case "constant":
+      after = optax.constant_schedule(peak)
+    case "inverse_sqrt":
+      after = lambda step: peak * jnp.sqrt(warmup / (warmup + step))
+  if not warmup:
+    return after
+  return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
 def make_optimizer(
@@ -41,7 +50,7 @@ def make_optimizer(
   transformation = optax.chain(
     optax.identity() if clip is None else optax.clip_by_global_norm(clip),
     optax.scale_by_adam(optimizer.b1, optimizer.b2, optimizer.eps),
-    optax.add_decayed_weights(decay, is_matrix) if decay else optax.identity(),
+    optax.add_decayed_weights(decay, weight_decay_mask) if decay else optax.identity(),
     optax.scale_by_learning_rate(schedule),
   )
   return transformation, schedule
@@ -55,11 +64,6 @@ def as_skipped(before: Any, after: Any) -> Any:
   return (*before[:-1], after[-1])
 
 
-def is_matrix(params: Any) -> Any:
-  """Weight-decay mask: True for parameters of rank >= 2 within their layer."""
-
-  def decide(path, leaf):
-    layer_axes = int(any(getattr(entry, "key", None) == STACKED for entry in path))
-    return leaf.ndim - layer_axes >= 2
-
-  return jax.tree_util.tree_map_with_path(decide, params)
+def weight_decay_mask(params: Any) -> Any:
+  """Which parameters of a model decay: `lnssm_jax.sharding.has_weight_decay` within their layer."""
+  return has_weight_decay(params, stacked=STACKED)

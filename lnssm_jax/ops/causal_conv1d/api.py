@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.causal_conv1d.reference import reference
 from lnssm_jax.ops.causal_conv1d.sharded import sharded
-from lnssm_jax.ops.causal_conv1d.types import RESULT_AXES, ConvState, Inputs, Options, init_state
+from lnssm_jax.ops.causal_conv1d.types import (
+  RESULT_AXES,
+  SHIFT_RESULT_AXES,
+  ConvState,
+  Inputs,
+  Options,
+  ShiftInputs,
+  init_state,
+)
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.checks import check_floating, check_shape, checked_state
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes
@@ -18,25 +26,20 @@ from lnssm_jax.ops.core.segments import segments_of
 
 _NAME = "causal_conv1d"
 _SHIFT = "token_shift"
-_KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
-_OF_SEVERAL = {
-  "pallas": _KERNELS.compiled,
-  "reference": dispatch.Form(reference),
-  "pallas_interpret": _KERNELS.interpreted,
-}
 
 
-def _of_one(form: dispatch.Form) -> dispatch.Form:
-  """The same, whose output is that of a single convolution."""
+def _implementations(axes: tuple[str, str]) -> dict[str, dispatch.Form]:
+  """Of several convolutions: their output is a tuple."""
+  kernels = dispatch.Kernels(f"{__package__}.pallas", axes)
+  return {
+    "pallas": kernels.compiled,
+    "reference": dispatch.Form(reference),
+    "pallas_interpret": kernels.interpreted,
+  }
 
-  def run(inputs, options):
-    (y,), state = form.run(inputs, options)
-    return y, state
 
-  return form._replace(run=run)
-
-
-IMPLEMENTATIONS = {name: _of_one(form) for name, form in _OF_SEVERAL.items()}
+IMPLEMENTATIONS = _implementations(RESULT_AXES)
+_OF_SHIFT = _implementations(SHIFT_RESULT_AXES)
 
 
 @dispatch.op(init_state)
@@ -101,6 +104,7 @@ def causal_conv1d(
     implementation=implementation,
     axis_name=axis_name,
     sharded=sharded,
+    finish=lambda results: (results[0][0], results[1]),
   )
 
 
@@ -143,8 +147,8 @@ def token_shift(
     kernels.append(jnp.stack([1 - mu, mu]))
   return dispatch.run(
     _SHIFT,
-    _OF_SEVERAL,
-    _inputs(_SHIFT, x, jnp.stack(kernels), None, initial_state, segment_ids),
+    _OF_SHIFT,
+    ShiftInputs(*_inputs(_SHIFT, x, jnp.stack(kernels), None, initial_state, segment_ids)),
     Options(False, _checked_dtype(_SHIFT, x, dtype)),
     implementation=implementation,
     axis_name=axis_name,

@@ -32,6 +32,15 @@ class Inputs(NamedTuple):
 RESULT_AXES = ("BTD", "BWD")  # of each of the S outputs and of the state's arrays
 
 
+class ShiftInputs(Inputs):
+  """Of `token_shift`, whose outputs are projected: each device has all channels, as letter V."""
+
+  AXES = {"x": "BTV", "kernel": "SWV", "bias": "V", "state": "BWV", "segments": "BT"}  # noqa: RUF012
+
+
+SHIFT_RESULT_AXES = ("BTV", "BWV")
+
+
 class Options(NamedTuple):
   """Static arguments."""
 

@@ -134,10 +134,12 @@ def run(
   implementation: str | None,
   axis_name: str | None = None,
   sharded: Callable[..., tuple[Any, Any]] | None = None,
+  finish: Callable[[Any], Any] = lambda results: results,
 ) -> Any:
   """Runs a checked call, on the whole sequence or on one shard of it.
 
   Args:
+    finish: makes the op's results from those of an implementation.
     sharded: (run, inputs, options, axis_name) -> (out, state) on one shard; `run` is this function
       for other inputs on the shard alone. `inputs.state` is that of the whole sequence.
 
@@ -155,11 +157,11 @@ def run(
       return forms[name].run(inputs, options)
 
   if axis_name is None:
-    return local(inputs)
+    return finish(local(inputs))
   place(axis_name)
   if sharded is None:
     raise NotImplementedError(f"{op}: axis_name={axis_name!r}; this op needs the whole sequence.")
-  return sharded(local, inputs, options, axis_name)
+  return finish(sharded(local, inputs, options, axis_name))
 
 
 def check(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Call:

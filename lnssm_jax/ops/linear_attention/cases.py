@@ -160,13 +160,13 @@ LINEAR_ATTENTION = Scan(
   steps=("q", "k", "v", "log_decay", "value_log_decay"),
   implementations=("chunked", "reference", "associative"),
   checks=[
-    *(Check(case) for case in CASES[1:] + LENGTHS),
+    *(Check(case) for case in CASES + LENGTHS),
     *(Check(CASES[n], "associative") for n in (3, 9, 11)),
     *(Check(CASES[n], dtype=jnp.bfloat16) for n in (4, 9, 12)),
     *(_on_kernels(case) for case in KERNELS),
   ],
   sweep=[
-    *(Check(case) for case in (CASES[0], *LONGER)),
+    *(Check(case) for case in LONGER),
     *(Check(CASES[n], "associative") for n in (1, 5, 7)),
     *(_on_kernels(case) for case in MORE_KERNELS),
     Check(CASES[4], dtype=jnp.float16),

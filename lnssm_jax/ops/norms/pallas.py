@@ -38,10 +38,13 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
 def preferred(inputs: Inputs, options: Options) -> bool:
   """Whether `implementation=None` takes the kernels for sizes like these.
 
-  XLA fuses a few tokens into one loop; padding of rows would copy x.
+  XLA fuses a few tokens into one loop; padding of rows would copy x. Tensor parallelism may shard
+  the channels of all heads: XLA then adds up their sums, and a kernel would need all of x.
   """
   del options
   rows = math.prod(inputs.x.shape[:-1])
+  if inputs.x.ndim < 4 and jax.sharding.get_abstract_mesh().shape.get("tensor", 1) > 1:
+    return False
   return rows % config.WARPS == 0 and inputs.x.size >= _MIN_NUMBERS
 
 
