@@ -59,14 +59,15 @@ def brief(name):
   return dataclasses.replace(small, T=5, chunk=small.chunk and 2)
 
 
-# Of the two scans that share their states and gradients, one.
-DIFFERENT = [
-  pytest.param(name, marks=[pytest.mark.slow] * (name == "longhorn_scan")) for name in SCANS
-]
+def some(*names):
+  """All scans, of which those not named are slow."""
+  return [pytest.param(name, marks=[pytest.mark.slow] * (name not in names)) for name in SCANS]
 
 
 @pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize(
+  "name", some("linear_attention", "delta_rule", "diagonal_scan", "attention", "wkv4")
+)
 def test_transformations_equal_plain_calls(name, which):
   """Sharded with the preferred implementation; with the others it is slow."""
   scan, case = SCANS[name], brief(name)
@@ -78,7 +79,16 @@ def test_transformations_equal_plain_calls(name, which):
   )
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize(
+  "name",
+  some(
+    "linear_attention",
+    "selective_scan",
+    "elementwise_decay_scan",
+    "long_convolution",
+    "sparse_state_attention",
+  ),
+)
 def test_derivatives_in_float64_equal_the_reference(name):
   case = brief(name)
   inputs, others = drawn(name, case), drawn(name, case, seed=1)
