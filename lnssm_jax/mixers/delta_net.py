@@ -36,7 +36,7 @@ class _DeltaBlock(Mixer[DeltaNetState]):
 
   set_by_model = ("num_heads",)
 
-  def _build(self, dim, num_heads, key_dim, value_dim, conv_size, options):
+  def _build(self, dim, num_heads, key_dim, value_dim, conv_size, norm_eps, options):
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(options["dtype"])
     self.key_dim, self.value_dim = key_dim, value_dim
     keys, values = num_heads * key_dim, num_heads * value_dim
@@ -45,7 +45,7 @@ class _DeltaBlock(Mixer[DeltaNetState]):
     self.v_proj, self.b_proj = linear(dim, values), linear(dim, num_heads)
     conv = functools.partial(ShortConvolution, use_bias=False, activation="silu", **options)
     self.q_conv, self.k_conv, self.v_conv = (conv(n, conv_size) for n in (keys, keys, values))
-    self.norm = RMSNorm(value_dim, param_dtype=options["param_dtype"])
+    self.norm = RMSNorm(value_dim, eps=norm_eps, param_dtype=options["param_dtype"])
     self.o_proj = linear(values, dim)
 
   def _init_state(self, B):
@@ -94,6 +94,7 @@ class DeltaNet(_DeltaBlock):
     dim: D, the width of input and output; a multiple of `num_heads`.
     num_heads: H.
     conv_size: W, the tokens that a convolution sees.
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; beta, norms, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -110,13 +111,14 @@ class DeltaNet(_DeltaBlock):
     *,
     num_heads: int,
     conv_size: int = 4,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     width = check_heads(dim, num_heads)
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    self._build(dim, num_heads, width, width, conv_size, options)
+    self._build(dim, num_heads, width, width, conv_size, norm_eps, options)
 
   def _mix(self, x, state, segment_ids):
     return self._mix_gated(x, state, segment_ids, log_decay=None, gate=None)
@@ -138,6 +140,7 @@ class GatedDeltaNet(_DeltaBlock):
     head_dim: K; None means D / H.
     expand_v: V / K.
     conv_size: W, the tokens that a convolution sees.
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, beta, norms, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -157,6 +160,7 @@ class GatedDeltaNet(_DeltaBlock):
     head_dim: int | None = None,
     expand_v: int = 2,
     conv_size: int = 4,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -166,7 +170,7 @@ class GatedDeltaNet(_DeltaBlock):
     key_dim = check_heads(dim, num_heads) if head_dim is None else head_dim
     value_dim = check_positive("head_dim", key_dim) * check_positive("expand_v", expand_v)
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    self._build(dim, num_heads, key_dim, value_dim, conv_size, options)
+    self._build(dim, num_heads, key_dim, value_dim, conv_size, norm_eps, options)
     linear = functools.partial(Linear, kernel_init=xavier_uniform(2**-2.5), **options)
     self.a_proj = linear(dim, num_heads)
     self.g_proj = linear(dim, num_heads * value_dim)

@@ -39,6 +39,7 @@ class GLA(Mixer[LinearAttentionState]):
     expand_k, expand_v: H K / D and H V / D. Longhorn's experiments use 1 and 2.
     gate_rank: the width of W_1 x.
     gate_logit_normalizer: tau; larger values move the decays towards 1.
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -60,6 +61,7 @@ class GLA(Mixer[LinearAttentionState]):
     expand_v: float = 1.0,
     gate_rank: int = 16,
     gate_logit_normalizer: float = 16.0,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -75,7 +77,7 @@ class GLA(Mixer[LinearAttentionState]):
     self.v_proj, self.g_proj = linear(dim, values), linear(dim, values)
     self.decay_down_proj = linear(dim, gate_rank)
     self.decay_up_proj = linear(gate_rank, keys, bias_init="zeros")
-    self.norm = RMSNorm(self.value_dim, param_dtype=param_dtype)
+    self.norm = RMSNorm(self.value_dim, eps=norm_eps, param_dtype=param_dtype)
     self.o_proj = linear(values, dim)
 
   def _init_state(self, B):
@@ -121,6 +123,7 @@ class RetNet(Mixer[RetNetState]):
     dim: D, the width of input and output.
     num_heads: H; it sets the decays, from 31/32 for the first head on.
     expand_v: H V / D.
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -139,6 +142,7 @@ class RetNet(Mixer[RetNetState]):
     *,
     num_heads: int,
     expand_v: float = 2.0,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -156,7 +160,7 @@ class RetNet(Mixer[RetNetState]):
     linear = functools.partial(Linear, kernel_init=xavier_uniform(2**-2.5), **options)
     self.q_proj, self.k_proj = linear(dim, dim), linear(dim, dim)
     self.v_proj, self.g_proj = linear(dim, values), linear(dim, values)
-    self.norm = RMSNorm(self.value_dim, param_dtype=param_dtype)
+    self.norm = RMSNorm(self.value_dim, eps=norm_eps, param_dtype=param_dtype)
     self.o_proj = linear(values, dim, kernel_init=xavier_uniform(1.0))
 
   def _init_state(self, B):

@@ -37,6 +37,7 @@ class GateLoop(Mixer[ComplexState]):
     dim: D, the width; a multiple of `num_heads`. The width of a head is K = D / H, for keys and
       values; the paper's largest models have D heads of width 1.
     num_heads: H.
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections and of the rotated q, k and of v; decays, angles, norm, state and
       sums are float32.
     param_dtype: of the parameters.
@@ -58,6 +59,7 @@ class GateLoop(Mixer[ComplexState]):
     dim: int,
     *,
     num_heads: int,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -69,7 +71,7 @@ class GateLoop(Mixer[ComplexState]):
     self.q_proj, self.k_proj, self.v_proj = linear(), linear(), linear()
     self.a_proj, self.p_proj = linear(bias_init="zeros"), linear(bias_init="zeros")
     self.g_proj = linear()
-    self.norm = RMSNorm(dim, param_dtype=param_dtype)
+    self.norm = RMSNorm(dim, eps=norm_eps, param_dtype=param_dtype)
     self.o_proj = linear()
 
   def _init_state(self, B):

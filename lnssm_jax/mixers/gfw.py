@@ -32,6 +32,7 @@ class GFW(QKVMixer[LinearAttentionState]):
     head_dim: K, the width of a head's queries and keys; None means D / H.
     gate_logit_normalizer: tau; larger values move the decays towards 1.
     num_layers: of the model, for the initial W_o (see `QKVMixer`).
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -51,6 +52,7 @@ class GFW(QKVMixer[LinearAttentionState]):
     head_dim: int | None = None,
     gate_logit_normalizer: float = 16.0,
     num_layers: int = 1,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -60,7 +62,7 @@ class GFW(QKVMixer[LinearAttentionState]):
     self.gate_logit_normalizer = check_normalizer(gate_logit_normalizer)
     linear = functools.partial(Linear, kernel_init=nnx.initializers.normal(0.02), **options)
     self.a_proj, self.c_proj = linear(dim, num_heads * self.key_dim), linear(dim, dim)
-    self.norm = LayerNorm(dim, param_dtype=param_dtype)
+    self.norm = LayerNorm(dim, eps=norm_eps, param_dtype=param_dtype)
 
   def _init_state(self, B):
     return self._empty_recurrent(B)

@@ -43,6 +43,7 @@ class GSA(Mixer[GSAState]):
     num_slots: M.
     gate_logit_normalizer: tau; larger values give the slots longer memory.
     scale: of the scores; a Python number.
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, scores, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -63,6 +64,7 @@ class GSA(Mixer[GSAState]):
     num_slots: int = 64,
     gate_logit_normalizer: float = 8.0,
     scale: float = 1.0,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -76,7 +78,7 @@ class GSA(Mixer[GSAState]):
     linear = functools.partial(Linear, dim, kernel_init=xavier_uniform(2**-2.5), **options)
     self.q_proj, self.k_proj, self.v_proj = linear(dim), linear(dim), linear(dim)
     self.f_proj = linear(num_heads * num_slots)
-    self.norm = RMSNorm(dim, param_dtype=param_dtype)
+    self.norm = RMSNorm(dim, eps=norm_eps, param_dtype=param_dtype)
     self.o_proj = linear(dim)
 
   def _init_state(self, B):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_layer
+from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_layer, check_norm_eps
 from lnssm_jax.mixers.common.initializers import channel_decay, orthogonal, shift_weight
 from lnssm_jax.mixers.common.norms import rms_norm_with_floor
 from lnssm_jax.mixers.common.projections import Linear
@@ -26,7 +26,6 @@ SHIFTS = ("qkvg", "kvg")
 # of W_q rose from 1.1 at step 20 to 1.3 at step 300, and from 1.0 to 4.0 with this floor. Below the
 # floor the norm is linear, of slope 100, about the slope found after one optimizer step; above it
 # nothing changes.
-_RMS_EPS = 1e-8
 _RMS_FLOOR = 1e-2
 
 # |k^| <= sqrt(D) only while gamma = 1, and gamma is learned: exp(20) = 4.9e8 leaves room for any
@@ -69,6 +68,7 @@ class LNSSM(Mixer[LNSSMState]):
     decay_first: eq. 14 prints two forms that differ. True is the state form above, which the
       paper's other equations and its code follow: a token d positions back has weight a^d. With
       False the state is read before it decays, and the weights are 1, 1, a, a^2, ...
+    norm_eps: added to the root mean square of queries and keys.
     dtype: of the projections, the features and v. float16 cannot represent the features, which then
       stay float32.
     param_dtype: of the parameters.
@@ -76,8 +76,8 @@ class LNSSM(Mixer[LNSSMState]):
   Sums, decays, norms and the state are float32 (float64 for float64 inputs).
 
   Deviations: the published RMSNorm is x / (rms(x) + 1e-8); here, where rms(x) < 0.01 the divisor is
-  0.01 + 1e-8, which bounds the gradient at the zero initialization (see the comment on `_RMS_EPS`).
-  And k is clipped to +-20 before exp.
+  0.01 + 1e-8, which bounds the gradient at the zero initialization (see the comment on
+  `_RMS_FLOOR`). And k is clipped to +-20 before exp.
 
   Raises:
     ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or `shift` is
@@ -98,6 +98,7 @@ class LNSSM(Mixer[LNSSMState]):
     num_layers: int = 1,
     shift: str = "qkvg",
     decay_first: bool = True,
+    norm_eps: float = 1e-8,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -105,7 +106,7 @@ class LNSSM(Mixer[LNSSMState]):
     self.head_dim = check_heads(dim, num_heads)
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     self.shift = check_choice("shift", shift, SHIFTS)
-    self.decay_first = decay_first
+    self.decay_first, self.norm_eps = decay_first, check_norm_eps(norm_eps)
     check_layer(layer, num_layers)
 
     param = lambda value: nnx.Param(value.astype(param_dtype))
@@ -161,7 +162,7 @@ class LNSSM(Mixer[LNSSMState]):
     return self.o_proj(gate * y.reshape(B, T, D)), LNSSMState(last, recurrent)
 
   def _norm(self, z):
-    return rms_norm_with_floor(z, self.gamma[...], eps=_RMS_EPS, floor=_RMS_FLOOR)
+    return rms_norm_with_floor(z, self.gamma[...], eps=self.norm_eps, floor=_RMS_FLOOR)
 
   def _features(self, q, k):
     """exp(q), exp(k) [B, T, H, K]; that of q up to a factor per token, which cancels in y."""

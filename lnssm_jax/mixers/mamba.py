@@ -189,6 +189,7 @@ class Mamba2(Mixer[Mamba2State]):
     state_dim: N, the width of b and c.
     conv_size: W.
     num_layers: of the model; W_o starts as that of a linear layer, divided by sqrt(num_layers).
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections and of x, b, c; dt, decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -210,6 +211,7 @@ class Mamba2(Mixer[Mamba2State]):
     state_dim: int = 128,
     conv_size: int = 4,
     num_layers: int = 1,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -236,7 +238,7 @@ class Mamba2(Mixer[Mamba2State]):
     rate = jax.random.uniform(rngs.params(), (H,), jnp.float32, 1.0, 16.0)
     self.log_rate = nnx.Param(jnp.log(rate).astype(param_dtype))
     self.skip = nnx.Param(jnp.ones(H, param_dtype))
-    self.norm = RMSNorm(E, param_dtype=param_dtype)
+    self.norm = RMSNorm(E, eps=norm_eps, param_dtype=param_dtype)
     self.o_proj = linear(E, dim, num_layers**-0.5)
 
   def _init_state(self, B):

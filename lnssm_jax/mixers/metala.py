@@ -8,7 +8,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
 from lnssm_jax.mixers.common.activations import log_gate, silu_gate
-from lnssm_jax.mixers.common.checks import check_head_widths, check_normalizer
+from lnssm_jax.mixers.common.checks import check_head_widths, check_norm_eps, check_normalizer
 from lnssm_jax.mixers.common.initializers import xavier_uniform
 from lnssm_jax.mixers.common.norms import layer_norm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
@@ -44,6 +44,7 @@ class MetaLA(Mixer[MetaLAState]):
     expand_k, expand_v: H K / D and H V / D.
     conv_size: W, the tokens that the convolution sees; it has no bias.
     gate_logit_normalizer: tau; larger values move the decays towards 1.
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -65,11 +66,13 @@ class MetaLA(Mixer[MetaLAState]):
     expand_v: float = 1.0,
     conv_size: int = 4,
     gate_logit_normalizer: float = 16.0,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     self.key_dim, self.value_dim = check_head_widths(dim, num_heads, expand_k, expand_v)
+    self.norm_eps = check_norm_eps(norm_eps)
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     self.gate_logit_normalizer = check_normalizer(gate_logit_normalizer)
     keys, values = num_heads * self.key_dim, num_heads * self.value_dim
@@ -105,6 +108,6 @@ class MetaLA(Mixer[MetaLAState]):
     gain = wide(self.own_gain[...]).reshape(self.num_heads, self.key_dim)
     own = jnp.sum(wide(q) * gain * k, axis=-1, keepdims=True)
     # sigmoid(z) - 1/2: the norm subtracts any constant, which would only cost digits here.
-    y = layer_norm(wide(y) + 0.5 * jnp.tanh(0.5 * own * wide(v)))
+    y = layer_norm(wide(y) + 0.5 * jnp.tanh(0.5 * own * wide(v)), eps=self.norm_eps)
     out = self.o_proj(silu_gate(merge_heads(y), self.g_proj(u)).astype(self.dtype))
     return out, MetaLAState(conv, recurrent)

@@ -25,9 +25,8 @@ from lnssm_jax.ops import LinearAttentionState, WKV4State, linear_attention, wkv
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
 
-# The published code divides by 8, the root of its head width, before a norm with this epsilon.
+# The published code divides by 8, the root of its head width, before the norm.
 _OUTPUT_DIVISOR = 8.0
-_NORM_EPS = 1e-5
 
 # exp(-exp(20)) is 0 in float64 already; a larger exponent would only overflow exp(w) itself.
 _LARGEST_RATE = 20.0
@@ -134,7 +133,7 @@ class _MatrixValued(Mixer[RWKV5State]):
   head_dim: int
   dtype: jnp.dtype
 
-  def _build(self, layer, num_layers, *, dtype, param_dtype, rngs):
+  def _build(self, layer, num_layers, *, norm_eps, dtype, param_dtype, rngs):
     linear = functools.partial(
       Linear, self.dim, self.dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
@@ -142,7 +141,7 @@ class _MatrixValued(Mixer[RWKV5State]):
     self.r_proj, self.k_proj = linear(kernel_init=large), linear(kernel_init=small)
     self.v_proj, self.g_proj = linear(kernel_init=large), linear(kernel_init=small)
     self.o_proj = linear(kernel_init=nnx.initializers.zeros_init())
-    self.norm = LayerNorm(self.dim, param_dtype=param_dtype)
+    self.norm = LayerNorm(self.dim, eps=norm_eps, param_dtype=param_dtype)
     height = (1.0 + jnp.asarray(layer, jnp.float32)) / num_layers
     self.norm.scale = nnx.Param(jnp.full(self.dim, height**0.7).astype(param_dtype))
 
@@ -153,7 +152,7 @@ class _MatrixValued(Mixer[RWKV5State]):
 
   def _output(self, y: jax.Array, of_g: jax.Array) -> jax.Array:
     """W_o of the normalized, gated y [B, T, H, K]; `of_g` [B, T, D] is the input of the gate."""
-    y = merge_heads(layer_norm(wide(y) / _OUTPUT_DIVISOR, eps=_NORM_EPS))
+    y = merge_heads(layer_norm(wide(y) / _OUTPUT_DIVISOR, eps=self.norm.eps))
     y = y * wide(self.norm.scale[...]) + wide(self.norm.bias[...])
     return self.o_proj(silu_gate(y, self.g_proj(of_g)).astype(self.dtype))
 
@@ -177,6 +176,7 @@ class RWKV5(_MatrixValued):
     num_heads: H.
     layer, num_layers: the layer's index in its model, for the initial decays, bonuses and shifts.
       `layer` counts from 0 and may be traced.
+    norm_eps: eps of the norm, after the published division of y by 8.
     dtype: of the projections and of r, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -193,6 +193,7 @@ class RWKV5(_MatrixValued):
     num_heads: int,
     layer: int | jax.Array = 0,
     num_layers: int = 1,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -208,7 +209,9 @@ class RWKV5(_MatrixValued):
     self.mu_g = param(shift_weight(dim, **place, power=0.5))
     self.w = param(channel_decay(dim, **place, lowest=-6.0, span=5.0))
     self.u = param(zigzag_bonus(dim, **place))
-    self._build(layer, num_layers, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    self._build(
+      layer, num_layers, norm_eps=norm_eps, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+    )
 
   def _mix(self, x, state, segment_ids):
     previous, recurrent = state if state is not None else (None, None)
@@ -256,6 +259,7 @@ class RWKV6(_MatrixValued):
       `layer` counts from 0 and may be traced.
     mix_rank: the width of M_1 for one stream.
     gate_rank: the width of W_1.
+    norm_eps: eps of the norm, after the published division of y by 8.
     dtype: of the projections and of r, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -275,6 +279,7 @@ class RWKV6(_MatrixValued):
     num_layers: int = 1,
     mix_rank: int = 32,
     gate_rank: int = 64,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -299,7 +304,7 @@ class RWKV6(_MatrixValued):
     self.mix_up = nnx.Param(small(rngs.params(), (5, mix_rank, dim), param_dtype))
     self.decay_down_proj = Linear(dim, gate_rank, kernel_init=zeros, **options)
     self.decay_up_proj = Linear(gate_rank, dim, kernel_init=small, **options)
-    self._build(layer, num_layers, **options)
+    self._build(layer, num_layers, norm_eps=norm_eps, **options)
 
   def _mix(self, x, state, segment_ids):
     previous, recurrent = state if state is not None else (None, None)

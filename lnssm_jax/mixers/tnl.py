@@ -65,6 +65,7 @@ class TNL(Mixer[TNLState]):
       A model of one layer has the decays of a first layer.
     positions: "lrpe", or "none" in every layer, with half the state.
     gate_rank: the width of W_g x; None means K.
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -87,6 +88,7 @@ class TNL(Mixer[TNLState]):
     num_layers: int = 1,
     positions: str = "lrpe",
     gate_rank: int | None = None,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -104,7 +106,7 @@ class TNL(Mixer[TNLState]):
 
     self.q_proj, self.k_proj, self.v_proj = linear(), linear(), linear()
     self.gate_down_proj, self.gate_up_proj = linear(dim, rank), linear(rank, dim)
-    self.norm = LayerNorm(dim, param_dtype=param_dtype)
+    self.norm = LayerNorm(dim, eps=norm_eps, param_dtype=param_dtype)
     self.o_proj = linear()
     if positions == "none":
       self.theta = None

@@ -90,8 +90,8 @@ class Block(nnx.Module):
   `mixer` is a name in `MIXERS` or a class, `channel_mixer` a name in `CHANNEL_MIXERS`;
   `LanguageModel` checks them. With the channel mixer "none" the block ends after the mixer.
   `num_heads`, `layer` and `num_layers` go to mixers that take them; `num_heads=None` leaves a mixer
-  its own default. `norm` is a name in `NORMS`. `residual_scale` is a factor of the initial output
-  kernel of an MLP. `sequence_axis` shards time, as in `LanguageModel`.
+  its own default. `norm` is a name in `NORMS`, with `norm_eps`. `residual_scale` is a factor of the
+  initial output kernel of an MLP. `sequence_axis` shards time, as in `LanguageModel`.
   """
 
   def __init__(
@@ -106,6 +106,7 @@ class Block(nnx.Module):
     channel_mixer: str,
     channel_hidden: int | None = None,
     norm: str = "layer",
+    norm_eps: float = 1e-5,
     residual_scale: float = 1.0,
     sequence_axis: str | None = None,
     dtype,
@@ -113,7 +114,7 @@ class Block(nnx.Module):
     rngs: nnx.Rngs,
   ):
     dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-    new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
+    new_norm = lambda: NORMS[norm](dim, eps=norm_eps, param_dtype=param_dtype, rngs=rngs)
     self.mixer_norm = new_norm()
     place: dict[str, Any] = {"layer": layer, "num_layers": num_layers}
     self.mixer = make_mixer(

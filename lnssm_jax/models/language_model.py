@@ -82,6 +82,7 @@ class LanguageModel(nnx.Module):
     channel_mixer: a name in `CHANNEL_MIXERS`.
     channel_hidden: its number of hidden channels; None takes its default.
     norm: "layer" (LayerNorm with bias) or "rms" (RMSNorm), for all norms of the model.
+    norm_eps: eps of these norms, under the root. Those inside mixers are options of the mixer.
     embedding_norm: whether a norm follows the embedding.
     tie_embeddings: whether the head is the embedding's transpose.
     initialization: of what is not a mixer, a name in `INITIALIZATIONS`. "lnssm": an orthogonal
@@ -121,6 +122,7 @@ class LanguageModel(nnx.Module):
     channel_mixer: str = "gpt2",
     channel_hidden: int | None = None,
     norm: str = "layer",
+    norm_eps: float = 1e-5,
     embedding_norm: bool = True,
     tie_embeddings: bool = False,
     initialization: str | None = None,
@@ -161,7 +163,7 @@ class LanguageModel(nnx.Module):
         "leaves them so: the model would start silent. Use 'gpt2', or embedding_norm=True."
       )
     start = INITIALIZATIONS[initialization](vocab_size, dim, num_layers)
-    new_norm = lambda: NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
+    new_norm = lambda: NORMS[norm](dim, eps=norm_eps, param_dtype=param_dtype, rngs=rngs)
     self.embedding = nnx.Param(start.embedding(rngs.params(), (vocab_size, dim), param_dtype))
     self.embedding_norm = new_norm() if embedding_norm else None
 
@@ -176,6 +178,7 @@ class LanguageModel(nnx.Module):
         channel_mixer=channel_mixer,
         channel_hidden=channel_hidden,
         norm=norm,
+        norm_eps=norm_eps,
         residual_scale=start.residual_scale,
         sequence_axis=sequence_axis,
         dtype=dtype,

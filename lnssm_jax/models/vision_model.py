@@ -51,9 +51,10 @@ def _parameters(tree: Mapping[str, Any]) -> nnx.Dict:
 class VisionBlock(nnx.Module):
   """x + bidirectional(norm(x))."""
 
-  def __init__(self, mixer: str | type[Mixer], dim: int, *, norm: str, **options):
+  def __init__(self, mixer: str | type[Mixer], dim: int, *, norm: str, norm_eps: float, **options):
     self.dtype = options["dtype"]
-    self.norm = NORMS[norm](dim, param_dtype=options["param_dtype"], rngs=options["rngs"])
+    of_norm = {"param_dtype": options["param_dtype"], "rngs": options["rngs"]}
+    self.norm = NORMS[norm](dim, eps=norm_eps, **of_norm)
     self.mixer = Bidirectional(lambda: make_mixer(mixer, dim, **options), shared=SHARED)
 
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -70,8 +71,9 @@ class VisionModel(nnx.Module):
   Args:
     image_size: height and width, a multiple of `patch_size`.
     patch_size, channels: a patch is `patch_size`^2 `channels` numbers; there are P of them.
-    dim, num_layers, num_heads, mixer, mixer_options, norm, remat: as for `LanguageModel`, with one
-      mixer; ViL-T has dim=192, ViL-S 384, both 24 layers and patches of 16 in images of 224.
+    dim, num_layers, num_heads, mixer, mixer_options, norm, norm_eps, remat: as for
+      `LanguageModel`, with one mixer; ViL-T has dim=192, ViL-S 384, both 24 layers and patches of
+      16 in images of 224.
     dtype: of matrix products and the residual stream; norms and logits are float32.
 
   Raises:
@@ -94,6 +96,7 @@ class VisionModel(nnx.Module):
     mixer: str | type[Mixer] = "longhorn",
     mixer_options: Mapping[str, Any] | None = None,
     norm: str = "rms",
+    norm_eps: float = 1e-5,
     remat: str = "none",
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -128,6 +131,7 @@ class VisionModel(nnx.Module):
         mixer,
         dim,
         norm=norm,
+        norm_eps=norm_eps,
         num_heads=num_heads,
         layer=layer,
         num_layers=num_layers,
@@ -139,7 +143,7 @@ class VisionModel(nnx.Module):
 
     keys = jax.random.split(rngs.params(), num_layers)
     self.blocks = jax.vmap(block)(keys, jnp.arange(num_layers))
-    self.norm = NORMS[norm](dim, param_dtype=param_dtype, rngs=rngs)
+    self.norm = NORMS[norm](dim, eps=norm_eps, param_dtype=param_dtype, rngs=rngs)
     self.head = linear(dim, num_classes, jnp.float32)
 
   @under_auto_axes(argument=1)

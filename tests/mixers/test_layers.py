@@ -1,6 +1,7 @@
 """The small layers that mixers share."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lnssm_jax.mixers import MIXERS
 from lnssm_jax.mixers.common.activations import exact_gelu, silu_gate
 from lnssm_jax.mixers.common.norms import (
   LayerNorm,
@@ -167,3 +169,27 @@ def test_exact_gelu_and_its_derivative(dtype, error):
   )
   reverse = jax.vmap(jax.grad(exact_gelu))(x)
   np.testing.assert_array_equal(np.asarray(reverse, np.float64), np.asarray(slope, np.float64))
+
+
+NORMED = (
+  "gla", "retnet", "delta_net", "gated_delta_net", "gsa", "gateloop", "gfw", "tnl", "mamba2",
+  "metala", "rwkv5", "rwkv6", "lnssm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_norm_eps_of_a_mixer_is_that_of_its_norm(name):
+  """Seen in the jaxpr, where the number is added under the root or to it."""
+  heads = {"num_heads": 2} if "num_heads" in MIXERS[name].set_by_model else {}
+  x = jax.ShapeDtypeStruct((1, 4, 32), jnp.float32)
+
+  def program(**options):
+    build = lambda: MIXERS[name](32, **heads, **options, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(jax.eval_shape(build), nnx.Param)
+    return str(jax.make_jaxpr(lambda p, x: nnx.merge(graph, p)(x)[0])(params, x))
+
+  assert "0.3125" in program(norm_eps=0.3125)
+  assert "0.3125" not in program()
+  for wrong in (0, 1.0, True, "1e-5"):
+    with pytest.raises(ValueError, match=re.escape(f"norm_eps={wrong!r} must be a number")):
+      program(norm_eps=wrong)

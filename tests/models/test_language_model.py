@@ -175,6 +175,12 @@ def test_norms_have_an_epsilon_of_1e_5_under_the_root(name):
   np.testing.assert_allclose(norm(jnp.float32(x)), want, rtol=1e-4)
 
 
+def test_norm_eps_is_that_of_all_norms_of_the_model():
+  model = abstract_model(**SIZES, norm="rms", norm_eps=1e-6)
+  norms = (model.embedding_norm, model.blocks.mixer_norm, model.blocks.channel_norm, model.norm)
+  assert [norm.eps for norm in norms] == [1e-6] * 4
+
+
 @pytest.mark.parametrize(
   ("options", "embedding", "head", "down"),
   [

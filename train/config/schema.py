@@ -21,6 +21,7 @@ class Model:
   channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
   mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
   norm: Literal["layer", "rms"] = "layer"
+  norm_eps: float = 1e-5
   embedding_norm: bool = True
   initialization: Literal["lnssm", "gpt2"] | None = None  # None: by `embedding_norm` and tying
   tie_embeddings: bool = False  # the output head is the transposed embedding
@@ -42,6 +43,7 @@ class Model:
       f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}, and all"
       f" heads have the same width. Use model.dim={near}, or another number of heads.",
     )
+    check(0 < self.norm_eps < 1, f"model.norm_eps={self.norm_eps} must be between 0 and 1.")
     _check_json("model.mixer_options", self.mixer_options)
 
 

@@ -25,6 +25,7 @@ def build_model(
     channel_mixer=model.channel_mixer,
     channel_hidden=model.channel_hidden,
     norm=model.norm,
+    norm_eps=model.norm_eps,
     embedding_norm=model.embedding_norm,
     initialization=model.initialization,
     tie_embeddings=model.tie_embeddings,

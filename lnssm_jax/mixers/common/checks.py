@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
-from numbers import Integral
+from numbers import Integral, Real
 
 import jax
 
@@ -25,6 +25,13 @@ def check_positive(name: str, value: int) -> int:
   if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
     raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
   return int(value)
+
+
+def check_norm_eps(eps: float) -> float:
+  """Returns the eps of a norm; raises `ValueError` unless it is a positive number."""
+  if isinstance(eps, bool) or not isinstance(eps, Real) or not 0 < eps < 1:
+    raise ValueError(f"norm_eps={eps!r} must be a number between 0 and 1, such as 1e-5.")
+  return float(eps)
 
 
 def check_heads(dim: int, num_heads: int) -> int:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lnssm_jax.mixers.common.checks import check_norm_eps
 from lnssm_jax.ops.norms.api import normalize
 
 
@@ -48,7 +49,7 @@ class Norm(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs | None = None,
   ):
-    self.eps = eps
+    self.eps = check_norm_eps(eps)
     self.scale = nnx.Param(jnp.ones(size, param_dtype))
     self.bias = nnx.Param(jnp.zeros(size, param_dtype)) if self.center else None
     if rngs is not None:
