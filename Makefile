@@ -9,6 +9,7 @@
 #   make test-gpu                       the kernels on a Hopper GPU
 #   make docs                           the pages of docs/ and an API reference, in site/
 #   make goldens                        the float64 references of the ops' tests
+#   make test-peers                     our layers next to those of torch, transformers and fla
 
 JAX ?=
 VENV := $(if $(JAX),.venv-jax-$(JAX),.venv)
@@ -27,7 +28,7 @@ DEV_ENV := $(VENV)/.ready-dev
 DOCS_ENV := $(VENV)/.ready-docs
 endif
 
-.PHONY: train test test-all test-mutations test-gpu goldens lint format docs clean
+.PHONY: train test test-all test-mutations test-gpu test-peers goldens lint format docs clean
 
 train: $(TRAIN_ENV)
 	$(RUN) -m train fit --config configs/quickstart.py $(ARGS)
@@ -43,6 +44,19 @@ test-mutations: $(DEV_ENV)
 
 goldens: $(DEV_ENV)
 	JAX_PLATFORMS=cpu $(RUN) -m tests.ops.golden
+
+# The other side has an environment and a Python of its own, for which its packages exist.
+PEERS_PYTHON ?= python3.11
+PEERS := tests/peers/requirements
+test-peers: $(DEV_ENV) .venv-peers/.ready
+	.venv-peers/bin/python -m tests.peers.record
+	$(RUN) -m pytest tests/peers $(ARGS)
+
+.venv-peers/.ready: $(PEERS).txt $(PEERS)-without-dependencies.txt
+	$(PEERS_PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install -r $(PEERS).txt
+	.venv-peers/bin/python -m pip install --no-deps -r $(PEERS)-without-dependencies.txt
+	touch $@
 
 test-gpu: $(DEV_ENV)
 	$(RUN) -m pytest tests/gpu -m gpu $(ARGS)

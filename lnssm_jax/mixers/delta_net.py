@@ -8,10 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.checks import check_heads, check_positive
+from lnssm_jax.mixers.common.checks import (
+  check_choice,
+  check_head_widths,
+  check_heads,
+  check_positive,
+)
 from lnssm_jax.mixers.common.initializers import step_size_bias, xavier_uniform
 from lnssm_jax.mixers.common.norms import RMSNorm, unit_norm
-from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, repeat_heads, split_heads
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
 from lnssm_jax.ops import ConvState, DeltaRuleState, delta_rule
 from lnssm_jax.ops.core.precision import wide
@@ -21,14 +26,23 @@ from lnssm_jax.ops.core.states import register_state
 _LOWEST_RATE = 1e-4
 
 
+QK_NORMS = ("l2", "sum")
+QK_ACTIVATIONS = {
+  "silu": jax.nn.silu,
+  "relu": jax.nn.relu,
+  "elu": lambda x: jax.nn.elu(x) + 1,
+  "identity": lambda x: x,
+}
+
+
 @register_state
 class DeltaNetState(NamedTuple):
   """Recurrent state of `DeltaNet` and `GatedDeltaNet`, float32."""
 
-  q_conv: ConvState  # inputs [B, W - 1, H K]
+  q_conv: ConvState  # inputs [B, W - 1, H K], empty without convolutions
   k_conv: ConvState  # inputs [B, W - 1, H K]
-  v_conv: ConvState  # inputs [B, W - 1, H V]
-  recurrent: DeltaRuleState  # kv [B, H, K, V]
+  v_conv: ConvState  # inputs [B, W - 1, H' V], H' value heads
+  recurrent: DeltaRuleState  # kv [B, H', K, V]
 
 
 class _DeltaBlock(Mixer[DeltaNetState]):
@@ -36,46 +50,83 @@ class _DeltaBlock(Mixer[DeltaNetState]):
 
   set_by_model = ("num_heads",)
 
-  def _build(self, dim, num_heads, key_dim, value_dim, conv_size, norm_eps, options):
+  def _build(
+    self,
+    dim,
+    num_heads,
+    num_value_heads,
+    key_dim,
+    value_dim,
+    *,
+    conv_size,
+    conv_bias,
+    qk_activation="silu",
+    qk_norm="l2",
+    allow_neg_eigval,
+    use_beta=True,
+    norm_eps,
+    options,
+  ):
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(options["dtype"])
+    self.num_value_heads = num_value_heads
     self.key_dim, self.value_dim = key_dim, value_dim
-    keys, values = num_heads * key_dim, num_heads * value_dim
+    self.qk_activation, self.qk_norm = qk_activation, qk_norm
+    self.largest_beta = 2.0 if allow_neg_eigval else 1.0
+    keys, values = num_heads * key_dim, num_value_heads * value_dim
     linear = functools.partial(Linear, kernel_init=xavier_uniform(2**-2.5), **options)
     self.q_proj, self.k_proj = linear(dim, keys), linear(dim, keys)
-    self.v_proj, self.b_proj = linear(dim, values), linear(dim, num_heads)
-    conv = functools.partial(ShortConvolution, use_bias=False, activation="silu", **options)
-    self.q_conv, self.k_conv, self.v_conv = (conv(n, conv_size) for n in (keys, keys, values))
+    self.v_proj = linear(dim, values)
+    self.b_proj = linear(dim, num_value_heads) if use_beta else None
+    conv = functools.partial(ShortConvolution, use_bias=conv_bias, **options)
+    qk_conv = functools.partial(conv, activation="silu" if qk_activation == "silu" else None)
+    self.q_conv, self.k_conv = qk_conv(keys, conv_size), qk_conv(keys, conv_size)
+    self.v_conv = conv(values, conv_size, activation="silu")
     self.norm = RMSNorm(value_dim, eps=norm_eps, param_dtype=options["param_dtype"])
     self.o_proj = linear(values, dim)
 
   def _init_state(self, B):
-    kv = jnp.zeros((B, self.num_heads, self.key_dim, self.value_dim), jnp.float32)
+    kv = jnp.zeros((B, self.num_value_heads, self.key_dim, self.value_dim), jnp.float32)
     q_conv, k_conv, v_conv = (c.init_state(B) for c in (self.q_conv, self.k_conv, self.v_conv))
     return DeltaNetState(q_conv, k_conv, v_conv, DeltaRuleState(kv))
+
+  def _queries_or_keys(self, z: jax.Array) -> jax.Array:
+    """[B, T, H, K] after convolution and silu -> normalized, once per value head, in `dtype`."""
+    if self.qk_activation != "silu":
+      z = QK_ACTIVATIONS[self.qk_activation](wide(z))
+    if self.qk_norm == "l2":
+      z = unit_norm(z, dtype=self.dtype)
+    else:
+      z = (wide(z) / jnp.sum(wide(z), axis=-1, keepdims=True)).astype(self.dtype)
+    return repeat_heads(z, self.num_value_heads // self.num_heads)
 
   def _mix_gated(self, x, state, segment_ids, *, log_decay, gate):
     """(W_o (RMSNorm(y) * silu(gate)), the state after the last token)."""
     q_conv, k_conv, v_conv, recurrent = state if state is not None else (None,) * 4
 
-    def stream(z, conv, conv_state):
+    def stream(z, conv, conv_state, heads):
       z, conv_state = conv(z, conv_state, segment_ids)
-      return split_heads(z, self.num_heads), conv_state
+      return split_heads(z, heads), conv_state
 
-    q, q_conv = stream(self.q_proj(x), self.q_conv, q_conv)
-    k, k_conv = stream(self.k_proj(x), self.k_conv, k_conv)
-    v, v_conv = stream(self.v_proj(x), self.v_conv, v_conv)
+    q, q_conv = stream(self.q_proj(x), self.q_conv, q_conv, self.num_heads)
+    k, k_conv = stream(self.k_proj(x), self.k_conv, k_conv, self.num_heads)
+    v, v_conv = stream(self.v_proj(x), self.v_conv, v_conv, self.num_value_heads)
+    if self.b_proj is None:
+      beta = jnp.full((*x.shape[:2], self.num_value_heads), self.largest_beta, wide(x).dtype)
+    else:
+      beta = jax.nn.sigmoid(wide(self.b_proj(x)))
+      beta = beta if self.largest_beta == 1 else self.largest_beta * beta
     y, recurrent = delta_rule(
-      unit_norm(q, dtype=self.dtype),
-      unit_norm(k, dtype=self.dtype),
+      self._queries_or_keys(q),
+      self._queries_or_keys(k),
       v.astype(self.dtype),
-      jax.nn.sigmoid(wide(self.b_proj(x))),
+      beta,
       log_decay=log_decay,
       scale=self.key_dim**-0.5,
       axis_name=self.sequence_axis,
       initial_state=recurrent,
       segment_ids=segment_ids,
     )
-    gate = None if gate is None else split_heads(gate, self.num_heads)
+    gate = None if gate is None else split_heads(gate, self.num_value_heads)
     out = self.o_proj(merge_heads(self.norm(y, gate=gate, dtype=self.dtype)))
     return out, DeltaNetState(q_conv, k_conv, v_conv, recurrent)
 
@@ -87,19 +138,31 @@ class DeltaNet(_DeltaBlock):
       S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    beta_t = sigmoid(W_b x_t)
       y_t = K^(-1/2) S_t^T q_t,      out_t = W_o RMSNorm(y_t)                      per head
 
-  unit(z) = z / sqrt(sum(z^2) + 1e-6) per head; K = V = D / H. The norm is over the V channels of
-  each head, with one scale [V] for all heads.
+  unit(z) = z / sqrt(sum(z^2) + 1e-6) per head. The norm is over the V channels of each head, with
+  one scale [V] for all heads. The defaults are those of fla's layer, `DeltaNet`, and every option
+  is one of its options; its models have norm_eps=1e-6.
 
   Args:
-    dim: D, the width of input and output; a multiple of `num_heads`.
+    dim: D, the width of input and output.
     num_heads: H.
-    conv_size: W, the tokens that a convolution sees.
+    expand_k, expand_v: H K / D and H V / D.
+    conv_size: W, the tokens that a convolution sees; None leaves the three convolutions out
+      ("use_short_conv" in fla).
+    conv_bias: whether the convolutions have a bias.
+    qk_activation: of queries and keys, "silu", "relu", "elu" (elu + 1) or "identity".
+    qk_norm: "l2" for unit(z), or "sum" for z / sum(z), as Schlag et al. 2021, eq. 23, have it. That
+      needs positive numbers, qk_activation="elu".
+    allow_neg_eigval: beta_t = 2 sigmoid(W_b x_t), with which I - beta k k^T may reflect
+      (Grazzi et al. 2025).
+    use_beta: without, beta_t = 1 (2 with `allow_neg_eigval`).
+    use_gate: out_t = W_o (silu(W_g x_t) * RMSNorm(y_t)).
     norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; beta, norms, state and sums are float32.
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: `dim` is not a multiple of `num_heads`, or a size is not positive.
+    ValueError: a size is not positive, keys or values do not divide evenly among the heads, an
+      option is unknown, or qk_norm="sum" has features that are not positive.
 
   Source: DeltaNet (Yang et al. 2024), section 3.3; all kernels start Xavier-uniform with gain
   2^(-5/2), as those of GLA.
@@ -110,18 +173,51 @@ class DeltaNet(_DeltaBlock):
     dim: int,
     *,
     num_heads: int,
-    conv_size: int = 4,
+    expand_k: float = 1.0,
+    expand_v: float = 1.0,
+    conv_size: int | None = 4,
+    conv_bias: bool = False,
+    qk_activation: str = "silu",
+    qk_norm: str = "l2",
+    allow_neg_eigval: bool = False,
+    use_beta: bool = True,
+    use_gate: bool = False,
     norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    width = check_heads(dim, num_heads)
+    check_heads(dim, num_heads)
+    key_dim, value_dim = check_head_widths(dim, num_heads, expand_k, expand_v)
+    check_choice("qk_activation", qk_activation, QK_ACTIVATIONS)
+    if check_choice("qk_norm", qk_norm, QK_NORMS) == "sum" and qk_activation != "elu":
+      raise ValueError(
+        f"qk_norm='sum' divides by the sum of the features, which may be 0 with qk_activation="
+        f"{qk_activation!r}; use qk_activation='elu', or qk_norm='l2'."
+      )
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    self._build(dim, num_heads, width, width, conv_size, norm_eps, options)
+    self._build(
+      dim,
+      num_heads,
+      num_heads,
+      key_dim,
+      value_dim,
+      conv_size=conv_size,
+      conv_bias=conv_bias,
+      qk_activation=qk_activation,
+      qk_norm=qk_norm,
+      allow_neg_eigval=allow_neg_eigval,
+      use_beta=use_beta,
+      norm_eps=norm_eps,
+      options=options,
+    )
+    gate_init = xavier_uniform(2**-2.5)
+    values = num_heads * value_dim
+    self.g_proj = Linear(dim, values, kernel_init=gate_init, **options) if use_gate else None
 
   def _mix(self, x, state, segment_ids):
-    return self._mix_gated(x, state, segment_ids, log_decay=None, gate=None)
+    gate = None if self.g_proj is None else self.g_proj(x)
+    return self._mix_gated(x, state, segment_ids, log_decay=None, gate=gate)
 
 
 class GatedDeltaNet(_DeltaBlock):
@@ -132,21 +228,28 @@ class GatedDeltaNet(_DeltaBlock):
       y_t = K^(-1/2) S_t^T q_t,      out_t = W_o (silu(W_g x_t) * RMSNorm(y_t))
 
   with q, k, v, beta and the norm of `DeltaNet`. Initially the rate exp(log_rate) is uniform between
-  0 and 16, and softplus(b_a) log-uniform between 0.001 and 0.1.
+  0 and 16, and softplus(b_a) log-uniform between 0.001 and 0.1. The defaults are those of fla's
+  layer `GatedDeltaNet`, whose models have norm_eps=1e-6; Qwen3-Next has num_heads=16,
+  num_value_heads=32, expand_v=1 and norm_eps=1e-6; the models of the SSE paper conv_size=None.
 
   Args:
     dim: D, the width of input and output.
-    num_heads: H.
+    num_heads: H, of queries and keys.
+    num_value_heads: a multiple of H; a, beta and the state belong to these. None means H.
     head_dim: K; None means D / H.
     expand_v: V / K.
-    conv_size: W, the tokens that a convolution sees.
+    conv_size: W, the tokens that a convolution sees; None leaves the three convolutions out: q, k
+      and v are then silu of the projections.
+    conv_bias: whether the convolutions have a bias.
+    allow_neg_eigval: beta_t = 2 sigmoid(W_b x_t), as in `DeltaNet`.
+    use_gate: whether there is the output gate.
     norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, beta, norms, state and sums are float32.
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: a size is not positive, or, without `head_dim`, `dim` is not a multiple of
-      `num_heads`.
+    ValueError: a size is not positive, `num_value_heads` is not a multiple of `num_heads`, values
+      do not have a whole width, or, without `head_dim`, `dim` is not a multiple of `num_heads`.
 
   Source: Gated DeltaNet (Yang et al. 2025), section 3.4; initialization of the decay as in Mamba-2;
   all kernels start Xavier-uniform with gain 2^(-5/2), as those of GLA.
@@ -157,9 +260,13 @@ class GatedDeltaNet(_DeltaBlock):
     dim: int,
     *,
     num_heads: int,
+    num_value_heads: int | None = None,
     head_dim: int | None = None,
-    expand_v: int = 2,
-    conv_size: int = 4,
+    expand_v: float = 2,
+    conv_size: int | None = 4,
+    conv_bias: bool = False,
+    allow_neg_eigval: bool = False,
+    use_gate: bool = True,
     norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -167,18 +274,41 @@ class GatedDeltaNet(_DeltaBlock):
   ):
     check_positive("dim", dim)
     check_positive("num_heads", num_heads)
+    values = num_heads if num_value_heads is None else num_value_heads
+    if check_positive("num_value_heads", values) % num_heads:
+      raise ValueError(
+        f"num_value_heads={num_value_heads} is not a multiple of num_heads={num_heads}: each query "
+        "and key head serves equally many value heads."
+      )
     key_dim = check_heads(dim, num_heads) if head_dim is None else head_dim
-    value_dim = check_positive("head_dim", key_dim) * check_positive("expand_v", expand_v)
+    value_dim = round(expand_v * check_positive("head_dim", key_dim))
+    if value_dim < 1 or value_dim != expand_v * key_dim:
+      raise ValueError(
+        f"expand_v={expand_v} must be positive and give values a whole width, but with K={key_dim} "
+        f"it gives {expand_v * key_dim}; change one of the two."
+      )
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    self._build(dim, num_heads, key_dim, value_dim, conv_size, norm_eps, options)
+    self._build(
+      dim,
+      num_heads,
+      values,
+      key_dim,
+      value_dim,
+      conv_size=conv_size,
+      conv_bias=conv_bias,
+      allow_neg_eigval=allow_neg_eigval,
+      norm_eps=norm_eps,
+      options=options,
+    )
     linear = functools.partial(Linear, kernel_init=xavier_uniform(2**-2.5), **options)
-    self.a_proj = linear(dim, num_heads)
-    self.g_proj = linear(dim, num_heads * value_dim)
-    rate = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, 0.0, 16.0)
+    self.a_proj = linear(dim, values)
+    self.g_proj = linear(dim, values * value_dim) if use_gate else None
+    rate = jax.random.uniform(rngs.params(), (values,), jnp.float32, 0.0, 16.0)
     self.log_rate = nnx.Param(jnp.log(jnp.maximum(rate, _LOWEST_RATE)).astype(param_dtype))
     self.a_proj.draw_bias(step_size_bias, rngs)
 
   def _mix(self, x, state, segment_ids):
     rate = jnp.exp(wide(self.log_rate[...]))
     log_decay = -rate * jax.nn.softplus(self.a_proj(x))
-    return self._mix_gated(x, state, segment_ids, log_decay=log_decay, gate=self.g_proj(x))
+    gate = None if self.g_proj is None else self.g_proj(x)
+    return self._mix_gated(x, state, segment_ids, log_decay=log_decay, gate=gate)

@@ -63,6 +63,7 @@ class RGLRU(Mixer[RGLRUState]):
     num_heads: how many blocks R and I have.
     width: E, a multiple of `num_heads`; None means D.
     conv_size: W.
+    use_bias: whether W_x, W_y and W_o have biases, as in RecurrentGemma.
     dtype: of the projections and of x; gates, decays, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -70,8 +71,8 @@ class RGLRU(Mixer[RGLRUState]):
     ValueError: the width is not a multiple of `num_heads`, or a size is not positive.
 
   Source: Griffin (De et al. 2024), sections 2.2-2.4; initialization, first token and the bound of
-  the derivative as in RecurrentGemma's published code: kernels normal with variance 1 / inputs (the
-  convolution's 0.01 / W), biases zero. W_x, W_y and W_o have no biases here.
+  the derivative as in RecurrentGemma's published code, which is the layer with use_bias=True:
+  kernels normal with variance 1 / inputs (the convolution's 0.01 / W), biases zero.
   """
 
   set_by_model = ("num_heads",)
@@ -83,6 +84,7 @@ class RGLRU(Mixer[RGLRUState]):
     num_heads: int,
     width: int | None = None,
     conv_size: int = 4,
+    use_bias: bool = False,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -93,7 +95,8 @@ class RGLRU(Mixer[RGLRUState]):
     normal = functools.partial(
       nnx.initializers.variance_scaling, mode="fan_in", distribution="normal"
     )
-    linear = functools.partial(Linear, kernel_init=normal(1.0), **options)
+    bias_init = "zeros" if use_bias else None
+    linear = functools.partial(Linear, kernel_init=normal(1.0), bias_init=bias_init, **options)
     self.x_proj, self.y_proj = linear(dim, E), linear(dim, E)
     self.conv = ShortConvolution(E, conv_size, kernel_init=normal(0.01), **options)
     self.decay_gate = _BlockDiagonal(E, num_heads, **options)
@@ -110,7 +113,7 @@ class RGLRU(Mixer[RGLRUState]):
   def _mix(self, x, state, segment_ids):
     conv, recurrent, started = self.init_state(len(x)) if state is None else state
     gate = jax.nn.gelu(wide(self.y_proj(x)), approximate=True)
-    inner, conv = self.conv(self.x_proj(x), conv, segment_ids)
+    inner, conv = self.conv(self.x_proj(x).astype(self.dtype), conv, segment_ids)
 
     rate = jax.nn.sigmoid(self.decay_gate(inner)) * jax.nn.softplus(wide(self.decay_rate[...]))
     log_decay = -_EXPONENT * rate
@@ -126,7 +129,7 @@ class RGLRU(Mixer[RGLRUState]):
       initial_state=recurrent,
       segment_ids=segment_ids,
     )
-    out = self.o_proj((gate * h).astype(self.dtype))
+    out = self.o_proj((gate * h).astype(self.dtype)).astype(self.dtype)
     return out, RGLRUState(conv, recurrent, jnp.ones_like(started))
 
 

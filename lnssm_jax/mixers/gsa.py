@@ -9,13 +9,22 @@ from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
 from lnssm_jax.mixers.common.activations import log_gate
-from lnssm_jax.mixers.common.checks import check_heads, check_normalizer, check_positive
+from lnssm_jax.mixers.common.checks import (
+  check_choice,
+  check_groups,
+  check_heads,
+  check_normalizer,
+  check_positive,
+)
 from lnssm_jax.mixers.common.initializers import xavier_uniform
 from lnssm_jax.mixers.common.norms import RMSNorm
-from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
-from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, repeat_heads, split_heads
+from lnssm_jax.mixers.common.short_convolution import ShortConvolution, convolve_each
+from lnssm_jax.ops import ConvState, LinearAttentionState, linear_attention
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
+
+FEATURE_MAPS = {"silu": jax.nn.silu, "relu": jax.nn.relu}
 
 
 @register_state
@@ -24,6 +33,7 @@ class GSAState(NamedTuple):
 
   keys: LinearAttentionState  # kv [B, H, K, M], the slots' keys, transposed
   values: LinearAttentionState  # kv [B, H, M, V], the slots' values
+  convs: tuple[ConvState, ...] = ()  # with convolutions, the inputs of those of q, k, v
 
 
 class GSA(Mixer[GSAState]):
@@ -35,12 +45,18 @@ class GSA(Mixer[GSAState]):
       y_t = R_t^T softmax(scale * P_t q_t),      out_t = W_o RMSNorm(silu(y_t))
 
   Two linear attentions with a softmax between them. K = V = D / H. The norm is over all D channels,
-  with a scale for each.
+  with a scale for each. The options are those of fla's layer, `GatedSlotAttention`, which norms
+  with eps 1e-5 whatever its norm_eps (0.6.0).
 
   Args:
     dim: D, the width; a multiple of `num_heads`.
     num_heads: H.
+    num_kv_heads: the number of heads of keys, values and slots, a divisor of H: each serves equally
+      many query heads. None means H.
     num_slots: M.
+    feature_map: of queries and keys, "silu" or "relu".
+    conv_size: the tokens seen by the convolutions of q, k and v, each followed by silu; None for no
+      convolutions.
     gate_logit_normalizer: tau; larger values give the slots longer memory.
     scale: of the scores; a Python number.
     norm_eps: eps of the norm, under the root.
@@ -48,7 +64,8 @@ class GSA(Mixer[GSAState]):
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: `dim` is not a multiple of `num_heads`, or a size is not positive.
+    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive or does not fit, or
+      `feature_map` is unknown.
 
   Source: GSA (Zhang et al. 2024), section 3; activations, norm and scale as in its published code,
   whose kernels start Xavier-uniform with gain 2^(-5/2).
@@ -61,7 +78,10 @@ class GSA(Mixer[GSAState]):
     dim: int,
     *,
     num_heads: int,
+    num_kv_heads: int | None = None,
     num_slots: int = 64,
+    feature_map: str = "silu",
+    conv_size: int | None = None,
     gate_logit_normalizer: float = 8.0,
     scale: float = 1.0,
     norm_eps: float = 1e-5,
@@ -72,26 +92,43 @@ class GSA(Mixer[GSAState]):
     self.head_dim = check_heads(dim, num_heads)
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     self.num_slots = check_positive("num_slots", num_slots)
+    self.num_kv_heads = G = check_groups("num_kv_heads", num_kv_heads, num_heads)
+    self.feature_map = check_choice("feature_map", feature_map, FEATURE_MAPS)
+    keys = G * self.head_dim
     self.gate_logit_normalizer = check_normalizer(gate_logit_normalizer)
     self.scale = float(scale)
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     linear = functools.partial(Linear, dim, kernel_init=xavier_uniform(2**-2.5), **options)
-    self.q_proj, self.k_proj, self.v_proj = linear(dim), linear(dim), linear(dim)
-    self.f_proj = linear(num_heads * num_slots)
+    self.q_proj, self.k_proj, self.v_proj = linear(dim), linear(keys), linear(keys)
+    self.f_proj = linear(G * num_slots)
     self.norm = RMSNorm(dim, eps=norm_eps, param_dtype=param_dtype)
     self.o_proj = linear(dim)
+    conv = functools.partial(ShortConvolution, use_bias=False, activation="silu", **options)
+    convs = [None if conv_size is None else conv(n, conv_size) for n in (dim, keys, keys)]
+    self.q_conv, self.k_conv, self.v_conv = convs
+
+  @property
+  def _convs(self) -> tuple[ShortConvolution, ...]:
+    convs = (self.q_conv, self.k_conv, self.v_conv)
+    return tuple(conv for conv in convs if conv is not None)
 
   def _init_state(self, B):
     H, K, M = self.num_heads, self.head_dim, self.num_slots
     empty = lambda *shape: LinearAttentionState(jnp.zeros((B, H, *shape), jnp.float32), None)
-    return GSAState(keys=empty(K, M), values=empty(M, K))
+    convs = tuple(conv.init_state(B) for conv in self._convs)
+    return GSAState(keys=empty(K, M), values=empty(M, K), convs=convs)
 
   def _mix(self, x, state, segment_ids):
-    keys, values = state if state is not None else (None, None)
-    heads = lambda z: split_heads(z, self.num_heads)
-    stream = lambda projection: heads(jax.nn.silu(wide(projection(x))).astype(self.dtype))
-    q, k, v = stream(self.q_proj), stream(self.k_proj), stream(self.v_proj)
-    log_keep = heads(log_gate(self.f_proj(x), self.gate_logit_normalizer))
+    keys, values, convs = state if state is not None else (None, None, ())
+    streams = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+    streams, convs = convolve_each(self._convs, streams, convs, segment_ids)
+    G, groups = self.num_kv_heads, self.num_heads // self.num_kv_heads
+    grouped = lambda z: repeat_heads(split_heads(z, G), groups)
+    mapped = lambda z, function: function(wide(z)).astype(self.dtype)
+    feature_map = FEATURE_MAPS[self.feature_map]
+    q = split_heads(mapped(streams[0], feature_map), self.num_heads)
+    k, v = grouped(mapped(streams[1], feature_map)), grouped(mapped(streams[2], jax.nn.silu))
+    log_keep = grouped(log_gate(self.f_proj(x), self.gate_logit_normalizer))
     write = -jnp.expm1(log_keep)
     # The output has the dtype of the values: float32 for scores, which softmax magnifies.
     scores, keys = linear_attention(
@@ -115,4 +152,4 @@ class GSA(Mixer[GSAState]):
       segment_ids=segment_ids,
     )
     y = self.norm(jax.nn.silu(wide(merge_heads(y))))
-    return self.o_proj(y.astype(self.dtype)), GSAState(keys, values)
+    return self.o_proj(y.astype(self.dtype)), GSAState(keys, values, convs)

@@ -16,13 +16,14 @@ from lnssm_jax.mixers.common.complex_state import (
   to_complex,
 )
 from lnssm_jax.mixers.common.initializers import uniform_fan_in
-from lnssm_jax.mixers.common.norms import LayerNorm
+from lnssm_jax.mixers.common.norms import LayerNorm, RMSNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
 from lnssm_jax.ops import DiagonalState, LinearAttentionState, diagonal_scan, linear_attention
 from lnssm_jax.ops.core.precision import wide
 
 LOWER_BOUNDS = ("learned", "none")
 ACTIVATIONS = {"tanh": jnp.tanh, "silu": jax.nn.silu, "none": lambda x: x}
+HGRN2_VARIANTS = ("authors", "fla")
 OUTPUT_GATES = ("sigmoid", "none")
 
 # Replaces a lower bound of 0 where its logarithm is needed.
@@ -46,6 +47,10 @@ class HGRN2(Mixer[LinearAttentionState]):
       S_t = diag(lambda_t) S_{t-1} + (1 - lambda_t) v_t^T,    y_t = S_t^T q_t      per head
       out_t = W_o LayerNorm(y_t)                                         over all D channels
 
+  variant="fla" is the layer of fla's `HGRN2Attention`, which its published models have: there
+  q_t = silu(W_q x_t), v_t = W_v x_t, y_t = K^(-1/2) S_t^T q_t, an RMSNorm, whose eps is 1e-5
+  whatever its norm_eps says (0.6.0), and no biases.
+
   The lower bound gamma [D] is layer / num_layers at the start: upper layers have longer memory.
   That of the first layer is 0 and stays so.
 
@@ -60,12 +65,15 @@ class HGRN2(Mixer[LinearAttentionState]):
     num_heads: H.
     layer, num_layers: the layer's index in its model. `layer` counts from 0 and may be traced.
     lower_bound: "learned", or "none" for gamma = 0 in all layers.
+    variant: "authors", as above, or "fla".
+    output_bias: whether W_o has a bias. It has one in the authors' code, by default.
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or `lower_bound` is
-      unknown.
+    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or `lower_bound` or
+      `variant` is unknown.
 
   Source: HGRN2 (Qin et al. 2024), section 3; the activations are those of its published code. The
   projections and their biases start uniform within 1 / sqrt(D).
@@ -81,6 +89,9 @@ class HGRN2(Mixer[LinearAttentionState]):
     layer: int | jax.Array = 0,
     num_layers: int = 1,
     lower_bound: str = "learned",
+    variant: str = "authors",
+    output_bias: bool = False,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -90,32 +101,41 @@ class HGRN2(Mixer[LinearAttentionState]):
     init, options = uniform_fan_in(dim), {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     linear = functools.partial(Linear, dim, dim, kernel_init=init, **options)
     self.q_proj, self.f_proj, self.v_proj = linear(), linear(), linear()
-    for layer_with_bias in (self.q_proj, self.f_proj, self.v_proj):
-      layer_with_bias.draw_bias(init, rngs)
+    self.variant = check_choice("variant", variant, HGRN2_VARIANTS)
+    if variant == "authors":
+      for layer_with_bias in (self.q_proj, self.f_proj, self.v_proj):
+        layer_with_bias.draw_bias(init, rngs)
     self.bound = _bound(lower_bound, dim, layer, num_layers, param_dtype)
-    self.norm = LayerNorm(dim, param_dtype=param_dtype)
+    norm = LayerNorm if variant == "authors" else RMSNorm
+    self.norm = norm(dim, eps=norm_eps, param_dtype=param_dtype)
     self.o_proj = linear()
+    if output_bias:
+      self.o_proj.draw_bias(init, rngs)
 
   def _init_state(self, B):
     H, K = self.num_heads, self.head_dim
     return LinearAttentionState(jnp.zeros((B, H, K, K), jnp.float32), None)
 
   def _mix(self, x, state, segment_ids):
-    q = jax.nn.sigmoid(self.q_proj(x))
-    v = jax.nn.silu(self.v_proj(x))
-    log_decay, k = self._gates(self.f_proj(x))
+    q, v, scale = wide(self.q_proj(x)), wide(self.v_proj(x)), 1.0
+    if self.variant == "authors":
+      q, v = jax.nn.sigmoid(q), jax.nn.silu(v)
+    else:
+      q, scale = jax.nn.silu(q), self.head_dim**-0.5
+    log_decay, k = self._gates(wide(self.f_proj(x)))
     heads = lambda z: split_heads(z, self.num_heads)
     y, state = linear_attention(
       heads(q.astype(self.dtype)),
       heads(k.astype(self.dtype)),
       heads(v.astype(self.dtype)),
       log_decay=heads(log_decay),
-      scale=1.0,
+      scale=scale,
       axis_name=self.sequence_axis,
       initial_state=state,
       segment_ids=segment_ids,
     )
-    return self.o_proj(self.norm(merge_heads(y)).astype(self.dtype)), state
+    y = self.norm(merge_heads(y)).astype(self.dtype)
+    return self.o_proj(y).astype(self.dtype), state
 
   def _gates(self, f):
     """log(lambda) and 1 - lambda; exact to the dtype, with finite gradients, for every f."""
@@ -145,6 +165,8 @@ class HGRN(Mixer[ComplexState]):
     dim: D, the width.
     layer, num_layers: the layer's index in its model. `layer` counts from 0 and may be traced.
     lower_bound: "learned", or "none" for gamma = 0 in all layers.
+    output_bias: whether W_o has a bias. It has one in the authors' code, by default.
+    norm_eps: eps of the norm, under the root.
     dtype: of the projections; gates, decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -167,6 +189,8 @@ class HGRN(Mixer[ComplexState]):
     layer: int | jax.Array = 0,
     num_layers: int = 1,
     lower_bound: str = "learned",
+    output_bias: bool = False,
+    norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -181,8 +205,10 @@ class HGRN(Mixer[ComplexState]):
     self.bound = _bound(lower_bound, dim, layer, num_layers, param_dtype)
     theta = 1e4 ** (-2 * jnp.arange(dim, dtype=jnp.float32) / dim)
     self.theta = nnx.Param(theta.astype(param_dtype))
-    self.norm = LayerNorm(2 * dim, param_dtype=param_dtype)
+    self.norm = LayerNorm(2 * dim, eps=norm_eps, param_dtype=param_dtype)
     self.o_proj = linear(2 * dim, dim, kernel_init=uniform_fan_in(2 * dim))
+    if output_bias:
+      self.o_proj.draw_bias(uniform_fan_in(2 * dim), rngs)
 
   def _init_state(self, B):
     return empty_state(B, self.dim)
@@ -201,7 +227,7 @@ class HGRN(Mixer[ComplexState]):
       segment_ids=segment_ids,
     )
     y = self.norm(jnp.concatenate([h.real, h.imag], axis=-1)) * jax.nn.silu(self.g_proj(x))
-    return self.o_proj(y.astype(self.dtype)), from_complex(recurrent.h)
+    return self.o_proj(y.astype(self.dtype)).astype(self.dtype), from_complex(recurrent.h)
 
 
 class LRN(Mixer[DiagonalState]):

@@ -50,14 +50,17 @@ class Longhorn(_Longhorn[LonghornState]):
     dim: D, the width of input and output.
     expand: E / D.
     state_dim: N, the width of keys and queries.
-    conv_size: W.
+    conv_size: W; None leaves the convolution out.
     gate_rank: the width of r; None means D / 16, rounded up.
+    use_bias: whether W_in and W_o have biases.
+    conv_bias: whether the convolution has one.
+    inner_norm, norm_eps: RMSNorm of r, k_t and q_t, as in `Mamba`.
     num_layers: of the model; W_o starts as that of a linear layer, divided by sqrt(num_layers).
     dtype: of the projections and of x, k, q; beta, decays, state and sums are float32.
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: a size is not positive.
+    ValueError: a size is not positive, or `inner_norm` is unknown.
 
   Source: Longhorn (Liu et al. 2024), Algorithm 1; skip, gate and zero bias as in its published
   code; the block and its initialization are Mamba's.

@@ -10,10 +10,21 @@ from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
 from lnssm_jax.mixers.common.activations import silu_gate
-from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.mixers.common.checks import (
+  check_choice,
+  check_groups,
+  check_norm_eps,
+  check_positive,
+)
 from lnssm_jax.mixers.common.initializers import step_size_bias, uniform_fan_in
-from lnssm_jax.mixers.common.norms import RMSNorm
-from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads, split_linear
+from lnssm_jax.mixers.common.norms import RMSNorm, rms_norm
+from lnssm_jax.mixers.common.projections import (
+  Linear,
+  merge_heads,
+  repeat_heads,
+  split_heads,
+  split_linear,
+)
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
 from lnssm_jax.ops import (
   ConvState,
@@ -24,6 +35,9 @@ from lnssm_jax.ops import (
 )
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
+
+INNER_NORMS = ("none", "rms", "scaled_rms")
+NORM_ORDERS = ("gate_first", "norm_first", "none")
 
 
 class SelectiveBlock[State](Mixer[State]):
@@ -39,8 +53,11 @@ class SelectiveBlock[State](Mixer[State]):
     dim: D, the width of input and output.
     expand: E / D.
     state_dim: N, the state's width per channel.
-    conv_size: W.
+    conv_size: W; None leaves the convolution out.
     gate_rank: the width of r; None means D / 16, rounded up.
+    use_bias, conv_bias: whether W_in and W_o, and the convolution, have biases.
+    inner_norm: of r, b and c, before they are used: "none", "rms" (without scale) or "scaled_rms".
+    norm_eps: eps of these, under the root.
     num_layers: of the model; W_o starts as that of a linear layer, divided by sqrt(num_layers).
     dtype: of the projections and of x, b, c; the gate, decays, state and sums are float32.
     param_dtype: of the parameters.
@@ -56,8 +73,12 @@ class SelectiveBlock[State](Mixer[State]):
     *,
     expand: int = 2,
     state_dim: int = 16,
-    conv_size: int = 4,
+    conv_size: int | None = 4,
     gate_rank: int | None = None,
+    use_bias: bool = False,
+    conv_bias: bool = True,
+    inner_norm: str = "none",
+    norm_eps: float = 1e-6,
     num_layers: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -75,12 +96,17 @@ class SelectiveBlock[State](Mixer[State]):
       init = uniform_fan_in(inputs, gain=gain)
       return Linear(inputs, outputs, kernel_init=init, **more, **options)
 
-    self.in_proj = linear(dim, 2 * E)
-    self.conv = ShortConvolution(E, conv_size, activation="silu", **options)
+    bias_init = "zeros" if use_bias else None
+    self.in_proj = linear(dim, 2 * E, bias_init=bias_init)
+    self.conv = ShortConvolution(E, conv_size, use_bias=conv_bias, activation="silu", **options)
     self.x_proj = linear(E, gate_rank + 2 * N)
     self._gate_projection(functools.partial(linear, gate_rank, E))
     self.skip = nnx.Param(jnp.ones(E, param_dtype))
-    self.o_proj = linear(E, dim, num_layers**-0.5)
+    self.o_proj = linear(E, dim, num_layers**-0.5, bias_init=bias_init)
+    has_norms = check_choice("inner_norm", inner_norm, INNER_NORMS) != "none"
+    norm = {"eps": norm_eps, "use_scale": inner_norm == "scaled_rms", "param_dtype": param_dtype}
+    norms = [RMSNorm(n, **norm) if has_norms else None for n in (gate_rank, N, N)]
+    self.r_norm, self.b_norm, self.c_norm = norms
 
   def _gate_projection(self, linear) -> None:
     """Creates the projection of r; `linear(**options)` makes a `Linear` of its size."""
@@ -89,13 +115,16 @@ class SelectiveBlock[State](Mixer[State]):
   def _streams(self, u, conv, segment_ids):
     """Returns x, z [B, T, E], r [B, T, gate_rank], b, c [B, T, N] and the convolution's state."""
     x, z = split_linear(self.in_proj, u, [self.inner_dim] * 2)
-    x, conv = self.conv(x, conv, segment_ids)
+    x, conv = self.conv(x.astype(self.dtype), conv, segment_ids)
     rank, N = self.gate_rank, self.state_dim
     r, b, c = jnp.split(self.x_proj(x), [rank, rank + N], axis=-1)
+    norms = (self.r_norm, self.b_norm, self.c_norm)
+    normed = lambda norm, y: y if norm is None else norm(y, dtype=self.dtype)
+    r, b, c = map(normed, norms, (r, b, c))
     return x, z, r, b, c, conv
 
   def _output(self, y, z):
-    return self.o_proj(silu_gate(y, z).astype(self.dtype))
+    return self.o_proj(silu_gate(y, z).astype(self.dtype)).astype(self.dtype)
 
 
 @register_state
@@ -114,20 +143,27 @@ class Mamba(SelectiveBlock[MambaState]):
       S_t = exp(dt_t A) * S_{t-1} + (dt_t x_t) b_t^T              S: [E, N], A = -exp(a_log)
       out_t = W_o (silu(z_t) * (S_t c_t + skip * x_t))
 
-  Initially A_n = -n in each channel, dt is log-uniform between 0.001 and 0.1, skip = 1.
+  Initially A_n = -n in each channel, dt is log-uniform between 0.001 and 0.1, skip = 1. The
+  defaults are those of mamba-ssm's `Mamba` and of `MambaMixer` of transformers. FalconMamba has
+  inner_norm="rms", Jamba "scaled_rms".
 
   Args:
     dim: D, the width of input and output.
     expand: E / D.
     state_dim: N, the state's width per channel.
-    conv_size: W.
+    conv_size: W; None leaves the convolution out: x_t = silu(x').
     gate_rank: the width of r ("dt_rank" in mamba-ssm); None means D / 16, rounded up.
+    use_bias: whether W_in and W_o have biases.
+    conv_bias: whether the convolution has one.
+    inner_norm: RMSNorm of each of r, b_t and c_t before they are used: "none", "rms" (without
+      scale) or "scaled_rms".
+    norm_eps: eps of these norms, under the root.
     num_layers: of the model; W_o starts as that of a linear layer, divided by sqrt(num_layers).
     dtype: of the projections and of x; dt, A, state and sums are float32.
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: a size is not positive.
+    ValueError: a size is not positive, or `inner_norm` is unknown.
 
   Source: Mamba (Gu and Dao 2023), Algorithm 2 and section 3.4; initialization as in section 3.6 and
   its published code. The projections without a rule of their own start uniform within
@@ -166,7 +202,7 @@ class Mamba(SelectiveBlock[MambaState]):
 class Mamba2State(NamedTuple):
   """Recurrent state of `Mamba2`, float32."""
 
-  conv: ConvState  # inputs [B, W - 1, E + 2 N]
+  conv: ConvState  # inputs [B, W - 1, E + 2 G N]
   recurrent: LinearAttentionState  # kv [B, H, N, P]
 
 
@@ -178,23 +214,33 @@ class Mamba2(Mixer[Mamba2State]):
       S_t = exp(dt_t A) S_{t-1} + b_t (dt_t x_t)^T                        S: [N, P], A < 0 per head
       y_t = S_t^T c_t + skip x_t,      out_t = W_o RMSNorm(y_t * silu(z_t))
 
-  b and c are shared by all heads. A = -exp(log_rate) is a parameter; the decay is data-dependent
-  through dt. Initially -A is uniform between 1 and 16, dt log-uniform between 0.001 and 0.1,
-  skip = 1.
+  b and c are shared by all heads, or by those of one of G groups. A = -exp(log_rate) is a
+  parameter; the decay is data-dependent through dt. Initially -A is uniform between 1 and 16, dt
+  log-uniform between 0.001 and 0.1, skip = 1.
+
+  The defaults are those of mamba-ssm's `Mamba2`, and, but for its 8 groups, of `Mamba2Mixer` of
+  transformers. Groups are normed one by one, as in both. `FalconH1Mixer` has norm_order "none",
+  or another.
 
   Args:
     dim: D, the width of input and output.
     expand: E / D.
     head_dim: P; a divisor of E.
     state_dim: N, the width of b and c.
-    conv_size: W.
+    num_groups: G, a divisor of H ("n_groups", "ngroups").
+    conv_size: W; None leaves the convolution out.
+    use_bias: whether W_in and W_o have biases.
+    conv_bias: whether the convolution has one.
+    norm_order: "gate_first", as above; "norm_first" for RMSNorm(y_t) * silu(z_t), which mamba-ssm
+      calls norm_before_gate; "none" for y_t * silu(z_t).
     num_layers: of the model; W_o starts as that of a linear layer, divided by sqrt(num_layers).
     norm_eps: eps of the norm, under the root.
     dtype: of the projections and of x, b, c; dt, decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: a size is not positive, or `head_dim` does not divide E.
+    ValueError: a size is not positive or does not fit, `head_dim` does not divide E, or
+      `norm_order` is unknown.
 
   Source: Mamba-2 (Dao and Gu 2024), section 7.1; initialization as in its published code. The
   projections without a rule of their own start uniform within 1 / sqrt(inputs).
@@ -209,7 +255,11 @@ class Mamba2(Mixer[Mamba2State]):
     expand: int = 2,
     head_dim: int = 64,
     state_dim: int = 128,
-    conv_size: int = 4,
+    num_groups: int = 1,
+    conv_size: int | None = 4,
+    use_bias: bool = False,
+    conv_bias: bool = True,
+    norm_order: str = "gate_first",
     num_layers: int = 1,
     norm_eps: float = 1e-5,
     dtype=jnp.float32,
@@ -229,16 +279,24 @@ class Mamba2(Mixer[Mamba2State]):
     self.num_heads = H = E // head_dim
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
-    def linear(inputs, outputs, gain=1.0):
-      return Linear(inputs, outputs, kernel_init=uniform_fan_in(inputs, gain=gain), **options)
+    self.num_groups = G = check_groups("num_groups", num_groups, H)
+    self.norm_order = check_choice("norm_order", norm_order, NORM_ORDERS)
 
-    self.in_proj = linear(dim, 2 * E + 2 * N + H)
-    self.conv = ShortConvolution(E + 2 * N, conv_size, activation="silu", **options)
+    def linear(inputs, outputs, gain=1.0):
+      init, bias_init = uniform_fan_in(inputs, gain=gain), "zeros" if use_bias else None
+      return Linear(inputs, outputs, kernel_init=init, bias_init=bias_init, **options)
+
+    self.in_proj = linear(dim, 2 * E + 2 * G * N + H)
+    self.conv = ShortConvolution(
+      E + 2 * G * N, conv_size, use_bias=conv_bias, activation="silu", **options
+    )
     self.dt_bias = nnx.Param(step_size_bias(rngs.params(), (H,), param_dtype))
     rate = jax.random.uniform(rngs.params(), (H,), jnp.float32, 1.0, 16.0)
     self.log_rate = nnx.Param(jnp.log(rate).astype(param_dtype))
     self.skip = nnx.Param(jnp.ones(H, param_dtype))
-    self.norm = RMSNorm(E, eps=norm_eps, param_dtype=param_dtype)
+    self.norm_eps = check_norm_eps(norm_eps)
+    has_norm = norm_order != "none"
+    self.norm = RMSNorm(E, eps=norm_eps, param_dtype=param_dtype) if has_norm else None
     self.o_proj = linear(E, dim, num_layers**-0.5)
 
   def _init_state(self, B):
@@ -246,16 +304,16 @@ class Mamba2(Mixer[Mamba2State]):
     return Mamba2State(self.conv.init_state(B), LinearAttentionState(kv, None))
 
   def _mix(self, x, state, segment_ids):
-    B, T, _ = x.shape
-    E, N, H = self.inner_dim, self.state_dim, self.num_heads
+    E, G, H = self.inner_dim, self.num_groups, self.num_heads
+    N = G * self.state_dim
     conv, recurrent = state if state is not None else (None, None)
     z, inner, dt = split_linear(self.in_proj, x, [E, E + 2 * N, H])
-    inner, conv = self.conv(inner, conv, segment_ids)
+    inner, conv = self.conv(inner.astype(self.dtype), conv, segment_ids)
     inner, b, c = jnp.split(inner, [E, E + N], axis=-1)
 
     dt = jax.nn.softplus(wide(dt) + wide(self.dt_bias[...]))
     inner = split_heads(inner, H)  # [B, T, H, P]
-    shared = lambda z: jnp.broadcast_to(z[:, :, None], (B, T, H, N)).astype(self.dtype)
+    shared = lambda z: repeat_heads(split_heads(z, G), H // G).astype(self.dtype)
     y, recurrent = linear_attention(
       shared(c),
       shared(b),
@@ -267,5 +325,17 @@ class Mamba2(Mixer[Mamba2State]):
       segment_ids=segment_ids,
     )
     y = wide(y) + wide(self.skip[...])[:, None] * inner
-    y = self.norm(merge_heads(y), gate=z, gate_first=True, dtype=self.dtype)
-    return self.o_proj(y), Mamba2State(conv, recurrent)
+    y = self._normed(merge_heads(y), z).astype(self.dtype)
+    return self.o_proj(y).astype(self.dtype), Mamba2State(conv, recurrent)
+
+  def _normed(self, y, z):
+    """The gate and the norm, in the order of `norm_order`; y, z [B, T, E]."""
+    if self.norm is None:
+      return silu_gate(y, z)
+    gate_first = self.norm_order == "gate_first"
+    if self.num_groups == 1:
+      return self.norm(y, gate=z, gate_first=gate_first, dtype=self.dtype)
+    y = silu_gate(y, z) if gate_first else y
+    y = merge_heads(rms_norm(split_heads(wide(y), self.num_groups), eps=self.norm_eps))
+    y = y * wide(self.norm.scale[...])
+    return y if gate_first else silu_gate(y, z)

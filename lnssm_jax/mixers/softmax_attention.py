@@ -8,6 +8,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
+from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.qkv import QKVMixer
 from lnssm_jax.ops import AttentionState, attention, rotary_embedding
 from lnssm_jax.ops.core.halo import step_positions
@@ -20,7 +21,11 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
 
       q_t = R_t W_q x_t,  k_t = R_t W_k x_t,  v_t = W_v x_t       R_t rotates pairs of channels by t
       y_t = sum_{t - window < j <= t} p_tj v_j                                     per head
-      p_t = softmax_j(K^(-1/2) q_t . k_j),      out_t = W_o y_t
+      p_t = softmax_j(scale q_t . k_j),      out_t = W_o y_t,      scale = K^(-1/2)
+
+  The defaults are LLaMA's layer. With num_kv_heads it is that of Llama 3 and Mistral; Qwen2 has
+  use_bias="qkv", Qwen3 qk_norm=True and norm_eps=1e-6, Gemma 2 `scale` and `soft_cap`, Griffin's
+  models (RecurrentGemma) num_kv_heads=1, rotary_width=K / 2 and use_bias="o".
 
   The state is the cache of the last `window` - 1 keys and values, in `dtype`. With window=None it
   is that of all `max_length` - 1 earlier tokens, and longer sequences are rejected: with an error
@@ -39,7 +44,13 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       heads. None means H.
     positions: "rotary", for which K must be even, or "none".
     rotary_base: the slowest pair of channels rotates by about 1 / rotary_base per token.
-    use_bias: whether the four projections have a bias.
+    rotary_width: how many of the first channels of a head rotate, an even number; None means K.
+    qk_norm: RMSNorm of each head's queries and keys before the rotation, with a scale [K] for each.
+    norm_eps: eps of these norms, under the root.
+    scale: of the scores; None means K^(-1/2).
+    soft_cap: c, with which a score s becomes c tanh(s / c) before the softmax; None for none. It
+      runs in XLA: cuDNN has no such kernel.
+    use_bias: whether projections have a bias: all four, none, "qkv" or "o".
     num_layers: of the model, for the initial W_o (see `QKVMixer`).
     dtype: of the projections, of q, k, v and of the cache; scores, softmax and sums are float32.
     param_dtype: of the parameters.
@@ -64,7 +75,12 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     num_kv_heads: int | None = None,
     positions: str = "rotary",
     rotary_base: float = 10000.0,
-    use_bias: bool = False,
+    rotary_width: int | None = None,
+    qk_norm: bool = False,
+    norm_eps: float = 1e-6,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    use_bias: bool | str = False,
     num_layers: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -85,13 +101,23 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     )
     self.rotary_base = rotary_base
     self.positions = check_choice("positions", positions, POSITIONS)
-    if positions == "rotary" and self.key_dim % 2:
+    self.rotary_width = rotary_width
+    if rotary_width is not None and (rotary_width % 2 or not 0 < rotary_width <= self.key_dim):
+      raise ValueError(
+        f"rotary_width={rotary_width} must be even, and at least 2 and at most K={self.key_dim}."
+      )
+    if positions == "rotary" and rotary_width is None and self.key_dim % 2:
       raise ValueError(
         f"dim={dim} and num_heads={num_heads} give keys of odd width {self.key_dim}, but pairs of "
-        "channels rotate; change one of the two, or use positions='none'."
+        "channels rotate; change one of the two, give rotary_width, or use positions='none'."
       )
     if not rotary_base > 0:
       raise ValueError(f"rotary_base={rotary_base} must be positive.")
+    if soft_cap is not None and not soft_cap > 0:
+      raise ValueError(f"soft_cap={soft_cap} must be positive, or None for no cap.")
+    self.scale, self.soft_cap = scale, soft_cap
+    norm = lambda: RMSNorm(self.key_dim, eps=norm_eps, param_dtype=param_dtype)
+    self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
 
   def _init_state(self, B):
     return attention.init_state(
@@ -110,12 +136,16 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       check_capacity(type(self).__name__, T, before, segment_ids, self.max_length, axis)
     positions, _ = step_positions(B, T, segment_ids, before, axis_name=axis)
     q, k, v = self._queries_keys_values(x)
+    if self.q_norm is not None and self.k_norm is not None:
+      q, k = self.q_norm(q), self.k_norm(k)
     if self.positions == "rotary":
-      q = rotary_embedding(q, positions, self.rotary_base)
-      k = rotary_embedding(k, positions, self.rotary_base)
+      rotated = lambda z: rotary_embedding(z, positions, self.rotary_base, width=self.rotary_width)
+      q, k = rotated(q), rotated(k)
     y, cache = attention(
       *(z.astype(self.dtype) for z in (q, k, v)),
       window=self.reach,
+      scale=self.scale,
+      soft_cap=self.soft_cap,
       axis_name=axis,
       initial_state=state,
       segment_ids=segment_ids,
@@ -134,7 +164,7 @@ class SlidingWindowAttention(SoftmaxAttention):
     ValueError: as in `SoftmaxAttention`.
 
   Sources: Longformer (Beltagy et al. 2020), section 3.1; Griffin (De et al. 2024), section 2.3,
-  without its single key head and rotation of half the channels.
+  with num_kv_heads=1 and rotary_width=K / 2.
   """
 
   def __init__(
@@ -146,7 +176,12 @@ class SlidingWindowAttention(SoftmaxAttention):
     num_kv_heads: int | None = None,
     positions: str = "rotary",
     rotary_base: float = 10000.0,
-    use_bias: bool = False,
+    rotary_width: int | None = None,
+    qk_norm: bool = False,
+    norm_eps: float = 1e-6,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    use_bias: bool | str = False,
     num_layers: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -159,6 +194,11 @@ class SlidingWindowAttention(SoftmaxAttention):
       num_kv_heads=num_kv_heads,
       positions=positions,
       rotary_base=rotary_base,
+      rotary_width=rotary_width,
+      qk_norm=qk_norm,
+      norm_eps=norm_eps,
+      scale=scale,
+      soft_cap=soft_cap,
       use_bias=use_bias,
       num_layers=num_layers,
       dtype=dtype,

@@ -62,6 +62,27 @@ def check_mixer(
       raise ValueError(f"num_heads=None: mixer {mixer_name(mixer)!r} has heads; give their number.")
 
 
+def check_channel_mixer(channel_mixer: str, hidden: int | None, options: Mapping[str, Any]) -> None:
+  """Checks a channel mixer and its options before one is built.
+
+  Raises:
+    ValueError: the channel mixer or an option is unknown, or there is none to take them.
+  """
+  cls = CHANNEL_MIXERS[check_choice("channel_mixer", channel_mixer, CHANNEL_MIXERS)]
+  if cls is None:
+    if hidden is not None:
+      raise ValueError(
+        f"channel_hidden={hidden} is the width of a channel mixer, and "
+        f"channel_mixer={channel_mixer!r} has none; leave it out, or choose a channel mixer."
+      )
+    allowed = []
+  else:
+    parameters = inspect.signature(cls.__init__).parameters
+    allowed = sorted(parameters.keys() - _SET_BY_MODEL - {"self", "hidden"})
+  for name in options:
+    check_choice(f"channel_mixer_options of {channel_mixer!r}: option", name, allowed)
+
+
 def mixer_name(mixer: str | type[Mixer]) -> str:
   """Returns the name of a mixer, for messages and options: that given, or that of its class."""
   return mixer if isinstance(mixer, str) else mixer.__name__
@@ -105,6 +126,7 @@ class Block(nnx.Module):
     mixer_options: Mapping[str, Any],
     channel_mixer: str,
     channel_hidden: int | None = None,
+    channel_mixer_options: Mapping[str, Any] | None = None,
     norm: str = "layer",
     norm_eps: float = 1e-5,
     residual_scale: float = 1.0,
@@ -125,7 +147,7 @@ class Block(nnx.Module):
     else:
       self.channel_norm = new_norm()
       given = place if issubclass(channel_mixer_class, Mixer) else {}
-      given = given | {"hidden": channel_hidden}
+      given = given | {"hidden": channel_hidden} | dict(channel_mixer_options or {})
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
       if residual_scale != 1.0 and not issubclass(channel_mixer_class, Mixer):
         self.channel_mixer.down.kernel[...] *= residual_scale

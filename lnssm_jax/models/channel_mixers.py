@@ -1,7 +1,7 @@
 """Channel mixers: the part of a block that acts on each token separately, [..., D] -> [..., D].
 
 Those of RWKV also read the previous token, and so are `Mixer`s with a state. All take `hidden`, the
-number of hidden channels, in place of their default.
+number of hidden channels, in place of their default, and some of them options.
 """
 
 import functools
@@ -15,7 +15,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.activations import exact_gelu
-from lnssm_jax.mixers.common.checks import check_layer, check_positive
+from lnssm_jax.mixers.common.checks import check_choice, check_layer, check_positive
 from lnssm_jax.mixers.common.initializers import orthogonal, shift_weight
 from lnssm_jax.mixers.common.token_shift import interpolated, last_input
 
@@ -36,8 +36,23 @@ def rwkv6_width(dim: int) -> int:
   return max(32, 32 * (7 * dim // 64))
 
 
+ACTIVATIONS = {
+  "silu": jax.nn.silu,
+  "gelu": exact_gelu,
+  "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
 class GPT2MLP(nnx.Module):
   """W_down gelu(W_up x) with the exact (erf) GELU, a hidden width of 4 D, and no biases.
+
+  GPT-2's own code has use_bias=True and activation="gelu_tanh".
+
+  Args:
+    dim: D.
+    hidden: the number of hidden channels; None means 4 D.
+    use_bias: whether the projections have biases, zero at first.
+    activation: a name in `ACTIVATIONS`.
 
   Both kernels start orthogonal, with gain sqrt(out / in) where the output is the wider side.
   Sources: GPT-2 (Radford et al. 2019); without biases and with this initialization, the LNSSM's
@@ -49,18 +64,21 @@ class GPT2MLP(nnx.Module):
     dim: int,
     *,
     hidden: int | None = None,
+    use_bias: bool = False,
+    activation: str = "gelu",
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     hidden = _width(dim, hidden, lambda dim: 4 * dim)
+    self.activation = check_choice("activation", activation, ACTIVATIONS)
 
     def linear(inputs, outputs):
       gain = math.sqrt(max(1.0, outputs / inputs))
       return nnx.Linear(
         inputs,
         outputs,
-        use_bias=False,
+        use_bias=use_bias,
         kernel_init=orthogonal(gain),
         dtype=dtype,
         param_dtype=param_dtype,
@@ -70,14 +88,21 @@ class GPT2MLP(nnx.Module):
     self.up, self.down = linear(dim, hidden), linear(hidden, dim)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return self.down(exact_gelu(self.up(x)))
+    return self.down(ACTIVATIONS[self.activation](self.up(x)))
 
 
 class GatedMLP(nnx.Module):
-  """W_down (activation(W_gate x) * W_up x), without biases: `SwiGLU` and `GeGLU`."""
+  """W_down (activation(W_gate x) * W_up x): `SwiGLU` and `GeGLU`.
+
+  Args:
+    dim: D.
+    hidden: the number of hidden channels; None takes the class's own.
+    use_bias: whether the three projections have biases, zero at first.
+    activation: a name in `ACTIVATIONS`; None takes the class's own.
+  """
 
   usual_width: Callable[[int], int]
-  activation: Callable[[jax.Array], jax.Array]
+  usual_activation: str
   kernel_init: jax.nn.initializers.Initializer
 
   def __init__(
@@ -85,14 +110,18 @@ class GatedMLP(nnx.Module):
     dim: int,
     *,
     hidden: int | None = None,
+    use_bias: bool = False,
+    activation: str | None = None,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     hidden = _width(dim, hidden, self.usual_width)
+    activation = self.usual_activation if activation is None else activation
+    self.activation = check_choice("activation", activation, ACTIVATIONS)
     linear = functools.partial(
       nnx.Linear,
-      use_bias=False,
+      use_bias=use_bias,
       kernel_init=self.kernel_init,
       dtype=dtype,
       param_dtype=param_dtype,
@@ -109,7 +138,10 @@ class GatedMLP(nnx.Module):
       kernel = jnp.stack([self.gate.kernel[...], self.up.kernel[...]], axis=-1).astype(self.dtype)
       both = jnp.einsum("...d,dfn->...fn", x.astype(self.dtype), kernel)
       gate, up = both[..., 0], both[..., 1]
-    return self.down(self.activation(gate) * up)
+      if self.gate.bias is not None:
+        gate, up = (y + layer.bias[...] for y, layer in ((gate, self.gate), (up, self.up)))
+    hidden = ACTIVATIONS[self.activation](gate) * up
+    return self.down(hidden.astype(self.dtype))
 
 
 class SwiGLU(GatedMLP):
@@ -120,19 +152,19 @@ class SwiGLU(GatedMLP):
   """
 
   usual_width = staticmethod(swiglu_width)
-  activation = staticmethod(jax.nn.silu)
+  usual_activation = "silu"
   kernel_init = staticmethod(nnx.initializers.normal(0.02))
 
 
 class GeGLU(GatedMLP):
   """W_down (gelu(W_gate x) * W_up x) with 3 D hidden channels and the exact (erf) GELU.
 
-  Kernels start normal with a variance of 1 / inputs. Sources: Shazeer 2020; the width, Griffin (De
-  et al. 2024).
+  RecurrentGemma's has use_bias=True and activation="gelu_tanh". Kernels start normal with a
+  variance of 1 / inputs. Sources: Shazeer 2020; the width, Griffin (De et al. 2024).
   """
 
   usual_width = staticmethod(lambda dim: 3 * dim)
-  activation = staticmethod(exact_gelu)
+  usual_activation = "gelu"
   kernel_init = staticmethod(nnx.initializers.variance_scaling(1.0, "fan_in", "normal"))
 
 

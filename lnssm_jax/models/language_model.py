@@ -12,8 +12,7 @@ from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_state
 from lnssm_jax.mixers.common.initializers import orthogonal
 from lnssm_jax.models import layers
-from lnssm_jax.models.block import NORMS, Block, check_mixer, mixer_name
-from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
+from lnssm_jax.models.block import NORMS, Block, check_channel_mixer, check_mixer, mixer_name
 from lnssm_jax.models.embedding import lookup
 from lnssm_jax.models.layers import LayerStates
 from lnssm_jax.ops.core.checks import check_shape
@@ -81,6 +80,7 @@ class LanguageModel(nnx.Module):
       a dictionary of them by the mixer's name, or the name of its class.
     channel_mixer: a name in `CHANNEL_MIXERS`.
     channel_hidden: its number of hidden channels; None takes its default.
+    channel_mixer_options: further keyword arguments of it, such as {"activation": "gelu_tanh"}.
     norm: "layer" (LayerNorm with bias) or "rms" (RMSNorm), for all norms of the model.
     norm_eps: eps of these norms, under the root. Those inside mixers are options of the mixer.
     embedding_norm: whether a norm follows the embedding.
@@ -121,6 +121,7 @@ class LanguageModel(nnx.Module):
     mixer_options: Mapping[str, Any] | None = None,
     channel_mixer: str = "gpt2",
     channel_hidden: int | None = None,
+    channel_mixer_options: Mapping[str, Any] | None = None,
     norm: str = "layer",
     norm_eps: float = 1e-5,
     embedding_norm: bool = True,
@@ -143,12 +144,7 @@ class LanguageModel(nnx.Module):
         f"of 1 to {num_layers}."
       )
     options = _options_by_mixer(pattern, dict(mixer_options or {}), dim, num_heads)
-    check_choice("channel_mixer", channel_mixer, CHANNEL_MIXERS)
-    if channel_hidden is not None and CHANNEL_MIXERS[channel_mixer] is None:
-      raise ValueError(
-        f"channel_hidden={channel_hidden} is the width of a channel mixer, and "
-        f"channel_mixer={channel_mixer!r} has none; leave it out, or choose a channel mixer."
-      )
+    check_channel_mixer(channel_mixer, channel_hidden, channel_mixer_options or {})
     check_choice("norm", norm, NORMS)
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
     self.unroll = None if unroll is None else check_positive("unroll", unroll)
@@ -177,6 +173,7 @@ class LanguageModel(nnx.Module):
         mixer_options=options[mixer],
         channel_mixer=channel_mixer,
         channel_hidden=channel_hidden,
+        channel_mixer_options=channel_mixer_options,
         norm=norm,
         norm_eps=norm_eps,
         residual_scale=start.residual_scale,

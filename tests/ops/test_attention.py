@@ -37,6 +37,35 @@ def attend(q, k, v, chunk_size=8, **kwargs):
   return attention(q, k, v, chunk_size=chunk_size, **kwargs)
 
 
+def test_soft_cap_equals_the_formula_with_its_gradients():
+  """In float64, with a cap that bends most scores; the chunked form has its own derivative."""
+  arrays, cap = inputs(20), 0.8
+
+  def loss(q, k, v, **options):
+    return jnp.sum(jnp.sin(attention(q, k, v, window=7, soft_cap=cap, **options)[0]))
+
+  def plain(q, k, v):
+    k, v = (jnp.repeat(x, H // G, axis=2) for x in (k, v))
+    scores = cap * jnp.tanh(jnp.einsum("bthk,bshk->bhts", q, k) * K**-0.5 / cap)
+    lag = jnp.arange(20)[:, None] - jnp.arange(20)
+    weights = jax.nn.softmax(jnp.where((lag >= 0) & (lag < 7), scores, -jnp.inf), axis=-1)
+    return jnp.sum(jnp.sin(jnp.einsum("bhts,bshv->bthv", weights, v)))
+
+  want = in_float64(jax.jit(jax.value_and_grad(plain, (0, 1, 2))), *arrays)
+  for form in ({"implementation": "reference"}, {"implementation": "chunked", "chunk_size": 8}):
+    run = functools.partial(loss, **form)
+    got = in_float64(jax.jit(jax.value_and_grad(run, (0, 1, 2))), *arrays)
+    chex.assert_trees_all_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+def test_soft_cap_never_runs_in_cudnn():
+  q, k, v = inputs(8, dtype=jnp.bfloat16)
+  with pytest.raises(NotImplementedError, match=r"soft_cap=2\.0: cuDNN's kernel has no cap"):
+    attention(q, k, v, soft_cap=2.0, implementation="cudnn")
+  with pytest.raises(ValueError, match="soft_cap=0 must be None or a positive"):
+    attention(q, k, v, soft_cap=0)
+
+
 def in_float64(fn, *arrays):
   with jax.enable_x64(True):
     return jax.tree.map(np.asarray, fn(*(jnp.asarray(np.asarray(x, np.float64)) for x in arrays)))

@@ -20,6 +20,7 @@ class Model:
   channel_mixer: str = "gpt2"
   channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
   mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+  channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
   norm: Literal["layer", "rms"] = "layer"
   norm_eps: float = 1e-5
   embedding_norm: bool = True
@@ -45,6 +46,7 @@ class Model:
     )
     check(0 < self.norm_eps < 1, f"model.norm_eps={self.norm_eps} must be between 0 and 1.")
     _check_json("model.mixer_options", self.mixer_options)
+    _check_json("model.channel_mixer_options", self.channel_mixer_options)
 
 
 @settings

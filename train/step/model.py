@@ -24,6 +24,7 @@ def build_model(
     mixer_options=model.mixer_options,
     channel_mixer=model.channel_mixer,
     channel_hidden=model.channel_hidden,
+    channel_mixer_options=model.channel_mixer_options,
     norm=model.norm,
     norm_eps=model.norm_eps,
     embedding_norm=model.embedding_norm,

@@ -47,6 +47,20 @@ def check_heads(dim: int, num_heads: int) -> int:
   return dim // num_heads
 
 
+def check_groups(name: str, number: int | None, num_heads: int) -> int:
+  """Returns the number of heads that `num_heads` heads share, all of them for None.
+
+  Raises `ValueError` unless it divides `num_heads`.
+  """
+  given = check_positive(name, num_heads if number is None else number)
+  if num_heads % given:
+    raise ValueError(
+      f"{name}={number} does not divide num_heads={num_heads}: each key and value head serves "
+      "equally many query heads; use a divisor."
+    )
+  return given
+
+
 def check_width(name: str, dim: int, factor: float, num_heads: int) -> int:
   """Returns factor * dim, or raises `ValueError` unless each head gets a whole number of it."""
   width = round(factor * dim)

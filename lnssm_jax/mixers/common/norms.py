@@ -37,7 +37,10 @@ def unit_norm(x: jax.Array, *, eps: float = 1e-6, dtype=None) -> jax.Array:
 
 
 class Norm(nnx.Module):
-  """`ops.normalize` with learned parameters [size]: a `scale`, 1 at first, and perhaps a `bias`."""
+  """`ops.normalize` with learned parameters [size]: a `scale`, 1 at first, and perhaps a `bias`.
+
+  With use_scale=False it has neither.
+  """
 
   center: bool
 
@@ -46,12 +49,14 @@ class Norm(nnx.Module):
     size: int,
     *,
     eps: float = 1e-5,
+    use_scale: bool = True,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs | None = None,
   ):
     self.eps = check_norm_eps(eps)
-    self.scale = nnx.Param(jnp.ones(size, param_dtype))
-    self.bias = nnx.Param(jnp.zeros(size, param_dtype)) if self.center else None
+    self.scale = nnx.Param(jnp.ones(size, param_dtype)) if use_scale else None
+    has_bias = use_scale and self.center
+    self.bias = nnx.Param(jnp.zeros(size, param_dtype)) if has_bias else None
     if rngs is not None:
       # Flax's norms draw a key per parameter. Models had those, and what follows a norm in a model
       # should start from the same numbers for the same seed.
@@ -69,8 +74,9 @@ class Norm(nnx.Module):
     return self._normalize(x, added=added, dtype=dtype)
 
   def _normalize(self, x, **options):
-    bias = None if self.bias is None else self.bias[...]
-    return normalize(x, self.scale[...], bias, center=self.center, eps=self.eps, **options)
+    value = lambda p: None if p is None else p[...]
+    options |= {"center": self.center, "eps": self.eps}
+    return normalize(x, value(self.scale), value(self.bias), **options)
 
 
 class RMSNorm(Norm):

@@ -59,7 +59,7 @@ class Linear(nnx.Linear):
 
 
 def split_linear(layer: Linear, x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-  """Returns the outputs of a layer without bias, split into parts of these widths.
+  """Returns the outputs of a layer, split into parts of these widths.
 
   Each part is a product of its own: a kernel reads whole arrays, and slicing a larger product would
   copy it. A single token makes one product: there the weights would be copied.
@@ -68,12 +68,24 @@ def split_linear(layer: Linear, x: jax.Array, widths: Sequence[int]) -> list[jax
   if x.shape[1] == 1:
     return jnp.split(layer(x), boundaries, axis=-1)
   x, kernel = (y.astype(layer.dtype) for y in (x, layer.kernel[...]))
-  return [x @ part for part in jnp.split(kernel, boundaries, axis=-1)]
+  outputs = [x @ part for part in jnp.split(kernel, boundaries, axis=-1)]
+  if layer.bias is None:
+    return outputs
+  biases = jnp.split(wide(layer.bias[...]), boundaries)
+  return [wide(y) + bias for y, bias in zip(outputs, biases, strict=True)]
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
   """[B, T, D] -> [B, T, H, D / H]."""
   return x.reshape(*x.shape[:-1], num_heads, x.shape[-1] // num_heads)
+
+
+def repeat_heads(x: jax.Array, times: int) -> jax.Array:
+  """[B, T, G, K] -> [B, T, G times, K]: head h is head h // times of x."""
+  if times == 1:
+    return x
+  B, T, G, K = x.shape
+  return jnp.broadcast_to(x[:, :, :, None], (B, T, G, times, K)).reshape(B, T, G * times, K)
 
 
 def merge_heads(x: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.checks import check_heads, check_positive
+from lnssm_jax.mixers.common.checks import check_groups, check_heads, check_positive
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
 from lnssm_jax.ops import LinearAttentionState
 from lnssm_jax.ops.core.precision import wide
@@ -25,7 +25,7 @@ class QKVMixer[State](Mixer[State]):
     num_heads: H.
     head_dim: K, the width of a head's queries and keys; None means D / H.
     num_kv_heads: the number of key and value heads, a divisor of H; None means H.
-    use_bias: whether the four projections have a bias.
+    use_bias: whether projections have a bias: all four, none, "qkv" or "o".
     num_layers: of the model, for the initial W_o.
   """
 
@@ -38,7 +38,7 @@ class QKVMixer[State](Mixer[State]):
     num_heads: int,
     head_dim: int | None = None,
     num_kv_heads: int | None = None,
-    use_bias: bool = False,
+    use_bias: bool | str = False,
     num_layers: int = 1,
     dtype,
     param_dtype,
@@ -47,21 +47,18 @@ class QKVMixer[State](Mixer[State]):
     self.value_dim = check_heads(dim, num_heads)
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     self.key_dim = self.value_dim if head_dim is None else check_positive("head_dim", head_dim)
-    given = num_heads if num_kv_heads is None else num_kv_heads
-    self.num_kv_heads = check_positive("num_kv_heads", given)
-    if num_heads % self.num_kv_heads:
-      raise ValueError(
-        f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}: each key and value "
-        "head serves equally many query heads; use a divisor."
-      )
+    self.num_kv_heads = check_groups("num_kv_heads", num_kv_heads, num_heads)
     check_positive("num_layers", num_layers)
 
-    def projection(inputs, outputs, std=0.02):
+    if use_bias not in (True, False, "qkv", "o"):
+      raise ValueError(f"use_bias={use_bias!r} must be True, False, 'qkv' or 'o'.")
+
+    def projection(inputs, outputs, std=0.02, part="qkv"):
       return Linear(
         inputs,
         outputs,
         kernel_init=nnx.initializers.normal(std),
-        bias_init="zeros" if use_bias else None,
+        bias_init="zeros" if use_bias in (True, part) else None,
         dtype=dtype,
         param_dtype=param_dtype,
         rngs=rngs,
@@ -70,7 +67,7 @@ class QKVMixer[State](Mixer[State]):
     self.q_proj = projection(dim, num_heads * self.key_dim)
     self.k_proj = projection(dim, self.num_kv_heads * self.key_dim)
     self.v_proj = projection(dim, self.num_kv_heads * self.value_dim)
-    self.o_proj = projection(dim, dim, 0.02 / math.sqrt(2 * num_layers))
+    self.o_proj = projection(dim, dim, 0.02 / math.sqrt(2 * num_layers), "o")
 
   def _empty_recurrent(
     self, B: int, keys: int | None = None, *, normalize: bool = False

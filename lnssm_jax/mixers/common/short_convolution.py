@@ -1,5 +1,6 @@
 """A depthwise causal convolution over a few tokens, with its parameters."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -9,14 +10,31 @@ from flax import nnx
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.mixers.common.initializers import uniform_fan_in
 from lnssm_jax.ops import ConvState, causal_conv1d
-from lnssm_jax.ops.core.precision import accumulation_dtype
+from lnssm_jax.ops.core.precision import accumulation_dtype, wide
+
+
+def convolve_each(
+  convs: Sequence["ShortConvolution"],
+  streams: Sequence[jax.Array],
+  states: Sequence[ConvState],
+  segment_ids: jax.Array | None,
+) -> tuple[list[jax.Array], tuple[ConvState, ...]]:
+  """Convolves each stream [B, T, D]; returns them and the states. Without `convs`, as they are."""
+  if not convs:
+    return list(streams), ()
+  given = states or [None] * len(convs)
+  pairs = [
+    conv(x, state, segment_ids) for conv, x, state in zip(convs, streams, given, strict=True)
+  ]
+  return [x for x, _ in pairs], tuple(state for _, state in pairs)
 
 
 class ShortConvolution(nnx.Module):
   """`ops.causal_conv1d` with its parameters: `kernel` [W, D] and, unless left out, `bias` [D].
 
   Args:
-    dim, width: D and W.
+    dim, width: D and W. A width of None leaves the convolution out: only the activation remains,
+      and the state is empty.
     use_bias: whether there is a bias.
     activation: of the sums: None or "silu".
     kernel_init: makes the kernel; None draws kernel and bias uniformly within 1 / sqrt(W), as the
@@ -29,7 +47,7 @@ class ShortConvolution(nnx.Module):
   def __init__(
     self,
     dim: int,
-    width: int,
+    width: int | None,
     *,
     use_bias: bool = True,
     activation: Literal["silu"] | None = None,
@@ -38,8 +56,11 @@ class ShortConvolution(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.dim, self.width = check_positive("dim", dim), check_positive("conv_size", width)
-    self.activation, self.dtype = activation, dtype
+    self.dim, self.activation, self.dtype = check_positive("dim", dim), activation, dtype
+    if width is None:
+      self.width, self.kernel, self.bias = 1, None, None
+      return
+    self.width = check_positive("conv_size", width)
     bias_init = nnx.initializers.zeros_init() if kernel_init else uniform_fan_in(width)
     kernel_init = kernel_init or uniform_fan_in(width)
     self.kernel = nnx.Param(kernel_init(rngs.params(), (width, dim), param_dtype))
@@ -53,12 +74,16 @@ class ShortConvolution(nnx.Module):
     self, x: jax.Array, state: ConvState | None = None, segment_ids: jax.Array | None = None
   ) -> tuple[jax.Array, ConvState]:
     """(y [B, T, D], state after the last token); arguments as in `ops.causal_conv1d`."""
+    dtype = accumulation_dtype(x) if self.dtype is None else self.dtype
+    if self.kernel is None:
+      y = jax.nn.silu(wide(x)) if self.activation == "silu" else x
+      return y.astype(dtype), self.init_state(len(x)) if state is None else state
     return causal_conv1d(
       x,
       self.kernel[...],
       None if self.bias is None else self.bias[...],
       activation=self.activation,
-      dtype=accumulation_dtype(x) if self.dtype is None else self.dtype,
+      dtype=dtype,
       initial_state=state,
       segment_ids=segment_ids,
       axis_name=self.sequence_axis,

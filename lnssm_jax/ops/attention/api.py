@@ -55,6 +55,7 @@ def attention(
   block: int | None = None,
   causal: bool = True,
   scale: float | None = None,
+  soft_cap: float | None = None,
   initial_state: AttentionState | None = None,
   segment_ids: ty.Ids | None = None,
   axis_name: str | None = None,
@@ -85,14 +86,16 @@ def attention(
 
   Args:
     scale: multiplies the scores; a Python number. None means K**-0.5.
+    soft_cap: c, a positive Python number: a score s becomes c tanh(s / c) before the softmax, as in
+      Gemma 2. None means no cap.
     initial_state: the cache before the first token; None means empty. Only with causal=True.
     segment_ids: `[B, T]` integers; a document begins where they change.
     axis_name: mesh axis of a surrounding `shard_map` that shards T; None for the whole sequence.
       With a window or blocks that reach no further back than one shard, the exchange has the keys
       and values of that many tokens; otherwise all keys and values are gathered.
     implementation: "cudnn" (its kernel; bfloat16 or float16 on an NVIDIA GPU, without state,
-      segments and blocks), "chunked" (tiles of scores, memory linear in T; reverse mode only) or
-      "reference" (all scores in memory). None takes the first of these that is supported.
+      segments, blocks and cap), "chunked" (tiles of scores, memory linear in T; reverse mode only)
+      or "reference" (all scores in memory). None takes the first of these that is supported.
     chunk_size: tokens per block of the chunked form; None means the default.
 
   Returns:
@@ -134,6 +137,8 @@ def attention(
   if not isinstance(causal, bool):
     raise ValueError(f"{_NAME}: causal={causal!r} must be True or False.")
   scale = checked_scale(_NAME, scale, K**-0.5)
+  if soft_cap is not None and not (isinstance(soft_cap, numbers.Real) and soft_cap > 0):
+    raise ValueError(f"{_NAME}: soft_cap={soft_cap!r} must be None or a positive Python number.")
   state = None
   if initial_state is not None:
     state = _checked_state(initial_state, k, v, window, block, causal)
@@ -141,7 +146,7 @@ def attention(
     _NAME,
     IMPLEMENTATIONS,
     Inputs(q, k, v, state, segments_of(_NAME, segment_ids, B, T)),
-    Options(Mask(window, block, causal), scale, chunk_size),
+    Options(Mask(window, block, causal), scale, chunk_size, soft_cap),
     implementation=implementation,
     axis_name=axis_name,
     sharded=sharded,

@@ -17,21 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops.attention.cache import EMPTY, cached_tokens, tokens_of
-from lnssm_jax.ops.attention.types import Inputs, Mask, Options, Tokens
+from lnssm_jax.ops.attention.types import Inputs, Options, Tokens
 from lnssm_jax.ops.core.precision import accumulation_dtype, product
 from lnssm_jax.ops.core.segments import no_gradient
 from lnssm_jax.ops.core.spmd import vary_alike
 
 DEFAULT_CHUNK_SIZE = 128
 _PADDING = -2  # the document of padding: these tokens see each other, so no softmax is empty
-
-
-class _Static(NamedTuple):
-  """Static arguments of the compiled program."""
-
-  mask: Mask
-  scale: float
-  chunk_size: int
 
 
 class _Tile(NamedTuple):
@@ -59,7 +51,7 @@ def chunked(inputs: Inputs, options: Options) -> jax.Array:
   """out [B, T, H, V]. Reverse mode only."""
   q, k, v, state, _ = inputs
   size = min(options.chunk_size or DEFAULT_CHUNK_SIZE, q.shape[1])
-  static = _Static(options.mask, options.scale, size)
+  static = options._replace(chunk_size=size)
   tokens = tokens_of(inputs)
   if state is None or state.k.shape[1] == 0:
     return _attend(static, (q, k, v, None), tokens, None)
@@ -126,10 +118,13 @@ def _backward(static, residuals, d_out):
 
   def gradients(tile):
     """The contribution of one tile to dq, and its dk and dv."""
-    weights = jnp.exp(_scores(static, queries, tile, dtype) - log_total[..., None])
+    scores = _scores(static, queries, tile, dtype)
+    weights = jnp.exp(scores - log_total[..., None])
     d_v = product(_equation("{q}j,{q}v->{k}v", tile), weights, d_out, dtype)
     d_weights = product(_equation("{q}v,{k}v->{q}j", tile), d_out, tile.v, dtype)
     d_scores = static.scale * weights * (d_weights - along)
+    if static.soft_cap is not None:  # the derivative of the cap; hidden scores are -inf
+      d_scores *= 1 - jnp.square(jnp.where(weights > 0, scores, 0.0) / static.soft_cap)
     d_q = product(_equation("{q}j,{k}x->{q}x", tile), d_scores, tile.k, dtype)
     return d_q, product(_equation("{q}j,{q}x->{k}x", tile), d_scores, queries.q, dtype), d_v
 
@@ -173,7 +168,7 @@ def _scores(static, queries: _Queries, tile: _Tile, dtype):
   if tile.k.ndim == 4:
     keys = Tokens(*(x[:, None] for x in keys))
   visible = static.mask.visible(queries.tokens, keys)[:, None]
-  return jnp.where(visible, static.scale * scores, -jnp.inf)
+  return jnp.where(visible, static.capped(scores), -jnp.inf)
 
 
 def _equation(pattern, tile):

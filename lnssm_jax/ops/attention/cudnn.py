@@ -36,6 +36,8 @@ def _unsupported_arguments(inputs, options):
     return "initial_state: cuDNN reads no cache in the form of AttentionState."
   if segments is not None:
     return "segment_ids: cuDNN would need a mask of size T x T."
+  if options.soft_cap is not None:
+    return f"soft_cap={options.soft_cap}: cuDNN's kernel has no cap."
   if mask.block is not None:
     return "block: cuDNN would need a mask of size T x T."
   if mask.window is not None and not mask.causal:

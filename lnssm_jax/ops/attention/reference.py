@@ -20,7 +20,8 @@ def reference(inputs: Inputs, options: Options) -> jax.Array:
     keys = Tokens(*(jnp.concatenate(x, 1) for x in both))
   groups = k.shape[2]
   q = q.reshape(B, T, groups, H // groups, K).astype(acc)
-  scores = options.scale * jnp.einsum("btgrk,bsgk->bgrts", q, k.astype(acc), precision="highest")
+  scores = jnp.einsum("btgrk,bsgk->bgrts", q, k.astype(acc), precision="highest")
+  scores = options.capped(scores)
   scores = jnp.where(options.mask.visible(queries, keys)[:, None, None], scores, -jnp.inf)
   weights = jnp.exp(scores - scores.max(-1, keepdims=True))
   weights = weights / weights.sum(-1, keepdims=True)

@@ -75,6 +75,12 @@ class Options(NamedTuple):
   mask: Mask
   scale: float
   chunk_size: int | None = None
+  soft_cap: float | None = None
+
+  def capped(self, scores: jax.Array) -> jax.Array:
+    """`scale` times the products of queries and keys, within +-`soft_cap`."""
+    scores = self.scale * scores
+    return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
 
 def init_state(

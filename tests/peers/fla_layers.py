@@ -1,0 +1,163 @@
+"""Layers of flash-linear-attention. Their kernels need a GPU: here the layers call fla's own naive
+functions, and the norms and convolutions of torch, in place of them."""
+
+import functools
+import warnings
+
+import fla.layers.delta_net
+import fla.layers.gated_deltanet
+import fla.layers.gla
+import fla.layers.gsa
+import fla.layers.hgrn2
+import fla.layers.multiscale_retention
+import torch
+from fla.modules import FusedRMSNormGated, RMSNorm, ShortConvolution
+from fla.modules.feature_map import SwishFeatureMap
+from fla.ops.delta_rule.naive import delta_rule_recurrence
+from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+from fla.ops.gla.naive import naive_recurrent_gla
+from fla.ops.gsa.naive import naive_recurrent_gsa
+from fla.ops.retention.naive import naive_retention
+from torch.nn import functional as F
+
+from tests.peers.numbers import DIM, numbers
+
+_turned = lambda *xs: (x.transpose(1, 2) for x in xs)
+
+
+def _unit(x):
+  return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _gla(q, k, v, gk, **_):
+  return naive_recurrent_gla(q, k, v, gk)
+
+
+def _delta(q, k, v, beta, use_qk_l2norm_in_kernel, **_):
+  if use_qk_l2norm_in_kernel:
+    q, k = _unit(q), _unit(k)
+  out, state = delta_rule_recurrence(*_turned(q, k, v, beta))
+  return out.transpose(1, 2), state
+
+
+def _gated_delta(q, k, v, g, beta, allow_neg_eigval, A_log, dt_bias, **_):
+  groups = v.shape[2] // q.shape[2]
+  q, k = (_unit(x).repeat_interleave(groups, 2) for x in (q, k))
+  beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
+  g = -A_log.exp() * F.softplus(g + dt_bias)
+  return naive_recurrent_gated_delta_rule(q, k, v, beta, g)
+
+
+def _retention(q, k, v, **_):
+  return naive_retention(*_turned(q, k, v)).transpose(1, 2), None
+
+
+def _gsa(q, k, v, s, g, scale, **_):
+  return naive_recurrent_gsa(q, k, v, s, g, scale=scale)
+
+
+def _rotary(self, q, k, **_):
+  """The rotation of RoFormer with halves as pairs, at this module's frequencies."""
+  angle = torch.arange(q.shape[1])[:, None] * self.inv_freq.double()
+  cos, sin = (torch.cat([f(angle)] * 2, -1)[:, None] for f in (torch.cos, torch.sin))
+  half = lambda x: torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1)
+  return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+
+def _rms(x, weight, eps):
+  y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+  return y if weight is None else y * weight
+
+
+def _rms_norm_linear(x, norm_weight, norm_bias, weight, bias, eps=1e-5):  # fla's default, too
+  return F.linear(_rms(x, norm_weight, eps), weight, bias)
+
+
+def _gated_norm(self, x, gate):
+  gate = torch.sigmoid(gate) if self.activation == "sigmoid" else F.silu(gate)
+  return _rms(x, self.weight, self.eps) * gate
+
+
+def _convolution(x, weight, bias=None, activation=None, **_):
+  y = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
+  y = F.conv1d(y, weight[:, None], bias, groups=len(weight)).transpose(1, 2)
+  return (F.silu(y) if activation else y), None
+
+
+def _short_convolution(self, x, **_):
+  return _convolution(x, self.weight[:, 0], self.bias, self.activation)
+
+
+def _patch():
+  layers = fla.layers
+  for module in (layers.gla, layers.hgrn2):
+    module.fused_recurrent_gla = module.chunk_gla = _gla
+  layers.delta_net.fused_recurrent_delta_rule = _delta
+  layers.gated_deltanet.chunk_gated_delta_rule = _gated_delta
+  layers.gated_deltanet.causal_conv1d = _convolution
+  layers.gsa.fused_recurrent_gsa = _gsa
+  layers.multiscale_retention.chunk_retention = _retention
+  layers.multiscale_retention.RotaryEmbedding.forward = _rotary
+  for module in (layers.gsa, layers.hgrn2):
+    module.rms_norm_linear = _rms_norm_linear
+  layers.hgrn2.swish = F.silu
+  SwishFeatureMap.forward = lambda self, x: F.silu(x)
+  RMSNorm.forward = lambda self, x: _rms(x, self.weight, self.eps)
+  FusedRMSNormGated.forward = _gated_norm
+  ShortConvolution.forward = _short_convolution
+
+
+def cases():
+  warnings.simplefilter("ignore")
+  _patch()
+  gla = functools.partial(
+    fla.layers.gla.GatedLinearAttention, hidden_size=DIM, num_heads=2, gate_low_rank_dim=3
+  )
+  delta = functools.partial(fla.layers.delta_net.DeltaNet, hidden_size=DIM, num_heads=2)
+  gated = functools.partial(
+    fla.layers.gated_deltanet.GatedDeltaNet, hidden_size=DIM, num_heads=2, head_dim=4
+  )
+  gsa = functools.partial(
+    fla.layers.gsa.GatedSlotAttention, hidden_size=DIM, num_heads=2, num_slots=3, layer_idx=0
+  )
+  retention = functools.partial(
+    fla.layers.multiscale_retention.MultiScaleRetention, hidden_size=DIM, num_heads=2
+  )
+  hgrn2 = functools.partial(
+    fla.layers.hgrn2.HGRN2Attention, hidden_size=DIM, expand_ratio=4, layer_idx=1
+  )
+  eps = {"norm_eps": 1e-6}
+  plain = lambda module, x: module(x)[0]
+  bound = torch.from_numpy(0.4 + 0.1 * numbers("hgrn2_fla/lower_bound", (DIM,)))
+  return {
+    "gla_fla": (gla(**eps), plain),
+    "gla_fla_grouped": (gla(num_kv_heads=1, clamp_min=-0.03, feature_map="relu"), plain),
+    "gla_fla_conv": (
+      gla(use_short_conv=True, use_output_gate=False, elementwise_affine=False),
+      plain,
+    ),
+    "delta_net_fla": (delta(**eps), plain),
+    "delta_net_fla_sum": (
+      delta(
+        use_gate=True,
+        allow_neg_eigval=True,
+        qk_norm="sum",
+        qk_activation="elu",
+        use_short_conv=False,
+        expand_v=2.0,
+      ),
+      plain,
+    ),
+    "delta_net_fla_relu": (delta(qk_activation="relu", use_beta=False, expand_k=0.5), plain),
+    "gated_delta_net_fla": (gated(**eps), plain),
+    "gated_delta_net_fla_grouped": (gated(num_v_heads=4, expand_v=1.5, conv_bias=True), plain),
+    "gated_delta_net_fla_no_conv": (
+      gated(use_short_conv=False, use_gate=False, allow_neg_eigval=True),
+      plain,
+    ),
+    "gsa_fla": (gsa(**eps), plain),
+    "gsa_fla_grouped": (gsa(num_kv_heads=1, feature_map="relu", use_short_conv=True), plain),
+    "retnet_fla": (retention(**eps), plain),
+    "retnet_fla_affine": (retention(elementwise_affine=False, num_kv_heads=1), plain),
+    "hgrn2_fla": (hgrn2(), lambda module, x: module(x, lower_bound=bound)[0]),
+  }

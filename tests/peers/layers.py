@@ -1,0 +1,242 @@
+"""Which layer of ours is compared with each recorded one, and whose parameters are whose.
+
+A map of parameters is linear, so that the same map takes gradients to gradients. Constants are
+parameters of ours that the other side does not learn.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lnssm_jax.mixers import MIXERS
+from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
+from tests.peers.numbers import DIM, numbers
+
+Arrays = Mapping[str, np.ndarray]  # theirs, by name
+
+
+class Peer(NamedTuple):
+  """A layer of ours, and the map from their parameters to ours."""
+
+  layer: str  # a name in MIXERS or CHANNEL_MIXERS
+  options: dict[str, Any]
+  params: Callable[[Arrays], dict[str, Any]]
+  constants: dict[str, np.ndarray] = {}  # noqa: RUF012
+
+  @property
+  def cls(self) -> type[Any]:
+    return (MIXERS | CHANNEL_MIXERS)[self.layer]
+
+
+def linear(theirs: Arrays, name: str) -> dict[str, np.ndarray]:
+  ours = {"kernel": theirs[f"{name}.weight"].T}
+  bias = theirs.get(f"{name}.bias")
+  return ours if bias is None else ours | {"bias": bias}
+
+
+def conv(theirs: Arrays, name: str) -> dict[str, np.ndarray]:
+  ours = {"kernel": theirs[f"{name}.weight"][:, 0].T}
+  bias = theirs.get(f"{name}.bias")
+  return ours if bias is None else ours | {"bias": bias}
+
+
+def named(theirs: Arrays, convert=linear, **names: str) -> dict[str, Any]:
+  """Those of ours=theirs that they have."""
+  return {ours: convert(theirs, name) for ours, name in names.items() if f"{name}.weight" in theirs}
+
+
+def scale(theirs: Arrays, **names: str) -> dict[str, Any]:
+  return named(theirs, lambda theirs, name: {"scale": theirs[f"{name}.weight"]}, **names)
+
+
+QKVO = {f"{x}_proj": f"{x}_proj" for x in "qkvo"}
+CONVOLUTIONS = {f"{x}_conv": f"{x}_conv1d" for x in "qkv"}
+
+
+def attention(theirs: Arrays) -> dict[str, Any]:
+  return named(theirs, **QKVO) | scale(theirs, q_norm="q_norm", k_norm="k_norm")
+
+
+def mlp(theirs: Arrays) -> dict[str, Any]:
+  return named(theirs, gate="gate_proj", up="up_proj", down="down_proj")
+
+
+def mamba(theirs: Arrays) -> dict[str, Any]:
+  norms = scale(theirs, r_norm="dt_layernorm", b_norm="b_layernorm", c_norm="c_layernorm")
+  projections = {name: name for name in ("in_proj", "x_proj", "dt_proj")} | {"o_proj": "out_proj"}
+  vectors = {"a_log": theirs["A_log"], "skip": theirs["D"], "conv": conv(theirs, "conv1d")}
+  return named(theirs, **projections) | norms | vectors
+
+
+def mamba2(theirs: Arrays) -> dict[str, Any]:
+  ours = named(theirs, in_proj="in_proj", o_proj="out_proj") | scale(theirs, norm="norm")
+  ours |= {"dt_bias": theirs["dt_bias"], "log_rate": theirs["A_log"], "skip": theirs["D"]}
+  return ours | {"conv": conv(theirs, "conv1d")}
+
+
+def griffin(theirs: Arrays) -> dict[str, Any]:
+  gate = lambda name: {
+    "kernel": theirs[f"rg_lru.{name}_gate_weight"],
+    "bias": theirs[f"rg_lru.{name}_gate_bias"].ravel(),
+  }
+  ours = named(theirs, x_proj="linear_x", y_proj="linear_y", o_proj="linear_out")
+  ours |= {"decay_gate": gate("recurrent"), "input_gate": gate("input")}
+  return ours | {"decay_rate": theirs["rg_lru.recurrent_param"], "conv": conv(theirs, "conv_1d")}
+
+
+def rwkv4(theirs: Arrays) -> dict[str, Any]:
+  mu = {f"mu_{name[0]}": theirs[f"time_mix_{name}"].ravel() for name in ("key", "value")}
+  mu |= {"mu_r": theirs["time_mix_receptance"].ravel()}
+  projections = {"r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
+  return named(theirs, **projections) | mu | {"w": theirs["time_decay"], "u": theirs["time_first"]}
+
+
+def qwen3_next(theirs: Arrays) -> dict[str, Any]:
+  """Their fused kernels have the rows of one key head after another."""
+  heads, K, values, V = 2, 4, 4, 3
+  own = values // heads * V
+
+  def parts(name, widths):
+    rows = theirs[f"{name}.weight"].reshape(heads, sum(widths), DIM)
+    pieces = np.split(rows, np.cumsum(widths)[:-1], axis=1)
+    return [{"kernel": piece.reshape(-1, DIM).T} for piece in pieces]
+
+  q, k, v, g = parts("in_proj_qkvz", [K, K, own, own])
+  b, a = parts("in_proj_ba", [values // heads] * 2)
+  kernels = np.split(conv(theirs, "conv1d")["kernel"], [heads * K, 2 * heads * K], axis=1)
+  ours = {"q_proj": q, "k_proj": k, "v_proj": v, "g_proj": g, "b_proj": b}
+  ours |= {f"{x}_conv": {"kernel": kernel} for x, kernel in zip("qkv", kernels, strict=True)}
+  ours |= {"a_proj": a | {"bias": theirs["dt_bias"]}, "log_rate": theirs["A_log"]}
+  return ours | named(theirs, o_proj="out_proj") | scale(theirs, norm="norm")
+
+
+def gla(theirs: Arrays) -> dict[str, Any]:
+  gates = {"decay_down_proj": "gk_proj.0", "decay_up_proj": "gk_proj.1", "g_proj": "g_proj"}
+  norm = scale(theirs, norm="g_norm_swish_gate")
+  return named(theirs, **QKVO, **gates) | named(theirs, conv, **CONVOLUTIONS) | norm
+
+
+def delta_net(theirs: Arrays) -> dict[str, Any]:
+  ours = named(theirs, **QKVO, b_proj="b_proj", g_proj="g_proj")
+  ours |= named(theirs, conv, **CONVOLUTIONS) | scale(theirs, norm="o_norm")
+  if "A_log" not in theirs:
+    return ours
+  a = linear(theirs, "a_proj") | {"bias": theirs["dt_bias"]}
+  return ours | {"a_proj": a, "log_rate": theirs["A_log"]}
+
+
+def gsa(theirs: Arrays) -> dict[str, Any]:
+  ours = named(theirs, **QKVO, f_proj="f_proj") | scale(theirs, norm="g_norm")
+  return ours | named(theirs, conv, **CONVOLUTIONS)
+
+
+def retnet(theirs: Arrays) -> dict[str, Any]:
+  return named(theirs, **QKVO, g_proj="g_proj") | scale(theirs, norm="g_norm_swish_gate")
+
+
+def torchscale(theirs: Arrays) -> dict[str, Any]:
+  """Their pairs of channels are neighbors, ours the halves of a head."""
+  ours = named(theirs, **QKVO | {"o_proj": "out_proj"}, g_proj="g_proj")
+  for name in ("q_proj", "k_proj"):
+    pairs = ours[name]["kernel"].reshape(DIM, 2, DIM // 4, 2)
+    ours[name] = {"kernel": pairs.swapaxes(2, 3).reshape(DIM, DIM)}
+  return ours
+
+
+def hgrn2(theirs: Arrays) -> dict[str, Any]:
+  projections = {"q_proj": "q_proj", "f_proj": "f_proj", "v_proj": "i_proj", "o_proj": "o_proj"}
+  return named(theirs, **projections) | scale(theirs, norm="g_norm")
+
+
+HEADS = {"num_heads": 2}
+EPS = {"norm_eps": 1e-6}
+GROUPED = HEADS | {"num_kv_heads": 1}
+MAMBA = {"state_dim": 3, "gate_rank": 2}
+MAMBA2 = {"state_dim": 3, "head_dim": 4}
+FALCON_H1 = MAMBA2 | {"num_groups": 2, "norm_eps": 1e-5}
+GRIFFIN = HEADS | {"use_bias": True}
+# A bound b of ours is a share 1 - exp(-b^2); fla passes the share.
+LOWER_BOUND = 0.4 + 0.1 * numbers("hgrn2_fla/lower_bound", (DIM,))
+
+PEERS = {
+  "mamba": Peer("mamba", MAMBA, mamba),
+  "mamba_biases": Peer("mamba", MAMBA | {"use_bias": True, "conv_bias": False}, mamba),
+  "falcon_mamba": Peer("mamba", MAMBA | {"inner_norm": "rms"}, mamba),
+  "jamba": Peer("mamba", MAMBA | {"inner_norm": "scaled_rms"}, mamba),
+  "mamba2": Peer("mamba2", MAMBA2, mamba2),
+  "mamba2_groups": Peer(
+    "mamba2", MAMBA2 | {"num_groups": 2, "use_bias": True, "conv_bias": False}, mamba2
+  ),
+  "falcon_h1": Peer("mamba2", FALCON_H1 | {"norm_order": "norm_first"}, mamba2),
+  "falcon_h1_gate_first": Peer("mamba2", FALCON_H1, mamba2),
+  "falcon_h1_no_norm": Peer("mamba2", FALCON_H1 | {"norm_order": "none"}, mamba2),
+  "recurrent_gemma_block": Peer("rg_lru", GRIFFIN, griffin),
+  "recurrent_gemma_attention": Peer(
+    "softmax_attention", HEADS | {"rotary_width": 2, "use_bias": "o", "max_length": 8}, attention
+  ),
+  "recurrent_gemma_mlp": Peer(
+    "geglu", {"hidden": 12, "use_bias": True, "activation": "gelu_tanh"}, mlp
+  ),
+  "qwen3_next": Peer(
+    "gated_delta_net",
+    HEADS | {"num_value_heads": 4, "head_dim": 4, "expand_v": 0.75} | EPS,
+    qwen3_next,
+  ),
+  "llama": Peer("softmax_attention", GROUPED | {"max_length": 8}, attention),
+  "llama_mlp": Peer("swiglu", {"hidden": 12, "use_bias": True}, mlp),
+  "qwen2": Peer("softmax_attention", GROUPED | {"use_bias": "qkv", "max_length": 8}, attention),
+  "qwen3": Peer("softmax_attention", GROUPED | {"qk_norm": True, "max_length": 8}, attention),
+  "gemma2": Peer(
+    "softmax_attention", GROUPED | {"soft_cap": 0.7, "scale": 0.5, "max_length": 8}, attention
+  ),
+  "rwkv": Peer("rwkv4", {}, rwkv4),
+  "gla_fla": Peer("gla", HEADS | {"gate_rank": 3} | EPS, gla),
+  "gla_fla_grouped": Peer(
+    "gla", GROUPED | {"gate_rank": 3, "clamp_min": -0.03, "feature_map": "relu"}, gla
+  ),
+  "gla_fla_conv": Peer(
+    "gla",
+    HEADS | {"gate_rank": 3, "conv_size": 4, "use_gate": False, "norm_scale": False},
+    gla,
+  ),
+  "delta_net_fla": Peer("delta_net", HEADS | EPS, delta_net),
+  "delta_net_fla_sum": Peer(
+    "delta_net",
+    HEADS
+    | {"use_gate": True, "allow_neg_eigval": True, "qk_norm": "sum", "qk_activation": "elu"}
+    | {"conv_size": None, "expand_v": 2.0},
+    delta_net,
+  ),
+  "delta_net_fla_relu": Peer(
+    "delta_net", HEADS | {"qk_activation": "relu", "use_beta": False, "expand_k": 0.5}, delta_net
+  ),
+  "gated_delta_net_fla": Peer("gated_delta_net", HEADS | {"head_dim": 4} | EPS, delta_net),
+  "gated_delta_net_fla_grouped": Peer(
+    "gated_delta_net",
+    HEADS | {"num_value_heads": 4, "head_dim": 4, "expand_v": 1.5, "conv_bias": True},
+    delta_net,
+  ),
+  "gated_delta_net_fla_no_conv": Peer(
+    "gated_delta_net",
+    HEADS | {"head_dim": 4, "conv_size": None, "use_gate": False, "allow_neg_eigval": True},
+    delta_net,
+  ),
+  "gsa_fla": Peer("gsa", HEADS | {"num_slots": 3}, gsa),
+  "gsa_fla_grouped": Peer(
+    "gsa", GROUPED | {"num_slots": 3, "feature_map": "relu", "conv_size": 4}, gsa
+  ),
+  "retnet_fla": Peer("retnet", HEADS | EPS, retnet),
+  "retnet_fla_affine": Peer("retnet", GROUPED | {"norm_scale": False}, retnet),
+  "hgrn2_fla": Peer(
+    "hgrn2",
+    HEADS | {"layer": 1, "num_layers": 2, "variant": "fla"},
+    hgrn2,
+    {"bound": np.sqrt(-np.log1p(-LOWER_BOUND))},
+  ),
+  "retnet_torchscale": Peer(
+    "retnet",
+    HEADS | {"frequencies": "torchscale", "norm_scale": False, "norm_eps": 1e-20},
+    torchscale,
+  ),
+}

@@ -1,0 +1,65 @@
+"""Runs the layers of other projects in float64 and writes what ours are compared with.
+
+    make test-peers
+
+It has an environment of its own (requirements.txt), without jax. A case is a layer with parameters
+from `numbers`; its file keeps the parameters' names and shapes, the outputs and all gradients.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+# Their casts to float32 must not round: before anything of theirs is imported.
+torch.set_default_dtype(torch.float64)
+torch.float32 = torch.float = torch.float64
+torch.Tensor.float = torch.Tensor.double
+
+from tests.peers.numbers import cotangent, inputs, parameter  # noqa: E402
+
+FOLDER = Path(__file__).parent / "golden"
+Call = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+
+
+def record(case: str, module: torch.nn.Module, call: Call) -> dict[str, np.ndarray]:
+  """Outputs and gradients of one layer: "out", "x", and each parameter by its name."""
+  module.train(False).double()
+  with torch.no_grad():
+    for name, value in module.named_parameters():
+      value.copy_(torch.from_numpy(parameter(case, name, value.shape)))
+  x = torch.from_numpy(inputs(case)).requires_grad_()
+  out = call(module, x)
+  assert out.dtype == torch.float64, case
+  (out * torch.from_numpy(cotangent(case))).sum().backward()
+  results = {"out": out.detach(), "x": x.grad}
+  # A parameter without gradient takes no part in the output, and ours has none like it.
+  results |= {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+  return {name: value.numpy() for name, value in results.items()}
+
+
+def write(file: str, cases: dict[str, tuple[torch.nn.Module, Call]]) -> None:
+  """Writes golden/FILE.npz: `index`, the names and shapes as JSON, and all `numbers`."""
+  recorded = {case: record(case, *layer) for case, layer in cases.items()}
+  index = {
+    case: {name: list(value.shape) for name, value in results.items()}
+    for case, results in recorded.items()
+  }
+  numbers = [value.ravel() for results in recorded.values() for value in results.values()]
+  text = np.frombuffer(json.dumps(index).encode(), np.uint8)
+  np.savez_compressed(FOLDER / f"{file}.npz", index=text, numbers=np.concatenate(numbers))
+  print(f"golden/{file}.npz: {', '.join(recorded)}")
+
+
+def main() -> None:
+  from tests.peers import fla_layers, torchscale_layers, transformers_layers
+
+  write("transformers", transformers_layers.cases())
+  write("fla", fla_layers.cases())
+  write("torchscale", torchscale_layers.cases())
+
+
+if __name__ == "__main__":
+  main()

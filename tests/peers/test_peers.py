@@ -1,0 +1,117 @@
+"""Our layers against those of other projects, as recorded in golden/ by `make test-peers`.
+
+In float64 on both sides: 1e-12 means the same function, with the same epsilons.
+"""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax.mixers import MIXERS
+from tests.mixers.helpers import relative_error
+from tests.peers.layers import PEERS
+from tests.peers.numbers import DIM, cotangent, inputs, parameter
+
+FOLDER = Path(__file__).parent / "golden"
+TOLERANCE = 1e-12
+
+# Layers whose options change the state; the others decode as their mixer does by default.
+DECODED = (
+  "gated_delta_net_fla_grouped",
+  "gated_delta_net_fla_no_conv",
+  "gla_fla_conv",
+  "gsa_fla_grouped",
+  "mamba2_groups",
+  "recurrent_gemma_attention",
+)
+
+
+@functools.cache
+def golden() -> dict[str, dict[str, np.ndarray]]:
+  """The recorded outputs and gradients of every case, by the names of the other side."""
+  cases = {}
+  for path in sorted(FOLDER.glob("*.npz")):
+    with np.load(path) as file:
+      index, rest = json.loads(file["index"].tobytes()), file["numbers"]
+    for case, shapes in index.items():
+      sizes = [math.prod(shape) for shape in shapes.values()]
+      *pieces, rest = np.split(rest, np.cumsum(sizes))
+      named = zip(shapes.items(), pieces, strict=True)
+      cases[case] = {name: piece.reshape(shape) for (name, shape), piece in named}
+  return cases
+
+
+@jax.jit
+def evaluate(layer, x, weights):
+  """(out, gradients of the layer's parameters and of x) of sum(weights * out)."""
+
+  def loss(layer, x):
+    out = layer(x)
+    out = out[0] if isinstance(out, tuple) else out
+    return (weights * out).sum(), out
+
+  (_, out), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(layer, x)
+  return out, gradients
+
+
+@jax.jit
+def decode(layer, x):
+  """The outputs of one token at a time."""
+
+  def step(state, token):
+    out, state = layer(token[:, None], state)
+    return state, out[:, 0]
+
+  state = layer(x[:, :1], None)[1]
+  state = jax.tree.map(lambda s, like: s.astype(like.dtype), layer.init_state(len(x)), state)
+  return jax.lax.scan(step, state, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+def layer_of(case: str):
+  """Our layer with their parameters, in float64."""
+  peer, shapes = PEERS[case], {name: value.shape for name, value in golden()[case].items()}
+  names = shapes.keys() - {"out", "x"}
+  theirs = {name: parameter(case, name, shapes[name]) for name in names}
+  options = peer.options | {"dtype": np.float64, "param_dtype": np.float64}
+  start = jax.eval_shape(lambda: peer.cls(DIM, **options, rngs=nnx.Rngs(0)))
+  graphdef, params = nnx.split(start, nnx.Param)
+  ours = peer.params(theirs) | peer.constants
+  shapes = jax.tree.map(lambda leaf: leaf.shape, nnx.to_pure_dict(params))
+  assert jax.tree.map(np.shape, ours) == shapes, case
+  return nnx.merge(graphdef, ours)
+
+
+@pytest.mark.parametrize("case", PEERS)
+def test_layer_equals_the_recorded_one(case):
+  want = golden()[case]
+  with jax.enable_x64(True):
+    out, (gradients, dx) = evaluate(layer_of(case), inputs(case), cotangent(case))
+    assert relative_error(out, want["out"]) < TOLERANCE
+    assert relative_error(dx, want["x"]) < TOLERANCE
+    got = nnx.to_pure_dict(nnx.state(gradients, nnx.Param))
+    for path, expected in jax.tree.leaves_with_path(PEERS[case].params(want)):
+      value = functools.reduce(lambda tree, key: tree[key.key], path, got)
+      assert relative_error(value, expected) < TOLERANCE, jax.tree_util.keystr(path)
+
+
+def decoded_cases():
+  for case, peer in PEERS.items():
+    if peer.layer in MIXERS:
+      yield pytest.param(case, marks=[pytest.mark.slow] * (case not in DECODED))
+
+
+@pytest.mark.parametrize("case", decoded_cases())
+def test_decoding_equals_the_recorded_layer(case):
+  with jax.enable_x64(True):
+    out = decode(layer_of(case), inputs(case))
+  assert relative_error(out, golden()[case]["out"]) < TOLERANCE
+
+
+def test_every_recorded_layer_is_compared():
+  assert golden().keys() == PEERS.keys()
