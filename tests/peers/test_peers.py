@@ -106,7 +106,7 @@ def decoded_cases():
       yield pytest.param(case, marks=[pytest.mark.slow] * (case not in DECODED))
 
 
-@pytest.mark.parametrize("case", decoded_cases())
+@pytest.mark.parametrize("case", list(decoded_cases()))
 def test_decoding_equals_the_recorded_layer(case):
   with jax.enable_x64(True):
     out = decode(layer_of(case), inputs(case))
