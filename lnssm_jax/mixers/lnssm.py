@@ -17,7 +17,9 @@ from lnssm_jax.ops import LinearAttentionState, linear_attention
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
 
-SHIFTS = ("qkvg", "kvg")
+SHIFTS = ("qkvg", "kvg", "kv", "none")
+FEATURE_MAPS = ("exp", "elu", "identity")
+NORM_ORDERS = ("before", "after", "none")
 
 # The published norm divides by rms + 1e-8, and W_q = W_k = 0 at the start, where its derivative is
 # 1e8. On the first step that reaches q and k (the second, as W_o = 0 too) their gradient is then a
@@ -63,25 +65,32 @@ class LNSSM(Mixer[LNSSMState]):
     num_heads: H.
     layer, num_layers: the layer's index in its model, for the initial decays and shifts. `layer`
       counts from 0 and may be traced, so that `vmap` can initialize all layers at once.
-    shift: the streams that see the previous token: "qkvg" (the published code), or "kvg" (the
-      paper's text: q reads x_t alone, and there is no mu_q).
+    shift: the streams that see the previous token: "qkvg" (the published code), "kvg" (an earlier
+      build of it), "kv" (the paper's words), or "none". The others read x_t alone, without a mu.
     decay_first: eq. 14 prints two forms that differ. True is the state form above, which the
       paper's other equations and its code follow: a token d positions back has weight a^d. With
       False the state is read before it decays, and the weights are 1, 1, a, a^2, ...
+    feature_map: of queries and keys. "exp", or without the log-normal features: "elu" for elu + 1,
+      or "identity", where sums of weights may vanish and y_t = K^(-1/2) S_t^T q_t is not divided.
+    use_decay: without it a = 1 (eqs. 12-13), and there is no w.
+    use_gate: without it out_t = W_o y_t, and there is no W_g.
+    norm: "before" the feature map, as the published code has it; "after" it, as the paper's words
+      may be read; or "none".
     norm_eps: added to the root mean square of queries and keys.
     dtype: of the projections, the features and v. float16 cannot represent the features, which then
       stay float32.
     param_dtype: of the parameters.
 
-  Sums, decays, norms and the state are float32 (float64 for float64 inputs).
+  The options from `shift` to `norm` are for ablations; no published model has others than the
+  defaults. Sums, decays, norms and the state are float32 (float64 for float64 inputs).
 
   Deviations: the published RMSNorm is x / (rms(x) + 1e-8); here, where rms(x) < 0.01 the divisor is
   0.01 + 1e-8, which bounds the gradient at the zero initialization (see the comment on
   `_RMS_FLOOR`). And k is clipped to +-20 before exp.
 
   Raises:
-    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or `shift` is
-      unknown.
+    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or `shift`,
+      `feature_map` or `norm` is unknown.
 
   Sources: LNSSM, eqs. 14-15 and 19; token shift, norm, gate and initialization as in its published
   code.
@@ -98,6 +107,10 @@ class LNSSM(Mixer[LNSSMState]):
     num_layers: int = 1,
     shift: str = "qkvg",
     decay_first: bool = True,
+    feature_map: str = "exp",
+    use_decay: bool = True,
+    use_gate: bool = True,
+    norm: str = "before",
     norm_eps: float = 1e-8,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -111,62 +124,84 @@ class LNSSM(Mixer[LNSSMState]):
 
     param = lambda value: nnx.Param(value.astype(param_dtype))
     place = {"layer": layer, "num_layers": num_layers}
-    self.mu_q = param(shift_weight(dim, **place)) if shift == "qkvg" else None
-    self.mu_k = param(shift_weight(dim, **place))
-    self.mu_v = param(shift_weight(dim, **place, offset=0.3))
-    self.mu_g = param(shift_weight(dim, **place, power=0.5))
-    self.gamma = param(jnp.ones(dim))
-    self.w = param(channel_decay(dim, **place))
+    self.feature_map = check_choice("feature_map", feature_map, FEATURE_MAPS)
+    self.norm = check_choice("norm", norm, NORM_ORDERS)
+    shifted = "" if shift == "none" else shift if use_gate else shift.replace("g", "")
+    mu = lambda name, **more: param(shift_weight(dim, **place, **more)) if name in shifted else None
+    self.mu_q, self.mu_k = mu("q"), mu("k")
+    self.mu_v, self.mu_g = mu("v", offset=0.3), mu("g", power=0.5)
+    self.gamma = None if norm == "none" else param(jnp.ones(dim))
+    self.w = param(channel_decay(dim, **place)) if use_decay else None
 
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     zeros = nnx.initializers.zeros_init()
     linear = functools.partial(Linear, dim, dim, **options)
     self.q_proj, self.k_proj = linear(kernel_init=zeros), linear(kernel_init=zeros)
     self.v_proj = linear(kernel_init=orthogonal(1.0))
-    self.g_proj, self.o_proj = linear(kernel_init=zeros), linear(kernel_init=zeros)
+    self.g_proj = linear(kernel_init=zeros) if use_gate else None
+    self.o_proj = linear(kernel_init=zeros)
 
   def _init_state(self, B):
     H, K = self.num_heads, self.head_dim
-    recurrent = LinearAttentionState(
-      kv=jnp.zeros((B, H, K, K), jnp.float32), key_sum=jnp.zeros((B, H, K), jnp.float32)
-    )
+    key_sum = None if self.feature_map == "identity" else jnp.zeros((B, H, K), jnp.float32)
+    recurrent = LinearAttentionState(kv=jnp.zeros((B, H, K, K), jnp.float32), key_sum=key_sum)
     return LNSSMState(jnp.zeros((B, self.dim), jnp.float32), recurrent)
 
   def _mix(self, x, state, segment_ids):
     B, T, D = x.shape
     previous, recurrent = state if state is not None else (None, None)
-    weights = [mu for mu in (self.mu_k, self.mu_v, self.mu_g, self.mu_q) if mu is not None]
-    place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
-    of_k, of_v, of_g, *of_q = interpolated(x, weights, previous, segment_ids, **place)
+    mus = {"k": self.mu_k, "v": self.mu_v, "g": self.mu_g, "q": self.mu_q}
+    weights = {name: mu for name, mu in mus.items() if mu is not None}
+    streams = dict.fromkeys(mus, x)
+    if weights:
+      place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
+      shifted = interpolated(x, [*weights.values()], previous, segment_ids, **place)
+      streams |= zip(weights, shifted, strict=True)
     heads = lambda z: z.reshape(B, T, self.num_heads, self.head_dim)
 
-    q = self.q_proj(of_q[0] if of_q else x)
-    k, v = self.k_proj(of_k), self.v_proj(of_v)
-    gate = jax.nn.sigmoid(self.g_proj(of_g))
-
-    q_features, k_features = self._features(heads(self._norm(q)), heads(self._norm(k)))
-    w = self.w[...].reshape(self.num_heads, self.head_dim)
-    log_decay = -jnp.exp(wide(w))
+    q, k, v = (self.q_proj(streams["q"]), self.k_proj(streams["k"]), self.v_proj(streams["v"]))
+    q_features, k_features = self._features(q, k)
+    log_decay = None
+    if self.w is not None:
+      log_decay = -jnp.exp(wide(self.w[...].reshape(self.num_heads, self.head_dim)))
+    ones = jnp.ones((self.num_heads, self.head_dim), wide(q).dtype)
     y, recurrent = linear_attention(
-      q_features,
-      k_features,
+      heads(q_features),
+      heads(k_features),
       heads(v),
       log_decay=log_decay,
-      bonus=None if self.decay_first else jnp.ones_like(log_decay),
-      normalize=True,
+      bonus=None if self.decay_first else ones,
+      normalize=self.feature_map != "identity",
       axis_name=self.sequence_axis,
       initial_state=recurrent,
       segment_ids=segment_ids,
     )
     last = last_input(x, self.sequence_axis)
-    return self.o_proj(gate * y.reshape(B, T, D)), LNSSMState(last, recurrent)
+    y = y.reshape(B, T, D)
+    if self.g_proj is not None:
+      y = jax.nn.sigmoid(self.g_proj(streams["g"])) * y
+    return self.o_proj(y), LNSSMState(last, recurrent)
 
   def _norm(self, z):
     return rms_norm_with_floor(z, self.gamma[...], eps=self.norm_eps, floor=_RMS_FLOOR)
 
   def _features(self, q, k):
-    """exp(q), exp(k) [B, T, H, K]; that of q up to a factor per token, which cancels in y."""
-    q = q - jax.lax.stop_gradient(jnp.max(q, axis=-1, keepdims=True))
-    k = jnp.clip(k, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    """The features of q and k [B, T, D]; of q up to a factor per head, which cancels in y."""
+    if self.norm == "before":
+      q, k = self._norm(q), self._norm(k)
+    q, k = wide(q), wide(k)
     dtype = q.dtype if self.dtype == jnp.float16 else self.dtype
-    return jnp.exp(q).astype(dtype), jnp.exp(k).astype(dtype)
+    if self.feature_map == "exp":
+      highest = lambda z: jax.lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True))
+      if self.norm == "after":  # the norm removes a factor per token
+        q, k = jnp.exp(q - highest(q)), jnp.exp(k - highest(k))
+      else:
+        per_head = q.reshape(*q.shape[:2], self.num_heads, self.head_dim)
+        q = jnp.exp(per_head - highest(per_head)).reshape(q.shape)
+        k = jnp.exp(jnp.clip(k, -_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+    elif self.feature_map == "elu":
+      # Below, exp(k) and with it the sum of all weights could vanish.
+      q, k = (jax.nn.elu(jnp.maximum(z, -_LARGEST_EXPONENT)) + 1 for z in (q, k))
+    if self.norm == "after":
+      q, k = self._norm(q), self._norm(k)
+    return q.astype(dtype), k.astype(dtype)

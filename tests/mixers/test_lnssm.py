@@ -40,6 +40,38 @@ def test_matches_the_equations_in_float32(options):
   assert relative_error(out, expected(mixer, x, **options)) < 2e-6
 
 
+ABLATIONS = [
+  {"feature_map": "elu"},
+  {"feature_map": "identity", "decay_first": False},
+  {"use_decay": False, "shift": "kv"},
+  {"use_gate": False, "shift": "none"},
+  {"norm": "after"},
+  {"norm": "none", "use_decay": False, "decay_first": False},
+]
+
+
+@pytest.mark.parametrize("options", ABLATIONS, ids=str)
+def test_ablation_matches_the_equations(options):
+  """In one call, and split in two: what is left out leaves the state, too."""
+  mixer, x = random_lnssm(**options), inputs(2, 9, 8)
+  want = expected(mixer, x, **options)
+  assert relative_error(apply(mixer, x)[0], want) < 2e-6
+  assert relative_error(split_call(mixer, x), want) < 2e-6
+
+
+@jax.jit
+def split_call(mixer, x):
+  """The outputs of a first call on 4 tokens and of a second on the rest."""
+  first, state = mixer(x[:, :4], mixer.init_state(len(x)))
+  return jnp.concatenate([first, mixer(x[:, 4:], state)[0]], axis=1)
+
+
+def test_ablations_have_no_parameters_of_what_they_leave_out():
+  everything = {"feature_map": "identity", "use_decay": False, "use_gate": False, "norm": "none"}
+  names = split(jax.eval_shape(lambda: random_lnssm(shift="none", **everything)))[1].keys()
+  assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
 @pytest.mark.parametrize("T", [1, 2])
 def test_matches_the_equations_on_the_shortest_sequences(T):
   mixer, x = random_lnssm(), inputs(2, T, 8)
