@@ -26,6 +26,8 @@ class Mixer[State](nnx.Module):
     sequence_axis: the mesh axis over which a surrounding `jax.shard_map` shards time, or None;
       `shard_time` sets it.
     can_shard_time: whether the mixer can run on a sharded sequence.
+    starts_as_model: whether a model that starts its matrices in its own way (`LanguageModel`,
+      initialization="gpt2") starts those of the mixer too, as published models with it do.
     set_by_model: those of the constructor's arguments num_heads, layer and num_layers that a model
       passes on.
   """
@@ -33,6 +35,7 @@ class Mixer[State](nnx.Module):
   dim: int
   sequence_axis: str | None = None
   can_shard_time: ClassVar[bool] = True
+  starts_as_model: ClassVar[bool] = False
   set_by_model: ClassVar[tuple[str, ...]] = ()
 
   @under_auto_axes(argument=1)

@@ -48,6 +48,7 @@ class DeltaNetState(NamedTuple):
 class _DeltaBlock(Mixer[DeltaNetState]):
   """Projections, convolutions, unit queries and keys, the rate beta and the norm of the output."""
 
+  starts_as_model = True
   set_by_model = ("num_heads",)
 
   def _build(

@@ -84,6 +84,7 @@ class GLA(Mixer[LinearAttentionState | GLAState]):
   and b at zero, as in its published code.
   """
 
+  starts_as_model = True
   set_by_model = ("num_heads",)
 
   def __init__(
@@ -217,6 +218,7 @@ class RetNet(Mixer[RetNetState]):
   decays: the norm removes such a factor, up to its eps.
   """
 
+  starts_as_model = True
   set_by_model = ("num_heads",)
 
   def __init__(

@@ -52,6 +52,7 @@ class GateLoop(Mixer[ComplexState]):
   scale here. (The author's later code is another recurrence.)
   """
 
+  starts_as_model = True
   set_by_model = ("num_heads",)
 
   def __init__(

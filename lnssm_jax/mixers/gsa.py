@@ -71,6 +71,7 @@ class GSA(Mixer[GSAState]):
   whose kernels start Xavier-uniform with gain 2^(-5/2).
   """
 
+  starts_as_model = True
   set_by_model = ("num_heads",)
 
   def __init__(

@@ -79,6 +79,7 @@ class HGRN2(Mixer[LinearAttentionState]):
   projections and their biases start uniform within 1 / sqrt(D).
   """
 
+  starts_as_model = True
   set_by_model = ("num_heads", "layer", "num_layers")
 
   def __init__(
@@ -180,6 +181,7 @@ class HGRN(Mixer[ComplexState]):
   within 1 / sqrt(D), W_o within 1 / sqrt(2 D).
   """
 
+  starts_as_model = True
   set_by_model = ("layer", "num_layers")
 
   def __init__(
@@ -251,6 +253,8 @@ class LRN(Mixer[DiagonalState]):
   table of models. The papers' layers end with g h; W_o makes it one for a residual stream. The
   projections and their biases start uniform within 1 / sqrt(D).
   """
+
+  starts_as_model = True
 
   def __init__(
     self,

@@ -55,6 +55,7 @@ class MetaLA(Mixer[MetaLAState]):
   with gain 2^(-5/2), as those of GLA.
   """
 
+  starts_as_model = True
   set_by_model = ("num_heads",)
 
   def __init__(

@@ -51,6 +51,8 @@ class QLSTM(Mixer[QLSTMState]):
   1 / sqrt(W).
   """
 
+  starts_as_model = True
+
   def __init__(
     self,
     dim: int,

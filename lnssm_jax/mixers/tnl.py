@@ -77,6 +77,7 @@ class TNL(Mixer[TNLState]):
   authors' code has them. Kernels start uniform within 1 / sqrt(inputs), that framework's default.
   """
 
+  starts_as_model = True
   set_by_model = ("num_heads", "layer", "num_layers")
 
   def __init__(

@@ -1,10 +1,12 @@
 """One layer of a model: a time mixer, then a channel mixer, each after a norm."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS, Mixer, shard_time
@@ -105,14 +107,30 @@ def make_mixer(
   return build(dim, **taken, **options)
 
 
+def redraw(module: nnx.Module, *, std: float, output_std: float, rngs: nnx.Rngs) -> None:
+  """Draws the kernels of all linear layers in `module` again, normal with standard deviation `std`.
+
+  Those of the last layers, `o_proj` and `down`, whose outputs the residual stream adds up, have
+  `output_std`. Biases stay.
+  """
+  layers: Any = nnx.iter_modules(module)
+  for path, layer in layers:
+    if isinstance(layer, nnx.Linear):
+      size = output_std if path[-1] in ("o_proj", "down") else std
+      kernel = layer.kernel[...]
+      drawn = size * jax.random.normal(rngs.params(), kernel.shape, jnp.float32)
+      layer.kernel[...] = drawn.astype(kernel.dtype)
+
+
 class Block(nnx.Module):
   """x + mixer(norm(x)), then x + channel_mixer(norm(x)): [B, T, D] -> [B, T, D] in `dtype`.
 
   `mixer` is a name in `MIXERS` or a class, `channel_mixer` a name in `CHANNEL_MIXERS`;
   `LanguageModel` checks them. With the channel mixer "none" the block ends after the mixer.
   `num_heads`, `layer` and `num_layers` go to mixers that take them; `num_heads=None` leaves a mixer
-  its own default. `norm` is a name in `NORMS`, with `norm_eps`. `residual_scale` is a factor of the
-  initial output kernel of an MLP. `sequence_axis` shards time, as in `LanguageModel`.
+  its own default. `norm` is a name in `NORMS`, with `norm_eps`. With `matrix_std` the kernels of
+  the MLP, and of a mixer that starts as its model does, are normal numbers of this size
+  (`redraw`). `sequence_axis` shards time, as in `LanguageModel`.
   """
 
   def __init__(
@@ -129,7 +147,7 @@ class Block(nnx.Module):
     channel_mixer_options: Mapping[str, Any] | None = None,
     norm: str = "layer",
     norm_eps: float = 1e-5,
-    residual_scale: float = 1.0,
+    matrix_std: float | None = None,
     sequence_axis: str | None = None,
     dtype,
     param_dtype,
@@ -149,8 +167,13 @@ class Block(nnx.Module):
       given = place if issubclass(channel_mixer_class, Mixer) else {}
       given = given | {"hidden": channel_hidden} | dict(channel_mixer_options or {})
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
-      if residual_scale != 1.0 and not issubclass(channel_mixer_class, Mixer):
-        self.channel_mixer.down.kernel[...] *= residual_scale
+    if matrix_std is not None:
+      branches = 1 if self.channel_mixer is None else 2
+      sizes = {"std": matrix_std, "output_std": matrix_std / math.sqrt(branches * num_layers)}
+      if self.mixer.starts_as_model:
+        redraw(self.mixer, **sizes, rngs=rngs)
+      if self.channel_mixer is not None and not isinstance(self.channel_mixer, Mixer):
+        redraw(self.channel_mixer, **sizes, rngs=rngs)
     if sequence_axis is not None:
       shard_time(self.mixer, sequence_axis)
       if isinstance(self.channel_mixer, Mixer):

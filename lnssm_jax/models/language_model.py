@@ -43,20 +43,22 @@ class _Initialization(NamedTuple):
 
   embedding: Any  # initializers
   head: Any
-  residual_scale: float  # of the output kernels of channel mixers
+  matrix_std: float | None  # of the matrices in blocks; None: as mixers and channel mixers say
 
 
-def _lnssm_init(vocab_size: int, dim: int, num_layers: int) -> _Initialization:
-  del num_layers
+_GPT2_STD = 0.02
+
+
+def _lnssm_init(vocab_size: int, dim: int) -> _Initialization:
   head = 0.5 * math.sqrt(max(1.0, vocab_size / dim))
   embedding = 1e-4 * math.sqrt(max(vocab_size, dim))
-  return _Initialization(orthogonal(embedding), orthogonal(head), residual_scale=1.0)
+  return _Initialization(orthogonal(embedding), orthogonal(head), None)
 
 
-def _gpt2_init(vocab_size: int, dim: int, num_layers: int) -> _Initialization:
+def _gpt2_init(vocab_size: int, dim: int) -> _Initialization:
   del vocab_size, dim
-  normal = nnx.initializers.normal(0.02)
-  return _Initialization(normal, normal, residual_scale=(2 * num_layers) ** -0.5)
+  normal = nnx.initializers.normal(_GPT2_STD)
+  return _Initialization(normal, normal, _GPT2_STD)
 
 
 INITIALIZATIONS = {"lnssm": _lnssm_init, "gpt2": _gpt2_init}
@@ -85,11 +87,13 @@ class LanguageModel(nnx.Module):
     norm_eps: eps of these norms, under the root. Those inside mixers are options of the mixer.
     embedding_norm: whether a norm follows the embedding.
     tie_embeddings: whether the head is the embedding's transpose.
-    initialization: of what is not a mixer, a name in `INITIALIZATIONS`. "lnssm": an orthogonal
-      embedding of tiny numbers, rms 1e-4, which needs `embedding_norm`, and an orthogonal head.
-      "gpt2": embedding and head normal with a standard deviation of 0.02, and the output kernels of
-      channel mixers divided by sqrt(2 num_layers). None: "lnssm" with `embedding_norm` and a head
-      of its own, else "gpt2".
+    initialization: a name in `INITIALIZATIONS`. "lnssm": an orthogonal embedding of tiny numbers,
+      rms 1e-4, which needs `embedding_norm`, and an orthogonal head; mixers and channel mixers
+      start as their classes say. "gpt2": embedding, head and all matrices in blocks are normal with
+      a standard deviation of 0.02, those that end a branch divided by sqrt(2 num_layers)
+      (sqrt(num_layers) without channel mixers); but mixers and channel mixers whose papers start
+      them otherwise, such as Mamba, RWKV and Griffin (`Mixer.starts_as_model` is False). None:
+      "lnssm" with `embedding_norm` and a head of its own, else "gpt2".
     remat: the residuals of a layer: "none" recomputes nothing, "full" keeps the layer's input only,
       "dots" also keeps the outputs of the projections and of GPU kernels.
     unroll: layers per iteration of the loop over layers. The residuals are stacked from iteration
@@ -158,7 +162,7 @@ class LanguageModel(nnx.Module):
         "initialization='lnssm' starts with an embedding of tiny numbers, and embedding_norm=False "
         "leaves them so: the model would start silent. Use 'gpt2', or embedding_norm=True."
       )
-    start = INITIALIZATIONS[initialization](vocab_size, dim, num_layers)
+    start = INITIALIZATIONS[initialization](vocab_size, dim)
     new_norm = lambda: NORMS[norm](dim, eps=norm_eps, param_dtype=param_dtype, rngs=rngs)
     self.embedding = nnx.Param(start.embedding(rngs.params(), (vocab_size, dim), param_dtype))
     self.embedding_norm = new_norm() if embedding_norm else None
@@ -176,7 +180,7 @@ class LanguageModel(nnx.Module):
         channel_mixer_options=channel_mixer_options,
         norm=norm,
         norm_eps=norm_eps,
-        residual_scale=start.residual_scale,
+        matrix_std=start.matrix_std,
         sequence_axis=sequence_axis,
         dtype=dtype,
         param_dtype=param_dtype,

@@ -31,6 +31,9 @@ SEGMENT_IDS = np.repeat([[4, 2, 4]] * B, DOCUMENTS, axis=1)  # an earlier id sta
 every_mixer = pytest.mark.parametrize("name", list(MIXERS), scope="module")
 every_core_mixer = pytest.mark.parametrize("name", core_mixers(), scope="module")
 
+# Their W_o is zero at first, as in the published code.
+STARTS_AT_ZERO = {"lnssm", "rwkv4", "rwkv5", "rwkv6"}
+
 # What is computed in `dtype` next to products of matrices and of two numbers: all else is float32.
 IN_DTYPE = {"lnssm": {"logistic"}, "rwkv6": {"tanh"}}
 
@@ -115,6 +118,17 @@ def test_initial_parameters_have_the_recorded_sizes(name):
   """
   got, want = initial_values.of(split(starting(name))[1]), initial_values.recorded()[name]
   np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-7)
+
+
+@every_mixer
+def test_initial_output_is_neither_silent_nor_loud(name):
+  """For inputs of size 1, as the norm before a mixer makes them; by design some start at 0.
+
+  The smallest have kernels of size 0.02 whatever the width, here 8: a product of three of them.
+  """
+  out = evaluate(starting(name), tiny.inputs(B, T), state_before(name)).out
+  size = np.sqrt(np.mean(np.square(out)))
+  assert size == 0 if name in STARTS_AT_ZERO else 1e-5 < size < 3, size
 
 
 @every_mixer

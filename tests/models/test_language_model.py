@@ -212,6 +212,28 @@ def test_model_starts_as_its_initialization_says(options, embedding, head, down)
   assert of_mixer == pytest.approx(1, abs=0.02)  # else the first mixer would see next to nothing
 
 
+@pytest.mark.parametrize(
+  ("mixer", "kernel", "size"),
+  [
+    ("gla", "q_proj", 0.02),
+    ("gla", "o_proj", 0.02 / 8**0.5),
+    ("mamba", "in_proj", (3 * 64) ** -0.5),
+  ],
+)
+def test_matrices_in_mixers_start_as_the_model_or_as_their_paper(mixer, kernel, size):
+  """GLA's models are started as GPT-2; Mamba's matrices have a rule of their own."""
+  sizes = {"vocab_size": 8, "dim": 64, "num_layers": 4, "num_heads": 2}
+
+  @jax.jit
+  def start():
+    options = {"mixer": mixer, "initialization": "gpt2"}
+    blocks = LanguageModel(**sizes, **options, rngs=nnx.Rngs(0)).blocks
+    kernels = (getattr(blocks.mixer, kernel), blocks.channel_mixer.up)
+    return [jnp.sqrt(jnp.mean(jnp.square(layer.kernel[...]))) for layer in kernels]
+
+  assert start() == pytest.approx([size, 0.02], rel=0.05)
+
+
 def test_tiny_embedding_without_its_norm_raises():
   with pytest.raises(ValueError, match="would start silent"):
     LanguageModel(**SIZES, embedding_norm=False, initialization="lnssm", rngs=nnx.Rngs(0))
@@ -283,7 +305,7 @@ def test_parameters_as_dictionaries_round_trip():
     ({"remat": "dot"}, "remat='dot' is unknown; did you mean 'dots'.*'none', 'full', 'dots'"),
     ({"mixer_options": {"shfit": "kvg"}}, "option='shfit' is unknown; did you mean 'shift'"),
     ({"mixer_options": {"dtype": "x"}}, "option='dtype' is unknown"),
-    ({"mixer_options": {"shift": "kv"}}, "shift='kv' is unknown; did you mean 'kvg'"),
+    ({"mixer_options": {"shift": "vkg"}}, "shift='vkg' is unknown; did you mean 'kvg'"),
   ],
 )
 def test_bad_options_raise_and_are_named(options, message):
