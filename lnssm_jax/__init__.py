@@ -8,6 +8,7 @@
     lnssm_jax.linen     a Flax Linen face of each mixer and model
     lnssm_jax.sharding  partition specs by parameter path
     lnssm_jax.generate  sampling from a language model
+    lnssm_jax.frameworks  the papers' frameworks as equations
 
 Each is imported when it is first used. The package needs JAX and Flax only, and no accelerator.
 """
@@ -16,10 +17,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "generate", "linen", "mixers", "models", "ops", "sharding"]
+__all__ = ["__version__", "frameworks", "generate", "linen", "mixers", "models", "ops", "sharding"]
 
 if TYPE_CHECKING:
-  from lnssm_jax import generate, linen, mixers, models, ops, sharding
+  from lnssm_jax import frameworks, generate, linen, mixers, models, ops, sharding
 else:
 
   def __getattr__(name: str):

@@ -22,6 +22,7 @@ from lnssm_jax.mixers.gsa import GSA, GSAState
 from lnssm_jax.mixers.hgrn import HGRN, HGRN2, LRN
 from lnssm_jax.mixers.hyena import BaseConv, BaseConvState, Hyena, HyenaState
 from lnssm_jax.mixers.kernel_attention import Based, LinearAttention, NormalizedAttention
+from lnssm_jax.mixers.lcsm import LCSM, LCSMState
 from lnssm_jax.mixers.lln import LLN, LLNState
 from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
 from lnssm_jax.mixers.longhorn import (
@@ -54,6 +55,7 @@ MIXERS: dict[str, type[Any]] = {
   "hgrn": HGRN,
   "hgrn2": HGRN2,
   "hyena": Hyena,
+  "lcsm": LCSM,
   "linear_attention": LinearAttention,
   "lln": LLN,
   "lnssm": LNSSM,
@@ -88,6 +90,7 @@ __all__ = [
   "GSA",
   "HGRN",
   "HGRN2",
+  "LCSM",
   "LLN",
   "LNSSM",
   "LRN",
@@ -115,6 +118,7 @@ __all__ = [
   "GatedDeltaNet",
   "Hyena",
   "HyenaState",
+  "LCSMState",
   "LLNState",
   "LNSSMState",
   "LinearAttention",

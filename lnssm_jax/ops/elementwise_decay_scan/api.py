@@ -40,6 +40,7 @@ def elementwise_decay_scan(
   v: ty.BTHV,
   log_decay: ty.BTHKV | ty.HKV | DecayFunction,
   *,
+  read_weight: ty.HKV | None = None,
   initial_state: ElementwiseDecayState | None = None,
   segment_ids: ty.Ids | None = None,
   axis_name: str | None = None,
@@ -49,7 +50,7 @@ def elementwise_decay_scan(
   r"""Linear attention in which every entry of the state decays by its own factor.
 
       S_t = A_t ⊙ S_{t-1} + k_t v_t^T        A = exp(log_decay)
-      out_t = S_t^T q_t
+      out_t = (W ⊙ S_t)^T q_t                W = read_weight, or 1
 
   For decays that are not a product of a key and a value factor; `linear_attention` is much faster
   for those that are. `log_decay` is an array `[H, K, V]` (constant), an array `[B, T, H, K, V]`, or
@@ -63,6 +64,8 @@ def elementwise_decay_scan(
 
   Args:
     log_decay: values <= 0, each exact to the dtype, down to -inf.
+    read_weight: `[H, K, V]`, constant; it has its use where queries or keys are a constant matrix,
+      one vector per value column, which goes in here, with q or k = 1. None means ones.
     initial_state: the state before the first token; None means zeros.
     segment_ids: `[B, T]` integers; the state is reset where they change.
     axis_name: mesh axis of a surrounding `shard_map` that shards T; None for the whole sequence.
@@ -78,11 +81,15 @@ def elementwise_decay_scan(
     ValueError: shapes or dtypes do not agree; the message names the argument.
 
   Sources: recomputation from chunk to chunk, Mamba (Gu and Dao 2023), section 3.3; systems with
-  such decays, LCSM (Qin et al. 2024).
+  such decays and constant keys and queries, LCSM (Qin et al. 2024).
   """
   q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
   B, T, H, K, V = check_heads(_NAME, q, k, v)
   check_chunk_size(_NAME, chunk_size)
+  if read_weight is not None:
+    check_floating(_NAME, "read_weight", read_weight)
+    check_shape(_NAME, "read_weight", read_weight, (H, K, V), "[H, K, V]")
+    read_weight = jnp.asarray(read_weight)
   log_decay, made = _as_function(log_decay, (B, T, H, K, V))
   acc = accumulation_dtype(q, k, v, made)
   state = checked_state(
@@ -91,7 +98,7 @@ def elementwise_decay_scan(
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
-    Inputs(q, k, v, log_decay, state, segments_of(_NAME, segment_ids, B, T)),
+    Inputs(q, k, v, log_decay, read_weight, state, segments_of(_NAME, segment_ids, B, T)),
     Options(chunk_size),
     implementation=implementation,
     axis_name=axis_name,

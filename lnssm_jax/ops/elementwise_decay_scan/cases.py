@@ -24,22 +24,24 @@ class Case:
   chunk: int | None = 4
   H: int = 2
   state: bool = True
+  weight: bool = False
 
   def __str__(self):
     segments = "-segments" if self.segments else ""
-    return f"{self.decay}-{self.strength}-T{self.T}K{self.K}V{self.V}C{self.chunk}{segments}"
+    weight = "-weight" if self.weight else ""
+    return f"{self.decay}-{self.strength}-T{self.T}K{self.K}V{self.V}C{self.chunk}{weight}{segments}"
 
 
 # Every kind of decay at every strength; lengths on both sides of a chunk boundary.
 CASES = [
   Case(1, "BTHKV", "extreme", chunk=None),
   Case(2, "function", "weak", segments=True, chunk=None),
-  Case(15, "HKV", "extreme", segments=True),
+  Case(15, "HKV", "extreme", segments=True, weight=True),
   Case(37, "BTHKV", "extreme", segments=True),
   Case(37, "BTHKV", "weak", segments=True),
   Case(37, "function", "extreme", K=1, V=7),
   Case(63, "HKV", "weak", chunk=None),
-  Case(64, "function", "ordinary", segments=True),
+  Case(64, "function", "ordinary", segments=True, weight=True),
   Case(65, "BTHKV", "ordinary", chunk=None),
   Case(1000, "HKV", "lasting", chunk=None),
 ]
@@ -67,6 +69,8 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     sizes = {"B": B, "T": T, "H": H, "K": K, "V": V}
     shape = tuple(sizes[axis] for axis in case.decay)
     inputs["log_decay"] = log_decay(rng, shape, case.strength)
+  if case.weight:
+    inputs["read_weight"] = rng.normal(size=(H, K, V))
   return inputs
 
 
@@ -79,7 +83,7 @@ def _arguments(case: Case, inputs):
   decay = inputs["log_decay"]
   if case.decay == "function":
     decay = ops.DecayFunction(_make_decay, decay, inputs["parameters"])
-  return (inputs["q"], inputs["k"], inputs["v"], decay), {}
+  return (inputs["q"], inputs["k"], inputs["v"], decay), {"read_weight": inputs.get("read_weight")}
 
 
 ELEMENTWISE_DECAY_SCAN = Scan(

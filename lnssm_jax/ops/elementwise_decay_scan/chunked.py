@@ -26,9 +26,9 @@ def associative(inputs: Inputs, options: Options) -> tuple[jax.Array, Elementwis
 
 
 def _scan(inputs, chunk_size):
-  q, k, v, log_decay, state, segments = inputs
+  q, k, v, log_decay, weight, state, segments = inputs
   recurrence = Recurrence(functools.partial(_update, log_decay.make), _read)
-  steps, parameters = (q, k, v, log_decay.steps), log_decay.parameters
+  steps, parameters = (q, k, v, log_decay.steps), (log_decay.parameters, weight)
   out, kv = diagonal_chunks.scan(
     recurrence, steps, parameters, state.kv, segments, chunk_size=chunk_size
   )
@@ -38,7 +38,7 @@ def _scan(inputs, chunk_size):
 def _update(make, steps, parameters):
   """A = exp(log decay), 1 - A and k vᵀ, [B, C, H, K, V] each."""
   _, k, v, decay_steps = steps
-  log_decay, k, v = widen(make(decay_steps, parameters), k, v)
+  log_decay, k, v = widen(make(decay_steps, parameters[0]), k, v)
   added = k[..., :, None] * v[..., None, :]
   decay, lost = (
     jnp.broadcast_to(x, added.shape) for x in (jnp.exp(log_decay), -jnp.expm1(log_decay))
@@ -47,6 +47,7 @@ def _update(make, steps, parameters):
 
 
 def _read(kv, steps, parameters):
-  del parameters
   q, _, v, _ = steps
+  _, weight = parameters
+  kv = kv if weight is None else weight * kv
   return jnp.sum(kv * q[..., :, None], axis=-2).astype(v.dtype)

@@ -9,7 +9,7 @@ from lnssm_jax.ops.elementwise_decay_scan.types import ElementwiseDecayState, In
 def reference(inputs: Inputs, options: Options) -> tuple[jax.Array, ElementwiseDecayState]:
   """A `lax.scan` over time. It computes the decay of one token at a time."""
   del options
-  q, k, v, log_decay, state, segments = inputs
+  q, k, v, log_decay, weight, state, segments = inputs
   dtype = state.kv.dtype
   first = None if segments is None else segments.first()
 
@@ -20,7 +20,8 @@ def reference(inputs: Inputs, options: Options) -> tuple[jax.Array, ElementwiseD
     if first_t is not None:
       kv = jnp.where(first_t[:, None, None, None], 0.0, kv)
     kv = a_t * kv + k_t[..., :, None] * v_t[..., None, :]
-    return kv, jnp.einsum("bhk,bhkv->bhv", q_t, kv, precision="highest")
+    read = kv if weight is None else weight.astype(dtype) * kv
+    return kv, jnp.einsum("bhk,bhkv->bhv", q_t, read, precision="highest")
 
   arrays = (q.astype(dtype), k.astype(dtype), v.astype(dtype), log_decay.steps, first)
   by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)

@@ -16,7 +16,7 @@ from lnssm_jax.ops.elementwise_decay_scan.types import ElementwiseDecayState, In
 def sharded(run, inputs: Inputs, options: Options, axis_name: str):
   """(out of this shard, state after the whole sequence)."""
   del options
-  _, k, v, log_decay, state, _ = vary_alike(inputs)
+  _, k, v, log_decay, _, state, _ = vary_alike(inputs)
   both = lambda x, y: jnp.concatenate([x, y], axis=-1)
 
   def twice(steps, parameters):
@@ -29,6 +29,7 @@ def sharded(run, inputs: Inputs, options: Options, axis_name: str):
       k=k,
       v=both(v, jnp.zeros_like(v)),
       log_decay=dataclasses.replace(log_decay, make=twice),
+      read_weight=None,
       state=ElementwiseDecayState(both(jnp.zeros_like(state.kv), jnp.ones_like(state.kv))),
     )
   )

@@ -47,6 +47,7 @@ class Inputs(NamedTuple):
   k: jax.Array  # [B, T, H, K]
   v: jax.Array  # [B, T, H, V]
   log_decay: DecayFunction
+  read_weight: jax.Array | None  # [H, K, V]
   state: ElementwiseDecayState
   segments: Segments | None
 

@@ -1,0 +1,24 @@
+"""The papers' frameworks as code: equations of a whole family of models, and what follows from them.
+
+    lnssm_jax.frameworks.lcsm    expansion, oscillation, shrinkage: recurrence and backward pass
+
+Each is imported when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__all__ = ["lcsm"]
+
+if TYPE_CHECKING:
+  from lnssm_jax.frameworks import lcsm
+else:
+
+  def __getattr__(name: str):
+    if name in __all__:
+      return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})
