@@ -41,19 +41,23 @@ RULES: Rules = (
   (r"mixer/\w*conv/kernel", (None, "fsdp")),  # [W, D]
   (r"mixer/filter/layer\d+/kernel", (None, "fsdp")),  # [any, D]
   (r"mixer/a_log", ("fsdp", None)),  # [D, N]
+  (r"mixer/(e|s|decay)_weight", (None, "fsdp")),  # [N, D]
   (r"mixer/(a_imag|c_real|c_imag)", ("fsdp", None)),  # [D, N]
   (r"channel_mixer/mu_[a-z]", (None,)),
   (r"\w*norm/(scale|bias)", (None,)),
   (r"mixer/(\w*conv|\w+_gate|\w+_proj)/bias", (None,)),
   (r"mixer/filter/layer\d+/bias", (None,)),
   (r"mixer/(theta|alpha|log_dt|pole_log|pole_imag|p_real|p_imag|b_real|b_imag)", (None,)),
-  (r"mixer/(mu_[a-z]|gamma|w|u|skip|(fixed_)?log_rate|decay_rate|bound|\w+_(bias|gain))", (None,)),
+  (
+    r"mixer/(mu_[a-z]|gamma|w|u|skip|(fixed_)?log_rate|decay_(rate|logit)|bound|\w+_(bias|gain))",
+    (None,),
+  ),
 )
 
 # Paths of matrices that do not decay: of the recurrence, where a decay would move poles and output
 # maps, and positions. The published codes leave them out too (S4, S4D, DSS, Mamba).
 WITHOUT_WEIGHT_DECAY = (
-  r"mixer/(a_log|a_imag|c_real|c_imag)",
+  r"mixer/(a_log|a_imag|c_real|c_imag|decay_weight)",
   r"positions",
 )
 

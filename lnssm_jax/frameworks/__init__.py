@@ -1,4 +1,4 @@
-"""The papers' frameworks as code: equations of a whole family of models, and what follows from them.
+"""The papers' frameworks as code: equations of a family of models, and what follows from them.
 
     lnssm_jax.frameworks.lcsm    expansion, oscillation, shrinkage: recurrence and backward pass
 

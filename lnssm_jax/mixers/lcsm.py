@@ -90,6 +90,14 @@ class LCSM(Mixer[LCSMState]):
   at 10000^(-2 i / k), a_log at log(1 .. k).
   """
 
+  # None where the code has no such part.
+  e_proj: Any
+  e_weight: Any
+  s_proj: Any
+  s_weight: Any
+  a_proj: Any
+  c_proj: Any
+
   def __init__(
     self,
     dim: int,
@@ -168,16 +176,16 @@ class LCSM(Mixer[LCSMState]):
     """The number of heads into which the columns of the state are split."""
     if self.code.op != "linear_attention" or "value" in self.code.kind.axes:
       return 1
-    return next(n for n in range(1, self.dim + 1) if self.dim % n == 0 and self.dim // n <= _WIDEST_HEAD)
+    return next(
+      n for n in range(1, self.dim + 1) if self.dim % n == 0 and self.dim // n <= _WIDEST_HEAD
+    )
 
   def _mix(self, x, state, segment_ids):
     recurrent, before = (None, None) if state is None else state
     position, positions = None, None
     if self.code.rotates:
       B, T, _ = x.shape
-      positions, position = step_positions(
-        B, T, segment_ids, before, axis_name=self.sequence_axis
-      )
+      positions, position = step_positions(B, T, segment_ids, before, axis_name=self.sequence_axis)
     run = getattr(self, f"_{self.code.op}")
     scan = {"segment_ids": segment_ids, "axis_name": self.sequence_axis}
     i = self.i_proj(x).astype(self.dtype)
@@ -199,7 +207,7 @@ class LCSM(Mixer[LCSMState]):
       vectors = [cosine_features(z, positions, self._theta()) for z in vectors]
     return [z.astype(self.dtype) for z in vectors]
 
-  def _matrices(self):
+  def _matrices(self) -> Any:
     """The product of those of e and s that are matrices, [k, D], float32 at least; or None."""
     weights = [w[...] for w in (self.e_weight, self.s_weight) if w is not None]
     active = [ACTIVATIONS[self.code.activation](wide(w)) for w in weights]
@@ -261,14 +269,14 @@ class LCSM(Mixer[LCSMState]):
     del positions
     s, e = self._activated(self.s_proj, x), unit_norm(self._activated(self.e_proj, x))
     f = unit_norm(self._activated(self.f_proj, x)) if self.code.oscillate == "m2" else None
-    narrow = lambda z: None if z is None else z.astype(self.dtype)[:, :, None]
+    narrow = lambda z: z.astype(self.dtype)[:, :, None]
     beta = jnp.ones((*x.shape[:2], 1), e.dtype)
     y, state = ops.delta_rule(
       narrow(s),
       narrow(e),
       narrow(i),
       beta,
-      erase_key=narrow(f),
+      erase_key=None if f is None else narrow(f),
       scale=1.0,
       initial_state=state,
       **scan,

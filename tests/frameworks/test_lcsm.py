@@ -1,4 +1,4 @@
-"""The LCSM framework: its backward pass against automatic differentiation, and as it was printed."""
+"""The LCSM framework: its backward pass against automatic differentiation, and as printed."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,9 @@ def drawn(product):
   o = rng.uniform(0.3, 1, (T, K, D))
   if product == "matrix":
     o = np.eye(K) + 0.3 * rng.normal(size=(T, K, K))
-  streams = lcsm.Streams(rng.normal(size=(T, K)), o, rng.normal(size=(T, K)), rng.normal(size=(T, D)))
+  streams = lcsm.Streams(
+    rng.normal(size=(T, K)), o, rng.normal(size=(T, K)), rng.normal(size=(T, D))
+  )
   return streams, rng.normal(size=(K, D)), rng.normal(size=(T, D))
 
 

@@ -1,4 +1,4 @@
-"""Which code of LCSM is which other mixer of ours: the same arrays reach the recurrence, in float64.
+"""Which code of LCSM is which other mixer: the same arrays reach the recurrence, in float64.
 
 A row maps the parameters of a mixer to those of a code and says what the two share: the streams of
 the recurrence (e, o, s, i), or the whole layer. `same` runs both and finds out.
@@ -70,13 +70,15 @@ class Row:
 
 ONE_HEAD = {"num_heads": 1}
 _norm = lambda p: {"norm": p["norm"], "o_proj": p["o_proj"]}
-_zero_biases = lambda *names: lambda p: {
-  f"{n}_proj": p[f"{n}_proj"] | {"bias": 0 * p[f"{n}_proj"]["bias"]} for n in names
-}
+_zero_biases = lambda *names: (
+  lambda p: {f"{n}_proj": p[f"{n}_proj"] | {"bias": 0 * p[f"{n}_proj"]["bias"]} for n in names}
+)
 # A convolution that sees its own token only; its silu stays.
-_own_token = lambda *names: lambda p: {
-  n: {"kernel": np.eye(len(p[n]["kernel"]))[-1][:, None] + 0 * p[n]["kernel"]} for n in names
-}
+_own_token = lambda *names: (
+  lambda p: {
+    n: {"kernel": np.eye(len(p[n]["kernel"]))[-1][:, None] + 0 * p[n]["kernel"]} for n in names
+  }
+)
 _real = lambda p: {
   n: (0.2 * np.abs(x) + 0.01 if n == "log_dt" else 0 * x)
   for n, x in p.items()
@@ -147,11 +149,11 @@ ROWS = (
     ONE_HEAD, {"state_dim": D}, _own_token("q_conv", "k_conv", "v_conv"),
   ),
   Row(
-    "0-0-0-0", "dss", "o s i", "complex poles; a skip, then gelu and a gated layer for norm and W_o",
+    "0-0-0-0", "dss", "o s i", "complex poles; a skip, gelu and a gated layer for norm and W_o",
     exponentials, {"state_dim": 3}, change=_real,
   ),
   Row(
-    "0-0-0-0", "s4d", "o s i", "complex poles; a skip, then gelu and a gated layer for norm and W_o",
+    "0-0-0-0", "s4d", "o s i", "complex poles; a skip, gelu and a gated layer for norm and W_o",
     exponentials, {"state_dim": 6}, change=_real,
   ),
   Row(
@@ -210,7 +212,9 @@ def run(mixer, x):
     call.init_state = function.init_state
     return call
 
-  modules = [sys.modules[cls.__module__] for cls in type(mixer).__mro__ if "mixers" in cls.__module__]
+  modules = [
+    sys.modules[cls.__module__] for cls in type(mixer).__mro__ if "mixers" in cls.__module__
+  ]
   plain = {name: recording(name, function) for name, function in plain_ops.PLAIN.items()}
   with plain_ops.in_place_of(*modules, functions=plain):
     out, _ = mixer(jnp.asarray(x))
@@ -258,6 +262,12 @@ def table() -> str:
     ours = [f"`{n}={v!r}` of the code" for n, v in row.code_options.items() if n not in _SIZES]
     theirs = [f"`{n}={v!r}`" for n, v in row.options.items() if n not in _SIZES]
     shared = "the whole layer" if row.shared == "layer" else ", ".join(row.shared.split())
-    cells = (f"`{row.code}`", f"`{row.mixer}`", ", ".join(theirs + ours), shared, row.adds or "nothing")
+    cells = (
+      f"`{row.code}`",
+      f"`{row.mixer}`",
+      ", ".join(theirs + ours),
+      shared,
+      row.adds or "nothing",
+    )
     lines.append("| " + " | ".join(cells) + " |")
   return "\n".join(lines)

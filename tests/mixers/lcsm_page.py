@@ -41,7 +41,9 @@ def counted_rows():
 
 def parameter_table() -> str:
   """Counts at one width of the channel mixers, and the width that gives the printed count."""
-  lines = ["| code | op | printed, M | here at 1,344, M | width for the printed | here at that, M |"]
+  lines = [
+    "| code | op | printed, M | here at 1,344, M | width for the printed | here at that, M |"
+  ]
   lines.append("|---|---|---|---|---|---|")
   for row in counted_rows():
     code = row.options["code"]
@@ -60,7 +62,7 @@ TABLES = {"parameters": parameter_table, "equalities": lcsm_equalities.table}
 
 def section(name: str) -> re.Pattern:
   """What stands between the marks of a table."""
-  return re.compile(rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- end of {name} -->)", re.DOTALL)
+  return re.compile(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- end of {name} -->)", re.DOTALL)
 
 
 def main():

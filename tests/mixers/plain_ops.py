@@ -1,4 +1,4 @@
-"""The ops of `lnssm_jax.ops` in NumPy, one token at a time: for tests of what a mixer gives to them.
+"""The ops of `lnssm_jax.ops` in NumPy, one token at a time: tests of what a mixer gives to them.
 
 They compile nothing, so that a test can afford every code of a family of mixers, in float64. That
 the ops themselves equal these recurrences is tested in tests/ops.

@@ -173,7 +173,7 @@ def test_exact_gelu_and_its_derivative(dtype, error):
 
 NORMED = (
   "gla", "retnet", "delta_net", "gated_delta_net", "gsa", "gateloop", "gfw", "tnl", "mamba2",
-  "metala", "rwkv5", "rwkv6", "lnssm",
+  "metala", "rwkv5", "rwkv6", "lnssm", "lcsm",
 )  # fmt: skip
 
 

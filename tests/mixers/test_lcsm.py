@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+from lnssm_jax import sharding
 from lnssm_jax.mixers import LCSM, lcsm, lcsm_code
 from lnssm_jax.models import count_parameters
 from tests.mixers import plain_ops
@@ -35,7 +37,9 @@ def make(code, options, dim=D, **dtypes):
   build = lambda: LCSM(dim, code=code, state_dim=K, **options, **dtypes, rngs=nnx.Rngs(0))
   graph, params = split(jax.eval_shape(build))
   random = np.random.default_rng(0)
-  return nnx.merge(graph, jax.tree.map(lambda p: random.normal(size=p.shape).astype(p.dtype), params))
+  return nnx.merge(
+    graph, jax.tree.map(lambda p: random.normal(size=p.shape).astype(p.dtype), params)
+  )
 
 
 def expected(mixer, code, options, x):
@@ -118,9 +122,9 @@ def test_cheapest_exact_op_of_each_code():
 
 def test_columns_with_the_same_keys_are_heads_unless_values_decay():
   """So that no head is wider than kernels allow."""
-  shape = lambda code, dim: jax.eval_shape(
-    lambda: LCSM(dim, code=code, rngs=nnx.Rngs(0)).init_state(1)
-  ).recurrent.kv.shape
+  shape = lambda code, dim: (
+    jax.eval_shape(lambda: LCSM(dim, code=code, rngs=nnx.Rngs(0)).init_state(1)).recurrent.kv.shape
+  )
   assert shape("1-2-1-4", 512) == (1, 4, 128, 128)
   assert shape("1-11-1-4", 192) == (1, 2, 256, 96)
   assert shape("1-10-1-4", 131) == (1, 131, 128, 1)
@@ -172,6 +176,21 @@ def test_parameter_count_matches_formula():
   assert count("1-11-1-0", learned=True) == rest + k
   assert count("1-0-1-0", learned=False) == rest
   assert count("1-4-1-0", coloring="exchanged") == rest + k * D
+
+
+def test_every_parameter_of_every_code_has_a_sharding_rule():
+  for code, options in ALL:
+    layer = {
+      "mixer": split(
+        jax.eval_shape(lambda c=code, o=options: LCSM(8, code=c, **o, rngs=nnx.Rngs(0)))
+      )[1]
+    }
+    specs = jax.tree.leaves(
+      sharding.param_specs(layer, axes=("fsdp", "tensor")), is_leaf=lambda x: isinstance(x, P)
+    )
+    for leaf, spec in zip(jax.tree.leaves(layer), specs, strict=True):
+      assert len(leaf.shape) == len(spec), (code, leaf.shape, spec)
+      assert (len(spec) > 1) == any("fsdp" in (axis or ()) for axis in spec), (code, spec)
 
 
 def test_constant_matrices_start_normal_and_angles_as_published():

@@ -92,6 +92,26 @@ def _diagonal(mixer, state, length):
   return 2 * getattr(state, "recurrent", state).h.size
 
 
+def _lcsm(mixer, state, length):
+  """By the op of its code; state entries decay, are added to and read."""
+  op, axes = mixer.code.op, mixer.code.kind.axes
+  recurrent = state.recurrent
+  if op == "linear_attention":
+    decays = 2 if axes == "key value" else int(axes in ("key", "value"))
+    return _linear_attention(mixer, recurrent, length, decays=decays)
+  size = sum(x.size for x in jax.tree.leaves(recurrent))
+  constant = (mixer.e_weight is not None) + (mixer.s_weight is not None)
+  if op == "diagonal_scan":  # each constant matrix: a weighted sum of k numbers per channel
+    return 2 * size + 2 * mixer.state_dim * mixer.dim * (constant == 1) + size
+  if op == "delta_rule":
+    return 6 * size
+  if op == "selective_scan":
+    return 6 * size + 2 * mixer.dim
+  if op == "long_convolution":  # two numbers of a complex entry cost 11 together
+    return 4 * size if axes != "rotation" else 11 * size // 2
+  return (5 + (constant > 0)) * size
+
+
 def _wkv4(mixer, state, length):
   del mixer, length
   return 11 * state.recurrent.numerator.size
@@ -147,6 +167,7 @@ RECURRENCES: dict[str, Recurrence] = {
   "hgrn": functools.partial(_complex, per_entry=8),
   "hgrn2": _linear_attention,
   "hyena": _long_convolution,
+  "lcsm": _lcsm,
   "linear_attention": _undecayed,
   "lln": _log_normal_attention,
   "lnssm": _linear_attention,

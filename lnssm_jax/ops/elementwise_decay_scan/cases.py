@@ -29,7 +29,9 @@ class Case:
   def __str__(self):
     segments = "-segments" if self.segments else ""
     weight = "-weight" if self.weight else ""
-    return f"{self.decay}-{self.strength}-T{self.T}K{self.K}V{self.V}C{self.chunk}{weight}{segments}"
+    return (
+      f"{self.decay}-{self.strength}-T{self.T}K{self.K}V{self.V}C{self.chunk}{weight}{segments}"
+    )
 
 
 # Every kind of decay at every strength; lengths on both sides of a chunk boundary.

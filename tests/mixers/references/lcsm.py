@@ -1,4 +1,4 @@
-"""LCSM written out from its code, one token at a time, with the whole state [k, D], for x [T, D]."""
+"""LCSM written out from its code, one token at a time, with the state [k, D], for x [T, D]."""
 
 import numpy as np
 
@@ -40,6 +40,24 @@ def lcsm(params, x, *, code="1-1-1-4", tau=16, learned=True, coloring="source"):
   )
   theta = params["theta"] if "theta" in params else 10000 ** (-2 * np.arange(k) / k)
   unit = lambda z: z / np.sqrt(z @ z + 1e-6)
+
+  def oscillation(u, e_t):
+    return {
+      "0": lambda: constant(k, D),
+      "1": lambda: np.outer(gate(u @ W("a")), gate(u @ W("c"))),
+      "2": lambda: gate(u @ W("a"))[:, None],
+      "3": lambda: gate(u @ W("c"))[None],
+      "4": lambda: constant(k)[:, None],
+      "5": lambda: constant(D)[None],
+      "6": lambda: gate((u @ W("a"))[:, None] * params["decay_weight"]),
+      "7": lambda: gate((u @ W("c"))[None] * params["decay_weight"]),
+      "8": lambda: gate(np.outer(params["decay_logit"], u @ W("c"))),
+      "9": lambda: gate(np.outer(u @ W("a"), params["decay_logit"])),
+      "10": lambda: 1,
+      "11": lambda: np.exp(1j * theta)[:, None],
+      "m3": lambda: 1 - e_t,
+    }[o]()
+
   m, ys = np.zeros((k, D), complex), []
   for u in x:
     e_t = act(u @ W("e"))[:, None] if e == "1" else act(params["e_weight"])
@@ -48,28 +66,12 @@ def lcsm(params, x, *, code="1-1-1-4", tau=16, learned=True, coloring="source"):
     if o in ("m1", "m2"):
       e_t = unit(e_t[:, 0])[:, None]
       erase = e_t[:, 0] if o == "m1" else unit(act(u @ W("f")))
-      m = (np.eye(k) - np.outer(e_t[:, 0], erase)) @ m
-      o_t = 1
+      m = m - e_t * (erase @ m)
     elif o == "ssm":
       step = np.log1p(np.exp(u @ W("rate") @ W("dt")))
-      o_t, i_t = np.exp(-step * np.exp(params["a_log"]).T), step * i_t
+      m, i_t = np.exp(-step * np.exp(params["a_log"]).T) * m, step * i_t
     else:
-      of = {
-        "0": lambda: constant(k, D),
-        "1": lambda: np.outer(gate(u @ W("a")), gate(u @ W("c"))),
-        "2": lambda: gate(u @ W("a"))[:, None],
-        "3": lambda: gate(u @ W("c"))[None],
-        "4": lambda: constant(k)[:, None],
-        "5": lambda: constant(D)[None],
-        "6": lambda: gate((u @ W("a"))[:, None] * params["decay_weight"]),
-        "7": lambda: gate((u @ W("c"))[None] * params["decay_weight"]),
-        "8": lambda: gate(np.outer(params["decay_logit"], u @ W("c"))),
-        "9": lambda: gate(np.outer(u @ W("a"), params["decay_logit"])),
-        "10": lambda: 1,
-        "11": lambda: np.exp(1j * theta)[:, None],
-        "m3": lambda: 1 - e_t,
-      }
-      o_t = of[o]()
-    m = o_t * m + e_t * i_t
+      m = oscillation(u, e_t) * m
+    m = m + e_t * i_t
     ys.append((s_t * m.real).sum(0))
   return layer_norm(params, np.stack(ys)) @ W("o")
