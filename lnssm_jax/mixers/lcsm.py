@@ -12,7 +12,7 @@ from lnssm_jax import ops
 from lnssm_jax.mixers.base import Mixer
 from lnssm_jax.mixers.common.activations import log_gate
 from lnssm_jax.mixers.common.checks import check_normalizer, check_positive
-from lnssm_jax.mixers.common.complex_state import from_complex, to_complex
+from lnssm_jax.mixers.common.complex_state import empty_state, from_complex, to_complex
 from lnssm_jax.mixers.common.initializers import uniform_fan_in
 from lnssm_jax.mixers.common.norms import LayerNorm, unit_norm
 from lnssm_jax.mixers.common.positions import cosine_features
@@ -159,9 +159,10 @@ class LCSM(Mixer[LCSMState]):
     D, k, op = self.dim, self.state_dim, self.code.op
     heads = self._value_heads()
     if op == "long_convolution":
-      state = ops.long_convolution.init_state(batch=B, dim=D, state_dim=k, dtype=jnp.float32)
       if self.code.kind.axes == "rotation":
-        state = from_complex(state.h + 0j)
+        state = empty_state(B, D, k)
+      else:
+        state = ops.long_convolution.init_state(batch=B, dim=D, state_dim=k, dtype=jnp.float32)
     elif op == "selective_scan":
       state = ops.selective_scan.init_state(batch=B, dim=D, state_dim=k)
     elif op == "diagonal_scan":

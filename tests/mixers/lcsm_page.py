@@ -61,7 +61,7 @@ TABLES = {"parameters": parameter_table, "equalities": lcsm_equalities.table}
 
 
 def section(name: str) -> re.Pattern:
-  """What stands between the marks of a table."""
+  """A pattern of the text between the marks of a table."""
   return re.compile(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- end of {name} -->)", re.DOTALL)
 
 

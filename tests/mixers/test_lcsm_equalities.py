@@ -1,4 +1,4 @@
-"""The tables of docs/lcsm.md: codes that are other mixers, and parameters beside the paper's."""
+"""The tables of docs/lcsm.md: codes that are other mixers, and parameters next to the paper's."""
 
 import pytest
 
