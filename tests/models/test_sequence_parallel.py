@@ -46,6 +46,14 @@ def test_model_of_every_mixer_on_shards_equals_one_device(part):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  "code", ["0-0-0-0", "0-11-0-0", "1-9-0-4", "0-3-1-1", "1-11-1-3", "1-m2-1-3", "0"]
+)
+def test_lcsm_of_each_op_on_shards_equals_one_device(code):
+  check({"mixer": "lcsm", "mixer_options": {"code": code, "state_dim": 3}})
+
+
+@pytest.mark.slow
 def test_models_on_shards_without_segments_or_state_are_equal():
   names = ("rwkv4", "longhorn", "gated_delta_net", "sliding_window_attention")
   check(*({"mixer": name, "segments": False, "state": False} for name in names))
