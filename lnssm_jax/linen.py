@@ -7,7 +7,9 @@
     y, state = layer.apply(variables, x, layer.init_state(B), segment_ids)
 
 `variables["params"]` is the nested dictionary that `nnx.to_pure_dict` gives for the NNX module, so
-parameters go from one to the other as they are. Faces are ordinary Linen modules: `nn.scan`,
+parameters go from one to the other as they are. `layer.apply(variables, x, mutable=["aux"])` also
+returns the auxiliary outputs of mixers that route, as `with_aux` of the NNX module does: the
+collection's entry "aux" is a tuple with one of them. Faces are ordinary Linen modules: `nn.scan`,
 `nn.remat` and `nn.vmap` lift them. A face has the name of its class; `MIXERS` has those of mixers
 by the mixer's name. Type checkers and editors read the fields from `linen.pyi`, which
 `scripts/linen_stub.py` writes.
@@ -67,7 +69,13 @@ class Face(nn.Module):
     key = self.make_rng("params") if self.is_initializing() else jax.random.key(0)
     made = functools.cache(lambda: self._split(key)[1])  # all parameters from one key, at once
     params = {name: self.param(name, lambda _, name=name: made()[name]) for name in shapes}
-    return nnx.merge(graph, params)(*args, **kwargs)
+    module: Any = nnx.merge(graph, params)
+    collects = self.is_mutable_collection("aux") and not self.is_initializing()
+    if not collects or not hasattr(module, "with_aux"):
+      return module(*args, **kwargs)
+    *results, aux = module.with_aux(*args, **kwargs)
+    self.sow("aux", "aux", aux)
+    return tuple(results)
 
   def init_state(self, batch_size: int):
     """Returns the state before the first token, as the NNX module does."""

@@ -34,7 +34,11 @@ RULES: Rules = (
   (r"channel_mixer/(up|gate)/kernel", ("fsdp", "tensor")),  # [D, hidden]
   (r"channel_mixer/down/kernel", ("tensor", "fsdp")),  # [hidden, D]
   (r"mixer/o_proj/kernel", ("tensor", "fsdp")),  # [heads, D]
-  (r"mixer/(dt|beta|decay_up|gate_up)_proj/kernel", (None, _BOTH)),  # [any, D]
+  (r"mixer/(dt|beta|\w+_up)_proj/kernel", (None, _BOTH)),  # [any, D]
+  (r"mixer/router_proj/kernel", ("fsdp", None)),  # [D, any]
+  (r"mixer/\w+_gates/up_kernel", (None, None, _BOTH)),  # [memories, rank, D]
+  (r"mixer/\w+_gates/down_proj/kernel", ("fsdp", None)),  # [D, any]
+  (r"mixer/\w+_gates/\w+_proj/kernel", ("fsdp", "tensor")),  # [D, heads]
   (r"mixer/\w+_proj/kernel", ("fsdp", "tensor")),  # [D, heads]
   (r"mixer/mix_up", (None, None, "fsdp")),  # [5, rank, D]
   (r"mixer/\w+_gate/kernel", (None, "fsdp", None)),  # [H, D / H, D / H]
@@ -45,7 +49,7 @@ RULES: Rules = (
   (r"mixer/(a_imag|c_real|c_imag)", ("fsdp", None)),  # [D, N]
   (r"channel_mixer/mu_[a-z]", (None,)),
   (r"\w*norm/(scale|bias)", (None,)),
-  (r"mixer/(\w*conv|\w+_gate|\w+_proj)/bias", (None,)),
+  (r"mixer/(\w+_gates/)?((\w*conv|\w+_gate|\w+_proj)/bias|up_bias|log_rate)", (None,)),
   (r"mixer/filter/layer\d+/bias", (None,)),
   (r"mixer/(theta|alpha|log_dt|pole_log|pole_imag|p_real|p_imag|b_real|b_imag)", (None,)),
   (

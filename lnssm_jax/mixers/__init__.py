@@ -12,6 +12,7 @@ from typing import Any
 
 from lnssm_jax.mixers.base import Mixer, shard_time
 from lnssm_jax.mixers.common.complex_state import ComplexState
+from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.diagonal_state_spaces import DSS, S4D, S5
 from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
@@ -33,11 +34,13 @@ from lnssm_jax.mixers.longhorn import (
 )
 from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
 from lnssm_jax.mixers.metala import MetaLA, MetaLAState
+from lnssm_jax.mixers.mixture_of_memories import MoM, MoMState
 from lnssm_jax.mixers.positional_attention import LRPE, CosFormer, PositionalState
 from lnssm_jax.mixers.qlstm import QLSTM, QLSTMReversed, QLSTMState
 from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
 from lnssm_jax.mixers.s4 import S4
 from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAttention
+from lnssm_jax.mixers.sparse_state_expansion import SSE, SSEState, expand_partitions
 from lnssm_jax.mixers.tnl import TNL, TNLState
 from lnssm_jax.mixers.tnn import TNN, TNNState
 
@@ -66,6 +69,7 @@ MIXERS: dict[str, type[Any]] = {
   "mamba": Mamba,
   "mamba2": Mamba2,
   "metala": MetaLA,
+  "mom": MoM,
   "normalized_attention": NormalizedAttention,
   "qlstm": QLSTM,
   "qlstm_reversed": QLSTMReversed,
@@ -79,6 +83,7 @@ MIXERS: dict[str, type[Any]] = {
   "s5": S5,
   "sliding_window_attention": SlidingWindowAttention,
   "softmax_attention": SoftmaxAttention,
+  "sse": SSE,
   "tnl": TNL,
   "tnn": TNN,
 }
@@ -104,8 +109,10 @@ __all__ = [
   "S4",
   "S4D",
   "S5",
+  "SSE",
   "TNL",
   "TNN",
+  "Aux",
   "BaseConv",
   "BaseConvState",
   "Based",
@@ -133,6 +140,8 @@ __all__ = [
   "MetaLA",
   "MetaLAState",
   "Mixer",
+  "MoM",
+  "MoMState",
   "NormalizedAttention",
   "PositionalState",
   "QLSTMReversed",
@@ -142,9 +151,11 @@ __all__ = [
   "RWKV5State",
   "RetNet",
   "RetNetState",
+  "SSEState",
   "SlidingWindowAttention",
   "SoftmaxAttention",
   "TNLState",
   "TNNState",
+  "expand_partitions",
   "shard_time",
 ]

@@ -6,8 +6,9 @@ import jax
 from flax import nnx
 
 from lnssm_jax.mixers.common.checks import check_positive, check_state
+from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.ops.core.checks import check_floating, check_shape
-from lnssm_jax.ops.core.explicit_axes import under_auto_axes
+from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.segments import segments_of
 
 
@@ -17,9 +18,10 @@ class Mixer[State](nnx.Module):
       y, state = mixer(x, state=None, segment_ids=None)
 
   A subclass is constructed as `Class(dim, *, <options>, dtype, param_dtype, rngs)`, sets `dim` and
-  writes `_mix` and `_init_state`. Its parameters are of `param_dtype`, its matrix products and its
-  output of `dtype`; states, decays, norms and sums are float32 (float64 for float64 inputs). It
-  holds `nnx.Param`s only: the state is a value, passed in and returned.
+  writes `_mix` and `_init_state`; one with an auxiliary loss also `_mix_with_aux`. Its parameters
+  are of `param_dtype`, its matrix products and its output of `dtype`; states, decays, norms and
+  sums are float32 (float64 for float64 inputs). It holds `nnx.Param`s only: the state is a value,
+  passed in and returned.
 
   Attributes:
     dim: D, the width of input and output.
@@ -61,6 +63,22 @@ class Mixer[State](nnx.Module):
       ValueError: a shape or dtype is wrong, or a sequence is known to exceed the mixer's
         `max_length`; the message names the mixer and the argument.
     """
+    self._check(x, state, segment_ids)
+    return self._mix(x, state, segment_ids)
+
+  @under_auto_axes(argument=1, results=(0, 0, REPLICATED))
+  def with_aux(
+    self, x: jax.Array, state: State | None = None, segment_ids: jax.Array | None = None
+  ) -> tuple[jax.Array, State, Aux | None]:
+    """The same call, for training: (y, the state, the auxiliary output).
+
+    The auxiliary output is None for mixers without one. Its loss is a mean over all tokens of the
+    call. `LanguageModel.with_aux` collects that of all layers.
+    """
+    self._check(x, state, segment_ids)
+    return self._mix_with_aux(x, state, segment_ids)
+
+  def _check(self, x, state, segment_ids) -> None:
     name = type(self).__name__
     check_shape(name, "x", x, (None, None, self.dim), "[B, T, D]")
     check_floating(name, "x", x)
@@ -70,7 +88,6 @@ class Mixer[State](nnx.Module):
     segments_of(name, segment_ids, B, T)
     if state is not None:
       check_state(name, state, jax.eval_shape(lambda: self._init_state(B)), "[B, ...]")
-    return self._mix(x, state, segment_ids)
 
   def init_state(self, batch_size: int) -> State:
     """Returns the state before the first token of `batch_size` sequences."""
@@ -81,6 +98,12 @@ class Mixer[State](nnx.Module):
   ) -> tuple[jax.Array, State]:
     """`__call__` on checked arguments."""
     raise NotImplementedError
+
+  def _mix_with_aux(
+    self, x: jax.Array, state: State | None, segment_ids: jax.Array | None
+  ) -> tuple[jax.Array, State, Aux | None]:
+    """`with_aux` on checked arguments."""
+    return *self._mix(x, state, segment_ids), None
 
   def _init_state(self, B: int) -> State:
     """`init_state` for a checked batch size."""

@@ -14,16 +14,13 @@ from lnssm_jax.mixers.common.checks import (
   check_heads,
   check_positive,
 )
-from lnssm_jax.mixers.common.initializers import step_size_bias, xavier_uniform
+from lnssm_jax.mixers.common.initializers import decay_rate, step_size_bias, xavier_uniform
 from lnssm_jax.mixers.common.norms import RMSNorm, unit_norm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, repeat_heads, split_heads
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
 from lnssm_jax.ops import ConvState, DeltaRuleState, delta_rule
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
-
-# A decay rate of 0, which the distribution of the published code contains, has no logarithm.
-_LOWEST_RATE = 1e-4
 
 
 QK_NORMS = ("l2", "sum")
@@ -304,8 +301,7 @@ class GatedDeltaNet(_DeltaBlock):
     linear = functools.partial(Linear, kernel_init=xavier_uniform(2**-2.5), **options)
     self.a_proj = linear(dim, values)
     self.g_proj = linear(dim, values * value_dim) if use_gate else None
-    rate = jax.random.uniform(rngs.params(), (values,), jnp.float32, 0.0, 16.0)
-    self.log_rate = nnx.Param(jnp.log(jnp.maximum(rate, _LOWEST_RATE)).astype(param_dtype))
+    self.log_rate = nnx.Param(decay_rate(rngs.params(), (values,), param_dtype))
     self.a_proj.draw_bias(step_size_bias, rngs)
 
   def _mix(self, x, state, segment_ids):

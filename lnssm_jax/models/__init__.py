@@ -10,6 +10,7 @@ from lnssm_jax.models.channel_mixers import (
   SwiGLU,
 )
 from lnssm_jax.models.language_model import REMAT_POLICIES, LanguageModel, count_parameters
+from lnssm_jax.models.layers import aux_loss
 from lnssm_jax.models.vision_model import VisionModel
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
   "RWKV6ChannelMix",
   "SwiGLU",
   "VisionModel",
+  "aux_loss",
   "count_parameters",
 ]

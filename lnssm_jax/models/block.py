@@ -12,6 +12,7 @@ from flax import nnx
 from lnssm_jax.mixers import MIXERS, Mixer, shard_time
 from lnssm_jax.mixers.common.checks import check_choice, check_heads
 from lnssm_jax.mixers.common.norms import NORMS
+from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.ops.core.states import register_state
 
@@ -193,16 +194,29 @@ class Block(nnx.Module):
     segment_ids: jax.Array | None = None,
   ) -> tuple[jax.Array, BlockState]:
     """Returns (x [B, T, D], the state after the last token)."""
+    mix = lambda *args: (*self.mixer(*args), None)
+    return self._run(mix, x, state, segment_ids)[:2]
+
+  def with_aux(
+    self,
+    x: jax.Array,
+    state: BlockState | None = None,
+    segment_ids: jax.Array | None = None,
+  ) -> tuple[jax.Array, BlockState, Aux | None]:
+    """The same call with the auxiliary output of the mixer, None if it has none."""
+    return self._run(self.mixer.with_aux, x, state, segment_ids)
+
+  def _run(self, mix, x, state, segment_ids):
     of_mixer, of_channel = state if state is not None else (None, None)
     with jax.named_scope("mixer"):
       y, x = self.mixer_norm.add(x, None, self.dtype)
-      y, of_mixer = self.mixer(y, of_mixer, segment_ids)
+      y, of_mixer, aux = mix(y, of_mixer, segment_ids)
     if self.channel_mixer is None or self.channel_norm is None:
-      return x + y, BlockState(of_mixer, None)
+      return x + y, BlockState(of_mixer, None), aux
     with jax.named_scope("channel_mixer"):
       y, x = self.channel_norm.add(x, y, self.dtype)
       if isinstance(self.channel_mixer, Mixer):
         y, of_channel = self.channel_mixer(y, of_channel, segment_ids)
       else:
         y = self.channel_mixer(y)
-    return x + y, BlockState(of_mixer, of_channel)
+    return x + y, BlockState(of_mixer, of_channel), aux

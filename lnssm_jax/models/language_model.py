@@ -14,10 +14,10 @@ from lnssm_jax.mixers.common.initializers import orthogonal
 from lnssm_jax.models import layers
 from lnssm_jax.models.block import NORMS, Block, check_channel_mixer, check_mixer, mixer_name
 from lnssm_jax.models.embedding import lookup
-from lnssm_jax.models.layers import LayerStates
+from lnssm_jax.models.layers import LayerAux, LayerStates
 from lnssm_jax.ops.core.checks import check_shape
 from lnssm_jax.ops.core.dispatch import MADE_BY_KERNELS, default_device
-from lnssm_jax.ops.core.explicit_axes import under_auto_axes
+from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 
 # Residuals of a layer: everything that the backward pass uses; the layer's input only; or also the
 # outputs of its projections (the matrix products without a batch axis) and of GPU kernels.
@@ -230,14 +230,35 @@ class LanguageModel(nnx.Module):
     Raises:
       ValueError: a rank, dtype or shape is wrong; the message names it.
     """
+    return self._hidden(tokens, state, segment_ids, gather)[:2]
+
+  @under_auto_axes(argument=1, results=(0, REPLICATED))
+  def hidden_and_aux(
+    self,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None = None,
+    *,
+    gather: Callable[[Block], Block] | None = None,
+  ) -> tuple[jax.Array, LayerAux]:
+    """Returns (the input of the head, the auxiliary outputs of the mixers), for training.
+
+    No state is given or returned: in the backward pass it would cost its gradient, though 0. The
+    auxiliary outputs are an `Aux` with a leading axis L, None for a mixer without, and for a
+    pattern of mixers a list with that of each place. `models.aux_loss` is what a loss adds.
+    """
+    options = {"with_aux": True, "with_state": False}
+    hidden, _, aux = self._hidden(tokens, None, segment_ids, gather, **options)
+    return hidden, aux
+
+  def _hidden(self, tokens, state, segment_ids, gather=None, **results):
     self._check(tokens, state)
     # Without a loop the compiler could undo a rematerialization, finding the results still there.
     whole = self.remat == "none" and default_device().platform == "gpu"
     unroll = self.unroll or (self.num_layers if whole else 1)
     options = {"policy": REMAT_POLICIES[self.remat], "unroll": unroll, "gather": gather}
     x = self.embed(tokens)
-    x, state = layers.run(self.blocks, x, state, segment_ids, **options)
-    return self.norm(x, dtype=self.dtype), state
+    x, state, aux = layers.run(self.blocks, x, state, segment_ids, **options, **results)
+    return self.norm(x, dtype=self.dtype), state, aux
 
   @under_auto_axes(argument=1)
   def embed(self, tokens: jax.Array) -> jax.Array:
@@ -273,6 +294,17 @@ class LanguageModel(nnx.Module):
     """
     hidden, state = self.hidden(tokens, state, segment_ids)
     return self.logits(hidden), state
+
+  @under_auto_axes(argument=1, results=(0, 1, REPLICATED))
+  def with_aux(
+    self,
+    tokens: jax.Array,
+    state: LayerStates | None = None,
+    segment_ids: jax.Array | None = None,
+  ) -> tuple[jax.Array, LayerStates, LayerAux]:
+    """The same call for training: (logits, the state, the auxiliary outputs of the mixers)."""
+    hidden, state, aux = self._hidden(tokens, state, segment_ids, with_aux=True)
+    return self.logits(hidden), state, aux
 
   def _check(self, tokens, state):
     check_shape("LanguageModel", "tokens", tokens, (None, None), "[B, T]")

@@ -13,11 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers import Mixer
+from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.models.block import Block, BlockState
 
 # States of all layers: one with a leading axis L; of a pattern, one for each of its places, whose
 # leading axis counts the layers there.
 type LayerStates = BlockState | list[BlockState]
+# Likewise auxiliary outputs; None for a mixer without.
+type LayerAux = Aux | list[Aux | None] | None
 
 
 def make_blocks(
@@ -63,14 +66,17 @@ def run(
   policy: Callable[..., bool] | None,
   unroll: int,
   gather: Callable[[Block], Block] | None = None,
-) -> tuple[jax.Array, LayerStates]:
-  """Returns (x [B, T, D] after all layers, their states, structured as by `init_state`).
+  with_aux: bool = False,
+  with_state: bool = True,
+) -> tuple[jax.Array, LayerStates, LayerAux]:
+  """Returns (x [B, T, D] after all layers, their states and auxiliary outputs, structured alike).
 
   Args:
     policy: of rematerialization; None keeps everything.
     unroll: layers per iteration of the loop.
     gather: gathers the parameters of a layer that are sharded over devices. The backward pass
       gathers them again: gathered parameters are never residuals.
+    with_aux, with_state: whether auxiliary outputs and states are returned; else they are None.
   """
   stacks = _stacks(blocks)
   states = [None] * len(stacks) if state is None else _stacks(state)
@@ -79,8 +85,11 @@ def run(
     new = []
     for block, block_state in inputs:
       block = block if gather is None else gather(block)
-      x, block_state = block(x, block_state, segment_ids)
-      new.append(block_state)
+      if with_aux:
+        x, block_state, aux = block.with_aux(x, block_state, segment_ids)
+      else:
+        (x, block_state), aux = block(x, block_state, segment_ids), None
+      new.append((block_state if with_state else None, aux))
     return x, new
 
   inputs = list(zip(stacks, states, strict=True))
@@ -104,7 +113,13 @@ def run(
     x, last = some_layers(x, jax.tree.map(lambda leaf: leaf[whole], rest))
     joined = lambda stack, one: jnp.concatenate([stack, one[None]])
     new[: len(rest)] = [jax.tree.map(joined, *pair) for pair in zip(new, last, strict=False)]
-  return x, _like(blocks, new)
+  new_states, aux = zip(*new, strict=True)
+  return x, _like(blocks, list(new_states)), _like(blocks, list(aux))
+
+
+def aux_loss(aux: LayerAux) -> jax.Array | float:
+  """The sum of the auxiliary losses of all layers; 0 if no mixer has one."""
+  return sum(jnp.sum(stack.loss) for stack in _stacks(aux) if stack is not None)
 
 
 def _all_but_gathers(primitive, *args, **params) -> bool:

@@ -33,6 +33,7 @@ from tests.mixers.references import (
   qlstm,
   rwkv,
   softmax_attention,
+  sparse_state_expansion,
   state_spaces,
   tnl,
 )
@@ -92,6 +93,9 @@ TINY = {
   "mamba": Tiny(mamba.mamba, {"state_dim": 3, "gate_rank": 2}),
   "mamba2": Tiny(mamba.mamba2, {"state_dim": 3, "head_dim": 4}, {"head_dim": 4}),
   "metala": Tiny(metala.metala, HEADS, HEADS),
+  "mom": Tiny(
+    sparse_state_expansion.mom, HEADS | {"num_memories": 3, "gate_rank": 3, "method": "mask"}, HEADS
+  ),
   "normalized_attention": Tiny(kernel_attention.normalized_attention, HEADS, HEADS),
   "qlstm": Tiny(qlstm.qlstm),
   "qlstm_reversed": Tiny(qlstm.qlstm),
@@ -111,6 +115,11 @@ TINY = {
   ),
   "softmax_attention": Tiny(
     softmax_attention.softmax_attention, HEADS | {"max_length": 32}, HEADS, cache=True
+  ),
+  "sse": Tiny(
+    sparse_state_expansion.sse,
+    HEADS | {"num_partitions": 3, "lora_rank": 3, "gate_rank": 3, "method": "mask"},
+    HEADS,
   ),
   "tnl": Tiny(tnl.tnl, HEADS, HEADS),
   "tnn": Tiny(

@@ -17,7 +17,7 @@ from tests import devices
 from tests.mixers.tiny import initial
 from tests.ops.divided import AXIS, DIVIDED, PARTS, WHOLE
 
-UNDIVIDED = {"base_conv", "hyena", "lln", "s4", "tnn"}
+UNDIVIDED = {"base_conv", "hyena", "lln", "mom", "s4", "sse", "tnn"}
 DIVIDED_MIXERS = sorted(MIXERS.keys() - UNDIVIDED)
 
 

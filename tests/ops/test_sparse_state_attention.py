@@ -1,5 +1,6 @@
 """Tests particular to sparse_state_attention; the contract suite covers the rest."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,9 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
+from lnssm_jax.ops.core import dispatch
+from lnssm_jax.ops.delta_rule import api as delta_rule_api
+from lnssm_jax.ops.linear_attention import api as linear_attention_api
 from lnssm_jax.ops.sparse_state_attention.cases import SPARSE_STATE_ATTENTION, Case
 from tests.ops import contract, promises
 from tests.ops.promises import close
@@ -42,23 +46,54 @@ def written_out(x, N, segments, scale):
     for s, i in enumerate(x["indices"][b, t].astype(int)):
       if 0 <= i < N:
         a = np.exp(x["log_decay"][b, t, s, h])
-        key = x["gates"][b, t, s] * x["k"][b, t, s, h]
-        kv[b, i, h] = a[:, None] * kv[b, i, h] + np.outer(key, x["v"][b, t, s, h])
+        key, value = x["k"][b, t, s, h], x["v"][b, t, s, h]
+        rate = x["gates"][b, t, s]
+        if "beta" in x:
+          rate = rate * x["beta"][b, t, h]
+          value = value - a * kv[b, i, h].T @ key
+        kv[b, i, h] = np.reshape(a, (-1, 1)) * kv[b, i, h] + rate * np.outer(key, value)
         outs[b, t, h] += scale * kv[b, i, h].T @ (x["read_gates"][b, t, s] * x["q"][b, t, h])
   return outs, kv
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_sparse_state_attention_equals_the_recurrence(method):
-  """Everything at once, and two indices that are out of range: under jit they select nothing."""
-  case = Case(T=21, S=2, N=4, decay="BTSHK", key="BTSHK", value="BTSHV", read=True, chunk=4)
+def selects_nothing_twice(rate, state=True):
+  """A case with everything at once, and two indices out of range: under jit they select nothing."""
+  decay = "BTSH" if rate else "BTSHK"
+  rest = {"key": "BTSHK", "value": "BTSHV", "read": True, "chunk": 4, "state": state}
+  case = Case(T=21, S=2, N=4, decay=decay, rate=rate, **rest)
   x = SPARSE_STATE_ATTENTION.draw(case, np.random.default_rng(0))
   x["indices"][0, 3, 1], x["indices"][1, 20, 0] = 4, -1
-  segments = np.asarray(promises.documents(B, (5, 9, 7)))
+  return case, x, np.asarray(promises.documents(B, (5, 9, 7)))
+
+
+@pytest.mark.parametrize("rate", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", METHODS)
+def test_sparse_state_attention_equals_the_recurrence(method, rate):
+  case, x, segments = selects_nothing_twice(rate)
   run = lambda x: SPARSE_STATE_ATTENTION(case, x, method=method, segment_ids=jnp.asarray(segments))
   with jax.enable_x64(True):
     out, state = jax.jit(run)({n: jnp.asarray(a) for n, a in x.items()})
     out, kv = np.asarray(out), np.asarray(state.kv)
+  close((out, kv), written_out(x, 4, segments, 0.7), dtype=jnp.float64)
+
+
+@pytest.mark.parametrize("rate", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sparse_state_attention_rows_for_kernels_equal_the_recurrence(rate, monkeypatch):
+  """The form for kernels does not pad the runs. What is inside runs as it does on this device."""
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
+  case, x, segments = selects_nothing_twice(rate, state=False)
+  case = dataclasses.replace(case, chunk=None)
+
+  def run(x):
+    options = {"method": "varlen", "segment_ids": jnp.asarray(segments)}
+    return SPARSE_STATE_ATTENTION(case, x, implementation="pallas", **options)
+
+  with jax.enable_x64(True), monkeypatch.context() as inside:
+    inside.setattr(linear_attention_api._KERNELS, "_unsupported", lambda *_: "on a CPU")
+    inside.setattr(delta_rule_api._KERNELS, "_unsupported", lambda *_: "on a CPU")
+    out, state = jax.jit(run)({n: jnp.asarray(a) for n, a in x.items()})
+    out, kv = np.asarray(out), np.asarray(state.kv)
+  x["state.kv"] = np.zeros_like(kv)
   close((out, kv), written_out(x, 4, segments, 0.7), dtype=jnp.float64)
 
 
@@ -245,7 +280,9 @@ def test_supported_sparse_forms_depend_on_the_method():
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
     ({"scale": jnp.ones(())}, "scale=.* must be a Python number"),
     ({"method": "sort"}, "method='sort' is unknown; use one of 'mask', 'varlen', 'gather'"),
-    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
+    ({"beta": (B, 6, 3)}, r"beta has shape \(2, 6, 3\), but \[2, 6, 2\] or \[2, 6, 2, 2\]"),
+    ({"beta": (B, 6, H), "log_decay": (B, 6, H, K)}, "one log_decay per head, not .* 3 key"),
+    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )  # fmt: skip
 def test_sparse_state_attention_bad_argument_raises_naming_it(change, message):

@@ -89,8 +89,8 @@ def test_sharding_more_meshes_same_training(run, remat, unroll):
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
 def test_sharding_every_mixer_same_training(run, mixer):
   """Gathered parameters; heads and channels sharded by the compiler and for kernels."""
-  # The tiny GLA and RWKV-6 have ranks of 3, which are not divisible.
-  options = {} if mixer in ("gla", "rwkv6") else dict(TINY[mixer].model_options)
+  # The tiny ones have ranks of 3, which are not divisible.
+  options = {} if mixer in ("gla", "mom", "rwkv6", "sse") else dict(TINY[mixer].model_options)
   changes = {"model__mixer": mixer, "model__mixer_options": options}
   changes |= {"model__dim": 128} if mixer == "mamba2" else {}  # in 32 channels it has one head
   results = run("trained", "1", "2x2", "1x2x1x2", "1x2x1x2 kernels", **changes, global_batch=4)

@@ -1,6 +1,7 @@
 """The compiled step: accumulation, masking, precision, and no transfers to the host."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lnssm_jax.mixers import Aux
 from train.cluster import device_mesh
+from train.logging.loggers import scalars
+from train.logging.metric_reader import aux_columns
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
 from train.step.state import init_state
@@ -71,6 +75,57 @@ def test_train_step_accumulation_matches_large_batch(tiny):
   assert largest > 0
   np.testing.assert_allclose(first_moment(parts), first_moment(whole), rtol=0, atol=1e-6 * largest)
   assert_close(whole_metrics, parts_metrics, rtol=2e-6)
+
+
+def test_train_step_adds_and_reports_auxiliary_losses(tiny):
+  """Under "uniform" the router's whole gradient is that of the balance loss, microbatch by
+  microbatch."""
+  options = {"num_partitions": 3, "lora_rank": 2, "gate_rank": 2, "method": "mask"}
+  options |= {"gate": "uniform", "balance": 0.5}
+  cfg = tiny(model__mixer="sse", model__mixer_options=options, accumulate=2, seq_len=8)
+  batch = make_batch(cfg)
+  batch["weights"][::2] *= 0.5  # rows of the first microbatch: each counts for its weights
+  state, metrics = run(cfg, batch)
+  graph, start = model_graph(cfg.model), begin(cfg)[-1]["params"]
+
+  @jax.jit
+  @functools.partial(jax.grad, has_aux=True)
+  def expected(params):
+    total = []
+    for rows in (slice(0, None, 2), slice(1, None, 2)):
+      model = nnx.merge(graph, params)
+      _, aux = model.hidden_and_aux(batch["tokens"][rows], batch["segment_ids"][rows])
+      share = batch["weights"][rows].sum() / batch["weights"].sum()
+      total.append(jax.tree.map(lambda x, share=share: share * x[0], aux))
+    aux = jax.tree.map(jnp.add, *total)
+    return aux.loss, aux
+
+  gradient, aux = expected(start)
+  kernel = lambda tree: tree["blocks"]["mixer"]["router_proj"]["kernel"]
+  got = kernel(state["opt_state"][1].mu) / (1 - cfg.optimizer.b1)
+  want = kernel(gradient)
+  assert np.abs(want).max() > 1e-4
+  np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6 * np.abs(want).max())
+  np.testing.assert_allclose(metrics["aux"][0].loss, aux.loss, rtol=1e-5)
+  np.testing.assert_allclose(metrics["aux"][0].share, aux.share, rtol=1e-5)
+  row = aux_columns([None, *metrics["aux"]])
+  assert row["aux_loss"] == pytest.approx(float(aux.loss), rel=1e-5)
+  assert row["aux"][0]["layer"] == 1
+  assert sum(row["aux"][0]["share"]) == pytest.approx(1, rel=1e-5)
+
+
+def test_columns_of_auxiliary_outputs_count_dead_parts():
+  wide = Aux(np.float32(0.25), np.zeros(65, np.float32))
+  row = aux_columns([Aux(np.float32(0.5), np.float32([0.0, 0.75, 0.25])), None, wide])
+  assert row["aux_loss"] == 0.75
+  first, last = row["aux"]
+  assert first == {"layer": 0, "loss": 0.5, "dead": 1, "share": [0.0, 0.75, 0.25]}
+  assert last == {"layer": 2, "loss": 0.25, "dead": 65}
+  logged = scalars({"kind": "train", "step": 3, "loss": 2.0} | row)
+  assert logged["train/aux/0/dead"] == 1
+  assert logged["train/aux/0/share/1"] == 0.75
+  assert logged["train/aux_loss"] == 0.75
+  assert "train/aux/2/share/0" not in logged
 
 
 def test_train_step_metrics_match_definition(tiny):

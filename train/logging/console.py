@@ -39,13 +39,14 @@ class Console:
 def train_line(row: Row, steps: int, seconds_left: float) -> str:
   """Progress line of a training row of metrics.jsonl."""
   bits = f"  {row['bits_per_byte']:.3f} bits/byte" if row["bits_per_byte"] is not None else ""
+  aux = f"  aux {row['aux_loss']:.4f}" if "aux_loss" in row else ""
   mfu = f"  mfu {row['mfu']:.1%}" if row["mfu"] is not None else ""
   slow = f"  waiting for data {row['data_wait']:.0%}" if row["data_wait"] >= 0.1 else ""
   skipped = f"  {row['skipped']} skipped" if row["skipped"] else ""
   peak = row["peak_memory"]
   memory = f"  {peak / 2**30:.1f} GiB" if peak is not None else ""
   return (
-    f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}{bits}"
+    f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}{bits}{aux}"
     f"  {short(row['tokens_per_second'])} tokens/s{mfu}{memory}  lr {row['learning_rate']:.2e}"
     f"{slow}{skipped}  eta {duration(seconds_left)}"
   )

@@ -80,13 +80,17 @@ _LOGGERS: dict[str, Callable[[Any, Path, config.Train, int], Logger]] = {
 
 
 def scalars(row: Row) -> dict[str, float]:
-  """Numbers of a row under their logged names: train/loss, eval/validation/val_loss, ..."""
+  """Numbers of a row under their logged names: train/loss, eval/validation/val_loss, ...
+
+  Auxiliary outputs of a layer are train/aux/LAYER/loss, dead, and share/PART.
+  """
   prefix = "/".join([row["kind"], *([row["set"]] if "set" in row else [])])
-  return {
-    f"{prefix}/{name}": value
-    for name, value in row.items()
-    if name != "step" and isinstance(value, int | float)
-  }
+  numbers = {name: value for name, value in row.items() if name != "step"}
+  for columns in row.get("aux", []):
+    place = f"aux/{columns['layer']}"
+    numbers |= {f"{place}/{name}": columns[name] for name in ("loss", "dead")}
+    numbers |= {f"{place}/share/{n}": x for n, x in enumerate(columns.get("share", []))}
+  return {f"{prefix}/{n}": x for n, x in numbers.items() if isinstance(x, int | float)}
 
 
 def check(names: Iterable[str]) -> None:

@@ -76,6 +76,7 @@ class MetricReader:
   def _read(self, step: int, metrics: dict[str, Any], finished: float | None) -> None:
     values = jax.device_get(metrics)
     self.votes = tuple(bool(vote) for vote in values.pop("votes", self.votes))
+    aux = values.pop("aux", None)
     values = {name: float(value) for name, value in values.items()}
     self._clock.tick(finished or time.perf_counter())
     if values["skipped"]:
@@ -107,6 +108,8 @@ class MetricReader:
       "data_wait": wait,
       "peak_memory": _peak_memory(self._devices),
     }
+    if aux is not None:
+      row |= aux_columns(aux)
     self._run.append([row])
     left = self._clock.seconds_left(self._cfg.steps - step)
     self._console.progress(train_line(row, self._cfg.steps, left))
@@ -138,6 +141,26 @@ class MetricReader:
         "--allow-config-change. max_skipped sets how many consecutive ones end a run.",
         weights_are_good=True,
       )
+
+
+_MOST_SHARES = 64  # of a layer in a row of metrics.jsonl
+
+
+def aux_columns(aux: list[Any]) -> dict[str, Any]:
+  """Columns of a training row for the auxiliary outputs (`lnssm_jax.mixers.Aux`) of the layers.
+
+  `aux_loss` is the sum of the layers' losses. `aux` has an object for each layer that has one: its
+  number, its loss, `dead`, the number of parts that no token selected, and `share`, the share of
+  the tokens that selected each part (left out if there are more than 64 parts).
+  """
+  by_layer: list[dict[str, Any]] = []
+  for layer, output in enumerate(aux):
+    if output is None:
+      continue
+    share = [float(x) for x in output.share]
+    columns = {"layer": layer, "loss": float(output.loss), "dead": share.count(0.0)}
+    by_layer.append(columns | ({"share": share} if len(share) <= _MOST_SHARES else {}))
+  return {"aux_loss": math.fsum(columns["loss"] for columns in by_layer), "aux": by_layer}
 
 
 def _peak_memory(devices: list) -> int | None:

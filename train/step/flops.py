@@ -17,6 +17,7 @@ one entry):
       read before the update        + 3 K + 2 V  (q . u k) v
       complex decay, real k, v      10 K V
     delta rule S [K, V]             6 K V        S^T e, S + k (..)^T, S^T q; with decay + K V
+    k of N states S [K, V]        as above     per state that a token uses: k + 1
     selective scan S [E, N]         6 E N + 3 E  dt a, a S, S + x b^T, S c; dt x, skip x
     Longhorn S [E, N]               7 E N + 3 E  e k^2, 1 - .., a S, S + x k^T, S q; e x, skip x
     diagonal h [D]                  2 D          a h + x; complex 8 D
@@ -57,7 +58,7 @@ PEAK_FLOPS = {
 }
 
 # Matrix parameters that are not named "kernel".
-_OTHER_KERNELS = ("mix_up",)
+_OTHER_KERNELS = ("mix_up", "up_kernel")
 
 
 def _linear_attention(mixer, state, length, *, decays=1, bonus=False):
@@ -77,6 +78,15 @@ def _linear_attention(mixer, state, length, *, decays=1, bonus=False):
 def _delta_rule(mixer, state, length, *, decays):
   del mixer, length
   return (6 + decays) * state.recurrent.kv.size
+
+
+def _routed(mixer, state, length):
+  """Of the states of `sse` and `mom`, those that a token uses."""
+  del length
+  always, sparse = state
+  _, _, H, K, V = sparse.kv.shape
+  used = mixer.num_selected + (always is not None)
+  return used * (5 if mixer.inner == "gla" else 7) * H * K * V
 
 
 def _channel_states(mixer, state, length, *, per_entry):
@@ -178,6 +188,7 @@ RECURRENCES: dict[str, Recurrence] = {
   "mamba": functools.partial(_channel_states, per_entry=6),
   "mamba2": _linear_attention,
   "metala": _linear_attention,
+  "mom": _routed,
   "normalized_attention": _undecayed,
   "qlstm": _diagonal,
   "qlstm_reversed": _diagonal,
@@ -191,6 +202,7 @@ RECURRENCES: dict[str, Recurrence] = {
   "s5": functools.partial(_complex, per_entry=8),
   "sliding_window_attention": _attention,
   "softmax_attention": _attention,
+  "sse": _routed,
   "tnl": _linear_attention,
   "tnn": _long_convolution,
 }

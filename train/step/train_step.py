@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from lnssm_jax import sharding
+from lnssm_jax.models import aux_loss, layers
 from train import config
 from train.cluster import compile_cache, device_mesh
 from train.step import step_guard
@@ -35,7 +36,9 @@ def make_train_step(
   Metrics are float32 scalars: `loss` (nats per predicted token, before the step), `grad_norm`
   (before clipping), `param_norm` (after the step), `learning_rate`, `tokens` (sum of weights), and
   `skipped` (1 if the update was rejected by `train.step.step_guard`). If the batch has `votes`
-  (`distributed.ballot`), the metrics hold their maximum over all devices.
+  (`distributed.ballot`), the metrics hold their maximum over all devices. If a mixer has an
+  auxiliary output, `aux` is a list of them by layer (None for a mixer without). Their losses are
+  added to what is differentiated, not to `loss`; each counts for the tokens of its microbatch.
 
   With `cfg.accumulate` microbatches the gradient is the sum over all predicted tokens divided by
   their number, exactly as for one large batch, even if the microbatches have unequal weights.
@@ -45,12 +48,12 @@ def make_train_step(
       same bits.
   """
   schedule = make_schedule(cfg.optimizer, cfg.steps)
-  loss_sums = _make_loss_sums(cfg, graph, mesh)
+  loss_sums = _make_loss_sums(cfg, graph, mesh, with_aux=True)
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
 
   def loss(params, batch):
-    sums = loss_sums(params, batch, cfg.optimizer.logit_penalty)
-    return sums.nats, sums
+    sums, aux = loss_sums(params, batch, cfg.optimizer.logit_penalty)
+    return sums.nats + aux_loss(aux), (sums, aux)
 
   def gradient_sums(params, batch):
     (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(params, batch)
@@ -59,9 +62,11 @@ def make_train_step(
   def step(state, batch):
     params, votes = state["params"], batch.get("votes")
     batch = {name: array for name, array in batch.items() if name != "votes"}
-    gradients, sums = _accumulate(functools.partial(gradient_sums, params), batch, cfg.accumulate)
+    gradients, (sums, aux) = _accumulate(
+      functools.partial(gradient_sums, params), batch, cfg.accumulate
+    )
     tokens = jnp.where(sums.weight > 0, sums.weight, 1.0)
-    gradients = jax.tree.map(lambda g: g / tokens, gradients)
+    gradients, aux = jax.tree.map(lambda g: g / tokens, (gradients, aux))
     gradients = jax.lax.with_sharding_constraint(gradients, shardings["params"])
     # Fused with the sums of squares, the stacking of the layers' gradients and the update of Adam
     # run at a fraction of the memory's speed on a GPU.
@@ -85,6 +90,8 @@ def make_train_step(
       "tokens": sums.weight,
       "skipped": 1 - good.astype(jnp.float32),
     }
+    if jax.tree.leaves(aux):
+      metrics["aux"] = layers.apart(aux, cfg.model.num_layers)
     if votes is not None:
       metrics["votes"] = votes.max(0)
     state = state | {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
@@ -106,17 +113,23 @@ def make_eval_step(
   cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None = None
 ) -> jax.stages.Wrapped:
   """Builds the jitted `(params, batch) -> LossSums`; `kernels` as in `make_train_step`."""
-  loss_sums = _make_loss_sums(cfg, graph, mesh)
+  loss_sums = _make_loss_sums(cfg, graph, mesh, with_aux=False)
 
   def step(params, batch):
-    return loss_sums(params, batch, 0.0)
+    return loss_sums(params, batch, 0.0)[0]
 
   options = compile_cache.options(mesh, kernels)
   return jax.jit(step, out_shardings=device_mesh.replicated(mesh), compiler_options=options)
 
 
-def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., LossSums]:
-  """Builds `(params, batch, logit_penalty) -> LossSums` over a global batch on `mesh`."""
+def _make_loss_sums(
+  cfg: config.Train, graph: Any, mesh: Mesh, *, with_aux: bool
+) -> Callable[..., tuple[LossSums, Any]]:
+  """Builds `(params, batch, logit_penalty) -> (LossSums, aux)` over a global batch on `mesh`.
+
+  `aux` is the auxiliary output of the layers times the sum of weights, so that it adds up over
+  devices and microbatches as the loss does; None without `with_aux`.
+  """
   axes = device_mesh.mapped_axes(mesh)
   if mesh.shape["sequence"] > 1:
     graph = model_graph(cfg.model, "sequence")
@@ -130,8 +143,9 @@ def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., 
     if gather is not None:  # layers gather their parameters when they run
       params = params | gather({name: params[name] for name in params if name != "blocks"})
     model = nnx.merge(graph, params)
-    hidden, _ = model.hidden(batch["tokens"], segment_ids=batch["segment_ids"], gather=gather)
-    return next_token_loss(
+    hidden_of = model.hidden_and_aux if with_aux else model.hidden
+    hidden, rest = hidden_of(batch["tokens"], segment_ids=batch["segment_ids"], gather=gather)
+    sums = next_token_loss(
       hidden,
       model.head_kernel(),
       batch["targets"],
@@ -140,6 +154,7 @@ def _make_loss_sums(cfg: config.Train, graph: Any, mesh: Mesh) -> Callable[..., 
       logit_penalty=penalty,
       vocab_axis="tensor" if mesh.shape["tensor"] > 1 else None,
     )
+    return sums, jax.tree.map(lambda x: x * sums.weight, rest if with_aux else None)
 
   if not axes:
 

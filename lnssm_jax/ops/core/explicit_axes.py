@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+REPLICATED = -1  # in place of the position of the batch axis: a result without one
+
 
 def under_auto_axes[**P, Result](
   *, argument: int = 0, results: Any = 0
@@ -23,7 +25,8 @@ def under_auto_axes[**P, Result](
 
   Args:
     argument: position of the argument [B, ...] whose sharding over the batch the results have.
-    results: the position of the batch axis in each result, as a prefix of the tree of results.
+    results: the position of the batch axis in each result, or `REPLICATED`, as a prefix of the tree
+      of results.
 
   Raises:
     ValueError: that argument is sharded over another axis than the batch by an Explicit mesh axis;
@@ -41,7 +44,8 @@ def under_auto_axes[**P, Result](
         return function(*args, **kwargs)  # which raises if the argument is missing
       given = args[argument] if len(args) > argument else kwargs[name]
       spec = _batch_spec(function.__qualname__, jax.tree.leaves(given)[0], meshes[0])
-      place = lambda axis: NamedSharding(meshes[0], PartitionSpec(*[None] * axis, *spec))
+      layout = lambda axis: () if axis == REPLICATED else (*[None] * axis, *spec)
+      place = lambda axis: NamedSharding(meshes[0], PartitionSpec(*layout(axis)))
       arrays = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
       def run(*values: jax.Array) -> Result:

@@ -34,27 +34,46 @@ _NAME = "sparse_state_attention"
 
 # Rows that "varlen" may process per row of "mask" and still be faster: measured, see README.md.
 _MOST_ROWS = 0.75
+# Rows of "mask" up to which it is faster on a GPU, where small calls cost their launches. Reasoned
+# from the SSE paper (mask up to about 1k tokens with few partitions), not measured yet.
+_MASKED_ROWS = 4096
 
 
-def _method(B, T, S, N, chunk_size) -> Method:
+def choose_method(T: int, S: int, N: int, *, fresh: bool, on_gpu: bool, chunk_size=None) -> Method:
+  """The method that `method=None` takes for T tokens that use S of N partitions each."""
   if T == 1:
     return "gather"
-  size = run_chunk_size(T, S, N, chunk_size)
-  return "varlen" if chunk_count(T, S, N, size) * size <= _MOST_ROWS * T * N else "mask"
+  rows = S * T
+  if not fresh:
+    size = run_chunk_size(T, S, N, chunk_size)
+    rows = chunk_count(T, S, N, size) * size
+  masked = T * N
+  return "mask" if rows > _MOST_ROWS * masked or (on_gpu and masked <= _MASKED_ROWS) else "varlen"
 
 
 def _run(form, inputs: Inputs, options: Options):
   method = options.method
   if method is None:
-    N = inputs.state.kv.shape[1]
-    sizes = (*inputs.indices.shape, N, options.chunk_size)
-    method = "gather" if form == "reference" else _method(*sizes)
+    sizes = (*inputs.indices.shape[1:], inputs.state.kv.shape[1])
+    on_gpu = dispatch.default_device().platform == "gpu"
+    rest = {"fresh": options.fresh, "on_gpu": on_gpu, "chunk_size": options.chunk_size}
+    method = "gather" if form == "reference" else choose_method(*sizes, **rest)
   dtype = inputs.v.dtype
   # float16 is narrower than what the partitions' outputs may reach before they are summed.
   wide = inputs.v.astype(jnp.float32) if dtype == jnp.float16 else inputs.v
   run = {"mask": mask, "varlen": varlen, "gather": gather}[method]
-  out, state = run(inputs._replace(v=wide), options._replace(implementation=form))
+  inside = None if form == "pallas" else form
+  out, state = run(inputs._replace(v=wide), options._replace(implementation=inside))
   return out.astype(dtype), state
+
+
+def _no_kernels(inputs: Inputs, options: Options) -> str | None:
+  """Why the kernels have nothing to do; the recurrence inside knows their other limits."""
+  if options.method == "gather":
+    return "method='gather' runs token by token, without a kernel."
+  if options.chunk_size is not None:
+    return f"chunk_size={options.chunk_size}, and the kernels choose their own."
+  return dispatch.hopper_unsupported()
 
 
 def _not_gather(inputs: Inputs, options: Options) -> str | None:
@@ -64,6 +83,7 @@ def _not_gather(inputs: Inputs, options: Options) -> str | None:
 
 
 IMPLEMENTATIONS = {
+  "pallas": dispatch.Form(functools.partial(_run, "pallas"), _no_kernels),
   "chunked": dispatch.Form(functools.partial(_run, "chunked"), _not_gather),
   "reference": dispatch.Form(functools.partial(_run, "reference")),
   "associative": dispatch.Form(functools.partial(_run, "associative"), _not_gather),
@@ -81,12 +101,13 @@ def sparse_state_attention(
   num_partitions: int,
   read_gates: jax.Array | None = None,  # [B, T, S]
   log_decay: jax.Array | None = None,  # [H], [H, K], [B, T, H], ...: see below; values <= 0
+  beta: jax.Array | None = None,  # [B, T, H] or [B, T, S, H]
   scale: float | None = None,
   method: Method | None = None,
   initial_state: SparseState | None = None,
   segment_ids: ty.Ids | None = None,
   axis_name: str | None = None,
-  implementation: Literal["chunked", "associative", "reference"] | None = None,
+  implementation: Literal["pallas", "chunked", "associative", "reference"] | None = None,
   chunk_size: int | None = None,
 ) -> tuple[jax.Array, SparseState]:
   r"""Linear attention with N states ("partitions"), of which each token uses S.
@@ -96,7 +117,10 @@ def sparse_state_attention(
       out_t = scale * sum over i in indices_t of (S^i_t)^T (read_gates_t^i q_t)
 
   with a = exp(log_decay). Heads share the selection. A k or v with an axis S has its own key or
-  value for each selected partition, in the order of `indices`.
+  value for each selected partition, in the order of `indices`. With `beta` the first line is the
+  delta rule, whose rates the gates multiply; `log_decay` is then per token and head:
+
+      S^i_t = a_t (I - b k_t k_t^T) S^i_{t-1} + b k_t v_t^T,     b = gates_t^i beta_t
 
   The rank of `log_decay` says what it means, as in `linear_attention`: `[H]`, `[H, K]`,
   `[B, T, H]`; and at rank 4 the rank of k decides, since `[B, T, H, K]` and `[B, T, S, H]` cannot
@@ -115,27 +139,29 @@ def sparse_state_attention(
       None      "gather" if T = 1 or implementation="reference"; else "mask" or "varlen",
                 whichever processes fewer rows (`README.md` has the rule)
 
-  States, decays, gated keys and sums are float32 (float64 if q, k or v is); `out` has the dtype of
-  `v`. At a document boundary all partitions are reset; one that the last document does not use is
-  empty in the returned state. Gradients flow to every floating-point argument, to `initial_state`
-  and from the returned state; in reverse mode only.
+  States, decays and sums are float32 (float64 if q, k or v is); gated keys are rounded to the dtype
+  of `k`, `out` has that of `v`. At a document boundary all partitions are reset; one that the last
+  document does not use is empty in the returned state. Gradients flow to every floating-point
+  argument, to `initial_state` and from the returned state; in reverse mode only.
 
   Args:
     indices: checked where their values are known. Under `jit` they are not: there an index that is
       out of range selects nothing, and the result is unspecified for tokens that select a partition
       twice.
-    gates: factors of the keys, when a token writes.
+    gates: factors of the keys, or of the rates, when a token writes.
     read_gates: factors of the queries, when it reads; None means those of `gates`.
+    beta: rates of the delta rule, with unit keys from 0 (nothing changes) to 1 (replaced).
     scale: multiplies the output; a Python number. None means K**-0.5.
     initial_state: the states before the first token; None means zeros.
     segment_ids: `[B, T]` integers; all partitions are reset where they change.
     axis_name: must be None; this op needs the whole sequence.
-    implementation: the form of the linear attention inside "mask" and "varlen", as named there:
-      "chunked" (the default), "associative" or "reference". With method=None, "reference" is
-      "gather", the oracle; "gather" itself has no other form. `ops.supported` lists the forms that
-      the given `method` supports.
-    chunk_size: tokens per chunk, a power of two; None means the default. "varlen" pads the tokens
-      of each partition to a multiple of it.
+    implementation: the form of the linear attention, or delta rule, inside "mask" and "varlen", as
+      named there: "chunked", "associative" or "reference"; "pallas" takes the kernels where they
+      support it, and is the default on Hopper. With method=None, "reference" is "gather", the
+      oracle; "gather" itself has no other form. `ops.supported` lists the forms that the given
+      `method` supports.
+    chunk_size: tokens per chunk, a power of two; None means the default. With an initial state,
+      "varlen" pads the tokens of each partition to a multiple of it.
 
   Returns:
     `out` [B, T, H, V] and the `SparseState` after the last token.
@@ -184,6 +210,8 @@ def sparse_state_attention(
   shape = (B, N, H, K, V)
   state = checked_state(_NAME, SparseState, initial_state, shape, "[B, N, H, K, V]", acc)
   log_decay = _canonical_decay(log_decay, (B, T, S, H, K), acc, by_selection)
+  if beta is not None:
+    beta = _checked_rates(beta, (B, T, S, H), log_decay).astype(acc)
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
@@ -195,10 +223,11 @@ def sparse_state_attention(
       gates,
       read_gates,
       log_decay,
+      beta,
       state,
       segments_of(_NAME, segment_ids, B, T),
     ),
-    Options(scale, method, chunk_size),
+    Options(scale, method, chunk_size, fresh=initial_state is None),
     implementation=implementation,
     axis_name=axis_name,
   )
@@ -267,3 +296,20 @@ def _canonical_decay(decay, shape, dtype, by_selection):
       f"{'[B, T, S, H, K]' if by_selection else '[B, T, H, K]'}."
     )
   return decay.reshape(layouts[decay.shape])
+
+
+def _checked_rates(beta, shape, log_decay):
+  """[B, T, S|1, H, 1]."""
+  B, T, S, H = shape
+  check_floating(_NAME, "beta", beta)
+  beta = jnp.asarray(beta)
+  if beta.shape not in ((B, T, H), (B, T, S, H)):
+    raise ValueError(
+      f"{_NAME}: beta has shape {beta.shape}, but {[B, T, H]} or {[B, T, S, H]} is needed."
+    )
+  if log_decay is not None and log_decay.shape[-1] > 1:
+    raise ValueError(
+      f"{_NAME}: beta is given, and the delta rule has one log_decay per head, not one for each of "
+      f"{log_decay.shape[-1]} key channels; give [B, T, H] or [B, T, S, H]."
+    )
+  return beta.reshape(B, T, -1, H, 1)

@@ -31,6 +31,7 @@ class Case:
   key: str = "BTHK"
   value: str = "BTHV"
   read: bool = False  # gates of the queries
+  rate: bool = False  # the delta rule, with keys of length 1
   segments: bool = False
   chunk: int | None = 8
   H: int = 2
@@ -39,7 +40,7 @@ class Case:
   state: bool = True
 
   def __str__(self):
-    flags = [name for name in ("read", "segments") if getattr(self, name)]
+    flags = [name for name in ("read", "rate", "segments") if getattr(self, name)]
     axes = [f"{n}_{x}" for n, x in (("key", self.key), ("value", self.value)) if "S" in x]
     sizes = f"T{self.T}S{self.S}N{self.N}K{self.K}V{self.V}C{self.chunk}"
     names = [self.method or "any", self.decay or "none", self.strength]
@@ -57,10 +58,12 @@ CASES = [
   Case(T=65, key="BTSHK", value="BTSHV", decay="BTSH", S=1, N=9),
   Case(value="BTSHV", decay=None, segments=True, N=40),
   Case(T=1000, decay="BTH", strength="extreme", chunk=None),
+  Case(T=33, decay="BTH", rate=True, segments=True, read=True),
+  Case(T=33, key="BTSHK", decay="BTSH", rate=True, segments=True, state=False),
 ]
 # "mask" is little more than linear attention: these always, the others in the sweep.
 MASKED = (5,)
-SLOW = (1, 2, 4, 6, 8)  # of "varlen"
+SLOW = (1, 2, 4, 6, 8, 10)  # of "varlen"
 METHODS = ("mask", "varlen")
 MANY = [
   Case(T=65, N=4, method=method, decay=decay, strength=strength, segments=segments, key=key,
@@ -96,6 +99,9 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
   inputs["gates"] = rng.random(shape("BTS"))
   if case.read:
     inputs["read_gates"] = rng.normal(size=shape("BTS"))
+  if case.rate:
+    inputs["k"] /= np.linalg.norm(inputs["k"], axis=-1, keepdims=True)
+    inputs["beta"] = rng.random(shape("BTH"))
   if case.decay:
     inputs["log_decay"] = log_decay(rng, shape(case.decay), case.strength)
   if case.state:
@@ -105,7 +111,7 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def _arguments(case: Case, inputs):
   indices = jnp.round(inputs["indices"]).astype(jnp.int32)
-  options = {n: inputs.get(n) for n in ("read_gates", "log_decay")}
+  options = {n: inputs.get(n) for n in ("read_gates", "log_decay", "beta")}
   options |= {"num_partitions": case.N, "method": case.method, "scale": 0.7}
   return (*(inputs[n] for n in "qkv"), indices, inputs["gates"]), options
 
@@ -122,7 +128,7 @@ SPARSE_STATE_ATTENTION = Scan(
   draw=_draw,
   arguments=_arguments,
   narrow=("q", "k", "v"),
-  steps=("q", "k", "v", "indices", "gates", "read_gates", "log_decay"),
+  steps=("q", "k", "v", "indices", "gates", "read_gates", "log_decay", "beta"),
   implementations=("chunked", "reference", "associative"),
   checks=[
     *(Check(_by("varlen", n)) for n in range(len(CASES)) if n not in SLOW),

@@ -13,7 +13,7 @@ from lnssm_jax.ops.sparse_state_attention.types import Inputs, Options, SparseSt
 
 def gather(inputs: Inputs, options: Options):
   """Cost and memory per token are those of S states, whatever N; autodiff stores S states each."""
-  q, k, v, indices, write, read, log_decay, state, segments = inputs
+  q, k, v, indices, write, read, log_decay, beta, state, segments = inputs
   B, T = indices.shape[:2]
   acc = accumulation_dtype(q, k, v)
   selected = indices < state.kv.shape[1]
@@ -23,23 +23,33 @@ def gather(inputs: Inputs, options: Options):
   log_decay = jnp.broadcast_to(log_decay, (B, T, *log_decay.shape[2:]))
 
   def step(kv, token):
-    q_t, k_t, v_t, index_t, write_t, read_t, log_decay_t, first_t = token
+    q_t, k_t, v_t, index_t, write_t, read_t, log_decay_t, beta_t, first_t = token
     if first_t is not None:
       kv = jnp.where(first_t[:, None, None, None, None], 0.0, kv)
     keys = write_t[..., None, None] * k_t.astype(acc)
     chosen = decayed(log_decay_t[..., None], _take(kv, index_t))
-    chosen = chosen + keys[..., None] * v_t.astype(acc)[..., None, :]
+    values = v_t.astype(acc)
+    if beta_t is not None:
+      keys = beta_t * keys
+      old = jnp.einsum("bshk,bshkv->bshv", *_together(k_t.astype(acc), chosen), precision="highest")
+      values = values - old
+    chosen = chosen + keys[..., None] * values[..., None, :]
     queries = read_t[..., None, None] * q_t.astype(acc)[:, None]
     out_t = options.scale * jnp.einsum("bshk,bshkv->bhv", queries, chosen, precision="highest")
     return _put(kv, index_t, chosen), out_t
 
-  by_token = (q, k, v, indices, write, read, log_decay)
+  by_token = (q, k, v, indices, write, read, log_decay, beta)
   if T == 1:
-    kv, out = step(state.kv, (*(x[:, 0] for x in by_token), None))
+    kv, out = step(state.kv, (*jax.tree.map(lambda x: x[:, 0], by_token), None))
     return out[:, None], SparseState(kv)
   arrays = (*by_token, None if segments is None else segments.first())
   kv, out = jax.lax.scan(step, state.kv, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays))
   return jnp.moveaxis(out, 0, 1), SparseState(kv)
+
+
+def _together(keys, states):
+  """Keys [B, S|1, H, K] for each of the states [B, S, H, K, V]."""
+  return jnp.broadcast_to(keys, states.shape[:-1]), states
 
 
 @jax.vmap

@@ -1,4 +1,4 @@
-"""All partitions as heads of one linear attention.
+"""All partitions as heads of one linear attention or delta rule.
 
 In a head that a token does not select, nothing is written or read, and nothing decays.
 """
@@ -6,14 +6,13 @@ In a head that a token does not select, nothing is written or read, and nothing 
 import jax.numpy as jnp
 
 from lnssm_jax.ops.core.precision import accumulation_dtype
-from lnssm_jax.ops.linear_attention.api import linear_attention
-from lnssm_jax.ops.linear_attention.types import LinearAttentionState
+from lnssm_jax.ops.sparse_state_attention.inside import recurrence
 from lnssm_jax.ops.sparse_state_attention.types import Inputs, Options, SparseState
 
 
 def mask(inputs: Inputs, options: Options):
-  """All arguments of the linear attention are N times as large."""
-  q, k, v, indices, write, read, log_decay, state, segments = inputs
+  """All arguments of the recurrence inside are N times as large."""
+  q, k, v, indices, write, read, log_decay, beta, state, segments = inputs
   (B, T, S), (N, H, K, V) = indices.shape, state.kv.shape[1:]
   acc = accumulation_dtype(q, k, v)
   # A loop over S instead of a gather, whose transpose would be a scatter.
@@ -34,24 +33,25 @@ def mask(inputs: Inputs, options: Options):
       return choose(x)
     return jnp.where(selected[..., None, None], x, 0)
 
+  def fold(x):
+    return x.reshape(B, T, N * H, x.shape[-1])
+
   def gated(gate, x):
     product = choose(gate.astype(acc))[..., None, None] * spread(x.astype(acc))
-    return product.reshape(B, T, N * H, K)
+    return fold(product).astype(x.dtype)
 
   if log_decay is not None:
-    log_decay = spread(jnp.broadcast_to(log_decay, (B, T, *log_decay.shape[2:])))
-    log_decay = log_decay.reshape(B, T, N * H, -1)
-    log_decay = log_decay[..., 0] if log_decay.shape[-1] == 1 else log_decay
-  out, final = linear_attention(
+    log_decay = fold(spread(jnp.broadcast_to(log_decay, (B, T, *log_decay.shape[2:]))))
+  out, kv = recurrence(
     gated(read, q[:, :, None]),
-    gated(write, k),
-    spread(v).reshape(B, T, N * H, V),
-    log_decay=log_decay,
-    scale=options.scale,
-    initial_state=LinearAttentionState(state.kv.reshape(B, N * H, K, V)),
+    gated(write, k) if beta is None else fold(spread(k)),
+    fold(spread(v)),
+    log_decay,
+    None if beta is None else gated(write, beta),
+    options,
+    initial=None if options.fresh else state.kv.reshape(B, N * H, K, V),
     segment_ids=None if segments is None else segments.index,
-    implementation=options.implementation,
     chunk_size=options.chunk_size,
   )
   out = out.reshape(B, T, N, H, V).astype(acc).sum(2)
-  return out, SparseState(final.kv.reshape(state.kv.shape))
+  return out, SparseState(kv.reshape(state.kv.shape))

@@ -15,7 +15,7 @@ Method = Literal["mask", "varlen", "gather"]
 class SparseState(NamedTuple):
   """Recurrent state of each partition after the last token. float32 (or float64)."""
 
-  kv: jax.Array  # [B, N, H, K, V], the decayed sum of k v^T over the tokens that used the partition
+  kv: jax.Array  # [B, N, H, K, V], of the tokens that used the partition
 
 
 class Inputs(NamedTuple):
@@ -28,17 +28,20 @@ class Inputs(NamedTuple):
   write: jax.Array  # [B, T, S], the gates of the keys
   read: jax.Array  # [B, T, S], the gates of the queries
   log_decay: jax.Array | None  # [B|1, T|1, S|1, H, K|1]
+  beta: jax.Array | None  # [B, T, S|1, H, 1], the rates of the delta rule
   state: SparseState
   segments: Segments | None
 
 
 class Options(NamedTuple):
-  """Static arguments. `implementation`: the form of the linear attention inside."""
+  """Static arguments."""
 
   scale: float
   method: Method | None
   chunk_size: int | None = None
-  implementation: Literal["chunked", "associative", "reference"] = "chunked"
+  fresh: bool = False  # there is no initial state
+  # The form of the linear attention, or delta rule, inside; None: the best.
+  implementation: Literal["chunked", "associative", "reference"] | None = "chunked"
 
 
 def init_state(

@@ -1,11 +1,16 @@
-"""Tokens sorted by partition, in runs of whole chunks.
+"""Tokens sorted by partition.
 
-Per sample, the S T copies of the tokens are sorted by (partition, position), and each partition's
-run is padded to whole chunks. The chunks of a run are consecutive, so that one state at a time is
-carried from chunk to chunk: it is replaced by the next partition's initial state where a run
-begins. `linear_attention` computes the outputs of all chunks at once.
+Per sample, the S T copies of the tokens are sorted by (partition, position). Without an initial
+state they are one sequence, in which every partition's run is a document (`_one_sequence`).
+
+An initial state, and the states after the last token, are exchanged chunk by chunk: each run is
+padded to whole chunks. The chunks of a run are consecutive, so that one state at a time is carried
+from chunk to chunk: it is replaced by the next partition's initial state where a run begins. The
+recurrence inside then computes the outputs of all chunks at once; the delta rule, whose chunks have
+no short summary, chunk by chunk.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -13,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
-from lnssm_jax.ops.linear_attention.api import linear_attention
-from lnssm_jax.ops.linear_attention.types import LinearAttentionState
+from lnssm_jax.ops.sparse_state_attention.inside import recurrence
 from lnssm_jax.ops.sparse_state_attention.types import Inputs, Options, SparseState
 
 DEFAULT_CHUNK_SIZE = 64
@@ -22,11 +26,102 @@ DEFAULT_CHUNK_SIZE = 64
 
 def varlen(inputs: Inputs, options: Options):
   """Work and memory of S T tokens, whatever N."""
-  q, k, v, indices, write, read, log_decay, state, segments = inputs
-  (B, T, S), (N, H, K, V) = indices.shape, state.kv.shape[1:]
+  (_, T, S), N = inputs.indices.shape, inputs.state.kv.shape[1]
+  runs = _lay_out(inputs.indices, N, run_chunk_size(T, S, N, options.chunk_size))
+  out, kv = _in_chunks(inputs, options, runs)  # dead code where the states are not used
+  if out is None:
+    # With the kernels, whole chunks would cost up to N C rows.
+    tight = options.implementation is None
+    out = _one_sequence(inputs, options, _tight_rows(inputs.indices, N) if tight else runs)
+  return out, SparseState(kv)
+
+
+class _Rows(NamedTuple):
+  """Indices of a sorted layout of R rows. An index out of range is of no row."""
+
+  copy: jax.Array  # [B, R]: the copy t S + s in each row
+  place: jax.Array  # [B, T S]: the row of each copy
+  last_copy: jax.Array  # [B, R]: the copy in each row, in padding the last one before it
+
+
+def _tight_rows(indices, N) -> _Rows:
+  """The copies, sorted; those that select nothing are last."""
+  partition = indices.reshape(indices.shape[0], -1)
+  copies = partition.shape[1]
+  number = jnp.arange(copies, dtype=jnp.int32)
+  if (N + 1) * copies < 2**31:
+    # Keys alone, all different: a GPU sorts them faster than keys with values.
+    order = jnp.sort(partition * copies + number, axis=1) % copies
+  else:
+    order = jnp.argsort(partition, axis=1, stable=True).astype(jnp.int32)
+  invert = lambda order: jnp.zeros_like(order).at[order].set(number, unique_indices=True)
+  return _Rows(order, jax.vmap(invert)(order), order)
+
+
+def _one_sequence(inputs: Inputs, options: Options, rows):
+  """The output where no state enters: one sequence of all rows, in which each run is a document."""
+  q, k, v, indices, write, read, log_decay, beta, _, segments = inputs
+  B, T, S = indices.shape
   acc = accumulation_dtype(q, k, v)
-  size = run_chunk_size(T, S, N, options.chunk_size)
-  runs = _lay_out(indices, N, size)
+  arrange = lambda x: _arrange(x.reshape(B, -1, *x.shape[3:]), rows.copy, rows.place)
+  gated = lambda x: arrange((write.astype(acc)[..., None, None] * x.astype(acc)).astype(x.dtype))
+  if log_decay is not None:
+    constant = log_decay.shape[:3] == (1, 1, 1)
+    log_decay = log_decay[0, 0, 0] if constant else arrange(log_decay)
+  of_row = [jnp.take_along_axis(indices.reshape(B, T * S), rows.last_copy, axis=1)]
+  if segments is not None:
+    of_row.append(jnp.take_along_axis(segments.index, rows.last_copy // S, axis=1))
+  begins = functools.reduce(jnp.logical_or, [x[:, 1:] != x[:, :-1] for x in of_row])
+  out, _ = recurrence(
+    arrange(q[:, :, None]),
+    gated(k) if beta is None else arrange(k),
+    arrange(v),
+    log_decay,
+    None if beta is None else gated(beta),
+    options,
+    segment_ids=jnp.pad(jnp.cumsum(begins, axis=1, dtype=jnp.int32), ((0, 0), (1, 0))),
+    chunk_size=options.chunk_size,
+  )
+  out = _move(out, rows.place, rows.copy).reshape(B, T, S, *out.shape[2:])
+  # What selects nothing is 0; the query's gate as a factor of its output costs no rounding.
+  selected = (indices < inputs.state.kv.shape[1])[..., None, None]
+  return jnp.sum(read.astype(acc)[..., None, None] * jnp.where(selected, out.astype(acc), 0.0), 2)
+
+
+@jax.custom_vjp
+def _arrange(x, copy, place):
+  """The copies of x [B, T|T S, ...] in their rows, 0 in rows of none: T rows have S copies each.
+
+  `place` is the inverse of `copy`. With it the transpose is a gather and a sum over S; autodiff
+  would scatter.
+  """
+  repeats = place.shape[1] // x.shape[1]
+  return _rows(x, copy // repeats)
+
+
+def _arrange_forward(x, copy, place):
+  return _arrange(x, copy, place), (copy, place, jnp.zeros((x.shape[1], 0), x.dtype))
+
+
+def _arrange_backward(residuals, d_y):
+  copy, place, like = residuals
+  d_copies = _rows(d_y, place).reshape(d_y.shape[0], like.shape[0], -1, *d_y.shape[2:])
+  d_x = jnp.sum(d_copies, axis=2, dtype=accumulation_dtype(d_y)).astype(like.dtype)
+  return d_x, _no_gradient(copy), _no_gradient(place)
+
+
+_arrange.defvjp(_arrange_forward, _arrange_backward)
+
+
+def _in_chunks(inputs: Inputs, options: Options, runs: "_Runs"):
+  """(Output, states after the last token [B, N, H, K, V]), with runs of whole chunks.
+
+  With `options.fresh` the output is None.
+  """
+  q, k, v, indices, write, read, log_decay, beta, state, segments = inputs
+  (B, T, S), (H, K, V) = indices.shape, state.kv.shape[2:]
+  acc = accumulation_dtype(q, k, v)
+  size = runs.copy.shape[1] // runs.chunks
   in_chunks = lambda x: x.reshape(-1, size, *x.shape[2:])  # [B, M C, ...] -> [B M, C, ...]
   by_sample = lambda x: x.reshape(B, -1, *x.shape[1:])  # [B M, ...] -> [B, M, ...]
 
@@ -35,9 +130,11 @@ def varlen(inputs: Inputs, options: Options):
     x = jnp.broadcast_to(x, (B, T, S, *x.shape[3:]))
     return in_chunks(_move(x.reshape(B, T * S, *x.shape[3:]), runs.copy, runs.place))
 
-  keys = arrange(write.astype(acc)[..., None, None] * k.astype(acc))
-  queries = arrange(read.astype(acc)[..., None, None] * q.astype(acc)[:, :, None])
-  values = arrange(v)
+  gated = lambda gate, x: arrange(
+    (gate.astype(acc)[..., None, None] * x.astype(acc)).astype(x.dtype)
+  )
+  queries, values = gated(read, q[:, :, None]), arrange(v)
+  keys = gated(write, k) if beta is None else arrange(k)
   if log_decay is None:
     decays = None
   elif log_decay.shape[:3] == (1, 1, 1):
@@ -46,35 +143,54 @@ def varlen(inputs: Inputs, options: Options):
   else:
     decays = arrange(log_decay)
   boundaries = None if segments is None else _boundaries(runs, segments.index, S, size)
+  document = None if boundaries is None else boundaries.document
 
-  total, added = _summaries(keys, values, decays, boundaries)
-  entering, leaving = _carry(by_sample(total), by_sample(added), state.kv, runs)
-  initial = entering.reshape(-1, H, K, V)
-  if boundaries is not None:
-    initial = jnp.where(boundaries.reaches_first[:, None, None, None], initial, 0.0)
-  if decays is not None and decays.shape[-1] == 1:
-    decays = decays[..., 0]
-  out, _ = linear_attention(
-    queries,
-    keys,
-    values,
-    log_decay=decays,
-    scale=options.scale,
-    initial_state=LinearAttentionState(initial),
-    segment_ids=None if boundaries is None else boundaries.document,
-    implementation=options.implementation,
-    chunk_size=size,
-  )
-  out = _move(by_sample(out).reshape(B, -1, H, V), runs.place, runs.copy)
-  out = out.reshape(B, T, S, H, V).astype(acc).sum(2)
+  if beta is None:
+    total, added = _summaries(keys, values, decays, boundaries)
+    entering, leaving = _carry(by_sample(total), by_sample(added), state.kv, runs)
+    out = None
+    if not options.fresh:
+      initial = entering.reshape(-1, H, K, V)
+      if boundaries is not None:
+        initial = jnp.where(boundaries.reaches_first[:, None, None, None], initial, 0.0)
+      rest = {"initial": initial, "segment_ids": document, "chunk_size": size}
+      out, _ = recurrence(queries, keys, values, decays, None, options, **rest)
+  else:
+    arrays = (queries, keys, values, decays, gated(write, beta), boundaries)
+    arrays = jax.tree.map(by_sample, arrays)
+    out, leaving = _chunk_by_chunk(arrays, state.kv, runs, options, size)
+    out = None if options.fresh else out
+  if out is not None:
+    out = _move(out.reshape(B, -1, H, V), runs.place, runs.copy)
+    out = out.reshape(B, T, S, H, V).astype(acc).sum(2)
 
   used = (runs.last < runs.chunks)[..., None, None, None]
   kv = jnp.where(used, _move(leaving, runs.last, runs.last_of), state.kv)
-  if segments is not None and boundaries is not None:
-    seen = jnp.take_along_axis(by_sample(boundaries.document)[..., -1], runs.last, 1, mode="clip")
+  if segments is not None and document is not None:
+    seen = jnp.take_along_axis(by_sample(document)[..., -1], runs.last, 1, mode="clip")
     seen = jnp.where(runs.last < runs.chunks, seen, 0)
     kv = jnp.where((seen == segments.index[:, -1:])[..., None, None, None], kv, 0.0)
-  return out, SparseState(kv)
+  return out, kv
+
+
+def _chunk_by_chunk(arrays, initial, runs, options, size):
+  """(Output [B, M, C, H, V], the states that leave the chunks) of arrays [B, M, ...]."""
+  initial = _move(initial, runs.first_of, runs.first)
+
+  def step(state, chunk):
+    begins, initial_m, (q, k, v, log_decay, beta, boundaries) = chunk
+    state = jnp.where(begins[:, None, None, None], initial_m, state)
+    document = None
+    if boundaries is not None:
+      document = boundaries.document
+      state = jnp.where(boundaries.reaches_first[:, None, None, None], state, 0.0)
+    rest = {"initial": state, "segment_ids": document, "chunk_size": size}
+    out, state = recurrence(q, k, v, log_decay, beta, options, **rest)
+    return state, (out, state)
+
+  by_chunk = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (runs.begins, initial, arrays))
+  _, results = jax.lax.scan(step, initial[:, 0], by_chunk)
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), results)
 
 
 def run_chunk_size(T, S, N, chunk_size=None):
@@ -153,7 +269,7 @@ def _move(x, source, target):
   autodiff would scatter.
   """
   del target
-  return jax.vmap(lambda x, i: x.at[i].get(mode="fill", fill_value=0))(x, source)
+  return _rows(x, source)
 
 
 def _move_forward(x, source, target):
@@ -162,11 +278,18 @@ def _move_forward(x, source, target):
 
 def _move_backward(residuals, d_y):
   source, target = residuals
-  no_gradient = lambda i: np.zeros(i.shape, jax.dtypes.float0)
-  return _move(d_y, target, source), no_gradient(source), no_gradient(target)
+  return _move(d_y, target, source), _no_gradient(source), _no_gradient(target)
 
 
 _move.defvjp(_move_forward, _move_backward)
+
+
+def _rows(x, index):
+  return jax.vmap(lambda x, i: x.at[i].get(mode="fill", fill_value=0))(x, index)
+
+
+def _no_gradient(index):
+  return np.zeros(index.shape, jax.dtypes.float0)
 
 
 class _Boundaries(NamedTuple):

@@ -1,0 +1,102 @@
+"""Mixers that route tokens: the auxiliary output, and the balance loss in it.
+
+`Mixer.with_aux` returns an `Aux` after the state, `Block` and `LanguageModel` pass it on, and the
+training step adds and logs it.
+"""
+
+from numbers import Real
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.core.states import register_state
+
+METHODS = ("mask", "varlen", "gather")  # of `ops.sparse_state_attention`
+
+
+@register_state
+class Aux(NamedTuple):
+  """Auxiliary output of a mixer. float32; of several layers, with a leading axis of layers."""
+
+  loss: jax.Array  # scalar, to be added to the mean loss per token; contains its coefficient
+  share: jax.Array  # [P], the share of the tokens that select each part; the sum is k
+
+
+def balance(mass: jax.Array, selected: jax.Array, *, coefficient: float) -> Aux:
+  r"""Load balance of tokens that select k of P parts each.
+
+      loss = coefficient (P / k) sum_i p_i f_i,      p = mean of `mass`, f = mean of `selected`
+
+  The means are over all leading axes, and inside `jax.shard_map` also over the mesh axes along
+  which the arguments vary: the loss is that of all tokens, on any mesh. f is a constant under
+  differentiation. With p = f / k, the loss is at least `coefficient`, which it has where all parts
+  are selected equally often.
+
+  Args:
+    mass: [..., P], the weight that a token gives to each part; its sum over parts is about 1.
+    selected: [..., P] boolean.
+
+  Sources: Switch Transformer (Fedus et al. 2021), eqs. 4-6; for k of P, SSE (Pan et al. 2025).
+  """
+  p, f = _mean(wide(mass)), _mean(selected.astype(jnp.float32))
+  loss = coefficient * f.size / f.sum() * jnp.sum(p * f)
+  return Aux(loss.astype(jnp.float32), f)
+
+
+def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The k parts of P with the largest probability, for each token.
+
+  Args:
+    logits: [..., P] float32.
+
+  Returns:
+    (probabilities [..., P], those of the selected parts [..., k], their indices [..., k] int32),
+    the selected ones in descending order; of equals the first.
+  """
+  probabilities = jax.nn.softmax(logits, axis=-1)
+  # Of the logits: rounding makes more probabilities equal.
+  indices = jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1].astype(jnp.int32)
+  return probabilities, jnp.take_along_axis(probabilities, indices, axis=-1), indices
+
+
+def is_selected(indices: jax.Array, parts: int) -> jax.Array:
+  """[..., k] indices -> [..., P] boolean."""
+  return jnp.any(indices[..., None] == jnp.arange(parts), axis=-2)
+
+
+def of_selected(indices: jax.Array, parts: list[jax.Array]) -> jax.Array:
+  """The selected of P arrays [B, T, X], [B, T, k, X]. Indices [B, T, k].
+
+  A loop over P instead of a gather, whose transpose would be a scatter: nothing has an axis P.
+  """
+  chosen = jnp.zeros((*indices.shape, parts[0].shape[-1]), parts[0].dtype)
+  for number, part in enumerate(parts):
+    chosen = jnp.where((indices == number)[..., None], part[:, :, None], chosen)
+  return chosen
+
+
+def check_selected(name: str, selected: int, parts_name: str, parts: int) -> None:
+  """Raises `ValueError` unless 1 <= selected <= parts."""
+  check_positive(parts_name, parts)
+  if check_positive(name, selected) > parts:
+    raise ValueError(
+      f"{name}={selected} is more than {parts_name}={parts}: a token can select each only once; "
+      f"use at most {parts}."
+    )
+
+
+def check_coefficient(name: str, value: float) -> float:
+  """Returns the coefficient of a loss; raises `ValueError` unless it is a number of at least 0."""
+  if isinstance(value, bool) or not isinstance(value, Real) or not value >= 0:
+    raise ValueError(f"{name}={value!r} must be a number of at least 0; 0 leaves the loss out.")
+  return float(value)
+
+
+def _mean(x: jax.Array) -> jax.Array:
+  """[..., P] -> [P], over the devices too."""
+  mean = jnp.mean(x, axis=tuple(range(x.ndim - 1)))
+  axes = tuple(jax.typeof(mean).manual_axis_type.varying)
+  return jax.lax.pmean(mean, axes) if axes else mean
