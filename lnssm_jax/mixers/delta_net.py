@@ -22,7 +22,6 @@ from lnssm_jax.ops import ConvState, DeltaRuleState, delta_rule
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
 
-
 QK_NORMS = ("l2", "sum")
 QK_ACTIVATIONS = {
   "silu": jax.nn.silu,
