@@ -31,7 +31,7 @@ def test_errors_are_measured_for_every_tensor():
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
   monkeypatch.setattr(scans.accuracy, "tolerance", lambda dtype, length: 0.0)
-  rows = scans.measure("wkv4", 8, 4)
+  rows = scans.measure("diagonal_scan", 8, 4)
   assert {row["ms"] for row in rows} == {"wrong"}
   assert scans.exponent(rows[:2], "T", "ms") == "-"
   assert "wrong" in scans.summary(rows)
@@ -86,7 +86,9 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
   assert not row["floor_share"]
 
 
-@pytest.mark.parametrize("name", ["scalar-constant", "channel-step-bonus"])
+@pytest.mark.parametrize(
+  "name", [pytest.param("scalar-constant", marks=pytest.mark.slow), "channel-step-bonus"]
+)
 def test_a_peer_is_held_to_the_same_reference(name, tmp_path):
   """Results that fla's process would save, by the chunked form; then with one spoiled."""
   case, shape = kernel_cases.CASES[name], kernel_cases.Shape(2, 32, 3, 16, 32)

@@ -17,7 +17,7 @@ from lnssm_jax.ops.causal_conv1d import pallas
 from lnssm_jax.ops.causal_conv1d.types import Inputs, Options
 from lnssm_jax.ops.core.segments import Segments
 from pallas_kernels.causal_conv1d import config
-from tests.kernels.lowered import kernels_in, total
+from tests.kernels.lowered import kernels_in, kernels_traced, total
 from tests.ops import contract, promises
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -188,7 +188,7 @@ def lowers(inputs, *, silu=True, dtype=BF16, transformed=lambda f: f):
   forward = lambda floats, segments: pallas.run(Inputs(*floats, segments), Options(silu, dtype))
   loss = lambda floats, segments: total(forward(floats, segments))
   return (
-    kernels_in(transformed(forward), floats, segments),
+    len(kernels_traced(transformed(forward), floats, segments)),
     kernels_in(transformed(jax.grad(loss)), floats, segments),
   )
 

@@ -17,7 +17,7 @@ from lnssm_jax.ops.diagonal_scan import pallas
 from lnssm_jax.ops.diagonal_scan.cases import DIAGONAL_SCAN, Case
 from lnssm_jax.ops.diagonal_scan.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
-from tests.kernels.lowered import kernels_in, total
+from tests.kernels.lowered import kernels_in, kernels_traced, total
 from tests.ops import contract, promises
 
 BF16, F32, C64 = (jnp.dtype(x) for x in (jnp.bfloat16, jnp.float32, jnp.complex64))
@@ -126,7 +126,7 @@ def lowers(inputs, *, transformed=lambda f: f, **options):
   loss = lambda x, segments: total(jax.tree.map(jnp.abs, forward(x, segments)))
   *floats, segments = inputs
   return (
-    kernels_in(transformed(forward), floats, segments),
+    len(kernels_traced(transformed(forward), floats, segments)),
     kernels_in(transformed(jax.grad(loss)), floats, segments),
   )
 

@@ -29,8 +29,6 @@ ALL = [
   for m, options in enumerate(OPTIONS)
 ]
 SOME = [
-  ("none", 64, 128, ("bonus",), 8),
-  ("H", 128, 128, (), 8),
   ("HK", 64, 64, ("normalize", "bonus", "segments"), 8),
   ("BTH", 128, 128, ("normalize", "segments"), 8),
   ("BTHK", 128, 128, ("bonus", "segments"), 1),

@@ -19,7 +19,7 @@ from lnssm_jax.ops.wkv4.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.wkv4 import update
-from tests.kernels.lowered import kernels_in, total
+from tests.kernels.lowered import kernels_in, kernels_traced, total
 from tests.ops import contract, promises
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -142,7 +142,7 @@ def lowers(inputs, *, transformed=lambda f: f, **options):
   forward = lambda x, segments: pallas.run(Inputs(*x, segments), Options(), **options)
   loss = lambda x, segments: total(forward(x, segments))
   return (
-    kernels_in(transformed(forward), floats, segments),
+    len(kernels_traced(transformed(forward), floats, segments)),
     kernels_in(transformed(jax.grad(loss)), floats, segments),
   )
 

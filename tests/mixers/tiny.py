@@ -162,8 +162,8 @@ def initial(name: str, **options):
 
 @functools.cache
 def starting(name: str):
-  """`initial` as one program."""
-  return jax.jit(functools.partial(initial, name))()
+  """`initial`, run step by step: mixers share these small programs, but not one of the whole."""
+  return initial(name)
 
 
 def randomized(name: str, **options):

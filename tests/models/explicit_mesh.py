@@ -37,7 +37,7 @@ def modules(names):
   """{name: (function of a module and an array, the module)}; of the names, one program."""
   gla = lambda: mixers.GLA(8, num_heads=2, gate_rank=3, rngs=nnx.Rngs(0))
   model = lambda: models.LanguageModel(
-    vocab_size=11, dim=8, num_layers=2, num_heads=2, rngs=nnx.Rngs(0)
+    vocab_size=11, dim=8, num_layers=2, mixer="lrn", rngs=nnx.Rngs(0)
   )
   vision = lambda: models.VisionModel(
     image_size=4, patch_size=2, num_classes=3, channels=1, dim=8, num_layers=1, rngs=nnx.Rngs(0)

@@ -92,7 +92,7 @@ def test_model_without_channel_mixer_has_norms_and_mixers_only():
 
 
 def test_block_without_channel_mixer_adds_the_mixer_only():
-  lm = disturbed("mamba", channel_mixer="none", num_layers=1)
+  lm = disturbed("lrn", channel_mixer="none", num_layers=1)
   block = jax.tree.map(lambda leaf: leaf[0], lm.blocks)
   x = jax.random.normal(jax.random.key(2), (B, T, 8))
   got, want = jax.jit(lambda block: (block(x)[0], x + block.mixer(block.mixer_norm(x))[0]))(block)

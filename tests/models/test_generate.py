@@ -16,10 +16,10 @@ PROMPTS = [[1, 2, 3], [4], [5, 9, 11, 0, 7, 30, 2], [8, 8, 8, 8]]
 @pytest.fixture(scope="module")
 def model():
   """A model whose greedy continuations are not constant."""
-  build = lambda: LanguageModel(vocab_size=37, dim=8, num_layers=2, num_heads=2, rngs=nnx.Rngs(0))
+  build = lambda: LanguageModel(vocab_size=37, dim=8, num_layers=2, mixer="lrn", rngs=nnx.Rngs(0))
   model = jax.jit(build)()
   leaves, structure = jax.tree.flatten(model)
-  keys = jax.random.split(jax.random.key(6), len(leaves))
+  keys = jax.random.split(jax.random.key(33), len(leaves))
   is_matrix = lambda leaf: leaf.ndim >= 2 and min(leaf.shape[-2:]) >= 8
   draw = lambda leaf, key: jax.random.normal(key, leaf.shape) if is_matrix(leaf) else leaf
   return jax.tree.unflatten(structure, map(draw, leaves, keys))

@@ -134,9 +134,9 @@ def test_scan_over_layers_equals_a_loop():
 )
 def test_loss_and_gradients_with_any_remat_and_unroll_are_equal(others):
   ids, results = tokens(2, 5), []
-  params = split(random_model())[1]
+  params = split(random_model(mixer="lrn"))[1]
   for options in [{}, *others]:
-    graphdef = nnx.graphdef(abstract_model(**SIZES, **options))
+    graphdef = nnx.graphdef(abstract_model(**SIZES, mixer="lrn", **options))
 
     def loss(params, graphdef=graphdef):
       logits, _ = nnx.merge(graphdef, params)(ids[:, :-1])

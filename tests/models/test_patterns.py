@@ -111,7 +111,7 @@ def test_generation_beyond_the_cache_raises():
 def test_pattern_of_one_equals_that_mixer():
   sizes = SIZES | {"num_layers": 2}
   build = lambda mixer: jax.jit(lambda: LanguageModel(**sizes, mixer=mixer, rngs=nnx.Rngs(0)))()
-  one, plain = build(("lnssm",)), build("lnssm")
+  one, plain = build(("lrn",)), build("lrn")
   chex.assert_trees_all_equal(one, plain)
 
 
@@ -144,7 +144,8 @@ def test_mixer_given_as_a_class_is_used_alone_and_in_patterns():
 
 
 def test_tied_embedding_is_the_head():
-  options = {"num_layers": 1, "norm": "rms", "embedding_norm": False, "tie_embeddings": True}
+  options = {"num_layers": 1, "mixer": "lrn", "norm": "rms"}
+  options |= {"embedding_norm": False, "tie_embeddings": True}
   model = jax.jit(lambda: LanguageModel(**SIZES, **options, rngs=nnx.Rngs(0)))()
   assert set(split(model)[1]) == {"embedding", "blocks", "norm"}
   assert 0.01 < float(jnp.std(model.embedding[...])) < 0.03

@@ -71,7 +71,7 @@ def packing_changes_nothing(
   ends = np.cumsum(lengths)
   packed, last = run(inputs, None, segments)
   apart = [
-    (alone or run)(cut(inputs, steps, end - n, end), None, None)
+    (alone or run)(cut(inputs, steps, end - n, end), None, segments[:, end - n : end])
     for n, end in zip(lengths, ends, strict=True)
   ]
   want = compared(jnp.concatenate([out for out, _ in apart], 1), apart[-1][1])

@@ -148,7 +148,7 @@ def wait_for(process, text):
 
 
 def test_two_processes_one_run_stops_together(tiny, config_file, command, tmp_path):
-  options = {"sample__tokens": 0, "eval_every": 6, "checkpoint_every": 1000, "mesh__data": -1}
+  options = {"eval_every": 6, "checkpoint_every": 1000, "mesh__data": -1}
   cfg = tiny(steps=5000, **options)
   fit = ("-W", "default", "-m", "train", "fit", "--config", config_file(cfg))
   address = f"localhost:{free_port()}"

@@ -73,7 +73,7 @@ def exported(tmp_path):
 
 @pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_load_model_from_four_devices_on_one(trained, tiny, config_file, command, tmp_path):
-  options = {"steps": 2, "sample__tokens": 0, "data__validation": (), "data__sources": {}}
+  options = {"steps": 2, "data__validation": (), "data__sources": {}}
   loop.prepare(tiny().data)
   cfg = tiny(mesh__data=2, mesh__fsdp=2, **options)
   arguments = (config_file(cfg), str(tmp_path / "params.npz"), str(trained))

@@ -136,9 +136,7 @@ def test_loggers_missing_package_named_first(tiny, monkeypatch):
 
 def test_run_with_loggers_and_trace(tiny, wandb, capsys):
   fake = wandb("log")
-  cfg = tiny(
-    watch=("tensorboard", "wandb"), sample__tokens=0, data__validation=(), data__sources={}
-  )
+  cfg = tiny(watch=("tensorboard", "wandb"), data__validation=(), data__sources={})
   loop.prepare(tiny().data)
   loop.fit(cfg, profile=range(3, 5))
   run = RunFolder(cfg.run_dir)
@@ -214,7 +212,7 @@ def test_tracing_invalid_steps_rejected(text):
 
 
 def test_dry_run_reports_memory_and_flops(tiny, config_file, capsys):
-  cfg = tiny()
+  cfg = tiny(model__mixer="lnssm")
   assert main(["fit", "--config", config_file(cfg), "--dry-run"]) == 0
   lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
   assert lines["model"].startswith("lnssm, 30,208 parameters")
@@ -227,7 +225,7 @@ def test_dry_run_reports_memory_and_flops(tiny, config_file, capsys):
 
 
 def test_dry_run_names_what_does_not_decay(tiny, config_file, capsys):
-  cfg = tiny(optimizer__weight_decay=0.1)
+  cfg = tiny(optimizer__weight_decay=0.1, model__mixer="lnssm")
   assert main(["fit", "--config", config_file(cfg), "--dry-run"]) == 0
   (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("decay")]
   assert line.startswith("decay       weight decay 0.1 of ")
@@ -259,7 +257,7 @@ def test_compile_cache_by_default_is_in_the_run_folder(tmp_path, monkeypatch):
 def test_run_summary_several_processes_explains_missing_text(tiny, monkeypatch, capsys):
   monkeypatch.setattr(run_summary.distributed, "count", lambda: 2)
   monkeypatch.setattr(run_summary.distributed, "is_first", lambda: True)
-  cfg = tiny()
+  cfg = tiny(sample__tokens=8)
   run_summary.finished(Console(), cfg, RunFolder(cfg.run_dir), None, None)
   out = capsys.readouterr().out
   assert "no text sample: no process has all parameters of the model" in out

@@ -63,7 +63,7 @@ def test_resume_after_any_stop_bit_exact(tiny, tmp_path, monkeypatch):
 
 
 def test_run_outputs_match_readme(tiny, capsys):
-  cfg = tiny(log_every=5)
+  cfg = tiny(log_every=5, sample__tokens=8)
   result = loop.fit(cfg)
   run = RunFolder(cfg.run_dir)
   rows = run.read_rows()
@@ -156,7 +156,7 @@ def test_resume_rows_after_checkpoint_rewritten(tiny, fit_and_kill):
 
 
 def test_resume_mismatch_rejected(tiny, monkeypatch):
-  cfg = tiny(sample__tokens=0)
+  cfg = tiny()
   loop.fit(cfg)
   run = RunFolder(cfg.run_dir)
   before = run.config_file.read_text(), run.metrics_file.read_text()
@@ -180,18 +180,18 @@ def test_resume_changed_text_rejected(tiny, tmp_path):
   sources = {"first": str(first), "train": str(text), "validation": str(text)}
   options = {"data__folder": str(tmp_path / "tokens"), "data__sources": sources}
   options["data__train"] = ("first", "train")
-  loop.fit(tiny(**options, sample__tokens=0))
+  loop.fit(tiny(**options))
   text.write_text("three two one " * 100)
   with pytest.raises(ValueError, match=r"the text of train in \S* differs from that of the run"):
     loop.fit(tiny(**options, steps=13))
   text.write_text("one two three " * 100)
-  assert loop.fit(tiny(**options, sample__tokens=0)).step == 12
+  assert loop.fit(tiny(**options)).step == 12
 
 
 def test_resume_with_more_steps_reported(tiny, capsys):
-  loop.fit(tiny(sample__tokens=0))
+  loop.fit(tiny())
   capsys.readouterr()
-  result = loop.fit(tiny(steps=14, sample__tokens=0))
+  result = loop.fit(tiny(steps=14))
   assert result.step == 14
   out = capsys.readouterr().out
   assert "resuming    after step 12 of 14" in out

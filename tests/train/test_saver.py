@@ -13,7 +13,7 @@ from train.runs.run_folder import RunFolder, claim
 def quick(tiny, **changes):
   """Config of a run without validation and generation, for fewer compilations."""
   sources = {"train": tiny().data.sources["train"]}
-  return tiny(data__validation=(), data__sources=sources, sample__tokens=0, **changes)
+  return tiny(data__validation=(), data__sources=sources, **changes)
 
 
 def fail_saves(monkeypatch, steps):

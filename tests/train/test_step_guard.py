@@ -23,7 +23,7 @@ from train.step.train_step import make_train_step
 def quick(tiny, **changes):
   """Config of a run without validation and generation, for fewer compilations."""
   sources = {"train": tiny().data.sources["train"]}
-  return tiny(data__validation=(), data__sources=sources, sample__tokens=0, **changes)
+  return tiny(data__validation=(), data__sources=sources, **changes)
 
 
 def poison(monkeypatch, values):

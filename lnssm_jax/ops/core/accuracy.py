@@ -34,7 +34,8 @@ def relative_error(got, want) -> float:
 
 def round_to(inputs: Tree, dtype) -> Tree:
   """The inputs as `dtype` holds them, in float64, so that both sides see the same numbers."""
-  return jax.tree.map(lambda x: np.asarray(jnp.asarray(x, dtype), np.float64), inputs)
+  narrow = lambda x: np.asarray(x, np.float32).astype(dtype)  # twice rounded, as JAX does
+  return jax.tree.map(lambda x: narrow(x).astype(np.float64), inputs)
 
 
 def with_gradients(fn: Callable[[Tree], Tree], *, seed: int = 0) -> Callable[[Tree], Tree]:
