@@ -61,7 +61,7 @@ RULES: Rules = (
 # Paths of matrices that do not decay: of the recurrence, where a decay would move poles and output
 # maps, and positions. The published codes leave them out too (S4, S4D, DSS, Mamba).
 WITHOUT_WEIGHT_DECAY = (
-  r"mixer/(a_log|a_imag|c_real|c_imag|decay_weight)",
+  r"mixer/(a_log|a_imag|c_real|c_imag|log_dt|decay_weight)",
   r"positions",
 )
 

@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.activations import exact_gelu
-from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.mixers.common.activations import GELUS
+from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.mixers.common.complex_state import (
   ComplexState,
   empty_state,
@@ -48,9 +48,16 @@ class _Diagonal(SingleInput):
   def _kernel(self) -> ExponentialKernel:
     raise NotImplementedError
 
+  def _stepped(self, pole: jax.Array) -> jax.Array:
+    """dt A, [D, N] complex."""
+    step = jnp.exp(wide(self.log_dt[...]))
+    if step.ndim == 1:
+      return step[:, None] * pole
+    return jax.lax.complex(step[:, :1] * pole.real, step[:, 1:] * pole.imag)
+
   def _held(self, pole: jax.Array, weight: jax.Array) -> ExponentialKernel:
     """The kernel Re sum_n weight_n (exp(dt pole_n) - 1) / pole_n exp(l dt pole_n), and the skip."""
-    log_pole = jnp.exp(wide(self.log_dt[...]))[:, None] * pole
+    log_pole = self._stepped(pole)
     # expm1: the difference itself would cancel where dt is small.
     return ExponentialKernel(log_pole, weight * jnp.expm1(log_pole) / pole, wide(self.skip[...]))
 
@@ -128,6 +135,8 @@ class DSS(_Diagonal):
     dim: D, the width.
     state_dim: N, complex numbers per channel.
     kernel_length: L, or None for DSS_exp.
+    separate_steps: two steps per channel, log_dt [D, 2]: exp of the first multiplies the real part
+      of A, exp of the second its imaginary part ("sep_dt_re_im", True in the published code).
     dtype: of u and of the last layer; A, dt, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -148,6 +157,7 @@ class DSS(_Diagonal):
     *,
     state_dim: int = 64,
     kernel_length: int | None = None,
+    separate_steps: bool = False,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -157,7 +167,9 @@ class DSS(_Diagonal):
     if kernel_length is not None:
       check_positive("kernel_length", kernel_length)
     self.kernel_length = kernel_length
-    super().__init__(dim, N, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    super().__init__(
+      dim, N, separate_steps=separate_steps, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+    )
     poles = positive_frequencies(N)
     self.pole_log = nnx.Param(jnp.asarray(np.log(-poles.real), param_dtype))
     self.pole_imag = nnx.Param(jnp.asarray(poles.imag, param_dtype))
@@ -168,7 +180,7 @@ class DSS(_Diagonal):
     pole = jax.lax.complex(-jnp.exp(wide(self.pole_log[...])), wide(self.pole_imag[...]))
     weight = jax.lax.complex(wide(self.c_real[...]), wide(self.c_imag[...]))
     if self.kernel_length is not None:
-      z = pole * jnp.expm1(self.kernel_length * jnp.exp(wide(self.log_dt[...]))[:, None] * pole)
+      z = pole * jnp.expm1(self.kernel_length * self._stepped(pole))
       weight = weight * pole * z.conj() / (z.real**2 + z.imag**2 + _EPSILON)
     return self._held(pole, weight)
 
@@ -190,17 +202,19 @@ class S5(Mixer[ComplexState]):
     dim: D, the width.
     state_dim: N, a multiple of 2 `num_blocks`.
     num_blocks: how many copies of the HiPPO matrix the state starts from.
+    gelu: "exact" or "tanh", its approximation, which the published code has.
     dtype: of the projections; A, dt, state and sums are float32.
     param_dtype: of the parameters.
 
   The state is h [B, N / 2].
 
   Raises:
-    ValueError: a size is not positive, or `state_dim` is not a multiple of 2 `num_blocks`.
+    ValueError: a size is not positive, `state_dim` is not a multiple of 2 `num_blocks`, or `gelu`
+      is unknown.
 
   Source: S5 (Smith et al. 2023), sections 3 and 4 and appendix B, with the output of its published
-  code. There the real part of A is a parameter itself, and might become positive. gelu is exact;
-  W_g and b_g start uniform within 1 / sqrt(D).
+  code. There the real part of A is a parameter itself, and might become positive. W_g and b_g
+  start uniform within 1 / sqrt(D).
   """
 
   def __init__(
@@ -209,12 +223,14 @@ class S5(Mixer[ComplexState]):
     *,
     state_dim: int = 64,
     num_blocks: int = 1,
+    gelu: str = "exact",
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
     self.pairs = conjugate_pairs(state_dim)
+    self.gelu = check_choice("gelu", gelu, GELUS)
     blocks = check_positive("num_blocks", num_blocks)
     if state_dim % (2 * blocks):
       raise ValueError(
@@ -264,6 +280,6 @@ class S5(Mixer[ComplexState]):
     )
     parts = jnp.concatenate([h.real, h.imag], axis=-1).astype(self.dtype)
     y = 2 * wide(self.c_proj(parts)) + wide(self.skip[...]) * wide(x)
-    z = exact_gelu(y)
+    z = GELUS[self.gelu](y)
     gate = self.g_proj(z.astype(self.dtype))
     return (z * jax.nn.sigmoid(gate)).astype(self.dtype), from_complex(recurrent.h)

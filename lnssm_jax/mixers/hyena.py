@@ -59,6 +59,7 @@ class Hyena(Mixer[HyenaState]):
     max_length: L, the longest sequence.
     conv_size: W.
     filter_dim, filter_layers: width and number of the network's hidden layers.
+    use_bias: whether W_in and W_o have biases.
     dtype: of the projections and of s; the kernel, gates, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -67,7 +68,7 @@ class Hyena(Mixer[HyenaState]):
 
   Source: Hyena of order 2 (Poli et al. 2023), sections 3 and 4 and its published code as the
   Zoology benchmark uses it: w starts at 1, skip normal, all layers uniform within 1 / sqrt(inputs).
-  W_in and W_o have no biases here.
+  The published code has use_bias=True.
   """
 
   can_shard_time = False
@@ -80,6 +81,7 @@ class Hyena(Mixer[HyenaState]):
     conv_size: int = 3,
     filter_dim: int = 64,
     filter_layers: int = 3,
+    use_bias: bool = False,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -89,7 +91,9 @@ class Hyena(Mixer[HyenaState]):
     check_positive("filter_dim", filter_dim), check_positive("filter_layers", filter_layers)
 
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    linear = lambda n: Linear(dim, n, kernel_init=uniform_fan_in(dim), **options)
+    init = uniform_fan_in(dim)
+    bias_init = init if use_bias else None
+    linear = lambda n: Linear(dim, n, kernel_init=init, bias_init=bias_init, **options)
     self.in_proj = linear(3 * dim)
     self.conv = ShortConvolution(3 * dim, conv_size, param_dtype=param_dtype, rngs=rngs)
     sizes = (3, *[filter_dim] * filter_layers, dim)
@@ -116,7 +120,7 @@ class Hyena(Mixer[HyenaState]):
       segment_ids=segment_ids,
       implementation="chunked",
     )
-    out = self.o_proj((second * wide(y)).astype(self.dtype))
+    out = self.o_proj((second * wide(y)).astype(self.dtype)).astype(self.dtype)
     state = HyenaState(conv, ConvState(inputs), positions[:, -1] + 1)
     return nan_beyond(out, positions, self.max_length), state
 

@@ -42,7 +42,8 @@ class MetaLA(Mixer[MetaLAState]):
     dim: D, the width of input and output.
     num_heads: H.
     expand_k, expand_v: H K / D and H V / D.
-    conv_size: W, the tokens that the convolution sees; it has no bias.
+    conv_size: W, the tokens that the convolution sees; it has no bias. None leaves convolution and
+      silu out, u = x, as the models of the SSE paper do.
     gate_logit_normalizer: tau; larger values move the decays towards 1.
     norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
@@ -65,7 +66,7 @@ class MetaLA(Mixer[MetaLAState]):
     num_heads: int,
     expand_k: float = 0.5,
     expand_v: float = 1.0,
-    conv_size: int = 4,
+    conv_size: int | None = 4,
     gate_logit_normalizer: float = 16.0,
     norm_eps: float = 1e-5,
     dtype=jnp.float32,
@@ -79,7 +80,8 @@ class MetaLA(Mixer[MetaLAState]):
     keys, values = num_heads * self.key_dim, num_heads * self.value_dim
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     linear = functools.partial(Linear, kernel_init=xavier_uniform(2**-2.5), **options)
-    self.conv = ShortConvolution(dim, conv_size, use_bias=False, activation="silu", **options)
+    activation = None if conv_size is None else "silu"
+    self.conv = ShortConvolution(dim, conv_size, use_bias=False, activation=activation, **options)
     self.q_proj, self.a_proj = linear(dim, keys), linear(dim, keys)
     self.v_proj, self.g_proj = linear(dim, values), linear(dim, values, bias_init="zeros")
     self.own_gain = nnx.Param(jnp.zeros(keys, param_dtype))

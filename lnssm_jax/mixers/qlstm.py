@@ -15,6 +15,7 @@ from lnssm_jax.ops import ConvState, DiagonalState, diagonal_scan
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
 
+VARIANTS = ("released", "paper")
 EXPONENTS = {"relu": jax.nn.relu, "softplus": jax.nn.softplus}
 
 
@@ -34,21 +35,26 @@ class QLSTM(Mixer[QLSTMState]):
       h_t = sigmoid(f_t) h_{t-1} + sigmoid(i_t) x_t
       out_t = W_o (gelu(g_t) sigmoid(o_t) h_t)
 
-  gelu is exact.
+  gelu is exact. That is the block of the published code. variant="paper" is the layer that the
+  paper prints, D channels wide and without convolution, GELU and W_o:
+
+      x_t = tanh(W_in u_t),      [f_t, i_t, o_t] = W_x u_t + b
+      h_t = sigmoid(f_t) h_{t-1} + sigmoid(i_t) x_t,      out_t = sigmoid(o_t) tanh(h_t)
 
   Args:
     dim: D, the width of input and output.
-    expand: E / D.
-    conv_size: W.
+    expand: E / D, with variant="released".
+    conv_size: W, with variant="released".
+    variant: "released" or "paper".
     dtype: of the projections and of x; gates, decays, state and sums are float32.
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: a size is not positive.
+    ValueError: a size is not positive, or `variant` is unknown.
 
-  Source: the DSF paper (Sieber et al. 2024), eq. 8, in the block of its published code, which has
-  no tanh: kernels start normal with variance 1 / inputs, b at zero, the convolution uniform within
-  1 / sqrt(W).
+  Source: the DSF paper (Sieber et al. 2024), eq. 8, and its published code, whose layer starts its
+  kernels normal with variance 1 / inputs, b at zero, the convolution uniform within 1 / sqrt(W). In
+  the paper's runs the model drew all kernels again: `LanguageModel(initialization="gpt2")`.
   """
 
   starts_as_model = True
@@ -59,22 +65,24 @@ class QLSTM(Mixer[QLSTMState]):
     *,
     expand: int = 2,
     conv_size: int = 4,
+    variant: str = "released",
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
-    self.inner_dim = E = check_positive("expand", expand) * dim
+    released = check_choice("variant", variant, VARIANTS) == "released"
+    self.inner_dim = E = check_positive("expand", expand) * dim if released else dim
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
     def linear(inputs, outputs, **more):
       init = nnx.initializers.normal(inputs**-0.5)
       return Linear(inputs, outputs, kernel_init=init, **more, **options)
 
-    self.in_proj = linear(dim, 2 * E)
-    self.conv = ShortConvolution(E, conv_size, **options)
+    self.in_proj = linear(dim, 2 * E if released else E)
+    self.conv = ShortConvolution(E, conv_size if released else None, **options)
     self.x_proj = linear(E, 3 * E, bias_init="zeros")
-    self.o_proj = linear(E, dim)
+    self.o_proj = linear(E, dim) if released else None
 
   def _init_state(self, B):
     h = jnp.zeros((B, self.inner_dim), jnp.float32)
@@ -82,9 +90,14 @@ class QLSTM(Mixer[QLSTMState]):
 
   def _mix(self, x, state, segment_ids):
     conv, recurrent = state if state is not None else (None, None)
-    gate, inner = split_linear(self.in_proj, x, [self.inner_dim] * 2)
-    inner, conv = self.conv(inner, conv, segment_ids)
-    f, i, o = jnp.split(self.x_proj(inner), 3, axis=-1)
+    if self.o_proj is None:
+      gate, gated = None, x
+      inner, conv = jnp.tanh(wide(self.in_proj(x))), self.conv.init_state(len(x))
+    else:
+      gate, inner = split_linear(self.in_proj, x, [self.inner_dim] * 2)
+      inner, conv = self.conv(inner, conv, segment_ids)
+      gated = inner
+    f, i, o = jnp.split(self.x_proj(gated), 3, axis=-1)
     h, recurrent = diagonal_scan(
       self._decay(f),
       jax.nn.sigmoid(i) * inner,
@@ -92,8 +105,11 @@ class QLSTM(Mixer[QLSTMState]):
       initial_state=recurrent,
       segment_ids=segment_ids,
     )
+    state = QLSTMState(conv, recurrent)
+    if gate is None or self.o_proj is None:
+      return (jax.nn.sigmoid(o) * jnp.tanh(h)).astype(self.dtype), state
     y = exact_gelu(wide(gate)) * jax.nn.sigmoid(o) * h
-    return self.o_proj(y.astype(self.dtype)), QLSTMState(conv, recurrent)
+    return self.o_proj(y.astype(self.dtype)), state
 
   def _decay(self, f: jax.Array) -> jax.Array:
     return jax.nn.sigmoid(f)
@@ -124,13 +140,14 @@ class QLSTMReversed(QLSTM):
     *,
     expand: int = 2,
     conv_size: int = 4,
+    variant: str = "released",
     exponent: str = "relu",
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    super().__init__(dim, expand=expand, conv_size=conv_size, **options)
+    super().__init__(dim, expand=expand, conv_size=conv_size, variant=variant, **options)
     self.exponent = check_choice("exponent", exponent, EXPONENTS)
     start = 1.0 if exponent == "relu" else jnp.log(jnp.expm1(1.0))
     self.alpha = nnx.Param(jnp.full(1, start, param_dtype))

@@ -10,7 +10,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
 from lnssm_jax.mixers.common.activations import silu_gate
-from lnssm_jax.mixers.common.checks import check_heads, check_layer, check_positive
+from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_layer, check_positive
 from lnssm_jax.mixers.common.initializers import (
   channel_decay,
   orthogonal,
@@ -27,6 +27,8 @@ from lnssm_jax.ops.core.states import register_state
 
 # The published code divides by 8, the root of its head width, before the norm.
 _OUTPUT_DIVISOR = 8.0
+
+DECAYS = ("channel", "head")
 
 # exp(-exp(20)) is 0 in float64 already; a larger exponent would only overflow exp(w) itself.
 _LARGEST_RATE = 20.0
@@ -176,12 +178,16 @@ class RWKV5(_MatrixValued):
     num_heads: H.
     layer, num_layers: the layer's index in its model, for the initial decays, bonuses and shifts.
       `layer` counts from 0 and may be traced.
+    decay: "channel" for w and u [D], or "head" for one number each per head, as in RWKV "x051a",
+      the RWKV-5 for language models of GPT-2's kind, and so of Longhorn's experiments; u starts
+      there without the small differences between neighbors.
     norm_eps: eps of the norm, after the published division of y by 8.
     dtype: of the projections and of r, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: `dim` is not a multiple of `num_heads`, or a size is not positive.
+    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or `decay` is
+      unknown.
 
   Source: Eagle (RWKV-5, Peng et al. 2024), eqs. 3-9; initialization as in its published code.
   """
@@ -193,6 +199,7 @@ class RWKV5(_MatrixValued):
     num_heads: int,
     layer: int | jax.Array = 0,
     num_layers: int = 1,
+    decay: str = "channel",
     norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -207,8 +214,10 @@ class RWKV5(_MatrixValued):
     self.mu_k = param(shift_weight(dim, **place))
     self.mu_v = param(shift_weight(dim, **place, offset=0.3))
     self.mu_g = param(shift_weight(dim, **place, power=0.5))
-    self.w = param(channel_decay(dim, **place, lowest=-6.0, span=5.0))
-    self.u = param(zigzag_bonus(dim, **place))
+    of_channels = check_choice("decay", decay, DECAYS) == "channel"
+    numbers = dim if of_channels else num_heads
+    self.w = param(channel_decay(numbers, **place, lowest=-6.0, span=5.0))
+    self.u = param(zigzag_bonus(numbers, **place, zigzag=0.1 if of_channels else 0.0))
     self._build(
       layer, num_layers, norm_eps=norm_eps, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
@@ -219,7 +228,8 @@ class RWKV5(_MatrixValued):
     place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
     of_r, of_k, of_v, of_g = interpolated(x, weights, previous, segment_ids, **place)
     heads = lambda z: split_heads(z, self.num_heads)
-    per_head = lambda p: wide(p[...]).reshape(self.num_heads, self.head_dim)
+    size = (self.num_heads, self.head_dim)
+    per_head = lambda p: jnp.broadcast_to(wide(p[...]).reshape(self.num_heads, -1), size)
     y, recurrent = linear_attention(
       heads(self.r_proj(of_r)),
       heads(self.k_proj(of_k)),

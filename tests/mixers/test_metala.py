@@ -8,7 +8,9 @@ from flax import nnx
 
 from lnssm_jax.mixers import MetaLA
 from lnssm_jax.models import count_parameters
-from tests.mixers.helpers import split
+from tests.mixers.helpers import apply, float64_params, relative_error, split
+from tests.mixers.references import metala as reference
+from tests.mixers.tiny import inputs
 
 
 def test_initial_values():
@@ -18,6 +20,14 @@ def test_initial_values():
   bound = 2**-2.5 * np.sqrt(6 / (64 + 32))
   assert 0.98 * bound < np.abs(params["q_proj"]["kernel"]).max() <= 1.000001 * bound
   assert params["conv"].get("bias") is None
+
+
+def test_without_convolution_the_projections_read_the_input():
+  mixer = MetaLA(8, num_heads=2, conv_size=None, rngs=nnx.Rngs(0))
+  want = reference.metala(float64_params(mixer), np.float64(inputs(1, 7)[0]), num_heads=2)
+  out, state = apply(mixer, inputs(1, 7))
+  assert relative_error(out[0], want) < 2e-6
+  assert state.conv.inputs.shape == (1, 0, 8)
 
 
 def test_parameter_count_matches_formula():

@@ -34,7 +34,7 @@ def test_decays_are_slower_in_upper_layers(layer, height):
 def test_tnl_positions_are_used_by_the_first_layer_only():
   """So it stays: the gradient of theta is zero elsewhere, and that of the decays everywhere."""
   theta = split(make(layer=0, num_layers=3))[1]["theta"]
-  np.testing.assert_allclose(theta, np.tile(10000.0 ** -(np.arange(4) / 4), 2), rtol=1e-5)
+  np.testing.assert_allclose(theta, 10000.0 ** -(np.arange(8) / 4), rtol=1e-5)
   mixer = make(layer=1, num_layers=3)
   gradient = jax.jit(jax.grad(lambda mixer: jnp.sum(mixer(inputs(1, 4))[0] ** 2)))(mixer)
   for name in ("theta", "fixed_log_rate"):
@@ -48,6 +48,14 @@ def test_without_positions():
   want = reference.tnl(float64_params(mixer), np.float64(x[0]), num_heads=2)
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
   assert mixer.init_state(1).recurrent.kv.shape == (1, 2, 4, 4)
+
+
+def test_transnormerllm_matches_the_equations():
+  mixer, x = make(variant="transnormerllm", norm_eps=1e-8), inputs(1, 9)
+  want = reference.tnl(float64_params(mixer), np.float64(x[0]), num_heads=2)
+  assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
+  with pytest.raises(ValueError, match=r"gate_rank=2: the gate .* full rank"):
+    make(variant="transnormerllm", gate_rank=2)
 
 
 def test_parameter_count_matches_formula():

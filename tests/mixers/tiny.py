@@ -171,6 +171,18 @@ def randomized(name: str, **options):
   graphdef, params = split(starting(name))
   if options:
     graphdef = split(jax.eval_shape(lambda: initial(name, **options)))[0]
+  return nnx.merge(graphdef, with_noise(params))
+
+
+def disturbed(build):
+  """(the layer that `build` makes, no parameter at its initial value; these in float64)."""
+  graphdef, params = split(jax.jit(build)())
+  layer = nnx.merge(graphdef, with_noise(params))
+  return layer, float64_params(layer)
+
+
+def with_noise(params):
+  """Parameters near these, none of them equal."""
   random = np.random.default_rng(0)
 
   def disturb(value):
@@ -178,7 +190,7 @@ def randomized(name: str, **options):
     noise = size * random.normal(size=value.shape)
     return jnp.asarray(np.asarray(value, np.float32) + noise, value.dtype)
 
-  return nnx.merge(graphdef, jax.tree.map(disturb, params))
+  return jax.tree.map(disturb, params)
 
 
 def expected(name: str, mixer, x) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Activations and output gates."""
 
+import functools
 import math
 
 import jax
@@ -25,6 +26,9 @@ def _exact_gelu_jvp(primals, tangents):
   density = jnp.exp(-0.5 * acc * acc) / math.sqrt(2 * math.pi)
   slope = 0.5 * jax.lax.erfc(-acc * math.sqrt(0.5)) + acc * density
   return exact_gelu(x), slope.astype(x.dtype) * dx
+
+
+GELUS = {"exact": exact_gelu, "tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def silu_gate(y: jax.Array, gate: jax.Array) -> jax.Array:

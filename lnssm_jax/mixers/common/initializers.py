@@ -40,16 +40,16 @@ def shift_weight(
   return (jnp.arange(dim, dtype=jnp.float32) / dim) ** exponent + offset * depth
 
 
-def zigzag_bonus(dim: int, *, layer, num_layers: int) -> jax.Array:
+def zigzag_bonus(dim: int, *, layer, num_layers: int, zigzag: float = 0.1) -> jax.Array:
   """u [dim] float32, RWKV-5's weight of the current token, which differs between neighbors.
 
-      u_i = r (1 - i / (dim - 1)) + 0.1 ((i + 1) mod 3 - 1)
+      u_i = r (1 - i / (dim - 1)) + zigzag ((i + 1) mod 3 - 1)
 
   Source: RWKV-5's published code.
   """
   depth = jnp.asarray(layer, jnp.float32) / max(num_layers - 1, 1)
-  zigzag = (jnp.arange(dim) + 1) % 3 - 1.0
-  return depth * (1 - jnp.linspace(0.0, 1.0, dim, dtype=jnp.float32)) + 0.1 * zigzag
+  sides = (jnp.arange(dim) + 1) % 3 - 1.0
+  return depth * (1 - jnp.linspace(0.0, 1.0, dim, dtype=jnp.float32)) + zigzag * sides
 
 
 def orthogonal(gain: float):

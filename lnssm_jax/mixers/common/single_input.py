@@ -29,9 +29,10 @@ def conjugate_pairs(state_dim: int) -> int:
   return state_dim // 2
 
 
-def log_steps(size: int, param_dtype, rngs: nnx.Rngs) -> nnx.Param:
-  """log(dt) [size], dt log-uniform between 0.001 and 0.1."""
-  steps = jax.random.uniform(rngs.params(), (size,), jnp.float32, math.log(1e-3), math.log(0.1))
+def log_steps(size: int | tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> nnx.Param:
+  """log(dt) of this shape, dt log-uniform between 0.001 and 0.1."""
+  shape = (size,) if isinstance(size, int) else size
+  steps = jax.random.uniform(rngs.params(), shape, jnp.float32, math.log(1e-3), math.log(0.1))
   return nnx.Param(steps.astype(param_dtype))
 
 
@@ -50,10 +51,19 @@ class SingleInput(Mixer[ComplexState]):
   1 / sqrt(D).
   """
 
-  def __init__(self, dim: int, state_size: int, *, dtype, param_dtype, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    dim: int,
+    state_size: int,
+    *,
+    separate_steps: bool = False,
+    dtype,
+    param_dtype,
+    rngs: nnx.Rngs,
+  ):
     self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
     self.state_size = state_size
-    self.log_dt = log_steps(dim, param_dtype, rngs)
+    self.log_dt = log_steps((dim, 2) if separate_steps else dim, param_dtype, rngs)
     self.skip = normal((dim,), 1.0, param_dtype, rngs)
     init = uniform_fan_in(dim)
     self.o_proj = Linear(

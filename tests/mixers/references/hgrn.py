@@ -21,7 +21,8 @@ def hgrn2(params, x, *, num_heads):
       y[t, head] = S.T @ q[t, head]
   y = y.reshape(len(x), -1)
   y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
-  return (y * params["norm"]["scale"] + params["norm"]["bias"]) @ params["o_proj"]["kernel"]
+  y = y * params["norm"]["scale"] + params["norm"]["bias"]
+  return y @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
 
 
 def hgrn(params, x):
@@ -39,9 +40,8 @@ def hgrn(params, x):
     y.append(np.concatenate([h.real, h.imag]))
   y = np.stack(y)
   y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
-  return ((y * params["norm"]["scale"] + params["norm"]["bias"]) * silu(g)) @ params["o_proj"][
-    "kernel"
-  ]
+  y = (y * params["norm"]["scale"] + params["norm"]["bias"]) * silu(g)
+  return y @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
 
 
 def lrn(params, x, *, activation=np.tanh):

@@ -40,5 +40,9 @@ def rotate(x):
 
 
 def gated_output(params, x, y):
-  y = root_mean_square_norm(y, params["norm"]["scale"]).reshape(len(x), -1)
-  return (y * silu(x @ params["g_proj"]["kernel"])) @ params["o_proj"]["kernel"]
+  if "norm" in params:
+    y = root_mean_square_norm(y, params["norm"]["scale"])
+  else:  # a LayerNorm without parameters
+    y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
+  gate = silu(x @ params["g_proj"]["kernel"] + params["g_proj"].get("bias", 0))
+  return (y.reshape(len(x), -1) * gate) @ params["o_proj"]["kernel"]

@@ -29,7 +29,8 @@ def long_convolution(kernel, x):
 
 def hyena(params, u, *, max_length):
   D = u.shape[1]
-  x1, x2, v = np.split(convolution(params["conv"], u @ params["in_proj"]["kernel"]), 3, axis=1)
+  inner = u @ params["in_proj"]["kernel"] + params["in_proj"].get("bias", 0)
+  x1, x2, v = np.split(convolution(params["conv"], inner), 3, axis=1)
   lags = features(max_length)
   kernel = network(params["filter"], lags, lambda z: np.sin(params["sine_gain"] * z))
   kernel = kernel * np.exp(
@@ -37,7 +38,7 @@ def hyena(params, u, *, max_length):
   )
   v = v * x1
   v = long_convolution(kernel, v) + params["skip"] * v
-  return (v * x2) @ params["o_proj"]["kernel"]
+  return (v * x2) @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
 
 
 def base_conv(params, u, *, max_length=None):

@@ -6,7 +6,7 @@ from tests.mixers.references.common import convolution, heads, sigmoid, silu
 
 
 def metala(params, x, *, num_heads):
-  u = silu(convolution(params["conv"], x))
+  u = silu(convolution(params["conv"], x)) if "conv" in params else x
   projected = lambda name: heads(u @ params[f"{name}_proj"]["kernel"], num_heads)
   q, v, a = projected("q"), projected("v"), sigmoid(projected("a")) ** (1 / 16)
   own_weight = np.reshape(params["own_gain"], (num_heads, -1))

@@ -6,6 +6,16 @@ from scipy.special import erf
 from tests.mixers.references.common import convolution, sigmoid
 
 
+def qlstm_printed(params, u):
+  x = np.tanh(u @ params["in_proj"]["kernel"])
+  f, i, o = np.split(u @ params["x_proj"]["kernel"] + params["x_proj"]["bias"], 3, axis=1)
+  h, y = 0.0, []
+  for t in range(len(u)):
+    h = sigmoid(f[t]) * h + sigmoid(i[t]) * x[t]
+    y.append(sigmoid(o[t]) * np.tanh(h))
+  return np.stack(y)
+
+
 def qlstm(params, u):
   g, x = np.split(u @ params["in_proj"]["kernel"], 2, axis=1)
   x = convolution(params["conv"], x)

@@ -13,6 +13,7 @@ def rwkv5(params, x, *, num_heads):
     return (mu * x + (1 - mu) * before) @ params[f"{name}_proj"]["kernel"]
 
   r, k, v = (heads(projected(name), num_heads) for name in "rkv")
+  # One number per channel, or one per head.
   decay, bonus = (
     np.reshape(p, (num_heads, -1)) for p in (np.exp(-np.exp(params["w"])), params["u"])
   )

@@ -10,14 +10,23 @@ def gelu(x):
   return 0.5 * x * (1 + erf(x / 2**0.5))
 
 
+def gelu_tanh(x):
+  return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
 def gated_linear(params, y):
   a, g = np.split(gelu(y) @ params["o_proj"]["kernel"] + params["o_proj"]["bias"], 2, axis=1)
   return a * sigmoid(g)
 
 
 def held(pole, step):
-  """exp(dt A), and the contribution of an input held for one step."""
-  return np.exp(step * pole), (np.exp(step * pole) - 1) / pole
+  """exp(dt A), and the contribution of an input held for one step.
+
+  `step` may be two, of the real and of the imaginary part.
+  """
+  real, imag = np.broadcast_to(step, (2,))
+  exponent = real * pole.real + 1j * imag * pole.imag
+  return np.exp(exponent), (np.exp(exponent) - 1) / pole
 
 
 def single_input(params, u, poles, factor):
@@ -61,12 +70,13 @@ def dss_softmax(params, u, *, length):
   return gated_linear(params, y)
 
 
-def s5(params, u):
+def s5(params, u, gelu=gelu):
   poles = -np.exp(params["pole_log"]) + 1j * params["pole_imag"]
   n = len(poles)
   B = params["b_proj"]["kernel"][:, :n] + 1j * params["b_proj"]["kernel"][:, n:]
   C = params["c_proj"]["kernel"][:n] - 1j * params["c_proj"]["kernel"][n:]
-  decay, gain = held(poles, np.exp(params["log_dt"]))
+  step = np.exp(params["log_dt"])
+  decay, gain = np.exp(step * poles), (np.exp(step * poles) - 1) / poles
   h, y = np.zeros(n, complex), []
   for t in range(len(u)):
     h = decay * h + gain * (u[t] @ B)

@@ -1,0 +1,89 @@
+"""Options of mixers whose published code is not recorded in tests/peers, against float64."""
+
+import functools
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax.mixers import DSS, GLA, HGRN, HGRN2, QLSTM, RWKV5, S5, Hyena, QLSTMReversed
+from tests.mixers.helpers import apply, relative_error
+from tests.mixers.references import (
+  hgrn,
+  linear_attention,
+  long_convolutions,
+  qlstm,
+  rwkv,
+  state_spaces,
+)
+from tests.mixers.tiny import DIM, disturbed, inputs
+
+HEADS = {"num_heads": 2}
+LAYER = {"layer": 1, "num_layers": 3}
+LENGTH = {"max_length": 9}
+
+# The class, its options, the reference.
+CASES = {
+  "gla of Longhorn's experiments": (
+    GLA,
+    HEADS | {"gate_rank": 3, "norm": "layer", "norm_scale": False, "gate_bias": True},
+    functools.partial(linear_attention.gla, **HEADS),
+  ),
+  "dss, two steps": (
+    DSS,
+    {"state_dim": 3, "separate_steps": True},
+    state_spaces.dss,
+  ),
+  "hgrn, output bias": (HGRN, LAYER | {"output_bias": True}, hgrn.hgrn),
+  "hgrn2, output bias": (
+    HGRN2,
+    HEADS | LAYER | {"output_bias": True},
+    functools.partial(hgrn.hgrn2, **HEADS),
+  ),
+  "hyena, biases": (
+    Hyena,
+    LENGTH | {"filter_dim": 4, "use_bias": True},
+    functools.partial(long_convolutions.hyena, **LENGTH),
+  ),
+  "qlstm, as printed": (QLSTM, {"variant": "paper"}, qlstm.qlstm_printed),
+  "rwkv5, per head": (
+    RWKV5,
+    HEADS | LAYER | {"decay": "head"},
+    functools.partial(rwkv.rwkv5, **HEADS),
+  ),
+  "s5, tanh": (
+    S5,
+    {"state_dim": 8, "gelu": "tanh"},
+    functools.partial(state_spaces.s5, gelu=state_spaces.gelu_tanh),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_option_matches_the_equations(name):
+  cls, options, reference = CASES[name]
+  mixer, params = disturbed(lambda: cls(DIM, **options, rngs=nnx.Rngs(0)))
+  x = inputs(1, 7)
+  out, _ = apply(mixer, x)
+  assert relative_error(out[0], reference(params, np.float64(x[0]))) < 2e-6
+
+
+def test_rwkv5_per_head_has_one_decay_and_bonus_per_head():
+  mixer = RWKV5(DIM, **HEADS, layer=1, num_layers=2, decay="head", rngs=nnx.Rngs(0))
+  np.testing.assert_allclose(mixer.w[...], [-6, -1])
+  np.testing.assert_allclose(mixer.u[...], [1, 0])
+
+
+@pytest.mark.parametrize(
+  ("cls", "options", "message"),
+  [
+    (QLSTM, {"variant": "printed"}, "variant='printed' is unknown"),
+    (QLSTMReversed, {"variant": ""}, "variant='' is unknown"),
+    (RWKV5, HEADS | {"decay": "heads"}, "decay='heads' is unknown; did you mean 'head'"),
+    (S5, {"gelu": "erf"}, "gelu='erf' is unknown"),
+    (HGRN2, HEADS | {"variant": "paper"}, "variant='paper' is unknown"),
+  ],
+)
+def test_bad_options_raise_with_the_option_named(cls, options, message):
+  with pytest.raises(ValueError, match=message):
+    cls(DIM, **options, rngs=nnx.Rngs(0))
