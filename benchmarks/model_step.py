@@ -67,7 +67,7 @@ class Body(NamedTuple):
 BODIES = {
   "gla": Body("gla", 4),
   "delta_net": Body("delta_net", 8),
-  "gated_delta_net": Body("gated_delta_net", 8),
+  "gated_delta_net": Body("gated_delta_net", 6, {"head_dim": 128}),
   "retnet": Body("retnet", 8, {"expand_v": 1.0}),
   "mamba2": Body("mamba2", 8),
   "mamba": Body("mamba", 8),

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.activations import silu_gate
 from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_layer, check_positive
 from lnssm_jax.mixers.common.initializers import (
   channel_decay,
@@ -18,12 +17,13 @@ from lnssm_jax.mixers.common.initializers import (
   uniform_fan_in,
   zigzag_bonus,
 )
-from lnssm_jax.mixers.common.norms import LayerNorm, layer_norm
+from lnssm_jax.mixers.common.norms import LayerNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
 from lnssm_jax.mixers.common.token_shift import interpolated, last_input, token_shift
 from lnssm_jax.ops import LinearAttentionState, WKV4State, linear_attention, wkv4
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
+from lnssm_jax.ops.norms.api import normalize
 
 # The published code divides by 8, the root of its head width, before the norm.
 _OUTPUT_DIVISOR = 8.0
@@ -154,9 +154,17 @@ class _MatrixValued(Mixer[RWKV5State]):
 
   def _output(self, y: jax.Array, of_g: jax.Array) -> jax.Array:
     """W_o of the normalized, gated y [B, T, H, K]; `of_g` [B, T, D] is the input of the gate."""
-    y = merge_heads(layer_norm(wide(y) / _OUTPUT_DIVISOR, eps=self.norm.eps))
-    y = y * wide(self.norm.scale[...]) + wide(self.norm.bias[...])
-    return self.o_proj(silu_gate(y, self.g_proj(of_g)).astype(self.dtype))
+    per_head = lambda p: p[...].reshape(self.num_heads, self.head_dim)
+    y, _ = normalize(
+      y,
+      per_head(self.norm.scale),
+      per_head(self.norm.bias),
+      gate=split_heads(self.g_proj(of_g), self.num_heads),
+      center=True,
+      eps=_OUTPUT_DIVISOR**2 * self.norm.eps,  # instead of dividing y
+      dtype=self.dtype,
+    )
+    return self.o_proj(merge_heads(y))
 
 
 class RWKV5(_MatrixValued):
@@ -339,13 +347,53 @@ class RWKV6(_MatrixValued):
 
   def _streams(self, x, shifted):
     """Returns the inputs [B, T, D] of w, k, v, r and g."""
-    x = wide(x)
-    step = wide(shifted) - x
-    mixed = jnp.tanh(self.mix_down_proj((x + step * wide(self.mu_x[...])).astype(self.dtype)))
-    mixed = mixed.reshape(*mixed.shape[:-1], 5, self.mix_rank)
-    mixed = jnp.einsum("btsr,srd->sbtd", mixed, self.mix_up[...].astype(self.dtype))
+    mixed = wide(x) + (wide(shifted) - wide(x)) * wide(self.mu_x[...])
+    mixed = jnp.tanh(self.mix_down_proj(mixed.astype(self.dtype)))
+    # A product for each stream: one for all would stack their gradients, which is a copy.
+    up = self.mix_up[...].astype(self.dtype)
+    mixed = (m @ w for m, w in zip(jnp.split(mixed, 5, axis=-1), up, strict=True))
     weights = (self.mu_w, self.mu_k, self.mu_v, self.mu_r, self.mu_g)
-    return tuple(
-      (x + step * (wide(mu[...]) + wide(m))).astype(self.dtype)
-      for mu, m in zip(weights, mixed, strict=True)
-    )
+    return _weighted_streams(x, shifted, tuple(mu[...] for mu in weights), tuple(mixed))
+
+
+@jax.custom_vjp
+def _weighted_streams(x, shifted, weights, offsets):
+  """x_t + (x_{t-1} - x_t) (weight + offset_t) for each weight [D] and offsets [B, T, D], in their
+  dtype; `shifted` has x_{t-1}.
+
+  Its gradient is written out for its passes over memory: the gradients of the offsets are written
+  once, and those of the weights are their sums. XLA would compute them twice.
+  """
+  x = wide(x)
+  step = wide(shifted) - x
+  return tuple(
+    (x + step * (wide(weight) + wide(offset))).astype(offset.dtype)
+    for weight, offset in zip(weights, offsets, strict=True)
+  )
+
+
+def _weighted_streams_forward(*arguments):
+  return _weighted_streams(*arguments), arguments
+
+
+def _weighted_streams_backward(arguments, gradients):
+  x, shifted, weights, offsets = arguments
+  step = wide(shifted) - wide(x)
+  d_offsets = tuple((wide(g) * step).astype(g.dtype) for g in gradients)
+  d_offsets = jax.lax.optimization_barrier(d_offsets)
+  d_weights = tuple(
+    jnp.sum(wide(d), axis=tuple(range(d.ndim - 1))).astype(weight.dtype)
+    for weight, d in zip(weights, d_offsets, strict=True)
+  )
+  total = functools.reduce(jnp.add, map(wide, gradients))
+  d_step = functools.reduce(
+    jnp.add,
+    (
+      wide(g) * (wide(weight) + wide(offset))
+      for g, weight, offset in zip(gradients, weights, offsets, strict=True)
+    ),
+  )
+  return (total - d_step).astype(x.dtype), d_step.astype(shifted.dtype), d_weights, d_offsets
+
+
+_weighted_streams.defvjp(_weighted_streams_forward, _weighted_streams_backward)

@@ -1,6 +1,7 @@
 """Tile sizes of the norms' kernels."""
 
 import dataclasses
+import math
 
 from pallas_kernels.core import device
 
@@ -74,6 +75,11 @@ def _dividing(config, rows):
   return dataclasses.replace(config, tiles=tiles)
 
 
-def grid_size(config: KernelConfig, rows: int) -> int:
-  """CTAs for a number of rows, a multiple of `config.group_rows`."""
-  return min(config.ctas_per_sm * device.SM_COUNT, rows // config.group_rows)
+def grid_size(config: KernelConfig, rows: int, period: int = 1) -> int:
+  """CTAs for a number of rows, a multiple of `config.group_rows` and of `period`.
+
+  All of them together process whole periods of rows at a time.
+  """
+  ctas = min(config.ctas_per_sm * device.SM_COUNT, rows // config.group_rows)
+  step = period // math.gcd(period, config.group_rows)
+  return max(ctas // step, 1) * step

@@ -50,9 +50,16 @@ class Inputs(NamedTuple):
 
   x: jax.Array  # [R, D] bfloat16 or float32
   added: jax.Array | None  # [R, D] likewise
-  scale: jax.Array | None  # [D] float32
-  bias: jax.Array | None  # [D] float32
+  # [D] float32, or [P, D] for rows that repeat with a period of P, a divisor of R and a multiple of
+  # `tile_rows`.
+  scale: jax.Array | None
+  bias: jax.Array | None  # [D] or [P, D] float32
   gate: jax.Array | None  # [R, D] bfloat16 or float32
+
+  @property
+  def period(self) -> int:
+    """P, or 1 for the same scale and bias in all rows."""
+    return max([1, *(z.shape[0] for z in (self.scale, self.bias) if z is not None and z.ndim == 2)])
 
 
 class Results(NamedTuple):
@@ -89,11 +96,18 @@ def _backward_rule(static, residuals, cotangents):
   gradients = Inputs(
     x=results.x.astype(x.dtype),
     added=None if added is None else results.x.astype(added.dtype),
-    scale=None if results.scale is None else results.scale.sum((0, 1)),
-    bias=None if results.bias is None else results.bias.sum((0, 1)),
+    scale=_sum_over_ctas(results.scale, inputs.scale),
+    bias=_sum_over_ctas(results.bias, inputs.bias),
     gate=results.gate,
   )
   return (gradients,)
+
+
+def _sum_over_ctas(sums, parameter):
+  """The gradient of a scale or bias from the sums [ctas, rows, D], whose rows it repeats along."""
+  if sums is None:
+    return None
+  return sums.reshape(-1, *parameter.shape).sum(0)
 
 
 # Without zeros for s where nothing reads it: the kernel would load them.
@@ -103,8 +117,9 @@ normalize.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 class _Cta:
   """Coordinates, layouts, loads and sums of one CTA."""
 
-  def __init__(self, config: KernelConfig, rows: int, channels: int):
+  def __init__(self, config: KernelConfig, rows: int, channels: int, period: int):
     self.config, self.rows, self.D = config, rows, channels
+    self.ctas = tuning.grid_size(config, rows, period)
     v = config.vector
     columns = tuning.LANES * v * config.warps_per_row
     warps = () if config.warps_per_row == 1 else ((tuning.LANES * v,),)
@@ -117,12 +132,21 @@ class _Cta:
     tile = ref_gmem.at[pl.ds(row, self.config.tile_rows), :]
     return plgpu.load(tile, layout=self.layout, optimized=False)
 
-  def load_channels(self, ref_gmem) -> jax.Array | None:
-    """A vector of one number per channel, for every row of a tile; None of None."""
+  def load_channels(self, ref_gmem) -> list[jax.Array | None]:
+    """Numbers per channel [D], or per row and channel [P, D], for each tile of all groups.
+
+    The grid steps by whole periods, so a CTA's groups begin at the same row of [P, D].
+    """
+    tiles = self.config.tiles
     if ref_gmem is None:
-      return None
-    vector = plgpu.load(ref_gmem, layout=self.layout.reduce(0), optimized=False)
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, self.shape, [1]), self.layout)
+      return [None] * tiles
+    if len(ref_gmem.shape) == 1:
+      vector = plgpu.load(ref_gmem, layout=self.layout.reduce(0), optimized=False)
+      vector = plgpu.layout_cast(lax.broadcast_in_dim(vector, self.shape, [1]), self.layout)
+      return [vector] * tiles
+    first = lax.axis_index("cta") * self.config.group_rows
+    starts = [first + n * self.config.tile_rows for n in range(tiles)]
+    return [self.load(ref_gmem, lax.rem(start, ref_gmem.shape[0])) for start in starts]
 
   def store(self, ref_gmem, row, value) -> None:
     """Stores a tile from this row on, rounded to the dtype of the reference."""
@@ -143,8 +167,8 @@ class _Cta:
 
   def groups(self, compute, carry):
     """Calls `compute(rows, carry) -> carry`: the first rows of the tiles of each group in turn."""
-    c = self.config
-    cta, ctas = lax.axis_index("cta"), tuning.grid_size(c, self.rows)
+    c, ctas = self.config, self.ctas
+    cta = lax.axis_index("cta")
     number = self.rows // c.group_rows
     own = number // ctas + (cta < number % ctas).astype(jnp.int32)
 
@@ -203,13 +227,13 @@ def forward_kernel(inputs: Inputs, static: Static) -> Results:
     total = jax.ShapeDtypeStruct((R, D), jnp.result_type(inputs.x, inputs.added))
 
   def body(ins, outs):
-    cta = _Cta(config, R, D)
-    scale, bias = cta.load_channels(ins.scale), cta.load_channels(ins.bias)
+    cta = _Cta(config, R, D, inputs.period)
+    parameters = list(zip(cta.load_channels(ins.scale), cta.load_channels(ins.bias), strict=True))
 
     def compute(rows, carry):
       streams = [ref for ref in (ins.x, ins.added, ins.gate) if ref is not None]
       tiles = [[cta.load(ref, row) for ref in streams] for row in rows]
-      for row, (x, *others) in zip(rows, tiles, strict=True):
+      for row, (x, *others), (scale, bias) in zip(rows, tiles, parameters, strict=True):
         x = x.astype(jnp.float32)
         if total is not None:
           x = (x + others[0].astype(jnp.float32)).astype(total.dtype)
@@ -231,7 +255,8 @@ def forward_kernel(inputs: Inputs, static: Static) -> Results:
     cta.groups(compute, jnp.int32(0))
 
   out_type = Results(jax.ShapeDtypeStruct((R, D), static.dtype), total)
-  (results,) = _launch(body, "forward", (out_type,), config, R, static.interpret)(inputs)
+  ctas = tuning.grid_size(config, R, inputs.period)
+  (results,) = _launch(body, "forward", (out_type,), ctas, static.interpret)(inputs)
   return results
 
 
@@ -251,7 +276,8 @@ class BackwardResults(NamedTuple):
   """Gradients; None of what is None."""
 
   x: Any  # [R, D] in the dtype of s
-  scale: Any  # [P, rows of a tile, D] float32, summed over the rows of each of P CTAs
+  # [ctas, rows of a tile, or with a period of a group, D] float32, summed over what a CTA computes
+  scale: Any
   bias: Any  # likewise
   gate: Any  # [R, D] in its dtype
 
@@ -267,27 +293,34 @@ def backward_kernel(
   """
   (R, D), config = inputs.x.shape, static.backward
   scale, bias, gate = inputs.scale, inputs.bias, inputs.gate
-  sums = jax.ShapeDtypeStruct((tuning.grid_size(config, R), config.tile_rows, D), jnp.float32)
+  period = inputs.period
+  ctas = tuning.grid_size(config, R, period)
+  sums_of = lambda z: jax.ShapeDtypeStruct(
+    (ctas, config.tile_rows if z.ndim == 1 else config.group_rows, D), jnp.float32
+  )
   out_type = BackwardResults(
     x=jax.ShapeDtypeStruct((R, D), inputs.x.dtype),
-    scale=None if scale is None else sums,
-    bias=None if bias is None else sums,
+    scale=None if scale is None else sums_of(scale),
+    bias=None if bias is None else sums_of(bias),
     gate=None if gate is None else jax.ShapeDtypeStruct((R, D), gate.dtype),
   )
 
   def body(ins, outs):
-    cta = _Cta(config, R, D)
-    scale, bias = cta.load_channels(ins.scale), cta.load_channels(ins.bias)
+    cta = _Cta(config, R, D, period)
+    parameters = list(zip(cta.load_channels(ins.scale), cta.load_channels(ins.bias), strict=True))
     factor = jnp.float32(static.factor)
     streams = _present(ins.x, ins.d_out, ins.gate, ins.d_sum)
 
     def compute(rows, carry):
       tiles = [[cta.load(ref, row) for ref in streams] for row in rows]
-      for row, (x, d_out, *others) in zip(rows, tiles, strict=True):
-        carry = compute_tile(row, x.astype(jnp.float32), d_out.astype(jnp.float32), others, carry)
-      return carry
+      carry = list(carry)
+      for n, (row, (x, d_out, *others)) in enumerate(zip(rows, tiles, strict=True)):
+        sums = n % len(carry)  # one of all tiles, or one of each
+        arguments = row, x.astype(jnp.float32), d_out.astype(jnp.float32), others, *parameters[n]
+        carry[sums] = compute_tile(*arguments, carry[sums])
+      return tuple(carry)
 
-    def compute_tile(row, total, g, others, carry):
+    def compute_tile(row, total, g, others, scale, bias, carry):
       x, silu, d_silu = total, None, None  # d_silu: the derivative of silu by the gate
       if ins.gate is not None:
         gate = others[0].astype(jnp.float32)
@@ -319,12 +352,15 @@ def backward_kernel(
       return d_scale, d_bias
 
     zeros = lambda ref: None if ref is None else cta.zeros()
-    d_scale, d_bias = cta.groups(compute, (zeros(ins.scale), zeros(ins.bias)))
-    for ref, value in ((outs.scale, d_scale), (outs.bias, d_bias)):
-      if ref is not None:
-        store_anywhere(ref.at[lax.axis_index("cta")], value)
+    sums = config.tiles if period > 1 else 1
+    totals = cta.groups(compute, ((zeros(ins.scale), zeros(ins.bias)),) * sums)
+    for n, values in enumerate(totals):
+      for ref, value in zip((outs.scale, outs.bias), values, strict=True):
+        if ref is not None:
+          rows = pl.ds(n * config.tile_rows, config.tile_rows)
+          store_anywhere(ref.at[lax.axis_index("cta"), rows], value)
 
-  (results,) = _launch(body, "backward", (out_type,), config, R, static.interpret)(
+  (results,) = _launch(body, "backward", (out_type,), ctas, static.interpret)(
     _BackwardInputs(inputs.x, scale, bias, gate, d_out, d_sum)
   )
   return results
@@ -334,11 +370,11 @@ def _present(*refs) -> Sequence[Any]:
   return [ref for ref in refs if ref is not None]
 
 
-def _launch(body, name, out_type, config, rows, interpret):
+def _launch(body, name, out_type, ctas, interpret):
   return plgpu.kernel(
     body,
     out_type=out_type,
-    grid=(tuning.grid_size(config, rows),),
+    grid=(ctas,),
     grid_names=("cta",),
     interpret=interpret,
     compiler_params=COMPILER_PARAMS,

@@ -21,6 +21,14 @@ CASES = [
   Case(shape=(2, 333, 2048), arrays=("scale", "gate"), dtype=BF16, gate_first=True),
   Case(shape=(2, 501, 768), arrays=("scale",), floor=1.0),
   Case(shape=(3, 7, 64), arrays=("scale", "bias", "gate"), center=True),
+  Case(
+    shape=(2, 1000, 16, 64),
+    arrays=("scale", "bias", "gate"),
+    dtype=BF16,
+    center=True,
+    per_head=("scale", "bias"),
+  ),
+  Case(shape=(2, 501, 6, 128), arrays=("scale",), per_head=("scale",)),
 ]
 
 

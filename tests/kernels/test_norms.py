@@ -33,6 +33,7 @@ class Case:
   gate_first: bool = False
   floor: float | None = None
   factor: float = 1.0
+  per_head: tuple[str, ...] = ()  # of scale and bias, those of the last two axes
 
   def options(self) -> dict:
     """Keywords of `ops.normalize`."""
@@ -48,7 +49,8 @@ class Case:
 def drawn(case, seed=0):
   rng = np.random.default_rng(seed)
   vector = {"scale", "bias"}
-  shape = lambda name: case.shape[-1:] if name in vector else case.shape
+  axes = lambda name: 2 if name in case.per_head else 1
+  shape = lambda name: case.shape[-axes(name) :] if name in vector else case.shape
   # Rows of several sizes: some below the floor.
   size = np.linspace(0.5, 1.5, case.shape[-2])[:, None]
   return {n: rng.normal(size=shape(n)) * (1 if n in vector else size) for n in ("x", *case.arrays)}
@@ -75,10 +77,13 @@ CASES = [
   Case(shape=(3, 1024), arrays=("scale", "added", "gate"), gate_first=True),
   Case(shape=(4, 96), arrays=("scale",), floor=1.0),
   Case(shape=(4, 64), arrays=("gate",), factor=0.125),
+  # 21 rows of 3 heads: padded to whole periods of 12 rows.
+  Case(shape=(1, 7, 3, 32), arrays=("scale", "bias"), center=True, per_head=("scale", "bias")),
   slow(Case(shape=(2, 5, 128), arrays=("scale", "added"))),
   slow(Case(shape=(1, 2, 4, 64), arrays=("scale", "gate"), dtype=BF16)),
   slow(Case(shape=(5, 2048), arrays=("scale", "bias", "added", "gate"), center=True)),
   slow(Case(shape=(4, 96), arrays=("scale", "bias"), floor=1.0, center=True)),
+  slow(Case(shape=(2, 3, 8, 64), arrays=("scale", "bias", "gate"), per_head=("bias",))),
   slow(Case(shape=(4, 256), arrays=("gate",), gate_first=True, center=True)),
 ]
 
@@ -95,6 +100,17 @@ def test_norm_kernels_of_few_ctas_process_all_groups(monkeypatch):
   monkeypatch.setattr(config, "backward_config", lambda *sizes: small)
   monkeypatch.setattr(config, "grid_size", lambda *sizes: 3)
   check(Case(shape=(56, 64), arrays=("scale", "bias", "added")), "pallas_interpret")
+
+
+def test_norm_kernels_of_few_ctas_keep_the_scales_of_heads(monkeypatch):
+  """Two CTAs, each of them with the same heads in every group: one multiprocessor would do with 1."""
+  small = KernelConfig(vector=1, warps_per_row=1, tiles=2, ctas_per_sm=3)
+  monkeypatch.setattr(config, "forward_config", lambda *sizes: small)
+  monkeypatch.setattr(config, "backward_config", lambda *sizes: small)
+  monkeypatch.setattr(config.device, "SM_COUNT", 1)
+  assert config.grid_size(small, 64, 16) == 2
+  case = Case(shape=(4, 16, 32), arrays=("scale", "bias"), per_head=("scale", "bias"))
+  check(case, "pallas_interpret")
 
 
 def test_norm_kernels_with_nan_keep_rows_apart():

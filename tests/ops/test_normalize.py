@@ -73,6 +73,7 @@ def test_normalize_at_zero_has_a_finite_gradient():
     ((jnp.ones((2, 0)),), {}, r"x has shape \(2, 0\)"),
     ((F32(X), jnp.ones(4)), {}, r"scale has shape \(4,\)"),
     ((F32(X), None, jnp.ones((3, 5))), {}, r"bias has shape \(3, 5\)"),
+    ((F32(X)[None], jnp.ones((2, 5))), {}, r"scale has shape \(2, 5\).*\[H, D\]"),
     ((F32(X),), {"added": jnp.ones(5)}, r"added has shape \(5,\)"),
     ((F32(X),), {"gate": jnp.ones((3, 4))}, r"gate has shape \(3, 4\)"),
     ((F32(X),), {"eps": -1e-5}, "eps=-1e-05 must be a Python number, 0 or more"),

@@ -31,8 +31,8 @@ IMPLEMENTATIONS = _BY_RANK[4]
 @under_auto_axes()
 def normalize(
   x: jax.Array,  # [..., D]
-  scale: ty.D | None = None,
-  bias: ty.D | None = None,
+  scale: jax.Array | None = None,  # [D], or [H, D] with x [..., H, D]
+  bias: jax.Array | None = None,  # likewise
   *,
   added: jax.Array | None = None,  # [..., D]
   gate: jax.Array | None = None,  # [..., D]
@@ -56,6 +56,8 @@ def normalize(
   stream that continues from the s returned gets its gradient in the same pass over memory.
 
   Args:
+    scale: [D]; or, for x [..., H, D], one per head, [H, D]: a group norm.
+    bias: the same.
     added: what a layer adds to the residual stream x.
     gate_first: whether the gate stands before the norm, as in Mamba-2.
     center: subtract the mean (LayerNorm).
@@ -87,7 +89,9 @@ def normalize(
     raise ValueError(f"{_NAME}: x has shape {x.shape}; it needs an axis, and none may be empty.")
   for name, array in (("scale", scale), ("bias", bias)):
     if array is not None:
-      check_shape(_NAME, name, array, x.shape[-1:], "[D]")
+      per_head = array.ndim == 2 and x.ndim > 2
+      shape, axes = (x.shape[-2:], "[H, D]") if per_head else (x.shape[-1:], "[D]")
+      check_shape(_NAME, name, array, shape, axes)
   for name, array in (("added", added), ("gate", gate)):
     if array is not None:
       check_shape(_NAME, name, array, x.shape, "the shape of x")

@@ -53,9 +53,16 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):
   x, added, scale, bias, gate = inputs
   D, shape = x.shape[-1], x.shape
   number = math.prod(shape[:-1])
-  more = -number % config.WARPS
+  per_head = any(z is not None and z.ndim == 2 for z in (scale, bias))
+  period = math.lcm(config.WARPS, shape[-2] if per_head else 1)
+  more = -number % period
   rows = lambda z: jnp.pad(z.reshape(number, D), ((0, more), (0, 0)))
-  wide = lambda z: None if z is None else z.astype(jnp.float32)
+
+  def wide(z):
+    if z is None or not per_head:
+      return z if z is None else z.astype(jnp.float32)
+    return jnp.tile(jnp.broadcast_to(z, shape[-2:]).astype(jnp.float32), (period // shape[-2], 1))
+
   forward, backward = sizes or (
     config.forward_config(D, number + more),
     config.backward_config(D, number + more),

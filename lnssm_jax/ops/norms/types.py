@@ -11,15 +11,17 @@ class Inputs(NamedTuple):
 
   x: jax.Array  # [..., D]
   added: jax.Array | None  # [..., D]
-  scale: jax.Array | None  # [D]
-  bias: jax.Array | None  # [D]
+  scale: jax.Array | None  # [D], or [H, D] for x [..., H, D]
+  bias: jax.Array | None  # likewise
   gate: jax.Array | None  # [..., D]
 
   @property
   def AXES(self) -> dict[str, str]:
     """Axes of the fields: D is a norm's and never sharded, so it has the letter of a head's V."""
     rows = ROW_AXES.get(self.x.ndim, "")
-    return {"x": rows, "added": rows, "scale": "V", "bias": "V", "gate": rows}
+    axes = lambda z: "V" if z is None else rows[-z.ndim :]
+    scale, bias = axes(self.scale), axes(self.bias)
+    return {"x": rows, "added": rows, "scale": scale, "bias": bias, "gate": rows}
 
 
 ROW_AXES = {2: "BV", 3: "BTV", 4: "BTHV"}  # of x, by its rank
