@@ -21,7 +21,6 @@ from lnssm_jax.mixers.common.norms import RMSNorm, rms_norm
 from lnssm_jax.mixers.common.projections import (
   Linear,
   merge_heads,
-  repeat_heads,
   split_heads,
   split_linear,
 )
@@ -35,6 +34,7 @@ from lnssm_jax.ops import (
 )
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
+from lnssm_jax.ops.norms.api import normalize
 
 INNER_NORMS = ("none", "rms", "scaled_rms")
 NORM_ORDERS = ("gate_first", "norm_first", "none")
@@ -313,10 +313,9 @@ class Mamba2(Mixer[Mamba2State]):
 
     dt = jax.nn.softplus(wide(dt) + wide(self.dt_bias[...]))
     inner = split_heads(inner, H)  # [B, T, H, P]
-    shared = lambda z: repeat_heads(split_heads(z, G), H // G).astype(self.dtype)
     y, recurrent = linear_attention(
-      shared(c),
-      shared(b),
+      split_heads(c, G).astype(self.dtype),
+      split_heads(b, G).astype(self.dtype),
       (dt[..., None] * inner).astype(self.dtype),
       log_decay=-jnp.exp(wide(self.log_rate[...])) * dt,
       scale=1.0,
@@ -324,7 +323,7 @@ class Mamba2(Mixer[Mamba2State]):
       initial_state=recurrent,
       segment_ids=segment_ids,
     )
-    y = wide(y) + wide(self.skip[...])[:, None] * inner
+    y = (wide(y) + wide(self.skip[...])[:, None] * wide(inner)).astype(self.dtype)
     y = self._normed(merge_heads(y), z).astype(self.dtype)
     return self.o_proj(y).astype(self.dtype), Mamba2State(conv, recurrent)
 
@@ -332,10 +331,14 @@ class Mamba2(Mixer[Mamba2State]):
     """The gate and the norm, in the order of `norm_order`; y, z [B, T, E]."""
     if self.norm is None:
       return silu_gate(y, z)
-    gate_first = self.norm_order == "gate_first"
-    if self.num_groups == 1:
-      return self.norm(y, gate=z, gate_first=gate_first, dtype=self.dtype)
-    y = silu_gate(y, z) if gate_first else y
-    y = merge_heads(rms_norm(split_heads(wide(y), self.num_groups), eps=self.norm_eps))
-    y = y * wide(self.norm.scale[...])
-    return y if gate_first else silu_gate(y, z)
+    groups = lambda x: split_heads(x, self.num_groups) if self.num_groups > 1 else x
+    scale = self.norm.scale[...]
+    y, _ = normalize(
+      groups(y),
+      scale if self.num_groups == 1 else scale.reshape(self.num_groups, -1),
+      gate=groups(z),
+      gate_first=self.norm_order == "gate_first",
+      eps=self.norm.eps,
+      dtype=self.dtype,
+    )
+    return y.reshape(z.shape)

@@ -82,9 +82,11 @@ class TileSpec:
     return jax.ShapeDtypeStruct(self.array.shape, self.array.dtype)
 
 
-def token_tile(x) -> TileSpec:
-  """A chunk's tokens, all columns. x: [B, T, H, X]."""
-  return TileSpec(x, (CHUNK, x.shape[3]), lambda at: (at.batch, at.tokens, at.head))
+def token_tile(x, heads: int | None = None) -> TileSpec:
+  """A chunk's tokens, all columns. x: [B, T, H, X]; of `heads` in all, groups share one of x."""
+  group = 1 if heads is None else heads // x.shape[2]
+  head = lambda at: at.head if group == 1 else lax.div(at.head, jnp.int32(group))
+  return TileSpec(x, (CHUNK, x.shape[3]), lambda at: (at.batch, at.tokens, head(at)))
 
 
 def token_block_tile(x) -> TileSpec:

@@ -128,7 +128,17 @@ def _scalar_backward(options: Options, inputs: Inputs, documents, kept: Residual
     d_tables = map(_sum_to, d_tables, tables)
     (d_log_decay,) = tables_vjp(ScalarDecayTables(*d_tables))
   d_kv, d_key_sum = _initial_state_gradients(inputs, adjoints)
-  return Inputs(by_q.q, by_k.k, by_k.v, d_log_decay, None, d_kv, d_key_sum)
+  d_q, d_k = _sum_of_groups(by_q.q, inputs.q), _sum_of_groups(by_k.k, inputs.k)
+  return Inputs(d_q, d_k, by_k.v, d_log_decay, None, d_kv, d_key_sum)
+
+
+def _sum_of_groups(gradients, x):
+  """The gradient of x [B, T, H / G, K], which groups of G heads share, from those of the heads."""
+  if gradients.shape == x.shape:
+    return gradients
+  B, T, heads, K = x.shape
+  groups = gradients.reshape(B, T, heads, -1, K)
+  return groups.astype(jnp.float32).sum(3).astype(x.dtype)
 
 
 def _channel_backward(options: Options, inputs: Inputs, documents, kept: Residuals, cot, d_last):
@@ -329,25 +339,30 @@ def scalar_query_gradient(
     return [(d_q_smem, outs.q.at(at))]
 
   q, k, v, *_ = inputs
-  B, T, H, _ = q.shape
+  B, T, H, _ = v.shape
   table = token_vector(B, H, T) if cot.decays else None
   return chunk_kernel(
     body,
     _ScalarTiles(
       d_out=token_tile(cot.d_out),
-      k=token_tile(k),
-      q=token_tile(q) if cot.decays else None,
+      k=token_tile(k, H),
+      q=token_tile(q, H) if cot.decays else None,
       state=state_tile(states),
       v=token_tile(v),
     ),
     _ScalarVectors(
       tables.cumulative, tables.before, cot.d_denominator, key_sums, documents.mask_only
     ),
-    _ScalarQueryOutputs(token_tile(q), table, table, table),
+    _ScalarQueryOutputs(_gradient_tile(q, H), table, table, table),
     scratch=mma.lhs_scratch(CHUNK, CHUNK),
     name="linear_attention_query_gradient",
     backend=mma,
   )
+
+
+def _gradient_tile(x, heads):
+  """The gradient of x [B, T, H or fewer, K] through each of `heads` heads."""
+  return token_tile(jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype))
 
 
 class _ScalarKeyOutputs(NamedTuple):
@@ -410,11 +425,11 @@ def scalar_key_value_gradient(
     return [*copies, (d_k_smem, outs.k.at(at))]
 
   q, k, v, *_ = inputs
-  B, T, H, _ = q.shape
+  B, T, H, _ = v.shape
   tiles = _ScalarTiles(
     d_out=token_tile(cot.d_out),
-    k=token_tile(k),
-    q=token_tile(q),
+    k=token_tile(k, H),
+    q=token_tile(q, H),
     state=state_tile(adjoints),
     v=token_tile(v),
   )
@@ -425,7 +440,7 @@ def scalar_key_value_gradient(
     _ScalarVectors(
       tables.cumulative, tables.after, cot.d_denominator, key_sums, documents.mask_only
     ),
-    _ScalarKeyOutputs(token_tile(k), token_tile(v), after),
+    _ScalarKeyOutputs(_gradient_tile(k, H), token_tile(v), after),
     scratch=mma.lhs_scratch(CHUNK, CHUNK),
     name="linear_attention_key_value_gradient",
     backend=mma,

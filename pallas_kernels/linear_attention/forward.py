@@ -183,8 +183,8 @@ class _ScalarVectors(NamedTuple):
 
 
 def scalar_decay_outputs(
-  q: jax.Array,  # [B, T, H, K] bfloat16, T a multiple of the chunk
-  k: jax.Array,  # [B, T, H, K] bfloat16
+  q: jax.Array,  # [B, T, H or fewer, K] bfloat16, T a multiple of the chunk
+  k: jax.Array,  # [B, T, H or fewer, K] bfloat16
   v: jax.Array,  # [B, T, H, V] bfloat16
   tables: ScalarDecayTables,
   documents: DocumentBoundaries,
@@ -221,7 +221,7 @@ def scalar_decay_outputs(
     _DecayInPrologue(
       lambda at, cta: load_tables(at, cta.vectors_gmem) if chunks_alike else None, step
     ),
-    _OutputTiles(token_tile(k), token_tile(q), scores, token_block_tile(v)),
+    _OutputTiles(token_tile(k, v.shape[2]), token_tile(q, v.shape[2]), scores, token_block_tile(v)),
     _ScalarVectors(cumulative, tables.before, tables.after, documents.mask_only),
     *(decay, initial, normalizer),
     backend=backend,
@@ -289,7 +289,7 @@ def _outputs(
 ) -> StateOutputs:
   """The output kernel: `StateOutputs` without `overlap`."""
   mma = backend
-  (B, T, H, K), V = tiles.q.array.shape, tiles.v.array.shape[-1]
+  (B, T, H, V), K = tiles.v.array.shape, tiles.q.array.shape[-1]
   ctas = V // config.value_tile
   out_type = StateOutputs()
   if normalizer is not None:

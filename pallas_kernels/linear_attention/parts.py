@@ -18,7 +18,7 @@ from pallas_kernels.linear_attention.types import Inputs, Options
 
 
 def initial_states_of_parts(
-  a: jax.Array,  # [B, T, H, K], b, weight and decay: as in `chunk_states`
+  a: jax.Array,  # [B, T, H or fewer, K], b, weight and decay: as in `chunk_states`
   b: jax.Array,
   weight: jax.Array | None,
   decay: ChunkDecay | ConstantDecay,
@@ -32,7 +32,7 @@ def initial_states_of_parts(
   P = options.parts
   if P == 1:
     return None if initial is None else initial[:, :, None], normalizer
-  shape = (a.shape[0], a.shape[2], P, a.shape[3])
+  shape = (b.shape[0], b.shape[2], P, a.shape[3])
   added = chunk_states(
     *(a, b, weight, decay, None),
     None if normalizer is None else Normalizer(shape, None, normalizer.weights),
@@ -81,7 +81,7 @@ def normalizer_of(
   """The normalizer of a whole sequence, or None without one."""
   if not options.normalize:
     return None
-  B, T, H, K = inputs.q.shape
+  (B, T, H, _), K = inputs.v.shape, inputs.q.shape[3]
   weights = d_denominator
   if weight is not None:
     weight = jnp.broadcast_to(jnp.tile(weight, (1, 1, T // weight.shape[2])), (B, H, T))

@@ -456,7 +456,7 @@ class _StateTiles(NamedTuple):
 
 
 def chunk_states(
-  a: jax.Array,  # [B, T, H, K] bfloat16, T a multiple of the chunk
+  a: jax.Array,  # [B, T, H or fewer, K] bfloat16, T a multiple of the chunk
   b: jax.Array,  # [B, T, H, V] bfloat16
   weight: jax.Array | None,  # [B|1, H, T|C] float32, or None for 1
   decay: ChunkDecay | ConstantDecay,  # a `ConstantDecay` decays `a` too
@@ -477,7 +477,9 @@ def chunk_states(
   """
   mma, V = backend, b.shape[-1]
   tiles = _StateTiles(
-    token_tile(a), token_block_tile(b), None if paired is None else state_value_block_tile(paired)
+    token_tile(a, b.shape[2]),
+    token_block_tile(b),
+    None if paired is None else state_value_block_tile(paired),
   )
   which = intra_chunk.BEFORE if reverse else intra_chunk.AFTER
   out_type = StateOutputs()
@@ -552,7 +554,7 @@ def chunk_states(
     normalizer,
     initial,
     out_type,
-    shape=(*a.shape, V),
+    shape=(*b.shape[:3], a.shape[3], V),
     parts=parts,
     reverse=reverse,
     store_states=store_states,

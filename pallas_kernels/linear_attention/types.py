@@ -12,8 +12,9 @@ from pallas_kernels.linear_attention.state_pipeline import ConstantDecay
 class Inputs(NamedTuple):
   """Differentiable arguments, padded: T to `config.padded_length`, K and V to its widths."""
 
-  q: jax.Array  # [B, T, H, K] bfloat16
-  k: jax.Array  # [B, T, H, K] bfloat16
+  # [B, T, H, K] bfloat16; with scalar decays perhaps of fewer heads, which groups of those of v share
+  q: jax.Array
+  k: jax.Array  # of the shape of q
   v: jax.Array  # [B, T, H, V] bfloat16
   # float32. Scalar, for all key channels of a head: [1, 1, H] or [B, length, H]. Per key channel:
   # [H, K] or [B, T, H, K].

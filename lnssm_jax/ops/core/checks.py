@@ -25,13 +25,24 @@ def check_floating(scan: str, name: str, array):
     )
 
 
-def check_heads(op: str, q, k, v) -> tuple[int, int, int, int, int]:
-  """Checks q, k `[B, T, H, K]` and v `[B, T, H, V]` of an op; returns B, T, H, K, V."""
+def check_heads(op: str, q, k, v, *, grouped: bool = False) -> tuple[int, int, int, int, int]:
+  """Checks q, k `[B, T, H, K]` and v `[B, T, H, V]` of an op; returns B, T, H, K, V.
+
+  Args:
+    grouped: whether q and k may have fewer heads, a divisor of H.
+  """
   for name, x in (("q", q), ("k", k), ("v", v)):
     check_floating(op, name, x)
   check_shape(op, "q", q, (None,) * 4, "[B, T, H, K]")
   B, T, H, K = q.shape
   check_shape(op, "k", k, (B, T, H, K), "the shape of q, [B, T, H, K]")
+  if grouped and v.ndim == 4 and H and v.shape[2] > H:
+    H, shared = v.shape[2], H
+    if H % shared:
+      raise ValueError(
+        f"{op}: v has shape {v.shape}, whose {H} heads are not a multiple of the {shared} of q "
+        f"{q.shape}; groups of equally many heads of v share one of q and k."
+      )
   check_shape(op, "v", v, (B, T, H, None), "[B, T, H] of q, then V")
   V = v.shape[-1]
   if 0 in (T, H, K, V):

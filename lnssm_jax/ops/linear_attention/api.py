@@ -27,11 +27,17 @@ from lnssm_jax.ops.linear_attention.types import (
 
 _NAME = "linear_attention"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
+
+
+def _of_all_heads(form) -> dispatch.Form:
+  return dispatch.Form(lambda inputs, options: form(inputs.with_all_heads(), options))
+
+
 IMPLEMENTATIONS = {
   "pallas": _KERNELS.compiled,
-  "chunked": dispatch.Form(chunked),
-  "reference": dispatch.Form(reference),
-  "associative": dispatch.Form(associative),
+  "chunked": _of_all_heads(chunked),
+  "reference": _of_all_heads(reference),
+  "associative": _of_all_heads(associative),
   "pallas_interpret": _KERNELS.interpreted,
 }
 
@@ -68,6 +74,9 @@ def linear_attention(
   pass. What every op promises is in `lnssm_jax.ops`.
 
   Args:
+    q, k: of H heads, or of a divisor of H: then groups of heads of v share one of q and k, as all
+      heads of Mamba-2 do. The kernels read it for each of the group where a decay has no key
+      channels; elsewhere it is copied to all heads.
     log_decay: values <= 0, down to -inf, each exact to the dtype. Its rank says what it means:
       `[H]` one constant per head (RetNet), `[H, K]` one constant per key channel (LNSSM, RWKV-5),
       `[B, T, H]` one per token and head (Mamba-2), `[B, T, H, K]` one per token and key channel
@@ -99,7 +108,7 @@ def linear_attention(
   2024), eqs. 16-19.
   """
   q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
-  B, T, H, K, V = check_heads(_NAME, q, k, v)
+  B, T, H, K, V = check_heads(_NAME, q, k, v, grouped=True)
   acc = accumulation_dtype(q, k, v)
   log_decay = _with_four_axes("log_decay", log_decay, (B, T, H, K), acc, per_head=True)
   if normalize and value_log_decay is not None:
@@ -132,10 +141,13 @@ def linear_attention(
       check_shape(_NAME, "initial_state.key_sum", initial_state.key_sum, (B, H, K), "[B, H, K]")
       state = state._replace(key_sum=jnp.asarray(initial_state.key_sum, acc))
   segments = segments_of(_NAME, segment_ids, B, T)
+  inputs = Inputs(q, k, v, log_decay, value_log_decay, bonus, state, segments)
+  if 1 < q.shape[2] < H and jax.sharding.get_abstract_mesh().shape.get("tensor", 1) > 1:
+    inputs = inputs.with_all_heads()  # shards of heads would not be shards of groups
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
-    Inputs(q, k, v, log_decay, value_log_decay, bonus, state, segments),
+    inputs,
     Options(bool(normalize), scale, chunk_size, fresh=initial_state is None),
     implementation=implementation,
     axis_name=axis_name,

@@ -27,11 +27,13 @@ class Case:
   chunk: int | None = 8
   H: int = 3
   state: bool = True
+  shared: int = 1  # heads of v that share one of q and k
 
   def __str__(self):
     flags = [name for name in ("bonus", "normalize", "segments") if getattr(self, name)]
     value = f"value_{self.value_decay}" if self.value_decay else None
     sizes = f"T{self.T}K{self.K}V{self.V}C{self.chunk}"
+    flags += [f"shared{self.shared}"] if self.shared > 1 else []
     return "-".join(x for x in (self.decay or "none", self.strength, value, *flags, sizes) if x)
 
 
@@ -53,6 +55,7 @@ CASES = [
   Case(decay="BTHK", value_decay="BTHV", bonus=True, strength="extreme", segments=True),
   Case(decay="BTH", value_decay="HV", strength="extreme"),
   Case(decay="HK", normalize=True, segments=True, strength="extreme", chunk=None, K=16, V=32, T=65),
+  Case(decay="BTHK", bonus=True, T=9, H=4, shared=2),
 ]
 LENGTHS, LONGER = (
   [Case(T=T, normalize=True, strength="extreme", decay=decay, chunk=None) for T, decay in of]
@@ -84,6 +87,7 @@ KERNELS = [
   Case(T=63, K=20, V=16, decay="BTHK", bonus=True, normalize=True, H=1),
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
   Case(T=15, K=136, V=16, decay="H", normalize=True, H=2),
+  Case(T=65, K=16, V=24, decay="BTH", strength="weak", H=4, shared=2),
 ]
 # Like `PARTS`, but with decays that leave nothing of a state, or in one chunk.
 MORE_KERNELS = [
@@ -115,6 +119,10 @@ KERNEL_SWEEP += [
 ]
 KERNEL_SWEEP += [dataclasses.replace(case, segments=True, T=129) for case in KERNEL_SWEEP[::3]]
 KERNEL_SWEEP += [
+  Case(T=T, K=16, V=24, decay=decay, normalize=True, segments=True, H=4, shared=shared)
+  for T, decay, shared in [(65, "BTH", 4), (15, "BTHK", 2), (130, "H", 2), (1, "H", 4)]
+]
+KERNEL_SWEEP += [
   Case(T=2, K=16, V=24, decay=None, normalize=True, H=2, state=False),
   Case(T=15, K=72, V=80, decay="BTHK", strength="weak", segments=True, H=1, state=False),
   Case(T=15, K=136, V=136, decay="BTHK", bonus=True, H=1),
@@ -128,7 +136,8 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
   decays = lambda axes: log_decay(rng, tuple(sizes[axis] for axis in axes), case.strength)
   normal = lambda *shape: rng.normal(size=shape)
   feature = (lambda *shape: np.exp(normal(*shape))) if case.normalize else normal
-  inputs = {"q": feature(B, T, H, K), "k": feature(B, T, H, K), "v": normal(B, T, H, V)}
+  keys = B, T, H // case.shared, K
+  inputs = {"q": feature(*keys), "k": feature(*keys), "v": normal(B, T, H, V)}
   if case.state:
     inputs["state.kv"] = normal(B, H, K, V)
     if case.normalize:

@@ -45,7 +45,7 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
 
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments; its own limits are in its `unsupported`."""
-  q, k, v, log_decay, _, bonus, state, _ = inputs
+  q, k, v, log_decay, _, bonus, state, _ = jax.eval_shape(Inputs.with_all_heads, inputs)
   if q.shape[1] != 1:
     return False
   one = lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype)
@@ -70,6 +70,9 @@ def run(
     parts: into how many parts the sequence is split for the passes over time; None leaves it to
       `config`.
   """
+  shares_heads = inputs.log_decay.shape[-1] == 1 and inputs.bonus is None
+  if not shares_heads or inputs.q.shape[1] == 1 or inputs.q.shape[-1] > config.KEY_WIDTHS[-1]:
+    inputs = inputs.with_all_heads()
   if _decodes(inputs, options):
     # One token is of one document, that of the initial state.
     step = functools.partial(_step, options=options, interpret=interpret)
@@ -77,8 +80,7 @@ def run(
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
   q, k, v, log_decay, _, bonus, state, segments = inputs
   normalize, fresh = options.normalize, options.fresh
-  B, T, H, K = q.shape
-  V = v.shape[-1]
+  (B, T, H, V), K = v.shape, q.shape[-1]
   if config.KEY_WIDTHS[-1] < K:
     wide = functools.partial(_by_key_groups, inputs, interpret=interpret, parts=parts)
     out, kv = wide(v, state.kv, options=options._replace(normalize=False))

@@ -17,6 +17,7 @@ def sharded(run, inputs: Inputs, options: Options, axis_name: str):
   initial = inputs.state
   if not options.normalize:
     initial = initial._replace(key_sum=None)
+  inputs = inputs.with_all_heads()
   _, k, v, log_decay, value_log_decay, _, state, segments = vary_alike(inputs)
   acc, T = state.kv.dtype, k.shape[1]
   total, after = _sums(log_decay.astype(acc), T)
