@@ -62,19 +62,27 @@ class ChunkIndex(NamedTuple):
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=["array"],
-  meta_fields=["shape", "index", "blocked"],
+  meta_fields=["shape", "index", "blocked", "parts"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSpec:
   """The part of a GMEM array that a CTA reads or writes: `array[index(at)]`, of `shape`.
 
-  `blocked`: one part for each block of channels.
+  `blocked`: one part for each block of channels. `parts`: into how many parts, one after the other
+  in the same tile, the columns are cut.
   """
 
   array: jax.Array | jax.ShapeDtypeStruct
   shape: tuple[int, ...]
   index: Callable[[ChunkIndex], tuple]
   blocked: bool = False
+  parts: int = 1
+
+  def index_of_part(self, at: ChunkIndex, part: int) -> tuple:
+    """The index of a part of the columns."""
+    if self.parts == 1:
+      return self.index(at)
+    return (*self.index(at), pl.ds(part * self.shape[-1], self.shape[-1]))
 
   @property
   def type(self) -> jax.ShapeDtypeStruct:
@@ -82,11 +90,12 @@ class TileSpec:
     return jax.ShapeDtypeStruct(self.array.shape, self.array.dtype)
 
 
-def token_tile(x, heads: int | None = None) -> TileSpec:
+def token_tile(x, heads: int | None = None, parts: int = 1) -> TileSpec:
   """A chunk's tokens, all columns. x: [B, T, H, X]; of `heads` in all, groups share one of x."""
   group = 1 if heads is None else heads // x.shape[2]
   head = lambda at: at.head if group == 1 else lax.div(at.head, jnp.int32(group))
-  return TileSpec(x, (CHUNK, x.shape[3]), lambda at: (at.batch, at.tokens, head(at)))
+  index = lambda at: (at.batch, at.tokens, head(at))
+  return TileSpec(x, (CHUNK, x.shape[3] // parts), index, parts=parts)
 
 
 def token_block_tile(x) -> TileSpec:
@@ -105,10 +114,10 @@ def state_tile(x) -> TileSpec:
   return TileSpec(x, x.shape[3:], lambda at: (at.batch, at.head, at.chunk))
 
 
-def state_key_block_tile(x) -> TileSpec:
+def state_key_block_tile(x, parts: int = 1) -> TileSpec:
   """A block of 64 key channels of a chunk's state. x: [B, H, N, K, V]."""
   index = lambda at: (at.batch, at.head, at.chunk, at.channels)
-  return TileSpec(x, (TILE_WIDTH, x.shape[4]), index, True)
+  return TileSpec(x, (TILE_WIDTH, x.shape[4] // parts), index, True, parts)
 
 
 def state_value_block_tile(x) -> TileSpec:
@@ -137,10 +146,15 @@ class Arrival(NamedTuple):
 
   barrier: Ref
   first: int
+  copy: Callable[[int, int], None]
 
   def wait(self, number: Any = 0) -> None:
     """Waits for the tile of the CTA's block `number`."""
     plgpu.barrier_wait(self.barrier.at[self.first + number])
+
+  def start(self, part: int, number: int = 0) -> None:
+    """Starts the copy of another part of the columns, to the same tile: nothing reads it any more."""
+    self.copy(part, number)
 
 
 def wait_all(arrived) -> None:
@@ -270,13 +284,17 @@ def chunk_kernel(
         arrivals.append(None)
         continue
       first = sum(x is not None for x in arrivals) * blocks_per_cta
-      arrivals.append(Arrival(smem.arrived_barrier, first))
-      for number in range(blocks_per_cta if spec.blocked else 1):
+
+      def copy(part, number, source=source, spec=spec, target=target, first=first):
         plgpu.copy_gmem_to_smem(
-          source.at[spec.index(index_of(number))],
+          source.at[spec.index_of_part(index_of(number), part)],
           target.at[number] if spec.blocked else target,
           smem.arrived_barrier.at[first + number],
         )
+
+      arrivals.append(Arrival(smem.arrived_barrier, first, copy))
+      for number in range(blocks_per_cta if spec.blocked else 1):
+        copy(0, number)
     outs = [None if x is None else Output(x, o) for x, o in zip(outs_gmem, outputs, strict=True)]
     buffers = ChunkBuffers(
       smem.tiles, type(tiles)(*arrivals), gmem.vectors, smem.scratch, type(outputs)(*outs)

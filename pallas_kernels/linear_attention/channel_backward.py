@@ -108,6 +108,7 @@ class _Shared(NamedTuple):
   """Values and buffers that the blocks of channels of a chunk share."""
 
   d_rows: Any  # [C]: d, or None
+  from_state: Any  # [C, 64]: the product with the state, where values come in parts; or None
   right_smem: Ref  # [C, 64]: the right operand of products
   d_scores_smem: Ref  # [C, C]: dP
 
@@ -127,7 +128,7 @@ def query_gradient(
   Without `scale`, but for dq.
   """
   q, k, v, log_decay, bonus, *_ = inputs
-  mma, decays = backend, cot.decays
+  mma, decays, parts = backend, cot.decays, _value_parts(v)
   read_first, per_token = bonus is not None, log_decay.ndim == 4
 
   def body(at, buffers):
@@ -135,20 +136,18 @@ def query_gradient(
     d_rows = None
     if gmem.d_denominator is not None:
       d_rows = load_row_vector(gmem.d_denominator.at[at.batch, at.head, at.tokens])
-    arrived.v.wait()
-    arrived.d_out.wait()
-    d_scores = mma.dot(tiles.d_out, transpose_ref(tiles.v))
+    d_scores, d_before = _products_over_values(tiles, arrived, tiles.d_out, tiles.v, parts, mma)
     if d_rows is not None:
       d_scores = d_scores + broadcast_rows(d_rows, d_scores.shape)
     d_scores = gmem.documents.mask_scores(at, d_scores)
     # v is dead: dP is in registers.
     right_smem, d_scores_smem = _two_tiles(tiles.v, scratch.spare)
     d_scores_smem[...] = d_scores.astype(jnp.bfloat16)
-    return [], _Shared(d_rows, right_smem, d_scores_smem)
+    return [], _Shared(d_rows, d_before, right_smem, d_scores_smem)
 
   def per_block(at, number, buffers, shared):
     tiles, arrived, gmem, scratch, outs = buffers
-    d_rows, right_smem, d_scores_smem = shared
+    d_rows, d_before, right_smem, d_scores_smem = shared
     f = decay_factors(
       *(gmem.log_decay, _first_merge(gmem, at), scratch.decay, at, at.channels),
       length=length,
@@ -187,8 +186,9 @@ def query_gradient(
       acc = d_lags * left
     d_q, acc = _through_merges(f, pairs, decay_grad, d_q + d_left, acc)
 
-    arrived.state.wait(number)
-    d_before = mma.dot(tiles.d_out, transpose_ref(state_smem))
+    if d_before is None:
+      arrived.state.wait(number)
+      d_before = mma.dot(tiles.d_out, transpose_ref(state_smem))
     if d_rows is not None:
       d_before = d_before + broadcast_rows(d_rows, _SHAPE) * broadcast_cols(z, _SHAPE)
     span = f.span(BEFORE)
@@ -210,11 +210,11 @@ def query_gradient(
     body,
     per_block,
     _QueryTiles(
-      d_out=token_tile(cot.d_out),
+      d_out=token_tile(cot.d_out, parts=parts),
       k=token_block_tile(k),
       q=token_block_tile(q) if decays or read_first else None,
-      state=state_key_block_tile(states),
-      v=token_tile(v),
+      state=state_key_block_tile(states, parts),
+      v=token_tile(v, parts=parts),
     ),
     _Vectors(cot.d_denominator, key_sums, log_decay, bonus, documents, _first_merges(log_decay)),
     _QueryOutputs(
@@ -262,6 +262,7 @@ def key_gradient(
   """
   q, k, v, log_decay, bonus, *_ = inputs
   mma, decays, per_token = backend, cot.decays, log_decay.ndim == 4
+  parts = _value_parts(v)
 
   def factors_of(at, gmem, scratch):
     return decay_factors(
@@ -276,9 +277,7 @@ def key_gradient(
     d_cols = None
     if gmem.d_denominator is not None:
       d_cols = load_col_vector(gmem.d_denominator.at[at.batch, at.head, at.tokens])
-    arrived.v.wait()
-    arrived.d_out.wait()
-    d_scores = mma.dot(tiles.v, transpose_ref(tiles.d_out))
+    d_scores, d_after = _products_over_values(tiles, arrived, tiles.v, tiles.d_out, parts, mma)
     if d_cols is not None:
       d_scores = d_scores + broadcast_cols(d_cols, d_scores.shape)
     d_scores = gmem.documents.mask_scores(at, d_scores)
@@ -293,7 +292,7 @@ def key_gradient(
       copies.append((d_v_smem, outs.v.at(at)))
       right_smem, d_scores_smem = scratch.spare.at[0], tiles.scores  # scores are dead, too
     d_scores_smem[...] = d_scores.astype(jnp.bfloat16)
-    return copies, _Shared(None, right_smem, d_scores_smem)
+    return copies, _Shared(None, d_after, right_smem, d_scores_smem)
 
   def values(at, buffers):
     """[C, V]: dv without `scale`."""
@@ -316,7 +315,7 @@ def key_gradient(
 
   def per_block(at, number, buffers, shared):
     tiles, arrived, gmem, scratch, outs = buffers
-    _, right_smem, d_scores_smem = shared
+    _, d_after, right_smem, d_scores_smem = shared
     f = factors_of(at, gmem, scratch)
     f.choose_blocks(_GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
     y: Any = None
@@ -339,9 +338,14 @@ def key_gradient(
     if tiles.scores is None:
       if tiles.k is not None:
         arrived.k.wait(number)
-      arrived.state.wait(number)
-    same_token = [pairs.same_token()] if bonus is None else []
-    d_after, *d_k = mma.dots(Dots([(tiles.v, transpose_ref(state_smem))]), *same_token)
+      if d_after is None:
+        arrived.state.wait(number)
+    products = [pairs.same_token()] if bonus is None else []
+    if d_after is None:
+      products = [Dots([(tiles.v, transpose_ref(state_smem))]), *products]
+    d_k = mma.dots(*products) if products else []
+    if d_after is None:
+      d_after, *d_k = d_k
     if bonus is not None:
       d_k = [
         broadcast_diagonal(load_tile(d_scores_smem), _SHAPE)
@@ -380,12 +384,12 @@ def key_gradient(
     body,
     per_block,
     _KeyTiles(
-      d_out=token_tile(cot.d_out),
+      d_out=token_tile(cot.d_out, parts=parts),
       k=token_block_tile(k) if decays or scores is not None else None,
       q=token_block_tile(q),
       scores=None if scores is None else score_tile(scores),
-      state=state_key_block_tile(adjoints),
-      v=token_tile(v),
+      state=state_key_block_tile(adjoints, parts),
+      v=token_tile(v, parts=parts),
     ),
     _Vectors(
       *(cot.d_denominator, key_sums, log_decay, bonus, documents, _first_merges(log_decay)),
@@ -445,6 +449,33 @@ def value_gradient(kept: Residuals, cot: Cotangents, adjoints: jax.Array, *, bac
 
 
 # What the two kernels share.
+
+
+def _value_parts(v: jax.Array) -> int:
+  """Into how many parts the value columns are cut: all 256 would leave room for one CTA on an SM."""
+  return max(v.shape[-1] // 128, 1)
+
+
+def _products_over_values(tiles, arrived, left_smem, right_smem, parts, mma):
+  """dP = left right^T, and the product of left with the state, or None if values are of one part.
+
+  Both are sums over value columns, so the next part takes the place of one that has been read.
+  """
+  d_scores, from_state = None, None
+  for part in range(parts):
+    if part > 0:
+      plgpu.commit_smem()  # all warps have read the part before
+      for arrival in (arrived.v, arrived.d_out, arrived.state):
+        arrival.start(part)
+    arrived.v.wait()
+    arrived.d_out.wait()
+    products = [Dots([(left_smem, transpose_ref(right_smem))], d_scores)]
+    if parts > 1:
+      arrived.state.wait()
+      products.append(Dots([(left_smem, transpose_ref(tiles.state.at[0]))], from_state))
+    d_scores, *rest = mma.dots(*products)
+    from_state = rest[0] if rest else None
+  return d_scores, from_state
 
 
 def _two_tiles(dead_smem: Ref, spare_smem: Ref | None) -> Sequence[Ref]:
@@ -540,7 +571,7 @@ def _decay_gradient_spec(log_decay, B, H, N, K):
 
 
 def _launch(name, body, per_block, tiles, vectors, outputs, mma):
-  log_decay, value_width = vectors.log_decay, tiles.v.shape[1]
+  log_decay, value_width = vectors.log_decay, tiles.v.array.shape[-1]
   with_scores = getattr(tiles, "scores", None) is not None
   blocks = log_decay.shape[-1] // TILE_WIDTH
   scratch = _Scratch(

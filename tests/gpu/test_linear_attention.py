@@ -30,6 +30,12 @@ SMALL = [
   # Decays that leave something of a state, which a segment boundary must keep out.
   Case(T=300, K=64, V=64, decay="BTHK", segments=True),
   Case(T=300, K=64, V=64, decay="HK", normalize=True, segments=True),
+  # Values in two parts of columns.
+  Case(T=300, K=128, V=256, decay="BTHK", segments=True),
+  Case(T=300, K=128, V=200, decay="HK", normalize=True),
+  # Heads of values that share queries and keys.
+  Case(T=300, K=128, V=64, decay="BTH", segments=True, H=4, shared=4),
+  Case(T=65, K=64, V=64, decay="H", normalize=True, H=4, shared=2),
 ]
 
 

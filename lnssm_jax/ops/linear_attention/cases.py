@@ -84,7 +84,7 @@ MANY = [
 KERNELS = [
   Case(T=65, K=16, V=72, decay="H", H=2),
   Case(T=65, K=128, V=24, decay="HK", strength="weak", normalize=True, H=1),
-  Case(T=63, K=20, V=16, decay="BTHK", bonus=True, normalize=True, H=1),
+  Case(T=63, K=20, V=136, decay="BTHK", bonus=True, normalize=True, H=1),
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
   Case(T=15, K=136, V=16, decay="H", normalize=True, H=2),
   Case(T=65, K=16, V=24, decay="BTH", strength="weak", H=4, shared=2),
@@ -126,6 +126,8 @@ KERNEL_SWEEP += [
   Case(T=2, K=16, V=24, decay=None, normalize=True, H=2, state=False),
   Case(T=15, K=72, V=80, decay="BTHK", strength="weak", segments=True, H=1, state=False),
   Case(T=15, K=136, V=136, decay="BTHK", bonus=True, H=1),
+  Case(T=65, K=16, V=136, decay="HK", normalize=True, segments=True, H=1),
+  Case(T=65, K=16, V=136, decay="BTHK", strength="weak", segments=True, H=1),
 ]
 
 

@@ -41,7 +41,6 @@ class Inputs(NamedTuple):
     "segments": "BT",
   }
 
-
   def with_all_heads(self) -> "Inputs":
     """The same with a head of q and k for each of v."""
     group = self.v.shape[2] // self.q.shape[2]
