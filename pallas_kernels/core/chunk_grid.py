@@ -153,7 +153,7 @@ class Arrival(NamedTuple):
     plgpu.barrier_wait(self.barrier.at[self.first + number])
 
   def start(self, part: int, number: int = 0) -> None:
-    """Starts the copy of another part of the columns, to the same tile: nothing reads it any more."""
+    """Starts the copy of another part of the columns to the same tile, which nothing reads now."""
     self.copy(part, number)
 
 

@@ -452,12 +452,12 @@ def value_gradient(kept: Residuals, cot: Cotangents, adjoints: jax.Array, *, bac
 
 
 def _value_parts(v: jax.Array) -> int:
-  """Into how many parts the value columns are cut: all 256 would leave room for one CTA on an SM."""
+  """Parts into which the value columns are cut: all 256 leave room for one CTA per SM."""
   return max(v.shape[-1] // 128, 1)
 
 
 def _products_over_values(tiles, arrived, left_smem, right_smem, parts, mma):
-  """dP = left right^T, and the product of left with the state, or None if values are of one part.
+  """dP = left right^T, and the product of left with the state; None if values are of one part.
 
   Both are sums over value columns, so the next part takes the place of one that has been read.
   """

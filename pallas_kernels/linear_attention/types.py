@@ -12,7 +12,7 @@ from pallas_kernels.linear_attention.state_pipeline import ConstantDecay
 class Inputs(NamedTuple):
   """Differentiable arguments, padded: T to `config.padded_length`, K and V to its widths."""
 
-  # [B, T, H, K] bfloat16; with scalar decays perhaps of fewer heads, which groups of those of v share
+  # [B, T, H, K] bfloat16; with scalar decays perhaps of fewer heads, shared by groups of those of v
   q: jax.Array
   k: jax.Array  # of the shape of q
   v: jax.Array  # [B, T, H, V] bfloat16

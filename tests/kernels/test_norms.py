@@ -103,7 +103,7 @@ def test_norm_kernels_of_few_ctas_process_all_groups(monkeypatch):
 
 
 def test_norm_kernels_of_few_ctas_keep_the_scales_of_heads(monkeypatch):
-  """Two CTAs, each of them with the same heads in every group: one multiprocessor would do with 1."""
+  """Two CTAs instead of three, each of them with the same heads in all of its groups."""
   small = KernelConfig(vector=1, warps_per_row=1, tiles=2, ctas_per_sm=3)
   monkeypatch.setattr(config, "forward_config", lambda *sizes: small)
   monkeypatch.setattr(config, "backward_config", lambda *sizes: small)
