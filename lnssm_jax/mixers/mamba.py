@@ -17,7 +17,7 @@ from lnssm_jax.mixers.common.checks import (
   check_positive,
 )
 from lnssm_jax.mixers.common.initializers import step_size_bias, uniform_fan_in
-from lnssm_jax.mixers.common.norms import RMSNorm, rms_norm
+from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.projections import (
   Linear,
   merge_heads,
@@ -307,9 +307,10 @@ class Mamba2(Mixer[Mamba2State]):
     E, G, H = self.inner_dim, self.num_groups, self.num_heads
     N = G * self.state_dim
     conv, recurrent = state if state is not None else (None, None)
-    z, inner, dt = split_linear(self.in_proj, x, [E, E + 2 * N, H])
-    inner, conv = self.conv(inner.astype(self.dtype), conv, segment_ids)
-    inner, b, c = jnp.split(inner, [E, E + N], axis=-1)
+    z, inner, bc, dt = split_linear(self.in_proj, x, [E, E, 2 * N, H])
+    parts = [inner.astype(self.dtype), bc.astype(self.dtype)]
+    (inner, bc), conv = self.conv.of_parts(parts, conv, segment_ids)
+    b, c = jnp.split(bc, 2, axis=-1)
 
     dt = jax.nn.softplus(wide(dt) + wide(self.dt_bias[...]))
     inner = split_heads(inner, H)  # [B, T, H, P]

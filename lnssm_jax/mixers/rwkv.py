@@ -349,17 +349,20 @@ class RWKV6(_MatrixValued):
     """Returns the inputs [B, T, D] of w, k, v, r and g."""
     mixed = wide(x) + (wide(shifted) - wide(x)) * wide(self.mu_x[...])
     mixed = jnp.tanh(self.mix_down_proj(mixed.astype(self.dtype)))
-    # A product for each stream: one for all would stack their gradients, which is a copy.
+    # One product for all streams, of a block-diagonal matrix: five of so few channels take longer.
+    # Streams are columns, because slices of an array along its first axis would have their
+    # gradients stacked, which is a copy.
     up = self.mix_up[...].astype(self.dtype)
-    mixed = (m @ w for m, w in zip(jnp.split(mixed, 5, axis=-1), up, strict=True))
+    diagonal = jnp.eye(5, dtype=up.dtype)[:, None, :, None] * up[:, :, None]
+    offsets = mixed @ diagonal.reshape(5 * self.mix_rank, 5 * self.dim)
     weights = (self.mu_w, self.mu_k, self.mu_v, self.mu_r, self.mu_g)
-    return _weighted_streams(x, shifted, tuple(mu[...] for mu in weights), tuple(mixed))
+    return _weighted_streams(x, shifted, tuple(mu[...] for mu in weights), offsets)
 
 
 @jax.custom_vjp
 def _weighted_streams(x, shifted, weights, offsets):
-  """x_t + (x_{t-1} - x_t) (weight + offset_t) for each weight [D] and offsets [B, T, D], in their
-  dtype; `shifted` has x_{t-1}.
+  """x_t + (x_{t-1} - x_t) (weight + offset_t) for each weight [D] and D columns of offsets
+  [B, T, S D], in their dtype; `shifted` has x_{t-1}.
 
   Its gradient is written out for its passes over memory: the gradients of the offsets are written
   once, and those of the weights are their sums. XLA would compute them twice.
@@ -368,7 +371,7 @@ def _weighted_streams(x, shifted, weights, offsets):
   step = wide(shifted) - x
   return tuple(
     (x + step * (wide(weight) + wide(offset))).astype(offset.dtype)
-    for weight, offset in zip(weights, offsets, strict=True)
+    for weight, offset in zip(weights, jnp.split(offsets, len(weights), axis=-1), strict=True)
   )
 
 
@@ -379,18 +382,19 @@ def _weighted_streams_forward(*arguments):
 def _weighted_streams_backward(arguments, gradients):
   x, shifted, weights, offsets = arguments
   step = wide(shifted) - wide(x)
-  d_offsets = tuple((wide(g) * step).astype(g.dtype) for g in gradients)
+  d_offsets = jnp.concatenate([(wide(g) * step).astype(g.dtype) for g in gradients], axis=-1)
   d_offsets = jax.lax.optimization_barrier(d_offsets)
-  d_weights = tuple(
-    jnp.sum(wide(d), axis=tuple(range(d.ndim - 1))).astype(weight.dtype)
-    for weight, d in zip(weights, d_offsets, strict=True)
-  )
+  sums = jnp.sum(wide(d_offsets), axis=tuple(range(d_offsets.ndim - 1)))
+  sums = jnp.split(sums, len(weights))
+  d_weights = tuple(d.astype(weight.dtype) for weight, d in zip(weights, sums, strict=True))
   total = functools.reduce(jnp.add, map(wide, gradients))
   d_step = functools.reduce(
     jnp.add,
     (
       wide(g) * (wide(weight) + wide(offset))
-      for g, weight, offset in zip(gradients, weights, offsets, strict=True)
+      for g, weight, offset in zip(
+        gradients, weights, jnp.split(offsets, len(weights), axis=-1), strict=True
+      )
     ),
   )
   return (total - d_step).astype(x.dtype), d_step.astype(shifted.dtype), d_weights, d_offsets

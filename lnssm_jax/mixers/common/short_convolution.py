@@ -1,5 +1,6 @@
 """A depthwise causal convolution over a few tokens, with its parameters."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -74,17 +75,47 @@ class ShortConvolution(nnx.Module):
     self, x: jax.Array, state: ConvState | None = None, segment_ids: jax.Array | None = None
   ) -> tuple[jax.Array, ConvState]:
     """(y [B, T, D], state after the last token); arguments as in `ops.causal_conv1d`."""
+    return self._convolve(x, _value(self.kernel), _value(self.bias), state, segment_ids)
+
+  def of_parts(
+    self,
+    parts: Sequence[jax.Array],
+    state: ConvState | None = None,
+    segment_ids: jax.Array | None = None,
+  ) -> tuple[list[jax.Array], ConvState]:
+    """(y of each part, state) of arrays [B, T, D_n] that together have D channels.
+
+    Without a copy of the parts into one array, nor back in the gradient.
+    """
+    boundaries = list(itertools.accumulate(x.shape[-1] for x in parts))[:-1]
+    split = lambda z: [None] * len(parts) if z is None else jnp.split(z, boundaries, axis=-1)
+    kernels, biases = split(_value(self.kernel)), split(_value(self.bias))
+    inputs = split(None if state is None else state.inputs)
+    states = [None if x is None else ConvState(x) for x in inputs]
+    results = [
+      self._convolve(*arguments, segment_ids)
+      for arguments in zip(parts, kernels, biases, states, strict=True)
+    ]
+    last = jnp.concatenate([state.inputs for _, state in results], axis=-1)
+    return [y for y, _ in results], ConvState(last)
+
+  def _convolve(self, x, kernel, bias, state, segment_ids):
     dtype = accumulation_dtype(x) if self.dtype is None else self.dtype
-    if self.kernel is None:
+    if kernel is None:
       y = jax.nn.silu(wide(x)) if self.activation == "silu" else x
-      return y.astype(dtype), self.init_state(len(x)) if state is None else state
+      last = jnp.zeros((len(x), 0, x.shape[-1]), jnp.float32)
+      return y.astype(dtype), ConvState(last) if state is None else state
     return causal_conv1d(
       x,
-      self.kernel[...],
-      None if self.bias is None else self.bias[...],
+      kernel,
+      bias,
       activation=self.activation,
       dtype=dtype,
       initial_state=state,
       segment_ids=segment_ids,
       axis_name=self.sequence_axis,
     )
+
+
+def _value(param):
+  return None if param is None else param[...]
