@@ -28,6 +28,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
   "gla": ("GLA", {"num_heads": 4}),
   "delta_net": ("DeltaNet", {"num_heads": 8}),
   "retnet": ("RetNet", {"num_heads": 8, "expand_k": 1, "expand_v": 1}),
+  "gated_delta_net": ("GatedDeltaNet", {"num_heads": 6, "head_dim": 128}),
+  # Its channel mixer is RWKV's, of a width that gives it as many parameters as a SwiGLU of 2,816.
+  "rwkv6": ("RWKV6", {"num_heads": 16, "expand_k": 1.0, "intermediate_size": 3712}),
 }
 
 

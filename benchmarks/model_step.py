@@ -7,9 +7,9 @@ A body is 24 layers of 1,024 with SwiGLU of 2,816 and a vocabulary of 32,000: 16
 random tokens per step, bfloat16 products over float32 parameters, AdamW, clipping. Nothing else is
 set: what a user gets without a knob is what is measured.
 
-Each body runs in a process of its own, so that its peak memory is its own, twice: with an empty
-compile cache ("cold") and with the cache that this run filled ("warm"), from the end of its imports
-to the end of the first step. Before a time is printed, the losses of three steps are compared with
+Each body runs in a process of its own, so that its peak memory is its own, with an empty compile
+cache ("cold"); a second process takes its first step with the cache that the first one filled
+("warm"). Both times are from the end of the imports to the end of the first step. Before a time is printed, the losses of three steps are compared with
 those of the same model under another policy of rematerialization, and all must be finite. MFU is
 3 * forward FLOPs per token * tokens/s over the device's bfloat16 peak (`train.step.flops`). The
 budget is the device time of one step: library products, with the rate that they reach next to that
@@ -57,13 +57,15 @@ _OWN = re.compile(r"mosaic_gpu")
 
 
 class Body(NamedTuple):
-  """A mixer in the common body."""
+  """A mixer in the common body, or in one of other sizes."""
 
   mixer: str
   num_heads: int
   options: dict[str, Any] = {}  # noqa: RUF012
+  sizes: dict[str, int] = {}  # noqa: RUF012
 
 
+_LARGE = {"dim": 2048, "channel_hidden": 5632}
 BODIES = {
   "gla": Body("gla", 4),
   "delta_net": Body("delta_net", 8),
@@ -74,6 +76,8 @@ BODIES = {
   "lnssm": Body("lnssm", 8),
   "longhorn": Body("longhorn", 8),
   "rwkv6": Body("rwkv6", 16),
+  "gla_1b3": Body("gla", 4, sizes=_LARGE),
+  "lnssm_1b3": Body("lnssm", 16, sizes=_LARGE),
 }
 
 
@@ -95,8 +99,9 @@ class Sizes(NamedTuple):
     return cls()._replace(**{name: int(number) for name, number in pairs})
 
 
-def settings(body: Body, sizes: Sizes) -> Train:
-  """The run of a body: its sizes, AdamW with clipping, and defaults for all else."""
+def settings(body: Body, sizes: Sizes | None = None) -> Train:
+  """The run of a body: its sizes, or these, AdamW with clipping, and defaults for all else."""
+  sizes = Sizes(**body.sizes) if sizes is None else sizes
   return Train(
     model=Model(
       mixer=body.mixer,
@@ -137,8 +142,10 @@ def first_losses(cfg: Train, mesh, batch) -> list[float]:
   return [float(run.steps(1)["loss"]) for _ in range(3)]
 
 
-def measure(body: Body, sizes: Sizes, begin: float, steps: int, runs: int) -> dict[str, Any]:
+def measure(body: Body, sizes: Sizes | None, begin: float, steps: int, runs: int) -> dict[str, Any]:
   """The columns of one body in this process, and "budget", milliseconds by name.
+
+  With `steps` 0 the time to the first step alone.
 
   Args:
     begin: `time.time()` after the imports, for the time to the first step.
@@ -153,6 +160,8 @@ def measure(body: Body, sizes: Sizes, begin: float, steps: int, runs: int) -> di
   run = Run(compiled, init_state(cfg, mesh), batch)
   losses = [float(run.steps(1)["loss"])]
   columns: dict[str, Any] = {"first_step_s": round(time.time() - begin, 1)}
+  if steps == 0:
+    return columns
   losses += [float(run.steps(1)["loss"]) for _ in range(2)]
   seconds = statistics.median(run.seconds_per_step(steps, runs))
   device = jax.local_devices()[0]
@@ -171,7 +180,7 @@ def measure(body: Body, sizes: Sizes, begin: float, steps: int, runs: int) -> di
     )
 
   model = jax.eval_shape(lambda key: build_model(cfg.model, key), jax.random.key(0))
-  tokens = sizes.rows * sizes.length
+  tokens = cfg.global_batch * cfg.seq_len
   products = budget.pop("library products", 0.0)
   kernels = budget.pop("our kernels", 0.0)
   product_flops = 2 * flops.TRAINING_FACTOR * flops.kernel_entries(model) * tokens
@@ -239,8 +248,8 @@ def in_own_process(name: str, sizes: str, cache: str, steps: int, runs: int) -> 
 def rows_of(name: str, args) -> list[dict[str, Any]]:
   """Ours, measured twice for the time to the first step, and the peers'."""
   with tempfile.TemporaryDirectory() as cache:
-    run = lambda: in_own_process(name, args.sizes, cache, args.steps, args.runs)
-    row, warm = run(), run()
+    run = lambda steps: in_own_process(name, args.sizes, cache, steps, args.runs)
+    row, warm = run(args.steps), run(0)
   row |= {"cold_s": row.get("first_step_s"), "warm_s": warm.get("first_step_s")}
   for place, ms in list(row.get("budget", {}).items())[: args.top]:
     print(f"  {ms:8.3f} ms  {place}", flush=True)
@@ -267,7 +276,7 @@ def main(arguments=None) -> list[dict[str, Any]]:
   if args.one:
     jax.config.update("jax_compilation_cache_dir", args.cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    sizes = Sizes.parse(args.sizes) if args.sizes else Sizes()
+    sizes = Sizes.parse(args.sizes) if args.sizes else None
     row = measure(BODIES[args.one], sizes, begin, args.steps, args.runs)
     print(json.dumps(row), flush=True)
     return [row]

@@ -17,7 +17,7 @@ def test_model_step_bodies_leave_all_but_their_sizes_at_the_defaults():
   sizes = {"mixer", "mixer_options", "num_heads", "dim", "num_layers", "vocab_size"}
   shape = {"channel_mixer", "channel_hidden", "norm", "embedding_norm"}
   for body in model_step.BODIES.values():
-    model = model_step.settings(body, model_step.Sizes()).model
+    model = model_step.settings(body).model
     for field in dataclasses.fields(Model):
       if field.name not in sizes | shape:
         assert getattr(model, field.name) == field.default, field.name
