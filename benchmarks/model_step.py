@@ -9,9 +9,10 @@ set: what a user gets without a knob is what is measured.
 
 Each body runs in a process of its own, so that its peak memory is its own, with an empty compile
 cache ("cold"); a second process takes its first step with the cache that the first one filled
-("warm"). Both times are from the end of the imports to the end of the first step. Before a time is printed, the losses of three steps are compared with
-those of the same model under another policy of rematerialization, and all must be finite. MFU is
-3 * forward FLOPs per token * tokens/s over the device's bfloat16 peak (`train.step.flops`). The
+("warm"). Both times are from the end of the imports to the end of the first step. Before a time is
+printed, the losses of three steps are compared with those of the same model under another policy of
+rematerialization, and all must be finite. MFU is 3 * forward FLOPs per token * tokens/s over the
+device's bfloat16 peak (`train.step.flops`). The
 budget is the device time of one step: library products, with the rate that they reach next to that
 of one large product; our kernels; everything else by the place in the model that it comes from.
 

@@ -461,7 +461,8 @@ def _products_over_values(tiles, arrived, left_smem, right_smem, parts, mma):
 
   Both are sums over value columns, so the next part takes the place of one that has been read.
   """
-  d_scores, from_state = None, None
+  d_scores: Any = None
+  from_state: Any = None
   for part in range(parts):
     if part > 0:
       plgpu.commit_smem()  # all warps have read the part before

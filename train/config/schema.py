@@ -40,9 +40,10 @@ class Model:
     lower = self.dim // self.num_heads * self.num_heads
     near = f"{lower} or {lower + self.num_heads}" if lower else f"{self.num_heads}"
     check(
-      self.dim % self.num_heads == 0,
+      self.dim % self.num_heads == 0 or "head_dim" in self.mixer_options,
       f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}, and all"
-      f" heads have the same width. Use model.dim={near}, or another number of heads.",
+      f" heads have the same width. Use model.dim={near}, another number of heads, or a mixer with"
+      " head_dim in model.mixer_options.",
     )
     check(0 < self.norm_eps < 1, f"model.norm_eps={self.norm_eps} must be between 0 and 1.")
     _check_json("model.mixer_options", self.mixer_options)
