@@ -50,8 +50,8 @@ def check_mixer(
   """Checks a mixer, its options and its number of heads before one is built.
 
   Raises:
-    ValueError: the mixer or an option is unknown, or `num_heads` is missing or does not divide
-      `dim`; the message names it.
+    ValueError: the mixer or an option is unknown, or `num_heads` is missing or, without `head_dim`,
+      does not divide `dim`; the message names it.
   """
   cls = mixer_class(mixer)
   parameters = inspect.signature(cls.__init__).parameters
@@ -60,7 +60,8 @@ def check_mixer(
     check_choice(f"mixer_options of {mixer_name(mixer)!r}: option", name, allowed)
   if "num_heads" in cls.set_by_model:
     if num_heads is not None:
-      check_heads(dim, num_heads)
+      if options.get("head_dim") is None:
+        check_heads(dim, num_heads)
     elif parameters["num_heads"].default is inspect.Parameter.empty:
       raise ValueError(f"num_heads=None: mixer {mixer_name(mixer)!r} has heads; give their number.")
 

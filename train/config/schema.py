@@ -42,8 +42,8 @@ class Model:
     check(
       self.dim % self.num_heads == 0 or "head_dim" in self.mixer_options,
       f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}, and all"
-      f" heads have the same width. Use model.dim={near}, another number of heads, or a mixer with"
-      " head_dim in model.mixer_options.",
+      f" heads have the same width. Use model.dim={near}, or another number of heads. With head_dim"
+      " in model.mixer_options any will do.",
     )
     check(0 < self.norm_eps < 1, f"model.norm_eps={self.norm_eps} must be between 0 and 1.")
     _check_json("model.mixer_options", self.mixer_options)
@@ -243,7 +243,7 @@ class Train:
   keep_checkpoints: int = 2
   max_skipped: int = 10  # consecutive skipped steps (non-finite or spikes) that end the run
   skip_spikes: float | None = None  # skip steps this many standard deviations above the mean
-  loss_chunk: int | None = None  # tokens whose logits are in memory at once; None: 1 GiB or less
+  loss_chunk: int | None = None  # tokens whose logits are in memory at once; None: 512 MiB or less
   watch: tuple[Literal["tensorboard", "wandb"], ...] = ()  # in addition to metrics.jsonl
   # Folder of compiled programs; runs may share one. "run": in the run folder, unless JAX has one.
   compile_cache: str | None = "run"

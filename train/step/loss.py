@@ -14,7 +14,7 @@ from lnssm_jax.ops.core.spmd import vary_alike
 # Below any logit, and finite, because -inf - (-inf) would be NaN.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
-_MOST_LOGITS, _MOST_POSITIONS = 2**28, 8192  # of a chunk by default: 1 GiB; more is not faster
+_MOST_LOGITS, _MOST_POSITIONS = 2**27, 8192  # of a chunk by default: 512 MiB; more is not faster
 
 
 class LossSums(NamedTuple):
@@ -40,7 +40,7 @@ def next_token_loss(
       nats = sum_i w_i (logsumexp(z_i) - z_i[target_i]),   z_i = hidden_i @ head
 
   At most about `chunk` positions of logits (float32 `[B, C, vocab]`, all B rows of C time steps)
-  are in memory at once; None: as many as fill 1 GiB, at most 8192. Matrix products run in
+  are in memory at once; None: a power of two, within 512 MiB and 8192. Matrix products run in
   `hidden.dtype` with float32 accumulation, everything else in float32.
 
   Differentiate `nats`. Its gradient includes that of `penalty`, weight * `logit_penalty` *
@@ -66,7 +66,8 @@ def next_token_loss(
     if array.shape != hidden.shape[:2]:
       raise ValueError(f"{name} has shape {array.shape}, but hidden needs {hidden.shape[:2]}.")
   if chunk is None:
-    chunk = min(_MOST_POSITIONS, max(1, _MOST_LOGITS // head.shape[1]))
+    fit = max(1, _MOST_LOGITS // head.shape[1])
+    chunk = min(_MOST_POSITIONS, 1 << (fit.bit_length() - 1))
   if chunk < 1:
     raise ValueError(
       f"chunk={chunk} must be at least 1 (positions whose logits are in memory at once)."
