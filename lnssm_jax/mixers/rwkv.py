@@ -356,11 +356,11 @@ class RWKV6(_MatrixValued):
     diagonal = jnp.eye(5, dtype=up.dtype)[:, None, :, None] * up[:, :, None]
     offsets = mixed @ diagonal.reshape(5 * self.mix_rank, 5 * self.dim)
     weights = (self.mu_w, self.mu_k, self.mu_v, self.mu_r, self.mu_g)
-    return _weighted_streams(x, shifted, tuple(mu[...] for mu in weights), offsets)
+    return weighted_streams(x, shifted, tuple(mu[...] for mu in weights), offsets)
 
 
 @jax.custom_vjp
-def _weighted_streams(x, shifted, weights, offsets):
+def weighted_streams(x, shifted, weights, offsets):
   """x_t + (x_{t-1} - x_t) (weight + offset_t) for each weight [D] and D columns of offsets
   [B, T, S D], in their dtype; `shifted` has x_{t-1}.
 
@@ -376,7 +376,7 @@ def _weighted_streams(x, shifted, weights, offsets):
 
 
 def _weighted_streams_forward(*arguments):
-  return _weighted_streams(*arguments), arguments
+  return weighted_streams(*arguments), arguments
 
 
 def _weighted_streams_backward(arguments, gradients):
@@ -400,4 +400,4 @@ def _weighted_streams_backward(arguments, gradients):
   return (total - d_step).astype(x.dtype), d_step.astype(shifted.dtype), d_weights, d_offsets
 
 
-_weighted_streams.defvjp(_weighted_streams_forward, _weighted_streams_backward)
+weighted_streams.defvjp(_weighted_streams_forward, _weighted_streams_backward)

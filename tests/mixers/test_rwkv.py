@@ -1,5 +1,6 @@
 """RWKV-4, 5 and 6: initial values, against numbers worked out by hand; sizes; bad options."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import RWKV4, RWKV5, RWKV6
 from lnssm_jax.mixers.common.norms import layer_norm
+from lnssm_jax.mixers.rwkv import weighted_streams
 from lnssm_jax.models import count_parameters
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references import rwkv as reference
@@ -160,3 +162,24 @@ def test_rwkv6_parameter_count_matches_formula():
 def test_rwkv6_bad_rank_raises_with_its_name(option):
   with pytest.raises(ValueError, match=f"{option}=0 must"):
     RWKV6(8, num_heads=2, **{option: 0}, rngs=nnx.Rngs(0))
+
+
+def test_rwkv6_streams_have_the_gradient_of_their_formula():
+  """Every gradient, of five streams, in float64."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: rng.normal(size=shape)
+  x, shifted, offsets = normal(2, 3, 4), normal(2, 3, 4), normal(2, 3, 20)
+  weights, factors = tuple(normal(5, 4)), normal(5, 2, 3, 4)
+
+  def streams(x, shifted, weights, offsets):
+    offsets = jnp.split(offsets, 5, axis=-1)
+    return [x + (shifted - x) * (w + m) for w, m in zip(weights, offsets, strict=True)]
+
+  def loss(function):
+    total = lambda *arrays: sum(
+      jnp.sum(f * jnp.sin(y)) for f, y in zip(factors, function(*arrays), strict=True)
+    )
+    return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(x, shifted, weights, offsets)
+
+  with jax.enable_x64(True):
+    chex.assert_trees_all_close(loss(weighted_streams), loss(streams), rtol=1e-12)
