@@ -9,7 +9,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import RWKV4, RWKV5, RWKV6
 from lnssm_jax.mixers.common.norms import layer_norm
-from lnssm_jax.mixers.rwkv import weighted_streams
+from lnssm_jax.mixers.common.token_shift import weighted_streams
 from lnssm_jax.models import count_parameters
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references import rwkv as reference

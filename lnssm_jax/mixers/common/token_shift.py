@@ -1,5 +1,6 @@
 """Token shift: each token is interpolated with the one before it."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -63,3 +64,47 @@ def interpolated(
   mus = [mu[...] for mu in weights]
   options = {"initial_state": state, "segment_ids": segment_ids, "axis_name": axis_name}
   return ops_token_shift(x, mus, dtype=dtype, **options)[0]
+
+
+@jax.custom_vjp
+def weighted_streams(x, shifted, weights, offsets):
+  """x_t + (x_{t-1} - x_t) (weight + offset_t) for each weight [D] and D columns of offsets
+  [B, T, S D], in their dtype; `shifted` has x_{t-1}.
+
+  Its gradient is written out for its passes over memory: the gradients of the offsets are written
+  once, and those of the weights are their sums. XLA would compute them twice.
+  """
+  x = wide(x)
+  step = wide(shifted) - x
+  return tuple(
+    (x + step * (wide(weight) + wide(offset))).astype(offset.dtype)
+    for weight, offset in zip(weights, jnp.split(offsets, len(weights), axis=-1), strict=True)
+  )
+
+
+def _weighted_streams_forward(*arguments):
+  return weighted_streams(*arguments), arguments
+
+
+def _weighted_streams_backward(arguments, gradients):
+  x, shifted, weights, offsets = arguments
+  step = wide(shifted) - wide(x)
+  d_offsets = jnp.concatenate([(wide(g) * step).astype(g.dtype) for g in gradients], axis=-1)
+  d_offsets = jax.lax.optimization_barrier(d_offsets)
+  sums = jnp.sum(wide(d_offsets), axis=tuple(range(d_offsets.ndim - 1)))
+  sums = jnp.split(sums, len(weights))
+  d_weights = tuple(d.astype(weight.dtype) for weight, d in zip(weights, sums, strict=True))
+  total = functools.reduce(jnp.add, map(wide, gradients))
+  d_step = functools.reduce(
+    jnp.add,
+    (
+      wide(g) * (wide(weight) + wide(offset))
+      for g, weight, offset in zip(
+        gradients, weights, jnp.split(offsets, len(weights), axis=-1), strict=True
+      )
+    ),
+  )
+  return (total - d_step).astype(x.dtype), d_step.astype(shifted.dtype), d_weights, d_offsets
+
+
+weighted_streams.defvjp(_weighted_streams_forward, _weighted_streams_backward)
