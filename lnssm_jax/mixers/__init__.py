@@ -39,6 +39,7 @@ from lnssm_jax.mixers.positional_attention import LRPE, CosFormer, PositionalSta
 from lnssm_jax.mixers.qlstm import QLSTM, QLSTMReversed, QLSTMState
 from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
 from lnssm_jax.mixers.s4 import S4
+from lnssm_jax.mixers.s6 import S6, SSD
 from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAttention
 from lnssm_jax.mixers.sparse_state_expansion import SSE, SSEState, expand_partitions
 from lnssm_jax.mixers.tnl import TNL, TNLState
@@ -81,8 +82,10 @@ MIXERS: dict[str, type[Any]] = {
   "s4": S4,
   "s4d": S4D,
   "s5": S5,
+  "s6": S6,
   "sliding_window_attention": SlidingWindowAttention,
   "softmax_attention": SoftmaxAttention,
+  "ssd": SSD,
   "sse": SSE,
   "tnl": TNL,
   "tnn": TNN,
@@ -109,6 +112,8 @@ __all__ = [
   "S4",
   "S4D",
   "S5",
+  "S6",
+  "SSD",
   "SSE",
   "TNL",
   "TNN",

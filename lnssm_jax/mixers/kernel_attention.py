@@ -32,8 +32,9 @@ class LinearAttention(QKVMixer[LinearAttentionState]):
   phi(x) = elu(x) + 1. With feature_map="identity" phi is x, and there is no normalizer.
 
   Args:
-    dim: D, the width; a multiple of `num_heads`. K = V = D / H.
+    dim: D, the width; a multiple of `num_heads`. V = D / H.
     num_heads: H.
+    head_dim: K, the width of a head's queries and keys; None means D / H.
     feature_map: "elu" or "identity".
     use_bias: whether the four projections have a bias.
     num_layers: of the model, for the initial W_o (see `QKVMixer`).
@@ -57,6 +58,7 @@ class LinearAttention(QKVMixer[LinearAttentionState]):
     dim: int,
     *,
     num_heads: int,
+    head_dim: int | None = None,
     feature_map: str = "elu",
     use_bias: bool = True,
     num_layers: int = 1,
@@ -66,7 +68,8 @@ class LinearAttention(QKVMixer[LinearAttentionState]):
   ):
     self.feature_map = check_choice("feature_map", feature_map, FEATURE_MAPS)
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    super().__init__(dim, num_heads=num_heads, use_bias=use_bias, num_layers=num_layers, **options)
+    sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_layers": num_layers}
+    super().__init__(dim, use_bias=use_bias, **sizes, **options)
 
   def _init_state(self, B):
     return self._empty_recurrent(B, normalize=self.feature_map == "elu")

@@ -33,8 +33,9 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
   elsewhere the outputs from token `max_length` of the sequence on are NaN.
 
   Args:
-    dim: D, the width; a multiple of `num_heads`. K = V = D / H.
+    dim: D, the width; a multiple of `num_heads`. V = D / H.
     num_heads: H.
+    head_dim: K, the width of a head's queries and keys; None means D / H.
     window: the number of tokens that a token sees, the current one included; None means all. A
       window that is described by the w tokens before the current one, as in Griffin's and Zoology's
       code, is window = w + 1.
@@ -70,6 +71,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     dim: int,
     *,
     num_heads: int,
+    head_dim: int | None = None,
     window: int | None = None,
     max_length: int = 2048,
     num_kv_heads: int | None = None,
@@ -94,6 +96,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     super().__init__(
       dim,
       num_heads=num_heads,
+      head_dim=head_dim,
       num_kv_heads=num_kv_heads,
       use_bias=use_bias,
       num_layers=num_layers,
@@ -108,8 +111,9 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       )
     if positions == "rotary" and rotary_width is None and self.key_dim % 2:
       raise ValueError(
-        f"dim={dim} and num_heads={num_heads} give keys of odd width {self.key_dim}, but pairs of "
-        "channels rotate; change one of the two, give rotary_width, or use positions='none'."
+        f"dim={dim}, num_heads={num_heads} and head_dim={head_dim} give keys of odd width "
+        f"{self.key_dim}, but pairs of channels rotate; change one of them, give rotary_width, or "
+        "use positions='none'."
       )
     if not rotary_base > 0:
       raise ValueError(f"rotary_base={rotary_base} must be positive.")
@@ -172,6 +176,7 @@ class SlidingWindowAttention(SoftmaxAttention):
     dim: int,
     *,
     num_heads: int,
+    head_dim: int | None = None,
     window: int = 1024,
     num_kv_heads: int | None = None,
     positions: str = "rotary",
@@ -190,6 +195,7 @@ class SlidingWindowAttention(SoftmaxAttention):
     super().__init__(
       dim,
       num_heads=num_heads,
+      head_dim=head_dim,
       window=check_positive("window", window),
       num_kv_heads=num_kv_heads,
       positions=positions,

@@ -166,6 +166,10 @@ ROWS = (
     selective, {"state_dim": 3, "gate_rank": 2}, {"gate_rank": 2},
     _zero_biases("dt"), lambda x, r: r["x"][None],
   ),
+  Row(
+    "0", "s6", "e o s i", "a bias of the step sizes, a skip, no norm",
+    selective, {"state_dim": 3, "gate_rank": 2}, {"gate_rank": 2}, _zero_biases("dt"),
+  ),
 )  # fmt: skip
 
 

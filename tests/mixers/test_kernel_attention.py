@@ -27,10 +27,11 @@ def error(mixer, transcription, **options):
   return relative_error(apply(mixer, x)[0][0], want)
 
 
-def test_linear_attention_identity_map_matches_reference():
-  mixer = large(LinearAttention, feature_map="identity", use_bias=False)
+def test_linear_attention_identity_map_and_head_dim_match_reference():
+  mixer = large(LinearAttention, feature_map="identity", use_bias=False, head_dim=3)
   assert error(mixer, reference.linear_attention, feature_map="identity") < 2e-6
   assert mixer.init_state(1).key_sum is None
+  assert mixer.init_state(1).kv.shape == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("eta", ["softplus", "sigmoid"])

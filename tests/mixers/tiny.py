@@ -106,6 +106,8 @@ TINY = {
   "rwkv6": Tiny(rwkv.rwkv6, HEADS | {"mix_rank": 2, "gate_rank": 3}, HEADS),
   "s4": Tiny(state_spaces.s4, {"state_dim": 4}),
   "s4d": Tiny(state_spaces.s4d, {"state_dim": 4}),
+  "s6": Tiny(mamba.s6, {"state_dim": 3, "gate_rank": 2}),
+  "ssd": Tiny(mamba.ssd, {"state_dim": 3}),
   "s5": Tiny(state_spaces.s5, {"state_dim": 8, "num_blocks": 2}),
   "sliding_window_attention": Tiny(
     softmax_attention.softmax_attention,

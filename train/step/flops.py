@@ -91,7 +91,7 @@ def _routed(mixer, state, length):
 
 def _channel_states(mixer, state, length, *, per_entry):
   del mixer, length
-  (h,) = state.recurrent
+  (h,) = getattr(state, "recurrent", state)
   _, E, _ = h.shape
   return per_entry * h.size + 3 * E
 
@@ -199,6 +199,8 @@ RECURRENCES: dict[str, Recurrence] = {
   "rwkv6": _with_bonus,
   "s4": functools.partial(_complex, per_entry=26, skip=True),
   "s4d": _state_space,
+  "s6": functools.partial(_channel_states, per_entry=6),
+  "ssd": functools.partial(_channel_states, per_entry=6),
   "s5": functools.partial(_complex, per_entry=8),
   "sliding_window_attention": _attention,
   "softmax_attention": _attention,

@@ -1,4 +1,4 @@
-"""Mamba and Mamba-2 written out from their equations, one step at a time, for x [T, D]."""
+"""Mamba, Mamba-2, S6 and SSD written out from their equations, one step at a time, x [T, D]."""
 
 import numpy as np
 
@@ -48,3 +48,30 @@ def mamba2(params, u, *, head_dim):
       y[t, i] = S.T @ C[t] + params["skip"][head] * x[t, i]
   gated = y * z * sigmoid(z)
   return root_mean_square_norm(gated, params["norm"]["scale"]) @ params["o_proj"]["kernel"]
+
+
+def s6(params, u):
+  rank = params["dt_proj"]["kernel"].shape[0]
+  r = (u @ params["x_proj"]["kernel"])[:, :rank]
+  step = softplus(r @ params["dt_proj"]["kernel"] + params["dt_proj"]["bias"])
+  return selective(params, u, step, np.exp(params["a_log"]))
+
+
+def ssd(params, u):
+  r = (u @ params["x_proj"]["kernel"])[:, :1]
+  N = (params["x_proj"]["kernel"].shape[1] - 1) // 2
+  rates = np.full((u.shape[1], N), np.exp(params["log_rate"][0]))
+  return selective(params, u, softplus(r + params["dt_bias"]), rates)
+
+
+def selective(params, u, step, rates):
+  """The recurrence on the layer's input, and W_o, with keys and queries from the end of W_x u."""
+  D, N = rates.shape
+  projected = u @ params["x_proj"]["kernel"]
+  B, C = projected[:, -2 * N : -N], projected[:, -N:]
+  h, y = np.zeros((D, N)), np.zeros_like(u)
+  for t in range(len(u)):
+    for i in range(D):
+      h[i] = np.exp(-step[t, i] * rates[i]) * h[i] + step[t, i] * u[t, i] * B[t]
+      y[t, i] = h[i] @ C[t] + params["skip"][i] * u[t, i]
+  return y @ params["o_proj"]["kernel"]
