@@ -1,16 +1,16 @@
-"""The 600M and 2B baselines of the SSE paper: GLA, or a Transformer.
+"""The SSE paper's language model of 600M parameters; by --set its GLA and Transformer.
 
     python -m train fit --config configs/sse_600m.py --set data.sources.train=TEXT \\
       --set data.sources.validation=TEXT --set data.tokenizer=TOKENIZER_JSON
 
 TEXT is a .txt, .jsonl or .jsonl.xz file or a folder of such, and TOKENIZER_JSON a tokenizer of at
-most 150,000 entries. The Transformer: `--set model.mixer=softmax_attention --set
-model.mixer_options.max_length=8192`. The paper gives 24 layers of 1,024 with 8 heads and 300M
-parameters without embeddings; the vocabulary and the width of the channel mixer are inferred from
-its sums. Measured: 616,136,704 parameters with GLA, of which 307,200,000 are embeddings and head,
-and 615,531,520 as a Transformer. The 2B models have 1,998,173,952 and 1,997,155,584, 1.3B of them
-without embeddings: `--set model.dim=2304 --set model.num_layers=18 --set model.num_heads=18 --set
-model.channel_hidden=7424`, and 100B tokens. The runs have not been made.
+most 150,000 entries. Four partitions, of which a token uses one (n4k1 in the paper's table 1); two:
+`--set model.mixer_options.num_selected=2`. GLA: `--set model.mixer=gla`; the Transformer: `--set
+model.mixer=softmax_attention --set model.mixer_options.max_length=8192`. The paper gives 24 layers
+of 1,024 with 8 heads and 300M parameters without embeddings; the vocabulary and the width of the
+channel mixer are inferred from its sums. Measured: 629,837,824 parameters, of which 307,200,000 are
+embeddings and head; 616,136,704 with GLA, and 615,531,520 as a Transformer. The 2B baselines have
+1,998,173,952 and 1,997,155,584 (`sse_2b.py` with the same settings). The runs have not been made.
 """
 
 from train.config import Data, Model, Optimizer, Train
@@ -25,7 +25,7 @@ def get_config() -> Train:
   steps, seq_len = TOKENS // TOKENS_PER_BATCH, 8192
   return Train(
     model=Model(
-      mixer="gla",
+      mixer="sse",
       channel_mixer="swiglu",
       norm="rms",
       embedding_norm=False,

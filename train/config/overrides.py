@@ -74,7 +74,10 @@ def parse(text: str, hint: Any, label: str) -> Any:
   wants_text = str in options or typing.get_origin(hint) is Literal
   if wants_text and not isinstance(literal, str):
     literal = text
-  if typing.get_origin(hint) is tuple and isinstance(literal, str):
+  is_tuple = typing.get_origin(hint) is tuple
+  if "," in text:  # names, where one name is text
+    is_tuple |= any(typing.get_origin(option) is tuple for option in options)
+  if is_tuple and isinstance(literal, str):
     literal = tuple(item.strip() for item in literal.split(",") if item.strip())
   try:
     return coerce(literal, hint, label)

@@ -1,0 +1,249 @@
+"""Sparse state expansion against the number of partitions and of tokens: mask, varlen, a loop, GLA.
+
+    python -m benchmarks.sparse_state --out docs/sparse_state.csv           # everything: long
+    python -m benchmarks.sparse_state --only varlen gla --partitions 4 64 --tokens 8192 65536 262144
+    python -m benchmarks.sparse_state --only mask varlen --tokens 256 512 1024 2048 4096 --keep
+
+The setting of the SSE paper: one row of packed tokens, two documents of half its length, 8 heads of
+128 x 128, k = 1 of N partitions and one that is always on. All forms compute the always-on
+partition too; "gla" is linear attention on the same k + 1 streams of T tokens, which no selection
+can beat. "loop" is one linear attention per partition, in which the tokens of the others do
+nothing, one after the other. Each form is first compared at 256 tokens with the recurrence, token
+by token in float32 (output and all gradients); one that is wrong is not timed. Memory is what the
+compiler reserves: arguments, results and everything between.
+
+The second table is what `method=None` should follow: where varlen takes less time than mask.
+"""
+
+import argparse
+import functools
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import csv_rows
+from lnssm_jax import ops
+
+FORMS = ("gla", "varlen", "mask", "loop")
+PARTITIONS = (4, 8, 16, 32, 64)
+TOKENS = tuple(2**n for n in range(13, 19))  # 8k to 256k
+CHECKED = 256  # tokens of the comparison
+LIMIT = {"bfloat16": 2e-2, "float32": 2e-5}
+FIELDS = ("form", "N", "tokens", "forward_ms", "backward_ms", "gib", "error", "note")
+
+
+def inputs(T: int, N: int, *, heads: int, width: int, selected: int, dtype) -> dict:
+  """Arrays of one row of T tokens in two documents."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+  shape = (1, T, heads, width)
+  x = {name: normal(*shape) for name in ("q", "v", "q_sparse")}
+  soft = lambda z: jax.nn.softmax(z.astype(jnp.float32)).astype(dtype)
+  x |= {name: soft(normal(*shape)) for name in ("k", "k_sparse")}
+  decay = lambda: jax.nn.log_sigmoid(normal(*shape).astype(jnp.float32) + 1) / 16
+  x |= {"decay": decay(), "decay_sparse": decay()}
+  eta = jax.nn.softmax(normal(1, T, N).astype(jnp.float32))
+  x["gates"], indices = jax.lax.top_k(eta, selected)
+  segments = (jnp.arange(T) >= T // 2).astype(jnp.int32)[None]
+  return x | {"indices": indices.astype(jnp.int32), "segments": segments}
+
+
+def always_on(x, method=None):
+  """The partition of all tokens. With the method "gather", the oracle's."""
+  form = "reference" if method == "gather" else None
+  rest = {"log_decay": x["decay"], "segment_ids": x["segments"], "implementation": form}
+  return ops.linear_attention(x["q"], x["k"], x["v"], **rest)[0]
+
+
+def by_method(x, N, method):
+  """Always-on and sparse partitions, by a method of `sparse_state_attention`."""
+  sparse, _ = ops.sparse_state_attention(
+    x["q_sparse"],
+    x["k_sparse"],
+    x["v"],
+    x["indices"],
+    x["gates"],
+    num_partitions=N,
+    log_decay=x["decay_sparse"],
+    segment_ids=x["segments"],
+    method=method,
+    implementation="reference" if method == "gather" else None,
+  )
+  return always_on(x, method) + sparse
+
+
+def by_loop(x, N):
+  """A linear attention for each partition, one after the other."""
+
+  @jax.checkpoint
+  def add(out, partition):
+    hit = x["indices"] == partition
+    gate = jnp.sum(jnp.where(hit, x["gates"], 0.0), axis=-1)[..., None, None]
+    used = jnp.any(hit, axis=-1)[..., None, None]
+    gated = lambda name: (gate * x[name].astype(jnp.float32)).astype(x[name].dtype)
+    decay = jnp.where(used, x["decay_sparse"], 0.0)
+    more, _ = ops.linear_attention(
+      gated("q_sparse"), gated("k_sparse"), x["v"], log_decay=decay, segment_ids=x["segments"]
+    )
+    return out + more.astype(jnp.float32), None
+
+  out, _ = jax.lax.scan(add, always_on(x).astype(jnp.float32), jnp.arange(N))
+  return out.astype(x["v"].dtype)
+
+
+def by_gla(x, streams):
+  """Linear attention on as many streams of T tokens."""
+  copy = lambda a: jnp.concatenate([a] * streams)
+  q, k = (jnp.concatenate([x[n]] + [x[f"{n}_sparse"]] * (streams - 1)) for n in "qk")
+  decay = jnp.concatenate([x["decay"]] + [x["decay_sparse"]] * (streams - 1))
+  rest = {"log_decay": decay, "segment_ids": copy(x["segments"])}
+  return ops.linear_attention(q, k, copy(x["v"]), **rest)[0].sum(0, keepdims=True)
+
+
+def function(form: str, N: int, selected: int):
+  """x -> output [1, T, H, V]."""
+  if form == "gla":
+    return lambda x: by_gla(x, selected + 1)
+  return (lambda x: by_loop(x, N)) if form == "loop" else lambda x: by_method(x, N, form)
+
+
+def with_backward(run):
+  """x -> (output, gradients of a sum of sines of it with respect to all floating-point arrays)."""
+
+  def both(x):
+    whole = {n: a for n, a in x.items() if not jnp.issubdtype(a.dtype, jnp.floating)}
+    real = {n: a for n, a in x.items() if n not in whole}
+    out, pull = jax.vjp(lambda real: run(real | whole), real)
+    return out, pull(jnp.cos(out))[0]
+
+  return both
+
+
+def relative_error(got, want) -> float:
+  """The largest relative error of the arrays."""
+  norm = lambda a: np.linalg.norm(np.asarray(a, np.float64))
+  errors = jax.tree.map(lambda a, b: norm(np.float64(a) - np.float64(b)) / norm(b), got, want)
+  return max(jax.tree.leaves(errors))
+
+
+@functools.cache
+def expected(N: int, sizes, tokens: int):
+  """Output and gradients of the recurrence, in float32."""
+  x = inputs(tokens, N, **dict(sizes))
+  x = {n: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for n, a in x.items()}
+  return jax.device_get(jax.jit(with_backward(lambda x: by_method(x, N, "gather")))(x))
+
+
+def error_of(form: str, N: int, sizes) -> float | None:
+  """Of output and gradients at `CHECKED` tokens; None for GLA, which is another function."""
+  if form == "gla":
+    return None
+  run = jax.jit(with_backward(function(form, N, dict(sizes)["selected"])))
+  got = jax.device_get(run(inputs(CHECKED, N, **dict(sizes))))
+  return relative_error(got, expected(N, sizes, CHECKED))
+
+
+def milliseconds(program, x, *, calls: int, runs: int) -> float:
+  """The median over runs of the time per call, of calls that wait for nothing between them."""
+  jax.block_until_ready(program(x))
+  times = []
+  for _ in range(runs):
+    begin = time.perf_counter()
+    jax.block_until_ready([program(x) for _ in range(calls)][-1])
+    times.append((time.perf_counter() - begin) / calls)
+  return 1e3 * statistics.median(times)
+
+
+def measure(form: str, N: int, T: int, sizes, args) -> dict:
+  """One row."""
+  row = {"form": form, "N": N, "tokens": T}
+  if form in ("mask", "loop") and args.most_rows < T * N:
+    return row | {"note": f"more than {args.most_rows} rows N T"}
+  try:
+    if (error := error_of(form, N, sizes)) is not None:
+      row["error"] = f"{error:.1e}"
+      if not error < LIMIT[args.dtype]:
+        return row | {"note": f"wrong: the limit is {LIMIT[args.dtype]}"}
+    run = function(form, N, args.selected)
+    x = inputs(T, N, **dict(sizes))
+    for name, program in (("forward", run), ("backward", with_backward(run))):
+      compiled = jax.jit(program).lower(x).compile()
+      memory = compiled.memory_analysis()
+      held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+      row["gib"] = f"{(held + memory.temp_size_in_bytes) / 2**30:.3f}"
+      row[f"{name}_ms"] = f"{milliseconds(compiled, x, calls=args.calls, runs=args.runs):.3f}"
+  except Exception as reason:  # out of memory: the other rows go on
+    row["note"] = " ".join(f"{type(reason).__name__}: {reason}".split())[:200]
+  return row
+
+
+def summary(rows: list[dict]) -> str:
+  """What the measurements say of the aims, and of the choice of a method."""
+  times = {(r["form"], int(r["N"]), int(r["tokens"])): r for r in rows if r.get("backward_ms")}
+  lines = []
+  lengths = sorted({T for form, _, T in times if form == "varlen"})
+  for T in lengths:
+    counts = sorted(N for form, N, length in times if (form, length) == ("varlen", T))
+    for column in ("forward_ms", "backward_ms"):
+      ms = {N: float(times["varlen", N, T][column]) for N in counts}
+      few, many = counts[0], counts[-1]
+      line = f"T={T} {column}: varlen N={many} / N={few} = {ms[many] / ms[few]:.2f}"
+      gla = next(
+        (r for (form, _, length), r in times.items() if (form, length) == ("gla", T)), None
+      )
+      if gla:
+        line += f"; varlen N={many} / gla = {ms[many] / float(gla[column]):.2f}"
+      lines.append(line)
+  for N in sorted({N for form, N, _ in times if form == "mask"}):
+    both = [T for T in lengths if ("mask", N, T) in times and ("varlen", N, T) in times]
+    faster = [
+      T for T in both
+      if float(times["varlen", N, T]["backward_ms"]) < float(times["mask", N, T]["backward_ms"])
+    ]  # fmt: skip
+    lines.append(f"N={N}: varlen is faster with backward at T = {faster or 'none'} of {both}")
+  return "\n".join(lines)
+
+
+def main(arguments=None) -> list[dict]:
+  """Measures, printing rows as they come; returns them."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--only", nargs="+", choices=FORMS, default=FORMS, metavar="FORM")
+  parser.add_argument("--partitions", nargs="+", type=int, default=PARTITIONS, metavar="N")
+  parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="T")
+  parser.add_argument("--heads", type=int, default=8)
+  parser.add_argument("--width", type=int, default=128, help="K and V")
+  parser.add_argument("--selected", type=int, default=1, help="k")
+  parser.add_argument("--dtype", choices=LIMIT, default="bfloat16")
+  parser.add_argument("--most-rows", type=int, default=2**20, help="N T, of mask and loop")
+  parser.add_argument("--calls", type=int, default=10, help="calls in each timed run")
+  parser.add_argument("--runs", type=int, default=5)
+  parser.add_argument("--out", type=Path, help="a CSV file")
+  parser.add_argument("--keep", action="store_true", help="measure only what --out lacks")
+  args = parser.parse_args(arguments)
+  sizes = {"heads": args.heads, "width": args.width, "selected": args.selected}
+  sizes = tuple((sizes | {"dtype": args.dtype}).items())
+  rows = csv_rows.read(args.out, without=[""], column="form") if args.keep and args.out else []
+  known = {(row["form"], int(row["N"]), int(row["tokens"])) for row in rows}
+  print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
+  print("  ".join(FIELDS), flush=True)
+  for T, form, N in itertools.product(args.tokens, args.only, args.partitions):
+    N = 0 if form == "gla" else N
+    if (form, N, T) in known:
+      continue
+    known.add((form, N, T))
+    row = measure(form, N or args.partitions[0], T, sizes, args) | {"N": N}
+    rows.append({field: row.get(field, "") for field in FIELDS})
+    print("  ".join(str(value) or "-" for value in rows[-1].values()), flush=True)
+    if args.out:
+      csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
+  print(summary(rows))
+  return rows
+
+
+if __name__ == "__main__":
+  main()
