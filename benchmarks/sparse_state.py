@@ -12,7 +12,7 @@ nothing, one after the other. Each form is first compared at 256 tokens with the
 by token in float32 (output and all gradients); one that is wrong is not timed. Memory is what the
 compiler reserves: arguments, results and everything between.
 
-The second table is what `method=None` should follow: where varlen takes less time than mask.
+The last lines are for the rule of `method=None`: where varlen takes less time than mask.
 """
 
 import argparse
@@ -183,7 +183,7 @@ def measure(form: str, N: int, T: int, sizes, args) -> dict:
 
 
 def summary(rows: list[dict]) -> str:
-  """What the measurements say of the aims, and of the choice of a method."""
+  """The ratios that the aims are about, and where a method is faster."""
   times = {(r["form"], int(r["N"]), int(r["tokens"])): r for r in rows if r.get("backward_ms")}
   lines = []
   lengths = sorted({T for form, _, T in times if form == "varlen"})
