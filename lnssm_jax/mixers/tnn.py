@@ -69,7 +69,8 @@ class TNN(Mixer[TNNState]):
 
   Source: TNN (Qin et al. 2023), sections 3.2 and 3.3; the recurrence, Qin and Zhong 2023
   (exponential-time-to-space conversion), section 3. All layers start uniform within
-  1 / sqrt(inputs). The kernel depends on lags only, never on the length of a sequence.
+  1 / sqrt(inputs). The published network's norm is x / (rms(x) + 1e-8); here it is
+  x / sqrt(mean(x^2) + 1e-5). The kernel depends on lags only, never on the length of a sequence.
   """
 
   can_shard_time = False

@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -111,6 +112,35 @@ def test_decoding_equals_the_recorded_layer(case):
   with jax.enable_x64(True):
     out = decode(layer_of(case), inputs(case))
   assert relative_error(out, golden()[case]["out"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["gla_fla_conv", "gsa_fla_grouped", "gated_delta_net_fla_no_conv"])
+def test_packed_documents_equal_separate_ones_with_options(case):
+  """The optional convolutions are reset too, and those that are left out keep nothing."""
+  with jax.enable_x64(True):
+    layer, x, ids = layer_of(case), inputs(case), np.repeat([[3, 1]] * 2, [2, 4], axis=1)
+    call = jax.jit(lambda x, ids=None: layer(x, None, ids))
+    packed, state = call(x, ids)
+    second, last = call(x[:, 2:])
+    assert relative_error(packed[:, 2:], second) < TOLERANCE
+    assert relative_error(packed[:, :2], golden()[case]["out"][:, :2]) < TOLERANCE
+    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(last), strict=True):
+      np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", [case for case, peer in PEERS.items() if peer.layer in MIXERS])
+def test_options_keep_the_promises_of_dtypes(case):
+  """In bfloat16: the output; states are float32, as `init_state` makes them, but for a cache."""
+  peer = PEERS[case]
+  options = peer.options | {"dtype": jnp.bfloat16}
+  layer = jax.eval_shape(lambda: peer.cls(DIM, **options, rngs=nnx.Rngs(0)))
+  x = jax.ShapeDtypeStruct((2, 5, DIM), jnp.bfloat16)
+  out, state = jax.eval_shape(lambda layer, x: layer(x), layer, x)
+  assert (out.shape, out.dtype) == ((2, 5, DIM), jnp.bfloat16)
+  expected = jax.eval_shape(lambda layer: layer.init_state(2), layer)
+  assert jax.tree.map(lambda s: (s.shape, s.dtype), state) == jax.tree.map(
+    lambda s: (s.shape, s.dtype), expected
+  )
 
 
 def test_every_recorded_layer_is_compared():
