@@ -130,9 +130,10 @@ def test_channel_states_kernels_in_every_configuration_lower_for_cuda(configurat
   "transformed",
   [
     pytest.param(lambda loss: jax.vmap(jax.grad(jax.checkpoint(loss))), id="vmap"),
-    pytest.param(recomputed_in_a_scan, id="scan", marks=pytest.mark.slow),
+    pytest.param(recomputed_in_a_scan, id="scan"),
   ],
 )
+@pytest.mark.slow
 def test_channel_states_kernels_transformed_lower_for_cuda(transformed):
   """vmap and scan with recomputed activations, in 64 bits."""
   with jax.enable_x64(True):

@@ -68,6 +68,7 @@ def test_linear_attention_with_constant_decay_equals_retention():
   close(out, want, length=T)
 
 
+@pytest.mark.slow
 def test_linear_attention_with_bonus_one_equals_decay_after_the_update():
   """LNSSM, eq. 14 with a^(t-1-j) and a weight of 1 at j = t: the decay of step t is taken back."""
   u, v_weight = jnp.ones((H, K)), lambda q, k: jnp.sum(q * k, -1, keepdims=True)
@@ -172,6 +173,7 @@ def test_exact_longhorn_update_minimizes_its_objective():
     close(whole, S, jnp.float64)
 
 
+@pytest.mark.slow
 def test_longhorn_decay_equals_the_diagonal_of_the_exact_transition():
   """Longhorn, algorithm 1: k k^T becomes k², which changes nothing for keys with one entry."""
   D, N = 6, 4
@@ -199,6 +201,7 @@ def test_longhorn_decay_equals_the_diagonal_of_the_exact_transition():
   same(lambda *y: longhorn_scan(*y)[0], every_entry, (x, beta, k, q))
 
 
+@pytest.mark.slow
 def test_mamba_and_mamba2_equal_elementwise_and_per_head_decays():
   """S6 with one rate for all entries is SSD: linear attention with a decay per step and head."""
   D, N = 6, 4
@@ -266,6 +269,7 @@ def test_gated_slot_attention_equals_two_passes_of_linear_attention():
   close(out, np.stack(want, 1), length=T)
 
 
+@pytest.mark.slow
 def test_wkv4_equals_normalized_linear_attention_with_one_channel_per_head():
   """RWKV-4, eq. 16: keys exp(k), queries 1, decay -w, bonus exp(u); the read is one decay later."""
   D = 5

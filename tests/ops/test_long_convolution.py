@@ -312,6 +312,7 @@ def test_taps_gradient_memory_is_a_few_spectra(implementation):
   assert temporary < 12 * 4 * unit
 
 
+@pytest.mark.slow
 def test_long_convolution_deep_tree_finishes():
   """FFTs that run at the same time can deadlock on CPUs: see `ordering.py`."""
   program = """if True:

@@ -65,9 +65,7 @@ def some(*names):
 
 
 @pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-  "name", some("linear_attention", "delta_rule", "diagonal_scan", "attention", "wkv4")
-)
+@pytest.mark.parametrize("name", some("linear_attention", "delta_rule", "diagonal_scan"))
 def test_transformations_equal_plain_calls(name, which):
   """Sharded with the preferred implementation; with the others it is slow."""
   scan, case = SCANS[name], brief(name)
@@ -80,14 +78,7 @@ def test_transformations_equal_plain_calls(name, which):
 
 
 @pytest.mark.parametrize(
-  "name",
-  some(
-    "linear_attention",
-    "selective_scan",
-    "elementwise_decay_scan",
-    "long_convolution",
-    "sparse_state_attention",
-  ),
+  "name", some("linear_attention", "selective_scan", "elementwise_decay_scan")
 )
 def test_derivatives_in_float64_equal_the_reference(name):
   case = brief(name)
@@ -107,8 +98,12 @@ def test_reference_gradient_equals_finite_differences(name):
   promises.gradient_equals_finite_differences(call_of(name, case), inputs[case], scan.compared)
 
 
+@pytest.mark.parametrize(
+  "narrow",
+  [jnp.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in (jnp.float32, jnp.float16))],
+)
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
-def test_dtypes_of_output_and_state_follow_the_inputs(name, case):
+def test_dtypes_of_output_and_state_follow_the_inputs(name, case, narrow):
   """`out` is as narrow as the inputs, the state only where it is made of them; or both float64."""
   scan = SCANS[name]
   inputs = scan.inputs(case)
@@ -123,10 +118,9 @@ def test_dtypes_of_output_and_state_follow_the_inputs(name, case):
     return jnp.finfo(out.dtype).dtype, real
 
   for form in forms(name, case):
-    for narrow in (jnp.float32, jnp.bfloat16, jnp.float16):
-      out, state = dtypes(form, narrow, jnp.float32)
-      assert out == narrow
-      assert state == {n: narrow if f"state.{n}" in scan.narrow else jnp.float32 for n in state}
+    out, state = dtypes(form, narrow, jnp.float32)
+    assert out == narrow
+    assert state == {n: narrow if f"state.{n}" in scan.narrow else jnp.float32 for n in state}
     with jax.enable_x64(True):
       out, state = dtypes(form, jnp.float64, jnp.float64)
     assert {out, *state.values()} == {jnp.dtype(jnp.float64)}
@@ -138,7 +132,15 @@ def test_supported_lists_every_implementation_as_preferred(name):
   assert forms(name, scan.small) == list(scan.implementations)
 
 
-@pytest.mark.parametrize("name", [name for name, scan in SCANS.items() if scan.memory])
+@pytest.mark.parametrize(
+  "name",
+  [
+    # Of the scans it takes longest to compile.
+    pytest.param(name, marks=[pytest.mark.slow] * (name == "long_convolution"))
+    for name, scan in SCANS.items()
+    if scan.memory
+  ],
+)
 def test_memory_of_chunks_holds_no_state_per_token(name):
   """No array of forward and backward pass exceeds the inputs and the states between chunks."""
   scan = SCANS[name]

@@ -194,6 +194,7 @@ def test_sparse_state_attention_decoding_continues_prefill():
   close((jnp.concatenate(outs, 1), state), want)
 
 
+@pytest.mark.slow
 def test_sparse_varlen_memory_has_no_array_per_partition_and_token():
   """Nor a state per token. "mask" does hold T N K numbers."""
   T, S, N, width, chunk = 512, 1, 16, 24, 16
