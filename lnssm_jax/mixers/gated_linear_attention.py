@@ -20,6 +20,7 @@ from lnssm_jax.mixers.common.checks import (
 from lnssm_jax.mixers.common.initializers import xavier_uniform
 from lnssm_jax.mixers.common.norms import NORMS, RMSNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, repeat_heads, split_heads
+from lnssm_jax.mixers.common.routing import RowSparsity
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution, convolve_each
 from lnssm_jax.ops import ConvState, LinearAttentionState, linear_attention, rotary_embedding
 from lnssm_jax.ops.core.halo import step_positions
@@ -70,9 +71,15 @@ class GLA(Mixer[LinearAttentionState | GLAState]):
     gate_bias: whether W_g has a bias.
     norm: "rms" or "layer", which also subtracts the mean.
     norm_scale: whether the norm has a scale (with "layer", also a bias).
+    selected_rows: k, the rows of the state that a token decays and writes, those of its largest
+      keys; None for all. The others keep decay 1. `RowSparsity` has the source.
+    balance: coefficient of the balance loss of `selected_rows`, which `with_aux` returns.
+    mass: in that loss, the mean weight of the "selected" rows, or of all ("full").
     norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
+
+  With `selected_rows` the keys are softmax(W_k x_t) over the selected rows, 0 in the others.
 
   The state is a `LinearAttentionState`; with convolutions, a `GLAState`.
 
@@ -104,6 +111,9 @@ class GLA(Mixer[LinearAttentionState | GLAState]):
     gate_bias: bool = False,
     norm: str = "rms",
     norm_scale: bool = True,
+    selected_rows: int | None = None,
+    balance: float = 0.01,
+    mass: str = "selected",
     norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -118,6 +128,7 @@ class GLA(Mixer[LinearAttentionState | GLAState]):
     if clamp_min is not None and not clamp_min < 0:
       raise ValueError(f"clamp_min={clamp_min} bounds the logarithm of decays and must be below 0.")
     self.feature_map = check_choice("feature_map", feature_map, FEATURE_MAPS)
+    self.rows = RowSparsity.checked(selected_rows, "the key width", self.key_dim, balance, mass)
     keys, values = num_heads * self.key_dim, num_heads * self.value_dim
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     linear = functools.partial(Linear, kernel_init=xavier_uniform(2**-2.5), **options)
@@ -150,20 +161,34 @@ class GLA(Mixer[LinearAttentionState | GLAState]):
     return tuple(conv for conv in convs if conv is not None)
 
   def _mix(self, x, state, segment_ids):
+    return self._run(x, state, segment_ids)[:2]
+
+  def _mix_with_aux(self, x, state, segment_ids):
+    out, state, selection = self._run(x, state, segment_ids)
+    if self.rows is None or selection is None:
+      return out, state, None
+    return out, state, self.rows.aux(*selection)
+
+  def _run(self, x, state, segment_ids):
+    """(out, state, (weights, whether selected) of the rows [B, T, heads, rows], or None)."""
     recurrent, convs = state if isinstance(state, GLAState) else (state, ())
     streams = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
     (q, k, v), convs = convolve_each(self._convs, streams, convs, segment_ids)
     G, groups = self.num_kv_heads, self.num_heads // self.num_kv_heads
-    grouped = lambda z: repeat_heads(split_heads(z, G), groups)
     features = FEATURE_MAPS[self.feature_map]
     log_decay = log_gate(self.decay_up_proj(self.decay_down_proj(x)), self.gate_logit_normalizer)
     if self.clamp_min is not None:
       log_decay = jnp.maximum(log_decay, self.clamp_min)
+    k, log_decay, selection = features(split_heads(k, G)), split_heads(log_decay, G), None
+    if self.rows is not None:
+      weights, chosen = jax.nn.softmax(wide(k)), self.rows.select(wide(k))
+      k = self.rows.normalized(weights, chosen).astype(self.dtype)
+      log_decay, selection = jnp.where(chosen, log_decay, 0.0), (weights, chosen)
     y, recurrent = linear_attention(
       features(split_heads(q, self.num_heads)),
-      features(grouped(k)),
-      grouped(v),
-      log_decay=grouped(log_decay),
+      repeat_heads(k, groups),
+      repeat_heads(split_heads(v, G), groups),
+      log_decay=repeat_heads(log_decay, groups),
       scale=self.key_dim**-0.5,
       axis_name=self.sequence_axis,
       initial_state=recurrent,
@@ -171,7 +196,7 @@ class GLA(Mixer[LinearAttentionState | GLAState]):
     )
     gate = None if self.g_proj is None else split_heads(self.g_proj(x), self.num_heads)
     out = self.o_proj(merge_heads(self.norm(y, gate=gate, dtype=self.dtype)))
-    return out, GLAState(recurrent, convs) if convs else recurrent
+    return out, GLAState(recurrent, convs) if convs else recurrent, selection
 
 
 @register_state

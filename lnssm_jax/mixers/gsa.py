@@ -19,6 +19,7 @@ from lnssm_jax.mixers.common.checks import (
 from lnssm_jax.mixers.common.initializers import xavier_uniform
 from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, repeat_heads, split_heads
+from lnssm_jax.mixers.common.routing import RowSparsity
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution, convolve_each
 from lnssm_jax.ops import ConvState, LinearAttentionState, linear_attention
 from lnssm_jax.ops.core.precision import wide
@@ -59,6 +60,10 @@ class GSA(Mixer[GSAState]):
       convolutions.
     gate_logit_normalizer: tau; larger values give the slots longer memory.
     scale: of the scores; a Python number.
+    selected_rows: k, the slots that a token decays and writes, those of its largest s_t; None for
+      all. The others keep decay 1. `RowSparsity` has the source.
+    balance: coefficient of the balance loss of `selected_rows`, which `with_aux` returns.
+    mass: in that loss, the mean weight of the "selected" rows, or of all ("full").
     norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, scores, norm, state and sums are float32.
     param_dtype: of the parameters.
@@ -85,6 +90,9 @@ class GSA(Mixer[GSAState]):
     conv_size: int | None = None,
     gate_logit_normalizer: float = 8.0,
     scale: float = 1.0,
+    selected_rows: int | None = None,
+    balance: float = 0.01,
+    mass: str = "selected",
     norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -93,6 +101,7 @@ class GSA(Mixer[GSAState]):
     self.head_dim = check_heads(dim, num_heads)
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     self.num_slots = check_positive("num_slots", num_slots)
+    self.rows = RowSparsity.checked(selected_rows, "num_slots", num_slots, balance, mass)
     self.num_kv_heads = G = check_groups("num_kv_heads", num_kv_heads, num_heads)
     self.feature_map = check_choice("feature_map", feature_map, FEATURE_MAPS)
     keys = G * self.head_dim
@@ -120,6 +129,16 @@ class GSA(Mixer[GSAState]):
     return GSAState(keys=empty(K, M), values=empty(M, K), convs=convs)
 
   def _mix(self, x, state, segment_ids):
+    return self._run(x, state, segment_ids)[:2]
+
+  def _mix_with_aux(self, x, state, segment_ids):
+    out, state, selection = self._run(x, state, segment_ids)
+    if self.rows is None or selection is None:
+      return out, state, None
+    return out, state, self.rows.aux(*selection)
+
+  def _run(self, x, state, segment_ids):
+    """(out, state, (weights, whether selected) of the rows [B, T, heads, rows], or None)."""
     keys, values, convs = state if state is not None else (None, None, ())
     streams = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
     streams, convs = convolve_each(self._convs, streams, convs, segment_ids)
@@ -129,7 +148,12 @@ class GSA(Mixer[GSAState]):
     feature_map = FEATURE_MAPS[self.feature_map]
     q = split_heads(mapped(streams[0], feature_map), self.num_heads)
     k, v = grouped(mapped(streams[1], feature_map)), grouped(mapped(streams[2], jax.nn.silu))
-    log_keep = grouped(log_gate(self.f_proj(x), self.gate_logit_normalizer))
+    log_keep, selection = split_heads(log_gate(self.f_proj(x), self.gate_logit_normalizer), G), None
+    if self.rows is not None:
+      weights = -jnp.expm1(log_keep)
+      chosen = self.rows.select(weights)
+      log_keep, selection = jnp.where(chosen, log_keep, 0.0), (weights, chosen)
+    log_keep = repeat_heads(log_keep, groups)
     write = -jnp.expm1(log_keep)
     # The output has the dtype of the values: float32 for scores, which softmax magnifies.
     scores, keys = linear_attention(
@@ -153,4 +177,4 @@ class GSA(Mixer[GSAState]):
       segment_ids=segment_ids,
     )
     y = self.norm(jax.nn.silu(wide(merge_heads(y))))
-    return self.o_proj(y.astype(self.dtype)), GSAState(keys, values, convs)
+    return self.o_proj(y.astype(self.dtype)), GSAState(keys, values, convs), selection

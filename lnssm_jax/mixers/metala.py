@@ -12,6 +12,7 @@ from lnssm_jax.mixers.common.checks import check_head_widths, check_norm_eps, ch
 from lnssm_jax.mixers.common.initializers import xavier_uniform
 from lnssm_jax.mixers.common.norms import layer_norm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
+from lnssm_jax.mixers.common.routing import RowSparsity
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
 from lnssm_jax.ops import ConvState, LinearAttentionState, linear_attention
 from lnssm_jax.ops.core.precision import wide
@@ -45,6 +46,10 @@ class MetaLA(Mixer[MetaLAState]):
     conv_size: W, the tokens that the convolution sees; it has no bias. None leaves convolution and
       silu out, u = x, as the models of the SSE paper do.
     gate_logit_normalizer: tau; larger values move the decays towards 1.
+    selected_rows: k, the rows of the state that a token decays and writes, those of its largest
+      1 - a_t; None for all. The others keep decay 1. `RowSparsity` has the source.
+    balance: coefficient of the balance loss of `selected_rows`, which `with_aux` returns.
+    mass: in that loss, the mean weight of the "selected" rows, or of all ("full").
     norm_eps: eps of the norm, under the root.
     dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
@@ -68,6 +73,9 @@ class MetaLA(Mixer[MetaLAState]):
     expand_v: float = 1.0,
     conv_size: int | None = 4,
     gate_logit_normalizer: float = 16.0,
+    selected_rows: int | None = None,
+    balance: float = 0.01,
+    mass: str = "selected",
     norm_eps: float = 1e-5,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -75,6 +83,7 @@ class MetaLA(Mixer[MetaLAState]):
   ):
     self.key_dim, self.value_dim = check_head_widths(dim, num_heads, expand_k, expand_v)
     self.norm_eps = check_norm_eps(norm_eps)
+    self.rows = RowSparsity.checked(selected_rows, "the key width", self.key_dim, balance, mass)
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     self.gate_logit_normalizer = check_normalizer(gate_logit_normalizer)
     keys, values = num_heads * self.key_dim, num_heads * self.value_dim
@@ -92,12 +101,26 @@ class MetaLA(Mixer[MetaLAState]):
     return MetaLAState(self.conv.init_state(B), LinearAttentionState(kv, None))
 
   def _mix(self, x, state, segment_ids):
+    return self._run(x, state, segment_ids)[:2]
+
+  def _mix_with_aux(self, x, state, segment_ids):
+    out, state, selection = self._run(x, state, segment_ids)
+    if self.rows is None or selection is None:
+      return out, state, None
+    return out, state, self.rows.aux(*selection)
+
+  def _run(self, x, state, segment_ids):
+    """(out, state, (weights, whether selected) of the rows [B, T, heads, rows], or None)."""
     conv, recurrent = state if state is not None else (None, None)
     u, conv = self.conv(x, conv, segment_ids)
     heads = lambda z: split_heads(z, self.num_heads)
     q, v = heads(self.q_proj(u)), heads(self.v_proj(u))
     log_decay = heads(log_gate(self.a_proj(u), self.gate_logit_normalizer))
-    k = -jnp.expm1(log_decay)
+    k, selection = -jnp.expm1(log_decay), None
+    if self.rows is not None:
+      chosen = self.rows.select(k)
+      selection = k, chosen
+      k, log_decay = jnp.where(chosen, k, 0.0), jnp.where(chosen, log_decay, 0.0)
     y, recurrent = linear_attention(
       q,
       k.astype(self.dtype),
@@ -113,4 +136,4 @@ class MetaLA(Mixer[MetaLAState]):
     # sigmoid(z) - 1/2: the norm subtracts any constant, which would only cost digits here.
     y = layer_norm(wide(y) + 0.5 * jnp.tanh(0.5 * own * wide(v)), eps=self.norm_eps)
     out = self.o_proj(silu_gate(merge_heads(y), self.g_proj(u)).astype(self.dtype))
-    return out, MetaLAState(conv, recurrent)
+    return out, MetaLAState(conv, recurrent), selection

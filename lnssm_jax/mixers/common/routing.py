@@ -4,13 +4,14 @@
 training step adds and logs it.
 """
 
+import dataclasses
 from numbers import Real
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
 
@@ -25,7 +26,9 @@ class Aux(NamedTuple):
   share: jax.Array  # [P], the share of the tokens that select each part; the sum is k
 
 
-def balance(mass: jax.Array, selected: jax.Array, *, coefficient: float) -> Aux:
+def balance(
+  mass: jax.Array, selected: jax.Array, *, coefficient: float, by_head: bool = False
+) -> Aux:
   r"""Load balance of tokens that select k of P parts each.
 
       loss = coefficient (P / k) sum_i p_i f_i,      p = mean of `mass`, f = mean of `selected`
@@ -36,14 +39,17 @@ def balance(mass: jax.Array, selected: jax.Array, *, coefficient: float) -> Aux:
   are selected equally often.
 
   Args:
+    by_head: whether the axis before P counts heads, each with parts of its own; the loss is then
+      the mean of theirs, and `share` has those of all heads.
     mass: [..., P], the weight that a token gives to each part; its sum over parts is about 1.
     selected: [..., P] boolean.
 
   Sources: Switch Transformer (Fedus et al. 2021), eqs. 4-6; for k of P, SSE (Pan et al. 2025).
   """
-  p, f = _mean(wide(mass)), _mean(selected.astype(jnp.float32))
-  loss = coefficient * f.size / f.sum() * jnp.sum(p * f)
-  return Aux(loss.astype(jnp.float32), f)
+  kept = 2 if by_head else 1
+  p, f = _mean(wide(mass), kept), _mean(selected.astype(jnp.float32), kept)
+  loss = coefficient * f.shape[-1] / f.sum() * jnp.sum(p * f)
+  return Aux(loss.astype(jnp.float32), f.reshape(-1))
 
 
 def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -95,8 +101,60 @@ def check_coefficient(name: str, value: float) -> float:
   return float(value)
 
 
-def _mean(x: jax.Array) -> jax.Array:
-  """[..., P] -> [P], over the devices too."""
-  mean = jnp.mean(x, axis=tuple(range(x.ndim - 1)))
+@dataclasses.dataclass(frozen=True)
+class RowSparsity:
+  """Selection of k of the K rows of a head's state, per token: the others are frozen.
+
+  A row that a token does not select keeps decay 1 and is not written; all are read.
+
+  Attributes:
+    selected: k.
+    balance: coefficient of the balance loss.
+    mass: its p: "selected", of the weights of the selected rows, or "full", of all.
+
+  Source: SSE (Pan et al. 2025), section 3.1; its eq. 8 as printed decays every row, its text
+  freezes those that are not selected.
+  """
+
+  selected: int
+  balance: float
+  mass: str
+
+  @classmethod
+  def checked(
+    cls, selected: int | None, rows_name: str, rows: int, balance: float, mass: str
+  ) -> "RowSparsity | None":
+    """The selection, or None for `selected=None`; raises `ValueError` naming a wrong option."""
+    check_coefficient("balance", balance)
+    check_choice("mass", mass, ("selected", "full"))
+    if selected is None:
+      return None
+    check_selected("selected_rows", selected, rows_name, rows)
+    return cls(selected, balance, mass)
+
+  def select(self, scores: jax.Array) -> jax.Array:
+    """Whether a token selects a row: the k largest scores [B, T, H, K], of equals the first."""
+    indices = jax.lax.top_k(jax.lax.stop_gradient(scores), self.selected)[1]
+    return is_selected(indices, scores.shape[-1])
+
+  def normalized(self, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Weights >= 0 of the selected rows, divided by their sum; 0 elsewhere."""
+    return _normalized(jnp.where(chosen, weights, 0.0))
+
+  def aux(self, weights: jax.Array, chosen: jax.Array) -> Aux:
+    """The balance loss of weights >= 0 [B, T, H, K]: of each head, their mean."""
+    full = self.mass == "full"
+    mass = _normalized(weights) if full else self.normalized(weights, chosen)
+    return balance(mass, chosen, coefficient=self.balance, by_head=True)
+
+
+def _normalized(weights):
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  return weights / jnp.where(total > 0, total, 1.0)
+
+
+def _mean(x: jax.Array, kept: int) -> jax.Array:
+  """The mean over all but the last `kept` axes, and over the devices."""
+  mean = jnp.mean(x, axis=tuple(range(x.ndim - kept)))
   axes = tuple(jax.typeof(mean).manual_axis_type.varying)
   return jax.lax.pmean(mean, axes) if axes else mean

@@ -30,3 +30,8 @@ def root_mean_square_norm(x, gain, eps=1e-5):
 def heads(x, num_heads):
   """[T, D] -> [T, H, D / H]."""
   return x.reshape(len(x), num_heads, -1)
+
+
+def largest(scores, count):
+  """Whether a score is one of the largest of its row, [..., K]."""
+  return np.argsort(np.argsort(-scores, axis=-1), axis=-1) < count

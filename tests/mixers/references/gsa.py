@@ -2,13 +2,15 @@
 
 import numpy as np
 
-from tests.mixers.references.common import heads, root_mean_square_norm, sigmoid, silu
+from tests.mixers.references.common import heads, largest, root_mean_square_norm, sigmoid, silu
 
 
-def gsa(params, x, *, num_heads, gate_logit_normalizer=8, scale=1):
+def gsa(params, x, *, num_heads, gate_logit_normalizer=8, scale=1, selected_rows=None):
   projected = lambda name: heads(x @ params[f"{name}_proj"]["kernel"], num_heads)
   q, k, v = (silu(projected(name)) for name in "qkv")
   f = sigmoid(projected("f")) ** (1 / gate_logit_normalizer)
+  if selected_rows is not None:
+    f = np.where(largest(1 - f, selected_rows), f, 1)
   y = np.zeros_like(v)
   for h in range(num_heads):
     keys, values = np.zeros((f.shape[-1], k.shape[-1])), np.zeros((f.shape[-1], v.shape[-1]))

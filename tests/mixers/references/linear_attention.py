@@ -2,13 +2,17 @@
 
 import numpy as np
 
-from tests.mixers.references.common import heads, root_mean_square_norm, sigmoid, silu
+from tests.mixers.references.common import heads, largest, root_mean_square_norm, sigmoid, silu
 
 
-def gla(params, x, *, num_heads):
+def gla(params, x, *, num_heads, selected_rows=None):
   gate = x @ params["decay_down_proj"]["kernel"] @ params["decay_up_proj"]["kernel"]
   decay = heads(sigmoid(gate + params["decay_up_proj"]["bias"]) ** (1 / 16), num_heads)
   q, k, v = (heads(x @ params[f"{name}_proj"]["kernel"], num_heads) for name in "qkv")
+  if selected_rows is not None:
+    chosen = largest(k, selected_rows)
+    k = np.where(chosen, np.exp(k), 0)
+    k, decay = k / k.sum(-1, keepdims=True), np.where(chosen, decay, 1)
   return gated_output(params, x, recurrence(q, k, v, decay))
 
 

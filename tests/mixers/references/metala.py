@@ -2,13 +2,15 @@
 
 import numpy as np
 
-from tests.mixers.references.common import convolution, heads, sigmoid, silu
+from tests.mixers.references.common import convolution, heads, largest, sigmoid, silu
 
 
-def metala(params, x, *, num_heads):
+def metala(params, x, *, num_heads, selected_rows=None):
   u = silu(convolution(params["conv"], x)) if "conv" in params else x
   projected = lambda name: heads(u @ params[f"{name}_proj"]["kernel"], num_heads)
   q, v, a = projected("q"), projected("v"), sigmoid(projected("a")) ** (1 / 16)
+  if selected_rows is not None:
+    a = np.where(largest(1 - a, selected_rows), a, 1)
   own_weight = np.reshape(params["own_gain"], (num_heads, -1))
   y = np.zeros_like(v)
   for h in range(num_heads):
