@@ -10,14 +10,16 @@ import fla.layers.gla
 import fla.layers.gsa
 import fla.layers.hgrn2
 import fla.layers.multiscale_retention
+import fla.layers.rwkv6
 import torch
-from fla.modules import FusedRMSNormGated, RMSNorm, ShortConvolution
+from fla.modules import FusedRMSNormGated, GroupNorm, RMSNorm, ShortConvolution
 from fla.modules.feature_map import SwishFeatureMap
 from fla.ops.delta_rule.naive import delta_rule_recurrence
 from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
 from fla.ops.gla.naive import naive_recurrent_gla
 from fla.ops.gsa.naive import naive_recurrent_gsa
 from fla.ops.retention.naive import naive_retention
+from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
 from torch.nn import functional as F
 
 from tests.peers.numbers import DIM, numbers
@@ -54,6 +56,20 @@ def _retention(q, k, v, **_):
 
 def _gsa(q, k, v, s, g, scale, **_):
   return naive_recurrent_gsa(q, k, v, s, g, scale=scale)
+
+
+def _rwkv6(r, k, v, w, u, scale, **_):
+  out, state = naive_recurrent_rwkv6(*_turned(r, k, v, w), u, scale=scale)
+  return out.transpose(1, 2), state
+
+
+def _token_shift(x, *_):
+  return F.pad(x, (0, 0, 1, -1)) - x
+
+
+def _group_norm(self, x):
+  y = F.group_norm(x.flatten(0, 1), self.num_groups, self.weight, self.bias, self.eps)
+  return y.view_as(x)
 
 
 def _rotary(self, q, k, **_):
@@ -98,6 +114,9 @@ def _patch():
   layers.gsa.fused_recurrent_gsa = _gsa
   layers.multiscale_retention.chunk_retention = _retention
   layers.multiscale_retention.RotaryEmbedding.forward = _rotary
+  layers.rwkv6.fused_recurrent_rwkv6 = _rwkv6
+  layers.rwkv6.token_shift = _token_shift
+  GroupNorm.forward = _group_norm
   for module in (layers.gsa, layers.hgrn2):
     module.rms_norm_linear = _rms_norm_linear
   layers.hgrn2.swish = F.silu
@@ -126,6 +145,10 @@ def cases():
   hgrn2 = functools.partial(
     fla.layers.hgrn2.HGRN2Attention, hidden_size=DIM, expand_ratio=4, layer_idx=1
   )
+  rwkv6 = fla.layers.rwkv6.RWKV6Attention(
+    hidden_size=DIM, num_heads=2, expand_k=1.0, proj_low_rank_dim=2, gate_low_rank_dim=3
+  )
+  rwkv6.gate_fn = F.silu
   eps = {"norm_eps": 1e-6}
   plain = lambda module, x: module(x)[0]
   bound = torch.from_numpy(0.4 + 0.1 * numbers("hgrn2_fla/lower_bound", (DIM,)))
@@ -159,5 +182,6 @@ def cases():
     "gsa_fla_grouped": (gsa(num_kv_heads=1, feature_map="relu", use_short_conv=True), plain),
     "retnet_fla": (retention(**eps), plain),
     "retnet_fla_affine": (retention(elementwise_affine=False, num_kv_heads=1), plain),
+    "rwkv6_fla": (rwkv6, plain),
     "hgrn2_fla": (hgrn2(), lambda module, x: module(x, lower_bound=bound)[0]),
   }

@@ -149,6 +149,22 @@ def hgrn2(theirs: Arrays) -> dict[str, Any]:
   return named(theirs, **projections) | scale(theirs, norm="g_norm")
 
 
+def rwkv6(theirs: Arrays) -> dict[str, Any]:
+  """Their streams are r, w, k, v, g; ours w, k, v, r, g."""
+  order = [1, 2, 3, 0, 4]
+  down = theirs["x_proj.0.linear.weight"].reshape(5, -1, DIM)[order]
+  up = theirs["x_proj.2.weight"].reshape(DIM, 5, -1)[:, order]
+  ours = {f"mu_{name}": theirs["x_bias"][i] for i, name in enumerate("rwkvg")}
+  ours |= {"mu_x": theirs["x_proj.0.mu"], "mix_down_proj": {"kernel": down.reshape(-1, DIM).T}}
+  ours |= {"mix_up": up.transpose(1, 2, 0), "u": theirs["bonus"].ravel()}
+  ours |= named(theirs, **{f"{name}_proj": f"{name}_proj.linear" for name in "rkvg"})
+  ours |= {"w": theirs["w_proj.linear.lora.2.bias"]}
+  for name, index in (("decay_down_proj", 0), ("decay_up_proj", 2)):
+    ours[name] = {"kernel": theirs[f"w_proj.linear.lora.{index}.weight"].T}
+  norm = {"scale": theirs["g_norm.weight"], "bias": theirs["g_norm.bias"]}
+  return ours | named(theirs, o_proj="o_proj") | {"norm": norm}
+
+
 HEADS = {"num_heads": 2}
 EPS = {"norm_eps": 1e-6}
 GROUPED = HEADS | {"num_kv_heads": 1}
@@ -234,6 +250,8 @@ PEERS = {
     hgrn2,
     {"bound": np.sqrt(-np.log1p(-LOWER_BOUND))},
   ),
+  # Ours divides by 8 before the norm, whose eps is then 64 times smaller.
+  "rwkv6_fla": Peer("rwkv6", HEADS | {"mix_rank": 2, "gate_rank": 3, "norm_eps": 1e-5 / 64}, rwkv6),
   "retnet_torchscale": Peer(
     "retnet",
     HEADS | {"frequencies": "torchscale", "norm_scale": False, "norm_eps": 1e-20},
