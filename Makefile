@@ -48,7 +48,8 @@ goldens: $(DEV_ENV)
 # The other side has an environment and a Python of its own, for which its packages exist.
 PEERS_PYTHON ?= python3.11
 PEERS := tests/peers/requirements
-test-peers: $(DEV_ENV) .venv-peers/.ready
+AUTHORS := .venv-peers/authors
+test-peers: $(DEV_ENV) .venv-peers/.ready $(AUTHORS)/.ready
 	.venv-peers/bin/python -m tests.peers.record
 	$(RUN) -m pytest tests/peers $(ARGS)
 
@@ -56,6 +57,13 @@ test-peers: $(DEV_ENV) .venv-peers/.ready
 	$(PEERS_PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install -r $(PEERS).txt
 	.venv-peers/bin/python -m pip install --no-deps -r $(PEERS)-without-dependencies.txt
+	touch $@
+
+$(AUTHORS)/.ready: tests/peers/authors.txt .venv-peers/.ready
+	rm -rf $(AUTHORS) && mkdir -p $(AUTHORS)
+	while read repository commit; do folder=$(AUTHORS)/$${repository#*/}; \
+	  git clone --quiet https://github.com/$$repository $$folder && \
+	  git -C $$folder checkout --quiet $$commit || exit 1; done < $<
 	touch $@
 
 test-gpu: $(DEV_ENV)

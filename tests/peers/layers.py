@@ -1,6 +1,6 @@
 """Which layer of ours is compared with each recorded one, and whose parameters are whose.
 
-A map of parameters is linear, so that the same map takes gradients to gradients. Constants are
+A map of parameters is affine: its linear part takes gradients to gradients. Constants are
 parameters of ours that the other side does not learn.
 """
 
@@ -165,6 +165,32 @@ def rwkv6(theirs: Arrays) -> dict[str, Any]:
   return ours | named(theirs, o_proj="o_proj") | {"norm": norm}
 
 
+def tnl(theirs: Arrays) -> dict[str, Any]:
+  gates = {"gate_down_proj": "output_gate.0", "gate_up_proj": "output_gate.1"}
+  norm = {"scale": theirs["norm.weight"], "bias": theirs["norm.bias"]}
+  return named(theirs, **QKVO, **gates) | {"norm": norm}
+
+
+def hyena(theirs: Arrays) -> dict[str, Any]:
+  """Their first stream is the output gate, ours the second."""
+  swapped = lambda x: np.concatenate([x[..., DIM : 2 * DIM], x[..., :DIM], x[..., 2 * DIM :]], -1)
+  ours = named(theirs, o_proj="out_proj")
+  for name, convert, source in (("in_proj", linear, "in_proj"), ("conv", conv, "short_filter")):
+    ours[name] = {key: swapped(value) for key, value in convert(theirs, source).items()}
+  network = {f"layer{i}": f"filter_fn.implicit_filter.{2 * i}" for i in range(4)}
+  ours |= {"filter": named(theirs, **network), "skip": theirs["filter_fn.bias"]}
+  return ours | {"sine_gain": theirs["filter_fn.implicit_filter.1.freq"].ravel()}
+
+
+def rwkv5(theirs: Arrays) -> dict[str, Any]:
+  """Their weights of shifts are those of the previous token."""
+  ours = {f"mu_{name}": 1 - theirs[f"time_maa_{name}"].ravel() for name in "rkvg"}
+  ours |= {"w": theirs["time_decay"].ravel(), "u": theirs["time_faaaa"].ravel()}
+  projections = {"r": "receptance", "k": "key", "v": "value", "g": "gate", "o": "output"}
+  ours |= {f"{name}_proj": linear(theirs, source) for name, source in projections.items()}
+  return ours | {"norm": {"scale": theirs["ln_x.weight"], "bias": theirs["ln_x.bias"]}}
+
+
 HEADS = {"num_heads": 2}
 EPS = {"norm_eps": 1e-6}
 GROUPED = HEADS | {"num_kv_heads": 1}
@@ -252,6 +278,14 @@ PEERS = {
   ),
   # Ours divides by 8 before the norm, whose eps is then 64 times smaller.
   "rwkv6_fla": Peer("rwkv6", HEADS | {"mix_rank": 2, "gate_rank": 3, "norm_eps": 1e-5 / 64}, rwkv6),
+  "tnl_lightning": Peer(
+    "tnl",
+    HEADS | {"layer": 1, "num_layers": 3, "positions": "none"},
+    tnl,
+    {"fixed_log_rate": np.log([2**-4, 2**-8]) + np.log(0.5 + 1e-5)},
+  ),
+  "hyena_safari": Peer("hyena", {"max_length": 8, "filter_dim": 4, "use_bias": True}, hyena),
+  "rwkv5_x051a": Peer("rwkv5", HEADS | {"layer": 1, "num_layers": 3, "decay": "head"}, rwkv5),
   "retnet_torchscale": Peer(
     "retnet",
     HEADS | {"frequencies": "torchscale", "norm_scale": False, "norm_eps": 1e-20},

@@ -54,11 +54,12 @@ def write(file: str, cases: dict[str, tuple[torch.nn.Module, Call]]) -> None:
 
 
 def main() -> None:
-  from tests.peers import fla_layers, torchscale_layers, transformers_layers
+  from tests.peers import author_layers, fla_layers, torchscale_layers, transformers_layers
 
   write("transformers", transformers_layers.cases())
   write("fla", fla_layers.cases())
   write("torchscale", torchscale_layers.cases())
+  write("authors", author_layers.cases())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tests.peers.numbers import DIM, cotangent, inputs, parameter
 
 FOLDER = Path(__file__).parent / "golden"
 TOLERANCE = 1e-12
+TOLERANCES = {"hyena_safari": 1e-6}  # of ours, the features of lags are float32
 
 # Layers whose options change the state; the others decode as their mixer does by default.
 DECODED = (
@@ -93,12 +94,16 @@ def test_layer_equals_the_recorded_one(case):
   want = golden()[case]
   with jax.enable_x64(True):
     out, (gradients, dx) = evaluate(layer_of(case), inputs(case), cotangent(case))
-    assert relative_error(out, want["out"]) < TOLERANCE
-    assert relative_error(dx, want["x"]) < TOLERANCE
+    tolerance = TOLERANCES.get(case, TOLERANCE)
+    assert relative_error(out, want["out"]) < tolerance
+    assert relative_error(dx, want["x"]) < tolerance
     got = nnx.to_pure_dict(nnx.state(gradients, nnx.Param))
-    for path, expected in jax.tree.leaves_with_path(PEERS[case].params(want)):
+    convert = PEERS[case].params
+    nothing = convert({name: np.zeros_like(value) for name, value in want.items()})
+    expected = jax.tree.map(np.subtract, convert(want), nothing)
+    for path, gradient in jax.tree.leaves_with_path(expected):
       value = functools.reduce(lambda tree, key: tree[key.key], path, got)
-      assert relative_error(value, expected) < TOLERANCE, jax.tree_util.keystr(path)
+      assert relative_error(value, gradient) < tolerance, jax.tree_util.keystr(path)
 
 
 def decoded_cases():
@@ -111,7 +116,7 @@ def decoded_cases():
 def test_decoding_equals_the_recorded_layer(case):
   with jax.enable_x64(True):
     out = decode(layer_of(case), inputs(case))
-  assert relative_error(out, golden()[case]["out"]) < TOLERANCE
+  assert relative_error(out, golden()[case]["out"]) < TOLERANCES.get(case, TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["gla_fla_conv", "gsa_fla_grouped", "gated_delta_net_fla_no_conv"])
