@@ -136,7 +136,8 @@ class DSS(_Diagonal):
     state_dim: N, complex numbers per channel.
     kernel_length: L, or None for DSS_exp.
     separate_steps: two steps per channel, log_dt [D, 2]: exp of the first multiplies the real part
-      of A, exp of the second its imaginary part ("sep_dt_re_im", True in the published code).
+      of A, exp of the second its imaginary part ("sep_dt_re_im", True in the published code). They
+      start equal.
     dtype: of u and of the last layer; A, dt, state and sums are float32.
     param_dtype: of the parameters.
 

@@ -44,8 +44,23 @@ def _rwkv5():
   return _load("nanoRWKV/model.py").RWKV_TimeMix_x051a(config, 1)
 
 
+def _dss():
+  """It logs and reads settings by packages of which the layer needs no more than this."""
+  names = ("pytorch_lightning", "pytorch_lightning.utilities", "opt_einsum", "omegaconf")
+  lightning, utilities, einsum, settings = stubs = [ModuleType(name) for name in names]
+  utilities.rank_zero_only = lambda function: function
+  lightning.utilities = utilities
+  einsum.contract, einsum.contract_expression = torch.einsum, None
+  settings.DictConfig = lambda values: SimpleNamespace(update=None, **values)
+  sys.modules |= dict(zip(names, stubs, strict=True))
+  dss = _load("dss/src/models/sequence/ss/standalone/dss.py").DSS
+  return dss(DIM, d_state=3, version="exp", postact="glu", transposed=False)
+
+
 def cases():
-  call = lambda module, x: module(x)
+  first = lambda out: out[0] if isinstance(out, tuple) else out
+  call = lambda module, x: first(module(x))
   layers = {"tnl_lightning": _tnl(), "hyena_safari": _hyena(), "rwkv5_x051a": _rwkv5()}
+  layers |= {"dss_authors": _dss()}
   assert torch.get_default_dtype() == torch.float64
   return {name: (layer, call) for name, layer in layers.items()}

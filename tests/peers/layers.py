@@ -182,6 +182,13 @@ def hyena(theirs: Arrays) -> dict[str, Any]:
   return ours | {"sine_gain": theirs["filter_fn.implicit_filter.1.freq"].ravel()}
 
 
+def dss(theirs: Arrays) -> dict[str, Any]:
+  weights = theirs["kernel.W"][0]
+  ours = {"c_real": weights[..., 0], "c_imag": weights[..., 1], "skip": theirs["D"][0]}
+  ours |= {"pole_log": theirs["kernel.Lambda_log_neg_re"], "pole_imag": theirs["kernel.Lambda_im"]}
+  return ours | {"log_dt": theirs["kernel.log_dt"]} | named(theirs, o_proj="output_linear.0")
+
+
 def rwkv5(theirs: Arrays) -> dict[str, Any]:
   """Their weights of shifts are those of the previous token."""
   ours = {f"mu_{name}": 1 - theirs[f"time_maa_{name}"].ravel() for name in "rkvg"}
@@ -285,6 +292,7 @@ PEERS = {
     {"fixed_log_rate": np.log([2**-4, 2**-8]) + np.log(0.5 + 1e-5)},
   ),
   "hyena_safari": Peer("hyena", {"max_length": 8, "filter_dim": 4, "use_bias": True}, hyena),
+  "dss_authors": Peer("dss", {"state_dim": 3, "separate_steps": True}, dss),
   "rwkv5_x051a": Peer("rwkv5", HEADS | {"layer": 1, "num_layers": 3, "decay": "head"}, rwkv5),
   "retnet_torchscale": Peer(
     "retnet",

@@ -29,10 +29,10 @@ def conjugate_pairs(state_dim: int) -> int:
   return state_dim // 2
 
 
-def log_steps(size: int | tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> nnx.Param:
-  """log(dt) of this shape, dt log-uniform between 0.001 and 0.1."""
-  shape = (size,) if isinstance(size, int) else size
-  steps = jax.random.uniform(rngs.params(), shape, jnp.float32, math.log(1e-3), math.log(0.1))
+def log_steps(size: int, param_dtype, rngs: nnx.Rngs, *, separate: bool = False) -> nnx.Param:
+  """log(dt) [size], dt log-uniform between 0.001 and 0.1; with `separate` twice, [size, 2]."""
+  steps = jax.random.uniform(rngs.params(), (size,), jnp.float32, math.log(1e-3), math.log(0.1))
+  steps = jnp.stack([steps, steps], axis=-1) if separate else steps
   return nnx.Param(steps.astype(param_dtype))
 
 
@@ -63,7 +63,7 @@ class SingleInput(Mixer[ComplexState]):
   ):
     self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
     self.state_size = state_size
-    self.log_dt = log_steps((dim, 2) if separate_steps else dim, param_dtype, rngs)
+    self.log_dt = log_steps(dim, param_dtype, rngs, separate=separate_steps)
     self.skip = normal((dim,), 1.0, param_dtype, rngs)
     init = uniform_fan_in(dim)
     self.o_proj = Linear(
