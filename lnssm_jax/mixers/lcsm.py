@@ -249,11 +249,9 @@ class LCSM(Mixer[LCSMState]):
     heads = self._value_heads()
     q, k = self._vectors(x, positions)
     log_decay = self._log_decay(x)
-    if heads > 1:  # columns with the same keys
-      q, k = (jnp.broadcast_to(z, (*z.shape[:2], heads, z.shape[3])) for z in (q, k))
-      if log_decay is not None:
-        shape = (*log_decay.shape[:-2], heads, log_decay.shape[-1])
-        log_decay = jnp.broadcast_to(log_decay, shape)
+    if log_decay is not None:  # of the heads of v, which share q and k
+      shape = (*log_decay.shape[:-2], heads, log_decay.shape[-1])
+      log_decay = jnp.broadcast_to(log_decay, shape)
     y, state = ops.linear_attention(
       q,
       k,
