@@ -156,7 +156,7 @@ def _run(model, prompts, options: SamplingOptions):
   limits = (jnp.float32(options.temperature), jnp.float32(np.inf if whole else options.top_p))
 
   state, logits = _read(model, prompts, options.prefill_chunk)
-  states = layers.apart(state, model.num_layers)
+  states = _apart(model, state)
   seed_key, numbers = jax.random.key(options.seed), np.arange(len(prompts))
   row_keys = jax.vmap(jax.random.fold_in, (None, 0))(seed_key, numbers)
   stop_token, ended = options.stop_token, np.zeros(len(prompts), bool)
@@ -226,12 +226,22 @@ def _read_one(model, blocks, states, tokens):
   Each layer's state is carried by itself, so that a kernel that updates it in place needs no copy:
   a scan over stacked layers copies each layer's slice out of the stack, and into another one.
   """
-  x = model.embed(tokens[:, None])
+  states, position = states
+  x = model.embed(tokens[:, None], position)
   new = []
   for block, state in zip(blocks, states, strict=True):
     x, state = block(x, state)
     new.append(state)
-  return new, model.logits(model.norm(x).astype(model.dtype))[:, 0]
+  position = None if position is None else position + 1
+  return (new, position), model.logits(model.norm(x).astype(model.dtype))[:, 0]
+
+
+def _apart(model, state):
+  """(the state of each layer, the position [B, 1] of the next token if the model learns them)."""
+  position = None
+  if isinstance(state, layers.PositionedStates):
+    state, position = state.layers, state.position[0][:, None]
+  return layers.apart(state, model.num_layers), position
 
 
 def _draw(logits, keys, limits, choice: _Choice):

@@ -29,6 +29,7 @@ Rules = Sequence[tuple[str, Layout]]
 
 _BOTH = ("tensor", "fsdp")
 RULES: Rules = (
+  (r"positions", (None, _BOTH)),  # [length, D]
   (r"embedding", (None, _BOTH)),  # [vocab, D]; a vocabulary seldom divides evenly, D does
   (r"head/kernel", (_BOTH, None)),  # [D, vocab]
   (r"channel_mixer/(up|gate)/kernel", ("fsdp", "tensor")),  # [D, hidden]

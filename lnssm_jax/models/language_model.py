@@ -9,15 +9,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers import Mixer
+from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_state
 from lnssm_jax.mixers.common.initializers import orthogonal
 from lnssm_jax.models import layers
 from lnssm_jax.models.block import NORMS, Block, check_channel_mixer, check_mixer, mixer_name
 from lnssm_jax.models.embedding import lookup
-from lnssm_jax.models.layers import LayerAux, LayerStates
+from lnssm_jax.models.layers import LayerAux, LayerStates, PositionedStates
 from lnssm_jax.ops.core.checks import check_shape
 from lnssm_jax.ops.core.dispatch import MADE_BY_KERNELS, default_device
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
+from lnssm_jax.ops.core.halo import step_positions
 
 # Residuals of a layer: everything that the backward pass uses; the layer's input only; or also the
 # outputs of its projections (the matrix products without a batch axis) and of GPU kernels.
@@ -29,6 +31,9 @@ REMAT_POLICIES = {
     jax.checkpoint_policies.save_only_these_names(MADE_BY_KERNELS),
   ),
 }
+
+
+type ModelState = LayerStates | PositionedStates
 
 
 class Head(nnx.Module):
@@ -87,6 +92,10 @@ class LanguageModel(nnx.Module):
     norm_eps: eps of these norms, under the root. Those inside mixers are options of the mixer.
     embedding_norm: whether a norm follows the embedding.
     tie_embeddings: whether the head is the embedding's transpose.
+    learned_positions: the length of a table of learned positions, added to the embedding (before
+      its norm); None for none. They count from the start of each document. Longer documents are
+      rejected: with an error where the length is known when the model is called, elsewhere their
+      outputs from that token on are NaN. The state then counts tokens: `PositionedStates`.
     initialization: a name in `INITIALIZATIONS`. "lnssm": an orthogonal embedding of tiny numbers,
       rms 1e-4, which needs `embedding_norm`, and an orthogonal head; mixers and channel mixers
       start as their classes say. "gpt2": embedding, head and all matrices in blocks are normal with
@@ -130,6 +139,7 @@ class LanguageModel(nnx.Module):
     norm_eps: float = 1e-5,
     embedding_norm: bool = True,
     tie_embeddings: bool = False,
+    learned_positions: int | None = None,
     initialization: str | None = None,
     remat: str = "none",
     unroll: int | None = None,
@@ -166,6 +176,13 @@ class LanguageModel(nnx.Module):
     new_norm = lambda: NORMS[norm](dim, eps=norm_eps, param_dtype=param_dtype, rngs=rngs)
     self.embedding = nnx.Param(start.embedding(rngs.params(), (vocab_size, dim), param_dtype))
     self.embedding_norm = new_norm() if embedding_norm else None
+    self.sequence_axis = sequence_axis
+    if learned_positions is None:
+      self.positions = None
+    else:
+      shape = (check_positive("learned_positions", learned_positions), dim)
+      normal = nnx.initializers.normal(_GPT2_STD)
+      self.positions = nnx.Param(normal(rngs.params(), shape, param_dtype))
 
     def block(mixer, key, layer):
       return Block(
@@ -198,24 +215,30 @@ class LanguageModel(nnx.Module):
   @property
   def max_length(self) -> int | None:
     """The longest sequence, where a mixer keeps a cache of bounded length; None: any length."""
-    return layers.max_length(self.blocks)
+    lengths = [layers.max_length(self.blocks)]
+    lengths += [] if self.positions is None else [len(self.positions[...])]
+    return min((length for length in lengths if length is not None), default=None)
 
-  def init_state(self, batch_size: int) -> LayerStates:
+  def init_state(self, batch_size: int) -> ModelState:
     """The state before the first token: a `BlockState` with a leading axis L. float32.
 
-    Of a pattern of mixers, a list with the state of each place, whose axis counts its layers.
+    Of a pattern of mixers, a list with the state of each place, whose axis counts its layers. With
+    learned positions `PositionedStates`.
     """
-    return layers.init_state(self.blocks, check_positive("batch_size", batch_size))
+    state = layers.init_state(self.blocks, check_positive("batch_size", batch_size))
+    if self.positions is None:
+      return state
+    return PositionedStates(state, jnp.zeros((1, batch_size), jnp.int32))
 
   @under_auto_axes(argument=1, results=(0, 1))
   def hidden(
     self,
     tokens: jax.Array,
-    state: LayerStates | None = None,
+    state: ModelState | None = None,
     segment_ids: jax.Array | None = None,
     *,
     gather: Callable[[Block], Block] | None = None,
-  ) -> tuple[jax.Array, LayerStates]:
+  ) -> tuple[jax.Array, ModelState]:
     """Returns (the input of the head [B, T, D] in `dtype`, the state after the last token).
 
     A token id outside [0, vocab_size) cannot raise on a device: its outputs are NaN.
@@ -256,14 +279,35 @@ class LanguageModel(nnx.Module):
     whole = self.remat == "none" and default_device().platform == "gpu"
     unroll = self.unroll or (self.num_layers if whole else 1)
     options = {"policy": REMAT_POLICIES[self.remat], "unroll": unroll, "gather": gather}
-    x = self.embed(tokens)
+    positions, last = None, None
+    if self.positions is not None:
+      state, positions, last = self._count(tokens, state, segment_ids)
+    x = self.embed(tokens, positions)
     x, state, aux = layers.run(self.blocks, x, state, segment_ids, **options, **results)
-    return self.norm(x, dtype=self.dtype), state, aux
+    hidden = self.norm(x, dtype=self.dtype)
+    if self.positions is None or positions is None or last is None:
+      return hidden, state, aux
+    if state is not None:
+      state = PositionedStates(state, last)
+    return nan_beyond(hidden, positions, len(self.positions[...])), state, aux
+
+  def _count(self, tokens, state, segment_ids):
+    """The layers' states, the position of each token [B, T], and the tokens so far [1, B]."""
+    (B, T), axis, limit = jnp.shape(tokens), self.sequence_axis, len(self.positions[...])
+    state, before = (None, None) if state is None else (state.layers, state.position[0])
+    check_capacity("LanguageModel", T, before, segment_ids, limit, axis)
+    positions, last = step_positions(B, T, segment_ids, before, axis_name=axis)
+    return state, positions, last[None]
 
   @under_auto_axes(argument=1)
-  def embed(self, tokens: jax.Array) -> jax.Array:
-    """The input of the first layer, [B, T, D] in `dtype`."""
+  def embed(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    """The input of the first layer, [B, T, D] in `dtype`; `positions` [B, T] of learned ones."""
     x = lookup(self.embedding[...], jnp.asarray(tokens))
+    if self.positions is not None:
+      if positions is None:
+        raise ValueError("LanguageModel: embed needs `positions`: the model has a table of them.")
+      table = self.positions[...]
+      x = x + lookup(table, jnp.minimum(positions, len(table) - 1))
     if self.embedding_norm is None:
       return x.astype(self.dtype)
     return self.embedding_norm(x, dtype=self.dtype)
@@ -285,9 +329,9 @@ class LanguageModel(nnx.Module):
   def __call__(
     self,
     tokens: jax.Array,
-    state: LayerStates | None = None,
+    state: ModelState | None = None,
     segment_ids: jax.Array | None = None,
-  ) -> tuple[jax.Array, LayerStates]:
+  ) -> tuple[jax.Array, ModelState]:
     """Returns (logits [B, T, vocab] float32, the state after the last token).
 
     Arguments and errors are those of `hidden`.
@@ -299,9 +343,9 @@ class LanguageModel(nnx.Module):
   def with_aux(
     self,
     tokens: jax.Array,
-    state: LayerStates | None = None,
+    state: ModelState | None = None,
     segment_ids: jax.Array | None = None,
-  ) -> tuple[jax.Array, LayerStates, LayerAux]:
+  ) -> tuple[jax.Array, ModelState, LayerAux]:
     """The same call for training: (logits, the state, the auxiliary outputs of the mixers)."""
     hidden, state, aux = self._hidden(tokens, state, segment_ids, with_aux=True)
     return self.logits(hidden), state, aux

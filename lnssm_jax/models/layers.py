@@ -6,7 +6,7 @@ runs whole patterns; the remaining layers of the last one follow it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,21 @@ from flax import nnx
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.models.block import Block, BlockState
+from lnssm_jax.ops.core.states import register_state
 
 # States of all layers: one with a leading axis L; of a pattern, one for each of its places, whose
 # leading axis counts the layers there.
 type LayerStates = BlockState | list[BlockState]
 # Likewise auxiliary outputs; None for a mixer without.
 type LayerAux = Aux | list[Aux | None] | None
+
+
+@register_state
+class PositionedStates(NamedTuple):
+  """State of a model with learned positions."""
+
+  layers: LayerStates
+  position: jax.Array  # [1, B] int32, the number of tokens of the document so far
 
 
 def make_blocks(

@@ -54,6 +54,11 @@ def test_lcsm_of_each_op_on_shards_equals_one_device(code):
 
 
 @pytest.mark.slow
+def test_learned_positions_on_shards_equal_one_device():
+  check({"mixer": "lrn", "learned_positions": 64})
+
+
+@pytest.mark.slow
 def test_models_on_shards_without_segments_or_state_are_equal():
   names = ("rwkv4", "longhorn", "gated_delta_net", "sliding_window_attention")
   check(*({"mixer": name, "segments": False, "state": False} for name in names))

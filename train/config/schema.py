@@ -25,6 +25,7 @@ class Model:
   norm_eps: float = 1e-5
   embedding_norm: bool = True
   initialization: Literal["lnssm", "gpt2"] | None = None  # None: by `embedding_norm` and tying
+  learned_positions: int | None = None  # length of a table of positions
   tie_embeddings: bool = False  # the output head is the transposed embedding
   dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations; states are always float32
   param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -34,7 +35,7 @@ class Model:
   def __post_init__(self):
     for name in ("dim", "num_layers", "num_heads", "vocab_size"):
       at_least(f"model.{name}", getattr(self, name), 1)
-    for name in ("channel_hidden", "unroll"):
+    for name in ("channel_hidden", "unroll", "learned_positions"):
       if getattr(self, name) is not None:
         at_least(f"model.{name}", getattr(self, name), 1)
     lower = self.dim // self.num_heads * self.num_heads

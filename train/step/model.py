@@ -30,6 +30,7 @@ def build_model(
     embedding_norm=model.embedding_norm,
     initialization=model.initialization,
     tie_embeddings=model.tie_embeddings,
+    learned_positions=model.learned_positions,
     remat=model.remat,
     unroll=model.unroll,
     sequence_axis=sequence_axis,
