@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lnssm_jax import mixers, ops
-from lnssm_jax.models.language_model import ModelState
+from lnssm_jax.models.layers import LayerStates
 
 class Face(nn.Module):
   wrapped: ClassVar[Any]
@@ -48,10 +48,10 @@ class LanguageModel(Face):
   def __call__(
     self,
     tokens: jax.Array,
-    state: ModelState | None = ...,
+    state: LayerStates | None = ...,
     segment_ids: jax.Array | None = ...,
-  ) -> tuple[jax.Array, ModelState]: ...
-  def init_state(self, batch_size: int) -> ModelState: ...
+  ) -> tuple[jax.Array, LayerStates]: ...
+  def init_state(self, batch_size: int) -> LayerStates: ...
 
 class VisionModel(Face):
   _: KW_ONLY

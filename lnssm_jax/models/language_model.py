@@ -33,9 +33,6 @@ REMAT_POLICIES = {
 }
 
 
-type ModelState = LayerStates | PositionedStates
-
-
 class Head(nnx.Module):
   """W [D, vocab] of the logits h W."""
 
@@ -219,7 +216,7 @@ class LanguageModel(nnx.Module):
     lengths += [] if self.positions is None else [len(self.positions[...])]
     return min((length for length in lengths if length is not None), default=None)
 
-  def init_state(self, batch_size: int) -> ModelState:
+  def init_state(self, batch_size: int) -> LayerStates:
     """The state before the first token: a `BlockState` with a leading axis L. float32.
 
     Of a pattern of mixers, a list with the state of each place, whose axis counts its layers. With
@@ -234,11 +231,11 @@ class LanguageModel(nnx.Module):
   def hidden(
     self,
     tokens: jax.Array,
-    state: ModelState | None = None,
+    state: LayerStates | None = None,
     segment_ids: jax.Array | None = None,
     *,
     gather: Callable[[Block], Block] | None = None,
-  ) -> tuple[jax.Array, ModelState]:
+  ) -> tuple[jax.Array, LayerStates]:
     """Returns (the input of the head [B, T, D] in `dtype`, the state after the last token).
 
     A token id outside [0, vocab_size) cannot raise on a device: its outputs are NaN.
@@ -329,9 +326,9 @@ class LanguageModel(nnx.Module):
   def __call__(
     self,
     tokens: jax.Array,
-    state: ModelState | None = None,
+    state: LayerStates | None = None,
     segment_ids: jax.Array | None = None,
-  ) -> tuple[jax.Array, ModelState]:
+  ) -> tuple[jax.Array, LayerStates]:
     """Returns (logits [B, T, vocab] float32, the state after the last token).
 
     Arguments and errors are those of `hidden`.
@@ -343,9 +340,9 @@ class LanguageModel(nnx.Module):
   def with_aux(
     self,
     tokens: jax.Array,
-    state: ModelState | None = None,
+    state: LayerStates | None = None,
     segment_ids: jax.Array | None = None,
-  ) -> tuple[jax.Array, ModelState, LayerAux]:
+  ) -> tuple[jax.Array, LayerStates, LayerAux]:
     """The same call for training: (logits, the state, the auxiliary outputs of the mixers)."""
     hidden, state, aux = self._hidden(tokens, state, segment_ids, with_aux=True)
     return self.logits(hidden), state, aux

@@ -18,8 +18,8 @@ from lnssm_jax.models.block import Block, BlockState
 from lnssm_jax.ops.core.states import register_state
 
 # States of all layers: one with a leading axis L; of a pattern, one for each of its places, whose
-# leading axis counts the layers there.
-type LayerStates = BlockState | list[BlockState]
+# leading axis counts the layers there; of a model with learned positions, those and a counter.
+type LayerStates = BlockState | list[BlockState] | PositionedStates
 # Likewise auxiliary outputs; None for a mixer without.
 type LayerAux = Aux | list[Aux | None] | None
 
@@ -28,7 +28,7 @@ type LayerAux = Aux | list[Aux | None] | None
 class PositionedStates(NamedTuple):
   """State of a model with learned positions."""
 
-  layers: LayerStates
+  layers: Any  # those of a model without positions
   position: jax.Array  # [1, B] int32, the number of tokens of the document so far
 
 
