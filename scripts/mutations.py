@@ -110,7 +110,7 @@ def try_fault(fault: Fault, first_only: bool) -> Outcome:
 
 def pytest(arguments: str, folder: Path) -> tuple[int, str]:
   """Exit status and output."""
-  environment = os.environ | {"PYTHONPATH": str(folder)}
+  environment = os.environ | {"PYTHONPATH": str(folder), "OPENBLAS_NUM_THREADS": "1"}
   command = [*PYTEST, *shlex.split(arguments)]
   run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
   return run.returncode, run.stdout + run.stderr

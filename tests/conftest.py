@@ -25,6 +25,9 @@ def pytest_configure(config):
     # XLA's threads. An interpreted kernel holds some while it runs programs of its own that wait
     # for others: on two cores, with two threads, a kernel of a few hundred KiB waited for ever.
     os.environ.setdefault("NPROC", "16")
+    # Read by the workers and by processes that tests start. NumPy's threads, of which interpreted
+    # kernels need none for their small products, wait for each other in loops.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILE}".strip()
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
     # Programs are compiled once for all tests, the processes that they start, and later runs.
