@@ -24,7 +24,7 @@ out, state = lnssm_jax.ops.linear_attention(x[None], x[None], x[None])
 assert_type(out, jax.Array)
 assert_type(state, LinearAttentionState)
 
-mixer = lnssm_jax.mixers.GLA(8, num_heads=2, rngs=nnx.Rngs(0))
+mixer = lnssm_jax.mixers.HGRN2(8, num_heads=2, rngs=nnx.Rngs(0))
 assert_type(mixer(x), tuple[jax.Array, LinearAttentionState])
 assert_type(mixer.init_state(2), LinearAttentionState)
 
@@ -34,7 +34,7 @@ assert_type(model.hidden(tokens), tuple[jax.Array, LayerStates])
 assert_type(model.init_state(2), LayerStates)
 assert_type(model.logits(x), jax.Array)
 
-face = lnssm_jax.linen.GLA(8, num_heads=2, gate_rank=4, name="layer")
+face = lnssm_jax.linen.HGRN2(8, num_heads=2, lower_bound="none", name="layer")
 assert_type(face.num_heads, int)
 assert_type(face.init_state(2), LinearAttentionState)
 assert_type(face(x, None), tuple[jax.Array, LinearAttentionState])
