@@ -9,6 +9,7 @@ from lnssm_jax.models.channel_mixers import (
   RWKV6ChannelMix,
   SwiGLU,
 )
+from lnssm_jax.models.conversion import replace_mixers
 from lnssm_jax.models.language_model import REMAT_POLICIES, LanguageModel, count_parameters
 from lnssm_jax.models.layers import aux_loss
 from lnssm_jax.models.vision_model import VisionModel
@@ -28,4 +29,5 @@ __all__ = [
   "VisionModel",
   "aux_loss",
   "count_parameters",
+  "replace_mixers",
 ]

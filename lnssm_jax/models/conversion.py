@@ -1,0 +1,98 @@
+"""Conversion of a language model into one with other mixers, layer by layer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lnssm_jax.models import layers
+from lnssm_jax.models.language_model import LanguageModel
+
+# Of two different mixers these mean the same: W_q, W_k, W_v, W_o, heads next to each other.
+SHARED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def replace_mixers(
+  source: LanguageModel, target: LanguageModel
+) -> tuple[LanguageModel, list[list[str]]]:
+  """Continues a model with other mixers in some layers, such as a Transformer as a hybrid.
+
+      target = LanguageModel(mixer=("sse",) * 5 + ("softmax_attention",), ...)  # newly initialized
+      model, new = replace_mixers(transformer, target)
+
+  A parameter of `source` is kept where `target` has one of the same name and shape: those outside
+  the layers, norms, channel mixers, and in a layer whose mixer is of the same class all of the
+  mixer's. In a layer whose mixer is replaced, the projections q_proj, k_proj, v_proj and o_proj are
+  kept if their shapes are equal, and nothing else. All other parameters are those of `target`.
+
+  Returns:
+    (`target` with the kept parameters, for each layer the names of those that are `target`'s own).
+
+  Raises:
+    ValueError: the models differ in depth, or in a parameter outside the mixers; the message names
+      the first.
+
+  Source: the conversions of SSE (Pan et al. 2025), section 5, which replace the softmax attention
+  of a trained Transformer; what is kept there is not said.
+  """
+  if source.num_layers != target.num_layers:
+    raise ValueError(
+      f"source has num_layers={source.num_layers} and target num_layers={target.num_layers}; a "
+      "layer is continued by the layer in its place, so give the target as many."
+    )
+  L, (graph, state) = target.num_layers, nnx.split(target, nnx.Param)
+  new = nnx.to_pure_dict(state)
+  old = nnx.to_pure_dict(nnx.state(source, nnx.Param))
+  for name in new.keys() - {"blocks"}:
+    new[name] = _kept(old.get(name), new[name], name)
+  by_layer, own = [], []
+  pairs = zip(layers.apart(source.blocks, L), layers.apart(target.blocks, L), strict=True)
+  for layer, (before, after) in enumerate(pairs):
+    same = type(before.mixer) is type(after.mixer)
+    given, block = (nnx.to_pure_dict(nnx.state(b, nnx.Param)) for b in (before, after))
+    names: list[str] = []
+    for name in block.keys() - {"mixer"}:
+      block[name] = _kept(given.get(name), block[name], f"{name} of layer {layer}")
+    block["mixer"] = _kept_of_mixer(given["mixer"], block["mixer"], same, names)
+    by_layer.append(block)
+    own.append(sorted(names))
+  new["blocks"] = _stacked(new["blocks"], by_layer)
+  return nnx.merge(graph, new), own
+
+
+def _kept(old: Any, new: Any, name: str) -> Any:
+  """`old`, which must have the structure and the shapes of `new`; in its dtypes."""
+  shapes = [jax.tree.map(jnp.shape, tree) for tree in (old, new)]
+  if shapes[0] != shapes[1]:
+    raise ValueError(
+      f"{name} has shapes {shapes[0]} in source and {shapes[1]} in target; only mixers can be "
+      "replaced, so give the target the other settings of the source."
+    )
+  return jax.tree.map(lambda a, b: a.astype(b.dtype), old, new)
+
+
+def _kept_of_mixer(old: Any, new: Any, same: bool, own: list[str]) -> Any:
+  """The parameters of a mixer; adds the names of those that are new to `own`."""
+
+  def choose(path, leaf):
+    keys, found = [str(entry.key) for entry in path], old
+    for key in keys:
+      found = found.get(key) if isinstance(found, dict) else None
+    may = same or keys[0] in SHARED_PROJECTIONS
+    if may and found is not None and jnp.shape(found) == leaf.shape:
+      return found.astype(leaf.dtype)
+    own.append("/".join(keys))
+    return leaf
+
+  return jax.tree_util.tree_map_with_path(choose, new)
+
+
+def _stacked(like: Any, by_layer: list[Any]) -> Any:
+  """The layers' parameters stacked as in `like`: all, or those of each place of a pattern."""
+  stack = lambda *leaves: jnp.stack(leaves)
+  places = [str(place) for place in range(len(like))]
+  if set(like) != set(places):
+    return jax.tree.map(stack, *by_layer)
+  count = len(places)
+  return {place: jax.tree.map(stack, *by_layer[int(place) :: count]) for place in places}
