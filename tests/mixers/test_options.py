@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import DSS, GLA, HGRN, HGRN2, QLSTM, RWKV5, S5, Hyena, QLSTMReversed
+from tests.devices import result_of
 from tests.mixers.helpers import apply, relative_error
 from tests.mixers.references import (
   hgrn,
@@ -72,6 +73,12 @@ def test_rwkv5_per_head_has_one_decay_and_bonus_per_head():
   mixer = RWKV5(DIM, **HEADS, layer=1, num_layers=2, decay="head", rngs=nnx.Rngs(0))
   np.testing.assert_allclose(mixer.w[...], [-6, -1])
   np.testing.assert_allclose(mixer.u[...], [1, 0])
+
+
+@pytest.mark.slow
+def test_options_on_a_sharded_sequence_equal_one_device():
+  errors = result_of("-m", "tests.mixers.options_on_shards", devices=2)
+  assert max(errors.values()) < 2e-6, errors
 
 
 @pytest.mark.parametrize(
