@@ -1,5 +1,6 @@
 """The papers' frameworks as code: equations of a family of models, and what follows from them.
 
+    lnssm_jax.frameworks.dsf     layers as linear systems with input-dependent matrices
     lnssm_jax.frameworks.lcsm    expansion, oscillation, shrinkage: recurrence and backward pass
 
 Each is imported when it is first used.
@@ -8,10 +9,10 @@ Each is imported when it is first used.
 import importlib
 from typing import TYPE_CHECKING
 
-__all__ = ["lcsm"]
+__all__ = ["dsf", "lcsm"]
 
 if TYPE_CHECKING:
-  from lnssm_jax.frameworks import lcsm
+  from lnssm_jax.frameworks import dsf, lcsm
 else:
 
   def __getattr__(name: str):
