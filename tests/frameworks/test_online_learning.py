@@ -88,7 +88,9 @@ def test_exact_longhorn_learns_a_linear_map_and_the_diagonal_one_keeps_an_error(
   keys /= np.linalg.norm(keys, axis=1, keepdims=True)
   examples = Example(keys, keys @ rng.normal(size=(M, D)), np.full((200, D), 4.0))
   with jax.enable_x64():
-    runs = [online_learning.learn(n, examples)[1] for n in ("longhorn", "longhorn_diagonal")]
+    runs = [
+      np.asarray(online_learning.learn(n, examples)[1]) for n in ("longhorn", "longhorn_diagonal")
+    ]
   exact, diagonal = (errors[-50:].mean() / errors[:10].mean() for errors in runs)
   assert exact < 1e-6 and 0.1 < diagonal < 1
 
