@@ -266,37 +266,27 @@ class _Sums(NamedTuple):
     )
 
 
-@functools.partial(jax.jit, static_argnames="read_first")
-def _levels(log_decay, read_first) -> list[_Sums]:
-  """The sums inside blocks of 1, 2, 4, ... tokens, up to whole chunks.
-
-  Needed three times, each with a gradient. As a program of its own it is traced once.
-  """
-  levels = [_Sums.of_tokens(log_decay, read_first)]
-  while levels[-1].before.shape[-3] > 1:
-    levels.append(levels[-1].merged())
-  return levels
-
-
 def _whole_chunk(log_decay, *, read_first=False) -> _Sums:
   """The sums over whole chunks, [..., C, X]."""
-  sums = _levels(log_decay, read_first)[-1]
+  sums = _Sums.of_tokens(log_decay, read_first)
+  while sums.before.shape[-3] > 1:
+    sums = sums.merged()
   return _Sums(*(x[..., 0, :, :] for x in sums))
 
 
 def _scores(chunks: Chunks) -> jax.Array:
   """[N, B, H, C, C]: the weight of token j in the output of token i, zero for j > i."""
   q, k, v, log_decay, _, bonus = chunks
-  levels = _levels(log_decay, bonus is not None)
+  size, length = 1, q.shape[-2]
+  sums = _Sums.of_tokens(log_decay, bonus is not None)
   per_channel = log_decay.shape[-1] > 1
   if per_channel:
-    # [..., C/s, s, s]: the scores inside each block.
-    table = _diagonal_scores(q, k, bonus)[..., None, None]
+    table = _diagonal_scores(q, k, bonus)[
+      ..., None, None
+    ]  # [..., C/s, s, s]: the scores inside each block
   else:
-    # The log of the scores' weights, the same for all channels.
-    table = jnp.zeros_like(levels[0].total)
-  for sums in levels[:-1]:
-    size = sums.before.shape[-2]
+    table = jnp.zeros_like(sums.total)  # the log of the scores' weights, the same for all channels
+  while size < length:
     before_2, after_1 = _halves(sums.before)[1], _halves(sums.after)[0]
     if per_channel:
       cross = _cross_scores(_blocks(q, size), _blocks(k, size), before_2, after_1, v.dtype)
@@ -307,23 +297,25 @@ def _scores(chunks: Chunks) -> jax.Array:
     table = jnp.concatenate(
       [jnp.concatenate([first, above], -1), jnp.concatenate([cross, second], -1)], -2
     )
+    sums, size = sums.merged(), 2 * size
   table = table[..., 0, :, :]
   if per_channel:
     return table
   scores = product("...ik,...jk->...ij", q, k, v.dtype) * jnp.exp(table)
   if bonus is None:
     return scores
-  diagonal = jnp.eye(q.shape[-2], dtype=bool)
+  diagonal = jnp.eye(length, dtype=bool)
   return jnp.where(diagonal, _diagonal_scores(q, k, bonus)[..., None], scores)
 
 
 def _outputs_with_value_decay(chunks: Chunks, segments: ChunkSegments | None) -> jax.Array:
   """[N, B, H, C, V]: outputs of a chunk without the entering state, when values decay too."""
   q, k, v, log_decay, value_log_decay, bonus = chunks
-  levels, value_levels = (_levels(x, bonus is not None) for x in (log_decay, value_log_decay))
+  size, length = 1, q.shape[-2]
+  sums = _Sums.of_tokens(log_decay, bonus is not None)
+  value_sums = _Sums.of_tokens(value_log_decay, bonus is not None)
   out = (_diagonal_scores(q, k, bonus)[..., None] * v)[..., None, :]  # [..., C/s, s, V]
-  for sums, value_sums in zip(levels[:-1], value_levels[:-1], strict=True):
-    size = sums.before.shape[-2]
+  while size < length:
     cross = _cross_scores(
       _blocks(q, size), _blocks(k, size), _halves(sums.before)[1], _halves(sums.after)[0], v.dtype
     )
@@ -334,6 +326,7 @@ def _outputs_with_value_decay(chunks: Chunks, segments: ChunkSegments | None) ->
     carried = product("...ij,...jv->...iv", cross, values, v.dtype)
     first, second = _halves(out)
     out = jnp.concatenate([first, second + jnp.exp(_halves(value_sums.before)[1]) * carried], -2)
+    sums, value_sums, size = sums.merged(), value_sums.merged(), 2 * size
   return out[..., 0, :, :]
 
 
