@@ -114,6 +114,7 @@ MODELS = [
   (8, 2048, 32, 64, 64, "H", False, False),
   (1, 32768, 16, 128, 128, "BTH", False, False),
   (8, 2048, 16, 128, 128, "BTHK", False, True),
+  (16, 2048, 4, 128, 256, "BTHK", False, False),
 ]
 
 
