@@ -1,8 +1,8 @@
 """Array types of the public signatures, one alias per combination of axes.
 
 The letters are the axes: `B` batch, `T` time, `H` heads, `K` key width per head, `V` value width
-per head, `D` channels, `N` state width per channel, `C` chunk length; `G` heads of keys and values,
-`W` and `L` taps of a convolution. `q: BTHK` is a floating-point
+per head, `D` channels, `N` state width per channel, `C` chunk length; `G` heads of queries or keys
+that groups of the others share, `W` and `L` taps of a convolution. `q: BTHK` is a floating-point
 array `[B, T, H, K]`; `Ids` are integers. An axis has one size in a whole signature.
 
 For a type checker every alias is `jax.Array`. Where jaxtyping is installed the aliases carry dtypes

@@ -354,11 +354,15 @@ class RWKV6(_MatrixValued):
     """Returns the inputs [B, T, D] of w, k, v, r and g."""
     mixed = wide(x) + (wide(shifted) - wide(x)) * wide(self.mu_x[...])
     mixed = jnp.tanh(self.mix_down_proj(mixed.astype(self.dtype)))
-    # One product for all streams, of a block-diagonal matrix: five of so few channels take longer.
     # Streams are columns, because slices of an array along its first axis would have their
     # gradients stacked, which is a copy.
     up = self.mix_up[...].astype(self.dtype)
-    diagonal = jnp.eye(5, dtype=up.dtype)[:, None, :, None] * up[:, :, None]
-    offsets = mixed @ diagonal.reshape(5 * self.mix_rank, 5 * self.dim)
+    if x.shape[1] == 1:
+      offsets = jnp.einsum("bsr,srd->bsd", mixed.reshape(-1, 5, self.mix_rank), up)
+      offsets = offsets.reshape(-1, 1, 5 * self.dim)
+    else:
+      # One product for all, of a block-diagonal matrix: five of so few channels take longer.
+      diagonal = jnp.eye(5, dtype=up.dtype)[:, None, :, None] * up[:, :, None]
+      offsets = mixed @ diagonal.reshape(5 * self.mix_rank, 5 * self.dim)
     weights = (self.mu_w, self.mu_k, self.mu_v, self.mu_r, self.mu_g)
     return weighted_streams(x, shifted, tuple(mu[...] for mu in weights), offsets)

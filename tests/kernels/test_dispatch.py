@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax import generate, ops
-from lnssm_jax.models import LanguageModel, layers
+from lnssm_jax.models import LanguageModel
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
 from tests.kernels.lowered import kernels_in
@@ -221,7 +221,7 @@ def test_generation_updates_the_states_in_place(hopper):
   sizes = {"vocab_size": vocab, "dim": H * K, "num_layers": L, "num_heads": H}
   model = LanguageModel(**sizes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
   keys, limits = jax.random.split(jax.random.key(0), B), (jnp.float32(1), jnp.float32(1))
-  states = layers.apart(model.init_state(B), L)
+  states = generate._apart(model, model.init_state(B))
   traced = generate._decode.trace(
     model, states, jnp.zeros((B, vocab)), keys, 0, limits, choice=generate._Choice("all", vocab)
   )

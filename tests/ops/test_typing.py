@@ -54,4 +54,4 @@ def test_aliases_without_jaxtyping_are_arrays(monkeypatch):
 def test_annotations_reject_other_axes():
   q = jnp.ones((1, 4, 2, 3))
   with pytest.raises(jaxtyping.TypeCheckError):
-    annotated(ops.linear_attention)(q, q, jnp.ones((1, 4, 3, 3)))
+    annotated(ops.linear_attention)(q, q, jnp.ones((1, 5, 2, 3)))

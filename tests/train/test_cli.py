@@ -174,8 +174,11 @@ def test_generate_one_prompt_streams_several_printed(trained, config_file, capsy
   assert second.startswith("a")
   assert run("generate", "--run-dir", trained.run_dir, "--max-tokens", 4, "--temperature", 0) == 0
   assert capsys.readouterr().out.startswith("the ")  # the prompt of the settings
-  for option, message in (("--max-tokens=0", "max_tokens=0"), ("--top-k=999", "top_k=999")):
-    assert message in usage_error(capsys, "generate", "--config", config, option)
+  for wrong, message in (
+    (("--max-tokens=0",), "max_tokens=0"),
+    (("--max-tokens=4", "--top-k=999"), "top_k=999"),
+  ):
+    assert message in usage_error(capsys, "generate", "--config", config, *wrong)
 
 
 def test_stream_multibyte_character_not_split(monkeypatch):

@@ -44,8 +44,8 @@ IMPLEMENTATIONS = {
 
 @dispatch.op(init_state)
 def linear_attention(
-  q: ty.BTHK,
-  k: ty.BTHK,
+  q: ty.BTGK,
+  k: ty.BTGK,
   v: ty.BTHV,
   *,
   log_decay: ty.H | ty.HK | ty.BTH | ty.BTHK | None = None,
