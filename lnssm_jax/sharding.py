@@ -48,7 +48,7 @@ RULES: Rules = (
   (r"mixer/a_log", ("fsdp", None)),  # [D, N]
   (r"mixer/(e|s|decay)_weight", (None, "fsdp")),  # [N, D]
   (r"mixer/(a_imag|c_real|c_imag)", ("fsdp", None)),  # [D, N]
-  (r"channel_mixer/mu_[a-z]", (None,)),
+  (r"channel_mixer/(mu_[a-z]|(up|gate|down)/bias)", (None,)),
   (r"\w*norm/(scale|bias)", (None,)),
   (r"mixer/(\w+_gates/)?((\w*conv|\w+_gate|\w+_proj)/bias|up_bias|log_rate)", (None,)),
   (r"mixer/filter/layer\d+/bias", (None,)),
@@ -62,7 +62,7 @@ RULES: Rules = (
 # Paths of matrices that do not decay: of the recurrence, where a decay would move poles and output
 # maps, and positions. The published codes leave them out too (S4, S4D, DSS, Mamba).
 WITHOUT_WEIGHT_DECAY = (
-  r"mixer/(a_log|a_imag|c_real|c_imag|log_dt|decay_weight)",
+  r"mixer/((forward|backward)/)?(a_log|a_imag|c_real|c_imag|log_dt|decay_weight)",
   r"positions",
 )
 

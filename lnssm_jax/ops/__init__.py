@@ -23,6 +23,8 @@ Every op returns `(out, state)` and promises:
 
 * `implementation=None` takes the fastest one that supports the arguments on the default device; a
   named one runs or raises `NotImplementedError` with the reason. `supported` lists them.
+
+`recording` collects the calls that a mixer or a model makes, with their arguments.
 """
 
 from lnssm_jax.ops.attention.api import attention
@@ -31,6 +33,7 @@ from lnssm_jax.ops.attention.types import AttentionState
 from lnssm_jax.ops.causal_conv1d.api import causal_conv1d, token_shift
 from lnssm_jax.ops.causal_conv1d.types import ConvState
 from lnssm_jax.ops.core.dispatch import supported
+from lnssm_jax.ops.core.recording import OpCall, recording
 from lnssm_jax.ops.delta_rule.api import delta_rule
 from lnssm_jax.ops.delta_rule.types import DeltaRuleState
 from lnssm_jax.ops.diagonal_scan.api import diagonal_scan
@@ -63,6 +66,7 @@ __all__ = [
   "ExponentialState",
   "LinearAttentionState",
   "LonghornState",
+  "OpCall",
   "SelectiveState",
   "SparseState",
   "WKV4State",
@@ -76,6 +80,7 @@ __all__ = [
   "long_convolution",
   "longhorn_scan",
   "normalize",
+  "recording",
   "rotary_embedding",
   "selective_scan",
   "sparse_state_attention",

@@ -50,8 +50,8 @@ from pallas_kernels.core.wgmma import (
 from pallas_kernels.linear_attention import channel_backward
 from pallas_kernels.linear_attention.config import pipeline_config
 from pallas_kernels.linear_attention.intra_chunk import token_numbers
-from pallas_kernels.linear_attention.parts import (
-  initial_states_of_parts,
+from pallas_kernels.linear_attention.splits import (
+  initial_states_of_splits,
   normalizer_of,
   tokens_in_chunks,
   total_of_constant_decay,
@@ -184,13 +184,13 @@ def _state_cotangents(
   """Cotangents of states and key sums at chunk boundaries, from the end to the start."""
   decay = constant_decay(options, inputs, documents) or ChunkDecay(kept.decay, q.shape[-1])
   normalizer = normalizer_of(options, inputs, cot.d_last_key_sum, weight, cot.d_denominator)
-  initial, normalizer = initial_states_of_parts(
+  initial, normalizer = initial_states_of_splits(
     q, cot.d_out, weight, decay, d_last, normalizer, options, reverse=True
   )
   return chunk_states(
     *(q, cot.d_out, weight, decay, initial, normalizer),
     kept.states if cot.decays else None,
-    parts=options.parts,
+    num_splits=options.num_splits,
     reverse=True,
     config=pipeline_config(inputs.v.shape[-1]),
     backend=options.backend,

@@ -50,14 +50,14 @@ def preferred(key_width: int, value_width: int) -> bool:
   return min(key_width, value_width) >= NARROWEST
 
 
-def num_parts(batch: int, heads: int, length: int) -> int:
-  """The number of parts into which a sequence is cut so that every SM has work."""
+def num_splits(batch: int, heads: int, length: int) -> int:
+  """The number of splits into which a sequence is cut so that every SM has work."""
   return device.num_splits(batch * heads, padded_length(length, 1), 4 * CHUNK)
 
 
-def padded_length(length: int, parts: int) -> int:
-  """The number of tokens that the kernels run: equally many whole chunks in every part."""
-  block = CHUNK * parts
+def padded_length(length: int, num_splits: int) -> int:
+  """The number of tokens that the kernels run: equally many whole chunks in every split."""
+  block = CHUNK * num_splits
   return -(-length // block) * block
 
 

@@ -5,8 +5,8 @@ computes the scores of each chunk in its prologue. One per key channel: `intra_c
 computes them first, for all chunks at once. Then the output kernel carries the state along the
 chunks (`state_pipeline`): scores times values, plus queries times the entering state.
 
-A long sequence is cut into parts that run at the same time: a first pass computes what each part
-adds to the state, a small scan over the parts their initial states.
+A long sequence is cut into splits that run at the same time: a first pass computes what each split
+adds to the state, a small scan over the splits their initial states.
 """
 
 import functools
@@ -45,7 +45,7 @@ from pallas_kernels.core.wgmma import (
 from pallas_kernels.linear_attention import backward, channel_backward, intra_chunk
 from pallas_kernels.linear_attention.config import PipelineConfig, pipeline_config
 from pallas_kernels.linear_attention.intra_chunk import ScoreInputs, ScoreOutputs, chunk_scores
-from pallas_kernels.linear_attention.parts import initial_states_of_parts, normalizer_of
+from pallas_kernels.linear_attention.splits import initial_states_of_splits, normalizer_of
 from pallas_kernels.linear_attention.state_pipeline import (
   ChunkDecay,
   ChunkPrologue,
@@ -125,7 +125,7 @@ def _forward(options: Options, inputs: Inputs, segments, *, for_gradient: bool) 
     outputs = functools.partial(scalar_decay_outputs, q, k, v, tables, documents)
   config = pipeline_config(v.shape[-1])
   normalizer = normalizer_of(options, inputs, key_sum, weight)
-  initial, normalizer = initial_states_of_parts(
+  initial, normalizer = initial_states_of_splits(
     k_state, v, weight, decay, kv, normalizer, options, reverse=False
   )
   results = outputs(
@@ -134,7 +134,7 @@ def _forward(options: Options, inputs: Inputs, segments, *, for_gradient: bool) 
     # Without weights: keys have been decayed in SMEM.
     None if normalizer is None else normalizer._replace(weights=None),
     scale=options.scale,
-    parts=options.parts,
+    num_splits=options.num_splits,
     store_states=for_gradient,
     config=config,
     backend=backend,
@@ -282,7 +282,7 @@ def _outputs(
   normalizer: Normalizer | None,
   *,
   scale: float,
-  parts: int,
+  num_splits: int,
   store_states: bool,
   config: PipelineConfig,
   backend: Backend,
@@ -300,9 +300,9 @@ def _outputs(
     tiles = tiles._replace(denominator=jax.ShapeDtypeStruct((CHUNK,), jnp.float32))
   out_type = out_type._replace(out=jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16))
 
-  def begin(at, part, cta):
+  def begin(at, split, cta):
     if normalizer is not None:
-      normalizer.begin(cta.normalizer_smem, cta.normalizer_gmem, at, part)
+      normalizer.begin(cta.normalizer_smem, cta.normalizer_gmem, at, split)
     return decay.of_chunk(cta.decay_gmem), decaying.begin(at, cta)
 
   def step(fixed, at, tiles, cta, wait):
@@ -324,9 +324,9 @@ def _outputs(
     store_anywhere(outs.denominator.at[cta_of(at), at.batch, at.head, at.tokens], denominator)
     return lambda: normalizer.advance(smem, tiles.k, decay_of_chunk, mma)
 
-  def end(at, part, cta):
+  def end(at, split, cta):
     if normalizer is not None:
-      target = cta.outs_gmem.last_key_sum.at[cta_of(at), at.batch, at.head, part]
+      target = cta.outs_gmem.last_key_sum.at[cta_of(at), at.batch, at.head, split]
       normalizer.store(cta.normalizer_smem, target)
 
   def cta_of(at):
@@ -353,7 +353,7 @@ def _outputs(
     initial,
     out_type,
     shape=(B, T, H, K, V),
-    parts=parts,
+    num_splits=num_splits,
     store_states=store_states,
     name="linear_attention_outputs",
     config=config,

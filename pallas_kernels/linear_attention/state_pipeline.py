@@ -2,7 +2,7 @@
 
     S_{n+1} = diag(decay_n) S_n + sum over the tokens j of chunk n of  a_j w_j b_j^T
 
-A CTA has the columns of values of one `value_tile`, of one head, of one part of a sequence. Its
+A CTA has the columns of values of one `value_tile`, of one head, of one split of a sequence. Its
 producer warpgroup loads what the columns share and runs the prologue of each chunk; each consumer
 warpgroup loads the rest for its own 64 columns and carries their state [K, 64] in registers.
 
@@ -158,7 +158,7 @@ class Normalizer(NamedTuple):
   """Running decayed key sum z: the state for values of 1, or of `weights`."""
 
   shape: tuple[int, ...]  # (B, H, P, K)
-  initial: jax.Array | None  # of that shape, float32, one for each part; None for zeros
+  initial: jax.Array | None  # of that shape, float32, one for each split; None for zeros
   weights: jax.Array | None  # [B, H, T] float32; None for 1
 
   @property
@@ -179,14 +179,14 @@ class Normalizer(NamedTuple):
       last_key_sum=f32(B, H, P, K), key_sums=f32(B, H, chunks, K) if chunks else None
     )
 
-  def begin(self, smem: NormalizerBuffers, gmem: NormalizerArrays, at: ChunkIndex, part) -> None:
+  def begin(self, smem: NormalizerBuffers, gmem: NormalizerArrays, at: ChunkIndex, split) -> None:
     """Fills the buffers."""
     if self.weights is None:
       fill_ones_column(smem.ones)
     if self.initial is None:
       initial = plgpu.layout_cast(jnp.zeros(self.shape[3:], jnp.float32), ROW_LAYOUT)
     else:
-      initial = load_row_vector(gmem.initial.at[at.batch, at.head, part])
+      initial = load_row_vector(gmem.initial.at[at.batch, at.head, split])
     smem.key_sum[...] = initial
     plgpu.commit_smem()
 
@@ -215,7 +215,7 @@ class Normalizer(NamedTuple):
 class StateOutputs(NamedTuple):
   """Results of the state pipeline, or their GMEM references; None for those not asked for."""
 
-  last_state: Any = None  # [B, H, P, K, V] float32, of each part
+  last_state: Any = None  # [B, H, P, K, V] float32, of each split
   states: Any = None  # [B, H, N, K, V] bfloat16, that enter the chunks
   out: Any = None  # [B, T, H, V] bfloat16
   denominator: Any = None  # [B, H, T] float32
@@ -241,11 +241,11 @@ class CTA(NamedTuple):
 class ChunkPrologue(NamedTuple):
   """The producer's work on each chunk, once for all columns of values."""
 
-  begin: Callable  # (at, part, cta) -> what does not change
+  begin: Callable  # (at, split, cta) -> what does not change
   # (fixed, at, tiles_smem, cta, wait): tiles are valid after `wait()`. May return a function of
   # work that overlaps with the consumers.
   step: Callable
-  end: Callable  # (at, part, cta)
+  end: Callable  # (at, split, cta)
 
 
 class _Gmem(NamedTuple):
@@ -277,7 +277,7 @@ def run_state_pipeline(
   out_type: StateOutputs,
   *,
   shape: tuple[int, int, int, int, int],
-  parts: int = 1,
+  num_splits: int = 1,
   reverse: bool = False,
   store_states: bool = True,
   state_operand: bool = True,
@@ -286,7 +286,7 @@ def run_state_pipeline(
   config: PipelineConfig,
   backend: Backend,
 ) -> StateOutputs:
-  """Carries the state along the chunks of each part of each sequence and head.
+  """Carries the state along the chunks of each split of each sequence and head.
 
   Args:
     consume: `(at, tiles_smem, state_smem, cta, state, decayed) -> (state, out)` for 64 columns of
@@ -299,7 +299,7 @@ def run_state_pipeline(
       fills, or None.
     vectors: further arrays, left in GMEM.
     normalizer: advanced by the prologue, or None.
-    initial: [B, H, P, K, V] float32, one for each part, or None for zeros.
+    initial: [B, H, P, K, V] float32, one for each split, or None for zeros.
     out_type: types of what `consume` and `prologue` store; of `out`, if `consume` returns it.
     shape: (B, T, H, K, V).
     store_states: whether to return the states that enter the chunks.
@@ -309,12 +309,12 @@ def run_state_pipeline(
   """
   (B, T, H, K, V), C = shape, CHUNK
   N, W = T // C, config.value_tile // TILE_WIDTH
-  M = N // parts
+  M = N // num_splits
   num_stages = min(config.num_stages, M)
   has_state_smem = state_operand or (store_states and entering_tile is None)
   has_out = out_type.out is not None
   out_type = out_type._replace(
-    last_state=jax.ShapeDtypeStruct((B, H, parts, K, V), jnp.float32),
+    last_state=jax.ShapeDtypeStruct((B, H, num_splits, K, V), jnp.float32),
     states=jax.ShapeDtypeStruct((B, H, N, K, V), jnp.bfloat16) if store_states else None,
   )
   loaded = [spec for spec in tiles if isinstance(spec, TileSpec)]
@@ -340,13 +340,13 @@ def run_state_pipeline(
   def body(gmem: _Gmem, outs: StateOutputs, smem: _Scratch):
     row, head = lax.axis_index("row"), lax.axis_index("head")
     first_block = lax.axis_index("value") * W
-    batch, part = row // parts, lax.rem(row, parts)
+    batch, split = row // num_splits, lax.rem(row, num_splits)
     warpgroup = lax.axis_index("warpgroup")
     pipeline = Pipeline(M, num_stages, smem.barriers)
     cta = CTA(gmem.vectors, gmem.decay, gmem.normalizer, smem.normalizer, outs)
 
     def index_of(n, column=0):
-      chunk = part * M + (M - 1 - n if reverse else n)
+      chunk = split * M + (M - 1 - n if reverse else n)
       return ChunkIndex(batch, head, chunk, first_block + column)
 
     def load(n, column=None):
@@ -363,11 +363,11 @@ def run_state_pipeline(
       bound = None
       if prologue is not None:
         bound = Prologue(
-          begin=lambda: prologue.begin(index_of(0), part, cta),
+          begin=lambda: prologue.begin(index_of(0), split, cta),
           step=lambda n, fixed, wait: prologue.step(
             fixed, index_of(n), pipeline.stage(n, smem.stages), cta, wait
           ),
-          end=lambda: prologue.end(index_of(0), part, cta),
+          end=lambda: prologue.end(index_of(0), split, cta),
           barrier=smem.prologue_barrier,
         )
       pipeline.produce(load, bound)
@@ -425,11 +425,11 @@ def run_state_pipeline(
           plgpu.copy_smem_to_gmem(out_smem, target)
         return state
 
-      of_part = lambda ref: ref.at[batch, head, part, :, at_last.channels]
+      of_split = lambda ref: ref.at[batch, head, split, :, at_last.channels]
       start = zero_accumulator(K, TILE_WIDTH)
       if gmem.initial is not None:
-        start = plgpu.load(of_part(gmem.initial), layout=plgpu.Layout.WGMMA, optimized=False)
-      of_part(outs.last_state)[...] = lax.fori_loop(0, M, mainloop, start)
+        start = plgpu.load(of_split(gmem.initial), layout=plgpu.Layout.WGMMA, optimized=False)
+      of_split(outs.last_state)[...] = lax.fori_loop(0, M, mainloop, start)
       plgpu.wait_smem_to_gmem(0)
       if entering_tile is not None:
         release(M - 1)
@@ -441,7 +441,7 @@ def run_state_pipeline(
     _Gmem(arrays, vectors, decay.arrays, normalizer_arrays, initial),
     out_type,
     scratch,
-    grid=(V // (W * TILE_WIDTH), H, B * parts),
+    grid=(V // (W * TILE_WIDTH), H, B * num_splits),
     num_warpgroups=1 + W,
     name=name,
     backend=backend,
@@ -460,17 +460,17 @@ def chunk_states(
   b: jax.Array,  # [B, T, H, V] bfloat16
   weight: jax.Array | None,  # [B|1, H, T|C] float32, or None for 1
   decay: ChunkDecay | ConstantDecay,  # a `ConstantDecay` decays `a` too
-  initial: jax.Array | None,  # [B, H, P, K, V] float32, one for each part, or None for zeros
+  initial: jax.Array | None,  # [B, H, P, K, V] float32, one for each split, or None for zeros
   normalizer: Normalizer | None = None,  # of `a`
   paired: jax.Array | None = None,  # [B, H, N, K, V] bfloat16
   *,
-  parts: int = 1,
+  num_splits: int = 1,
   reverse: bool = False,
   store_states: bool = True,
   config: PipelineConfig,
   backend: Backend,
 ) -> StateOutputs:
-  """Runs the recurrence above in `parts` independent parts of the sequence.
+  """Runs the recurrence above in `num_splits` independent splits of the sequence.
 
   Returns `StateOutputs` without `out`, `denominator`; with `paired` `overlap` is the sum over V of
   the entering state times `paired`.
@@ -493,9 +493,9 @@ def chunk_states(
     shape = V // TILE_WIDTH, *paired.shape[:4]
     out_type = out_type._replace(overlap=jax.ShapeDtypeStruct(shape, jnp.float32))
 
-  def begin(at, part, cta):
+  def begin(at, split, cta):
     if normalizer is not None:
-      normalizer.begin(cta.normalizer_smem, cta.normalizer_gmem, at, part)
+      normalizer.begin(cta.normalizer_smem, cta.normalizer_gmem, at, split)
     total_decay = decay.of_chunk(cta.decay_gmem)
     return total_decay, None if constant is None else constant.factors(which, at, cta.decay_gmem)
 
@@ -525,9 +525,9 @@ def chunk_states(
       return None
     return lambda: normalizer.advance(cta.normalizer_smem, stage.a, decay_of_chunk, mma)
 
-  def end(at, part, cta):
+  def end(at, split, cta):
     if normalizer is not None:
-      target = cta.outs_gmem.last_key_sum.at[_cta_of(at), at.batch, at.head, part]
+      target = cta.outs_gmem.last_key_sum.at[_cta_of(at), at.batch, at.head, split]
       normalizer.store(cta.normalizer_smem, target)
 
   def _cta_of(at):
@@ -555,7 +555,7 @@ def chunk_states(
     initial,
     out_type,
     shape=(*b.shape[:3], a.shape[3], V),
-    parts=parts,
+    num_splits=num_splits,
     reverse=reverse,
     store_states=store_states,
     state_operand=False,

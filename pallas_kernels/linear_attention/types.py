@@ -29,7 +29,7 @@ class Options(NamedTuple):
 
   scale: float
   length: int  # tokens before padding
-  parts: int  # into which the sequence is cut
+  num_splits: int  # into which the sequence is cut
   normalize: bool
   interpret: Any = None  # `plgpu.InterpretGPUParams`, or None to compile
 

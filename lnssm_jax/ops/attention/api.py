@@ -2,6 +2,7 @@
 
 import numbers
 
+import jax
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
@@ -11,6 +12,7 @@ from lnssm_jax.ops.attention.sharded import sharded
 from lnssm_jax.ops.attention.types import AttentionState, Inputs, Mask, Options, init_state
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.checks import check_floating, check_shape, checked_scale
+from lnssm_jax.ops.core.dropout import check_rate, row_keys, token_keys
 from lnssm_jax.ops.core.segments import segments_of
 
 _NAME = "attention"
@@ -56,6 +58,8 @@ def attention(
   causal: bool = True,
   scale: float | None = None,
   soft_cap: float | None = None,
+  dropout: float = 0.0,
+  dropout_key: jax.Array | None = None,
   initial_state: AttentionState | None = None,
   segment_ids: ty.Ids | None = None,
   axis_name: str | None = None,
@@ -88,14 +92,20 @@ def attention(
     scale: multiplies the scores; a Python number. None means K**-0.5.
     soft_cap: c, a positive Python number: a score s becomes c tanh(s / c) before the softmax, as in
       Gemma 2. None means no cap.
+    dropout: the probability with which a p_tj is dropped, that is set to 0, where the others are
+      divided by 1 - dropout. Which are is a function of the key of the row, the number of the query
+      in this call, the head and the position of j in its document: the same in each implementation
+      and on a sharded sequence.
+    dropout_key: a key (`jax.random.key(0)`), or one for each row [B]; None, as for evaluation,
+      drops nothing.
     initial_state: the cache before the first token; None means empty. Only with causal=True.
     segment_ids: `[B, T]` integers; a document begins where they change.
     axis_name: mesh axis of a surrounding `shard_map` that shards T; None for the whole sequence.
       With a window or blocks that reach no further back than one shard, the exchange has the keys
       and values of that many tokens; otherwise all keys and values are gathered.
     implementation: "cudnn" (its kernel; bfloat16 or float16 on an NVIDIA GPU, without state,
-      segments, blocks and cap), "chunked" (tiles of scores, memory linear in T; reverse mode only)
-      or "reference" (all scores in memory). None takes the first of these that is supported.
+      segments, blocks, cap and dropout), "chunked" (tiles of scores, memory linear in T; reverse
+      mode only) or "reference" (all scores in memory). None takes the first that is supported.
     chunk_size: tokens per block of the chunked form; None means the default.
 
   Returns:
@@ -139,14 +149,17 @@ def attention(
   scale = checked_scale(_NAME, scale, K**-0.5)
   if soft_cap is not None and not (isinstance(soft_cap, numbers.Real) and soft_cap > 0):
     raise ValueError(f"{_NAME}: soft_cap={soft_cap!r} must be None or a positive Python number.")
+  keys = None
+  if check_rate(f"{_NAME}: dropout", dropout) and dropout_key is not None:
+    keys = token_keys(row_keys(_NAME, dropout_key, B), T, axis_name)
   state = None
   if initial_state is not None:
     state = _checked_state(initial_state, k, v, window, block, causal)
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
-    Inputs(q, k, v, state, segments_of(_NAME, segment_ids, B, T)),
-    Options(Mask(window, block, causal), scale, chunk_size, soft_cap),
+    Inputs(q, k, v, state, segments_of(_NAME, segment_ids, B, T), keys),
+    Options(Mask(window, block, causal), scale, chunk_size, soft_cap, float(dropout)),
     implementation=implementation,
     axis_name=axis_name,
     sharded=sharded,

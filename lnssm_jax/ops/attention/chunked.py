@@ -11,13 +11,14 @@ read the same key head.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops.attention.cache import EMPTY, cached_tokens, tokens_of
 from lnssm_jax.ops.attention.types import Inputs, Options, Tokens
+from lnssm_jax.ops.core.dropout import fold, multipliers
 from lnssm_jax.ops.core.precision import accumulation_dtype, product
 from lnssm_jax.ops.core.segments import no_gradient
 from lnssm_jax.ops.core.spmd import vary_alike
@@ -37,6 +38,15 @@ class _Tile(NamedTuple):
 class _Queries(NamedTuple):
   q: jax.Array  # [B, G, N, Q, K]
   tokens: Tokens  # [B, N, Q]
+  dropout_keys: jax.Array | None  # [B, G, N, Q, 2] uint32
+
+
+class _Integers(NamedTuple):
+  """The arguments without a gradient."""
+
+  tokens: Tokens
+  cache_tokens: Tokens | None
+  dropout_keys: jax.Array | None  # [B, T, 2] uint32
 
 
 class _Softmax(NamedTuple):
@@ -49,23 +59,24 @@ class _Softmax(NamedTuple):
 
 def chunked(inputs: Inputs, options: Options) -> jax.Array:
   """out [B, T, H, V]. Reverse mode only."""
-  q, k, v, state, _ = inputs
+  q, k, v, state, _, dropout_keys = inputs
   size = min(options.chunk_size or DEFAULT_CHUNK_SIZE, q.shape[1])
   static = options._replace(chunk_size=size)
-  tokens = tokens_of(inputs)
-  if state is None or state.k.shape[1] == 0:
-    return _attend(static, (q, k, v, None), tokens, None)
-  return _attend(static, (q, k, v, (state.k, state.v)), tokens, cached_tokens(state))
+  cache, cache_tokens = None, None
+  if state is not None and state.k.shape[1] > 0:
+    cache, cache_tokens = (state.k, state.v), cached_tokens(state)
+  integers = _Integers(tokens_of(inputs), cache_tokens, dropout_keys)
+  return _attend(static, (q, k, v, cache), integers)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static, arrays, tokens, cache_tokens):
-  return _forward(static, arrays, tokens, cache_tokens)[0]
+def _attend(static, arrays, integers):
+  return _forward(static, arrays, integers)[0]
 
 
-def _forward(static, arrays, tokens, cache_tokens):
+def _forward(static, arrays, integers):
   """(output, residuals)."""
-  queries, tile, cached = _split(static, arrays, tokens, cache_tokens)
+  queries, tile, cached = _split(static, arrays, integers)
   q, v, dtype = queries.q, tile.v, arrays[2].dtype
   acc = accumulation_dtype(*arrays[:3])
   start = _Softmax(
@@ -80,10 +91,11 @@ def _forward(static, arrays, tokens, cache_tokens):
     maximum = jnp.maximum(softmax.maximum, scores.max(-1))
     weights = jnp.exp(scores - maximum[..., None])
     fade = jnp.exp(softmax.maximum - maximum)
+    total = fade * softmax.total + weights.sum(-1)
+    if queries.dropout_keys is not None:
+      weights = weights * _dropped(static, queries, tile, acc)
     value = product(_equation("{q}j,{k}v->{q}v", tile), weights, tile.v, dtype)
-    return _Softmax(
-      maximum, fade * softmax.total + weights.sum(-1), fade[..., None] * softmax.value + value
-    )
+    return _Softmax(maximum, total, fade[..., None] * softmax.value + value)
 
   softmax, _ = _for_each(
     lambda softmax, shift: (attend(softmax, _shift_tile(tile, shift)), None),
@@ -95,17 +107,17 @@ def _forward(static, arrays, tokens, cache_tokens):
   out = _join(softmax.value / softmax.total[..., None], static, arrays[0].shape)
   out = out.astype(dtype)
   log_total = softmax.maximum + jnp.log(softmax.total)
-  return out, (arrays, tokens, cache_tokens, out, log_total)
+  return out, (arrays, integers, out, log_total)
 
 
 @jax.named_scope("attention")
 def _backward(static, residuals, d_out):
-  arrays, tokens, cache_tokens, out, log_total = residuals
+  arrays, integers, out, log_total = residuals
   dtype, acc = arrays[2].dtype, accumulation_dtype(*arrays[:3])
   (queries, tile, cached), split_vjp = jax.vjp(
-    lambda arrays: _split(static, arrays, tokens, cache_tokens), arrays
+    lambda arrays: _split(static, arrays, integers), arrays
   )
-  # y = sum_j p_j v_j and p = softmax(s): ds_j = p_j (dy . v_j - dy . y).
+  # y = sum_j m_j p_j v_j, p = softmax(s), m of dropout: ds_j = p_j (m_j dy . v_j - dy . y).
   groups = tile.k.shape[1]
   d_out = d_out.astype(acc)
   along = _queries_layout((d_out * out.astype(acc)).sum(-1, keepdims=True), groups, static)
@@ -120,8 +132,12 @@ def _backward(static, residuals, d_out):
     """The contribution of one tile to dq, and its dk and dv."""
     scores = _scores(static, queries, tile, dtype)
     weights = jnp.exp(scores - log_total[..., None])
-    d_v = product(_equation("{q}j,{q}v->{k}v", tile), weights, d_out, dtype)
     d_weights = product(_equation("{q}v,{k}v->{q}j", tile), d_out, tile.v, dtype)
+    kept = weights
+    if queries.dropout_keys is not None:
+      factors = _dropped(static, queries, tile, acc)
+      kept, d_weights = weights * factors, d_weights * factors
+    d_v = product(_equation("{q}j,{q}v->{k}v", tile), kept, d_out, dtype)
     d_scores = static.scale * weights * (d_weights - along)
     if static.soft_cap is not None:  # the derivative of the cap; hidden scores are -inf
       d_scores *= 1 - jnp.square(jnp.where(weights > 0, scores, 0.0) / static.soft_cap)
@@ -144,7 +160,7 @@ def _backward(static, residuals, d_out):
     d_q, d_cached = _for_each(cache_step, d_q, cached)
 
   d_split = (
-    _Queries(d_q.astype(queries.q.dtype), no_gradient(queries.tokens)),
+    _Queries(d_q.astype(queries.q.dtype), *no_gradient(queries[1:])),
     _Tile(d_k.astype(tile.k.dtype), d_v.astype(tile.v.dtype), no_gradient(tile.tokens)),
     None
     if cached is None
@@ -155,7 +171,7 @@ def _backward(static, residuals, d_out):
     ),
   )
   (d_arrays,) = split_vjp(d_split)
-  return d_arrays, no_gradient(tokens), no_gradient(cache_tokens)
+  return d_arrays, no_gradient(integers)
 
 
 _attend.defvjp(_forward, _backward)
@@ -169,6 +185,14 @@ def _scores(static, queries: _Queries, tile: _Tile, dtype):
     keys = Tokens(*(x[:, None] for x in keys))
   visible = static.mask.visible(queries.tokens, keys)[:, None]
   return jnp.where(visible, static.capped(scores), -jnp.inf)
+
+
+def _dropped(static, queries: _Queries, tile: _Tile, dtype):
+  """The factors of dropout, [B, G, N, Q, C]: functions of query, head and the key's position."""
+  position = tile.tokens.position
+  position = position[:, None, None, None] if tile.k.ndim == 4 else position[:, None, :, None]
+  keys: Any = queries.dropout_keys
+  return multipliers(keys[..., None, :], position, static.dropout, dtype)
 
 
 def _equation(pattern, tile):
@@ -212,17 +236,22 @@ def _for_each(step, carry, xs):
   return carry, jax.tree.map(lambda x: x[None], y)
 
 
-def _split(static, arrays, tokens, cache_tokens):
+def _split(static, arrays, integers: _Integers):
   """The queries, the keys in blocks, and the blocks of the cache on a leading axis, or None."""
-  q, k, v, cache = arrays
+  (q, k, v, cache), (tokens, cache_tokens, dropout_keys) = arrays, integers
   size, groups = static.chunk_size, k.shape[2]
   key_tokens = _blocks_of_tokens(tokens, size, _PADDING)
   heads = q.shape[2] // groups
+  if dropout_keys is not None:
+    by_head = fold(dropout_keys[:, :, None], jnp.arange(q.shape[2]))  # [B, T, H, 2]
+    dropout_keys = _queries_layout(by_head, groups, static)
   queries = _Queries(
-    _queries_layout(q, groups, static), Tokens(*(jnp.tile(x, (1, 1, heads)) for x in key_tokens))
+    _queries_layout(q, groups, static),
+    Tokens(*(jnp.tile(x, (1, 1, heads)) for x in key_tokens)),
+    dropout_keys,
   )
   tile = _Tile(_keys_layout(k, size), _keys_layout(v, size), key_tokens)
-  if cache is None:
+  if cache is None or cache_tokens is None:
     return queries, tile, None
   # A few queries attend to the whole cache at once: no more scores than tiles have.
   room = cache[0].shape[1]

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 
 from lnssm_jax.ops.attention.cache import cached_tokens, tokens_of
 from lnssm_jax.ops.attention.types import Inputs, Options, Tokens
+from lnssm_jax.ops.core.dropout import fold, multipliers
 from lnssm_jax.ops.core.precision import accumulation_dtype
 
 
 def reference(inputs: Inputs, options: Options) -> jax.Array:
   """out [B, T, H, V]."""
-  q, k, v, state, _ = inputs
+  q, k, v, state, _, dropout_keys = inputs
   acc = accumulation_dtype(q, k, v)
   B, T, H, K = q.shape
   queries = keys = tokens_of(inputs)
@@ -25,5 +26,9 @@ def reference(inputs: Inputs, options: Options) -> jax.Array:
   scores = jnp.where(options.mask.visible(queries, keys)[:, None, None], scores, -jnp.inf)
   weights = jnp.exp(scores - scores.max(-1, keepdims=True))
   weights = weights / weights.sum(-1, keepdims=True)
+  if dropout_keys is not None:
+    by_head = fold(dropout_keys[:, :, None], jnp.arange(H))[:, :, :, None]  # [B, T, H, 1, 2]
+    factors = multipliers(by_head, keys.position[:, None, None], options.dropout, acc)
+    weights = weights * jnp.moveaxis(factors, 1, 2).reshape(weights.shape)
   out = jnp.einsum("bgrts,bsgv->btgrv", weights, v.astype(acc), precision="highest")
   return out.reshape(B, T, H, -1).astype(v.dtype)

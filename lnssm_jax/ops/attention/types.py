@@ -67,6 +67,7 @@ class Inputs(NamedTuple):
   v: jax.Array  # [B, T, G, V]
   state: AttentionState | None
   segments: Segments | None
+  dropout_keys: jax.Array | None = None  # [B, T, 2] uint32
 
 
 class Options(NamedTuple):
@@ -76,6 +77,7 @@ class Options(NamedTuple):
   scale: float
   chunk_size: int | None = None
   soft_cap: float | None = None
+  dropout: float = 0.0
 
   def capped(self, scores: jax.Array) -> jax.Array:
     """`scale` times the products of queries and keys, within +-`soft_cap`."""

@@ -59,8 +59,8 @@ class ChannelScan(NamedTuple):
       return config.preferred(D)
     return self._fits_decode(inputs) and decode.fits(D, N)
 
-  def run(self, inputs, options: Options, *, parts: int | None = None, interpret=None):
-    """`parts`: into how many parts the kernels split the sequence; None leaves it to `config`."""
+  def run(self, inputs, options: Options, *, num_splits: int | None = None, interpret=None):
+    """`num_splits`: into how many the kernels cut the sequence; None leaves it to `config`."""
     del options
     arrays, h = self._arrays(inputs), inputs.state.h
     if self._fits_decode(inputs):
@@ -69,7 +69,9 @@ class ChannelScan(NamedTuple):
       recurrence = self.recurrence(exact=self.is_exact(inputs.x, h.shape[2]))
       arrays |= self.prepare(arrays)
       first = None if inputs.segments is None else inputs.segments.first()
-      out, h = scan(recurrence, arrays, inputs.skip, h, first, parts=parts, interpret=interpret)
+      out, h = scan(
+        recurrence, arrays, inputs.skip, h, first, num_splits=num_splits, interpret=interpret
+      )
     return out, inputs.state._replace(h=h)
 
   def interpreted(self, inputs, options: Options):
@@ -111,7 +113,7 @@ def is_cut(N: int) -> bool:
 
 
 def scan(
-  recurrence: Recurrence, arrays: dict, skip, state, first, *, parts=None, interpret=None
+  recurrence: Recurrence, arrays: dict, skip, state, first, *, num_splits=None, interpret=None
 ) -> tuple[jax.Array, jax.Array]:
   """`out` [B, T, D] and the state after the last token.
 
@@ -120,15 +122,15 @@ def scan(
     skip: [D].
     state: [B, D, N] float32.
     first: [B, T], whether the state is reset before a token, or None.
-    parts: into how many parts the sequence is split; None leaves it to `config`.
+    num_splits: into how many splits the sequence is cut; None leaves it to `config`.
   """
   x = arrays["x"]
   B, T, D = x.shape
   N = state.shape[2]
   width = config.state_width(N)
   groups = -(-N // width)
-  parts = parts or config.num_splits(B, T, D, recurrence.min_splits)
-  ends = {"T": -T % (config.CHUNK * parts), "D": -D % config.CHANNELS, "N": groups * width - N}
+  num_splits = num_splits or config.num_splits(B, T, D, recurrence.min_splits)
+  ends = {"T": -T % (config.CHUNK * num_splits), "D": -D % config.CHANNELS, "N": groups * width - N}
   pad = lambda array, axes: jnp.pad(array, [(0, ends.get(axis, 0)) for axis in axes])
   arrays = arrays | {"skip": skip, "initial": state}
   inputs = Inputs(**{name: pad(array, _AXES[name]) for name, array in arrays.items()})
@@ -137,7 +139,7 @@ def scan(
 
   if groups == 1:
     static = forward.Static(recurrence, x.dtype, interpret)
-    out, last = forward.scan(static, inputs, first, parts)
+    out, last = forward.scan(static, inputs, first, num_splits)
     return out[:, :T, :D], last[:, :D, :N]
 
   # Groups of states one after the other: each adds to the output in float32.
@@ -147,7 +149,7 @@ def scan(
   grouped["skip"] = jnp.pad(inputs.skip[None], ((0, groups - 1), (0, 0)))
 
   def group(total, own):
-    out, last = forward.scan(static, inputs._replace(**own), first, parts)
+    out, last = forward.scan(static, inputs._replace(**own), first, num_splits)
     return total + out, last
 
   out, last = jax.lax.scan(group, jnp.zeros_like(inputs.x, jnp.float32), grouped)

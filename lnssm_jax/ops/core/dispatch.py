@@ -24,6 +24,7 @@ import jax
 
 from lnssm_jax.ops.core import spmd
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes
+from lnssm_jax.ops.core.recording import observing, recorded
 from lnssm_jax.ops.core.sequence_parallel import place
 from pallas_kernels import MADE_BY_KERNELS as MADE_BY_KERNELS  # for rematerialization policies
 
@@ -117,7 +118,7 @@ def op[**P, Result, **S, State](
   """Makes a function, which ends in a call of `run`, a public op with this `init_state`."""
 
   def decorate(function: Any) -> Any:
-    public: Any = under_auto_axes()(function)
+    public: Any = recorded(under_auto_axes()(function))
     public.init_state = init_state
     _OPS[public.__name__] = public
     return public
@@ -174,7 +175,8 @@ def check(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Call:
     if op not in _OPS:
       raise ValueError(f"supported: no op is named {op!r}; the ops are {', '.join(sorted(_OPS))}.")
     op = _OPS[op]
-  return op(*args, **kwargs | {"implementation": _CHECK_ONLY})
+  with observing(None):
+    return op(*args, **kwargs | {"implementation": _CHECK_ONLY})
 
 
 def supported(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> list[str]:

@@ -63,7 +63,7 @@ class Division(NamedTuple):
 
   def _over(self, letter: str, size: int) -> tuple[str, ...]:
     """The axes of the mesh that shard an axis of an array."""
-    if size != self.lengths[letter]:
+    if size == 1:
       return ()
     return tuple(axis for axis in MESH_AXES.get(letter, ()) if self.counts.get(axis, 1) > 1)
 
@@ -75,7 +75,8 @@ def division(axes: Iterable[str], results: tuple[str, ...], inputs: tuple) -> Di
 
   Args:
     axes: the axes of each field of `inputs`, a letter each, of which `MESH_AXES` are sharded. One
-      word is for all arrays of a field. An axis of size 1 where others have more is replicated.
+      word is for all arrays of a field. An axis of size 1 is replicated; one of fewer heads than
+      others, which groups of those share, is sharded like them.
     results: the same for what the op returns.
   """
   axes = tuple(axes)
@@ -87,14 +88,16 @@ def division(axes: Iterable[str], results: tuple[str, ...], inputs: tuple) -> Di
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   if any(n > 1 and (x not in known or types[x] != AxisType.Auto) for x, n in counts.items()):
     return None
-  lengths = dict.fromkeys(MESH_AXES, 1)
+  sizes: dict[str, set[int]] = {letter: {1} for letter in MESH_AXES}
   for word, x in _named(axes, inputs):
     for letter, size in zip(word, x.shape, strict=False):
-      lengths[letter] = max(lengths.get(letter, 1), size)
+      sizes.setdefault(letter, {1}).add(size)
+  lengths = {letter: max(all_sizes) for letter, all_sizes in sizes.items()}
   even = (
-    lengths[letter] % math.prod(counts.get(axis, 1) for axis in names) == 0
+    size % math.prod(counts.get(axis, 1) for axis in names) == 0
     for letter, names in MESH_AXES.items()
     if any(letter in word for word in results)
+    for size in sizes[letter] - {1} or {1}
   )
   return Division(axes, results, lengths, counts) if all(even) else None
 

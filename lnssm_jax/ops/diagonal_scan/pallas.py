@@ -40,11 +40,11 @@ def preferred(inputs: Inputs, options: Options) -> bool:
   return inputs.x.shape[1] > 1 and inputs.x.shape[2] >= channels.CHANNELS
 
 
-def run(inputs: Inputs, options: Options, *, interpret=None, number_of_parts: int | None = None):
-  """`number_of_parts`: into which the sequence is split; None leaves it to `channel_grid`."""
+def run(inputs: Inputs, options: Options, *, interpret=None, num_splits: int | None = None):
+  """`num_splits`: into which the sequence is cut; None leaves it to `channel_grid`."""
   decay, x, state, segments = inputs
   B, T, D = x.shape
-  P = number_of_parts or channels.num_splits(B, D, T)
+  P = num_splits or channels.num_splits(B, D, T)
   more = channels.padded_length(T, P) - T, -D % channels.CHANNELS
   pad = lambda array, *ends, **options: jnp.pad(array, [(0, 0), *((0, n) for n in ends)], **options)
   if decay.shape[:2] == (1, 1):  # a constant, or the decay of a single token

@@ -142,8 +142,6 @@ def linear_attention(
       state = state._replace(key_sum=jnp.asarray(initial_state.key_sum, acc))
   segments = segments_of(_NAME, segment_ids, B, T)
   inputs = Inputs(q, k, v, log_decay, value_log_decay, bonus, state, segments)
-  if 1 < q.shape[2] < H and jax.sharding.get_abstract_mesh().shape.get("tensor", 1) > 1:
-    inputs = inputs.with_all_heads()  # shards of heads would not be shards of groups
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,

@@ -96,7 +96,7 @@ MORE_KERNELS = [
   Case(T=65, K=128, V=24, decay="HK", strength="extreme", normalize=True, H=1),
   Case(T=65, K=16, V=24, decay="BTHK", strength="extreme", segments=True, H=1),
 ]
-# In two parts of two chunks, a state that lasts from chunk to chunk and from part to part, with
+# In two splits of two chunks, a state that lasts from chunk to chunk and from split to split, with
 # documents that end inside the second chunk and the third: what is dropped, or passes a document's
 # boundary, changes much. Two groups of channels. (Of columns: `KERNELS`.)
 PARTS = [

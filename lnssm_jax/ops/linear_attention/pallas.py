@@ -62,12 +62,12 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 
 
 def run(
-  inputs: Inputs, options: Options, *, interpret=None, parts: int | None = None
+  inputs: Inputs, options: Options, *, interpret=None, num_splits: int | None = None
 ) -> tuple[jax.Array, LinearAttentionState]:
   """The output and the last state.
 
   Args:
-    parts: into how many parts the sequence is split for the passes over time; None leaves it to
+    num_splits: into how many splits the sequence is cut for the passes over time; None leaves it to
       `config`.
   """
   shares_heads = inputs.log_decay.shape[-1] == 1 and inputs.bonus is None
@@ -82,7 +82,7 @@ def run(
   normalize, fresh = options.normalize, options.fresh
   (B, T, H, V), K = v.shape, q.shape[-1]
   if config.KEY_WIDTHS[-1] < K:
-    wide = functools.partial(_by_key_groups, inputs, interpret=interpret, parts=parts)
+    wide = functools.partial(_by_key_groups, inputs, interpret=interpret, num_splits=num_splits)
     out, kv = wide(v, state.kv, options=options._replace(normalize=False))
     if not normalize:
       return out, LinearAttentionState(kv)
@@ -93,8 +93,8 @@ def run(
     return out, LinearAttentionState(kv, key_sum[..., 0])
   wide_k = config.padded_width(K, config.KEY_WIDTHS)
   wide_v = config.padded_width(V, config.VALUE_WIDTHS)
-  parts = parts or config.num_parts(B, H, T)
-  length = config.padded_length(T, parts)
+  num_splits = num_splits or config.num_splits(B, H, T)
+  length = config.padded_length(T, num_splits)
   pad = lambda x, *ends: jnp.pad(x, [(0, end) for end in ends])
   with_tokens = lambda x, width: pad(x, 0, length - T, 0, width - x.shape[3])
   extra = wide_k - K
@@ -116,7 +116,7 @@ def run(
   index = None
   if segments is not None:
     index = jnp.pad(segments.index, ((0, 0), (0, length - T)), mode="edge")
-  static = forward.Options(options.scale, T, parts, normalize, interpret)
+  static = forward.Options(options.scale, T, num_splits, normalize, interpret)
   out, kv, key_sum = forward.linear_attention(padded, index, static)
   if normalize:
     key_sum = key_sum[..., :K]
@@ -133,7 +133,7 @@ def _step(inputs: Inputs, *, options: Options, interpret):
   return out[:, None], LinearAttentionState(kv, key_sum)
 
 
-def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, interpret, parts):
+def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, interpret, num_splits):
   """`run` for wide keys, (out, kv): before division the output is a sum over groups of channels."""
   q, k, _, log_decay, _, bonus, _, segments = inputs
   (B, T, H, K), V, width = q.shape, v.shape[-1], config.KEY_WIDTHS[-1]
@@ -159,7 +159,7 @@ def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, interpret, parts)
     None if bonus is None else grouped(bonus).reshape(H * groups, width),
     *(LinearAttentionState(kv), segments),
   )
-  out, last = run(by_group, options, interpret=interpret, parts=parts)
+  out, last = run(by_group, options, interpret=interpret, num_splits=num_splits)
   out = out.reshape(B, T, H, groups, V).astype(jnp.float32).sum(3).astype(v.dtype)
   return out, last.kv.reshape(B, H, groups * width, V)[:, :, :K]
 

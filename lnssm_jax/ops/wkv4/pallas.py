@@ -50,12 +50,12 @@ def _decodes(inputs: Inputs) -> bool:
 
 
 def run(
-  inputs: Inputs, options: Options, *, interpret=None, number_of_parts: int | None = None
+  inputs: Inputs, options: Options, *, interpret=None, num_splits: int | None = None
 ) -> tuple[jax.Array, WKV4State]:
   """The output and the last state.
 
   Args:
-    number_of_parts: into how many parts the sequence is split for the passes over time; None leaves
+    num_splits: into how many splits the sequence is cut for the passes over time; None leaves
       it to `channels`.
   """
   k, v, decay_rate, bonus, state, segments = inputs
@@ -65,7 +65,7 @@ def run(
     step = functools.partial(_step, interpret=interpret)
     form = functools.partial(chunked, options=options)
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
-  P = number_of_parts or channels.num_splits(B, D, T)
+  P = num_splits or channels.num_splits(B, D, T)
   later, wider = channels.padded_length(T, P) - T, -D % channels.CHANNELS
   pad = lambda x, *ends: jnp.pad(x, [(0, 0)] * (x.ndim - len(ends)) + [(0, n) for n in ends])
   reset = None

@@ -1,4 +1,4 @@
-"""A sequence in parts that run at the same time: their initial states, forward and in reverse."""
+"""A sequence in splits that run at the same time: their initial states, forward and in reverse."""
 
 import jax
 import jax.numpy as jnp
@@ -17,26 +17,26 @@ from pallas_kernels.linear_attention.state_pipeline import (
 from pallas_kernels.linear_attention.types import Inputs, Options
 
 
-def initial_states_of_parts(
+def initial_states_of_splits(
   a: jax.Array,  # [B, T, H or fewer, K], b, weight and decay: as in `chunk_states`
   b: jax.Array,
   weight: jax.Array | None,
   decay: ChunkDecay | ConstantDecay,
   initial: jax.Array | None,  # [B, H, K, V] float32; None for zeros
-  normalizer: Normalizer | None,  # of one part
+  normalizer: Normalizer | None,  # of one split
   options: Options,
   *,
   reverse: bool,
 ) -> tuple[jax.Array | None, Normalizer | None]:
-  """[B, H, P, K, V], the state that enters each part, None for zeros; and their normalizer."""
-  P = options.parts
+  """[B, H, P, K, V], the state that enters each split, None for zeros; and their normalizer."""
+  P = options.num_splits
   if P == 1:
     return None if initial is None else initial[:, :, None], normalizer
   shape = (b.shape[0], b.shape[2], P, a.shape[3])
   added = chunk_states(
     *(a, b, weight, decay, None),
     None if normalizer is None else Normalizer(shape, None, normalizer.weights),
-    parts=P,
+    num_splits=P,
     reverse=reverse,
     store_states=False,
     config=pipeline_config(b.shape[-1]),
