@@ -3,10 +3,13 @@
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.common.checks import check_positive, check_state
+from lnssm_jax.mixers.common.decays import log_decay
 from lnssm_jax.mixers.common.routing import Aux
+from lnssm_jax.ops import recording
 from lnssm_jax.ops.core.checks import check_floating, check_shape
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.segments import segments_of
@@ -18,10 +21,10 @@ class Mixer[State](nnx.Module):
       y, state = mixer(x, state=None, segment_ids=None)
 
   A subclass is constructed as `Class(dim, *, <options>, dtype, param_dtype, rngs)`, sets `dim` and
-  writes `_mix` and `_init_state`; one with an auxiliary loss also `_mix_with_aux`. Its parameters
-  are of `param_dtype`, its matrix products and its output of `dtype`; states, decays, norms and
-  sums are float32 (float64 for float64 inputs). It holds `nnx.Param`s only: the state is a value,
-  passed in and returned.
+  writes `_mix` and `_init_state`; one with an auxiliary loss also `_mix_with_aux`, or as a
+  `SelectingMixer` one method for both. Its parameters are of `param_dtype`, its matrix products and
+  its output of `dtype`; states, decays, norms and sums are float32 (float64 for float64 inputs). It
+  holds `nnx.Param`s only: the state is a value, passed in and returned.
 
   Attributes:
     dim: D, the width of input and output.
@@ -30,19 +33,30 @@ class Mixer[State](nnx.Module):
     can_shard_time: whether the mixer can run on a sharded sequence.
     starts_as_model: whether a model that starts its matrices in its own way (`LanguageModel`,
       initialization="gpt2") starts those of the mixer too, as published models with it do.
+    attention_dropout: the rate at which attention probabilities are dropped in a call with a
+      `dropout_key`; an option of mixers that have such probabilities.
+    tied: the name of a parameter of which the layers of a model make a table, or None; `tie` turns
+      the table [L, ...] into the values that the layers use.
     set_by_model: those of the constructor's arguments num_heads, layer and num_layers that a model
       passes on.
   """
 
   dim: int
   sequence_axis: str | None = None
+  attention_dropout: float = 0.0
+  tied: str | None = None
   can_shard_time: ClassVar[bool] = True
   starts_as_model: ClassVar[bool] = False
   set_by_model: ClassVar[tuple[str, ...]] = ()
 
   @under_auto_axes(argument=1)
   def __call__(
-    self, x: jax.Array, state: State | None = None, segment_ids: jax.Array | None = None
+    self,
+    x: jax.Array,
+    state: State | None = None,
+    segment_ids: jax.Array | None = None,
+    *,
+    dropout_key: jax.Array | None = None,
   ) -> tuple[jax.Array, State]:
     """Mixes the tokens of each sequence; causal.
 
@@ -55,6 +69,8 @@ class Mixer[State](nnx.Module):
       state: what an earlier call returned, or None at the start of a sequence. It belongs to the
         first segment.
       segment_ids: [B, T] integer; the state is reset wherever the id changes.
+      dropout_key: a key (`jax.random.key(0)`), or one for each row [B]: training, with dropout.
+        None drops nothing.
 
     Returns:
       (y [B, T, D] in the mixer's `dtype`, the state after the last token).
@@ -64,11 +80,16 @@ class Mixer[State](nnx.Module):
         `max_length`; the message names the mixer and the argument.
     """
     self._check(x, state, segment_ids)
-    return self._mix(x, state, segment_ids)
+    return self._mix_dropping(x, state, segment_ids, dropout_key)
 
   @under_auto_axes(argument=1, results=(0, 0, REPLICATED))
   def with_aux(
-    self, x: jax.Array, state: State | None = None, segment_ids: jax.Array | None = None
+    self,
+    x: jax.Array,
+    state: State | None = None,
+    segment_ids: jax.Array | None = None,
+    *,
+    dropout_key: jax.Array | None = None,
   ) -> tuple[jax.Array, State, Aux | None]:
     """The same call, for training: (y, the state, the auxiliary output).
 
@@ -76,6 +97,8 @@ class Mixer[State](nnx.Module):
     call. `LanguageModel.with_aux` collects that of all layers.
     """
     self._check(x, state, segment_ids)
+    if dropout_key is not None and self.attention_dropout:
+      return *self._mix_dropping(x, state, segment_ids, dropout_key), None
     return self._mix_with_aux(x, state, segment_ids)
 
   def _check(self, x, state, segment_ids) -> None:
@@ -93,11 +116,73 @@ class Mixer[State](nnx.Module):
     """Returns the state before the first token of `batch_size` sequences."""
     return self._init_state(check_positive("batch_size", batch_size))
 
+  def decay(
+    self,
+    x: jax.Array | None = None,
+    state: State | None = None,
+    segment_ids: jax.Array | None = None,
+  ) -> jax.Array:
+    """The logarithms of the decays, <= 0: of each token of x, or constants of the layer.
+
+        half_life = math.log(0.5) / mixer.decay()          # in tokens, of a layer with constants
+
+    They are what the layer's recurrence is given. K counts the rows of a head's state, or is 1 if
+    they decay alike; where its columns decay too, a last axis V follows. A layer without heads has
+    H = 1, one with N numbers per channel (Mamba, Longhorn, S4) its channels as H and N as K. A
+    document boundary is no decay.
+
+    `SSE` and `MoM` have the rows of several states side by side, K times their number: first those
+    of the state that all tokens use, then those of each partition, 0 where a token does not select
+    it. `S4` has the moduli of its matrix's eigenvalues.
+
+    Args:
+      x, state, segment_ids: as for the call. x=None is for constant decays; an x is not needed
+        there, and changes nothing.
+
+    Returns:
+      [H, K] if they are constant, else [B, T, H, K]; float32, or float64 for float64 inputs.
+
+    Raises:
+      NotImplementedError: the mixer has no decay, such as softmax attention and DeltaNet.
+      ValueError: `x` is None, but the decays depend on it; or as the call.
+    """
+    name, token = type(self).__name__, jnp.zeros((1, 1, self.dim), jnp.float32)
+    given = token if x is None else x
+    self._check(given, state, segment_ids)
+    decays = self._log_decays(given, state, segment_ids)
+    if not decays:
+      raise NotImplementedError(
+        f"{name}.decay: a {name} with these options has no decay: its state forgets nothing, or "
+        "only by being overwritten. `lnssm_jax.analysis.state_norms` shows how its state grows."
+      )
+    if x is None and any(decay.ndim >= 4 for decay in decays):
+      raise ValueError(f"{name}.decay: x=None, but its decays depend on x; give x [B, T, D].")
+    return decays[0] if len(decays) == 1 else jnp.concatenate(decays, axis=-1)
+
+  def _log_decays(
+    self, x: jax.Array, state: State | None, segment_ids: jax.Array | None
+  ) -> list[jax.Array]:
+    """Log decays [H, K] or [B, T, H, K] of each recurrence in the layer; none: an empty list."""
+    with recording() as calls:
+      self._mix(x, state, segment_ids)
+    return [decay for call in calls if (decay := log_decay(call)) is not None]
+
   def _mix(
     self, x: jax.Array, state: State | None, segment_ids: jax.Array | None
   ) -> tuple[jax.Array, State]:
     """`__call__` on checked arguments."""
     raise NotImplementedError
+
+  def _mix_dropping(
+    self,
+    x: jax.Array,
+    state: State | None,
+    segment_ids: jax.Array | None,
+    dropout_key: jax.Array | None,
+  ) -> tuple[jax.Array, State]:
+    """`_mix`, of a mixer with `attention_dropout` under a key that is not None with dropout."""
+    del dropout_key
+    return self._mix(x, state, segment_ids)
 
   def _mix_with_aux(
     self, x: jax.Array, state: State | None, segment_ids: jax.Array | None
@@ -108,6 +193,30 @@ class Mixer[State](nnx.Module):
   def _init_state(self, B: int) -> State:
     """`init_state` for a checked batch size."""
     raise NotImplementedError
+
+
+class SelectingMixer[State](Mixer[State]):
+  """A mixer whose tokens select parts of the state: one run gives its output and its selection.
+
+  A subclass writes `_run` and `_aux` instead of `_mix`.
+  """
+
+  def _run(
+    self, x: jax.Array, state: State | None, segment_ids: jax.Array | None
+  ) -> tuple[jax.Array, State, tuple[jax.Array, jax.Array] | None]:
+    """(out, state, the selection: what `_aux` takes, or None if nothing is selected)."""
+    raise NotImplementedError
+
+  def _aux(self, weights: jax.Array, selected: jax.Array) -> Aux:
+    """The auxiliary output of a selection."""
+    raise NotImplementedError
+
+  def _mix(self, x, state, segment_ids):
+    return self._run(x, state, segment_ids)[:2]
+
+  def _mix_with_aux(self, x, state, segment_ids):
+    out, state, selection = self._run(x, state, segment_ids)
+    return out, state, None if selection is None else self._aux(*selection)
 
 
 def shard_time(mixer: Any, axis_name: str) -> Any:

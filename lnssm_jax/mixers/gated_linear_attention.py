@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.base import Mixer, SelectingMixer
 from lnssm_jax.mixers.common.activations import log_gate
 from lnssm_jax.mixers.common.checks import (
   check_choice,
@@ -43,7 +43,7 @@ class GLAState(NamedTuple):
   convs: tuple[ConvState, ...]  # inputs [B, W - 1, any] of those of q, k, v
 
 
-class GLA(Mixer[LinearAttentionState | GLAState]):
+class GLA(SelectingMixer[LinearAttentionState | GLAState]):
   r"""Gated linear attention: each key channel decays by a data-dependent factor.
 
       q_t = W_q x_t,  k_t = W_k x_t,  v_t = W_v x_t,      a_t = sigmoid(W_2 W_1 x_t + b)^(1 / tau)
@@ -160,14 +160,9 @@ class GLA(Mixer[LinearAttentionState | GLAState]):
     convs = (self.q_conv, self.k_conv, self.v_conv)
     return tuple(conv for conv in convs if conv is not None)
 
-  def _mix(self, x, state, segment_ids):
-    return self._run(x, state, segment_ids)[:2]
-
-  def _mix_with_aux(self, x, state, segment_ids):
-    out, state, selection = self._run(x, state, segment_ids)
-    if self.rows is None or selection is None:
-      return out, state, None
-    return out, state, self.rows.aux(*selection)
+  def _aux(self, weights, selected):
+    assert self.rows is not None
+    return self.rows.aux(weights, selected)
 
   def _run(self, x, state, segment_ids):
     """(out, state, (weights, whether selected) of the rows [B, T, heads, rows], or None)."""

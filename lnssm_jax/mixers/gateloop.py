@@ -78,6 +78,10 @@ class GateLoop(Mixer[ComplexState]):
   def _init_state(self, B):
     return empty_state(B, self.num_heads, self.head_dim, self.head_dim)
 
+  def _log_decays(self, x, state, segment_ids):
+    (of_both,) = super()._log_decays(x, state, segment_ids)  # of real and imaginary parts
+    return [of_both[..., : self.head_dim]]
+
   def _mix(self, x, state, segment_ids):
     heads = lambda z: split_heads(z, self.num_heads)
     twice = lambda z, w: jnp.concatenate([z, w], axis=-1)

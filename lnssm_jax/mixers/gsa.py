@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.base import SelectingMixer
 from lnssm_jax.mixers.common.activations import log_gate
 from lnssm_jax.mixers.common.checks import (
   check_choice,
@@ -37,7 +37,7 @@ class GSAState(NamedTuple):
   convs: tuple[ConvState, ...] = ()  # with convolutions, the inputs of those of q, k, v
 
 
-class GSA(Mixer[GSAState]):
+class GSA(SelectingMixer[GSAState]):
   r"""Gated slot attention: M slots, each with a key and a value, with a forget gate per slot.
 
       q_t = silu(W_q x_t),  k_t = silu(W_k x_t),  v_t = silu(W_v x_t)
@@ -128,14 +128,12 @@ class GSA(Mixer[GSAState]):
     convs = tuple(conv.init_state(B) for conv in self._convs)
     return GSAState(keys=empty(K, M), values=empty(M, K), convs=convs)
 
-  def _mix(self, x, state, segment_ids):
-    return self._run(x, state, segment_ids)[:2]
+  def _aux(self, weights, selected):
+    assert self.rows is not None
+    return self.rows.aux(weights, selected)
 
-  def _mix_with_aux(self, x, state, segment_ids):
-    out, state, selection = self._run(x, state, segment_ids)
-    if self.rows is None or selection is None:
-      return out, state, None
-    return out, state, self.rows.aux(*selection)
+  def _log_decays(self, x, state, segment_ids):
+    return super()._log_decays(x, state, segment_ids)[-1:]  # both memories have those of the slots
 
   def _run(self, x, state, segment_ids):
     """(out, state, (weights, whether selected) of the rows [B, T, heads, rows], or None)."""

@@ -21,7 +21,7 @@ from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
 from lnssm_jax.ops import DiagonalState, LinearAttentionState, diagonal_scan, linear_attention
 from lnssm_jax.ops.core.precision import wide
 
-LOWER_BOUNDS = ("learned", "none")
+LOWER_BOUNDS = ("learned", "shared", "none")
 ACTIVATIONS = {"tanh": jnp.tanh, "silu": jax.nn.silu, "none": lambda x: x}
 HGRN2_VARIANTS = ("authors", "fla")
 OUTPUT_GATES = ("sigmoid", "none")
@@ -30,16 +30,41 @@ OUTPUT_GATES = ("sigmoid", "none")
 _TINY = 1e-30
 
 
-def _bound(lower_bound, dim, layer, num_layers, param_dtype) -> nnx.Param | None:
-  """The parameter of a lower bound gamma = 1 - exp(-bound^2), initially layer / num_layers."""
-  check_layer(layer, num_layers)
-  if check_choice("lower_bound", lower_bound, LOWER_BOUNDS) == "none":
-    return None
-  depth = jnp.asarray(layer, jnp.float32) / num_layers
-  return nnx.Param(jnp.full(dim, jnp.sqrt(-jnp.log1p(-depth))).astype(param_dtype))
+class _BoundedMixer[State](Mixer[State]):
+  """A mixer whose forget gates have a lower bound gamma [D]."""
+
+  def _make_bound(self, lower_bound, layer, num_layers, param_dtype) -> None:
+    """Sets `bound`, of gamma = 1 - exp(-bound^2) = layer / num_layers, or a row of a table."""
+    check_layer(layer, num_layers)
+    self.lower_bound = check_choice("lower_bound", lower_bound, LOWER_BOUNDS)
+    self.tied = "bound" if lower_bound == "shared" else None
+    initial = jnp.ones(self.dim)
+    if lower_bound == "learned":
+      initial *= jnp.sqrt(-jnp.log1p(-jnp.asarray(layer, jnp.float32) / num_layers))
+    self.bound = None if lower_bound == "none" else nnx.Param(initial.astype(param_dtype))
+
+  @staticmethod
+  def tie(table):
+    """[L, D] -> gamma [L, D]: sums over layers 1 to l of the softmax over all L."""
+    parts = jax.nn.softmax(wide(table), axis=0)
+    return jnp.cumsum(parts.at[0].set(0.0), axis=0)
+
+  def _bounds(self) -> tuple[jax.Array, jax.Array]:
+    """(gamma, 1 - gamma)."""
+    if self.bound is None:
+      return jnp.zeros(()), jnp.ones(())
+    if self.tied is not None:
+      raise ValueError(
+        f"{type(self).__name__}: lower_bound='shared' is a table of all layers of a LanguageModel;"
+        " for a layer by itself use 'learned' or 'none', or model.layer(l).mixer."
+      )
+    bound = wide(self.bound[...])
+    if self.lower_bound == "shared":
+      return bound, 1 - bound
+    return -jnp.expm1(-jnp.square(bound)), jnp.exp(-jnp.square(bound))
 
 
-class HGRN2(Mixer[LinearAttentionState]):
+class HGRN2(_BoundedMixer[LinearAttentionState]):
   r"""Linear attention whose key is the complement of the forget gate: k = 1 - lambda.
 
       q_t = sigmoid(W_q x_t + b_q),  v_t = silu(W_v x_t + b_v),  m_t = sigmoid(W_f x_t + b_f)
@@ -54,17 +79,18 @@ class HGRN2(Mixer[LinearAttentionState]):
   The lower bound gamma [D] is layer / num_layers at the start: upper layers have longer memory.
   That of the first layer is 0 and stays so.
 
-  In the paper all layers share one table P = softmax(Gamma) over layers, and gamma is the sum of P
-  over the layers below, which starts at the same values. A layer here has parameters of its own,
-  gamma = 1 - exp(-bound^2): learning may move each bound in [0, 1), and nothing keeps them in
-  order.
+  With lower_bound="shared" all layers of a `LanguageModel` share one table Gamma [L, D], as in the
+  paper: P = softmax(Gamma) over layers, and gamma_l = P_1 + ... + P_l, so that no layer forgets
+  more slowly than one above it. By default a layer has parameters of its own, gamma = 1 -
+  exp(-bound^2), which start at the same values: learning may move each bound in [0, 1), and nothing
+  keeps them in order.
 
   Args:
     dim: D, the width; a multiple of `num_heads`. The width of a head is K = D / H, for keys and
       values; 128 in the paper.
     num_heads: H.
     layer, num_layers: the layer's index in its model. `layer` counts from 0 and may be traced.
-    lower_bound: "learned", or "none" for gamma = 0 in all layers.
+    lower_bound: "learned", "shared", or "none" for gamma = 0 in all layers.
     variant: "authors", as above, or "fla".
     output_bias: whether W_o has a bias. It has one in the authors' code, by default.
     norm_eps: eps of the norm, under the root.
@@ -72,8 +98,8 @@ class HGRN2(Mixer[LinearAttentionState]):
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or `lower_bound` or
-      `variant` is unknown.
+    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, `lower_bound` or
+      `variant` is unknown, or a layer with lower_bound="shared" is called outside of a model.
 
   Source: HGRN2 (Qin et al. 2024), section 3; the activations are those of its published code. The
   projections and their biases start uniform within 1 / sqrt(D).
@@ -106,7 +132,7 @@ class HGRN2(Mixer[LinearAttentionState]):
     if variant == "authors":
       for layer_with_bias in (self.q_proj, self.f_proj, self.v_proj):
         layer_with_bias.draw_bias(init, rngs)
-    self.bound = _bound(lower_bound, dim, layer, num_layers, param_dtype)
+    self._make_bound(lower_bound, layer, num_layers, param_dtype)
     norm = LayerNorm if variant == "authors" else RMSNorm
     self.norm = norm(dim, eps=norm_eps, param_dtype=param_dtype)
     self.o_proj = linear()
@@ -142,15 +168,14 @@ class HGRN2(Mixer[LinearAttentionState]):
     """log(lambda) and 1 - lambda; exact to the dtype, with finite gradients, for every f."""
     if self.bound is None:
       return jax.nn.log_sigmoid(f), jax.nn.sigmoid(-f)
-    squared = jnp.square(wide(self.bound[...]))
-    k = jnp.exp(-squared) * jax.nn.sigmoid(-f)
+    gamma, rest = self._bounds()
+    k = rest * jax.nn.sigmoid(-f)
     # lambda = (gamma + e^f) / (1 + e^f). Near 1 that quotient would cancel: there, log(1 - k).
-    gamma = jnp.maximum(-jnp.expm1(-squared), _TINY)
-    quotient = jnp.logaddexp(jnp.log(gamma), f) - jax.nn.softplus(f)
+    quotient = jnp.logaddexp(jnp.log(jnp.maximum(gamma, _TINY)), f) - jax.nn.softplus(f)
     return jnp.where(k <= 0.5, jnp.log1p(-jnp.minimum(k, 0.5)), quotient), k
 
 
-class HGRN(Mixer[ComplexState]):
+class HGRN(_BoundedMixer[ComplexState]):
   r"""A complex gated linear recurrence in each of D channels; its phase is constant.
 
       c_t = silu(W_c x_t + b_c)                        2 D numbers: D real and D imaginary parts
@@ -159,13 +184,12 @@ class HGRN(Mixer[ComplexState]):
       out_t = W_o (LayerNorm([Re h_t, Im h_t]) * silu(W_g x_t + b_g))
 
   theta [D] is learned and starts at 10000^(-2 i / D). The lower bound gamma [D] is as in `HGRN2`:
-  layer / num_layers at the start, a parameter of its own in each layer instead of the paper's table
-  for all layers; that of the first layer stays 0.
+  layer / num_layers at the start; that of the first layer stays 0.
 
   Args:
     dim: D, the width.
     layer, num_layers: the layer's index in its model. `layer` counts from 0 and may be traced.
-    lower_bound: "learned", or "none" for gamma = 0 in all layers.
+    lower_bound: "learned", "shared", or "none" for gamma = 0 in all layers.
     output_bias: whether W_o has a bias. It has one in the authors' code, by default.
     norm_eps: eps of the norm, under the root.
     dtype: of the projections; gates, decays, norm, state and sums are float32.
@@ -174,7 +198,8 @@ class HGRN(Mixer[ComplexState]):
   The state is h [B, D], its real and its imaginary part.
 
   Raises:
-    ValueError: a size is not positive, or `lower_bound` is unknown.
+    ValueError: a size is not positive, `lower_bound` is unknown, or a layer with "shared" is called
+      outside of a model.
 
   Source: HGRN (Qin et al. 2023), section 3.2; norm and output gate in the order of its published
   code (the paper multiplies by the gate first). The projections and their biases start uniform
@@ -204,7 +229,7 @@ class HGRN(Mixer[ComplexState]):
     self.g_proj = linear(dim, 2 * dim)
     for layer_with_bias in (self.c_proj, self.f_proj, self.g_proj):
       layer_with_bias.draw_bias(init, rngs)
-    self.bound = _bound(lower_bound, dim, layer, num_layers, param_dtype)
+    self._make_bound(lower_bound, layer, num_layers, param_dtype)
     theta = 1e4 ** (-2 * jnp.arange(dim, dtype=jnp.float32) / dim)
     self.theta = nnx.Param(theta.astype(param_dtype))
     self.norm = LayerNorm(2 * dim, eps=norm_eps, param_dtype=param_dtype)
@@ -217,13 +242,12 @@ class HGRN(Mixer[ComplexState]):
 
   def _mix(self, x, state, segment_ids):
     c, f = jax.nn.silu(self.c_proj(x)), self.f_proj(x)
-    squared = 0.0 if self.bound is None else jnp.square(wide(self.bound[...]))
-    open_share = jnp.exp(-squared)  # 1 - gamma
-    forget = jax.nn.sigmoid(f) * open_share - jnp.expm1(-squared)
+    gamma, rest = self._bounds()
+    forget = jax.nn.sigmoid(f) * rest + gamma
     theta = wide(self.theta[...])
     h, recurrent = diagonal_scan(
       jax.lax.complex(forget * jnp.cos(theta), forget * jnp.sin(theta)),
-      open_share * jax.nn.sigmoid(-f) * jax.lax.complex(*jnp.split(c, 2, axis=-1)),
+      rest * jax.nn.sigmoid(-f) * jax.lax.complex(*jnp.split(c, 2, axis=-1)),
       axis_name=self.sequence_axis,
       initial_state=None if state is None else DiagonalState(to_complex(state)),
       segment_ids=segment_ids,

@@ -31,32 +31,33 @@ def _positions(name: str, x, before, segment_ids, max_length: int) -> jax.Array:
 class HyenaState(NamedTuple):
   """Recurrent state of `Hyena`."""
 
-  conv: ConvState  # inputs [B, W - 1, 3 D]
-  recurrent: ConvState  # inputs [B, L - 1, D] float32, of the long convolution
+  conv: ConvState  # inputs [B, W - 1, (N + 1) D]
+  recurrent: ConvState  # inputs [B, L - 1, (N - 1) D] float32, of the long convolutions in turn
   position: jax.Array  # [B] int32, the number of tokens of the segment so far
 
 
 class Hyena(Mixer[HyenaState]):
-  r"""A long convolution between two gates, whose three inputs a short convolution computes.
+  r"""Long convolutions between N gates, whose inputs a short convolution computes.
 
-      [x1_t, x2_t, v_t] = conv(W_in u)_t                                 over W tokens, per channel
-      s_t = x1_t v_t,      y_t = sum_l kernel_l s_{t-l} + skip s_t       l = 0 ... L - 1
-      out_t = W_o (x2_t y_t)
-      kernel_l = network(l) exp(-rate l / (L - 1))                       per channel
+      [x1_t, ..., xN_t, v_t] = conv(W_in u)_t                            over W tokens, per channel
+      s_t = xn_t v_t,      v_t = sum_l kernel^n_l s_{t-l} + skip^n s_t   for n = 1 ... N - 1 in turn
+      out_t = W_o (xN_t v_t)                                             l = 0 ... L - 1
+      kernel_l = network(l) exp(-rate l / (L - 1))                       per channel of the N - 1
 
   The network reads l / (L - 1) and a slow cosine and sine, has `filter_layers` hidden layers of
   width `filter_dim` with activations sin(w .), w learned, and a last layer without bias. The rates
-  are constants from ln(100) / 1.5 to ln(100) / 0.3. The kernel ends at L = `max_length`, on which
-  it depends.
+  are constants from ln(100) / 1.5 to ln(100) / 0.3. The kernels end at L = `max_length`, on which
+  they depend.
 
-  The state holds the last L - 1 inputs of the convolution, and every decoding step computes the
-  kernel again and reads all of them: the state is not small. Longer sequences are rejected: with an
-  error where the length is known when the layer is called (no segments, and a state outside of
+  The state holds the last L - 1 inputs of each convolution, and every decoding step computes the
+  kernels again and reads all of them: the state is not small. Longer sequences are rejected: with
+  an error where the length is known when the layer is called (no segments, and a state outside of
   `jit`); elsewhere the outputs from token L of the sequence on are NaN.
 
   Args:
     dim: D, the width.
     max_length: L, the longest sequence.
+    order: N, at least 2.
     conv_size: W.
     filter_dim, filter_layers: width and number of the network's hidden layers.
     use_bias: whether W_in and W_o have biases.
@@ -64,9 +65,9 @@ class Hyena(Mixer[HyenaState]):
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: a size is not positive.
+    ValueError: a size is not positive, or `order` is below 2.
 
-  Source: Hyena of order 2 (Poli et al. 2023), sections 3 and 4 and its published code as the
+  Source: Hyena (Poli et al. 2023), sections 3 and 4 and its published code as the
   Zoology benchmark uses it: w starts at 1, skip normal, all layers uniform within 1 / sqrt(inputs).
   The published code has use_bias=True.
   """
@@ -78,6 +79,7 @@ class Hyena(Mixer[HyenaState]):
     dim: int,
     *,
     max_length: int = 2048,
+    order: int = 2,
     conv_size: int = 3,
     filter_dim: int = 64,
     filter_layers: int = 3,
@@ -89,46 +91,58 @@ class Hyena(Mixer[HyenaState]):
     self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
     self.max_length = check_positive("max_length", max_length)
     check_positive("filter_dim", filter_dim), check_positive("filter_layers", filter_layers)
+    if check_positive("order", order) < 2:
+      raise ValueError(f"order={order} must be at least 2: gates before and after a convolution.")
+    self.order, long = order, (order - 1) * dim
 
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     init = uniform_fan_in(dim)
     bias_init = init if use_bias else None
     linear = lambda n: Linear(dim, n, kernel_init=init, bias_init=bias_init, **options)
-    self.in_proj = linear(3 * dim)
-    self.conv = ShortConvolution(3 * dim, conv_size, param_dtype=param_dtype, rngs=rngs)
-    sizes = (3, *[filter_dim] * filter_layers, dim)
+    self.in_proj = linear((order + 1) * dim)
+    self.conv = ShortConvolution((order + 1) * dim, conv_size, param_dtype=param_dtype, rngs=rngs)
+    sizes = (3, *[filter_dim] * filter_layers, long)
     self.filter = FilterNetwork(sizes, last_bias=False, param_dtype=param_dtype, rngs=rngs)
     self.sine_gain = nnx.Param(jnp.ones(filter_dim, param_dtype))
-    self.skip = nnx.Param(jax.random.normal(rngs.params(), (dim,), param_dtype))
+    self.skip = nnx.Param(jax.random.normal(rngs.params(), (long,), param_dtype))
     self.o_proj = linear(dim)
 
   def _init_state(self, B):
-    inputs = jnp.zeros((B, self.max_length - 1, self.dim), jnp.float32)
+    width = (self.order - 1) * self.dim
+    inputs = jnp.zeros((B, self.max_length - 1, width), jnp.float32)
     return HyenaState(self.conv.init_state(B), ConvState(inputs), jnp.zeros(B, jnp.int32))
 
   def _mix(self, x, state, segment_ids):
     conv, recurrent, before = state if state is not None else (None, None, None)
     positions = _positions("Hyena", x, before, segment_ids, self.max_length)
     inner, conv = self.conv(self.in_proj(x), conv, segment_ids)
-    first, second, value = jnp.split(inner, 3, axis=-1)
-    value = (value * first).astype(self.dtype)
-    # "chunked": no output depends on a later token, not even in its last digit.
-    y, (inputs,) = long_convolution(
-      value,
-      self.taps(),
-      initial_state=recurrent,
-      segment_ids=segment_ids,
-      implementation="chunked",
-    )
-    out = self.o_proj((second * wide(y)).astype(self.dtype)).astype(self.dtype)
+    *gates, y = jnp.split(inner, self.order + 1, axis=-1)
+    number = self.order - 1
+    taps = jnp.split(self.taps(), number, axis=-1)
+    caches: list[ConvState | None] = [None] * number
+    if recurrent is not None:
+      caches = [ConvState(z) for z in jnp.split(recurrent.inputs, number, axis=-1)]
+    inputs = []
+    for gate, kernel, cache in zip(gates, taps, caches, strict=False):
+      # "chunked": no output depends on a later token, not even in its last digit.
+      y, (seen,) = long_convolution(
+        (gate * wide(y)).astype(self.dtype),
+        kernel,
+        initial_state=cache,
+        segment_ids=segment_ids,
+        implementation="chunked",
+      )
+      inputs.append(seen)
+    out = self.o_proj((gates[-1] * wide(y)).astype(self.dtype)).astype(self.dtype)
+    inputs = jnp.concatenate(inputs, axis=-1)
     state = HyenaState(conv, ConvState(inputs), positions[:, -1] + 1)
     return nan_beyond(out, positions, self.max_length), state
 
   def taps(self) -> jax.Array:
-    """The kernel [L, D] float32, with `skip` in its first tap."""
+    """The kernels [L, (N - 1) D] float32, with `skip` in their first tap."""
     features = lag_features(self.max_length)
     taps = self.filter(features, lambda z: jnp.sin(wide(self.sine_gain[...]) * z))
-    rate = jnp.linspace(math.log(100) / 1.5, math.log(100) / 0.3, self.dim)
+    rate = jnp.linspace(math.log(100) / 1.5, math.log(100) / 0.3, len(self.skip[...]))
     taps = taps * jnp.exp(-features[:, :1] * rate)
     return taps.at[0].add(wide(self.skip[...]))
 

@@ -9,7 +9,9 @@ from lnssm_jax.mixers.common.checks import check_choice
 from lnssm_jax.mixers.common.projections import Linear
 from lnssm_jax.mixers.common.qkv import QKVMixer
 from lnssm_jax.ops import LinearAttentionState, linear_attention
-from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.core.dropout import check_rate, fold, multipliers, row_keys, token_keys
+from lnssm_jax.ops.core.precision import product, wide
+from lnssm_jax.ops.core.segments import segments_of
 
 FEATURE_MAPS = ("elu", "identity")
 ETAS = {"exp": jnp.exp, "softplus": jax.nn.softplus, "sigmoid": jax.nn.sigmoid}
@@ -117,15 +119,19 @@ class NormalizedAttention(QKVMixer[LinearAttentionState]):
     head_dim: K, the width of a head's queries and keys; None means D / H.
     eta: "exp", "softplus" or "sigmoid".
     use_bias: whether the five projections have a bias.
+    attention_dropout: the rate at which scores k_j . q_t / eta_t are dropped in a call with
+      `dropout_key`. Such a call computes all scores [B, H, T, T], for a state has only their sum:
+      its cost is quadratic in T, and it takes neither a state nor a sharded sequence.
     num_layers: of the model, for the initial W_o (see `QKVMixer`).
     dtype: of the projections and of q, k, v; eta, state and sums are float32.
     param_dtype: of the parameters.
 
-  Deviations: W_eta x + b_eta is clipped to +-20, because eta is not bounded otherwise; and there is
-  no dropout of scores.
+  Deviation: W_eta x + b_eta is clipped to +-20, because eta is not bounded otherwise.
 
   Raises:
-    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or `eta` is unknown.
+    NotImplementedError: a call with dropout has a state or a sharded sequence.
+    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, `eta` is unknown, or
+      `attention_dropout` is no rate.
 
   Source: the dynamical-systems framework (Sieber et al. 2024), eq. 21, and its published code.
   """
@@ -138,12 +144,14 @@ class NormalizedAttention(QKVMixer[LinearAttentionState]):
     head_dim: int | None = None,
     eta: str = "exp",
     use_bias: bool = True,
+    attention_dropout: float = 0.0,
     num_layers: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     self.eta = check_choice("eta", eta, ETAS)
+    self.attention_dropout = check_rate("attention_dropout", attention_dropout)
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     super().__init__(
       dim,
@@ -176,6 +184,30 @@ class NormalizedAttention(QKVMixer[LinearAttentionState]):
       segment_ids=segment_ids,
     )
     return self._output(wide(y) / self._eta(x)[..., None]), state
+
+  def _mix_dropping(self, x, state, segment_ids, dropout_key):
+    if dropout_key is None or not self.attention_dropout:
+      return self._mix(x, state, segment_ids)
+    if state is not None or self.sequence_axis is not None:
+      given = "a state" if state is not None else f"sequence_axis={self.sequence_axis!r}"
+      raise NotImplementedError(
+        f"NormalizedAttention: {given} with attention_dropout={self.attention_dropout} and "
+        "dropout_key: a state has only the sum of earlier tokens, of which none can be dropped; "
+        "give whole sequences, or attention_dropout=0."
+      )
+    B, T, _ = x.shape
+    q, k, v = (z.astype(self.dtype) for z in self._queries_keys_values(x))
+    segments = segments_of("NormalizedAttention", segment_ids, B, T)
+    document = jnp.zeros((B, T), jnp.int32) if segments is None else segments.index
+    visible = jnp.tril(document[:, :, None] == document[:, None, :])
+    keys = token_keys(row_keys("NormalizedAttention", dropout_key, B), T)
+    keys = fold(keys[:, None], jnp.arange(self.num_heads)[:, None])[..., None, :]  # [B, H, T, 1, 2]
+    scores = product("bthk,bshk->bhts", q, k, self.dtype)
+    scores = jnp.where(visible[:, None], scores, 0)
+    scores *= multipliers(keys, jnp.arange(T), self.attention_dropout, scores.dtype)
+    y = product("bhts,bshv->bthv", scores, v, self.dtype)
+    # The state after the tokens, of which a training step uses nothing, is that without dropout.
+    return self._output(y / self._eta(x)[..., None]), self._mix(x, None, segment_ids)[1]
 
   def _eta(self, x):
     """[B, T, H], positive."""

@@ -295,7 +295,7 @@ class LCSM(Mixer[LCSMState]):
     log_decay = self._value_log_decay(x)
     if log_decay is None:
       log_decay = jnp.zeros((1, self.dim), wide(x).dtype)
-    decay = jnp.broadcast_to(jnp.exp(log_decay[..., 0, :]), i.shape)
+    decay = jnp.exp(log_decay[..., 0, :])  # [B, T, D], or of all tokens [D]
     weight, added = self._matrices(), wide(i)
     sums = lambda projection: wide(
       self._activated(projection, x).astype(self.dtype) @ weight.astype(self.dtype)

@@ -141,6 +141,9 @@ class LLN(QKVMixer[LLNState]):
     out = self._output(self._mixed(wide(far), wide(near)))
     return out, LLNState(moments, highest, recurrent, block)
 
+  def _log_decays(self, x, state, segment_ids):
+    return []  # the op's decays change the scale of the sums; no token is forgotten
+
   def _in_blocks(self, q, k, v, state, segment_ids) -> tuple[jax.Array, Any]:
     q, k, v = (z.astype(self.dtype) for z in (q, k, v))
     return attention(q, k, v, block=self.key_dim, initial_state=state, segment_ids=segment_ids)

@@ -150,13 +150,7 @@ class LNSSM(Mixer[LNSSMState]):
   def _mix(self, x, state, segment_ids):
     B, T, D = x.shape
     previous, recurrent = state if state is not None else (None, None)
-    mus = {"k": self.mu_k, "v": self.mu_v, "g": self.mu_g, "q": self.mu_q}
-    weights = {name: mu for name, mu in mus.items() if mu is not None}
-    streams = dict.fromkeys(mus, x)
-    if weights:
-      place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
-      shifted = interpolated(x, [*weights.values()], previous, segment_ids, **place)
-      streams |= zip(weights, shifted, strict=True)
+    streams = self._streams(x, previous, segment_ids)
     heads = lambda z: z.reshape(B, T, self.num_heads, self.head_dim)
 
     q, k, v = (self.q_proj(streams["q"]), self.k_proj(streams["k"]), self.v_proj(streams["v"]))
@@ -182,14 +176,45 @@ class LNSSM(Mixer[LNSSMState]):
       y = jax.nn.sigmoid(self.g_proj(streams["g"])) * y
     return self.o_proj(y), LNSSMState(last, recurrent)
 
+  def exponents(
+    self, x: jax.Array, segment_ids: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array] | None:
+    """The exponents of the features, log Phi(q) and log Phi(k), each [B, T, H, K], float32.
+
+    The layer itself divides Phi(q) by its largest entry, which cancels in y. None where features
+    are no exponentials: with another `feature_map`, or a norm after it.
+    """
+    self._check(x, None, segment_ids)
+    if self.feature_map != "exp" or self.norm == "after":
+      return None
+    streams = self._streams(x, None, segment_ids)
+    q, k = self._exponents(self.q_proj(streams["q"]), self.k_proj(streams["k"]))
+    heads = lambda z: z.reshape(*z.shape[:2], self.num_heads, self.head_dim)
+    return heads(q), heads(jnp.clip(k, -_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+
+  def _streams(self, x, previous, segment_ids):
+    """The inputs [B, T, D] of q, k, v and g, by name."""
+    mus = {"k": self.mu_k, "v": self.mu_v, "g": self.mu_g, "q": self.mu_q}
+    weights = {name: mu for name, mu in mus.items() if mu is not None}
+    streams = dict.fromkeys(mus, x)
+    if weights:
+      place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
+      shifted = interpolated(x, [*weights.values()], previous, segment_ids, **place)
+      streams |= zip(weights, shifted, strict=True)
+    return streams
+
   def _norm(self, z):
     return rms_norm_with_floor(z, self.gamma[...], eps=self.norm_eps, floor=_RMS_FLOOR)
 
-  def _features(self, q, k):
-    """The features of q and k [B, T, D]; of q up to a factor per head, which cancels in y."""
+  def _exponents(self, q, k):
+    """Arguments of the feature map, in float32 at least."""
     if self.norm == "before":
       q, k = self._norm(q), self._norm(k)
-    q, k = wide(q), wide(k)
+    return wide(q), wide(k)
+
+  def _features(self, q, k):
+    """The features of q and k [B, T, D]; of q up to a factor per head, which cancels in y."""
+    q, k = self._exponents(q, k)
     dtype = q.dtype if self.dtype == jnp.float16 else self.dtype
     if self.feature_map == "exp":
       highest = lambda z: jax.lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True))

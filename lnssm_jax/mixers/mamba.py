@@ -34,7 +34,6 @@ from lnssm_jax.ops import (
 )
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
-from lnssm_jax.ops.norms.api import normalize
 
 INNER_NORMS = ("none", "rms", "scaled_rms")
 NORM_ORDERS = ("gate_first", "norm_first", "none")
@@ -332,14 +331,8 @@ class Mamba2(Mixer[Mamba2State]):
     """The gate and the norm, in the order of `norm_order`; y, z [B, T, E]."""
     if self.norm is None:
       return silu_gate(y, z)
-    groups = lambda x: split_heads(x, self.num_groups) if self.num_groups > 1 else x
-    scale = self.norm.scale[...]
-    y, _ = normalize(
-      groups(y),
-      scale if self.num_groups == 1 else scale.reshape(self.num_groups, -1),
-      gate=groups(z),
-      gate_first=self.norm_order == "gate_first",
-      eps=self.norm.eps,
-      dtype=self.dtype,
-    )
-    return y.reshape(z.shape)
+    options = {"gate_first": self.norm_order == "gate_first", "dtype": self.dtype}
+    if self.num_groups == 1:
+      return self.norm(y, gate=z, **options)
+    groups = lambda x: split_heads(x, self.num_groups)
+    return merge_heads(self.norm.per_head(groups(y), gate=groups(z), **options))

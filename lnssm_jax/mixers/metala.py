@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.base import SelectingMixer
 from lnssm_jax.mixers.common.activations import log_gate, silu_gate
 from lnssm_jax.mixers.common.checks import check_head_widths, check_norm_eps, check_normalizer
 from lnssm_jax.mixers.common.initializers import xavier_uniform
@@ -27,7 +27,7 @@ class MetaLAState(NamedTuple):
   recurrent: LinearAttentionState  # kv [B, H, K, V]
 
 
-class MetaLA(Mixer[MetaLAState]):
+class MetaLA(SelectingMixer[MetaLAState]):
   r"""Gated linear attention without a key projection, plus a term of the current token alone.
 
       u = silu(conv(x)),      q_t = W_q u_t,  v_t = W_v u_t
@@ -100,14 +100,9 @@ class MetaLA(Mixer[MetaLAState]):
     kv = jnp.zeros((B, self.num_heads, self.key_dim, self.value_dim), jnp.float32)
     return MetaLAState(self.conv.init_state(B), LinearAttentionState(kv, None))
 
-  def _mix(self, x, state, segment_ids):
-    return self._run(x, state, segment_ids)[:2]
-
-  def _mix_with_aux(self, x, state, segment_ids):
-    out, state, selection = self._run(x, state, segment_ids)
-    if self.rows is None or selection is None:
-      return out, state, None
-    return out, state, self.rows.aux(*selection)
+  def _aux(self, weights, selected):
+    assert self.rows is not None
+    return self.rows.aux(weights, selected)
 
   def _run(self, x, state, segment_ids):
     """(out, state, (weights, whether selected) of the rows [B, T, heads, rows], or None)."""

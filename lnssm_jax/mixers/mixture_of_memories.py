@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.base import SelectingMixer
 from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_positive
-from lnssm_jax.mixers.common.inner_gates import InnerGates
+from lnssm_jax.mixers.common.inner_recurrence import InnerRecurrence
 from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads, split_linear
 from lnssm_jax.mixers.common.routing import (
@@ -25,8 +25,6 @@ from lnssm_jax.ops import (
   DeltaRuleState,
   LinearAttentionState,
   SparseState,
-  delta_rule,
-  linear_attention,
   sparse_state_attention,
 )
 from lnssm_jax.ops.core.precision import wide
@@ -41,7 +39,7 @@ class MoMState(NamedTuple):
   memories: SparseState  # kv [B, M, H, K, V]
 
 
-class MoM(Mixer[MoMState]):
+class MoM(SelectingMixer[MoMState]):
   r"""M memories, of which a token writes and reads k, and one that all tokens use.
 
       p_t = softmax(W_e x_t),  I_t = the k largest,  w^i_t = p^i_t / sum over I_t of p_t
@@ -125,8 +123,8 @@ class MoM(Mixer[MoMState]):
     self.router_proj = linear(num_memories, dtype=jnp.promote_types(dtype, jnp.float32))
     self.q_proj = linear(dim)
     self.k_proj, self.v_proj = linear(num_memories * dim), linear(num_memories * dim)
-    gates = functools.partial(
-      InnerGates,
+    recurrence = functools.partial(
+      InnerRecurrence,
       dim,
       inner=inner,
       num_heads=num_heads,
@@ -137,34 +135,28 @@ class MoM(Mixer[MoMState]):
       dtype=dtype,
       **options,
     )
-    self.memory_gates = gates(memories=num_memories)
+    self.memory_gates = recurrence(memories=num_memories)
     if shared_memory:
       self.shared_k_proj, self.shared_v_proj = linear(dim), linear(dim)
-    self.shared_gates = gates() if shared_memory else None
+    self.shared_gates = recurrence() if shared_memory else None
     self.g_proj = linear(dim)
     self.norm = RMSNorm(self.head_dim, eps=norm_eps, param_dtype=param_dtype)
     self.o_proj = linear(dim, kernel_init=normal(0.02 / math.sqrt(2 * num_layers)))
 
   def _init_state(self, B):
-    shape = (B, self.num_heads, self.head_dim, self.head_dim)
-    shared = None
-    if self.shared_gates is not None:
-      zeros = jnp.zeros(shape, jnp.float32)
-      shared = LinearAttentionState(zeros, None) if self.inner == "gla" else DeltaRuleState(zeros)
-    memories = jnp.zeros((B, self.num_memories, *shape[1:]), jnp.float32)
-    return MoMState(shared, SparseState(memories))
+    shape = (B, self.num_memories, self.num_heads, self.head_dim, self.head_dim)
+    shared = None if self.shared_gates is None else self.shared_gates.init_state(B, self.head_dim)
+    return MoMState(shared, SparseState(jnp.zeros(shape, jnp.float32)))
 
-  def _mix(self, x, state, segment_ids):
-    return self._run(x, state, segment_ids)[:2]
+  def _aux(self, weights, selected):
+    chosen = is_selected(selected, self.num_memories)
+    return balance(weights, chosen, coefficient=self.num_selected * self.balance)
 
-  def _mix_with_aux(self, x, state, segment_ids):
-    out, state, scores, indices = self._run(x, state, segment_ids)
-    chosen = is_selected(indices, self.num_memories)
-    coefficient = self.num_selected * self.balance
-    return out, state, balance(scores, chosen, coefficient=coefficient)
+  def _log_decays(self, x, state, segment_ids):
+    return super()._log_decays(x, state, segment_ids)[::-1]  # the shared memory first, as in states
 
   def _run(self, x, state, segment_ids):
-    """(out, state, router's probabilities [B, T, M], the indices [B, T, k] of the selected)."""
+    """(out, state, (router's probabilities [B, T, M], indices [B, T, k] of the selected))."""
     shared, memories = state if state is not None else (None, None)
     heads = lambda z: split_heads(z, self.num_heads)
     rest = {"scale": self.head_dim**-0.5, "segment_ids": segment_ids}
@@ -173,11 +165,12 @@ class MoM(Mixer[MoMState]):
     def routed(layer):
       return heads(of_selected(indices, split_linear(layer, x, [self.dim] * self.num_memories)))
 
-    q, k = self.memory_gates.features(heads(self.q_proj(x)), routed(self.k_proj))
+    feature = self.memory_gates.feature
+    q = feature(heads(self.q_proj(x)))
     log_decay, beta = self.memory_gates(x, indices)
     y, memories = sparse_state_attention(
       q,
-      k,
+      feature(routed(self.k_proj)),
       routed(self.v_proj),
       indices,
       jnp.ones_like(chosen),
@@ -191,14 +184,9 @@ class MoM(Mixer[MoMState]):
     )
     y = wide(y)
     if self.shared_gates is not None:
-      k, v = heads(self.shared_k_proj(x)), heads(self.shared_v_proj(x))
-      q, k = self.shared_gates.features(heads(self.q_proj(x)), k)
-      log_decay, beta = self.shared_gates(x)
-      rest |= {"log_decay": log_decay, "initial_state": shared}
-      if beta is None:
-        more, shared = linear_attention(q, k, v, **rest)
-      else:
-        more, shared = delta_rule(q, k, v, beta, **rest)
+      k, v = feature(heads(self.shared_k_proj(x))), heads(self.shared_v_proj(x))
+      gates = self.shared_gates(x)
+      more, shared = self.shared_gates.recur(q, k, v, gates, initial_state=shared, **rest)
       y = y + wide(more)
     y = self.norm(y, gate=heads(self.g_proj(x)), dtype=self.dtype)
-    return self.o_proj(merge_heads(y)), MoMState(shared, memories), scores, indices
+    return self.o_proj(merge_heads(y)), MoMState(shared, memories), (scores, indices)

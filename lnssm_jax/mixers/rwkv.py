@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_layer, check_positive
+from lnssm_jax.mixers.common.checks import (
+  check_choice,
+  check_head_widths,
+  check_heads,
+  check_layer,
+  check_positive,
+)
 from lnssm_jax.mixers.common.initializers import (
   channel_decay,
   orthogonal,
@@ -28,7 +34,6 @@ from lnssm_jax.mixers.common.token_shift import (
 from lnssm_jax.ops import LinearAttentionState, WKV4State, linear_attention, wkv4
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
-from lnssm_jax.ops.norms.api import normalize
 
 # The published code divides by 8, the root of its head width, before the norm.
 _OUTPUT_DIVISOR = 8.0
@@ -138,38 +143,31 @@ class _MatrixValued(Mixer[RWKV5State]):
   dim: int
   num_heads: int
   head_dim: int
+  key_dim: int
   dtype: jnp.dtype
 
   def _build(self, layer, num_layers, *, norm_eps, dtype, param_dtype, rngs):
-    linear = functools.partial(
-      Linear, self.dim, self.dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-    )
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    keys = functools.partial(Linear, self.dim, self.num_heads * self.key_dim, **options)
+    linear = functools.partial(Linear, self.dim, self.dim, **options)
     large, small = orthogonal(1.0), orthogonal(0.1)
-    self.r_proj, self.k_proj = linear(kernel_init=large), linear(kernel_init=small)
+    self.r_proj, self.k_proj = keys(kernel_init=large), keys(kernel_init=small)
     self.v_proj, self.g_proj = linear(kernel_init=large), linear(kernel_init=small)
     self.o_proj = linear(kernel_init=nnx.initializers.zeros_init())
     self.norm = LayerNorm(self.dim, eps=norm_eps, param_dtype=param_dtype)
+    self.norm.eps *= _OUTPUT_DIVISOR**2  # instead of dividing y
     height = (1.0 + jnp.asarray(layer, jnp.float32)) / num_layers
     self.norm.scale = nnx.Param(jnp.full(self.dim, height**0.7).astype(param_dtype))
 
   def _init_state(self, B):
-    H, K = self.num_heads, self.head_dim
-    recurrent = LinearAttentionState(jnp.zeros((B, H, K, K), jnp.float32), None)
+    shape = (B, self.num_heads, self.key_dim, self.head_dim)
+    recurrent = LinearAttentionState(jnp.zeros(shape, jnp.float32), None)
     return RWKV5State(jnp.zeros((B, self.dim), jnp.float32), recurrent)
 
   def _output(self, y: jax.Array, of_g: jax.Array) -> jax.Array:
     """W_o of the normalized, gated y [B, T, H, K]; `of_g` [B, T, D] is the input of the gate."""
-    per_head = lambda p: p[...].reshape(self.num_heads, self.head_dim)
-    y, _ = normalize(
-      y,
-      per_head(self.norm.scale),
-      per_head(self.norm.bias),
-      gate=split_heads(self.g_proj(of_g), self.num_heads),
-      center=True,
-      eps=_OUTPUT_DIVISOR**2 * self.norm.eps,  # instead of dividing y
-      dtype=self.dtype,
-    )
-    return self.o_proj(merge_heads(y))
+    gate = split_heads(self.g_proj(of_g), self.num_heads)
+    return self.o_proj(merge_heads(self.norm.per_head(y, gate=gate, dtype=self.dtype)))
 
 
 class RWKV5(_MatrixValued):
@@ -218,7 +216,7 @@ class RWKV5(_MatrixValued):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.head_dim = check_heads(dim, num_heads)
+    self.head_dim = self.key_dim = check_heads(dim, num_heads)
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     check_layer(layer, num_layers)
     param = lambda value: nnx.Param(value.astype(param_dtype))
@@ -280,6 +278,8 @@ class RWKV6(_MatrixValued):
     num_heads: H.
     layer, num_layers: the layer's index in its model, for the initial decays, bonuses and shifts.
       `layer` counts from 0 and may be traced.
+    expand_k: H times the width of a head's keys, in parts of D; the values of a head have D / H.
+      fla's layer has 0.5 by default.
     mix_rank: the width of M_1 for one stream.
     gate_rank: the width of W_1.
     norm_eps: eps of the norm, after the published division of y by 8.
@@ -287,7 +287,7 @@ class RWKV6(_MatrixValued):
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: `dim` is not a multiple of `num_heads`, or a size is not positive.
+    ValueError: `dim` or expand_k D is not a multiple of `num_heads`, or a size is not positive.
 
   Source: Finch (RWKV-6, Peng et al. 2024), eqs. 10-19; the order of streams, ranks and
   initialization as in its published code.
@@ -300,6 +300,7 @@ class RWKV6(_MatrixValued):
     num_heads: int,
     layer: int | jax.Array = 0,
     num_layers: int = 1,
+    expand_k: float = 1.0,
     mix_rank: int = 32,
     gate_rank: int = 64,
     norm_eps: float = 1e-5,
@@ -307,7 +308,8 @@ class RWKV6(_MatrixValued):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.head_dim = check_heads(dim, num_heads)
+    self.key_dim, self.head_dim = check_head_widths(dim, num_heads, expand_k, 1.0)
+    keys = num_heads * self.key_dim
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     self.mix_rank = check_positive("mix_rank", mix_rank)
     check_positive("gate_rank", gate_rank)
@@ -318,15 +320,15 @@ class RWKV6(_MatrixValued):
     self.mu_x, self.mu_w, self.mu_k = previous(), previous(), previous()
     self.mu_v = previous(offset=0.3)
     self.mu_r, self.mu_g = previous(power=0.5), previous(power=0.5)
-    self.w = param(channel_decay(dim, **place, lowest=-6.0, span=5.0))
-    self.u = param(zigzag_bonus(dim, **place))
+    self.w = param(channel_decay(keys, **place, lowest=-6.0, span=5.0))
+    self.u = param(zigzag_bonus(keys, **place))
 
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     zeros, small = nnx.initializers.zeros_init(), uniform_fan_in(1, gain=0.01)
     self.mix_down_proj = Linear(dim, 5 * mix_rank, kernel_init=zeros, **options)
     self.mix_up = nnx.Param(small(rngs.params(), (5, mix_rank, dim), param_dtype))
     self.decay_down_proj = Linear(dim, gate_rank, kernel_init=zeros, **options)
-    self.decay_up_proj = Linear(gate_rank, dim, kernel_init=small, **options)
+    self.decay_up_proj = Linear(gate_rank, keys, kernel_init=small, **options)
     self._build(layer, num_layers, norm_eps=norm_eps, **options)
 
   def _mix(self, x, state, segment_ids):
@@ -341,7 +343,7 @@ class RWKV6(_MatrixValued):
       heads(self.k_proj(of_k)),
       heads(self.v_proj(of_v)),
       log_decay=heads(-jnp.exp(jnp.minimum(w, _LARGEST_RATE))),
-      bonus=wide(self.u[...]).reshape(self.num_heads, self.head_dim),
+      bonus=wide(self.u[...]).reshape(self.num_heads, self.key_dim),
       scale=1.0,
       axis_name=self.sequence_axis,
       initial_state=recurrent,

@@ -100,6 +100,10 @@ class S4(SingleInput):
     y, h = run(wide(x), h, segments, self._matrix(), _parts(added), c, wide(self.skip[...]))
     return y, jax.lax.complex(*jnp.split(h, 2, axis=-1))
 
+  def _log_decays(self, x, state, segment_ids):
+    moduli = jnp.abs(jnp.linalg.eigvals(self._matrix()))  # [D, N]
+    return [jnp.log(jnp.sort(moduli, axis=-1))]
+
   def _matrix(self) -> jax.Array:
     """A' = 2 (1 - dt A / 2)^(-1) - 1 as a real matrix [D, N, N] of real and imaginary parts."""
     pairs = self.state_size

@@ -11,6 +11,7 @@ from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.qkv import QKVMixer
 from lnssm_jax.ops import AttentionState, attention, rotary_embedding
+from lnssm_jax.ops.core.dropout import check_rate
 from lnssm_jax.ops.core.halo import step_positions
 
 POSITIONS = ("rotary", "none")
@@ -52,11 +53,11 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     soft_cap: c, with which a score s becomes c tanh(s / c) before the softmax; None for none. It
       runs in XLA: cuDNN has no such kernel.
     use_bias: whether projections have a bias: all four, none, "qkv" or "o".
+    attention_dropout: the rate at which probabilities p_tj are dropped in a call with `dropout_key`
+      (GPT-2 and Zoology: 0.1). Such calls run in XLA: cuDNN would draw masks of its own.
     num_layers: of the model, for the initial W_o (see `QKVMixer`).
     dtype: of the projections, of q, k, v and of the cache; scores, softmax and sums are float32.
     param_dtype: of the parameters.
-
-  Deviation: no dropout of the probabilities, which some of the compared papers have (0.1).
 
   Raises:
     ValueError: `dim` is not a multiple of `num_heads`, a size is not positive or does not fit, or
@@ -83,6 +84,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     scale: float | None = None,
     soft_cap: float | None = None,
     use_bias: bool | str = False,
+    attention_dropout: float = 0.0,
     num_layers: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -120,6 +122,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     if soft_cap is not None and not soft_cap > 0:
       raise ValueError(f"soft_cap={soft_cap} must be positive, or None for no cap.")
     self.scale, self.soft_cap = scale, soft_cap
+    self.attention_dropout = check_rate("attention_dropout", attention_dropout)
     norm = lambda: RMSNorm(self.key_dim, eps=norm_eps, param_dtype=param_dtype)
     self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
 
@@ -133,7 +136,10 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       dtype=self.dtype,
     )
 
-  def _mix(self, x, state, segment_ids) -> tuple[jax.Array, Any]:
+  def _mix(self, x, state, segment_ids):
+    return self._mix_dropping(x, state, segment_ids, None)
+
+  def _mix_dropping(self, x, state, segment_ids, dropout_key) -> tuple[jax.Array, Any]:
     B, T, _ = x.shape
     before, axis = None if state is None else state.position, self.sequence_axis
     if self.max_length is not None:
@@ -150,6 +156,8 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       window=self.reach,
       scale=self.scale,
       soft_cap=self.soft_cap,
+      dropout=self.attention_dropout,
+      dropout_key=dropout_key,
       axis_name=axis,
       initial_state=state,
       segment_ids=segment_ids,
@@ -187,6 +195,7 @@ class SlidingWindowAttention(SoftmaxAttention):
     scale: float | None = None,
     soft_cap: float | None = None,
     use_bias: bool | str = False,
+    attention_dropout: float = 0.0,
     num_layers: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -206,6 +215,7 @@ class SlidingWindowAttention(SoftmaxAttention):
       scale=scale,
       soft_cap=soft_cap,
       use_bias=use_bias,
+      attention_dropout=attention_dropout,
       num_layers=num_layers,
       dtype=dtype,
       param_dtype=param_dtype,

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.base import SelectingMixer
 from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_positive
-from lnssm_jax.mixers.common.inner_gates import InnerGates
+from lnssm_jax.mixers.common.inner_recurrence import InnerRecurrence
 from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
 from lnssm_jax.mixers.common.routing import (
@@ -26,8 +26,6 @@ from lnssm_jax.ops import (
   DeltaRuleState,
   LinearAttentionState,
   SparseState,
-  delta_rule,
-  linear_attention,
   sparse_state_attention,
 )
 from lnssm_jax.ops.core.precision import wide
@@ -46,7 +44,7 @@ class SSEState(NamedTuple):
   sparse: SparseState  # kv [B, N, H, K, V]
 
 
-class SSE(Mixer[SSEState]):
+class SSE(SelectingMixer[SSEState]):
   r"""N partitions of the state, of which a token writes and reads k, and one that all use.
 
       e_t = W_e x_t,  eta_t = softmax(e_t),  I_t = the k largest                    per token
@@ -166,8 +164,8 @@ class SSE(Mixer[SSEState]):
       rank = check_positive("lora_rank", lora_rank)
       self.q_down_proj, self.k_down_proj = linear(dim, rank), linear(dim, rank)
       self.q_up_proj, self.k_up_proj = linear(rank, keys), linear(rank, keys)
-    gates = functools.partial(
-      InnerGates,
+    recurrence = functools.partial(
+      InnerRecurrence,
       dim,
       inner=inner,
       num_heads=num_heads,
@@ -177,8 +175,8 @@ class SSE(Mixer[SSEState]):
       kernel_init=normal(0.02),
       **options,
     )
-    self.always_gates = gates()
-    self.sparse_gates = None if shared_gate else gates()
+    self.always_gates = recurrence()
+    self.sparse_gates = None if shared_gate else recurrence()
     if output_gate == "low_rank":
       self.gate_down_proj, self.gate_up_proj = (
         linear(dim, self.value_dim),
@@ -191,22 +189,16 @@ class SSE(Mixer[SSEState]):
     self.output_gate = output_gate
 
   def _init_state(self, B):
-    shape = (B, self.num_heads, self.key_dim, self.value_dim)
-    zeros = jnp.zeros(shape, jnp.float32)
-    always = LinearAttentionState(zeros, None) if self.inner == "gla" else DeltaRuleState(zeros)
-    sparse = jnp.zeros((B, self.num_partitions, *shape[1:]), jnp.float32)
-    return SSEState(always, SparseState(sparse))
+    shape = (B, self.num_partitions, self.num_heads, self.key_dim, self.value_dim)
+    always = self.always_gates.init_state(B, self.value_dim)
+    return SSEState(always, SparseState(jnp.zeros(shape, jnp.float32)))
 
-  def _mix(self, x, state, segment_ids):
-    return self._run(x, state, segment_ids)[:2]
-
-  def _mix_with_aux(self, x, state, segment_ids):
-    out, state, eta, indices = self._run(x, state, segment_ids)
-    chosen = is_selected(indices[..., : self.num_selected], self.num_partitions)
-    return out, state, balance(eta, chosen, coefficient=self.balance)
+  def _aux(self, weights, selected):
+    chosen = is_selected(selected[..., : self.num_selected], self.num_partitions)
+    return balance(weights, chosen, coefficient=self.balance)
 
   def _run(self, x, state, segment_ids):
-    """(out, state, eta [B, T, N], the indices [B, T, S] of the partitions in descending order)."""
+    """(out, state, (eta [B, T, N], indices [B, T, S] of the partitions in descending order))."""
     always, sparse = state if state is not None else (None, None)
     heads = lambda z: split_heads(z, self.num_heads)
     phi = lambda z: FEATURE_MAPS[self.feature_map](wide(z))
@@ -215,18 +207,14 @@ class SSE(Mixer[SSEState]):
     rest = {"scale": self.key_dim**-0.5, "segment_ids": segment_ids}
 
     q, k = self._features(heads(to_q), heads(to_k))
-    log_decay, beta = self.always_gates(x)
-    if beta is None:
-      y, always = linear_attention(q, k, v, log_decay=log_decay, initial_state=always, **rest)
-    else:
-      y, always = delta_rule(q, k, v, beta, log_decay=log_decay, initial_state=always, **rest)
+    gates = self.always_gates(x)
+    y, always = self.always_gates.recur(q, k, v, gates, initial_state=always, **rest)
 
     if self.has_lora:
       to_q = wide(to_q) + wide(self.q_up_proj(self.q_down_proj(x)))
       to_k = wide(to_k) + wide(self.k_up_proj(self.k_down_proj(x)))
       q, k = self._features(heads(to_q), heads(to_k))
-    if self.sparse_gates is not None:
-      log_decay, beta = self.sparse_gates(x)
+    log_decay, beta = gates if self.sparse_gates is None else self.sparse_gates(x)
     S = max(self.num_selected, self.num_readers)
     eta, chosen, indices = top_k(self.router_proj(x), S)
     write, read = self._weights(chosen)
@@ -256,28 +244,26 @@ class SSE(Mixer[SSEState]):
       full = self.output_gate == "full"
       gate = heads(self.g_proj(x) if full else self.gate_up_proj(self.gate_down_proj(x)))
     y = self.norm(wide(y) + wide(more), gate=gate, dtype=self.dtype)
-    return self.o_proj(merge_heads(y)), SSEState(always, sparse), eta, indices
+    return self.o_proj(merge_heads(y)), SSEState(always, sparse), (eta, indices)
 
   def _features(self, q, k):
     """Queries and keys [B, T, H, K] of the recurrence, in `dtype`."""
     phi = FEATURE_MAPS[self.feature_map]
     q, k = phi(wide(q)), wide(k)
-    return self.always_gates.features(q, jax.nn.softmax(k) if self.inner == "gla" else phi(k))
+    k = jax.nn.softmax(k) if self.inner == "gla" else phi(k)
+    return self.always_gates.feature(q), self.always_gates.feature(k)
 
   def _weights(self, eta):
     """(w, r) [B, T, S], from eta of the selected partitions in descending order."""
     S, k = eta.shape[-1], self.num_selected
     written, seen = jnp.arange(S) < k, jnp.arange(S) < self.num_readers
-    if self.gate == "uniform":
-      return jnp.where(written, jnp.full_like(eta, 1 / k), 0.0), jnp.where(
-        seen, jnp.ones_like(eta), 0
-      )
-    if self.gate == "joint":
-      write = jnp.where(written, eta, 0.0)
-      write = write / jnp.sum(write, axis=-1, keepdims=True)
-      return write, jnp.where(seen, jnp.ones_like(eta), 0.0)
-    eta = self.eta_scale * eta
-    return jnp.where(written, eta, 0.0), jnp.where(seen, eta, 0.0)
+    if self.gate == "eta":
+      write = read = self.eta_scale * eta
+    else:
+      joint = self.gate == "joint"
+      write = eta / jnp.sum(eta[..., :k], axis=-1, keepdims=True) if joint else 1 / k
+      read = jnp.ones_like(eta)
+    return jnp.where(written, write, jnp.zeros_like(eta)), jnp.where(seen, read, 0.0)
 
 
 def expand_partitions(

@@ -97,7 +97,7 @@ class TNN(Mixer[TNNState]):
       )
     if not 0 < decay <= 1:
       raise ValueError(f"decay={decay} must be greater than 0 and at most 1.")
-    self.decay = float(np.float32(decay))
+    self.decay_per_token = float(np.float32(decay))
     check_positive("filter_dim", filter_dim), check_positive("filter_layers", filter_layers)
 
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -140,13 +140,16 @@ class TNN(Mixer[TNNState]):
       read = self._wave(lag + 1) * self._decays(lag + 1)
       product = lambda a, b: jnp.einsum("bes,ls->ble", a, b, precision="highest")
       carried = product(entering.real, read.real) - product(entering.imag, read.imag)
-      kept = self.decay**T * waves
+      kept = self.decay_per_token**T * waves
       if segments is not None:
         carried = jnp.where((segments.index == 0)[..., None], carried, 0)
         kept = jnp.where(segments.several()[..., None], 0, kept)
       y, h = y + carried, h + kept
     out = self.o_proj((u * y).astype(self.dtype))
     return out.astype(self.dtype), TNNState(from_complex(h), (position + 1) % period)
+
+  def _log_decays(self, x, state, segment_ids):
+    return [jnp.full((1, 1), math.log(self.decay_per_token), jnp.float32)]
 
   def _undecayed(self) -> jax.Array:
     """One period of r_l, [L + 1, E]: the network's values, then minus their sum."""
@@ -156,7 +159,7 @@ class TNN(Mixer[TNNState]):
 
   def _decays(self, lag: np.ndarray) -> np.ndarray:
     """gamma^l, [len(lag), 1] float32."""
-    return np.float32(self.decay ** np.float64(lag))[:, None]
+    return np.float32(self.decay_per_token ** np.float64(lag))[:, None]
 
   def _wave(self, step) -> jax.Array:
     """exp(2 pi i s p / (L + 1)) for p in `step` [P] and s = 1 ... L / 2: [P, L / 2].

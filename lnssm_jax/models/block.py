@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,8 @@ from lnssm_jax.mixers.common.checks import check_choice, check_heads
 from lnssm_jax.mixers.common.norms import NORMS
 from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
+from lnssm_jax.models.dropout import AFTER_CHANNEL_MIXER, AFTER_MIXER, LayerDropout
+from lnssm_jax.ops.core.dropout import check_rate
 from lnssm_jax.ops.core.states import register_state
 
 # Arguments of a mixer that the model sets itself.
@@ -92,6 +94,23 @@ def mixer_name(mixer: str | type[Mixer]) -> str:
   return mixer if isinstance(mixer, str) else mixer.__name__
 
 
+def options_by_mixer(
+  pattern: Sequence[str | type[Mixer]],
+  options: Mapping[str, Any],
+  dim: int,
+  num_heads: int | None,
+) -> dict[str | type[Mixer], dict[str, Any]]:
+  """The options of each mixer of a pattern, checked."""
+  if len(pattern) > 1:
+    for name in options:
+      check_choice("mixer_options: mixer", name, map(mixer_name, pattern))
+  by_mixer = {}
+  for mixer in dict.fromkeys(pattern):
+    by_mixer[mixer] = dict(options if len(pattern) == 1 else options.get(mixer_name(mixer), {}))
+    check_mixer(mixer, by_mixer[mixer], dim, num_heads)
+  return by_mixer
+
+
 def make_mixer(
   mixer: str | type[Mixer],
   dim: int,
@@ -132,7 +151,7 @@ class Block(nnx.Module):
   `num_heads`, `layer` and `num_layers` go to mixers that take them; `num_heads=None` leaves a mixer
   its own default. `norm` is a name in `NORMS`, with `norm_eps`. With `matrix_std` the kernels of
   the MLP, and of a mixer that starts as its model does, are normal numbers of this size
-  (`redraw`). `sequence_axis` shards time, as in `LanguageModel`.
+  (`redraw`). `residual_dropout` and `sequence_axis` are as in `LanguageModel`.
   """
 
   def __init__(
@@ -150,6 +169,7 @@ class Block(nnx.Module):
     norm: str = "layer",
     norm_eps: float = 1e-5,
     matrix_std: float | None = None,
+    residual_dropout: float = 0.0,
     sequence_axis: str | None = None,
     dtype,
     param_dtype,
@@ -180,7 +200,8 @@ class Block(nnx.Module):
       shard_time(self.mixer, sequence_axis)
       if isinstance(self.channel_mixer, Mixer):
         shard_time(self.channel_mixer, sequence_axis)
-    self.dtype = dtype
+    self.residual_dropout = check_rate("residual_dropout", residual_dropout)
+    self.sequence_axis, self.dtype = sequence_axis, dtype
 
   def init_state(self, batch_size: int) -> BlockState:
     """The state before the first token. float32."""
@@ -193,25 +214,35 @@ class Block(nnx.Module):
     x: jax.Array,
     state: BlockState | None = None,
     segment_ids: jax.Array | None = None,
+    *,
+    dropout: LayerDropout | None = None,
   ) -> tuple[jax.Array, BlockState]:
-    """Returns (x [B, T, D], the state after the last token)."""
-    mix = lambda *args: (*self.mixer(*args), None)
-    return self._run(mix, x, state, segment_ids)[:2]
+    """Returns (x [B, T, D], the state after the last token); `dropout` None drops nothing."""
+    mix = lambda *args, **key: (*self.mixer(*args, **key), None)
+    return self._run(mix, x, state, segment_ids, dropout)[:2]
 
   def with_aux(
     self,
     x: jax.Array,
     state: BlockState | None = None,
     segment_ids: jax.Array | None = None,
+    *,
+    dropout: LayerDropout | None = None,
   ) -> tuple[jax.Array, BlockState, Aux | None]:
     """The same call with the auxiliary output of the mixer, None if it has none."""
-    return self._run(self.mixer.with_aux, x, state, segment_ids)
+    return self._run(self.mixer.with_aux, x, state, segment_ids, dropout)
 
-  def _run(self, mix, x, state, segment_ids):
+  def _run(self, mix, x, state, segment_ids, dropout):
+    def dropped(y, place):
+      rate, axis = self.residual_dropout, self.sequence_axis
+      return y if dropout is None else dropout.branch(y, place, rate, axis)
+
+    key = None if dropout is None else dropout.in_mixer()
     of_mixer, of_channel = state if state is not None else (None, None)
     with jax.named_scope("mixer"):
       y, x = self.mixer_norm.add(x, None, self.dtype)
-      y, of_mixer, aux = mix(y, of_mixer, segment_ids)
+      y, of_mixer, aux = mix(y, of_mixer, segment_ids, dropout_key=key)
+      y = dropped(y, AFTER_MIXER)
     if self.channel_mixer is None or self.channel_norm is None:
       return x + y, BlockState(of_mixer, None), aux
     with jax.named_scope("channel_mixer"):
@@ -220,4 +251,5 @@ class Block(nnx.Module):
         y, of_channel = self.channel_mixer(y, of_channel, segment_ids)
       else:
         y = self.channel_mixer(y)
+      y = dropped(y, AFTER_CHANNEL_MIXER)
     return x + y, BlockState(of_mixer, of_channel), aux

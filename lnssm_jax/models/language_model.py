@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,15 @@ from flax import nnx
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_state
-from lnssm_jax.mixers.common.initializers import orthogonal
 from lnssm_jax.models import layers
-from lnssm_jax.models.block import NORMS, Block, check_channel_mixer, check_mixer, mixer_name
+from lnssm_jax.models.block import NORMS, Block, check_channel_mixer, options_by_mixer
+from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.embedding import lookup
+from lnssm_jax.models.initialization import GPT2_STD, INITIALIZATIONS
 from lnssm_jax.models.layers import LayerAux, LayerStates, PositionedStates
 from lnssm_jax.ops.core.checks import check_shape
 from lnssm_jax.ops.core.dispatch import MADE_BY_KERNELS, default_device
+from lnssm_jax.ops.core.dropout import check_rate, dropout, token_keys
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.halo import step_positions
 
@@ -40,32 +42,6 @@ class Head(nnx.Module):
     self.kernel = nnx.Param(kernel_init(rngs.params(), (dim, vocab_size), param_dtype))
 
 
-class _Initialization(NamedTuple):
-  """How a model starts, outside its mixers."""
-
-  embedding: Any  # initializers
-  head: Any
-  matrix_std: float | None  # of the matrices in blocks; None: as mixers and channel mixers say
-
-
-_GPT2_STD = 0.02
-
-
-def _lnssm_init(vocab_size: int, dim: int) -> _Initialization:
-  head = 0.5 * math.sqrt(max(1.0, vocab_size / dim))
-  embedding = 1e-4 * math.sqrt(max(vocab_size, dim))
-  return _Initialization(orthogonal(embedding), orthogonal(head), None)
-
-
-def _gpt2_init(vocab_size: int, dim: int) -> _Initialization:
-  del vocab_size, dim
-  normal = nnx.initializers.normal(_GPT2_STD)
-  return _Initialization(normal, normal, _GPT2_STD)
-
-
-INITIALIZATIONS = {"lnssm": _lnssm_init, "gpt2": _gpt2_init}
-
-
 class LanguageModel(nnx.Module):
   """Tokens [B, T] -> logits [B, T, vocab] float32 of the token that follows each.
 
@@ -85,7 +61,8 @@ class LanguageModel(nnx.Module):
     channel_mixer: a name in `CHANNEL_MIXERS`.
     channel_hidden: its number of hidden channels; None takes its default.
     channel_mixer_options: further keyword arguments of it, such as {"activation": "gelu_tanh"}.
-    norm: "layer" (LayerNorm with bias) or "rms" (RMSNorm), for all norms of the model.
+    norm: "layer" (LayerNorm), "layer_without_bias" (with a scale only) or "rms" (RMSNorm), for all
+      norms of the model.
     norm_eps: eps of these norms, under the root. Those inside mixers are options of the mixer.
     embedding_norm: whether a norm follows the embedding.
     tie_embeddings: whether the head is the embedding's transpose.
@@ -100,6 +77,12 @@ class LanguageModel(nnx.Module):
       (sqrt(num_layers) without channel mixers); but mixers and channel mixers whose papers start
       them otherwise, such as Mamba, RWKV and Griffin (`Mixer.starts_as_model` is False). None:
       "lnssm" with `embedding_norm` and a head of its own, else "gpt2".
+    embedding_dropout: the rate at which values of the first layer's input are dropped, in a call
+      with `dropout_key`: evaluation and generation, without one, drop nothing. Attention
+      probabilities: `attention_dropout` in `mixer_options`.
+    residual_dropout: that of the outputs of mixers and channel mixers.
+    drop_path: the rate at which a row loses the output of a mixer or channel mixer as a whole, in
+      the last layer; it rises linearly from 0 in the first.
     remat: the residuals of a layer: "none" recomputes nothing, "full" keeps the layer's input only,
       "dots" also keeps the outputs of the projections and of GPU kernels.
     unroll: layers per iteration of the loop over layers. The residuals are stacked from iteration
@@ -113,11 +96,12 @@ class LanguageModel(nnx.Module):
   Raises:
     NotImplementedError: `sequence_axis` is given and a mixer cannot run on a sharded sequence.
     ValueError: a size is not a positive integer, `dim` is not a multiple of `num_heads`, a name is
-      unknown, or `initialization="lnssm"` has no norm after the embedding.
+      unknown, a rate is not in [0, 1), or `initialization="lnssm"` has no norm after the embedding.
 
   Sources: LNSSM, section 5, and its published code: the norm after the embedding, and "lnssm";
   "gpt2": GPT-2 (Radford et al. 2019), section 2.3, which the published codes of GLA, Mamba,
-  Longhorn and others follow.
+  Longhorn and others follow. Dropout: Srivastava et al. 2014; drop path: stochastic depth (Huang et
+  al. 2016), section 3.
   """
 
   def __init__(
@@ -138,6 +122,9 @@ class LanguageModel(nnx.Module):
     tie_embeddings: bool = False,
     learned_positions: int | None = None,
     initialization: str | None = None,
+    embedding_dropout: float = 0.0,
+    residual_dropout: float = 0.0,
+    drop_path: float = 0.0,
     remat: str = "none",
     unroll: int | None = None,
     sequence_axis: str | None = None,
@@ -154,12 +141,14 @@ class LanguageModel(nnx.Module):
         f"mixer={mixer!r} is a pattern of {len(pattern)} mixers; num_layers={num_layers} needs one "
         f"of 1 to {num_layers}."
       )
-    options = _options_by_mixer(pattern, dict(mixer_options or {}), dim, num_heads)
+    options = options_by_mixer(pattern, dict(mixer_options or {}), dim, num_heads)
     check_channel_mixer(channel_mixer, channel_hidden, channel_mixer_options or {})
     check_choice("norm", norm, NORMS)
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
     self.unroll = None if unroll is None else check_positive("unroll", unroll)
     self.dim, self.dtype = dim, dtype
+    self.embedding_dropout = check_rate("embedding_dropout", embedding_dropout)
+    self.drop_path = check_rate("drop_path", drop_path)
 
     if initialization is None:
       initialization = "lnssm" if embedding_norm and not tie_embeddings else "gpt2"
@@ -178,7 +167,7 @@ class LanguageModel(nnx.Module):
       self.positions = None
     else:
       shape = (check_positive("learned_positions", learned_positions), dim)
-      normal = nnx.initializers.normal(_GPT2_STD)
+      normal = nnx.initializers.normal(GPT2_STD)
       self.positions = nnx.Param(normal(rngs.params(), shape, param_dtype))
 
     def block(mixer, key, layer):
@@ -195,6 +184,7 @@ class LanguageModel(nnx.Module):
         norm=norm,
         norm_eps=norm_eps,
         matrix_std=start.matrix_std,
+        residual_dropout=residual_dropout,
         sequence_axis=sequence_axis,
         dtype=dtype,
         param_dtype=param_dtype,
@@ -216,6 +206,21 @@ class LanguageModel(nnx.Module):
     lengths += [] if self.positions is None else [len(self.positions[...])]
     return min((length for length in lengths if length is not None), default=None)
 
+  def layer(self, number: int) -> Block:
+    """The block of one layer, counted from 0; its mixer is `model.layer(2).mixer`.
+
+    Its parameters are copied out of the stacks: changing them does not change the model.
+
+    Raises:
+      ValueError: there is no such layer.
+    """
+    return layers.one(layers.tied(self.blocks), number)
+
+  @property
+  def has_dropout(self) -> bool:
+    """Whether a call with a `dropout_key` differs from one without."""
+    return bool(self.embedding_dropout or self.drop_path) or layers.have_dropout(self.blocks)
+
   def init_state(self, batch_size: int) -> LayerStates:
     """The state before the first token: a `BlockState` with a leading axis L. float32.
 
@@ -235,6 +240,7 @@ class LanguageModel(nnx.Module):
     segment_ids: jax.Array | None = None,
     *,
     gather: Callable[[Block], Block] | None = None,
+    dropout_key: jax.Array | None = None,
   ) -> tuple[jax.Array, LayerStates]:
     """Returns (the input of the head [B, T, D] in `dtype`, the state after the last token).
 
@@ -246,11 +252,14 @@ class LanguageModel(nnx.Module):
       segment_ids: [B, T] integer; the state is reset wherever the id changes.
       gather: gathers a layer just before it runs, if the layers' parameters are sharded over
         devices, such as `lnssm_jax.sharding.gather`.
+      dropout_key: a key (`jax.random.key(0)`), or one for each row [B], for training; another in
+        each step. None drops nothing. A row's masks depend on its key and its number of tokens
+        before, and not on `jit`, `remat`, `unroll` or a mesh.
 
     Raises:
       ValueError: a rank, dtype or shape is wrong; the message names it.
     """
-    return self._hidden(tokens, state, segment_ids, gather)[:2]
+    return self._hidden(tokens, state, segment_ids, gather, dropout_key)[:2]
 
   @under_auto_axes(argument=1, results=(0, REPLICATED))
   def hidden_and_aux(
@@ -259,6 +268,7 @@ class LanguageModel(nnx.Module):
     segment_ids: jax.Array | None = None,
     *,
     gather: Callable[[Block], Block] | None = None,
+    dropout_key: jax.Array | None = None,
   ) -> tuple[jax.Array, LayerAux]:
     """Returns (the input of the head, the auxiliary outputs of the mixers), for training.
 
@@ -267,10 +277,10 @@ class LanguageModel(nnx.Module):
     pattern of mixers a list with that of each place. `models.aux_loss` is what a loss adds.
     """
     options = {"with_aux": True, "with_state": False}
-    hidden, _, aux = self._hidden(tokens, None, segment_ids, gather, **options)
+    hidden, _, aux = self._hidden(tokens, None, segment_ids, gather, dropout_key, **options)
     return hidden, aux
 
-  def _hidden(self, tokens, state, segment_ids, gather=None, **results):
+  def _hidden(self, tokens, state, segment_ids, gather=None, dropout_key=None, **results):
     self._check(tokens, state)
     # Without a loop the compiler could undo a rematerialization, finding the results still there.
     whole = self.remat == "none" and default_device().platform == "gpu"
@@ -279,8 +289,16 @@ class LanguageModel(nnx.Module):
     positions, last = None, None
     if self.positions is not None:
       state, positions, last = self._count(tokens, state, segment_ids)
+    (B, T), axis = jnp.shape(tokens), self.sequence_axis
+    key = dropout_key if self.has_dropout else None
+    drops = ModelDropout.of("LanguageModel", key, B, self.num_layers, self.drop_path)
     x = self.embed(tokens, positions)
-    x, state, aux = layers.run(self.blocks, x, state, segment_ids, **options, **results)
+    if drops is not None:
+      x = dropout(x, token_keys(drops.embedding, T, axis), self.embedding_dropout)
+      results["dropout"] = drops.layers
+    x, state, aux = layers.run(
+      layers.tied(self.blocks), x, state, segment_ids, **options, **results
+    )
     hidden = self.norm(x, dtype=self.dtype)
     if self.positions is None or positions is None or last is None:
       return hidden, state, aux
@@ -328,12 +346,14 @@ class LanguageModel(nnx.Module):
     tokens: jax.Array,
     state: LayerStates | None = None,
     segment_ids: jax.Array | None = None,
+    *,
+    dropout_key: jax.Array | None = None,
   ) -> tuple[jax.Array, LayerStates]:
     """Returns (logits [B, T, vocab] float32, the state after the last token).
 
     Arguments and errors are those of `hidden`.
     """
-    hidden, state = self.hidden(tokens, state, segment_ids)
+    hidden, state = self.hidden(tokens, state, segment_ids, dropout_key=dropout_key)
     return self.logits(hidden), state
 
   @under_auto_axes(argument=1, results=(0, 1, REPLICATED))
@@ -342,9 +362,12 @@ class LanguageModel(nnx.Module):
     tokens: jax.Array,
     state: LayerStates | None = None,
     segment_ids: jax.Array | None = None,
+    *,
+    dropout_key: jax.Array | None = None,
   ) -> tuple[jax.Array, LayerStates, LayerAux]:
     """The same call for training: (logits, the state, the auxiliary outputs of the mixers)."""
-    hidden, state, aux = self._hidden(tokens, state, segment_ids, with_aux=True)
+    options = {"dropout_key": dropout_key, "with_aux": True}
+    hidden, state, aux = self._hidden(tokens, state, segment_ids, **options)
     return self.logits(hidden), state, aux
 
   def _check(self, tokens, state):
@@ -360,23 +383,6 @@ class LanguageModel(nnx.Module):
       return
     expected = jax.eval_shape(lambda: self.init_state(B))
     check_state("LanguageModel", state, expected, "[L, B, ...]")
-
-
-def _options_by_mixer(
-  pattern: Sequence[str | type[Mixer]],
-  options: Mapping[str, Any],
-  dim: int,
-  num_heads: int | None,
-) -> dict[str | type[Mixer], dict[str, Any]]:
-  """The options of each mixer of a pattern, checked."""
-  if len(pattern) > 1:
-    for name in options:
-      check_choice("mixer_options: mixer", name, map(mixer_name, pattern))
-  by_mixer = {}
-  for mixer in dict.fromkeys(pattern):
-    by_mixer[mixer] = dict(options if len(pattern) == 1 else options.get(mixer_name(mixer), {}))
-    check_mixer(mixer, by_mixer[mixer], dim, num_heads)
-  return by_mixer
 
 
 def count_parameters(tree) -> int:

@@ -5,16 +5,19 @@ Layer l has the mixer `pattern[l % len(pattern)]`. The blocks of one place in th
 runs whole patterns; the remaining layers of the last one follow it.
 """
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.models.block import Block, BlockState
+from lnssm_jax.models.dropout import LayerDropout
 from lnssm_jax.ops.core.states import register_state
 
 # States of all layers: one with a leading axis L; of a pattern, one for each of its places, whose
@@ -72,6 +75,7 @@ def run(
   state: LayerStates | None,
   segment_ids: jax.Array | None,
   *,
+  dropout: LayerDropout | None = None,
   policy: Callable[..., bool] | None,
   unroll: int,
   gather: Callable[[Block], Block] | None = None,
@@ -81,6 +85,7 @@ def run(
   """Returns (x [B, T, D] after all layers, their states and auxiliary outputs, structured alike).
 
   Args:
+    dropout: of all layers, with a leading axis L; None drops nothing.
     policy: of rematerialization; None keeps everything.
     unroll: layers per iteration of the loop.
     gather: gathers the parameters of a layer that are sharded over devices. The backward pass
@@ -89,19 +94,23 @@ def run(
   """
   stacks = _stacks(blocks)
   states = [None] * len(stacks) if state is None else _stacks(state)
+  # Of each place, the layers there.
+  drops = [
+    jax.tree.map(lambda leaf, n=n: leaf[n :: len(stacks)], dropout) for n in range(len(stacks))
+  ]
 
   def some_layers(x, inputs):
     new = []
-    for block, block_state in inputs:
+    for block, block_state, drop in inputs:
       block = block if gather is None else gather(block)
       if with_aux:
-        x, block_state, aux = block.with_aux(x, block_state, segment_ids)
+        x, block_state, aux = block.with_aux(x, block_state, segment_ids, dropout=drop)
       else:
-        (x, block_state), aux = block(x, block_state, segment_ids), None
+        (x, block_state), aux = block(x, block_state, segment_ids, dropout=drop), None
       new.append((block_state if with_state else None, aux))
     return x, new
 
-  inputs = list(zip(stacks, states, strict=True))
+  inputs = list(zip(stacks, states, drops, strict=True))
   whole = _count(stacks[-1])
   rest = [place for place in inputs if _count(place[0]) > whole]
   turns = max(1, min(whole, unroll // len(stacks)))
@@ -150,11 +159,62 @@ def max_length(blocks: Any) -> int | None:
   return min((length for length in lengths if length is not None), default=None)
 
 
+def have_dropout(blocks: Any) -> bool:
+  """Whether a block drops values of branches, or its mixer attention probabilities."""
+  return any(stack.residual_dropout or stack.mixer.attention_dropout for stack in _stacks(blocks))
+
+
+def tied(blocks: Any) -> Any:
+  """The blocks to run: where mixers share a table over layers (`Mixer.tied`), their rows of it."""
+  if all(stack.mixer.tied is None for stack in _stacks(blocks)):
+    return blocks
+  blocks = jax.tree.map(lambda x: x, blocks)  # the model keeps its table
+  stacks = _stacks(blocks)
+  places: dict[type[Mixer], list[int]] = {}
+  for place, stack in enumerate(stacks):
+    if stack.mixer.tied is not None:
+      places.setdefault(type(stack.mixer), []).append(place)
+  for kind, where in places.items():
+    mixers = [stacks[place].mixer for place in where]
+    parameters = [getattr(mixer, mixer.tied) for mixer in mixers]
+    layers = [place + len(stacks) * np.arange(_count(stacks[place])) for place in where]
+    order = np.argsort(np.concatenate(layers))
+    rows = kind.tie(jnp.concatenate([x[...] for x in parameters])[order])[np.argsort(order)]
+    ends = np.cumsum([len(numbers) for numbers in layers])[:-1]
+    for mixer, parameter, own in zip(mixers, parameters, jnp.split(rows, ends), strict=True):
+      parameter[...] = own
+      mixer.tied = None
+  return blocks
+
+
 def apart(tree: Any, num_layers: int) -> list[Any]:
-  """Splits stacked blocks, or their states, into a list with one tree per layer."""
+  """Splits stacked blocks, states or auxiliary outputs into a list with one tree per layer."""
+  parts = [_stack_and_turn(tree, layer) for layer in range(num_layers)]
+  return [jax.tree.map(lambda leaf, turn=turn: leaf[turn], stack) for stack, turn in parts]
+
+
+def one(tree: Any, layer: int) -> Any:
+  """The block, or the state, of one layer out of stacked ones, copied.
+
+  Raises:
+    ValueError: there is no such layer.
+  """
+  stack, turn = place(tree, layer)
+  return jax.tree.map(lambda leaf: leaf[turn], stack)
+
+
+def place(tree: Any, layer: int) -> tuple[Any, int]:
+  """(the stack that has a layer, its index there); raises as `one`."""
+  layers = sum(map(_count, _stacks(tree)))
+  if not isinstance(layer, numbers.Integral) or not 0 <= layer < layers:
+    raise ValueError(f"layer={layer!r} does not exist; there are {layers}, from 0 to {layers - 1}.")
+  return _stack_and_turn(tree, int(layer))
+
+
+def _stack_and_turn(tree: Any, layer: int) -> tuple[Any, int]:
   stacks = _stacks(tree)
-  part = lambda place, turn: jax.tree.map(lambda leaf: leaf[turn], stacks[place])
-  return [part(layer % len(stacks), layer // len(stacks)) for layer in range(num_layers)]
+  turn, number = divmod(layer, len(stacks))
+  return stacks[number], turn
 
 
 def _stacks(tree: Any) -> list[Any]:
@@ -165,8 +225,8 @@ def _stacks(tree: Any) -> list[Any]:
   return tree if isinstance(tree, list) else [tree]
 
 
-def _count(stack: Block) -> int:
-  """The number of layers in a stack."""
+def _count(stack: Any) -> int:
+  """The number of layers in a stack of blocks, or of their states."""
   return jax.tree.leaves(stack)[0].shape[0]
 
 

@@ -14,8 +14,10 @@ from flax import nnx
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.models.block import NORMS, check_mixer, make_mixer
+from lnssm_jax.models.dropout import AFTER_MIXER, LayerDropout, ModelDropout
 from lnssm_jax.models.language_model import REMAT_POLICIES
 from lnssm_jax.ops.core.checks import check_floating, check_shape
+from lnssm_jax.ops.core.dropout import check_rate, dropout, fold, token_keys
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes
 
 # Submodules that the two directions share, if a mixer has them: the projections in and out.
@@ -34,12 +36,14 @@ class Bidirectional(nnx.Module):
     own = nnx.to_pure_dict(nnx.state(new(), nnx.Param))
     self.backward = _parameters({name: own[name] for name in own if name not in shared})
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """The mean of both directions, [B, T, D]."""
+  def __call__(self, x: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
+    """The mean of both directions, [B, T, D]; the key is [B, 2] uint32, of the rows."""
     graph, params = nnx.split(self.forward, nnx.Param)
     own = nnx.to_pure_dict(nnx.state(self.backward, nnx.Param))
     backward: Any = nnx.merge(graph, nnx.to_pure_dict(params) | own)
-    return (self.forward(x)[0] + backward(x[:, ::-1])[0][:, ::-1]) / 2
+    keys = [None if dropout_key is None else fold(dropout_key, number) for number in range(2)]
+    y = backward(x[:, ::-1], dropout_key=keys[1])[0][:, ::-1]
+    return (self.forward(x, dropout_key=keys[0])[0] + y) / 2
 
 
 def _parameters(tree: Mapping[str, Any]) -> nnx.Dict:
@@ -51,15 +55,28 @@ def _parameters(tree: Mapping[str, Any]) -> nnx.Dict:
 class VisionBlock(nnx.Module):
   """x + bidirectional(norm(x))."""
 
-  def __init__(self, mixer: str | type[Mixer], dim: int, *, norm: str, norm_eps: float, **options):
+  def __init__(
+    self,
+    mixer: str | type[Mixer],
+    dim: int,
+    *,
+    norm: str,
+    norm_eps: float,
+    residual_dropout: float,
+    **options,
+  ):
     self.dtype = options["dtype"]
+    self.residual_dropout = check_rate("residual_dropout", residual_dropout)
     of_norm = {"param_dtype": options["param_dtype"], "rngs": options["rngs"]}
     self.norm = NORMS[norm](dim, eps=norm_eps, **of_norm)
     self.mixer = Bidirectional(lambda: make_mixer(mixer, dim, **options), shared=SHARED)
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array, dropout: LayerDropout | None = None) -> jax.Array:
     y, x = self.norm.add(x, None, self.dtype)
-    return x + self.mixer(y)
+    if dropout is None:
+      return x + self.mixer(y)
+    y = self.mixer(y, dropout_key=dropout.in_mixer())
+    return x + dropout.branch(y, AFTER_MIXER, self.residual_dropout)
 
 
 class VisionModel(nnx.Module):
@@ -71,9 +88,9 @@ class VisionModel(nnx.Module):
   Args:
     image_size: height and width, a multiple of `patch_size`.
     patch_size, channels: a patch is `patch_size`^2 `channels` numbers; there are P of them.
-    dim, num_layers, num_heads, mixer, mixer_options, norm, norm_eps, remat: as for
-      `LanguageModel`, with one mixer; ViL-T has dim=192, ViL-S 384, both 24 layers and patches of
-      16 in images of 224.
+    dim, num_layers, num_heads, mixer, mixer_options: as for `LanguageModel`, with one mixer; ViL-T
+      has dim=192, ViL-S 384, both 24 layers and patches of 16 in images of 224.
+    norm, norm_eps, embedding_dropout, residual_dropout, drop_path, remat: as there.
     dtype: of matrix products and the residual stream; norms and logits are float32.
 
   Raises:
@@ -97,6 +114,9 @@ class VisionModel(nnx.Module):
     mixer_options: Mapping[str, Any] | None = None,
     norm: str = "rms",
     norm_eps: float = 1e-5,
+    embedding_dropout: float = 0.0,
+    residual_dropout: float = 0.0,
+    drop_path: float = 0.0,
     remat: str = "none",
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -115,7 +135,9 @@ class VisionModel(nnx.Module):
     check_choice("norm", norm, NORMS)
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
     self.image_size, self.patch_size, self.channels = image_size, patch_size, channels
-    self.dtype = jnp.dtype(dtype)
+    self.dtype, self.num_layers = jnp.dtype(dtype), num_layers
+    self.embedding_dropout = check_rate("embedding_dropout", embedding_dropout)
+    self.drop_path = check_rate("drop_path", drop_path)
     num_patches = (image_size // patch_size) ** 2
 
     normal = nnx.initializers.normal(0.02)
@@ -132,6 +154,7 @@ class VisionModel(nnx.Module):
         dim,
         norm=norm,
         norm_eps=norm_eps,
+        residual_dropout=residual_dropout,
         num_heads=num_heads,
         layer=layer,
         num_layers=num_layers,
@@ -147,8 +170,11 @@ class VisionModel(nnx.Module):
     self.head = linear(dim, num_classes, jnp.float32)
 
   @under_auto_axes(argument=1)
-  def __call__(self, images: jax.Array) -> jax.Array:
-    """Logits [B, num_classes] float32 of images [B, height, width, channels], floating point."""
+  def __call__(self, images: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
+    """Logits [B, num_classes] float32 of images [B, height, width, channels], floating point.
+
+    `dropout_key` is a key, or one for each row [B], for training; None drops nothing.
+    """
     shape = (None, self.image_size, self.image_size, self.channels)
     check_shape("VisionModel", "images", images, shape, "[B, height, width, channels]")
     check_floating("VisionModel", "images", images)
@@ -158,10 +184,14 @@ class VisionModel(nnx.Module):
     x = jnp.concatenate([x[:, : P // 2], token, x[:, P // 2 :]], axis=1)
     x = x + self.positions[...].astype(self.dtype)
 
-    layer = lambda x, block: (block(x), None)
+    drops = ModelDropout.of("VisionModel", dropout_key, B, self.num_layers, self.drop_path)
+    if drops is not None:
+      x = dropout(x, token_keys(drops.embedding, P + 1), self.embedding_dropout)
+
+    layer = lambda x, inputs: (inputs[0](x, inputs[1]), None)
     if (policy := REMAT_POLICIES[self.remat]) is not None:
       layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    x, _ = jax.lax.scan(layer, x, self.blocks)
+    x, _ = jax.lax.scan(layer, x, (self.blocks, None if drops is None else drops.layers))
     return self.head(self.norm(x[:, P // 2]))
 
 

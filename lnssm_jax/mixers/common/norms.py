@@ -43,6 +43,7 @@ class Norm(nnx.Module):
   """
 
   center: bool
+  has_bias: bool
 
   def __init__(
     self,
@@ -55,12 +56,12 @@ class Norm(nnx.Module):
   ):
     self.eps = check_norm_eps(eps)
     self.scale = nnx.Param(jnp.ones(size, param_dtype)) if use_scale else None
-    has_bias = use_scale and self.center
+    has_bias = use_scale and self.has_bias
     self.bias = nnx.Param(jnp.zeros(size, param_dtype)) if has_bias else None
     if rngs is not None:
       # Flax's norms draw a key per parameter. Models had those, and what follows a norm in a model
       # should start from the same numbers for the same seed.
-      for _ in range(1 + self.center):
+      for _ in range(1 + self.has_bias):
         rngs.params()
 
   def __call__(
@@ -69,12 +70,19 @@ class Norm(nnx.Module):
     """The norm of x [..., size], times silu(gate); x is, with `gate_first`."""
     return self._normalize(x, gate=gate, gate_first=gate_first, dtype=dtype)[0]
 
+  def per_head(
+    self, x: jax.Array, *, gate: jax.Array | None = None, gate_first: bool = False, dtype=None
+  ) -> jax.Array:
+    """The norm of each head of x [..., H, size / H], with its own part of scale and bias."""
+    options = {"gate": gate, "gate_first": gate_first, "dtype": dtype}
+    return self._normalize(x, shape=x.shape[-2:], **options)[0]
+
   def add(self, x: jax.Array, added: jax.Array | None, dtype=None) -> tuple[jax.Array, jax.Array]:
     """(the norm of x + added, x + added), from which the residual stream continues."""
     return self._normalize(x, added=added, dtype=dtype)
 
-  def _normalize(self, x, **options):
-    value = lambda p: None if p is None else p[...]
+  def _normalize(self, x, shape=(-1,), **options):
+    value = lambda p: None if p is None else p[...].reshape(shape)
     options |= {"center": self.center, "eps": self.eps}
     return normalize(x, value(self.scale), value(self.bias), **options)
 
@@ -82,14 +90,24 @@ class Norm(nnx.Module):
 class RMSNorm(Norm):
   """scale * x / sqrt(mean(x^2) + eps)."""
 
-  center = False
+  center = has_bias = False
 
 
 class LayerNorm(Norm):
   """scale * (x - mean) / sqrt(variance + eps) + bias."""
 
-  center = True
+  center = has_bias = True
+
+
+class LayerNormWithoutBias(LayerNorm):
+  """scale * (x - mean) / sqrt(variance + eps), as in nanoGPT with bias=False."""
+
+  has_bias = False
 
 
 # Norms of a model's residual stream, by name.
-NORMS: dict[str, type[Norm]] = {"layer": LayerNorm, "rms": RMSNorm}
+NORMS: dict[str, type[Norm]] = {
+  "layer": LayerNorm,
+  "layer_without_bias": LayerNormWithoutBias,
+  "rms": RMSNorm,
+}

@@ -1,4 +1,6 @@
-"""Decays and rates of the recurrence inside a mixer that routes: GLA or the gated delta rule."""
+"""The recurrence inside a mixer that routes, GLA or the gated delta rule, with its gates."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,14 @@ from lnssm_jax.mixers.common.initializers import decay_rate, step_size_bias
 from lnssm_jax.mixers.common.norms import unit_norm
 from lnssm_jax.mixers.common.projections import Linear
 from lnssm_jax.mixers.common.routing import of_selected
+from lnssm_jax.ops import DeltaRuleState, LinearAttentionState, delta_rule, linear_attention
 from lnssm_jax.ops.core.precision import wide
 
 INNER = ("gla", "gated_delta_rule")
 
 
-class InnerGates(nnx.Module):
-  r"""log decay, and rates beta, of one memory or of several.
+class InnerRecurrence(nnx.Module):
+  r"""log decay, and rates beta, of one memory or of several; the recurrence of one.
 
       "gla":               a = sigmoid(W_2 W_1 x + b)^(1 / tau)                  per key channel
       "gated_delta_rule":  a = exp(-exp(log_rate) softplus(W_a x + b_a)), beta = sigmoid(W_b x)
@@ -85,8 +88,19 @@ class InnerGates(nnx.Module):
     log_decay = choose(jnp.split(-rate * jax.nn.softplus(wide(self.a_proj(x))), M, axis=-1))
     return log_decay, jax.nn.sigmoid(wide(choose(jnp.split(self.b_proj(x), M, axis=-1))))
 
-  def features(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The delta rule has queries and keys [..., K] of length 1; for GLA they are as given."""
-    if self.inner == "gla":
-      return q.astype(self.dtype), k.astype(self.dtype)
-    return unit_norm(q, dtype=self.dtype), unit_norm(k, dtype=self.dtype)
+  def feature(self, x: jax.Array) -> jax.Array:
+    """Queries or keys [..., K]: of length 1 for the delta rule, for GLA as given. In `dtype`."""
+    return x.astype(self.dtype) if self.inner == "gla" else unit_norm(x, dtype=self.dtype)
+
+  def init_state(self, batch: int, value_dim: int) -> LinearAttentionState | DeltaRuleState:
+    """The state of one memory before the first token."""
+    sizes = {"batch": batch, "heads": self.num_heads, "key_dim": self.key_dim}
+    op = linear_attention if self.inner == "gla" else delta_rule
+    return op.init_state(**sizes, value_dim=value_dim)
+
+  def recur(self, q: jax.Array, k: jax.Array, v: jax.Array, gates, **options: Any):
+    """(y [B, T, H, V], state) of one memory with these gates; `options` are those of the op."""
+    log_decay, beta = gates
+    if beta is None:
+      return linear_attention(q, k, v, log_decay=log_decay, **options)
+    return delta_rule(q, k, v, beta, log_decay=log_decay, **options)
