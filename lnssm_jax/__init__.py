@@ -9,6 +9,8 @@
     lnssm_jax.sharding  partition specs by parameter path
     lnssm_jax.generate  sampling from a language model
     lnssm_jax.frameworks  the papers' frameworks as equations
+    lnssm_jax.analysis  what a model remembers
+    lnssm_jax.load_model  a trained model from a folder (lnssm_jax.pretrained)
 
 Each is imported when it is first used. The package needs JAX and Flax only, and no accelerator.
 """
@@ -17,13 +19,38 @@ import importlib
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "frameworks", "generate", "linen", "mixers", "models", "ops", "sharding"]
+__all__ = [
+  "__version__",
+  "analysis",
+  "frameworks",
+  "generate",
+  "linen",
+  "load_model",
+  "mixers",
+  "models",
+  "ops",
+  "pretrained",
+  "sharding",
+]
 
 if TYPE_CHECKING:
-  from lnssm_jax import frameworks, generate, linen, mixers, models, ops, sharding
+  from lnssm_jax import (
+    analysis,
+    frameworks,
+    generate,
+    linen,
+    mixers,
+    models,
+    ops,
+    pretrained,
+    sharding,
+  )
+  from lnssm_jax.pretrained import load_model
 else:
 
   def __getattr__(name: str):
+    if name == "load_model":
+      return importlib.import_module(f"{__name__}.pretrained").load_model
     if name in __all__:
       return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -205,7 +205,7 @@ def _prefill(model, state, tokens, starts):
 @functools.partial(jax.jit, static_argnames="choice", donate_argnames=("states", "logits"))
 def _decode(model, states, logits, row_keys, first, limits, *, choice: _Choice):
   """Draws tokens `first`, `first` + 1, ...: (states, logits, tokens [steps, B])."""
-  blocks = layers.apart(model.blocks, model.num_layers)
+  blocks = layers.apart(layers.tied(model.blocks), model.num_layers)
 
   def step(carry, number):
     states, logits = carry

@@ -11,8 +11,9 @@ parameters go from one to the other as they are. `layer.apply(variables, x, muta
 returns the auxiliary outputs of mixers that route, as `with_aux` of the NNX module does: the
 collection's entry "aux" is a tuple with one of them. Faces are ordinary Linen modules: `nn.scan`,
 `nn.remat` and `nn.vmap` lift them. A face has the name of its class; `MIXERS` has those of mixers
-by the mixer's name. Type checkers and editors read the fields from `linen.pyi`, which
-`scripts/linen_stub.py` writes.
+by the mixer's name. `layer.apply(variables, x, rngs={"dropout": key})` is the call with the
+`dropout_key` that Linen's `make_rng` derives from the key. Type checkers and editors read the
+fields from `linen.pyi`, which `scripts/linen_stub.py` writes.
 """
 
 import dataclasses
@@ -70,6 +71,8 @@ class Face(nn.Module):
     made = functools.cache(lambda: self._split(key)[1])  # all parameters from one key, at once
     params = {name: self.param(name, lambda _, name=name: made()[name]) for name in shapes}
     module: Any = nnx.merge(graph, params)
+    if self.has_rng("dropout") and not self.is_initializing():
+      kwargs.setdefault("dropout_key", self.make_rng("dropout"))
     collects = self.is_mutable_collection("aux") and not self.is_initializing()
     if not collects or not hasattr(module, "with_aux"):
       return module(*args, **kwargs)

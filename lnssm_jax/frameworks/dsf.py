@@ -6,21 +6,21 @@ Lambda_i is diagonal, N x N; B_i is N x d, C_i d x N, D_i d x d. Unrolled, y = P
 
     Phi_ij = C_i Lambda_i ... Lambda_{j+1} B_j  for j < i,      Phi_ii = C_i B_i + D_i,      0 above
 
-`system_of` writes a layer of ours and its input as such matrices; `apply` runs them and `kernel`
-makes Phi. All are for equations and tests, one sequence at a time: a system has T N d numbers.
+`systems` writes the recurrences inside any layer as such matrices, with u the values that they mix;
+`system_of` a whole layer of the paper, with u its input. `apply` runs them and `kernel` makes Phi.
+All are for equations and tests, one sequence at a time: a system has T N d numbers.
 
 Source: Understanding the Differences in Foundation Models (Sieber et al. 2024), sections 2 and 3.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.frameworks.layers import Recurrence, recurrences
 from lnssm_jax.mixers import S6, SSD, LinearAttention, NormalizedAttention
-from lnssm_jax.mixers.kernel_attention import _LOWEST_KEY, _elu_plus_one
 from lnssm_jax.ops.core.checks import check_shape
 from lnssm_jax.ops.core.precision import wide
 
@@ -32,7 +32,7 @@ class System(NamedTuple):
 
   transition: jax.Array  # [T, N], the diagonal of Lambda
   write: jax.Array  # [T, N, d], B
-  read: jax.Array  # [T, d, N], C
+  read: jax.Array  # [T, d, N], C; d may differ from that of B
   direct: jax.Array  # [T, d, d], D
 
 
@@ -60,16 +60,70 @@ def kernel(system: System) -> jax.Array:
   Raises:
     ValueError: shapes do not agree.
   """
-  T, N, _ = _checked(system).write.shape
-  rows = []
-  for i in range(T):
-    product, row = jnp.ones(N, system.transition.dtype), []
-    for j in range(i, -1, -1):
-      row.append(system.read[i] @ (product[:, None] * system.write[j]))
-      product = product * system.transition[j]
-    row[0] = row[0] + system.direct[i]
-    rows.append(row[::-1] + [jnp.zeros_like(row[0])] * (T - 1 - i))
-  return jnp.stack([jnp.stack(row) for row in rows])
+  T, N, d = _checked(system).write.shape
+
+  def step(written, token):
+    """`written` [T, N, d] has Lambda_i ... Lambda_{j+1} B_j for the tokens j so far."""
+    i, (transition, write, read, direct) = token
+    written = (transition[:, None] * written).at[i].set(write)
+    return written, (read @ written).at[i].add(direct)
+
+  start = jnp.zeros((T, N, d), jnp.result_type(*system))
+  return jax.lax.scan(step, start, (jnp.arange(T), system))[1]
+
+
+def systems(mixer: Any, x: jax.Array) -> list[System]:
+  """`system` of each of the `recurrences` of a layer for its input x [T, d].
+
+  Raises:
+    ValueError: the layer has none, or they are not systems; the message says why.
+  """
+  return [system(recurrence) for recurrence in recurrences(mixer, x)]
+
+
+def system(recurrence: Recurrence) -> System:
+  """A recurrence as a system, u [T, H V] -> out [T, H V], after eq. 15: divided by eta, if any.
+
+  The state of channel (h, v) has K numbers, so N = H V K:
+
+      Lambda_i = (eta_{i-1} / eta_i) o_i,  B_i = rate_i e_i / eta_i,  C_i = s_i^T,  D_i = direct_i
+
+  Raises:
+    ValueError: Lambda would not be diagonal.
+  """
+  if recurrence.product == "matrix":
+    raise ValueError(
+      f"{_NAME}: the {recurrence.op} has Lambda_i = a_i (I - beta_i k_i e_i^T), which is not "
+      "diagonal, and no one change of basis makes all of them so; `lcsm` covers it."
+    )
+  by_channel = lambda z: jnp.swapaxes(z, 2, 3).reshape(len(z), -1, z.shape[2])  # [T, H V, K]
+  columns = jnp.ones_like(recurrence.rate)[:, :, None]
+  write = recurrence.e[..., None] * (recurrence.rate / recurrence.eta[..., None])[:, :, None]
+  made = _of_channels(
+    by_channel(recurrence.o * _ratio(recurrence.eta)[..., None, None]),
+    by_channel(write),
+    by_channel(recurrence.s[..., None] * columns),
+    recurrence.direct.reshape(len(write), -1),
+  )
+  sums = lambda z: z.reshape(len(z), recurrence.copies, -1, z.shape[2]).sum(1)
+  return made._replace(read=sums(made.read), direct=sums(made.direct))
+
+
+def _ratio(eta):
+  """eta_{i-1} / eta_i, of eq. 15; the first multiplies a state of zeros."""
+  return jnp.concatenate([jnp.ones_like(eta[:1]), eta[:-1] / eta[1:]])
+
+
+def _of_channels(transition, write, read, direct) -> System:
+  """The system of d channels with n states each: arrays [T, d, n], and direct [T, d]."""
+  T, d, n = transition.shape
+  one = jnp.eye(d)
+  return System(
+    transition.reshape(T, d * n),
+    (write[..., None] * one[:, None]).reshape(T, d * n, d),
+    (read[:, None] * one[..., None]).reshape(T, d, d * n),
+    direct[..., None] * one,
+  )
 
 
 def attention(q: jax.Array, k: jax.Array, eta: jax.Array, values: jax.Array) -> System:
@@ -92,17 +146,14 @@ def attention(q: jax.Array, k: jax.Array, eta: jax.Array, values: jax.Array) -> 
   check_shape(_NAME, "values", values, (d, d), "[d, d]")
   if d % H:
     raise ValueError(f"{_NAME}: values has d={d} rows, which H={H} heads of q do not divide.")
-  ratio = jnp.concatenate([jnp.ones_like(eta[:1]), eta[:-1] / eta[1:]])
-  by_channel = lambda x: jnp.repeat(x, d // H, axis=1)  # [T, H, ...] -> [T, d, ...]
-  write = by_channel(k / eta[..., None])[..., None] * values[:, None]  # [T, d, n, d]
-  transition = jnp.broadcast_to(by_channel(ratio)[..., None], (T, d, n))
-  read = by_channel(q)[:, :, None] * jnp.eye(d)[:, :, None]  # [T, d, d, n]
-  return System(
-    transition.reshape(T, d * n),
-    write.reshape(T, d * n, d),
-    read.reshape(T, d, d * n),
-    jnp.zeros((T, d, d), write.dtype),
+  by_channel = lambda x: jnp.repeat(jnp.broadcast_to(x, (T, H, n)), d // H, axis=1)
+  made = _of_channels(
+    by_channel(_ratio(eta)[..., None]),
+    by_channel(k / eta[..., None]),
+    by_channel(q),
+    jnp.zeros((T, d), q.dtype),
   )
+  return made._replace(write=made.write @ values)
 
 
 def selective(dt: jax.Array, rates: jax.Array, b: jax.Array, c: jax.Array, skip) -> System:
@@ -122,14 +173,11 @@ def selective(dt: jax.Array, rates: jax.Array, b: jax.Array, c: jax.Array, skip)
   for name, x in (("b", b), ("c", c)):
     check_shape(_NAME, name, x, (T, n), "[T] of dt, then n of rates")
   check_shape(_NAME, "skip", skip, (d,), "[d] of dt")
-  one = jnp.eye(d)[:, None]  # [d, 1, d]
-  write = (dt[..., None] * b[:, None])[..., None] * one
-  read = c[:, None, None] * jnp.eye(d)[:, :, None]
-  return System(
-    jnp.exp(-dt[..., None] * rates).reshape(T, d * n),
-    write.reshape(T, d * n, d),
-    read.reshape(T, d, d * n),
-    jnp.broadcast_to(jnp.diag(skip), (T, d, d)),
+  return _of_channels(
+    jnp.exp(-dt[..., None] * rates),
+    dt[..., None] * b[:, None],
+    jnp.broadcast_to(c[:, None], (T, d, n)),
+    jnp.broadcast_to(skip, (T, d)),
   )
 
 
@@ -168,59 +216,44 @@ def taylor_features(x: jax.Array, order: int) -> jax.Array:
   return jnp.concatenate(features, axis=-1)
 
 
-def system_of(mixer: Any, x: jax.Array) -> System:
-  """A layer and its input x [T, d] as a system: `apply(system_of(mixer, x), x)` is mixer(x).
+LAYERS = (LinearAttention, NormalizedAttention, S6, SSD)
 
-  Its last projection W_o is part of C and D.
+
+def system_of(mixer: Any, x: jax.Array) -> System:
+  """A whole layer and its input x [T, d] as a system: `apply(system_of(mixer, x), x)` is mixer(x).
+
+  W_V is part of B, and W_o of C and D.
 
   Raises:
     ValueError: the layer is not one of `LAYERS`, or it has a bias in W_v or W_o, which is no linear
       map of u.
   """
-  make = LAYERS.get(type(mixer))
-  if make is None:
+  if type(mixer) not in LAYERS:
     names = ", ".join(cls.__name__ for cls in LAYERS)
-    raise ValueError(f"{_NAME}: mixer is a {type(mixer).__name__}; systems are made of: {names}.")
+    raise ValueError(
+      f"{_NAME}: mixer is a {type(mixer).__name__}; these are systems of their input: {names}. "
+      "Take `systems(mixer, x)`, of the values that its recurrences mix."
+    )
   for name in ("v_proj", "o_proj"):
     if getattr(getattr(mixer, name, None), "bias", None) is not None:
       raise ValueError(f"{_NAME}: mixer.{name} has a bias; build the layer with use_bias=False.")
-  system = make(mixer, jnp.asarray(x)[None])
+  (recurrence,) = recurrences(mixer, x)
+  if isinstance(mixer, NormalizedAttention):
+    recurrence = recurrence._replace(eta=mixer._eta(jnp.asarray(x)[None])[0])
+  made = system(recurrence)
   output = wide(mixer.o_proj.kernel[...]).T
-  return system._replace(read=output @ system.read, direct=output @ system.direct)
-
-
-def _linear_attention(mixer, x):
-  q, k, _ = mixer._queries_keys_values(x)
-  eta = jnp.ones(q.shape[1:3], q.dtype)
-  if mixer.feature_map == "elu":
-    q, k = _elu_plus_one(q), _elu_plus_one(jnp.maximum(k, _LOWEST_KEY))
-    eta = jnp.sum(q * jnp.cumsum(k, axis=1), axis=-1)[0]
-  return attention(q[0], k[0], eta, wide(mixer.v_proj.kernel[...]).T)
-
-
-def _normalized_attention(mixer, x):
-  q, k, _ = mixer._queries_keys_values(x)
-  return attention(q[0], k[0], mixer._eta(x)[0], wide(mixer.v_proj.kernel[...]).T)
-
-
-def _selective(mixer, x):
-  r, b, c = jnp.split(wide(mixer.x_proj(x)), [mixer.rank, mixer.rank + mixer.state_dim], axis=-1)
-  dt = jax.nn.softplus(mixer._step_logits(r))
-  return selective(dt[0], mixer._rates(), b[0], c[0], wide(mixer.skip[...]))
-
-
-LAYERS: dict[type, Callable[[Any, jax.Array], System]] = {
-  LinearAttention: _linear_attention,
-  NormalizedAttention: _normalized_attention,
-  S6: _selective,
-  SSD: _selective,
-}
+  made = made._replace(read=output @ made.read, direct=output @ made.direct)
+  if not hasattr(mixer, "v_proj"):
+    return made
+  values = wide(mixer.v_proj.kernel[...]).T
+  return made._replace(write=made.write @ values, direct=made.direct @ values)
 
 
 def _checked(system):
   check_shape(_NAME, "write", system.write, (None,) * 3, "[T, N, d]")
   T, N, d = system.write.shape
   check_shape(_NAME, "transition", system.transition, (T, N), "[T, N] of write")
-  check_shape(_NAME, "read", system.read, (T, d, N), "[T, d, N] of write")
-  check_shape(_NAME, "direct", system.direct, (T, d, d), "[T, d, d] of write")
+  check_shape(_NAME, "read", system.read, (T, None, N), "[T], outputs, [N] of write")
+  outputs = system.read.shape[1]
+  check_shape(_NAME, "direct", system.direct, (T, outputs, d), "outputs of read, d of write")
   return system

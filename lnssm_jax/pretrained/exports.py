@@ -1,0 +1,159 @@
+"""Checked reading of exported models; their format is in `lnssm_jax.pretrained.manifest`."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from lnssm_jax.models import settings
+from lnssm_jax.pretrained.files import regular_file
+from lnssm_jax.pretrained.manifest import (
+  FORMAT,
+  MANIFEST,
+  TENSORS,
+  TOKENIZER,
+  ExportError,
+  Manifest,
+  elements,
+  is_exported,
+  read_manifest,
+)
+from lnssm_jax.pretrained.safetensors import Tensors
+from lnssm_jax.pretrained.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
+
+__all__ = [
+  "FORMAT",
+  "MANIFEST",
+  "TENSORS",
+  "TOKENIZER",
+  "ExportError",
+  "Manifest",
+  "abstract_params",
+  "checked_manifest",
+  "compare",
+  "entry",
+  "flat",
+  "is_exported",
+  "read",
+  "read_manifest",
+  "tokenizer_of",
+]
+
+
+def checked_manifest(folder: str | Path) -> tuple[Manifest, Any]:
+  """`read_manifest`, and the abstract parameters of its model.
+
+  Raises:
+    ExportError: as there, or its tensors do not match its model.
+  """
+  manifest, path = read_manifest(folder), Path(folder) / MANIFEST
+  # Before building the model: its sizes must be plausible for the tensors of the file.
+  total = sum(elements(entry) for entry in manifest.tensors.values())
+  for name in ("dim", "num_layers", "vocab_size"):
+    size = manifest.model.get(name)
+    if type(size) is not int:
+      raise ExportError(f"{path}: model.{name}={size!r} is not an integer.")
+    if size > total:
+      raise ExportError(f"{path}: model.{name}={size} is more than its tensors have elements.")
+  abstract = abstract_params(manifest.model)
+  kinds = {name: (x["dtype"], tuple(x["shape"])) for name, x in manifest.tensors.items()}
+  found = {manifest.parameters[name]: kind for name, kind in kinds.items()}
+  compare(str(path), found, flat(abstract))
+  return manifest, abstract
+
+
+def read(folder: str | Path) -> tuple[Manifest, Any]:
+  """Reads the manifest and the parameters, a nested dictionary of numpy arrays, bit for bit.
+
+  Raises:
+    ExportError: something is damaged, missing, or different from the manifest.
+  """
+  manifest, abstract = checked_manifest(folder)
+  path, arrays = Path(folder) / TENSORS, {}
+  try:
+    tensors = Tensors(path)
+    if set(tensors) != set(manifest.tensors):
+      raise ExportError(f"{path} has other tensors than {MANIFEST}.")
+    for name, written in manifest.tensors.items():
+      wanted = {name: (written["dtype"], tuple(written["shape"]))}
+      compare(str(path), {name: tensors.kind(name)}, wanted)
+      array = arrays[manifest.parameters[name]] = tensors[name]
+      if entry(array) != written:
+        raise ExportError(f"{path}: the content of {name} has changed since it was written.")
+  except ExportError:
+    raise
+  except (OSError, ValueError) as error:
+    raise ExportError(f"{path} cannot be read ({error}).") from error
+  place = lambda keys, _: arrays[_name(keys)]
+  return manifest, jax.tree_util.tree_map_with_path(place, abstract)
+
+
+def tokenizer_of(folder: str | Path, manifest: Manifest) -> Tokenizer:
+  """Loads the tokenizer of an exported model.
+
+  Raises:
+    ExportError: it is not the tokenizer that the model was trained with.
+    DataError: its file is missing or unusable, or the package `tokenizers` is not installed.
+  """
+  spec, path = manifest.tokenizer["spec"], Path(folder) / TOKENIZER
+  if spec not in ("bytes", TOKENIZER):
+    raise ExportError(f"{folder}: the tokenizer {spec!r} is neither 'bytes' nor {TOKENIZER!r}.")
+  try:
+    found = ByteTokenizer() if spec == "bytes" else FileTokenizer(regular_file(path))
+  except OSError as error:
+    raise ExportError(f"{path} cannot be read ({error}).") from error
+  if found.fingerprint != manifest.tokenizer["fingerprint"]:
+    raise ExportError(f"{path} has changed since it was written; restore the original.")
+  return found
+
+
+def abstract_params(model: Mapping[str, Any]) -> Any:
+  """Shapes and dtypes of the parameters of a model, as a nested dictionary.
+
+  Raises:
+    ExportError: no model can be built from the settings.
+  """
+  try:
+    return settings.abstract_params(model)
+  except (ValueError, TypeError, LookupError, OverflowError) as error:
+    raise ExportError(f"no model can be built from these settings: {error}") from error
+
+
+def flat(tree: Any) -> dict[str, Any]:
+  """{name of a tensor: leaf} of a nested dictionary."""
+  return {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def entry(x: np.ndarray) -> dict[str, Any]:
+  """The manifest's entry of a tensor."""
+  content = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+  return {
+    "dtype": str(x.dtype),
+    "shape": list(x.shape),
+    "sha256": hashlib.sha256(content.data).hexdigest(),
+  }
+
+
+def compare(what: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+  """Raises ExportError, listing the first differences, unless names, dtypes and shapes agree."""
+  has = {name: _kind(x) for name, x in found.items()}
+  needs = {name: _kind(x) for name, x in wanted.items()}
+  lines = [
+    f"{name}: found {has.get(name, 'nothing')}, the model needs {needs.get(name, 'nothing')}"
+    for name in sorted(has.keys() | needs.keys())
+    if has.get(name) != needs.get(name)
+  ]
+  if lines:
+    more = [f"... and {len(lines) - 8} more"] if len(lines) > 8 else []
+    raise ExportError(f"{what} does not match the model:\n  " + "\n  ".join(lines[:8] + more))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
+  return x if isinstance(x, tuple) else (str(x.dtype), tuple(x.shape))

@@ -1,0 +1,147 @@
+"""Models from folders, with their settings, metrics and tokenizer."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from lnssm_jax.generate import SamplingOptions
+from lnssm_jax.models import LanguageModel, count_parameters
+from lnssm_jax.models.settings import graph_of
+from lnssm_jax.pretrained import exports, texts
+from lnssm_jax.pretrained.exports import ExportError
+from lnssm_jax.pretrained.texts import Score
+from lnssm_jax.pretrained.tokenizers import Tokenizer
+
+# Sampling of a model that comes without such settings of a run.
+_SAMPLE = {"tokens": 200, "temperature": 0.8, "top_k": None, "top_p": 0.95}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class LoadedModel:
+  """A trained model with what is known about it. It prints itself briefly.
+
+  Attributes:
+    model: the model with its parameters, on one device.
+    settings: "model" has the arguments of the model; the rest is that of its run, such as
+      "optimizer", "steps" and "sample", where known.
+    step: number of training steps.
+    source: the folder it was loaded from.
+  """
+
+  model: LanguageModel
+  settings: Mapping[str, Any]
+  step: int
+  source: Path
+  _metrics: Callable[[], list[dict[str, Any]]] = dataclasses.field(repr=False)
+  _tokenizer: Callable[[], Tokenizer] = dataclasses.field(repr=False)
+
+  @functools.cached_property
+  def metrics(self) -> list[dict[str, Any]]:
+    """Rows of the run's metrics.jsonl up to `step`; of an export, the last of each kind and set."""
+    return self._metrics()
+
+  @functools.cached_property
+  def tokenizer(self) -> Tokenizer:
+    """Its tokenizer, loaded when first used because a model is useful without one.
+
+    Raises:
+      DataError: it is missing (a run's is stored in `data.folder`) or unusable, or the package
+        `tokenizers` is not installed.
+      ExportError: it is not the one that the model was trained with.
+    """
+    return self._tokenizer()
+
+  def generate(
+    self,
+    prompt: str = "",
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+  ) -> str:
+    """Continues `prompt`, up to the end of text; returns the new text only.
+
+    Args:
+      max_tokens, temperature, top_k, top_p: as in `SamplingOptions`; None takes
+        `settings["sample"]`, or 200 tokens, 0.8, all and 0.95.
+
+    Raises:
+      ValueError: an option is out of range, or the model's cache cannot hold the tokens.
+    """
+    given = {"tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    given = {name: value for name, value in given.items() if value is not None}
+    sample: dict[str, Any] = {**_SAMPLE, **self.settings.get("sample", {}), **given}
+    options = SamplingOptions(
+      max_tokens=sample["tokens"],
+      temperature=sample["temperature"],
+      top_k=sample["top_k"],
+      top_p=sample["top_p"],
+      seed=seed,
+      stop_token=self.tokenizer.end_of_text,
+    )
+    return texts.complete(self.model, self.tokenizer, [prompt], options)[0]
+
+  def score(self, text: str, *, context: str = "") -> Score:
+    """Log-probability of each token of a text; see `lnssm_jax.pretrained.texts.score`."""
+    return texts.score(self.model, self.tokenizer, text, context)
+
+  def __repr__(self) -> str:
+    model, count = self.settings["model"], count_parameters(nnx.state(self.model, nnx.Param))
+    state = count_parameters(jax.eval_shape(lambda: self.model.init_state(1)))
+    mixer = model["mixer"] if isinstance(model["mixer"], str) else ", ".join(model["mixer"])
+    limit = self.model.max_length
+    return "\n".join(
+      [
+        f"LoadedModel of {self.source}, step {self.step:,}",
+        f"  model  {mixer}: {model['num_layers']} layers, dim {model['dim']}, vocabulary "
+        f"{model['vocab_size']:,}; {count:,} parameters, {model['param_dtype']}",
+        f"  state  {state:,} numbers per sequence"
+        + ("" if limit is None else f", of at most {limit:,} tokens"),
+        "  use    .model .settings .metrics .tokenizer .generate(text) .score(text)",
+      ]
+    )
+
+
+def load_model(folder: str | Path) -> LoadedModel:
+  """Loads an exported model onto the first device of this process.
+
+      loaded = lnssm_jax.load_model("exported")
+
+  `train.load_model`, in a checkout, also opens run folders.
+
+  Raises:
+    ExportError: `folder` is no exported model, or it is damaged or inconsistent.
+  """
+  folder = Path(folder)
+  if not exports.is_exported(folder):
+    raise ExportError(not_exported(folder))
+  manifest, arrays = exports.read(folder)
+  params = jax.device_put(arrays, jax.local_devices()[0])
+  model = nnx.merge(graph_of(manifest.model), params)
+  settings = {"model": manifest.model, **manifest.settings}
+  tokenizer = lambda: exports.tokenizer_of(folder, manifest)
+  return LoadedModel(model, settings, manifest.step, folder, lambda: manifest.metrics, tokenizer)
+
+
+def not_exported(folder: Path) -> str:
+  """Message about a folder without a manifest: what was looked for, and what to do."""
+  if not folder.is_dir():
+    return f"there is no folder {folder}; give one that `python -m train export` wrote."
+  if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
+    return (
+      f"{folder} is a run folder, not an exported model: use train.load_model({str(folder)!r}) in "
+      f"a checkout, or export it: python -m train export {folder} --out EXPORTED"
+    )
+  inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+  return (
+    f"{folder} is no exported model: it was searched for {exports.MANIFEST} (with "
+    f"{exports.TENSORS}, of an exported model), and for config.json and checkpoints/ (of a run); "
+    f"it has {inside}."
+  )

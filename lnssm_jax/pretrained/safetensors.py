@@ -1,0 +1,94 @@
+"""Reading of safetensors files: named arrays, each read when it is asked for.
+
+8 bytes: N, little endian   N bytes: {name: {dtype, shape, data_offsets}} as JSON   the data
+"""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from lnssm_jax.pretrained.files import regular_file, unique_keys
+
+_MAX_HEADER = 100_000_000  # bytes, the format's own limit
+_DTYPES = {
+  "F64": np.float64,
+  "F32": np.float32,
+  "F16": np.float16,
+  "BF16": ml_dtypes.bfloat16,
+  "I64": np.int64,
+  "I32": np.int32,
+  "I16": np.int16,
+  "I8": np.int8,
+  "U64": np.uint64,
+  "U32": np.uint32,
+  "U16": np.uint16,
+  "U8": np.uint8,
+  "BOOL": np.bool_,
+}
+
+
+class _Entry(NamedTuple):
+  dtype: np.dtype
+  shape: tuple[int, ...]
+  begin: int  # of its bytes in the file
+  end: int
+
+
+class Tensors(Mapping[str, np.ndarray]):
+  """The arrays of a safetensors file by name. Indexing reads one, bit for bit.
+
+  Raises:
+    OSError: the file is no regular file, or cannot be read.
+    ValueError: it is damaged: the header and the file do not agree byte for byte.
+  """
+
+  def __init__(self, path: str | Path):
+    self.path = regular_file(path)
+    with self.path.open("rb") as file:
+      size = os.fstat(file.fileno()).st_size
+      length = int.from_bytes(file.read(8), "little")
+      if length > min(_MAX_HEADER, size - 8):
+        raise ValueError(f"{self.path.name} ends in its header")
+      header = file.read(length)
+    try:
+      values = json.loads(header, object_pairs_hook=unique_keys)
+      values.pop("__metadata__", None)
+      self._entries = {name: _entry(x, 8 + length) for name, x in values.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+      raise ValueError(f"the header of {self.path.name} is damaged ({error})") from None
+    bounds = sorted((x.begin, x.end) for x in self._entries.values())
+    inner = zip([(0, 8 + length), *bounds], [*bounds, (size, size)], strict=True)
+    if any(before[1] != after[0] for before, after in inner):
+      raise ValueError(f"{self.path.name} has {size:,} bytes, other than its header says")
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    dtype, shape, begin, end = self._entries[name]
+    content = np.fromfile(self.path, np.uint8, end - begin, offset=begin)
+    return content.view(dtype).reshape(shape)
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._entries)
+
+  def __len__(self) -> int:
+    return len(self._entries)
+
+  def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
+    """(dtype, shape) of an array, without reading it."""
+    return str(self._entries[name].dtype), self._entries[name].shape
+
+
+def _entry(values: dict, start: int) -> _Entry:
+  shape, (begin, end) = values["shape"], values["data_offsets"]
+  if any(type(n) is not int or not 0 <= n < 2**48 for n in itertools.chain(shape, (begin, end))):
+    raise ValueError("shapes and offsets are not whole numbers")
+  dtype = np.dtype(_DTYPES[values["dtype"]])
+  if end - begin != math.prod(shape) * dtype.itemsize:
+    raise ValueError(f"{end - begin} bytes are not of shape {shape[:9]}")
+  return _Entry(dtype, tuple(shape), start + begin, start + end)

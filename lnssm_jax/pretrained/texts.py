@@ -1,0 +1,175 @@
+"""Text in and out of a language model: continuing it, and how likely it is."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lnssm_jax import generate
+from lnssm_jax.generate import SamplingOptions
+from lnssm_jax.models import LanguageModel
+from lnssm_jax.pretrained.tokenizers import Tokenizer
+
+# The model never learns to predict a document from the end of the one before it, so an empty
+# prompt starts from a line feed, not from the end-of-text token.
+OPENING = "\n"
+# Tokens whose logits are in memory at once.
+_CHUNK = 256
+
+
+class Score(NamedTuple):
+  """How likely a text is to a model.
+
+  Attributes:
+    tokens: int32 [N], the scored tokens.
+    log_probs: float32 [N], natural logarithm of the probability of each, given those before it.
+    likeliest: bool [N], whether greedy generation would have drawn it.
+  """
+
+  tokens: np.ndarray
+  log_probs: np.ndarray
+  likeliest: np.ndarray
+
+  @property
+  def total(self) -> float:
+    """Log-likelihood of the text, in nats."""
+    return float(np.sum(self.log_probs, dtype=np.float64))
+
+  @property
+  def perplexity(self) -> float:
+    """exp of the mean negative log-likelihood per token."""
+    return float(np.exp(-self.total / len(self.tokens)))
+
+
+def complete(
+  model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str], options: SamplingOptions
+) -> list[str]:
+  """Continues each prompt by at most `options.max_tokens` tokens, up to `options.stop_token`."""
+  continuations = generate.generate(model, _encode(tokenizer, prompts), options)
+  return [tokenizer.decode(tokens) for tokens in continuations]
+
+
+def stream(
+  model: LanguageModel, tokenizer: Tokenizer, prompt: str, options: SamplingOptions
+) -> Iterator[str]:
+  """Yields the continuation of one prompt in pieces; invalid options raise immediately."""
+  steps = generate.stream(model, _encode(tokenizer, [prompt]), options)
+  return _pieces(steps, tokenizer, options.stop_token)
+
+
+def score(model: LanguageModel, tokenizer: Tokenizer, text: str, context: str = "") -> Score:
+  """Scores each token of `text` after `context`, which is read but not scored.
+
+  Without a context the first token of the text is its context. Memory does not grow with the text.
+
+  Raises:
+    ValueError: there is no token to score, the model's cache cannot hold the tokens, or the
+      tokenizer is not that of the model.
+  """
+  return scores(model, tokenizer, [(context, text)])[0]
+
+
+def scores(
+  model: LanguageModel, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, batch: int = 8
+) -> list[Score]:
+  """As `score` for each pair (context, text), `batch` at once."""
+  rows, starts = [], []
+  for context, text in pairs:
+    before = tokenizer.encode(context) if context else np.zeros(0, np.int32)
+    rows.append(np.concatenate([before, tokenizer.encode(text)]))
+    starts.append(max(1, len(before)))
+    if len(rows[-1]) <= starts[-1]:
+      raise ValueError(
+        f"text={text!r:.50} has no token to score after context={context!r:.50}; give more text, or"
+        " some context: the first token of a sequence has no probability."
+      )
+  return score_tokens(model, rows, starts, batch=batch)
+
+
+def score_tokens(
+  model: LanguageModel, rows: Sequence[np.ndarray], starts: Sequence[int], *, batch: int = 8
+) -> list[Score]:
+  """Scores the tokens of each row from its start (at least 1) on, `batch` rows at once.
+
+  Rows of similar lengths are read together, padded on the right, which no scored token sees.
+
+  Raises:
+    ValueError: as `score`.
+  """
+  limit = model.max_length
+  for tokens in rows:
+    if tokens.max() >= model.vocab_size:
+      raise ValueError(
+        f"the tokenizer gives token {tokens.max()}, but the model's vocabulary is 0 to "
+        f"{model.vocab_size - 1}; use the tokenizer that the model was trained with."
+      )
+    if limit is not None and len(tokens) - 1 > limit:  # the last token is not read
+      raise ValueError(
+        f"text of {len(tokens)} tokens, with its context, is longer than the model's "
+        f"max_length={limit} holds (learned positions, or the cache of softmax attention); score "
+        "pieces of it, or build the model with another max_length in mixer_options."
+      )
+  found: dict[int, Score] = {}
+  order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+  batch = min(batch, len(rows))
+  split = nnx.split(model)
+  for first in range(0, len(rows), batch):
+    group = order[first : first + batch]
+    group_rows = [rows[number] for number in group]
+    padded = group_rows + group_rows[:1] * (batch - len(group))  # one shape for all batches
+    log_probs, likeliest = _score_rows(model, split, padded)
+    for row, number in enumerate(group):
+      tokens, start = rows[number], starts[number]
+      scored = slice(start - 1, len(tokens) - 1)
+      found[number] = Score(tokens[start:], log_probs[row, scored], likeliest[row, scored])
+  return [found[number] for number in range(len(rows))]
+
+
+def _score_rows(model, split, rows):
+  """(log-probability [B, T] of each next token, whether it is the likeliest), padded."""
+  longest = max(map(len, rows)) - 1
+  # Powers of two below the full chunk, so that short texts of many lengths share few programs.
+  chunk = min(_CHUNK, 1 << (longest - 1).bit_length())
+  width = -(-longest // chunk) * chunk  # padding may go beyond a cache: what it gives is not read
+  tokens = np.zeros((len(rows), width + 1), np.int32)
+  for padded, row in zip(tokens, rows, strict=True):
+    padded[: len(row)] = row
+  graph, params = split
+  state, parts = model.init_state(len(rows)), []
+  for first in range(0, width, chunk):
+    piece = tokens[:, first : first + chunk + 1]
+    state, part = _score_chunk(graph, params, state, piece[:, :-1], piece[:, 1:])
+    parts.append(jax.device_get(part))
+  log_probs, likeliest = zip(*parts, strict=True)
+  return np.concatenate(log_probs, axis=1), np.concatenate(likeliest, axis=1)
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _score_chunk(graph, params, state, inputs, targets):
+  """State after inputs [B, C]; of targets [B, C] the log-probability, and whether the likeliest."""
+  logits, state = nnx.merge(graph, params)(inputs, state)
+  picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+  log_probs = picked - jax.nn.logsumexp(logits, axis=-1)
+  return state, (log_probs, jnp.argmax(logits, axis=-1) == targets)
+
+
+def _pieces(steps: Iterator[np.ndarray], tokenizer: Tokenizer, stop: int | None) -> Iterator[str]:
+  tokens, text, shown = [], "", 0
+  for step in steps:
+    if step[0] == stop:
+      break
+    tokens.append(step[0])
+    text = tokenizer.decode(tokens)
+    # Tokens may split a multi-byte character: hold back text that is not final yet.
+    final = len(text.rstrip("\ufffd"))
+    yield text[shown:final]
+    shown = max(shown, final)
+  yield text[shown:]
+
+
+def _encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+  return [tokenizer.encode(prompt or OPENING).tolist() for prompt in prompts]
