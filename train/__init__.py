@@ -1,18 +1,40 @@
 """The trainer: `python -m train fit | evaluate | generate | tokenize | ... --config FILE`.
 
 It runs from a checkout of the repository and is not part of the installed package `lnssm_jax`.
-In notebooks, `train.load_model(path)` loads the model of a run folder or an exported model.
+In notebooks and scripts:
+
+    train.fit(cfg)                    # trains, or resumes; cfg is a `train.config.Train`
+    loaded = train.load_model(path)   # of a run folder or an exported model
+    train.export(run_dir, "exported")
+    train.inspect(path)               # what `python -m train inspect --json` prints
 """
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "export", "fit", "inspect", "load_model"]
+_HOMES = {
+  "LoadedModel": ("runs.loading", "LoadedModel"),
+  "export": ("runs.export", "export_run"),
+  "fit": ("loop", "fit"),
+  "inspect": ("inspection.report", "report"),
+  "load_model": ("runs.loading", "load_model"),
+}
+
+if TYPE_CHECKING:
+  from train.inspection.report import report as inspect
+  from train.loop import fit
+  from train.runs.export import export_run as export
+  from train.runs.loading import LoadedModel, load_model
 
 
 def __getattr__(name: str) -> Any:
   # Lazy, so that the command line's --help does not import JAX.
   if name not in __all__:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  from train.runs import loading
+  module, attribute = _HOMES[name]
+  return getattr(importlib.import_module(f"train.{module}"), attribute)
 
-  return getattr(loading, name)
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

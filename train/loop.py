@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from train import config
+from train.checkpoint import store
 from train.checkpoint.saver import Saver
 from train.checkpoint.store import CheckpointError, Checkpoints
-from train.cluster import compile_cache, device_mesh, distributed
+from train.cluster import agreement, compile_cache, device_mesh, distributed
 from train.cluster.stop_signal import StopSignal
 from train.data.tokenize import prepare
 from train.data.windows import TokenWindows, train_batches
@@ -22,7 +23,7 @@ from train.logging import loggers, run_summary
 from train.logging.console import Console, eval_line
 from train.logging.metric_reader import DivergedError, MetricReader
 from train.logging.tracing import Tracer
-from train.runs import run_folder
+from train.runs import bindings, run_folder
 from train.runs.evaluation import Evaluator
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder
@@ -43,7 +44,11 @@ class Result:
 
 
 def fit(
-  cfg: config.Train, *, allow_config_change: bool = False, profile: range | None = None
+  cfg: config.Train,
+  *,
+  allow_config_change: bool = False,
+  verify_data: bool = False,
+  profile: range | None = None,
 ) -> Result:
   """Trains until `cfg.steps`, resuming from the newest checkpoint in `cfg.run_dir` if any.
 
@@ -52,16 +57,20 @@ def fit(
 
   Args:
     allow_config_change: resume even if the settings or the training text have changed.
+    verify_data: compare every byte of the token files with their digests, not only sampled blocks.
     profile: steps to trace (`train.logging.tracing`).
 
   Raises:
-    ValueError: the run folder, the data or the mesh does not match the config.
+    ValueError: the run folder, the data or the mesh does not match the config, or the processes of
+      the run differ in settings, data, code or packages (`train.cluster.agreement`).
     DivergedError: too many consecutive steps were not finite (or spikes); the parameters from
       before them are saved.
     CheckpointError: the last checkpoint could not be written, or no existing one can be read.
   """
   console = Console(quiet=not distributed.is_first())
   loggers.check(cfg.watch)
+  options = {"allow_config_change": allow_config_change, "verify_data": verify_data}
+  agreement.check(lambda: {"settings": config.to_dict(cfg), **options, **agreement.software()})
   with contextlib.ExitStack() as stack:
     run = stack.enter_context(run_folder.claim(cfg, allow_config_change=allow_config_change))
     programs = compile_cache.folder(cfg.compile_cache, run.path)
@@ -69,16 +78,17 @@ def fit(
     graph = model_graph(cfg.model)
     mesh = device_mesh.make_mesh(cfg)
     run_summary.devices(console, mesh)
-    sidecars = distributed.on_first(lambda: prepare(cfg.data, progress=True))
-    data = {name: (sidecars[name] or {}).get("sha256") for name in cfg.data.train}
-    windows = TokenWindows(_prefixes(cfg), cfg.seq_len, cfg.model.vocab_size)
-    evaluator = Evaluator(cfg, graph, mesh, run.kernels)
+    inputs = _prepare(cfg, run, check_run=not allow_config_change, whole=verify_data)
+    sizes = cfg.seq_len, cfg.model.vocab_size
+    opened = lambda: TokenWindows(_prefixes(cfg), *sizes, cfg.data.boundaries)
+    windows = distributed.on_all(opened)
+    evaluator = distributed.on_all(lambda: Evaluator(cfg, graph, mesh, run.kernels))
 
     stop = stack.enter_context(StopSignal())
     checkpoints = stack.enter_context(
       Checkpoints(run.checkpoints, keep=cfg.keep_checkpoints, say=console.say)
     )
-    state, start = _begin(cfg, mesh, checkpoints, run, None if allow_config_change else data)
+    state, start = _begin(cfg, mesh, checkpoints, run, None if allow_config_change else inputs)
     run.write_config(cfg)
     if distributed.is_first():
       run.on_rows = stack.enter_context(loggers.Loggers(cfg, run.path, start, console.say)).write
@@ -91,7 +101,7 @@ def fit(
       checkpoints,
       every=cfg.checkpoint_every,
       start=start,
-      metadata=lambda step: {"data_position": step, "data": data, "config": config.to_dict(cfg)},
+      metadata=lambda step: {"data_position": step, **inputs, "config": config.to_dict(cfg)},
       say=console.say,
     )
     alone = distributed.count() == 1
@@ -148,12 +158,26 @@ def fit(
     return Result(step=step, stopped_by=stopped_by, validation=validation, state=state)
 
 
+def _prepare(cfg: config.Train, run: RunFolder, *, check_run: bool, whole: bool) -> dict[str, Any]:
+  """Creates missing token files; returns `bindings.inputs`, in which all processes agree."""
+
+  def in_first():
+    if check_run:
+      bindings.check_before_preparing(store.newest_metadata(run.checkpoints), cfg.data)
+    return prepare(cfg.data, progress=True, whole=whole)
+
+  sidecars = distributed.on_first(in_first)
+  inputs = distributed.on_all(lambda: bindings.inputs(cfg.data, sidecars))
+  agreement.check(lambda: inputs)
+  return inputs
+
+
 def _begin(
   cfg: config.Train,
   mesh: Mesh,
   checkpoints: Checkpoints,
   run: RunFolder,
-  data: dict[str, str | None] | None,  # digests of the training sets; None skips the comparison
+  inputs: dict[str, Any] | None,  # `bindings.inputs`; None skips all comparisons
 ) -> tuple[State, int]:
   """Restores the newest state and its step, or initializes one; removes rows of later steps."""
   restored = checkpoints.restore(abstract_state(cfg, mesh))
@@ -172,14 +196,16 @@ def _begin(
       f"the run in {run.path} has already done {step} steps, more than steps={cfg.steps}; increase "
       "steps, or use another run_dir."
     )
-  before = metadata.get("data")  # None for an imported model
-  if data is not None and before is not None and data != before:
-    changed = [name for name in data if data[name] != before.get(name)]
-    raise ValueError(
-      f"the text of {', '.join(changed)} in {cfg.data.folder} differs from that of the run in "
-      f"{run.path}; restore it, use another run_dir, or resume with the new text by "
-      "--allow-config-change."
-    )
+  if inputs is not None:
+    bindings.check_model(metadata, cfg.model, run.path)
+    bindings.check_tokenizer(metadata, cfg.data, inputs["tokenizer"])
+    changed = bindings.changed_sets(metadata.get("data") or {}, inputs["data"])
+    if changed:
+      raise bindings.BindingError(
+        f"the text of {', '.join(changed)} in {cfg.data.folder} differs from that of the run in "
+        f"{run.path}; restore it, use another run_dir, or resume with the new text by "
+        "--allow-config-change."
+      )
   run.keep_rows_until(step)
   return state, step
 
@@ -210,7 +236,8 @@ def _feed(
   """Context with the batches of steps start + 1, start + 2, ... on their devices."""
   where, size = device_mesh.batch_sharding(mesh), cfg.global_batch
   rows = distributed.local_rows(where, size)
-  batches = train_batches(windows, seed=cfg.seed, global_batch=size, rows=rows, start=start)
+  options = {"seed": cfg.seed, "order": cfg.data.order, "start": start}
+  batches = train_batches(windows, global_batch=size, rows=rows, **options)
   with contextlib.closing(batches):
     yield (distributed.to_devices(batch, where, size, rows) for batch in batches)
 

@@ -2,10 +2,12 @@
 
 `digests.json` is stored in the folder itself:
 
-    {"folder": "1500", "files": {"params/d/9f…": {"bytes": 404, "sha256": "…"}}, "sha256": "…"}
+    {"folder": "1500", "run": "5f…", "files": {"params/d/9f…": {"bytes": 404, "sha256": "…"}},
+     "sha256": "…"}
 
-`folder` binds the files to their step: intact files of another checkpoint are wrong too. The last
-entry is the digest of the first two.
+`folder` binds the files to their step and `run` to their run, by the id in its config.json: intact
+files of another checkpoint are wrong too. Without an id, as in runs of older versions, the run is
+not compared. The last entry is the digest of the others.
 """
 
 import hashlib
@@ -16,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from train.checkpoint.safe_files import read_json, regular_file
+from lnssm_jax.pretrained.files import digest_of, read_json, regular_file
 
 FILE = "digests.json"
 _MAX_BYTES = 1 << 30  # of digests.json
@@ -34,7 +36,9 @@ def write(folder: Path, name: str) -> None:
   paths = sorted(_files(folder))
   with ThreadPoolExecutor(_THREADS) as pool:
     entries = list(pool.map(lambda path: _entry(folder / path, flush=True), paths))
-  content = {"folder": name, "files": dict(zip(paths, entries, strict=True))}
+  run = run_id(folder.absolute().parent.parent)
+  content: dict[str, Any] = {"folder": name} | ({} if run is None else {"run": run})
+  content["files"] = dict(zip(paths, entries, strict=True))
   text = json.dumps(content | {"sha256": digest_of(content)}, indent=1)
   temporary = folder / (FILE + ".tmp")
   with temporary.open("w") as file:
@@ -44,13 +48,14 @@ def write(folder: Path, name: str) -> None:
   temporary.replace(folder / FILE)
 
 
-def damage(folder: Path, parts: Iterable[str] | None = None) -> str | None:
+def damage(folder: Path, parts: Iterable[str] | None = None, *, content: bool = True) -> str | None:
   """Describes the first damage found in `folder`; None if every file is as it was written.
 
   Reads every byte. Files added later are ignored, except links, which could point anywhere.
 
   Args:
     parts: check only these subfolders, and the files at the top level.
+    content: False compares only which files there are and how long they are.
   """
   try:
     link = link_in(folder)
@@ -66,14 +71,15 @@ def damage(folder: Path, parts: Iterable[str] | None = None) -> str | None:
   def check(item: tuple[str, dict[str, Any]]) -> str | None:
     name, written = item
     try:
-      found = _entry(folder / name)
+      found = _entry(folder / name) if content else {"bytes": (folder / name).stat().st_size}
     except FileNotFoundError:
       return f"{name} is missing"
     except OSError as error:
       return f"{name} cannot be read ({error.strerror or error})"
     if found["bytes"] != written["bytes"]:
       return f"{name} has {found['bytes']} bytes instead of {written['bytes']}"
-    return None if found == written else f"the content of {name} has changed"
+    same = not content or found == written
+    return None if same else f"the content of {name} has changed"
 
   with ThreadPoolExecutor(_THREADS) as pool:
     wrong = [line for line in pool.map(check, files.items()) if line]
@@ -99,6 +105,14 @@ def link_in(folder: Path) -> str | None:
   return None
 
 
+def run_id(run: Path) -> str | None:
+  """Id in the config.json of the run folder `run`; None without one."""
+  try:
+    return read_json(run / "config.json", _MAX_BYTES).get("run")
+  except (OSError, ValueError):
+    return None
+
+
 class _WrongDigests(ValueError):
   """The digests are readable but not those of this folder."""
 
@@ -110,6 +124,9 @@ def _read(folder: Path) -> dict[str, dict[str, Any]]:
     raise _WrongDigests(f"the content of {FILE} has changed")
   if content["folder"] != folder.name:
     raise _WrongDigests(f"its files belong to a folder called {content['folder']}")
+  run = content.get("run")
+  if run is not None and run_id(folder.absolute().parent.parent) not in (None, run):
+    raise _WrongDigests("its files belong to another run")
   for name, entry in content["files"].items():
     place = PurePosixPath(name)
     if place.is_absolute() or ".." in place.parts or name != place.as_posix():
@@ -140,8 +157,3 @@ def _entry(path: Path, flush: bool = False) -> dict[str, Any]:
       "bytes": os.fstat(file.fileno()).st_size,
       "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
     }
-
-
-def digest_of(content: dict[str, Any]) -> str:
-  """SHA-256 of a JSON object, independent of the order of its keys."""
-  return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

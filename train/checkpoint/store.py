@@ -15,7 +15,8 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from train.checkpoint import old_formats, step_folders
+from lnssm_jax.pretrained import old_formats
+from train.checkpoint import step_folders
 from train.checkpoint.step_folders import CheckpointError, newest_step
 from train.cluster import distributed
 from train.messages import Say, first_line
@@ -27,6 +28,7 @@ __all__ = [
   "StructureError",
   "check_structure",
   "load",
+  "newest_metadata",
   "newest_step",
 ]
 
@@ -161,6 +163,19 @@ def load(
   return loaded, step, metadata
 
 
+def newest_metadata(directory: str | Path) -> dict[str, Any]:
+  """Metadata of the newest step, intact or not, without reading arrays; empty if unreadable.
+
+  For a first comparison; `load` and `Checkpoints.restore` return metadata that was verified.
+  """
+  step = newest_step(directory)
+  try:
+    found = ocp.checkpointables_metadata(str(Path(directory).absolute() / str(step)))
+    return dict(typing.cast(dict[str, Any], found.custom_metadata or {}))
+  except Exception:  # of any kind, in Orbax; a damaged step is set aside later
+    return {}
+
+
 def _split(state: State) -> dict[str, Any]:
   """The two trees of a checkpoint."""
   return {
@@ -173,8 +188,11 @@ def _read(path: Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[st
   try:
     found = ocp.checkpointables_metadata(str(path))
     metadata = dict(typing.cast(dict[str, Any], found.custom_metadata or {}))
-    is_old = metadata.pop("format", 1) < old_formats.FORMAT
-    mixer = metadata["config"]["model"]["mixer"] if is_old and "config" in metadata else None
+    is_old, mixer = metadata.pop("format", 1) < old_formats.FORMAT, None
+    if is_old and "config" in metadata:
+      model = metadata["config"]["model"]
+      mixer = model["mixer"]
+      metadata["config"] = metadata["config"] | {"model": old_formats.current_model(model)}
     if mixer is not None:
       abstract = old_formats.rename(abstract, old_formats.old_path, mixer)
     saved = {name: found.metadata[name] for name in abstract}

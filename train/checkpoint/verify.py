@@ -1,8 +1,12 @@
-"""`python -m train verify RUN`: checks every byte of a run's checkpoints."""
+"""`python -m train verify RUN`: checks every byte of a run's checkpoints and token files."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from train.checkpoint import digests, step_folders
+from train.data import fingerprints
+from train.data.tokenize import read_sidecar
 
 
 def report(directory: str | Path) -> tuple[list[str], bool]:
@@ -25,6 +29,27 @@ def report(directory: str | Path) -> tuple[list[str], bool]:
       lines.append(f"step {step:>{len(str(steps[-1]))}}  intact, {files} files, {size:,} bytes")
     else:
       lines.append(f"step {step:>{len(str(steps[-1]))}}  DAMAGED: {wrong}")
+  return lines, whole
+
+
+def data_report(data: Mapping[str, Any]) -> tuple[list[str], bool]:
+  """Returns a line per set of the stored settings `data`, and whether none is damaged.
+
+  Raises:
+    DataError: a file cannot be read.
+  """
+  lines, whole = [], True
+  for name in dict.fromkeys((*data["train"], *data.get("validation", ()))):
+    prefix = Path(data["folder"]) / name
+    if not prefix.with_name(f"{name}.bin").is_file():
+      state = "not on this machine"
+    elif (sidecar := read_sidecar(prefix)) is None:
+      state = "no digest to compare with"
+    else:
+      wrong = fingerprints.change(prefix, sidecar, whole=True)
+      whole = whole and wrong is None
+      state = "intact" if wrong is None else f"DAMAGED: {wrong}"
+    lines.append(f"text {name}  {state}")
   return lines, whole
 
 

@@ -3,18 +3,19 @@
 import argparse
 import dataclasses
 import json
+import signal
 from pathlib import Path
 
 from train import config
 from train.config import apply_overrides
 
 
-def fit(options: argparse.Namespace) -> None:
+def fit(options: argparse.Namespace) -> int | None:
   """Trains a model; with --print-config or --dry-run only describes the run."""
   cfg = _config(options)
   if options.print_config:
     print(json.dumps(config.to_dict(cfg), indent=2))
-    return
+    return None
   from train.cli import dry_run
   from train.cluster import distributed
   from train.logging import tracing
@@ -25,7 +26,25 @@ def fit(options: argparse.Namespace) -> None:
   if options.dry_run:
     dry_run.describe(cfg)
   else:
-    fit(cfg, allow_config_change=options.allow_config_change, profile=profile)
+    flags = {name: getattr(options, name) for name in ("allow_config_change", "verify_data")}
+    return _code_of(fit(cfg, profile=profile, **flags).stopped_by)
+  return None
+
+
+def classify(options: argparse.Namespace) -> int | None:
+  """Trains an image classifier; with --print-config or --dry-run only describes the run."""
+  cfg = apply_overrides(config.load(options.config, config.Vision), options.set)
+  if options.print_config:
+    print(json.dumps(config.to_dict(cfg), indent=2))
+    return None
+  from train.cli import dry_run
+  from train.vision import loop
+
+  if options.dry_run:
+    dry_run.describe_vision(cfg)
+  else:
+    return _code_of(loop.fit(cfg, allow_config_change=options.allow_config_change).stopped_by)
+  return None
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -54,27 +73,29 @@ def generate(options: argparse.Namespace) -> None:
   changes = {name: value for name, value in changes.items() if value is not None}
   if options.prompt and "" in options.prompt:
     raise ValueError("--prompt is empty; give some text, or omit it to start a new document.")
-  from train.runs import export, loading, text_generation
+  from lnssm_jax.pretrained import exports, texts
+  from train.runs import loading
 
-  if options.run_dir and not options.config and export.is_exported(options.run_dir):
+  if options.run_dir and not options.config and exports.is_exported(options.run_dir):
     if options.set:
       raise ValueError("--set changes settings of a run; an exported model has none.")
     loaded = loading.load_model(options.run_dir)
   else:
     loaded = loading.of_run(_run_config(options))
-  settings = dataclasses.replace(loaded.sample, **changes)
+  settings = config.Sample(**{**loaded.settings.get("sample", {}), **changes})
   prompts = options.prompt or [settings.prompt]
-  model, tokenizer = loaded.model, loaded.tokenizer()
+  model, tokenizer = loaded.model, loaded.tokenizer
+  sampling = loading.sampling_options(settings, tokenizer, options.seed)
   if len(prompts) == 1:
-    pieces = text_generation.stream(model, tokenizer, prompts[0], settings, options.seed)
+    pieces = texts.stream(model, tokenizer, prompts[0], sampling)
     print(prompts[0], end="", flush=True)
     for piece in pieces:
       print(piece, end="", flush=True)
     print()
     return
-  texts = text_generation.complete(model, tokenizer, prompts, settings, options.seed)
-  for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
-    print(f"--- {number} of {len(prompts)}\n{prompt}{text}")
+  answers = texts.complete(model, tokenizer, prompts, sampling)
+  for number, (prompt, new) in enumerate(zip(prompts, answers, strict=True), 1):
+    print(f"--- {number} of {len(prompts)}\n{prompt}{new}")
 
 
 def tokenize(options: argparse.Namespace) -> None:
@@ -107,12 +128,10 @@ def tokenize(options: argparse.Namespace) -> None:
 
 def export(options: argparse.Namespace) -> None:
   """Writes the model of a run as safetensors with a manifest."""
-  from train.runs import export, loading
-  from train.step.model import params_of
+  from train.runs import export
 
-  loaded = loading.load_model(options.folder, step=options.step)
-  export.write(options.out, loaded.config, params_of(loaded.model), loaded.tokenizer(), loaded.step)
-  print(f"{options.out}  {loaded.config.mixer}, step {loaded.step}")
+  manifest = export.export_run(options.folder, options.out, step=options.step)
+  print(f"{options.out}  {manifest.model['mixer']}, step {manifest.step}")
 
 
 def import_(options: argparse.Namespace) -> None:
@@ -124,16 +143,40 @@ def import_(options: argparse.Namespace) -> None:
   print(f"{cfg.run_dir}  a new run from the model of {options.folder}, trained for {step} steps")
 
 
+def inspect(options: argparse.Namespace) -> None:
+  """Shows what is in a folder, as text, JSON or a page."""
+  from train.inspection import page, report, text
+
+  found = report.report(
+    options.folder,
+    step=options.step,
+    select=options.select,
+    values=not options.shapes,
+    compare=options.compare,
+    half_lives=options.half_lives,
+  )
+  if options.html:
+    options.html.write_text(page.page(found), encoding="utf-8")
+    print(options.html)
+  elif options.json:
+    print(report.to_json(found))
+  else:
+    print("\n".join(text.lines(found)))
+
+
 def verify(options: argparse.Namespace) -> int:
-  """Checks every byte of the checkpoints; returns 1 if one is damaged."""
+  """Checks every byte of the checkpoints and of the text; returns 1 if something is damaged."""
   from train.checkpoint import verify
-  from train.runs.run_folder import RunFolder
+  from train.runs import config_file
 
-  directory = RunFolder(options.folder).checkpoints
-
+  directory = Path(options.folder) / "checkpoints"
   if options.adopt is not None:
     print(verify.adopt(directory, options.adopt))
   lines, whole = verify.report(directory)
+  data = config_file.read(options.folder, dict).get("data", {})
+  if "folder" in data:  # of a language model
+    more, same = verify.data_report(data)
+    lines, whole = lines + more, whole and same
   print("\n".join(lines))
   return 0 if whole else 1
 
@@ -152,6 +195,11 @@ def doctor(options: argparse.Namespace) -> int:
   from train.cluster import doctor
 
   return 0 if doctor.examine(cfg, print) else 1
+
+
+def _code_of(stopped_by: str | None) -> int:
+  """Exit code of a run that has saved: 0, or 129 if its terminal or session has ended."""
+  return 128 + signal.SIGHUP if stopped_by == signal.SIGHUP.name else 0
 
 
 def _config(options: argparse.Namespace) -> config.Train:

@@ -6,6 +6,7 @@ Writes no files, reads no text and initializes no parameters.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from lnssm_jax.models import count_parameters
 from train import config
@@ -51,6 +52,24 @@ def describe(cfg: config.Train) -> None:
     f"FLOPs       {model:.4g} per step of {short(tokens)} tokens (model FLOPs), "
     f"{model / mesh.size:.4g} per device"
   )
+
+
+def describe_vision(cfg: config.Vision) -> None:
+  """Prints parameters and memory of a run of an image classifier, without its images."""
+  from train.vision import loop
+  from train.vision.batches import Batch
+
+  initialize, train_step, _ = loop.make_steps(cfg, epoch=1)
+  state = jax.eval_shape(initialize, jax.random.key(cfg.seed))
+  B, size, channels = cfg.global_batch, cfg.model.image_size, cfg.model.channels
+  images = jax.ShapeDtypeStruct((B, size, size, channels), jnp.uint8)
+  numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  weight = jax.ShapeDtypeStruct((), jnp.float32)
+  batch = Batch(images, numbers(B), numbers(B, 4), numbers(4), weight, weight)
+  print(f"model       {cfg.model.mixer}, {count_parameters(state['params']):,} parameters")
+  if cfg.optimizer.weight_decay:
+    print(f"decay       {_weight_decay(cfg.optimizer.weight_decay, state['params'])}")
+  print(f"memory      {_memory(train_step.lower(state, batch).compile())}", flush=True)
 
 
 def _weight_decay(rate: float, params: Any) -> str:

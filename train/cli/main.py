@@ -12,25 +12,36 @@ import lnssm_jax
 import train
 from train import config
 from train.cli import commands
+from train.messages import discard, open_standard_streams, write
+from train.tasks import registry
 
 EXAMPLES = """\
 examples:
   python -m train fit --config configs/quickstart.py
   python -m train fit --config configs/quickstart.py --set steps=1000 --set run_dir=runs/longer
   python -m train fit --config configs/quickstart.py --dry-run --set compile_cache=programs
+  python -m train fit --config configs/longhorn.py:mamba-350m-4096 --dry-run
+  python -m train classify --config configs/vision.py:vil-tiny --set data.train=FOLDER
   python -m train evaluate --run-dir runs/quickstart
   python -m train generate --run-dir runs/quickstart --prompt 'def '
   python -m train tokenize --input TEXT --output data/text --tokenizer bytes
+  python -m train inspect runs/quickstart --compare 100
   python -m train verify runs/quickstart
   python -m train export runs/quickstart --out exported
   python -m train import exported --config configs/quickstart.py --set run_dir=runs/more
   python -m train plot runs/quickstart runs/longer --output compared.png
+  python -m train task mqar --config configs/mqar.py:linear
+  python -m train task lm runs/quickstart TEXT
   python -m train doctor --config configs/quickstart.py
 """
 
+# Commands that do nothing but print: a reader that exits early, such as `head`, has enough.
+_PRINTING = ("evaluate", "generate", "inspect")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs one command; returns its exit code: 0 success, 1 failure while running, 2 wrong usage.
+  """Runs one command; returns its exit code: 0 success, 1 failure while running, 2 wrong usage,
+  129 a run stopped by SIGHUP, 130 interrupted.
 
   In a run of several processes, a failing process exits here without waiting for the others.
   """
@@ -39,25 +50,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if options.command is None:
     parser.print_help()
     return 0
+  open_standard_streams()
   try:
     return options.run(options) or 0
   except KeyboardInterrupt:
-    print("interrupted", file=sys.stderr)
-    return 130
+    message, code = "interrupted\n", 130
   except BrokenPipeError:  # the reader of the output, such as `head`, has exited
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    discard(sys.stdout)
+    message, code = "", 0 if options.command in _PRINTING else 1
   except Exception as error:
     code = exit_code(error)
-    if code is None:
-      if not _is_joined():
-        raise
-      traceback.print_exc()
-    else:
-      print(f"error: {error}", file=sys.stderr)
-    if _is_joined():
-      _leave(code or 1)
-    return code or 1
-  return 0
+    if code is None and not _is_joined():
+      raise
+    message = traceback.format_exc() if code is None else f"error: {error}\n"
+    code = code or 1
+  write(sys.stderr, message)
+  if code and _is_joined():
+    _leave(code)
+  return code
 
 
 def exit_code(error: Exception) -> int | None:
@@ -75,8 +85,8 @@ def exit_code(error: Exception) -> int | None:
 
 def _leave(code: int) -> NoReturn:
   """Exits at once; the launcher then ends the other processes, which wait for this one."""
-  sys.stdout.flush()
-  sys.stderr.flush()
+  write(sys.stdout, "")
+  write(sys.stderr, "")
   os._exit(code)
 
 
@@ -109,8 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     added = plain(name, run, help)
     added.add_argument(
       "--config",
-      metavar="FILE",
-      required=name in ("fit", "import"),
+      metavar="FILE[:VARIANT]",
+      required=name in ("fit", "classify", "import"),
       help="Python file with get_config()",
     )
     added.add_argument(
@@ -128,16 +138,23 @@ def _parser() -> argparse.ArgumentParser:
     return added
 
   fit = command("fit", commands.fit, "Train a model, or resume a stopped run.")
-  fit.add_argument("--print-config", action="store_true", help="print the config and exit")
+  classify = command("classify", commands.classify, "Train an image classifier, or resume it.")
+  for added in (fit, classify):
+    added.add_argument("--print-config", action="store_true", help="print the config and exit")
+    added.add_argument(
+      "--allow-config-change",
+      action="store_true",
+      help="resume a run although its settings or its data have changed",
+    )
+    added.add_argument(
+      "--dry-run",
+      action="store_true",
+      help="compile the training step, print its memory and FLOPs, and exit",
+    )
   fit.add_argument(
-    "--allow-config-change",
+    "--verify-data",
     action="store_true",
-    help="resume a run although its settings or its text have changed",
-  )
-  fit.add_argument(
-    "--dry-run",
-    action="store_true",
-    help="compile the training step, print its memory and FLOPs, and exit",
+    help="compare every byte of the token files with their digests, not only samples",
   )
   fit.add_argument(
     "--profile",
@@ -176,7 +193,30 @@ def _parser() -> argparse.ArgumentParser:
   export.add_argument("--step", type=int, metavar="N", help="a checkpoint other than the newest")
   importing = command("import", commands.import_, "Start a run from an exported model.")
   importing.add_argument("folder", metavar="DIR", help="a folder written by `export`")
-  verify = plain("verify", commands.verify, "Check every byte of a run's checkpoints.")
+  inspect = plain(
+    "inspect", commands.inspect, "Show what is in a run, an exported model or a folder of arrays."
+  )
+  inspect.add_argument("folder", metavar="FOLDER", help="a run, an export, or a checkpoint")
+  inspect.add_argument("--step", type=int, metavar="N", help="a checkpoint other than the newest")
+  inspect.add_argument(
+    "--select", default="*", metavar="PATTERN", help="only these parameters: 'blocks.mixer.*'"
+  )
+  inspect.add_argument(
+    "--shapes", action="store_true", help="read no parameter: names, dtypes and shapes only"
+  )
+  inspect.add_argument(
+    "--compare", metavar="OTHER", help="show the difference to another folder, or another step"
+  )
+  inspect.add_argument(
+    "--half-lives",
+    nargs="?",
+    const="",
+    metavar="TEXT",
+    help="add half-lives of the state, of data-dependent decays while reading TEXT (imports JAX)",
+  )
+  inspect.add_argument("--json", action="store_true", help="print JSON")
+  inspect.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
+  verify = plain("verify", commands.verify, "Check every byte of a run's checkpoints and text.")
   verify.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
   verify.add_argument(
     "--adopt",
@@ -187,5 +227,7 @@ def _parser() -> argparse.ArgumentParser:
   plot = plain("plot", commands.plot, "Plot the loss curves of runs in one figure.")
   plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
   plot.add_argument("--output", required=True, type=Path, metavar="FILE", help="such as a.png")
+  task = "Train or score on a task of the papers; `task NAME --help` has its options."
+  registry.add_parsers(added_to.add_parser("task", help=task, description=task))
   command("doctor", commands.doctor, "Check whether this machine or job can train.")
   return parser

@@ -52,12 +52,17 @@ def make_mesh(cfg: config.Train) -> Mesh:
       f"that split its rows; use a multiple of {row_shards}, or fewer devices with "
       "--set mesh.data=1."
     )
-  if cfg.seq_len % time_shards:
-    raise ValueError(
-      f"sequences of seq_len={cfg.seq_len} cannot be split into mesh.sequence={time_shards} equal "
-      f"shards; use seq_len={cfg.seq_len // time_shards * time_shards or time_shards}, or another "
-      "number of shards."
-    )
+  lengths = {
+    "seq_len": cfg.seq_len,
+    "data.document_length": cfg.data.document_length or cfg.seq_len,
+  }
+  for name, length in lengths.items():
+    if length % time_shards:
+      raise ValueError(
+        f"sequences of {name}={length} cannot be split into mesh.sequence={time_shards} equal "
+        f"shards; use {name}={length // time_shards * time_shards or time_shards}, or another "
+        "number of shards."
+      )
   # Auto: the compiler chooses the shardings that are not given. jax.make_mesh defaults to Explicit.
   return Mesh(
     np.array(devices[:count]).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES)

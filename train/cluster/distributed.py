@@ -17,7 +17,7 @@ from train.cluster import launcher
 
 
 class OtherProcessError(RuntimeError):
-  """Process 0 failed in a decision that all processes share; the message is its error."""
+  """Another process failed, without which this one cannot go on; the message is its error."""
 
   def __init__(self, message: str, exit_code: int):
     super().__init__(message)
@@ -88,13 +88,42 @@ def from_process(which: int, value: Any) -> Any:
   return json.loads(bytes(np.asarray(send(padded))))
 
 
-def any_of(flag: bool) -> bool:
-  """Whether `flag` is true in any process. A collective: all processes must call it."""
+def on_all[T](function: Callable[[], T]) -> T:
+  """Calls `function` in every process and returns its own result there.
+
+  Raises:
+    OtherProcessError: `function` raised in another process (which itself raises the original
+      error); so none of them waits for a process that has failed.
+  """
+  results: list[T] = []
+  failure = None
+  try:
+    results.append(function())
+  except Exception as error:
+    failure = error
+  failed = first_with(failure is not None)
+  if failed is None:
+    return results[0]
+  report = {"error": str(failure), "exit_code": getattr(failure, "exit_code", 2)}
+  report = from_process(failed, report)
+  if failure is not None:
+    raise failure
+  raise OtherProcessError(f"process {failed}: {report['error']}", report["exit_code"])
+
+
+def first_with(flag: bool) -> int | None:
+  """The first process in which `flag` is true. A collective: all processes must call it."""
   if count() == 1:
-    return flag
+    return 0 if flag else None
   from jax.experimental import multihost_utils
 
-  return bool(np.any(multihost_utils.process_allgather(np.array([flag]))))
+  flags = np.ravel(multihost_utils.process_allgather(np.array([flag])))
+  return int(np.argmax(flags)) if flags.any() else None
+
+
+def any_of(flag: bool) -> bool:
+  """Whether `flag` is true in any process. A collective: all processes must call it."""
+  return first_with(flag) is not None
 
 
 def local_rows(where: NamedSharding, global_batch: int) -> range:

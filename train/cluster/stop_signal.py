@@ -1,16 +1,17 @@
-"""Graceful stop: SIGINT and SIGTERM request a stop, a second signal ends the process at once."""
+"""Graceful stop: SIGINT, SIGTERM and SIGHUP request a stop, a second one ends the process."""
 
 import signal
 import threading
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal:
-  """Context that records the first SIGINT or SIGTERM and is true from then on.
+  """Context that records the first SIGINT, SIGTERM or SIGHUP and is true from then on.
 
-  Default handlers are restored then, so that a second signal ends the process at once.
+  Default handlers are restored then, so that a second signal ends the process at once; except
+  SIGHUP, which a closing terminal sends twice. Under `nohup` SIGHUP stays ignored.
   """
 
   def __init__(self):
@@ -22,7 +23,9 @@ class StopSignal:
 
   def __enter__(self) -> "StopSignal":
     if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
-      self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+      ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+      numbers = SIGNALS[:-1] if ignored else SIGNALS
+      self._before = {number: signal.signal(number, self._note) for number in numbers}
     return self
 
   def __exit__(self, *_) -> None:
@@ -31,6 +34,6 @@ class StopSignal:
 
   def _note(self, number: int, frame: FrameType | None) -> None:
     del frame
-    self.name = signal.Signals(number).name
-    for each in SIGNALS:
+    self.name = self.name or signal.Signals(number).name
+    for each in (signal.SIGINT, signal.SIGTERM):
       signal.signal(each, signal.SIG_DFL)

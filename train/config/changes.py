@@ -1,9 +1,9 @@
 """Settings that a resumed run may change, and the differences between two configs."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from train.config.loading import to_dict
-from train.config.schema import Train
 
 # Settings that a resumed run may change: they affect the result of a step by rounding only, except
 # `steps`, without which no run could be extended.
@@ -22,12 +22,23 @@ FREE = (
   "mesh",
   "model.remat",
   "model.unroll",
+  "workers",
+)
+# Settings of a model that do not affect its function of tokens and parameters, up to rounding.
+SAME_FUNCTION = (
+  "dtype",
+  "remat",
+  "unroll",
+  "initialization",
+  "embedding_dropout",
+  "residual_dropout",
+  "drop_path",
 )
 
 
-def differences(old: Train, new: Train) -> dict[str, str]:
+def differences(old: Any, new: Any) -> dict[str, str]:
   """Describes the settings in which two configs differ: {setting: "setting: old and new value"}."""
-  before, now = (dict(_flatten(to_dict(c))) for c in (old, new))
+  before, now = (dict(flatten(to_dict(c))) for c in (old, new))
   lines = {}
   for name in sorted(before.keys() | now.keys()):
     a, b = (repr(values[name]) if name in values else "nothing" for values in (before, now))
@@ -41,9 +52,20 @@ def is_free(name: str) -> bool:
   return any(name == free or name.startswith(f"{free}.") for free in FREE)
 
 
-def _flatten(values: dict[str, Any], prefix: str = ""):
+def model_differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+  """Settings in which two models compute different functions: {setting: (old, new value)}."""
+  before, now = to_dict(old), to_dict(new)
+  return {
+    name: (before[name], now[name])
+    for name in now
+    if name not in SAME_FUNCTION and before[name] != now[name]
+  }
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+  """Pairs of path and value of a nested dictionary: ("model.dim", 512)."""
   for name, value in values.items():
     if isinstance(value, dict) and value:
-      yield from _flatten(value, f"{prefix}{name}.")
+      yield from flatten(value, f"{prefix}{name}.")
     else:
       yield prefix + name, value

@@ -1,6 +1,7 @@
 """Reading config files, and the JSON form of a config.
 
-A config file is Python: its `get_config()` returns a `Train`.
+A config file is Python: its `get_config()` returns a `Train`. A file of several configs, such as
+those of a paper's table, has their names as keys of `VARIANTS`, and `get_config(name)`.
 """
 
 import dataclasses
@@ -15,21 +16,28 @@ from train.config.schema import Train
 
 
 def load_config(path: str | Path) -> Train:
-  """Executes the Python file at `path` and returns the value of its `get_config()`.
+  """Loads the config of a language model: `load` with `kind=Train`."""
+  return load(path, Train)
 
-  The file runs with all permissions of the caller: load only files that you would run.
+
+def load[T](path: str | Path, kind: type[T]) -> T:
+  """Executes the Python file of `path`, "FILE.py" or "FILE.py:VARIANT", and returns its config.
+
+  Without a variant that is the first of a file's `VARIANTS`. The file runs with all permissions of
+  the caller: load only files that you would run.
 
   Raises:
     FileNotFoundError: no such file; the message lists the config files of that folder.
     ConfigError: the file is not valid Python, raises, has no `get_config`, or that does not return
-      a `Train`.
+      a `kind`; or it has no such variant, and the message lists those it has.
   """
-  path = Path(path)
+  file, separator, name = str(path).partition(".py:")
+  path, variant = Path(file + separator[:-1]), name if separator else None
   if not path.is_file():
     others = sorted(str(p) for p in path.parent.glob("*.py"))
     listing = f"; that folder has {', '.join(others)}" if others else ""
     raise FileNotFoundError(f"no config file {str(path)!r}{listing}.")
-  namespace = {"__name__": "config", "__file__": str(path)}
+  namespace: dict[str, Any] = {"__name__": "config", "__file__": str(path)}
   try:
     code = compile(path.read_bytes(), str(path), "exec")
   except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
@@ -39,7 +47,7 @@ def load_config(path: str | Path) -> Train:
     exec(code, namespace)
     get_config = namespace.get("get_config")
     check(callable(get_config), f"{path} has no function get_config() that returns a Train.")
-    config = typing.cast(Any, get_config)()
+    config = typing.cast(Any, get_config)(*_variant(path, namespace, variant))
   except ConfigError:
     raise
   except (Exception, SystemExit) as error:
@@ -48,10 +56,18 @@ def load_config(path: str | Path) -> Train:
     where = f", line {lines[-1]}" if lines else ""
     raise ConfigError(f"{path}{where}: {type(error).__name__}: {error}") from error
   check(
-    isinstance(config, Train),
-    f"get_config() of {path} returned {type(config).__name__}, not a train.config.Train.",
+    isinstance(config, kind),
+    f"get_config() of {path} returned {type(config).__name__}, not a train.config.{kind.__name__}.",
   )
   return config
+
+
+def _variant(path: Path, namespace: Mapping[str, Any], name: str | None) -> list[str]:
+  """The arguments of `get_config`: the name of a variant, if the file has any."""
+  known = list(namespace.get("VARIANTS", ()))
+  has = f"it has {', '.join(known)}" if known else "it is a single config; leave the name out"
+  check(name is None or name in known, f"{path} has no variant {name!r}; {has}.")
+  return known[:1] if name is None else [name]
 
 
 def to_dict(config: Any) -> dict[str, Any]:

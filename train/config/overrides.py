@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from train.config.checked import ConfigError, check, coerce, hint_of, hints_of, type_name, unknown
-from train.config.loading import from_dict, to_dict
-from train.config.schema import Train
+from train.config.loading import to_dict
 
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
 
 
-def apply_overrides(config: Train, assignments: Sequence[str]) -> Train:
+def apply_overrides[T](config: T, assignments: Sequence[str]) -> T:
   """Applies every `a.b=value` of `assignments` to `config`; the last one for a setting wins.
 
   Rules between settings are checked once, at the end, so that settings that must change together
@@ -32,8 +31,8 @@ def apply_overrides(config: Train, assignments: Sequence[str]) -> Train:
       separator == "=" and path != "",
       f"--set wants name=value, got {assignment!r}; for example --set optimizer.peak_lr=1e-3.",
     )
-    _assign(values, Train, path, text.strip())
-  return from_dict(values)
+    _assign(values, type(config), path, text.strip())
+  return type(config)(**values)
 
 
 def _assign(values: dict[str, Any], hint: Any, path: str, text: str) -> None:

@@ -21,12 +21,16 @@ class Model:
   channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
   mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
   channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-  norm: Literal["layer", "rms"] = "layer"
+  norm: Literal["layer", "layer_without_bias", "rms"] = "layer"
   norm_eps: float = 1e-5
   embedding_norm: bool = True
   initialization: Literal["lnssm", "gpt2"] | None = None  # None: by `embedding_norm` and tying
   learned_positions: int | None = None  # length of a table of positions
   tie_embeddings: bool = False  # the output head is the transposed embedding
+  # Rates in training only; that of attention probabilities is `attention_dropout` of the mixer.
+  embedding_dropout: float = 0.0  # of values of the first layer's input
+  residual_dropout: float = 0.0  # of values of the outputs of mixers and channel mixers
+  drop_path: float = 0.0  # of whole outputs of a row: in the last layer, 0 in the first
   dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations; states are always float32
   param_dtype: Literal["float32", "bfloat16"] = "float32"
   remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
@@ -40,12 +44,20 @@ class Model:
         at_least(f"model.{name}", getattr(self, name), 1)
     lower = self.dim // self.num_heads * self.num_heads
     near = f"{lower} or {lower + self.num_heads}" if lower else f"{self.num_heads}"
+    nested = (value for value in self.mixer_options.values() if isinstance(value, dict))
     check(
-      self.dim % self.num_heads == 0 or "head_dim" in self.mixer_options,
+      self.dim % self.num_heads == 0
+      or any("head_dim" in options for options in (self.mixer_options, *nested)),
       f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}, and all"
       f" heads have the same width. Use model.dim={near}, or another number of heads. With head_dim"
       " in model.mixer_options any will do.",
     )
+    for name in ("embedding_dropout", "residual_dropout", "drop_path"):
+      rate = getattr(self, name)
+      check(
+        0 <= rate < 1,
+        f"model.{name}={rate} is the probability of dropping a value; it must be in [0, 1).",
+      )
     check(0 < self.norm_eps < 1, f"model.norm_eps={self.norm_eps} must be between 0 and 1.")
     _check_json("model.mixer_options", self.mixer_options)
     _check_json("model.channel_mixer_options", self.channel_mixer_options)
@@ -123,6 +135,12 @@ class Data:
   the text that is tokenized if its pair is missing: a file, folder or glob, or "python-stdlib" for
   the standard library of the running Python, split into training and validation files.
   `tokenizer` is "bytes", "bpe:N" (trained on the training sources) or the path of a tokenizer.json.
+
+  At a document boundary `boundaries="reset"` resets the state, and the target across it does not
+  count; "ignore" does neither. `order` is "windows", of which each occurs once per epoch, or
+  "random_crops", which start anywhere. `weighting` of a validation loss: "tokens", their mean in
+  windows of the training length, or "documents", the mean of the documents' mean losses, each alone
+  and cut to its first `document_length` tokens.
   """
 
   folder: str
@@ -130,6 +148,10 @@ class Data:
   train: tuple[str, ...]
   validation: tuple[str, ...] = ()
   sources: dict[str, str] = dataclasses.field(default_factory=dict)
+  boundaries: Literal["reset", "ignore"] = "reset"
+  order: Literal["windows", "random_crops"] = "windows"
+  weighting: Literal["tokens", "documents"] = "tokens"
+  document_length: int | None = None  # None: seq_len
 
   def __post_init__(self):
     check(self.folder != "", "data.folder is empty; give the folder of the token files.")
@@ -143,6 +165,13 @@ class Data:
       f"data.tokenizer={self.tokenizer!r} is too small: 256 bytes and the end of text need at"
       " least 257 entries.",
     )
+    if self.document_length is not None:
+      at_least("data.document_length", self.document_length, 2)
+      check(
+        self.weighting == "documents",
+        f"data.document_length={self.document_length} belongs to data.weighting='documents'; leave"
+        " it out, or choose that.",
+      )
     check(len(self.train) > 0, "data.train is empty; name at least one set to train on.")
     for group in ("train", "validation"):
       names = getattr(self, group)

@@ -2,9 +2,9 @@
 
 from contextlib import contextmanager
 
+from lnssm_jax.pretrained.files import DataError, reading
 
-class DataError(ValueError):
-  """Unusable data; the message names the file, the problem and the fix."""
+__all__ = ["DataError", "reading", "writing"]
 
 
 @contextmanager
@@ -17,12 +17,3 @@ def writing(path):
       f"cannot write {path}: {error.strerror or error}. Free disk space, change permissions, or"
       " use another folder (data.folder)."
     ) from error
-
-
-@contextmanager
-def reading(path):
-  """Converts an OSError while reading `path` to a `DataError` that names it."""
-  try:
-    yield
-  except OSError as error:
-    raise DataError(f"cannot read {path}: {error.strerror or error}.") from error

@@ -24,7 +24,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from train.data.errors import DataError, reading
 
@@ -186,6 +186,15 @@ def _whole(path: Path, named: bool, skipped: Counter[str]) -> Iterator[str]:
 
 def _rows(path: Path) -> Iterator[str]:
   """Yields the documents of a .jsonl file."""
+  return (_text_of(row, where) for where, row in read_rows(path))
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+  """Yields each row of a .jsonl or .jsonl.xz file, after its place for messages.
+
+  Raises:
+    DataError: the file or a row is unreadable; the message names the file and the line.
+  """
   number = 0
   try:
     with reading(path), _open(path) as file:
@@ -195,23 +204,27 @@ def _rows(path: Path) -> Iterator[str]:
             f"{path}, line {number}: longer than {MAX_ROW} bytes; each line must be one row."
           )
         if text := line.removeprefix(b"\xef\xbb\xbf").strip():
-          yield _text_of(text, f"{path}, line {number}")
+          where = f"{path}, line {number}"
+          yield where, _parsed(text, where)
   except (lzma.LZMAError, EOFError) as error:
     raise DataError(
       f"{path}, after line {number}: damaged or not .xz: {error}. Copy it again."
     ) from error
 
 
-def _text_of(line: bytes, where: str) -> str:
-  """Value of "text" in one row."""
+def _parsed(line: bytes, where: str) -> Any:
   try:
-    row = json.loads(line.decode())
+    return json.loads(line.decode())
   except UnicodeDecodeError as error:
     raise DataError(f"{where}: {_position(error)}. Convert the file to UTF-8.") from error
   except json.JSONDecodeError as error:
     raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}.") from error
   except RecursionError as error:
     raise DataError(f'{where}: nested too deeply; a row is {{"text": ...}}.') from error
+
+
+def _text_of(row: Any, where: str) -> str:
+  """Value of "text" in one row."""
   if not isinstance(row, dict) or "text" not in row:
     found = f"the keys {sorted(row)}" if isinstance(row, dict) else type(row).__name__
     raise DataError(f'{where}: found {found}, expected an object with the key "text".')

@@ -20,10 +20,11 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from train.data import sources
+from train.data import fingerprints, sources
 from train.data.errors import DataError, reading, writing
 from train.data.indexed import IndexedDataset, IndexedWriter, dtype_for
 from train.data.tokenizers import Tokenizer, bpe_path, bpe_size, load_tokenizer, train_bpe
+from train.messages import write
 
 BATCH = 1 << 21  # characters encoded per batch
 AHEAD = 2  # batches being encoded while the next is read
@@ -46,7 +47,12 @@ class DataSettings(Protocol):
 
 
 def prepare(
-  data: DataSettings, *, workers: int | None = None, progress: bool = False, force: bool = False
+  data: DataSettings,
+  *,
+  workers: int | None = None,
+  progress: bool = False,
+  force: bool = False,
+  whole: bool = False,
 ) -> dict[str, dict[str, Any] | None]:
   """Creates every token file named by `data` that is missing or out of date.
 
@@ -59,12 +65,14 @@ def prepare(
       files do not depend on it.
     progress: whether to report on stderr.
     force: whether to create everything again, including the BPE.
+    whole: whether to read every byte of existing files, not only sampled blocks.
 
   Returns:
     The sidecar of each set; None for a pair without one.
 
   Raises:
-    DataError: see `tokenize_to`; or a set has neither files nor a source.
+    DataError: see `tokenize_to`; or a set has neither files nor a source, or its files have changed
+      since they were written (`train.data.fingerprints`).
   """
   with writing(data.folder):
     Path(data.folder).mkdir(parents=True, exist_ok=True)
@@ -75,7 +83,11 @@ def prepare(
   origins = [source for name in data.train if (source := _source(data, name))]
   tokenizer = load_or_train(data.tokenizer, data.folder, origins, progress=progress, force=force)
   options = {"workers": workers, "progress": progress, "force": force}
-  return {name: _prepare_set(data, name, tokenizer, options) for name in names}
+  sidecars = {name: _prepare_set(data, name, tokenizer, options) for name in names}
+  for name, sidecar in sidecars.items():
+    if sidecar is not None:
+      fingerprints.check(Path(data.folder) / name, sidecar, whole=whole)
+  return sidecars
 
 
 def tokenize_to(
@@ -99,11 +111,12 @@ def tokenize_to(
 
   Returns:
     The sidecar: documents, tokens (including end-of-text), bytes (of UTF-8 text), vocab_size,
-    tokenizer, tokenizer_fingerprint, source, source_fingerprint, skipped, sha256 (of `.bin`).
+    tokenizer, tokenizer_fingerprint, source, source_fingerprint, skipped, sha256 (of `.bin`),
+    sample (`train.data.fingerprints`).
 
   Raises:
-    DataError: the text is missing, empty or unreadable, or the files cannot be written. Existing
-      files at `prefix` are then unchanged.
+    DataError: the text is missing, empty or unreadable, existing files have changed since they were
+      written, or files cannot be written. Existing files at `prefix` are then unchanged.
   """
   prefix, name = Path(prefix), Path(prefix).name
   _check_name(name)
@@ -114,6 +127,7 @@ def tokenize_to(
     "source_fingerprint": sources.fingerprint(files),
   }
   if not force and (sidecar := _up_to_date(prefix, origin)):
+    fingerprints.check(prefix, sidecar)
     return sidecar
   _limit_threads(workers)
   with writing(prefix.parent):
@@ -140,6 +154,7 @@ def tokenize_to(
     **origin,
     "skipped": dict(skipped),
     "sha256": writer.sha256,
+    "sample": fingerprints.sample(prefix),
   }
   _write_json(sidecar_path(prefix), sidecar)
   return sidecar
@@ -371,4 +386,4 @@ class _Progress:
       f"{start}{self.title}: {self.documents} documents, {megabytes:.1f} MB,"
       f" {megabytes / seconds:.1f} MB/s{end}"
     )
-    print(line, end="", file=self.out, flush=True)
+    write(self.out, line)

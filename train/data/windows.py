@@ -1,13 +1,14 @@
-"""Token files -> windows of a fixed length -> shuffled batches.
+"""Token files -> windows of a fixed length, or random crops -> shuffled batches.
 
 A window is `seq_len` tokens and the targets, shifted by one. The stream of batches is a pure
-function of (data, seed, global_batch, step): its position is the step number, independent of the
-number of readers, so a run resumed at step n sees the batches it would have seen.
+function of (data, order, seed, global_batch, step): its position is the step number, independent of
+the number of readers, so a run resumed at step n sees the batches it would have seen.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import grain
 import numpy as np
@@ -16,6 +17,9 @@ from train.data.errors import DataError
 from train.data.indexed import IndexedDataset, check_ids
 
 Batch = dict[str, np.ndarray]
+Prefixes = str | Path | Sequence[str | Path]
+
+_ENDLESS = 1 << 48  # random crops of a run; more than one can read
 
 
 class TokenWindows(grain.sources.RandomAccessDataSource):
@@ -34,22 +38,32 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     prefixes: paths of the pairs, without `.bin` and `.idx`.
     seq_len: tokens per window.
     vocab_size: of the model; every id in the files must be smaller.
+    boundaries: "reset", or "ignore": all of a window is one document, and every target counts.
 
   Raises:
     DataError: a pair is missing or damaged, has an id >= vocab_size (named with its position), or
       is too short for one window.
   """
 
-  def __init__(self, prefixes: str | Path | Sequence[str | Path], seq_len: int, vocab_size: int):
+  def __init__(
+    self,
+    prefixes: Prefixes,
+    seq_len: int,
+    vocab_size: int,
+    boundaries: Literal["reset", "ignore"] = "reset",
+  ):
     if isinstance(prefixes, str | Path):
       prefixes = [prefixes]
     if not prefixes:
       raise DataError("no token files are named; use at least one set (data.train).")
     if seq_len < 1:
       raise DataError(f"seq_len={seq_len} must be at least 1.")
+    if boundaries not in ("reset", "ignore"):
+      raise DataError(f"boundaries={boundaries!r} must be 'reset' or 'ignore'.")
     self.seq_len, self.vocab_size = seq_len, vocab_size
     self._datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    self._starts = [dataset.document_starts for dataset in self._datasets]
+    starts = lambda dataset: dataset.document_starts if boundaries == "reset" else np.zeros(1, int)
+    self._starts = [starts(dataset) for dataset in self._datasets]
     counts = []
     for dataset in self._datasets:
       count = (dataset.num_tokens - 1) // seq_len
@@ -70,8 +84,16 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     if not 0 <= i < len(self):
       raise IndexError(f"no window {i}; there are {len(self)}.")
     which = int(np.searchsorted(self._first, i, "right")) - 1
+    return self.at(which, (int(i) - int(self._first[which])) * self.seq_len)
+
+  @property
+  def places(self) -> list[int]:
+    """For each dataset, the number of tokens at which a whole window, with its targets, starts."""
+    return [dataset.num_tokens - self.seq_len for dataset in self._datasets]
+
+  def at(self, which: int, start: int) -> Batch:
+    """The window that starts at token `start` of a dataset."""
     dataset, T = self._datasets[which], self.seq_len
-    start = (int(i) - int(self._first[which])) * T
     ids = dataset.tokens[start : start + T + 1]
     check_ids(ids, self.vocab_size, dataset.prefix + ".bin", start)
     ids = ids.astype(np.int32)
@@ -90,6 +112,78 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
   def __repr__(self) -> str:
     prefixes = [dataset.prefix for dataset in self._datasets]
     return f"TokenWindows({prefixes}, seq_len={self.seq_len}, vocab_size={self.vocab_size})"
+
+
+class RandomCrops(grain.sources.RandomAccessDataSource):
+  """Endless windows that start at any token, drawn uniformly and independently.
+
+  Crop i is a function of (data, seed, i). Each token at which a whole window starts is as likely as
+  any other, in whichever dataset; windows overlap, and none is certain to occur.
+
+  Source: `get_batch` of nanoGPT, with which the language models of Longhorn were trained.
+  """
+
+  def __init__(self, windows: TokenWindows, seed: int):
+    self._windows, self._key = windows, seed
+    self._first = np.cumsum([0, *windows.places])  # index of each dataset's first place
+
+  def __len__(self) -> int:
+    return _ENDLESS
+
+  def __getitem__(self, i: int) -> Batch:
+    # One block of a counter-based generator per crop, whose bits NumPy keeps from version to
+    # version, scaled to the places: biased by fewer than places / 2^64.
+    bits = int(np.random.Philox(key=self._key, counter=int(i) << 64).random_raw())
+    place = bits * int(self._first[-1]) >> 64
+    which = int(np.searchsorted(self._first, place, "right")) - 1
+    return self._windows.at(which, place - int(self._first[which]))
+
+
+class Documents(grain.sources.RandomAccessDataSource):
+  """The documents of a dataset, one per row, for the mean of their mean losses.
+
+  Entries as those of `TokenWindows`, each [length]. A document is cut to its first `length` tokens;
+  of n tokens it predicts n - 1, each with weight 1 / (n - 1): its weights add up to 1, and the
+  weighted mean over all rows is the mean over documents. Documents of one token are left out.
+
+  Args:
+    prefix: path of the pair, without `.bin` and `.idx`.
+    length: at least 2.
+    vocab_size: of the model; every id in the files must be smaller.
+
+  Attributes:
+    num_predicted: number of predicted tokens of all documents.
+
+  Raises:
+    DataError: as `TokenWindows`.
+  """
+
+  def __init__(self, prefix: str | Path, length: int, vocab_size: int):
+    if length < 2:
+      raise DataError(f"length={length} must be at least 2: the first token predicts the second.")
+    self._dataset, self._length = IndexedDataset(prefix), length
+    self._dataset.check_tokens(vocab_size)
+    self._vocab_size = vocab_size
+    starts = self._dataset.document_starts
+    sizes = np.minimum(np.diff(np.append(starts, self._dataset.num_tokens)), length)
+    self._starts, self._sizes = starts[sizes > 1], sizes[sizes > 1]
+    self.num_predicted = int(np.sum(self._sizes - 1))
+
+  def __len__(self) -> int:
+    return len(self._starts)
+
+  def __getitem__(self, i: int) -> Batch:
+    start, count = int(self._starts[i]), int(self._sizes[i]) - 1
+    ids = self._dataset.tokens[start : start + count + 1]
+    check_ids(ids, self._vocab_size, self._dataset.prefix + ".bin", start)
+    padded = lambda x, dtype: np.pad(x.astype(dtype), (0, self._length - count))
+    return {
+      "tokens": padded(ids[:-1], np.int32),
+      "targets": padded(ids[1:], np.int32),
+      # Padding is in pieces of the document's length: none exceeds a cache that the document fits.
+      "segment_ids": np.arange(self._length, dtype=np.int32) // count,
+      "weights": padded(np.full(count, 1 / count), np.float32),
+    }
 
 
 class TrainBatches:
@@ -144,6 +238,7 @@ def train_batches(
   *,
   seed: int,
   global_batch: int,
+  order: Literal["windows", "random_crops"] = "windows",
   rows: range | None = None,
   start: int = 0,
   threads: int = 2,
@@ -151,10 +246,10 @@ def train_batches(
 ) -> TrainBatches:
   """Shuffled batches, each entry [rows, seq_len], for steps start, start + 1, ...
 
-  Every window occurs once per epoch, in a new order each epoch; a batch may span two epochs.
-
   Args:
     seed: seed of the order.
+    order: "windows": every window occurs once per epoch, in a new order each epoch; a batch may
+      span two epochs. "random_crops": see `RandomCrops`.
     rows: rows of the global batch that this process reads; None means all. Their content does not
       depend on how rows are assigned to processes.
     threads: reading threads; 0 reads synchronously. Affects only speed.
@@ -163,9 +258,14 @@ def train_batches(
   for name, value, least in (("global_batch", global_batch, 1), ("start", start, 0)):
     if value < least:
       raise DataError(f"{name}={value} must be at least {least}.")
+  if order not in ("windows", "random_crops"):
+    raise DataError(f"order={order!r} must be 'windows' or 'random_crops'.")
   # Grain uses seed + epoch for each epoch: adjacent seeds would share all orders but one.
   mixed = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")
-  dataset = grain.MapDataset.source(source).shuffle(seed=mixed).repeat()
+  if order == "windows":
+    dataset = grain.MapDataset.source(source).shuffle(seed=mixed).repeat()
+  else:
+    dataset = grain.MapDataset.source(RandomCrops(source, mixed))
   if rows is not None and len(rows) != global_batch:
     dataset = grain.MapDataset.source(_Rows(dataset, rows, global_batch))
     global_batch = len(rows)
@@ -174,10 +274,12 @@ def train_batches(
   return TrainBatches(dataset, start, grain.ReadOptions(threads, prefetch if threads else 0))
 
 
-def eval_batches(source: TokenWindows, batch: int, rows: range | None = None) -> Iterator[Batch]:
-  """Every window once, in order, each entry [batch, seq_len]; the last is padded with weight 0.
+def eval_batches(
+  source: TokenWindows | Documents, batch: int, rows: range | None = None
+) -> Iterator[Batch]:
+  """Every window, or document, once, in order; the last batch is padded with weight 0.
 
-  With `rows`, only these rows of every batch, [rows, seq_len].
+  Entries are [batch, seq_len], with `rows` only these rows of every batch, [rows, seq_len].
   """
   if batch < 1:
     raise DataError(f"batch={batch} must be at least 1.")

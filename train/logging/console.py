@@ -3,6 +3,7 @@
 import sys
 from typing import TextIO
 
+from train.messages import write
 from train.runs.rows import Row
 
 
@@ -11,7 +12,7 @@ class Console:
 
   def __init__(self, stream: TextIO | None = None, *, quiet: bool = False):
     self._stream, self._quiet = stream or sys.stdout, quiet
-    self._rewrites = self._stream.isatty()
+    self._rewrites = self._stream is not None and self._stream.isatty()
     self._open = False  # the last output is a progress line without a line feed
 
   def say(self, text: str) -> None:
@@ -25,15 +26,8 @@ class Console:
     self._open = self._rewrites
 
   def _write(self, text: str) -> None:
-    if self._quiet:
-      return
-    try:
-      self._stream.write(text)
-      self._stream.flush()
-    except BrokenPipeError:  # the reader has closed the pipe
-      raise
-    except OSError:  # a full disk under the log must not stop training
-      pass
+    if not self._quiet:
+      write(self._stream, text)
 
 
 def train_line(row: Row, steps: int, seconds_left: float) -> str:

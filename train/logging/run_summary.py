@@ -7,11 +7,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from lnssm_jax.models import count_parameters
+from lnssm_jax.pretrained import texts
 from train import config
 from train.cluster import distributed
 from train.data.tokenizers import load_tokenizer
 from train.logging.console import Console, short
-from train.runs import text_generation
+from train.runs.loading import sampling_options
 from train.runs.run_folder import RunFolder
 from train.step.state import State
 
@@ -32,7 +33,8 @@ def start(
   once = windows * cfg.seq_len
   console.say(f"model       {cfg.model.mixer}, {count_parameters(state['params']):,} parameters")
   times = f"{tokens / once:.2g}"
-  console.say(f"data        {short(once)} tokens, {times} epochs in {cfg.steps} steps")
+  crops = "" if cfg.data.order == "windows" else " of random crops"
+  console.say(f"data        {short(once)} tokens, {times} epochs{crops} in {cfg.steps} steps")
   console.say(f"run folder  {run.path}")
   if step:
     console.say(f"resuming    after step {step} of {cfg.steps}")
@@ -52,8 +54,9 @@ def finished(console: Console, cfg: config.Train, run: RunFolder, graph: Any, pa
   if cfg.sample.tokens and distributed.count() == 1:  # otherwise no process has all parameters
     tokenizer = load_tokenizer(cfg.data.tokenizer, cfg.data.folder)
     model = nnx.merge(graph, params)
-    text = text_generation.complete(model, tokenizer, [cfg.sample.prompt], cfg.sample, cfg.seed)[0]
-    console.say(f"sample\n{'-' * 40}\n{cfg.sample.prompt}{text}\n{'-' * 40}")
+    options = sampling_options(cfg.sample, tokenizer, cfg.seed)
+    sample = texts.complete(model, tokenizer, [cfg.sample.prompt], options)[0]
+    console.say(f"sample\n{'-' * 40}\n{cfg.sample.prompt}{sample}\n{'-' * 40}")
   elif cfg.sample.tokens:
     console.say("no text sample: no process has all parameters of the model")
   console.say(f"settings     {run.config_file}")

@@ -1,4 +1,4 @@
-"""Evaluation: the mean loss of a model over token sets, each window once."""
+"""Evaluation: the mean loss of a model over token sets, by tokens or by documents."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ from train import config
 from train.cluster import device_mesh, distributed
 from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
 from train.data.tokenize import prepare
-from train.data.windows import TokenWindows, eval_batches
-from train.runs import loading
+from train.data.windows import Documents, TokenWindows, eval_batches
+from train.runs import bindings, loading
 from train.runs.rows import Row
 from train.step.model import model_graph
 from train.step.train_step import make_eval_step
@@ -23,15 +23,17 @@ def run(cfg: config.Train) -> list[Row]:
   """Evaluates the newest checkpoint in `cfg.run_dir` on all validation sets.
 
   Raises:
-    ValueError: no validation sets, or a checkpoint of another model.
+    ValueError: no validation sets, or a checkpoint of another model or tokenizer.
     FileNotFoundError: there is no checkpoint.
     CheckpointError: it cannot be read.
   """
   if not cfg.data.validation:
     raise ValueError("data.validation is empty; name a set with --set data.validation=NAME.")
   mesh = device_mesh.make_mesh(cfg)
+  params, step, metadata = loading.load_params(cfg, mesh)
+  bindings.check_before_preparing(metadata, cfg.data)
   prepare(cfg.data, progress=True)
-  params, step = loading.load_params(cfg, mesh)
+  bindings.checked_tokenizer(metadata, cfg.data)
   return Evaluator(cfg, model_graph(cfg.model), mesh)(step, params)
 
 
@@ -41,22 +43,29 @@ class Evaluator:
   def __init__(self, cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None = None):
     self._cfg, self._mesh = cfg, mesh
     self._step = make_eval_step(cfg, graph, mesh, kernels)
-    self._windows = {
-      name: TokenWindows([f"{cfg.data.folder}/{name}"], cfg.seq_len, cfg.model.vocab_size)
-      for name in cfg.data.validation
+    self._sources = {
+      name: self._source(f"{cfg.data.folder}/{name}") for name in cfg.data.validation
     }
+
+  def _source(self, prefix: str) -> TokenWindows | Documents:
+    data, (length, size) = self._cfg.data, (self._cfg.seq_len, self._cfg.model.vocab_size)
+    if data.weighting == "documents":
+      return Documents(prefix, data.document_length or length, size)
+    return TokenWindows(prefix, length, size, data.boundaries)
 
   def __call__(
     self, step: int, params: Any, should_stop: Callable[[], object] = lambda: False
   ) -> list[Row]:
     """Returns a row of metrics.jsonl per set; none if `should_stop()` is true in any process.
 
-    val_loss is in nats per predicted token; bits_per_byte is None for a set without byte counts.
+    val_loss is in nats per predicted token, with `data.weighting="documents"` the mean of the
+    documents' means, where `documents` is their number. bits_per_byte is None for such a mean, and
+    for a set without byte counts; `tokens` counts predicted tokens.
     """
     rows = []
-    for name, windows in self._windows.items():
+    for name, source in self._sources.items():
       sums = []  # stay on the device until the end of the set
-      for number, batch in enumerate(self._batches(windows)):
+      for number, batch in enumerate(self._batches(source)):
         # With several processes this is a collective, so ask rarely.
         if number % (1 if distributed.count() == 1 else 8) == 0 and distributed.any_of(
           bool(should_stop())
@@ -69,23 +78,19 @@ class Evaluator:
         raise ValueError(
           f"validation set {name!r} has no token to predict: all its documents have one token."
         )
-      ratio = tokens_per_byte(self._cfg.data.folder, [name])
       loss = nats / weight
-      rows.append(
-        {
-          "kind": "eval",
-          "step": step,
-          "set": name,
-          "val_loss": loss,
-          "bits_per_byte": bits_per_byte(loss, ratio),
-          "tokens": int(weight),
-        }
-      )
+      row = {"kind": "eval", "step": step, "set": name, "val_loss": loss}
+      if isinstance(source, Documents):
+        counts = {"tokens": source.num_predicted, "documents": len(source)}
+        rows.append(row | {"bits_per_byte": None} | counts)
+      else:
+        bits = bits_per_byte(loss, tokens_per_byte(self._cfg.data.folder, [name]))
+        rows.append(row | {"bits_per_byte": bits, "tokens": int(weight)})
     return rows
 
-  def _batches(self, windows: TokenWindows) -> Iterator[Any]:
+  def _batches(self, source: TokenWindows | Documents) -> Iterator[Any]:
     rows = self._cfg.global_batch // self._cfg.accumulate
     where = device_mesh.batch_sharding(self._mesh)
     local = distributed.local_rows(where, rows)
-    for batch in eval_batches(windows, rows, local):
+    for batch in eval_batches(source, rows, local):
       yield distributed.to_devices(batch, where, rows, local)

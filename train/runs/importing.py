@@ -5,11 +5,12 @@ from pathlib import Path
 
 import jax
 
+from lnssm_jax.pretrained import exports
 from train import config
 from train.checkpoint.safe_files import new_folder
 from train.checkpoint.store import Checkpoints, check_structure
 from train.cluster.device_mesh import make_mesh
-from train.data.tokenizers import load_tokenizer
+from train.data.tokenizers import Tokenizer, load_tokenizer
 from train.runs import export
 from train.runs.run_folder import RunFolder
 from train.step.state import abstract_state, init_state
@@ -30,11 +31,11 @@ def import_model(folder: str | Path, cfg: config.Train) -> int:
     DataError: the tokenizer of `cfg` is missing.
     OSError: the run folder cannot be written.
   """
-  manifest = export.read_manifest(folder)
+  manifest = exports.checked_manifest(folder)[0]
   export.check_same_model(manifest, cfg.model)
-  _check_tokenizer(Path(folder), manifest, cfg)
-  with new_folder(cfg.run_dir, export.ExportError) as partial:
-    manifest, params = export.read(folder)
+  tokenizer = _checked_tokenizer(Path(folder), manifest, cfg)
+  with new_folder(cfg.run_dir, exports.ExportError) as partial:
+    manifest, params = exports.read(folder)
     one_device = dataclasses.replace(cfg, mesh=config.Mesh(data=1))
     mesh = make_mesh(one_device)
     abstract = abstract_state(one_device, mesh)
@@ -43,20 +44,22 @@ def import_model(folder: str | Path, cfg: config.Train) -> int:
                           abstract["params"])  # fmt: skip
     state = init_state(one_device, mesh) | {"params": placed}
     run = RunFolder(partial)
+    run.write_config(cfg)  # first: its id is in the digests
     with Checkpoints(run.checkpoints, keep=1) as checkpoints:
-      metadata = {"data_position": 0, "data": None, "config": config.to_dict(cfg)}
+      bound = {"tokenizer": tokenizer.fingerprint, "config": config.to_dict(cfg)}
+      metadata = {"data_position": 0, "data": None, **bound}
       checkpoints.save(0, state, metadata)
       checkpoints.wait()
-    run.write_config(cfg)
   return manifest.step
 
 
-def _check_tokenizer(folder: Path, manifest: export.Manifest, cfg: config.Train) -> None:
-  theirs = export.tokenizer_of(folder, manifest)
+def _checked_tokenizer(folder: Path, manifest: exports.Manifest, cfg: config.Train) -> Tokenizer:
+  theirs = exports.tokenizer_of(folder, manifest)
   ours = load_tokenizer(cfg.data.tokenizer, cfg.data.folder)
   if ours.fingerprint != theirs.fingerprint:
-    spec = "bytes" if manifest.tokenizer["spec"] == "bytes" else str(folder / export.TOKENIZER)
-    raise export.ExportError(
+    spec = "bytes" if manifest.tokenizer["spec"] == "bytes" else str(folder / exports.TOKENIZER)
+    raise exports.ExportError(
       f"data.tokenizer={cfg.data.tokenizer!r} is not the tokenizer of the model; use "
       f"--set data.tokenizer={spec}, and a data.folder with text tokenized by it."
     )
+  return ours

@@ -7,26 +7,23 @@ restart takes seconds and computes the same bits.
 import fcntl
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
+from lnssm_jax.pretrained.files import FORMAT
 from train import config
-from train.checkpoint import old_formats, store
-from train.checkpoint.safe_files import read_json
+from train.checkpoint import digests, store
 from train.cluster import distributed
 from train.config.changes import differences, is_free
 from train.config.versions import versions
+from train.config.vision import Vision
+from train.runs.config_file import CONFIG, RunFolderError, read, read_config
 from train.runs.rows import Row, wrong_row
 from train.step.optimizer import make_schedule
-
-_MAX_CONFIG = 1 << 24  # bytes of config.json
-
-
-class RunFolderError(ValueError):
-  """Run folder that cannot be used for this run; the message says why and what to do."""
 
 
 class RunFolder:
@@ -34,12 +31,13 @@ class RunFolder:
 
   def __init__(self, path: str | Path):
     self.path = Path(path)
-    self.config_file = self.path / "config.json"
+    self.config_file = self.path / CONFIG
     self.metrics_file = self.path / "metrics.jsonl"
     self.checkpoints = self.path / "checkpoints"
     self.kernels = self.path / "kernels"
     self.changes: dict[str, str] = {}  # of settings since the last start of the run
     self.on_rows: Callable[[list[Row]], object] = lambda rows: None  # called in process 0
+    self._id: str | None = None  # known after `write_config`
     self._lock: int | None = None
     self._unwritten = ""  # rows that could not be written yet
 
@@ -57,38 +55,25 @@ class RunFolder:
     Raises:
       RunFolderError: config.json is missing or unreadable.
     """
-    try:
-      values = read_json(self.config_file, _MAX_CONFIG)
-      values.pop("versions", None)
-      version, model = values.pop("format", 1), values.get("model")
-      if version not in (1, old_formats.FORMAT):
-        raise ValueError(f"format={version!r}, but this version reads 1 and {old_formats.FORMAT}")
-      if version == 1 and isinstance(model, dict):
-        values["model"] = old_formats.current_model(model)
-      return config.from_dict(values)
-    except FileNotFoundError:
-      raise RunFolderError(
-        f"{self.path} is not a run folder: it has no config.json. Use the run_dir of a run "
-        "started by `python -m train fit`."
-      ) from None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-      raise RunFolderError(f"{self.config_file} is damaged: {error}") from error
+    return read_config(self.path)
 
-  def write_config(self, cfg: config.Train) -> None:
-    """Writes config.json: the config and the versions of the code."""
+  def write_config(self, cfg: config.Train | Vision) -> None:
+    """Writes config.json: the config, the versions of the code, and the id of the run."""
     if not distributed.is_first():
       return
-    values = config.to_dict(cfg) | {"format": old_formats.FORMAT, "versions": versions()}
+    self._id = digests.run_id(self.path) or secrets.token_hex(8)
+    values = config.to_dict(cfg) | {"format": FORMAT, "versions": versions(), "run": self._id}
     _write_atomically(self.config_file, json.dumps(values, indent=2) + "\n")
 
   def read_rows(self) -> list[Row]:
     """Reads the rows of metrics.jsonl, without a last line that a crash cut off.
 
     Raises:
-      RunFolderError: any other line is damaged.
+      RunFolderError: any other line is damaged, or of another run.
     """
     if not self.metrics_file.exists():
       return []
+    own = self._id or digests.run_id(self.path)
     lines, rows = self.metrics_file.read_bytes().splitlines(), []
     for number, line in enumerate(lines, 1):
       try:
@@ -100,6 +85,8 @@ class RunFolder:
       wrong = wrong_row(row)
       if wrong is not None:
         raise self._damaged_row(number, wrong)
+      if row.pop("run", own) != own and own is not None:
+        raise self._damaged_row(number, "a row of another run")
       rows.append(row)
     return rows
 
@@ -115,10 +102,15 @@ class RunFolder:
     """
     if distributed.is_first():
       self.on_rows(rows)
-      self._unwritten += "".join(json.dumps(row) + "\n" for row in rows)
+      self._unwritten += self._lines(rows)
       if self._write(self._unwritten.encode()):
         self._unwritten = ""
     return rows
+
+  def _lines(self, rows: list[Row]) -> str:
+    own = self._id or digests.run_id(self.path)
+    bound = {} if own is None else {"run": own}
+    return "".join(json.dumps(row | bound) + "\n" for row in rows)
 
   def _write(self, text: bytes) -> bool:
     """Appends all of `text`, or nothing."""
@@ -139,7 +131,7 @@ class RunFolder:
     """Removes the rows of later steps, which will be trained again, from metrics.jsonl."""
     rows = [row for row in self.read_rows() if row["step"] <= step]
     if distributed.is_first():
-      _write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))
+      _write_atomically(self.metrics_file, self._lines(rows))
     return rows
 
   def skipped_steps(self) -> list[int]:
@@ -157,7 +149,7 @@ class RunFolder:
     return [rows[name] for name in sets] if rows.keys() >= set(sets) else []
 
 
-def claim(cfg: config.Train, *, allow_config_change: bool = False) -> RunFolder:
+def claim(cfg: config.Train | Vision, *, allow_config_change: bool = False) -> RunFolder:
   """Locks `cfg.run_dir` for training by this process alone; writes nothing.
 
   Raises:
@@ -168,14 +160,14 @@ def claim(cfg: config.Train, *, allow_config_change: bool = False) -> RunFolder:
   return run
 
 
-def _claim(run: RunFolder, cfg: config.Train, allow_config_change: bool) -> dict[str, str]:
+def _claim(run: RunFolder, cfg: config.Train | Vision, allow_config_change: bool) -> dict[str, str]:
   """Locks the folder; returns the settings that differ from those of its run."""
   _check_writable(run.path)
   run._lock = _lock(run.path)
   try:
     changes = {}
     if store.newest_step(run.checkpoints) is not None:  # otherwise there is nothing to protect
-      changes = differences(run.load_config(), cfg)
+      changes = differences(read(run.path, type(cfg)), cfg)
       rejected = [line for name, line in changes.items() if not is_free(name)]
       if rejected and not allow_config_change:
         raise RunFolderError(
@@ -183,7 +175,8 @@ def _claim(run: RunFolder, cfg: config.Train, allow_config_change: bool) -> dict
           "Restore them to resume that run, start a new one with --set run_dir=ANOTHER, or resume "
           "with these settings by --allow-config-change."
         )
-      if "steps" in changes and not any(name.startswith("optimizer.") for name in changes):
+      same_schedule = not any(name.startswith("optimizer.") for name in changes)
+      if isinstance(cfg, config.Train) and "steps" in changes and same_schedule:
         changes |= _learning_rate_change(run, cfg)
   except BaseException:
     run.__exit__()

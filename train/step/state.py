@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 def abstract_state(cfg: config.Train, mesh: Mesh) -> State:
   """Shape, dtype and sharding of every leaf of the state, without allocating any."""
-  shapes = jax.eval_shape(_initializer(cfg), jax.random.key(cfg.seed))
+  shapes = jax.eval_shape(initializer(cfg), jax.random.key(cfg.seed))
   # The sharding rules match the end of a path, so Adam's moments are sharded as their parameters.
   return jax.tree.map(
     lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
@@ -39,7 +39,7 @@ def init_state(cfg: config.Train, mesh: Mesh, kernels: Path | None = None) -> St
 
   `kernels` as in `make_train_step`.
   """
-  initialize = _initializer(cfg)
+  initialize = initializer(cfg)
 
   def init(key):
     state = initialize(key)
@@ -53,7 +53,8 @@ def init_state(cfg: config.Train, mesh: Mesh, kernels: Path | None = None) -> St
   return make(jax.random.key(cfg.seed))
 
 
-def _initializer(cfg: config.Train) -> Callable[[jax.Array], State]:
+def initializer(cfg: config.Train) -> Callable[[jax.Array], State]:
+  """The function from a key to the state, on one device."""
   tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
 
   def init(key):

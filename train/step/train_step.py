@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lnssm_jax import sharding
 from lnssm_jax.models import aux_loss, layers
+from lnssm_jax.ops.core.dropout import row_keys
 from train import config
 from train.cluster import compile_cache, device_mesh
 from train.step import step_guard
@@ -21,7 +22,10 @@ from train.step.model import model_graph
 from train.step.optimizer import as_skipped, make_schedule
 from train.step.state import abstract_state
 
-Batch = dict[str, jax.Array]  # tokens, targets, segment_ids int32 [B, T]; weights float32 [B, T]
+# tokens, targets, segment_ids int32 [B, T]; weights float32 [B, T]; dropout uint32 [B, 2] keys.
+Batch = dict[str, jax.Array]
+
+_DROPOUT = 1 << 31  # the keys of parameters have small numbers
 
 
 def make_train_step(
@@ -43,6 +47,10 @@ def make_train_step(
   With `cfg.accumulate` microbatches the gradient is the sum over all predicted tokens divided by
   their number, exactly as for one large batch, even if the microbatches have unequal weights.
 
+  With dropout, the keys of a row are functions of `cfg.seed`, the step and the number of the row in
+  the global batch: a run has the same masks however it is resumed, sharded or split into
+  microbatches.
+
   Args:
     kernels: folder that caches a GPU's autotuning results; processes that share it compute the
       same bits.
@@ -62,6 +70,9 @@ def make_train_step(
   def step(state, batch):
     params, votes = state["params"], batch.get("votes")
     batch = {name: array for name, array in batch.items() if name != "votes"}
+    if nnx.merge(graph, params).has_dropout:
+      of_step = jax.random.fold_in(dropout_key(cfg.seed), state["step"])
+      batch["dropout"] = row_keys("make_train_step", of_step, len(batch["tokens"]))
     gradients, (sums, aux) = _accumulate(
       functools.partial(gradient_sums, params), batch, cfg.accumulate
     )
@@ -144,7 +155,8 @@ def _make_loss_sums(
       params = params | gather({name: params[name] for name in params if name != "blocks"})
     model = nnx.merge(graph, params)
     hidden_of = model.hidden_and_aux if with_aux else model.hidden
-    hidden, rest = hidden_of(batch["tokens"], segment_ids=batch["segment_ids"], gather=gather)
+    options = {"segment_ids": batch["segment_ids"], "dropout_key": batch.get("dropout")}
+    hidden, rest = hidden_of(batch["tokens"], **options, gather=gather)
     sums = next_token_loss(
       hidden,
       model.head_kernel(),
@@ -165,20 +177,26 @@ def _make_loss_sums(
 
     return partitioned
 
-  batch_spec = PartitionSpec(
-    tuple(axis for axis in device_mesh.ROWS if axis in axes) or None, "sequence"
-  )
+  rows = tuple(axis for axis in device_mesh.ROWS if axis in axes) or None
   batch_axes = tuple(axis for axis in axes if axis != "tensor")
 
   def mapped(params, batch, penalty):
     def of_shard(params, batch):
       return jax.tree.map(lambda x: jax.lax.psum(x, batch_axes), sums(params, batch, penalty))
 
-    inputs = sharding.param_specs(params, batch_axes), batch_spec
+    of_batch = {name: PartitionSpec(rows, "sequence") for name in batch}
+    if "dropout" in batch:
+      of_batch["dropout"] = PartitionSpec(rows)
+    inputs = sharding.param_specs(params, batch_axes), of_batch
     specs = {"mesh": mesh, "in_specs": inputs, "out_specs": PartitionSpec()}
     return jax.shard_map(of_shard, **specs, axis_names=set(axes))(params, batch)
 
   return mapped
+
+
+def dropout_key(seed: int) -> jax.Array:
+  """The key of a run's dropout; those of its parameters are made from the seed in another way."""
+  return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _DROPOUT)
 
 
 def _accumulate(sums_of: Callable[[Batch], Any], batch: Batch, count: int) -> Any:

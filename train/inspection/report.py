@@ -1,0 +1,239 @@
+"""The content of a folder as one JSON object."""
+
+import fnmatch
+import json
+import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lnssm_jax.pretrained.files import DataError, read_json
+from lnssm_jax.pretrained.manifest import MANIFEST, TENSORS, is_exported, read_manifest
+from train.checkpoint import digests, step_folders
+from train.config.checked import did_you_mean
+from train.inspection.arrays import Arrays, OrbaxArrays, SafetensorsArrays, orbax_tree
+from train.inspection.statistics import difference, statistics
+from train.logging.plot import read as read_curves
+from train.runs.config_file import CONFIG, read
+
+Report = dict[str, Any]
+CURVE_POINTS = 400
+
+
+class Opened(NamedTuple):
+  """A folder that was recognized: what is known about it, and its arrays."""
+
+  about: Report  # folder, kind, step, settings, steps, data, curves
+  arrays: Arrays
+
+
+def report(
+  folder: str | Path,
+  *,
+  step: int | None = None,
+  select: str = "*",
+  values: bool = True,
+  compare: str | Path | int | None = None,
+  half_lives: str | None = None,
+) -> Report:
+  """Describes a run folder, an exported model, or a folder of Orbax or safetensors arrays.
+
+  Reads the parameters that `select` names, one after another, and nothing else of that size.
+
+  Args:
+    step: checkpoint of a run; None means the newest.
+    select: names of parameters, with wildcards: "blocks.mixer.*".
+    values: whether to read parameters at all; without, only names, shapes and dtypes.
+    compare: another folder, or a step of the same run.
+    half_lives: adds the half-lives of the state while the model reads this text, "" where decays
+      are constants of the layer. That part imports JAX and builds the model.
+
+  Raises:
+    DataError: the folder is none of these, an array cannot be read, or `select` fits no parameter.
+    FileNotFoundError: the run has no checkpoint (of that step).
+    ValueError: the config, the manifest, or the metrics are damaged.
+  """
+  opened = open_folder(Path(folder), step)
+  about, arrays = opened
+  names = [name for name in arrays if fnmatch.fnmatchcase(name, select)]
+  if not names:
+    raise DataError(f"no parameter fits select={select!r}{did_you_mean(select, arrays)}")
+  with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    rows = list(pool.map(lambda name: _row(arrays, name, values), names))
+  found = about | {"total": sum(row["size"] for row in rows), "parameters": rows}
+  if compare is not None:
+    found["difference"] = _compared(opened, names, compare)
+  if half_lives is not None:
+    if found["kind"] not in ("run", "exported model"):
+      raise DataError(
+        f"{folder} has arrays, but no model with half-lives; give a run or an export."
+      )
+    from train.inspection import half_lives as of_state
+
+    found["half_lives"] = of_state.half_lives(folder, found["step"], half_lives)
+  return found
+
+
+def open_folder(folder: Path, step: int | None = None) -> Opened:
+  """Recognizes a folder; arguments and errors as in `report`."""
+  if is_exported(folder):
+    return _export(folder, step)
+  if (folder / CONFIG).is_file():
+    return _run(folder, step)
+  files = [folder] if folder.suffix == ".safetensors" else sorted(folder.glob("*.safetensors"))
+  tree = orbax_tree(folder)
+  about = {"folder": str(folder), "step": None, "settings": None}
+  if tree is not None:
+    return Opened(about | {"kind": "Orbax checkpoint"}, OrbaxArrays(tree))
+  if files and all(path.is_file() for path in files):
+    return Opened(about | {"kind": "safetensors"}, SafetensorsArrays(files))
+  raise DataError(
+    f"{folder} holds nothing to inspect: it was searched for {CONFIG} (a run), {MANIFEST} (an "
+    "exported model), _METADATA (an Orbax checkpoint, also in params, state, pytree or default) "
+    f"and *.safetensors; {_content(folder)}."
+  )
+
+
+def _run(folder: Path, step: int | None) -> Opened:
+  # As stored: any run will do, also one of images.
+  settings, directory = read(folder, dict), folder / "checkpoints"
+  steps = step_folders.steps_in(directory)
+  if not steps:
+    raise FileNotFoundError(f"no checkpoint in {directory}; train first: python -m train fit")
+  if step is not None and step not in steps:
+    listing = ", ".join(map(str, steps))
+    raise FileNotFoundError(f"no checkpoint of step {step} in {directory}; there are {listing}.")
+  # The parameters shown are checked byte by byte, all else by the sizes of its files:
+  # `python -m train verify` reads every byte.
+  damage = {s: digests.damage(directory / str(s), content=False) for s in steps}
+  chosen = None
+  for candidate in reversed(steps) if step is None else [step]:
+    damage[candidate] = damage[candidate] or digests.damage(directory / str(candidate), ["params"])
+    if damage[candidate] is None:
+      chosen = candidate
+      break
+  if chosen is None:
+    wrong = "; ".join(f"step {s}: {line}" for s, line in damage.items() if line)
+    raise DataError(f"no checkpoint to show in {directory}: {wrong}. Use another with --step.")
+  good = lambda s: "parameters intact" if s == chosen else "complete"
+  about = {
+    "folder": str(folder),
+    "kind": "run",
+    "step": chosen,
+    "settings": settings,
+    "steps": [
+      {"step": s, "state": f"DAMAGED: {damage[s]}" if damage[s] else good(s)} for s in steps
+    ],
+    "data": _token_sets(settings.get("data")),
+    "curves": _curves(folder),
+  }
+  return Opened(about, OrbaxArrays(directory / str(chosen) / "params"))
+
+
+def _export(folder: Path, step: int | None) -> Opened:
+  manifest = read_manifest(folder)
+  if step not in (None, manifest.step):
+    raise DataError(f"{folder} has the model of step {manifest.step}, not of step {step}.")
+  about = {
+    "folder": str(folder),
+    "kind": "exported model",
+    "step": manifest.step,
+    "settings": {"model": manifest.model, **manifest.settings},
+    "metrics": manifest.metrics,
+  }
+  return Opened(about, SafetensorsArrays([folder / TENSORS]))
+
+
+def _row(arrays: Arrays, name: str, values: bool) -> Report:
+  dtype, shape = arrays.kind(name)
+  size = 1
+  for length in shape:
+    size *= length
+  row = {"name": name, "dtype": dtype, "shape": list(shape), "size": size}
+  return row | statistics(arrays[name]) if values else row
+
+
+def _compared(opened: Opened, names: list[str], other: str | Path | int) -> Report:
+  """The difference to another folder, or another step of the run."""
+  (about, arrays), folder = opened, Path(opened.about["folder"])
+  place = Path(str(other))
+  is_step = place.name.isdecimal() and not place.exists()
+  there, others = open_folder(folder, int(place.name)) if is_step else open_folder(place)
+  ours, theirs = _flat(about["settings"]), _flat(there["settings"])
+  common = [name for name in names if name in set(others)]
+  same = [name for name in common if arrays.kind(name)[1] == others.kind(name)[1]]
+  with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    rows = list(pool.map(lambda name: difference(arrays[name], others[name]), same))
+  return {
+    "to": {name: there[name] for name in ("folder", "kind", "step")},
+    "settings": {
+      name: [ours[name], theirs[name]]
+      for name in ours
+      if name in theirs and ours[name] != theirs[name]
+    },
+    "parameters": [{"name": name, **row} for name, row in zip(same, rows, strict=True)],
+    "other_shape": sorted(set(common) - set(same)),
+    "only_here": sorted(set(names) - set(common)),
+    "only_there": sorted(set(others) - set(arrays)),
+  }
+
+
+def _flat(settings: Mapping[str, Any] | None, prefix: str = "") -> Report:
+  """{"model.dim": 512} of nested settings."""
+  flat = {}
+  for name, value in (settings or {}).items():
+    if isinstance(value, Mapping) and value:
+      flat |= _flat(value, f"{prefix}{name}.")
+    else:
+      flat[f"{prefix}{name}"] = value
+  return flat
+
+
+def _token_sets(data: Any) -> Report:
+  """Counts of each set of tokens by its name; None if its files are elsewhere."""
+  found = {}
+  groups = [data.get(group) for group in ("train", "validation")] if isinstance(data, dict) else []
+  for name in (name for names in groups if isinstance(names, list) for name in names):
+    try:
+      values = read_json(Path(data["folder"]) / f"{name}.json", 1 << 24)
+      found[name] = {key: values.get(key) for key in ("documents", "tokens", "bytes")}
+    except (OSError, ValueError, LookupError):
+      found[name] = None
+  return found
+
+
+def _curves(folder: Path) -> Report:
+  """Training loss and validation sets as [step, value], thinned to CURVE_POINTS points."""
+  if not (folder / "metrics.jsonl").is_file():
+    return {"loss": [], "validation": {}}
+  training, validation = read_curves(folder)
+
+  def thin(points: tuple[list[float], list[float]]) -> list[list[float]]:
+    finite = [[x, y] for x, y in zip(*points, strict=True) if math.isfinite(y)]
+    stride = max(1, -(-len(finite) // CURVE_POINTS))
+    return finite[::-stride][::-1]
+
+  sets = {name: thin(points) for name, points in validation.items()}
+  return {"loss": thin(training), "validation": {name: x for name, x in sets.items() if x}}
+
+
+def _content(folder: Path) -> str:
+  if not folder.exists():
+    return "it does not exist"
+  names = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else []
+  return f"it has {', '.join(names) or 'nothing'}"
+
+
+def to_json(found: Report) -> str:
+  """The report as JSON; null stands for numbers that JSON does not have."""
+  return json.dumps(_finite(found), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+  if isinstance(value, Mapping):
+    return {name: _finite(x) for name, x in value.items()}
+  if isinstance(value, list | tuple):
+    return [_finite(x) for x in value]
+  return None if isinstance(value, float) and not math.isfinite(value) else value

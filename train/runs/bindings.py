@@ -1,0 +1,102 @@
+"""Binding of checkpoints to the model of their run, its text and its tokenizer.
+
+The metadata of a checkpoint has the settings of the run, and fingerprints of what it reads; its
+digests cover them. Checkpoints of older versions have fewer, and what is missing is not compared.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from train import config
+from train.config.changes import model_differences
+from train.data import fingerprints
+from train.data.errors import DataError
+from train.data.tokenizers import Tokenizer, load_tokenizer
+
+
+class BindingError(ValueError):
+  """A run would continue, or be read, with another model, text or tokenizer than its own."""
+
+
+def inputs(data: config.Data, sidecars: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+  """Fingerprints of the tokenizer and of every set, as this process reads them.
+
+  Returns:
+    {"tokenizer": fingerprint, "data": {set: {"sha256": of its .bin, by the sidecar, or None;
+    "sample": of its files}}}.
+  """
+  found = {
+    name: {
+      "sha256": (sidecar or {}).get("sha256"),
+      "sample": fingerprints.sample(Path(data.folder) / name),
+    }
+    for name, sidecar in sidecars.items()
+  }
+  tokenizer = load_tokenizer(data.tokenizer, data.folder)
+  return {"tokenizer": tokenizer.fingerprint, "data": found}
+
+
+def changed_sets(before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
+  """Names of the sets whose text differs between two results of `inputs`.
+
+  Older versions stored only the SHA-256 of a training set, or None.
+  """
+
+  def same(old: Any, new: Mapping[str, Any]) -> bool:
+    if not isinstance(old, dict):
+      return old == new["sha256"]
+    whole = old.get("sha256"), new["sha256"]
+    return old.get("sample") == new["sample"] and (None in whole or whole[0] == whole[1])
+
+  return [name for name in before if name in now and not same(before[name], now[name])]
+
+
+def check_model(metadata: Mapping[str, Any], model: config.Model, place: str | Path) -> None:
+  """Raises BindingError unless `model` computes the function of the checkpoint with `metadata`.
+
+  Other settings may have the same parameters, such as another number of heads.
+  """
+  stored = metadata.get("config")
+  if stored is None:
+    return
+  lines = [
+    f"model.{name}: trained with {before!r}, these settings have {now!r}"
+    for name, (before, now) in model_differences(config.Model(**stored["model"]), model).items()
+  ]
+  if lines:
+    raise BindingError(
+      f"the checkpoint in {place} is of another model:\n  " + "\n  ".join(lines) + "\nRestore "
+      "these settings (config.json of the run folder may have been changed)."
+    )
+
+
+def check_tokenizer(metadata: Mapping[str, Any], data: config.Data, fingerprint: str) -> None:
+  """Raises BindingError unless the checkpoint with `metadata` has seen tokens of `fingerprint`.
+
+  `fingerprint` is that of the tokenizer of `data`.
+  """
+  if metadata.get("tokenizer") not in (None, fingerprint):
+    raise BindingError(
+      f"data.tokenizer={data.tokenizer!r} is not the tokenizer of this run: it has changed since, "
+      "and its tokens mean something else. Restore the file, or use another run_dir."
+    )
+
+
+def checked_tokenizer(metadata: Mapping[str, Any], data: config.Data) -> Tokenizer:
+  """Loads the tokenizer of `data`.
+
+  Raises:
+    BindingError: as `check_tokenizer`.
+    DataError: it is missing or unusable.
+  """
+  tokenizer = load_tokenizer(data.tokenizer, data.folder)
+  check_tokenizer(metadata, data, tokenizer.fingerprint)
+  return tokenizer
+
+
+def check_before_preparing(metadata: Mapping[str, Any], data: config.Data) -> None:
+  """Raises BindingError as `checked_tokenizer`, before `prepare` tokenizes with the wrong one."""
+  with contextlib.suppress(DataError):  # missing: `prepare` trains it, or says so
+    checked_tokenizer(metadata, data)

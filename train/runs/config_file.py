@@ -1,0 +1,51 @@
+"""config.json of a run folder, read without JAX."""
+
+from pathlib import Path
+
+from lnssm_jax.pretrained.files import FORMAT, read_json
+from train import config
+
+CONFIG = "config.json"
+_MAX_BYTES = 1 << 24
+
+
+class RunFolderError(ValueError):
+  """Run folder that cannot be used for this run; the message says why and what to do."""
+
+
+def read_config(path: str | Path) -> config.Train:
+  """Reads the config of the run of a language model: `read` with `kind=config.Train`."""
+  return read(path, config.Train)
+
+
+def read[T](path: str | Path, kind: type[T]) -> T:
+  """Reads the config of the run in the folder `path`, of the class `kind`; `dict`: of any run.
+
+  Raises:
+    RunFolderError: config.json is missing or unreadable, or of a run of another kind.
+  """
+  file = Path(path) / CONFIG
+  try:
+    values = read_json(file, _MAX_BYTES)
+    values.pop("versions", None)
+    values.pop("run", None)  # its id, which `train.checkpoint.digests` reads
+    version, model = values.pop("format", 1), values.get("model")
+    if version not in (1, FORMAT):
+      raise ValueError(f"format={version!r}, but this version reads 1 and {FORMAT}")
+    if version == 1 and isinstance(model, dict):
+      from lnssm_jax.pretrained import old_formats  # imports the mixers
+
+      values["model"] = old_formats.current_model(model)
+    if kind is not dict and ("augment" in values) != (kind is config.Vision):
+      runs = "an image classifier" if "augment" in values else "a language model"
+      raise RunFolderError(f"{path} is a run of {runs}, which this command does not read.")
+    return kind(**values)
+  except RunFolderError:
+    raise
+  except FileNotFoundError:
+    raise RunFolderError(
+      f"{path} is not a run folder: it has no config.json. Use the run_dir of a run "
+      "started by `python -m train fit`."
+    ) from None
+  except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    raise RunFolderError(f"{file} is damaged: {error}") from error

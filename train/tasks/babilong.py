@@ -1,0 +1,79 @@
+"""BABILong: facts of bAbI among sentences of books, and a question whose answer is one word.
+
+Rows of a .jsonl file: {"input", "question", "target"}. The prompt is as LNSSM fine-tunes it, input,
+question and "The answer is"; an answer is right if it begins with the target.
+
+Source: BABILong (Kuratov et al. 2024); the prompt: LNSSM, the section on BABILong.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lnssm_jax.generate import SamplingOptions
+from lnssm_jax.pretrained import texts
+from lnssm_jax.pretrained.loaded import LoadedModel
+from train.tasks.report import Report
+from train.tasks.samples import read_samples
+
+QUESTION = "The answer is"
+
+
+def prompt_of(row: dict[str, Any]) -> str:
+  """The text before the answer."""
+  return f"{row['input']} {row['question']} {QUESTION}"
+
+
+def is_right(answer: str, target: str) -> bool:
+  """Whether the answer begins with the target as a whole word, in whatever case."""
+  answer, target = answer.strip().lower(), target.strip().lower()
+  return answer.startswith(target) and not answer[len(target) : len(target) + 1].isalnum()
+
+
+def run(
+  loaded: LoadedModel,
+  paths: Sequence[str],
+  *,
+  max_tokens: int = 8,
+  top_p: float | None = None,
+  seed: int = 0,
+  limit: int | None = None,
+  batch: int = 8,
+) -> Report:
+  """Accuracy by file, such as qa1_0k.jsonl; greedy, or drawn from the likeliest with `top_p`.
+
+  Raises:
+    DataError: a file is unreadable or of another format.
+    ValueError: a prompt is longer than the model's cache holds.
+  """
+  temperature = 0.0 if top_p is None else 1.0
+  table, answers = [], []
+  for source in paths:
+    for path, rows in read_samples(source, _wrong, limit):
+      right = []
+      for first in range(0, len(rows), batch):
+        options = SamplingOptions(
+          max_tokens=max_tokens,
+          temperature=temperature,
+          top_p=top_p,
+          seed=seed + first,
+          stop_token=loaded.tokenizer.end_of_text,
+        )
+        part = rows[first : first + batch]
+        prompts = [prompt_of(row) for row in part]
+        found = texts.complete(loaded.model, loaded.tokenizer, prompts, options)
+        for row, answer in zip(part, found, strict=True):
+          right.append(is_right(answer, row["target"]))
+          answers.append({"set": path.name, "target": row["target"], "answer": answer})
+      name = path.name.split(".")[0]
+      table.append({"set": name, "rows": len(rows), "accuracy": float(np.mean(right))})
+  settings = {"model": str(loaded.source), "step": loaded.step, "max_tokens": max_tokens}
+  settings |= {"top_p": top_p, "seed": None if top_p is None else seed}
+  return Report("babilong", settings, {"sets": table}, {"answers": answers})
+
+
+def _wrong(row: dict[str, Any]) -> str | None:
+  names = ("input", "question", "target")
+  given = all(isinstance(row.get(name), str) for name in names) and row["target"].strip()
+  return None if given else 'strings "input", "question" and "target"'

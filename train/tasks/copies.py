@@ -1,0 +1,123 @@
+"""Copies of one model that differ in seed and learning rate, trained as one program.
+
+    copies = Copies(cfg, seeds=(0, 1, 2), learning_rates=(1e-3, 3e-3))
+    for batch in batches:
+      metrics = copies.step(batch)              # loss [6]
+    copies.loss(batch).nats, copies.right(batch)
+
+A small model leaves most of a GPU idle. Here the training step is vmapped over the copies, which
+see the same batches. Each has the dropout of its own seed.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from lnssm_jax.models import aux_loss, layers
+from train import config
+from train.cluster import compile_cache, device_mesh
+from train.step.loss import LossSums, next_token_loss
+from train.step.model import model_graph
+from train.step.optimizer import make_optimizer
+from train.step.state import initializer
+from train.step.train_step import dropout_key
+
+
+class Copies:
+  """R copies of the model of `cfg`, one for each pair of a seed and a learning rate.
+
+  A batch is a dictionary of `tokens` [B, T] and, optionally, `segment_ids` [B, T]. With `positions`
+  [B, n], `targets` [B, n] belong to these positions; else `targets` and, optionally, `weights` are
+  [B, T]. The learning rate scales the schedule of `cfg.optimizer`, whose `peak_lr` it replaces.
+
+  Attributes:
+    runs: (seed, learning rate) of each copy.
+    params: the parameters, with a leading axis R.
+  """
+
+  def __init__(self, cfg: config.Train, *, seeds: Sequence[int], learning_rates: Sequence[float]):
+    self.cfg = cfg
+    self.runs = list(itertools.product(seeds, learning_rates))
+    if not self.runs:
+      raise ValueError("Copies needs at least one seed and one learning rate.")
+    self._ratios = jnp.asarray([rate / cfg.optimizer.peak_lr for _, rate in self.runs])
+    keys = jnp.stack([jax.random.key(seed) for seed, _ in self.runs])
+    self._dropout_keys = jnp.stack([dropout_key(seed) for seed, _ in self.runs])
+    options = compile_cache.options(device_mesh.make_mesh(cfg), None)
+    jit = functools.partial(jax.jit, compiler_options=options)
+    self._state = jit(lambda keys: jax.lax.map(initializer(cfg), keys))(keys)
+    self._step: Any = jit(jax.vmap(self._one_step, in_axes=(0, 0, 0, None)), donate_argnums=0)
+    self._loss = jit(jax.vmap(self._one_loss, in_axes=(0, None)))
+    self._right = jit(jax.vmap(self._one_right, in_axes=(0, None)))
+
+  @property
+  def params(self) -> Any:
+    return self._state["params"]
+
+  def compile(self, batch: Any) -> None:
+    """Compiles the training step for batches like this one."""
+    self._step = self._step.lower(self._state, self._ratios, self._dropout_keys, batch).compile()
+
+  def step(self, batch: Any) -> dict[str, Any]:
+    """Trains on a batch; `loss` [R] before it and, with a router, `aux` of each layer."""
+    self._state, metrics = self._step(self._state, self._ratios, self._dropout_keys, batch)
+    return metrics
+
+  def loss(self, batch: Any) -> LossSums:
+    """Sums of the loss, of arrays [R]."""
+    return self._loss(self.params, batch)
+
+  def right(self, batch: Any) -> jax.Array:
+    """[R] float32: the share of the targets that have the largest logit."""
+    return self._right(self.params, batch)
+
+  def _hidden(self, model, batch, key=None):
+    segment_ids = batch.get("segment_ids")
+    hidden, aux = model.hidden_and_aux(batch["tokens"], segment_ids, dropout_key=key)
+    if "positions" in batch:
+      hidden = jnp.take_along_axis(hidden, batch["positions"][..., None], axis=1)
+    return hidden, aux
+
+  @functools.cached_property
+  def _graph(self):
+    return model_graph(self.cfg.model)
+
+  def _sums(self, params, batch, penalty=0.0, key=None):
+    model = nnx.merge(self._graph, params)
+    hidden, aux = self._hidden(model, batch, key)
+    weights = batch.get("weights", jnp.ones(batch["targets"].shape, jnp.float32))
+    rest = {"chunk": self.cfg.loss_chunk, "logit_penalty": penalty}
+    return next_token_loss(hidden, model.head_kernel(), batch["targets"], weights, **rest), aux
+
+  def _one_loss(self, params, batch):
+    return self._sums(params, batch)[0]
+
+  def _one_right(self, params, batch):
+    model = nnx.merge(self._graph, params)
+    logits = self._hidden(model, batch)[0] @ model.head_kernel().astype(model.dtype)
+    return jnp.mean((logits.argmax(-1) == batch["targets"]).astype(jnp.float32))
+
+  def _one_step(self, state, ratio, dropout, batch):
+    of_step = jax.random.fold_in(dropout, state["step"])
+
+    def mean_loss(params):
+      sums, aux = self._sums(params, batch, self.cfg.optimizer.logit_penalty, of_step)
+      mean = sums.nats / sums.weight
+      return mean + aux_loss(aux), (mean, aux)
+
+    params = state["params"]
+    gradients, (mean, aux) = jax.grad(mean_loss, has_aux=True)(params)
+    transformation = make_optimizer(self.cfg.optimizer, self.cfg.steps)[0]
+    updates, opt_state = transformation.update(gradients, state["opt_state"], params)
+    params = optax.apply_updates(params, jax.tree.map(lambda u: ratio * u, updates))
+    state = state | {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+    metrics = {"loss": mean}
+    if jax.tree.leaves(aux):
+      metrics["aux"] = layers.apart(aux, self.cfg.model.num_layers)
+    return state, metrics

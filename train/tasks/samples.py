@@ -1,0 +1,37 @@
+"""Rows of a task's .jsonl files, checked."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from train.data.errors import DataError
+from train.data.sources import ROWS, find_inputs, read_rows
+
+
+def read_samples(
+  source: str, wrong: Callable[[dict[str, Any]], str | None], limit: int | None = None
+) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+  """Yields each .jsonl (or .jsonl.xz) file of a path, folder or glob with its first `limit` rows.
+
+  Args:
+    wrong: says which keys a row of another format should have; None for a row that is right.
+
+  Raises:
+    DataError: there is no such file, it is empty, or a row is of another format.
+  """
+  paths = [path for path, _ in find_inputs(source) if ROWS in path.suffixes]
+  if not paths:
+    raise DataError(f"{source} has no .jsonl file; a task reads one row of JSON per line.")
+  for path in paths:
+    rows = []
+    for where, row in read_rows(path):
+      missing = wrong(row if isinstance(row, dict) else {})
+      if missing is not None:
+        found = f"the keys {sorted(row)}" if isinstance(row, dict) else type(row).__name__
+        raise DataError(f"{where}: found {found}, expected {missing}.")
+      rows.append(row)
+      if len(rows) == limit:
+        break
+    if not rows:
+      raise DataError(f"{path} has no rows.")
+    yield path, rows
