@@ -1,0 +1,64 @@
+"""The DSF paper's models of multi-query associative recall: 2 layers, 64 to 512 wide.
+
+    python -m train task mqar --config configs/mqar.py:linear
+    python -m train task mqar --config configs/mqar.py:ssd --set model.dim=256 \\
+      --set model.mixer_options.state_dim=64 --set seq_len=512 --set global_batch=64 --pairs 64
+
+The paper's tasks have 64, 128, 256 and 512 tokens with 4, 8, 16 and 64 pairs, and batches of 512,
+256, 128 and 64 rows; states of 32 to 256 numbers; 64 epochs of 100,000 rows at most. The learning
+rate is the command's (`--learning-rates`). `--set model.channel_mixer=none` leaves out the MLP.
+Measured: nothing; none has been trained to its end.
+"""
+
+from typing import Any
+
+from train.config import Data, Model, Optimizer, Train
+
+LENGTH, BATCH, EPOCHS, ROWS = 64, 512, 64, 100_000
+STEPS = EPOCHS * (ROWS // BATCH)
+
+# {name: (mixer, its options, other settings of the model)}
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+  "linear": ("linear_attention", {}, {}),
+  "softmax": ("softmax_attention", {"attention_dropout": 0.1}, {"learned_positions": 512}),
+  "normalized": ("normalized_attention", {"attention_dropout": 0.1}, {}),
+  "s6": ("s6", {"state_dim": 64}, {}),
+  "ssd": ("ssd", {"state_dim": 64}, {}),
+}
+
+
+def get_config(variant: str) -> Train:
+  """A model of DSF (Sieber et al. 2024), figures 2 and 3, as Zoology's code trains it."""
+  mixer, options, others = VARIANTS[variant]
+  return Train(
+    model=Model(
+      mixer=mixer,
+      mixer_options=options,
+      embedding_norm=False,
+      embedding_dropout=0.1,
+      initialization="gpt2",
+      tie_embeddings=True,
+      dim=128,
+      num_layers=2,
+      num_heads=1,
+      vocab_size=8192,
+      dtype="float32",
+      **others,
+    ),
+    optimizer=Optimizer(
+      peak_lr=1e-3,
+      final_lr=0.0,
+      schedule="cosine",
+      b1=0.9,
+      b2=0.999,
+      weight_decay=0.1,
+      logit_penalty=0.0,
+    ),
+    data=Data(folder="-", tokenizer="bytes", train=("mqar",)),  # the rows are drawn
+    run_dir=f"runs/mqar-{variant}",
+    seq_len=LENGTH,
+    global_batch=BATCH,
+    steps=STEPS,
+    eval_every=STEPS,
+    checkpoint_every=STEPS,
+  )
