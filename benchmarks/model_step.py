@@ -46,7 +46,7 @@ from train.step import flops
 from train.step.model import build_model
 from train.step.state import init_state
 
-LOSS_TOLERANCE = 2e-2  # nats, of three steps: bfloat16 products round differently when recomputed
+LOSS_TOLERANCE = 2e-3  # nats, of three steps: bfloat16 products round differently when recomputed
 FIELDS = (
   "body", "who", "parameters", "step_ms", "tokens_per_second", "mfu", "peak_gib", "cold_s",
   "warm_s", "products_ms", "products_tflops", "kernels_ms", "rest_ms", "note",
@@ -117,9 +117,10 @@ def settings(body: Body, sizes: Sizes | None = None) -> Train:
       embedding_norm=False,
     ),
     optimizer=Optimizer(
-      # Slow: three steps without warm-up must not depend on how gradients are rounded.
-      peak_lr=1e-5,
-      final_lr=1e-6,
+      # Slow: three steps without warm-up must not depend on how gradients are rounded. Each lowers
+      # the loss by about 0.08, forty times the tolerance.
+      peak_lr=1e-6,
+      final_lr=1e-7,
       b1=0.9,
       b2=0.95,
       weight_decay=0.01,

@@ -10,7 +10,8 @@ partition too; "gla" is linear attention on the same k + 1 streams of T tokens, 
 can beat. "loop" is one linear attention per partition, in which the tokens of the others do
 nothing, one after the other. Each form is first compared at 256 tokens with the recurrence, token
 by token in float32 (output and all gradients); one that is wrong is not timed. Memory is what the
-compiler reserves: arguments, results and everything between.
+compiler reserves: arguments, results and everything between. A row is a process; they compile
+together and are timed alone (`benchmarks.turns`).
 
 The last lines are for the rule of `method=None`: where varlen takes less time than mask.
 """
@@ -18,7 +19,10 @@ The last lines are for the rule of `method=None`: where varlen takes less time t
 import argparse
 import functools
 import itertools
+import json
+import os
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -26,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import csv_rows
+from benchmarks import csv_rows, turns
 from lnssm_jax import ops
 
 FORMS = ("gla", "varlen", "mask", "loop")
@@ -39,8 +43,8 @@ FIELDS = ("form", "N", "tokens", "forward_ms", "backward_ms", "gib", "error", "n
 
 def inputs(T: int, N: int, *, heads: int, width: int, selected: int, dtype) -> dict:
   """Arrays of one row of T tokens in two documents."""
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+  keys = iter(jax.random.split(jax.random.key(0), 16))
+  normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)
   shape = (1, T, heads, width)
   x = {name: normal(*shape) for name in ("q", "v", "q_sparse")}
   soft = lambda z: jax.nn.softmax(z.astype(jnp.float32)).astype(dtype)
@@ -51,6 +55,11 @@ def inputs(T: int, N: int, *, heads: int, width: int, selected: int, dtype) -> d
   x["gates"], indices = jax.lax.top_k(eta, selected)
   segments = (jnp.arange(T) >= T // 2).astype(jnp.int32)[None]
   return x | {"indices": indices.astype(jnp.int32), "segments": segments}
+
+
+def arrays(T: int, N: int, sizes) -> dict:
+  """`inputs`, on the device."""
+  return jax.jit(functools.partial(inputs, T, N, **dict(sizes)))()
 
 
 def always_on(x, method=None):
@@ -131,10 +140,9 @@ def relative_error(got, want) -> float:
   return max(jax.tree.leaves(errors))
 
 
-@functools.cache
 def expected(N: int, sizes, tokens: int):
   """Output and gradients of the recurrence, in float32."""
-  x = inputs(tokens, N, **dict(sizes))
+  x = arrays(tokens, N, sizes)
   x = {n: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for n, a in x.items()}
   return jax.device_get(jax.jit(with_backward(lambda x: by_method(x, N, "gather")))(x))
 
@@ -144,8 +152,15 @@ def error_of(form: str, N: int, sizes) -> float | None:
   if form == "gla":
     return None
   run = jax.jit(with_backward(function(form, N, dict(sizes)["selected"])))
-  got = jax.device_get(run(inputs(CHECKED, N, **dict(sizes))))
-  return relative_error(got, expected(N, sizes, CHECKED))
+  return relative_error(jax.device_get(run(arrays(CHECKED, N, sizes))), expected(N, sizes, CHECKED))
+
+
+def compiled(form: str, N: int, T: int, sizes) -> dict:
+  """The programs of one row, by name."""
+  run = function(form, N, dict(sizes)["selected"])
+  x = jax.eval_shape(lambda: inputs(T, N, **dict(sizes)))
+  programs = {"forward": run, "backward": with_backward(run)}
+  return {name: jax.jit(program).lower(x).compile() for name, program in programs.items()}
 
 
 def milliseconds(program, x, *, calls: int, runs: int) -> float:
@@ -162,21 +177,20 @@ def milliseconds(program, x, *, calls: int, runs: int) -> float:
 def measure(form: str, N: int, T: int, sizes, args) -> dict:
   """One row."""
   row = {"form": form, "N": N, "tokens": T}
-  if form in ("mask", "loop") and args.most_rows < T * N:
-    return row | {"note": f"more than {args.most_rows} rows N T"}
   try:
     if (error := error_of(form, N, sizes)) is not None:
       row["error"] = f"{error:.1e}"
       if not error < LIMIT[args.dtype]:
         return row | {"note": f"wrong: the limit is {LIMIT[args.dtype]}"}
-    run = function(form, N, args.selected)
-    x = inputs(T, N, **dict(sizes))
-    for name, program in (("forward", run), ("backward", with_backward(run))):
-      compiled = jax.jit(program).lower(x).compile()
-      memory = compiled.memory_analysis()
+    programs = compiled(form, N, T, sizes)
+    if args.one:
+      turns.wait()
+    x = arrays(T, N, sizes)
+    for name, program in programs.items():
+      memory = program.memory_analysis()
       held = memory.argument_size_in_bytes + memory.output_size_in_bytes
       row["gib"] = f"{(held + memory.temp_size_in_bytes) / 2**30:.3f}"
-      row[f"{name}_ms"] = f"{milliseconds(compiled, x, calls=args.calls, runs=args.runs):.3f}"
+      row[f"{name}_ms"] = f"{milliseconds(program, x, calls=args.calls, runs=args.runs):.3f}"
   except Exception as reason:  # out of memory: the other rows go on
     row["note"] = " ".join(f"{type(reason).__name__}: {reason}".split())[:200]
   return row
@@ -209,6 +223,15 @@ def summary(rows: list[dict]) -> str:
   return "\n".join(lines)
 
 
+def command(form: str, N: int, T: int, args) -> list[str]:
+  """The process that measures one row."""
+  one = {"only": form, "partitions": N or args.partitions[0], "tokens": T}
+  names = ("heads", "width", "selected", "dtype", "calls", "runs")
+  given = one | {name: getattr(args, name) for name in names}
+  words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+  return [sys.executable, "-m", "benchmarks.sparse_state", "--one", *words]
+
+
 def main(arguments=None) -> list[dict]:
   """Measures, printing rows as they come; returns them."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -224,19 +247,30 @@ def main(arguments=None) -> list[dict]:
   parser.add_argument("--runs", type=int, default=5)
   parser.add_argument("--out", type=Path, help="a CSV file")
   parser.add_argument("--keep", action="store_true", help="measure only what --out lacks")
+  parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
   args = parser.parse_args(arguments)
   sizes = {"heads": args.heads, "width": args.width, "selected": args.selected}
   sizes = tuple((sizes | {"dtype": args.dtype}).items())
+  wanted = dict.fromkeys(
+    (form, 0 if form == "gla" else N, T)
+    for T, form, N in itertools.product(args.tokens, args.only, args.partitions)
+  )
+  if args.one:
+    ((form, N, T),) = wanted
+    row = measure(form, N or args.partitions[0], T, sizes, args)
+    print(json.dumps(row), flush=True)
+    return [row]
   rows = csv_rows.read(args.out, without=[""], column="form") if args.keep and args.out else []
   known = {(row["form"], int(row["N"]), int(row["tokens"])) for row in rows}
   print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
   print("  ".join(FIELDS), flush=True)
-  for T, form, N in itertools.product(args.tokens, args.only, args.partitions):
-    N = 0 if form == "gla" else N
-    if (form, N, T) in known:
-      continue
-    known.add((form, N, T))
-    row = measure(form, N or args.partitions[0], T, sizes, args) | {"N": N}
+  wanted = [row for row in wanted if row not in known]
+  fits = lambda form, N, T: form in ("varlen", "gla") or args.most_rows >= N * T
+  measured = turns.take([command(*row, args) for row in wanted if fits(*row)])
+  for form, N, T in wanted:
+    too_many = {"note": f"more than {args.most_rows} rows N T"}
+    row = next(measured) if fits(form, N, T) else too_many
+    row |= {"form": form, "N": N, "tokens": T}
     rows.append({field: row.get(field, "") for field in FIELDS})
     print("  ".join(str(value) or "-" for value in rows[-1].values()), flush=True)
     if args.out:
@@ -246,4 +280,5 @@ def main(arguments=None) -> list[dict]:
 
 
 if __name__ == "__main__":
+  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
   main()

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.reliability.faults import make_state
+from lnssm_jax.pretrained.files import digest_of
 from train.checkpoint import digests, step_folders, store, verify
 from train.checkpoint.store import CheckpointError, Checkpoints
 
@@ -110,7 +111,7 @@ def names_that_climb(root: Path) -> str | None:
   entry = {"bytes": 1, "sha256": digests.hashlib.sha256(b"s").hexdigest()}
   for name in ("../../../secret", str(secret), "./x", "a//b", "a/../../x"):
     content = {"folder": "20", "files": {name: entry}}
-    path.write_text(json.dumps(content | {"sha256": digests.digest_of(content)}))
+    path.write_text(json.dumps(content | {"sha256": digest_of(content)}))
     wrong = digests.damage(folder / "20")
     if wrong is None or "is not inside the folder" not in wrong:
       return f"{name}: {wrong}"
@@ -123,7 +124,7 @@ def odd_digests(root: Path) -> str | None:
   path = folder / "20" / digests.FILE
   for files in ([], {"a": []}, {"a": None}, {"a": {"bytes": "1", "sha256": ""}}, {"a": {}}, 3):
     content = {"folder": "20", "files": files}
-    path.write_text(json.dumps(content | {"sha256": digests.digest_of(content)}))
+    path.write_text(json.dumps(content | {"sha256": digest_of(content)}))
     if digests.damage(folder / "20") is None:
       return f"{files} passed"
   for text in ("[]", "[" * 100_000, '{"a": 1, "a": 1}', "\x00", ""):

@@ -32,8 +32,9 @@ import numpy as np
 from benchmarks.reliability import tiny_run
 from benchmarks.reliability.corruption import ODD, corrupt_bytes, corrupt_json, corrupt_value
 from benchmarks.reliability.escapes import SCENARIOS
+from lnssm_jax.pretrained import exports
+from lnssm_jax.pretrained.files import digest_of
 from train import config
-from train.checkpoint.digests import digest_of
 from train.cli.main import exit_code
 from train.config import apply_overrides
 from train.data import IndexedDataset, IndexedWriter, windows
@@ -225,7 +226,7 @@ class Exported(Target):
     model = config.Model(dim=8, num_layers=1, num_heads=2, vocab_size=17)
     params = jax.tree.map(
       lambda x: np.random.default_rng(0).standard_normal(x.shape).astype(x.dtype),
-      export.abstract_params(model),
+      exports.abstract_params(config.to_dict(model)),
     )
     self.folder = root / "exported"
     export.write(self.folder, model, params, load_tokenizer("bytes"), 3)
@@ -234,7 +235,7 @@ class Exported(Target):
   def corrupt(self, rng: random.Random) -> None:
     for path, raw in self.whole.items():
       path.write_bytes(raw)
-    manifest, tensors = self.folder / export.MANIFEST, self.folder / export.TENSORS
+    manifest, tensors = self.folder / exports.MANIFEST, self.folder / exports.TENSORS
     kind = rng.randrange(4)
     if kind == 0:
       manifest.write_bytes(corrupt_json(self.whole[manifest], rng))
@@ -267,8 +268,8 @@ class Exported(Target):
     return struct.pack("<Q", number) + changed + raw[8 + length :]
 
   def open(self) -> Any:
-    manifest, arrays = export.read(self.folder)
-    export.tokenizer_of(self.folder, manifest)
+    manifest, arrays = exports.read(self.folder)
+    exports.tokenizer_of(self.folder, manifest)
     return manifest, [x.tobytes() for x in jax.tree.leaves(arrays)]
 
 

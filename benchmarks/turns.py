@@ -1,0 +1,65 @@
+"""Processes that compile together and then run one after the other, each alone.
+
+    for result in turns.take([[sys.executable, "-m", "benchmarks.x", "--one", name], ...]):
+
+and in the process, when everything is compiled: `turns.wait()`, then measure and print one line of
+JSON. Lowering a kernel is work of one core in Python, which threads share; and a compiler at work
+slows what is timed, because it times kernels on the same GPU.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+AT_ONCE = 7  # processes that compile
+_READY = "ready for its turn"
+
+
+def wait() -> None:
+  """Returns when the process that called `take` says that it is this one's turn."""
+  print(_READY, flush=True)
+  sys.stdin.readline()
+
+
+def take(commands: Sequence[Sequence[str]], at_once: int = AT_ONCE) -> Iterator[dict[str, Any]]:
+  """The object that each command prints as its last line of JSON, in order.
+
+  One that fails yields {"note": the end of what it printed}. If the caller stops, all are killed.
+  """
+  with contextlib.ExitStack() as stack:
+    started: list[subprocess.Popen[str]] = []
+    printed: list[list[str]] = []
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    for number, command in enumerate(commands):
+      if number >= at_once:
+        _read(started[number - at_once], printed[number - at_once], until=_READY)
+      process = subprocess.Popen(command, **pipes, stderr=subprocess.STDOUT, text=True)
+      stack.enter_context(process)
+      stack.callback(process.kill)
+      started.append(process)
+      printed.append([])
+    for process, lines in zip(started, printed, strict=True):
+      _read(process, lines, until=_READY)
+    for process, lines in zip(started, printed, strict=True):
+      with contextlib.suppress(BrokenPipeError):  # it has failed, and says why
+        process.stdin.write("\n")
+        process.stdin.close()
+      _read(process, lines, until=None)
+      found = [line for line in lines if line.startswith("{")]
+      if process.wait() or not found:
+        yield {"note": " ".join(" ".join(lines).split())[-300:]}
+      else:
+        yield json.loads(found[-1])
+
+
+def _read(process, lines: list[str], until: str | None) -> None:
+  """Reads what is printed up to a line, which may have been read before; None: to the end."""
+  if until is not None and until in lines:
+    return
+  for line in process.stdout:
+    lines.append(line.strip())
+    if lines[-1] == until:
+      return
