@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "mutations.toml"
-SOURCES = ("lnssm_jax", "pallas_kernels", "train")
+SOURCES = ("lnssm_jax", "pallas_kernels", "train", "configs")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
 
 

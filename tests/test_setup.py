@@ -112,7 +112,7 @@ def test_docs_are_built_strictly_with_their_own_extra(project):
   log = with_copying_tools(project)
   fake_python(project / "bin" / "python3", log=log)
   assert make(project, "docs").returncode == 0
-  assert "--editable .[train,dev,docs]" in log.read_text()
+  assert "--editable .[train,dev,notebooks,docs]" in log.read_text()
   assert log.read_text().splitlines()[-1] == "-m mkdocs build --strict"
 
 

@@ -1,6 +1,7 @@
 """`python -m benchmarks.sparse_state` at a size for a CPU."""
 
 import csv
+import json
 
 import pytest
 
@@ -17,18 +18,41 @@ def run(tmp_path, *options):
   return rows
 
 
-def test_rows_are_compared_and_timed(tmp_path, monkeypatch):
+def one(*options):
+  return sparse_state.main([*SMALL, "--runs", "1", "--dtype", "float32", "--one", *options])[0]
+
+
+def test_a_row_is_compared_and_timed(monkeypatch, capsys):
+  turns = []
   monkeypatch.setattr(sparse_state, "CHECKED", 16)
-  rows = run(tmp_path, "--dtype", "float32", "--only", "gla", "mask")
-  assert [(row["form"], row["N"]) for row in rows] == [("gla", 0), ("mask", 4)]
-  for row in rows:
-    assert not row["note"]
-    assert float(row["forward_ms"]) > 0
-    assert float(row["backward_ms"]) > 0
-  assert float(rows[1]["error"]) < 2e-5
+  monkeypatch.setattr(sparse_state.turns, "wait", lambda: turns.append(1))
+  row = one("--only", "mask")
+  assert json.loads(capsys.readouterr().out) == row
+  assert float(row["forward_ms"]) > 0
+  assert float(row["backward_ms"]) > 0
+  assert float(row["error"]) < 2e-5
+  assert turns == [1]
+
+
+def test_a_wrong_form_is_not_timed(monkeypatch):
+  monkeypatch.setattr(sparse_state, "error_of", lambda *args: 0.5)
+  row = one("--only", "mask")
+  assert row["note"].startswith("wrong")
+  assert "forward_ms" not in row
+
+
+def test_rows_of_a_table_are_kept(tmp_path, monkeypatch):
+  measured = {"forward_ms": "1.0", "backward_ms": "2.0"}
+  monkeypatch.setattr(sparse_state.turns, "take", lambda commands: iter([measured] * len(commands)))
+  run(tmp_path, "--only", "gla", "mask")
+  measured["note"] = "again"
   kept = run(tmp_path, "--keep", "--only", "gla", "mask", "loop", "--most-rows", "1")
-  assert [row["form"] for row in kept] == ["gla", "mask", "loop"]
-  assert kept[2]["note"] == "more than 1 rows N T"
+  assert [(row["form"], str(row["N"])) for row in kept] == [
+    ("gla", "0"),
+    ("mask", "4"),
+    ("loop", "4"),
+  ]
+  assert [row["note"] for row in kept] == ["", "", "more than 1 rows N T"]
 
 
 @pytest.mark.slow
@@ -36,10 +60,3 @@ def test_every_form_is_right(tmp_path, capsys):
   rows = run(tmp_path, "--dtype", "float32")
   assert [row["note"] for row in rows] == [""] * 4
   assert "varlen N=4 / gla" in capsys.readouterr().out
-
-
-def test_a_wrong_form_is_not_timed(tmp_path, monkeypatch):
-  monkeypatch.setattr(sparse_state, "error_of", lambda *args: 0.5)
-  (row,) = run(tmp_path, "--only", "mask")
-  assert row["note"].startswith("wrong")
-  assert row["forward_ms"] == ""

@@ -77,7 +77,7 @@ def test_tokenize_files_independent_of_batches_and_threads(corpus, tmp_path, mon
   expected = None
   for batch, piece in ((1 << 21, 1 << 14), (1, 30), (1000, 100), (10**9, 10**9)):
     monkeypatch.setattr(tokenize, "BATCH", batch)
-    monkeypatch.setattr("train.data.tokenizers.PIECE", piece)
+    monkeypatch.setattr("lnssm_jax.pretrained.tokenizers.PIECE", piece)
     data = corpus.settings("bpe:270")
     prepare(data, force=True)
     found = corpus.contents(data.folder)

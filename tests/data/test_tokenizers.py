@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from lnssm_jax.pretrained import tokenizers as files
 from train.data import DataError, IndexedDataset, load_tokenizer
 from train.data import tokenizers as ours
 
@@ -189,9 +190,9 @@ def check_that_pieces_are_the_whole(tokenizer, monkeypatch):
   cuts = 0
   for seed in range(40):
     text = odd_text(np.random.default_rng(seed), 300)
-    monkeypatch.setattr(ours, "PIECE", 1 << 30)
+    monkeypatch.setattr(files, "PIECE", 1 << 30)
     whole = tokenizer.encode(text)
-    monkeypatch.setattr(ours, "PIECE", 5)
+    monkeypatch.setattr(files, "PIECE", 5)
     pieces = tokenizer.pieces(text)
     assert "".join(pieces) == text
     cuts += len(pieces) - 1

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lnssm_jax.frameworks import lcsm
+from tests.mixers import tiny
 from tests.mixers.helpers import relative_error
 
 T, K, D = 6, 3, 4
@@ -35,6 +36,17 @@ def printed(streams, initial, dy, product):
     gradients.append((cotangent @ i, do, states[t] @ dy[t], cotangent.T @ e))
     later = o * cotangent if elementwise else o @ cotangent
   return lcsm.Streams(*(np.stack(rows[::-1]) for rows in zip(*gradients, strict=True)))
+
+
+@pytest.mark.parametrize("product", lcsm.PRODUCTS)
+def test_backward_pass_of_complex_streams_equals_automatic_differentiation(product):
+  rotated = lambda z: z * np.exp(1j * np.random.default_rng(1).uniform(0, 6, z.shape))
+  with jax.enable_x64():
+    streams, initial, dy = jax.tree.map(rotated, drawn(product))
+    run = lambda streams, initial: lcsm.recurrence(streams, initial, product=product)[0]
+    want = jax.vjp(run, streams, initial)[1](jnp.asarray(dy))
+    got = lcsm.backward(streams, dy, initial, product=product)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), got, want)
 
 
 @pytest.mark.parametrize("product", lcsm.PRODUCTS)
@@ -90,3 +102,16 @@ def test_unknown_product_and_bad_cotangent_raise():
     lcsm.recurrence(streams, product="matrx")
   with pytest.raises(ValueError, match=r"dy has shape \(6, 3\)"):
     lcsm.backward(streams, dy[:, 1:])
+
+
+@pytest.mark.parametrize(
+  ("name", "rows"),
+  [
+    ("delta_net", ["token token token k x k"]),
+    ("mamba", ["token token token k x d"]),
+    ("gsa", ["token token token d", "token token token k"]),
+  ],
+)
+def test_description_says_what_depends_on_the_token(name, rows):
+  found = lcsm.describe(tiny.randomized(name))
+  assert [" ".join(filter(None, (d.e, d.o, d.s, d.axes))) for d in found] == rows

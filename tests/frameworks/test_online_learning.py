@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lnssm_jax.frameworks import online_learning
-from lnssm_jax.frameworks.online_learning import OBJECTIVES, Example
-from tests.mixers import plain_ops
+from lnssm_jax.frameworks import mix_with, online_learning
+from lnssm_jax.frameworks.online_learning import OBJECTIVES, STEPS, Example
+from lnssm_jax.mixers import MIXERS
+from tests.frameworks.test_layers import build
+from tests.mixers import plain_ops, tiny
 from tests.mixers.helpers import relative_error
 
 T, D, M = 6, 3, 4
@@ -81,6 +83,90 @@ def test_updates_are_the_steps_of_the_op_of_the_mixer(name):
   assert relative_error(states[-1], want) < 1e-13
 
 
+@pytest.mark.parametrize("name", [name for name, cls in MIXERS.items() if cls in STEPS])
+def test_mixer_is_the_learner_of_its_objective(name):
+  """The layer with the learner's states in place of its own."""
+  x = np.random.default_rng(1).normal(size=(T, tiny.DIM))
+  with jax.enable_x64():
+    mixer, params = build(name)
+
+    def learned(x):
+      objective, examples = online_learning.examples(mixer, x)
+      states, _ = jax.vmap(lambda one: online_learning.learn(objective, one))(examples)
+
+      def outputs(r):
+        read = jnp.einsum("htvk,thk->thv", states, r.s) / r.eta[..., None]
+        return read + r.direct * r.u
+
+      return mix_with(mixer, x, outputs)
+
+    got = jax.jit(learned)(x)
+  want = tiny.TINY[name].reference(params, x, **tiny.TINY[name].reference_options)
+  assert relative_error(got, want) < 1e-13
+
+
+def test_mixer_that_minimizes_no_objective_raises():
+  with pytest.raises(ValueError, match=r"mixer is a DeltaNet, whose step .*: LinearAttention,"):
+    online_learning.examples(tiny.starting("delta_net"), jnp.ones((T, tiny.DIM)))
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "longhorn"])
+def test_regret_is_the_errors_less_those_of_least_squares(name):
+  examples, _ = drawn(name)
+  with jax.enable_x64():
+    errors = np.asarray(online_learning.learn(name, examples)[1])
+    got = online_learning.regret(name, examples)
+  for t in range(1, T + 1):
+    keys, values = examples.key[:t], examples.value[:t]
+    best = np.linalg.lstsq(keys, values)[0]
+    want = np.sum(errors[:t]) - np.sum((keys @ best - values) ** 2)
+    np.testing.assert_allclose(got[t - 1], want, rtol=1e-10)
+
+
+def test_regret_of_exact_longhorn_stays_and_that_of_the_diagonal_one_grows():
+  """On a stream with a constant answer; each switch of the answer costs about as much again."""
+  draw = lambda kind: online_learning.stream(
+    kind, steps=400, key_dim=M, value_dim=D, period=200
+  )._replace(weight=jnp.full((400, D), 8.0))
+  with jax.enable_x64():
+    names = ("longhorn", "longhorn_diagonal")
+    exact, diagonal = (np.asarray(online_learning.regret(n, draw("fixed"))) for n in names)
+    errors = np.asarray(online_learning.learn("longhorn", draw("switching"))[1])
+  assert exact[-1] - exact[100] < 1e-6 * exact[100]
+  assert diagonal[-1] > 2 * diagonal[100] > 10 * exact[100]
+  assert errors[150:200].max() < 1e-6 < errors[200] and errors[350:].max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["fixed", "switching", "drifting", "recall"])
+def test_streams_have_the_answers_that_they_promise(kind):
+  steps, period = 64, 16
+  with jax.enable_x64():
+    draw = lambda noise: online_learning.stream(
+      kind, steps=steps, key_dim=3, value_dim=2, period=period, noise=noise
+    )
+    keys, values, weight = (z if z is None else np.asarray(z) for z in draw(0.0))
+    noisy = np.asarray(draw(0.1).value)
+  assert weight is None and keys.shape == (steps, 3) and values.shape == (steps, 2)
+  np.testing.assert_allclose(np.linalg.norm(keys, axis=1), 1)
+  assert np.std(noisy - values) == pytest.approx(0.1, rel=0.2)
+
+  def left(part):
+    """The share of the values that the best constant map does not explain."""
+    best = np.linalg.lstsq(keys[part], values[part])[0]
+    return np.linalg.norm(keys[part] @ best - values[part]) / np.linalg.norm(values[part])
+
+  whole, first = left(slice(None)), left(slice(period))
+  if kind == "fixed":
+    assert whole < 1e-13
+  if kind == "switching":
+    assert first < 1e-13 and whole > 0.1
+  if kind == "drifting":
+    assert 0.1 < first < whole and 0.3 < np.mean(values[-period:] ** 2) < 3
+  if kind == "recall":
+    pairs = np.unique(np.concatenate([keys, values], axis=1).round(9), axis=0)
+    assert len(pairs) == len(np.unique(keys.round(9), axis=0)) <= period and whole > 0.1
+
+
 def test_exact_longhorn_learns_a_linear_map_and_the_diagonal_one_keeps_an_error():
   """A stream of unit keys and their images; errors relative to those at the start."""
   rng = np.random.default_rng(0)
@@ -105,3 +191,12 @@ def test_bad_arguments_raise():
     online_learning.learn("gla", examples._replace(value=examples.value[1:]))
   with pytest.raises(ValueError, match=r"initial has shape \(4, 3\)"):
     online_learning.learn("gla", examples, old.T)
+  draw = lambda kind="fixed", **options: online_learning.stream(
+    kind, **{"steps": 4, "key_dim": 2, "value_dim": 2} | options
+  )
+  with pytest.raises(ValueError, match="did you mean 'fixed'"):
+    draw("fixd")
+  with pytest.raises(ValueError, match="steps=0"):
+    draw(steps=0)
+  with pytest.raises(ValueError, match="noise=-1"):
+    draw(noise=-1)

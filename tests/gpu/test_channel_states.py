@@ -33,7 +33,7 @@ SMALL = [
 @pytest.mark.parametrize(("case", "dtype"), SMALL, ids=str)
 @BOTH
 def test_channel_states_on_gpu_match_reference(name, case, dtype):
-  """Sequences of 1000 steps run in several parts."""
+  """Sequences of 1000 steps run in several splits."""
   assert_values_and_gradients(SCANS[name], case, dtype)
 
 

@@ -74,7 +74,7 @@ def test_channel_states_with_float32_rates_match_reference(name, monkeypatch):
 @BOTH
 def test_channel_states_in_splits_match_reference(name, segments, monkeypatch):
   case = Case(40, D=2, segments=segments, strength="extreme", chunk=None)
-  check(name, case, (F32, F32), monkeypatch, parts=2)
+  check(name, case, (F32, F32), monkeypatch, num_splits=2)
 
 
 def test_channel_states_num_splits_fills_every_sm():
@@ -94,23 +94,23 @@ SOME = [
 ]
 
 
-def run_of(name, *args, parts=None, **kwargs):
+def run_of(name, *args, num_splits=None, **kwargs):
   """The kernels on the public function's arguments."""
   call = dispatch.check(name, *args, **kwargs)
-  return SCANS[name][1].run(call.inputs, call.options, parts=parts)
+  return SCANS[name][1].run(call.inputs, call.options, num_splits=num_splits)
 
 
-def lowers(name, dtypes, N, segments, D, parts):
+def lowers(name, dtypes, N, segments, D, splits):
   case = Case(256, D=D, N=N, segments=segments, chunk=None)
   args, kwargs = drawn(name, case, DTYPES[dtypes])
   arrays = (args, {n: kwargs[n] for n in ("skip", "initial_state")})
 
   def run(arrays):
     args, options = arrays
-    return run_of(name, *args, **options, segment_ids=kwargs["segment_ids"], parts=parts)
+    return run_of(name, *args, **options, segment_ids=kwargs["segment_ids"], num_splits=splits)
 
   forward = len(kernels_traced(run, arrays))
-  assert forward >= (1 if parts == 1 else 2)
+  assert forward >= (1 if splits == 1 else 2)
   # The forward kernel may be needed once more, for the states that it keeps.
   assert kernels_in(jax.grad(lambda arrays: total(run(arrays))), arrays) >= 2 * forward
 
@@ -152,13 +152,13 @@ def test_channel_states_kernels_under_shard_map_keep_shapes(name):
   divided, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
   args, kwargs = drawn(name, Case(40, D=130, N=16, chunk=None), NARROW)
 
-  def loss(arrays, parts):
-    return total(run_of(name, *arrays[:-1], skip=arrays[-1], parts=parts))
+  def loss(arrays, num_splits):
+    return total(run_of(name, *arrays[:-1], skip=arrays[-1], num_splits=num_splits))
 
   inputs = (*args, kwargs["skip"])
   specs = tuple(divided if x.ndim == 3 else whole for x in inputs)
-  for parts in (1, 4):
-    gradient = jax.grad(functools.partial(loss, parts=parts))
+  for splits in (1, 4):
+    gradient = jax.grad(functools.partial(loss, num_splits=splits))
     sharded = jax.shard_map(gradient, mesh=mesh, in_specs=(specs,), out_specs=specs)
     traced = jax.eval_shape(sharded, inputs)
     assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)

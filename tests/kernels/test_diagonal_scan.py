@@ -67,10 +67,10 @@ def test_diagonal_scan_in_splits_matches_reference(case, monkeypatch):
   [SMALL, dataclasses.replace(SMALL, constant=True, complex_="x")],
   ids=str,
 )
-@pytest.mark.parametrize("parts", [1, 2])
-def test_diagonal_scan_kernels_in_splits_keep_packing_and_causality(case, parts, monkeypatch):
+@pytest.mark.parametrize("splits", [1, 2])
+def test_diagonal_scan_kernels_in_splits_keep_packing_and_causality(case, splits, monkeypatch):
   """An infinite number in one document reaches no other, across splits neither."""
-  monkeypatch.setattr(channels, "num_splits", lambda *sizes: parts)
+  monkeypatch.setattr(channels, "num_splits", lambda *sizes: splits)
   case = dataclasses.replace(case, T=100)
   inputs, others = drawn(case), drawn(case, seed=1)
   steps, compared = DIAGONAL_SCAN.over_time(case, inputs), DIAGONAL_SCAN.compared
@@ -133,11 +133,11 @@ def lowers(inputs, *, transformed=lambda f: f, **options):
 
 DTYPES = [(F32, F32), (BF16, BF16), (F32, BF16), (C64, C64), (C64, BF16), (F32, C64)]
 ALL = [
-  (*dtypes, constant, segments, parts)
+  (*dtypes, constant, segments, splits)
   for dtypes in DTYPES
   for constant in (False, True)
   for segments in (False, True)
-  for parts in (1, 4)
+  for splits in (1, 4)
 ]
 
 
@@ -151,10 +151,10 @@ ALL = [
 )
 def test_diagonal_scan_kernels_lower_for_cuda(configuration):
   """One kernel each for forward and gradient; two each with splits."""
-  decay, x, constant, segments, parts = configuration
+  decay, x, constant, segments, splits = configuration
   inputs = arguments(1000, decay, x, constant=constant, segments=segments)
-  passes = 1 if parts == 1 else 2
-  assert lowers(inputs, number_of_parts=parts) == (passes, 2 * passes)
+  passes = 1 if splits == 1 else 2
+  assert lowers(inputs, num_splits=splits) == (passes, 2 * passes)
 
 
 @pytest.mark.parametrize(

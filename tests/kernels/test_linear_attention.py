@@ -127,10 +127,10 @@ def test_every_transformation(decay):
   ],
   ids=str,
 )
-def test_a_sequence_in_parts(case, monkeypatch):
-  """As long ones are cut: here two parts, the last with a chunk of padding; and a CTA
+def test_a_sequence_in_splits(case, monkeypatch):
+  """As long ones are cut: here two splits, the last with a chunk of padding; and a CTA
   has up to four chunks, here of the three that there are."""
-  monkeypatch.setattr(config, "num_parts", lambda *sizes: 2)
+  monkeypatch.setattr(config, "num_splits", lambda *sizes: 2)
   monkeypatch.setattr(config, "chunks_per_cta", lambda chunks: 4)
   check(dataclasses.replace(case, chunk=None))
 

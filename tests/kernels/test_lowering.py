@@ -22,7 +22,7 @@ OPTIONS = [
   tuple(name for name, on in zip(("normalize", "bonus", "segments"), flags, strict=True) if on)
   for flags in itertools.product((False, True), repeat=3)
 ]
-# Each with both numbers of parts that a sequence is cut into.
+# Each with both numbers of splits that a sequence is cut into.
 ALL = [
   (decay, *widths, options, 1 if (n + m) % 2 else 8)
   for n, (decay, widths) in enumerate(itertools.product(DECAYS, WIDTHS))
@@ -52,17 +52,17 @@ def arguments(decay, K, V, options, T=1024, lead=()):
   return inputs, array(B, T, dtype=jnp.int32) if "segments" in options else None
 
 
-def run(inputs, segments, options, parts):
+def run(inputs, segments, options, num_splits):
   if segments is not None:
     segments = Segments(segments, segments)
   arguments = Inputs(**inputs, value_log_decay=None, segments=segments)
-  return pallas.run(arguments, Options("normalize" in options, scale=0.5), parts=parts)
+  return pallas.run(arguments, Options("normalize" in options, scale=0.5), num_splits=num_splits)
 
 
-def check(decay, K, V, options, parts, count=kernels_in):
+def check(decay, K, V, options, num_splits, count=kernels_in):
   """`count` is of the forward pass, which the gradient runs with more results."""
   inputs, segments = arguments(decay, K, V, options)
-  forward = lambda x, ids: run(x, ids, options, parts)
+  forward = lambda x, ids: run(x, ids, options, num_splits)
   gradient = jax.grad(lambda x, ids: total(forward(x, ids)))
   first = count(forward, inputs, segments)
   assert first >= 1

@@ -6,10 +6,10 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from lnssm_jax import ops
-from lnssm_jax.ops.core import dispatch
+from lnssm_jax.ops.core import dispatch, spmd
 from tests import devices
 from tests.ops.contract import tolerance
 from tests.ops.divided import PARTS
@@ -120,3 +120,18 @@ def test_a_part_decides_what_can_run(monkeypatch):
     with jax.sharding.use_abstract_mesh(where):
       jax.eval_shape(able, x)
   assert ["pallas_interpret" in names for names in found] == [False, True]
+
+
+@pytest.mark.parametrize(
+  ("shared", "heads", "axes"), [(4, 4, ("tensor",)), (2, 4, ("tensor",)), (1, 4, ()), (3, 6, None)]
+)
+def test_shared_heads_are_sharded_with_those_that_share_them(shared, heads, axes):
+  """One for all is replicated; three over two devices would leave a group on both."""
+  mesh = AbstractMesh((1, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+  q, v = (jax.ShapeDtypeStruct((2, 3, h, 5), jnp.bfloat16) for h in (shared, heads))
+  with jax.sharding.use_abstract_mesh(mesh):
+    division = spmd.division(("BTHK", "BTHV"), ("BTHV", "BH"), (q, v))
+  assert (division is None) == (axes is None)
+  if division is not None:
+    assert division._spec("BTHK", q.shape) == PartitionSpec((), (), axes, ())
+    assert division._spec("BTHV", v.shape) == PartitionSpec((), (), ("tensor",), ())

@@ -80,10 +80,10 @@ def test_wkv4_with_infinite_keys_and_rates_matches_reference():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [1, 2])
-def test_wkv4_kernels_in_splits_keep_packing_and_causality(parts, monkeypatch):
+@pytest.mark.parametrize("splits", [1, 2])
+def test_wkv4_kernels_in_splits_keep_packing_and_causality(splits, monkeypatch):
   """An infinite number in one document reaches no other, across splits neither."""
-  monkeypatch.setattr(channels, "num_splits", lambda *sizes: parts)
+  monkeypatch.setattr(channels, "num_splits", lambda *sizes: splits)
   inputs, others = drawn(SMALL), drawn(SMALL, seed=1)
   steps, compared, call = WKV4.over_time(SMALL, inputs), WKV4.compared, call_of(SMALL)
   run = jax.jit(lambda x, state, ids: call(x, initial_state=state, segment_ids=ids))
@@ -152,21 +152,21 @@ def lowers(inputs, *, transformed=lambda f: f, **options):
   [
     (BF16, True, 1),
     *(
-      pytest.param((dtype, segments, parts), marks=pytest.mark.slow)
+      pytest.param((dtype, segments, splits), marks=pytest.mark.slow)
       for dtype in (F32, BF16)
       for segments in (False, True)
-      for parts in (1, 4)
-      if (dtype, segments, parts) != (BF16, True, 1)
+      for splits in (1, 4)
+      if (dtype, segments, splits) != (BF16, True, 1)
     ),
   ],
   ids=str,
 )
 def test_wkv4_kernels_lower_for_cuda(configuration):
   """One kernel each for forward and gradient; two each with splits."""
-  dtype, segments, parts = configuration
-  passes = 1 if parts == 1 else 2
+  dtype, segments, splits = configuration
+  passes = 1 if splits == 1 else 2
   inputs = arguments(1000, dtype, segments=segments)
-  assert lowers(inputs, number_of_parts=parts) == (passes, 2 * passes)
+  assert lowers(inputs, num_splits=splits) == (passes, 2 * passes)
 
 
 @pytest.mark.slow

@@ -96,7 +96,8 @@ def delta_rule(
 
 
 def diagonal_scan(decay, x, *, initial_state=None, segment_ids=None, axis_name=None):
-  decay, x = wide(decay), wide(x)
+  x = wide(x)
+  decay = np.broadcast_to(wide(decay), x.shape)
   state = np.zeros_like(decay[:, 0] * x[:, 0]) if initial_state is None else initial_state.h
 
   def step(h, b, t):

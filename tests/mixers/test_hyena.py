@@ -70,6 +70,17 @@ def test_parameter_count_matches_formula():
   assert long == D**2 + D + 4 * 16 + 17 * D
 
 
+def test_hyena_of_a_higher_order_carries_each_convolution():
+  mixer, x = Hyena(DIM, max_length=9, order=3, filter_dim=4, rngs=nnx.Rngs(0)), inputs(1, 9)
+  whole, last = apply(mixer, x)
+  first, state = apply(mixer, x[:, :5])
+  second, state = apply(mixer, x[:, 5:], state)
+  np.testing.assert_allclose(np.concatenate([first, second], 1), whole, rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(state.recurrent.inputs, last.recurrent.inputs, rtol=1e-4, atol=1e-6)
+  with pytest.raises(ValueError, match="order=1 must be at least 2"):
+    Hyena(4, order=1, rngs=nnx.Rngs(0))
+
+
 def test_hyena_starts_as_published():
   params = split(Hyena(256, rngs=nnx.Rngs(0)))[1]
   np.testing.assert_array_equal(params["sine_gain"], np.ones(64))

@@ -32,9 +32,10 @@ ALL += [(f"1-{o}-1-0", {"coloring": "exchanged"}) for o in range(2, 6)]
 ALL += [("1-2-1-0", {"gate_logit_normalizer": 2.0}), ("0-9-1-0", {"gate_logit_normalizer": 2.0})]
 
 
-def make(code, options, dim=D, **dtypes):
+def make(code, options, dim=D, state_dim=K, **dtypes):
   """A layer with random parameters."""
-  build = lambda: LCSM(dim, code=code, state_dim=K, **options, **dtypes, rngs=nnx.Rngs(0))
+  sizes = {"dim": dim, "state_dim": state_dim}
+  build = lambda: LCSM(**sizes, code=code, **options, **dtypes, rngs=nnx.Rngs(0))
   graph, params = split(jax.eval_shape(build))
   random = np.random.default_rng(0)
   return nnx.merge(
@@ -131,9 +132,10 @@ def test_columns_with_the_same_keys_are_heads_unless_values_decay():
   assert shape("1-1-1-4", 512) == (1, 1, 128, 512)
 
 
-def test_wide_columns_in_heads_equal_the_recurrence():
-  """Two heads of 65 columns, and a constant decay by key."""
-  mixer = make("1-4-1-4", {}, dim=130)
+@pytest.mark.parametrize("state_dim", [K, 64, 128])
+def test_wide_columns_in_heads_equal_the_recurrence(state_dim):
+  """Two heads of 65 columns, and a constant decay by key; 64 and 128 rows are the paper's."""
+  mixer = make("1-4-1-4", {}, dim=130, state_dim=state_dim)
   x = jax.random.normal(jax.random.key(1), (1, T, 130))
   want = reference.lcsm(float64_params(mixer), np.float64(x[0]), code="1-4-1-4")
   assert relative_error(apply(mixer, x)[0][0], want) < 3e-6

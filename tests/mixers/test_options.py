@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax.mixers import DSS, GLA, HGRN, HGRN2, QLSTM, RWKV5, S5, Hyena, QLSTMReversed
+from lnssm_jax.mixers import (
+  DSS,
+  GLA,
+  HGRN,
+  HGRN2,
+  QLSTM,
+  RWKV5,
+  RWKV6,
+  S5,
+  Hyena,
+  QLSTMReversed,
+)
 from tests.devices import result_of
 from tests.mixers.helpers import apply, relative_error
 from tests.mixers.references import (
@@ -46,11 +57,21 @@ CASES = {
     LENGTH | {"filter_dim": 4, "use_bias": True},
     functools.partial(long_convolutions.hyena, **LENGTH),
   ),
+  "hyena, order": (
+    Hyena,
+    LENGTH | {"filter_dim": 4, "order": 4},
+    functools.partial(long_convolutions.hyena, **LENGTH, order=4),
+  ),
   "qlstm, as printed": (QLSTM, {"variant": "paper"}, qlstm.qlstm_printed),
   "rwkv5, per head": (
     RWKV5,
     HEADS | LAYER | {"decay": "head"},
     functools.partial(rwkv.rwkv5, **HEADS),
+  ),
+  "rwkv6, narrow keys": (
+    RWKV6,
+    HEADS | LAYER | {"expand_k": 0.5, "mix_rank": 2, "gate_rank": 2},
+    functools.partial(rwkv.rwkv6, **HEADS),
   ),
   "s5, tanh": (
     S5,

@@ -166,13 +166,21 @@ def test_logits_in_bfloat16_are_summed_and_returned_in_float32():
   np.testing.assert_allclose(model.logits(hidden), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["layer", "rms"])
+@pytest.mark.parametrize("name", NORMS)
 def test_norms_have_an_epsilon_of_1e_5_under_the_root(name):
   x = 1e-3 * np.random.default_rng(0).normal(size=(3, 5))
-  x = x - x.mean(-1, keepdims=True) if name == "layer" else x
   norm = NORMS[name](5)
+  x = x if name == "rms" else x - x.mean(-1, keepdims=True)
   want = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-5)
   np.testing.assert_allclose(norm(jnp.float32(x)), want, rtol=1e-4)
+
+
+def test_layer_norm_without_bias_subtracts_the_mean_and_has_a_scale_only():
+  norm = NORMS["layer_without_bias"](5)
+  assert list(nnx.to_pure_dict(nnx.state(norm, nnx.Param))) == ["scale"]
+  x = np.random.default_rng(0).normal(size=(3, 5))
+  want = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+  np.testing.assert_allclose(norm(jnp.float32(x + 3)), want, rtol=1e-4)
 
 
 def test_norm_eps_is_that_of_all_norms_of_the_model():

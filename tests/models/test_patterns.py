@@ -51,7 +51,7 @@ def test_layers_of_a_pattern_repeat_it(num_layers):
   model = hybrid(num_layers)
   x = embed(model)
   for layer in range(num_layers):
-    block = jax.tree.map(lambda leaf: leaf[layer // 3], model.blocks[str(layer % 3)])  # noqa: B023
+    block = model.layer(layer)
     assert type(block.mixer).__name__ == ("RGLRU", "RGLRU", "LNSSM")[layer % 3]
     x = run_block(block, x)
   got, _ = apply(model, TOKENS)
@@ -175,3 +175,9 @@ def test_tied_embedding_is_the_head():
 def test_bad_options_raise_and_are_named(options, message):
   with pytest.raises(ValueError, match=message):
     LanguageModel(**SIZES | {"num_layers": 2} | options, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("number", [-1, 4, 1.0, "0"])
+def test_layer_that_does_not_exist_raises(number):
+  with pytest.raises(ValueError, match=rf"layer={number!r} does not exist; there are 4, from 0 to"):
+    hybrid(4).layer(number)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from lnssm_jax import sharding
 from lnssm_jax.mixers import MIXERS
-from lnssm_jax.models import LanguageModel
+from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel
 from tests import devices
 from tests.mixers.helpers import split
 from tests.mixers.tiny import initial
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from lnssm_jax import sharding
-from lnssm_jax.models import LanguageModel
+from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel
 
 def build(key):
   return LanguageModel(vocab_size=37, dim=8, num_layers=2, num_heads=2, rngs=nnx.Rngs(key))
@@ -69,6 +69,10 @@ def _axes_of_width(shape) -> tuple[int, int]:
 
 def test_every_matrix_is_sharded_once_and_every_vector_is_replicated():
   trees = blocks_of_every_mixer() | {"model": params()}
+  for name in ("gpt2", "swiglu"):
+    mlp = CHANNEL_MIXERS[name]
+    layer = jax.eval_shape(lambda mlp=mlp: mlp(8, hidden=24, use_bias=True, rngs=nnx.Rngs(0)))
+    trees[name] = {"channel_mixer": split(layer)[1]}
   wrong = []
   for mixer, tree in trees.items():
     specs = jax.tree.leaves(sharding.param_specs(tree), is_leaf=lambda x: isinstance(x, P))

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import mnist
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import VisionModel, count_parameters
 from lnssm_jax.models.vision_model import SHARED, Bidirectional, patches
@@ -94,19 +93,6 @@ def test_model_classifies_and_has_gradients(mixer):
   gradients = jax.jit(jax.grad(loss))(model)
   chex.assert_tree_all_finite(gradients)
   assert gradients.class_token[...].any() and gradients.positions[...].any()
-
-
-@pytest.mark.slow
-def test_training_on_digits_learns(tmp_path):
-  """The smoke run's own code, on made-up digits: their mean brightness is their label."""
-  rng = np.random.default_rng(0)
-  labels = rng.integers(0, 10, 64).astype(np.uint8)
-  pixels = np.minimum(25 * labels[:, None, None] + rng.integers(0, 20, (64, 28, 28)), 255)
-  file = tmp_path / "digits.npz"
-  arrays = {"train_x": pixels.astype(np.uint8), "train_y": labels}
-  np.savez(file, **arrays, test_x=arrays["train_x"], test_y=labels)
-  options = ["--steps", "40", "--batch", "16", "--test", "64"]
-  assert mnist.main(["--data", str(file), *options]) > 0.3  # chance is 0.1
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,9 @@ def _tnl():
   return layer(DIM, 2, layer_idx=1, num_layers=3)
 
 
-def _hyena():
-  layer = _load("safari/standalone_hyena.py").HyenaOperator(DIM, l_max=8, filter_order=4)
+def _hyena(order=2):
+  operator = _load("safari/standalone_hyena.py").HyenaOperator
+  layer = operator(DIM, l_max=8, order=order, filter_order=4)
   # Learned there, at a rate of 1e-5.
   positions = layer.filter_fn.pos_emb
   z = positions.z.detach()
@@ -61,6 +62,6 @@ def cases():
   first = lambda out: out[0] if isinstance(out, tuple) else out
   call = lambda module, x: first(module(x))
   layers = {"tnl_lightning": _tnl(), "hyena_safari": _hyena(), "rwkv5_x051a": _rwkv5()}
-  layers |= {"dss_authors": _dss()}
+  layers |= {"dss_authors": _dss(), "hyena_safari_order": _hyena(order=3)}
   assert torch.get_default_dtype() == torch.float64
   return {name: (layer, call) for name, layer in layers.items()}

@@ -145,10 +145,13 @@ def cases():
   hgrn2 = functools.partial(
     fla.layers.hgrn2.HGRN2Attention, hidden_size=DIM, expand_ratio=4, layer_idx=1
   )
-  rwkv6 = fla.layers.rwkv6.RWKV6Attention(
-    hidden_size=DIM, num_heads=2, expand_k=1.0, proj_low_rank_dim=2, gate_low_rank_dim=3
-  )
-  rwkv6.gate_fn = F.silu
+
+  def rwkv6(expand_k):
+    sizes = {"hidden_size": DIM, "num_heads": 2, "expand_k": expand_k}
+    module = fla.layers.rwkv6.RWKV6Attention(**sizes, proj_low_rank_dim=2, gate_low_rank_dim=3)
+    module.gate_fn = F.silu
+    return module
+
   eps = {"norm_eps": 1e-6}
   plain = lambda module, x: module(x)[0]
   bound = torch.from_numpy(0.4 + 0.1 * numbers("hgrn2_fla/lower_bound", (DIM,)))
@@ -182,6 +185,7 @@ def cases():
     "gsa_fla_grouped": (gsa(num_kv_heads=1, feature_map="relu", use_short_conv=True), plain),
     "retnet_fla": (retention(**eps), plain),
     "retnet_fla_affine": (retention(elementwise_affine=False, num_kv_heads=1), plain),
-    "rwkv6_fla": (rwkv6, plain),
+    "rwkv6_fla": (rwkv6(1.0), plain),
+    "rwkv6_fla_narrow": (rwkv6(0.5), plain),
     "hgrn2_fla": (hgrn2(), lambda module, x: module(x, lower_bound=bound)[0]),
   }

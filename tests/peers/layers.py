@@ -172,8 +172,12 @@ def tnl(theirs: Arrays) -> dict[str, Any]:
 
 
 def hyena(theirs: Arrays) -> dict[str, Any]:
-  """Their first stream is the output gate, ours the second."""
-  swapped = lambda x: np.concatenate([x[..., DIM : 2 * DIM], x[..., :DIM], x[..., 2 * DIM :]], -1)
+  """Their gates are in the order opposite to ours, the output's first."""
+
+  def swapped(x):
+    *gates, value = np.split(x, x.shape[-1] // DIM, -1)
+    return np.concatenate([*gates[::-1], value], -1)
+
   ours = named(theirs, o_proj="out_proj")
   for name, convert, source in (("in_proj", linear, "in_proj"), ("conv", conv, "short_filter")):
     ours[name] = {key: swapped(value) for key, value in convert(theirs, source).items()}
@@ -205,6 +209,8 @@ MAMBA = {"state_dim": 3, "gate_rank": 2}
 MAMBA2 = {"state_dim": 3, "head_dim": 4}
 FALCON_H1 = MAMBA2 | {"num_groups": 2, "norm_eps": 1e-5}
 GRIFFIN = HEADS | {"use_bias": True}
+FLA_RWKV6 = HEADS | {"mix_rank": 2, "gate_rank": 3, "norm_eps": 1e-5 / 64}
+SAFARI = {"max_length": 8, "filter_dim": 4, "use_bias": True}
 # A bound b of ours is a share 1 - exp(-b^2); fla passes the share.
 LOWER_BOUND = 0.4 + 0.1 * numbers("hgrn2_fla/lower_bound", (DIM,))
 
@@ -284,14 +290,16 @@ PEERS = {
     {"bound": np.sqrt(-np.log1p(-LOWER_BOUND))},
   ),
   # Ours divides by 8 before the norm, whose eps is then 64 times smaller.
-  "rwkv6_fla": Peer("rwkv6", HEADS | {"mix_rank": 2, "gate_rank": 3, "norm_eps": 1e-5 / 64}, rwkv6),
+  "rwkv6_fla": Peer("rwkv6", FLA_RWKV6, rwkv6),
+  "rwkv6_fla_narrow": Peer("rwkv6", FLA_RWKV6 | {"expand_k": 0.5}, rwkv6),
   "tnl_lightning": Peer(
     "tnl",
     HEADS | {"layer": 1, "num_layers": 3, "positions": "none"},
     tnl,
     {"fixed_log_rate": np.log([2**-4, 2**-8]) + np.log(0.5 + 1e-5)},
   ),
-  "hyena_safari": Peer("hyena", {"max_length": 8, "filter_dim": 4, "use_bias": True}, hyena),
+  "hyena_safari": Peer("hyena", SAFARI, hyena),
+  "hyena_safari_order": Peer("hyena", SAFARI | {"order": 3}, hyena),
   "dss_authors": Peer("dss", {"state_dim": 3, "separate_steps": True}, dss),
   "rwkv5_x051a": Peer("rwkv5", HEADS | {"layer": 1, "num_layers": 3, "decay": "head"}, rwkv5),
   "retnet_torchscale": Peer(

@@ -21,7 +21,8 @@ from tests.peers.numbers import DIM, cotangent, inputs, parameter
 
 FOLDER = Path(__file__).parent / "golden"
 TOLERANCE = 1e-12
-TOLERANCES = {"hyena_safari": 1e-6}  # of ours, the features of lags are float32
+# Of ours, the features of lags are float32.
+TOLERANCES = {"hyena_safari": 1e-6, "hyena_safari_order": 1e-6}
 
 # Layers whose options change the state; the others decode as their mixer does by default.
 DECODED = (

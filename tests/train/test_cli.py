@@ -1,17 +1,20 @@
 """The command line: output, error messages and exit codes of each command."""
 
+import dataclasses
 import json
 import os
 
 import numpy as np
 import pytest
 
+from lnssm_jax.pretrained import texts
 from train import loop
+from train.cli import commands
 from train.cli.main import main
-from train.config import from_dict
+from train.config import Sample, from_dict
 from train.data.tokenizers import load_tokenizer
 from train.logging.metric_reader import DivergedError
-from train.runs import text_generation
+from train.runs.loading import sampling_options
 from train.runs.run_folder import RunFolder
 
 
@@ -119,6 +122,25 @@ def test_cli_failed_run_is_exit_code_1(tiny, config_file, monkeypatch, capsys):
   assert capsys.readouterr().err == "error: loss is nan at step 3\n"
 
 
+@pytest.mark.parametrize(("name", "code"), [("generate", 0), ("fit", 1), ("verify", 1)])
+def test_cli_dead_reader_is_no_success_of_work(name, code, monkeypatch, capsys):
+  def broken(options):
+    raise BrokenPipeError
+
+  monkeypatch.setattr(commands, name, broken)
+  needed = {"fit": ["--config", "x"], "verify": ["x"]}
+  assert run(name, *needed.get(name, [])) == code
+
+
+def test_cli_run_stopped_by_hangup_is_exit_code_129(tiny, config_file, monkeypatch):
+  stopped = loop.Result(3, "SIGHUP", [], {})
+  monkeypatch.setattr(loop, "fit", lambda *_, **__: stopped)
+  fit = ("fit", "--config", config_file(tiny()))
+  assert run(*fit) == 129
+  monkeypatch.setattr(loop, "fit", lambda *_, **__: dataclasses.replace(stopped, stopped_by=None))
+  assert run(*fit) == 0
+
+
 def test_evaluate_prints_loss_of_training(trained, capsys):
   capsys.readouterr()
   assert run("evaluate", "--run-dir", trained.run_dir, "--json") == 0
@@ -137,7 +159,8 @@ def test_evaluate_prints_loss_of_training(trained, capsys):
 def test_verify_damaged_checkpoint_found(trained, capsys):
   capsys.readouterr()
   assert run("verify", trained.run_dir) == 0
-  ten, twelve = capsys.readouterr().out.splitlines()
+  ten, twelve, *sets = capsys.readouterr().out.splitlines()
+  assert sets == ["text train  intact", "text validation  intact"]
   assert ten.startswith("step 10  intact, ") and twelve.startswith("step 12  intact, ")
   with open(f"{trained.run_dir}/checkpoints/12/params/_METADATA", "ab") as file:
     file.write(b" ")
@@ -149,6 +172,22 @@ def test_verify_damaged_checkpoint_found(trained, capsys):
   capsys.readouterr()
   assert "no checkpoint of step 3" in usage_error(capsys, "verify", trained.run_dir, "--adopt", 3)
   assert "no checkpoint in" in usage_error(capsys, "verify", "/nowhere")
+
+
+def test_verify_changed_text_found(tiny, tmp_path, capsys):
+  cfg = tiny(data__folder=str(tmp_path / "tokens"))
+  loop.fit(cfg)
+  path = tmp_path / "tokens" / "train.bin"
+  path.write_bytes(b"z" + path.read_bytes()[1:])
+  (tmp_path / "tokens" / "validation.json").unlink()
+  capsys.readouterr()
+  assert run("verify", cfg.run_dir) == 1
+  lines = capsys.readouterr().out.splitlines()[-2:]
+  assert lines[0].startswith("text train  DAMAGED: ")
+  assert lines[1] == "text validation  no digest to compare with"
+  path.unlink()
+  assert run("verify", cfg.run_dir) == 0
+  assert "text train  not on this machine" in capsys.readouterr().out
 
 
 def test_doctor_problems_found(tiny, config_file, capsys):
@@ -190,8 +229,9 @@ def test_stream_multibyte_character_not_split(monkeypatch):
     assert prompts == [[10]]  # an empty prompt starts on a new line
     return iter(np.array([[t] for t in [*made, tokenizer.end_of_text, 65]]))
 
-  monkeypatch.setattr(text_generation.generate, "stream", fake)
-  pieces = list(text_generation.stream(None, tokenizer, "", text_generation.config.Sample()))
+  options = sampling_options(Sample(), tokenizer, 0)
+  monkeypatch.setattr(texts.generate, "stream", fake)
+  pieces = list(texts.stream(None, tokenizer, "", options))
   assert "".join(pieces) == tokenizer.decode(made)
   assert all("\ufffd" not in piece for piece in pieces[: len(text.encode())])
   assert len([piece for piece in pieces if piece]) > 10

@@ -1,7 +1,9 @@
 """The models of the configs: their numbers of parameters, and small ones that train."""
 
-import dataclasses
 import functools
+import json
+import re
+import runpy
 from pathlib import Path
 
 import jax
@@ -9,64 +11,108 @@ import numpy as np
 import pytest
 
 from lnssm_jax.models import count_parameters
+from train import config
 from train.cluster import device_mesh
-from train.config import apply_overrides, load_config
+from train.config import Model, Train, Vision, apply_overrides, load, load_config, to_dict
 from train.step.model import build_model, model_graph
 from train.step.optimizer import make_optimizer
 from train.step.state import init_state
 from train.step.train_step import make_train_step
+from train.vision import loop as vision
 
 ROOT = Path(__file__).parents[2]
-SSE_SWA = "sse,sliding_window_attention,sse,sliding_window_attention,softmax_attention"
-SHALLOW = ["model.num_layers=12", "model.channel_mixer=swiglu"]
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+
+
+def variants(path: Path) -> list[str]:
+  """A config file's variants, as docs/configs.md names them; of a file without any, its name."""
+  names = runpy.run_path(str(path), run_name="config").get("VARIANTS", ())
+  return [f"{path.name}:{name}" for name in names] or [path.name]
+
+
+def rows() -> dict[str, list[str]]:
+  """The cells of docs/configs.md after the first, by the config that the first names."""
+  found = {}
+  for line in (ROOT / "docs" / "configs.md").read_text().splitlines():
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    for name in re.findall(r"`(\w+\.py(?::[\w-]+)?)`", cells[0]) if len(cells) == 5 else ():
+      assert name not in found
+      found[name] = cells[1:]
+  return found
+
+
+@functools.cache  # many variants have the same model
+def count_of(model: str, is_vision: bool) -> int:
+  values = json.loads(model)
+  if is_vision:
+    build = functools.partial(vision.build_model, config.vision.Model(**values))
+  else:
+    build = functools.partial(build_model, Model(**values))
+  return count_parameters(jax.eval_shape(build, jax.random.key(0)))
+
+
+def test_page_of_configs_has_every_variant(monkeypatch):
+  monkeypatch.setenv("LNSSM_DATA", "folder")
+  assert sorted(rows()) == sorted(name for path in CONFIGS for name in variants(path))
+
+
+@pytest.mark.parametrize("name", rows())
+def test_config_model_has_the_parameters_that_the_page_says(name, monkeypatch):
+  monkeypatch.setenv("LNSSM_DATA", "folder")
+  _, printed, here, difference = rows()[name]
+  is_vision = name.startswith("vision")
+  model = load(ROOT / "configs" / name, Vision if is_vision else Train).model
+  count = count_of(json.dumps(to_dict(model)), is_vision)
+  assert here == f"{count:,}"
+  if printed:
+    millions, decimals = float(printed), len(printed.partition(".")[2])
+    same = round(count / 1e6, decimals) == millions
+    assert difference.startswith("none" if same else f"{count / 1e6 - millions:+.1f}M, ")
+
+
+SMALL = {"model.dim": 16, "model.num_heads": 2, "model.vocab_size": 50, "model.dtype": "float32"}
+SMALL |= {"seq_len": 16, "global_batch": 2, "accumulate": 1, "steps": 3, "model.remat": "none"}
+SMALL |= {"optimizer.warmup_steps": 1, "optimizer.peak_lr": 1e-2, "optimizer.final_lr": 1e-2}
+SMALL["data.tokenizer"] = "tokenizer.json"
+
+TRAINED = ["longhorn.py:retnet-120m-1024", "sse.py:mom-n4k1-800m"]
+TRAINED_IF_SLOW = [
+  *(f"longhorn.py:{name}-350m-4096" for name in ("longhorn", "mamba", "llama", "gla", "rwkv")),
+  *(f"sse.py:{name}-600m" for name in ("sse-n4k2", "gdn", "gla-h", "sse-h", "sse-swa-h")),
+  *(f"dsf_wikitext103.py:{name}" for name in ("softmax", "linear", "normalized", "s6", "ssd")),
+  *(f"lnssm_72m.py:{name}" for name in ("lnssm", "rwkv4", "rwkv5", "mamba2", "transformer")),
+  *(f"lnssm_72m.py:{name}-original" for name in ("rwkv4", "rwkv5", "mamba2")),
+  "sse.py:mom-n4k2-800m",
+  "lcsm_wikitext103.py",
+]
+
+
+def pattern_of(model: Model) -> tuple[str, ...]:
+  return (model.mixer,) if isinstance(model.mixer, str) else model.mixer
+
+
+def small(name: str) -> Train:
+  """The config with one layer of each mixer of its pattern, and sizes that go with 16 channels."""
+  cfg = load_config(ROOT / "configs" / name)
+  model, settings = cfg.model, dict(SMALL)
+  settings["model.num_layers"] = len(pattern_of(model))
+  if model.channel_mixer != "none":
+    settings["model.channel_hidden"] = 24
+  if model.learned_positions:
+    settings["model.learned_positions"] = 16
+  if model.mixer == "mamba2":
+    settings["model.mixer_options.head_dim"] = 16
+  for option, size in {"rotary_width": 2, "expand_v": 1.75, "state_dim": 8}.items():
+    if option in model.mixer_options:
+      settings[f"model.mixer_options.{option}"] = size
+  return apply_overrides(cfg, [f"{name}={value}" for name, value in settings.items()])
 
 
 @pytest.mark.parametrize(
-  ("name", "changes", "count"),
-  [
-    ("lnssm_72m", [], 71_963_648),
-    ("longhorn_128m", [], 128_563_968),
-    ("longhorn_128m", ["model.num_layers=48", "model.dim=1024"], 369_968_128),
-    ("longhorn_128m", ["model.mixer=mamba"], 129_153_792),
-    ("longhorn_128m", [*SHALLOW, "model.mixer=gla", "model.num_heads=4"], 123_815_424),
-    ("longhorn_128m", [*SHALLOW, "model.mixer=softmax_attention"], 123_587_328),
-    ("lnssm_1b3", [], 1_374_658_560),
-    ("sse_600m", [], 629_837_824),
-    ("sse_2b", [], 2_021_294_592),
-    ("sse_h_600m", [], 627_453_440),
-    ("sse_h_600m", [f"model.mixer={SSE_SWA}"], 621_492_480),
-    ("mom_800m", [], 846_180_352),
-    ("sse_600m", ["model.mixer=gla"], 616_136_704),
-    ("sse_600m", ["model.mixer=softmax_attention"], 615_531_520),
-    ("sse_2b", ["model.mixer=gla"], 1_998_173_952),
-    ("sse_2b", ["model.mixer=softmax_attention"], 1_997_155_584),
-  ],
+  "name", [*TRAINED, *(pytest.param(name, marks=pytest.mark.slow) for name in TRAINED_IF_SLOW)]
 )
-def test_config_models_parameter_counts_match_papers(name, changes, count):
-  """LNSSM, section 5; Longhorn (Liu et al. 2024), table 2; SSE (Pan et al. 2025), table 1."""
-  config = apply_overrides(load_config(ROOT / f"configs/{name}.py"), changes)
-  model = jax.eval_shape(functools.partial(build_model, config.model), jax.random.key(0))
-  assert count_parameters(model) == count
-
-
-SMALL = {"dim": 16, "num_heads": 2, "vocab_size": 50, "channel_hidden": 24, "dtype": "float32"}
-
-
-@pytest.mark.parametrize(
-  ("name", "num_layers"),
-  [
-    ("mom_800m", 1),
-    pytest.param("sse_600m", 2, marks=pytest.mark.slow),
-    pytest.param("sse_2b", 2, marks=pytest.mark.slow),
-    pytest.param("sse_h_600m", 6, marks=pytest.mark.slow),
-  ],
-)
-def test_config_with_small_sizes_trains_three_steps(name, num_layers):
-  cfg = load_config(ROOT / f"configs/{name}.py")
-  model = dataclasses.replace(cfg.model, **SMALL, num_layers=num_layers)
-  rest = {"seq_len": 16, "global_batch": 2, "accumulate": 1, "steps": 3}
-  optimizer = dataclasses.replace(cfg.optimizer, warmup_steps=0, peak_lr=1e-2, final_lr=1e-2)
-  cfg = dataclasses.replace(cfg, model=model, optimizer=optimizer, **rest)
+def test_config_with_small_sizes_trains_three_steps(name):
+  cfg = small(name)
   mesh = device_mesh.make_mesh(cfg)
   step = make_train_step(cfg, model_graph(cfg.model), make_optimizer(cfg.optimizer, 3)[0], mesh)
   state = init_state(cfg, mesh)
@@ -77,10 +123,10 @@ def test_config_with_small_sizes_trains_three_steps(name, num_layers):
   for _ in range(3):
     state, metrics = step(state, batch)
     losses.append(float(metrics["loss"]))
-    routed = [output for output in metrics["aux"] if output is not None]
-    assert len(routed) == num_layers - (name == "sse_h_600m")
+    routed = [output for output in metrics.get("aux", ()) if output is not None]
+    assert len(routed) == sum(mixer in ("sse", "mom") for mixer in pattern_of(cfg.model))
     for output in routed:
       assert output.share.shape == (4,)
-      assert np.isclose(output.share.sum(), 1)
+      assert np.isclose(output.share.sum(), cfg.model.mixer_options.get("num_selected", 1))
       assert output.loss > 0
-  assert losses[2] < losses[1] < losses[0]
+  assert losses[2] < losses[0]

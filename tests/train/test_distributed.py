@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from train import loop
 from train.checkpoint.store import newest_step
-from train.cluster import doctor
+from train.cluster import agreement, doctor
 from train.cluster.launcher import LaunchError, detect
 from train.data.windows import TokenWindows, eval_batches, train_batches
 from train.runs.run_folder import RunFolder
@@ -147,21 +148,59 @@ def wait_for(process, text):
   raise AssertionError("".join(lines) + process.stderr.read())
 
 
-def test_two_processes_one_run_stops_together(tiny, config_file, command, tmp_path):
-  options = {"eval_every": 6, "checkpoint_every": 1000, "mesh__data": -1}
-  cfg = tiny(steps=5000, **options)
-  fit = ("-W", "default", "-m", "train", "fit", "--config", config_file(cfg))
+def two_processes(command, *configs):
+  """Starts `fit` with a config file in each of two processes of one run."""
   address = f"localhost:{free_port()}"
-  processes = [
+  return [
     command(
-      *fit,
+      *("-W", "default", "-m", "train", "fit", "--config", config),
       JAX_COORDINATOR_ADDRESS=address,
       JAX_NUM_PROCESSES="2",
       JAX_PROCESS_ID=str(i),
       PYTHONUNBUFFERED="1",
     )
-    for i in range(2)
+    for i, config in enumerate(configs)
   ]
+
+
+def test_two_processes_other_settings_end_both(tiny, config_file, command):
+  cfg, other = (tiny(steps=steps, mesh__data=-1) for steps in (8, 9))
+  processes = two_processes(command, config_file(cfg), config_file(other, "other.py"))
+  errors = [process.communicate(timeout=60)[1] for process in processes]
+  assert all(process.returncode for process in processes)
+  assert "settings.steps: 8 in process 0, 9 in process 1\n" in errors[0]
+  assert not (Path(cfg.run_dir) / "config.json").exists()
+
+
+def test_disagreement_names_process_fields_and_values():
+  expected = {"seed": 1, "versions.jax": "a", "data.train": "x"} | {f"m{i}": 0 for i in range(9)}
+  message = agreement.disagreement(3, expected, {"seed": 2, "versions.jax": "a"} | {"new": None})
+  assert "\n  data.train: 'x' in process 0, nothing in process 3\n" in message
+  assert "versions.jax" not in message
+  assert "\n  ... and 4 more\nStart all of them with the same command" in message
+  assert "seed: 1 in process 0, 2 in process 3" in agreement.disagreement(
+    3, {"seed": 1}, {"seed": 2}
+  )
+
+
+def test_agreement_covers_every_source_file_and_package(monkeypatch, tmp_path):
+  here = agreement.software()
+  assert here == agreement.software()
+  assert {"jax", "jaxlib", "flax", "git_commit"} <= here["versions"].keys()
+  for package in ("lnssm_jax", "pallas_kernels"):
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "a.py").write_text("x = 1\n")
+  monkeypatch.setattr(agreement.lnssm_jax, "__file__", str(tmp_path / "lnssm_jax" / "a.py"))
+  before = agreement.software()["code"]
+  (tmp_path / "pallas_kernels" / "a.py").write_text("x = 2\n")
+  assert here["code"] != before != agreement.software()["code"]
+
+
+def test_two_processes_one_run_stops_together(tiny, config_file, command, tmp_path):
+  options = {"eval_every": 6, "checkpoint_every": 1000, "mesh__data": -1}
+  cfg = tiny(steps=5000, **options)
+  file = config_file(cfg)
+  processes = two_processes(command, file, file)
   wait_for(processes[0], "step 6  validation")
   processes[1].send_signal(signal.SIGTERM)
   (out, errors), (out_of_second, errors_of_second) = (
@@ -186,6 +225,19 @@ def test_two_processes_one_run_stops_together(tiny, config_file, command, tmp_pa
   ]
   assert len(values(cfg)) == end
   np.testing.assert_allclose(values(cfg), values(alone), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_dead_reader_of_the_first_ends_none(tiny, config_file, command):
+  cfg = tiny(steps=60, eval_every=60, checkpoint_every=60, mesh__data=-1)
+  file = config_file(cfg)
+  processes = two_processes(command, file, file)
+  processes[0].stdout.readline()
+  processes[0].stdout.close()
+  assert [process.wait(timeout=120) for process in processes] == [0, 0]
+  for stream in (processes[0].stderr, processes[1].stdout, processes[1].stderr):
+    stream.close()
+  assert newest_step(RunFolder(cfg.run_dir).checkpoints) == 60
 
 
 def loop_until(cfg, step):

@@ -9,10 +9,11 @@ import pytest
 import safetensors.numpy
 
 import train
+from lnssm_jax.pretrained import exports
+from lnssm_jax.pretrained.files import digest_of
 from tests import devices
 from train import config, loop
 from train.checkpoint import step_folders, store
-from train.checkpoint.digests import digest_of
 from train.cli.main import main
 from train.cluster.device_mesh import make_mesh
 from train.data import DataError
@@ -51,9 +52,8 @@ MODEL = config.Model(dim=16, num_layers=2, num_heads=2, vocab_size=257, param_dt
 
 def random_params(model, seed=0):
   rng = np.random.default_rng(seed)
-  return jax.tree.map(
-    lambda x: rng.standard_normal(x.shape).astype(x.dtype), export.abstract_params(model)
-  )
+  abstract = exports.abstract_params(config.to_dict(model))
+  return jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), abstract)
 
 
 def same_bits(a, b):
@@ -85,10 +85,10 @@ def test_load_model_from_four_devices_on_one(trained, tiny, config_file, command
   for file in (tmp_path / "run/checkpoints/2/optimizer").rglob("d/*"):
     file.unlink()
   loaded = train.load_model(tmp_path / "run")
-  saved = np.load(tmp_path / "params.npz")
-  assert same_bits(params_of(loaded.model), [saved[name] for name in saved.files])
-  assert (loaded.step, loaded.config) == (2, cfg.model)
-  assert loaded.tokenizer().spec == "bytes"
+  with np.load(tmp_path / "params.npz") as saved:
+    assert same_bits(params_of(loaded.model), [saved[name] for name in saved.files])
+  assert (loaded.step, loaded.settings) == (2, config.to_dict(cfg))
+  assert loaded.tokenizer.spec == "bytes"
 
   # From there to safetensors and back, and to another run.
   assert main(["export", cfg.run_dir, "--out", str(tmp_path / "out")]) == 0
@@ -102,7 +102,8 @@ def test_load_model_from_four_devices_on_one(trained, tiny, config_file, command
   assert run.load_config() == more
   mesh = make_mesh(more)
   with store.Checkpoints(run.checkpoints, keep=1) as checkpoints:
-    state, step = loop._begin(more, mesh, checkpoints, run, {"train": "any text"})
+    inputs = {"tokenizer": loaded.tokenizer.fingerprint, "data": {"train": {"sha256": "any"}}}
+    state, step = loop._begin(more, mesh, checkpoints, run, inputs)
   assert step == 0 and same_bits(state["params"], params_of(loaded.model))
   fresh = init_state(more, mesh)
   assert same_bits([state["opt_state"], state["step"]], [fresh["opt_state"], fresh["step"]])
@@ -116,16 +117,16 @@ def test_load_model_from_four_devices_on_one(trained, tiny, config_file, command
 def test_export_round_trip_exact(exported):
   folder, params = exported
   assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "model.safetensors"]
-  manifest, arrays = export.read(folder)
+  manifest, arrays = exports.read(folder)
   assert same_bits(arrays, params)
-  assert (manifest.model, manifest.step) == (MODEL, 7)
+  assert (manifest.model, manifest.step) == (config.to_dict(MODEL), 7)
   loaded = train.load_model(folder)
   assert same_bits(params_of(loaded.model), params)
   assert loaded.model(np.zeros((1, 3), np.int32))[0].shape == (1, 3, 257)
   # Any reader of safetensors gets the parameters by name.
-  tensors = safetensors.numpy.load_file(folder / export.TENSORS)
+  tensors = safetensors.numpy.load_file(folder / exports.TENSORS)
   assert tensors["head.kernel"].shape == (16, 257)
-  with pytest.raises(export.ExportError, match="of step 7, not of step 6"):
+  with pytest.raises(exports.ExportError, match="of step 7, not of step 6"):
     train.load_model(folder, step=6)
 
 
@@ -133,23 +134,23 @@ def test_export_includes_tokenizer(tmp_path):
   tokenizer = train_bpe("bpe:260", tmp_path, ["a b a b a b c c c"])
   model = config.Model(dim=16, num_layers=1, num_heads=2, vocab_size=260)
   export.write(tmp_path / "out", model, random_params(model), tokenizer, 1)
-  found = train.load_model(tmp_path / "out").tokenizer()
+  found = train.load_model(tmp_path / "out").tokenizer
   assert found.fingerprint == tokenizer.fingerprint
-  with (tmp_path / "out" / export.TOKENIZER).open("a") as file:
+  with (tmp_path / "out" / exports.TOKENIZER).open("a") as file:
     file.write(" ")
-  with pytest.raises(export.ExportError, match=r"tokenizer\.json has changed"):
-    train.load_model(tmp_path / "out").tokenizer()
-  (tmp_path / "out" / export.TOKENIZER).write_text("{}")
+  with pytest.raises(exports.ExportError, match=r"tokenizer\.json has changed"):
+    _ = train.load_model(tmp_path / "out").tokenizer
+  (tmp_path / "out" / exports.TOKENIZER).write_text("{}")
   with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
-    train.load_model(tmp_path / "out").tokenizer()
+    _ = train.load_model(tmp_path / "out").tokenizer
 
 
 def test_export_failed_leaves_nothing(tmp_path, exported, monkeypatch):
   folder, params = exported
-  with pytest.raises(export.ExportError, match="exists already"):
+  with pytest.raises(exports.ExportError, match="exists already"):
     export.write(folder, MODEL, params, load_tokenizer("bytes"), 8)
   wrong = random_params(config.Model(dim=16, num_layers=1, num_heads=2, vocab_size=257))
-  with pytest.raises(export.ExportError, match="does not match the model:\n  blocks"):
+  with pytest.raises(exports.ExportError, match="does not match the model:\n  blocks"):
     export.write(tmp_path / "new", MODEL, wrong, load_tokenizer("bytes"), 8)
 
   def full(arrays, path, **_):
@@ -164,7 +165,7 @@ def test_export_failed_leaves_nothing(tmp_path, exported, monkeypatch):
 
 def rewrite(folder, change, honest=True):
   """Changes the manifest, with a matching digest if `honest`."""
-  path = folder / export.MANIFEST
+  path = folder / exports.MANIFEST
   values = json.loads(path.read_text())
   change(values)
   if honest:
@@ -180,53 +181,55 @@ def rewrite(folder, change, honest=True):
     (lambda v: v.update(format="another"), True, "has format 'another'"),
     (lambda v: v.update(step="7"), True, "step='7' must be a number"),
     (lambda v: v.update(model=[]), True, "cannot be used"),
-    (lambda v: v["model"].update(dim="16"), True, r"model\.dim wants int, got '16'"),
+    (lambda v: v["model"].update(dim="16"), True, r"model\.dim='16' is not an integer"),
     (lambda v: v["model"].update(num_layers=10**9), True, "is more than its tensors have elements"),
     (lambda v: v["model"].update(mixer="../x"), True, "no model can be built"),
     (lambda v: v["model"].update(num_layers=3), True, r"the model needs \('bfloat16', \(3, "),
     (lambda v: v["tensors"].pop("norm.scale"), True, "norm.scale: found nothing"),
     (lambda v: v["tensors"].update({"../x": v["tensors"]["norm.scale"]}), True, r"\.\./x: found"),
     (lambda v: v["tensors"]["norm.scale"].update(shape=[2**60]), True, "is not a shape"),
+    (lambda v: v["tensors"]["norm.scale"].pop("dtype"), True, "cannot be used .KeyError: 'dtype'"),
+    (lambda v: v["tensors"]["norm.scale"].update(dtype=[]), True, "dtype of norm.scale is not a"),
     (lambda v: v["tensors"]["norm.scale"].update(sha256="0"), True, "the content of norm.scale"),
     (lambda v: v.update(tokenizer={"spec": "/etc/passwd", "fingerprint": ""}), True, "neither"),
   ],
 )
 def test_export_wrong_manifest_rejected(exported, change, honest, message):
   rewrite(exported[0], change, honest)
-  with pytest.raises(export.ExportError, match=message):
-    train.load_model(exported[0]).tokenizer()
+  with pytest.raises(exports.ExportError, match=message):
+    _ = train.load_model(exported[0]).tokenizer
 
 
 def test_export_damaged_tensors_rejected(exported, tmp_path):
   folder, _ = exported
-  path = folder / export.TENSORS
+  path = folder / exports.TENSORS
   raw = bytearray(path.read_bytes())
   raw[-5] ^= 1
   path.write_bytes(raw)
-  with pytest.raises(export.ExportError, match="has changed since it was written"):
+  with pytest.raises(exports.ExportError, match="has changed since it was written"):
     train.load_model(folder)
   path.write_bytes(raw[:-1])
-  with pytest.raises(export.ExportError, match=r"model\.safetensors cannot be read"):
+  with pytest.raises(exports.ExportError, match=r"model\.safetensors cannot be read"):
     train.load_model(folder)
   safetensors.numpy.save_file({"other": np.zeros(3)}, path)
-  with pytest.raises(export.ExportError, match="has other tensors"):
+  with pytest.raises(exports.ExportError, match="has other tensors"):
     train.load_model(folder)
   shutil.move(path, tmp_path / "elsewhere")
   path.symlink_to(tmp_path / "elsewhere")
-  with pytest.raises(export.ExportError, match="not a regular file"):
+  with pytest.raises(exports.ExportError, match="not a regular file"):
     train.load_model(folder)
 
 
 def test_import_mismatch_rejected(tiny, tmp_path, exported):
   folder, _ = exported
   loop.prepare(tiny().data)
-  with pytest.raises(export.ExportError, match=r"model\.dim: 16 in the exported model"):
+  with pytest.raises(exports.ExportError, match=r"model\.dim: 16 in the exported model"):
     import_model(folder, tiny())
   model = config.to_dict(MODEL)
   with pytest.raises(DataError, match="does not exist: 'bpe:257'"):
     import_model(folder, tiny(model=model, data__tokenizer="bpe:257", data__folder=str(tmp_path)))
   train_bpe("bpe:257", tmp_path, ["a b"])
-  with pytest.raises(export.ExportError, match=r"use --set data\.tokenizer=bytes"):
+  with pytest.raises(exports.ExportError, match=r"use --set data\.tokenizer=bytes"):
     import_model(folder, tiny(model=model, data__tokenizer="bpe:257", data__folder=str(tmp_path)))
   assert not (tmp_path / "run").exists()
 

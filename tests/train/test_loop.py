@@ -44,6 +44,7 @@ def interrupt(monkeypatch, at):
 
 def test_resume_after_any_stop_bit_exact(tiny, tmp_path, monkeypatch):
   options = {"model__dtype": "bfloat16", "accumulate": 2, "optimizer__clip_norm": 1.0}
+  options |= {"model__residual_dropout": 0.1, "model__drop_path": 0.1}
   whole = tiny(run_dir=str(tmp_path / "whole"), **options)
   reference = loop.fit(whole)
   assert (reference.step, reference.stopped_by) == (12, None)
@@ -182,7 +183,7 @@ def test_resume_changed_text_rejected(tiny, tmp_path):
   options["data__train"] = ("first", "train")
   loop.fit(tiny(**options))
   text.write_text("three two one " * 100)
-  with pytest.raises(ValueError, match=r"the text of train in \S* differs from that of the run"):
+  with pytest.raises(ValueError, match=r"the text of train, validation in \S* differs"):
     loop.fit(tiny(**options, steps=13))
   text.write_text("one two three " * 100)
   assert loop.fit(tiny(**options)).step == 12

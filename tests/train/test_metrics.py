@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import os
+import sys
 
 import pytest
 
@@ -52,6 +54,28 @@ def test_console_progress_on_terminal_overwrites_line():
   console.progress("step 3")
   console.say("done")
   assert out.getvalue() == ("\r\x1b[Kstep 1\r\x1b[Kstep 2\nsaved\n\r\x1b[Kstep 3\ndone\n")
+
+
+def test_console_of_a_dead_reader_goes_on():
+  reading, writing = os.pipe()
+  with os.fdopen(writing, "w") as stream:
+    console = Console(stream)
+    os.close(reading)
+    for _ in range(3):
+      console.say("x")
+  # Leaving the block flushes what is left, as the end of the process does: no BrokenPipeError.
+  console.say("closed")
+
+
+def test_console_of_few_characters_prints_the_rest():
+  stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+  Console(stream).say("naïve")
+  assert stream.buffer.getvalue() == b"na?ve\n"
+
+
+def test_console_without_stdout_is_silent(monkeypatch):
+  monkeypatch.setattr(sys, "stdout", None)  # closed before Python started
+  Console().progress("step 1")
 
 
 def test_clock_data_wait_is_fraction_of_time(monkeypatch):

@@ -19,11 +19,12 @@ from flax import nnx
 
 from lnssm_jax.mixers import MIXERS, migration
 from lnssm_jax.models.block import make_mixer
-from train import loop
-from train.checkpoint import old_formats, store
-from train.checkpoint.digests import digest_of
+from lnssm_jax.pretrained import exports, old_formats
+from lnssm_jax.pretrained.files import digest_of
+from train import config, loop
+from train.checkpoint import store
 from train.cluster.device_mesh import make_mesh
-from train.runs import export, loading
+from train.runs import loading
 from train.runs.run_folder import RunFolder, RunFolderError
 from train.step.model import params_of
 from train.step.state import abstract_state
@@ -105,10 +106,10 @@ def test_old_run_restored_bit_for_bit_and_resumed(old_run):
 
 
 def test_old_export_loaded_bit_for_bit(old, old_run):
-  manifest, params = export.read(old / "exported")
+  manifest, params = exports.read(old / "exported")
   assert (manifest.step, digests(params)) == (4, EXPECTED["params"])
   loaded = loading.load_model(old / "exported")
-  assert loaded.config == old_run.model
+  assert config.Model(**loaded.settings["model"]) == old_run.model
   run = loading.load_model(old_run.run_dir)
   tokens = np.arange(9)[None]
   np.testing.assert_array_equal(loaded.model(tokens)[0], run.model(tokens)[0])
@@ -120,12 +121,12 @@ def test_unknown_format_rejected(old, old_run, tmp_path):
   with pytest.raises(RunFolderError, match="format=3, but this version reads 1 and 2"):
     RunFolder(old_run.run_dir).load_config()
   shutil.copytree(old / "exported", tmp_path / "exported")
-  file = tmp_path / "exported" / export.MANIFEST
+  file = tmp_path / "exported" / exports.MANIFEST
   values = json.loads(file.read_text()) | {"format": "lnssm_jax model, version 3"}
   del values["sha256"]
   file.write_text(json.dumps(values | {"sha256": digest_of(values)}))
-  with pytest.raises(export.ExportError, match=r"version 3', but this version reads .*version 2"):
-    export.read(tmp_path / "exported")
+  with pytest.raises(exports.ExportError, match=r"version 3', but this version reads .*version 2"):
+    exports.read(tmp_path / "exported")
 
 
 def test_format_written_to_config_checkpoint_and_manifest(old_run):
@@ -133,4 +134,4 @@ def test_format_written_to_config_checkpoint_and_manifest(old_run):
     run.write_config(old_run)
     assert json.loads(run.config_file.read_text())["format"] == old_formats.FORMAT
     assert run.load_config() == old_run
-  assert f"lnssm_jax model, version {old_formats.FORMAT}" == export.FORMAT
+  assert f"lnssm_jax model, version {old_formats.FORMAT}" == exports.FORMAT

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from lnssm_jax.models import LanguageModel
+from lnssm_jax.models import LanguageModel, VisionModel
 from train.config import Optimizer
 from train.step.model import params_of
 from train.step.optimizer import make_optimizer, make_schedule, weight_decay_mask
@@ -99,6 +99,16 @@ def test_weight_decay_acts_on_matrices_outside_the_recurrence(mixer, without):
   names = {decays: {path[-1].key for path, mark in flat if mark == decays} for decays in (0, 1)}
   assert names[0] == without
   assert names[1] == {"embedding", "kernel"}
+
+
+def test_weight_decay_leaves_out_the_poles_of_both_directions_of_a_vision_model():
+  sizes = {"image_size": 8, "patch_size": 4, "num_classes": 3, "dim": 8, "num_layers": 2}
+  model = jax.eval_shape(lambda: VisionModel(**sizes, mixer="mamba", rngs=nnx.Rngs(0)))
+  mask = weight_decay_mask(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+  flat, _ = jax.tree_util.tree_flatten_with_path(mask)
+  assert {path[-1].key for path, decays in flat if decays} == {"kernel"}
+  both = mask["blocks"]["mixer"]
+  assert not both["forward"]["a_log"] and not both["backward"]["a_log"]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,26 @@ def test_sharding_every_mesh_same_training(run):
   assert {tuple(shape) for shape in sharded["scans"]} == {(2, 8, 1, 16), (2, 8, 32)}
 
 
+DROPOUT = {"embedding_dropout": 0.1, "residual_dropout": 0.2, "drop_path": 0.3, "num_layers": 2}
+DROPOUT = {f"model__{name}": value for name, value in DROPOUT.items()}
+
+
+def test_sharding_dropout_same_masks(run):
+  """Rows and time sharded: the masks are those of one device."""
+  results = run("trained", "1", "2x1x2", model__mixer="lrn", seq_len=8, **DROPOUT, **TRAINING)
+  same_training(results)
+
+
+@pytest.mark.slow
+def test_sharding_attention_dropout_same_masks(run):
+  """Parameters and heads sharded too, and probabilities dropped."""
+  changes = {"mixer": "softmax_attention", "mixer_options": {"attention_dropout": 0.3}}
+  changes = DROPOUT | {f"model__{name}": value for name, value in changes.items()}
+  names = ("1", "2x1x2", "1x2x1x2")
+  for options in ({}, {"model__remat": "full"}):
+    same_training(run("trained", *names, seq_len=8, **changes, **options, **TRAINING))
+
+
 @pytest.mark.slow
 def test_sharding_per_device_scans_add_no_collectives(run):
   names = ("1", "1x2x1x2", "1x2x1x2 kernels")

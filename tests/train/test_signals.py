@@ -9,6 +9,8 @@ import pytest
 
 from train import loop
 from train.checkpoint.store import newest_step
+from train.cluster import stop_signal
+from train.cluster.stop_signal import StopSignal
 from train.runs.run_folder import RunFolder
 
 STEPS = 160
@@ -68,6 +70,25 @@ def test_signals_any_resumed_run_bit_exact(stops, tiny, config_file, command, tm
   assert rows(cfg) == rows(reference)
 
 
+def test_signals_closed_terminal_saves_and_fails(tiny, config_file, command):
+  """Its reader exits, then SIGHUP comes twice, as from a terminal's shell and from the kernel."""
+  cfg = tiny(steps=5000, eval_every=5000, checkpoint_every=5000)
+  before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would stay ignored
+  try:
+    process = command("-m", "train", "fit", "--config", config_file(cfg), PYTHONIOENCODING="ascii")
+  finally:
+    signal.signal(signal.SIGHUP, before)
+  process.stdout.readline()
+  process.stdout.close()
+  wait_for_step(process, cfg, 10)  # more lines follow than the one that fails
+  process.send_signal(signal.SIGHUP)
+  process.send_signal(signal.SIGHUP)
+  assert process.wait(timeout=60) == 128 + signal.SIGHUP, process.stderr.read()
+  step = newest_step(Path(cfg.run_dir) / "checkpoints")
+  assert 10 <= step < 5000
+  process.stderr.close()
+
+
 def test_signals_second_one_stops_immediately(command):
   script = (
     "import time\nfrom train.cluster.stop_signal import StopSignal\n"
@@ -89,12 +110,22 @@ def test_signals_second_one_stops_immediately(command):
 
 
 def test_signals_handlers_restored():
-  from train.cluster.stop_signal import StopSignal
-
-  before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+  before = [signal.getsignal(number) for number in stop_signal.SIGNALS]
   with StopSignal() as stop:
     assert not stop
     os.kill(os.getpid(), signal.SIGINT)
     assert stop
     assert stop.name == "SIGINT"
-  assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # a second signal ends it,
+    assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL  # except this one
+  assert [signal.getsignal(number) for number in stop_signal.SIGNALS] == before
+
+
+def test_signals_hangup_stays_ignored_under_nohup():
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with StopSignal() as stop:
+      os.kill(os.getpid(), signal.SIGHUP)
+      assert not stop
+  finally:
+    signal.signal(signal.SIGHUP, before)

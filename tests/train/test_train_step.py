@@ -31,6 +31,9 @@ def make_batch(cfg, seed=0, weights=None):
   }
 
 
+DROPOUT = {"embedding_dropout": 0.1, "residual_dropout": 0.2, "drop_path": 0.3}
+DROPOUT = {f"model__{name}": rate for name, rate in DROPOUT.items()}
+
 _begun = {}
 
 
@@ -75,6 +78,27 @@ def test_train_step_accumulation_matches_large_batch(tiny):
   assert largest > 0
   np.testing.assert_allclose(first_moment(parts), first_moment(whole), rtol=0, atol=1e-6 * largest)
   assert_close(whole_metrics, parts_metrics, rtol=2e-6)
+
+
+def test_train_step_dropout_by_step(tiny):
+  """Other masks in each step; none in evaluation."""
+  cfg, batch = tiny(**DROPOUT), make_batch(tiny())
+  mesh, step, state = begin(cfg)
+  loss_at = lambda number: float(
+    step(jax.tree.map(jnp.copy, state) | {"step": number}, batch)[1]["loss"]
+  )
+  losses = [loss_at(jnp.int32(number)) for number in (0, 1, 2)]
+  _, plain = run(tiny(), batch)
+  assert len({*losses, float(plain["loss"])}) == 4
+  evaluated = make_eval_step(cfg, model_graph(cfg.model), mesh)(state["params"], batch)
+  assert float(evaluated.nats / evaluated.weight) == pytest.approx(float(plain["loss"]), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_train_step_dropout_same_in_microbatches(tiny):
+  batch = make_batch(tiny())
+  (_, whole), (_, parts) = (run(tiny(accumulate=n, **DROPOUT), batch) for n in (1, 2))
+  assert_close(whole, parts, rtol=2e-6)
 
 
 def test_train_step_adds_and_reports_auxiliary_losses(tiny):

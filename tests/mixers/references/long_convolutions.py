@@ -27,18 +27,18 @@ def long_convolution(kernel, x):
   return y
 
 
-def hyena(params, u, *, max_length):
-  D = u.shape[1]
+def hyena(params, u, *, max_length, order=2):
   inner = u @ params["in_proj"]["kernel"] + params["in_proj"].get("bias", 0)
-  x1, x2, v = np.split(convolution(params["conv"], inner), 3, axis=1)
+  *gates, v = np.split(convolution(params["conv"], inner), order + 1, axis=1)
   lags = features(max_length)
   kernel = network(params["filter"], lags, lambda z: np.sin(params["sine_gain"] * z))
-  kernel = kernel * np.exp(
-    -lags[:, :1] * abs(np.linspace(np.log(0.01) / 1.5, np.log(0.01) / 0.3, D))
-  )
-  v = v * x1
-  v = long_convolution(kernel, v) + params["skip"] * v
-  return (v * x2) @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
+  rates = abs(np.linspace(np.log(0.01) / 1.5, np.log(0.01) / 0.3, kernel.shape[1]))
+  kernels = np.split(kernel * np.exp(-lags[:, :1] * rates), order - 1, axis=1)
+  skips = np.split(params["skip"], order - 1)
+  for gate, kernel, skip in zip(gates, kernels, skips, strict=False):
+    v = v * gate
+    v = long_convolution(kernel, v) + skip * v
+  return (v * gates[-1]) @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
 
 
 def base_conv(params, u, *, max_length=None):

@@ -1,0 +1,211 @@
+"""`lnssm_jax.load_model`: exports without the training stack, text in and out, clear errors."""
+
+import json
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import lnssm_jax
+from lnssm_jax.generate import SamplingOptions, generate
+from lnssm_jax.models.settings import abstract_params
+from lnssm_jax.pretrained import DataError, ExportError, texts
+from lnssm_jax.pretrained.safetensors import Tensors
+from train import config
+from train.data.tokenizers import load_tokenizer, train_bpe
+from train.runs import export
+
+MODEL = config.Model(
+  mixer="lrn", dim=16, num_layers=2, num_heads=2, vocab_size=257, dtype="float32"
+)
+ROWS = [
+  {"kind": "train", "step": 10, "loss": 3.0},
+  {"kind": "eval", "step": 10, "set": "a", "val_loss": 2.5},
+  {"kind": "train", "step": 20, "loss": 2.0},
+]
+
+
+def write(folder, model=MODEL, tokenizer=None, **run):
+  rng = np.random.default_rng(0)
+  draw = lambda x: (0.5 * rng.standard_normal(x.shape)).astype(x.dtype)
+  params = jax.tree.map(draw, abstract_params(config.to_dict(model)))
+  export.write(folder, model, params, tokenizer or load_tokenizer("bytes"), 20, **run)
+  return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+  data = config.Data(folder="/secret", tokenizer="bytes", train=("a",))
+  optimizer = config.Optimizer(peak_lr=1e-3, final_lr=1e-4)
+  numbers = {"steps": 20, "seq_len": 8, "global_batch": 2, "checkpoint_every": 5, "eval_every": 5}
+  sample = config.Sample(tokens=5, temperature=0)
+  run = config.Train(
+    model=MODEL, optimizer=optimizer, data=data, run_dir="/secret", sample=sample, **numbers
+  )
+  return write(tmp_path_factory.mktemp("load") / "exported", run=run, metrics=ROWS)
+
+
+@pytest.fixture(scope="module")
+def loaded(exported):
+  return lnssm_jax.load_model(exported)
+
+
+def test_load_model_needs_neither_safetensors_nor_tokenizers(exported, monkeypatch):
+  for package in ("safetensors", "tokenizers", "train"):
+    monkeypatch.setitem(sys.modules, package, None)
+  loaded = lnssm_jax.load_model(exported)
+  assert loaded.tokenizer.spec == "bytes"
+  assert isinstance(loaded.generate("a"), str)
+
+
+def test_loaded_model_has_settings_and_metrics_without_paths(loaded, exported):
+  assert loaded.settings["model"] == config.to_dict(MODEL)
+  assert loaded.settings["optimizer"]["peak_lr"] == 1e-3
+  assert "/secret" not in (exported / "manifest.json").read_text()
+  assert loaded.metrics == [ROWS[2], ROWS[1]]  # the last of each kind and set
+
+
+def test_loaded_model_prints_itself_briefly(loaded):
+  lines = repr(loaded).splitlines()
+  assert len(lines) <= 6 and max(map(len, lines)) <= 120
+  assert "step 20" in lines[0] and "lrn: 2 layers, dim 16" in lines[1]
+  numbers = sum(x.size for x in jax.tree.leaves(loaded.model.init_state(1)))
+  assert f"{numbers:,} numbers per sequence" in lines[2]
+
+
+# Treescope reads deprecated names of NumPy.
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_loaded_model_is_displayed_by_treescope(loaded):
+  treescope = pytest.importorskip("treescope")
+  text = treescope.render_to_text(loaded)
+  assert text.startswith("LoadedModel(") and "model=LanguageModel(" in text
+  assert "settings={" in text and "_tokenizer" not in text
+
+
+def test_generate_takes_options_of_the_run_and_of_the_call(loaded):
+  prompt = list(b"ab")
+  options = SamplingOptions(max_tokens=5, temperature=0, top_p=0.95, stop_token=256)
+  (tokens,) = generate(loaded.model, [prompt], options)
+  assert loaded.generate("ab") == loaded.tokenizer.decode(tokens)
+  options = SamplingOptions(max_tokens=9, temperature=0, top_p=0.95, stop_token=256)
+  (tokens,) = generate(loaded.model, [prompt], options)
+  assert loaded.generate("ab", max_tokens=9) == loaded.tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("context", ["", "xy"])
+def test_score_equals_log_softmax_of_one_call(loaded, monkeypatch, context):
+  monkeypatch.setattr(texts, "_CHUNK", 4)
+  text = "hello, world"
+  tokens = np.frombuffer((context + text).encode(), np.uint8).astype(np.int32)
+  logits = np.asarray(loaded.model(tokens[None])[0][0], np.float64)
+  log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  reference = log_probs[np.arange(len(tokens) - 1), tokens[1:]]
+  reference = reference[max(0, len(context) - 1) :]
+  score = loaded.score(text, context=context)
+  assert score.tokens.tolist() == tokens[max(1, len(context)) :].tolist()
+  np.testing.assert_allclose(score.log_probs, reference, atol=2e-5)
+  np.testing.assert_allclose(score.total, reference.sum(), rtol=1e-5)
+  np.testing.assert_allclose(score.perplexity, np.exp(-reference.mean()), rtol=1e-5)
+
+
+def test_score_without_a_token_to_score_raises(loaded):
+  for text, context in (("", ""), ("a", ""), ("", "abc")):
+    with pytest.raises(ValueError, match="no token to score after"):
+      loaded.score(text, context=context)
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"mixer": "softmax_attention", "mixer_options": {"max_length": 6}},
+    {"learned_positions": 6},
+  ],
+  ids=lambda change: next(iter(change)),
+)
+def test_text_longer_than_the_cache_raises(tmp_path, change):
+  model = config.Model(**{**config.to_dict(MODEL), **change})
+  loaded = lnssm_jax.load_model(write(tmp_path / "exported", model))
+  assert "of at most 6 tokens" in repr(loaded)
+  assert len(loaded.score("1234567").tokens) == 6  # the last token is not read
+  with pytest.raises(ValueError, match=r"text of 8 tokens, .* max_length=6 holds"):
+    loaded.score("12345678")
+  with pytest.raises(ValueError, match=r"max_tokens=5 after a prompt of 3 tokens"):
+    loaded.generate("abc", max_tokens=5)
+
+
+def test_tokenizer_without_its_package_raises(tmp_path, monkeypatch):
+  tokenizer = train_bpe("bpe:260", tmp_path, ["a b a b a b c c c"])
+  model = config.Model(**{**config.to_dict(MODEL), "vocab_size": 258})
+  folder = write(tmp_path / "exported", model, tokenizer)
+  with pytest.raises(ValueError, match="gives token 259, but the model's vocabulary is 0 to 257"):
+    lnssm_jax.load_model(folder).score("a b a b c c")
+  monkeypatch.setitem(sys.modules, "tokenizers", None)
+  with pytest.raises(DataError, match="pip install tokenizers"):
+    _ = lnssm_jax.load_model(folder).tokenizer
+
+
+def test_folder_that_is_no_export_raises_with_what_was_sought(tmp_path):
+  with pytest.raises(ExportError, match="there is no folder"):
+    lnssm_jax.load_model(tmp_path / "absent")
+  (tmp_path / "notes.txt").write_text("")
+  with pytest.raises(ExportError, match=r"manifest\.json .*config\.json.*; it has notes\.txt"):
+    lnssm_jax.load_model(tmp_path)
+  (tmp_path / "config.json").write_text("{}")
+  (tmp_path / "checkpoints").mkdir()
+  with pytest.raises(ExportError, match=r"is a run folder, .*train export"):
+    lnssm_jax.load_model(tmp_path)
+
+
+def test_tensors_equal_those_of_the_safetensors_library(tmp_path):
+  rng = np.random.default_rng(0)
+  arrays = {
+    name: rng.integers(-9, 9, (3, 2)).astype(name)
+    for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8")
+  }
+  arrays |= {
+    "bfloat16": rng.standard_normal((5,)).astype(ml_dtypes.bfloat16),
+    "bool": np.array([True, False]),
+    "empty": np.zeros((0, 4), np.float32),
+    "number": np.array(3.5, np.float32),
+  }
+  safetensors.numpy.save_file(arrays, tmp_path / "x", metadata={"format": "np"})
+  tensors = Tensors(tmp_path / "x")
+  assert sorted(tensors) == sorted(arrays) and len(tensors) == len(arrays)
+  for name, array in arrays.items():
+    array = np.asarray(array)
+    assert tensors.kind(name) == (str(array.dtype), array.shape)
+    assert tensors[name].dtype == array.dtype and tensors[name].shape == array.shape
+    assert tensors[name].tobytes() == array.tobytes()
+
+
+def file_of(header, data=b"", length=None):
+  raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+  return (len(raw) if length is None else length).to_bytes(8, "little") + raw + data
+
+
+ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+  ("content", "message"),
+  [
+    (b"", "ends in its header"),
+    (file_of({"a": ONE}, b"", 2**60), "ends in its header"),
+    (file_of(b"{]"), "header of x is damaged"),
+    (file_of(b"[]"), "header of x is damaged"),
+    (file_of(b'{"a": 1, "a": 2}'), "duplicate key"),
+    (file_of({"a": {**ONE, "dtype": "F31"}}, bytes(8)), "header of x is damaged"),
+    (file_of({"a": {**ONE, "shape": [3]}}, bytes(8)), "8 bytes are not of shape"),
+    (file_of({"a": {**ONE, "shape": [-1, -2]}}, bytes(8)), "not whole numbers"),
+    (file_of({"a": ONE}, bytes(7)), "other than its header says"),
+    (file_of({"a": ONE}, bytes(9)), "other than its header says"),
+    (file_of({"a": ONE, "b": ONE}, bytes(8)), "other than its header says"),
+  ],
+)
+def test_damaged_safetensors_file_raises(tmp_path, content, message):
+  (tmp_path / "x").write_bytes(content)
+  with pytest.raises(ValueError, match=message):
+    Tensors(tmp_path / "x")

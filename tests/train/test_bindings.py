@@ -1,0 +1,120 @@
+"""Runs are bound to their model, text and tokenizer; what older versions wrote still loads."""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from train import config, loop
+from train.checkpoint import store, verify
+from train.data.tokenizers import bpe_path
+from train.runs import bindings, evaluation, export, loading
+from train.runs.bindings import BindingError
+from train.runs.run_folder import RunFolder, RunFolderError
+
+
+@pytest.fixture
+def trained(tiny, tmp_path):
+  """Config of a finished run with a trained tokenizer."""
+  cfg = tiny(
+    data__folder=str(tmp_path / "tokens"), data__tokenizer="bpe:260", model__vocab_size=260, steps=6
+  )
+  loop.fit(cfg)
+  return cfg
+
+
+def rewrite(path, change):
+  """Replaces the JSON of a file by `change` of it."""
+  path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def test_changed_model_of_equal_shapes_neither_evaluated_nor_exported(trained, tmp_path):
+  run = RunFolder(trained.run_dir)
+  rewrite(run.config_file, lambda c: c | {"model": c["model"] | {"num_heads": 4}})
+  cfg = run.load_config()
+  message = "model.num_heads: trained with 2, these settings have 4"
+  with pytest.raises(BindingError, match=message):
+    evaluation.run(cfg)
+  with pytest.raises(BindingError, match=message):
+    export.export_run(run.path, tmp_path / "exported")
+  assert not (tmp_path / "exported").exists()
+  with pytest.raises(BindingError, match=message):
+    loading.load_model(run.path)
+  with pytest.raises(BindingError, match=message):
+    loop.fit(cfg)
+  rewrite(run.config_file, lambda c: c | {"model": c["model"] | {"num_heads": 2, "unroll": 1}})
+  evaluation.run(run.load_config())  # the same function
+
+
+def test_changed_tokenizer_rejected_before_files_are_made(trained, tmp_path):
+  path = bpe_path(trained.data.folder)
+  path.write_text(path.read_text() + " ")
+  contents = lambda: {p.name: p.read_bytes() for p in path.parent.iterdir()}
+  before = contents()
+  for use in (
+    lambda: loop.fit(trained),
+    lambda: evaluation.run(trained),
+    lambda: loading.load_model(trained.run_dir).tokenizer,
+    lambda: export.export_run(trained.run_dir, tmp_path / "exported"),
+  ):
+    with pytest.raises(BindingError, match="'bpe:260' is not the tokenizer of this run"):
+      use()
+  assert contents() == before
+  assert loading.load_model(trained.run_dir).step == 6  # a model is useful without one
+
+
+def test_checkpoint_without_newer_fields_still_loads(trained, tmp_path):
+  """As written before fingerprints of blocks and of the tokenizer were stored."""
+  directory = RunFolder(trained.run_dir).checkpoints
+  sets = {"train": json.loads((Path(trained.data.folder) / "train.json").read_text())}
+  now = bindings.inputs(trained.data, sets)
+  stored = store.newest_metadata(directory)
+  assert (stored["tokenizer"], stored["data"]["train"]) == (now["tokenizer"], now["data"]["train"])
+  digest = sets["train"]["sha256"]
+  assert bindings.changed_sets({"train": digest}, now["data"]) == []
+  assert bindings.changed_sets({"train": digest[::-1]}, now["data"]) == ["train"]
+  assert bindings.changed_sets({"train": None}, now["data"]) == ["train"]
+  bindings.checked_tokenizer({}, trained.data)
+  bindings.check_model({}, trained.model, "x")
+  model = config.to_dict(trained.model)
+  del model["unroll"], model["residual_dropout"]
+  bindings.check_model({"config": {"model": model}}, trained.model, "x")
+
+
+def test_sets_are_compared_by_sample_and_digest():
+  one = {"a": {"sha256": "x", "sample": "y"}}
+  changed = lambda **now: bindings.changed_sets(one, {"a": {"sha256": "x", "sample": "y"} | now})
+  assert changed() == changed(sha256=None) == []
+  assert changed(sample="z") == changed(sha256="z") == ["a"]
+
+
+def test_metadata_of_no_or_damaged_checkpoint_empty(tmp_path):
+  assert store.newest_metadata(tmp_path) == {}
+  (tmp_path / "5").mkdir()
+  (tmp_path / "5" / "_CHECKPOINT_METADATA").write_text("{")
+  assert store.newest_metadata(tmp_path) == {}
+
+
+def test_checkpoint_and_rows_of_another_run_rejected(trained, tmp_path):
+  run, other = RunFolder(trained.run_dir), RunFolder(tmp_path / "other")
+  cfg = dataclasses.replace(trained, run_dir=str(other.path), seed=1)
+  loop.fit(cfg)
+  rows = run.metrics_file.read_text()
+  shutil.rmtree(run.checkpoints / "6")
+  shutil.copytree(other.checkpoints / "6", run.checkpoints / "6")
+  lines, whole = verify.report(run.checkpoints)
+  assert not whole and lines[-1] == "step 6  DAMAGED: its files belong to another run"
+  assert loading.load_model(run.path).step == 5
+  run.metrics_file.write_text(other.metrics_file.read_text())
+  with pytest.raises(RunFolderError, match=r"line 1, is damaged \(a row of another run\)"):
+    run.read_rows()
+  # Older versions wrote no id, into neither.
+  run.metrics_file.write_text(re.sub(r', "run": "\w+"', "", rows))
+  rewrite(run.config_file, lambda c: {name: x for name, x in c.items() if name != "run"})
+  assert loading.load_model(run.path).step == 6
+  loop.fit(dataclasses.replace(trained, steps=7), allow_config_change=True)
+  assert verify.report(run.checkpoints)[0][-1].startswith("step 7  intact")
+  assert '"run": ' in run.metrics_file.read_text().splitlines()[-1]

@@ -1,0 +1,91 @@
+"""Copies that differ in seed and learning rate train as each would alone."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from train.cluster import device_mesh
+from train.config import Data, Model, Optimizer, Train
+from train.step.model import model_graph
+from train.step.optimizer import make_optimizer
+from train.step.state import init_state
+from train.step.train_step import make_train_step
+from train.tasks.copies import Copies
+from train.tasks.mqar import MQAR
+
+TASK = MQAR(length=16, pairs=3, vocab_size=40)
+
+
+def settings(**changes):
+  cfg = Train(
+    model=Model(mixer="lrn", dim=16, num_layers=2, num_heads=2, vocab_size=300, dtype="float32"),
+    optimizer=Optimizer(
+      peak_lr=1e-3, final_lr=1e-4, warmup_steps=1, weight_decay=0.1, clip_norm=1.0
+    ),
+    data=Data(folder="-", tokenizer="bytes", train=("x",)),
+    run_dir="-",
+    seq_len=16,
+    global_batch=4,
+    steps=8,
+    eval_every=1,
+    checkpoint_every=1,
+  )
+  return dataclasses.replace(cfg, **changes)
+
+
+def test_each_copy_trains_as_the_trainer_does_alone():
+  dropout = dataclasses.replace(settings().model, embedding_dropout=0.1)
+  cfg = settings(model=dropout)
+  copies = Copies(cfg, seeds=(0, 5), learning_rates=(1e-3, 4e-3))
+  batches = [TASK.examples(4, seed) for seed in range(3)]
+  losses = [np.asarray(copies.step(batch._asdict())["loss"]) for batch in batches]
+  for copy, (seed, rate) in enumerate(copies.runs):
+    optimizer = dataclasses.replace(cfg.optimizer, peak_lr=rate, final_lr=rate / 10)
+    alone = settings(seed=seed, optimizer=optimizer, model=dropout)
+    mesh = device_mesh.make_mesh(alone)
+    transform = make_optimizer(alone.optimizer, alone.steps)[0]
+    step, state = make_train_step(alone, model_graph(alone.model), transform, mesh), None
+    state = init_state(alone, mesh)
+    for batch, found in zip(batches, losses, strict=True):
+      labels = batch.labels()
+      state, metrics = step(
+        state,
+        {
+          "tokens": batch.tokens,
+          "targets": np.maximum(labels, 0),
+          "weights": (labels >= 0).astype(np.float32),
+          "segment_ids": None,
+        },
+      )
+      np.testing.assert_allclose(found[copy], metrics["loss"], rtol=2e-5)
+    mine = jax.tree.map(lambda x, copy=copy: x[copy], copies.params)
+    difference = optax.tree.norm(jax.tree.map(np.subtract, mine, state["params"]))
+    assert difference < 1e-4 * optax.tree.norm(mine)
+
+
+def test_scores_are_those_of_the_logits():
+  cfg = settings()
+  copies = Copies(cfg, seeds=(0, 1), learning_rates=(1e-3,))
+  batch = TASK.examples(8, 0)
+  right = copies.right(batch._asdict())
+  whole = {"tokens": batch.tokens, "targets": batch.tokens}
+  assert right.shape == (2,)
+  sums = copies.loss(batch._asdict())
+  np.testing.assert_array_equal(sums.weight, [24.0, 24.0])
+  assert copies.loss(whole).weight[0] == batch.tokens.size
+  for copy in range(2):
+    params = jax.tree.map(lambda x, copy=copy: x[copy], copies.params)
+    logits = nnx.merge(model_graph(cfg.model), params)(batch.tokens)[0]
+    logits = np.take_along_axis(np.asarray(logits), batch.positions[..., None], 1)
+    assert np.mean(logits.argmax(-1) == batch.targets) == right[copy]
+    nats = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch.targets[..., None], 2)
+    np.testing.assert_allclose(sums.nats[copy], nats.sum(), rtol=1e-5)
+
+
+def test_no_copies_raise():
+  with pytest.raises(ValueError, match="at least one seed and one learning rate"):
+    Copies(settings(), seeds=(), learning_rates=(1e-3,))

@@ -1,0 +1,128 @@
+"""`python -m train task`: the command's frame, and training on MQAR."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from tests.train.test_copies import settings
+from train.cli.main import main
+from train.config import ConfigError
+from train.tasks import mqar_training
+from train.tasks.report import Report
+
+CFG = settings()
+TASK = mqar_training.task_of(CFG, pairs=3, vocab_size=40)
+
+
+class Scripted:
+  """Copies whose accuracies are given, one list per evaluation."""
+
+  def __init__(self, script):
+    self.script, self.evaluation, self.steps = script, -1, 0
+
+  def __call__(self, cfg, *, seeds, learning_rates):
+    self.runs = [(s, r) for s in seeds for r in learning_rates]
+    return self
+
+  def step(self, batch):
+    self.steps += 1
+    self.evaluation = -(-self.steps // 2) - 1  # two batches in an epoch
+
+  def right(self, batch):
+    return np.asarray(self.script[self.evaluation])
+
+
+def scripted(monkeypatch, script, steps):
+  copies = Scripted(script)
+  monkeypatch.setattr(mqar_training, "Copies", copies)
+  cfg = dataclasses.replace(CFG, steps=steps)
+  options = {"learning_rates": (1e-3, 2e-3), "seeds": (0, 1), "train_rows": 9, "test_rows": 4}
+  return mqar_training.run(cfg, TASK, **options), copies
+
+
+def test_training_ends_when_all_seeds_of_a_rate_have_solved_the_task(monkeypatch):
+  """A copy above 0.99 keeps that accuracy. Order of copies: seed 0 at both rates, seed 1."""
+  script = [[0.2, 0.995, 0.1, 0.6], [0.3, 0.4, 0.9, 0.7], [0.5, 0.3, 0.992, 1.0], [0] * 4]
+  report, copies = scripted(monkeypatch, script, steps=8)
+  assert copies.steps == 6
+  first, second = report.tables["learning rates"]
+  assert (first["accuracy"], first["min"], first["steps"]) == (pytest.approx(0.746), 0.5, 6)
+  assert (second["accuracy"], second["min"], second["steps"]) == (pytest.approx(0.9975), 0.995, 6)
+  assert first["std"] == pytest.approx(0.246)
+  assert report.tables["best"] == [second]
+  assert [run["steps"] for run in report.details["runs"]] == [6, 2, 6, 6]
+
+
+def test_training_ends_after_its_steps(monkeypatch):
+  report, copies = scripted(monkeypatch, [[0.1, 0.2, 0.3, 0.4]] * 3, steps=3)
+  assert copies.steps == 3
+  assert report.settings["train_rows"] == 8  # two batches; the ninth row fills none
+
+
+def test_command_trains_prints_a_table_and_writes_json(tiny, config_file, tmp_path, capsys):
+  cfg = tiny(seq_len=16, steps=2)
+  file = tmp_path / "result.json"
+  rows = ["--pairs", "2", "--train-rows", "8", "--test-rows", "4"]
+  options = [*rows, "--learning-rates", "1e-3", "3e-3", "--seeds", "0"]
+  command = ["task", "mqar", "--config", config_file(cfg), *options, "--json", str(file)]
+  assert main(command) == 0
+  out, err = capsys.readouterr()
+  assert out.startswith("mqar, mixer lrn, dim 32, layers 1, length 16, pairs 2, vocab_size 257")
+  assert "learning_rate" in out and "step 2 of 2" in err
+  result = json.loads(file.read_text())
+  assert [row["learning_rate"] for row in result["learning rates"]] == [1e-3, 3e-3]
+  assert len(result["runs"]) == 2 and result["best"][0] in result["learning rates"]
+
+
+def test_command_writes_the_data_it_would_train_on(tiny, config_file, tmp_path):
+  path = tmp_path / "data.npz"
+  options = ["--pairs", "2", "--train-rows", "6", "--test-rows", "3", "--write", str(path)]
+  assert main(["task", "mqar", "--config", config_file(tiny(seq_len=16)), *options]) == 0
+  with np.load(path) as file:
+    data = dict(file)
+  task = mqar_training.task_of(tiny(seq_len=16), pairs=2)
+  train, test = task.examples(6, 0), task.examples(3, 2**31)
+  np.testing.assert_array_equal(data["train_tokens"], train.tokens)
+  np.testing.assert_array_equal(data["test_tokens"], test.tokens)
+  np.testing.assert_array_equal(data["test_labels"], test.labels())
+
+
+def test_task_that_does_not_fit_raises():
+  with pytest.raises(ConfigError, match=r"vocab_size=500 of the task is larger.*=300"):
+    mqar_training.task_of(CFG, pairs=2, vocab_size=500)
+  with pytest.raises(ConfigError, match="3 test rows are less than global_batch=4"):
+    mqar_training.run(CFG, TASK, test_rows=3)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["mqr"], "invalid choice: 'mqr'"),
+    ([], "required: NAME"),
+    (["mqar"], "required: --config"),
+    (["mqar", "--config", "x", "--learning-rates", "0"], "0 must be a positive number"),
+    (["mqar", "--config", "x", "--seeds", "-1"], "-1 must be in"),
+    (["mqar", "--config", "x", "--pairs", "0"], "0 must be at least 1"),
+  ],
+)
+def test_wrong_usage_is_one_line(arguments, message, capsys):
+  with pytest.raises(SystemExit) as caught:
+    main(["task", *arguments])
+  assert caught.value.code == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert message in line
+
+
+def test_report_shows_numbers_and_missing_values():
+  rows = [{"set": "a", "bits": None, "n": 12000}, {"set": "bc", "bits": 0.5, "n": 1}]
+  text = Report("lm", {"rate": 1e-4, "limit": None}, {"sets": rows}).text()
+  assert text.splitlines() == [
+    "lm, rate 0.0001",
+    "",
+    "sets",
+    "  set    bits       n",
+    "  a         -  12,000",
+    "  bc   0.5000       1",
+  ]

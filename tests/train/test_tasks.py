@@ -1,0 +1,269 @@
+"""Tasks that score a model, against direct computation."""
+
+import json
+import math
+import types
+
+import numpy as np
+import pytest
+
+import train
+from lnssm_jax.pretrained import texts
+from lnssm_jax.pretrained.tokenizers import ByteTokenizer
+from tests.train.test_export import random_params
+from train import config
+from train.cli.main import main
+from train.data import DataError
+from train.data.tokenizers import load_tokenizer
+from train.runs import export
+from train.tasks import babilong, choices, needles, perplexity, registry
+
+MODEL = config.Model(
+  mixer="lrn", dim=16, num_layers=1, num_heads=2, vocab_size=257, dtype="float32"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("model") / "exported"
+  params = random_params(MODEL)
+  params["head"]["kernel"][:, 128:] = 0  # so the likeliest token is ASCII
+  export.write(folder, MODEL, params, load_tokenizer("bytes"), 7)
+  return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+  return train.load_model(folder)
+
+
+@pytest.fixture
+def write(tmp_path):
+  """Returns a function that writes rows as .jsonl."""
+
+  def make(rows, name="samples.jsonl"):
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+  return make
+
+
+def log_probs(loaded, text):
+  """Float64 log-probability of each byte but the first, by one call on the whole text."""
+  tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+  logits = np.asarray(loaded.model(tokens[None, :-1])[0][0], np.float64)
+  logits -= logits.max(-1, keepdims=True)
+  logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+  return logits[np.arange(len(tokens) - 1), tokens[1:]], logits.argmax(-1) == tokens[1:]
+
+
+def test_scores_of_a_batch_are_those_of_each_text_alone(loaded, monkeypatch):
+  monkeypatch.setattr(texts, "_CHUNK", 4)
+  pairs = [("", "a longer text"), ("xy", "z"), ("", "ab"), ("context", " and more"), ("", "abc")]
+  found = texts.scores(loaded.model, loaded.tokenizer, pairs, batch=2)
+  for (context, text), score in zip(pairs, found, strict=True):
+    expected, likeliest = log_probs(loaded, context + text)
+    first = max(0, len(context) - 1)
+    np.testing.assert_allclose(score.log_probs, expected[first:], atol=2e-5)
+    np.testing.assert_array_equal(score.likeliest, likeliest[first:])
+
+
+@pytest.mark.parametrize("chunk", [4, 8])
+def test_padding_of_a_batch_beyond_the_cache_changes_nothing(chunk, tmp_path, monkeypatch):
+  monkeypatch.setattr(texts, "_CHUNK", chunk)
+  change = {"mixer": "softmax_attention", "mixer_options": {"max_length": 6}}
+  model = config.Model(**{**config.to_dict(MODEL), **change})
+  export.write(tmp_path / "out", model, random_params(model), load_tokenizer("bytes"), 7)
+  attention = train.load_model(tmp_path / "out")
+  (score,) = texts.scores(attention.model, attention.tokenizer, [("", "1234567")])
+  np.testing.assert_allclose(score.log_probs, log_probs(attention, "1234567")[0], atol=2e-5)
+
+
+def test_lm_reports_corpora_documents_and_positions(loaded, write):
+  documents = ["the first document", "another", "x"]
+  path = write([{"text": text} for text in documents])
+  report = perplexity.lm(loaded, [path])
+  parts = [-log_probs(loaded, text)[0] for text in documents[:2]]  # the last has one token
+  nats = np.concatenate(parts)
+  (row,) = report.tables["corpora"]
+  assert (row["documents"], row["tokens"]) == (2, 23)
+  assert row["nats_per_token"] == pytest.approx(nats.mean(), rel=1e-5)
+  assert row["perplexity"] == pytest.approx(math.exp(nats.mean()), rel=1e-4)
+  assert row["bits_per_byte"] == pytest.approx(nats.mean() / math.log(2), rel=1e-5)
+  means = [part.mean() for part in parts]
+  assert row["document_perplexity"] == pytest.approx(math.exp(np.mean(means)), rel=1e-4)
+  found = [each["nats_per_token"] for each in report.details["documents"]]
+  np.testing.assert_allclose(found, means, rtol=1e-5)
+  buckets = {(each["from"], each["to"]): each for each in report.tables["positions"]}
+  assert list(buckets) == [(1, 1), (2, 3), (4, 7), (8, 15), (16, 17)]
+  second = np.mean([part[1:3] for part in parts])
+  assert buckets[2, 3]["nats_per_token"] == pytest.approx(second, rel=1e-5)
+  assert perplexity.lm(loaded, [path], length=5).tables["corpora"][0]["tokens"] == 8
+
+
+def test_extrapolate_scores_the_same_tokens_at_each_length(loaded, write, tmp_path):
+  pytest.importorskip("matplotlib")
+  path = write([{"text": "abcdefghij"}, {"text": "klmnopqrstuvw"}])
+  report = perplexity.extrapolate(loaded, path, train_length=4, times=(1, 2, 4))
+  stream = [*b"abcdefghij", 256, *b"klmnopqrstuvw", 256]
+  rows = report.tables["lengths"]
+  assert [(row["length"], row["tokens"]) for row in rows] == [(4, 16), (8, 16), (16, 16)]
+  logits = np.asarray(loaded.model(np.array(stream[:16])[None])[0][0], np.float64)
+  nats = np.log(np.exp(logits).sum(-1)) - logits[np.arange(16), stream[1:17]]
+  assert rows[2]["nats_per_token"] == pytest.approx(nats.mean(), rel=1e-5)
+  assert rows[2]["beyond"] == pytest.approx(math.exp(nats[4:].mean()), rel=1e-4)
+  assert rows[0]["beyond"] is None
+  perplexity.plot(report, tmp_path / "lengths.png")
+  assert (tmp_path / "lengths.png").stat().st_size > 5000
+  with pytest.raises(DataError, match=r"has 24 tokens to predict, less than the 32"):
+    perplexity.extrapolate(loaded, path, train_length=4, times=(1, 8))
+  with pytest.raises(ValueError, match=r"use --train-length N"):
+    perplexity.extrapolate(loaded, path)
+
+
+def test_choice_takes_the_likeliest_in_total_and_per_byte(loaded, write):
+  options = ["ab", "a much longer continuation"]
+  of = lambda context, text: log_probs(loaded, context + text)[0][len(context) - 1 :].sum()
+  totals = [of("What?", f" {text}") for text in options]
+  per_byte = [total / (1 + len(text)) for total, text in zip(totals, options, strict=True)]
+  best, best_per_byte = int(np.argmax(totals)), int(np.argmax(per_byte))
+  rows = [{"query": "What?", "choices": options, "gold": gold} for gold in (best, 1 - best, best)]
+  (row,) = choices.choice(loaded, [write(rows, "what.jsonl")]).tables["sets"]
+  assert (row["set"], row["rows"], row["chance"]) == ("what", 3, 0.5)
+  assert row["accuracy"] == pytest.approx(2 / 3)
+  assert row["accuracy_per_byte"] == pytest.approx(2 / 3 if best == best_per_byte else 1 / 3)
+
+  contexts = ["He said\n", "The other one said\n"]  # no space is added after white space
+  best = int(np.argmax([of(context, "yes") for context in contexts]))
+  rows = [{"context_options": contexts, "continuation": "yes", "gold": best}]
+  assert choices.choice(loaded, [write(rows)]).tables["sets"][0]["accuracy"] == 1
+
+
+def test_cloze_counts_continuations_that_greedy_generation_gives(loaded, write):
+  context = "a "
+  greedy = loaded.generate(context, max_tokens=1, temperature=0)
+  wrong = chr((ord(greedy) + 1) % 128)
+  rows = [{"context": context, "continuation": text} for text in (greedy, wrong)]
+  (row,) = choices.cloze(loaded, [write(rows)]).tables["sets"]
+  assert row["accuracy"] == 0.5
+  totals = [log_probs(loaded, context + text)[0][1:].sum() for text in (greedy, wrong)]
+  assert row["perplexity"] == pytest.approx(math.exp(-np.mean(totals)), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", needles.KINDS)
+def test_needles_are_in_the_haystack_and_the_prompt_is_full(kind):
+  tokenizer, task = ByteTokenizer(), needles.KINDS[kind]
+  made = needles.make(kind, 1500, tokenizer, seed=1)
+  size = len(tokenizer.encode(made.prompt))
+  assert 1400 < size <= 1500
+  assert len(set(made.values)) == len(made.values) == task.values * task.queries
+  for value in made.values:
+    assert made.prompt.count(value) == 1
+    assert len(value) == (36 if task.uuids else 7)
+  assert made.prompt.count("The special ") == task.keys * task.values
+  assert (needles.NOISE[0] in made.prompt) == task.repeated
+  assert needles.make(kind, 1500, tokenizer, seed=1) == made
+  assert needles.make(kind, 1500, tokenizer, seed=2).values != made.values
+
+
+def test_needles_of_own_text_use_its_sentences(write):
+  path = write([{"text": "One sentence\nhere. Two are there. Three"}])
+  text = needles.sentences(path)
+  assert text == ["One sentence here.", "Two are there.", "Three."]
+  assert "Two are there." in needles.make("single_2", 800, ByteTokenizer(), 0, text).prompt
+  with pytest.raises(ValueError, match=r"length=20 does not hold the question of 'single_1'"):
+    needles.make("single_1", 20, ByteTokenizer(), 0)
+
+
+def test_needles_score_values_in_the_answer(loaded, monkeypatch):
+  """Answers with the first value only."""
+
+  def complete(model, tokenizer, prompts, options):
+    assert options.temperature == 0
+    return [f" {made.pop(0).values[0]}." for _ in prompts]
+
+  made = [needles.make("multivalue", 700, ByteTokenizer(), seed) for seed in range(3)]
+  monkeypatch.setattr(texts, "complete", complete)
+  options = {"kinds": ["multivalue"], "lengths": [750], "samples": 3, "max_tokens": 50, "batch": 2}
+  report = needles.run(loaded, **options)
+  assert report.tables["recall"] == [{"kind": "multivalue", "length": 750, "recall": 0.25}]
+
+
+@pytest.mark.parametrize(
+  ("answer", "right"),
+  [
+    (" garden.", True),
+    ("Garden", True),
+    (" gardener", False),
+    (" the garden", False),
+    ("attics, garden", False),
+  ],
+)
+def test_babilong_answer_begins_with_the_target(answer, right):
+  assert babilong.is_right(answer, "garden") == right
+
+
+def test_babilong_asks_after_the_input(loaded, write, monkeypatch):
+  seen = []
+
+  def complete(model, tokenizer, prompts, options):
+    seen.extend(prompts)
+    assert (options.temperature, options.top_p) == (0, None)
+    return [" hall."] * len(prompts)
+
+  monkeypatch.setattr(texts, "complete", complete)
+  rows = [{"input": "Al is here.", "question": "Where?", "target": x} for x in ("hall", "attic")]
+  report = babilong.run(loaded, [write(rows, "qa1_0k.jsonl")])
+  assert seen == ["Al is here. Where? The answer is"] * 2
+  assert report.tables["sets"] == [{"set": "qa1_0k", "rows": 2, "accuracy": 0.5}]
+
+
+@pytest.mark.parametrize(
+  ("run", "row", "message"),
+  [
+    (choices.choice, {"query": "a"}, r'line 1: found the keys .*expected "query" and a list'),
+    (choices.choice, {"query": "a", "choices": ["b", "c"], "gold": 2}, r'a "gold" of 0 to 1'),
+    (choices.cloze, ["a"], r'line 1: found list, expected "context", "continuation"'),
+    (babilong.run, {"input": "a"}, r'strings "input", "question" and "target"'),
+  ],
+)
+def test_rows_of_another_format_raise(run, row, message, write):
+  with pytest.raises(DataError, match=message):
+    run(types.SimpleNamespace(), [write([row])])
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    ["lm", "{model}", "{text}"],
+    ["extrapolate", "{model}", "{text}", "--train-length", "8", "--times", "1", "2"],
+    ["cloze", "{model}", "{cloze}"],
+    ["babilong", "{model}", "{babi}", "--max-tokens", "2"],
+    ["niah", "{model}", "--lengths", "400", "--kinds", "single_1", "--samples", "1"],
+  ],
+  ids=lambda arguments: arguments[0],
+)
+def test_command_prints_a_table(arguments, folder, write, capsys):
+  paths = {
+    "model": str(folder),
+    "text": write([{"text": "some text that is long enough"}], "text.jsonl"),
+    "cloze": write([{"context": "a", "continuation": "b"}], "cloze.jsonl"),
+    "babi": write([{"input": "a", "question": "b", "target": "c"}], "qa1.jsonl"),
+  }
+  assert main(["task", *(argument.format(**paths) for argument in arguments)]) == 0
+  assert capsys.readouterr().out.startswith(f"{arguments[0]}, model {folder}, step 7")
+
+
+def test_every_task_names_what_is_missing(capsys):
+  for task in registry.TASKS:
+    with pytest.raises(SystemExit):
+      main(["task", task.name])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "required" in line
+
+
+def test_model_that_is_none_is_one_line(tmp_path, capsys):
+  assert main(["task", "lm", str(tmp_path), "text.txt"]) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "is not a run folder" in line

@@ -1,0 +1,198 @@
+"""Runs of an image classifier: they learn, stop, resume and say what is wrong."""
+
+import json
+import re
+import signal
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from tests.devices import result_of
+from tests.vision.conftest import SIZE
+from train.cli.main import main
+from train.config import ConfigError, Optimizer, Vision, apply_overrides
+from train.config.vision import Augment, Data, Model
+from train.runs.run_folder import RunFolder
+from train.vision import loop
+
+MODEL = {"mixer": "lrn", "dim": 16, "num_layers": 1, "num_classes": 3, "image_size": SIZE}
+OPTIMIZER = Optimizer(peak_lr=1e-2, final_lr=1e-3, schedule="cosine", logit_penalty=0)
+
+
+def config(tmp_path, file, **changes) -> Vision:
+  values = {
+    "model": Model(**MODEL, patch_size=4, dtype="float32", drop_path=0.1),
+    "optimizer": OPTIMIZER,
+    "data": Data(train=f"{file}:train", validation=f"{file}:test"),
+    "augment": Augment(
+      least_area=0.8, flip=False, rand_augment=3, mixup=0.2, cutmix=0, erasing=0.1
+    ),
+    "run_dir": str(tmp_path / "run"),
+    "epochs": 8,
+    "warmup_epochs": 1,
+    "global_batch": 16,
+    "log_every": 2,
+    "workers": 2,
+  }
+  return Vision(**(values | changes))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _equal_runs_share_their_programs():
+  """Runs of equal programs compile them once: most of their time is that."""
+  made, make = {}, loop.make_steps
+
+  def make_once(cfg, epoch):
+    parts = cfg.model, cfg.optimizer, cfg.augment, cfg.epochs, cfg.warmup_epochs, cfg.seed
+    if (key := repr((parts, epoch))) not in made:
+      made[key] = make(cfg, epoch)
+    return made[key]
+
+  with mock.patch.object(loop, "make_steps", make_once):
+    yield
+
+
+def rows(run):
+  return RunFolder(run).read_rows()
+
+
+def test_run_learns_and_records(tmp_path, file):
+  result = loop.fit(config(tmp_path, file))
+  assert (result.step, result.stopped_by) == (24, None)
+  assert result.validation["accuracy"] > 0.8
+  found = rows(tmp_path / "run")
+  assert [row["step"] for row in found if row["kind"] == "eval"] == list(range(3, 25, 3))
+  assert found[-1] == result.validation
+  assert found[-1]["images"] == 20
+  assert json.loads((tmp_path / "run" / "config.json").read_text())["epochs"] == 8
+
+
+def test_run_that_was_stopped_resumes_with_the_same_numbers(tmp_path, file):
+  whole = loop.fit(config(tmp_path, file, run_dir=str(tmp_path / "whole")))
+  append = RunFolder.append
+
+  def interrupt(self, new):
+    if new[0]["step"] == 8:
+      signal.raise_signal(signal.SIGTERM)
+    return append(self, new)
+
+  with mock.patch.object(RunFolder, "append", interrupt):
+    stopped = loop.fit(config(tmp_path, file))
+  assert (stopped.step, stopped.stopped_by) == (8, "SIGTERM")
+  resumed = loop.fit(config(tmp_path, file))
+  assert resumed.step == 24
+  for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(resumed.state), strict=True):
+    np.testing.assert_array_equal(a, b)
+  steps = lambda name: [row["step"] for row in rows(tmp_path / name)]
+  assert steps("run") == steps("whole")
+
+
+ON_DEVICES = """
+import json, sys
+from train.config import Optimizer, Vision
+from train.config.vision import Augment, Data, Model
+from train.vision import loop
+result = loop.fit(eval(sys.argv[1]))
+print(json.dumps(result.validation["val_loss"]))
+"""
+
+
+@pytest.mark.slow
+def test_batch_sharded_over_devices_gives_the_same_numbers(tmp_path, file):
+  runs = []
+  for devices in (1, 4):
+    cfg = config(tmp_path, file, run_dir=str(tmp_path / str(devices)), epochs=4)
+    runs.append(result_of("-c", ON_DEVICES, repr(cfg), devices=devices))
+  assert runs[0] == pytest.approx(runs[1], rel=1e-4)
+
+
+def test_number_of_devices_divides_the_batch(tmp_path, file):
+  with (
+    mock.patch.object(jax, "device_count", lambda: 3),
+    pytest.raises(ValueError, match="global_batch=16 is not a multiple of the 3 devices; use 15"),
+  ):
+    loop.fit(config(tmp_path, file))
+
+
+def test_settings_of_a_run_must_not_change(tmp_path, file):
+  loop.fit(config(tmp_path, file))
+  with pytest.raises(ValueError, match="seed: the folder's run has 0, this one 1"):
+    loop.fit(config(tmp_path, file, seed=1))
+
+
+def test_loss_that_is_not_finite_ends_the_run(tmp_path, file):
+  make = loop.make_steps
+
+  def diverging(cfg, epoch):
+    initialize, _, evaluate = make(cfg, epoch)
+    return initialize, lambda state, batch: (state, np.nan), evaluate
+
+  with (
+    mock.patch.object(loop, "make_steps", diverging),
+    pytest.raises(loop.DivergedError, match=r"the loss of step 2 is nan; lower optimizer\.peak_lr"),
+  ):
+    loop.fit(config(tmp_path, file))
+  assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (["global_batch=64"], "has 50 images, less than global_batch=64"),
+    (["model.num_classes=2"], "the images have 3 classes, model.num_classes=2"),
+    (["data.validation=nowhere"], "no folder 'nowhere'"),
+  ],
+)
+def test_images_that_do_not_fit_rejected(tmp_path, file, changes, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    loop.fit(apply_overrides(config(tmp_path, file), changes))
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (["model.channels=2"], "model.channels=2 must be 1 (gray) or 3 (colors)"),
+    (["model.channels=1"], "data.mean=(0.485, 0.456, 0.406) needs one number for each of"),
+    (["model.dim=0"], "model.dim=0 must be at least 1"),
+    (["data.std=(0.0, 1.0, 1.0)"], "data.std=(0.0, 1.0, 1.0) must be positive"),
+    (["augment.least_area=0"], "augment.least_area=0.0 leaves nothing of an image"),
+    (["augment.erasing=2"], "augment.erasing=2.0 must be between 0 and 1"),
+    (["augment.mixup=-1"], "augment.mixup=-1.0 must be at least 0"),
+    (["augment.rand_augment=11"], "augment.rand_augment=11.0 must be between 0 and 10"),
+    (["epochs=1"], "warmup_epochs=1 must be between 0 and epochs=1 - 1"),
+    (["workers=0"], "workers=0 must be at least 1"),
+    (["run_dir="], "run_dir is empty"),
+    (["seed=-1"], "seed=-1 must be in [0, 2**32)"),
+    (["optimizer.warmup_steps=3"], "give warmup_epochs"),
+    (["optimizer.logit_penalty=1"], "is for language models; use 0"),
+    (["augment.flop=true"], "no setting 'augment.flop' in Augment; did you mean 'flip'?"),
+  ],
+)
+def test_wrong_settings_rejected(tmp_path, file, changes, message):
+  with pytest.raises(ConfigError, match=re.escape(message)):
+    apply_overrides(config(tmp_path, file), changes)
+
+
+def test_command_trains_with_a_config(tmp_path, file, capsys):
+  text = f"""
+from train.config import Optimizer, Vision
+from train.config.vision import Augment, Data, Model
+def get_config():
+  return {config(tmp_path, file)!r}
+"""
+  (tmp_path / "own.py").write_text(text)
+  options = ["--config", str(tmp_path / "own.py"), "--set", "log_every=4"]
+  assert main(["classify", *options, "--dry-run"]) == 0
+  described = capsys.readouterr().out
+  assert "lrn, 2,931 parameters" in described
+  assert "memory" in described
+  assert main(["classify", *options, "--print-config"]) == 0
+  assert json.loads(capsys.readouterr().out)["model"]["drop_path"] == 0.1
+  assert main(["classify", *options]) == 0
+  assert "accuracy" in capsys.readouterr().out
+  assert main(["evaluate", "--run-dir", str(tmp_path / "run")]) == 2
+  assert "is a run of an image classifier, which this command does" in capsys.readouterr().err
+  assert main(["fit", *options]) == 2
+  assert "returned Vision, not a train.config.Train" in capsys.readouterr().err
