@@ -7,6 +7,7 @@
 #   make test JAX=0.12.0.1              another JAX, in an environment of its own
 #   make test-mutations               that the tests see each fault of scripts/mutations.toml
 #   make test-gpu                       the kernels on a Hopper GPU
+#   make notebooks                      the notebooks, executed, in build/notebooks/
 #   make docs                           the pages of docs/ and an API reference, in site/
 #   make goldens                        the float64 references of the ops' tests
 #   make test-peers                     our layers next to those of torch, transformers and fla
@@ -26,9 +27,11 @@ RUN := $(VENV)/bin/python
 TRAIN_ENV := $(VENV)/.ready-train
 DEV_ENV := $(VENV)/.ready-dev
 DOCS_ENV := $(VENV)/.ready-docs
+NOTEBOOKS_ENV := $(VENV)/.ready-notebooks
 endif
 
-.PHONY: train test test-all test-mutations test-gpu test-peers goldens lint format docs clean
+.PHONY: train test test-all test-mutations test-gpu test-peers goldens lint format notebooks docs \
+  clean
 
 train: $(TRAIN_ENV)
 	$(RUN) -m train fit --config configs/quickstart.py $(ARGS)
@@ -78,7 +81,14 @@ format: $(DEV_ENV)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+# Each is executed, a minute per cell at most, and becomes a page of the documentation. The path is
+# for train/, which runs from a checkout.
+notebooks: $(NOTEBOOKS_ENV)
+	PYTHONPATH=$(CURDIR) JAX_PLATFORMS=cpu $(RUN) -m nbconvert --execute --to markdown \
+	  --ExecutePreprocessor.timeout=60 --output-dir build/notebooks notebooks/*.ipynb
+
 docs: $(DOCS_ENV)
+	$(MAKE) notebooks
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # Removes caches and build products. Environments (.venv*), runs/ and data/ stay.
@@ -95,7 +105,10 @@ $(VENV)/.ready-dev: pyproject.toml constraints.txt scripts/make_venv.sh $(VENV)/
 	@scripts/make_venv.sh $(VENV) train,dev
 
 $(VENV)/.ready-docs: pyproject.toml constraints.txt scripts/make_venv.sh $(VENV)/bin/python
-	@scripts/make_venv.sh $(VENV) train,dev,docs
+	@scripts/make_venv.sh $(VENV) train,dev,notebooks,docs
+
+$(VENV)/.ready-notebooks: pyproject.toml constraints.txt scripts/make_venv.sh $(VENV)/bin/python
+	@scripts/make_venv.sh $(VENV) train,notebooks
 
 $(VENV)/bin/python: ;
 endif
