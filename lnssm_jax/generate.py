@@ -84,9 +84,12 @@ def generate(
       names it.
   """
   rows = np.stack(list(stream(model, prompts, options)), axis=1)  # [B, tokens]
-  if (stop := options.stop_token) is None:
-    return list(rows)
-  return [row[: np.argmax(stopped)] if (stopped := row == stop).any() else row for row in rows]
+  return [before_stop(row, options.stop_token) for row in rows]
+
+
+def before_stop(row: np.ndarray, stop_token: int | None) -> np.ndarray:
+  """The tokens [N] before the first `stop_token`, or all of them."""
+  return row[: np.argmax(stopped)] if (stopped := row == stop_token).any() else row
 
 
 def stream(

@@ -203,7 +203,7 @@ class LanguageModel(nnx.Module):
   def max_length(self) -> int | None:
     """The longest sequence, where a mixer keeps a cache of bounded length; None: any length."""
     lengths = [layers.max_length(self.blocks)]
-    lengths += [] if self.positions is None else [len(self.positions[...])]
+    lengths += [] if self.positions is None else [self.positions.shape[0]]
     return min((length for length in lengths if length is not None), default=None)
 
   def layer(self, number: int) -> Block:

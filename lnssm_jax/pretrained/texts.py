@@ -1,6 +1,7 @@
 """Text in and out of a language model: continuing it, and how likely it is."""
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from lnssm_jax.pretrained.tokenizers import Tokenizer
 OPENING = "\n"
 # Tokens whose logits are in memory at once.
 _CHUNK = 256
+# Tokens drawn between two looks for a string that ends all rows.
+_LOOK = 32
 
 
 class Score(NamedTuple):
@@ -46,11 +49,29 @@ class Score(NamedTuple):
 
 
 def complete(
-  model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str], options: SamplingOptions
+  model: LanguageModel,
+  tokenizer: Tokenizer,
+  prompts: Sequence[str],
+  options: SamplingOptions,
+  *,
+  until: Sequence[str] = (),
 ) -> list[str]:
-  """Continues each prompt by at most `options.max_tokens` tokens, up to `options.stop_token`."""
-  continuations = generate.generate(model, _encode(tokenizer, prompts), options)
-  return [tokenizer.decode(tokens) for tokens in continuations]
+  """Continues each prompt by at most `options.max_tokens` tokens, up to `options.stop_token`.
+
+  Args:
+    until: a continuation ends before the first of these strings.
+  """
+  steps, stop, found = [], options.stop_token, []
+  for part in itertools.batched(
+    generate.stream(model, _encode(tokenizer, prompts), options), _LOOK
+  ):
+    steps += part
+    if until and all(_ends(tokenizer, row, stop, until) for row in np.stack(steps, axis=1)):
+      break
+  for row in np.stack(steps, axis=1):
+    text = tokenizer.decode(generate.before_stop(row, stop))
+    found.append(text[: min((text.find(end) for end in until if end in text), default=None)])
+  return found
 
 
 def stream(
@@ -169,6 +190,12 @@ def _pieces(steps: Iterator[np.ndarray], tokenizer: Tokenizer, stop: int | None)
     yield text[shown:final]
     shown = max(shown, final)
   yield text[shown:]
+
+
+def _ends(tokenizer, row, stop, until) -> bool:
+  """Whether a continuation has reached its end: the stop token, or one of the strings."""
+  kept = generate.before_stop(row, stop)
+  return len(kept) < len(row) or any(end in tokenizer.decode(kept) for end in until)
 
 
 def _encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:

@@ -12,7 +12,7 @@ from train.config import apply_overrides
 
 def fit(options: argparse.Namespace) -> int | None:
   """Trains a model; with --print-config or --dry-run only describes the run."""
-  cfg = _config(options)
+  cfg = config_of(options)
   if options.print_config:
     print(json.dumps(config.to_dict(cfg), indent=2))
     return None
@@ -51,7 +51,7 @@ def evaluate(options: argparse.Namespace) -> None:
   """Prints the losses of a run on its validation sets."""
   from train.runs import evaluation
 
-  rows = evaluation.run(_run_config(options))
+  rows = evaluation.run(run_config(options))
   if options.json:
     print(json.dumps(rows, indent=2))
     return
@@ -81,7 +81,7 @@ def generate(options: argparse.Namespace) -> None:
       raise ValueError("--set changes settings of a run; an exported model has none.")
     loaded = loading.load_model(options.run_dir)
   else:
-    loaded = loading.of_run(_run_config(options))
+    loaded = loading.of_run(run_config(options))
   settings = config.Sample(**{**loaded.settings.get("sample", {}), **changes})
   prompts = options.prompt or [settings.prompt]
   model, tokenizer = loaded.model, loaded.tokenizer
@@ -108,7 +108,7 @@ def tokenize(options: argparse.Namespace) -> None:
 
   how = {"workers": options.workers, "progress": True, "force": options.force}
   if options.config:
-    cfg = _config(options)
+    cfg = config_of(options)
     sidecars = tokenize.prepare(cfg.data, **how)
     results = {str(Path(cfg.data.folder) / name): sidecars[name] for name in sidecars}
   else:
@@ -138,7 +138,7 @@ def import_(options: argparse.Namespace) -> None:
   """Starts a run from an exported model."""
   from train.runs import importing
 
-  cfg = _config(options)
+  cfg = config_of(options)
   step = importing.import_model(options.folder, cfg)
   print(f"{cfg.run_dir}  a new run from the model of {options.folder}, trained for {step} steps")
 
@@ -191,7 +191,7 @@ def plot(options: argparse.Namespace) -> None:
 
 def doctor(options: argparse.Namespace) -> int:
   """Checks whether this machine or job can train; returns 1 if there is a problem."""
-  cfg = _config(options) if options.config else None
+  cfg = config_of(options) if options.config else None
   from train.cluster import doctor
 
   return 0 if doctor.examine(cfg, print) else 1
@@ -202,17 +202,17 @@ def _code_of(stopped_by: str | None) -> int:
   return 128 + signal.SIGHUP if stopped_by == signal.SIGHUP.name else 0
 
 
-def _config(options: argparse.Namespace) -> config.Train:
+def config_of(options: argparse.Namespace) -> config.Train:
   """Config from --config, with every --set applied."""
   return apply_overrides(config.load_config(options.config), options.set)
 
 
-def _run_config(options: argparse.Namespace) -> config.Train:
+def run_config(options: argparse.Namespace) -> config.Train:
   """Config from --run-dir or --config, with every --set applied."""
   if bool(options.config) == bool(options.run_dir):
     raise ValueError("use either --run-dir FOLDER (a run of `fit`) or --config FILE.")
   if options.config:
-    return _config(options)
+    return config_of(options)
   from train.runs.run_folder import RunFolder
 
   cfg = RunFolder(options.run_dir).load_config()

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lnssm_jax.generate import SamplingOptions
-from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.loaded import LoadedModel
+from train.tasks.answers import answers
 from train.tasks.report import Report
 from train.tasks.samples import read_samples
 
@@ -47,30 +46,21 @@ def run(
     DataError: a file is unreadable or of another format.
     ValueError: a prompt is longer than the model's cache holds.
   """
-  temperature = 0.0 if top_p is None else 1.0
-  table, answers = [], []
+  table, details = [], []
   for source in paths:
     for path, rows in read_samples(source, _wrong, limit):
-      right = []
-      for first in range(0, len(rows), batch):
-        options = SamplingOptions(
-          max_tokens=max_tokens,
-          temperature=temperature,
-          top_p=top_p,
-          seed=seed + first,
-          stop_token=loaded.tokenizer.end_of_text,
-        )
-        part = rows[first : first + batch]
-        prompts = [prompt_of(row) for row in part]
-        found = texts.complete(loaded.model, loaded.tokenizer, prompts, options)
-        for row, answer in zip(part, found, strict=True):
-          right.append(is_right(answer, row["target"]))
-          answers.append({"set": path.name, "target": row["target"], "answer": answer})
+      prompts = [prompt_of(row) for row in rows]
+      how = {"max_tokens": max_tokens, "top_p": top_p, "seed": seed, "batch": batch}
+      found = answers(loaded, prompts, **how)
+      targets = [row["target"] for row in rows]
+      right = [is_right(*pair) for pair in zip(found, targets, strict=True)]
       name = path.name.split(".")[0]
       table.append({"set": name, "rows": len(rows), "accuracy": float(np.mean(right))})
+      each = zip(targets, found, strict=True)
+      details += [{"set": path.name, "target": t, "answer": answer} for t, answer in each]
   settings = {"model": str(loaded.source), "step": loaded.step, "max_tokens": max_tokens}
   settings |= {"top_p": top_p, "seed": None if top_p is None else seed}
-  return Report("babilong", settings, {"sets": table}, {"answers": answers})
+  return Report("babilong", settings, {"sets": table}, {"answers": details})
 
 
 def _wrong(row: dict[str, Any]) -> str | None:

@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lnssm_jax.generate import SamplingOptions
-from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.tokenizers import Tokenizer
 from train.data.errors import DataError
 from train.data.sources import read_documents
+from train.tasks.answers import answers
 from train.tasks.report import Report
 
 
@@ -144,23 +143,18 @@ def run(
     DataError: `source` is unreadable or has no sentence.
   """
   tokenizer, text = loaded.tokenizer, sentences(source) if source else None
-  stop = tokenizer.end_of_text
-  options = SamplingOptions(max_tokens=max_tokens, temperature=0, stop_token=stop)
-  table, answers = [], []
+  table, details = [], []
   for kind, length in itertools.product(kinds, lengths):
     made = [make(kind, length - max_tokens, tokenizer, seed + n, text) for n in range(samples)]
-    scores = []
-    for first in range(0, samples, batch):
-      part = made[first : first + batch]
-      prompts = [needle.prompt for needle in part]
-      found = texts.complete(loaded.model, tokenizer, prompts, options)
-      for needle, answer in zip(part, found, strict=True):
-        scores.append(score(answer, needle.values))
-        answers.append({"kind": kind, "length": length, "values": needle.values, "answer": answer})
-    table.append({"kind": kind, "length": length, "recall": float(np.mean(scores))})
+    found = answers(loaded, [each.prompt for each in made], max_tokens=max_tokens, batch=batch)
+    pairs = [(answer, needle.values) for answer, needle in zip(found, made, strict=True)]
+    scores = [score(*pair) for pair in pairs]
+    which = {"kind": kind, "length": length}
+    details += [which | {"values": values, "answer": answer} for answer, values in pairs]
+    table.append(which | {"recall": float(np.mean(scores))})
   settings = {"model": str(loaded.source), "step": loaded.step, "text": source or "generated"}
   settings |= {"samples": samples, "max_tokens": max_tokens, "seed": seed}
-  return Report("niah", settings, {"recall": table}, {"answers": answers})
+  return Report("niah", settings, {"recall": table}, {"answers": details})
 
 
 def sentences(source: str) -> list[str]:

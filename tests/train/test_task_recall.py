@@ -1,0 +1,94 @@
+"""`task recall`: prompts as published, contains-match, rows of other formats."""
+
+import json
+import types
+
+import pytest
+
+from lnssm_jax.pretrained import texts
+from lnssm_jax.pretrained.tokenizers import ByteTokenizer
+from train.data import DataError
+from train.tasks import recall
+
+FDA = {"text": "\nDevice X. Class: II..", "key": "type of test", "value": "PCR"}
+SWDE = {
+  "text": "A film.\nSummary of information above... director:",
+  "key": "director",
+  "value": "D",
+}
+SQUAD = {
+  "text": "In 1066 William won. The winner was",
+  "value": "William",
+  "context": "In 1066 William won. Question: who?",
+  "question": "Who won?",
+}
+NQ = {
+  "context": "The sky is blue. What color is the sky",
+  "question": "what color is the sky",
+  "answers": ["blue", "azure"],
+  "orig_question": "sky color:",
+}
+
+
+@pytest.mark.parametrize(
+  ("row", "once", "twice"),
+  [
+    (
+      FDA,
+      "Device X. Class: II. Type of test:",
+      "Information about Type of test. Device X. Class: II.\nDevice X. Class: II. Type of test:",
+    ),
+    (SWDE, "A film. Director:", "Information about Director. A film.\nA film. Director:"),
+    (
+      SQUAD,
+      SQUAD["text"],
+      f"Who won? In 1066 William won. \n{SQUAD['text']}",
+    ),
+    (
+      NQ,
+      "The sky is blue. what color is the sky",
+      "sky color The sky is blue.\nThe sky is blue. what color is the sky",
+    ),
+  ],
+  ids=["fda", "swde", "squad", "nq"],
+)
+def test_prompts_are_those_of_the_paper(row, once, twice):
+  assert recall.prompt_of(row) == once
+  assert recall.prompt_of(row, twice=True) == twice
+
+
+def test_answers_contain_a_value_in_any_case(tmp_path, monkeypatch):
+  """Rows whose prompt is longer than --length are left out."""
+
+  def complete(model, tokenizer, prompts, options, until):
+    assert (options.temperature, until) == (0, ("\n",))
+    seen.extend(prompts)
+    return [" It is AZURE, said he"] * len(prompts)
+
+  seen = []
+  monkeypatch.setattr(texts, "complete", complete)
+  path = tmp_path / "nq.jsonl"
+  long = NQ | {"context": "much longer " * 9}
+  path.write_text("\n".join(json.dumps(row) for row in (NQ, long, NQ | {"answers": ["red"]})))
+  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
+  report = recall.run(model, [str(path)], length=60)
+  assert seen == [recall.prompt_of(NQ)] * 2
+  assert report.tables["sets"] == [{"set": "nq", "rows": 2, "accuracy": 0.5}]
+  assert recall.run(model, [str(path)], length=3).tables["sets"][0]["accuracy"] is None
+
+
+@pytest.mark.parametrize(
+  ("row", "twice", "message"),
+  [
+    ({"text": "a"}, False, r'expected "text", "key", "value", or'),
+    ({"text": "a", "key": 3, "value": "b"}, False, r'expected "text", "key", "value", or'),
+    (NQ | {"answers": []}, False, r'expected "text", "key", "value", or'),
+    ({"text": "a", "value": "b"}, True, r'expected also "context" and "question"'),
+  ],
+)
+def test_rows_of_another_format_raise(row, twice, message, tmp_path):
+  path = tmp_path / "rows.jsonl"
+  path.write_text(json.dumps(row))
+  model = types.SimpleNamespace(tokenizer=ByteTokenizer())
+  with pytest.raises(DataError, match=message):
+    recall.run(model, [str(path)], twice=twice)

@@ -1,0 +1,81 @@
+"""Options that tasks of the command line share: types of values, models, samples."""
+
+import argparse
+from typing import Any
+
+
+def count(text: str) -> int:
+  """A whole number of at least 1."""
+  value = int(text)
+  if value < 1:
+    raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+  return value
+
+
+def whole(text: str) -> int:
+  """A whole number of at least 0."""
+  value = int(text)
+  if value < 0:
+    raise argparse.ArgumentTypeError(f"{text} must be at least 0")
+  return value
+
+
+def rate(text: str) -> float:
+  """A positive number."""
+  value = float(text)
+  if not 0 < value < float("inf"):
+    raise argparse.ArgumentTypeError(f"{text} must be a positive number")
+  return value
+
+
+def share(text: str) -> float:
+  """A number between 0 and 1."""
+  value = float(text)
+  if not 0 < value < 1:
+    raise argparse.ArgumentTypeError(f"{text} must be between 0 and 1")
+  return value
+
+
+def seed(text: str) -> int:
+  """A whole number of 31 bits."""
+  value = int(text)
+  if not 0 <= value < 2**31:
+    raise argparse.ArgumentTypeError(f"{text} must be in [0, 2**31)")
+  return value
+
+
+# argparse names them in messages.
+whole.__name__ = "count"
+
+
+def add_model(parser: Any) -> None:
+  """MODEL and --step, which `loaded` reads."""
+  parser.add_argument("model", metavar="MODEL", help="a run folder or an exported model")
+  parser.add_argument("--step", type=count, metavar="N", help="another checkpoint of a run")
+
+
+def loaded(options: argparse.Namespace) -> Any:
+  """The model of the options, a `LoadedModel`."""
+  from train.runs import loading
+
+  return loading.load_model(options.model, step=options.step)
+
+
+def add_config(parser: Any, *, required: bool = True) -> None:
+  """--config and --set, which `train.cli.commands` reads."""
+  add = parser.add_argument
+  add("--config", metavar="FILE[:VARIANT]", required=required, help="Python file with get_config()")
+  add("--set", metavar="A.B=VALUE", action="append", default=[], help="override a setting")
+
+
+def add_batch(parser: Any) -> None:
+  """--batch."""
+  parser.add_argument("--batch", type=count, default=8, metavar="N", help="sequences at once")
+
+
+def add_samples(parser: Any) -> None:
+  """SAMPLES, --limit and --batch."""
+  add = parser.add_argument
+  add("samples", nargs="+", metavar="SAMPLES", help=".jsonl or .jsonl.xz file, or a folder of such")
+  add("--limit", type=count, metavar="N", help="only the first N rows of a file")
+  add_batch(parser)

@@ -1,0 +1,142 @@
+"""Tasks of the command line that score a model: options and runs. Slow imports are inside."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from train.tasks import arguments
+from train.tasks.report import Report
+
+
+def lm_options(parser: Any) -> None:
+  arguments.add_model(parser)
+  parser.add_argument("text", nargs="+", metavar="TEXT", help="file, folder or glob; each a corpus")
+  parser.add_argument(
+    "--length", type=arguments.count, metavar="N", help="cut documents to N tokens"
+  )
+  arguments.add_batch(parser)
+
+
+def lm(options: argparse.Namespace) -> Report:
+  from train.tasks import perplexity
+
+  return perplexity.lm(
+    arguments.loaded(options), options.text, length=options.length, batch=options.batch
+  )
+
+
+def extrapolate_options(parser: Any) -> None:
+  arguments.add_model(parser)
+  add = parser.add_argument
+  add("text", metavar="TEXT", help="file, folder or glob")
+  add("--train-length", type=arguments.count, metavar="N", help="(default: that of the run)")
+  add("--times", type=arguments.count, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N")
+  add("--tokens", type=arguments.count, metavar="N", help="read at most so many")
+  add("--plot", type=Path, metavar="FILE", help="draw perplexity by length")
+  arguments.add_batch(parser)
+
+
+def extrapolate(options: argparse.Namespace) -> Report:
+  from train.tasks import perplexity
+
+  report = perplexity.extrapolate(
+    arguments.loaded(options),
+    options.text,
+    train_length=options.train_length,
+    times=options.times,
+    tokens=options.tokens,
+    batch=options.batch,
+  )
+  if options.plot:
+    perplexity.plot(report, options.plot)
+  return report
+
+
+def samples_options(parser: Any) -> None:
+  arguments.add_model(parser)
+  arguments.add_samples(parser)
+
+
+def choice(options: argparse.Namespace) -> Report:
+  from train.tasks import choices
+
+  how = {"limit": options.limit, "batch": options.batch}
+  return choices.choice(arguments.loaded(options), options.samples, **how)
+
+
+def cloze(options: argparse.Namespace) -> Report:
+  from train.tasks import choices
+
+  how = {"limit": options.limit, "batch": options.batch}
+  return choices.cloze(arguments.loaded(options), options.samples, **how)
+
+
+def babilong_options(parser: Any) -> None:
+  samples_options(parser)
+  add = parser.add_argument
+  add("--max-tokens", type=arguments.count, default=8, metavar="N", help="of an answer")
+  add("--top-p", type=arguments.rate, metavar="P", help="draw answers (default: greedy)")
+  add("--seed", type=arguments.seed, default=0, metavar="N", help="of the drawing")
+
+
+def babilong(options: argparse.Namespace) -> Report:
+  from train.tasks import babilong as task
+
+  return task.run(
+    arguments.loaded(options),
+    options.samples,
+    max_tokens=options.max_tokens,
+    top_p=options.top_p,
+    seed=options.seed,
+    limit=options.limit,
+    batch=options.batch,
+  )
+
+
+def niah_options(parser: Any) -> None:
+  arguments.add_model(parser)
+  add = parser.add_argument
+  add("--kinds", nargs="+", metavar="KIND", help="(default: all six)")
+  add("--lengths", type=arguments.count, nargs="+", required=True, metavar="N", help="in tokens")
+  add("--samples", type=arguments.count, default=100, metavar="N", help="per kind and length")
+  add("--max-tokens", type=arguments.count, default=128, metavar="N", help="of an answer")
+  add("--text", metavar="TEXT", help="file or folder of running text (default: generated)")
+  add("--seed", type=arguments.seed, default=0, metavar="N")
+  arguments.add_batch(parser)
+
+
+def niah(options: argparse.Namespace) -> Report:
+  from train.tasks import needles
+
+  return needles.run(
+    arguments.loaded(options),
+    kinds=options.kinds or list(needles.KINDS),
+    lengths=options.lengths,
+    samples=options.samples,
+    max_tokens=options.max_tokens,
+    source=options.text,
+    seed=options.seed,
+    batch=options.batch,
+  )
+
+
+def recall_options(parser: Any) -> None:
+  samples_options(parser)
+  add = parser.add_argument
+  add("--twice", action="store_true", help="a prompt that has the text twice")
+  add("--max-tokens", type=arguments.count, default=48, metavar="N", help="of an answer")
+  add("--length", type=arguments.count, metavar="N", help="leave out prompts of more tokens")
+
+
+def recall(options: argparse.Namespace) -> Report:
+  from train.tasks import recall as task
+
+  return task.run(
+    arguments.loaded(options),
+    options.samples,
+    twice=options.twice,
+    max_tokens=options.max_tokens,
+    length=options.length,
+    limit=options.limit,
+    batch=options.batch,
+  )
