@@ -11,6 +11,7 @@
 #   make docs                           the pages of docs/ and an API reference, in site/
 #   make goldens                        the float64 references of the ops' tests
 #   make test-peers                     our layers next to those of torch, transformers and fla
+#   make constraints ARGS=--upgrade     newer versions of all packages, with their hashes (needs uv)
 
 JAX ?=
 VENV := $(if $(JAX),.venv-jax-$(JAX),.venv)
@@ -31,7 +32,7 @@ NOTEBOOKS_ENV := $(VENV)/.ready-notebooks
 endif
 
 .PHONY: train test test-all test-mutations test-gpu test-peers goldens lint format notebooks docs \
-  clean
+  constraints clean
 
 train: $(TRAIN_ENV)
 	$(RUN) -m train fit --config configs/quickstart.py $(ARGS)
@@ -91,23 +92,36 @@ docs: $(DOCS_ENV)
 	$(MAKE) notebooks
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
+# Versions and hashes of all packages for every platform. Without ARGS=--upgrade versions stay, and
+# only what pyproject.toml has changed changes. Then `make test-all`.
+UV ?= uv
+LOCK := $(UV) pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-header
+constraints:
+	$(LOCK) $(ARGS) --group build $(foreach extra,train tensorboard wandb dev notebooks docs,--extra $(extra)) \
+	  pyproject.toml --output-file constraints.txt
+	$(LOCK) $(ARGS) --extra cuda13 --constraint constraints.txt pyproject.toml \
+	  --output-file constraints-cuda13.txt
+
 # Removes caches and build products. Environments (.venv*), runs/ and data/ stay.
 clean:
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(VENV),)
+INSTALLS := pyproject.toml constraints.txt constraints-cuda13.txt scripts/make_venv.sh \
+  scripts/locked.py $(VENV)/bin/python
+
 # The interpreter is a prerequisite so that an environment whose Python went away is made again.
-$(VENV)/.ready-train: pyproject.toml constraints.txt scripts/make_venv.sh $(VENV)/bin/python
+$(VENV)/.ready-train: $(INSTALLS)
 	@scripts/make_venv.sh $(VENV) train
 
-$(VENV)/.ready-dev: pyproject.toml constraints.txt scripts/make_venv.sh $(VENV)/bin/python
+$(VENV)/.ready-dev: $(INSTALLS)
 	@scripts/make_venv.sh $(VENV) train,dev
 
-$(VENV)/.ready-docs: pyproject.toml constraints.txt scripts/make_venv.sh $(VENV)/bin/python
+$(VENV)/.ready-docs: $(INSTALLS)
 	@scripts/make_venv.sh $(VENV) train,dev,notebooks,docs
 
-$(VENV)/.ready-notebooks: pyproject.toml constraints.txt scripts/make_venv.sh $(VENV)/bin/python
+$(VENV)/.ready-notebooks: $(INSTALLS)
 	@scripts/make_venv.sh $(VENV) train,notebooks
 
 $(VENV)/bin/python: ;

@@ -1,9 +1,10 @@
 #!/bin/sh
 # Usage: make_venv.sh VENV EXTRAS: makes or repairs the virtual environment VENV and installs the
-# project into it, editable, with EXTRAS ("train" or "train,dev") under constraints.txt. Touches
+# project into it, editable, with EXTRAS ("train" or "train,dev"). Each package has the version and
+# one of the hashes of constraints.txt, the tools that build the project too. Touches
 # VENV/.ready-EXTRA for each extra when all is done, so that an interrupted call leaves no sign of
 # success. The environment variables PYTHON (an interpreter) and JAX (a version other than the
-# pinned one) are optional.
+# locked one, with which nothing is compared with hashes) are optional.
 set -eu
 
 venv=$1
@@ -41,7 +42,6 @@ find_python() {
   done
 }
 
-rm -f "$venv"/.ready-*
 python=$(find_python)
 uv=$(command -v uv || true)
 
@@ -85,12 +85,6 @@ if driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/n
   fi
 fi
 
-constraints=constraints.txt
-if [ -n "${JAX:-}" ]; then
-  constraints=$venv/constraints.txt
-  { grep -v -E '^(jax|jaxlib)==' constraints.txt; echo "jax==$JAX"; } >"$constraints"
-fi
-
 echo "Installing lnssm-jax[$extras] into $venv ($(describe "$venv/bin/python")); this is done once."
 if [ -n "$uv" ]; then
   install="$uv pip install --quiet --python $venv/bin/python"
@@ -98,9 +92,19 @@ else
   "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip --upgrade
   install="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
 fi
-$install --constraint "$constraints" --editable ".[$extras]" || fail \
-  "the packages could not be installed (see above). Without a network, but with a Python that has" \
-  "them all, use that Python as it is: make VENV= PYTHON=/path/to/python ..."
+failed="the packages could not be installed (see above). Without a network, but with a Python that\
+ has them all, use that Python as it is: make VENV= PYTHON=/path/to/python ..."
+if [ -n "${JAX:-}" ]; then
+  { grep -o '^[A-Za-z0-9_.-]*==[^ ;\\]*' constraints.txt | grep -v -E '^(jax|jaxlib)=='
+    echo "jax==$JAX"; } >"$venv/constraints.txt"
+  $install --constraint "$venv/constraints.txt" --editable ".[$extras]" || fail "$failed"
+else
+  "$venv/bin/python" scripts/locked.py "$extras" >"$venv/requirements.txt" || fail \
+    "the lock files do not fit pyproject.toml (see above)."
+  $install --require-hashes --requirement "$venv/requirements.txt" || fail "$failed"
+  # setuptools warns that an editable project imports from its folder.
+  PYTHONWARNINGS=ignore $install --no-deps --no-build-isolation --editable . || fail "$failed"
+fi
 
 for extra in $(echo "$2" | tr , ' '); do
   touch "$venv/.ready-$extra"

@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "mutations.toml"
-SOURCES = ("lnssm_jax", "pallas_kernels", "train", "configs")
+SOURCES = ("lnssm_jax", "pallas_kernels", "train", "configs", "scripts", "benchmarks/reliability")
+SUFFIXES = (".py", ".sh", ".yaml")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
 
 
@@ -86,7 +87,8 @@ def read_sources(root: Path = ROOT) -> dict[Path, str]:
   return {
     path.relative_to(root): path.read_text()
     for folder in SOURCES
-    for path in sorted((root / folder).rglob("*.py"))
+    for path in sorted((root / folder).rglob("*"))
+    if path.suffix in SUFFIXES
   }
 
 

@@ -22,7 +22,9 @@ def test_planted_faults_apply_in_one_place_and_parse():
   wrong = []
   for fault in faults:
     try:
-      ast.parse(fault.patched(sources)[1])
+      path, text = fault.patched(sources)
+      if path.suffix == ".py":
+        ast.parse(text)
     except (LookupError, SyntaxError) as error:
       wrong.append(f"{fault.name}: {error}")
   assert not wrong, "\n".join(wrong)

@@ -1,13 +1,17 @@
-"""`make` on a machine without a fitting Python, with a broken environment, or with none."""
+"""`make` on a machine without a fitting Python, with a broken environment, or none; lock files."""
 
+import importlib.util
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("sh", "make", "rm", "cat", "head", "touch", "tr", "grep", "env")
@@ -16,7 +20,7 @@ TOOLS = ("sh", "make", "rm", "cat", "head", "touch", "tr", "grep", "env")
 @pytest.fixture
 def project(tmp_path) -> Path:
   """The files that set-up reads, with a `bin` that holds no Python."""
-  for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+  for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-cuda13.txt"):
     shutil.copy(ROOT / name, tmp_path / name)
   shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
   (tmp_path / "bin").mkdir()
@@ -42,6 +46,7 @@ case "$*" in
   *"sys.version_info < ("*) [ "{version[0] * 100 + version[1]}" -ge 312 ] ;;
   *sys.executable*) echo "{path}" ;;
   *platform*) echo "Python {version[0]}.{version[1]}.0" ;;
+  scripts/*) echo "$*" >>"{log}" ;;
   "-m venv "*)
     echo "$*" >>"{log}"
     mkdir -p "$3/bin"
@@ -102,17 +107,24 @@ def test_dev_extra_is_installed_for_tests_only(project):
   log = with_copying_tools(project)
   fake_python(project / "bin" / "python3", log=log)
   assert make(project, "train").returncode == 0
-  assert "--constraint constraints.txt --editable .[train]" in log.read_text()
-  assert "dev" not in log.read_text()
+  assert [
+    line.split("--disable-pip-version-check ")[-1] for line in log.read_text().splitlines()
+  ] == [
+    "-m venv .venv",
+    "scripts/locked.py train",
+    "--require-hashes --requirement .venv/requirements.txt",
+    "--no-deps --no-build-isolation --editable .",
+    "-m train fit --config configs/quickstart.py",
+  ]
   assert make(project, "test").returncode == 0
-  assert "--editable .[train,dev]" in log.read_text()
+  assert "scripts/locked.py train,dev\n" in log.read_text()
 
 
 def test_docs_are_built_strictly_with_their_own_extra(project):
   log = with_copying_tools(project)
   fake_python(project / "bin" / "python3", log=log)
   assert make(project, "docs").returncode == 0
-  assert "--editable .[train,dev,notebooks,docs]" in log.read_text()
+  assert "scripts/locked.py train,dev,notebooks,docs\n" in log.read_text()
   assert log.read_text().splitlines()[-1] == "-m mkdocs build --strict"
 
 
@@ -161,11 +173,11 @@ def test_gpu_with_a_new_driver_gets_the_gpu_build(project):
   fake_python(project / "bin" / "python3", log=log)
   program(project / "bin" / "nvidia-smi", "echo 580.65.06; echo 580.65.06")
   assert make(project, "train").returncode == 0
-  assert "--editable .[train,cuda13]" in log.read_text()
+  assert "scripts/locked.py train,cuda13\n" in log.read_text()
   program(project / "bin" / "nvidia-smi", "echo 550.54.15")
   done = make(project, "train", "VENV=.venv-old-driver")
   assert "driver 550.54.15 is older than 580" in done.stdout
-  assert log.read_text().splitlines()[-2].endswith(".[train]")
+  assert "scripts/locked.py train\n" in log.read_text()
 
 
 def test_empty_venv_makes_no_environment(project):
@@ -180,3 +192,68 @@ def test_another_jax_gets_its_own_environment(project):
   pins = (project / ".venv-jax-0.12.0.1/constraints.txt").read_text().splitlines()
   assert "jax==0.12.0.1" in pins
   assert not any(line.startswith("jaxlib==") or line == "jax==0.11.2" for line in pins)
+  assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==\S+", line) for line in pins) and len(pins) > 100
+  assert "constraints.txt --editable .[train,dev]" in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def locked():
+  spec = importlib.util.spec_from_file_location("locked", ROOT / "scripts" / "locked.py")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def names_of(lines: str) -> set[str]:
+  return set(re.findall(r"^([\w.-]+)==", lines, re.MULTILINE))
+
+
+def installed(requirement: str, seen: set[tuple[str, str]]) -> set[str]:
+  """Packages that `requirement` needs here, by the metadata of what is installed."""
+  wanted = Requirement(requirement)
+  name = wanted.name.lower().replace("_", "-")
+  for extra in {"", *wanted.extras} - {extra for other, extra in seen if other == name}:
+    seen.add((name, extra))
+    for child in map(Requirement, metadata.requires(name) or []):
+      if child.marker is None or child.marker.evaluate({"extra": extra}):
+        installed(str(child), seen)
+  return {name for name, _ in seen}
+
+
+@pytest.mark.parametrize("extras", [("train",), ("train", "dev")])
+def test_locked_requirements_complete_and_of_these_extras_only(locked, extras):
+  names = names_of(locked.select(list(extras)))
+  needed = installed(f"lnssm-jax[{','.join(extras)}]", set()) - {"lnssm-jax"}
+  assert needed - names == set()
+  # Two build the project, the others are for other platforms.
+  others = {"pip", "setuptools", "colorama", "nest-asyncio", "httpx2-jsfetch"}
+  assert names - needed <= others
+  assert {"pip", "setuptools"} <= names
+
+
+def test_locked_requirements_of_gpus_add_the_cuda_packages(locked):
+  alone, gpu = (names_of(locked.select(extras)) for extras in (["train"], ["train", "cuda13"]))
+  assert alone < gpu
+  assert {"jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-nccl-cu13"} <= gpu - alone
+
+
+def test_locked_unknown_extra_and_package_rejected(locked, tmp_path):
+  with pytest.raises(LookupError, match="extra 'trian' is none of train, "):
+    locked.select(["trian"])
+  for name in ("pyproject.toml", "constraints.txt"):
+    text = (ROOT / name).read_text().replace('"flax>=', '"flox>=')
+    (tmp_path / name).write_text(text)
+  with pytest.raises(LookupError, match=r"flox is not in constraints\.txt; run `make constraints`"):
+    locked.select(["train"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-cuda13.txt"])
+def test_lock_pins_and_hashes_every_package_and_names_no_host(locked, name):
+  text = (ROOT / name).read_text()
+  assert "://" not in text and "index" not in re.sub(r"#.*", "", text)
+  entries = locked.read(ROOT / name)
+  assert len(entries) > 40
+  for package, (lines, _) in entries.items():
+    assert re.match(
+      r"[\w.-]+==[\w.]+[ \w.;='()\"!-]* \\\n(    --hash=sha256:[0-9a-f]{64}( \\)?\n)+\Z", lines
+    ), package
