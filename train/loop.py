@@ -18,7 +18,7 @@ from train.checkpoint.store import CheckpointError, Checkpoints
 from train.cluster import agreement, compile_cache, device_mesh, distributed
 from train.cluster.stop_signal import StopSignal
 from train.data.tokenize import prepare
-from train.data.windows import TokenWindows, train_batches
+from train.data.windows import Mixture, TokenWindows, train_batches
 from train.logging import loggers, run_summary
 from train.logging.console import Console, eval_line
 from train.logging.metric_reader import DivergedError, MetricReader
@@ -79,9 +79,7 @@ def fit(
     mesh = device_mesh.make_mesh(cfg)
     run_summary.devices(console, mesh)
     inputs = _prepare(cfg, run, check_run=not allow_config_change, whole=verify_data)
-    sizes = cfg.seq_len, cfg.model.vocab_size
-    opened = lambda: TokenWindows(_prefixes(cfg), *sizes, cfg.data.boundaries)
-    windows = distributed.on_all(opened)
+    windows = distributed.on_all(lambda: training_set(cfg))
     evaluator = distributed.on_all(lambda: Evaluator(cfg, graph, mesh, run.kernels))
 
     stop = stack.enter_context(StopSignal())
@@ -94,7 +92,7 @@ def fit(
       run.on_rows = stack.enter_context(loggers.Loggers(cfg, run.path, start, console.say)).write
     tracer = Tracer(run.path, profile, console.say)
     stack.callback(tracer.close)
-    run_summary.start(console, cfg, run, state, len(windows), start)
+    run_summary.start(console, cfg, run, state, windows, start)
     step = start
     reader = MetricReader(cfg, run, console, list(mesh.devices.flat))
     saver = Saver(
@@ -231,7 +229,7 @@ def compile_step(
 
 @contextlib.contextmanager
 def _feed(
-  windows: TokenWindows, cfg: config.Train, mesh: Mesh, start: int
+  windows: TokenWindows | Mixture, cfg: config.Train, mesh: Mesh, start: int
 ) -> Iterator[Iterator[Batch]]:
   """Context with the batches of steps start + 1, start + 2, ... on their devices."""
   where, size = device_mesh.batch_sharding(mesh), cfg.global_batch
@@ -242,5 +240,16 @@ def _feed(
     yield (distributed.to_devices(batch, where, size, rows) for batch in batches)
 
 
-def _prefixes(cfg: config.Train) -> list[str]:
-  return [f"{cfg.data.folder}/{name}" for name in cfg.data.train]
+def training_set(cfg: config.Train) -> TokenWindows | Mixture:
+  """Opens the training sets of a config.
+
+  Raises:
+    DataError: as `TokenWindows`.
+  """
+  data = cfg.data
+  opened = lambda names: TokenWindows(
+    [f"{data.folder}/{name}" for name in names], cfg.seq_len, cfg.model.vocab_size, data.boundaries
+  )
+  if isinstance(data.train, dict):
+    return Mixture({name: opened([name]) for name in data.train}, data.train)
+  return opened(data.train)

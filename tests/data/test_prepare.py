@@ -86,7 +86,7 @@ def test_prepare_bpe_text_per_source_bounded(corpus, monkeypatch):
   corpus.write("b", ["cd" * 500] * 100)
   monkeypatch.setattr(tokenize, "BPE_BYTES", 5000)
   origins = [str(corpus.raw / "a.jsonl"), str(corpus.raw / "b.jsonl")]
-  sample = "".join(tokenize._sample(origins, tokenize._Progress("", None)))
+  sample = "".join(tokenize._sample(origins, tokenize.Progress("", None)))
   assert sample == "ab" * 1250 + "cd" * 1250
 
 

@@ -14,6 +14,7 @@ from train.data import (
   IndexedWriter,
   load_tokenizer,
   prepare,
+  progress,
   read_sidecar,
   sources,
   tokenize,
@@ -101,18 +102,18 @@ def test_tokenize_files_independent_of_batches_and_threads(corpus, tmp_path, mon
 def test_tokenize_read_ahead_bounded(tmp_path, monkeypatch):
   read = written = furthest = 0
 
-  def documents(files, skipped):
+  def documents(files, skipped, fields):
     nonlocal read
     for _ in range(500):
       read += 1
-      yield "x" * 10
+      yield sources.Document("x" * 10)
 
   class Writer(IndexedWriter):
-    def add_document(self, ids):
+    def add_document(self, ids, weights=None):
       nonlocal written, furthest
       furthest = max(furthest, read - written)
       written += 1
-      super().add_document(ids)
+      super().add_document(ids, weights)
 
   monkeypatch.setattr(tokenize, "BATCH", 50)  # characters: five documents
   monkeypatch.setattr(sources, "read_inputs", documents)
@@ -201,10 +202,10 @@ def test_tokenize_progress_shown_on_request(corpus, capsys):
 def test_tokenize_progress_terminal_and_log(monkeypatch):
   for live, shown, lines in ((True, 51, 1), (False, 2, 2)):
     clock = [0.0]
-    monkeypatch.setattr(tokenize.time, "monotonic", lambda clock=clock: clock[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda clock=clock: clock[0])
     out = io.StringIO()
     out.isatty = lambda live=live: live
-    report = tokenize._Progress("t", out)
+    report = progress.Progress("t", out)
     for _ in range(100):
       clock[0] += 0.125
       report.add(1_000_000)

@@ -109,7 +109,7 @@ def test_settings_dictionary_copied():
     ),
     (
       lambda: Data(folder="d", tokenizer="bytes", train="books"),
-      "data.train wants tuple[str, ...], got 'books'.",
+      "data.train wants tuple[str, ...] or dict[str, float], got 'books'.",
     ),
     (
       lambda: Data(folder="d", tokenizer="bytes", train=("a", 1)),
@@ -265,7 +265,7 @@ def test_override_of_dependent_settings_checked_once():
     ("optimizer.clip_norm=x", "optimizer.clip_norm wants float or None, got 'x'."),
     ("optimizer.schedule=square", "optimizer.schedule='square' is not a choice"),
     ("model.remat=ful", "model.remat='ful' is not a choice; did you mean 'full'?"),
-    ("data.train=3", "data.train wants tuple[str, ...], got 3."),
+    ("data.train=3", "data.train wants tuple[str, ...] or dict[str, float], got 3."),
     ("data.sources=3", "data.sources wants dict[str, str], got 3."),
     ("data.sources.=x", "ends in a dot"),
     ("mesh={'data': 2}", "mesh is a group of settings; set one of them: mesh.data=..."),

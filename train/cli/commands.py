@@ -5,6 +5,7 @@ import dataclasses
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 from train import config
 from train.config import apply_overrides
@@ -117,7 +118,13 @@ def tokenize(options: argparse.Namespace) -> None:
       raise ValueError(f"--input also needs --{' and --'.join(missing)}.")
     folder = Path(options.output).parent
     tokenizer = tokenizers.load_tokenizer(options.tokenizer, folder)
-    sidecar = tokenize.tokenize_to(options.output, options.input, tokenizer, **how)
+    name = Path(options.output).name
+    given = {"fields": options.fields, "targets": options.targets}
+    chosen: Any = {key: {name: value} for key, value in given.items() if value}
+    data = config.Data(folder="-", tokenizer=options.tokenizer, train=(name,), **chosen)  # checks
+    sidecar = tokenize.tokenize_to(
+      options.output, options.input, tokenizer, rows=tokenize.rows_of(data, name), **how
+    )
     results = {options.output: sidecar}
   for prefix, sidecar in results.items():
     counts = "unchanged"

@@ -185,6 +185,17 @@ def _parser() -> argparse.ArgumentParser:
   tokenize.add_argument(
     "--tokenizer", metavar="SPEC", help="'bytes' or the path of a tokenizer.json"
   )
+  tokenize.add_argument(
+    "--fields",
+    nargs="+",
+    metavar="KEY",
+    help="of rows of JSON: that of the text (default: text), or of a prompt and its completion",
+  )
+  tokenize.add_argument(
+    "--targets",
+    choices=("all", "completion", "last"),
+    help="tokens that the loss counts (default: all; of a prompt and completion, the latter's)",
+  )
   tokenize.add_argument("--workers", type=int, metavar="N", help="threads (default: all cores)")
   tokenize.add_argument("--force", action="store_true", help="replace files that are up to date")
   export = plain("export", commands.export, "Write a run's model as safetensors with a manifest.")

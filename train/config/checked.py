@@ -80,6 +80,10 @@ def coerce(value: Any, hint: Any, label: str) -> Any:
   if hint is Any or (value is None and hint is types.NoneType):
     return value
   if origin in (typing.Union, types.UnionType):
+    kinds = {tuple: tuple | list, dict: Mapping}
+    of_kind = [a for a in args if isinstance(value, kinds.get(typing.get_origin(a), ()))]
+    if len(of_kind) == 1:  # whose error says what is wrong inside
+      return coerce(value, of_kind[0], label)
     for option in sorted(args, key=lambda a: a is not type(value)):  # an exact match first
       try:
         return coerce(value, option, label)

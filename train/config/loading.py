@@ -4,10 +4,11 @@ A config file is Python: its `get_config()` returns a `Train`. A file of several
 those of a paper's table, has their names as keys of `VARIANTS`, and `get_config(name)`.
 """
 
+import contextlib
 import dataclasses
 import traceback
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,20 @@ def load[T](path: str | Path, kind: type[T]) -> T:
   """
   file, separator, name = str(path).partition(".py:")
   path, variant = Path(file + separator[:-1]), name if separator else None
+  with executed(path) as namespace:
+    get_config = namespace.get("get_config")
+    check(callable(get_config), f"{path} has no function get_config() that returns a Train.")
+    config = typing.cast(Any, get_config)(*_variant(path, namespace, variant))
+  check(
+    isinstance(config, kind),
+    f"get_config() of {path} returned {type(config).__name__}, not a train.config.{kind.__name__}.",
+  )
+  return config
+
+
+@contextlib.contextmanager
+def executed(path: Path) -> Iterator[dict[str, Any]]:
+  """Context with the names of a Python file; errors of its code are raised as of `load`."""
   if not path.is_file():
     others = sorted(str(p) for p in path.parent.glob("*.py"))
     listing = f"; that folder has {', '.join(others)}" if others else ""
@@ -45,9 +60,7 @@ def load[T](path: str | Path, kind: type[T]) -> T:
     raise ConfigError(f"{path}{line}: {getattr(error, 'msg', error)}.") from error
   try:
     exec(code, namespace)
-    get_config = namespace.get("get_config")
-    check(callable(get_config), f"{path} has no function get_config() that returns a Train.")
-    config = typing.cast(Any, get_config)(*_variant(path, namespace, variant))
+    yield namespace
   except ConfigError:
     raise
   except (Exception, SystemExit) as error:
@@ -55,11 +68,6 @@ def load[T](path: str | Path, kind: type[T]) -> T:
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     where = f", line {lines[-1]}" if lines else ""
     raise ConfigError(f"{path}{where}: {type(error).__name__}: {error}") from error
-  check(
-    isinstance(config, kind),
-    f"get_config() of {path} returned {type(config).__name__}, not a train.config.{kind.__name__}.",
-  )
-  return config
 
 
 def _variant(path: Path, namespace: Mapping[str, Any], name: str | None) -> list[str]:

@@ -73,9 +73,9 @@ def parse(text: str, hint: Any, label: str) -> Any:
   wants_text = str in options or typing.get_origin(hint) is Literal
   if wants_text and not isinstance(literal, str):
     literal = text
-  is_tuple = typing.get_origin(hint) is tuple
-  if "," in text:  # names, where one name is text
-    is_tuple |= any(typing.get_origin(option) is tuple for option in options)
+  # Without a comma, names where one name may be text are text.
+  is_tuple = any(typing.get_origin(option) is tuple for option in options)
+  is_tuple &= "," in text or str not in options
   if is_tuple and isinstance(literal, str):
     literal = tuple(item.strip() for item in literal.split(",") if item.strip())
   try:

@@ -131,10 +131,16 @@ class Optimizer:
 class Data:
   """Token files and the text they are tokenized from.
 
-  `train` and `validation` name pairs of files `<folder>/<name>.bin|.idx`. `sources` maps a name to
+  `train` and `validation` name pairs of files `<folder>/<name>.bin|.idx`. Several training sets are
+  read as one, or as a mixture if `train` maps their names to weights. `sources` maps a name to
   the text that is tokenized if its pair is missing: a file, folder or glob, or "python-stdlib" for
   the standard library of the running Python, split into training and validation files.
   `tokenizer` is "bytes", "bpe:N" (trained on the training sources) or the path of a tokenizer.json.
+
+  `fields` maps a set to the keys of its rows in .jsonl: that of the text, or those of a prompt and
+  its completion; without it a row has "text". `targets` maps a set to the tokens that the loss
+  counts: "all" (of a text, without it), "completion" (of prompts, without it), or "last", the last
+  token of each row.
 
   At a document boundary `boundaries="reset"` resets the state, and the target across it does not
   count; "ignore" does neither. `order` is "windows", of which each occurs once per epoch, or
@@ -145,9 +151,11 @@ class Data:
 
   folder: str
   tokenizer: str
-  train: tuple[str, ...]
+  train: tuple[str, ...] | dict[str, float]
   validation: tuple[str, ...] = ()
   sources: dict[str, str] = dataclasses.field(default_factory=dict)
+  fields: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+  targets: dict[str, Literal["all", "completion", "last"]] = dataclasses.field(default_factory=dict)
   boundaries: Literal["reset", "ignore"] = "reset"
   order: Literal["windows", "random_crops"] = "windows"
   weighting: Literal["tokens", "documents"] = "tokens"
@@ -182,12 +190,30 @@ class Data:
           " data.folder, and the text of a set in data.sources.",
         )
       check(len(set(names)) == len(names), f"data.{group}={names} names a set twice.")
-    known = (*self.train, *self.validation)
-    for name in self.sources:
+    for name, weight in self.train.items() if isinstance(self.train, dict) else ():
       check(
-        name in known,
-        f"data.sources has {name!r}, which is in neither data.train nor data.validation"
-        f"{did_you_mean(name, known)}",
+        0 < weight < math.inf,
+        f"data.train.{name}={weight} is the weight of a set in the mixture; it must be positive.",
+      )
+    known = (*self.train, *self.validation)
+    for group in ("sources", "fields", "targets"):
+      for name in getattr(self, group):
+        check(
+          name in known,
+          f"data.{group} has {name!r}, which is in neither data.train nor data.validation"
+          f"{did_you_mean(name, known)}",
+        )
+    for name, keys in self.fields.items():
+      check(
+        len(keys) in (1, 2) and all(keys),
+        f"data.fields.{name}={keys} has the key of a text, such as ('text',), or those of a prompt"
+        " and its completion.",
+      )
+    for name, which in self.targets.items():
+      check(
+        which != "completion" or len(self.fields.get(name, ())) == 2,
+        f"data.targets.{name}='completion' needs data.fields.{name} with two keys, those of a"
+        " prompt and its completion.",
       )
 
   @property

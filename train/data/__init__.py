@@ -3,8 +3,10 @@
     sources.py     files, folders, globs, rows of JSON -> documents (text)
     tokenizers.py  text <-> token ids
     tokenize.py    documents -> token files, with a sidecar of counts and fingerprints
+    labels.py      which tokens of a document are targets
     indexed.py     the token files themselves: a checked reader and an atomic writer
-    windows.py     token files -> windows of a fixed length -> shuffled batches, by step number
+    windows.py     token files -> windows of a fixed length -> shuffled batches of one set or of a
+                   mixture, by step number
 
 Nothing here needs an accelerator, and only `windows` imports Grain (which imports JAX), so that
 tokenizing starts quickly.

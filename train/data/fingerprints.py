@@ -1,8 +1,8 @@
 """Fingerprints of token files, which detect text that has changed since it was tokenized.
 
-A sidecar has the SHA-256 of the whole `.bin` and a `sample` of the pair: the digest of the size and
-of up to 64 blocks of 64 KiB of either file. The sample is compared whenever the pair is used, which
-takes milliseconds whatever its size; up to 4 MiB it is every byte.
+A sidecar has the SHA-256 of the whole `.bin`, and of `.weights` if there is one, and a `sample` of
+the files: the digest of the size and of up to 64 blocks of 64 KiB of each. The sample is compared
+whenever they are used, which takes milliseconds whatever their size; up to 4 MiB it is every byte.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from train.data.errors import DataError, reading
+from train.data.indexed import WEIGHTS
 
 BLOCKS, BYTES = 64, 1 << 16
 
@@ -21,7 +22,8 @@ BLOCKS, BYTES = 64, 1 << 16
 def sample(prefix: str | Path) -> str:
   """Digest of the sizes and of evenly spaced blocks, with the first and the last, of a pair."""
   digest = hashlib.sha256()
-  for end in (".bin", ".idx"):
+  weights = (WEIGHTS,) if Path(f"{prefix}{WEIGHTS}").exists() else ()
+  for end in (".bin", ".idx", *weights):
     path = Path(f"{prefix}{end}")
     with reading(path), path.open("rb") as file:
       size = os.fstat(file.fileno()).st_size
@@ -40,17 +42,19 @@ def change(prefix: str | Path, sidecar: Mapping[str, Any], *, whole: bool = Fals
   Sidecars of older versions have no sample: then only `whole` detects a change of equal length.
 
   Args:
-    whole: read every byte of `.bin` too (about 2 GB/s).
+    whole: read every byte of `.bin` and `.weights` too (about 2 GB/s).
 
   Raises:
     DataError: a file cannot be read.
   """
   if "sample" in sidecar and sidecar["sample"] != sample(prefix):
     return "sampled blocks or the size of its files have changed"
-  if whole and "sha256" in sidecar:
-    path = Path(f"{prefix}.bin")
+  for key, end in (("sha256", ".bin"), ("weights_sha256", WEIGHTS)) if whole else ():
+    path = Path(f"{prefix}{end}")
+    if key not in sidecar:
+      continue
     with reading(path), path.open("rb") as file:
-      if hashlib.file_digest(file, "sha256").hexdigest() != sidecar["sha256"]:
+      if hashlib.file_digest(file, "sha256").hexdigest() != sidecar[key]:
         return f"the content of {path.name} has changed"
   return None
 

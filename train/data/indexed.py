@@ -16,8 +16,13 @@ with all numbers little-endian. A pair is validated completely when it is opened
 token ids (`IndexedDataset.check_tokens`): any pair that opens can be read without errors. Sequences
 must be stored in order and without gaps, as all known writers do, so that the file is also one flat
 stream of tokens.
+
+A pair may have a third file, `.weights`: a little-endian float32 per token of `.bin`, finite and
+not negative, the weight of that token as a target of the loss. Without it all weights are 1. The
+format is ours; other readers of the pair ignore it.
 """
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -36,6 +41,7 @@ DTYPES = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 UNSUPPORTED = {2: "int8", 6: "floating point", 7: "floating point"}
 REMAKE = "Create the pair again with `python -m train tokenize`, or copy both files again."
 SCAN = 1 << 24  # tokens checked at a time
+WEIGHTS = ".weights"
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
@@ -51,6 +57,7 @@ class IndexedDataset:
     pointers: int64 [N], byte offset of each sequence in `.bin`.
     doc_index: int64 [documents + 1], the sequence where each document starts; first 0, last N.
     tokens: all token ids as one flat array in the dtype of the file.
+    weights: float32 [tokens], of each token as a target; None if all are 1.
 
   Raises:
     DataError: a file is missing or unreadable, or the two are inconsistent; the message names the
@@ -69,6 +76,7 @@ class IndexedDataset:
     raw = _map_file(self.prefix, ".bin")
     _check_index(self, len(raw))
     self.tokens = raw.view(self.dtype)
+    self.weights = _map_weights(self.prefix, len(self.tokens))
 
   @property
   def num_sequences(self) -> int:
@@ -122,15 +130,18 @@ class IndexedWriter:
   The files have temporary names until the block ends, so that readers never see an incomplete pair,
   and an error inside the block leaves existing files unchanged.
 
+  Args:
+    weighted: whether to write `.weights` too; otherwise one that exists is removed.
+
   Attributes:
     num_documents, num_tokens: counts so far.
-    sha256: digest of the complete `.bin` file, in hexadecimal.
+    sha256, weights_sha256: digests of the complete `.bin` and `.weights` files, in hexadecimal.
 
   Raises:
     DataError: the folder cannot be written, an id exceeds `dtype`, or nothing was added.
   """
 
-  def __init__(self, prefix: str | Path, dtype: np.typing.DTypeLike):
+  def __init__(self, prefix: str | Path, dtype: np.typing.DTypeLike, *, weighted: bool = False):
     self.prefix = str(prefix)
     self.dtype: np.dtype[Any] = np.dtype(dtype).newbyteorder("<")
     codes = [code for code, name in DTYPES.items() if np.dtype(name) == np.dtype(dtype)]
@@ -141,9 +152,9 @@ class IndexedWriter:
       )
     self._code = codes[0]
     self._sizes = array("i")
-    self._hash = hashlib.sha256()
+    self._hashes = {end: hashlib.sha256() for end in (".bin", *([WEIGHTS] if weighted else []))}
     self.num_tokens = 0
-    self.sha256 = ""
+    self.sha256 = self.weights_sha256 = ""
 
   @property
   def num_documents(self) -> int:
@@ -151,13 +162,22 @@ class IndexedWriter:
 
   def __enter__(self) -> "IndexedWriter":
     mark = f".{secrets.token_hex(4)}.partial"
-    self._partial = {end: f"{self.prefix}{end}{mark}" for end in (".bin", ".idx")}
-    with writing(self._partial[".bin"]):
-      self._file = open(self._partial[".bin"], "wb")
+    self._partial = {end: f"{self.prefix}{end}{mark}" for end in (*self._hashes, ".idx")}
+    with writing(self.prefix), contextlib.ExitStack() as opened:
+      self._files = {
+        end: opened.enter_context(open(self._partial[end], "wb")) for end in self._hashes
+      }
+      self._close = opened.pop_all().close
     return self
 
-  def add_document(self, ids: np.typing.ArrayLike) -> None:
-    """Appends the tokens of one document, integers [tokens], as one sequence."""
+  def add_document(
+    self, ids: np.typing.ArrayLike, weights: np.typing.ArrayLike | None = None
+  ) -> None:
+    """Appends the tokens of one document, integers [tokens], as one sequence.
+
+    Args:
+      weights: [tokens], of a writer that is `weighted`; None: all are 1.
+    """
     ids = np.asarray(ids)
     where = f"{self.prefix}: document {self.num_documents}"
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
@@ -169,19 +189,33 @@ class IndexedWriter:
         f"{where} has {len(ids)} tokens, but a sequence has at most 2**31 - 1; split it."
       )
     check_ids(ids, np.iinfo(self.dtype).max + 1, where, 0)
-    data = ids.astype(self.dtype).data
-    with writing(self._file.name):
-      self._file.write(data)
-    self._hash.update(data)
+    self._append(".bin", ids.astype(self.dtype))
+    if WEIGHTS in self._hashes:
+      weights = np.asarray(np.ones(len(ids)) if weights is None else weights, "<f4")
+      if weights.shape != ids.shape:
+        raise DataError(f"{where} has {len(ids)} tokens and weights of shape {weights.shape}.")
+      check_weights(weights, where, 0)
+      self._append(WEIGHTS, weights)
+    elif weights is not None:
+      raise DataError(f"{where} has weights; use IndexedWriter(..., weighted=True).")
     self._sizes.append(len(ids))
     self.num_tokens += len(ids)
 
+  def _append(self, end: str, array: np.ndarray) -> None:
+    with writing(self._partial[end]):
+      self._files[end].write(array.data)
+    self._hashes[end].update(array.data)
+
   def __exit__(self, kind, error, traceback) -> None:
     try:
-      with writing(self._file.name), self._file:
-        if kind is None:
-          self._file.flush()
-          os.fsync(self._file.fileno())
+      try:
+        with writing(self.prefix):
+          for file in self._files.values() if kind is None else ():
+            file.flush()
+            os.fsync(file.fileno())
+      finally:
+        with writing(self.prefix):
+          self._close()
       if kind is None:
         self._finish()
     finally:
@@ -205,9 +239,12 @@ class IndexedWriter:
       # A .bin without its index is rejected, so a crash between these lines cannot leave a new .bin
       # with an old .idx that happens to match.
       Path(self.prefix + ".idx").unlink(missing_ok=True)
-      os.replace(self._partial[".bin"], self.prefix + ".bin")
-      os.replace(self._partial[".idx"], self.prefix + ".idx")
-    self.sha256 = self._hash.hexdigest()
+      Path(self.prefix + WEIGHTS).unlink(missing_ok=True)
+      for end in (*self._hashes, ".idx"):
+        os.replace(self._partial[end], self.prefix + end)
+    self.sha256 = self._hashes[".bin"].hexdigest()
+    if WEIGHTS in self._hashes:
+      self.weights_sha256 = self._hashes[WEIGHTS].hexdigest()
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, where: str, start: int) -> None:
@@ -219,6 +256,32 @@ def check_ids(ids: np.ndarray, vocab_size: int, where: str, start: int) -> None:
       f" [0, {vocab_size}). The tokens are from another tokenizer, or the file is damaged: use the"
       " matching model and tokenizer (model.vocab_size, data.tokenizer)."
     )
+
+
+def check_weights(weights: np.ndarray, where: str, start: int) -> None:
+  """Rejects weights that are negative or not finite; `start` is the position of weights[0]."""
+  wrong = ~(np.isfinite(weights) & (weights >= 0))
+  if wrong.any():
+    bad = int(np.argmax(wrong))
+    raise DataError(
+      f"{where}: token {start + bad} has the weight {weights[bad]}, but weights are finite and not"
+      f" negative. {REMAKE}"
+    )
+
+
+def _map_weights(prefix: str, tokens: int) -> np.ndarray | None:
+  """Memory-maps `.weights` as float32 [tokens]; None if the pair has none."""
+  path = Path(prefix + WEIGHTS)
+  with reading(path):
+    if not path.exists():
+      return None
+  raw = _map_file(prefix, WEIGHTS)
+  if len(raw) != 4 * tokens:
+    raise DataError(
+      f"{path}: found {len(raw)} bytes, expected {4 * tokens} for the {tokens} tokens of"
+      f" {prefix}.bin. {REMAKE}"
+    )
+  return raw.view("<f4")
 
 
 def _map_file(prefix: str, end: str) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 A source is one of
 
-    a file        .txt and other text: one document; .jsonl: one document per row, under "text";
-                  either may be compressed as .xz
+    a file        .txt and other text: one document; .jsonl: one document per row, under "text",
+                  or under the names that `read_inputs` is given; either may be compressed as .xz
     a folder      all text, .jsonl and source-code files in it, recursively
     a glob        "logs/**/*.txt"
     python-stdlib the .py files of the running Python's standard library; "python-stdlib:train"
@@ -22,7 +22,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -39,6 +39,7 @@ TEXT = (
 )
 TEXT_SUFFIXES = frozenset(TEXT.split())
 ROWS = ".jsonl"
+TEXT_FIELDS = ("text",)
 SKIP_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 MAX_ROW = 1 << 28  # bytes; a compressed file could otherwise expand without limit
 
@@ -48,6 +49,13 @@ class Input(NamedTuple):
 
   path: Path
   named: bool
+
+
+class Document(NamedTuple):
+  """A text; its first `prompt` characters are a prompt, encoded apart."""
+
+  text: str
+  prompt: int = 0
 
 
 def find_inputs(source: str) -> list[Input]:
@@ -95,26 +103,42 @@ def fingerprint(inputs: list[Input]) -> str:
   return digest.hexdigest()
 
 
-def read_documents(source: str, skipped: Counter[str] | None = None) -> Iterator[str]:
+def read_documents(
+  source: str, skipped: Counter[str] | None = None, fields: Sequence[str] = TEXT_FIELDS
+) -> Iterator[str]:
   """Yields the documents of `source` that are not empty.
 
   Args:
     source: see the module's docstring.
     skipped: counter of skipped documents, under "empty" and "undecodable".
+    fields: see `read_inputs`.
 
   Raises:
     DataError: nothing to read, or an unreadable row or named file; the message names the file and
       the line.
   """
-  return read_inputs(find_inputs(source), Counter() if skipped is None else skipped)
+  found = read_inputs(find_inputs(source), Counter() if skipped is None else skipped, fields)
+  return (document.text for document in found)
 
 
-def read_inputs(inputs: list[Input], skipped: Counter[str]) -> Iterator[str]:
-  """As `read_documents`, for the files that `find_inputs` returned."""
+def read_inputs(
+  inputs: list[Input], skipped: Counter[str], fields: Sequence[str] = TEXT_FIELDS
+) -> Iterator[Document]:
+  """As `read_documents`, with prompts, for the files that `find_inputs` returned.
+
+  Args:
+    fields: keys of a row: that of the text, or those of a prompt and its completion. A row whose
+      text, or completion, is empty is skipped.
+  """
   for path, named in inputs:
-    for text in _rows(path) if _plain_suffix(path) == ROWS else _whole(path, named, skipped):
-      if text:
-        yield text
+    is_rows = _plain_suffix(path) == ROWS
+    if not is_rows and len(fields) > 1:
+      raise DataError(
+        f"{path} has no rows with {' and '.join(map(repr, fields))}; use .jsonl files."
+      )
+    for document in _rows(path, fields) if is_rows else _whole(path, named, skipped):
+      if len(document.text) > document.prompt:
+        yield document
       else:
         skipped["empty"] += 1
 
@@ -171,11 +195,11 @@ def _open(path: Path) -> IO[bytes]:
   return lzma.open(path, "rb") if path.suffix.lower() == ".xz" else open(path, "rb")
 
 
-def _whole(path: Path, named: bool, skipped: Counter[str]) -> Iterator[str]:
+def _whole(path: Path, named: bool, skipped: Counter[str]) -> Iterator[Document]:
   """Yields the document of a text file."""
   try:
     with reading(path), _open(path) as file:
-      yield file.read().decode("utf-8-sig")
+      yield Document(file.read().decode("utf-8-sig"))
   except UnicodeDecodeError as error:
     if named:
       raise DataError(f"{path}: {_position(error)}. Convert the file to UTF-8.") from error
@@ -184,9 +208,11 @@ def _whole(path: Path, named: bool, skipped: Counter[str]) -> Iterator[str]:
     raise DataError(f"{path} is damaged or not .xz: {error}. Copy it again.") from error
 
 
-def _rows(path: Path) -> Iterator[str]:
+def _rows(path: Path, fields: Sequence[str]) -> Iterator[Document]:
   """Yields the documents of a .jsonl file."""
-  return (_text_of(row, where) for where, row in read_rows(path))
+  for where, row in read_rows(path):
+    texts = [_text_of(row, where, key) for key in fields]
+    yield Document("".join(texts), len("".join(texts[:-1])))
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -223,14 +249,17 @@ def _parsed(line: bytes, where: str) -> Any:
     raise DataError(f'{where}: nested too deeply; a row is {{"text": ...}}.') from error
 
 
-def _text_of(row: Any, where: str) -> str:
-  """Value of "text" in one row."""
-  if not isinstance(row, dict) or "text" not in row:
+def _text_of(row: Any, where: str, key: str) -> str:
+  """Value of `key` in one row."""
+  if not isinstance(row, dict) or key not in row:
     found = f"the keys {sorted(row)}" if isinstance(row, dict) else type(row).__name__
-    raise DataError(f'{where}: found {found}, expected an object with the key "text".')
-  text = row["text"]
+    raise DataError(
+      f'{where}: found {found}, expected an object with the key "{key}". Names of other keys are'
+      " settings: data.fields, or tokenize --fields."
+    )
+  text = row[key]
   if not isinstance(text, str):
-    raise DataError(f'{where}: "text" is {type(text).__name__}, expected a string.')
+    raise DataError(f'{where}: "{key}" is {type(text).__name__}, expected a string.')
   try:
     text.encode()
   except UnicodeEncodeError as error:

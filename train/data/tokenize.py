@@ -5,26 +5,27 @@ bits per byte (`tokens`, `bytes`), and fingerprints of tokenizer and text by whi
 detects that the files are up to date.
 """
 
-import dataclasses
 import itertools
 import json
 import os
 import secrets
 import sys
-import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 
 from train.data import fingerprints, sources
 from train.data.errors import DataError, reading, writing
 from train.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from train.data.labels import TEXT_ROWS, Rows, Targets
+from train.data.progress import Progress
+from train.data.sources import Document
 from train.data.tokenizers import Tokenizer, bpe_path, bpe_size, load_tokenizer, train_bpe
-from train.messages import write
 
 BATCH = 1 << 21  # characters encoded per batch
 AHEAD = 2  # batches being encoded while the next is read
@@ -39,11 +40,15 @@ class DataSettings(Protocol):
   @property
   def tokenizer(self) -> str: ...
   @property
-  def train(self) -> tuple[str, ...]: ...
+  def train(self) -> Collection[str]: ...
   @property
-  def validation(self) -> tuple[str, ...]: ...
+  def validation(self) -> Collection[str]: ...
   @property
   def sources(self) -> dict[str, str]: ...
+  @property
+  def fields(self) -> dict[str, tuple[str, ...]]: ...
+  @property
+  def targets(self) -> dict[str, Targets]: ...
 
 
 def prepare(
@@ -80,9 +85,14 @@ def prepare(
   for name in names:
     _check_name(name)
   _limit_threads(workers)
-  origins = [source for name in data.train if (source := _source(data, name))]
-  tokenizer = load_or_train(data.tokenizer, data.folder, origins, progress=progress, force=force)
-  options = {"workers": workers, "progress": progress, "force": force}
+  origins = {
+    source: data.fields.get(name, sources.TEXT_FIELDS)
+    for name in data.train
+    if (source := _source(data, name))
+  }
+  how = {"progress": progress, "force": force}
+  tokenizer = load_or_train(data.tokenizer, data.folder, list(origins), fields=origins, **how)
+  options = {"workers": workers, **how}
   sidecars = {name: _prepare_set(data, name, tokenizer, options) for name in names}
   for name, sidecar in sidecars.items():
     if sidecar is not None:
@@ -95,24 +105,28 @@ def tokenize_to(
   inputs: Sequence[str],
   tokenizer: Tokenizer,
   *,
+  rows: Rows = TEXT_ROWS,
   workers: int | None = None,
   progress: bool = False,
   force: bool = False,
 ) -> dict[str, Any]:
   """Tokenizes `inputs` into one pair and its sidecar, unless they are up to date.
 
-  Each document becomes its tokens followed by the end-of-text token. Text is streamed: memory holds
-  a few batches and the longest document.
+  Each document becomes its tokens followed by the end-of-text token; a prompt and its completion
+  are encoded apart and joined without a space. Unless all tokens are targets, the pair has
+  `.weights`: 1 for the completion and the end-of-text, or for the last token of the text only, else
+  0. Text is streamed: memory holds a few batches and the longest document.
 
   Args:
     prefix: path of the files without suffixes.
     inputs: sources as in `train.data.sources`, read in order.
     tokenizer: its vocabulary size determines the dtype of the file (`dtype_for`).
+    rows: keys and targets of rows of JSON.
 
   Returns:
     The sidecar: documents, tokens (including end-of-text), bytes (of UTF-8 text), vocab_size,
     tokenizer, tokenizer_fingerprint, source, source_fingerprint, skipped, sha256 (of `.bin`),
-    sample (`train.data.fingerprints`).
+    sample (`train.data.fingerprints`); with `.weights` also weights_sha256, fields and targets.
 
   Raises:
     DataError: the text is missing, empty or unreadable, existing files have changed since they were
@@ -125,6 +139,7 @@ def tokenize_to(
     "tokenizer_fingerprint": tokenizer.fingerprint,
     "source": list(inputs),
     "source_fingerprint": sources.fingerprint(files),
+    **rows.origin(),
   }
   if not force and (sidecar := _up_to_date(prefix, origin)):
     fingerprints.check(prefix, sidecar)
@@ -133,10 +148,11 @@ def tokenize_to(
   with writing(prefix.parent):
     prefix.parent.mkdir(parents=True, exist_ok=True)
   skipped: Counter[str] = Counter()
-  report = _Progress(f"tokenize {name}", sys.stderr if progress else None)
-  with IndexedWriter(prefix, dtype_for(tokenizer.vocab_size)) as writer:
-    for ids, size in _encode(sources.read_inputs(files, skipped), tokenizer):
-      writer.add_document(ids)
+  report = Progress(f"tokenize {name}", sys.stderr if progress else None)
+  weighted = rows.of_loss != "all"
+  with IndexedWriter(prefix, dtype_for(tokenizer.vocab_size), weighted=weighted) as writer:
+    for ids, prompt, size in _encode(sources.read_inputs(files, skipped, rows.fields), tokenizer):
+      writer.add_document(ids, rows.weights(len(ids), prompt))
       report.add(size)
     if not writer.num_documents:
       raise DataError(
@@ -154,6 +170,7 @@ def tokenize_to(
     **origin,
     "skipped": dict(skipped),
     "sha256": writer.sha256,
+    **({"weights_sha256": writer.weights_sha256} if weighted else {}),
     "sample": fingerprints.sample(prefix),
   }
   _write_json(sidecar_path(prefix), sidecar)
@@ -165,10 +182,14 @@ def load_or_train(
   folder: str | Path,
   origins: Sequence[str],
   *,
+  fields: Mapping[str, Sequence[str]] = MappingProxyType({}),
   progress: bool = False,
   force: bool = False,
 ) -> Tokenizer:
   """Loads a tokenizer; "bpe:N" is trained first, on the sources `origins`, if necessary.
+
+  Args:
+    fields: keys of the rows of a source; by default that of a text.
 
   Raises:
     DataError: the tokenizer cannot be loaded, or there is not enough text to train it.
@@ -187,8 +208,8 @@ def load_or_train(
     )
   with writing(path.parent):
     path.parent.mkdir(parents=True, exist_ok=True)
-  report = _Progress(f"train {spec}", sys.stderr if progress else None)
-  tokenizer = train_bpe(spec, folder, _sample(origins, report))
+  report = Progress(f"train {spec}", sys.stderr if progress else None)
+  tokenizer = train_bpe(spec, folder, _sample(origins, report, fields))
   report.close()
   return tokenizer
 
@@ -240,7 +261,12 @@ def _prepare_set(
     if not pair:
       raise
     return _adopt(prefix, tokenizer)
-  return tokenize_to(prefix, [source], tokenizer, **options)
+  return tokenize_to(prefix, [source], tokenizer, rows=rows_of(data, name), **options)
+
+
+def rows_of(data: DataSettings, name: str) -> Rows:
+  """Keys and targets of the rows of the set `name`, by `data.fields` and `data.targets`."""
+  return Rows(data.fields.get(name, sources.TEXT_FIELDS), data.targets.get(name))
 
 
 def _adopt(prefix: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
@@ -264,11 +290,16 @@ def _source(data: DataSettings, name: str) -> str | None:
   return source
 
 
-def _sample(origins: Sequence[str], report: "_Progress") -> Iterator[str]:
+def _sample(
+  origins: Sequence[str],
+  report: Progress,
+  fields: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Iterator[str]:
   """Documents of each source, up to its share of BPE_BYTES."""
   for source in origins:
     room = BPE_BYTES // len(origins)
-    for text in sources.read_documents(source):
+    keys = fields.get(source, sources.TEXT_FIELDS)
+    for text in sources.read_documents(source, fields=keys):
       size = len(text.encode())
       yield text if size <= room else text[:room]
       report.add(size)
@@ -277,24 +308,29 @@ def _sample(origins: Sequence[str], report: "_Progress") -> Iterator[str]:
         break
 
 
-def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
-  """Yields (ids with end-of-text, bytes) of each document, in order."""
+def _encode(
+  documents: Iterable[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[np.ndarray, int, int]]:
+  """Yields (ids with end-of-text, ids of the prompt, bytes) of each document, in order."""
 
-  def run(batch: list[str]) -> list[tuple[np.ndarray, int]]:
-    parts = [tokenizer.pieces(text) for text in batch]
-    pieces = itertools.chain.from_iterable(parts)
+  def run(batch: list[Document]) -> list[tuple[np.ndarray, int, int]]:
+    split = lambda text: list(tokenizer.pieces(text)) if text else []
+    parts = [(split(text[:prompt]), split(text[prompt:])) for text, prompt in batch]
+    pieces = (piece for prompt, rest in parts for piece in (*prompt, *rest))
     # In groups, because the library's results take far more memory than the ids.
-    groups = (tokenizer.encode_batch(group) for group in _batches(pieces))
+    groups = (tokenizer.encode_batch(group) for group in _batches(pieces, len))
     encoded = itertools.chain.from_iterable(groups)
     end = np.array([tokenizer.end_of_text], np.int32)
-    return [
-      (np.concatenate([*(next(encoded) for _ in part), end]), len(text.encode()))
-      for text, part in zip(batch, parts, strict=True)
-    ]
+    results = []
+    for document, (prompt, rest) in zip(batch, parts, strict=True):
+      ids = [next(encoded) for _ in (*prompt, *rest)]
+      before = sum(map(len, ids[: len(prompt)]))
+      results.append((np.concatenate([*ids, end]), before, len(document.text.encode())))
+    return results
 
-  pending: deque[Future[list[tuple[np.ndarray, int]]]] = deque()
+  pending: deque[Future[list[tuple[np.ndarray, int, int]]]] = deque()
   with ThreadPoolExecutor(AHEAD, thread_name_prefix="tokenize") as pool:
-    for batch in _batches(texts):
+    for batch in _batches(documents, lambda document: len(document.text)):
       pending.append(pool.submit(run, batch))
       if len(pending) > AHEAD:
         yield from pending.popleft().result()
@@ -302,11 +338,11 @@ def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[np.nda
       yield from pending.popleft().result()
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def _batches[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
   batch, size = [], 0
-  for text in texts:
-    batch.append(text)
-    size += len(text)
+  for item in items:
+    batch.append(item)
+    size += characters(item)
     if size >= BATCH:
       yield batch
       batch, size = [], 0
@@ -326,7 +362,8 @@ def _up_to_date(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
   """Sidecar of an intact pair that was created from exactly this; otherwise None."""
   try:
     sidecar = read_sidecar(prefix)
-    if sidecar is None or any(sidecar.get(key) != value for key, value in origin.items()):
+    keys = (*origin, "fields", "targets")
+    if sidecar is None or any(sidecar.get(key) != origin.get(key) for key in keys):
       return None
     return sidecar if IndexedDataset(prefix).num_tokens == sidecar["tokens"] else None
   except DataError:
@@ -350,40 +387,3 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
       os.replace(partial, path)
   finally:
     partial.unlink(missing_ok=True)
-
-
-@dataclasses.dataclass
-class _Progress:
-  """Progress line: overwritten in place on a terminal, else printed every 10 seconds."""
-
-  title: str
-  out: TextIO | None  # None: only count
-  documents: int = 0
-  bytes: int = 0
-
-  def __post_init__(self):
-    self.started = self.shown = time.monotonic()
-    self.live = self.out is not None and self.out.isatty()
-
-  def add(self, size: int) -> None:
-    self.documents += 1
-    self.bytes += size
-    now = time.monotonic()
-    if self.out and now - self.shown >= (0.2 if self.live else 10.0):
-      self.shown = now
-      self._show(end="" if self.live else "\n")
-
-  def close(self, skipped: Counter[str] | None = None) -> None:
-    dropped = "".join(f", {count} {why} skipped" for why, count in (skipped or {}).items())
-    if self.out:
-      self._show(dropped + "\n")
-
-  def _show(self, end: str) -> None:
-    seconds = max(time.monotonic() - self.started, 1e-3)
-    megabytes = self.bytes / 1e6
-    start = "\r" if self.live else ""
-    line = (
-      f"{start}{self.title}: {self.documents} documents, {megabytes:.1f} MB,"
-      f" {megabytes / seconds:.1f} MB/s{end}"
-    )
-    write(self.out, line)

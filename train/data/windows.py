@@ -1,12 +1,13 @@
 """Token files -> windows of a fixed length, or random crops -> shuffled batches.
 
 A window is `seq_len` tokens and the targets, shifted by one. The stream of batches is a pure
-function of (data, order, seed, global_batch, step): its position is the step number, independent of
-the number of readers, so a run resumed at step n sees the batches it would have seen.
+function of (data, order, seed, global_batch, step), for a mixture of sets too: its position is the
+step number, independent of the number of readers, so a run resumed at step n sees the batches it
+would have seen.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ import grain
 import numpy as np
 
 from train.data.errors import DataError
-from train.data.indexed import IndexedDataset, check_ids
+from train.data.indexed import IndexedDataset, check_ids, check_weights
 
 Batch = dict[str, np.ndarray]
 Prefixes = str | Path | Sequence[str | Path]
@@ -30,7 +31,8 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     tokens       int32    the inputs
     targets      int32    the token after each input
     segment_ids  int32    document of the input, counted from 0 in the window
-    weights      float32  1, or 0 where the target is in the next document
+    weights      float32  of the target in the pair (1 without `.weights`), or 0 where the target
+                          is in the next document
 
   Tokens after the last full window of a dataset are dropped.
 
@@ -102,16 +104,78 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     document = np.zeros(T + 1, np.int32)
     document[starts[inside] - start] = 1
     document = np.cumsum(document, dtype=np.int32)
+    weights = (document[:-1] == document[1:]).astype(np.float32)
+    if dataset.weights is not None:
+      weights *= _target_weights(dataset, start, T)
     return {
       "tokens": ids[:-1],
       "targets": ids[1:],
       "segment_ids": document[:-1],
-      "weights": (document[:-1] == document[1:]).astype(np.float32),
+      "weights": weights,
     }
 
   def __repr__(self) -> str:
     prefixes = [dataset.prefix for dataset in self._datasets]
     return f"TokenWindows({prefixes}, seq_len={self.seq_len}, vocab_size={self.vocab_size})"
+
+
+def _target_weights(dataset: IndexedDataset, start: int, count: int) -> np.ndarray:
+  """float32 [count]: the weights of the tokens after `start`, checked."""
+  weights = dataset.weights[start + 1 : start + count + 1]
+  check_weights(weights, f"{dataset.prefix}.weights", start + 1)
+  return weights
+
+
+class Mixture:
+  """Several sets, of which each gives a fixed share of the rows of the batches.
+
+  Rows are numbered from 0, row r of step n (from 0) being row n * global_batch + r. Of the first i
+  rows the first set gives
+
+      floor(i w_1 / (w_1 + w_2 + ..) + u_1),   u_1 in [0, 1) from the seed,
+
+  in integer arithmetic; of the other rows the second set gives its share in the same way, and so
+  on. So the shares hold in any stretch of rows, up to a few, and the number of rows that a set has
+  given is a function of the row's number. The k-th row of a set is the k-th of `train_batches` with
+  that set alone, in an order of its own: with "windows" each occurs once in each epoch of the set.
+
+  Args:
+    sets: the windows of each set, by name.
+    weights: of each set, by the same names; positive, of any sum.
+  """
+
+  def __init__(self, sets: Mapping[str, TokenWindows], weights: Mapping[str, float]):
+    total = sum(weights.values())
+    self.sets, self.shares = dict(sets), {name: weights[name] / total for name in sets}
+
+  def epochs(self, rows: int) -> dict[str, float]:
+    """How often each set has been read after so many rows."""
+    return {name: rows * self.shares[name] / len(each) for name, each in self.sets.items()}
+
+
+class _MixedRows(grain.sources.RandomAccessDataSource):
+  """The endless rows of a `Mixture`."""
+
+  def __init__(self, streams: Sequence[grain.MapDataset], shares: Sequence[float], seed: str):
+    left = [sum(shares[i:]) for i in range(len(shares))]
+    self._streams = streams
+    self._shares = [round(2**32 * x / rest) for x, rest in zip(shares, left, strict=True)]
+    digests = [hashlib.sha256(f"{seed} offset {i}".encode()).digest() for i in range(len(shares))]
+    self._offsets = [int.from_bytes(digest[:4], "little") for digest in digests]
+
+  def __len__(self) -> int:
+    return _ENDLESS
+
+  def __getitem__(self, i: int) -> Batch:
+    i, last = int(i), len(self._streams) - 1
+    for which, (share, offset) in enumerate(zip(self._shares, self._offsets, strict=True)):
+      before, after = ((n * share + offset) >> 32 for n in (i, i + 1))
+      if after > before or which == last:
+        row = self._streams[which][before if which < last else i]
+        assert row is not None  # Grain returns None for filtered items; there is no filter
+        return row
+      i -= before
+    raise AssertionError("a mixture has at least one set")
 
 
 class RandomCrops(grain.sources.RandomAccessDataSource):
@@ -143,8 +207,9 @@ class Documents(grain.sources.RandomAccessDataSource):
   """The documents of a dataset, one per row, for the mean of their mean losses.
 
   Entries as those of `TokenWindows`, each [length]. A document is cut to its first `length` tokens;
-  of n tokens it predicts n - 1, each with weight 1 / (n - 1): its weights add up to 1, and the
-  weighted mean over all rows is the mean over documents. Documents of one token are left out.
+  of n tokens it predicts n - 1, each with weight 1 / (n - 1), or in proportion to the weights of
+  the pair: its weights add up to 1, and the weighted mean over all rows is the mean over documents.
+  Documents without a target are left out: those of one token, or with weights of 0 only.
 
   Args:
     prefix: path of the pair, without `.bin` and `.idx`.
@@ -152,7 +217,7 @@ class Documents(grain.sources.RandomAccessDataSource):
     vocab_size: of the model; every id in the files must be smaller.
 
   Attributes:
-    num_predicted: number of predicted tokens of all documents.
+    num_predicted: number of predicted tokens of all documents, of a weight above 0.
 
   Raises:
     DataError: as `TokenWindows`.
@@ -166,8 +231,12 @@ class Documents(grain.sources.RandomAccessDataSource):
     self._vocab_size = vocab_size
     starts = self._dataset.document_starts
     sizes = np.minimum(np.diff(np.append(starts, self._dataset.num_tokens)), length)
-    self._starts, self._sizes = starts[sizes > 1], sizes[sizes > 1]
-    self.num_predicted = int(np.sum(self._sizes - 1))
+    counts = sizes - 1
+    if (weights := self._dataset.weights) is not None:
+      before = np.append(0, np.cumsum(weights > 0))  # [tokens + 1]
+      counts = before[starts + sizes] - before[np.minimum(starts + 1, len(weights))]
+    self._starts, self._sizes = starts[counts > 0], sizes[counts > 0]
+    self.num_predicted = int(np.sum(counts[counts > 0]))
 
   def __len__(self) -> int:
     return len(self._starts)
@@ -177,12 +246,15 @@ class Documents(grain.sources.RandomAccessDataSource):
     ids = self._dataset.tokens[start : start + count + 1]
     check_ids(ids, self._vocab_size, self._dataset.prefix + ".bin", start)
     padded = lambda x, dtype: np.pad(x.astype(dtype), (0, self._length - count))
+    weights = np.ones(count)
+    if self._dataset.weights is not None:
+      weights = _target_weights(self._dataset, start, count).astype(np.float64)
     return {
       "tokens": padded(ids[:-1], np.int32),
       "targets": padded(ids[1:], np.int32),
       # Padding is in pieces of the document's length: none exceeds a cache that the document fits.
       "segment_ids": np.arange(self._length, dtype=np.int32) // count,
-      "weights": padded(np.full(count, 1 / count), np.float32),
+      "weights": padded(weights / weights.sum(), np.float32),
     }
 
 
@@ -234,7 +306,7 @@ class _Rows(grain.sources.RandomAccessDataSource):
 
 
 def train_batches(
-  source: TokenWindows,
+  source: TokenWindows | Mixture,
   *,
   seed: int,
   global_batch: int,
@@ -260,18 +332,25 @@ def train_batches(
       raise DataError(f"{name}={value} must be at least {least}.")
   if order not in ("windows", "random_crops"):
     raise DataError(f"order={order!r} must be 'windows' or 'random_crops'.")
-  # Grain uses seed + epoch for each epoch: adjacent seeds would share all orders but one.
-  mixed = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")
-  if order == "windows":
-    dataset = grain.MapDataset.source(source).shuffle(seed=mixed).repeat()
-  else:
-    dataset = grain.MapDataset.source(RandomCrops(source, mixed))
+  dataset = _endless(source, str(seed), order)
   if rows is not None and len(rows) != global_batch:
     dataset = grain.MapDataset.source(_Rows(dataset, rows, global_batch))
     global_batch = len(rows)
   # There is no remainder; with False Grain's length overflows for global_batch=1.
   dataset = dataset.batch(global_batch, drop_remainder=True)
   return TrainBatches(dataset, start, grain.ReadOptions(threads, prefetch if threads else 0))
+
+
+def _endless(source: TokenWindows | Mixture, seed: str, order: str) -> grain.MapDataset:
+  """The rows of all steps."""
+  if isinstance(source, Mixture):
+    streams = [_endless(each, f"{seed} {name}", order) for name, each in source.sets.items()]
+    return grain.MapDataset.source(_MixedRows(streams, list(source.shares.values()), seed))
+  # Grain uses seed + epoch for each epoch: adjacent seeds would share all orders but one.
+  mixed = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "little")
+  if order == "windows":
+    return grain.MapDataset.source(source).shuffle(seed=mixed).repeat()
+  return grain.MapDataset.source(RandomCrops(source, mixed))
 
 
 def eval_batches(

@@ -11,6 +11,7 @@ from lnssm_jax.pretrained import texts
 from train import config
 from train.cluster import distributed
 from train.data.tokenizers import load_tokenizer
+from train.data.windows import Mixture, TokenWindows
 from train.logging.console import Console, short
 from train.runs.loading import sampling_options
 from train.runs.run_folder import RunFolder
@@ -26,15 +27,26 @@ def devices(console: Console, mesh: Mesh) -> None:
 
 
 def start(
-  console: Console, cfg: config.Train, run: RunFolder, state: State, windows: int, step: int
+  console: Console,
+  cfg: config.Train,
+  run: RunFolder,
+  state: State,
+  source: TokenWindows | Mixture,
+  step: int,
 ) -> None:
   """Prints the model, the amount of data and the run folder."""
-  tokens = cfg.steps * cfg.global_batch * cfg.seq_len
-  once = windows * cfg.seq_len
   console.say(f"model       {cfg.model.mixer}, {count_parameters(state['params']):,} parameters")
-  times = f"{tokens / once:.2g}"
+  rows = cfg.steps * cfg.global_batch
   crops = "" if cfg.data.order == "windows" else " of random crops"
-  console.say(f"data        {short(once)} tokens, {times} epochs{crops} in {cfg.steps} steps")
+  amount = lambda windows, epochs: (
+    f"{short(len(windows) * cfg.seq_len)} tokens, {epochs:.2g} epochs{crops} in {cfg.steps} steps"
+  )
+  if isinstance(source, Mixture):
+    for name, epochs in source.epochs(rows).items():
+      share = f"{name}, {source.shares[name]:.1%} of the rows"
+      console.say(f"data        {share}: {amount(source.sets[name], epochs)}")
+  else:
+    console.say(f"data        {amount(source, rows / len(source))}")
   console.say(f"run folder  {run.path}")
   if step:
     console.say(f"resuming    after step {step} of {cfg.steps}")

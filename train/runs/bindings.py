@@ -25,12 +25,13 @@ def inputs(data: config.Data, sidecars: Mapping[str, Mapping[str, Any] | None]) 
 
   Returns:
     {"tokenizer": fingerprint, "data": {set: {"sha256": of its .bin, by the sidecar, or None;
-    "sample": of its files}}}.
+    "sample": of its files; "weights_sha256": of its .weights, if the sidecar has one}}}.
   """
   found = {
     name: {
       "sha256": (sidecar or {}).get("sha256"),
       "sample": fingerprints.sample(Path(data.folder) / name),
+      **{key: value for key, value in (sidecar or {}).items() if key == "weights_sha256"},
     }
     for name, sidecar in sidecars.items()
   }
@@ -47,8 +48,9 @@ def changed_sets(before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]]
   def same(old: Any, new: Mapping[str, Any]) -> bool:
     if not isinstance(old, dict):
       return old == new["sha256"]
-    whole = old.get("sha256"), new["sha256"]
-    return old.get("sample") == new["sample"] and (None in whole or whole[0] == whole[1])
+    pairs = ((old.get(key), new.get(key)) for key in ("sha256", "weights_sha256"))
+    whole = all(None in pair or pair[0] == pair[1] for pair in pairs)
+    return old.get("sample") == new["sample"] and whole
 
   return [name for name in before if name in now and not same(before[name], now[name])]
 

@@ -59,8 +59,9 @@ class Evaluator:
     """Returns a row of metrics.jsonl per set; none if `should_stop()` is true in any process.
 
     val_loss is in nats per predicted token, with `data.weighting="documents"` the mean of the
-    documents' means, where `documents` is their number. bits_per_byte is None for such a mean, and
-    for a set without byte counts; `tokens` counts predicted tokens.
+    documents' means, where `documents` is their number. bits_per_byte is None for such a mean, for
+    a set without byte counts, and where not all tokens are targets; `tokens` is the sum of weights,
+    the number of predicted tokens.
     """
     rows = []
     for name, source in self._sources.items():
@@ -76,7 +77,8 @@ class Evaluator:
       nats, weight = (math.fsum(float(getattr(s, k)) for s in sums) for k in ("nats", "weight"))
       if not weight:
         raise ValueError(
-          f"validation set {name!r} has no token to predict: all its documents have one token."
+          f"validation set {name!r} has no token to predict: its documents have one token, or only"
+          " targets of weight 0."
         )
       loss = nats / weight
       row = {"kind": "eval", "step": step, "set": name, "val_loss": loss}

@@ -6,7 +6,7 @@
     copies.loss(batch).nats, copies.right(batch)
 
 A small model leaves most of a GPU idle. Here the training step is vmapped over the copies, which
-see the same batches. Each has the dropout of its own seed.
+see the same batches, or each its own. Each has the dropout of its own seed.
 """
 
 import functools
@@ -34,16 +34,29 @@ class Copies:
 
   A batch is a dictionary of `tokens` [B, T] and, optionally, `segment_ids` [B, T]. With `positions`
   [B, n], `targets` [B, n] belong to these positions; else `targets` and, optionally, `weights` are
-  [B, T]. The learning rate scales the schedule of `cfg.optimizer`, whose `peak_lr` it replaces.
+  [B, T]. With a leading axis R in all of them each copy has its own batch. The learning rate scales
+  the schedule of `cfg.optimizer`, whose `peak_lr` it replaces.
+
+  Args:
+    seeds, learning_rates: all pairs of these are copies.
+    runs: or the pairs themselves.
 
   Attributes:
     runs: (seed, learning rate) of each copy.
     params: the parameters, with a leading axis R.
+    state: the whole training state, with a leading axis R; may be set, to resume.
   """
 
-  def __init__(self, cfg: config.Train, *, seeds: Sequence[int], learning_rates: Sequence[float]):
+  def __init__(
+    self,
+    cfg: config.Train,
+    *,
+    seeds: Sequence[int] = (),
+    learning_rates: Sequence[float] = (),
+    runs: Sequence[tuple[int, float]] = (),
+  ):
     self.cfg = cfg
-    self.runs = list(itertools.product(seeds, learning_rates))
+    self.runs = [*itertools.product(seeds, learning_rates), *runs]
     if not self.runs:
       raise ValueError("Copies needs at least one seed and one learning rate.")
     self._ratios = jnp.asarray([rate / cfg.optimizer.peak_lr for _, rate in self.runs])
@@ -51,31 +64,38 @@ class Copies:
     self._dropout_keys = jnp.stack([dropout_key(seed) for seed, _ in self.runs])
     options = compile_cache.options(device_mesh.make_mesh(cfg), None)
     jit = functools.partial(jax.jit, compiler_options=options)
-    self._state = jit(lambda keys: jax.lax.map(initializer(cfg), keys))(keys)
-    self._step: Any = jit(jax.vmap(self._one_step, in_axes=(0, 0, 0, None)), donate_argnums=0)
-    self._loss = jit(jax.vmap(self._one_loss, in_axes=(0, None)))
-    self._right = jit(jax.vmap(self._one_right, in_axes=(0, None)))
+    self.state = jit(lambda keys: jax.lax.map(initializer(cfg), keys))(keys)
+
+    def mapped(function, copies, **how):  # by whether each copy has its own batch
+      axes = {own: (*[0] * copies, 0 if own else None) for own in (False, True)}
+      return {own: jit(jax.vmap(function, in_axes=axes[own]), **how) for own in axes}
+
+    self._step: Any = mapped(self._one_step, 3, donate_argnums=0)
+    self._loss, self._right = mapped(self._one_loss, 1), mapped(self._one_right, 1)
 
   @property
   def params(self) -> Any:
-    return self._state["params"]
+    return self.state["params"]
 
   def compile(self, batch: Any) -> None:
     """Compiles the training step for batches like this one."""
-    self._step = self._step.lower(self._state, self._ratios, self._dropout_keys, batch).compile()
+    arguments = self.state, self._ratios, self._dropout_keys, batch
+    own = _is_own(batch)
+    self._step[own] = self._step[own].lower(*arguments).compile()
 
   def step(self, batch: Any) -> dict[str, Any]:
     """Trains on a batch; `loss` [R] before it and, with a router, `aux` of each layer."""
-    self._state, metrics = self._step(self._state, self._ratios, self._dropout_keys, batch)
+    step = self._step[_is_own(batch)]
+    self.state, metrics = step(self.state, self._ratios, self._dropout_keys, batch)
     return metrics
 
   def loss(self, batch: Any) -> LossSums:
     """Sums of the loss, of arrays [R]."""
-    return self._loss(self.params, batch)
+    return self._loss[_is_own(batch)](self.params, batch)
 
   def right(self, batch: Any) -> jax.Array:
     """[R] float32: the share of the targets that have the largest logit."""
-    return self._right(self.params, batch)
+    return self._right[_is_own(batch)](self.params, batch)
 
   def _hidden(self, model, batch, key=None):
     segment_ids = batch.get("segment_ids")
@@ -108,7 +128,7 @@ class Copies:
 
     def mean_loss(params):
       sums, aux = self._sums(params, batch, self.cfg.optimizer.logit_penalty, of_step)
-      mean = sums.nats / sums.weight
+      mean = sums.nats / jnp.where(sums.weight > 0, sums.weight, 1.0)
       return mean + aux_loss(aux), (mean, aux)
 
     params = state["params"]
@@ -121,3 +141,8 @@ class Copies:
     if jax.tree.leaves(aux):
       metrics["aux"] = layers.apart(aux, self.cfg.model.num_layers)
     return state, metrics
+
+
+def _is_own(batch: Any) -> bool:
+  """Whether each copy has its own batch."""
+  return batch["tokens"].ndim == 3

@@ -7,8 +7,9 @@ an accuracy of 0.99, and the best learning rate counts. Two differences: the lea
 batch are left out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +62,67 @@ def write(task: MQAR, path: Path, *, train_rows: int, test_rows: int) -> None:
   np.savez_compressed(path, **arrays)
 
 
+class Training:
+  """Copies in training on the task: `advance` one epoch at a time, until `finished`.
+
+  At most `cfg.steps` steps of `cfg.global_batch` rows; ends early when all seeds of a learning rate
+  have solved the task.
+
+  Attributes:
+    step: finished steps.
+    accuracy: float64 [R] of each copy, of the last evaluation, or of the first above 0.99.
+    steps: [R], when that was.
+
+  Raises:
+    ConfigError: there are fewer rows than a batch has.
+  """
+
+  def __init__(
+    self, cfg: config.Train, task: MQAR, copies: Copies, *, train_rows: int, test_rows: int
+  ):
+    for name, rows in (("train", train_rows), ("test", test_rows)):
+      check(
+        rows >= cfg.global_batch,
+        f"{rows} {name} rows are less than global_batch={cfg.global_batch}; use more, or --set"
+        " global_batch=.",
+      )
+    self._copies, self._most = copies, cfg.steps
+    self.train, self.test = (_batches(task.examples(*of), cfg.global_batch) for of in (
+      (train_rows, TRAIN_SEED), (test_rows, TEST_SEED)
+    ))  # fmt: skip
+    self.step = 0
+    self.accuracy = np.zeros(len(copies.runs))
+    self.steps = np.zeros(len(copies.runs), int)
+
+  @property
+  def finished(self) -> bool:
+    """Whether all steps are done, or all seeds of a learning rate have solved the task."""
+    of_rate: dict[float, list[bool]] = {}
+    for (_, rate), accuracy in zip(self._copies.runs, self.accuracy, strict=True):
+      of_rate.setdefault(rate, []).append(bool(accuracy > SOLVED))
+    return self.step >= self._most or any(map(all, of_rate.values()))
+
+  def advance(self) -> None:
+    """Trains until the end of the epoch, or of the run, and evaluates."""
+    epoch = self.train[: self._most - self.step]
+    for examples in epoch:
+      self._copies.step(examples._asdict())
+    self.step += len(epoch)
+    right = np.mean([self._copies.right(examples._asdict()) for examples in self.test], axis=0)
+    running = self.accuracy <= SOLVED
+    self.accuracy = np.where(running, right, self.accuracy)
+    self.steps = np.where(running, self.step, self.steps)
+
+  def position(self) -> dict[str, Any]:
+    """All but the state of the copies, as JSON."""
+    return {"step": self.step, "accuracy": self.accuracy.tolist(), "steps": self.steps.tolist()}
+
+  def restore(self, position: Mapping[str, Any]) -> None:
+    """Takes a result of `position`; the state of the copies is the caller's."""
+    self.step = position["step"]
+    self.accuracy, self.steps = np.asarray(position["accuracy"]), np.asarray(position["steps"])
+
+
 def run(
   cfg: config.Train,
   task: MQAR,
@@ -71,39 +133,22 @@ def run(
   test_rows: int = 3_000,
   progress: Callable[[str], object] = lambda line: None,
 ) -> Report:
-  """Trains copies of the model for at most `cfg.steps` steps of `cfg.global_batch` rows.
-
-  Stops early when all seeds of a learning rate have solved the task. `accuracy` is that of the last
-  evaluation, or of the first above 0.99.
+  """Trains copies of the model for all seeds and learning rates; see `Training`.
 
   Raises:
     ConfigError: there are fewer rows than a batch has.
   """
-  batch = cfg.global_batch
-  for name, rows in (("train", train_rows), ("test", test_rows)):
-    check(
-      rows >= batch,
-      f"{rows} {name} rows are less than global_batch={batch}; use more, or --set global_batch=.",
-    )
   copies = Copies(cfg, seeds=seeds, learning_rates=learning_rates)
-  train, test = (_batches(task.examples(*of), batch) for of in (
-    (train_rows, TRAIN_SEED), (test_rows, TEST_SEED)
-  ))  # fmt: skip
-  shape = (len(seeds), len(learning_rates))
-  accuracy, steps = np.zeros(len(copies.runs)), np.zeros(len(copies.runs), int)
-  step = 0
-  while step < cfg.steps and not (accuracy > SOLVED).reshape(shape).all(axis=0).any():
-    epoch = train[: cfg.steps - step]
-    for examples in epoch:
-      copies.step(examples._asdict())
-    step += len(epoch)
-    right = np.mean([copies.right(examples._asdict()) for examples in test], axis=0)
-    running = accuracy <= SOLVED
-    accuracy, steps = np.where(running, right, accuracy), np.where(running, step, steps)
-    progress(f"step {step:,} of {cfg.steps:,}: accuracy {accuracy.max():.4f} at best")
+  training = Training(cfg, task, copies, train_rows=train_rows, test_rows=test_rows)
+  while not training.finished:
+    training.advance()
+    best = training.accuracy.max()
+    progress(f"step {training.step:,} of {cfg.steps:,}: accuracy {best:.4f} at best")
   runs = [
-    {"learning_rate": rate, "seed": seed, "accuracy": float(accuracy[i]), "steps": int(steps[i])}
-    for i, (seed, rate) in enumerate(copies.runs)
+    {"learning_rate": rate, "seed": seed, "accuracy": float(accuracy), "steps": int(steps)}
+    for (seed, rate), accuracy, steps in zip(
+      copies.runs, training.accuracy, training.steps, strict=True
+    )
   ]
   means = [_over_seeds(rate, runs) for rate in learning_rates]
   settings = {
@@ -115,9 +160,9 @@ def run(
     "vocab_size": task.vocab_size,
     "power": task.power,
     "random_fillers": task.random_fillers,
-    "batch": batch,
-    "train_rows": len(train) * batch,
-    "test_rows": len(test) * batch,
+    "batch": cfg.global_batch,
+    "train_rows": len(training.train) * cfg.global_batch,
+    "test_rows": len(training.test) * cfg.global_batch,
     "seeds": list(seeds),
   }
   best = max(means, key=lambda row: row["accuracy"])
