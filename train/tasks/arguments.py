@@ -1,6 +1,7 @@
 """Options that tasks of the command line share: types of values, models, samples."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 
@@ -66,6 +67,12 @@ def add_config(parser: Any, *, required: bool = True) -> None:
   add = parser.add_argument
   add("--config", metavar="FILE[:VARIANT]", required=required, help="Python file with get_config()")
   add("--set", metavar="A.B=VALUE", action="append", default=[], help="override a setting")
+
+
+def add_write(parser: Any) -> None:
+  """--write."""
+  text = "write rows to train on, {prompt, completion}, and do not score"
+  parser.add_argument("--write", type=Path, metavar="FILE.jsonl", help=text)
 
 
 def add_batch(parser: Any) -> None:

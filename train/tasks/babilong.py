@@ -6,7 +6,7 @@ question and "The answer is"; an answer is right if it begins with the target.
 Source: BABILong (Kuratov et al. 2024); the prompt: LNSSM, the section on BABILong.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,38 @@ def is_right(answer: str, target: str) -> bool:
   return answer.startswith(target) and not answer[len(target) : len(target) + 1].isalnum()
 
 
+def divide(
+  rows: Sequence[dict[str, Any]], share: float, seed: int = 0
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+  """(rows to train on, a share of at least one row; the rest), the same for the same seed.
+
+  Raises:
+    ValueError: no row would be left to score.
+  """
+  count = max(1, round(share * len(rows)))
+  if count >= len(rows):
+    raise ValueError(f"train_share={share} of {len(rows)} rows leaves none; use a smaller share.")
+  order = np.random.default_rng(seed).permutation(len(rows))
+  chosen = set(order[:count].tolist())
+  part = lambda inside: [row for n, row in enumerate(rows) if (n in chosen) == inside]
+  return part(True), part(False)
+
+
+def training_rows(
+  paths: Sequence[str], share: float, *, seed: int = 0, limit: int | None = None
+) -> Iterator[tuple[str, str]]:
+  """The prompt and the completion of each row that `run` with the same share does not score.
+
+  Raises:
+    DataError: a file is unreadable or of another format.
+    ValueError: no row would be left to score.
+  """
+  for source in paths:
+    for _, rows in read_samples(source, _wrong, limit):
+      for row in divide(rows, share, seed)[0]:
+        yield prompt_of(row), f" {row['target']}"
+
+
 def run(
   loaded: LoadedModel,
   paths: Sequence[str],
@@ -38,9 +70,13 @@ def run(
   top_p: float | None = None,
   seed: int = 0,
   limit: int | None = None,
+  train_share: float | None = None,
   batch: int = 8,
 ) -> Report:
   """Accuracy by file, such as qa1_0k.jsonl; greedy, or drawn from the likeliest with `top_p`.
+
+  Args:
+    train_share: leave out the rows that `training_rows` gives.
 
   Raises:
     DataError: a file is unreadable or of another format.
@@ -49,6 +85,8 @@ def run(
   table, details = [], []
   for source in paths:
     for path, rows in read_samples(source, _wrong, limit):
+      if train_share is not None:
+        rows = divide(rows, train_share, seed)[1]
       prompts = [prompt_of(row) for row in rows]
       how = {"max_tokens": max_tokens, "top_p": top_p, "seed": seed, "batch": batch}
       found = answers(loaded, prompts, **how)
@@ -59,7 +97,7 @@ def run(
       each = zip(targets, found, strict=True)
       details += [{"set": path.name, "target": t, "answer": answer} for t, answer in each]
   settings = {"model": str(loaded.source), "step": loaded.step, "max_tokens": max_tokens}
-  settings |= {"top_p": top_p, "seed": None if top_p is None else seed}
+  settings |= {"top_p": top_p, "train_share": train_share, "seed": seed}
   return Report("babilong", settings, {"sets": table}, {"answers": details})
 
 

@@ -75,6 +75,13 @@ TASKS: Sequence[Task] = (
     scoring.babilong,
     scoring.babilong_options,
   ),
+  Task(
+    "babilong-samples",
+    "Write samples of BABILong from bAbI and running text.",
+    scoring.babilong_samples,
+    scoring.babilong_samples_options,
+  ),
   Task("recall", "Values named in a text.", scoring.recall, scoring.recall_options),
+  Task("rouge", "Answers and summaries by ROUGE-L.", scoring.rouge, scoring.rouge_options),
   Task("niah", "Values hidden in generated long texts.", scoring.niah, scoring.niah_options),
 )

@@ -1,10 +1,11 @@
-"""Rows of a task's .jsonl files, checked."""
+"""Rows of a task's .jsonl files, read with checks, and rows to train on, written."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from train.data.errors import DataError
+from train.data.errors import DataError, writing
 from train.data.sources import ROWS, find_inputs, read_rows
 
 
@@ -35,3 +36,18 @@ def read_samples(
     if not rows:
       raise DataError(f"{path} has no rows.")
     yield path, rows
+
+
+def write_training_rows(path: Path, rows: Iterable[tuple[str, str]]) -> int:
+  """Writes rows {"prompt", "completion"}, which `train tokenize` reads; returns their number.
+
+  Raises:
+    DataError: the file cannot be written.
+  """
+  count = 0
+  with writing(path), path.open("w", encoding="utf-8") as file:
+    for prompt, completion in rows:
+      row = {"prompt": prompt, "completion": completion}
+      file.write(json.dumps(row, ensure_ascii=False) + "\n")
+      count += 1
+  return count

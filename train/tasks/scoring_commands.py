@@ -77,20 +77,65 @@ def babilong_options(parser: Any) -> None:
   add("--max-tokens", type=arguments.count, default=8, metavar="N", help="of an answer")
   add("--top-p", type=arguments.rate, metavar="P", help="draw answers (default: greedy)")
   add("--seed", type=arguments.seed, default=0, metavar="N", help="of the drawing")
+  add("--train-share", type=arguments.share, metavar="P", help="share of the rows to train on")
+  arguments.add_write(parser)
 
 
-def babilong(options: argparse.Namespace) -> Report:
+def babilong(options: argparse.Namespace) -> Report | None:
   from train.tasks import babilong as task
+  from train.tasks.samples import write_training_rows
 
+  if options.write:
+    if options.train_share is None:
+      raise ValueError("--write writes the rows of --train-share P; give it too, such as 0.05.")
+    how = {"seed": options.seed, "limit": options.limit}
+    found = task.training_rows(options.samples, options.train_share, **how)
+    print(f"{options.write}  {write_training_rows(options.write, found):,} rows to train on")
+    return None
   return task.run(
     arguments.loaded(options),
     options.samples,
     max_tokens=options.max_tokens,
     top_p=options.top_p,
     seed=options.seed,
+    train_share=options.train_share,
     limit=options.limit,
     batch=options.batch,
   )
+
+
+def babilong_samples_options(parser: Any) -> None:
+  add = parser.add_argument
+  add("babi", metavar="BABI", help="folder of bAbI's text files")
+  add("text", metavar="TEXT", help="file, folder or glob of running text")
+  add("--tokenizer", required=True, metavar="SPEC", help="'bytes' or a tokenizer.json: of lengths")
+  add("--write", type=Path, required=True, metavar="FOLDER", help="of the .jsonl files")
+  add("--tasks", nargs="+", default=[f"qa{n}" for n in range(1, 6)], metavar="TASK")
+  add(
+    "--lengths",
+    type=arguments.whole,
+    nargs="+",
+    default=[0, 1000, 2000, 4000, 8000],
+    metavar="N",
+    help="tokens of a prompt; 0: no running text",
+  )
+  add("--samples", type=arguments.count, default=100, metavar="N", help="per task and length")
+  add("--split", default="test", metavar="NAME", help="files whose names end so (default: test)")
+  add("--seed", type=arguments.seed, default=0, metavar="N")
+
+
+def babilong_samples(options: argparse.Namespace) -> None:
+  from train.data.tokenizers import load_tokenizer
+  from train.tasks import babilong_samples as task
+
+  names = ("babi", "text", "tasks", "lengths", "samples", "split", "seed")
+  written = task.write(
+    options.write,
+    tokenizer=load_tokenizer(options.tokenizer),
+    **{name: getattr(options, name) for name in names},
+  )
+  for path, rows in written:
+    print(f"{path}  {rows:,} rows")
 
 
 def niah_options(parser: Any) -> None:
@@ -137,6 +182,33 @@ def recall(options: argparse.Namespace) -> Report:
     twice=options.twice,
     max_tokens=options.max_tokens,
     length=options.length,
+    limit=options.limit,
+    batch=options.batch,
+  )
+
+
+def rouge_options(parser: Any) -> None:
+  arguments.add_model(parser)
+  arguments.add_samples(parser)
+  add = parser.add_argument
+  add("--kind", required=True, metavar="KIND", help="asqa, eli5, wikilarge or scitldr")
+  add("--max-tokens", type=arguments.count, default=100, metavar="N", help="of an answer")
+  arguments.add_write(parser)
+
+
+def rouge(options: argparse.Namespace) -> Report | None:
+  from train.tasks import rouge as task
+  from train.tasks.samples import write_training_rows
+
+  if options.write:
+    rows = write_training_rows(options.write, task.training_rows(options.kind, options.samples))
+    print(f"{options.write}  {rows:,} rows to train on")
+    return None
+  return task.run(
+    arguments.loaded(options),
+    options.kind,
+    options.samples,
+    max_tokens=options.max_tokens,
     limit=options.limit,
     batch=options.batch,
   )

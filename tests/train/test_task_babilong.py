@@ -1,0 +1,125 @@
+"""`task babilong-samples`, and the rows of `task babilong` to train on."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+from lnssm_jax.pretrained import texts
+from lnssm_jax.pretrained.tokenizers import ByteTokenizer
+from train.cli.main import main
+from train.data import DataError
+from train.tasks import babilong, babilong_samples
+from train.tasks.needles import sentences
+
+STORY = """\
+1 Al went home.
+2 Where is Al? \thome\t1
+3 Al left.
+4 Bo ran.
+5 Where is Bo? \tout\t4
+1 Cy sat.
+2 Where is Cy?\tchair\t1
+"""
+TEXT = " ".join(f"This is the sentence with the number {n}. No." for n in range(40))
+
+
+@pytest.fixture
+def places(tmp_path):
+  (tmp_path / "babi").mkdir()
+  (tmp_path / "babi" / "qa1_one-fact_test.txt").write_text(STORY)
+  (tmp_path / "babi" / "qa1_one-fact_train.txt").write_text("")
+  (tmp_path / "book.txt").write_text(TEXT)
+  return tmp_path
+
+
+def test_questions_follow_the_facts_of_their_own_story(places):
+  found = babilong_samples.questions(places / "babi" / "qa1_one-fact_test.txt")
+  assert [(len(q.facts), q.question, q.target) for q in found] == [
+    (1, "Where is Al?", "home"),
+    (3, "Where is Bo?", "out"),
+    (1, "Where is Cy?", "chair"),
+  ]
+  assert found[1].facts == ["Al went home.", "Al left.", "Bo ran."]
+
+
+def test_facts_keep_their_order_among_following_sentences(places):
+  noise = babilong_samples.Noise(str(places / "book.txt"), ByteTokenizer())
+  question = babilong_samples.Question(["Al went home.", "Al left.", "Bo ran."], "Where?", "out")
+  orders = set()
+  for seed in range(6):
+    rng = np.random.default_rng(seed)
+    row = babilong_samples.make(question, 300, ByteTokenizer(), noise, rng)
+    assert 250 < len(ByteTokenizer().encode(babilong.prompt_of(row))) <= 300
+    assert list(row) == ["input", "question", "target"]
+    parts = [f"{part}." for part in row["input"].removesuffix(".").split(". ")]
+    assert [part for part in parts if part in question.facts] == question.facts
+    hay = [part for part in parts if part not in question.facts]
+    numbers = [int(part.removesuffix(".").split()[-1]) for part in hay]  # "No." has 4 tokens
+    assert numbers == [(numbers[0] + n) % 40 for n in range(len(hay))]
+    orders.add((numbers[0], tuple(part in question.facts for part in parts)))
+  assert len(orders) > 3
+  row = babilong_samples.make(question, 0, ByteTokenizer(), noise, np.random.default_rng(0))
+  assert row["input"] == "Al went home. Al left. Bo ran."
+  assert babilong_samples.make(question, 50, ByteTokenizer(), noise, rng) is None
+  assert sentences(str(places / "book.txt"))[1] == "No."
+
+
+def test_command_writes_a_file_per_task_and_length(places, capsys):
+  out = places / "out"
+  arguments = ["task", "babilong-samples", str(places / "babi"), str(places / "book.txt")]
+  arguments += ["--tokenizer", "bytes", "--write", str(out), "--tasks", "qa1", "--samples", "2"]
+  assert main([*arguments, "--lengths", "0", "2000"]) == 0
+  first = {path.name: path.read_text() for path in out.iterdir()}
+  assert sorted(first) == ["qa1_0k.jsonl", "qa1_2k.jsonl"]
+  assert [len(text.splitlines()) for text in first.values()] == [2, 2]
+  assert main([*arguments, "--lengths", "0", "2000"]) == 0
+  assert {path.name: path.read_text() for path in out.iterdir()} == first
+  capsys.readouterr()
+  assert main([*arguments, "--lengths", "20"]) == 2
+  assert capsys.readouterr().err.startswith("error: length=20 holds no story of qa1")
+  assert main([*arguments, "--split", "valid"]) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "needs one file qa1_*valid.txt; it has none" in line
+  assert main([*arguments, "--split", "train"]) == 2
+  assert "has no question" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    ("Al went home.", r"line 1: found 'Al went home.', expected a number"),
+    ("1 Where?\thome\t1", r"line 1: a question without facts"),
+  ],
+)
+def test_file_that_is_not_babi_raises(line, message, tmp_path):
+  (tmp_path / "qa1_test.txt").write_text(line)
+  with pytest.raises(DataError, match=message):
+    babilong_samples.questions(tmp_path / "qa1_test.txt")
+
+
+def test_rows_to_train_on_and_rows_to_score_are_all_rows(tmp_path, monkeypatch, capsys):
+  def complete(model, tokenizer, prompts, options, until):
+    scored.extend(prompts)
+    return [""] * len(prompts)
+
+  scored = []
+  monkeypatch.setattr(texts, "complete", complete)
+  rows = [{"input": f"{n}.", "question": "Where?", "target": f"t{n}"} for n in range(40)]
+  path, out = tmp_path / "qa1_0k.jsonl", tmp_path / "rows.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  command = ["task", "babilong", "-", str(path), "--write", str(out)]
+  assert main(command) == 2
+  assert "--train-share" in capsys.readouterr().err
+  assert main([*command, "--train-share", "0.05"]) == 0
+  assert capsys.readouterr().out == f"{out}  2 rows to train on\n"
+  trained = [json.loads(line) for line in out.read_text().splitlines()]
+  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
+  report = babilong.run(model, [str(path)], train_share=0.05)
+  assert report.tables["sets"][0]["rows"] == 38
+  prompts = {row["prompt"]: row["completion"] for row in trained}
+  assert sorted([*prompts, *scored]) == sorted(map(babilong.prompt_of, rows))
+  assert {f" t{prompt.split('.')[0]}" for prompt in prompts} == set(prompts.values())
+  with pytest.raises(ValueError, match=r"train_share=0.99 of 40 rows leaves none"):
+    babilong.divide(rows, 0.99)

@@ -1,0 +1,93 @@
+"""`task rouge`: the files of four data sets, prompts, rows to train on, and the scores."""
+
+import json
+import re
+import sys
+import types
+
+import pytest
+
+from lnssm_jax.pretrained import texts
+from lnssm_jax.pretrained.tokenizers import ByteTokenizer
+from train.cli.main import main
+from train.data import DataError
+from train.tasks import rouge
+
+ASQA = [
+  {"question": "When?", "annotations": [{"long_answer": "In May."}, {"long_answer": "Then."}]}
+]
+ELI5 = [{"question": "Why?", "answer": "Because\nit is."}]
+SCITLDR = {"source": ["We try.", "It works."], "target": ["It works", "A trial"]}
+
+
+@pytest.fixture
+def files(tmp_path):
+  (tmp_path / "asqa.json").write_text(json.dumps(ASQA))
+  (tmp_path / "eli5.json").write_text(json.dumps(ELI5))
+  (tmp_path / "wiki.src").write_text("A hard\u2028one .\nSecond .\n")
+  (tmp_path / "wiki.dst").write_text("Easy .\n2nd .\n")
+  (tmp_path / "test.jsonl").write_text(json.dumps(SCITLDR))
+  names = ("asqa.json", "eli5.json", "wiki.src", "test.jsonl")
+  return dict(zip(rouge.KINDS, (str(tmp_path / name) for name in names), strict=True))
+
+
+def test_rows_to_train_on_are_prompts_with_each_reference(files, tmp_path, capsys):
+  rows = {kind: list(rouge.training_rows(kind, [path])) for kind, path in files.items()}
+  assert rows["asqa"] == [("Question: When?\nAnswer:", f" {x}\n") for x in ("In May.", "Then.")]
+  assert rows["eli5"] == [("Question: Why?\nAnswer:", " Because it is.\n")]
+  assert rows["wikilarge"][0] == ("Sentence: A hard\u2028one .\nIn simpler words:", " Easy .\n")
+  assert rows["wikilarge"][1][1] == " 2nd .\n"
+  assert rows["scitldr"][1] == (
+    "Abstract: We try. It works.\nSummary in one sentence:",
+    " A trial\n",
+  )
+  path = tmp_path / "rows.jsonl"
+  arguments = ["task", "rouge", "-", files["eli5"], "--kind", "eli5", "--write", str(path)]
+  assert main(arguments) == 0
+  assert capsys.readouterr().out.endswith("1 rows to train on\n")
+  prompt, completion = rows["eli5"][0]
+  assert json.loads(path.read_text()) == {"prompt": prompt, "completion": completion}
+
+
+def test_score_is_that_of_the_best_reference(files, monkeypatch):
+  """The longest common subsequence of "it work now" and "it work": P = 2/3, R = 1."""
+  pytest.importorskip("rouge_score")
+
+  def complete(model, tokenizer, prompts, options, until):
+    assert (options.temperature, until) == (0, ("\n",))
+    return [" It worked now"] * len(prompts)
+
+  monkeypatch.setattr(texts, "complete", complete)
+  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
+  (row,) = rouge.run(model, "scitldr", [files["scitldr"]]).tables["sets"]
+  assert row["rouge_l"] == pytest.approx(80)
+  assert row["precision"] == pytest.approx(200 / 3)
+  assert row["recall"] == pytest.approx(100)
+
+
+def test_missing_package_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+  with pytest.raises(ValueError, match=r"^task rouge needs the package rouge-score: pip install"):
+    rouge.run(types.SimpleNamespace(), "asqa", [])
+
+
+@pytest.mark.parametrize(
+  ("kind", "name", "content", "message"),
+  [
+    ("asqa", "a.json", "{", r"a.json, line 1: not JSON"),
+    ("asqa", "a.json", "{}", r"found dict, expected a list"),
+    ("asqa", "a.json", '[{"question": "a"}]', r'row 1: expected "question" and "annotations"'),
+    ("eli5", "a.json", '[{"question": "a"}]', r'row 1: expected "question" and "answer"'),
+    ("eli5", "a.json", "[]", r"a.json has no rows"),
+    ("scitldr", "a.jsonl", '{"source": "a"}', r'line 1: expected lists "source" and "target"'),
+    ("wikilarge", "wiki.dst", "", r"wiki.dst is not a file NAME.src"),
+    ("wikilarge", "b.src", "a\nb", r"b.src has 2 lines and .*b.dst has 1"),
+    ("squad", "a.json", "[]", r"kind='squad' is not known; use one of asqa, eli5"),
+  ],
+)
+def test_files_of_another_format_raise(kind, name, content, message, tmp_path):
+  (tmp_path / name).write_text(content)
+  (tmp_path / "b.dst").write_text("one line\n")
+  error = DataError if kind != "squad" else ValueError
+  with pytest.raises(error, match=re.compile(message)):
+    rouge.read(kind, tmp_path / name)

@@ -1,0 +1,166 @@
+"""Samples of BABILong: the facts of a bAbI story among the sentences of books.
+
+bAbI files have numbered lines, which begin again at 1 with each story:
+
+    1 Mary went to the office.
+    2 Where is Mary? <tab>office<tab>1
+
+Each question is a sample, after all facts of its story so far. Sentences of the text, those of at
+least 10 tokens, follow each other from a random place on, as many as the length holds; the facts
+keep their order, at random places among them. A length of 0 has the facts alone.
+
+Source: BABILong (Kuratov et al. 2024), section 3.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from lnssm_jax.pretrained.tokenizers import Tokenizer
+from train.data.errors import DataError, reading, writing
+from train.tasks.babilong import prompt_of
+from train.tasks.needles import sentences
+
+LEAST = 10  # tokens of a sentence of the text
+
+
+class Question(NamedTuple):
+  """A question of a story."""
+
+  facts: list[str]
+  question: str
+  target: str
+
+
+def questions(path: Path) -> list[Question]:
+  """All questions of a bAbI file.
+
+  Raises:
+    DataError: the file is unreadable, or a line is not of the format.
+  """
+  with reading(path):
+    content = path.read_bytes()
+  found, facts = [], []
+  for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+    first, _, rest = line.partition(" ")
+    if not first.isdecimal() or not rest.strip():
+      raise DataError(f"{path}, line {number}: found {line!r:.60}, expected a number and a text.")
+    if int(first) == 1:
+      facts = []
+    text, *answer = (part.strip() for part in rest.split("\t"))
+    if not answer:
+      facts = [*facts, text]
+    elif not facts or not answer[0]:
+      raise DataError(f"{path}, line {number}: a question without facts or without an answer.")
+    else:
+      found.append(Question(facts, text, answer[0]))
+  if not found:
+    raise DataError(f"{path} has no question; give a folder of bAbI's text files.")
+  return found
+
+
+def file_of(folder: str | Path, task: str, split: str) -> Path:
+  """The file of a task such as "qa1", whose name ends with the split.
+
+  Raises:
+    DataError: there is none, or more than one.
+  """
+  found = sorted(Path(folder).glob(f"{task}_*{split}.txt"))
+  if len(found) != 1:
+    names = ", ".join(path.name for path in found) or "none"
+    raise DataError(f"{folder} needs one file {task}_*{split}.txt; it has {names}.")
+  return found[0]
+
+
+class Noise:
+  """Sentences of a text, each with its tokens counted when it is first used."""
+
+  def __init__(self, source: str, tokenizer: Tokenizer):
+    self.source, self._tokenizer = source, tokenizer
+    self._sentences = sentences(source)
+    self._sizes: dict[int, int] = {}
+
+  def since(self, first: int) -> Iterator[tuple[str, int]]:
+    """Long enough sentences from the place `first` on, around the end, with their tokens."""
+    for step in range(len(self._sentences)):
+      number = (first + step) % len(self._sentences)
+      text = self._sentences[number]
+      if number not in self._sizes:
+        self._sizes[number] = len(self._tokenizer.encode(f" {text}"))
+      if self._sizes[number] >= LEAST:
+        yield text, self._sizes[number]
+
+  def __len__(self) -> int:
+    return len(self._sentences)
+
+
+def make(
+  question: Question, length: int, tokenizer: Tokenizer, noise: Noise, rng: np.random.Generator
+) -> dict[str, str] | None:
+  """A row whose prompt has at most `length` tokens; None if the facts alone have more."""
+  row = lambda body: {"input": " ".join(body), **question._asdict()}
+  size = lambda body: len(tokenizer.encode(prompt_of(row(body))))
+  hay: list[str] = []
+  if length:
+    room = length - size(question.facts)
+    if room < 0:
+      return None
+    for text, tokens in noise.since(int(rng.integers(len(noise)))):
+      if tokens > room:
+        break
+      hay.append(text)
+      room -= tokens
+  places = np.sort(rng.random(len(question.facts)))
+  while True:
+    body = list(hay)
+    for place, fact in zip(places[::-1], question.facts[::-1], strict=True):
+      body.insert(int(place * (len(hay) + 1)), fact)
+    if not hay or size(body) <= length:  # pieces may have more tokens joined than apart
+      found = row(body)
+      del found["facts"]
+      return found
+    hay.pop()
+
+
+def write(
+  folder: Path,
+  *,
+  babi: str,
+  text: str,
+  tokenizer: Tokenizer,
+  tasks: Sequence[str],
+  lengths: Sequence[int],
+  samples: int,
+  split: str = "test",
+  seed: int = 0,
+) -> list[tuple[Path, int]]:
+  """Writes TASK_LENGTHk.jsonl for each task and length; returns the files and their rows.
+
+  Raises:
+    DataError: a file is unreadable, of another format, or cannot be written.
+    ValueError: a length holds none of a task's stories.
+  """
+  noise, written = Noise(text, tokenizer), []
+  for number, task in enumerate(tasks):
+    found = questions(file_of(babi, task, split))
+    for length in lengths:
+      rng = np.random.default_rng((seed, number, length))
+      order = rng.permutation(len(found))
+      rows: list[dict[str, str]] = []
+      for place in order:
+        if (row := make(found[place], length, tokenizer, noise, rng)) is not None:
+          rows.append(row)
+        if len(rows) == samples:
+          break
+      if not rows:
+        raise ValueError(f"length={length} holds no story of {task}; use a longer one, or 0.")
+      path = folder / f"{task}_{length // 1000}k.jsonl"
+      with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        path.write_text("".join(lines), encoding="utf-8")
+      written.append((path, len(rows)))
+  return written
