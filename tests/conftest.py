@@ -1,5 +1,6 @@
 """Settings shared by all tests. Read when jax starts, hence set before any test is imported."""
 
+import functools
 import gc
 import os
 from pathlib import Path
@@ -67,9 +68,8 @@ def pytest_runtest_teardown():
       gc.collect()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def whole_programs():
-  """Another process finds a compiled program in the cache whole or not at all."""
+@functools.cache
+def _write_programs_whole():
   from jax._src import lru_cache
 
   def put(self, key, value):
@@ -79,8 +79,15 @@ def whole_programs():
       part.write_bytes(value)
       part.rename(path)
 
-  with mock.patch.object(lru_cache.LRUCache, "put", put):
-    yield
+  mock.patch.object(lru_cache.LRUCache, "put", put).start()
+
+
+def pytest_collectstart():
+  """Another process finds a compiled program in the cache whole or not at all.
+
+  Before the first module is imported, for some run programs then.
+  """
+  _write_programs_whole()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.causal_conv1d import config as tuning
 from pallas_kernels.causal_conv1d.config import KernelConfig
 from pallas_kernels.core import boundaries
-from pallas_kernels.core.wgmma import COMPILER_PARAMS, in_32_bits, store_anywhere
+from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, with_int32_indices
 
 _MIN_EXPONENT = -80.0  # below it x sigmoid(x) is 0 to 1e-33, and exp(-x) would overflow
 
@@ -188,7 +188,7 @@ class _ForwardInputs(NamedTuple):
   words: Any  # `boundaries.pack_bits`
 
 
-@in_32_bits
+@with_int32_indices
 def forward_kernel(
   inputs: Inputs, first: jax.Array | None, static: Static
 ) -> tuple[jax.Array, ...]:
@@ -210,7 +210,7 @@ def forward_kernel(
       for taps, out_gmem in zip(all_taps, outs, strict=True):
         z = _weighted(taps, window, bias)
         y = z * _sigmoid(z) if static.silu else z
-        store_anywhere(out_gmem.at[cta.b, t, cta.channels], y.astype(static.dtype))
+        store_unoptimized(out_gmem.at[cta.b, t, cta.channels], y.astype(static.dtype))
       return window[1:]
 
     window = cta.load_window(ins.x, ins.initial)
@@ -252,7 +252,7 @@ class _Carry(NamedTuple):
   bias_sum: Any  # None without a bias
 
 
-@in_32_bits
+@with_int32_indices
 def backward_kernel(
   inputs: Inputs, d_out: tuple[jax.Array, ...], first: jax.Array | None, static: Static
 ) -> BackwardResults:
@@ -278,7 +278,7 @@ def backward_kernel(
     def store_gradient(s, r, value):
       """Stores the gradient of the input of token s, if that is one of the split's."""
       d_x = outs.x.at[cta.b, s, cta.channels]
-      store = lambda: store_anywhere(d_x, value.astype(outs.x.dtype))
+      store = lambda: store_unoptimized(d_x, value.astype(outs.x.dtype))
       if r is not None and r >= W - 1:
         store()
         return
@@ -287,7 +287,7 @@ def backward_kernel(
 
         @pl.when(s < 0)
         def _():
-          store_anywhere(outs.initial.at[cta.b, s + W - 1, cta.channels], value)
+          store_unoptimized(outs.initial.at[cta.b, s + W - 1, cta.channels], value)
 
     def advance(t, r, token, is_first, carry, *, own=True):
       """`own`: whether token t is one of the split's, so that this CTA sums its tap gradients."""
@@ -336,9 +336,9 @@ def backward_kernel(
       carry = advance(t, None, token, is_first, carry, own=False)
     for s, sums in enumerate(carry.tap_sums):
       for j, value in enumerate(sums):
-        store_anywhere(outs.kernel.at[cta.b, cta.split, s, j, cta.channels], value)
+        store_unoptimized(outs.kernel.at[cta.b, cta.split, s, j, cta.channels], value)
     if has_bias:
-      store_anywhere(outs.bias.at[cta.b, cta.split, cta.channels], carry.bias_sum)
+      store_unoptimized(outs.bias.at[cta.b, cta.split, cta.channels], carry.bias_sum)
 
   (results,) = _launch(
     body, "backward", (out_type,), config, split_length, inputs.x, static.interpret

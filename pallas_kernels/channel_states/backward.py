@@ -25,7 +25,7 @@ from pallas_kernels.channel_states.recurrence import Recurrence
 from pallas_kernels.channel_states.streams import Streams, load_is_first, load_norm
 from pallas_kernels.channel_states.tiles import COMPILER_PARAMS, StateTiles, cta_barrier
 from pallas_kernels.core import boundaries
-from pallas_kernels.core.wgmma import Backend, in_32_bits, store_anywhere
+from pallas_kernels.core.wgmma import Backend, store_unoptimized, with_int32_indices
 
 
 class _KernelInputs(NamedTuple):
@@ -78,7 +78,7 @@ class _Carry(NamedTuple):
   d_skip: Any  # gradients of skip so far
 
 
-@in_32_bits
+@with_int32_indices
 def backward_kernel(
   recurrence: Recurrence,
   streams: Streams,
@@ -211,7 +211,7 @@ def backward_kernel(
           d_x_smem.at[t, at][...] = (own.x + skip_reg[j] * d_outs[j]).astype(x_dtype)
           d_rate = own.rate.astype(rate_dtype)
           if bypass_smem:
-            store_anywhere(outs.rate.at[row, n * C + t, tiles.slices(base)[j]], d_rate)
+            store_unoptimized(outs.rate.at[row, n * C + t, tiles.slices(base)[j]], d_rate)
           else:
             d_rate_smem.at[t, at][...] = d_rate
           d_states.append(boundaries.reset(is_first, passed, 0.0))
@@ -237,7 +237,7 @@ def backward_kernel(
         cta_barrier()
         total = jnp.sum(plgpu.load(sums_smem, layout=sum_layout, optimized=False), axis=1)
         target = outs.key_sums.at[row, cta, pl.ds((n * C + t0) * S, together * S)]
-        store_anywhere(target, total)
+        store_unoptimized(target, total)
         cta_barrier()
         return carry, after
 
@@ -265,10 +265,10 @@ def backward_kernel(
       in_specs=[s for s, ref in zip(specs, pipelined_gmem, strict=True) if ref is not None],
     )(*(ref for ref in pipelined_gmem if ref is not None))
     for j, at in enumerate(tiles.slices(base)):
-      store_anywhere(outs.initial.at[row, at], carry.d_states[j])
-      store_anywhere(outs.skip.at[row, at], carry.d_skip[j])
+      store_unoptimized(outs.initial.at[row, at], carry.d_states[j])
+      store_unoptimized(outs.skip.at[row, at], carry.d_skip[j])
       if ins.a is not None:
-        store_anywhere(outs.a.at[row, at], carry.d_a[j])
+        store_unoptimized(outs.a.at[row, at], carry.d_a[j])
     plgpu.wait_smem_to_gmem(0)
 
   (results,) = plgpu.kernel(

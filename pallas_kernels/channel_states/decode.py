@@ -16,7 +16,7 @@ from pallas_kernels.channel_states.recurrence import Keys, Recurrence
 from pallas_kernels.channel_states.tiles import StateTiles
 from pallas_kernels.core import decode as single_token
 from pallas_kernels.core import device
-from pallas_kernels.core.wgmma import store_anywhere
+from pallas_kernels.core.wgmma import store_unoptimized
 
 MAX_STATES = 64  # per channel
 _MAX_LANES = 4  # threads per channel
@@ -129,9 +129,9 @@ def _decode(recurrence, inputs, state, *, num_tiles, interpret):
       gates = recurrence.gates(xs[j], rates[j], norm)
       decay = recurrence.decay(tiles, gates, a_reg[j], keys)
       state = decay.update(states[j], tiles.broadcast_channels(gates.write) * keys.write)
-      store_anywhere(state_gmem.at[row, at], state)
+      store_unoptimized(state_gmem.at[row, at], state)
       out = tiles.dot(state, keys.read) + skip_reg[j] * xs[j]
-      store_anywhere(out_gmem.at[row, at], out.astype(out_gmem.dtype))
+      store_unoptimized(out_gmem.at[row, at], out.astype(out_gmem.dtype))
 
   # `plgpu.kernel` cannot name aliases of operands and results; a mutable reference becomes one.
   state_ref = jax.new_ref(state)

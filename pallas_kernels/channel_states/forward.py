@@ -30,7 +30,7 @@ from pallas_kernels.channel_states.recurrence import Inputs, Recurrence
 from pallas_kernels.channel_states.streams import Streams, load_is_first, load_norm
 from pallas_kernels.channel_states.tiles import COMPILER_PARAMS, StateTiles
 from pallas_kernels.core import boundaries
-from pallas_kernels.core.wgmma import Backend, in_32_bits, store_anywhere
+from pallas_kernels.core.wgmma import Backend, store_unoptimized, with_int32_indices
 
 
 class Static(NamedTuple):
@@ -155,7 +155,7 @@ class ForwardResults(NamedTuple):
   chunk_states: Any  # [B, T / CHUNK, D, N], the states that enter the chunks; or None
 
 
-@in_32_bits
+@with_int32_indices
 def forward_kernel(
   recurrence: Recurrence,
   inputs: KernelInputs,
@@ -191,7 +191,7 @@ def forward_kernel(
       slot = lax.rem(n, 2)
       if chunk_state_dtype is not None:
         for at, state in zip(tiles.slices(base), states, strict=True):
-          store_anywhere(outs.chunk_states.at[row, n, at], state.astype(chunk_state_dtype))
+          store_unoptimized(outs.chunk_states.at[row, n, at], state.astype(chunk_state_dtype))
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
       def compute_token(t, states):
@@ -240,7 +240,7 @@ def forward_kernel(
       in_specs=[s for s, ref in zip(specs, streams_gmem, strict=True) if ref is not None],
     )(*(ref for ref in streams_gmem if ref is not None))
     for at, state in zip(tiles.slices(base), last, strict=True):
-      store_anywhere(outs.last.at[row, at], state)
+      store_unoptimized(outs.last.at[row, at], state)
     plgpu.wait_smem_to_gmem(0)
 
   (results,) = plgpu.kernel(

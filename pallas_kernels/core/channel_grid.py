@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import device
-from pallas_kernels.core.wgmma import store_anywhere
+from pallas_kernels.core.wgmma import store_unoptimized
 
 CHANNELS = 128  # per CTA, one per thread
 FLAG_BLOCK = 32  # flags per copy: 128 bytes, the least that TMA moves
@@ -100,7 +100,7 @@ def load_row_gmem(ref_gmem):
 
 def store_row_gmem(ref_gmem, row):
   """Stores one row from registers."""
-  store_anywhere(ref_gmem, row.astype(ref_gmem.dtype))
+  store_unoptimized(ref_gmem, row.astype(ref_gmem.dtype))
 
 
 def full_row(value: float):

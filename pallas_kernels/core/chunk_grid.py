@@ -20,13 +20,13 @@ from pallas_kernels.core.wgmma import (
   Ref,
   broadcast_cols,
   broadcast_rows,
-  in_32_bits,
   iota,
   load_col_vector,
   load_row_vector,
   map_refs,
   smem_tile,
-  store_anywhere,
+  store_unoptimized,
+  with_int32_indices,
 )
 
 # exp(-80) = 2e-35: float32 sums do not notice anything smaller.
@@ -176,7 +176,7 @@ class Output(NamedTuple):
 
   def store(self, index: ChunkIndex, value: jax.Array) -> None:
     """Stores registers, float32, as the part of a chunk."""
-    store_anywhere(self.at(index), value)
+    store_unoptimized(self.at(index), value)
 
 
 class ChunkBuffers(NamedTuple):
@@ -239,7 +239,7 @@ class _Scratch(NamedTuple):
   arrived_barrier: Any
 
 
-@in_32_bits
+@with_int32_indices
 def chunk_kernel(
   body: Callable[[ChunkIndex, ChunkBuffers], Any],
   tiles: Any,

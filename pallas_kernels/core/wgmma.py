@@ -103,7 +103,7 @@ def fill_ones_column(ref: Ref) -> None:
   ref[...] = jnp.where(first, jnp.float32(1.0), 0.0).astype(jnp.bfloat16)
 
 
-def store_anywhere(ref: Ref, value: jax.Array) -> None:
+def store_unoptimized(ref: Ref, value: jax.Array) -> None:
   """Stores registers to GMEM in a layout that need not fill whole cache lines."""
   if hasattr(plgpu, "store"):  # JAX 0.12 rejects such a store unless it is asked for
     plgpu.store(ref, value, optimized=False)
@@ -224,7 +224,7 @@ def _interpreted(pairs, start):
   return total
 
 
-def in_32_bits(kernel):
+def with_int32_indices(kernel):
   """Traces a kernel with 32-bit indices also where the program around it enables 64 bits.
 
   However often it is traced: the rule of `plgpu.kernel` for `vmap` traces the body once more, which

@@ -38,14 +38,14 @@ from pallas_kernels.core.wgmma import (
   broadcast_cols,
   broadcast_rows,
   causal_mask,
-  in_32_bits,
   load_col_vector,
   load_row_vector,
   load_tile,
   map_refs,
   smem_tile,
-  store_anywhere,
+  store_unoptimized,
   transpose_ref,
+  with_int32_indices,
 )
 from pallas_kernels.delta_rule.config import recurrence_config
 from pallas_kernels.delta_rule.recurrence import Stage, reverse_recurrence
@@ -193,7 +193,7 @@ def _load_first(at, tiles_gmem, state_gmem, tables_gmem, smem):
   load_inputs(copies, smem.arrived_barrier)
 
 
-@in_32_bits
+@with_int32_indices
 def query_gradient(
   arrays: QueryArrays, *, scale: float, decays: bool, backend: Backend
 ) -> QueryOutputs:
@@ -212,7 +212,7 @@ def query_gradient(
     mask = gmem.documents.mask(at, causal_mask())
     weight = jnp.where(mask, decay_between_tokens(smem.tables.at[CUMULATIVE]), 0.0)
     rate, before = (load_row_vector(smem.tables.at[row]) for row in (RATE, BEFORE))
-    store = lambda ref, value: store_anywhere(ref.at[at.batch, at.head, at.tokens], value)
+    store = lambda ref, value: store_unoptimized(ref.at[at.batch, at.head, at.tokens], value)
 
     products = [Dots([(tiles.d_out, transpose_ref(tiles.x))])]
     if decays:
@@ -312,7 +312,7 @@ class KeyOutputs(NamedTuple):
   after: Any  # of the tables, [B, H, T] float32, without `scale`; None without decays
 
 
-@in_32_bits
+@with_int32_indices
 def key_value_gradient(
   arrays: KeyArrays, *, scale: float, decays: bool, backend: Backend
 ) -> KeyOutputs:
@@ -363,7 +363,7 @@ def key_value_gradient(
       d_k_smem = q_smem  # this block of q is dead
       d_k_smem[...] = d_k.astype(jnp.bfloat16)
     if decays:
-      store_anywhere(outs.after.at[at.batch, at.head, at.tokens], d_after)
+      store_unoptimized(outs.after.at[at.batch, at.head, at.tokens], d_after)
     y = load_tile(tiles.y)
     d_v = y * broadcast_rows(load_row_vector(smem.tables.at[RATE]) * scale, (C, V))
     d_v_smem = tiles.y  # y is dead: it is in registers

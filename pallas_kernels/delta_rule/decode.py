@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.core import decode as single_token
-from pallas_kernels.core.wgmma import store_anywhere
+from pallas_kernels.core.wgmma import store_unoptimized
 
 
 def unsupported(
@@ -108,9 +108,9 @@ def _decode(q, k, erase_key, v, beta, log_decay, kv, *, scale, tile, interpret):
     state = jnp.exp(decay_ref[b, h]) * state
     correction = rate * (value - tile.read(erase, state))
     state = state + tile.broadcast_keys(key) * tile.broadcast_values(correction)
-    store_anywhere(kv_ref, state)
+    store_unoptimized(kv_ref, state)
     out = scale * tile.read(query, state)
-    store_anywhere(out_ref.at[b, h, here], out.astype(out_ref.dtype))
+    store_unoptimized(out_ref.at[b, h, here], out.astype(out_ref.dtype))
 
   (out,), kv = single_token.run(
     body,

@@ -25,10 +25,10 @@ from pallas_kernels.core.wgmma import (
   Dots,
   broadcast_rows,
   causal_mask,
-  in_32_bits,
   load_row_vector,
   smem_tile,
   transpose_ref,
+  with_int32_indices,
 )
 from pallas_kernels.delta_rule import backward
 from pallas_kernels.delta_rule.config import recurrence_config
@@ -128,7 +128,7 @@ class ChunkSystems(NamedTuple):
   scores: Any
 
 
-@in_32_bits
+@with_int32_indices
 def chunk_systems(
   q: jax.Array,  # [B, T, H, K] bfloat16, T a multiple of the chunk
   k: jax.Array,  # [B, T, H, K] bfloat16

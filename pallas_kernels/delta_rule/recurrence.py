@@ -31,11 +31,11 @@ from pallas_kernels.core.wgmma import (
   Backend,
   Dots,
   broadcast_rows,
-  in_32_bits,
   load_row_vector,
   load_tile,
   map_refs,
   transpose_ref,
+  with_int32_indices,
   zero_accumulator,
 )
 from pallas_kernels.delta_rule.config import RecurrenceConfig
@@ -186,7 +186,7 @@ class _Scratch(NamedTuple):
   stored_barrier: Any  # one per slot: its tiles are in GMEM
 
 
-@in_32_bits
+@with_int32_indices
 def _run(
   recur: Callable,
   epilogue: Callable,

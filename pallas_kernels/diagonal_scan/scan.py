@@ -27,7 +27,7 @@ from pallas_kernels import MADE_BY_KERNELS
 from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
 from pallas_kernels.core.channel_grid import CHANNELS
-from pallas_kernels.core.wgmma import Backend, in_32_bits
+from pallas_kernels.core.wgmma import Backend, with_int32_indices
 from pallas_kernels.diagonal_scan import config as tuning
 
 Parts = tuple[Any, ...]  # of a number: arrays, references or dtypes
@@ -178,7 +178,7 @@ class ForwardResults(NamedTuple):
   decay_product: Parts  # [B, P, D] float32, of each split; 0 where a document begins in it
 
 
-@in_32_bits
+@with_int32_indices
 def forward_kernel(
   decay: tuple[jax.Array, ...],  # parts [B, T, D], or [D] float32 for a constant
   x: tuple[jax.Array, ...],  # parts [B, T, D]
@@ -307,7 +307,7 @@ class BackwardResults(NamedTuple):
   d_decay: Parts  # [B, T, D] in the dtype of decay; for a constant [B, P, D] float32 sums
 
 
-@in_32_bits
+@with_int32_indices
 def backward_kernel(
   decay: tuple[jax.Array, ...],  # parts [B, T, D], or [D] float32 for a constant
   d_out: tuple[jax.Array, ...],  # parts [B, T, D]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core import decode as single_token
-from pallas_kernels.core.wgmma import store_anywhere
+from pallas_kernels.core.wgmma import store_unoptimized
 
 
 def unsupported(
@@ -154,14 +154,14 @@ def _decode(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale, tile, i
         state = decay * state
       sums = decay * sums if normalize else None
     state = state + tile.broadcast_keys(key) * tile.broadcast_values(value)
-    store_anywhere(kv_ref, state)
+    store_unoptimized(kv_ref, state)
     if normalize:
       sums = sums + key
 
       # Every CTA of the head has computed the same; one of them stores it.
       @pl.when(number == 0)
       def _():
-        store_anywhere(key_sum_out[0].at[b, h], sums)
+        store_unoptimized(key_sum_out[0].at[b, h], sums)
 
     if bonus_ref is None:
       out = tile.read(query, state)
@@ -169,7 +169,7 @@ def _decode(q, k, v, log_decay, bonus, kv, key_sum, *, normalize, scale, tile, i
         denominator = jnp.sum(query * sums)
     out = out / denominator if normalize else out
     out = (out * scale if scale != 1 else out).astype(out_ref.dtype)
-    store_anywhere(out_ref.at[b, h, here], out)
+    store_unoptimized(out_ref.at[b, h, here], out)
 
   out_type = [jax.ShapeDtypeStruct((B, H, V), v.dtype)]
   if normalize:

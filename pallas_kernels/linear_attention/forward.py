@@ -39,7 +39,7 @@ from pallas_kernels.core.wgmma import (
   load_col_vector,
   load_row_vector,
   load_tile,
-  store_anywhere,
+  store_unoptimized,
   transpose_ref,
 )
 from pallas_kernels.linear_attention import backward, channel_backward, intra_chunk
@@ -321,7 +321,7 @@ def _outputs(
       entering = broadcast_cols(load_col_vector(smem.key_sum.at[channels]), queries.shape)
       denominator = denominator + jnp.sum(queries * entering, axis=1)
     tiles.denominator[...] = denominator
-    store_anywhere(outs.denominator.at[cta_of(at), at.batch, at.head, at.tokens], denominator)
+    store_unoptimized(outs.denominator.at[cta_of(at), at.batch, at.head, at.tokens], denominator)
     return lambda: normalizer.advance(smem, tiles.k, decay_of_chunk, mma)
 
   def end(at, split, cta):

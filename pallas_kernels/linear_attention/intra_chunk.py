@@ -57,13 +57,13 @@ from pallas_kernels.core.wgmma import (
   broadcast_cols,
   broadcast_rows,
   fill_ones_column,
-  in_32_bits,
   iota,
   load_col_vector,
   load_scaled,
   load_tile,
   smem_tile,
   transpose_ref,
+  with_int32_indices,
 )
 from pallas_kernels.linear_attention import config
 
@@ -419,7 +419,7 @@ class _ScoreBuffers(NamedTuple):
   arrived_barrier: Any
 
 
-@in_32_bits
+@with_int32_indices
 def chunk_scores(
   inputs: ScoreInputs,
   *,

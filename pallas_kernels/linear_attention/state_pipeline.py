@@ -38,15 +38,15 @@ from pallas_kernels.core.wgmma import (
   Ref,
   broadcast_rows,
   fill_ones_column,
-  in_32_bits,
   iota,
   load_row_vector,
   load_scaled,
   load_tile,
   map_refs,
   smem_tile,
-  store_anywhere,
+  store_unoptimized,
   transpose_ref,
+  with_int32_indices,
   zero_accumulator,
 )
 from pallas_kernels.linear_attention import intra_chunk
@@ -209,7 +209,7 @@ class Normalizer(NamedTuple):
 
   def store(self, smem: NormalizerBuffers, target_gmem: Ref) -> None:
     """Copies the sum to [K] in GMEM."""
-    store_anywhere(target_gmem, load_row_vector(smem.key_sum))
+    store_unoptimized(target_gmem, load_row_vector(smem.key_sum))
 
 
 class StateOutputs(NamedTuple):
@@ -265,7 +265,7 @@ class _Scratch(NamedTuple):
   prologue_barrier: Any
 
 
-@in_32_bits
+@with_int32_indices
 def run_state_pipeline(
   consume: Callable,
   prologue: ChunkPrologue | None,
@@ -538,7 +538,7 @@ def chunk_states(
     if paired is not None:
       overlap = jnp.sum(load_tile(stage.paired) * state, axis=1)
       target = cta.outs_gmem.overlap.at[at.block, at.batch, at.head, at.chunk]
-      store_anywhere(target, overlap)
+      store_unoptimized(target, overlap)
       if store_states:
         entering_smem = stage.paired  # `paired` has been read
         entering_smem[...] = state.astype(jnp.bfloat16)

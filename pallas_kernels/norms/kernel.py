@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.wgmma import COMPILER_PARAMS, in_32_bits, store_anywhere
+from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, with_int32_indices
 from pallas_kernels.norms import config as tuning
 from pallas_kernels.norms.config import KernelConfig
 
@@ -151,7 +151,7 @@ class _Cta:
   def store(self, ref_gmem, row, value) -> None:
     """Stores a tile from this row on, rounded to the dtype of the reference."""
     tile = ref_gmem.at[pl.ds(row, self.config.tile_rows), :]
-    store_anywhere(tile, value.astype(ref_gmem.dtype))
+    store_unoptimized(tile, value.astype(ref_gmem.dtype))
 
   def zeros(self) -> jax.Array:
     """A tile of float32 zeros."""
@@ -218,7 +218,7 @@ def _sigmoid(x):
 # Forward kernel
 
 
-@in_32_bits
+@with_int32_indices
 def forward_kernel(inputs: Inputs, static: Static) -> Results:
   """y and s, which is None where nothing is added to x."""
   (R, D), config = inputs.x.shape, static.forward
@@ -282,7 +282,7 @@ class BackwardResults(NamedTuple):
   gate: Any  # [R, D] in its dtype
 
 
-@in_32_bits
+@with_int32_indices
 def backward_kernel(
   inputs: Inputs, d_out: jax.Array, d_sum: jax.Array | None, static: Static
 ) -> BackwardResults:
@@ -358,7 +358,7 @@ def backward_kernel(
       for ref, value in zip((outs.scale, outs.bias), values, strict=True):
         if ref is not None:
           rows = pl.ds(n * config.tile_rows, config.tile_rows)
-          store_anywhere(ref.at[lax.axis_index("cta"), rows], value)
+          store_unoptimized(ref.at[lax.axis_index("cta"), rows], value)
 
   (results,) = _launch(body, "backward", (out_type,), ctas, static.interpret)(
     _BackwardInputs(inputs.x, scale, bias, gate, d_out, d_sum)

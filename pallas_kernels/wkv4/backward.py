@@ -22,7 +22,7 @@ from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
 from pallas_kernels.core.channel_grid import CHANNELS
 from pallas_kernels.core.compensated_sum import CompensatedSum, fast_two_sum
-from pallas_kernels.core.wgmma import Backend, in_32_bits
+from pallas_kernels.core.wgmma import Backend, with_int32_indices
 from pallas_kernels.wkv4 import config as tuning
 from pallas_kernels.wkv4 import update
 from pallas_kernels.wkv4.config import CHUNK
@@ -73,7 +73,7 @@ class BackwardResults(NamedTuple):
   passed: Any
 
 
-@in_32_bits
+@with_int32_indices
 def backward_kernel(
   k: jax.Array,  # [B, T, D]
   v: jax.Array,  # [B, T, D]

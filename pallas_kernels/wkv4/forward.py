@@ -23,7 +23,7 @@ from pallas_kernels import MADE_BY_KERNELS
 from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
 from pallas_kernels.core.channel_grid import CHANNELS
-from pallas_kernels.core.wgmma import Backend, in_32_bits
+from pallas_kernels.core.wgmma import Backend, with_int32_indices
 from pallas_kernels.wkv4 import config as tuning
 from pallas_kernels.wkv4 import update
 from pallas_kernels.wkv4.backward import backward_kernel
@@ -196,7 +196,7 @@ class ForwardResults(NamedTuple):
   chunk_states: Any  # [B, T / CHUNK, 3, D] float32, the state that enters each chunk
 
 
-@in_32_bits
+@with_int32_indices
 def forward_kernel(
   k: jax.Array,  # [B, T, D]
   v: jax.Array,  # [B, T, D]
