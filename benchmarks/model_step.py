@@ -125,7 +125,6 @@ def settings(body: Body, sizes: Sizes | None = None) -> Train:
       b2=0.95,
       weight_decay=0.01,
       clip_norm=1.0,
-      logit_penalty=0.0,
     ),
     data=Data(folder="-", tokenizer="bytes", train=("random",)),
     run_dir="-",

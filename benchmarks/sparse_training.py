@@ -103,7 +103,6 @@ def settings(task: str, mixer: str, sizes: Sizes, folder: str) -> Train:
       b2=0.95,
       weight_decay=0.1,
       clip_norm=1.0,
-      logit_penalty=0.0,
     ),
     data=Data(
       folder=folder or "-", tokenizer="bytes", train=("train_books",), validation=VALIDATION

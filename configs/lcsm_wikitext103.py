@@ -105,7 +105,6 @@ def get_config() -> Train:
       b2=0.98,
       eps=1e-8,
       weight_decay=0.1,
-      logit_penalty=0.0,
     ),
     data=Data(
       folder="data/lcsm_wikitext103",

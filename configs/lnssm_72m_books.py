@@ -32,7 +32,7 @@ def get_config() -> Train:
   seq_len, global_batch = 1024, 18  # the paper's
   return Train(
     model=Model(dim=512, num_layers=6, num_heads=4, vocab_size=50_277, dtype="bfloat16"),
-    optimizer=Optimizer(peak_lr=8e-4, final_lr=1e-5, schedule="exponential"),
+    optimizer=Optimizer(peak_lr=8e-4, final_lr=1e-5, logit_penalty=1e-4),
     data=Data(
       folder="data/lnssm_72m_books",
       tokenizer=str(root / "tokenizers" / "20B_tokenizer.json"),

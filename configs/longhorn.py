@@ -111,7 +111,6 @@ def get_config(variant: str) -> Train:
       b2=0.95,
       weight_decay=0.1,
       clip_norm=1.0,
-      logit_penalty=0.0,
     ),
     data=Data(
       folder="data/longhorn",

@@ -52,7 +52,6 @@ def get_config(variant: str) -> Train:
       b1=0.9,
       b2=0.999,
       weight_decay=0.1,
-      logit_penalty=0.0,
     ),
     data=Data(folder="-", tokenizer="bytes", train=("mqar",)),  # the rows are drawn
     run_dir=f"runs/mqar-{variant}",

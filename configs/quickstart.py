@@ -14,7 +14,7 @@ def get_config() -> Train:
   """The run of `make train`."""
   return Train(
     model=Model(dim=128, num_layers=4, num_heads=4, vocab_size=257, dtype="float32"),
-    optimizer=Optimizer(peak_lr=3e-3, final_lr=3e-4),
+    optimizer=Optimizer(peak_lr=3e-3, final_lr=3e-4, logit_penalty=1e-4),
     data=Data(
       folder="data/python-stdlib",
       tokenizer="bytes",

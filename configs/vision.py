@@ -36,7 +36,7 @@ def get_config(variant: str) -> Vision:
     return _digits(variant, usual, weight_decay)
   return Vision(
     model=Model(num_layers=24, num_classes=1000, **usual),
-    optimizer=_optimizer(1e-3, weight_decay),
+    optimizer=_optimizer(1e-3, weight_decay, ema_decay=0.99996),
     data=Data(train="data/imagenet/train", validation="data/imagenet/val"),
     run_dir=f"runs/vision-{variant}",
     epochs=300,
@@ -51,7 +51,7 @@ def _digits(variant: str, usual: dict[str, Any], weight_decay: float) -> Vision:
     model=Model(num_layers=2, dtype="float32", **sizes, **usual),
     optimizer=_optimizer(3e-3, weight_decay),
     data=Data(train="mnist.npz:train", validation="mnist.npz:test", mean=(0.13,), std=(0.31,)),
-    augment=Augment(least_area=0.5, flip=False),
+    augment=Augment(least_area=0.5, flip=False, repeats=1),
     run_dir=f"runs/vision-{variant}",
     epochs=20,
     warmup_epochs=1,
@@ -59,7 +59,7 @@ def _digits(variant: str, usual: dict[str, Any], weight_decay: float) -> Vision:
   )
 
 
-def _optimizer(peak_lr: float, weight_decay: float) -> Optimizer:
+def _optimizer(peak_lr: float, weight_decay: float, **changes: Any) -> Optimizer:
   return Optimizer(
     peak_lr=peak_lr,
     final_lr=1e-5,
@@ -67,5 +67,5 @@ def _optimizer(peak_lr: float, weight_decay: float) -> Optimizer:
     b1=0.9,
     b2=0.999,
     weight_decay=weight_decay,
-    logit_penalty=0.0,
+    **changes,
   )

@@ -110,7 +110,15 @@ def fit(
     def evaluate():
       is_due = step in (0, cfg.steps) or step % cfg.eval_every == 0
       if is_due and not stopping() and not run.evaluation(step, cfg.data.validation):
-        for row in run.append(evaluator(step, state["params"], should_stop=lambda: stop)):
+        rows = evaluator(step, state["params"], should_stop=lambda: stop)
+        if rows and "ema" in state:
+          averaged = evaluator(step, state["ema"], should_stop=lambda: stop)
+          if not averaged:
+            return
+          rows = [
+            row | {"ema_val_loss": x["val_loss"]} for row, x in zip(rows, averaged, strict=True)
+          ]
+        for row in run.append(rows):
           console.say(eval_line(row))
 
     evaluate()

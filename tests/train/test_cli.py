@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,8 +15,9 @@ from train.cli.main import main
 from train.config import Sample, from_dict
 from train.data.tokenizers import load_tokenizer
 from train.logging.metric_reader import DivergedError
-from train.runs.loading import sampling_options
+from train.runs.loading import load_model, sampling_options
 from train.runs.run_folder import RunFolder
+from train.step.model import params_of
 
 
 def run(*arguments):
@@ -35,7 +37,7 @@ def usage_error(capsys, *arguments):
 @pytest.fixture
 def trained(tiny):
   """Config of a finished run."""
-  cfg = tiny()
+  cfg = tiny(optimizer__ema_decay=0.5)
   loop.fit(cfg)
   return cfg
 
@@ -145,7 +147,11 @@ def test_evaluate_prints_loss_of_training(trained, capsys):
   capsys.readouterr()
   assert run("evaluate", "--run-dir", trained.run_dir, "--json") == 0
   rows = json.loads(capsys.readouterr().out)
-  assert rows == RunFolder(trained.run_dir).evaluation(12, ["validation"])
+  (of_run,) = RunFolder(trained.run_dir).evaluation(12, ["validation"])
+  of_average = of_run.pop("ema_val_loss")
+  assert rows == [of_run] and of_average != of_run["val_loss"]
+  assert run("evaluate", "--run-dir", trained.run_dir, "--json", "--ema") == 0
+  assert json.loads(capsys.readouterr().out)[0]["val_loss"] == of_average
   assert run("evaluate", "--run-dir", trained.run_dir) == 0
   header, row = capsys.readouterr().out.splitlines()
   assert header.split() == ["set", "val_loss", "bits_per_byte", "tokens"]
@@ -154,6 +160,19 @@ def test_evaluate_prints_loss_of_training(trained, capsys):
   assert float(loss) == pytest.approx(rows[0]["val_loss"], abs=1e-4)
   assert float(bits) == pytest.approx(rows[0]["bits_per_byte"], abs=1e-4)
   assert int(tokens.replace(",", "")) == rows[0]["tokens"]
+
+
+def test_export_average_of_parameters(trained, tiny, tmp_path, capsys):
+  out = str(tmp_path / "out")
+  assert run("export", trained.run_dir, "--out", out, "--ema") == 0
+  of = lambda *args, **options: params_of(load_model(*args, **options).model)
+  jax.tree.map(np.testing.assert_array_equal, of(out), of(trained.run_dir, ema=True))
+  assert not np.array_equal(of(out)["head"]["kernel"], of(trained.run_dir)["head"]["kernel"])
+  with pytest.raises(ValueError, match="is an exported model; use ema with the run"):
+    load_model(out, ema=True)
+  RunFolder(trained.run_dir).write_config(tiny(run_dir=trained.run_dir))
+  assert run("evaluate", "--run-dir", trained.run_dir, "--ema") == 2
+  assert "has no average of its parameters; optimizer.ema_decay makes" in capsys.readouterr().err
 
 
 def test_verify_damaged_checkpoint_found(trained, capsys):

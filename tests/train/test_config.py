@@ -47,6 +47,8 @@ def test_settings_frozen_and_keyword_only():
 
 def test_settings_defaults_match_paper():
   assert to_dict(Optimizer(peak_lr=8e-4, final_lr=1e-5)) == {
+    "name": "adamw",
+    "options": {},
     "peak_lr": 8e-4,
     "final_lr": 1e-5,
     "schedule": "exponential",
@@ -57,7 +59,10 @@ def test_settings_defaults_match_paper():
     "eps": 1e-8,
     "weight_decay": 0.0,
     "clip_norm": None,
-    "logit_penalty": 1e-4,
+    "lr_factors": {},
+    "ema_decay": None,
+    "z_loss": 0.0,
+    "logit_penalty": 0.0,
   }
   assert to_dict(Mesh()) == {"data": -1, "fsdp": 1, "sequence": 1, "tensor": 1}
   assert small().seed == 0

@@ -21,7 +21,7 @@ def inputs(T, seed=0, dtype=np.float64, vocab=VOCAB):
   return hidden, head, targets, weights
 
 
-def direct(hidden, head, targets, weights, coefficient=0.0):
+def direct(hidden, head, targets, weights, coefficient=0.0, z_loss=0.0):
   """(nats, penalty, d hidden, d head) of the whole batch at once, in float64."""
   hidden, head, weights = (np.asarray(x, np.float64) for x in (hidden, head, weights))
   z = hidden @ head
@@ -29,9 +29,12 @@ def direct(hidden, head, targets, weights, coefficient=0.0):
   p = np.exp(z - largest)
   normalizer = p.sum(-1, keepdims=True)
   onehot = np.eye(head.shape[1])[targets]
-  nll = (largest + np.log(normalizer))[..., 0] - (z * onehot).sum(-1)
-  penalty = 0.5 * coefficient * (weights * largest[..., 0] ** 2).sum()
+  log_sum = largest + np.log(normalizer)
+  nll = log_sum[..., 0] - (z * onehot).sum(-1)
+  penalties = 0.5 * coefficient * largest**2 + z_loss * log_sum**2
+  penalty = (weights * penalties[..., 0]).sum()
   dz = p / normalizer - onehot + coefficient * largest * (z == largest)
+  dz += 2 * z_loss * log_sum * p / normalizer
   dz *= weights[..., None]
   d_head = np.einsum("btd,btv->dv", hidden, dz)
   return (weights * nll).sum(), penalty, dz @ head.T, d_head
@@ -55,9 +58,11 @@ def largest_error(got, want):
 )
 def test_loss_values_and_gradients_match_float64(T, chunk):
   args = inputs(T)
-  nats, penalty, d_hidden, d_head = direct(*args, coefficient=0.3)
+  nats, penalty, d_hidden, d_head = direct(*args, coefficient=0.3, z_loss=0.2)
   args32 = [jnp.asarray(x, jnp.float32) for x in args[:2]] + list(args[2:])
-  sums, got_d_hidden, got_d_head = loss_and_gradients(args32, chunk=chunk, logit_penalty=0.3)
+  sums, got_d_hidden, got_d_head = loss_and_gradients(
+    args32, chunk=chunk, logit_penalty=0.3, z_loss=0.2
+  )
   assert abs(float(sums.nats) / nats - 1) < 2e-6
   assert abs(float(sums.penalty) / penalty - 1) < 2e-6
   assert float(sums.weight) == args[3].sum()
@@ -96,6 +101,20 @@ def test_loss_penalty_gradient_matches_definition():
     assert largest_error(got, np.asarray(want)) < 3e-6
   without = next_token_loss(hidden, head, targets, weights, chunk=12)
   assert float(ours(hidden, head)) == float(without.nats / without.weight)  # not in the loss
+
+
+def test_z_loss_gradient_matches_definition():
+  hidden, head, targets, _ = inputs(5, dtype=np.float32)
+  weights = np.ones((B, 5), np.float32)
+
+  def explicit(hidden, head):
+    log_sum = jax.nn.logsumexp(hidden @ head, -1)
+    nll = log_sum - jnp.take_along_axis(hidden @ head, targets[..., None], -1)[..., 0]
+    return (nll + 0.2 * log_sum**2).sum()
+
+  _, *got = loss_and_gradients((hidden, head, targets, weights), chunk=6, z_loss=0.2)
+  for ours, want in zip(got, jax.grad(explicit, (0, 1))(hidden, head), strict=True):
+    assert largest_error(ours, np.asarray(want)) < 3e-6
 
 
 def test_loss_gradient_scales_with_cotangent():

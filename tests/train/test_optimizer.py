@@ -1,6 +1,7 @@
 """Schedules against their formulas, Adam against a loop in float64, the weight-decay mask."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.models import LanguageModel, VisionModel
-from train.config import Optimizer
+from train.config import ConfigError, Optimizer
 from train.step.model import params_of
 from train.step.optimizer import make_optimizer, make_schedule, weight_decay_mask
 
@@ -138,3 +139,87 @@ def test_optimizer_state_structure_independent_of_options():
     ]
 
   assert paths() == paths(weight_decay=0.1, clip_norm=1.0) == paths(schedule="cosine")
+
+
+def tree(seed, layers=2):
+  """A model's parameters in small: matrices, a convolution and vectors in layers, an embedding."""
+  rng = np.random.default_rng(seed)
+  shapes = {
+    ("blocks", "up_proj", "kernel"): (layers, 3, 6),
+    ("blocks", "k_conv", "kernel"): (layers, 4, 5),
+    ("blocks", "up_proj", "bias"): (layers, 6),
+    ("embedding",): (7, 3),
+  }
+  nested = {}
+  for path, shape in shapes.items():
+    at = nested
+    for key in path[:-1]:
+      at = at.setdefault(key, {})
+    at[path[-1]] = jnp.asarray(rng.normal(size=shape), jnp.float32)
+  return nested
+
+
+def updates_of(params, gradients, **options):
+  """The change of `params` by one step."""
+  tx, _ = make_optimizer(Optimizer(peak_lr=0.1, final_lr=0.1, schedule="constant", **options), 9)
+  return tx.update(gradients, tx.init(params), params)[0]
+
+
+def test_muon_orthogonalizes_matrices_of_layers_and_leaves_the_rest_to_adam():
+  params, gradients = tree(0), tree(1)
+  # These coefficients converge to singular values of 1; the usual ones stay near it.
+  options = {"ns_steps": 30, "ns_coeffs": [1.5, -0.5, 0.0]}
+  got = updates_of(params, gradients, name="muon", options=options)
+  adam = updates_of(params, gradients)
+  kernel = got["blocks"]["up_proj"].pop("kernel")
+  for update, gradient in zip(kernel, gradients["blocks"]["up_proj"]["kernel"], strict=True):
+    u, _, v = np.linalg.svd(np.float64(gradient), full_matrices=False)
+    np.testing.assert_allclose(update, -0.1 * 0.2 * math.sqrt(6) * u @ v, atol=1e-4)
+  del adam["blocks"]["up_proj"]["kernel"]
+  jax.tree.map(np.testing.assert_array_equal, got, adam)
+
+
+def test_optimizer_by_name_of_a_function_takes_the_place_of_adam():
+  params, gradients = tree(0), tree(1)
+  got = updates_of(
+    params, gradients, name="optax:scale_by_lion", options={"b1": 0.5}, weight_decay=0.3
+  )
+  decayed = jax.tree.map(
+    lambda p, g, decays: -0.1 * (np.sign(g) + 0.3 * p * decays),
+    *(params, gradients, weight_decay_mask(params)),
+  )
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, decayed)
+
+
+def test_learning_rate_factors_scale_and_freeze_by_name():
+  params, gradients = tree(0), tree(1)
+  gradients["embedding"] *= jnp.inf
+  factors = {"blocks.up_proj.kernel": 0.5, "embedding": 0.0, "blocks.*": 2.0}
+  got = updates_of(params, gradients, weight_decay=0.1, lr_factors=factors)
+  usual = updates_of(params, gradients, weight_decay=0.1)
+  np.testing.assert_array_equal(got["embedding"], 0)
+  got, usual = got["blocks"], usual["blocks"]
+  np.testing.assert_allclose(got["up_proj"]["kernel"], 0.5 * usual["up_proj"]["kernel"], rtol=1e-6)
+  np.testing.assert_allclose(got["up_proj"]["bias"], 2 * usual["up_proj"]["bias"], rtol=1e-6)
+  np.testing.assert_allclose(got["k_conv"]["kernel"], 2 * usual["k_conv"]["kernel"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"name": "adam"}, "'adam' must be 'adamw', 'muon', or 'MODULE:FUNCTION'"),
+    ({"options": {"b1": 0.5}}, "'adamw' has b1, b2 and eps"),
+    ({"name": "optax:nothing"}, "has no attribute 'nothing'"),
+    ({"name": "no_such_module:f"}, "No module named 'no_such_module'"),
+    ({"name": "muon", "options": {"beta7": 1}}, "unexpected keyword argument 'beta7'"),
+    ({"name": "math:sqrt"}, "math:sqrt"),
+    ({"name": "optax:constant_schedule", "options": {"value": 1}}, "it returned function, not an"),
+    ({"ema_decay": 1.0}, "ema_decay=1.0 must be between 0 and 1"),
+    ({"z_loss": -1e-4}, "z_loss=-0.0001 must be at least 0"),
+    ({"lr_factors": {"head": -1}}, "lr_factors['head']=-1.0 must be at least 0"),
+    ({"lr_factors": {"heads": 1}}, "no parameter matches 'heads'; there are blocks.k_conv.kernel"),
+  ],
+)
+def test_optimizer_that_does_not_exist_rejected(options, message):
+  with pytest.raises(ConfigError, match=re.escape(message)):
+    updates_of(tree(0), tree(1), **options)

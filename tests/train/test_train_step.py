@@ -260,6 +260,23 @@ def test_train_step_penalty_and_clipping_applied(tiny):
   assert np.linalg.norm(first_moment(state)) == pytest.approx((1 - 0.9) * 1e-3, rel=1e-4)
 
 
+def test_train_step_averages_parameters_but_not_over_skipped_steps(tiny):
+  cfg = tiny(optimizer__ema_decay=0.75, optimizer__z_loss=1e-3)
+  mesh, step, state = begin(cfg)
+  place = lambda batch: jax.device_put(batch, device_mesh.batch_sharding(mesh))
+  batch = make_batch(cfg)
+  expected = jax.tree.map(lambda x: np.array(x, np.float64), state["params"])
+  for _ in range(3):
+    state, _ = step(state, place(batch))
+    expected = jax.tree.map(lambda a, x: 0.75 * a + 0.25 * np.float64(x), expected, state["params"])
+  bad = batch | {"weights": np.full_like(batch["weights"], np.nan)}
+  state, metrics = step(state, place(bad))
+  assert metrics["skipped"] == 1
+  jax.tree.map(
+    lambda a, x: np.testing.assert_allclose(a, x, rtol=1e-5, atol=1e-6), state["ema"], expected
+  )
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [

@@ -17,7 +17,7 @@ IMAGES = ArrayImages("all", *pixels(30))
 
 def config(**changes) -> Vision:
   model = Model(dim=8, num_layers=1, num_classes=3, image_size=SIZE, patch_size=4)
-  optimizer = Optimizer(peak_lr=1e-2, final_lr=1e-2, logit_penalty=0)
+  optimizer = Optimizer(peak_lr=1e-2, final_lr=1e-2)
   data = Data(train="t", validation="v")
   values = {"model": model, "optimizer": optimizer, "data": data, "run_dir": "r", "epochs": 2}
   return Vision(**(values | {"global_batch": 7} | changes))
@@ -39,13 +39,23 @@ def test_batch_depends_on_seed_and_number_only():
 
 
 def test_epoch_has_every_image_at_most_once():
-  plain = Augment(least_area=1, flip=False, rand_augment=None)
+  plain = Augment(least_area=1, flip=False, rand_augment=None, repeats=1)
   epochs = [
     np.concatenate([batch(4 * e + n, augment=plain).images for n in range(4)]) for e in (0, 1)
   ]
   unique = [{image.tobytes() for image in epoch} for epoch in epochs]
   assert [len(found) for found in unique] == [28, 28]
   assert not np.array_equal(*epochs)
+
+
+def test_repeated_images_of_an_epoch_are_neighbors_and_differ():
+  plain = Augment(least_area=1, flip=False, rand_augment=None)  # three times each, as in DeiT
+  images = np.concatenate([batch(n, augment=plain).images for n in range(4)])
+  found = [image.tobytes() for image in images]
+  assert found[::3] == found[1::3] + found[27:] == found[2::3] + found[27:]
+  assert len(set(found)) == 10
+  flipped = Augment(least_area=0.5, flip=True, rand_augment=None)
+  assert len({image.tobytes() for image in batch(0, augment=flipped).images}) == 7
 
 
 def test_evaluation_has_every_image_once():

@@ -18,7 +18,7 @@ from train.runs.run_folder import RunFolder
 from train.vision import loop
 
 MODEL = {"mixer": "lrn", "dim": 16, "num_layers": 1, "num_classes": 3, "image_size": SIZE}
-OPTIMIZER = Optimizer(peak_lr=1e-2, final_lr=1e-3, schedule="cosine", logit_penalty=0)
+OPTIMIZER = Optimizer(peak_lr=1e-2, final_lr=1e-3, schedule="cosine", ema_decay=0.8)
 
 
 def config(tmp_path, file, **changes) -> Vision:
@@ -27,7 +27,7 @@ def config(tmp_path, file, **changes) -> Vision:
     "optimizer": OPTIMIZER,
     "data": Data(train=f"{file}:train", validation=f"{file}:test"),
     "augment": Augment(
-      least_area=0.8, flip=False, rand_augment=3, mixup=0.2, cutmix=0, erasing=0.1
+      least_area=0.8, flip=False, rand_augment=3, mixup=0.2, cutmix=0, erasing=0.1, repeats=1
     ),
     "run_dir": str(tmp_path / "run"),
     "epochs": 8,
@@ -66,6 +66,7 @@ def test_run_learns_and_records(tmp_path, file):
   assert [row["step"] for row in found if row["kind"] == "eval"] == list(range(3, 25, 3))
   assert found[-1] == result.validation
   assert found[-1]["images"] == 20
+  assert found[-1]["ema_accuracy"] > 0.8 and found[-1]["ema_val_loss"] != found[-1]["val_loss"]
   assert json.loads((tmp_path / "run" / "config.json").read_text())["epochs"] == 8
 
 
@@ -167,6 +168,7 @@ def test_images_that_do_not_fit_rejected(tmp_path, file, changes, message):
     (["seed=-1"], "seed=-1 must be in [0, 2**32)"),
     (["optimizer.warmup_steps=3"], "give warmup_epochs"),
     (["optimizer.logit_penalty=1"], "is for language models; use 0"),
+    (["augment.repeats=0"], "augment.repeats=0 must be at least 1"),
     (["augment.flop=true"], "no setting 'augment.flop' in Augment; did you mean 'flip'?"),
   ],
 )
@@ -192,7 +194,11 @@ def get_config():
   assert json.loads(capsys.readouterr().out)["model"]["drop_path"] == 0.1
   assert main(["classify", *options]) == 0
   assert "accuracy" in capsys.readouterr().out
-  assert main(["evaluate", "--run-dir", str(tmp_path / "run")]) == 2
+  assert main(["evaluate", "--run-dir", str(tmp_path / "run"), "--json"]) == 0
+  assert json.loads(capsys.readouterr().out) == [rows(tmp_path / "run")[-1]]
+  assert main(["evaluate", "--run-dir", str(tmp_path / "run"), "--set", "model.dim=8"]) == 2
+  assert "does not match the model" in capsys.readouterr().err
+  assert main(["generate", "--run-dir", str(tmp_path / "run")]) == 2
   assert "is a run of an image classifier, which this command does" in capsys.readouterr().err
   assert main(["fit", *options]) == 2
   assert "returned Vision, not a train.config.Train" in capsys.readouterr().err

@@ -1,9 +1,9 @@
 """Saving and restoring checkpoints: the only module that uses Orbax.
 
-A checkpoint is a folder named after its step. It has two trees, `params` and `optimizer` (the rest
-of the state), so that the model can be read without the optimizer; metadata: the data position (one
-integer), digests of the training data, and the config; and a digest of every file
-(`train.checkpoint.digests`), without which it is not loaded.
+A checkpoint is a folder named after its step. It has the trees `params`, `ema` if the run averages
+them, and `optimizer` (the rest of the state), so that models are read without it; metadata: the
+data position (one integer), digests of the training data, and the config; and a digest of every
+file (`train.checkpoint.digests`), without which it is not loaded.
 """
 
 import sys
@@ -71,7 +71,7 @@ class Checkpoints:
       return None
     loaded, metadata = _read(self.directory / str(step), _split(abstract))
     distributed.on_first(lambda: step_folders.set_aside_after(self.directory, step, self._say))
-    return {"params": loaded["params"], **loaded["optimizer"]}, metadata
+    return loaded.pop("optimizer") | loaded, metadata
 
   def save(self, step: int, state: State, metadata: dict[str, Any]) -> None:
     """Copies the state and writes it in the background; the caller may donate it immediately.
@@ -177,11 +177,9 @@ def newest_metadata(directory: str | Path) -> dict[str, Any]:
 
 
 def _split(state: State) -> dict[str, Any]:
-  """The two trees of a checkpoint."""
-  return {
-    "params": state["params"],
-    "optimizer": {name: state[name] for name in state if name != "params"},
-  }
+  """The trees of a checkpoint."""
+  models = {name: state[name] for name in ("params", "ema") if name in state}
+  return models | {"optimizer": {name: state[name] for name in state if name not in models}}
 
 
 def _read(path: Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -195,6 +193,10 @@ def _read(path: Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[st
       metadata["config"] = metadata["config"] | {"model": old_formats.current_model(model)}
     if mixer is not None:
       abstract = old_formats.rename(abstract, old_formats.old_path, mixer)
+    if "ema" in abstract and "ema" not in found.metadata:
+      raise StructureError(
+        f"checkpoint {path} has no average of the parameters: its run had no optimizer.ema_decay."
+      )
     saved = {name: found.metadata[name] for name in abstract}
     if None in saved.values():  # Orbax only logs what it cannot read
       raise OSError("the metadata of its arrays is damaged")

@@ -50,9 +50,17 @@ def classify(options: argparse.Namespace) -> int | None:
 
 def evaluate(options: argparse.Namespace) -> None:
   """Prints the losses of a run on its validation sets."""
-  from train.runs import evaluation
+  from train.runs import config_file, evaluation
 
-  rows = evaluation.run(run_config(options))
+  if options.run_dir and not options.config and config_file.is_vision(options.run_dir):
+    from train.vision import loop
+
+    cfg = config_file.read(options.run_dir, config.Vision)
+    cfg = dataclasses.replace(cfg, run_dir=options.run_dir)  # it may have been moved
+    row = loop.evaluate_run(apply_overrides(cfg, options.set))
+    print(json.dumps([row], indent=2) if options.json else loop.scores(row))
+    return
+  rows = evaluation.run(run_config(options), ema=options.ema)
   if options.json:
     print(json.dumps(rows, indent=2))
     return
@@ -80,9 +88,9 @@ def generate(options: argparse.Namespace) -> None:
   if options.run_dir and not options.config and exports.is_exported(options.run_dir):
     if options.set:
       raise ValueError("--set changes settings of a run; an exported model has none.")
-    loaded = loading.load_model(options.run_dir)
+    loaded = loading.load_model(options.run_dir, ema=options.ema)
   else:
-    loaded = loading.of_run(run_config(options))
+    loaded = loading.of_run(run_config(options), ema=options.ema)
   settings = config.Sample(**{**loaded.settings.get("sample", {}), **changes})
   prompts = options.prompt or [settings.prompt]
   model, tokenizer = loaded.model, loaded.tokenizer
@@ -137,7 +145,7 @@ def export(options: argparse.Namespace) -> None:
   """Writes the model of a run as safetensors with a manifest."""
   from train.runs import export
 
-  manifest = export.export_run(options.folder, options.out, step=options.step)
+  manifest = export.export_run(options.folder, options.out, step=options.step, ema=options.ema)
   print(f"{options.out}  {manifest.model['mixer']}, step {manifest.step}")
 
 

@@ -202,6 +202,10 @@ def _parser() -> argparse.ArgumentParser:
   export.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
   export.add_argument("--out", required=True, metavar="DIR", help="a folder that does not exist")
   export.add_argument("--step", type=int, metavar="N", help="a checkpoint other than the newest")
+  for added in (evaluate, generate, export):
+    added.add_argument(
+      "--ema", action="store_true", help="the average of the parameters (optimizer.ema_decay)"
+    )
   importing = command("import", commands.import_, "Start a run from an exported model.")
   importing.add_argument("folder", metavar="DIR", help="a folder written by `export`")
   inspect = plain(

@@ -1,6 +1,7 @@
 """The configuration of a training run.
 
 - schema.py: the settings, `Train` and its groups, with the rules between settings
+- optimizer.py: those of an optimizer
 - vision.py: the settings of a run that trains an image classifier
 - loading.py: config files, and the JSON form stored with a run
 - overrides.py: `--set a.b=value`
@@ -11,8 +12,9 @@
 
 from train.config.checked import ConfigError
 from train.config.loading import from_dict, load, load_config, to_dict
+from train.config.optimizer import Optimizer
 from train.config.overrides import apply_overrides
-from train.config.schema import Data, Mesh, Model, Optimizer, Sample, Train
+from train.config.schema import Data, Mesh, Model, Sample, Train
 from train.config.vision import Vision
 
 __all__ = [

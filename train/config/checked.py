@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import math
 import sys
 import types
 import typing
@@ -40,6 +41,24 @@ def check(rule: bool, message: str) -> None:
 def at_least(label: str, value: float, least: int) -> None:
   """Raises `ConfigError` unless `value`, the setting called `label`, is `least` or more."""
   check(value >= least, f"{label}={value} must be at least {least}.")
+
+
+def check_json(label: str, value: Any) -> None:
+  """Rejects values that a round trip through JSON would change."""
+  if isinstance(value, dict):
+    for key, item in value.items():
+      check(isinstance(key, str), f"{label} has the key {key!r}; keys are strings.")
+      check_json(f"{label}.{key}", item)
+  elif isinstance(value, list):
+    for i, item in enumerate(value):
+      check_json(f"{label}[{i}]", item)
+  else:
+    plain = value is None or type(value) in (str, bool, int, float)
+    check(
+      plain and (type(value) is not float or math.isfinite(value)),
+      f"{label}={value!r} cannot be stored as JSON; use finite numbers, strings, booleans, None,"
+      " lists and dictionaries.",
+    )
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:

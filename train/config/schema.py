@@ -1,11 +1,11 @@
 """The settings of a training run, as frozen, typed, checked dataclasses."""
 
 import dataclasses
-import math
 import re
 from typing import Any, Literal
 
-from train.config.checked import at_least, check, did_you_mean, settings
+from train.config.checked import at_least, check, check_json, did_you_mean, settings
+from train.config.optimizer import Optimizer
 
 
 @settings
@@ -59,72 +59,8 @@ class Model:
         f"model.{name}={rate} is the probability of dropping a value; it must be in [0, 1).",
       )
     check(0 < self.norm_eps < 1, f"model.norm_eps={self.norm_eps} must be between 0 and 1.")
-    _check_json("model.mixer_options", self.mixer_options)
-    _check_json("model.channel_mixer_options", self.channel_mixer_options)
-
-
-@settings
-class Optimizer:
-  """Adam with a learning-rate schedule over the whole run.
-
-  After `warmup_steps` steps of linear warmup, over the remaining steps: "exponential" is
-  lr = peak_lr (final_lr / peak_lr)^(step / steps), "cosine" half a cosine and "linear" a line from
-  peak_lr to final_lr. "wsd" (warmup, stable, decay) is peak_lr, and a line to final_lr in the last
-  `decay_steps` steps. "constant" is peak_lr, and "inverse_sqrt" peak_lr sqrt(warmup_steps / step):
-  these two do not depend on `steps` and end where they end.
-
-  `weight_decay` is decoupled and acts on matrices, not on the parameters of
-  `lnssm_jax.sharding.WITHOUT_WEIGHT_DECAY`.
-  """
-
-  peak_lr: float
-  final_lr: float
-  schedule: Literal["exponential", "cosine", "linear", "wsd", "constant", "inverse_sqrt"] = (
-    "exponential"
-  )
-  warmup_steps: int = 0
-  decay_steps: int | None = None  # of "wsd"; None: a tenth of the steps after the warmup
-  b1: float = 0.9
-  b2: float = 0.99
-  eps: float = 1e-8
-  weight_decay: float = 0.0
-  clip_norm: float | None = None  # limit on the global gradient norm
-  logit_penalty: float = 1e-4  # weight of the squared maximum logit
-
-  def __post_init__(self):
-    check(self.peak_lr > 0, f"optimizer.peak_lr={self.peak_lr} must be positive.")
-    check(
-      0 <= self.final_lr <= self.peak_lr,
-      f"optimizer.final_lr={self.final_lr} must be between 0 and optimizer.peak_lr={self.peak_lr}.",
-    )
-    check(
-      self.final_lr > 0 or self.schedule != "exponential",
-      "optimizer.final_lr=0.0 cannot be reached by an exponential schedule; use a small positive"
-      " value such as 1e-5, or optimizer.schedule='cosine'.",
-    )
-    at_least("optimizer.warmup_steps", self.warmup_steps, 0)
-    check(
-      self.warmup_steps > 0 or self.schedule != "inverse_sqrt",
-      "optimizer.warmup_steps=0 has no inverse square root: optimizer.schedule='inverse_sqrt' is"
-      " peak_lr at the end of the warmup; give warmup_steps of 1 or more, such as 4000.",
-    )
-    check(
-      self.decay_steps is None or self.schedule == "wsd",
-      f"optimizer.decay_steps={self.decay_steps} belongs to optimizer.schedule='wsd', and this"
-      f" one is {self.schedule!r}; leave it out, or choose 'wsd'.",
-    )
-    if self.decay_steps is not None:
-      at_least("optimizer.decay_steps", self.decay_steps, 1)
-    for name in ("b1", "b2"):
-      value = getattr(self, name)
-      check(0 <= value < 1, f"optimizer.{name}={value} must be in [0, 1).")
-    check(self.eps > 0, f"optimizer.eps={self.eps} must be positive.")
-    for name in ("weight_decay", "logit_penalty"):
-      at_least(f"optimizer.{name}", getattr(self, name), 0)
-    check(
-      self.clip_norm is None or self.clip_norm > 0,
-      f"optimizer.clip_norm={self.clip_norm} must be positive; None turns clipping off.",
-    )
+    check_json("model.mixer_options", self.mixer_options)
+    check_json("model.channel_mixer_options", self.channel_mixer_options)
 
 
 @settings
@@ -340,22 +276,4 @@ class Train:
       least is None or self.model.vocab_size >= least,
       f"model.vocab_size={self.model.vocab_size} is smaller than the {least} entries of"
       f" data.tokenizer={self.data.tokenizer!r}; use model.vocab_size={least}.",
-    )
-
-
-def _check_json(label: str, value: Any) -> None:
-  """Rejects values that a round trip through JSON would change."""
-  if isinstance(value, dict):
-    for key, item in value.items():
-      check(isinstance(key, str), f"{label} has the key {key!r}; keys are strings.")
-      _check_json(f"{label}.{key}", item)
-  elif isinstance(value, list):
-    for i, item in enumerate(value):
-      _check_json(f"{label}[{i}]", item)
-  else:
-    plain = value is None or type(value) in (str, bool, int, float)
-    check(
-      plain and (type(value) is not float or math.isfinite(value)),
-      f"{label}={value!r} cannot be stored as JSON; use finite numbers, strings, booleans, None,"
-      " lists and dictionaries.",
     )

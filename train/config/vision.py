@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from train.config.checked import at_least, check, settings
-from train.config.schema import Optimizer
+from train.config.optimizer import Optimizer
 
 
 @settings
@@ -62,12 +62,14 @@ class Augment:
   cutmix: float = 1.0  # likewise; a batch with both has one of them
   erasing: float = 0.25  # probability of erasing a box of an image
   smoothing: float = 0.1  # share of the target that all classes have in common
+  repeats: int = 3  # times that an image of an epoch occurs, each time changed otherwise
 
   def __post_init__(self):
     for name, most in (("least_area", 1), ("erasing", 1), ("smoothing", 1)):
       value = getattr(self, name)
       check(0 <= value <= most, f"augment.{name}={value} must be between 0 and {most}.")
     check(self.least_area > 0, "augment.least_area=0.0 leaves nothing of an image; 1 is no crop.")
+    at_least("augment.repeats", self.repeats, 1)
     for name in ("mixup", "cutmix"):
       at_least(f"augment.{name}", getattr(self, name), 0)
     magnitude = self.rand_augment
@@ -111,10 +113,9 @@ class Vision:
       f"optimizer.warmup_steps={self.optimizer.warmup_steps} counts steps, and image runs count "
       "epochs; give warmup_epochs.",
     )
-    check(
-      self.optimizer.logit_penalty == 0,
-      f"optimizer.logit_penalty={self.optimizer.logit_penalty} is for language models; use 0.",
-    )
+    for name in ("z_loss", "logit_penalty"):
+      value = getattr(self.optimizer, name)
+      check(value == 0, f"optimizer.{name}={value} is for language models; use 0.")
     for name in ("mean", "std"):
       values, channels = getattr(self.data, name), self.model.channels
       check(

@@ -49,7 +49,8 @@ def train_line(row: Row, steps: int, seconds_left: float) -> str:
 def eval_line(row: Row) -> str:
   """Line for the evaluation of one set."""
   bits = f"  {row['bits_per_byte']:.4f} bits/byte" if row["bits_per_byte"] is not None else ""
-  return f"step {row['step']}  {row['set']}: val_loss {row['val_loss']:.4f}{bits}"
+  average = f"  of the average {row['ema_val_loss']:.4f}" if "ema_val_loss" in row else ""
+  return f"step {row['step']}  {row['set']}: val_loss {row['val_loss']:.4f}{bits}{average}"
 
 
 def short(number: float) -> str:

@@ -36,8 +36,8 @@ def read[T](path: str | Path, kind: type[T]) -> T:
       from lnssm_jax.pretrained import old_formats  # imports the mixers
 
       values["model"] = old_formats.current_model(model)
-    if kind is not dict and ("augment" in values) != (kind is config.Vision):
-      runs = "an image classifier" if "augment" in values else "a language model"
+    if kind is not dict and _is_vision(values) != (kind is config.Vision):
+      runs = "an image classifier" if _is_vision(values) else "a language model"
       raise RunFolderError(f"{path} is a run of {runs}, which this command does not read.")
     return kind(**values)
   except RunFolderError:
@@ -49,3 +49,12 @@ def read[T](path: str | Path, kind: type[T]) -> T:
     ) from None
   except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
     raise RunFolderError(f"{file} is damaged: {error}") from error
+
+
+def is_vision(path: str | Path) -> bool:
+  """Whether the folder `path` has a run of an image classifier; errors as of `read`."""
+  return _is_vision(read(path, dict))
+
+
+def _is_vision(values: dict) -> bool:
+  return "augment" in values

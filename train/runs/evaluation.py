@@ -19,8 +19,8 @@ from train.step.model import model_graph
 from train.step.train_step import make_eval_step
 
 
-def run(cfg: config.Train) -> list[Row]:
-  """Evaluates the newest checkpoint in `cfg.run_dir` on all validation sets.
+def run(cfg: config.Train, *, ema: bool = False) -> list[Row]:
+  """Evaluates the newest checkpoint in `cfg.run_dir`, or its average, on all validation sets.
 
   Raises:
     ValueError: no validation sets, or a checkpoint of another model or tokenizer.
@@ -30,7 +30,7 @@ def run(cfg: config.Train) -> list[Row]:
   if not cfg.data.validation:
     raise ValueError("data.validation is empty; name a set with --set data.validation=NAME.")
   mesh = device_mesh.make_mesh(cfg)
-  params, step, metadata = loading.load_params(cfg, mesh)
+  params, step, metadata = loading.load_params(cfg, mesh, ema=ema)
   bindings.check_before_preparing(metadata, cfg.data)
   prepare(cfg.data, progress=True)
   bindings.checked_tokenizer(metadata, cfg.data)

@@ -70,14 +70,16 @@ def write(
     tensors.chmod(manifest.stat().st_mode & 0o777)
 
 
-def export_run(folder: str | Path, out: str | Path, *, step: int | None = None) -> Manifest:
+def export_run(
+  folder: str | Path, out: str | Path, *, step: int | None = None, ema: bool = False
+) -> Manifest:
   """Writes the model of a run to the new folder `out`; arguments and errors as of `load_model`.
 
   Raises:
     ExportError: `out` exists and is not empty.
   """
   run = RunFolder(folder).load_config()
-  loaded = loading.of_run(dataclasses.replace(run, run_dir=str(folder)), step=step)
+  loaded = loading.of_run(dataclasses.replace(run, run_dir=str(folder)), step=step, ema=ema)
   params, tokenizer, rows = params_of(loaded.model), loaded.tokenizer, loaded.metrics
   write(out, run.model, params, tokenizer, loaded.step, run=run, metrics=rows)
   return exports.read_manifest(out)

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -22,16 +23,18 @@ from train.step.state import abstract_state
 __all__ = ["LoadedModel", "load_model", "load_params", "of_run", "sampling_options"]
 
 
-def load_model(path: str | Path, *, step: int | None = None) -> LoadedModel:
+def load_model(path: str | Path, *, step: int | None = None, ema: bool = False) -> LoadedModel:
   """Loads the model in `path`, a run folder or a folder written by `python -m train export`.
 
   Reads only the parameters, onto the first device of this process, whatever mesh wrote them.
 
   Args:
     step: checkpoint of a run; None means the newest intact one.
+    ema: load the average of a run's parameters (`optimizer.ema_decay`) instead of the last ones.
 
   Raises:
     RunFolderError: `path` is neither.
+    StructureError: the run has no such average.
     FileNotFoundError: the run has no checkpoint (of that step).
     CheckpointError: it is damaged, or all are.
     BindingError: config.json has another model than the checkpoint.
@@ -40,17 +43,19 @@ def load_model(path: str | Path, *, step: int | None = None) -> LoadedModel:
   path = Path(path)
   if not exports.is_exported(path):
     cfg = RunFolder(path).load_config()  # the folder may have been moved
-    return of_run(dataclasses.replace(cfg, run_dir=str(path)), step=step)
+    return of_run(dataclasses.replace(cfg, run_dir=str(path)), step=step, ema=ema)
+  if ema:
+    raise exports.ExportError(f"{path} is an exported model; use ema with the run, or its export.")
   found = loaded.load_model(path)
   if step is not None and step != found.step:
     raise exports.ExportError(f"{path} has the model of step {found.step}, not of step {step}.")
   return found
 
 
-def of_run(cfg: config.Train, *, step: int | None = None) -> LoadedModel:
+def of_run(cfg: config.Train, *, step: int | None = None, ema: bool = False) -> LoadedModel:
   """As `load_model`, for the run in `cfg.run_dir` with config `cfg`."""
   one_device = dataclasses.replace(cfg, mesh=config.Mesh(data=1))
-  params, found, metadata = load_params(one_device, make_mesh(one_device), step=step)
+  params, found, metadata = load_params(one_device, make_mesh(one_device), step=step, ema=ema)
   model, run = nnx.merge(model_graph(cfg.model), params), RunFolder(cfg.run_dir)
   rows = lambda: [row for row in run.read_rows() if row["step"] <= found]
   tokenizer = lambda: bindings.checked_tokenizer(metadata, cfg.data)
@@ -70,9 +75,9 @@ def sampling_options(sample: config.Sample, tokenizer: Tokenizer, seed: int) -> 
 
 
 def load_params(
-  cfg: config.Train, mesh: Mesh, *, step: int | None = None
+  cfg: config.Train, mesh: Mesh, *, step: int | None = None, ema: bool = False
 ) -> tuple[Any, int, dict[str, Any]]:
-  """Loads the parameters of a checkpoint of `cfg.run_dir`, by default the newest.
+  """Loads the parameters of a checkpoint of `cfg.run_dir`, by default the newest, or their average.
 
   Returns:
     parameters, step, metadata of the checkpoint.
@@ -80,7 +85,16 @@ def load_params(
   Raises:
     BindingError: `cfg.model` is not the model that was trained; further errors as of `load_model`.
   """
-  abstract = {"params": abstract_state(cfg, mesh)["params"]}
+  tree, abstract = "ema" if ema else "params", abstract_state(cfg, mesh)
+  if ema and "ema" not in abstract:
+    raise store.StructureError(
+      f"the run in {cfg.run_dir} has no average of its parameters; optimizer.ema_decay makes one."
+    )
+  abstract = {tree: abstract[tree]}
   trees, found, metadata = store.load(RunFolder(cfg.run_dir).checkpoints, abstract, step=step)
   bindings.check_model(metadata, cfg.model, cfg.run_dir)
-  return trees["params"], found, metadata
+  params = trees[tree]
+  if ema:  # float32, also where the model is not
+    dtypes = jax.tree.map(lambda x: x.dtype, abstract_state(cfg, mesh)["params"])
+    params = jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
+  return params, found, metadata

@@ -22,7 +22,7 @@ class LossSums(NamedTuple):
 
   nats: jax.Array  # float32 scalar: sum of weight * negative log-likelihood
   weight: jax.Array  # float32 scalar: sum of weights; nats / weight is the mean loss
-  penalty: jax.Array  # float32 scalar: sum of weight * 0.5 * logit_penalty * max_logit^2
+  penalty: jax.Array  # float32 scalar: sum of weight * penalties of the logits
 
 
 def next_token_loss(
@@ -33,6 +33,7 @@ def next_token_loss(
   *,
   chunk: int | None = None,
   logit_penalty: float = 0.0,
+  z_loss: float = 0.0,
   vocab_axis: str | None = None,
 ) -> LossSums:
   r"""Weighted sum of the negative log-likelihoods of `targets` under `softmax(hidden @ head)`.
@@ -43,10 +44,13 @@ def next_token_loss(
   are in memory at once; None: a power of two, within 512 MiB and 8192. Matrix products run in
   `hidden.dtype` with float32 accumulation, everything else in float32.
 
-  Differentiate `nats`. Its gradient includes that of `penalty`, weight * `logit_penalty` *
-  max_logit at the largest logit of each position, which is not part of the reported loss (as in
-  the training of LNSSM, after RWKV). `weight`, `penalty`, `targets` and `weights` are constants
-  under differentiation. The forward pass then also computes the gradients of `hidden` and `head`,
+  Differentiate `nats`. Its gradient includes that of
+
+      penalty = sum_i w_i (logit_penalty / 2 max(z_i)^2 + z_loss logsumexp(z_i)^2),
+
+  which is not part of the reported loss (the first as in the training of LNSSM, after RWKV; the
+  second from PaLM, section 5). `weight`, `penalty`, `targets` and `weights` are constants under
+  differentiation. The forward pass then also computes the gradients of `hidden` and `head`,
   so that each logit is computed once.
 
   Positions of weight 0 are ignored: their hidden state may be NaN and their target any integer.
@@ -76,16 +80,17 @@ def next_token_loss(
   steps = max(1, chunk // hidden.shape[0])
   with jax.named_scope("next_token_loss"):
     arrays = vary_alike((hidden, head, targets, weights))
-    nats, penalty = _chunked_sums(steps, float(logit_penalty), vocab_axis, *arrays)
+    coefficients = float(logit_penalty), float(z_loss)
+    nats, penalty = _chunked_sums(steps, coefficients, vocab_axis, *arrays)
   return LossSums(nats, weights.sum(), jax.lax.stop_gradient(penalty))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked_sums(steps, coefficient, vocab_axis, hidden, head, targets, weights):
+def _chunked_sums(steps, coefficients, vocab_axis, hidden, head, targets, weights):
   matrix = _aligned(head.astype(hidden.dtype))
 
   def body(sums, xs):
-    _, nats, penalty, _ = _logit_terms(coefficient, vocab_axis, head.shape[1], matrix, *xs)
+    _, nats, penalty, _ = _logit_terms(coefficients, vocab_axis, head.shape[1], matrix, *xs)
     return (sums[0] + nats, sums[1] + penalty), None
 
   zero = jnp.zeros((), jnp.float32)
@@ -94,14 +99,14 @@ def _chunked_sums(steps, coefficient, vocab_axis, hidden, head, targets, weights
   return jax.lax.scan(body, tuple(start), chunks)[0]
 
 
-def _forward(steps, coefficient, vocab_axis, hidden, head, targets, weights):
+def _forward(steps, coefficients, vocab_axis, hidden, head, targets, weights):
   T, D = hidden.shape[1:]
   matrix = _aligned(head.astype(hidden.dtype))
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
   def body(carry, xs):
     nats_sum, penalty_sum, d_head = carry
-    terms = _logit_terms(coefficient, vocab_axis, head.shape[1], matrix, *xs)
+    terms = _logit_terms(coefficients, vocab_axis, head.shape[1], matrix, *xs)
     h, nats, penalty, d_logits = terms
     d_logits = d_logits().astype(h.dtype)
     d_hidden = product("bcv,dv->bcd", d_logits, matrix).astype(h.dtype)
@@ -116,8 +121,8 @@ def _forward(steps, coefficient, vocab_axis, hidden, head, targets, weights):
   return (nats, penalty), (d_hidden, d_head[:, : head.shape[1]].astype(head.dtype))
 
 
-def _backward(steps, coefficient, vocab_axis, gradients, cotangents):
-  del steps, coefficient, vocab_axis
+def _backward(steps, coefficients, vocab_axis, gradients, cotangents):
+  del steps, coefficients, vocab_axis
   scale = cotangents[0]  # a scalar loss: the chain rule is one multiplication
   d_hidden, d_head = (g * scale.astype(g.dtype) for g in gradients)
   return d_hidden, d_head, None, None
@@ -136,7 +141,7 @@ def _aligned(head):
   return jnp.pad(head, ((0, 0), (0, -size % 64))) if size >= 4096 else head
 
 
-def _logit_terms(coefficient, vocab_axis, vocab_size, matrix, hidden, targets, weights):
+def _logit_terms(coefficients, vocab_axis, vocab_size, matrix, hidden, targets, weights):
   """Loss and penalty of one chunk [B, C, ...], and a function that returns its d_logits."""
   used = weights != 0
   # 0 * NaN is NaN: rows of weight 0 must be zeroed before the product, not after.
@@ -154,16 +159,20 @@ def _logit_terms(coefficient, vocab_axis, vocab_size, matrix, hidden, targets, w
   else:
     # The compiler aborts on a gather along a sharded axis inside shard_map.
     target_logit = jnp.where(vocab == place, logits, 0).sum(-1)
-  nll = largest + jnp.log(normalizer) - target_logit
+  log_sum = largest + jnp.log(normalizer)
+  nll = log_sum - target_logit
   nll = jnp.where(used, jnp.where(in_vocabulary, nll, jnp.nan), 0)
   nats = (weights * nll).sum()
-  penalty = (weights * 0.5 * coefficient * largest**2).sum()
+  of_largest, of_sum = coefficients
+  penalty = (weights * (0.5 * of_largest * largest**2 + of_sum * log_sum**2)).sum()
 
   def d_logits():
     d = jnp.exp(logits - largest[..., None]) / normalizer[..., None]
+    if of_sum:
+      d *= 1 + 2 * of_sum * log_sum[..., None]
     d -= vocab == targets[..., None]
-    if coefficient:
-      share = coefficient * largest / ties  # ties share the gradient, as in jnp.max
+    if of_largest:
+      share = of_largest * largest / ties  # ties share the gradient, as in jnp.max
       d += jnp.where(logits == largest[..., None], share[..., None], 0)
     return weights[..., None] * d
 

@@ -1,7 +1,11 @@
-"""Adam with clipping, weight decay and a learning-rate schedule, from optax transformations."""
+"""Optimizers with clipping, weight decay and a learning-rate schedule, from optax's."""
 
+import fnmatch
+import importlib
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -43,17 +47,111 @@ def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
 def make_optimizer(
   optimizer: config.Optimizer, steps: int
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-  """Chains clipping, Adam, decoupled weight decay and the schedule; also returns the schedule."""
+  """Chains clipping, Adam or what takes its place, decoupled weight decay, factors, the schedule.
+
+  Also returns the schedule.
+
+  Raises:
+    ConfigError: `optimizer.name` or `optimizer.options` are not of such a function; on `init`: a
+      pattern of `optimizer.lr_factors` matches no parameter.
+  """
   schedule = make_schedule(optimizer, steps)
-  clip, decay = optimizer.clip_norm, optimizer.weight_decay
+  clip, decay, factors = optimizer.clip_norm, optimizer.weight_decay, optimizer.lr_factors
   # Unused transformations become identities, which keeps the tree structure of checkpoints.
   transformation = optax.chain(
     optax.identity() if clip is None else optax.clip_by_global_norm(clip),
-    optax.scale_by_adam(optimizer.b1, optimizer.b2, optimizer.eps),
+    _direction(optimizer),
     optax.add_decayed_weights(decay, weight_decay_mask) if decay else optax.identity(),
+    *([_scale_by_name(factors)] if factors else []),
     optax.scale_by_learning_rate(schedule),
   )
   return transformation, schedule
+
+
+def update_ema(ema: Any, params: Any, decay: float) -> Any:
+  """decay * ema + (1 - decay) * params in float32, leaf by leaf."""
+  return jax.tree.map(lambda old, new: decay * old + (1 - decay) * jnp.float32(new), ema, params)
+
+
+def penalties_of(optimizer: config.Optimizer) -> dict[str, float]:
+  """The arguments of `train.step.loss.next_token_loss` for the penalties of the logits."""
+  return {"logit_penalty": optimizer.logit_penalty, "z_loss": optimizer.z_loss}
+
+
+def _direction(optimizer: config.Optimizer) -> optax.GradientTransformation:
+  """What turns clipped gradients into updates, before weight decay and the learning rate."""
+  adam = optax.scale_by_adam(optimizer.b1, optimizer.b2, optimizer.eps)
+  if optimizer.name == "adamw":
+    return adam
+  name, options = optimizer.name, dict(optimizer.options)
+  try:
+    if name == "muon":
+      rms = options.pop("consistent_rms", 0.2)
+      # The values of an orthogonal matrix have a mean square of 1 / max(in, out).
+      scale = lambda x: rms * max(x.shape[-2:]) ** 0.5 * x
+      shape = optax.stateless(lambda updates, _: jax.tree.map(scale, updates))
+      muon = optax.contrib.scale_by_muon(weight_dimension_numbers=_matrices, **options)
+      labels = lambda params: jax.tree.map(
+        lambda at: "adam" if isinstance(at, optax.MaskedNode) else "muon",
+        _matrices(params),
+        is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers | optax.MaskedNode),
+      )
+      return optax.partition({"muon": optax.chain(muon, shape), "adam": adam}, labels)
+    module, function = name.split(":")
+    made = getattr(importlib.import_module(module), function)(**options)
+    if not isinstance(made, optax.GradientTransformation):
+      raise TypeError(f"it returned {type(made).__name__}, not an optax.GradientTransformation")
+    return made
+  except (ImportError, AttributeError, TypeError, ValueError) as error:
+    raise config.ConfigError(
+      f"optimizer.name={name!r} with optimizer.options={options} cannot be used: {error}."
+    ) from error
+
+
+def _matrices(params: Any) -> Any:
+  """Axes of the matrices inside the layers, [layers, in, out]; a MaskedNode for other leaves."""
+
+  def axes(path, leaf):
+    if isinstance(leaf, optax.MaskedNode):
+      return leaf
+    keys = [entry.key for entry in path]
+    is_matrix = STACKED in keys and keys[-1] == "kernel" and leaf.ndim == 3
+    if not is_matrix or "conv" in keys[-2]:
+      return optax.MaskedNode()
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+
+  is_leaf = lambda x: isinstance(x, optax.MaskedNode)
+  return jax.tree_util.tree_map_with_path(axes, params, is_leaf=is_leaf)
+
+
+def _scale_by_name(factors: Mapping[str, float]) -> optax.GradientTransformation:
+  """Multiplies each update by the factor of the first pattern that its name matches."""
+
+  def init(params):
+    names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    for pattern in factors:
+      if not fnmatch.filter(names, pattern):
+        raise config.ConfigError(
+          f"optimizer.lr_factors: no parameter matches {pattern!r}; there are {', '.join(names)}."
+        )
+    return optax.EmptyState()
+
+  def update(updates, state, params=None):
+    del params
+
+    def scale(path, x):
+      matches = (factor for p, factor in factors.items() if fnmatch.fnmatchcase(_name(path), p))
+      factor = next(matches, 1.0)
+      # Not 0 * x: the gradient of a frozen parameter may overflow.
+      return x * factor if factor else jnp.zeros_like(x)
+
+    return jax.tree_util.tree_map_with_path(scale, updates), state
+
+  return optax.GradientTransformation(init, update)
+
+
+def _name(path: Any) -> str:
+  return ".".join(entry.key for entry in path)
 
 
 def as_skipped(before: Any, after: Any) -> Any:

@@ -1,7 +1,8 @@
 """The training state: a plain dictionary.
 
 `params` (nested dictionary of arrays), `opt_state` (optax), `step` (int32, the number of finished
-steps) and, with `skip_spikes`, `spikes` (`train.step.step_guard`).
+steps), with `skip_spikes` `spikes` (`train.step.step_guard`), and with `optimizer.ema_decay` `ema`
+(the average of `params`, float32).
 """
 
 from collections.abc import Callable
@@ -44,8 +45,8 @@ def init_state(cfg: config.Train, mesh: Mesh, kernels: Path | None = None) -> St
   def init(key):
     state = initialize(key)
     # A sharded computation of an orthogonal matrix would round differently: compute it whole.
-    whole = jax.lax.with_sharding_constraint(state["params"], device_mesh.replicated(mesh))
-    return state | {"params": whole}
+    whole = {name: state[name] for name in ("params", "ema") if name in state}
+    return state | jax.lax.with_sharding_constraint(whole, device_mesh.replicated(mesh))
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
   options = compile_cache.options(mesh, kernels)
@@ -64,6 +65,10 @@ def initializer(cfg: config.Train) -> Callable[[jax.Array], State]:
       "opt_state": tx.init(optax.tree.cast(params, jnp.float32)),
       "step": jnp.int32(0),
     }
-    return state if cfg.skip_spikes is None else state | {"spikes": step_guard.init_statistics()}
+    if cfg.skip_spikes is not None:
+      state["spikes"] = step_guard.init_statistics()
+    if cfg.optimizer.ema_decay is not None:
+      state["ema"] = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+    return state
 
   return init

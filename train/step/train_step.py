@@ -19,7 +19,7 @@ from train.cluster import compile_cache, device_mesh
 from train.step import step_guard
 from train.step.loss import LossSums, next_token_loss
 from train.step.model import model_graph
-from train.step.optimizer import as_skipped, make_schedule
+from train.step.optimizer import as_skipped, make_schedule, penalties_of, update_ema
 from train.step.state import abstract_state
 
 # tokens, targets, segment_ids int32 [B, T]; weights float32 [B, T]; dropout uint32 [B, 2] keys.
@@ -59,8 +59,10 @@ def make_train_step(
   loss_sums = _make_loss_sums(cfg, graph, mesh, with_aux=True)
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
 
+  penalties = penalties_of(cfg.optimizer)
+
   def loss(params, batch):
-    sums, aux = loss_sums(params, batch, cfg.optimizer.logit_penalty)
+    sums, aux = loss_sums(params, batch, penalties)
     return sums.nats + aux_loss(aux), (sums, aux)
 
   def gradient_sums(params, batch):
@@ -106,6 +108,9 @@ def make_train_step(
     if votes is not None:
       metrics["votes"] = votes.max(0)
     state = state | {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+    if cfg.optimizer.ema_decay is not None:
+      averaged = update_ema(state["ema"], params, cfg.optimizer.ema_decay)
+      state["ema"] = choose(averaged, state["ema"])
     if cfg.skip_spikes is not None:
       seen = state["spikes"]
       state["spikes"] = choose(step_guard.update_statistics(seen, mean_loss, grad_norm), seen)
@@ -127,7 +132,7 @@ def make_eval_step(
   loss_sums = _make_loss_sums(cfg, graph, mesh, with_aux=False)
 
   def step(params, batch):
-    return loss_sums(params, batch, 0.0)[0]
+    return loss_sums(params, batch, {})[0]
 
   options = compile_cache.options(mesh, kernels)
   return jax.jit(step, out_shardings=device_mesh.replicated(mesh), compiler_options=options)
@@ -136,7 +141,7 @@ def make_eval_step(
 def _make_loss_sums(
   cfg: config.Train, graph: Any, mesh: Mesh, *, with_aux: bool
 ) -> Callable[..., tuple[LossSums, Any]]:
-  """Builds `(params, batch, logit_penalty) -> (LossSums, aux)` over a global batch on `mesh`.
+  """Builds `(params, batch, penalties) -> (LossSums, aux)` over a global batch on `mesh`.
 
   `aux` is the auxiliary output of the layers times the sum of weights, so that it adds up over
   devices and microbatches as the loss does; None without `with_aux`.
@@ -150,7 +155,7 @@ def _make_loss_sums(
   elif mesh.shape["fsdp"] > 1:
     gather = functools.partial(sharding.gather, axis_name="fsdp")
 
-  def sums(params, batch, penalty):
+  def sums(params, batch, penalties):
     if gather is not None:  # layers gather their parameters when they run
       params = params | gather({name: params[name] for name in params if name != "blocks"})
     model = nnx.merge(graph, params)
@@ -163,26 +168,26 @@ def _make_loss_sums(
       batch["targets"],
       batch["weights"],
       chunk=cfg.loss_chunk,
-      logit_penalty=penalty,
+      **penalties,
       vocab_axis="tensor" if mesh.shape["tensor"] > 1 else None,
     )
     return sums, jax.tree.map(lambda x: x * sums.weight, rest if with_aux else None)
 
   if not axes:
 
-    def partitioned(params, batch, penalty):
+    def partitioned(params, batch, penalties):
       # The scans wrap their kernels in shard_map over the ambient mesh.
       with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return sums(params, batch, penalty)
+        return sums(params, batch, penalties)
 
     return partitioned
 
   rows = tuple(axis for axis in device_mesh.ROWS if axis in axes) or None
   batch_axes = tuple(axis for axis in axes if axis != "tensor")
 
-  def mapped(params, batch, penalty):
+  def mapped(params, batch, penalties):
     def of_shard(params, batch):
-      return jax.tree.map(lambda x: jax.lax.psum(x, batch_axes), sums(params, batch, penalty))
+      return jax.tree.map(lambda x: jax.lax.psum(x, batch_axes), sums(params, batch, penalties))
 
     of_batch = {name: PartitionSpec(rows, "sequence") for name in batch}
     if "dropout" in batch:

@@ -11,7 +11,7 @@ see the same batches, or each its own. Each has the dropout of its own seed.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from train import config
 from train.cluster import compile_cache, device_mesh
 from train.step.loss import LossSums, next_token_loss
 from train.step.model import model_graph
-from train.step.optimizer import make_optimizer
+from train.step.optimizer import make_optimizer, penalties_of
 from train.step.state import initializer
 from train.step.train_step import dropout_key
 
@@ -108,11 +108,11 @@ class Copies:
   def _graph(self):
     return model_graph(self.cfg.model)
 
-  def _sums(self, params, batch, penalty=0.0, key=None):
+  def _sums(self, params, batch, penalties: Mapping[str, float] = {}, key=None):
     model = nnx.merge(self._graph, params)
     hidden, aux = self._hidden(model, batch, key)
     weights = batch.get("weights", jnp.ones(batch["targets"].shape, jnp.float32))
-    rest = {"chunk": self.cfg.loss_chunk, "logit_penalty": penalty}
+    rest: dict[str, Any] = {"chunk": self.cfg.loss_chunk, **penalties}
     return next_token_loss(hidden, model.head_kernel(), batch["targets"], weights, **rest), aux
 
   def _one_loss(self, params, batch):
@@ -127,7 +127,7 @@ class Copies:
     of_step = jax.random.fold_in(dropout, state["step"])
 
     def mean_loss(params):
-      sums, aux = self._sums(params, batch, self.cfg.optimizer.logit_penalty, of_step)
+      sums, aux = self._sums(params, batch, penalties_of(self.cfg.optimizer), of_step)
       mean = sums.nats / jnp.where(sums.weight > 0, sums.weight, 1.0)
       return mean + aux_loss(aux), (mean, aux)
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lnssm_jax.models import VisionModel, count_parameters
 from train import config
+from train.checkpoint import store
 from train.checkpoint.saver import Saver
 from train.checkpoint.store import Checkpoints
 from train.cluster.stop_signal import StopSignal
@@ -24,7 +25,7 @@ from train.logging.metric_reader import DivergedError
 from train.runs import run_folder
 from train.runs.rows import Row
 from train.step.model import params_of
-from train.step.optimizer import make_optimizer
+from train.step.optimizer import make_optimizer, update_ema
 from train.step.state import State
 from train.vision.batches import Batch, evaluation_batches, normalized, on_device, training_batches
 from train.vision.images import DataError, Images, open_images
@@ -92,13 +93,9 @@ def fit(cfg: Vision, *, allow_config_change: bool = False) -> Result:
         run.append([row | {"images_per_second": speed}])
         console.progress(f"epoch {row['epoch']:.2f}  loss {row['loss']:.4f}  {speed:.0f} images/s")
       if ends_epoch:
-        place = lambda arrays: jax.device_put(arrays, rows)
-        validated = _validate(step, state["params"], validation, cfg, evaluate, place)
+        validated = _validate(step, state, validation, cfg, evaluate, rows)
         run.append([validated])
-        console.say(
-          f"epoch {step // epoch}  val_loss {validated['val_loss']:.4f}"
-          f"  accuracy {validated['accuracy']:.4f}"
-        )
+        console.say(f"epoch {step // epoch}  {scores(validated)}")
         begin, since = time.perf_counter(), step
       if saver.failed_here():
         saver.retry(step)
@@ -106,6 +103,33 @@ def fit(cfg: Vision, *, allow_config_change: bool = False) -> Result:
         saver.save(step, state)
     saver.finish(step, state)
     return Result(step, stop.name, validated, state)
+
+
+def evaluate_run(cfg: Vision) -> Row:
+  """Evaluates the newest checkpoint in `cfg.run_dir` on all validation images; the row of it.
+
+  Raises:
+    FileNotFoundError: there is no checkpoint.
+    CheckpointError: it cannot be read.
+    ValueError: the images do not match the config.
+  """
+  validation = _open_validation(cfg)
+  whole, rows = _shardings(cfg)
+  initialize, _, evaluate = make_steps(cfg, epoch=1)
+  shapes = jax.eval_shape(initialize, jax.random.key(cfg.seed))
+  models = {name: shapes[name] for name in ("params", "ema") if name in shapes}
+  describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+  checkpoints = run_folder.RunFolder(cfg.run_dir).checkpoints
+  state, step, _ = store.load(checkpoints, jax.tree.map(describe, models))
+  return _validate(step, state, validation, cfg, evaluate, rows)
+
+
+def scores(row: Row) -> str:
+  """The numbers of a row of an evaluation."""
+  line = f"val_loss {row['val_loss']:.4f}  accuracy {row['accuracy']:.4f}"
+  if "ema_val_loss" in row:
+    line += f"  of the average {row['ema_val_loss']:.4f}, {row['ema_accuracy']:.4f}"
+  return line
 
 
 def build_model(model: Model, key: jax.Array) -> VisionModel:
@@ -128,7 +152,10 @@ def make_steps(cfg: Vision, epoch: int) -> tuple[Callable, jax.stages.Wrapped, j
 
   def initialize(key):
     params = params_of(build_model(cfg.model, key))
-    return {"params": params, "opt_state": tx.init(params), "step": jnp.int32(0)}
+    state = {"params": params, "opt_state": tx.init(params), "step": jnp.int32(0)}
+    if cfg.optimizer.ema_decay is not None:
+      state["ema"] = jax.tree.map(jnp.array, params)
+    return state
 
   def train_step(state, batch):
     key = jax.random.fold_in(jax.random.key(cfg.seed), state["step"])
@@ -142,7 +169,10 @@ def make_steps(cfg: Vision, epoch: int) -> tuple[Callable, jax.stages.Wrapped, j
     value, gradients = jax.value_and_grad(loss)(state["params"])
     updates, opt_state = tx.update(gradients, state["opt_state"], state["params"])
     params = optax.apply_updates(state["params"], updates)
-    return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, value
+    new = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+    if cfg.optimizer.ema_decay is not None:
+      new["ema"] = update_ema(state["ema"], params, cfg.optimizer.ema_decay)
+    return new, value
 
   def evaluate(params, images, labels, counts):
     logits = nnx.merge(graph, params)(normalized(images, cfg.data))
@@ -155,15 +185,25 @@ def make_steps(cfg: Vision, epoch: int) -> tuple[Callable, jax.stages.Wrapped, j
 
 def _open(cfg: Vision) -> tuple[Images, Images]:
   """The training and the validation images, which go together and with the model."""
-  train, validation = open_images(cfg.data.train), open_images(cfg.data.validation)
-  if len(train.classes) > cfg.model.num_classes or cfg.model.num_classes < len(validation.classes):
-    most = max(len(train.classes), len(validation.classes))
-    raise DataError(f"the images have {most} classes, model.num_classes={cfg.model.num_classes}.")
+  train, validation = open_images(cfg.data.train), _open_validation(cfg)
+  _check_classes(train, cfg)
   if len(train) < cfg.global_batch:
     raise DataError(
       f"{cfg.data.train} has {len(train)} images, less than global_batch={cfg.global_batch}."
     )
   return train, validation
+
+
+def _open_validation(cfg: Vision) -> Images:
+  validation = open_images(cfg.data.validation)
+  _check_classes(validation, cfg)
+  return validation
+
+
+def _check_classes(images: Images, cfg: Vision) -> None:
+  count, most = len(images.classes), cfg.model.num_classes
+  if count > most:
+    raise DataError(f"the images have {count} classes, model.num_classes={most}.")
 
 
 def _shardings(cfg: Vision) -> tuple[NamedSharding, NamedSharding]:
@@ -193,11 +233,22 @@ def _begin(
   return restored[0], int(restored[0]["step"])
 
 
-def _validate(step, params, images: Images, cfg: Vision, evaluate: Callable, place) -> Row:
-  """The row of metrics.jsonl of an evaluation."""
-  sums = np.zeros(3)
+def _validate(
+  step: int,
+  state: State,
+  images: Images,
+  cfg: Vision,
+  evaluate: Callable,
+  rows: NamedSharding,
+) -> Row:
+  """The row of metrics.jsonl of an evaluation of the parameters, and of their average if any."""
+  models = {"": state["params"], "ema_": state.get("ema")}
+  sums = {name: np.zeros(3) for name, params in models.items() if params is not None}
   for batch in evaluation_batches(images, cfg):
-    sums += [float(x) for x in evaluate(params, *place(batch))]
-  loss, hits, count = sums
-  result = {"val_loss": loss / count, "accuracy": hits / count, "images": int(count)}
-  return {"kind": "eval", "step": step, "set": "validation", **result}
+    batch = jax.device_put(batch, rows)
+    for name in sums:
+      sums[name] += [float(x) for x in evaluate(models[name], *batch)]
+  row = {"kind": "eval", "step": step, "set": "validation", "images": int(sums[""][2])}
+  for name, (loss, hits, count) in sums.items():
+    row |= {f"{name}val_loss": loss / count, f"{name}accuracy": hits / count}
+  return row
