@@ -79,7 +79,7 @@ def penalties_of(optimizer: config.Optimizer) -> dict[str, float]:
 
 
 def _direction(optimizer: config.Optimizer) -> optax.GradientTransformation:
-  """What turns clipped gradients into updates, before weight decay and the learning rate."""
+  """Builds the transformation of clipped gradients, before weight decay and learning rate."""
   adam = optax.scale_by_adam(optimizer.b1, optimizer.b2, optimizer.eps)
   if optimizer.name == "adamw":
     return adam
