@@ -1,6 +1,7 @@
 """The settings of a training run, as frozen, typed, checked dataclasses."""
 
 import dataclasses
+import math
 import re
 from typing import Any, Literal
 
