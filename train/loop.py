@@ -30,6 +30,7 @@ from train.runs.run_folder import RunFolder
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
 from train.step.state import State, abstract_state, init_state
+from train.step.step_guard import init_statistics
 from train.step.train_step import Batch, make_train_step
 
 
@@ -70,9 +71,10 @@ def fit(
   console = Console(quiet=not distributed.is_first())
   loggers.check(cfg.watch)
   options = {"allow_config_change": allow_config_change, "verify_data": verify_data}
+  claiming = {"allow_config_change": allow_config_change}
   agreement.check(lambda: {"settings": config.to_dict(cfg), **options, **agreement.software()})
   with contextlib.ExitStack() as stack:
-    run = stack.enter_context(run_folder.claim(cfg, allow_config_change=allow_config_change))
+    run = stack.enter_context(run_folder.claim(cfg, **claiming, say=console.say))
     programs = compile_cache.folder(cfg.compile_cache, run.path)
     stack.enter_context(compile_cache.at(programs))
     graph = model_graph(cfg.model)
@@ -84,7 +86,12 @@ def fit(
 
     stop = stack.enter_context(StopSignal())
     checkpoints = stack.enter_context(
-      Checkpoints(run.checkpoints, keep=cfg.keep_checkpoints, say=console.say)
+      Checkpoints(
+        run.checkpoints,
+        keep=cfg.keep_checkpoints,
+        say=console.say,
+        before=run.before_checkpoint,
+      )
     )
     state, start = _begin(cfg, mesh, checkpoints, run, None if allow_config_change else inputs)
     run.write_config(cfg)
@@ -128,6 +135,7 @@ def fit(
       reader.start_clock()
       try:
         while step < cfg.steps and not stopping():
+          run.check()
           begin = time.perf_counter()
           batch, failed = next(batches), saver.failed_here()
           reader.waited(time.perf_counter() - begin)
@@ -186,7 +194,8 @@ def _begin(
   inputs: dict[str, Any] | None,  # `bindings.inputs`; None skips all comparisons
 ) -> tuple[State, int]:
   """Restores the newest state and its step, or initializes one; removes rows of later steps."""
-  restored = checkpoints.restore(abstract_state(cfg, mesh))
+  optional = {"spikes": init_statistics()}  # of a run that has changed `skip_spikes`
+  restored = checkpoints.restore(abstract_state(cfg, mesh), optional)
   if restored is None:
     run.keep_rows_until(-1)
     return init_state(cfg, mesh, run.kernels), 0

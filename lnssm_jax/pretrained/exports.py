@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from lnssm_jax.models import settings
-from lnssm_jax.pretrained.files import regular_file
 from lnssm_jax.pretrained.manifest import (
   FORMAT,
   MANIFEST,
@@ -101,10 +100,7 @@ def tokenizer_of(folder: str | Path, manifest: Manifest) -> Tokenizer:
   spec, path = manifest.tokenizer["spec"], Path(folder) / TOKENIZER
   if spec not in ("bytes", TOKENIZER):
     raise ExportError(f"{folder}: the tokenizer {spec!r} is neither 'bytes' nor {TOKENIZER!r}.")
-  try:
-    found = ByteTokenizer() if spec == "bytes" else FileTokenizer(regular_file(path))
-  except OSError as error:
-    raise ExportError(f"{path} cannot be read ({error}).") from error
+  found = ByteTokenizer() if spec == "bytes" else FileTokenizer(path, follow_links=False)
   if found.fingerprint != manifest.tokenizer["fingerprint"]:
     raise ExportError(f"{path} has changed since it was written; restore the original.")
   return found

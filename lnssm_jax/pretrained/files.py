@@ -1,15 +1,23 @@
 """Reading of untrusted files."""
 
 import contextlib
+import errno
 import hashlib
+import io
 import json
+import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 # Version of run folders, checkpoints and exports; `old_formats` reads the one before.
 FORMAT = 2
+
+# Errors of network file systems and disks that may be gone a moment later, and pauses in seconds.
+_TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY}
+PAUSES = (0.1, 0.5, 2.0)
 
 
 class DataError(ValueError):
@@ -25,16 +33,59 @@ def reading(path: str | Path) -> Iterator[None]:
     raise DataError(f"cannot read {path}: {error.strerror or error}.") from error
 
 
-def regular_file(path: str | Path) -> Path:
-  """Returns `path` if it is a regular file, not a link, device or pipe.
+def open_regular(path: str | Path, *, follow_links: bool = False) -> io.BufferedReader:
+  """Opens a regular file for reading; never waits for the other end of a pipe.
+
+  Args:
+    follow_links: for files that users name, which may be elsewhere; False in our own folders.
 
   Raises:
-    OSError: it is not a regular file.
+    OSError: it is a link, folder, pipe or device, or cannot be read.
   """
-  path = Path(path)
-  if not stat.S_ISREG(path.lstat().st_mode):
-    raise OSError(f"{path.name} is not a regular file")
-  return path
+  flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+  try:
+    descriptor = os.open(path, flags)
+  except OSError as error:
+    if error.errno == errno.ELOOP and not follow_links:
+      raise OSError(f"{Path(path).name} is a link; links are not followed") from None
+    if error.errno == errno.ENXIO:  # a socket
+      raise OSError(f"{Path(path).name} is not a regular file") from None
+    raise
+  return os.fdopen(check_regular(descriptor, path), "rb")
+
+
+def check_regular(descriptor: int, path: str | Path) -> int:
+  """Returns an open descriptor; closes it and raises OSError unless it is of a regular file."""
+  if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    os.close(descriptor)
+    raise OSError(f"{Path(path).name} is not a regular file")
+  return descriptor
+
+
+def read_bytes(path: str | Path, max_bytes: int, *, follow_links: bool = False) -> bytes:
+  """Content of a regular file of at most `max_bytes` bytes.
+
+  Raises:
+    OSError: as `open_regular`.
+    ValueError: it is larger.
+  """
+  with open_regular(path, follow_links=follow_links) as file:
+    size = os.fstat(file.fileno()).st_size
+    if size > max_bytes:
+      raise ValueError(f"{Path(path).name} has {size:,} bytes, more than {max_bytes:,}")
+    return file.read(max_bytes)
+
+
+def retried[T](read: Callable[[], T]) -> T:
+  """`read()`, called again after a short pause if it raises an OSError that may be transient."""
+  for pause in PAUSES:
+    try:
+      return read()
+    except OSError as error:
+      if error.errno not in _TRANSIENT:
+        raise
+    time.sleep(pause)
+  return read()
 
 
 def read_json(path: str | Path, max_bytes: int) -> dict[str, Any]:
@@ -44,16 +95,14 @@ def read_json(path: str | Path, max_bytes: int) -> dict[str, Any]:
     OSError: not a regular file, or unreadable.
     ValueError: too large, nested too deeply, not a JSON object, or with a duplicate key.
   """
-  path = regular_file(path)
-  size = path.stat().st_size
-  if size > max_bytes:
-    raise ValueError(f"{path.name} has {size:,} bytes, more than {max_bytes:,}")
+  name = Path(path).name
+  content = retried(lambda: read_bytes(path, max_bytes))
   try:
-    values = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
+    values = json.loads(content, object_pairs_hook=unique_keys)
   except RecursionError:
-    raise ValueError(f"{path.name} is nested too deeply") from None
+    raise ValueError(f"{name} is nested too deeply") from None
   if not isinstance(values, dict):
-    raise ValueError(f"{path.name} is not a JSON object")
+    raise ValueError(f"{name} is not a JSON object")
   return values
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from lnssm_jax.pretrained.files import regular_file, unique_keys
+from lnssm_jax.pretrained.files import open_regular, unique_keys
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 _DTYPES = {
@@ -50,8 +50,8 @@ class Tensors(Mapping[str, np.ndarray]):
   """
 
   def __init__(self, path: str | Path):
-    self.path = regular_file(path)
-    with self.path.open("rb") as file:
+    self.path = Path(path)
+    with open_regular(path) as file:
       size = os.fstat(file.fileno()).st_size
       length = int.from_bytes(file.read(8), "little")
       if length > min(_MAX_HEADER, size - 8):
@@ -70,7 +70,8 @@ class Tensors(Mapping[str, np.ndarray]):
 
   def __getitem__(self, name: str) -> np.ndarray:
     dtype, shape, begin, end = self._entries[name]
-    content = np.fromfile(self.path, np.uint8, end - begin, offset=begin)
+    with open_regular(self.path) as file:
+      content = np.fromfile(file, np.uint8, end - begin, offset=begin)
     return content.view(dtype).reshape(shape)
 
   def __iter__(self) -> Iterator[str]:

@@ -1,7 +1,9 @@
 """Tokenizers of models: raw bytes, or any `tokenizer.json` (with the package `tokenizers`)."""
 
+import base64
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,10 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
-from lnssm_jax.pretrained.files import DataError, reading
+from lnssm_jax.pretrained.files import DataError, read_bytes, reading
 
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 PIECE = 1 << 14  # characters after which a long text is split at the next safe position
+_MAX_FILE = 1 << 28  # bytes of a tokenizer.json
+_MAX_GROWTH = 256  # times that replacements may lengthen a text, in the worst case
 
 
 class Tokenizer(Protocol):
@@ -70,17 +74,19 @@ class ByteTokenizer:
 class FileTokenizer:
   """Tokenizer of a `tokenizer.json`, without truncation, padding or added special tokens."""
 
-  def __init__(self, path: str | Path, spec: str | None = None):
+  def __init__(self, path: str | Path, spec: str | None = None, *, follow_links: bool = True):
     path = Path(path)
     self.spec = spec or str(path)
     if path.is_dir():
       raise DataError(f"the tokenizer {path} is a folder; use the tokenizer.json in it.")
     with reading(path):
-      raw = path.read_bytes()
+      raw = read_bytes(path, _MAX_FILE, follow_links=follow_links)
     tokenizers = _import_tokenizers(path)
     with _library(f"{path} is not a tokenizer.json"):
       inner = tokenizers.Tokenizer.from_buffer(raw)
-      self._can_split = _can_split_before_newline(json.loads(raw))
+      settings = json.loads(raw)
+      _check_growth(settings)
+      self._can_split = _can_split_before_newline(settings)
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True
@@ -159,6 +165,38 @@ def _utf8(text: str) -> bytes:
       f"the text has an unpaired surrogate at character {error.start}, which cannot be encoded."
       " Replace it."
     ) from error
+
+
+def _check_growth(settings: dict) -> None:
+  """Raises ValueError if replacements could make a text, or decoded tokens, far longer.
+
+  A few bytes of such a file, several replacements in sequence, would fill any memory.
+  """
+  for name in ("normalizer", "decoder"):
+    factor = _growth(settings.get(name) or {})
+    if factor > _MAX_GROWTH:
+      raise ValueError(
+        f"its {name} can make a text {factor:.3g} times longer, more than {_MAX_GROWTH} times"
+      )
+
+
+def _growth(step: dict) -> float:
+  """Largest factor by which the replacements of a normalizer or decoder lengthen a text."""
+  match step:
+    case {"type": "Sequence"}:
+      inner = step.get("normalizers", step.get("decoders", []))
+      return math.prod(map(_growth, inner))
+    case {"type": "Replace", "content": str(content)}:
+      found = step["pattern"].get("String")
+      # A regular expression, like an empty text, may match between any two letters.
+      return max(1.0, len(content) / len(found)) if found else 1.0 + len(content)
+    case {"type": "Prepend", "prepend": str(content)}:
+      return 1.0 + len(content)
+    case {"type": "Precompiled", "precompiled_charsmap": str(charsmap)}:
+      raw = base64.b64decode(charsmap)  # the size of a trie, the trie, texts that end in a zero
+      texts = raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")
+      return max(1.0, *map(len, texts))
+  return 1.0
 
 
 def _can_split_before_newline(settings: dict) -> bool:

@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lnssm_jax.pretrained.files import digest_of, read_json, regular_file
+from lnssm_jax.pretrained.files import digest_of, open_regular, read_json, retried
+from train.checkpoint.safe_files import replace_file, sync_folders
 
 FILE = "digests.json"
 _MAX_BYTES = 1 << 30  # of digests.json
@@ -28,7 +29,7 @@ _THREADS = 8  # hashing releases the GIL; about 2 GB/s per core
 def write(folder: Path, name: str) -> None:
   """Writes the digests of all files in `folder`, which will be renamed to `name`.
 
-  The files are synced to disk first, then the digests.
+  The files are synced to disk first, then their names, then the digests.
 
   Raises:
     OSError: a file cannot be read, or the digests cannot be written.
@@ -40,12 +41,8 @@ def write(folder: Path, name: str) -> None:
   content: dict[str, Any] = {"folder": name} | ({} if run is None else {"run": run})
   content["files"] = dict(zip(paths, entries, strict=True))
   text = json.dumps(content | {"sha256": digest_of(content)}, indent=1)
-  temporary = folder / (FILE + ".tmp")
-  with temporary.open("w") as file:
-    file.write(text + "\n")
-    file.flush()
-    os.fsync(file.fileno())
-  temporary.replace(folder / FILE)
+  sync_folders(folder)
+  replace_file(folder / FILE, f"{text}\n".encode())
 
 
 def damage(folder: Path, parts: Iterable[str] | None = None, *, content: bool = True) -> str | None:
@@ -71,7 +68,7 @@ def damage(folder: Path, parts: Iterable[str] | None = None, *, content: bool = 
   def check(item: tuple[str, dict[str, Any]]) -> str | None:
     name, written = item
     try:
-      found = _entry(folder / name) if content else {"bytes": (folder / name).stat().st_size}
+      found = retried(lambda: _entry(folder / name) if content else _size(folder / name))
     except FileNotFoundError:
       return f"{name} is missing"
     except OSError as error:
@@ -146,11 +143,15 @@ def _files(folder: Path) -> list[str]:
   found = []
   for inside, _, names in os.walk(folder):
     found += [Path(inside, name).relative_to(folder).as_posix() for name in names]
-  return [name for name in found if name not in (FILE, FILE + ".tmp")]
+  return [name for name in found if name != FILE and not name.startswith(FILE + ".")]
+
+
+def _size(path: Path) -> dict[str, Any]:
+  return {"bytes": path.stat().st_size}
 
 
 def _entry(path: Path, flush: bool = False) -> dict[str, Any]:
-  with regular_file(path).open("rb") as file:
+  with open_regular(path) as file:
     if flush:
       os.fsync(file.fileno())
     return {

@@ -1,11 +1,83 @@
-"""Folders that appear atomically."""
+"""Files and folders that appear atomically, survive a power failure, and follow no links.
+
+New content gets an unpredictable name, `NAME.<hex>.partial`, which never exists before. It is
+synced, renamed, and the folder is synced: afterwards a power failure keeps the new content, before
+that the old. A process that is killed leaves such a name; the next one that writes NAME removes it.
+"""
 
 import contextlib
+import errno
+import fcntl
+import io
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Buffer, Iterator
 from pathlib import Path
+
+from lnssm_jax.pretrained.files import check_regular
+
+# Errors of file systems on which a folder cannot be synced.
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+_ABANDONED = 24 * 3600.0  # seconds without a change, where files have no locks
+
+
+def partial_name(path: Path) -> Path:
+  """A new name next to `path`."""
+  return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+
+
+def create(path: Path) -> io.FileIO:
+  """Creates a file for writing, unbuffered, and locks it for as long as it is open.
+
+  Raises:
+    OSError: something has that name, or it cannot be created.
+  """
+  while True:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+    if _lock(file.fileno()):
+      return file
+    file.close()
+
+
+def append_to(path: Path) -> io.FileIO:
+  """Opens a regular file, which is created if missing, for appending, unbuffered.
+
+  Raises:
+    OSError: it is a link, folder, pipe or device, or cannot be written.
+  """
+  flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+  return os.fdopen(check_regular(os.open(path, flags, 0o666), path), "ab", buffering=0)
+
+
+def write_all(file: io.FileIO, content: Buffer) -> None:
+  """Writes all of `content` to an unbuffered file, however little a call takes."""
+  view = memoryview(content)
+  view = view.cast("B") if view.nbytes else view
+  while view.nbytes:
+    view = view[file.write(view) :]
+
+
+def replace_file(path: str | Path, content: bytes) -> None:
+  """Writes a file, or replaces it, atomically and durably. A link at `path` is itself replaced.
+
+  Raises:
+    OSError: it cannot be written, or is a folder; then it is unchanged.
+  """
+  path = Path(path)
+  remove_leftovers(path)
+  partial = partial_name(path)
+  try:
+    with create(partial) as file:
+      write_all(file, content)
+      os.fsync(file.fileno())
+      partial.replace(path)
+  finally:
+    partial.unlink(missing_ok=True)
+  sync_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -21,27 +93,105 @@ def new_folder(path: str | Path, error: type[Exception]) -> Iterator[Path]:
   path = Path(path).absolute()
   if os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and _is_empty(path)):
     raise error(f"{path} exists already; use a folder that does not exist.")
-  path.parent.mkdir(parents=True, exist_ok=True)
-  partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+  make_folder(path.parent)
+  hidden = path.with_name(f".{path.name}")
+  remove_leftovers(hidden)
+  partial = partial_name(hidden)
   partial.mkdir()
+  descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
   try:
+    _lock(descriptor)
     yield partial
     for inside, _, names in os.walk(partial):
       for name in names:
-        _flush(Path(inside, name))
+        _sync(Path(inside, name))
+    sync_folders(partial)
     partial.rename(path)
   except BaseException:
     shutil.rmtree(partial, ignore_errors=True)
     raise
-  _flush(path.parent)
+  finally:
+    os.close(descriptor)
+  sync_folder(path.parent)
+
+
+def make_folder(path: Path) -> None:
+  """Creates a folder and its parents, unless they exist, durably.
+
+  Raises:
+    OSError: it is something else, or cannot be created.
+  """
+  missing = [place for place in (path, *path.parents) if not place.exists()]
+  path.mkdir(parents=True, exist_ok=True)
+  for place in missing:
+    sync_folder(place.parent)
+
+
+def remove_leftovers(path: Path) -> None:
+  """Removes partial files and folders for `path` whose processes have ended."""
+  pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.partial")
+  with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+    for name in [entry.name for entry in entries if pattern.fullmatch(entry.name)]:
+      _remove_abandoned(path.with_name(name))
+
+
+def sync_folder(path: str | Path) -> None:
+  """Makes the names in a folder durable, on file systems that can.
+
+  Raises:
+    OSError: the disk has failed.
+  """
+  descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+  try:
+    os.fsync(descriptor)
+  except OSError as error:
+    if error.errno not in _CANNOT_SYNC:
+      raise
+  finally:
+    os.close(descriptor)
+
+
+def sync_folders(folder: Path) -> None:
+  """Makes the names in `folder` and all folders inside durable, from the bottom up."""
+  for inside, _, _ in os.walk(folder, topdown=False):
+    sync_folder(inside)
+
+
+def _remove_abandoned(path: Path) -> None:
+  """Removes a partial file or folder unless a process has it open."""
+  with contextlib.suppress(OSError):
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+      if not _is_open_elsewhere(descriptor):
+        # While it is locked: `create` sees that its name is gone.
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    finally:
+      os.close(descriptor)
+
+
+def _is_open_elsewhere(descriptor: int) -> bool:
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  except OSError:  # no locks here
+    return time.time() - os.fstat(descriptor).st_mtime < _ABANDONED
+  return False
+
+
+def _lock(descriptor: int) -> bool:
+  """Locks a new file against `_remove_abandoned`; returns whether it still has its name."""
+  with contextlib.suppress(OSError):
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+  return os.fstat(descriptor).st_nlink > 0
 
 
 def _is_empty(folder: Path) -> bool:
   return next(folder.iterdir(), None) is None
 
 
-def _flush(path: Path) -> None:
-  descriptor = os.open(path, os.O_RDONLY)
+def _sync(path: Path) -> None:
+  descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
   try:
     os.fsync(descriptor)
   finally:

@@ -5,14 +5,21 @@ checkpoints/
   2000.saving          being written, or left by a killed process; removed at the next start
   500.deleting         being deleted, likewise
   1500.damaged         renamed because it is damaged; never deleted
+
+Other processes may read while the run saves and deletes. A reader holds a shared lock on the folder
+of its step (`held`), which retention respects; where the file system has no locks, a step that is
+gone after a failed read was deleted, not damaged, and the next newest is taken.
 """
 
 import contextlib
+import fcntl
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from train.checkpoint import digests
+from train.checkpoint.safe_files import sync_folder
 from train.messages import Say
 
 SAVING, DELETING, DAMAGED = ".saving", ".deleting", ".damaged"
@@ -29,7 +36,7 @@ def steps_in(directory: str | Path) -> list[int]:
   directory = Path(directory)
   if not directory.is_dir():
     return []
-  return sorted(int(p.name) for p in directory.iterdir() if _is_step(p) and any(p.iterdir()))
+  return sorted(int(p.name) for p in directory.iterdir() if _is_step(p) and not _is_empty(p))
 
 
 def newest_step(directory: str | Path) -> int | None:
@@ -37,10 +44,62 @@ def newest_step(directory: str | Path) -> int | None:
   return max(steps_in(directory), default=None)
 
 
-def newest_intact(
+class DeletedError(CheckpointError):
+  """The run deleted a checkpoint while it was read."""
+
+
+class Step:
+  """A checkpoint that is being read; `held` makes it."""
+
+  def __init__(self, path: Path):
+    self.path, self.number = path, int(path.name)
+    self._identity = _identity(path)
+
+  def is_there(self) -> bool:
+    """Whether the folder still has its name."""
+    return self._identity is not None and _identity(self.path) == self._identity
+
+  def damage(self, parts: Iterable[str] | None = None, *, content: bool = True) -> str | None:
+    """As `digests.damage`.
+
+    Raises:
+      DeletedError: it was deleted meanwhile.
+    """
+    wrong = digests.damage(self.path, parts, content=content)
+    if wrong is not None:
+      self.check_there()
+    return wrong
+
+  def check_there(self) -> None:
+    """Raises DeletedError if the folder is gone, which explains any failure to read it."""
+    if not self.is_there():
+      raise DeletedError(
+        f"checkpoint {self.path} was deleted by its run while it was read; read a newer one, or "
+        "increase keep_checkpoints."
+      )
+
+
+@contextlib.contextmanager
+def held(directory: Path, step: int) -> Iterator[Step]:
+  """Context in which the run does not delete the checkpoint of `step`, where files have locks."""
+  path = directory / str(step)
+  descriptor = None
+  with contextlib.suppress(OSError):  # `Step` says what is wrong with it
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  try:
+    yield Step(path)
+  finally:
+    if descriptor is not None:
+      os.close(descriptor)
+
+
+@contextlib.contextmanager
+def newest_held(
   directory: str | Path, say: Say, parts: Iterable[str] | None = None
-) -> int | None:
-  """Newest step whose files are as they were written; None if there is no checkpoint.
+) -> Iterator[Step | None]:
+  """Context with the newest step whose files are as they were written; None without checkpoints.
 
   Args:
     say: reports each newer checkpoint and its damage.
@@ -49,38 +108,54 @@ def newest_intact(
   Raises:
     CheckpointError: there are checkpoints, and all are damaged.
   """
-  directory, lines = Path(directory), []
-  for step in reversed(steps_in(directory)):
-    wrong = digests.damage(directory / str(step), parts)
-    if wrong is None:
-      for line in lines:
-        say(f"{line}; using step {step} instead")
-      return step
-    lines.append(f"checkpoint {directory / str(step)} is damaged: {wrong}")
+  directory, lines = Path(directory), {}
+  while steps := [s for s in steps_in(directory) if s not in lines]:
+    with held(directory, steps[-1]) as step:
+      try:
+        wrong = step.damage(parts)
+      except DeletedError:
+        continue  # the run has newer ones by now
+      if wrong is None:
+        for line in lines.values():
+          say(f"{line}; using step {step.number} instead")
+        yield step
+        return
+      lines[step.number] = f"checkpoint {step.path} is damaged: {wrong}"
   if lines:
     raise CheckpointError(
-      "no checkpoint is intact:\n  " + "\n  ".join(lines) + "\nRestore one of these folders "
-      "from a backup, or move all of them away to start again. If you know that one is intact (for "
-      f"example written without digests): python -m train verify {directory.parent} --adopt STEP"
+      "no checkpoint is intact:\n  " + "\n  ".join(lines.values()) + "\nRestore one of these "
+      "folders from a backup, or move all of them away to start again. If you know that one is "
+      "intact (for example written without digests): python -m train verify "
+      f"{directory.parent} --adopt STEP"
     )
-  return None
+  yield None
 
 
-def intact(directory: Path, step: int, parts: Iterable[str] | None = None) -> int:
-  """Returns `step` if its checkpoint is as it was written.
+def newest_intact(
+  directory: str | Path, say: Say, parts: Iterable[str] | None = None
+) -> int | None:
+  """The number of the step of `newest_held`; arguments and errors as there."""
+  with newest_held(directory, say, parts) as step:
+    return None if step is None else step.number
+
+
+@contextlib.contextmanager
+def intact_held(directory: Path, number: int, parts: Iterable[str] | None = None) -> Iterator[Step]:
+  """Context with the checkpoint of step `number`, which is as it was written.
 
   Raises:
     FileNotFoundError: no such checkpoint; the message lists the steps that exist.
-    CheckpointError: it is damaged.
+    CheckpointError: it is damaged, or was deleted meanwhile.
   """
   steps = steps_in(directory)
-  if step not in steps:
+  if number not in steps:
     listing = f"; existing steps: {', '.join(map(str, steps))}" if steps else ""
-    raise FileNotFoundError(f"no checkpoint of step {step} in {directory}{listing}.")
-  wrong = digests.damage(directory / str(step), parts)
-  if wrong is not None:
-    raise CheckpointError(f"checkpoint {directory / str(step)} is damaged: {wrong}; use another.")
-  return step
+    raise FileNotFoundError(f"no checkpoint of step {number} in {directory}{listing}.")
+  with held(directory, number) as step:
+    wrong = step.damage(parts)
+    if wrong is not None:
+      raise CheckpointError(f"checkpoint {step.path} is damaged: {wrong}; use another.")
+    yield step
 
 
 def clear_leftovers(directory: Path) -> None:
@@ -103,25 +178,67 @@ def set_aside_after(directory: Path, step: int, say: Say) -> None:
 
 
 def publish(staging: Path, step: int) -> None:
-  """Writes the digests of a finished folder, then renames it to its step, atomically."""
+  """Writes the digests of a finished folder, then renames it to its step, atomically and durably.
+
+  Everything in it is on disk before it has that name, and the name before this returns.
+  """
   final = staging.with_name(str(step))
   digests.write(staging, final.name)
   staging.rename(final)  # replaces an empty folder of that name
+  sync_folder(final.parent)
+  sync_folder(final.parent.parent)  # has the name of the folder of all checkpoints
 
 
 def keep_newest(directory: Path, count: int) -> None:
-  """Deletes all but the `count` newest steps, each atomically."""
+  """Deletes all but the `count` newest steps, each atomically.
+
+  Those that another process reads are deleted after a later save.
+  """
+  deleting = list(directory.glob(f"*{DELETING}"))
   for step in steps_in(directory)[:-count]:
     path = directory / str(step)
     with contextlib.suppress(OSError):  # retried after the next save
-      path.rename(path.with_name(path.name + DELETING))
-  for path in directory.glob(f"*{DELETING}"):
+      deleting.append(_renamed_unless_held(path, path.with_name(path.name + DELETING)))
+  if deleting:
+    sync_folder(directory)  # or a power failure could leave the old name with half of its files
+  for path in deleting:
     _remove(path)
+
+
+def _renamed_unless_held(path: Path, target: Path) -> Path:
+  """Renames a folder; BlockingIOError if a reader holds it."""
+  descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+  try:
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise
+    except OSError:  # no locks here
+      pass
+    return path.rename(target)
+  finally:
+    os.close(descriptor)
 
 
 def _is_step(path: Path) -> bool:
   name = path.name
   return name.isascii() and name.isdecimal() and str(int(name)) == name and path.is_dir()
+
+
+def _is_empty(folder: Path) -> bool:
+  try:
+    return not any(folder.iterdir())
+  except FileNotFoundError:  # deleted meanwhile
+    return True
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+  """Device and inode of a folder, or of a link in its place; None if there is none."""
+  try:
+    found = path.lstat()
+  except OSError:
+    return None
+  return found.st_dev, found.st_ino
 
 
 def _remove(path: Path) -> None:

@@ -6,8 +6,10 @@ data position (one integer), digests of the training data, and the config; and a
 file (`train.checkpoint.digests`), without which it is not loaded.
 """
 
+import contextlib
 import sys
 import typing
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from orbax.checkpoint import v1 as ocp
 
 from lnssm_jax.pretrained import old_formats
 from train.checkpoint import step_folders
-from train.checkpoint.step_folders import CheckpointError, newest_step
+from train.checkpoint.step_folders import CheckpointError, DeletedError, Step, newest_step
 from train.cluster import distributed
 from train.messages import Say, first_line
 from train.step.state import State
@@ -33,6 +35,8 @@ __all__ = [
 ]
 
 _MAX_LINES = 20  # of a structure mismatch
+_TRIES = 20  # of readers, where each checkpoint is deleted while it is read
+_PATIENCE = 60.0  # seconds after which waiting for the disk is reported
 
 
 class StructureError(ValueError):
@@ -43,10 +47,22 @@ class Checkpoints:
   """Checkpoints of a run in training, written in the background.
 
   With several processes, all must make the same calls; process 0 decides and cleans up.
+
+  Args:
+    before: called in process 0 before a checkpoint gets its name, to make durable what belongs to
+      it; its errors are those of the save.
   """
 
-  def __init__(self, directory: str | Path, *, keep: int, say: Say = print):
+  def __init__(
+    self,
+    directory: str | Path,
+    *,
+    keep: int,
+    say: Say = print,
+    before: Callable[[], object] = lambda: None,
+  ):
     self.directory, self._keep, self._say = Path(directory).absolute(), keep, say
+    self._before = before
     self._thread = ThreadPoolExecutor(1, "checkpoint")
     self._pending: Future[None] | None = None
     self._clear()
@@ -57,10 +73,16 @@ class Checkpoints:
   def __exit__(self, *_) -> None:
     self._thread.shutdown()
 
-  def restore(self, abstract: State) -> tuple[State, dict[str, Any]] | None:
+  def restore(
+    self, abstract: State, optional: Mapping[str, Any] | None = None
+  ) -> tuple[State, dict[str, Any]] | None:
     """Restores the newest intact state, sharded like `abstract`, and its metadata.
 
     Returns None if nothing has been saved. Damaged checkpoints are reported and renamed.
+
+    Args:
+      optional: initial values of entries of a state that `abstract`, or the checkpoint, may lack.
+        What only the checkpoint has is dropped.
 
     Raises:
       StructureError: its structure differs from that of `abstract`.
@@ -69,7 +91,7 @@ class Checkpoints:
     step = distributed.on_first(lambda: step_folders.newest_intact(self.directory, self._say))
     if step is None:
       return None
-    loaded, metadata = _read(self.directory / str(step), _split(abstract))
+    loaded, metadata = _read(self.directory / str(step), _split(abstract), optional)
     distributed.on_first(lambda: step_folders.set_aside_after(self.directory, step, self._say))
     return loaded.pop("optimizer") | loaded, metadata
 
@@ -81,7 +103,7 @@ class Checkpoints:
     Args:
       metadata: JSON needed to resume, such as the data position.
     """
-    if self._pending and (error := self._pending.exception()):
+    if self._pending and (error := self._waited(self._pending)):
       self._say(str(error))  # not reported yet
     self._clear()
     staging = self.directory / f"{step}{step_folders.SAVING}"
@@ -114,13 +136,25 @@ class Checkpoints:
       CheckpointError: the last save failed.
     """
     pending, self._pending = self._pending, None
-    if pending:
-      pending.result()
+    if pending and (error := self._waited(pending)):
+      raise error
+
+  def _waited(self, pending: Future[None]) -> BaseException | None:
+    """The error of a save, once it has ended; says when that takes long."""
+    while True:
+      try:
+        return pending.exception(_PATIENCE)
+      except TimeoutError:
+        self._say(
+          f"a save to {self.directory} has not ended for another {_PATIENCE:.0f} s; training waits "
+          "for the disk"
+        )
 
   def _finish(self, step: int, staging: Path, written: Any) -> None:
     try:
       written.result()
       if distributed.is_first():
+        self._before()
         step_folders.publish(staging, step)
         step_folders.keep_newest(self.directory, self._keep)
     except Exception as error:
@@ -149,18 +183,28 @@ def load(
   warn = lambda line: print(f"warning: {line}", file=sys.stderr)
   parts = list(abstract)
 
-  def choose() -> int | None:
-    if step is None:
-      return step_folders.newest_intact(directory, warn, parts)
-    return step_folders.intact(directory, step, parts)
+  tries = _TRIES if step is None else 1
+  while True:
+    tries -= 1
+    with contextlib.ExitStack() as stack:
 
-  step = distributed.on_first(choose)
-  if step is None:
-    raise FileNotFoundError(
-      f"no checkpoint in {directory}; train first: python -m train fit --config FILE"
-    )
-  loaded, metadata = _read(directory / str(step), abstract)
-  return loaded, step, metadata
+      def choose() -> int | None:
+        if step is not None:
+          return stack.enter_context(step_folders.intact_held(directory, step, parts)).number
+        found = stack.enter_context(step_folders.newest_held(directory, warn, parts))
+        return None if found is None else found.number
+
+      chosen = distributed.on_first(choose)
+      if chosen is None:
+        raise FileNotFoundError(
+          f"no checkpoint in {directory}; train first: python -m train fit --config FILE"
+        )
+      try:
+        loaded, metadata = _read(directory / str(chosen), abstract)
+        return loaded, chosen, metadata
+      except DeletedError:
+        if not tries:
+          raise
 
 
 def newest_metadata(directory: str | Path) -> dict[str, Any]:
@@ -182,37 +226,66 @@ def _split(state: State) -> dict[str, Any]:
   return models | {"optimizer": {name: state[name] for name in state if name not in models}}
 
 
-def _read(path: Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(
+  path: Path, abstract: dict[str, Any], optional: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Loads the trees of `abstract`; retries once, as network file systems fail now and then."""
+  step = Step(path)
   try:
-    found = ocp.checkpointables_metadata(str(path))
-    metadata = dict(typing.cast(dict[str, Any], found.custom_metadata or {}))
-    is_old, mixer = metadata.pop("format", 1) < old_formats.FORMAT, None
-    if is_old and "config" in metadata:
-      model = metadata["config"]["model"]
-      mixer = model["mixer"]
-      metadata["config"] = metadata["config"] | {"model": old_formats.current_model(model)}
-    if mixer is not None:
-      abstract = old_formats.rename(abstract, old_formats.old_path, mixer)
-    if "ema" in abstract and "ema" not in found.metadata:
-      raise StructureError(
-        f"checkpoint {path} has no average of the parameters: its run had no optimizer.ema_decay."
-      )
-    saved = {name: found.metadata[name] for name in abstract}
-    if None in saved.values():  # Orbax only logs what it cannot read
-      raise OSError("the metadata of its arrays is damaged")
-    check_structure(path, saved, abstract)
-    loaded = ocp.load_checkpointables(str(path), abstract)
-    if mixer is not None:
-      loaded = old_formats.rename(loaded, old_formats.current_path, mixer)
-    return loaded, metadata
+    try:
+      return _read_once(path, abstract, optional or {})
+    except StructureError:
+      raise
+    except Exception:
+      return _read_once(path, abstract, optional or {})
   except StructureError:
     raise
   except Exception as error:
+    step.check_there()
     raise CheckpointError(
       f"checkpoint {path} cannot be read ({first_line(error)}), although its files are intact: "
       "it may be from another version of orbax-checkpoint. Move that folder away to resume from "
       "the checkpoint before it."
     ) from error
+
+
+def _read_once(
+  path: Path, abstract: dict[str, Any], optional: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  found = ocp.checkpointables_metadata(str(path))
+  metadata = dict(typing.cast(dict[str, Any], found.custom_metadata or {}))
+  is_old, mixer = metadata.pop("format", 1) < old_formats.FORMAT, None
+  if is_old and "config" in metadata:
+    model = metadata["config"]["model"]
+    mixer = model["mixer"]
+    metadata["config"] = metadata["config"] | {"model": old_formats.current_model(model)}
+  if mixer is not None:
+    abstract = old_formats.rename(abstract, old_formats.old_path, mixer)
+  if "ema" in abstract and "ema" not in found.metadata:
+    raise StructureError(
+      f"checkpoint {path} has no average of the parameters: its run had no optimizer.ema_decay."
+    )
+  saved = {name: found.metadata[name] for name in abstract}
+  if None in saved.values():  # Orbax only logs what it cannot read
+    raise OSError("the metadata of its arrays is damaged")
+  missing, surplus = {}, []
+  for name in optional:
+    ours, theirs = abstract["optimizer"], saved["optimizer"]
+    if name in ours and name not in theirs:
+      missing[name] = optional[name]
+      abstract = abstract | {"optimizer": {key: x for key, x in ours.items() if key != name}}
+    elif name in theirs and name not in ours:
+      surplus.append(name)
+      like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), theirs[name])
+      abstract = abstract | {"optimizer": ours | {name: like}}
+  check_structure(path, saved, abstract)
+  loaded = ocp.load_checkpointables(str(path), abstract)
+  if mixer is not None:
+    loaded = old_formats.rename(loaded, old_formats.current_path, mixer)
+  if missing or surplus:
+    kept = {name: x for name, x in loaded["optimizer"].items() if name not in surplus}
+    loaded = loaded | {"optimizer": kept | missing}
+  return loaded, metadata
 
 
 def check_structure(path: str | Path, saved: Any, wanted: Any) -> None:

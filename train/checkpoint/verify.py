@@ -8,6 +8,8 @@ from train.checkpoint import digests, step_folders
 from train.data import fingerprints
 from train.data.tokenize import read_sidecar
 
+_DAMAGED = "DAMAGED"
+
 
 def report(directory: str | Path) -> tuple[list[str], bool]:
   """Returns a line per checkpoint in `directory`, oldest first, and whether all are intact.
@@ -16,20 +18,33 @@ def report(directory: str | Path) -> tuple[list[str], bool]:
     FileNotFoundError: there is no checkpoint.
   """
   directory = Path(directory)
-  steps = step_folders.steps_in(directory)
-  if not steps:
+  found: dict[int, str] = {}
+  # A run in training may delete steps, and save others, meanwhile.
+  while new := [step for step in step_folders.steps_in(directory) if step not in found]:
+    found |= {step: _state(directory, step) for step in new}
+    if any(found[step] for step in new):
+      break
+  states = {step: state for step, state in sorted(found.items()) if state}
+  if not states:
     raise FileNotFoundError(f"no checkpoint in {directory}; use the run_dir of a run of `fit`.")
-  lines, whole = [], True
-  for step in steps:
-    folder = directory / str(step)
-    wrong = digests.damage(folder)
-    whole = whole and wrong is None
-    if wrong is None:
-      files, size = digests.size(folder)
-      lines.append(f"step {step:>{len(str(steps[-1]))}}  intact, {files} files, {size:,} bytes")
-    else:
-      lines.append(f"step {step:>{len(str(steps[-1]))}}  DAMAGED: {wrong}")
-  return lines, whole
+  width = len(str(max(states)))
+  lines = [f"step {step:>{width}}  {state}" for step, state in states.items()]
+  return lines, not any(state.startswith(_DAMAGED) for state in states.values())
+
+
+def _state(directory: Path, number: int) -> str:
+  """Describes a checkpoint; empty if its run deleted it."""
+  with step_folders.held(directory, number) as step:
+    try:
+      wrong = step.damage()
+      if wrong is None:
+        files, size = digests.size(step.path)
+        return f"intact, {files} files, {size:,} bytes"
+      return f"{_DAMAGED}: {wrong}"
+    except (step_folders.DeletedError, OSError, ValueError):
+      if step.is_there():
+        raise
+      return ""
 
 
 def data_report(data: Mapping[str, Any]) -> tuple[list[str], bool]:

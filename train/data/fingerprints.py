@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lnssm_jax.pretrained.files import open_regular
 from train.data.errors import DataError, reading
 from train.data.indexed import WEIGHTS
 
@@ -25,7 +26,7 @@ def sample(prefix: str | Path) -> str:
   weights = (WEIGHTS,) if Path(f"{prefix}{WEIGHTS}").exists() else ()
   for end in (".bin", ".idx", *weights):
     path = Path(f"{prefix}{end}")
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_regular(path, follow_links=True) as file:
       size = os.fstat(file.fileno()).st_size
       digest.update(f"{end} {size}\n".encode())
       last = max(size - BYTES, 0)
@@ -53,7 +54,7 @@ def change(prefix: str | Path, sidecar: Mapping[str, Any], *, whole: bool = Fals
     path = Path(f"{prefix}{end}")
     if key not in sidecar:
       continue
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_regular(path, follow_links=True) as file:
       if hashlib.file_digest(file, "sha256").hexdigest() != sidecar[key]:
         return f"the content of {path.name} has changed"
   return None

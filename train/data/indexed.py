@@ -25,14 +25,16 @@ format is ours; other readers of the pair ignore it.
 import contextlib
 import hashlib
 import os
-import secrets
 import struct
 from array import array
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lnssm_jax.pretrained.files import open_regular
+from train.checkpoint import safe_files
 from train.data.errors import DataError, reading, writing
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -161,14 +163,18 @@ class IndexedWriter:
     return len(self._sizes)
 
   def __enter__(self) -> "IndexedWriter":
-    mark = f".{secrets.token_hex(4)}.partial"
-    self._partial = {end: f"{self.prefix}{end}{mark}" for end in (*self._hashes, ".idx")}
+    self._partial: dict[str, Path] = {}
     with writing(self.prefix), contextlib.ExitStack() as opened:
-      self._files = {
-        end: opened.enter_context(open(self._partial[end], "wb")) for end in self._hashes
-      }
+      self._files = {end: opened.enter_context(self._create(end)) for end in self._hashes}
       self._close = opened.pop_all().close
     return self
+
+  def _create(self, end: str) -> FileIO:
+    """Creates the file of a new name that replaces `prefix + end` later."""
+    path = Path(self.prefix + end)
+    safe_files.remove_leftovers(path)
+    self._partial[end] = safe_files.partial_name(path)
+    return safe_files.create(self._partial[end])
 
   def add_document(
     self, ids: np.typing.ArrayLike, weights: np.typing.ArrayLike | None = None
@@ -203,7 +209,7 @@ class IndexedWriter:
 
   def _append(self, end: str, array: np.ndarray) -> None:
     with writing(self._partial[end]):
-      self._files[end].write(array.data)
+      safe_files.write_all(self._files[end], array)
     self._hashes[end].update(array.data)
 
   def __exit__(self, kind, error, traceback) -> None:
@@ -211,7 +217,6 @@ class IndexedWriter:
       try:
         with writing(self.prefix):
           for file in self._files.values() if kind is None else ():
-            file.flush()
             os.fsync(file.fileno())
       finally:
         with writing(self.prefix):
@@ -220,7 +225,7 @@ class IndexedWriter:
         self._finish()
     finally:
       for path in self._partial.values():
-        Path(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
   def _finish(self) -> None:
     if not self.num_tokens:
@@ -231,10 +236,9 @@ class IndexedWriter:
     np.cumsum(sizes[:-1].astype("<i8") * self.dtype.itemsize, out=pointers[1:])
     header = HEADER.pack(MAGIC, 1, self._code, N, N + 1)
     with writing(self.prefix):
-      with open(self._partial[".idx"], "wb") as file:
+      with self._create(".idx") as file:
         for part in (header, sizes, pointers, np.arange(N + 1, dtype="<i8")):
-          file.write(part)
-        file.flush()
+          safe_files.write_all(file, part)
         os.fsync(file.fileno())
       # A .bin without its index is rejected, so a crash between these lines cannot leave a new .bin
       # with an old .idx that happens to match.
@@ -242,6 +246,7 @@ class IndexedWriter:
       Path(self.prefix + WEIGHTS).unlink(missing_ok=True)
       for end in (*self._hashes, ".idx"):
         os.replace(self._partial[end], self.prefix + end)
+      safe_files.sync_folder(Path(self.prefix).parent)
     self.sha256 = self._hashes[".bin"].hexdigest()
     if WEIGHTS in self._hashes:
       self.weights_sha256 = self._hashes[WEIGHTS].hexdigest()
@@ -300,7 +305,7 @@ def _map_file(prefix: str, end: str) -> np.ndarray:
     raise DataError(f"{path} does not exist; {hint}")
   if not path.is_file():
     raise DataError(f"{path} is not a file, but a pair is two files. {REMAKE}")
-  with reading(path), open(path, "rb") as file:
+  with reading(path), open_regular(path, follow_links=True) as file:
     if not os.fstat(file.fileno()).st_size:
       raise DataError(f"{path} is empty (0 bytes). {REMAKE}")
     return np.memmap(file, np.uint8, "r").view(np.ndarray)

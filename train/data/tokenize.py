@@ -8,7 +8,6 @@ detects that the files are up to date.
 import itertools
 import json
 import os
-import secrets
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lnssm_jax.pretrained.files import read_bytes
+from train.checkpoint.safe_files import replace_file
 from train.data import fingerprints, sources
 from train.data.errors import DataError, reading, writing
 from train.data.indexed import IndexedDataset, IndexedWriter, dtype_for
@@ -27,6 +28,7 @@ from train.data.progress import Progress
 from train.data.sources import Document
 from train.data.tokenizers import Tokenizer, bpe_path, bpe_size, load_tokenizer, train_bpe
 
+_MAX_SIDECAR = 1 << 24  # bytes
 BATCH = 1 << 21  # characters encoded per batch
 AHEAD = 2  # batches being encoded while the next is read
 BPE_BYTES = 64_000_000  # most text to train a BPE on, split equally over the sources
@@ -230,7 +232,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     return None
   try:
     with reading(path):
-      sidecar = json.loads(path.read_bytes())
+      sidecar = json.loads(read_bytes(path, _MAX_SIDECAR, follow_links=True))
   except (ValueError, RecursionError) as error:
     if isinstance(error, DataError):
       raise
@@ -380,10 +382,5 @@ def _limit_threads(workers: int | None) -> None:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-  partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-  try:
-    with writing(path):
-      partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-      os.replace(partial, path)
-  finally:
-    partial.unlink(missing_ok=True)
+  with writing(path):
+    replace_file(path, f"{json.dumps(value, indent=2)}\n".encode())

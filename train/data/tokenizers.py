@@ -1,7 +1,6 @@
 """Tokenizers by the name in a config: "bytes", "bpe:N" trained here, or a `tokenizer.json`."""
 
 import os
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from lnssm_jax.pretrained.tokenizers import (
   Tokenizer,
   split,
 )
+from train.checkpoint.safe_files import replace_file
 from train.data.errors import DataError, writing
 
 LEAST_BPE = 257  # 256 bytes and the end of text
@@ -94,13 +94,8 @@ def train_bpe(spec: str, folder: str | Path, texts: Iterable[str]) -> Tokenizer:
       f" 'bpe:{found}' or fewer, or more text."
     )
   path = bpe_path(folder)
-  partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-  try:
-    with writing(path):
-      partial.write_text(inner.to_str(pretty=True) + "\n", encoding="utf-8")
-      os.replace(partial, path)
-  finally:
-    partial.unlink(missing_ok=True)
+  with writing(path):
+    replace_file(path, f"{inner.to_str(pretty=True)}\n".encode())
   return load_tokenizer(spec, folder)
 
 

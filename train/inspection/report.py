@@ -1,5 +1,6 @@
 """The content of a folder as one JSON object."""
 
+import contextlib
 import fnmatch
 import json
 import math
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lnssm_jax.pretrained.files import DataError, read_json
 from lnssm_jax.pretrained.manifest import MANIFEST, TENSORS, is_exported, read_manifest
-from train.checkpoint import digests, step_folders
+from train.checkpoint import step_folders
 from train.config.checked import did_you_mean
 from train.inspection.arrays import Arrays, OrbaxArrays, SafetensorsArrays, orbax_tree
 from train.inspection.statistics import difference, statistics
@@ -20,6 +21,7 @@ from train.runs.config_file import CONFIG, read
 
 Report = dict[str, Any]
 CURVE_POINTS = 400
+_TRIES = 20  # where a run in training deletes what is read
 
 
 class Opened(NamedTuple):
@@ -55,8 +57,29 @@ def report(
     FileNotFoundError: the run has no checkpoint (of that step).
     ValueError: the config, the manifest, or the metrics are damaged.
   """
-  opened = open_folder(Path(folder), step)
-  about, arrays = opened
+  options = (select, values, compare, half_lives)
+  for _ in range(_TRIES):
+    with contextlib.ExitStack() as holding:
+      opened = open_folder(Path(folder), step, holding)
+      try:
+        return _described(opened, *options, holding)
+      except DataError:
+        # Where files have no locks, a run in training may have deleted the newest step meanwhile.
+        read = opened.arrays.folder if isinstance(opened.arrays, OrbaxArrays) else Path(folder)
+        if step is not None or read.exists():
+          raise
+  raise DataError(f"{folder} deletes its checkpoints too soon; give --step, or try again.")
+
+
+def _described(
+  opened: Opened,
+  select: str,
+  values: bool,
+  compare: str | Path | int | None,
+  half_lives: str | None,
+  holding: contextlib.ExitStack,
+) -> Report:
+  (about, arrays), folder = opened, opened.about["folder"]
   names = [name for name in arrays if fnmatch.fnmatchcase(name, select)]
   if not names:
     raise DataError(f"no parameter fits select={select!r}{did_you_mean(select, arrays)}")
@@ -64,7 +87,7 @@ def report(
     rows = list(pool.map(lambda name: _row(arrays, name, values), names))
   found = about | {"total": sum(row["size"] for row in rows), "parameters": rows}
   if compare is not None:
-    found["difference"] = _compared(opened, names, compare)
+    found["difference"] = _compared(opened, names, compare, holding)
   if half_lives is not None:
     if found["kind"] not in ("run", "exported model"):
       raise DataError(
@@ -76,12 +99,18 @@ def report(
   return found
 
 
-def open_folder(folder: Path, step: int | None = None) -> Opened:
-  """Recognizes a folder; arguments and errors as in `report`."""
+def open_folder(
+  folder: Path, step: int | None = None, holding: contextlib.ExitStack | None = None
+) -> Opened:
+  """Recognizes a folder; arguments and errors as in `report`.
+
+  A run in training does not delete the checkpoint until `holding` is closed, where files have
+  locks.
+  """
   if is_exported(folder):
     return _export(folder, step)
   if (folder / CONFIG).is_file():
-    return _run(folder, step)
+    return _run(folder, step, holding or contextlib.ExitStack())
   files = [folder] if folder.suffix == ".safetensors" else sorted(folder.glob("*.safetensors"))
   tree = orbax_tree(folder)
   about = {"folder": str(folder), "step": None, "settings": None}
@@ -96,7 +125,7 @@ def open_folder(folder: Path, step: int | None = None) -> Opened:
   )
 
 
-def _run(folder: Path, step: int | None) -> Opened:
+def _run(folder: Path, step: int | None, holding: contextlib.ExitStack) -> Opened:
   # As stored: any run will do, also one of images.
   settings, directory = read(folder, dict), folder / "checkpoints"
   steps = step_folders.steps_in(directory)
@@ -107,15 +136,25 @@ def _run(folder: Path, step: int | None) -> Opened:
     raise FileNotFoundError(f"no checkpoint of step {step} in {directory}; there are {listing}.")
   # The parameters shown are checked byte by byte, all else by the sizes of its files:
   # `python -m train verify` reads every byte.
-  damage = {s: digests.damage(directory / str(s), content=False) for s in steps}
+  damage: dict[int, str | None] = {}
   chosen = None
-  for candidate in reversed(steps) if step is None else [step]:
-    damage[candidate] = damage[candidate] or digests.damage(directory / str(candidate), ["params"])
-    if damage[candidate] is None:
-      chosen = candidate
-      break
+  for candidate in reversed(steps):
+    with contextlib.ExitStack() as held:
+      found = held.enter_context(step_folders.held(directory, candidate))
+      try:
+        wrong = found.damage(content=False)
+        if chosen is None and step in (None, candidate):
+          wrong = wrong or found.damage(["params"])
+          chosen = None if wrong else candidate
+      except step_folders.DeletedError:  # by a run in training, which has newer ones by now
+        if chosen is None:
+          return _run(folder, step, holding)
+        continue
+      damage[candidate] = wrong
+      if chosen == candidate:
+        holding.push(held.pop_all())
   if chosen is None:
-    wrong = "; ".join(f"step {s}: {line}" for s, line in damage.items() if line)
+    wrong = "; ".join(f"step {s}: {line}" for s, line in sorted(damage.items()) if line)
     raise DataError(f"no checkpoint to show in {directory}: {wrong}. Use another with --step.")
   good = lambda s: "parameters intact" if s == chosen else "complete"
   about = {
@@ -124,7 +163,8 @@ def _run(folder: Path, step: int | None) -> Opened:
     "step": chosen,
     "settings": settings,
     "steps": [
-      {"step": s, "state": f"DAMAGED: {damage[s]}" if damage[s] else good(s)} for s in steps
+      {"step": s, "state": f"DAMAGED: {line}" if line else good(s)}
+      for s, line in sorted(damage.items())
     ],
     "data": _token_sets(settings.get("data")),
     "curves": _curves(folder),
@@ -155,12 +195,15 @@ def _row(arrays: Arrays, name: str, values: bool) -> Report:
   return row | statistics(arrays[name]) if values else row
 
 
-def _compared(opened: Opened, names: list[str], other: str | Path | int) -> Report:
+def _compared(
+  opened: Opened, names: list[str], other: str | Path | int, holding: contextlib.ExitStack
+) -> Report:
   """The difference to another folder, or another step of the run."""
   (about, arrays), folder = opened, Path(opened.about["folder"])
   place = Path(str(other))
   is_step = place.name.isdecimal() and not place.exists()
-  there, others = open_folder(folder, int(place.name)) if is_step else open_folder(place)
+  where = (folder, int(place.name)) if is_step else (place, None)
+  there, others = open_folder(*where, holding)
   ours, theirs = _flat(about["settings"]), _flat(there["settings"])
   common = [name for name in names if name in set(others)]
   same = [name for name in common if arrays.kind(name)[1] == others.kind(name)[1]]

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from lnssm_jax.pretrained.files import read_bytes
 from train import config
+from train.checkpoint.safe_files import replace_file
 from train.config import ConfigError
 from train.messages import Say, first_line
 from train.runs.rows import Row
@@ -174,6 +176,9 @@ def _package(name: str) -> Any:
 
 def _identity(file: Path) -> str:
   """Identifier of the run that persists when it is resumed."""
-  if not file.exists():
-    file.write_text(secrets.token_hex(8))
-  return file.read_text().strip()
+  try:
+    return read_bytes(file, 100).decode().strip()
+  except FileNotFoundError:
+    name = secrets.token_hex(8)
+    replace_file(file, name.encode())
+    return name

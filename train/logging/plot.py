@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lnssm_jax.pretrained.files import open_regular
 from train.runs.rows import wrong_row
 
 Points = tuple[list[float], list[float]]  # steps, values
@@ -29,7 +30,8 @@ def read(run: Path) -> tuple[Points, dict[str, Points]]:
   file = run / "metrics.jsonl" if run.is_dir() else run
   if not file.is_file():
     raise FileNotFoundError(f"no metrics in {run}; use a run folder, such as runs/NAME.")
-  lines = file.read_bytes().split(b"\n")[:-1]
+  with open_regular(file, follow_links=True) as opened:
+    lines = opened.read().split(b"\n")[:-1]
   training: Points = ([], [])
   validation: dict[str, Points] = {}
   for number, line in enumerate(lines, 1):

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from lnssm_jax.pretrained.files import open_regular
 from train.cluster import distributed
 from train.config.checked import check
 from train.messages import Say, first_line
@@ -47,6 +48,7 @@ class Tracer:
     self._steps, self._say = steps, say
     self._running: range | None = None
     self._looked = 0.0
+    self._reported = ""
     self._is_first = distributed.is_first()
 
   def before(self, step: int) -> None:
@@ -93,12 +95,13 @@ class Tracer:
       return 0
     self._looked = now
     try:
-      if not self._request.exists():
-        return 0
-      text = self._request.read_text(errors="replace")[:100].strip()
+      with open_regular(self._request) as file:
+        text = file.read(100).decode(errors="replace").strip()
       if not text:  # still being written
         return 0
       self._request.unlink()
+    except FileNotFoundError:
+      return 0
     except OSError as error:
       self._report(error)
       return 0
@@ -108,4 +111,7 @@ class Tracer:
     return int(text)
 
   def _report(self, error: Exception) -> None:
-    self._say(f"no trace ({first_line(error)}); training continues")
+    line = f"no trace ({first_line(error)}); training continues"
+    if line != self._reported:  # once, not every second
+      self._say(line)
+    self._reported = line

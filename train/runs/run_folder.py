@@ -4,10 +4,9 @@ Also programs/, compiled programs, and on a GPU kernels/, the compiler's autotun
 restart takes seconds and computes the same bits.
 """
 
-import fcntl
 import json
-import os
 import secrets
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,13 +16,22 @@ import numpy as np
 from lnssm_jax.pretrained.files import FORMAT
 from train import config
 from train.checkpoint import digests, store
+from train.checkpoint.safe_files import make_folder, replace_file
 from train.cluster import distributed
 from train.config.changes import differences, is_free
 from train.config.versions import versions
 from train.config.vision import Vision
+from train.messages import Say, write
 from train.runs.config_file import CONFIG, RunFolderError, read, read_config
-from train.runs.rows import Row, wrong_row
+from train.runs.metrics_file import MetricsFile
+from train.runs.rows import Row
+from train.runs.run_lock import LockedError, RunLock
 from train.step.optimizer import make_schedule
+
+
+def warn(text: str) -> None:
+  """Prints a line on stderr."""
+  write(sys.stderr, f"{text}\n")
 
 
 class RunFolder:
@@ -37,17 +45,30 @@ class RunFolder:
     self.kernels = self.path / "kernels"
     self.changes: dict[str, str] = {}  # of settings since the last start of the run
     self.on_rows: Callable[[list[Row]], object] = lambda rows: None  # called in process 0
+    self.say: Say = warn
     self._id: str | None = None  # known after `write_config`
-    self._lock: int | None = None
-    self._unwritten = ""  # rows that could not be written yet
+    self._config = b""  # likewise
+    self._lock: RunLock | None = None
+    own = lambda: self._id or digests.run_id(self.path)
+    self._metrics = MetricsFile(self.metrics_file, own)
 
   def __enter__(self) -> "RunFolder":
     return self
 
   def __exit__(self, *_) -> None:
     if self._lock is not None:
-      os.close(self._lock)
+      if lost := self._metrics.close():
+        self.say(f"{lost} rows could not be written to {self.metrics_file} and are lost")
+      self._lock.close()
       self._lock = None
+
+  def check(self) -> None:
+    """Raises RunFolderError if another process has taken over the folder."""
+    if self._lock is not None:
+      try:
+        self._lock.check()
+      except LockedError as error:
+        raise RunFolderError(str(error)) from None
 
   def load_config(self) -> config.Train:
     """Reads the config of the run.
@@ -63,7 +84,25 @@ class RunFolder:
       return
     self._id = digests.run_id(self.path) or secrets.token_hex(8)
     values = config.to_dict(cfg) | {"format": FORMAT, "versions": versions(), "run": self._id}
-    _write_atomically(self.config_file, json.dumps(values, indent=2) + "\n")
+    self._config = f"{json.dumps(values, indent=2)}\n".encode()
+    replace_file(self.config_file, self._config)
+
+  def before_checkpoint(self) -> None:
+    """Makes durable what a checkpoint needs: the rows before it, and config.json.
+
+    If someone removed or renamed the run folder, it is created again.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    if self._config and not self.config_file.exists():
+      self.say(
+        f"{self.config_file} has vanished: the folder was removed or renamed. It is created again, "
+        "and the run continues there; what it had before is not in it."
+      )
+      make_folder(self.path)
+      replace_file(self.config_file, self._config)
+    self._metrics.sync()
 
   def read_rows(self) -> list[Row]:
     """Reads the rows of metrics.jsonl, without a last line that a crash cut off.
@@ -71,73 +110,32 @@ class RunFolder:
     Raises:
       RunFolderError: any other line is damaged, or of another run.
     """
-    if not self.metrics_file.exists():
-      return []
-    own = self._id or digests.run_id(self.path)
-    lines, rows = self.metrics_file.read_bytes().splitlines(), []
-    for number, line in enumerate(lines, 1):
-      try:
-        row = json.loads(line)
-      except (ValueError, RecursionError) as error:
-        if number < len(lines):
-          raise self._damaged_row(number, error) from error
-        return rows
-      wrong = wrong_row(row)
-      if wrong is not None:
-        raise self._damaged_row(number, wrong)
-      if row.pop("run", own) != own and own is not None:
-        raise self._damaged_row(number, "a row of another run")
-      rows.append(row)
-    return rows
-
-  def _damaged_row(self, number: int, why: object) -> RunFolderError:
-    return RunFolderError(
-      f"{self.metrics_file}, line {number}, is damaged ({why}); remove that line."
-    )
+    return self._metrics.read()
 
   def append(self, rows: list[Row]) -> list[Row]:
     """Appends rows to metrics.jsonl, all or none, and returns them.
 
-    Rows that do not fit on the disk are kept in memory and written with the next call.
+    Rows that do not fit on the disk are kept in memory and written with the next call. At the end
+    of the run those that could never be written are counted in a message.
     """
     if distributed.is_first():
       self.on_rows(rows)
-      self._unwritten += self._lines(rows)
-      if self._write(self._unwritten.encode()):
-        self._unwritten = ""
+      self._metrics.append(rows)
     return rows
-
-  def _lines(self, rows: list[Row]) -> str:
-    own = self._id or digests.run_id(self.path)
-    bound = {} if own is None else {"run": own}
-    return "".join(json.dumps(row | bound) + "\n" for row in rows)
-
-  def _write(self, text: bytes) -> bool:
-    """Appends all of `text`, or nothing."""
-    try:
-      with self.metrics_file.open("ab", buffering=0) as file:
-        end = file.tell()
-        try:
-          if file.write(text) == len(text):
-            return True
-        except OSError:
-          pass
-        file.truncate(end)
-    except OSError:
-      pass
-    return False
 
   def keep_rows_until(self, step: int) -> list[Row]:
-    """Removes the rows of later steps, which will be trained again, from metrics.jsonl."""
-    rows = [row for row in self.read_rows() if row["step"] <= step]
+    """Removes the rows of later steps, which will be trained again, from metrics.jsonl.
+
+    Damaged lines are put aside into metrics.jsonl.damaged. Other processes only read.
+    """
     if distributed.is_first():
-      _write_atomically(self.metrics_file, self._lines(rows))
-    return rows
+      return self._metrics.keep_until(step, self.say)
+    return []
 
   def skipped_steps(self) -> list[int]:
     """Steps skipped by the step guard (`train.step.step_guard`), in ascending order."""
     return distributed.on_first(
-      lambda: [row["step"] for row in self.read_rows() if row["kind"] == "skipped"]
+      lambda: [row["step"] for row in self._metrics.notable() if row["kind"] == "skipped"]
     )
 
   def evaluation(self, step: int, sets: Iterable[str]) -> list[Row]:
@@ -145,17 +143,24 @@ class RunFolder:
     return distributed.on_first(lambda: self._evaluation(step, sets))
 
   def _evaluation(self, step: int, sets: Iterable[str]) -> list[Row]:
-    rows = {r["set"]: r for r in self.read_rows() if r["kind"] == "eval" and r["step"] == step}
+    found = self._metrics.notable()
+    rows = {r["set"]: r for r in found if r["kind"] == "eval" and r["step"] == step}
     return [rows[name] for name in sets] if rows.keys() >= set(sets) else []
 
 
-def claim(cfg: config.Train | Vision, *, allow_config_change: bool = False) -> RunFolder:
-  """Locks `cfg.run_dir` for training by this process alone; writes nothing.
+def claim(
+  cfg: config.Train | Vision, *, allow_config_change: bool = False, say: Say = warn
+) -> RunFolder:
+  """Locks `cfg.run_dir` for training by this process alone (`train.runs.run_lock`).
+
+  Args:
+    say: reports what happens to the folder, until the run ends.
 
   Raises:
     RunFolderError: it is a file, not writable, in use, or belongs to another config.
   """
   run = RunFolder(cfg.run_dir)
+  run.say = say
   run.changes = distributed.on_first(lambda: _claim(run, cfg, allow_config_change))
   return run
 
@@ -163,7 +168,12 @@ def claim(cfg: config.Train | Vision, *, allow_config_change: bool = False) -> R
 def _claim(run: RunFolder, cfg: config.Train | Vision, allow_config_change: bool) -> dict[str, str]:
   """Locks the folder; returns the settings that differ from those of its run."""
   _check_writable(run.path)
-  run._lock = _lock(run.path)
+  try:
+    run._lock = RunLock(run.path, run.say)
+  except LockedError as error:
+    raise RunFolderError(str(error)) from None
+  except OSError as error:
+    raise _not_writable(run.path, error) from error
   try:
     changes = {}
     if store.newest_step(run.checkpoints) is not None:  # otherwise there is nothing to protect
@@ -201,34 +211,19 @@ def _learning_rate_change(run: RunFolder, cfg: config.Train) -> dict[str, str]:
 def _check_writable(path: Path) -> None:
   if path.exists() and not path.is_dir():
     raise RunFolderError(f"run_dir={str(path)!r} is a file; a run needs its own folder.")
+  checkpoints = path / "checkpoints"
   try:
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     with tempfile.TemporaryFile(dir=path) as file:
       file.write(b"x")
+    if checkpoints.exists() and not checkpoints.is_dir():
+      raise RunFolderError(f"{checkpoints} is a file; a run needs a folder there.")
   except OSError as error:
-    raise RunFolderError(
-      f"run_dir={str(path)!r} cannot be written ({error.strerror}); use another with "
-      "--set run_dir=FOLDER."
-    ) from error
+    raise _not_writable(path, error) from error
 
 
-def _lock(path: Path) -> int | None:
-  """Locks the folder until the returned descriptor is closed or the process ends in any way."""
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    os.close(descriptor)
-    raise RunFolderError(
-      f"another process is training in {path}; wait for it, or use --set run_dir=ANOTHER."
-    ) from None
-  except OSError:  # the file system has no locks
-    os.close(descriptor)
-    return None
-  return descriptor
-
-
-def _write_atomically(path: Path, text: str) -> None:
-  temporary = path.with_name(path.name + ".tmp")
-  temporary.write_text(text)
-  temporary.replace(path)
+def _not_writable(path: Path, error: OSError) -> RunFolderError:
+  return RunFolderError(
+    f"run_dir={str(path)!r} cannot be written ({error.strerror or error}); use another with "
+    "--set run_dir=FOLDER."
+  )

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from lnssm_jax.pretrained.files import open_regular
+
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 
@@ -66,7 +68,8 @@ class FolderImages:
       DataError: the file is damaged.
     """
     try:
-      with Image.open(self._files[number]) as image:
+      path = self._files[number]
+      with open_regular(path, follow_links=True) as file, Image.open(file) as image:
         image.load()
         return image
     except OSError as error:

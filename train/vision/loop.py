@@ -54,13 +54,19 @@ def fit(cfg: Vision, *, allow_config_change: bool = False) -> Result:
   """
   console = Console()
   with contextlib.ExitStack() as stack:
-    run = stack.enter_context(run_folder.claim(cfg, allow_config_change=allow_config_change))
+    claiming = {"allow_config_change": allow_config_change}
+    run = stack.enter_context(run_folder.claim(cfg, **claiming, say=console.say))
     train, validation = _open(cfg)
     epoch = len(train) // cfg.global_batch
     whole, rows = _shardings(cfg)
     initialize, train_step, evaluate = make_steps(cfg, epoch)
     checkpoints = stack.enter_context(
-      Checkpoints(run.checkpoints, keep=cfg.keep_checkpoints, say=console.say)
+      Checkpoints(
+        run.checkpoints,
+        keep=cfg.keep_checkpoints,
+        say=console.say,
+        before=run.before_checkpoint,
+      )
     )
     state, step = _begin(cfg, initialize, checkpoints, whole)
     run.keep_rows_until(step)
@@ -81,6 +87,7 @@ def fit(cfg: Vision, *, allow_config_change: bool = False) -> Result:
     stream = stack.enter_context(training_batches(train, cfg, step))
     validated, begin, since = None, time.perf_counter(), step
     while step < cfg.epochs * epoch and not stop:
+      run.check()
       batch = jax.device_put(next(stream), Batch(rows, rows, rows, whole, whole, whole))
       state, loss = train_step(state, batch)
       step += 1
