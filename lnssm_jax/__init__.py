@@ -11,6 +11,7 @@
     lnssm_jax.frameworks  the papers' frameworks as equations
     lnssm_jax.analysis  what a model remembers
     lnssm_jax.load_model  a trained model from a folder (lnssm_jax.pretrained)
+    lnssm_jax.score     how likely texts are to it
 
 Each is imported when it is first used. The package needs JAX and Flax only, and no accelerator.
 """
@@ -30,6 +31,7 @@ __all__ = [
   "models",
   "ops",
   "pretrained",
+  "score",
   "sharding",
 ]
 
@@ -45,12 +47,12 @@ if TYPE_CHECKING:
     pretrained,
     sharding,
   )
-  from lnssm_jax.pretrained import load_model
+  from lnssm_jax.pretrained import load_model, score
 else:
 
   def __getattr__(name: str):
-    if name == "load_model":
-      return importlib.import_module(f"{__name__}.pretrained").load_model
+    if name in ("load_model", "score"):
+      return getattr(importlib.import_module(f"{__name__}.pretrained"), name)
     if name in __all__:
       return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

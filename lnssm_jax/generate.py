@@ -11,7 +11,7 @@ A row's random numbers depend only on the seed, the row and the number of the to
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +158,7 @@ def _run(model, prompts, options: SamplingOptions):
   # Rounded sums of probabilities may exceed 1, but not infinity.
   limits = (jnp.float32(options.temperature), jnp.float32(np.inf if whole else options.top_p))
 
-  state, logits = _read(model, prompts, options.prefill_chunk)
+  state, logits = read_prompts(model, prompts, options.prefill_chunk)
   states = _apart(model, state)
   seed_key, numbers = jax.random.key(options.seed), np.arange(len(prompts))
   row_keys = jax.vmap(jax.random.fold_in, (None, 0))(seed_key, numbers)
@@ -174,8 +174,14 @@ def _run(model, prompts, options: SamplingOptions):
         return
 
 
-def _read(model, prompts, prefill_chunk):
-  """Reads the prompts: (state, logits [B, vocab] of the token after each)."""
+def read_prompts(
+  model: LanguageModel, prompts: Sequence[np.ndarray], prefill_chunk: int = 256
+) -> tuple[Any, Any]:
+  """Reads prompts of any lengths: (state, logits [B, vocab] of the token after each).
+
+  The second axis of every array of the state is B. Unlike those of `generate`, prompts are not
+  checked.
+  """
   longest = max(len(prompt) for prompt in prompts)
   # Powers of two below the full chunk, so that short prompts of many lengths share few programs.
   chunk = min(prefill_chunk, 1 << (longest - 1).bit_length())

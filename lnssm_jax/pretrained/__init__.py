@@ -12,18 +12,29 @@ suffice; a tokenizer other than "bytes" needs the package `tokenizers`.
 import importlib
 from typing import TYPE_CHECKING
 
-__all__ = ["DataError", "ExportError", "LoadedModel", "Score", "load_model"]
+__all__ = [
+  "DataError",
+  "ExportError",
+  "LoadedModel",
+  "Score",
+  "lm_eval_model",
+  "load_model",
+  "score",
+]
 _HOMES = {
   "DataError": "files",
   "ExportError": "manifest",
   "LoadedModel": "loaded",
   "Score": "texts",
+  "lm_eval_model": "harness",
   "load_model": "loaded",
+  "score": "loaded",
 }
 
 if TYPE_CHECKING:
   from lnssm_jax.pretrained.files import DataError
-  from lnssm_jax.pretrained.loaded import LoadedModel, load_model
+  from lnssm_jax.pretrained.harness import lm_eval_model
+  from lnssm_jax.pretrained.loaded import LoadedModel, load_model, score
   from lnssm_jax.pretrained.manifest import ExportError
   from lnssm_jax.pretrained.texts import Score
 else:

@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 from flax import nnx
@@ -89,8 +89,8 @@ class LoadedModel:
     return texts.complete(self.model, self.tokenizer, [prompt], options)[0]
 
   def score(self, text: str, *, context: str = "") -> Score:
-    """Log-probability of each token of a text; see `lnssm_jax.pretrained.texts.score`."""
-    return texts.score(self.model, self.tokenizer, text, context)
+    """Log-probability of each token of a text; see `lnssm_jax.score`."""
+    return score(self, text, context=context)
 
   def __repr__(self) -> str:
     model, count = self.settings["model"], count_parameters(nnx.state(self.model, nnx.Param))
@@ -128,6 +128,44 @@ def load_model(folder: str | Path) -> LoadedModel:
   settings = {"model": manifest.model, **manifest.settings}
   tokenizer = lambda: exports.tokenizer_of(folder, manifest)
   return LoadedModel(model, settings, manifest.step, folder, lambda: manifest.metrics, tokenizer)
+
+
+@overload
+def score(
+  model: LoadedModel, text: str, *, context: str | Sequence[str] = "", batch: int = 8
+) -> Score: ...
+@overload
+def score(
+  model: LoadedModel, text: Sequence[str], *, context: str | Sequence[str] = "", batch: int = 8
+) -> list[Score]: ...
+def score(
+  model: LoadedModel,
+  text: str | Sequence[str],
+  *,
+  context: str | Sequence[str] = "",
+  batch: int = 8,
+) -> Score | list[Score]:
+  """Log-probabilities of the tokens of a text, or of each of several, `batch` at once.
+
+      lnssm_jax.score(lnssm_jax.load_model("exported"), "def f(x): return x").perplexity
+
+  Args:
+    context: text before it, read but not scored; one for all texts, or one for each. Without it the
+      first token of a text is its context.
+
+  Raises:
+    ValueError: there is no token to score, contexts and texts differ in number, or the model's
+      cache cannot hold the tokens.
+  """
+  several = [text] if isinstance(text, str) else list(text)
+  contexts = [context] * len(several) if isinstance(context, str) else list(context)
+  if len(contexts) != len(several):
+    raise ValueError(
+      f"context has {len(contexts)} texts for the {len(several)} of text; give one, or as many."
+    )
+  pairs = list(zip(contexts, several, strict=True))
+  found = texts.scores(model.model, model.tokenizer, pairs, batch=batch) if pairs else []
+  return found[0] if isinstance(text, str) else found
 
 
 def not_exported(folder: Path) -> str:

@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,11 +60,24 @@ def complete(
 
   Args:
     until: a continuation ends before the first of these strings.
+
+  Raises:
+    ValueError: the model's cache cannot hold a prompt with its continuation.
   """
+  return complete_tokens(model, tokenizer, _encode(tokenizer, prompts), options, until=until)
+
+
+def complete_tokens(
+  model: LanguageModel,
+  tokenizer: Tokenizer,
+  rows: Sequence[Sequence[int]],
+  options: SamplingOptions,
+  *,
+  until: Sequence[str] = (),
+) -> list[str]:
+  """As `complete`, for encoded prompts."""
   steps, stop, found = [], options.stop_token, []
-  for part in itertools.batched(
-    generate.stream(model, _encode(tokenizer, prompts), options), _LOOK
-  ):
+  for part in itertools.batched(generate.stream(model, rows, options), _LOOK):
     steps += part
     if until and all(_ends(tokenizer, row, stop, until) for row in np.stack(steps, axis=1)):
       break
@@ -82,22 +95,17 @@ def stream(
   return _pieces(steps, tokenizer, options.stop_token)
 
 
-def score(model: LanguageModel, tokenizer: Tokenizer, text: str, context: str = "") -> Score:
-  """Scores each token of `text` after `context`, which is read but not scored.
+def scores(
+  model: LanguageModel, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, batch: int = 8
+) -> list[Score]:
+  """Scores the text of each pair (context, text), whose context is read but not scored.
 
-  Without a context the first token of the text is its context. Memory does not grow with the text.
+  Without a context the first token of a text is its context. Memory does not grow with the text.
 
   Raises:
     ValueError: there is no token to score, the model's cache cannot hold the tokens, or the
       tokenizer is not that of the model.
   """
-  return scores(model, tokenizer, [(context, text)])[0]
-
-
-def scores(
-  model: LanguageModel, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, batch: int = 8
-) -> list[Score]:
-  """As `score` for each pair (context, text), `batch` at once."""
   rows, starts = [], []
   for context, text in pairs:
     before = tokenizer.encode(context) if context else np.zeros(0, np.int32)
@@ -116,10 +124,12 @@ def score_tokens(
 ) -> list[Score]:
   """Scores the tokens of each row from its start (at least 1) on, `batch` rows at once.
 
-  Rows of similar lengths are read together, padded on the right, which no scored token sees.
+  Rows of similar lengths are read together, padded on the right, which no scored token sees. Tokens
+  before the start that several rows have in common, such as the query of a multiple choice, are
+  read once: the rows continue from copies of the state after them.
 
   Raises:
-    ValueError: as `score`.
+    ValueError: the model's cache cannot hold a row, or its vocabulary has not all of the tokens.
   """
   limit = model.max_length
   for tokens in rows:
@@ -134,23 +144,54 @@ def score_tokens(
         f"max_length={limit} holds (learned positions, or the cache of softmax attention); score "
         "pieces of it, or build the model with another max_length in mixer_options."
       )
-  found: dict[int, Score] = {}
-  order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
-  batch = min(batch, len(rows))
-  split = nnx.split(model)
-  for first in range(0, len(rows), batch):
-    group = order[first : first + batch]
-    group_rows = [rows[number] for number in group]
-    padded = group_rows + group_rows[:1] * (batch - len(group))  # one shape for all batches
-    log_probs, likeliest = _score_rows(model, split, padded)
-    for row, number in enumerate(group):
-      tokens, start = rows[number], starts[number]
-      scored = slice(start - 1, len(tokens) - 1)
-      found[number] = Score(tokens[start:], log_probs[row, scored], likeliest[row, scored])
+  groups: dict[bytes | int, list[int]] = {}
+  for number, (tokens, start) in enumerate(zip(rows, starts, strict=True)):
+    # The last token before the start is read again: its logits are those of the first scored one.
+    common = np.asarray(tokens[: start - 1], np.int32).tobytes()
+    groups.setdefault(common or number, []).append(number)
+  alone = [numbers[0] for numbers in groups.values() if len(numbers) == 1]
+  shared = [numbers for numbers in groups.values() if len(numbers) > 1]
+  batch = max(1, min(batch, len(rows)))
+  split, found = nnx.split(model), {}
+  for numbers in _batches(alone, batch, lambda number: len(rows[number])):
+    state = model.init_state(batch)
+    found |= _score_batch(split, state, rows, starts, numbers, [0] * batch)
+  for part in _batches(shared, batch, lambda numbers: starts[numbers[0]]):
+    commons = [rows[numbers[0]][: starts[numbers[0]] - 1] for numbers in part]
+    states, _ = generate.read_prompts(model, commons, _CHUNK)
+    places = {number: place for place, numbers in enumerate(part) for number in numbers}
+    for numbers in _batches(places, batch, lambda number: len(rows[number]) - starts[number]):
+      state = _taken(states, np.array([places[number] for number in numbers]))
+      read = [starts[number] - 1 for number in numbers]
+      found |= _score_batch(split, state, rows, starts, numbers, read)
   return [found[number] for number in range(len(rows))]
 
 
-def _score_rows(model, split, rows):
+def _batches(items: Iterable[Any], size: int, key: Callable[[Any], int]) -> Iterator[list[Any]]:
+  """Batches of similar items; the last one repeats its first, so that all have one shape."""
+  for part in itertools.batched(sorted(items, key=key), size):
+    yield [*part, *part[:1] * (size - len(part))]
+
+
+@jax.jit
+def _taken(states, index):
+  """The states of some sequences of a batch."""
+  return jax.tree.map(lambda x: x[:, index], states)
+
+
+def _score_batch(split, state, rows, starts, numbers, read) -> dict[int, Score]:
+  """Scores by row, of rows of which the state has the first `read` tokens."""
+  rest = [rows[number][skip:] for number, skip in zip(numbers, read, strict=True)]
+  log_probs, likeliest = _score_rows(split, state, rest)
+  found = {}
+  for row, (number, skip) in enumerate(zip(numbers, read, strict=True)):
+    tokens, start = rows[number], starts[number]
+    scored = slice(start - 1 - skip, len(tokens) - 1 - skip)
+    found[number] = Score(tokens[start:], log_probs[row, scored], likeliest[row, scored])
+  return found
+
+
+def _score_rows(split, state, rows):
   """(log-probability [B, T] of each next token, whether it is the likeliest), padded."""
   longest = max(map(len, rows)) - 1
   # Powers of two below the full chunk, so that short texts of many lengths share few programs.
@@ -159,8 +200,7 @@ def _score_rows(model, split, rows):
   tokens = np.zeros((len(rows), width + 1), np.int32)
   for padded, row in zip(tokens, rows, strict=True):
     padded[: len(row)] = row
-  graph, params = split
-  state, parts = model.init_state(len(rows)), []
+  (graph, params), parts = split, []
   for first in range(0, width, chunk):
     piece = tokens[:, first : first + chunk + 1]
     state, part = _score_chunk(graph, params, state, piece[:, :-1], piece[:, 1:])

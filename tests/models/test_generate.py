@@ -154,8 +154,8 @@ def test_memory_and_programs_do_not_grow_with_the_text(model):
   programs = generation._decode._cache_size()
   generate(model, [[3] * 40], SamplingOptions(max_tokens=100, temperature=0))
   assert generation._decode._cache_size() == programs
-  short, _ = generation._read(model, [np.array([1, 2])], 4)
-  long, _ = generation._read(model, [np.arange(30)], 4)
+  short, _ = generation.read_prompts(model, [np.array([1, 2])], 4)
+  long, _ = generation.read_prompts(model, [np.arange(30)], 4)
   assert jax.tree.map(jnp.shape, short) == jax.tree.map(jnp.shape, long)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import train
+from lnssm_jax import generate as generation
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
@@ -69,6 +70,34 @@ def test_scores_of_a_batch_are_those_of_each_text_alone(loaded, monkeypatch):
     first = max(0, len(context) - 1)
     np.testing.assert_allclose(score.log_probs, expected[first:], atol=2e-5)
     np.testing.assert_array_equal(score.likeliest, likeliest[first:])
+
+
+@pytest.mark.parametrize("mixer", ["lrn", "softmax_attention"])
+def test_common_contexts_are_read_once(mixer, tmp_path, monkeypatch):
+  """Three contexts in batches of two; of the learned positions, each row has its own."""
+  limit = {"learned_positions": 16, "mixer_options": {"max_length": 16}}
+  change = {"mixer": mixer} | (limit if mixer == "softmax_attention" else {})
+  model = config.Model(**{**config.to_dict(MODEL), **change})
+  export.write(tmp_path / "out", model, random_params(model), load_tokenizer("bytes"), 7)
+  loaded, read, whole = train.load_model(tmp_path / "out"), [], generation.read_prompts
+
+  def read_prompts(model, prompts, chunk):
+    read.extend(bytes(prompt.tolist()).decode() for prompt in prompts)
+    return whole(model, prompts, chunk)
+
+  monkeypatch.setattr(generation, "read_prompts", read_prompts)
+  monkeypatch.setattr(texts, "_CHUNK", 4)
+  contexts = {"longer context": 2, "one": 3, "other": 2, "alone": 1, "x": 2}
+  pairs = [
+    (context, f"{n}{n}"[: n + 1]) for context, times in contexts.items() for n in range(times)
+  ]
+  found = texts.scores(loaded.model, loaded.tokenizer, pairs[::-1], batch=2)[::-1]
+  for (context, text), score in zip(pairs, found, strict=True):
+    expected, likeliest = log_probs(loaded, context + text)
+    np.testing.assert_allclose(score.log_probs, expected[len(context) - 1 :], atol=2e-5)
+    np.testing.assert_array_equal(score.likeliest, likeliest[len(context) - 1 :])
+  assert sorted(set(read)) == ["longer contex", "on", "othe"]
+  assert len(read) == 4  # batches of one size
 
 
 def test_continuation_ends_before_the_first_of_the_strings(loaded, monkeypatch):

@@ -83,5 +83,6 @@ TASKS: Sequence[Task] = (
   ),
   Task("recall", "Values named in a text.", scoring.recall, scoring.recall_options),
   Task("rouge", "Answers and summaries by ROUGE-L.", scoring.rouge, scoring.rouge_options),
+  Task("lm-eval", "Tasks of the package lm_eval.", scoring.lm_eval, scoring.lm_eval_options),
   Task("niah", "Values hidden in generated long texts.", scoring.niah, scoring.niah_options),
 )

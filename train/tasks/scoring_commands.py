@@ -212,3 +212,21 @@ def rouge(options: argparse.Namespace) -> Report | None:
     limit=options.limit,
     batch=options.batch,
   )
+
+
+def lm_eval_options(parser: Any) -> None:
+  arguments.add_model(parser)
+  add = parser.add_argument
+  add("tasks", nargs="+", metavar="TASK", help="names of tasks")
+  add("--include", metavar="FOLDER", help="with .yaml files of more tasks")
+  add("--fewshot", type=arguments.whole, metavar="N", help="(default: the task's own number)")
+  add("--limit", type=arguments.count, metavar="N", help="only the first N rows of a task")
+  arguments.add_batch(parser)
+
+
+def lm_eval(options: argparse.Namespace) -> Report:
+  from train.tasks import harness
+
+  names = ("include", "fewshot", "limit", "batch")
+  given = {name: getattr(options, name) for name in names}
+  return harness.run(arguments.loaded(options), options.tasks, **given)
