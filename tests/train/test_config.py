@@ -297,5 +297,5 @@ def test_config_json_round_trip_exact():
 def test_config_stored_unknown_setting_rejected():
   values = to_dict(small())
   values["model"]["width"] = 3
-  with pytest.raises(ConfigError, match=r"no setting 'model\.width' in Model"):
+  with pytest.raises(ConfigError, match=r"no setting 'model\.width'"):
     from_dict(values)

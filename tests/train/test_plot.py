@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from matplotlib import pyplot
 
 from train.cli.main import main
 from train.logging import plot
@@ -28,8 +29,8 @@ def test_plot_curves_read(run):
   training, validation = plot.read(run)
   assert training == ([1, 2], [5.0, 4.0])
   assert validation == {"books": ([0, 2], [5.5, 1.5])}
-  steps, values = plot.smoothed(training, 2)
-  assert (list(steps), list(values)) == ([2], [4.5])
+  steps, values = plot.smoothed(([1, 2, 3], [5.0, 4.0, 2.0]), 2)
+  assert (list(steps), list(values)) == ([1, 2, 3], [5.0, 4.5, 3.0])
 
 
 def test_plot_runs_drawn(run, tmp_path, capsys):
@@ -37,6 +38,28 @@ def test_plot_runs_drawn(run, tmp_path, capsys):
   assert main(["plot", str(run), str(run), "--output", str(picture)]) == 0
   assert picture.read_bytes().startswith(b"\x89PNG")
   assert capsys.readouterr().out == f"{picture}\n"
+  assert main(["plot", str(run)]) == 0
+  assert (run / "losses.png").is_file()
+
+
+def test_plot_has_one_color_per_run_and_a_legend_in_every_panel(run, tmp_path, monkeypatch):
+  other = tmp_path / "other"
+  other.mkdir()
+  rows = [row for row in ROWS if row["kind"] == "train"] + [ROWS[0] | {"set": "wiki"}]
+  (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  monkeypatch.setattr(pyplot, "close", lambda figure: None)
+  plot.draw([run, other], tmp_path / "a.png")
+  figure = pyplot.gcf()
+  panels = {axis.get_title(): axis for axis in figure.axes if axis.lines}
+  assert set(panels) == {"training", "books", "wiki"}
+  colors = {(line.get_label(), line.get_color()) for axis in panels.values() for line in axis.lines}
+  assert len(colors) == 2
+  for axis in panels.values():
+    names = [line.get_label() for line in axis.lines]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == names
+    values = [y for line in axis.lines for y in line.get_ydata()]
+    low, high = axis.get_ylim()
+    assert low < min(values) <= max(values) < high  # the first points too
 
 
 def test_plot_without_run_named(run, tmp_path, capsys):

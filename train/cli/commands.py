@@ -107,6 +107,14 @@ def generate(options: argparse.Namespace) -> None:
     print(f"--- {number} of {len(prompts)}\n{prompt}{new}")
 
 
+def init(options: argparse.Namespace) -> None:
+  """Writes a config file with every setting and its meaning."""
+  from train.cli import new_config
+
+  new_config.write(options.file)
+  print(options.file)
+
+
 def tokenize(options: argparse.Namespace) -> None:
   """Creates token files from a config's data or from the given text."""
   if bool(options.config) == bool(options.input):
@@ -200,8 +208,7 @@ def plot(options: argparse.Namespace) -> None:
   """Plots the losses of runs."""
   from train.logging import plot
 
-  plot.draw(options.runs, options.output)
-  print(options.output)
+  print(plot.draw(options.runs, options.output))
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -12,11 +12,14 @@ import lnssm_jax
 import train
 from train import config
 from train.cli import commands
+from train.config.checked import did_you_mean
+from train.config.listing import listing
 from train.messages import discard, open_standard_streams, write
 from train.tasks import registry
 
 EXAMPLES = """\
 examples:
+  python -m train init configs/mine.py
   python -m train fit --config configs/quickstart.py
   python -m train fit --config configs/quickstart.py --set steps=1000 --set run_dir=runs/longer
   python -m train fit --config configs/quickstart.py --dry-run --set compile_cache=programs
@@ -46,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   In a run of several processes, a failing process exits here without waiting for the others.
   """
   parser = _parser()
+  arguments = list(sys.argv[1:] if arguments is None else arguments)
+  _check_names(parser, arguments)
   options = parser.parse_args(arguments)
   if options.command is None:
     parser.print_help()
@@ -97,8 +102,30 @@ def _is_joined() -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
+  settings: type | None = None  # those that `--set` changes, for `--help`
+
+  def format_help(self) -> str:
+    text = super().format_help()
+    return text if self.settings is None else f"{text}\n{listing(self.settings)}\n"
+
   def error(self, message: str) -> NoReturn:
     self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def _check_names(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+  """Exits if an option has a name that its command lacks, with the closest that it has.
+
+  argparse would first report what is missing, such as the option whose name is misspelled.
+  """
+  for argument in arguments:
+    commands = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if commands and argument in commands[0].choices:
+      parser = commands[0].choices[argument]
+    name = argument.partition("=")[0]
+    known = parser._option_string_actions
+    if name.startswith("--") and len(name) > 2 and name not in known:
+      long = [option for option in known if option.startswith("--")]
+      parser.error(f"no option {name}{did_you_mean(name, long)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,6 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     epilog=EXAMPLES,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
+  version = f"lnssm_jax {lnssm_jax.__version__}"
+  parser.add_argument("--version", action="version", version=version)
   added_to = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
   def plain(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
@@ -137,8 +166,11 @@ def _parser() -> argparse.ArgumentParser:
       )
     return added
 
+  init = plain("init", commands.init, "Write a config file with every setting and its meaning.")
+  init.add_argument("file", type=Path, metavar="FILE.py", help="a file that does not exist")
   fit = command("fit", commands.fit, "Train a model, or resume a stopped run.")
   classify = command("classify", commands.classify, "Train an image classifier, or resume it.")
+  fit.settings, classify.settings = config.Train, config.Vision
   for added in (fit, classify):
     added.add_argument("--print-config", action="store_true", help="print the config and exit")
     added.add_argument(
@@ -241,7 +273,9 @@ def _parser() -> argparse.ArgumentParser:
   )
   plot = plain("plot", commands.plot, "Plot the loss curves of runs in one figure.")
   plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-  plot.add_argument("--output", required=True, type=Path, metavar="FILE", help="such as a.png")
+  plot.add_argument(
+    "--output", type=Path, metavar="FILE", help="such as a.png (default: losses.png)"
+  )
   task = "Train or score on a task of the papers; `task NAME --help` has its options."
   registry.add_parsers(added_to.add_parser("task", help=task, description=task))
   command("doctor", commands.doctor, "Check whether this machine or job can train.")

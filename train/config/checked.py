@@ -10,6 +10,44 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+# Usual names in other libraries, and what they are here.
+_ELSEWHERE = {
+  name: setting
+  for setting, names in {
+    "'optimizer.peak_lr'": "lr learning_rate max_lr peak_learning_rate base_lr",
+    "'optimizer.final_lr'": "min_lr end_lr final_learning_rate",
+    "'optimizer.schedule'": "lr_scheduler lr_scheduler_type scheduler lr_schedule",
+    "'optimizer.warmup_steps'": "warmup num_warmup_steps lr_warmup_steps",
+    "'optimizer.weight_decay'": "wd decay",
+    "'optimizer.clip_norm'": "max_grad_norm grad_clip gradient_clipping clip_grad",
+    "'optimizer.name'": "optim optimizer_name",
+    "'optimizer.ema_decay'": "ema",
+    "'global_batch', the sequences of one step": "batch_size train_batch_size batch bs",
+    "'accumulate'": "gradient_accumulation_steps grad_accum accumulation_steps",
+    "'steps'": "max_steps num_steps train_steps total_steps iterations num_iterations",
+    "'steps', the number of batches": "epochs num_epochs num_train_epochs",
+    "'seq_len'": "sequence_length max_length max_seq_len block_size context_length seqlen",
+    "'eval_every'": "eval_interval eval_steps",
+    "'checkpoint_every'": "save_every save_steps save_interval checkpoint_interval",
+    "'keep_checkpoints'": "save_total_limit max_to_keep",
+    "'run_dir'": "output_dir out_dir save_dir log_dir",
+    "'watch', such as watch=wandb": "report_to logger wandb tensorboard",
+    "'model.dim'": "d_model hidden_size hidden_dim n_embd embed_dim width",
+    "'model.num_layers'": "n_layers n_layer num_hidden_layers depth",
+    "'model.num_heads'": "n_heads n_head num_attention_heads heads",
+    "'model.channel_hidden'": "intermediate_size ffn_dim mlp_dim d_ff",
+    "'model.channel_mixer'": "mlp ffn activation",
+    "'model.mixer'": "attention model_type arch layer_type mixers",
+    "'model.residual_dropout' (also embedding_dropout, drop_path)": "dropout dropout_rate",
+    "'model.dtype'": "precision mixed_precision bf16",
+    "'model.remat'": "gradient_checkpointing checkpointing",
+    "'model.tie_embeddings'": "tie_word_embeddings weight_tying",
+    "'data.train'": "dataset train_data train_files datasets",
+    "'data.validation'": "val_data eval_dataset eval_data validation_files",
+  }.items()
+  for name in names.split()
+}
+
 
 class ConfigError(ValueError):
   """Unknown, missing, wrongly typed or inconsistent setting; the message names it."""
@@ -69,8 +107,10 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 
 
 def unknown(cls: type, name: str) -> ConfigError:
-  """Error for a setting that `cls` does not have, with the closest known name."""
+  """Error for a setting that `cls` does not have, with the closest known name, or ours for it."""
   label = _label(cls, name)
+  if name in _ELSEWHERE:
+    return ConfigError(f"no setting {label!r}; here it is {_ELSEWHERE[name]}.")
   fields = [f.name for f in dataclasses.fields(cls)]
   inside = [g for g in _groups(cls) if name in hints_of(hint_of(cls, g))]
   if inside and not difflib.get_close_matches(name, fields, 1, 0.8):

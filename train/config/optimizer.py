@@ -35,24 +35,25 @@ class Optimizer:
   z_loss * logsumexp(z)^2 (PaLM; 1e-4 is usual), and logit_penalty / 2 * max(z)^2 (RWKV, LNSSM).
   """
 
-  name: str = "adamw"
-  options: dict[str, Any] = dataclasses.field(default_factory=dict)
-  peak_lr: float
-  final_lr: float
+  name: str = "adamw"  # or "muon", or MODULE:FUNCTION
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of that function
+  peak_lr: float  # learning rate after the warmup
+  final_lr: float  # at the last step
+  # From peak_lr to final_lr.
   schedule: Literal["exponential", "cosine", "linear", "wsd", "constant", "inverse_sqrt"] = (
     "exponential"
   )
-  warmup_steps: int = 0
+  warmup_steps: int = 0  # from 0 to peak_lr, a line
   decay_steps: int | None = None  # of "wsd"; None: a tenth of the steps after the warmup
-  b1: float = 0.9
-  b2: float = 0.99
-  eps: float = 1e-8
-  weight_decay: float = 0.0
+  b1: float = 0.9  # decay of Adam's first moment
+  b2: float = 0.99  # of its second moment
+  eps: float = 1e-8  # added to the root of the second moment
+  weight_decay: float = 0.0  # of matrices, times the learning rate
   clip_norm: float | None = None  # limit on the global gradient norm
-  lr_factors: dict[str, float] = dataclasses.field(default_factory=dict)
-  ema_decay: float | None = None
-  z_loss: float = 0.0
-  logit_penalty: float = 0.0
+  lr_factors: dict[str, float] = dataclasses.field(default_factory=dict)  # by name
+  ema_decay: float | None = None  # of an average of the parameters
+  z_loss: float = 0.0  # weight of logsumexp(logits)^2
+  logit_penalty: float = 0.0  # weight of max(logits)^2 / 2
 
   def __post_init__(self):
     check(self.peak_lr > 0, f"optimizer.peak_lr={self.peak_lr} must be positive.")

@@ -14,17 +14,17 @@ class Model:
   """Architecture of the language model and its dtypes."""
 
   mixer: str | tuple[str, ...] = "lnssm"  # a tuple is a pattern repeated over the layers
-  dim: int
-  num_layers: int
-  num_heads: int
-  vocab_size: int
-  channel_mixer: str = "gpt2"
+  dim: int  # channels of the residual stream
+  num_layers: int  # blocks, each a mixer and a channel mixer
+  num_heads: int  # of each mixer
+  vocab_size: int  # that of the tokenizer or more
+  channel_mixer: str = "gpt2"  # "swiglu", "geglu", "rwkv6_channel_mix", "none", ...
   channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
-  mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-  channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-  norm: Literal["layer", "layer_without_bias", "rms"] = "layer"
-  norm_eps: float = 1e-5
-  embedding_norm: bool = True
+  mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its constructor
+  channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # likewise
+  norm: Literal["layer", "layer_without_bias", "rms"] = "layer"  # before each mixer and the head
+  norm_eps: float = 1e-5  # of all norms, also inside mixers
+  embedding_norm: bool = True  # a norm after the embedding
   initialization: Literal["lnssm", "gpt2"] | None = None  # None: by `embedding_norm` and tying
   learned_positions: int | None = None  # length of a table of positions
   tie_embeddings: bool = False  # the output head is the transposed embedding
@@ -33,7 +33,7 @@ class Model:
   residual_dropout: float = 0.0  # of values of the outputs of mixers and channel mixers
   drop_path: float = 0.0  # of whole outputs of a row: in the last layer, 0 in the first
   dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations; states are always float32
-  param_dtype: Literal["float32", "bfloat16"] = "float32"
+  param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters and their gradients
   remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
   unroll: int | None = None  # layers per iteration of the layer scan; None: all on a GPU, else 1
 
@@ -86,16 +86,17 @@ class Data:
   and cut to its first `document_length` tokens.
   """
 
-  folder: str
-  tokenizer: str
-  train: tuple[str, ...] | dict[str, float]
-  validation: tuple[str, ...] = ()
-  sources: dict[str, str] = dataclasses.field(default_factory=dict)
-  fields: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+  folder: str  # of the token files
+  tokenizer: str  # "bytes", "bpe:N" or a path
+  train: tuple[str, ...] | dict[str, float]  # names, or weights by name
+  validation: tuple[str, ...] = ()  # names
+  sources: dict[str, str] = dataclasses.field(default_factory=dict)  # text by name
+  fields: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # keys of rows
+  # Tokens that the loss counts.
   targets: dict[str, Literal["all", "completion", "last"]] = dataclasses.field(default_factory=dict)
-  boundaries: Literal["reset", "ignore"] = "reset"
-  order: Literal["windows", "random_crops"] = "windows"
-  weighting: Literal["tokens", "documents"] = "tokens"
+  boundaries: Literal["reset", "ignore"] = "reset"  # of documents
+  order: Literal["windows", "random_crops"] = "windows"  # of training
+  weighting: Literal["tokens", "documents"] = "tokens"  # of a validation loss
   document_length: int | None = None  # None: seq_len
 
   def __post_init__(self):
@@ -177,10 +178,10 @@ class Mesh:
   batch and shards heads and channels, that is each layer's parameters and matrix products.
   """
 
-  data: int = -1
-  fsdp: int = 1
-  sequence: int = 1
-  tensor: int = 1
+  data: int = -1  # shards of the batch
+  fsdp: int = 1  # shards of the batch and of the parameters
+  sequence: int = 1  # shards of time
+  tensor: int = 1  # shards of heads and channels
 
   def __post_init__(self):
     sizes = dataclasses.asdict(self)
@@ -197,11 +198,11 @@ class Mesh:
 class Sample:
   """Text generation, by default at the end of a run."""
 
-  prompt: str = ""
-  tokens: int = 200
-  temperature: float = 0.8
-  top_p: float | None = 0.95
-  top_k: int | None = None
+  prompt: str = ""  # empty: a new document
+  tokens: int = 200  # at most; 0 writes none
+  temperature: float = 0.8  # 0 takes the most likely token
+  top_p: float | None = 0.95  # nucleus sampling
+  top_k: int | None = None  # only the most likely tokens
 
   def __post_init__(self):
     at_least("sample.tokens", self.tokens, 0)
@@ -224,16 +225,16 @@ class Train:
   optimizer: Optimizer
   data: Data
   mesh: Mesh = dataclasses.field(default_factory=Mesh)
-  run_dir: str
-  steps: int
-  seed: int = 0
+  run_dir: str  # folder that the run writes into
+  steps: int  # updates of the parameters
+  seed: int = 0  # of initial values, order of the data, dropout
   seq_len: int  # tokens per sequence
   global_batch: int  # sequences per step, over all devices and microbatches
   accumulate: int = 1  # microbatches per step
-  checkpoint_every: int
-  eval_every: int
-  log_every: int = 10
-  keep_checkpoints: int = 2
+  checkpoint_every: int  # steps
+  eval_every: int  # steps
+  log_every: int = 10  # steps
+  keep_checkpoints: int = 2  # the newest
   max_skipped: int = 10  # consecutive skipped steps (non-finite or spikes) that end the run
   skip_spikes: float | None = None  # skip steps this many standard deviations above the mean
   loss_chunk: int | None = None  # tokens whose logits are in memory at once; None: 512 MiB or less

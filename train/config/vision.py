@@ -11,20 +11,20 @@ from train.config.optimizer import Optimizer
 class Model:
   """Architecture of the classifier: arguments of `lnssm_jax.models.VisionModel`."""
 
-  mixer: str = "longhorn"
-  mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-  dim: int
-  num_layers: int
-  num_heads: int | None = None
-  num_classes: int
-  image_size: int = 224
-  patch_size: int = 16
-  channels: int = 3
-  norm: Literal["layer", "layer_without_bias", "rms"] = "rms"
-  norm_eps: float = 1e-5
-  drop_path: float = 0.0
-  dtype: Literal["bfloat16", "float32"] = "bfloat16"
-  remat: Literal["none", "full", "dots"] = "none"
+  mixer: str = "longhorn"  # in both directions
+  mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its constructor
+  dim: int  # channels of the residual stream
+  num_layers: int  # blocks
+  num_heads: int | None = None  # of each mixer that has heads
+  num_classes: int  # of the images
+  image_size: int = 224  # pixels of a side
+  patch_size: int = 16  # pixels of a side of a token
+  channels: int = 3  # 1 (gray) or 3 (colors)
+  norm: Literal["layer", "layer_without_bias", "rms"] = "rms"  # before each mixer
+  norm_eps: float = 1e-5  # of all norms
+  drop_path: float = 0.0  # of whole outputs of a row: in the last layer, 0 in the first
+  dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations
+  remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
 
   def __post_init__(self):
     for name in ("dim", "num_layers", "num_classes", "image_size", "patch_size"):
@@ -42,10 +42,10 @@ class Data:
   [N, height, width] or [N, height, width, channels] uint8 and NAME_y [N] integer of that file.
   """
 
-  train: str
-  validation: str
+  train: str  # a folder, or FILE.npz:NAME
+  validation: str  # likewise
   mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # per channel, of pixels from 0 to 1
-  std: tuple[float, ...] = (0.229, 0.224, 0.225)
+  std: tuple[float, ...] = (0.229, 0.224, 0.225)  # likewise
 
   def __post_init__(self):
     check(min(self.std) > 0, f"data.std={self.std} must be positive.")
@@ -87,13 +87,13 @@ class Vision:
   optimizer: Optimizer
   data: Data
   augment: Augment = dataclasses.field(default_factory=Augment)
-  run_dir: str
-  epochs: int
-  warmup_epochs: int = 0
+  run_dir: str  # folder that the run writes into
+  epochs: int  # passes over the training images
+  warmup_epochs: int = 0  # of the learning rate
   global_batch: int  # images per step, over all devices
-  seed: int = 0
+  seed: int = 0  # of initial values, order, changes of images
   checkpoint_every: int = 1  # epochs
-  keep_checkpoints: int = 2
+  keep_checkpoints: int = 2  # the newest
   log_every: int = 50  # steps
   workers: int | None = None  # threads that read and change images; None: all cores
 

@@ -1,5 +1,6 @@
 """Loss curves of one or several runs in one figure.
 
+    python -m train plot runs/lnssm                                   # runs/lnssm/losses.png
     python -m train plot runs/lnssm runs/gla --output compared.png
 
 One panel for the training loss and one per validation set, with a line per run. Run folders are
@@ -56,10 +57,12 @@ def read(run: Path) -> tuple[Points, dict[str, Points]]:
 
 
 def smoothed(points: Points, width: int) -> tuple[np.ndarray, np.ndarray]:
-  """Moving mean over `width` points, each at the step of the last."""
+  """Mean of the last `width` points, of fewer at the start, at the step of the last."""
   steps, values = (np.asarray(x, float) for x in points)
-  width = max(1, min(width, len(values)))
-  return steps[width - 1 :], np.convolve(values, np.ones(width) / width, mode="valid")
+  sums = np.concatenate([[0.0], np.cumsum(values)])
+  ends = np.arange(1, len(sums))
+  starts = np.maximum(0, ends - max(1, width))
+  return steps, (sums[ends] - sums[starts]) / (ends - starts)
 
 
 def _labels(runs: Sequence[Path]) -> list[str]:
@@ -68,8 +71,10 @@ def _labels(runs: Sequence[Path]) -> list[str]:
   return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
-def draw(runs: Sequence[Path], output: Path) -> None:
-  """Writes the figure in the format of the suffix of `output`.
+def draw(runs: Sequence[Path], output: Path | None = None) -> Path:
+  """Writes the figure in the format of the suffix of `output`, and returns its path.
+
+  Without `output`, losses.png: in the folder of a single run, else in the current one.
 
   Raises:
     ValueError: a file is damaged.
@@ -79,7 +84,10 @@ def draw(runs: Sequence[Path], output: Path) -> None:
 
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
+  from matplotlib import ticker
 
+  if output is None:
+    output = (runs[0] if len(runs) == 1 and runs[0].is_dir() else Path()) / "losses.png"
   curves = dict(zip(_labels(runs), (read(run) for run in runs), strict=True))
   sets = list(dict.fromkeys(name for _, validation in curves.values() for name in validation))
   columns = min(3, 1 + len(sets))
@@ -87,20 +95,24 @@ def draw(runs: Sequence[Path], output: Path) -> None:
   size = (4.4 * columns, 3.3 * rows)
   figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
   panels = dict(zip(["training", *sets], axes.flat, strict=False))
-  for name, (training, validation) in curves.items():
-    panels["training"].plot(*smoothed(training, len(training[0]) // 40), label=name, linewidth=1)
+  for number, (name, (training, validation)) in enumerate(curves.items()):
+    # One color per run in all panels, which need not have all runs.
+    style = {"label": name, "linewidth": 1, "color": f"C{number}"}
+    panels["training"].plot(*smoothed(training, len(training[0]) // 40), **style)
     for each, points in validation.items():
-      panels[each].plot(*points, marker=".", markersize=3, label=name, linewidth=1)
+      panels[each].plot(*points, marker=".", markersize=3, **style)
   for name, axis in panels.items():
-    everything = [y for line in axis.lines for y in np.asarray(line.get_ydata())]
-    if everything:  # exclude the first steps, which would compress the rest
-      low, high = min(everything), np.percentile(everything, 85)
-      axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low) or None)
+    # The first steps have large losses, which would compress the rest of a linear axis.
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
+    axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.4g"))
+    axis.yaxis.set_minor_locator(ticker.NullLocator())
     label = "nats per token" if name == "training" else "bits per byte"
     axis.set(title=name, xlabel="step", ylabel=label)
     axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=7)
   for axis in axes.flat[len(panels) :]:
     axis.set_axis_off()
-  panels["training"].legend(frameon=False, fontsize=7)
   figure.savefig(output, dpi=110)
   plt.close(figure)
+  return output
