@@ -18,6 +18,7 @@ from lnssm_jax.mixers.common.activations import exact_gelu
 from lnssm_jax.mixers.common.checks import check_choice, check_layer, check_positive
 from lnssm_jax.mixers.common.initializers import orthogonal, shift_weight
 from lnssm_jax.mixers.common.token_shift import interpolated, last_input
+from lnssm_jax.ops.core.precision import wide
 
 
 def _width(dim: int, hidden: int | None, usual: Callable[[int], int]) -> int:
@@ -36,6 +37,7 @@ def rwkv6_width(dim: int) -> int:
   return max(32, 32 * (7 * dim // 64))
 
 
+MU_OF = ("present", "previous")
 ACTIVATIONS = {
   "silu": jax.nn.silu,
   "gelu": exact_gelu,
@@ -173,6 +175,9 @@ class RWKVChannelMix(Mixer[jax.Array]):
 
   `RWKV4ChannelMix` and `RWKV6ChannelMix` say the widths and the initial mu. W_r and W_v start as
   zero, W_k orthogonal with gain sqrt(hidden / D). The state is the last input, [B, D] float32.
+
+  With mu_of="previous" mu weights the previous token, and starts at 1 minus that: the same
+  function, with the numbers of RWKV-6's published code.
   """
 
   usual_width: Callable[[int], int]
@@ -183,6 +188,7 @@ class RWKVChannelMix(Mixer[jax.Array]):
     dim: int,
     *,
     hidden: int | None = None,
+    mu_of: str = "present",
     layer: int | jax.Array = 0,
     num_layers: int = 1,
     dtype=jnp.float32,
@@ -191,7 +197,9 @@ class RWKVChannelMix(Mixer[jax.Array]):
   ):
     hidden = _width(dim, hidden, self.usual_width)
     check_layer(layer, num_layers)
+    self.mu_of = check_choice("mu_of", mu_of, MU_OF)
     mu = self.initial_mu(dim, layer=layer, num_layers=num_layers)
+    mu = mu if mu_of == "present" else 1 - mu
     self.dim, self.dtype = dim, jnp.dtype(dtype)
     self.mu_k, self.mu_r = (nnx.Param(mu.astype(param_dtype)) for _ in range(2))
     linear = functools.partial(
@@ -210,7 +218,10 @@ class RWKVChannelMix(Mixer[jax.Array]):
 
   def _mix(self, x, state, segment_ids):
     place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
-    of_k, of_r = interpolated(x, [self.mu_k, self.mu_r], state, segment_ids, **place)
+    weights = [self.mu_k, self.mu_r]
+    if self.mu_of == "previous":
+      weights = [1 - wide(mu[...]) for mu in weights]
+    of_k, of_r = interpolated(x, weights, state, segment_ids, **place)
     y = self.down(jnp.square(jax.nn.relu(self.up(of_k))))
     return jax.nn.sigmoid(self.gate(of_r)) * y, last_input(x, self.sequence_axis)
 
@@ -228,7 +239,7 @@ class RWKV4ChannelMix(RWKVChannelMix):
 class RWKV6ChannelMix(RWKVChannelMix):
   """`RWKVChannelMix` with 3.5 D hidden channels, in whole 32s, and mu_i = (i / D)^(rho^3).
 
-  The published mu weights the previous token, and starts at 1 - (i / D)^(rho^3): the same function.
+  The published mu weights the previous token: mu_of="previous".
   Source: RWKV-6 (Peng et al. 2024) and its published code.
   """
 

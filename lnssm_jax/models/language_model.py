@@ -1,6 +1,5 @@
 """A language model: embedding, a stack of blocks run by one scan, and a head."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,10 +60,13 @@ class LanguageModel(nnx.Module):
     channel_mixer: a name in `CHANNEL_MIXERS`.
     channel_hidden: its number of hidden channels; None takes its default.
     channel_mixer_options: further keyword arguments of it, such as {"activation": "gelu_tanh"}.
-    norm: "layer" (LayerNorm), "layer_without_bias" (with a scale only) or "rms" (RMSNorm), for all
-      norms of the model.
+    norm: "layer" (LayerNorm), "layer_without_bias" (with a scale only), "rms" (RMSNorm) or
+      "rms_from_zero" (Gemma's: RMSNorm with 1 + scale), for all norms of the model.
     norm_eps: eps of these norms, under the root. Those inside mixers are options of the mixer.
     embedding_norm: whether a norm follows the embedding.
+    embedding_scale: multiplies the embedding, in `dtype`; None for 1.
+    logit_soft_cap: c, with which a logit z becomes c tanh(z / c); None for none. `logits` has it,
+      and a loss computed from `hidden` and `head_kernel` does not.
     tie_embeddings: whether the head is the embedding's transpose.
     learned_positions: the length of a table of learned positions, added to the embedding (before
       its norm); None for none. They count from the start of each document. Longer documents are
@@ -119,6 +121,8 @@ class LanguageModel(nnx.Module):
     norm: str = "layer",
     norm_eps: float = 1e-5,
     embedding_norm: bool = True,
+    embedding_scale: float | None = None,
+    logit_soft_cap: float | None = None,
     tie_embeddings: bool = False,
     learned_positions: int | None = None,
     initialization: str | None = None,
@@ -147,6 +151,9 @@ class LanguageModel(nnx.Module):
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
     self.unroll = None if unroll is None else check_positive("unroll", unroll)
     self.dim, self.dtype = dim, dtype
+    self.embedding_scale, self.logit_soft_cap = embedding_scale, logit_soft_cap
+    if logit_soft_cap is not None and not logit_soft_cap > 0:
+      raise ValueError(f"logit_soft_cap={logit_soft_cap} must be positive, or None for no cap.")
     self.embedding_dropout = check_rate("embedding_dropout", embedding_dropout)
     self.drop_path = check_rate("drop_path", drop_path)
 
@@ -318,6 +325,8 @@ class LanguageModel(nnx.Module):
   def embed(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
     """The input of the first layer, [B, T, D] in `dtype`; `positions` [B, T] of learned ones."""
     x = lookup(self.embedding[...], jnp.asarray(tokens))
+    if self.embedding_scale is not None:
+      x = x.astype(self.dtype) * self.embedding_scale
     if self.positions is not None:
       if positions is None:
         raise ValueError("LanguageModel: embed needs `positions`: the model has a table of them.")
@@ -334,11 +343,10 @@ class LanguageModel(nnx.Module):
   @under_auto_axes(argument=1)
   def logits(self, hidden: jax.Array) -> jax.Array:
     """[..., D] -> [..., vocab] float32; the product is in `dtype`, its sum in float32."""
-    return jnp.matmul(
-      hidden.astype(self.dtype),
-      self.head_kernel().astype(self.dtype),
-      preferred_element_type=jnp.float32,
-    )
+    matrices = hidden.astype(self.dtype), self.head_kernel().astype(self.dtype)
+    z = jnp.matmul(*matrices, preferred_element_type=jnp.float32)
+    cap = self.logit_soft_cap
+    return z if cap is None else cap * jnp.tanh(z / cap)
 
   @under_auto_axes(argument=1, results=(0, 1))
   def __call__(
@@ -383,8 +391,3 @@ class LanguageModel(nnx.Module):
       return
     expected = jax.eval_shape(lambda: self.init_state(B))
     check_state("LanguageModel", state, expected, "[L, B, ...]")
-
-
-def count_parameters(tree) -> int:
-  """Counts the numbers in a model, or in a tree of parameters or of their shapes."""
-  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

@@ -1,5 +1,7 @@
 """Language models of plain settings, as configs and exports store them."""
 
+import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lnssm_jax.models.block import mixer_class, mixer_name
+from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.models.language_model import LanguageModel
 
 
@@ -37,3 +41,55 @@ def params_of(model: nnx.Module) -> dict[str, Any]:
 def abstract_params(settings: Mapping[str, Any]) -> dict[str, Any]:
   """Shapes and dtypes of the parameters of a model, as `params_of` arranges them."""
   return jax.eval_shape(lambda: params_of(model_of(settings, jax.random.key(0))))
+
+
+def count_parameters(tree) -> int:
+  """Counts the numbers in a model, or in a tree of parameters or of their shapes."""
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Settings with every default written out, so that equal ones describe the same function.
+
+  None that stands for a value, such as num_kv_heads=None, becomes that value, and `num_heads` of
+  mixers without heads None. Options of mixers are then by place in the pattern: "0", "1", ...
+  """
+  values = _defaults(LanguageModel) | dict(settings)
+  dim, heads = values["dim"], values["num_heads"]
+  mixer, options = values["mixer"], dict(values["mixer_options"] or {})
+  pattern = [mixer] if isinstance(mixer, str | type) else list(mixer)
+  classes = [mixer_class(x) for x in pattern]
+  if all("num_heads" not in cls.set_by_model for cls in classes):
+    values["num_heads"] = None
+  if values["norm_eps"] is not None:
+    values["norm_eps"] = float(values["norm_eps"])
+  values["mixer"] = [mixer_name(x) for x in pattern]
+  values["mixer_options"] = {}
+  for place, (name, cls) in enumerate(zip(pattern, classes, strict=True)):
+    own = options if len(pattern) == 1 else options.get(mixer_name(name), {})
+    own = _defaults(cls) | {n: v for n, v in own.items() if n != "attention_dropout"}
+    own.pop("attention_dropout", None)
+    stand_for = {"num_kv_heads": heads, "num_value_heads": heads, "width": dim}
+    stand_for |= {"gate_rank": -(-dim // 16)} if "state_dim" in own else {}
+    stand_for |= {"head_dim": dim // heads} if heads else {}
+    own |= {n: v for n, v in stand_for.items() if n in own and own[n] is None}
+    values["mixer_options"][str(place)] = {
+      n: v for n, v in own.items() if n not in cls.set_by_model
+    }
+  channel = CHANNEL_MIXERS[values["channel_mixer"]]
+  given = dict(values["channel_mixer_options"] or {})
+  if channel is not None:
+    given = _defaults(channel) | given
+    given = {n: v for n, v in given.items() if n not in ("hidden", "layer", "num_layers")}
+    usual = getattr(channel, "usual_activation", None)
+    given |= {"activation": usual} if usual and given["activation"] is None else {}
+    width = getattr(channel, "usual_width", lambda dim: 4 * dim)
+    values["channel_hidden"] = values["channel_hidden"] or width(dim)
+  values["channel_mixer_options"] = given
+  return values
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+  parameters = inspect.signature(cls.__init__).parameters.items()
+  own = {n: p.default for n, p in parameters if p.default is not inspect.Parameter.empty}
+  return {n: v for n, v in own.items() if n not in ("dtype", "param_dtype")}

@@ -1,12 +1,15 @@
-"""Models in folders: exports as safetensors with a manifest, their tokenizers, text in and out.
+"""Models in folders: our exports, published models, their tokenizers, text in and out.
 
     loaded = lnssm_jax.load_model("exported")   # prints itself briefly
     loaded.model, loaded.settings, loaded.metrics, loaded.tokenizer
     loaded.generate("def ", max_tokens=50)
     loaded.score("def f(x): return x").log_probs
 
-`python -m train export` writes such folders. Everything read is checked. NumPy, JAX and Flax
-suffice; a tokenizer other than "bytes" needs the package `tokenizers`.
+    loaded = lnssm_jax.pretrained.load("mamba-130m-hf", dtype=jnp.bfloat16, mesh=mesh)
+
+`python -m train export` writes our folders; `load` and `save` read and write those of transformers,
+flash-linear-attention and mamba-ssm. Everything read is checked. NumPy, JAX and Flax suffice; a
+tokenizer other than "bytes" needs the package `tokenizers`, and `save` needs `safetensors`.
 """
 
 import importlib
@@ -18,7 +21,9 @@ __all__ = [
   "LoadedModel",
   "Score",
   "lm_eval_model",
+  "load",
   "load_model",
+  "save",
   "score",
 ]
 _HOMES = {
@@ -27,13 +32,16 @@ _HOMES = {
   "LoadedModel": "loaded",
   "Score": "texts",
   "lm_eval_model": "harness",
+  "load": "hugging_face",
   "load_model": "loaded",
+  "save": "hugging_face",
   "score": "loaded",
 }
 
 if TYPE_CHECKING:
   from lnssm_jax.pretrained.files import DataError
   from lnssm_jax.pretrained.harness import lm_eval_model
+  from lnssm_jax.pretrained.hugging_face import load, save
   from lnssm_jax.pretrained.loaded import LoadedModel, load_model, score
   from lnssm_jax.pretrained.manifest import ExportError
   from lnssm_jax.pretrained.texts import Score

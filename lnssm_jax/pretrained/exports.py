@@ -36,6 +36,7 @@ __all__ = [
   "entry",
   "flat",
   "is_exported",
+  "name_of",
   "read",
   "read_manifest",
   "tokenizer_of",
@@ -86,7 +87,7 @@ def read(folder: str | Path) -> tuple[Manifest, Any]:
     raise
   except (OSError, ValueError) as error:
     raise ExportError(f"{path} cannot be read ({error}).") from error
-  place = lambda keys, _: arrays[_name(keys)]
+  place = lambda keys, _: arrays[name_of(keys)]
   return manifest, jax.tree_util.tree_map_with_path(place, abstract)
 
 
@@ -120,7 +121,7 @@ def abstract_params(model: Mapping[str, Any]) -> Any:
 
 def flat(tree: Any) -> dict[str, Any]:
   """{name of a tensor: leaf} of a nested dictionary."""
-  return {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+  return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def entry(x: np.ndarray) -> dict[str, Any]:
@@ -147,7 +148,8 @@ def compare(what: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> N
     raise ExportError(f"{what} does not match the model:\n  " + "\n  ".join(lines[:8] + more))
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def name_of(path: tuple[Any, ...]) -> str:
+  """The name of a tensor: its keys joined by dots."""
   return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

@@ -73,7 +73,7 @@ def read_bytes(path: str | Path, max_bytes: int, *, follow_links: bool = False) 
     size = os.fstat(file.fileno()).st_size
     if size > max_bytes:
       raise ValueError(f"{Path(path).name} has {size:,} bytes, more than {max_bytes:,}")
-    return file.read(max_bytes)
+    return file.read(size)  # a buffer of max_bytes would be allocated
 
 
 def retried[T](read: Callable[[], T]) -> T:

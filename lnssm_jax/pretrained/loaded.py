@@ -12,7 +12,7 @@ from flax import nnx
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.models import LanguageModel, count_parameters
 from lnssm_jax.models.settings import graph_of
-from lnssm_jax.pretrained import exports, texts
+from lnssm_jax.pretrained import exports, folders, texts
 from lnssm_jax.pretrained.exports import ExportError
 from lnssm_jax.pretrained.texts import Score
 from lnssm_jax.pretrained.tokenizers import Tokenizer
@@ -110,16 +110,21 @@ class LoadedModel:
 
 
 def load_model(folder: str | Path) -> LoadedModel:
-  """Loads an exported model onto the first device of this process.
+  """Loads an exported or a published model onto the first device of this process.
 
       loaded = lnssm_jax.load_model("exported")
 
-  `train.load_model`, in a checkout, also opens run folders.
+  `lnssm_jax.pretrained.load` has options for published models. `train.load_model`, in a checkout,
+  also opens run folders.
 
   Raises:
     ExportError: `folder` is no exported model, or it is damaged or inconsistent.
   """
   folder = Path(folder)
+  if not exports.is_exported(folder) and folders.is_published(folder):
+    from lnssm_jax.pretrained import hugging_face  # which imports this module
+
+    return hugging_face.load(folder)
   if not exports.is_exported(folder):
     raise ExportError(not_exported(folder))
   manifest, arrays = exports.read(folder)
@@ -180,6 +185,7 @@ def not_exported(folder: Path) -> str:
   inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
   return (
     f"{folder} is no exported model: it was searched for {exports.MANIFEST} (with "
-    f"{exports.TENSORS}, of an exported model), and for config.json and checkpoints/ (of a run); "
+    f"{exports.TENSORS}, of an exported model), for config.json and checkpoints/ (of a run), and "
+    f"for config.json and safetensors files (of a published model); "
     f"it has {inside}."
   )

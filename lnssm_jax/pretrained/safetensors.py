@@ -51,6 +51,7 @@ class Tensors(Mapping[str, np.ndarray]):
 
   def __init__(self, path: str | Path):
     self.path = Path(path)
+    self._pages: np.ndarray | None = None
     with open_regular(path) as file:
       size = os.fstat(file.fileno()).st_size
       length = int.from_bytes(file.read(8), "little")
@@ -73,6 +74,14 @@ class Tensors(Mapping[str, np.ndarray]):
     with open_regular(self.path) as file:
       content = np.fromfile(file, np.uint8, end - begin, offset=begin)
     return content.view(dtype).reshape(shape)
+
+  def mapped(self, name: str) -> np.ndarray:
+    """An array as pages of the file: memory is used for the parts that are read, while they are."""
+    dtype, shape, begin, end = self._entries[name]
+    if self._pages is None:
+      with open_regular(self.path) as file:
+        self._pages = np.memmap(file, np.uint8, mode="r")
+    return self._pages[begin:end].view(dtype, np.ndarray).reshape(shape)
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._entries)

@@ -72,9 +72,19 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-  """Tokenizer of a `tokenizer.json`, without truncation, padding or added special tokens."""
+  """Tokenizer of a `tokenizer.json`, without truncation, padding or added special tokens.
 
-  def __init__(self, path: str | Path, spec: str | None = None, *, follow_links: bool = True):
+  `end_of_text` is the id that ends a text; None looks for one of `END_OF_TEXT`.
+  """
+
+  def __init__(
+    self,
+    path: str | Path,
+    spec: str | None = None,
+    *,
+    follow_links: bool = True,
+    end_of_text: int | None = None,
+  ):
     path = Path(path)
     self.spec = spec or str(path)
     if path.is_dir():
@@ -93,7 +103,7 @@ class FileTokenizer:
     self.raw = raw  # content of the file
     self.fingerprint = hashlib.sha256(raw).hexdigest()
     self.vocab_size = 1 + max(inner.get_vocab().values(), default=0)
-    ends = [inner.token_to_id(end) for end in END_OF_TEXT]
+    ends = [end_of_text, *(inner.token_to_id(end) for end in END_OF_TEXT)]
     self.end_of_text: int = next((end for end in ends if end is not None), -1)
     if self.end_of_text < 0:
       raise DataError(

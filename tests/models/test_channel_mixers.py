@@ -126,6 +126,19 @@ def test_rwkv_channel_mix_equals_its_equations_and_carries_its_state(name):
   close(packed[:, 3:], call(mixer, x[:, 3:], mixer.init_state(2))[0])
 
 
+def test_mu_of_the_previous_token_is_one_minus_that_of_the_present_one():
+  build = lambda mu_of: CHANNEL_MIXERS["rwkv6_channel_mix"](64, mu_of=mu_of, rngs=nnx.Rngs(0))
+  present, previous = build("present"), build("previous")
+  x = jax.random.normal(jax.random.key(0), (2, 5, 64))
+  for mixer in (present, previous):
+    mixer.gate.kernel[...], mixer.down.kernel[...] = jnp.eye(64), jnp.ones((224, 64))
+  previous.up.kernel[...] = present.up.kernel[...]
+  assert not np.allclose(present.mu_k[...], previous.mu_k[...])
+  np.testing.assert_allclose(previous(x)[0], present(x)[0], rtol=1e-5, atol=1e-6)
+  with pytest.raises(ValueError, match="mu_of='next' is unknown"):
+    build("next")
+
+
 def test_gpt2_mlp_starts_orthogonal():
   """With gain sqrt(out / in) where the output is the wider side: 2 up, 1 down."""
   mixer = CHANNEL_MIXERS["gpt2"](8, rngs=nnx.Rngs(0))

@@ -183,6 +183,31 @@ def test_layer_norm_without_bias_subtracts_the_mean_and_has_a_scale_only():
   np.testing.assert_allclose(norm(jnp.float32(x + 3)), want, rtol=1e-4)
 
 
+def test_rms_norm_from_zero_is_the_rms_norm_with_one_plus_its_scale():
+  x, scale = jax.random.normal(jax.random.key(0), (3, 8)), jnp.linspace(-2.0, 2.0, 8)
+  norm, plain = NORMS["rms_from_zero"](8), NORMS["rms"](8)
+  np.testing.assert_array_equal(norm.scale[...], jnp.zeros(8))
+  np.testing.assert_array_equal(norm(x), plain(x))
+  norm.scale[...], plain.scale[...] = scale, 1 + scale
+  np.testing.assert_allclose(norm(x), plain(x), rtol=1e-6)
+  # In bfloat16, 1 + scale would have 8 bits.
+  norm.scale[...] = jnp.full(8, 2.0**-9, jnp.bfloat16)
+  plain.scale[...] = jnp.full(8, 1 + 2.0**-9)
+  np.testing.assert_allclose(norm(x), plain(x), rtol=1e-6)
+
+
+def test_embedding_scale_and_logit_soft_cap_are_as_documented():
+  tokens = jnp.arange(10).reshape(2, 5)
+  options = {"mixer": "lrn", "embedding_norm": False}
+  plain = random_model(**options)
+  other = random_model(**options, embedding_scale=3.0, logit_soft_cap=0.5)
+  np.testing.assert_allclose(other.embed(tokens), 3 * plain.embed(tokens), rtol=1e-6)
+  hidden = jax.random.normal(jax.random.key(2), (2, 5, 8))
+  np.testing.assert_allclose(
+    other.logits(hidden), 0.5 * jnp.tanh(plain.logits(hidden) / 0.5), rtol=1e-5
+  )
+
+
 def test_norm_eps_is_that_of_all_norms_of_the_model():
   model = abstract_model(**SIZES, norm="rms", norm_eps=1e-6)
   norms = (model.embedding_norm, model.blocks.mixer_norm, model.blocks.channel_norm, model.norm)

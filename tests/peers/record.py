@@ -54,12 +54,22 @@ def write(file: str, cases: dict[str, tuple[torch.nn.Module, Call]]) -> None:
 
 
 def main() -> None:
-  from tests.peers import author_layers, fla_layers, torchscale_layers, transformers_layers
+  from tests.peers import (
+    author_layers,
+    fla_layers,
+    fla_models,
+    record_models,
+    torchscale_layers,
+    transformers_layers,
+    transformers_models,
+  )
 
   write("transformers", transformers_layers.cases())
   write("fla", fla_layers.cases())
   write("torchscale", torchscale_layers.cases())
   write("authors", author_layers.cases())
+  for case, (model, decode) in (transformers_models.cases() | fla_models.cases()).items():
+    record_models.record(case, model, decode)
 
 
 if __name__ == "__main__":

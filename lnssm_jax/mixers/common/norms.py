@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.common.checks import check_norm_eps
+from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.norms.api import normalize
 
 
@@ -44,6 +45,7 @@ class Norm(nnx.Module):
 
   center: bool
   has_bias: bool
+  offset = 0.0  # added to the stored scale
 
   def __init__(
     self,
@@ -55,7 +57,7 @@ class Norm(nnx.Module):
     rngs: nnx.Rngs | None = None,
   ):
     self.eps = check_norm_eps(eps)
-    self.scale = nnx.Param(jnp.ones(size, param_dtype)) if use_scale else None
+    self.scale = nnx.Param(jnp.full(size, 1 - self.offset, param_dtype)) if use_scale else None
     has_bias = use_scale and self.has_bias
     self.bias = nnx.Param(jnp.zeros(size, param_dtype)) if has_bias else None
     if rngs is not None:
@@ -84,13 +86,22 @@ class Norm(nnx.Module):
   def _normalize(self, x, shape=(-1,), **options):
     value = lambda p: None if p is None else p[...].reshape(shape)
     options |= {"center": self.center, "eps": self.eps}
-    return normalize(x, value(self.scale), value(self.bias), **options)
+    scale = value(self.scale)
+    if self.offset and scale is not None:
+      scale = self.offset + wide(scale)
+    return normalize(x, scale, value(self.bias), **options)
 
 
 class RMSNorm(Norm):
   """scale * x / sqrt(mean(x^2) + eps)."""
 
   center = has_bias = False
+
+
+class RMSNormFromZero(RMSNorm):
+  """(1 + scale) * x / sqrt(mean(x^2) + eps), with the scale 0 at first: Gemma's norm."""
+
+  offset = 1.0
 
 
 class LayerNorm(Norm):
@@ -110,4 +121,5 @@ NORMS: dict[str, type[Norm]] = {
   "layer": LayerNorm,
   "layer_without_bias": LayerNormWithoutBias,
   "rms": RMSNorm,
+  "rms_from_zero": RMSNormFromZero,
 }

@@ -49,7 +49,7 @@ def last_input(x: jax.Array, axis_name: str | None) -> jax.Array:
 
 def interpolated(
   x: jax.Array,  # [B, T, D]
-  weights: Sequence[nnx.Param],  # [D] each
+  weights: Sequence[nnx.Param | jax.Array],  # [D] each
   previous: jax.Array | None,  # [B, D]
   segment_ids: jax.Array | None,  # [B, T] integer
   *,

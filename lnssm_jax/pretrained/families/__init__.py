@@ -1,0 +1,49 @@
+"""Families of published models, one readable table each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lnssm_jax.pretrained.families.fla import FLA
+from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
+from lnssm_jax.pretrained.families.llama import LLAMA
+from lnssm_jax.pretrained.families.mamba import (
+  FALCON_MAMBA,
+  MAMBA,
+  MAMBA2,
+  MAMBA2_SSM,
+  MAMBA_SSM,
+)
+from lnssm_jax.pretrained.families.rwkv4 import RWKV4
+from lnssm_jax.pretrained.families.table import Family
+from lnssm_jax.pretrained.manifest import ExportError
+
+__all__ = ["FAMILIES", "Family", "family_of"]
+
+FAMILIES: tuple[Family, ...] = (
+  LLAMA,
+  MAMBA,
+  MAMBA2,
+  FALCON_MAMBA,
+  RWKV4,
+  RECURRENT_GEMMA,
+  *FLA,
+  MAMBA_SSM,
+  MAMBA2_SSM,
+)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+  """The family of a config.json.
+
+  Raises:
+    ExportError: it is of none.
+  """
+  name = config.get("model_type")
+  if name is None and {"d_model", "n_layer"} <= config.keys():
+    layer = config["ssm_cfg"].get("layer") if isinstance(config.get("ssm_cfg"), dict) else None
+    name = "mamba2_ssm" if layer == "Mamba2" else "mamba_ssm"
+  for family in FAMILIES:
+    if family.name == name:
+      return family
+  names = ", ".join(family.name for family in FAMILIES)
+  raise ExportError(f"model_type={name!r:.80} is not implemented; the families are {names}.")

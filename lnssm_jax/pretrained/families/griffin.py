@@ -1,0 +1,138 @@
+"""RecurrentGemma, of transformers."""
+
+import ml_dtypes
+import numpy as np
+
+from lnssm_jax.pretrained.families.llama import rotary, whole_heads
+from lnssm_jax.pretrained.families.table import (
+  TRANSPOSED,
+  Config,
+  Family,
+  Field,
+  Fixed,
+  Row,
+  Rows,
+  by_heads,
+  choice,
+  convolution,
+  flag,
+  free,
+  linears,
+  norm,
+  number,
+  size,
+)
+from lnssm_jax.pretrained.manifest import ExportError
+
+_BLOCKS = {"recurrent": "rg_lru", "attention": "sliding_window_attention"}
+_LAYER = "model.layers.{}"
+_TEMPORAL = f"{_LAYER}.temporal_block"
+_LRU, _ATTENTION = "mixer_options.rg_lru", "mixer_options.sliding_window_attention"
+
+
+def _normal(config: Config) -> Config:
+  config = rotary(whole_heads(config))
+  dim, H = config["hidden_size"], config["num_attention_heads"]
+  types = config.pop("block_types", ["recurrent", "recurrent", "attention"])
+  L, width = config.get("num_hidden_layers"), config.pop("intermediate_size", 3 * dim)
+  if not isinstance(types, list) or any(x not in _BLOCKS for x in map(str, types)) or not types:
+    raise ExportError(f"block_types={types!r:.80} must be a list of {', '.join(_BLOCKS)}.")
+  if type(L) is not int or L < 1 or len(types) > L:
+    raise ExportError(f"num_hidden_layers={L!r:.80} must be at least the {len(types)} block_types.")
+  if type(width) is not int or width % 2:
+    raise ExportError(f"intermediate_size={width!r:.80} must be even: the gate has half of it.")
+  share = config.pop("partial_rotary_factor", 0.5)
+  if type(share) not in (int, float) or not 0 < share <= 1 or share * (dim // H) % 2:
+    raise ExportError(f"partial_rotary_factor={share!r:.80} must give an even number of channels.")
+  config.pop("final_w_init_variance_scale", None)
+  # The factor is a bfloat16 there, whatever the dtype of the model.
+  scale = float(np.sqrt(dim).astype(ml_dtypes.bfloat16))
+  pattern = [_BLOCKS[x] for x in types]
+  derived = {"mixers": pattern, "gate_width": width // 2, "embedding_scale": scale}
+  if config.get("lru_width") is None:
+    config["lru_width"] = dim
+  if type(window := config.get("attention_window_size", 2048)) is not int:
+    raise ExportError(f"attention_window_size={window!r:.80} must be a whole number.")
+  return config | derived | {"rotary_width": int(share * (dim // H))}
+
+
+def _written(config: Config) -> Config:
+  names = {ours: theirs for theirs, ours in _BLOCKS.items()}
+  width, K = config["rotary_width"], config["hidden_size"] // config["num_attention_heads"]
+  own = {
+    "block_types": [names.get(x) for x in config["mixers"]],
+    "intermediate_size": 2 * config["gate_width"],
+    "partial_rotary_factor": width / K,
+  }
+  ours = ("mixers", "gate_width", "rotary_width", "embedding_scale")
+  return {name: value for name, value in config.items() if name not in ours} | own
+
+
+_ROWS: Rows = {
+  "embedding": Row("model.embed_tokens.weight"),
+  "head.kernel": Row("lm_head.weight", TRANSPOSED),
+  **norm("norm", "model.final_norm"),
+  **norm("blocks.mixer_norm", f"{_LAYER}.temporal_pre_norm"),
+  **norm("blocks.channel_norm", f"{_LAYER}.channel_pre_norm"),
+  **linears(
+    "blocks.channel_mixer", f"{_LAYER}.mlp_block", gate="gate_proj", up="up_proj", down="down_proj"
+  ),
+  **linears(
+    "blocks.sliding_window_attention",
+    _TEMPORAL,
+    q_proj="q_proj",
+    k_proj="k_proj",
+    v_proj="v_proj",
+    o_proj="o_proj",
+  ),
+  **linears("blocks.rg_lru", _TEMPORAL, x_proj="linear_x", y_proj="linear_y", o_proj="linear_out"),
+  **convolution("blocks.rg_lru.conv", f"{_TEMPORAL}.conv_1d"),
+  "blocks.rg_lru.decay_rate": Row(f"{_TEMPORAL}.rg_lru.recurrent_param"),
+  "blocks.rg_lru.decay_gate.kernel": Row(f"{_TEMPORAL}.rg_lru.recurrent_gate_weight"),
+  "blocks.rg_lru.decay_gate.bias": Row(f"{_TEMPORAL}.rg_lru.recurrent_gate_bias", by_heads),
+  "blocks.rg_lru.input_gate.kernel": Row(f"{_TEMPORAL}.rg_lru.input_gate_weight"),
+  "blocks.rg_lru.input_gate.bias": Row(f"{_TEMPORAL}.rg_lru.input_gate_bias", by_heads),
+}
+
+RECURRENT_GEMMA = Family(
+  name="recurrent_gemma",
+  layout="hf",
+  architecture="RecurrentGemmaForCausalLM",
+  fields={
+    "vocab_size": size("vocab_size"),
+    "hidden_size": size("dim"),
+    "num_hidden_layers": size("num_layers"),
+    "num_attention_heads": size("num_heads"),
+    "num_key_value_heads": size(f"{_ATTENTION}.num_kv_heads"),
+    "attention_window_size": size(f"{_ATTENTION}.window", 2048),
+    "attention_bias": choice(f"{_ATTENTION}.use_bias", {False: "o", True: True}, False),
+    "attention_dropout": number(f"{_ATTENTION}.attention_dropout", 0.0),
+    "rope_theta": number(f"{_ATTENTION}.rotary_base", 10000.0),
+    "rotary_width": size(f"{_ATTENTION}.rotary_width"),
+    "lru_width": size(f"{_LRU}.width"),
+    "conv1d_width": size(f"{_LRU}.conv_size", 4),
+    "mixers": Field("mixer", (list,)),
+    "gate_width": size("channel_hidden"),
+    "embedding_scale": number("embedding_scale"),
+    "logits_soft_cap": number("logit_soft_cap", 30.0),
+    "rms_norm_eps": number("norm_eps", 1e-6),
+    "tie_word_embeddings": flag("tie_embeddings", True),
+    "hidden_activation": choice(
+      "channel_mixer_options.activation",
+      {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"},
+      "gelu_pytorch_tanh",
+    ),
+    "rope_scaling": Fixed(None),
+    **free("w_init_variance_scale"),
+  },
+  constants={
+    f"{_LRU}.use_bias": True,
+    "channel_mixer": "geglu",
+    "channel_mixer_options.use_bias": True,
+    "norm": "rms_from_zero",
+    "embedding_norm": False,
+  },
+  rows=_ROWS,
+  normal=_normal,
+  written=_written,
+)

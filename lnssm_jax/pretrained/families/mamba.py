@@ -1,0 +1,234 @@
+"""Mamba, Mamba-2 and FalconMamba of transformers, and Mamba and Mamba-2 of mamba-ssm."""
+
+import math
+
+from lnssm_jax.pretrained.families.table import (
+  TRANSPOSED,
+  Config,
+  Family,
+  Field,
+  Fixed,
+  Row,
+  Rows,
+  convolution,
+  flag,
+  free,
+  linears,
+  norm,
+  number,
+  size,
+)
+from lnssm_jax.pretrained.manifest import ExportError
+
+LAYER = "backbone.layers.{}"
+MIXER = f"{LAYER}.mixer"
+_PROJECTIONS = {"in_proj": "in_proj", "o_proj": "out_proj"}
+
+_CONSTANTS = {"channel_mixer": "none", "norm": "rms", "embedding_norm": False, "num_heads": None}
+_FIELDS = {
+  "vocab_size": size("vocab_size"),
+  "hidden_size": size("dim"),
+  "num_hidden_layers": size("num_layers"),
+  "state_size": size("mixer_options.state_dim"),
+  "conv_kernel": size("mixer_options.conv_size", 4),
+  "expand": size("mixer_options.expand", 2),
+  "use_bias": flag("mixer_options.use_bias", False),
+  "use_conv_bias": flag("mixer_options.conv_bias", True),
+  "layer_norm_epsilon": number("norm_eps", 1e-5),
+  "tie_word_embeddings": flag("tie_embeddings", True),
+  "hidden_act": Fixed("silu"),
+  **free(
+    "residual_in_fp32",  # the stream here is of `dtype`
+    "rescale_prenorm_residual",
+    "time_step_floor",
+    "time_step_init_scheme",
+    "time_step_max",
+    "time_step_min",
+    "time_step_scale",
+    "use_associative_scan",
+    "use_mambapy",
+    "use_falcon_mambapy",
+  ),
+}
+_ROWS: Rows = {
+  "embedding": Row("backbone.embeddings.weight"),
+  "head.kernel": Row("lm_head.weight", TRANSPOSED),
+  **norm("norm", "backbone.norm_f"),
+  **norm("blocks.mixer_norm", f"{LAYER}.norm"),
+  **linears("blocks.mixer", MIXER, **_PROJECTIONS),
+  **convolution("blocks.mixer.conv", f"{MIXER}.conv1d"),
+  "blocks.mixer.skip": Row(f"{MIXER}.D"),
+}
+_ROWS_1 = _ROWS | {
+  **linears("blocks.mixer", MIXER, x_proj="x_proj", dt_proj="dt_proj"),
+  "blocks.mixer.a_log": Row(f"{MIXER}.A_log"),
+}
+_ROWS_2 = _ROWS | {
+  **norm("blocks.mixer.norm", f"{MIXER}.norm"),
+  "blocks.mixer.dt_bias": Row(f"{MIXER}.dt_bias"),
+  "blocks.mixer.log_rate": Row(f"{MIXER}.A_log"),
+}
+
+
+def _rank(config: Config) -> Config:
+  """Writes out time_step_rank, and checks a width E that must be expand D."""
+  dim, expand = config.get("hidden_size"), config.get("expand", 2)
+  if type(dim) is not int or type(expand) is not int:
+    raise ExportError(f"hidden_size={dim!r:.80} and expand={expand!r:.80} must be whole numbers.")
+  inner = config.pop("intermediate_size", None)
+  if inner not in (None, expand * dim):
+    raise ExportError(
+      f"intermediate_size={inner!r:.80} is not expand hidden_size = {expand * dim}."
+    )
+  if config.get("time_step_rank", "auto") == "auto":
+    config["time_step_rank"] = -(-dim // 16)
+  return config
+
+
+def _mamba2(config: Config) -> Config:
+  config = _rank(config)
+  del config["time_step_rank"]
+  inner, H, P = config.get("expand", 2) * config["hidden_size"], config.pop("num_heads", 128), None
+  P = config.setdefault("head_dim", 64)
+  if type(H) is not int or type(P) is not int or inner != H * P:
+    raise ExportError(f"num_heads={H!r:.80} times head_dim={P!r:.80} is not expand hidden_size.")
+  return config
+
+
+def _mamba2_written(config: Config) -> Config:
+  inner = config["expand"] * config["hidden_size"]
+  return config | {"num_heads": inner // config["head_dim"]}
+
+
+_GATE_RANK = {"time_step_rank": size("mixer_options.gate_rank")}
+
+MAMBA = Family(
+  name="mamba",
+  layout="hf",
+  architecture="MambaForCausalLM",
+  fields=_FIELDS | _GATE_RANK,
+  constants={"mixer": "mamba", **_CONSTANTS},
+  rows=_ROWS_1,
+  normal=_rank,
+)
+
+FALCON_MAMBA = Family(
+  name="falcon_mamba",
+  layout="hf",
+  architecture="FalconMambaForCausalLM",
+  fields=_FIELDS | _GATE_RANK | {"mixer_rms_eps": number("mixer_options.norm_eps", 1e-6)},
+  constants={"mixer": "mamba", "mixer_options.inner_norm": "rms", **_CONSTANTS},
+  rows=_ROWS_1,
+  normal=_rank,
+)
+
+MAMBA2 = Family(
+  name="mamba2",
+  layout="hf",
+  architecture="Mamba2ForCausalLM",
+  fields=_FIELDS
+  | {
+    "layer_norm_epsilon": number(("norm_eps", "mixer_options.norm_eps"), 1e-5),
+    "head_dim": size("mixer_options.head_dim", 64),
+    "n_groups": size("mixer_options.num_groups", 8),
+    "tie_word_embeddings": flag("tie_embeddings", False),
+    "time_step_limit": Fixed([0.0, math.inf]),
+    **free("chunk_size"),
+  },
+  constants={"mixer": "mamba2", **_CONSTANTS},
+  rows=_ROWS_2,
+  normal=_mamba2,
+  written=_mamba2_written,
+)
+
+
+# mamba-ssm: the options of a layer are in one object, and a vocabulary is padded when it is used.
+_SSM_FIELDS = {
+  "vocab_size": size("vocab_size"),
+  "d_model": size("dim"),
+  "n_layer": size("num_layers"),
+  "d_state": size("mixer_options.state_dim"),
+  "d_conv": size("mixer_options.conv_size", 4),
+  "expand": size("mixer_options.expand", 2),
+  "bias": flag("mixer_options.use_bias", False),
+  "conv_bias": flag("mixer_options.conv_bias", True),
+  "tie_embeddings": flag("tie_embeddings", True),
+  "rms_norm": Fixed(True),
+  "attn_layer_idx": Fixed([]),
+  "attn_cfg": Fixed({}),
+  "d_intermediate": Fixed(0),
+  **free("residual_in_fp32", "fused_add_norm", "use_fast_path", "dt_min", "dt_max", "dt_init"),
+  **free("dt_scale", "dt_init_floor", "chunk_size", "use_mem_eff_path", "A_init_range"),
+}
+_IN_LAYER = ("d_state", "d_conv", "expand", "bias", "conv_bias", "dt_rank")
+_IN_LAYER_2 = ("headdim", "ngroups", "norm_before_gate", "rmsnorm", "dt_limit", "D_has_hdim")
+
+
+def _ssm(layer: str):
+  def normal(config: Config) -> Config:
+    options = config.pop("ssm_cfg", None) or {}
+    if not isinstance(options, dict):
+      raise ExportError(f"ssm_cfg={options!r:.80} is not an object.")
+    options = dict(options)
+    options.pop("layer", None)
+    if both := options.keys() & config.keys():
+      raise ExportError(f"ssm_cfg.{sorted(both)[0]} is also a setting of the model.")
+    config |= options
+    vocabulary, multiple = config.get("vocab_size"), config.pop("pad_vocab_size_multiple", 8)
+    if type(vocabulary) is not int or type(multiple) is not int or multiple < 1:
+      raise ExportError(f"vocab_size={vocabulary!r:.80} must be a whole number.")
+    config["vocab_size"] = multiple * -(-vocabulary // multiple)
+    dim = config.get("d_model")
+    if type(dim) is not int:
+      raise ExportError(f"d_model={dim!r:.80} must be a whole number.")
+    config.setdefault("d_state", 16 if layer == "Mamba1" else 128)
+    if layer == "Mamba1" and config.get("dt_rank", "auto") == "auto":
+      config["dt_rank"] = -(-dim // 16)
+    return config
+
+  return normal
+
+
+def _ssm_written(layer: str):
+  def written(config: Config) -> Config:
+    kept = {n: x for n, x in config.items() if n not in ("architectures", "model_type")}
+    options = {n: kept.pop(n) for n in (*_IN_LAYER, *_IN_LAYER_2) if n in kept}
+    options.pop("D_has_hdim", None)
+    return kept | {"ssm_cfg": {"layer": layer, **options}, "pad_vocab_size_multiple": 1}
+
+  return written
+
+
+_SSM_EMBEDDING = {"embedding": Row("backbone.embedding.weight")}
+
+MAMBA_SSM = Family(
+  name="mamba_ssm",
+  layout="mamba_ssm",
+  architecture="MambaLMHeadModel",
+  fields=_SSM_FIELDS | {"dt_rank": size("mixer_options.gate_rank")},
+  constants={"mixer": "mamba", "norm_eps": 1e-5, **_CONSTANTS},
+  rows=_ROWS_1 | _SSM_EMBEDDING,
+  normal=_ssm("Mamba1"),
+  written=_ssm_written("Mamba1"),
+)
+
+MAMBA2_SSM = Family(
+  name="mamba2_ssm",
+  layout="mamba_ssm",
+  architecture="MambaLMHeadModel",
+  fields=_SSM_FIELDS
+  | {
+    "headdim": size("mixer_options.head_dim", 64),
+    "ngroups": size("mixer_options.num_groups", 1),
+    "norm_before_gate": Field(
+      "mixer_options.norm_order", (), False, {False: "gate_first", True: "norm_first"}
+    ),
+    "rmsnorm": Fixed(True),
+    "D_has_hdim": Fixed(False),
+    "dt_limit": Fixed([0.0, math.inf]),
+  },
+  constants={"mixer": "mamba2", "norm_eps": 1e-5, "mixer_options.norm_eps": 1e-5, **_CONSTANTS},
+  rows=_ROWS_2 | _SSM_EMBEDDING,
+  normal=_ssm("Mamba2"),
+  written=_ssm_written("Mamba2"),
+)

@@ -1,0 +1,172 @@
+"""Checked reading of a published model's folder: config, tensors, generation settings, tokenizer.
+
+    config.json   model.safetensors, or its shards with model.safetensors.index.json
+    generation_config.json, tokenizer.json where they exist
+
+A folder is data from elsewhere: no file outside it is opened, none is executed, and no memory is
+taken before sizes have been compared.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lnssm_jax.pretrained import safetensors
+from lnssm_jax.pretrained.files import read_json
+from lnssm_jax.pretrained.manifest import ExportError
+from lnssm_jax.pretrained.tokenizers import FileTokenizer, Tokenizer
+
+CONFIG, TENSORS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
+_MAX_JSON = 1 << 26  # bytes
+_MAX_SHARDS = 10_000
+_PICKLES = (".bin", ".pth", ".pt", ".ckpt")
+_CONVERT = (
+  "a pickle, which can run any program when it is read; where its source is trusted, convert it: "
+  'python -c "import torch; from safetensors.torch import save_file; save_file({name: x.clone() '
+  "for name, x in torch.load('%s', weights_only=True).items()}, 'model.safetensors')\""
+)
+
+
+def is_published(folder: str | Path) -> bool:
+  """Whether a folder looks like a published model."""
+  folder = Path(folder)
+  names = [TENSORS, INDEX]
+  has_tensors = any((folder / name).is_file() for name in names) or bool(_pickles(folder))
+  return (folder / CONFIG).is_file() and has_tensors
+
+
+def config(folder: Path) -> dict[str, Any]:
+  """Reads config.json."""
+  if not folder.is_dir():
+    raise ExportError(f"there is no folder {folder}; give one with {CONFIG} and {TENSORS}.")
+  return plain(_json(folder / CONFIG))
+
+
+class Tensors(Mapping[str, np.ndarray]):
+  """The tensors of a folder by name, memory-mapped.
+
+  Raises:
+    ExportError: there are none, they are pickles, a file is damaged, is a link, or the index does
+      not describe the files.
+  """
+
+  def __init__(self, folder: Path):
+    files = self._files(folder)
+    self._homes: dict[str, safetensors.Tensors] = {}
+    for name, wanted in files.items():
+      path = folder / name
+      try:
+        opened = safetensors.Tensors(path)
+      except (OSError, ValueError) as error:
+        raise ExportError(f"{path} cannot be read ({error}).") from None
+      if wanted is not None and wanted != set(opened):
+        differing = sorted(wanted.symmetric_difference(opened))[0]
+        raise ExportError(f"{folder / INDEX} and {name} disagree about the tensor {differing}.")
+      for tensor in opened:
+        if tensor in self._homes:
+          raise ExportError(f"{tensor} is in two files of {folder}.")
+        self._homes[tensor] = opened
+    kinds = {name: home.kind(name) for name, home in self._homes.items()}
+    self.dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
+    self.shapes = {name: shape for name, (_, shape) in kinds.items()}
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    return self._homes[name].mapped(name)
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._homes)
+
+  def __len__(self) -> int:
+    return len(self._homes)
+
+  @staticmethod
+  def _files(folder: Path) -> dict[str, set[str] | None]:
+    """{file: its tensors by the index, or None}."""
+    if not (folder / INDEX).exists():
+      if (folder / TENSORS).exists():
+        return {TENSORS: None}
+      if pickles := _pickles(folder):
+        raise ExportError(f"{folder / pickles[0]} is {_CONVERT % pickles[0]}")
+      raise ExportError(f"{folder} has no {TENSORS} and no {INDEX}.")
+    index = _json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
+      raise ExportError(f"{folder / INDEX} has no weight_map of names.")
+    files: dict[str, set[str] | None] = {}
+    for tensor, name in index.items():
+      if not re.fullmatch(r"[\w-]+(\.[\w-]+)*\.safetensors", name):
+        raise ExportError(f"{folder / INDEX}: {name!r:.80} is no file of this folder.")
+      held = files.setdefault(name, set())
+      assert held is not None
+      held.add(tensor)
+    if len(files) > _MAX_SHARDS:
+      raise ExportError(f"{folder / INDEX} names {len(files):,} files.")
+    return files
+
+
+def sample(folder: Path) -> dict[str, Any]:
+  """Generation settings as `SamplingOptions` calls them, of generation_config.json."""
+  if not (folder / GENERATION).exists():
+    return {}
+  values = plain(_json(folder / GENERATION))
+  found: dict[str, Any] = {}
+  for theirs, (ours, kinds) in _GENERATION.items():
+    value = values.get(theirs)
+    if value is None:
+      continue
+    if type(value) not in kinds or not math.isfinite(value):
+      raise ExportError(f"{folder / GENERATION}: {theirs}={value!r:.80} is no number for it.")
+    found[ours] = value
+  if found.get("top_k") == 0:  # no limit, there
+    del found["top_k"]
+  if values.get("do_sample") is False:
+    found["temperature"] = 0
+  return found
+
+
+_GENERATION = {
+  "max_new_tokens": ("tokens", (int,)),
+  "temperature": ("temperature", (int, float)),
+  "top_k": ("top_k", (int,)),
+  "top_p": ("top_p", (int, float)),
+}
+
+
+def tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+  """The folder's tokenizer.json; a text ends with config.json's first eos_token_id.
+
+  Raises:
+    DataError: it is missing, a link, or unusable, or the package `tokenizers` is not installed.
+    ExportError: eos_token_id is no token.
+  """
+  path, ends = folder / TOKENIZER, config.get("eos_token_id")
+  end = ends[0] if isinstance(ends, list) and ends else ends
+  if end is not None and (type(end) is not int or end < 0):
+    raise ExportError(f"{folder / CONFIG}: eos_token_id={ends!r:.80} is no token.")
+  return FileTokenizer(path, follow_links=False, end_of_text=end)
+
+
+def _pickles(folder: Path) -> list[str]:
+  return sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
+
+
+def _json(path: Path) -> dict[str, Any]:
+  try:
+    return read_json(path, _MAX_JSON)
+  except FileNotFoundError:
+    raise ExportError(f"{path.parent} has no {path.name}.") from None
+  except (OSError, ValueError) as error:
+    raise ExportError(f"{path} cannot be read ({error}).") from None
+
+
+def plain(value: Any) -> Any:
+  """JSON values as transformers 5 writes them: {"__float__": "Infinity"} is a number."""
+  if isinstance(value, dict):
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+      return float(value["__float__"])
+    return {name: plain(x) for name, x in value.items()}
+  return [plain(x) for x in value] if isinstance(value, list) else value

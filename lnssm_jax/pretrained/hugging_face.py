@@ -1,0 +1,300 @@
+"""Published models: folders of config.json and safetensors files, in and out.
+
+    loaded = load("mamba-130m")              # a LoadedModel: .model .generate(text) .score(text)
+    save("folder", loaded.model, loaded.settings["model"], layout="hf")
+
+`families` has the table of each kind of model. docs/pretrained.md lists them.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from lnssm_jax import sharding
+from lnssm_jax.models import LanguageModel
+from lnssm_jax.models.settings import complete, graph_of, params_of
+from lnssm_jax.pretrained import exports, folders
+from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers
+from lnssm_jax.pretrained.loaded import LoadedModel
+from lnssm_jax.pretrained.manifest import ExportError
+
+
+def load(
+  folder: str | Path,
+  *,
+  dtype: Any = None,
+  param_dtype: Any = None,
+  mesh: Mesh | None = None,
+  max_length: int | None = None,
+) -> LoadedModel:
+  """Loads a published model from a local folder with config.json and safetensors files.
+
+      loaded = lnssm_jax.pretrained.load("mamba-130m", dtype=jnp.bfloat16)
+      loaded.model, loaded.settings["model"], loaded.settings["sample"], loaded.tokenizer
+
+  Files are memory-mapped and every parameter is read onto its devices, one after another: host
+  memory never has a second copy of the model. The folder is data: nothing in it is executed.
+
+  Args:
+    folder: of one file, or of several with an index.
+    dtype: of activations and matrix products; None takes that of the embedding in the file, but
+      float32 for float16.
+    param_dtype: of the parameters; None leaves each as it is stored.
+    mesh: shards the parameters over a mesh by the rules of `lnssm_jax.sharding`; None takes the
+      first device of this process.
+    max_length: tokens that the caches of attention layers hold, in place of the config's maximum.
+
+  Returns:
+    A `LoadedModel`. Its settings["sample"] has what generation_config.json says, and its tokenizer
+    is the folder's tokenizer.json.
+
+  Raises:
+    ExportError: the folder has no such model, a setting in config.json is unknown or not
+      implemented, or a tensor is missing, has another shape, or is not used; the message names it.
+  """
+  folder = Path(folder)
+  config, tensors = folders.config(folder), folders.Tensors(folder)
+  try:
+    family = family_of(config)
+    settings = family.settings(config)
+  except ExportError as error:
+    raise ExportError(f"{folder / folders.CONFIG}: {error}") from None
+  try:
+    _check_sizes(family, settings, tensors.shapes)
+    if max_length is not None:
+      _set_max_length(settings, max_length)
+    _check_dtypes(tensors.dtypes, param_dtype)
+    stored = tensors.dtypes[_embedding(family)]
+    settings["dtype"] = str(jnp.dtype(dtype or {"float16": "float32"}.get(stored, stored)))
+    settings["param_dtype"] = str(jnp.dtype(param_dtype or stored))
+    abstract = exports.abstract_params(settings)
+    shapes = {name: leaf.shape for name, leaf in exports.flat(abstract).items()}
+    found = list(layers.parameters(family, settings, shapes))
+    layers.check_covered(found, _without_skipped(family, settings, tensors))
+  except ExportError as error:
+    raise ExportError(f"{folder}: {error}") from None
+  placed = _place(abstract, mesh)
+  by_name = {parameter.name: parameter for parameter in found}
+  read = lambda path, leaf, where: _read(
+    by_name[exports.name_of(path)], tensors, param_dtype, where
+  )
+  params = jax.tree_util.tree_map_with_path(read, abstract, placed)
+  model = nnx.merge(graph_of(settings), params)
+  sample = folders.sample(folder)
+  return LoadedModel(
+    model,
+    {"model": settings, "sample": sample},
+    0,
+    folder,
+    list,
+    lambda: folders.tokenizer(folder, config),
+  )
+
+
+def save(
+  folder: str | Path,
+  model: LanguageModel | Mapping[str, Any],
+  settings: Mapping[str, Any],
+  *,
+  layout: str,
+) -> None:
+  """Writes a model as a folder that another project opens, with the same function.
+
+  Args:
+    folder: a new one, or an empty one.
+    model: the model, or its parameters as a nested dictionary.
+    settings: of the model, as `LoadedModel.settings["model"]`.
+    layout: "hf" for transformers, "fla" for flash-linear-attention, "mamba_ssm" for mamba-ssm.
+
+  Raises:
+    ExportError: no family of that layout can represent the model, or the folder is not empty; the
+      message says which settings differ.
+  """
+  from safetensors.numpy import save_file
+
+  folder = Path(folder)
+  family, config = _family_for(settings, layout)
+  params = params_of(model) if isinstance(model, nnx.Module) else model
+  arrays = {name: np.asarray(x) for name, x in exports.flat(params).items()}
+  shapes = {name: x.shape for name, x in arrays.items()}
+  theirs: dict[str, np.ndarray] = {}
+  for parameter in layers.parameters(family, settings, shapes):
+    ours = arrays[parameter.name]
+    for number, pieces in enumerate(parameter.layers):
+      array = ours[number] if parameter.stacked else ours
+      for piece in pieces:
+        tensor = theirs.setdefault(piece.theirs, np.empty(piece.shape, ours.dtype))
+        piece.view(tensor)[...] = array if piece.part is None else piece.part(array)
+  config["torch_dtype"] = str(theirs[_embedding(family)].dtype)
+  folder.mkdir(parents=True, exist_ok=True)
+  if any(folder.iterdir()):
+    raise ExportError(f"{folder} exists and is not empty; give another folder.")
+  save_file(theirs, folder / folders.TENSORS, metadata={"format": "pt"})
+  (folder / folders.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _family_for(settings: Mapping[str, Any], layout: str) -> tuple[Family, dict[str, Any]]:
+  """The family that represents a model, and its config.json."""
+  candidates = [family for family in FAMILIES if family.layout == layout]
+  if not candidates:
+    layouts = sorted({family.layout for family in FAMILIES})
+    raise ExportError(f"layout={layout!r} is unknown; the layouts are {', '.join(layouts)}.")
+  wanted, best = _complete(settings), None
+  for family in candidates:
+    mixer = family.constants.get("mixer")  # None: a pattern
+    if mixer != settings["mixer"] and (mixer or isinstance(settings["mixer"], str)):
+      continue
+    try:
+      config = family.config(settings)
+      found = _complete(family.settings(config))
+    except (ExportError, ValueError, TypeError) as error:
+      best = best or [str(error)]
+      continue
+    lines = [
+      f"{name} is {wanted.get(name)!r}, there {found.get(name)!r}"
+      for name in sorted(wanted.keys() | found.keys())
+      if wanted.get(name) != found.get(name)
+    ]
+    if not lines:
+      return family, config
+    best = lines if best is None or len(lines) < len(best) else best
+  reason = "no family has this mixer" if best is None else "; ".join(best[:4])
+  raise ExportError(
+    f"no model of layout {layout!r} has the function of this one, whose mixer is "
+    f"{settings['mixer']!r}: {reason}."
+  )
+
+
+# Settings that do not change the function of a trained model.
+_ASIDE = (
+  "dtype",
+  "param_dtype",
+  "remat",
+  "unroll",
+  "initialization",
+  "embedding_dropout",
+  "residual_dropout",
+  "drop_path",
+  "sequence_axis",
+)
+
+
+def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """{path of a setting: value}, with the defaults of the model, its mixers and channel mixer."""
+  return {
+    path: value for path, value in _leaves(complete(settings)) if path.split(".")[0] not in _ASIDE
+  }
+
+
+def _check_sizes(family: Family, settings, shapes: Mapping[str, tuple[int, ...]]) -> None:
+  """Bounds what building the model costs by what the files have."""
+  name, wanted = _embedding(family), (settings["vocab_size"], settings["dim"])
+  if shapes.get(name) != wanted:
+    raise ExportError(
+      f"{name} has shape {shapes.get(name)}, but config.json says vocab_size={wanted[0]} and a "
+      f"width of {wanted[1]}; the two do not belong together."
+    )
+  if not 1 <= settings["num_layers"] <= len(shapes):
+    raise ExportError(
+      f"config.json says {settings['num_layers']} layers, but there are {len(shapes)} tensors."
+    )
+  total = sum(map(math.prod, shapes.values()))
+  for path, value in _leaves(settings):
+    if type(value) is int and value > total and not path.endswith("max_length"):
+      raise ExportError(f"{path}={value} is more than the tensors have elements.")
+
+
+def _check_dtypes(dtypes: Mapping[str, str], param_dtype: Any) -> None:
+  for name, dtype in dtypes.items():
+    if dtype not in ("float16", "bfloat16", "float32", "float64"):
+      raise ExportError(f"{name} has dtype {dtype}; quantized models are not implemented.")
+    if dtype == "float64" and param_dtype is None and not jax.config.jax_enable_x64:
+      raise ExportError(
+        f"{name} has dtype float64, which JAX has with jax_enable_x64 only; or give param_dtype."
+      )
+
+
+def _leaves(settings, prefix=""):
+  for name, value in settings.items():
+    if isinstance(value, dict):
+      yield from _leaves(value, f"{prefix}{name}.")
+    else:
+      yield prefix + name, value
+
+
+def _embedding(family: Family) -> str:
+  return _one(family, "embedding")
+
+
+def _one(family: Family, name: str) -> str:
+  """The tensor of a parameter that is one."""
+  row = family.rows[name]
+  assert not isinstance(row, list)
+  return row.theirs
+
+
+def _without_skipped(family: Family, settings, tensors: folders.Tensors):
+  """Shapes of the tensors that the model has; a tied head may be stored twice."""
+  shapes = {n: s for n, s in tensors.shapes.items() if not re.fullmatch(family.skipped, n)}
+  head, embedding = _one(family, "head.kernel"), _embedding(family)
+  if settings["tie_embeddings"] and head in shapes:
+    if not np.array_equal(tensors[head], tensors[embedding]):
+      raise ExportError(f"{head} differs from {embedding}, but config.json says they are tied.")
+    del shapes[head]
+  return shapes
+
+
+def _set_max_length(settings: dict[str, Any], max_length: int) -> None:
+  options = settings["mixer_options"]
+  holders = [o for o in (options, *options.values()) if isinstance(o, dict) and "max_length" in o]
+  if not holders:
+    raise ExportError(f"max_length={max_length}: this model has no cache of bounded length.")
+  for holder in holders:
+    holder["max_length"] = max_length
+
+
+def _place(abstract: Any, mesh: Mesh | None) -> Any:
+  if mesh is not None:
+    return sharding.shardings(abstract, mesh)
+  one = SingleDeviceSharding(jax.local_devices()[0])
+  return jax.tree.map(lambda _: one, abstract)
+
+
+def _read(parameter: layers.Parameter, tensors: folders.Tensors, dtype, where) -> jax.Array:
+  """A parameter on its devices; each shard is read for itself."""
+  kinds = {tensors.dtypes[p.theirs] for pieces in parameter.layers for p in pieces}
+  if dtype is None and len(kinds) > 1:
+    raise ExportError(
+      f"the tensors of {parameter.name} have the dtypes {', '.join(sorted(kinds))}; give a "
+      "param_dtype for all."
+    )
+  dtype = jnp.dtype(min(kinds) if dtype is None else dtype)
+
+  def layer(pieces, index, shape):
+    if pieces[0].part is None:
+      return pieces[0].view(tensors[pieces[0].theirs])[index]
+    whole = np.empty(shape, dtype)
+    for piece in pieces:
+      piece.part(whole)[...] = piece.view(tensors[piece.theirs])
+    return whole[index]
+
+  def shard(index):
+    if not parameter.stacked:
+      return np.ascontiguousarray(layer(parameter.layers[0], index, parameter.shape), dtype)
+    chosen, inner = parameter.layers[index[0]], index[1:]
+    first = layer(chosen[0], inner, parameter.shape[1:])
+    out = np.empty((len(chosen), *first.shape), dtype)
+    for number, pieces in enumerate(chosen):
+      out[number] = layer(pieces, inner, parameter.shape[1:])
+    return out
+
+  return jax.make_array_from_callback(parameter.shape, where, shard)

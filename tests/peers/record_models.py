@@ -1,0 +1,94 @@
+"""Saves tiny models of other projects and records what they compute, in float64.
+
+Part of `make test-peers`. A case is a model and its config; its parameters are those of `numbers`.
+tests/pretrained/golden/CASE.npz keeps config.json as the project writes it, the names and shapes of
+the tensors in its safetensors file, the hidden states, the logits, and those of its cached decoding
+where that runs on a CPU.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from tests.peers.numbers import parameter
+
+FOLDER = Path(__file__).parents[1] / "pretrained" / "golden"
+# Row 0 continues row 1's beginning, and has its tokens in another order.
+TOKENS = np.array([[1, 7, 3, 3, 10, 0, 5], [1, 7, 2, 9, 4, 8, 6]])
+
+Decode = Callable[[Any, torch.Tensor], np.ndarray]
+
+
+def cached_steps(model: Any, tokens: torch.Tensor) -> np.ndarray:
+  """Logits [B, T, vocab] of one token at a time, by the model's own cache."""
+  cache, logits, name = None, [], "cache_params" if _is_mamba(model) else "past_key_values"
+  for t in range(tokens.shape[1]):
+    positions = {"cache_params": {}, "past_key_values": {"position_ids": torch.tensor([[t]])}}[name]
+    out = model(tokens[:, t : t + 1], use_cache=True, **{name: cache}, **positions)
+    cache = out[name]
+    logits.append(out.logits[:, -1])
+  return torch.stack(logits, 1).detach().numpy()
+
+
+def rwkv_steps(model: Any, tokens: torch.Tensor) -> np.ndarray:
+  """As `cached_steps`, row by row: with more, the token shift of transformers 5.23 is wrong."""
+  rows = []
+  for row in tokens:
+    state, logits = None, []
+    for token in row:
+      out = model(token[None, None], use_cache=True, state=state)
+      state = out.state
+      logits.append(out.logits[0, -1])
+    rows.append(torch.stack(logits))
+  return torch.stack(rows).detach().numpy()
+
+
+def hidden_states(model: Any, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+  """(the input of each layer and of the head [L + 1, B, T, D], logits)."""
+  inputs: list[torch.Tensor] = []
+  seen = lambda _module, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"])
+  layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+  handles = [layer.register_forward_pre_hook(seen, with_kwargs=True) for layer in layers]
+  handles.append(model.get_output_embeddings().register_forward_pre_hook(seen, with_kwargs=True))
+  logits = model(tokens, use_cache=False).logits
+  for handle in handles:
+    handle.remove()
+  states = torch.stack([x if x.dim() == 3 else x[None] for x in inputs])
+  return states.detach().numpy(), logits.detach().numpy()
+
+
+def record(case: str, model: Any, decode: Decode | None) -> None:
+  """Writes golden/CASE.npz."""
+  model = model.double().eval()
+  with torch.no_grad():
+    for name, value in model.named_parameters():
+      value.copy_(torch.from_numpy(parameter(case, name, value.shape)))
+    with tempfile.TemporaryDirectory() as folder:
+      model.save_pretrained(folder)
+      config = (Path(folder) / "config.json").read_text()
+      with safe_open(Path(folder) / "model.safetensors", "np") as file:
+        shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        for name in file.keys():  # noqa: SIM118
+          np.testing.assert_array_equal(file.get_tensor(name), parameter(case, name, shapes[name]))
+    tokens = torch.from_numpy(TOKENS)
+    hidden, logits = hidden_states(model, tokens)
+    assert hidden.dtype == logits.dtype == np.float64, case
+    arrays = {"tokens": TOKENS, "hidden": hidden, "logits": logits}
+    if decode is not None:
+      arrays["steps"] = decode(model, tokens)
+      np.testing.assert_allclose(arrays["steps"], logits, atol=1e-9, err_msg=case)
+  FOLDER.mkdir(exist_ok=True)
+  text = lambda value: np.frombuffer(value.encode(), np.uint8)
+  index = {"config": text(config), "shapes": text(json.dumps(shapes))}
+  np.savez_compressed(FOLDER / f"{case}.npz", **index, **arrays)
+  print(f"golden/{case}.npz", "with steps" if decode else "")
+
+
+def _is_mamba(model: Any) -> bool:
+  return "mamba" in model.config.model_type

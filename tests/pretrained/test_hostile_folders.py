@@ -1,0 +1,217 @@
+"""Folders made to mislead: one line says what is wrong, and no memory is taken for it."""
+
+import json
+import re
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from lnssm_jax.pretrained import ExportError, folders, hugging_face
+from lnssm_jax.pretrained.families import FAMILIES
+from tests.pretrained.published import CASES, recorded, write
+
+MOST = 30_000_000  # bytes, of Python and NumPy
+
+
+def message(folder) -> str:
+  """The error of a folder: one line, and for little memory."""
+  tracemalloc.start()
+  try:
+    with pytest.raises(ExportError) as error:
+      hugging_face.load(folder)
+    assert tracemalloc.get_traced_memory()[1] < MOST
+  finally:
+    tracemalloc.stop()
+  text = str(error.value)
+  assert "\n" not in text
+  assert len(text) < 600
+  return text
+
+
+CONFIGS = [
+  ("llama", {"num_hidden_layers": 100_000}, "100000 layers, but there are 21 tensors"),
+  ("llama", {"num_hidden_layers": 0}, "num_hidden_layers=0 must be at least 1"),
+  ("llama", {"num_hidden_layers": -1}, "num_hidden_layers=-1 must be at least 1"),
+  ("llama", {"num_hidden_layers": "two"}, "num_hidden_layers='two' must be int"),
+  ("llama", {"num_hidden_layers": True}, "num_hidden_layers=True must be int"),
+  ("llama", {"num_hidden_layers": 1}, "the tensors are not those of config.json"),
+  ("llama", {"num_hidden_layers": ...}, "num_hidden_layers is missing"),
+  ("llama", {"vocab_size": 10**12}, "the two do not belong together"),
+  ("llama", {"intermediate_size": 10**12}, "channel_hidden=1000000000000 is more than"),
+  ("llama", {"intermediate_size": 13}, r"mlp.down_proj.weight: found \(8, 12\), the model needs"),
+  ("llama", {"intermediate_size": 2**70}, "must be at least 1 and below 2"),
+  ("llama", {"num_key_value_heads": 2}, r"k_proj.weight: found \(4, 8\), the model needs \(8, 8\)"),
+  ("llama", {"num_attention_heads": 3}, "hidden_size=8 is not a multiple of num_attention_heads=3"),
+  ("llama", {"head_dim": 8}, "head_dim=8 is not implemented"),
+  ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not implemented; only 'silu'"),
+  ("llama", {"hidden_act": ["silu"]}, "hidden_act=.'silu'. is not implemented"),
+  ("llama", {"rope_scaling": {"factor": 8.0}}, "rope_scaling={'factor': 8.0} is not implemented"),
+  ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3' is not implemented"),
+  ("llama", {"rope_parameters": 3}, "rope_parameters=3 is not an object"),
+  ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' must be float"),
+  ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be"),
+  ("llama", {"attention_bias": True}, "q_proj.bias: found nothing, the model needs"),
+  ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not a known"),
+  ("llama", {"model_type": "gpt_neox"}, "model_type='gpt_neox' is not implemented; the families"),
+  ("llama", {"model_type": ["llama"]}, "model_type=.'llama'. is not implemented"),
+  ("mamba", {"time_step_rank": 10**9}, "gate_rank=1000000000 is more than"),
+  ("mamba", {"intermediate_size": 17}, "intermediate_size=17 is not expand hidden_size = 16"),
+  ("mamba2_groups", {"time_step_limit": [0.1, 1.0]}, r"time_step_limit=\[0.1, 1.0\] is not impl"),
+  ("mamba2_groups", {"num_heads": 3}, "num_heads=3 times head_dim=4 is not expand hidden_size"),
+  ("rwkv", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06 is not implemented"),
+  ("rwkv", {"attention_hidden_size": 16}, "attention_hidden_size other than hidden_size"),
+  ("recurrent_gemma", {"block_types": ["recurrent"] * 9}, "at least the 9 block_types"),
+  ("recurrent_gemma", {"block_types": [[]]}, "block_types=.* must be a list of recurrent, atten"),
+  ("recurrent_gemma", {"intermediate_size": 25}, "intermediate_size=25 must be even"),
+  ("fla_gla", {"attn": {"layers": [1], "num_heads": 2}}, "attn={'layers': .1., .* is not implem"),
+  ("fla_gla", {"fuse_norm": False}, "fuse_norm=False is not implemented; only True"),
+  ("fla_gla", {"hidden_ratio": 10**9, "intermediate_size": None}, "hidden_ratio=1000000000 must"),
+  ("fla_hgrn2", {"expand_ratio": 3}, "expand_ratio=3 is not hidden_size / num_heads"),
+  ("fla_rwkv6", {"norm_first": False}, "norm_first=False is not implemented"),
+]
+
+
+@pytest.mark.parametrize(("case", "config", "expected"), CONFIGS)
+def test_config_that_is_wrong_or_not_implemented_raises(case, config, expected, tmp_path):
+  folder = write(tmp_path, case, config=config, dtype=np.float32)
+  assert re.search(expected, message(folder)), message(folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_setting_of_a_recorded_config_is_checked(case, tmp_path):
+  """Whatever a setting is, another kind of value is an error, or it is declared to be free."""
+  config = folders.plain(recorded(case).config)
+  family = next(family for family in FAMILIES if family.name == config["model_type"])
+  for name in config:
+    try:
+      settings = family.settings(config | {name: {"a": 1}})
+    except ExportError as error:
+      assert name in str(error)
+      continue
+    assert settings == family.settings(config), name
+  with pytest.raises(ExportError, match="another_setting=1 is not a known setting"):
+    family.settings(config | {"another_setting": 1})
+
+
+def test_tensor_that_is_missing_or_not_used_raises(tmp_path):
+  name = "model.layers.1.mlp.up_proj.weight"
+  text = message(write(tmp_path, "llama", tensors={name: ...}, dtype="f4"))
+  assert f"{name}: found nothing, the model needs (12, 8)" in text
+  text = message(
+    write(tmp_path, "llama", tensors={"model.layers.0.adapter": np.zeros(3)}, dtype="f4")
+  )
+  assert "model.layers.0.adapter: found (3,), the model needs nothing" in text
+  buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2)}
+  hugging_face.load(write(tmp_path, "llama", tensors=buffer, dtype="f4"))  # follows from the config
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
+def test_pickle_is_not_read_and_the_error_says_how_to_convert_it(name, tmp_path):
+  folder = write(tmp_path, "llama")
+  (folder / "model.safetensors").rename(folder / name)
+  text = message(folder)
+  assert f"{name} is a pickle" in text
+  assert f"torch.load('{name}', weights_only=True)" in text
+
+
+def shards(folder, index):
+  write(folder, "llama")
+  (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+  return folder
+
+
+ELSEWHERE = ("../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x\0.safetensors", "")
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_index_that_points_elsewhere_raises(name, tmp_path):
+  assert "is no file of this folder" in message(shards(tmp_path, {"weight_map": {"a": name}}))
+
+
+def test_index_that_does_not_describe_its_files_raises(tmp_path):
+  index = {"weight_map": {"a": "model.safetensors"}}
+  assert "disagree about the tensor a" in message(shards(tmp_path, index))
+  index = {"weight_map": {"a": "gone.safetensors"}}
+  assert "gone.safetensors cannot be read" in message(shards(tmp_path, index))
+  assert "has no weight_map" in message(shards(tmp_path, {"weight_map": {"a": 3}}))
+  many = {f"t{n}": f"s{n}.safetensors" for n in range(20_000)}
+  assert "names 20,000 files" in message(shards(tmp_path, {"weight_map": many}))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
+def test_link_is_not_followed(name, tmp_path):
+  folder = write(tmp_path / "folder", "llama", dtype="f4")
+  outside = tmp_path / "outside"
+  outside.write_text("{}")
+  if (folder / name).exists():
+    (folder / name).rename(outside)
+  (folder / name).symlink_to(outside)
+  assert f"{name} is a link; links are not followed" in message(folder)
+
+
+def test_folder_without_a_model_raises(tmp_path):
+  assert "there is no folder" in message(tmp_path / "gone")
+  assert "has no config.json" in message(tmp_path)
+  (tmp_path / "config.json").write_text("{}")
+  assert "has no model.safetensors" in message(tmp_path)
+  write(tmp_path, "llama")
+  for text in ("[" * 100_000, "[]", "{", '{"a": 1, "a": 2}', ""):
+    (tmp_path / "config.json").write_text(text)
+    assert "config.json cannot be read" in message(tmp_path)
+
+
+def test_fuzzed_header_raises_or_gives_the_tensors(tmp_path):
+  """One byte of the header at a time becomes another."""
+  folder = write(tmp_path, "mamba", dtype=np.float32)
+  path = folder / "model.safetensors"
+  content = path.read_bytes()
+  length = 8 + int.from_bytes(content[:8], "little")
+  words = np.random.default_rng(0).integers(0, [[length], [256]], (2, 60)).T
+  for place, byte in words.tolist():
+    path.write_bytes(content[:place] + bytes([byte]) + content[place + 1 :])
+    try:
+      hugging_face.load(folder)
+    except ExportError as error:
+      assert "\n" not in str(error)
+
+
+def header(path, change):
+  content = path.read_bytes()
+  length = int.from_bytes(content[:8], "little")
+  values = json.loads(content[8 : 8 + length])
+  change(values)
+  text = json.dumps(values).encode()
+  path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+NAME, OTHER = "backbone.norm_f.weight", "backbone.layers.0.norm.weight"
+HEADERS = {
+  "overlapping": lambda v: v[NAME].update(data_offsets=v[OTHER]["data_offsets"]),
+  "overflowing": lambda v: v[NAME].update(shape=[2**40, 2**40]),
+  "wrapping": lambda v: v[NAME].update(shape=[2**32, 2**32, 8]),
+  "negative": lambda v: v[NAME].update(shape=[-8]),
+  "backwards": lambda v: v[NAME].update(data_offsets=v[NAME]["data_offsets"][::-1]),
+  "beyond": lambda v: v[NAME].update(data_offsets=[10**9, 10**9 + 32]),
+  "nameless": lambda v: v[NAME].update(dtype="F8_E4M3"),
+}
+
+
+@pytest.mark.parametrize("change", HEADERS)
+def test_header_that_lies_raises(change, tmp_path):
+  folder = write(tmp_path, "mamba", dtype=np.float32)
+  header(folder / "model.safetensors", HEADERS[change])
+  assert "model.safetensors" in message(folder)
+
+
+def test_quantized_or_float64_tensors_raise(tmp_path):
+  norm = {"model.norm.weight": np.zeros(8)}
+  folder = write(tmp_path, "llama", tensors=norm, dtype="i1")
+  assert "has dtype int8; quantized models are not implemented" in message(folder)
+  assert "jax_enable_x64 only; or give param_dtype" in message(write(tmp_path, "llama"))
+
+
+def test_generation_settings_that_are_no_numbers_raise(tmp_path):
+  folder = write(tmp_path, "llama", dtype=np.float32)
+  (folder / "generation_config.json").write_text('{"top_p": "all"}')
+  assert "top_p='all' is no number" in message(folder)

@@ -1,0 +1,223 @@
+"""Published models against what their own code computes, as recorded by `make test-peers`."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import lnssm_jax
+from lnssm_jax.models import layers
+from lnssm_jax.models.settings import params_of
+from lnssm_jax.pretrained import ExportError, hugging_face, safetensors
+from tests.devices import result_of
+from tests.pretrained.published import CASES, recorded, write
+
+
+@jax.jit
+def evaluate(model, tokens):
+  """The input of each layer and of the head, and the hidden states of one token at a time."""
+  x, inputs = model.embed(tokens), []
+  for block in layers.apart(layers.tied(model.blocks), model.num_layers):
+    inputs.append(x)
+    x = block(x)[0]
+
+  def step(state, token):
+    hidden, state = model.hidden(token[:, None], state)
+    return state, hidden[:, 0]
+
+  state = jax.tree.map(
+    lambda s: s.astype(x.dtype) if jnp.issubdtype(s.dtype, jnp.floating) else s,
+    model.init_state(len(tokens)),
+  )
+  steps = jax.lax.scan(step, state, tokens.T)[1]
+  return [*inputs, model.norm(x, dtype=model.dtype)], steps.swapaxes(0, 1)
+
+
+# The others take most of a minute.
+BY_DEFAULT = ("fla_gla", "fla_hgrn2", "fla_retnet", "llama", "mamba")
+
+
+@pytest.mark.parametrize(
+  "case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in BY_DEFAULT)) for c in CASES]
+)
+def test_published_model_in_float64_equals_the_recorded_one(case, tmp_path):
+  want = recorded(case)
+  with jax.enable_x64(True):
+    model = hugging_face.load(write(tmp_path, case)).model
+    hidden, steps = evaluate(model, want.tokens)
+    # RWKV's first block has the norm after the embedding.
+    pairs = list(enumerate(zip(hidden, want.hidden, strict=True)))
+    for layer, (got, expected) in pairs[0 if model.embedding_norm is None else 1 :]:
+      np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-11, err_msg=f"layer {layer}")
+    np.testing.assert_allclose(steps, want.hidden[-1], rtol=1e-10, atol=1e-11)
+    scale = np.abs(want.logits).max()
+    # Logits are float32.
+    assert np.abs(model.logits(hidden[-1]) - want.logits).max() < 1e-6 * scale
+    expected = want.logits if want.steps is None else want.steps
+    assert np.abs(model.logits(steps) - expected).max() < 1e-6 * scale
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_published_model_saved_again_has_equal_bytes(case, tmp_path):
+  folder = write(tmp_path / "theirs", case, dtype=np.float32)
+  loaded = hugging_face.load(folder)
+  layout = "fla" if case.startswith("fla") else "hf"
+  hugging_face.save(tmp_path / "ours", loaded.model, loaded.settings["model"], layout=layout)
+  before, after = (
+    safetensors.Tensors(f / "model.safetensors") for f in (folder, tmp_path / "ours")
+  )
+  assert set(before) == set(after)
+  for name in before:
+    assert before.kind(name) == after.kind(name)
+    assert before[name].tobytes() == after[name].tobytes(), name
+
+
+SSM = {"d_model": 8, "n_layer": 2, "rms_norm": True, "fused_add_norm": True, "vocab_size": 11}
+SSM |= {"residual_in_fp32": True, "pad_vocab_size_multiple": 1}
+SSM_CASES = {
+  "mamba": {"d_state": 3},
+  "mamba2": {"layer": "Mamba2", "d_state": 3, "headdim": 4},
+}
+
+
+def write_ssm(folder, case, **changes):
+  """A recorded model as mamba-ssm stores it: other names of settings, one other of a tensor."""
+  config = dict.fromkeys(recorded(case).config, ...) | SSM | {"ssm_cfg": SSM_CASES[case]} | changes
+  embedding = recorded(case).tensors["backbone.embeddings.weight"]
+  tensors = {"backbone.embeddings.weight": ..., "backbone.embedding.weight": embedding}
+  return write(folder, case, dtype=np.float32, config=config, tensors=tensors)
+
+
+@pytest.mark.parametrize("case", SSM_CASES)
+def test_layout_of_mamba_ssm_equals_that_of_transformers(case, tmp_path):
+  theirs = hugging_face.load(write_ssm(tmp_path / "ssm", case))
+  same = hugging_face.load(write(tmp_path / "hf", case, dtype=np.float32))
+  jax.tree.map(np.testing.assert_array_equal, params_of(theirs.model), params_of(same.model))
+  want = recorded(case)
+  logits, _ = jax.jit(lambda model, tokens: model(tokens))(theirs.model, want.tokens)
+  assert np.abs(logits - want.logits).max() < 1e-5 * np.abs(want.logits).max()
+  hugging_face.save(tmp_path / "ours", theirs.model, theirs.settings["model"], layout="mamba_ssm")
+  before, after = (
+    safetensors.Tensors(tmp_path / name / "model.safetensors") for name in ("ssm", "ours")
+  )
+  assert {n: x.tobytes() for n, x in before.items()} == {n: x.tobytes() for n, x in after.items()}
+
+
+def test_vocabulary_of_mamba_ssm_is_padded(tmp_path):
+  embedding = np.pad(recorded("mamba").tensors["backbone.embeddings.weight"], ((0, 5), (0, 0)))
+  folder = write_ssm(tmp_path, "mamba", pad_vocab_size_multiple=16)
+  names = {"backbone.embeddings.weight": ..., "backbone.embedding.weight": embedding}
+  config = dict.fromkeys(recorded("mamba").config, ...) | SSM | {"pad_vocab_size_multiple": 16}
+  write(folder, "mamba", config=config | {"ssm_cfg": SSM_CASES["mamba"]}, tensors=names)
+  assert hugging_face.load(folder, param_dtype=jnp.float32).model.vocab_size == 16
+
+
+def test_sharded_files_are_read_as_one(tmp_path):
+  want = hugging_face.load(write(tmp_path / "one", "llama", dtype=np.float32))
+  folder = write_shards(tmp_path / "two", "llama")
+  got = hugging_face.load(folder)
+  jax.tree.map(np.testing.assert_array_equal, params_of(got.model), params_of(want.model))
+
+
+def write_shards(folder, case, shards=2):
+  folder = write(folder, case, dtype=np.float32)
+  whole = safetensors.Tensors(folder / "model.safetensors")
+  names, index = sorted(whole), {}
+  for number in range(shards):
+    file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+    held = {name: whole[name] for name in names[number::shards]}
+    save_file(held, folder / file)
+    index |= dict.fromkeys(held, file)
+  (folder / "model.safetensors").unlink()
+  (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+  return folder
+
+
+def test_any_shard_of_a_parameter_is_read_by_itself(tmp_path, monkeypatch):
+  """With one device there is one shard; the reader must give every other one as well."""
+  shards = {}
+
+  def keep(shape, where, read):
+    whole = read(tuple(slice(0, n) for n in shape))
+    cut = tuple(slice(n // 2, n) for n in shape)
+    shards[shape] = (whole[cut], read(cut))
+    return jnp.asarray(whole)
+
+  monkeypatch.setattr(jax, "make_array_from_callback", keep)
+  # RWKV-6 has parameters that are several tensors, and several that are one.
+  for case in ("fla_rwkv6", "llama"):
+    hugging_face.load(write(tmp_path / case, case, dtype=np.float32))
+  assert len(shards) > 10
+  for whole, part in shards.values():
+    np.testing.assert_array_equal(part, whole)
+
+
+_ON_A_MESH = """
+import json, sys, jax, numpy as np
+from lnssm_jax.models.settings import params_of
+from lnssm_jax.pretrained import load
+mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"))
+want, got = (params_of(load(sys.argv[1], mesh=m).model) for m in (None, mesh))
+jax.tree.map(np.testing.assert_array_equal, got, want)
+kernel = got["blocks"]["mixer"]["q_proj"]["kernel"]
+print(json.dumps([list(kernel.sharding.spec), [s.data.shape for s in kernel.addressable_shards]]))
+"""
+
+
+@pytest.mark.slow
+def test_load_on_a_mesh_places_shards_by_the_rules(tmp_path):
+  write(tmp_path, "llama", dtype=np.float32)
+  found = result_of("-c", _ON_A_MESH, str(tmp_path), devices=4)
+  assert found == [[None, "fsdp", "tensor"], [[2, 4, 4]] * 4]
+
+
+def test_load_takes_dtypes_and_a_maximum_length(tmp_path):
+  folder = write(tmp_path, "llama", dtype=np.float32)
+  loaded = hugging_face.load(folder, dtype=jnp.float16, param_dtype=jnp.bfloat16, max_length=4)
+  assert loaded.model.max_length == 4
+  assert {x.dtype for x in jax.tree.leaves(params_of(loaded.model))} == {jnp.dtype(jnp.bfloat16)}
+  assert loaded.model.dtype == jnp.float16
+  with pytest.raises(ExportError, match="max_length=4: this model has no cache of bounded length"):
+    hugging_face.load(write(tmp_path / "mamba", "mamba"), max_length=4)
+
+
+def test_load_of_float16_computes_in_float32_and_saves_the_same_bytes(tmp_path):
+  folder = write(tmp_path / "theirs", "mamba", dtype=np.float16)
+  loaded = lnssm_jax.load_model(folder)  # also opens published models
+  assert loaded.settings["model"]["dtype"] == "float32"
+  hugging_face.save(tmp_path / "ours", loaded.model, loaded.settings["model"], layout="hf")
+  ours = safetensors.Tensors(tmp_path / "ours" / "model.safetensors")
+  theirs = safetensors.Tensors(folder / "model.safetensors")
+  assert {n: ours[n].tobytes() for n in ours} == {n: theirs[n].tobytes() for n in theirs}
+
+
+def test_tied_head_that_is_stored_must_equal_the_embedding(tmp_path):
+  embedding = recorded("mamba").tensors["backbone.embeddings.weight"]
+  hugging_face.load(write(tmp_path, "mamba", tensors={"lm_head.weight": embedding}, dtype="f4"))
+  write(tmp_path, "mamba", tensors={"lm_head.weight": embedding + 1}, dtype="f4")
+  with pytest.raises(ExportError, match=r"differs from backbone\.embeddings"):
+    hugging_face.load(tmp_path)
+
+
+def test_save_of_a_model_that_no_family_has_says_why(tmp_path):
+  loaded = hugging_face.load(write(tmp_path, "llama", dtype="f4"))
+  settings = dict(loaded.settings["model"])
+  settings["mixer_options"] = settings["mixer_options"] | {"soft_cap": 30.0}
+  with pytest.raises(ExportError, match=r"mixer_options\.0\.soft_cap is 30\.0, there None"):
+    hugging_face.save(tmp_path / "out", loaded.model, settings, layout="hf")
+  with pytest.raises(ExportError, match="no family has this mixer"):
+    hugging_face.save(tmp_path / "out", loaded.model, settings | {"mixer": "s4"}, layout="hf")
+  with pytest.raises(ExportError, match="layout='gguf' is unknown"):
+    hugging_face.save(tmp_path / "out", loaded.model, settings, layout="gguf")
+  assert not (tmp_path / "out").exists()
+
+
+def test_generation_settings_are_those_of_the_folder(tmp_path):
+  folder = write(tmp_path, "llama", dtype="f4")
+  text = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": 2, "top_k": 0, "top_p": 0.5}
+  (folder / "generation_config.json").write_text(json.dumps(text))
+  loaded = hugging_face.load(folder)
+  assert loaded.settings["sample"] == {"tokens": 3, "temperature": 0, "top_p": 0.5}
