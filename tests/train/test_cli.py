@@ -1,6 +1,5 @@
 """The command line: output, error messages and exit codes of each command."""
 
-import dataclasses
 import json
 import os
 
@@ -115,12 +114,12 @@ def test_cli_bug_keeps_traceback(tiny, config_file, monkeypatch):
     run("fit", "--config", config_file(tiny()))
 
 
-def test_cli_failed_run_is_exit_code_1(tiny, config_file, monkeypatch, capsys):
+def test_cli_diverged_run_is_exit_code_3(tiny, config_file, monkeypatch, capsys):
   def diverge(*_, **__):
     raise DivergedError("loss is nan at step 3")
 
   monkeypatch.setattr(loop, "fit", diverge)
-  assert run("fit", "--config", config_file(tiny())) == 1
+  assert run("fit", "--config", config_file(tiny())) == 3
   assert capsys.readouterr().err == "error: loss is nan at step 3\n"
 
 
@@ -134,13 +133,17 @@ def test_cli_dead_reader_is_no_success_of_work(name, code, monkeypatch, capsys):
   assert run(name, *needed.get(name, [])) == code
 
 
-def test_cli_run_stopped_by_hangup_is_exit_code_129(tiny, config_file, monkeypatch):
-  stopped = loop.Result(3, "SIGHUP", [], {})
-  monkeypatch.setattr(loop, "fit", lambda *_, **__: stopped)
+@pytest.mark.parametrize(
+  ("stopped_by", "codes"),  # by default, and with --stopped-code 75
+  [("SIGHUP", (129, 129)), ("SIGTERM", (0, 75)), ("a signal to another process", (0, 75)),
+   (None, (0, 0))],
+)  # fmt: skip
+def test_cli_stopped_run_has_the_exit_code_of_its_signal(
+  stopped_by, codes, tiny, config_file, monkeypatch
+):
+  monkeypatch.setattr(loop, "fit", lambda *_, **__: loop.Result(3, stopped_by, [], {}))
   fit = ("fit", "--config", config_file(tiny()))
-  assert run(*fit) == 129
-  monkeypatch.setattr(loop, "fit", lambda *_, **__: dataclasses.replace(stopped, stopped_by=None))
-  assert run(*fit) == 0
+  assert (run(*fit), run(*fit, "--stopped-code", "75")) == codes
 
 
 def test_evaluate_prints_loss_of_training(trained, capsys):

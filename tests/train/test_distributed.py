@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 
 from train import loop
 from train.checkpoint.store import newest_step
-from train.cluster import agreement, doctor
+from train.cluster import agreement, distributed, doctor
 from train.cluster.launcher import LaunchError, detect
 from train.data.windows import TokenWindows, eval_batches, train_batches
 from train.runs.run_folder import RunFolder
@@ -252,3 +253,41 @@ def loop_until(cfg, step):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(loop.MetricReader, "push", push_and_stop)
     assert loop.fit(cfg).step == step
+
+
+def test_processes_join_with_the_stated_heartbeat(monkeypatch):
+  given = {}
+  monkeypatch.setattr(distributed.launcher, "detect", lambda: detect(HAND))
+  monkeypatch.setattr(jax.distributed, "initialize", lambda **options: given.update(options))
+  monkeypatch.setattr(jax.config, "update", lambda *_: None)
+  assert distributed.join() == detect(HAND)
+  assert given == detect(HAND).arguments | {"heartbeat_timeout_seconds": distributed.HEARTBEAT}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+  ("number", "seconds"),
+  [
+    (signal.SIGKILL, 30),  # its connections break
+    (signal.SIGSTOP, distributed.HEARTBEAT + 30),  # as a host that hangs, or a network that is gone
+  ],
+)
+def test_two_processes_lost_peer_noticed_in_time(
+  number, seconds, victim, tiny, config_file, command
+):
+  cfg = tiny(steps=100_000, eval_every=100_000, checkpoint_every=100_000, mesh__data=-1)
+  file = config_file(cfg)
+  processes = two_processes(command, file, file)
+  try:
+    wait_for(processes[0], "step     8/")
+    processes[victim].send_signal(number)
+    begin = time.monotonic()
+    processes[1 - victim].communicate(timeout=seconds)
+    spent = time.monotonic() - begin
+    print(f"{number.name} to process {victim}: the other ended after {spent:.1f} s")
+    assert processes[1 - victim].returncode != 0
+  finally:
+    for process in processes:
+      process.kill()
+      process.communicate()

@@ -28,7 +28,7 @@ def fit(options: argparse.Namespace) -> int | None:
     dry_run.describe(cfg)
   else:
     flags = {name: getattr(options, name) for name in ("allow_config_change", "verify_data")}
-    return _code_of(fit(cfg, profile=profile, **flags).stopped_by)
+    return _code_of(fit(cfg, profile=profile, **flags).stopped_by, options.stopped_code)
   return None
 
 
@@ -44,7 +44,8 @@ def classify(options: argparse.Namespace) -> int | None:
   if options.dry_run:
     dry_run.describe_vision(cfg)
   else:
-    return _code_of(loop.fit(cfg, allow_config_change=options.allow_config_change).stopped_by)
+    result = loop.fit(cfg, allow_config_change=options.allow_config_change)
+    return _code_of(result.stopped_by, options.stopped_code)
   return None
 
 
@@ -219,9 +220,11 @@ def doctor(options: argparse.Namespace) -> int:
   return 0 if doctor.examine(cfg, print) else 1
 
 
-def _code_of(stopped_by: str | None) -> int:
-  """Exit code of a run that has saved: 0, or 129 if its terminal or session has ended."""
-  return 128 + signal.SIGHUP if stopped_by == signal.SIGHUP.name else 0
+def _code_of(stopped_by: str | None, stopped_code: int) -> int:
+  """Exit code of a run that has saved: 129 if its terminal or session has ended."""
+  if stopped_by is None:
+    return 0
+  return 128 + signal.SIGHUP if stopped_by == signal.SIGHUP.name else stopped_code
 
 
 def config_of(options: argparse.Namespace) -> config.Train:

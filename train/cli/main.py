@@ -44,7 +44,7 @@ _PRINTING = ("evaluate", "generate", "inspect")
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs one command; returns its exit code: 0 success, 1 failure while running, 2 wrong usage,
-  129 a run stopped by SIGHUP, 130 interrupted.
+  3 diverged, 129 a run stopped by SIGHUP, 130 interrupted, and what --stopped-code says.
 
   In a run of several processes, a failing process exits here without waiting for the others.
   """
@@ -182,6 +182,13 @@ def _parser() -> argparse.ArgumentParser:
       "--dry-run",
       action="store_true",
       help="compile the training step, print its memory and FLOPs, and exit",
+    )
+    added.add_argument(
+      "--stopped-code",
+      type=int,
+      default=0,
+      metavar="N",
+      help="exit code if SIGTERM or SIGINT ends the run before its last step (default: 0)",
     )
   fit.add_argument(
     "--verify-data",

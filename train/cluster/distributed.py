@@ -16,6 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from train.cluster import launcher
 
 
+# Seconds without a sign of life of a process after which all others end, whatever they wait for.
+HEARTBEAT = 60
+
+
 class OtherProcessError(RuntimeError):
   """Another process failed, without which this one cannot go on; the message is its error."""
 
@@ -36,7 +40,7 @@ def join() -> launcher.Launch | None:
   if launch is not None:
     # It would handle SIGTERM itself, which `train.cluster.stop_signal` and `ballot` do here.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(**launch.arguments)
+    jax.distributed.initialize(**launch.arguments, heartbeat_timeout_seconds=HEARTBEAT)
   return launch
 
 

@@ -11,41 +11,61 @@
 #
 #   GPUS_EACH=2 train/launch/by_hand.sh localhost:12345 2 0 2 fit --config configs/lnssm_72m.py
 #
-# SIGTERM or Ctrl-C to this script goes to its processes: all hosts save one step and end.
-set -euo pipefail
+# SIGTERM, SIGHUP or Ctrl-C to this script goes to its processes: all hosts save one step and end.
+# When a process fails, the others here get SIGTERM, and after GRACE seconds (60) SIGKILL. The exit
+# code is that of the first that failed. If this script is killed, its processes get SIGTERM.
+set -uo pipefail
 export JAX_COORDINATOR_ADDRESS=$1 JAX_NUM_PROCESSES=$2
 first=$3 here=$4
 shift 4
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit
 python=${PYTHON:-.venv/bin/python}
 
 started=()
-trap 'kill -TERM "${started[@]}" 2>/dev/null || true' TERM INT
+signal_all() { kill "-$1" "${started[@]}" 2>/dev/null; }
+trap 'signal_all TERM' TERM INT
+trap 'signal_all HUP' HUP
+# Each process leads a group of its own: nothing that it has started stays either.
+trap 'kill -KILL "${started[@]/#/-}" 2>/dev/null' EXIT
+
+# A session of its own: Ctrl-C in a terminal reaches a process once, through this script.
+start=(setsid)
+if setpriv --pdeathsig TERM true 2>/dev/null; then
+  start+=(setpriv --pdeathsig TERM)
+fi
 for ((i = 0; i < here; i++)); do
   if [[ -n ${GPUS_EACH:-} ]]; then
-    export CUDA_VISIBLE_DEVICES=$(seq -s, $((i * GPUS_EACH)) $(((i + 1) * GPUS_EACH - 1)))
+    CUDA_VISIBLE_DEVICES=$(seq -s, $((i * GPUS_EACH)) $(((i + 1) * GPUS_EACH - 1)))
+    export CUDA_VISIBLE_DEVICES
   fi
-  # A session of its own: Ctrl-C in a terminal reaches it once, through this script.
-  JAX_PROCESS_ID=$((first + i)) setsid "$python" -m train "$@" &
+  JAX_PROCESS_ID=$((first + i)) "${start[@]}" "$python" -m train "$@" &
   started+=($!)
 done
 
-code=0
-for process in "${started[@]}"; do
-  status=0
-  wait "$process" || status=$?
-  while kill -0 "$process" 2>/dev/null; do # a signal ended `wait`, not the process
+code=0 deadline=
+running=("${started[@]}")
+while ((${#running[@]})); do
+  # The first that ends wakes this, whichever it is; so does a signal to this script, or the clock.
+  sleep 1 &
+  clock=$! woken=0
+  wait -n || woken=$?
+  kill "$clock" 2>/dev/null && wait "$clock" 2>/dev/null
+  left=()
+  for process in "${running[@]}"; do
+    if kill -0 "$process" 2>/dev/null; then
+      left+=("$process")
+      continue
+    fi
     status=0
     wait "$process" || status=$?
+    ((status == 127)) && status=$woken # the first `wait` had taken its status
+    if ((status != 0 && code == 0)); then
+      code=$status deadline=$((SECONDS + ${GRACE:-60}))
+      # 75 and 129: all have saved the same step and are ending by themselves.
+      ((code == 75 || code == 129)) || signal_all TERM
+    fi
   done
-  if ((status > 128)); then
-    again=0
-    wait "$process" || again=$?
-    ((again == 127)) || status=$again # 127: it had been waited for, and ended by a signal
-  fi
-  if ((status != 0 && code == 0)); then
-    code=$status
-    kill -TERM "${started[@]}" 2>/dev/null || true
-  fi
+  running=("${left[@]}")
+  [[ -n $deadline ]] && ((SECONDS > deadline)) && signal_all KILL
 done
 exit "$code"

@@ -14,12 +14,21 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=train-%j.log
-# SIGTERM three minutes before the end, to all processes: they save one step and exit with 0.
+# SIGTERM three minutes before the end, to all processes: they save one step and exit with 75. The
+# job is then queued again and resumes. Any other code ends it: 0 finished, 2 wrong settings, 3
+# diverged, 1 another failure. Slurm itself queues it again when a node fails.
 #SBATCH --signal=TERM@180
-set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:-.}"
+set -uo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}" || exit
 unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY all_proxy
 python=${PYTHON:-.venv/bin/python}
+[[ ${1:-} == fit || ${1:-} == classify ]] && set -- "$@" --stopped-code 75
+trap : TERM # preemption and scancel may signal this shell too, which has to see how srun ends
 
 # --kill-on-bad-exit: when one process fails, the others would wait for it.
 srun --kill-on-bad-exit=1 "$python" -m train "$@"
+code=$?
+if ((code == 75)) && [[ $(scontrol show job "$SLURM_JOB_ID") != *JobState=CANCELLED* ]]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

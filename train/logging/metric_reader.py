@@ -18,7 +18,7 @@ from train.step import flops
 class DivergedError(FloatingPointError):
   """Training cannot continue; `weights_are_good` tells whether its parameters are usable."""
 
-  exit_code = 1  # of the command line
+  exit_code = 3  # of the command line: starting again would diverge again
 
   def __init__(self, message: str, *, weights_are_good: bool = False):
     super().__init__(message)
