@@ -106,7 +106,12 @@ def fit(
       checkpoints,
       every=cfg.checkpoint_every,
       start=start,
-      metadata=lambda step: {"data_position": step, **inputs, "config": config.to_dict(cfg)},
+      metadata=lambda step: {
+        "data_position": step,
+        "rows": run.row_count(),
+        **inputs,
+        "config": config.to_dict(cfg),
+      },
       say=console.say,
     )
     alone = distributed.count() == 1
@@ -127,6 +132,9 @@ def fit(
           ]
         for row in run.append(rows):
           console.say(eval_line(row))
+
+    def unchanged():  # no checkpoint has seen text other than that of the run
+      distributed.on_all(lambda: bindings.check_in_use(inputs["data"], cfg.data.folder))
 
     evaluate()
     if start < cfg.steps:
@@ -152,6 +160,7 @@ def fit(
             reader.flush()  # saved parameters must be finite, with their rows in metrics.jsonl
             evaluate()
             if saver.is_due(step):
+              unchanged()
               saver.save(step, state)
             reader.restart_clock()
         reader.flush()
@@ -160,6 +169,7 @@ def fit(
           saver.finish(step, state)
         raise
       evaluate()
+      unchanged()
       saver.finish(step, state)
 
     stopped_by = None
@@ -221,7 +231,8 @@ def _begin(
         f"{run.path}; restore it, use another run_dir, or resume with the new text by "
         "--allow-config-change."
       )
-  run.keep_rows_until(step)
+  rows = metadata.get("rows")
+  run.keep_rows_until(step, rows if type(rows) is int else None)
   return state, step
 
 

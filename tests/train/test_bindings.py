@@ -11,6 +11,7 @@ import pytest
 from train import config, loop
 from train.checkpoint import store, verify
 from train.data.tokenizers import bpe_path
+from train.logging.metric_reader import MetricReader
 from train.runs import bindings, evaluation, export, loading
 from train.runs.bindings import BindingError
 from train.runs.run_folder import RunFolder, RunFolderError
@@ -118,3 +119,35 @@ def test_checkpoint_and_rows_of_another_run_rejected(trained, tmp_path):
   loop.fit(dataclasses.replace(trained, steps=7), allow_config_change=True)
   assert verify.report(run.checkpoints)[0][-1].startswith("step 7  intact")
   assert '"run": ' in run.metrics_file.read_text().splitlines()[-1]
+
+
+def test_text_changed_during_training_never_in_a_checkpoint(tiny, tmp_path, monkeypatch):
+  cfg = tiny(data__folder=str(tmp_path / "tokens"))
+  path, push = tmp_path / "tokens" / "train.bin", MetricReader.push
+
+  def push_and_flip(self, step, metrics):
+    if step == 7:
+      with path.open("r+b") as file:
+        file.write(bytes([file.read(1)[0] ^ 1]))  # the second byte, from the first
+    push(self, step, metrics)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(MetricReader, "push", push_and_flip)
+    with pytest.raises(BindingError, match=r"the text of train in .* has changed during training"):
+      loop.fit(cfg)
+  assert store.newest_step(RunFolder(cfg.run_dir).checkpoints) == 5
+  path.unlink()  # it is created again from its source
+  assert loop.fit(cfg).step == 12
+
+
+def test_run_that_loses_rows_says_how_many(tiny, fit_and_kill, capsys):
+  cfg = tiny()
+  for at in (7, 11):  # with checkpoints of step 5 and 10
+    fit_and_kill(cfg, at=at)
+  assert "are lost" not in capsys.readouterr().out
+  metrics = RunFolder(cfg.run_dir).metrics_file
+  metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[2:]))
+  loop.fit(cfg)
+  assert "metrics.jsonl has 10 rows up to step 10, of 12: the others are lost" in (
+    capsys.readouterr().out
+  )

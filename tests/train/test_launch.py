@@ -31,8 +31,7 @@ def by_hand(tmp_path):
   def start(first: str, second: str, grace: int = 60) -> subprocess.Popen[str]:
     python = program(
       tmp_path / "python",
-      f"cd {tmp_path}; echo $$ >>pids\n"
-      f"if ((JAX_PROCESS_ID == 0)); then {first}; else {second}; fi",
+      f"cd {tmp_path}; echo $$ >>pids\nif ((JAX_PROCESS_ID == 0)); then {first}; else {second}; fi",
     )
     return subprocess.Popen(
       ["bash", str(LAUNCH / "by_hand.sh"), "localhost:1", "2", "0", "2", "fit"],

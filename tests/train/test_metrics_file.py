@@ -9,6 +9,7 @@ import pytest
 
 from train import loop
 from train.runs import metrics_file
+from train.runs.config_file import RunFolderError
 from train.runs.metrics_file import MetricsFile
 from train.runs.run_folder import RunFolder, claim
 
@@ -50,11 +51,11 @@ def test_rows_written_in_short_pieces_complete(file, disk):
 
 
 def test_rows_that_do_not_fit_kept_then_written_or_counted(file, disk):
-  disk(60)
+  disk(90)
   file.append([row(1)])
   file.append([row(2)])  # some of its bytes fit
   file.append([row(3)])
-  assert file.path.read_bytes() == json.dumps(row(1)).encode() + b"\n"
+  assert len(file.path.read_bytes().splitlines()) == 1
   disk(1000)
   file.append([row(4)])
   assert file.read() == [row(step) for step in (1, 2, 3, 4)]
@@ -64,7 +65,7 @@ def test_rows_that_do_not_fit_kept_then_written_or_counted(file, disk):
 
 
 def test_row_cut_off_by_a_disk_that_fails_twice_leaves_no_damage(file, disk, monkeypatch):
-  disk(60)
+  disk(90)
   file.append([row(1)])
   with monkeypatch.context() as patch:
 
@@ -104,6 +105,29 @@ def test_damaged_rows_put_aside_when_the_run_resumes(tiny, capsys):
   said = capsys.readouterr().err
   assert f"line 3 of {run.metrics_file} is damaged ('utf-8' codec" in said
   assert "put aside into metrics.jsonl.damaged with 1 more" in said
+
+
+def test_row_with_a_changed_digit_is_damaged_and_old_rows_have_no_checksum(file):
+  file.append([row(1, loss=2.5), row(2, loss=2.5)])
+  old = json.dumps(row(3)).encode() + b"\n"
+  content = file.path.read_bytes().replace(b"2.5", b"2.4", 1) + old
+  file.path.write_bytes(content)
+  with pytest.raises(RunFolderError, match=r"line 1, is damaged \(its checksum is of other"):
+    file.read()
+  said = []
+  assert file.keep_until(3, said.append) == [row(2, loss=2.5), row(3)]
+  assert len(said) == 1 and file.read() == [row(2, loss=2.5), row(3)]
+
+
+def test_rows_fewer_than_their_checkpoint_knows_are_said(file):
+  file.append([row(step) for step in range(5)])
+  said = []
+  assert len(file.keep_until(3, said.append, count=4)) == 4 and said == []
+  file.append([row(4), row(5)])
+  assert file.count == 6
+  file.path.unlink()
+  file.keep_until(5, said.append, count=6)
+  assert said == [f"{file.path} has 0 rows up to step 5, of 6: the others are lost"]
 
 
 def test_rows_of_a_run_in_training_read_once(tiny, monkeypatch):

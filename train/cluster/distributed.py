@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.cluster import launcher
 
-
 # Seconds without a sign of life of a process after which all others end, whatever they wait for.
 HEARTBEAT = 60
 

@@ -55,6 +55,24 @@ def changed_sets(before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]]
   return [name for name in before if name in now and not same(before[name], now[name])]
 
 
+def check_in_use(data: Mapping[str, Mapping[str, Any]], folder: str | Path) -> None:
+  """Raises BindingError if the token files of a run have changed since `inputs` returned `data`.
+
+  They are mapped into memory: what is written into them during training is trained on. Files that
+  cannot be read now are left to the next start.
+  """
+  changed = []
+  for name, before in data.items():
+    with contextlib.suppress(DataError):
+      if fingerprints.sample(Path(folder) / name) != before["sample"]:
+        changed.append(name)
+  if changed:
+    raise BindingError(
+      f"the text of {', '.join(changed)} in {folder} has changed during training; nothing trained "
+      "on it is saved. Restore it, and resume from the last checkpoint."
+    )
+
+
 def check_model(metadata: Mapping[str, Any], model: config.Model, place: str | Path) -> None:
   """Raises BindingError unless `model` computes the function of the checkpoint with `metadata`.
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,7 @@ class MetricsFile:
     self._whole: int | None = None  # bytes of the file before a row that was cut off
     # `notable`, once `keep_until` has read all rows: nobody else writes any.
     self._known: list[Row] | None = None
+    self.count = 0  # rows since `keep_until`, with those that it kept
 
   def read(self) -> list[Row]:
     """Reads the rows, without a last line that is still being written, or that a crash cut off.
@@ -63,11 +65,18 @@ class MetricsFile:
     """Appends rows, all or none; those that do not fit on the disk are written by a later call."""
     if self._known is not None:
       self._known += _notable(rows)
+    self.count += len(rows)
     self._unwritten += self._text(rows)
     self._write()
 
-  def keep_until(self, step: int, say: Callable[[str], object]) -> list[Row]:
+  def keep_until(
+    self, step: int, say: Callable[[str], object], count: int | None = None
+  ) -> list[Row]:
     """Removes the rows of later steps, and puts damaged lines aside into another file.
+
+    Args:
+      say: reports damaged lines, and lost ones.
+      count: rows that there should be up to `step`; None if that is not known.
 
     Raises:
       OSError: the file cannot be written; then it is unchanged.
@@ -85,8 +94,10 @@ class MetricsFile:
         f"{aside.name}" + (f" with {len(damaged) - 1} more" if len(damaged) > 1 else "")
       )
     rows = [line.row for line in lines if line.row is not None and line.row["step"] <= step]
+    if count is not None and len(rows) < count:
+      say(f"{self.path} has {len(rows)} rows up to step {step}, of {count}: the others are lost")
     replace_file(self.path, self._text(rows))
-    self._known = _notable(rows)
+    self._known, self.count = _notable(rows), len(rows)
     return rows
 
   def sync(self) -> None:
@@ -105,7 +116,7 @@ class MetricsFile:
   def _text(self, rows: list[Row]) -> bytes:
     own = self._run_id()
     bound = {} if own is None else {"run": own}
-    return "".join(json.dumps(row | bound) + "\n" for row in rows).encode()
+    return b"".join(_sealed(row | bound) for row in rows)
 
   def _write(self) -> None:
     """Appends all that is not written yet, or nothing."""
@@ -138,7 +149,7 @@ class MetricsFile:
           return
         yield Line(number, text, None, str(error))
         continue
-      wrong = wrong_row(row)
+      wrong = wrong_row(row) or _unsealed(row)
       if wrong is None and row.pop("run", own) != own and own is not None:
         wrong = "a row of another run"
       yield Line(number, text, None if wrong else row, wrong)
@@ -146,6 +157,21 @@ class MetricsFile:
   def _content(self) -> bytes:
     with open_regular(self.path) as file:
       return file.read()
+
+
+def _sealed(row: Row) -> bytes:
+  """The line of a row, with a checksum of its other columns."""
+  return json.dumps(row | {"crc32": _checksum(row)}).encode() + b"\n"
+
+
+def _unsealed(row: Row) -> str | None:
+  """Removes the checksum of a row; says if it is wrong. Rows of older versions have none."""
+  found = row.pop("crc32", None)
+  return None if found in (None, _checksum(row)) else "its checksum is of other numbers"
+
+
+def _checksum(row: Row) -> int:
+  return zlib.crc32(json.dumps(row).encode())
 
 
 def _notable(rows: list[Row]) -> list[Row]:

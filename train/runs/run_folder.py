@@ -123,14 +123,21 @@ class RunFolder:
       self._metrics.append(rows)
     return rows
 
-  def keep_rows_until(self, step: int) -> list[Row]:
+  def keep_rows_until(self, step: int, count: int | None = None) -> list[Row]:
     """Removes the rows of later steps, which will be trained again, from metrics.jsonl.
 
     Damaged lines are put aside into metrics.jsonl.damaged. Other processes only read.
+
+    Args:
+      count: `row_count` when the checkpoint of `step` was saved; fewer rows are reported.
     """
     if distributed.is_first():
-      return self._metrics.keep_until(step, self.say)
+      return self._metrics.keep_until(step, self.say, count)
     return []
+
+  def row_count(self) -> int:
+    """Rows of metrics.jsonl, in process 0, which writes them and the metadata of checkpoints."""
+    return self._metrics.count
 
   def skipped_steps(self) -> list[int]:
     """Steps skipped by the step guard (`train.step.step_guard`), in ascending order."""
