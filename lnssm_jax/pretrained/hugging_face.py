@@ -63,15 +63,9 @@ def load(
   """
   folder = Path(folder)
   config, tensors = folders.config(folder), folders.Tensors(folder)
-  try:
-    family = family_of(config)
-    settings = family.settings(config)
-  except ExportError as error:
-    raise ExportError(f"{folder / folders.CONFIG}: {error}") from None
+  family, settings = _of_config(folder, config, max_length)
   try:
     _check_sizes(family, settings, tensors.shapes)
-    if max_length is not None:
-      _set_max_length(settings, max_length)
     _check_dtypes(tensors.dtypes, param_dtype)
     stored = tensors.dtypes[_embedding(family)]
     settings["dtype"] = str(jnp.dtype(dtype or {"float16": "float32"}.get(stored, stored)))
@@ -100,12 +94,32 @@ def load(
   )
 
 
+def settings_of(folder: str | Path, *, max_length: int | None = None) -> dict[str, Any]:
+  """The settings of the `LanguageModel` of a published folder, without dtypes.
+
+  Arguments and errors are those of `load`.
+  """
+  folder = Path(folder)
+  return _of_config(folder, folders.config(folder), max_length)[1]
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+  """The settings by which two models have different functions, as lines "path: a, b"."""
+  a, b = _complete(one), _complete(other)
+  return [
+    f"{path}: {a.get(path)!r}, {b.get(path)!r}"
+    for path in sorted(a.keys() | b.keys())
+    if a.get(path) != b.get(path)
+  ]
+
+
 def save(
   folder: str | Path,
   model: LanguageModel | Mapping[str, Any],
   settings: Mapping[str, Any],
   *,
   layout: str,
+  end_of_text: int | None = None,
 ) -> None:
   """Writes a model as a folder that another project opens, with the same function.
 
@@ -114,6 +128,7 @@ def save(
     model: the model, or its parameters as a nested dictionary.
     settings: of the model, as `LoadedModel.settings["model"]`.
     layout: "hf" for transformers, "fla" for flash-linear-attention, "mamba_ssm" for mamba-ssm.
+    end_of_text: the id of the token that ends a text (eos_token_id), if there is one.
 
   Raises:
     ExportError: no family of that layout can represent the model, or the folder is not empty; the
@@ -135,6 +150,7 @@ def save(
         tensor = theirs.setdefault(piece.theirs, np.empty(piece.shape, ours.dtype))
         piece.view(tensor)[...] = array if piece.part is None else piece.part(array)
   config["torch_dtype"] = str(theirs[_embedding(family)].dtype)
+  config |= {} if end_of_text is None else {"eos_token_id": end_of_text}
   folder.mkdir(parents=True, exist_ok=True)
   if any(folder.iterdir()):
     raise ExportError(f"{folder} exists and is not empty; give another folder.")
@@ -148,29 +164,24 @@ def _family_for(settings: Mapping[str, Any], layout: str) -> tuple[Family, dict[
   if not candidates:
     layouts = sorted({family.layout for family in FAMILIES})
     raise ExportError(f"layout={layout!r} is unknown; the layouts are {', '.join(layouts)}.")
-  wanted, best = _complete(settings), None
+  best = None
   for family in candidates:
     mixer = family.constants.get("mixer")  # None: a pattern
     if mixer != settings["mixer"] and (mixer or isinstance(settings["mixer"], str)):
       continue
     try:
       config = family.config(settings)
-      found = _complete(family.settings(config))
+      lines = differences(settings, family.settings(config))
     except (ExportError, ValueError, TypeError) as error:
       best = best or [str(error)]
       continue
-    lines = [
-      f"{name} is {wanted.get(name)!r}, there {found.get(name)!r}"
-      for name in sorted(wanted.keys() | found.keys())
-      if wanted.get(name) != found.get(name)
-    ]
     if not lines:
       return family, config
     best = lines if best is None or len(lines) < len(best) else best
   reason = "no family has this mixer" if best is None else "; ".join(best[:4])
   raise ExportError(
     f"no model of layout {layout!r} has the function of this one, whose mixer is "
-    f"{settings['mixer']!r}: {reason}."
+    f"{settings['mixer']!r}; here and there: {reason}."
   )
 
 
@@ -193,6 +204,17 @@ def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
   return {
     path: value for path, value in _leaves(complete(settings)) if path.split(".")[0] not in _ASIDE
   }
+
+
+def _of_config(folder: Path, config, max_length) -> tuple[Family, dict[str, Any]]:
+  try:
+    family = family_of(config)
+    settings = family.settings(config)
+    if max_length is not None:
+      _set_max_length(settings, max_length)
+    return family, settings
+  except ExportError as error:
+    raise ExportError(f"{folder / folders.CONFIG}: {error}") from None
 
 
 def _check_sizes(family: Family, settings, shapes: Mapping[str, tuple[int, ...]]) -> None:

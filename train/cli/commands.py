@@ -154,8 +154,12 @@ def export(options: argparse.Namespace) -> None:
   """Writes the model of a run as safetensors with a manifest."""
   from train.runs import export
 
-  manifest = export.export_run(options.folder, options.out, step=options.step, ema=options.ema)
-  print(f"{options.out}  {manifest.model['mixer']}, step {manifest.step}")
+  given = {"step": options.step, "ema": options.ema, "layout": options.layout}
+  manifest = export.export_run(options.folder, options.out, **given)
+  if manifest is None:
+    print(f"{options.out}  a folder of layout {options.layout}")
+  else:
+    print(f"{options.out}  {manifest.model['mixer']}, step {manifest.step}")
 
 
 def import_(options: argparse.Namespace) -> None:

@@ -31,6 +31,7 @@ examples:
   python -m train inspect runs/quickstart --compare 100
   python -m train verify runs/quickstart
   python -m train export runs/quickstart --out exported
+  python -m train export runs/quickstart --out folder --layout fla
   python -m train import exported --config configs/quickstart.py --set run_dir=runs/more
   python -m train plot runs/quickstart runs/longer --output compared.png
   python -m train task mqar --config configs/mqar.py:linear
@@ -240,13 +241,22 @@ def _parser() -> argparse.ArgumentParser:
   export = plain("export", commands.export, "Write a run's model as safetensors with a manifest.")
   export.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
   export.add_argument("--out", required=True, metavar="DIR", help="a folder that does not exist")
+  export.add_argument(
+    "--layout",
+    choices=("hf", "fla", "mamba_ssm"),
+    help="a folder that transformers, fla or mamba-ssm open (docs/pretrained.md)",
+  )
   export.add_argument("--step", type=int, metavar="N", help="a checkpoint other than the newest")
   for added in (evaluate, generate, export):
     added.add_argument(
       "--ema", action="store_true", help="the average of the parameters (optimizer.ema_decay)"
     )
-  importing = command("import", commands.import_, "Start a run from an exported model.")
-  importing.add_argument("folder", metavar="DIR", help="a folder written by `export`")
+  importing = command(
+    "import", commands.import_, "Start a run from an exported or a published model."
+  )
+  importing.add_argument(
+    "folder", metavar="DIR", help="a folder written by `export`, or a published model"
+  )
   inspect = plain(
     "inspect", commands.inspect, "Show what is in a run, an exported model or a folder of arrays."
   )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from lnssm_jax.pretrained import exports
+from lnssm_jax.pretrained import exports, hugging_face
 from lnssm_jax.pretrained.exports import ExportError, Manifest
 from lnssm_jax.pretrained.files import digest_of
 from train import config
@@ -71,16 +71,32 @@ def write(
 
 
 def export_run(
-  folder: str | Path, out: str | Path, *, step: int | None = None, ema: bool = False
-) -> Manifest:
+  folder: str | Path,
+  out: str | Path,
+  *,
+  step: int | None = None,
+  ema: bool = False,
+  layout: str | None = None,
+) -> Manifest | None:
   """Writes the model of a run to the new folder `out`; arguments and errors as of `load_model`.
 
+  Args:
+    layout: "hf", "fla" or "mamba_ssm" for a folder that these projects open, with the same
+      function (`lnssm_jax.pretrained.save`); it has no manifest.
+
   Raises:
-    ExportError: `out` exists and is not empty.
+    ExportError: `out` exists and is not empty, or no model of that layout has the same function.
   """
   run = RunFolder(folder).load_config()
   loaded = loading.of_run(dataclasses.replace(run, run_dir=str(folder)), step=step, ema=ema)
   params, tokenizer, rows = params_of(loaded.model), loaded.tokenizer, loaded.metrics
+  if layout is not None:
+    settings, options = config.to_dict(run.model), {"end_of_text": tokenizer.end_of_text}
+    with new_folder(out, ExportError) as partial:
+      hugging_face.save(partial, params, settings, layout=layout, **options)
+      if isinstance(tokenizer, FileTokenizer):
+        (partial / exports.TOKENIZER).write_bytes(tokenizer.raw)
+    return None
   write(out, run.model, params, tokenizer, loaded.step, run=run, metrics=rows)
   return exports.read_manifest(out)
 

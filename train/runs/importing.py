@@ -1,11 +1,13 @@
-"""Import of an exported model as a new run: `python -m train import FOLDER --config FILE`."""
+"""Import of an exported or a published model: `python -m train import FOLDER --config FILE`."""
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from lnssm_jax.pretrained import exports
+from lnssm_jax.models.settings import params_of
+from lnssm_jax.pretrained import exports, folders, hugging_face
 from train import config
 from train.checkpoint.safe_files import new_folder
 from train.checkpoint.store import Checkpoints, check_structure
@@ -20,7 +22,8 @@ def import_model(folder: str | Path, cfg: config.Train) -> int:
   """Creates the run `cfg.run_dir` at step 0 with the parameters of `folder` and a new optimizer.
 
   `fit` continues from there, on any mesh; `generate` and `evaluate` work immediately. The run
-  folder is created atomically.
+  folder is created atomically. A published model is one with config.json and safetensors files;
+  `config.published_model` gives its settings.
 
   Returns:
     Number of steps for which the model had been trained.
@@ -31,11 +34,17 @@ def import_model(folder: str | Path, cfg: config.Train) -> int:
     DataError: the tokenizer of `cfg` is missing.
     OSError: the run folder cannot be written.
   """
-  manifest = exports.checked_manifest(folder)[0]
-  export.check_same_model(manifest, cfg.model)
-  tokenizer = _checked_tokenizer(Path(folder), manifest, cfg)
+  folder = Path(folder)
+  if not exports.is_exported(folder) and folders.is_published(folder):
+    tokenizer = _checked_published(folder, cfg)
+    read = lambda: (0, _published_params(folder, cfg.model))
+  else:
+    manifest = exports.checked_manifest(folder)[0]
+    export.check_same_model(manifest, cfg.model)
+    tokenizer = _checked_tokenizer(folder, manifest, cfg)
+    read = lambda: (manifest.step, exports.read(folder)[1])
   with new_folder(cfg.run_dir, exports.ExportError) as partial:
-    manifest, params = exports.read(folder)
+    step, params = read()
     one_device = dataclasses.replace(cfg, mesh=config.Mesh(data=1))
     mesh = make_mesh(one_device)
     abstract = abstract_state(one_device, mesh)
@@ -50,7 +59,30 @@ def import_model(folder: str | Path, cfg: config.Train) -> int:
       metadata = {"data_position": 0, "data": None, **bound}
       checkpoints.save(0, state, metadata)
       checkpoints.wait()
-  return manifest.step
+  return step
+
+
+def _checked_published(folder: Path, cfg: config.Train) -> Tokenizer:
+  """Checks that a published model is that of the config; returns the tokenizer."""
+  theirs, ours = hugging_face.settings_of(folder), config.to_dict(cfg.model)
+  if lines := [x for x in hugging_face.differences(theirs, ours) if "max_length" not in x]:
+    raise exports.ExportError(
+      f"{folder} has another model than the config (settings there, here): "
+      f"{'; '.join(lines[:4])}; use model=published_model({str(folder)!r}) in the config file."
+    )
+  tokenizer = load_tokenizer(cfg.data.tokenizer, cfg.data.folder)
+  if (folder / folders.TOKENIZER).exists():
+    end = {"eos_token_id": tokenizer.end_of_text}
+    if folders.tokenizer(folder, end).fingerprint != tokenizer.fingerprint:
+      raise exports.ExportError(
+        f"data.tokenizer={cfg.data.tokenizer!r} is not the tokenizer of the model; use "
+        f"--set data.tokenizer={folder / folders.TOKENIZER}, and text tokenized by it."
+      )
+  return tokenizer
+
+
+def _published_params(folder: Path, model: config.Model) -> Any:
+  return params_of(hugging_face.load(folder, param_dtype=model.param_dtype).model)
 
 
 def _checked_tokenizer(folder: Path, manifest: exports.Manifest, cfg: config.Train) -> Tokenizer:

@@ -1,0 +1,32 @@
+"""The model of a published folder, for a config file."""
+
+from pathlib import Path
+from typing import Any
+
+from train.config.checked import ConfigError
+from train.config.schema import Model
+
+
+def published_model(folder: str | Path, *, max_length: int | None = None, **changes: Any) -> Model:
+  """The `Model` of a folder with config.json, as `lnssm_jax.pretrained.load` reads it.
+
+      model=published_model("llama", max_length=4096, remat="full")
+
+  Args:
+    max_length: the length of attention's cache, in place of the longest in config.json.
+    changes: settings of `Model` that are no part of the function, such as `dtype` and `remat`.
+
+  Raises:
+    ExportError: config.json has a setting that is unknown or not implemented.
+    ConfigError: the training stack has no such model.
+  """
+  from lnssm_jax.pretrained import hugging_face  # imports JAX
+
+  settings = hugging_face.settings_of(Path(folder), max_length=max_length)
+  for name in ("embedding_scale", "logit_soft_cap"):
+    if settings.pop(name, None) is not None:
+      raise ConfigError(f"{folder}: models with {name} can be loaded, but not trained.")
+  if isinstance(settings["mixer"], list):
+    settings["mixer"] = tuple(settings["mixer"])
+  settings["num_heads"] = settings["num_heads"] or 1  # mixers without heads ignore it
+  return Model(**settings | changes)
