@@ -1,5 +1,6 @@
-"""The wheel: the library and nothing else, typed, importable without a checkout."""
+"""The wheel: library and training stack, nothing else, typed, usable without a checkout."""
 
+import configparser
 import shutil
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import lnssm_jax
+
 ROOT = Path(__file__).parents[1]
-LIBRARY = ("lnssm_jax", "pallas_kernels")
+PACKAGES = ("lnssm_jax", "pallas_kernels", "train")
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +22,7 @@ def wheel(tmp_path_factory) -> Path:
   folder = tmp_path_factory.mktemp("wheel")
   copy = folder / "source"
   copy.mkdir()
-  for name in (*LIBRARY, "train", "configs", "tests", "docs", "benchmarks"):
+  for name in (*PACKAGES, "configs", "tests", "docs", "benchmarks"):
     if (ROOT / name).is_dir():
       shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
   for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -31,16 +34,17 @@ def wheel(tmp_path_factory) -> Path:
   return path
 
 
-def test_wheel_holds_the_library_and_nothing_else(wheel):
+def test_wheel_holds_its_packages_and_nothing_else(wheel):
   names = zipfile.ZipFile(wheel).namelist()
   files = {name for name in names if ".dist-info/" not in name}
   expected = {
-    str(path.relative_to(ROOT)) for package in LIBRARY for path in (ROOT / package).rglob("*.py")
+    str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")
   }
   assert {name for name in files if name.endswith(".py")} == expected
   typed = {"lnssm_jax/py.typed", "lnssm_jax/linen.pyi", "pallas_kernels/py.typed"}
-  assert {name for name in files if not name.endswith(".py")} == typed
-  assert {name.split("/")[0] for name in files} <= set(LIBRARY)
+  launchers = {str(path.relative_to(ROOT)) for path in (ROOT / "train/launch").iterdir()}
+  assert {name for name in files if not name.endswith(".py")} == typed | launchers
+  assert {name.split("/")[0] for name in files} <= set(PACKAGES)
   assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
@@ -54,6 +58,22 @@ def test_wheel_requires_jax_and_flax_only(wheel):
   assert metadata["License-Expression"] == "Apache-2.0"
   assert "Typing :: Typed" in metadata.get_all("Classifier", [])
   assert {"train", "cuda13", "dev", "docs"} <= set(metadata.get_all("Provides-Extra", []))
+
+
+def test_wheel_has_the_command_of_the_training_stack(wheel, tmp_path):
+  archive = zipfile.ZipFile(wheel)
+  (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/entry_points.txt"))
+  entries = configparser.ConfigParser()
+  entries.read_string(archive.read(name).decode())
+  module, function = entries["console_scripts"]["lnssm-train"].split(":")
+  archive.extractall(tmp_path / "site")
+  code = (
+    f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from {module} import {function};"
+    f" {function}(['init', 'mine.py']); sys.exit({function}(['--version']))"
+  )
+  done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == f"mine.py\nlnssm_jax {lnssm_jax.__version__}\n"
 
 
 def test_wheel_imports_outside_the_checkout(wheel, tmp_path):
