@@ -120,11 +120,13 @@ def fit(
       return bool(stop) if alone else reader.votes[0]
 
     def evaluate():
-      is_due = step in (0, cfg.steps) or step % cfg.eval_every == 0
+      is_due = step == cfg.steps or step % cfg.eval_every == 0
+      is_due &= step > 0 or cfg.eval_at_start
       if is_due and not stopping() and not run.evaluation(step, cfg.data.validation):
-        rows = evaluator(step, state["params"], should_stop=lambda: stop)
+        options = {"should_stop": lambda: stop, "progress": console.progress}
+        rows = evaluator(step, state["params"], **options)
         if rows and "ema" in state:
-          averaged = evaluator(step, state["ema"], should_stop=lambda: stop)
+          averaged = evaluator(step, state["ema"], **options)
           if not averaged:
             return
           rows = [

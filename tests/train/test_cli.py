@@ -170,6 +170,15 @@ def test_export_average_of_parameters(trained, tiny, tmp_path, capsys):
   assert run("export", trained.run_dir, "--out", out, "--ema") == 0
   of = lambda *args, **options: params_of(load_model(*args, **options).model)
   jax.tree.map(np.testing.assert_array_equal, of(out), of(trained.run_dir, ema=True))
+  text = tmp_path / "text.txt"
+  text.write_text("some text")
+  capsys.readouterr()
+  losses = []
+  for folder, *ema in ((out,), (trained.run_dir, "--ema"), (trained.run_dir,)):
+    assert run("evaluate", "--run-dir", folder, "--input", text, "--json", *ema) == 0
+    losses.append(json.loads(capsys.readouterr().out)[0]["perplexity"])
+  assert losses[0] == losses[1] != losses[2]
+  assert "has no validation sets; name text by" in usage_error(capsys, "evaluate", "--run-dir", out)
   assert not np.array_equal(of(out)["head"]["kernel"], of(trained.run_dir)["head"]["kernel"])
   with pytest.raises(ValueError, match="is an exported model; use ema with the run"):
     load_model(out, ema=True)

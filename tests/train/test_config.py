@@ -158,6 +158,7 @@ def test_settings_dictionary_copied():
       ),
       "optimizer.warmup_steps=6 and optimizer.decay_steps=5 are more than steps=10",
     ),
+    (lambda: small(eval_tokens=0), "eval_tokens=0 must be at least 1"),
     (lambda: Optimizer(peak_lr=1, final_lr=1, b2=1), "optimizer.b2=1.0 must be in [0, 1)."),
     (lambda: Optimizer(peak_lr=1, final_lr=1, clip_norm=0), "None turns clipping off"),
     (lambda: Mesh(data=0), "mesh.data=0 must be positive, or -1 for the rest."),

@@ -1,9 +1,11 @@
 """Whole runs in this process: exact resume, validation, divergence, rejected changes."""
 
+import dataclasses
 import json
 import os
 import random
 import signal
+from unittest import mock
 
 import chex
 import jax
@@ -16,6 +18,7 @@ from train import loop
 from train.checkpoint.store import StructureError, newest_step
 from train.cluster.device_mesh import make_mesh
 from train.logging.metric_reader import DivergedError, MetricReader
+from train.runs import evaluation
 from train.runs.evaluation import Evaluator
 from train.runs.run_folder import RunFolder, RunFolderError
 from train.step.model import model_graph
@@ -116,6 +119,20 @@ def test_validation_loss_is_mean_over_windows(tiny):
   expected = row["val_loss"] / np.log(2) * counts["tokens"] / counts["bytes"]
   assert row["bits_per_byte"] == pytest.approx(expected)
   assert evaluator(3, state["params"], should_stop=lambda: True) == []
+
+  lines = []
+  with mock.patch.object(evaluation, "_SECONDS_BETWEEN_LINES", -1):
+    some = Evaluator(dataclasses.replace(cfg, eval_tokens=6 * cfg.seq_len - 3), graph, mesh)
+    (row,) = some(3, state["params"], progress=lines.append)
+  assert row["val_loss"] == pytest.approx((nll * weights)[:6].sum() / weights[:6].sum(), rel=1e-5)
+  assert row["tokens"] == weights[:6].sum()
+  assert lines == ["evaluating validation: 0%", "evaluating validation: 83%"]
+
+
+def test_evaluation_at_start_left_out(tiny):
+  cfg = tiny(steps=1, eval_at_start=False)
+  loop.fit(cfg)
+  assert [row["step"] for row in rows_of(cfg) if row["kind"] == "eval"] == [1]
 
 
 def test_divergence_stops_run_and_keeps_checkpoint(tiny, monkeypatch):

@@ -50,9 +50,24 @@ def classify(options: argparse.Namespace) -> int | None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-  """Prints the losses of a run on its validation sets."""
-  from train.runs import config_file, evaluation
+  """Prints the losses of a run on its validation sets, or of any model on given text."""
+  from lnssm_jax.pretrained import exports
+  from train.runs import config_file, evaluation, loading
 
+  exported = options.run_dir and not options.config and exports.is_exported(options.run_dir)
+  if exported and not options.input:
+    raise ValueError(
+      f"{options.run_dir} is an exported model and has no validation sets; name text by --input."
+    )
+  if options.input:
+    from train.tasks import perplexity
+
+    model = loading.load_model(options.run_dir) if exported else None
+    model = model or loading.of_run(run_config(options), ema=options.ema)
+    report = perplexity.lm(model, options.input)
+    rows = report.tables["corpora"]
+    print(json.dumps(rows, indent=2) if options.json else report.text())
+    return
   if options.run_dir and not options.config and config_file.is_vision(options.run_dir):
     from train.vision import loop
 

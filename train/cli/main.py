@@ -161,9 +161,10 @@ def _parser() -> argparse.ArgumentParser:
       help="override a setting (repeatable)",
     )
     if name in ("evaluate", "generate"):
-      exported = ", or an exported model" if name == "generate" else ""
       added.add_argument(
-        "--run-dir", metavar="FOLDER", help=f"a run of `fit`{exported}, instead of --config"
+        "--run-dir",
+        metavar="FOLDER",
+        help="a run of `fit`, or an exported model, instead of --config",
       )
     return added
 
@@ -204,6 +205,12 @@ def _parser() -> argparse.ArgumentParser:
   )
   evaluate = command(
     "evaluate", commands.evaluate, "Print the loss of a run on its validation sets."
+  )
+  evaluate.add_argument(
+    "--input",
+    nargs="+",
+    metavar="TEXT",
+    help="files, folders or globs of text instead; each document is scored alone",
   )
   evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
   generate = command("generate", commands.generate, "Continue text with the model of a run.")

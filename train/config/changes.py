@@ -12,6 +12,7 @@ FREE = (
   "accumulate",
   "checkpoint_every",
   "eval_every",
+  "eval_at_start",
   "log_every",
   "keep_checkpoints",
   "max_skipped",

@@ -233,6 +233,8 @@ class Train:
   accumulate: int = 1  # microbatches per step
   checkpoint_every: int  # steps
   eval_every: int  # steps
+  eval_at_start: bool = True  # before the first step too
+  eval_tokens: int | None = None  # first tokens of each validation set; None: all of it
   log_every: int = 10  # steps
   keep_checkpoints: int = 2  # the newest
   max_skipped: int = 10  # consecutive skipped steps (non-finite or spikes) that end the run
@@ -250,6 +252,13 @@ class Train:
     positive = "steps seq_len global_batch accumulate checkpoint_every eval_every log_every"
     for name in (*positive.split(), "keep_checkpoints", "max_skipped"):
       at_least(name, getattr(self, name), 1)
+    if self.eval_tokens is not None:
+      at_least("eval_tokens", self.eval_tokens, 1)
+      check(
+        self.data.weighting == "tokens",
+        f"eval_tokens={self.eval_tokens} counts tokens, and data.weighting='documents' does not;"
+        " leave one of them out.",
+      )
     if self.loss_chunk is not None:
       at_least("loss_chunk", self.loss_chunk, 1)
     check(

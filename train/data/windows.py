@@ -354,17 +354,22 @@ def _endless(source: TokenWindows | Mixture, seed: str, order: str) -> grain.Map
 
 
 def eval_batches(
-  source: TokenWindows | Documents, batch: int, rows: range | None = None
+  source: TokenWindows | Documents,
+  batch: int,
+  rows: range | None = None,
+  count: int | None = None,
 ) -> Iterator[Batch]:
   """Every window, or document, once, in order; the last batch is padded with weight 0.
 
+  With `count` only the first `count` of them.
   Entries are [batch, seq_len], with `rows` only these rows of every batch, [rows, seq_len].
   """
   if batch < 1:
     raise DataError(f"batch={batch} must be at least 1.")
-  for first in range(0, len(source), batch):
+  end = len(source) if count is None else min(count, len(source))
+  for first in range(0, end, batch):
     numbers = range(batch) if rows is None else rows
-    windows = [source[first + i] for i in numbers if first + i < len(source)]
+    windows = [source[first + i] for i in numbers if first + i < end]
     empty = {key: np.zeros_like(value) for key, value in source[first].items()}
     windows += [empty] * (len(numbers) - len(windows))
     yield {key: np.stack([window[key] for window in windows]) for key in windows[0]}

@@ -1,6 +1,7 @@
 """Evaluation: the mean loss of a model over token sets, by tokens or by documents."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from train.runs import bindings, loading
 from train.runs.rows import Row
 from train.step.model import model_graph
 from train.step.train_step import make_eval_step
+
+_SECONDS_BETWEEN_LINES = 5
 
 
 def run(cfg: config.Train, *, ema: bool = False) -> list[Row]:
@@ -54,19 +57,30 @@ class Evaluator:
     return TokenWindows(prefix, length, size, data.boundaries)
 
   def __call__(
-    self, step: int, params: Any, should_stop: Callable[[], object] = lambda: False
+    self,
+    step: int,
+    params: Any,
+    should_stop: Callable[[], object] = lambda: False,
+    progress: Callable[[str], object] = lambda line: None,
   ) -> list[Row]:
     """Returns a row of metrics.jsonl per set; none if `should_stop()` is true in any process.
+
+    `progress` gets a line every few seconds.
 
     val_loss is in nats per predicted token, with `data.weighting="documents"` the mean of the
     documents' means, where `documents` is their number. bits_per_byte is None for such a mean, for
     a set without byte counts, and where not all tokens are targets; `tokens` is the sum of weights,
     the number of predicted tokens.
     """
-    rows = []
+    rows, said = [], time.monotonic()
     for name, source in self._sources.items():
       sums = []  # stay on the device until the end of the set
-      for number, batch in enumerate(self._batches(source)):
+      count = self._count(source)
+      size = self._cfg.global_batch // self._cfg.accumulate
+      for number, batch in enumerate(self._batches(source, size, count)):
+        if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+          progress(f"evaluating {name}: {min(1, number * size / count):.0%}")
+          said = time.monotonic()
         # With several processes this is a collective, so ask rarely.
         if number % (1 if distributed.count() == 1 else 8) == 0 and distributed.any_of(
           bool(should_stop())
@@ -86,13 +100,18 @@ class Evaluator:
         counts = {"tokens": source.num_predicted, "documents": len(source)}
         rows.append(row | {"bits_per_byte": None} | counts)
       else:
+        # Of the whole set, also where `eval_tokens` leaves most of it out.
         bits = bits_per_byte(loss, tokens_per_byte(self._cfg.data.folder, [name]))
         rows.append(row | {"bits_per_byte": bits, "tokens": int(weight)})
     return rows
 
-  def _batches(self, source: TokenWindows | Documents) -> Iterator[Any]:
-    rows = self._cfg.global_batch // self._cfg.accumulate
+  def _count(self, source: TokenWindows | Documents) -> int:
+    """How many windows or documents are evaluated."""
+    tokens = self._cfg.eval_tokens
+    return len(source) if tokens is None else min(len(source), -(-tokens // self._cfg.seq_len))
+
+  def _batches(self, source: TokenWindows | Documents, rows: int, count: int) -> Iterator[Any]:
     where = device_mesh.batch_sharding(self._mesh)
     local = distributed.local_rows(where, rows)
-    for batch in eval_batches(source, rows, local):
+    for batch in eval_batches(source, rows, local, count):
       yield distributed.to_devices(batch, where, rows, local)
