@@ -53,6 +53,8 @@ class SamplingOptions:
   def __post_init__(self):
     check_positive("max_tokens", self.max_tokens)
     check_positive("prefill_chunk", self.prefill_chunk)
+    if not 0 <= self.seed < 2**32:
+      raise ValueError(f"seed={self.seed} must be in [0, 2**32): a key has 32 bits of a seed.")
     if not self.temperature >= 0:
       raise ValueError(f"temperature={self.temperature} must be at least 0 (0 is greedy).")
     if self.top_k is not None:

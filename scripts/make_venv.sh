@@ -1,9 +1,11 @@
 #!/bin/sh
 # Usage: make_venv.sh VENV EXTRAS: makes or repairs the virtual environment VENV and installs the
 # project into it, editable, with EXTRAS ("train" or "train,dev"). Each package has the version and
-# one of the hashes of constraints.txt, the tools that build the project too. Touches
-# VENV/.ready-EXTRA for each extra when all is done, so that an interrupted call leaves no sign of
-# success. The environment variables PYTHON (an interpreter) and JAX (a version other than the
+# one of the hashes of constraints.txt, the tools that build the project too. When all is done
+# VENV/.ready-EXTRA has for each extra a checksum of all that decides what is installed: while that
+# is the same, as after a pull that changed only the times of files, nothing is installed.
+# VENV/.installing stands for a call that did not end well. The environment variables PYTHON (an
+# interpreter) and JAX (a version other than the
 # locked one, with which nothing is compared with hashes) are optional.
 set -eu
 
@@ -85,6 +87,18 @@ if driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/n
   fi
 fi
 
+wanted="$(cat pyproject.toml constraints*.txt scripts/locked.py scripts/make_venv.sh | cksum)"
+wanted="$wanted ${JAX:-} ${extras#"$2"}"
+ready=yes
+for extra in $(echo "$2" | tr , ' '); do
+  grep -s -q -x -F -e "$wanted" "$venv/.ready-$extra" || ready=no
+done
+if [ $ready = yes ] && [ ! -e "$venv/.installing" ]; then
+  for extra in $(echo "$2" | tr , ' '); do touch "$venv/.ready-$extra"; done
+  exit 0
+fi
+touch "$venv/.installing"
+
 echo "Installing lnssm-jax[$extras] into $venv ($(describe "$venv/bin/python")); this is done once."
 if [ -n "$uv" ]; then
   install="$uv pip install --quiet --python $venv/bin/python"
@@ -92,8 +106,8 @@ else
   "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip --upgrade
   install="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
 fi
-failed="the packages could not be installed (see above). Without a network, but with a Python that\
- has them all, use that Python as it is: make VENV= PYTHON=/path/to/python ..."
+failed="the packages could not be installed (see above). Without a network, use a Python that has\
+ them as it is; this environment, if it worked before: make VENV= PYTHON=$venv/bin/python ..."
 if [ -n "${JAX:-}" ]; then
   { grep -o '^[A-Za-z0-9_.-]*==[^ ;\\]*' constraints.txt | grep -v -E '^(jax|jaxlib)=='
     echo "jax==$JAX"; } >"$venv/constraints.txt"
@@ -107,5 +121,6 @@ else
 fi
 
 for extra in $(echo "$2" | tr , ' '); do
-  touch "$venv/.ready-$extra"
+  echo "$wanted" >"$venv/.ready-$extra"
 done
+rm -f "$venv/.installing"

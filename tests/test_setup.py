@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-TOOLS = ("sh", "make", "rm", "cat", "head", "touch", "tr", "grep", "env")
+TOOLS = ("sh", "make", "rm", "cat", "head", "touch", "tr", "grep", "env", "cksum")
 
 
 @pytest.fixture
@@ -137,6 +137,48 @@ def test_second_call_installs_nothing(project):
   assert log.read_text() == "-m train fit --config configs/quickstart.py --set steps=3\n"
 
 
+def make_newer(project: Path, name: str) -> None:
+  """Gives a file a time after that of the environment."""
+  later = (project / ".venv/.ready-train").stat().st_mtime + 10
+  os.utime(project / name, (later, later))
+
+
+def test_pull_that_changes_only_times_installs_nothing(project):
+  log = with_copying_tools(project)
+  fake_python(project / "bin" / "python3", log=log)
+  make(project, "test")  # has what `make train` needs
+  for name in ("constraints.txt", "pyproject.toml"):
+    make_newer(project, name)
+  log.write_text("")
+  assert make(project, "train").returncode == 0
+  assert log.read_text() == "-m train fit --config configs/quickstart.py\n"
+
+
+def test_failed_installation_keeps_the_environment_until_one_succeeds(project):
+  """Offline after a pull; then the pull is undone, with which pip is content."""
+  log = with_copying_tools(project)
+  fake_python(project / "bin" / "python3", log=log)
+  make(project, "train")
+  python, pins = project / ".venv/bin/python", project / "constraints.txt"
+  good, before = python.read_text(), pins.read_text()
+  offline = '"-m pip --version") ;;\n  "-m pip "*) exit 1 ;;'
+  python.write_text(good.replace('"-m pip --version") ;;', offline))
+  pins.write_text(before + "# changed\n")
+  make_newer(project, "constraints.txt")
+  done = make(project, "train")
+  assert done.returncode != 0
+  assert "make VENV= PYTHON=.venv/bin/python" in done.stderr
+  assert (project / ".venv/.ready-train").exists() and python.exists()
+  python.write_text(good)
+  pins.write_text(before)
+  log.write_text("")
+  assert make(project, "train").returncode == 0
+  assert "-m pip install" in log.read_text()  # it may have been changed in part
+  log.write_text("")
+  assert make(project, "train").returncode == 0
+  assert "-m pip install" not in log.read_text()
+
+
 @pytest.mark.parametrize("damage", ["python gone", "stopped halfway", "pins changed"])
 def test_damaged_environment_is_repaired(project, damage):
   log = with_copying_tools(project)
@@ -148,8 +190,9 @@ def test_damaged_environment_is_repaired(project, damage):
   elif damage == "stopped halfway":
     (project / ".venv/.ready-train").unlink()
   else:
-    later = (project / ".venv/.ready-train").stat().st_mtime + 10
-    os.utime(project / "constraints.txt", (later, later))
+    with (project / "constraints.txt").open("a") as file:
+      file.write("# changed\n")
+    make_newer(project, "constraints.txt")
   log.write_text("")
   assert make(project, "train").returncode == 0
   calls = log.read_text()

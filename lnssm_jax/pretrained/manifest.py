@@ -23,6 +23,7 @@ MANIFEST, TENSORS, TOKENIZER = "manifest.json", "model.safetensors", "tokenizer.
 FORMATS = {f"lnssm_jax model, version {n}": n for n in (1, _VERSION)}
 FORMAT = list(FORMATS)[-1]
 _MAX_MANIFEST = 1 << 26  # bytes
+MAX_PATTERN = 1024  # layers of a pattern of mixers, each of which is a program of its own
 
 
 class ExportError(ValueError):
@@ -67,6 +68,10 @@ def read_manifest(folder: str | Path) -> Manifest:
     tensors, run = values["tensors"], values.get("run", {})
     if not isinstance(model, dict):
       raise TypeError("its model is not an object")
+    if isinstance(model.get("mixer"), list) and len(model["mixer"]) > MAX_PATTERN:
+      raise ExportError(
+        f"{path}: model.mixer has {len(model['mixer'])} layers; {MAX_PATTERN} are the most."
+      )
     names = {name: name for name in tensors}
     if version == 1:
       model, names = _current(model, tensors)

@@ -49,7 +49,8 @@ def append_to(path: Path) -> io.FileIO:
   Raises:
     OSError: it is a link, folder, pipe or device, or cannot be written.
   """
-  flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+  # For reading too: a pipe opened for writing alone would be waited for.
+  flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
   return os.fdopen(check_regular(os.open(path, flags, 0o666), path), "ab", buffering=0)
 
 

@@ -7,6 +7,7 @@ file (`train.checkpoint.digests`), without which it is not loaded.
 """
 
 import contextlib
+import functools
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -272,11 +273,14 @@ def _read_once(
   for name in optional:
     ours, theirs = abstract["optimizer"], saved["optimizer"]
     if name in ours and name not in theirs:
-      missing[name] = optional[name]
+      place = lambda x, like: jax.device_put(x, like.sharding)
+      missing[name] = jax.tree.map(place, optional[name], ours[name])
       abstract = abstract | {"optimizer": {key: x for key, x in ours.items() if key != name}}
     elif name in theirs and name not in ours:
       surplus.append(name)
-      like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), theirs[name])
+      where = ours["step"].sharding  # replicated
+      describe = functools.partial(jax.ShapeDtypeStruct, sharding=where)
+      like = jax.tree.map(lambda x, describe=describe: describe(x.shape, x.dtype), theirs[name])
       abstract = abstract | {"optimizer": ours | {name: like}}
   check_structure(path, saved, abstract)
   loaded = ocp.load_checkpointables(str(path), abstract)

@@ -1,6 +1,7 @@
 """The command line `python -m train`: commands, options, error messages and exit codes."""
 
 import argparse
+import errno
 import os
 import sys
 import traceback
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = exit_code(error)
     if code is None and not _is_joined():
       raise
-    message = traceback.format_exc() if code is None else f"error: {error}\n"
+    message = traceback.format_exc() if code is None else f"error: {_text_of(error)}\n"
     code = code or 1
   write(sys.stderr, message)
   if code and _is_joined():
@@ -79,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def exit_code(error: Exception) -> int | None:
   """Exit code for an error: 2 for a user's mistake, 1 for a failed run, None for a bug."""
   code = getattr(error, "exit_code", None)
+  if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+    return 2
   if code is not None or isinstance(error, config.ConfigError):
     return code or 2
   # A ValueError raised inside JAX or another library is a bug of ours, not a message for users.
@@ -87,6 +90,13 @@ def exit_code(error: Exception) -> int | None:
   is_ours = any(place.is_relative_to(package) for package in packages)
   is_users = isinstance(error, ValueError | FileNotFoundError | PermissionError)
   return 2 if is_ours and is_users else None
+
+
+def _text_of(error: Exception) -> str:
+  """Its message; that of a name which is too long, without the name."""
+  if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+    return f"{str(error.filename)[:80]!r}... is too long for a path; give a shorter one."
+  return str(error)
 
 
 def _leave(code: int) -> NoReturn:

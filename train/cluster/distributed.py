@@ -131,11 +131,11 @@ def any_of(flag: bool) -> bool:
 
 def local_rows(where: NamedSharding, global_batch: int) -> range:
   """Rows of a batch `[global_batch, T]` that are stored, at least in part, on local devices."""
-  rows: set[int] = set()
   of_rows = NamedSharding(where.mesh, PartitionSpec(where.spec[0]))
-  for place in of_rows.addressable_devices_indices_map((global_batch,)).values():
-    rows |= set(range(global_batch)[(place or (slice(None),))[0]])
-  return range(min(rows), max(rows) + 1)  # the devices of a process are contiguous in a mesh
+  places = of_rows.addressable_devices_indices_map((global_batch,)).values()
+  parts = [range(global_batch)[(place or (slice(None),))[0]] for place in places]
+  # The devices of a process are contiguous in a mesh.
+  return range(min(part.start for part in parts), max(part.stop for part in parts))
 
 
 def to_devices(

@@ -48,6 +48,9 @@ _ELSEWHERE = {
   for name in names.split()
 }
 
+# Bytes, with room for the names inside a run folder.
+MAX_NAME, MAX_PATH = 255, 3800
+
 
 class ConfigError(ValueError):
   """Unknown, missing, wrongly typed or inconsistent setting; the message names it."""
@@ -79,6 +82,23 @@ def check(rule: bool, message: str) -> None:
 def at_least(label: str, value: float, least: int) -> None:
   """Raises `ConfigError` unless `value`, the setting called `label`, is `least` or more."""
   check(value >= least, f"{label}={value} must be at least {least}.")
+
+
+def at_most(label: str, value: float, most: int) -> None:
+  """Raises `ConfigError` unless `value`, the setting called `label`, is `most` or less."""
+  check(value <= most, f"{label}={value} must be at most {most}.")
+
+
+def check_path(label: str, value: str) -> None:
+  """Raises `ConfigError` unless `value`, the setting called `label`, can be a path."""
+  check("\0" not in value, f"{label}={value!r:.80} has a null character, as no path does.")
+  longest = max((part for part in value.split("/")), key=len)
+  name, whole = (len(text.encode(errors="replace")) for text in (longest, value))
+  check(
+    name <= MAX_NAME and whole <= MAX_PATH,
+    f"{label}={value[:40]!r}... is too long for a path: it has {whole} bytes, and a name of {name};"
+    f" {MAX_PATH} and {MAX_NAME} are the most.",
+  )
 
 
 def check_json(label: str, value: Any) -> None:

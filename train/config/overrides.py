@@ -70,12 +70,12 @@ def parse(text: str, hint: Any, label: str) -> Any:
     return literal
   # A string setting takes the text as it is, so that a prompt may be "12" or "None"; only quotes
   # around it are removed.
+  has_tuple = any(typing.get_origin(option) is tuple for option in options)
   wants_text = str in options or typing.get_origin(hint) is Literal
-  if wants_text and not isinstance(literal, str):
+  if wants_text and not isinstance(literal, (str, tuple, list) if has_tuple else str):
     literal = text
   # Without a comma, names where one name may be text are text.
-  is_tuple = any(typing.get_origin(option) is tuple for option in options)
-  is_tuple &= "," in text or str not in options
+  is_tuple = has_tuple and ("," in text or str not in options)
   if is_tuple and isinstance(literal, str):
     literal = tuple(item.strip() for item in literal.split(",") if item.strip())
   try:

@@ -5,8 +5,20 @@ import math
 import re
 from typing import Any, Literal
 
-from train.config.checked import at_least, check, check_json, did_you_mean, settings
+from lnssm_jax.pretrained.manifest import MAX_PATTERN
+from train.config.checked import (
+  at_least,
+  at_most,
+  check,
+  check_json,
+  check_path,
+  did_you_mean,
+  settings,
+)
 from train.config.optimizer import Optimizer
+
+# Beyond any model; larger numbers are mistakes that would fill the memory first.
+MOST = {"dim": 2**20, "num_layers": 2**16, "vocab_size": 2**30}
 
 
 @settings
@@ -40,6 +52,10 @@ class Model:
   def __post_init__(self):
     for name in ("dim", "num_layers", "num_heads", "vocab_size"):
       at_least(f"model.{name}", getattr(self, name), 1)
+    for name, most in MOST.items():
+      at_most(f"model.{name}", getattr(self, name), most)
+    if isinstance(self.mixer, tuple):
+      at_most("the number of layers in model.mixer", len(self.mixer), MAX_PATTERN)
     for name in ("channel_hidden", "unroll", "learned_positions"):
       if getattr(self, name) is not None:
         at_least(f"model.{name}", getattr(self, name), 1)
@@ -105,6 +121,10 @@ class Data:
       self.tokenizer != "",
       "data.tokenizer is empty; give 'bytes', 'bpe:N' or the path of a tokenizer.json.",
     )
+    check_path("data.folder", self.folder)
+    check_path("data.tokenizer", self.tokenizer)
+    for name, source in self.sources.items():
+      check_path(f"data.sources.{name}", source)
     least = self.least_vocab_size
     check(
       least is None or least > 256,
@@ -123,8 +143,8 @@ class Data:
       names = getattr(self, group)
       for name in names:
         check(
-          re.fullmatch(r"\w[\w.-]*", name) is not None,
-          f"data.{group} holds {name!r}, which is not a plain file name; put folders in"
+          re.fullmatch(r"\w[\w.-]*", name) is not None and len(name.encode()) <= 200,
+          f"data.{group} holds {name!r:.80}, which is not a plain file name; put folders in"
           " data.folder, and the text of a set in data.sources.",
         )
       check(len(set(names)) == len(names), f"data.{group}={names} names a set twice.")
@@ -248,7 +268,9 @@ class Train:
   def __post_init__(self):
     check(len(set(self.watch)) == len(self.watch), f"watch={self.watch} names one twice.")
     check(self.compile_cache != "", "compile_cache is empty; give a folder, or None.")
+    check_path("compile_cache", self.compile_cache or "")
     check(self.run_dir != "", "run_dir is empty; give the folder that the run writes into.")
+    check_path("run_dir", self.run_dir)
     positive = "steps seq_len global_batch accumulate checkpoint_every eval_every log_every"
     for name in (*positive.split(), "keep_checkpoints", "max_skipped"):
       at_least(name, getattr(self, name), 1)
@@ -259,6 +281,12 @@ class Train:
         f"eval_tokens={self.eval_tokens} counts tokens, and data.weighting='documents' does not;"
         " leave one of them out.",
       )
+    at_most("steps", self.steps, 2**31 - 1)
+    check(
+      self.global_batch * self.seq_len < 2**31,
+      f"global_batch={self.global_batch} times seq_len={self.seq_len} must be below 2**31 tokens"
+      " per step; make one of them smaller.",
+    )
     if self.loss_chunk is not None:
       at_least("loss_chunk", self.loss_chunk, 1)
     check(

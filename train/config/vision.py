@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any, Literal
 
-from train.config.checked import at_least, check, settings
+from train.config.checked import at_least, at_most, check, check_path, settings
 from train.config.optimizer import Optimizer
+from train.config.schema import MOST
 
 
 @settings
@@ -29,6 +30,8 @@ class Model:
   def __post_init__(self):
     for name in ("dim", "num_layers", "num_classes", "image_size", "patch_size"):
       at_least(f"model.{name}", getattr(self, name), 1)
+    for name in ("dim", "num_layers"):
+      at_most(f"model.{name}", getattr(self, name), MOST[name])
     check(
       self.channels in (1, 3), f"model.channels={self.channels} must be 1 (gray) or 3 (colors)."
     )
@@ -48,6 +51,8 @@ class Data:
   std: tuple[float, ...] = (0.229, 0.224, 0.225)  # likewise
 
   def __post_init__(self):
+    for name in ("train", "validation"):
+      check_path(f"data.{name}", getattr(self, name))
     check(min(self.std) > 0, f"data.std={self.std} must be positive.")
 
 
@@ -99,6 +104,7 @@ class Vision:
 
   def __post_init__(self):
     check(self.run_dir != "", "run_dir is empty; give the folder that the run writes into.")
+    check_path("run_dir", self.run_dir)
     for name in ("epochs", "global_batch", "checkpoint_every", "keep_checkpoints", "log_every"):
       at_least(name, getattr(self, name), 1)
     if self.workers is not None:

@@ -24,8 +24,9 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from lnssm_jax.pretrained.files import open_regular
 from train.data.errors import DataError, reading
 
 STDLIB = "python-stdlib"
@@ -41,7 +42,9 @@ TEXT_SUFFIXES = frozenset(TEXT.split())
 ROWS = ".jsonl"
 TEXT_FIELDS = ("text",)
 SKIP_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
-MAX_ROW = 1 << 28  # bytes; a compressed file could otherwise expand without limit
+# A compressed file could otherwise expand without limit.
+MAX_ROW = 1 << 28  # bytes
+MAX_EXPANSION = 200  # times its size, beyond MAX_ROW
 
 
 class Input(NamedTuple):
@@ -191,8 +194,43 @@ def _stdlib_files(source: str) -> list[Path]:
   return kept[source]
 
 
-def _open(path: Path) -> IO[bytes]:
-  return lzma.open(path, "rb") if path.suffix.lower() == ".xz" else open(path, "rb")
+def _open(path: Path) -> "_Expanded | BinaryIO":
+  file = open_regular(path, follow_links=True)
+  return _Expanded(path, file) if path.suffix.lower() == ".xz" else file
+
+
+class _Expanded:
+  """The content of an .xz file, up to a limit that no text reaches.
+
+  Raises:
+    DataError: it is more than MAX_ROW bytes, and more than MAX_EXPANSION times those of the file.
+  """
+
+  def __init__(self, path: Path, file: BinaryIO):
+    self._path, self._file, self._inner = path, file, lzma.LZMAFile(file)  # noqa: SIM115
+    self._left = max(MAX_ROW, MAX_EXPANSION * os.fstat(file.fileno()).st_size)
+
+  def __enter__(self) -> "_Expanded":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._inner.close()
+    self._file.close()
+
+  def read(self) -> bytes:
+    return b"".join(iter(lambda: self._counted(self._inner.read(1 << 20)), b""))
+
+  def readline(self, size: int) -> bytes:
+    return self._counted(self._inner.readline(size))
+
+  def _counted(self, content: bytes) -> bytes:
+    self._left -= len(content)
+    if self._left < 0:
+      raise DataError(
+        f"{self._path} expands to more than {MAX_EXPANSION} times its size, as no text does. If it"
+        " is one, decompress it first."
+      )
+    return content
 
 
 def _whole(path: Path, named: bool, skipped: Counter[str]) -> Iterator[Document]:
@@ -245,6 +283,8 @@ def _parsed(line: bytes, where: str) -> Any:
     raise DataError(f"{where}: {_position(error)}. Convert the file to UTF-8.") from error
   except json.JSONDecodeError as error:
     raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}.") from error
+  except ValueError as error:  # Python reads numbers of up to 4,300 digits
+    raise DataError(f"{where}: unusable: {error}.") from error
   except RecursionError as error:
     raise DataError(f'{where}: nested too deeply; a row is {{"text": ...}}.') from error
 

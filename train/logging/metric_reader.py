@@ -92,7 +92,7 @@ class MetricReader:
         )
     if step % self._cfg.log_every and step != self._cfg.steps:
       return
-    wait, rate = self._clock.data_wait(), self._clock.tokens_per_second()
+    rate, wait = self._clock.read()
     row = {
       "kind": "train",
       "step": step,

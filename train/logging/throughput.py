@@ -9,6 +9,7 @@ class Clock:
   def __init__(self, tokens_per_step: int):
     self._tokens_per_step = tokens_per_step
     self._steps_done = 0
+    self._reading = 0.0, 0.0
     self.restart()
     self._begin = self._since
 
@@ -28,19 +29,18 @@ class Clock:
     """Adds time spent waiting for a batch."""
     self._waited += seconds
 
-  def data_wait(self) -> float:
-    """Fraction of the time since the last reading or `restart` spent waiting, 0 to 1.
+  def read(self) -> tuple[float, float]:
+    """Tokens per second, and the fraction of the time spent waiting, 0 to 1.
 
-    Call it before `tokens_per_second`, which starts a new interval.
+    From the last reading or `restart` to the last step. A step that has no time of its own, because
+    another was seen to finish no earlier, repeats the reading before and counts in the next one.
     """
-    return min(1.0, self._waited / max(self._last - self._since, 1e-9))
-
-  def tokens_per_second(self) -> float:
-    """Throughput from the last reading or `restart` to the last step; starts a new interval."""
-    self._waited = 0.0
-    rate = self._steps * self._tokens_per_step / max(self._last - self._since, 1e-9)
-    self._since, self._steps = self._last, 0
-    return rate
+    spent = self._last - self._since
+    if spent > 0:
+      rate = self._steps * self._tokens_per_step / spent
+      self._reading = rate, min(1.0, self._waited / spent)
+      self._since, self._steps, self._waited = self._last, 0, 0.0
+    return self._reading
 
   def seconds_left(self, steps_left: int) -> float:
     """Estimate from the mean over this process, including evaluations and checkpoints."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lnssm_jax.pretrained.files import open_regular, retried
-from train.checkpoint.safe_files import append_to, replace_file, sync_folder, write_all
+from train.checkpoint.safe_files import append_to, replace_file, write_all
 from train.runs.config_file import RunFolderError
 from train.runs.rows import Row, wrong_row
 
@@ -102,10 +102,8 @@ class MetricsFile:
 
   def sync(self) -> None:
     """Makes the rows so far durable, if they can be."""
-    with contextlib.suppress(OSError):
-      with append_to(self.path) as file:
-        os.fsync(file.fileno())
-      sync_folder(self.path.parent)
+    with contextlib.suppress(OSError), append_to(self.path) as file:
+      os.fsync(file.fileno())
 
   def close(self) -> int:
     """Tries to write what is left; returns the number of rows that are lost."""
