@@ -14,7 +14,7 @@ which the DSF, Longhorn, SSE and LCSM papers compare mixers. Drawn with other ra
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,8 @@ class MQAR:
   Raises:
     ValueError: T is odd, 4 n > T, V <= T, or a number is too small.
   """
+
+  name: ClassVar[str] = "mqar"
 
   length: int = 256
   pairs: int = 16

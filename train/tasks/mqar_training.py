@@ -1,4 +1,4 @@
-"""Training on multi-query associative recall: the accuracy of a config by learning rate and seed.
+"""Training on rows with answers: the accuracy of a config by learning rate and seed.
 
 Published protocol (Zoology, section 4 and its code): a fixed set of training rows, read in the same
 order in each epoch; the accuracy on test rows of another seed after each epoch; a copy stops above
@@ -7,9 +7,10 @@ an accuracy of 0.99, and the best learning rate counts. Two differences: the lea
 batch are left out.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -22,6 +23,27 @@ from train.tasks.report import Report
 LEARNING_RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
 TRAIN_SEED, TEST_SEED = 0, 2**31
 SOLVED = 0.99  # a copy above this accuracy is not trained further
+
+
+class Task(Protocol):
+  """A task whose rows have answers: `MQAR`, `ListOps` or `Pixels`, a dataclass of its settings."""
+
+  name: ClassVar[str]
+  __dataclass_fields__: ClassVar[dict[str, Any]]
+
+  def examples(self, rows: int, seed: int) -> Examples:
+    """Rows, the same for the same seed; those to train on have seeds below 2**31."""
+    ...
+
+
+def check_vocabulary(cfg: config.Train, size: int) -> None:
+  """Raises ConfigError if the model's vocabulary does not hold that of a task."""
+  most = cfg.model.vocab_size
+  check(
+    size <= most,
+    f"vocab_size={size} of the task is larger than model.vocab_size={most}; use a smaller one, or"
+    f" --set model.vocab_size={size}.",
+  )
 
 
 def task_of(
@@ -38,22 +60,18 @@ def task_of(
     ConfigError: the model's vocabulary does not hold the task's.
     ValueError: as `MQAR`.
   """
-  size, most = vocab_size, cfg.model.vocab_size
-  check(
-    size is None or size <= most,
-    f"vocab_size={size} of the task is larger than model.vocab_size={most}; use a smaller one, or"
-    f" --set model.vocab_size={size}.",
-  )
+  if vocab_size is not None:
+    check_vocabulary(cfg, vocab_size)
   return MQAR(
     length=cfg.seq_len,
     pairs=pairs,
-    vocab_size=size or most,
+    vocab_size=vocab_size or cfg.model.vocab_size,
     power=power,
     random_fillers=random_fillers,
   )
 
 
-def write(task: MQAR, path: Path, *, train_rows: int, test_rows: int) -> None:
+def write(task: Task, path: Path, *, train_rows: int, test_rows: int) -> None:
   """Writes the data as .npz: tokens and labels [rows, T] int32, -100 where nothing is asked for."""
   arrays = {}
   for name, rows, seed in (("train", train_rows, TRAIN_SEED), ("test", test_rows, TEST_SEED)):
@@ -78,7 +96,7 @@ class Training:
   """
 
   def __init__(
-    self, cfg: config.Train, task: MQAR, copies: Copies, *, train_rows: int, test_rows: int
+    self, cfg: config.Train, task: Task, copies: Copies, *, train_rows: int, test_rows: int
   ):
     for name, rows in (("train", train_rows), ("test", test_rows)):
       check(
@@ -125,7 +143,7 @@ class Training:
 
 def run(
   cfg: config.Train,
-  task: MQAR,
+  task: Task,
   *,
   learning_rates: Sequence[float] = LEARNING_RATES,
   seeds: Sequence[int] = (0, 1, 2),
@@ -155,18 +173,14 @@ def run(
     "mixer": cfg.model.mixer,
     "dim": cfg.model.dim,
     "layers": cfg.model.num_layers,
-    "length": task.length,
-    "pairs": task.pairs,
-    "vocab_size": task.vocab_size,
-    "power": task.power,
-    "random_fillers": task.random_fillers,
+    **dataclasses.asdict(task),
     "batch": cfg.global_batch,
     "train_rows": len(training.train) * cfg.global_batch,
     "test_rows": len(training.test) * cfg.global_batch,
     "seeds": list(seeds),
   }
   best = max(means, key=lambda row: row["accuracy"])
-  return Report("mqar", settings, {"learning rates": means, "best": [best]}, {"runs": runs})
+  return Report(task.name, settings, {"learning rates": means, "best": [best]}, {"runs": runs})
 
 
 def _batches(examples: Examples, size: int) -> list[Examples]:

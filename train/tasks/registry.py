@@ -57,6 +57,8 @@ def _runner(task: Task) -> Callable[[argparse.Namespace], None]:
 
 TASKS: Sequence[Task] = (
   Task("mqar", "Train on multi-query associative recall.", training.mqar, training.mqar_options),
+  Task("listops", "Train on nested expressions.", training.listops, training.listops_options),
+  Task("image", "Train on images as pixels.", training.image, training.image_options),
   Task("cost", "FLOPs and memory of generation.", training.cost, training.cost_options),
   Task("lm", "Perplexity and bits per byte of text, by position.", scoring.lm, scoring.lm_options),
   Task(
@@ -84,5 +86,7 @@ TASKS: Sequence[Task] = (
   Task("recall", "Values named in a text.", scoring.recall, scoring.recall_options),
   Task("rouge", "Answers and summaries by ROUGE-L.", scoring.rouge, scoring.rouge_options),
   Task("lm-eval", "Tasks of the package lm_eval.", scoring.lm_eval, scoring.lm_eval_options),
+  Task("scores", "The law of scores, by layer.", scoring.scores, scoring.scores_options),
+  Task("states", "Rank and reach of states.", scoring.states, scoring.states_options),
   Task("niah", "Values hidden in generated long texts.", scoring.niah, scoring.niah_options),
 )

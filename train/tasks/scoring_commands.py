@@ -230,3 +230,34 @@ def lm_eval(options: argparse.Namespace) -> Report:
   names = ("include", "fewshot", "limit", "batch")
   given = {name: getattr(options, name) for name in names}
   return harness.run(arguments.loaded(options), options.tasks, **given)
+
+
+def scores_options(parser: Any) -> None:
+  _text_options(parser, 256)
+  parser.add_argument("--plot", type=Path, metavar="FILE", help="draw maps and log scores")
+
+
+def scores(options: argparse.Namespace) -> Report:
+  from train.tasks import memory
+
+  how = {"length": options.length, "rows": options.rows, "plot": options.plot}
+  return memory.scores(arguments.loaded(options), options.text, **how)
+
+
+def states_options(parser: Any) -> None:
+  _text_options(parser, 512)
+
+
+def states(options: argparse.Namespace) -> Report:
+  from train.tasks import memory
+
+  how = {"length": options.length, "rows": options.rows}
+  return memory.states(arguments.loaded(options), options.text, **how)
+
+
+def _text_options(parser: Any, length: int) -> None:
+  arguments.add_model(parser)
+  add = parser.add_argument
+  add("text", metavar="TEXT", help="file, folder or glob")
+  add("--length", type=arguments.count, default=length, metavar="N", help="tokens of a document")
+  add("--rows", type=arguments.count, default=4, metavar="N", help="documents")

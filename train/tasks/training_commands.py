@@ -11,29 +11,18 @@ from train.tasks.report import Report
 
 
 def mqar_options(parser: Any) -> None:
-  arguments.add_config(parser)
   add = parser.add_argument
   add("--pairs", type=arguments.count, metavar="N", help="keys with values (default: seq_len / 16)")
   add("--vocab-size", type=arguments.count, metavar="V", help="of the task (default: the model's)")
   add("--power", type=float, default=0.01, metavar="A", help="smaller: queries follow sooner")
   add("--random-fillers", action="store_true", help="random ids, not 0, between the queries")
-  add(
-    "--learning-rates",
-    type=arguments.rate,
-    nargs="+",
-    metavar="LR",
-    help="(default: the published four)",
-  )
-  add("--seeds", type=arguments.seed, nargs="+", default=[0, 1, 2], metavar="N")
-  add("--train-rows", type=arguments.count, default=100_000, metavar="N")
-  add("--test-rows", type=arguments.count, default=3_000, metavar="N")
-  add("--write", type=Path, metavar="FILE.npz", help="write the data, and do not train")
+  _training_options(parser, 100_000, 3_000)
 
 
 def mqar(options: argparse.Namespace) -> Report | None:
   from train.tasks import mqar_training
 
-  cfg = config.apply_overrides(config.load_config(options.config), options.set)
+  cfg = _config(options)
   task = mqar_training.task_of(
     cfg,
     pairs=options.pairs or max(1, cfg.seq_len // 16),
@@ -41,6 +30,74 @@ def mqar(options: argparse.Namespace) -> Report | None:
     power=options.power,
     random_fillers=options.random_fillers,
   )
+  return _train(cfg, task, options)
+
+
+def listops_options(parser: Any) -> None:
+  add = parser.add_argument
+  least = "an expression has more tokens (default: 500)"
+  add("--min-length", type=arguments.count, default=500, metavar="N", help=least)
+  add("--max-length", type=arguments.count, metavar="N", help="and fewer (default: seq_len + 1)")
+  add("--max-depth", type=arguments.count, default=10, metavar="N")
+  add("--max-args", type=arguments.count, default=10, metavar="N", help="of an operator")
+  _training_options(parser, 96_000, 2_000)
+
+
+def listops(options: argparse.Namespace) -> Report | None:
+  from train.tasks import mqar_training
+  from train.tasks.listops import VOCABULARY, ListOps
+
+  cfg = _config(options)
+  mqar_training.check_vocabulary(cfg, VOCABULARY)
+  task = ListOps(
+    length=cfg.seq_len,
+    min_length=options.min_length,
+    max_length=options.max_length or cfg.seq_len + 1,
+    max_depth=options.max_depth,
+    max_args=options.max_args,
+  )
+  return _train(cfg, task, options)
+
+
+def image_options(parser: Any) -> None:
+  parser.add_argument("images", metavar="TRAIN", help="a folder per class, or FILE.npz:NAME")
+  parser.add_argument("test", metavar="TEST", help="likewise")
+  _training_options(parser, 1_000_000, 1_000_000)
+
+
+def image(options: argparse.Namespace) -> Report | None:
+  from train.tasks import mqar_training
+  from train.tasks.pixels import Pixels
+
+  cfg, task = _config(options), Pixels(train=options.images, test=options.test)
+  mqar_training.check_vocabulary(cfg, task.vocabulary)
+  if cfg.seq_len != task.length:
+    raise ValueError(
+      f"seq_len={cfg.seq_len} is not the {task.length} pixels of an image; use --set"
+      f" seq_len={task.length}."
+    )
+  return _train(cfg, task, options)
+
+
+def _training_options(parser: Any, train_rows: int, test_rows: int) -> None:
+  arguments.add_config(parser)
+  add = parser.add_argument
+  rates = {"type": arguments.rate, "nargs": "+", "metavar": "LR"}
+  add("--learning-rates", help="(default: the published four)", **rates)
+  add("--seeds", type=arguments.seed, nargs="+", default=[0, 1, 2], metavar="N")
+  add("--train-rows", type=arguments.count, default=train_rows, metavar="N")
+  add("--test-rows", type=arguments.count, default=test_rows, metavar="N")
+  add("--write", type=Path, metavar="FILE.npz", help="write the data, and do not train")
+
+
+def _config(options: argparse.Namespace) -> config.Train:
+  return config.apply_overrides(config.load_config(options.config), options.set)
+
+
+def _train(cfg: config.Train, task: Any, options: argparse.Namespace) -> Report | None:
+  """Trains on a task, or writes its rows."""
+  from train.tasks import mqar_training
+
   rows = {"train_rows": options.train_rows, "test_rows": options.test_rows}
   if options.write:
     mqar_training.write(task, options.write, **rows)
