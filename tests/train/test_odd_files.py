@@ -20,6 +20,7 @@ from train.data.tokenizers import load_tokenizer, train_bpe
 from train.logging import loggers, plot, tracing
 from train.runs import export
 from train.runs.run_folder import RunFolder, RunFolderError, claim
+from train.tasks import babilong_samples, rouge
 from train.vision.images import FolderImages
 
 
@@ -257,6 +258,14 @@ def test_odd_file_of_an_export_rejected(replace, name, exported):
   with pytest.raises(ValueError, match=r"is a link|not a regular file|not a run|is a folder"):
     manifest, _ = exports.read(exported)
     exports.tokenizer_of(exported, manifest)
+
+
+def test_pipes_as_samples_of_tasks_rejected(tmp_path):
+  pipe(tmp_path / "qa1.txt")
+  with pytest.raises(DataError, match="not a regular file"):
+    babilong_samples.questions(tmp_path / "qa1.txt")
+  with pytest.raises(DataError, match="not a regular file"):
+    rouge._content(tmp_path / "qa1.txt")
 
 
 def test_pipes_to_plot_and_as_images_rejected(run, tmp_path):

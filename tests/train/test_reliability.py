@@ -15,7 +15,7 @@ def test_reliability_damaged_checkpoints_never_loaded(count, capsys):
 def test_reliability_planted_wrong_state_detected(monkeypatch, capsys):
   monkeypatch.setattr(faults, "FAULTS", (faults.another_step,))
   monkeypatch.setattr(faults, "WEIGHTS", (1,))
-  monkeypatch.setattr(digests, "damage", lambda folder, parts=None: None)
+  monkeypatch.setattr(digests, "damage", lambda *_, **__: None)
   assert faults.main(["--faults", "1", "--no-orbax"]) == 1
   assert "WRONG 1" in capsys.readouterr().out
 

@@ -19,8 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lnssm_jax.pretrained.files import read_bytes
 from lnssm_jax.pretrained.tokenizers import Tokenizer
 from train.data.errors import DataError, reading, writing
+from train.data.sources import MAX_ROW
 from train.tasks.babilong import prompt_of
 from train.tasks.needles import sentences
 
@@ -42,7 +44,7 @@ def questions(path: Path) -> list[Question]:
     DataError: the file is unreadable, or a line is not of the format.
   """
   with reading(path):
-    content = path.read_bytes()
+    content = read_bytes(path, MAX_ROW, follow_links=True)
   found, facts = [], []
   for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
     first, _, rest = line.partition(" ")

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lnssm_jax.pretrained.files import read_bytes
 from lnssm_jax.pretrained.loaded import LoadedModel
 from train.data.errors import DataError, reading
-from train.data.sources import read_rows
+from train.data.sources import MAX_ROW, read_rows
 from train.tasks.answers import answers
 from train.tasks.report import Report
 
@@ -156,7 +157,7 @@ def _scorer() -> Any:
 
 def _content(path: Path) -> str:
   with reading(path):
-    content = path.read_bytes()
+    content = read_bytes(path, MAX_ROW, follow_links=True)
   try:
     return content.decode()
   except UnicodeDecodeError as error:
