@@ -280,7 +280,7 @@ def test_two_processes_lost_peer_noticed_in_time(
   file = config_file(cfg)
   processes = two_processes(command, file, file)
   try:
-    wait_for(processes[0], "step     8/")
+    wait_for(processes[0], "tokens/s")
     processes[victim].send_signal(number)
     begin = time.monotonic()
     processes[1 - victim].communicate(timeout=seconds)
