@@ -19,6 +19,7 @@ from benchmarks import (
 )
 
 
+@pytest.mark.slow
 def test_errors_are_measured_for_every_tensor():
   rows = numerics.measure("wkv4", lengths=(16,))
   assert {row["form"] for row in rows} == {"chunked", "associative"}
@@ -86,6 +87,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
   assert not row["floor_share"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", [pytest.param("scalar-constant", marks=pytest.mark.slow), "channel-step-bonus"]
 )
@@ -127,6 +129,7 @@ def test_kernels_of_scans_are_compared_then_timed(tmp_path, monkeypatch, limit):
   assert (xla["forward_ms"] == "WRONG") == (limit == 0.0) == (xla["both_ms"] == "WRONG")
 
 
+@pytest.mark.slow
 def test_a_peer_of_the_scans_is_held_to_the_same_reference(monkeypatch):
   """Results that mamba-ssm's process would return, by the chunked form; then one spoiled."""
   name, sizes = "selective_scan", {"B": 2, "T": 9, "D": 17, "N": 3}

@@ -11,6 +11,7 @@ from benchmarks import decode, generation
 from lnssm_jax.ops.linear_attention import pallas
 
 
+@pytest.mark.slow
 def test_single_steps_are_compared_then_timed(tmp_path):
   table = tmp_path / "decode.csv"
   options = ["--steps", "2", "--groups", "1", "--layers", "2", "--copy-mib", "1"]

@@ -26,6 +26,7 @@ def run(tmp_path, *options):
   return rows
 
 
+@pytest.mark.slow
 def test_one_device_is_the_measure(tmp_path):
   (row,) = run(tmp_path)
   assert (row["devices"], row["efficiency"], row["axes"], row["rows"]) == ("1", "1.000", "-", "2")

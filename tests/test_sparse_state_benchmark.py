@@ -22,6 +22,7 @@ def one(*options):
   return sparse_state.main([*SMALL, "--runs", "1", "--dtype", "float32", "--one", *options])[0]
 
 
+@pytest.mark.slow
 def test_a_row_is_compared_and_timed(monkeypatch, capsys):
   turns = []
   monkeypatch.setattr(sparse_state, "CHECKED", 16)

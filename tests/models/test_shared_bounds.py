@@ -38,9 +38,9 @@ def gammas(table):
 @pytest.mark.parametrize(
   ("mixer", "layers", "rows"),
   [
-    ("hgrn2", 3, [[0, 1, 2]]),
+    pytest.param("hgrn2", 3, [[0, 1, 2]], marks=pytest.mark.slow),
     pytest.param("hgrn", 3, [[0, 1, 2]], marks=pytest.mark.slow),
-    (("hgrn2", "lrn", "hgrn2"), 5, [[0, 2], [1]]),  # layers 0 and 3, and 2
+    (("hgrn", "lrn", "hgrn"), 4, [[0, 2], [1]]),  # layers 0 and 3, and 2
   ],
 )
 def test_a_shared_table_is_as_bounds_of_the_layers(mixer, layers, rows):
@@ -51,13 +51,14 @@ def test_a_shared_table_is_as_bounds_of_the_layers(mixer, layers, rows):
   bounds = np.sqrt(-np.log1p(-gammas(table)))
   for parameter, own in zip(tables(learned), rows, strict=True):
     parameter[...] = jnp.asarray(bounds[own], jnp.float32)
-  np.testing.assert_allclose(shared(TOKENS)[0], learned(TOKENS)[0], rtol=2e-5, atol=2e-6)
+  logits = jax.jit(lambda of_model: of_model(TOKENS)[0])
+  np.testing.assert_allclose(logits(shared), logits(learned), rtol=2e-5, atol=2e-6)
   second = shared.layer(3 if isinstance(mixer, tuple) else 1).mixer.bound[...]
   np.testing.assert_allclose(second, gammas(table)[rows[0][1]], rtol=1e-6)
 
-  loss = lambda of_model: jnp.sum(jnp.sin(of_model(TOKENS)[0]))
-  by_table = jnp.concatenate([x[...] for x in tables(jax.grad(loss)(shared))])
-  by_bound = np.concatenate([x[...] for x in tables(jax.grad(loss)(learned))])
+  gradient = jax.jit(jax.grad(lambda of_model: jnp.sum(jnp.sin(of_model(TOKENS)[0]))))
+  by_table = jnp.concatenate([x[...] for x in tables(gradient(shared))])
+  by_bound = np.concatenate([x[...] for x in tables(gradient(learned))])
   order = np.argsort(np.concatenate(rows))
   by_bound = by_bound[order] * np.where(bounds > 0, 0.5 / np.where(bounds > 0, bounds, 1), 0)
   by_gamma = by_bound / (1 - gammas(table))  # d bound / d gamma = exp(bound^2) / (2 bound)

@@ -26,7 +26,7 @@ def formula(x, positions, base, width, interleaved):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("base", "width"), [(10000, None), (500000.0, 4), (7, 6)])
-@pytest.mark.parametrize("largest", [9, 131_072, 10**9])
+@pytest.mark.parametrize("largest", [9, pytest.param(131_072, marks=pytest.mark.slow), 10**9])
 def test_rotary_embedding_far_positions_equal_the_formula(interleaved, base, width, largest):
   """To the rounding of float32, however far along the sequence."""
   positions = np.random.default_rng(1).integers(largest, size=(B, T))

@@ -75,8 +75,9 @@ SMALL |= {"seq_len": 16, "global_batch": 2, "accumulate": 1, "steps": 3, "model.
 SMALL |= {"optimizer.warmup_steps": 1, "optimizer.peak_lr": 1e-2, "optimizer.final_lr": 1e-2}
 SMALL["data.tokenizer"] = "tokenizer.json"
 
-TRAINED = ["longhorn.py:retnet-120m-1024", "sse.py:mom-n4k1-800m"]
+TRAINED = ["longhorn.py:retnet-120m-1024"]
 TRAINED_IF_SLOW = [
+  "sse.py:mom-n4k1-800m",
   *(f"longhorn.py:{name}-350m-4096" for name in ("longhorn", "mamba", "llama", "gla", "rwkv")),
   *(f"sse.py:{name}-600m" for name in ("sse-n4k2", "gdn", "gla-h", "sse-h", "sse-swa-h")),
   *(f"dsf_wikitext103.py:{name}" for name in ("softmax", "linear", "normalized", "s6", "ssd")),

@@ -43,7 +43,8 @@ def test_each_copy_trains_as_the_trainer_does_alone():
   copies = Copies(cfg, seeds=(0, 5), learning_rates=(1e-3, 4e-3))
   batches = [TASK.examples(4, seed) for seed in range(3)]
   losses = [np.asarray(copies.step(batch._asdict())["loss"]) for batch in batches]
-  for copy, (seed, rate) in enumerate(copies.runs):
+  for copy in (0, 3):  # which differ in both
+    seed, rate = copies.runs[copy]
     optimizer = dataclasses.replace(cfg.optimizer, peak_lr=rate, final_lr=rate / 10)
     alone = settings(seed=seed, optimizer=optimizer, model=dropout)
     mesh = device_mesh.make_mesh(alone)
