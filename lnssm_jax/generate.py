@@ -5,7 +5,11 @@ the device. Prompts of different lengths are padded on the left. The padding is 
 own, so that the state is reset at each prompt's first token; between two chunks, a row whose prompt
 has not begun yet is given the empty state. So no prompt sees its padding, or the other prompts.
 
-A row's random numbers depend only on the seed, the row and the number of the token.
+A text that is long, or that many continuations share, is read once: `read` returns a `Prefix`, from
+which `generate` starts.
+
+A row's random numbers depend only on the seed, the row and the number of the token; with a seed for
+each row, not on the row.
 """
 
 import dataclasses
@@ -17,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lnssm_jax import drawing
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.models import LanguageModel, layers
 
@@ -30,12 +35,15 @@ class SamplingOptions:
 
   Attributes:
     max_tokens: the most tokens to draw for each prompt.
-    seed: of the random numbers.
-    temperature: divides the logits; 0 takes the most probable token.
+    seed: of the random numbers; or one for each prompt, whose text then depends on its own only.
+    repetition_penalty: r, above 0: logits z of tokens that the text has had, prompt included,
+      become z / r where z > 0, else z r. 1 changes nothing.
+    temperature: divides the logits then; 0 takes the most probable token.
     top_k: draw from the k most probable tokens only.
     top_p: draw from the fewest most probable tokens whose probabilities reach p; applied after
       `top_k`.
-    stop_token: a row ends before this token.
+    min_p: draw only tokens at least p times as probable as the most probable one.
+    stop_token: a row ends before this token, or before any of several.
     prefill_chunk: tokens of a prompt read at once; bounds the memory of reading it.
 
   Raises:
@@ -43,17 +51,19 @@ class SamplingOptions:
   """
 
   max_tokens: int
-  seed: int = 0
+  seed: int | tuple[int, ...] = 0
+  repetition_penalty: float = 1.0
   temperature: float = 1.0
   top_k: int | None = None
   top_p: float | None = None
-  stop_token: int | None = None
+  min_p: float | None = None
+  stop_token: int | tuple[int, ...] | None = None
   prefill_chunk: int = 256
 
   def __post_init__(self):
     check_positive("max_tokens", self.max_tokens)
     check_positive("prefill_chunk", self.prefill_chunk)
-    if not 0 <= self.seed < 2**32:
+    if not all(0 <= seed < 2**32 for seed in np.atleast_1d(np.array(self.seed, object))):
       raise ValueError(f"seed={self.seed} must be in [0, 2**32): a key has 32 bits of a seed.")
     if not self.temperature >= 0:
       raise ValueError(f"temperature={self.temperature} must be at least 0 (0 is greedy).")
@@ -61,79 +71,164 @@ class SamplingOptions:
       check_positive("top_k", self.top_k)
     if self.top_p is not None and not 0 < self.top_p <= 1:
       raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; None keeps all tokens.")
+    if self.min_p is not None and not 0 <= self.min_p <= 1:
+      raise ValueError(f"min_p={self.min_p} must be in 0 to 1; None keeps all tokens.")
+    if not 0 < self.repetition_penalty < np.inf:
+      raise ValueError(
+        f"repetition_penalty={self.repetition_penalty} must be above 0; 1 changes nothing."
+      )
+
+  @property
+  def stop_tokens(self) -> tuple[int, ...]:
+    """`stop_token` as a tuple."""
+    stop = () if self.stop_token is None else self.stop_token
+    return stop if isinstance(stop, tuple) else (stop,)
 
 
-class _Choice(NamedTuple):
-  """How a token is chosen, as far as the compiled program depends on it."""
+class Prefix(NamedTuple):
+  """A text of one or more rows that was read; the second axis of the state's arrays is B."""
 
-  method: str  # "greedy", "all" (draw from the whole vocabulary) or "likely" (from the likeliest)
-  candidates: int  # of "likely": how many tokens are sorted
+  state: Any
+  logits: jax.Array  # [B, vocab] float32, of the token after it
+  seen: jax.Array  # [B, vocab] bool, whether the token is in it
+  length: jax.Array  # [B] int32, its tokens
+
+
+class Continuation(NamedTuple):
+  """New tokens of one prompt."""
+
+  tokens: np.ndarray  # [N] int32
+  # [N] float32, of each after those before it by the model: without penalty, temperature, limits.
+  log_probs: np.ndarray
 
 
 def generate(
-  model: LanguageModel, prompts: Sequence[Sequence[int]], options: SamplingOptions
+  model: LanguageModel,
+  prompts: Sequence[Sequence[int]],
+  options: SamplingOptions,
+  *,
+  start: Prefix | None = None,
 ) -> list[np.ndarray]:
   """Continues each prompt; returns the new tokens only, int32, one array per prompt.
 
       rows = generate(model, [[1, 2, 3], [5]], SamplingOptions(max_tokens=8, temperature=0))
 
   Args:
-    prompts: lists of token ids, of any lengths of at least 1.
+    prompts: lists of token ids, of any lengths of at least 1; with `start` they may be empty.
+    start: the text before the prompts, of one row for all or one for each.
 
   Raises:
     ValueError: there is no prompt, a prompt is empty or holds an id outside the vocabulary, an
-      option does not fit the vocabulary, or the model's cache cannot hold the tokens; the message
-      names it.
+      option does not fit the vocabulary or the prompts, or the model's cache cannot hold the
+      tokens; the message names it.
   """
-  rows = np.stack(list(stream(model, prompts, options)), axis=1)  # [B, tokens]
+  rows = np.stack(list(stream(model, prompts, options, start=start)), axis=1)  # [B, tokens]
   return [before_stop(row, options.stop_token) for row in rows]
 
 
-def before_stop(row: np.ndarray, stop_token: int | None) -> np.ndarray:
-  """The tokens [N] before the first `stop_token`, or all of them."""
-  return row[: np.argmax(stopped)] if (stopped := row == stop_token).any() else row
+def generate_scored(
+  model: LanguageModel,
+  prompts: Sequence[Sequence[int]],
+  options: SamplingOptions,
+  *,
+  start: Prefix | None = None,
+) -> list[Continuation]:
+  """As `generate`, with the log-probability of each new token."""
+  steps = list(_checked(model, prompts, options, start, log_probs=True))
+  tokens, log_probs = (np.stack(parts, axis=1) for parts in zip(*steps, strict=True))
+  rows = [before_stop(row, options.stop_token) for row in tokens]
+  pairs = zip(rows, log_probs, strict=True)
+  return [Continuation(row, scores[: len(row)]) for row, scores in pairs]
+
+
+def before_stop(row: np.ndarray, stop_token: int | tuple[int, ...] | None) -> np.ndarray:
+  """The tokens [N] before the first stop token, or all of them."""
+  if stop_token is None:
+    return row
+  return row[: np.argmax(stopped)] if (stopped := np.isin(row, stop_token)).any() else row
 
 
 def stream(
-  model: LanguageModel, prompts: Sequence[Sequence[int]], options: SamplingOptions
+  model: LanguageModel,
+  prompts: Sequence[Sequence[int]],
+  options: SamplingOptions,
+  *,
+  start: Prefix | None = None,
 ) -> Iterator[np.ndarray]:
   """Yields the new tokens step by step, int32 [B]; arguments and errors as in `generate`.
 
-  A row that has ended repeats `stop_token`; the stream ends with its last row, or after
+  A row that has ended repeats its stop token; the stream ends with its last row, or after
   `max_tokens` steps.
   """
-  rows = _checked_prompts(prompts, model.vocab_size)
-  longest = max(len(row) for row in rows) + options.max_tokens - 1  # the last token is not read
-  if model.max_length is not None and longest > model.max_length:
+  steps = _checked(model, prompts, options, start)
+  return (tokens for tokens, _ in steps)
+
+
+def read(
+  model: LanguageModel,
+  prompts: Sequence[Sequence[int]],
+  *,
+  start: Prefix | None = None,
+  prefill_chunk: int = 256,
+) -> Prefix:
+  """Reads prompts, from which `generate` can start any number of times.
+
+  Raises:
+    ValueError: as `generate`.
+  """
+  rows = _checked_prompts(prompts, model.vocab_size, start)
+  _check_length(model, rows, 1, start)
+  return _read(model, rows, check_positive("prefill_chunk", prefill_chunk), start)
+
+
+def _checked(model, prompts, options: SamplingOptions, start, *, log_probs: bool = False):
+  """Checks the arguments of `generate`; the steps (tokens [B], log-probabilities [B] or None)."""
+  rows = _checked_prompts(prompts, model.vocab_size, start)
+  _check_length(model, rows, options.max_tokens, start)
+  if options.top_k is not None and options.top_k > model.vocab_size:
     raise ValueError(
-      f"max_tokens={options.max_tokens} after a prompt of {longest - options.max_tokens + 1} tokens"
+      f"top_k={options.top_k} is more than the vocabulary of {model.vocab_size}; None keeps all "
+      "of it."
+    )
+  for stop_token in options.stop_tokens:
+    if not 0 <= stop_token < model.vocab_size:
+      raise ValueError(
+        f"stop_token={stop_token} is outside the vocabulary, 0 to {model.vocab_size - 1}."
+      )
+  return _run(model, rows, options, start, log_probs, drawing.row_keys(options.seed, len(rows)))
+
+
+def _check_length(model, rows, max_tokens: int, start: Prefix | None) -> None:
+  before = 0 if start is None else int(np.max(start.length))
+  longest = max(len(row) for row in rows) + before
+  # The last token is not read.
+  if model.max_length is not None and longest + max_tokens - 1 > model.max_length:
+    raise ValueError(
+      f"max_tokens={max_tokens} after a prompt of {longest} tokens"
       f" is more than the model's max_length={model.max_length} holds; ask for fewer, or build the "
       "model with another max_length in mixer_options."
     )
-  top_k, stop_token = options.top_k, options.stop_token
-  if top_k is not None and top_k > model.vocab_size:
-    raise ValueError(
-      f"top_k={top_k} is more than the vocabulary of {model.vocab_size}; None keeps all of it."
-    )
-  if stop_token is not None and not 0 <= stop_token < model.vocab_size:
-    raise ValueError(
-      f"stop_token={stop_token} is outside the vocabulary, 0 to {model.vocab_size - 1}."
-    )
-  return _run(model, rows, options)
 
 
-def _checked_prompts(prompts, vocab_size: int) -> list[np.ndarray]:
+def _checked_prompts(prompts, vocab_size: int, start: Prefix | None) -> list[np.ndarray]:
   if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
     raise ValueError("prompts holds text; encode it with the model's tokenizer first.")
   if len(prompts) == 0:
     raise ValueError("prompts is empty; give at least one prompt.")
-  checked = [np.asarray(prompt) for prompt in prompts]
+  if start is not None and len(start.logits) not in (1, len(prompts)):
+    raise ValueError(
+      f"start has {len(start.logits)} rows for {len(prompts)} prompts; give one for each, or one."
+    )
+  empty = np.zeros(0, np.int32)
+  checked = [empty if len(np.shape(x)) and not len(x) else np.asarray(x) for x in prompts]
   for number, prompt in enumerate(checked):
     if prompt.ndim != 1:
       raise ValueError(
         f"prompts[{number}] has {prompt.ndim} axes instead of 1; prompts is a list of lists of "
         "token ids, also for a single prompt: [[1, 2, 3]]."
       )
+    if prompt.size == 0 and start is not None:
+      continue
     if prompt.size == 0:
       raise ValueError(
         f"prompts[{number}] is empty; give at least one token, such as the end-of-text token."
@@ -148,32 +243,67 @@ def _checked_prompts(prompts, vocab_size: int) -> list[np.ndarray]:
   return checked
 
 
-def _run(model, prompts, options: SamplingOptions):
+def _run(model, prompts, options: SamplingOptions, start: Prefix | None, log_probs, row_keys):
   """The generator behind `stream`, on checked arguments."""
-  whole = options.top_p in (None, 1)
-  if options.temperature == 0 or options.top_k == 1:
-    choice = _Choice("greedy", 1)
-  elif options.top_k is None and whole:
-    choice = _Choice("all", model.vocab_size)
-  else:
-    choice = _Choice("likely", options.top_k or model.vocab_size)
-  # Rounded sums of probabilities may exceed 1, but not infinity.
-  limits = (jnp.float32(options.temperature), jnp.float32(np.inf if whole else options.top_p))
-
-  state, logits = read_prompts(model, prompts, options.prefill_chunk)
-  states = _apart(model, state)
-  seed_key, numbers = jax.random.key(options.seed), np.arange(len(prompts))
-  row_keys = jax.vmap(jax.random.fold_in, (None, 0))(seed_key, numbers)
-  stop_token, ended = options.stop_token, np.zeros(len(prompts), bool)
+  choice = drawing.choice_of(options, model.vocab_size, log_probs)
+  limits = drawing.limits_of(options)
+  prefix = _read(model, prompts, options.prefill_chunk, start)
+  states, logits = _apart(model, prefix.state), prefix.logits
+  seen = prefix.seen if choice.penalized else None
+  stop_tokens = options.stop_tokens
+  ended, last = np.zeros(len(prompts), bool), np.zeros(len(prompts), np.int32)
   for first in range(0, options.max_tokens, _STEPS_PER_CALL):
-    states, logits, tokens = _decode(model, states, logits, row_keys, first, limits, choice=choice)
-    for row in np.asarray(tokens)[: options.max_tokens - first]:
-      if stop_token is not None:
-        row = np.where(ended, stop_token, row).astype(row.dtype)
-        ended |= row == stop_token
-      yield row
+    states, logits, seen, steps = _decode(
+      model, states, logits, seen, row_keys, first, limits, choice=choice
+    )
+    tokens, scores = jax.device_get(steps)
+    for number, row in enumerate(tokens[: options.max_tokens - first]):
+      last = np.where(ended, last, row).astype(row.dtype)
+      ended |= np.isin(last, stop_tokens)
+      yield last, None if scores is None else scores[number]
       if ended.all():
         return
+
+
+def _read(model, prompts, prefill_chunk: int, start: Prefix | None) -> Prefix:
+  """Reads checked prompts, after `start` if there is one."""
+  rows, vocabulary = len(prompts), model.vocab_size
+  seen = np.zeros((rows, vocabulary), bool)
+  for row, prompt in zip(seen, prompts, strict=True):
+    row[prompt] = True
+  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+  if start is None:
+    state, logits = read_prompts(model, prompts, prefill_chunk)
+    return Prefix(state, logits, jnp.asarray(seen), jnp.asarray(lengths))
+  one = len(start.logits) == 1
+  before = np.zeros(rows, np.int32) if one else np.arange(rows)
+  states, logits, order = [], [], []
+  for length in np.unique(lengths):  # padding would reset the state
+    group = np.flatnonzero(lengths == length)
+    state, out = (
+      jax.tree.map(lambda x, group=group: x[:, before[group]], start.state),
+      start.logits[before[group]],
+    )
+    tokens = np.stack([prompts[number] for number in group])
+    for piece in _pieces(tokens, prefill_chunk):
+      state, out = _extend(model, state, piece)
+    states, logits, order = [*states, state], [*logits, out], [*order, *group]
+  place = np.argsort(order)
+  state = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, place], *states)
+  return Prefix(
+    state,
+    jnp.concatenate(logits)[place],
+    start.seen[before] | seen,
+    start.length[before] + lengths,
+  )
+
+
+def _pieces(tokens: np.ndarray, chunk: int) -> Iterator[np.ndarray]:
+  """Cuts tokens [B, T] into chunks, and the rest into powers of two: few programs for any T."""
+  while T := tokens.shape[1]:
+    length = chunk if chunk <= T else 1 << (T.bit_length() - 1)
+    yield tokens[:, :length].astype(np.int32)
+    tokens = tokens[:, length:]
 
 
 def read_prompts(
@@ -213,22 +343,35 @@ def _prefill(model, state, tokens, starts):
   return state, model.logits(hidden[:, -1])
 
 
-@functools.partial(jax.jit, static_argnames="choice", donate_argnames=("states", "logits"))
-def _decode(model, states, logits, row_keys, first, limits, *, choice: _Choice):
-  """Draws tokens `first`, `first` + 1, ...: (states, logits, tokens [steps, B])."""
+@jax.jit
+def _extend(model, state, tokens):
+  """Reads tokens [B, C] of every row after a state: (state, logits [B, vocab])."""
+  hidden, state = model.hidden(tokens, state)
+  return state, model.logits(hidden[:, -1])
+
+
+@functools.partial(jax.jit, static_argnames="choice", donate_argnames=("states", "logits", "seen"))
+def _decode(model, states, logits, seen, row_keys, first, limits, *, choice: drawing.Choice):
+  """Draws tokens `first`, `first` + 1, ...: (states, logits, seen, (tokens, scores) [steps, B])."""
   blocks = layers.apart(layers.tied(model.blocks), model.num_layers)
 
   def step(carry, number):
-    states, logits = carry
+    states, logits, seen = carry
     keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, number)
-    tokens = _draw(logits, keys, limits, choice)
+    tokens = drawing.draw(drawing.penalized(logits, seen, limits), keys, limits, choice)
+    scores = None
+    if choice.log_probs:
+      picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+      scores = picked - jax.nn.logsumexp(logits, axis=-1)
+    if seen is not None:
+      seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
     states, logits = _read_one(model, blocks, states, tokens)
-    return (states, logits), tokens
+    return (states, logits, seen), (tokens, scores)
 
-  (states, logits), tokens = jax.lax.scan(
-    step, (states, logits), first + jnp.arange(_STEPS_PER_CALL)
+  (states, logits, seen), steps = jax.lax.scan(
+    step, (states, logits, seen), first + jnp.arange(_STEPS_PER_CALL)
   )
-  return states, logits, tokens
+  return states, logits, seen, steps
 
 
 def _read_one(model, blocks, states, tokens):
@@ -253,20 +396,3 @@ def _apart(model, state):
   if isinstance(state, layers.PositionedStates):
     state, position = state.layers, state.position[0][:, None]
   return layers.apart(state, model.num_layers), position
-
-
-def _draw(logits, keys, limits, choice: _Choice):
-  """One token per row, int32 [B], from logits [B, vocab] and one key per row."""
-  if choice.method == "greedy":
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-  temperature, top_p = limits
-  # The largest becomes 0 first, so that no temperature can overflow it.
-  logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
-  if choice.method == "all":
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-  logits, tokens = jax.lax.top_k(logits, choice.candidates)
-  probabilities = jax.nn.softmax(logits, axis=-1)
-  likelier = jnp.cumsum(probabilities, axis=-1) - probabilities  # the sum of those before it
-  logits = jnp.where(likelier < top_p, logits, -jnp.inf)
-  ranks = jax.vmap(jax.random.categorical)(keys, logits)
-  return jnp.take_along_axis(tokens, ranks[:, None], axis=-1)[:, 0]

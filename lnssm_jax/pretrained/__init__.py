@@ -23,7 +23,9 @@ __all__ = [
   "lm_eval_model",
   "load",
   "load_model",
+  "load_prefix",
   "save",
+  "save_prefix",
   "score",
 ]
 _HOMES = {
@@ -34,7 +36,9 @@ _HOMES = {
   "lm_eval_model": "harness",
   "load": "hugging_face",
   "load_model": "loaded",
+  "load_prefix": "prefixes",
   "save": "hugging_face",
+  "save_prefix": "prefixes",
   "score": "loaded",
 }
 
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
   from lnssm_jax.pretrained.hugging_face import load, save
   from lnssm_jax.pretrained.loaded import LoadedModel, load_model, score
   from lnssm_jax.pretrained.manifest import ExportError
+  from lnssm_jax.pretrained.prefixes import load_prefix, save_prefix
   from lnssm_jax.pretrained.texts import Score
 else:
 

@@ -109,7 +109,7 @@ class Tensors(Mapping[str, np.ndarray]):
 
 
 def sample(folder: Path) -> dict[str, Any]:
-  """Generation settings as `SamplingOptions` calls them, of generation_config.json."""
+  """Settings of `LoadedModel.generate`, of generation_config.json: those that it has."""
   if not (folder / GENERATION).exists():
     return {}
   values = plain(_json(folder / GENERATION))
@@ -121,6 +121,9 @@ def sample(folder: Path) -> dict[str, Any]:
     if type(value) not in kinds or not math.isfinite(value):
       raise ExportError(f"{folder / GENERATION}: {theirs}={value!r:.80} is no number for it.")
     found[ours] = value
+  ends = values.get("eos_token_id")
+  if isinstance(ends, list) and all(type(end) is int for end in ends):
+    found["stop_tokens"] = tuple(ends)
   if found.get("top_k") == 0:  # no limit, there
     del found["top_k"]
   if values.get("do_sample") is False:
@@ -133,6 +136,8 @@ _GENERATION = {
   "temperature": ("temperature", (int, float)),
   "top_k": ("top_k", (int,)),
   "top_p": ("top_p", (int, float)),
+  "min_p": ("min_p", (int, float)),
+  "repetition_penalty": ("repetition_penalty", (int, float)),
 }
 
 

@@ -83,8 +83,10 @@ class LoadedModel:
       temperature=sample["temperature"],
       top_k=sample["top_k"],
       top_p=sample["top_p"],
+      min_p=sample.get("min_p"),
+      repetition_penalty=sample.get("repetition_penalty", 1.0),
       seed=seed,
-      stop_token=self.tokenizer.end_of_text,
+      stop_token=(self.tokenizer.end_of_text, *sample.get("stop_tokens", ())),
     )
     return texts.complete(self.model, self.tokenizer, [prompt], options)[0]
 

@@ -88,11 +88,21 @@ def complete_tokens(
 
 
 def stream(
-  model: LanguageModel, tokenizer: Tokenizer, prompt: str, options: SamplingOptions
+  model: LanguageModel,
+  tokenizer: Tokenizer,
+  prompt: str,
+  options: SamplingOptions,
+  *,
+  until: Sequence[str] = (),
 ) -> Iterator[str]:
-  """Yields the continuation of one prompt in pieces; invalid options raise immediately."""
+  """Yields the continuation of one prompt in pieces; invalid options raise immediately.
+
+  Args:
+    until: the continuation ends before the first of these strings; what may be the beginning of one
+      is held back.
+  """
   steps = generate.stream(model, _encode(tokenizer, [prompt]), options)
-  return _pieces(steps, tokenizer, options.stop_token)
+  return _pieces(steps, tokenizer, options.stop_tokens, until)
 
 
 def scores(
@@ -218,18 +228,32 @@ def _score_chunk(graph, params, state, inputs, targets):
   return state, (log_probs, jnp.argmax(logits, axis=-1) == targets)
 
 
-def _pieces(steps: Iterator[np.ndarray], tokenizer: Tokenizer, stop: int | None) -> Iterator[str]:
+def _pieces(
+  steps: Iterator[np.ndarray],
+  tokenizer: Tokenizer,
+  stops: Sequence[int],
+  until: Sequence[str] = (),
+) -> Iterator[str]:
   tokens, text, shown = [], "", 0
   for step in steps:
-    if step[0] == stop:
+    if step[0] in stops:
       break
     tokens.append(step[0])
     text = tokenizer.decode(tokens)
+    if found := [text.find(end) for end in until if end in text]:
+      text = text[: min(found)]
+      break
     # Tokens may split a multi-byte character: hold back text that is not final yet.
-    final = len(text.rstrip("\ufffd"))
+    settled = text.rstrip("\ufffd")
+    final = len(settled) - max((_begun(settled, end) for end in until), default=0)
     yield text[shown:final]
     shown = max(shown, final)
   yield text[shown:]
+
+
+def _begun(text: str, end: str) -> int:
+  """The most characters at the end of a text that `end` begins with."""
+  return next((n for n in range(len(end) - 1, 0, -1) if text.endswith(end[:n])), 0)
 
 
 def _ends(tokenizer, row, stop, until) -> bool:

@@ -1,13 +1,16 @@
 """Generation: exact with respect to batching, chunks and options; constant memory and programs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from lnssm_jax import drawing
 from lnssm_jax import generate as generation
-from lnssm_jax.generate import SamplingOptions, generate, stream
+from lnssm_jax.generate import SamplingOptions, generate, generate_scored, read, stream
 from lnssm_jax.models import LanguageModel
 
 PROMPTS = [[1, 2, 3], [4], [5, 9, 11, 0, 7, 30, 2], [8, 8, 8, 8]]
@@ -91,16 +94,15 @@ def test_equal_prompts_are_continued_differently(model):
   assert first.tolist() != second.tolist()
 
 
-def frequencies(temperature=1.0, top_k=None, top_p=None, draws=4000):
-  """How often each token is drawn for the probabilities 0.5, 0.3, 0.15, 0.05."""
+def frequencies(draws=4000, **options):
+  """How often each token is drawn for the probabilities 0.15, 0.5, 0.05, 0.3."""
   logits = jnp.log(jnp.tile(jnp.array([0.15, 0.5, 0.05, 0.3]), (draws, 1)))
-  method = "all" if top_k is None and top_p is None else "likely"
-  choice = generation._Choice(method, top_k or 4)
-  top_p = np.inf if top_p is None else top_p
+  options = SamplingOptions(max_tokens=1, **options)
+  choice, limits = drawing.choice_of(options, 4, False), drawing.limits_of(options)
   keys = jax.random.split(jax.random.key(0), draws)
-  limits = (jnp.float32(temperature), jnp.float32(top_p))
-  tokens = generation._draw(logits, keys, limits, choice)
-  return np.bincount(tokens, minlength=4) / draws
+  seen = jnp.tile(jnp.array([False, True, False, False]), (draws, 1))
+  logits = drawing.penalized(logits, seen if choice.penalized else None, limits)
+  return np.bincount(drawing.draw(logits, keys, limits, choice), minlength=4) / draws
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,13 @@ def frequencies(temperature=1.0, top_k=None, top_p=None, draws=4000):
     ({"top_p": 0.4}, [0, 1, 0, 0]),
     ({"top_p": 0.7}, [0, 0.625, 0, 0.375]),  # 0.5 falls short of 0.7, 0.5 + 0.3 does not
     ({"top_p": 0.9}, [0.15 / 0.95, 0.5 / 0.95, 0, 0.3 / 0.95]),
+    ({"min_p": 0.29}, [0.15 / 0.95, 0.5 / 0.95, 0, 0.3 / 0.95]),  # of 0.5: 0.145
+    ({"min_p": 0.59, "top_k": 3}, [0, 0.625, 0, 0.375]),
+    ({"min_p": 0.4, "top_p": 0.96}, [0, 0.625, 0, 0.375]),
+    # Of the temperature's probabilities, 0.25 and 0.09.
+    ({"min_p": 0.3, "temperature": 0.5}, [0, 25 / 34, 0, 9 / 34]),
+    ({"repetition_penalty": 2.0}, np.array([0.15, 0.25, 0.05, 0.3]) / 0.75),  # 0.5 becomes 0.5^2
+    ({"repetition_penalty": 2.0, "temperature": 0}, [0, 0, 0, 1]),
     ({"top_k": 3, "top_p": 0.6}, [0, 0.625, 0, 0.375]),  # p of what k leaves: 0.526, 0.316, 0.158
   ],
   ids=str,
@@ -128,6 +137,92 @@ def test_row_ends_before_the_stop_token(model, greedy):
   rows = generate(model, PROMPTS, SamplingOptions(max_tokens=12, temperature=0, stop_token=stop))
   for row, text in zip(rows, greedy, strict=True):
     assert row.tolist() == (text[: text.index(stop)] if stop in text else text)
+
+
+def test_row_ends_before_the_first_of_several_stop_tokens(model, greedy):
+  stops = (greedy[0][4], greedy[1][2])
+  rows = generate(model, PROMPTS, SamplingOptions(max_tokens=12, temperature=0, stop_token=stops))
+  for row, text in zip(rows, greedy, strict=True):
+    ends = [text.index(stop) for stop in stops if stop in text]
+    assert row.tolist() == text[: min(ends, default=12)]
+
+
+def test_seed_of_each_row_decides_its_text_alone(model):
+  options = SamplingOptions(max_tokens=8, seed=(3, 5, 3, 7))
+  prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[1]]
+  largest = SamplingOptions(max_tokens=8, seed=(2**32 - 1,))
+  assert as_lists(generate(model, [[1]], largest)) == as_lists(
+    generate(model, [[1]], dataclasses.replace(largest, seed=2**32 - 1))
+  )
+  rows = as_lists(generate(model, prompts, options))
+  assert rows[0] == rows[2]
+  assert rows[1] != rows[3]
+  alone = generate(model, [PROMPTS[1]], SamplingOptions(max_tokens=8, seed=5))
+  assert as_lists(alone) == [rows[1]]
+
+
+@pytest.mark.parametrize("penalty", [1.7, 0.6])
+def test_repetition_penalty_equals_its_definition_step_by_step(model, penalty):
+  """Greedy, with the whole text read again for every token."""
+  options = SamplingOptions(max_tokens=6, temperature=0, repetition_penalty=penalty)
+  logits_of, want = jax.jit(lambda ids: model(ids)[0]), []
+  for prompt in PROMPTS:
+    text = list(prompt)
+    for _ in range(6):
+      logits = np.array(logits_of(np.array([text + [0] * (16 - len(text))])))[0, len(text) - 1]
+      for token in set(text):
+        logits[token] *= penalty if logits[token] < 0 else 1 / penalty
+      text.append(int(logits.argmax()))
+    want.append(text[len(prompt) :])
+  assert as_lists(generate(model, PROMPTS, options)) == want
+  plain = generate(model, PROMPTS, SamplingOptions(max_tokens=6, temperature=0))
+  assert want != as_lists(plain)
+
+
+@pytest.mark.parametrize(
+  "options",
+  [{"top_k": 3, "temperature": 2.0}, pytest.param({"temperature": 0}, marks=pytest.mark.slow)],
+  ids=str,
+)
+def test_log_probs_are_those_of_the_model_whatever_the_options(model, options):
+  options = SamplingOptions(max_tokens=9, seed=1, **options)
+  found = generate_scored(model, PROMPTS, options)
+  assert as_lists(row.tokens for row in found) == as_lists(generate(model, PROMPTS, options))
+  for prompt, row in zip(PROMPTS, found, strict=True):
+    text = np.array([[*prompt, *row.tokens]])
+    scores = jax.nn.log_softmax(model(text)[0][0], axis=-1)
+    want = scores[np.arange(len(prompt) - 1, text.size - 1), row.tokens]
+    np.testing.assert_allclose(row.log_probs, want, rtol=1e-4, atol=1e-5)
+  stop = int(found[0].tokens[3])
+  ended = generate_scored(model, PROMPTS, dataclasses.replace(options, stop_token=stop))
+  assert [len(row.tokens) for row in ended] == [len(row.log_probs) for row in ended]
+  assert len(ended[0].tokens) <= 3
+
+
+@pytest.mark.parametrize(
+  "lengths", [(0, 3, 1, 3), pytest.param((2, 2, 2, 2), marks=pytest.mark.slow)]
+)
+def test_start_from_a_text_that_was_read_equals_the_whole_prompt(model, lengths):
+  text = [7, 1, 30, 2, 2, 9, 4]
+  parts = [text[:length] for length in lengths]
+  options = SamplingOptions(max_tokens=8, seed=2, repetition_penalty=1.3, prefill_chunk=2)
+  for shared in ([text], [text, text[1:], text[2:], text]):
+    whole = [[*before, *part] for before, part in zip(shared * 4, parts, strict=False)]
+    start = read(model, shared, prefill_chunk=3)
+    got = generate(model, parts, options, start=start)
+    assert as_lists(got) == as_lists(generate(model, whole, options))
+    np.testing.assert_array_equal(start.length, [len(row) for row in shared])
+  longer = read(model, [[5, 6]], start=read(model, [text]))
+  assert longer.length.tolist() == [9]
+  assert as_lists(generate(model, [[]], options, start=longer)) == as_lists(
+    generate(model, [[*text, 5, 6]], options)
+  )
+
+
+def test_start_of_another_number_of_rows_raises(model):
+  start = read(model, [[1], [2]])
+  with pytest.raises(ValueError, match="start has 2 rows for 3 prompts"):
+    generate(model, [[1]] * 3, SamplingOptions(max_tokens=1), start=start)
 
 
 def test_stream_repeats_the_stop_token_and_ends_with_the_last_row(model, greedy):
@@ -179,6 +274,11 @@ def test_memory_and_programs_do_not_grow_with_the_text(model):
     ([[1]], {"top_p": 0.0}, "top_p=0.0 must be above 0"),
     ([[1]], {"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
     ([[1]], {"stop_token": 37}, "stop_token=37 is outside the vocabulary, 0 to 36"),
+    ([[1]], {"stop_token": (3, -1)}, "stop_token=-1 is outside the vocabulary, 0 to 36"),
+    ([[1]], {"min_p": 1.5}, "min_p=1.5 must be in 0 to 1"),
+    ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
+    ([[1]], {"repetition_penalty": float("nan")}, "repetition_penalty=nan must be above 0"),
+    ([[1]], {"seed": (1, 2)}, "seed has 2 numbers for 1 prompts"),
   ],
 )
 def test_bad_arguments_raise_at_the_call(model, prompts, options, message):

@@ -233,7 +233,12 @@ def test_save_of_a_model_that_no_family_has_says_why(tmp_path):
 
 def test_generation_settings_are_those_of_the_folder(tmp_path):
   folder = write(tmp_path, "llama", dtype="f4")
-  text = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": 2, "top_k": 0, "top_p": 0.5}
+  text = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": [2, 5], "top_k": 0, "min_p": 0.5}
   (folder / "generation_config.json").write_text(json.dumps(text))
   loaded = hugging_face.load(folder)
-  assert loaded.settings["sample"] == {"tokens": 3, "temperature": 0, "top_p": 0.5}
+  assert loaded.settings["sample"] == {
+    "tokens": 3,
+    "temperature": 0,
+    "min_p": 0.5,
+    "stop_tokens": (2, 5),
+  }
