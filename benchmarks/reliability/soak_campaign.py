@@ -63,6 +63,7 @@ def settings(root: Path, name: str, processes: int, steps: int) -> config.Train:
       validation=("validation",), sources={"train": text, "validation": str(validation)},
     ),
     mesh=config.Mesh(data=processes), steps=steps, checkpoint_every=EVERY, eval_every=200,
+    compile_cache=str(root / name / "programs"),
   )  # fmt: skip
 
 
@@ -159,7 +160,7 @@ class Campaign:
       self.disturb(children[self.rng.randrange(self.processes)].pid or 0, fault, target, when)
       time.sleep(self.rng.uniform(0.2, 0.8))
     self.end(children, number)
-    if self.harm is not None or number == signal.SIGKILL:
+    if self.harm is not None or self.reached != newest_step(self.checkpoints):
       children = self.resume()
       if children is not None:
         self.end(children, signal.SIGTERM)
@@ -221,6 +222,10 @@ class Campaign:
   @property
   def metrics(self) -> Path:
     return Path(self.cfg.run_dir) / "metrics.jsonl"
+
+  @property
+  def checkpoints(self) -> Path:
+    return Path(self.cfg.run_dir) / "checkpoints"
 
   def wait_for_row(self, children: list[BaseProcess], previous: int | None) -> bool:
     """Waits until the run has trained a step; False if a process has ended, or none came."""
@@ -285,7 +290,7 @@ class Campaign:
         code not in (0, None) for i, code in enumerate(codes) if i != victim
       )
     wanted = [ENDS[number] if i == victim else 0 for i in range(len(codes))]
-    last, saved = self.reached, newest_step(Path(self.cfg.run_dir) / "checkpoints")
+    last, saved = self.reached, newest_step(self.checkpoints)
     if codes == wanted and (saved or 0) != last:
       self.blame("silent", self.last, f"step {last} is the last, but {saved} is saved")
     return codes == wanted
