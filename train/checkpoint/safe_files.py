@@ -130,7 +130,7 @@ def make_folder(path: Path) -> None:
 
 def remove_leftovers(path: Path) -> None:
   """Removes partial files and folders for `path` whose processes have ended."""
-  pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.partial")
+  pattern = re.compile(re.escape(path.name) + r"\.([0-9a-f]{8}){1,2}\.partial")
   with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
     for name in [entry.name for entry in entries if pattern.fullmatch(entry.name)]:
       _remove_abandoned(path.with_name(name))
