@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import threading
 import time
 
 import chex
@@ -203,8 +204,14 @@ def test_run_that_exists_may_switch_skip_spikes(tiny):
 
 def test_save_that_takes_long_is_said(tmp_path, monkeypatch):
   monkeypatch.setattr(store, "_PATIENCE", 0.05)
-  said = []
-  with Checkpoints(tmp_path, keep=1, say=said.append) as checkpoints:
-    checkpoints._pending = checkpoints._thread.submit(time.sleep, 0.2)
+  said, twice = [], threading.Event()
+
+  def say(line):
+    said.append(line)
+    if len(said) == 2:
+      twice.set()
+
+  with Checkpoints(tmp_path, keep=1, say=say) as checkpoints:
+    checkpoints._pending = checkpoints._thread.submit(twice.wait, 30)
     checkpoints.wait()
   assert len(said) >= 2 and "training waits for the disk" in said[0]
