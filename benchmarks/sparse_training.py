@@ -7,10 +7,10 @@
 FOLDER holds the token files train_books and val_books, val_peps, val_openwebtext as bytes.
 
 "lm": 6 layers of 512, SwiGLU of 1,408, about 20M parameters, rows of 1,024 bytes; each mixer with
-three seeds and one learning rate, on the same batches. "recall": multi-query associative recall
-(`train.tasks.mqar`), 64 pairs in 256 tokens, 2 layers of 64 with SwiGLU; the best of three learning
-rates for the mean of three seeds. States of one layer and head: GLA 32 x 32, or as many rows as the
-five partitions of SSE and the five memories of MoM have together, 160 x 32.
+three seeds and one learning rate, on the same batches. "recall": multi-query associative recall as
+`train.tasks.mqar_training` trains it, 64 pairs in 256 tokens, 2 layers of 64 with SwiGLU; the best
+of three learning rates for the mean of three seeds. States of one layer and head: GLA 32 x 32, or
+as many rows as the five partitions of SSE and the five memories of MoM have together, 160 x 32.
 
 The copies that differ in seed and learning rate are one program (`train.tasks.copies`). Written per
 copy, then the mean and the standard deviation over seeds.
@@ -33,7 +33,7 @@ from benchmarks import csv_rows, turns
 from train.config import Data, Model, Optimizer, Train
 from train.data.windows import TokenWindows, eval_batches, train_batches
 from train.tasks.copies import Copies
-from train.tasks.mqar import MQAR
+from train.tasks.mqar_training import Training, task_of
 
 SEEDS = (0, 1, 2)
 RATES = {"lm": (1e-3,), "recall": (4.6e-4, 2.2e-3, 1e-2)}
@@ -116,14 +116,6 @@ def settings(task: str, mixer: str, sizes: Sizes, folder: str) -> Train:
   )
 
 
-def recall_batches(sizes: Sizes, seed: int, count: int):
-  """`count` batches of a set of fixed examples, whose order is always the same."""
-  task = MQAR(length=sizes.length, pairs=sizes.pairs, vocab_size=sizes.vocab_size)
-  different = max(1, EXAMPLES // sizes.rows)
-  for number in range(count):
-    yield task.examples(sizes.rows, seed + number % different)._asdict()
-
-
 def text_batches(cfg: Train):
   """Batches of text for all steps."""
   source = TokenWindows(
@@ -147,35 +139,46 @@ def bits_per_byte(copies: Copies, name: str, most: int = 32) -> np.ndarray:
   return sum(s.nats for s in sums) / sum(s.weight for s in sums) / math.log(2)
 
 
-def prepare(task: str, mixer: str, sizes: Sizes, folder: str) -> Copies:
-  """The copies of a mixer, their training step compiled."""
+class Prepared(NamedTuple):
+  """The copies of a mixer, their training step compiled, and the task of recall."""
+
+  copies: Copies
+  recall: Training | None
+
+
+def prepare(task: str, mixer: str, sizes: Sizes, folder: str) -> Prepared:
+  """Compiles what is trained."""
   cfg = settings(task, mixer, sizes, folder)
   copies = Copies(cfg, seeds=SEEDS, learning_rates=RATES[task])
-  batches = recall_batches(sizes, 0, 1) if task == "recall" else validation(cfg, VALIDATION[0])
-  copies.compile(next(batches))
-  return copies
+  if task == "lm":
+    copies.compile(next(validation(cfg, VALIDATION[0])))
+    return Prepared(copies, None)
+  rows = {"train_rows": EXAMPLES, "test_rows": sizes.tests}
+  training = Training(cfg, task_of(cfg, pairs=sizes.pairs), copies, **rows)
+  copies.compile(training.train[0]._asdict())
+  return Prepared(copies, training)
 
 
-def batches_of(task: str, sizes: Sizes, cfg: Train):
-  """The batches that train."""
-  return recall_batches(sizes, 0, sizes.steps) if task == "recall" else text_batches(cfg)
-
-
-def measure(task: str, mixer: str, copies: Copies, sizes: Sizes) -> list[dict[str, Any]]:
+def measure(task: str, mixer: str, prepared: Prepared) -> list[dict[str, Any]]:
   """Trains; a row per copy and test set."""
+  copies, recall = prepared
   begin = time.time()
-  for batch in batches_of(task, sizes, copies.cfg):
-    metrics = copies.step(batch)
+  if recall is None:
+    for batch in text_batches(copies.cfg):
+      metrics = copies.step(batch)
+  else:
+    while not recall.finished:
+      recall.advance()
+    metrics = recall.metrics
   losses = np.asarray(metrics["loss"])
   shares = [
     np.asarray(aux.share) for aux in metrics.get("aux", []) if aux is not None
   ]  # [layers][R][P]
   seconds = time.time() - begin
-  if task == "lm":
+  if recall is None:
     scores = {name: bits_per_byte(copies, name) for name in copies.cfg.data.validation}
   else:
-    tests = list(recall_batches(sizes, 2**31, max(1, sizes.tests // sizes.rows)))
-    scores = {"accuracy": np.mean([copies.right(batch) for batch in tests], axis=0)}
+    scores = {"accuracy": recall.accuracy}
   parameters = sum(x.size for x in jax.tree.leaves(copies.params)) // len(copies.runs)
   rows = []
   for name, values in scores.items():
@@ -238,9 +241,9 @@ def main(arguments=None) -> list[dict[str, Any]]:
   if args.one:
     (task,) = args.only
     sizes = SIZES[task]._replace(**changes)
-    copies = prepare(task, args.one, sizes, args.data)
+    prepared = prepare(task, args.one, sizes, args.data)
     turns.wait()
-    rows = measure(task, args.one, copies, sizes)
+    rows = measure(task, args.one, prepared)
     print(json.dumps({"rows": rows}), flush=True)
     return rows
   wanted = [(task, mixer) for task in args.only for mixer in MIXERS[task]]

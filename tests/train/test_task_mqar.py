@@ -55,6 +55,27 @@ def test_training_ends_when_all_seeds_of_a_rate_have_solved_the_task(monkeypatch
   assert [run["steps"] for run in report.details["runs"]] == [6, 2, 6, 6]
 
 
+def test_training_continues_at_its_position():
+  """As one that was not interrupted; the position goes through JSON."""
+  script = [[0.2, 0.995, 0.1, 0.6], [0.3, 0.4, 0.9, 0.7], [0.5, 0.3, 0.992, 1.0]]
+  cfg, rows = dataclasses.replace(CFG, steps=8), {"train_rows": 9, "test_rows": 4}
+
+  def begin():
+    copies = Scripted(script)(cfg, seeds=(0, 1), learning_rates=(1e-3, 2e-3))
+    return mqar_training.Training(cfg, TASK, copies, **rows)
+
+  whole, first, second = begin(), begin(), begin()
+  while not whole.finished:
+    whole.advance()
+  first.advance()
+  second.restore(json.loads(json.dumps(first.position())))
+  second._copies.steps = first._copies.steps
+  while not second.finished:
+    second.advance()
+  assert second.position() == whole.position() and whole.step == 6
+  assert second.steps.tolist() == [6, 2, 6, 6]
+
+
 def test_training_ends_after_its_steps(monkeypatch):
   report, copies = scripted(monkeypatch, [[0.1, 0.2, 0.3, 0.4]] * 3, steps=3)
   assert copies.steps == 3

@@ -49,6 +49,14 @@ def classify(options: argparse.Namespace) -> int | None:
   return None
 
 
+def sweep(options: argparse.Namespace) -> int | None:
+  """Trains the unfinished runs of a sweep, and writes its tables and its plot."""
+  from train.sweeps import command
+
+  ended = command.run(options)
+  return _code_of(ended, 0) if isinstance(ended, str) else ended
+
+
 def evaluate(options: argparse.Namespace) -> None:
   """Prints the losses of a run on its validation sets, or of any model on given text."""
   from lnssm_jax.pretrained import exports

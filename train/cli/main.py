@@ -16,6 +16,7 @@ from train.cli import commands
 from train.config.checked import did_you_mean
 from train.config.listing import listing
 from train.messages import discard, open_standard_streams, write
+from train.sweeps import command as sweeping
 from train.tasks import registry
 
 EXAMPLES = """\
@@ -35,6 +36,7 @@ examples:
   python -m train export runs/quickstart --out folder --layout fla
   python -m train import exported --config configs/quickstart.py --set run_dir=runs/more
   python -m train plot runs/quickstart runs/longer --output compared.png
+  python -m train sweep configs/sweeps/mqar_dsf.py --dry-run
   python -m train task mqar --config configs/mqar.py:linear
   python -m train task lm runs/quickstart TEXT
   python -m train doctor --config configs/quickstart.py
@@ -213,6 +215,8 @@ def _parser() -> argparse.ArgumentParser:
     help="write a profiler trace of these steps to RUN/traces; during a run, "
     "`echo 5 > RUN/profile` traces the next 5",
   )
+  sweep = "Train many runs, those of one program together, and compare them."
+  sweeping.add_options(plain("sweep", commands.sweep, sweep))
   evaluate = command(
     "evaluate", commands.evaluate, "Print the loss of a run on its validation sets."
   )

@@ -46,15 +46,7 @@ class Evaluator:
   def __init__(self, cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None = None):
     self._cfg, self._mesh = cfg, mesh
     self._step = make_eval_step(cfg, graph, mesh, kernels)
-    self._sources = {
-      name: self._source(f"{cfg.data.folder}/{name}") for name in cfg.data.validation
-    }
-
-  def _source(self, prefix: str) -> TokenWindows | Documents:
-    data, (length, size) = self._cfg.data, (self._cfg.seq_len, self._cfg.model.vocab_size)
-    if data.weighting == "documents":
-      return Documents(prefix, data.document_length or length, size)
-    return TokenWindows(prefix, length, size, data.boundaries)
+    self._sources = open_sets(cfg)
 
   def __call__(
     self,
@@ -75,7 +67,7 @@ class Evaluator:
     rows, said = [], time.monotonic()
     for name, source in self._sources.items():
       sums = []  # stay on the device until the end of the set
-      count = self._count(source)
+      count = count_of(self._cfg, source)
       size = self._cfg.global_batch // self._cfg.accumulate
       for number, batch in enumerate(self._batches(source, size, count)):
         if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
@@ -89,29 +81,57 @@ class Evaluator:
         sums.append(self._step(params, batch))
       sums = jax.device_get(sums)
       nats, weight = (math.fsum(float(getattr(s, k)) for s in sums) for k in ("nats", "weight"))
-      if not weight:
-        raise ValueError(
-          f"validation set {name!r} has no token to predict: its documents have one token, or only"
-          " targets of weight 0."
-        )
-      loss = nats / weight
-      row = {"kind": "eval", "step": step, "set": name, "val_loss": loss}
-      if isinstance(source, Documents):
-        counts = {"tokens": source.num_predicted, "documents": len(source)}
-        rows.append(row | {"bits_per_byte": None} | counts)
-      else:
-        # Of the whole set, also where `eval_tokens` leaves most of it out.
-        bits = bits_per_byte(loss, tokens_per_byte(self._cfg.data.folder, [name]))
-        rows.append(row | {"bits_per_byte": bits, "tokens": int(weight)})
+      rows.append(row_of(self._cfg, name, source, step, nats, weight))
     return rows
-
-  def _count(self, source: TokenWindows | Documents) -> int:
-    """How many windows or documents are evaluated."""
-    tokens = self._cfg.eval_tokens
-    return len(source) if tokens is None else min(len(source), -(-tokens // self._cfg.seq_len))
 
   def _batches(self, source: TokenWindows | Documents, rows: int, count: int) -> Iterator[Any]:
     where = device_mesh.batch_sharding(self._mesh)
     local = distributed.local_rows(where, rows)
     for batch in eval_batches(source, rows, local, count):
       yield distributed.to_devices(batch, where, rows, local)
+
+
+def open_sets(cfg: config.Train) -> dict[str, TokenWindows | Documents]:
+  """Opens and checks the validation sets of a config, by name."""
+  data, (length, size) = cfg.data, (cfg.seq_len, cfg.model.vocab_size)
+  prefixes = {name: f"{data.folder}/{name}" for name in data.validation}
+  if data.weighting == "documents":
+    length = data.document_length or length
+    return {name: Documents(prefix, length, size) for name, prefix in prefixes.items()}
+  return {
+    name: TokenWindows(prefix, length, size, data.boundaries) for name, prefix in prefixes.items()
+  }
+
+
+def count_of(cfg: config.Train, source: TokenWindows | Documents) -> int:
+  """How many windows or documents of a set are evaluated."""
+  tokens = cfg.eval_tokens
+  return len(source) if tokens is None else min(len(source), -(-tokens // cfg.seq_len))
+
+
+def row_of(
+  cfg: config.Train,
+  name: str,
+  source: TokenWindows | Documents,
+  step: int,
+  nats: float,
+  weight: float,
+) -> Row:
+  """A row of metrics.jsonl, see `Evaluator`, from the sums of a set.
+
+  Raises:
+    ValueError: the set has nothing to predict.
+  """
+  if not weight:
+    raise ValueError(
+      f"validation set {name!r} has no token to predict: its documents have one token, or only"
+      " targets of weight 0."
+    )
+  loss = nats / weight
+  row = {"kind": "eval", "step": step, "set": name, "val_loss": loss}
+  if isinstance(source, Documents):
+    counts = {"tokens": source.num_predicted, "documents": len(source)}
+    return row | {"bits_per_byte": None} | counts
+  # Of the whole set, also where `eval_tokens` leaves most of it out.
+  bits = bits_per_byte(loss, tokens_per_byte(cfg.data.folder, [name]))
+  return row | {"bits_per_byte": bits, "tokens": int(weight)}

@@ -25,7 +25,7 @@ from train.cluster import compile_cache, device_mesh
 from train.step.loss import LossSums, next_token_loss
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer, penalties_of
-from train.step.state import initializer
+from train.step.state import State, initializer
 from train.step.train_step import dropout_key
 
 
@@ -64,7 +64,7 @@ class Copies:
     self._dropout_keys = jnp.stack([dropout_key(seed) for seed, _ in self.runs])
     options = compile_cache.options(device_mesh.make_mesh(cfg), None)
     jit = functools.partial(jax.jit, compiler_options=options)
-    self.state = jit(lambda keys: jax.lax.map(initializer(cfg), keys))(keys)
+    self.state: State = jit(lambda keys: jax.lax.map(initializer(cfg), keys))(keys)
 
     def mapped(function, copies, **how):  # by whether each copy has its own batch
       axes = {own: (*[0] * copies, 0 if own else None) for own in (False, True)}

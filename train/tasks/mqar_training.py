@@ -90,6 +90,8 @@ class Training:
     step: finished steps.
     accuracy: float64 [R] of each copy, of the last evaluation, or of the first above 0.99.
     steps: [R], when that was.
+    train, test: the batches.
+    metrics: of the last step, see `Copies.step`.
 
   Raises:
     ConfigError: there are fewer rows than a batch has.
@@ -108,7 +110,7 @@ class Training:
     self.train, self.test = (_batches(task.examples(*of), cfg.global_batch) for of in (
       (train_rows, TRAIN_SEED), (test_rows, TEST_SEED)
     ))  # fmt: skip
-    self.step = 0
+    self.step, self.metrics = 0, {}
     self.accuracy = np.zeros(len(copies.runs))
     self.steps = np.zeros(len(copies.runs), int)
 
@@ -124,7 +126,7 @@ class Training:
     """Trains until the end of the epoch, or of the run, and evaluates."""
     epoch = self.train[: self._most - self.step]
     for examples in epoch:
-      self._copies.step(examples._asdict())
+      self.metrics = self._copies.step(examples._asdict())
     self.step += len(epoch)
     right = np.mean([self._copies.right(examples._asdict()) for examples in self.test], axis=0)
     running = self.accuracy <= SOLVED

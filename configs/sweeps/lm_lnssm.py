@@ -1,0 +1,59 @@
+"""The four models of LNSSM's figure 1 with each other's channel mixers, at 23M to 27M parameters.
+
+    LNSSM_DATA=FOLDER python -m train sweep configs/sweeps/lm_lnssm.py
+
+FOLDER as in `configs/lnssm_72m_books.py`; a BPE of 8,192 entries is trained on its text. 20M tokens
+per run. How much of a difference between models is that of their channel mixers: each token mixer
+with LNSSM's MLP and with RWKV-4's channel mixer, and Mamba-2 also without, in twice the layers. The
+paper's protocol (boundaries ignored, random crops, means over documents) and its optimizer.
+Measured: nothing; `--dry-run` has the estimate.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from train.config import Train, load_config
+from train.sweeps import Plot, grid
+
+CONFIGS = Path(__file__).parents[1]
+VOCABULARY, LENGTH, BATCH, TOKENS = 8192, 1024, 32, 20_000_000
+STEPS = TOKENS // (LENGTH * BATCH)
+CHANNEL_MIXERS: dict[str, dict[str, Any]] = {
+  "gpt2": {"channel_mixer": "gpt2", "channel_hidden": None},
+  "rwkv": {"channel_mixer": "rwkv4_channel_mix", "channel_hidden": None},
+  "none": {"channel_mixer": "none", "num_layers": 12},
+}
+
+
+def make(model: str, channels: str) -> Train | None:
+  """A token mixer of LNSSM's figure 1 with a channel mixer, in a smaller vocabulary."""
+  if channels == "none" and model != "mamba2":
+    return None
+  data = load_config(CONFIGS / "lnssm_72m_books.py").data
+  cfg = load_config(CONFIGS / f"lnssm_72m.py:{model}")
+  protocol = {name: getattr(cfg.data, name) for name in ("boundaries", "order", "weighting")}
+  text: dict[str, Any] = {"folder": "data/sweeps", "tokenizer": f"bpe:{VOCABULARY}", **protocol}
+  shape: dict[str, Any] = {"vocab_size": VOCABULARY, **CHANNEL_MIXERS[channels]}
+  return dataclasses.replace(
+    cfg,
+    model=dataclasses.replace(cfg.model, **shape),
+    data=dataclasses.replace(data, **text),
+    seq_len=LENGTH,
+    global_batch=BATCH,
+    steps=STEPS,
+    log_every=20,
+    eval_every=STEPS,
+    checkpoint_every=STEPS,
+  )
+
+
+SWEEP = grid(
+  make,
+  {"model": ("lnssm", "rwkv4", "rwkv5", "mamba2"), "channels": CHANNEL_MIXERS},
+  learning_rates=(8e-4, 2e-3, 5e-3),
+  seeds=(0, 1, 2),
+  folder="{model}-{channels}-lr{lr:g}-seed{seed}",
+)
+PLOT = Plot(x="channels", line="model")
+COPIES = 3

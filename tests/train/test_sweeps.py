@@ -1,0 +1,393 @@
+"""Sweeps: which runs a file has, what is trained together, killed and resumed, and the tables."""
+
+import contextlib
+import csv
+import dataclasses
+import json
+import os
+import signal
+import time
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from tests.train.test_copies import settings
+from train import loop
+from train.cli.main import main
+from train.config import ConfigError
+from train.data.windows import train_batches
+from train.runs.run_folder import RunFolder, RunFolderError
+from train.sweeps import Plot, Recall, Run, grid, groups, plan, plots, spec, tables, training, work
+
+RATES, SEEDS = (3e-3, 1e-2), (0, 1)
+
+
+class Killed(BaseException):
+  pass
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _equal_groups_share_their_programs():
+  """Groups of equal programs compile them once: most of their time is that."""
+  made, copies = {}, work.Copies
+
+  def once(cfg, *, runs):
+    key = repr(dataclasses.replace(cfg, run_dir="-", data=settings().data)), repr(runs)
+    if key not in made:
+      new = copies(cfg, runs=runs)
+      made[key] = new, jax.device_get(new.state)
+    found, state = made[key]
+    found.state = jax.device_put(state)
+    return found
+
+  with (
+    mock.patch.object(work, "Copies", once),
+    mock.patch.object(training.compile_cache, "folder", lambda *_: None),
+  ):
+    yield
+
+
+def sweep_of(folder, runs):
+  """A sweep as `spec.load` returns it."""
+  inside = [spec._prepared(run, folder, ()) for run in runs]
+  return spec.Sweep(folder=folder, runs=inside, chosen=inside, plot=Plot())
+
+
+def text_runs(tiny, **changes):
+  cfg = tiny(eval_every=8, log_every=3, data__order="random_crops", **changes)
+  return grid(cfg, {"model.mixer": ("lrn",)}, learning_rates=RATES, seeds=SEEDS)
+
+
+def recall_runs(**changes):
+  task = Recall(pairs=3, vocab_size=40, train_rows=12, test_rows=8)
+  cfg = settings(steps=7, **changes)
+  return grid(cfg, {"model.dim": (16,)}, learning_rates=RATES, seeds=SEEDS, task=task)
+
+
+def kill_after(monkeypatch, step):
+  """Ends a sweep, as SIGKILL would, when a group has done so many steps; it saves all the time."""
+  monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
+  for kind in (work.Text, work.Recalling):
+    advance = kind.advance
+
+    def until(self, advance=advance):
+      if self.step >= step:
+        raise Killed
+      return advance(self)
+
+    monkeypatch.setattr(kind, "advance", until)
+
+
+def results(sweep):
+  """Rows of every run, without the id of the run."""
+  return [RunFolder(run.cfg.run_dir).read_rows() for run in sweep.runs]
+
+
+def quiet(line):
+  del line
+
+
+def test_copies_of_text_see_the_batches_of_their_seeds(tiny, tmp_path, monkeypatch):
+  seen = []
+
+  class Watching:
+    def __init__(self, cfg, *, runs):
+      self.runs = runs
+
+    def step(self, batch):
+      seen.append(batch)
+      return {"loss": np.zeros(4)}
+
+  monkeypatch.setattr(work, "Copies", Watching)
+  (found,) = groups.group(sweep_of(tmp_path, text_runs(tiny)).runs)
+  cfg = found.first.cfg
+  loop.prepare(cfg.data)
+  with contextlib.ExitStack() as stack:
+    text = work.Text(found, stack)
+    text.advance()
+    text.restore({"step": 2})
+    text.advance()
+    assert text.step == 3 and len(seen) == 3 + 1
+    for copy, (seed, _) in enumerate(found.pairs):
+      options = {"seed": seed, "global_batch": 4, "order": "random_crops"}
+      batches = stack.enter_context(train_batches(loop.training_set(cfg), **options))
+      expected = [next(batches) for _ in range(3)]
+      for got, batch in zip(seen, [*expected, expected[2]], strict=True):
+        for name, array in batch.items():
+          np.testing.assert_array_equal(got[name][copy], array)
+
+
+@pytest.mark.parametrize("kind", ["text", pytest.param("recall", marks=pytest.mark.slow)])
+def test_killed_sweep_resumes_bit_exact_and_finished_runs_are_skipped(
+  kind, tiny, tmp_path, monkeypatch
+):
+  runs = text_runs(tiny) if kind == "text" else recall_runs()
+  whole, parts = (sweep_of(tmp_path / name, runs) for name in ("whole", "parts"))
+  reference = training.train(whole, say=quiet)
+  if kind == "text":
+    check_against_fit(whole.runs[0], reference.scores[0], str(tmp_path / "alone"))
+  assert len({json.dumps(scores) for scores in reference.scores}) == 4 - 2 * (kind == "recall")
+  with monkeypatch.context() as patch:
+    kill_after(patch, 4)
+    with pytest.raises(Killed):
+      training.train(parts, say=quiet)
+    assert training.collect(parts).scores == [None] * 4
+  said = []
+  outcome = training.train(parts, say=said.append)
+  assert any(line.startswith("resuming after step 6 of") for line in said)
+  assert outcome.scores == reference.scores
+  assert results(parts) == results(whole)
+  assert not list(parts.folder.glob("unfinished"))
+  monkeypatch.setattr(work, "Copies", None)  # a second call trains nothing
+  assert training.train(parts, say=said.append).scores == reference.scores
+  assert said[-1] == "4 of 4 runs are finished"
+
+
+def check_against_fit(copy, scores, run_dir):
+  """Losses, learning rates and scores of a copy are those of `train.fit` with its settings."""
+  cfg = dataclasses.replace(copy.cfg, run_dir=run_dir, log_every=1)
+  (expected,) = loop.fit(cfg).validation
+  assert scores["validation loss"] == pytest.approx(expected["val_loss"], rel=1e-4)
+  bits = scores["validation bits per byte"]
+  assert bits == pytest.approx(expected["bits_per_byte"], rel=1e-4)
+  mine, theirs = (
+    {row["step"]: row for row in RunFolder(place).read_rows() if row["kind"] == "train"}
+    for place in (copy.cfg.run_dir, run_dir)
+  )
+  assert list(mine) == [3, 6, 8, 9, 12]
+  for step, row in mine.items():
+    for name in ("loss", "learning_rate"):
+      assert row[name] == pytest.approx(theirs[step][name], rel=1e-4)
+
+
+def test_run_with_other_settings_task_or_text_is_rejected(tmp_path):
+  (run, *_) = sweep_of(tmp_path, recall_runs()).runs
+  folder = RunFolder(run.cfg.run_dir)
+  folder.path.mkdir(parents=True)
+  folder.write_config(run.cfg)
+  inputs = {"data": {"train": {"sha256": "x", "sample": "y"}}}
+  folder.append([groups.result_row(run, 7, {"accuracy": 0.5}, inputs)])
+  assert groups.finished(run, inputs) == {"accuracy": 0.5}
+  local = dataclasses.replace(run.cfg, watch=("tensorboard",), log_every=3)
+  assert groups.finished(dataclasses.replace(run, cfg=local), None) == {"accuracy": 0.5}
+  for change, message in (
+    ({"cfg": dataclasses.replace(run.cfg, steps=8)}, "steps: the folder's run has 7, this one 8"),
+    ({"cfg": settings(steps=7, run_dir=run.cfg.run_dir)}, "optimizer.peak_lr: the folder's"),
+    ({"task": dataclasses.replace(run.task, pairs=2)}, "task: the folder's run has {'pairs': 3"),
+  ):
+    with pytest.raises(RunFolderError, match=message):
+      groups.finished(dataclasses.replace(run, **change), None)
+  other = {"data": {"train": {"sha256": "z", "sample": "y"}}}
+  with pytest.raises(RunFolderError, match="text of train: not that of the folder's run"):
+    groups.finished(run, other)
+
+
+def test_groups_have_one_program_each(tiny):
+  mixed = [*recall_runs(), *recall_runs(seq_len=32), *text_runs(tiny)]
+  sizes = lambda found: [len(each.runs) for each in found]
+  assert sizes(groups.group(mixed)) == [4, 4, 4]
+  assert sizes(groups.group(mixed, 3)) == [3, 1, 3, 1, 3, 1]
+  assert len({each.key for each in groups.group(mixed, 3)}) == 6
+  single = groups.group(text_runs(tiny)[:1])[0]
+  assert single.alone and not groups.group(recall_runs()[:1])[0].alone
+  assert groups.group(text_runs(tiny, skip_spikes=6.0))[0].alone
+
+
+def test_stopped_run_of_fit_is_continued_by_fit(tiny, tmp_path, fit_and_kill):
+  runs = sweep_of(tmp_path, text_runs(tiny, checkpoint_every=5)).runs
+  fit_and_kill(runs[0].cfg, at=7)
+  found = groups.group(runs)
+  assert [len(each.runs) for each in found] == [1, 3] and found[0].alone
+  chosen = spec.Sweep(folder=tmp_path, runs=runs, chosen=[runs[0]], plot=Plot())
+  scores = training.train(chosen, say=quiet).scores
+  assert [known is not None for known in scores] == [True, False, False, False]
+  rows = RunFolder(runs[0].cfg.run_dir).read_rows()
+  assert [row["step"] for row in rows if row["kind"] == "train"] == [3, 6, 9, 12]
+
+
+FILE = """
+from tests.train.test_copies import settings
+from train.sweeps import Plot, Recall, grid
+import dataclasses
+
+def make(width, size):
+  if (width, size) == (32, "b"):
+    return None
+  cfg = settings(steps=7)
+  model = dataclasses.replace(cfg.model, dim=width)
+  return dataclasses.replace(cfg, model=model), Recall(pairs=2 if size == "a" else 4)
+
+SWEEP = grid(make, {"width": (16, 32), "size": "ab"}, learning_rates=(1e-3, 2e-3), seeds=(0, 1),
+             folder="{size}/{model.mixer}-{width}-{lr:g}-{seed}")
+PLOT = Plot(x="width", line="size")
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+  path = tmp_path / "sizes.py"
+  path.write_text(FILE)
+  return path
+
+
+def test_file_has_runs_labels_folders_and_overrides(file, tmp_path):
+  sweep = spec.load(file, changes=["steps=9", "task.train_rows=50"], only=["size=a", "lr=0.002"])
+  assert len(sweep.runs) == 3 * 4 and len(sweep.chosen) == 2 * 2
+  run = sweep.chosen[-1]
+  assert run.labels == {"width": 32, "size": "a"}
+  assert run.cfg.run_dir == "runs/sizes/a/lrn-32-0.002-1"
+  assert (run.cfg.steps, run.cfg.seed, run.task.pairs, run.task.train_rows) == (9, 1, 2, 50)
+  assert (run.cfg.optimizer.peak_lr, run.cfg.optimizer.final_lr) == (2e-3, pytest.approx(2e-4))
+  assert spec.load(file, folder=tmp_path).runs[0].cfg.run_dir.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"only": ["widht=16"]}, "no such label; did you mean 'width'"),
+    ({"only": ["width=17"]}, "leaves no run; width is one of 16, 32"),
+    ({"changes": ["seed=3"]}, "--set seed=3: seed is an axis of the sweep"),
+    ({"changes": ["task.pair=3"]}, "did you mean 'pairs'"),
+  ],
+)
+def test_wrong_options_of_a_sweep_are_one_line(file, change, message):
+  with pytest.raises(ConfigError, match=message):
+    spec.load(file, **change)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("SWEEP = 3", "has no list SWEEP"),
+    ("SWEEP = [3]", "SWEEP of .* holds 3"),
+    (FILE.replace("-{seed}", ""), "two runs of .* have the folder 'runs/sizes/a/lrn-16-0.001'"),
+    (FILE.replace("{size}/", "{sice}/"), r"template folder=.* cannot be filled in \('sice'\)"),
+    ("from tests.train.test_copies import settings\nSWEEP = [settings()]", "validation is empty"),
+  ],
+)
+def test_wrong_file_of_a_sweep_is_one_line(file, text, message):
+  file.write_text(text)
+  with pytest.raises(ConfigError, match=message):
+    spec.load(file)
+
+
+def scored(values):
+  """Runs of two widths, two rates and three seeds with these accuracies; None: not finished."""
+  cfg = settings(steps=7)
+  axes = {"model.dim": (16, 32)}
+  runs = grid(cfg, axes, learning_rates=RATES, seeds=(0, 1, 2), task=Recall(pairs=2))
+  return runs, [x if x is None else {"accuracy": x} for x in values]
+
+
+def test_table_has_mean_and_spread_over_seeds_and_the_best_rate(tmp_path):
+  low, high = [0.1, 0.2, 0.6], [0.5, 0.5, 0.8]
+  runs, scores = scored([*low, *high, 0.9, 0.9, None, 0.3, 0.1, 0.2])
+  rows = tables.write(tmp_path, runs, [x and {"accuracy": x["accuracy"]} for x in scores])
+  assert [row["best"] for row in rows] == [False, True, False, True]  # not the unfinished rate
+  assert rows[1]["accuracy"] == pytest.approx(0.6)
+  assert rows[1]["accuracy std"] == pytest.approx(np.std(high, ddof=1))
+  assert (rows[1]["accuracy min"], rows[1]["accuracy max"], rows[2]["seeds"]) == (0.5, 0.8, 2)
+  text = (tmp_path / "table.md").read_text()
+  assert "| 16 | 16,032 | 0.01 | 0.6000 ± 0.1732 | 3 |" in text
+  assert "1 runs are not finished." in text
+  assert json.loads((tmp_path / "table.jsonl").read_text().splitlines()[1]) == rows[1]
+  with (tmp_path / "table.csv").open() as file:
+    assert [row["best"] for row in csv.DictReader(file)] == ["False", "True", "False", "True"]
+  of_runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+  assert [row["finished"] for row in of_runs] == [x is not None for x in scores]
+
+
+def test_best_rate_of_text_has_the_smallest_loss(tiny):
+  losses = (2.0, 1.5, 1.0, 1.25)
+  rows = tables.table(text_runs(tiny), [{"validation loss": loss} for loss in losses])
+  assert [row["validation loss"] for row in rows if row["best"]] == [1.125]
+
+
+def test_rate_at_which_a_seed_diverged_is_not_the_best():
+  runs, scores = scored([0.9, None, 0.9, 0.1, 0.1, 0.1, *[0.5] * 6])
+  scores[1] = {"accuracy": None}
+  rows = tables.table(runs, scores)
+  assert [row["best"] for row in rows] == [False, True, True, False]
+  assert (rows[0]["diverged"], rows[0]["seeds"]) == (1, 3)
+
+
+def test_plot_draws_the_best_rates_with_their_spread(tmp_path, monkeypatch):
+  runs, scores = scored([0.1, 0.2, 0.6, 0.5, 0.5, 0.8, *[0.9] * 3, *[0.3] * 3])
+  drawn = []
+  from matplotlib.axes import Axes
+
+  errorbar = Axes.errorbar
+
+  def watched(self, x, y, bars, **options):
+    drawn.append((x, y, bars))
+    return errorbar(self, x, y, bars, **options)
+
+  monkeypatch.setattr(Axes, "errorbar", watched)
+  rows = tables.table(runs, scores)
+  plots.draw(rows, Plot(x="model.dim"), "accuracy", tmp_path / "a.png")
+  ((x, y, (below, above)),) = drawn
+  assert x == [16, 32]
+  np.testing.assert_allclose([y, below, above], [[0.6, 0.9], [0.1, 0], [0.2, 0]], atol=1e-9)
+  assert (tmp_path / "a.png").stat().st_size > 5000
+  plots.draw(rows, Plot(line="model.dim"), "accuracy", tmp_path / "b.png")
+  assert [x for x, _, _ in drawn[1:]] == [[3e-3, 1e-2]] * 2
+  with pytest.raises(ValueError, match="'width', which is no label"):
+    plots.draw(rows, Plot(x="width"), "accuracy", tmp_path / "c.png")
+
+
+def test_dry_run_prints_runs_parameters_and_flops(file, capsys, tmp_path):
+  command = ["sweep", str(file), "--dry-run", "--out", str(tmp_path / "out"), "--copies", "3"]
+  assert main([*command, "--only", "width=16", "--only", "size=a"]) == 0
+  first, second, total = capsys.readouterr().out.splitlines()
+  start = "width=16 size=a: 16,032 parameters, 3 runs (learning rates 0.001 0.002, seeds 0 1)"
+  assert first.startswith(start) and "1 runs" in second
+  run = spec.load(file).runs[0]
+  each = plan.training_flops(run)
+  assert f"{3 * each:.3g} FLOPs" in first
+  assert total.startswith(f"4 runs in 2 groups, 0 finished, {4 * each:.3g} model FLOPs")
+  assert not (tmp_path / "out").exists()
+  # Each query has logits; a token of two layers multiplies every kernel entry.
+  without_head = 6 * 7 * 4 * 16 * plan.flops.model_flops_per_token(run.cfg.model, 16) / 2
+  head = 6 * 7 * 4 * (16 - 2) * 16 * 300
+  assert each == pytest.approx(without_head - head)
+
+
+@pytest.mark.slow
+def test_sweep_killed_by_sigkill_resumes_bit_exact(tmp_path, command):
+  """The whole command, killed as soon as it has saved."""
+  path = tmp_path / "killed.py"
+  path.write_text(
+    FILE.replace("steps=7", "steps=400").replace("Recall(", "Recall(train_rows=8, test_rows=4, ")
+  )
+  code = (
+    "import sys; from train.sweeps import training; from train.cli.main import main;"
+    "training.SAVE_SECONDS = 0.0; sys.exit(main(sys.argv[1:]))"
+  )
+  arguments = ["sweep", str(path), "--only", "width=16", "--only", "size=a", "--out"]
+  place = tmp_path / "parts"
+  process = command("-c", code, *arguments, str(place))
+  deadline = time.monotonic() + 300
+  while not list(place.glob("unfinished/*/[1-9]*/digests.json")) and time.monotonic() < deadline:
+    assert process.poll() is None, process.communicate()[1]
+    time.sleep(0.02)
+  os.kill(process.pid, signal.SIGKILL)
+  assert process.wait() == -signal.SIGKILL
+  assert (
+    "resuming after step" in (out := command("-c", code, *arguments, str(place)).communicate())[0]
+  )
+  assert command("-c", code, *arguments, str(tmp_path / "whole")).wait() == 0
+  one, other = ((tmp_path / name / "runs.jsonl").read_text() for name in ("parts", "whole"))
+  assert one.replace(str(place), "") == other.replace(str(tmp_path / "whole"), ""), out
+
+
+def test_plain_configs_are_runs(tiny, tmp_path, config_file):
+  path = tmp_path / "plain.py"
+  config_file(tiny(), "one.py")
+  path.write_text(
+    "from train.config import load_config\nfrom pathlib import Path\n"
+    "SWEEP = [load_config(Path(__file__).parent / 'one.py')]\n"
+  )
+  (run,) = spec.load(path, folder=tmp_path / "x").runs
+  assert isinstance(run, Run) and run.labels == {} and run.task is None

@@ -1,0 +1,139 @@
+"""Groups of runs that are trained together, and which runs are finished."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lnssm_jax.pretrained.files import digest_of
+from train import config
+from train.checkpoint import store
+from train.config.changes import differences, is_free
+from train.runs import bindings
+from train.runs.rows import Row
+from train.runs.run_folder import RunFolder, RunFolderError
+from train.sweeps.spec import Run, rate_of
+
+Scores = dict[str, float | None]  # by name; None: the run diverged
+
+# A run is itself whatever these are; others that a resumed run may change affect its rounding.
+_LOCAL = ("run_dir", "watch", "compile_cache", "log_every", "eval_every", "checkpoint_every")
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """Runs that differ in seed, learning rate and folder only: copies of one program."""
+
+  runs: Sequence[Run]
+
+  @property
+  def first(self) -> Run:
+    """A run that stands for all."""
+    return self.runs[0]
+
+  @property
+  def pairs(self) -> list[tuple[int, float]]:
+    """(seed, learning rate) of each run."""
+    return [(run.cfg.seed, rate_of(run)) for run in self.runs]
+
+  @property
+  def alone(self) -> bool:
+    """Whether `train.fit` trains its runs, one by one.
+
+    A single language model, and settings that copies of one program do not have: several devices,
+    steps that are skipped as spikes, averages of parameters.
+    """
+    cfg = self.first.cfg
+    is_spread = any(size > 1 for size in dataclasses.asdict(cfg.mesh).values())
+    single = self.first.task is None and len(self.runs) == 1
+    return single or is_spread or (cfg.skip_spikes, cfg.optimizer.ema_decay) != (None, None)
+
+  @property
+  def key(self) -> str:
+    """Digest of all settings of its runs."""
+    runs = [{"program": _program(run), "seed and rate": pair} for run, pair in zip(
+      self.runs, self.pairs, strict=True)]  # fmt: skip
+    return digest_of({"runs": runs})[:16]
+
+
+def group(runs: Sequence[Run], most: int | None = None) -> list[Group]:
+  """Groups of runs with the same program, in the order of their first runs.
+
+  A run of `train.fit` that was stopped is a group of its own, which `train.fit` continues.
+
+  Args:
+    most: runs of a group, which bounds the memory; None: all.
+  """
+  found: dict[str, list[Run]] = {}
+  for run in runs:
+    started = store.newest_step(RunFolder(run.cfg.run_dir).checkpoints) is not None
+    found.setdefault(digest_of(_program(run)) + started * run.cfg.run_dir, []).append(run)
+  size = most or len(runs)
+  return [Group(same[i : i + size]) for same in found.values() for i in range(0, len(same), size)]
+
+
+def finished(run: Run, inputs: Mapping[str, Any] | None) -> Scores | None:
+  """The scores of a run that its folder has, with the same settings, task and text; else None.
+
+  Args:
+    inputs: `bindings.inputs` of its data, or None: not compared.
+
+  Raises:
+    RunFolderError: the folder has a run with other settings, on another task, or on other text.
+  """
+  folder = RunFolder(run.cfg.run_dir)
+  if not folder.config_file.exists() or not (rows := folder.read_rows()):
+    return None
+  changed = differences(folder.load_config(), run.cfg)
+  lines = [line for name, line in changed.items() if name == "steps" or not is_free(name)]
+  results = [row for row in rows if row["kind"] == "result"]
+  if results and results[-1]["task"] != task_settings(run):
+    lines.append(f"task: the folder's run has {results[-1]['task']}, this one {task_settings(run)}")
+  if results and inputs and (before := results[-1].get("inputs")):
+    names = bindings.changed_sets(before["data"], inputs["data"])
+    lines += [f"text of {name}: not that of the folder's run" for name in names]
+  if lines:
+    raise RunFolderError(
+      f"{folder.path} has a run with other settings:\n  " + "\n  ".join(lines) + "\nRestore them,"
+      " give the sweep another folder by --out, or remove that one."
+    )
+  if results:
+    return results[-1]["scores"]
+  if run.task is not None:
+    return None
+  return text_scores(folder.evaluation(run.cfg.steps, run.cfg.data.validation)) or None
+
+
+def result_row(run: Run, step: int, scores: Scores, inputs: Mapping[str, Any] | None) -> Row:
+  """The last row of a finished run in metrics.jsonl; a score that is not finite is None."""
+  known = {name: x if x is not None and math.isfinite(x) else None for name, x in scores.items()}
+  row = {"kind": "result", "step": step, "scores": known, "task": task_settings(run)}
+  return row | ({"inputs": dict(inputs)} if inputs else {})
+
+
+def text_scores(rows: Sequence[Row]) -> Scores:
+  """Scores of the evaluation of a language model, by set."""
+  scores = {f"{row['set']} loss": row["val_loss"] for row in rows}
+  bits = {f"{row['set']} bits per byte": row["bits_per_byte"] for row in rows}
+  return scores | {name: x for name, x in bits.items() if x is not None}
+
+
+def task_settings(run: Run) -> dict[str, Any] | None:
+  """The task of a run as JSON; None for a language model."""
+  return None if run.task is None else config.to_dict(run.task)
+
+
+def group_folder(folder: Path, found: Group) -> Path:
+  """Where an unfinished group has its state."""
+  return folder / "unfinished" / found.key
+
+
+def _program(run: Run) -> dict[str, Any]:
+  """The settings that runs of one group have in common."""
+  values = config.to_dict(run.cfg)
+  optimizer = dict(values.pop("optimizer"))
+  peak, final = optimizer.pop("peak_lr"), optimizer.pop("final_lr")
+  values = {name: x for name, x in values.items() if name not in (*_LOCAL, "seed")}
+  ratio = float(f"{final / peak:.9g}")
+  return values | {"optimizer": optimizer, "final": ratio, "task": task_settings(run)}

@@ -1,0 +1,75 @@
+"""The plot of a sweep: a score against a label or the learning rate, mean and spread over seeds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.sweeps.spec import Plot
+
+Row = dict[str, Any]
+
+
+def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
+  """Writes the picture of a table (`tables.table`) in the format of the suffix of `output`.
+
+  Against a label, the best learning rate for each combination is drawn; against "learning_rate",
+  all are. A point is the mean over seeds, a bar goes from the least to the largest value. A line
+  has the same color and marker in all panels.
+
+  Raises:
+    ValueError: there is nothing to draw yet, or the plot names a label that the table lacks.
+  """
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot as plt
+
+  for name in (plot.x, plot.line, plot.panel):
+    if name is not None and not any(name in row for row in rows):
+      raise ValueError(f"the plot has {name!r}, which is no label of the sweep.")
+  kept = [row for row in rows if row.get(score) is not None]
+  if plot.x != "learning_rate":
+    kept = [row for row in kept if row["best"]]
+  if not kept:
+    raise ValueError("no learning rate has all its seeds finished, so there is nothing to draw.")
+  values = lambda name: list(dict.fromkeys(row[name] for row in kept)) if name else [None]
+  panels, lines = values(plot.panel), values(plot.line)
+  columns = min(3, len(panels))
+  shape = (-(-len(panels) // columns), columns)
+  size = (3.6 * columns + 1.6, 3.0 * shape[0])
+  figure, axes = plt.subplots(
+    *shape, figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=True
+  )
+  colors, markers = plt.get_cmap("tab10" if len(lines) <= 10 else "tab20"), "osD^vP*X<>"
+  is_number = all(isinstance(row[plot.x], int | float) for row in kept)
+  for axis, panel in zip(axes.flat, panels, strict=False):
+    for number, line in enumerate(lines):
+      of = {plot.panel: panel, plot.line: line}
+      points = [row for row in kept if all(row.get(k) == v for k, v in of.items() if k)]
+      if is_number:
+        points.sort(key=lambda row: row[plot.x])
+      x = [row[plot.x] if is_number else str(row[plot.x]) for row in points]
+      y = [row[score] for row in points]
+      below = [row[score] - row[f"{score} min"] for row in points]
+      above = [row[f"{score} max"] - row[score] for row in points]
+      axis.errorbar(
+        x, y, (below, above), label=str(line), color=colors(number), capsize=2, markersize=4,
+        linewidth=1.2, marker=markers[number % len(markers)],
+      )  # fmt: skip
+    axis.set(title="" if panel is None else f"{plot.panel} {panel}")
+    axis.grid(alpha=0.3)
+    if is_number and min(row[plot.x] for row in kept) > 0:
+      axis.set_xscale("log", base=10 if plot.x == "learning_rate" else 2)
+      if plot.x != "learning_rate":
+        ticks = sorted({row[plot.x] for row in kept})
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+        axis.minorticks_off()
+  for axis in axes.flat[len(panels) :]:
+    axis.set_axis_off()
+  figure.supxlabel(plot.x.replace("_", " "), fontsize=10)
+  figure.supylabel(score, fontsize=10)
+  if lines != [None]:
+    handles, names = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, names, title=plot.line, loc="outside right upper", frameon=False)
+  figure.savefig(output, dpi=110)
+  plt.close(figure)

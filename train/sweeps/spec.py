@@ -1,0 +1,239 @@
+"""The runs of a sweep: a grid of configs, and the files that have them."""
+
+import dataclasses
+import itertools
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from train import config
+from train.config import ConfigError, apply_overrides
+from train.config.checked import at_least, check, did_you_mean, settings
+from train.config.loading import executed
+
+Label = str | int | float
+_OF_RUNS = ("optimizer.peak_lr", "seed", "run_dir")  # every run has its own
+
+
+@settings
+class Recall:
+  """Multi-query associative recall as the task of a run (`train.tasks.mqar_training`).
+
+  Rows have `seq_len` tokens of the config, and `global_batch` of them are a batch. The score is the
+  accuracy; without a task a run is a language model, whose score is its validation loss.
+  """
+
+  pairs: int
+  train_rows: int = 100_000
+  test_rows: int = 3_000
+  power: float = 0.01
+  random_fillers: bool = False
+  vocab_size: int | None = None  # None: the model's
+
+  def __post_init__(self):
+    for name in ("pairs", "train_rows", "test_rows"):
+      at_least(f"recall.{name}", getattr(self, name), 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """One training run of a sweep.
+
+  Attributes:
+    cfg: its settings; `run_dir` is relative to the sweep's folder.
+    labels: columns of the tables that say which run it is, other than learning rate and seed.
+    task: None for a language model.
+  """
+
+  cfg: config.Train
+  labels: Mapping[str, Label] = dataclasses.field(default_factory=dict)
+  task: Recall | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plot:
+  """Axes of a sweep's plot, as labels: a line per `line`, a panel per `panel`."""
+
+  x: str = "learning_rate"
+  line: str | None = None
+  panel: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep:
+  """A sweep, ready to run.
+
+  Attributes:
+    folder: of the runs, whose `run_dir` is inside it, and of the tables.
+    runs: all runs, of which tables are made.
+    chosen: those that are trained.
+    copies: most runs to train together; None: all that have one program.
+  """
+
+  folder: Path
+  runs: Sequence[Run]
+  chosen: Sequence[Run]
+  plot: Plot
+  copies: int | None = None
+
+
+Made = config.Train | tuple[config.Train, Recall] | None
+
+
+def grid(
+  make: config.Train | Callable[..., Made],
+  axes: Mapping[str, Iterable[Label]],
+  *,
+  learning_rates: Sequence[float] | None = None,
+  seeds: Sequence[int] = (0,),
+  task: Recall | None = None,
+  folder: str | None = None,
+) -> list[Run]:
+  """The runs of all combinations of the values of `axes`, learning rates and seeds.
+
+  Args:
+    make: a function from the values of the axes, by name, to a config, or a config and a task, or
+      None for a combination that is left out; or a config whose settings the axes name, such as
+      {"model.mixer": ("gla", "lnssm")}.
+    learning_rates: peaks; `final_lr` is scaled alike. None: the config's own.
+    folder: template of `run_dir`: "{model}-{width}-{lr:g}-{seed}" with the axes' names, `lr`,
+      `seed`, and settings, such as {model.dim}. By default all axes, the rate and the seed.
+
+  Raises:
+    ConfigError: settings are wrong, or two runs have the same folder.
+  """
+  runs = []
+  for values in itertools.product(*axes.values()):
+    labels = dict(zip(axes, values, strict=True))
+    made = make(**labels) if callable(make) else _changed(make, labels)
+    cfg, own = made if isinstance(made, tuple) else (made, None)
+    if cfg is None:
+      continue
+    check(isinstance(cfg, config.Train), f"the sweep's function made {cfg!r}, not a config.Train.")
+    for rate, seed in itertools.product(learning_rates or (cfg.optimizer.peak_lr,), seeds):
+      ratio = cfg.optimizer.final_lr / cfg.optimizer.peak_lr
+      optimizer = dataclasses.replace(cfg.optimizer, peak_lr=rate, final_lr=rate * ratio)
+      place = _folder(folder, cfg, labels, rate, seed)
+      one = dataclasses.replace(cfg, optimizer=optimizer, seed=seed, run_dir=place)
+      runs.append(Run(cfg=one, labels=labels, task=own or task))
+  return runs
+
+
+def load(
+  path: str | Path,
+  *,
+  folder: str | Path | None = None,
+  changes: Sequence[str] = (),
+  only: Sequence[str] = (),
+) -> Sweep:
+  """Loads the sweep of a Python file: `SWEEP`, a list of runs or configs, `PLOT` and `COPIES`.
+
+  Args:
+    folder: where its runs are written; by default runs/ and the file's name.
+    changes: settings of all runs, as of `--set`; `task.` begins those of the task.
+    only: chooses runs by label, "width=64,128", learning rate "lr=1e-3" or "seed=0".
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ConfigError: it has no `SWEEP`, settings are wrong, or `only` leaves no run.
+  """
+  path = Path(path)
+  with executed(path) as names:
+    found, plot, copies = names.get("SWEEP"), names.get("PLOT", Plot()), names.get("COPIES")
+    check(
+      isinstance(found, list) and found != [],
+      f"{path} has no list SWEEP of configs; use SWEEP = train.sweeps.grid(...).",
+    )
+  found = [Run(cfg=x) if isinstance(x, config.Train) else x for x in found or []]
+  for x in found:
+    check(isinstance(x, Run), f"SWEEP of {path} holds {x!r}, not a config.Train or a Run.")
+  folder = Path(folder or Path("runs") / path.stem)
+  runs = [_prepared(run, folder, changes) for run in found]
+  chosen = runs
+  for choice in only:
+    chosen = _chosen(chosen, choice)
+  places = [run.cfg.run_dir for run in runs]
+  twice = next((place for place in places if places.count(place) > 1), None)
+  check(twice is None, f"two runs of {path} have the folder {twice!r}; its template lacks an axis.")
+  return Sweep(folder=folder, runs=runs, chosen=chosen, plot=plot, copies=copies)
+
+
+def rate_of(run: Run) -> float:
+  """The peak learning rate of a run."""
+  return run.cfg.optimizer.peak_lr
+
+
+def _changed(cfg: config.Train, values: Mapping[str, Any]) -> config.Train:
+  """`cfg` with settings by path."""
+  plain = config.to_dict(cfg)
+  for path, value in values.items():
+    *groups, leaf = path.split(".")
+    inside: Any = plain
+    for group in groups:
+      inside = inside.get(group)
+      check(isinstance(inside, dict), f"the axis {path!r} of the sweep names no setting.")
+    inside[leaf] = value
+  return config.from_dict(plain)
+
+
+def _folder(
+  template: str | None, cfg: config.Train, labels: Mapping[str, Label], rate: float, seed: int
+) -> str:
+  if template is None:
+    return "-".join([*map(str, labels.values()), f"lr{rate:g}", f"seed{seed}"])
+  plain = {name: value for name, value in labels.items() if "." not in name}
+  names = vars(cfg) | {"lr": rate, "seed": seed} | plain
+  try:
+    return string.Formatter().vformat(template, (), names)
+  except (KeyError, AttributeError, IndexError, ValueError) as error:
+    raise ConfigError(
+      f"the template folder={template!r} of the sweep cannot be filled in ({error}); it may have"
+      f" {', '.join(plain)}, lr, seed, and settings such as {{model.dim}}."
+    ) from error
+
+
+def _chosen(runs: Sequence[Run], choice: str) -> list[Run]:
+  """The runs that have one of the values of "label=a,b"."""
+  label, _, text = choice.partition("=")
+  known = list(dict.fromkeys(name for run in runs for name in (*run.labels, "lr", "seed")))
+  check(
+    label in known,
+    f"--only {choice!r} wants label=value,..., and the sweep has no such label"
+    f"{did_you_mean(label, known)}",
+  )
+  shown = f"{{:{'g' if label == 'lr' else ''}}}".format
+  values = [_values(run) for run in runs]
+  wanted = [shown(float(x)) if label == "lr" else x for x in text.split(",")]
+  kept = [
+    run for run, of in zip(runs, values, strict=True) if label in of and shown(of[label]) in wanted
+  ]
+  has = ", ".join(dict.fromkeys(shown(of[label]) for of in values if label in of))
+  check(bool(kept), f"--only {choice!r} leaves no run; {label} is one of {has}.")
+  return kept
+
+
+def _values(run: Run) -> dict[str, Label]:
+  return {**run.labels, "lr": rate_of(run), "seed": run.cfg.seed}
+
+
+def _prepared(run: Run, folder: Path, changes: Sequence[str]) -> Run:
+  """`run` with its changes, in its folder."""
+  for change in changes:
+    path = change.partition("=")[0].strip()
+    check(
+      path not in _OF_RUNS and path not in run.labels,
+      f"--set {change}: {path} is an axis of the sweep; choose values by --only, or in the file.",
+    )
+  of_task = [x.removeprefix("task.") for x in changes if x.startswith("task.")]
+  cfg = apply_overrides(run.cfg, [x for x in changes if not x.startswith("task.")])
+  task = run.task
+  if of_task:
+    check(task is not None, f"--set task.{of_task[0]}: {run.cfg.run_dir} has no task.")
+    task = apply_overrides(task, of_task)
+  check(
+    task is not None or len(cfg.data.validation) > 0,
+    "data.validation is empty: a run without a task is compared by its validation loss; name sets.",
+  )
+  cfg = dataclasses.replace(cfg, run_dir=str(folder / cfg.run_dir))
+  return dataclasses.replace(run, cfg=cfg, task=task)

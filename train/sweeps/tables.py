@@ -1,0 +1,139 @@
+"""The tables of a sweep: mean and spread over seeds, as JSON lines, CSV and Markdown."""
+
+import csv
+import functools
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from lnssm_jax.models import count_parameters
+from train import config
+from train.step.model import build_model
+from train.sweeps.groups import Scores
+from train.sweeps.spec import Run, rate_of
+
+Row = dict[str, Any]
+
+
+def run_rows(runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
+  """A row per run; `finished` says whether it has scores, and a score of None that it diverged."""
+  return [
+    {
+      **run.labels,
+      "parameters": parameters(run.cfg.model),
+      "learning_rate": rate_of(run),
+      "seed": run.cfg.seed,
+      "finished": known is not None,
+      **(known or {}),
+      "run_dir": run.cfg.run_dir,
+    }
+    for run, known in zip(runs, scores, strict=True)
+  ]
+
+
+def table(runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
+  """A row per combination of labels and learning rate, over seeds.
+
+  Each score has its mean, standard deviation (of a sample, None for one seed), least and largest
+  value. `best` marks the learning rate with the best mean of the first score, the accuracy of
+  recall or the first validation loss, among those of the same labels whose seeds are all finished
+  and none of which diverged.
+  """
+  of_rate: dict[tuple, list[tuple[Run, Scores | None]]] = {}
+  for run, known in zip(runs, scores, strict=True):
+    of_rate.setdefault((*run.labels.items(), rate_of(run)), []).append((run, known))
+  rows: dict[tuple, list[Row]] = {}
+  for (*labels, _), members in of_rate.items():
+    rows.setdefault(tuple(labels), []).append(_row(members))
+  name, sign = primary(runs[0])
+  for same in rows.values():
+    whole = [row for row in same if row["seeds"] == row["runs"] and not row["diverged"]]
+    best = max(whole, key=lambda row: sign * row[name], default=None)
+    for row in same:
+      row["best"] = row is best
+  return [row for same in rows.values() for row in same]
+
+
+def primary(run: Run) -> tuple[str, int]:
+  """Name of the score that is compared, and 1 if more is better, else -1."""
+  return ("accuracy", 1) if run.task else (f"{run.cfg.data.validation[0]} loss", -1)
+
+
+@functools.cache
+def _count(model: str) -> int:
+  settings = config.Model(**json.loads(model))
+  shapes = jax.eval_shape(functools.partial(build_model, settings), jax.random.key(0))
+  return count_parameters(shapes)
+
+
+def parameters(model: config.Model) -> int:
+  """Number of parameters of a model; initializes none."""
+  return _count(json.dumps(config.to_dict(model)))
+
+
+def write(folder: Path, runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
+  """Writes runs.jsonl, table.jsonl, table.csv and table.md into `folder`; returns the table."""
+  rows = table(runs, scores)
+  lines = lambda of: "".join(json.dumps(row) + "\n" for row in of)
+  (folder / "runs.jsonl").write_text(lines(run_rows(runs, scores)))
+  (folder / "table.jsonl").write_text(lines(rows))
+  text = io.StringIO()
+  writer = csv.DictWriter(text, columns(rows), lineterminator="\n")
+  writer.writeheader()
+  writer.writerows(rows)
+  (folder / "table.csv").write_text(text.getvalue())
+  (folder / "table.md").write_text(markdown(runs, rows))
+  return rows
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+  """All keys of the rows, in the order of their first occurrence."""
+  return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def markdown(runs: Sequence[Run], rows: Sequence[Row]) -> str:
+  """The best learning rate for each combination of labels: mean and deviation of each score."""
+  labels = list(dict.fromkeys(name for run in runs for name in run.labels))
+  kept = [row for row in rows if row["best"]]
+  names = [name for name in columns(kept) if f"{name} std" in columns(kept)]
+  head = [*labels, "parameters", "learning rate", *names, "seeds"]
+  lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+  for row in kept:
+    cells = [str(row.get(name, "")) for name in labels]
+    cells += [f"{row['parameters']:,}", f"{row['learning_rate']:.3g}"]
+    cells += [_cell(row.get(name), row.get(f"{name} std")) for name in names]
+    lines.append("| " + " | ".join([*cells, str(row["seeds"])]) + " |")
+  missing = sum(row["runs"] - row["seeds"] for row in rows)
+  diverged = sum(row["diverged"] for row in rows)
+  notes = [f"{missing} runs are not finished."] if missing else []
+  notes += [f"{diverged} runs diverged; their learning rates are left out."] if diverged else []
+  return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+
+
+def _cell(mean: float | None, deviation: float | None) -> str:
+  if mean is None:
+    return ""
+  digits = 4 if abs(mean) < 100 else 0
+  return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
+
+
+def _row(members: Sequence[tuple[Run, Scores | None]]) -> Row:
+  """The row of the seeds of a learning rate."""
+  run = members[0][0]
+  known = [scores for _, scores in members if scores is not None]
+  row: Row = {**run.labels, "parameters": parameters(run.cfg.model)}
+  row |= {"learning_rate": rate_of(run), "runs": len(members), "seeds": len(known)}
+  row["diverged"] = sum(any(x is None for x in scores.values()) for scores in known)
+  for name in columns(known):
+    values = [x for scores in known if (x := scores.get(name)) is not None and math.isfinite(x)]
+    if values:
+      row[name] = float(np.mean(values))
+      row[f"{name} std"] = float(np.std(values, ddof=1)) if len(values) > 1 else None
+      row[f"{name} min"], row[f"{name} max"] = min(values), max(values)
+  return row

@@ -1,0 +1,166 @@
+"""The training of a group, in stretches after which it can be saved: text, or recall."""
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from train import loop
+from train.data.windows import eval_batches, train_batches
+from train.runs import evaluation
+from train.runs.rows import Row
+from train.step.optimizer import make_schedule
+from train.sweeps.groups import Group, Scores, text_scores
+from train.tasks import mqar_training
+from train.tasks.copies import Copies
+
+
+class Work(Protocol):
+  """Copies in training."""
+
+  copies: Copies
+
+  @property
+  def step(self) -> int:
+    """Finished steps."""
+    ...
+
+  @property
+  def finished(self) -> bool:
+    """Whether there are scores."""
+    ...
+
+  def advance(self) -> list[list[Row]]:
+    """Trains a stretch; returns the rows of metrics.jsonl of each run."""
+    ...
+
+  def scores(self) -> list[Scores]:
+    """Of each run, after the last stretch."""
+    ...
+
+  def position(self) -> dict[str, Any]:
+    """All but the state of the copies, as JSON."""
+    ...
+
+  def restore(self, position: Mapping[str, Any]) -> None:
+    """Continues at a result of `position`."""
+    ...
+
+
+class Text:
+  """Language models; each copy sees the batches of its seed, as `train.fit` would give it."""
+
+  def __init__(self, group: Group, stack: contextlib.ExitStack):
+    self._cfg, self._stack = group.first.cfg, stack
+    self.copies = Copies(self._cfg, runs=group.pairs)
+    self._windows = loop.training_set(self._cfg)
+    self._sets = evaluation.open_sets(self._cfg)
+    self._schedule = make_schedule(self._cfg.optimizer, self._cfg.steps)
+    self._scores: list[Scores] = []
+    self._begin(0)
+
+  def _begin(self, step: int) -> None:
+    """Opens the batches of each seed at a step."""
+    self.step = step
+    self._batches = {
+      seed: self._stack.enter_context(
+        train_batches(
+          self._windows,
+          seed=seed,
+          global_batch=self._cfg.global_batch,
+          order=self._cfg.data.order,
+          start=step,
+        )
+      )
+      for seed in dict.fromkeys(seed for seed, _ in self.copies.runs)
+    }
+
+  @property
+  def finished(self) -> bool:
+    return bool(self._scores)
+
+  def advance(self) -> list[list[Row]]:
+    """Trains until the next row, evaluation, or the end."""
+    cfg = self._cfg
+    stops = (cfg.steps, *((self.step // n + 1) * n for n in (cfg.log_every, cfg.eval_every)))
+    metrics: dict[str, Any] = {}
+    while self.step < min(stops):
+      of_seed = {seed: next(batches) for seed, batches in self._batches.items()}
+      of_copy = [of_seed[seed] for seed, _ in self.copies.runs]
+      metrics = self.copies.step(jax.tree.map(lambda *xs: np.stack(xs), *of_copy))
+      self.step += 1
+    now = float(np.asarray(self._schedule(self.step - 1))) / cfg.optimizer.peak_lr
+    rows: list[list[Row]] = []
+    for loss, (_, rate) in zip(np.asarray(metrics["loss"]).tolist(), self.copies.runs, strict=True):
+      row = {"kind": "train", "loss": loss, "learning_rate": now * rate}
+      rows.append([{"step": self.step, **(row if math.isfinite(loss) else {"kind": "diverged"})}])
+    if self.step % cfg.eval_every == 0 or self.step == cfg.steps:
+      evaluated = self._evaluate()
+      if self.step == cfg.steps:
+        self._scores = [text_scores(of_run) for of_run in evaluated]
+      for mine, more in zip(rows, evaluated, strict=True):
+        mine += [row for row in more if math.isfinite(row["val_loss"])]
+    return rows
+
+  def _evaluate(self) -> list[list[Row]]:
+    """The rows of each copy for each validation set."""
+    rows: list[list[Row]] = [[] for _ in self.copies.runs]
+    size = self._cfg.global_batch // self._cfg.accumulate
+    for name, source in self._sets.items():
+      batches = eval_batches(source, size, count=evaluation.count_of(self._cfg, source))
+      sums = jax.device_get([self.copies.loss(batch) for batch in batches])
+      for copy, of_run in enumerate(rows):
+        nats, weight = (
+          math.fsum(float(getattr(each, key)[copy]) for each in sums) for key in ("nats", "weight")
+        )
+        of_run.append(evaluation.row_of(self._cfg, name, source, self.step, nats, weight))
+    return rows
+
+  def scores(self) -> list[Scores]:
+    return self._scores
+
+  def position(self) -> dict[str, Any]:
+    return {"step": self.step}
+
+  def restore(self, position: Mapping[str, Any]) -> None:
+    for batches in self._batches.values():
+      batches.close()
+    self._begin(position["step"])
+
+
+class Recalling:
+  """Copies that learn multi-query associative recall, an epoch at a time."""
+
+  def __init__(self, group: Group):
+    run = group.first
+    assert run.task is not None
+    names = ("pairs", "vocab_size", "power", "random_fillers")
+    task = mqar_training.task_of(run.cfg, **{name: getattr(run.task, name) for name in names})
+    self.copies = Copies(run.cfg, runs=group.pairs)
+    rows = {"train_rows": run.task.train_rows, "test_rows": run.task.test_rows}
+    self._training = mqar_training.Training(run.cfg, task, self.copies, **rows)
+
+  @property
+  def step(self) -> int:
+    return self._training.step
+
+  @property
+  def finished(self) -> bool:
+    return self._training.finished
+
+  def advance(self) -> list[list[Row]]:
+    self._training.advance()
+    return [[{"kind": "task", "step": self.step, **scores}] for scores in self.scores()]
+
+  def scores(self) -> list[Scores]:
+    pairs = zip(self._training.accuracy, self._training.steps, strict=True)
+    return [{"accuracy": float(accuracy), "steps": int(steps)} for accuracy, steps in pairs]
+
+  def position(self) -> dict[str, Any]:
+    return self._training.position()
+
+  def restore(self, position: Mapping[str, Any]) -> None:
+    self._training.restore(position)
