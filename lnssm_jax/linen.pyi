@@ -60,7 +60,7 @@ class LanguageModel(Face):
 
 class VisionModel(Face):
   _: KW_ONLY
-  image_size: int
+  image_size: int | tuple[int, int]
   patch_size: int
   num_classes: int
   dim: int

@@ -13,13 +13,14 @@ from lnssm_jax.models.conversion import replace_mixers
 from lnssm_jax.models.language_model import REMAT_POLICIES, LanguageModel
 from lnssm_jax.models.layers import aux_loss
 from lnssm_jax.models.settings import count_parameters
-from lnssm_jax.models.vision_model import VisionModel
+from lnssm_jax.models.vision_model import Bidirectional, VisionModel
 
 __all__ = [
   "CHANNEL_MIXERS",
   "GPT2MLP",
   "NORMS",
   "REMAT_POLICIES",
+  "Bidirectional",
   "Block",
   "BlockState",
   "GeGLU",

@@ -4,6 +4,7 @@ The layout is Vim's and ViL's: a class token in the middle of the patches, learn
 each block a forward and a backward mixer whose mean is added to the residual stream.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ class VisionModel(nnx.Module):
       -> norm -> the class token W + b
 
   Args:
-    image_size: height and width, a multiple of `patch_size`.
+    image_size: of both sides, or (height, width); multiples of `patch_size`.
     patch_size, channels: a patch is `patch_size`^2 `channels` numbers; there are P of them.
     dim, num_layers, num_heads, mixer, mixer_options: as for `LanguageModel`, with one mixer; ViL-T
       has dim=192, ViL-S 384, both 24 layers and patches of 16 in images of 224.
@@ -103,7 +104,7 @@ class VisionModel(nnx.Module):
   def __init__(
     self,
     *,
-    image_size: int,
+    image_size: int | tuple[int, int],
     patch_size: int,
     num_classes: int,
     dim: int,
@@ -122,11 +123,14 @@ class VisionModel(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    sizes = {"image_size": image_size, "patch_size": patch_size, "num_classes": num_classes}
-    sizes |= {"dim": dim, "num_layers": num_layers, "channels": channels}
-    for name, size in sizes.items():
+    sides = image_size if isinstance(image_size, tuple | list) else (image_size, image_size)
+    if len(sides) != 2:
+      raise ValueError(f"image_size={image_size} must be one number, or a height and a width.")
+    sizes = {"patch_size": patch_size, "num_classes": num_classes, "dim": dim}
+    sizes |= {"num_layers": num_layers, "channels": channels}
+    for name, size in [*(("image_size", side) for side in sides), *sizes.items()]:
       check_positive(name, size)
-    if image_size % patch_size:
+    if any(side % patch_size for side in sides):
       raise ValueError(
         f"image_size={image_size} is not a multiple of patch_size={patch_size}; choose another."
       )
@@ -134,11 +138,11 @@ class VisionModel(nnx.Module):
     check_mixer(mixer, options, dim, num_heads)
     check_choice("norm", norm, NORMS)
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
-    self.image_size, self.patch_size, self.channels = image_size, patch_size, channels
+    self.image_size, self.patch_size, self.channels = tuple(sides), patch_size, channels
     self.dtype, self.num_layers = jnp.dtype(dtype), num_layers
     self.embedding_dropout = check_rate("embedding_dropout", embedding_dropout)
     self.drop_path = check_rate("drop_path", drop_path)
-    num_patches = (image_size // patch_size) ** 2
+    num_patches = math.prod(side // patch_size for side in sides)
 
     normal = nnx.initializers.normal(0.02)
     linear = lambda inputs, outputs, dtype: nnx.Linear(
@@ -175,7 +179,7 @@ class VisionModel(nnx.Module):
 
     `dropout_key` is a key, or one for each row [B], for training; None drops nothing.
     """
-    shape = (None, self.image_size, self.image_size, self.channels)
+    shape = (None, *self.image_size, self.channels)
     check_shape("VisionModel", "images", images, shape, "[B, height, width, channels]")
     check_floating("VisionModel", "images", images)
     x = self.patch_embedding(patches(images, self.patch_size).astype(self.dtype))

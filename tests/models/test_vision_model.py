@@ -31,6 +31,15 @@ def test_models_of_the_papers_have_their_sizes(mixer, dim, count):
   assert count_parameters(jax.eval_shape(build)) == count
 
 
+def test_images_may_be_wider_than_high():
+  sizes = SMALL | {"image_size": (4, 8), "num_layers": 1, "mixer": "lrn"}
+  model = VisionModel(**sizes, rngs=nnx.Rngs(0))
+  assert model.positions.shape == (2 * 4 + 1, 8)
+  assert jax.eval_shape(model, jnp.ones((3, 4, 8, 3))).shape == (3, 3)
+  with pytest.raises(ValueError, match=r"images has shape \(3, 8, 4, 3\)"):
+    model(jnp.ones((3, 8, 4, 3)))
+
+
 def test_patches_are_squares_by_rows():
   image = jnp.arange(2 * 4 * 6 * 3.0).reshape(2, 4, 6, 3)
   got = patches(image, 2)
@@ -99,6 +108,8 @@ def test_model_classifies_and_has_gradients(mixer):
   ("options", "message"),
   [
     ({"patch_size": 4}, "image_size=6 is not a multiple of patch_size=4"),
+    ({"image_size": (6, 5)}, r"image_size=\(6, 5\) is not a multiple of patch_size=2"),
+    ({"image_size": (6, 6, 6)}, r"image_size=\(6, 6, 6\) must be one number, or a height and"),
     ({"dim": 0}, "dim=0 must be an integer of at least 1"),
     ({"mixer": "longhorm"}, "mixer='longhorm' is unknown; did you mean 'longhorn'"),
     ({"mixer": "lnssm"}, "num_heads=None: mixer 'lnssm' has heads"),

@@ -77,9 +77,7 @@ def test_transformations_equal_plain_calls(name, which):
   )
 
 
-@pytest.mark.parametrize(
-  "name", some("linear_attention", "elementwise_decay_scan")
-)
+@pytest.mark.parametrize("name", some("linear_attention", "elementwise_decay_scan"))
 def test_derivatives_in_float64_equal_the_reference(name):
   case = brief(name)
   inputs, others = drawn(name, case), drawn(name, case, seed=1)

@@ -2,6 +2,7 @@
 
 import numbers
 
+import jax
 import jax.numpy as jnp
 
 
@@ -22,6 +23,22 @@ def check_floating(scan: str, name: str, array):
     raise ValueError(
       f"{scan}: {name} has dtype {jnp.result_type(array)}; it must be floating point "
       f"(cast it, e.g. {name}.astype(jnp.float32))."
+    )
+
+
+def check_log_decay(op: str, name: str, decay):
+  """Raises `ValueError` unless `decay` is floating point and, where its values are known, <= 0.
+
+  They are known in calls outside of `jit`, `grad` and other transformations.
+  """
+  check_floating(op, name, decay)
+  if isinstance(decay, jax.core.Tracer) or not jnp.size(decay):
+    return
+  largest = jnp.max(jnp.asarray(decay))
+  if not isinstance(largest, jax.core.Tracer) and largest > 0:
+    raise ValueError(
+      f"{op}: {name} has the value {float(largest):.4g}, and the state would grow; it is the "
+      "logarithm of a factor from 0 to 1, at most 0. Pass jnp.log(factor)."
     )
 
 

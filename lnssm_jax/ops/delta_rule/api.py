@@ -9,6 +9,7 @@ from lnssm_jax.ops.core.checks import (
   check_chunk_size,
   check_floating,
   check_heads,
+  check_log_decay,
   check_shape,
   checked_scale,
 )
@@ -108,7 +109,7 @@ def delta_rule(
     # Hidden from the compiler, which would sum the zeros itself: seconds for each program.
     log_decay = lax.optimization_barrier(jnp.zeros((B, T, H), acc))
   else:
-    check_floating(_NAME, "log_decay", log_decay)
+    check_log_decay(_NAME, "log_decay", log_decay)
     check_shape(_NAME, "log_decay", log_decay, (B, T, H), "[B, T, H]")
     log_decay = jnp.asarray(log_decay, acc)
   if erase_key is not None:

@@ -9,6 +9,7 @@ from lnssm_jax.ops.core.checks import (
   check_chunk_size,
   check_floating,
   check_heads,
+  check_log_decay,
   check_shape,
   checked_state,
 )
@@ -110,7 +111,7 @@ def _as_function(log_decay, shape):
   """Every kind of decay as a `DecayFunction`, and an array of the dtype that it returns."""
   B, T, H, K, V = shape
   if not isinstance(log_decay, DecayFunction):
-    check_floating(_NAME, "log_decay", log_decay)
+    check_log_decay(_NAME, "log_decay", log_decay)
     log_decay = jnp.asarray(log_decay)
     if log_decay.shape == (H, K, V):
       return DecayFunction(_constant, (), log_decay[None, None]), log_decay

@@ -9,6 +9,7 @@ from lnssm_jax.ops.core.checks import (
   check_chunk_size,
   check_floating,
   check_heads,
+  check_log_decay,
   check_shape,
   checked_scale,
 )
@@ -157,7 +158,7 @@ def _with_four_axes(name, decay, shape, dtype, *, per_head) -> jax.Array:
   """A decay with four axes that broadcast to `shape` [B, T, H, X]; None becomes a zero."""
   if decay is None:
     return jnp.zeros((1, 1, 1, 1), dtype)
-  check_floating(_NAME, name, decay)
+  check_log_decay(_NAME, name, decay)
   decay = jnp.asarray(decay, dtype)
   B, T, H, X = shape
   layouts = {(H, X): (1, 1, H, X), (B, T, H, X): (B, T, H, X)}

@@ -13,6 +13,7 @@ from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.checks import (
   check_chunk_size,
   check_floating,
+  check_log_decay,
   check_shape,
   checked_scale,
   checked_state,
@@ -281,7 +282,7 @@ def _canonical_decay(decay, shape, dtype, by_selection):
   """Five axes, [B|1, T|1, S|1, H, K|1]."""
   if decay is None:
     return None
-  check_floating(_NAME, "log_decay", decay)
+  check_log_decay(_NAME, "log_decay", decay)
   decay = jnp.asarray(decay, dtype)
   B, T, S, H, K = shape
   layouts = {(H,): (1, 1, 1, H, 1), (H, K): (1, 1, 1, H, K), (B, T, H): (B, T, 1, H, 1)}
