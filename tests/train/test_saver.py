@@ -1,12 +1,14 @@
 """Saves on a full disk: training continues, reports it, and saves when possible."""
 
+import errno
 import resource
+from pathlib import Path
 
 import pytest
 
 from train import loop
 from train.checkpoint import digests, saver
-from train.checkpoint.store import CheckpointError, newest_step
+from train.checkpoint.store import CheckpointError, Checkpoints, newest_step
 from train.runs.run_folder import RunFolder, claim
 
 
@@ -28,6 +30,21 @@ def fail_saves(monkeypatch, steps):
 
   monkeypatch.setattr(digests, "write", full)
   return tried
+
+
+def test_saver_without_descriptors_for_the_folder_does_not_raise(tmp_path, monkeypatch):
+  leftover = tmp_path / "5.saving"
+  leftover.mkdir()
+  with monkeypatch.context() as patch:
+
+    def too_many(path):
+      raise OSError(errno.EMFILE, "Too many open files")
+
+    patch.setattr(Path, "iterdir", too_many)
+    with Checkpoints(tmp_path, keep=1):
+      assert leftover.exists()
+  with Checkpoints(tmp_path, keep=1):
+    assert not leftover.exists()
 
 
 def test_saver_failed_saves_retried_while_training(tiny, monkeypatch, capsys):

@@ -159,11 +159,15 @@ def intact_held(directory: Path, number: int, parts: Iterable[str] | None = None
 
 
 def clear_leftovers(directory: Path) -> None:
-  """Removes folders that a killed process was writing or deleting."""
-  for path in directory.iterdir() if directory.is_dir() else ():
-    step, dot, rest = path.name.partition(".")
-    if step.isdecimal() and f"{dot}{rest}".startswith((SAVING, DELETING)):
-      _remove(path)
+  """Removes folders that a killed process was writing or deleting; what fails, the next call does.
+
+  A run calls this before each save, and continues without free descriptors or with a sick disk.
+  """
+  with contextlib.suppress(OSError):
+    for path in directory.iterdir() if directory.is_dir() else ():
+      step, dot, rest = path.name.partition(".")
+      if step.isdecimal() and f"{dot}{rest}".startswith((SAVING, DELETING)):
+        _remove(path)
 
 
 def set_aside_after(directory: Path, step: int, say: Say) -> None:
