@@ -29,7 +29,7 @@ class Limits(NamedTuple):
 
 
 def choice_of(options: "SamplingOptions", vocab_size: int, log_probs: bool) -> Choice:
-  """What the program is for these options."""
+  """Kind of choice that a compiled program makes for these options."""
   penalized = options.repetition_penalty != 1
   if options.temperature == 0 or options.top_k == 1:
     return Choice("greedy", 1, penalized, log_probs)
@@ -39,7 +39,7 @@ def choice_of(options: "SamplingOptions", vocab_size: int, log_probs: bool) -> C
 
 
 def limits_of(options: "SamplingOptions") -> Limits:
-  """What the program is given."""
+  """Numbers of these options that a program takes as arguments."""
   # Rounded sums of probabilities may exceed 1, but not infinity.
   top_p = np.inf if options.top_p in (None, 1) else options.top_p
   log_min_p = np.log(options.min_p) if options.min_p else -np.inf
