@@ -8,7 +8,7 @@ import pytest
 
 from train import loop
 from train.checkpoint import digests, saver
-from train.checkpoint.store import CheckpointError, Checkpoints, newest_step
+from train.checkpoint.store import CheckpointError, newest_step
 from train.runs.run_folder import RunFolder, claim
 
 
@@ -41,9 +41,9 @@ def test_saver_without_descriptors_for_the_folder_does_not_raise(tmp_path, monke
       raise OSError(errno.EMFILE, "Too many open files")
 
     patch.setattr(Path, "iterdir", too_many)
-    with Checkpoints(tmp_path, keep=1):
+    with loop.Checkpoints(tmp_path, keep=1):
       assert leftover.exists()
-  with Checkpoints(tmp_path, keep=1):
+  with loop.Checkpoints(tmp_path, keep=1):
     assert not leftover.exists()
 
 
