@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
+from lnssm_jax import ops
 from lnssm_jax.mixers import LNSSM
 from tests.mixers.helpers import apply, inputs, random_lnssm, split
 from tests.mixers.references import lnssm as reference
@@ -118,3 +119,31 @@ def test_first_optimizer_steps_move_every_kernel(dtype):
     assert 0 < sizes[1][name] < sizes[0]["o"]
     assert sizes[1][name] < 10 * sizes[2][name]
   assert min(moved[1:]) > 2e-4  # of a learning rate of 1e-3: W_q keeps learning
+
+
+def test_algorithm_2_as_printed_is_not_the_gradient_of_the_decay():
+  """Of y_t = q_t S_t, S_t = a S_{t-1} + k_t v_t: the printed sum takes a D_{t+1} in place of D_t.
+
+  D_t = dS_t / da = S_{t-1} + a D_{t-1} needs the state before the token.
+  """
+  rng = np.random.default_rng(0)
+  q, k, v, weight = (rng.normal(size=(1, 6, 1, size)) for size in (3, 3, 2, 2))
+  a = np.array([0.9, 0.5, 0.1])
+
+  S, D, corrected, printed = np.zeros((3, 2)), np.zeros((3, 2)), np.zeros(3), np.zeros(3)
+  for t in range(6):
+    D = S + a[:, None] * D
+    S = a[:, None] * S + np.outer(k[0, t, 0], v[0, t, 0])
+    corrected += q[0, t, 0] * (D @ weight[0, t, 0])
+    printed += q[0, t, 0] * (a[:, None] * (S + a[:, None] * D) @ weight[0, t, 0])
+
+  with jax.enable_x64():
+    arrays = [jnp.asarray(x) for x in (q, k, v)]
+
+    def loss(a):
+      out, _ = ops.linear_attention(*arrays, log_decay=jnp.log(a)[None], scale=1.0)
+      return jnp.sum(weight * out)
+
+    exact = np.asarray(jax.grad(loss)(jnp.asarray(a)))
+  np.testing.assert_allclose(corrected, exact, rtol=1e-10)
+  assert np.abs(printed / exact - 1).min() > 0.1

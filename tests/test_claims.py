@@ -1,0 +1,35 @@
+"""Every row of docs/claims.md names a test, a command, a config or a page that exists."""
+
+import re
+from pathlib import Path
+
+from train.tasks.registry import TASKS
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/claims.md").read_text()
+ROWS = [
+  line for line in PAGE.splitlines() if line.startswith("| ") and "claim | decided" not in line
+]
+
+
+def test_tests_and_files_of_the_claims_exist():
+  found = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
+  assert len(found) > 20
+  for file, name in found:
+    assert f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
+  files = re.findall(r"(configs/[\w/]+\.py)", PAGE) + [
+    f"docs/{page}" for page in re.findall(r"\]\(([\w/]+\.md)\)", PAGE)
+  ]
+  assert [file for file in files if not (ROOT / file).is_file()] == []
+  tasks = re.findall(r"train task (\w+)", PAGE)
+  assert set(tasks) <= {task.name for task in TASKS}
+  assert re.findall(r"-m benchmarks\.(\w+)", PAGE) == ["sparse_state"]
+
+
+def test_each_claim_has_evidence_and_one_kind_of_verdict():
+  for row in ROWS:
+    claim, evidence, verdict = (cell.strip() for cell in row.strip("|").split(" | "))
+    assert claim and ("`" in evidence or "](" in evidence or evidence == "the same"), row
+    assert re.match(r"\*\*(holds|does not hold|in part|not run|not here)\*\*", verdict), row
+    if verdict.startswith(("**holds", "**does not", "**in part")):
+      assert "::" in evidence or ".md)" in evidence, f"a verdict without a test or numbers: {row}"
