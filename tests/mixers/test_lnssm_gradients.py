@@ -146,4 +146,4 @@ def test_algorithm_2_as_printed_is_not_the_gradient_of_the_decay():
 
     exact = np.asarray(jax.grad(loss)(jnp.asarray(a)))
   np.testing.assert_allclose(corrected, exact, rtol=1e-10)
-  assert np.abs(printed / exact - 1).min() > 0.1
+  assert np.abs(printed / exact - 1).max() > 0.5
