@@ -197,6 +197,7 @@ class Metrics(Target):
   def __init__(self, root: Path):
     super().__init__(root)
     self.run = RunFolder(root)
+    self.run.say = lambda line: None
     rows: list[dict] = [{"kind": "train", "step": s, "loss": 1.0 / s} for s in range(1, 9)]
     values = {"set": "a", "val_loss": 1.0, "bits_per_byte": None}
     rows += [{"kind": "eval", "step": 8, **values}, {"kind": "skipped", "step": 9, "why": "nan"}]
