@@ -73,6 +73,8 @@ def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
     stand_for |= {"gate_rank": -(-dim // 16)} if "state_dim" in own else {}
     stand_for |= {"head_dim": dim // heads} if heads else {}
     own |= {n: v for n, v in stand_for.items() if n in own and own[n] is None}
+    if own.get("qk_norm") is False or own.get("inner_norm") == "none":
+      own.pop("norm_eps", None)  # of norms that there are not
     values["mixer_options"][str(place)] = {
       n: v for n, v in own.items() if n not in cls.set_by_model
     }

@@ -170,7 +170,7 @@ def _family_for(settings: Mapping[str, Any], layout: str) -> tuple[Family, dict[
     if mixer != settings["mixer"] and (mixer or isinstance(settings["mixer"], str)):
       continue
     try:
-      config = family.config(settings)
+      config = family.config(_explicit(settings))
       lines = differences(settings, family.settings(config))
     except (ExportError, ValueError, TypeError) as error:
       best = best or [str(error)]
@@ -183,6 +183,17 @@ def _family_for(settings: Mapping[str, Any], layout: str) -> tuple[Family, dict[
     f"no model of layout {layout!r} has the function of this one, whose mixer is "
     f"{settings['mixer']!r}; here and there: {reason}."
   )
+
+
+def _explicit(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Settings with their defaults written out, options of a pattern by the mixer's name."""
+  values, mixer = complete(settings), settings["mixer"]
+  by_place = values["mixer_options"]
+  if isinstance(mixer, str):
+    options = by_place["0"]
+  else:
+    options = {name: by_place[str(place)] for place, name in enumerate(mixer)}
+  return values | {"mixer": mixer, "mixer_options": options}
 
 
 # Settings that do not change the function of a trained model.

@@ -37,7 +37,8 @@ def _after_sum(norm):
   return forward
 
 
-def cases():
+def patch():
+  """Puts functions that run on a CPU in place of fla's kernels."""
   _patch()
   fla.layers.attn.flash_attn_func = _attention
   fla.layers.gated_deltanet.fused_recurrent_gated_delta_rule = _gated_delta
@@ -49,6 +50,10 @@ def cases():
     lambda self, x: F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
   )
   SwiGLULinear.forward = lambda self, x, y, weight, bias: F.linear(F.silu(x) * y, weight, bias)
+
+
+def cases():
+  patch()
 
   def model(name, heads=2, **options):
     config = getattr(models, f"{name}Config")(**SIZES, num_heads=heads, **options)

@@ -15,11 +15,15 @@ from lnssm_jax.pretrained.tokenizers import ByteTokenizer
 SIZES = {"vocab_size": 37, "dim": 8, "num_layers": 2, "num_heads": 2}
 
 
-@pytest.fixture(scope="module")
-def model():
+def build(**changes):
   options = {"mixer": ("lrn", "sliding_window_attention"), "channel_mixer": "none"}
   options["mixer_options"] = {"sliding_window_attention": {"window": 4}}
-  return jax.jit(lambda: LanguageModel(**SIZES, **options, rngs=nnx.Rngs(0)))()
+  return LanguageModel(**SIZES | options | changes, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+  return jax.jit(build)()
 
 
 def test_prefix_saved_and_loaded_continues_equally(model, tmp_path):
@@ -36,9 +40,7 @@ def test_prefix_saved_and_loaded_continues_equally(model, tmp_path):
 
 def test_prefix_of_another_model_or_a_damaged_one_raises(model, tmp_path):
   save_prefix(tmp_path / "x", read(model, [[1]]))
-  other = nnx.eval_shape(
-    lambda: LanguageModel(**SIZES | {"dim": 16}, mixer="lrn", rngs=nnx.Rngs(0))
-  )
+  other = nnx.eval_shape(lambda: build(dim=16))
   with pytest.raises(DataError, match="x is of another model: state"):
     load_prefix(tmp_path / "x", other)
   (tmp_path / "x").write_bytes(b"123")

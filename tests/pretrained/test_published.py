@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 import lnssm_jax
-from lnssm_jax.models import layers
+from lnssm_jax.models import LanguageModel, layers, replace_mixers
 from lnssm_jax.models.settings import params_of
 from lnssm_jax.pretrained import ExportError, hugging_face, safetensors
 from tests.devices import result_of
@@ -105,6 +106,33 @@ def test_layout_of_mamba_ssm_equals_that_of_transformers(case, tmp_path):
     safetensors.Tensors(tmp_path / name / "model.safetensors") for name in ("ssm", "ours")
   )
   assert {n: x.tobytes() for n, x in before.items()} == {n: x.tobytes() for n, x in after.items()}
+
+
+def test_model_with_defaults_left_out_is_saved_with_their_values(tmp_path):
+  """Defaults differ: eps here is 1e-5, theirs 1e-6."""
+  loaded = hugging_face.load(write(tmp_path / "theirs", "mamba2", dtype=np.float32))
+  settings = dict(loaded.settings["model"])
+  del settings["norm_eps"], settings["channel_mixer_options"], settings["num_heads"]
+  settings["mixer_options"] = {"state_dim": 3, "head_dim": 4}
+  hugging_face.save(tmp_path / "ours", loaded.model, settings, layout="hf")
+  assert not hugging_face.differences(settings, hugging_face.settings_of(tmp_path / "ours"))
+  config = json.loads((tmp_path / "ours" / "config.json").read_text())
+  assert (config["n_groups"], config["layer_norm_epsilon"], config["num_heads"]) == (1, 1e-5, 4)
+
+
+def test_published_transformer_continues_as_a_hybrid(tmp_path):
+  loaded = hugging_face.load(write(tmp_path, "llama", dtype=np.float32))
+  settings = {n: x for n, x in loaded.settings["model"].items() if not n.endswith("dtype")}
+  options = {"gla": {"expand_k": 1.0, "num_kv_heads": 1}}
+  options["softmax_attention"] = settings["mixer_options"]
+  hybrid = settings | {"mixer": ("gla", "softmax_attention"), "mixer_options": options}
+  build = lambda: LanguageModel(**hybrid, rngs=nnx.Rngs(0))
+  model, new = replace_mixers(loaded.model, jax.jit(build)())
+  assert new[1] == []
+  assert not {"q_proj/kernel", "k_proj/kernel", "v_proj/kernel", "o_proj/kernel"} & set(new[0])
+  same = lambda a, b: jax.tree.map(np.testing.assert_array_equal, params_of(a), params_of(b))
+  same(model.layer(1), loaded.model.layer(1))
+  same(model.layer(0).channel_mixer, loaded.model.layer(0).channel_mixer)
 
 
 def test_vocabulary_of_mamba_ssm_is_padded(tmp_path):

@@ -1,0 +1,71 @@
+"""Folders that `lnssm_jax.pretrained.save` writes, opened by the projects that they are for.
+
+`make test-peers` makes the environment of the other side; without it these tests are skipped.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax.models import LanguageModel
+from lnssm_jax.models.settings import params_of
+from lnssm_jax.pretrained import hugging_face
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("PEERS", ROOT / ".venv-peers")) / "bin" / "python"
+TOKENS = np.array([[1, 7, 3, 3, 10, 0, 5], [1, 7, 2, 9, 4, 8, 6]])
+
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(not PYTHON.exists(), reason="make test-peers makes its environment"),
+]
+
+SIZES = {"vocab_size": 11, "dim": 8, "num_layers": 2}
+GATED = {"channel_mixer": "swiglu", "channel_hidden": 12, "norm": "rms", "embedding_norm": False}
+FLA = SIZES | GATED | {"num_heads": 2, "norm_eps": 1e-6}
+EPS = {"norm_eps": 1e-6}
+MODELS = {
+  "llama": ("hf", SIZES | GATED | {"mixer": "softmax_attention", "num_heads": 2}),
+  "mamba": ("hf", SIZES | {"mixer": "mamba", "channel_mixer": "none", "norm": "rms"}),
+  "mamba2": (
+    "hf",
+    SIZES
+    | {"mixer": "mamba2", "mixer_options": {"head_dim": 4, "num_groups": 2, "state_dim": 3}}
+    | {"channel_mixer": "none", "norm": "rms"},
+  ),
+  "rwkv4": ("hf", SIZES | {"mixer": "rwkv4", "channel_mixer": "rwkv4_channel_mix"}),
+  "transformer": ("fla", FLA | {"mixer": "softmax_attention", "norm_eps": 1e-6}),
+  "gla": ("fla", FLA | {"mixer": "gla", "mixer_options": EPS}),
+  "retnet": ("fla", FLA | {"mixer": "retnet", "mixer_options": EPS}),
+  "delta_net": ("fla", FLA | {"mixer": "delta_net", "mixer_options": EPS}),
+  "gated_delta_net": ("fla", FLA | {"mixer": "gated_delta_net", "mixer_options": EPS}),
+  "gsa": ("fla", FLA | {"mixer": "gsa", "mixer_options": {"num_slots": 3}}),
+  "hgrn2": (
+    "fla",
+    FLA | {"mixer": "hgrn2", "mixer_options": {"variant": "fla", "lower_bound": "shared"}},
+  ),
+}
+MODELS["mamba"][1]["embedding_norm"] = MODELS["mamba2"][1]["embedding_norm"] = False
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exported_folder_has_the_same_logits_in_its_own_project(name, tmp_path):
+  layout, settings = MODELS[name]
+  settings = {"num_heads": None, "mixer_options": {}, "channel_mixer_options": {}} | settings
+  model = jax.jit(lambda: LanguageModel(**settings, rngs=nnx.Rngs(0)))()
+  draw = lambda x, key: x + 0.3 * jax.random.normal(jax.random.key(key), x.shape)
+  leaves, structure = jax.tree.flatten(model)
+  model = jax.tree.unflatten(structure, [draw(x, n) for n, x in enumerate(leaves)])
+  hugging_face.save(tmp_path / "folder", params_of(model), settings, layout=layout)
+  out = tmp_path / "logits.npy"
+  command = [PYTHON, "-m", "tests.peers.open_folder", tmp_path / "folder", out, layout]
+  environment = os.environ | {"PYTHONPATH": str(ROOT)}
+  done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr[-2000:]
+  ours, theirs = model(TOKENS)[0], np.load(out)
+  assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
