@@ -3,9 +3,10 @@
     python scripts/locked.py train,dev > requirements.txt
     pip install --require-hashes -r requirements.txt
 
-`constraints.txt` locks all extras but `cuda13`, whose additional packages are in
-`constraints-cuda13.txt`. Which packages an extra needs follows from the comments `# via PACKAGE` of
-these files. The tools that build the project (the group `build`) are always included.
+`constraints.txt` locks all extras but `rouge` and `lm-eval`, which no environment here has, and
+`cuda13`, whose additional packages are in `constraints-cuda13.txt`. Which packages an extra needs
+follows from the comments `# via PACKAGE` of these files. The tools that build the project (the
+group `build`) are always included.
 """
 
 import re
