@@ -60,4 +60,4 @@ SWEEP = grid(
   task=TASK,
   folder="{model}-d{width}-n{state}-mlp-{mlp}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="width", line="model", panel="state")
+PLOT = Plot(x="width", line="model", panel="state", where={"mlp": "yes"})

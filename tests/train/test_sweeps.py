@@ -19,7 +19,7 @@ from train.cli.main import main
 from train.config import ConfigError
 from train.data.windows import train_batches
 from train.runs.run_folder import RunFolder, RunFolderError
-from train.sweeps import Plot, Recall, Run, grid, groups, plan, plots, spec, tables, training, work
+from train.sweeps import Plot, Recall, grid, groups, plan, plots, spec, tables, training, work
 
 RATES, SEEDS = (3e-3, 1e-2), (0, 1)
 
@@ -66,8 +66,8 @@ def recall_runs(**changes):
   return grid(cfg, {"model.dim": (16,)}, learning_rates=RATES, seeds=SEEDS, task=task)
 
 
-def kill_after(monkeypatch, step):
-  """Ends a sweep, as SIGKILL would, when a group has done so many steps; it saves all the time."""
+def kill_after(monkeypatch, step, *, saved):
+  """Ends a sweep, as SIGKILL would, when a group has done so many steps, saved until `saved`."""
   monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
   for kind in (work.Text, work.Recalling):
     advance = kind.advance
@@ -75,6 +75,8 @@ def kill_after(monkeypatch, step):
     def until(self, advance=advance):
       if self.step >= step:
         raise Killed
+      if self.step >= saved:
+        monkeypatch.setattr(training, "SAVE_SECONDS", np.inf)
       return advance(self)
 
     monkeypatch.setattr(kind, "advance", until)
@@ -130,13 +132,14 @@ def test_killed_sweep_resumes_bit_exact_and_finished_runs_are_skipped(
     check_against_fit(whole.runs[0], reference.scores[0], str(tmp_path / "alone"))
   assert len({json.dumps(scores) for scores in reference.scores}) == 4 - 2 * (kind == "recall")
   with monkeypatch.context() as patch:
-    kill_after(patch, 4)
+    last, saved = (8, 6) if kind == "text" else (6, 3)
+    kill_after(patch, last, saved=saved)
     with pytest.raises(Killed):
       training.train(parts, say=quiet)
     assert training.collect(parts).scores == [None] * 4
   said = []
   outcome = training.train(parts, say=said.append)
-  assert any(line.startswith("resuming after step 6 of") for line in said)
+  assert any(line.startswith(f"resuming after step {saved} of") for line in said)
   assert outcome.scores == reference.scores
   assert results(parts) == results(whole)
   assert not list(parts.folder.glob("unfinished"))
@@ -333,6 +336,10 @@ def test_plot_draws_the_best_rates_with_their_spread(tmp_path, monkeypatch):
   assert (tmp_path / "a.png").stat().st_size > 5000
   plots.draw(rows, Plot(line="model.dim"), "accuracy", tmp_path / "b.png")
   assert [x for x, _, _ in drawn[1:]] == [[3e-3, 1e-2]] * 2
+  drawn.clear()
+  plots.draw(rows, Plot(x="model.dim", where={"model.dim": 32}), "accuracy", tmp_path / "a.png")
+  plots.draw(rows, Plot(), "accuracy", tmp_path / "b.png")  # a line per value all the same
+  assert [x for x, _, _ in drawn] == [[32], *[[3e-3, 1e-2]] * 2]
   with pytest.raises(ValueError, match="'width', which is no label"):
     plots.draw(rows, Plot(x="width"), "accuracy", tmp_path / "c.png")
 
@@ -359,7 +366,7 @@ def test_sweep_killed_by_sigkill_resumes_bit_exact(tmp_path, command):
   """The whole command, killed as soon as it has saved."""
   path = tmp_path / "killed.py"
   path.write_text(
-    FILE.replace("steps=7", "steps=400").replace("Recall(", "Recall(train_rows=8, test_rows=4, ")
+    FILE.replace("steps=7", "steps=100").replace("Recall(", "Recall(train_rows=8, test_rows=4, ")
   )
   code = (
     "import sys; from train.sweeps import training; from train.cli.main import main;"
@@ -369,25 +376,21 @@ def test_sweep_killed_by_sigkill_resumes_bit_exact(tmp_path, command):
   place = tmp_path / "parts"
   process = command("-c", code, *arguments, str(place))
   deadline = time.monotonic() + 300
-  while not list(place.glob("unfinished/*/[1-9]*/digests.json")) and time.monotonic() < deadline:
+  saved = lambda: [x for x in place.glob("unfinished/*/*") if x.name.isdecimal()]
+  while not saved() and time.monotonic() < deadline:
     assert process.poll() is None, process.communicate()[1]
     time.sleep(0.02)
   os.kill(process.pid, signal.SIGKILL)
-  assert process.wait() == -signal.SIGKILL
-  assert (
-    "resuming after step" in (out := command("-c", code, *arguments, str(place)).communicate())[0]
-  )
-  assert command("-c", code, *arguments, str(tmp_path / "whole")).wait() == 0
+  process.communicate()
+  assert process.returncode == -signal.SIGKILL
+
+  def run(folder):
+    process = command("-c", code, *arguments, str(folder))
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out
+
+  assert "resuming after step" in run(place)
+  run(tmp_path / "whole")
   one, other = ((tmp_path / name / "runs.jsonl").read_text() for name in ("parts", "whole"))
-  assert one.replace(str(place), "") == other.replace(str(tmp_path / "whole"), ""), out
-
-
-def test_plain_configs_are_runs(tiny, tmp_path, config_file):
-  path = tmp_path / "plain.py"
-  config_file(tiny(), "one.py")
-  path.write_text(
-    "from train.config import load_config\nfrom pathlib import Path\n"
-    "SWEEP = [load_config(Path(__file__).parent / 'one.py')]\n"
-  )
-  (run,) = spec.load(path, folder=tmp_path / "x").runs
-  assert isinstance(run, Run) and run.labels == {} and run.task is None
+  assert one.replace(str(place), "") == other.replace(str(tmp_path / "whole"), "")

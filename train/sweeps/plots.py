@@ -13,8 +13,9 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
   """Writes the picture of a table (`tables.table`) in the format of the suffix of `output`.
 
   Against a label, the best learning rate for each combination is drawn; against "learning_rate",
-  all are. A point is the mean over seeds, a bar goes from the least to the largest value. A line
-  has the same color and marker in all panels.
+  all are. A point is the mean over seeds, a bar goes from the least to the largest value. Labels of
+  which the plot says nothing are part of a line's name, where they differ. A line has the same
+  color and marker in all panels.
 
   Raises:
     ValueError: there is nothing to draw yet, or the plot names a label that the table lacks.
@@ -24,16 +25,26 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
 
-  for name in (plot.x, plot.line, plot.panel):
+  for name in (plot.x, plot.line, plot.panel, *plot.where):
     if name is not None and not any(name in row for row in rows):
       raise ValueError(f"the plot has {name!r}, which is no label of the sweep.")
   kept = [row for row in rows if row.get(score) is not None]
+  kept = [row for row in kept if all(row.get(k) == v for k, v in plot.where.items())]
   if plot.x != "learning_rate":
     kept = [row for row in kept if row["best"]]
   if not kept:
     raise ValueError("no learning rate has all its seeds finished, so there is nothing to draw.")
-  values = lambda name: list(dict.fromkeys(row[name] for row in kept)) if name else [None]
-  panels, lines = values(plot.panel), values(plot.line)
+  values = lambda name: list(dict.fromkeys(row.get(name) for row in kept))
+  panels: list[Any] = values(plot.panel) if plot.panel else [None]
+  if all(isinstance(panel, int | float) for panel in panels):
+    panels.sort()
+  labels = list(
+    dict.fromkeys(x for row in kept for x in list(row)[: list(row).index("parameters")])
+  )
+  others = [name for name in labels if name not in (plot.x, plot.panel) and len(values(name)) > 1]
+  title = [plot.line, *(name for name in others if name != plot.line)] if plot.line else others
+  line_of = lambda row: ", ".join(str(row.get(name)) for name in title)
+  lines = list(dict.fromkeys(map(line_of, kept)))
   columns = min(3, len(panels))
   shape = (-(-len(panels) // columns), columns)
   size = (3.6 * columns + 1.6, 3.0 * shape[0])
@@ -44,8 +55,10 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
   is_number = all(isinstance(row[plot.x], int | float) for row in kept)
   for axis, panel in zip(axes.flat, panels, strict=False):
     for number, line in enumerate(lines):
-      of = {plot.panel: panel, plot.line: line}
-      points = [row for row in kept if all(row.get(k) == v for k, v in of.items() if k)]
+      points = [row for row in kept if line_of(row) == line]
+      points = [row for row in points if plot.panel is None or row.get(plot.panel) == panel]
+      if not points:
+        continue
       if is_number:
         points.sort(key=lambda row: row[plot.x])
       x = [row[plot.x] if is_number else str(row[plot.x]) for row in points]
@@ -53,23 +66,25 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
       below = [row[score] - row[f"{score} min"] for row in points]
       above = [row[f"{score} max"] - row[score] for row in points]
       axis.errorbar(
-        x, y, (below, above), label=str(line), color=colors(number), capsize=2, markersize=4,
+        x, y, (below, above), label=line, color=colors(number), capsize=2, markersize=4,
         linewidth=1.2, marker=markers[number % len(markers)],
       )  # fmt: skip
     axis.set(title="" if panel is None else f"{plot.panel} {panel}")
     axis.grid(alpha=0.3)
     if is_number and min(row[plot.x] for row in kept) > 0:
       axis.set_xscale("log", base=10 if plot.x == "learning_rate" else 2)
-      if plot.x != "learning_rate":
-        ticks = sorted({row[plot.x] for row in kept})
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-        axis.minorticks_off()
+      ticks = sorted({row[plot.x] for row in kept})
+      axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+      axis.minorticks_off()
   for axis in axes.flat[len(panels) :]:
     axis.set_axis_off()
   figure.supxlabel(plot.x.replace("_", " "), fontsize=10)
   figure.supylabel(score, fontsize=10)
-  if lines != [None]:
-    handles, names = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, names, title=plot.line, loc="outside right upper", frameon=False)
+  if title:
+    found = [axis.get_legend_handles_labels() for axis in axes.flat]
+    handles = {name: handle for of in found for handle, name in zip(*of, strict=True)}
+    handles = {line: handles[line] for line in lines}
+    names, place = ", ".join(title), "outside right upper"
+    figure.legend(handles.values(), handles, title=names, loc=place, frameon=False)
   figure.savefig(output, dpi=110)
   plt.close(figure)

@@ -53,11 +53,15 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plot:
-  """Axes of a sweep's plot, as labels: a line per `line`, a panel per `panel`."""
+  """Axes of a sweep's plot, as labels: a line per `line`, a panel per `panel`.
+
+  `where` has the values of labels of which only these are drawn.
+  """
 
   x: str = "learning_rate"
   line: str | None = None
   panel: str | None = None
+  where: Mapping[str, Label] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,8 +230,8 @@ def _prepared(run: Run, folder: Path, changes: Sequence[str]) -> Run:
       f"--set {change}: {path} is an axis of the sweep; choose values by --only, or in the file.",
     )
   of_task = [x.removeprefix("task.") for x in changes if x.startswith("task.")]
-  cfg = apply_overrides(run.cfg, [x for x in changes if not x.startswith("task.")])
-  task = run.task
+  of_cfg = [x for x in changes if not x.startswith("task.")]
+  cfg, task = apply_overrides(run.cfg, of_cfg) if of_cfg else run.cfg, run.task
   if of_task:
     check(task is not None, f"--set task.{of_task[0]}: {run.cfg.run_dir} has no task.")
     task = apply_overrides(task, of_task)

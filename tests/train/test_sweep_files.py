@@ -1,0 +1,107 @@
+"""The sweeps of the papers' comparisons: what they compare, and that they train."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import WORDS
+from train.cli.main import main
+from train.config import to_dict
+from train.sweeps import Recall, Run, spec
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
+PAGE = (ROOT / "docs" / "sweeps.md").read_text()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_sweep_file_has_three_seeds_and_rates_of_each_model(path, monkeypatch):
+  monkeypatch.setenv("LNSSM_DATA", "folder")
+  sweep = spec.load(path)
+  of_labels = {}
+  for run in sweep.runs:
+    key = tuple(run.labels.items())
+    of_labels.setdefault(key, []).append((spec.rate_of(run), run.cfg.seed))
+  assert len(of_labels) > 5
+  for pairs in of_labels.values():
+    rates = {rate for rate, _ in pairs}
+    assert len(rates) == 3 and len(pairs) == 9 and {seed for _, seed in pairs} == {0, 1, 2}
+  for name in (sweep.plot.x, sweep.plot.line, sweep.plot.panel):
+    assert name in (None, "learning_rate", *sweep.runs[0].labels)
+  text, name = path.read_text(), f"configs/sweeps/{path.name}"
+  assert f"python -m train sweep {name}" in text and "Measured: " in text
+  assert f"`{name}`" in PAGE
+
+
+def test_sweeps_of_states_compare_states_of_equal_size():
+  """Rows of a head times its columns, over all partitions that a model has."""
+  from flax import nnx
+
+  from lnssm_jax.mixers import MIXERS
+
+  sizes = {}
+  for run in spec.load(ROOT / "configs/sweeps/mqar_states.py", only=["seed=0", "lr=0.01"]).chosen:
+    model = run.cfg.model
+    heads = {"num_heads": model.num_heads, **model.mixer_options}
+    mixer = nnx.eval_shape(lambda: MIXERS[model.mixer](model.dim, **heads, rngs=nnx.Rngs(0)))  # noqa: B023
+    state = nnx.eval_shape(lambda: mixer.init_state(1))  # noqa: B023
+    leaves = [x.kv for x in (state if isinstance(state, tuple) else (state,)) if hasattr(x, "kv")]
+    leaves = leaves or [state.kv]
+    sizes.setdefault(run.labels["rows"], set()).add(sum(leaf.size for leaf in leaves))
+  assert sizes == {rows: {rows * 32 * 2} for rows in (32, 96, 160, 288)}
+
+
+def test_page_of_sweeps_runs(monkeypatch):
+  monkeypatch.chdir(ROOT)
+  names = {}
+  found = []
+  for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+    exec(block, names)
+    found.append(names["SWEEP"])
+  assert [len(runs) for runs in found] == [2 * 2 * 2 * 3, 2 * 2 * 2 * 3]
+  assert found[0][0].cfg.run_dir == "lnssm-64-lr0.001-seed0" and found[0][0].task is None
+  assert {to_dict(run.task)["pairs"] for run in found[1]} == {4, 8}
+  assert isinstance(found[1][0].task, Recall)
+
+
+def test_plain_configs_are_runs(tiny, tmp_path, config_file):
+  path = tmp_path / "plain.py"
+  config_file(tiny(), "one.py")
+  path.write_text(
+    "from train.config import load_config\nfrom pathlib import Path\n"
+    "SWEEP = [load_config(Path(__file__).parent / 'one.py')]\n"
+  )
+  (run,) = spec.load(path, folder=tmp_path / "x").runs
+  assert isinstance(run, Run) and run.labels == {} and run.task is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_first_model_of_a_sweep_file_trains_at_a_tiny_size(path, tmp_path, monkeypatch, capsys):
+  monkeypatch.setenv("LNSSM_DATA", "folder")
+  sweep = spec.load(path)
+  first, lr = sweep.runs[0], f"lr={spec.rate_of(sweep.runs[0])}"
+  sizes = ["seq_len=16", "global_batch=2", "steps=2", "model.vocab_size=300"]
+  sizes += ["optimizer.warmup_steps=0"]
+  if first.task is None:
+    rng, sources = random.Random(0), {}
+    for name, count in (("a", 20), ("b", 4)):
+      rows = [json.dumps({"text": " ".join(rng.choices(WORDS, k=30))}) for _ in range(count)]
+      (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+      sources[name] = str(tmp_path / f"{name}.jsonl")
+    data = {"sources": sources, "train": ("a",), "validation": ("b",), "tokenizer": "bytes"}
+    data["folder"] = str(tmp_path / "tokens")
+    sizes += [f"data.{name}={value}" for name, value in data.items()]
+    sizes += ["model.dim=128", "model.num_heads=2", "model.num_layers=1"]
+  else:
+    sizes += ["task.pairs=2", "task.train_rows=4", "task.test_rows=2"]
+  chosen = [f"{name}={value}" for name, value in first.labels.items()]
+  changes = [x for size in sizes for x in ("--set", size)]
+  only = [x for choice in (*chosen, lr) for x in ("--only", choice)]
+  assert main(["sweep", str(path), "--out", str(tmp_path / "out"), *changes, *only]) == 0
+  assert "group 1 of 1" in capsys.readouterr().out
+  rows = [json.loads(line) for line in (tmp_path / "out" / "table.jsonl").read_text().splitlines()]
+  assert [row["seeds"] for row in rows if row["best"]] == [3]
