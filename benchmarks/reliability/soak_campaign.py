@@ -93,12 +93,13 @@ class Campaign:
     return self.steps / (time.monotonic() - begin)
 
   def renew(self) -> None:
-    """Begins the next run, which finds its programs compiled."""
+    """Begins the next run, which finds its programs compiled, and the data as it was."""
+    if self.harm is not None:
+      self.harm.undo()
     self.number, self.reached, self.harm, self.excused = self.number + 1, 0, None, set()
     name = f"run-{self.number}-of-{self.processes}"
     self.cfg = settings(self.root, name, self.processes, self.steps)
-    programs = Path(self.reference.run_dir) / "programs"
-    shutil.copytree(programs, Path(self.cfg.run_dir) / "programs")
+    shutil.copytree(f"{self.reference.run_dir}/programs", f"{self.cfg.run_dir}/programs")
 
   def start(
     self, cfg: config.Train, before: Callable[[], object] = int, out: int | None = None
@@ -260,12 +261,12 @@ class Campaign:
         hanging.append(child)
         child.kill()
         child.join()
-    if hanging:
-      self.blame("wrong", self.last, f"{len(hanging)} of {len(children)} processes hang")
+    for child in hanging:
+      self.blame("wrong", self.last, f"process {children.index(child)} hangs")
     codes = [child.exitcode for child in children]
     out, errors = self.out.read_text(errors="replace"), self.errors.read_text(errors="replace")
     self.rows = rows_of(self.cfg)
-    complete = any(step == self.steps for kind, step, _ in self.rows if kind == "train")
+    complete = {key for key in self.expected if key[1] == self.steps} <= self.rows.keys()
     self.measure_loss(out)
     self.reached = max((step for kind, step, _ in self.rows if kind == "train"), default=0)
     if not hanging and not self.as_expected(codes, sent, complete):
@@ -290,9 +291,9 @@ class Campaign:
         code not in (0, None) for i, code in enumerate(codes) if i != victim
       )
     wanted = [ENDS[number] if i == victim else 0 for i in range(len(codes))]
-    last, saved = self.reached, newest_step(self.checkpoints)
-    if codes == wanted and (saved or 0) != last:
-      self.blame("silent", self.last, f"step {last} is the last, but {saved} is saved")
+    saved = newest_step(self.checkpoints) or 0
+    if codes == wanted and saved != self.reached:
+      self.blame("silent", self.last, f"step {self.reached} is the last, but {saved} is saved")
     return codes == wanted
 
   def examine_error(self, codes: list[int | None], errors: str) -> None:
@@ -350,8 +351,7 @@ class Campaign:
     if self.expected.keys() - self.rows.keys() - self.excused:
       self.blame("silent", self.last, "a complete run lacks rows")
     compare = lambda: sys.exit(int(parameters_differ(self.reference, self.cfg)))
-    child = multiprocessing.get_context("fork").Process(target=compare)
-    child.start()
+    (child := multiprocessing.get_context("fork").Process(target=compare)).start()
     child.join()
     if child.exitcode:
       self.blame("silent", self.last, "the last parameters differ")

@@ -101,6 +101,12 @@ def test_soak_success_without_the_last_step_is_a_silent_error(campaign):
   assert campaign.table["SIGTERM"].silent == 1
 
 
+def test_soak_next_run_finds_whole_data(campaign):
+  path = harm(campaign)
+  campaign.renew()
+  assert path.read_bytes() == b"whole" and campaign.harm is None
+
+
 def test_soak_report_of_lost_rows_excuses_them(campaign):
   campaign.harm = Harm("metrics.jsonl", campaign.metrics, b"", 0)
   write(campaign, [row(step) for step in (1, 3, 4)])
