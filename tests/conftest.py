@@ -77,7 +77,7 @@ def _write_programs_whole():
     if not path.exists():
       part = self.path / f"{key}.{os.getpid()}"
       part.write_bytes(value)
-      part.rename(path)
+      os.replace(part, path)  # also where another process was faster
 
   mock.patch.object(lru_cache.LRUCache, "put", put).start()
 
