@@ -40,6 +40,16 @@ def pytest_configure(config):
     gc.set_threshold(100_000, 20, 100)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are chosen
+def pytest_collection_modifyitems(config, items):
+  """Marks the tests of slow.txt, which only `make test-all` runs."""
+  lines = (config.rootpath / "tests/slow.txt").read_text().splitlines()
+  slow = {line for line in lines if not line.startswith("#")}
+  for item in items:
+    if item.nodeid in slow:
+      item.add_marker(pytest.mark.slow)
+
+
 def pytest_sessionfinish():
   """Collects garbage once at the end, instead of once by each of pytest's hooks and by Python."""
   gc.collect()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax import generate, ops
+from lnssm_jax import drawing, generate, ops
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
@@ -220,10 +220,12 @@ def test_generation_updates_the_states_in_place(hopper):
   B, L, H, K, vocab = 3, 2, 2, 16, 29
   sizes = {"vocab_size": vocab, "dim": H * K, "num_layers": L, "num_heads": H}
   model = LanguageModel(**sizes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-  keys, limits = jax.random.split(jax.random.key(0), B), (jnp.float32(1), jnp.float32(1))
+  options = generate.SamplingOptions(max_tokens=1)
+  keys, limits = jax.random.split(jax.random.key(0), B), drawing.limits_of(options)
+  choice = drawing.choice_of(options, vocab, log_probs=False)
   states = generate._apart(model, model.init_state(B))
   traced = generate._decode.trace(
-    model, states, jnp.zeros((B, vocab)), keys, 0, limits, choice=generate._Choice("all", vocab)
+    model, states, jnp.zeros((B, vocab)), None, keys, 0, limits, choice=choice
   )
   module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
   functions = {f.sym_name.value: f for f in operations(module.body, "func.func")}

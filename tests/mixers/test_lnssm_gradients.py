@@ -7,7 +7,6 @@ import optax
 import pytest
 from flax import nnx
 
-from lnssm_jax import ops
 from lnssm_jax.mixers import LNSSM
 from tests.mixers.helpers import apply, inputs, random_lnssm, split
 from tests.mixers.references import lnssm as reference
@@ -130,6 +129,13 @@ def test_algorithm_2_as_printed_is_not_the_gradient_of_the_decay():
   q, k, v, weight = (rng.normal(size=(1, 6, 1, size)) for size in (3, 3, 2, 2))
   a = np.array([0.9, 0.5, 0.1])
 
+  def loss(a):
+    S, total = np.zeros((3, 2)), 0.0
+    for t in range(6):
+      S = a[:, None] * S + np.outer(k[0, t, 0], v[0, t, 0])
+      total += q[0, t, 0] @ S @ weight[0, t, 0]
+    return total
+
   S, D, corrected, printed = np.zeros((3, 2)), np.zeros((3, 2)), np.zeros(3), np.zeros(3)
   for t in range(6):
     D = S + a[:, None] * D
@@ -137,13 +143,7 @@ def test_algorithm_2_as_printed_is_not_the_gradient_of_the_decay():
     corrected += q[0, t, 0] * (D @ weight[0, t, 0])
     printed += q[0, t, 0] * (a[:, None] * (S + a[:, None] * D) @ weight[0, t, 0])
 
-  with jax.enable_x64():
-    arrays = [jnp.asarray(x) for x in (q, k, v)]
-
-    def loss(a):
-      out, _ = ops.linear_attention(*arrays, log_decay=jnp.log(a)[None], scale=1.0)
-      return jnp.sum(weight * out)
-
-    exact = np.asarray(jax.grad(loss)(jnp.asarray(a)))
-  np.testing.assert_allclose(corrected, exact, rtol=1e-10)
+  h = 1e-5
+  exact = np.array([(loss(a + h * e) - loss(a - h * e)) / (2 * h) for e in np.eye(3)])
+  np.testing.assert_allclose(corrected, exact, rtol=1e-7)
   assert np.abs(printed / exact - 1).max() > 0.5
