@@ -25,7 +25,7 @@ from lnssm_jax.models.settings import complete, graph_of, params_of
 from lnssm_jax.pretrained import exports, folders
 from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers
 from lnssm_jax.pretrained.loaded import LoadedModel
-from lnssm_jax.pretrained.manifest import ExportError
+from lnssm_jax.pretrained.manifest import SAME_FUNCTION, ExportError
 
 
 def load(
@@ -196,18 +196,7 @@ def _explicit(settings: Mapping[str, Any]) -> dict[str, Any]:
   return values | {"mixer": mixer, "mixer_options": options}
 
 
-# Settings that do not change the function of a trained model.
-_ASIDE = (
-  "dtype",
-  "param_dtype",
-  "remat",
-  "unroll",
-  "initialization",
-  "embedding_dropout",
-  "residual_dropout",
-  "drop_path",
-  "sequence_axis",
-)
+_ASIDE = (*SAME_FUNCTION, "param_dtype", "sequence_axis")
 
 
 def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,17 @@ FORMAT = list(FORMATS)[-1]
 _MAX_MANIFEST = 1 << 26  # bytes
 MAX_PATTERN = 1024  # layers of a pattern of mixers, each of which is a program of its own
 
+# Settings of a model that do not affect its function of tokens and parameters, up to rounding.
+SAME_FUNCTION = (
+  "dtype",
+  "remat",
+  "unroll",
+  "initialization",
+  "embedding_dropout",
+  "residual_dropout",
+  "drop_path",
+)
+
 
 class ExportError(ValueError):
   """Exported model that cannot be written or read; the message says why."""

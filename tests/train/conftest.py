@@ -4,6 +4,8 @@ Its mixer is the LRN, whose programs are half as long to compile as those of the
 """
 
 import dataclasses
+import errno
+import fcntl
 import os
 import random
 import subprocess
@@ -167,3 +169,13 @@ def command():
     )
 
   return start
+
+
+@pytest.fixture
+def without_flock(monkeypatch):
+  """A file system without locks."""
+
+  def flock(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+  monkeypatch.setattr(fcntl, "flock", flock)

@@ -41,14 +41,6 @@ def saved(tmp_path):
 
 
 @pytest.fixture
-def without_locks(monkeypatch):
-  def flock(*_):
-    raise OSError(errno.ENOLCK, "No locks available")
-
-  monkeypatch.setattr(step_folders.fcntl, "flock", flock)
-
-
-@pytest.fixture
 def meanwhile(monkeypatch):
   """Returns a function that runs `action(step)` once, when a reader comes to a checkpoint."""
 
@@ -83,7 +75,7 @@ def test_reader_keeps_its_checkpoint_while_the_run_saves(saved):
   assert steps_in(saved) == [9]
 
 
-@pytest.mark.usefixtures("without_locks")
+@pytest.mark.usefixtures("without_flock")
 @pytest.mark.parametrize("owner, name", [(digests, "damage"), (store, "_read_once")])
 def test_reader_without_locks_takes_the_next_newest(owner, name, saved, meanwhile, capsys):
   meanwhile(owner, name, advance)
@@ -92,14 +84,14 @@ def test_reader_without_locks_takes_the_next_newest(owner, name, saved, meanwhil
   assert capsys.readouterr().err == ""  # nothing is damaged
 
 
-@pytest.mark.usefixtures("without_locks")
+@pytest.mark.usefixtures("without_flock")
 def test_reader_of_a_given_step_learns_that_it_was_deleted(saved, meanwhile):
   meanwhile(digests, "damage", advance)
   with pytest.raises(DeletedError, match=r"checkpoint .*/7 was deleted by its run while"):
     load(saved, step=7)
 
 
-@pytest.mark.usefixtures("without_locks")
+@pytest.mark.usefixtures("without_flock")
 def test_reader_gives_up_when_every_step_is_deleted(saved, monkeypatch):
   def deleted(path, *_):
     step = step_folders.Step(path)
@@ -114,7 +106,7 @@ def test_reader_gives_up_when_every_step_is_deleted(saved, monkeypatch):
   assert steps_in(saved) == [3, 10]
 
 
-@pytest.mark.usefixtures("without_locks")
+@pytest.mark.usefixtures("without_flock")
 @pytest.mark.parametrize("name", ["damage", "size"])
 def test_verify_never_calls_a_deleted_step_damaged(name, saved, meanwhile):
   meanwhile(digests, name, shutil.rmtree)
@@ -122,7 +114,7 @@ def test_verify_never_calls_a_deleted_step_damaged(name, saved, meanwhile):
   assert whole and [line.split()[:3] for line in lines] == [["step", "7", "intact,"]]
 
 
-@pytest.mark.usefixtures("without_locks")
+@pytest.mark.usefixtures("without_flock")
 def test_verify_when_all_steps_are_replaced_reports_the_new_ones(saved, meanwhile):
   def all_new(folder):
     for step in (3, 7):
@@ -147,7 +139,7 @@ def test_steps_listed_while_one_is_deleted(saved, monkeypatch):
   assert steps_in(saved) == [7]
 
 
-@pytest.mark.usefixtures("without_locks")
+@pytest.mark.usefixtures("without_flock")
 @pytest.mark.parametrize("owner, name", [(digests, "damage"), (report.OrbaxArrays, "kind")])
 def test_inspect_of_a_deleted_step_shows_the_next_newest(owner, name, saved, meanwhile):
   (saved.parent / "config.json").write_text('{"data": {}}')

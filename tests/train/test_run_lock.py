@@ -1,6 +1,5 @@
 """Two runs in one folder: noticed with and without locks of the file system."""
 
-import errno
 import json
 import os
 import subprocess
@@ -19,14 +18,6 @@ from train.runs.run_lock import FILE, LockedError, RunLock
 @pytest.fixture
 def folder(tmp_path):
   return tmp_path
-
-
-@pytest.fixture
-def without_flock(monkeypatch):
-  def flock(*_):
-    raise OSError(errno.ENOLCK, "No locks available")
-
-  monkeypatch.setattr(run_lock.fcntl, "flock", flock)
 
 
 @pytest.fixture

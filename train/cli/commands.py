@@ -5,10 +5,13 @@ import dataclasses
 import json
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train import config
 from train.config import apply_overrides
+
+if TYPE_CHECKING:
+  from lnssm_jax.pretrained.loaded import LoadedModel
 
 
 def fit(options: argparse.Namespace) -> int | None:
@@ -59,23 +62,19 @@ def sweep(options: argparse.Namespace) -> int | None:
 
 def evaluate(options: argparse.Namespace) -> None:
   """Prints the losses of a run on its validation sets, or of any model on given text."""
-  from lnssm_jax.pretrained import exports
-  from train.runs import config_file, evaluation, loading
+  from train.runs import config_file, evaluation
 
-  exported = options.run_dir and not options.config and exports.is_exported(options.run_dir)
-  if exported and not options.input:
-    raise ValueError(
-      f"{options.run_dir} is an exported model and has no validation sets; name text by --input."
-    )
   if options.input:
     from train.tasks import perplexity
 
-    model = loading.load_model(options.run_dir) if exported else None
-    model = model or loading.of_run(run_config(options), ema=options.ema)
-    report = perplexity.lm(model, options.input)
+    report = perplexity.lm(_model(options), options.input)
     rows = report.tables["corpora"]
     print(json.dumps(rows, indent=2) if options.json else report.text())
     return
+  if _is_exported(options):
+    raise ValueError(
+      f"{options.run_dir} is an exported model and has no validation sets; name text by --input."
+    )
   if options.run_dir and not options.config and config_file.is_vision(options.run_dir):
     from train.vision import loop
 
@@ -106,15 +105,10 @@ def generate(options: argparse.Namespace) -> None:
   changes = {name: value for name, value in changes.items() if value is not None}
   if options.prompt and "" in options.prompt:
     raise ValueError("--prompt is empty; give some text, or omit it to start a new document.")
-  from lnssm_jax.pretrained import exports, texts
+  from lnssm_jax.pretrained import texts
   from train.runs import loading
 
-  if options.run_dir and not options.config and exports.is_exported(options.run_dir):
-    if options.set:
-      raise ValueError("--set changes settings of a run; an exported model has none.")
-    loaded = loading.load_model(options.run_dir, ema=options.ema)
-  else:
-    loaded = loading.of_run(run_config(options), ema=options.ema)
+  loaded = _model(options)
   settings = config.Sample(**{**loaded.settings.get("sample", {}), **changes})
   prompts = options.prompt or [settings.prompt]
   model, tokenizer = loaded.model, loaded.tokenizer
@@ -257,6 +251,24 @@ def _code_of(stopped_by: str | None, stopped_code: int) -> int:
 def config_of(options: argparse.Namespace) -> config.Train:
   """Config from --config, with every --set applied."""
   return apply_overrides(config.load_config(options.config), options.set)
+
+
+def _is_exported(options: argparse.Namespace) -> bool:
+  """Whether --run-dir, without --config, is an exported model."""
+  from lnssm_jax.pretrained import exports
+
+  return bool(options.run_dir) and not options.config and exports.is_exported(options.run_dir)
+
+
+def _model(options: argparse.Namespace) -> "LoadedModel":
+  """The model of --run-dir, a run or an exported model, or of --config; --ema: its average."""
+  from train.runs import loading
+
+  if not _is_exported(options):
+    return loading.of_run(run_config(options), ema=options.ema)
+  if options.set:
+    raise ValueError("--set changes settings of a run; an exported model has none.")
+  return loading.load_model(options.run_dir, ema=options.ema)
 
 
 def run_config(options: argparse.Namespace) -> config.Train:

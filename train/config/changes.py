@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from lnssm_jax.pretrained.manifest import SAME_FUNCTION
 from train.config.loading import to_dict
 
 # Settings that a resumed run may change: they affect the result of a step by rounding only, except
@@ -24,16 +25,6 @@ FREE = (
   "model.remat",
   "model.unroll",
   "workers",
-)
-# Settings of a model that do not affect its function of tokens and parameters, up to rounding.
-SAME_FUNCTION = (
-  "dtype",
-  "remat",
-  "unroll",
-  "initialization",
-  "embedding_dropout",
-  "residual_dropout",
-  "drop_path",
 )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lnssm_jax.pretrained.exports import flat, name_of
 from lnssm_jax.sharding import has_weight_decay
 from train import config
 
@@ -128,7 +129,7 @@ def _scale_by_name(factors: Mapping[str, float]) -> optax.GradientTransformation
   """Multiplies each update by the factor of the first pattern that its name matches."""
 
   def init(params):
-    names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    names = list(flat(params))
     for pattern in factors:
       if not fnmatch.filter(names, pattern):
         raise config.ConfigError(
@@ -140,7 +141,7 @@ def _scale_by_name(factors: Mapping[str, float]) -> optax.GradientTransformation
     del params
 
     def scale(path, x):
-      matches = (factor for p, factor in factors.items() if fnmatch.fnmatchcase(_name(path), p))
+      matches = (factor for p, factor in factors.items() if fnmatch.fnmatchcase(name_of(path), p))
       factor = next(matches, 1.0)
       # Not 0 * x: the gradient of a frozen parameter may overflow.
       return x * factor if factor else jnp.zeros_like(x)
@@ -148,10 +149,6 @@ def _scale_by_name(factors: Mapping[str, float]) -> optax.GradientTransformation
     return jax.tree_util.tree_map_with_path(scale, updates), state
 
   return optax.GradientTransformation(init, update)
-
-
-def _name(path: Any) -> str:
-  return ".".join(entry.key for entry in path)
 
 
 def as_skipped(before: Any, after: Any) -> Any:

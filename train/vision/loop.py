@@ -123,11 +123,9 @@ def evaluate_run(cfg: Vision) -> Row:
   validation = _open_validation(cfg)
   whole, rows = _shardings(cfg)
   initialize, _, evaluate = make_steps(cfg, epoch=1)
-  shapes = jax.eval_shape(initialize, jax.random.key(cfg.seed))
-  models = {name: shapes[name] for name in ("params", "ema") if name in shapes}
-  describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-  checkpoints = run_folder.RunFolder(cfg.run_dir).checkpoints
-  state, step, _ = store.load(checkpoints, jax.tree.map(describe, models))
+  abstract = _abstract_state(cfg, initialize, whole)
+  models = {name: abstract[name] for name in ("params", "ema") if name in abstract}
+  state, step, _ = store.load(run_folder.RunFolder(cfg.run_dir).checkpoints, models)
   return _validate(step, state, validation, cfg, evaluate, rows)
 
 
@@ -232,12 +230,16 @@ def _begin(
   cfg: Vision, initialize: Callable, checkpoints: Checkpoints, whole: NamedSharding
 ) -> tuple[State, int]:
   """Restores the newest state and its step, or initializes one."""
-  key = jax.random.key(cfg.seed)
-  describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-  restored = checkpoints.restore(jax.tree.map(describe, jax.eval_shape(initialize, key)))
+  restored = checkpoints.restore(_abstract_state(cfg, initialize, whole))
   if restored is None:
-    return jax.jit(initialize, out_shardings=whole)(key), 0
+    return jax.jit(initialize, out_shardings=whole)(jax.random.key(cfg.seed)), 0
   return restored[0], int(restored[0]["step"])
+
+
+def _abstract_state(cfg: Vision, initialize: Callable, whole: NamedSharding) -> State:
+  """Shape, dtype and sharding of every leaf of the state, without allocating any."""
+  describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+  return jax.tree.map(describe, jax.eval_shape(initialize, jax.random.key(cfg.seed)))
 
 
 def _validate(
