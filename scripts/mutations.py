@@ -16,6 +16,7 @@ a test fails. A program that cannot be imported or a test that does not exist co
 import argparse
 import concurrent.futures
 import os
+import queue
 import re
 import shlex
 import shutil
@@ -92,22 +93,25 @@ def read_sources(root: Path = ROOT) -> dict[Path, str]:
   }
 
 
-def try_fault(fault: Fault, first_only: bool) -> Outcome:
-  """Runs the tests on a copy with the fault."""
+def try_fault(fault: Fault, first_only: bool, copies: queue.SimpleQueue[Path]) -> Outcome:
+  """Runs the tests on one of the copies, with the fault in it."""
+  folder = copies.get()
   begin = time.monotonic()
   result = lambda status, where: Outcome(fault, status, where, time.monotonic() - begin)
-  with tempfile.TemporaryDirectory() as folder:
-    copy_tracked(Path(folder))
-    path, text = fault.patched(read_sources(Path(folder)))
-    (Path(folder) / path).write_text(text)
+  path, text = fault.patched(read_sources(folder))
+  (folder / path).write_text(text)
+  try:
     for arguments in [*fault.tests, *([] if first_only else [""])]:
-      code, output = pytest(arguments, Path(folder))
+      code, output = pytest(arguments, folder)
       if code == 1:
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
         return result("caught", failed[0] if failed else arguments)
       if code != 0:
         return result("BROKEN", f"pytest {arguments} ends with {code}: {output[-600:]}")
-  return result("ESCAPED", "")
+    return result("ESCAPED", "")
+  finally:
+    shutil.copy2(ROOT / path, folder / path)
+    copies.put(folder)
 
 
 def pytest(arguments: str, folder: Path) -> tuple[int, str]:
@@ -149,8 +153,16 @@ def main() -> int:
     print(*wrong, f"{len(faults) - len(wrong)} of {len(faults)} faults apply", sep="\n")
     return bool(wrong)
   outcomes = []
-  with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-    futures = [pool.submit(try_fault, fault, args.first) for fault in faults]
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
+  ):
+    # One copy per job, for all of its faults: bytecode and compiled programs are made once.
+    copies = queue.SimpleQueue[Path]()
+    for job in range(args.jobs):
+      copy_tracked(Path(folder, str(job)))
+      copies.put(Path(folder, str(job)))
+    futures = [pool.submit(try_fault, fault, args.first, copies) for fault in faults]
     for future in concurrent.futures.as_completed(futures):
       outcomes.append(outcome := future.result())
       name = outcome.fault.name

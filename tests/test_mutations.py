@@ -1,4 +1,4 @@
-"""The planted faults still apply: `scripts/mutations.py` itself takes an hour."""
+"""The planted faults still apply: `scripts/mutations.py` itself takes half an hour."""
 
 import ast
 import importlib.util
