@@ -82,3 +82,10 @@ def draw(logits, keys, limits: Limits, choice: Choice):
   logits = jnp.where(likelier < limits.top_p, probable(logits), -jnp.inf)
   ranks = jax.vmap(jax.random.categorical)(keys, logits)
   return jnp.take_along_axis(tokens, ranks[:, None], axis=-1)[:, 0]
+
+
+def before_stop(row: np.ndarray, stop_token: int | tuple[int, ...] | None) -> np.ndarray:
+  """The tokens [N] before the first stop token, or all of them."""
+  if stop_token is None:
+    return row
+  return row[: np.argmax(stopped)] if (stopped := np.isin(row, stop_token)).any() else row

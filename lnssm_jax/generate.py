@@ -15,7 +15,7 @@ each row, not on the row.
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,11 @@ import numpy as np
 from lnssm_jax import drawing
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.models import LanguageModel, layers
+
+if TYPE_CHECKING:
+  from lnssm_jax import linen
+
+type AnyModel = LanguageModel | linen.LanguageModel
 
 # Tokens drawn per call of the device: enough to hide the cost of the call, few enough to stop soon.
 _STEPS_PER_CALL = 32
@@ -103,7 +108,7 @@ class Continuation(NamedTuple):
 
 
 def generate(
-  model: LanguageModel,
+  model: AnyModel,
   prompts: Sequence[Sequence[int]],
   options: SamplingOptions,
   *,
@@ -114,6 +119,7 @@ def generate(
       rows = generate(model, [[1, 2, 3], [5]], SamplingOptions(max_tokens=8, temperature=0))
 
   Args:
+    model: or a Linen face that is bound, `linen.LanguageModel(...).bind(variables)`.
     prompts: lists of token ids, of any lengths of at least 1; with `start` they may be empty.
     start: the text before the prompts, of one row for all or one for each.
 
@@ -123,11 +129,11 @@ def generate(
       tokens; the message names it.
   """
   rows = np.stack(list(stream(model, prompts, options, start=start)), axis=1)  # [B, tokens]
-  return [before_stop(row, options.stop_token) for row in rows]
+  return [drawing.before_stop(row, options.stop_token) for row in rows]
 
 
 def generate_scored(
-  model: LanguageModel,
+  model: AnyModel,
   prompts: Sequence[Sequence[int]],
   options: SamplingOptions,
   *,
@@ -136,20 +142,13 @@ def generate_scored(
   """As `generate`, with the log-probability of each new token."""
   steps = list(_checked(model, prompts, options, start, log_probs=True))
   tokens, log_probs = (np.stack(parts, axis=1) for parts in zip(*steps, strict=True))
-  rows = [before_stop(row, options.stop_token) for row in tokens]
+  rows = [drawing.before_stop(row, options.stop_token) for row in tokens]
   pairs = zip(rows, log_probs, strict=True)
   return [Continuation(row, scores[: len(row)]) for row, scores in pairs]
 
 
-def before_stop(row: np.ndarray, stop_token: int | tuple[int, ...] | None) -> np.ndarray:
-  """The tokens [N] before the first stop token, or all of them."""
-  if stop_token is None:
-    return row
-  return row[: np.argmax(stopped)] if (stopped := np.isin(row, stop_token)).any() else row
-
-
 def stream(
-  model: LanguageModel,
+  model: AnyModel,
   prompts: Sequence[Sequence[int]],
   options: SamplingOptions,
   *,
@@ -165,7 +164,7 @@ def stream(
 
 
 def read(
-  model: LanguageModel,
+  model: AnyModel,
   prompts: Sequence[Sequence[int]],
   *,
   start: Prefix | None = None,
@@ -176,14 +175,14 @@ def read(
   Raises:
     ValueError: as `generate`.
   """
-  rows = _checked_prompts(prompts, model.vocab_size, start)
+  model, rows = _checked_prompts(model, prompts, start)
   _check_length(model, rows, 1, start)
   return _read(model, rows, check_positive("prefill_chunk", prefill_chunk), start)
 
 
 def _checked(model, prompts, options: SamplingOptions, start, *, log_probs: bool = False):
   """Checks the arguments of `generate`; the steps (tokens [B], log-probabilities [B] or None)."""
-  rows = _checked_prompts(prompts, model.vocab_size, start)
+  model, rows = _checked_prompts(model, prompts, start)
   _check_length(model, rows, options.max_tokens, start)
   if options.top_k is not None and options.top_k > model.vocab_size:
     raise ValueError(
@@ -210,7 +209,10 @@ def _check_length(model, rows, max_tokens: int, start: Prefix | None) -> None:
     )
 
 
-def _checked_prompts(prompts, vocab_size: int, start: Prefix | None) -> list[np.ndarray]:
+def _checked_prompts(model: Any, prompts, start: Prefix | None) -> tuple[Any, list[np.ndarray]]:
+  """(the NNX model, the prompts)."""
+  model = model.module() if hasattr(model, "module") else model
+  vocab_size = model.vocab_size
   if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
     raise ValueError("prompts holds text; encode it with the model's tokenizer first.")
   if len(prompts) == 0:
@@ -240,7 +242,7 @@ def _checked_prompts(prompts, vocab_size: int, start: Prefix | None) -> list[np.
         f"prompts[{number}] holds token ids from {prompt.min()} to {prompt.max()}, but the model's "
         f"vocabulary is 0 to {vocab_size - 1}; was it encoded with another tokenizer?"
       )
-  return checked
+  return model, checked
 
 
 def _run(model, prompts, options: SamplingOptions, start: Prefix | None, log_probs, row_keys):

@@ -12,8 +12,9 @@ returns the auxiliary outputs of mixers that route, as `with_aux` of the NNX mod
 collection's entry "aux" is a tuple with one of them. Faces are ordinary Linen modules: `nn.scan`,
 `nn.remat` and `nn.vmap` lift them. A face has the name of its class; `MIXERS` has those of mixers
 by the mixer's name. `layer.apply(variables, x, rngs={"dropout": key})` is the call with the
-`dropout_key` that Linen's `make_rng` derives from the key. Type checkers and editors read the
-fields from `linen.pyi`, which `scripts/linen_stub.py` writes.
+`dropout_key` that Linen's `make_rng` derives from the key. `face.module()` is the NNX module with
+the face's parameters, for its other methods; `generate` takes a bound face, `lm.bind(variables)`.
+Type checkers and editors read the fields from `linen.pyi`, which `scripts/linen_stub.py` writes.
 """
 
 import dataclasses
@@ -63,14 +64,33 @@ class Face(nn.Module):
     shapes = jax.eval_shape(params, jax.random.key(0))
     return made[0], shapes
 
+  def module(self) -> Any:
+    """Returns the NNX module with the parameters of this face, for its other methods.
+
+        states, _ = self.lm.module().hidden_states(tokens)                   # in a Linen method
+        model = linen.LanguageModel(...).bind(variables).module()            # outside of one
+
+    Raises:
+      ValueError: the face has no parameters: it is outside of a Linen method, and not bound.
+    """
+    if self.scope is None:
+      raise ValueError(
+        f"linen.{type(self).__name__}: this face has no parameters; bind it to them first: "
+        "face.bind(variables)."
+      )
+    return self._module()
+
   @nn.compact
-  def __call__(self, *args, **kwargs):
-    """Calls the NNX module."""
+  def _module(self):
     graph, shapes = self._abstract()
     key = self.make_rng("params") if self.is_initializing() else jax.random.key(0)
     made = functools.cache(lambda: self._split(key)[1])  # all parameters from one key, at once
     params = {name: self.param(name, lambda _, name=name: made()[name]) for name in shapes}
-    module: Any = nnx.merge(graph, params)
+    return nnx.merge(graph, params)
+
+  def __call__(self, *args, **kwargs):
+    """Calls the NNX module."""
+    module = self.module()
     if self.has_rng("dropout") and not self.is_initializing():
       kwargs.setdefault("dropout_key", self.make_rng("dropout"))
     collects = self.is_mutable_collection("aux") and not self.is_initializing()

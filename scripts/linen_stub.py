@@ -26,17 +26,23 @@ from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lnssm_jax import mixers, ops
+from lnssm_jax import mixers, models, ops
 from lnssm_jax.models.layers import LayerStates
 
 class Face(nn.Module):
   wrapped: ClassVar[Any]
   def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
   def init_state(self, batch_size: int) -> Any: ...
+  def module(self) -> Any: ...
 
 class _MixerFace[State](Face):
   def __call__(
-    self, x: jax.Array, state: State | None = ..., segment_ids: jax.Array | None = ...
+    self,
+    x: jax.Array,
+    state: State | None = ...,
+    segment_ids: jax.Array | None = ...,
+    *,
+    lengths: jax.Array | None = ...,
   ) -> tuple[jax.Array, State]: ...
   def init_state(self, batch_size: int) -> State: ...
 
@@ -47,12 +53,16 @@ class LanguageModel(Face):
     tokens: jax.Array,
     state: LayerStates | None = ...,
     segment_ids: jax.Array | None = ...,
+    *,
+    lengths: jax.Array | None = ...,
   ) -> tuple[jax.Array, LayerStates]: ...
   def init_state(self, batch_size: int) -> LayerStates: ...
+  def module(self) -> models.LanguageModel: ...
 
 class VisionModel(Face):
 {vision_model}
   def __call__(self, images: jax.Array) -> jax.Array: ...
+  def module(self) -> models.VisionModel: ...
 
 def face(module: type[nnx.Module]) -> type[Face]: ...
 

@@ -7,7 +7,9 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+from lnssm_jax import generate as generation
 from lnssm_jax import linen
+from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import LanguageModel, VisionModel
 from tests.mixers.helpers import split
@@ -118,3 +120,50 @@ def test_face_of_a_vision_model_equals_it():
 def test_unknown_face_raises():
   with pytest.raises(AttributeError, match="has no attribute 'Mamba9'"):
     linen.Mamba9  # noqa: B018
+
+
+LM = {"vocab_size": 11, "dim": 8, "num_layers": 2, "num_heads": 2, "mixer": "lrn"}
+
+
+class Encoder(nn.Module):
+  """The hidden states of a language model, in a Linen model."""
+
+  @nn.compact
+  def __call__(self, tokens):
+    return linen.LanguageModel(**LM, name="lm").module().hidden_states(tokens)[0]
+
+
+def test_module_of_a_face_inside_a_model_has_its_other_methods():
+  tokens = jnp.arange(10).reshape(2, 5)
+  variables = jax.jit(Encoder().init)(jax.random.key(0), tokens)
+  run = jax.jit(lambda variables: Encoder().apply(variables, tokens))
+  model = linen.LanguageModel(**LM).bind({"params": variables["params"]["lm"]}).module()
+  want = jax.jit(lambda model: model.hidden_states(tokens)[0])(model)
+  chex.assert_trees_all_equal(run(variables), want)
+
+
+@pytest.mark.slow
+def test_bound_face_generates_as_its_model_in_one_program():
+  face = linen.LanguageModel(**LM)
+  variables = jax.jit(face.init)(jax.random.key(0), jnp.zeros((1, 1), int))
+  bound, options = face.bind(variables), SamplingOptions(max_tokens=4)
+  got = generate(bound, [[1, 2, 3], [4]], options)
+  programs = generation._decode._cache_size()
+  chex.assert_trees_all_equal(got, generate(bound.module(), [[1, 2, 3], [4]], options))
+  assert generation._decode._cache_size() == programs
+
+
+def test_face_without_parameters_raises_naming_bind():
+  face = linen.LanguageModel(**LM)
+  for call in (face.module, lambda: generate(face, [[1]], SamplingOptions(max_tokens=1))):
+    with pytest.raises(ValueError, match=r"linen\.LanguageModel: .* no parameters.*face\.bind"):
+      call()
+
+
+def test_face_takes_lengths_and_embeddings():
+  face, x = linen.LanguageModel(**LM), jnp.ones((2, 5, 8))
+  variables = jax.eval_shape(face.init, jax.random.key(0), x)
+  run = lambda variables: face.apply(variables, x, lengths=jnp.array([5, 2]))
+  logits, state = jax.eval_shape(run, variables)
+  assert logits.shape == (2, 5, 11)
+  chex.assert_trees_all_equal_shapes(state, face.init_state(2))

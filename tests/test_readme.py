@@ -18,11 +18,13 @@ PAGES = ("README.md", "CONTRIBUTING.md")
 README = (ROOT / "README.md").read_text()
 MIXERS_PAGE = (ROOT / "docs" / "mixers.md").read_text()
 MIGRATION_PAGE = (ROOT / "docs" / "migration.md").read_text()
+OWN_MODELS_PAGE = (ROOT / "docs" / "own_models.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-  text = README + MIXERS_PAGE + MIGRATION_PAGE
-  return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+  """Programs of the pages; the blocks of the last page are one."""
+  of = lambda text: re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+  return [*of(README + MIXERS_PAGE + MIGRATION_PAGE), "".join(of(OWN_MODELS_PAGE))]
 
 
 STATES = dict(

@@ -8,6 +8,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.common.checks import check_positive, check_state
 from lnssm_jax.mixers.common.decays import log_decay
+from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows
 from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.ops import recording
 from lnssm_jax.ops.core.checks import check_floating, check_shape
@@ -56,6 +57,7 @@ class Mixer[State](nnx.Module):
     state: State | None = None,
     segment_ids: jax.Array | None = None,
     *,
+    lengths: jax.Array | None = None,
     dropout_key: jax.Array | None = None,
   ) -> tuple[jax.Array, State]:
     """Mixes the tokens of each sequence; causal.
@@ -69,18 +71,28 @@ class Mixer[State](nnx.Module):
       state: what an earlier call returned, or None at the start of a sequence. It belongs to the
         first segment.
       segment_ids: [B, T] integer; the state is reset wherever the id changes.
+      lengths: [B] integer, 0 to T, for rows that are padded on the right: how many tokens of each
+        are real. The state is then that after each row's own last token, and y is 0 at padding,
+        which may hold anything. Given both `state` and `lengths`, the work is up to twice that of a
+        call. Under `jit`, lengths outside are clipped.
       dropout_key: a key (`jax.random.key(0)`), or one for each row [B]: training, with dropout.
-        None drops nothing.
+        None drops nothing. Not with `lengths`.
 
     Returns:
       (y [B, T, D] in the mixer's `dtype`, the state after the last token).
 
     Raises:
-      ValueError: a shape or dtype is wrong, or a sequence is known to exceed the mixer's
-        `max_length`; the message names the mixer and the argument.
+      ValueError: a shape or dtype is wrong, a length is outside, or a sequence is known to exceed
+        the mixer's `max_length`; the message names the mixer and the argument.
+      NotImplementedError: `lengths` are given of a sequence that is sharded over devices.
     """
     self._check(x, state, segment_ids)
-    return self._mix_dropping(x, state, segment_ids, dropout_key)
+    if lengths is None:
+      return self._mix_dropping(x, state, segment_ids, dropout_key)
+    name, axis = type(self).__name__, self.sequence_axis
+    ends = checked_lengths(name, lengths, x, dropout_key, axis)
+    arguments = x, state, segment_ids, ends, self._init_state(len(x))
+    return run_rows(name, self._mix, *arguments, max_length=getattr(self, "max_length", None))
 
   @under_auto_axes(argument=1, results=(0, 0, REPLICATED))
   def with_aux(

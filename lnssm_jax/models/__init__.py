@@ -10,8 +10,8 @@ from lnssm_jax.models.channel_mixers import (
   SwiGLU,
 )
 from lnssm_jax.models.conversion import replace_mixers
-from lnssm_jax.models.language_model import REMAT_POLICIES, LanguageModel
-from lnssm_jax.models.layers import aux_loss
+from lnssm_jax.models.language_model import LanguageModel
+from lnssm_jax.models.layers import REMAT_POLICIES, aux_loss
 from lnssm_jax.models.settings import count_parameters
 from lnssm_jax.models.vision_model import Bidirectional, VisionModel
 

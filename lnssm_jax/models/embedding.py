@@ -1,4 +1,6 @@
-"""Embedding lookup with a bitwise reproducible gradient.
+"""The two ends of a language model: embedding lookup, and the head.
+
+The lookup has a bitwise reproducible gradient.
 
 The gradient of a row is a sum over all occurrences of its token. A scatter-add on a GPU adds
 them in the order in which its threads arrive. Here they are sorted by token, stably, and summed by
@@ -7,8 +9,32 @@ a segmented scan, so the order is that of the batch.
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from lnssm_jax.ops.core.checks import check_floating, check_shape
 from lnssm_jax.ops.core.spmd import vary_alike
+
+
+def check_tokens(name: str, tokens: jax.Array, dim: int) -> int:
+  """Returns B of tokens [B, T], or of embeddings [B, T, D] in their place.
+
+  Raises:
+    ValueError: they are neither, or there are none; the message begins with `name`.
+  """
+  if jnp.ndim(tokens) == 3:
+    axes = "embeddings [B, T, D] in place of tokens"
+    check_shape(name, "tokens", tokens, (None, None, dim), axes)
+    check_floating(name, "tokens", tokens)
+  else:
+    check_shape(name, "tokens", tokens, (None, None), "[B, T]")
+    if not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
+      raise ValueError(
+        f"{name}: tokens has dtype {jnp.result_type(tokens)}; token ids must be integers."
+      )
+  B, T = jnp.shape(tokens)[:2]
+  if not B * T:
+    raise ValueError(f"{name}: tokens has shape {jnp.shape(tokens)}; give at least one token.")
+  return B
 
 
 def lookup(
@@ -55,3 +81,10 @@ def _backward(residuals, d_rows):
 
 
 _lookup.defvjp(_forward, _backward)
+
+
+class Head(nnx.Module):
+  """W [D, vocab] of the logits h W."""
+
+  def __init__(self, dim: int, vocab_size: int, *, kernel_init, param_dtype, rngs: nnx.Rngs):
+    self.kernel = nnx.Param(kernel_init(rngs.params(), (dim, vocab_size), param_dtype))

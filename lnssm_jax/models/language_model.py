@@ -10,35 +10,17 @@ from flax import nnx
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_state
+from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows
 from lnssm_jax.models import layers
 from lnssm_jax.models.block import NORMS, Block, check_channel_mixer, options_by_mixer
 from lnssm_jax.models.dropout import ModelDropout
-from lnssm_jax.models.embedding import lookup
+from lnssm_jax.models.embedding import Head, check_tokens, lookup
 from lnssm_jax.models.initialization import GPT2_STD, INITIALIZATIONS
-from lnssm_jax.models.layers import LayerAux, LayerStates, PositionedStates
-from lnssm_jax.ops.core.checks import check_shape
-from lnssm_jax.ops.core.dispatch import MADE_BY_KERNELS, default_device
+from lnssm_jax.models.layers import REMAT_POLICIES, LayerAux, LayerStates, PositionedStates
+from lnssm_jax.ops.core.dispatch import default_device
 from lnssm_jax.ops.core.dropout import check_rate, dropout, token_keys
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.halo import step_positions
-
-# Residuals of a layer: everything that the backward pass uses; the layer's input only; or also the
-# outputs of its projections (the matrix products without a batch axis) and of GPU kernels.
-REMAT_POLICIES = {
-  "none": None,
-  "full": jax.checkpoint_policies.nothing_saveable,
-  "dots": jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(MADE_BY_KERNELS),
-  ),
-}
-
-
-class Head(nnx.Module):
-  """W [D, vocab] of the logits h W."""
-
-  def __init__(self, dim: int, vocab_size: int, *, kernel_init, param_dtype, rngs: nnx.Rngs):
-    self.kernel = nnx.Param(kernel_init(rngs.params(), (dim, vocab_size), param_dtype))
 
 
 class LanguageModel(nnx.Module):
@@ -246,6 +228,7 @@ class LanguageModel(nnx.Module):
     state: LayerStates | None = None,
     segment_ids: jax.Array | None = None,
     *,
+    lengths: jax.Array | None = None,
     gather: Callable[[Block], Block] | None = None,
     dropout_key: jax.Array | None = None,
   ) -> tuple[jax.Array, LayerStates]:
@@ -254,9 +237,12 @@ class LanguageModel(nnx.Module):
     A token id outside [0, vocab_size) cannot raise on a device: its outputs are NaN.
 
     Args:
-      tokens: [B, T] integer.
+      tokens: [B, T] integer; or, in their place, [B, T, D] floating point: embeddings of your own
+        instead of the table's rows (the `inputs_embeds` of other libraries).
       state: what an earlier call returned, or None at the start of a sequence.
       segment_ids: [B, T] integer; the state is reset wherever the id changes.
+      lengths: [B] integer, 0 to T, for rows that are padded on the right, as for `Mixer`: the state
+        is that after each row's own last token; at padding the results, and logits, are 0.
       gather: gathers a layer just before it runs, if the layers' parameters are sharded over
         devices, such as `lnssm_jax.sharding.gather`.
       dropout_key: a key (`jax.random.key(0)`), or one for each row [B], for training; another in
@@ -266,7 +252,28 @@ class LanguageModel(nnx.Module):
     Raises:
       ValueError: a rank, dtype or shape is wrong; the message names it.
     """
-    return self._hidden(tokens, state, segment_ids, gather, dropout_key)[:2]
+    run = lambda x, state, ids: self._hidden(x, state, ids, gather, dropout_key)[:2]
+    if lengths is None:
+      return run(tokens, state, segment_ids)
+    self._check(tokens, state)
+    name, axis = "LanguageModel", self.sequence_axis
+    ends = checked_lengths(name, lengths, tokens, dropout_key, axis)
+    arguments = tokens, state, segment_ids, ends, self.init_state(len(tokens))
+    return run_rows(name, run, *arguments, batch_axis=1, max_length=self.max_length)
+
+  @under_auto_axes(argument=1, results=(1, 1))
+  def hidden_states(
+    self,
+    tokens: jax.Array,
+    state: LayerStates | None = None,
+    segment_ids: jax.Array | None = None,
+  ) -> tuple[jax.Array, LayerStates]:
+    """Returns (the residual stream around all layers [L + 1, B, T, D], the state).
+
+    Entry 0 is the input of the first layer, entry l the sum after l layers; `model.norm` of the
+    last is the input of the head. Arguments and errors are those of `hidden`.
+    """
+    return self._hidden(tokens, state, segment_ids, with_streams=True)[:2]
 
   @under_auto_axes(argument=1, results=(0, REPLICATED))
   def hidden_and_aux(
@@ -296,7 +303,7 @@ class LanguageModel(nnx.Module):
     positions, last = None, None
     if self.positions is not None:
       state, positions, last = self._count(tokens, state, segment_ids)
-    (B, T), axis = jnp.shape(tokens), self.sequence_axis
+    (B, T), axis = jnp.shape(tokens)[:2], self.sequence_axis
     key = dropout_key if self.has_dropout else None
     drops = ModelDropout.of("LanguageModel", key, B, self.num_layers, self.drop_path)
     x = self.embed(tokens, positions)
@@ -306,16 +313,17 @@ class LanguageModel(nnx.Module):
     x, state, aux = layers.run(
       layers.tied(self.blocks), x, state, segment_ids, **options, **results
     )
-    hidden = self.norm(x, dtype=self.dtype)
+    hidden = x if results.get("with_streams") else self.norm(x, dtype=self.dtype)
     if self.positions is None or positions is None or last is None:
       return hidden, state, aux
     if state is not None:
       state = PositionedStates(state, last)
-    return nan_beyond(hidden, positions, len(self.positions[...])), state, aux
+    marked = lambda x: nan_beyond(x, positions, len(self.positions[...]))
+    return (jax.vmap(marked) if hidden.ndim == 4 else marked)(hidden), state, aux
 
   def _count(self, tokens, state, segment_ids):
     """The layers' states, the position of each token [B, T], and the tokens so far [1, B]."""
-    (B, T), axis, limit = jnp.shape(tokens), self.sequence_axis, len(self.positions[...])
+    (B, T), axis, limit = jnp.shape(tokens)[:2], self.sequence_axis, len(self.positions[...])
     state, before = (None, None) if state is None else (state.layers, state.position[0])
     check_capacity("LanguageModel", T, before, segment_ids, limit, axis)
     positions, last = step_positions(B, T, segment_ids, before, axis_name=axis)
@@ -324,7 +332,8 @@ class LanguageModel(nnx.Module):
   @under_auto_axes(argument=1)
   def embed(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
     """The input of the first layer, [B, T, D] in `dtype`; `positions` [B, T] of learned ones."""
-    x = lookup(self.embedding[...], jnp.asarray(tokens))
+    x = jnp.asarray(tokens)
+    x = x if x.ndim == 3 else lookup(self.embedding[...], x)
     if self.embedding_scale is not None:
       x = x.astype(self.dtype) * self.embedding_scale
     if self.positions is not None:
@@ -355,13 +364,15 @@ class LanguageModel(nnx.Module):
     state: LayerStates | None = None,
     segment_ids: jax.Array | None = None,
     *,
+    lengths: jax.Array | None = None,
     dropout_key: jax.Array | None = None,
   ) -> tuple[jax.Array, LayerStates]:
     """Returns (logits [B, T, vocab] float32, the state after the last token).
 
     Arguments and errors are those of `hidden`.
     """
-    hidden, state = self.hidden(tokens, state, segment_ids, dropout_key=dropout_key)
+    options = {"lengths": lengths, "dropout_key": dropout_key}
+    hidden, state = self.hidden(tokens, state, segment_ids, **options)
     return self.logits(hidden), state
 
   @under_auto_axes(argument=1, results=(0, 1, REPLICATED))
@@ -379,15 +390,7 @@ class LanguageModel(nnx.Module):
     return self.logits(hidden), state, aux
 
   def _check(self, tokens, state):
-    check_shape("LanguageModel", "tokens", tokens, (None, None), "[B, T]")
-    if not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
-      raise ValueError(
-        f"LanguageModel: tokens has dtype {jnp.result_type(tokens)}; token ids must be integers."
-      )
-    B, T = jnp.shape(tokens)
-    if not B * T:
-      raise ValueError(f"LanguageModel: tokens has shape {(B, T)}; give at least one token.")
-    if state is None:
-      return
-    expected = jax.eval_shape(lambda: self.init_state(B))
-    check_state("LanguageModel", state, expected, "[L, B, ...]")
+    B = check_tokens("LanguageModel", tokens, self.dim)
+    if state is not None:
+      expected = jax.eval_shape(lambda: self.init_state(B))
+      check_state("LanguageModel", state, expected, "[L, B, ...]")

@@ -18,7 +18,19 @@ from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.models.block import Block, BlockState
 from lnssm_jax.models.dropout import LayerDropout
+from lnssm_jax.ops.core.dispatch import MADE_BY_KERNELS
 from lnssm_jax.ops.core.states import register_state
+
+# Residuals of a layer: everything that the backward pass uses; the layer's input only; or also the
+# outputs of its projections (the matrix products without a batch axis) and of GPU kernels.
+REMAT_POLICIES = {
+  "none": None,
+  "full": jax.checkpoint_policies.nothing_saveable,
+  "dots": jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(MADE_BY_KERNELS),
+  ),
+}
 
 # States of all layers: one with a leading axis L; of a pattern, one for each of its places, whose
 # leading axis counts the layers there; of a model with learned positions, those and a counter.
@@ -81,6 +93,7 @@ def run(
   gather: Callable[[Block], Block] | None = None,
   with_aux: bool = False,
   with_state: bool = True,
+  with_streams: bool = False,
 ) -> tuple[jax.Array, LayerStates, LayerAux]:
   """Returns (x [B, T, D] after all layers, their states and auxiliary outputs, structured alike).
 
@@ -91,6 +104,7 @@ def run(
     gather: gathers the parameters of a layer that are sharded over devices. The backward pass
       gathers them again: gathered parameters are never residuals.
     with_aux, with_state: whether auxiliary outputs and states are returned; else they are None.
+    with_streams: whether x is [L + 1, B, T, D], before the first layer and after each.
   """
   stacks = _stacks(blocks)
   states = [None] * len(stacks) if state is None else _stacks(state)
@@ -107,7 +121,7 @@ def run(
         x, block_state, aux = block.with_aux(x, block_state, segment_ids, dropout=drop)
       else:
         (x, block_state), aux = block(x, block_state, segment_ids, dropout=drop), None
-      new.append((block_state if with_state else None, aux))
+      new.append((block_state if with_state else None, aux, x if with_streams else None))
     return x, new
 
   inputs = list(zip(stacks, states, drops, strict=True))
@@ -121,6 +135,7 @@ def run(
     # Outside of a loop, the two gathers of a layer would become one whose result is kept.
     alone = gather is not None and (turns == whole or bool(rest))
     some_layers = jax.checkpoint(some_layers, policy=policy, prevent_cse=alone)
+  first = x
   x, new = jax.lax.scan(
     some_layers,
     x,
@@ -131,7 +146,9 @@ def run(
     x, last = some_layers(x, jax.tree.map(lambda leaf: leaf[whole], rest))
     joined = lambda stack, one: jnp.concatenate([stack, one[None]])
     new[: len(rest)] = [jax.tree.map(joined, *pair) for pair in zip(new, last, strict=False)]
-  new_states, aux = zip(*new, strict=True)
+  new_states, aux, streams = zip(*new, strict=True)
+  if with_streams:
+    x = jnp.concatenate([first[None], _in_order(streams, whole)])
   return x, _like(blocks, list(new_states)), _like(blocks, list(aux))
 
 
@@ -228,6 +245,15 @@ def _stacks(tree: Any) -> list[Any]:
 def _count(stack: Any) -> int:
   """The number of layers in a stack of blocks, or of their states."""
   return jax.tree.leaves(stack)[0].shape[0]
+
+
+def _in_order(stacks: Sequence[jax.Array], whole: int) -> jax.Array:
+  """Arrays of all layers [L, ...] in order, from those of each place of the pattern [N, ...].
+
+  There are `whole` repetitions of the pattern, and of the first places one layer more.
+  """
+  turns = jnp.stack([stack[:whole] for stack in stacks], axis=1)
+  return jnp.concatenate([turns.reshape(-1, *turns.shape[2:]), *(s[whole:] for s in stacks)])
 
 
 def _like(blocks: Any, stacks: list[Any]) -> Any:

@@ -16,7 +16,7 @@ from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.models.block import NORMS, check_mixer, make_mixer
 from lnssm_jax.models.dropout import AFTER_MIXER, LayerDropout, ModelDropout
-from lnssm_jax.models.language_model import REMAT_POLICIES
+from lnssm_jax.models.layers import REMAT_POLICIES
 from lnssm_jax.ops.core.checks import check_floating, check_shape
 from lnssm_jax.ops.core.dropout import check_rate, dropout, fold, token_keys
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lnssm_jax import generate
+from lnssm_jax import drawing, generate
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.pretrained.tokenizers import Tokenizer
@@ -82,7 +82,7 @@ def complete_tokens(
     if until and all(_ends(tokenizer, row, stop, until) for row in np.stack(steps, axis=1)):
       break
   for row in np.stack(steps, axis=1):
-    text = tokenizer.decode(generate.before_stop(row, stop))
+    text = tokenizer.decode(drawing.before_stop(row, stop))
     found.append(text[: min((text.find(end) for end in until if end in text), default=None)])
   return found
 
@@ -258,7 +258,7 @@ def _begun(text: str, end: str) -> int:
 
 def _ends(tokenizer, row, stop, until) -> bool:
   """Whether a continuation has reached its end: the stop token, or one of the strings."""
-  kept = generate.before_stop(row, stop)
+  kept = drawing.before_stop(row, stop)
   return len(kept) < len(row) or any(end in tokenizer.decode(kept) for end in until)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.models.language_model import REMAT_POLICIES
+from lnssm_jax.models import REMAT_POLICIES
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.linear_attention import pallas
 from lnssm_jax.ops.linear_attention.types import Inputs, Options

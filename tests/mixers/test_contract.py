@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lnssm_jax.mixers import MIXERS
+from lnssm_jax.mixers.common.lengths import run_rows
 from tests.mixers import initial_values, tiny
 from tests.mixers.helpers import apply, relative_error, split
 from tests.mixers.tiny import (
@@ -48,16 +49,20 @@ class Results(NamedTuple):
   gradients: Any
 
 
-@jax.jit
-def evaluate(mixer, x, before) -> Results:
+def evaluate(mixer, x, before, segment_ids=SEGMENT_IDS) -> Results:
   """Runs a call without state, its gradients, and a packed call after the state `before`."""
+  return _evaluate(mixer, x, before, jnp.asarray(segment_ids, jnp.int32))
+
+
+@jax.jit
+def _evaluate(mixer, x, before, segment_ids) -> Results:
 
   def loss(mixer, x):
     out, state = mixer(x)
     return sum(jnp.sum(jnp.sin(leaf)) for leaf in (out, *jax.tree.leaves(state))), (out, state)
 
   (value, (out, state)), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(mixer, x)
-  return Results(out, state, mixer(x, before, SEGMENT_IDS), value, gradients)
+  return Results(out, state, mixer(x, before, segment_ids), value, gradients)
 
 
 def inputs(B: int, T: int, *, seed: int = 1) -> jax.Array:
@@ -161,6 +166,20 @@ def test_packed_documents_equal_separate_ones(name):
     out, state = decode(name, document, before)
     outputs.append(out)
   assert_same(results(name).packed, (jnp.concatenate(outputs, axis=1), state))
+
+
+@every_core_mixer
+def test_rows_of_a_padded_batch_end_as_if_alone(name):
+  """With the program of the other tests; `test_lengths.py` has the call itself, of all mixers."""
+  mixer, x, lengths = random_mixer(name), inputs(B, T), (5, 2)
+  empty = mixer.init_state(B)
+  run = lambda x, state, segment_ids: evaluate(mixer, x, empty, segment_ids).packed
+  out, state = run_rows(name, run, x, None, None, jnp.array(lengths), empty)
+  for row, length in enumerate(lengths):
+    want, last = decode(name, x[:, :length], empty)
+    assert not out[row, length:].any()
+    of_row = lambda tree, row=row: jax.tree.map(lambda leaf: np.asarray(leaf)[row], tree)
+    assert_same(of_row((out[:, :length], state)), of_row((want, last)))
 
 
 @every_mixer

@@ -1,0 +1,134 @@
+"""Right-padded batches: rows that end at lengths of their own, for every mixer and model.
+
+Outputs are causal, so padding after a row's last token changes its state only. No recurrence needs
+to know about it, because two things hold for all of them: a state is reset where a document begins,
+and a sequence may be split anywhere.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax.mixers.common.capacity import check_capacity
+from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.core.segments import Segments, segments_of
+
+# (x [B, T, ...], state or None, segment ids or None) -> (y [B, T, ...], state).
+type Run = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
+
+
+def checked_lengths(
+  name: str, lengths: Any, x: jax.Array, dropout_key: Any, sequence_axis: str | None
+) -> jax.Array | np.ndarray:
+  """`lengths` of the rows of x [B, T, ...] as int32 [B], between 0 and T; NumPy's if known.
+
+  Raises:
+    ValueError: a shape, dtype or known value is wrong, or there is a `dropout_key`.
+    NotImplementedError: time is sharded.
+  """
+  B, T = x.shape[:2]
+  check_shape(name, "lengths", lengths, (B,), "[B]")
+  if not jnp.issubdtype(jnp.result_type(lengths), jnp.integer):
+    raise ValueError(f"{name}: lengths has dtype {jnp.result_type(lengths)}; it must be integer.")
+  if dropout_key is not None:
+    raise ValueError(
+      f"{name}: lengths and dropout_key are both given; padding on the right does not change the "
+      "outputs of tokens, so leave lengths out in training."
+    )
+  if sequence_axis is not None:
+    raise NotImplementedError(
+      f"{name}: lengths of a sequence that is sharded over devices (sequence_axis="
+      f"{sequence_axis!r}) are not supported; shard the batch, or keep the sequence whole."
+    )
+  if not isinstance(lengths, jax.core.Tracer):
+    known = np.asarray(lengths)
+    if known.min() < 0 or known.max() > T:
+      wrong = known[(known < 0) | (known > T)][0]
+      raise ValueError(
+        f"{name}: lengths has the value {wrong}; it counts the tokens of a row, from 0 to T={T}."
+      )
+    return known.astype(np.int32)
+  return jnp.clip(lengths.astype(jnp.int32), 0, T)
+
+
+def run_rows(
+  name: str,
+  run: Run,
+  x: jax.Array,
+  state: Any,
+  segment_ids: jax.Array | None,
+  lengths: jax.Array | np.ndarray,
+  empty: Any,
+  *,
+  batch_axis: int = 0,
+  max_length: int | None = None,
+) -> tuple[jax.Array, Any]:
+  """(y, zeros at padding; the state after each row's own last token) of a right-padded batch.
+
+  From the start of a sequence one call of `run` does it: rows are moved to the right, and the
+  padding before them is a document of its own. A given state would end there, so it is carried
+  through calls on 1, 2, 4, ... tokens, of which a row takes those that make up its length: at most
+  twice the work.
+
+  Args:
+    run: reads x from a state, or with None from the start; it need not know any length.
+    lengths: [B] int32, from 0 to T.
+    empty: the state before the first token, whose arrays have B on `batch_axis`.
+    max_length: the longest sequence that `run` accepts, or None.
+
+  Raises:
+    ValueError: `segment_ids` is wrong, or a length is known to exceed `max_length`.
+  """
+  segments = segments_of(name, segment_ids, *x.shape[:2])
+  if state is not None:
+    return _continued(run, x, state, segments, lengths, empty, batch_axis)
+  if max_length is not None and isinstance(lengths, np.ndarray):
+    check_capacity(name, int(lengths.max()), None, segment_ids, max_length)
+  time = jnp.arange(x.shape[1])
+  padding = (x.shape[1] - lengths)[:, None]
+  documents = jnp.int32(1) if segments is None else 1 + _taken(segments.index, time - padding)
+  moved = _where(time >= padding, _taken(x, time - padding), 0)
+  y, last = run(moved, None, jnp.where(time >= padding, documents, 0))
+  y = _where(time < lengths[:, None], _taken(y, time + padding), 0)
+  return y, _of_rows(lengths > 0, last, empty, batch_axis)
+
+
+def _continued(run, x, state, segments: Segments | None, lengths, empty, batch_axis):
+  """`run_rows` after a state."""
+  B, T = x.shape[:2]
+  done, y = jnp.zeros(B, jnp.int32), jnp.zeros(0)
+  for size in (1 << n for n in reversed(range(T.bit_length()))):
+    takes = (lengths & size) > 0
+    places = done[:, None] + jnp.arange(size)
+    ids = None
+    if segments is not None:
+      ids = _taken(segments.index, places)
+      begins = _taken(segments.first(), done[:, None])[:, 0]
+      state = _of_rows(takes & begins, empty, state, batch_axis)
+    out, after = run(_where(takes[:, None], _taken(x, places), 0), state, ids)
+    state = _of_rows(takes, after, state, batch_axis)
+    y = y if y.size else jnp.zeros((B, T, *out.shape[2:]), out.dtype)
+    places = jnp.where(takes[:, None], places, T)  # outside: not written
+    y = y.at[jnp.arange(B)[:, None], places].set(out, mode="drop")
+    done = done + jnp.where(takes, size, 0)
+  return y, state
+
+
+def _taken(x, places):
+  """x [B, T, ...] at places [B, C] of each row; those outside give its first or last."""
+  places = jnp.clip(places, 0, x.shape[1] - 1)
+  return jnp.take_along_axis(x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def _where(mask, x, other):
+  """`where` of a mask [B, T] and x [B, T, ...]."""
+  return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - 2)), x, other)
+
+
+def _of_rows(rows, state, other, batch_axis):
+  """The state of `rows` [B], and for the rest the other one."""
+  mask = lambda leaf: rows.reshape(*(1,) * batch_axis, -1, *(1,) * (leaf.ndim - 1 - batch_axis))
+  return jax.tree.map(lambda leaf, rest: jnp.where(mask(leaf), leaf, rest), state, other)
