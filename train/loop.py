@@ -17,6 +17,7 @@ from train.checkpoint.saver import Saver
 from train.checkpoint.store import CheckpointError, Checkpoints
 from train.cluster import agreement, compile_cache, device_mesh, distributed
 from train.cluster.stop_signal import StopSignal
+from train.data import preflight
 from train.data.tokenize import prepare
 from train.data.windows import Mixture, TokenWindows, train_batches
 from train.logging import loggers, run_summary
@@ -27,6 +28,7 @@ from train.runs import bindings, run_folder
 from train.runs.evaluation import Evaluator
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder
+from train.step import memory
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
 from train.step.state import State, abstract_state, init_state
@@ -80,7 +82,13 @@ def fit(
     graph = model_graph(cfg.model)
     mesh = device_mesh.make_mesh(cfg)
     run_summary.devices(console, mesh)
-    inputs = _prepare(cfg, run, check_run=not allow_config_change, whole=verify_data)
+    check_run = not allow_config_change
+    at = distributed.on_first(lambda: _check_data(cfg, run, check_run=check_run))
+    train_step = None
+    if at < cfg.steps:  # before the text is tokenized, which may take hours
+      train_step = compile_step(cfg, graph, mesh, run.kernels, console)
+      check_memory(cfg, mesh, train_step, console)
+    inputs = _prepare(cfg, whole=verify_data)
     windows = distributed.on_all(lambda: training_set(cfg))
     evaluator = distributed.on_all(lambda: Evaluator(cfg, graph, mesh, run.kernels))
 
@@ -140,7 +148,7 @@ def fit(
 
     evaluate()
     if start < cfg.steps:
-      train_step = compile_step(cfg, graph, mesh, run.kernels, console)
+      train_step = train_step or compile_step(cfg, graph, mesh, run.kernels, console)
       batches = stack.enter_context(_feed(windows, cfg, mesh, start))
       reader.start_clock()
       try:
@@ -184,15 +192,22 @@ def fit(
     return Result(step=step, stopped_by=stopped_by, validation=validation, state=state)
 
 
-def _prepare(cfg: config.Train, run: RunFolder, *, check_run: bool, whole: bool) -> dict[str, Any]:
+def _check_data(cfg: config.Train, run: RunFolder, *, check_run: bool) -> int:
+  """Checks tokenizer and data before time is spent; returns the step of the newest checkpoint."""
+  metadata = store.newest_metadata(run.checkpoints)
+  if check_run:
+    bindings.check_before_preparing(metadata, cfg.data)
+  preflight.require(cfg)
+  step = metadata.get("data_position")
+  return step if type(step) is int else 0
+
+
+def _prepare(cfg: config.Train, *, whole: bool) -> dict[str, Any]:
   """Creates missing token files; returns `bindings.inputs`, in which all processes agree."""
-
-  def in_first():
-    if check_run:
-      bindings.check_before_preparing(store.newest_metadata(run.checkpoints), cfg.data)
-    return prepare(cfg.data, progress=True, whole=whole)
-
-  sidecars = distributed.on_first(in_first)
+  least = preflight.windowed(cfg)
+  sidecars = distributed.on_first(
+    lambda: prepare(cfg.data, progress=True, whole=whole, least=least)
+  )
   inputs = distributed.on_all(lambda: bindings.inputs(cfg.data, sidecars))
   agreement.check(lambda: inputs)
   return inputs
@@ -255,6 +270,15 @@ def compile_step(
   compiled = step.lower(abstract_state(cfg, mesh), batch).compile()
   console.say(f"compiled in {time.perf_counter() - begin:.1f} s")
   return compiled
+
+
+def check_memory(
+  cfg: config.Train, mesh: Mesh, compiled: jax.stages.Compiled, console: Console
+) -> None:
+  """Prints the memory of the compiled step; raises ValueError if a device has less."""
+  needed = memory.sizes(compiled)
+  console.say(f"memory      {memory.describe(needed)}")
+  distributed.on_all(lambda: memory.check(needed, mesh, cfg, console.say))
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from train import config
 from train.cli.main import exit_code
 from train.config import apply_overrides
 from train.data import IndexedDataset, IndexedWriter, windows
-from train.data.tokenize import read_sidecar
+from train.data.sidecars import read_sidecar
 from train.data.tokenizers import FileTokenizer, load_tokenizer, train_bpe
 from train.logging import plot
 from train.runs import export

@@ -12,6 +12,7 @@ from train.data import (
   DataError,
   IndexedDataset,
   IndexedWriter,
+  encoding,
   load_tokenizer,
   prepare,
   progress,
@@ -77,7 +78,7 @@ def test_tokenize_files_independent_of_batches_and_threads(corpus, tmp_path, mon
   corpus.write("a", [f"document {i}\n" * (i % 7 * 20) for i in range(200)])
   expected = None
   for batch, piece in ((1 << 21, 1 << 14), (1, 30), (1000, 100), (10**9, 10**9)):
-    monkeypatch.setattr(tokenize, "BATCH", batch)
+    monkeypatch.setattr(encoding, "BATCH", batch)
     monkeypatch.setattr("lnssm_jax.pretrained.tokenizers.PIECE", piece)
     data = corpus.settings("bpe:270")
     prepare(data, force=True)
@@ -115,13 +116,13 @@ def test_tokenize_read_ahead_bounded(tmp_path, monkeypatch):
       written += 1
       super().add_document(ids, weights)
 
-  monkeypatch.setattr(tokenize, "BATCH", 50)  # characters: five documents
+  monkeypatch.setattr(encoding, "BATCH", 50)  # characters: five documents
   monkeypatch.setattr(sources, "read_inputs", documents)
   monkeypatch.setattr(tokenize, "IndexedWriter", Writer)
   (tmp_path / "a.txt").write_text("x")
   tokenize_to(tmp_path / "x", [str(tmp_path / "a.txt")], load_tokenizer("bytes"))
   assert written == 500
-  assert furthest <= 5 * (tokenize.AHEAD + 1)
+  assert furthest <= 5 * (encoding.AHEAD + 1)
 
 
 def test_tokenize_empty_text_named(corpus):
@@ -151,7 +152,7 @@ def test_tokenize_crash_before_sidecar_leaves_none(corpus, monkeypatch):
   prepare(data)
   corpus.write("a", ["changed"])
   with monkeypatch.context() as patch:
-    patch.setattr(tokenize, "_write_json", stop)
+    patch.setattr(tokenize, "write_sidecar", stop)
     with pytest.raises(KeyboardInterrupt):
       prepare(data)
   assert read_sidecar(f"{data.folder}/a") is None
@@ -162,7 +163,7 @@ def test_tokenize_full_disk_named_and_leaves_nothing(corpus, monkeypatch):
   def full(*_):
     raise OSError(28, "No space left on device")
 
-  monkeypatch.setattr(tokenize.os, "replace", full)
+  monkeypatch.setattr(os, "replace", full)
   with pytest.raises(DataError, match=r"cannot write .*No space left on device\. Free disk space"):
     prepare(corpus.settings())
   assert os.listdir(corpus.settings().folder) == []
@@ -193,8 +194,8 @@ def test_tokenize_progress_shown_on_request(corpus, capsys):
   assert out == ""
   assert lines == [
     "train bpe:260: 3 documents",
+    "tokenize b: 2 documents",  # the shorter text first
     "tokenize a: 3 documents",
-    "tokenize b: 2 documents",
   ]
   assert "0.0 MB" in err and "MB/s" in err and "1 empty skipped" in err
 

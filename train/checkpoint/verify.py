@@ -6,7 +6,7 @@ from typing import Any
 
 from train.checkpoint import digests, step_folders
 from train.data import fingerprints
-from train.data.tokenize import read_sidecar
+from train.data.sidecars import read_sidecar
 
 _DAMAGED = "DAMAGED"
 

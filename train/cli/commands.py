@@ -18,6 +18,9 @@ def fit(options: argparse.Namespace) -> int | None:
   """Trains a model; with --print-config or --dry-run only describes the run."""
   cfg = config_of(options)
   if options.print_config:
+    from train.step.model import model_graph
+
+    model_graph(cfg.model)  # raises for unknown mixers and options
     print(json.dumps(config.to_dict(cfg), indent=2))
     return None
   from train.cli import dry_run
@@ -38,11 +41,13 @@ def fit(options: argparse.Namespace) -> int | None:
 def classify(options: argparse.Namespace) -> int | None:
   """Trains an image classifier; with --print-config or --dry-run only describes the run."""
   cfg = apply_overrides(config.load(options.config, config.Vision), options.set)
+  from train.vision import loop
+
   if options.print_config:
+    loop.model_graph(cfg.model)
     print(json.dumps(config.to_dict(cfg), indent=2))
     return None
   from train.cli import dry_run
-  from train.vision import loop
 
   if options.dry_run:
     dry_run.describe_vision(cfg)
@@ -139,12 +144,13 @@ def tokenize(options: argparse.Namespace) -> None:
     raise ValueError(
       "tokenize needs either --config FILE, or --input PATH... --output PREFIX --tokenizer SPEC."
     )
-  from train.data import tokenize, tokenizers
+  from train.data import preflight, tokenize, tokenizers
 
   how = {"workers": options.workers, "progress": True, "force": options.force}
   if options.config:
     cfg = config_of(options)
-    sidecars = tokenize.prepare(cfg.data, **how)
+    preflight.require(cfg)
+    sidecars = tokenize.prepare(cfg.data, **how, least=preflight.windowed(cfg))
     results = {str(Path(cfg.data.folder) / name): sidecars[name] for name in sidecars}
   else:
     missing = [name for name in ("output", "tokenizer") if not getattr(options, name)]

@@ -1,4 +1,4 @@
-"""`python -m train fit --dry-run`: compiles the training step and prints its memory and FLOPs.
+"""`python -m train fit --dry-run`: checks a run and prints its memory and FLOPs.
 
 Writes no files, reads no text and initializes no parameters.
 """
@@ -12,10 +12,11 @@ from lnssm_jax.models import count_parameters
 from train import config
 from train.cluster import compile_cache, distributed
 from train.cluster.device_mesh import make_mesh
+from train.data import preflight
 from train.logging import run_summary
 from train.logging.console import Console, short
-from train.loop import compile_step
-from train.step import flops
+from train.loop import check_memory, compile_step
+from train.step import flops, memory
 from train.step.model import model_graph
 from train.step.optimizer import weight_decay_mask
 from train.step.state import abstract_state
@@ -29,7 +30,8 @@ def describe(cfg: config.Train) -> None:
   of the state during a save. With several processes, all compile the same program.
 
   Raises:
-    ValueError: the mesh does not match the devices or the batch.
+    ValueError: the mesh does not match the devices or the batch, the tokenizer the model, the data
+      the length of sequences; or the step needs more memory than a device has.
   """
   console = Console(quiet=not distributed.is_first())
   # Nothing is written into the run folder.
@@ -38,14 +40,15 @@ def describe(cfg: config.Train) -> None:
     mesh = make_mesh(cfg)
     run_summary.devices(console, mesh)
     params = abstract_state(cfg, mesh)["params"]
+    for line in preflight.missing(cfg):
+      console.say(f"missing     {line}")
     console.say(f"model       {cfg.model.mixer}, {count_parameters(params):,} parameters")
     if cfg.optimizer.weight_decay:
       console.say(f"decay       {_weight_decay(cfg.optimizer.weight_decay, params)}")
     compiled = compile_step(cfg, model_graph(cfg.model), mesh, None, console)
-  console.say(f"memory      {_memory(compiled)}")
-  stats = mesh.local_devices[0].memory_stats()
-  if stats and "bytes_limit" in stats:
-    console.say(f"available   {_gib(stats['bytes_limit'])} on each device")
+  if (limit := memory.available(mesh)) is not None:
+    console.say(f"available   {memory.amount(limit)} on each device")
+  check_memory(cfg, mesh, compiled, console)
   tokens = cfg.global_batch * cfg.seq_len
   model = flops.TRAINING_FACTOR * flops.model_flops_per_token(cfg.model, cfg.seq_len) * tokens
   console.say(
@@ -69,7 +72,8 @@ def describe_vision(cfg: config.Vision) -> None:
   print(f"model       {cfg.model.mixer}, {count_parameters(state['params']):,} parameters")
   if cfg.optimizer.weight_decay:
     print(f"decay       {_weight_decay(cfg.optimizer.weight_decay, state['params'])}")
-  print(f"memory      {_memory(train_step.lower(state, batch).compile())}", flush=True)
+  compiled = train_step.lower(state, batch).compile()
+  print(f"memory      {memory.describe(memory.sizes(compiled))}", flush=True)
 
 
 def _weight_decay(rate: float, params: Any) -> str:
@@ -83,21 +87,3 @@ def _weight_decay(rate: float, params: Any) -> str:
     else:
       exempt.add("/".join(keys[-2:]) if keys[-1] in ("bias", "scale") else keys[-1])
   return f"weight decay {rate:g} of {count:,} parameters; not of {', '.join(sorted(exempt))}"
-
-
-def _memory(compiled: jax.stages.Compiled) -> str:
-  plan = compiled.memory_analysis()
-  if plan is None:
-    return "not reported by this backend"
-  sizes = {
-    "arguments": plan.argument_size_in_bytes,
-    "new results": plan.output_size_in_bytes - plan.alias_size_in_bytes,
-    "temporary": plan.temp_size_in_bytes,
-    "code": plan.generated_code_size_in_bytes,
-  }
-  parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
-  return f"{_gib(sum(sizes.values()))} per device: {parts}"
-
-
-def _gib(size: int) -> str:
-  return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.2f} MiB"

@@ -43,6 +43,10 @@ _ELSEWHERE = {
     "'model.remat'": "gradient_checkpointing checkpointing",
     "'model.tie_embeddings'": "tie_word_embeddings weight_tying",
     "'data.train'": "dataset train_data train_files datasets",
+    "'data.train', a dictionary of weights by set": "weights mixture mixture_weights",
+    "'data.fields', the keys of the rows of a set": "text_key text_column text_field columns",
+    "'data.sources', text that is tokenized to files as a stream": "streaming stream",
+    "'eval_tokens'": "eval_batches eval_iters max_eval_batches limit_val_batches",
     "'data.validation'": "val_data eval_dataset eval_data validation_files",
   }.items()
   for name in names.split()

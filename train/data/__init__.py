@@ -2,7 +2,9 @@
 
     sources.py     files, folders, globs, rows of JSON -> documents (text)
     tokenizers.py  text <-> token ids
-    tokenize.py    documents -> token files, with a sidecar of counts and fingerprints
+    preflight.py   checks of tokenizer and sets before time is spent
+    tokenize.py    documents -> token files, by way of encoding.py, with sidecars.py: counts and
+                   fingerprints
     labels.py      which tokens of a document are targets
     indexed.py     the token files themselves: a checked reader and an atomic writer
     windows.py     token files -> windows of a fixed length -> shuffled batches of one set or of a
@@ -14,7 +16,8 @@ tokenizing starts quickly.
 
 from train.data.errors import DataError
 from train.data.indexed import IndexedDataset, IndexedWriter, dtype_for
-from train.data.tokenize import load_or_train, prepare, read_sidecar, tokenize_to
+from train.data.sidecars import read_sidecar
+from train.data.tokenize import load_or_train, prepare, tokenize_to
 from train.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from train.data.tokenize import read_sidecar
+from train.data.sidecars import read_sidecar
 
 
 def tokens_per_byte(folder: str | Path, names: Iterable[str]) -> float | None:

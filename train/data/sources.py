@@ -96,7 +96,7 @@ def find_inputs(source: str) -> list[Input]:
   return [Input(p, named=False) for p in found]
 
 
-def fingerprint(inputs: list[Input]) -> str:
+def fingerprint(inputs: Sequence[Input]) -> str:
   """Digest of the paths, sizes and modification times of `inputs`."""
   digest = hashlib.sha256()
   for path, _ in inputs:
@@ -144,6 +144,11 @@ def read_inputs(
         yield document
       else:
         skipped["empty"] += 1
+
+
+def is_plain(path: Path) -> bool:
+  """Whether a file is text as it is, not compressed."""
+  return path.suffix.lower() != ".xz"
 
 
 def _plain_suffix(path: Path) -> str:

@@ -1,36 +1,21 @@
-"""Documents -> token files, with a sidecar of counts and fingerprints.
+"""Documents -> token files and their sidecars (`train.data.sidecars`)."""
 
-`<prefix>.json`, next to `<prefix>.bin` and `<prefix>.idx`, has the counts that convert a loss to
-bits per byte (`tokens`, `bytes`), and fingerprints of tokenizer and text by which the next run
-detects that the files are up to date.
-"""
-
-import itertools
-import json
-import os
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import numpy as np
-
-from lnssm_jax.pretrained.files import read_bytes
-from train.checkpoint.safe_files import replace_file
 from train.data import fingerprints, sources
-from train.data.errors import DataError, reading, writing
+from train.data.encoding import encode, limit_threads
+from train.data.errors import DataError, writing
 from train.data.indexed import IndexedDataset, IndexedWriter, dtype_for
 from train.data.labels import TEXT_ROWS, Rows, Targets
 from train.data.progress import Progress
-from train.data.sources import Document
+from train.data.sidecars import read_sidecar, sidecar_path, up_to_date, write_sidecar
 from train.data.tokenizers import Tokenizer, bpe_path, bpe_size, load_tokenizer, train_bpe
 
-_MAX_SIDECAR = 1 << 24  # bytes
-BATCH = 1 << 21  # characters encoded per batch
-AHEAD = 2  # batches being encoded while the next is read
 BPE_BYTES = 64_000_000  # most text to train a BPE on, split equally over the sources
 
 
@@ -60,6 +45,7 @@ def prepare(
   progress: bool = False,
   force: bool = False,
   whole: bool = False,
+  least: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any] | None]:
   """Creates every token file named by `data` that is missing or out of date.
 
@@ -73,20 +59,22 @@ def prepare(
     progress: whether to report on stderr.
     force: whether to create everything again, including the BPE.
     whole: whether to read every byte of existing files, not only sampled blocks.
+    least: tokens that a set needs, by name. Short texts are tokenized first, so that one that is
+      too short is found before the others are.
 
   Returns:
     The sidecar of each set; None for a pair without one.
 
   Raises:
-    DataError: see `tokenize_to`; or a set has neither files nor a source, or its files have changed
-      since they were written (`train.data.fingerprints`).
+    DataError: see `tokenize_to`; or a set has neither files nor a source, or is too short, or its
+      files have changed since they were written (`train.data.fingerprints`).
   """
   with writing(data.folder):
     Path(data.folder).mkdir(parents=True, exist_ok=True)
   names = list(dict.fromkeys((*data.train, *data.validation)))
   for name in names:
     _check_name(name)
-  _limit_threads(workers)
+  limit_threads(workers)
   origins = {
     source: data.fields.get(name, sources.TEXT_FIELDS)
     for name in data.train
@@ -95,10 +83,14 @@ def prepare(
   how = {"progress": progress, "force": force}
   tokenizer = load_or_train(data.tokenizer, data.folder, list(origins), fields=origins, **how)
   options = {"workers": workers, **how}
-  sidecars = {name: _prepare_set(data, name, tokenizer, options) for name in names}
-  for name, sidecar in sidecars.items():
+  sidecars = dict.fromkeys(names)
+  for name in sorted(names, key=lambda name: _size(text_of(data, name))):
+    prefix = Path(data.folder) / name
+    sidecars[name] = sidecar = _prepare_set(data, name, tokenizer, options)
     if sidecar is not None:
-      fingerprints.check(Path(data.folder) / name, sidecar, whole=whole)
+      fingerprints.check(prefix, sidecar, whole=whole)
+    if name in least:
+      check_length(prefix, IndexedDataset(prefix).num_tokens, least[name])
   return sidecars
 
 
@@ -137,23 +129,18 @@ def tokenize_to(
   prefix, name = Path(prefix), Path(prefix).name
   _check_name(name)
   files = [file for source in inputs for file in sources.find_inputs(source)]
-  origin = {
-    "tokenizer_fingerprint": tokenizer.fingerprint,
-    "source": list(inputs),
-    "source_fingerprint": sources.fingerprint(files),
-    **rows.origin(),
-  }
-  if not force and (sidecar := _up_to_date(prefix, origin)):
+  origin = origin_of(inputs, files, tokenizer, rows)
+  if not force and (sidecar := up_to_date(prefix, origin)):
     fingerprints.check(prefix, sidecar)
     return sidecar
-  _limit_threads(workers)
+  limit_threads(workers)
   with writing(prefix.parent):
     prefix.parent.mkdir(parents=True, exist_ok=True)
   skipped: Counter[str] = Counter()
   report = Progress(f"tokenize {name}", sys.stderr if progress else None)
   weighted = rows.of_loss != "all"
   with IndexedWriter(prefix, dtype_for(tokenizer.vocab_size), weighted=weighted) as writer:
-    for ids, prompt, size in _encode(sources.read_inputs(files, skipped, rows.fields), tokenizer):
+    for ids, prompt, size in encode(sources.read_inputs(files, skipped, rows.fields), tokenizer):
       writer.add_document(ids, rows.weights(len(ids), prompt))
       report.add(size)
     if not writer.num_documents:
@@ -175,7 +162,7 @@ def tokenize_to(
     **({"weights_sha256": writer.weights_sha256} if weighted else {}),
     "sample": fingerprints.sample(prefix),
   }
-  _write_json(sidecar_path(prefix), sidecar)
+  write_sidecar(prefix, sidecar)
   return sidecar
 
 
@@ -216,59 +203,63 @@ def load_or_train(
   return tokenizer
 
 
-def sidecar_path(prefix: str | Path) -> Path:
-  """Path of the sidecar of a pair."""
-  return Path(f"{prefix}.json")
+def origin_of(
+  inputs: Sequence[str], files: Sequence[sources.Input], tokenizer: Tokenizer, rows: Rows
+) -> dict[str, Any]:
+  """Entries of a sidecar that say from what it was created; `files` are those of `inputs`."""
+  return {
+    "tokenizer_fingerprint": tokenizer.fingerprint,
+    "source": list(inputs),
+    "source_fingerprint": sources.fingerprint(files),
+    **rows.origin(),
+  }
 
 
-def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
-  """Reads the sidecar of a pair; None if there is none.
+def text_of(data: DataSettings, name: str) -> tuple[str, list[sources.Input]] | None:
+  """The source of a set and its files; None if it is not here, but the token files are.
 
   Raises:
-    DataError: the file is not a valid sidecar.
+    DataError: neither is.
   """
-  path = sidecar_path(prefix)
-  if not path.exists():
-    return None
-  try:
-    with reading(path):
-      sidecar = json.loads(read_bytes(path, _MAX_SIDECAR, follow_links=True))
-  except (ValueError, RecursionError) as error:
-    if isinstance(error, DataError):
-      raise
-    raise DataError(
-      f"{path} is not JSON: {error}. Delete it and prepare the data again."
-    ) from error
-  counts = [sidecar.get(key) for key in ("tokens", "bytes")] if isinstance(sidecar, dict) else [0]
-  if not all(type(count) is int and count > 0 for count in counts):
-    raise DataError(
-      f"{path} has no positive numbers 'tokens' and 'bytes'. Delete it and prepare the data again."
-    )
-  return sidecar
-
-
-def _prepare_set(
-  data: DataSettings, name: str, tokenizer: Tokenizer, options: dict[str, Any]
-) -> dict[str, Any] | None:
   prefix, source = Path(data.folder) / name, _source(data, name)
-  pair = all(Path(f"{prefix}{end}").exists() for end in (".bin", ".idx"))
   try:
     if source is None:
       raise DataError(
         f"the set {name!r} has no files {prefix}.bin and {prefix}.idx, and no text to create"
         f" them from; set data.sources[{name!r}]."
       )
-    sources.find_inputs(source)
+    return source, sources.find_inputs(source)
   except DataError:
-    if not pair:
+    if not all(Path(f"{prefix}{end}").exists() for end in (".bin", ".idx")):
       raise
+  return None
+
+
+def check_length(prefix: str | Path, tokens: int, least: int) -> None:
+  """Raises DataError if a set of so many tokens has less than `least`, a window's."""
+  if tokens < least:
+    raise DataError(
+      f"{prefix}.bin has {tokens} tokens, but one window of seq_len={least - 1} needs {least}; use"
+      f" seq_len={max(tokens - 1, 1)} or less, or more text."
+    )
+
+
+def _prepare_set(
+  data: DataSettings, name: str, tokenizer: Tokenizer, options: dict[str, Any]
+) -> dict[str, Any] | None:
+  prefix, text = Path(data.folder) / name, text_of(data, name)
+  if text is None:
     return _adopt(prefix, tokenizer)
-  return tokenize_to(prefix, [source], tokenizer, rows=rows_of(data, name), **options)
+  return tokenize_to(prefix, [text[0]], tokenizer, rows=rows_of(data, name), **options)
 
 
 def rows_of(data: DataSettings, name: str) -> Rows:
   """Keys and targets of the rows of the set `name`, by `data.fields` and `data.targets`."""
   return Rows(data.fields.get(name, sources.TEXT_FIELDS), data.targets.get(name))
+
+
+def _size(text: tuple[str, list[sources.Input]] | None) -> int:
+  return sum(path.stat().st_size for path, _ in text[1]) if text else 0
 
 
 def _adopt(prefix: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
@@ -310,77 +301,9 @@ def _sample(
         break
 
 
-def _encode(
-  documents: Iterable[Document], tokenizer: Tokenizer
-) -> Iterator[tuple[np.ndarray, int, int]]:
-  """Yields (ids with end-of-text, ids of the prompt, bytes) of each document, in order."""
-
-  def run(batch: list[Document]) -> list[tuple[np.ndarray, int, int]]:
-    split = lambda text: list(tokenizer.pieces(text)) if text else []
-    parts = [(split(text[:prompt]), split(text[prompt:])) for text, prompt in batch]
-    pieces = (piece for prompt, rest in parts for piece in (*prompt, *rest))
-    # In groups, because the library's results take far more memory than the ids.
-    groups = (tokenizer.encode_batch(group) for group in _batches(pieces, len))
-    encoded = itertools.chain.from_iterable(groups)
-    end = np.array([tokenizer.end_of_text], np.int32)
-    results = []
-    for document, (prompt, rest) in zip(batch, parts, strict=True):
-      ids = [next(encoded) for _ in (*prompt, *rest)]
-      before = sum(map(len, ids[: len(prompt)]))
-      results.append((np.concatenate([*ids, end]), before, len(document.text.encode())))
-    return results
-
-  pending: deque[Future[list[tuple[np.ndarray, int, int]]]] = deque()
-  with ThreadPoolExecutor(AHEAD, thread_name_prefix="tokenize") as pool:
-    for batch in _batches(documents, lambda document: len(document.text)):
-      pending.append(pool.submit(run, batch))
-      if len(pending) > AHEAD:
-        yield from pending.popleft().result()
-    while pending:
-      yield from pending.popleft().result()
-
-
-def _batches[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-  batch, size = [], 0
-  for item in items:
-    batch.append(item)
-    size += characters(item)
-    if size >= BATCH:
-      yield batch
-      batch, size = [], 0
-  if batch:
-    yield batch
-
-
 def _check_name(name: str) -> None:
   if name != Path(name).name or name in ("", ".", "..", bpe_path("").stem):
     raise DataError(
       f"the set {name!r} needs another name: without folders, and not 'tokenizer', because"
       " tokenizer.json is taken."
     )
-
-
-def _up_to_date(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
-  """Sidecar of an intact pair that was created from exactly this; otherwise None."""
-  try:
-    sidecar = read_sidecar(prefix)
-    keys = (*origin, "fields", "targets")
-    if sidecar is None or any(sidecar.get(key) != origin.get(key) for key in keys):
-      return None
-    return sidecar if IndexedDataset(prefix).num_tokens == sidecar["tokens"] else None
-  except DataError:
-    return None
-
-
-def _limit_threads(workers: int | None) -> None:
-  """Limits the threads of the tokenizers library, which reads the variable at its first call."""
-  if workers is None:
-    return
-  if workers < 1:
-    raise DataError(f"workers={workers} must be at least 1; omit it for one per core.")
-  os.environ.setdefault("RAYON_NUM_THREADS", str(workers))
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-  with writing(path):
-    replace_file(path, f"{json.dumps(value, indent=2)}\n".encode())

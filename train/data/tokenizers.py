@@ -68,6 +68,15 @@ def bpe_path(folder: str | Path) -> Path:
   return Path(folder) / "tokenizer.json"
 
 
+def tokenizer_path(spec: str, folder: str | Path) -> Path | None:
+  """Path of the file of `data.tokenizer`; None for "bytes"."""
+  if spec == "bytes":
+    return None
+  if spec.startswith("bpe:"):
+    return bpe_path(folder)
+  return Path(os.path.expanduser(os.path.expandvars(spec)))
+
+
 def train_bpe(spec: str, folder: str | Path, texts: Iterable[str]) -> Tokenizer:
   """Trains "bpe:N" on `texts`, saves it in `folder` and returns it.
 
@@ -100,8 +109,8 @@ def train_bpe(spec: str, folder: str | Path, texts: Iterable[str]) -> Tokenizer:
 
 
 def _load_file(spec: str) -> FileTokenizer:
-  path = Path(os.path.expanduser(os.path.expandvars(spec)))
-  if not path.exists():
+  path = tokenizer_path(spec, "")
+  if path is None or not path.exists():
     raise DataError(
       f"there is no tokenizer {spec!r}; use 'bytes', 'bpe:N', or the path of a tokenizer.json."
     )

@@ -16,6 +16,7 @@ import numpy as np
 
 from train.data.errors import DataError
 from train.data.indexed import IndexedDataset, check_ids, check_weights
+from train.data.tokenize import check_length
 
 Batch = dict[str, np.ndarray]
 Prefixes = str | Path | Sequence[str | Path]
@@ -69,12 +70,7 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     counts = []
     for dataset in self._datasets:
       count = (dataset.num_tokens - 1) // seq_len
-      if count < 1:
-        raise DataError(
-          f"{dataset.prefix}.bin has {dataset.num_tokens} tokens, but one window of"
-          f" seq_len={seq_len} needs {seq_len + 1}; use seq_len={max(dataset.num_tokens - 1, 1)} or"
-          " less, or more text."
-        )
+      check_length(dataset.prefix, dataset.num_tokens, seq_len + 1)
       dataset.check_tokens(vocab_size)
       counts.append(count)
     self._first = np.cumsum([0, *counts])  # [datasets + 1], index of each dataset's first window

@@ -15,6 +15,7 @@ from train import loop
 from train.checkpoint.store import Checkpoints
 from train.cluster import compile_cache
 from train.cluster.stop_signal import StopSignal
+from train.data import preflight
 from train.data.tokenize import prepare
 from train.logging.console import duration
 from train.logging.metric_reader import DivergedError
@@ -116,6 +117,7 @@ def _inputs(runs: Sequence[Run]) -> list[dict[str, Any] | None]:
       continue
     data = repr(run.cfg.data)
     if data not in known:
+      preflight.require(run.cfg)
       known[data] = bindings.inputs(run.cfg.data, prepare(run.cfg.data, progress=True))
     found.append(known[data])
   return found

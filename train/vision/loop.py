@@ -5,6 +5,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +144,11 @@ def build_model(model: Model, key: jax.Array) -> VisionModel:
   return VisionModel(**values, rngs=nnx.Rngs(key))
 
 
+def model_graph(model: Model) -> Any:
+  """Static part of the model for `nnx.merge(graph, params)`; computes no parameters."""
+  return nnx.split(jax.eval_shape(lambda: build_model(model, jax.random.key(0))))[0]
+
+
 def make_steps(cfg: Vision, epoch: int) -> tuple[Callable, jax.stages.Wrapped, jax.stages.Wrapped]:
   """The compiled functions of a run whose epochs have `epoch` steps.
 
@@ -150,7 +156,7 @@ def make_steps(cfg: Vision, epoch: int) -> tuple[Callable, jax.stages.Wrapped, j
     key -> state; (state, batch) -> (state, loss), which donates the state; (params, images uint8,
     labels, whether they count) -> sums over those images of the loss, of hits, and of 1.
   """
-  graph = nnx.split(jax.eval_shape(lambda: build_model(cfg.model, jax.random.key(0))))[0]
+  graph = model_graph(cfg.model)
   warmup = cfg.warmup_epochs * epoch
   optimizer = dataclasses.replace(cfg.optimizer, warmup_steps=warmup)
   tx, _ = make_optimizer(optimizer, cfg.epochs * epoch)

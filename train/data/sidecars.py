@@ -1,0 +1,66 @@
+"""Sidecars of token files: `<prefix>.json`, with counts, fingerprints and origin of a pair.
+
+The counts convert a loss to bits per byte (`tokens`, `bytes`); by tokenizer, text, fields and
+targets the next run detects whether the files are up to date.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lnssm_jax.pretrained.files import read_bytes
+from train.checkpoint.safe_files import replace_file
+from train.data.errors import DataError, reading, writing
+from train.data.indexed import IndexedDataset
+
+_MAX_SIDECAR = 1 << 24  # bytes
+
+
+def sidecar_path(prefix: str | Path) -> Path:
+  """Path of the sidecar of a pair."""
+  return Path(f"{prefix}.json")
+
+
+def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
+  """Reads the sidecar of a pair; None if there is none.
+
+  Raises:
+    DataError: the file is not a valid sidecar.
+  """
+  path = sidecar_path(prefix)
+  if not path.exists():
+    return None
+  try:
+    with reading(path):
+      sidecar = json.loads(read_bytes(path, _MAX_SIDECAR, follow_links=True))
+  except (ValueError, RecursionError) as error:
+    if isinstance(error, DataError):
+      raise
+    raise DataError(
+      f"{path} is not JSON: {error}. Delete it and prepare the data again."
+    ) from error
+  counts = [sidecar.get(key) for key in ("tokens", "bytes")] if isinstance(sidecar, dict) else [0]
+  if not all(type(count) is int and count > 0 for count in counts):
+    raise DataError(
+      f"{path} has no positive numbers 'tokens' and 'bytes'. Delete it and prepare the data again."
+    )
+  return sidecar
+
+
+def write_sidecar(prefix: str | Path, value: dict[str, Any]) -> None:
+  """Writes the sidecar of a pair, atomically."""
+  path = sidecar_path(prefix)
+  with writing(path):
+    replace_file(path, f"{json.dumps(value, indent=2)}\n".encode())
+
+
+def up_to_date(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
+  """Sidecar of an intact pair that was created from exactly `origin`; otherwise None."""
+  try:
+    sidecar = read_sidecar(prefix)
+    keys = (*origin, "fields", "targets")
+    if sidecar is None or any(sidecar.get(key) != origin.get(key) for key in keys):
+      return None
+    return sidecar if IndexedDataset(prefix).num_tokens == sidecar["tokens"] else None
+  except DataError:
+    return None
