@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
-from lnssm_jax import sharding
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.models.settings import complete, graph_of, params_of
-from lnssm_jax.pretrained import exports, folders
+from lnssm_jax.pretrained import exports, folders, placing
 from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.manifest import SAME_FUNCTION, ExportError
@@ -76,12 +75,13 @@ def load(
     layers.check_covered(found, _without_skipped(family, settings, tensors))
   except ExportError as error:
     raise ExportError(f"{folder}: {error}") from None
-  placed = _place(abstract, mesh)
   by_name = {parameter.name: parameter for parameter in found}
-  read = lambda path, leaf, where: _read(
-    by_name[exports.name_of(path)], tensors, param_dtype, where
-  )
-  params = jax.tree_util.tree_map_with_path(read, abstract, placed)
+  with placing.threads() as pool:
+    read = lambda path, _, where: placing.read(
+      by_name[exports.name_of(path)], tensors, param_dtype, where, pool
+    )
+    where = placing.shardings(abstract, mesh)
+    params = jax.tree_util.tree_map_with_path(read, abstract, where)
   model = nnx.merge(graph_of(settings), params)
   sample = folders.sample(folder)
   return LoadedModel(
@@ -282,41 +282,3 @@ def _set_max_length(settings: dict[str, Any], max_length: int) -> None:
     raise ExportError(f"max_length={max_length}: this model has no cache of bounded length.")
   for holder in holders:
     holder["max_length"] = max_length
-
-
-def _place(abstract: Any, mesh: Mesh | None) -> Any:
-  if mesh is not None:
-    return sharding.shardings(abstract, mesh)
-  one = SingleDeviceSharding(jax.local_devices()[0])
-  return jax.tree.map(lambda _: one, abstract)
-
-
-def _read(parameter: layers.Parameter, tensors: folders.Tensors, dtype, where) -> jax.Array:
-  """A parameter on its devices; each shard is read for itself."""
-  kinds = {tensors.dtypes[p.theirs] for pieces in parameter.layers for p in pieces}
-  if dtype is None and len(kinds) > 1:
-    raise ExportError(
-      f"the tensors of {parameter.name} have the dtypes {', '.join(sorted(kinds))}; give a "
-      "param_dtype for all."
-    )
-  dtype = jnp.dtype(min(kinds) if dtype is None else dtype)
-
-  def layer(pieces, index, shape):
-    if pieces[0].part is None:
-      return pieces[0].view(tensors[pieces[0].theirs])[index]
-    whole = np.empty(shape, dtype)
-    for piece in pieces:
-      piece.part(whole)[...] = piece.view(tensors[piece.theirs])
-    return whole[index]
-
-  def shard(index):
-    if not parameter.stacked:
-      return np.ascontiguousarray(layer(parameter.layers[0], index, parameter.shape), dtype)
-    chosen, inner = parameter.layers[index[0]], index[1:]
-    first = layer(chosen[0], inner, parameter.shape[1:])
-    out = np.empty((len(chosen), *first.shape), dtype)
-    for number, pieces in enumerate(chosen):
-      out[number] = layer(pieces, inner, parameter.shape[1:])
-    return out
-
-  return jax.make_array_from_callback(parameter.shape, where, shard)

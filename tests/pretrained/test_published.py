@@ -1,9 +1,11 @@
 """Published models against what their own code computes, as recorded by `make test-peers`."""
 
 import json
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -12,7 +14,7 @@ from safetensors.numpy import save_file
 import lnssm_jax
 from lnssm_jax.models import LanguageModel, layers, replace_mixers
 from lnssm_jax.models.settings import params_of
-from lnssm_jax.pretrained import ExportError, hugging_face, safetensors
+from lnssm_jax.pretrained import ExportError, hugging_face, placing, safetensors
 from tests.devices import result_of
 from tests.peers.layers import rwkv6
 from tests.pretrained.published import CASES, recorded, write
@@ -197,6 +199,45 @@ def test_any_shard_of_a_parameter_is_read_by_itself(tmp_path, monkeypatch):
   assert len(shards) > 10
   for whole, part in shards.values():
     np.testing.assert_array_equal(part, whole)
+
+
+def written_again(source, to):
+  to = np.zeros_like(source, to)
+  placing.copy(to, source)
+  np.testing.assert_array_equal(to, source.astype(to.dtype))
+
+
+def test_copy_of_any_matrix_gives_its_numbers(monkeypatch):
+  numbers = np.arange(300 * 70).reshape(300, 70) / 7
+  monkeypatch.setattr(placing, "_BLOCK", 1)  # 64 rows, of 300
+  for dtype in (np.float32, ml_dtypes.bfloat16):
+    array = numbers.astype(dtype)
+    for source in (array, array.T, array[1::3].T, array.T[5:20], array[0], array[0, 0]):
+      for to in (dtype, np.float64):
+        written_again(source, to)
+
+
+def test_load_needs_the_memory_of_the_parameters_and_no_more(tmp_path, monkeypatch):
+  """Each parameter is written once, where the array keeps it; tensors are pages of the file."""
+  memory, D, vocab = [], 128, 40_000
+  given = placing._aligned
+  monkeypatch.setattr(placing, "_aligned", lambda *args: memory.append(given(*args)) or memory[-1])
+  sizes = {"hidden_size": D, "intermediate_size": 3 * D, "vocab_size": vocab, "head_dim": ...}
+  shapes = {name: x.shape for name, x in recorded("llama").tensors.items()}
+  wider = {8: D, 4: D // 2, 12: 3 * D, 11: vocab}
+  tensors = {
+    name: np.ones([wider[n] for n in shape], ml_dtypes.bfloat16) for name, shape in shapes.items()
+  }
+  write(tmp_path, "llama", config=sizes, tensors=tensors)
+  tracemalloc.start()
+  try:
+    loaded = hugging_face.load(tmp_path)
+    most = tracemalloc.get_traced_memory()[1]
+  finally:
+    tracemalloc.stop()
+  arrays = jax.tree.leaves(params_of(loaded.model))
+  assert {x.unsafe_buffer_pointer() for x in arrays} == {x.ctypes.data for x in memory}
+  assert most < 1.25 * sum(x.nbytes for x in arrays)
 
 
 _ON_A_MESH = """

@@ -1,0 +1,174 @@
+"""Time and memory to load a published model, next to reading the bytes of its files.
+
+    python -m benchmarks.load_pretrained --folder /tmp/llama-1b3
+    python -m benchmarks.load_pretrained --folder /tmp/mamba-1b3 --model mamba-1b3
+
+Writes a random checkpoint of the size to the folder unless there is one. Each measurement is a
+process of its own, with JAX imported before its clock starts; reading and loading alternate, first
+with the files dropped from the page cache ("cold"), then with the files in it ("warm"). Reading
+is `np.fromfile` of every file. Loading includes checks of the folder, tracing and compilation.
+Times are the least of several. Before its clock starts, each process takes and frees as much memory
+as the files have bytes: a virtual machine may first have to get it from its host. Memory is the
+most resident memory above that after the imports; pages of a memory-mapped file, which belong to
+the page cache, are counted apart.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from lnssm_jax.models.settings import abstract_params
+from lnssm_jax.pretrained import exports
+from lnssm_jax.pretrained.families import family_of, layers
+
+MODELS = {
+  "llama-1b3": {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "torch_dtype": "bfloat16",
+  },
+  "mamba-1b3": {
+    "model_type": "mamba",
+    "vocab_size": 50_280,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "state_size": 16,
+    "expand": 2,
+    "conv_kernel": 4,
+    "time_step_rank": 128,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+  },
+}
+
+
+def write(folder: Path, config: dict) -> None:
+  """Writes a folder with random bfloat16 tensors, layer by layer as transformers does."""
+  family = family_of(config)
+  settings = family.settings(config) | {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+  shapes = {name: x.shape for name, x in exports.flat(abstract_params(settings)).items()}
+  found = layers.parameters(family, settings, shapes)
+  pieces = [piece for parameter in found for some in parameter.layers for piece in some]
+  tensors = {piece.theirs: piece.shape for piece in pieces}
+  header, end = {}, 0
+  for name in sorted(tensors):
+    begin, end = end, end + 2 * math.prod(tensors[name])
+    header[name] = {"dtype": "BF16", "shape": tensors[name], "data_offsets": [begin, end]}
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)
+  # The upper halves of float32 numbers are bfloat16.
+  numbers = np.random.default_rng(0).standard_normal(1 << 22, np.float32)
+  block = (numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+  folder.mkdir(parents=True)
+  with (folder / "model.safetensors").open("wb") as file:
+    file.write(len(text).to_bytes(8, "little") + text)
+    for begin in range(0, end, len(block)):
+      file.write(block[: end - begin])
+    file.flush()
+    os.fsync(file.fileno())
+  (folder / "config.json").write_text(json.dumps(config))
+
+
+def drop(folder: Path) -> None:
+  """Drops the folder's files from the page cache."""
+  for path in folder.glob("*.safetensors"):
+    with path.open("rb") as file:
+      os.fsync(file.fileno())
+      os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def resident() -> tuple[float, float]:
+  """GB of this process: (of its own, of mapped files)."""
+  lines = Path("/proc/self/status").read_text().splitlines()
+  fields = {line.split(":")[0]: line.split()[1] for line in lines if line.endswith("kB")}
+  return int(fields["RssAnon"]) / 1e6, int(fields["RssFile"]) / 1e6
+
+
+def measure(what: str, folder: Path) -> dict[str, float]:
+  """Runs in a process of its own."""
+  import jax
+
+  from lnssm_jax import pretrained
+  from lnssm_jax.models.settings import params_of
+
+  jax.block_until_ready(jax.numpy.zeros(1))
+  pretrained.load  # noqa: B018
+  size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+  np.full(size, 1, np.uint8)
+  before, most, done = resident(), [0.0, 0.0], threading.Event()
+
+  def watch():
+    while not done.wait(0.02):
+      most[:] = map(max, most, resident())
+
+  watcher = threading.Thread(target=watch)
+  watcher.start()
+  begin = time.perf_counter()
+  if what == "read":
+    kept = [np.fromfile(path, np.uint8) for path in sorted(folder.glob("*.safetensors"))]
+  else:
+    kept = pretrained.load(folder)
+    jax.block_until_ready(params_of(kept.model))
+  seconds = time.perf_counter() - begin
+  done.set()
+  watcher.join()
+  del kept
+  own, mapped = (a - b for a, b in zip(most, before, strict=True))
+  return {"seconds": seconds, "own_gb": own, "mapped_gb": mapped}
+
+
+def apart(what: str, folder: Path) -> dict[str, float]:
+  """`measure` in a new process."""
+  command = [sys.executable, "-m", "benchmarks.load_pretrained", "--folder", str(folder)]
+  done = subprocess.run([*command, "--only", what], check=True, capture_output=True, text=True)
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(arguments=None) -> None:
+  """Prints a line of JSON per state of the page cache."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--folder", type=Path, required=True)
+  parser.add_argument("--model", choices=MODELS, default="llama-1b3")
+  parser.add_argument("--repeats", type=int, default=5)
+  parser.add_argument("--only", choices=["read", "load"], help="one measurement, in this process")
+  args = parser.parse_args(arguments)
+  if args.only:
+    print(json.dumps(measure(args.only, args.folder)))
+    return
+  if not args.folder.exists():
+    write(args.folder, MODELS[args.model])
+  size = sum(path.stat().st_size for path in args.folder.glob("*.safetensors")) / 1e9
+  for state in ("cold", "warm"):
+    rows = {"read": [], "load": []}
+    for _ in range(args.repeats):
+      for what, found in rows.items():
+        if state == "cold":
+          drop(args.folder)
+        found.append(apart(what, args.folder))
+    seconds = {what: min(x["seconds"] for x in found) for what, found in rows.items()}
+    line = {
+      "state": state,
+      "file_gb": round(size, 2),
+      "read_s": round(seconds["read"], 2),
+      "load_s": round(seconds["load"], 2),
+      "ratio": round(seconds["load"] / seconds["read"], 2),
+      "own_gb": round(max(x["own_gb"] for x in rows["load"]), 2),
+      "mapped_gb": round(max(x["mapped_gb"] for x in rows["load"]), 2),
+    }
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+  main()
