@@ -11,6 +11,7 @@ The state is a value, passed in and returned; decoding is the same call with T =
 from typing import Any
 
 from lnssm_jax.mixers.base import Mixer, shard_time
+from lnssm_jax.mixers.common.calls import single, step
 from lnssm_jax.mixers.common.complex_state import ComplexState
 from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
@@ -91,6 +92,34 @@ MIXERS: dict[str, type[Any]] = {
   "tnn": TNN,
 }
 
+
+def register[M: type[Mixer[Any]]](name: str, mixer: M) -> M:
+  """Adds a mixer of your own to `MIXERS` and returns it: models and configs then take its name.
+
+      mixers.register("leaky_sum", LeakySum)
+      model = models.LanguageModel(mixer="leaky_sum", ...)
+
+  It lasts as long as the process: one that opens a run or an exported model with such a mixer
+  registers it first, for example in the config. A notebook's cell that runs again replaces its own
+  class.
+
+  Raises:
+    ValueError: `mixer` is not a subclass of `Mixer`, `name` is not an identifier, or another class
+      has it.
+  """
+  if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
+    raise ValueError(f"register: mixer={mixer!r} must be a subclass of lnssm_jax.mixers.Mixer.")
+  if not (isinstance(name, str) and name.isidentifier()):
+    raise ValueError(f"register: name={name!r} must be an identifier, such as 'my_mixer'.")
+  described = lambda cls: f"{cls.__module__}.{cls.__qualname__}"
+  if name in MIXERS and described(MIXERS[name]) != described(mixer):
+    raise ValueError(
+      f"register: name={name!r} is that of {described(MIXERS[name])}; choose another name."
+    )
+  MIXERS[name] = mixer
+  return mixer
+
+
 __all__ = [
   "DSS",
   "GFW",
@@ -162,5 +191,8 @@ __all__ = [
   "TNLState",
   "TNNState",
   "expand_partitions",
+  "register",
   "shard_time",
+  "single",
+  "step",
 ]

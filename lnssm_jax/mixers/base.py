@@ -115,6 +115,11 @@ class Mixer[State](nnx.Module):
 
   def _check(self, x, state, segment_ids) -> None:
     name = type(self).__name__
+    if jnp.ndim(x) == 2:
+      raise ValueError(
+        f"{name}: x has shape {x.shape}, but [B, T, D] is needed; mixers.single(mixer, x) reads one"
+        " sequence [T, D], mixers.step(mixer, x, state) one token of each sequence [B, D]."
+      )
     check_shape(name, "x", x, (None, None, self.dim), "[B, T, D]")
     check_floating(name, "x", x)
     if 0 in x.shape:

@@ -43,7 +43,8 @@ def mixer_class(mixer: str | type[Mixer]) -> type[Mixer]:
       f"mixer={mixer.__name__} is not a subclass of lnssm_jax.mixers.Mixer; derive it from that "
       "class, or give a name in lnssm_jax.mixers.MIXERS."
     )
-  return MIXERS[check_choice("mixer", mixer, MIXERS)]
+  note = " Register a mixer of your own first: lnssm_jax.mixers.register(name, Class)."
+  return MIXERS[check_choice("mixer", mixer, MIXERS, note=note)]
 
 
 def check_mixer(

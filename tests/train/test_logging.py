@@ -17,6 +17,7 @@ from train.config import ConfigError
 from train.logging import loggers, run_summary, tracing
 from train.logging.console import Console
 from train.runs.run_folder import RunFolder
+from train.step import flops
 
 ROWS = [
   {"kind": "train", "step": 3, "loss": 2.5, "mfu": None, "skipped": 0},
@@ -224,10 +225,15 @@ def test_dry_run_reports_memory_and_flops(tiny, config_file, capsys):
   assert main(["fit", "--config", config_file(cfg), "--dry-run", *too_many]) == 2
 
 
-def test_dry_run_names_what_does_not_decay(tiny, config_file, capsys):
+def test_dry_run_names_what_does_not_decay_and_unknown_flops(
+  tiny, config_file, capsys, monkeypatch
+):
+  monkeypatch.delitem(flops.RECURRENCES, "lnssm")  # as if it were a mixer of one's own
   cfg = tiny(optimizer__weight_decay=0.1, model__mixer="lnssm")
   assert main(["fit", "--config", config_file(cfg), "--dry-run"]) == 0
-  (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("decay")]
+  output = capsys.readouterr().out
+  assert "FLOPs       unknown: lnssm has no formula" in output
+  (line,) = [x for x in output.splitlines() if x.startswith("decay")]
   assert line.startswith("decay       weight decay 0.1 of ")
   names = line.rpartition("not of ")[2].split(", ")
   assert {"w", "gamma", "mixer_norm/scale", "norm/bias"} <= set(names)

@@ -50,7 +50,11 @@ def describe(cfg: config.Train) -> None:
     console.say(f"available   {memory.amount(limit)} on each device")
   check_memory(cfg, mesh, compiled, console)
   tokens = cfg.global_batch * cfg.seq_len
-  model = flops.TRAINING_FACTOR * flops.model_flops_per_token(cfg.model, cfg.seq_len) * tokens
+  per_token = flops.model_flops_per_token(cfg.model, cfg.seq_len)
+  if per_token is None:
+    console.say(f"FLOPs       unknown: {cfg.model.mixer} has no formula in train/step/flops.py")
+    return
+  model = flops.TRAINING_FACTOR * per_token * tokens
   console.say(
     f"FLOPs       {model:.4g} per step of {short(tokens)} tokens (model FLOPs), "
     f"{model / mesh.size:.4g} per device"

@@ -9,15 +9,18 @@ import jax
 from lnssm_jax.ops.core.checks import check_shape
 
 
-def check_choice(what: str, value: str, choices: Iterable[str]) -> str:
-  """Returns `value`; raises `ValueError` with the nearest choice unless it is one of `choices`."""
+def check_choice(what: str, value: str, choices: Iterable[str], *, note: str = "") -> str:
+  """Returns `value`; raises `ValueError` with the nearest choice unless it is one of `choices`.
+
+  The message ends with `note`.
+  """
   choices = list(choices)
   if value in choices:
     return value
   near = difflib.get_close_matches(str(value), choices, n=1)
   hint = f"; did you mean {near[0]!r}?" if near else "."
   listed = ", ".join(repr(choice) for choice in choices) or "(there are none)"
-  raise ValueError(f"{what}={value!r} is unknown{hint} Use one of: {listed}.")
+  raise ValueError(f"{what}={value!r} is unknown{hint} Use one of: {listed}.{note}")
 
 
 def check_positive(name: str, value: int) -> int:

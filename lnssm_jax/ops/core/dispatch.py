@@ -13,11 +13,12 @@ runs that one or raises, and the error says which argument is not supported. The
 flags.
 """
 
+import contextlib
 import functools
 import importlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -154,7 +155,7 @@ def run(
   def local(inputs: Any, options: Any = options) -> tuple[Any, Any]:
     inputs = spmd.vary_alike(inputs)
     name = Call(op, forms, inputs, options).choose(implementation)
-    with jax.named_scope(op):
+    with jax.named_scope(op), _naming_forward_mode(op, name):
       return forms[name].run(inputs, options)
 
   if axis_name is None:
@@ -163,6 +164,24 @@ def run(
   if sharded is None:
     raise NotImplementedError(f"{op}: axis_name={axis_name!r}; this op needs the whole sequence.")
   return finish(sharded(local, inputs, options, axis_name))
+
+
+@contextlib.contextmanager
+def _naming_forward_mode(op: str, name: str) -> Iterator[None]:
+  """Says which implementation has forward-mode derivatives where JAX finds one without.
+
+  JAX finds it here where values are known. A derivative of `jax.jit` is taken of the finished
+  program, without a call of this op, and the message is JAX's.
+  """
+  try:
+    yield
+  except TypeError as error:
+    if "forward-mode" not in str(error):
+      raise
+    raise TypeError(
+      f"{op}: implementation={name!r} has a backward pass of its own and no forward-mode derivative"
+      " (jax.jvp, jax.jacfwd, jax.hessian); use implementation='reference', or jax.jacrev."
+    ) from error
 
 
 def check(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Call:

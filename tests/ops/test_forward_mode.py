@@ -1,0 +1,52 @@
+"""Forward-mode derivatives: which implementation has them, and what the others say."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops.cases import SCANS
+from lnssm_jax.ops.core import dispatch
+from tests.ops.promises import close
+
+names = [pytest.param(name, marks=[pytest.mark.slow] * (name != "diagonal_scan")) for name in SCANS]
+
+
+@pytest.mark.parametrize("name", names)
+def test_forward_mode_error_names_the_implementation_that_has_it(name):
+  scan = SCANS[name]
+  case = dataclasses.replace(scan.small, T=5)
+  x, direction = (
+    {n: jnp.asarray(array, jnp.float32) for n, array in scan.inputs(case, seed).items()}
+    for seed in (0, 1)
+  )
+  run = lambda form: lambda x: scan(case, x, implementation=form)[0]
+  y, forward = jax.jvp(run("reference"), (x,), (direction,))
+  _, transposed = jax.vjp(lambda u: jax.vjp(run("reference"), x)[1](u)[0], jnp.zeros_like(y))
+  close(forward, transposed(direction)[0])  # by two backward passes, as docs/own_models.md has it
+
+  args, kwargs = scan.bind(case, x)
+  for form in ops.supported(scan.function, *args, **kwargs):
+    try:
+      jax.jvp(run(form), (x,), (direction,))
+    except TypeError as error:
+      message = str(error)
+      assert form != "reference"
+      assert message.startswith(f"{name}: implementation={form!r} has")
+      assert "use implementation='reference', or jax.jacrev" in message
+    else:
+      assert (name, form) in WITH_FORWARD_MODE or form == "reference"
+
+
+WITH_FORWARD_MODE = (
+  ("linear_attention", "associative"),
+  ("delta_rule", "associative"),
+  ("long_convolution", "chunked"),
+)
+
+
+def test_other_type_errors_are_not_changed():
+  with pytest.raises(TypeError, match="another"), dispatch._naming_forward_mode("op", "chunked"):
+    raise TypeError("another")
