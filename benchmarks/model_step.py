@@ -38,10 +38,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import csv_rows, model_peers, profile
+from benchmarks import csv_rows, model_peers
 from benchmarks.train_step import Run, compile_step, random_batch
 from train.cluster import device_mesh
 from train.config import Data, Model, Optimizer, Train
+from train.logging import profiles
 from train.step import flops
 from train.step.model import build_model
 from train.step.state import init_state
@@ -206,19 +207,19 @@ def measure(body: Body, sizes: Sizes | None, begin: float, steps: int, runs: int
 
 def device_time(text: str, run: Run, steps: int = 3) -> dict[str, float]:
   """Milliseconds of a step on the device: library products, our kernels, the rest by its place."""
-  paths = profile.paths_of_instructions(text)
+  paths = profiles.paths_of_instructions(text)
   found: collections.Counter[str] = collections.Counter()
-  for kernel, instruction, seconds in profile.trace(lambda: run.steps(steps)):
-    path = paths.get(instruction) or paths.get(kernel, "")
+  for event in profiles.traced(lambda: run.steps(steps)):
+    kernel, path = event.kernel, profiles.path_of(event, paths)
     if _OWN.search(kernel):
       name = "our kernels"
     elif _PRODUCTS.search(kernel):
       name = "library products"
     else:
-      part = profile.part_of(kernel, path)
+      part = profiles.part_of(kernel, path)
       name = f"{part}: {re.sub(r'.*[(/]', '', path).strip(')') or kernel.rstrip('0123456789_')}"
       name += " (backward)" if "transpose(" in path else ""
-    found[name] += 1e3 * seconds / steps
+    found[name] += 1e3 * event.seconds / steps
   return dict(found.most_common())
 
 

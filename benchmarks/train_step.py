@@ -19,9 +19,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks import profile
 from train.cluster import device_mesh
 from train.config import apply_overrides, load_config
+from train.logging import profiles
 from train.step import flops
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
@@ -135,19 +135,16 @@ def main():
 
 def print_profile(text, run, steps, step_seconds):
   """Prints the device time of one step by part of the model, then by kernel."""
-  events = profile.trace(run)
-  paths = profile.paths_of_instructions(text)
-  parts, kernels, launches = (collections.Counter() for _ in range(3))
-  for kernel, instruction, seconds in events:
-    # Inside a CUDA graph the instruction is the graph; the kernel bears the instruction's name.
-    path = paths.get(instruction) or paths.get(kernel, "")
-    parts[profile.part_of(kernel, path)] += seconds
-    kernels[kernel, path] += seconds
-    launches[kernel, path] += 1
-  busy = sum(parts.values())
+  events = profiles.traced(run)
+  paths = profiles.paths_of_instructions(text)
+  kernels, launches = collections.Counter(), collections.Counter()
+  for event in events:
+    key = event.kernel, profiles.path_of(event, paths)
+    kernels[key] += event.seconds
+    launches[key] += 1
+  busy = sum(kernels.values())
   print(f"device busy {busy / steps * 1e3:.2f} ms of {step_seconds * 1e3:.2f} ms a step")
-  for part, seconds in parts.most_common():
-    print(f"{seconds / steps * 1e3:8.3f} ms  {seconds / busy:6.1%}  {part}")
+  print(*profiles.summary(events, text, steps), sep="\n")
   for (kernel, path), seconds in kernels.most_common(40):
     count = launches[kernel, path] / steps
     print(f"{seconds / steps * 1e3:8.3f} ms  x{count:<5.0f} {kernel[:48]:48} {path[-110:]}")

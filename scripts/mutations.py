@@ -15,6 +15,7 @@ a test fails. A program that cannot be imported or a test that does not exist co
 
 import argparse
 import concurrent.futures
+import contextlib
 import os
 import queue
 import re
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,22 +97,36 @@ def read_sources(root: Path = ROOT) -> dict[Path, str]:
 
 def try_fault(fault: Fault, first_only: bool, copies: queue.SimpleQueue[Path]) -> Outcome:
   """Runs the tests on one of the copies, with the fault in it."""
-  folder = copies.get()
   begin = time.monotonic()
-  result = lambda status, where: Outcome(fault, status, where, time.monotonic() - begin)
-  path, text = fault.patched(read_sources(folder))
-  (folder / path).write_text(text)
+  with faulty_copy(fault, copies) as folder:
+    status, where = run_tests(fault, first_only, folder)
+  return Outcome(fault, status, where, time.monotonic() - begin)
+
+
+def run_tests(fault: Fault, first_only: bool, folder: Path) -> tuple[str, str]:
+  """Status and the failed test, or why there is none."""
+  for arguments in [*fault.tests, *([] if first_only else [""])]:
+    code, output = pytest(arguments, folder)
+    if code == 1:
+      failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+      return "caught", failed[0] if failed else arguments
+    if code != 0:
+      return "BROKEN", f"pytest {arguments} ends with {code}: {output[-600:]}"
+  return "ESCAPED", ""
+
+
+@contextlib.contextmanager
+def faulty_copy(fault: Fault, copies: queue.SimpleQueue[Path]) -> Iterator[Path]:
+  """A copy that has the fault until the context ends."""
+  folder = copies.get()
   try:
-    for arguments in [*fault.tests, *([] if first_only else [""])]:
-      code, output = pytest(arguments, folder)
-      if code == 1:
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-        return result("caught", failed[0] if failed else arguments)
-      if code != 0:
-        return result("BROKEN", f"pytest {arguments} ends with {code}: {output[-600:]}")
-    return result("ESCAPED", "")
+    path, text = fault.patched(read_sources(folder))
+    (folder / path).write_text(text)
+    try:
+      yield folder
+    finally:
+      shutil.copy2(ROOT / path, folder / path)
   finally:
-    shutil.copy2(ROOT / path, folder / path)
     copies.put(folder)
 
 

@@ -105,8 +105,6 @@ def fit(
     run.write_config(cfg)
     if distributed.is_first():
       run.on_rows = stack.enter_context(loggers.Loggers(cfg, run.path, start, console.say)).write
-    tracer = Tracer(run.path, profile, console.say)
-    stack.callback(tracer.close)
     run_summary.start(console, cfg, run, state, windows, start)
     step = start
     reader = MetricReader(cfg, run, console, list(mesh.devices.flat))
@@ -149,6 +147,8 @@ def fit(
     evaluate()
     if start < cfg.steps:
       train_step = train_step or compile_step(cfg, graph, mesh, run.kernels, console)
+      tracer = Tracer(run.path, profile, console.say, train_step.as_text)
+      stack.callback(tracer.close)
       batches = stack.enter_context(_feed(windows, cfg, mesh, start))
       reader.start_clock()
       try:

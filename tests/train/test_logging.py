@@ -1,12 +1,14 @@
 """Loggers, profiler traces, the dry run, the compilation cache and the summary of a run."""
 
 import os
+import re
 import struct
 import sys
 import threading
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 from tensorboardX.proto import event_pb2
 
@@ -14,7 +16,7 @@ from train import loop
 from train.cli.main import main
 from train.cluster import compile_cache
 from train.config import ConfigError
-from train.logging import loggers, run_summary, tracing
+from train.logging import loggers, profiles, run_summary, tracing
 from train.logging.console import Console
 from train.runs.run_folder import RunFolder
 from train.step import flops
@@ -95,6 +97,17 @@ def test_loggers_receive_rows(tiny, tmp_path, wandb):
   first, second = fake.options
   assert first == second and first["resume"] == "allow"  # the same run resumes
   assert first["config"]["steps"] == 12
+  assert (first["name"], first["group"], first["tags"]) == (tmp_path.name, None, None)
+
+
+def test_loggers_know_the_name_group_and_tags_of_a_run(tiny, tmp_path, wandb):
+  fake, names = wandb(), {"run_name": "a", "run_group": "b", "run_tags": ("c", "d")}
+  with loggers.Loggers(tiny(watch=("tensorboard", "wandb"), **names), tmp_path, 0, print):
+    pass
+  (options,) = fake.options
+  assert (options["name"], options["group"], options["tags"]) == ("a", "b", ("c", "d"))
+  (file,) = (tmp_path / "tensorboard").iterdir()
+  assert all(text in file.read_bytes() for text in (b"run/name", b"run/group", b"c, d"))
 
 
 @pytest.mark.parametrize("where", ["init", "log", "finish"])
@@ -152,6 +165,37 @@ def test_run_with_loggers_and_trace(tiny, wandb, capsys):
   assert out.count("watch=wandb failed") == 1
   assert f"traced steps 3 to 4: {run.path}/traces/3-4" in out
   assert list((run.path / "traces/3-4").rglob("*.xplane.pb"))
+  parts = re.findall(r"^ *([\d.]+) ms +([\d.]+)%  (.*)$", out, re.MULTILINE)
+  times, shares, names = zip(*parts, strict=True)
+  assert {"optimizer", "loss and head", "channel mixer"} < set(names)
+  assert sorted(map(float, times), reverse=True) == list(map(float, times))
+  assert sum(map(float, shares)) == pytest.approx(100, abs=0.5)
+
+
+def test_profile_summed_by_part_of_the_model():
+  program = """
+    %fusion.1 = f32[2] fusion(%a), metadata={op_name="jit(step)/optimizer/mul"}
+    %dot-2 = f32[2] dot(%a), metadata={op_name="jit(step)/mixer/dot_general"}
+  """
+  event = profiles.Event
+  events = [
+    event("loop_fusion", "fusion.1", 1e-3),
+    event("dot_2", "a_graph", 4e-3),  # of a CUDA graph
+    event("dot_2", "a_graph", 2e-3),
+    event("Memcpy D2D", "copy", 1e-3),
+  ]
+  assert profiles.summary(events, program, steps=2) == [
+    "     3.000 ms   75.0%  mixer (rest)",
+    "     0.500 ms   12.5%  optimizer",
+    "     0.500 ms   12.5%  copies",
+  ]
+
+
+def test_profile_has_the_body_of_a_loop_but_not_the_loop():
+  run = jax.jit(lambda x: jax.lax.fori_loop(0, 5, lambda _, x: x @ x, x))
+  events = profiles.traced(lambda: run(jnp.ones((64, 64))))
+  assert events and all(event.seconds >= 0 for event in events)
+  assert not any(event.instruction.startswith("while") for event in events)
 
 
 @pytest.fixture
@@ -172,7 +216,7 @@ def steps(tracer, numbers):
 
 def test_tracing_requested_by_file(profiler, tmp_path):
   said = []
-  tracer = tracing.Tracer(tmp_path, None, said.append)
+  tracer = tracing.Tracer(tmp_path, None, said.append, str)
   steps(tracer, [1, 2])
   assert profiler == []
   (tmp_path / "profile").write_text("")  # still being written
@@ -182,6 +226,7 @@ def test_tracing_requested_by_file(profiler, tmp_path):
   assert profiler == [str(tmp_path / "traces/4-5")]
   steps(tracer, [5, 6])
   assert profiler[1:] == ["stop"] and not (tmp_path / "profile").exists()
+  assert said[1].startswith("no summary of the trace (FileNotFoundError: ")
   for text in ("many", "0", "-1", "99999", "1001"):
     (tmp_path / "profile").write_text(text)
     steps(tracer, [7])
@@ -191,7 +236,7 @@ def test_tracing_requested_by_file(profiler, tmp_path):
 
 def test_tracing_failure_reported(profiler, tmp_path, monkeypatch):
   said = []
-  tracer = tracing.Tracer(tmp_path, range(2, 10), said.append)
+  tracer = tracing.Tracer(tmp_path, range(2, 10), said.append, str)
   steps(tracer, [5, 6])  # a run resumed in the middle of them
   tracer.close()
   assert profiler == [str(tmp_path / "traces/5-9"), "stop"]
@@ -200,9 +245,9 @@ def test_tracing_failure_reported(profiler, tmp_path, monkeypatch):
     raise RuntimeError("another profiler runs")
 
   monkeypatch.setattr(jax.profiler, "start_trace", fail)
-  tracer = tracing.Tracer(tmp_path, range(2, 10), said.append)
+  tracer = tracing.Tracer(tmp_path, range(2, 10), said.append, str)
   steps(tracer, range(1, 12))
-  assert said[1:] == ["no trace (RuntimeError: another profiler runs); training continues"]
+  assert said[-1] == "no trace (RuntimeError: another profiler runs); training continues"
 
 
 @pytest.mark.parametrize("text", ["5", "5:", "0:3", "4:3", "1:1001", "a:b", "-1:2", "1:2:3"])

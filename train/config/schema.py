@@ -261,6 +261,9 @@ class Train:
   skip_spikes: float | None = None  # skip steps this many standard deviations above the mean
   loss_chunk: int | None = None  # tokens whose logits are in memory at once; None: 512 MiB or less
   watch: tuple[Literal["tensorboard", "wandb"], ...] = ()  # in addition to metrics.jsonl
+  run_name: str | None = None  # in what `watch` names; None: the name of run_dir
+  run_group: str | None = None  # runs to be compared there
+  run_tags: tuple[str, ...] = ()  # by which runs are found there
   # Folder of compiled programs; runs may share one. "run": in the run folder, unless JAX has one.
   compile_cache: str | None = "run"
   sample: Sample = dataclasses.field(default_factory=Sample)

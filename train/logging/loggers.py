@@ -40,10 +40,13 @@ class TensorBoard:
   """Event files in RUN/tensorboard."""
 
   def __init__(self, package: Any, run: Path, cfg: config.Train, start: int):
-    del cfg
     # Later steps are trained, and logged, again.
     options = {"purge_step": start + 1} if start else {}
     self._writer = package.SummaryWriter(str(run / "tensorboard"), flush_secs=10, **options)
+    names = {"name": cfg.run_name, "group": cfg.run_group, "tags": ", ".join(cfg.run_tags)}
+    for name, text in names.items():
+      if text:
+        self._writer.add_text(f"run/{name}", text, start)
 
   def write(self, row: Row) -> None:
     for name, value in scalars(row).items():
@@ -54,13 +57,18 @@ class TensorBoard:
 
 
 class WandB:
-  """A run of Weights & Biases, configured by its environment variables: WANDB_PROJECT, ..."""
+  """A run of Weights & Biases, configured by its environment variables: WANDB_PROJECT, ...
+
+  `run_group` and `run_tags`, where set, take the place of WANDB_RUN_GROUP and WANDB_TAGS.
+  """
 
   def __init__(self, package: Any, run: Path, cfg: config.Train, start: int):
     del start
     self._run = package.init(
       dir=str(run),
-      name=run.name,
+      name=cfg.run_name or run.name,
+      group=cfg.run_group,
+      tags=cfg.run_tags or None,
       id=_identity(run / "wandb-id"),
       resume="allow",
       config=config.to_dict(cfg),

@@ -3,13 +3,15 @@
     python -m train fit --config FILE --profile 100:104
     echo 5 > RUN/profile        traces the next 5 steps and removes the file
 
-Traces are written to RUN/traces/START-STOP, for TensorBoard's profile page or xprof. With several
-processes the devices of process 0 are traced. The request is a file, not a signal, because a signal
-ends a process that has no handler yet, and would have to reach one process of many.
+Traces are written to RUN/traces/START-STOP, for xprof, and the time of each part of the model is
+printed (`train.logging.profiles`). With several processes the devices of process 0 are traced. The
+request is a file, not a signal, because a signal ends a process that has no handler yet, and would
+have to reach one process of many.
 """
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import jax
 from lnssm_jax.pretrained.files import open_regular
 from train.cluster import distributed
 from train.config.checked import check
+from train.logging import profiles
 from train.messages import Say, first_line
 
 _MAX_STEPS = 1000  # larger traces cannot be opened
@@ -41,11 +44,15 @@ def steps_of(text: str) -> range:
 
 
 class Tracer:
-  """Starts and stops the profiler around steps. Errors are reported and do not stop training."""
+  """Starts and stops the profiler around steps. Errors are reported and do not stop training.
 
-  def __init__(self, run: Path, steps: range | None, say: Say):
+  `program` gives the text of the compiled step, which says which part of the model an operation
+  belongs to.
+  """
+
+  def __init__(self, run: Path, steps: range | None, say: Say, program: Callable[[], str | None]):
     self._request, self._traces = run / "profile", run / "traces"
-    self._steps, self._say = steps, say
+    self._steps, self._say, self._program = steps, say, program
     self._running: range | None = None
     self._looked = 0.0
     self._reported = ""
@@ -74,9 +81,17 @@ class Tracer:
     if steps:
       try:
         jax.profiler.stop_trace()
-        self._say(f"traced steps {steps[0]} to {steps[-1]}: {self._folder(steps)}")
       except Exception as error:
         self._report(error)
+        return
+      folder = self._folder(steps)
+      self._say(f"traced steps {steps[0]} to {steps[-1]}: {folder}")
+      try:
+        lines = profiles.summary(profiles.read(folder), self._program() or "", len(steps))
+      except Exception as error:
+        lines = [f"no summary of the trace ({first_line(error)})"]
+      for line in [*lines, f"to look at it: pip install xprof, then xprof {folder}"]:
+        self._say(line)
 
   def _start(self, steps: range) -> None:
     try:

@@ -18,7 +18,8 @@ from train.sweeps.spec import Run, rate_of
 Scores = dict[str, float | None]  # by name; None: the run diverged
 
 # A run is itself whatever these are; others that a resumed run may change affect its rounding.
-_LOCAL = ("run_dir", "watch", "compile_cache", "log_every", "eval_every", "checkpoint_every")
+_NAMES = ("run_dir", "run_name", "run_group", "run_tags")
+_LOCAL = (*_NAMES, "watch", "compile_cache", "log_every", "eval_every", "checkpoint_every")
 
 
 @dataclasses.dataclass(frozen=True)
