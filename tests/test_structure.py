@@ -222,7 +222,7 @@ print(jax.device_count('cpu'))
 def test_import_of_everything_is_quick_and_starts_no_backend():
   """In less CPU time than 0.8 of what jax and flax take, which are imported first."""
   shares = []
-  for _ in range(3):  # the best of three: a busy machine has cold caches
+  for _ in range(6):  # the best: a busy machine has cold caches
     share, modules, roots, devices = run_python(IMPORT_ALL).splitlines()
     assert int(modules) > 5
     assert set(roots.split()) <= {"lnssm_jax", "pallas_kernels", "jax", "jaxlib", "flax", "numpy"}
