@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md")
 README = (ROOT / "README.md").read_text()
 MIXERS_PAGE = (ROOT / "docs" / "mixers.md").read_text()
+TRAINING_PAGE = (ROOT / "docs" / "training.md").read_text()
 MIGRATION_PAGE = (ROOT / "docs" / "migration.md").read_text()
 OWN_MODELS_PAGE = (ROOT / "docs" / "own_models.md").read_text()
 
@@ -24,7 +25,7 @@ OWN_MODELS_PAGE = (ROOT / "docs" / "own_models.md").read_text()
 def blocks(language: str) -> list[str]:
   """Programs of the pages; the blocks of the last page are one."""
   of = lambda text: re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-  return [*of(README + MIXERS_PAGE + MIGRATION_PAGE), "".join(of(OWN_MODELS_PAGE))]
+  return [*of(README + MIXERS_PAGE + MIGRATION_PAGE + TRAINING_PAGE), "".join(of(OWN_MODELS_PAGE))]
 
 
 STATES = dict(

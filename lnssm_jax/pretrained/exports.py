@@ -101,7 +101,11 @@ def tokenizer_of(folder: str | Path, manifest: Manifest) -> Tokenizer:
   spec, path = manifest.tokenizer["spec"], Path(folder) / TOKENIZER
   if spec not in ("bytes", TOKENIZER):
     raise ExportError(f"{folder}: the tokenizer {spec!r} is neither 'bytes' nor {TOKENIZER!r}.")
-  found = ByteTokenizer() if spec == "bytes" else FileTokenizer(path, follow_links=False)
+  if spec == "bytes":
+    found = ByteTokenizer()
+  else:
+    end = manifest.tokenizer.get("end_of_text")
+    found = FileTokenizer(path, follow_links=False, end_of_text=end)
   if found.fingerprint != manifest.tokenizer["fingerprint"]:
     raise ExportError(f"{path} has changed since it was written; restore the original.")
   return found

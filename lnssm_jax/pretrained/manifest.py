@@ -47,7 +47,7 @@ class Manifest:
 
   model: dict[str, Any]  # settings of the model
   step: int
-  tokenizer: dict[str, str]  # spec, fingerprint
+  tokenizer: dict[str, str]  # spec, fingerprint, and end_of_text if it is not the usual token
   tensors: dict[str, dict[str, Any]]
   parameters: dict[str, str]  # {name of a tensor: current name of the parameter}
   settings: dict[str, Any]  # of the run, without the model; empty in older exports
@@ -92,7 +92,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise TypeError(f"the dtype of {name} is not a string")
     if type(step) is not int or step < 0 or any(type(x) is not str for x in tokenizer.values()):
       raise ExportError(f"{path}: step={step!r} must be a number, tokenizer={tokenizer} strings.")
-    tokenizer = {name: tokenizer[name] for name in ("spec", "fingerprint")}
+    ends = {name: tokenizer[name] for name in ("end_of_text",) if name in tokenizer}
+    tokenizer = {name: tokenizer[name] for name in ("spec", "fingerprint")} | ends
     metrics = [dict(row) for row in run.get("metrics", [])]
     return Manifest(model, step, tokenizer, tensors, names, dict(run.get("settings", {})), metrics)
   except ExportError:

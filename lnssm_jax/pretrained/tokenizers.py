@@ -74,7 +74,12 @@ class ByteTokenizer:
 class FileTokenizer:
   """Tokenizer of a `tokenizer.json`, without truncation, padding or added special tokens.
 
-  `end_of_text` is the id that ends a text; None looks for one of `END_OF_TEXT`.
+  Args:
+    end_of_text: the token that ends a text, or its id; None looks for one of `END_OF_TEXT`.
+    raw: the content, of a `path` that is no such file itself.
+
+  Raises:
+    DataError: the file is missing or unusable, or has no such token.
   """
 
   def __init__(
@@ -83,14 +88,16 @@ class FileTokenizer:
     spec: str | None = None,
     *,
     follow_links: bool = True,
-    end_of_text: int | None = None,
+    end_of_text: int | str | None = None,
+    raw: bytes | None = None,
   ):
     path = Path(path)
     self.spec = spec or str(path)
-    if path.is_dir():
-      raise DataError(f"the tokenizer {path} is a folder; use the tokenizer.json in it.")
-    with reading(path):
-      raw = read_bytes(path, _MAX_FILE, follow_links=follow_links)
+    if raw is None:
+      if path.is_dir():
+        raise DataError(f"the tokenizer {path} is a folder; use the tokenizer.json in it.")
+      with reading(path):
+        raw = read_bytes(path, _MAX_FILE, follow_links=follow_links)
     tokenizers = _import_tokenizers(path)
     with _library(f"{path} is not a tokenizer.json"):
       inner = tokenizers.Tokenizer.from_buffer(raw)
@@ -101,15 +108,23 @@ class FileTokenizer:
     inner.no_padding()
     inner.encode_special_tokens = True
     self.raw = raw  # content of the file
-    self.fingerprint = hashlib.sha256(raw).hexdigest()
     self.vocab_size = 1 + max(inner.get_vocab().values(), default=0)
-    ends = [end_of_text, *(inner.token_to_id(end) for end in END_OF_TEXT)]
-    self.end_of_text: int = next((end for end in ends if end is not None), -1)
-    if self.end_of_text < 0:
+    known = (inner.token_to_id(end) for end in END_OF_TEXT)
+    usual = next((end for end in known if end is not None), None)
+    end = usual if end_of_text is None else end_of_text
+    if isinstance(end, str):
+      end = inner.token_to_id(end)
+      if end is None:
+        raise DataError(f"{path} has no token {end_of_text!r} to end a text; name one that it has.")
+    if end is None:
       raise DataError(
-        f"{path} has no end-of-text token; one of {', '.join(END_OF_TEXT)} must be in its"
-        " vocabulary. Add it to the file's added_tokens."
+        f"{path} has no end-of-text token; none of {', '.join(END_OF_TEXT)} is in its vocabulary."
+        " Name the token by data.end_of_text."
       )
+    self.end_of_text: int = end
+    self.named_end = None if end == usual else inner.id_to_token(end)
+    # Another end gives other ids.
+    self.fingerprint = hashlib.sha256(raw + (b"" if end == usual else b"%d" % end)).hexdigest()
     self._inner = inner
 
   def encode(self, text: str) -> np.ndarray:

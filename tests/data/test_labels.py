@@ -91,18 +91,22 @@ def test_last_token_of_each_row_is_the_target(chat):
   assert pair.tokens[ends - 2].tolist() == [ord("2"), ord("t"), ord("!")]
 
 
-def test_other_fields_or_targets_are_tokenized_again(chat):
-  """A pair without weights keeps none of those before it."""
+def test_other_fields_or_targets_are_of_another_config(chat):
+  """With force they replace a pair, and one without weights keeps none of those before it."""
   first = prepare(chat())["chat"]
   assert prepare(chat())["chat"] == first
-  assert prepare(chat(targets={"chat": "last"}))["chat"]["weights_sha256"]
+  with pytest.raises(DataError, match=r"chat.bin was created with targets=completion, not last"):
+    prepare(chat(targets={"chat": "last"}))
+  assert prepare(chat(targets={"chat": "last"}), force=True)["chat"]["weights_sha256"]
   texts = chat(fields={"chat": ("answer",)})
-  sidecar = prepare(texts)["chat"]
+  with pytest.raises(DataError, match=r"created with fields=\['ask', 'answer'\], not"):
+    prepare(texts)
+  sidecar = prepare(texts, force=True)["chat"]
   assert sidecar["fields"] == ["answer"] and "weights_sha256" not in sidecar
   pair = IndexedDataset(f"{texts.folder}/chat")
   assert pair.weights is None and pair.sequence(0).tolist() == [ord("2"), 256]
   assert tokens_per_byte(texts.folder, ["chat"]) is not None
-  prepare(chat())
+  prepare(chat(), force=True)
   assert tokens_per_byte(texts.folder, ["chat"]) is None  # a mean over completions only
 
 

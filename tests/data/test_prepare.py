@@ -43,14 +43,33 @@ def test_prepare_changed_text_tokenized_again(corpus):
   assert corpus.texts_in(data.folder, "b", load_tokenizer("bytes")) == ["changed"]
 
 
-def test_prepare_changed_tokenizer_tokenizes_again(corpus):
-  prepare(corpus.settings())
-  assert made_again(corpus.settings("bpe:260")) == SET_A | SET_B | {"tokenizer.json"}
-  assert made_again(corpus.settings("bpe:258")) == SET_A | SET_B | {"tokenizer.json"}
-  corpus.write("a", ["zzzz" * 50])
-  assert made_again(corpus.settings("bpe:258")) == SET_A  # models depend on the tokenizer
+def test_prepare_files_of_another_config_left_alone(corpus):
+  """Two configs that share a folder, with other tokenizers or other text of a set."""
+  prepare(corpus.settings("bpe:260"))
+  before = corpus.contents(corpus.settings().folder)
+  other = str(corpus.raw / "b.jsonl")
+  for data, message in (
+    (corpus.settings("bytes"), r"b.bin was created with tokenizer=bpe:260, not bytes: by another"),
+    (corpus.settings("bpe:258"), r"tokenizer.json has 260 entries, but data.tokenizer='bpe:258'"),
+    (
+      corpus.settings("bpe:260", sources={"a": other, "b": other}),
+      r"a.bin was created with source=",
+    ),
+  ):
+    with pytest.raises(DataError, match=message):
+      prepare(data)
+    assert corpus.contents(corpus.settings().folder) == before
   everything = SET_A | SET_B | {"tokenizer.json"}
   assert made_again(corpus.settings("bpe:258"), force=True) == everything
+
+
+def test_prepare_text_changed_after_the_bpe_was_trained_keeps_it(corpus):
+  prepare(corpus.settings("bpe:258"))
+  corpus.write("a", ["zzzz" * 50])
+  assert made_again(corpus.settings("bpe:258")) == SET_A  # models depend on the tokenizer
+  os.unlink(f"{corpus.settings().folder}/tokenizer.json")
+  everything = SET_A | SET_B | {"tokenizer.json"}
+  assert made_again(corpus.settings("bpe:258")) == everything  # of the same config
 
 
 @pytest.mark.parametrize("damage", [*ENDS, "cut"])

@@ -1,17 +1,27 @@
 """Finding and reading text: every kind of source, and error messages."""
 
+import gzip
+import importlib
 import json
 import lzma
 import os
+import sys
 import sysconfig
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
-from train.data import DataError, sources
+from train.data import DataError, compressed, sources
 from train.data.sources import find_inputs, fingerprint, read_documents
 
+COMPRESS = {
+  ".gz": gzip.compress,
+  ".xz": lzma.compress,
+  ".zst": importlib.import_module(compressed.ZSTD).compress,
+}
 TEXTS = ["first\n", "second, with \u00e9 and \u4f60", "  "]
 
 
@@ -35,15 +45,75 @@ def test_source_rows_are_documents(tmp_path):
   assert list(read_documents(str(path))) == [*TEXTS, "after a blank line"]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.xz", "a.JSONL.XZ"])
+@pytest.mark.parametrize("name", ["a.jsonl.xz", "a.JSONL.XZ", "a.jsonl.gz", "a.jsonl.zst"])
 def test_source_rows_compressed_read(tmp_path, name):
-  (tmp_path / name).write_bytes(lzma.compress(rows(TEXTS)))
+  compress = COMPRESS[Path(name).suffix.lower()]
+  raw = rows(TEXTS)
+  # Two frames, as tools that work in parallel write them.
+  (tmp_path / name).write_bytes(compress(raw[:20]) + compress(raw[20:]))
   assert list(read_documents(str(tmp_path / name))) == TEXTS
 
 
-def test_source_text_file_compressed_read(tmp_path):
-  (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text"))
-  assert list(read_documents(str(tmp_path / "a.txt.xz"))) == ["text"]
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_source_text_file_compressed_read(tmp_path, suffix):
+  for name in (f"a.txt{suffix}", f"without_ending{suffix}"):
+    (tmp_path / name).write_bytes(COMPRESS[suffix](b"text"))
+    assert list(read_documents(str(tmp_path / name))) == ["text"]
+
+
+def test_source_file_without_ending_read_if_named(tmp_path):
+  (tmp_path / "enwik").write_text("text")
+  assert list(read_documents(str(tmp_path / "enwik"))) == ["text"]
+  with pytest.raises(DataError, match="has no text"):
+    read_documents(str(tmp_path))
+
+
+def write_parquet(path, texts, key="text", **options):
+  parquet.write_table(pyarrow.table({"id": range(len(texts)), key: texts}), path, **options)
+
+
+def test_source_parquet_rows_are_documents(tmp_path):
+  texts = [f"text {i}" for i in range(100)]
+  write_parquet(tmp_path / "a.parquet", [*TEXTS, *texts], row_group_size=50)
+  assert list(read_documents(str(tmp_path))) == [*TEXTS, *texts]
+  write_parquet(tmp_path / "b.parquet", TEXTS, key="content")
+  assert list(read_documents(str(tmp_path / "b.parquet"), fields=("content",))) == TEXTS
+
+
+def test_source_parquet_unusable_named(tmp_path):
+  path = tmp_path / "a.parquet"
+  write_parquet(path, ["a", None])
+  with pytest.raises(DataError, match=r'a.parquet, row 2: "text" is NoneType, expected a string'):
+    list(read_documents(str(path)))
+  with pytest.raises(
+    DataError, match=r"a.parquet has the columns \['id', 'text'\], but not \"body\""
+  ):
+    list(read_documents(str(path), fields=("body",)))
+  whole = path.read_bytes()
+  for raw in (whole[:-20], b"PAR1 no Parquet PAR1"):
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"a.parquet is damaged or not Parquet"):
+      list(read_documents(str(path)))
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_source_parquet_that_expands_without_limit_stopped(tmp_path, dictionary, monkeypatch):
+  monkeypatch.setattr(compressed, "MAX_ROW", 1 << 20)
+  path = tmp_path / "a.parquet"
+  write_parquet(path, ["x" * 10_000] * 300, use_dictionary=dictionary, compression="zstd")
+  documents = read_documents(str(path))
+  with pytest.raises(DataError, match=r"a.parquet expands to more than 200 times its size"):
+    list(documents)
+
+
+@pytest.mark.parametrize(
+  ("name", "package"), [("a.txt.zst", compressed.ZSTD), ("a.parquet", "pyarrow")]
+)
+def test_source_without_its_package_named(tmp_path, name, package, monkeypatch):
+  (tmp_path / name).write_bytes(b"")
+  monkeypatch.setitem(sys.modules, package, None)
+  with pytest.raises(DataError, match=f"{name} needs the package {package}: pip install {package}"):
+    list(read_documents(str(tmp_path / name)))
 
 
 def test_source_byte_order_mark_ignored(tmp_path):
@@ -54,7 +124,7 @@ def test_source_byte_order_mark_ignored(tmp_path):
 
 
 def test_source_folder_sorted_by_name(tmp_path):
-  kept = ["a/b.py", "a.md", "a/a.txt", "z.jsonl", "b.jsonl.xz", "a/c/d.rs"]
+  kept = ["a/b.py", "a.md", "a/a.txt", "z.jsonl", "b.jsonl.xz", "a/c/d.rs", "c.parquet", "e.txt.gz"]
   left_out = [".git/x.py", "a/.hidden.txt", "__pycache__/x.py", "image.png", "no_suffix", "x.xz"]
   for name in kept + left_out:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -127,13 +197,14 @@ def test_source_unreadable_row_named_by_line(tmp_path, line, message, suffix):
     next(documents)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.xz", ".txt.xz"])
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
 @pytest.mark.parametrize("cut", [0.0, 0.5, 0.99])
-def test_source_damaged_compressed_file_named(tmp_path, suffix, cut):
-  path = tmp_path / f"a{suffix}"
-  whole = lzma.compress(rows([os.urandom(5000).hex()]))
-  path.write_bytes(whole[: int(cut * len(whole))] if cut else b"this is not xz")
-  with pytest.raises(DataError, match=rf"a{suffix}.* damaged or not .xz"):
+def test_source_damaged_compressed_file_named(tmp_path, suffix, compression, cut):
+  path = tmp_path / f"a{suffix}{compression}"
+  whole = COMPRESS[compression](rows([os.urandom(5000).hex()]))
+  path.write_bytes(whole[: int(cut * len(whole))] if cut else b"this is not it")
+  with pytest.raises(DataError, match=rf"a{suffix}{compression}.* damaged or not {compression}"):
     list(read_documents(str(path)))
 
 

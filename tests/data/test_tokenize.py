@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from train.data import (
   IndexedWriter,
   encoding,
   load_tokenizer,
+  parts,
   prepare,
   progress,
   read_sidecar,
@@ -21,6 +23,7 @@ from train.data import (
   tokenize,
   tokenize_to,
 )
+from train.data.labels import Rows
 
 ENDS = (".bin", ".idx", ".json")
 
@@ -157,6 +160,54 @@ def test_tokenize_crash_before_sidecar_leaves_none(corpus, monkeypatch):
       prepare(data)
   assert read_sidecar(f"{data.folder}/a") is None
   assert prepare(data)["a"] == read_sidecar(f"{data.folder}/a") is not None
+
+
+@pytest.mark.parametrize("targets", [None, "last"])
+def test_tokenize_killed_continues_after_the_complete_parts(corpus, tmp_path, monkeypatch, targets):
+  """Killed twice; the files are those of a process that was not, and nothing is encoded twice."""
+  monkeypatch.setattr(parts, "TOKENS", 100)
+  monkeypatch.setattr(encoding, "BATCH", 10)
+  texts = ["", *(f"document {i} " * (i % 5 + 1) for i in range(60))]
+  source = tmp_path / "a.jsonl"
+  source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  rows, tokenizer = Rows(targets=targets), load_tokenizer("bytes")
+  expected = tokenize_to(tmp_path / "whole" / "a", [str(source)], tokenizer, rows=rows)
+  encoded = []
+
+  class Killed(BaseException):
+    pass
+
+  def encode(documents, tokenizer):
+    for number, entry in enumerate(encoding.encode(documents, tokenizer)):
+      if number == 25:
+        raise Killed
+      encoded.append(len(entry[0]))
+      yield entry
+
+  monkeypatch.setattr(tokenize, "encode", encode)
+  folder = tmp_path / "killed"
+  for done in (25, 50):
+    with pytest.raises(Killed):
+      tokenize_to(folder / "a", [str(source)], tokenizer, rows=rows)
+    assert [path.suffix for path in folder.iterdir()] == [".parts"]
+    assert done - 5 < len(encoded) <= done
+  assert tokenize_to(folder / "a", [str(source)], tokenizer, rows=rows) == expected
+  assert 60 <= len(encoded) <= 60 + 2 * 6  # those of two parts that were not complete
+  assert corpus.contents(folder) == corpus.contents(tmp_path / "whole")
+  assert expected["skipped"] == {"empty": 1}
+
+
+def test_tokenize_parts_of_other_text_not_used(corpus, tmp_path, monkeypatch):
+  monkeypatch.setattr(parts, "TOKENS", 1)
+  data = corpus.settings()
+  with monkeypatch.context() as patch, pytest.raises(DataError):
+    patch.setattr(tokenize, "write_sidecar", lambda *_: (_ for _ in ()).throw(DataError("full")))
+    prepare(data)
+  assert list(Path(data.folder).glob(".b.*.parts"))
+  corpus.write("b", ["changed"])
+  prepare(data)
+  assert corpus.texts_in(data.folder, "b", load_tokenizer("bytes")) == ["changed"]
+  assert not list(Path(data.folder).glob(".*.parts"))
 
 
 def test_tokenize_full_disk_named_and_leaves_nothing(corpus, monkeypatch):

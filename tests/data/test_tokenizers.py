@@ -140,14 +140,56 @@ def test_tokenizer_file_invalid_named(tmp_path):
   for name in ("broken", "other"):
     with pytest.raises(DataError, match=rf"{name}.json is not a tokenizer.json"):
       load_tokenizer(str(tmp_path / f"{name}.json"))
-  with pytest.raises(DataError, match=r"is a folder; use the tokenizer.json in it"):
+  with pytest.raises(
+    DataError, match=r"is a folder without tokenizer.json, and without vocab.json"
+  ):
     load_tokenizer(str(tmp_path))
+  with pytest.raises(DataError, match=r"is a folder; use the tokenizer.json in it"):
+    files.FileTokenizer(tmp_path)
+
+
+def test_tokenizer_of_a_folder(tmp_path, bpe_folder):
+  """With tokenizer.json, or with its vocabulary and merges apart."""
+  expected = load_tokenizer("bpe:300", bpe_folder)
+  found = load_tokenizer(str(bpe_folder))
+  assert found.fingerprint == expected.fingerprint and found.spec == str(bpe_folder)
+  model = json.loads((bpe_folder / "tokenizer.json").read_text())["model"]
+  (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+  merges = (pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
+  (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+  apart = load_tokenizer(str(tmp_path))
+  assert (apart.vocab_size, apart.end_of_text) == (300, expected.end_of_text)
+  assert all(apart.encode(text).tolist() == expected.encode(text).tolist() for text in TEXTS)
+  assert all(apart.decode(apart.encode(text)) == text for text in TEXTS)
+  (tmp_path / "vocab.json").write_text("{")
+  with pytest.raises(DataError, match=r"vocab.json and .*merges.txt are no BPE"):
+    load_tokenizer(str(tmp_path))
+
+
+def test_tokenizer_end_of_text_named(tmp_path, bpe_folder):
+  raw = (bpe_folder / "tokenizer.json").read_bytes()
+  (tmp_path / "tokenizer.json").write_bytes(raw)
+  usual, spec = load_tokenizer(str(tmp_path)), str(tmp_path)
+  named = load_tokenizer(spec, end_of_text="Z")
+  assert named.end_of_text == usual.encode("Z")[0] != usual.end_of_text
+  assert named.fingerprint != usual.fingerprint
+  same = load_tokenizer(spec, end_of_text="<|endoftext|>")
+  assert same.fingerprint == usual.fingerprint
+  for end in ("Z", {"content": "Z"}):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    assert load_tokenizer(spec).fingerprint == named.fingerprint
+  assert load_tokenizer(spec, end_of_text="<|endoftext|>").fingerprint == usual.fingerprint
+  with pytest.raises(DataError, match="has no token '<none>' to end a text"):
+    load_tokenizer(spec, end_of_text="<none>")
+  (tmp_path / "tokenizer_config.json").write_text("[")
+  with pytest.raises(DataError, match=r"tokenizer_config.json is unusable: .*data.end_of_text"):
+    load_tokenizer(spec)
 
 
 def test_tokenizer_file_without_end_of_text_named(tmp_path, bpe_folder):
   raw = (bpe_folder / "tokenizer.json").read_text()
   (tmp_path / "a.json").write_text(raw.replace("<|endoftext|>", "<stop>"))
-  with pytest.raises(DataError, match=r"no end-of-text token; one of <\|endoftext"):
+  with pytest.raises(DataError, match=r"no end-of-text token; none of <\|endoftext"):
     load_tokenizer(str(tmp_path / "a.json"))
   (tmp_path / "a.json").write_text(raw.replace("<|endoftext|>", "</s>"))
   assert load_tokenizer(str(tmp_path / "a.json")).end_of_text == 0

@@ -179,7 +179,9 @@ def test_export_average_of_parameters(trained, tiny, tmp_path, capsys):
     losses.append(json.loads(capsys.readouterr().out)[0]["perplexity"])
   assert losses[0] == losses[1] != losses[2]
   assert "has no validation sets; name text by" in usage_error(capsys, "evaluate", "--run-dir", out)
-  of_export = "evaluate", "--run-dir", out, "--input", text
+  of_export = "evaluate", "--run-dir", out, "--input", f"a={text}"
+  assert run(*of_export) == 0
+  assert "\n  a  " in capsys.readouterr().out
   assert "use ema with the run" in usage_error(capsys, *of_export, "--ema")
   assert "--set changes settings of a run" in usage_error(capsys, *of_export, "--set", "seed=1")
   assert not np.array_equal(of(out)["head"]["kernel"], of(trained.run_dir)["head"]["kernel"])

@@ -1,5 +1,6 @@
 """Models outside of their run: loaded on one device, exported, imported, damaged."""
 
+import dataclasses
 import json
 import shutil
 
@@ -247,3 +248,13 @@ def test_load_model_without_model_rejected(tiny, tmp_path):
   (tmp_path / "run/checkpoints/3/params").mkdir(parents=True)
   with pytest.raises(store.CheckpointError, match=r"3 is damaged: it has no digests\.json"):
     train.load_model(cfg.run_dir, step=3)
+
+
+def test_export_keeps_a_named_end_of_text(tmp_path):
+  train_bpe("bpe:262", tmp_path, ["the quick river"])
+  tokenizer = load_tokenizer(str(tmp_path), end_of_text="Z")
+  model = dataclasses.replace(MODEL, vocab_size=262)
+  export.write(tmp_path / "out", model, random_params(model), tokenizer, 7)
+  manifest = exports.read_manifest(tmp_path / "out")
+  found = exports.tokenizer_of(tmp_path / "out", manifest)
+  assert found.fingerprint == tokenizer.fingerprint and found.end_of_text == tokenizer.end_of_text

@@ -1,5 +1,7 @@
 """Numbers, names and files beyond any use: an error in one line, before memory or time is spent."""
 
+import gzip
+import importlib
 import json
 import lzma
 import threading
@@ -22,7 +24,7 @@ from train.cli.main import main
 from train.cluster import distributed
 from train.cluster.device_mesh import make_mesh
 from train.config import ConfigError, apply_overrides
-from train.data import sources
+from train.data import compressed, sources
 from train.data.tokenizers import load_tokenizer, train_bpe
 from train.logging.throughput import Clock
 from train.runs.run_folder import claim
@@ -105,17 +107,18 @@ def test_number_of_many_digits_in_a_row_named(tmp_path):
     list(sources.read_documents(str(path)))
 
 
-@pytest.mark.parametrize("name", ["a.txt.xz", "a.jsonl.xz"])
-def test_bomb_of_xz_stopped_at_its_limit(name, tmp_path, monkeypatch):
-  monkeypatch.setattr(sources, "MAX_ROW", 1 << 21)
+@pytest.mark.parametrize("name", ["a.txt.xz", "a.jsonl.xz", "a.jsonl.gz", "a.jsonl.zst"])
+def test_compressed_bomb_stopped_at_its_limit(name, tmp_path, monkeypatch):
+  monkeypatch.setattr(compressed, "MAX_ROW", 1 << 21)
   path, row = tmp_path / name, b'{"text": "' + b"x" * 1000 + b'"}\n'
-  with lzma.open(path, "wb") as file:
+  modules = {".gz": gzip, ".xz": lzma, ".zst": importlib.import_module(compressed.ZSTD)}
+  with modules[path.suffix].open(path, "wb") as file:
     for _ in range(3000):
       file.write(row)
-  assert path.stat().st_size * sources.MAX_EXPANSION < 3000 * len(row)
-  with pytest.raises(DataError, match=r"\.xz expands to more than 200 times its size"):
+  assert path.stat().st_size * compressed.MAX_EXPANSION < 3000 * len(row)
+  with pytest.raises(DataError, match=rf"\{path.suffix} expands to more than 200 times its size"):
     list(sources.read_documents(str(path)))
-  monkeypatch.setattr(sources, "MAX_EXPANSION", 10**6)
+  monkeypatch.setattr(compressed, "MAX_EXPANSION", 10**6)
   assert sum(map(len, sources.read_documents(str(path)))) >= 3_000_000
 
 

@@ -76,6 +76,16 @@ def test_token_files_without_one_window_rejected(rejected, tiny, tmp_path):
   assert f"train.bin has {len(TEXT) + 1} tokens, but one window of seq_len=64 needs 65" in line
 
 
+def test_token_files_of_another_config_rejected(rejected, tiny, tmp_path):
+  (tmp_path / "a.txt").write_text(TEXT)
+  (tmp_path / "b.txt").write_text(TEXT)
+  sets = lambda name: dict.fromkeys(("train", "validation"), str(tmp_path / name))
+  changes = {"data__folder": str(tmp_path / "tokens")}
+  prepare(tiny(**changes, data__sources=sets("a.txt")).data)
+  line = rejected(**changes, data__sources=sets("b.txt"))
+  assert "train.bin was created with source=" in line and "another data.folder" in line
+
+
 def test_short_set_found_before_a_long_one_is_tokenized(tiny, tmp_path):
   """Text whose number of tokens only a tokenizer of another kind tells."""
   train_bpe("bpe:262", tmp_path, [TEXT])

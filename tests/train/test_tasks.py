@@ -145,6 +145,16 @@ def test_lm_reports_corpora_documents_and_positions(loaded, write):
   assert perplexity.lm(loaded, [path], length=5).tables["corpora"][0]["tokens"] == 8
 
 
+def test_lm_sets_have_the_names_they_are_given(loaded, write, tmp_path):
+  path, odd = write([{"text": "some text"}]), tmp_path / "a=b.txt"
+  odd.write_text("other")
+  rows = perplexity.lm(loaded, [f"web={path}", str(odd), path]).tables["corpora"]
+  assert [row["set"] for row in rows] == ["web", str(odd), path]
+  assert [row["tokens"] for row in rows] == [8, 4, 8]
+  with pytest.raises(ValueError, match="two sets of text are named 'web'; name one of them"):
+    perplexity.lm(loaded, [f"web={path}", f"web={odd}"])
+
+
 def test_extrapolate_scores_the_same_tokens_at_each_length(loaded, write, tmp_path):
   pytest.importorskip("matplotlib")
   path = write([{"text": "abcdefghij"}, {"text": "klmnopqrstuvw"}])

@@ -149,7 +149,8 @@ def tokenize(options: argparse.Namespace) -> None:
   how = {"workers": options.workers, "progress": True, "force": options.force}
   if options.config:
     cfg = config_of(options)
-    preflight.require(cfg)
+    if not options.force:
+      preflight.require(cfg)
     sidecars = tokenize.prepare(cfg.data, **how, least=preflight.windowed(cfg))
     results = {str(Path(cfg.data.folder) / name): sidecars[name] for name in sidecars}
   else:
@@ -157,7 +158,7 @@ def tokenize(options: argparse.Namespace) -> None:
     if missing:
       raise ValueError(f"--input also needs --{' and --'.join(missing)}.")
     folder = Path(options.output).parent
-    tokenizer = tokenizers.load_tokenizer(options.tokenizer, folder)
+    tokenizer = tokenizers.load_tokenizer(options.tokenizer, folder, options.end_of_text)
     name = Path(options.output).name
     given = {"fields": options.fields, "targets": options.targets}
     chosen: Any = {key: {name: value} for key, value in given.items() if value}

@@ -223,8 +223,8 @@ def _parser() -> argparse.ArgumentParser:
   evaluate.add_argument(
     "--input",
     nargs="+",
-    metavar="TEXT",
-    help="files, folders or globs of text instead; each document is scored alone",
+    metavar="[NAME=]TEXT",
+    help="files, folders or globs of text instead, with names; each document is scored alone",
   )
   evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
   generate = command("generate", commands.generate, "Continue text with the model of a run.")
@@ -244,8 +244,9 @@ def _parser() -> argparse.ArgumentParser:
   tokenize.add_argument("--input", nargs="+", metavar="PATH", help="files or folders of text")
   tokenize.add_argument("--output", metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, .json")
   tokenize.add_argument(
-    "--tokenizer", metavar="SPEC", help="'bytes' or the path of a tokenizer.json"
+    "--tokenizer", metavar="SPEC", help="'bytes', or a tokenizer.json or a folder with one"
   )
+  tokenize.add_argument("--end-of-text", metavar="TOKEN", help="that ends each text")
   tokenize.add_argument(
     "--fields",
     nargs="+",

@@ -88,7 +88,9 @@ class Data:
   read as one, or as a mixture if `train` maps their names to weights. `sources` maps a name to
   the text that is tokenized if its pair is missing: a file, folder or glob, or "python-stdlib" for
   the standard library of the running Python, split into training and validation files.
-  `tokenizer` is "bytes", "bpe:N" (trained on the training sources) or the path of a tokenizer.json.
+  `tokenizer` is "bytes", "bpe:N" (trained on the training sources) or the path of a tokenizer.json,
+  or of a folder with one or with vocab.json and merges.txt. `end_of_text` is the token of such a
+  file that ends each text, if that is not tokenizer_config.json's or a usual one.
 
   `fields` maps a set to the keys of its rows in .jsonl: that of the text, or those of a prompt and
   its completion; without it a row has "text". `targets` maps a set to the tokens that the loss
@@ -104,6 +106,7 @@ class Data:
 
   folder: str  # of the token files
   tokenizer: str  # "bytes", "bpe:N" or a path
+  end_of_text: str | None = None  # a token of the tokenizer's file; None: the usual one
   train: tuple[str, ...] | dict[str, float]  # names, or weights by name
   validation: tuple[str, ...] = ()  # names
   sources: dict[str, str] = dataclasses.field(default_factory=dict)  # text by name
@@ -126,6 +129,11 @@ class Data:
     for name, source in self.sources.items():
       check_path(f"data.sources.{name}", source)
     least = self.least_vocab_size
+    check(
+      least is None or self.end_of_text is None,
+      f"data.end_of_text={self.end_of_text!r} is a token of a file, but"
+      f" data.tokenizer={self.tokenizer!r} has an end of its own; leave it out.",
+    )
     check(
       least is None or least > 256,
       f"data.tokenizer={self.tokenizer!r} is too small: 256 bytes and the end of text need at"

@@ -10,9 +10,9 @@ from train import config
 from train.data import sources
 from train.data.errors import DataError
 from train.data.indexed import IndexedDataset
-from train.data.sidecars import up_to_date
+from train.data.sidecars import check_owner, up_to_date
 from train.data.tokenize import check_length, origin_of, rows_of, text_of
-from train.data.tokenizers import Tokenizer, bpe_path, load_tokenizer, tokenizer_path
+from train.data.tokenizers import Tokenizer, bpe_path, tokenizer_of, tokenizer_path
 
 
 def require(cfg: config.Train) -> None:
@@ -30,24 +30,22 @@ def missing(cfg: config.Train) -> list[str]:
 
   Raises:
     DataError: the tokenizer has more entries than the model, or is unusable; a set is too short for
-      one window of `seq_len` tokens; token files are damaged.
+      one window of `seq_len` tokens; token files are damaged, or belong to another config.
   """
   data, tokenizer, lines = cfg.data, None, []
   path = tokenizer_path(data.tokenizer, data.folder)
   if path is None or path.exists():
-    tokenizer = load_tokenizer(data.tokenizer, data.folder)
+    tokenizer = tokenizer_of(data)
     check_vocabulary(tokenizer, cfg.model.vocab_size)
   elif path != bpe_path(data.folder):  # which a run trains
     lines.append(f"there is no tokenizer {data.tokenizer!r}.")
-  sets = windowed(cfg)
   for name in dict.fromkeys((*data.train, *data.validation)):
     try:
       text = text_of(data, name)
     except DataError as error:
       lines.append(str(error))
       continue
-    if name in sets:
-      _check_set(cfg, name, tokenizer, text)
+    _check_set(cfg, name, tokenizer, text)
   return lines
 
 
@@ -73,11 +71,12 @@ def _check_set(
   tokenizer: Tokenizer | None,
   text: tuple[str, list[sources.Input]] | None,  # None: only the token files are here
 ) -> None:
-  prefix, least = Path(cfg.data.folder) / name, cfg.seq_len + 1
+  prefix, least = Path(cfg.data.folder) / name, windowed(cfg).get(name, 1)
   if text is not None:
     source, files = text
-    rows = rows_of(cfg.data, name)
-    if not tokenizer or not up_to_date(prefix, origin_of([source], files, tokenizer, rows)):
+    origin = origin_of([source], files, tokenizer, rows_of(cfg.data, name))
+    if not up_to_date(prefix, origin):
+      check_owner(prefix, origin, cfg.data.tokenizer)
       if (most := _most_tokens(cfg.data, files)) is not None and most < least:
         raise DataError(
           f"the set {name!r} has at most {most} tokens, by the size of its text, but one window of"

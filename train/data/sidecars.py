@@ -64,3 +64,35 @@ def up_to_date(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
     return sidecar if IndexedDataset(prefix).num_tokens == sidecar["tokens"] else None
   except DataError:
     return None
+
+
+def check_owner(prefix: str | Path, origin: dict[str, Any], spec: str) -> None:
+  """Checks that the pair at `prefix`, if there is one, may be replaced by one from `origin`.
+
+  It may if its text or its tokenizer has changed since, or if it is damaged.
+
+  Args:
+    spec: name or path of the tokenizer.
+
+  Raises:
+    DataError: it was created from other sources, fields or targets, or by another tokenizer: by
+      another config, whose runs need it.
+  """
+  try:
+    sidecar = read_sidecar(prefix)
+    IndexedDataset(prefix)
+  except DataError:
+    return
+  if sidecar is None:
+    return
+  keys = ["source", "fields", "targets"]
+  if sidecar.get("tokenizer_fingerprint") != origin.get("tokenizer_fingerprint"):
+    keys.insert(0, "tokenizer")
+  now = origin | {"tokenizer": spec}
+  for key in keys:
+    if sidecar.get(key) != now.get(key):
+      raise DataError(
+        f"{prefix}.bin was created with {key}={sidecar.get(key)}, not {now.get(key)}: by another"
+        " config, whose runs need it. Use another data.folder or another name for the set, or"
+        " replace it by `python -m train tokenize --force`."
+      )

@@ -2,9 +2,10 @@
 
 A source is one of
 
-    a file        .txt and other text: one document; .jsonl: one document per row, under "text",
-                  or under the names that `read_inputs` is given; either may be compressed as .xz
-    a folder      all text, .jsonl and source-code files in it, recursively
+    a file        .txt, other text, or a name without an ending: one document; .jsonl: one document
+                  per row, under "text", or under the names that `read_inputs` is given; either may
+                  be compressed as .gz, .xz or .zst. .parquet: a row is one of .jsonl
+    a folder      all text, .jsonl, .parquet and source-code files in it, recursively
     a glob        "logs/**/*.txt"
     python-stdlib the .py files of the running Python's standard library; "python-stdlib:train"
                   and "python-stdlib:validation" are disjoint splits of it
@@ -17,16 +18,16 @@ are always skipped and counted.
 import glob
 import hashlib
 import json
-import lzma
 import os
 import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from lnssm_jax.pretrained.files import open_regular
+from train.data import compressed, parquet
+from train.data.compressed import MAX_ROW
 from train.data.errors import DataError, reading
 
 STDLIB = "python-stdlib"
@@ -39,12 +40,11 @@ TEXT = (
   " .toml .ts .txt .yaml .yml"
 )
 TEXT_SUFFIXES = frozenset(TEXT.split())
-ROWS = ".jsonl"
+PARQUET = ".parquet"
+ROWS = (".jsonl", PARQUET)
+SUPPORTED = f".parquet, .jsonl {TEXT}; all but .parquet also as {' '.join(compressed.SUFFIXES)}"
 TEXT_FIELDS = ("text",)
 SKIP_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
-# A compressed file could otherwise expand without limit.
-MAX_ROW = 1 << 28  # bytes
-MAX_EXPANSION = 200  # times its size, beyond MAX_ROW
 
 
 class Input(NamedTuple):
@@ -77,10 +77,8 @@ def find_inputs(source: str) -> list[Input]:
     if (missing := re.search(r"\$\{?(\w+)\}?", expanded)) and not path.exists():
       raise DataError(f"{source!r} needs the environment variable {missing[1]}, which is not set.")
     if path.is_file():
-      if not _is_text(path):
-        raise DataError(
-          f"{path} is not a supported kind of text; supported are .jsonl, .jsonl.xz and {TEXT}."
-        )
+      if not _is_text(path) and _suffix(path):
+        raise DataError(f"{path} is not a supported kind of text; supported are {SUPPORTED}.")
       return [Input(path, named=True)]
     if path.is_dir():
       found = _walk(path)
@@ -90,9 +88,7 @@ def find_inputs(source: str) -> list[Input]:
       found = [Path(p) for p in sorted(glob.glob(expanded, recursive=True))]
       found = [p for p in found if p.is_file() and _is_text(p)]
   if not found:
-    raise DataError(
-      f"{source!r} has no text; supported are files that end in .jsonl, .jsonl.xz or one of {TEXT}."
-    )
+    raise DataError(f"{source!r} has no text; supported are files that end in {SUPPORTED}.")
   return [Input(p, named=False) for p in found]
 
 
@@ -134,12 +130,11 @@ def read_inputs(
       text, or completion, is empty is skipped.
   """
   for path, named in inputs:
-    is_rows = _plain_suffix(path) == ROWS
-    if not is_rows and len(fields) > 1:
+    if not has_rows(path) and len(fields) > 1:
       raise DataError(
-        f"{path} has no rows with {' and '.join(map(repr, fields))}; use .jsonl files."
+        f"{path} has no rows with {' and '.join(map(repr, fields))}; use .jsonl or .parquet files."
       )
-    for document in _rows(path, fields) if is_rows else _whole(path, named, skipped):
+    for document in _rows(path, fields) if has_rows(path) else _whole(path, named, skipped):
       if len(document.text) > document.prompt:
         yield document
       else:
@@ -147,16 +142,21 @@ def read_inputs(
 
 
 def is_plain(path: Path) -> bool:
-  """Whether a file is text as it is, not compressed."""
-  return path.suffix.lower() != ".xz"
+  """Whether a file is text as it is, neither compressed nor Parquet."""
+  return compressed.plain(path) == path and _suffix(path) != PARQUET
 
 
-def _plain_suffix(path: Path) -> str:
-  return Path(path.stem).suffix.lower() if path.suffix.lower() == ".xz" else path.suffix.lower()
+def has_rows(path: Path) -> bool:
+  """Whether a file has rows rather than one text."""
+  return _suffix(path) in ROWS
+
+
+def _suffix(path: Path) -> str:
+  return compressed.plain(path).suffix.lower()
 
 
 def _is_text(path: Path) -> bool:
-  return _plain_suffix(path) in TEXT_SUFFIXES | {ROWS}
+  return _suffix(path) in TEXT_SUFFIXES or has_rows(path)
 
 
 def _walk(root: Path, skip: frozenset[str] | set[str] = frozenset()) -> list[Path]:
@@ -199,74 +199,42 @@ def _stdlib_files(source: str) -> list[Path]:
   return kept[source]
 
 
-def _open(path: Path) -> "_Expanded | BinaryIO":
-  file = open_regular(path, follow_links=True)
-  return _Expanded(path, file) if path.suffix.lower() == ".xz" else file
-
-
-class _Expanded:
-  """The content of an .xz file, up to a limit that no text reaches.
-
-  Raises:
-    DataError: it is more than MAX_ROW bytes, and more than MAX_EXPANSION times those of the file.
-  """
-
-  def __init__(self, path: Path, file: BinaryIO):
-    self._path, self._file, self._inner = path, file, lzma.LZMAFile(file)  # noqa: SIM115
-    self._left = max(MAX_ROW, MAX_EXPANSION * os.fstat(file.fileno()).st_size)
-
-  def __enter__(self) -> "_Expanded":
-    return self
-
-  def __exit__(self, *_) -> None:
-    self._inner.close()
-    self._file.close()
-
-  def read(self) -> bytes:
-    return b"".join(iter(lambda: self._counted(self._inner.read(1 << 20)), b""))
-
-  def readline(self, size: int) -> bytes:
-    return self._counted(self._inner.readline(size))
-
-  def _counted(self, content: bytes) -> bytes:
-    self._left -= len(content)
-    if self._left < 0:
-      raise DataError(
-        f"{self._path} expands to more than {MAX_EXPANSION} times its size, as no text does. If it"
-        " is one, decompress it first."
-      )
-    return content
-
-
 def _whole(path: Path, named: bool, skipped: Counter[str]) -> Iterator[Document]:
   """Yields the document of a text file."""
   try:
-    with reading(path), _open(path) as file:
+    with reading(path), compressed.open_text(path) as file:
       yield Document(file.read().decode("utf-8-sig"))
   except UnicodeDecodeError as error:
     if named:
       raise DataError(f"{path}: {_position(error)}. Convert the file to UTF-8.") from error
     skipped["undecodable"] += 1
-  except (lzma.LZMAError, EOFError) as error:
-    raise DataError(f"{path} is damaged or not .xz: {error}. Copy it again.") from error
+  except compressed.Damaged as error:
+    raise DataError(f"{path} is damaged or not {path.suffix}: {error}. Copy it again.") from error
 
 
 def _rows(path: Path, fields: Sequence[str]) -> Iterator[Document]:
-  """Yields the documents of a .jsonl file."""
-  for where, row in read_rows(path):
+  """Yields the documents of a file of rows."""
+  for where, row in read_rows(path, fields):
     texts = [_text_of(row, where, key) for key in fields]
     yield Document("".join(texts), len("".join(texts[:-1])))
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-  """Yields each row of a .jsonl or .jsonl.xz file, after its place for messages.
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
+  """Yields each row of a file of rows, after its place for messages.
+
+  Args:
+    columns: those of .parquet that are read; None: all.
 
   Raises:
     DataError: the file or a row is unreadable; the message names the file and the line.
   """
   number = 0
+  if _suffix(path) == PARQUET:
+    for number, row in enumerate(parquet.read(path, columns), 1):
+      yield f"{path}, row {number}", row
+    return
   try:
-    with reading(path), _open(path) as file:
+    with reading(path), compressed.open_text(path) as file:
       for number, line in enumerate(iter(lambda: file.readline(MAX_ROW), b""), 1):
         if len(line) == MAX_ROW:
           raise DataError(
@@ -275,9 +243,9 @@ def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
         if text := line.removeprefix(b"\xef\xbb\xbf").strip():
           where = f"{path}, line {number}"
           yield where, _parsed(text, where)
-  except (lzma.LZMAError, EOFError) as error:
+  except compressed.Damaged as error:
     raise DataError(
-      f"{path}, after line {number}: damaged or not .xz: {error}. Copy it again."
+      f"{path}, after line {number}: damaged or not {path.suffix}: {error}. Copy it again."
     ) from error
 
 

@@ -12,8 +12,9 @@ from train.data.encoding import encode, limit_threads
 from train.data.errors import DataError, writing
 from train.data.indexed import IndexedDataset, IndexedWriter, dtype_for
 from train.data.labels import TEXT_ROWS, Rows, Targets
+from train.data.parts import Parts
 from train.data.progress import Progress
-from train.data.sidecars import read_sidecar, sidecar_path, up_to_date, write_sidecar
+from train.data.sidecars import check_owner, read_sidecar, sidecar_path, up_to_date, write_sidecar
 from train.data.tokenizers import Tokenizer, bpe_path, bpe_size, load_tokenizer, train_bpe
 
 BPE_BYTES = 64_000_000  # most text to train a BPE on, split equally over the sources
@@ -26,6 +27,8 @@ class DataSettings(Protocol):
   def folder(self) -> str: ...
   @property
   def tokenizer(self) -> str: ...
+  @property
+  def end_of_text(self) -> str | None: ...
   @property
   def train(self) -> Collection[str]: ...
   @property
@@ -50,8 +53,8 @@ def prepare(
   """Creates every token file named by `data` that is missing or out of date.
 
   A pair without a source, or whose source is not on this machine, is used as it is if its tokenizer
-  matches. A BPE is trained on the training sources once, and again only if its vocabulary size
-  changes, because models depend on it.
+  matches. A BPE is trained on the training sources once, because models depend on it. Files of
+  another config (other text, tokenizer, fields or targets) are not replaced.
 
   Args:
     workers: encoding threads; None means one per core. The first call of the process decides. The
@@ -81,7 +84,10 @@ def prepare(
     if (source := _source(data, name))
   }
   how = {"progress": progress, "force": force}
-  tokenizer = load_or_train(data.tokenizer, data.folder, list(origins), fields=origins, **how)
+  spec, end = data.tokenizer, data.end_of_text
+  tokenizer = load_or_train(
+    spec, data.folder, list(origins), fields=origins, end_of_text=end, **how
+  )
   options = {"workers": workers, **how}
   sidecars = dict.fromkeys(names)
   for name in sorted(names, key=lambda name: _size(text_of(data, name))):
@@ -109,7 +115,9 @@ def tokenize_to(
   Each document becomes its tokens followed by the end-of-text token; a prompt and its completion
   are encoded apart and joined without a space. Unless all tokens are targets, the pair has
   `.weights`: 1 for the completion and the end-of-text, or for the last token of the text only, else
-  0. Text is streamed: memory holds a few batches and the longest document.
+  0. Text is streamed: memory holds a few batches, the longest document, and a part
+  (`train.data.parts`), of which many have been written if the process is killed; the next call
+  continues after them.
 
   Args:
     prefix: path of the files without suffixes.
@@ -124,7 +132,8 @@ def tokenize_to(
 
   Raises:
     DataError: the text is missing, empty or unreadable, existing files have changed since they were
-      written, or files cannot be written. Existing files at `prefix` are then unchanged.
+      written or belong to another config (`sidecars.check_owner`), or files cannot be written.
+      Existing files at `prefix` are then unchanged.
   """
   prefix, name = Path(prefix), Path(prefix).name
   _check_name(name)
@@ -133,15 +142,26 @@ def tokenize_to(
   if not force and (sidecar := up_to_date(prefix, origin)):
     fingerprints.check(prefix, sidecar)
     return sidecar
+  if not force:
+    check_owner(prefix, origin, tokenizer.spec)
   limit_threads(workers)
   with writing(prefix.parent):
     prefix.parent.mkdir(parents=True, exist_ok=True)
   skipped: Counter[str] = Counter()
   report = Progress(f"tokenize {name}", sys.stderr if progress else None)
-  weighted = rows.of_loss != "all"
-  with IndexedWriter(prefix, dtype_for(tokenizer.vocab_size), weighted=weighted) as writer:
-    for ids, prompt, size in encode(sources.read_inputs(files, skipped, rows.fields), tokenizer):
-      writer.add_document(ids, rows.weights(len(ids), prompt))
+  weighted, dtype = rows.of_loss != "all", dtype_for(tokenizer.vocab_size)
+  parts = Parts(prefix, origin, dtype, weighted=weighted)
+  if force:
+    parts.remove()
+  with IndexedWriter(prefix, dtype, weighted=weighted) as writer:
+    documents = sources.read_inputs(files, skipped, rows.fields)
+    for (ids, weights), document in zip(parts.finished(), documents, strict=False):
+      writer.add_document(ids, weights)
+      report.add(len(document.text.encode()))
+    for ids, prompt, size in encode(documents, tokenizer):
+      weights = rows.weights(len(ids), prompt)
+      writer.add_document(ids, weights)
+      parts.add(ids, weights)
       report.add(size)
     if not writer.num_documents:
       raise DataError(
@@ -163,6 +183,7 @@ def tokenize_to(
     "sample": fingerprints.sample(prefix),
   }
   write_sidecar(prefix, sidecar)
+  parts.remove()
   return sidecar
 
 
@@ -172,6 +193,7 @@ def load_or_train(
   origins: Sequence[str],
   *,
   fields: Mapping[str, Sequence[str]] = MappingProxyType({}),
+  end_of_text: str | None = None,
   progress: bool = False,
   force: bool = False,
 ) -> Tokenizer:
@@ -179,16 +201,16 @@ def load_or_train(
 
   Args:
     fields: keys of the rows of a source; by default that of a text.
+    end_of_text: as in `load_tokenizer`.
 
   Raises:
     DataError: the tokenizer cannot be loaded, or there is not enough text to train it.
   """
   if not spec.startswith("bpe:"):
-    return load_tokenizer(spec)
-  path, size = bpe_path(folder), bpe_size(spec)
-  fits = lambda: load_tokenizer(str(path)).vocab_size == size
-  # Without sources it cannot be trained again: loading reports the mismatch.
-  if path.exists() and not force and (not origins or fits()):
+    return load_tokenizer(spec, end_of_text=end_of_text)
+  path = bpe_path(folder)
+  bpe_size(spec)  # checks
+  if path.exists() and (not force or not origins):
     return load_tokenizer(spec, folder)
   if not origins:
     raise DataError(
@@ -204,11 +226,14 @@ def load_or_train(
 
 
 def origin_of(
-  inputs: Sequence[str], files: Sequence[sources.Input], tokenizer: Tokenizer, rows: Rows
+  inputs: Sequence[str], files: Sequence[sources.Input], tokenizer: Tokenizer | None, rows: Rows
 ) -> dict[str, Any]:
-  """Entries of a sidecar that say from what it was created; `files` are those of `inputs`."""
+  """Entries of a sidecar that say from what it was created; `files` are those of `inputs`.
+
+  Without a tokenizer, one that is yet to be trained.
+  """
   return {
-    "tokenizer_fingerprint": tokenizer.fingerprint,
+    "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
     "source": list(inputs),
     "source_fingerprint": sources.fingerprint(files),
     **rows.origin(),

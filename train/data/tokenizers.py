@@ -1,11 +1,14 @@
-"""Tokenizers by the name in a config: "bytes", "bpe:N" trained here, or a `tokenizer.json`."""
+"""Tokenizers by the name in a config: "bytes", "bpe:N" trained here, or a file or a folder."""
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 
+from lnssm_jax.pretrained.files import read_bytes
 from lnssm_jax.pretrained.tokenizers import (
   END_OF_TEXT,
   ByteTokenizer,
@@ -14,18 +17,40 @@ from lnssm_jax.pretrained.tokenizers import (
   split,
 )
 from train.checkpoint.safe_files import replace_file
-from train.data.errors import DataError, writing
+from train.data.errors import DataError, reading, writing
 
+_MAX_CONFIG = 1 << 24  # bytes
 LEAST_BPE = 257  # 256 bytes and the end of text
 
 
-def load_tokenizer(spec: str, folder: str | Path | None = None) -> Tokenizer:
+class TokenizerSettings(Protocol):
+  """The part of `train.config.Data` that is used here, documented there."""
+
+  @property
+  def folder(self) -> str: ...
+  @property
+  def tokenizer(self) -> str: ...
+  @property
+  def end_of_text(self) -> str | None: ...
+
+
+def tokenizer_of(data: TokenizerSettings) -> Tokenizer:
+  """Loads the tokenizer of a config; errors as of `load_tokenizer`."""
+  return load_tokenizer(data.tokenizer, data.folder, data.end_of_text)
+
+
+def load_tokenizer(
+  spec: str, folder: str | Path | None = None, end_of_text: str | None = None
+) -> Tokenizer:
   """Loads the tokenizer named by `data.tokenizer`.
 
   Args:
     spec: "bytes"; "bpe:N", which `prepare` trained and saved in `folder`; or the path of a
-      tokenizer.json, in which `~` and environment variables are expanded.
+      tokenizer.json, or of a folder with one or with vocab.json and merges.txt (a BPE of bytes, as
+      GPT-2's), in which `~` and environment variables are expanded.
     folder: `data.folder`; only "bpe:N" needs it.
+    end_of_text: the token that ends a text, of a tokenizer from a file. By default that of
+      tokenizer_config.json in a folder, or one of `END_OF_TEXT`.
 
   Raises:
     DataError: the file is missing or unusable, or does not have N entries.
@@ -33,7 +58,7 @@ def load_tokenizer(spec: str, folder: str | Path | None = None) -> Tokenizer:
   if spec == "bytes":
     return ByteTokenizer()
   if not spec.startswith("bpe:"):
-    return _load_file(spec)
+    return _load_file(spec, end_of_text)
   size = bpe_size(spec)
   if folder is None:
     raise DataError(f"the tokenizer {spec!r} is stored in the folder of its data; set data.folder.")
@@ -108,10 +133,49 @@ def train_bpe(spec: str, folder: str | Path, texts: Iterable[str]) -> Tokenizer:
   return load_tokenizer(spec, folder)
 
 
-def _load_file(spec: str) -> FileTokenizer:
+def _load_file(spec: str, end_of_text: str | None) -> FileTokenizer:
   path = tokenizer_path(spec, "")
   if path is None or not path.exists():
     raise DataError(
       f"there is no tokenizer {spec!r}; use 'bytes', 'bpe:N', or the path of a tokenizer.json."
     )
-  return FileTokenizer(path, spec)
+  if not path.is_dir():
+    return FileTokenizer(path, spec, end_of_text=end_of_text)
+  end = end_of_text or _end_of_folder(path)
+  if (path / "tokenizer.json").exists():
+    return FileTokenizer(path / "tokenizer.json", spec, end_of_text=end)
+  return FileTokenizer(path, spec, end_of_text=end, raw=_of_merges(path))
+
+
+def _end_of_folder(folder: Path) -> str | None:
+  """eos_token of tokenizer_config.json, if there is one."""
+  path = folder / "tokenizer_config.json"
+  if not path.exists():
+    return None
+  try:
+    with reading(path):
+      settings = json.loads(read_bytes(path, _MAX_CONFIG, follow_links=True))
+    end = settings.get("eos_token")
+    end = end["content"] if isinstance(end, dict) else end
+  except DataError:
+    raise
+  except (ValueError, KeyError, AttributeError, RecursionError) as error:
+    raise DataError(f"{path} is unusable: {error!r}. Name the end by data.end_of_text.") from error
+  return end if isinstance(end, str) else None
+
+
+def _of_merges(folder: Path) -> bytes:
+  """The tokenizer.json of a BPE of bytes whose vocabulary and merges are in files of their own."""
+  vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+  if not (vocabulary.is_file() and merges.is_file()):
+    raise DataError(
+      f"the tokenizer {folder} is a folder without tokenizer.json, and without vocab.json and"
+      " merges.txt; use one that has them."
+    )
+  try:
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocabulary), str(merges)))
+  except Exception as error:  # bare, in the library
+    raise DataError(f"{vocabulary} and {merges} are no BPE: {error}. Copy them again.") from error
+  inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  inner.decoder = tokenizers.decoders.ByteLevel()
+  return inner.to_str().encode()

@@ -10,7 +10,7 @@ from lnssm_jax.models import count_parameters
 from lnssm_jax.pretrained import texts
 from train import config
 from train.cluster import distributed
-from train.data.tokenizers import load_tokenizer
+from train.data.tokenizers import tokenizer_of
 from train.data.windows import Mixture, TokenWindows
 from train.logging.console import Console, short
 from train.runs.loading import sampling_options
@@ -64,7 +64,7 @@ def finished(console: Console, cfg: config.Train, run: RunFolder, graph: Any, pa
   """Prints a text sample, the paths of all results, and how to generate more text."""
   console.say(f"finished {cfg.steps} steps")
   if cfg.sample.tokens and distributed.count() == 1:  # otherwise no process has all parameters
-    tokenizer = load_tokenizer(cfg.data.tokenizer, cfg.data.folder)
+    tokenizer = tokenizer_of(cfg.data)
     model = nnx.merge(graph, params)
     options = sampling_options(cfg.sample, tokenizer, cfg.seed)
     sample = texts.complete(model, tokenizer, [cfg.sample.prompt], options)[0]

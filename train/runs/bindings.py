@@ -13,7 +13,7 @@ from train import config
 from train.config.changes import model_differences
 from train.data import fingerprints
 from train.data.errors import DataError
-from train.data.tokenizers import Tokenizer, load_tokenizer
+from train.data.tokenizers import Tokenizer, tokenizer_of
 
 
 class BindingError(ValueError):
@@ -35,7 +35,7 @@ def inputs(data: config.Data, sidecars: Mapping[str, Mapping[str, Any] | None]) 
     }
     for name, sidecar in sidecars.items()
   }
-  tokenizer = load_tokenizer(data.tokenizer, data.folder)
+  tokenizer = tokenizer_of(data)
   return {"tokenizer": tokenizer.fingerprint, "data": found}
 
 
@@ -111,7 +111,7 @@ def checked_tokenizer(metadata: Mapping[str, Any], data: config.Data) -> Tokeniz
     BindingError: as `check_tokenizer`.
     DataError: it is missing or unusable.
   """
-  tokenizer = load_tokenizer(data.tokenizer, data.folder)
+  tokenizer = tokenizer_of(data)
   check_tokenizer(metadata, data, tokenizer.fingerprint)
   return tokenizer
 

@@ -62,6 +62,8 @@ def write(
   with new_folder(folder, ExportError) as partial:
     if isinstance(tokenizer, FileTokenizer):
       values["tokenizer"]["spec"] = exports.TOKENIZER
+      if tokenizer.named_end is not None:
+        values["tokenizer"]["end_of_text"] = tokenizer.named_end
       (partial / exports.TOKENIZER).write_bytes(tokenizer.raw)
     tensors, manifest = partial / exports.TENSORS, partial / exports.MANIFEST
     safetensors.numpy.save_file(arrays, tensors, metadata={"format": "flax"})

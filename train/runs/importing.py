@@ -12,7 +12,7 @@ from train import config
 from train.checkpoint.safe_files import new_folder
 from train.checkpoint.store import Checkpoints, check_structure
 from train.cluster.device_mesh import make_mesh
-from train.data.tokenizers import Tokenizer, load_tokenizer
+from train.data.tokenizers import Tokenizer, tokenizer_of
 from train.runs import export
 from train.runs.run_folder import RunFolder
 from train.step.state import abstract_state, init_state
@@ -70,7 +70,7 @@ def _checked_published(folder: Path, cfg: config.Train) -> Tokenizer:
       f"{folder} has another model than the config (settings there, here): "
       f"{'; '.join(lines[:4])}; use model=published_model({str(folder)!r}) in the config file."
     )
-  tokenizer = load_tokenizer(cfg.data.tokenizer, cfg.data.folder)
+  tokenizer = tokenizer_of(cfg.data)
   if (folder / folders.TOKENIZER).exists():
     end = {"eos_token_id": tokenizer.end_of_text}
     if folders.tokenizer(folder, end).fingerprint != tokenizer.fingerprint:
@@ -87,7 +87,7 @@ def _published_params(folder: Path, model: config.Model) -> Any:
 
 def _checked_tokenizer(folder: Path, manifest: exports.Manifest, cfg: config.Train) -> Tokenizer:
   theirs = exports.tokenizer_of(folder, manifest)
-  ours = load_tokenizer(cfg.data.tokenizer, cfg.data.folder)
+  ours = tokenizer_of(cfg.data)
   if ours.fingerprint != theirs.fingerprint:
     spec = "bytes" if manifest.tokenizer["spec"] == "bytes" else str(folder / exports.TOKENIZER)
     raise exports.ExportError(

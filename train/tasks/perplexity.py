@@ -5,6 +5,7 @@ nats per token, times the tokens per byte of the whole text, so that tokenizers 
 """
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,12 +26,15 @@ def lm(
 ) -> Report:
   """Scores each document alone; `length` cuts it to its first tokens.
 
+  Args:
+    sources: files, folders or globs, or "NAME=SOURCE", each a set in the tables of the report.
+
   Raises:
     DataError: a source is unreadable, or has no document of two tokens.
-    ValueError: a document is longer than the model's cache holds.
+    ValueError: a document is longer than the model's cache holds, or two sets have one name.
   """
   corpora, positions, documents = [], [], []
-  for source in sources:
+  for name, source in _named(sources).items():
     rows, per_byte = _tokens(loaded, source)
     rows = [row[:length] for row in rows if len(row[:length]) > 1]
     if not rows:
@@ -39,13 +43,13 @@ def lm(
     nats = [-score.log_probs.astype(np.float64) for score in found]
     means = [float(each.mean()) for each in nats]
     corpora.append(
-      {"set": source, "documents": len(rows)}
+      {"set": name, "documents": len(rows)}
       | _row(np.concatenate(nats), per_byte)
       | {"document_perplexity": math.exp(np.mean(means))}
     )
-    positions += [{"set": source} | row for row in _by_position(nats, per_byte)]
+    positions += [{"set": name} | row for row in _by_position(nats, per_byte)]
     documents += [
-      {"set": source, "document": number, "tokens": len(each), "nats_per_token": mean}
+      {"set": name, "document": number, "tokens": len(each), "nats_per_token": mean}
       for number, (each, mean) in enumerate(zip(nats, means, strict=True))
     ]
   settings = {"model": str(loaded.source), "step": loaded.step, "length": length}
@@ -128,6 +132,19 @@ def plot(report: Report, path: Path) -> None:
   axis.legend(frameon=False)
   figure.savefig(path, dpi=110)
   plt.close(figure)
+
+
+def _named(sources: Sequence[str]) -> dict[str, str]:
+  """Sources by the name of their set; a source that exists as it is written has no other name."""
+  found: dict[str, str] = {}
+  for given in sources:
+    name, equals, source = given.partition("=")
+    if not (equals and name and source) or os.path.exists(given):
+      name, source = given, given
+    if name in found:
+      raise ValueError(f"two sets of text are named {name!r}; name one of them: OTHER={source}.")
+    found[name] = source
+  return found
 
 
 def _tokens(loaded: LoadedModel, source: str) -> tuple[list[np.ndarray], float]:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from train.data.errors import DataError, writing
-from train.data.sources import ROWS, find_inputs, read_rows
+from train.data.sources import find_inputs, has_rows, read_rows
 
 
 def read_samples(
   source: str, wrong: Callable[[dict[str, Any]], str | None], limit: int | None = None
 ) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-  """Yields each .jsonl (or .jsonl.xz) file of a path, folder or glob with its first `limit` rows.
+  """Yields each .jsonl or .parquet file of a path, folder or glob with its first `limit` rows.
 
   Args:
     wrong: says which keys a row of another format should have; None for a row that is right.
@@ -20,7 +20,7 @@ def read_samples(
   Raises:
     DataError: there is no such file, it is empty, or a row is of another format.
   """
-  paths = [path for path, _ in find_inputs(source) if ROWS in path.suffixes]
+  paths = [path for path, _ in find_inputs(source) if has_rows(path)]
   if not paths:
     raise DataError(f"{source} has no .jsonl file; a task reads one row of JSON per line.")
   for path in paths:

@@ -10,7 +10,9 @@ from train.tasks.report import Report
 
 def lm_options(parser: Any) -> None:
   arguments.add_model(parser)
-  parser.add_argument("text", nargs="+", metavar="TEXT", help="file, folder or glob; each a corpus")
+  parser.add_argument(
+    "text", nargs="+", metavar="[NAME=]TEXT", help="file, folder or glob; a corpus"
+  )
   parser.add_argument(
     "--length", type=arguments.count, metavar="N", help="cut documents to N tokens"
   )
