@@ -102,8 +102,10 @@ def test_source_parquet_that_expands_without_limit_stopped(tmp_path, dictionary,
   path = tmp_path / "a.parquet"
   write_parquet(path, ["x" * 10_000] * 300, use_dictionary=dictionary, compression="zstd")
   documents = read_documents(str(path))
+  if dictionary:  # its pages are small; otherwise none is read
+    next(documents)
   with pytest.raises(DataError, match=r"a.parquet expands to more than 200 times its size"):
-    list(documents)
+    list(documents) if dictionary else next(documents)
 
 
 @pytest.mark.parametrize(
