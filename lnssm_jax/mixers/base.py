@@ -14,6 +14,7 @@ from lnssm_jax.ops import recording
 from lnssm_jax.ops.core.checks import check_floating, check_shape
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.segments import segments_of
+from lnssm_jax.ops.core.symbolic import naming_length
 
 
 class Mixer[State](nnx.Module):
@@ -88,10 +89,11 @@ class Mixer[State](nnx.Module):
     """
     self._check(x, state, segment_ids)
     if lengths is None:
-      return self._mix_dropping(x, state, segment_ids, dropout_key)
+      with naming_length(type(self).__name__, x):
+        return self._mix_dropping(x, state, segment_ids, dropout_key)
     name, axis = type(self).__name__, self.sequence_axis
     ends = checked_lengths(name, lengths, x, dropout_key, axis)
-    arguments = x, state, segment_ids, ends, self._init_state(len(x))
+    arguments = x, state, segment_ids, ends, self._init_state(x.shape[0])
     return run_rows(name, self._mix, *arguments, max_length=getattr(self, "max_length", None))
 
   @under_auto_axes(argument=1, results=(0, 0, REPLICATED))

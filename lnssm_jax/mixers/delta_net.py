@@ -16,7 +16,7 @@ from lnssm_jax.mixers.common.checks import (
 )
 from lnssm_jax.mixers.common.initializers import decay_rate, step_size_bias, xavier_uniform
 from lnssm_jax.mixers.common.norms import RMSNorm, unit_norm
-from lnssm_jax.mixers.common.projections import Linear, merge_heads, repeat_heads, split_heads
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
 from lnssm_jax.ops import ConvState, DeltaRuleState, delta_rule
 from lnssm_jax.ops.core.precision import wide
@@ -87,14 +87,12 @@ class _DeltaBlock(Mixer[DeltaNetState]):
     return DeltaNetState(q_conv, k_conv, v_conv, DeltaRuleState(kv))
 
   def _queries_or_keys(self, z: jax.Array) -> jax.Array:
-    """[B, T, H, K] after convolution and silu -> normalized, once per value head, in `dtype`."""
+    """[B, T, H, K] after convolution and silu -> normalized, in `dtype`."""
     if self.qk_activation != "silu":
       z = QK_ACTIVATIONS[self.qk_activation](wide(z))
     if self.qk_norm == "l2":
-      z = unit_norm(z, dtype=self.dtype)
-    else:
-      z = (wide(z) / jnp.sum(wide(z), axis=-1, keepdims=True)).astype(self.dtype)
-    return repeat_heads(z, self.num_value_heads // self.num_heads)
+      return unit_norm(z, dtype=self.dtype)
+    return (wide(z) / jnp.sum(wide(z), axis=-1, keepdims=True)).astype(self.dtype)
 
   def _mix_gated(self, x, state, segment_ids, *, log_decay, gate):
     """(W_o (RMSNorm(y) * silu(gate)), the state after the last token)."""

@@ -111,7 +111,7 @@ class RGLRU(Mixer[RGLRUState]):
     return RGLRUState(self.conv.init_state(B), DiagonalState(h), jnp.zeros(B, jnp.float32))
 
   def _mix(self, x, state, segment_ids):
-    conv, recurrent, started = self.init_state(len(x)) if state is None else state
+    conv, recurrent, started = self._init_state(x.shape[0]) if state is None else state
     gate = jax.nn.gelu(wide(self.y_proj(x)), approximate=True)
     inner, conv = self.conv(self.x_proj(x).astype(self.dtype), conv, segment_ids)
 
@@ -135,8 +135,8 @@ class RGLRU(Mixer[RGLRUState]):
 
 def _first_tokens(begun: jax.Array, length: int, segment_ids) -> jax.Array:
   """[B, T], true at the first token of a sequence or segment; `begun` [B]: not at T = 0."""
-  segments = segments_of("RGLRU", segment_ids, len(begun), length)
-  first = jnp.zeros((len(begun), length), bool) if segments is None else segments.first()
+  segments = segments_of("RGLRU", segment_ids, begun.shape[0], length)
+  first = jnp.zeros((begun.shape[0], length), bool) if segments is None else segments.first()
   return jnp.concatenate([~begun[:, None], first[:, 1:]], axis=1)
 
 

@@ -123,7 +123,7 @@ class LLN(QKVMixer[LLNState]):
 
   def _mix(self, x, state, segment_ids):
     block = None if state is None else state.block
-    state = self.init_state(len(x)) if state is None else state
+    state = self._init_state(x.shape[0]) if state is None else state
     q, k, v = self._queries_keys_values(x)
     near, block = self._in_blocks(q, k, v, block, segment_ids)
     q, k, moments = self._matched(q, k, state.moments, segment_ids)

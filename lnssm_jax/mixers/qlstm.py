@@ -92,7 +92,7 @@ class QLSTM(Mixer[QLSTMState]):
     conv, recurrent = state if state is not None else (None, None)
     if self.o_proj is None:
       gate, gated = None, x
-      inner, conv = jnp.tanh(wide(self.in_proj(x))), self.conv.init_state(len(x))
+      inner, conv = jnp.tanh(wide(self.in_proj(x))), self.conv.init_state(x.shape[0])
     else:
       gate, inner = split_linear(self.in_proj, x, [self.inner_dim] * 2)
       inner, conv = self.conv(inner, conv, segment_ids)

@@ -258,7 +258,7 @@ class LanguageModel(nnx.Module):
     self._check(tokens, state)
     name, axis = "LanguageModel", self.sequence_axis
     ends = checked_lengths(name, lengths, tokens, dropout_key, axis)
-    arguments = tokens, state, segment_ids, ends, self.init_state(len(tokens))
+    arguments = tokens, state, segment_ids, ends, self.init_state(tokens.shape[0])
     return run_rows(name, run, *arguments, batch_axis=1, max_length=self.max_length)
 
   @under_auto_axes(argument=1, results=(1, 1))

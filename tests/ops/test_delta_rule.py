@@ -189,3 +189,27 @@ def test_bad_argument_raises_and_is_named(change, message):
   arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in arguments.items()}
   with pytest.raises(ValueError, match=message):
     delta_rule(**arguments)
+
+
+def test_grouped_heads_equal_repeated_ones():
+  """Groups of two heads of v share one of q, k and the erase key: values and gradients."""
+  q, k, v, beta, decay = inputs(9)
+  v, beta, decay = (jnp.concatenate([x, x[::-1]], axis=2) for x in (v, beta, decay))
+  arrays = (q, k, 0.9 * k, v, beta, decay)
+
+  def loss(repeated, q, k, erase, *rest):
+    if repeated:
+      q, k, erase = (jnp.repeat(x, 2, axis=2) for x in (q, k, erase))
+    v, beta, decay = rest
+    out, state = delta_rule(q, k, v, beta, log_decay=decay, erase_key=erase, chunk_size=4)
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state.kv)), out
+
+  run = jax.jit(jax.value_and_grad(loss, range(1, 7), has_aux=True), static_argnums=0)
+  close(run(False, *arrays), run(True, *arrays))
+
+
+def test_heads_that_do_not_group_raise():
+  x = jnp.ones((1, 3, 2, 4))
+  v = jnp.ones((1, 3, 3, 4))
+  with pytest.raises(ValueError, match=r"delta_rule: v has shape .*3 heads are not a multiple of"):
+    ops.delta_rule(x, x, v, v[..., 0])

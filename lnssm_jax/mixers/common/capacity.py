@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 
 def check_capacity(
@@ -12,9 +13,11 @@ def check_capacity(
 
   Under `jit` `position` [B] (the tokens before these `length`, or None) is traced, and with
   segments the lengths are values: then the check is skipped, and `nan_beyond` marks the outputs
-  past `max_length`. `length` is that of a shard where time is sharded over `axis_name`.
+  past `max_length`; likewise for a `length` that is a symbol of `jax.export`. It is that of a shard
+  where time is sharded over `axis_name`.
   """
-  if segment_ids is not None or isinstance(position, jax.core.Tracer):
+  unknown = is_symbolic_dim(length) or isinstance(position, jax.core.Tracer)
+  if segment_ids is not None or unknown:
     return
   length *= 1 if axis_name is None else jax.lax.axis_size(axis_name)
   before = 0 if position is None else int(np.max(np.asarray(position)))

@@ -3,8 +3,10 @@
 import difflib
 from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Any, cast
 
 import jax
+from jax.export import is_symbolic_dim
 
 from lnssm_jax.ops.core.checks import check_shape
 
@@ -23,8 +25,10 @@ def check_choice(what: str, value: str, choices: Iterable[str], *, note: str = "
   raise ValueError(f"{what}={value!r} is unknown{hint} Use one of: {listed}.{note}")
 
 
-def check_positive(name: str, value: int) -> int:
-  """Returns `value` if it is an integer of at least 1, else raises `ValueError`."""
+def check_positive(name: str, value: Any) -> int:
+  """Returns `value` if it is an integer of at least 1 or a symbol of `jax.export`; else raises."""
+  if is_symbolic_dim(value):
+    return cast(int, value)
   if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
     raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
   return int(value)

@@ -103,7 +103,7 @@ class ShortConvolution(nnx.Module):
     dtype = accumulation_dtype(x) if self.dtype is None else self.dtype
     if kernel is None:
       y = jax.nn.silu(wide(x)) if self.activation == "silu" else x
-      last = jnp.zeros((len(x), 0, x.shape[-1]), jnp.float32)
+      last = jnp.zeros((x.shape[0], 0, x.shape[-1]), jnp.float32)
       return y.astype(dtype), ConvState(last) if state is None else state
     return causal_conv1d(
       x,

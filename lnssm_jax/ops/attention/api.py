@@ -4,6 +4,7 @@ import numbers
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.attention import chunked, cudnn, reference
@@ -21,7 +22,9 @@ _NAME = "attention"
 def _without_idle_window(inputs: Inputs, options: Options) -> Options:
   """Drops a window that hides no token of this call: full attention has more kernels."""
   mask = options.mask
-  if inputs.state is None and mask.window is not None and mask.window >= inputs.q.shape[1]:
+  length = inputs.q.shape[1]
+  known = not is_symbolic_dim(length)
+  if known and inputs.state is None and mask.window is not None and mask.window >= length:
     mask = mask._replace(window=None)
   return options._replace(mask=mask)
 

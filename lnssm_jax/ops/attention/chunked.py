@@ -204,8 +204,11 @@ def _shifts(static, blocks):
 
   A block starts with its own keys: from then on every running maximum is finite.
   """
-  reach = static.mask.reach(blocks * static.chunk_size)
-  furthest = min(-(-(reach - 1) // static.chunk_size), blocks - 1)
+  length = blocks * static.chunk_size
+  reach = static.mask.reach(length)
+  furthest = blocks - 1
+  if reach is not length:
+    furthest = min(-(-(reach - 1) // static.chunk_size), furthest)
   if static.mask.causal:
     return jnp.arange(furthest + 1)
   # Blocks are visited in a circle, each once.

@@ -1,13 +1,15 @@
 """Types of `attention`: its key-value cache, its mask, its arguments once they are checked."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.core.states import register_state
+from lnssm_jax.ops.core.symbolic import UNIT
 
 
 @register_state
@@ -42,9 +44,15 @@ class Mask(NamedTuple):
     size = self.window or self.block
     return None if size is None else size - 1
 
-  def reach(self, length: int) -> int:
-    """Largest distance of two of `length` tokens that see each other, plus 1."""
-    return min(self.window or self.block or length, length)
+  def reach(self, length: Any) -> Any:
+    """Largest distance of two of `length` tokens that see each other, plus 1; or more, `length`.
+
+    A length that is a symbol may be less than a window, or not.
+    """
+    size = self.window or self.block
+    if size is None or (is_symbolic_dim(length) and size > UNIT):
+      return length
+    return min(size, length)
 
   def visible(self, queries: Tokens, keys: Tokens) -> jax.Array:
     """[..., T, S] for tokens [..., T] and [..., S]."""

@@ -4,13 +4,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from lnssm_jax.ops.core.spmd import vary_alike
 
 
-def next_power_of_two(n: int) -> int:
-  """The smallest power of two that is at least n."""
-  return 1 << (n - 1).bit_length()
+def chunk_of(size: int, length: Any) -> int:
+  """`size`, or for fewer tokens the power of two that holds them.
+
+  A length that is a symbol of `jax.export` has no least power; then it is `size`.
+  """
+  return size if is_symbolic_dim(length) else min(size, 1 << (length - 1).bit_length())
 
 
 def chunk(x: jax.Array, size: int) -> jax.Array:

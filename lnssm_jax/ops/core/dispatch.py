@@ -27,6 +27,7 @@ from lnssm_jax.ops.core import spmd
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes
 from lnssm_jax.ops.core.recording import observing, recorded
 from lnssm_jax.ops.core.sequence_parallel import place
+from lnssm_jax.ops.core.symbolic import naming_length
 from pallas_kernels import MADE_BY_KERNELS as MADE_BY_KERNELS  # for rematerialization policies
 
 
@@ -155,7 +156,7 @@ def run(
   def local(inputs: Any, options: Any = options) -> tuple[Any, Any]:
     inputs = spmd.vary_alike(inputs)
     name = Call(op, forms, inputs, options).choose(implementation)
-    with jax.named_scope(op), _naming_forward_mode(op, name):
+    with jax.named_scope(op), _naming_forward_mode(op, name), naming_length(op, inputs):
       return forms[name].run(inputs, options)
 
   if axis_name is None:

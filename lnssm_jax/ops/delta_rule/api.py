@@ -1,5 +1,6 @@
 """`delta_rule`: public API, argument checks and dispatch."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -39,13 +40,13 @@ IMPLEMENTATIONS = {
 
 @dispatch.op(init_state)
 def delta_rule(
-  q: ty.BTHK,
-  k: ty.BTHK,
+  q: ty.BTGK,
+  k: ty.BTGK,
   v: ty.BTHV,
   beta: ty.BTH | ty.BTHV,
   *,
   log_decay: ty.BTH | None = None,
-  erase_key: ty.BTHK | None = None,
+  erase_key: ty.BTGK | None = None,
   scale: float | None = None,
   initial_state: DeltaRuleState | None = None,
   segment_ids: ty.Ids | None = None,
@@ -70,11 +71,14 @@ def delta_rule(
   dtype of q, k, v; `out` has the dtype of `v`. Reverse mode only: the chunked form has its own
   backward pass. What every op promises is in `lnssm_jax.ops`.
 
+  q, k and erase_key may have fewer heads than v, a divisor of H: groups of heads of v then share
+  one of theirs, as in Gated DeltaNet.
+
   Args:
     beta: the rate, `[B, T, H]` per token and head (DeltaNet, Gated DeltaNet) or `[B, T, H, V]` per
       value column.
     log_decay: `[B, T, H]`, values <= 0, exact down to -inf; None means no decay.
-    erase_key: e, the vector that reads the old value, `[B, T, H, K]`; None means k.
+    erase_key: e, the vector that reads the old value, of the shape of k; None means k.
     scale: multiplies the output; a Python number. None means K**-0.5.
     initial_state: the state before the first token; None means zeros.
     segment_ids: `[B, T]` integers; the state is reset where they change.
@@ -96,7 +100,7 @@ def delta_rule(
   al. 2024), theorem 3.1.
   """
   q, k, v, beta = (jnp.asarray(x) for x in (q, k, v, beta))
-  B, T, H, K, V = check_heads(_NAME, q, k, v)
+  B, T, H, K, V = check_heads(_NAME, q, k, v, grouped=True)
   check_floating(_NAME, "beta", beta)
   if beta.shape not in ((B, T, H), (B, T, H, V)):
     raise ValueError(
@@ -114,8 +118,11 @@ def delta_rule(
     log_decay = jnp.asarray(log_decay, acc)
   if erase_key is not None:
     check_floating(_NAME, "erase_key", erase_key)
-    check_shape(_NAME, "erase_key", erase_key, (B, T, H, K), "the shape of k, [B, T, H, K]")
+    check_shape(_NAME, "erase_key", erase_key, k.shape, "the shape of k")
     erase_key = jnp.asarray(erase_key)
+  if q.shape[2] < H:
+    heads = lambda x: jnp.repeat(x, H // x.shape[2], axis=2)
+    q, k, erase_key = jax.tree.map(heads, (q, k, erase_key))
   scale = checked_scale(_NAME, scale, K**-0.5)
   check_chunk_size(_NAME, chunk_size)
   state = init_state(batch=B, heads=H, key_dim=K, value_dim=V, dtype=acc)

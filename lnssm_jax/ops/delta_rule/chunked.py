@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.core.chunking import chunk, join, next_power_of_two
+from lnssm_jax.ops.core.chunking import chunk, chunk_of, join
 from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
 from lnssm_jax.ops.core.segments import ChunkSegments, no_gradient
 from lnssm_jax.ops.delta_rule.solve import solve, transposed_solve
@@ -64,7 +64,7 @@ def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, DeltaRuleState
   """The chunked form."""
   shared = inputs.beta.shape[-1] == 1
   default = DEFAULT_CHUNK_SIZE if shared else DEFAULT_CHUNK_SIZE_PER_COLUMN
-  chunk_size = min(options.chunk_size or default, next_power_of_two(inputs.q.shape[1]))
+  chunk_size = chunk_of(options.chunk_size or default, inputs.q.shape[1])
   return _scan(options.scale, chunk_size, inputs)
 
 

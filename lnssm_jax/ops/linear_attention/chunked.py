@@ -23,7 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.core.chunking import chunk, join, next_power_of_two
+from lnssm_jax.ops.core.chunking import chunk, chunk_of, join
 from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
 from lnssm_jax.ops.core.segments import ChunkSegments, no_gradient
 from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
@@ -63,8 +63,7 @@ class Summary(NamedTuple):
 
 def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAttentionState]:
   """The chunked form."""
-  length = inputs.q.shape[1]
-  chunk_size = min(options.chunk_size or DEFAULT_CHUNK_SIZE, next_power_of_two(length))
+  chunk_size = chunk_of(options.chunk_size or DEFAULT_CHUNK_SIZE, inputs.q.shape[1])
   if not options.normalize:
     inputs = inputs._replace(state=inputs.state._replace(key_sum=None))
   return _scan(_Static(options.normalize, options.scale, chunk_size), inputs)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lnssm_jax.ops.core.chunking import chunk_of
 from lnssm_jax.ops.long_convolution.exponentials import (
   exponentials,
   parts,
@@ -29,7 +30,7 @@ def chunked(inputs: Inputs, options: Options):
   if size is None:
     # The states between chunks are then no larger than x, up to N = 64.
     size = 64 if kernel.log_pole.shape[1] <= 32 else 128
-  size = min(size, 1 << (x.shape[1] - 1).bit_length())
+  size = chunk_of(size, x.shape[1])
   # The residuals are the arguments; the backward pass recomputes the states between chunks.
   run = jax.checkpoint(functools.partial(_chunked, size, options.acc))
   out, h = run(x, kernel, state, None if segments is None else segments.index)

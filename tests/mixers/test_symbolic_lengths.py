@@ -1,0 +1,80 @@
+"""`jax.export` of layers for any batch and, in multiples of 512, any length."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import export
+
+from lnssm_jax.mixers import MIXERS
+from lnssm_jax.models import LanguageModel
+from tests.mixers.helpers import relative_error, split
+from tests.mixers.tiny import DIM, TINY, inputs, with_noise
+
+# Their filters, or sums modulo a turn, are computed by halving the length.
+OF_KNOWN_LENGTH = {"base_conv", "dss", "gateloop", "hyena", "s4", "s4d", "tnn"}
+
+
+def layer(name):
+  longer = {"max_length": 1024} if "max_length" in TINY[name].options else {}
+  return MIXERS[name](DIM, **TINY[name].options | longer, rngs=nnx.Rngs(0))
+
+
+def exported(run, module, shape, dtype=jnp.float32):
+  spec = jax.ShapeDtypeStruct(export.symbolic_shape(shape), dtype)
+  return export.export(jax.jit(run))(module, spec)
+
+
+names = [
+  pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gateloop", "lrn")))
+  for name in MIXERS
+]
+
+
+@pytest.mark.parametrize("name", names)
+def test_exported_layer_takes_any_batch_and_length_or_raises(name):
+  graph, params = split(jax.jit(lambda: layer(name))())
+  module = nnx.merge(graph, with_noise(params))
+  run = lambda module, x: module(x)
+  if name in OF_KNOWN_LENGTH:
+    with pytest.raises(NotImplementedError, match=r"the length 512\*n is a symbol that this.*each"):
+      exported(run, module, f"b, 512*n, {DIM}")
+    program = exported(run, module, f"b, 6, {DIM}")
+    assert program.out_avals[0].shape[1:] == (6, DIM)
+    return
+  program = exported(run, module, f"b, 512*n, {DIM}")
+  for shape in ((2, 512),) if name == "lrn" else ((2, 512), (1, 1024)):
+    got, want = (call(module, inputs(*shape)) for call in (program.call, jax.jit(run)))
+    assert jax.tree.all(jax.tree.map(lambda x, y: x.shape == y.shape, got, want))
+    assert relative_error(got[0], want[0]) < 2e-6
+
+
+def test_length_that_is_no_multiple_raises_naming_the_rule():
+  module = jax.eval_shape(lambda: layer("lrn"))
+  message = (
+    r"diagonal_scan: the length n is a symbol.*multiples of 512, of jax\.export\.symbolic_sh"
+  )
+  with pytest.raises(NotImplementedError, match=message):
+    exported(lambda module, x: module(x), module, f"b, n, {DIM}")
+
+
+def test_wrong_argument_of_symbolic_shape_raises_as_any_other():
+  module = jax.eval_shape(lambda: layer("lrn"))
+  with pytest.raises(ValueError, match=r"LRN: x has shape \(b, 512\*n, 7\)"):
+    exported(lambda module, x: module(x), module, "b, 512*n, 7")
+
+
+@pytest.mark.slow
+def test_language_model_with_its_state_is_exported():
+  build = lambda: LanguageModel(vocab_size=11, dim=8, num_layers=2, mixer="lrn", rngs=nnx.Rngs(0))
+  model = jax.jit(build)()
+  b, length = export.symbolic_shape("b, 512*n")
+  spec = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+  state = jax.eval_shape(lambda: model.init_state(1))
+  state = jax.tree.map(lambda x: spec((x.shape[0], b, *x.shape[2:]), x.dtype), state)
+  run = jax.jit(lambda model, tokens, state: model(tokens, state))
+  for T in (1, length):
+    program = export.export(run)(model, spec((b, T), jnp.int32), state)
+    tokens = jnp.arange(3 * (1 if T == 1 else 512)).reshape(3, -1) % 11
+    got, want = (call(model, tokens, model.init_state(3))[0] for call in (program.call, run))
+    assert relative_error(got, want) < 2e-6
