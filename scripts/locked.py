@@ -57,7 +57,7 @@ def read(path: Path) -> dict[str, tuple[str, set[str]]]:
 
 
 def _name(requirement: str) -> str:
-  return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+  return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement, maxsplit=1)[0]).lower()
 
 
 if __name__ == "__main__":

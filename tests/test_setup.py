@@ -298,5 +298,5 @@ def test_lock_pins_and_hashes_every_package_and_names_no_host(locked, name):
   assert len(entries) > 40
   for package, (lines, _) in entries.items():
     assert re.match(
-      r"[\w.-]+==[\w.]+[ \w.;='()\"!-]* \\\n(    --hash=sha256:[0-9a-f]{64}( \\)?\n)+\Z", lines
+      r"[\w.-]+==[\w.]+[ \w.;='()\"!<-]* \\\n(    --hash=sha256:[0-9a-f]{64}( \\)?\n)+\Z", lines
     ), package
