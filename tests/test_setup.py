@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("sh", "make", "rm", "cat", "head", "touch", "tr", "grep", "env", "cksum")
@@ -254,7 +255,7 @@ def names_of(lines: str) -> set[str]:
 def installed(requirement: str, seen: set[tuple[str, str]]) -> set[str]:
   """Packages that `requirement` needs here, by the metadata of what is installed."""
   wanted = Requirement(requirement)
-  name = wanted.name.lower().replace("_", "-")
+  name = canonicalize_name(wanted.name)
   for extra in {"", *wanted.extras} - {extra for other, extra in seen if other == name}:
     seen.add((name, extra))
     for child in map(Requirement, metadata.requires(name) or []):
