@@ -1,5 +1,6 @@
 """Softmax attention, over the whole sequence or a sliding window, with a cache as its state."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,13 +9,22 @@ from flax import nnx
 
 from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
-from lnssm_jax.mixers.common.norms import RMSNorm
+from lnssm_jax.mixers.common.norms import RMSNorm, RMSNormFromZero
+from lnssm_jax.mixers.common.projections import Linear, split_heads
 from lnssm_jax.mixers.common.qkv import QKVMixer
 from lnssm_jax.ops import AttentionState, attention, rotary_embedding
+from lnssm_jax.ops.attention.rotary import check_scaling
 from lnssm_jax.ops.core.dropout import check_rate
 from lnssm_jax.ops.core.halo import step_positions
+from lnssm_jax.ops.core.precision import wide
 
 POSITIONS = ("rotary", "none")
+QK_NORMS: dict[Any, Any] = {
+  False: None,
+  True: RMSNorm,
+  "rms": RMSNorm,
+  "rms_from_zero": RMSNormFromZero,
+}
 
 
 class SoftmaxAttention(QKVMixer[AttentionState]):
@@ -24,9 +34,10 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       y_t = sum_{t - window < j <= t} p_tj v_j                                     per head
       p_t = softmax_j(scale q_t . k_j),      out_t = W_o y_t,      scale = K^(-1/2)
 
-  The defaults are LLaMA's layer. With num_kv_heads it is that of Llama 3 and Mistral; Qwen2 has
-  use_bias="qkv", Qwen3 qk_norm=True and norm_eps=1e-6, Gemma 2 `scale` and `soft_cap`, Griffin's
-  models (RecurrentGemma) num_kv_heads=1, rotary_width=K / 2 and use_bias="o".
+  The defaults are LLaMA's layer. With num_kv_heads it is that of Llama 3 and Mistral, Llama 3.1 has
+  `rotary_scaling`; Qwen2 has use_bias="qkv", Qwen3 qk_norm=True and norm_eps=1e-6, Qwen3-Next
+  qk_norm="rms_from_zero", use_gate=True and rotary_width=K / 4, Gemma 2 `scale` and `soft_cap`,
+  Griffin's models (RecurrentGemma) num_kv_heads=1, rotary_width=K / 2 and use_bias="o".
 
   The state is the cache of the last `window` - 1 keys and values, in `dtype`. With window=None it
   is that of all `max_length` - 1 earlier tokens, and longer sequences are rejected: with an error
@@ -34,9 +45,10 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
   elsewhere the outputs from token `max_length` of the sequence on are NaN.
 
   Args:
-    dim: D, the width; a multiple of `num_heads`. V = D / H.
+    dim: D, the width; a multiple of `num_heads` where a head's width is D / H.
     num_heads: H.
     head_dim: K, the width of a head's queries and keys; None means D / H.
+    value_head_dim: V, the width of a head's values; None means D / H.
     window: the number of tokens that a token sees, the current one included; None means all. A
       window that is described by the w tokens before the current one, as in Griffin's and Zoology's
       code, is window = w + 1.
@@ -47,12 +59,16 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     positions: "rotary", for which K must be even, or "none".
     rotary_base: the slowest pair of channels rotates by about 1 / rotary_base per token.
     rotary_width: how many of the first channels of a head rotate, an even number; None means K.
-    qk_norm: RMSNorm of each head's queries and keys before the rotation, with a scale [K] for each.
+    rotary_scaling: slower rotations for longer sequences, a rule and its numbers: `scaling` of
+      `lnssm_jax.ops.rotary_embedding`. None for none.
+    qk_norm: RMSNorm of each head's queries and keys before the rotation, with a scale [K] for each:
+      True or "rms", or "rms_from_zero" with 1 + scale; False for none.
     norm_eps: eps of these norms, under the root.
     scale: of the scores; None means K^(-1/2).
     soft_cap: c, with which a score s becomes c tanh(s / c) before the softmax; None for none. It
       runs in XLA: cuDNN has no such kernel.
     use_bias: whether projections have a bias: all four, none, "qkv" or "o".
+    use_gate: whether sigmoid(W_g x_t) multiplies y_t, with a bias as that of q.
     attention_dropout: the rate at which probabilities p_tj are dropped in a call with `dropout_key`
       (GPT-2 and Zoology: 0.1). Such calls run in XLA: cuDNN would draw masks of its own.
     num_layers: of the model, for the initial W_o (see `QKVMixer`).
@@ -73,17 +89,20 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     *,
     num_heads: int,
     head_dim: int | None = None,
+    value_head_dim: int | None = None,
     window: int | None = None,
     max_length: int = 2048,
     num_kv_heads: int | None = None,
     positions: str = "rotary",
     rotary_base: float = 10000.0,
     rotary_width: int | None = None,
-    qk_norm: bool = False,
+    rotary_scaling: Mapping[str, Any] | None = None,
+    qk_norm: bool | str = False,
     norm_eps: float = 1e-6,
     scale: float | None = None,
     soft_cap: float | None = None,
     use_bias: bool | str = False,
+    use_gate: bool = False,
     attention_dropout: float = 0.0,
     num_layers: int = 1,
     dtype=jnp.float32,
@@ -99,6 +118,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       dim,
       num_heads=num_heads,
       head_dim=head_dim,
+      value_head_dim=value_head_dim,
       num_kv_heads=num_kv_heads,
       use_bias=use_bias,
       num_layers=num_layers,
@@ -123,8 +143,19 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       raise ValueError(f"soft_cap={soft_cap} must be positive, or None for no cap.")
     self.scale, self.soft_cap = scale, soft_cap
     self.attention_dropout = check_rate("attention_dropout", attention_dropout)
-    norm = lambda: RMSNorm(self.key_dim, eps=norm_eps, param_dtype=param_dtype)
+    scaling = None if rotary_scaling is None else tuple(check_scaling(rotary_scaling).items())
+    self.rotary_scaling = scaling  # hashable, as Flax needs it
+    check_choice("qk_norm", qk_norm, QK_NORMS)
+    norm = lambda: QK_NORMS[qk_norm](self.key_dim, eps=norm_eps, param_dtype=param_dtype)
     self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
+    gate = lambda: Linear(
+      dim,
+      num_heads * self.value_dim,
+      kernel_init=nnx.initializers.normal(0.02),
+      bias_init="zeros" if use_bias in (True, "qkv") else None,
+      **options,
+    )
+    self.g_proj = gate() if use_gate else None
 
   def _init_state(self, B):
     return attention.init_state(
@@ -149,7 +180,10 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     if self.q_norm is not None and self.k_norm is not None:
       q, k = self.q_norm(q), self.k_norm(k)
     if self.positions == "rotary":
-      rotated = lambda z: rotary_embedding(z, positions, self.rotary_base, width=self.rotary_width)
+      scaling = None if self.rotary_scaling is None else dict(self.rotary_scaling)
+      rotated = lambda z: rotary_embedding(
+        z, positions, self.rotary_base, width=self.rotary_width, scaling=scaling
+      )
       q, k = rotated(q), rotated(k)
     y, cache = attention(
       *(z.astype(self.dtype) for z in (q, k, v)),
@@ -162,6 +196,8 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       initial_state=state,
       segment_ids=segment_ids,
     )
+    if self.g_proj is not None:
+      y = wide(y) * jax.nn.sigmoid(split_heads(wide(self.g_proj(x)), self.num_heads))
     out = self._output(y)
     return out if self.max_length is None else nan_beyond(out, positions, self.max_length), cache
 
@@ -185,16 +221,19 @@ class SlidingWindowAttention(SoftmaxAttention):
     *,
     num_heads: int,
     head_dim: int | None = None,
+    value_head_dim: int | None = None,
     window: int = 1024,
     num_kv_heads: int | None = None,
     positions: str = "rotary",
     rotary_base: float = 10000.0,
     rotary_width: int | None = None,
-    qk_norm: bool = False,
+    rotary_scaling: Mapping[str, Any] | None = None,
+    qk_norm: bool | str = False,
     norm_eps: float = 1e-6,
     scale: float | None = None,
     soft_cap: float | None = None,
     use_bias: bool | str = False,
+    use_gate: bool = False,
     attention_dropout: float = 0.0,
     num_layers: int = 1,
     dtype=jnp.float32,
@@ -205,16 +244,19 @@ class SlidingWindowAttention(SoftmaxAttention):
       dim,
       num_heads=num_heads,
       head_dim=head_dim,
+      value_head_dim=value_head_dim,
       window=check_positive("window", window),
       num_kv_heads=num_kv_heads,
       positions=positions,
       rotary_base=rotary_base,
       rotary_width=rotary_width,
+      rotary_scaling=rotary_scaling,
       qk_norm=qk_norm,
       norm_eps=norm_eps,
       scale=scale,
       soft_cap=soft_cap,
       use_bias=use_bias,
+      use_gate=use_gate,
       attention_dropout=attention_dropout,
       num_layers=num_layers,
       dtype=dtype,

@@ -71,7 +71,7 @@ def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
     own.pop("attention_dropout", None)
     stand_for = {"num_kv_heads": heads, "num_value_heads": heads, "width": dim}
     stand_for |= {"gate_rank": -(-dim // 16)} if "state_dim" in own else {}
-    stand_for |= {"head_dim": dim // heads} if heads else {}
+    stand_for |= {"head_dim": dim // heads, "value_head_dim": dim // heads} if heads else {}
     own |= {n: v for n, v in stand_for.items() if n in own and own[n] is None}
     if own.get("qk_norm") is False or own.get("inner_norm") == "none":
       own.pop("norm_eps", None)  # of norms that there are not

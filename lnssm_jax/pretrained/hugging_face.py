@@ -142,7 +142,7 @@ def save(
   arrays = {name: np.asarray(x) for name, x in exports.flat(params).items()}
   shapes = {name: x.shape for name, x in arrays.items()}
   theirs: dict[str, np.ndarray] = {}
-  for parameter in layers.parameters(family, settings, shapes):
+  for parameter in layers.parameters(family, _explicit(settings), shapes):
     ours = arrays[parameter.name]
     for number, pieces in enumerate(parameter.layers):
       array = ours[number] if parameter.stacked else ours
@@ -231,7 +231,7 @@ def _check_sizes(family: Family, settings, shapes: Mapping[str, tuple[int, ...]]
     )
   total = sum(map(math.prod, shapes.values()))
   for path, value in _leaves(settings):
-    if type(value) is int and value > total and not path.endswith("max_length"):
+    if type(value) is int and value > total and not path.endswith("length"):
       raise ExportError(f"{path}={value} is more than the tensors have elements.")
 
 

@@ -19,15 +19,16 @@ def large(cls=SoftmaxAttention, **options):
   return nnx.merge(graphdef, jax.tree.map(lambda p: 20 * p + 0.1, params))
 
 
-def test_grouped_heads_biases_head_dim_and_no_positions():
+def test_grouped_heads_biases_head_dims_gate_and_no_positions():
   options = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 5, "use_bias": True}
+  options |= {"value_head_dim": 3, "use_gate": True}
   mixer, x = large(positions="none", **options), inputs(1, 9)
   want = reference.softmax_attention(
     float64_params(mixer), np.float64(x[0]), num_heads=4, num_kv_heads=2, rotary=False
   )
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
   state = mixer.init_state(3)
-  assert (state.k.shape, state.v.shape) == ((3, 2047, 2, 5), (3, 2047, 2, 2))
+  assert (state.k.shape, state.v.shape) == ((3, 2047, 2, 5), (3, 2047, 2, 3))
 
 
 def test_sequence_beyond_max_length_raises_or_is_nan():

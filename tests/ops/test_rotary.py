@@ -36,6 +36,32 @@ def test_rotary_embedding_far_positions_equal_the_formula(interleaved, base, wid
   assert contract.relative_error(got, want) <= contract.tolerance(jnp.float32, 1)
 
 
+LLAMA3 = {"rule": "llama3", "factor": 8.0, "low_frequency_factor": 1.0}
+LLAMA3 |= {"high_frequency_factor": 4.0, "original_length": 26}
+
+
+def scaled(angle, turns, scaling):
+  """A pair's angle; it turns `turns` times in the original length."""
+  slow = angle / scaling["factor"]
+  if scaling["rule"] == "linear" or turns < 1:
+    return slow
+  return angle if turns > 4 else ((4 - turns) * slow + (turns - 1) * angle) / 3
+
+
+@pytest.mark.parametrize("scaling", [{"rule": "linear", "factor": 4}, LLAMA3])
+def test_rotary_embedding_scaled_frequencies_equal_the_formula(scaling):
+  base, position = 15.0, 1003
+  x = X[:, :1]
+  got = rotary_embedding(x, jnp.asarray([position]), base, scaling=scaling)
+  frequency = base ** (-np.arange(4) / 4)
+  turns = 26 * frequency / (2 * np.pi)  # 4.1, 2.1, 1.1 and 0.5
+  angle = [scaled(position * f, n, scaling) for f, n in zip(frequency, turns, strict=True)]
+  a, b = np.split(x.astype(np.float64), 2, axis=-1)
+  cos, sin = np.cos(angle), np.sin(angle)
+  want = np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+  assert contract.relative_error(got, want) <= contract.tolerance(jnp.float32, 1)
+
+
 def test_rotary_embedding_products_depend_on_relative_positions():
   q, k = X[:, :1], X[:, 1:2]
   score = lambda i, j: np.sum(
@@ -75,6 +101,10 @@ def test_rotary_embedding_dtypes_and_gradients(dtype):
     ({"base": 0}, "base=0 must be a positive"),
     ({"width": 3}, "width=3 must be even and between 2 and K=8"),
     ({"width": 10}, "width=10 must be even"),
+    ({"scaling": {"rule": "yarn"}}, "needs a 'rule', one of 'linear', 'llama3'"),
+    ({"scaling": {"rule": "linear"}}, "must have exactly 'rule', 'factor'"),
+    ({"scaling": {"rule": "linear", "factor": 0}}, "factor=0 must be a positive number"),
+    ({"scaling": LLAMA3 | {"low_frequency_factor": 4}}, "low_frequency_factor=4 must be less"),
   ],
 )
 def test_rotary_embedding_bad_argument_raises_naming_it(arguments, message):

@@ -26,8 +26,9 @@ def main(folder: str, out: str, layout: str = "hf") -> None:
   torch.set_default_dtype(torch.float64)
   if layout == "fla":
     from tests.peers.fla_models import patch
-
-    patch()
+  else:
+    from tests.peers.transformers_models import patch
+  patch()
   transformers.utils.logging.get_logger().addHandler(_Raises())
   model, info = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=torch.float64, output_loading_info=True

@@ -29,8 +29,38 @@ SIZES = {"vocab_size": 11, "dim": 8, "num_layers": 2}
 GATED = {"channel_mixer": "swiglu", "channel_hidden": 12, "norm": "rms", "embedding_norm": False}
 FLA = SIZES | GATED | {"num_heads": 2, "norm_eps": 1e-6}
 EPS = {"norm_eps": 1e-6}
+SCALED = {"rule": "llama3", "factor": 4.0, "low_frequency_factor": 1.0}
+SCALED |= {"high_frequency_factor": 2.0, "original_length": 8}
+WIDE = {"head_dim": 6, "value_head_dim": 6}
+NEXT = {
+  "gated_delta_net": {"head_dim": 4, "expand_v": 0.75, "num_value_heads": 4, "norm_eps": 1e-5},
+  "softmax_attention": WIDE | {"qk_norm": "rms_from_zero", "use_gate": True, "rotary_width": 2},
+}
+NEXT["softmax_attention"]["norm_eps"] = 1e-5
+BAMBA = {"mamba2": {"head_dim": 4, "num_groups": 2, "state_dim": 3}}
+BAMBA |= {"softmax_attention": {"rotary_width": 2, "num_kv_heads": 1}}
 MODELS = {
   "llama": ("hf", SIZES | GATED | {"mixer": "softmax_attention", "num_heads": 2}),
+  "llama_scaled": (
+    "hf",
+    SIZES
+    | GATED
+    | {"mixer": "softmax_attention", "num_heads": 2}
+    | {"mixer_options": WIDE | {"rotary_base": 50.0, "rotary_scaling": SCALED}},
+  ),
+  "bamba": (
+    "hf",
+    SIZES
+    | GATED
+    | {"num_layers": 3, "num_heads": 2, "mixer_options": BAMBA, "mixer": tuple(BAMBA)},
+  ),
+  "qwen3_next": (
+    "hf",
+    SIZES
+    | GATED
+    | {"num_layers": 3, "num_heads": 2, "mixer_options": NEXT, "mixer": tuple(NEXT)}
+    | {"norm": "rms_from_zero"},
+  ),
   "mamba": ("hf", SIZES | {"mixer": "mamba", "channel_mixer": "none", "norm": "rms"}),
   "mamba2": (
     "hf",

@@ -1,10 +1,19 @@
 """Tiny models of transformers, and how each decodes."""
 
+import inspect
+
 import transformers
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.peers.record_models import cached_steps, rwkv_steps
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 11}
+
+
+def patch():
+  """Qwen3-Next would call fla's kernels, which need a GPU."""
+  for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+    setattr(qwen3_next, name, inspect.unwrap(getattr(qwen3_next, name)))
 
 
 def cases():
@@ -31,12 +40,47 @@ def cases():
     logits_soft_cap=2.0,
     attn_implementation="eager",
   )
+  scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "rope_theta": 50.0}
+  scaling |= {"high_freq_factor": 2.0, "original_max_position_embeddings": 8}
+  bamba = transformers.BambaConfig(
+    **SIZES | heads | {"num_hidden_layers": 5},
+    num_key_value_heads=1,
+    attn_layer_indices=[1, 4],
+    mamba_n_heads=4,
+    mamba_d_state=3,
+    mamba_n_groups=2,
+    mamba_chunk_size=4,
+    attn_implementation="eager",
+  )
+  next_ = transformers.Qwen3NextConfig(
+    **SIZES | heads | {"num_hidden_layers": 5},
+    num_key_value_heads=1,
+    head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=4,
+    linear_value_head_dim=3,
+    num_experts=0,
+    layer_types=["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+    attn_implementation="eager",
+  )
+  patch()
   return {
     "llama": (llama(num_key_value_heads=1, rope_theta=500.0), cached_steps),
     "llama_biases": (
       llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
       cached_steps,
     ),
+    "llama_scaled": (
+      llama(num_key_value_heads=1, head_dim=6, rope_parameters=scaling),
+      cached_steps,
+    ),
+    "llama_linear": (
+      llama(head_dim=2, rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 9.0}),
+      cached_steps,
+    ),
+    "bamba": (transformers.BambaForCausalLM(bamba), cached_steps),
+    "qwen3_next": (transformers.Qwen3NextForCausalLM(next_), cached_steps),
     "mamba": (mamba(), cached_steps),
     "mamba_biases": (
       mamba(use_bias=True, use_conv_bias=False, tie_word_embeddings=False, time_step_rank=2),

@@ -15,6 +15,7 @@ import lnssm_jax
 from lnssm_jax.models import LanguageModel, layers, replace_mixers
 from lnssm_jax.models.settings import params_of
 from lnssm_jax.pretrained import ExportError, hugging_face, placing, safetensors
+from lnssm_jax.pretrained.families import hybrids
 from tests.devices import result_of
 from tests.peers.layers import rwkv6
 from tests.pretrained.published import CASES, recorded, write
@@ -41,7 +42,7 @@ def evaluate(model, tokens):
 
 
 # The others take most of a minute.
-BY_DEFAULT = ("fla_gla", "fla_hgrn2", "fla_retnet", "llama", "mamba")
+BY_DEFAULT = ("fla_gla", "fla_hgrn2", "fla_retnet", "llama_scaled", "mamba", "qwen3_next")
 
 
 @pytest.mark.parametrize(
@@ -199,6 +200,13 @@ def test_any_shard_of_a_parameter_is_read_by_itself(tmp_path, monkeypatch):
   assert len(shards) > 10
   for whole, part in shards.values():
     np.testing.assert_array_equal(part, whole)
+
+
+def test_layers_of_a_hybrid_have_the_shortest_pattern():
+  assert hybrids.pattern("aba") == ["a", "b"]
+  assert hybrids.pattern("aabaabaa") == ["a", "a", "b"]
+  assert hybrids.pattern("abba") == ["a", "b", "b"]
+  assert hybrids.pattern("aaab") == list("aaab")
 
 
 def written_again(source, to):

@@ -11,7 +11,7 @@ from jax.export import is_symbolic_dim
 from lnssm_jax.ops.core.checks import check_shape
 
 
-def check_choice(what: str, value: str, choices: Iterable[str], *, note: str = "") -> str:
+def check_choice[T](what: str, value: T, choices: Iterable[T], *, note: str = "") -> T:
   """Returns `value`; raises `ValueError` with the nearest choice unless it is one of `choices`.
 
   The message ends with `note`.
@@ -19,7 +19,7 @@ def check_choice(what: str, value: str, choices: Iterable[str], *, note: str = "
   choices = list(choices)
   if value in choices:
     return value
-  near = difflib.get_close_matches(str(value), choices, n=1)
+  near = difflib.get_close_matches(str(value), map(str, choices), n=1)
   hint = f"; did you mean {near[0]!r}?" if near else "."
   listed = ", ".join(repr(choice) for choice in choices) or "(there are none)"
   raise ValueError(f"{what}={value!r} is unknown{hint} Use one of: {listed}.{note}")

@@ -21,9 +21,10 @@ class QKVMixer[State](Mixer[State]):
   which the code of the models built on this follows.
 
   Args:
-    dim: D, the width; a multiple of `num_heads`. V = D / H.
+    dim: D, the width; a multiple of `num_heads` where a head's width is D / H.
     num_heads: H.
     head_dim: K, the width of a head's queries and keys; None means D / H.
+    value_head_dim: V, the width of a head's values; None means D / H.
     num_kv_heads: the number of key and value heads, a divisor of H; None means H.
     use_bias: whether projections have a bias: all four, none, "qkv" or "o".
     num_layers: of the model, for the initial W_o.
@@ -37,6 +38,7 @@ class QKVMixer[State](Mixer[State]):
     *,
     num_heads: int,
     head_dim: int | None = None,
+    value_head_dim: int | None = None,
     num_kv_heads: int | None = None,
     use_bias: bool | str = False,
     num_layers: int = 1,
@@ -44,9 +46,12 @@ class QKVMixer[State](Mixer[State]):
     param_dtype,
     rngs: nnx.Rngs,
   ):
-    self.value_dim = check_heads(dim, num_heads)
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
-    self.key_dim = self.value_dim if head_dim is None else check_positive("head_dim", head_dim)
+    widths = {"head_dim": head_dim, "value_head_dim": value_head_dim}
+    self.key_dim, self.value_dim = (
+      check_heads(dim, num_heads) if width is None else check_positive(name, width)
+      for name, width in widths.items()
+    )
     self.num_kv_heads = check_groups("num_kv_heads", num_kv_heads, num_heads)
     check_positive("num_layers", num_layers)
 
@@ -67,7 +72,7 @@ class QKVMixer[State](Mixer[State]):
     self.q_proj = projection(dim, num_heads * self.key_dim)
     self.k_proj = projection(dim, self.num_kv_heads * self.key_dim)
     self.v_proj = projection(dim, self.num_kv_heads * self.value_dim)
-    self.o_proj = projection(dim, dim, 0.02 / math.sqrt(2 * num_layers), "o")
+    self.o_proj = projection(num_heads * self.value_dim, dim, 0.02 / math.sqrt(2 * num_layers), "o")
 
   def _empty_recurrent(
     self, B: int, keys: int | None = None, *, normalize: bool = False

@@ -2,6 +2,8 @@
 
 import math
 import numbers
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,11 @@ from lnssm_jax.ops.core.checks import check_floating, check_shape
 from lnssm_jax.ops.core.precision import accumulation_dtype
 
 _NAME = "rotary_embedding"
+# {rule: the numbers that it has}
+SCALINGS = {
+  "linear": ("factor",),
+  "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_length"),
+}
 
 
 def rotary_embedding(
@@ -20,6 +27,7 @@ def rotary_embedding(
   *,
   width: int | None = None,
   interleaved: bool = False,
+  scaling: Mapping[str, Any] | None = None,
 ) -> jax.Array:
   """Rotates pairs of channels by angles proportional to the position.
 
@@ -36,14 +44,21 @@ def rotary_embedding(
     base: the wavelengths grow from 2 pi to 2 pi base; a Python number.
     width: how many of the first channels rotate, an even number; None means all K.
     interleaved: pairs are channels (2i, 2i + 1) instead of (i, i + width / 2).
+    scaling: slower rotations, for sequences longer than those of the first training: a "rule" and
+      its numbers. {"rule": "linear", "factor": f} divides all frequencies by f. {"rule": "llama3",
+      "factor": f, "low_frequency_factor": a, "high_frequency_factor": b, "original_length": L}
+      divides those by f that turn less than a times in L tokens, none that turn more than b times,
+      and in between interpolates: frequency (w + (1 - w) / f), w = (turns - a) / (b - a).
 
   Returns:
     An array like `x`; computed in float32 (float64 if `x` is).
 
   Raises:
-    ValueError: shapes or dtypes do not agree, or `width` is odd or exceeds K.
+    ValueError: shapes or dtypes do not agree, `width` is odd or exceeds K, or `scaling` has another
+      rule or other numbers.
 
-  Source: RoFormer (Su et al. 2021), eq. 15.
+  Sources: RoFormer (Su et al. 2021), eq. 15; "linear", Chen et al. 2023, section 2.3; "llama3", the
+  published code of Llama 3.1.
   """
   x, positions = jnp.asarray(x), jnp.asarray(positions)
   check_floating(_NAME, "x", x)
@@ -60,7 +75,10 @@ def rotary_embedding(
     raise ValueError(f"{_NAME}: width={width} must be even and between 2 and K={K}.")
 
   acc = accumulation_dtype(x)
-  angle = _angles(positions, float(base), width, acc)[..., None, :]  # [B or nothing, T, 1, width/2]
+  frequency = float(base) ** (-np.arange(0, width, 2) / width)
+  if scaling is not None:
+    frequency = _scaled(frequency, check_scaling(scaling))
+  angle = _angles(positions, frequency, acc)[..., None, :]  # [B or nothing, T, 1, width/2]
   cos, sin = jnp.cos(angle), jnp.sin(angle)
   rotating = x[..., :width].astype(acc)
   if interleaved:
@@ -75,9 +93,37 @@ def rotary_embedding(
   return jnp.concatenate([rotated.astype(x.dtype), x[..., width:]], axis=-1)
 
 
-def _angles(positions, base, width, dtype):
+def check_scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a `scaling` of `rotary_embedding`; ValueError unless it has a rule and its numbers."""
+  given = dict(scaling)
+  names = SCALINGS.get(str(given.get("rule")))
+  if names is None:
+    raise ValueError(f"scaling={given!r} needs a 'rule', one of {', '.join(map(repr, SCALINGS))}.")
+  if given.keys() != {"rule", *names}:
+    raise ValueError(f"scaling={given!r} must have exactly 'rule', {', '.join(map(repr, names))}.")
+  for name in names:
+    value = given[name]
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+      raise ValueError(f"scaling: {name}={value!r} must be a positive number.")
+  if len(names) > 1 and not given["low_frequency_factor"] < given["high_frequency_factor"]:
+    raise ValueError(
+      f"scaling: low_frequency_factor={given['low_frequency_factor']} must be less than "
+      f"high_frequency_factor={given['high_frequency_factor']}."
+    )
+  return given
+
+
+def _scaled(frequency, scaling):
+  if scaling["rule"] == "linear":
+    return frequency / scaling["factor"]
+  low, high = scaling["low_frequency_factor"], scaling["high_frequency_factor"]
+  turns = scaling["original_length"] * frequency / (2 * math.pi)
+  kept = np.clip((turns - low) / (high - low), 0, 1)
+  return frequency * (kept + (1 - kept) / scaling["factor"])
+
+
+def _angles(positions, frequency, dtype):
   """[..., T, width / 2] in radians, up to whole turns."""
-  frequency = base ** (-np.arange(0, width, 2) / width)
   if dtype == jnp.float64 or not jnp.issubdtype(positions.dtype, jnp.integer):
     return positions.astype(dtype)[..., None] * jnp.asarray(frequency, dtype)
   # A turn is 2^32 units. The whole units per position are multiplied by the position modulo

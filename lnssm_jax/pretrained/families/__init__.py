@@ -5,6 +5,7 @@ from typing import Any
 
 from lnssm_jax.pretrained.families.fla import FLA
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
+from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_NEXT
 from lnssm_jax.pretrained.families.llama import LLAMA
 from lnssm_jax.pretrained.families.mamba import (
   FALCON_MAMBA,
@@ -26,6 +27,8 @@ FAMILIES: tuple[Family, ...] = (
   FALCON_MAMBA,
   RWKV4,
   RECURRENT_GEMMA,
+  BAMBA,
+  QWEN3_NEXT,
   *FLA,
   MAMBA_SSM,
   MAMBA2_SSM,

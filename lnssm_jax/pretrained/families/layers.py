@@ -66,12 +66,13 @@ def _pieces(family, settings, name, row, shape, layer) -> list[Piece]:
 
 
 def _piece(row: Row, settings, shape, layer, stacked) -> Piece:
-  part = shape if row.part is None else row.part(np.broadcast_to(np.int8(0), shape)).shape
   chosen = row.view if isinstance(row.view, View) else row.view(settings)
-  theirs, view = chosen.shape(part), chosen.of
+  part = row.part or chosen.ours
+  like = shape if part is None else part(np.broadcast_to(np.int8(0), shape)).shape
+  theirs, view = chosen.shape(like), chosen.of
   if stacked and "{}" not in row.theirs:
-    return Piece(row.theirs, lambda x: view(x[layer]), row.part, (settings["num_layers"], *theirs))
-  return Piece(row.theirs.format(layer), view, row.part, theirs)
+    return Piece(row.theirs, lambda x: view(x[layer]), part, (settings["num_layers"], *theirs))
+  return Piece(row.theirs.format(layer), view, part, theirs)
 
 
 def check_covered(found: Sequence[Parameter], shapes: Mapping[str, tuple[int, ...]]) -> None:

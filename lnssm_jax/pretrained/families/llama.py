@@ -1,10 +1,11 @@
 """Llama, of transformers."""
 
+from lnssm_jax.ops.attention.rotary import check_scaling
 from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
   Config,
   Family,
-  Fixed,
+  Field,
   Row,
   choice,
   flag,
@@ -16,39 +17,86 @@ from lnssm_jax.pretrained.families.table import (
 )
 from lnssm_jax.pretrained.manifest import ExportError
 
+# {rule: {their number: ours}}
+_SCALINGS = {
+  "linear": {"factor": "factor"},
+  "llama3": {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_length",
+  },
+}
+
 
 def rotary(config: Config, default: float = 10000.0) -> Config:
-  """Replaces `rope_parameters`, of transformers 5, by the settings of version 4."""
-  rope = config.pop("rope_parameters", None)
+  """Replaces `rope_parameters`, of transformers 5, by the settings of version 4.
+
+  `rope_scaling` is then that of `lnssm_jax.ops.rotary_embedding`, or None.
+  """
+  given = {name: config.pop(name, None) for name in ("rope_parameters", "rope_scaling")}
+  given = {name: value for name, value in given.items() if value is not None}
+  if len(given) > 1:
+    raise ExportError("rope_parameters and rope_scaling are two descriptions; remove one.")
   config.setdefault("rope_theta", default)
-  if rope is None:
+  config["rope_scaling"] = None
+  for setting, rope in given.items():
+    if not isinstance(rope, dict):
+      raise ExportError(f"{setting}={rope!r:.80} is not an object.")
+    rope = dict(rope)
+    rule = rope.pop("rope_type", rope.pop("type", "default"))
+    numbers = {} if rule == "default" else _SCALINGS.get(str(rule))
+    if numbers is None:
+      known = ", ".join(map(repr, ("default", *_SCALINGS)))
+      raise ExportError(f"{setting}.rope_type={rule!r:.80} is not implemented; only {known}.")
+    scaling: Config = {"rule": rule}
+    for name, value in rope.items():
+      if name in numbers:
+        scaling[numbers[name]] = value
+      elif name in ("rope_theta", "partial_rotary_factor"):
+        config[name] = value
+      else:
+        raise ExportError(f"{setting}.{name}={value!r:.80} is not a known setting.")
+    if numbers:
+      try:
+        config["rope_scaling"] = check_scaling(scaling)
+      except ValueError as error:
+        raise ExportError(f"{setting}: {error}") from None
+  return config
+
+
+def rotary_written(config: Config) -> Config:
+  """The inverse of `rotary`, as transformers 4 writes it."""
+  scaling = config.get("rope_scaling")
+  if scaling is None:
     return config
-  if not isinstance(rope, dict):
-    raise ExportError(f"rope_parameters={rope!r:.80} is not an object.")
-  rope = dict(rope)
-  kind = rope.pop("rope_type", rope.pop("type", "default"))
-  if kind != "default":
-    raise ExportError(f"rope_parameters.rope_type={kind!r} is not implemented; only 'default'.")
-  for name, value in rope.items():
-    if name not in ("rope_theta", "partial_rotary_factor"):
-      raise ExportError(f"rope_parameters.{name}={value!r:.80} is not a known setting.")
-    config[name] = value
+  names = _SCALINGS[scaling["rule"]]
+  theirs = {name: scaling[ours] for name, ours in names.items()}
+  return config | {"rope_scaling": {"rope_type": scaling["rule"], **theirs}}
+
+
+def heads(config: Config) -> Config:
+  """Gives `head_dim` and `num_key_value_heads` their defaults."""
+  D, H = config.get("hidden_size"), config.get("num_attention_heads")
+  if type(D) is not int or type(H) is not int or H < 1:
+    raise ExportError(f"hidden_size={D!r:.80}, num_attention_heads={H!r:.80} are no sizes.")
+  if config.get("head_dim") is None:
+    if D % H:
+      raise ExportError(f"hidden_size={D} is not a multiple of num_attention_heads={H}.")
+    config["head_dim"] = D // H
+  if config.get("num_key_value_heads") is None:
+    config["num_key_value_heads"] = H
   return config
 
 
 def whole_heads(config: Config) -> Config:
-  """Checks a `head_dim` that must be D / H, and gives num_key_value_heads its default."""
-  D, H = config.get("hidden_size"), config.get("num_attention_heads")
-  if type(D) is not int or type(H) is not int or H < 1 or D % H:
-    raise ExportError(f"hidden_size={D!r} is not a multiple of num_attention_heads={H!r}.")
-  K = config.pop("head_dim", None)
-  if K not in (None, D // H):
+  """As `heads`, where `head_dim` must be D / H."""
+  config = heads(config)
+  D, H, K = config["hidden_size"], config["num_attention_heads"], config.pop("head_dim")
+  if K != D / H:
     raise ExportError(
-      f"head_dim={K!r} is not implemented; only hidden_size / num_attention_heads = {D // H}, for "
-      "values are as wide here."
+      f"head_dim={K!r:.80} is not implemented; only hidden_size / num_attention_heads = {D / H:g}."
     )
-  if config.get("num_key_value_heads") is None:
-    config["num_key_value_heads"] = H
   return config
 
 
@@ -87,10 +135,12 @@ LLAMA = Family(
     "attention_dropout": number("mixer_options.attention_dropout", 0.0),
     "tie_word_embeddings": flag("tie_embeddings", False),
     "hidden_act": choice("channel_mixer_options.activation", {"silu": "silu"}, "silu"),
-    "rope_scaling": Fixed(None),
+    "head_dim": size(("mixer_options.head_dim", "mixer_options.value_head_dim"), None),
+    "rope_scaling": Field("mixer_options.rotary_scaling", (dict, type(None)), None),
   }
   | free("pretraining_tp"),
-  normal=lambda config: rotary(whole_heads(config)),
+  normal=lambda config: rotary(heads(config)),
+  written=rotary_written,
   rows=TOP
   | linears(
     "blocks.mixer",

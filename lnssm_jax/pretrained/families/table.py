@@ -15,10 +15,14 @@ Config = dict[str, Any]
 
 
 class View(NamedTuple):
-  """Another view of an array, not a copy, and the shape of the array with a view's shape."""
+  """Another view of an array, not a copy, and the shape of the array with a view's shape.
+
+  With `ours` it is not our array that is equal to the view, but that view of ours.
+  """
 
   of: Callable[[Any], Any]
   shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+  ours: Callable[[Any], Any] | None = None
 
 
 SAME = View(lambda x: x, lambda s: s)

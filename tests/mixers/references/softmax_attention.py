@@ -23,7 +23,10 @@ def softmax_attention(params, x, *, num_heads, num_kv_heads=None, window=None, r
       g = h // (H // num_kv_heads)
       weights = np.exp(k[first : t + 1, g] @ q[t, h] / np.sqrt(K))
       y[t, h] = weights @ v[first : t + 1, g] / weights.sum()
-  return y.reshape(T, -1) @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
+  y = y.reshape(T, -1)
+  if "g_proj" in params:
+    y = y / (1 + np.exp(-affine("g")))
+  return y @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
 
 
 def rotated(x):

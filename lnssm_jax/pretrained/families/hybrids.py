@@ -1,0 +1,345 @@
+"""Hybrids of transformers: Bamba, and Qwen3-Next without experts.
+
+Which layers are attention is free: the pattern is the shortest that they repeat, or all of them.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lnssm_jax.pretrained.families.llama import LAYER, SIZES, TOP, heads, rotary, rotary_written
+from lnssm_jax.pretrained.families.table import (
+  TRANSPOSED,
+  Config,
+  Family,
+  Field,
+  Fixed,
+  Row,
+  Rows,
+  View,
+  choice,
+  convolution,
+  flag,
+  free,
+  joined,
+  linear,
+  linears,
+  norm,
+  number,
+  size,
+)
+from lnssm_jax.pretrained.manifest import ExportError
+
+_ATTENTION = "mixer_options.softmax_attention"
+_MAMBA, _DELTA = "mixer_options.mamba2", "mixer_options.gated_delta_net"
+_FULL, _LINEAR = "full_attention", "linear_attention"
+
+_FIELDS = SIZES | {
+  "intermediate_size": size("channel_hidden"),
+  "num_attention_heads": size("num_heads"),
+  "num_key_value_heads": size(f"{_ATTENTION}.num_kv_heads"),
+  "max_position_embeddings": size(f"{_ATTENTION}.max_length"),
+  "attention_bias": flag(f"{_ATTENTION}.use_bias", False),
+  "attention_dropout": number(f"{_ATTENTION}.attention_dropout", 0.0),
+  "rope_theta": number(f"{_ATTENTION}.rotary_base", 10000.0),
+  "rope_scaling": Field(f"{_ATTENTION}.rotary_scaling", (dict, type(None)), None),
+  "rotary_width": size(f"{_ATTENTION}.rotary_width"),
+  "head_dim": size((f"{_ATTENTION}.head_dim", f"{_ATTENTION}.value_head_dim")),
+  "tie_word_embeddings": flag("tie_embeddings", False),
+  "hidden_act": choice("channel_mixer_options.activation", {"silu": "silu"}, "silu"),
+  "mixers": Field("mixer", (list,)),
+}
+_CONSTANTS = {"channel_mixer": "swiglu", "embedding_norm": False}
+_QKVO = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj"}
+
+
+def pattern(layers: Sequence[str]) -> list[str]:
+  """The shortest pattern that layers repeat."""
+  period = lambda n: all(kind == layers[i % n] for i, kind in enumerate(layers))
+  return list(layers[: next(n for n in range(1, len(layers) + 1) if period(n))])
+
+
+def _normal(config: Config, types: Sequence[Any], recurrent: str, share: float) -> Config:
+  """Writes out the pattern of mixers, and the width of the rotation."""
+  L, names = config.get("num_hidden_layers"), {_FULL: "softmax_attention", _LINEAR: recurrent}
+  if type(L) is not int or len(types) != L or set(map(str, types)) != set(names):
+    raise ExportError(
+      f"layer_types={list(types)!r:.80} must be {' and '.join(names)}, of "
+      f"num_hidden_layers={L!r:.80}."
+    )
+  config = rotary(heads(config))
+  share, K = config.pop("partial_rotary_factor", share), config["head_dim"]
+  if type(share) not in (int, float) or type(K) is not int or not 0 < share <= 1:
+    raise ExportError(f"partial_rotary_factor={share!r:.80}, head_dim={K!r:.80} are no sizes.")
+  config["rotary_width"] = int(K * share)
+  return config | {"mixers": pattern([names[x] for x in types])}
+
+
+def _written(config: Config, *left_out: str) -> tuple[Config, list[str]]:
+  """The inverse of `_normal`: (the config without our settings, the kind of each layer)."""
+  layers = [config["mixers"][i % len(config["mixers"])] for i in range(config["num_hidden_layers"])]
+  types = [_FULL if x == "softmax_attention" else _LINEAR for x in layers]
+  config = rotary_written(config) | {
+    "partial_rotary_factor": config["rotary_width"] / config["head_dim"]
+  }
+  ours = ("mixers", "rotary_width", *left_out)
+  return {name: value for name, value in config.items() if name not in ours}, types
+
+
+_MAMBA_SIZES = {"mamba_expand": 2, "mamba_n_heads": 128, "mamba_d_head": "auto"}
+
+
+def _bamba(config: Config) -> Config:
+  indices, L = config.pop("attn_layer_indices", None), config.get("num_hidden_layers")
+  if not isinstance(indices, list) or type(L) is not int or not 0 < L < 10_000:
+    raise ExportError(
+      f"attn_layer_indices={indices!r:.80} must be a list, of layers below "
+      f"num_hidden_layers={L!r:.80}."
+    )
+  types = [_FULL if layer in indices else _LINEAR for layer in range(L)]
+  for name in ("layers_block_type", "layer_types"):
+    if config.pop(name, types) != types:
+      raise ExportError(f"{name} differs from attn_layer_indices={indices!r:.80}.")
+  config = _normal(config, types, "mamba2", 0.5)
+  K, D, H = config.pop("head_dim"), config["hidden_size"], config["num_attention_heads"]
+  if K != D / H:
+    raise ExportError(f"head_dim={K!r:.80} must be hidden_size / num_attention_heads = {D / H:g}.")
+  width = config.pop("attn_rotary_emb", config["rotary_width"])
+  if width != config["rotary_width"]:
+    raise ExportError(f"attn_rotary_emb={width!r:.80} must be head_dim / 2.")
+  sizes = {name: config.get(name, usual) for name, usual in _MAMBA_SIZES.items()}
+  if any(type(size) is not int or size < 1 for size in list(sizes.values())[:2]):
+    raise ExportError(f"{', '.join(f'{n}={x!r:.80}' for n, x in sizes.items())} are no sizes.")
+  inner, count, width = (
+    sizes["mamba_expand"] * D,
+    config.pop("mamba_n_heads", 128),
+    sizes["mamba_d_head"],
+  )
+  if width not in ("auto", inner / count) or inner % count:
+    raise ExportError(
+      f"mamba_n_heads={count} mamba_d_head={width!r:.80} is not mamba_expand hidden_size."
+    )
+  return config | {"mamba_d_head": inner // count}
+
+
+def _bamba_written(config: Config) -> Config:
+  heads_of_layer = config["mamba_expand"] * config["hidden_size"] // config["mamba_d_head"]
+  K = config["hidden_size"] // config["num_attention_heads"]
+  config, types = _written(config | {"head_dim": K, "mamba_n_heads": heads_of_layer}, "head_dim")
+  return config | {"attn_layer_indices": [i for i, x in enumerate(types) if x == _FULL]}
+
+
+BAMBA = Family(
+  name="bamba",
+  layout="hf",
+  architecture="BambaForCausalLM",
+  fields={name: field for name, field in _FIELDS.items() if name != "head_dim"}
+  | {
+    "rms_norm_eps": number(("norm_eps", f"{_MAMBA}.norm_eps"), 1e-5),
+    "mlp_bias": flag("channel_mixer_options.use_bias", False),
+    "mamba_d_head": size(f"{_MAMBA}.head_dim"),
+    "mamba_n_groups": size(f"{_MAMBA}.num_groups", 1),
+    "mamba_d_state": size(f"{_MAMBA}.state_dim", 256),
+    "mamba_d_conv": size(f"{_MAMBA}.conv_size", 4),
+    "mamba_expand": size(f"{_MAMBA}.expand", 2),
+    "mamba_conv_bias": flag(f"{_MAMBA}.conv_bias", True),
+    "mamba_proj_bias": flag(f"{_MAMBA}.use_bias", False),
+    "time_step_limit": Fixed([0.0, math.inf]),
+    **free("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"),
+    **free("time_step_floor", "time_step_max", "time_step_min"),
+  },
+  constants={"norm": "rms", **_CONSTANTS},
+  rows=TOP
+  | norm("norm", "model.final_layernorm")
+  | norm("blocks.mixer_norm", f"{LAYER}.input_layernorm")
+  | norm("blocks.channel_norm", f"{LAYER}.pre_ff_layernorm")
+  | linears(
+    "blocks.channel_mixer",
+    f"{LAYER}.feed_forward",
+    gate="gate_proj",
+    up="up_proj",
+    down="down_proj",
+  )
+  | linears("blocks.softmax_attention", f"{LAYER}.self_attn", **_QKVO)
+  | linears("blocks.mamba2", f"{LAYER}.mamba", in_proj="in_proj", o_proj="out_proj")
+  | convolution("blocks.mamba2.conv", f"{LAYER}.mamba.conv1d")
+  | norm("blocks.mamba2.norm", f"{LAYER}.mamba.norm")
+  | {
+    "blocks.mamba2.skip": Row(f"{LAYER}.mamba.D"),
+    "blocks.mamba2.dt_bias": Row(f"{LAYER}.mamba.dt_bias"),
+    "blocks.mamba2.log_rate": Row(f"{LAYER}.mamba.A_log"),
+  },
+  normal=_bamba,
+  written=_bamba_written,
+)
+
+
+# (rows of one after another in a group: of which ours are one, groups)
+type _Widths = Callable[[Mapping[str, Any]], tuple[Sequence[int], int]]
+
+
+def _group(number: int, widths: _Widths) -> Callable[[Mapping[str, Any]], View]:
+  """[groups sum(widths), D] or [groups sum(widths)] -> the rows `number` of each group.
+
+  Ours, [D, groups width] or [groups width], has the groups next to each other.
+  """
+
+  def view(settings):
+    sizes, groups = widths(settings)
+    begin, total = sum(sizes[:number]), sum(sizes)
+
+    def of(x):
+      rows = x.reshape(groups, total, *x.shape[1:])[:, begin : begin + sizes[number]]
+      return rows if x.ndim == 1 else np.moveaxis(rows, -1, 0)
+
+    shape = lambda s: (groups * total, *s[:-2])
+    return View(of, shape, lambda x: x.reshape(*x.shape[:-1], groups, -1))
+
+  return view
+
+
+def _delta(settings: Mapping[str, Any]) -> tuple[int, int, int, int]:
+  """(H, K, value heads, V) of the delta layers."""
+  options = settings["mixer_options"]["gated_delta_net"]
+  K = options["head_dim"]
+  return settings["num_heads"], K, options["num_value_heads"], round(options["expand_v"] * K)
+
+
+def _qkvz(settings: Mapping[str, Any]) -> tuple[Sequence[int], int]:
+  H, K, values, V = _delta(settings)
+  return (K, K, values * V // H, values * V // H), H
+
+
+def _ba(settings: Mapping[str, Any]) -> tuple[Sequence[int], int]:
+  H, _, values, _ = _delta(settings)
+  return (values // H, values // H), H
+
+
+def _query_and_gate(settings: Mapping[str, Any]) -> tuple[Sequence[int], int]:
+  K = settings["mixer_options"]["softmax_attention"]["head_dim"]
+  return (K, K), settings["num_heads"]
+
+
+def _convolved(number: int) -> Callable[[Mapping[str, Any]], View]:
+  """[channels of q, k and v, 1, W] -> [W, those of one]."""
+
+  def view(settings):
+    H, K, values, V = _delta(settings)
+    sizes = (H * K, H * K, values * V)
+    begin = sum(sizes[:number])
+    return View(lambda x: x[begin : begin + sizes[number], 0].T, lambda s: (sum(sizes), 1, s[0]))
+
+  return view
+
+
+_NET, _SELF = f"{LAYER}.linear_attn", f"{LAYER}.self_attn"
+_NEXT_ROWS: Rows = {
+  **{
+    f"blocks.gated_delta_net.{x}_proj.kernel": Row(f"{_NET}.in_proj_qkvz.weight", _group(n, _qkvz))
+    for n, x in enumerate("qkvg")
+  },
+  **{
+    f"blocks.gated_delta_net.{x}_proj.kernel": Row(f"{_NET}.in_proj_ba.weight", _group(n, _ba))
+    for n, x in enumerate("ba")
+  },
+  **{
+    f"blocks.gated_delta_net.{x}_conv.kernel": Row(f"{_NET}.conv1d.weight", _convolved(n))
+    for n, x in enumerate("qkv")
+  },
+  **{
+    f"blocks.softmax_attention.{x}_proj.{ours}": Row(
+      f"{_SELF}.q_proj.{theirs}", _group(n, _query_and_gate)
+    )
+    for n, x in enumerate("qg")
+    for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
+  },
+  "blocks.gated_delta_net.a_proj.bias": Row(f"{_NET}.dt_bias"),
+  "blocks.gated_delta_net.log_rate": Row(f"{_NET}.A_log"),
+  "blocks.gated_delta_net.o_proj.kernel": Row(f"{_NET}.out_proj.weight", TRANSPOSED),
+  **norm("blocks.gated_delta_net.norm", f"{_NET}.norm"),
+  **joined(linear(f"blocks.softmax_attention.{x}", f"{_SELF}.{x}") for x in list(_QKVO)[1:]),
+  **norm("blocks.softmax_attention.q_norm", f"{_SELF}.q_norm"),
+  **norm("blocks.softmax_attention.k_norm", f"{_SELF}.k_norm"),
+}
+
+_EXPERTS = (
+  "moe_intermediate_size",
+  "shared_expert_intermediate_size",
+  "num_experts_per_tok",
+  "norm_topk_prob",
+  "output_router_logits",
+  "router_aux_loss_coef",
+)
+
+
+def _qwen3_next(config: Config) -> Config:
+  L, experts = config.get("num_hidden_layers"), config.pop("num_experts", 512)
+  dense, every = config.pop("mlp_only_layers", None) or [], config.pop("decoder_sparse_step", 1)
+  if type(L) is not int or not 0 < L < 10_000 or not isinstance(dense, list):
+    raise ExportError(f"num_hidden_layers={L!r:.80}, mlp_only_layers={dense!r:.80} are no sizes.")
+  sparse = [i for i in range(L) if i not in dense and type(every) is int and (i + 1) % every == 0]
+  if type(experts) is not int or type(every) is not int or (experts > 0 and sparse):
+    raise ExportError(
+      f"num_experts={experts!r:.80}, decoder_sparse_step={every!r:.80}: experts are not "
+      "implemented; only num_experts=0, or mlp_only_layers that names all layers."
+    )
+  interval = config.pop("full_attention_interval", 4)
+  types = config.pop("layer_types", None)
+  if types is None and type(interval) is int and interval > 0:
+    types = [_LINEAR if (i + 1) % interval else _FULL for i in range(L)]
+  if not isinstance(types, list):
+    raise ExportError(f"layer_types={types!r:.80} must be a list.")
+  config = _normal(config, types, "gated_delta_net", 0.25)
+  H, own = config["num_attention_heads"], config.pop("linear_num_key_heads", 16)
+  if own != H:
+    raise ExportError(
+      f"linear_num_key_heads={own!r:.80} is not implemented; only num_attention_heads = {H}: the "
+      "mixers of a model have one number of heads."
+    )
+  K, V = config.get("linear_key_head_dim"), config.pop("linear_value_head_dim", 128)
+  if any(type(x) is not int or not 0 < x < 2**32 for x in (K, V)):
+    raise ExportError(
+      f"linear_key_head_dim={K!r:.80}, linear_value_head_dim={V!r:.80} are no sizes."
+    )
+  return config | {"expand_v": V / K}
+
+
+def _qwen3_next_written(config: Config) -> Config:
+  V = round(config["expand_v"] * config["linear_key_head_dim"])
+  heads_of_layer = config["num_attention_heads"]
+  config, types = _written(config, "expand_v")
+  delta = {"linear_value_head_dim": V, "linear_num_key_heads": heads_of_layer}
+  return config | delta | {"layer_types": types, "num_experts": 0}
+
+
+QWEN3_NEXT = Family(
+  name="qwen3_next",
+  layout="hf",
+  architecture="Qwen3NextForCausalLM",
+  fields=_FIELDS
+  | {
+    "rms_norm_eps": number(("norm_eps", f"{_DELTA}.norm_eps", f"{_ATTENTION}.norm_eps"), 1e-6),
+    "linear_key_head_dim": size(f"{_DELTA}.head_dim"),
+    "linear_num_value_heads": size(f"{_DELTA}.num_value_heads", 32),
+    "linear_conv_kernel_dim": size(f"{_DELTA}.conv_size", 4),
+    "expand_v": number(f"{_DELTA}.expand_v"),
+    **free(*_EXPERTS),
+  },
+  constants={
+    "norm": "rms_from_zero",
+    f"{_ATTENTION}.qk_norm": "rms_from_zero",
+    f"{_ATTENTION}.use_gate": True,
+    **_CONSTANTS,
+  },
+  rows=TOP
+  | norm("blocks.mixer_norm", f"{LAYER}.input_layernorm")
+  | norm("blocks.channel_norm", f"{LAYER}.post_attention_layernorm")
+  | linears(
+    "blocks.channel_mixer", f"{LAYER}.mlp", gate="gate_proj", up="up_proj", down="down_proj"
+  )
+  | _NEXT_ROWS,
+  normal=_qwen3_next,
+  written=_qwen3_next_written,
+)
