@@ -133,6 +133,7 @@ class Encoder(nn.Module):
     return linen.LanguageModel(**LM, name="lm").module().hidden_states(tokens)[0]
 
 
+@pytest.mark.slow
 def test_module_of_a_face_inside_a_model_has_its_other_methods():
   tokens = jnp.arange(10).reshape(2, 5)
   variables = jax.jit(Encoder().init)(jax.random.key(0), tokens)

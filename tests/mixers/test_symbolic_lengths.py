@@ -33,15 +33,15 @@ names = [
 
 @pytest.mark.parametrize("name", names)
 def test_exported_layer_takes_any_batch_and_length_or_raises(name):
-  graph, params = split(jax.jit(lambda: layer(name))())
-  module = nnx.merge(graph, with_noise(params))
-  run = lambda module, x: module(x)
+  run, module = lambda module, x: module(x), jax.eval_shape(lambda: layer(name))
   if name in OF_KNOWN_LENGTH:
     with pytest.raises(NotImplementedError, match=r"the length 512\*n is a symbol that this.*each"):
       exported(run, module, f"b, 512*n, {DIM}")
     program = exported(run, module, f"b, 6, {DIM}")
     assert program.out_avals[0].shape[1:] == (6, DIM)
     return
+  graph, params = split(jax.jit(lambda: layer(name))())
+  module = nnx.merge(graph, with_noise(params))
   program = exported(run, module, f"b, 512*n, {DIM}")
   for shape in ((2, 512),) if name == "lrn" else ((2, 512), (1, 1024)):
     got, want = (call(module, inputs(*shape)) for call in (program.call, jax.jit(run)))
@@ -78,3 +78,14 @@ def test_language_model_with_its_state_is_exported():
     tokens = jnp.arange(3 * (1 if T == 1 else 512)).reshape(3, -1) % 11
     got, want = (call(model, tokens, model.init_state(3))[0] for call in (program.call, run))
     assert relative_error(got, want) < 2e-6
+
+
+def test_exported_program_is_saved_with_its_states():
+  pytest.importorskip("flatbuffers", reason="jax.export serializes with it")
+  mixer = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), jax.eval_shape(lambda: layer("mamba")))
+  state = mixer.init_state(2)
+  specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (inputs(2, 1), state))
+  program = export.export(jax.jit(lambda x, state: mixer(x, state)))(*specs)
+  _, last = export.deserialize(program.serialize()).call(inputs(2, 1), state)
+  assert type(last) is type(state)
+  assert type(last.recurrent) is type(state.recurrent)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.export
 from jax.tree_util import SequenceKey
 
 
@@ -22,7 +23,8 @@ def register_state[State: type](state: State) -> State:
 
   JAX flattens any NamedTuple, but with attribute names as keys. `nnx.tabulate` takes it for a list
   and fails on them (`flax.nnx.summary._unflatten_to_simple_structure`, flax 0.12.10), so that no
-  layer with such a state could be printed. Paths still print the names.
+  layer with such a state could be printed. Paths still print the names. Programs of `jax.export`
+  that take or return a state can be serialized.
   """
   named: Any = state
   fields = named._fields
@@ -32,5 +34,11 @@ def register_state[State: type](state: State) -> State:
     lambda values: (tuple(zip(keys, values, strict=True)), fields),
     lambda _, values: named(*values),
     lambda values: (tuple(values), fields),
+  )
+  jax.export.register_pytree_node_serialization(
+    named,
+    serialized_name=f"{named.__module__}.{named.__qualname__}",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: fields,
   )
   return state
