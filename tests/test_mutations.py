@@ -5,6 +5,10 @@ import importlib.util
 import shlex
 from pathlib import Path
 
+import pytest
+from _pytest.mark import KeywordMatcher
+from _pytest.mark.expression import Expression
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -33,3 +37,35 @@ def test_planted_faults_apply_in_one_place_and_parse():
 def test_planted_faults_name_tests_that_exist():
   files = [shlex.split(tests)[0] for fault in mutations().read_faults() for tests in fault.tests]
   assert {name for name in files if not (ROOT / name.partition("::")[0]).exists()} == set()
+
+
+def default_tests(arguments: str, items: list[pytest.Item]) -> list[pytest.Item]:
+  """Those of the collected tests that pytest's `arguments` choose and that are not slow."""
+  place, *options = shlex.split(arguments)
+  key = lambda item: item.nodeid == place or item.nodeid.startswith((f"{place}::", f"{place}["))
+  if (ROOT / place).is_dir():
+    key = lambda item: item.nodeid.startswith(f"{place}/")
+  chosen = [item for item in items if key(item) and not item.get_closest_marker("slow")]
+  if options:
+    flag, expression = options
+    assert flag == "-k", arguments
+    matches = Expression.compile(expression).evaluate
+    chosen = [item for item in chosen if matches(KeywordMatcher.from_item(item))]
+  return chosen
+
+
+def test_planted_faults_have_tests_in_the_default_suite(request):
+  options = request.config.option
+  if options.keyword or request.config.args != request.config.getini("testpaths"):
+    pytest.skip("only a run of the whole suite knows all tests")
+  items = request.session.items
+  faults = [(fault.name, tests) for fault in mutations().read_faults() for tests in fault.tests]
+  assert [(name, tests) for name, tests in faults if not default_tests(tests, items)] == []
+
+
+def test_default_tests_are_chosen_as_pytest_does(request):
+  here = [item for item in request.session.items if item.path == Path(__file__)]
+  names = lambda arguments: [item.name for item in default_tests(arguments, here)]
+  assert names("tests/test_mutations.py -k 'chosen and not apply'") == [request.node.name]
+  assert names(f"tests/test_mutations.py::{request.node.name}") == [request.node.name]
+  assert names("tests/train") == names("tests/test_mutations.py -k elsewhere") == []
