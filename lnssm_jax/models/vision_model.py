@@ -14,6 +14,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
+from lnssm_jax.mixers.common.lengths import checked_lengths, flipped, without_padding
 from lnssm_jax.models.block import NORMS, check_mixer, make_mixer
 from lnssm_jax.models.dropout import AFTER_MIXER, LayerDropout, ModelDropout
 from lnssm_jax.models.layers import REMAT_POLICIES
@@ -37,14 +38,31 @@ class Bidirectional(nnx.Module):
     own = nnx.to_pure_dict(nnx.state(new(), nnx.Param))
     self.backward = _parameters({name: own[name] for name in own if name not in shared})
 
-  def __call__(self, x: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
-    """The mean of both directions, [B, T, D]; the key is [B, 2] uint32, of the rows."""
+  def __call__(
+    self,
+    x: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
+  ) -> jax.Array:
+    """The mean of both directions, [B, T, D]; the key is [B, 2] uint32, of the rows.
+
+    `lengths` [B], integers from 0 to T, are those of rows padded on the right: each is read
+    backward from its own last token, and the result is 0 at padding, which may hold anything.
+
+    Raises:
+      ValueError: `lengths` have another shape or dtype, or one is known to be outside.
+    """
+    ends = None
+    if lengths is not None:
+      ends = checked_lengths("Bidirectional", lengths, x, None, None)
+    x = without_padding(x, ends)
     graph, params = nnx.split(self.forward, nnx.Param)
     own = nnx.to_pure_dict(nnx.state(self.backward, nnx.Param))
     backward: Any = nnx.merge(graph, nnx.to_pure_dict(params) | own)
     keys = [None if dropout_key is None else fold(dropout_key, number) for number in range(2)]
-    y = backward(x[:, ::-1], dropout_key=keys[1])[0][:, ::-1]
-    return (self.forward(x, dropout_key=keys[0])[0] + y) / 2
+    y = flipped(backward(flipped(x, ends), dropout_key=keys[1])[0], ends)
+    return without_padding((self.forward(x, dropout_key=keys[0])[0] + y) / 2, ends)
 
 
 def _parameters(tree: Mapping[str, Any]) -> nnx.Dict:

@@ -69,6 +69,28 @@ def test_bidirectional_shares_projections_only():
   assert not np.allclose(moved[:, 0], got[:, 0])
 
 
+def test_bidirectional_reads_padded_rows_backward_from_their_own_ends():
+  build = lambda: Bidirectional(lambda: MIXERS["lrn"](8, rngs=nnx.Rngs(0)), shared=())
+  layer, lengths = jax.jit(build)(), np.array([5, 3, 0])
+  x = jax.random.normal(jax.random.key(0), (3, 5, 8))
+  x = jnp.where(jnp.arange(5)[:, None] < lengths[:, None, None], x, jnp.nan)
+
+  @jax.jit
+  def run(layer, x, lengths):
+    loss = lambda layer: (jnp.sum(jnp.sin(y := layer(x, lengths=lengths))), y)
+    return jax.grad(loss, has_aux=True)(layer)
+
+  gradients, y = run(layer, x, lengths)
+  chex.assert_tree_all_finite(gradients)
+  alone = jax.jit(lambda layer, x: layer(x))
+  for row, length in enumerate(lengths):
+    assert not y[row, length:].any()
+    if length:
+      assert relative_error(y[row, :length], alone(layer, x[row : row + 1, :length])[0]) < 2e-6
+  with pytest.raises(ValueError, match=r"Bidirectional: lengths has the value 6.*from 0 to T=5"):
+    layer(x, lengths=np.array([1, 6, 1]))
+
+
 def test_logits_are_those_of_the_class_token_between_the_halves_of_the_patches():
   """With patches, token and positions of chosen numbers, by the parts of the model."""
 

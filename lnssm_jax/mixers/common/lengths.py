@@ -92,8 +92,23 @@ def run_rows(
   documents = jnp.int32(1) if segments is None else 1 + _taken(segments.index, time - padding)
   moved = _where(time >= padding, _taken(x, time - padding), 0)
   y, last = run(moved, None, jnp.where(time >= padding, documents, 0))
-  y = _where(time < lengths[:, None], _taken(y, time + padding), 0)
+  y = without_padding(_taken(y, time + padding), lengths)
   return y, _of_rows(lengths > 0, last, empty, batch_axis)
+
+
+def flipped(x: jax.Array, lengths: jax.Array | np.ndarray | None) -> jax.Array:
+  """x [B, T, ...] with the tokens of each row in reverse order; padding stays where it is."""
+  if lengths is None:
+    return x[:, ::-1]
+  time, ends = jnp.arange(x.shape[1]), lengths[:, None]
+  return _taken(x, jnp.where(time < ends, ends - 1 - time, time))
+
+
+def without_padding(x: jax.Array, lengths: jax.Array | np.ndarray | None) -> jax.Array:
+  """x [B, T, ...], 0 at padding."""
+  if lengths is None:
+    return x
+  return _where(jnp.arange(x.shape[1]) < lengths[:, None], x, 0)
 
 
 def _continued(run, x, state, segments: Segments | None, lengths, empty, batch_axis):
