@@ -11,6 +11,9 @@
 #   make docs                           the pages of docs/ and an API reference, in site/
 #   make goldens                        the float64 references of the ops' tests
 #   make test-peers                     our layers next to those of torch, transformers and fla
+#   make dist URL=https://...           files of a release in dist/, with links to that repository
+#   make release-check TAG=v0.1.0       that the tag fits version, changelog and citation
+#   make test-versions                  a small test with each Python and jax of scripts/versions.py
 #   make constraints ARGS=--upgrade     newer versions of all packages, with their hashes (needs uv)
 
 JAX ?=
@@ -32,7 +35,7 @@ NOTEBOOKS_ENV := $(VENV)/.ready-notebooks
 endif
 
 .PHONY: train test test-all test-mutations test-gpu test-peers goldens lint format notebooks docs \
-  constraints clean
+  constraints dist release-check test-versions clean
 
 train: $(TRAIN_ENV)
 	$(RUN) -m train fit --config configs/quickstart.py $(ARGS)
@@ -100,6 +103,16 @@ constraints:
 	  pyproject.toml --output-file constraints.txt
 	$(LOCK) $(ARGS) --extra cuda13 --constraint constraints.txt pyproject.toml \
 	  --output-file constraints-cuda13.txt
+
+URL ?=
+dist: $(DEV_ENV)
+	$(RUN) scripts/release.py build $(if $(URL),--url $(URL))
+
+release-check:
+	$(or $(PYTHON),python3) scripts/release.py check $(TAG)
+
+test-versions: $(DEV_ENV)
+	$(RUN) scripts/versions.py $(ARGS)
 
 # Removes caches and build products. Environments (.venv*), runs/ and data/ stay.
 clean:

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RELATIVE = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)]+)\)")
+RELATIVE = re.compile(r"(!?)\[([^\]]+)\]\((?!https?://|#)([^)]+)\)")
 # What git ignores at the top; hidden names are left out too.
 LEFT_OUT = {"build", "data", "dist", "runs", "site"}
 
@@ -64,9 +64,14 @@ def problems(tag: str, root: Path = ROOT) -> list[str]:
 
 def readme(text: str, url: str | None, tag: str) -> str:
   """The README for a package index, where relative links lead nowhere."""
-  if url is None:
-    return RELATIVE.sub(r"\1", text)
-  return RELATIVE.sub(lambda link: f"[{link[1]}]({url}/blob/{tag}/{link[2]})", text)
+
+  def absolute(link: re.Match) -> str:
+    if url is None:
+      return link[2]
+    kind = "raw" if link[1] else "blob"
+    return f"{link[1]}[{link[2]}]({url}/{kind}/{tag}/{link[3]})"
+
+  return RELATIVE.sub(absolute, text)
 
 
 def build(out: Path, url: str | None, root: Path = ROOT) -> list[Path]:

@@ -31,6 +31,8 @@ WORDS = {
 
 
 def tracked(*patterns: str) -> list[Path]:
+  if not (ROOT / ".git").exists():  # a source distribution
+    return [path for pattern in patterns for path in ROOT.rglob(pattern) if path.is_file()]
   listed = subprocess.run(
     ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
   )
