@@ -1,5 +1,6 @@
 """The command line: output, error messages and exit codes of each command."""
 
+import io
 import json
 import os
 
@@ -254,6 +255,36 @@ def test_generate_one_prompt_streams_several_printed(trained, config_file, capsy
     (("--max-tokens=4", "--top-k=999"), "top_k=999"),
   ):
     assert message in usage_error(capsys, "generate", "--config", config, *wrong)
+
+
+def test_generate_prompt_of_a_file_and_texts_that_end_it(trained, tmp_path, capsys, monkeypatch):
+  capsys.readouterr()
+  options = ("--run-dir", trained.run_dir, "--max-tokens", 20, "--temperature", 0)
+  file = tmp_path / "prompt.txt"
+  file.write_text("the river")
+  assert run("generate", *options, "--prompt-file", file) == 0
+  whole = capsys.readouterr().out
+  assert run("generate", *options, "--prompt", "the river") == 0
+  assert capsys.readouterr().out == whole
+  monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the river")))
+  stop = whole.removeprefix("the river")[3:5]
+  assert run("generate", *options, "--prompt-file", "-", "--stop", "none", "--stop", stop) == 0
+  assert capsys.readouterr().out == whole[: whole.index(stop, len("the river"))] + "\n"
+  assert run("generate", *options, "--prompt", "the river", "--repetition-penalty", 1e9) == 0
+  new = capsys.readouterr().out.removeprefix("the river").removesuffix("\n")
+  new = new.replace("\ufffd", "")  # bytes that are no character
+  assert len(set(new)) == len(new) and not set(new) & set("the river")
+  (tmp_path / "binary").write_bytes(b"\xff")
+  (tmp_path / "empty").write_bytes(b"")
+  for wrong, message in (
+    (("--prompt", "a", "--prompt-file", file), "--prompt and --prompt-file are both there"),
+    (("--prompt-file", tmp_path / "binary"), "is no UTF-8 text"),
+    (("--prompt-file", tmp_path / "empty"), "is empty"),
+    (("--prompt-file", tmp_path / "no"), "no"),
+    (("--stop", ""), "--stop is empty"),
+    (("--min-p", "2"), "min_p=2.0 must be in 0 to 1"),
+  ):
+    assert message in usage_error(capsys, "generate", *options, *wrong)
 
 
 def test_stream_multibyte_character_not_split(monkeypatch):

@@ -4,14 +4,18 @@ import argparse
 import dataclasses
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lnssm_jax.pretrained.files import read_bytes
 from train import config
 from train.config import apply_overrides
 
 if TYPE_CHECKING:
   from lnssm_jax.pretrained.loaded import LoadedModel
+
+_MAX_PROMPT = 2**26  # bytes
 
 
 def fit(options: argparse.Namespace) -> int | None:
@@ -108,26 +112,46 @@ def generate(options: argparse.Namespace) -> None:
     "top_p": options.top_p,
   }
   changes = {name: value for name, value in changes.items() if value is not None}
-  if options.prompt and "" in options.prompt:
-    raise ValueError("--prompt is empty; give some text, or omit it to start a new document.")
+  for name in ("prompt", "stop"):
+    if "" in (getattr(options, name) or ()):
+      raise ValueError(f"--{name} is empty; give some text, or omit it.")
+  if options.prompt and options.prompt_file:
+    raise ValueError("--prompt and --prompt-file are both there; give one of them.")
   from lnssm_jax.pretrained import texts
   from train.runs import loading
 
   loaded = _model(options)
   settings = config.Sample(**{**loaded.settings.get("sample", {}), **changes})
   prompts = options.prompt or [settings.prompt]
+  if options.prompt_file:
+    prompts = [_text_of(options.prompt_file)]
   model, tokenizer = loaded.model, loaded.tokenizer
   sampling = loading.sampling_options(settings, tokenizer, options.seed)
+  more = {"min_p": options.min_p, "repetition_penalty": options.repetition_penalty}
+  more = {name: value for name, value in more.items() if value is not None}
+  sampling, until = dataclasses.replace(sampling, **more), options.stop or ()
   if len(prompts) == 1:
-    pieces = texts.stream(model, tokenizer, prompts[0], sampling)
+    pieces = texts.stream(model, tokenizer, prompts[0], sampling, until=until)
     print(prompts[0], end="", flush=True)
     for piece in pieces:
       print(piece, end="", flush=True)
     print()
     return
-  answers = texts.complete(model, tokenizer, prompts, sampling)
+  answers = texts.complete(model, tokenizer, prompts, sampling, until=until)
   for number, (prompt, new) in enumerate(zip(prompts, answers, strict=True), 1):
     print(f"--- {number} of {len(prompts)}\n{prompt}{new}")
+
+
+def _text_of(file: str) -> str:
+  """The text of a file, or of standard input for "-"."""
+  raw = sys.stdin.buffer.read(_MAX_PROMPT + 1) if file == "-" else read_bytes(file, _MAX_PROMPT)
+  if not 0 < len(raw) <= _MAX_PROMPT:
+    size = "empty" if not raw else f"longer than {_MAX_PROMPT} bytes"
+    raise ValueError(f"--prompt-file {file} is {size}; give a shorter one, or some text.")
+  try:
+    return raw.decode()
+  except UnicodeDecodeError as error:
+    raise ValueError(f"--prompt-file {file} is no UTF-8 text: {error}; convert it.") from None
 
 
 def init(options: argparse.Namespace) -> None:

@@ -231,6 +231,7 @@ def _parser() -> argparse.ArgumentParser:
   generate.add_argument(
     "--prompt", metavar="TEXT", action="append", help="what to continue (repeatable)"
   )
+  generate.add_argument("--prompt-file", metavar="FILE", help="its text; -: that of standard input")
   generate.add_argument("--max-tokens", type=int, metavar="N", help="at most this many new tokens")
   generate.add_argument(
     "--temperature", type=float, metavar="T", help="0 takes the most likely token"
@@ -239,6 +240,15 @@ def _parser() -> argparse.ArgumentParser:
     "--top-k", type=int, metavar="K", help="sample from the K most likely tokens"
   )
   generate.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling; 1: all tokens")
+  generate.add_argument(
+    "--min-p", type=float, metavar="P", help="no tokens below this share of the most likely one"
+  )
+  generate.add_argument(
+    "--repetition-penalty", type=float, metavar="R", help="above 1: fewer tokens that were there"
+  )
+  generate.add_argument(
+    "--stop", metavar="TEXT", action="append", help="end before this text (repeatable)"
+  )
   generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
   tokenize = command("tokenize", commands.tokenize, "Create token files from text.")
   tokenize.add_argument("--input", nargs="+", metavar="PATH", help="files or folders of text")
