@@ -146,11 +146,13 @@ def test_lm_reports_corpora_documents_and_positions(loaded, write):
 
 
 def test_lm_sets_have_the_names_they_are_given(loaded, write, tmp_path):
-  path, odd = write([{"text": "some text"}]), tmp_path / "a=b.txt"
+  path, odd = write([{"text": "some text", "content": "x y"}]), tmp_path / "a=b.txt"
   odd.write_text("other")
   rows = perplexity.lm(loaded, [f"web={path}", str(odd), path]).tables["corpora"]
   assert [row["set"] for row in rows] == ["web", str(odd), path]
   assert [row["tokens"] for row in rows] == [8, 4, 8]
+  (row,) = perplexity.lm(loaded, [path], key="content").tables["corpora"]
+  assert row["tokens"] == 2
   with pytest.raises(ValueError, match="two sets of text are named 'web'; name one of them"):
     perplexity.lm(loaded, [f"web={path}", f"web={odd}"])
 

@@ -76,7 +76,7 @@ def evaluate(options: argparse.Namespace) -> None:
   if options.input:
     from train.tasks import perplexity
 
-    report = perplexity.lm(_model(options), options.input)
+    report = perplexity.lm(_model(options), options.input, key=options.fields)
     rows = report.tables["corpora"]
     print(json.dumps(rows, indent=2) if options.json else report.text())
     return

@@ -226,6 +226,9 @@ def _parser() -> argparse.ArgumentParser:
     metavar="[NAME=]TEXT",
     help="files, folders or globs of text instead, with names; each document is scored alone",
   )
+  evaluate.add_argument(
+    "--fields", default="text", metavar="KEY", help="of rows of --input: that of the text"
+  )
   evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
   generate = command("generate", commands.generate, "Continue text with the model of a run.")
   generate.add_argument(

@@ -22,12 +22,18 @@ TIMES = (1, 2, 4, 8, 16, 32)
 
 
 def lm(
-  loaded: LoadedModel, sources: Sequence[str], *, length: int | None = None, batch: int = 8
+  loaded: LoadedModel,
+  sources: Sequence[str],
+  *,
+  length: int | None = None,
+  batch: int = 8,
+  key: str = "text",
 ) -> Report:
   """Scores each document alone; `length` cuts it to its first tokens.
 
   Args:
     sources: files, folders or globs, or "NAME=SOURCE", each a set in the tables of the report.
+    key: of the text in rows.
 
   Raises:
     DataError: a source is unreadable, or has no document of two tokens.
@@ -35,7 +41,7 @@ def lm(
   """
   corpora, positions, documents = [], [], []
   for name, source in _named(sources).items():
-    rows, per_byte = _tokens(loaded, source)
+    rows, per_byte = _tokens(loaded, source, key)
     rows = [row[:length] for row in rows if len(row[:length]) > 1]
     if not rows:
       raise DataError(f"{source} has no document of at least two tokens; there is none to predict.")
@@ -147,9 +153,9 @@ def _named(sources: Sequence[str]) -> dict[str, str]:
   return found
 
 
-def _tokens(loaded: LoadedModel, source: str) -> tuple[list[np.ndarray], float]:
+def _tokens(loaded: LoadedModel, source: str, key: str = "text") -> tuple[list[np.ndarray], float]:
   """Tokens of each document, and tokens per byte."""
-  documents = list(read_documents(source))
+  documents = list(read_documents(source, fields=(key,)))
   if not documents:
     raise DataError(f"{source} has no document that is not empty; use another file or folder.")
   rows = loaded.tokenizer.encode_batch(documents)
