@@ -6,11 +6,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lnssm_jax.mixers import GLA, SSE
 from lnssm_jax.models import layers
 from lnssm_jax.models.language_model import LanguageModel
 
 # Of two different mixers these mean the same: W_q, W_k, W_v, W_o, heads next to each other.
 SHARED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+# {(class before, class after): {parameter: the one before that means the same}}. Partitions of an
+# SSE decay as a GLA does.
+FURTHER = {
+  (GLA, SSE): {
+    f"{gates}/{name}": before
+    for gates in ("always_gates", "sparse_gates")
+    for name, before in (
+      ("down_proj/kernel", "decay_down_proj/kernel"),
+      ("up_kernel", "decay_up_proj/kernel"),
+      ("up_bias", "decay_up_proj/bias"),
+    )
+  }
+  | {name: name for name in ("g_proj/kernel", "norm/scale")}
+}
 
 
 def replace_mixers(
@@ -24,7 +39,9 @@ def replace_mixers(
   A parameter of `source` is kept where `target` has one of the same name and shape: those outside
   the layers, norms, channel mixers, and in a layer whose mixer is of the same class all of the
   mixer's. In a layer whose mixer is replaced, the projections q_proj, k_proj, v_proj and o_proj are
-  kept if their shapes are equal, and nothing else. All other parameters are those of `target`.
+  kept if their shapes are equal; of a GLA that becomes an SSE also the gates of the decays, of
+  which both kinds of partitions get a copy, the norm's scale, and with output_gate="full" W_g. All
+  other parameters are those of `target`.
 
   Returns:
     (`target` with the kept parameters, for each layer the names of those that are `target`'s own).
@@ -49,12 +66,12 @@ def replace_mixers(
   by_layer, own = [], []
   pairs = zip(layers.apart(source.blocks, L), layers.apart(target.blocks, L), strict=True)
   for layer, (before, after) in enumerate(pairs):
-    same = type(before.mixer) is type(after.mixer)
+    kinds = type(before.mixer), type(after.mixer)
     given, block = (nnx.to_pure_dict(nnx.state(b, nnx.Param)) for b in (before, after))
     names: list[str] = []
     for name in block.keys() - {"mixer"}:
       block[name] = _kept(given.get(name), block[name], f"{name} of layer {layer}")
-    block["mixer"] = _kept_of_mixer(given["mixer"], block["mixer"], same, names)
+    block["mixer"] = _kept_of_mixer(given["mixer"], block["mixer"], kinds, names)
     by_layer.append(block)
     own.append(sorted(names))
   new["blocks"] = _stacked(new["blocks"], by_layer)
@@ -72,18 +89,25 @@ def _kept(old: Any, new: Any, name: str) -> Any:
   return jax.tree.map(lambda a, b: a.astype(b.dtype), old, new)
 
 
-def _kept_of_mixer(old: Any, new: Any, same: bool, own: list[str]) -> Any:
+def _kept_of_mixer(old: Any, new: Any, kinds: tuple[type, type], own: list[str]) -> Any:
   """The parameters of a mixer; adds the names of those that are new to `own`."""
+  further = FURTHER.get(kinds, {})
 
   def choose(path, leaf):
-    keys, found = [str(entry.key) for entry in path], old
-    for key in keys:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    shared = kinds[0] is kinds[1] or name.split("/")[0] in SHARED_PROJECTIONS
+    found: Any = old
+    for key in further.get(name, name).split("/") if shared or name in further else ():
       found = found.get(key) if isinstance(found, dict) else None
-    may = same or keys[0] in SHARED_PROJECTIONS
-    if may and found is not None and jnp.shape(found) == leaf.shape:
-      return found.astype(leaf.dtype)
-    own.append("/".join(keys))
-    return leaf
+    if found is None or isinstance(found, dict):
+      own.append(name)
+      return leaf
+    # A single set of gates has an axis of memories.
+    shape = leaf.shape[1:] if name in further and leaf.shape[0] == 1 else leaf.shape
+    if jnp.shape(found) != shape:
+      own.append(name)
+      return leaf
+    return found.astype(leaf.dtype).reshape(leaf.shape)
 
   return jax.tree_util.tree_map_with_path(choose, new)
 

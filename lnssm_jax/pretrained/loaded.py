@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -56,29 +56,28 @@ class LoadedModel:
     """
     return self._tokenizer()
 
-  def generate(
+  def options(
     self,
-    prompt: str = "",
     *,
     max_tokens: int | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-  ) -> str:
-    """Continues `prompt`, up to the end of text; returns the new text only.
+  ) -> SamplingOptions:
+    """The model's own options of sampling, up to the end of text, with those given in their place.
 
     Args:
       max_tokens, temperature, top_k, top_p: as in `SamplingOptions`; None takes
         `settings["sample"]`, or 200 tokens, 0.8, all and 0.95.
 
     Raises:
-      ValueError: an option is out of range, or the model's cache cannot hold the tokens.
+      ValueError: an option is out of range.
     """
     given = {"tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     given = {name: value for name, value in given.items() if value is not None}
     sample: dict[str, Any] = {**_SAMPLE, **self.settings.get("sample", {}), **given}
-    options = SamplingOptions(
+    return SamplingOptions(
       max_tokens=sample["tokens"],
       temperature=sample["temperature"],
       top_k=sample["top_k"],
@@ -88,7 +87,46 @@ class LoadedModel:
       seed=seed,
       stop_token=(self.tokenizer.end_of_text, *sample.get("stop_tokens", ())),
     )
-    return texts.complete(self.model, self.tokenizer, [prompt], options)[0]
+
+  def generate(
+    self,
+    prompt: str = "",
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    until: Sequence[str] = (),
+  ) -> str:
+    """Continues `prompt`, up to the end of text; returns the new text only.
+
+    Args:
+      max_tokens, temperature, top_k, top_p, seed: as in `options`.
+      until: the new text ends before the first of these strings.
+
+    Raises:
+      ValueError: an option is out of range, or the model's cache cannot hold the tokens.
+    """
+    options = self.options(
+      max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    return texts.complete(self.model, self.tokenizer, [prompt], options, until=until)[0]
+
+  def stream(
+    self, prompt: str = "", options: SamplingOptions | None = None, *, until: Sequence[str] = ()
+  ) -> Iterator[str]:
+    """Yields the text of `generate` in pieces.
+
+    Args:
+      options: None takes the model's own, `options()`.
+      until: as in `generate`; what may be the beginning of one of the strings is held back.
+
+    Raises:
+      ValueError: the model's cache cannot hold the tokens.
+    """
+    options = self.options() if options is None else options
+    return texts.stream(self.model, self.tokenizer, prompt, options, until=until)
 
   def score(self, text: str, *, context: str = "") -> Score:
     """Log-probability of each token of a text; see `lnssm_jax.score`."""

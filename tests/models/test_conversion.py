@@ -54,6 +54,22 @@ def test_hybrid_keeps_every_parameter_that_means_the_same():
   np.testing.assert_array_equal(model.head.kernel[...], source.head.kernel[...])
 
 
+def test_gla_continues_as_sse_with_the_gates_of_its_decays():
+  gates, sse = {"expand_k": 1.0, "gate_rank": 2}, SSE | {"output_gate": "full"}
+  source, target = build("gla", gates, num_layers=1), build("sse", sse, num_layers=1)
+  model, own = replace_mixers(source, target)
+  new = ["down_proj", "up_proj"]
+  assert own == [sorted([f"{x}_{n}/kernel" for x in "qk" for n in new] + ["router_proj/kernel"])]
+  old, kept = (params(m.layer(0))["mixer"] for m in (source, model))
+  for name in ("always_gates", "sparse_gates"):
+    got, want = kept[name], old["decay_up_proj"]
+    np.testing.assert_array_equal(got["down_proj"]["kernel"], old["decay_down_proj"]["kernel"])
+    np.testing.assert_array_equal(got["up_kernel"][0], want["kernel"])
+    np.testing.assert_array_equal(got["up_bias"], want["bias"])
+  for name in ("g_proj", "norm", "k_proj"):
+    jax.tree.map(np.testing.assert_array_equal, kept[name], old[name])
+
+
 @pytest.mark.slow
 def test_model_of_the_same_mixers_is_the_source():
   source = transformer()

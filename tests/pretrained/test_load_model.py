@@ -92,7 +92,12 @@ def test_generate_takes_options_of_the_run_and_of_the_call(loaded):
   assert loaded.generate("ab") == loaded.tokenizer.decode(tokens)
   options = SamplingOptions(max_tokens=9, temperature=0, top_p=0.95, stop_token=256)
   (tokens,) = generate(loaded.model, [prompt], options)
-  assert loaded.generate("ab", max_tokens=9) == loaded.tokenizer.decode(tokens)
+  text = loaded.tokenizer.decode(tokens)
+  assert loaded.generate("ab", max_tokens=9) == text
+  for until in ((), ("never", text[4:6])):
+    want = text.split(text[4:6])[0] if until else text
+    assert loaded.generate("ab", max_tokens=9, until=until) == want
+    assert "".join(loaded.stream("ab", loaded.options(max_tokens=9), until=until)) == want
 
 
 @pytest.mark.parametrize("context", ["", "xy"])

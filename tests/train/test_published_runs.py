@@ -1,13 +1,14 @@
 """Published models as runs, and runs as folders of other projects."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
 from lnssm_jax.pretrained import ExportError, hugging_face, safetensors
 from tests.pretrained.published import recorded, write
-from train import config
+from train import config, loop
 from train.cli.main import main
 from train.runs.importing import import_model
 
@@ -50,6 +51,23 @@ def test_published_model_takes_another_length_and_what_cannot_be_trained_raises(
   folder = write(tmp_path / "gemma", "recurrent_gemma", dtype=np.float32)
   with pytest.raises(config.ConfigError, match="embedding_scale can be loaded, but not trained"):
     config.published_model(folder)
+
+
+@pytest.mark.slow
+def test_import_trains_on_longer_rows_and_leaves_frozen_parts_as_they_were(tiny, tmp_path):
+  folder = with_bytes(tmp_path / "theirs", "llama")
+  model = config.published_model(folder, dtype="float32", max_length=128)
+  cfg = tiny(seq_len=96, steps=2, eval_every=2, checkpoint_every=2)
+  optimizer = dataclasses.replace(cfg.optimizer, lr_factors={"blocks.mixer.*": 0.0})
+  cfg = dataclasses.replace(cfg, model=model, optimizer=optimizer)
+  assert import_model(folder, cfg) == 0
+  assert loop.fit(cfg).step == 2
+  out = tmp_path / "ours"
+  assert main(["export", cfg.run_dir, "--out", str(out), "--layout", "hf"]) == 0
+  assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 128
+  ours, theirs = (safetensors.Tensors(f / "model.safetensors") for f in (out, folder))
+  equal = {name: ours[name].tobytes() == theirs[name].tobytes() for name in theirs}
+  assert {name for name, same in equal.items() if same} == {n for n in equal if "self_attn" in n}
 
 
 def test_export_of_a_run_that_no_family_has_raises(tiny, tmp_path):
