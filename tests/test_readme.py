@@ -12,6 +12,7 @@ from flax import nnx
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import count_parameters
 from tests import devices
+from train.cli.main import _parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md")
@@ -19,13 +20,15 @@ README = (ROOT / "README.md").read_text()
 MIXERS_PAGE = (ROOT / "docs" / "mixers.md").read_text()
 TRAINING_PAGE = (ROOT / "docs" / "training.md").read_text()
 MIGRATION_PAGE = (ROOT / "docs" / "migration.md").read_text()
+SHARDING_PAGE = (ROOT / "docs" / "sharding.md").read_text()
 OWN_MODELS_PAGE = (ROOT / "docs" / "own_models.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
   """Programs of the pages; the blocks of the last page are one."""
   of = lambda text: re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-  return [*of(README + MIXERS_PAGE + MIGRATION_PAGE + TRAINING_PAGE), "".join(of(OWN_MODELS_PAGE))]
+  pages = README + MIXERS_PAGE + MIGRATION_PAGE + TRAINING_PAGE + SHARDING_PAGE
+  return [*of(pages), "".join(of(OWN_MODELS_PAGE))]
 
 
 STATES = dict(
@@ -112,6 +115,26 @@ def test_commands_of_the_readme_exist():
   assert done.returncode == 0, done.stderr
   assert {"fit", "evaluate", "generate", "tokenize"} <= named
   assert all(re.search(rf"^\s+{name}\b", done.stdout, re.MULTILINE) for name in named)
+
+
+def helps() -> dict[str, str]:
+  """The help of each command, and of each task with the name "task NAME"."""
+  choices = lambda parser: parser._subparsers._group_actions[0].choices
+  commands = choices(_parser())
+  tasks = {f"task {name}": parser for name, parser in choices(commands["task"]).items()}
+  return {name: parser.format_help() for name, parser in (commands | tasks).items()}
+
+
+def test_commands_of_all_pages_have_their_options():
+  pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.py")]
+  known, wrong = helps(), []
+  for page in pages:
+    text = re.sub(r"\\\n\s*", " ", page.read_text())
+    for name, rest in re.findall(r"python -m train ((?:task )?[a-z][\w-]*)([^\n`|]*)", text):
+      options = re.findall(r"(?<=\s)--[a-z][\w-]*", rest)
+      if name not in known or any(option not in known[name] for option in options):
+        wrong.append(f"{page.name}: {name}{rest}")
+  assert wrong == []
 
 
 def test_extras_of_the_readme_exist():
