@@ -119,6 +119,7 @@ def get_config(variant: str) -> Train:
       validation=("validation",),
       boundaries="ignore",
       order="random_crops",
+      weighting="crops",
     ),
     run_dir=f"runs/longhorn-{variant}",
     seq_len=length,
@@ -126,6 +127,7 @@ def get_config(variant: str) -> Train:
     accumulate=8,
     steps=steps,
     eval_every=200,
+    eval_tokens=200 * 12 * 1024,  # 200 batches; their size is not known, 12 x 1,024 is nanoGPT's
     checkpoint_every=200,
   )
   return _of_table_3(config) if size == "1b3" else config
@@ -135,7 +137,7 @@ def _of_table_3(config: Train) -> Train:
   """Steps of 2M tokens, 1B of them of warmup as in GLA's paper, which the recipe follows."""
   change = dataclasses.replace
   heads = 4 if config.model.mixer == "gla" else config.model.num_heads
-  data: Any = {"boundaries": "reset", "order": "windows"}  # not known
+  data: Any = {"boundaries": "reset", "order": "windows", "weighting": "tokens"}  # not known
   optimizer = {"final_lr": 3e-5, "weight_decay": 0.01, "warmup_steps": 10**9 // 2**21}
   return change(
     config,
@@ -145,5 +147,6 @@ def _of_table_3(config: Train) -> Train:
     global_batch=1024,
     accumulate=16,
     eval_every=1000,
+    eval_tokens=None,
     checkpoint_every=1000,
   )

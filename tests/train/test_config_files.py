@@ -42,7 +42,7 @@ def test_config_lnssm_72m_matches_paper():
   ("name", "protocol"),
   [
     ("lnssm_72m.py:rwkv4", ("ignore", "random_crops", "documents")),
-    ("longhorn.py:gla-120m-4096", ("ignore", "random_crops", "tokens")),
+    ("longhorn.py:gla-120m-4096", ("ignore", "random_crops", "crops")),
     ("sse.py:gla-600m", ("reset", "windows", "tokens")),
   ],
 )

@@ -14,7 +14,7 @@ from train.cluster.device_mesh import make_mesh
 from train.config import ConfigError, Data
 from train.config.changes import differences, is_free
 from train.data import IndexedDataset, IndexedWriter
-from train.data.windows import train_batches
+from train.data.windows import RandomCrops, TokenWindows, train_batches
 from train.runs.evaluation import Evaluator
 from train.runs.run_folder import RunFolder
 from train.step.model import model_graph
@@ -43,6 +43,31 @@ def test_document_loss_is_mean_over_documents(tiny, write_documents):
   assert row["val_loss"] == pytest.approx(np.mean(means), rel=1e-6)
   assert np.std(means) > 0.01
   assert (row["tokens"], row["documents"], row["bits_per_byte"]) == (count, len(means), None)
+
+
+def test_loss_of_random_crops_is_that_of_each_crop(tiny):
+  cfg = tiny(data__weighting="crops", eval_tokens=75, data__boundaries="ignore")
+  loop.prepare(cfg.data)
+  mesh, graph = make_mesh(cfg), model_graph(cfg.model)
+  params = init_state(cfg, mesh)["params"]
+  evaluator = Evaluator(cfg, graph, mesh)
+  (row,), (again,) = evaluator(7, params), evaluator(8, params)
+  assert again == row | {"step": 8}
+
+  T, V = cfg.seq_len, cfg.model.vocab_size
+  crops = RandomCrops(TokenWindows(f"{cfg.data.folder}/validation", T, V, "ignore"), cfg.seed)
+  crops = [crops[i] for i in range(-(-75 // T))]
+  assert row["tokens"] == len(crops) * T
+  model = nnx.merge(graph, params)
+  log_p = jax.nn.log_softmax(model(np.stack([crop["tokens"] for crop in crops]))[0])
+  targets = np.stack([crop["targets"] for crop in crops])
+  mean = -np.take_along_axis(np.asarray(log_p, np.float64), targets[..., None], axis=-1).mean()
+  assert row["val_loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_loss_of_random_crops_needs_a_number_of_tokens(tiny):
+  with pytest.raises(ConfigError, match=r"data\.weighting='crops' has no end; give eval_tokens"):
+    tiny(data__weighting="crops")
 
 
 @pytest.fixture

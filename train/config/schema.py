@@ -100,8 +100,9 @@ class Data:
   At a document boundary `boundaries="reset"` resets the state, and the target across it does not
   count; "ignore" does neither. `order` is "windows", of which each occurs once per epoch, or
   "random_crops", which start anywhere. `weighting` of a validation loss: "tokens", their mean in
-  windows of the training length, or "documents", the mean of the documents' mean losses, each alone
-  and cut to its first `document_length` tokens.
+  windows of the training length; "crops", the same of random crops, `eval_tokens` tokens in all,
+  drawn by `seed` and the same in every evaluation; or "documents", the mean of the documents' mean
+  losses, each alone and cut to its first `document_length` tokens.
   """
 
   folder: str  # of the token files
@@ -115,7 +116,7 @@ class Data:
   targets: dict[str, Literal["all", "completion", "last"]] = dataclasses.field(default_factory=dict)
   boundaries: Literal["reset", "ignore"] = "reset"  # of documents
   order: Literal["windows", "random_crops"] = "windows"  # of training
-  weighting: Literal["tokens", "documents"] = "tokens"  # of a validation loss
+  weighting: Literal["tokens", "crops", "documents"] = "tokens"  # of a validation loss
   document_length: int | None = None  # None: seq_len
 
   def __post_init__(self):
@@ -262,7 +263,7 @@ class Train:
   checkpoint_every: int  # steps
   eval_every: int  # steps
   eval_at_start: bool = True  # before the first step too
-  eval_tokens: int | None = None  # first tokens of each validation set; None: all of it
+  eval_tokens: int | None = None  # first of each validation set, or in its crops; None: all of it
   log_every: int = 10  # steps
   keep_checkpoints: int = 2  # the newest
   max_skipped: int = 10  # consecutive skipped steps (non-finite or spikes) that end the run
@@ -288,10 +289,14 @@ class Train:
     if self.eval_tokens is not None:
       at_least("eval_tokens", self.eval_tokens, 1)
       check(
-        self.data.weighting == "tokens",
+        self.data.weighting != "documents",
         f"eval_tokens={self.eval_tokens} counts tokens, and data.weighting='documents' does not;"
         " leave one of them out.",
       )
+    check(
+      self.data.weighting != "crops" or self.eval_tokens is not None,
+      "data.weighting='crops' has no end; give eval_tokens, the tokens of all crops together.",
+    )
     at_most("steps", self.steps, 2**31 - 1)
     check(
       self.global_batch * self.seq_len < 2**31,

@@ -51,7 +51,7 @@ def missing(cfg: config.Train) -> list[str]:
 
 def windowed(cfg: config.Train) -> dict[str, int]:
   """Sets that are read in windows, with the tokens of one window with its targets."""
-  by_windows = cfg.data.validation if cfg.data.weighting == "tokens" else ()
+  by_windows = cfg.data.validation if cfg.data.weighting != "documents" else ()
   return dict.fromkeys((*cfg.data.train, *by_windows), cfg.seq_len + 1)
 
 

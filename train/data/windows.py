@@ -350,12 +350,12 @@ def _endless(source: TokenWindows | Mixture, seed: str, order: str) -> grain.Map
 
 
 def eval_batches(
-  source: TokenWindows | Documents,
+  source: TokenWindows | RandomCrops | Documents,
   batch: int,
   rows: range | None = None,
   count: int | None = None,
 ) -> Iterator[Batch]:
-  """Every window, or document, once, in order; the last batch is padded with weight 0.
+  """Every window, crop or document, once, in order; the last batch is padded with weight 0.
 
   With `count` only the first `count` of them.
   Entries are [batch, seq_len], with `rows` only these rows of every batch, [rows, seq_len].

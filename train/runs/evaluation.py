@@ -13,11 +13,13 @@ from train import config
 from train.cluster import device_mesh, distributed
 from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
 from train.data.tokenize import prepare
-from train.data.windows import Documents, TokenWindows, eval_batches
+from train.data.windows import Documents, RandomCrops, TokenWindows, eval_batches
 from train.runs import bindings, loading
 from train.runs.rows import Row
 from train.step.model import model_graph
 from train.step.train_step import make_eval_step
+
+Source = TokenWindows | RandomCrops | Documents
 
 _SECONDS_BETWEEN_LINES = 5
 
@@ -84,27 +86,30 @@ class Evaluator:
       rows.append(row_of(self._cfg, name, source, step, nats, weight))
     return rows
 
-  def _batches(self, source: TokenWindows | Documents, rows: int, count: int) -> Iterator[Any]:
+  def _batches(self, source: Source, rows: int, count: int) -> Iterator[Any]:
     where = device_mesh.batch_sharding(self._mesh)
     local = distributed.local_rows(where, rows)
     for batch in eval_batches(source, rows, local, count):
       yield distributed.to_devices(batch, where, rows, local)
 
 
-def open_sets(cfg: config.Train) -> dict[str, TokenWindows | Documents]:
+def open_sets(cfg: config.Train) -> dict[str, Source]:
   """Opens and checks the validation sets of a config, by name."""
   data, (length, size) = cfg.data, (cfg.seq_len, cfg.model.vocab_size)
   prefixes = {name: f"{data.folder}/{name}" for name in data.validation}
   if data.weighting == "documents":
     length = data.document_length or length
     return {name: Documents(prefix, length, size) for name, prefix in prefixes.items()}
-  return {
+  windows = {
     name: TokenWindows(prefix, length, size, data.boundaries) for name, prefix in prefixes.items()
   }
+  if data.weighting == "crops":
+    return {name: RandomCrops(source, cfg.seed) for name, source in windows.items()}
+  return {**windows}
 
 
-def count_of(cfg: config.Train, source: TokenWindows | Documents) -> int:
-  """How many windows or documents of a set are evaluated."""
+def count_of(cfg: config.Train, source: Source) -> int:
+  """How many windows, crops or documents of a set are evaluated."""
   tokens = cfg.eval_tokens
   return len(source) if tokens is None else min(len(source), -(-tokens // cfg.seq_len))
 
@@ -112,7 +117,7 @@ def count_of(cfg: config.Train, source: TokenWindows | Documents) -> int:
 def row_of(
   cfg: config.Train,
   name: str,
-  source: TokenWindows | Documents,
+  source: Source,
   step: int,
   nats: float,
   weight: float,
