@@ -12,10 +12,11 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import lnssm_jax
-from lnssm_jax.models import LanguageModel, layers, replace_mixers
-from lnssm_jax.models.settings import params_of
+from lnssm_jax.models import LanguageModel, count_parameters, layers, replace_mixers
+from lnssm_jax.models.settings import abstract_params, params_of
 from lnssm_jax.pretrained import ExportError, hugging_face, placing, safetensors
 from lnssm_jax.pretrained.families import hybrids
+from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
 from tests.devices import result_of
 from tests.peers.layers import rwkv6
 from tests.pretrained.published import CASES, recorded, write
@@ -200,6 +201,22 @@ def test_any_shard_of_a_parameter_is_read_by_itself(tmp_path, monkeypatch):
   assert len(shards) > 10
   for whole, part in shards.values():
     np.testing.assert_array_equal(part, whole)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "scale", "billions"), [((2560, 10, 26), 50.5, 2), ((4096, 16, 38), 64.0, 9)]
+)
+def test_recurrent_gemma_of_both_sizes_has_its_parameters(sizes, scale, billions):
+  """2B counts them without the embedding, 9B with it."""
+  D, heads, depth = sizes
+  config = {"hidden_size": D, "num_attention_heads": heads, "num_hidden_layers": depth}
+  config |= {"vocab_size": 256_000, "intermediate_size": 6 * D, "num_key_value_heads": 1}
+  settings = RECURRENT_GEMMA.settings(config)
+  assert settings["embedding_scale"] == scale  # rounded to bfloat16
+  assert settings["mixer_options"]["sliding_window_attention"]["rotary_width"] == 128
+  dtypes = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+  count = count_parameters(abstract_params(settings | dtypes))
+  assert round((count - (256_000 * D if billions == 2 else 0)) / 1e9) == billions
 
 
 def test_layers_of_a_hybrid_have_the_shortest_pattern():
