@@ -21,11 +21,20 @@ def with_bytes(folder, case):
   return write(folder, case, dtype=np.float32, config=config, tensors=tensors)
 
 
-@pytest.mark.parametrize(("case", "layout"), [("llama", "hf"), ("fla_gla", "fla")])
+@pytest.mark.parametrize(
+  ("case", "layout"),
+  [
+    ("llama_scaled", "hf"),
+    ("fla_gla", "fla"),
+    pytest.param("bamba", "hf", marks=pytest.mark.slow),
+    pytest.param("qwen3_next", "hf", marks=pytest.mark.slow),
+  ],
+)
 def test_published_model_as_a_run_exports_the_bytes_that_it_had(case, layout, tiny, tmp_path):
   folder = with_bytes(tmp_path / "theirs", case)
   model = config.published_model(folder, dtype="float32", remat="full")
-  assert (model.dim, model.num_layers, model.dtype) == (8, 2, "float32")
+  layers = recorded(case).config["num_hidden_layers"]
+  assert (model.dim, model.num_layers, model.dtype) == (8, layers, "float32")
   cfg = dataclasses.replace(tiny(), model=model)
   assert import_model(folder, cfg) == 0
   out = tmp_path / "ours"

@@ -34,7 +34,7 @@ class Model:
   channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
   mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its constructor
   channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # likewise
-  norm: Literal["layer", "layer_without_bias", "rms"] = "layer"  # before each mixer and the head
+  norm: Literal["layer", "layer_without_bias", "rms", "rms_from_zero"] = "layer"  # of the blocks
   norm_eps: float = 1e-5  # of all norms, also inside mixers
   embedding_norm: bool = True  # a norm after the embedding
   initialization: Literal["lnssm", "gpt2"] | None = None  # None: by `embedding_norm` and tying
