@@ -63,15 +63,16 @@ def is_zombie(pid: str) -> bool:
     return True
 
 
-ASLEEP = "sleep 60 & echo $! >>pids; trap 'touch asked; exit 0' TERM; wait"
+ASLEEP = "sleep 60 & echo $! >>pids; trap 'touch asked; exit 0' TERM; touch asleep; wait"
+WHEN_ASLEEP = "while [ ! -e asleep ]; do sleep 0.05; done;"
 DEAF = "trap '' TERM; while true; do sleep 0.1; done"
 
 
 @pytest.mark.parametrize(
   ("first", "second", "code", "asked"),
   [
-    (ASLEEP, "exit 3", 3, True),  # the later process ends first
-    (ASLEEP, "kill -KILL $$", 137, True),
+    (ASLEEP, f"{WHEN_ASLEEP} exit 3", 3, True),  # the later process ends first
+    (ASLEEP, f"{WHEN_ASLEEP} kill -KILL $$", 137, True),
     ("sleep 0.3", "exit 0", 0, False),
     ("sleep 0.3; exit 75", "exit 75", STOPPED, False),  # all are ending by themselves
   ],

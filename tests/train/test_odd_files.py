@@ -103,7 +103,7 @@ def test_odd_file_as_metrics_neither_read_nor_written(replace, run, tiny, capsys
 def test_odd_file_as_request_of_a_trace_reported_once(replace, tmp_path, monkeypatch):
   monkeypatch.setattr(tracing, "_LOOK_EVERY", 0.0)
   said = []
-  tracer = tracing.Tracer(tmp_path, None, said.append)
+  tracer = tracing.Tracer(tmp_path, None, said.append, str)
   (tmp_path / "profile").write_text("5")
   replace(tmp_path / "profile")
   for step in (1, 2):

@@ -22,7 +22,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,7 +122,7 @@ def read_documents(
 
 def read_inputs(
   inputs: list[Input], skipped: Counter[str], fields: Sequence[str] = TEXT_FIELDS
-) -> Iterator[Document]:
+) -> Generator[Document, None, None]:
   """As `read_documents`, with prompts, for the files that `find_inputs` returned.
 
   Args:

@@ -1,5 +1,6 @@
 """Documents -> token files and their sidecars (`train.data.sidecars`)."""
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -153,8 +154,10 @@ def tokenize_to(
   parts = Parts(prefix, origin, dtype, weighted=weighted)
   if force:
     parts.remove()
-  with IndexedWriter(prefix, dtype, weighted=weighted) as writer:
-    documents = sources.read_inputs(files, skipped, rows.fields)
+  with (
+    IndexedWriter(prefix, dtype, weighted=weighted) as writer,
+    contextlib.closing(sources.read_inputs(files, skipped, rows.fields)) as documents,
+  ):
     for (ids, weights), document in zip(parts.finished(), documents, strict=False):
       writer.add_document(ids, weights)
       report.add(len(document.text.encode()))
