@@ -65,7 +65,7 @@ def is_zombie(pid: str) -> bool:
 
 ASLEEP = "sleep 60 & echo $! >>pids; trap 'touch asked; exit 0' TERM; touch asleep; wait"
 WHEN_ASLEEP = "while [ ! -e asleep ]; do sleep 0.05; done;"
-DEAF = "trap '' TERM; while true; do sleep 0.1; done"
+DEAF = "trap '' TERM; touch asleep; while true; do sleep 0.1; done"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_by_hand_any_process_that_fails_ends_the_others(
 
 
 def test_by_hand_process_that_ignores_sigterm_is_killed(by_hand, tmp_path):
-  process = by_hand(DEAF, "exit 1", grace=0)
+  process = by_hand(DEAF, f"{WHEN_ASLEEP} exit 1", grace=0)
   assert process.wait(timeout=30) == 1
   process.stderr.close()
   assert not alive(tmp_path)
