@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PRIVATE = ("tests", "benchmarks", "scripts", "pallas_kernels")
-SLOW = ("train_export_generate",)  # of which the tests of train/ see all parts
 by_name = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -36,11 +35,7 @@ def private_names(code: str) -> list[str]:
   return [name for name in names if hidden(name) or parts(name)[0] in PRIVATE]
 
 
-@pytest.mark.parametrize(
-  "notebook",
-  [pytest.param(x, marks=pytest.mark.slow if x.stem in SLOW else ()) for x in NOTEBOOKS],
-  ids=lambda path: path.stem,
-)
+@by_name
 def test_notebook_runs(notebook, monkeypatch):
   monkeypatch.setenv("MPLBACKEND", "Agg")
   monkeypatch.chdir(ROOT / "notebooks")
