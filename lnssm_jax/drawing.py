@@ -84,7 +84,9 @@ def draw(logits, keys, limits: Limits, choice: Choice):
   return jnp.take_along_axis(tokens, ranks[:, None], axis=-1)[:, 0]
 
 
-def before_stop(row: np.ndarray, stop_token: int | tuple[int, ...] | None) -> np.ndarray:
+def before_stop(
+  row: np.ndarray, stop_token: int | tuple[int, ...] | list[int] | None
+) -> np.ndarray:
   """The tokens [N] before the first stop token, or all of them."""
   if stop_token is None:
     return row

@@ -62,7 +62,7 @@ class SamplingOptions:
   top_k: int | None = None
   top_p: float | None = None
   min_p: float | None = None
-  stop_token: int | tuple[int, ...] | None = None
+  stop_token: int | tuple[int, ...] | list[int] | None = None
   prefill_chunk: int = 256
 
   def __post_init__(self):
@@ -87,7 +87,7 @@ class SamplingOptions:
   def stop_tokens(self) -> tuple[int, ...]:
     """`stop_token` as a tuple."""
     stop = () if self.stop_token is None else self.stop_token
-    return stop if isinstance(stop, tuple) else (stop,)
+    return tuple(stop) if isinstance(stop, tuple | list) else (stop,)
 
 
 class Prefix(NamedTuple):
@@ -190,9 +190,9 @@ def _checked(model, prompts, options: SamplingOptions, start, *, log_probs: bool
       "of it."
     )
   for stop_token in options.stop_tokens:
-    if not 0 <= stop_token < model.vocab_size:
+    if not (isinstance(stop_token, int | np.integer) and 0 <= stop_token < model.vocab_size):
       raise ValueError(
-        f"stop_token={stop_token} is outside the vocabulary, 0 to {model.vocab_size - 1}."
+        f"stop_token={stop_token!r} is outside the vocabulary, 0 to {model.vocab_size - 1}."
       )
   return _run(model, rows, options, start, log_probs, drawing.row_keys(options.seed, len(rows)))
 

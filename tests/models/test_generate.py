@@ -142,7 +142,8 @@ def test_row_ends_before_the_stop_token(model, greedy):
 def test_row_ends_before_the_first_of_several_stop_tokens(model, greedy):
   second = greedy[0][0]  # which ends the first row at once
   stops = (next(token for token in greedy[1] if token != second), second)
-  rows = generate(model, PROMPTS, SamplingOptions(max_tokens=12, temperature=0, stop_token=stops))
+  options = SamplingOptions(max_tokens=12, temperature=0, stop_token=list(stops))
+  rows = generate(model, PROMPTS, options)
   for row, text in zip(rows, greedy, strict=True):
     ends = [text.index(stop) for stop in stops if stop in text]
     assert row.tolist() == text[: min(ends, default=12)]
@@ -276,6 +277,8 @@ def test_memory_and_programs_do_not_grow_with_the_text(model):
     ([[1]], {"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
     ([[1]], {"stop_token": 37}, "stop_token=37 is outside the vocabulary, 0 to 36"),
     ([[1]], {"stop_token": (3, -1)}, "stop_token=-1 is outside the vocabulary, 0 to 36"),
+    ([[1]], {"stop_token": [3, "x"]}, "stop_token='x' is outside the vocabulary, 0 to 36"),
+    ([[1]], {"stop_token": 1.5}, "stop_token=1.5 is outside the vocabulary"),
     ([[1]], {"min_p": 1.5}, "min_p=1.5 must be in 0 to 1"),
     ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
     ([[1]], {"repetition_penalty": float("nan")}, "repetition_penalty=nan must be above 0"),

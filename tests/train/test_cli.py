@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from lnssm_jax.pretrained import texts
+from lnssm_jax.pretrained.files import FORMAT
 from train import loop
 from train.cli import commands
 from train.cli.main import main
-from train.config import Sample, from_dict
+from train.config import Sample, from_dict, to_dict
 from train.data.tokenizers import load_tokenizer
 from train.logging.metric_reader import DivergedError
 from train.runs.loading import load_model, sampling_options
@@ -50,6 +51,29 @@ def test_cli_without_arguments_prints_commands(command):
     assert f"\n    {name} " in out
   assert "python -m train fit --config configs/quickstart.py" in out
   assert "| jax\n" not in times  # --help does not import it
+
+
+@pytest.mark.parametrize("name", ["export", "import", "inspect", "plot", "sweep", "verify"])
+def test_cli_help_of_a_command_has_its_examples_only(capsys, name):
+  with pytest.raises(SystemExit):
+    run(name, "--help")
+  examples = capsys.readouterr().out.partition("\nexamples:\n")[2].splitlines()
+  assert examples
+  assert all(line.startswith(f"  python -m train {name} ") for line in examples)
+
+
+def test_fit_of_a_folder_has_the_settings_of_its_run(tiny, config_file, tmp_path, capsys):
+  moved = tmp_path / "moved"
+  moved.mkdir()
+  values = {"format": FORMAT, **to_dict(tiny(global_batch=8))}
+  (moved / "config.json").write_text(json.dumps(values))
+  assert run("fit", "--run-dir", moved, "--set", "steps=13", "--print-config") == 0
+  printed = from_dict(json.loads(capsys.readouterr().out))
+  assert printed == tiny(global_batch=8, steps=13, run_dir=str(moved))
+  assert "is not a run folder" in usage_error(capsys, "fit", "--run-dir", tmp_path)
+  with pytest.raises(SystemExit):
+    run("fit", "--run-dir", moved, "--config", config_file(tiny()))
+  assert "not allowed with argument" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["fit", "evaluate", "generate", "tokenize", "import", "doctor"])

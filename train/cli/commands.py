@@ -20,7 +20,7 @@ _MAX_PROMPT = 2**26  # bytes
 
 def fit(options: argparse.Namespace) -> int | None:
   """Trains a model; with --print-config or --dry-run only describes the run."""
-  cfg = config_of(options)
+  cfg = run_config(options)
   if options.print_config:
     from train.step.model import model_graph
 

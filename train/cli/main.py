@@ -24,6 +24,7 @@ examples:
   python -m train init configs/mine.py
   python -m train fit --config configs/quickstart.py
   python -m train fit --config configs/quickstart.py --set steps=1000 --set run_dir=runs/longer
+  python -m train fit --run-dir runs/longer --set steps=2000
   python -m train fit --config configs/quickstart.py --dry-run --set compile_cache=programs
   python -m train fit --config configs/longhorn.py:mamba-350m-4096 --dry-run
   python -m train classify --config configs/vision.py:vil-tiny --set data.train=FOLDER
@@ -153,16 +154,25 @@ def _parser() -> argparse.ArgumentParser:
   added_to = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
   def plain(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
-    added = added_to.add_parser(name, help=help, description=help)
+    start = f"  python -m train {name} "
+    examples = [line for line in EXAMPLES.splitlines() if line.startswith(start)]
+    added = added_to.add_parser(
+      name,
+      help=help,
+      description=help,
+      epilog="\n".join(("examples:", *examples)),
+      formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     added.set_defaults(run=run)
     return added
 
   def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
     added = plain(name, run, help)
-    added.add_argument(
+    named = added.add_mutually_exclusive_group(required=True) if name == "fit" else added
+    named.add_argument(
       "--config",
       metavar="FILE[:VARIANT]",
-      required=name in ("fit", "classify", "import"),
+      required=name in ("classify", "import"),
       help="Python file with get_config()",
     )
     added.add_argument(
@@ -172,11 +182,10 @@ def _parser() -> argparse.ArgumentParser:
       default=[],
       help="override a setting (repeatable)",
     )
-    if name in ("evaluate", "generate"):
-      added.add_argument(
-        "--run-dir",
-        metavar="FOLDER",
-        help="a run of `fit`, or an exported model, instead of --config",
+    if name in ("fit", "evaluate", "generate"):
+      what = "to resume with its settings" if name == "fit" else "or an exported model"
+      named.add_argument(
+        "--run-dir", metavar="FOLDER", help=f"a run of `fit`, {what}, instead of --config"
       )
     return added
 

@@ -82,7 +82,10 @@ def parse(text: str, hint: Any, label: str) -> Any:
     return coerce(literal, hint, label)
   except ConfigError as error:
     whole = hint is int and isinstance(literal, float) and literal.is_integer()
-    raise ConfigError(f"{error} Write {int(literal)}." if whole else str(error)) from None
+    hint = f" Write {int(literal)}." if whole else ""
+    if isinstance(literal, tuple) and not has_tuple:
+      hint = " A run has one value; `python -m train sweep` trains one run per value."
+    raise ConfigError(f"{error}{hint}") from None
 
 
 def _literal(text: str) -> Any:

@@ -168,7 +168,8 @@ class Data:
         check(
           name in known,
           f"data.{group} has {name!r}, which is in neither data.train nor data.validation"
-          f"{did_you_mean(name, known)}",
+          f"{did_you_mean(name, known)} To use other sets, remove the entry, or all of them by"
+          f" --set 'data.{group}={{}}'.",
         )
     for name, keys in self.fields.items():
       check(
