@@ -336,6 +336,11 @@ def test_tokenize_with_and_without_config(tiny, config_file, text_folder, tmp_pa
   out = capsys.readouterr().out
   assert out.startswith(f"{output}.bin  8 documents, ")
   assert sorted(p.name for p in output.parent.iterdir()) == ["text.bin", "text.idx", "text.json"]
+  bpe = (*command[:4], tmp_path / "bpe" / "text", "--tokenizer", "bpe:260")
+  assert "end of its own" in usage_error(capsys, *bpe, "--end-of-text", "the")
+  assert run(*bpe) == 0
+  assert load_tokenizer("bpe:260", tmp_path / "bpe").vocab_size == 260  # trained on the input
+  capsys.readouterr()
   cfg = tiny(data__folder=str(tmp_path / "tokens"))
   assert run("tokenize", "--config", config_file(cfg)) == 0
   lines = capsys.readouterr().out.splitlines()

@@ -168,7 +168,7 @@ def tokenize(options: argparse.Namespace) -> None:
     raise ValueError(
       "tokenize needs either --config FILE, or --input PATH... --output PREFIX --tokenizer SPEC."
     )
-  from train.data import preflight, tokenize, tokenizers
+  from train.data import preflight, tokenize
 
   how = {"workers": options.workers, "progress": True, "force": options.force}
   if options.config:
@@ -182,11 +182,19 @@ def tokenize(options: argparse.Namespace) -> None:
     if missing:
       raise ValueError(f"--input also needs --{' and --'.join(missing)}.")
     folder = Path(options.output).parent
-    tokenizer = tokenizers.load_tokenizer(options.tokenizer, folder, options.end_of_text)
     name = Path(options.output).name
     given = {"fields": options.fields, "targets": options.targets}
     chosen: Any = {key: {name: value} for key, value in given.items() if value}
-    data = config.Data(folder="-", tokenizer=options.tokenizer, train=(name,), **chosen)  # checks
+    chosen |= {"tokenizer": options.tokenizer, "end_of_text": options.end_of_text}
+    data = config.Data(folder="-", train=(name,), **chosen)  # checks
+    tokenizer = tokenize.load_or_train(
+      options.tokenizer,
+      folder,
+      options.input,
+      fields=dict.fromkeys(options.input, options.fields) if options.fields else {},
+      end_of_text=options.end_of_text,
+      progress=True,
+    )
     sidecar = tokenize.tokenize_to(
       options.output, options.input, tokenizer, rows=tokenize.rows_of(data, name), **how
     )

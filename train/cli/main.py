@@ -266,7 +266,10 @@ def _parser() -> argparse.ArgumentParser:
   tokenize.add_argument("--input", nargs="+", metavar="PATH", help="files or folders of text")
   tokenize.add_argument("--output", metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, .json")
   tokenize.add_argument(
-    "--tokenizer", metavar="SPEC", help="'bytes', or a tokenizer.json or a folder with one"
+    "--tokenizer",
+    metavar="SPEC",
+    help="'bytes', 'bpe:N' (trained on the input if the folder has none), or a tokenizer.json or a "
+    "folder with one",
   )
   tokenize.add_argument("--end-of-text", metavar="TOKEN", help="that ends each text")
   tokenize.add_argument(
