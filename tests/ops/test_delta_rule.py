@@ -213,3 +213,6 @@ def test_heads_that_do_not_group_raise():
   v = jnp.ones((1, 3, 3, 4))
   with pytest.raises(ValueError, match=r"delta_rule: v has shape .*3 heads are not a multiple of"):
     ops.delta_rule(x, x, v, v[..., 0])
+  q = jnp.ones((1, 3, 6, 4))
+  with pytest.raises(ValueError, match=r"k has 3 heads and q 6, .*jnp\.repeat\(k, 2, axis=2\)\."):
+    ops.delta_rule(q, v, v, v[..., 0])

@@ -52,6 +52,12 @@ def check_heads(op: str, q, k, v, *, grouped: bool = False) -> tuple[int, int, i
     check_floating(op, name, x)
   check_shape(op, "q", q, (None,) * 4, "[B, T, H, K]")
   B, T, H, K = q.shape
+  fewer = k.shape[2] if k.ndim == 4 else 0
+  if 0 < fewer < H and H % fewer == 0 and k.shape == (B, T, fewer, K):
+    raise ValueError(
+      f"{op}: k has {fewer} heads and q {H}, but several heads of q do not share one of k and v; "
+      f"repeat k, and what else has {fewer} heads: jnp.repeat(k, {H // fewer}, axis=2)."
+    )
   check_shape(op, "k", k, (B, T, H, K), "the shape of q, [B, T, H, K]")
   if grouped and v.ndim == 4 and H and v.shape[2] > H:
     H, shared = v.shape[2], H
