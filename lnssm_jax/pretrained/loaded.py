@@ -63,18 +63,27 @@ class LoadedModel:
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: int = 0,
   ) -> SamplingOptions:
     """The model's own options of sampling, up to the end of text, with those given in their place.
 
     Args:
-      max_tokens, temperature, top_k, top_p: as in `SamplingOptions`; None takes
-        `settings["sample"]`, or 200 tokens, 0.8, all and 0.95.
+      max_tokens, temperature, top_k, top_p, min_p, repetition_penalty: as in `SamplingOptions`;
+        None takes `settings["sample"]`, or 200 tokens, 0.8, all, 0.95, all and 1.
 
     Raises:
       ValueError: an option is out of range.
     """
-    given = {"tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    given = {
+      "tokens": max_tokens,
+      "temperature": temperature,
+      "top_k": top_k,
+      "top_p": top_p,
+      "min_p": min_p,
+      "repetition_penalty": repetition_penalty,
+    }
     given = {name: value for name, value in given.items() if value is not None}
     sample: dict[str, Any] = {**_SAMPLE, **self.settings.get("sample", {}), **given}
     return SamplingOptions(

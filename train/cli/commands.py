@@ -105,39 +105,34 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def generate(options: argparse.Namespace) -> None:
   """Continues text with the model of a run or an exported model."""
-  changes = {
-    "tokens": options.max_tokens,
-    "temperature": options.temperature,
-    "top_k": options.top_k,
-    "top_p": options.top_p,
-  }
-  changes = {name: value for name, value in changes.items() if value is not None}
   for name in ("prompt", "stop"):
     if "" in (getattr(options, name) or ()):
       raise ValueError(f"--{name} is empty; give some text, or omit it.")
   if options.prompt and options.prompt_file:
     raise ValueError("--prompt and --prompt-file are both there; give one of them.")
   from lnssm_jax.pretrained import texts
-  from train.runs import loading
 
-  loaded = _model(options)
-  settings = config.Sample(**{**loaded.settings.get("sample", {}), **changes})
-  prompts = options.prompt or [settings.prompt]
+  loaded, until = _model(options), options.stop or ()
+  prompts = options.prompt or [loaded.settings.get("sample", {}).get("prompt", "")]
   if options.prompt_file:
     prompts = [_text_of(options.prompt_file)]
-  model, tokenizer = loaded.model, loaded.tokenizer
-  sampling = loading.sampling_options(settings, tokenizer, options.seed)
-  more = {"min_p": options.min_p, "repetition_penalty": options.repetition_penalty}
-  more = {name: value for name, value in more.items() if value is not None}
-  sampling, until = dataclasses.replace(sampling, **more), options.stop or ()
+  sampling = loaded.options(
+    max_tokens=options.max_tokens,
+    temperature=options.temperature,
+    top_k=options.top_k,
+    top_p=options.top_p,
+    min_p=options.min_p,
+    repetition_penalty=options.repetition_penalty,
+    seed=options.seed,
+  )
   if len(prompts) == 1:
-    pieces = texts.stream(model, tokenizer, prompts[0], sampling, until=until)
+    pieces = loaded.stream(prompts[0], sampling, until=until)
     print(prompts[0], end="", flush=True)
     for piece in pieces:
       print(piece, end="", flush=True)
     print()
     return
-  answers = texts.complete(model, tokenizer, prompts, sampling, until=until)
+  answers = texts.complete(loaded.model, loaded.tokenizer, prompts, sampling, until=until)
   for number, (prompt, new) in enumerate(zip(prompts, answers, strict=True), 1):
     print(f"--- {number} of {len(prompts)}\n{prompt}{new}")
 

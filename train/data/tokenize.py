@@ -16,20 +16,21 @@ from train.data.labels import TEXT_ROWS, Rows, Targets
 from train.data.parts import Parts
 from train.data.progress import Progress
 from train.data.sidecars import check_owner, read_sidecar, sidecar_path, up_to_date, write_sidecar
-from train.data.tokenizers import Tokenizer, bpe_path, bpe_size, load_tokenizer, train_bpe
+from train.data.tokenizers import (
+  Tokenizer,
+  TokenizerSettings,
+  bpe_path,
+  bpe_size,
+  load_tokenizer,
+  train_bpe,
+)
 
 BPE_BYTES = 64_000_000  # most text to train a BPE on, split equally over the sources
 
 
-class DataSettings(Protocol):
+class DataSettings(TokenizerSettings, Protocol):
   """The part of `train.config.Data` that is used here, documented there."""
 
-  @property
-  def folder(self) -> str: ...
-  @property
-  def tokenizer(self) -> str: ...
-  @property
-  def end_of_text(self) -> str | None: ...
   @property
   def train(self) -> Collection[str]: ...
   @property
