@@ -110,17 +110,15 @@ def _bamba(config: Config) -> Config:
   if width != config["rotary_width"]:
     raise ExportError(f"attn_rotary_emb={width!r:.80} must be head_dim / 2.")
   sizes = {name: config.get(name, usual) for name, usual in _MAMBA_SIZES.items()}
-  if any(type(size) is not int or size < 1 for size in list(sizes.values())[:2]):
+  expand, count, width = sizes.values()
+  if any(type(size) is not int or size < 1 for size in (expand, count)):
     raise ExportError(f"{', '.join(f'{n}={x!r:.80}' for n, x in sizes.items())} are no sizes.")
-  inner, count, width = (
-    sizes["mamba_expand"] * D,
-    config.pop("mamba_n_heads", 128),
-    sizes["mamba_d_head"],
-  )
+  inner = expand * D
   if width not in ("auto", inner / count) or inner % count:
     raise ExportError(
       f"mamba_n_heads={count} mamba_d_head={width!r:.80} is not mamba_expand hidden_size."
     )
+  config.pop("mamba_n_heads", None)
   return config | {"mamba_d_head": inner // count}
 
 
