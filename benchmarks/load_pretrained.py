@@ -4,13 +4,13 @@
     python -m benchmarks.load_pretrained --folder /tmp/mamba-1b3 --model mamba-1b3
 
 Writes a random checkpoint of the size to the folder unless there is one. Each measurement is a
-process of its own, with JAX imported before its clock starts; reading and loading alternate, first
-with the files dropped from the page cache ("cold"), then with the files in it ("warm"). Reading
-is `np.fromfile` of every file. Loading includes checks of the folder, tracing and compilation.
-Times are the least of several. Before its clock starts, each process takes and frees as much memory
-as the files have bytes: a virtual machine may first have to get it from its host. Memory is the
-most resident memory above that after the imports; pages of a memory-mapped file, which belong to
-the page cache, are counted apart.
+process of its own, with JAX imported before its clock starts; reading and loading alternate, in
+both orders, with the files dropped from the page cache ("cold"), then with them in it ("warm").
+Reading is `np.fromfile` of every file. Loading includes checks of the folder and tracing. Times are
+the least of several. Before its clock starts, each process takes and frees as much memory as the
+files have bytes: a virtual machine may first have to get it from its host. Memory is the most
+resident memory above that after the imports; pages of a memory-mapped file, which belong to the
+page cache, are counted apart.
 """
 
 import argparse
@@ -152,11 +152,11 @@ def main(arguments=None) -> None:
   size = sum(path.stat().st_size for path in args.folder.glob("*.safetensors")) / 1e9
   for state in ("cold", "warm"):
     rows = {"read": [], "load": []}
-    for _ in range(args.repeats):
-      for what, found in rows.items():
+    for number in range(args.repeats):
+      for what in sorted(rows, reverse=number % 2 == 0):
         if state == "cold":
           drop(args.folder)
-        found.append(apart(what, args.folder))
+        rows[what].append(apart(what, args.folder))
     seconds = {what: min(x["seconds"] for x in found) for what, found in rows.items()}
     line = {
       "state": state,

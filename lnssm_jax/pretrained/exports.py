@@ -30,6 +30,7 @@ __all__ = [
   "TOKENIZER",
   "ExportError",
   "Manifest",
+  "abstract_model",
   "abstract_params",
   "checked_manifest",
   "compare",
@@ -111,16 +112,21 @@ def tokenizer_of(folder: str | Path, manifest: Manifest) -> Tokenizer:
   return found
 
 
-def abstract_params(model: Mapping[str, Any]) -> Any:
-  """Shapes and dtypes of the parameters of a model, as a nested dictionary.
+def abstract_model(model: Mapping[str, Any]) -> tuple[Any, Any]:
+  """(static part, shapes and dtypes of the parameters as a nested dictionary) of a model.
 
   Raises:
     ExportError: no model can be built from the settings.
   """
   try:
-    return settings.abstract_params(model)
+    return settings.abstract_model(model)
   except (ValueError, TypeError, LookupError, OverflowError) as error:
     raise ExportError(f"no model can be built from these settings: {error}") from error
+
+
+def abstract_params(model: Mapping[str, Any]) -> Any:
+  """The second result of `abstract_model`."""
+  return abstract_model(model)[1]
 
 
 def flat(tree: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from lnssm_jax.models import LanguageModel
-from lnssm_jax.models.settings import complete, graph_of, params_of
+from lnssm_jax.models.settings import complete, params_of
 from lnssm_jax.pretrained import exports, folders, placing
 from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers
 from lnssm_jax.pretrained.loaded import LoadedModel
@@ -69,7 +69,7 @@ def load(
     stored = tensors.dtypes[_embedding(family)]
     settings["dtype"] = str(jnp.dtype(dtype or {"float16": "float32"}.get(stored, stored)))
     settings["param_dtype"] = str(jnp.dtype(param_dtype or stored))
-    abstract = exports.abstract_params(settings)
+    graph, abstract = exports.abstract_model(settings)
     shapes = {name: leaf.shape for name, leaf in exports.flat(abstract).items()}
     found = list(layers.parameters(family, settings, shapes))
     layers.check_covered(found, _without_skipped(family, settings, tensors))
@@ -82,7 +82,7 @@ def load(
     )
     where = placing.shardings(abstract, mesh)
     params = jax.tree_util.tree_map_with_path(read, abstract, where)
-  model = nnx.merge(graph_of(settings), params)
+  model = nnx.merge(graph, params)
   sample = folders.sample(folder)
   return LoadedModel(
     model,

@@ -20,7 +20,7 @@ from lnssm_jax.pretrained.manifest import ExportError
 _ALIGNMENT = 64  # bytes; an array of other alignment is copied again when it is placed on a CPU
 _BLOCK = 1 << 20  # bytes that are transposed at once, which the cache of a core holds
 _PADDING = 32  # numbers
-_SLAB = 4096  # rows that one thread copies
+_SLAB = 4096  # rows or columns that one thread copies
 
 
 def shardings(abstract: Any, mesh: Mesh | None) -> Any:
@@ -101,10 +101,10 @@ def copy(to: np.ndarray, source: np.ndarray) -> None:
 
 
 def _slabs(to, source):
-  """The copy of a large array as several."""
-  return [
-    (to[begin : begin + _SLAB], source[begin : begin + _SLAB]) for begin in range(0, len(to), _SLAB)
-  ]
+  """The copy of a large array as several, along its longest axis."""
+  axis = int(np.argmax(to.shape))
+  cut = lambda begin: (slice(None),) * axis + (slice(begin, begin + _SLAB),)
+  return [(to[cut(n)], source[cut(n)]) for n in range(0, to.shape[axis], _SLAB)]
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
