@@ -60,7 +60,8 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     rotary_base: the slowest pair of channels rotates by about 1 / rotary_base per token.
     rotary_width: how many of the first channels of a head rotate, an even number; None means K.
     rotary_scaling: slower rotations for longer sequences, a rule and its numbers: `scaling` of
-      `lnssm_jax.ops.rotary_embedding`. None for none.
+      `lnssm_jax.ops.rotary_embedding`. None for none. "dynamic" needs a `max_length` of at most its
+      original_length.
     qk_norm: RMSNorm of each head's queries and keys before the rotation, with a scale [K] for each:
       True or "rms", or "rms_from_zero" with 1 + scale; False for none.
     norm_eps: eps of these norms, under the root.
@@ -145,6 +146,14 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     self.attention_dropout = check_rate("attention_dropout", attention_dropout)
     scaling = None if rotary_scaling is None else tuple(check_scaling(rotary_scaling).items())
     self.rotary_scaling = scaling  # hashable, as Flax needs it
+    if rotary_scaling is not None and rotary_scaling["rule"] == "dynamic":
+      longest = rotary_scaling["original_length"]
+      if self.max_length is None or self.max_length > longest:
+        raise ValueError(
+          f"max_length={self.max_length}, window={window}: with the 'dynamic' rotary_scaling "
+          f"max_length must be at most {longest}, its original_length, and window None: "
+          "in longer sequences every rotation depends on their length."
+        )
     check_choice("qk_norm", qk_norm, QK_NORMS)
     norm = lambda: QK_NORMS[qk_norm](self.key_dim, eps=norm_eps, param_dtype=param_dtype)
     self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)

@@ -18,8 +18,8 @@ from lnssm_jax.models.dropout import AFTER_CHANNEL_MIXER, AFTER_MIXER, LayerDrop
 from lnssm_jax.ops.core.dropout import check_rate
 from lnssm_jax.ops.core.states import register_state
 
-# Arguments of a mixer that the model sets itself.
-_SET_BY_MODEL = {"dim", "num_heads", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
+# Arguments of a mixer that the model alone sets.
+_SET_BY_MODEL = {"dim", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
 
 
 @register_state
@@ -62,6 +62,7 @@ def check_mixer(
   for name in options:
     check_choice(f"mixer_options of {mixer_name(mixer)!r}: option", name, allowed)
   if "num_heads" in cls.set_by_model:
+    num_heads = options.get("num_heads", num_heads)
     if num_heads is not None:
       if options.get("head_dim") is None:
         check_heads(dim, num_heads)
@@ -150,9 +151,10 @@ class Block(nnx.Module):
   `mixer` is a name in `MIXERS` or a class, `channel_mixer` a name in `CHANNEL_MIXERS`;
   `LanguageModel` checks them. With the channel mixer "none" the block ends after the mixer.
   `num_heads`, `layer` and `num_layers` go to mixers that take them; `num_heads=None` leaves a mixer
-  its own default. `norm` is a name in `NORMS`, with `norm_eps`. With `matrix_std` the kernels of
-  the MLP, and of a mixer that starts as its model does, are normal numbers of this size
-  (`redraw`). `residual_dropout` and `sequence_axis` are as in `LanguageModel`.
+  its own default, and one in `mixer_options` goes first. `norm` is a name in `NORMS`, with
+  `norm_eps`. With `matrix_std` kernels of the MLP, and of a mixer that starts as its model does,
+  are normal numbers of this size (`redraw`). `residual_dropout` and `sequence_axis` are as in
+  `LanguageModel`.
   """
 
   def __init__(
@@ -180,9 +182,8 @@ class Block(nnx.Module):
     new_norm = lambda: NORMS[norm](dim, eps=norm_eps, param_dtype=param_dtype, rngs=rngs)
     self.mixer_norm = new_norm()
     place: dict[str, Any] = {"layer": layer, "num_layers": num_layers}
-    self.mixer = make_mixer(
-      mixer, dim, num_heads=num_heads, **place, **mixer_options, **dtypes, rngs=rngs
-    )
+    own: dict[str, Any] = {"num_heads": num_heads} | dict(mixer_options)
+    self.mixer = make_mixer(mixer, dim, **place, **own, **dtypes, rngs=rngs)
     if (channel_mixer_class := CHANNEL_MIXERS[channel_mixer]) is None:
       self.channel_norm = self.channel_mixer = None
     else:

@@ -38,7 +38,8 @@ class LanguageModel(nnx.Module):
       several, a pattern that the layers repeat: with ("rg_lru", "rg_lru",
       "sliding_window_attention") every third layer is attention.
     mixer_options: further keyword arguments of that mixer, such as {"shift": "kvg"}; for a pattern,
-      a dictionary of them by the mixer's name, or the name of its class.
+      a dictionary of them by the mixer's name, or the name of its class. A mixer's own `num_heads`
+      may be among them.
     channel_mixer: a name in `CHANNEL_MIXERS`.
     channel_hidden: its number of hidden channels; None takes its default.
     channel_mixer_options: further keyword arguments of it, such as {"activation": "gelu_tanh"}.

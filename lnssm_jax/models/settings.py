@@ -29,8 +29,7 @@ def model_of(
 
 def graph_of(settings: Mapping[str, Any], *, sequence_axis: str | None = None) -> Any:
   """Static part of the model for `nnx.merge(graph, params)`; computes no parameters."""
-  build = lambda: model_of(settings, jax.random.key(0), sequence_axis=sequence_axis)
-  return nnx.split(jax.eval_shape(build), nnx.Param)[0]
+  return abstract_model(settings, sequence_axis=sequence_axis)[0]
 
 
 def params_of(model: nnx.Module) -> dict[str, Any]:
@@ -40,7 +39,16 @@ def params_of(model: nnx.Module) -> dict[str, Any]:
 
 def abstract_params(settings: Mapping[str, Any]) -> dict[str, Any]:
   """Shapes and dtypes of the parameters of a model, as `params_of` arranges them."""
-  return jax.eval_shape(lambda: params_of(model_of(settings, jax.random.key(0))))
+  return abstract_model(settings)[1]
+
+
+def abstract_model(
+  settings: Mapping[str, Any], *, sequence_axis: str | None = None
+) -> tuple[Any, dict[str, Any]]:
+  """(`graph_of`, `abstract_params`) of one trace of the model."""
+  build = lambda: model_of(settings, jax.random.key(0), sequence_axis=sequence_axis)
+  graph, params = nnx.split(jax.eval_shape(build), nnx.Param)
+  return graph, nnx.to_pure_dict(params)
 
 
 def count_parameters(tree) -> int:
@@ -51,33 +59,33 @@ def count_parameters(tree) -> int:
 def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
   """Settings with every default written out, so that equal ones describe the same function.
 
-  None that stands for a value, such as num_kv_heads=None, becomes that value, and `num_heads` of
-  mixers without heads None. Options of mixers are then by place in the pattern: "0", "1", ...
+  None that stands for a value, such as num_kv_heads=None, becomes that value. Options of mixers are
+  then by place in the pattern: "0", "1", ..., with `num_heads` where they have heads; that of the
+  model is the first's, or None.
   """
   values = _defaults(LanguageModel) | dict(settings)
   dim, heads = values["dim"], values["num_heads"]
   mixer, options = values["mixer"], dict(values["mixer_options"] or {})
   pattern = [mixer] if isinstance(mixer, str | type) else list(mixer)
   classes = [mixer_class(x) for x in pattern]
-  if all("num_heads" not in cls.set_by_model for cls in classes):
-    values["num_heads"] = None
   if values["norm_eps"] is not None:
     values["norm_eps"] = float(values["norm_eps"])
   values["mixer"] = [mixer_name(x) for x in pattern]
-  values["mixer_options"] = {}
+  values["mixer_options"], values["num_heads"] = {}, None
   for place, (name, cls) in enumerate(zip(pattern, classes, strict=True)):
     own = options if len(pattern) == 1 else options.get(mixer_name(name), {})
+    H = own.get("num_heads", heads) if "num_heads" in cls.set_by_model else None
+    values["num_heads"] = values["num_heads"] or H
     own = _defaults(cls) | {n: v for n, v in own.items() if n != "attention_dropout"}
     own.pop("attention_dropout", None)
-    stand_for = {"num_kv_heads": heads, "num_value_heads": heads, "width": dim}
+    stand_for = {"num_kv_heads": H, "num_value_heads": H, "width": dim}
     stand_for |= {"gate_rank": -(-dim // 16)} if "state_dim" in own else {}
-    stand_for |= {"head_dim": dim // heads, "value_head_dim": dim // heads} if heads else {}
+    stand_for |= {"head_dim": dim // H, "value_head_dim": dim // H} if H else {}
     own |= {n: v for n, v in stand_for.items() if n in own and own[n] is None}
     if own.get("qk_norm") is False or own.get("inner_norm") == "none":
       own.pop("norm_eps", None)  # of norms that there are not
-    values["mixer_options"][str(place)] = {
-      n: v for n, v in own.items() if n not in cls.set_by_model
-    }
+    own = {n: v for n, v in own.items() if n not in cls.set_by_model}
+    values["mixer_options"][str(place)] = own | ({} if H is None else {"num_heads": H})
   channel = CHANNEL_MIXERS[values["channel_mixer"]]
   given = dict(values["channel_mixer_options"] or {})
   if channel is not None:

@@ -152,8 +152,8 @@ class VisionModel(nnx.Module):
       raise ValueError(
         f"image_size={image_size} is not a multiple of patch_size={patch_size}; choose another."
       )
-    options = dict(mixer_options or {})
-    check_mixer(mixer, options, dim, num_heads)
+    options = {"num_heads": num_heads} | dict(mixer_options or {})
+    check_mixer(mixer, mixer_options or {}, dim, num_heads)
     check_choice("norm", norm, NORMS)
     self.remat = check_choice("remat", remat, REMAT_POLICIES)
     self.image_size, self.patch_size, self.channels = tuple(sides), patch_size, channels
@@ -177,7 +177,6 @@ class VisionModel(nnx.Module):
         norm=norm,
         norm_eps=norm_eps,
         residual_dropout=residual_dropout,
-        num_heads=num_heads,
         layer=layer,
         num_layers=num_layers,
         dtype=dtype,

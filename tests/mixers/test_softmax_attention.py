@@ -31,6 +31,17 @@ def test_grouped_heads_biases_head_dims_gate_and_no_positions():
   assert (state.k.shape, state.v.shape) == ((3, 2047, 2, 5), (3, 2047, 2, 3))
 
 
+def test_dynamic_scaling_has_a_longest_sequence():
+  scaling = {"rule": "dynamic", "factor": 2.0, "original_length": 6}
+  build = lambda **options: SoftmaxAttention(
+    8, num_heads=2, rotary_scaling=scaling, **options, rngs=nnx.Rngs(0)
+  )
+  build(max_length=6)
+  for options in ({"max_length": 7}, {"max_length": 6, "window": 2}):
+    with pytest.raises(ValueError, match="max_length must be at most 6, its original_length"):
+      build(**options)
+
+
 def test_sequence_beyond_max_length_raises_or_is_nan():
   mixer, x = large(max_length=6), inputs(2, 7)
   whole, state = apply(mixer, x[:, :6])

@@ -14,6 +14,7 @@ from lnssm_jax import sharding
 from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.mixers import LNSSM
 from lnssm_jax.models import REMAT_POLICIES, LanguageModel
+from lnssm_jax.models.settings import complete
 from tests.mixers.helpers import relative_error, split
 
 SIZES = {"vocab_size": 19, "dim": 8, "num_heads": 2}
@@ -113,6 +114,23 @@ def test_pattern_of_one_equals_that_mixer():
   build = lambda mixer: jax.jit(lambda: LanguageModel(**sizes, mixer=mixer, rngs=nnx.Rngs(0)))()
   one, plain = build(("lrn",)), build("lrn")
   chex.assert_trees_all_equal(one, plain)
+
+
+def test_mixers_of_a_pattern_have_heads_of_their_own():
+  options = {"softmax_attention": {"num_heads": 4, "num_kv_heads": 1, "max_length": 8}}
+  sizes = SIZES | {"num_layers": 2, "mixer": ("gla", "softmax_attention")}
+  build = lambda options: LanguageModel(**sizes, mixer_options=options, rngs=nnx.Rngs(0))
+  blocks = jax.eval_shape(lambda: build(options)).blocks
+  found = [blocks[place].mixer.num_heads for place in "01"]
+  assert found == [2, 4]
+  with pytest.raises(ValueError, match="is not a multiple of num_heads=3"):
+    build({"softmax_attention": {"num_heads": 3}})
+  # Where each has its own, that of the model is no difference.
+  own = {"gla": {"num_heads": 2}, "softmax_attention": {"num_heads": 2}}
+  settings = sizes | {"num_heads": 2}
+  assert complete(settings | {"mixer_options": {}}) == complete(
+    settings | {"mixer_options": own, "num_heads": 1}
+  )
 
 
 def test_pattern_has_sharding_rules():

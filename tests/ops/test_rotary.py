@@ -62,6 +62,40 @@ def test_rotary_embedding_scaled_frequencies_equal_the_formula(scaling):
   assert contract.relative_error(got, want) <= contract.tolerance(jnp.float32, 1)
 
 
+YARN = {"rule": "yarn", "factor": 8.0, "slow_turns": 0.5, "fast_turns": 2.0, "magnitude": 1.3}
+YARN |= {"original_length": 26, "whole_pairs": True}
+
+
+# The pairs, of 4, that turn twice and half a time in 26 tokens: between 1 and 2, and 3 and 4.
+TWICE, HALF = (4 * np.log(26 / (2 * np.pi * turns)) / np.log(15) for turns in (2, 0.5))
+
+
+@pytest.mark.parametrize(
+  ("changes", "kept"),
+  [
+    ({}, [1, 1, 2 / 3, 1 / 3]),
+    ({"whole_pairs": False}, [1, 1, (HALF - 2) / (HALF - TWICE), (HALF - 3) / (HALF - TWICE)]),
+    ({"fast_turns": 20.0, "slow_turns": 2.0}, [1, 0.5, 0, 0]),  # from the first pair on
+    ({"fast_turns": 4.0, "slow_turns": 3.9, "original_length": 24}, [1, 0, 0, 0]),
+  ],
+)
+def test_rotary_embedding_yarn_interpolates_by_pairs(changes, kept):
+  base, position, kept = 15.0, 1003, np.array(kept)
+  x = X[:, :1]
+  got = rotary_embedding(x, jnp.asarray([position]), base, scaling=YARN | changes)
+  angle = position * base ** (-np.arange(4) / 4) * (kept + (1 - kept) / 8)
+  a, b = np.split(x.astype(np.float64), 2, axis=-1)
+  cos, sin = 1.3 * np.cos(angle), 1.3 * np.sin(angle)
+  want = np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+  assert contract.relative_error(got, want) <= contract.tolerance(jnp.float32, 1)
+
+
+def test_rotary_embedding_dynamic_changes_nothing_up_to_its_length():
+  scaling = {"rule": "dynamic", "factor": 4.0, "original_length": T}
+  got = rotary_embedding(X, np.arange(T), scaling=scaling)
+  np.testing.assert_array_equal(got, rotary_embedding(X, np.arange(T)))
+
+
 def test_rotary_embedding_products_depend_on_relative_positions():
   q, k = X[:, :1], X[:, 1:2]
   score = lambda i, j: np.sum(
@@ -101,7 +135,10 @@ def test_rotary_embedding_dtypes_and_gradients(dtype):
     ({"base": 0}, "base=0 must be a positive"),
     ({"width": 3}, "width=3 must be even and between 2 and K=8"),
     ({"width": 10}, "width=10 must be even"),
-    ({"scaling": {"rule": "yarn"}}, "needs a 'rule', one of 'linear', 'llama3'"),
+    ({"scaling": {"rule": "longrope"}}, "needs a 'rule', one of 'linear', 'llama3', 'yarn'"),
+    ({"scaling": YARN | {"fast_turns": 0.5}}, "slow_turns=0.5 must be less than fast_turns=0.5"),
+    ({"scaling": YARN | {"whole_pairs": 1}}, "whole_pairs=1 must be True or False"),
+    ({"scaling": YARN, "base": 1}, "base=1.0 must be above 1 for the scaling 'yarn'"),
     ({"scaling": {"rule": "linear"}}, "must have exactly 'rule', 'factor'"),
     ({"scaling": {"rule": "linear", "factor": 0}}, "factor=0 must be a positive number"),
     ({"scaling": LLAMA3 | {"low_frequency_factor": 4}}, "low_frequency_factor=4 must be less"),

@@ -56,9 +56,12 @@ def cases():
   patch()
 
   def model(name, heads=2, **options):
-    config = getattr(models, f"{name}Config")(**SIZES, num_heads=heads, **options)
+    config = getattr(models, f"{name}Config")(**SIZES | options, num_heads=heads)
     return getattr(models, f"{name}ForCausalLM")(config), None
 
+  ranks = {"proj_low_rank_dim": 2, "gate_low_rank_dim": 3}
+  attention = {"layers": [1], "num_heads": 2, "num_kv_heads": 1, "rope_theta": 50.0}
+  windowed, three = {"window_size": 3, "num_kv_heads": None}, {"num_hidden_layers": 3}
   return {
     "fla_transformer": model("Transformer", num_kv_heads=1, qkv_bias=True, window_size=4),
     "fla_transformer_qk_norm": model("Transformer", qk_norm=True, tie_word_embeddings=True),
@@ -77,5 +80,13 @@ def cases():
     ),
     "fla_gsa": model("GSA", num_slots=3),
     "fla_hgrn2": model("HGRN2", expand_ratio=4),
-    "fla_rwkv6": model("RWKV6", proj_low_rank_dim=2, gate_low_rank_dim=3),
+    # Hybrids: attention in some layers, with heads of their own.
+    "fla_gla_attn": model("GLA", heads=4, **three, attn=attention | {"qkv_bias": True}),
+    "fla_retnet_attn": model("RetNet", **three, attn=attention | {"layers": [0]}),
+    "fla_delta_net_attn": model("DeltaNet", **three, attn=[attention]),
+    "fla_gated_deltanet_attn": model("GatedDeltaNet", head_dim=4, attn=attention | windowed),
+    "fla_gsa_attn": model("GSA", num_slots=3, attn=attention | windowed | {"num_kv_heads": 1}),
+    "fla_hgrn2_attn": model("HGRN2", expand_ratio=4, use_lower_bound=False, attn=attention),
+    "fla_rwkv6_attn": model("RWKV6", heads=4, **ranks, attn=attention | {"layers": [0]}),
+    "fla_rwkv6": model("RWKV6", **ranks),
   }

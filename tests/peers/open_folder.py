@@ -5,8 +5,10 @@
 It warns of every tensor that is missing or not used, and these warnings are errors here.
 """
 
+import json
 import logging
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,7 +32,10 @@ def main(folder: str, out: str, layout: str = "hf") -> None:
     from tests.peers.transformers_models import patch
   patch()
   transformers.utils.logging.get_logger().addHandler(_Raises())
-  model, info = transformers.AutoModelForCausalLM.from_pretrained(
+  # By name: once Qwen3-Next has imported fla, `AutoModelForCausalLM` of "mamba" is fla's.
+  config = json.loads((Path(folder) / "config.json").read_text())
+  named = lambda: getattr(transformers, config["architectures"][0])
+  model, info = (transformers.AutoModelForCausalLM if layout == "fla" else named()).from_pretrained(
     folder, dtype=torch.float64, output_loading_info=True
   )
   assert not info["missing_keys"] and not info["unexpected_keys"], info

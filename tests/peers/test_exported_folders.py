@@ -31,6 +31,8 @@ FLA = SIZES | GATED | {"num_heads": 2, "norm_eps": 1e-6}
 EPS = {"norm_eps": 1e-6}
 SCALED = {"rule": "llama3", "factor": 4.0, "low_frequency_factor": 1.0}
 SCALED |= {"high_frequency_factor": 2.0, "original_length": 8}
+YARN = {"rule": "yarn", "factor": 4.0, "slow_turns": 0.5, "fast_turns": 2.0, "magnitude": 1.2}
+YARN |= {"original_length": 16, "whole_pairs": False}
 WIDE = {"head_dim": 6, "value_head_dim": 6}
 NEXT = {
   "gated_delta_net": {"head_dim": 4, "expand_v": 0.75, "num_value_heads": 4, "norm_eps": 1e-5},
@@ -47,6 +49,13 @@ MODELS = {
     | GATED
     | {"mixer": "softmax_attention", "num_heads": 2}
     | {"mixer_options": WIDE | {"rotary_base": 50.0, "rotary_scaling": SCALED}},
+  ),
+  "llama_yarn": (
+    "hf",
+    SIZES
+    | GATED
+    | {"mixer": "softmax_attention", "num_heads": 2}
+    | {"mixer_options": WIDE | {"rotary_base": 50.0, "rotary_scaling": YARN}},
   ),
   "bamba": (
     "hf",
@@ -80,6 +89,13 @@ MODELS = {
     FLA | {"mixer": "hgrn2", "mixer_options": {"variant": "fla", "lower_bound": "shared"}},
   ),
 }
+ATTENTION = {"num_heads": 2, "num_kv_heads": 1, "use_bias": "qkv", "max_length": 16}
+MODELS["gla_attention"] = (
+  "fla",
+  FLA
+  | {"mixer": ("gla", "softmax_attention"), "num_heads": 4}
+  | {"mixer_options": {"gla": EPS, "softmax_attention": ATTENTION}},
+)
 MODELS["mamba"][1]["embedding_norm"] = MODELS["mamba2"][1]["embedding_norm"] = False
 
 

@@ -42,6 +42,10 @@ def cases():
   )
   scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "rope_theta": 50.0}
   scaling |= {"high_freq_factor": 2.0, "original_max_position_embeddings": 8}
+  yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 50.0, "beta_fast": 2.0}
+  yarn |= {"original_max_position_embeddings": 16, "beta_slow": 0.5}
+  truncated = {"truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
+  dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 50.0}
   bamba = transformers.BambaConfig(
     **SIZES | heads | {"num_hidden_layers": 5},
     num_key_value_heads=1,
@@ -52,11 +56,11 @@ def cases():
     mamba_chunk_size=4,
     attn_implementation="eager",
   )
-  next_ = transformers.Qwen3NextConfig(
+  next_ = lambda keys: transformers.Qwen3NextConfig(
     **SIZES | heads | {"num_hidden_layers": 5},
     num_key_value_heads=1,
     head_dim=8,
-    linear_num_key_heads=2,
+    linear_num_key_heads=keys,
     linear_num_value_heads=4,
     linear_key_head_dim=4,
     linear_value_head_dim=3,
@@ -79,8 +83,15 @@ def cases():
       llama(head_dim=2, rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 9.0}),
       cached_steps,
     ),
+    "llama_yarn": (llama(head_dim=8, rope_parameters=yarn), cached_steps),
+    "llama_yarn_options": (
+      llama(head_dim=8, rope_parameters=yarn | truncated),
+      cached_steps,
+    ),
+    "llama_dynamic": (llama(rope_parameters=dynamic), cached_steps),
     "bamba": (transformers.BambaForCausalLM(bamba), cached_steps),
-    "qwen3_next": (transformers.Qwen3NextForCausalLM(next_), cached_steps),
+    "qwen3_next": (transformers.Qwen3NextForCausalLM(next_(2)), cached_steps),
+    "qwen3_next_heads": (transformers.Qwen3NextForCausalLM(next_(4)), cached_steps),
     "mamba": (mamba(), cached_steps),
     "mamba_biases": (
       mamba(use_bias=True, use_conv_bias=False, tie_word_embeddings=False, time_step_rank=2),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lnssm_jax.pretrained import ExportError, folders, hugging_face
-from lnssm_jax.pretrained.families import FAMILIES
+from lnssm_jax.pretrained.families import family_of
 from tests.pretrained.published import CASES, recorded, write
 
 MOST = 30_000_000  # bytes, of Python and NumPy
@@ -48,7 +48,9 @@ CONFIGS = [
   ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not implemented; only 'silu'"),
   ("llama", {"hidden_act": ["silu"]}, "hidden_act=.'silu'. is not implemented"),
   ("llama", {"rope_scaling": {"factor": 8.0}}, "rope_parameters and rope_scaling are two"),
-  ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not implemented"),
+  ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "='longrope' is not implemented"),
+  ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor='4' of the ru"),
+  ("llama_dynamic", {"rope_parameters": {"rope_type": "dynamic"}}, "must have exactly 'rule', 'fa"),
   (
     "llama",
     {"rope_parameters": {"rope_type": "llama3"}},
@@ -87,13 +89,28 @@ CONFIGS = [
   ("bamba", {"time_step_limit": [0.1, 1.0]}, "time_step_limit=.* is not implemented"),
   ("bamba", {"num_hidden_layers": 10**9}, "attn_layer_indices=.* must be a list, of layers below"),
   ("qwen3_next", {"num_experts": 4}, "experts are not implemented; only num_experts=0"),
-  ("qwen3_next", {"linear_num_key_heads": 4}, "linear_num_key_heads=4 is not implemented; only"),
+  ("qwen3_next", {"linear_num_key_heads": 4}, "in_proj_qkvz.weight: found"),
   (
     "qwen3_next",
     {"layer_types": ["linear_attention"] * 5},
     "layer_types=.* must be full_attention and linear",
   ),
-  ("fla_gla", {"attn": {"layers": [1], "num_heads": 2}}, "attn={'layers': .1., .* is not implem"),
+  ("fla_gla", {"attn": {"layers": [1], "num_heads": 2}}, "attn.o_proj.weight: found|attn.g_proj"),
+  ("fla_gla", {"attn": 3}, "attn=3 is not implemented; only one object"),
+  ("fla_gla", {"attn": {"layers": [2], "num_heads": 2}}, "attn.layers=.2. must be a list, of num"),
+  (
+    "fla_gla",
+    {"attn": {"layers": [0, 1], "num_heads": 2}},
+    "must be some of the layers, each once",
+  ),
+  ("fla_gla", {"attn": {"layers": [1]}}, "num_heads is missing"),
+  (
+    "fla_gla",
+    {"attn": {"layers": [1], "num_heads": 2, "qk_norm": True}},
+    "attn.qk_norm=True is not",
+  ),
+  ("fla_hgrn2", {"attn": {"layers": [1], "num_heads": 2}}, "use_lower_bound=True is not implemen"),
+  ("fla_transformer", {"attn": {"layers": [1], "num_heads": 2}}, "attn="),
   ("fla_gla", {"fuse_norm": False}, "fuse_norm=False is not implemented; only True"),
   ("fla_gla", {"hidden_ratio": 10**9, "intermediate_size": None}, "hidden_ratio=1000000000 must"),
   ("fla_hgrn2", {"expand_ratio": 3}, "expand_ratio=3 is not hidden_size / num_heads"),
@@ -111,7 +128,7 @@ def test_config_that_is_wrong_or_not_implemented_raises(case, config, expected, 
 def test_every_setting_of_a_recorded_config_is_checked(case, tmp_path):
   """Whatever a setting is, another kind of value is an error, or it is declared to be free."""
   config = folders.plain(recorded(case).config)
-  family = next(family for family in FAMILIES if family.name == config["model_type"])
+  family = family_of(config)
   for name in config:
     try:
       settings = family.settings(config | {name: {"a": 1}})

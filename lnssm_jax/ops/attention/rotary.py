@@ -17,7 +17,10 @@ _NAME = "rotary_embedding"
 SCALINGS = {
   "linear": ("factor",),
   "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_length"),
+  "yarn": ("factor", "slow_turns", "fast_turns", "original_length", "magnitude", "whole_pairs"),
+  "dynamic": ("factor", "original_length"),
 }
+_ASCENDING = (("low_frequency_factor", "high_frequency_factor"), ("slow_turns", "fast_turns"))
 
 
 def rotary_embedding(
@@ -49,6 +52,12 @@ def rotary_embedding(
       "factor": f, "low_frequency_factor": a, "high_frequency_factor": b, "original_length": L}
       divides those by f that turn less than a times in L tokens, none that turn more than b times,
       and in between interpolates: frequency (w + (1 - w) / f), w = (turns - a) / (b - a).
+      {"rule": "yarn", "factor": f, "slow_turns": a, "fast_turns": b, "original_length": L,
+      "magnitude": m, "whole_pairs": True} interpolates by the number i of the pair instead, with
+      w = (i_a - i) / (i_a - i_b) for the i_n that turns n times in L tokens, of which "whole_pairs"
+      takes the next whole numbers outside; and multiplies what rotates by m.
+      {"rule": "dynamic", "factor": f, "original_length": L} changes nothing up to L tokens, which
+      are all that it may be used for: beyond, all frequencies would depend on the length.
 
   Returns:
     An array like `x`; computed in float32 (float64 if `x` is).
@@ -58,7 +67,8 @@ def rotary_embedding(
       rule or other numbers.
 
   Sources: RoFormer (Su et al. 2021), eq. 15; "linear", Chen et al. 2023, section 2.3; "llama3", the
-  published code of Llama 3.1.
+  published code of Llama 3.1; "yarn", Peng et al. 2023, sections 3.2 to 3.4, and with whole pairs
+  their code; "dynamic", transformers.
   """
   x, positions = jnp.asarray(x), jnp.asarray(positions)
   check_floating(_NAME, "x", x)
@@ -75,11 +85,12 @@ def rotary_embedding(
     raise ValueError(f"{_NAME}: width={width} must be even and between 2 and K={K}.")
 
   acc = accumulation_dtype(x)
-  frequency = float(base) ** (-np.arange(0, width, 2) / width)
+  frequency, magnitude = float(base) ** (-np.arange(0, width, 2) / width), 1.0
   if scaling is not None:
-    frequency = _scaled(frequency, check_scaling(scaling))
+    scaling = check_scaling(scaling)
+    frequency, magnitude = _scaled(frequency, float(base), scaling), scaling.get("magnitude", 1.0)
   angle = _angles(positions, frequency, acc)[..., None, :]  # [B or nothing, T, 1, width/2]
-  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  cos, sin = magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
   rotating = x[..., :width].astype(acc)
   if interleaved:
     first, second = rotating[..., 0::2], rotating[..., 1::2]
@@ -103,23 +114,44 @@ def check_scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:
     raise ValueError(f"scaling={given!r} must have exactly 'rule', {', '.join(map(repr, names))}.")
   for name in names:
     value = given[name]
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+    if name == "whole_pairs":
+      if not isinstance(value, bool):
+        raise ValueError(f"scaling: {name}={value!r} must be True or False.")
+    elif isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
       raise ValueError(f"scaling: {name}={value!r} must be a positive number.")
-  if len(names) > 1 and not given["low_frequency_factor"] < given["high_frequency_factor"]:
-    raise ValueError(
-      f"scaling: low_frequency_factor={given['low_frequency_factor']} must be less than "
-      f"high_frequency_factor={given['high_frequency_factor']}."
-    )
+  for low, high in _ASCENDING:
+    if low in names and not given[low] < given[high]:
+      raise ValueError(f"scaling: {low}={given[low]} must be less than {high}={given[high]}.")
   return given
 
 
-def _scaled(frequency, scaling):
+def _scaled(frequency, base, scaling):
+  if scaling["rule"] == "dynamic":
+    return frequency
   if scaling["rule"] == "linear":
     return frequency / scaling["factor"]
-  low, high = scaling["low_frequency_factor"], scaling["high_frequency_factor"]
-  turns = scaling["original_length"] * frequency / (2 * math.pi)
-  kept = np.clip((turns - low) / (high - low), 0, 1)
+  if scaling["rule"] == "llama3":
+    low, high = scaling["low_frequency_factor"], scaling["high_frequency_factor"]
+    turns = scaling["original_length"] * frequency / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+  else:
+    kept = _kept_by_yarn(2 * len(frequency), base, scaling)
   return frequency * (kept + (1 - kept) / scaling["factor"])
+
+
+def _kept_by_yarn(width, base, scaling):
+  """The share of each pair's frequency that is not divided, [width / 2]."""
+  if base <= 1:
+    raise ValueError(f"{_NAME}: base={base} must be above 1 for the scaling 'yarn'.")
+  wavelength = lambda turns: scaling["original_length"] / (2 * math.pi * turns)
+  pair = lambda turns: width * math.log(wavelength(turns)) / (2 * math.log(base))
+  first, last = pair(scaling["fast_turns"]), pair(scaling["slow_turns"])
+  if scaling["whole_pairs"]:
+    first, last = math.floor(first), math.ceil(last)
+  first, last = max(first, 0), min(last, width - 1)
+  if first == last:
+    last += 1e-3
+  return np.clip((last - np.arange(width // 2)) / (last - first), 0, 1)
 
 
 def _angles(positions, frequency, dtype):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lnssm_jax.pretrained.families.fla import FLA
+from lnssm_jax.pretrained.families.fla_hybrids import FLA_HYBRIDS
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
 from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_NEXT
 from lnssm_jax.pretrained.families.llama import LLAMA
@@ -30,6 +31,7 @@ FAMILIES: tuple[Family, ...] = (
   BAMBA,
   QWEN3_NEXT,
   *FLA,
+  *FLA_HYBRIDS,
   MAMBA_SSM,
   MAMBA2_SSM,
 )
@@ -45,8 +47,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
   if name is None and {"d_model", "n_layer"} <= config.keys():
     layer = config["ssm_cfg"].get("layer") if isinstance(config.get("ssm_cfg"), dict) else None
     name = "mamba2_ssm" if layer == "Mamba2" else "mamba_ssm"
-  for family in FAMILIES:
+  first = FLA_HYBRIDS if config.get("attn") is not None else ()
+  for family in (*first, *FAMILIES):
     if family.name == name:
       return family
-  names = ", ".join(family.name for family in FAMILIES)
+  names = ", ".join(dict.fromkeys(family.name for family in FAMILIES))
   raise ExportError(f"model_type={name!r:.80} is not implemented; the families are {names}.")

@@ -89,9 +89,11 @@ _ROWS: Rows = {
   **convolution("blocks.rg_lru.conv", f"{_TEMPORAL}.conv_1d"),
   "blocks.rg_lru.decay_rate": Row(f"{_TEMPORAL}.rg_lru.recurrent_param"),
   "blocks.rg_lru.decay_gate.kernel": Row(f"{_TEMPORAL}.rg_lru.recurrent_gate_weight"),
-  "blocks.rg_lru.decay_gate.bias": Row(f"{_TEMPORAL}.rg_lru.recurrent_gate_bias", by_heads),
+  "blocks.rg_lru.decay_gate.bias": Row(
+    f"{_TEMPORAL}.rg_lru.recurrent_gate_bias", by_heads("rg_lru")
+  ),
   "blocks.rg_lru.input_gate.kernel": Row(f"{_TEMPORAL}.rg_lru.input_gate_weight"),
-  "blocks.rg_lru.input_gate.bias": Row(f"{_TEMPORAL}.rg_lru.input_gate_bias", by_heads),
+  "blocks.rg_lru.input_gate.bias": Row(f"{_TEMPORAL}.rg_lru.input_gate_bias", by_heads("rg_lru")),
 }
 
 RECURRENT_GEMMA = Family(

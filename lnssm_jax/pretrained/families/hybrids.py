@@ -38,7 +38,7 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 
 _FIELDS = SIZES | {
   "intermediate_size": size("channel_hidden"),
-  "num_attention_heads": size("num_heads"),
+  "num_attention_heads": size((f"{_ATTENTION}.num_heads", "num_heads")),
   "num_key_value_heads": size(f"{_ATTENTION}.num_kv_heads"),
   "max_position_embeddings": size(f"{_ATTENTION}.max_length"),
   "attention_bias": flag(f"{_ATTENTION}.use_bias", False),
@@ -199,10 +199,10 @@ def _group(number: int, widths: _Widths) -> Callable[[Mapping[str, Any]], View]:
 
 
 def _delta(settings: Mapping[str, Any]) -> tuple[int, int, int, int]:
-  """(H, K, value heads, V) of the delta layers."""
+  """(key heads, K, value heads, V) of the delta layers."""
   options = settings["mixer_options"]["gated_delta_net"]
   K = options["head_dim"]
-  return settings["num_heads"], K, options["num_value_heads"], round(options["expand_v"] * K)
+  return options["num_heads"], K, options["num_value_heads"], round(options["expand_v"] * K)
 
 
 def _qkvz(settings: Mapping[str, Any]) -> tuple[Sequence[int], int]:
@@ -216,8 +216,8 @@ def _ba(settings: Mapping[str, Any]) -> tuple[Sequence[int], int]:
 
 
 def _query_and_gate(settings: Mapping[str, Any]) -> tuple[Sequence[int], int]:
-  K = settings["mixer_options"]["softmax_attention"]["head_dim"]
-  return (K, K), settings["num_heads"]
+  options = settings["mixer_options"]["softmax_attention"]
+  return (options["head_dim"], options["head_dim"]), options["num_heads"]
 
 
 def _convolved(number: int) -> Callable[[Mapping[str, Any]], View]:
@@ -290,12 +290,6 @@ def _qwen3_next(config: Config) -> Config:
   if not isinstance(types, list):
     raise ExportError(f"layer_types={types!r:.80} must be a list.")
   config = _normal(config, types, "gated_delta_net", 0.25)
-  H, own = config["num_attention_heads"], config.pop("linear_num_key_heads", 16)
-  if own != H:
-    raise ExportError(
-      f"linear_num_key_heads={own!r:.80} is not implemented; only num_attention_heads = {H}: the "
-      "mixers of a model have one number of heads."
-    )
   K, V = config.get("linear_key_head_dim"), config.pop("linear_value_head_dim", 128)
   if any(type(x) is not int or not 0 < x < 2**32 for x in (K, V)):
     raise ExportError(
@@ -306,10 +300,8 @@ def _qwen3_next(config: Config) -> Config:
 
 def _qwen3_next_written(config: Config) -> Config:
   V = round(config["expand_v"] * config["linear_key_head_dim"])
-  heads_of_layer = config["num_attention_heads"]
   config, types = _written(config, "expand_v")
-  delta = {"linear_value_head_dim": V, "linear_num_key_heads": heads_of_layer}
-  return config | delta | {"layer_types": types, "num_experts": 0}
+  return config | {"linear_value_head_dim": V, "layer_types": types, "num_experts": 0}
 
 
 QWEN3_NEXT = Family(
@@ -320,6 +312,7 @@ QWEN3_NEXT = Family(
   | {
     "rms_norm_eps": number(("norm_eps", f"{_DELTA}.norm_eps", f"{_ATTENTION}.norm_eps"), 1e-6),
     "linear_key_head_dim": size(f"{_DELTA}.head_dim"),
+    "linear_num_key_heads": size(f"{_DELTA}.num_heads", 16),
     "linear_num_value_heads": size(f"{_DELTA}.num_value_heads", 32),
     "linear_conv_kernel_dim": size(f"{_DELTA}.conv_size", 4),
     "expand_v": number(f"{_DELTA}.expand_v"),

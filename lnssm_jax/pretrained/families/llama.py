@@ -1,5 +1,7 @@
 """Llama, of transformers."""
 
+import math
+
 from lnssm_jax.ops.attention.rotary import check_scaling
 from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
@@ -26,6 +28,15 @@ _SCALINGS = {
     "high_freq_factor": "high_frequency_factor",
     "original_max_position_embeddings": "original_length",
   },
+  "yarn": {
+    "factor": "factor",
+    "beta_slow": "slow_turns",
+    "beta_fast": "fast_turns",
+    "original_max_position_embeddings": "original_length",
+    "attention_factor": "magnitude",
+    "truncate": "whole_pairs",
+  },
+  "dynamic": {"factor": "factor", "max_position_embeddings": "original_length"},
 }
 
 
@@ -49,6 +60,11 @@ def rotary(config: Config, default: float = 10000.0) -> Config:
     if numbers is None:
       known = ", ".join(map(repr, ("default", *_SCALINGS)))
       raise ExportError(f"{setting}.rope_type={rule!r:.80} is not implemented; only {known}.")
+    if rule in ("yarn", "dynamic"):
+      longest = config.get("max_position_embeddings", 2048)
+      if type(longest) is not int or longest < 1:
+        raise ExportError(f"max_position_embeddings={longest!r:.80} is no length.")
+      rope = _yarn(rope, longest) if rule == "yarn" else rope | {"max_position_embeddings": longest}
     scaling: Config = {"rule": rule}
     for name, value in rope.items():
       if name in numbers:
@@ -65,13 +81,28 @@ def rotary(config: Config, default: float = 10000.0) -> Config:
   return config
 
 
+def _yarn(rope: Config, longest: int) -> Config:
+  """`rope` with the numbers that transformers computes from others where they are not given."""
+  rope = {name: value for name, value in rope.items() if value is not None}
+  for name, value in rope.items():
+    if name != "truncate" and (type(value) not in (int, float) or not 0 <= value < math.inf):
+      raise ExportError(f"{name}={value!r:.80} of the rule 'yarn' must be a number.")
+  original = rope.setdefault("original_max_position_embeddings", longest) or 1
+  factor = rope.setdefault("factor", longest / original)
+  magnitude = lambda scale: 1 + 0.1 * scale * math.log(max(factor, 1))
+  scale, all_dim = rope.pop("mscale", 0), rope.pop("mscale_all_dim", 0)
+  usual = magnitude(scale) / magnitude(all_dim) if scale and all_dim else magnitude(1)
+  rope = {"attention_factor": usual, "truncate": True} | rope
+  return rope | {"beta_fast": rope.get("beta_fast") or 32, "beta_slow": rope.get("beta_slow") or 1}
+
+
 def rotary_written(config: Config) -> Config:
   """The inverse of `rotary`, as transformers 4 writes it."""
   scaling = config.get("rope_scaling")
   if scaling is None:
     return config
   names = _SCALINGS[scaling["rule"]]
-  theirs = {name: scaling[ours] for name, ours in names.items()}
+  theirs = {name: scaling[ours] for name, ours in names.items() if name not in config}
   return config | {"rope_scaling": {"rope_type": scaling["rule"], **theirs}}
 
 

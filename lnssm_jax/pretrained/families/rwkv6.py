@@ -22,7 +22,7 @@ def rwkv6_rows(attn: str, ffn: str) -> Rows:
     **{f"{mixer}.mu_{name}": _mu(attn, i) for i, name in enumerate(_THEIRS)},
     f"{mixer}.mix_down_proj.kernel": [_down(attn, ours) for ours in range(5)],
     f"{mixer}.mix_up": [_up(attn, ours) for ours in range(5)],
-    f"{mixer}.u": Row(f"{attn}.bonus", by_heads),
+    f"{mixer}.u": Row(f"{attn}.bonus", by_heads("rwkv6")),
     f"{mixer}.w": Row(f"{attn}.w_proj.linear.lora.2.bias"),
     f"{mixer}.decay_down_proj.kernel": Row(f"{attn}.w_proj.linear.lora.0.weight", TRANSPOSED),
     f"{mixer}.decay_up_proj.kernel": Row(f"{attn}.w_proj.linear.lora.2.weight", TRANSPOSED),

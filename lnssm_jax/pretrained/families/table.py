@@ -31,10 +31,15 @@ CONVOLUTION = View(lambda x: x[:, 0].T, lambda s: (s[1], 1, s[0]))  # [D, 1, W] 
 TWO_AXES = View(lambda x: x[0, 0], lambda s: (1, 1, *s))  # [1, 1, D] -> [D]
 
 
-def by_heads(settings: Mapping[str, Any]) -> View:
-  """[H, N] -> [H N], N per head."""
-  H = settings["num_heads"]
-  return View(lambda x: x.reshape(-1), lambda s: (H, s[0] // H))
+def by_heads(mixer: str) -> Callable[[Mapping[str, Any]], View]:
+  """[H, N] -> [H N], N per head of the mixer, whose number may be an option of it in a pattern."""
+
+  def view(settings):
+    own = settings["mixer_options"].get(mixer)
+    H = (own if isinstance(own, dict) else {}).get("num_heads", settings["num_heads"])
+    return View(lambda x: x.reshape(-1), lambda s: (H, s[0] // H))
+
+  return view
 
 
 class Row(NamedTuple):
