@@ -122,6 +122,14 @@ def fast_callbacks():
     yield
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+  """As if the default device were a Hopper GPU: enough to choose and to lower, not to run."""
+  from lnssm_jax.ops.core import dispatch
+
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
+
+
 @pytest.fixture(autouse=True)
 def no_races(monkeypatch):
   """Kernels under interpretation have no races: JAX prints those that it finds, and continues."""

@@ -1,10 +1,15 @@
-"""Helpers of the tests on a GPU: memory full of NaN, and runs that must agree bit for bit."""
+"""Checks on a GPU: values and gradients, bits that repeat, in memory full of NaN.
+
+A scan is given as `call(inputs, implementation)`, with arrays by name and results by name.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.ops import contract
+from tests.ops import contract, promises
 
 REPETITIONS = 100
 
@@ -41,13 +46,73 @@ def assert_bits_repeat(run, first):
 
 
 def assert_values_and_gradients(scan, case, dtype):
-  """The kernels of a scan agree with the reference in float64 on a case of its contract.
-
-  Inputs that may be narrow have this dtype; memory that nothing wrote holds NaN.
-  """
-  inputs = scan.inputs(case)
-  dtypes = {n: dtype if n in scan.narrow else jnp.float32 for n in inputs}
-  call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
+  """The kernels of a scan on a case of its contract, in memory full of NaN."""
   fill_memory_with_nan()
-  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas")
-  contract.assert_small(errors, dtype, case.T)
+  contract.assert_case(scan, case, dtype, "pallas")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def with_gradients(call, inputs, weights, implementation):
+  """Results of `call`, and the gradients of their sum weighted with `weights`."""
+
+  def functional(inputs):
+    results = call(inputs, implementation)
+    products = [jnp.sum(y.astype(weights[n].dtype) * weights[n]) for n, y in results.items()]
+    return sum(products), results
+
+  (_, results), gradients = jax.value_and_grad(functional, has_aux=True)(inputs)
+  return {"values": results, "gradients": gradients}
+
+
+def shapes_of(call, inputs):
+  return jax.eval_shape(functools.partial(call, implementation="pallas"), inputs)
+
+
+def random_weights(call, inputs):
+  """Multiples of 1/8, which every dtype holds exactly."""
+  shapes = shapes_of(call, inputs)
+  keys = jax.random.split(jax.random.key(1), len(shapes))
+  return {
+    n: jnp.round(8 * jax.random.normal(key, s.shape)) / 8
+    for key, (n, s) in zip(keys, shapes.items(), strict=True)
+  }
+
+
+def waves(call, inputs):
+  """Weights in which no two tokens of "out" [B, T, D] are alike; of all else they are 1."""
+  weights = {n: jnp.ones(s.shape) for n, s in shapes_of(call, inputs).items()}
+  wave = jnp.cos(jnp.arange(weights["out"].shape[1]))[:, None]
+  return weights | {"out": weights["out"] * wave}
+
+
+def assert_part_matches_reference(call, inputs, weights, part, dtype):
+  """Every bit of all results repeats; a part of them equals the reference in float64.
+
+  `part(arrays)` takes the same heads or channels of inputs, weights, results and gradients: what
+  is in the part depends on nothing outside of it.
+  """
+  fill_memory_with_nan()
+  first = with_gradients(call, inputs, weights, "pallas")
+  finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), first)
+  assert all(jax.tree.leaves(finite)), finite
+  assert_bits_repeat(lambda: with_gradients(call, inputs, weights, "pallas"), first)
+  with jax.enable_x64(True):
+    exact = [
+      jax.tree.map(lambda x: x.astype(jnp.float64), part(arrays)) for arrays in (inputs, weights)
+    ]
+    want = jax.tree.map(np.asarray, with_gradients(call, *exact, "reference"))
+  got = {kind: jax.tree.map(np.asarray, part(arrays)) for kind, arrays in first.items()}
+  contract.assert_small(contract.named_errors(got, want), dtype, weights["out"].shape[1])
+
+
+def assert_vmap_matches_separate_calls(call, inputs):
+  """`vmap` runs the same kernels over a larger grid."""
+  weights = jax.tree.map(lambda s: jnp.ones(s.shape), shapes_of(call, inputs[0]))
+  run = lambda x: with_gradients(call, x, weights, "pallas")
+  stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+  promises.close(jax.vmap(run)(stack(*inputs)), stack(*map(run, inputs)))
+
+
+def mirrored(inputs):
+  """Other inputs of the same shapes."""
+  return jax.tree.map(lambda x: x[..., ::-1], inputs)

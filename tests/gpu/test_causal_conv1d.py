@@ -5,14 +5,16 @@ Everything is compared with the reference in float64, all gradients too.
 
 import functools
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from tests.gpu.hardware import assert_bits_repeat, fill_memory_with_nan
+from tests.gpu.hardware import (
+  assert_part_matches_reference,
+  assert_vmap_matches_separate_calls,
+  fill_memory_with_nan,
+  waves,
+)
 from tests.kernels.test_causal_conv1d import BF16, F32, Case, call, check, drawn
-from tests.ops import contract, promises
 
 pytestmark = pytest.mark.gpu
 
@@ -36,18 +38,9 @@ def test_causal_conv1d_on_gpu_matches_reference(case):
   check(case, "pallas")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def with_gradients(case, arrays, form):
-  """y, the state and the gradients of a sum in which no two steps weigh alike."""
-
-  def functional(arrays):
-    out, last = call(case, arrays, form)
-    wide = out.astype(arrays["kernel"].dtype)
-    weight = jnp.cos(jnp.arange(wide.shape[1], dtype=wide.dtype))[:, None]
-    return jnp.sum(wide * weight) + jnp.sum(last.inputs), {"out": out, "state": last}
-
-  (_, values), gradients = jax.value_and_grad(functional, has_aux=True)(arrays)
-  return {"values": values, "gradients": gradients}
+def run(inputs, implementation, case):
+  out, last = call(case, inputs, implementation)
+  return {"out": out, "state": last.inputs}
 
 
 @pytest.mark.parametrize(
@@ -64,23 +57,12 @@ def test_causal_conv1d_at_model_sizes_matches_reference(case, B):
   """128 channels against the reference; every bit of all, again and again."""
   arrays = {n: jnp.asarray(x, F32) for n, x in drawn(case, B=B).items()}
   arrays["x"] = arrays["x"].astype(case.dtype)
-  fill_memory_with_nan()
-  first = with_gradients(case, arrays, "pallas")
-  assert_bits_repeat(lambda: with_gradients(case, arrays, "pallas"), first)
-  channels = slice(-200, -72)
-  with jax.enable_x64(True):
-    exact = {n: x[..., channels].astype(jnp.float64) for n, x in arrays.items()}
-    want = jax.tree.map(np.asarray, with_gradients(case, exact, "reference"))
-  got = jax.tree.map(lambda x: np.asarray(x[..., channels]), first)
-  errors = contract.named_errors(got, want)
-  contract.assert_small(errors, case.dtype, case.T)
+  this = functools.partial(run, case=case)
+  channels = lambda arrays: {n: x[..., -200:-72] for n, x in arrays.items()}
+  assert_part_matches_reference(this, arrays, waves(this, arrays), channels, case.dtype)
 
 
 def test_causal_conv1d_under_vmap_matches_separate_calls():
-  """`vmap` runs the same kernels over a larger grid."""
   case = Case(T=200)
   inputs = [{n: jnp.asarray(x, F32) for n, x in drawn(case, seed).items()} for seed in range(2)]
-  stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
-  apart = stack(*(with_gradients(case, x, "pallas") for x in inputs))
-  at_once = jax.vmap(lambda x: with_gradients(case, x, "pallas"))(stack(*inputs))
-  promises.close(at_once, apart)
+  assert_vmap_matches_separate_calls(functools.partial(run, case=case), inputs)

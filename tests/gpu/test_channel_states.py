@@ -13,8 +13,13 @@ import pytest
 from lnssm_jax import ops
 from lnssm_jax.ops.cases import SCANS
 from lnssm_jax.ops.core.channel_cases import Case
-from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
-from tests.ops import contract, promises
+from tests.gpu.hardware import (
+  assert_part_matches_reference,
+  assert_values_and_gradients,
+  assert_vmap_matches_separate_calls,
+  mirrored,
+  random_weights,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -60,18 +65,13 @@ def of_channels(arrays, channels):
   return {n: jnp.take(x, channels, axis=axes[n]) if n in axes else x for n, x in arrays.items()}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def with_gradients(name, inputs, weights, implementation):
-  """The scan, and the gradients of the sum of its results with `weights`."""
-
-  def functional(inputs):
+@functools.cache
+def call_of(name):
+  def call(inputs, implementation):
     out, state = SCANS[name](Case(2, chunk=None), inputs, implementation=implementation)
-    results = {"out": out, "state": state[0]}
-    products = [jnp.sum(y.astype(weights[n].dtype) * weights[n]) for n, y in results.items()]
-    return sum(products), results
+    return {"out": out, "state": state[0]}
 
-  (_, results), gradients = jax.value_and_grad(functional, has_aux=True)(inputs)
-  return {"values": results, "gradients": gradients}
+  return call
 
 
 # Rates come in float32 from the mixers.
@@ -85,41 +85,20 @@ def test_channel_states_at_model_sizes_match_reference(name, sizes, rates):
 
   Only the outputs of these channels have a weight, so that they alone make the keys' gradients.
   """
-  B, T, D, N = sizes
+  D = sizes[2]
   inputs = drawn(name, *sizes, rates)
   channels = np.asarray([0, 1, 127, 128, D // 2 + 77, D - 1])
-  keys = jax.random.split(jax.random.key(1), 2)
-  shapes = {"out": (B, T, D), "state": (B, D, N)}
-  weights = {
-    n: jnp.round(8 * jax.random.normal(key, s)) / 8
-    for key, (n, s) in zip(keys, shapes.items(), strict=True)
-  }
   chosen = jnp.zeros(D).at[channels].set(1.0)
+  weights = random_weights(call_of(name), inputs)
   weights = {"out": weights["out"] * chosen, "state": weights["state"] * chosen[:, None]}
-  fill_memory_with_nan()
-  first = with_gradients(name, inputs, weights, "pallas")
-  finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), first)
-  assert all(jax.tree.leaves(finite)), finite
-  assert_bits_repeat(lambda: with_gradients(name, inputs, weights, "pallas"), first)
-
-  with jax.enable_x64(True):
-    wide = lambda arrays: jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
-    exact, weights = (wide(of_channels(arrays, channels)) for arrays in (inputs, weights))
-    want = jax.tree.map(np.asarray, with_gradients(name, exact, weights, "reference"))
-  got = {kind: of_channels(arrays, channels) for kind, arrays in first.items()}
-  errors = contract.named_errors(jax.tree.map(np.asarray, got), want)
-  contract.assert_small(errors, BF16, T)
+  part = lambda arrays: of_channels(arrays, channels)
+  assert_part_matches_reference(call_of(name), inputs, weights, part, BF16)
 
 
 @BOTH
 def test_channel_states_under_vmap_match_separate_calls(name):
-  """`vmap` runs the same kernels over a larger grid."""
-  inputs = [drawn(name, 2, 200, 256, 16) for _ in range(2)]
-  inputs[1] = jax.tree.map(lambda x: x[..., ::-1], inputs[1])
-  weights = {"out": jnp.ones((2, 200, 256)), "state": jnp.ones((2, 256, 16))}
-  run = lambda x: with_gradients(name, x, weights, "pallas")
-  stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
-  promises.close(jax.vmap(run)(stack(*inputs)), stack(*map(run, inputs)))
+  inputs = drawn(name, 2, 200, 256, 16)
+  assert_vmap_matches_separate_calls(call_of(name), [inputs, mirrored(inputs)])
 
 
 @BOTH

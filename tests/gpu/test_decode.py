@@ -7,7 +7,8 @@ import pytest
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION
 from lnssm_jax.ops.linear_attention.cases import Case as Heads
 from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients
-from tests.kernels.test_decode_scans import CASES, FITTING, inputs_of
+from tests.kernels.interpreted import inputs_of
+from tests.kernels.test_decode_scans import CASES, FITTING
 
 pytestmark = pytest.mark.gpu
 

@@ -7,13 +7,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from lnssm_jax import ops
 from lnssm_jax.ops.diagonal_scan.cases import DIAGONAL_SCAN, Case
-from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
-from tests.ops import contract, promises
+from tests.gpu.hardware import (
+  assert_part_matches_reference,
+  assert_values_and_gradients,
+  assert_vmap_matches_separate_calls,
+  mirrored,
+  waves,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -43,20 +47,15 @@ def drawn(B, T, D, dtype, *, constant=False):
   }
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def with_gradients(inputs, implementation, reverse):
-  """`diagonal_scan`, and the gradients of a sum in which no two steps weigh alike."""
-
-  def functional(inputs):
-    state = ops.DiagonalState(inputs["h"])
-    options = {"reverse": reverse, "implementation": implementation}
-    out, last = ops.diagonal_scan(inputs["decay"], inputs["x"], initial_state=state, **options)
-    wide = out.astype(inputs["h"].dtype)
-    weight = jnp.cos(jnp.arange(wide.shape[1], dtype=wide.dtype))[:, None]
-    return jnp.sum(wide * weight) + jnp.sum(last.h), {"out": out, "h": last.h}
-
-  (_, values), gradients = jax.value_and_grad(functional, has_aux=True)(inputs)
-  return {"values": values, "gradients": gradients}
+def run(inputs, implementation, reverse=False):
+  out, last = ops.diagonal_scan(
+    inputs["decay"],
+    inputs["x"],
+    reverse=reverse,
+    initial_state=ops.DiagonalState(inputs["h"]),
+    implementation=implementation,
+  )
+  return {"out": out, "h": last.h}
 
 
 @pytest.mark.parametrize(
@@ -72,23 +71,11 @@ def with_gradients(inputs, implementation, reverse):
 def test_diagonal_scan_at_model_sizes_matches_reference(sizes, dtype, constant, reverse):
   """128 channels against the reference; every bit of all, again and again."""
   inputs = drawn(*sizes, dtype, constant=constant)
-  fill_memory_with_nan()
-  first = with_gradients(inputs, "pallas", reverse)
-  assert_bits_repeat(lambda: with_gradients(inputs, "pallas", reverse), first)
-  channels = slice(-200, -72)
-  with jax.enable_x64(True):
-    exact = {n: x[..., channels].astype(jnp.float64) for n, x in inputs.items()}
-    want = jax.tree.map(np.asarray, with_gradients(exact, "reference", reverse))
-  got = jax.tree.map(lambda x: np.asarray(x[..., channels]), first)
-  errors = contract.named_errors(got, want)
-  contract.assert_small(errors, dtype, sizes[1])
+  call = functools.partial(run, reverse=reverse)
+  channels = lambda arrays: {n: x[..., -200:-72] for n, x in arrays.items()}
+  assert_part_matches_reference(call, inputs, waves(call, inputs), channels, dtype)
 
 
 def test_diagonal_scan_under_vmap_matches_separate_calls():
-  """`vmap` runs the same kernels over a larger grid."""
-  inputs = [drawn(2, 200, 130, F32) for _ in range(2)]
-  inputs[1] = jax.tree.map(lambda x: x[..., ::-1], inputs[1])
-  stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
-  apart = stack(*(with_gradients(x, "pallas", False) for x in inputs))
-  at_once = jax.vmap(lambda x: with_gradients(x, "pallas", False))(stack(*inputs))
-  promises.close(at_once, apart)
+  inputs = drawn(2, 200, 130, F32)
+  assert_vmap_matches_separate_calls(run, [inputs, mirrored(inputs)])

@@ -4,7 +4,6 @@ Everything is compared with the reference in float64, all gradients too.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,13 @@ import pytest
 from lnssm_jax import ops
 from lnssm_jax.ops.core.cases import log_decay
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
-from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
-from tests.ops import contract, promises
+from tests.gpu.hardware import (
+  assert_part_matches_reference,
+  assert_values_and_gradients,
+  assert_vmap_matches_separate_calls,
+  mirrored,
+  random_weights,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +59,7 @@ def of_heads(arrays, heads, decay):
 
 
 def drawn(B, T, H, K, V, decay, normalize, bonus):
-  """Inputs by name, made on the device; decays a step are ordinary, constant ones extreme."""
+  """Inputs by name, made on the device; decays per token are ordinary, constant ones extreme."""
   rng = np.random.default_rng(0)
   keys = iter(jax.random.split(jax.random.key(0), 8))
   normal = lambda *shape: jax.random.normal(next(keys), shape)
@@ -95,19 +99,6 @@ def attend(inputs, implementation):
   return results | ({"key_sum": last.key_sum} if "key_sum" in inputs else {})
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def with_gradients(inputs, weights, implementation):
-  """Results of `attend`, and the gradients of its sum weighted with `weights`."""
-
-  def functional(inputs):
-    results = attend(inputs, implementation)
-    products = [jnp.sum(y.astype(weights[n].dtype) * weights[n]) for n, y in results.items()]
-    return sum(products), results
-
-  (_, results), gradients = jax.value_and_grad(functional, has_aux=True)(inputs)
-  return {"values": results, "gradients": gradients}
-
-
 # B, T, H, K, V, decay, normalize, bonus: the shapes that models use, and every kind of decay.
 MODELS = [
   (8, 2048, 16, 128, 128, "HK", True, False),
@@ -121,38 +112,13 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model)))
 def test_models(model):
   """Two heads against the reference; every bit of all, again and again."""
-  T, H, decay = model[1], model[2], model[5]
+  H, decay = model[2], model[5]
   inputs = drawn(*model)
-  shapes = jax.eval_shape(functools.partial(attend, implementation="pallas"), inputs)
-  keys = jax.random.split(jax.random.key(1), len(shapes))
-  weights = {
-    n: jnp.round(8 * jax.random.normal(key, s.shape)).astype(jnp.float32) / 8
-    for key, (n, s) in zip(keys, shapes.items(), strict=True)
-  }
-  fill_memory_with_nan()
-  first = with_gradients(inputs, weights, "pallas")
-  finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), first)
-  assert all(jax.tree.leaves(finite)), finite
-  assert_bits_repeat(lambda: with_gradients(inputs, weights, "pallas"), first)
-
-  heads = np.asarray([H // 2, H - 1])
-  with jax.enable_x64(True):
-    wide = lambda arrays: jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
-    exact = wide(of_heads(inputs, heads, decay))
-    want = with_gradients(exact, wide(of_heads(weights, heads, decay)), "reference")
-    want = jax.tree.map(np.asarray, want)
-  got = {kind: of_heads(arrays, heads, decay) for kind, arrays in first.items()}
-  errors = contract.named_errors(jax.tree.map(np.asarray, got), want)
-  contract.assert_small(errors, jnp.bfloat16, T)
+  heads = lambda arrays: of_heads(arrays, np.asarray([H // 2, H - 1]), decay)
+  weights = random_weights(attend, inputs)
+  assert_part_matches_reference(attend, inputs, weights, heads, jnp.bfloat16)
 
 
 def test_several_problems_at_once():
-  """`vmap` runs the same kernels over a larger grid."""
-  inputs = [drawn(2, 200, 3, 64, 64, "BTHK", False, True) for _ in range(2)]
-  inputs[1] = jax.tree.map(lambda x: x[..., ::-1], inputs[1])
-  shapes = jax.eval_shape(functools.partial(attend, implementation="pallas"), inputs[0])
-  weights = jax.tree.map(lambda s: jnp.ones(s.shape), shapes)
-  apart = [with_gradients(x, weights, "pallas") for x in inputs]
-  stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
-  at_once = jax.vmap(lambda x: with_gradients(x, weights, "pallas"))(stack(*inputs))
-  promises.close(at_once, stack(*apart))
+  inputs = drawn(2, 200, 3, 64, 64, "BTHK", False, True)
+  assert_vmap_matches_separate_calls(attend, [inputs, mirrored(inputs)])

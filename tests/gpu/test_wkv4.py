@@ -3,17 +3,19 @@
 Everything is compared with the reference in float64, all gradients too.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from lnssm_jax import ops
 from lnssm_jax.ops.wkv4.cases import WKV4, Case
-from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients, fill_memory_with_nan
-from tests.ops import contract, promises
+from tests.gpu.hardware import (
+  assert_part_matches_reference,
+  assert_values_and_gradients,
+  assert_vmap_matches_separate_calls,
+  mirrored,
+  waves,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -43,19 +45,9 @@ def drawn(B, T, D, dtype):
   }
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def with_gradients(inputs, implementation):
-  """`wkv4`, and the gradients of a sum in which no two steps weigh alike."""
-
-  def functional(inputs):
-    out, state = ops.wkv4(**inputs, implementation=implementation)
-    wide = out.astype(inputs["bonus"].dtype)
-    weight = jnp.cos(jnp.arange(wide.shape[1], dtype=wide.dtype))[:, None]
-    mean = state.numerator / state.denominator
-    return jnp.sum(wide * weight) + jnp.sum(mean), {"out": out, "mean": mean}
-
-  (_, values), gradients = jax.value_and_grad(functional, has_aux=True)(inputs)
-  return {"values": values, "gradients": gradients}
+def run(inputs, implementation):
+  out, state = ops.wkv4(**inputs, implementation=implementation)
+  return {"out": out, "mean": state.numerator / state.denominator}
 
 
 @pytest.mark.parametrize(
@@ -66,23 +58,10 @@ def with_gradients(inputs, implementation):
 def test_wkv4_at_model_sizes_matches_reference(sizes, dtype):
   """128 channels against the reference; every bit of all, again and again."""
   inputs = drawn(*sizes, dtype)
-  fill_memory_with_nan()
-  first = with_gradients(inputs, "pallas")
-  assert_bits_repeat(lambda: with_gradients(inputs, "pallas"), first)
-  channels = slice(-200, -72)
-  with jax.enable_x64(True):
-    exact = {n: x[..., channels].astype(jnp.float64) for n, x in inputs.items()}
-    want = jax.tree.map(np.asarray, with_gradients(exact, "reference"))
-  got = jax.tree.map(lambda x: np.asarray(x[..., channels]), first)
-  errors = contract.named_errors(got, want)
-  contract.assert_small(errors, dtype, sizes[1])
+  channels = lambda arrays: {n: x[..., -200:-72] for n, x in arrays.items()}
+  assert_part_matches_reference(run, inputs, waves(run, inputs), channels, dtype)
 
 
 def test_wkv4_under_vmap_matches_separate_calls():
-  """`vmap` runs the same kernels over a larger grid."""
-  inputs = [drawn(2, 200, 130, F32) for _ in range(2)]
-  inputs[1] = jax.tree.map(lambda x: x[..., ::-1], inputs[1])
-  stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
-  apart = stack(*(with_gradients(x, "pallas") for x in inputs))
-  at_once = jax.vmap(lambda x: with_gradients(x, "pallas"))(stack(*inputs))
-  promises.close(at_once, apart)
+  inputs = drawn(2, 200, 130, F32)
+  assert_vmap_matches_separate_calls(run, [inputs, mirrored(inputs)])

@@ -2,6 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+DATA, REPLICATED = PartitionSpec("data"), PartitionSpec()
 
 
 def lowered(function, *shapes):
@@ -33,3 +36,22 @@ def kernels_traced(function, *shapes) -> list[str]:
 def total(results):
   """The sum of all numbers of all arrays, to differentiate."""
   return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(results))
+
+
+def recomputed_in_a_scan(loss):
+  """The gradient of several problems one after the other, with activations computed again."""
+  step = jax.grad(jax.checkpoint(loss))
+  return lambda x: jax.lax.scan(lambda _, x: (_, step(x)), 0, x)[1]
+
+
+def recomputed_for_several(loss):
+  """The gradient of several problems at once, with activations computed again."""
+  return jax.vmap(jax.grad(jax.checkpoint(loss)))
+
+
+def assert_shard_map_keeps_shapes(gradient, inputs, specs=DATA):
+  """`gradient(inputs)` under shard_map, where types say along which axes arrays vary."""
+  mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+  sharded = jax.shard_map(gradient, mesh=mesh, in_specs=(specs,), out_specs=specs)
+  shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
+  assert shapes(jax.eval_shape(sharded, inputs)) == shapes(inputs)

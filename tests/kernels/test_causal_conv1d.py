@@ -17,7 +17,14 @@ from lnssm_jax.ops.causal_conv1d import pallas
 from lnssm_jax.ops.causal_conv1d.types import Inputs, Options
 from lnssm_jax.ops.core.segments import Segments
 from pallas_kernels.causal_conv1d import config
-from tests.kernels.lowered import kernels_in, kernels_traced, total
+from tests.kernels.lowered import (
+  DATA,
+  REPLICATED,
+  assert_shard_map_keeps_shapes,
+  kernels_in,
+  kernels_traced,
+  total,
+)
 from tests.ops import contract, promises
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -235,13 +242,8 @@ def test_causal_conv1d_kernels_in_64_bit_programs_lower_for_cuda(transformed):
 
 def test_causal_conv1d_kernels_under_shard_map_keep_shapes():
   """The gradient of replicated parameters is summed over the devices."""
-  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  data, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
   inputs = arguments(100, 128, segments=False)[:3]
   inputs = (inputs[0], jax.ShapeDtypeStruct((4, 128), F32), inputs[2])
   form = lambda *args: ops.causal_conv1d(*args, implementation="pallas_interpret")[0]
   gradient = jax.grad(lambda inputs: total(form(*inputs)))
-  specs = ((data, replicated, replicated),)
-  sharded = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs[0])
-  traced = jax.eval_shape(sharded, inputs)
-  assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)
+  assert_shard_map_keeps_shapes(gradient, inputs, (DATA, REPLICATED, REPLICATED))

@@ -19,8 +19,16 @@ from lnssm_jax.ops.longhorn_scan.cases import LONGHORN_SCAN
 from lnssm_jax.ops.selective_scan import pallas as selective
 from lnssm_jax.ops.selective_scan.cases import SELECTIVE_SCAN
 from pallas_kernels.channel_states import config
-from tests.kernels.lowered import kernels_in, kernels_traced, total
-from tests.kernels.test_lowering import recomputed_in_a_scan
+from tests.kernels.lowered import (
+  DATA,
+  REPLICATED,
+  assert_shard_map_keeps_shapes,
+  kernels_in,
+  kernels_traced,
+  recomputed_for_several,
+  recomputed_in_a_scan,
+  total,
+)
 from tests.ops import contract
 
 SCANS = {"selective_scan": (SELECTIVE_SCAN, selective), "longhorn_scan": (LONGHORN_SCAN, longhorn)}
@@ -129,7 +137,7 @@ def test_channel_states_kernels_in_every_configuration_lower_for_cuda(configurat
 @pytest.mark.parametrize(
   "transformed",
   [
-    pytest.param(lambda loss: jax.vmap(jax.grad(jax.checkpoint(loss))), id="vmap"),
+    pytest.param(recomputed_for_several, id="vmap"),
     pytest.param(recomputed_in_a_scan, id="scan"),
   ],
 )
@@ -148,20 +156,16 @@ def test_channel_states_kernels_transformed_lower_for_cuda(transformed):
 @BOTH
 def test_channel_states_kernels_under_shard_map_keep_shapes(name):
   """Every array's type says along which axes of the mesh it varies; with splits too."""
-  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  divided, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
   args, kwargs = drawn(name, Case(40, D=130, N=16, chunk=None), NARROW)
 
   def loss(arrays, num_splits):
     return total(run_of(name, *arrays[:-1], skip=arrays[-1], num_splits=num_splits))
 
   inputs = (*args, kwargs["skip"])
-  specs = tuple(divided if x.ndim == 3 else whole for x in inputs)
+  specs = tuple(DATA if x.ndim == 3 else REPLICATED for x in inputs)
   for splits in (1, 4):
     gradient = jax.grad(functools.partial(loss, num_splits=splits))
-    sharded = jax.shard_map(gradient, mesh=mesh, in_specs=(specs,), out_specs=specs)
-    traced = jax.eval_shape(sharded, inputs)
-    assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)
+    assert_shard_map_keeps_shapes(gradient, inputs, specs)
 
 
 @BOTH
@@ -181,8 +185,7 @@ def test_channel_states_kernels_with_unsupported_arguments_raise(name):
 
 
 @BOTH
-def test_channel_states_kernels_are_preferred_by_size(name, monkeypatch):
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
+def test_channel_states_kernels_are_preferred_by_size(name, hopper):
   function = SCANS[name][0].function
   sizes = [(2, 64, 4, True), (2, 63, 4, False)]
   # A single token: without padding, which would copy the state; up to 64 states per channel.

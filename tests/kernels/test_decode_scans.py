@@ -23,6 +23,7 @@ from lnssm_jax.ops.wkv4.cases import WKV4
 from pallas_kernels.channel_states import decode as channel_states
 from pallas_kernels.core import decode as steps
 from pallas_kernels.delta_rule import decode as delta_rule
+from tests.kernels.interpreted import inputs_of
 from tests.kernels.lowered import kernels_in, kernels_traced, total
 from tests.ops import contract
 
@@ -37,17 +38,6 @@ FITTING = {  # sizes that need no padding
   "wkv4": (WKV4, Width(D=128)),
 }
 SCANS = pytest.mark.parametrize("name", FITTING)
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-  """As if the default device were a Hopper GPU: enough to choose and to lower, not to run."""
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
-
-
-def inputs_of(scan, case, dtype=F32, seed=0):
-  drawn = scan.inputs(case, seed)
-  return {n: jnp.asarray(x, dtype if n in scan.narrow else F32) for n, x in drawn.items()}
 
 
 def state_of(inputs):
@@ -77,11 +67,7 @@ MORE_CASES = [
 )
 def test_decode_single_token_matches_reference(scan, case, dtype):
   """Against float64. `test_decode_transformed_has_one_kernel` shows that the kernel runs."""
-  inputs = scan.inputs(case)
-  dtypes = {n: dtype if n in scan.narrow else F32 for n in inputs}
-  call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
-  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
-  contract.assert_small(errors, dtype, 1)
+  contract.assert_case(scan, case, dtype, "pallas_interpret")
 
 
 @pytest.mark.parametrize("ties", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -14,7 +13,6 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
-from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.delta_rule import pallas
 from lnssm_jax.ops.delta_rule.cases import DELTA_RULE, Case
@@ -25,36 +23,26 @@ from pallas_kernels.delta_rule.triangular_inverse import (
   diagonal_blocks,
   triangular_inverse,
 )
-from tests.kernels.interpreted import MASKED_LATER
-from tests.kernels.lowered import kernels_in, kernels_traced, total
-from tests.ops import contract, promises
+from tests.kernels.interpreted import (
+  MASKED_LATER,
+  assert_promises,
+  assert_transformations,
+  call_of,
+  inputs_of,
+)
+from tests.kernels.lowered import (
+  assert_shard_map_keeps_shapes,
+  kernels_in,
+  kernels_traced,
+  recomputed_in_a_scan,
+  total,
+)
+from tests.ops import contract
 
 pytestmark = MASKED_LATER
 SMALL = Case(K=16, V=24, H=1, chunk=None, state=False, decay="ordinary")
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 XLA = ["chunked", "reference", "associative"]
-
-
-def dtypes_of(inputs):
-  return {n: BF16 if n in DELTA_RULE.narrow else F32 for n in inputs}
-
-
-def drawn(case, seed=0, dtype=None):
-  inputs = DELTA_RULE.inputs(case, seed)
-  dtypes = dtypes_of(inputs)
-  return {n: jnp.asarray(x, dtype if dtype and dtypes[n] == BF16 else dtypes[n])
-          for n, x in inputs.items()}  # fmt: skip
-
-
-def call_of(case):
-  return functools.partial(DELTA_RULE, case, implementation="pallas_interpret")
-
-
-def check(case, inputs):
-  """Values and all gradients, as the contract has it."""
-  call = lambda x, form: DELTA_RULE.compared(*DELTA_RULE(case, x, implementation=form))
-  errors = contract.errors_against_reference(call, inputs, dtypes_of(inputs), "pallas_interpret")
-  contract.assert_small(errors, BF16, case.T)
 
 
 def inverse_of(lower, interpret):
@@ -101,37 +89,19 @@ def test_decays_and_rates_from_none_to_everything():
   inputs["log_decay"].flat[:2] = levels[:2]
   inputs["beta"] = np.round(inputs["beta"])
   inputs["k"][:, 5:9] = inputs["k"][:, 5:6]
-  check(case, inputs)
+  contract.assert_case(DELTA_RULE, case, BF16, "pallas_interpret", inputs)
 
 
 @pytest.mark.slow
 def test_splitting_packing_and_causality():
   """Documents of one step, documents that end at a chunk boundary, cuts on all sides of it."""
-  case = dataclasses.replace(SMALL, T=128)
-  inputs, others = drawn(case), drawn(case, seed=1)
-  steps, compared = DELTA_RULE.over_time(case, inputs), DELTA_RULE.compared
-  call = call_of(case)
-  run = jax.jit(lambda x, state, ids: call(x, initial_state=state, segment_ids=ids))
-  promises.nothing_flows_backwards_in_time(run, inputs, others, steps, infinite=False)
-  promises.packing_changes_nothing(
-    *(run, inputs, others, steps, compared),
-    infinite=False,
-    lengths=(1, 63, 1, 63),
-    dtype=jnp.bfloat16,
-  )
-  promises.splitting_changes_nothing(
-    run, inputs, steps, compared, lengths=(66, 62), cuts=(1, 64, 65), dtype=jnp.bfloat16
-  )
+  sizes = {"lengths": (1, 63, 1, 63), "pieces": (66, 62), "cuts": (1, 64, 65)}
+  assert_promises(DELTA_RULE, SMALL, BF16, **sizes, infinite=False)
 
 
 @pytest.mark.slow
 def test_every_transformation():
-  case = dataclasses.replace(SMALL, T=5, erase=True)
-  inputs, others = drawn(case), drawn(case, seed=1)
-  promises.works_under_every_transformation(
-    *(call_of(case), inputs, others, DELTA_RULE.over_time(case, inputs), ["pallas_interpret"]),
-    checkpoint=lambda f: f,  # JAX cannot run the interpreter's callbacks there
-  )
+  assert_transformations(DELTA_RULE, dataclasses.replace(SMALL, T=5, erase=True), BF16)
 
 
 def arguments(K, V, erase, segments, T=1024, lead=()):
@@ -181,19 +151,13 @@ def test_transformations_lower(wide):
     inputs, _ = arguments(64, 64, False, False, T=100, lead=(3,))
     loss = lambda x: total(run(x, None))
     assert kernels_in(jax.vmap(jax.grad(loss)), inputs) == 5
-    step = jax.grad(jax.checkpoint(loss))
-    assert kernels_in(lambda x: jax.lax.scan(lambda _, x: (_, step(x)), 0, x)[1], inputs) == 5
+    assert kernels_in(recomputed_in_a_scan(loss), inputs) == 5
 
 
 def test_lowers_under_shard_map():
   """Where every array's type says along which axes of the mesh it varies."""
   inputs, _ = arguments(64, 64, False, False, T=100)
-  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  spec = jax.sharding.PartitionSpec("data")
-  gradient = jax.grad(lambda x: total(run(x, None)))
-  sharded = jax.shard_map(gradient, mesh=mesh, in_specs=(spec,), out_specs=spec)
-  traced = jax.eval_shape(sharded, inputs)
-  assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)
+  assert_shard_map_keeps_shapes(jax.grad(lambda x: total(run(x, None))), inputs)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +178,8 @@ def test_lowers_under_shard_map():
   ],
   ids=str,
 )
-def test_what_hopper_runs(monkeypatch, case, dtype, expected):
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
-  args, kwargs = DELTA_RULE.bind(case, drawn(case, dtype=dtype))
+def test_what_hopper_runs(hopper, case, dtype, expected):
+  args, kwargs = DELTA_RULE.bind(case, inputs_of(DELTA_RULE, case, dtype))
   interpreted = ["pallas_interpret"] if "pallas" in expected else []
   assert ops.supported(ops.delta_rule, *args, **kwargs) == expected + interpreted
 
@@ -225,19 +188,19 @@ def test_what_hopper_runs(monkeypatch, case, dtype, expected):
   ("case", "dtype", "message"),
   [
     (SMALL, F32, "q has dtype float32"),
-    (dataclasses.replace(SMALL, chunk=32), None, "chunk_size=32"),
-    (dataclasses.replace(SMALL, K=129), None, "q is 129 wide"),
-    (dataclasses.replace(SMALL, rates="column"), None, "beta has a rate for each value column"),
+    (dataclasses.replace(SMALL, chunk=32), BF16, "chunk_size=32"),
+    (dataclasses.replace(SMALL, K=129), BF16, "q is 129 wide"),
+    (dataclasses.replace(SMALL, rates="column"), BF16, "beta has a rate for each value column"),
   ],
   ids=str,
 )
 def test_what_cannot_run_is_named(case, dtype, message):
   with pytest.raises(NotImplementedError, match=message):
-    jax.eval_shape(call_of(case), drawn(case, dtype=dtype))
+    jax.eval_shape(call_of(DELTA_RULE, case), inputs_of(DELTA_RULE, case, dtype))
 
 
 def test_on_a_cpu_the_kernels_are_not_chosen():
-  args, options = DELTA_RULE.bind(SMALL, drawn(SMALL))
+  args, options = DELTA_RULE.bind(SMALL, inputs_of(DELTA_RULE, SMALL, BF16))
   assert ops.supported(ops.delta_rule, *args, **options) == [*XLA, "pallas_interpret"]
   with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
     ops.delta_rule(*args, **options, implementation="pallas")

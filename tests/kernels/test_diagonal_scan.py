@@ -4,43 +4,28 @@
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.diagonal_scan import pallas
 from lnssm_jax.ops.diagonal_scan.cases import DIAGONAL_SCAN, Case
 from lnssm_jax.ops.diagonal_scan.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
-from tests.kernels.lowered import kernels_in, kernels_traced, total
-from tests.ops import contract, promises
+from tests.kernels.interpreted import assert_promises, assert_transformations
+from tests.kernels.lowered import (
+  assert_shard_map_keeps_shapes,
+  kernels_in,
+  kernels_traced,
+  total,
+)
+from tests.ops import contract
 
 BF16, F32, C64 = (jnp.dtype(x) for x in (jnp.bfloat16, jnp.float32, jnp.complex64))
 SMALL = Case(T=33, chunk=None, state=False)
-
-
-def drawn(case, seed=0):
-  return jax.tree.map(
-    functools.partial(jnp.asarray, dtype=jnp.float32), DIAGONAL_SCAN.inputs(case, seed)
-  )
-
-
-def call_of(case):
-  return functools.partial(DIAGONAL_SCAN, case, implementation="pallas_interpret")
-
-
-def check(case):
-  """Values and all gradients, as the contract has it."""
-  inputs = DIAGONAL_SCAN.inputs(case)
-  call = lambda x, form: DIAGONAL_SCAN.compared(*DIAGONAL_SCAN(case, x, implementation=form))
-  dtypes = dict.fromkeys(inputs, F32)
-  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
-  contract.assert_small(errors, F32, case.T)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +43,7 @@ def check(case):
 def test_diagonal_scan_in_splits_matches_reference(case, monkeypatch):
   """As long sequences with few channels are split: here two splits, mostly with padding."""
   monkeypatch.setattr(channels, "num_splits", lambda *sizes: 2)
-  check(case)
+  contract.assert_case(DIAGONAL_SCAN, case, F32, "pallas_interpret")
 
 
 @pytest.mark.slow
@@ -71,33 +56,14 @@ def test_diagonal_scan_in_splits_matches_reference(case, monkeypatch):
 def test_diagonal_scan_kernels_in_splits_keep_packing_and_causality(case, splits, monkeypatch):
   """An infinite number in one document reaches no other, across splits neither."""
   monkeypatch.setattr(channels, "num_splits", lambda *sizes: splits)
-  case = dataclasses.replace(case, T=100)
-  inputs, others = drawn(case), drawn(case, seed=1)
-  steps, compared = DIAGONAL_SCAN.over_time(case, inputs), DIAGONAL_SCAN.compared
-  call = call_of(case)
-  run = jax.jit(lambda x, state, ids: call(x, initial_state=state, segment_ids=ids))
-  promises.nothing_flows_backwards_in_time(run, inputs, others, steps, infinite=True)
-  promises.packing_changes_nothing(
-    run, inputs, others, steps, compared, infinite=True, lengths=(1, 49, 1, 49)
-  )
-  promises.splitting_changes_nothing(
-    run, inputs, steps, compared, lengths=(66, 34), cuts=(1, 32, 65)
-  )
+  sizes = {"lengths": (1, 49, 1, 49), "pieces": (66, 34), "cuts": (1, 32, 65)}
+  assert_promises(DIAGONAL_SCAN, case, F32, **sizes, infinite=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("constant", [False, True], ids=["steps", "constant"])
 def test_diagonal_scan_kernels_under_every_transformation_agree(constant):
-  case = dataclasses.replace(SMALL, T=5, constant=constant)
-  inputs, others = drawn(case), drawn(case, seed=1)
-  promises.works_under_every_transformation(
-    call_of(case),
-    inputs,
-    others,
-    DIAGONAL_SCAN.over_time(case, inputs),
-    ["pallas_interpret"],
-    checkpoint=lambda f: f,  # JAX cannot run the interpreter's callbacks there
-  )
+  assert_transformations(DIAGONAL_SCAN, dataclasses.replace(SMALL, T=5, constant=constant), F32)
 
 
 def arguments(T, decay, x, *, constant=False, segments=False, lead=()):
@@ -167,14 +133,9 @@ def test_diagonal_scan_kernels_under_vmap_lower_for_cuda(wide):
 
 
 def test_diagonal_scan_kernels_under_shard_map_keep_shapes():
-  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  spec = jax.sharding.PartitionSpec("data")
-  inputs = tuple(arguments(100, F32, F32)[:3])
   run = lambda *args: pallas.run(Inputs(*args, None), Options(False, F32))
-  gradient = jax.grad(lambda inputs: total(run(*inputs)))
-  sharded = jax.shard_map(gradient, mesh=mesh, in_specs=(spec,), out_specs=spec)
-  traced = jax.eval_shape(sharded, inputs)
-  assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)
+  inputs = tuple(arguments(100, F32, F32)[:3])
+  assert_shard_map_keeps_shapes(jax.grad(lambda inputs: total(run(*inputs))), inputs)
 
 
 XLA = ["chunked", "associative", "reference"]
@@ -194,17 +155,13 @@ XLA = ["chunked", "associative", "reference"]
   ],
   ids=str,
 )
-def test_diagonal_scan_on_hopper_lists_supported_implementations(
-  decay, x, T, D, expected, monkeypatch
-):
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
+def test_diagonal_scan_on_hopper_lists_supported_implementations(decay, x, T, D, expected, hopper):
   interpreted = ["pallas_interpret"] if "pallas" in expected else []
   args = jnp.zeros((1, T, D), decay), jnp.zeros((1, T, D), x)
   assert ops.supported(ops.diagonal_scan, *args) == expected + interpreted
 
 
-def test_diagonal_scan_in_float64_excludes_kernels(monkeypatch):
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
+def test_diagonal_scan_in_float64_excludes_kernels(hopper):
   with jax.enable_x64(True):
     x = jnp.zeros((1, 2, 128), jnp.float64)
     assert ops.supported(ops.diagonal_scan, x.astype(F32), x) == XLA

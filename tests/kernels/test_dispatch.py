@@ -16,6 +16,7 @@ from lnssm_jax import drawing, generate, ops
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
+from tests.kernels import interpreted
 from tests.kernels.lowered import kernels_in
 from tests.ops import contract
 
@@ -23,16 +24,8 @@ STEP = Case(T=1, K=16, V=32, H=2, chunk=None)
 compare = LINEAR_ATTENTION.compared
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-  """As if the default device were a Hopper GPU: enough to choose and to lower, not to run."""
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
-
-
 def inputs_of(case, dtype=jnp.float32, seed=0):
-  drawn = LINEAR_ATTENTION.inputs(case, seed)
-  narrow = LINEAR_ATTENTION.narrow
-  return {n: jnp.asarray(x, dtype if n in narrow else jnp.float32) for n, x in drawn.items()}
+  return interpreted.inputs_of(LINEAR_ATTENTION, case, dtype, seed)
 
 
 def supported(case, dtype, **options):

@@ -14,7 +14,6 @@ from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
-from lnssm_jax.ops.core import dispatch
 from tests.kernels.lowered import kernels_traced, lowered
 
 PAGE = (Path(__file__).parents[2] / "docs" / "mixers.md").read_text()
@@ -23,9 +22,8 @@ WHERE = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w ]+) \| [\d,]+(?:, a cache)? \|
 
 @pytest.mark.parametrize("to_cuda", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MIXERS)
-def test_the_page_says_what_runs_in_kernels(name, to_cuda, monkeypatch):
+def test_the_page_says_what_runs_in_kernels(name, to_cuda, hopper):
   """At the width of the page's table, in bfloat16; in the traced program, or lowered for CUDA."""
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   heads = {"num_heads": 4} if "num_heads" in MIXERS[name].set_by_model else {}
   build = lambda: MIXERS[name](512, **heads, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
   mixer = jax.eval_shape(build)

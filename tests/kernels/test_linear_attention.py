@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,32 +15,24 @@ from lnssm_jax import ops
 from lnssm_jax.ops.linear_attention import pallas
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, PARTS, Case
 from pallas_kernels.linear_attention import config, intra_chunk
-from tests.kernels.interpreted import MASKED_LATER
-from tests.ops import contract, promises
+from tests.kernels.interpreted import (
+  MASKED_LATER,
+  assert_promises,
+  assert_transformations,
+  call_of,
+  inputs_of,
+)
+from tests.ops import contract
 
 pytestmark = MASKED_LATER
 SMALL = Case(K=16, V=24, H=1, chunk=None, state=False)
 
 
-def dtypes_of(inputs):
-  return {n: jnp.bfloat16 if n in LINEAR_ATTENTION.narrow else jnp.float32 for n in inputs}
-
-
-def drawn(case, seed=0):
-  inputs = LINEAR_ATTENTION.inputs(case, seed)
-  return jax.tree.map(jnp.asarray, inputs, dtypes_of(inputs))
-
-
-def call_of(case):
-  return functools.partial(LINEAR_ATTENTION, case, implementation="pallas_interpret")
+BF16 = jnp.dtype(jnp.bfloat16)
 
 
 def check(case, inputs=None):
-  """Values and all gradients, as the contract has it."""
-  inputs = LINEAR_ATTENTION.inputs(case) if inputs is None else inputs
-  call = lambda x, form: LINEAR_ATTENTION.compared(*LINEAR_ATTENTION(case, x, implementation=form))
-  errors = contract.errors_against_reference(call, inputs, dtypes_of(inputs), "pallas_interpret")
-  contract.assert_small(errors, jnp.bfloat16, case.T, strength=case.strength)
+  contract.assert_case(LINEAR_ATTENTION, case, BF16, "pallas_interpret", inputs)
 
 
 def test_the_interpreter_looks_for_races_and_for_memory_that_nothing_wrote():
@@ -82,34 +73,15 @@ def test_a_race_would_be_found(no_races):
 )
 def test_splitting_packing_and_causality(case):
   """Documents of one step, documents that end at a chunk boundary, cuts on all sides of it."""
-  case = dataclasses.replace(case, T=128)
-  inputs, others = drawn(case), drawn(case, seed=1)
-  steps, compared = LINEAR_ATTENTION.over_time(case, inputs), LINEAR_ATTENTION.compared
-  call = call_of(case)
-  run = jax.jit(lambda x, state, ids: call(x, initial_state=state, segment_ids=ids))
-  promises.nothing_flows_backwards_in_time(run, inputs, others, steps, infinite=False)
-  in_bfloat16 = {"dtype": jnp.bfloat16}
-  promises.packing_changes_nothing(
-    run, inputs, others, steps, compared, infinite=False, lengths=(1, 63, 1, 63), **in_bfloat16
-  )
-  promises.splitting_changes_nothing(
-    run, inputs, steps, compared, lengths=(66, 62), cuts=(1, 64, 65), **in_bfloat16
-  )
+  sizes = {"lengths": (1, 63, 1, 63), "pieces": (66, 62), "cuts": (1, 64, 65)}
+  assert_promises(LINEAR_ATTENTION, case, BF16, **sizes, infinite=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", ["H", "BTHK"])
 def test_every_transformation(decay):
   case = dataclasses.replace(SMALL, T=5, decay=decay, normalize=True, bonus=decay == "BTHK")
-  inputs, others = drawn(case), drawn(case, seed=1)
-  promises.works_under_every_transformation(
-    call_of(case),
-    inputs,
-    others,
-    LINEAR_ATTENTION.over_time(case, inputs),
-    ["pallas_interpret"],
-    checkpoint=lambda f: f,  # JAX cannot run the interpreter's callbacks there; see test_lowering
-  )
+  assert_transformations(LINEAR_ATTENTION, case, BF16)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +144,10 @@ def test_decays_that_turn_strong_within_a_chunk(segments):
 
 def test_values_that_are_not_numbers_reach_no_earlier_gradient_of_queries():
   """Gradients of a query from later keys are left out by selection, not multiplied by 0."""
-  inputs = drawn(dataclasses.replace(SMALL, T=20, decay="H"))
+  case = dataclasses.replace(SMALL, T=20, decay="H")
+  inputs = inputs_of(LINEAR_ATTENTION, case, BF16)
   inputs["v"] = inputs["v"].at[:, 13].set(jnp.nan)
-  run = lambda q: call_of(dataclasses.replace(SMALL, T=20, decay="H"))(inputs | {"q": q})[0]
+  run = lambda q: call_of(LINEAR_ATTENTION, case)(inputs | {"q": q})[0]
   out, pull = jax.vjp(run, inputs["q"])
   (d_q,) = pull(jnp.ones_like(out))
   assert jnp.isfinite(d_q[:, :13]).all()
@@ -184,8 +157,8 @@ def test_values_that_are_not_numbers_reach_no_earlier_gradient_of_queries():
 def test_dtypes():
   """`out` is as narrow as the inputs, the states are float32; other inputs are rejected by name."""
   case = dataclasses.replace(SMALL, normalize=True)
-  inputs = drawn(case)
-  out, state = jax.eval_shape(call_of(case), inputs)
+  inputs, call = inputs_of(LINEAR_ATTENTION, case, BF16), call_of(LINEAR_ATTENTION, case)
+  out, state = jax.eval_shape(call, inputs)
   assert (out.dtype, state.kv.dtype, state.key_sum.dtype) == (
     jnp.bfloat16,
     jnp.float32,
@@ -193,14 +166,14 @@ def test_dtypes():
   )
   for name in "qkv":
     with pytest.raises(NotImplementedError, match=f"{name} has dtype float32"):
-      jax.eval_shape(call_of(case), inputs | {name: inputs[name].astype(jnp.float32)})
+      jax.eval_shape(call, inputs | {name: inputs[name].astype(jnp.float32)})
 
 
 @pytest.mark.parametrize(
   "decay", ["HK", pytest.param("BTHK", marks=pytest.mark.slow)], ids=lambda decay: decay
 )
 def test_large_keys_under_strong_decay(decay):
-  """The LNSSM's features reach e^20, its decays exp(-20) a step: no factor may be infinite."""
+  """The LNSSM's features reach e^20, its decays exp(-20) per token: no factor may be infinite."""
   case = dataclasses.replace(SMALL, T=20, decay=decay)
   inputs = LINEAR_ATTENTION.inputs(case)
   inputs["k"] = inputs["k"] * np.float64(1e8)
@@ -219,15 +192,15 @@ def test_large_keys_under_strong_decay(decay):
   ids=str,
 )
 def test_what_cannot_run_is_named(case, message):
-  inputs = drawn(case)
+  inputs = inputs_of(LINEAR_ATTENTION, case, BF16)
   with pytest.raises(NotImplementedError, match=message):
-    jax.eval_shape(call_of(case), inputs)
+    jax.eval_shape(call_of(LINEAR_ATTENTION, case), inputs)
   args, options = LINEAR_ATTENTION.bind(case, inputs)
   assert "pallas_interpret" not in ops.supported(ops.linear_attention, *args, **options)
 
 
 def test_on_a_cpu_the_kernels_are_not_chosen():
-  args, options = LINEAR_ATTENTION.bind(SMALL, drawn(SMALL))
+  args, options = LINEAR_ATTENTION.bind(SMALL, inputs_of(LINEAR_ATTENTION, SMALL, BF16))
   assert ops.supported(ops.linear_attention, *args, **options)[0] == "chunked"
   with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
     ops.linear_attention(*args, **options, implementation="pallas")

@@ -14,7 +14,14 @@ from lnssm_jax.models import REMAT_POLICIES
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.linear_attention import pallas
 from lnssm_jax.ops.linear_attention.types import Inputs, Options
-from tests.kernels.lowered import kernels_in, kernels_traced, total
+from tests.kernels.lowered import (
+  assert_shard_map_keeps_shapes,
+  kernels_in,
+  kernels_traced,
+  recomputed_for_several,
+  recomputed_in_a_scan,
+  total,
+)
 
 DECAYS = ("none", "H", "HK", "BTH", "BTHK")
 WIDTHS = tuple(itertools.product((64, 128), repeat=2))  # K, V
@@ -80,15 +87,6 @@ def test_every_configuration_lowers(configuration):
   check(*configuration)
 
 
-def recomputed_in_a_scan(loss):
-  step = jax.grad(jax.checkpoint(loss))
-  return lambda x: jax.lax.scan(lambda _, x: (_, step(x)), 0, x)[1]
-
-
-def recomputed_for_several(loss):
-  return jax.vmap(jax.grad(jax.checkpoint(loss)))
-
-
 @pytest.mark.parametrize(
   ("transformed", "wide"),
   [
@@ -120,11 +118,6 @@ def test_rematerialisation_by_dots_runs_no_kernel_twice():
 def test_lowers_under_shard_map(mapped):
   """Where every array's type says along which axes of the mesh it varies."""
   inputs, _ = arguments("BTH", 64, 64, (), T=100, lead=(3,) if mapped else ())
-  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   spec = jax.sharding.PartitionSpec(*((None, "data") if mapped else ("data",)))
   gradient = jax.grad(lambda x: total(run(x, None, (), None)))
-  sharded = jax.shard_map(
-    jax.vmap(gradient) if mapped else gradient, mesh=mesh, in_specs=(spec,), out_specs=spec
-  )
-  traced = jax.eval_shape(sharded, inputs)
-  assert jax.tree.map(lambda x: x.shape, traced) == jax.tree.map(lambda x: x.shape, inputs)
+  assert_shard_map_keeps_shapes(jax.vmap(gradient) if mapped else gradient, inputs, spec)

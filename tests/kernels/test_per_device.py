@@ -96,9 +96,8 @@ X = jax.ShapeDtypeStruct((4, 128, 4, 64), jnp.bfloat16)
   ],
   ids=str,
 )
-def test_where_kernels_are_taken(monkeypatch, where, expected):
+def test_where_kernels_are_taken(hopper, monkeypatch, where, expected):
   """Where rows and heads divide evenly over a mesh of known axes that is left to the compiler."""
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   monkeypatch.setattr(jax, "device_count", lambda: 16)
   found = []
 

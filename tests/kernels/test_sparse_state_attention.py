@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax import ops
-from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.sparse_state_attention import varlen
 from tests.kernels.lowered import kernels_traced
 
@@ -16,9 +15,8 @@ def run(q, indices, gates, log_decay):
   return ops.sparse_state_attention(q, q, q, indices, gates, **options)[0]
 
 
-def test_varlen_is_one_kernel_on_as_many_rows_as_tokens_are_selected(monkeypatch):
+def test_varlen_is_one_kernel_on_as_many_rows_as_tokens_are_selected(hopper, monkeypatch):
   """None is padding, however many partitions there are."""
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   rows, inside = [], varlen.recurrence
 
   def recorded(q, *args, **kwargs):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.wkv4 import pallas
 from lnssm_jax.ops.wkv4.cases import WKV4, Case
@@ -19,27 +18,19 @@ from lnssm_jax.ops.wkv4.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.wkv4 import update
-from tests.kernels.lowered import kernels_in, kernels_traced, total
-from tests.ops import contract, promises
+from tests.kernels.interpreted import assert_promises, assert_transformations
+from tests.kernels.lowered import (
+  DATA,
+  REPLICATED,
+  assert_shard_map_keeps_shapes,
+  kernels_in,
+  kernels_traced,
+  total,
+)
+from tests.ops import contract
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 SMALL = Case(T=100, chunk=None, state=False)
-
-
-def drawn(case, seed=0):
-  return jax.tree.map(functools.partial(jnp.asarray, dtype=F32), WKV4.inputs(case, seed))
-
-
-def call_of(case):
-  return functools.partial(WKV4, case, implementation="pallas_interpret")
-
-
-def check(case, inputs):
-  """Values and all gradients, as the contract has it."""
-  call = lambda x, form: WKV4.compared(*WKV4(case, x, implementation=form))
-  dtypes = dict.fromkeys(inputs, F32)
-  errors = contract.errors_against_reference(call, inputs, dtypes, "pallas_interpret")
-  contract.assert_small(errors, F32, case.T)
 
 
 @pytest.mark.slow
@@ -56,7 +47,7 @@ def check(case, inputs):
 def test_wkv4_in_splits_matches_reference(case, monkeypatch):
   """As long sequences with few channels are split: here two splits."""
   monkeypatch.setattr(channels, "num_splits", lambda *sizes: 2)
-  check(case, WKV4.inputs(case))
+  contract.assert_case(WKV4, case, F32, "pallas_interpret")
 
 
 @pytest.mark.slow
@@ -84,30 +75,13 @@ def test_wkv4_with_infinite_keys_and_rates_matches_reference():
 def test_wkv4_kernels_in_splits_keep_packing_and_causality(splits, monkeypatch):
   """An infinite number in one document reaches no other, across splits neither."""
   monkeypatch.setattr(channels, "num_splits", lambda *sizes: splits)
-  inputs, others = drawn(SMALL), drawn(SMALL, seed=1)
-  steps, compared, call = WKV4.over_time(SMALL, inputs), WKV4.compared, call_of(SMALL)
-  run = jax.jit(lambda x, state, ids: call(x, initial_state=state, segment_ids=ids))
-  promises.nothing_flows_backwards_in_time(run, inputs, others, steps, infinite=True)
-  promises.packing_changes_nothing(
-    run, inputs, others, steps, compared, infinite=True, lengths=(1, 49, 1, 49)
-  )
-  promises.splitting_changes_nothing(
-    run, inputs, steps, compared, lengths=(66, 34), cuts=(1, 32, 65)
-  )
+  sizes = {"lengths": (1, 49, 1, 49), "pieces": (66, 34), "cuts": (1, 32, 65)}
+  assert_promises(WKV4, SMALL, F32, **sizes, infinite=True)
 
 
 @pytest.mark.slow
 def test_wkv4_kernels_under_every_transformation_agree():
-  case = Case(T=5, chunk=None, state=False)
-  inputs, others = drawn(case), drawn(case, seed=1)
-  promises.works_under_every_transformation(
-    call_of(case),
-    inputs,
-    others,
-    WKV4.over_time(case, inputs),
-    ["pallas_interpret"],
-    checkpoint=lambda f: f,  # JAX cannot run the interpreter's callbacks there
-  )
+  assert_transformations(WKV4, Case(T=5, chunk=None, state=False), F32)
 
 
 def test_wkv4_decay_factor_near_one_is_exact(monkeypatch):
@@ -178,19 +152,11 @@ def test_wkv4_kernels_under_vmap_lower_for_cuda(wide):
 
 
 def test_wkv4_kernels_under_shard_map_keep_shapes():
-  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  data, replicated = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
   k, v, rate, bonus, state, _ = arguments(100, F32)
   call = lambda *args: ops.wkv4(*args[:4], initial_state=args[4], implementation="pallas_interpret")
-  sharded = jax.shard_map(
-    lambda *args: jax.grad(lambda x: total(call(*x)))(args),
-    mesh=mesh,
-    in_specs=(data, data, replicated, replicated, data),
-    out_specs=(data, data, replicated, replicated, data),
-  )
-  traced = jax.eval_shape(sharded, k, v, rate, bonus, state)
-  shapes = jax.tree.map(lambda x: x.shape, (k, v, rate, bonus, state))
-  assert jax.tree.map(lambda x: x.shape, traced) == shapes
+  gradient = jax.grad(lambda inputs: total(call(*inputs)))
+  specs = (DATA, DATA, REPLICATED, REPLICATED, DATA)
+  assert_shard_map_keeps_shapes(gradient, (k, v, rate, bonus, state), specs)
 
 
 XLA = ["chunked", "reference", "associative"]
@@ -208,8 +174,7 @@ XLA = ["chunked", "reference", "associative"]
   ],
   ids=str,
 )
-def test_wkv4_on_hopper_lists_supported_implementations(dtype, T, D, expected, monkeypatch):
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
+def test_wkv4_on_hopper_lists_supported_implementations(dtype, T, D, expected, hopper):
   interpreted = ["pallas_interpret"] if "pallas" in expected else []
   args = jnp.zeros((1, T, D), dtype), jnp.zeros((1, T, D), dtype), jnp.ones((D,)), jnp.ones((D,))
   assert ops.supported(ops.wkv4, *args) == expected + interpreted

@@ -72,11 +72,28 @@ def assert_small(
   assert not too_large, f"limits {values:.1e} of values, {limit:.1e} of gradients: {too_large}"
 
 
+def assert_case(scan, case, dtype, implementation: str, inputs=None) -> None:
+  """An implementation has the values and gradients of the reference in float64 on a case.
+
+  Inputs that may be narrow have this dtype. `inputs` (float64) may be others than those of the
+  case. Compiled for this call alone: a test may have changed what the program depends on.
+  """
+  inputs = scan.inputs(case) if inputs is None else inputs
+  call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
+  errors = errors_against_reference(call, inputs, dtypes_of(scan, inputs, dtype), implementation)
+  assert_small(errors, dtype, case.T, strength=case.strength)
+
+
+def dtypes_of(scan, inputs, dtype) -> dict:
+  """`dtype` for inputs that may be narrow, float32 for the others."""
+  return {n: dtype if n in scan.narrow else jnp.float32 for n in inputs}
+
+
 def inputs_of(name: str, check: Check) -> tuple[dict[str, np.ndarray], dict]:
   """The inputs of a check in float64, rounded to the dtypes that they are passed in."""
   scan = SCANS[name]
   inputs = scan.inputs(check.case)
-  dtypes = {n: check.dtype if n in scan.narrow else jnp.float32 for n in inputs}
+  dtypes = dtypes_of(scan, inputs, check.dtype)
   return jax.tree.map(round_to, inputs, dtypes), dtypes
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.core import dispatch
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 B, T, D, W = 2, 9, 3, 4
@@ -72,10 +71,7 @@ def test_causal_conv1d_narrow_output_is_rounded_once():
   ],
   ids=str,
 )
-def test_causal_conv1d_on_hopper_prefers_kernels_by_size(
-  shape, width, dtype, expected, monkeypatch
-):
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
+def test_causal_conv1d_on_hopper_prefers_kernels_by_size(shape, width, dtype, expected, hopper):
   x, kernel = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((width, shape[2]), F32)
   found = []
 

@@ -7,7 +7,6 @@ import pytest
 
 from lnssm_jax import ops
 from lnssm_jax.mixers.common.norms import LayerNorm, RMSNorm
-from lnssm_jax.ops.core import dispatch
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 X = np.random.default_rng(0).normal(size=(3, 5)) * [[0.1], [1], [10]]
@@ -114,8 +113,7 @@ def test_normalize_unsupported_argument_raises_naming_it(shape, dtype, message):
     ((16, 2048, 1000), False),
   ],
 )
-def test_normalize_on_hopper_prefers_kernels_by_size(shape, takes_kernels, monkeypatch):
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
+def test_normalize_on_hopper_prefers_kernels_by_size(shape, takes_kernels, hopper):
   call = lambda x: ops.normalize(x, dtype=BF16)
   program = str(jax.make_jaxpr(call)(jax.ShapeDtypeStruct(shape, BF16)))
   assert ("norm_forward" in program) == takes_kernels
@@ -123,10 +121,9 @@ def test_normalize_on_hopper_prefers_kernels_by_size(shape, takes_kernels, monke
 
 @pytest.mark.parametrize(("axis", "takes_kernels"), [("fsdp", True), ("tensor", False)])
 def test_normalize_of_all_channels_is_left_to_xla_under_tensor_parallelism(
-  axis, takes_kernels, monkeypatch
+  axis, takes_kernels, hopper
 ):
   """XLA adds up the sums of sharded channels; a kernel would have them gathered."""
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   mesh = jax.sharding.AbstractMesh((2,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
   call = lambda x: ops.normalize(x, dtype=BF16)
   with jax.sharding.use_abstract_mesh(mesh):

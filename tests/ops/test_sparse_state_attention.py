@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.delta_rule import api as delta_rule_api
 from lnssm_jax.ops.linear_attention import api as linear_attention_api
 from lnssm_jax.ops.sparse_state_attention.cases import SPARSE_STATE_ATTENTION, Case
@@ -78,9 +77,8 @@ def test_sparse_state_attention_equals_the_recurrence(method, rate):
 
 
 @pytest.mark.parametrize("rate", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_sparse_state_attention_rows_for_kernels_equal_the_recurrence(rate, monkeypatch):
+def test_sparse_state_attention_rows_for_kernels_equal_the_recurrence(rate, hopper, monkeypatch):
   """The form for kernels does not pad the runs. What is inside runs as it does on this device."""
-  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
   case, x, segments = selects_nothing_twice(rate, state=False)
   case = dataclasses.replace(case, chunk=None)
 
