@@ -1,8 +1,28 @@
-"""Options that tasks of the command line share: types of values, models, samples."""
+"""A task of the command line, and options that tasks share: types of values, models, samples."""
 
 import argparse
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from train.tasks.report import Report
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """A task of the command line.
+
+  Attributes:
+    name, help: as `--help` shows them.
+    run: makes the report of the parsed options; None if the task has printed what it did.
+    add_options: adds the task's options to its parser.
+  """
+
+  name: str
+  help: str
+  run: Callable[[argparse.Namespace], Report | None]
+  add_options: Callable[[Any], None]
 
 
 def count(text: str) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from train.tasks import arguments
+from train.tasks.arguments import Task
 from train.tasks.report import Report
 
 
@@ -263,3 +264,34 @@ def _text_options(parser: Any, length: int) -> None:
   add("text", metavar="TEXT", help="file, folder or glob")
   add("--length", type=arguments.count, default=length, metavar="N", help="tokens of a document")
   add("--rows", type=arguments.count, default=4, metavar="N", help="documents")
+
+
+TASKS = (
+  Task("lm", "Perplexity and bits per byte of text, by position.", lm, lm_options),
+  Task(
+    "extrapolate",
+    "Perplexity in windows of 1 to 32 times the training length.",
+    extrapolate,
+    extrapolate_options,
+  ),
+  Task("choice", "Multiple choice by log-likelihood.", choice, samples_options),
+  Task("cloze", "Continuations that greedy generation gives.", cloze, samples_options),
+  Task(
+    "babilong",
+    "Questions about facts in long texts.",
+    babilong,
+    babilong_options,
+  ),
+  Task(
+    "babilong-samples",
+    "Write samples of BABILong from bAbI and running text.",
+    babilong_samples,
+    babilong_samples_options,
+  ),
+  Task("recall", "Values named in a text.", recall, recall_options),
+  Task("rouge", "Answers and summaries by ROUGE-L.", rouge, rouge_options),
+  Task("lm-eval", "Tasks of the package lm_eval.", lm_eval, lm_eval_options),
+  Task("scores", "The law of scores, by layer.", scores, scores_options),
+  Task("states", "Rank and reach of states.", states, states_options),
+  Task("niah", "Values hidden in generated long texts.", niah, niah_options),
+)

@@ -7,6 +7,7 @@ from typing import Any
 
 from train import config
 from train.tasks import arguments
+from train.tasks.arguments import Task
 from train.tasks.report import Report
 
 
@@ -125,3 +126,11 @@ def cost(options: argparse.Namespace) -> Report:
   from train.tasks import cost as task
 
   return task.run(commands.run_config(options).model, options.lengths or task.LENGTHS)
+
+
+TASKS = (
+  Task("mqar", "Train on multi-query associative recall.", mqar, mqar_options),
+  Task("listops", "Train on nested expressions.", listops, listops_options),
+  Task("image", "Train on images as pixels.", image, image_options),
+  Task("cost", "FLOPs and memory of generation.", cost, cost_options),
+)
