@@ -146,6 +146,36 @@ def test_normalized_attention_dropout_equals_the_formula():
     layer(x, state, dropout_key=KEY)
 
 
+def test_normalized_attention_dropout_has_the_gradients_of_the_formula():
+  """In float64, given the masks: of all parameters and of x, with documents."""
+  T, H, rate = 10, 2, 0.3
+  ids = np.repeat([[0, 1], [0, 2]], [4, 6], axis=1)
+  seen = np.tril(ids[:, :, None] == ids[:, None])[:, None]
+  kept = np.asarray(factors(2, T, H, T)).transpose(0, 2, 1, 3) > 0
+  masks = kept * seen / (1 - rate)
+
+  def formula(layer, x):
+    q, k, v = (x @ p.kernel[...] + p.bias[...] for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k, v = (z.reshape(2, T, H, 4) for z in (q, k, v))
+    y = jnp.einsum("bhts,bshv->bthv", jnp.einsum("bthk,bshk->bhts", q, k) * masks, v)
+    eta = jnp.exp(x @ layer.eta_proj.kernel[...] + layer.eta_proj.bias[...])
+    y = (y / eta[..., None]).reshape(2, T, 8)
+    return y @ layer.o_proj.kernel[...] + layer.o_proj.bias[...]
+
+  dropped = lambda layer, x: layer(x, segment_ids=jnp.asarray(ids), dropout_key=KEY)[0]
+  with jax.enable_x64(True):
+    wide = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+    layer = NormalizedAttention(8, num_heads=H, attention_dropout=rate, **wide, rngs=nnx.Rngs(0))
+    layer = jax.tree.map(lambda p: 20 * p + 0.1, layer)
+    x = jax.random.normal(jax.random.key(1), (2, T, 8), jnp.float64)
+    run = lambda fn: jax.jit(
+      jax.value_and_grad(lambda layer, x: jnp.sin(fn(layer, x)).sum(), (0, 1))
+    )(layer, x)
+    got, want = run(dropped), run(formula)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * (1 + np.abs(b).max()))
+
+
 def test_both_directions_drop_with_keys_of_their_own():
   new = lambda: SoftmaxAttention(8, num_heads=2, attention_dropout=0.5, rngs=nnx.Rngs(0))
   mixer, x, rows = new(), jax.random.normal(KEY, (2, 6, 8)), row_keys("test", KEY, 2)

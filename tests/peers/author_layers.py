@@ -29,9 +29,9 @@ def _tnl():
   return layer(DIM, 2, layer_idx=1, num_layers=3)
 
 
-def _hyena(order=2):
+def _hyena(**options):
   operator = _load("safari/standalone_hyena.py").HyenaOperator
-  layer = operator(DIM, l_max=8, order=order, filter_order=4)
+  layer = operator(DIM, l_max=8, filter_order=4, **options)
   # Learned there, at a rate of 1e-5.
   positions = layer.filter_fn.pos_emb
   z = positions.z.detach()
@@ -45,23 +45,58 @@ def _rwkv5():
   return _load("nanoRWKV/model.py").RWKV_TimeMix_x051a(config, 1)
 
 
-def _dss():
-  """It logs and reads settings by packages of which the layer needs no more than this."""
+def _stubs():
+  """Packages for logs and settings, of which the layers of state spaces need no more than this."""
   names = ("pytorch_lightning", "pytorch_lightning.utilities", "opt_einsum", "omegaconf")
-  lightning, utilities, einsum, settings = stubs = [ModuleType(name) for name in names]
+  names += ("scipy", "src", "src.models", "src.models.nn")
+  stubs = [ModuleType(name) for name in names]
+  lightning, utilities, einsum, settings, scipy, *_, layers = stubs
   utilities.rank_zero_only = lambda function: function
   lightning.utilities = utilities
   einsum.contract, einsum.contract_expression = torch.einsum, None
   settings.DictConfig = lambda values: SimpleNamespace(update=None, **values)
+  scipy.special = layers.DropoutNd = None
   sys.modules |= dict(zip(names, stubs, strict=True))
+
+
+def _dss(**options):
   dss = _load("dss/src/models/sequence/ss/standalone/dss.py").DSS
-  return dss(DIM, d_state=3, version="exp", postact="glu", transposed=False)
+  return dss(DIM, d_state=3, postact="glu", transposed=False, **options)
+
+
+def _dss_softmax():
+  """With poles by the logarithm of minus their real part, as in the other version and in ours."""
+  layer = _dss(version="softmax", sep_dt_re_im=False)
+  kernel = layer.kernel
+  del kernel.Lambda
+  kernel.Lambda_log_neg_re, kernel.Lambda_im = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+  kernel._Lambda = lambda: -kernel.Lambda_log_neg_re.exp() + 1j * kernel.Lambda_im
+  return layer
+
+
+def _s4():
+  """C is the state's readout where the kernel is computed for many more tokens than it forgets."""
+  block = _load("s4/models/s4/s4.py").S4Block
+  layer = block(DIM, transposed=False, mode="s4", d_state=6, n_ssm=1, init="legs", backend="naive")
+  layer.layer.kernel.l_kernel = torch.tensor(4096)
+  return layer
+
+
+def _cosformer():
+  layer = _load("cosFormer/cosformer.py").CosformerAttention(DIM, 2, causal=True)
+  return layer, lambda module, x: module(x.transpose(0, 1)).transpose(0, 1)
 
 
 def cases():
   first = lambda out: out[0] if isinstance(out, tuple) else out
   call = lambda module, x: first(module(x))
   layers = {"tnl_lightning": _tnl(), "hyena_safari": _hyena(), "rwkv5_x051a": _rwkv5()}
-  layers |= {"dss_authors": _dss(), "hyena_safari_order": _hyena(order=3)}
+  layers["hyena_safari_order"] = _hyena(order=3)
+  layers["hyena_safari_filter"] = _hyena(num_inner_mlps=1)
+  _stubs()
+  layers["dss_authors"] = _dss(version="exp")
+  layers["dss_authors_softmax"] = _dss_softmax()
+  layers["s4d"] = _load("s4/models/s4/s4d.py").S4D(DIM, d_state=6, transposed=False)
+  layers["s4"] = _s4()
   assert torch.get_default_dtype() == torch.float64
-  return {name: (layer, call) for name, layer in layers.items()}
+  return {name: (layer, call) for name, layer in layers.items()} | {"cosformer": _cosformer()}

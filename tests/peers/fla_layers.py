@@ -4,6 +4,7 @@ functions, and the norms and convolutions of torch, in place of them."""
 import functools
 import warnings
 
+import fla.layers.based
 import fla.layers.delta_net
 import fla.layers.gated_deltanet
 import fla.layers.gla
@@ -155,8 +156,13 @@ def cases():
   eps = {"norm_eps": 1e-6}
   plain = lambda module, x: module(x)[0]
   bound = torch.from_numpy(0.4 + 0.1 * numbers("hgrn2_fla/lower_bound", (DIM,)))
+  based = fla.layers.based.BasedLinearAttention(
+    DIM, feature_dim=4, num_heads=2, num_key_value_heads=2
+  )
   return {
+    "based_fla": (based, lambda module, x: module.forward_reference(x)),
     "gla_fla": (gla(**eps), plain),
+    "gla_fla_wide": (gla(expand_k=1.0, expand_v=1.5, gate_logit_normalizer=4), plain),
     "gla_fla_grouped": (gla(num_kv_heads=1, clamp_min=-0.03, feature_map="relu"), plain),
     "gla_fla_conv": (
       gla(use_short_conv=True, use_output_gate=False, elementwise_affine=False),
@@ -175,6 +181,10 @@ def cases():
       plain,
     ),
     "delta_net_fla_relu": (delta(qk_activation="relu", use_beta=False, expand_k=0.5), plain),
+    "delta_net_fla_biases": (
+      delta(conv_bias=True, conv_size=3, qk_activation="identity"),
+      plain,
+    ),
     "gated_delta_net_fla": (gated(**eps), plain),
     "gated_delta_net_fla_grouped": (gated(num_v_heads=4, expand_v=1.5, conv_bias=True), plain),
     "gated_delta_net_fla_no_conv": (
@@ -183,6 +193,8 @@ def cases():
     ),
     "gsa_fla": (gsa(**eps), plain),
     "gsa_fla_grouped": (gsa(num_kv_heads=1, feature_map="relu", use_short_conv=True), plain),
+    "gsa_fla_gates": (gsa(gate_logit_normalizer=4, scale=0.5), plain),
+    "retnet_fla_wide": (retention(expand_v=1.5), plain),
     "retnet_fla": (retention(**eps), plain),
     "retnet_fla_affine": (retention(elementwise_affine=False, num_kv_heads=1), plain),
     "rwkv6_fla": (rwkv6(1.0), plain),

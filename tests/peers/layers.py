@@ -62,6 +62,15 @@ def mlp(theirs: Arrays) -> dict[str, Any]:
   return named(theirs, gate="gate_proj", up="up_proj", down="down_proj")
 
 
+def gpt2_mlp(theirs: Arrays) -> dict[str, Any]:
+  """Their kernels are [inputs, outputs], as ours."""
+  names = {"up": "c_fc", "down": "c_proj"}
+  return {
+    ours: {"kernel": theirs[f"{name}.weight"], "bias": theirs[f"{name}.bias"]}
+    for ours, name in names.items()
+  }
+
+
 def mamba(theirs: Arrays) -> dict[str, Any]:
   norms = scale(theirs, r_norm="dt_layernorm", b_norm="b_layernorm", c_norm="c_layernorm")
   projections = {name: name for name in ("in_proj", "x_proj", "dt_proj")} | {"o_proj": "out_proj"}
@@ -193,6 +202,30 @@ def dss(theirs: Arrays) -> dict[str, Any]:
   return ours | {"log_dt": theirs["kernel.log_dt"]} | named(theirs, o_proj="output_linear.0")
 
 
+def _parts(name, theirs):
+  """Real and imaginary parts, on the last axis there."""
+  return {f"{name}_real": theirs[..., 0], f"{name}_imag": theirs[..., 1]}
+
+
+def s4d(theirs: Arrays) -> dict[str, Any]:
+  ours = _parts("c", theirs["kernel.C"]) | {"skip": theirs["D"], "log_dt": theirs["kernel.log_dt"]}
+  ours |= {"a_log": theirs["kernel.log_A_real"], "a_imag": theirs["kernel.A_imag"]}
+  output = {"kernel": theirs["output_linear.0.weight"][..., 0].T}
+  return ours | {"o_proj": output | {"bias": theirs["output_linear.0.bias"]}}
+
+
+def s4(theirs: Arrays) -> dict[str, Any]:
+  kernel = lambda name: theirs[f"layer.kernel.{name}"]
+  ours = {"skip": theirs["layer.D"][0], "log_dt": kernel("inv_dt")[:, 0]}
+  ours |= {"pole_log": kernel("A_real")[0], "pole_imag": -kernel("A_imag")[0]}
+  ours |= _parts("b", kernel("B")[0, 0]) | _parts("p", kernel("P")[0, 0])
+  return ours | _parts("c", kernel("C")[0]) | named(theirs, o_proj="output_linear.0")
+
+
+def cosformer(theirs: Arrays) -> dict[str, Any]:
+  return named(theirs, **QKVO | {"o_proj": "out_proj"})
+
+
 def rwkv5(theirs: Arrays) -> dict[str, Any]:
   """Their weights of shifts are those of the previous token."""
   ours = {f"mu_{name}": 1 - theirs[f"time_maa_{name}"].ravel() for name in "rkvg"}
@@ -217,6 +250,8 @@ LOWER_BOUND = 0.4 + 0.1 * numbers("hgrn2_fla/lower_bound", (DIM,))
 PEERS = {
   "mamba": Peer("mamba", MAMBA, mamba),
   "mamba_biases": Peer("mamba", MAMBA | {"use_bias": True, "conv_bias": False}, mamba),
+  "mamba_sizes": Peer("mamba", MAMBA | {"expand": 1, "conv_size": 3}, mamba),
+  "mamba2_sizes": Peer("mamba2", MAMBA2 | {"expand": 1, "conv_size": 2}, mamba2),
   "falcon_mamba": Peer("mamba", MAMBA | {"inner_norm": "rms"}, mamba),
   "jamba": Peer("mamba", MAMBA | {"inner_norm": "scaled_rms"}, mamba),
   "mamba2": Peer("mamba2", MAMBA2, mamba2),
@@ -227,6 +262,7 @@ PEERS = {
   "falcon_h1_gate_first": Peer("mamba2", FALCON_H1, mamba2),
   "falcon_h1_no_norm": Peer("mamba2", FALCON_H1 | {"norm_order": "none"}, mamba2),
   "recurrent_gemma_block": Peer("rg_lru", GRIFFIN, griffin),
+  "recurrent_gemma_sizes": Peer("rg_lru", GRIFFIN | {"width": 16, "conv_size": 3}, griffin),
   "recurrent_gemma_attention": Peer(
     "softmax_attention", HEADS | {"rotary_width": 2, "use_bias": "o", "max_length": 8}, attention
   ),
@@ -240,12 +276,20 @@ PEERS = {
   ),
   "llama": Peer("softmax_attention", GROUPED | {"max_length": 8}, attention),
   "llama_mlp": Peer("swiglu", {"hidden": 12, "use_bias": True}, mlp),
+  "llama_mlp_gelu": Peer("geglu", {"hidden": 12}, mlp),
+  "gpt2_mlp": Peer("gpt2", {"hidden": 12, "use_bias": True, "activation": "gelu_tanh"}, gpt2_mlp),
   "qwen2": Peer("softmax_attention", GROUPED | {"use_bias": "qkv", "max_length": 8}, attention),
   "qwen3": Peer("softmax_attention", GROUPED | {"qk_norm": True, "max_length": 8}, attention),
   "gemma2": Peer(
     "softmax_attention", GROUPED | {"soft_cap": 0.7, "scale": 0.5, "max_length": 8}, attention
   ),
   "rwkv": Peer("rwkv4", {}, rwkv4),
+  "based_fla": Peer("based", HEADS | {"head_dim": 4}, attention),
+  "gla_fla_wide": Peer(
+    "gla",
+    HEADS | {"gate_rank": 3, "expand_k": 1.0, "expand_v": 1.5, "gate_logit_normalizer": 4.0},
+    gla,
+  ),
   "gla_fla": Peer("gla", HEADS | {"gate_rank": 3} | EPS, gla),
   "gla_fla_grouped": Peer(
     "gla", GROUPED | {"gate_rank": 3, "clamp_min": -0.03, "feature_map": "relu"}, gla
@@ -266,6 +310,9 @@ PEERS = {
   "delta_net_fla_relu": Peer(
     "delta_net", HEADS | {"qk_activation": "relu", "use_beta": False, "expand_k": 0.5}, delta_net
   ),
+  "delta_net_fla_biases": Peer(
+    "delta_net", HEADS | {"conv_bias": True, "conv_size": 3, "qk_activation": "identity"}, delta_net
+  ),
   "gated_delta_net_fla": Peer("gated_delta_net", HEADS | {"head_dim": 4} | EPS, delta_net),
   "gated_delta_net_fla_grouped": Peer(
     "gated_delta_net",
@@ -281,6 +328,10 @@ PEERS = {
   "gsa_fla_grouped": Peer(
     "gsa", GROUPED | {"num_slots": 3, "feature_map": "relu", "conv_size": 4}, gsa
   ),
+  "gsa_fla_gates": Peer(
+    "gsa", HEADS | {"num_slots": 3, "gate_logit_normalizer": 4.0, "scale": 0.5}, gsa
+  ),
+  "retnet_fla_wide": Peer("retnet", HEADS | {"expand_v": 1.5}, retnet),
   "retnet_fla": Peer("retnet", HEADS | EPS, retnet),
   "retnet_fla_affine": Peer("retnet", GROUPED | {"norm_scale": False}, retnet),
   "hgrn2_fla": Peer(
@@ -300,6 +351,11 @@ PEERS = {
   ),
   "hyena_safari": Peer("hyena", SAFARI, hyena),
   "hyena_safari_order": Peer("hyena", SAFARI | {"order": 3}, hyena),
+  "hyena_safari_filter": Peer("hyena", SAFARI | {"filter_layers": 2}, hyena),
+  "s4d": Peer("s4d", {"state_dim": 6}, s4d),
+  "s4": Peer("s4", {"state_dim": 6}, s4),
+  "cosformer": Peer("cosformer", HEADS | {"max_length": 6, "use_bias": True}, cosformer),
+  "dss_authors_softmax": Peer("dss", {"state_dim": 3, "kernel_length": 6}, dss),
   "dss_authors": Peer("dss", {"state_dim": 3, "separate_steps": True}, dss),
   "rwkv5_x051a": Peer("rwkv5", HEADS | {"layer": 1, "num_layers": 3, "decay": "head"}, rwkv5),
   "retnet_torchscale": Peer(

@@ -16,6 +16,7 @@ import torch
 # Their casts to float32 must not round: before anything of theirs is imported.
 torch.set_default_dtype(torch.float64)
 torch.float32 = torch.float = torch.float64
+torch.complex64 = torch.cfloat = torch.complex128
 torch.Tensor.float = torch.Tensor.double
 
 from tests.peers.numbers import cotangent, inputs, parameter  # noqa: E402

@@ -22,7 +22,7 @@ from tests.peers.numbers import DIM, cotangent, inputs, parameter
 FOLDER = Path(__file__).parent / "golden"
 TOLERANCE = 1e-12
 # Of ours, the features of lags are float32.
-TOLERANCES = {"hyena_safari": 1e-6, "hyena_safari_order": 1e-6}
+TOLERANCES = dict.fromkeys(("hyena_safari", "hyena_safari_order", "hyena_safari_filter"), 1e-6)
 
 # Layers whose options change the state; the others decode as their mixer does by default.
 DECODED = (

@@ -13,6 +13,7 @@ from transformers.models.gemma2.modeling_gemma2 import (
   Gemma2Config,
   Gemma2RotaryEmbedding,
 )
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Config
 from transformers.models.jamba.modeling_jamba import JambaConfig, JambaMambaMixer
 from transformers.models.llama.modeling_llama import (
   LlamaAttention,
@@ -70,7 +71,7 @@ def _jamba():
 
 def _mamba2(**options):
   sizes = {"hidden_size": DIM, "state_size": 3, "head_dim": 4, "num_heads": 4, "chunk_size": 4}
-  return Mamba2Mixer(Mamba2Config(**sizes, num_hidden_layers=1, **options), 0)
+  return Mamba2Mixer(Mamba2Config(**sizes | options, num_hidden_layers=1), 0)
 
 
 def _falcon_h1(**options):
@@ -89,9 +90,8 @@ def _recurrent_gemma(**options):
     num_attention_heads=2,
     num_hidden_layers=3,
     intermediate_size=24,
-    lru_width=DIM,
     attn_implementation="eager",
-    **options,
+    **{"lru_width": DIM} | options,
   )
 
 
@@ -102,9 +102,9 @@ def _griffin_attention():
   return RecurrentGemmaAttention(config, 2), call
 
 
-def _griffin_block():
+def _griffin_block(**options):
   call = lambda module, x: module(x, _POSITIONS, None, use_cache=False)[0]
-  return RecurrentGemmaRecurrentBlock(_recurrent_gemma(), 0), call
+  return RecurrentGemmaRecurrentBlock(_recurrent_gemma(**options), 0), call
 
 
 def _qwen3_next():
@@ -137,14 +137,18 @@ def cases():
   grouped = {"num_key_value_heads": 1, "head_dim": 4}
   rotary = LlamaRotaryEmbedding
   soft_cap = {"attn_logit_softcapping": 0.7, "query_pre_attn_scalar": 4}
-  mlp = LlamaConfig(hidden_size=DIM, intermediate_size=12, num_attention_heads=2, mlp_bias=True)
+  mlp = lambda **options: LlamaMLP(
+    LlamaConfig(hidden_size=DIM, intermediate_size=12, num_attention_heads=2, **options)
+  )
   rwkv = RwkvConfig(hidden_size=DIM, attention_hidden_size=DIM, num_hidden_layers=1)
   return {
     "mamba": (_mamba(), _plain),
     "mamba_biases": (_mamba(use_bias=True, use_conv_bias=False), _plain),
     "falcon_mamba": (_falcon_mamba(), _plain),
     "jamba": (_jamba(), _plain),
+    "mamba_sizes": (_mamba(expand=1, conv_kernel=3), _plain),
     "mamba2": (_mamba2(n_groups=1), _plain),
+    "mamba2_sizes": (_mamba2(n_groups=1, expand=1, num_heads=2, conv_kernel=2), _plain),
     "mamba2_groups": (_mamba2(n_groups=2, use_bias=True, use_conv_bias=False), _plain),
     "falcon_h1": (
       _falcon_h1(mamba_n_groups=2, mamba_rms_norm=True, mamba_norm_before_gate=True),
@@ -156,11 +160,14 @@ def cases():
     ),
     "falcon_h1_no_norm": (_falcon_h1(mamba_n_groups=2, mamba_rms_norm=False), _plain),
     "recurrent_gemma_block": _griffin_block(),
+    "recurrent_gemma_sizes": _griffin_block(lru_width=16, conv1d_width=3),
     "recurrent_gemma_attention": _griffin_attention(),
     "recurrent_gemma_mlp": (RecurrentGemmaMlp(_recurrent_gemma()), _plain),
     "qwen3_next": (_qwen3_next(), _plain),
     "llama": _softmax(LlamaConfig, LlamaAttention, rotary, **grouped),
-    "llama_mlp": (LlamaMLP(mlp), _plain),
+    "llama_mlp": (mlp(mlp_bias=True), _plain),
+    "llama_mlp_gelu": (mlp(hidden_act="gelu"), _plain),
+    "gpt2_mlp": (GPT2MLP(12, GPT2Config(n_embd=DIM)), _plain),
     "qwen2": _softmax(Qwen2Config, Qwen2Attention, rotary, num_key_value_heads=1),
     "qwen3": _softmax(Qwen3Config, Qwen3Attention, rotary, **grouped),
     "gemma2": _softmax(Gemma2Config, Gemma2Attention, Gemma2RotaryEmbedding, **grouped, **soft_cap),
