@@ -58,6 +58,7 @@ PEERS := tests/peers/requirements
 AUTHORS := .venv-peers/authors
 test-peers: $(DEV_ENV) .venv-peers/.ready $(AUTHORS)/.ready
 	.venv-peers/bin/python -m tests.peers.record
+	$(RUN) -m tests.peers.record_jax
 	$(RUN) -m pytest tests/peers $(ARGS)
 
 .venv-peers/.ready: $(PEERS).txt $(PEERS)-without-dependencies.txt

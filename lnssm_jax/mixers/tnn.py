@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.mixers.common.complex_state import (
   ComplexState,
   empty_state,
@@ -18,12 +18,18 @@ from lnssm_jax.mixers.common.complex_state import (
 )
 from lnssm_jax.mixers.common.filters import FilterNetwork
 from lnssm_jax.mixers.common.initializers import uniform_fan_in
-from lnssm_jax.mixers.common.norms import rms_norm
+from lnssm_jax.mixers.common.norms import rms_norm, rms_norm_with_floor
 from lnssm_jax.mixers.common.projections import Linear
 from lnssm_jax.ops import long_convolution
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.segments import positions, segments_of
 from lnssm_jax.ops.core.states import register_state
+
+# A floor of the rms keeps its gradient finite.
+FILTER_NORMS = {
+  "rms": rms_norm,
+  "rms_plus_eps": lambda x: rms_norm_with_floor(x, None, eps=1e-8, floor=1e-8),
+}
 
 
 @register_state
@@ -61,6 +67,8 @@ class TNN(Mixer[TNNState]):
     max_length: L, even: the number of lags of the network.
     decay: gamma, in (0, 1]; a constant, 0.99 to 0.999 in the paper. Rounded to float32.
     filter_dim, filter_layers: width and number of the network's hidden layers.
+    filter_norm: its RMSNorm: "rms", x / sqrt(mean(x^2) + 1e-5), or "rms_plus_eps", x / (rms(x) +
+      1e-8), as in the published network.
     dtype: of the projections and of v; the kernel, the gate, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -69,8 +77,7 @@ class TNN(Mixer[TNNState]):
 
   Source: TNN (Qin et al. 2023), sections 3.2 and 3.3; the recurrence, Qin and Zhong 2023
   (exponential-time-to-space conversion), section 3. All layers start uniform within
-  1 / sqrt(inputs). The published network's norm is x / (rms(x) + 1e-8); here it is
-  x / sqrt(mean(x^2) + 1e-5). The kernel depends on lags only, never on the length of a sequence.
+  1 / sqrt(inputs). The kernel depends on lags only, never on the length of a sequence.
   """
 
   can_shard_time = False
@@ -84,6 +91,7 @@ class TNN(Mixer[TNNState]):
     decay: float = 0.99,
     filter_dim: int = 32,
     filter_layers: int = 3,
+    filter_norm: str = "rms",
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -100,6 +108,7 @@ class TNN(Mixer[TNNState]):
     self.decay_per_token = float(np.float32(decay))
     check_positive("filter_dim", filter_dim), check_positive("filter_layers", filter_layers)
 
+    self.filter_norm = check_choice("filter_norm", filter_norm, FILTER_NORMS)
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
     def linear(inputs, outputs):
@@ -154,7 +163,8 @@ class TNN(Mixer[TNNState]):
   def _undecayed(self) -> jax.Array:
     """One period of r_l, [L + 1, E]: the network's values, then minus their sum."""
     lags = jnp.arange(self.num_lags, dtype=jnp.float32)[:, None]
-    r = self.filter(lags, lambda z: jax.nn.relu(rms_norm(z)))
+    norm = FILTER_NORMS[self.filter_norm]
+    r = self.filter(lags, lambda z: jax.nn.relu(norm(z)))
     return jnp.concatenate([r, -r.sum(0, keepdims=True)])
 
   def _decays(self, lag: np.ndarray) -> np.ndarray:

@@ -63,6 +63,7 @@ CASES = {
     functools.partial(long_convolutions.hyena, **LENGTH, order=4),
   ),
   "qlstm, as printed": (QLSTM, {"variant": "paper"}, qlstm.qlstm_printed),
+  "qlstm_reversed, as printed": (QLSTMReversed, {"variant": "paper"}, qlstm.qlstm_printed),
   "rwkv5, per head": (
     RWKV5,
     HEADS | LAYER | {"decay": "head"},

@@ -7,13 +7,12 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+from tests.peers.golden_files import AUTHORS
 from tests.peers.numbers import DIM
-
-FOLDER = Path(__file__).parents[2] / ".venv-peers" / "authors"
 
 
 def _load(file: str) -> ModuleType:
-  spec = importlib.util.spec_from_file_location(Path(file).stem, FOLDER / file)
+  spec = importlib.util.spec_from_file_location(Path(file).stem, AUTHORS / file)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module
@@ -32,12 +31,14 @@ def _tnl():
 def _hyena(**options):
   operator = _load("safari/standalone_hyena.py").HyenaOperator
   layer = operator(DIM, l_max=8, filter_order=4, **options)
-  # Learned there, at a rate of 1e-5.
-  positions = layer.filter_fn.pos_emb
-  z = positions.z.detach()
-  del positions.z
-  positions.register_buffer("z", z)
+  _constant(layer.filter_fn.pos_emb, "z")  # learned there, at a rate of 1e-5
   return layer
+
+
+def _constant(module, name):
+  value = getattr(module, name).detach()
+  delattr(module, name)
+  module.register_buffer(name, value)
 
 
 def _rwkv5():
@@ -82,6 +83,62 @@ def _s4():
   return layer
 
 
+def _scan(decay, x):
+  """h_t = decay_t h_{t-1} + x_t along the last axis."""
+  h, out = torch.zeros_like(x[..., 0]), []
+  for a, b in zip(decay.unbind(-1), x.unbind(-1), strict=True):
+    h = a * h + b
+    out.append(h)
+  return torch.stack(out, -1)
+
+
+def _dsf():
+  """The layers of the dynamical-systems framework's experiments, and Zoology's among them."""
+  # Packages for GPUs: of layers that are not run, and one whose place a loop takes.
+  sys.modules["causal_conv1d"] = SimpleNamespace(causal_conv1d_fn=None)
+  sys.modules["selective_scan_cuda"] = sys.modules["causal_conv1d_cuda"] = ModuleType("cuda")
+  sys.modules["torchvision"] = ModuleType("torchvision")
+  sys.modules["torchvision.ops"] = SimpleNamespace(StochasticDepth=None)
+  norms = SimpleNamespace(RMSNorm=None, layer_norm_fn=None, rms_norm_fn=None)
+  sys.modules["zoology.mixers.mamba_ssm.triton.layernorm"] = norms
+  sys.modules["accelerated_scan"] = ModuleType("accelerated_scan")
+  sys.modules["accelerated_scan.warp"] = SimpleNamespace(scan=_scan)
+  sys.path.insert(0, str(AUTHORS / "dsf-mqar"))
+  from zoology.mixers import mamba
+  from zoology.mixers.attention import MHA, MHNA
+  from zoology.mixers.base_conv import BaseConv
+  from zoology.mixers.lstm import qLSTM
+  from zoology.mixers.mamba_ssm.selective_scan_interface import selective_scan_ref
+
+  mamba.selective_scan_fn = selective_scan_ref
+  ssd = mamba.S6_2(DIM, d_state=3)
+  _constant(ssd, "Id")
+  sizes = {"num_heads": 2, "d_qk": 12}
+  long = BaseConv(DIM, l_max=8, kernel_size=-1)
+  _constant(long.conv.pos_emb, "z")
+  return {
+    "linear_attention_dsf": MHA(DIM, **sizes),
+    "softmax_attention_dsf": MHA(DIM, **sizes, lin_att=False, bias=False),
+    "normalized_attention_dsf": MHNA(DIM, **sizes),
+    "qlstm_dsf": qLSTM(DIM, reversed=False),
+    "qlstm_reversed_dsf": qLSTM(DIM),
+    "s6_dsf": mamba.S6(DIM, d_state=3, dt_rank="auto"),
+    "ssd_dsf": ssd,
+    "base_conv_zoology": BaseConv(DIM, l_max=8),
+    "base_conv_zoology_long": long,
+  }
+
+
+def _tnn():
+  sys.path.insert(0, str(AUTHORS / "tnn-pytorch"))
+  from tnn_pytorch import Gtu
+
+  sizes = {"expand_ratio": 2, "rpe_embedding": 4, "rpe_layers": 2, "gamma": 0.875}
+  layer = Gtu(DIM, 1, causal=True, use_decay=True, **sizes)
+  _constant(layer.toep, "gamma")
+  return layer
+
+
 def _cosformer():
   layer = _load("cosFormer/cosformer.py").CosformerAttention(DIM, 2, causal=True)
   return layer, lambda module, x: module(x.transpose(0, 1)).transpose(0, 1)
@@ -98,5 +155,6 @@ def cases():
   layers["dss_authors_softmax"] = _dss_softmax()
   layers["s4d"] = _load("s4/models/s4/s4d.py").S4D(DIM, d_state=6, transposed=False)
   layers["s4"] = _s4()
+  layers |= _dsf() | {"tnn_authors": _tnn()}
   assert torch.get_default_dtype() == torch.float64
   return {name: (layer, call) for name, layer in layers.items()} | {"cosformer": _cosformer()}

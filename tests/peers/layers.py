@@ -222,6 +222,49 @@ def s4(theirs: Arrays) -> dict[str, Any]:
   return ours | _parts("c", kernel("C")[0]) | named(theirs, o_proj="output_linear.0")
 
 
+def s5(theirs: Arrays) -> dict[str, Any]:
+  b, c = theirs["B"], theirs["C"]
+  ours = {"b_proj": {"kernel": np.concatenate([b[..., 0], b[..., 1]]).T}}
+  ours |= {"c_proj": {"kernel": np.concatenate([c[..., 0], -c[..., 1]], 1).T}}
+  ours |= {"g_proj": {"kernel": theirs["out2.kernel"], "bias": theirs["out2.bias"]}}
+  ours |= {"pole_log": theirs["Lambda_log"], "pole_imag": theirs["Lambda_im"]}
+  return ours | {"log_dt": theirs["log_step"][:, 0], "skip": theirs["D"]}
+
+
+def dsf_attention(theirs: Arrays) -> dict[str, Any]:
+  """Their queries and keys are one projection, the queries first."""
+  ours = named(theirs, v_proj="Wv", eta_proj="Wn", o_proj="out_proj")
+  halves = {n: np.split(theirs[f"Wqk.{n}"], 2) for n in ("weight", "bias") if f"Wqk.{n}" in theirs}
+  for number, name in enumerate("qk"):
+    ours |= named({f"Wqk.{n}": x[number] for n, x in halves.items()}, **{f"{name}_proj": "Wqk"})
+  return ours
+
+
+def s6(theirs: Arrays) -> dict[str, Any]:
+  ours = named(theirs, x_proj="x_proj", o_proj="out_proj") | {"skip": theirs["D"]}
+  if "dt_proj.weight" in theirs:
+    return ours | named(theirs, dt_proj="dt_proj") | {"a_log": theirs["A_log"]}
+  return ours | {"dt_bias": theirs["dt_proj.bias"], "log_rate": theirs["A_log"]}
+
+
+def qlstm(theirs: Arrays) -> dict[str, Any]:
+  ours = named(theirs, in_proj="input", x_proj="gates", o_proj="output")
+  alpha = {"alpha": theirs["alpha"].reshape(1)} if "alpha" in theirs else {}
+  return ours | {"conv": conv(theirs, "conv")} | alpha
+
+
+def base_conv(theirs: Arrays) -> dict[str, Any]:
+  ours = named(theirs, g_proj="projection") | named(theirs, conv, conv="conv.conv")
+  network = named(theirs, layer0="conv.mlp.0", layer1="conv.mlp.2")
+  return ours | ({"filter": network} if network else {})
+
+
+def tnn(theirs: Arrays) -> dict[str, Any]:
+  rpe = {"layer0": "pos_proj", "layer1": "layers.0.2", "layer2": "layers.1.2", "layer3": "out.2"}
+  network = named(theirs, **{ours: f"toep.rpe.{name}" for ours, name in rpe.items()})
+  return named(theirs, u_proj="u_proj", v_proj="v_proj", o_proj="o") | {"filter": network}
+
+
 def cosformer(theirs: Arrays) -> dict[str, Any]:
   return named(theirs, **QKVO | {"o_proj": "out_proj"})
 
@@ -243,6 +286,7 @@ MAMBA2 = {"state_dim": 3, "head_dim": 4}
 FALCON_H1 = MAMBA2 | {"num_groups": 2, "norm_eps": 1e-5}
 GRIFFIN = HEADS | {"use_bias": True}
 FLA_RWKV6 = HEADS | {"mix_rank": 2, "gate_rank": 3, "norm_eps": 1e-5 / 64}
+DSF = HEADS | {"head_dim": 6}
 SAFARI = {"max_length": 8, "filter_dim": 4, "use_bias": True}
 # A bound b of ours is a share 1 - exp(-b^2); fla passes the share.
 LOWER_BOUND = 0.4 + 0.1 * numbers("hgrn2_fla/lower_bound", (DIM,))
@@ -354,6 +398,26 @@ PEERS = {
   "hyena_safari_filter": Peer("hyena", SAFARI | {"filter_layers": 2}, hyena),
   "s4d": Peer("s4d", {"state_dim": 6}, s4d),
   "s4": Peer("s4", {"state_dim": 6}, s4),
+  "s5_authors": Peer("s5", {"state_dim": 6, "gelu": "tanh"}, s5),
+  "linear_attention_dsf": Peer("linear_attention", DSF, dsf_attention),
+  "softmax_attention_dsf": Peer(
+    "softmax_attention",
+    DSF | {"positions": "none", "use_bias": "o", "max_length": 8},
+    dsf_attention,
+  ),
+  "normalized_attention_dsf": Peer("normalized_attention", DSF, dsf_attention),
+  "qlstm_dsf": Peer("qlstm", {}, qlstm),
+  "qlstm_reversed_dsf": Peer("qlstm_reversed", {}, qlstm),
+  "s6_dsf": Peer("s6", {"state_dim": 3}, s6),
+  "ssd_dsf": Peer("ssd", {"state_dim": 3}, s6),
+  "base_conv_zoology": Peer("base_conv", {}, base_conv),
+  "base_conv_zoology_long": Peer("base_conv", {"max_length": 8}, base_conv),
+  "tnn_authors": Peer(
+    "tnn",
+    {"expand": 2, "max_length": 8, "decay": 0.875, "filter_dim": 4, "filter_layers": 2}
+    | {"filter_norm": "rms_plus_eps"},
+    tnn,
+  ),
   "cosformer": Peer("cosformer", HEADS | {"max_length": 6, "use_bias": True}, cosformer),
   "dss_authors_softmax": Peer("dss", {"state_dim": 3, "kernel_length": 6}, dss),
   "dss_authors": Peer("dss", {"state_dim": 3, "separate_steps": True}, dss),

@@ -6,9 +6,7 @@ It has an environment of its own (requirements.txt), without jax. A case is a la
 from `numbers`; its file keeps the parameters' names and shapes, the outputs and all gradients.
 """
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,9 +17,9 @@ torch.float32 = torch.float = torch.float64
 torch.complex64 = torch.cfloat = torch.complex128
 torch.Tensor.float = torch.Tensor.double
 
+from tests.peers import golden_files  # noqa: E402
 from tests.peers.numbers import cotangent, inputs, parameter  # noqa: E402
 
-FOLDER = Path(__file__).parent / "golden"
 Call = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 
 
@@ -30,7 +28,7 @@ def record(case: str, module: torch.nn.Module, call: Call) -> dict[str, np.ndarr
   module.train(False).double()
   with torch.no_grad():
     for name, value in module.named_parameters():
-      value.copy_(torch.from_numpy(parameter(case, name, value.shape)))
+      value.copy_(torch.as_tensor(parameter(case, name, value.shape)))
   x = torch.from_numpy(inputs(case)).requires_grad_()
   out = call(module, x)
   assert out.dtype == torch.float64, case
@@ -42,16 +40,8 @@ def record(case: str, module: torch.nn.Module, call: Call) -> dict[str, np.ndarr
 
 
 def write(file: str, cases: dict[str, tuple[torch.nn.Module, Call]]) -> None:
-  """Writes golden/FILE.npz: `index`, the names and shapes as JSON, and all `numbers`."""
-  recorded = {case: record(case, *layer) for case, layer in cases.items()}
-  index = {
-    case: {name: list(value.shape) for name, value in results.items()}
-    for case, results in recorded.items()
-  }
-  numbers = [value.ravel() for results in recorded.values() for value in results.values()]
-  text = np.frombuffer(json.dumps(index).encode(), np.uint8)
-  np.savez_compressed(FOLDER / f"{file}.npz", index=text, numbers=np.concatenate(numbers))
-  print(f"golden/{file}.npz: {', '.join(recorded)}")
+  """Records the cases in golden/FILE.npz."""
+  golden_files.write(file, {case: record(case, *layer) for case, layer in cases.items()})
 
 
 def main() -> None:

@@ -9,9 +9,10 @@ from tests.mixers.references.common import convolution, sigmoid
 def qlstm_printed(params, u):
   x = np.tanh(u @ params["in_proj"]["kernel"])
   f, i, o = np.split(u @ params["x_proj"]["kernel"] + params["x_proj"]["bias"], 3, axis=1)
+  decay = sigmoid(-f) ** max(params["alpha"][0], 0) if "alpha" in params else sigmoid(f)
   h, y = 0.0, []
   for t in range(len(u)):
-    h = sigmoid(f[t]) * h + sigmoid(i[t]) * x[t]
+    h = decay[t] * h + sigmoid(i[t]) * x[t]
     y.append(sigmoid(o[t]) * np.tanh(h))
   return np.stack(y)
 
