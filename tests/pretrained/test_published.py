@@ -18,7 +18,7 @@ from lnssm_jax.pretrained import ExportError, hugging_face, placing, safetensors
 from lnssm_jax.pretrained.families import hybrids
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
 from tests.devices import result_of
-from tests.peers.layers import rwkv6
+from tests.peers.maps import rwkv6
 from tests.pretrained.published import CASES, recorded, write
 
 

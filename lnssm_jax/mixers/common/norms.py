@@ -20,7 +20,7 @@ def rms_norm(
 
 
 def rms_norm_with_floor(
-  x: jax.Array, scale: jax.Array, *, eps: float, floor: float, dtype=None
+  x: jax.Array, scale: jax.Array | None, *, eps: float, floor: float, dtype=None
 ) -> jax.Array:
   """scale * x / (max(rms(x), floor) + eps), rms = sqrt(mean(x^2)); `floor` bounds the gradient."""
   return normalize(x, scale, eps=eps, floor=floor, dtype=dtype)[0]
