@@ -54,7 +54,9 @@ CASES = [
   Case(decay=None, value_decay="HV", segments=True),
   Case(decay="BTHK", value_decay="BTHV", bonus=True, strength="extreme", segments=True),
   Case(decay="BTH", value_decay="HV", strength="extreme"),
-  Case(decay="HK", normalize=True, segments=True, strength="extreme", chunk=None, K=16, V=32, T=65),
+  Case(
+    decay="HK", normalize=True, segments=True, strength="extreme", chunk=None, H=1, K=16, V=32, T=65
+  ),
   Case(decay="BTHK", bonus=True, T=9, H=4, shared=2),
 ]
 LENGTHS, LONGER = (
@@ -86,7 +88,7 @@ KERNELS = [
   Case(T=65, K=128, V=24, decay="HK", strength="weak", normalize=True, H=1),
   Case(T=63, K=20, V=136, decay="BTHK", bonus=True, normalize=True, H=1),
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
-  Case(T=15, K=136, V=16, decay="H", normalize=True, H=2),
+  Case(T=15, K=136, V=16, decay="H", normalize=True, H=1),
   Case(T=65, K=16, V=24, decay="BTH", strength="weak", H=4, shared=2),
 ]
 # Like `PARTS`, but with decays that leave nothing of a state, or in one chunk.
