@@ -2,9 +2,9 @@
 
     python -m benchmarks.generation --config configs/lnssm_72m.py
 
-For each batch and each number of new tokens: tokens/s over all rows and milliseconds a token, the
+For each batch and each number of new tokens: tokens/s over all rows and milliseconds per token, the
 bytes of the state, and the device's peak memory. A model whose cost is linear in length shows the
-same milliseconds a token and the same state in every row of one batch.
+same milliseconds per token and the same state in every row of one batch.
 """
 
 import argparse

@@ -92,7 +92,7 @@ def make_inputs(case: Case, shape: Shape, seed) -> dict[str, jax.Array]:
     decay = -jnp.exp(channel_decay(H * K, layer=1, num_layers=3).reshape(H, K))
     # Slow heads last, which are checked: gradients of queries are small where all channels forget.
     arrays["log_decay"] = jnp.roll(decay, -HEADS, axis=0)
-  elif case.decay == "HK":  # from 1e-3 to 20 a step, slow and fast channels in every head
+  elif case.decay == "HK":  # from 1e-3 to 20 per token, slow and fast channels in every head
     arrays["log_decay"] = -jnp.exp(jax.random.uniform(next(keys), (H, K), minval=-7, maxval=3))
   elif case.decay == "BTH":
     arrays["log_decay"] = jax.nn.log_sigmoid(normal(B, T, H) + 2)

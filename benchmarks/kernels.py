@@ -36,7 +36,7 @@ DECODE = "decode kernel"  # called directly, for T = 1
 
 
 def copy_bandwidth(mebibytes: int, calls: int, groups: int) -> float:
-  """Bytes a second, read and written, of a copy on the device."""
+  """Bytes per second, read and written, of a copy on the device."""
   x = jnp.zeros((mebibytes, 2**18), jnp.float32)
   copy = jax.jit(jnp.copy).lower(x).compile()
   return 2 * x.nbytes / (1e-3 * milliseconds(copy, [(x,)], calls, groups))

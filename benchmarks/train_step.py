@@ -143,7 +143,7 @@ def print_profile(text, run, steps, step_seconds):
     kernels[key] += event.seconds
     launches[key] += 1
   busy = sum(kernels.values())
-  print(f"device busy {busy / steps * 1e3:.2f} ms of {step_seconds * 1e3:.2f} ms a step")
+  print(f"device busy {busy / steps * 1e3:.2f} ms of {step_seconds * 1e3:.2f} ms per step")
   print(*profiles.summary(events, text, steps), sep="\n")
   for (kernel, path), seconds in kernels.most_common(40):
     count = launches[kernel, path] / steps

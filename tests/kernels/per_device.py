@@ -1,4 +1,4 @@
-"""Scans in programs that the compiler divides over 2 x 2 devices, against the float64 reference.
+"""Scans in programs that the compiler shards over 2 x 2 devices, against the float64 reference.
 
 Run as a program, for the number of devices is fixed when jax starts; prints JSON. On a CPU kernels
 are interpreted, which is slow, or another form of the scan stands in for them: how they are divided
@@ -95,7 +95,7 @@ def convolution():
 
 
 def traffic():
-  """Collectives of linear attention whose arguments lie as its mesh divides them."""
+  """Collectives of linear attention whose arguments are sharded as its mesh is."""
   watched("linear_attention", "chunked")
   where = mesh()
   with jax.set_mesh(where):

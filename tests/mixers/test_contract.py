@@ -268,6 +268,7 @@ def test_bad_inputs_raise_with_the_argument_named(name):
     r"state\S+ has shape \(3,": (x, state),
     "state has the structure": (x, {"kv": x}),
     r"segment_ids has shape \(2, 4\)": (x, None, jnp.ones((B, 4), int)),
+    "segment_ids has dtype float32": (x, None, jnp.ones((B, 5))),
   }
   for message, arguments in wrong.items():
     with pytest.raises(ValueError, match=f"{MIXERS[name].__name__}: .*{message}"):

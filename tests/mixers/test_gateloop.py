@@ -8,7 +8,6 @@ from flax import nnx
 
 from lnssm_jax.mixers import GateLoop
 from lnssm_jax.mixers.gateloop import _sums_within_a_turn
-from lnssm_jax.models import count_parameters
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references import gateloop as reference
 from tests.mixers.tiny import DIM, inputs
@@ -29,19 +28,9 @@ def test_gateloop_heads_of_width_one_match_reference():
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
 
 
-def test_parameter_count_matches_formula():
-  layer = jax.eval_shape(lambda: GateLoop(64, num_heads=2, rngs=nnx.Rngs(0)))
-  assert count_parameters(layer) == 7 * 64**2 + 3 * 64
-
-
 def test_initial_values():
   params = split(GateLoop(64, num_heads=2, rngs=nnx.Rngs(0)))[1]
   for name in "qkvapgo":
     assert 0.85 / 8 < np.abs(params[f"{name}_proj"]["kernel"]).max() <= 1 / 8
   np.testing.assert_array_equal(params["a_proj"]["bias"], np.zeros(64))
   np.testing.assert_array_equal(params["norm"]["scale"], np.ones(64))
-
-
-def test_bad_options_raise_with_the_option_named():
-  with pytest.raises(ValueError, match="dim=8 is not a multiple of num_heads=3"):
-    GateLoop(8, num_heads=3, rngs=nnx.Rngs(0))

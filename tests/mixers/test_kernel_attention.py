@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax.mixers import Based, LinearAttention, NormalizedAttention
+from lnssm_jax.mixers import LinearAttention, NormalizedAttention
 from lnssm_jax.mixers.kernel_attention import _taylor_features
-from lnssm_jax.models import count_parameters
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references import kernel_attention as reference
 from tests.mixers.tiny import DIM, inputs
@@ -61,27 +60,3 @@ def test_initial_kernels_and_biases():
   for name, std in (("q_proj", 0.02), ("v_proj", 0.02), ("o_proj", 0.005)):
     np.testing.assert_allclose(np.std(params[name]["kernel"]), std, rtol=0.03)
   assert not np.any(params["k_proj"]["bias"])
-
-
-def test_parameter_count_matches_formula():
-  D, H, K = 64, 4, 10
-  count = lambda make: count_parameters(jax.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
-  assert count(lambda **k: LinearAttention(D, num_heads=H, **k)) == 4 * D**2 + 4 * D
-  normalized = count(lambda **k: NormalizedAttention(D, num_heads=H, head_dim=K, **k))
-  assert normalized == (2 * D + 2) * H * K + 2 * (D**2 + D) + (D + 1) * H
-  assert count(lambda **k: Based(D, num_heads=H, **k)) == 2 * D * H * 16 + 2 * D**2
-
-
-@pytest.mark.parametrize(
-  "cls, options, message",
-  [
-    (LinearAttention, {"num_heads": 3}, "dim=8 is not a multiple of num_heads=3"),
-    (LinearAttention, {"num_heads": 2, "feature_map": "elo"}, "feature_map='elo' .* 'elu'"),
-    (LinearAttention, {"num_heads": 2, "num_layers": 0}, "num_layers=0 must"),
-    (NormalizedAttention, {"num_heads": 2, "eta": "log"}, "eta='log' is unknown"),
-    (Based, {"num_heads": 2, "head_dim": 0}, "head_dim=0 must"),
-  ],
-)
-def test_bad_options_raise_with_the_option_named(cls, options, message):
-  with pytest.raises(ValueError, match=message):
-    cls(8, **options, rngs=nnx.Rngs(0))

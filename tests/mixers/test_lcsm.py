@@ -203,28 +203,3 @@ def test_constant_matrices_start_normal_and_angles_as_published():
   np.testing.assert_allclose(theta, [1, 1e-2, 1e-4, 1e-6], rtol=1e-6)
   a = np.exp(LCSM(8, code="0", state_dim=3, rngs=nnx.Rngs(0)).a_log[...])
   np.testing.assert_allclose(a, np.tile([1.0, 2.0, 3.0], (8, 1)), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-  ("options", "message"),
-  [
-    ({"code": "1-12-1-0"}, "code='1-12-1-0' must be 'e-o-s-a'"),
-    ({"code": "1-1-1"}, "code='1-1-1' must be"),
-    ({"code": "1-1-1-8"}, "a 0 to 7"),
-    ({"code": 110}, "code=110 must be"),
-    ({"code": "1-ssm-1-0"}, "or '0' for the state-space form"),
-    ({"code": "0-m1-1-0"}, "use '1-m1-1-0'"),
-    ({"code": "1-m2-1-4"}, "m2 grows without bound"),
-    ({"code": "1-m3-1-4"}, "use '1-m3-1-2'"),
-    ({"code": "1-10-1-0", "learned": False}, "learned=False does not apply to oscillation 10"),
-    ({"code": "1-6-1-0", "learned": False}, "stands inside the sigmoid"),
-    ({"code": "1-0-1-0", "learned": 3}, "learned=3 must be True"),
-    ({"coloring": "exchange"}, "did you mean 'exchanged'"),
-    ({"state_dim": 0}, "state_dim=0 must"),
-    ({"gate_logit_normalizer": 0}, "gate_logit_normalizer=0 must"),
-    ({"gate_rank": 0, "code": "0"}, "gate_rank=0 must"),
-  ],
-)
-def test_bad_options_raise_with_the_option_named(options, message):
-  with pytest.raises(ValueError, match=message):
-    LCSM(8, **options, rngs=nnx.Rngs(0))

@@ -3,12 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import LLN
 from lnssm_jax.mixers.lln import _bounded_exponents
-from lnssm_jax.models import count_parameters
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references import lln as reference
 from tests.mixers.tiny import DIM, inputs
@@ -71,26 +69,3 @@ def test_exponents_are_bounded_and_their_weights_the_same():
   exact = np.float64(q[0, 5, 0])[None] + np.float64(k[0, [2, 5], 0])
   want = np.exp(exact).sum(-1)
   np.testing.assert_allclose(got, want[0] / want[1], rtol=1e-4)
-
-
-def test_parameter_count_matches_formula():
-  D = 64
-  count = lambda **k: count_parameters(
-    jax.eval_shape(lambda: LLN(D, num_heads=4, rngs=nnx.Rngs(0), **k))
-  )
-  assert count() == 4 * D**2
-  assert count(mixture="convex") == 4 * D**2 + D
-  assert count(mixture="free", use_bias=True) == 4 * D**2 + 6 * D
-
-
-@pytest.mark.parametrize(
-  "options, message",
-  [
-    ({"num_heads": 3}, "dim=8 is not a multiple of num_heads=3"),
-    ({"num_heads": 2, "mixture": "mena"}, "mixture='mena' is unknown; did you mean 'mean'"),
-    ({"num_heads": 2, "matching": "batch"}, "matching='batch' is unknown"),
-  ],
-)
-def test_bad_options_raise_with_the_option_named(options, message):
-  with pytest.raises(ValueError, match=message):
-    LLN(8, **options, rngs=nnx.Rngs(0))

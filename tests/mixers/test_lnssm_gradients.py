@@ -16,7 +16,7 @@ from tests.mixers.references import lnssm as reference
   "options", [{}, {"shift": "kvg", "decay_first": False}], ids=["default", "kvg, read first"]
 )
 def test_gradients_match_float64(options):
-  """With respect to every parameter and the input, for decays from 0.993 to 2e-9 a step."""
+  """With respect to every parameter and the input, for decays from 0.993 to 2e-9 per token."""
   mixer, x = random_lnssm(**options), inputs(1, 70, 8)
   graphdef, params = split(mixer)
   params["w"] = jnp.linspace(-5.0, 3.0, 8)

@@ -16,7 +16,6 @@ from lnssm_jax.mixers import (
   RWKV6,
   S5,
   Hyena,
-  QLSTMReversed,
 )
 from tests.devices import result_of
 from tests.mixers.helpers import apply, relative_error
@@ -101,18 +100,3 @@ def test_rwkv5_per_head_has_one_decay_and_bonus_per_head():
 def test_options_on_a_sharded_sequence_equal_one_device():
   errors = result_of("-m", "tests.mixers.options_on_shards", devices=2)
   assert max(errors.values()) < 2e-6, errors
-
-
-@pytest.mark.parametrize(
-  ("cls", "options", "message"),
-  [
-    (QLSTM, {"variant": "printed"}, "variant='printed' is unknown"),
-    (QLSTMReversed, {"variant": ""}, "variant='' is unknown"),
-    (RWKV5, HEADS | {"decay": "heads"}, "decay='heads' is unknown; did you mean 'head'"),
-    (S5, {"gelu": "erf"}, "gelu='erf' is unknown"),
-    (HGRN2, HEADS | {"variant": "paper"}, "variant='paper' is unknown"),
-  ],
-)
-def test_bad_options_raise_with_the_option_named(cls, options, message):
-  with pytest.raises(ValueError, match=message):
-    cls(DIM, **options, rngs=nnx.Rngs(0))

@@ -8,7 +8,6 @@ from flax import nnx
 
 from lnssm_jax.mixers import LRPE, CosFormer
 from lnssm_jax.mixers.positional_attention import cosine_features
-from lnssm_jax.models import count_parameters
 from tests.mixers.helpers import apply, split
 from tests.mixers.tiny import DIM, inputs
 
@@ -49,26 +48,3 @@ def test_cosformer_without_positive_keys_is_zero():
 def test_angles_start_geometric_over_all_channels():
   theta = split(LRPE(DIM, num_heads=2, rngs=nnx.Rngs(0)))[1]["theta"]
   np.testing.assert_allclose(theta, 10000.0 ** (-np.arange(8) / 4), rtol=1e-5)
-
-
-def test_parameter_count_matches_formula():
-  D = 64
-  count = lambda cls, **k: count_parameters(
-    jax.eval_shape(lambda: cls(D, num_heads=4, rngs=nnx.Rngs(0), **k))
-  )
-  assert count(CosFormer) == 4 * D**2
-  assert count(LRPE) == 4 * D**2 + 3 * D
-  assert count(LRPE, use_bias=True) == 4 * D**2 + 7 * D
-
-
-@pytest.mark.parametrize(
-  "cls, options, message",
-  [
-    (CosFormer, {"num_heads": 3}, "dim=8 is not a multiple of num_heads=3"),
-    (CosFormer, {"num_heads": 2, "max_length": 0}, "max_length=0 must"),
-    (LRPE, {"num_heads": 2, "num_layers": 0}, "num_layers=0 must"),
-  ],
-)
-def test_bad_options_raise_with_the_option_named(cls, options, message):
-  with pytest.raises(ValueError, match=message):
-    cls(8, **options, rngs=nnx.Rngs(0))

@@ -3,12 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import S4
 from lnssm_jax.mixers.common.hippo import hippo_normal
-from lnssm_jax.models import count_parameters
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references.state_spaces import s4
 from tests.mixers.tiny import inputs
@@ -44,18 +42,6 @@ def test_s4_long_sequence_matches_reference():
   assert relative_error(jnp.concatenate([first, last], axis=1)[0], want) < 1e-5
 
 
-def test_parameter_count_matches_formula():
-  D, N = 24, 8
-  layer = jax.eval_shape(lambda: S4(D, state_dim=N, rngs=nnx.Rngs(0)))
-  assert count_parameters(layer) == 2 * D**2 + 4 * D + D * N + 3 * N
-
-
 def test_s4_step_sizes_are_log_uniform():
   steps = split(S4(512, state_dim=2, rngs=nnx.Rngs(0)))[1]["log_dt"] / np.log(10)
   np.testing.assert_allclose(np.quantile(steps, [0, 0.5, 1]), [-3, -2, -1], atol=0.1)
-
-
-@pytest.mark.parametrize("state_dim, message", [(3, "state_dim=3 is odd"), (0, "state_dim=0 must")])
-def test_bad_options_raise_with_the_option_named(state_dim, message):
-  with pytest.raises(ValueError, match=message):
-    S4(8, state_dim=state_dim, rngs=nnx.Rngs(0))

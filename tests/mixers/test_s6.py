@@ -39,17 +39,3 @@ def test_step_sizes_and_kernels_start_as_published_or_as_run(cls):
   step, sizes = start("as_run")
   np.testing.assert_allclose(step, np.log(2), rtol=1e-6)
   np.testing.assert_allclose(sizes, [0.02, 0.02 / (2 * L) ** 0.5], rtol=0.05)
-
-
-@pytest.mark.parametrize(
-  ("cls", "options", "message"),
-  [
-    (S6, {"state_dim": 0}, "state_dim=0 must"),
-    (S6, {"gate_rank": 0}, "gate_rank=0 must"),
-    (S6, {"initialization": "as run"}, "did you mean 'as_run'"),
-    (SSD, {"num_layers": 0}, "num_layers=0 must"),
-  ],
-)
-def test_bad_options_raise_with_the_option_named(cls, options, message):
-  with pytest.raises(ValueError, match=message):
-    cls(8, **options, rngs=nnx.Rngs(0))

@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import SlidingWindowAttention, SoftmaxAttention
-from lnssm_jax.models import count_parameters
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references import softmax_attention as reference
 from tests.mixers.tiny import DIM, inputs
@@ -68,35 +67,3 @@ def test_window_of_the_whole_sequence_equals_full_attention():
   np.testing.assert_allclose(
     apply(full, inputs(1, 9))[0], apply(window, inputs(1, 9))[0], rtol=1e-5
   )
-
-
-def test_parameter_count_matches_formula():
-  D, H, G = 64, 8, 2
-  count = lambda **k: count_parameters(
-    jax.eval_shape(lambda: SoftmaxAttention(D, num_heads=H, rngs=nnx.Rngs(0), **k))
-  )
-  assert count() == 4 * D**2
-  assert (
-    count(num_kv_heads=G, use_bias=True) == 2 * D**2 + 2 * D**2 * G // H + 2 * D + 2 * D * G // H
-  )
-
-
-@pytest.mark.parametrize(
-  "cls, options, message",
-  [
-    (SoftmaxAttention, {"num_heads": 3}, "dim=8 is not a multiple of num_heads=3"),
-    (SoftmaxAttention, {"num_heads": 8}, "keys of odd width 1"),
-    (
-      SoftmaxAttention,
-      {"num_heads": 4, "num_kv_heads": 3},
-      "num_kv_heads=3 does not divide num_heads=4",
-    ),
-    (SoftmaxAttention, {"num_heads": 2, "max_length": 0}, "max_length=0 must"),
-    (SoftmaxAttention, {"num_heads": 2, "positions": "rope"}, "positions='rope' is unknown"),
-    (SoftmaxAttention, {"num_heads": 2, "rotary_base": 0}, "rotary_base=0 must"),
-    (SlidingWindowAttention, {"num_heads": 2, "window": 0}, "window=0 must"),
-  ],
-)
-def test_bad_options_raise_with_the_option_named(cls, options, message):
-  with pytest.raises(ValueError, match=message):
-    cls(8, **options, rngs=nnx.Rngs(0))

@@ -194,22 +194,3 @@ def test_expansion_raises_where_no_rule_keeps_the_function():
     expand_partitions({"q_proj": params["q_proj"]}, {}, 2)
   with pytest.raises(ValueError, match="times=0"):
     expand_partitions(params, {}, 0)
-
-
-@pytest.mark.parametrize(
-  ("options", "message"),
-  [
-    ({"num_selected": 5}, "num_selected=5 is more than num_partitions=4"),
-    ({"num_readers": 5}, "num_readers=5 is more than num_partitions=4"),
-    ({"gate": "sigmoid"}, "gate='sigmoid' is unknown.*'uniform', 'joint', 'eta'"),
-    ({"inner": "delta"}, "inner='delta' is unknown"),
-    ({"method": "sort"}, "method='sort' is unknown"),
-    ({"balance": -0.1}, "balance=-0.1 must be a number of at least 0"),
-    ({"lora_rank": 0}, "lora_rank=0"),
-    ({"feature_map": "relu"}, "feature_map='relu' is unknown"),
-    ({"output_gate": "rank"}, "output_gate='rank' is unknown"),
-  ],
-)
-def test_bad_options_raise_naming_the_option(options, message):
-  with pytest.raises(ValueError, match=message):
-    SSE(DIM, num_heads=2, **SMALL["sse"] | options, rngs=nnx.Rngs(0))

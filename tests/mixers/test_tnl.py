@@ -8,7 +8,6 @@ from flax import nnx
 
 from lnssm_jax.mixers import TNL
 from lnssm_jax.mixers.tnl import alibi_slopes
-from lnssm_jax.models import count_parameters
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references import tnl as reference
 from tests.mixers.tiny import DIM, inputs
@@ -56,23 +55,3 @@ def test_transnormerllm_matches_the_equations():
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
   with pytest.raises(ValueError, match=r"gate_rank=2: the gate .* full rank"):
     make(variant="transnormerllm", gate_rank=2)
-
-
-def test_parameter_count_matches_formula():
-  D, H = 64, 4
-  layer = jax.eval_shape(lambda: TNL(D, num_heads=H, rngs=nnx.Rngs(0)))
-  assert count_parameters(layer) == 4 * D**2 + 2 * D * D // H + 3 * D + H
-
-
-@pytest.mark.parametrize(
-  "options, message",
-  [
-    ({"num_heads": 3}, "dim=8 is not a multiple of num_heads=3"),
-    ({"num_heads": 2, "positions": "lrp"}, "positions='lrp' is unknown; did you mean 'lrpe'"),
-    ({"num_heads": 2, "gate_rank": 0}, "gate_rank=0 must"),
-    ({"num_heads": 2, "layer": 2, "num_layers": 2}, "layer=2 must be .* num_layers=2"),
-  ],
-)
-def test_bad_options_raise_with_the_option_named(options, message):
-  with pytest.raises(ValueError, match=message):
-    TNL(8, **options, rngs=nnx.Rngs(0))

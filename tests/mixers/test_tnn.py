@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import TNN
-from lnssm_jax.models import count_parameters
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references import long_convolutions as reference
 from tests.mixers.tiny import DIM, inputs
@@ -54,30 +53,8 @@ def test_tnn_sequence_beyond_the_kernel_continues_periodically():
   assert relative_error(jnp.concatenate([first, last], 1)[0], want) < 2e-6
 
 
-def test_parameter_count_matches_formula():
-  D, E, R = 8, 16, 4
-  layer = jax.eval_shape(lambda: make(expand=2))
-  network = 2 * R + 3 * (R**2 + R) + (R + 1) * E
-  assert count_parameters(layer) == 3 * D * E + 2 * E + D + network
-
-
 def test_initial_matrices():
   params = split(TNN(64, rngs=nnx.Rngs(0)))[1]
   for value in (params["u_proj"]["kernel"], params["v_proj"]["bias"]):
     assert 0.85 / 8 < np.abs(value).max() <= 1 / 8
   assert 0.85 < np.abs(params["filter"]["layer0"]["kernel"]).max() <= 1
-
-
-@pytest.mark.parametrize(
-  "options, message",
-  [
-    ({"max_length": 7}, "max_length=7 is odd"),
-    ({"decay": 0.0}, "decay=0.0 must be greater than 0"),
-    ({"decay": 1.5}, "decay=1.5 must .* at most 1"),
-    ({"expand": 0}, "expand=0 must"),
-    ({"filter_dim": 0}, "filter_dim=0 must"),
-  ],
-)
-def test_bad_options_raise_with_the_option_named(options, message):
-  with pytest.raises(ValueError, match=message):
-    make(**options)
