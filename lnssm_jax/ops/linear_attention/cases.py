@@ -88,7 +88,7 @@ KERNELS = [
   Case(T=65, K=128, V=24, decay="HK", strength="weak", normalize=True, H=1),
   Case(T=63, K=20, V=136, decay="BTHK", bonus=True, normalize=True, H=1),
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
-  Case(T=15, K=136, V=16, decay="H", normalize=True, H=1),
+  Case(T=15, K=136, V=16, decay="H", normalize=True, H=2),  # two groups of keys, two heads
   Case(T=65, K=16, V=24, decay="BTH", strength="weak", H=4, shared=2),
 ]
 # Like `PARTS`, but with decays that leave nothing of a state, or in one chunk.
