@@ -14,8 +14,7 @@ WORDS = {
   r"\btoken" r"is[ei]|\bsummar" r"is|\bspecial" r"is[ei]|\bserial" r"is|\brecogn" r"is": "-iz-",
   r"\bneighbo" r"ur|\bcolo" r"ur|\bbehavio" r"ur|\bfavo" r"ur": "-or",
   r"\ba step and (head|layer|channel|key)|\ba decay a " r"step\b": "per token and head",
-  r"\b(ms|(milli)?seconds|bytes|numbers|tokens|images|[0-9]) a "
-  r"(step|token|second|head|layer)\b": ("per step"),
+  r"\b(ms|(milli)?seconds|bytes|tokens) a " r"(step|token|second|head|layer)\b": "per step",
   r"\bblocks? of " r"threads\b": "CTA, thread block",
   r"\bmulti" r"processors?\b": "SM",
   r"\ban" r"ew\b|\baf" r"resh\b": "again; resets",

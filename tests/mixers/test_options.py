@@ -16,6 +16,7 @@ from lnssm_jax.mixers import (
   RWKV6,
   S5,
   Hyena,
+  QLSTMReversed,
 )
 from tests.devices import result_of
 from tests.mixers.helpers import apply, relative_error
