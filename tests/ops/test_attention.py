@@ -279,8 +279,6 @@ def test_positions_continue_with_the_state_and_restart_at_boundaries():
       {"initial_state": empty_state(dtype=jnp.bfloat16)},
       "initial_state.k has dtype bfloat16, but k has float32.*dtype=k.dtype",
     ),
-    ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
-    ({"implementation": "flash"}, "'flash' is unknown; use one of 'cudnn', 'chunked'"),
   ],
 )
 def test_attention_bad_argument_raises_naming_it(change, message):

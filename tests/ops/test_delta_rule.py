@@ -177,8 +177,6 @@ def test_memory_with_rates_per_column_holds_no_state_per_token():
     ({"log_decay": (H,)}, r"log_decay has shape \(2,\)"),
     ({"erase_key": (B, 6, H, V)}, r"erase_key has shape \(2, 6, 2, 6\)"),
     ({"initial_state": ops.DeltaRuleState(jnp.zeros((B, H, V, K)))}, r"initial_state.kv has shape"),
-    ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
-    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
     ({"scale": jnp.ones(())}, "scale=.* must be a Python number"),
     ({"implementation": "cudnn"}, "'cudnn' is unknown; use one of 'pallas', 'chunked'"),

@@ -151,10 +151,7 @@ def function(shape, make=make_decay, steps=(B, 6, H, K)):
     ({"log_decay": function((), steps=(B, 5))}, r"log_decay.steps has shape \(2, 5\)"),
     ({"q": jnp.zeros((B, 6, H, K), int)}, "q has dtype int32; it must be floating point"),
     ({"initial_state": ElementwiseDecayState(jnp.zeros((B, H, V, K)))}, r"initial_state.kv has"),
-    ({"segment_ids": jnp.zeros((B, 5), int)}, r"segment_ids has shape \(2, 5\)"),
-    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
-    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'chunked'"),
   ],
 )
 def test_bad_argument_raises_and_is_named(change, message):

@@ -111,11 +111,8 @@ def test_infinite_decay_is_exact():
       {"initial_state": ops.LinearAttentionState(jnp.zeros((B, H, K, V))), "normalize": True},
       "key_sum",
     ),
-    ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
-    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
     ({"scale": jnp.ones(())}, "scale=.* must be a Python number"),
-    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
 def test_bad_argument_raises_and_is_named(change, message):

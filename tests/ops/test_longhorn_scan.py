@@ -180,10 +180,7 @@ def test_longhorn_scan_float16_large_squares_do_not_overflow():
     ({"skip": (N,)}, r"skip has shape \(4,\)"),
     ({"k": jnp.zeros((B, 6, N), int)}, "k has dtype int32; it must be floating point"),
     ({"initial_state": LonghornState(jnp.zeros((B, N, D)))}, r"initial_state.h has shape"),
-    ({"segment_ids": jnp.zeros((B, 5), int)}, r"segment_ids has shape \(2, 5\)"),
-    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
-    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
 def test_longhorn_scan_bad_argument_raises_naming_it(change, message):

@@ -10,6 +10,7 @@ import pytest
 
 from lnssm_jax import ops
 from lnssm_jax.ops.cases import SCANS
+from lnssm_jax.ops.core.cases import B
 from tests.ops import promises
 
 CASES = [(name, case) for name, scan in SCANS.items() for case in (scan.small, *scan.variants)]
@@ -164,3 +165,18 @@ def test_memory_of_chunks_holds_no_state_per_token(name):
   # The reference does hold a state per step, and this is seen.
   few, _, largest, _ = sizes(2 * chunk, "reference")
   assert largest > few
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_bad_arguments_that_all_scans_have_raise_and_are_named(name):
+  case = dataclasses.replace(SCANS[name].small, T=6)
+  args, kwargs = SCANS[name].bind(case, drawn(name, case))
+  wrong = [
+    ({"segment_ids": jnp.zeros((B, 5), int)}, r"segment_ids has shape \(2, 5\)"),
+    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
+    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of "),
+    ({"chunk_size": 0}, "chunk_size=0 must be "),
+  ]
+  for change, message in wrong:
+    with pytest.raises(ValueError, match=message):
+      SCANS[name].function(*args, **kwargs | change)

@@ -133,10 +133,7 @@ def test_selective_scan_float16_large_states_do_not_overflow():
     ({"x": jnp.zeros((B, 6, D), int)}, "x has dtype int32; it must be floating point"),
     ({"a": jnp.zeros((D, N), complex)}, "a has dtype complex64; it must be floating point"),
     ({"initial_state": SelectiveState(jnp.zeros((B, N, D)))}, r"initial_state.h has shape"),
-    ({"segment_ids": jnp.zeros((B, 5), int)}, r"segment_ids has shape \(2, 5\)"),
-    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
-    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
 def test_selective_scan_bad_argument_raises_naming_it(change, message):

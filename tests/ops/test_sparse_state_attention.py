@@ -275,13 +275,11 @@ def test_supported_sparse_forms_depend_on_the_method():
     ({"num_partitions": 1}, "select S=2 partitions per token, but num_partitions=1"),
     ({"num_partitions": 2.0}, "num_partitions=2.0 must be an integer"),
     ({"initial_state": ops.SparseState(jnp.zeros((B, 3, H, K, V)))}, r"initial_state.kv has shape"),
-    ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
     ({"scale": jnp.ones(())}, "scale=.* must be a Python number"),
     ({"method": "sort"}, "method='sort' is unknown; use one of 'mask', 'varlen', 'gather'"),
     ({"beta": (B, 6, 3)}, r"beta has shape \(2, 6, 3\), but \[2, 6, 2\] or \[2, 6, 2, 2\]"),
     ({"beta": (B, 6, H), "log_decay": (B, 6, H, K)}, "one log_decay per head, not .* 3 key"),
-    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )  # fmt: skip
 def test_sparse_state_attention_bad_argument_raises_naming_it(change, message):

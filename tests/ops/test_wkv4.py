@@ -168,11 +168,7 @@ def test_memory_of_the_backward_pass_holds_states_between_chunks():
     ({"decay_rate": (B, D)}, r"decay_rate has shape \(2, 3\), but \[D\] = \[3\]"),
     ({"bonus": (4,)}, r"bonus has shape \(4,\)"),
     ({"initial_state": wkv4.init_state(batch=B, dim=4)}, r"initial_state.max has shape \(2, 4\)"),
-    ({"segment_ids": jnp.zeros((B, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
-    ({"segment_ids": jnp.zeros((B, 6))}, "segment_ids has dtype float32; it must be integer"),
-    ({"chunk_size": 0}, "chunk_size=0 must be at least 1"),
     ({"k": jnp.zeros((B, 6, D), jnp.int32)}, "k has dtype int32; it must be floating point"),
-    ({"implementation": "chunkd"}, "'chunkd' is unknown; use one of 'pallas', 'chunked'"),
   ],
 )
 def test_bad_argument_raises_and_is_named(change, message):
