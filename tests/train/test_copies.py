@@ -40,32 +40,32 @@ def settings(**changes):
 def test_each_copy_trains_as_the_trainer_does_alone():
   dropout = dataclasses.replace(settings().model, embedding_dropout=0.1)
   cfg = settings(model=dropout)
-  copies = Copies(cfg, seeds=(0, 5), learning_rates=(1e-3, 4e-3))
+  copies = Copies(cfg, seeds=(0, 5, 9), learning_rates=(1e-3, 4e-3, 2e-3))
   batches = [TASK.examples(4, seed) for seed in range(3)]
   losses = [np.asarray(copies.step(batch._asdict())["loss"]) for batch in batches]
-  for copy in (0, 3):  # which differ in both
-    seed, rate = copies.runs[copy]
-    optimizer = dataclasses.replace(cfg.optimizer, peak_lr=rate, final_lr=rate / 10)
-    alone = settings(seed=seed, optimizer=optimizer, model=dropout)
-    mesh = device_mesh.make_mesh(alone)
-    transform = make_optimizer(alone.optimizer, alone.steps)[0]
-    step, state = make_train_step(alone, model_graph(alone.model), transform, mesh), None
-    state = init_state(alone, mesh)
-    for batch, found in zip(batches, losses, strict=True):
-      labels = batch.labels()
-      state, metrics = step(
-        state,
-        {
-          "tokens": batch.tokens,
-          "targets": np.maximum(labels, 0),
-          "weights": (labels >= 0).astype(np.float32),
-          "segment_ids": None,
-        },
-      )
-      np.testing.assert_allclose(found[copy], metrics["loss"], rtol=2e-5)
-    mine = jax.tree.map(lambda x, copy=copy: x[copy], copies.params)
-    difference = optax.tree.norm(jax.tree.map(np.subtract, mine, state["params"]))
-    assert difference < 1e-4 * optax.tree.norm(mine)
+  copy = 4  # neither the first nor the last in seed and rate
+  seed, rate = copies.runs[copy]
+  optimizer = dataclasses.replace(cfg.optimizer, peak_lr=rate, final_lr=rate / 10)
+  alone = settings(seed=seed, optimizer=optimizer, model=dropout)
+  mesh = device_mesh.make_mesh(alone)
+  transform = make_optimizer(alone.optimizer, alone.steps)[0]
+  step = make_train_step(alone, model_graph(alone.model), transform, mesh)
+  state = init_state(alone, mesh)
+  for batch, found in zip(batches, losses, strict=True):
+    labels = batch.labels()
+    state, metrics = step(
+      state,
+      {
+        "tokens": batch.tokens,
+        "targets": np.maximum(labels, 0),
+        "weights": (labels >= 0).astype(np.float32),
+        "segment_ids": None,
+      },
+    )
+    np.testing.assert_allclose(found[copy], metrics["loss"], rtol=2e-5)
+  mine = jax.tree.map(lambda x: x[copy], copies.params)
+  difference = optax.tree.norm(jax.tree.map(np.subtract, mine, state["params"]))
+  assert difference < 1e-4 * optax.tree.norm(mine)
 
 
 def test_scores_are_those_of_the_logits():
