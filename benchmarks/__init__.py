@@ -1,1 +1,19 @@
-"""Measurements. Each module but `csv_rows` is a command: `python -m benchmarks.NAME --help`."""
+"""Measurements. `python -m benchmarks.NAME --help` has the options of each.
+
+Speed on a GPU, next to other libraries:
+
+    kernels, scan_kernels    one op, forward and backward (peers: kernel_peers, scan_peers)
+    decode                   one op, one token
+    model_step               a training step of a whole model (peers: model_peers)
+    mixers                   the same for every mixer, in one model
+    sparse_state             sparse state expansion against partitions and tokens
+    generation               text, against length and batch
+    train_step               a training step of a config, with a profile
+    scaling                  1, 2, 4, ... devices
+    copies                   several runs as one program
+
+On a CPU: `scans` (time, memory), `numerics` and `limits` (errors), `load_pretrained`.
+Quality: `sparse_training`, `conversion`. Failures: `benchmarks.reliability`.
+
+`csv_rows`, `kernel_cases`, `turns` and the peers are parts of these; `plot_kernels` draws a table.
+"""
