@@ -28,6 +28,8 @@ def with_bytes(folder, case):
     ("fla_gla", "fla"),
     pytest.param("bamba", "hf", marks=pytest.mark.slow),
     pytest.param("qwen3_next", "hf", marks=pytest.mark.slow),
+    pytest.param("fla_gla_attn", "fla", marks=pytest.mark.slow),
+    pytest.param("llama_yarn", "hf", marks=pytest.mark.slow),
   ],
 )
 def test_published_model_as_a_run_exports_the_bytes_that_it_had(case, layout, tiny, tmp_path):
