@@ -232,6 +232,8 @@ class Mamba2(Mixer[Mamba2State]):
     conv_bias: whether the convolution has one.
     norm_order: "gate_first", as above; "norm_first" for RMSNorm(y_t) * silu(z_t), which mamba-ssm
       calls norm_before_gate; "none" for y_t * silu(z_t).
+    min_step, max_step: the range to which dt_t is clipped (mamba-ssm's `dt_limit`, transformers'
+      `time_step_limit`); None for no upper bound.
     num_layers: of the model; W_o starts as that of a linear layer, divided by sqrt(num_layers).
     norm_eps: eps of the norm, under the root.
     dtype: of the projections and of x, b, c; dt, decays, norm, state and sums are float32.
@@ -239,7 +241,7 @@ class Mamba2(Mixer[Mamba2State]):
 
   Raises:
     ValueError: a size is not positive or does not fit, `head_dim` does not divide E, or
-      `norm_order` is unknown.
+      `norm_order` is unknown, or no step is between `min_step` and `max_step`.
 
   Source: Mamba-2 (Dao and Gu 2024), section 7.1; initialization as in its published code. The
   projections without a rule of their own start uniform within 1 / sqrt(inputs).
@@ -259,6 +261,8 @@ class Mamba2(Mixer[Mamba2State]):
     use_bias: bool = False,
     conv_bias: bool = True,
     norm_order: str = "gate_first",
+    min_step: float = 0.0,
+    max_step: float | None = None,
     num_layers: int = 1,
     norm_eps: float = 1e-5,
     dtype=jnp.float32,
@@ -280,6 +284,12 @@ class Mamba2(Mixer[Mamba2State]):
 
     self.num_groups = G = check_groups("num_groups", num_groups, H)
     self.norm_order = check_choice("norm_order", norm_order, NORM_ORDERS)
+    if not 0 <= min_step <= (math.inf if max_step is None else max_step):
+      raise ValueError(
+        f"min_step={min_step} and max_step={max_step} bound the step sizes; they must not be "
+        "negative, and min_step at most max_step."
+      )
+    self.min_step, self.max_step = min_step, max_step
 
     def linear(inputs, outputs, gain=1.0):
       init, bias_init = uniform_fan_in(inputs, gain=gain), "zeros" if use_bias else None
@@ -312,6 +322,8 @@ class Mamba2(Mixer[Mamba2State]):
     b, c = jnp.split(bc, 2, axis=-1)
 
     dt = jax.nn.softplus(wide(dt) + wide(self.dt_bias[...]))
+    if self.min_step > 0 or self.max_step is not None:
+      dt = jnp.clip(dt, self.min_step, self.max_step)
     inner = split_heads(inner, H)  # [B, T, H, P]
     y, recurrent = linear_attention(
       split_heads(c, G).astype(self.dtype),

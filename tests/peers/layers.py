@@ -74,6 +74,7 @@ PEERS = {
   "mamba": Peer("mamba", MAMBA, mamba),
   "mamba_biases": Peer("mamba", MAMBA | {"use_bias": True, "conv_bias": False}, mamba),
   "mamba_sizes": Peer("mamba", MAMBA | {"expand": 1, "conv_size": 3}, mamba),
+  "mamba2_clipped": Peer("mamba2", MAMBA2 | {"min_step": 0.6, "max_step": 0.9}, mamba2),
   "mamba2_sizes": Peer("mamba2", MAMBA2 | {"expand": 1, "conv_size": 2}, mamba2),
   "falcon_mamba": Peer("mamba", MAMBA | {"inner_norm": "rms"}, mamba),
   "jamba": Peer("mamba", MAMBA | {"inner_norm": "scaled_rms"}, mamba),

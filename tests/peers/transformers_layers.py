@@ -149,6 +149,7 @@ def cases():
     "mamba_sizes": (_mamba(expand=1, conv_kernel=3), _plain),
     "mamba2": (_mamba2(n_groups=1), _plain),
     "mamba2_sizes": (_mamba2(n_groups=1, expand=1, num_heads=2, conv_kernel=2), _plain),
+    "mamba2_clipped": (_mamba2(n_groups=1, time_step_limit=(0.6, 0.9)), _plain),
     "mamba2_groups": (_mamba2(n_groups=2, use_bias=True, use_conv_bias=False), _plain),
     "falcon_h1": (
       _falcon_h1(mamba_n_groups=2, mamba_rms_norm=True, mamba_norm_before_gate=True),

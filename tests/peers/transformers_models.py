@@ -99,6 +99,8 @@ def cases():
     ),
     "falcon_mamba": (transformers.FalconMambaForCausalLM(falcon), cached_steps),
     "mamba2": (mamba2(n_groups=1, tie_word_embeddings=True), cached_steps),
+    # Their cached decoding does not clip.
+    "mamba2_clipped": (mamba2(n_groups=1, time_step_limit=(0.6, 0.9)), None),
     "mamba2_groups": (mamba2(n_groups=2), cached_steps),
     "rwkv": (transformers.RwkvForCausalLM(rwkv), rwkv_steps),
     "recurrent_gemma": (transformers.RecurrentGemmaForCausalLM(gemma), None),

@@ -3,19 +3,18 @@
 Which layers are attention is free: the pattern is the shortest that they repeat, or all of them.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lnssm_jax.pretrained.families.llama import LAYER, SIZES, TOP, heads, rotary, rotary_written
+from lnssm_jax.pretrained.families.mamba import steps, steps_written
 from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
   Config,
   Family,
   Field,
-  Fixed,
   Row,
   Rows,
   View,
@@ -28,6 +27,7 @@ from lnssm_jax.pretrained.families.table import (
   linears,
   norm,
   number,
+  number_or_none,
   size,
 )
 from lnssm_jax.pretrained.manifest import ExportError
@@ -102,7 +102,7 @@ def _bamba(config: Config) -> Config:
   for name in ("layers_block_type", "layer_types"):
     if config.pop(name, types) != types:
       raise ExportError(f"{name} differs from attn_layer_indices={indices!r:.80}.")
-  config = _normal(config, types, "mamba2", 0.5)
+  config = steps(_normal(config, types, "mamba2", 0.5))
   K, D, H = config.pop("head_dim"), config["hidden_size"], config["num_attention_heads"]
   if K != D / H:
     raise ExportError(f"head_dim={K!r:.80} must be hidden_size / num_attention_heads = {D / H:g}.")
@@ -126,7 +126,9 @@ def _bamba_written(config: Config) -> Config:
   heads_of_layer = config["mamba_expand"] * config["hidden_size"] // config["mamba_d_head"]
   K = config["hidden_size"] // config["num_attention_heads"]
   config, types = _written(config | {"head_dim": K, "mamba_n_heads": heads_of_layer}, "head_dim")
-  return config | {"attn_layer_indices": [i for i, x in enumerate(types) if x == _FULL]}
+  return steps_written(config) | {
+    "attn_layer_indices": [i for i, x in enumerate(types) if x == _FULL]
+  }
 
 
 BAMBA = Family(
@@ -144,7 +146,8 @@ BAMBA = Family(
     "mamba_expand": size(f"{_MAMBA}.expand", 2),
     "mamba_conv_bias": flag(f"{_MAMBA}.conv_bias", True),
     "mamba_proj_bias": flag(f"{_MAMBA}.use_bias", False),
-    "time_step_limit": Fixed([0.0, math.inf]),
+    "min_step": number(f"{_MAMBA}.min_step"),
+    "max_step": number_or_none(f"{_MAMBA}.max_step"),
     **free("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"),
     **free("time_step_floor", "time_step_max", "time_step_min"),
   },

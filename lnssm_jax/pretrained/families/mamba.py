@@ -1,6 +1,7 @@
 """Mamba, Mamba-2 and FalconMamba of transformers, and Mamba and Mamba-2 of mamba-ssm."""
 
 import math
+from typing import Any
 
 from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
@@ -16,6 +17,7 @@ from lnssm_jax.pretrained.families.table import (
   linears,
   norm,
   number,
+  number_or_none,
   size,
 )
 from lnssm_jax.pretrained.manifest import ExportError
@@ -85,8 +87,35 @@ def _rank(config: Config) -> Config:
   return config
 
 
+# `steps` of a model whose mixer is alone.
+STEPS = {
+  "min_step": number("mixer_options.min_step"),
+  "max_step": number_or_none("mixer_options.max_step"),
+}
+
+
+def steps(config: Config, name: str = "time_step_limit") -> Config:
+  """Writes out the range of step sizes as two settings."""
+  limit = config.pop(name, [0.0, math.inf])
+  if not isinstance(limit, list) or len(limit) != 2 or not all(map(_is_number, limit)):
+    raise ExportError(f"{name}={limit!r:.80} must be two numbers, of the least and largest step.")
+  if not 0 <= limit[0] <= limit[1]:
+    raise ExportError(f"{name}={limit!r:.80} is no range of step sizes.")
+  return config | {"min_step": limit[0], "max_step": None if limit[1] == math.inf else limit[1]}
+
+
+def steps_written(config: Config, name: str = "time_step_limit") -> Config:
+  """The inverse of `steps`."""
+  low, high = config.pop("min_step"), config.pop("max_step")
+  return config | {name: [low, math.inf if high is None else high]}
+
+
+def _is_number(value: Any) -> bool:
+  return type(value) in (int, float) and not math.isnan(value)
+
+
 def _mamba2(config: Config) -> Config:
-  config = _rank(config)
+  config = steps(_rank(config))
   del config["time_step_rank"]
   inner, H, P = config.get("expand", 2) * config["hidden_size"], config.pop("num_heads", 128), None
   P = config.setdefault("head_dim", 64)
@@ -97,7 +126,7 @@ def _mamba2(config: Config) -> Config:
 
 def _mamba2_written(config: Config) -> Config:
   inner = config["expand"] * config["hidden_size"]
-  return config | {"num_heads": inner // config["head_dim"]}
+  return steps_written(config) | {"num_heads": inner // config["head_dim"]}
 
 
 _GATE_RANK = {"time_step_rank": size("mixer_options.gate_rank")}
@@ -132,7 +161,7 @@ MAMBA2 = Family(
     "head_dim": size("mixer_options.head_dim", 64),
     "n_groups": size("mixer_options.num_groups", 8),
     "tie_word_embeddings": flag("tie_embeddings", False),
-    "time_step_limit": Fixed([0.0, math.inf]),
+    **STEPS,
     **free("chunk_size"),
   },
   constants={"mixer": "mamba2", **_CONSTANTS},
@@ -184,7 +213,7 @@ def _ssm(layer: str):
     config.setdefault("d_state", 16 if layer == "Mamba1" else 128)
     if layer == "Mamba1" and config.get("dt_rank", "auto") == "auto":
       config["dt_rank"] = -(-dim // 16)
-    return config
+    return config if layer == "Mamba1" else steps(config, "dt_limit")
 
   return normal
 
@@ -192,6 +221,7 @@ def _ssm(layer: str):
 def _ssm_written(layer: str):
   def written(config: Config) -> Config:
     kept = {n: x for n, x in config.items() if n not in ("architectures", "model_type")}
+    kept = kept if layer == "Mamba1" else steps_written(kept, "dt_limit")
     options = {n: kept.pop(n) for n in (*_IN_LAYER, *_IN_LAYER_2) if n in kept}
     options.pop("D_has_hdim", None)
     return kept | {"ssm_cfg": {"layer": layer, **options}, "pad_vocab_size_multiple": 1}
@@ -225,7 +255,7 @@ MAMBA2_SSM = Family(
     ),
     "rmsnorm": Fixed(True),
     "D_has_hdim": Fixed(False),
-    "dt_limit": Fixed([0.0, math.inf]),
+    **STEPS,
   },
   constants={"mixer": "mamba2", "norm_eps": 1e-5, "mixer_options.norm_eps": 1e-5, **_CONSTANTS},
   rows=_ROWS_2 | _SSM_EMBEDDING,
