@@ -32,6 +32,7 @@ RULES: Rules = (
   (r"positions", (None, _BOTH)),  # [length, D]
   (r"embedding", (None, _BOTH)),  # [vocab, D]; a vocabulary seldom divides evenly, D does
   (r"head/kernel", (_BOTH, None)),  # [D, vocab]
+  (r"lora_[ab]", (None, None)),  # factors of low rank
   (r"channel_mixer/(up|gate)/kernel", ("fsdp", "tensor")),  # [D, hidden]
   (r"channel_mixer/down/kernel", ("tensor", "fsdp")),  # [hidden, D]
   (r"mixer/o_proj/kernel", ("tensor", "fsdp")),  # [heads, D]

@@ -257,7 +257,7 @@ def compile_step(
   cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None, console: Console
 ) -> jax.stages.Compiled:
   """Compiles the training step ahead of time, so that its first call is as fast as the others."""
-  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps, cfg.seed)
   shape, where = (cfg.global_batch, cfg.seq_len), device_mesh.batch_sharding(mesh)
   describe = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
   batch = {name: describe(jnp.int32) for name in ("tokens", "targets", "segment_ids")}

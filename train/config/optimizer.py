@@ -31,6 +31,12 @@ class Optimizer:
   ema <- ema_decay * ema + (1 - ema_decay) * parameters after every step, which begins with the
   initial ones; `--ema` of `evaluate`, `generate` and `export` uses it.
 
+  With `lora_rank` r (LoRA, Hu et al. 2021) only corrections of low rank to the matrices that match
+  `lora_names` are trained: W = W_0 + lora_alpha / r * A B, where A begins with normal numbers of
+  variance 1 / in, and B with zeros. All other parameters are frozen. The run's parameters are the
+  sums W, so that checkpoints, evaluation and exports are those of any run; A, B and the moments, of
+  A and B alone, are in the optimizer's state.
+
   The gradient is that of the loss plus two penalties, means over predicted tokens with logits z:
   z_loss * logsumexp(z)^2 (PaLM; 1e-4 is usual), and logit_penalty / 2 * max(z)^2 (RWKV, LNSSM).
   """
@@ -51,6 +57,9 @@ class Optimizer:
   weight_decay: float = 0.0  # of matrices, times the learning rate
   clip_norm: float | None = None  # limit on the global gradient norm
   lr_factors: dict[str, float] = dataclasses.field(default_factory=dict)  # by name
+  lora_rank: int | None = None  # of trained corrections to matrices; None trains all parameters
+  lora_alpha: float | None = None  # times the corrections, over the rank; None: the rank
+  lora_names: tuple[str, ...] = ("*_proj.kernel",)  # patterns of the matrices that get corrections
   ema_decay: float | None = None  # of an average of the parameters
   z_loss: float = 0.0  # weight of logsumexp(logits)^2
   logit_penalty: float = 0.0  # weight of max(logits)^2 / 2
@@ -87,6 +96,21 @@ class Optimizer:
       at_least(f"optimizer.{name}", getattr(self, name), 0)
     for pattern, factor in self.lr_factors.items():
       at_least(f"optimizer.lr_factors[{pattern!r}]", factor, 0)
+    if self.lora_rank is None:
+      check(
+        self.lora_alpha is None,
+        f"optimizer.lora_alpha={self.lora_alpha} belongs to LoRA; give optimizer.lora_rank, too.",
+      )
+    else:
+      at_least("optimizer.lora_rank", self.lora_rank, 1)
+      alpha = self.lora_alpha
+      check(alpha is None or alpha > 0, f"optimizer.lora_alpha={alpha} must be positive.")
+      check(
+        self.name != "muon" and not self.lr_factors,
+        f"optimizer.lora_rank={self.lora_rank} goes with neither optimizer.name='muon' nor"
+        " optimizer.lr_factors: it trains corrections, and freezes all that optimizer.lora_names"
+        " does not name.",
+      )
     check(
       self.ema_decay is None or 0 < self.ema_decay < 1,
       f"optimizer.ema_decay={self.ema_decay} must be between 0 and 1, such as 0.999; None keeps no"

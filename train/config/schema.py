@@ -316,6 +316,12 @@ class Train:
       f"global_batch={self.global_batch} cannot be split into accumulate={self.accumulate} equal"
       " microbatches; use a multiple.",
     )
+    rank, dtype = self.optimizer.lora_rank, self.model.param_dtype
+    check(
+      rank is None or dtype == "float32",
+      f"optimizer.lora_rank={rank} adds small numbers to model.param_dtype={dtype!r}, which would"
+      " lose them; use model.param_dtype='float32'.",
+    )
     warmup = self.optimizer.warmup_steps
     check(
       warmup < self.steps,

@@ -12,6 +12,7 @@ import optax
 from lnssm_jax.pretrained.exports import flat, name_of
 from lnssm_jax.sharding import has_weight_decay
 from train import config
+from train.step.lora import lora
 
 STACKED = "blocks"  # parameters below this key have a leading layer axis
 
@@ -46,15 +47,15 @@ def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-  optimizer: config.Optimizer, steps: int
+  optimizer: config.Optimizer, steps: int, seed: int = 0
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
   """Chains clipping, Adam or what takes its place, decoupled weight decay, factors, the schedule.
 
-  Also returns the schedule.
+  Also returns the schedule. `seed` is that of LoRA's factors.
 
   Raises:
     ConfigError: `optimizer.name` or `optimizer.options` are not of such a function; on `init`: a
-      pattern of `optimizer.lr_factors` matches no parameter.
+      pattern of `optimizer.lr_factors` or `optimizer.lora_names` matches no parameter.
   """
   schedule = make_schedule(optimizer, steps)
   clip, decay, factors = optimizer.clip_norm, optimizer.weight_decay, optimizer.lr_factors
@@ -66,6 +67,10 @@ def make_optimizer(
     *([_scale_by_name(factors)] if factors else []),
     optax.scale_by_learning_rate(schedule),
   )
+  if (rank := optimizer.lora_rank) is not None:
+    scale = (optimizer.lora_alpha or rank) / rank
+    key = jax.random.key(seed)
+    transformation = lora(transformation, rank, scale, optimizer.lora_names, key)
   return transformation, schedule
 
 

@@ -56,7 +56,7 @@ def init_state(cfg: config.Train, mesh: Mesh, kernels: Path | None = None) -> St
 
 def initializer(cfg: config.Train) -> Callable[[jax.Array], State]:
   """The function from a key to the state, on one device."""
-  tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps, cfg.seed)
 
   def init(key):
     params = params_of(build_model(cfg.model, key))
