@@ -1,9 +1,9 @@
 """Array types of the public signatures, one alias per combination of axes.
 
 The letters are the axes: `B` batch, `T` time, `H` heads, `K` key width per head, `V` value width
-per head, `D` channels, `N` state width per channel, `C` chunk length; `G` heads of queries or keys
-that groups of the others share, `W` and `L` taps of a convolution. `q: BTHK` is a floating-point
-array `[B, T, H, K]`; `Ids` are integers. An axis has one size in a whole signature.
+per head, `D` channels, `N` state width per channel, `C` chunk length; `G` heads that groups of the
+others share, `S` H or G heads, `W` and `L` taps of a convolution. `q: BTHK` is a floating-point
+array `[B, T, H, K]`; `Ids` are integers. An axis has one size in a whole signature, but for `S`.
 
 For a type checker every alias is `jax.Array`. Where jaxtyping is installed the aliases carry dtypes
 and shapes, which the tests check with beartype; the library itself does not need it.
@@ -57,6 +57,12 @@ HKV = Float[jax.Array, "H K V"]
 BHK = Float[jax.Array, "B H K"]
 BTHK = Float[jax.Array, "B T H K"]
 BTHV = Float[jax.Array, "B T H V"]
+S = Float[jax.Array, "_"]
+SK = Float[jax.Array, "_ K"]
+SV = Float[jax.Array, "_ V"]
+BTS = Float[jax.Array, "B T _"]
+BTSK = Float[jax.Array, "B T _ K"]
+BTSV = Float[jax.Array, "B T _ V"]
 BTGK = Float[jax.Array, "B T G K"]
 BTGV = Float[jax.Array, "B T G V"]
 BHKV = Float[jax.Array, "B H K V"]

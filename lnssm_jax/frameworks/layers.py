@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from lnssm_jax.ops import ExponentialKernel
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.core.grouped_heads import with_all_heads
 from lnssm_jax.ops.core.recording import observing
 from lnssm_jax.ops.longhorn_scan.gains import gain_and_decay
 
@@ -178,7 +179,7 @@ def _normalized(streams):
 
 
 def _linear_attention(inputs, options):
-  q, k, v, log_decay, by_value, bonus, *_ = inputs.with_all_heads()
+  q, k, v, log_decay, by_value, bonus, *_ = with_all_heads(inputs)
   o, e, s, direct = jnp.exp(log_decay[0]), k[0], options.scale * q[0], jnp.zeros((1, 1, 1))
   if bonus is not None:
     if by_value is not None:
@@ -198,6 +199,7 @@ def _wkv4(inputs, _):
 
 
 def _delta_rule(inputs, options):
+  inputs = with_all_heads(inputs)
   by_column = lambda z: jnp.repeat(z, width, axis=1)  # a head for each column of a rate of its own
   v, beta, k = inputs.v[0], inputs.beta[0], inputs.k[0]
   width = beta.shape[-1]

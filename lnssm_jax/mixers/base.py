@@ -146,9 +146,9 @@ class Mixer[State](nnx.Module):
         half_life = math.log(0.5) / mixer.decay()          # in tokens, of a layer with constants
 
     They are what the layer's recurrence is given. K counts the rows of a head's state, or is 1 if
-    they decay alike; where its columns decay too, a last axis V follows. A layer without heads has
-    H = 1, one with N numbers per channel (Mamba, Longhorn, S4) its channels as H and N as K. A
-    document boundary is no decay.
+    they decay alike; where its columns decay too, a last axis V follows. Query heads that share a
+    decay count once. A layer without heads has H = 1, one with N numbers per channel (Mamba,
+    Longhorn, S4) its channels as H and N as K. A document boundary is no decay.
 
     `SSE` and `MoM` have the rows of several states side by side, K times their number: first those
     of the state that all tokens use, then those of each partition, 0 where a token does not select

@@ -19,7 +19,7 @@ from lnssm_jax.mixers.common.checks import (
 )
 from lnssm_jax.mixers.common.initializers import xavier_uniform
 from lnssm_jax.mixers.common.norms import NORMS, RMSNorm
-from lnssm_jax.mixers.common.projections import Linear, merge_heads, repeat_heads, split_heads
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
 from lnssm_jax.mixers.common.routing import RowSparsity
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution, convolve_each
 from lnssm_jax.ops import ConvState, LinearAttentionState, linear_attention, rotary_embedding
@@ -39,7 +39,7 @@ FEATURE_MAPS = {
 class GLAState(NamedTuple):
   """Recurrent state of `GLA` with convolutions, float32."""
 
-  recurrent: LinearAttentionState  # kv [B, H, K, V]
+  recurrent: LinearAttentionState  # kv [B, G, K, V]
   convs: tuple[ConvState, ...]  # inputs [B, W - 1, any] of those of q, k, v
 
 
@@ -58,8 +58,8 @@ class GLA(SelectingMixer[LinearAttentionState | GLAState]):
   Args:
     dim: D, the width of input and output.
     num_heads: H.
-    num_kv_heads: G, the number of heads of keys, values and decays, a divisor of H: each serves
-      equally many query heads. None means H.
+    num_kv_heads: G, the number of heads of keys, values, decays and states, a divisor of H: each
+      serves equally many query heads. None means H.
     expand_k, expand_v: H K / D and H V / D.
     gate_rank: the width of W_1 x.
     gate_logit_normalizer: tau; larger values move the decays towards 1.
@@ -149,7 +149,7 @@ class GLA(SelectingMixer[LinearAttentionState | GLAState]):
     self.q_conv, self.k_conv, self.v_conv = convs
 
   def _init_state(self, B):
-    shape = (B, self.num_heads, self.key_dim, self.value_dim)
+    shape = (B, self.num_kv_heads, self.key_dim, self.value_dim)
     recurrent = LinearAttentionState(jnp.zeros(shape, jnp.float32), None)
     if not (convs := self._convs):
       return recurrent
@@ -169,7 +169,7 @@ class GLA(SelectingMixer[LinearAttentionState | GLAState]):
     recurrent, convs = state if isinstance(state, GLAState) else (state, ())
     streams = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
     (q, k, v), convs = convolve_each(self._convs, streams, convs, segment_ids)
-    G, groups = self.num_kv_heads, self.num_heads // self.num_kv_heads
+    G = self.num_kv_heads
     features = FEATURE_MAPS[self.feature_map]
     log_decay = log_gate(self.decay_up_proj(self.decay_down_proj(x)), self.gate_logit_normalizer)
     if self.clamp_min is not None:
@@ -181,9 +181,9 @@ class GLA(SelectingMixer[LinearAttentionState | GLAState]):
       log_decay, selection = jnp.where(chosen, log_decay, 0.0), (weights, chosen)
     y, recurrent = linear_attention(
       features(split_heads(q, self.num_heads)),
-      repeat_heads(k, groups),
-      repeat_heads(split_heads(v, G), groups),
-      log_decay=repeat_heads(log_decay, groups),
+      k,
+      split_heads(v, G),
+      log_decay=log_decay,
       scale=self.key_dim**-0.5,
       axis_name=self.sequence_axis,
       initial_state=recurrent,
@@ -289,13 +289,12 @@ class RetNet(Mixer[RetNetState]):
     positions, position = step_positions(B, T, segment_ids, position, axis_name=axis)
     heads = lambda z: split_heads(z, self.num_heads)
     k, v = (split_heads(p(x), self.num_kv_heads) for p in (self.k_proj, self.v_proj))
-    groups = self.num_heads // self.num_kv_heads
     # log1p: in float32, 1 - 2^(-5 - h) itself would be 1 from h = 20 on.
     log_decay = jnp.log1p(-(2.0 ** (-5.0 - jnp.arange(self.num_heads))))
     y, recurrent = linear_attention(
       rotary_embedding(heads(self.q_proj(x)), positions, self.rotary_base),
-      repeat_heads(rotary_embedding(k, positions, self.rotary_base), groups),
-      repeat_heads(v, groups),
+      rotary_embedding(k, positions, self.rotary_base),
+      v,
       log_decay=log_decay,
       scale=self.key_dim**-0.5,
       axis_name=axis,

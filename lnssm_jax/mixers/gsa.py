@@ -18,7 +18,7 @@ from lnssm_jax.mixers.common.checks import (
 )
 from lnssm_jax.mixers.common.initializers import xavier_uniform
 from lnssm_jax.mixers.common.norms import RMSNorm
-from lnssm_jax.mixers.common.projections import Linear, merge_heads, repeat_heads, split_heads
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
 from lnssm_jax.mixers.common.routing import RowSparsity
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution, convolve_each
 from lnssm_jax.ops import ConvState, LinearAttentionState, linear_attention
@@ -32,8 +32,8 @@ FEATURE_MAPS = {"silu": jax.nn.silu, "relu": jax.nn.relu}
 class GSAState(NamedTuple):
   """Recurrent state of `GSA`, float32."""
 
-  keys: LinearAttentionState  # kv [B, H, K, M], the slots' keys, transposed
-  values: LinearAttentionState  # kv [B, H, M, V], the slots' values
+  keys: LinearAttentionState  # kv [B, G, K, M], the slots' keys, transposed
+  values: LinearAttentionState  # kv [B, G, M, V], the slots' values
   convs: tuple[ConvState, ...] = ()  # with convolutions, the inputs of those of q, k, v
 
 
@@ -52,8 +52,8 @@ class GSA(SelectingMixer[GSAState]):
   Args:
     dim: D, the width; a multiple of `num_heads`.
     num_heads: H.
-    num_kv_heads: the number of heads of keys, values and slots, a divisor of H: each serves equally
-      many query heads. None means H.
+    num_kv_heads: G, the number of heads of keys, values and slots, a divisor of H: each serves
+      equally many query heads. None means H.
     num_slots: M.
     feature_map: of queries and keys, "silu" or "relu".
     conv_size: the tokens seen by the convolutions of q, k and v, each followed by silu; None for no
@@ -123,8 +123,8 @@ class GSA(SelectingMixer[GSAState]):
     return tuple(conv for conv in convs if conv is not None)
 
   def _init_state(self, B):
-    H, K, M = self.num_heads, self.head_dim, self.num_slots
-    empty = lambda *shape: LinearAttentionState(jnp.zeros((B, H, *shape), jnp.float32), None)
+    G, K, M = self.num_kv_heads, self.head_dim, self.num_slots
+    empty = lambda *shape: LinearAttentionState(jnp.zeros((B, G, *shape), jnp.float32), None)
     convs = tuple(conv.init_state(B) for conv in self._convs)
     return GSAState(keys=empty(K, M), values=empty(M, K), convs=convs)
 
@@ -140,18 +140,17 @@ class GSA(SelectingMixer[GSAState]):
     keys, values, convs = state if state is not None else (None, None, ())
     streams = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
     streams, convs = convolve_each(self._convs, streams, convs, segment_ids)
-    G, groups = self.num_kv_heads, self.num_heads // self.num_kv_heads
-    grouped = lambda z: repeat_heads(split_heads(z, G), groups)
+    G = self.num_kv_heads
     mapped = lambda z, function: function(wide(z)).astype(self.dtype)
     feature_map = FEATURE_MAPS[self.feature_map]
     q = split_heads(mapped(streams[0], feature_map), self.num_heads)
-    k, v = grouped(mapped(streams[1], feature_map)), grouped(mapped(streams[2], jax.nn.silu))
+    k = split_heads(mapped(streams[1], feature_map), G)
+    v = split_heads(mapped(streams[2], jax.nn.silu), G)
     log_keep, selection = split_heads(log_gate(self.f_proj(x), self.gate_logit_normalizer), G), None
     if self.rows is not None:
       weights = -jnp.expm1(log_keep)
       chosen = self.rows.select(weights)
       log_keep, selection = jnp.where(chosen, log_keep, 0.0), (weights, chosen)
-    log_keep = repeat_heads(log_keep, groups)
     write = -jnp.expm1(log_keep)
     # The output has the dtype of the values: float32 for scores, which softmax magnifies.
     scores, keys = linear_attention(

@@ -90,17 +90,36 @@ class TileSpec:
     return jax.ShapeDtypeStruct(self.array.shape, self.array.dtype)
 
 
+def shared_head(head, heads: int, x, axis: int = 2):
+  """The head of x that `head` of `heads` in all reads: groups of neighbors share one of x."""
+  group = heads // x.shape[axis]
+  return head if group == 1 else lax.div(head, jnp.int32(group))
+
+
+def per_head(x, heads: int) -> jax.ShapeDtypeStruct:
+  """The type of a result for each of `heads` heads, that are groups of those of x [B, T, G, X]."""
+  return jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype)
+
+
+def sum_of_groups(x: jax.Array, like: jax.Array) -> jax.Array:
+  """The gradient of `like` [B, T, G, X] from those of all heads that read it, x [B, T, H, X]."""
+  if x.shape == like.shape:
+    return x
+  B, T, G, X = like.shape
+  return x.reshape(B, T, G, -1, X).astype(jnp.float32).sum(3).astype(like.dtype)
+
+
 def token_tile(x, heads: int | None = None, parts: int = 1) -> TileSpec:
   """A chunk's tokens, all columns. x: [B, T, H, X]; of `heads` in all, groups share one of x."""
-  group = 1 if heads is None else heads // x.shape[2]
-  head = lambda at: at.head if group == 1 else lax.div(at.head, jnp.int32(group))
-  index = lambda at: (at.batch, at.tokens, head(at))
+  heads = heads or x.shape[2]
+  index = lambda at: (at.batch, at.tokens, shared_head(at.head, heads, x))
   return TileSpec(x, (CHUNK, x.shape[3] // parts), index, parts=parts)
 
 
-def token_block_tile(x) -> TileSpec:
-  """A chunk's tokens, a block of 64 columns. x: [B, T, H, X]."""
-  index = lambda at: (at.batch, at.tokens, at.head, at.channels)
+def token_block_tile(x, heads: int | None = None) -> TileSpec:
+  """A chunk's tokens, a block of 64 columns. x and `heads` as in `token_tile`."""
+  heads = heads or x.shape[2]
+  index = lambda at: (at.batch, at.tokens, shared_head(at.head, heads, x), at.channels)
   return TileSpec(x, (CHUNK, TILE_WIDTH), index, True)
 
 

@@ -28,7 +28,9 @@ from pallas_kernels.core.chunk_grid import (
   decay_between_tokens,
   launch_per_chunk,
   load_inputs,
+  shared_head,
   store_outputs,
+  sum_of_groups,
 )
 from pallas_kernels.core.wgmma import (
   CHUNK,
@@ -68,7 +70,7 @@ def backward_rule(options: Options, residuals, cotangents):
   decays = decays is not None
   q, k, erase_key, v, beta, log_decay, kv = inputs
   d_out, d_last = cotangents
-  B, T, H, _ = q.shape
+  (B, T, *_), H = q.shape, kept.x.shape[2]
   d_out = jnp.zeros(d_out.shape, d_out.dtype) if _is_zero(d_out) else d_out
   # `scale` multiplies the results.
   d_last = None if _is_zero(d_last) else d_last / options.scale
@@ -118,7 +120,13 @@ def backward_rule(options: Options, residuals, cotangents):
   d_kv = None if kv is None else options.scale * adjoints.last_state
   d_erase_key = None if shared else by_q.erase_key
   no_gradient = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
-  return Inputs(by_q.q, by_k.k, d_erase_key, by_k.v, d_beta, d_log_decay, d_kv), no_gradient
+  d_inputs = Inputs(by_q.q, by_k.k, d_erase_key, by_k.v, d_beta, d_log_decay, d_kv)
+  summed = {
+    name: sum_of_groups(getattr(d_inputs, name), like)
+    for name, like in (("q", q), ("k", k), ("erase_key", erase_key), ("v", v))
+    if getattr(d_inputs, name) is not None
+  }
+  return d_inputs._replace(**summed), no_gradient
 
 
 def _is_zero(x):
@@ -184,7 +192,7 @@ def _buffers(tiles, num_late, mma):
 def _load_first(at, tiles_gmem, state_gmem, tables_gmem, smem):
   """Loads tiles, the first block of the state and the chunk's table."""
   copies = [
-    (source.at[at.batch, at.tokens, at.head], target)
+    (source.at[at.batch, at.tokens, shared_head(at.head, tables_gmem.shape[1], source)], target)
     for source, target in zip(tiles_gmem, smem.tiles, strict=True)
     if source is not None
   ]
@@ -199,7 +207,7 @@ def query_gradient(
 ) -> QueryOutputs:
   """dq, the gradient of the erase key, and those of the tables; with `decays` all of them."""
   mma = backend
-  B, T, H, K = arrays.tiles.k.shape
+  (B, T, _, K), H = arrays.tiles.k.shape, arrays.tables.shape[1]
   C, shared = CHUNK, arrays.tiles.erase_key is None
   blocks = [pl.ds(start, TILE_WIDTH) for start in range(0, K, TILE_WIDTH)]
 
@@ -246,7 +254,7 @@ def query_gradient(
       state = transpose_ref(late_state_smem if block else smem.state)
       from_out, from_y = mma.dots(Dots([(tiles.d_out, state)]), Dots([(tiles.y, state)]))
       if block == len(blocks) - 1:
-        v_gmem = gmem.v.at[at.batch, at.tokens, at.head]
+        v_gmem = gmem.v.at[at.batch, at.tokens, shared_head(at.head, H, gmem.v)]
         plgpu.copy_gmem_to_smem(v_gmem, v_smem, late_barrier.at[1])
       q_smem, k_smem = tiles.q.at[:, channels], tiles.k.at[:, channels]
       erased = add(erased, jnp.sum(load_tile(erase_smem.at[:, channels]) * from_y, axis=1))
@@ -321,7 +329,7 @@ def key_value_gradient(
   Rows are the tokens j here: scores and dP are computed transposed.
   """
   mma = backend
-  (B, T, H, K), V = arrays.tiles.q.shape, arrays.tiles.x.shape[-1]
+  (B, T, _, K), (_, _, H, V) = arrays.tiles.q.shape, arrays.tiles.x.shape
   C, shared = CHUNK, arrays.tiles.erase_key is None
   blocks = [pl.ds(start, TILE_WIDTH) for start in range(0, K, TILE_WIDTH)]
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.core import decode as single_token
+from pallas_kernels.core.chunk_grid import shared_head
 from pallas_kernels.core.wgmma import store_unoptimized
 
 
@@ -53,7 +54,8 @@ def decode(
   multiples of 16; otherwise all is padded with zeros outside the kernel and cut afterwards.
 
   Args:
-    q, k: [B, H, K], v: [B, H, V]; bfloat16 or float32, computed in float32.
+    q, k: [B, H, K], v: [B, H, V]; bfloat16 or float32, computed in float32. Groups of heads may
+      share one; several heads of q one state, if they share all else.
     erase_key: [B, H, K], or None for that of `k`.
     beta: float32 [B, H, 1], or [B, H, V] for a rate of each value column.
     log_decay: float32 [B, H], values <= 0.
@@ -92,32 +94,40 @@ def decode(
 @functools.partial(jax.jit, static_argnames=("scale", "tile", "interpret"))
 def _decode(q, k, erase_key, v, beta, log_decay, kv, *, scale, tile, interpret):
   """`decode` for K and V that need no padding."""
-  (B, H, _), V = q.shape, v.shape[-1]
+  B, S, _, V = kv.shape
+  H = max(q.shape[1], S)
 
   def body(tile, inputs, place, kv_ref, out_ref):
     q_ref, k_ref, erase_ref, v_ref, beta_ref, decay_ref = inputs
     b, h, here, _ = place
+    readers = [h] if H == S else [h * (H // S) + n for n in range(H // S)]  # heads of this state
+    of_state = lambda ref: shared_head(h, S, ref, 1)
     # All loads first: they travel together.
     state = tile.load(kv_ref)
-    query, key = tile.load_keys(q_ref.at[b, h]), tile.load_keys(k_ref.at[b, h])
-    erase = key if erase_ref is None else tile.load_keys(erase_ref.at[b, h])
-    value = tile.load_values(v_ref.at[b, h, here])
+    queries = [tile.load_keys(q_ref.at[b, shared_head(x, H, q_ref, 1)]) for x in readers]
+    key = tile.load_keys(k_ref.at[b, of_state(k_ref)])
+    erase = key if erase_ref is None else tile.load_keys(erase_ref.at[b, of_state(erase_ref)])
+    value = tile.load_values(v_ref.at[b, of_state(v_ref), here])
+    place = b, of_state(beta_ref)
     rate = (
-      beta_ref[b, h, 0] if beta_ref.shape[2] == 1 else tile.load_values(beta_ref.at[b, h, here])
+      beta_ref[(*place, 0)]
+      if beta_ref.shape[2] == 1
+      else tile.load_values(beta_ref.at[(*place, here)])
     )
-    state = jnp.exp(decay_ref[b, h]) * state
+    state = jnp.exp(decay_ref[b, of_state(decay_ref)]) * state
     correction = rate * (value - tile.read(erase, state))
     state = state + tile.broadcast_keys(key) * tile.broadcast_values(correction)
     store_unoptimized(kv_ref, state)
-    out = scale * tile.read(query, state)
-    store_unoptimized(out_ref.at[b, h, here], out.astype(out_ref.dtype))
+    for head, query in zip(readers, queries, strict=True):
+      out = scale * tile.read(query, state)
+      store_unoptimized(out_ref.at[b, head, here], out.astype(out_ref.dtype))
 
   (out,), kv = single_token.run(
     body,
     (q, k, erase_key, v, beta, log_decay),
     kv,
     [jax.ShapeDtypeStruct((B, H, V), v.dtype)],
-    columns=tile or single_token.value_tile(B, H, V),
+    columns=tile or single_token.value_tile(B, S, V),
     name="delta_rule_decode",
     interpret=interpret,
   )

@@ -17,6 +17,7 @@ from pallas_kernels.core.chunk_grid import (
   decay_between_tokens,
   launch_per_chunk,
   load_inputs,
+  shared_head,
   store_outputs,
 )
 from pallas_kernels.core.wgmma import (
@@ -130,9 +131,9 @@ class ChunkSystems(NamedTuple):
 
 @with_int32_indices
 def chunk_systems(
-  q: jax.Array,  # [B, T, H, K] bfloat16, T a multiple of the chunk
-  k: jax.Array,  # [B, T, H, K] bfloat16
-  erase_key: jax.Array | None,  # [B, T, H, K] bfloat16, or None for k
+  q: jax.Array,  # [B, T, H or fewer, K] bfloat16, T a multiple of the chunk
+  k: jax.Array,  # [B, T, H or fewer, K] bfloat16
+  erase_key: jax.Array | None,  # [B, T, H or fewer, K] bfloat16, or None for k
   tables: jax.Array,  # [B, H, N, NUM_ROWS, C] float32
   documents: DocumentBoundaries,
   *,
@@ -145,7 +146,7 @@ def chunk_systems(
       inverse = (I + diag(beta) L)^-1      scores_ij = (q_i . k_j) decay_ij for j <= i
   """
   mma = backend
-  B, T, H, K = q.shape
+  (B, T, _, K), H = q.shape, tables.shape[1]
   C = CHUNK
   keys = _SystemInputs(erase_key, k, q)
   present = sum(x is not None for x in keys)
@@ -164,7 +165,7 @@ def chunk_systems(
     ordered = lambda x: [ref for ref in (x.q, x.k, x.erase_key) if ref is not None]
     tiles = ordered(smem.keys)
     copies = [
-      (source.at[at.batch, at.tokens, at.head], target)
+      (source.at[at.batch, at.tokens, shared_head(at.head, H, source)], target)
       for source, target in zip(ordered(gmem.keys), tiles, strict=True)
     ]
     copies.append((gmem.tables.at[at.batch, at.head, at.chunk], smem.tables))

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.core.chunk_grid import shared_head
 from pallas_kernels.core.pipeline import Pipeline, PipelineBarriers, launch_pipeline
 from pallas_kernels.core.wgmma import (
   CHUNK,
@@ -208,7 +209,7 @@ def _run(
     stored: which results are stored when `epilogue` has returned.
     work: which tiles `recur` needs.
   """
-  (B, T, H, K), V = inputs.q.shape, inputs.v.shape[-1]
+  (B, T, _, K), V, H = inputs.q.shape, inputs.v.shape[-1], inputs.tables.shape[1]
   C, N, BV, cluster = CHUNK, T // CHUNK, config.value_tile, config.cluster
   num_stages, num_slots = min(config.num_stages, N), config.num_slots
   # Both operands of a product have the same swizzle, which the narrower one bounds.
@@ -263,7 +264,7 @@ def _run(
 
     def load(n):
       tokens = pl.ds(chunk_of(n) * C, C)
-      of_tokens = lambda ref: None if ref is None else ref.at[b, tokens, h]
+      of_tokens = lambda ref: None if ref is None else ref.at[b, tokens, shared_head(h, H, ref)]
       ins = gmem.inputs
       sources = Stage(
         erase_key=of_tokens(ins.erase_key),
@@ -271,7 +272,7 @@ def _run(
         k=of_tokens(ins.k),
         q=of_tokens(ins.q),
         scores=ins.scores.at[b, h, tokens],
-        v=ins.v.at[b, tokens, h, values],
+        v=ins.v.at[b, tokens, shared_head(h, H, ins.v), values],
         tables=ins.tables.at[b, h, chunk_of(n)],
       )
       # The CTAs of a cluster have the same chunk: one of them loads for all, but not tables, too

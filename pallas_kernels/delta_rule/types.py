@@ -13,7 +13,10 @@ from pallas_kernels.core.wgmma import CHUNK, Backend
 
 
 class Inputs(NamedTuple):
-  """Differentiable arguments, padded: T to whole chunks, K and V to the widths of `config`."""
+  """Differentiable arguments, padded: T to whole chunks, K and V to the widths of `config`.
+
+  q, k, erase_key and v may have fewer heads, which groups share.
+  """
 
   q: jax.Array  # [B, T, H, K] bfloat16
   k: jax.Array  # [B, T, H, K] bfloat16

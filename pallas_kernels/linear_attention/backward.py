@@ -29,8 +29,10 @@ from pallas_kernels.core.chunk_grid import (
   ScalarDecayTables,
   chunk_kernel,
   decay_between_tokens,
+  per_head,
   scalar_decay_tables,
   state_tile,
+  sum_of_groups,
   token_tile,
   token_vector,
   wait_all,
@@ -87,6 +89,10 @@ def backward_rule(options: Options, residuals, cotangents):
   documents = DocumentBoundaries.of(segments)
   rule = _channel_backward if has_channel_decay(inputs.log_decay) else _scalar_backward
   d_inputs = rule(options, inputs, documents, kept, cotangents, d_last_state)
+  shared = {name: sum_of_groups(getattr(d_inputs, name), getattr(inputs, name)) for name in "qkv"}
+  if inputs.log_decay.ndim == 4 and d_inputs.log_decay is not None:
+    shared["log_decay"] = sum_of_groups(d_inputs.log_decay, inputs.log_decay)
+  d_inputs = d_inputs._replace(**shared)
   rescaled = {
     name: scale * x
     for name, x in d_inputs._asdict().items()
@@ -128,17 +134,7 @@ def _scalar_backward(options: Options, inputs: Inputs, documents, kept: Residual
     d_tables = map(_sum_to, d_tables, tables)
     (d_log_decay,) = tables_vjp(ScalarDecayTables(*d_tables))
   d_kv, d_key_sum = _initial_state_gradients(inputs, adjoints)
-  d_q, d_k = _sum_of_groups(by_q.q, inputs.q), _sum_of_groups(by_k.k, inputs.k)
-  return Inputs(d_q, d_k, by_k.v, d_log_decay, None, d_kv, d_key_sum)
-
-
-def _sum_of_groups(gradients, x):
-  """The gradient of x [B, T, H / G, K], which groups of G heads share, from those of the heads."""
-  if gradients.shape == x.shape:
-    return gradients
-  B, T, heads, K = x.shape
-  groups = gradients.reshape(B, T, heads, -1, K)
-  return groups.astype(jnp.float32).sum(3).astype(x.dtype)
+  return Inputs(by_q.q, by_k.k, by_k.v, d_log_decay, None, d_kv, d_key_sum)
 
 
 def _channel_backward(options: Options, inputs: Inputs, documents, kept: Residuals, cot, d_last):
@@ -185,11 +181,12 @@ def _state_cotangents(
   decay = constant_decay(options, inputs, documents) or ChunkDecay(kept.decay, q.shape[-1])
   normalizer = normalizer_of(options, inputs, cot.d_last_key_sum, weight, cot.d_denominator)
   initial, normalizer = initial_states_of_splits(
-    q, cot.d_out, weight, decay, d_last, normalizer, options, reverse=True
+    q, cot.d_out, weight, decay, d_last, normalizer, options, heads=inputs.heads, reverse=True
   )
   return chunk_states(
     *(q, cot.d_out, weight, decay, initial, normalizer),
     kept.states if cot.decays else None,
+    heads=inputs.heads,
     num_splits=options.num_splits,
     reverse=True,
     config=pipeline_config(inputs.v.shape[-1]),
@@ -339,7 +336,7 @@ def scalar_query_gradient(
     return [(d_q_smem, outs.q.at(at))]
 
   q, k, v, *_ = inputs
-  B, T, H, _ = v.shape
+  (B, T, *_), H = v.shape, inputs.heads
   table = token_vector(B, H, T) if cot.decays else None
   return chunk_kernel(
     body,
@@ -348,21 +345,16 @@ def scalar_query_gradient(
       k=token_tile(k, H),
       q=token_tile(q, H) if cot.decays else None,
       state=state_tile(states),
-      v=token_tile(v),
+      v=token_tile(v, H),
     ),
     _ScalarVectors(
       tables.cumulative, tables.before, cot.d_denominator, key_sums, documents.mask_only
     ),
-    _ScalarQueryOutputs(_gradient_tile(q, H), table, table, table),
+    _ScalarQueryOutputs(token_tile(per_head(q, H)), table, table, table),
     scratch=mma.lhs_scratch(CHUNK, CHUNK),
     name="linear_attention_query_gradient",
     backend=mma,
   )
-
-
-def _gradient_tile(x, heads):
-  """The gradient of x [B, T, H or fewer, K] through each of `heads` heads."""
-  return token_tile(jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype))
 
 
 class _ScalarKeyOutputs(NamedTuple):
@@ -425,13 +417,13 @@ def scalar_key_value_gradient(
     return [*copies, (d_k_smem, outs.k.at(at))]
 
   q, k, v, *_ = inputs
-  B, T, H, _ = v.shape
+  (B, T, *_), H = v.shape, inputs.heads
   tiles = _ScalarTiles(
     d_out=token_tile(cot.d_out),
     k=token_tile(k, H),
     q=token_tile(q, H),
     state=state_tile(adjoints),
-    v=token_tile(v),
+    v=token_tile(v, H),
   )
   after = token_vector(B, H, T) if cot.decays else None
   return chunk_kernel(
@@ -440,7 +432,7 @@ def scalar_key_value_gradient(
     _ScalarVectors(
       tables.cumulative, tables.after, cot.d_denominator, key_sums, documents.mask_only
     ),
-    _ScalarKeyOutputs(_gradient_tile(k, H), token_tile(v), after),
+    _ScalarKeyOutputs(token_tile(per_head(k, H)), token_tile(per_head(v, H)), after),
     scratch=mma.lhs_scratch(CHUNK, CHUNK),
     name="linear_attention_key_value_gradient",
     backend=mma,

@@ -23,6 +23,7 @@ from pallas_kernels.core.chunk_grid import (
   broadcast_diagonal,
   channel_vector,
   chunk_kernel,
+  per_head,
   score_tile,
   state_key_block_tile,
   state_tile,
@@ -150,6 +151,7 @@ def query_gradient(
     d_rows, d_before, right_smem, d_scores_smem = shared
     f = decay_factors(
       *(gmem.log_decay, _first_merge(gmem, at), scratch.decay, at, at.channels),
+      heads=inputs.heads,
       length=length,
       read_first=read_first,
       mma=mma,
@@ -204,21 +206,22 @@ def query_gradient(
     d_q_smem[...] = ((d_q + d_before) * cot.scale).astype(jnp.bfloat16)
     return [(d_q_smem, outs.q.at(at))]
 
-  (B, _, H, K), N = q.shape, q.shape[1] // CHUNK
+  (B, T, _, K), H = q.shape, inputs.heads
+  N = T // CHUNK
   return _launch(
     "linear_attention_query_gradient",
     body,
     per_block,
     _QueryTiles(
       d_out=token_tile(cot.d_out, parts=parts),
-      k=token_block_tile(k),
-      q=token_block_tile(q) if decays or read_first else None,
+      k=token_block_tile(k, H),
+      q=token_block_tile(q, H) if decays or read_first else None,
       state=state_key_block_tile(states, parts),
-      v=token_tile(v, parts=parts),
+      v=token_tile(v, H, parts),
     ),
     _Vectors(cot.d_denominator, key_sums, log_decay, bonus, documents, _first_merges(log_decay)),
     _QueryOutputs(
-      token_block_tile(q),
+      token_block_tile(per_head(q, H)),
       _decay_gradient_spec(log_decay, B, H, N, K) if decays else None,
       channel_vector(B, H, N, K) if read_first else None,
     ),
@@ -267,6 +270,7 @@ def key_gradient(
   def factors_of(at, gmem, scratch):
     return decay_factors(
       *(gmem.log_decay, _first_merge(gmem, at), scratch.decay, at, at.channels),
+      heads=inputs.heads,
       length=length,
       read_first=bonus is not None,
       mma=mma,
@@ -377,7 +381,8 @@ def key_gradient(
     d_k_smem[...] = (d_k * cot.scale).astype(jnp.bfloat16)
     return [(d_k_smem, outs.k.at(at))]
 
-  (B, _, H, K), N = q.shape, q.shape[1] // CHUNK
+  (B, T, _, K), H = q.shape, inputs.heads
+  N = T // CHUNK
   per_token_grad = decays and per_token  # of constant decays the parts are summed outside
   return _launch(
     "linear_attention_key_gradient",
@@ -385,11 +390,11 @@ def key_gradient(
     per_block,
     _KeyTiles(
       d_out=token_tile(cot.d_out, parts=parts),
-      k=token_block_tile(k) if decays or scores is not None else None,
-      q=token_block_tile(q),
+      k=token_block_tile(k, H) if decays or scores is not None else None,
+      q=token_block_tile(q, H),
       scores=None if scores is None else score_tile(scores),
       state=state_key_block_tile(adjoints, parts),
-      v=token_tile(v, parts=parts),
+      v=token_tile(v, H, parts),
     ),
     _Vectors(
       *(cot.d_denominator, key_sums, log_decay, bonus, documents, _first_merges(log_decay)),
@@ -397,8 +402,8 @@ def key_gradient(
       d_log_decay=d_log_decay if per_token_grad else None,
     ),
     _KeyOutputs(
-      token_block_tile(k),
-      None if scores is None else token_tile(v),
+      token_block_tile(per_head(k, H)),
+      None if scores is None else token_tile(per_head(v, H)),
       _decay_gradient_spec(log_decay, B, H, N, K) if decays else None,
     ),
     mma,
@@ -568,7 +573,9 @@ def _first_merges(log_decay):
 
 
 def _decay_gradient_spec(log_decay, B, H, N, K):
-  return token_block_tile(log_decay) if log_decay.ndim == 4 else channel_vector(B, H, N, K)
+  if log_decay.ndim == 4:
+    return token_block_tile(per_head(log_decay, H))
+  return channel_vector(B, H, N, K)
 
 
 def _launch(name, body, per_block, tiles, vectors, outputs, mma):

@@ -106,6 +106,7 @@ def _forward(options: Options, inputs: Inputs, segments, *, for_gradient: bool) 
     separate_dv = not channel_backward.key_kernel_computes_dv(log_decay, v.shape[-1])
     in_chunk = chunk_scores(
       ScoreInputs(q, k, log_decay, bonus, documents),
+      heads=inputs.heads,
       length=options.length,
       decayed_q=constant is None,
       decayed_k=constant is None or (for_gradient and separate_dv),
@@ -126,13 +127,14 @@ def _forward(options: Options, inputs: Inputs, segments, *, for_gradient: bool) 
   config = pipeline_config(v.shape[-1])
   normalizer = normalizer_of(options, inputs, key_sum, weight)
   initial, normalizer = initial_states_of_splits(
-    k_state, v, weight, decay, kv, normalizer, options, reverse=False
+    k_state, v, weight, decay, kv, normalizer, options, heads=inputs.heads, reverse=False
   )
   results = outputs(
     decay,
     initial,
     # Without weights: keys have been decayed in SMEM.
     None if normalizer is None else normalizer._replace(weights=None),
+    heads=inputs.heads,
     scale=options.scale,
     num_splits=options.num_splits,
     store_states=for_gradient,
@@ -185,13 +187,14 @@ class _ScalarVectors(NamedTuple):
 def scalar_decay_outputs(
   q: jax.Array,  # [B, T, H or fewer, K] bfloat16, T a multiple of the chunk
   k: jax.Array,  # [B, T, H or fewer, K] bfloat16
-  v: jax.Array,  # [B, T, H, V] bfloat16
+  v: jax.Array,  # [B, T, H or fewer, V] bfloat16
   tables: ScalarDecayTables,
   documents: DocumentBoundaries,
   decay: ChunkDecay | ConstantDecay,  # a `ChunkDecay`
   initial: jax.Array | None,  # [B, H, P, K, V] float32
   normalizer: Normalizer | None,
   *,
+  heads: int,
   backend: Backend,
   **options,
 ) -> StateOutputs:
@@ -221,23 +224,28 @@ def scalar_decay_outputs(
     _DecayInPrologue(
       lambda at, cta: load_tables(at, cta.vectors_gmem) if chunks_alike else None, step
     ),
-    _OutputTiles(token_tile(k, v.shape[2]), token_tile(q, v.shape[2]), scores, token_block_tile(v)),
+    _OutputTiles(token_tile(k, heads), token_tile(q, heads), scores, token_block_tile(v, heads)),
     _ScalarVectors(cumulative, tables.before, tables.after, documents.mask_only),
     *(decay, initial, normalizer),
+    heads=heads,
     backend=backend,
     **options,
   )
 
 
 def channel_decay_outputs(
-  q: jax.Array,  # [B, T, H, K] bfloat16; decayed from the chunk's start with a `ChunkDecay`
-  k: jax.Array,  # [B, T, H, K] bfloat16; decayed to the chunk's end with a `ChunkDecay`
-  v: jax.Array,  # [B, T, H, V] bfloat16
+  # bfloat16, of H heads or fewer; with a `ChunkDecay` q is decayed from the chunk's start, k to its
+  # end.
+  q: jax.Array,  # [B, T, H, K]
+  k: jax.Array,  # [B, T, H, K]
+  v: jax.Array,  # [B, T, H, V]
   scores: jax.Array,  # [B, H, T, C] bfloat16
   score_sum: jax.Array | None,  # [B, H, T] float32, the sum of each row of scores
   decay: ChunkDecay | ConstantDecay,
   initial: jax.Array | None,  # [B, H, P, K, V] float32
   normalizer: Normalizer | None,
+  *,
+  heads: int,
   **options,
 ) -> StateOutputs:
   """Outputs for decays per key channel, whose scores are computed already."""
@@ -266,9 +274,12 @@ def channel_decay_outputs(
   idle = constant is None and normalizer is None
   return _outputs(
     None if idle else _DecayInPrologue(begin, step),
-    _OutputTiles(token_tile(k), token_tile(q), score_tile(scores), token_block_tile(v)),
+    _OutputTiles(
+      token_tile(k, heads), token_tile(q, heads), score_tile(scores), token_block_tile(v, heads)
+    ),
     score_sum,
     *(decay, initial, normalizer),
+    heads=heads,
     **options,
   )
 
@@ -281,6 +292,7 @@ def _outputs(
   initial: jax.Array | None,
   normalizer: Normalizer | None,
   *,
+  heads: int,
   scale: float,
   num_splits: int,
   store_states: bool,
@@ -289,7 +301,7 @@ def _outputs(
 ) -> StateOutputs:
   """The output kernel: `StateOutputs` without `overlap`."""
   mma = backend
-  (B, T, H, V), K = tiles.v.array.shape, tiles.q.array.shape[-1]
+  (B, T, _, V), H, K = tiles.v.array.shape, heads, tiles.q.array.shape[-1]
   ctas = V // config.value_tile
   out_type = StateOutputs()
   if normalizer is not None:

@@ -43,9 +43,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
-from pallas_kernels.core.chunk_grid import (
-  ChunkIndex,
-)
+from pallas_kernels.core.chunk_grid import ChunkIndex, shared_head
 from pallas_kernels.core.wgmma import (
   CHUNK,
   COMPILER_PARAMS,
@@ -371,20 +369,22 @@ def decay_factors(
   at: ChunkIndex,
   channels,  # a slice
   *,
+  heads: int,  # of the grid; groups may share one of a decay per token
   length: int,  # tokens before padding
   read_first: bool,
   mma: Backend,
 ) -> ConstantDecayFactors | TokenDecayFactors:
   """The decay factors of `channels` in a chunk."""
   if len(log_decay_gmem.shape) == 4:
-    log_decay_gmem = log_decay_gmem.at[at.batch, at.tokens, at.head, channels]
+    head = shared_head(at.head, heads, log_decay_gmem)
+    log_decay_gmem = log_decay_gmem.at[at.batch, at.tokens, head, channels]
     return TokenDecayFactors(log_decay_gmem, scratch_smem, read_first, mma)
   valid = jnp.minimum(length - at.chunk * CHUNK, CHUNK)
   return ConstantDecayFactors(log_decay_gmem.at[at.head, channels], first_merge, read_first, valid)
 
 
 class ScoreInputs(NamedTuple):
-  """Arrays of `chunk_scores`, or their GMEM references."""
+  """Arrays of `chunk_scores`, or their GMEM references. Groups of heads may share one."""
 
   q: Any  # [B, T, H, K] bfloat16, T a multiple of the chunk
   k: Any  # [B, T, H, K] bfloat16
@@ -423,6 +423,7 @@ class _ScoreBuffers(NamedTuple):
 def chunk_scores(
   inputs: ScoreInputs,
   *,
+  heads: int,  # H of the results
   length: int,  # tokens before padding
   decayed_q: bool = True,
   decayed_k: bool = True,
@@ -433,11 +434,11 @@ def chunk_scores(
   mma = backend
   q, log_decay = inputs.q, inputs.log_decay
   read_first = inputs.bonus is not None
-  B, T, H, K = q.shape
+  (B, T, _, K), H = q.shape, heads
   C, N = CHUNK, T // CHUNK
   per_token = log_decay.ndim == 4
   f32, bf16 = jnp.float32, jnp.bfloat16
-  decayed = jax.ShapeDtypeStruct(q.shape, bf16)
+  decayed = jax.ShapeDtypeStruct((B, T, H, K), bf16)
   out_type = ScoreOutputs(
     scores=jax.ShapeDtypeStruct((B, H, T, C), bf16),
     q=decayed if decayed_q else None,
@@ -472,7 +473,7 @@ def chunk_scores(
       tokens, slot = pl.ds((start + index) * CHUNK, CHUNK), lax.rem(index, slots)
       for number, (source, target) in enumerate(((gmem.q, smem.q), (gmem.k, smem.k))):
         barrier = smem.arrived_barrier.at[2 * slot + number]
-        yield source.at[batch, tokens, head], target.at[slot], barrier
+        yield source.at[batch, tokens, shared_head(head, H, source)], target.at[slot], barrier
 
     def fetch(index):
       for source, target, barrier in copies_of(index):
@@ -508,6 +509,7 @@ def chunk_scores(
     factors = [
       decay_factors(
         *(gmem.log_decay, first_merge, smem.decay.channels(channels), at, channels),
+        heads=H,
         length=length,
         read_first=read_first,
         mma=mma,

@@ -26,16 +26,18 @@ def initial_states_of_splits(
   normalizer: Normalizer | None,  # of one split
   options: Options,
   *,
+  heads: int,  # H
   reverse: bool,
 ) -> tuple[jax.Array | None, Normalizer | None]:
   """[B, H, P, K, V], the state that enters each split, None for zeros; and their normalizer."""
   P = options.num_splits
   if P == 1:
     return None if initial is None else initial[:, :, None], normalizer
-  shape = (b.shape[0], b.shape[2], P, a.shape[3])
+  shape = (b.shape[0], heads, P, a.shape[3])
   added = chunk_states(
     *(a, b, weight, decay, None),
     None if normalizer is None else Normalizer(shape, None, normalizer.weights),
+    heads=heads,
     num_splits=P,
     reverse=reverse,
     store_states=False,
@@ -81,7 +83,7 @@ def normalizer_of(
   """The normalizer of a whole sequence, or None without one."""
   if not options.normalize:
     return None
-  (B, T, H, _), K = inputs.v.shape, inputs.q.shape[3]
+  (B, T, _, K), H = inputs.q.shape, inputs.heads
   weights = d_denominator
   if weight is not None:
     weight = jnp.broadcast_to(jnp.tile(weight, (1, 1, T // weight.shape[2])), (B, H, T))

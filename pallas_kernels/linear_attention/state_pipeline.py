@@ -457,13 +457,14 @@ class _StateTiles(NamedTuple):
 
 def chunk_states(
   a: jax.Array,  # [B, T, H or fewer, K] bfloat16, T a multiple of the chunk
-  b: jax.Array,  # [B, T, H, V] bfloat16
+  b: jax.Array,  # [B, T, H or fewer, V] bfloat16
   weight: jax.Array | None,  # [B|1, H, T|C] float32, or None for 1
   decay: ChunkDecay | ConstantDecay,  # a `ConstantDecay` decays `a` too
   initial: jax.Array | None,  # [B, H, P, K, V] float32, one for each split, or None for zeros
   normalizer: Normalizer | None = None,  # of `a`
   paired: jax.Array | None = None,  # [B, H, N, K, V] bfloat16
   *,
+  heads: int,  # H, of which groups may share one of a or b
   num_splits: int = 1,
   reverse: bool = False,
   store_states: bool = True,
@@ -477,8 +478,8 @@ def chunk_states(
   """
   mma, V = backend, b.shape[-1]
   tiles = _StateTiles(
-    token_tile(a, b.shape[2]),
-    token_block_tile(b),
+    token_tile(a, heads),
+    token_block_tile(b, heads),
     None if paired is None else state_value_block_tile(paired),
   )
   which = intra_chunk.BEFORE if reverse else intra_chunk.AFTER
@@ -554,7 +555,7 @@ def chunk_states(
     normalizer,
     initial,
     out_type,
-    shape=(*b.shape[:3], a.shape[3], V),
+    shape=(*b.shape[:2], heads, a.shape[3], V),
     num_splits=num_splits,
     reverse=reverse,
     store_states=store_states,

@@ -12,16 +12,21 @@ from pallas_kernels.linear_attention.state_pipeline import ConstantDecay
 class Inputs(NamedTuple):
   """Differentiable arguments, padded: T to `config.padded_length`, K and V to its widths."""
 
-  # [B, T, H, K] bfloat16; with scalar decays perhaps of fewer heads, shared by groups of those of v
-  q: jax.Array
-  k: jax.Array  # of the shape of q
-  v: jax.Array  # [B, T, H, V] bfloat16
+  # bfloat16. Some of q, k, v and a decay of four axes may have fewer heads, which groups share.
+  q: jax.Array  # [B, T, H, K]
+  k: jax.Array  # [B, T, H, K]
+  v: jax.Array  # [B, T, H, V]
   # float32. Scalar, for all key channels of a head: [1, 1, H] or [B, length, H]. Per key channel:
   # [H, K] or [B, T, H, K].
   log_decay: jax.Array
   bonus: jax.Array | None  # [H, K] float32
   kv: jax.Array | None  # [B, H, K, V] float32; None for zeros
   key_sum: jax.Array | None  # [B, H, K] float32; None for zeros or without the normalizer
+
+  @property
+  def heads(self) -> int:
+    """H, the heads of the grid and of all results."""
+    return max(x.shape[2] for x in (self.q, self.k, self.v))
 
 
 class Options(NamedTuple):

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from lnssm_jax import ops
 from lnssm_jax.ops.core import dispatch, spmd
+from lnssm_jax.ops.linear_attention.api import _KERNELS as linear_attention_kernels
 from tests import devices
 from tests.ops.contract import tolerance
 from tests.ops.divided import PARTS
@@ -134,3 +135,20 @@ def test_shared_heads_are_sharded_with_those_that_share_them(shared, heads, axes
   if division is not None:
     assert division._spec("BTHK", q.shape) == PartitionSpec((), (), axes, ())
     assert division._spec("BTHV", v.shape) == PartitionSpec((), (), ("tensor",), ())
+
+
+@pytest.mark.parametrize(("states", "sharded"), [(2, True), (1, False)])
+def test_one_state_of_all_heads_is_not_sharded_with_their_queries(monkeypatch, states, sharded):
+  """Each device would return it; then XLA's form runs, which the compiler partitions."""
+  monkeypatch.setattr(jax, "device_count", lambda: 2)
+  mesh = AbstractMesh((1, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+  q, k = (jax.ShapeDtypeStruct((2, 3, heads, 5), jnp.bfloat16) for heads in (4, states))
+  found = []
+
+  def look(q, k):
+    inputs = dispatch.check("linear_attention", q, k, k).inputs
+    found.append(linear_attention_kernels._division(inputs) is not None)
+
+  with jax.sharding.use_abstract_mesh(mesh):
+    jax.eval_shape(look, q, k)
+  assert found == [sharded]

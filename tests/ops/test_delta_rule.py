@@ -168,8 +168,8 @@ def test_memory_with_rates_per_column_holds_no_state_per_token():
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"k": (B, 5, H, K)}, r"k has shape \(2, 5, 2, 4\).*\[2, 6, 2, 4\]"),
-    ({"v": (B, 6, 3, V)}, r"v has shape \(2, 6, 3, 6\)"),
+    ({"k": (B, 5, H, K)}, r"k has shape \(2, 5, 2, 4\).*\[2, 6, any, 4\]"),
+    ({"v": (B, 6, 3, V)}, "the numbers of heads are q 2, k 2, v 3, but they must be H or"),
     ({"q": (B, 6, K)}, r"q has shape \(2, 6, 4\).*\[B, T, H, K\]"),
     (dict.fromkeys("qkv", (B, 0, H, K)), "T >= 1"),
     ({"beta": (B, 6, H, K)}, r"beta has shape \(2, 6, 2, 4\), but \[2, 6, 2\].*\[2, 6, 2, 6\]"),
@@ -187,30 +187,3 @@ def test_bad_argument_raises_and_is_named(change, message):
   arguments = {n: jnp.zeros(x) if type(x) is tuple else x for n, x in arguments.items()}
   with pytest.raises(ValueError, match=message):
     delta_rule(**arguments)
-
-
-def test_grouped_heads_equal_repeated_ones():
-  """Groups of two heads of v share one of q, k and the erase key: values and gradients."""
-  q, k, v, beta, decay = inputs(9)
-  v, beta, decay = (jnp.concatenate([x, x[::-1]], axis=2) for x in (v, beta, decay))
-  arrays = (q, k, 0.9 * k, v, beta, decay)
-
-  def loss(repeated, q, k, erase, *rest):
-    if repeated:
-      q, k, erase = (jnp.repeat(x, 2, axis=2) for x in (q, k, erase))
-    v, beta, decay = rest
-    out, state = delta_rule(q, k, v, beta, log_decay=decay, erase_key=erase, chunk_size=4)
-    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state.kv)), out
-
-  run = jax.jit(jax.value_and_grad(loss, range(1, 7), has_aux=True), static_argnums=0)
-  close(run(False, *arrays), run(True, *arrays))
-
-
-def test_heads_that_do_not_group_raise():
-  x = jnp.ones((1, 3, 2, 4))
-  v = jnp.ones((1, 3, 3, 4))
-  with pytest.raises(ValueError, match=r"delta_rule: v has shape .*3 heads are not a multiple of"):
-    ops.delta_rule(x, x, v, v[..., 0])
-  q = jnp.ones((1, 3, 6, 4))
-  with pytest.raises(ValueError, match=r"k has 3 heads and q 6, .*jnp\.repeat\(k, 2, axis=2\)\."):
-    ops.delta_rule(q, v, v, v[..., 0])

@@ -23,6 +23,7 @@ LINEAR = {"name": "linear_attention"}
 EACH = [
   LINEAR | {"decay": "HK", "normalize": True, "bonus": True, "strength": "weak"},
   LINEAR | {"decay": "BTHK", "value_decay": "BTHV", "strength": "weak"},
+  LINEAR | {"decay": "HK", "H": 4, "readers": 2, "own_decays": True, "strength": "weak"},
   {"name": "diagonal_scan", "complex_": "ax", "reverse": True, "strength": "weak"},
   {"name": "diagonal_scan", "constant": True},
   {"name": "wkv4", "strength": "weak"},
@@ -44,6 +45,10 @@ MANY = [
   LINEAR | {"decay": "BTH", "value_decay": "BTHV", "strength": "extreme"},
   LINEAR | {"decay": None, "value_decay": "HV", "state": False},
   LINEAR | {"decay": "BTHK", "dtype": "bfloat16"},
+  LINEAR | {"decay": "BTHK", "H": 4, "readers": 2, "normalize": True, "strength": "weak"},
+  LINEAR | {"decay": "BTHK", "H": 4, "shared": 2, "strength": "weak"},
+  {"name": "delta_rule", "decay": "weak", "H": 4, "readers": 2},
+  {"name": "delta_rule", "decay": "weak", "H": 4, "shared": 4, "erase": True},
   *(
     {"name": "diagonal_scan", "complex_": c, "constant": constant, "reverse": reverse}
     for c, constant, reverse in [("", False, True), ("ax", True, False), ("a", False, True)]

@@ -80,14 +80,6 @@ def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
   return x.reshape(*x.shape[:-1], num_heads, x.shape[-1] // num_heads)
 
 
-def repeat_heads(x: jax.Array, times: int) -> jax.Array:
-  """[B, T, G, K] -> [B, T, G times, K]: head h is head h // times of x."""
-  if times == 1:
-    return x
-  B, T, G, K = x.shape
-  return jnp.broadcast_to(x[:, :, :, None], (B, T, G, times, K)).reshape(B, T, G * times, K)
-
-
 def merge_heads(x: jax.Array) -> jax.Array:
   """[B, T, H, K] -> [B, T, H K]."""
   return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])

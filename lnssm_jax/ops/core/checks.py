@@ -46,31 +46,27 @@ def check_heads(op: str, q, k, v, *, grouped: bool = False) -> tuple[int, int, i
   """Checks q, k `[B, T, H, K]` and v `[B, T, H, V]` of an op; returns B, T, H, K, V.
 
   Args:
-    grouped: whether q and k may have fewer heads, a divisor of H.
+    grouped: whether some of them may have fewer heads, all the same divisor of H.
   """
-  for name, x in (("q", q), ("k", k), ("v", v)):
+  arrays = {"q": q, "k": k, "v": v}
+  for name, x in arrays.items():
     check_floating(op, name, x)
   check_shape(op, "q", q, (None,) * 4, "[B, T, H, K]")
   B, T, H, K = q.shape
-  fewer = k.shape[2] if k.ndim == 4 else 0
-  if 0 < fewer < H and H % fewer == 0 and k.shape == (B, T, fewer, K):
-    raise ValueError(
-      f"{op}: k has {fewer} heads and q {H}, but several heads of q do not share one of k and v; "
-      f"repeat k, and what else has {fewer} heads: jnp.repeat(k, {H // fewer}, axis=2)."
-    )
-  check_shape(op, "k", k, (B, T, H, K), "the shape of q, [B, T, H, K]")
-  if grouped and v.ndim == 4 and H and v.shape[2] > H:
-    H, shared = v.shape[2], H
-    if H % shared:
-      raise ValueError(
-        f"{op}: v has shape {v.shape}, whose {H} heads are not a multiple of the {shared} of q "
-        f"{q.shape}; groups of equally many heads of v share one of q and k."
-      )
-  check_shape(op, "v", v, (B, T, H, None), "[B, T, H] of q, then V")
+  heads = None if grouped else H
+  check_shape(op, "k", k, (B, T, heads, K), "the shape of q, [B, T, H, K]")
+  check_shape(op, "v", v, (B, T, heads, None), "[B, T, H] of q, then V")
   V = v.shape[-1]
-  if 0 in (T, H, K, V):
+  if 0 in (T, K, V, *(x.shape[2] for x in arrays.values())):
     raise ValueError(f"{op}: q {q.shape} and v {v.shape} have an empty axis; T >= 1 is needed.")
-  return B, T, H, K, V
+  counts = sorted({x.shape[2] for x in arrays.values()})
+  if len(counts) > 2 or counts[-1] % counts[0]:
+    each = ", ".join(f"{name} {x.shape[2]}" for name, x in arrays.items())
+    raise ValueError(
+      f"{op}: the numbers of heads are {each}, but they must be H or all the same divisor of H, "
+      "of which each head serves a group of neighbors."
+    )
+  return B, T, counts[-1], K, V
 
 
 def checked_scale(op: str, scale: float | None, default: float) -> float:

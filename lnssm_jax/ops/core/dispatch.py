@@ -258,7 +258,10 @@ class Kernels:
   def _division(self, inputs):
     if _on_one_device(inputs[0]):
       return None
-    return spmd.division(inputs.AXES.values(), self._results, inputs)
+    division = spmd.division(inputs.AXES.values(), self._results, inputs)
+    if division is not None and spmd.shares_state(inputs, division):
+      return None
+    return division
 
   def _run(self, name, inputs, options):
     run = functools.partial(getattr(self._kernels(), name), options=options)

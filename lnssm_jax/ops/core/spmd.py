@@ -10,8 +10,8 @@ so already are not moved. Those without such an axis are replicated, and their g
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -44,7 +44,7 @@ class Division(NamedTuple):
     # What is given twice stays one array, because an op may compare by identity.
     once = list({id(x): x for x in leaves}.values())
     places = [next(n for n, y in enumerate(once) if y is x) for x in leaves]
-    specs = {id(x): self._spec(axes, x.shape) for axes, x in _named(self.axes, inputs)}
+    specs = {id(x): self._spec(axes, x.shape) for axes, x in named_arrays(self.axes, inputs)}
 
     def shard(*arrays):
       arrays = vary_alike(arrays)
@@ -89,7 +89,7 @@ def division(axes: Iterable[str], results: tuple[str, ...], inputs: tuple) -> Di
   if any(n > 1 and (x not in known or types[x] != AxisType.Auto) for x, n in counts.items()):
     return None
   sizes: dict[str, set[int]] = {letter: {1} for letter in MESH_AXES}
-  for word, x in _named(axes, inputs):
+  for word, x in named_arrays(axes, inputs):
     for letter, size in zip(word, x.shape, strict=False):
       sizes.setdefault(letter, {1}).add(size)
   lengths = {letter: max(all_sizes) for letter, all_sizes in sizes.items()}
@@ -102,14 +102,22 @@ def division(axes: Iterable[str], results: tuple[str, ...], inputs: tuple) -> Di
   return Division(axes, results, lengths, counts) if all(even) else None
 
 
+def shares_state(inputs: Any, division: Division) -> bool:
+  """Whether devices would compute different heads of queries and each the one state of them all."""
+  axes = inputs.AXES.get("state", "")
+  if "H" not in axes or not division._over("H", division.lengths["H"]):
+    return False
+  return any(x.shape[axes.index("H")] == 1 for x in jax.tree.leaves(inputs.state))
+
+
 def unmapped_axes() -> dict[str, int]:
   """The axes of the surrounding mesh that no `jax.shard_map` maps over, and their sizes."""
   mesh = jax.sharding.get_abstract_mesh()
   return {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes}
 
 
-def _named(axes, inputs):
-  """(Axes, array) of every array."""
+def named_arrays(axes: Iterable[str], inputs: tuple) -> Iterator[tuple[str, jax.Array]]:
+  """(Axes, array) of every array of `inputs`, in the order of the tree; `axes` as in `division`."""
   for word, tree in zip(axes, inputs, strict=True):
     for x in jax.tree.leaves(tree):
       yield word, x

@@ -1,6 +1,5 @@
 """`delta_rule`: public API, argument checks and dispatch."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,6 +13,7 @@ from lnssm_jax.ops.core.checks import (
   check_shape,
   checked_scale,
 )
+from lnssm_jax.ops.core.grouped_heads import form_over_groups, state_heads
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
 from lnssm_jax.ops.delta_rule.chunked import chunked
@@ -31,22 +31,22 @@ _NAME = "delta_rule"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
 IMPLEMENTATIONS = {
   "pallas": _KERNELS.compiled,
-  "chunked": dispatch.Form(chunked),
-  "reference": dispatch.Form(reference),
-  "associative": dispatch.Form(associative),
+  "chunked": dispatch.Form(form_over_groups(chunked, reads_groups=True)),
+  "reference": dispatch.Form(form_over_groups(reference)),
+  "associative": dispatch.Form(form_over_groups(associative)),
   "pallas_interpret": _KERNELS.interpreted,
 }
 
 
 @dispatch.op(init_state)
 def delta_rule(
-  q: ty.BTGK,
-  k: ty.BTGK,
-  v: ty.BTHV,
-  beta: ty.BTH | ty.BTHV,
+  q: ty.BTSK,
+  k: ty.BTSK,
+  v: ty.BTSV,
+  beta: ty.BTS | ty.BTSV,
   *,
-  log_decay: ty.BTH | None = None,
-  erase_key: ty.BTGK | None = None,
+  log_decay: ty.BTS | None = None,
+  erase_key: ty.BTSK | None = None,
   scale: float | None = None,
   initial_state: DeltaRuleState | None = None,
   segment_ids: ty.Ids | None = None,
@@ -71,8 +71,8 @@ def delta_rule(
   dtype of q, k, v; `out` has the dtype of `v`. Reverse mode only: the chunked form has its own
   backward pass. What every op promises is in `lnssm_jax.ops`.
 
-  q, k and erase_key may have fewer heads than v, a divisor of H: groups of heads of v then share
-  one of theirs, as in Gated DeltaNet.
+  Every argument has H heads or G, a divisor of H: then head h has the head h // (H / G) of those.
+  Heads of v share q and k in Gated DeltaNet. Nothing is copied to all heads.
 
   Args:
     beta: the rate, `[B, T, H]` per token and head (DeltaNet, Gated DeltaNet) or `[B, T, H, V]` per
@@ -80,7 +80,8 @@ def delta_rule(
     log_decay: `[B, T, H]`, values <= 0, exact down to -inf; None means no decay.
     erase_key: e, the vector that reads the old value, of the shape of k; None means k.
     scale: multiplies the output; a Python number. None means K**-0.5.
-    initial_state: the state before the first token; None means zeros.
+    initial_state: the state before the first token; None means zeros. It has the most heads of k,
+      v, beta and log_decay: G if only the queries have H.
     segment_ids: `[B, T]` integers; the state is reset where they change.
     axis_name: mesh axis of a surrounding `shard_map` that shards T; None for the whole sequence.
       The exchange has B H K (K + V) numbers, with a rate per column B H K (K + 1) V.
@@ -101,33 +102,33 @@ def delta_rule(
   """
   q, k, v, beta = (jnp.asarray(x) for x in (q, k, v, beta))
   B, T, H, K, V = check_heads(_NAME, q, k, v, grouped=True)
+  heads = list(dict.fromkeys((H, *(x.shape[2] for x in (q, k, v)))))
   check_floating(_NAME, "beta", beta)
-  if beta.shape not in ((B, T, H), (B, T, H, V)):
+  if beta.shape not in [(B, T, n, *columns) for n in heads for columns in ((), (V,))]:
     raise ValueError(
       f"{_NAME}: beta has shape {beta.shape}, but {[B, T, H]} (one rate per token and head) or "
       f"{[B, T, H, V]} (one per value column) is needed."
     )
   acc = accumulation_dtype(q, k, v)
-  beta = beta.reshape(B, T, H, -1).astype(acc)
+  beta = beta.reshape(*beta.shape[:3], -1).astype(acc)
   if log_decay is None:
     # Hidden from the compiler, which would sum the zeros itself: seconds for each program.
-    log_decay = lax.optimization_barrier(jnp.zeros((B, T, H), acc))
+    log_decay = lax.optimization_barrier(jnp.zeros(beta.shape[:3], acc))
   else:
     check_log_decay(_NAME, "log_decay", log_decay)
-    check_shape(_NAME, "log_decay", log_decay, (B, T, H), "[B, T, H]")
     log_decay = jnp.asarray(log_decay, acc)
+    if log_decay.shape not in [(B, T, n) for n in heads]:
+      check_shape(_NAME, "log_decay", log_decay, (B, T, H), "[B, T, H]")
   if erase_key is not None:
     check_floating(_NAME, "erase_key", erase_key)
     check_shape(_NAME, "erase_key", erase_key, k.shape, "the shape of k")
     erase_key = jnp.asarray(erase_key)
-  if q.shape[2] < H:
-    heads = lambda x: jnp.repeat(x, H // x.shape[2], axis=2)
-    q, k, erase_key = jax.tree.map(heads, (q, k, erase_key))
   scale = checked_scale(_NAME, scale, K**-0.5)
   check_chunk_size(_NAME, chunk_size)
-  state = init_state(batch=B, heads=H, key_dim=K, value_dim=V, dtype=acc)
+  S = state_heads(k, v, beta, log_decay)
+  state = init_state(batch=B, heads=S, key_dim=K, value_dim=V, dtype=acc)
   if initial_state is not None:
-    check_shape(_NAME, "initial_state.kv", initial_state.kv, (B, H, K, V), "[B, H, K, V]")
+    check_shape(_NAME, "initial_state.kv", initial_state.kv, (B, S, K, V), "[B, H, K, V]")
     state = DeltaRuleState(jnp.asarray(initial_state.kv, acc))
   segments = segments_of(_NAME, segment_ids, B, T)
   return dispatch.run(

@@ -25,6 +25,8 @@ class Case:
   chunk: int | None = 16
   H: int = 2
   state: bool = True
+  shared: int = 1  # heads of v that share one of q, k and the erase key
+  readers: int = 1  # heads of q that share all else
 
   @property
   def strength(self) -> str:
@@ -34,6 +36,7 @@ class Case:
   def __str__(self):
     flags = [name for name in ("erase", "segments") if getattr(self, name)]
     sizes = f"T{self.T}K{self.K}V{self.V}C{self.chunk}"
+    flags += [f"{n}{x}" for n in ("shared", "readers") if (x := getattr(self, n)) > 1]
     return "-".join([self.rates, self.strength, *flags, sizes])
 
 
@@ -49,8 +52,10 @@ CASES = [
   Case(rates="column", T=64, K=8, V=3, decay="weak", chunk=None),
   Case(rates="column", T=15, segments=True, chunk=4),
   Case(rates="column", T=1, decay="ordinary"),
+  Case(T=9, decay="ordinary", segments=True, chunk=4, H=4, readers=2),
+  Case(T=9, decay="ordinary", erase=True, chunk=4, H=4, shared=2),
 ]
-ALWAYS = (0, 3, 4, 6, 7, 9)  # the others are slow
+ALWAYS = (0, 3, 4, 6, 7, 9, 11, 12)  # the others are slow
 MANY = [
   Case(T, K, V, decay, rates, erase, segments, chunk)
   for decay in (None, "weak", "ordinary", "extreme")
@@ -66,8 +71,13 @@ KERNELS = [
   Case(T=15, K=16, V=136, H=1),  # more columns of values than one head of the kernels has
   # Decays that last through whole chunks, and two groups of channels.
   Case(T=150, K=72, V=20, decay="weak", erase=True, segments=True, H=1),
+  Case(T=15, K=16, V=20, decay="weak", erase=True, H=2, shared=2),
+  Case(T=15, K=16, V=20, decay="weak", H=2, readers=2),
 ]
 KERNEL_SWEEP = [
+  Case(T=15, K=16, V=136, decay="weak", H=4, shared=2),
+  Case(T=15, K=16, V=136, decay="weak", erase=True, H=4, readers=2),
+  Case(T=1, K=16, V=16, decay="weak", erase=True, H=4, readers=2),
   Case(T=66, K=16, V=20, decay="extreme", erase=True, segments=True, H=1),
 ]
 KERNEL_SWEEP += [
@@ -84,15 +94,18 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
-  T, H, K, V = case.T, case.H, case.K, case.V
-  inputs = {"q": rng.normal(size=(B, T, H, K)), "k": _unit(rng.normal(size=(B, T, H, K)))}
+  T, K, V = case.T, case.K, case.V
+  H = case.H // case.readers
+  keys = B, T, H // case.shared, K
+  inputs = {"q": rng.normal(size=(B, T, case.H // case.shared, K))}
+  inputs["k"] = _unit(rng.normal(size=keys))
   inputs["v"] = rng.normal(size=(B, T, H, V))
   if case.state:
     inputs["state.kv"] = rng.normal(size=(B, H, K, V))
   inputs["beta"] = rng.random((B, T, H) if case.rates == "head" else (B, T, H, V))
   if case.erase:
     # Near the key, and short enough not to make the state grow.
-    inputs["erase_key"] = _unit(inputs["k"] + 0.2 * rng.normal(size=(B, T, H, K)))
+    inputs["erase_key"] = _unit(inputs["k"] + 0.2 * rng.normal(size=keys))
   if case.decay:
     inputs["log_decay"] = log_decay(rng, (B, T, H), case.decay)
   return inputs

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops.core.chunking import chunk, chunk_of, join
+from lnssm_jax.ops.core.grouped_heads import over_readers
 from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
 from lnssm_jax.ops.core.segments import ChunkSegments, no_gradient
 from lnssm_jax.ops.delta_rule.solve import solve, transposed_solve
@@ -79,7 +80,7 @@ def _forward(scale, chunk_size, inputs):
   segments = _segments(inputs, chunk_size)
   dtype = inputs.v.dtype
   final, entering, corrections = _carry_states(updates(chunks, segments), inputs.state.kv, dtype)
-  out = outputs(reads(chunks, segments), entering, corrections, dtype)
+  out = read_out(chunks, segments, entering, corrections, dtype)
   out = (scale * join(out, inputs.q.shape[1])).astype(dtype)
   return (out, DeltaRuleState(final)), (inputs, entering)
 
@@ -94,10 +95,12 @@ def _backward(scale, chunk_size, residuals, cotangents):
   update, updates_vjp = jax.vjp(lambda chunks: updates(chunks, segments), chunks)
   corrections, corrections_vjp = jax.vjp(lambda u: _corrections(u, entering, dtype), update)
 
-  def read_out(chunks, state, corrections):
-    return outputs(reads(chunks, segments), state, corrections, dtype)
-
-  _, outputs_vjp = jax.vjp(read_out, chunks, entering, corrections)
+  _, outputs_vjp = jax.vjp(
+    lambda chunks, state, x: read_out(chunks, segments, state, x, dtype),
+    chunks,
+    entering,
+    corrections,
+  )
   d_out = scale * chunk(d_out.astype(accumulation_dtype(inputs.q, inputs.k, inputs.v)), chunk_size)
   d_chunks, d_entering, d_corrections = outputs_vjp(d_out)
   d_initial, leaving, d_corrections = _carry_adjoints(
@@ -207,6 +210,15 @@ def advance(update: Updates, state, corrections, dtype):
   """The state after a chunk."""
   written = product("...ck,...cv->...kv", update.write, corrections, dtype)
   return decayed(update.log_decay, state) + written
+
+
+def read_out(chunks: Chunks, segments: ChunkSegments | None, state, corrections, dtype):
+  """The outputs of all chunks; heads of queries may share all else."""
+
+  def read(q):
+    return outputs(reads(chunks._replace(q=q), segments), state, corrections, dtype)
+
+  return over_readers(read, chunks.k.shape[2], (chunks.q, 2))
 
 
 def outputs(read: Reads, state, corrections, dtype):

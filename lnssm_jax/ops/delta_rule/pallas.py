@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
+from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts
 from lnssm_jax.ops.delta_rule.chunked import chunked
 from lnssm_jax.ops.delta_rule.types import DeltaRuleState, Inputs, Options
 from pallas_kernels.core.decode import fits
@@ -69,23 +70,30 @@ def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array,
   if _decodes(inputs):
     # One token is of one document, that of the initial state.
     step = functools.partial(_step, options=options, interpret=interpret)
-    form = functools.partial(chunked, options=options._replace(chunk_size=None))
+    form = functools.partial(
+      form_over_groups(chunked, reads_groups=True), options=options._replace(chunk_size=None)
+    )
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
   q, k, v, beta, log_decay, erase_key, state, segments = inputs
-  B, T, H, K = q.shape
-  V = v.shape[-1]
+  (B, T, _, K), (H, _), S, V = q.shape, head_counts(inputs), state.kv.shape[1], v.shape[-1]
   wide_k = next(width for width in config.KEY_WIDTHS if width >= K)
   wide_v = next((width for width in config.VALUE_WIDTHS if width >= V), _WIDEST_VALUE)
   groups = -(-V // wide_v)
   more = -T % forward.CHUNK
   pad = lambda x, width: jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, width - x.shape[-1])])
-  heads = lambda x: jnp.repeat(x, groups, axis=2)
-  kv = jnp.pad(state.kv, [(0, 0), (0, 0), (0, wide_k - K), (0, groups * wide_v - V)])
+  of_heads = lambda x, axis=2: x if x.shape[axis] == H else jnp.repeat(x, H // x.shape[axis], axis)
+  heads = lambda x: jnp.repeat(of_heads(x), groups, axis=2)
+  # Shared by all columns of a group of heads; shared values are by column.
+  keys = lambda x: jnp.repeat(pad(x, wide_k), groups, axis=2) if x.shape[2] == H else pad(x, wide_k)
+  v = of_heads(v) if groups > 1 else v
+  # The kernels have a state per head of the queries, although groups may share it.
+  kv = of_heads(state.kv, 1)
+  kv = jnp.pad(kv, [(0, 0), (0, 0), (0, wide_k - K), (0, groups * wide_v - V)])
   padded = forward.Inputs(
-    heads(pad(q, wide_k)),
-    heads(pad(k, wide_k)),
-    None if erase_key is None else heads(pad(erase_key, wide_k)),
-    pad(v, groups * wide_v).reshape(B, T + more, H * groups, wide_v),
+    keys(q),
+    keys(k),
+    None if erase_key is None else keys(erase_key),
+    pad(v, groups * wide_v).reshape(B, T + more, v.shape[2] * groups, wide_v),
     heads(beta[..., 0]),
     heads(log_decay),
     kv.reshape(B, H, wide_k, groups, wide_v).swapaxes(2, 3).reshape(B, -1, wide_k, wide_v),
@@ -95,6 +103,7 @@ def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array,
     index = jnp.pad(segments.index, ((0, 0), (0, more)), mode="edge")
   out, kv = forward.delta_rule(padded, index, forward.Options(options.scale, T, interpret))
   kv = kv.reshape(B, H, groups, wide_k, wide_v).swapaxes(2, 3).reshape(B, H, wide_k, -1)
+  kv = kv[:, :: H // S] if S < H else kv
   return out.reshape(B, T + more, H, -1)[:, :T, :, :V], DeltaRuleState(kv[:, :, :K, :V])
 
 

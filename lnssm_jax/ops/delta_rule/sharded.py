@@ -21,7 +21,7 @@ def sharded(run, inputs: Inputs, options: Options, axis_name: str):
   # Column (v, j) of the values starts as unit vector j, and has the rate of column v.
   units = jnp.tile(jnp.eye(K, dtype=initial.kv.dtype), (B, H, 1, columns))
   transition = inputs._replace(
-    q=inputs.k,
+    q=inputs.q if inputs.q.shape[2] > inputs.k.shape[2] else inputs.k,  # read by nobody
     v=jnp.zeros((*v.shape[:3], columns * K), v.dtype),
     beta=jnp.repeat(beta, K, axis=-1) if columns > 1 else beta,
     state=DeltaRuleState(units),

@@ -20,6 +20,7 @@ class DeltaRuleState(NamedTuple):
 class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
+  # Arrays with an axis H may have fewer heads, as in `core/grouped_heads.py`.
   q: jax.Array  # [B, T, H, K]
   k: jax.Array  # [B, T, H, K]
   v: jax.Array  # [B, T, H, V]

@@ -13,6 +13,7 @@ from lnssm_jax.ops.core.checks import (
   check_shape,
   checked_scale,
 )
+from lnssm_jax.ops.core.grouped_heads import form_over_groups, state_heads
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
 from lnssm_jax.ops.linear_attention.chunked import chunked
@@ -29,29 +30,24 @@ from lnssm_jax.ops.linear_attention.types import (
 _NAME = "linear_attention"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
 
-
-def _of_all_heads(form) -> dispatch.Form:
-  return dispatch.Form(lambda inputs, options: form(inputs.with_all_heads(), options))
-
-
 IMPLEMENTATIONS = {
   "pallas": _KERNELS.compiled,
-  "chunked": _of_all_heads(chunked),
-  "reference": _of_all_heads(reference),
-  "associative": _of_all_heads(associative),
+  "chunked": dispatch.Form(form_over_groups(chunked, reads_groups=True)),
+  "reference": dispatch.Form(form_over_groups(reference)),
+  "associative": dispatch.Form(form_over_groups(associative)),
   "pallas_interpret": _KERNELS.interpreted,
 }
 
 
 @dispatch.op(init_state)
 def linear_attention(
-  q: ty.BTGK,
-  k: ty.BTGK,
-  v: ty.BTHV,
+  q: ty.BTSK,
+  k: ty.BTSK,
+  v: ty.BTSV,
   *,
-  log_decay: ty.H | ty.HK | ty.BTH | ty.BTHK | None = None,
-  value_log_decay: ty.HV | ty.BTHV | None = None,
-  bonus: ty.HK | None = None,
+  log_decay: ty.S | ty.SK | ty.BTS | ty.BTSK | None = None,
+  value_log_decay: ty.SV | ty.BTSV | None = None,
+  bonus: ty.SK | None = None,
   normalize: bool = False,
   scale: float | None = None,
   initial_state: LinearAttentionState | None = None,
@@ -75,9 +71,9 @@ def linear_attention(
   pass. What every op promises is in `lnssm_jax.ops`.
 
   Args:
-    q, k: of H heads, or of a divisor of H: then groups of heads of v share one of q and k, as all
-      heads of Mamba-2 do. The kernels read it for each of the group where a decay has no key
-      channels; elsewhere it is copied to all heads.
+    q, k, v: of H heads, or some of G, a divisor of H: then head h has the head h // (H / G) of
+      those. All heads of Mamba-2 share q and k; several query heads share k, v and the decays in
+      GLA with grouped keys. So may decays and the bonus. Nothing is copied to all heads.
     log_decay: values <= 0, down to -inf, each exact to the dtype. Its rank says what it means:
       `[H]` one constant per head (RetNet), `[H, K]` one constant per key channel (LNSSM, RWKV-5),
       `[B, T, H]` one per token and head (Mamba-2), `[B, T, H, K]` one per token and key channel
@@ -88,7 +84,8 @@ def linear_attention(
       added to it.
     scale: multiplies the output; a Python number. None means K**-0.5, or with `normalize` 1 (a
       common factor of the queries cancels there).
-    initial_state: the state before the first token; None means zeros.
+    initial_state: the state before the first token; None means zeros. It has the most heads of k,
+      v and the decays: G if only the queries have H.
     segment_ids: `[B, T]` integers; the state is reset where they change.
     axis_name: mesh axis of a surrounding `shard_map` that shards T; None for the whole sequence.
       The exchange has B H (K V + K) numbers and the sums of the decays.
@@ -111,7 +108,8 @@ def linear_attention(
   q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
   B, T, H, K, V = check_heads(_NAME, q, k, v, grouped=True)
   acc = accumulation_dtype(q, k, v)
-  log_decay = _with_four_axes("log_decay", log_decay, (B, T, H, K), acc, per_head=True)
+  heads = dict.fromkeys((H, *(x.shape[2] for x in (q, k, v))))
+  log_decay = _with_four_axes("log_decay", log_decay, (B, T, heads, K), acc, per_head=True)
   if normalize and value_log_decay is not None:
     raise ValueError(
       f"{_NAME}: normalize=True has no meaning together with value_log_decay, because the "
@@ -120,18 +118,20 @@ def linear_attention(
     )
   if value_log_decay is not None:
     value_log_decay = _with_four_axes(
-      "value_log_decay", value_log_decay, (B, T, H, V), acc, per_head=False
+      "value_log_decay", value_log_decay, (B, T, heads, V), acc, per_head=False
     )
   if bonus is not None:
     check_floating(_NAME, "bonus", bonus)
-    check_shape(_NAME, "bonus", bonus, (H, K), "[H, K]")
     bonus = jnp.asarray(bonus)
+    if bonus.shape not in [(n, K) for n in heads]:
+      check_shape(_NAME, "bonus", bonus, (H, K), "[H, K]")
   scale = checked_scale(_NAME, scale, 1.0 if normalize else K**-0.5)
   check_chunk_size(_NAME, chunk_size)
 
-  state = init_state(batch=B, heads=H, key_dim=K, value_dim=V, normalize=True, dtype=acc)
+  S = state_heads(k, v, log_decay, value_log_decay)
+  state = init_state(batch=B, heads=S, key_dim=K, value_dim=V, normalize=True, dtype=acc)
   if initial_state is not None:
-    check_shape(_NAME, "initial_state.kv", initial_state.kv, (B, H, K, V), "[B, H, K, V]")
+    check_shape(_NAME, "initial_state.kv", initial_state.kv, (B, S, K, V), "[B, H, K, V]")
     state = state._replace(kv=jnp.asarray(initial_state.kv, acc))
     if normalize:
       if initial_state.key_sum is None:
@@ -139,7 +139,7 @@ def linear_attention(
           f"{_NAME}: normalize=True needs initial_state.key_sum [B, H, K], but it is None; "
           "pass on the state that a call with normalize=True returned."
         )
-      check_shape(_NAME, "initial_state.key_sum", initial_state.key_sum, (B, H, K), "[B, H, K]")
+      check_shape(_NAME, "initial_state.key_sum", initial_state.key_sum, (B, S, K), "[B, H, K]")
       state = state._replace(key_sum=jnp.asarray(initial_state.key_sum, acc))
   segments = segments_of(_NAME, segment_ids, B, T)
   inputs = Inputs(q, k, v, log_decay, value_log_decay, bonus, state, segments)
@@ -155,15 +155,17 @@ def linear_attention(
 
 
 def _with_four_axes(name, decay, shape, dtype, *, per_head) -> jax.Array:
-  """A decay with four axes that broadcast to `shape` [B, T, H, X]; None becomes a zero."""
+  """A decay [B or 1, T or 1, one of the numbers of heads, X or 1]; None becomes a zero."""
   if decay is None:
     return jnp.zeros((1, 1, 1, 1), dtype)
   check_log_decay(_NAME, name, decay)
   decay = jnp.asarray(decay, dtype)
-  B, T, H, X = shape
-  layouts = {(H, X): (1, 1, H, X), (B, T, H, X): (B, T, H, X)}
-  if per_head:
-    layouts |= {(H,): (1, 1, H, 1), (B, T, H): (B, T, H, 1)}
+  B, T, heads, X = shape
+  layouts: dict[tuple[int, ...], tuple[int, ...]] = {}
+  for H in heads:
+    layouts |= {(H, X): (1, 1, H, X), (B, T, H, X): (B, T, H, X)}
+    if per_head:
+      layouts |= {(H,): (1, 1, H, 1), (B, T, H): (B, T, H, 1)}
   if decay.shape not in layouts:
     allowed = ", ".join(str(list(layout)) for layout in sorted(layouts, key=len))
     raise ValueError(f"{_NAME}: {name} has shape {decay.shape}, but one of {allowed} is needed.")

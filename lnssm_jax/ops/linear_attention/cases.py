@@ -28,12 +28,16 @@ class Case:
   H: int = 3
   state: bool = True
   shared: int = 1  # heads of v that share one of q and k
+  readers: int = 1  # heads of q that share one of k and v
+  own_decays: bool = False  # heads of q that share k and v have decays, and so states, of their own
 
   def __str__(self):
     flags = [name for name in ("bonus", "normalize", "segments") if getattr(self, name)]
     value = f"value_{self.value_decay}" if self.value_decay else None
     sizes = f"T{self.T}K{self.K}V{self.V}C{self.chunk}"
     flags += [f"shared{self.shared}"] if self.shared > 1 else []
+    flags += [f"readers{self.readers}"] if self.readers > 1 else []
+    flags += ["own_decays"] if self.own_decays else []
     return "-".join(x for x in (self.decay or "none", self.strength, value, *flags, sizes) if x)
 
 
@@ -58,6 +62,9 @@ CASES = [
     decay="HK", normalize=True, segments=True, strength="extreme", chunk=None, H=1, K=16, V=32, T=65
   ),
   Case(decay="BTHK", bonus=True, T=9, H=4, shared=2),
+  Case(decay="BTHK", normalize=True, segments=True, T=17, H=4, readers=2, strength="weak"),
+  Case(decay="BTH", value_decay="HV", bonus=True, T=9, H=4, readers=4),
+  Case(decay="HK", T=9, H=4, readers=2, own_decays=True, normalize=True),
 ]
 LENGTHS, LONGER = (
   [Case(T=T, normalize=True, strength="extreme", decay=decay, chunk=None) for T, decay in of]
@@ -90,6 +97,9 @@ KERNELS = [
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
   Case(T=15, K=136, V=16, decay="H", normalize=True, H=2),  # two groups of keys, two heads
   Case(T=65, K=16, V=24, decay="BTH", strength="weak", H=4, shared=2),
+  Case(T=65, K=16, V=24, decay="BTHK", strength="weak", H=2, readers=2, segments=True),
+  Case(T=65, K=16, V=24, decay="BTH", strength="weak", H=2, readers=2, normalize=True),
+  Case(T=1, K=16, V=32, decay="BTH", normalize=True, H=4, readers=2, bonus=True),
 ]
 # Like `PARTS`, but with decays that leave nothing of a state, or in one chunk.
 MORE_KERNELS = [
@@ -125,6 +135,16 @@ KERNEL_SWEEP += [
   for T, decay, shared in [(65, "BTH", 4), (15, "BTHK", 2), (130, "H", 2), (1, "H", 4)]
 ]
 KERNEL_SWEEP += [
+  Case(T=T, K=K, V=24, decay=decay, normalize=True, H=4, readers=2, own_decays=own, bonus=bonus)
+  for T, K, decay, own, bonus in [
+    (150, 16, "H", True, False),
+    (65, 72, "HK", False, True),
+    (15, 136, "BTHK", False, False),
+    (65, 16, "BTHK", True, False),
+    (1, 20, "HK", True, False),
+  ]
+]
+KERNEL_SWEEP += [
   Case(T=2, K=16, V=24, decay=None, normalize=True, H=2, state=False),
   Case(T=15, K=72, V=80, decay="BTHK", strength="weak", segments=True, H=1, state=False),
   Case(T=15, K=136, V=136, decay="BTHK", bonus=True, H=1),
@@ -136,16 +156,21 @@ KERNEL_SWEEP += [
 def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
   """Positive features where they are normalized, as every normalized system has them."""
   T, H, K, V = case.T, case.H, case.K, case.V
-  sizes = {"B": B, "T": T, "H": H, "K": K, "V": V}
+  G = H // case.readers
+  S = H if case.own_decays else G
+  sizes = {"B": B, "T": T, "H": S, "K": K, "V": V}
   decays = lambda axes: log_decay(rng, tuple(sizes[axis] for axis in axes), case.strength)
   normal = lambda *shape: rng.normal(size=shape)
   feature = (lambda *shape: np.exp(normal(*shape))) if case.normalize else normal
-  keys = B, T, H // case.shared, K
-  inputs = {"q": feature(*keys), "k": feature(*keys), "v": normal(B, T, H, V)}
+  inputs = {
+    "q": feature(B, T, H // case.shared, K),
+    "k": feature(B, T, G // case.shared, K),
+    "v": normal(B, T, G, V),
+  }
   if case.state:
-    inputs["state.kv"] = normal(B, H, K, V)
+    inputs["state.kv"] = normal(B, S, K, V)
     if case.normalize:
-      inputs["state.key_sum"] = feature(B, H, K)
+      inputs["state.key_sum"] = feature(B, S, K)
   if case.decay:
     inputs["log_decay"] = decays(case.decay)
   if case.value_decay:

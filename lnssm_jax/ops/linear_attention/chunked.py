@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops.core.chunking import chunk, chunk_of, join
+from lnssm_jax.ops.core.grouped_heads import over_readers
 from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
 from lnssm_jax.ops.core.segments import ChunkSegments, no_gradient
 from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
@@ -221,7 +222,18 @@ def summarize(chunks: Chunks, segments: ChunkSegments | None, normalize: bool) -
 def outputs(
   chunks: Chunks, segments: ChunkSegments | None, entering: LinearAttentionState, normalize: bool
 ):
-  """Returns S_t^T q_t [N, B, H, C, V] and, if `normalize`, q_t^T z_t [N, B, H, C], else None."""
+  """Returns S_t^T q_t [N, B, H, C, V] and, if `normalize`, q_t^T z_t [N, B, H, C], else None.
+
+  Heads of queries may share all else.
+  """
+
+  def read(q, bonus):
+    return _outputs(chunks._replace(q=q, bonus=bonus), segments, entering, normalize)
+
+  return over_readers(read, chunks.k.shape[2], (chunks.q, 2), (chunks.bonus, 0))
+
+
+def _outputs(chunks: Chunks, segments, entering, normalize):
   before = _whole_chunk(chunks.log_decay, read_first=chunks.bonus is not None).before
   queries = chunks.q * jnp.exp(before)
   if segments is not None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
+from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts, with_all_heads
 from lnssm_jax.ops.linear_attention.chunked import chunked
 from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
 from pallas_kernels.core.decode import fits
@@ -45,7 +46,7 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
 
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments; its own limits are in its `unsupported`."""
-  q, k, v, log_decay, _, bonus, state, _ = jax.eval_shape(Inputs.with_all_heads, inputs)
+  q, k, v, log_decay, _, bonus, state, _ = jax.eval_shape(lambda inputs: inputs, inputs)
   if q.shape[1] != 1:
     return False
   one = lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype)
@@ -70,17 +71,29 @@ def run(
     num_splits: into how many splits the sequence is cut for the passes over time; None leaves it to
       `config`.
   """
-  shares_heads = inputs.log_decay.shape[-1] == 1 and inputs.bonus is None
-  if not shares_heads or inputs.q.shape[1] == 1 or inputs.q.shape[-1] > config.KEY_WIDTHS[-1]:
-    inputs = inputs.with_all_heads()
   if _decodes(inputs, options):
     # One token is of one document, that of the initial state.
     step = functools.partial(_step, options=options, interpret=interpret)
-    form = functools.partial(chunked, options=options._replace(chunk_size=None))
+    form = functools.partial(
+      form_over_groups(chunked, reads_groups=True), options=options._replace(chunk_size=None)
+    )
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
+  (H, _), S = head_counts(inputs), inputs.state.kv.shape[1]
+  if inputs.q.shape[-1] > config.KEY_WIDTHS[-1]:
+    inputs = with_all_heads(inputs)
+  # The kernels have a state per head of the queries, although groups may share it.
+  repeat = lambda x: jnp.repeat(x, H // S, axis=1) if S < H else x
+  inputs = inputs._replace(state=jax.tree.map(repeat, inputs.state))
+  out, state = _chunks(inputs, options, interpret=interpret, num_splits=num_splits)
+  return out, jax.tree.map(lambda x: x[:, :: H // S] if S < H else x, state)
+
+
+def _chunks(inputs: Inputs, options: Options, *, interpret, num_splits):
+  """`run` in chunks, from and to a state for each of H heads."""
+  H, _ = head_counts(inputs)
   q, k, v, log_decay, _, bonus, state, segments = inputs
   normalize, fresh = options.normalize, options.fresh
-  (B, T, H, V), K = v.shape, q.shape[-1]
+  (B, T, _, V), K = v.shape, q.shape[-1]
   if config.KEY_WIDTHS[-1] < K:
     wide = functools.partial(_by_key_groups, inputs, interpret=interpret, num_splits=num_splits)
     out, kv = wide(v, state.kv, options=options._replace(normalize=False))
@@ -98,18 +111,23 @@ def run(
   pad = lambda x, *ends: jnp.pad(x, [(0, end) for end in ends])
   with_tokens = lambda x, width: pad(x, 0, length - T, 0, width - x.shape[3])
   extra = wide_k - K
+  of_heads = lambda x, axis: (
+    x if x.shape[axis] in (1, H) else jnp.repeat(x, H // x.shape[axis], axis)
+  )
   if log_decay.shape[-1] == 1 and bonus is None:
-    log_decay = jnp.broadcast_to(log_decay[..., 0], (*log_decay.shape[:2], H))
+    log_decay = jnp.broadcast_to(of_heads(log_decay[..., 0], 2), (*log_decay.shape[:2], H))
   elif log_decay.shape[1] == 1:
-    log_decay = pad(jnp.broadcast_to(log_decay[0, 0], (H, K)), 0, extra)
+    log_decay = pad(jnp.broadcast_to(of_heads(log_decay[0, 0], 0), (H, K)), 0, extra)
   else:
-    log_decay = with_tokens(jnp.broadcast_to(log_decay, (B, T, H, K)), wide_k)
+    log_decay = with_tokens(jnp.broadcast_to(log_decay, (B, T, log_decay.shape[2], K)), wide_k)
   padded = forward.Inputs(
     with_tokens(q, wide_k),
     with_tokens(k, wide_k),
     with_tokens(v, wide_v),
     log_decay,
-    None if bonus is None else pad(bonus.astype(jnp.float32), 0, extra),
+    None
+    if bonus is None
+    else pad(jnp.broadcast_to(of_heads(bonus.astype(jnp.float32), 0), (H, K)), 0, extra),
     None if fresh else pad(state.kv, 0, 0, extra, wide_v - V),
     pad(state.key_sum, 0, 0, extra) if normalize and not fresh else None,
   )

@@ -3,9 +3,12 @@
 A shard's summary is one matrix product of all its keys, decayed to its end, with its values.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.core.grouped_heads import head_counts, over_groups
 from lnssm_jax.ops.core.precision import decayed, product
 from lnssm_jax.ops.core.sequence_parallel import states
 from lnssm_jax.ops.core.spmd import vary_alike
@@ -17,8 +20,32 @@ def sharded(run, inputs: Inputs, options: Options, axis_name: str):
   initial = inputs.state
   if not options.normalize:
     initial = initial._replace(key_sum=None)
-  inputs = inputs.with_all_heads()
-  _, k, v, log_decay, value_log_decay, _, state, segments = vary_alike(inputs)
+  inputs = vary_alike(inputs)
+  summary = functools.partial(_summary, normalize=options.normalize)
+  if inputs.state.kv.shape[1] == head_counts(inputs)[0]:
+    added, total, value_total = over_groups(summary, inputs, (1, 1, 1))
+  else:  # the queries alone have more heads
+    added, total, value_total = summary(inputs)
+
+  def advance(summary, state):
+    added, total, value_total = summary
+    kv = decayed(total[..., None], state.kv)
+    kv = kv if value_total is None else decayed(value_total, kv)
+    key_sum = None if added.key_sum is None else decayed(total, state.key_sum) + added.key_sum
+    return LinearAttentionState(kv + added.kv, key_sum)
+
+  entering, final = states(
+    axis_name, (added, total, value_total), initial, advance, inputs.segments
+  )
+  if entering.key_sum is None:
+    entering = entering._replace(key_sum=inputs.state.key_sum)
+  out, _ = run(inputs._replace(state=entering), options._replace(fresh=False))
+  return out, final
+
+
+def _summary(inputs: Inputs, *, normalize: bool):
+  """(The state after the shard from zero, the sum of its log decays, that of values' or None)."""
+  _, k, v, log_decay, value_log_decay, _, state, segments = inputs
   acc, T = state.kv.dtype, k.shape[1]
   total, after = _sums(log_decay.astype(acc), T)
   weighted = lambda x, after: x.astype(acc) * jnp.exp(after)
@@ -31,21 +58,8 @@ def sharded(run, inputs: Inputs, options: Options, axis_name: str):
     values = weighted(v, after)
     value_total = value_total[..., None, :]
   added = product("bthk,bthv->bhkv", keys, values, v.dtype)
-  key_sum = keys.sum(1) if options.normalize else None
-
-  def advance(summary, state):
-    added, total, value_total = summary
-    kv = decayed(total[..., None], state.kv)
-    kv = kv if value_total is None else decayed(value_total, kv)
-    key_sum = None if added.key_sum is None else decayed(total, state.key_sum) + added.key_sum
-    return LinearAttentionState(kv + added.kv, key_sum)
-
-  summary = (LinearAttentionState(added, key_sum), total, value_total)
-  entering, final = states(axis_name, summary, initial, advance, segments)
-  if entering.key_sum is None:
-    entering = entering._replace(key_sum=state.key_sum)
-  out, _ = run(inputs._replace(state=entering), options._replace(fresh=False))
-  return out, final
+  key_sum = keys.sum(1) if normalize else None
+  return LinearAttentionState(added, key_sum), total, value_total
 
 
 def _sums(log_decay: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:

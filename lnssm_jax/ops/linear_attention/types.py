@@ -21,8 +21,9 @@ class LinearAttentionState(NamedTuple):
 class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
-  q: jax.Array  # [B, T, H, K], or H / G heads: groups of G heads of v share one
-  k: jax.Array  # of the shape of q
+  # Arrays with an axis H may have fewer heads, as in `core/grouped_heads.py`.
+  q: jax.Array  # [B, T, H, K]
+  k: jax.Array  # [B, T, H, K]
   v: jax.Array  # [B, T, H, V]
   log_decay: jax.Array  # broadcastable to [B, T, H, K], float32; 0 without decay
   value_log_decay: jax.Array | None  # broadcastable to [B, T, H, V], float32
@@ -40,13 +41,6 @@ class Inputs(NamedTuple):
     "state": "BH",
     "segments": "BT",
   }
-
-  def with_all_heads(self) -> "Inputs":
-    """The same with a head of q and k for each of v."""
-    group = self.v.shape[2] // self.q.shape[2]
-    if group == 1:
-      return self
-    return self._replace(q=jnp.repeat(self.q, group, axis=2), k=jnp.repeat(self.k, group, axis=2))
 
 
 RESULT_AXES = ("BTHV", "BH")  # of the output and of the state's arrays
