@@ -135,14 +135,19 @@ def test_evaluation_at_start_left_out(tiny):
   assert [row["step"] for row in rows_of(cfg) if row["kind"] == "eval"] == [1]
 
 
-def test_divergence_stops_run_and_keeps_checkpoint(tiny, monkeypatch):
+def poison_metrics(monkeypatch, at, **values):
+  """Replaces metrics of step `at`."""
   push = MetricReader.push
 
   def push_poisoned(self, step, metrics):
-    push(self, step, metrics | {"grad_norm": jnp.nan} if step == 8 else metrics)
+    push(self, step, metrics | values if step == at else metrics)
 
-  cfg = tiny()
   monkeypatch.setattr(MetricReader, "push", push_poisoned)
+
+
+def test_divergence_stops_run_and_keeps_checkpoint(tiny, monkeypatch):
+  cfg = tiny()
+  poison_metrics(monkeypatch, 8, grad_norm=jnp.nan)
   with pytest.raises(DivergedError, match=r"grad_norm is nan at step 8.*optimizer\.peak_lr"):
     loop.fit(cfg)
   run = RunFolder(cfg.run_dir)
@@ -151,13 +156,8 @@ def test_divergence_stops_run_and_keeps_checkpoint(tiny, monkeypatch):
 
 
 def test_checkpoint_step_checked_before_save(tiny, monkeypatch):
-  push = MetricReader.push
-
-  def push_poisoned(self, step, metrics):
-    push(self, step, metrics | {"param_norm": jnp.inf} if step == 10 else metrics)
-
   cfg = tiny()
-  monkeypatch.setattr(MetricReader, "push", push_poisoned)
+  poison_metrics(monkeypatch, 10, param_norm=jnp.inf)
   with pytest.raises(DivergedError, match="param_norm is inf at step 10"):
     loop.fit(cfg)
   assert newest_step(RunFolder(cfg.run_dir).checkpoints) == 5
