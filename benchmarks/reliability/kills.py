@@ -11,6 +11,7 @@ starts and loads.
 
 import argparse
 import csv
+import dataclasses
 import multiprocessing
 import os
 import random
@@ -205,6 +206,7 @@ def parameters_differ(a: config.Train, b: config.Train) -> float:
   from train.step.state import abstract_state
 
   def arrays(cfg):
+    cfg = dataclasses.replace(cfg, mesh=config.Mesh(data=1))  # whatever it was trained on
     state = abstract_state(cfg, make_mesh(cfg))
     trees = {"params": state["params"], "optimizer": {k: state[k] for k in ("opt_state", "step")}}
     return jax.tree.leaves(load(Path(cfg.run_dir) / "checkpoints", trees)[0])

@@ -284,8 +284,6 @@ class Campaign:
     if sent is None:
       return False
     victim, number = sent
-    if self.harm is not None and self.harm.target == "token files" and -signal.SIGBUS in codes:
-      return True  # a mapped file was truncated: the process dies, and saves nothing
     if number == signal.SIGKILL:
       return codes[victim] == -signal.SIGKILL and all(
         code not in (0, None) for i, code in enumerate(codes) if i != victim

@@ -122,7 +122,7 @@ def _files(cfg: config.Train, target: str) -> list[Path]:
     found = (run / "programs").rglob("*")
   else:
     found = {
-      "token files": [Path(f"{name}{end}") for name in sets for end in (".bin", ".idx")],
+      "token files": [Path(f"{name}{end}") for name in sets for end in (".bin", ".crc32", ".idx")],
       "sidecar": [Path(f"{name}.json") for name in sets],
       "tokenizer": [data / "tokenizer.json"],
       "text": [Path(source) for source in cfg.data.sources.values()],
@@ -170,7 +170,7 @@ def _limit(pid: int, which: int, most: int) -> Callable[[], None]:
 
 
 def jumping_clock(seed: int) -> Callable[[], None]:
-  """Returns what makes this process's `time.time` jump by up to 10 years, again and again."""
+  """Returns what makes this process's `time.time` jump by up to 10 years every few seconds."""
 
   def begin() -> None:
     rng, real, real_ns = random.Random(seed), time.time, time.time_ns
@@ -181,7 +181,9 @@ def jumping_clock(seed: int) -> Callable[[], None]:
     def jump() -> None:
       while True:
         offset[0] = rng.randint(-10, 10) * 365 * 86400 + rng.randint(-1000, 1000)
-        time.sleep(rng.uniform(0, 0.5))
+        # Orbax's timeouts follow this clock: a save during which it jumps fails, and of the last
+        # checkpoint there are four attempts.
+        time.sleep(rng.uniform(0, 8))
 
     threading.Thread(target=jump, daemon=True).start()
 

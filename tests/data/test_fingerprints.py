@@ -53,3 +53,15 @@ def test_changed_token_files_rejected_and_left_alone(corpus):
     prepare(data, whole=True)
   assert prepare(data, force=True) == sidecars
   assert prepare(data, whole=True) == sidecars
+
+
+def test_checksums_that_have_changed_rejected(corpus):
+  data = corpus.settings()
+  sidecar = prepare(data)["a"]
+  path = sidecar_path(f"{data.folder}/a").with_suffix(".crc32")
+  flip(path, 0)
+  with pytest.raises(DataError, match=r"a are not as .*: a\.crc32 is missing or has changed"):
+    prepare(data)
+  old = {key: value for key, value in sidecar.items() if key != "crc32_sha256"}
+  sidecar_path(f"{data.folder}/a").write_text(json.dumps(old))
+  assert prepare(data)["a"] == old  # of an older version, without checksums

@@ -8,7 +8,7 @@ import pytest
 from train.config import Data
 from train.data import DataError, load_or_train, load_tokenizer, prepare, sources, tokenize
 
-ENDS = (".bin", ".idx", ".json")
+ENDS = (".bin", ".crc32", ".idx", ".json")
 SET_A = {"a" + end for end in ENDS}
 SET_B = {"b" + end for end in ENDS}
 

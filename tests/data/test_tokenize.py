@@ -25,7 +25,7 @@ from train.data import (
 )
 from train.data.labels import Rows
 
-ENDS = (".bin", ".idx", ".json")
+ENDS = (".bin", ".crc32", ".idx", ".json")
 
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:260"])

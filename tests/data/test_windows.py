@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -265,6 +266,11 @@ def test_windows_ids_checked_on_read(write_pair):
   with open(prefix + ".bin", "r+b") as file:
     file.seek(2 * 3)
     file.write(b"\x63\x00")
+  with pytest.raises(DataError, match=r"pair.bin, bytes 0 to 16384, have another checksum"):
+    source[0]
+  Path(prefix + ".crc32").unlink()  # as a pair of another program
+  source = TokenWindows(prefix, 2, 100)
+  source.vocab_size = 10
   source[0]
   with pytest.raises(DataError, match=r"pair.bin: token 3 has the id 99, but ids must be"):
     source[1]

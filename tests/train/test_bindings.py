@@ -10,6 +10,7 @@ import pytest
 
 from train import config, loop
 from train.checkpoint import store, verify
+from train.data import DataError
 from train.data.tokenizers import bpe_path
 from train.logging.metric_reader import MetricReader
 from train.runs import bindings, evaluation, export, loading
@@ -132,7 +133,8 @@ def test_text_changed_during_training_never_in_a_checkpoint(tiny, tmp_path, monk
 
   with monkeypatch.context() as patch:
     patch.setattr(MetricReader, "push", push_and_flip)
-    with pytest.raises(BindingError, match=r"the text of train in .* has changed during training"):
+    # Before it is saved, or by who reads that block of the file next.
+    with pytest.raises((BindingError, DataError), match=r"train.* has changed (during|since)"):
       loop.fit(cfg)
   assert store.newest_step(RunFolder(cfg.run_dir).checkpoints) == 5
   path.unlink()  # it is created again from its source

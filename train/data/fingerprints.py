@@ -1,8 +1,9 @@
 """Fingerprints of token files, which detect text that has changed since it was tokenized.
 
-A sidecar has the SHA-256 of the whole `.bin`, and of `.weights` if there is one, and a `sample` of
-the files: the digest of the size and of up to 64 blocks of 64 KiB of each. The sample is compared
-whenever they are used, which takes milliseconds whatever their size; up to 4 MiB it is every byte.
+A sidecar has the SHA-256 of the whole `.bin`, of `.weights` if there is one and of `.crc32`, and a
+`sample` of the files: the digest of the size and of up to 64 blocks of 64 KiB of each. The sample
+is compared whenever they are used, which takes milliseconds whatever their size; up to 4 MiB it is
+every byte. What is read during training is compared then (`train.data.checked_array`).
 """
 
 import hashlib
@@ -15,7 +16,7 @@ import numpy as np
 
 from lnssm_jax.pretrained.files import open_regular
 from train.data.errors import DataError, reading
-from train.data.indexed import WEIGHTS
+from train.data.indexed import CHECKSUMS, WEIGHTS, IndexedDataset
 
 BLOCKS, BYTES = 64, 1 << 16
 
@@ -37,19 +38,32 @@ def sample(prefix: str | Path) -> str:
   return digest.hexdigest()
 
 
+def of_checksums(prefix: str | Path) -> str | None:
+  """SHA-256 of the `.crc32` of a pair; None if it has none."""
+  path = Path(f"{prefix}{CHECKSUMS}")
+  with reading(path):
+    if not path.exists():
+      return None
+    with open_regular(path, follow_links=True) as file:
+      return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def change(prefix: str | Path, sidecar: Mapping[str, Any], *, whole: bool = False) -> str | None:
   """Describes how a pair differs from its sidecar; None if it does not.
 
   Sidecars of older versions have no sample: then only `whole` detects a change of equal length.
+  Those without `.crc32` leave what the sample does not have to `whole`.
 
   Args:
-    whole: read every byte of `.bin` and `.weights` too (about 2 GB/s).
+    whole: read every byte of `.bin` and `.weights` too, twice (about 1 GB/s).
 
   Raises:
-    DataError: a file cannot be read.
+    DataError: a file cannot be read; with `whole`, or is not what its checksums say.
   """
   if "sample" in sidecar and sidecar["sample"] != sample(prefix):
     return "sampled blocks or the size of its files have changed"
+  if "crc32_sha256" in sidecar and sidecar["crc32_sha256"] != of_checksums(prefix):
+    return f"{Path(prefix).name}{CHECKSUMS} is missing or has changed"
   for key, end in (("sha256", ".bin"), ("weights_sha256", WEIGHTS)) if whole else ():
     path = Path(f"{prefix}{end}")
     if key not in sidecar:
@@ -57,6 +71,11 @@ def change(prefix: str | Path, sidecar: Mapping[str, Any], *, whole: bool = Fals
     with reading(path), open_regular(path, follow_links=True) as file:
       if hashlib.file_digest(file, "sha256").hexdigest() != sidecar[key]:
         return f"the content of {path.name} has changed"
+  if whole:
+    pair = IndexedDataset(prefix)
+    for each in (pair.tokens, pair.weights):
+      if each is not None:
+        each.check()
   return None
 
 

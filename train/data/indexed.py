@@ -1,49 +1,39 @@
 """Token files: the `.bin/.idx` pair of Megatron-LM, GPT-NeoX and RWKV.
 
-`.bin` has the token ids of all sequences, concatenated, without header or padding. `.idx` is
-
-    offset   bytes   field
-    0        9       magic "MMIDIDX" and two zero bytes
-    9        8       version, 1
-    17       1       dtype code: 1 uint8, 3 int16, 4 int32, 5 int64, 8 uint16
-    18       8       N, the number of sequences
-    26       8       D, the length of doc_index: the number of documents + 1
-    34       4 N     sizes, int32: tokens of each sequence
-    .        8 N     pointers, int64: byte offset of each sequence in .bin
-    .        8 D     doc_index, int64: the sequence where each document starts; first 0, last N
-
-with all numbers little-endian. A pair is validated completely when it is opened, except for the
-token ids (`IndexedDataset.check_tokens`): any pair that opens can be read without errors. Sequences
-must be stored in order and without gaps, as all known writers do, so that the file is also one flat
-stream of tokens.
+`.bin` has the token ids of all sequences, concatenated, without header or padding, and `.idx` where
+each starts (`train.data.index_file`). A pair is validated completely when it is opened, except for
+the token ids (`IndexedDataset.check_tokens`), which are compared with their checksums when they are
+read. Sequences must be stored in order and without gaps, as all known writers do, so that the file
+is also one flat stream of tokens.
 
 A pair may have a third file, `.weights`: a little-endian float32 per token of `.bin`, finite and
-not negative, the weight of that token as a target of the loss. Without it all weights are 1. The
-format is ours; other readers of the pair ignore it.
+not negative, the weight of that token as a target of the loss. Without it all weights are 1. And it
+may have a file `.crc32`, the checksums of `.bin`, then those of `.weights`
+(`train.data.checked_array`); without it what is read is not compared. Both formats are ours; other
+readers of the pair ignore them.
 """
 
 import contextlib
 import hashlib
 import os
-import struct
 from array import array
-from io import FileIO
+from collections.abc import Sequence
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lnssm_jax.pretrained.files import open_regular
+from lnssm_jax.pretrained.files import open_regular, read_bytes
 from train.checkpoint import safe_files
+from train.data import index_file
+from train.data.checked_array import CheckedArray, Checksums, blocks_of
 from train.data.errors import DataError, reading, writing
+from train.data.index_file import DTYPES, REMAKE
 
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-UNSUPPORTED = {2: "int8", 6: "floating point", 7: "floating point"}
-REMAKE = "Create the pair again with `python -m train tokenize`, or copy both files again."
 SCAN = 1 << 24  # tokens checked at a time
 WEIGHTS = ".weights"
+CHECKSUMS = ".crc32"
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
@@ -52,14 +42,15 @@ def dtype_for(vocab_size: int) -> np.dtype:
 
 
 class IndexedDataset:
-  """Memory-mapped reader of one pair; `prefix` is the path without `.bin` and `.idx`.
+  """Reader of one pair; `prefix` is the path without `.bin` and `.idx`.
 
   Attributes:
     sizes: int32 [N], tokens of each sequence.
     pointers: int64 [N], byte offset of each sequence in `.bin`.
     doc_index: int64 [documents + 1], the sequence where each document starts; first 0, last N.
-    tokens: all token ids as one flat array in the dtype of the file.
-    weights: float32 [tokens], of each token as a target; None if all are 1.
+    tokens: all token ids in the dtype of the file; a slice is read from the file, and compared with
+      the checksums of the pair.
+    weights: float32 [tokens], of each token as a target, read alike; None if all are 1.
 
   Raises:
     DataError: a file is missing or unreadable, or the two are inconsistent; the message names the
@@ -68,17 +59,17 @@ class IndexedDataset:
 
   def __init__(self, prefix: str | Path):
     self.prefix = str(prefix)
-    idx = _map_file(self.prefix, ".idx")
-    code, N, D = _read_header(self.prefix + ".idx", idx)
-    self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-    offset = HEADER.size
-    self.sizes = np.frombuffer(idx, "<i4", N, offset)
-    self.pointers = np.frombuffer(idx, "<i8", N, offset + 4 * N)
-    self.doc_index = np.frombuffer(idx, "<i8", D, offset + 12 * N)
-    raw = _map_file(self.prefix, ".bin")
-    _check_index(self, len(raw))
-    self.tokens = raw.view(self.dtype)
-    self.weights = _map_weights(self.prefix, len(self.tokens))
+    with _open(self.prefix, ".idx") as file, reading(self.prefix + ".idx"):
+      idx = np.memmap(file, np.uint8, "r").view(np.ndarray)
+    index = index_file.parse(self.prefix + ".idx", idx)
+    self.dtype, self.sizes = index.dtype, index.sizes
+    self.pointers, self.doc_index = index.pointers, index.doc_index
+    with _open(self.prefix, ".bin") as file:
+      self.tokens = CheckedArray(file, self.prefix + ".bin", self.dtype)
+    index_file.check(index, self.prefix, self.tokens.nbytes)
+    self.weights = _open_weights(self.prefix, len(self.tokens))
+    arrays = [self.tokens, *([] if self.weights is None else [self.weights])]
+    _read_checksums(self.prefix, arrays)
 
   @property
   def num_sequences(self) -> int:
@@ -99,7 +90,7 @@ class IndexedDataset:
     return ends[self.doc_index[:-1]] // self.dtype.itemsize
 
   def sequence(self, i: int) -> np.ndarray:
-    """Token ids of sequence `i`, a view of the file, in its dtype."""
+    """Token ids of sequence `i`, in the dtype of the file."""
     if not 0 <= i < self.num_sequences:
       raise IndexError(f"{self.prefix}: no sequence {i}; there are {self.num_sequences}.")
     start = int(self.pointers[i]) // self.dtype.itemsize
@@ -114,17 +105,19 @@ class IndexedDataset:
     if limits.min >= 0 and limits.max < vocab_size:
       return
     for start in range(0, self.num_tokens, SCAN):
-      check_ids(self.tokens[start : start + SCAN], vocab_size, self.prefix + ".bin", start)
+      stop = min(start + SCAN, self.num_tokens)
+      ids = self.tokens.read(start, stop, compare=False)  # which takes longer than all the rest
+      check_ids(ids, vocab_size, self.prefix + ".bin", start)
 
   def __reduce__(self):
-    return IndexedDataset, (self.prefix,)  # pickling: another process maps the files again
+    return IndexedDataset, (self.prefix,)  # pickling: another process opens the files again
 
   def __repr__(self) -> str:
     return f"IndexedDataset({self.prefix!r})"
 
 
 class IndexedWriter:
-  """Writes one pair, document by document, atomically.
+  """Writes one pair and its checksums, document by document, atomically.
 
       with IndexedWriter("data/train", dtype_for(vocab_size)) as writer:
         writer.add_document(ids)
@@ -155,6 +148,7 @@ class IndexedWriter:
     self._code = codes[0]
     self._sizes = array("i")
     self._hashes = {end: hashlib.sha256() for end in (".bin", *([WEIGHTS] if weighted else []))}
+    self._checksums = {end: Checksums() for end in self._hashes}
     self.num_tokens = 0
     self.sha256 = self.weights_sha256 = ""
 
@@ -211,6 +205,7 @@ class IndexedWriter:
     with writing(self._partial[end]):
       safe_files.write_all(self._files[end], array)
     self._hashes[end].update(array.data)
+    self._checksums[end].update(array.data)
 
   def __exit__(self, kind, error, traceback) -> None:
     try:
@@ -230,21 +225,20 @@ class IndexedWriter:
   def _finish(self) -> None:
     if not self.num_tokens:
       raise DataError(f"{self.prefix}: no tokens were added, so there is nothing to write.")
-    N = self.num_documents
     sizes = np.frombuffer(self._sizes, np.int32).astype("<i4")
-    pointers = np.zeros(N, "<i8")
-    np.cumsum(sizes[:-1].astype("<i8") * self.dtype.itemsize, out=pointers[1:])
-    header = HEADER.pack(MAGIC, 1, self._code, N, N + 1)
+    index = index_file.packed(self._code, sizes, self.dtype.itemsize)
+    checksums = [each.array() for each in self._checksums.values()]
     with writing(self.prefix):
-      with self._create(".idx") as file:
-        for part in (header, sizes, pointers, np.arange(N + 1, dtype="<i8")):
-          safe_files.write_all(file, part)
-        os.fsync(file.fileno())
+      for end, parts in ((".idx", index), (CHECKSUMS, checksums)):
+        with self._create(end) as file:
+          for part in parts:
+            safe_files.write_all(file, part)
+          os.fsync(file.fileno())
       # A .bin without its index is rejected, so a crash between these lines cannot leave a new .bin
       # with an old .idx that happens to match.
-      Path(self.prefix + ".idx").unlink(missing_ok=True)
-      Path(self.prefix + WEIGHTS).unlink(missing_ok=True)
-      for end in (*self._hashes, ".idx"):
+      for end in (".idx", CHECKSUMS, WEIGHTS):
+        Path(self.prefix + end).unlink(missing_ok=True)
+      for end in (*self._hashes, CHECKSUMS, ".idx"):
         os.replace(self._partial[end], self.prefix + end)
       safe_files.sync_folder(Path(self.prefix).parent)
     self.sha256 = self._hashes[".bin"].hexdigest()
@@ -274,23 +268,42 @@ def check_weights(weights: np.ndarray, where: str, start: int) -> None:
     )
 
 
-def _map_weights(prefix: str, tokens: int) -> np.ndarray | None:
-  """Memory-maps `.weights` as float32 [tokens]; None if the pair has none."""
+def _open_weights(prefix: str, tokens: int) -> CheckedArray | None:
+  """The float32 [tokens] of `.weights`; None if the pair has none."""
   path = Path(prefix + WEIGHTS)
   with reading(path):
     if not path.exists():
       return None
-  raw = _map_file(prefix, WEIGHTS)
-  if len(raw) != 4 * tokens:
+  with _open(prefix, WEIGHTS) as file:
+    weights = CheckedArray(file, str(path), "<f4")
+  if weights.nbytes != 4 * tokens:
     raise DataError(
-      f"{path}: found {len(raw)} bytes, expected {4 * tokens} for the {tokens} tokens of"
+      f"{path}: found {weights.nbytes} bytes, expected {4 * tokens} for the {tokens} tokens of"
       f" {prefix}.bin. {REMAKE}"
     )
-  return raw.view("<f4")
+  return weights
 
 
-def _map_file(prefix: str, end: str) -> np.ndarray:
-  """Memory-maps the file `prefix + end` as uint8 [bytes]."""
+def _read_checksums(prefix: str, arrays: Sequence[CheckedArray]) -> None:
+  """Gives the arrays their checksums, if the pair has any."""
+  path = Path(prefix + CHECKSUMS)
+  with reading(path):
+    if not path.exists():
+      return
+    raw = read_bytes(path, 1 << 32, follow_links=True)
+  blocks = [blocks_of(each.nbytes) for each in arrays]
+  if len(raw) != 4 * sum(blocks):
+    raise DataError(
+      f"{path}: found {len(raw)} bytes, expected {4 * sum(blocks)}: it is of other token files. "
+      f"If those of {prefix} are right, delete it. {REMAKE}"
+    )
+  parts = np.split(np.frombuffer(raw, "<u4"), np.cumsum(blocks)[:-1])
+  for each, part in zip(arrays, parts, strict=True):
+    each.checksums = part
+
+
+def _open(prefix: str, end: str) -> BufferedReader:
+  """Opens the file `prefix + end`, which has at least one byte."""
   path = Path(prefix + end)
   with reading(path):
     exists = path.exists()
@@ -305,94 +318,9 @@ def _map_file(prefix: str, end: str) -> np.ndarray:
     raise DataError(f"{path} does not exist; {hint}")
   if not path.is_file():
     raise DataError(f"{path} is not a file, but a pair is two files. {REMAKE}")
-  with reading(path), open_regular(path, follow_links=True) as file:
-    if not os.fstat(file.fileno()).st_size:
-      raise DataError(f"{path} is empty (0 bytes). {REMAKE}")
-    return np.memmap(file, np.uint8, "r").view(np.ndarray)
-
-
-def _read_header(path: str, idx: np.ndarray) -> tuple[int, int, int]:
-  """Checks the header of a mapped `.idx` and returns (dtype code, N, D)."""
-
-  def mismatch(offset: int, field: str, found: object, expected: str) -> DataError:
-    return DataError(
-      f"{path}, offset {offset} ({field}): found {found}, expected {expected}. {REMAKE}"
-    )
-
-  if len(idx) < len(MAGIC) or idx[: len(MAGIC)].tobytes() != MAGIC:
-    found = repr(idx[: len(MAGIC)].tobytes())
-    raise mismatch(0, "magic", found, f"{MAGIC!r}; this is not an index file, or it is damaged")
-  if len(idx) < HEADER.size:
-    raise mismatch(len(idx), "end of file", f"{len(idx)} bytes", f"{HEADER.size} of header alone")
-  _, version, code, N, D = HEADER.unpack(idx[: HEADER.size].tobytes())
-  if version != 1:
-    raise mismatch(9, "version", version, "1, the only version there is")
-  if code not in DTYPES:
-    what = f"{code} ({UNSUPPORTED.get(code, 'unknown')})"
-    names = ", ".join(f"{c} {name}" for c, name in DTYPES.items())
-    raise mismatch(17, "dtype code", what, f"one for token ids: {names}")
-  if N == 0:
-    raise mismatch(18, "number of sequences", 0, "at least one; the dataset is empty")
-  # Python integers do not overflow, and nothing is allocated before the counts are checked.
-  room = len(idx) - HEADER.size
-  if room // 12 < N:
-    raise mismatch(18, "number of sequences", N, f"at most {room // 12} in {len(idx)} bytes")
-  if D < 2 or room // 8 < D:
-    raise mismatch(26, "length of doc_index", D, f"2 to {room // 8} in {len(idx)} bytes")
-  end = HEADER.size + 12 * N + 8 * D
-  if len(idx) < end:
-    wanted = f"{end} for {N} sequences and {D - 1} documents; the file is cut off"
-    raise mismatch(len(idx), "end of file", f"{len(idx)} bytes", wanted)
-  if len(idx) > end:
-    extra = len(idx) - end
-    what = f"{extra} more bytes" + (" (modes of a multimodal dataset?)" if extra == N else "")
-    raise mismatch(end, "end of file", what, f"the file to end here, after {D - 1} documents")
-  return code, N, D
-
-
-def _check_index(data: IndexedDataset, bin_bytes: int) -> None:
-  """Checks that sizes, pointers and doc_index describe a `.bin` of `bin_bytes` bytes."""
-  sizes, pointers, docs = data.sizes, data.pointers, data.doc_index
-  N, item = len(sizes), data.dtype.itemsize
-  idx, bin = data.prefix + ".idx", data.prefix + ".bin"
-
-  def reject(field: str, i: int, expected: str) -> None:
-    values, start, width = {
-      "size": (sizes, HEADER.size, 4),
-      "pointer": (pointers, HEADER.size + 4 * N, 8),
-      "doc_index": (docs, HEADER.size + 12 * N, 8),
-    }[field]
-    raise DataError(
-      f"{idx}, offset {start + width * i} ({field} {i}): found {int(values[i])}, expected"
-      f" {expected}. {REMAKE}"
-    )
-
-  def reject_any(bad: np.ndarray, field: str, expected: str) -> None:
-    if bad.any():
-      reject(field, int(np.argmax(bad)), expected)
-
-  if bin_bytes % item:
-    raise DataError(
-      f"{bin}: found {bin_bytes} bytes, expected a multiple of {item}, the bytes of one"
-      f" {data.dtype.name} token. {REMAKE}"
-    )
-  reject_any(sizes < 0, "size", "a number of tokens, 0 or more")
-  reject_any(pointers < 0, "pointer", "a byte offset, 0 or more")
-  reject_any(pointers > bin_bytes, "pointer", f"an offset inside the {bin_bytes} bytes of {bin}")
-  reject_any(pointers % item != 0, "pointer", f"a multiple of the {item} bytes of a token")
-  room = (bin_bytes - pointers) // item  # pointers are in range, so this cannot overflow
-  reject_any(sizes > room, "size", f"a sequence that ends inside the {bin_bytes} bytes of {bin}")
-  ends = pointers + sizes.astype(np.int64) * item
-  gap = pointers != np.append(0, ends[:-1])
-  reject_any(gap, "pointer", "the end of the sequence before; they must neither overlap nor skip")
-  if ends[-1] != bin_bytes:
-    raise DataError(
-      f"{bin}: found {bin_bytes} bytes, expected {int(ends[-1])} for the {N} sequences of"
-      f" {idx}. The two files are not of one pair, or one is damaged. {REMAKE}"
-    )
-  reject_any((docs < 0) | (docs > N), "doc_index", f"the number of a sequence, 0 to {N}")
-  if docs[0] != 0:
-    reject("doc_index", 0, "0, the first sequence")
-  reject_any(np.diff(docs, prepend=0) < 0, "doc_index", "no less than the one before")
-  if docs[-1] != N:
-    reject("doc_index", len(docs) - 1, f"{N}, the number of sequences")
+  with reading(path):
+    file = open_regular(path, follow_links=True)
+  if not os.fstat(file.fileno()).st_size:
+    file.close()
+    raise DataError(f"{path} is empty (0 bytes). {REMAKE}")
+  return file

@@ -61,7 +61,9 @@ def up_to_date(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
     keys = (*origin, "fields", "targets")
     if sidecar is None or any(sidecar.get(key) != origin.get(key) for key in keys):
       return None
-    return sidecar if IndexedDataset(prefix).num_tokens == sidecar["tokens"] else None
+    pair = IndexedDataset(prefix)
+    whole = pair.tokens.checksums is not None or "crc32_sha256" not in sidecar
+    return sidecar if whole and pair.num_tokens == sidecar["tokens"] else None
   except DataError:
     return None
 

@@ -130,7 +130,8 @@ def tokenize_to(
   Returns:
     The sidecar: documents, tokens (including end-of-text), bytes (of UTF-8 text), vocab_size,
     tokenizer, tokenizer_fingerprint, source, source_fingerprint, skipped, sha256 (of `.bin`),
-    sample (`train.data.fingerprints`); with `.weights` also weights_sha256, fields and targets.
+    crc32_sha256, sample (`train.data.fingerprints`); with `.weights` also weights_sha256, fields
+    and targets.
 
   Raises:
     DataError: the text is missing, empty or unreadable, existing files have changed since they were
@@ -184,6 +185,7 @@ def tokenize_to(
     "skipped": dict(skipped),
     "sha256": writer.sha256,
     **({"weights_sha256": writer.weights_sha256} if weighted else {}),
+    "crc32_sha256": fingerprints.of_checksums(prefix),
     "sample": fingerprints.sample(prefix),
   }
   write_sidecar(prefix, sidecar)

@@ -228,7 +228,8 @@ class Documents(grain.sources.RandomAccessDataSource):
     starts = self._dataset.document_starts
     sizes = np.minimum(np.diff(np.append(starts, self._dataset.num_tokens)), length)
     counts = sizes - 1
-    if (weights := self._dataset.weights) is not None:
+    if self._dataset.weights is not None:
+      weights = self._dataset.weights[:]
       before = np.append(0, np.cumsum(weights > 0))  # [tokens + 1]
       counts = before[starts + sizes] - before[np.minimum(starts + 1, len(weights))]
     self._starts, self._sizes = starts[counts > 0], sizes[counts > 0]

@@ -58,8 +58,8 @@ def changed_sets(before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]]
 def check_in_use(data: Mapping[str, Mapping[str, Any]], folder: str | Path) -> None:
   """Raises BindingError if the token files of a run have changed since `inputs` returned `data`.
 
-  They are mapped into memory: what is written into them during training is trained on. Files that
-  cannot be read now are left to the next start.
+  Pairs of other programs have no checksums: what is written into them during training is trained
+  on. Files that cannot be read now are left to the next start.
   """
   changed = []
   for name, before in data.items():
