@@ -1,4 +1,4 @@
-"""What is read of token files is compared with its checksums, whenever it is read."""
+"""Tokens are compared with the checksums of their file whenever they are read."""
 
 import zlib
 
