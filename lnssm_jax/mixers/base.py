@@ -117,6 +117,8 @@ class Mixer[State](nnx.Module):
 
   def _check(self, x, state, segment_ids) -> None:
     name = type(self).__name__
+    if not hasattr(x, "shape"):
+      raise ValueError(f"{name}: x is a {type(x).__name__}; give an array, jnp.asarray(x).")
     if jnp.ndim(x) == 2:
       raise ValueError(
         f"{name}: x has shape {x.shape}, but [B, T, D] is needed; mixers.single(mixer, x) reads one"

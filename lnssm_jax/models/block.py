@@ -91,6 +91,16 @@ def check_channel_mixer(channel_mixer: str, hidden: int | None, options: Mapping
     check_choice(f"channel_mixer_options of {channel_mixer!r}: option", name, allowed)
 
 
+def pattern_of(mixer: Any) -> tuple[str | type[Mixer], ...]:
+  """The mixers of a pattern; one alone is a pattern, too. A layer itself raises `ValueError`."""
+  if isinstance(mixer, Mixer):
+    raise ValueError(
+      f"mixer is a layer, of {type(mixer).__name__}, but a model makes its own; give the class or "
+      "its name, and its options as mixer_options."
+    )
+  return (mixer,) if isinstance(mixer, str | type) else tuple(mixer)
+
+
 def mixer_name(mixer: str | type[Mixer]) -> str:
   """Returns the name of a mixer, for messages and options: that given, or that of its class."""
   return mixer if isinstance(mixer, str) else mixer.__name__

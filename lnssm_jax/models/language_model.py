@@ -12,7 +12,7 @@ from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_state
 from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows
 from lnssm_jax.models import layers
-from lnssm_jax.models.block import NORMS, Block, check_channel_mixer, options_by_mixer
+from lnssm_jax.models.block import NORMS, Block, check_channel_mixer, options_by_mixer, pattern_of
 from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.embedding import Head, check_tokens, lookup
 from lnssm_jax.models.initialization import GPT2_STD, INITIALIZATIONS
@@ -122,7 +122,7 @@ class LanguageModel(nnx.Module):
     self.vocab_size = check_positive("vocab_size", vocab_size)
     self.num_layers = check_positive("num_layers", num_layers)
     check_positive("dim", dim)
-    pattern = (mixer,) if isinstance(mixer, (str, type)) else tuple(mixer)
+    pattern = pattern_of(mixer)
     if not 1 <= len(pattern) <= num_layers:
       raise ValueError(
         f"mixer={mixer!r} is a pattern of {len(pattern)} mixers; num_layers={num_layers} needs one "

@@ -264,9 +264,10 @@ def test_bad_inputs_raise_with_the_argument_named(name):
     r"x has shape \(5, 8\)": (x[0],),
     r"x has shape \(2, 5, 7\)": (x[..., 1:],),
     "x has dtype int32": (x.astype(int),),
+    r"x is a list; give an array, jnp\.asarray": (x.tolist(),),
     "at least one token": (x[:, :0],),
     r"state\S+ has shape \(3,": (x, state),
-    "state has the structure": (x, {"kv": x}),
+    r"state has the structure dict\(\['kv'\]\), but its own is \w": (x, {"kv": x}),
     r"segment_ids has shape \(2, 4\)": (x, None, jnp.ones((B, 4), int)),
     "segment_ids has dtype float32": (x, None, jnp.ones((B, 5))),
   }

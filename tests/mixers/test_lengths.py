@@ -101,6 +101,7 @@ def test_bad_lengths_raise_and_are_named():
   wrong = {
     r"LRN: lengths has shape \(3,\), but \[B\] = \[2\]": jnp.ones(3, int),
     "LRN: lengths has dtype float32; it must be integer": jnp.ones(2),
+    "LRN: lengths has the value 8; it counts the tokens of a row, from 0 to T=6": [8, 1],
     "LRN: lengths has the value 7; it counts the tokens of a row, from 0 to T=6": np.array([7, 1]),
     "LRN: lengths has the value -1": jnp.array([2, -1]),
   }

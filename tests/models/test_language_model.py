@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
+from lnssm_jax.mixers import LRN
 from lnssm_jax.models import GPT2MLP, LanguageModel, count_parameters
 from lnssm_jax.models.block import NORMS
 from tests.mixers.helpers import relative_error, split
@@ -333,6 +334,7 @@ def test_parameters_as_dictionaries_round_trip():
     ({"num_layers": 0}, "num_layers=0 must be"),
     ({"vocab_size": 2.5}, "vocab_size=2.5 must be"),
     ({"mixer": "lnsm"}, "mixer='lnsm' is unknown; did you mean 'lnssm'"),
+    ({"mixer": "LNSSM"}, "mixer='LNSSM' is unknown; did you mean 'lnssm'"),
     ({"channel_mixer": "gpt"}, "channel_mixer='gpt' is unknown; did you mean 'gpt2'"),
     ({"unroll": 0}, "unroll=0 must be"),
     ({"remat": "dot"}, "remat='dot' is unknown; did you mean 'dots'.*'none', 'full', 'dots'"),
@@ -344,6 +346,12 @@ def test_parameters_as_dictionaries_round_trip():
 def test_bad_options_raise_and_are_named(options, message):
   with pytest.raises(ValueError, match=message):
     abstract_model(**SIZES | options)
+
+
+def test_layer_in_place_of_a_class_raises():
+  layer = jax.eval_shape(lambda: LRN(8, rngs=nnx.Rngs(0)))
+  with pytest.raises(ValueError, match="mixer is a layer, of LRN, but a model makes its own"):
+    abstract_model(**SIZES | {"mixer": layer})
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,8 @@ def test_needles_of_own_text_use_its_sentences(write):
   assert "Two are there." in needles.make("single_2", 800, ByteTokenizer(), 0, text).prompt
   with pytest.raises(ValueError, match=r"length=20 does not hold the question of 'single_1'"):
     needles.make("single_1", 20, ByteTokenizer(), 0)
+  with pytest.raises(ValueError, match=r"length=300 .* and its answer; use 3\d\d tokens or more"):
+    needles.make("single_1", 300, ByteTokenizer(), 0, answer=128)
 
 
 def test_needles_score_values_in_the_answer(loaded, monkeypatch):

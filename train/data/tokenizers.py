@@ -137,7 +137,8 @@ def _load_file(spec: str, end_of_text: str | None) -> FileTokenizer:
   path = tokenizer_path(spec, "")
   if path is None or not path.exists():
     raise DataError(
-      f"there is no tokenizer {spec!r}; use 'bytes', 'bpe:N', or the path of a tokenizer.json."
+      f"there is no tokenizer {spec!r}; use 'bytes', 'bpe:N', or the path of a tokenizer.json or of"
+      " a folder with one (or with vocab.json and merges.txt). None is downloaded by its name."
     )
   if not path.is_dir():
     return FileTokenizer(path, spec, end_of_text=end_of_text)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lnssm_jax.pretrained.files import FORMAT, read_json
 from train import config
+from train.config.checked import did_you_mean
 
 CONFIG = "config.json"
 _MAX_BYTES = 1 << 24
@@ -43,9 +44,12 @@ def read[T](path: str | Path, kind: type[T]) -> T:
   except RunFolderError:
     raise
   except FileNotFoundError:
+    folder = Path(path)
+    runs = [str(other.parent) for other in folder.parent.glob(f"*/{CONFIG}")]
+    missing = "it has no config.json" if folder.exists() else "there is none of this name"
     raise RunFolderError(
-      f"{path} is not a run folder: it has no config.json. Use the run_dir of a run "
-      "started by `python -m train fit`."
+      f"{path} is not a run folder: {missing}{did_you_mean(str(folder), runs) if runs else '.'} Use"
+      " the run_dir of a run started by `python -m train fit`."
     ) from None
   except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
     raise RunFolderError(f"{file} is damaged: {error}") from error

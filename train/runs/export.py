@@ -110,7 +110,8 @@ def check_same_model(manifest: Manifest, model: config.Model) -> None:
     for name, (theirs, ours) in model_differences(config.Model(**manifest.model), model).items()
   ]
   if lines:
-    raise ExportError("the config describes another model:\n  " + "\n  ".join(lines))
+    fix = "Give the exported model's settings, in the config or by --set NAME=VALUE for each line."
+    raise ExportError("the config describes another model:\n  " + "\n  ".join([*lines, fix]))
 
 
 def _portable(run: config.Train | None) -> dict[str, Any]:

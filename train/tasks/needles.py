@@ -69,15 +69,21 @@ class Needle(NamedTuple):
 
 
 def make(
-  kind: str, length: int, tokenizer: Tokenizer, seed: int, text: Sequence[str] | None = None
+  kind: str,
+  length: int,
+  tokenizer: Tokenizer,
+  seed: int,
+  text: Sequence[str] | None = None,
+  answer: int = 0,
 ) -> Needle:
-  """A prompt of at most `length` tokens, as full as whole sentences make it.
+  """A prompt as full as whole sentences make it, of at most `length` tokens with its answer.
 
   Args:
+    answer: tokens of the answer.
     text: sentences of the running text, repeated if too short; None generates them.
 
   Raises:
-    ValueError: the kind is unknown, or the question alone is longer than `length`.
+    ValueError: the kind is unknown, or the question and the answer are longer than `length`.
   """
   if kind not in KINDS:
     raise ValueError(f"kind={kind!r} is not known; use one of {', '.join(KINDS)}.")
@@ -99,7 +105,7 @@ def make(
 
   sentences = itertools.cycle(NOISE if task.repeated else text or _generated(rng))
   size = lambda part: len(tokenizer.encode(part))
-  room = length - size(start + " ".join(needles) + end)
+  room = length - answer - size(start + " ".join(needles) + end)
   hay = []
   while room > 0:
     hay.append(next(sentences))
@@ -110,12 +116,12 @@ def make(
     for depth, needle in zip(depths[::-1], needles, strict=True):
       body.insert(int(depth * (len(hay) + 1)), needle)
     prompt = start + " ".join(body) + end
-    if size(prompt) <= length:
+    if size(prompt) <= length - answer:
       return Needle(prompt, [value for key, value in hidden if key in asked])
     if not hay:
       raise ValueError(
-        f"length={length} does not hold the question of {kind!r}, which has {size(prompt)} tokens;"
-        " use a longer one."
+        f"length={length} does not hold the question of {kind!r} and its answer; use"
+        f" {size(prompt) + answer} tokens or more."
       )
     hay.pop()
 
@@ -145,7 +151,7 @@ def run(
   tokenizer, text = loaded.tokenizer, sentences(source) if source else None
   table, details = [], []
   for kind, length in itertools.product(kinds, lengths):
-    made = [make(kind, length - max_tokens, tokenizer, seed + n, text) for n in range(samples)]
+    made = [make(kind, length, tokenizer, seed + n, text, max_tokens) for n in range(samples)]
     found = answers(loaded, [each.prompt for each in made], max_tokens=max_tokens, batch=batch)
     pairs = [(answer, needle.values) for answer, needle in zip(found, made, strict=True)]
     scores = [score(*pair) for pair in pairs]

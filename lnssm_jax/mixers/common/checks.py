@@ -19,7 +19,8 @@ def check_choice[T](what: str, value: T, choices: Iterable[T], *, note: str = ""
   choices = list(choices)
   if value in choices:
     return value
-  near = difflib.get_close_matches(str(value), map(str, choices), n=1)
+  names = list(map(str, choices))
+  near = [x for y in (str(value), str(value).lower()) for x in difflib.get_close_matches(y, names)]
   hint = f"; did you mean {near[0]!r}?" if near else "."
   listed = ", ".join(repr(choice) for choice in choices) or "(there are none)"
   raise ValueError(f"{what}={value!r} is unknown{hint} Use one of: {listed}.{note}")
@@ -103,12 +104,20 @@ def check_layer(layer, num_layers: int) -> None:
     raise ValueError(f"layer={layer} must be at least 0 and less than num_layers={num_layers}.")
 
 
+def _form_of(state) -> str:
+  """The type of a state, and the places of its arrays in it."""
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  if [path for path, _ in leaves] == [()]:
+    return "a single array"
+  return f"{type(state).__name__}({', '.join(jax.tree_util.keystr(path) for path, _ in leaves)})"
+
+
 def check_state(name: str, state, expected, axes: str) -> None:
   """Raises `ValueError` unless `state` has the structure and the shapes of `expected`."""
   if jax.tree.structure(state) != jax.tree.structure(expected):
     raise ValueError(
-      f"{name}: state has the structure {jax.tree.structure(state)}, but its own is "
-      f"{jax.tree.structure(expected)}; pass what a call returned, or init_state(batch_size)."
+      f"{name}: state has the structure {_form_of(state)}, but its own is {_form_of(expected)}; "
+      "pass the second result of a call, or init_state(batch_size)."
     )
   paths = jax.tree_util.tree_flatten_with_path(expected)[0]
   for (path, want), got in zip(paths, jax.tree.leaves(state), strict=True):

@@ -30,6 +30,7 @@ def checked_lengths(
     NotImplementedError: time is sharded.
   """
   B, T = x.shape[:2]
+  lengths = np.asarray(lengths) if isinstance(lengths, list | tuple) else lengths
   check_shape(name, "lengths", lengths, (B,), "[B]")
   if not jnp.issubdtype(jnp.result_type(lengths), jnp.integer):
     raise ValueError(f"{name}: lengths has dtype {jnp.result_type(lengths)}; it must be integer.")
