@@ -337,7 +337,8 @@ def test_tokenize_with_and_without_config(tiny, config_file, text_folder, tmp_pa
   assert run(*command, "--workers", 1) == 0
   out = capsys.readouterr().out
   assert out.startswith(f"{output}.bin  8 documents, ")
-  assert sorted(p.name for p in output.parent.iterdir()) == ["text.bin", "text.idx", "text.json"]
+  names = sorted(path.name for path in output.parent.iterdir())
+  assert names == ["text.bin", "text.crc32", "text.idx", "text.json"]
   bpe = (*command[:4], tmp_path / "bpe" / "text", "--tokenizer", "bpe:260")
   assert "end of its own" in usage_error(capsys, *bpe, "--end-of-text", "the")
   assert run(*bpe) == 0
