@@ -12,7 +12,7 @@ from train.data.errors import DataError
 from train.data.indexed import IndexedDataset
 from train.data.sidecars import check_owner, up_to_date
 from train.data.tokenize import check_length, origin_of, rows_of, text_of
-from train.data.tokenizers import Tokenizer, bpe_path, tokenizer_of, tokenizer_path
+from train.data.tokenizers import Tokenizer, bpe_path, no_tokenizer, tokenizer_of, tokenizer_path
 
 
 def require(cfg: config.Train) -> None:
@@ -38,7 +38,7 @@ def missing(cfg: config.Train) -> list[str]:
     tokenizer = tokenizer_of(data)
     check_vocabulary(tokenizer, cfg.model.vocab_size)
   elif path != bpe_path(data.folder):  # which a run trains
-    lines.append(f"there is no tokenizer {data.tokenizer!r}.")
+    lines.append(no_tokenizer(data.tokenizer))
   for name in dict.fromkeys((*data.train, *data.validation)):
     try:
       text = text_of(data, name)

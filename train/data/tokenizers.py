@@ -39,6 +39,14 @@ def tokenizer_of(data: TokenizerSettings) -> Tokenizer:
   return load_tokenizer(data.tokenizer, data.folder, data.end_of_text)
 
 
+def no_tokenizer(spec: str) -> str:
+  """Says that `spec` names none, and what does."""
+  return (
+    f"there is no tokenizer {spec!r}; use 'bytes', 'bpe:N', or the path of a tokenizer.json or of"
+    " a folder with one (or with vocab.json and merges.txt). None is downloaded by its name."
+  )
+
+
 def load_tokenizer(
   spec: str, folder: str | Path | None = None, end_of_text: str | None = None
 ) -> Tokenizer:
@@ -136,10 +144,7 @@ def train_bpe(spec: str, folder: str | Path, texts: Iterable[str]) -> Tokenizer:
 def _load_file(spec: str, end_of_text: str | None) -> FileTokenizer:
   path = tokenizer_path(spec, "")
   if path is None or not path.exists():
-    raise DataError(
-      f"there is no tokenizer {spec!r}; use 'bytes', 'bpe:N', or the path of a tokenizer.json or of"
-      " a folder with one (or with vocab.json and merges.txt). None is downloaded by its name."
-    )
+    raise DataError(no_tokenizer(spec))
   if not path.is_dir():
     return FileTokenizer(path, spec, end_of_text=end_of_text)
   end = end_of_text or _end_of_folder(path)
