@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 _SIZES = {
@@ -40,20 +41,19 @@ def missing() -> str | None:
   return f"{' and '.join(absent)} not installed" if absent else None
 
 
-def measure(body: str) -> list[dict[str, Any]]:
+def measure(body: str) -> Iterator[dict[str, Any]]:
   """The rows of fla's model, eager and compiled; a row with a note where it cannot be measured."""
   if body not in MODELS:
-    return []
+    return
   if reason := missing():
-    return [{"who": "fla", "note": reason}]
-  rows = []
+    yield {"who": "fla", "note": reason}
+    return
   for mode in ((), ("compile",)):
     command = [sys.executable, "-m", "benchmarks.model_peers", body, *mode]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
     note = {"who": " ".join(("fla", *mode)), "note": " ".join(ended.stderr.split())[-300:]}
-    rows.append(json.loads(lines[-1]) if lines else note)
-  return rows
+    yield json.loads(lines[-1]) if lines else note
 
 
 def run(body: str, compiled: bool) -> dict[str, Any]:

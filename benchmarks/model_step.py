@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -248,18 +249,20 @@ def in_own_process(name: str, sizes: str, cache: str, steps: int, runs: int) -> 
   return json.loads(lines[-1])
 
 
-def rows_of(name: str, args) -> list[dict[str, Any]]:
-  """Ours, measured twice for the time to the first step, and the peers'."""
+def rows_of(name: str, args) -> Iterator[dict[str, Any]]:
+  """Ours, with the time to the first step measured twice, and each peer's, as they are measured."""
   with tempfile.TemporaryDirectory() as cache:
     run = lambda steps: in_own_process(name, args.sizes, cache, steps, args.runs)
-    row, warm = run(args.steps), run(0)
-  row |= {"cold_s": row.get("first_step_s"), "warm_s": warm.get("first_step_s")}
+    row = run(args.steps)
+    row |= {"cold_s": row.get("first_step_s")}
+    if args.warm:
+      row |= {"warm_s": run(0).get("first_step_s")}
   for place, ms in list(row.get("budget", {}).items())[: args.top]:
     print(f"  {ms:8.3f} ms  {place}", flush=True)
-  rows = [{"body": name, "who": "lnssm_jax"} | row]
+  yield {"body": name, "who": "lnssm_jax"} | row
   if args.peers:
-    rows += [{"body": name} | peer for peer in model_peers.measure(name)]
-  return rows
+    for peer in model_peers.measure(name):
+      yield {"body": name} | peer
 
 
 def main(arguments=None) -> list[dict[str, Any]]:
@@ -271,6 +274,7 @@ def main(arguments=None) -> list[dict[str, Any]]:
   parser.add_argument("--steps", type=int, default=20, help="steps in each timed run")
   parser.add_argument("--runs", type=int, default=3)
   parser.add_argument("--top", type=int, default=16, help="lines of the budget")
+  parser.add_argument("--warm", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--out", type=Path, help="a CSV file")
   parser.add_argument("--one", choices=list(BODIES), help=argparse.SUPPRESS)
