@@ -60,8 +60,10 @@ def test_checksums_that_have_changed_rejected(corpus):
   sidecar = prepare(data)["a"]
   path = sidecar_path(f"{data.folder}/a").with_suffix(".crc32")
   flip(path, 0)
-  with pytest.raises(DataError, match=r"a are not as .*: a\.crc32 is missing or has changed"):
+  with pytest.raises(DataError, match=r"a are not as .*: the content of a\.crc32 has changed"):
     prepare(data)
+  path.unlink()
+  assert fingerprints.change(f"{data.folder}/a", sidecar) == "a.crc32 is missing"
   old = {key: value for key, value in sidecar.items() if key != "crc32_sha256"}
   sidecar_path(f"{data.folder}/a").write_text(json.dumps(old))
   assert prepare(data)["a"] == old  # of an older version, without checksums

@@ -17,7 +17,6 @@ import numpy as np
 from lnssm_jax.pretrained.files import retried
 from train.data.errors import DataError, reading
 
-SCAN = 1 << 22  # items
 BLOCK = 1 << 14  # bytes; 16 KiB take 10 to 20 us to compare
 
 
@@ -98,11 +97,6 @@ class CheckedArray:
           "it, or create both again with `python -m train tokenize --force`."
         )
     return np.frombuffer(raw[first - begin : last - begin], self.dtype)
-
-  def check(self) -> None:
-    """Reads the whole file; raises DataError if a block is not as it was written."""
-    for start in range(0, len(self), SCAN):
-      self.read(start, min(start + SCAN, len(self)))
 
   def __array__(self, dtype=None, copy=None) -> np.ndarray:
     return np.asarray(self[:], dtype)

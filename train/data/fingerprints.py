@@ -16,7 +16,7 @@ import numpy as np
 
 from lnssm_jax.pretrained.files import open_regular
 from train.data.errors import DataError, reading
-from train.data.indexed import CHECKSUMS, WEIGHTS, IndexedDataset
+from train.data.indexed import CHECKSUMS, WEIGHTS
 
 BLOCKS, BYTES = 64, 1 << 16
 
@@ -38,9 +38,9 @@ def sample(prefix: str | Path) -> str:
   return digest.hexdigest()
 
 
-def of_checksums(prefix: str | Path) -> str | None:
-  """SHA-256 of the `.crc32` of a pair; None if it has none."""
-  path = Path(f"{prefix}{CHECKSUMS}")
+def digest(prefix: str | Path, end: str) -> str | None:
+  """SHA-256 of a whole file of a pair, about 2 GB/s; None if there is no such file."""
+  path = Path(f"{prefix}{end}")
   with reading(path):
     if not path.exists():
       return None
@@ -55,27 +55,18 @@ def change(prefix: str | Path, sidecar: Mapping[str, Any], *, whole: bool = Fals
   Those without `.crc32` leave what the sample does not have to `whole`.
 
   Args:
-    whole: read every byte of `.bin` and `.weights` too, twice (about 1 GB/s).
+    whole: read every byte of `.bin` and `.weights` too.
 
   Raises:
-    DataError: a file cannot be read; with `whole`, or is not what its checksums say.
+    DataError: a file cannot be read.
   """
   if "sample" in sidecar and sidecar["sample"] != sample(prefix):
     return "sampled blocks or the size of its files have changed"
-  if "crc32_sha256" in sidecar and sidecar["crc32_sha256"] != of_checksums(prefix):
-    return f"{Path(prefix).name}{CHECKSUMS} is missing or has changed"
-  for key, end in (("sha256", ".bin"), ("weights_sha256", WEIGHTS)) if whole else ():
-    path = Path(f"{prefix}{end}")
-    if key not in sidecar:
-      continue
-    with reading(path), open_regular(path, follow_links=True) as file:
-      if hashlib.file_digest(file, "sha256").hexdigest() != sidecar[key]:
-        return f"the content of {path.name} has changed"
-  if whole:
-    pair = IndexedDataset(prefix)
-    for each in (pair.tokens, pair.weights):
-      if each is not None:
-        each.check()
+  wholes = {"sha256": ".bin", "weights_sha256": WEIGHTS} if whole else {}
+  for key, end in {"crc32_sha256": CHECKSUMS, **wholes}.items():
+    if key in sidecar and (found := digest(prefix, end)) != sidecar[key]:
+      name = f"{Path(prefix).name}{end}"
+      return f"the content of {name} has changed" if found else f"{name} is missing"
   return None
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from train.data import fingerprints, sources
 from train.data.encoding import encode, limit_threads
 from train.data.errors import DataError, writing
-from train.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from train.data.indexed import CHECKSUMS, IndexedDataset, IndexedWriter, dtype_for
 from train.data.labels import TEXT_ROWS, Rows, Targets
 from train.data.parts import Parts
 from train.data.progress import Progress
@@ -185,7 +185,7 @@ def tokenize_to(
     "skipped": dict(skipped),
     "sha256": writer.sha256,
     **({"weights_sha256": writer.weights_sha256} if weighted else {}),
-    "crc32_sha256": fingerprints.of_checksums(prefix),
+    "crc32_sha256": fingerprints.digest(prefix, CHECKSUMS),
     "sample": fingerprints.sample(prefix),
   }
   write_sidecar(prefix, sidecar)
