@@ -21,7 +21,10 @@ _FAST_COMPILE = (
 
 def pytest_configure(config):
   """Tests give the same numbers wherever they run; only those on hardware, `-m gpu`, use it."""
-  if config.getoption("markexpr") != "gpu":
+  if config.getoption("markexpr") == "gpu":
+    # All memory in one piece: tests fill and free it, and pieces of it do not join again.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
+  else:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # XLA's threads. An interpreted kernel holds some while it runs programs of its own that wait
     # for others: on two cores, with two threads, a kernel of a few hundred KiB waited for ever.
