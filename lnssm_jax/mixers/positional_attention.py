@@ -135,6 +135,7 @@ class LRPE(_PositionalAttention):
     dim: D, the width; a multiple of `num_heads`. K = V = D / H.
     num_heads: H.
     use_bias: whether the four projections have a bias.
+    norm_eps: eps of the norm, under the root.
     num_layers: of the model, for the initial W_o (see `QKVMixer`).
     dtype: of the projections, the features and v; angles, norm, state and sums are float32, so that
       the relative error of an angle is about 6e-8.
@@ -153,6 +154,7 @@ class LRPE(_PositionalAttention):
     *,
     num_heads: int,
     use_bias: bool = False,
+    norm_eps: float = 1e-5,
     num_layers: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -161,7 +163,7 @@ class LRPE(_PositionalAttention):
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     super().__init__(dim, num_heads=num_heads, use_bias=use_bias, num_layers=num_layers, **options)
     self.theta = nnx.Param((10000.0 ** (-2 * jnp.arange(dim) / dim)).astype(param_dtype))
-    self.norm = LayerNorm(dim, param_dtype=param_dtype)
+    self.norm = LayerNorm(dim, eps=norm_eps, param_dtype=param_dtype)
 
   def _mix(self, x, state, segment_ids):
     positions, last = self._positions(x, state, segment_ids)

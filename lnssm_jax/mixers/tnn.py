@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.checks import check_choice, check_positive
+from lnssm_jax.mixers.common.checks import check_choice, check_norm_eps, check_positive
 from lnssm_jax.mixers.common.complex_state import (
   ComplexState,
   empty_state,
@@ -25,10 +25,10 @@ from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.segments import positions, segments_of
 from lnssm_jax.ops.core.states import register_state
 
-# A floor of the rms keeps its gradient finite.
+# Each with its usual eps. A floor of the rms keeps its gradient finite.
 FILTER_NORMS = {
-  "rms": rms_norm,
-  "rms_plus_eps": lambda x: rms_norm_with_floor(x, None, eps=1e-8, floor=1e-8),
+  "rms": (rms_norm, 1e-5),
+  "rms_plus_eps": (lambda x, eps: rms_norm_with_floor(x, None, eps=eps, floor=eps), 1e-8),
 }
 
 
@@ -67,8 +67,9 @@ class TNN(Mixer[TNNState]):
     max_length: L, even: the number of lags of the network.
     decay: gamma, in (0, 1]; a constant, 0.99 to 0.999 in the paper. Rounded to float32.
     filter_dim, filter_layers: width and number of the network's hidden layers.
-    filter_norm: its RMSNorm: "rms", x / sqrt(mean(x^2) + 1e-5), or "rms_plus_eps", x / (rms(x) +
-      1e-8), as in the published network.
+    filter_norm: its RMSNorm: "rms", x / sqrt(mean(x^2) + eps), or "rms_plus_eps", x / (rms(x) +
+      eps), as in the published network.
+    norm_eps: eps of this norm; None means 1e-5 for "rms", 1e-8 for "rms_plus_eps".
     dtype: of the projections and of v; the kernel, the gate, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -92,6 +93,7 @@ class TNN(Mixer[TNNState]):
     filter_dim: int = 32,
     filter_layers: int = 3,
     filter_norm: str = "rms",
+    norm_eps: float | None = None,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -109,6 +111,8 @@ class TNN(Mixer[TNNState]):
     check_positive("filter_dim", filter_dim), check_positive("filter_layers", filter_layers)
 
     self.filter_norm = check_choice("filter_norm", filter_norm, FILTER_NORMS)
+    usual_eps = FILTER_NORMS[filter_norm][1]
+    self.norm_eps = check_norm_eps(usual_eps if norm_eps is None else norm_eps)
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
     def linear(inputs, outputs):
@@ -163,8 +167,8 @@ class TNN(Mixer[TNNState]):
   def _undecayed(self) -> jax.Array:
     """One period of r_l, [L + 1, E]: the network's values, then minus their sum."""
     lags = jnp.arange(self.num_lags, dtype=jnp.float32)[:, None]
-    norm = FILTER_NORMS[self.filter_norm]
-    r = self.filter(lags, lambda z: jax.nn.relu(norm(z)))
+    norm = FILTER_NORMS[self.filter_norm][0]
+    r = self.filter(lags, lambda z: jax.nn.relu(norm(z, eps=self.norm_eps)))
     return jnp.concatenate([r, -r.sum(0, keepdims=True)])
 
   def _decays(self, lag: np.ndarray) -> np.ndarray:

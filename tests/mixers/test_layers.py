@@ -2,6 +2,7 @@
 
 import math
 import re
+from inspect import signature
 
 import jax
 import jax.numpy as jnp
@@ -171,26 +172,33 @@ def test_exact_gelu_and_its_derivative(dtype, error):
   np.testing.assert_array_equal(np.asarray(reverse, np.float64), np.asarray(slope, np.float64))
 
 
-NORMED = (
-  "gla", "retnet", "delta_net", "gated_delta_net", "gsa", "gateloop", "gfw", "tnl", "mamba2",
-  "metala", "rwkv5", "rwkv6", "lnssm", "lcsm",
-)  # fmt: skip
+# Mixers with a norm; the options of those that have it by choice.
+NORMED = {name for name, cls in MIXERS.items() if "norm_eps" in signature(cls.__init__).parameters}
+CHOSEN = {key: {"inner_norm": "rms"} for key in ("mamba", "longhorn", "longhorn_exact")}
+CHOSEN |= {key: {"qk_norm": True} for key in ("softmax_attention", "sliding_window_attention")}
 
 
-@pytest.mark.parametrize("name", NORMED)
+def program(name, **options):
+  """The jaxpr of a call."""
+  cls = MIXERS[name]
+  options |= {"num_heads": 2} if "num_heads" in cls.set_by_model else {}
+  build = lambda: cls(32, **CHOSEN.get(name, {}), **options, rngs=nnx.Rngs(0))
+  graph, params = nnx.split(jax.eval_shape(build), nnx.Param)
+  x = jax.ShapeDtypeStruct((1, 4, 32), jnp.float32)
+  return str(jax.make_jaxpr(lambda p, x: nnx.merge(graph, p)(x)[0])(params, x))
+
+
+@pytest.mark.parametrize("name", sorted(NORMED))
 def test_norm_eps_of_a_mixer_is_that_of_its_norm(name):
   """Seen in the jaxpr, where the number is added under the root or to it."""
-  heads = {"num_heads": 2} if "num_heads" in MIXERS[name].set_by_model else {}
-  x = jax.ShapeDtypeStruct((1, 4, 32), jnp.float32)
-
-  def program(**options):
-    build = lambda: MIXERS[name](32, **heads, **options, rngs=nnx.Rngs(0))
-    graph, params = nnx.split(jax.eval_shape(build), nnx.Param)
-    return str(jax.make_jaxpr(lambda p, x: nnx.merge(graph, p)(x)[0])(params, x))
-
   seen = "21.0" if name in ("rwkv5", "rwkv6") else "0.328125"  # of 8 times what they normalize
-  assert seen in program(norm_eps=0.328125)
-  assert seen not in program()
+  assert seen in program(name, norm_eps=0.328125)
+  assert seen not in program(name)
   for wrong in (0, 1.0, True, "1e-5"):
     with pytest.raises(ValueError, match=re.escape(f"norm_eps={wrong!r} must be a number")):
-      program(norm_eps=wrong)
+      program(name, norm_eps=wrong)
+
+
+@pytest.mark.parametrize("name", sorted(MIXERS.keys() - NORMED))
+def test_mixer_without_norm_eps_has_no_norm(name):
+  assert "rsqrt" not in program(name)

@@ -18,9 +18,12 @@ def test_gla_with_the_widths_of_longhorns_experiments():
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
 
 
-@pytest.mark.parametrize("name, outer_gain", [("gla", 2**-2.5), ("retnet", 1.0)])
-def test_kernels_start_xavier_uniform(name, outer_gain):
-  params = split(MIXERS[name](64, num_heads=4, rngs=nnx.Rngs(0)))[1]
+@pytest.mark.parametrize(
+  "name, options, outer_gain",
+  [("gla", {}, 2**-2.5), ("retnet", {}, 1.0), ("retnet", {"output_gain": 0.5}, 0.5)],
+)
+def test_kernels_start_xavier_uniform(name, options, outer_gain):
+  params = split(MIXERS[name](64, num_heads=4, **options, rngs=nnx.Rngs(0)))[1]
   for key in ("q_proj", "v_proj", "g_proj", "o_proj"):
     kernel = np.float64(params[key]["kernel"])
     gain = outer_gain if key == "o_proj" else 2**-2.5

@@ -1,4 +1,4 @@
-"""Options of mixers whose published code is not recorded in tests/peers, against float64."""
+"""Options of mixers that no case of tests/peers has, against their equations in float64."""
 
 import functools
 
@@ -7,32 +7,30 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import (
-  DSS,
   GLA,
-  HGRN,
-  HGRN2,
   QLSTM,
   RWKV5,
-  RWKV6,
-  S5,
-  Hyena,
+  Mamba,
+  Mamba2,
   QLSTMReversed,
 )
 from tests.devices import result_of
 from tests.mixers.helpers import apply, relative_error
 from tests.mixers.references import (
-  hgrn,
   linear_attention,
-  long_convolutions,
+  mamba,
   qlstm,
-  rwkv,
-  state_spaces,
 )
 from tests.mixers.tiny import DIM, disturbed, inputs
 
 HEADS = {"num_heads": 2}
-LAYER = {"layer": 1, "num_layers": 3}
-LENGTH = {"max_length": 9}
+
+
+def without_convolution(reference, width):
+  """The reference with a convolution that returns its input."""
+  conv = {"kernel": np.ones((1, width))}
+  return lambda params, x: reference(params | {"conv": conv}, x)
+
 
 # The class, its options, the reference.
 CASES = {
@@ -41,44 +39,18 @@ CASES = {
     HEADS | {"gate_rank": 3, "norm": "layer", "norm_scale": False, "gate_bias": True},
     functools.partial(linear_attention.gla, **HEADS),
   ),
-  "dss, two steps": (
-    DSS,
-    {"state_dim": 3, "separate_steps": True},
-    state_spaces.dss,
+  "mamba, no convolution": (
+    Mamba,
+    {"state_dim": 3, "conv_size": None},
+    without_convolution(mamba.mamba, 2 * DIM),
   ),
-  "hgrn, output bias": (HGRN, LAYER | {"output_bias": True}, hgrn.hgrn),
-  "hgrn2, output bias": (
-    HGRN2,
-    HEADS | LAYER | {"output_bias": True},
-    functools.partial(hgrn.hgrn2, **HEADS),
-  ),
-  "hyena, biases": (
-    Hyena,
-    LENGTH | {"filter_dim": 4, "use_bias": True},
-    functools.partial(long_convolutions.hyena, **LENGTH),
-  ),
-  "hyena, order": (
-    Hyena,
-    LENGTH | {"filter_dim": 4, "order": 4},
-    functools.partial(long_convolutions.hyena, **LENGTH, order=4),
+  "mamba2, no convolution": (
+    Mamba2,
+    {"head_dim": 4, "state_dim": 3, "conv_size": None},
+    without_convolution(functools.partial(mamba.mamba2, head_dim=4), 2 * DIM + 2 * 3),
   ),
   "qlstm, as printed": (QLSTM, {"variant": "paper"}, qlstm.qlstm_printed),
   "qlstm_reversed, as printed": (QLSTMReversed, {"variant": "paper"}, qlstm.qlstm_printed),
-  "rwkv5, per head": (
-    RWKV5,
-    HEADS | LAYER | {"decay": "head"},
-    functools.partial(rwkv.rwkv5, **HEADS),
-  ),
-  "rwkv6, narrow keys": (
-    RWKV6,
-    HEADS | LAYER | {"expand_k": 0.5, "mix_rank": 2, "gate_rank": 2},
-    functools.partial(rwkv.rwkv6, **HEADS),
-  ),
-  "s5, tanh": (
-    S5,
-    {"state_dim": 8, "gelu": "tanh"},
-    functools.partial(state_spaces.s5, gelu=state_spaces.gelu_tanh),
-  ),
 }
 
 

@@ -8,7 +8,9 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from tests.peers.golden_files import AUTHORS
-from tests.peers.numbers import DIM
+from tests.peers.numbers import DIM, numbers
+
+LOWER_BOUND = torch.from_numpy(0.4 + 0.1 * numbers("lower_bound", (DIM,)))
 
 
 def _load(file: str) -> ModuleType:
@@ -83,6 +85,49 @@ def _s4():
   return layer
 
 
+def _time_first(*args):
+  """A call of a layer whose inputs are [T, B, D]."""
+  return lambda module, x: module(x.transpose(0, 1), *args).transpose(0, 1)
+
+
+def _hgrn():
+  """Without its kernels, in whose place it has a loop of its own."""
+  sys.modules["hgru_cuda"] = sys.modules["hgru_real_cuda"] = ModuleType("cuda")
+  sys.path.insert(0, str(AUTHORS / "hgru-pytorch"))
+  from hgru import Hgru1d
+
+  layer = Hgru1d(DIM)
+  layer.forward = layer.forward_naive
+  return layer, _time_first(LOWER_BOUND)
+
+
+def _hgrn2():
+  sys.path.insert(0, str(AUTHORS / "hgru2-pytorch"))
+  from hgru2_pytorch import Hgru2_1d
+
+  layer = Hgru2_1d(DIM, expand_ratio=4)
+  layer.scan = lambda x, decay: _scan(decay.movedim(0, -1), x.movedim(0, -1)).movedim(-1, 0)
+  return layer, _time_first(LOWER_BOUND)
+
+
+def _transnormer():
+  """A first layer of three; the epsilon of its norm is not where TransNormerLLM has it."""
+  sys.path.insert(0, str(AUTHORS / "nanoTransNormer"))
+  from transnormer.model import NormLinearAttention, TransNormer, TransNormerConfig
+
+  sizes = {"vocab_size": 2, "n_layer": 3, "n_head": 2, "n_embd": DIM, "use_triton": False}
+  model = TransNormer(TransNormerConfig(**sizes))
+  layer = NormLinearAttention(model.config)
+  layer.norm.eps = 1e-20
+  slopes = model.slopes * (1 + 1e-5)
+
+  def call(module, x):
+    mask = model._prepare_attn_mask(x[..., 0])
+    return module(x, attn_mask=mask, slope_rate=slopes)[0]
+
+  return layer, call
+
+
 def _scan(decay, x):
   """h_t = decay_t h_{t-1} + x_t along the last axis."""
   h, out = torch.zeros_like(x[..., 0]), []
@@ -140,14 +185,15 @@ def _tnn():
 
 
 def _cosformer():
-  layer = _load("cosFormer/cosformer.py").CosformerAttention(DIM, 2, causal=True)
-  return layer, lambda module, x: module(x.transpose(0, 1)).transpose(0, 1)
+  return _load("cosFormer/cosformer.py").CosformerAttention(DIM, 2, causal=True), _time_first()
 
 
 def cases():
   first = lambda out: out[0] if isinstance(out, tuple) else out
   call = lambda module, x: first(module(x))
   layers = {"tnl_lightning": _tnl(), "hyena_safari": _hyena(), "rwkv5_x051a": _rwkv5()}
+  other = {"cosformer": _cosformer(), "tnl_transnormerllm": _transnormer()}
+  other |= {"hgrn_authors": _hgrn(), "hgrn2_authors": _hgrn2()}
   layers["hyena_safari_order"] = _hyena(order=3)
   layers["hyena_safari_filter"] = _hyena(num_inner_mlps=1)
   _stubs()
@@ -157,4 +203,4 @@ def cases():
   layers["s4"] = _s4()
   layers |= _dsf() | {"tnn_authors": _tnn()}
   assert torch.get_default_dtype() == torch.float64
-  return {name: (layer, call) for name, layer in layers.items()} | {"cosformer": _cosformer()}
+  return {name: (layer, call) for name, layer in layers.items()} | other

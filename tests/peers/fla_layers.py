@@ -186,7 +186,10 @@ def cases():
       plain,
     ),
     "gated_delta_net_fla": (gated(**eps), plain),
-    "gated_delta_net_fla_grouped": (gated(num_v_heads=4, expand_v=1.5, conv_bias=True), plain),
+    "gated_delta_net_fla_grouped": (
+      gated(num_v_heads=4, expand_v=1.5, conv_bias=True, conv_size=3),
+      plain,
+    ),
     "gated_delta_net_fla_no_conv": (
       gated(use_short_conv=False, use_gate=False, allow_neg_eigval=True),
       plain,

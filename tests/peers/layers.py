@@ -23,6 +23,8 @@ from tests.peers.maps import (
   griffin,
   gsa,
   hgrn2,
+  hgrn2_authors,
+  hgrn_authors,
   hyena,
   mamba,
   mamba2,
@@ -40,6 +42,7 @@ from tests.peers.maps import (
   tnl,
   tnn,
   torchscale,
+  transnormer,
 )
 from tests.peers.numbers import DIM, numbers
 
@@ -67,8 +70,9 @@ GRIFFIN = HEADS | {"use_bias": True}
 FLA_RWKV6 = HEADS | {"mix_rank": 2, "gate_rank": 3, "norm_eps": 1e-5 / 64}
 DSF = HEADS | {"head_dim": 6}
 SAFARI = {"max_length": 8, "filter_dim": 4, "use_bias": True}
-# A bound b of ours is a share 1 - exp(-b^2); fla passes the share.
-LOWER_BOUND = 0.4 + 0.1 * numbers("hgrn2_fla/lower_bound", (DIM,))
+# A bound b of ours is a share 1 - exp(-b^2); they pass the share.
+BOUND = lambda name: {"bound": np.sqrt(-np.log1p(-0.4 - 0.1 * numbers(name, (DIM,))))}
+HGRN = {"layer": 1, "num_layers": 2, "output_bias": True}
 
 PEERS = {
   "mamba": Peer("mamba", MAMBA, mamba),
@@ -140,7 +144,8 @@ PEERS = {
   "gated_delta_net_fla": Peer("gated_delta_net", HEADS | {"head_dim": 4} | EPS, delta_net),
   "gated_delta_net_fla_grouped": Peer(
     "gated_delta_net",
-    HEADS | {"num_value_heads": 4, "head_dim": 4, "expand_v": 1.5, "conv_bias": True},
+    HEADS
+    | {"num_value_heads": 4, "head_dim": 4, "expand_v": 1.5, "conv_bias": True, "conv_size": 3},
     delta_net,
   ),
   "gated_delta_net_fla_no_conv": Peer(
@@ -162,8 +167,10 @@ PEERS = {
     "hgrn2",
     HEADS | {"layer": 1, "num_layers": 2, "variant": "fla"},
     hgrn2,
-    {"bound": np.sqrt(-np.log1p(-LOWER_BOUND))},
+    BOUND("hgrn2_fla/lower_bound"),
   ),
+  "hgrn_authors": Peer("hgrn", HGRN, hgrn_authors, BOUND("lower_bound")),
+  "hgrn2_authors": Peer("hgrn2", HEADS | HGRN, hgrn2_authors, BOUND("lower_bound")),
   # Ours divides by 8 before the norm, whose eps is then 64 times smaller.
   "rwkv6_fla": Peer("rwkv6", FLA_RWKV6, rwkv6),
   "rwkv6_fla_narrow": Peer("rwkv6", FLA_RWKV6 | {"expand_k": 0.5}, rwkv6),
@@ -172,6 +179,13 @@ PEERS = {
     HEADS | {"layer": 1, "num_layers": 3, "positions": "none"},
     tnl,
     {"fixed_log_rate": np.log([2**-4, 2**-8]) + np.log(0.5 + 1e-5)},
+  ),
+  # Without epsilon, which is under their root: TransNormerLLM adds it to the rms.
+  "tnl_transnormerllm": Peer(
+    "tnl",
+    HEADS | {"layer": 0, "num_layers": 3, "variant": "transnormerllm", "norm_eps": 1e-20},
+    transnormer,
+    {"fixed_log_rate": np.log([2**-4, 2**-8]) + np.log(1 + 1e-5)},
   ),
   "hyena_safari": Peer("hyena", SAFARI, hyena),
   "hyena_safari_order": Peer("hyena", SAFARI | {"order": 3}, hyena),

@@ -137,6 +137,29 @@ def torchscale(theirs: Arrays) -> dict[str, Any]:
   return ours
 
 
+def hgrn_authors(theirs: Arrays) -> dict[str, Any]:
+  """Real and imaginary parts of their inputs are neighbors."""
+  ours = named(theirs, c_proj="input_proj", f_proj="lambda_proj", g_proj="gate", o_proj="out_proj")
+  for name, value in ours["c_proj"].items():
+    ours["c_proj"][name] = np.concatenate([value[..., ::2], value[..., 1::2]], -1)
+  norm = {"scale": theirs["norm.weight"], "bias": theirs["norm.bias"]}
+  return ours | {"norm": norm, "theta": theirs["theta"].ravel()}
+
+
+def _rows(theirs: Arrays, name: str, *ours: str) -> dict[str, Any]:
+  """Projections whose kernels are the rows of one of theirs, in equal parts."""
+  names = [n for n in (f"{name}.weight", f"{name}.bias") if n in theirs]
+  parts = zip(*(np.split(theirs[n], len(ours)) for n in names), strict=True)
+  parts = (linear(dict(zip(names, part, strict=True)), name) for part in parts)
+  return dict(zip(ours, parts, strict=True))
+
+
+def hgrn2_authors(theirs: Arrays) -> dict[str, Any]:
+  norm = {"scale": theirs["norm.weight"], "bias": theirs["norm.bias"]}
+  projections = _rows(theirs, "in_proj", "v_proj", "q_proj", "f_proj")
+  return projections | named(theirs, o_proj="out_proj") | {"norm": norm}
+
+
 def hgrn2(theirs: Arrays) -> dict[str, Any]:
   projections = {"q_proj": "q_proj", "f_proj": "f_proj", "v_proj": "i_proj", "o_proj": "o_proj"}
   return named(theirs, **projections) | scale(theirs, norm="g_norm")
@@ -162,6 +185,11 @@ def tnl(theirs: Arrays) -> dict[str, Any]:
   gates = {"gate_down_proj": "output_gate.0", "gate_up_proj": "output_gate.1"}
   norm = {"scale": theirs["norm.weight"], "bias": theirs["norm.bias"]}
   return named(theirs, **QKVO, **gates) | {"norm": norm}
+
+
+def transnormer(theirs: Arrays) -> dict[str, Any]:
+  projections = _rows(theirs, "qkvu_proj", "q_proj", "k_proj", "v_proj", "g_proj")
+  return projections | named(theirs, o_proj="out_proj") | {"theta": theirs["lrpe.theta"].ravel()}
 
 
 def hyena(theirs: Arrays) -> dict[str, Any]:
@@ -216,12 +244,8 @@ def s5(theirs: Arrays) -> dict[str, Any]:
 
 
 def dsf_attention(theirs: Arrays) -> dict[str, Any]:
-  """Their queries and keys are one projection, the queries first."""
   ours = named(theirs, v_proj="Wv", eta_proj="Wn", o_proj="out_proj")
-  halves = {n: np.split(theirs[f"Wqk.{n}"], 2) for n in ("weight", "bias") if f"Wqk.{n}" in theirs}
-  for number, name in enumerate("qk"):
-    ours |= named({f"Wqk.{n}": x[number] for n, x in halves.items()}, **{f"{name}_proj": "Wqk"})
-  return ours
+  return ours | _rows(theirs, "Wqk", "q_proj", "k_proj")
 
 
 def s6(theirs: Arrays) -> dict[str, Any]:

@@ -10,10 +10,6 @@ def gelu(x):
   return 0.5 * x * (1 + erf(x / 2**0.5))
 
 
-def gelu_tanh(x):
-  return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
-
-
 def gated_linear(params, y):
   a, g = np.split(gelu(y) @ params["o_proj"]["kernel"] + params["o_proj"]["bias"], 2, axis=1)
   return a * sigmoid(g)
@@ -70,7 +66,7 @@ def dss_softmax(params, u, *, length):
   return gated_linear(params, y)
 
 
-def s5(params, u, gelu=gelu):
+def s5(params, u):
   poles = -np.exp(params["pole_log"]) + 1j * params["pole_imag"]
   n = len(poles)
   B = params["b_proj"]["kernel"][:, :n] + 1j * params["b_proj"]["kernel"][:, n:]
