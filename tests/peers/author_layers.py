@@ -6,7 +6,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
+from fla.ops.gla.naive import naive_recurrent_gla
 
+from tests.peers import fla_layers
 from tests.peers.golden_files import AUTHORS
 from tests.peers.numbers import DIM, numbers
 
@@ -128,6 +130,23 @@ def _transnormer():
   return layer, call
 
 
+def _sse():
+  """A layer for a copy of fla; a loop takes the place of its kernel."""
+  fla_layers.patch()
+  copy = "SpikingBrain2.0/flash-linear-attention_dev/fla"
+  sys.modules["fla.ops.sse"] = _load(f"{copy}/ops/sse/index.py")
+  sys.modules["fla.ops.sse"].softmax_and_mask = None  # of its other implementation
+  module = _load(f"{copy}/layers/sse.py")
+
+  def of_segments(q, k, v, gk, cu_seqlens, **_):
+    rows = [part.split(cu_seqlens.diff().tolist(), 1) for part in (q, k, v, gk)]
+    return torch.cat([naive_recurrent_gla(*row)[0] for row in zip(*rows, strict=True)], 1), None
+
+  module.fused_recurrent_gla = of_segments
+  sizes = {"head_dim": 4, "num_heads": 2, "gate_low_rank_dim": 3}
+  return module.SSEGLA(DIM, **sizes, num_writer=2, num_reader=2)
+
+
 def _scan(decay, x):
   """h_t = decay_t h_{t-1} + x_t along the last axis."""
   h, out = torch.zeros_like(x[..., 0]), []
@@ -194,6 +213,7 @@ def cases():
   layers = {"tnl_lightning": _tnl(), "hyena_safari": _hyena(), "rwkv5_x051a": _rwkv5()}
   other = {"cosformer": _cosformer(), "tnl_transnormerllm": _transnormer()}
   other |= {"hgrn_authors": _hgrn(), "hgrn2_authors": _hgrn2()}
+  layers["sse_authors"] = _sse()
   layers["hyena_safari_order"] = _hyena(order=3)
   layers["hyena_safari_filter"] = _hyena(num_inner_mlps=1)
   _stubs()

@@ -105,7 +105,8 @@ def _short_convolution(self, x, **_):
   return _convolution(x, self.weight[:, 0], self.bias, self.activation)
 
 
-def _patch():
+def patch():
+  """Replaces kernels by plain functions."""
   layers = fla.layers
   for module in (layers.gla, layers.hgrn2):
     module.fused_recurrent_gla = module.chunk_gla = _gla
@@ -129,7 +130,7 @@ def _patch():
 
 def cases():
   warnings.simplefilter("ignore")
-  _patch()
+  patch()
   gla = functools.partial(
     fla.layers.gla.GatedLinearAttention, hidden_size=DIM, num_heads=2, gate_low_rank_dim=3
   )

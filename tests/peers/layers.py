@@ -39,6 +39,7 @@ from tests.peers.maps import (
   s4d,
   s5,
   s6,
+  sse,
   tnl,
   tnn,
   torchscale,
@@ -159,6 +160,9 @@ PEERS = {
   ),
   "gsa_fla_gates": Peer(
     "gsa", HEADS | {"num_slots": 3, "gate_logit_normalizer": 4.0, "scale": 0.5}, gsa
+  ),
+  "sse_authors": Peer(
+    "sse", HEADS | {"num_selected": 2, "lora_rank": 4, "gate_rank": 3, "feature_map": "silu"}, sse
   ),
   "retnet_fla_wide": Peer("retnet", HEADS | {"expand_v": 1.5}, retnet),
   "retnet_fla": Peer("retnet", HEADS | EPS, retnet),

@@ -35,6 +35,7 @@ def scale(theirs: Arrays, **names: str) -> dict[str, Any]:
 
 
 QKVO = {f"{x}_proj": f"{x}_proj" for x in "qkvo"}
+DOWN_UP = ((0, "down"), (1, "up"))
 CONVOLUTIONS = {f"{x}_conv": f"{x}_conv1d" for x in "qkv"}
 
 
@@ -108,6 +109,17 @@ def gla(theirs: Arrays) -> dict[str, Any]:
   gates = {"decay_down_proj": "gk_proj.0", "decay_up_proj": "gk_proj.1", "g_proj": "g_proj"}
   norm = scale(theirs, norm="g_norm_swish_gate")
   return named(theirs, **QKVO, **gates) | named(theirs, conv, **CONVOLUTIONS) | norm
+
+
+def sse(theirs: Arrays) -> dict[str, Any]:
+  pairs = {"q_": "lora_q_proj", "k_": "lora_k_proj", "gate_": "g_proj"}
+  names = {f"{ours}{x}_proj": f"{source}.{i}" for ours, source in pairs.items() for i, x in DOWN_UP}
+  ours = named(theirs, **QKVO, **names, router_proj="e_proj") | scale(theirs, norm="o_norm")
+  for i, name in enumerate(("always_gates", "sparse_gates")):
+    up = linear(theirs, f"gk_proj.{i}.1")
+    ours[name] = {"down_proj": linear(theirs, f"gk_proj.{i}.0"), "up_bias": up["bias"]}
+    ours[name]["up_kernel"] = up["kernel"][None]
+  return ours
 
 
 def delta_net(theirs: Arrays) -> dict[str, Any]:
