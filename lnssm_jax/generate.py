@@ -212,7 +212,8 @@ def _check_length(model, rows, max_tokens: int, start: Prefix | None) -> None:
 def _checked_prompts(model: Any, prompts, start: Prefix | None) -> tuple[Any, list[np.ndarray]]:
   """(the NNX model, the prompts)."""
   model = model.module() if hasattr(model, "module") else model
-  vocab_size = model.vocab_size
+  if (vocab_size := getattr(model, "vocab_size", None)) is None:
+    raise ValueError(f"model is of the class {type(model).__name__}; give a LanguageModel.")
   if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
     raise ValueError("prompts holds text; encode it with the model's tokenizer first.")
   if len(prompts) == 0:
@@ -282,10 +283,8 @@ def _read(model, prompts, prefill_chunk: int, start: Prefix | None) -> Prefix:
   states, logits, order = [], [], []
   for length in np.unique(lengths):  # padding would reset the state
     group = np.flatnonzero(lengths == length)
-    state, out = (
-      jax.tree.map(lambda x, group=group: x[:, before[group]], start.state),
-      start.logits[before[group]],
-    )
+    state = jax.tree.map(lambda x, group=group: x[:, before[group]], start.state)
+    out = start.logits[before[group]]
     tokens = np.stack([prompts[number] for number in group])
     for piece in _pieces(tokens, prefill_chunk):
       state, out = _extend(model, state, piece)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers.common.checks import check_positive, check_state
+from lnssm_jax.mixers.common.checks import check_positive, check_rngs, check_state
 from lnssm_jax.mixers.common.decays import log_decay
 from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows
 from lnssm_jax.mixers.common.routing import Aux
@@ -50,6 +50,11 @@ class Mixer[State](nnx.Module):
   can_shard_time: ClassVar[bool] = True
   starts_as_model: ClassVar[bool] = False
   set_by_model: ClassVar[tuple[str, ...]] = ()
+
+  def __new__(cls, *args: Any, **options: Any):
+    if "rngs" in options:
+      check_rngs(cls.__name__, options["rngs"])
+    return super().__new__(cls)
 
   @under_auto_axes(argument=1)
   def __call__(

@@ -15,7 +15,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.activations import exact_gelu
-from lnssm_jax.mixers.common.checks import check_choice, check_layer, check_positive
+from lnssm_jax.mixers.common.checks import check_choice, check_layer, check_positive, check_rngs
 from lnssm_jax.mixers.common.initializers import orthogonal, shift_weight
 from lnssm_jax.mixers.common.token_shift import interpolated, last_input
 from lnssm_jax.ops.core.precision import wide
@@ -72,6 +72,7 @@ class GPT2MLP(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
+    check_rngs(type(self).__name__, rngs)
     hidden = _width(dim, hidden, lambda dim: 4 * dim)
     self.activation = check_choice("activation", activation, ACTIVATIONS)
 
@@ -118,6 +119,7 @@ class GatedMLP(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
+    check_rngs(type(self).__name__, rngs)
     hidden = _width(dim, hidden, self.usual_width)
     activation = self.usual_activation if activation is None else activation
     self.activation = check_choice("activation", activation, ACTIVATIONS)

@@ -9,6 +9,7 @@ a segmented scan, so the order is that of the batch.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from lnssm_jax.ops.core.checks import check_floating, check_shape
@@ -35,6 +36,22 @@ def check_tokens(name: str, tokens: jax.Array, dim: int) -> int:
   if not B * T:
     raise ValueError(f"{name}: tokens has shape {jnp.shape(tokens)}; give at least one token.")
   return B
+
+
+def check_ids(name: str, tokens: jax.Array, vocab_size: int) -> None:
+  """Raises `ValueError` if values of tokens [B, T] are known and outside [0, vocab_size).
+
+  They are known in calls outside of `jit` and other transformations, to a process that has all.
+  """
+  if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
+    return
+  known = np.asarray(tokens)
+  wrong = known[(known < 0) | (known >= vocab_size)]
+  if wrong.size:
+    raise ValueError(
+      f"{name}: tokens has the id {wrong[0]}, but the vocabulary is 0 to {vocab_size - 1}; was it "
+      "encoded with another tokenizer?"
+    )
 
 
 def lookup(

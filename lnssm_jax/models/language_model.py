@@ -9,12 +9,12 @@ from flax import nnx
 
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
-from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_state
+from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_rngs, check_state
 from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows
 from lnssm_jax.models import layers
 from lnssm_jax.models.block import NORMS, Block, check_channel_mixer, options_by_mixer, pattern_of
 from lnssm_jax.models.dropout import ModelDropout
-from lnssm_jax.models.embedding import Head, check_tokens, lookup
+from lnssm_jax.models.embedding import Head, check_ids, check_tokens, lookup
 from lnssm_jax.models.initialization import GPT2_STD, INITIALIZATIONS
 from lnssm_jax.models.layers import REMAT_POLICIES, LayerAux, LayerStates, PositionedStates
 from lnssm_jax.ops.core.dispatch import default_device
@@ -119,6 +119,7 @@ class LanguageModel(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
+    check_rngs("LanguageModel", rngs)
     self.vocab_size = check_positive("vocab_size", vocab_size)
     self.num_layers = check_positive("num_layers", num_layers)
     check_positive("dim", dim)
@@ -235,7 +236,7 @@ class LanguageModel(nnx.Module):
   ) -> tuple[jax.Array, LayerStates]:
     """Returns (the input of the head [B, T, D] in `dtype`, the state after the last token).
 
-    A token id outside [0, vocab_size) cannot raise on a device: its outputs are NaN.
+    An id outside [0, vocab_size) raises where it is known, outside of `jit`; else it gives NaN.
 
     Args:
       tokens: [B, T] integer; or, in their place, [B, T, D] floating point: embeddings of your own
@@ -251,7 +252,7 @@ class LanguageModel(nnx.Module):
         before, and not on `jit`, `remat`, `unroll` or a mesh.
 
     Raises:
-      ValueError: a rank, dtype or shape is wrong; the message names it.
+      ValueError: a rank, dtype, shape or known token id is wrong; the message names it.
     """
     run = lambda x, state, ids: self._hidden(x, state, ids, gather, dropout_key)[:2]
     if lengths is None:
@@ -334,7 +335,9 @@ class LanguageModel(nnx.Module):
   def embed(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
     """The input of the first layer, [B, T, D] in `dtype`; `positions` [B, T] of learned ones."""
     x = jnp.asarray(tokens)
-    x = x if x.ndim == 3 else lookup(self.embedding[...], x)
+    if x.ndim != 3:
+      check_ids("LanguageModel", tokens, self.vocab_size)
+      x = lookup(self.embedding[...], x)
     if self.embedding_scale is not None:
       x = x.astype(self.dtype) * self.embedding_scale
     if self.positions is not None:

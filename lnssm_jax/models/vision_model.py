@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers import Mixer
-from lnssm_jax.mixers.common.checks import check_choice, check_positive
+from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_rngs
 from lnssm_jax.mixers.common.lengths import checked_lengths, flipped, without_padding
 from lnssm_jax.models.block import NORMS, check_mixer, make_mixer
 from lnssm_jax.models.dropout import AFTER_MIXER, LayerDropout, ModelDropout
@@ -141,6 +141,7 @@ class VisionModel(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
+    check_rngs("VisionModel", rngs)
     sides = image_size if isinstance(image_size, tuple | list) else (image_size, image_size)
     if len(sides) != 2:
       raise ValueError(f"image_size={image_size} must be one number, or a height and a width.")

@@ -172,6 +172,12 @@ def test_bad_options_raise_with_the_option_named(name, options, message):
     build(name, **options)
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_rngs_that_are_none_of_flax_raise(name):
+  with pytest.raises(ValueError, match=rf"{MIXERS[name].__name__}: rngs=0 must be .*nnx.Rngs\(0\)"):
+    MIXERS[name](DIM, rngs=0)
+
+
 @pytest.mark.parametrize("name", WITH_HEADS)
 def test_heads_that_do_not_divide_the_width_raise(name):
   with pytest.raises(ValueError, match=r"num_heads=3|expand_k=0\.5 of dim=8"):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.mixers.common.lengths import run_rows
@@ -277,7 +278,7 @@ def test_bad_inputs_raise_with_the_argument_named(name):
   with pytest.raises(ValueError, match="batch_size=0"):
     mixer.init_state(0)
   with pytest.raises(ValueError, match="dim=0"):
-    MIXERS[name](0, **TINY[name].options, rngs=None)
+    MIXERS[name](0, **TINY[name].options, rngs=nnx.Rngs(0))
 
 
 @every_mixer

@@ -288,3 +288,8 @@ def test_memory_and_programs_do_not_grow_with_the_text(model):
 def test_bad_arguments_raise_at_the_call(model, prompts, options, message):
   with pytest.raises(ValueError, match=message):
     stream(model, prompts, SamplingOptions(**{"max_tokens": 4} | options))
+
+
+def test_model_without_a_vocabulary_raises():
+  with pytest.raises(ValueError, match="model is of the class Linear; give a LanguageModel"):
+    stream(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), [[1]], SamplingOptions(max_tokens=1))

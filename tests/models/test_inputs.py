@@ -85,6 +85,14 @@ def test_hidden_states_beyond_the_learned_positions_are_nan():
   np.testing.assert_array_equal(np.isnan(states).all(axis=(0, 1, 3)), np.arange(9) == 8)
 
 
+@pytest.mark.parametrize("token", [-1, 11])
+def test_known_ids_outside_the_vocabulary_raise(token):
+  for tokens in (TOKENS.at[1, 2].set(token), np.array([[3, token]])):
+    with pytest.raises(ValueError, match=rf"tokens has the id {token}, but .* is 0 to 10; was it"):
+      model()(tokens)
+  assert jax.eval_shape(model(), TOKENS.at[1, 2].set(token))[0].shape == (B, T, 11)  # not known
+
+
 @pytest.mark.parametrize(
   ("call", "message"),
   [

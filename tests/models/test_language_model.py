@@ -12,12 +12,13 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import LRN
-from lnssm_jax.models import GPT2MLP, LanguageModel, count_parameters
+from lnssm_jax.models import GPT2MLP, LanguageModel, SwiGLU, VisionModel, count_parameters
 from lnssm_jax.models.block import NORMS
 from tests.mixers.helpers import relative_error, split
 from tests.narrow_arithmetic import narrow_arithmetic
 
 SIZES = {"vocab_size": 37, "dim": 8, "num_layers": 3, "num_heads": 2}
+VISION = {"image_size": 2, "patch_size": 2, "num_classes": 3, "dim": 8, "num_layers": 1}
 
 
 @functools.cache
@@ -346,6 +347,20 @@ def test_parameters_as_dictionaries_round_trip():
 def test_bad_options_raise_and_are_named(options, message):
   with pytest.raises(ValueError, match=message):
     abstract_model(**SIZES | options)
+
+
+@pytest.mark.parametrize(
+  "build",
+  [
+    lambda rngs: LanguageModel(**SIZES, rngs=rngs),
+    lambda rngs: VisionModel(**VISION, rngs=rngs),
+    lambda rngs: GPT2MLP(8, rngs=rngs),
+    lambda rngs: SwiGLU(8, rngs=rngs),
+  ],
+)
+def test_rngs_that_are_none_of_flax_raise(build):
+  with pytest.raises(ValueError, match=r": rngs=0 must be flax's nnx.Rngs, such as nnx.Rngs\(0\)"):
+    build(0)
 
 
 def test_layer_in_place_of_a_class_raises():

@@ -176,6 +176,8 @@ def test_profile_summed_by_part_of_the_model():
   program = """
     %fusion.1 = f32[2] fusion(%a), metadata={op_name="jit(step)/optimizer/mul"}
     %dot-2 = f32[2] dot(%a), metadata={op_name="jit(step)/mixer/dot_general"}
+    %dot.3 = f32[2] dot(%a), metadata={op_name="jit(step)/mixer/transpose(jvp(delta_rule))/dot"}
+    %dot.4 = f32[2] dot(%a), metadata={op_name="jit(step)/mixer/attention/dot_general"}
   """
   event = profiles.Event
   events = [
@@ -183,11 +185,15 @@ def test_profile_summed_by_part_of_the_model():
     event("dot_2", "a_graph", 4e-3),  # of a CUDA graph
     event("dot_2", "a_graph", 2e-3),
     event("Memcpy D2D", "copy", 1e-3),
+    event("gemm", "dot.3", 1e-2),
+    event("gemm", "dot.4", 2e-3),
   ]
   assert profiles.summary(events, program, steps=2) == [
-    "     3.000 ms   75.0%  mixer (rest)",
-    "     0.500 ms   12.5%  optimizer",
-    "     0.500 ms   12.5%  copies",
+    "     5.000 ms   50.0%  delta rule",
+    "     3.000 ms   30.0%  mixer (rest)",
+    "     1.000 ms   10.0%  attention",
+    "     0.500 ms    5.0%  optimizer",
+    "     0.500 ms    5.0%  copies",
   ]
 
 

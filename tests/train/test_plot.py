@@ -4,6 +4,7 @@ import json
 
 import pytest
 from matplotlib import pyplot
+from matplotlib.colors import to_hex
 
 from train.cli.main import main
 from train.logging import plot
@@ -28,7 +29,7 @@ def run(tmp_path):
 def test_plot_curves_read(run):
   training, validation = plot.read(run)
   assert training == ([1, 2], [5.0, 4.0])
-  assert validation == {"books": ([0, 2], [5.5, 1.5])}
+  assert validation == {"books, nats per token": ([0], [5.5]), "books": ([2], [1.5])}
   steps, values = plot.smoothed(([1, 2, 3], [5.0, 4.0, 2.0]), 2)
   assert (list(steps), list(values)) == ([1, 2, 3], [5.0, 4.5, 3.0])
 
@@ -51,7 +52,9 @@ def test_plot_has_one_color_per_run_and_a_legend_in_every_panel(run, tmp_path, m
   plot.draw([run, other], tmp_path / "a.png")
   figure = pyplot.gcf()
   panels = {axis.get_title(): axis for axis in figure.axes if axis.lines}
-  assert set(panels) == {"training", "books", "wiki"}
+  units = {name: axis.get_ylabel() for name, axis in panels.items()}
+  nats = dict.fromkeys(("training", "books, nats per token", "wiki, nats per token"), plot._NATS)
+  assert units == nats | {"books": "bits per byte"}
   colors = {(line.get_label(), line.get_color()) for axis in panels.values() for line in axis.lines}
   assert len(colors) == 2
   for axis in panels.values():
@@ -60,6 +63,17 @@ def test_plot_has_one_color_per_run_and_a_legend_in_every_panel(run, tmp_path, m
     values = [y for line in axis.lines for y in line.get_ydata()]
     low, high = axis.get_ylim()
     assert low < min(values) <= max(values) < high  # the first points too
+
+
+def test_plot_of_many_runs_tells_them_apart(run, tmp_path, monkeypatch):
+  runs = [tmp_path / f"run {number}" for number in range(21)]
+  for path in runs:
+    path.mkdir()
+    (path / "metrics.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
+  monkeypatch.setattr(pyplot, "close", lambda figure: None)
+  plot.draw(runs, tmp_path / "a.png")
+  lines = pyplot.gcf().axes[0].lines
+  assert len({(to_hex(line.get_color()), line.get_linestyle()) for line in lines}) == 21
 
 
 def test_plot_without_run_named(run, tmp_path, capsys):

@@ -153,8 +153,7 @@ def init(options: argparse.Namespace) -> None:
   """Writes a config file with every setting and its meaning."""
   from train.cli import new_config
 
-  new_config.write(options.file)
-  print(options.file)
+  print(new_config.write(options.file))
 
 
 def tokenize(options: argparse.Namespace) -> None:

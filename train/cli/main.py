@@ -31,7 +31,7 @@ examples:
   python -m train evaluate --run-dir runs/quickstart
   python -m train generate --run-dir runs/quickstart --prompt 'def '
   python -m train tokenize --input TEXT --output data/text --tokenizer bytes
-  python -m train inspect runs/quickstart --compare 100
+  python -m train inspect runs/quickstart --compare 120
   python -m train verify runs/quickstart
   python -m train export runs/quickstart --out exported
   python -m train export runs/quickstart --out folder --layout fla
@@ -190,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     return added
 
   init = plain("init", commands.init, "Write a config file with every setting and its meaning.")
-  init.add_argument("file", type=Path, metavar="FILE.py", help="a file that does not exist")
+  init.add_argument("file", type=Path, metavar="FILE", help="a new file, NAME or NAME.py")
   fit = command("fit", commands.fit, "Train a model, or resume a stopped run.")
   classify = command("classify", commands.classify, "Train an image classifier, or resume it.")
   fit.settings, classify.settings = config.Train, config.Vision

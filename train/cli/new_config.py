@@ -31,12 +31,13 @@ _CHANGED = {
 }
 
 
-def write(path: Path) -> None:
-  """Writes the new file `path`.
+def write(path: Path) -> Path:
+  """Writes the new file `path`, to which a missing .py is added, and returns it.
 
   Raises:
-    ValueError: it exists, or does not end in .py.
+    ValueError: it exists, or ends in something else.
   """
+  path = path if path.suffix else path.with_suffix(".py")
   if path.suffix != ".py":
     raise ValueError(f"{str(path)!r} must end in .py: a config is a Python file.")
   lines = [
@@ -63,6 +64,7 @@ def write(path: Path) -> None:
       file.write(text)
   except FileExistsError:
     raise ValueError(f"{path} exists; give another name.") from None
+  return path
 
 
 def _line(entry: Entry, name: str) -> str:

@@ -17,11 +17,13 @@ from lnssm_jax.pretrained.files import open_regular
 from train.runs.rows import wrong_row
 
 Points = tuple[list[float], list[float]]  # steps, values
+_NATS = "nats per token"
 
 
 def read(run: Path) -> tuple[Points, dict[str, Points]]:
-  """Reads training loss, and bits per byte (else nats per token) of every validation set, by step.
+  """Reads training loss, and bits per byte of every validation set, by step.
 
+  Where bits per byte are not known it has nats per token instead, as "SET, nats per token".
   `run` is a run folder or a copy of its metrics.jsonl. An incomplete last line is ignored.
 
   Raises:
@@ -47,7 +49,8 @@ def read(run: Path) -> tuple[Points, dict[str, Points]]:
       points, value = training, row["loss"]
     elif row.get("kind") == "eval":
       bits = row.get("bits_per_byte")
-      points = validation.setdefault(row["set"], ([], []))
+      name = row["set"] if bits is not None else f"{row['set']}, {_NATS}"
+      points = validation.setdefault(name, ([], []))
       value = row["val_loss"] if bits is None else bits
     else:
       continue
@@ -96,8 +99,9 @@ def draw(runs: Sequence[Path], output: Path | None = None) -> Path:
   figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
   panels = dict(zip(["training", *sets], axes.flat, strict=False))
   for number, (name, (training, validation)) in enumerate(curves.items()):
-    # One color per run in all panels, which need not have all runs.
-    style = {"label": name, "linewidth": 1, "color": f"C{number}"}
+    # One color per run in all panels, which need not have all runs; of colors there are ten.
+    dashes = ("-", "--", ":", "-.")[number // 10 % 4]
+    style = {"label": name, "linestyle": dashes, "linewidth": 1, "color": f"C{number}"}
     panels["training"].plot(*smoothed(training, len(training[0]) // 40), **style)
     for each, points in validation.items():
       panels[each].plot(*points, marker=".", markersize=3, **style)
@@ -107,7 +111,7 @@ def draw(runs: Sequence[Path], output: Path | None = None) -> Path:
     axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
     axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.4g"))
     axis.yaxis.set_minor_locator(ticker.NullLocator())
-    label = "nats per token" if name == "training" else "bits per byte"
+    label = _NATS if name == "training" or name.endswith(_NATS) else "bits per byte"
     axis.set(title=name, xlabel="step", ylabel=label)
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, fontsize=7)

@@ -11,11 +11,14 @@ from typing import NamedTuple
 import jax
 from jax.profiler import ProfileData
 
+_OPS = ("sparse_state_attention", "linear_attention", "delta_rule", "selective_scan", "wkv4")
+_OPS += ("longhorn_scan", "diagonal_scan", "elementwise_decay_scan", "long_convolution")
+_OPS += ("causal_conv1d", "attention")
 # The first pattern found in an operation's path in the source names its part of the step.
 _PARTS = (
   ("optimizer", r"optimizer"),
   ("loss and head", r"next_token_loss"),
-  ("linear attention", r"linear_attention"),
+  *((op.replace("_", " "), rf"\b{op}\b") for op in _OPS),
   ("channel mixer", r"channel_mixer"),
   ("mixer (rest)", r"mixer"),
 )

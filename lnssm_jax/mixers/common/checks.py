@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any, cast
 
 import jax
+from flax import nnx
 from jax.export import is_symbolic_dim
 
 from lnssm_jax.ops.core.checks import check_shape
@@ -33,6 +34,12 @@ def check_positive(name: str, value: Any) -> int:
   if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
     raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
   return int(value)
+
+
+def check_rngs(name: str, rngs: Any) -> None:
+  """Raises `ValueError` unless `rngs`, an argument of `name`, are Flax's."""
+  if not isinstance(rngs, nnx.Rngs):
+    raise ValueError(f"{name}: rngs={rngs!r} must be flax's nnx.Rngs, such as nnx.Rngs(0).")
 
 
 def check_norm_eps(eps: float) -> float:
