@@ -1,0 +1,70 @@
+"""docs/pretrained.md: its program runs, and it lists every family and every recorded model."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lnssm_jax import pretrained
+from lnssm_jax.pretrained.families import FAMILIES
+from tests.pretrained.published import CASES, recorded, write
+from train.cli.main import main
+from train.data.tokenizers import train_bpe
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "pretrained.md").read_text()
+SMALL = ["seq_len=8", "global_batch=2", "steps=2", "sample.tokens=0", "eval_tokens=16"]
+SMALL += ["eval_every=2", "checkpoint_every=2", "compile_cache=None"]
+
+
+def test_page_lists_every_family_and_recorded_model():
+  (table,) = re.findall(r"^## Families\n.*?---\|\n(.*?)\n\n", PAGE, re.DOTALL | re.MULTILINE)
+  rows = [row.split("|") for row in table.splitlines()]
+  names = {re.findall(r"`(\w+)`", row[1])[0] for row in rows if row[1].startswith(" `")}
+  assert names == {family.name for family in FAMILIES if not family.name.endswith("_ssm")}
+  assert "`ssm_cfg`" in table
+  cases = {case for row in rows for case in re.findall(r"`(\w+)`", row[4])}
+  hybrids = {case for case in CASES if case.endswith("_attn")}
+  assert cases | hybrids == set(CASES)
+  count = len(names)
+  assert f"| {count} families" in (ROOT / "docs" / "comparison.md").read_text()
+
+
+def folder_of_bytes(path: Path, case: str, **config) -> None:
+  """A recorded model with a vocabulary of bytes, a tokenizer and settings of generation."""
+  tensors = recorded(case).tensors
+  ends = {name: np.resize(x, (257, 8)) for name, x in tensors.items() if x.shape == (11, 8)}
+  write(path, case, dtype=np.float32, config={"vocab_size": 257, **config}, tensors=ends)
+  train_bpe("bpe:257", path, ["the capital of the river"] * 3)
+  (path / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
+
+
+@pytest.mark.slow
+def test_program_and_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "configs").mkdir()
+  shutil.copy(ROOT / "configs" / "quickstart.py", "configs")
+  folder_of_bytes(tmp_path / "mamba-130m-hf", "mamba")
+  folder_of_bytes(tmp_path / "llama", "llama")
+  blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+  program = {}
+  for block in blocks:
+    exec(compile(block, "docs/pretrained.md", "exec"), program)
+  assert program["sampling"]["temperature"] == 0.5
+  assert pretrained.load("copy", dtype="bfloat16").settings["model"] == program["settings"]
+  (shown,) = re.findall(r"len\(not_kept\[1\]\)\)  # (.*)", PAGE)
+  assert capsys.readouterr().out.endswith(f"{shown}\n")
+
+  (config,) = (block for block in blocks if "get_config" in block)
+  Path("more.py").write_text(config)
+  (commands,) = re.findall(r"((?:^    python -m train .*\n)+)", PAGE, re.MULTILINE)
+  ran = [line.split()[3:] for line in commands.splitlines()]
+  assert [words[0] for words in ran] == ["import", "fit", "export"]
+  small = [word for setting in SMALL for word in ("--set", setting)]
+  for words in ran:
+    assert main([*words, *(small if "--config" in words else [])]) == 0, capsys.readouterr().err
+  exported = pretrained.load("folder").settings["model"]
+  assert exported["mixer_options"]["max_length"] == 4096
