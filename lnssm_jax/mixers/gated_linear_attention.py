@@ -51,8 +51,9 @@ class GLA(SelectingMixer[LinearAttentionState | GLAState]):
       out_t = W_o (silu(W_g x_t) * RMSNorm(y_t))
 
   The norm is over the V channels of each head, with one scale [V] for all heads. There is no
-  normalizer. The defaults are those of fla's layer, `GatedLinearAttention`, and the options are its
-  options; its models have norm_eps=1e-6. The GLA of Longhorn's experiments has H = D / 64,
+  normalizer. The defaults are those of fla's layer, `GatedLinearAttention`, but for the biases of
+  its convolutions and other activations so are the options; its models have norm_eps=1e-6. The GLA
+  of Longhorn's experiments has H = D / 64,
   norm="layer", norm_scale=False and gate_bias=True.
 
   Args:

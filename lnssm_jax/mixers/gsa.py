@@ -46,8 +46,9 @@ class GSA(SelectingMixer[GSAState]):
       y_t = R_t^T softmax(scale * P_t q_t),      out_t = W_o RMSNorm(silu(y_t))
 
   Two linear attentions with a softmax between them. K = V = D / H. The norm is over all D channels,
-  with a scale for each. The options are those of fla's layer, `GatedSlotAttention`, which norms
-  with eps 1e-5 whatever its norm_eps (0.6.0).
+  with a scale for each. The defaults are those of fla's layer, `GatedSlotAttention`, which norms
+  with eps 1e-5 whatever its norm_eps (0.6.0); its expand_k, expand_v, output gate and learned
+  feature map are not offered.
 
   Args:
     dim: D, the width; a multiple of `num_heads`.

@@ -10,7 +10,7 @@ from tests.mixers.references import linear_attention as reference
 from tests.mixers.tiny import DIM, inputs
 
 
-def test_gla_with_the_widths_of_longhorns_experiments():
+def test_gla_with_wide_keys_and_values_matches_the_equations():
   mixer = GLA(DIM, num_heads=2, expand_k=1, expand_v=2, rngs=nnx.Rngs(0))
   x = inputs(1, 9)
   want = reference.gla(float64_params(mixer), np.float64(x[0]), num_heads=2)

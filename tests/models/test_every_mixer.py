@@ -17,6 +17,7 @@ from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel, count_parameters
 from tests.mixers.helpers import split
+from tests.mixers.test_contract import STARTS_AT_ZERO
 from tests.mixers.tiny import TINY
 
 B, T, VOCAB = 2, 6, 13
@@ -80,6 +81,23 @@ def test_model_of_a_mixer_decodes_as_it_trains_and_learns(mixer):
     lm = jax.tree.map(descend, lm, gradients)
     (after, _), gradients = train(lm, TOKENS, start)
   assert after < before - 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", list(MIXERS))
+def test_first_block_is_neither_silent_nor_loud(mixer):
+  """Its mixer's inputs have size 1 with either initialization of the model; some outputs are 0."""
+
+  def sizes():
+    for start in ({}, {"embedding_norm": False}):
+      lm = model(mixer, dim=256, num_layers=1, **start)
+      block = lm.layer(0)
+      x = block.mixer_norm(lm.embed(TOKENS))
+      yield [jnp.sqrt(jnp.mean(jnp.square(z))) for z in (x, block.mixer(x)[0])]
+
+  for of_inputs, of_outputs in jax.jit(lambda: list(sizes()))():
+    assert of_inputs == pytest.approx(1, abs=0.02)
+    assert of_outputs == 0 if mixer in STARTS_AT_ZERO else 2e-4 < of_outputs < 2
 
 
 def test_model_without_channel_mixer_has_norms_and_mixers_only():

@@ -14,6 +14,7 @@ from lnssm_jax.models import count_parameters
 from train import config
 from train.cluster import device_mesh
 from train.config import Model, Train, Vision, apply_overrides, load, load_config, to_dict
+from train.runs.run_folder import RunFolder
 from train.step.model import build_model, model_graph
 from train.step.optimizer import make_optimizer
 from train.step.state import init_state
@@ -76,15 +77,19 @@ SMALL |= {"optimizer.warmup_steps": 1, "optimizer.peak_lr": 1e-2, "optimizer.fin
 SMALL["data.tokenizer"] = "tokenizer.json"
 
 TRAINED = ["longhorn.py:retnet-120m-1024"]
+# With those, every variant but for what small sizes make equal.
 TRAINED_IF_SLOW = [
-  "sse.py:mom-n4k1-800m",
   *(f"longhorn.py:{name}-350m-4096" for name in ("longhorn", "mamba", "llama", "gla", "rwkv")),
-  *(f"sse.py:{name}-600m" for name in ("sse-n4k2", "gdn", "gla-h", "sse-h", "sse-swa-h")),
+  *(f"longhorn.py:{name}-1b3" for name in ("longhorn", "mamba", "llama", "gla")),
+  *(f"sse.py:{name}-600m" for name in ("sse-n4k1", "sse-n4k2", "transformer", "gla", "gdn")),
+  *(f"sse.py:{name}-600m" for name in ("gla-h", "sse-h", "sse-swa-h")),
+  *(f"sse.py:{name}-800m" for name in ("mom-n4k1", "mom-n4k2")),
   *(f"dsf_wikitext103.py:{name}" for name in ("softmax", "linear", "normalized", "s6", "ssd")),
+  *(f"mqar.py:{name}" for name in ("softmax", "linear", "normalized", "s6", "ssd")),
   *(f"lnssm_72m.py:{name}" for name in ("lnssm", "rwkv4", "rwkv5", "mamba2", "transformer")),
   *(f"lnssm_72m.py:{name}-original" for name in ("rwkv4", "rwkv5", "mamba2")),
-  "sse.py:mom-n4k2-800m",
   "lcsm_wikitext103.py",
+  "lnssm_1b3.py",
 ]
 
 
@@ -103,7 +108,8 @@ def small(name: str) -> Train:
     settings["model.learned_positions"] = 16
   if model.mixer == "mamba2":
     settings["model.mixer_options.head_dim"] = 16
-  for option, size in {"rotary_width": 2, "expand_v": 1.75, "state_dim": 8}.items():
+  sizes = {"rotary_width": 2, "expand_v": 1.75, "state_dim": 8, "max_length": 16}
+  for option, size in sizes.items():
     if option in model.mixer_options:
       settings[f"model.mixer_options.{option}"] = size
   return apply_overrides(cfg, [f"{name}={value}" for name, value in settings.items()])
@@ -131,3 +137,35 @@ def test_config_with_small_sizes_trains_three_steps(name):
       assert np.isclose(output.share.sum(), cfg.model.mixer_options.get("num_selected", 1))
       assert output.loss > 0
   assert losses[2] < losses[0]
+
+
+@pytest.mark.slow
+def test_every_config_trains_three_steps_at_small_sizes(monkeypatch):
+  monkeypatch.setenv("LNSSM_DATA", "folder")
+
+  def settings_of(name):
+    cfg = small(name)
+    return json.dumps([to_dict(cfg.model), to_dict(cfg.optimizer)])
+
+  trained = {settings_of(name) for name in TRAINED + TRAINED_IF_SLOW}
+  others = [name for name in rows() if not name.startswith("vision")]
+  assert [name for name in others if settings_of(name) not in trained] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in rows() if name.startswith("vision")])
+def test_image_config_with_small_sizes_trains_three_steps(name, tmp_path):
+  cfg = load(ROOT / "configs" / name, Vision)
+  rng, file = np.random.default_rng(0), tmp_path / "noise.npz"
+  images = rng.integers(256, size=(12, 8, 8, cfg.model.channels)).astype(np.uint8)
+  np.savez(file, train_x=images, train_y=np.arange(12) % 3)
+  settings = {"model.dim": 16, "model.num_layers": 1, "model.num_classes": 3, "workers": 1}
+  settings |= {"model.image_size": 8, "model.patch_size": 4, "model.dtype": "float32"}
+  settings |= {"data.train": f"{file}:train", "data.validation": f"{file}:train", "log_every": 1}
+  settings |= {"epochs": 1, "warmup_epochs": 0, "global_batch": 4, "run_dir": tmp_path / "run"}
+  small = apply_overrides(cfg, [f"{name}={value}" for name, value in settings.items()])
+  assert vision.fit(small).step == 3
+  losses = [
+    row["loss"] for row in RunFolder(tmp_path / "run").read_rows() if row["kind"] == "train"
+  ]
+  assert len(losses) == 3 and np.isfinite(losses).all()
