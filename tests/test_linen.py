@@ -12,7 +12,7 @@ from lnssm_jax import linen
 from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import LanguageModel, VisionModel
-from tests.mixers.helpers import split
+from tests.mixers.helpers import drawn, split
 from tests.mixers.tiny import DIM, TINY, inputs, randomized
 
 B, T = 2, 5
@@ -97,7 +97,7 @@ def test_face_of_a_language_model_equals_it():
   options = {"vocab_size": 11, "dim": 8, "num_layers": 2, "num_heads": 2, "mixer": ("lrn", "mamba")}
   tokens = jnp.arange(10).reshape(2, 5)
   face = linen.LanguageModel(**options)
-  model = jax.jit(lambda: LanguageModel(**options, rngs=nnx.Rngs(0)))()
+  model = drawn(lambda: LanguageModel(**options, rngs=nnx.Rngs(0)))
   params = split(model)[1]
   logits, _ = jax.jit(face.apply)({"params": params}, tokens, face.init_state(2))
   chex.assert_trees_all_equal(logits, jax.jit(lambda model: model(tokens)[0])(model))
@@ -109,7 +109,7 @@ def test_face_of_a_vision_model_equals_it():
   options = {"image_size": 4, "patch_size": 2, "num_classes": 3, "channels": 1}
   options |= {"dim": 8, "num_layers": 1, "mixer_options": {"state_dim": 3}}
   images, face = jnp.ones((2, 4, 4, 1)), linen.VisionModel(**options)
-  model = jax.jit(lambda: VisionModel(**options, rngs=nnx.Rngs(0)))()
+  model = drawn(lambda: VisionModel(**options, rngs=nnx.Rngs(0)))
   variables = {"params": split(model)[1]}
   run = jax.jit(lambda model, variables: (model(images), face.apply(variables, images)))
   chex.assert_trees_all_equal(*run(model, variables))

@@ -18,6 +18,7 @@ from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
 from tests.kernels import interpreted
 from tests.kernels.lowered import kernels_in
+from tests.mixers.helpers import drawn
 from tests.ops import contract
 
 STEP = Case(T=1, K=16, V=32, H=2, chunk=None)
@@ -212,7 +213,7 @@ def test_generation_updates_the_states_in_place(hopper):
   """Lowered: from a donated argument by the loop's carry to the kernel and back, with no copy."""
   B, L, H, K, vocab = 3, 2, 2, 16, 29
   sizes = {"vocab_size": vocab, "dim": H * K, "num_layers": L, "num_heads": H}
-  model = LanguageModel(**sizes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  model = drawn(lambda: LanguageModel(**sizes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
   options = generate.SamplingOptions(max_tokens=1)
   keys, limits = jax.random.split(jax.random.key(0), B), drawing.limits_of(options)
   choice = drawing.choice_of(options, vocab, log_probs=False)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
-from tests.mixers.helpers import apply, float64_params, relative_error
+from tests.mixers.helpers import apply, drawn, float64_params, relative_error
 from tests.mixers.tiny import DIM, TINY, inputs
 
 ROWS = {"gla": 4, "metala": 4, "gsa": 5}
@@ -19,15 +19,7 @@ WIDE = {"gla": {"expand_k": 1.0}, "metala": {"expand_k": 1.0}, "gsa": {"num_slot
 def build(name, **options):
   """With no parameter at its initial value."""
   options = dict(TINY[name].options) | WIDE[name] | {"selected_rows": 2} | options
-
-  def make():
-    mixer = MIXERS[name](DIM, **options, rngs=nnx.Rngs(0))
-    leaves, tree = jax.tree.flatten(mixer)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noise = lambda x, key: x + 0.4 * jax.random.normal(key, x.shape, x.dtype)
-    return jax.tree.unflatten(tree, map(noise, leaves, keys))
-
-  return jax.jit(make)()
+  return drawn(lambda: MIXERS[name](DIM, **options, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
-from tests.mixers.helpers import float64_params, split
+from tests.mixers.helpers import drawn, float64_params, split
 from tests.mixers.references import (
   delta_net,
   gateloop,
@@ -178,8 +178,7 @@ def randomized(name: str, **options):
 
 def disturbed(build):
   """(the layer that `build` makes, no parameter at its initial value; these in float64)."""
-  graphdef, params = split(jax.jit(build)())
-  layer = nnx.merge(graphdef, with_noise(params))
+  layer = drawn(build)
   return layer, float64_params(layer)
 
 

@@ -16,7 +16,7 @@ from lnssm_jax.mixers.common.projections import Linear
 from lnssm_jax.mixers.common.routing import balance, is_selected, top_k
 from lnssm_jax.models import LanguageModel, aux_loss, layers
 from tests import devices
-from tests.mixers.helpers import split
+from tests.mixers.helpers import drawn, split
 
 
 class Sum(Mixer):
@@ -57,7 +57,7 @@ TOKENS = jax.random.randint(jax.random.key(0), (2, 6), 0, 13)
 
 def model(**options):
   rest = {"mixer": PATTERN, "num_layers": 3} | options
-  return jax.jit(lambda: LanguageModel(**SIZES, **rest, rngs=nnx.Rngs(0)))()
+  return drawn(lambda: LanguageModel(**SIZES, **rest, rngs=nnx.Rngs(0)))
 
 
 @functools.cache

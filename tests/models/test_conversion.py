@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.models import LanguageModel, layers, replace_mixers
+from tests.mixers.helpers import drawn
 
 SIZES = {"vocab_size": 13, "dim": 8, "num_layers": 3, "num_heads": 2, "channel_mixer": "geglu"}
 SSE = {"num_partitions": 3, "lora_rank": 2, "gate_rank": 2, "method": "mask"}
@@ -24,7 +25,7 @@ def build(mixer, options, seed=1, **sizes):
   make = lambda: LanguageModel(
     **SIZES | sizes, mixer=mixer, mixer_options=options, rngs=nnx.Rngs(seed)
   )
-  return jax.jit(make)()
+  return drawn(make, seed)
 
 
 def params(block):

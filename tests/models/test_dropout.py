@@ -14,7 +14,7 @@ from lnssm_jax.models import Block, LanguageModel, VisionModel, layers
 from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.vision_model import Bidirectional
 from lnssm_jax.ops.core.dropout import fold, row_keys
-from tests.mixers.helpers import apply, split
+from tests.mixers.helpers import apply, drawn, split
 from tests.ops.test_dropout import factors
 
 KEY = jax.random.key(3)
@@ -26,7 +26,7 @@ RATES = {"embedding_dropout": 0.2, "residual_dropout": 0.2, "drop_path": 0.2}
 @functools.cache
 def params_of(mixer):
   build = lambda: LanguageModel(**SIZES, mixer=mixer, rngs=nnx.Rngs(0))
-  return split(jax.jit(build)())[1]
+  return split(drawn(build))[1]
 
 
 def model(mixer="lrn", **options):

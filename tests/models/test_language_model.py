@@ -14,7 +14,7 @@ from flax import nnx
 from lnssm_jax.mixers import LRN
 from lnssm_jax.models import GPT2MLP, LanguageModel, SwiGLU, VisionModel, count_parameters
 from lnssm_jax.models.block import NORMS
-from tests.mixers.helpers import relative_error, split
+from tests.mixers.helpers import drawn, relative_error, split
 from tests.narrow_arithmetic import narrow_arithmetic
 
 SIZES = {"vocab_size": 37, "dim": 8, "num_layers": 3, "num_heads": 2}
@@ -23,16 +23,8 @@ VISION = {"image_size": 2, "patch_size": 2, "num_classes": 3, "dim": 8, "num_lay
 
 @functools.cache
 def random_model(**options) -> LanguageModel:
-  """A tiny model with no parameter at its initial value. One program."""
-
-  def build():
-    model = LanguageModel(**SIZES, **options, rngs=nnx.Rngs(0))
-    leaves, structure = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    disturb = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
-    return jax.tree.unflatten(structure, map(disturb, leaves, keys))
-
-  return jax.jit(build)()
+  """A tiny model with no parameter at its initial value."""
+  return drawn(lambda: LanguageModel(**SIZES, **options, rngs=nnx.Rngs(0)))
 
 
 @jax.jit

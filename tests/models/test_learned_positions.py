@@ -11,7 +11,7 @@ from flax import nnx
 from lnssm_jax import sharding
 from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.models import LanguageModel
-from tests.mixers.helpers import split
+from tests.mixers.helpers import drawn, split
 
 TOKENS = jax.random.randint(jax.random.key(0), (2, 6), 0, 13)
 run = jax.jit(lambda lm, *arguments: lm(*arguments))
@@ -21,7 +21,7 @@ run = jax.jit(lambda lm, *arguments: lm(*arguments))
 def model() -> LanguageModel:
   sizes = {"vocab_size": 13, "dim": 8, "num_layers": 2, "mixer": "lrn", "learned_positions": 8}
   build = lambda: LanguageModel(**sizes, rngs=nnx.Rngs(0))
-  graph, params = split(jax.jit(build)())
+  graph, params = split(drawn(build))
   params["positions"] = 3 * jax.random.normal(jax.random.key(1), (8, 8))
   return nnx.merge(graph, params)
 

@@ -15,30 +15,18 @@ from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.mixers import LNSSM
 from lnssm_jax.models import REMAT_POLICIES, LanguageModel
 from lnssm_jax.models.settings import complete
-from tests.mixers.helpers import relative_error, split
+from tests.mixers.helpers import drawn, relative_error, split
 
 SIZES = {"vocab_size": 19, "dim": 8, "num_heads": 2}
 PATTERN = ("rg_lru", "rg_lru", "lnssm")
 TOKENS = jax.random.randint(jax.random.key(0), (2, 6), 0, 19)
 
 
-@functools.partial(jax.jit, static_argnames=("num_layers", "unroll", "remat", "channel_mixer"))
+@functools.cache
 def hybrid(num_layers, unroll=1, remat="none", channel_mixer="rwkv4_channel_mix"):
-  """No parameter at its initial value."""
-  model = LanguageModel(
-    **SIZES,
-    num_layers=num_layers,
-    mixer=PATTERN,
-    mixer_options={"lnssm": {"shift": "kvg"}},
-    channel_mixer=channel_mixer,
-    unroll=unroll,
-    remat=remat,
-    rngs=nnx.Rngs(0),
-  )
-  leaves, structure = jax.tree.flatten(model)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  noise = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
-  return jax.tree.unflatten(structure, map(noise, leaves, keys))
+  options = {"mixer": PATTERN, "mixer_options": {"lnssm": {"shift": "kvg"}}}
+  options |= {"unroll": unroll, "remat": remat, "channel_mixer": channel_mixer}
+  return drawn(lambda: LanguageModel(**SIZES, num_layers=num_layers, **options, rngs=nnx.Rngs(0)))
 
 
 apply = jax.jit(lambda model, tokens, state=None, ids=None: model(tokens, state, ids))
@@ -104,7 +92,7 @@ def test_generation_beyond_the_cache_raises():
   )
   model = jax.eval_shape(build)
   assert model.max_length == 8
-  assert jax.eval_shape(lambda: hybrid(3)).max_length is None
+  assert hybrid(3).max_length is None
   with pytest.raises(ValueError, match=r"max_tokens=5 after a prompt of 5 tokens.*max_length=8"):
     generate(model, [[1], [1, 2, 3, 4, 5]], SamplingOptions(max_tokens=5))
 
@@ -134,7 +122,7 @@ def test_mixers_of_a_pattern_have_heads_of_their_own():
 
 
 def test_pattern_has_sharding_rules():
-  params = split(jax.eval_shape(lambda: hybrid(4)))[1]
+  params = split(hybrid(4))[1]
   specs = sharding.param_specs(params)
   assert specs["blocks"]["2"]["mixer"]["q_proj"]["kernel"] == PartitionSpec(None, "fsdp", None)
 

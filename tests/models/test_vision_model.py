@@ -10,7 +10,7 @@ from flax import nnx
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import VisionModel, count_parameters
 from lnssm_jax.models.vision_model import SHARED, Bidirectional, patches
-from tests.mixers.helpers import relative_error, split
+from tests.mixers.helpers import drawn, relative_error, split
 
 SMALL = {"image_size": 6, "patch_size": 2, "num_classes": 3, "dim": 8, "num_layers": 2}
 
@@ -51,12 +51,8 @@ def test_bidirectional_shares_projections_only():
   def build(rngs):
     return Bidirectional(lambda: MIXERS["longhorn"](8, state_dim=3, rngs=rngs), shared=SHARED)
 
-  bidirectional = jax.jit(lambda: build(nnx.Rngs(0)))()
-  graph, params = split(bidirectional)
+  graph, params = split(drawn(lambda: build(nnx.Rngs(0))))
   assert set(params["forward"]) - set(params["backward"]) == set(SHARED)
-  params = jax.tree.map(
-    lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
-  )
   x = jax.random.normal(jax.random.key(0), (2, 5, 8))
   alone = split(MIXERS["longhorn"](8, state_dim=3, rngs=nnx.Rngs(0)))[0]
   run = jax.jit(lambda params, x: nnx.merge(alone, params)(x)[0])
@@ -71,7 +67,7 @@ def test_bidirectional_shares_projections_only():
 
 def test_bidirectional_reads_padded_rows_backward_from_their_own_ends():
   build = lambda: Bidirectional(lambda: MIXERS["lrn"](8, rngs=nnx.Rngs(0)), shared=())
-  layer, lengths = jax.jit(build)(), np.array([5, 3, 0])
+  layer, lengths = drawn(build), np.array([5, 3, 0])
   x = jax.random.normal(jax.random.key(0), (3, 5, 8))
   x = jnp.where(jnp.arange(5)[:, None] < lengths[:, None, None], x, jnp.nan)
 
@@ -95,12 +91,7 @@ def test_logits_are_those_of_the_class_token_between_the_halves_of_the_patches()
   """With patches, token and positions of chosen numbers, by the parts of the model."""
 
   @jax.jit
-  def both():
-    model = VisionModel(**SMALL | {"image_size": 8}, rngs=nnx.Rngs(0))
-    leaves, structure = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    disturb = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
-    model = jax.tree.unflatten(structure, map(disturb, leaves, keys))
+  def both(model):
     images = jax.random.normal(jax.random.key(0), (2, 8, 8, 3))
     x = model.patch_embedding(patches(images, 2))
     token = jnp.broadcast_to(model.class_token[...], (2, 1, 8))
@@ -109,14 +100,15 @@ def test_logits_are_those_of_the_class_token_between_the_halves_of_the_patches()
       x = jax.tree.map(lambda leaf: leaf[layer], model.blocks)(x)  # noqa: B023
     return model(images), model.head(model.norm(x[:, 8]))
 
-  got, want = both()
+  build = lambda: VisionModel(**SMALL | {"image_size": 8}, rngs=nnx.Rngs(0))
+  got, want = both(drawn(build))
   assert relative_error(got, want) < 1e-5
 
 
 @pytest.mark.parametrize("mixer", ["longhorn", pytest.param("lnssm", marks=pytest.mark.slow)])
 def test_model_classifies_and_has_gradients(mixer):
   build = lambda: VisionModel(**SMALL, num_heads=2, mixer=mixer, rngs=nnx.Rngs(0))
-  model = jax.jit(build)()
+  model = drawn(build)
   images = jax.random.normal(jax.random.key(0), (4, 6, 6, 3))
   loss = lambda model: jnp.square(model(images) - 1).mean()
   logits = jax.eval_shape(lambda model: model(images), model)

@@ -11,6 +11,7 @@ from lnssm_jax.generate import SamplingOptions, generate, read
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.pretrained import DataError, load_prefix, save_prefix, texts
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
+from tests.mixers.helpers import drawn
 
 SIZES = {"vocab_size": 37, "dim": 8, "num_layers": 2, "num_heads": 2}
 
@@ -23,7 +24,7 @@ def build(**changes):
 
 @pytest.fixture(scope="module")
 def model():
-  return jax.jit(build)()
+  return drawn(build)
 
 
 def test_prefix_saved_and_loaded_continues_equally(model, tmp_path):
