@@ -54,10 +54,11 @@ class Fault(NamedTuple):
     """
     words = self.old.split()
     pattern = r"\s+".join(map(re.escape, words))
+    words.sort(key=len, reverse=True)  # few files have the longest
     found = [
       (path, match)
       for path, text in sources.items()
-      if self.within in path.as_posix() and all(word in text for word in words)
+      if all(word in text for word in words) and self.within in path.as_posix()
       for match in re.finditer(pattern, text)
     ]
     if len(found) != 1:

@@ -1,9 +1,11 @@
 """The planted faults still apply: `scripts/mutations.py` itself takes half an hour."""
 
 import ast
+import collections
+import functools
 import importlib.util
 import shlex
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 from _pytest.mark import KeywordMatcher
@@ -39,18 +41,30 @@ def test_planted_faults_name_tests_that_exist():
   assert {name for name in files if not (ROOT / name.partition("::")[0]).exists()} == set()
 
 
-def default_tests(arguments: str, items: list[pytest.Item]) -> list[pytest.Item]:
-  """Those of the collected tests that pytest's `arguments` choose and that are not slow."""
+def by_place(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+  """The tests that are not slow by their folders, file, function and own name."""
+  places = collections.defaultdict(list)
+  for item in items:
+    if not item.get_closest_marker("slow"):
+      file, _, function = item.nodeid.partition("[")[0].partition("::")
+      folders = [folder.as_posix() for folder in PurePath(file).parents]
+      for place in {*folders, file, f"{file}::{function}", item.nodeid}:
+        places[place].append(item)
+  return places
+
+
+matcher = functools.cache(KeywordMatcher.from_item)
+
+
+def default_tests(arguments: str, places: dict[str, list[pytest.Item]]) -> list[pytest.Item]:
+  """Those of the tests that pytest's `arguments` choose."""
   place, *options = shlex.split(arguments)
-  key = lambda item: item.nodeid == place or item.nodeid.startswith((f"{place}::", f"{place}["))
-  if (ROOT / place).is_dir():
-    key = lambda item: item.nodeid.startswith(f"{place}/")
-  chosen = [item for item in items if key(item) and not item.get_closest_marker("slow")]
+  chosen = places.get(place, [])
   if options:
     flag, expression = options
     assert flag == "-k", arguments
     matches = Expression.compile(expression).evaluate
-    chosen = [item for item in chosen if matches(KeywordMatcher.from_item(item))]
+    chosen = [item for item in chosen if matches(matcher(item))]
   return chosen
 
 
@@ -58,14 +72,15 @@ def test_planted_faults_have_tests_in_the_default_suite(request):
   options = request.config.option
   if options.keyword or request.config.args != request.config.getini("testpaths"):
     pytest.skip("only a run of the whole suite knows all tests")
-  items = request.session.items
+  places = by_place(request.session.items)
   faults = [(fault.name, tests) for fault in mutations().read_faults() for tests in fault.tests]
-  assert [(name, tests) for name, tests in faults if not default_tests(tests, items)] == []
+  assert [(name, tests) for name, tests in faults if not default_tests(tests, places)] == []
 
 
 def test_default_tests_are_chosen_as_pytest_does(request):
   here = [item for item in request.session.items if item.path == Path(__file__)]
-  names = lambda arguments: [item.name for item in default_tests(arguments, here)]
+  places = by_place(here)
+  names = lambda arguments: [item.name for item in default_tests(arguments, places)]
   assert names("tests/test_mutations.py -k 'chosen and not apply'") == [request.node.name]
   assert names(f"tests/test_mutations.py::{request.node.name}") == [request.node.name]
   assert names("tests/train") == names("tests/test_mutations.py -k elsewhere") == []

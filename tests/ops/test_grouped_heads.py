@@ -1,5 +1,7 @@
 """Heads that share keys, values, decays or queries: the same as copies of them, in every form."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,23 @@ def to_all_heads(name: str, x: jax.Array) -> jax.Array:
   return jnp.repeat(x, H // x.shape[axis], axis)
 
 
+@functools.cache
+def loss_and_gradients(name, implementation):
+  """A program of (arguments, weights of the heads of the last state); that of copies is one."""
+  op, make = OPS[name]
+  segments = jnp.asarray([[0] * 4 + [1] * 5, [0] * 9])
+  options = {"segment_ids": segments, "implementation": implementation}
+  options |= {"chunk_size": 4} if implementation == "chunked" else {}
+
+  def loss(inputs, weights):
+    rest = {n: x for n, x in inputs.items() if n != "state"}
+    out, last = op(**rest, initial_state=make(inputs["state"]), **options)
+    of_state = weights[:, None, None] * jnp.cos(last.kv)
+    return jnp.sum(jnp.sin(out)) + jnp.sum(of_state), (out, last.kv)
+
+  return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize(
   ("layout", "implementation"),
@@ -58,26 +77,16 @@ def to_all_heads(name: str, x: jax.Array) -> jax.Array:
 )
 def test_grouped_heads_equal_copies(name, layout, implementation):
   """Outputs, states and all gradients, with two documents and an initial state."""
-  op, make = OPS[name]
   inputs = arguments(name, LAYOUTS[layout])
   S = inputs["state"].shape[1]
-  segments = jnp.asarray([[0] * 4 + [1] * 5, [0] * 9])
-  more = {"chunk_size": 4} if implementation == "chunked" else {}
-
-  def loss(inputs, copied):
-    if copied:
-      inputs = {n: to_all_heads(n, x) for n, x in inputs.items()}
-    state = make(inputs["state"])
-    rest = {n: x for n, x in inputs.items() if n != "state"}
-    out, last = op(
-      **rest, initial_state=state, segment_ids=segments, implementation=implementation, **more
-    )
-    kv = last.kv[:, :: H // S] if copied else last.kv
-    assert out.shape == (B, T, H, V) and kv.shape == (B, S, K, V)
-    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(kv)), (out, kv)
-
-  run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
-  close(run(inputs, False), run(inputs, True))
+  copies, pull = jax.vjp(lambda x: {n: to_all_heads(n, y) for n, y in x.items()}, inputs)
+  first = jnp.arange(H) % (H // S) == 0  # of the copies of each state
+  (got, (out, kv)), gradients = loss_and_gradients(name, implementation)(inputs, jnp.ones(S))
+  (want, (all_out, all_kv)), of_copies = loss_and_gradients(name, implementation)(
+    copies, 1.0 * first
+  )
+  assert out.shape == (B, T, H, V) and kv.shape == (B, S, K, V)
+  close((got, out, kv, gradients), (want, all_out, all_kv[:, first], *pull(of_copies)))
 
 
 @pytest.mark.parametrize("name", OPS)

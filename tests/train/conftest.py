@@ -28,9 +28,8 @@ def _of_the_programs(cfg: Train, **others) -> str:
   """A key of what the programs of a run depend on; also without `others`."""
   data = Data(folder="-", tokenizer="bytes", train=("train",))
   plan = dict.fromkeys(("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"), 1)
-  return repr(
-    dataclasses.replace(cfg, run_dir="-", data=data, watch=(), sample=Sample(), **plan, **others)
-  )
+  plan |= {"eval_at_start": True, "watch": (), "sample": Sample()}
+  return repr(dataclasses.replace(cfg, run_dir="-", data=data, **plan, **others))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -114,17 +114,16 @@ def test_train_step_adds_and_reports_auxiliary_losses(tiny):
 
   @jax.jit
   @functools.partial(jax.grad, has_aux=True)
-  def expected(params):
-    total = []
-    for rows in (slice(0, None, 2), slice(1, None, 2)):
-      model = nnx.merge(graph, params)
-      _, aux = model.hidden_and_aux(batch["tokens"][rows], batch["segment_ids"][rows])
-      share = batch["weights"][rows].sum() / batch["weights"].sum()
-      total.append(jax.tree.map(lambda x, share=share: share * x[0], aux))
-    aux = jax.tree.map(jnp.add, *total)
+  def weighted(params, tokens, segment_ids, share):
+    _, aux = nnx.merge(graph, params).hidden_and_aux(tokens, segment_ids)
+    aux = jax.tree.map(lambda x: share * x[0], aux)
     return aux.loss, aux
 
-  gradient, aux = expected(start)
+  def expected(rows):
+    share = batch["weights"][rows].sum() / batch["weights"].sum()
+    return weighted(start, batch["tokens"][rows], batch["segment_ids"][rows], share)
+
+  gradient, aux = jax.tree.map(jnp.add, expected(slice(0, None, 2)), expected(slice(1, None, 2)))
   kernel = lambda tree: tree["blocks"]["mixer"]["router_proj"]["kernel"]
   got = kernel(state["opt_state"][1].mu) / (1 - cfg.optimizer.b1)
   want = kernel(gradient)

@@ -58,20 +58,26 @@ def rows(run):
   return RunFolder(run).read_rows()
 
 
-def test_run_learns_and_records(tmp_path, file):
-  result = loop.fit(config(tmp_path, file))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, file):
+  """(folder with a finished run, its result)."""
+  folder = tmp_path_factory.mktemp("whole")
+  return folder, loop.fit(config(folder, file))
+
+
+def test_run_learns_and_records(whole):
+  folder, result = whole
   assert (result.step, result.stopped_by) == (24, None)
   assert result.validation["accuracy"] > 0.8
-  found = rows(tmp_path / "run")
+  found = rows(folder / "run")
   assert [row["step"] for row in found if row["kind"] == "eval"] == list(range(3, 25, 3))
   assert found[-1] == result.validation
   assert found[-1]["images"] == 20
   assert found[-1]["ema_accuracy"] > 0.8 and found[-1]["ema_val_loss"] != found[-1]["val_loss"]
-  assert json.loads((tmp_path / "run" / "config.json").read_text())["epochs"] == 8
+  assert json.loads((folder / "run" / "config.json").read_text())["epochs"] == 8
 
 
-def test_run_that_was_stopped_resumes_with_the_same_numbers(tmp_path, file):
-  whole = loop.fit(config(tmp_path, file, run_dir=str(tmp_path / "whole")))
+def test_run_that_was_stopped_resumes_with_the_same_numbers(tmp_path, file, whole):
   append = RunFolder.append
 
   def interrupt(self, new):
@@ -84,10 +90,10 @@ def test_run_that_was_stopped_resumes_with_the_same_numbers(tmp_path, file):
   assert (stopped.step, stopped.stopped_by) == (8, "SIGTERM")
   resumed = loop.fit(config(tmp_path, file))
   assert resumed.step == 24
-  for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(resumed.state), strict=True):
+  for a, b in zip(jax.tree.leaves(whole[1].state), jax.tree.leaves(resumed.state), strict=True):
     np.testing.assert_array_equal(a, b)
-  steps = lambda name: [row["step"] for row in rows(tmp_path / name)]
-  assert steps("run") == steps("whole")
+  steps = lambda folder: [row["step"] for row in rows(folder / "run")]
+  assert steps(tmp_path) == steps(whole[0])
 
 
 ON_DEVICES = """
