@@ -14,7 +14,8 @@ from fla.modules.activations import ACT2FN
 from fla.modules.mlp import SwiGLULinear
 from torch.nn import functional as F
 
-from tests.peers.fla_layers import _gated_delta, _patch, _retention, _rms, _token_shift
+from tests.peers import fla_layers
+from tests.peers.fla_layers import _gated_delta, _retention, _rms, _token_shift
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 11, "intermediate_size": 12}
 
@@ -39,7 +40,7 @@ def _after_sum(norm):
 
 def patch():
   """Puts functions that run on a CPU in place of fla's kernels."""
-  _patch()
+  fla_layers.patch()
   fla.layers.attn.flash_attn_func = _attention
   fla.layers.gated_deltanet.fused_recurrent_gated_delta_rule = _gated_delta
   fla.layers.multiscale_retention.fused_recurrent_retention = _retention
