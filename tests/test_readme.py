@@ -20,6 +20,7 @@ PAGES = ("README.md", "CONTRIBUTING.md")
 README = (ROOT / "README.md").read_text()
 MIXERS_PAGE = (ROOT / "docs" / "mixers.md").read_text()
 TRAINING_PAGE = (ROOT / "docs" / "training.md").read_text()
+QUICKSTART_PAGE = (ROOT / "docs" / "quickstart.md").read_text()
 MIGRATION_PAGE = (ROOT / "docs" / "migration.md").read_text()
 SHARDING_PAGE = (ROOT / "docs" / "sharding.md").read_text()
 OWN_MODELS_PAGE = (ROOT / "docs" / "own_models.md").read_text()
@@ -28,7 +29,7 @@ OWN_MODELS_PAGE = (ROOT / "docs" / "own_models.md").read_text()
 def blocks(language: str) -> list[str]:
   """Programs of the pages; the blocks of the last page are one."""
   of = lambda text: re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-  pages = README + MIXERS_PAGE + MIGRATION_PAGE + TRAINING_PAGE + SHARDING_PAGE
+  pages = README + MIXERS_PAGE + MIGRATION_PAGE + TRAINING_PAGE + SHARDING_PAGE + QUICKSTART_PAGE
   return [*of(pages), "".join(of(OWN_MODELS_PAGE))]
 
 
