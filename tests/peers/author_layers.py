@@ -1,12 +1,14 @@
 """Layers of authors' repositories that no package index has, from the checkouts of authors.txt."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
 from fla.ops.gla.naive import naive_recurrent_gla
+from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
 
 from tests.peers import fla_layers
 from tests.peers.golden_files import AUTHORS
@@ -48,6 +50,29 @@ def _constant(module, name):
 def _rwkv5():
   config = SimpleNamespace(n_embd=DIM, n_head=2, n_layer=3, bias=False, dropout=0.0)
   return _load("nanoRWKV/model.py").RWKV_TimeMix_x051a(config, 1)
+
+
+def _rwkv():
+  """A time mixer and the channel mixers of two versions, without the training program around."""
+  names = ("pytorch_lightning", "pytorch_lightning.utilities", "pytorch_lightning.strategies")
+  lightning, utilities, strategies = map(ModuleType, names)
+  lightning.LightningModule = strategies.DeepSpeedStrategy = object
+  utilities.rank_zero_info = utilities.rank_zero_only = lambda function: function
+  sys.modules |= dict(zip(names, (lightning, utilities, strategies), strict=True))
+  os.environ |= {"RWKV_JIT_ON": "0", "RWKV_HEAD_SIZE_A": str(DIM // 2), "RWKV_MY_TESTING": "-"}
+  module = _load("RWKV-LM/RWKV-v5/src/model.py")
+
+  def run(B, T, C, H, r, k, v, w, u):
+    heads = lambda z: z.view(B, T, H, C // H).transpose(1, 2)
+    log_decay = -w.exp()[:, None].expand(B, H, T, C // H)
+    y = naive_recurrent_rwkv6(heads(r), heads(k), heads(v), log_decay, u, scale=1.0)[0]
+    return y.transpose(1, 2).reshape(B, T, C)
+
+  module.RUN_CUDA_RWKV5 = run
+  sizes = {"n_embd": DIM, "dim_att": DIM, "dim_ffn": 12, "n_layer": 3}
+  args = SimpleNamespace(head_size_a=DIM // 2, head_size_divisor=8, **sizes)
+  names = {"rwkv5_authors": "Tmix_x052", "rwkv5_mlp": "CMix_x052", "rwkv6_mlp": "CMix_x060"}
+  return {name: getattr(module, f"RWKV_{layer}")(args, 1) for name, layer in names.items()}
 
 
 def _stubs():
@@ -213,7 +238,7 @@ def cases():
   layers = {"tnl_lightning": _tnl(), "hyena_safari": _hyena(), "rwkv5_x051a": _rwkv5()}
   other = {"cosformer": _cosformer(), "tnl_transnormerllm": _transnormer()}
   other |= {"hgrn_authors": _hgrn(), "hgrn2_authors": _hgrn2()}
-  layers["sse_authors"] = _sse()
+  layers |= _rwkv() | {"sse_authors": _sse()}
   layers["hyena_safari_order"] = _hyena(order=3)
   layers["hyena_safari_filter"] = _hyena(num_inner_mlps=1)
   _stubs()

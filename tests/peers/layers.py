@@ -35,6 +35,7 @@ from tests.peers.maps import (
   rwkv4,
   rwkv5,
   rwkv6,
+  rwkv_mlp,
   s4,
   s4d,
   s5,
@@ -219,6 +220,9 @@ PEERS = {
   "cosformer": Peer("cosformer", HEADS | {"max_length": 6, "use_bias": True}, cosformer),
   "dss_authors_softmax": Peer("dss", {"state_dim": 3, "kernel_length": 6}, dss),
   "dss_authors": Peer("dss", {"state_dim": 3, "separate_steps": True}, dss),
+  "rwkv5_authors": Peer("rwkv5", HEADS | {"layer": 1, "num_layers": 3}, rwkv5),
+  "rwkv5_mlp": Peer("rwkv4_channel_mix", {"hidden": 12}, rwkv_mlp),
+  "rwkv6_mlp": Peer("rwkv6_channel_mix", {"hidden": 12, "mu_of": "previous"}, rwkv_mlp),
   "rwkv5_x051a": Peer("rwkv5", HEADS | {"layer": 1, "num_layers": 3, "decay": "head"}, rwkv5),
   "retnet_torchscale": Peer(
     "retnet",

@@ -290,9 +290,15 @@ def cosformer(theirs: Arrays) -> dict[str, Any]:
 
 
 def rwkv5(theirs: Arrays) -> dict[str, Any]:
-  """Their weights of shifts are those of the previous token."""
-  ours = {f"mu_{name}": 1 - theirs[f"time_maa_{name}"].ravel() for name in "rkvg"}
+  """Their weights of shifts are those of the previous token, or of the present one."""
+  ours = {f"mu_{x}": 1 - theirs[n].ravel() for x in "rkvg" if (n := f"time_maa_{x}") in theirs}
+  ours |= {f"mu_{x}": theirs[n].ravel() for x in "rkvg" if (n := f"time_mix_{x}") in theirs}
   ours |= {"w": theirs["time_decay"].ravel(), "u": theirs["time_faaaa"].ravel()}
   projections = {"r": "receptance", "k": "key", "v": "value", "g": "gate", "o": "output"}
   ours |= {f"{name}_proj": linear(theirs, source) for name, source in projections.items()}
   return ours | {"norm": {"scale": theirs["ln_x.weight"], "bias": theirs["ln_x.bias"]}}
+
+
+def rwkv_mlp(theirs: Arrays) -> dict[str, Any]:
+  weights = {f"mu_{x}": theirs[n].ravel() for x in "kr" for n in theirs if n.endswith(f"_{x}")}
+  return named(theirs, up="key", gate="receptance", down="value") | weights
