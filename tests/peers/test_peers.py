@@ -6,6 +6,7 @@ In float64 on both sides: 1e-12 means the same function, with the same epsilons.
 import functools
 import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -150,5 +151,7 @@ def test_options_keep_the_promises_of_dtypes(case):
   )
 
 
-def test_every_recorded_layer_is_compared():
+def test_every_recorded_layer_is_compared_and_named_in_the_docs():
   assert golden().keys() == PEERS.keys()
+  page = (Path(__file__).parents[2] / "docs" / "mixers.md").read_text()
+  assert [case for case in PEERS if f"`{case}`" not in page] == []

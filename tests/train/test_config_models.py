@@ -71,6 +71,14 @@ def test_config_model_has_the_parameters_that_the_page_says(name, monkeypatch):
     assert difference.startswith("none" if same else f"{count / 1e6 - millions:+.1f}M, ")
 
 
+@pytest.mark.parametrize(("size", "millions"), [("120m", 129.118), ("350m", 373.215)])
+def test_retnet_with_a_scale_in_its_norms_has_the_other_counts_of_the_page(size, millions):
+  model = load_config(ROOT / "configs" / f"longhorn.py:retnet-{size}-1024").model
+  values = to_dict(model) | {"mixer_options": model.mixer_options | {"norm_scale": True}}
+  assert round(count_of(json.dumps(values), False) / 1e6, 3) == millions
+  assert f"{millions}M" in (ROOT / "docs" / "configs.md").read_text()
+
+
 SMALL = {"model.dim": 16, "model.num_heads": 2, "model.vocab_size": 50, "model.dtype": "float32"}
 SMALL |= {"seq_len": 16, "global_batch": 2, "accumulate": 1, "steps": 3, "model.remat": "none"}
 SMALL |= {"optimizer.warmup_steps": 1, "optimizer.peak_lr": 1e-2, "optimizer.final_lr": 1e-2}
