@@ -1,13 +1,16 @@
 """Settings as `--help` lists and `init` writes them, and names that other libraries use."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from train import config
 from train.cli.main import main
-from train.config import apply_overrides, checked
+from train.config import apply_overrides, checked, loading
 from train.config.listing import groups, listing
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", [config.Train, config.Vision])
@@ -69,6 +72,24 @@ def test_names_of_other_libraries_are_answered_with_ours(tiny):
   for ours in checked._ELSEWHERE.values():
     assert re.findall(r"'([\w.]+)'", ours)[0] in entries, ours
   assert not checked._ELSEWHERE.keys() & entries
+
+
+@pytest.mark.parametrize(
+  ("assignment", "message"),
+  [
+    ("num_epochs=3", "no setting 'num_epochs' in Vision; did you mean 'epochs'?"),
+    ("max_steps=3", "no setting 'max_steps' in Vision; known are model, "),
+    ("dropout=0.1", "no setting 'dropout' in Vision; known are model, "),
+    ("model.dropout=0.1", "no setting 'model.dropout' in Model; did you mean 'drop_path'?"),
+    ("lr=1e-3", "no setting 'lr'; here it is 'optimizer.peak_lr'."),
+    ("model.n_layers=3", "no setting 'model.n_layers'; here it is 'model.num_layers'."),
+  ],
+)
+def test_settings_that_classifiers_lack_are_never_the_answer(assignment, message):
+  cfg = loading.load(ROOT / "configs" / "vision.py:vil-digits", config.Vision)
+  with pytest.raises(config.ConfigError) as caught:
+    apply_overrides(cfg, [assignment])
+  assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(

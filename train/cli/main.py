@@ -168,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
 
   def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
     added = plain(name, run, help)
+    listed = "all are below" if name in ("fit", "classify") else "`fit --help` lists them"
     named = added.add_mutually_exclusive_group(required=True) if name == "fit" else added
     named.add_argument(
       "--config",
@@ -180,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
       metavar="A.B=VALUE",
       action="append",
       default=[],
-      help="override a setting (repeatable)",
+      help=f"override a setting (repeatable); {listed}",
     )
     if name in ("fit", "evaluate", "generate"):
       what = "to resume with its settings" if name == "fit" else "or an exported model"

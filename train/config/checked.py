@@ -21,6 +21,10 @@ _ELSEWHERE = {
     "'optimizer.weight_decay'": "wd decay",
     "'optimizer.clip_norm'": "max_grad_norm grad_clip gradient_clipping clip_grad",
     "'optimizer.name'": "optim optimizer_name",
+    "'optimizer.b1'": "beta1 adam_beta1",
+    "'optimizer.b2'": "beta2 adam_beta2",
+    "'optimizer.b1' and b2": "betas",
+    "'optimizer.eps'": "epsilon adam_epsilon",
     "'optimizer.ema_decay'": "ema",
     "'global_batch', the sequences of one step": "batch_size train_batch_size batch bs",
     "'accumulate'": "gradient_accumulation_steps grad_accum accumulation_steps",
@@ -45,6 +49,7 @@ _ELSEWHERE = {
     "'data.train'": "dataset train_data train_files datasets",
     "'data.train', a dictionary of weights by set": "weights mixture mixture_weights",
     "'data.fields', the keys of the rows of a set": "text_key text_column text_field columns",
+    "'data.tokenizer'": "tokenizer_path tokenizer_name tokenizer_file vocab_file",
     "'data.sources', text that is tokenized to files as a stream": "streaming stream",
     "'eval_tokens'": "eval_batches eval_iters max_eval_batches limit_val_batches",
     "'data.validation'": "val_data eval_dataset eval_data validation_files",
@@ -133,8 +138,9 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 def unknown(cls: type, name: str) -> ConfigError:
   """Error for a setting that `cls` does not have, with the closest known name, or ours for it."""
   label = _label(cls, name)
-  if name in _ELSEWHERE:
-    return ConfigError(f"no setting {label!r}; here it is {_ELSEWHERE[name]}.")
+  ours = _ELSEWHERE.get(name)
+  if ours is not None and _has(cls, ours.split("'")[1]):
+    return ConfigError(f"no setting {label!r}; here it is {ours}.")
   fields = [f.name for f in dataclasses.fields(cls)]
   inside = [g for g in _groups(cls) if name in hints_of(hint_of(cls, g))]
   if inside and not difflib.get_close_matches(name, fields, 1, 0.8):
@@ -214,6 +220,14 @@ def _checked(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
       f"{_label(cls, field.name)} is missing; it wants {type_name(hints[field.name])}.",
     )
   return {name: coerce(value, hints[name], _label(cls, name)) for name, value in values.items()}
+
+
+def _has(cls: type, path: str) -> bool:
+  """Whether there is a setting such as "model.dim", as far as `cls` knows: a group has its own."""
+  group, _, name = path.rpartition(".")
+  if not _groups(cls):
+    return group != cls.__name__.lower() or name in hints_of(cls)
+  return name in hints_of(hint_of(cls, group) if group else cls)
 
 
 def _groups(cls: type) -> list[str]:
