@@ -101,8 +101,27 @@ def test_python_examples_of_the_pages_run(tmp_path):
   assert run == codes
 
 
-def test_python_examples_exist():
-  assert len(blocks("python")) >= 1
+# Pages whose programs other tests run.
+ELSEWHERE = {
+  "analysis.md": "tests/analysis/test_page.py",
+  "frameworks/dsf.md": "tests/frameworks/test_pages.py",
+  "frameworks/lcsm.md": "tests/frameworks/test_pages.py",
+  "frameworks/online_learning.md": "tests/frameworks/test_pages.py",
+  "pretrained.md": "tests/pretrained/test_page.py",
+  "sequence_parallelism.md": "tests/models/test_sequence_parallel.py",
+  "sweeps.md": "tests/train/test_sweep_files.py",
+}
+
+
+def test_every_program_of_the_pages_is_run_by_a_test():
+  found = blocks("python")
+  for path in sorted((ROOT / "docs").rglob("*.md")):
+    name = str(path.relative_to(ROOT / "docs"))
+    for code in re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE):
+      assert any(code in program for program in found) != (name in ELSEWHERE), name
+  for name, test in ELSEWHERE.items():
+    text = (ROOT / test).read_text()
+    assert name.split("/")[-1] in text or f'"{name.split("/")[0]}"' in text
 
 
 @pytest.mark.parametrize("page", PAGES)
