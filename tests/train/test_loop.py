@@ -22,7 +22,6 @@ from train.runs import evaluation
 from train.runs.evaluation import Evaluator
 from train.runs.run_folder import RunFolder, RunFolderError
 from train.step.model import model_graph
-from train.step.state import init_state
 
 TIMES = ("tokens_per_second", "mfu", "data_wait")  # fields of a row that depend on time
 
@@ -98,7 +97,7 @@ def test_validation_loss_is_mean_over_windows(tiny):
   mesh = make_mesh(cfg)
   graph = model_graph(cfg.model)
   evaluator = Evaluator(cfg, graph, mesh)
-  state = init_state(cfg, mesh)
+  state = loop.init_state(cfg, mesh)
   (row,) = evaluator(3, state["params"])
   windows = loop.TokenWindows([f"{cfg.data.folder}/validation"], cfg.seq_len, 257)
   assert len(windows) % 5

@@ -18,7 +18,6 @@ from train.data.windows import RandomCrops, TokenWindows, train_batches
 from train.runs.evaluation import Evaluator
 from train.runs.run_folder import RunFolder
 from train.step.model import model_graph
-from train.step.state import init_state
 
 PROTOCOL = {"data__boundaries": "ignore", "data__order": "random_crops"}
 
@@ -27,7 +26,7 @@ def test_document_loss_is_mean_over_documents(tiny, write_documents):
   """Documents of 1 to 60 tokens, cut to 20, each through the model alone."""
   cfg = tiny(data__weighting="documents", data__document_length=20, data__folder=write_documents)
   mesh, graph = make_mesh(cfg), model_graph(cfg.model)
-  params = init_state(cfg, mesh)["params"]
+  params = loop.init_state(cfg, mesh)["params"]
   (row,) = Evaluator(cfg, graph, mesh)(7, params)
 
   model = nnx.merge(graph, params)
@@ -49,7 +48,7 @@ def test_loss_of_random_crops_is_that_of_each_crop(tiny):
   cfg = tiny(data__weighting="crops", eval_tokens=75, data__boundaries="ignore")
   loop.prepare(cfg.data)
   mesh, graph = make_mesh(cfg), model_graph(cfg.model)
-  params = init_state(cfg, mesh)["params"]
+  params = loop.init_state(cfg, mesh)["params"]
   evaluator = Evaluator(cfg, graph, mesh)
   (row,), (again,) = evaluator(7, params), evaluator(8, params)
   assert again == row | {"step": 8}

@@ -16,7 +16,6 @@ from train.runs.run_folder import RunFolder
 from train.step import step_guard
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
-from train.step.state import init_state
 from train.step.train_step import make_train_step
 
 
@@ -57,7 +56,7 @@ def test_step_guard_skipped_step_changes_only_schedule(tiny):
   batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
   batch |= {"segment_ids": np.zeros_like(tokens[:, 1:]), "weights": np.ones((4, 32), np.float32)}
   place = lambda batch: jax.device_put(batch, device_mesh.batch_sharding(mesh))
-  state, metrics = step(init_state(cfg, mesh), place(batch))
+  state, metrics = step(loop.init_state(cfg, mesh), place(batch))
   assert metrics["skipped"] == 0
   before = jax.device_get(state)
   lowest = np.float32([0, 0])

@@ -10,12 +10,13 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import Aux
+from train import loop
 from train.cluster import device_mesh
 from train.logging.loggers import scalars
 from train.logging.metric_reader import aux_columns
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
-from train.step.state import init_state
+from train.step.state import abstract_state
 from train.step.train_step import make_eval_step, make_train_step
 
 
@@ -44,7 +45,7 @@ def begin(cfg):
     mesh = device_mesh.make_mesh(cfg)
     tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
     step = make_train_step(cfg, model_graph(cfg.model), tx, mesh)
-    state = init_state(cfg, mesh)
+    state = loop.init_state(cfg, mesh)
     _begun[key] = mesh, step, jax.device_get(state), jax.tree.map(lambda x: x.sharding, state)
   mesh, step, state, shardings = _begun[key]
   return mesh, step, jax.device_put(state, shardings)  # a copy: the step donates it
@@ -208,7 +209,7 @@ def test_train_step_bfloat16_products_float32_parameters(tiny):
   mesh = device_mesh.make_mesh(cfg)
   tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
   step = make_train_step(cfg, model_graph(cfg.model), tx, mesh)
-  state = jax.eval_shape(lambda: init_state(cfg, mesh))
+  state = abstract_state(cfg, mesh)
   after, _ = jax.eval_shape(step, state, make_batch(cfg))
   floats = [x for x in jax.tree.leaves(after) if jnp.issubdtype(x.dtype, jnp.floating)]
   assert {x.dtype for x in floats} == {np.dtype("float32")}
