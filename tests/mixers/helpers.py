@@ -23,7 +23,8 @@ def split(module):
 def drawn(build, seed=0):
   """The module of `build` with random parameters, scales near 1 and all others near 0.
 
-  By NumPy: to compile how a model starts takes as long as to compile the model.
+  By NumPy: to compile how a model starts takes as long as to compile the model. For modules whose
+  parameters may be any numbers: `qlstm_reversed`, for one, clips its exponent.
   """
   graphdef, params = split(jax.eval_shape(build))
   random = np.random.default_rng(seed)

@@ -8,8 +8,8 @@ from jax import export
 
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import LanguageModel
-from tests.mixers.helpers import drawn, relative_error
-from tests.mixers.tiny import DIM, TINY, inputs
+from tests.mixers.helpers import relative_error, split
+from tests.mixers.tiny import DIM, TINY, inputs, with_noise
 
 # Their filters, or sums modulo a turn, are computed by halving the length.
 OF_KNOWN_LENGTH = {"base_conv", "dss", "gateloop", "hyena", "s4", "s4d", "tnn"}
@@ -40,7 +40,8 @@ def test_exported_layer_takes_any_batch_and_length_or_raises(name):
     program = exported(run, module, f"b, 6, {DIM}")
     assert program.out_avals[0].shape[1:] == (6, DIM)
     return
-  module = drawn(lambda: layer(name))
+  graph, params = split(jax.jit(lambda: layer(name))())
+  module = nnx.merge(graph, with_noise(params))
   program = exported(run, module, f"b, 512*n, {DIM}")
   for shape in ((2, 512),) if name == "lrn" else ((2, 512), (1, 1024)):
     got, want = (call(module, inputs(*shape)) for call in (program.call, jax.jit(run)))

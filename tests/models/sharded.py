@@ -34,8 +34,14 @@ def models(mixer, **options):
   def build(**more):
     return LanguageModel(**sizes | settings | options | more, rngs=nnx.Rngs(0))
 
+  def disturbed():
+    leaves, structure = jax.tree.flatten(split(build())[1])
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noise = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
+    return jax.tree.unflatten(structure, map(noise, leaves, keys))
+
   graphs = [nnx.graphdef(jax.eval_shape(lambda d=d: build(**d))) for d in ({}, sequence_axis())]
-  return split(drawn(build))[1], *(lambda p, g=g: nnx.merge(g, p) for g in graphs)
+  return jax.jit(disturbed)(), *(lambda p, g=g: nnx.merge(g, p) for g in graphs)
 
 
 def sequence_axis():

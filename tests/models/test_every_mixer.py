@@ -16,7 +16,7 @@ from flax import nnx
 from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel, count_parameters
-from tests.mixers.helpers import drawn, split
+from tests.mixers.helpers import split
 from tests.mixers.test_contract import STARTS_AT_ZERO
 from tests.mixers.tiny import TINY
 
@@ -34,8 +34,16 @@ def model(mixer: str, **options) -> LanguageModel:
 
 
 def disturbed(mixer: str, **options) -> LanguageModel:
-  """No parameter at its initial value: mixers that start as zero do something."""
-  return drawn(lambda: model(mixer, **options))
+  """No parameter at its initial value: mixers that start as zero do something. One program."""
+
+  def build():
+    graph, params = split(model(mixer, **options))
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noise = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
+    return nnx.merge(graph, jax.tree.unflatten(structure, map(noise, leaves, keys)))
+
+  return jax.jit(build)()
 
 
 def loss_and_rest(lm, tokens, state):
