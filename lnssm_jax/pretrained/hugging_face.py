@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from lnssm_jax.mixers.common.checks import check_dtype
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.models.settings import complete, params_of
 from lnssm_jax.pretrained import exports, folders, placing
@@ -59,8 +60,11 @@ def load(
   Raises:
     ExportError: the folder has no such model, a setting in config.json is unknown or not
       implemented, or a tensor is missing, has another shape, or is not used; the message names it.
+    ValueError: a dtype is not one of floating point.
   """
   folder = Path(folder)
+  check_dtype("dtype", dtype)
+  check_dtype("param_dtype", param_dtype)
   config, tensors = folders.config(folder), folders.Tensors(folder)
   family, settings = _of_config(folder, config, max_length)
   try:

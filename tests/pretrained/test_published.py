@@ -302,6 +302,13 @@ def test_load_takes_dtypes_and_a_maximum_length(tmp_path):
     hugging_face.load(write(tmp_path / "mamba", "mamba"), max_length=4)
 
 
+@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
+def test_load_takes_dtypes_of_floating_point_only(name, tmp_path):
+  for dtype in ("int8", "float17", jnp.int32):
+    with pytest.raises(ValueError, match=rf"^{name}=.* must be a floating-point dtype, such as"):
+      hugging_face.load(tmp_path, **{name: dtype})
+
+
 def test_load_of_float16_computes_in_float32_and_saves_the_same_bytes(tmp_path):
   folder = write(tmp_path / "theirs", "mamba", dtype=np.float16)
   loaded = lnssm_jax.load_model(folder)  # also opens published models

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.export import is_symbolic_dim
 
@@ -40,6 +41,16 @@ def check_rngs(name: str, rngs: Any) -> None:
   """Raises `ValueError` unless `rngs`, an argument of `name`, are Flax's."""
   if not isinstance(rngs, nnx.Rngs):
     raise ValueError(f"{name}: rngs={rngs!r} must be flax's nnx.Rngs, such as nnx.Rngs(0).")
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+  """Raises `ValueError` unless `dtype` is one of floating point, or None."""
+  try:
+    floating = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+  except TypeError:
+    floating = False
+  if not floating:
+    raise ValueError(f"{name}={dtype!r} must be a floating-point dtype, such as 'bfloat16'.")
 
 
 def check_norm_eps(eps: float) -> float:
