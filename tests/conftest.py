@@ -34,10 +34,10 @@ def pytest_configure(config):
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILE}".strip()
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
-    # Programs are compiled once for all tests, the processes that they start, and later runs.
+    # Larger programs are compiled once for all tests, their processes, and later runs.
     programs = config.rootpath / ".pytest_cache" / "programs"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     # Traced programs are many objects that live on. Python's default looks through young ones after
     # every 700 more, an eighth of the time of the tests.
     gc.set_threshold(100_000, 20, 100)
