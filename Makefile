@@ -5,7 +5,7 @@
 #   make train PYTHON=/path/to/python   another Python (3.12 or newer) for the environment
 #   make train VENV= PYTHON=python3     no environment: that Python, which has all packages
 #   make test JAX=0.12.0.1              another JAX, in an environment of its own
-#   make test-mutations               that the tests see each fault of scripts/mutations.toml
+#   make test-mutations               that the tests see each fault of scripts/faults/
 #   make test-gpu                       the kernels on a Hopper GPU
 #   make notebooks                      the notebooks, executed, in build/notebooks/
 #   make docs                           the pages of docs/ and an API reference, in site/

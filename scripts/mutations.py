@@ -6,11 +6,12 @@
     python scripts/mutations.py --list
     python scripts/mutations.py --check              # every fault still applies
 
-`scripts/mutations.toml` lists the faults. Each replaces `old`, which must occur exactly once in the
-sources (white space counts as equal; `within` narrows the search to paths that contain it), by
-`new`. `tests` are pytest arguments: the tests of the default suite that can see the fault. They run
-first; if they pass, the default suite runs, and stops at its first failure. A fault is caught when
-a test fails. A program that cannot be imported or a test that does not exist counts as neither.
+`scripts/faults/` lists the faults, in a file per part of the project. A [[fault]] replaces `old`,
+which must occur exactly once in the sources (white space counts as equal; `within` narrows the
+search to paths that contain it), by `new`; when code moves, these need a new look. `tests` are
+pytest arguments: the tests of the default suite that can see the fault. They run first; if they
+pass, the default suite runs, and stops at its first failure. A fault is caught when a test fails. A
+program that cannot be imported or a test that does not exist counts as neither.
 """
 
 import argparse
@@ -28,10 +29,10 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-FAULTS = ROOT / "scripts" / "mutations.toml"
+FAULTS = ROOT / "scripts" / "faults"
 SOURCES = ("lnssm_jax", "pallas_kernels", "train", "configs", "scripts", "benchmarks/reliability")
 SUFFIXES = (".py", ".sh", ".yaml")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
@@ -81,9 +82,9 @@ class Outcome(NamedTuple):
 
 
 def read_faults() -> list[Fault]:
-  """The list, in its order."""
-  entries: list[dict[str, Any]] = tomllib.loads(FAULTS.read_text())["fault"]
-  return [Fault(**entry) for entry in entries]
+  """Those of all files, in their order."""
+  files = [tomllib.loads(path.read_text()) for path in sorted(FAULTS.glob("*.toml"))]
+  return [Fault(**entry) for file in files for entry in file["fault"]]
 
 
 def read_sources(root: Path = ROOT) -> dict[Path, str]:
