@@ -254,9 +254,9 @@ def rows_of(name: str, args) -> Iterator[dict[str, Any]]:
   with tempfile.TemporaryDirectory() as cache:
     run = lambda steps: in_own_process(name, args.sizes, cache, steps, args.runs)
     row = run(args.steps)
-    row |= {"cold_s": row.get("first_step_s")}
+    row["cold_s"] = row.get("first_step_s")
     if args.warm:
-      row |= {"warm_s": run(0).get("first_step_s")}
+      row["warm_s"] = run(0).get("first_step_s")
   for place, ms in list(row.get("budget", {}).items())[: args.top]:
     print(f"  {ms:8.3f} ms  {place}", flush=True)
   yield {"body": name, "who": "lnssm_jax"} | row
@@ -274,7 +274,12 @@ def main(arguments=None) -> list[dict[str, Any]]:
   parser.add_argument("--steps", type=int, default=20, help="steps in each timed run")
   parser.add_argument("--runs", type=int, default=3)
   parser.add_argument("--top", type=int, default=16, help="lines of the budget")
-  parser.add_argument("--warm", action=argparse.BooleanOptionalAction, default=True)
+  parser.add_argument(
+    "--warm",
+    action=argparse.BooleanOptionalAction,
+    default=True,
+    help="also the first step with a filled compile cache",
+  )
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--out", type=Path, help="a CSV file")
   parser.add_argument("--one", choices=list(BODIES), help=argparse.SUPPRESS)

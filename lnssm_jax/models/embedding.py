@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lnssm_jax.ops.core.checks import check_floating, check_shape
+from lnssm_jax.ops.core.checks import check_floating, check_shape, has_known_values
 from lnssm_jax.ops.core.spmd import vary_alike
 
 
@@ -41,9 +41,9 @@ def check_tokens(name: str, tokens: jax.Array, dim: int) -> int:
 def check_ids(name: str, tokens: jax.Array, vocab_size: int) -> None:
   """Raises `ValueError` if values of tokens [B, T] are known and outside [0, vocab_size).
 
-  They are known in calls outside of `jit` and other transformations, to a process that has all.
+  In calls outside of `jit` and other transformations they are. From a GPU they are copied.
   """
-  if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
+  if not has_known_values(tokens):
     return
   known = np.asarray(tokens)
   wrong = known[(known < 0) | (known >= vocab_size)]

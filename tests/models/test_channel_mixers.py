@@ -12,6 +12,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel
+from tests.mixers.helpers import drawn
 from train.config import Model
 from train.step import flops
 
@@ -93,19 +94,10 @@ def test_dtypes_in_bfloat16_are_as_documented():
   assert mixer.up.kernel[...].dtype == jnp.float32
 
 
-def random_channel_mix(name, dim, **place):
-  """No parameter at its initial value."""
-  graph, params = nnx.split(CHANNEL_MIXERS[name](dim, **place, rngs=nnx.Rngs(0)))
-  leaves, structure = jax.tree.flatten(params)
-  keys = jax.random.split(jax.random.key(0), len(leaves))
-  noise = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape)
-  return nnx.merge(graph, jax.tree.unflatten(structure, map(noise, leaves, keys)))
-
-
 @pytest.mark.parametrize("name", RWKV)
 def test_rwkv_channel_mix_equals_its_equations_and_carries_its_state(name):
   """Against its equations; and cut, or packed, with the token before as its state."""
-  mixer = jax.jit(lambda: random_channel_mix(name, 24))()
+  mixer = drawn(lambda: CHANNEL_MIXERS[name](24, rngs=nnx.Rngs(0)))
   call = jax.jit(lambda mixer, x, state=None, ids=None: mixer(x, state, ids))
   x = np.random.default_rng(0).normal(size=(2, 7, 24))
   p = kernels(mixer)

@@ -38,7 +38,7 @@ def sample(prefix: str | Path) -> str:
   return digest.hexdigest()
 
 
-def digest(prefix: str | Path, end: str) -> str | None:
+def sha256_of(prefix: str | Path, end: str) -> str | None:
   """SHA-256 of a whole file of a pair, about 2 GB/s; None if there is no such file."""
   path = Path(f"{prefix}{end}")
   with reading(path):
@@ -64,7 +64,7 @@ def change(prefix: str | Path, sidecar: Mapping[str, Any], *, whole: bool = Fals
     return "sampled blocks or the size of its files have changed"
   wholes = {"sha256": ".bin", "weights_sha256": WEIGHTS} if whole else {}
   for key, end in {"crc32_sha256": CHECKSUMS, **wholes}.items():
-    if key in sidecar and (found := digest(prefix, end)) != sidecar[key]:
+    if key in sidecar and (found := sha256_of(prefix, end)) != sidecar[key]:
       name = f"{Path(prefix).name}{end}"
       return f"the content of {name} has changed" if found else f"{name} is missing"
   return None

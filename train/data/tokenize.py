@@ -185,7 +185,7 @@ def tokenize_to(
     "skipped": dict(skipped),
     "sha256": writer.sha256,
     **({"weights_sha256": writer.weights_sha256} if weighted else {}),
-    "crc32_sha256": fingerprints.digest(prefix, CHECKSUMS),
+    "crc32_sha256": fingerprints.sha256_of(prefix, CHECKSUMS),
     "sample": fingerprints.sample(prefix),
   }
   write_sidecar(prefix, sidecar)

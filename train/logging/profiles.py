@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 from jax.profiler import ProfileData
 
+# Before those that they call.
 _OPS = ("sparse_state_attention", "linear_attention", "delta_rule", "selective_scan", "wkv4")
 _OPS += ("longhorn_scan", "diagonal_scan", "elementwise_decay_scan", "long_convolution")
 _OPS += ("causal_conv1d", "attention")

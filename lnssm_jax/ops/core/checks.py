@@ -26,6 +26,11 @@ def check_floating(scan: str, name: str, array):
     )
 
 
+def has_known_values(array) -> bool:
+  """Whether this process can look at all values: not while they are traced, or on other hosts."""
+  return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
+
+
 def check_log_decay(op: str, name: str, decay):
   """Raises `ValueError` unless `decay` is floating point and, where its values are known, <= 0.
 

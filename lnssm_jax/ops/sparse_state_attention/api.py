@@ -17,6 +17,7 @@ from lnssm_jax.ops.core.checks import (
   check_shape,
   checked_scale,
   checked_state,
+  has_known_values,
 )
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
@@ -254,7 +255,7 @@ def _checked_indices(indices, B, T, N):
       f"{_NAME}: indices {jnp.shape(indices)} select S={S} partitions per token, but "
       f"num_partitions={N}; a token can use each only once."
     )
-  if not isinstance(indices, jax.core.Tracer) and getattr(indices, "is_fully_addressable", True):
+  if has_known_values(indices):
     _check_values(np.asarray(indices), N)
   indices = jnp.asarray(indices)
   return jnp.where((indices >= 0) & (indices < N), indices, N).astype(jnp.int32)
