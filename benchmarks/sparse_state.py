@@ -155,12 +155,14 @@ def error_of(form: str, N: int, sizes) -> float | None:
   return relative_error(jax.device_get(run(arrays(CHECKED, N, sizes))), expected(N, sizes, CHECKED))
 
 
-def compiled(form: str, N: int, T: int, sizes) -> dict:
-  """The programs of one row, by name."""
+def compiled(form: str, N: int, T: int, sizes):
+  """The program that makes the arrays of one row, and by name those that are timed."""
+  make = jax.jit(functools.partial(inputs, T, N, **dict(sizes)))
   run = function(form, N, dict(sizes)["selected"])
-  x = jax.eval_shape(lambda: inputs(T, N, **dict(sizes)))
   programs = {"forward": run, "backward": with_backward(run)}
-  return {name: jax.jit(program).lower(x).compile() for name, program in programs.items()}
+  x = jax.eval_shape(make)
+  programs = {name: jax.jit(program).lower(x).compile() for name, program in programs.items()}
+  return make.lower().compile(), programs
 
 
 def milliseconds(program, x, *, calls: int, runs: int) -> float:
@@ -182,10 +184,10 @@ def measure(form: str, N: int, T: int, sizes, args) -> dict:
       row["error"] = f"{error:.1e}"
       if not error < LIMIT[args.dtype]:
         return row | {"note": f"wrong: the limit is {LIMIT[args.dtype]}"}
-    programs = compiled(form, N, T, sizes)
+    make, programs = compiled(form, N, T, sizes)
     if args.one:
       turns.wait()
-    x = arrays(T, N, sizes)
+    x = make()
     for name, program in programs.items():
       memory = program.memory_analysis()
       held = memory.argument_size_in_bytes + memory.output_size_in_bytes

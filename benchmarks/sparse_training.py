@@ -1,6 +1,7 @@
 """SSE and MoM next to GLA, trained: language modelling, recall at equal state size, routing.
 
-    python -m train tokenize --config configs/lnssm_72m_books.py --set data.tokenizer=bytes ...
+    python -m train tokenize --config configs/lnssm_72m_books.py --set data.tokenizer=bytes \
+      --set data.folder=FOLDER
     python -m benchmarks.sparse_training --data FOLDER --out docs/sparse_training.csv
     python -m benchmarks.sparse_training --only recall           # needs no data
 

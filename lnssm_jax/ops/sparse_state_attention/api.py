@@ -36,9 +36,8 @@ _NAME = "sparse_state_attention"
 
 # Rows that "varlen" may process per row of "mask" and still be faster: measured, see README.md.
 _MOST_ROWS = 0.75
-# Rows of "mask" up to which it is faster on a GPU, where small calls cost their launches. Reasoned
-# from the SSE paper (mask up to about 1k tokens with few partitions), not measured yet.
-_MASKED_ROWS = 4096
+# Rows of "mask" from which "varlen" trains faster on a GPU, where small calls cost their launches.
+_MASKED_ROWS = 1024
 
 
 def choose_method(T: int, S: int, N: int, *, fresh: bool, on_gpu: bool, chunk_size=None) -> Method:
@@ -50,7 +49,7 @@ def choose_method(T: int, S: int, N: int, *, fresh: bool, on_gpu: bool, chunk_si
     size = run_chunk_size(T, S, N, chunk_size)
     rows = chunk_count(T, S, N, size) * size
   masked = T * N
-  return "mask" if rows > _MOST_ROWS * masked or (on_gpu and masked <= _MASKED_ROWS) else "varlen"
+  return "mask" if rows > _MOST_ROWS * masked or (on_gpu and masked < _MASKED_ROWS) else "varlen"
 
 
 def _run(form, inputs: Inputs, options: Options):
