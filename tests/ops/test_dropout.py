@@ -45,6 +45,13 @@ def test_dropout_keeps_the_rate_and_the_mean():
   assert float(y.max()) == float(jnp.bfloat16(float(jnp.bfloat16(0.9)) / 0.9))
 
 
+def test_tokens_of_a_shard_have_the_keys_of_the_whole_sequence():
+  rows = row_keys("test", KEY, 4)
+  shard = lambda _: token_keys(rows, 3, "time")
+  shards = jax.vmap(shard, axis_name="time", out_axes=1)(jnp.arange(5))  # [B, shards, 3, 2]
+  np.testing.assert_array_equal(shards.reshape(4, 15, 2), token_keys(rows, 15))
+
+
 def test_dropped_rows_keep_the_rate():
   y = np.asarray(drop_rows(jnp.ones((4000, 2, 3)), row_keys("test", KEY, 4000), jnp.float32(0.2)))
   assert np.all(y == y[:, :1, :1])

@@ -25,6 +25,8 @@ def run(tiny, config_file, command):
 
 # Avoids parameters whose gradient is only rounding error, which Adam would amplify.
 TRAINING = {"global_batch": 8, "accumulate": 2, "optimizer__clip_norm": 1.0}
+DROPOUT = {"embedding_dropout": 0.1, "residual_dropout": 0.2, "drop_path": 0.3, "num_layers": 2}
+DROPOUT = {f"model__{name}": value for name, value in DROPOUT.items()}
 
 
 def same_training(results, steps=3):
@@ -38,8 +40,9 @@ def same_training(results, steps=3):
 
 
 def test_sharding_every_mesh_same_training(run):
+  """Parameters, rows and heads sharded; the masks of dropout are those of one device."""
   names = ("1", "2x2", "1x2x1x2 kernels")
-  results = run("trained", *names, model__num_layers=2, seq_len=8, **TRAINING)
+  results = run("trained", *names, seq_len=8, **DROPOUT, **TRAINING)
   same_training(results)
   shares = [results[name]["share"] for name in names]
   assert shares == [1, 1 / 2, 1 / 4]
@@ -59,12 +62,9 @@ def test_sharding_every_mesh_same_training(run):
   assert {tuple(shape) for shape in sharded["scans"]} == {(2, 8, 1, 16), (2, 8, 32)}
 
 
-DROPOUT = {"embedding_dropout": 0.1, "residual_dropout": 0.2, "drop_path": 0.3, "num_layers": 2}
-DROPOUT = {f"model__{name}": value for name, value in DROPOUT.items()}
-
-
+@pytest.mark.slow
 def test_sharding_dropout_same_masks(run):
-  """Parameters, rows and time sharded: the masks are those of one device."""
+  """Parameters and time sharded: the masks are those of one device."""
   results = run("trained", "1", "1x2x2", model__mixer="lrn", seq_len=8, **DROPOUT, **TRAINING)
   same_training(results)
   assert results["1x2x2"]["share"] == 1 / 2
