@@ -19,7 +19,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from train.cluster import device_mesh
+from train import config
+from train.cluster import compile_cache, device_mesh
 from train.config import apply_overrides, load_config
 from train.logging import profiles
 from train.step import flops
@@ -59,7 +60,8 @@ def compile_step(cfg, mesh, batch, kernels: Path | None = None):
   transform = make_optimizer(cfg.optimizer, cfg.steps)[0]
   step = make_train_step(cfg, model_graph(cfg.model), transform, mesh, kernels)
   begin = time.perf_counter()
-  compiled = step.lower(abstract_state(cfg, mesh), batch).compile()
+  traced = step.trace(abstract_state(cfg, mesh), batch)
+  compiled = compile_cache.compiled(traced, mesh, config.to_dict(cfg))
   return compiled, time.perf_counter() - begin
 
 

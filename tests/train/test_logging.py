@@ -14,7 +14,6 @@ from tensorboardX.proto import event_pb2
 
 from train import loop
 from train.cli.main import main
-from train.cluster import compile_cache
 from train.config import ConfigError
 from train.logging import loggers, profiles, run_summary, tracing
 from train.logging.console import Console
@@ -289,26 +288,6 @@ def test_dry_run_names_what_does_not_decay_and_unknown_flops(
   names = line.rpartition("not of ")[2].split(", ")
   assert {"w", "gamma", "mixer_norm/scale", "norm/bias"} <= set(names)
   assert "kernel" not in names
-
-
-def test_compile_cache_filled_and_settings_restored(tmp_path):
-  before = jax.config.jax_compilation_cache_dir
-  with compile_cache.at(str(tmp_path / "programs")):
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.jit(lambda x: 3 * x + 7)(1.0)
-  assert list((tmp_path / "programs").glob("jit__lambda*"))
-  assert jax.config.jax_compilation_cache_dir == before
-  with pytest.raises(ValueError, match="compile_cache='/proc/x' cannot be used"):
-    compile_cache.at("/proc/x").__enter__()
-
-
-def test_compile_cache_by_default_is_in_the_run_folder(tmp_path, monkeypatch):
-  folder = lambda setting: compile_cache.folder(setting, tmp_path)
-  for of_jax, expected in ((None, str(tmp_path / "programs")), ("x", None)):
-    config = types.SimpleNamespace(jax_compilation_cache_dir=of_jax)
-    monkeypatch.setattr(compile_cache, "jax", types.SimpleNamespace(config=config))
-    assert folder("run") == expected
-  assert (folder("elsewhere"), folder(None)) == ("elsewhere", None)
 
 
 def test_run_summary_several_processes_explains_missing_text(tiny, monkeypatch, capsys):

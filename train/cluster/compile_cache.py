@@ -1,16 +1,30 @@
 """How programs are compiled: options, and caches of programs and of a GPU's autotuning results."""
 
 import contextlib
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh
 
+from train.cluster import agreement, distributed
+
 IN_RUN = "run"  # as a folder: `programs` in the run folder
+
+# Where a traced program is looked up before it is lowered. On a CPU that would save little, and
+# another processor that shares the folder may lack instructions of the program.
+_LOOKED_UP = ("gpu",)
+_DIGEST = hashlib.sha256().digest_size
 
 
 def folder(compile_cache: str | None, run_dir: str | Path) -> str | None:
@@ -72,3 +86,84 @@ def options(mesh: Mesh, kernels: Path | None) -> dict[str, Any] | None:
     kernels.mkdir(exist_ok=True)
     chosen["xla_gpu_per_fusion_autotune_cache_dir"] = str(kernels.absolute())
   return chosen
+
+
+def compiled(
+  traced: jax.stages.Traced, mesh: Mesh, settings: Mapping[str, Any]
+) -> jax.stages.Compiled:
+  """A traced program, compiled or found in the folder of `at`.
+
+  JAX looks programs up by their lowered text, and lowering is most of a warm start: some tenths of
+  a second of Python for each GPU kernel. So the executable is also kept under a digest of what was
+  traced, with all constants, `settings`, packages, source files, flags and devices. A file that is
+  damaged or does not load is compiled again. Only for a run of one process on GPUs.
+  """
+  folder, platform = jax.config.jax_compilation_cache_dir, mesh.devices.flat[0].platform
+  if folder is None or platform not in _LOOKED_UP or distributed.count() > 1:
+    return traced.lower().compile()
+  path = Path(folder) / f"{_key(traced, mesh, settings)}.program"
+  try:
+    content = path.read_bytes()
+  except OSError:
+    content = b""
+  digest, program = content[:_DIGEST], content[_DIGEST:]
+  if program and hashlib.sha256(program).digest() == digest:
+    devices = list(mesh.devices.flat)
+    try:
+      trees = traced.in_tree, traced.out_tree
+      return serialize_executable.deserialize_and_load(program, *trees, execution_devices=devices)
+    except Exception as error:  # of another driver, for one: compiling says what is wrong, if so
+      warnings.warn(f"{path} does not load ({error}); the program is compiled again.", stacklevel=2)
+  result = traced.lower().compile()
+  try:
+    program, *_ = serialize_executable.serialize(result)
+    _write(path, hashlib.sha256(program).digest() + program)
+  except Exception as error:  # the next start takes longer
+    warnings.warn(f"{path} cannot be written: {error}", stacklevel=2)
+  return result
+
+
+def _key(traced: jax.stages.Traced, mesh: Mesh, settings: Mapping[str, Any]) -> str:
+  """Digest of everything that determines the compiled program."""
+  digest = hashlib.sha256(str(traced.jaxpr).encode())
+  for constant in _constants(traced.jaxpr, set()):  # the text has only their shapes
+    array = np.asarray(constant)
+    digest.update(f"{array.dtype} {array.shape}\n".encode() + array.tobytes())
+  kept = lambda name: not name.startswith(("jax_compilation_cache", "jax_persistent_cache"))
+  facts = {
+    "arguments": str(traced.args_info),
+    "software": agreement.software(),
+    "settings": {name: value for name, value in settings.items() if name != "run_dir"},
+    "jax": {name: repr(value) for name, value in jax.config.values.items() if kept(name)},
+    "xla": {name: value for name, value in os.environ.items() if name.startswith("XLA_")},
+    "backend": mesh.devices.flat[0].client.platform_version,
+    "devices": [(device.id, device.device_kind) for device in mesh.devices.flat],
+    "mesh": dict(mesh.shape),
+  }
+  digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+  return digest.hexdigest()
+
+
+def _constants(value: Any, seen: set[int]) -> Iterator[Any]:
+  """The arrays that a traced program holds, also those of the functions that it calls."""
+  if isinstance(value, tuple | list):
+    for part in value:
+      yield from _constants(part, seen)
+  elif isinstance(value, ClosedJaxpr | Jaxpr) and id(value) not in seen:
+    seen.add(id(value))  # layers share functions
+    yield from (x for x in getattr(value, "consts", ()) if not isinstance(x, jax.core.Tracer))
+    for equation in value.eqns:
+      yield from (x.val for x in equation.invars if isinstance(x, Literal) and np.ndim(x.val))
+      yield from _constants(tuple(equation.params.values()), seen)
+
+
+def _write(path: Path, content: bytes) -> None:
+  """The whole file or nothing, whatever another process writes there."""
+  with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+    try:
+      file.write(content)
+      file.close()
+      os.replace(file.name, path)
+    except BaseException:
+      os.unlink(file.name)
+      raise
