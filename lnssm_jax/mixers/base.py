@@ -1,14 +1,16 @@
 """The base class of all mixers: the checked call, the state, time sharded over devices."""
 
+import functools
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.export import is_symbolic_dim
 
 from lnssm_jax.mixers.common.checks import check_positive, check_rngs, check_state
 from lnssm_jax.mixers.common.decays import log_decay
-from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows
+from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows, run_units
 from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.ops import recording
 from lnssm_jax.ops.core.checks import check_floating, check_shape
@@ -33,6 +35,8 @@ class Mixer[State](nnx.Module):
     sequence_axis: the mesh axis over which a surrounding `jax.shard_map` shards time, or None;
       `shard_time` sets it.
     can_shard_time: whether the mixer can run on a sharded sequence.
+    needs_length: whether the computation needs to know T; where T is a symbol of `jax.export`, it
+      runs on pieces of the sequence, one after the other.
     starts_as_model: whether a model that starts its matrices in its own way (`LanguageModel`,
       initialization="gpt2") starts those of the mixer too, as published models with it do.
     attention_dropout: the rate at which attention probabilities are dropped in a call with a
@@ -48,6 +52,7 @@ class Mixer[State](nnx.Module):
   attention_dropout: float = 0.0
   tied: str | None = None
   can_shard_time: ClassVar[bool] = True
+  needs_length: ClassVar[bool] = False
   starts_as_model: ClassVar[bool] = False
   set_by_model: ClassVar[tuple[str, ...]] = ()
 
@@ -93,13 +98,14 @@ class Mixer[State](nnx.Module):
       NotImplementedError: `lengths` are given of a sequence that is sharded over devices.
     """
     self._check(x, state, segment_ids)
-    if lengths is None:
-      with naming_length(type(self).__name__, x):
-        return self._mix_dropping(x, state, segment_ids, dropout_key)
     name, axis = type(self).__name__, self.sequence_axis
-    ends = checked_lengths(name, lengths, x, dropout_key, axis)
-    arguments = x, state, segment_ids, ends, self._init_state(x.shape[0])
-    return run_rows(name, self._mix, *arguments, max_length=getattr(self, "max_length", None))
+    with naming_length(name, x):
+      if lengths is None:
+        return self._mix_dropping(x, state, segment_ids, dropout_key)
+      ends = checked_lengths(name, lengths, x, dropout_key, axis)
+      arguments = x, state, segment_ids, ends, self._init_state(x.shape[0])
+      run = functools.partial(self._mix_dropping, dropout_key=None)
+      return run_rows(name, run, *arguments, max_length=getattr(self, "max_length", None))
 
   @under_auto_axes(argument=1, results=(0, 0, REPLICATED))
   def with_aux(
@@ -208,13 +214,15 @@ class Mixer[State](nnx.Module):
   ) -> tuple[jax.Array, State]:
     """`_mix`, of a mixer with `attention_dropout` under a key that is not None with dropout."""
     del dropout_key
+    if self.needs_length and self.sequence_axis is None and is_symbolic_dim(x.shape[1]):
+      return run_units(self._mix, x, state, segment_ids, self._init_state(x.shape[0]))
     return self._mix(x, state, segment_ids)
 
   def _mix_with_aux(
     self, x: jax.Array, state: State | None, segment_ids: jax.Array | None
   ) -> tuple[jax.Array, State, Aux | None]:
     """`with_aux` on checked arguments."""
-    return *self._mix(x, state, segment_ids), None
+    return *self._mix_dropping(x, state, segment_ids, None), None
 
   def _init_state(self, B: int) -> State:
     """`init_state` for a checked batch size."""

@@ -53,6 +53,7 @@ class GateLoop(Mixer[ComplexState]):
   """
 
   starts_as_model = True
+  needs_length = True
   set_by_model = ("num_heads",)
 
   def __init__(

@@ -73,6 +73,7 @@ class Hyena(Mixer[HyenaState]):
   """
 
   can_shard_time = False
+  needs_length = True
 
   def __init__(
     self,
@@ -185,6 +186,7 @@ class BaseConv(Mixer[BaseConvState]):
   """
 
   can_shard_time = False
+  needs_length = True
 
   def __init__(
     self,

@@ -91,6 +91,7 @@ class LLN(QKVMixer[LLNState]):
   """
 
   can_shard_time = False
+  needs_length = True
 
   def __init__(
     self,

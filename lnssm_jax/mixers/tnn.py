@@ -82,6 +82,7 @@ class TNN(Mixer[TNNState]):
   """
 
   can_shard_time = False
+  needs_length = True
 
   def __init__(
     self,

@@ -11,42 +11,47 @@ from lnssm_jax.models import LanguageModel
 from tests.mixers.helpers import relative_error, split
 from tests.mixers.tiny import DIM, TINY, inputs, with_noise
 
-# Their filters, or sums modulo a turn, are computed by halving the length.
-OF_KNOWN_LENGTH = {"base_conv", "dss", "gateloop", "hyena", "s4", "s4d", "tnn"}
+
+class KnownLength(MIXERS["lrn"]):
+  """A mixer that can only be computed where the length is a number."""
+
+  needs_length = True
+
+  def _mix(self, x, state, segment_ids):
+    assert isinstance(x.shape[1], int)
+    return super()._mix(x, state, segment_ids)
 
 
 def layer(name):
+  if name == "known_length":
+    return KnownLength(DIM, rngs=nnx.Rngs(0))
   longer = {"max_length": 1024} if "max_length" in TINY[name].options else {}
   return MIXERS[name](DIM, **TINY[name].options | longer, rngs=nnx.Rngs(0))
 
 
-def exported(run, module, shape, dtype=jnp.float32):
-  spec = jax.ShapeDtypeStruct(export.symbolic_shape(shape), dtype)
-  return export.export(jax.jit(run))(module, spec)
+def exported(run, module, shape, *, documents=False):
+  shape = export.symbolic_shape(shape)
+  ids = (jax.ShapeDtypeStruct(shape[:2], jnp.int32),) * documents
+  return export.export(jax.jit(run))(module, jax.ShapeDtypeStruct(shape, jnp.float32), *ids)
 
 
-names = [
-  pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gateloop", "lrn")))
-  for name in MIXERS
-]
+names = [pytest.param(name, marks=[pytest.mark.slow] * (name != "lrn")) for name in MIXERS]
 
 
-@pytest.mark.parametrize("name", names)
-def test_exported_layer_takes_any_batch_and_length_or_raises(name):
-  run, module = lambda module, x: module(x), jax.eval_shape(lambda: layer(name))
-  if name in OF_KNOWN_LENGTH:
-    with pytest.raises(NotImplementedError, match=r"the length 512\*n is a symbol that this.*each"):
-      exported(run, module, f"b, 512*n, {DIM}")
-    program = exported(run, module, f"b, 6, {DIM}")
-    assert program.out_avals[0].shape[1:] == (6, DIM)
-    return
+@pytest.mark.parametrize("name", ["known_length", *names])
+def test_exported_layer_takes_any_batch_and_length(name):
+  run = lambda module, x, ids=None: module(x, segment_ids=ids)
   graph, params = split(jax.jit(lambda: layer(name))())
   module = nnx.merge(graph, with_noise(params))
-  program = exported(run, module, f"b, 512*n, {DIM}")
-  for shape in ((2, 512),) if name == "lrn" else ((2, 512), (1, 1024)):
-    got, want = (call(module, inputs(*shape)) for call in (program.call, jax.jit(run)))
-    assert jax.tree.all(jax.tree.map(lambda x, y: x.shape == y.shape, got, want))
-    assert relative_error(got[0], want[0]) < 2e-6
+  # The second document begins where 512 tokens of a program do, and in the middle of them.
+  x, starts = inputs(2, 1536), jnp.array([[1024], [700]])
+  ids = (jnp.arange(1536) >= starts).astype(jnp.int32)
+  y, state = jax.jit(run)(module, x, ids)
+  packed = exported(run, module, f"b, 512*n, {DIM}", documents=True).call(module, x, ids)
+  whole, _ = exported(run, module, f"b, 512*n, {DIM}").call(module, x[:1, :1024])
+  assert jax.tree.all(jax.tree.map(lambda x, y: x.shape == y.shape, packed[1], state))
+  for got, want in ((packed[0], y), (whole, y[:1, :1024])):
+    assert relative_error(got, want) < 4e-6  # each is within 2e-6 of the equations
 
 
 def test_length_that_is_no_multiple_raises_naming_the_rule():

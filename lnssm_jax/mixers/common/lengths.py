@@ -1,8 +1,9 @@
-"""Right-padded batches: rows that end at lengths of their own, for every mixer and model.
+"""Right-padded batches, rows that end at lengths of their own; and lengths that are symbols.
 
 Outputs are causal, so padding after a row's last token changes its state only. No recurrence needs
 to know about it, because two things hold for all of them: a state is reset where a document begins,
-and a sequence may be split anywhere.
+and a sequence may be split anywhere. The second lets a computation that needs to know the length
+run on sequences of any.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import numpy as np
 from lnssm_jax.mixers.common.capacity import check_capacity
 from lnssm_jax.ops.core.checks import check_shape
 from lnssm_jax.ops.core.segments import Segments, segments_of
+from lnssm_jax.ops.core.symbolic import UNIT
 
 # (x [B, T, ...], state or None, segment ids or None) -> (y [B, T, ...], state).
 type Run = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
@@ -95,6 +97,32 @@ def run_rows(
   y, last = run(moved, None, jnp.where(time >= padding, documents, 0))
   y = without_padding(_taken(y, time + padding), lengths)
   return y, _of_rows(lengths > 0, last, empty, batch_axis)
+
+
+def run_units(
+  run: Run, x: jax.Array, state: Any, segment_ids: jax.Array | None, empty: Any
+) -> tuple[jax.Array, Any]:
+  """`run(x, state, segment_ids)`, called on `UNIT` tokens at a time, of which T is a multiple.
+
+  Args:
+    empty: the state [B, ...] before the first token.
+  """
+  B = x.shape[0]
+  units = lambda z: jnp.moveaxis(z.reshape(B, -1, UNIT, *z.shape[2:]), 1, 0)
+
+  def unit(carry, inputs):
+    (state, last), (x, ids) = carry, inputs
+    if ids is not None:  # the state belongs to the first segment of a call
+      state, last = _of_rows(ids[:, 0] == last, state, empty, 0), ids[:, -1]
+    y, state = run(x, state, ids)
+    return (state, last), y
+
+  state = empty if state is None else state
+  after = jax.eval_shape(run, x[:, :UNIT], state, None)[1]  # may be wider
+  state = jax.tree.map(lambda leaf, like: jnp.asarray(leaf, like.dtype), state, after)
+  last = None if segment_ids is None else segment_ids[:, 0]
+  (state, _), y = jax.lax.scan(unit, (state, last), jax.tree.map(units, (x, segment_ids)))
+  return jnp.moveaxis(y, 0, 1).reshape(B, -1, *y.shape[3:]), state
 
 
 def flipped(x: jax.Array, lengths: jax.Array | np.ndarray | None) -> jax.Array:

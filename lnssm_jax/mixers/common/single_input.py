@@ -51,6 +51,8 @@ class SingleInput(Mixer[ComplexState]):
   1 / sqrt(D).
   """
 
+  needs_length = True
+
   def __init__(
     self,
     dim: int,

@@ -33,5 +33,5 @@ def naming_length(name: str, inputs: Any) -> Iterator[None]:
     raise NotImplementedError(
       f"{name}: the length {lengths[0]} is a symbol that this computation cannot have; symbols are "
       f"multiples of {UNIT}, of jax.export.symbolic_shape('b, {UNIT}*n'). If this one is, export "
-      "each length by itself, or take another mixer (docs/own_models.md)."
+      "each length by itself; a mixer may set needs_length (docs/own_models.md)."
     ) from error
