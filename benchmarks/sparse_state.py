@@ -6,12 +6,12 @@
 
 The setting of the SSE paper: one row of packed tokens, two documents of half its length, 8 heads of
 128 x 128, k = 1 of N partitions and one that is always on. All forms compute the always-on
-partition too; "gla" is linear attention on the same k + 1 streams of T tokens, which no selection
-can beat. "loop" is one linear attention per partition, in which the tokens of the others do
-nothing, one after the other. Each form is first compared at 256 tokens with the recurrence, token
-by token in float32 (output and all gradients); one that is wrong is not timed. Memory is what the
-compiler reserves: arguments, results and everything between. A row is a process; they compile
-together and are timed alone (`benchmarks.turns`).
+partition too; "gla" is linear attention on the same k + 1 streams of T tokens, without a selection.
+"loop" is one linear attention per partition, in which the tokens of the others do nothing, one
+after the other. Each form is first compared at 256 tokens with the recurrence, token by token in
+float32 (output and all gradients); one that is wrong is not timed. Memory is what the compiler
+reserves: arguments, results and everything between. A row is a process; they compile together and
+are timed alone (`benchmarks.turns`).
 
 The last lines are for the rule of `method=None`: where varlen takes less time than mask.
 """
@@ -106,12 +106,12 @@ def by_loop(x, N):
 
 
 def by_gla(x, streams):
-  """Linear attention on as many streams of T tokens."""
-  copy = lambda a: jnp.concatenate([a] * streams)
-  q, k = (jnp.concatenate([x[n]] + [x[f"{n}_sparse"]] * (streams - 1)) for n in "qk")
-  decay = jnp.concatenate([x["decay"]] + [x["decay_sparse"]] * (streams - 1))
-  rest = {"log_decay": decay, "segment_ids": copy(x["segments"])}
-  return ops.linear_attention(q, k, copy(x["v"]), **rest)[0].sum(0, keepdims=True)
+  """Linear attention of all tokens, and of as many streams more, one after the other."""
+  out = always_on(x)
+  rest = {"log_decay": x["decay_sparse"], "segment_ids": x["segments"]}
+  for stream in range(1, streams):  # values differ, so that no stream is taken for another
+    out += ops.linear_attention(x["q_sparse"], x["k_sparse"], stream * x["v"], **rest)[0]
+  return out
 
 
 def function(form: str, N: int, selected: int):
