@@ -1,9 +1,11 @@
 """The claims of README, CONTRIBUTING and some pages of docs/."""
 
+import ast
 import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -13,24 +15,25 @@ from flax import nnx
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import count_parameters
 from tests import devices
+from tests.page_names import wrong_names
 from train.cli.main import _parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md")
 README = (ROOT / "README.md").read_text()
 MIXERS_PAGE = (ROOT / "docs" / "mixers.md").read_text()
-TRAINING_PAGE = (ROOT / "docs" / "training.md").read_text()
-QUICKSTART_PAGE = (ROOT / "docs" / "quickstart.md").read_text()
-MIGRATION_PAGE = (ROOT / "docs" / "migration.md").read_text()
-SHARDING_PAGE = (ROOT / "docs" / "sharding.md").read_text()
 OWN_MODELS_PAGE = (ROOT / "docs" / "own_models.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-  """Programs of the pages; the blocks of the last page are one."""
-  of = lambda text: re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-  pages = README + MIXERS_PAGE + MIGRATION_PAGE + TRAINING_PAGE + SHARDING_PAGE + QUICKSTART_PAGE
-  return [*of(pages), "".join(of(OWN_MODELS_PAGE))]
+def blocks_of(text: str, language: str = "python") -> list[str]:
+  return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def programs() -> list[str]:
+  """Those of the pages that this file runs; the blocks of the last page are one."""
+  names = ("mixers", "migration", "training", "sharding", "quickstart", "lcsm", "tasks")
+  text = README + "".join((ROOT / "docs" / f"{name}.md").read_text() for name in names)
+  return [*blocks_of(text), "".join(blocks_of(OWN_MODELS_PAGE))]
 
 
 STATES = dict(
@@ -58,7 +61,7 @@ def test_page_of_mixers_is_complete_with_their_states():
 
 
 def test_example_of_a_mixer_is_short():
-  (example,) = re.findall(r"^```python\n(.*?)^```$", MIXERS_PAGE, re.DOTALL | re.MULTILINE)
+  _, example = blocks_of(MIXERS_PAGE)
   assert len(example.splitlines()) < 60
 
 
@@ -80,7 +83,7 @@ for number, code in enumerate(json.load(sys.stdin)):
 
 
 def test_python_examples_of_the_pages_run(tmp_path):
-  codes = blocks("python")
+  codes = programs()
   done = subprocess.run(
     [sys.executable, "-W", "error", "-c", RUN_EACH],
     input=json.dumps(codes),
@@ -114,14 +117,41 @@ ELSEWHERE = {
 
 
 def test_every_program_of_the_pages_is_run_by_a_test():
-  found = blocks("python")
+  found = programs()
   for path in sorted((ROOT / "docs").rglob("*.md")):
     name = str(path.relative_to(ROOT / "docs"))
-    for code in re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE):
+    for code in blocks_of(path.read_text()):
       assert any(code in program for program in found) != (name in ELSEWHERE), name
   for name, test in ELSEWHERE.items():
     text = (ROOT / test).read_text()
     assert name.split("/")[-1] in text or f'"{name.split("/")[0]}"' in text
+
+
+def test_names_in_the_python_of_every_page_exist():
+  """Also of blocks ```py, which need files that no test has, and of those that slow tests run."""
+  for page in [*(ROOT / page for page in PAGES), *sorted((ROOT / "docs").rglob("*.md"))]:
+    text = page.read_text()
+    assert wrong_names("".join(blocks_of(text, "py(?:thon)?"))) == [], page.name
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for indented in re.findall(r"^\n( {4}.*\n(?: {4}.*\n|\n)*)", outside, re.MULTILINE):
+      with pytest.raises(SyntaxError):  # Python would be in a block
+        ast.parse(textwrap.dedent(indented))
+
+
+@pytest.mark.parametrize(
+  ("code", "wrong"),
+  [
+    ("import train.nothing", "train.nothing"),
+    ("from lnssm_jax import analysis as a\na.half_livez(model)", "lnssm_jax.analysis.half_livez"),
+    ("import train\ntrain.load_model('x', stp=3)", "train.load_model: .*'stp'"),
+    ("import train\nloaded = train.load_model('x')\nloaded.scor('a')", "LoadedModel.scor"),
+    ("from lnssm_jax.mixers import GLA\nGLA(8, num_heads=2)(x, stat=None)", "GLA.*'stat'"),
+    ("from train import config\nconfig.Data(sorces={})", "config.Data: .*'sorces'"),
+  ],
+)
+def test_wrong_name_in_a_page_is_found(code, wrong):
+  (found,) = wrong_names(code)
+  assert re.fullmatch(wrong, found)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -169,6 +199,11 @@ def test_commands_of_all_pages_have_their_options():
       options = re.findall(r"(?<=\s)--[a-z][\w-]*", rest)
       if name not in known or any(option not in known[name] for option in options):
         wrong.append(f"{page.name}: {name}{rest}")
+    for name, rest in re.findall(r"python -m (benchmarks[\w.]+[a-z])([^\n`|]*)", text):
+      source = (ROOT / f"{name.replace('.', '/')}.py").read_text()
+      for option in re.findall(r"(?<=\s)--(?:no-)?([a-z][\w-]*)", rest):
+        if f'"--{option}"' not in source and f'"--no-{option}"' not in source:
+          wrong.append(f"{page.name}: {name}{rest}")
   assert wrong == []
 
 

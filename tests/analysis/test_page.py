@@ -12,6 +12,7 @@ from train.data.tokenizers import load_tokenizer
 from train.runs import export
 
 PAGE = (Path(__file__).parents[2] / "docs" / "analysis.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def test_three_lines_find_the_slowest_head_of_an_exported_model(tmp_path, monkeypatch, capsys):
@@ -22,17 +23,15 @@ def test_three_lines_find_the_slowest_head_of_an_exported_model(tmp_path, monkey
   params["blocks"]["mixer"]["w"][:] = 0  # a decay of exp(-1)
   params["blocks"]["mixer"]["w"][1, 4:] = -3.0
   export.write(tmp_path / "exported", model, params, load_tokenizer("bytes"), 20)
-  (lines,) = re.findall(r"^    (from lnssm_jax.*\n(?:    .*\n)*)", PAGE, re.MULTILINE)[:1]
-  code = lines.replace("\n    ", "\n")
-  assert len(code.strip().splitlines()) == 3
+  assert len(re.findall(r"^.", BLOCKS[0], re.MULTILINE)) == 3
   monkeypatch.chdir(tmp_path)
-  exec(compile(code, "docs/analysis.md", "exec"), {})
+  exec(compile(BLOCKS[0], "docs/analysis.md", "exec"), {})
   printed = capsys.readouterr().out
   assert printed.startswith("SlowestHead(layer=1, head=1, half_life=13.9")  # log 2 * exp(3)
 
 
 def test_example_of_the_page_prints_what_it_says(capsys):
-  (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+  code = "".join(BLOCKS[1:])
   exec(compile(code, "docs/analysis.md", "exec"), {})
   printed = capsys.readouterr().out.splitlines()
   assert len(printed) == code.count("print(")
