@@ -181,6 +181,21 @@ def selective(dt: jax.Array, rates: jax.Array, b: jax.Array, c: jax.Array, skip)
   )
 
 
+def forget_gate(z: jax.Array, rates: jax.Array) -> jax.Array:
+  """Eq. 22: sigmoid(-z)^A = exp(-A softplus(z)), the decay of S6 for dt = softplus(z), [T, d, n].
+
+  Args:
+    z: [T, d], what the softplus of the layer is given; sigmoid(-z) is the gate of qLSTM.
+    rates: A [d, n], positive.
+
+  Raises:
+    ValueError: shapes do not agree.
+  """
+  check_shape(_NAME, "z", z, (None, None), "[T, d]")
+  check_shape(_NAME, "rates", rates, (z.shape[1], None), "[d] of z, then n")
+  return jax.nn.sigmoid(-z)[..., None] ** rates
+
+
 def enlarge(system: System, other: System) -> System:
   """Lemma 2: the system with the states of another, which it does not read; y stays the same.
 

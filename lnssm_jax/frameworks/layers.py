@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.mixers import LLN, S4
 from lnssm_jax.ops import ExponentialKernel
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.checks import check_shape
@@ -131,6 +132,7 @@ def mix_with(mixer: Any, x: jax.Array, compute: Callable[[Recurrence], jax.Array
 
 
 def _reason(mixer, op, why):
+  why = _OF_LAYERS.get(type(mixer), why)
   return f"{_NAME}: {type(mixer).__name__} has no recurrence of this form: its {op} {why}."
 
 
@@ -140,6 +142,12 @@ OUTSIDE = {
     "is softmax, whose state is all keys and values; `dsf.taylor_features` gives the recurrence "
     "that it is the limit of"
   ),
+}
+
+# Layers of which more can be said than their op says.
+_OF_LAYERS: Mapping[type, str] = {
+  LLN: "is softmax within blocks of tokens, averaged with its linear attention",
+  S4: "has the taps of a recurrence whose matrix is not diagonal; those of S4D and DSS are",
 }
 
 

@@ -18,16 +18,21 @@ METHODS = (
 FORMS = {"": "one number", "k": "by k", "d": "by d"}
 
 
+HEAD = ["| mixer | op | e | o | form of o | s | k × d |", "|---|---|---|---|---|---|---|"]
+
+
+def row(name: str) -> str:
+  """The row of a mixer as Markdown."""
+  (found,) = lcsm.describe(tiny.randomized(name))
+  form = "-" if found.o == "1" else FORMS.get(found.axes, found.axes)
+  _, k, d = found.memory
+  cells = (f"`{name}`", f"`{found.op}`", found.e, found.o, form, found.s, f"{k} × {d}")
+  return "| " + " | ".join(cells) + " |"
+
+
 def table() -> str:
-  """The rows as Markdown."""
-  lines = ["| mixer | op | e | o | form of o | s | k × d |", "|---|---|---|---|---|---|---|"]
-  for name in METHODS:
-    (row,) = lcsm.describe(tiny.randomized(name))
-    form = "-" if row.o == "1" else FORMS.get(row.axes, row.axes)
-    _, k, d = row.memory
-    cells = (f"`{name}`", f"`{row.op}`", row.e, row.o, form, row.s, f"{k} × {d}")
-    lines.append("| " + " | ".join(cells) + " |")
-  return "\n".join(lines)
+  """The head and the rows."""
+  return "\n".join([*HEAD, *map(row, METHODS)])
 
 
 def main():

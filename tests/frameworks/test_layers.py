@@ -22,12 +22,14 @@ SOFTMAX = "attention is softmax, whose state is all keys and values"
 NO_RECURRENCE = {
   "base_conv": TAPS,
   "hyena": TAPS,
-  "lln": SOFTMAX,
-  "s4": TAPS,
+  "lln": "attention is softmax within blocks of tokens, averaged with its linear attention",
+  "s4": "taps of a recurrence whose matrix is not diagonal",
   "sliding_window_attention": SOFTMAX,
   "softmax_attention": SOFTMAX,
   "tnn": TAPS,
 }
+# Each op with decays, and a layer with two memories; tests/mixers/test_decay.py has all mixers.
+DECAYS = ("dss", "gla", "gsa", "longhorn", "mamba", "mom", "rwkv4")
 NOT_DIAGONAL = ("delta_net", "gated_delta_net", "longhorn_exact")
 
 
@@ -56,24 +58,33 @@ def test_mixer_equals_its_kernel_matrix_and_its_streams(name):
   x = np.random.default_rng(1).normal(size=(T, tiny.DIM))
 
   def run(x):
-    """(the layer on streams, the outputs of its recurrences by streams and by kernels)."""
-    pairs = []
+    """(the layer on streams, the outputs of its recurrences by streams and by kernels, decays)."""
+    pairs, factors = [], []
 
     def by_streams(recurrence):
+      factors.append(jnp.abs(recurrence.o).reshape(T, -1))
       out = through_streams(recurrence)
       same = out if name in NOT_DIAGONAL else through_kernel(recurrence)
       pairs.append((out, same.reshape(out.shape)))
       return out
 
-    return mix_with(mixer, x, by_streams), pairs
+    y = mix_with(mixer, x, by_streams)
+    if name not in DECAYS:
+      return y, pairs, None
+    return y, pairs, (jnp.concatenate(factors, axis=1), jnp.exp(mixer.decay(x[None])))
 
   with jax.enable_x64():
     mixer, params = build(name)
-    y, pairs = jax.jit(run)(x)
+    y, pairs, decays = jax.jit(run)(x)
   want = tiny.TINY[name].reference(params, x, **tiny.TINY[name].reference_options)
   assert relative_error(y, want) < 1e-13
   for by_streams, by_kernel in jax.tree.map(np.asarray, pairs):
     assert np.linalg.norm(by_streams - by_kernel) < 1e-13 * np.linalg.norm(by_streams)
+  if decays is not None:  # the same numbers, wherever they are
+    factors, kept = map(np.asarray, decays)
+    kept = kept[0] if kept.ndim >= 4 else np.broadcast_to(kept, (T, *kept.shape))
+    for a, b in zip(factors, kept.reshape(T, -1), strict=True):
+      np.testing.assert_allclose(*(np.unique(np.float32(z)) for z in (a, b)), rtol=1e-6)
 
 
 # Decays of entries, constant expansions, real poles, another vector that erases.

@@ -108,7 +108,6 @@ def test_unknown_product_and_bad_cotangent_raise():
   ("name", "rows"),
   [
     ("delta_net", ["token token token k x k"]),
-    ("mamba", ["token token token k x d"]),
     ("gsa", ["token token token d", "token token token k"]),
   ],
 )
