@@ -145,6 +145,8 @@ def receptive_fields(
 
   Arguments are those of `decays` and of `receptive_field`, and so are the errors.
   """
+  if inputs is None:
+    raise ValueError(f"{_NAME}: inputs=None, but a receptive field is that of a text; give one.")
   return _each(_field, model, inputs, segment_ids, (window, threshold))
 
 

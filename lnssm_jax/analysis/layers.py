@@ -10,6 +10,7 @@ import numpy as np
 
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.models import Block, LanguageModel, layers
+from lnssm_jax.models.embedding import check_ids, check_tokens
 from lnssm_jax.ops.core.checks import check_shape
 from lnssm_jax.ops.core.halo import step_positions
 
@@ -41,7 +42,7 @@ def each_layer(
   """
   static: dict[str, Any] = {"function": function, "options": options}
   if inputs is not None:
-    check_length(model, inputs, segment_ids)
+    inputs = checked_inputs(model, inputs, segment_ids)
   check_model(model)
   if isinstance(model, Mixer):
     if only not in (None, 0):
@@ -71,21 +72,30 @@ def check_model(model: Any) -> None:
   """Raises `ValueError` unless `model` is a language model or a mixer."""
   if not isinstance(model, LanguageModel | Mixer):
     raise ValueError(
-      f"{_NAME}: model is a {type(model).__name__}; give a LanguageModel with tokens [B, T], or a "
-      "mixer with x [B, T, D]."
+      f"{_NAME}: model is a {type(model).__name__}; give a LanguageModel (such as the `model` of "
+      "what `load_model` returns) with tokens [B, T], or a mixer with x [B, T, D]."
     )
 
 
-def check_length(model: Any, inputs: Any, segment_ids: Any = None, before: int = 0) -> None:
-  """Raises `ValueError` if a document, where its length is known, is longer than `max_length`."""
+def checked_inputs(model: Any, inputs: Any, segment_ids: Any = None) -> jax.Array:
+  """The inputs as an array.
+
+  Raises:
+    ValueError: they do not fit the model, or a document, where its length is known, is longer than
+      its `max_length`.
+  """
   check_model(model)
+  inputs = jnp.asarray(inputs)
   rank, axes = (3, "[B, T, D]") if isinstance(model, Mixer) else (2, "[B, T]")
   check_shape(_NAME, "inputs", inputs, (None,) * rank, f"{axes} of a {type(model).__name__}")
+  if isinstance(model, LanguageModel):
+    check_tokens(_NAME, inputs, model.dim)
+    check_ids(_NAME, inputs, model.vocab_size)  # compiled programs cannot look at them
   limit = getattr(model, "max_length", None)
   if limit is None or isinstance(segment_ids, jax.core.Tracer):
-    return
+    return inputs
   B, T = np.shape(inputs)[:2]
-  longest = before + T
+  longest = T
   if segment_ids is not None:
     positions, _ = step_positions(B, T, jnp.asarray(segment_ids), None, axis_name=None)
     longest = int(jnp.max(positions)) + 1
@@ -94,6 +104,7 @@ def check_length(model: Any, inputs: Any, segment_ids: Any = None, before: int =
       f"{_NAME}: a text of {longest} tokens is longer than the cache of the {type(model).__name__},"
       f" max_length={limit}; cut it, or build the model with a longer one."
     )
+  return inputs
 
 
 def mixer_states(model: Any, state: Any) -> list[Any]:

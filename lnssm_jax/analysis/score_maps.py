@@ -9,6 +9,7 @@ and LNSSM, and r . k of RWKV-5 far from log-normal.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ from lnssm_jax import ops
 from lnssm_jax.analysis.layers import each_layer
 from lnssm_jax.mixers import LLN, LNSSM, Mixer
 from lnssm_jax.models import LanguageModel
+from lnssm_jax.ops.attention.cache import tokens_of
+from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.segments import segments_of
 
@@ -40,7 +43,7 @@ class Scores(NamedTuple):
 
   value: jax.Array  # [B, H, T, T], a_ts; 0 where the token t does not see s
   log: jax.Array  # log a_ts; NaN where a_ts < 0, -inf where t does not see s
-  visible: jax.Array  # [B, 1, T, T] bool: s <= t, in the same document
+  visible: jax.Array  # [B, 1, T, T] bool: s <= t, in the same document, and in attention's window
 
   def weights(self) -> jax.Array:
     """Each row divided by its sum, w_ts [B, H, T, T]."""
@@ -67,8 +70,8 @@ def scores(
   """The scores of all pairs of tokens in one layer, T^2 numbers per head.
 
   Phi(q) and Phi(k) are what the layer's op is given: features, c and b of Mamba; of softmax
-  attention a_ts is exp(K^(-1/2) q_t . k_s). LNSSM computes exp(q) divided by its largest entry,
-  which cancels in its output; here it is exp(q).
+  attention a_ts is exp(K^(-1/2) q_t . k_s), with its own scale, soft cap, and window. LNSSM
+  computes exp(q) divided by its largest entry, which cancels in its output; here it is exp(q).
 
   Args:
     inputs: tokens [B, T] of a language model, x [B, T, D] of a mixer.
@@ -137,7 +140,11 @@ def _scores(mixer, x, segment_ids) -> Scores:
   visible = jnp.broadcast_to(t[:, None] >= t, (B, 1, T, T))
   if (segments := segments_of(_NAME, segment_ids, B, T)) is not None:
     visible &= (segments.index[:, :, None] == segments.index[:, None])[:, None]
-  if exponents == "sum":  # of exp(q_i) exp(k_i)
+  if isinstance(exponents, _Softmax):
+    visible &= exponents.visible[:, None]
+    log = exponents.capped(jnp.einsum("bthk,bshk->bhts", q, k, precision="highest"))
+    value = jnp.exp(log)
+  elif exponents == "sum":  # of exp(q_i) exp(k_i)
     top = lambda z: jnp.max(z, axis=-1, keepdims=True)
     product = jnp.einsum(
       "bthk,bshk->bhts", jnp.exp(q - top(q)), jnp.exp(k - top(k)), precision="highest"
@@ -147,12 +154,19 @@ def _scores(mixer, x, segment_ids) -> Scores:
     value = jnp.exp(log)
   else:
     value = jnp.einsum("bthk,bshk->bhts", q, k, precision="highest")
-    value, log = (jnp.exp(value), value) if exponents == "product" else (value, jnp.log(value))
+    log = jnp.log(value)
   return Scores(jnp.where(visible, value, 0), jnp.where(visible, log, -jnp.inf), visible)
 
 
+class _Softmax(NamedTuple):
+  """Rules by which attention turns products of queries and keys into logarithms of weights."""
+
+  visible: jax.Array  # [B, T, T]
+  capped: Callable[[jax.Array], jax.Array]
+
+
 def _queries_and_keys(mixer, x, segment_ids):
-  """(q, k [B, T, H, K], of which kind: "product" of exponents, "sum" of exponentials, or None)."""
+  """(q, k [B, T, H, K], of which kind: `_Softmax`, "sum" of exponentials, or None)."""
   if isinstance(mixer, LNSSM) and (exponents := mixer.exponents(x, segment_ids)) is not None:
     return *exponents, "sum"
   with ops.recording() as calls:
@@ -168,8 +182,9 @@ def _queries_and_keys(mixer, x, segment_ids):
   q, k = (z if z.ndim == 4 else z[:, :, None] for z in (q, k))
   if call.op != "attention":
     return q, k, None
-  scale = call.arguments["scale"]
-  return q * (q.shape[-1] ** -0.5 if scale is None else scale), k, "product"
+  checked = dispatch.check(call.op, **call.arguments)
+  tokens = tokens_of(checked.inputs)
+  return q, k, _Softmax(checked.options.mask.visible(tokens, tokens), checked.options.capped)
 
 
 @functools.partial(jax.jit)

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax import ops
-from lnssm_jax.analysis.layers import check_length, check_model, each_layer, mixer_states
+from lnssm_jax.analysis.layers import check_model, checked_inputs, each_layer, mixer_states
 from lnssm_jax.mixers import ComplexState, Mixer
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.models import LanguageModel
+from lnssm_jax.ops.core.checks import check_shape
 
 _NAME = "analysis"
 
@@ -68,8 +69,7 @@ def document_states(
   # Padding comes first, as a document of its own, which leaves nothing behind.
   inputs = jnp.asarray(np.stack([np.pad(row, before(row)) for row in rows]))
   ids = jnp.asarray([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-  check_length(model, inputs, ids)
-  return _after(model, inputs, ids)
+  return _after(model, checked_inputs(model, inputs, ids), ids)
 
 
 def state_norms(
@@ -87,11 +87,11 @@ def state_norms(
   Raises:
     ValueError: `every` does not divide T, or the text is longer than a cache of the model.
   """
-  check_length(model, inputs)
-  T = jnp.shape(inputs)[1]
+  inputs = checked_inputs(model, inputs)
+  T = inputs.shape[1]
   if T % check_positive("every", every):
     raise ValueError(f"{_NAME}: every={every} does not divide the text's T={T} tokens.")
-  return _norms(model, jnp.asarray(inputs), every=every)
+  return _norms(model, inputs, every=every)
 
 
 @jax.jit
@@ -139,8 +139,7 @@ def boundary_influence(
   Raises:
     ValueError: the two do not fit together or the model, or are longer than one of its caches.
   """
-  check_length(model, first), check_length(model, second)  # their ranks
-  first, second = jnp.asarray(first), jnp.asarray(second)
+  first, second = (checked_inputs(model, tokens) for tokens in (first, second))
   (B, T1), T2 = first.shape[:2], second.shape[1]
   if second.shape[0] != B:
     raise ValueError(f"{_NAME}: second has {second.shape[0]} rows, but first has {B}.")
@@ -174,7 +173,6 @@ def state_size(model: LanguageModel | Mixer) -> int:
   return sum(map(size, jax.tree.leaves(found)))
 
 
-@jax.jit
 def recall(model: LanguageModel, tokens: jax.Array, labels: jax.Array) -> jax.Array:
   """The share of labeled tokens whose label has the largest logit, float32 [].
 
@@ -185,10 +183,13 @@ def recall(model: LanguageModel, tokens: jax.Array, labels: jax.Array) -> jax.Ar
   Args:
     tokens: [B, T] integer.
     labels: [B, T] integer, of the next token; below 0 where there is none.
+
+  Raises:
+    ValueError: `tokens` do not fit the model, or `labels` not `tokens`.
   """
-  given = labels >= 0
-  right = (jnp.argmax(model(tokens)[0], axis=-1) == labels) & given
-  return jnp.sum(right) / jnp.sum(given)
+  tokens, labels = checked_inputs(model, tokens), jnp.asarray(labels)
+  check_shape(_NAME, "labels", labels, tokens.shape, "the shape of inputs, [B, T]")
+  return _recall(model, tokens, labels)
 
 
 def _named(state: Any, name: str = "") -> Iterator[tuple[str, jax.Array]]:
@@ -223,6 +224,13 @@ _RECURRENT = (
   ops.SparseState,
   ops.WKV4State,
 )
+
+
+@jax.jit
+def _recall(model, tokens, labels):
+  given = labels >= 0
+  right = (jnp.argmax(model(tokens)[0], axis=-1) == labels) & given
+  return jnp.sum(right) / jnp.sum(given)
 
 
 @jax.jit

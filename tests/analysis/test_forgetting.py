@@ -139,6 +139,12 @@ def test_text_that_does_not_fit_raises():
     analysis.decays(3, TOKENS)
   with pytest.raises(ValueError, match=r"inputs has shape \(12,\)"):
     analysis.decays(model(PATTERN), TOKENS[0])
+  with pytest.raises(ValueError, match="the id 99, but the vocabulary is 0 to 16"):
+    analysis.decays(model(PATTERN), [[1, 99]])  # a list, also where a program is compiled
+  with pytest.raises(ValueError, match="token ids must be integers"):
+    analysis.decays(model(PATTERN), [[0.5]])
+  with pytest.raises(ValueError, match="inputs=None, but a receptive field"):
+    analysis.receptive_fields(model(), None)
   short = model(PATTERN, mixer_options=_Options(softmax_attention={"max_length": 8}))
   with pytest.raises(ValueError, match=r"a text of 12 tokens is longer than .* max_length=8"):
     analysis.decays(short, TOKENS)

@@ -48,8 +48,10 @@ def test_scores_do_not_cross_documents():
   np.testing.assert_array_equal(np.asarray(got.value) > 0, np.broadcast_to(want, got.value.shape))
 
 
-def test_scores_of_softmax_attention_are_exponentials():
-  mixer = tiny.randomized("softmax_attention")
+@pytest.mark.parametrize("name", ["softmax_attention", "sliding_window_attention"])
+def test_scores_of_softmax_attention_are_exponentials(name):
+  full = name == "softmax_attention"
+  mixer = tiny.randomized(name, **({"scale": 0.3, "soft_cap": 0.2} if full else {}))
 
   @jax.jit
   def queries_and_keys(mixer):
@@ -58,10 +60,18 @@ def test_scores_of_softmax_attention_are_exponentials():
     return calls[0].arguments["q"], calls[0].arguments["k"]
 
   q, k = map(np.float64, queries_and_keys(mixer))
-  log = np.einsum("bthk,bshk->bhts", q, k) / np.sqrt(K)
+  log = np.einsum("bthk,bshk->bhts", q, k)
+  log = 0.2 * np.tanh(0.3 * log / 0.2) if full else log / np.sqrt(K)
   got = analysis.scores(mixer, X)
-  visible = np.broadcast_to(got.visible, log.shape)
-  np.testing.assert_allclose(np.asarray(got.log)[visible], log[visible], rtol=1e-4, atol=1e-5)
+  distance = np.arange(T)[:, None] - np.arange(T)
+  visible = (distance >= 0) & (full | (distance < 5))  # the window of the tiny mixer
+  np.testing.assert_array_equal(got.visible[0, 0], visible)
+  np.testing.assert_allclose(
+    np.asarray(got.log)[..., visible], log[..., visible], rtol=1e-4, atol=1e-5
+  )
+  weights = np.where(visible, np.exp(log), 0)
+  weights /= weights.sum(-1, keepdims=True)
+  np.testing.assert_allclose(got.weights(), weights, rtol=1e-4, atol=1e-6)
 
 
 def test_scores_of_linear_attention_may_be_negative():

@@ -94,6 +94,15 @@ def test_reset_at_a_boundary_leaves_no_influence():
   assert np.all(np.asarray(influence.state) == 0)
 
 
+def test_influence_on_a_mixer_is_the_difference_to_the_document_alone():
+  mixer, x = tiny.starting("lrn"), tiny.inputs(2, 9)
+  got = analysis.boundary_influence(mixer, x[:, :5], x[:, 5:], reset=False)
+  (y, state), (alone, state_alone) = run(mixer, x), run(mixer, x[:, 5:])
+  apart = lambda a, b: np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)
+  np.testing.assert_allclose(got.output[0], apart(y[:, 5:], alone), rtol=1e-4)
+  np.testing.assert_allclose(got.state[0], apart(state[0], state_alone[0]), rtol=1e-4)
+
+
 def test_influence_without_reset_is_the_difference_to_the_document_alone():
   first, second = TOKENS[:, :7], TOKENS[:, 7:]
   lnssm = model()
@@ -124,7 +133,7 @@ def test_recall_is_the_share_of_right_labels():
   labels = np.where(np.arange(12) % 3 == 0, best, -100)
   assert analysis.recall(lnssm, TOKENS, labels) == 1
   labels[0] = np.where(labels[0] >= 0, (labels[0] + 1) % VOCAB, -100)
-  assert analysis.recall(lnssm, TOKENS, labels) == 0.5
+  assert analysis.recall(lnssm, TOKENS.tolist(), labels.tolist()) == 0.5
 
 
 def test_wrong_texts_raise():
@@ -136,6 +145,10 @@ def test_wrong_texts_raise():
     analysis.document_states(model(), [TOKENS[0, :0]])
   with pytest.raises(ValueError, match="second has 1 rows, but first has 2"):
     analysis.boundary_influence(model(), TOKENS, TOKENS[:1], reset=True)
+  with pytest.raises(ValueError, match=r"labels has shape \(2, 11\)"):
+    analysis.recall(model(), TOKENS, TOKENS[:, 1:])
+  with pytest.raises(ValueError, match=r"model is a int; .* `load_model` returns"):
+    analysis.recall(3, TOKENS, TOKENS)
   with pytest.raises(ValueError, match=r"a text of 12 tokens is longer than .* max_length=8"):
     analysis.state_norms(short_cache(), tiny.inputs(1, 12), every=4)
 
