@@ -221,6 +221,8 @@ def test_folder_that_holds_nothing_known_raises(run, tmp_path):
     report(tmp_path)
   with pytest.raises(DataError, match="it does not exist"):
     report(tmp_path / "absent")
+  with pytest.raises(DataError, match="it is a file"):
+    report(tmp_path / "notes.txt")
   with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7 .* there are 10, 20"):
     report(run[0].run_dir, step=7)
   with pytest.raises(DataError, match=r"fits select='norm\.scal'; did you mean 'norm\."):
@@ -255,11 +257,13 @@ def test_text_json_and_page_have_every_parameter(run, tmp_path, capsys):
   assert "<script" not in whole and "http" not in whole and "src=" not in whole
   assert main(["inspect", cfg.run_dir, "--html", str(tmp_path / "x.html"), "--shapes"]) == 0
   assert (tmp_path / "x.html").read_text().startswith("<!doctype html>")
-  assert main(["inspect", cfg.run_dir, "--json", "--select", "embedding"]) == 0
-  assert json.loads(capsys.readouterr().out.split("\n", 1)[1])["parameters"][0]["shape"] == [
-    257,
-    16,
-  ]
+  assert capsys.readouterr().out == f"{tmp_path / 'x.html'}\n"
+  both = ["--json", "--html", str(tmp_path / "y.html"), "--select", "embedding"]
+  assert main(["inspect", cfg.run_dir, *both]) == 0
+  assert json.loads(capsys.readouterr().out)["parameters"][0]["shape"] == [257, 16]
+  assert "embedding" in (tmp_path / "y.html").read_text()
+  assert main(["inspect", cfg.run_dir, "--html", str(tmp_path / "no" / "x.html")]) == 2
+  assert "there is no folder" in capsys.readouterr().err
 
 
 def test_losses_that_are_not_finite_are_left_out(run):

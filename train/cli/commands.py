@@ -225,6 +225,8 @@ def inspect(options: argparse.Namespace) -> None:
   """Shows what is in a folder, as text, JSON or a page."""
   from train.inspection import page, report, text
 
+  if options.html and not options.html.absolute().parent.is_dir():
+    raise config.ConfigError(f"--html {options.html}: there is no folder {options.html.parent}.")
   found = report.report(
     options.folder,
     step=options.step,
@@ -235,9 +237,10 @@ def inspect(options: argparse.Namespace) -> None:
   )
   if options.html:
     options.html.write_text(page.page(found), encoding="utf-8")
-    print(options.html)
-  elif options.json:
+  if options.json:
     print(report.to_json(found))
+  elif options.html:
+    print(options.html)
   else:
     print("\n".join(text.lines(found)))
 

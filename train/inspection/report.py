@@ -265,7 +265,9 @@ def _curves(folder: Path) -> Report:
 def _content(folder: Path) -> str:
   if not folder.exists():
     return "it does not exist"
-  names = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else []
+  if not folder.is_dir():
+    return "it is a file"
+  names = sorted(path.name for path in folder.iterdir())[:8]
   return f"it has {', '.join(names) or 'nothing'}"
 
 
