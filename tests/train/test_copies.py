@@ -22,7 +22,7 @@ TASK = MQAR(length=16, pairs=3, vocab_size=40)
 
 def settings(**changes):
   cfg = Train(
-    model=Model(mixer="lrn", dim=16, num_layers=1, num_heads=2, vocab_size=300, dtype="float32"),
+    model=Model(mixer="lrn", dim=16, num_layers=2, num_heads=2, vocab_size=300, dtype="float32"),
     optimizer=Optimizer(
       peak_lr=1e-3, final_lr=1e-4, warmup_steps=1, weight_decay=0.1, clip_norm=1.0
     ),
@@ -38,7 +38,7 @@ def settings(**changes):
 
 
 def test_each_copy_trains_as_the_trainer_does_alone():
-  dropout = dataclasses.replace(settings().model, embedding_dropout=0.1)
+  dropout = dataclasses.replace(settings().model, num_layers=1, embedding_dropout=0.1)
   cfg = settings(model=dropout)
   copies = Copies(cfg, seeds=(0, 5, 9), learning_rates=(1e-3, 4e-3, 2e-3))
   batches = [TASK.examples(4, seed) for seed in range(3)]
