@@ -57,9 +57,9 @@ def inputs(T: int, N: int, *, heads: int, width: int, selected: int, dtype) -> d
   return x | {"indices": indices.astype(jnp.int32), "segments": segments}
 
 
-def arrays(T: int, N: int, sizes) -> dict:
-  """`inputs`, on the device."""
-  return jax.jit(functools.partial(inputs, T, N, **dict(sizes)))()
+def arrays(T: int, N: int, sizes):
+  """The program that makes `inputs` on the device."""
+  return jax.jit(functools.partial(inputs, T, N, **dict(sizes)))
 
 
 def always_on(x, method=None):
@@ -142,7 +142,7 @@ def relative_error(got, want) -> float:
 
 def expected(N: int, sizes, tokens: int):
   """Output and gradients of the recurrence, in float32."""
-  x = arrays(tokens, N, sizes)
+  x = arrays(tokens, N, sizes)()
   x = {n: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for n, a in x.items()}
   return jax.device_get(jax.jit(with_backward(lambda x: by_method(x, N, "gather")))(x))
 
@@ -152,12 +152,14 @@ def error_of(form: str, N: int, sizes) -> float | None:
   if form == "gla":
     return None
   run = jax.jit(with_backward(function(form, N, dict(sizes)["selected"])))
-  return relative_error(jax.device_get(run(arrays(CHECKED, N, sizes))), expected(N, sizes, CHECKED))
+  return relative_error(
+    jax.device_get(run(arrays(CHECKED, N, sizes)())), expected(N, sizes, CHECKED)
+  )
 
 
 def compiled(form: str, N: int, T: int, sizes):
   """The program that makes the arrays of one row, and by name those that are timed."""
-  make = jax.jit(functools.partial(inputs, T, N, **dict(sizes)))
+  make = arrays(T, N, sizes)
   run = function(form, N, dict(sizes)["selected"])
   programs = {"forward": run, "backward": with_backward(run)}
   x = jax.eval_shape(make)

@@ -15,7 +15,7 @@ from flax import nnx
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import count_parameters
 from tests import devices
-from tests.page_names import wrong_names
+from tests.pages import blocks_of, wrong_names
 from train.cli.main import _parser
 
 ROOT = Path(__file__).parents[1]
@@ -23,10 +23,6 @@ PAGES = ("README.md", "CONTRIBUTING.md")
 README = (ROOT / "README.md").read_text()
 MIXERS_PAGE = (ROOT / "docs" / "mixers.md").read_text()
 OWN_MODELS_PAGE = (ROOT / "docs" / "own_models.md").read_text()
-
-
-def blocks_of(text: str, language: str = "python") -> list[str]:
-  return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def programs() -> list[str]:

@@ -185,15 +185,19 @@ def forget_gate(z: jax.Array, rates: jax.Array) -> jax.Array:
   """Eq. 22: sigmoid(-z)^A = exp(-A softplus(z)), the decay of S6 for dt = softplus(z), [T, d, n].
 
   Args:
-    z: [T, d], what the softplus of the layer is given; sigmoid(-z) is the gate of qLSTM.
-    rates: A [d, n], positive.
+    z: [T, d] floating point, what the softplus of the layer is given; sigmoid(-z) is the gate of
+      qLSTM.
+    rates: A [d, n] floating point, positive.
+
+  Returns:
+    [T, d, n] of their common dtype; right where sigmoid(-z) is too small for it.
 
   Raises:
     ValueError: shapes do not agree.
   """
   check_shape(_NAME, "z", z, (None, None), "[T, d]")
   check_shape(_NAME, "rates", rates, (z.shape[1], None), "[d] of z, then n")
-  return jax.nn.sigmoid(-z)[..., None] ** rates
+  return jnp.exp(rates * jax.nn.log_sigmoid(-z)[..., None])
 
 
 def enlarge(system: System, other: System) -> System:

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 
 from lnssm_jax.models.settings import abstract_params
+from tests.pages import blocks_of
 from train import config
 from train.data.tokenizers import load_tokenizer
 from train.runs import export
 
 PAGE = (Path(__file__).parents[2] / "docs" / "analysis.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = blocks_of(PAGE)
 
 
 def test_three_lines_find_the_slowest_head_of_an_exported_model(tmp_path, monkeypatch, capsys):

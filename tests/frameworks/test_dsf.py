@@ -62,7 +62,7 @@ def test_softmax_attention_is_the_limit_of_taylor_features():
   want = weights @ u / weights.sum(1, keepdims=True)
   errors = []
   with jax.enable_x64():
-    for order in (1, 6):
+    for order in (2, 6, 12):
       a, b = jax.jit(lambda q, k, order=order: [dsf.taylor_features(x, order) for x in (q, k)])(
         q, k
       )
@@ -71,7 +71,7 @@ def test_softmax_attention_is_the_limit_of_taylor_features():
       eta = np.sum(a * np.cumsum(b, axis=0), axis=-1)
       system = dsf.attention(a, b, eta, np.eye(D))
       errors.append(relative_error(dsf.apply(system, u), want))
-  assert errors[0] > 1e-2 and errors[1] < 1e-4
+  assert errors[0] > 1e-3 and errors[1] < 0.1 * errors[0] and errors[2] < 1e-6
 
 
 def test_enlarged_system_has_the_same_outputs():
@@ -93,6 +93,19 @@ def test_decay_of_s6_is_a_power_of_a_forget_gate():
     system = dsf.selective(jax.nn.softplus(z), A, b, b, A[:, 0])
   np.testing.assert_allclose(got, (1 / (1 + np.exp(z)))[..., None] ** A, rtol=1e-13)
   np.testing.assert_allclose(system.transition, got[:, 0], rtol=1e-13)
+
+
+def test_gradients_of_the_forget_gate_and_its_smallest_values():
+  z, A, weights = inputs(7, 1), np.abs(inputs(1, 2)) + 0.1, inputs(7, 1, 2)
+  with jax.enable_x64():
+    d_z, d_A = jax.grad(lambda *x: jnp.sum(weights * dsf.forget_gate(*x)), (0, 1))(z, A)
+  gate = 1 / (1 + np.exp(z[..., None]))
+  power = weights * gate**A
+  np.testing.assert_allclose(d_z, -np.sum(A * power * (1 - gate), axis=-1), rtol=1e-12)
+  np.testing.assert_allclose(d_A, np.sum(power * np.log(gate), axis=0), rtol=1e-12)
+  # sigmoid(-100) is 0 in float32, its square root not.
+  small = dsf.forget_gate(jnp.full((1, 1), 100.0), jnp.full((1, 1), 0.5))
+  np.testing.assert_allclose(small, np.exp(-50.0), rtol=1e-5)
 
 
 def test_what_is_not_a_system_raises():

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks import table_1
+from tests.pages import blocks_of
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "frameworks").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_print_what_stands_in_them(page):
-  examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+  examples = blocks_of(page.read_text())
   assert examples
   for code in examples:
     with contextlib.redirect_stdout(io.StringIO()) as printed:

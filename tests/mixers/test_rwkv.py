@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from lnssm_jax.mixers import RWKV4, RWKV5, RWKV6
 from lnssm_jax.mixers.common.norms import layer_norm
@@ -123,7 +125,18 @@ def test_rwkv6_starts_as_rwkv5():
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
 
 
-def test_rwkv6_streams_have_the_gradient_of_their_formula():
+def shard(x, shifted, weights, offsets):
+  """`weighted_streams` on one device's part of the time axis."""
+  specs = P(None, "time")
+  mesh = jax.make_mesh((1,), ("time",), axis_types=(AxisType.Auto,))
+  call = jax.shard_map(
+    weighted_streams, mesh=mesh, in_specs=(specs, specs, P(), specs), out_specs=specs
+  )
+  return call(x, shifted, weights, offsets)
+
+
+@pytest.mark.parametrize("function", [weighted_streams, shard])
+def test_rwkv6_streams_have_the_gradient_of_their_formula(function):
   """Every gradient, of five streams, in float64."""
   rng = np.random.default_rng(0)
   normal = lambda *shape: rng.normal(size=shape)
@@ -141,4 +154,4 @@ def test_rwkv6_streams_have_the_gradient_of_their_formula():
     return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(x, shifted, weights, offsets)
 
   with jax.enable_x64(True):
-    chex.assert_trees_all_close(loss(weighted_streams), loss(streams), rtol=1e-12)
+    chex.assert_trees_all_close(loss(function), loss(streams), rtol=1e-12)

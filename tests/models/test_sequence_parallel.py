@@ -1,7 +1,6 @@
 """Models on a sequence that is sharded over four devices: the numbers of one device."""
 
 import json
-import re
 from pathlib import Path
 
 import jax
@@ -16,6 +15,7 @@ from lnssm_jax.models import LanguageModel
 from tests import devices
 from tests.mixers.tiny import initial
 from tests.ops.divided import AXIS, DIVIDED, PARTS, WHOLE
+from tests.pages import blocks_of
 
 UNDIVIDED = {"base_conv", "hyena", "lln", "mom", "s4", "sse", "tnn"}
 DIVIDED_MIXERS = sorted(MIXERS.keys() - UNDIVIDED)
@@ -102,7 +102,7 @@ def test_model_with_a_mixer_that_cannot_shard_time_raises():
 @pytest.mark.slow
 def test_code_of_the_page_runs(tmp_path):
   page = (Path(__file__).parents[2] / "docs" / "sequence_parallelism.md").read_text()
-  (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+  (code,) = blocks_of(page)
   script = tmp_path / "page.py"
   script.write_text(code.replace("print(logits.shape)", "print(list(logits.shape))"))
   assert devices.result_of(str(script), devices=PARTS) == [2, 64, 257]

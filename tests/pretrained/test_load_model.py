@@ -56,6 +56,7 @@ def loaded(exported):
   with mock.patch.dict(sys.modules, dict.fromkeys(absent)):
     found = lnssm_jax.load_model(exported)
     assert found.tokenizer.spec == "bytes"
+    assert isinstance(found.generate("ab"), str)
   return found
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from lnssm_jax import pretrained
 from lnssm_jax.pretrained.families import FAMILIES
+from tests.pages import blocks_of
 from tests.pretrained.published import CASES, recorded, write
 from train.cli.main import main
 from train.data.tokenizers import train_bpe
@@ -49,16 +50,15 @@ def test_program_and_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
   shutil.copy(ROOT / "configs" / "quickstart.py", "configs")
   folder_of_bytes(tmp_path / "mamba-130m-hf", "mamba")
   folder_of_bytes(tmp_path / "llama", "llama")
-  blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
   program = {}
-  for block in blocks:
+  for block in blocks_of(PAGE):
     exec(compile(block, "docs/pretrained.md", "exec"), program)
   assert program["sampling"]["temperature"] == 0.5
   assert pretrained.load("copy", dtype="bfloat16").settings["model"] == program["settings"]
   (shown,) = re.findall(r"len\(not_kept\[1\]\)\)  # (.*)", PAGE)
   assert capsys.readouterr().out.endswith(f"{shown}\n")
 
-  (config,) = (block for block in blocks if "get_config" in block)
+  (config,) = (block for block in blocks_of(PAGE) if "get_config" in block)
   Path("more.py").write_text(config)
   (commands,) = re.findall(r"((?:^    python -m train .*\n)+)", PAGE, re.MULTILINE)
   ran = [line.split()[3:] for line in commands.splitlines()]

@@ -1,6 +1,5 @@
 """Programs that are kept: JAX's cache, and executables under what was traced."""
 
-import functools
 import types
 
 import jax
@@ -86,7 +85,7 @@ def with_table(table):
 def test_other_constants_settings_and_flags_are_other_programs(looked_up, monkeypatch):
   outs = [looked_up(with_table(np.full(4, size)))(X + 0, X) for size in (2.0, 5.0)]
   np.testing.assert_array_equal(outs, [3 * X, 6 * X])
-  count = functools.partial(lambda: len(looked_up.files()))
+  count = lambda: len(looked_up.files())
   assert count() == 2
   looked_up(seed=1), looked_up(seed=2), looked_up(seed=2, run_dir="elsewhere")
   assert count() == 4

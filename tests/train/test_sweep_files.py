@@ -2,11 +2,11 @@
 
 import json
 import random
-import re
 from pathlib import Path
 
 import pytest
 
+from tests.pages import blocks_of
 from tests.train.conftest import WORDS
 from train.cli.main import main
 from train.config import to_dict
@@ -58,7 +58,7 @@ def test_page_of_sweeps_runs(monkeypatch):
   monkeypatch.chdir(ROOT)
   names = {}
   found = []
-  for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+  for block in blocks_of(PAGE):
     exec(block, names)
     found.append(names["SWEEP"])
   assert [len(runs) for runs in found] == [2 * 2 * 2 * 3, 2 * 2 * 2 * 3]

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh
 
+from train.checkpoint.safe_files import replace_file
 from train.cluster import agreement, distributed
 
 IN_RUN = "run"  # as a folder: `programs` in the run folder
@@ -117,7 +117,7 @@ def compiled(
   result = traced.lower().compile()
   try:
     program, *_ = serialize_executable.serialize(result)
-    _write(path, hashlib.sha256(program).digest() + program)
+    replace_file(path, hashlib.sha256(program).digest() + program)
   except Exception as error:  # the next start takes longer
     warnings.warn(f"{path} cannot be written: {error}", stacklevel=2)
   return result
@@ -155,15 +155,3 @@ def _constants(value: Any, seen: set[int]) -> Iterator[Any]:
     for equation in value.eqns:
       yield from (x.val for x in equation.invars if isinstance(x, Literal) and np.ndim(x.val))
       yield from _constants(tuple(equation.params.values()), seen)
-
-
-def _write(path: Path, content: bytes) -> None:
-  """The whole file or nothing, whatever another process writes there."""
-  with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-    try:
-      file.write(content)
-      file.close()
-      os.replace(file.name, path)
-    except BaseException:
-      os.unlink(file.name)
-      raise

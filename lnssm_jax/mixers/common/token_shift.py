@@ -12,6 +12,7 @@ from lnssm_jax.ops.causal_conv1d.types import ConvState
 from lnssm_jax.ops.core.halo import inputs_before, of_last
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.segments import segments_of
+from lnssm_jax.ops.core.spmd import vary_alike
 
 
 def token_shift(
@@ -66,14 +67,24 @@ def interpolated(
   return ops_token_shift(x, mus, dtype=dtype, **options)[0]
 
 
-@jax.custom_vjp
-def weighted_streams(x, shifted, weights, offsets):
-  """x_t + (x_{t-1} - x_t) (weight + offset_t) for each weight [D] and D columns of offsets
-  [B, T, S D], in their dtype; `shifted` has x_{t-1}.
+def weighted_streams(
+  x: jax.Array,  # [B, T, D]
+  shifted: jax.Array,  # [B, T, D]
+  weights: tuple[jax.Array, ...],  # S of [D]
+  offsets: jax.Array,  # [B, T, S D]
+) -> tuple[jax.Array, ...]:
+  """x_t + (x_{t-1} - x_t) (weight + offset_t) for each weight and its D columns of `offsets`.
+
+  `shifted` has x_{t-1}. The S results [B, T, D] have the dtype of `offsets`.
 
   Its gradient is written out for its passes over memory: the gradients of the offsets are written
   once, and those of the weights are their sums. XLA would compute them twice.
   """
+  return _weighted_streams(*vary_alike((x, shifted, weights, offsets)))
+
+
+@jax.custom_vjp
+def _weighted_streams(x, shifted, weights, offsets):
   x = wide(x)
   step = wide(shifted) - x
   return tuple(
@@ -83,7 +94,7 @@ def weighted_streams(x, shifted, weights, offsets):
 
 
 def _weighted_streams_forward(*arguments):
-  return weighted_streams(*arguments), arguments
+  return _weighted_streams(*arguments), arguments
 
 
 def _weighted_streams_backward(arguments, gradients):
@@ -107,4 +118,4 @@ def _weighted_streams_backward(arguments, gradients):
   return (total - d_step).astype(x.dtype), d_step.astype(shifted.dtype), d_weights, d_offsets
 
 
-weighted_streams.defvjp(_weighted_streams_forward, _weighted_streams_backward)
+_weighted_streams.defvjp(_weighted_streams_forward, _weighted_streams_backward)

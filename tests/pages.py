@@ -1,10 +1,11 @@
-"""Names of this project in the programs of pages, checked without running them."""
+"""Programs of the pages: their blocks, and names of this project in them that do not exist."""
 
 import ast
 import dataclasses
 import functools
 import importlib
 import inspect
+import re
 import types
 import typing
 from typing import Any, NamedTuple
@@ -16,6 +17,11 @@ class Instance(NamedTuple):
   """A value of a known class."""
 
   cls: type
+
+
+def blocks_of(text: str, language: str = "python") -> list[str]:
+  """The code of a page's fenced blocks; `language` is a regular expression."""
+  return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def wrong_names(code: str) -> list[str]:
