@@ -9,9 +9,10 @@ FOLDER holds the token files train_books and val_books, val_peps, val_openwebtex
 
 "lm": 6 layers of 512, SwiGLU of 1,408, about 20M parameters, rows of 1,024 bytes; each mixer with
 three seeds and one learning rate, on the same batches. "recall": multi-query associative recall as
-`train.tasks.mqar_training` trains it, 64 pairs in 256 tokens, 2 layers of 64 with SwiGLU; the best
-of three learning rates for the mean of three seeds. States of one layer and head: GLA 32 x 32, or
-as many rows as the five partitions of SSE and the five memories of MoM have together, 160 x 32.
+`train.tasks.mqar_training` trains it, 64 pairs in 256 tokens of a vocabulary of 512; a layer of
+`base_conv`, without which none learns it in these steps, and one of the mixer, 64 wide with SwiGLU;
+the best of three learning rates for the mean of three seeds. States of a head: GLA 32 x 32, or as
+many rows as the five partitions of SSE and the five memories of MoM have together, 160 x 32.
 
 The copies that differ in seed and learning rate are one program (`train.tasks.copies`). Written per
 copy, then the mean and the standard deviation over seeds.
@@ -37,7 +38,7 @@ from train.tasks.copies import Copies
 from train.tasks.mqar_training import Training, task_of
 
 SEEDS = (0, 1, 2)
-RATES = {"lm": (1e-3,), "recall": (4.6e-4, 2.2e-3, 1e-2)}
+RATES = {"lm": (1e-3,), "recall": (1e-3, 2.2e-3, 4.6e-3)}
 VALIDATION = ("val_books", "val_peps", "val_openwebtext")
 PARTITIONS = 4  # and one that is always on
 MIXERS = {
@@ -73,7 +74,7 @@ class Sizes(NamedTuple):
 
 SIZES = {
   "lm": Sizes(512, 6, 4, 1408, 257, 1024, 32, 1000),
-  "recall": Sizes(64, 2, 2, 128, 8192, 256, 256, 3000, pairs=64, tests=3072),
+  "recall": Sizes(64, 2, 2, 128, 512, 256, 256, 6000, pairs=64, tests=3072),
 }
 EXAMPLES = 100_000  # of the training set of recall
 
@@ -83,8 +84,8 @@ def settings(task: str, mixer: str, sizes: Sizes, folder: str) -> Train:
   name, options = MIXERS[task][mixer]
   return Train(
     model=Model(
-      mixer=name,
-      mixer_options=options,
+      mixer=name if task == "lm" else ("base_conv", name),
+      mixer_options=options if task == "lm" else {name: options},
       dim=sizes.dim,
       num_layers=sizes.num_layers,
       num_heads=sizes.num_heads,
