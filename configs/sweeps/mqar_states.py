@@ -2,9 +2,11 @@
 
     python -m train sweep configs/sweeps/mqar_states.py
 
-Multi-query associative recall of 64 pairs in 256 tokens, 2 layers of 64 with SwiGLU, 2 heads. A
-head's state has `rows` rows of 32 numbers: those of GLA's keys, or of all partitions of SSE and all
-memories of MoM, one of which is always on, 32 each.
+Multi-query associative recall of 64 pairs in 256 tokens of a vocabulary of 512; a layer of
+`base_conv`, without which none learns it in these steps, and one of the mixer, 64 wide with SwiGLU
+and 2 heads, as in `benchmarks.sparse_training`. A head's state has `rows` rows of 32 numbers: those
+of GLA's keys, or of all partitions of SSE and all memories of MoM, one of which is always on, 32
+each.
 Measured: nothing; `--dry-run` has the estimate.
 """
 
@@ -16,8 +18,8 @@ from train.config import Train, load_config
 from train.sweeps import Plot, Recall, grid
 
 WIDTH, HEADS = 64, 2
-LENGTH, BATCH, STEPS, ROWS = 256, 256, 3000, 100_000
-LEARNING_RATES, SEEDS = (4.6e-4, 2.2e-3, 1e-2), (0, 1, 2)
+LENGTH, BATCH, STEPS, ROWS, VOCABULARY = 256, 256, 6000, 100_000, 512
+LEARNING_RATES, SEEDS = (1e-3, 2.2e-3, 4.6e-3), (0, 1, 2)
 
 
 def make(model: str, rows: int) -> Train | None:
@@ -33,8 +35,9 @@ def make(model: str, rows: int) -> Train | None:
   cfg = load_config(Path(__file__).parents[1] / "mqar.py:linear")
   changed = dataclasses.replace(
     cfg.model,
-    mixer=model,
-    mixer_options=options,
+    mixer=("base_conv", model),
+    mixer_options={model: options},
+    vocab_size=VOCABULARY,
     dim=WIDTH,
     num_heads=HEADS,
     channel_mixer="swiglu",

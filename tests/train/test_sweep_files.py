@@ -43,10 +43,11 @@ def test_sweeps_of_states_compare_states_of_equal_size():
   from lnssm_jax.mixers import MIXERS
 
   sizes = {}
-  for run in spec.load(ROOT / "configs/sweeps/mqar_states.py", only=["seed=0", "lr=0.01"]).chosen:
+  for run in spec.load(ROOT / "configs/sweeps/mqar_states.py", only=["seed=0", "lr=0.001"]).chosen:
     model = run.cfg.model
-    heads = {"num_heads": model.num_heads, **model.mixer_options}
-    mixer = nnx.eval_shape(lambda: MIXERS[model.mixer](model.dim, **heads, rngs=nnx.Rngs(0)))  # noqa: B023
+    _, name = model.mixer
+    heads = {"num_heads": model.num_heads, **model.mixer_options[name]}
+    mixer = nnx.eval_shape(lambda: MIXERS[name](model.dim, **heads, rngs=nnx.Rngs(0)))  # noqa: B023
     state = nnx.eval_shape(lambda: mixer.init_state(1))  # noqa: B023
     leaves = [x.kv for x in (state if isinstance(state, tuple) else (state,)) if hasattr(x, "kv")]
     leaves = leaves or [state.kv]
