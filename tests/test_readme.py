@@ -16,7 +16,6 @@ from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import count_parameters
 from tests import devices
 from tests.pages import blocks_of, wrong_names
-from train.cli.main import _parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md")
@@ -176,31 +175,6 @@ def test_commands_of_the_readme_exist():
   assert done.returncode == 0, done.stderr
   assert {"fit", "evaluate", "generate", "tokenize"} <= named
   assert all(re.search(rf"^\s+{name}\b", done.stdout, re.MULTILINE) for name in named)
-
-
-def helps() -> dict[str, str]:
-  """The help of each command, and of each task with the name "task NAME"."""
-  choices = lambda parser: parser._subparsers._group_actions[0].choices
-  commands = choices(_parser())
-  tasks = {f"task {name}": parser for name, parser in choices(commands["task"]).items()}
-  return {name: parser.format_help() for name, parser in (commands | tasks).items()}
-
-
-def test_commands_of_all_pages_have_their_options():
-  pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.py")]
-  known, wrong = helps(), []
-  for page in pages:
-    text = re.sub(r"\\\n\s*", " ", page.read_text())
-    for name, rest in re.findall(r"python -m train ((?:task )?[a-z][\w-]*)([^\n`|]*)", text):
-      options = re.findall(r"(?<=\s)--[a-z][\w-]*", rest)
-      if name not in known or any(option not in known[name] for option in options):
-        wrong.append(f"{page.name}: {name}{rest}")
-    for name, rest in re.findall(r"python -m (benchmarks[\w.]+[a-z])([^\n`|]*)", text):
-      source = (ROOT / f"{name.replace('.', '/')}.py").read_text()
-      for option in re.findall(r"(?<=\s)--(?:no-)?([a-z][\w-]*)", rest):
-        if f'"--{option}"' not in source and f'"--no-{option}"' not in source:
-          wrong.append(f"{page.name}: {name}{rest}")
-  assert wrong == []
 
 
 def test_extras_of_the_readme_exist():
