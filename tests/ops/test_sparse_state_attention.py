@@ -192,6 +192,24 @@ def test_sparse_state_attention_decoding_continues_prefill():
   close((jnp.concatenate(outs, 1), state), want)
 
 
+def test_sparse_decoding_loop_copies_no_states():
+  """With the state as a donated carry, temporary memory does not grow with N."""
+
+  def step(state, token):
+    *arrays, log_decay = (x[:, None] for x in token)
+    N = state.kv.shape[1]
+    return attention(*arrays, log_decay, N, initial_state=state)[::-1]
+
+  def temporary(N):
+    state = jax.ShapeDtypeStruct((1, N, H, K, V), jnp.float32)
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :1], inputs(4, 1, 4))
+    loop = jax.jit(lambda *x: jax.lax.scan(step, *x), donate_argnums=0)
+    compiled = loop.lower(ops.SparseState(state), tokens).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  assert temporary(64) == temporary(4)
+
+
 @pytest.mark.slow
 def test_sparse_varlen_memory_has_no_array_per_partition_and_token():
   """Nor a state per token. "mask" does hold T N K numbers."""

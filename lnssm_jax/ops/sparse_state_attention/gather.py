@@ -33,7 +33,8 @@ def gather(inputs: Inputs, options: Options):
       keys = beta_t * keys
       old = jnp.einsum("bshk,bshkv->bshv", *_together(k_t.astype(acc), chosen), precision="highest")
       values = values - old
-    chosen = chosen + keys[..., None] * values[..., None, :]
+    # Computed once: XLA may recompute it from the old states where it is read, and copy all N.
+    chosen = jax.lax.optimization_barrier(chosen + keys[..., None] * values[..., None, :])
     queries = read_t[..., None, None] * q_t.astype(acc)[:, None]
     out_t = options.scale * jnp.einsum("bshk,bshkv->bhv", queries, chosen, precision="highest")
     return _put(kv, index_t, chosen), out_t
