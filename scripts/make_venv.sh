@@ -104,7 +104,8 @@ if [ -n "$uv" ]; then
   install="$uv pip install --quiet --python $venv/bin/python"
 else
   "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip --upgrade
-  install="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
+  # pip compiles modules on one core, half of the time that it takes; all cores do below.
+  install="$venv/bin/python -m pip install --no-compile --quiet --disable-pip-version-check"
 fi
 failed="the packages could not be installed (see above). Without a network, use a Python that has\
  them as it is; this environment, if it worked before: make VENV= PYTHON=$venv/bin/python ..."
@@ -119,6 +120,8 @@ else
   # setuptools warns that an editable project imports from its folder.
   PYTHONWARNINGS=ignore $install --no-deps --no-build-isolation --editable . || fail "$failed"
 fi
+# Some packages have files that are no Python, on purpose.
+"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
 
 for extra in $(echo "$2" | tr , ' '); do
   echo "$wanted" >"$venv/.ready-$extra"
