@@ -51,14 +51,15 @@ def test_program_and_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
   folder_of_bytes(tmp_path / "mamba-130m-hf", "mamba")
   folder_of_bytes(tmp_path / "llama", "llama")
   program = {}
-  for block in blocks_of(PAGE):
+  blocks = blocks_of(PAGE)
+  for block in blocks:
     exec(compile(block, "docs/pretrained.md", "exec"), program)
   assert program["sampling"]["temperature"] == 0.5
   assert pretrained.load("copy", dtype="bfloat16").settings["model"] == program["settings"]
   (shown,) = re.findall(r"len\(not_kept\[1\]\)\)  # (.*)", PAGE)
   assert capsys.readouterr().out.endswith(f"{shown}\n")
 
-  (config,) = (block for block in blocks_of(PAGE) if "get_config" in block)
+  (config,) = (block for block in blocks if "get_config" in block)
   Path("more.py").write_text(config)
   (commands,) = re.findall(r"((?:^    python -m train .*\n)+)", PAGE, re.MULTILINE)
   ran = [line.split()[3:] for line in commands.splitlines()]
