@@ -1,14 +1,21 @@
 """Speed and memory of generation by the recurrent state, against length and batch.
 
     python -m benchmarks.generation --config configs/lnssm_72m.py
+    python -m benchmarks.generation --body gla delta_net mamba2 --prompt 2048
 
 For each batch and each number of new tokens: tokens/s over all rows and milliseconds per token, the
 bytes of the state, and the device's peak memory. A model whose cost is linear in length shows the
 same milliseconds per token and the same state in every row of one batch.
+
+With `--body`, models of `benchmarks.model_step` with bfloat16 parameters: milliseconds to read the
+prompt and milliseconds per token after it, next to fla's `generate` where that is installed
+(`benchmarks.model_peers`). Before a time is printed, the logits after the prompt are compared with
+those of the same parameters in float32, read in one piece.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import json
 import statistics
@@ -16,29 +23,108 @@ import time
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from lnssm_jax.generate import SamplingOptions, generate
+from benchmarks import model_peers
+from benchmarks.model_step import BODIES, Sizes, settings
+from lnssm_jax.generate import SamplingOptions, generate, read
 from train.config import apply_overrides, load_config
 from train.step.model import build_model
 
+# Of the logits after the prompt: bfloat16 against float32, relative.
+LOGIT_TOLERANCE = 0.1
 SCANS_WITH_STEPS = ("delta_rule", "linear_attention", "longhorn_scan", "selective_scan", "wkv4")
 
 
-def main():
-  """Prints one line of JSON per batch and length."""
+def main(arguments=None):
+  """Prints a line of JSON per batch and length, or per body and batch; returns those of bodies."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--config", required=True)
+  models = parser.add_mutually_exclusive_group(required=True)
+  models.add_argument("--config")
+  models.add_argument("--body", nargs="+", choices=list(BODIES))
+  parser.add_argument("--sizes", default="", metavar="dim=64,num_layers=2", help="of bodies")
   parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
   parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024])
   parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
   parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-  args = parser.parse_args()
+  parser.add_argument("--new", type=int, default=128, help="new tokens of a body")
+  parser.add_argument("--prefill-chunks", type=int, nargs="+", default=[])
+  parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+  args = parser.parse_args(arguments)
+  if args.body:
+    return list(_of_bodies(args))
   cfg = apply_overrides(load_config(args.config), args.set)
   model = build_model(cfg.model, jax.random.key(0))
   for batch in args.batches:
     for result in measure(model, batch, args.prompt, args.lengths):
       print(json.dumps(result), flush=True)
+  return []
+
+
+def _of_bodies(args):
+  sizes = Sizes.parse(args.sizes) if args.sizes else None
+  for name in args.body:
+    for batch in args.batches:
+      for chunk in args.prefill_chunks or [SamplingOptions(max_tokens=1).prefill_chunk]:
+        row = phases(settings(BODIES[name], sizes).model, batch, args.prompt, args.new, chunk)
+        row = {"body": name, "who": "lnssm_jax"} | row
+        print(json.dumps(row), flush=True)
+        yield row
+    if args.peers:
+      for row in model_peers.generation(name, args.batches, args.prompt, args.new):
+        row = {"body": name} | row
+        print(json.dumps(row), flush=True)
+        yield row
+
+
+def phases(cfg, batch: int, prompt_length: int, new_tokens: int, prefill_chunk: int) -> dict:
+  """Milliseconds to read prompts, and per token drawn after them, greedily; medians of three.
+
+  Raises:
+    FloatingPointError: the logits after the prompt are not those in float32.
+  """
+  wide = build_model(dataclasses.replace(cfg, dtype="float32"), jax.random.key(0))
+  model = build_model(dataclasses.replace(cfg, param_dtype="bfloat16"), jax.random.key(0))
+  cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
+  nnx.update(model, cast(nnx.state(wide, nnx.Param), jnp.bfloat16))
+  nnx.update(wide, cast(nnx.state(model, nnx.Param), jnp.float32))
+  prompts = list(np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt_length)))
+  want = read(wide, prompts[:1], prefill_chunk=prompt_length).logits
+  del wide
+  reads = lambda: read(model, prompts, prefill_chunk=prefill_chunk)
+  prefix = reads()
+  error = jnp.linalg.norm(prefix.logits[:1] - want) / jnp.linalg.norm(want)
+  if not error <= LOGIT_TOLERANCE:
+    raise FloatingPointError(
+      f"logits after the prompt differ by {error:.1e} of their norm from those in float32: a wrong "
+      "result has no time."
+    )
+  options = SamplingOptions(max_tokens=new_tokens, temperature=0)
+  draws = lambda: generate(model, [[]] * batch, options, start=prefix)
+  draws()
+  device = jax.devices()[0]
+  memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
+  return {
+    "device": device.device_kind,
+    "batch": batch,
+    "prompt": prompt_length,
+    "prefill_chunk": prefill_chunk,
+    "prefill_ms": round(1e3 * _median_seconds(lambda: jax.block_until_ready(reads())), 2),
+    "decode_ms": round(1e3 * _median_seconds(draws) / new_tokens, 4),
+    "error": float(f"{error:.1e}"),
+    "peak_memory_gib": None if memory is None else round(memory / 2**30, 2),
+  }
+
+
+def _median_seconds(run) -> float:
+  seconds = []
+  for _ in range(3):
+    begin = time.perf_counter()
+    run()
+    seconds.append(time.perf_counter() - begin)
+  return statistics.median(seconds)
 
 
 def measure(model, batch, prompt_length, lengths):

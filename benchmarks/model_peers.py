@@ -1,6 +1,7 @@
 """flash-linear-attention's models of the sizes of `benchmarks.model_step`, in their own processes.
 
     python -m benchmarks.model_peers gla [compile]
+    python -m benchmarks.model_peers gla generate BATCH PROMPT NEW
 
 Run it twice where nothing is tuned yet: the first run tunes for minutes, the second one times.
 torch and fla are imported in that process only.
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 _SIZES = {
@@ -49,11 +50,82 @@ def measure(body: str) -> Iterator[dict[str, Any]]:
     yield {"who": "fla", "note": reason}
     return
   for mode in ((), ("compile",)):
-    command = [sys.executable, "-m", "benchmarks.model_peers", body, *mode]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-    note = {"who": " ".join(("fla", *mode)), "note": " ".join(ended.stderr.split())[-300:]}
-    yield json.loads(lines[-1]) if lines else note
+    yield _in_own_process(body, *mode)
+
+
+def generation(
+  body: str, batches: Sequence[int], prompt: int, new: int
+) -> Iterator[dict[str, Any]]:
+  """The rows of fla's `generate` with its cache, as `measure`."""
+  if body not in MODELS:
+    return
+  if reason := missing():
+    yield {"who": "fla", "note": reason}
+    return
+  for batch in batches:
+    yield {"batch": batch} | _in_own_process(body, "generate", str(batch), str(prompt), str(new))
+
+
+def _in_own_process(body: str, *mode: str) -> dict[str, Any]:
+  command = [sys.executable, "-m", "benchmarks.model_peers", body, *mode]
+  ended = subprocess.run(command, capture_output=True, text=True, check=False)
+  lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+  note = {"who": " ".join(("fla", *mode[:1])), "note": " ".join(ended.stderr.split())[-300:]}
+  return json.loads(lines[-1]) if lines else note
+
+
+def _model(body: str):
+  """fla's model on the GPU, in float32."""
+  import fla.models
+  import torch
+
+  warnings.filterwarnings("ignore")
+  name, options = MODELS[body]
+  torch.manual_seed(0)
+  config = getattr(fla.models, f"{name}Config")(**_SIZES, **options)
+  return getattr(fla.models, f"{name}ForCausalLM")(config).cuda()
+
+
+def generate(body: str, batch: int, prompt: int, new: int) -> dict[str, Any]:
+  """Milliseconds of the prompt with one token after it, and of each of `new` tokens more.
+
+  All parameters are bfloat16; medians of three after one.
+  """
+  import torch
+
+  model = _model(body).to(torch.bfloat16).eval()
+  tokens = torch.randint(0, _SIZES["vocab_size"], (batch, prompt), device="cuda")
+
+  def milliseconds(count: int) -> float:
+    times = []
+    for _ in range(4):
+      torch.cuda.synchronize()
+      start = time.perf_counter()
+      with torch.no_grad():
+        out = model.generate(
+          tokens,
+          attention_mask=torch.ones_like(tokens),
+          max_new_tokens=count,
+          min_new_tokens=count,
+          do_sample=False,
+          use_cache=True,
+          pad_token_id=0,
+        )
+      torch.cuda.synchronize()
+      times.append(1e3 * (time.perf_counter() - start))
+      if out.shape[1] != prompt + count:
+        raise RuntimeError(f"asked for {count} tokens, got {out.shape[1] - prompt}.")
+    return statistics.median(times[1:])
+
+  first = milliseconds(1)
+  return {
+    "who": "fla",
+    "batch": batch,
+    "prompt": prompt,
+    "prefill_ms": round(first, 2),
+    "decode_ms": round((milliseconds(1 + new) - first) / new, 4),
+    "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+  }
 
 
 def run(body: str, compiled: bool) -> dict[str, Any]:
@@ -62,15 +134,10 @@ def run(body: str, compiled: bool) -> dict[str, Any]:
   Raises:
     FloatingPointError: a loss is not finite.
   """
-  import fla.models
   import torch
 
-  warnings.filterwarnings("ignore")
   begin = time.time()
-  name, options = MODELS[body]
-  torch.manual_seed(0)
-  config = getattr(fla.models, f"{name}Config")(**_SIZES, **options)
-  model = getattr(fla.models, f"{name}ForCausalLM")(config).cuda().train()
+  model = _model(body).train()
   optimizer = torch.optim.AdamW(
     model.parameters(), lr=1e-4, fused=True, weight_decay=0.01, betas=(0.9, 0.95)
   )
@@ -112,4 +179,7 @@ def run(body: str, compiled: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-  print(json.dumps(run(sys.argv[1], "compile" in sys.argv[2:])))
+  if sys.argv[2:3] == ["generate"]:
+    print(json.dumps(generate(sys.argv[1], *map(int, sys.argv[3:]))))
+  else:
+    print(json.dumps(run(sys.argv[1], "compile" in sys.argv[2:])))

@@ -70,7 +70,7 @@ def backward_rule(options: Options, residuals, cotangents):
   decays = decays is not None
   q, k, erase_key, v, beta, log_decay, kv = inputs
   d_out, d_last = cotangents
-  (B, T, *_), H = q.shape, kept.x.shape[2]
+  (B, T, *_), H = q.shape, inputs.heads
   d_out = jnp.zeros(d_out.shape, d_out.dtype) if _is_zero(d_out) else d_out
   # `scale` multiplies the results.
   d_last = None if _is_zero(d_last) else d_last / options.scale
@@ -81,6 +81,7 @@ def backward_rule(options: Options, residuals, cotangents):
   adjoints = reverse_recurrence(
     Stage(erase_key, kept.inverse, k, q, kept.scores, d_out, tables),
     d_last,
+    heads=inputs.heads,
     config=recurrence_config(erase_key is not None, backward=True),
     backend=options.backend,
   )
@@ -109,13 +110,14 @@ def backward_rule(options: Options, residuals, cotangents):
     rows |= {BEFORE: by_q.before, AFTER: by_k.after}
     rows[CUMULATIVE] = by_q.later - by_q.earlier
   d_tables = jnp.zeros_like(tables)
+  of_groups = lambda d: d.reshape(B, tables.shape[1], -1, *d.shape[2:]).sum(2)  # heads share tables
   for row, d in rows.items():
-    d_tables = d_tables.at[:, :, :, row].set(d.reshape(B, H, -1, CHUNK))
+    d_tables = d_tables.at[:, :, :, row].set(of_groups(d.reshape(B, H, -1, CHUNK)))
   if decays:
     overlap = jnp.einsum(
       "bhnkv,bhnkv->bhn", kept.states, adjoints.states, preferred_element_type=jnp.float32
     )
-    d_tables = d_tables.at[:, :, :, DECAY, 0].set(overlap)
+    d_tables = d_tables.at[:, :, :, DECAY, 0].set(of_groups(overlap))
   d_beta, d_log_decay = tables_vjp(options.scale * d_tables)
   d_kv = None if kv is None else options.scale * adjoints.last_state
   d_erase_key = None if shared else by_q.erase_key
@@ -191,13 +193,15 @@ def _buffers(tiles, num_late, mma):
 
 def _load_first(at, tiles_gmem, state_gmem, tables_gmem, smem):
   """Loads tiles, the first block of the state and the chunk's table."""
+  H = tiles_gmem.x.shape[2]
   copies = [
-    (source.at[at.batch, at.tokens, shared_head(at.head, tables_gmem.shape[1], source)], target)
+    (source.at[at.batch, at.tokens, shared_head(at.head, H, source)], target)
     for source, target in zip(tiles_gmem, smem.tiles, strict=True)
     if source is not None
   ]
   copies.append((state_gmem, smem.state))
-  copies.append((tables_gmem.at[at.batch, at.head, at.chunk], smem.tables))
+  table_gmem = tables_gmem.at[at.batch, shared_head(at.head, H, tables_gmem, axis=1), at.chunk]
+  copies.append((table_gmem, smem.tables))
   load_inputs(copies, smem.arrived_barrier)
 
 
@@ -207,7 +211,7 @@ def query_gradient(
 ) -> QueryOutputs:
   """dq, the gradient of the erase key, and those of the tables; with `decays` all of them."""
   mma = backend
-  (B, T, _, K), H = arrays.tiles.k.shape, arrays.tables.shape[1]
+  (B, T, _, K), H = arrays.tiles.k.shape, arrays.tiles.x.shape[2]
   C, shared = CHUNK, arrays.tiles.erase_key is None
   blocks = [pl.ds(start, TILE_WIDTH) for start in range(0, K, TILE_WIDTH)]
 

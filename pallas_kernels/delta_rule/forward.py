@@ -88,6 +88,7 @@ def _forward(options: Options, inputs: Inputs, segments, *, for_gradient: bool):
   results = forward_recurrence(
     Stage(erase_key, inverse, k, q, scores, v, tables),
     kv,
+    heads=inputs.heads,
     scale=options.scale,
     for_gradient=for_gradient,
     config=recurrence_config(erase_key is not None, backward=False),

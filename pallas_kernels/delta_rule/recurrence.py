@@ -44,7 +44,10 @@ from pallas_kernels.delta_rule.types import AFTER, BEFORE, DECAY, NUM_ROWS, RATE
 
 
 class Stage(NamedTuple):
-  """Inputs of a chunk: whole arrays, their GMEM references, or tiles in SMEM."""
+  """Inputs of a chunk: whole arrays, their GMEM references, or tiles in SMEM.
+
+  Groups of heads may share one of any array.
+  """
 
   erase_key: Any  # [B, T, H, K] bfloat16, or None for k; tiles [C, K]
   inverse: Any  # [B, H, T, C] bfloat16; tiles [C, C]
@@ -92,6 +95,7 @@ def forward_recurrence(
   inputs: Stage,
   initial: jax.Array | None,  # [B, H, K, V] float32
   *,
+  heads: int,  # H
   scale: float,
   for_gradient: bool,
   config: RecurrenceConfig,
@@ -125,6 +129,7 @@ def forward_recurrence(
     *(recur, epilogue, inputs, initial),
     stored=stored,
     work=_Work(True, True),
+    heads=heads,
     reverse=False,
     config=config,
     mma=mma,
@@ -135,6 +140,7 @@ def reverse_recurrence(
   inputs: Stage,  # v: the cotangent of out
   d_last: jax.Array | None,  # [B, H, K, V] float32
   *,
+  heads: int,  # H
   config: RecurrenceConfig,
   backend: Backend,
 ) -> Results:
@@ -167,6 +173,7 @@ def reverse_recurrence(
     *(recur, epilogue, inputs, d_last),
     stored=Results(states=True, corrections=True),
     work=_Work(True, True, True),
+    heads=heads,
     reverse=True,
     config=config,
     mma=mma,
@@ -196,6 +203,7 @@ def _run(
   *,
   stored: Results,
   work: _Work,
+  heads: int,
   reverse: bool,
   config: RecurrenceConfig,
   mma: Backend,
@@ -209,7 +217,7 @@ def _run(
     stored: which results are stored when `epilogue` has returned.
     work: which tiles `recur` needs.
   """
-  (B, T, _, K), V, H = inputs.q.shape, inputs.v.shape[-1], inputs.tables.shape[1]
+  (B, T, _, K), V, H = inputs.q.shape, inputs.v.shape[-1], heads
   C, N, BV, cluster = CHUNK, T // CHUNK, config.value_tile, config.cluster
   num_stages, num_slots = min(config.num_stages, N), config.num_slots
   # Both operands of a product have the same swizzle, which the narrower one bounds.
@@ -265,15 +273,16 @@ def _run(
     def load(n):
       tokens = pl.ds(chunk_of(n) * C, C)
       of_tokens = lambda ref: None if ref is None else ref.at[b, tokens, shared_head(h, H, ref)]
+      head_of = lambda ref: shared_head(h, H, ref, axis=1)
       ins = gmem.inputs
       sources = Stage(
         erase_key=of_tokens(ins.erase_key),
-        inverse=ins.inverse.at[b, h, tokens],
+        inverse=ins.inverse.at[b, head_of(ins.inverse), tokens],
         k=of_tokens(ins.k),
         q=of_tokens(ins.q),
-        scores=ins.scores.at[b, h, tokens],
+        scores=ins.scores.at[b, head_of(ins.scores), tokens],
         v=ins.v.at[b, tokens, shared_head(h, H, ins.v), values],
-        tables=ins.tables.at[b, h, chunk_of(n)],
+        tables=ins.tables.at[b, head_of(ins.tables), chunk_of(n)],
       )
       # The CTAs of a cluster have the same chunk: one of them loads for all, but not tables, too
       # small for that.

@@ -15,7 +15,8 @@ from pallas_kernels.core.wgmma import CHUNK, Backend
 class Inputs(NamedTuple):
   """Differentiable arguments, padded: T to whole chunks, K and V to the widths of `config`.
 
-  q, k, erase_key and v may have fewer heads, which groups share.
+  q, k, erase_key and v may have fewer heads, which groups share; and so may beta and log_decay with
+  q and k, whose triangular systems are then those of several heads of v.
   """
 
   q: jax.Array  # [B, T, H, K] bfloat16
@@ -25,6 +26,11 @@ class Inputs(NamedTuple):
   beta: jax.Array  # [B, length, H] float32
   log_decay: jax.Array  # [B, length, H] float32
   kv: jax.Array | None  # [B, H, K, V] float32; None for zeros
+
+  @property
+  def heads(self) -> int:
+    """H, the heads of the state and of the output."""
+    return max(x.shape[2] for x in (self.q, self.k, self.v, self.beta))
 
 
 class Options(NamedTuple):
@@ -43,8 +49,8 @@ class Options(NamedTuple):
 class Residuals(NamedTuple):
   """Results of the forward pass that the backward pass needs, besides the arguments."""
 
-  inverse: jax.Array  # [B, H, T, C] bfloat16
-  scores: jax.Array  # [B, H, T, C] bfloat16
+  inverse: jax.Array  # [B, H or fewer, T, C] bfloat16
+  scores: jax.Array  # [B, H or fewer, T, C] bfloat16
   x: jax.Array  # [B, T, H, V] bfloat16, the corrections
   states: jax.Array  # [B, H, N, K, V] bfloat16, that enter the chunks
 

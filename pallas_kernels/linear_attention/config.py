@@ -50,9 +50,10 @@ def preferred(key_width: int, value_width: int) -> bool:
   return min(key_width, value_width) >= NARROWEST
 
 
-def num_splits(batch: int, heads: int, length: int) -> int:
+def num_splits(batch: int, heads: int, value_width: int, length: int) -> int:
   """The number of splits into which a sequence is cut so that every SM has work."""
-  return device.num_splits(batch * heads, padded_length(length, 1), 4 * CHUNK)
+  ctas = batch * heads * (value_width // pipeline_config(value_width).value_tile)
+  return device.num_splits(ctas, padded_length(length, 1), 4 * CHUNK)
 
 
 def padded_length(length: int, num_splits: int) -> int:

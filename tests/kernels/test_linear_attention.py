@@ -108,6 +108,35 @@ def test_a_sequence_in_splits(case, monkeypatch):
 
 
 @pytest.mark.parametrize(
+  "case",
+  [
+    Case(T=20, K=16, V=72, H=2, decay="BTH", normalize=True, strength="weak"),
+    *(
+      pytest.param(Case(K=K, V=72, decay=decay, **options), marks=pytest.mark.slow)
+      for K, decay, options in [
+        (16, "BTHK", {"T": 20, "H": 2, "strength": "weak", "segments": True}),
+        (136, "HK", {"T": 65, "H": 2, "normalize": True}),
+        (16, "BTH", {"T": 20, "H": 4, "shared": 2}),
+        (16, "HK", {"T": 20, "H": 4, "readers": 2}),
+      ]
+    ),
+  ],
+  ids=str,
+)
+def test_more_columns_of_values_than_a_head_has_are_further_heads(case, monkeypatch):
+  """Two groups of 64, which share queries, keys and decays; heads have up to 256."""
+  monkeypatch.setattr(config, "VALUE_WIDTHS", (64,))
+  check(dataclasses.replace(case, chunk=None))
+
+
+def test_a_sequence_is_cut_only_where_ctas_are_few():
+  """Value columns beyond 128 are CTAs, too: with 64 heads of 256 an SM has one already."""
+  assert config.num_splits(16, 4, 256, 2048) == config.num_splits(16, 8, 128, 2048) == 1
+  assert config.num_splits(16, 4, 128, 2048) == 2
+  assert config.num_splits(1, 16, 128, 32768) == 8
+
+
+@pytest.mark.parametrize(
   "decay", ["H", *(pytest.param(d, marks=pytest.mark.slow) for d in ("HK", "BTH", "BTHK"))]
 )
 def test_decays_from_none_to_everything(decay):
@@ -187,7 +216,6 @@ def test_large_keys_under_strong_decay(decay):
     (dataclasses.replace(SMALL, value_decay="HV"), "value_log_decay is given"),
     (dataclasses.replace(SMALL, chunk=32), "chunk_size=32"),
     (dataclasses.replace(SMALL, K=257), "q is 257 wide"),
-    (dataclasses.replace(SMALL, V=257), "v is 257 wide"),
   ],
   ids=str,
 )

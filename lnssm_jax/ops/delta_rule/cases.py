@@ -68,7 +68,8 @@ MANY = [
 # The kernels, interpreted on the CPU: every CTA costs time, so they are few and small.
 # K and V are padded to 64 or 128, T to a multiple of 64.
 KERNELS = [
-  Case(T=15, K=16, V=136, H=1),  # more columns of values than one head of the kernels has
+  # More columns of values than one head of the kernels has.
+  Case(T=15, K=16, V=136, decay="weak", H=2),
   # Decays that last through whole chunks, and two groups of channels.
   Case(T=150, K=72, V=20, decay="weak", erase=True, segments=True, H=1),
   Case(T=15, K=16, V=20, decay="weak", erase=True, H=2, shared=2),

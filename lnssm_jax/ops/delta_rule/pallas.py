@@ -65,7 +65,8 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array, DeltaRuleState]:
   """The output and the last state.
 
-  Value columns are independent: more of them than the kernels take are further heads.
+  Value columns are independent: more of them than the kernels take are further heads, which share
+  all else.
   """
   if _decodes(inputs):
     # One token is of one document, that of the initial state.
@@ -82,20 +83,17 @@ def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array,
   more = -T % forward.CHUNK
   pad = lambda x, width: jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, width - x.shape[-1])])
   of_heads = lambda x, axis=2: x if x.shape[axis] == H else jnp.repeat(x, H // x.shape[axis], axis)
-  heads = lambda x: jnp.repeat(of_heads(x), groups, axis=2)
-  # Shared by all columns of a group of heads; shared values are by column.
-  keys = lambda x: jnp.repeat(pad(x, wide_k), groups, axis=2) if x.shape[2] == H else pad(x, wide_k)
   v = of_heads(v) if groups > 1 else v
   # The kernels have a state per head of the queries, although groups may share it.
   kv = of_heads(state.kv, 1)
   kv = jnp.pad(kv, [(0, 0), (0, 0), (0, wide_k - K), (0, groups * wide_v - V)])
   padded = forward.Inputs(
-    keys(q),
-    keys(k),
-    None if erase_key is None else keys(erase_key),
+    pad(q, wide_k),
+    pad(k, wide_k),
+    None if erase_key is None else pad(erase_key, wide_k),
     pad(v, groups * wide_v).reshape(B, T + more, v.shape[2] * groups, wide_v),
-    heads(beta[..., 0]),
-    heads(log_decay),
+    of_heads(beta[..., 0]),
+    of_heads(log_decay),
     kv.reshape(B, H, wide_k, groups, wide_v).swapaxes(2, 3).reshape(B, -1, wide_k, wide_v),
   )
   index = None

@@ -88,7 +88,8 @@ MANY = [
   for n, options in enumerate(COMBINATIONS)
 ]
 # The kernels, interpreted on the CPU: every CTA costs time, so they are few and small.
-# K is padded to 64 or 128 (and cut in two beyond), V to 64, 128 or 256, T to a multiple of 64.
+# K is padded to 64 or 128 (and cut in two beyond), V to 64, 128 or 256 (beyond, to some of 256), T
+# to a multiple of 64.
 # (More chunks with weak decays: `PARTS` below.)
 KERNELS = [
   Case(T=65, K=16, V=72, decay="H", H=2),
@@ -150,6 +151,7 @@ KERNEL_SWEEP += [
   Case(T=15, K=136, V=136, decay="BTHK", bonus=True, H=1),
   Case(T=65, K=16, V=136, decay="HK", normalize=True, segments=True, H=1),
   Case(T=65, K=16, V=136, decay="BTHK", strength="weak", segments=True, H=1),
+  Case(T=15, K=136, V=264, decay="BTHK", bonus=True, normalize=True, H=1),
 ]
 
 

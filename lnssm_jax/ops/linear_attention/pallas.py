@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
-from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts, with_all_heads
+from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts
 from lnssm_jax.ops.linear_attention.chunked import chunked
 from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
 from pallas_kernels.core.decode import fits
 from pallas_kernels.linear_attention import config, decode, forward
 
-_WIDEST = 256
+_WIDEST_KEY = 256
 
 
 def unsupported(inputs: Inputs, options: Options) -> str | None:
@@ -35,8 +35,8 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
         f"{name} has dtype {x.dtype}, and the tensor cores multiply bfloat16 only (float32 would "
         "lose digits there)"
       )
-    if x.shape[-1] > _WIDEST:
-      return f"{name} is {x.shape[-1]} wide, and heads of at most {_WIDEST} are supported"
+    if name != "v" and x.shape[-1] > _WIDEST_KEY:
+      return f"{name} is {x.shape[-1]} wide, and keys of at most {_WIDEST_KEY} are supported"
   if options.chunk_size not in (None, forward.CHUNK):
     return f"chunk_size={options.chunk_size}, and the kernels' chunks have {forward.CHUNK} tokens"
   if options.scale == 0.0:
@@ -79,8 +79,6 @@ def run(
     )
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
   (H, _), S = head_counts(inputs), inputs.state.kv.shape[1]
-  if inputs.q.shape[-1] > config.KEY_WIDTHS[-1]:
-    inputs = with_all_heads(inputs)
   # The kernels have a state per head of the queries, although groups may share it.
   repeat = lambda x: jnp.repeat(x, H // S, axis=1) if S < H else x
   inputs = inputs._replace(state=jax.tree.map(repeat, inputs.state))
@@ -89,7 +87,11 @@ def run(
 
 
 def _chunks(inputs: Inputs, options: Options, *, interpret, num_splits):
-  """`run` in chunks, from and to a state for each of H heads."""
+  """`run` in chunks, from and to a state for each of H heads.
+
+  Value columns are independent: more of them than the kernels take are further heads, which share
+  queries, keys and decays.
+  """
   H, _ = head_counts(inputs)
   q, k, v, log_decay, _, bonus, state, segments = inputs
   normalize, fresh = options.normalize, options.fresh
@@ -105,40 +107,47 @@ def _chunks(inputs: Inputs, options: Options, *, interpret, num_splits):
     out = (out.astype(jnp.float32) / total.astype(jnp.float32)).astype(v.dtype)
     return out, LinearAttentionState(kv, key_sum[..., 0])
   wide_k = config.padded_width(K, config.KEY_WIDTHS)
-  wide_v = config.padded_width(V, config.VALUE_WIDTHS)
-  num_splits = num_splits or config.num_splits(B, H, T)
+  wide_v = config.padded_width(min(V, config.VALUE_WIDTHS[-1]), config.VALUE_WIDTHS)
+  groups = -(-V // wide_v)
+  heads = H * groups
+  num_splits = num_splits or config.num_splits(B, heads, wide_v, T)
   length = config.padded_length(T, num_splits)
   pad = lambda x, *ends: jnp.pad(x, [(0, end) for end in ends])
   with_tokens = lambda x, width: pad(x, 0, length - T, 0, width - x.shape[3])
   extra = wide_k - K
-  of_heads = lambda x, axis: (
-    x if x.shape[axis] in (1, H) else jnp.repeat(x, H // x.shape[axis], axis)
+  of_heads = lambda x, axis, count=heads: (
+    x if x.shape[axis] in (1, count) else jnp.repeat(x, count // x.shape[axis], axis)
   )
   if log_decay.shape[-1] == 1 and bonus is None:
-    log_decay = jnp.broadcast_to(of_heads(log_decay[..., 0], 2), (*log_decay.shape[:2], H))
+    log_decay = jnp.broadcast_to(of_heads(log_decay[..., 0], 2), (*log_decay.shape[:2], heads))
   elif log_decay.shape[1] == 1:
-    log_decay = pad(jnp.broadcast_to(of_heads(log_decay[0, 0], 0), (H, K)), 0, extra)
+    log_decay = pad(jnp.broadcast_to(of_heads(log_decay[0, 0], 0), (heads, K)), 0, extra)
   else:
     log_decay = with_tokens(jnp.broadcast_to(log_decay, (B, T, log_decay.shape[2], K)), wide_k)
+  v = with_tokens(v if groups == 1 else of_heads(v, 2, H), groups * wide_v)
+  kv = pad(state.kv, 0, 0, extra, groups * wide_v - V).reshape(B, H, wide_k, groups, wide_v)
+  key_sum = jnp.repeat(pad(state.key_sum, 0, 0, extra), groups, axis=1) if normalize else None
   padded = forward.Inputs(
     with_tokens(q, wide_k),
     with_tokens(k, wide_k),
-    with_tokens(v, wide_v),
+    v.reshape(B, length, -1, wide_v),
     log_decay,
     None
     if bonus is None
-    else pad(jnp.broadcast_to(of_heads(bonus.astype(jnp.float32), 0), (H, K)), 0, extra),
-    None if fresh else pad(state.kv, 0, 0, extra, wide_v - V),
-    pad(state.key_sum, 0, 0, extra) if normalize and not fresh else None,
+    else pad(jnp.broadcast_to(of_heads(bonus.astype(jnp.float32), 0), (heads, K)), 0, extra),
+    None if fresh else kv.swapaxes(2, 3).reshape(B, heads, wide_k, wide_v),
+    None if fresh else key_sum,
   )
   index = None
   if segments is not None:
     index = jnp.pad(segments.index, ((0, 0), (0, length - T)), mode="edge")
   static = forward.Options(options.scale, T, num_splits, normalize, interpret)
   out, kv, key_sum = forward.linear_attention(padded, index, static)
+  out = out.reshape(B, length, H, groups * wide_v)[:, :T, :, :V]
+  kv = kv.reshape(B, H, groups, wide_k, wide_v).swapaxes(2, 3).reshape(B, H, wide_k, -1)
   if normalize:
-    key_sum = key_sum[..., :K]
-  return out[:, :T, :, :V], LinearAttentionState(kv[:, :, :K, :V], key_sum)
+    key_sum = key_sum[:, ::groups, :K]
+  return out, LinearAttentionState(kv[:, :, :K, :V], key_sum)
 
 
 def _step(inputs: Inputs, *, options: Options, interpret):
@@ -152,34 +161,27 @@ def _step(inputs: Inputs, *, options: Options, interpret):
 
 
 def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, interpret, num_splits):
-  """`run` for wide keys, (out, kv): before division the output is a sum over groups of channels."""
-  q, k, _, log_decay, _, bonus, _, segments = inputs
-  (B, T, H, K), V, width = q.shape, v.shape[-1], config.KEY_WIDTHS[-1]
-  groups = -(-K // width)
+  """`_chunks` for wide keys, (out, kv): before division the output is a sum over their channels."""
+  width, K = config.KEY_WIDTHS[-1], inputs.q.shape[-1]
+  outs, states = [], []
+  for start in range(0, K, width):
 
-  def grouped(x, axis=-1):
-    """Axis K becomes groups, which join the heads; a size of 1 is shared by the groups."""
-    x = jnp.moveaxis(x, axis, -1)
-    if x.shape[-1] == 1:
-      x = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], groups, 1))
-    else:
-      x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, groups * width - K)])
-      x = x.reshape(*x.shape[:-1], groups, width)
-    return x
+    def part(x, axis=-1, start=start):
+      if x is None or x.shape[axis] == 1:
+        return x
+      return jax.lax.slice_in_dim(x, start, min(start + width, K), axis=axis)
 
-  join = lambda x: x.reshape(*x.shape[:2], -1, x.shape[-1])  # [B, T, H, G, X]
-  if log_decay.shape[2] == 1:
-    log_decay = jnp.broadcast_to(log_decay, (*log_decay.shape[:2], H, log_decay.shape[3]))
-  v = jnp.broadcast_to(v[:, :, :, None], (B, T, H, groups, V))
-  kv = jnp.moveaxis(grouped(kv, axis=2), 2, -1).reshape(B, H * groups, width, V)
-  by_group = Inputs(
-    *(join(grouped(q)), join(grouped(k)), join(v), join(grouped(log_decay)), None),
-    None if bonus is None else grouped(bonus).reshape(H * groups, width),
-    *(LinearAttentionState(kv), segments),
-  )
-  out, last = run(by_group, options, interpret=interpret, num_splits=num_splits)
-  out = out.reshape(B, T, H, groups, V).astype(jnp.float32).sum(3).astype(v.dtype)
-  return out, last.kv.reshape(B, H, groups * width, V)[:, :, :K]
+    some = {name: part(getattr(inputs, name)) for name in ("q", "k", "log_decay", "bonus")}
+    state = LinearAttentionState(part(kv, 2))
+    out, last = _chunks(
+      inputs._replace(v=v, state=state, **some),
+      options,
+      interpret=interpret,
+      num_splits=num_splits,
+    )
+    outs.append(out.astype(jnp.float32))
+    states.append(last.kv)
+  return functools.reduce(jnp.add, outs).astype(v.dtype), jnp.concatenate(states, axis=2)
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
