@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.boundaries import DocumentBoundaries
+from pallas_kernels.core.pipeline import Pipeline, PipelineBarriers
 from pallas_kernels.core.wgmma import (
   CHUNK,
   COMPILER_PARAMS,
@@ -62,14 +63,15 @@ class ChunkIndex(NamedTuple):
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=["array"],
-  meta_fields=["shape", "index", "blocked", "parts"],
+  meta_fields=["shape", "index", "blocked", "parts", "staged"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSpec:
   """The part of a GMEM array that a CTA reads or writes: `array[index(at)]`, of `shape`.
 
   `blocked`: one part for each block of channels. `parts`: into how many parts, one after the other
-  in the same tile, the columns are cut.
+  in the same tile, the columns are cut. `staged`: in a CTA with several heads one part for each of
+  them, which is loaded while the CTA processes another head.
   """
 
   array: jax.Array | jax.ShapeDtypeStruct
@@ -77,12 +79,17 @@ class TileSpec:
   index: Callable[[ChunkIndex], tuple]
   blocked: bool = False
   parts: int = 1
+  staged: bool = False
 
   def index_of_part(self, at: ChunkIndex, part: int) -> tuple:
     """The index of a part of the columns."""
     if self.parts == 1:
       return self.index(at)
     return (*self.index(at), pl.ds(part * self.shape[-1], self.shape[-1]))
+
+  def for_each_head(self) -> "TileSpec":
+    """The same part, of each head that a CTA processes."""
+    return dataclasses.replace(self, staged=True)
 
   @property
   def type(self) -> jax.ShapeDtypeStruct:
@@ -97,12 +104,18 @@ def shared_head(head, heads: int, x, axis: int = 2):
 
 
 def per_head(x, heads: int) -> jax.ShapeDtypeStruct:
-  """The type of a result for each of `heads` heads, that are groups of those of x [B, T, G, X]."""
+  """The type of a result for each of `heads` heads, that are groups of those of x [B, T, G, X].
+
+  Or of sums over several heads of a group each, of which there are `heads`.
+  """
   return jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype)
 
 
 def sum_of_groups(x: jax.Array, like: jax.Array) -> jax.Array:
-  """The gradient of `like` [B, T, G, X] from those of all heads that read it, x [B, T, H, X]."""
+  """The gradient of `like` [B, T, G, X] from those of all heads that read it, x [B, T, H, X].
+
+  Or from sums over some of these heads each, which kernels with several heads per CTA return.
+  """
   if x.shape == like.shape:
     return x
   B, T, G, X = like.shape
@@ -256,11 +269,12 @@ class _Scratch(NamedTuple):
   tiles: Any
   scratch: Any
   arrived_barrier: Any
+  loaded_barrier: Any = None  # one per stage
 
 
 @with_int32_indices
 def chunk_kernel(
-  body: Callable[[ChunkIndex, ChunkBuffers], Any],
+  body: Callable[..., Any],
   tiles: Any,
   vectors: Any,
   outputs: Any,
@@ -268,12 +282,20 @@ def chunk_kernel(
   per_block: Callable[..., Sequence[Copy]] | None = None,
   blocks: int = 1,
   blocks_per_cta: int = 1,
+  heads_per_cta: int = 1,
+  num_stages: int = 1,
   scratch: Any = None,
   name: str,
   backend: Backend,
   compiler_params: plgpu.CompilerParams = COMPILER_PARAMS,
 ):
   """Runs `body(at, buffers)` once for each chunk of each head and sequence.
+
+  With several heads per CTA it is `body(at, buffers, over_heads)`, once for each of their groups:
+  `over_heads(step, start)` is `start` passed through `step(at, tiles_smem, wait, carry) -> carry`
+  of one head after the other. `wait()` returns when the tiles of the head are loaded, if they are
+  `staged`: before it vectors are best read, as they are before a first wait. The others are loaded
+  once, for all heads of the CTA. Of `at` in `body`, `head` is the CTA's first.
 
   Args:
     body: returns the copies, pairs (SMEM, GMEM), by which it writes bfloat16 outputs; float32 ones
@@ -285,6 +307,8 @@ def chunk_kernel(
       64 channels, of which this CTA has `number` = 0, 1, ...
     blocks: blocks of 64 key channels.
     blocks_per_cta: how many of them one CTA processes, one after the other.
+    heads_per_cta: how many neighboring heads one CTA processes, one after the other.
+    num_stages: heads whose tiles are in SMEM.
     scratch: further SMEM.
     name: of the kernel in profiles.
 
@@ -292,14 +316,18 @@ def chunk_kernel(
     `outputs` with arrays.
   """
   present = [spec for spec in tiles if spec is not None]
+  loaded_once = [spec for spec in present if not spec.staged]
 
   def kernel(at, gmem, outs_gmem, smem):
+    if heads_per_cta > 1:
+      at = at._replace(head=at.head * heads_per_cta)
+
     def index_of(number):
       return at._replace(block=at.block * blocks_per_cta + number)
 
     arrivals = []
     for source, spec, target in zip(gmem.tiles, tiles, smem.tiles, strict=True):
-      if spec is None:
+      if spec is None or spec.staged:
         arrivals.append(None)
         continue
       first = sum(x is not None for x in arrivals) * blocks_per_cta
@@ -318,14 +346,18 @@ def chunk_kernel(
     buffers = ChunkBuffers(
       smem.tiles, type(tiles)(*arrivals), gmem.vectors, smem.scratch, type(outputs)(*outs)
     )
-    result = body(at, buffers)
+    over_heads: tuple = ()
+    if heads_per_cta > 1:
+      ring = Pipeline(heads_per_cta, num_stages, PipelineBarriers(smem.loaded_barrier, None))
+      over_heads = (_over_heads(ring, at, tiles, gmem.tiles, smem.tiles),)
+    result = body(at, buffers, *over_heads)
     copies, shared = result if per_block is not None else (result, None)
-    _start_copies(copies)
+    start_copies(copies)
 
     if per_block is not None:
 
       def run_block(number, _, per_block=per_block):
-        _start_copies(per_block(index_of(number), number, buffers, shared))
+        start_copies(per_block(index_of(number), number, buffers, shared))
 
       if blocks_per_cta == 1:
         run_block(0, None)
@@ -333,7 +365,11 @@ def chunk_kernel(
         lax.fori_loop(0, blocks_per_cta, run_block, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  shape_of = lambda spec: (*([blocks_per_cta] if spec.blocked else []), *spec.shape)
+  def shape_of(spec):
+    copies = [blocks_per_cta] if spec.blocked else [num_stages] if spec.staged else []
+    return (*copies, *spec.shape)
+
+  num_staged = len(present) - len(loaded_once)
   B, T, H, _ = present[0].array.shape
   return launch_per_chunk(
     kernel,
@@ -342,16 +378,53 @@ def chunk_kernel(
     _Scratch(
       map_refs(lambda spec: smem_tile(*shape_of(spec)), tiles),
       scratch,
-      plgpu.Barrier(num_barriers=len(present) * blocks_per_cta),
+      plgpu.Barrier(num_barriers=len(loaded_once) * blocks_per_cta),
+      plgpu.Barrier(num_arrivals=num_staged, num_barriers=num_stages) if num_staged else None,
     ),
-    sizes=(blocks // blocks_per_cta, T // CHUNK, H, B),
+    sizes=(blocks // blocks_per_cta, T // CHUNK, H // heads_per_cta, B),
     name=name,
     backend=backend,
     compiler_params=compiler_params,
   )
 
 
-def _start_copies(copies: Sequence[Copy]) -> None:
+def _over_heads(ring: Pipeline, at: ChunkIndex, tiles, tiles_gmem, tiles_smem):
+  """`over_heads` of `chunk_kernel`; starts the loads of the first heads.
+
+  The warpgroup that reads the stages of the ring refills them, too.
+  """
+  head_of = lambda number: at._replace(head=at.head + number)
+
+  def load(number):
+    for source, spec, target in zip(tiles_gmem, tiles, tiles_smem, strict=True):
+      if spec is not None and spec.staged:
+        plgpu.copy_gmem_to_smem(
+          source.at[spec.index(head_of(number))],
+          target.at[ring.slot(number)],
+          ring.loaded_barrier(number),
+        )
+
+  def tiles_of(number):
+    pairs = zip(tiles, tiles_smem, strict=True)
+    of_head = lambda spec, ref: ref.at[ring.slot(number)] if spec and spec.staged else ref
+    return type(tiles)(*(of_head(spec, ref) for spec, ref in pairs))
+
+  def over_heads(step, start):
+    def run_head(number, carry):
+      wait = lambda: ring.wait_loaded(number)
+      carry = step(head_of(number), tiles_of(number), wait, carry)
+      plgpu.commit_smem()  # all warps have read the stage for the last time
+      later = number + ring.num_stages
+      pl.when(later < ring.num_chunks)(lambda: load(later))
+      return carry
+
+    return lax.fori_loop(0, ring.num_chunks, run_head, start)
+
+  ring.fill(load)
+  return over_heads
+
+
+def start_copies(copies: Sequence[Copy]) -> None:
   """Starts copies of SMEM that was just written to GMEM."""
   if copies:
     plgpu.commit_smem()
@@ -361,7 +434,7 @@ def _start_copies(copies: Sequence[Copy]) -> None:
 
 def store_outputs(copies: Sequence[Copy]) -> None:
   """Copies SMEM that was just written to GMEM, and waits until the sources may be reused."""
-  _start_copies(copies)
+  start_copies(copies)
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -435,4 +508,9 @@ def decay_between_tokens(cumulative: Ref, *, transposed: bool = False) -> jax.Ar
   shape = (CHUNK, CHUNK)
   rows = broadcast_rows(load_row_vector(cumulative), shape)
   lag = rows - broadcast_cols(load_col_vector(cumulative), shape)
+  return decay_of_lag(lag, transposed=transposed)
+
+
+def decay_of_lag(lag: jax.Array, *, transposed: bool = False) -> jax.Array:
+  """`decay_between_tokens` of log decays that are summed over the tokens from a column to a row."""
   return jnp.exp(jnp.minimum(-lag if transposed else lag, 0.0))

@@ -1,6 +1,7 @@
 """Facts about the device that tile sizes and grids are chosen for: a Hopper GPU (H100, H200)."""
 
 SM_COUNT = 132
+SMEM_OF_TWO_CTAS = 113 * 1024  # bytes that each of two CTAs can have that share an SM
 MAX_GRID_SIZE = 65535  # CTAs along the second and the third axis of a grid
 
 

@@ -16,6 +16,14 @@ is independent, and the other kernels run in one CTA per chunk. `scale` multipli
 The kernels for scalar decays are here, those for decays per key channel in `channel_backward.py`.
 At document boundaries pairs of tokens are masked, and terms with S, z, A, y are dropped, by
 `core.boundaries.DocumentBoundaries`, as in the forward pass.
+
+Heads h of a group that share queries and keys, but have values and scalar decays of their own, are
+processed by one CTA, one after the other (`grouped_query_gradient`, `grouped_key_value_gradient`):
+
+    dq_i  = sum_h before_ih S_h G_ih + sum_j (sum_h weight_ijh dP_ijh) k_j
+
+and dk_j likewise. The sums over h stay in registers; the one in parentheses is multiplied by k (or
+q) once, and the scores q . k of a pair are the same for all h.
 """
 
 from typing import Any, NamedTuple
@@ -23,14 +31,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
   ScalarDecayTables,
   chunk_kernel,
   decay_between_tokens,
+  decay_of_lag,
   per_head,
   scalar_decay_tables,
+  start_copies,
   state_tile,
   sum_of_groups,
   token_tile,
@@ -39,17 +51,22 @@ from pallas_kernels.core.chunk_grid import (
 )
 from pallas_kernels.core.wgmma import (
   CHUNK,
+  TILE_WIDTH,
+  WITHOUT_SCRATCH,
   Backend,
   Dots,
+  Ref,
   broadcast_cols,
   broadcast_rows,
   causal_mask,
   load_col_vector,
   load_row_vector,
   load_tile,
+  smem_tile,
   transpose_ref,
+  zero_accumulator,
 )
-from pallas_kernels.linear_attention import channel_backward
+from pallas_kernels.linear_attention import channel_backward, config
 from pallas_kernels.linear_attention.config import pipeline_config
 from pallas_kernels.linear_attention.intra_chunk import token_numbers
 from pallas_kernels.linear_attention.splits import (
@@ -117,12 +134,20 @@ def _scalar_backward(options: Options, inputs: Inputs, documents, kept: Residual
   adjoints = _state_cotangents(
     options, inputs.q, tables.before, inputs, documents, kept, cot, d_last
   )
-  by_q = scalar_query_gradient(
-    inputs, cot, kept.states, kept.key_sums, tables, documents, backend=backend
-  )
-  by_k = scalar_key_value_gradient(
-    inputs, cot, adjoints.states, adjoints.key_sums, tables, documents, backend=backend
-  )
+  by_q: Any = None
+  by_k: Any = None
+  if (heads_per_cta := _heads_per_cta(inputs, cot)) > 1:
+    options_of_both = {"heads_per_cta": heads_per_cta, "backend": backend}
+    shared = tables, documents
+    by_q = grouped_query_gradient(inputs, cot, kept.states, *shared, **options_of_both)
+    by_k = grouped_key_value_gradient(inputs, cot, adjoints.states, *shared, **options_of_both)
+  else:
+    by_q = scalar_query_gradient(
+      inputs, cot, kept.states, kept.key_sums, tables, documents, backend=backend
+    )
+    by_k = scalar_key_value_gradient(
+      inputs, cot, adjoints.states, adjoints.key_sums, tables, documents, backend=backend
+    )
   d_log_decay: Any = None
   if cot.decays:
     d_tables = ScalarDecayTables(
@@ -135,6 +160,19 @@ def _scalar_backward(options: Options, inputs: Inputs, documents, kept: Residual
     (d_log_decay,) = tables_vjp(ScalarDecayTables(*d_tables))
   d_kv, d_key_sum = _initial_state_gradients(inputs, adjoints)
   return Inputs(by_q.q, by_k.k, by_k.v, d_log_decay, None, d_kv, d_key_sum)
+
+
+def _heads_per_cta(inputs: Inputs, cot: Cotangents) -> int:
+  """Heads whose gradients of shared q and k one CTA adds up; 1 where XLA adds those of all heads.
+
+  That is where q or k has all heads, and with a normalizer: its key sums would need the registers
+  that hold the sums.
+  """
+  q, k, v, *_ = inputs
+  (B, T, G, _), H = k.shape, inputs.heads
+  if q.shape[2] != G or v.shape[2] != H or G == H or cot.d_denominator is not None:
+    return 1
+  return config.heads_per_cta(H // G, B * (T // CHUNK) * H)
 
 
 def _channel_backward(options: Options, inputs: Inputs, documents, kept: Residuals, cot, d_last):
@@ -436,4 +474,220 @@ def scalar_key_value_gradient(
     scratch=mma.lhs_scratch(CHUNK, CHUNK),
     name="linear_attention_key_value_gradient",
     backend=mma,
+  )
+
+
+class _GroupVectors(NamedTuple):
+  cumulative: Any
+  end: Any  # `before` or `after`
+  documents: DocumentBoundaries
+
+
+class _GroupSums(NamedTuple):
+  """Sums over the heads that a CTA has processed, float32 accumulators."""
+
+  pairs: jax.Array  # [C, C]: weighted dP, of pairs that are masked anything
+  state: tuple[jax.Array, ...]  # [C, 64] for each block of key channels: the terms with the state
+
+  @classmethod
+  def zero(cls, K: int) -> "_GroupSums":
+    blocks = tuple(zero_accumulator(CHUNK, TILE_WIDTH) for _ in _blocks(K))
+    return cls(zero_accumulator(CHUNK, CHUNK), blocks)
+
+  def gradient(self, mask, rhs_smem: Ref, lhs_smem: Any, scale: float, mma: Backend) -> None:
+    """Replaces k (or q) in `rhs_smem` [C, K], which was its last use, by dq (or dk)."""
+    lhs = mma.to_lhs(jnp.where(mask, self.pairs, 0.0), lhs_smem)
+    blocks = _blocks(rhs_smem.shape[1])
+    sums = [
+      mma.dot(lhs, rhs_smem.at[:, channels], start=start)
+      for channels, start in zip(blocks, self.state, strict=True)
+    ]
+    for channels, total in zip(blocks, sums, strict=True):
+      rhs_smem.at[:, channels][...] = (total * scale).astype(jnp.bfloat16)
+
+
+def _blocks(width: int) -> list:
+  """Slices of 64 columns: a product with all of them would not fit into the registers."""
+  return [pl.ds(start, TILE_WIDTH) for start in range(0, width, TILE_WIDTH)]
+
+
+class _TokenDecays(NamedTuple):
+  """Decays of a head in a chunk, loaded before its tiles have arrived, computed later."""
+
+  rows: jax.Array  # [C]: log decays summed from the chunk's start, per row of a tile of pairs
+  cols: jax.Array  # [C]: the same per column
+  end: jax.Array  # [C]: `before` or `after`
+
+  @classmethod
+  def load(cls, at, gmem: _GroupVectors) -> "_TokenDecays":
+    cumulative = at.table_row(gmem.cumulative)
+    end = load_row_vector(at.table_row(gmem.end))
+    return cls(load_row_vector(cumulative), load_col_vector(cumulative), end)
+
+  def between_tokens(self, *, transposed: bool = False) -> jax.Array:
+    """As `decay_between_tokens`."""
+    shape = (CHUNK, CHUNK)
+    lag = broadcast_rows(self.rows, shape) - broadcast_cols(self.cols, shape)
+    return decay_of_lag(lag, transposed=transposed)
+
+
+def _add_state_terms(sums, first, lhs_smem, state_smem, end, x_smem, mma):
+  """`sums` and `end` [C] times the product of a tile [C, V] with the state's transpose [V, K].
+
+  By blocks of 64 key channels, of which `first` is the product of the first one. With `x_smem`
+  [C, K] also the gradient of `end` [C], otherwise None.
+  """
+  result, d_end = [], None
+  for n, (channels, total) in enumerate(zip(_blocks(state_smem.shape[0]), sums, strict=True)):
+    product = mma.dot(lhs_smem, transpose_ref(state_smem.at[channels])) if n else first
+    if x_smem is not None:
+      part = jnp.sum(load_tile(x_smem.at[:, channels]) * product, axis=1)
+      d_end = part if d_end is None else d_end + part
+    result.append(total + product * broadcast_rows(end, product.shape))
+  return tuple(result), d_end
+
+
+def grouped_query_gradient(
+  inputs: Inputs,  # q and k of G heads, v of H
+  cot: Cotangents,
+  states: jax.Array,  # [B, H, N, K, V] bfloat16: S
+  tables: ScalarDecayTables,
+  documents: DocumentBoundaries,
+  *,
+  heads_per_cta: int,  # a divisor of H / G
+  backend: Backend,
+) -> _ScalarQueryOutputs:
+  """As `scalar_query_gradient`, but dq [B, T, H / heads_per_cta, K] is summed over heads."""
+  mma = backend
+  q, k, v, *_ = inputs
+  (B, T, _, V), H, K = v.shape, inputs.heads, k.shape[-1]
+
+  def body(at, buffers, over_heads):
+    tiles, arrived, gmem, lhs_smem, outs = buffers
+    wait_all(arrived)
+    scores: Any = None
+    if cot.decays:
+      strict = gmem.documents.mask(at, causal_mask(strict=True))
+      scores = jnp.where(strict, mma.dot(tiles.q, transpose_ref(tiles.k)), 0.0)
+
+    def step(at, tiles, wait, sums):
+      decays = _TokenDecays.load(at, gmem)
+      wait()
+      d_scores, from_state = mma.dots(
+        Dots([(tiles.d_out, transpose_ref(tiles.v))]),
+        Dots([(tiles.d_out, transpose_ref(tiles.state.at[pl.ds(0, TILE_WIDTH)]))]),
+      )
+      d_scores = d_scores * decays.between_tokens()
+      if cot.decays:
+        # Masked pairs have the score 0, which selects: their dP may be anything.
+        crossing = jnp.where(scores != 0.0, scores * d_scores, 0.0)
+        outs.later.store(at, jnp.sum(crossing, axis=1))
+        outs.earlier.store(at, jnp.sum(crossing, axis=0))
+      state_sums, d_before = _add_state_terms(
+        sums.state, from_state, tiles.d_out, tiles.state, decays.end, tiles.q, mma
+      )
+      if cot.decays:
+        outs.before.store(at, d_before)
+      return _GroupSums(sums.pairs + d_scores, state_sums)
+
+    sums = over_heads(step, _GroupSums.zero(K))
+    d_q_smem = tiles.k
+    mask = gmem.documents.mask(at, causal_mask())
+    sums.gradient(mask, d_q_smem, lhs_smem, cot.scale, mma)
+    return [(d_q_smem, outs.q.at(at))]
+
+  table = token_vector(B, H, T) if cot.decays else None
+  return chunk_kernel(
+    body,
+    _ScalarTiles(
+      d_out=token_tile(cot.d_out).for_each_head(),
+      k=token_tile(k, H),
+      q=token_tile(q, H) if cot.decays else None,
+      state=state_tile(states).for_each_head(),
+      v=token_tile(v).for_each_head(),
+    ),
+    _GroupVectors(tables.cumulative, tables.before, documents.mask_only),
+    _ScalarQueryOutputs(token_tile(per_head(q, H // heads_per_cta), H), table, table, table),
+    heads_per_cta=heads_per_cta,
+    num_stages=config.head_stages(K, V, 2 * K),
+    scratch=mma.lhs_scratch(CHUNK, CHUNK),
+    name="linear_attention_query_gradient",
+    backend=mma,
+  )
+
+
+class _ValueScratch(NamedTuple):
+  lhs: Any  # of `Backend.to_lhs`
+  d_v: Any  # [C, V]: dv of a head, which is stored while the next head's is computed
+
+
+def grouped_key_value_gradient(
+  inputs: Inputs,  # q and k of G heads, v of H
+  cot: Cotangents,
+  adjoints: jax.Array,  # [B, H, N, K, V] bfloat16: A
+  tables: ScalarDecayTables,
+  documents: DocumentBoundaries,
+  *,
+  heads_per_cta: int,  # a divisor of H / G
+  backend: Backend,
+) -> _ScalarKeyOutputs:
+  """As `scalar_key_value_gradient`, but dk [B, T, H / heads_per_cta, K] is summed over heads."""
+  mma = backend
+  q, k, v, *_ = inputs
+  (B, T, _, V), H, K = v.shape, inputs.heads, k.shape[-1]
+
+  def body(at, buffers, over_heads):
+    tiles, arrived, gmem, scratch, outs = buffers
+    wait_all(arrived)
+    mask = gmem.documents.mask(at, causal_mask(transposed=True))
+    scores = jnp.where(mask, mma.dot(tiles.k, transpose_ref(tiles.q)), 0.0)
+
+    def step(at, tiles, wait, sums):
+      decays = _TokenDecays.load(at, gmem)
+      wait()
+      d_scores, from_state = mma.dots(
+        Dots([(tiles.v, transpose_ref(tiles.d_out))]),
+        Dots([(tiles.v, transpose_ref(tiles.state.at[pl.ds(0, TILE_WIDTH)]))]),
+      )
+      weight = decays.between_tokens(transposed=True)
+      lhs = mma.to_lhs(scores * weight, scratch.lhs)
+      pairs = sums.pairs + d_scores * weight
+      state_sums, d_after = _add_state_terms(
+        *(sums.state, from_state, tiles.v, tiles.state, decays.end),
+        *(tiles.k if cot.decays else None, mma),
+      )
+      if cot.decays:
+        outs.after.store(at, d_after)
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dv of the head before
+      for columns in _blocks(V):
+        from_state = mma.dot(tiles.k, tiles.state.at[:, columns])
+        from_state = from_state * broadcast_rows(decays.end, from_state.shape)
+        d_v = mma.dot(lhs, tiles.d_out.at[:, columns], start=from_state)
+        scratch.d_v.at[:, columns][...] = (d_v * cot.scale).astype(jnp.bfloat16)
+      start_copies([(scratch.d_v, outs.v.at(at))])
+      return _GroupSums(pairs, state_sums)
+
+    sums = over_heads(step, _GroupSums.zero(K))
+    d_k_smem = tiles.q
+    sums.gradient(mask, d_k_smem, scratch.lhs, cot.scale, mma)
+    return [(d_k_smem, outs.k.at(at))]
+
+  after = token_vector(B, H, T) if cot.decays else None
+  return chunk_kernel(
+    body,
+    _ScalarTiles(
+      d_out=token_tile(cot.d_out).for_each_head(),
+      k=token_tile(k, H),
+      q=token_tile(q, H),
+      state=state_tile(adjoints).for_each_head(),
+      v=token_tile(v).for_each_head(),
+    ),
+    _GroupVectors(tables.cumulative, tables.after, documents.mask_only),
+    _ScalarKeyOutputs(token_tile(per_head(k, H // heads_per_cta), H), token_tile(v), after),
+    heads_per_cta=heads_per_cta,
+    num_stages=config.head_stages(K, V, 2 * K + V),
+    scratch=_ValueScratch(mma.lhs_scratch(CHUNK, CHUNK), smem_tile(CHUNK, V)),
+    name="linear_attention_key_value_gradient",
+    backend=mma,
+    compiler_params=WITHOUT_SCRATCH,
   )

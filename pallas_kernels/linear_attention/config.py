@@ -68,3 +68,31 @@ def chunks_per_cta(chunks: int) -> int:
   More than one only if there remain three CTAs for each of the two that an SM holds.
   """
   return next(n for n in (4, 2, 1) if n == 1 or chunks >= n * 3 * 2 * device.SM_COUNT)
+
+
+def heads_per_cta(group: int, ctas: int) -> int:
+  """Heads of a group that a CTA of the backward pass processes, one after the other.
+
+  It adds up their gradients of queries or keys, so `group / heads_per_cta` sums of a group remain.
+  Of the divisors of `group`, the one that takes the least time on SMs that run two CTAs each, if a
+  CTA takes the same time for each head, and once more to begin and to end.
+
+  Args:
+    group: heads that share queries and keys.
+    ctas: CTAs if each had one head.
+  """
+  rounds = lambda n: -(-ctas // (n * 2 * device.SM_COUNT))
+  divisors = (n for n in range(group, 0, -1) if group % n == 0)
+  return min(divisors, key=lambda n: rounds(n) * (n + 1))
+
+
+def head_stages(key_width: int, value_width: int, columns: int) -> int:
+  """Heads whose tiles are in the SMEM of a CTA with several: two if there is room in half an SM.
+
+  Args:
+    columns: of all tiles [C, X] together that are there once.
+  """
+  head = (key_width + 2 * CHUNK) * value_width
+  reserved = 3 * 1024  # sums that cross warps, and barriers
+  room = device.SMEM_OF_TWO_CTAS - reserved
+  return 2 if 2 * (2 * head + CHUNK * columns) <= room else 1
