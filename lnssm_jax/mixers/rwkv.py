@@ -25,12 +25,7 @@ from lnssm_jax.mixers.common.initializers import (
 )
 from lnssm_jax.mixers.common.norms import LayerNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
-from lnssm_jax.mixers.common.token_shift import (
-  interpolated,
-  last_input,
-  token_shift,
-  weighted_streams,
-)
+from lnssm_jax.mixers.common.token_shift import interpolated, last_input
 from lnssm_jax.ops import LinearAttentionState, WKV4State, linear_attention, wkv4
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
@@ -333,9 +328,7 @@ class RWKV6(_MatrixValued):
 
   def _mix(self, x, state, segment_ids):
     previous, recurrent = state if state is not None else (None, None)
-    of_w, of_k, of_v, of_r, of_g = self._streams(
-      x, token_shift(x, previous, segment_ids, axis_name=self.sequence_axis)
-    )
+    of_w, of_k, of_v, of_r, of_g = self._streams(x, previous, segment_ids)
     heads = lambda z: split_heads(z, self.num_heads)
     w = wide(self.w[...]) + wide(self.decay_up_proj(jnp.tanh(self.decay_down_proj(of_w))))
     y, recurrent = linear_attention(
@@ -352,10 +345,16 @@ class RWKV6(_MatrixValued):
     out = self._output(y, of_g)
     return out, RWKV5State(last_input(x, self.sequence_axis), recurrent)
 
-  def _streams(self, x, shifted):
+  def _streams(self, x, previous, segment_ids):
     """Returns the inputs [B, T, D] of w, k, v, r and g."""
-    mixed = wide(x) + (wide(shifted) - wide(x)) * wide(self.mu_x[...])
-    mixed = jnp.tanh(self.mix_down_proj(mixed.astype(self.dtype)))
+    place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
+
+    def shifted(*weights, offsets=None):  # these weights are of the token before
+      present = [1 - wide(mu[...]) for mu in weights]
+      return interpolated(x, present, previous, segment_ids, offsets=offsets, **place)
+
+    (mixed,) = shifted(self.mu_x)
+    mixed = jnp.tanh(self.mix_down_proj(mixed))
     # Streams are columns, because slices of an array along its first axis would have their
     # gradients stacked, which is a copy.
     up = self.mix_up[...].astype(self.dtype)
@@ -366,5 +365,4 @@ class RWKV6(_MatrixValued):
       # One product for all, of a block-diagonal matrix: five of so few channels take longer.
       diagonal = jnp.eye(5, dtype=up.dtype)[:, None, :, None] * up[:, :, None]
       offsets = mixed @ diagonal.reshape(5 * self.mix_rank, 5 * self.dim)
-    weights = (self.mu_w, self.mu_k, self.mu_v, self.mu_r, self.mu_g)
-    return weighted_streams(x, shifted, tuple(mu[...] for mu in weights), offsets)
+    return shifted(self.mu_w, self.mu_k, self.mu_v, self.mu_r, self.mu_g, offsets=offsets)

@@ -47,15 +47,28 @@ _BACKWARD = {2: KernelConfig(4, 8, 2), 4: KernelConfig(2, 8, 4)}
 _FORWARD_OF_SEVERAL = KernelConfig(2, 4, 8)
 _BACKWARD_OF_SEVERAL = KernelConfig(2, 4, 4)
 
+# With offsets, by the bytes of one: of five convolutions a group has 6 numbers per token and
+# channel forward and 11 backward, twice, in registers.
+_FORWARD_WITH_OFFSETS = {2: KernelConfig(2, 4, 4), 4: KernelConfig(2, 2, 4)}
+_BACKWARD_WITH_OFFSETS = {2: KernelConfig(2, 4, 2), 4: KernelConfig(2, 2, 2)}
 
-def forward_config(channels: int, dtype: Any, convolutions: int = 1) -> KernelConfig:
-  """For a multiple of 128 channels."""
+
+def forward_config(
+  channels: int, dtype: Any, convolutions: int = 1, offsets: Any = None
+) -> KernelConfig:
+  """For a multiple of 128 channels; `offsets` is their dtype, or None."""
+  if offsets is not None:
+    return _dividing(_FORWARD_WITH_OFFSETS[jnp.dtype(offsets).itemsize], channels)
   best = _FORWARD[jnp.dtype(dtype).itemsize] if convolutions == 1 else _FORWARD_OF_SEVERAL
   return _dividing(best, channels)
 
 
-def backward_config(channels: int, dtype: Any, convolutions: int = 1) -> KernelConfig:
-  """For a multiple of 128 channels."""
+def backward_config(
+  channels: int, dtype: Any, convolutions: int = 1, offsets: Any = None
+) -> KernelConfig:
+  """For a multiple of 128 channels; `offsets` is their dtype, or None."""
+  if offsets is not None:
+    return _dividing(_BACKWARD_WITH_OFFSETS[jnp.dtype(offsets).itemsize], channels)
   best = _BACKWARD[jnp.dtype(dtype).itemsize] if convolutions == 1 else _BACKWARD_OF_SEVERAL
   return _dividing(best, channels)
 

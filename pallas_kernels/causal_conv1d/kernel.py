@@ -4,6 +4,9 @@
     backward   g_t = dy_t y'(z_t)    dkernel_j = sum_t g_t x_{t - (W - 1) + j}    dbias = sum_t g_t
                dx_s = sum_j kernel_j g_{s + (W - 1) - j}, and over all S convolutions
 
+The two taps of a token shift may have an offset m [B, T, S, D] for each token: kernel_0 + m_t and
+kernel_1 - m_t are its taps, and dm_t = g_t (x_{t - 1} - x_t).
+
 Each kernel reads and writes every array once. A thread has a few adjacent channels, which are one
 load, and scans the tokens of its split with the last W - 1 inputs in registers. Nothing is shared
 between threads, so tokens go from GMEM to registers without SMEM or barriers: `_Cta.scan` is a
@@ -52,6 +55,7 @@ class Inputs(NamedTuple):
   x: jax.Array  # [B, T, D] bfloat16 or float32
   kernel: jax.Array  # [S, W, D] float32
   bias: jax.Array | None  # [D] float32
+  offsets: jax.Array | None  # [B, T, S, D] bfloat16 or float32, for W = 2 without SiLU; None: zeros
   initial: jax.Array | None  # [B, W - 1, D] float32, the inputs before the first; None: zeros
 
 
@@ -73,7 +77,8 @@ def _backward_rule(static, residuals, d_out):
   inputs, first = residuals
   results = backward_kernel(inputs, d_out, first, static)
   d_bias = None if results.bias is None else results.bias.sum((0, 1))
-  d_inputs = Inputs(results.x, results.kernel.sum((0, 1)), d_bias, results.initial)
+  d_kernel = results.kernel.sum((0, 1))
+  d_inputs = Inputs(results.x, d_kernel, d_bias, results.offsets, results.initial)
   d_first = None if first is None else np.zeros(first.shape, jax.dtypes.float0)
   return d_inputs, d_first
 
@@ -184,6 +189,7 @@ class _ForwardInputs(NamedTuple):
   x: Any
   kernel: Any
   bias: Any
+  offsets: Any
   initial: Any
   words: Any  # `boundaries.pack_bits`
 
@@ -205,16 +211,18 @@ def forward_kernel(
 
     def advance(t, r, token, is_first, window):
       del r
+      x, *offsets = token
       window = boundaries.reset(is_first, window, [zero] * (W - 1))
-      window = [*window, token[0].astype(jnp.float32)]
-      for taps, out_gmem in zip(all_taps, outs, strict=True):
-        z = _weighted(taps, window, bias)
+      window = [*window, x.astype(jnp.float32)]
+      for taps, offset, out_gmem in zip(all_taps, offsets or [None] * S, outs, strict=True):
+        z = _weighted(_shifted(taps, offset), window, bias)
         y = z * _sigmoid(z) if static.silu else z
         store_unoptimized(out_gmem.at[cta.b, t, cta.channels], y.astype(static.dtype))
       return window[1:]
 
     window = cta.load_window(ins.x, ins.initial)
-    cta.scan(advance, window, [ins.x], has_tail=T % config.group != 0)
+    streams = [ins.x, *_by_convolution(ins.offsets)]
+    cta.scan(advance, window, streams, has_tail=T % config.group != 0)
 
   out_type = (jax.ShapeDtypeStruct((B, T, D), static.dtype),) * S
   (results,) = _launch(
@@ -231,6 +239,7 @@ class _BackwardInputs(NamedTuple):
   d_out: Any
   kernel: Any
   bias: Any
+  offsets: Any
   initial: Any
   words: Any
 
@@ -241,6 +250,7 @@ class BackwardResults(NamedTuple):
   x: Any  # [B, T, D] in its dtype
   kernel: Any  # [B, P, S, W, D] float32, summed over each of P splits
   bias: Any  # [B, P, D] float32, summed over each of P splits
+  offsets: Any  # [B, T, S, D] in their dtype
   initial: Any  # [B, W - 1, D] float32
 
 
@@ -262,10 +272,12 @@ def backward_kernel(
   split_length = tuning.split_length(config, B, D, T)
   P = -(-T // split_length)
   has_bias, has_initial = inputs.bias is not None, inputs.initial is not None
+  offsets = inputs.offsets
   out_type = BackwardResults(
     x=jax.ShapeDtypeStruct((B, T, D), inputs.x.dtype),
     kernel=jax.ShapeDtypeStruct((B, P, S, W, D), jnp.float32),
     bias=jax.ShapeDtypeStruct((B, P, D), jnp.float32) if has_bias else None,
+    offsets=None if offsets is None else jax.ShapeDtypeStruct(offsets.shape, offsets.dtype),
     initial=jax.ShapeDtypeStruct((B, W - 1, D), jnp.float32) if has_initial else None,
   )
 
@@ -291,20 +303,27 @@ def backward_kernel(
 
     def advance(t, r, token, is_first, carry, *, own=True):
       """`own`: whether token t is one of the split's, so that this CTA sums its tap gradients."""
+      x, *others = token
+      d_outs, offsets = others[:S], others[S:] or [None] * S
       window = boundaries.reset(is_first, carry.window, [zero] * (W - 1))
-      window = [*window, token[0].astype(jnp.float32)]
+      window = [*window, x.astype(jnp.float32)]
       since, tap_sums, bias_sum = carry.since, [], carry.bias_sum
       if is_first is not None:
         since = jnp.where(is_first, 0, since + 1)
       # An earlier document's inputs get nothing from this token.
       hidden = [None if is_first is None else since < W - 1 - n for n in range(W - 1)]
       pending = [*carry.pending, None]
-      for taps, d_out, sums in zip(all_taps, token[1:], carry.tap_sums, strict=True):
+      for s, (taps, d_out, offset, sums) in enumerate(
+        zip(all_taps, d_outs, offsets, carry.tap_sums, strict=True)
+      ):
         g = d_out.astype(jnp.float32)
         if static.silu:
           z = _weighted(taps, window, bias)
-          s = _sigmoid(z)
-          g = g * (s + z * s * (1.0 - s))
+          gate = _sigmoid(z)
+          g = g * (gate + z * gate * (1.0 - gate))
+        if own and offset is not None:
+          d_offset = (g * (window[0] - window[1])).astype(offset.dtype)
+          store_unoptimized(outs.offsets.at[cta.b, t, s, cta.channels], d_offset)
         if own:
           sums = [y + g * z for y, z in zip(sums, window, strict=True)]
           bias_sum = None if bias_sum is None else bias_sum + g
@@ -312,6 +331,8 @@ def backward_kernel(
           g = jnp.where(t < T, g, zero)
         tap_sums.append(sums)
         seen = [boundaries.reset(flag, g, zero) for flag in hidden]
+        # The offset too: its NaN times a gradient of 0 would reach the earlier document.
+        taps = _shifted(taps, offset, hidden, zero)
         parts = [w * z for w, z in zip(taps, [*seen, g], strict=True)]
         pending = [z if y is None else y + z for y, z in zip(pending, parts, strict=True)]
       store_gradient(t - (W - 1), r, pending[0])
@@ -324,7 +345,8 @@ def backward_kernel(
       tap_sums=[[zero] * W for _ in range(S)],
       bias_sum=zero if has_bias else None,
     )
-    carry = cta.scan(advance, carry, [ins.x, *ins.d_out], has_tail=T % config.group != 0)
+    streams = [ins.x, *ins.d_out, *_by_convolution(ins.offsets)]
+    carry = cta.scan(advance, carry, streams, has_tail=T % config.group != 0)
     end = cta.start + cta.tokens
     for n in range(W - 1):  # the tokens after the split, which read its last inputs
       t = end + n
@@ -332,7 +354,7 @@ def backward_kernel(
       is_first = None
       if word is not None:
         is_first = boundaries.bit(word, lax.rem(jnp.minimum(t, T - 1), config.group))
-      token = [cta.load_token(ref, t) for ref in (ins.x, *ins.d_out)]
+      token = [cta.load_token(ref, t) for ref in streams]
       carry = advance(t, None, token, is_first, carry, own=False)
     for s, sums in enumerate(carry.tap_sums):
       for j, value in enumerate(sums):
@@ -363,6 +385,24 @@ def _sigmoid(x):
   """1 / (1 + exp(-x)), without a branch, which a division would be."""
   root = lax.rsqrt(1.0 + jnp.exp(-jnp.maximum(x, _MIN_EXPONENT)))
   return root * root
+
+
+def _by_convolution(offsets_gmem):
+  """References [B, T, D], none for None."""
+  S = 0 if offsets_gmem is None else offsets_gmem.shape[2]
+  return [offsets_gmem.at[:, :, s] for s in range(S)]
+
+
+def _shifted(taps, offset, hidden=(None,), zero=None):
+  """The taps of one token, whose offset moves weight from the present token to the one before.
+
+  Where `hidden[0]`, the one before is of another document, and its tap has no offset.
+  """
+  if offset is None:
+    return taps
+  previous, present = taps
+  offset = offset.astype(jnp.float32)
+  return [previous + boundaries.reset(hidden[0], offset, zero), present - offset]
 
 
 def _weighted(taps, window, bias):

@@ -30,6 +30,9 @@ pytestmark = pytest.mark.gpu
     Case(T=1, W=1),
     Case(T=1000, S=4, W=2, D=1024, bias=False, dtype=BF16),
     Case(T=130, S=6, W=2, D=256, bias=False),
+    Case(T=1000, S=5, W=2, D=1024, bias=False, offsets=True, dtype=BF16),
+    Case(T=131, S=6, W=2, D=256, bias=False, offsets=True),
+    Case(T=2, S=1, W=2, D=128, bias=False, offsets=True, state=False),
   ],
   ids=str,
 )
@@ -40,7 +43,17 @@ def test_causal_conv1d_on_gpu_matches_reference(case):
 
 def run(inputs, implementation, case):
   out, last = call(case, inputs, implementation)
-  return {"out": out, "state": last.inputs}
+  if case.S is None:
+    return {"out": out, "state": last.inputs}
+  first, *others = out
+  return {"out": first, "state": last.inputs} | {f"out {n}": y for n, y in enumerate(others)}
+
+
+def some_channels(arrays):
+  """128 channels; those of each of the convolutions of `offsets`."""
+  D = arrays["x"].shape[-1] if "x" in arrays else arrays["out"].shape[-1]
+  columns = lambda x: x.reshape(*x.shape[:-1], -1, D)[..., -200:-72].reshape(*x.shape[:-1], -1)
+  return {n: columns(x) for n, x in arrays.items()}
 
 
 @pytest.mark.parametrize(
@@ -50,16 +63,16 @@ def run(inputs, implementation, case):
     (Case(T=2048, D=4096, dtype=BF16), 8),
     (Case(T=32768, D=2048, dtype=BF16, bias=False), 1),
     (Case(T=2048, D=2048), 8),
+    (Case(T=2048, D=1024, S=5, W=2, bias=False, offsets=True, dtype=BF16), 16),
   ],
   ids=str,
 )
 def test_causal_conv1d_at_model_sizes_matches_reference(case, B):
   """128 channels against the reference; every bit of all, again and again."""
   arrays = {n: jnp.asarray(x, F32) for n, x in drawn(case, B=B).items()}
-  arrays["x"] = arrays["x"].astype(case.dtype)
+  arrays |= {n: arrays[n].astype(case.dtype) for n in ("x", "offsets") if n in arrays}
   this = functools.partial(run, case=case)
-  channels = lambda arrays: {n: x[..., -200:-72] for n, x in arrays.items()}
-  assert_part_matches_reference(this, arrays, waves(this, arrays), channels, case.dtype)
+  assert_part_matches_reference(this, arrays, waves(this, arrays), some_channels, case.dtype)
 
 
 def test_causal_conv1d_under_vmap_matches_separate_calls():

@@ -7,6 +7,7 @@ tests/ops/test_causal_conv1d.py compares that form with a loop.
 import functools
 from dataclasses import dataclass
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +39,8 @@ class Case:
   D: int = 130
   W: int = 4
   S: int | None = None  # `token_shift` with so many weights
-  dtype: jnp.dtype = F32  # of x and y
+  offsets: bool = False
+  dtype: jnp.dtype = F32  # of x, offsets and y
   bias: bool = True
   silu: bool = True
   state: bool = True
@@ -54,6 +56,8 @@ def drawn(case, seed=0, B=2):
     arrays["bias"] = rng.normal(size=case.D)
   if case.state:
     arrays["state"] = rng.normal(size=(B, case.W - 1, case.D))
+  if case.offsets:
+    arrays["offsets"] = rng.normal(size=(B, case.T, case.S * case.D))
   return arrays
 
 
@@ -67,7 +71,8 @@ def call(case, arrays, form, ids=None):
     "implementation": form,
   }
   if case.S is not None:
-    return ops.token_shift(arrays["x"], list(arrays["kernel"]), **options)
+    weights = list(arrays["kernel"])
+    return ops.token_shift(arrays["x"], weights, offsets=arrays.get("offsets"), **options)
   activation = "silu" if case.silu else None
   kernel, bias = arrays["kernel"], arrays.get("bias")
   return ops.causal_conv1d(arrays["x"], kernel, bias, activation=activation, **options)
@@ -79,12 +84,13 @@ def check(case, form):
     return {"out": out, "state": state}
 
   inputs = drawn(case)
-  dtypes = {name: case.dtype if name == "x" else F32 for name in inputs}
+  dtypes = {name: case.dtype if name in ("x", "offsets") else F32 for name in inputs}
   errors = contract.errors_against_reference(named, inputs, dtypes, form)
   contract.assert_small(errors, case.dtype, case.T)
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+SLOW = pytest.mark.slow
+slow = functools.partial(pytest.param, marks=SLOW)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +98,12 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
   [
     Case(T=19, part=8),
     Case(T=19, part=8, S=3, W=2, D=128, bias=False),
+    Case(T=19, part=8, S=2, W=2, D=128, bias=False, offsets=True),
+    slow(Case(T=18, part=8, S=5, W=2, D=256, bias=False, offsets=True, dtype=BF16)),
+    slow(Case(T=16, part=4, S=5, W=2, D=128, bias=False, offsets=True, state=False)),
+    slow(Case(T=37, part=16, S=2, W=2, D=130, bias=False, offsets=True, segments=False)),
+    slow(Case(T=9, S=6, W=2, bias=False, offsets=True, state=False, segments=False, dtype=BF16)),
+    slow(Case(T=1, S=2, W=2, bias=False, offsets=True)),
     slow(Case(T=19, part=8, S=4, W=2, D=128, bias=False, state=False, segments=False, dtype=BF16)),
     slow(Case(T=5, S=1, W=2, bias=False)),
     slow(Case(T=5, S=6, W=2, bias=False)),
@@ -139,6 +151,38 @@ def test_causal_conv1d_kernels_with_nan_keep_documents_apart():
       np.testing.assert_array_equal(y[:, outside], z[:, outside])
 
 
+def test_token_shift_kernels_with_nan_offset_keep_documents_apart():
+  """A NaN in offset and cotangent of a document's first token reaches no other document."""
+  case = Case(T=11, D=128, S=2, W=2, bias=False, state=False, offsets=True)
+  arrays = {n: jnp.asarray(x, F32) for n, x in drawn(case, B=1).items()}
+  ids = promises.documents(1, (6, 5))
+
+  @jax.jit
+  def both(x, offsets, weight):
+    run = lambda x, m: call(case, arrays | {"x": x, "offsets": m}, "pallas_interpret", ids)[0]
+    y, pull = jax.vjp(run, x, offsets)
+    return *y, *pull((weight, weight))
+
+  inputs = arrays["x"], arrays["offsets"], jnp.ones_like(arrays["x"])
+  want = both(*inputs)
+  got = both(inputs[0], *(y.at[:, 6].set(jnp.nan) for y in inputs[1:]))
+  for y, z in zip(got, want, strict=True):
+    assert np.isnan(y[:, 6]).all()
+    np.testing.assert_array_equal(y[:, :6], z[:, :6])
+
+
+def test_token_shift_kernels_in_splits_have_the_same_bits(monkeypatch):
+  """Values and gradients of tokens do not depend on where a sequence is cut."""
+  case = Case(T=16, D=128, S=2, W=2, bias=False, offsets=True)
+  arrays = {n: jnp.asarray(x, F32) for n, x in drawn(case).items()}
+  results = []
+  for part in (16, 8):
+    monkeypatch.setattr(config, "split_length", lambda *sizes, part=part: part)
+    y, pull = jax.vjp(lambda arrays: call(case, arrays, "pallas_interpret")[0], arrays)
+    results.append((y, pull(y)[0] | {"kernel": 0}))  # which is summed over the splits
+  chex.assert_trees_all_equal(*results)
+
+
 @pytest.mark.slow
 def test_causal_conv1d_kernels_in_splits_keep_packing_and_causality(monkeypatch):
   monkeypatch.setattr(config, "split_length", lambda *sizes: 8)
@@ -176,7 +220,7 @@ def test_causal_conv1d_kernels_under_every_transformation_agree():
   )
 
 
-def arguments(T, D, *, S=1, W=4, x=BF16, state=True, segments=True, lead=()):
+def arguments(T, D, *, S=1, W=4, x=BF16, offsets=False, state=True, segments=True, lead=()):
   """`Inputs` of `pallas.run`, as shapes; `lead` are axes in front."""
   array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct((*lead, *shape), dtype)
   index = array(2, T, dtype=jnp.int32)
@@ -184,6 +228,7 @@ def arguments(T, D, *, S=1, W=4, x=BF16, state=True, segments=True, lead=()):
     array(2, T, D, dtype=x),
     array(S, W, D),
     array(D) if S == 1 else None,
+    array(2, T, S * D, dtype=x) if offsets else None,
     ops.ConvState(array(2, W - 1, D)) if state else None,
     Segments(index, index) if segments else None,
   )
@@ -223,9 +268,15 @@ def test_causal_conv1d_kernels_lower_for_cuda(configuration):
   assert lowers(inputs, dtype=x) == (1, 1)
 
 
-def test_token_shift_kernels_lower_for_cuda():
+@pytest.mark.parametrize(
+  ("S", "T", "x", "offsets"),
+  [(4, 1000, BF16, False), (5, 2048, BF16, True), pytest.param(6, 1000, F32, True, marks=SLOW)],
+  ids=str,
+)
+def test_token_shift_kernels_lower_for_cuda(S, T, x, offsets):
   """One kernel for all streams, and one for the gradients."""
-  assert lowers(arguments(1000, 1024, S=4, W=2), silu=False) == (1, 1)
+  inputs = arguments(T, 1024, S=S, W=2, x=x, offsets=offsets)
+  assert lowers(inputs, silu=False, dtype=x) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -247,3 +298,13 @@ def test_causal_conv1d_kernels_under_shard_map_keep_shapes():
   form = lambda *args: ops.causal_conv1d(*args, implementation="pallas_interpret")[0]
   gradient = jax.grad(lambda inputs: total(form(*inputs)))
   assert_shard_map_keeps_shapes(gradient, inputs, (DATA, REPLICATED, REPLICATED))
+
+
+def test_token_shift_kernels_under_shard_map_keep_shapes():
+  x, _, _, offsets, *_ = arguments(100, 128, S=2, W=2, offsets=True, segments=False)
+  inputs = x, (jax.ShapeDtypeStruct((128,), F32),) * 2, offsets
+  form = lambda x, weights, offsets: ops.token_shift(
+    x, weights, offsets=offsets, implementation="pallas_interpret"
+  )[0]
+  gradient = jax.grad(lambda inputs: total(form(*inputs)))
+  assert_shard_map_keeps_shapes(gradient, inputs, (DATA, (REPLICATED,) * 2, DATA))

@@ -21,26 +21,30 @@ from lnssm_jax.mixers.common.norms import (
   unit_norm,
 )
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads, split_linear
-from lnssm_jax.mixers.common.token_shift import interpolated, token_shift
+from lnssm_jax.mixers.common.token_shift import interpolated
 
 
-def test_token_shift_starts_from_the_given_token_and_from_zero():
-  x = jnp.arange(1.0, 6.0).reshape(1, 5, 1)
-  np.testing.assert_array_equal(token_shift(x)[0, :, 0], [0, 1, 2, 3, 4])
-  np.testing.assert_array_equal(token_shift(x, jnp.array([[9.0]]))[0, :, 0], [9, 1, 2, 3, 4])
+def before(x, previous=None, segment_ids=None):
+  """The token before each of x [T, 1]: `interpolated` with a weight of 0."""
+  options = {"axis_name": None, "dtype": x.dtype}
+  return interpolated(x[None], [jnp.zeros(1)], previous, segment_ids, **options)[0][0, :, 0]
 
 
-def test_token_shift_does_not_cross_segments():
-  x = jnp.arange(1.0, 6.0).reshape(1, 5, 1)
+def test_interpolated_starts_from_the_given_token_and_from_zero():
+  x = jnp.arange(1.0, 6.0)[:, None]
+  np.testing.assert_array_equal(before(x), [0, 1, 2, 3, 4])
+  np.testing.assert_array_equal(before(x, jnp.array([[9.0]])), [9, 1, 2, 3, 4])
+
+
+def test_interpolated_does_not_cross_segments():
   segment_ids = jnp.array([[3, 3, 0, 3, 3]])
-  shifted = token_shift(x, jnp.array([[9.0]]), segment_ids)
-  np.testing.assert_array_equal(shifted[0, :, 0], [9, 1, 0, 0, 4])
+  shifted = before(jnp.arange(1.0, 6.0)[:, None], jnp.array([[9.0]]), segment_ids)
+  np.testing.assert_array_equal(shifted, [9, 1, 0, 0, 4])
 
 
-def test_token_shift_leaks_no_nan_across_segments():
-  x = jnp.array([1.0, jnp.nan, 2.0]).reshape(1, 3, 1)
-  shifted = token_shift(x, segment_ids=jnp.array([[0, 0, 1]]))
-  np.testing.assert_array_equal(shifted[0, :, 0], [0, 1, 0])
+def test_interpolated_leaks_no_nan_across_segments():
+  shifted = before(jnp.array([[1.0], [jnp.nan], [2.0]]), segment_ids=jnp.array([[0, 0, 1]]))
+  np.testing.assert_array_equal(shifted, [0, jnp.nan, 0])
 
 
 @pytest.mark.parametrize(("length", "products"), [(1, 1), (2, 3)])

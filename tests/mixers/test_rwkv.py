@@ -1,17 +1,15 @@
 """RWKV-4, 5 and 6: initial values, against numbers worked out by hand; sizes; bad options."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lnssm_jax.mixers import RWKV4, RWKV5, RWKV6
+from lnssm_jax.mixers import RWKV4, RWKV5, RWKV6, shard_time
 from lnssm_jax.mixers.common.norms import layer_norm
-from lnssm_jax.mixers.common.token_shift import weighted_streams
+from tests.kernels.lowered import REPLICATED, assert_shard_map_keeps_shapes, kernels_traced, total
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references import rwkv as reference
 from tests.mixers.tiny import inputs
@@ -125,33 +123,22 @@ def test_rwkv6_starts_as_rwkv5():
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
 
 
-def shard(x, shifted, weights, offsets):
-  """`weighted_streams` on one device's part of the time axis."""
-  specs = P(None, "time")
-  mesh = jax.make_mesh((1,), ("time",), axis_types=(AxisType.Auto,))
-  call = jax.shard_map(
-    weighted_streams, mesh=mesh, in_specs=(specs, specs, P(), specs), out_specs=specs
-  )
-  return call(x, shifted, weights, offsets)
+def of_kernels(change=lambda mixer: mixer):
+  """The sum of a layer wide enough for the kernels, of (parameters, x); and their shapes."""
+  build = lambda: RWKV6(128, num_heads=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  graph, params = nnx.split(change(jax.eval_shape(build)), nnx.Param)
+  inputs = params, jax.ShapeDtypeStruct((2, 256, 128), jnp.bfloat16)
+  return lambda inputs: total(nnx.merge(graph, inputs[0])(inputs[1])[0]), inputs
 
 
-@pytest.mark.parametrize("function", [weighted_streams, shard])
-def test_rwkv6_streams_have_the_gradient_of_their_formula(function):
-  """Every gradient, of five streams, in float64."""
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: rng.normal(size=shape)
-  x, shifted, offsets = normal(2, 3, 4), normal(2, 3, 4), normal(2, 3, 20)
-  weights, factors = tuple(normal(5, 4)), normal(5, 2, 3, 4)
+def test_rwkv6_gradients_on_shards_are_of_whole_parameters(hopper):
+  """Of the kernels too: the types of `shard_map` show a sum over shards that is missing."""
+  run, inputs = of_kernels(lambda mixer: shard_time(mixer, "data"))
+  assert_shard_map_keeps_shapes(jax.grad(run), inputs, (REPLICATED, P(None, "data")))
 
-  def streams(x, shifted, weights, offsets):
-    offsets = jnp.split(offsets, 5, axis=-1)
-    return [x + (shifted - x) * (w + m) for w, m in zip(weights, offsets, strict=True)]
 
-  def loss(function):
-    total = lambda *arrays: sum(
-      jnp.sum(f * jnp.sin(y)) for f, y in zip(factors, function(*arrays), strict=True)
-    )
-    return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(x, shifted, weights, offsets)
-
-  with jax.enable_x64(True):
-    chex.assert_trees_all_close(loss(function), loss(streams), rtol=1e-12)
+def test_rwkv6_streams_are_made_by_one_kernel_in_each_direction(hopper):
+  """And the input of their offsets by another one."""
+  run, inputs = of_kernels()
+  names = kernels_traced(jax.grad(run), inputs)
+  assert [names.count(f"causal_conv1d_{n}") for n in ("forward", "backward")] == [2, 2]

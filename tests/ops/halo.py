@@ -1,4 +1,4 @@
-"""Halos and positions of the shards of a sequence, against the whole sequence in NumPy.
+"""Halos, positions and shifted tokens of the shards of a sequence, against the whole sequence.
 
 Run as a program, for the number of devices is fixed when jax starts. Prints as JSON the cases that
 it compared, after comparing them.
@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from lnssm_jax.ops import ConvState, token_shift
 from lnssm_jax.ops.core.halo import inputs_before, step_positions
 from lnssm_jax.ops.core.segments import positions, segments_of
 
@@ -59,8 +60,39 @@ def compare_positions(ids):
   np.testing.assert_array_equal(length, np.broadcast_to(want[:, -1] + 1, (SHARDS, B)))
 
 
+def compare_token_shift(ids):
+  """With offsets; gradients of the weights are sums over the shards."""
+  rng = np.random.default_rng(0)
+  shapes = (B, T, D), (B, T, 2 * D), (2, D), (B, 1, D)
+  arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+  ids = None if ids is None else jnp.asarray(ids)
+
+  def run(x, offsets, weights, before, ids, axis_name=None):
+    options = {"initial_state": ConvState(before), "segment_ids": ids, "axis_name": axis_name}
+    streams, last = token_shift(x, list(weights), offsets=offsets, **options)
+    return jnp.concatenate(streams, axis=-1), last
+
+  mesh = jax.make_mesh((SHARDS,), (AXIS,), axis_types=(AxisType.Auto,))
+  over_time = P(None, AXIS)
+  shards = jax.shard_map(
+    functools.partial(run, axis_name=AXIS),
+    mesh=mesh,
+    in_specs=(over_time, over_time, P(), P(), over_time),
+    out_specs=(over_time, P()),
+  )
+
+  def results(run):
+    results, pull = jax.vjp(lambda *arrays: run(*arrays, ids), *arrays)
+    return results, pull(results)
+
+  got, want = (jax.tree.leaves(jax.jit(lambda f=f: results(f))()) for f in (shards, run))
+  for x, y in zip(got, want, strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def main() -> None:
   for ids in IDS.values():
+    compare_token_shift(ids)
     for count in (1, 3):
       compare_inputs_before(ids, count)
     compare_positions(ids)

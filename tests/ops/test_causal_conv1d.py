@@ -1,10 +1,14 @@
 """causal_conv1d: values, state and packed documents to the last bit, argument checks, dispatch."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from lnssm_jax import ops
 
@@ -156,7 +160,89 @@ def test_token_shift_equals_convolutions_of_two_tokens():
   )
 
 
+OFFSETS = drawn(B, T, 2 * D, seed=5)
+DOCUMENTS = jnp.array([[0, 0, 1, 1, 1, 0, 0, 2, 2], [0] * 9])
+
+
+def shifted(x, weights, offsets, before):
+  """`token_shift` with offsets of two documents or more, as its formula; float64."""
+  first = jnp.diff(DOCUMENTS, axis=1, prepend=DOCUMENTS[:, :1]) != 0
+  earlier = jnp.where(first[..., None], 0, jnp.concatenate([before, x[:, :-1]], axis=1))
+  offsets = jnp.split(offsets, len(weights), axis=-1)
+  return [x + (earlier - x) * (1 - mu + m) for mu, m in zip(weights, offsets, strict=True)]
+
+
+def shard(x, weights, offsets, before, ids):
+  """`token_shift` on one device's shard of the sequence."""
+  over_time = P(None, "time")
+  mesh = jax.make_mesh((1,), ("time",), axis_types=(AxisType.Auto,))
+  run = jax.shard_map(
+    functools.partial(whole, axis_name="time"),
+    mesh=mesh,
+    in_specs=(over_time, P(), over_time, P(), over_time),
+    out_specs=over_time,
+  )
+  return run(x, weights, offsets, before, ids)
+
+
+def whole(x, weights, offsets, before, ids, axis_name=None):
+  options = {"initial_state": ops.ConvState(before), "segment_ids": ids, "axis_name": axis_name}
+  return ops.token_shift(x, weights, offsets=offsets, **options)[0]
+
+
+@pytest.mark.parametrize("function", [whole, shard])
+def test_token_shift_with_offsets_has_the_gradient_of_its_formula(function):
+  before, factors = drawn(B, 1, D, seed=4), drawn(2, B, T, D, seed=6)
+
+  def loss(streams):
+    total = lambda *arrays: sum(
+      jnp.sum(f * jnp.sin(y)) for f, y in zip(factors, streams(*arrays), strict=True)
+    )
+    arrays = Y, (TAPS[0], TAPS[1]), OFFSETS, before
+    exact = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3)))(*exact)
+
+  with jax.enable_x64(True):
+    got = loss(lambda *arrays: function(*arrays, DOCUMENTS))
+    chex.assert_trees_all_close(got, loss(shifted), rtol=1e-12)
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+def test_token_shift_with_offsets_split_sequence_has_the_same_bits(cut):
+  run = lambda x, offsets, state=None: ops.token_shift(
+    x, [TAPS[0], TAPS[1]], offsets=offsets, initial_state=state
+  )
+  want, last = run(Y, OFFSETS)
+  left, state = run(Y[:, :cut], OFFSETS[:, :cut])
+  right, state = run(Y[:, cut:], OFFSETS[:, cut:], state)
+  joined = tuple(jnp.concatenate(parts, axis=1) for parts in zip(left, right, strict=True))
+  chex.assert_trees_all_equal((joined, state), (want, last))
+
+
+def test_token_shift_with_offsets_is_rounded_once():
+  """Results, and the gradient of the offsets, from sums in float32."""
+  x, offsets = Y.astype(BF16), OFFSETS.astype(BF16)
+
+  def run(offsets, dtype):
+    return ops.token_shift(x, [TAPS[0], TAPS[1]], offsets=offsets, dtype=dtype)[0]
+
+  wide, pull_wide = jax.vjp(lambda m: run(m, F32), offsets.astype(F32))
+  narrow, pull = jax.vjp(lambda m: run(m, BF16), offsets)
+  chex.assert_trees_all_equal(narrow, tuple(y.astype(BF16) for y in wide))
+  (d_wide,) = pull_wide(tuple(y.astype(F32) for y in narrow))
+  np.testing.assert_array_equal(pull(narrow)[0], d_wide.astype(BF16))
+
+
 def test_token_shift_bad_argument_raises_naming_it():
+  for offsets, message in [
+    (jnp.ones((B, T, 3)), r"offsets has shape \(2, 9, 3\), but \[B, T, S D\] = \[2, 9, 6\]"),
+    (jnp.ones((B, T, 6), int), "offsets has dtype int32"),
+  ]:
+    with pytest.raises(ValueError, match=f"token_shift: {message}"):
+      ops.token_shift(X, [jnp.ones(3)] * 2, offsets=offsets)
+  with pytest.raises(NotImplementedError, match="offsets has dtype float16"):
+    narrow = jnp.ones((B, T, 3), "float16")
+    ops.token_shift(X, [jnp.ones(3)], offsets=narrow, implementation="pallas_interpret")
   for weights, message in [
     ([], "weights is empty"),
     ([jnp.ones(2)], r"weights\[0\] has shape \(2,\)"),

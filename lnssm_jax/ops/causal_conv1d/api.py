@@ -99,7 +99,7 @@ def causal_conv1d(
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
-    _inputs(_NAME, x, kernel[None], bias, initial_state, segment_ids),
+    _inputs(_NAME, x, kernel[None], bias, None, initial_state, segment_ids),
     Options(activation == "silu", _checked_dtype(_NAME, x, dtype)),
     implementation=implementation,
     axis_name=axis_name,
@@ -113,6 +113,7 @@ def token_shift(
   x: ty.BTD,
   weights: Sequence[ty.D],
   *,
+  offsets: ty.BTS | None = None,
   dtype=None,
   initial_state: ConvState | None = None,
   segment_ids: ty.Ids | None = None,
@@ -121,20 +122,23 @@ def token_shift(
 ) -> tuple[tuple[ty.BTD, ...], ConvState]:
   """Interpolates each token with the one before it, once for each of S weights.
 
-      y_t = mu * x_t + (1 - mu) * x_{t-1}          mu in weights
+      y_t = mu * x_t + (1 - mu) * x_{t-1}                            mu in weights
+      y_t = (mu - m_t) * x_t + (1 - mu + m_t) * x_{t-1}              with offsets m
 
   It is `causal_conv1d` with the kernel (1 - mu, mu), for all S in one pass over x: the other
   arguments, the implementations, precision and errors are those of that function.
 
   Args:
     weights: S vectors [D], of the present token.
+    offsets: data-dependent shifts of weight to the token before, D columns for each of `weights`;
+      None means zeros. Their gradient has their dtype.
     dtype: of the results; None means that of x.
     initial_state: the input before the first token, [B, 1, D]; None means zeros.
 
   Returns:
     S arrays [B, T, D] and the `ConvState` after the last token.
 
-  Source: RWKV-4 (Peng et al. 2023), eqs. 11-13.
+  Source: RWKV-4 (Peng et al. 2023), eqs. 11-13; offsets: RWKV-6 (Peng et al. 2024).
   """
   x = _checked_input(_SHIFT, x)
   if not weights:
@@ -145,10 +149,15 @@ def token_shift(
     check_shape(_SHIFT, f"weights[{n}]", weight, x.shape[2:], "[D]")
     mu = wide(jnp.asarray(weight))
     kernels.append(jnp.stack([1 - mu, mu]))
+  if offsets is not None:
+    check_floating(_SHIFT, "offsets", offsets)
+    offsets, (B, T, D) = jnp.asarray(offsets), x.shape
+    check_shape(_SHIFT, "offsets", offsets, (B, T, len(weights) * D), "[B, T, S D]")
+  inputs = _inputs(_SHIFT, x, jnp.stack(kernels), None, offsets, initial_state, segment_ids)
   return dispatch.run(
     _SHIFT,
     _OF_SHIFT,
-    ShiftInputs(*_inputs(_SHIFT, x, jnp.stack(kernels), None, initial_state, segment_ids)),
+    ShiftInputs(*inputs),
     Options(False, _checked_dtype(_SHIFT, x, dtype)),
     implementation=implementation,
     axis_name=axis_name,
@@ -172,9 +181,9 @@ def _checked_dtype(op: str, x, dtype) -> jnp.dtype:
   return dtype
 
 
-def _inputs(op: str, x, kernels, bias, state, segment_ids) -> Inputs:
+def _inputs(op: str, x, kernels, bias, offsets, state, segment_ids) -> Inputs:
   B, T, D = x.shape
   if state is not None:
     shape = B, kernels.shape[1] - 1, D
     state = checked_state(op, ConvState, state, shape, "[B, W - 1, D]", accumulation_dtype(x))
-  return Inputs(x, kernels, bias, state, segments_of(op, segment_ids, B, T))
+  return Inputs(x, kernels, bias, offsets, state, segments_of(op, segment_ids, B, T))

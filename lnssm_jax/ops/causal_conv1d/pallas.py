@@ -21,7 +21,10 @@ _LANES = 128
 def unsupported(inputs: Inputs, options: Options) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None."""
   x, kernel = inputs.x, inputs.kernel
-  for name, dtype in (("x", x.dtype), ("y", options.dtype)):
+  dtypes = {"x": x.dtype, "y": options.dtype}
+  if inputs.offsets is not None:
+    dtypes["offsets"] = inputs.offsets.dtype
+  for name, dtype in dtypes.items():
     if dtype not in _DTYPES:
       return f"{name} has dtype {dtype}, and the kernels take bfloat16 and float32"
   if not 1 <= x.shape[0] <= _MOST_SEQUENCES:
@@ -47,18 +50,17 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 
 def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):
   """`sizes`: of the forward and the backward kernel; None takes those of the table."""
-  x, kernel, bias, state, segments = inputs
+  x, kernel, bias, offsets, state, segments = inputs
   D, (S, W, _) = x.shape[2], kernel.shape
   more = -D % _LANES
   pad = lambda array: jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)])
   wide = lambda array: None if array is None else pad(array.astype(jnp.float32))
-  forward, backward = sizes or (
-    config.forward_config(D + more, x.dtype, S),
-    config.backward_config(D + more, x.dtype, S),
-  )
+  columns = None if offsets is None else pad(offsets.reshape(*x.shape[:2], S, D))
+  of = D + more, x.dtype, S, None if offsets is None else offsets.dtype
+  forward, backward = sizes or (config.forward_config(*of), config.backward_config(*of))
   static = conv.Static(options.silu, jnp.dtype(options.dtype), forward, backward, interpret)
   before = None if state is None or W == 1 else state.inputs
-  arrays = conv.Inputs(pad(x), pad(kernel.astype(jnp.float32)), wide(bias), wide(before))
+  arrays = conv.Inputs(pad(x), pad(kernel.astype(jnp.float32)), wide(bias), columns, wide(before))
   y = conv.causal_conv1d(static, arrays, None if segments is None else segments.first())
   return tuple(z[..., :D] for z in y), last_inputs(inputs)
 

@@ -9,7 +9,7 @@ from lnssm_jax.ops.core.precision import accumulation_dtype
 
 def reference(inputs: Inputs, options: Options):
   """(y of each convolution, ConvState)."""
-  x, kernels, bias, state, segments = inputs
+  x, kernels, bias, offsets, state, segments = inputs
   index = None if segments is None else segments.index
   W, T, acc = kernels.shape[1], x.shape[1], accumulation_dtype(x)
   window = jnp.concatenate([_before(x, state, W), x.astype(acc)], axis=1)
@@ -22,17 +22,25 @@ def reference(inputs: Inputs, options: Options):
       return seen
     return jnp.where((document[:, j : j + T] == index)[..., None], seen, 0)
 
-  def convolution(kernel):
+  def convolution(kernel, offset):
+    if offset is not None:  # moves weight from the present token to the one before
+      offset = offset.astype(acc)
+      kernel = kernel[0].astype(acc) + offset, kernel[1].astype(acc) - offset
     y = jnp.asarray(sum(kernel[j].astype(acc) * shifted(j) for j in range(W)))
     y = y if bias is None else y + bias.astype(acc)
     return (jax.nn.silu(y) if options.silu else y).astype(options.dtype)
 
-  return tuple(convolution(kernel) for kernel in kernels), last_inputs(inputs)
+  if offsets is None:
+    y = [convolution(kernel, None) for kernel in kernels]
+  else:  # the residuals are the arguments, not the taps of every token
+    columns = jnp.split(offsets, len(kernels), axis=-1)
+    y = map(jax.checkpoint(convolution), kernels, columns)
+  return tuple(y), last_inputs(inputs)
 
 
 def last_inputs(inputs: Inputs) -> ConvState:
   """The state after the last token: inputs of earlier documents are zero."""
-  x, kernel, _, state, segments = inputs
+  x, kernel, _, _, state, segments = inputs
   count = kernel.shape[1] - 1
   before = _before(x, state, kernel.shape[1])
   if count == 0:

@@ -7,7 +7,7 @@ from lnssm_jax.ops.core.precision import accumulation_dtype
 
 def sharded(run, inputs: Inputs, options: Options, axis_name: str):
   """(y of this shard, state after the whole sequence)."""
-  x, kernel, _, state, segments = inputs
+  x, kernel, _, _, state, segments = inputs
   before = inputs_before(
     x.astype(accumulation_dtype(x)),
     kernel.shape[1] - 1,

@@ -23,10 +23,18 @@ class Inputs(NamedTuple):
   x: jax.Array  # [B, T, D]
   kernel: jax.Array  # [S, W, D]: S convolutions of x
   bias: jax.Array | None  # [D]
+  offsets: jax.Array | None  # [B, T, S D], of `token_shift`: S columns of D channels
   state: ConvState | None  # None: zeros
   segments: Segments | None
 
-  AXES = {"x": "BTD", "kernel": "SWD", "bias": "D", "state": "BWD", "segments": "BT"}  # noqa: RUF012
+  AXES = {  # noqa: RUF012
+    "x": "BTD",
+    "kernel": "SWD",
+    "bias": "D",
+    "offsets": "BTC",  # C is S D: each device has all of them
+    "state": "BWD",
+    "segments": "BT",
+  }
 
 
 RESULT_AXES = ("BTD", "BWD")  # of each of the S outputs and of the state's arrays
@@ -35,7 +43,7 @@ RESULT_AXES = ("BTD", "BWD")  # of each of the S outputs and of the state's arra
 class ShiftInputs(Inputs):
   """Of `token_shift`, whose outputs are projected: each device has all channels, as letter V."""
 
-  AXES = {"x": "BTV", "kernel": "SWV", "bias": "V", "state": "BWV", "segments": "BT"}  # noqa: RUF012
+  AXES = {n: axes.replace("D", "V") for n, axes in Inputs.AXES.items()}  # noqa: RUF012
 
 
 SHIFT_RESULT_AXES = ("BTV", "BWV")
