@@ -166,19 +166,20 @@ def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, interpret, num_sp
   outs, states = [], []
   for start in range(0, K, width):
 
-    def part(x, axis=-1, start=start):
-      if x is None or x.shape[axis] == 1:
+    def part(x: jax.Array, axis: int = -1, start=start) -> jax.Array:
+      if x.shape[axis] == 1:  # the same for all channels
         return x
       return jax.lax.slice_in_dim(x, start, min(start + width, K), axis=axis)
 
-    some = {name: part(getattr(inputs, name)) for name in ("q", "k", "log_decay", "bonus")}
-    state = LinearAttentionState(part(kv, 2))
-    out, last = _chunks(
-      inputs._replace(v=v, state=state, **some),
-      options,
-      interpret=interpret,
-      num_splits=num_splits,
+    some = inputs._replace(
+      q=part(inputs.q),
+      k=part(inputs.k),
+      v=v,
+      log_decay=part(inputs.log_decay),
+      bonus=None if inputs.bonus is None else part(inputs.bonus),
+      state=LinearAttentionState(part(kv, 2)),
     )
+    out, last = _chunks(some, options, interpret=interpret, num_splits=num_splits)
     outs.append(out.astype(jnp.float32))
     states.append(last.kv)
   return functools.reduce(jnp.add, outs).astype(v.dtype), jnp.concatenate(states, axis=2)
