@@ -2,6 +2,7 @@
 
     python -m benchmarks.model_step --out docs/model_step.csv           # all bodies, minutes each
     python -m benchmarks.model_step --only gla delta_net --no-peers
+    python -m benchmarks.model_step --together --no-peers  # compile at once, then measure in turn
 
 A body is 24 layers of 1,024 with SwiGLU of 2,816 and a vocabulary of 32,000: 16 sequences of 2,048
 random tokens per step, bfloat16 products over float32 parameters, AdamW, clipping. Nothing else is
@@ -9,7 +10,8 @@ set: what a user gets without a knob is what is measured.
 
 Each body runs in a process of its own, so that its peak memory is its own, with an empty compile
 cache ("cold"); a second process takes its first step with the cache that the first one filled
-("warm"). Both times are from the end of the imports to the end of the first step. Before a time is
+("warm"). Both times are from the end of the imports to the end of the first step, and are not
+measured with `--together`. Before a time is
 printed, the losses of three steps are compared with those of the same model under another policy of
 rematerialization, and all must be finite. MFU is 3 * forward FLOPs per token * tokens/s over the
 device's bfloat16 peak (`train.step.flops`). The
@@ -23,6 +25,7 @@ the same sizes, eager and compiled.
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -31,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +42,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import csv_rows, model_peers
+from benchmarks import csv_rows, model_peers, turns
 from benchmarks.train_step import Run, compile_step, random_batch
 from train.cluster import device_mesh
 from train.config import Data, Model, Optimizer, Train
@@ -140,19 +143,28 @@ def settings(body: Body, sizes: Sizes | None = None) -> Train:
   )
 
 
-def first_losses(cfg: Train, mesh, batch) -> list[float]:
+def first_losses(compiled, cfg: Train, mesh, batch) -> list[float]:
   """The losses of the first three steps."""
-  run = Run(compile_step(cfg, mesh, batch)[0], init_state(cfg, mesh), batch)
+  run = Run(compiled, init_state(cfg, mesh), batch)
   return [float(run.steps(1)["loss"]) for _ in range(3)]
 
 
-def measure(body: Body, sizes: Sizes | None, begin: float, steps: int, runs: int) -> dict[str, Any]:
+def measure(
+  body: Body,
+  sizes: Sizes | None,
+  begin: float,
+  steps: int,
+  runs: int,
+  when_compiled: Callable[[], None] | None = None,
+) -> dict[str, Any]:
   """The columns of one body in this process, and "budget", milliseconds by name.
 
   With `steps` 0 the time to the first step alone.
 
   Args:
     begin: `time.time()` after the imports, for the time to the first step.
+    when_compiled: called when all programs are compiled, before the first one runs; None compiles
+      the other policy of rematerialization after the measurement.
 
   Raises:
     FloatingPointError: losses are not finite, or depend on what is recomputed.
@@ -161,9 +173,17 @@ def measure(body: Body, sizes: Sizes | None, begin: float, steps: int, runs: int
   mesh = device_mesh.make_mesh(cfg)
   batch = random_batch(cfg, mesh, boundaries=False)
   compiled, _ = compile_step(cfg, mesh, batch)
+  remat = "full" if cfg.model.remat == "dots" else "dots"
+  other = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat=remat))
+  compiled_other = None
+  if when_compiled is not None:
+    compiled_other, _ = compile_step(other, mesh, batch)
+    when_compiled()
   run = Run(compiled, init_state(cfg, mesh), batch)
   losses = [float(run.steps(1)["loss"])]
-  columns: dict[str, Any] = {"first_step_s": round(time.time() - begin, 1)}
+  columns: dict[str, Any] = {}
+  if when_compiled is None:
+    columns["first_step_s"] = round(time.time() - begin, 1)
   if steps == 0:
     return columns
   losses += [float(run.steps(1)["loss"]) for _ in range(2)]
@@ -173,14 +193,15 @@ def measure(body: Body, sizes: Sizes | None, begin: float, steps: int, runs: int
   budget = device_time(compiled.as_text(), run)
   del run, compiled
 
-  other = dataclasses.replace(cfg.model, remat="full" if cfg.model.remat == "dots" else "dots")
-  again = first_losses(dataclasses.replace(cfg, model=other), mesh, batch)
+  if compiled_other is None:
+    compiled_other, _ = compile_step(other, mesh, batch)
+  again = first_losses(compiled_other, other, mesh, batch)
   if (
     not np.isfinite(losses + again).all()
     or np.abs(np.subtract(losses, again)).max() > LOSS_TOLERANCE
   ):
     raise FloatingPointError(
-      f"losses {losses} and, recomputing {other.remat!r}, {again}: a wrong result has no time."
+      f"losses {losses} and, recomputing {remat!r}, {again}: a wrong result has no time."
     )
 
   model = jax.eval_shape(lambda key: build_model(cfg.model, key), jax.random.key(0))
@@ -238,10 +259,18 @@ def large_product_tflops(size: int = 8192) -> float:
   return 2 * size**3 / statistics.median(times) / 1e12
 
 
-def in_own_process(name: str, sizes: str, cache: str, steps: int, runs: int) -> dict[str, Any]:
-  """`measure` in a new process; a row with a note where it failed."""
+def command_of(name: str, sizes: str, cache: str, steps: int, runs: int) -> list[str]:
+  """The command of a process that measures one body."""
   command = [sys.executable, "-m", "benchmarks.model_step", "--one", name, "--cache", cache]
-  command += ["--steps", str(steps), "--runs", str(runs)] + (["--sizes", sizes] if sizes else [])
+  return [
+    *command,
+    *("--steps", str(steps), "--runs", str(runs)),
+    *(["--sizes", sizes] if sizes else []),
+  ]
+
+
+def in_own_process(command: list[str]) -> dict[str, Any]:
+  """`measure` in a new process; a row with a note where it failed."""
   ended = subprocess.run(command, capture_output=True, text=True, check=False)
   lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
   if ended.returncode or not lines:
@@ -252,15 +281,35 @@ def in_own_process(name: str, sizes: str, cache: str, steps: int, runs: int) -> 
 def rows_of(name: str, args) -> Iterator[dict[str, Any]]:
   """Ours, with the time to the first step measured twice, and each peer's, as they are measured."""
   with tempfile.TemporaryDirectory() as cache:
-    run = lambda steps: in_own_process(name, args.sizes, cache, steps, args.runs)
+    run = lambda steps: in_own_process(command_of(name, args.sizes, cache, steps, args.runs))
     row = run(args.steps)
     row["cold_s"] = row.get("first_step_s")
     if args.warm:
       row["warm_s"] = run(0).get("first_step_s")
-  for place, ms in list(row.get("budget", {}).items())[: args.top]:
-    print(f"  {ms:8.3f} ms  {place}", flush=True)
-  yield {"body": name, "who": "lnssm_jax"} | row
+  yield ours(name, row, args.top)
   if args.peers:
+    for peer in model_peers.measure(name):
+      yield {"body": name} | peer
+
+
+def ours(name: str, row: dict[str, Any], top: int) -> dict[str, Any]:
+  """A row of ours, after its budget has been printed."""
+  for place, ms in list(row.get("budget", {}).items())[:top]:
+    print(f"  {ms:8.3f} ms  {place}", flush=True)
+  return {"body": name, "who": "lnssm_jax"} | row
+
+
+def rows_together(names: Sequence[str], args) -> Iterator[dict[str, Any]]:
+  """Rows of processes that compile at the same time and are measured one after the other."""
+  with tempfile.TemporaryDirectory() as cache:
+    of_name = lambda name: [
+      *command_of(name, args.sizes, cache, args.steps, args.runs),
+      "--in-turn",
+    ]
+    rows = turns.take([of_name(name) for name in names])
+    for name, row in zip(names, rows, strict=True):
+      yield ours(name, row, args.top)
+  for name in names if args.peers else ():
     for peer in model_peers.measure(name):
       yield {"body": name} | peer
 
@@ -280,25 +329,28 @@ def main(arguments=None) -> list[dict[str, Any]]:
     default=True,
     help="also the first step with a filled compile cache",
   )
+  parser.add_argument("--together", action="store_true", help="compile all, then measure each")
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--out", type=Path, help="a CSV file")
   parser.add_argument("--one", choices=list(BODIES), help=argparse.SUPPRESS)
   parser.add_argument("--cache", help=argparse.SUPPRESS)
+  parser.add_argument("--in-turn", action="store_true", help=argparse.SUPPRESS)
   args = parser.parse_args(arguments)
   if args.one:
     jax.config.update("jax_compilation_cache_dir", args.cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     sizes = Sizes.parse(args.sizes) if args.sizes else None
-    row = measure(BODIES[args.one], sizes, begin, args.steps, args.runs)
+    wait = turns.wait if args.in_turn else None
+    row = measure(BODIES[args.one], sizes, begin, args.steps, args.runs, wait)
     print(json.dumps(row), flush=True)
     return [row]
   rows = []
-  for name in args.only:
-    for row in rows_of(name, args):
-      rows.append({field: row.get(field) for field in FIELDS})
-      print(json.dumps({k: v for k, v in rows[-1].items() if v is not None}), flush=True)
-      if args.out:
-        csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
+  one_by_one = itertools.chain.from_iterable(rows_of(name, args) for name in args.only)
+  for row in rows_together(args.only, args) if args.together else one_by_one:
+    rows.append({field: row.get(field) for field in FIELDS})
+    print(json.dumps({k: v for k, v in rows[-1].items() if v is not None}), flush=True)
+    if args.out:
+      csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
   if jax.default_backend() == "gpu":
     print(f"one product of 8192 x 8192 x 8192: {large_product_tflops():.0f} TFLOP/s")
   return rows
