@@ -152,3 +152,31 @@ def test_top_k_selects_by_logits_where_probabilities_round_to_equals():
   probabilities, _, indices = top_k(logits, 2)
   assert probabilities[0, 0] == probabilities[0, 2] == 0
   np.testing.assert_array_equal(indices, [[1, 2]])
+
+
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [
+    ("sse", {}),
+    slow("sse", {"inner": "gated_delta_rule"}),
+    slow("sse", {"num_readers": 3, "num_selected": 2}),
+    slow("mom", {}),
+  ],
+)
+def test_decoding_loop_needs_memory_for_the_selected_states_only(name, options):
+  """With each layer's state as a donated carry, as `generate` has it."""
+  parts = "num_partitions" if name == "sse" else "num_memories"
+
+  def temporary(parts_of_state):
+    options_of = SMALL[name] | options | {parts: parts_of_state}
+    build = lambda: MIXERS[name](64, num_heads=1, **options_of, rngs=nnx.Rngs(0))
+    mixer = jax.eval_shape(build)
+    state = jax.eval_shape(lambda: mixer.init_state(1))
+    step = lambda mixer, state, x: mixer(x[:, None], state)[::-1]
+    loop = lambda mixer, state, x: jax.lax.scan(functools.partial(step, mixer), state, x)
+    x = jax.ShapeDtypeStruct((4, 1, 64), jnp.float32)
+    compiled = jax.jit(loop, donate_argnums=1).lower(mixer, state, x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  one_state = 64 * 64 * 4
+  assert temporary(36) - temporary(4) < 4 * one_state
