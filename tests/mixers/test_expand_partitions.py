@@ -1,6 +1,7 @@
 """A trained SSE with (N, k) continues as one with (N', k'): its losses stay, and children learn."""
 
 import functools
+import inspect
 import math
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from lnssm_jax import sharding
 from lnssm_jax.mixers import SSE, expand_partitions
+from lnssm_jax.mixers.common.expansion import DEFAULTS
 from lnssm_jax.mixers.common.routing import top_k
 from lnssm_jax.models import LanguageModel, aux_loss
 from tests.mixers.helpers import drawn, inputs, split
@@ -193,6 +195,11 @@ def test_expanded_model_has_the_losses_that_it_had(size):
   assert specs["bias"] in (PartitionSpec(), PartitionSpec(None), PartitionSpec(None, None))
   decays = sharding.has_weight_decay(params)["blocks"]["0"]["mixer"]["router_proj"]
   assert decays == {"kernel": True, "bias": False}
+
+
+def test_defaults_are_those_of_the_constructor():
+  parameters = inspect.signature(SSE.__init__).parameters
+  assert {name: parameters[name].default for name in DEFAULTS} == DEFAULTS
 
 
 def test_router_of_a_mixture_of_memories_stays():

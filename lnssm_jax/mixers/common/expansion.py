@@ -11,7 +11,7 @@ from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.mixers.common.routing import check_selected
 
 # The values of the constructor that the expansion reads.
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
   "num_partitions": 4,
   "num_selected": 1,
   "num_readers": None,
