@@ -8,7 +8,7 @@ them with other mixers by `models.replace_mixers` and `mixers.expand_partitions`
 bits per byte of validation text before the conversion, just after it, and after --more steps of
 training; "source" is the model that was not converted after as many more steps, "new" a model of
 the target's kind that was trained --more steps from its start. Partitions of the SSE that the GLA
-becomes are then doubled.
+becomes are then doubled, with k and without.
 """
 
 import argparse
@@ -140,10 +140,20 @@ def measure(only, steps: int, more: int, **sizes):
     row |= {"after": trainer.bits(trained), "source": unconverted}
     yield row | {"new": trainer.bits(trainer.train(params_of(new), more, steps))}
     if pattern == ("sse",):
-      expanded, options = expand_partitions(trained, target["mixer_options"], 2)
-      wider = Trainer(target | {"mixer_options": options}, data, **sizes)
-      name = "SSE (4, 1) to (8, 2)"
-      yield {"conversion": name, "before": row["after"], "just_after": wider.bits(expanded)}
+      unconverted = trainer.bits(trainer.train(trained, more, steps + more))
+      for k in (2, 1):
+        expanded, options = expand_partitions(
+          trained, target["mixer_options"], num_partitions=8, num_selected=k
+        )
+        wider = Trainer(target | {"mixer_options": options}, data, **sizes)
+        just_after = wider.bits(expanded)
+        yield {
+          "conversion": f"SSE (4, 1) to (8, {k})",
+          "before": row["after"],
+          "just_after": just_after,
+          "after": wider.bits(wider.train(expanded, more, steps + more)),
+          "source": unconverted,
+        }
 
 
 def main(arguments=None) -> None:

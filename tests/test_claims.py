@@ -1,8 +1,10 @@
 """Every row of docs/claims.md names a test, a command, a config or a page that exists."""
 
 import re
+import shlex
 from pathlib import Path
 
+from train.cli.main import _parser
 from train.tasks.registry import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +24,13 @@ def test_tests_and_files_of_the_claims_exist():
   tasks = re.findall(r"train task (\w+)", PAGE)
   assert set(tasks) <= {task.name for task in TASKS}
   assert set(re.findall(r"-m benchmarks\.(\w+)", PAGE)) == {"sparse_state", "sparse_training"}
+
+
+def test_commands_of_the_claims_are_complete():
+  found = re.findall(r"`python -m train ([^`]+)`", PAGE)
+  assert len(found) > 10
+  for command in found:
+    _parser().parse_args(shlex.split(command))  # exits with 2 if an argument is missing
 
 
 def test_each_claim_has_evidence_and_one_kind_of_verdict():

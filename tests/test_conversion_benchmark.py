@@ -18,5 +18,6 @@ def test_converted_model_is_better_than_a_new_one(name, monkeypatch):
   assert row["before"] < row["just_after"] < 8
   assert row["after"] < row["just_after"]
   assert row["after"] < row["new"] - 0.3
+  assert len(expanded) == (2 if name == "gla_to_sse" else 0)
   for wider in expanded:
     assert abs(wider["just_after"] - wider["before"]) < 1e-3

@@ -13,6 +13,7 @@ from typing import Any
 from lnssm_jax.mixers.base import Mixer, shard_time
 from lnssm_jax.mixers.common.calls import single, step
 from lnssm_jax.mixers.common.complex_state import ComplexState
+from lnssm_jax.mixers.common.expansion import expand_partitions
 from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from lnssm_jax.mixers.diagonal_state_spaces import DSS, S4D, S5
@@ -42,7 +43,7 @@ from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
 from lnssm_jax.mixers.s4 import S4
 from lnssm_jax.mixers.s6 import S6, SSD
 from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAttention
-from lnssm_jax.mixers.sparse_state_expansion import SSE, SSEState, expand_partitions
+from lnssm_jax.mixers.sparse_state_expansion import SSE, SSEState
 from lnssm_jax.mixers.tnl import TNL, TNLState
 from lnssm_jax.mixers.tnn import TNN, TNNState
 

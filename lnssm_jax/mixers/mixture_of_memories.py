@@ -60,8 +60,10 @@ class MoM(SelectingMixer[MoMState]):
   which however takes the means over all layers together.
 
   The projections of all M memories are computed for all tokens, and those of the selected kept: M /
-  k times the products that are used. Recurrences run on selected tokens only. A sharded sequence is
-  not supported, for the reason that `SSE` gives.
+  k times the products that are used. In decoding too, whose time is memory traffic: that reads the
+  2 M D^2 numbers of W_k and W_v once per batch, while gathering 2 k D^2 reads, writes and again
+  reads them for each of B sequences, which is less only for M > 3 k B. Recurrences run on selected
+  tokens only. A sharded sequence is not supported, for the reason that `SSE` gives.
 
   Args:
     dim: D, the width of input and output; a multiple of `num_heads`.

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -88,6 +87,8 @@ class SSE(SelectingMixer[SSEState]):
     lora_rank: the width of D_q x and D_k x, or None: the partitions share queries and keys.
     gate: "uniform", "joint" or "eta", see above.
     eta_scale: a factor of "eta", which `expand_partitions` sets.
+    router_bias: whether e_t has a bias, initially 0. Without it a partition cannot be kept unused;
+      `expand_partitions` sets it.
     inner: the recurrence inside a partition, "gla" or "gated_delta_rule".
     shared_gate: whether b = a (and the rates are equal), as in the paper; two in its later code.
     feature_map: phi: "linear", the paper's, or "silu", that of its later code.
@@ -124,6 +125,7 @@ class SSE(SelectingMixer[SSEState]):
     lora_rank: int | None = 64,
     gate: str = "eta",
     eta_scale: float = 1.0,
+    router_bias: bool = False,
     inner: str = "gla",
     shared_gate: bool = False,
     feature_map: str = "linear",
@@ -157,7 +159,10 @@ class SSE(SelectingMixer[SSEState]):
     linear = functools.partial(Linear, kernel_init=normal(0.02), **options)
     self.q_proj, self.k_proj, self.v_proj = linear(dim, keys), linear(dim, keys), linear(dim, dim)
     options["dtype"] = jnp.promote_types(dtype, jnp.float32)
-    self.router_proj = Linear(dim, num_partitions, kernel_init=normal(0.02), **options)
+    bias_init = "zeros" if router_bias else None
+    self.router_proj = Linear(
+      dim, num_partitions, kernel_init=normal(0.02), bias_init=bias_init, **options
+    )
     options["dtype"] = dtype
     self.has_lora = lora_rank is not None
     if lora_rank is not None:
@@ -264,60 +269,3 @@ class SSE(SelectingMixer[SSEState]):
       write = eta / jnp.sum(eta[..., :k], axis=-1, keepdims=True) if joint else 1 / k
       read = jnp.ones_like(eta)
     return jnp.where(written, write, jnp.zeros_like(eta)), jnp.where(seen, read, 0.0)
-
-
-def expand_partitions(
-  params: Any, options: Mapping[str, Any], times: int
-) -> tuple[Any, dict[str, Any]]:
-  r"""Parameters and options of an `SSE` with (N, k) as one with (times N, times k): same function.
-
-      params, options = expand_partitions(params, {"num_partitions": 4, "num_selected": 1}, 2)
-
-  Each partition becomes `times` copies, which have its column of the router and so are selected
-  together. Where the weights are normalized over the selected ("uniform", "joint") each copy is
-  written with 1 / times of the weight, and their sum is what their partition was. With "eta" both w
-  and r are 1 / times of what they were, and the sum over the copies is 1 / times too small:
-  `eta_scale` is multiplied by sqrt(times). Nor does the balance loss change. So outputs and losses
-  are those before, up to rounding. Copies stay equal until something tells them apart: add a little
-  noise to the router's kernels; the loss then changes by as little.
-
-  Another N' or k' has no such rule. With k' = k a token would have to leave its partitions' copies
-  to other tokens, and the router has no bias that could keep new partitions unused at first.
-
-  Args:
-    params: a nested dictionary of the parameters of a mixer, or of a model with such mixers, whose
-      leaves may have a leading axis of layers: every `router_proj` is expanded.
-    options: those of the mixer, as given to its constructor (`mixer_options` of a model).
-    times: how many copies, at least 1.
-
-  Returns:
-    (new parameters, new options).
-
-  Raises:
-    ValueError: `times` is not a positive integer, there is no router in `params`, or the recurrence
-      inside is the delta rule, which is not linear in its rate.
-  """
-  check_positive("times", times)
-  new = {"num_partitions": 4, "num_selected": 1, "gate": "eta", "eta_scale": 1.0} | dict(options)
-  if new.get("inner", "gla") != "gla":
-    raise ValueError(
-      f"inner={new['inner']!r}: copies that are each written at a lower rate are not what one "
-      "partition of the delta rule is; only inner='gla' can be expanded."
-    )
-  found = []
-
-  def expand(path, leaf):
-    if not any(getattr(entry, "key", None) == "router_proj" for entry in path):
-      return leaf
-    found.append(path)
-    return jnp.repeat(leaf, times, axis=-1)
-
-  params = jax.tree_util.tree_map_with_path(expand, params)
-  if not found:
-    raise ValueError("params have no router_proj; give those of an SSE, or of a model with one.")
-  for name in ("num_partitions", "num_selected", "num_readers"):
-    if new.get(name) is not None:
-      new[name] *= times
-  if new["gate"] == "eta":
-    new["eta_scale"] *= math.sqrt(times)
-  return params, new

@@ -49,12 +49,15 @@ def test_balance_loss_of_rows_is_the_mean_of_the_heads(name):
     assert aux.share.shape == (2 * ROWS[name],)
     assert float(aux.share.sum()) == pytest.approx(4, rel=1e-6)  # k = 2 of each of two heads
     losses[mass] = float(aux.loss)
-    if name == "gla":
-      z = np.asarray(x @ mixer.k_proj.kernel[...], np.float64).reshape(18, 2, 4)
-      p, f = np.exp(z), np.argsort(np.argsort(-z, axis=-1), axis=-1) < 2
+    if name != "metala":
+      # GLA selects by the keys' logits, GSA by what a slot is written with.
+      project = mixer.k_proj if name == "gla" else mixer.f_proj
+      z = np.asarray(x @ project.kernel[...], np.float64).reshape(18, 2, rows := ROWS[name])
+      p = np.exp(z) if name == "gla" else 1 - (1 + np.exp(-z)) ** (-1 / 8)
+      f = np.argsort(np.argsort(-p, axis=-1), axis=-1) < 2
       p = p * f if mass == "selected" else p
       p = p / p.sum(-1, keepdims=True)
-      want = 0.3 * (4 / 2) * np.sum(p.mean(0) * f.mean(0), axis=-1).mean()
+      want = 0.3 * (rows / 2) * np.sum(p.mean(0) * f.mean(0), axis=-1).mean()
       assert losses[mass] == pytest.approx(want, rel=1e-5)
   assert losses["selected"] != losses["full"]
 

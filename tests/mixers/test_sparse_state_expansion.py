@@ -1,4 +1,4 @@
-"""SSE and MoM: their options, their methods, routing, the balance loss, expansion of the state."""
+"""SSE and MoM: their options, their methods, routing, the balance loss."""
 
 import functools
 
@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax.mixers import MIXERS, SSE, expand_partitions
+from lnssm_jax.mixers import MIXERS
 from lnssm_jax.mixers.common.routing import balance, top_k
-from lnssm_jax.models import LanguageModel, aux_loss
-from tests.mixers.helpers import apply, drawn, float64_params, relative_error, split
+from tests.mixers.helpers import apply, drawn, float64_params, relative_error
 from tests.mixers.references import sparse_state_expansion as references
 from tests.mixers.references.common import silu
 from tests.mixers.tiny import DIM, inputs
@@ -38,6 +37,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
     slow("sse", {"gate": "uniform", "num_selected": 3, "output_gate": "none", "num_readers": 4}),
     slow("sse", {"feature_map": "silu", "head_dim": 3, "num_selected": 2}),
     slow("sse", {"inner": "gated_delta_rule", "gate": "joint", "num_selected": 2}),
+    slow("sse", {"router_bias": True}),
     ("mom", {"inner": "gated_delta_rule", "shared_memory": False, "num_selected": 1}),
     slow("mom", {"inner": "gated_delta_rule", "num_selected": 3}),
   ],
@@ -154,33 +154,29 @@ def test_top_k_selects_by_logits_where_probabilities_round_to_equals():
   np.testing.assert_array_equal(indices, [[1, 2]])
 
 
-@pytest.mark.parametrize("gate", ["eta", slow("joint"), slow("uniform")])
-def test_expanded_state_gives_the_loss_that_it_gave(gate):
-  sizes = {"vocab_size": 13, "dim": DIM, "num_layers": 2, "num_heads": 2, "mixer": "sse"}
-  options = SMALL["sse"] | {"gate": gate, "num_selected": 2, "num_readers": 1, "method": "mask"}
-  tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, 13)
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [
+    ("sse", {}),
+    slow("sse", {"inner": "gated_delta_rule"}),
+    slow("sse", {"num_readers": 3, "num_selected": 2}),
+    slow("mom", {}),
+  ],
+)
+def test_decoding_loop_needs_memory_for_the_selected_states_only(name, options):
+  """With each layer's state as a donated carry, as `generate` has it."""
+  parts = "num_partitions" if name == "sse" else "num_memories"
 
-  @jax.jit
-  def loss(model):
-    logits, _, aux = model.with_aux(tokens[:, :-1])
-    nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], 2).mean()
-    return nats, aux_loss(aux)
+  def temporary(parts_of_state):
+    options_of = SMALL[name] | options | {parts: parts_of_state}
+    build = lambda: MIXERS[name](64, num_heads=1, **options_of, rngs=nnx.Rngs(0))
+    mixer = jax.eval_shape(build)
+    state = jax.eval_shape(lambda: mixer.init_state(1))
+    step = lambda mixer, state, x: mixer(x[:, None], state)[::-1]
+    loop = lambda mixer, state, x: jax.lax.scan(functools.partial(step, mixer), state, x)
+    x = jax.ShapeDtypeStruct((4, 1, 64), jnp.float32)
+    compiled = jax.jit(loop, donate_argnums=1).lower(mixer, state, x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
-  new = lambda options: LanguageModel(**sizes, mixer_options=options, rngs=nnx.Rngs(0))
-  before = drawn(lambda: new(options))
-  params = split(before)[1]
-  expanded, more = expand_partitions(params, options, 3)
-  assert (more["num_partitions"], more["num_selected"], more["num_readers"]) == (12, 6, 3)
-  after = nnx.merge(split(jax.eval_shape(lambda: new(more)))[0], expanded)
-  assert expanded["blocks"]["mixer"]["router_proj"]["kernel"].shape == (2, DIM, 12)
-  np.testing.assert_allclose(loss(after), loss(before), rtol=2e-6)
-
-
-def test_expansion_raises_where_no_rule_keeps_the_function():
-  params = split(jax.eval_shape(lambda: SSE(DIM, num_heads=2, rngs=nnx.Rngs(0))))[1]
-  with pytest.raises(ValueError, match=r"inner='gated_delta_rule': .* only inner='gla'"):
-    expand_partitions(params, {"inner": "gated_delta_rule"}, 2)
-  with pytest.raises(ValueError, match="no router_proj"):
-    expand_partitions({"q_proj": params["q_proj"]}, {}, 2)
-  with pytest.raises(ValueError, match="times=0"):
-    expand_partitions(params, {}, 0)
+  one_state = 64 * 64 * 4
+  assert temporary(36) - temporary(4) < 4 * one_state

@@ -11,6 +11,7 @@ import pytest
 from lnssm_jax import ops
 from lnssm_jax.ops.delta_rule import api as delta_rule_api
 from lnssm_jax.ops.linear_attention import api as linear_attention_api
+from lnssm_jax.ops.sparse_state_attention import api as sparse_api
 from lnssm_jax.ops.sparse_state_attention.cases import SPARSE_STATE_ATTENTION, Case
 from tests.ops import contract, promises
 from tests.ops.promises import close
@@ -240,6 +241,35 @@ def test_sparse_varlen_memory_has_no_array_per_partition_and_token():
   assert measure("mask")[0] >= T * N * width
   # Left to itself, the function sorts if partitions are many.
   assert measure(None)[0] == largest
+
+
+# (T, S, N): the method for training on a CPU, on a GPU, after a state on a CPU. README.md has the
+# measured times that the rule follows.
+CHOSEN = {
+  (1, 2, 4): ("gather", "gather", "gather"),
+  (1024, 1, 1): ("mask", "mask", "mask"),
+  (1024, 1, 2): ("varlen", "varlen", "varlen"),
+  (1024, 3, 4): ("varlen", "varlen", "mask"),  # with rows of padding more than 3/4
+  (1024, 4, 5): ("mask", "mask", "mask"),
+  (255, 1, 4): ("varlen", "mask", "varlen"),
+  (256, 1, 4): ("varlen", "varlen", "varlen"),
+  (15, 1, 64): ("varlen", "mask", "varlen"),
+}
+
+
+@pytest.mark.parametrize("sizes", CHOSEN)
+def test_sparse_method_follows_length_and_numbers_of_partitions(sizes):
+  where = ((True, False), (True, True), (False, False))
+  got = [sparse_api.choose_method(*sizes, fresh=fresh, on_gpu=on_gpu) for fresh, on_gpu in where]
+  assert tuple(got) == CHOSEN[sizes]
+
+
+@pytest.mark.parametrize(("sizes", "method"), [((19, 1, 4), "varlen"), ((9, 3, 3), "mask")])
+def test_sparse_attention_left_to_itself_is_the_chosen_method_bit_for_bit(sizes, method):
+  arrays = inputs(*sizes)
+  assert sparse_api.choose_method(*sizes, fresh=True, on_gpu=False, chunk_size=4) == method
+  got, want = (attention(*arrays, sizes[-1], method=name) for name in (None, method))
+  jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_sparse_uniform_gates_have_no_router_gradient():

@@ -205,6 +205,13 @@ def export(options: argparse.Namespace) -> None:
   from train.runs import export
 
   given = {"step": options.step, "ema": options.ema, "layout": options.layout}
+  names = {"partitions": "num_partitions", "selected": "num_selected", "margin": "margin"}
+  wider = {argument: getattr(options, name) for name, argument in names.items()}
+  wider = {argument: value for argument, value in wider.items() if value is not None}
+  if wider:
+    if options.partitions is None:
+      raise ValueError("--selected and --margin need --partitions N, the new number of partitions.")
+    given["partitions"] = wider
   manifest = export.export_run(options.folder, options.out, **given)
   if manifest is None:
     print(f"{options.out}  a folder of layout {options.layout}")

@@ -295,6 +295,21 @@ def _parser() -> argparse.ArgumentParser:
     help="a folder that transformers, fla or mamba-ssm open (docs/pretrained.md)",
   )
   export.add_argument("--step", type=int, metavar="N", help="a checkpoint other than the newest")
+  export.add_argument(
+    "--partitions",
+    type=int,
+    metavar="N",
+    help="expand the state of layers of SSE to N partitions, with the same losses (docs/mixers.md)",
+  )
+  export.add_argument(
+    "--selected", type=int, metavar="K", help="of them per token, a multiple (default: as before)"
+  )
+  export.add_argument(
+    "--margin",
+    type=float,
+    metavar="M",
+    help="logit by which a new partition is below the one that it copies",
+  )
   for added in (evaluate, generate, export):
     added.add_argument(
       "--ema", action="store_true", help="the average of the parameters (optimizer.ema_decay)"

@@ -2,7 +2,7 @@
 
 - schema.py: the settings, `Train` and its groups, with the rules between settings
 - optimizer.py: those of an optimizer
-- published.py: the model of a published folder
+- published.py: the model of a published or an exported folder
 - vision.py: the settings of a run that trains an image classifier
 - loading.py: config files, and the JSON form stored with a run
 - overrides.py: `--set a.b=value`
@@ -15,7 +15,7 @@ from train.config.checked import ConfigError
 from train.config.loading import from_dict, load, load_config, to_dict
 from train.config.optimizer import Optimizer
 from train.config.overrides import apply_overrides
-from train.config.published import published_model
+from train.config.published import exported_model, published_model
 from train.config.schema import Data, Mesh, Model, Sample, Train
 from train.config.vision import Vision
 
@@ -29,6 +29,7 @@ __all__ = [
   "Train",
   "Vision",
   "apply_overrides",
+  "exported_model",
   "from_dict",
   "load",
   "load_config",

@@ -1,4 +1,4 @@
-"""The model of a published folder, for a config file."""
+"""The model of a published or an exported folder, for a config file."""
 
 from pathlib import Path
 from typing import Any
@@ -30,3 +30,19 @@ def published_model(folder: str | Path, *, max_length: int | None = None, **chan
     settings["mixer"] = tuple(settings["mixer"])
   settings["num_heads"] = settings["num_heads"] or 1  # mixers without heads ignore it
   return Model(**settings | changes)
+
+
+def exported_model(folder: str | Path, **changes: Any) -> Model:
+  """The `Model` of a folder that `python -m train export` wrote.
+
+      model=exported_model("exported", remat="full")
+
+  Args:
+    changes: settings of `Model` that are no part of the function, such as `dtype` and `remat`.
+
+  Raises:
+    ExportError: the folder is damaged, or none that `export` wrote.
+  """
+  from lnssm_jax.pretrained import exports  # imports JAX
+
+  return Model(**exports.read_manifest(folder).model | changes)

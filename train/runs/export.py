@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
 
+from lnssm_jax.mixers import expand_partitions
 from lnssm_jax.pretrained import exports, hugging_face
 from lnssm_jax.pretrained.exports import ExportError, Manifest
 from lnssm_jax.pretrained.files import digest_of
@@ -79,28 +81,47 @@ def export_run(
   step: int | None = None,
   ema: bool = False,
   layout: str | None = None,
+  partitions: Mapping[str, Any] | None = None,
 ) -> Manifest | None:
   """Writes the model of a run to the new folder `out`; arguments and errors as of `load_model`.
 
   Args:
+    partitions: arguments of `mixers.expand_partitions`, to write a model with more partitions in
+      its layers of SSE.
     layout: "hf", "fla" or "mamba_ssm" for a folder that these projects open, with the same
       function (`lnssm_jax.pretrained.save`); it has no manifest.
 
   Raises:
     ExportError: `out` exists and is not empty, or no model of that layout has the same function.
+    ValueError: the model cannot be expanded as `partitions` says.
   """
   run = RunFolder(folder).load_config()
   loaded = loading.of_run(dataclasses.replace(run, run_dir=str(folder)), step=step, ema=ema)
   params, tokenizer, rows = params_of(loaded.model), loaded.tokenizer, loaded.metrics
+  model = run.model
+  if partitions is not None:
+    params, model = _expanded(params, model, partitions)
   if layout is not None:
-    settings, options = config.to_dict(run.model), {"end_of_text": tokenizer.end_of_text}
+    settings, options = config.to_dict(model), {"end_of_text": tokenizer.end_of_text}
     with new_folder(out, ExportError) as partial:
       hugging_face.save(partial, params, settings, layout=layout, **options)
       if isinstance(tokenizer, FileTokenizer):
         (partial / exports.TOKENIZER).write_bytes(tokenizer.raw)
     return None
-  write(out, run.model, params, tokenizer, loaded.step, run=run, metrics=rows)
+  write(out, model, params, tokenizer, loaded.step, run=run, metrics=rows)
   return exports.read_manifest(out)
+
+
+def _expanded(
+  params: Any, model: config.Model, partitions: Mapping[str, Any]
+) -> tuple[Any, config.Model]:
+  """Parameters and settings of a model whose layers of SSE have more partitions."""
+  options = dict(model.mixer_options)
+  alone = isinstance(model.mixer, str) or len(model.mixer) == 1
+  own = options if alone else options.get("sse", {})
+  params, own = expand_partitions(params, own, **partitions)
+  options = own if alone else options | {"sse": own}
+  return params, dataclasses.replace(model, mixer_options=options)
 
 
 def check_same_model(manifest: Manifest, model: config.Model) -> None:

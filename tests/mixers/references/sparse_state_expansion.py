@@ -21,7 +21,7 @@ def sse(
   shared = params.get("sparse_gates") is None
   gates = [inner_gates(params[name], x, num_heads, inner)
            for name in ("always_gates", "always_gates" if shared else "sparse_gates")]  # fmt: skip
-  e = x @ params["router_proj"]["kernel"]
+  e = x @ params["router_proj"]["kernel"] + params["router_proj"].get("bias", 0.0)
   eta = np.exp(e) / np.exp(e).sum(-1, keepdims=True)
 
   _, H, K = features[0][0].shape
