@@ -24,6 +24,12 @@ def blocks_of(text: str, language: str = "python") -> list[str]:
   return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
+def commands_of(text: str) -> list[str]:
+  """The arguments of each `python -m train` in a page's lines of commands, those of a pipe too."""
+  text = re.sub(r" \\\n\s*", " ", text)
+  return re.findall(r"^(?: {4})?(?:[^`\n]*\| )?python -m train +(.*)$", text, re.MULTILINE)
+
+
 def wrong_names(code: str) -> list[str]:
   """Modules, attributes and arguments in `code` that do not exist in this project.
 

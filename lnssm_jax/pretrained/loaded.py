@@ -85,7 +85,10 @@ class LoadedModel:
       "repetition_penalty": repetition_penalty,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    sample: dict[str, Any] = {**_SAMPLE, **self.settings.get("sample", {}), **given}
+    own = dict(self.settings.get("sample", {}))
+    if own.get("tokens") == 0:  # a run that prints no text while it trains
+      del own["tokens"]
+    sample: dict[str, Any] = {**_SAMPLE, **own, **given}
     return SamplingOptions(
       max_tokens=sample["tokens"],
       temperature=sample["temperature"],

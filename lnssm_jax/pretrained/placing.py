@@ -82,7 +82,8 @@ def copy(to: np.ndarray, source: np.ndarray) -> None:
   """`to[...] = source`, several times faster for large matrices that are transposed.
 
   NumPy transposes by reading one number of each row, rows 2^n bytes apart, of which a cache keeps
-  few. Some rows are copied next to each other first, apart by another distance.
+  few. Some rows are copied next to each other first, apart by another distance. Four numbers of
+  16 bits at once, or blocks that XLA transposes in `device_put`, are not faster.
   """
   if to.dtype == source.dtype:  # copies of bits are faster than those of bfloat16
     bits = f"u{to.itemsize}"

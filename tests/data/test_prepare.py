@@ -128,9 +128,12 @@ def test_prepare_standard_library_split_by_role(tmp_path):
   assert train["bytes"] > 10 * held_out["bytes"] > 0
 
 
-def test_prepare_files_without_source_used(corpus):
+def test_prepare_files_without_source_used(corpus, capsys):
   data = corpus.settings()
   sidecars = prepare(data)
+  prepare(corpus.settings(sources=corpus.settings().sources | {"b": "absent.jsonl"}), progress=True)
+  line = f"b: 'absent.jsonl' is not on this machine; {data.folder}/b.bin was created from '"
+  assert capsys.readouterr().err.startswith(line)
   before = stamps(data.folder)
   for sources_ in ({}, {"a": "absent.jsonl", "b": "$NOT_SET_HERE/b.jsonl"}):
     assert prepare(corpus.settings(sources=sources_)) == sidecars

@@ -47,6 +47,39 @@ WITH_FORWARD_MODE = (
 )
 
 
+@pytest.mark.parametrize("name", names)
+def test_second_derivative_equals_that_of_the_reference(name):
+  """Forward mode of the backward pass, as `jax.hessian` takes it; docs/own_models.md names them."""
+  scan = SCANS[name]
+  case = dataclasses.replace(scan.small, T=5)
+  x, direction = (
+    {n: jnp.asarray(array, jnp.float32) for n, array in scan.inputs(case, seed).items()}
+    for seed in (0, 1)
+  )
+  loss = lambda form: lambda x: (scan(case, x, implementation=form)[0] ** 2).sum()
+  second = lambda form: jax.jvp(jax.grad(loss(form)), (x,), (direction,))[1]
+  want = second("reference")
+  args, kwargs = scan.bind(case, x)
+  for form in set(ops.supported(scan.function, *args, **kwargs)) - {"reference"}:
+    if (name, form) in WITHOUT_SECOND_DERIVATIVES:
+      with pytest.raises(
+        TypeError, match=f"implementation='{form}' has a backward pass of its own"
+      ):
+        second(form)
+    else:
+      close(second(form), want)
+
+
+WITHOUT_SECOND_DERIVATIVES = (
+  ("delta_rule", "chunked"),
+  ("diagonal_scan", "chunked"),
+  ("diagonal_scan", "associative"),
+  ("long_convolution", "associative"),
+  ("sparse_state_attention", "chunked"),
+  ("sparse_state_attention", "associative"),
+)
+
+
 def test_other_type_errors_are_not_changed():
   with pytest.raises(TypeError, match="another"), dispatch._naming_forward_mode("op", "chunked"):
     raise TypeError("another")

@@ -1,5 +1,6 @@
 """`lnssm_jax.load_model`: exports without the training stack, text in and out, clear errors."""
 
+import dataclasses
 import json
 import sys
 from unittest import mock
@@ -97,6 +98,13 @@ def test_generate_takes_options_of_the_run_and_of_the_call(loaded):
     want = text.split(text[4:6])[0] if until else text
     assert loaded.generate("ab", max_tokens=9, until=until) == want
     assert "".join(loaded.stream("ab", loaded.options(max_tokens=9), until=until)) == want
+
+
+def test_options_of_a_run_that_prints_no_text_have_the_default_length(loaded):
+  silent = dataclasses.replace(loaded, settings={"sample": {"tokens": 0, "temperature": 0}})
+  assert (silent.options().max_tokens, silent.options().temperature) == (200, 0)
+  with pytest.raises(ValueError, match="max_tokens=0"):
+    silent.options(max_tokens=0)
 
 
 @pytest.mark.parametrize("context", ["", "xy"])

@@ -108,6 +108,7 @@ def test_cli_wrong_usage_is_one_line_and_exit_code_2(tiny, config_file, tmp_path
   assert "--prompt is empty" in usage_error(capsys, "generate", "--config", path, "--prompt", "")
   assert "either --run-dir" in usage_error(capsys, "evaluate")
   assert "is not a run folder" in usage_error(capsys, "evaluate", "--run-dir", tmp_path)
+  assert "there is no folder none; give" in usage_error(capsys, "import", "none", *fit[1:])
   assert "either --config FILE, or --input" in usage_error(capsys, "tokenize")
   line = usage_error(capsys, "tokenize", "--input", path, "--output", tmp_path / "out")
   assert "also needs --tokenizer" in line
@@ -118,7 +119,9 @@ def test_cli_wrong_usage_is_one_line_and_exit_code_2(tiny, config_file, tmp_path
   ("arguments", "message"),
   [
     (["fit"], "--config"),
-    (["train"], "invalid choice: 'train'"),
+    (["train"], "no command 'train'; known are init, fit, "),
+    (["evalute", "--run-dir", "x"], "no command 'evalute'; did you mean 'evaluate'?"),
+    (["task", "mqr"], "no command 'mqr'; did you mean 'mqar'?"),
     (["generate", "--max-tokens", "many"], "invalid int value: 'many'"),
   ],
 )
@@ -339,6 +342,12 @@ def test_tokenize_with_and_without_config(tiny, config_file, text_folder, tmp_pa
   assert out.startswith(f"{output}.bin  8 documents, ")
   names = sorted(path.name for path in output.parent.iterdir())
   assert names == ["text.bin", "text.crc32", "text.idx", "text.json"]
+  chat = tmp_path / "chat.jsonl"
+  chat.write_text('{"prompt": "a", "completion": "bc"}\n')
+  for fields in (["prompt,completion"], ["prompt", "completion"]):
+    made = ("--output", tmp_path / str(len(fields)), "--tokenizer", "bytes", "--fields", *fields)
+    assert run("tokenize", "--input", chat, *made) == 0
+    assert "1 documents, 4 tokens, 3 bytes" in capsys.readouterr().out
   bpe = (*command[:4], tmp_path / "bpe" / "text", "--tokenizer", "bpe:260")
   assert "end of its own" in usage_error(capsys, *bpe, "--end-of-text", "the")
   assert run(*bpe) == 0

@@ -253,6 +253,17 @@ def test_override_of_dependent_settings_checked_once():
   assert (changed.model.dim, changed.model.num_heads) == (9, 3)
 
 
+def test_override_of_sets_drops_what_belongs_to_others():
+  """Another set to evaluate on, or to train on, needs no data.sources={}."""
+  apply = lambda *given: apply_overrides(small(), given).data
+  assert apply("data.validation=c").sources == {"a": "a.txt"}
+  assert apply("data.train=c").sources == {}
+  assert apply("data.train=c", "data.sources.c=c.txt").sources == {"c": "c.txt"}
+  for given in ("data.sources.x=x.txt", 'data.sources={"x": "x.txt"}'):
+    with pytest.raises(ConfigError, match=r"data\.sources has 'x', which is in neither"):
+      apply("data.train=c", given)
+
+
 @pytest.mark.parametrize(
   ("assignment", "message"),
   [

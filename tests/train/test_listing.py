@@ -58,9 +58,10 @@ def test_init_writes_a_config_with_all_settings(tmp_path, capsys):
   assert path.read_text() == text
   assert main(["init", str(tmp_path / "mine.txt")]) == 2
   assert "must end in .py" in capsys.readouterr().err
-  assert main(["init", str(tmp_path / "other")]) == 0
-  assert capsys.readouterr().out == f"{tmp_path / 'other.py'}\n"
-  assert config.load_config(tmp_path / "other.py").run_dir == "runs/other"
+  assert main(["init", str(tmp_path / "configs" / "other")]) == 0
+  other = tmp_path / "configs" / "other.py"
+  assert capsys.readouterr().out == f"{other}\n"
+  assert config.load_config(other).run_dir == "runs/other"
 
 
 def test_names_of_other_libraries_are_answered_with_ours(tiny):

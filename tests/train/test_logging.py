@@ -138,7 +138,7 @@ def test_loggers_hanging_one_does_not_block(tiny, tmp_path, wandb, monkeypatch):
 def test_loggers_missing_package_named_first(tiny, monkeypatch):
   monkeypatch.setitem(sys.modules, "wandb", None)
   cfg = tiny(watch=("wandb",))
-  with pytest.raises(ConfigError, match=r"needs the package wandb.*pip install -e '\.\[wandb\]'"):
+  with pytest.raises(ConfigError, match=r"needs the package wandb.*pip install wandb$"):
     loop.fit(cfg)
   assert not os.path.exists(cfg.run_dir)
   with pytest.raises(ConfigError, match=r"watch\[0\]='tensorbord' is not a choice; did you mean"):

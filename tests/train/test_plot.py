@@ -79,6 +79,11 @@ def test_plot_of_many_runs_tells_them_apart(run, tmp_path, monkeypatch):
 def test_plot_without_run_named(run, tmp_path, capsys):
   assert main(["plot", str(tmp_path), "--output", str(tmp_path / "a.png")]) == 2
   assert f"no metrics in {tmp_path}" in capsys.readouterr().err
+  for output in ("a.xyz", "a", "none/a.png"):
+    assert main(["plot", str(run), "--output", str(tmp_path / output)]) == 2
+    assert (
+      f"{output} must be in a folder that exists, and end in one of " in capsys.readouterr().err
+    )
   good = '{"kind": "train", "step": 1, "loss": 1.0}'
   (run / "metrics.jsonl").write_text(f"{good}\nnonsense\n")
   with pytest.raises(ValueError, match=r"line 2 of .* is not JSON"):

@@ -12,6 +12,7 @@ from flax import nnx
 import lnssm_jax
 from lnssm_jax.pretrained import LoadedModel, harness, lm_eval_model, texts
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
+from tests.pages import blocks_of
 from tests.train.test_export import random_params
 from train import config
 from train.step.model import model_graph
@@ -133,6 +134,16 @@ def test_task_has_a_row_per_metric(loaded, package, monkeypatch):
   ]
   with pytest.raises(ValueError, match=r"tasks=\['mine'\] are not known to lm_eval"):
     task.run(loaded, ["mine"])
+
+
+def test_program_of_the_page_runs(loaded, package, monkeypatch):
+  evaluated = []
+  package["lm_eval"].simple_evaluate = lambda model, tasks: evaluated.append((model, tasks))
+  monkeypatch.setattr(lnssm_jax, "load_model", {"exported": loaded}.__getitem__)
+  (code,) = blocks_of((Path(__file__).parents[2] / "docs" / "tasks.md").read_text(), "py")
+  exec(compile(code, "docs/tasks.md", "exec"), {})
+  ((model, tasks),) = evaluated
+  assert isinstance(model, harness.Answers) and tasks == ["my_task"]
 
 
 def test_score_takes_one_text_or_several(loaded):

@@ -63,7 +63,7 @@ def damage(folder: Path, parts: Iterable[str] | None = None, *, content: bool = 
       wanted = tuple(f"{part}/" for part in parts)
       files = {n: files[n] for n in files if "/" not in n or n.startswith(wanted)}
   except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-    return _why_unreadable(folder, error)
+    return _why_unreadable(error)
 
   def check(item: tuple[str, dict[str, Any]]) -> str | None:
     name, written = item
@@ -133,7 +133,7 @@ def _read(folder: Path) -> dict[str, dict[str, Any]]:
   return content["files"]
 
 
-def _why_unreadable(folder: Path, error: Exception) -> str:
+def _why_unreadable(error: Exception) -> str:
   if isinstance(error, FileNotFoundError):
     return f"it has no {FILE}"
   return str(error) if isinstance(error, _WrongDigests) else f"{FILE} cannot be read"

@@ -177,7 +177,9 @@ def tokenize(options: argparse.Namespace) -> None:
       raise ValueError(f"--input also needs --{' and --'.join(missing)}.")
     folder = Path(options.output).parent
     name = Path(options.output).name
-    given = {"fields": options.fields, "targets": options.targets}
+    # Also with commas, as in --set data.fields.NAME=prompt,completion.
+    fields = tuple(key for word in options.fields or () for key in word.split(","))
+    given = {"fields": fields, "targets": options.targets}
     chosen: Any = {key: {name: value} for key, value in given.items() if value}
     chosen |= {"tokenizer": options.tokenizer, "end_of_text": options.end_of_text}
     data = config.Data(folder="-", train=(name,), **chosen)  # checks
@@ -185,7 +187,7 @@ def tokenize(options: argparse.Namespace) -> None:
       options.tokenizer,
       folder,
       options.input,
-      fields=dict.fromkeys(options.input, options.fields) if options.fields else {},
+      fields=dict.fromkeys(options.input, fields) if fields else {},
       end_of_text=options.end_of_text,
       progress=True,
     )

@@ -135,6 +135,8 @@ def _check_names(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> N
     commands = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if commands and argument in commands[0].choices:
       parser = commands[0].choices[argument]
+    elif commands and not argument.startswith("-"):
+      parser.error(f"no command {argument!r}{did_you_mean(argument, commands[0].choices)}")
     name = argument.partition("=")[0]
     known = parser._option_string_actions
     if name.startswith("--") and len(name) > 2 and name not in known:

@@ -32,7 +32,7 @@ _CHANGED = {
 
 
 def write(path: Path) -> Path:
-  """Writes the new file `path`, to which a missing .py is added, and returns it.
+  """Writes the new file `path`, to which a missing .py is added, and its folder; returns the path.
 
   Raises:
     ValueError: it exists, or ends in something else.
@@ -59,6 +59,7 @@ def write(path: Path) -> Path:
     if not outside:
       lines.append("    ),")
   text = "\n".join([*lines, "  )"]) + "\n"
+  path.parent.mkdir(parents=True, exist_ok=True)
   try:
     with path.open("x", encoding="utf-8") as file:
       file.write(text)

@@ -67,7 +67,7 @@ def _environment(launch: launcher.Launch | None) -> list[str]:
   problems = []
   if jax.default_backend() == "cpu" and Path("/dev/nvidia0").exists():
     problems.append(
-      "this machine has an NVIDIA GPU that JAX does not use: pip install -e '.[cuda13]'"
+      "this machine has an NVIDIA GPU that JAX does not use: pip install 'jax[cuda13]'"
     )
   proxies = [name for name in os.environ if name.lower() in _PROXIES]
   if launch and proxies:

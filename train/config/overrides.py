@@ -18,12 +18,13 @@ def apply_overrides[T](config: T, assignments: Sequence[str]) -> T:
 
   Rules between settings are checked once, at the end, so that settings that must change together
   can. Values are parsed by the type of the setting: text needs no quotes, None is `none`, a tuple
-  of names `a,b`. Dictionary entries are set by key, as in `model.mixer_options.shift=kvg`.
+  of names `a,b`. Dictionary entries are set by key, as in `model.mixer_options.shift=kvg`. Sets
+  that `data.train` and `data.validation` no longer name lose their sources, fields and targets.
 
   Raises:
     ConfigError: unknown setting (with the closest known name), wrong type, or a broken rule.
   """
-  values = to_dict(config)
+  values, given = to_dict(config), []
   for assignment in assignments:
     path, separator, text = assignment.partition("=")
     path = path.strip()
@@ -32,7 +33,19 @@ def apply_overrides[T](config: T, assignments: Sequence[str]) -> T:
       f"--set wants name=value, got {assignment!r}; for example --set optimizer.peak_lr=1e-3.",
     )
     _assign(values, type(config), path, text.strip())
+    given.append(path)
+  if "data.train" in given or "data.validation" in given:
+    _drop_sets_left_out(values["data"], given)
   return type(config)(**values)
+
+
+def _drop_sets_left_out(data: dict[str, Any], given: Sequence[str]) -> None:
+  """Removes what belongs to sets that are no longer named, but what `given` paths assigned."""
+  named = {*data["train"], *data.get("validation", ())}
+  for group in ("sources", "fields", "targets"):
+    if group in data and f"data.{group}" not in given:
+      keep = lambda name, group=group: name in named or f"data.{group}.{name}" in given
+      data[group] = {name: value for name, value in data[group].items() if keep(name)}
 
 
 def _assign(values: dict[str, Any], hint: Any, path: str, text: str) -> None:

@@ -162,7 +162,7 @@ class Data:
         0 < weight < math.inf,
         f"data.train.{name}={weight} is the weight of a set in the mixture; it must be positive.",
       )
-    known = (*self.train, *self.validation)
+    known = dict.fromkeys((*self.train, *self.validation))
     for group in ("sources", "fields", "targets"):
       for name in getattr(self, group):
         check(

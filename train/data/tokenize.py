@@ -24,6 +24,7 @@ from train.data.tokenizers import (
   load_tokenizer,
   train_bpe,
 )
+from train.messages import write
 
 BPE_BYTES = 64_000_000  # most text to train a BPE on, split equally over the sources
 
@@ -280,7 +281,12 @@ def _prepare_set(
 ) -> dict[str, Any] | None:
   prefix, text = Path(data.folder) / name, text_of(data, name)
   if text is None:
-    return _adopt(prefix, tokenizer)
+    sidecar, source = _adopt(prefix, tokenizer), _source(data, name)
+    theirs = (sidecar or {}).get("source", [source])
+    if options["progress"] and source and theirs != [source]:
+      line = f"{name}: {source!r} is not on this machine; {prefix}.bin was created from"
+      write(sys.stderr, f"{line} {', '.join(map(repr, theirs))}\n")
+    return sidecar
   return tokenize_to(prefix, [text[0]], tokenizer, rows=rows_of(data, name), **options)
 
 

@@ -178,7 +178,7 @@ def _package(name: str) -> Any:
   except ImportError as error:
     raise ConfigError(
       f"watch={name} needs the package {_PACKAGES[name]}, which cannot be imported ({error}): "
-      f"pip install -e '.[{name}]'"
+      f"pip install {_PACKAGES[name]}"
     ) from error
 
 

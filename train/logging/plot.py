@@ -80,7 +80,7 @@ def draw(runs: Sequence[Path], output: Path | None = None) -> Path:
   Without `output`, losses.png: in the folder of a single run, else in the current one.
 
   Raises:
-    ValueError: a file is damaged.
+    ValueError: a file is damaged, or `output` cannot be written.
     FileNotFoundError: a run has no metrics.
   """
   import matplotlib
@@ -88,9 +88,14 @@ def draw(runs: Sequence[Path], output: Path | None = None) -> Path:
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
   from matplotlib import ticker
+  from matplotlib.backend_bases import FigureCanvasBase
 
   if output is None:
     output = (runs[0] if len(runs) == 1 and runs[0].is_dir() else Path()) / "losses.png"
+  formats = FigureCanvasBase.get_supported_filetypes()
+  if output.suffix[1:].lower() not in formats or not output.absolute().parent.is_dir():
+    ends = ", ".join(f".{name}" for name in formats)
+    raise ValueError(f"{output} must be in a folder that exists, and end in one of {ends}.")
   curves = dict(zip(_labels(runs), (read(run) for run in runs), strict=True))
   sets = list(dict.fromkeys(name for _, validation in curves.values() for name in validation))
   columns = min(3, 1 + len(sets))

@@ -38,6 +38,11 @@ def import_model(folder: str | Path, cfg: config.Train) -> int:
   if not exports.is_exported(folder) and folders.is_published(folder):
     tokenizer = _checked_published(folder, cfg)
     read = lambda: (0, _published_params(folder, cfg.model))
+  elif not folder.is_dir():
+    raise exports.ExportError(
+      f"there is no folder {folder}; give one that `python -m train export` wrote, or a published"
+      " model."
+    )
   else:
     manifest = exports.checked_manifest(folder)[0]
     export.check_same_model(manifest, cfg.model)
