@@ -302,13 +302,11 @@ def ours(name: str, row: dict[str, Any], top: int) -> dict[str, Any]:
 def rows_together(names: Sequence[str], args) -> Iterator[dict[str, Any]]:
   """Rows of processes that compile at the same time and are measured one after the other."""
   with tempfile.TemporaryDirectory() as cache:
-    of_name = lambda name: [
-      *command_of(name, args.sizes, cache, args.steps, args.runs),
-      "--in-turn",
-    ]
-    rows = turns.take([of_name(name) for name in names])
-    for name, row in zip(names, rows, strict=True):
-      yield ours(name, row, args.top)
+    command = lambda name: command_of(name, args.sizes, cache, args.steps, args.runs)
+    for group in itertools.batched(names, turns.AT_ONCE):  # the first are measured soon
+      rows = turns.take([[*command(name), "--in-turn"] for name in group])
+      for name, row in zip(group, rows, strict=True):
+        yield ours(name, row, args.top)
   for name in names if args.peers else ():
     for peer in model_peers.measure(name):
       yield {"body": name} | peer
