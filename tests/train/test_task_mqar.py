@@ -120,7 +120,7 @@ def test_task_that_does_not_fit_raises():
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (["mqr"], "invalid choice: 'mqr'"),
+    (["mqr"], "no command 'mqr'; did you mean 'mqar'?"),
     ([], "required: NAME"),
     (["mqar"], "required: --config"),
     (["mqar", "--config", "x", "--learning-rates", "0"], "0 must be a positive number"),
