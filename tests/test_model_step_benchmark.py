@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks import model_peers, model_step
+from benchmarks import generation, model_peers, model_step
 from train.config import Model
 
 TINY = model_step.Sizes.parse(
@@ -27,6 +27,7 @@ def test_model_step_bodies_leave_all_but_their_sizes_at_the_defaults():
 def test_model_step_peers_are_bodies_of_ours():
   assert set(model_peers.MODELS) <= set(model_step.BODIES)
   assert not list(model_peers.measure("lnssm"))
+  assert not list(model_peers.generation("lnssm", [1], 8, 1))
 
 
 @pytest.mark.slow
@@ -38,3 +39,14 @@ def test_model_step_small_run_has_every_column(monkeypatch):
   monkeypatch.setattr(model_step, "LOSS_TOLERANCE", -1.0)
   with pytest.raises(FloatingPointError, match="a wrong result has no time"):
     model_step.measure(body, TINY, time.time(), steps=1, runs=1)
+
+
+@pytest.mark.slow
+def test_generation_of_a_body_has_both_times_after_the_logits_are_compared(monkeypatch):
+  sizes = "dim=16,num_layers=2,channel_hidden=16,vocab_size=300"
+  options = ["--prompt", "20", "--new", "4", "--batches", "2", "--no-peers"]
+  (row,) = generation.main(["--body", "retnet", "--sizes", sizes, *options])
+  assert row["prefill_ms"] > 0 and row["decode_ms"] > 0 and row["batch"] == 2
+  monkeypatch.setattr(generation, "LOGIT_TOLERANCE", 0.0)
+  with pytest.raises(FloatingPointError, match="a wrong result has no time"):
+    generation.main(["--body", "retnet", "--sizes", sizes, *options])
