@@ -228,10 +228,11 @@ class Kernels:
     module: the name of the module that has `run`, `interpreted`, `unsupported` (on any device) and
       `preferred`, all called alike. It is imported when one of them is first needed, because
       importing what a kernel is written with takes longer than importing all the rest.
-    results: the axes of the output and of the state's arrays, as in `Inputs.AXES`.
+    results: the axes of the results, those of the output and of the state's arrays in most ops, as
+      in `Inputs.AXES`.
   """
 
-  def __init__(self, module: str, results: tuple[str, str]):
+  def __init__(self, module: str, results: tuple[str, ...]):
     self._module, self._results = module, results
 
   @property
