@@ -190,6 +190,8 @@ class _Consumer:
     share = (self.config.share, LANES)
     iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, share, axis, layout=_LAYOUT)
     self.places = iota(0) * LANES + iota(1)  # columns, counted from the first of the own rows
+    self.has_last_rows = index * self.config.share < cta.last_rows
+    self.num_stores = cta.N - 1 + self.has_last_rows.astype(jnp.int32)  # per position
 
   def consume(self) -> None:
     """All positions of the CTA."""
@@ -325,10 +327,10 @@ class _Consumer:
       # Ties share the gradient, as in jnp.max.
       share = weight * static.logit_penalty * sums.largest / sums.ties
 
-    def compute(c, carry, *, is_last):
-      number = first_load + c
-      if not cta.resident:
-        self.pipeline.wait_loaded(number)
+    def staged_smem(c):
+      return self.smem.staged.at[self.index, lax.rem(n * self.num_stores + c, 2)]
+
+    def stage(number, c, is_last):
       z = self.load(number, c, is_last=is_last)
       d = jnp.exp(z - sums.largest) * factor
       d = jnp.where(self.places == target - self.first_column(c), d - weight, d)
@@ -338,10 +340,17 @@ class _Consumer:
       d = jnp.where(weight != 0.0, d, 0.0)
       # All stores but the latest have left SMEM: the buffer of the one before is free.
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-      staged_smem = self.smem.staged.at[self.index, lax.rem(n * cta.N + c, 2)]
-      staged_smem[...] = d.astype(static.dtype)
+      staged_smem(c)[...] = d.astype(static.dtype)
+
+    def compute(c, carry, *, is_last):
+      number = first_load + c
+      if not cta.resident:
+        self.pipeline.wait_loaded(number)
+      # A short last chunk may have no rows of this consumer.
+      if_any = pl.when(self.has_last_rows) if is_last else lambda work: work()
+      if_any(lambda: stage(number, c, is_last))
       self.release(number)
-      self.store_staged(staged_smem, position, c, is_last=is_last)
+      if_any(lambda: self.store_staged(staged_smem(c), position, c, is_last=is_last))
       return carry
 
     self.each_chunk(compute, jnp.int32(0))
@@ -352,7 +361,7 @@ class _Consumer:
 
     def store(consumer, rows):
       target = pl.ds(c * self.config.chunk + consumer * share, rows)
-      source = staged_smem if rows == share else staged_smem.at[pl.ds(0, rows)]
+      source = staged_smem.at[pl.ds(0, rows)]
       plgpu.copy_smem_to_gmem(source, d_logits.at[position, target], commit_group=False)
 
     if not is_last or self.cta.last_rows == self.config.chunk:
