@@ -19,7 +19,7 @@ from lnssm_jax.ops.cross_entropy.api import cross_entropy
 from lnssm_jax.ops.cross_entropy.reference import reference
 from lnssm_jax.ops.cross_entropy.types import CrossEntropy, Inputs, Options
 from pallas_kernels.core import device
-from pallas_kernels.cross_entropy import config, kernel
+from pallas_kernels.cross_entropy import config
 from pallas_kernels.cross_entropy.config import KernelConfig
 from tests.kernels.lowered import (
   DATA,
@@ -33,11 +33,12 @@ from train.step.loss import next_token_loss
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 ROUNDING = float(jnp.finfo(F32).eps)
+SMALL = KernelConfig(slots=3, chunk=8)  # of 1024 logits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-  """One set of arguments; `config` has chunks of 8 x 128 logits unless a case names another."""
+  """One set of arguments; a `config` of None is that of the table."""
 
   V: int
   vocab_size: int
@@ -46,7 +47,7 @@ class Case:
   dtype: jnp.dtype | None = BF16
   logit_penalty: float = 0.0
   z_loss: float = 0.0
-  config: KernelConfig | None = KernelConfig(slots=3, chunk=8)
+  config: KernelConfig | None = SMALL
 
   def options(self):
     return Options(self.vocab_size, self.logit_penalty, self.z_loss, self.dtype, None)

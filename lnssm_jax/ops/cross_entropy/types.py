@@ -38,7 +38,7 @@ class CrossEntropy(NamedTuple):
 
 
 class Statistics(NamedTuple):
-  """What the terms of a position are made of, [B, T] float32 each."""
+  """Statistics of the logits of each position, of which its terms are made, [B, T] float32."""
 
   largest: jax.Array  # the largest logit
   log_sum: jax.Array  # log sum exp(logit)
