@@ -264,7 +264,7 @@ class _Consumer:
     place = target - c * size
     inside = (place >= 0) & (place < size)
     place = jnp.where(inside, place, 0)
-    z = self.smem.slots[self.pipeline.slot(number), place // LANES, lax.rem(place, LANES)]
+    z = self.smem.slots[self.pipeline.slot(number), lax.div(place, LANES), lax.rem(place, LANES)]
     return jnp.where(inside, z, target_logit)
 
   def add(self, sums: _Sums, z) -> _Sums:

@@ -48,7 +48,7 @@ def _by_name_only(inputs: Any, options: Any) -> bool:
 class Form(NamedTuple):
   """One way to compute an op. All three take the op's checked `Inputs` and its `Options`."""
 
-  run: Callable[[Any, Any], tuple[Any, Any]]  # -> (out, state)
+  run: Callable[[Any, Any], Any]  # -> (out, state), or what else the op returns
   # Why these arguments cannot run, or None.
   unsupported: Callable[[Any, Any], str | None] = _always_supported
   # Whether `implementation=None` may take it for supported arguments.
