@@ -9,10 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax import typing as ty
 from lnssm_jax.ops.core.spmd import vary_alike
-
-# Below any logit, and finite, because -inf - (-inf) would be NaN.
-_LOWEST = float(jnp.finfo(jnp.float32).min)
+from lnssm_jax.ops.cross_entropy.api import cross_entropy
 
 _MOST_LOGITS, _MOST_POSITIONS = 2**27, 8192  # of a chunk by default: 512 MiB; more is not faster
 
@@ -25,6 +24,14 @@ class LossSums(NamedTuple):
   penalty: jax.Array  # float32 scalar: sum of weight * penalties of the logits
 
 
+class _Static(NamedTuple):
+  steps: int  # time steps per chunk
+  logit_penalty: float
+  z_loss: float
+  vocab_axis: str | None
+  implementation: ty.Implementation | None
+
+
 def next_token_loss(
   hidden: jax.Array,  # [B, T, D]
   head: jax.Array,  # [D, vocab]
@@ -35,6 +42,7 @@ def next_token_loss(
   logit_penalty: float = 0.0,
   z_loss: float = 0.0,
   vocab_axis: str | None = None,
+  implementation: ty.Implementation | None = None,
 ) -> LossSums:
   r"""Weighted sum of the negative log-likelihoods of `targets` under `softmax(hidden @ head)`.
 
@@ -57,9 +65,11 @@ def next_token_loss(
 
   Args:
     vocab_axis: mesh axis over which the compiler shards the vocabulary, or None.
+    implementation: of `lnssm_jax.ops.cross_entropy`, which computes the softmax and its gradient.
 
   Raises:
     ValueError: if the shapes do not agree, or `chunk < 1`.
+    NotImplementedError: the named implementation does not support these arguments.
   """
   if hidden.ndim != 3 or head.ndim != 2 or hidden.shape[2] != head.shape[0]:
     raise ValueError(
@@ -80,49 +90,47 @@ def next_token_loss(
   steps = max(1, chunk // hidden.shape[0])
   with jax.named_scope("next_token_loss"):
     arrays = vary_alike((hidden, head, targets, weights))
-    coefficients = float(logit_penalty), float(z_loss)
-    nats, penalty = _chunked_sums(steps, coefficients, vocab_axis, *arrays)
+    static = _Static(steps, float(logit_penalty), float(z_loss), vocab_axis, implementation)
+    nats, penalty = _chunked_sums(static, *arrays)
   return LossSums(nats, weights.sum(), jax.lax.stop_gradient(penalty))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked_sums(steps, coefficients, vocab_axis, hidden, head, targets, weights):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_sums(static, hidden, head, targets, weights):
   matrix = _aligned(head.astype(hidden.dtype))
 
   def body(sums, xs):
-    _, nats, penalty, _ = _logit_terms(coefficients, vocab_axis, head.shape[1], matrix, *xs)
-    return (sums[0] + nats, sums[1] + penalty), None
+    _, terms = _terms(static, head.shape[1], matrix, *xs, gradient=False)
+    return (sums[0] + terms.nats.sum(), sums[1] + terms.penalty.sum()), None
 
   zero = jnp.zeros((), jnp.float32)
-  chunks = [_split_time(x, steps) for x in (hidden, targets, weights)]
+  chunks = [_split_time(x, static.steps) for x in (hidden, targets, weights)]
   _, *start = vary_alike((matrix, zero, zero))
   return jax.lax.scan(body, tuple(start), chunks)[0]
 
 
-def _forward(steps, coefficients, vocab_axis, hidden, head, targets, weights):
+def _forward(static, hidden, head, targets, weights):
   T, D = hidden.shape[1:]
   matrix = _aligned(head.astype(hidden.dtype))
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
   def body(carry, xs):
-    nats_sum, penalty_sum, d_head = carry
-    terms = _logit_terms(coefficients, vocab_axis, head.shape[1], matrix, *xs)
-    h, nats, penalty, d_logits = terms
-    d_logits = d_logits().astype(h.dtype)
-    d_hidden = product("bcv,dv->bcd", d_logits, matrix).astype(h.dtype)
-    d_head = d_head + product("bcd,bcv->dv", h, d_logits)
-    return (nats_sum + nats, penalty_sum + penalty, d_head), d_hidden
+    nats, penalty, d_head = carry
+    h, terms = _terms(static, head.shape[1], matrix, *xs, gradient=True)
+    d_hidden = product("bcv,dv->bcd", terms.d_logits, matrix).astype(h.dtype)
+    d_head = d_head + product("bcd,bcv->dv", h, terms.d_logits)
+    return (nats + terms.nats.sum(), penalty + terms.penalty.sum(), d_head), d_hidden
 
   zero = jnp.zeros((), jnp.float32)
-  chunks = [_split_time(x, steps) for x in (hidden, targets, weights)]
+  chunks = [_split_time(x, static.steps) for x in (hidden, targets, weights)]
   _, *start = vary_alike((matrix, zero, zero, jnp.zeros(matrix.shape, jnp.float32)))
   (nats, penalty, d_head), d_hidden = jax.lax.scan(body, tuple(start), chunks)
   d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, D)[:, :T]
   return (nats, penalty), (d_hidden, d_head[:, : head.shape[1]].astype(head.dtype))
 
 
-def _backward(steps, coefficients, vocab_axis, gradients, cotangents):
-  del steps, coefficients, vocab_axis
+def _backward(static, gradients, cotangents):
+  del static
   scale = cotangents[0]  # a scalar loss: the chain rule is one multiplication
   d_hidden, d_head = (g * scale.astype(g.dtype) for g in gradients)
   return d_hidden, d_head, None, None
@@ -132,69 +140,31 @@ _chunked_sums.defvjp(_forward, _backward)
 
 
 def _aligned(head):
-  """Pads a large `head` with zero columns to a multiple of 64.
+  """Pads a large `head` with zero columns to a multiple of 128.
 
   With a vocabulary such as 50,277 a GPU could not use its fast matrix products, which require rows
-  of a multiple of 16 bytes.
+  of a multiple of 16 bytes, nor the kernel of the cross-entropy.
   """
   size = head.shape[1]
-  return jnp.pad(head, ((0, 0), (0, -size % 64))) if size >= 4096 else head
+  return jnp.pad(head, ((0, 0), (0, -size % 128))) if size >= 4096 else head
 
 
-def _logit_terms(coefficients, vocab_axis, vocab_size, matrix, hidden, targets, weights):
-  """Loss and penalty of one chunk [B, C, ...], and a function that returns its d_logits."""
-  used = weights != 0
+def _terms(static, vocab_size, matrix, hidden, targets, weights, *, gradient):
+  """One chunk [B, C, ...]: hidden states, of weight 0 as zeros, and terms of its cross-entropy."""
   # 0 * NaN is NaN: rows of weight 0 must be zeroed before the product, not after.
-  hidden = jnp.where(used[..., None], hidden, 0)
+  hidden = jnp.where((weights != 0)[..., None], hidden, 0)
   logits = jnp.einsum("bcd,dv->bcv", hidden, matrix, preferred_element_type=jnp.float32)
-  vocab = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-  if logits.shape[-1] > vocab_size:
-    logits = jnp.where(vocab < vocab_size, logits, _LOWEST)
-  largest, normalizer, ties = _softmax_sums(logits)
-  # A target outside the vocabulary must give NaN, not the loss of a padded column.
-  in_vocabulary = (targets >= 0) & (targets < vocab_size)
-  place = jnp.where(in_vocabulary, targets, 0)[..., None]
-  if vocab_axis is None:
-    target_logit = jnp.take_along_axis(logits, place, axis=-1)[..., 0]
-  else:
-    # The compiler aborts on a gather along a sharded axis inside shard_map.
-    target_logit = jnp.where(vocab == place, logits, 0).sum(-1)
-  log_sum = largest + jnp.log(normalizer)
-  nll = log_sum - target_logit
-  nll = jnp.where(used, jnp.where(in_vocabulary, nll, jnp.nan), 0)
-  nats = (weights * nll).sum()
-  of_largest, of_sum = coefficients
-  penalty = (weights * (0.5 * of_largest * largest**2 + of_sum * log_sum**2)).sum()
-
-  def d_logits():
-    d = jnp.exp(logits - largest[..., None]) / normalizer[..., None]
-    if of_sum:
-      d *= 1 + 2 * of_sum * log_sum[..., None]
-    d -= vocab == targets[..., None]
-    if of_largest:
-      share = of_largest * largest / ties  # ties share the gradient, as in jnp.max
-      d += jnp.where(logits == largest[..., None], share[..., None], 0)
-    return weights[..., None] * d
-
-  return hidden, nats, penalty, d_logits
-
-
-def _softmax_sums(logits):
-  """Reduces the last axis to the largest logit, sum exp(logit - largest), and the number of ties.
-
-  One pass, which reads logits once: each partial sum is relative to its own maximum.
-  """
-
-  def combine(left, right):
-    (m, total, ties), (n, added, more) = left, right
-    largest = jnp.maximum(m, n)
-    total = total * jnp.exp(m - largest) + added * jnp.exp(n - largest)
-    ties = jnp.where(m == largest, ties, 0) + jnp.where(n == largest, more, 0)
-    return largest, total, ties
-
-  one = jnp.ones_like(logits)
-  start = (jnp.float32(_LOWEST), jnp.float32(0), jnp.float32(0))
-  return jax.lax.reduce((logits, one, one), start, combine, (logits.ndim - 1,))
+  return hidden, cross_entropy(
+    logits,
+    targets,
+    weights,
+    vocab_size=vocab_size,
+    logit_penalty=static.logit_penalty,
+    z_loss=static.z_loss,
+    gradient_dtype=hidden.dtype if gradient else None,
+    vocab_axis=static.vocab_axis,
+    implementation=static.implementation,
+  )
 
 
 def _split_time(x, steps):

@@ -48,7 +48,7 @@ def _by_name_only(inputs: Any, options: Any) -> bool:
 class Form(NamedTuple):
   """One way to compute an op. All three take the op's checked `Inputs` and its `Options`."""
 
-  run: Callable[[Any, Any], tuple[Any, Any]]  # -> (out, state)
+  run: Callable[[Any, Any], Any]  # -> (out, state), or what else the op returns
   # Why these arguments cannot run, or None.
   unsupported: Callable[[Any, Any], str | None] = _always_supported
   # Whether `implementation=None` may take it for supported arguments.
@@ -228,10 +228,11 @@ class Kernels:
     module: the name of the module that has `run`, `interpreted`, `unsupported` (on any device) and
       `preferred`, all called alike. It is imported when one of them is first needed, because
       importing what a kernel is written with takes longer than importing all the rest.
-    results: the axes of the output and of the state's arrays, as in `Inputs.AXES`.
+    results: the axes of the results, those of the output and of the state's arrays in most ops, as
+      in `Inputs.AXES`.
   """
 
-  def __init__(self, module: str, results: tuple[str, str]):
+  def __init__(self, module: str, results: tuple[str, ...]):
     self._module, self._results = module, results
 
   @property

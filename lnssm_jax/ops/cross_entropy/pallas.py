@@ -1,0 +1,74 @@
+"""Cross-entropy on the Mosaic-GPU kernel: supported arguments, shapes, the call.
+
+Import this module where it is needed only (see `dispatch.Kernels`).
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lnssm_jax.ops.cross_entropy.types import (
+  Inputs,
+  Options,
+  Statistics,
+  in_vocabulary,
+  weighted_terms,
+)
+from pallas_kernels.core import device
+from pallas_kernels.cross_entropy import config, kernel
+
+_MIN_VOCABULARY = 4096  # with a smaller one, the sums over a CTA take longer than its loads
+
+
+def unsupported(inputs: Inputs, options: Options) -> str | None:
+  """Why the kernel cannot run these arguments on any device, or None."""
+  V = inputs.logits.shape[-1]
+  if inputs.logits.dtype != jnp.float32:
+    return f"logits have dtype {inputs.logits.dtype}, and the kernel takes float32"
+  if options.dtype is not None and options.dtype not in (jnp.bfloat16, jnp.float32):
+    return f"the gradient has dtype {options.dtype}, and the kernel stores bfloat16 and float32"
+  if V % config.LANES or not 0 <= V - options.vocab_size < config.LANES:
+    return (
+      f"logits have {V} columns for a vocabulary of {options.vocab_size}, and the kernel takes the "
+      f"next multiple of {config.LANES}"
+    )
+  if options.vocab_axis is not None:
+    return f"the vocabulary is sharded over {options.vocab_axis!r}, and the kernel needs all of it"
+  return None
+
+
+def preferred(inputs: Inputs, options: Options) -> bool:
+  """Whether `implementation=None` takes the kernel for sizes like these."""
+  enough = math.prod(inputs.targets.shape) >= device.SM_COUNT  # positions: one per CTA at a time
+  return enough and options.vocab_size >= _MIN_VOCABULARY
+
+
+def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tuple[jax.Array, ...]:
+  """`sizes`: the configuration of the kernel; None takes that of the table."""
+  shape = inputs.logits.shape
+  folded = kernel.Inputs(
+    logits=inputs.logits.reshape(-1, shape[-1] // config.LANES, config.LANES),
+    # -1 is no column: a target outside the vocabulary may be a column of the padding.
+    targets=jnp.where(in_vocabulary(inputs, options), inputs.targets, -1).reshape(-1),
+    weights=inputs.weights.reshape(-1),
+  )
+  static = kernel.Static(
+    vocab_size=options.vocab_size,
+    logit_penalty=options.logit_penalty,
+    z_loss=options.z_loss,
+    dtype=options.dtype,
+    config=sizes or config.kernel_config(options.dtype),
+    interpret=interpret,
+  )
+  results = kernel.cross_entropy(folded, static)
+  by_field = results.statistics.reshape(*shape[:2], kernel.NUM_STATISTICS)
+  largest, total, _, target_logit = (by_field[..., n] for n in range(kernel.NUM_STATISTICS))
+  statistics = Statistics(largest, largest + jnp.log(total), target_logit)
+  terms = weighted_terms(inputs, options, statistics)
+  return terms if results.d_logits is None else (*terms, results.d_logits.reshape(shape))
+
+
+interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
