@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from benchmarks.model_step import BODIES, settings
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
+from lnssm_jax.models.block import make_mixer
 from tests.kernels.lowered import kernels_traced, lowered
 
 PAGE = (Path(__file__).parents[2] / "docs" / "mixers.md").read_text()
@@ -44,3 +46,25 @@ def test_the_page_says_what_runs_in_kernels(name, to_cuda, hopper):
   parts = name == "mamba2"  # of x, and of b and c
   assert convolutions == len(layers) + shifts + parts
   assert (kernels > convolutions) == ("kernel" in WHERE[name])
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    name if name in ("gla_1b3", "gated_delta_net") else pytest.param(name, marks=pytest.mark.slow)
+    for name in BODIES
+  ],
+)
+def test_benchmark_body_of_its_sizes_runs_its_op_in_kernels(name, hopper):
+  """Widths that a mixer's own test does not have: GLA's heads of 1.3B are 256 and 512 wide."""
+  model = settings(BODIES[name]).model
+  place = {"num_heads": model.num_heads, "layer": 0, "num_layers": model.num_layers}
+  options = dict(model.mixer_options) | {"dtype": jnp.bfloat16}
+  build = lambda: make_mixer(model.mixer, model.dim, **place, **options, rngs=nnx.Rngs(0))
+  mixer = jax.eval_shape(build)
+  graph, params = nnx.split(mixer, nnx.Param)
+  x = jax.ShapeDtypeStruct((2, 256, model.dim), jnp.bfloat16)
+  run = lambda arrays: nnx.merge(graph, arrays[0])(arrays[1])[0]
+  op = {"mamba": "selective_scan", "longhorn": "longhorn_scan"}.get(model.mixer)
+  op = op or ("delta_rule" if "delta" in model.mixer else "linear_attention")
+  assert any(kernel.startswith(op) for kernel in kernels_traced(run, (params, x)))
