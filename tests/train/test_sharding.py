@@ -132,8 +132,8 @@ def test_sharding_three_axes_same_training(run):
     ("lnssm", {"all-reduce": 2 + 2}),
     ("gated_delta_net", {"all-reduce": 2}),
     ("softmax_attention", {"all-reduce": 2}),
-    # Parts of the fused projection, of the convolution and of its output cross shard boundaries; the
-    # heads share b and c, whose channels are sharded: scores are summed; one norm covers all heads.
+    # Parts of the fused projection, of the convolution and of its output cross shard boundaries.
+    # Heads share b and c, whose channels are sharded: scores are summed. One norm covers all heads.
     ("mamba2", {"collective-permute": 10, "all-gather": 1, "all-reduce": 4}),
   ],
 )
