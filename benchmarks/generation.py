@@ -66,9 +66,10 @@ def main(arguments=None):
 def _of_bodies(args):
   sizes = Sizes.parse(args.sizes) if args.sizes else None
   for name in args.body:
+    model = checked_model(settings(BODIES[name], sizes).model, args.prompt)
     for batch in args.batches:
       for chunk in args.prefill_chunks or [SamplingOptions(max_tokens=1).prefill_chunk]:
-        row = phases(settings(BODIES[name], sizes).model, batch, args.prompt, args.new, chunk)
+        row = phases(model, batch, args.prompt, args.new, chunk)
         row = {"body": name, "who": "lnssm_jax"} | row
         print(json.dumps(row), flush=True)
         yield row
@@ -79,42 +80,48 @@ def _of_bodies(args):
         yield row
 
 
-def phases(cfg, batch: int, prompt_length: int, new_tokens: int, prefill_chunk: int) -> dict:
-  """Milliseconds to read prompts, and per token drawn after them, greedily; medians of three.
+def prompts_of(model, batch: int, length: int) -> list[np.ndarray]:
+  """Random prompts."""
+  return list(np.random.default_rng(0).integers(0, model.vocab_size, (batch, length)))
+
+
+def checked_model(cfg, prompt_length: int):
+  """A model with bfloat16 parameters, whose logits after a prompt were compared.
 
   Raises:
-    FloatingPointError: the logits after the prompt are not those in float32.
+    FloatingPointError: they are not those of the same parameters in float32.
   """
   wide = build_model(dataclasses.replace(cfg, dtype="float32"), jax.random.key(0))
   model = build_model(dataclasses.replace(cfg, param_dtype="bfloat16"), jax.random.key(0))
   cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
   nnx.update(model, cast(nnx.state(wide, nnx.Param), jnp.bfloat16))
   nnx.update(wide, cast(nnx.state(model, nnx.Param), jnp.float32))
-  prompts = list(np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt_length)))
-  want = read(wide, prompts[:1], prefill_chunk=prompt_length).logits
-  del wide
-  reads = lambda: read(model, prompts, prefill_chunk=prefill_chunk)
-  prefix = reads()
-  error = jnp.linalg.norm(prefix.logits[:1] - want) / jnp.linalg.norm(want)
+  prompts = prompts_of(model, 1, prompt_length)
+  want = read(wide, prompts, prefill_chunk=prompt_length).logits
+  error = jnp.linalg.norm(read(model, prompts).logits - want) / jnp.linalg.norm(want)
   if not error <= LOGIT_TOLERANCE:
     raise FloatingPointError(
       f"logits after the prompt differ by {error:.1e} of their norm from those in float32: a wrong "
       "result has no time."
     )
+  return model
+
+
+def phases(model, batch: int, prompt_length: int, new_tokens: int, prefill_chunk: int) -> dict:
+  """Milliseconds to read prompts, and per token drawn after them, greedily; medians of three."""
+  prompts = prompts_of(model, batch, prompt_length)
+  reads = lambda: read(model, prompts, prefill_chunk=prefill_chunk)
+  prefix = reads()
   options = SamplingOptions(max_tokens=new_tokens, temperature=0)
   draws = lambda: generate(model, [[]] * batch, options, start=prefix)
   draws()
-  device = jax.devices()[0]
-  memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
   return {
-    "device": device.device_kind,
+    "device": jax.devices()[0].device_kind,
     "batch": batch,
     "prompt": prompt_length,
     "prefill_chunk": prefill_chunk,
     "prefill_ms": round(1e3 * _median_seconds(lambda: jax.block_until_ready(reads())), 2),
     "decode_ms": round(1e3 * _median_seconds(draws) / new_tokens, 4),
-    "error": float(f"{error:.1e}"),
-    "peak_memory_gib": None if memory is None else round(memory / 2**30, 2),
   }
 
 
@@ -129,16 +136,16 @@ def _median_seconds(run) -> float:
 
 def measure(model, batch, prompt_length, lengths):
   """Yields one result per length: the median of three runs after one that compiles."""
-  prompts = np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt_length))
+  prompts = prompts_of(model, batch, prompt_length)
   state = jax.eval_shape(lambda: model.init_state(batch))
   state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-  generate(model, list(prompts), SamplingOptions(max_tokens=32))
+  generate(model, prompts, SamplingOptions(max_tokens=32))
   for length in lengths:
-    seconds = []
-    for _ in range(3):
-      begin = time.perf_counter()
-      rows = generate(model, list(prompts), SamplingOptions(max_tokens=length))
-      seconds.append(time.perf_counter() - begin)
+    rows = []
+    draws = lambda length=length, rows=rows: rows.extend(
+      generate(model, prompts, SamplingOptions(max_tokens=length))
+    )
+    seconds = _median_seconds(draws)
     if any(len(row) != length for row in rows):
       raise SystemExit(f"asked for {length} tokens, got {[len(row) for row in rows]}.")
     device = jax.devices()[0]
@@ -147,8 +154,8 @@ def measure(model, batch, prompt_length, lengths):
       "device": device.device_kind,
       "batch": batch,
       "new_tokens": length,
-      "tokens_per_second": round(batch * length / statistics.median(seconds)),
-      "ms_per_token": round(statistics.median(seconds) / length * 1e3, 4),
+      "tokens_per_second": round(batch * length / seconds),
+      "ms_per_token": round(seconds / length * 1e3, 4),
       "state_mib": round(state_bytes / 2**20, 3),
       "peak_memory_gib": None if memory is None else round(memory / 2**30, 3),
     }

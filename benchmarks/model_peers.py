@@ -124,7 +124,6 @@ def generate(body: str, batch: int, prompt: int, new: int) -> dict[str, Any]:
     "prompt": prompt,
     "prefill_ms": round(first, 2),
     "decode_ms": round((milliseconds(1 + new) - first) / new, 4),
-    "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
   }
 
 

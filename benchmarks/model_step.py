@@ -11,10 +11,9 @@ set: what a user gets without a knob is what is measured.
 Each body runs in a process of its own, so that its peak memory is its own, with an empty compile
 cache ("cold"); a second process takes its first step with the cache that the first one filled
 ("warm"). Both times are from the end of the imports to the end of the first step, and are not
-measured with `--together`. Before a time is
-printed, the losses of three steps are compared with those of the same model under another policy of
-rematerialization, and all must be finite. MFU is 3 * forward FLOPs per token * tokens/s over the
-device's bfloat16 peak (`train.step.flops`). The
+measured with `--together`. Before a time is printed, the losses of three steps are compared with
+those of the same model under another policy of rematerialization, and all must be finite. MFU is
+3 * forward FLOPs per token * tokens/s over the device's bfloat16 peak (`train.step.flops`). The
 budget is the device time of one step: library products, with the rate that they reach next to that
 of one large product; our kernels; everything else by the place in the model that it comes from.
 
@@ -288,8 +287,12 @@ def rows_of(name: str, args) -> Iterator[dict[str, Any]]:
       row["warm_s"] = run(0).get("first_step_s")
   yield ours(name, row, args.top)
   if args.peers:
-    for peer in model_peers.measure(name):
-      yield {"body": name} | peer
+    yield from peers(name)
+
+
+def peers(name: str) -> Iterator[dict[str, Any]]:
+  """Rows of the peers of a body."""
+  return ({"body": name} | peer for peer in model_peers.measure(name))
 
 
 def ours(name: str, row: dict[str, Any], top: int) -> dict[str, Any]:
@@ -308,8 +311,7 @@ def rows_together(names: Sequence[str], args) -> Iterator[dict[str, Any]]:
       for name, row in zip(group, rows, strict=True):
         yield ours(name, row, args.top)
   for name in names if args.peers else ():
-    for peer in model_peers.measure(name):
-      yield {"body": name} | peer
+    yield from peers(name)
 
 
 def main(arguments=None) -> list[dict[str, Any]]:

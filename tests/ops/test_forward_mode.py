@@ -14,14 +14,17 @@ from tests.ops.promises import close
 names = [pytest.param(name, marks=[pytest.mark.slow] * (name != "diagonal_scan")) for name in SCANS]
 
 
+def point_and_direction(scan):
+  """(a short case, its inputs, others of the same shapes)."""
+  case = dataclasses.replace(scan.small, T=5)
+  wide = lambda seed: {n: jnp.asarray(x, jnp.float32) for n, x in scan.inputs(case, seed).items()}
+  return case, wide(0), wide(1)
+
+
 @pytest.mark.parametrize("name", names)
 def test_forward_mode_error_names_the_implementation_that_has_it(name):
   scan = SCANS[name]
-  case = dataclasses.replace(scan.small, T=5)
-  x, direction = (
-    {n: jnp.asarray(array, jnp.float32) for n, array in scan.inputs(case, seed).items()}
-    for seed in (0, 1)
-  )
+  case, x, direction = point_and_direction(scan)
   run = lambda form: lambda x: scan(case, x, implementation=form)[0]
   y, forward = jax.jvp(run("reference"), (x,), (direction,))
   _, transposed = jax.vjp(lambda u: jax.vjp(run("reference"), x)[1](u)[0], jnp.zeros_like(y))
@@ -51,11 +54,7 @@ WITH_FORWARD_MODE = (
 def test_second_derivative_equals_that_of_the_reference(name):
   """Forward mode of the backward pass, as `jax.hessian` takes it; docs/own_models.md names them."""
   scan = SCANS[name]
-  case = dataclasses.replace(scan.small, T=5)
-  x, direction = (
-    {n: jnp.asarray(array, jnp.float32) for n, array in scan.inputs(case, seed).items()}
-    for seed in (0, 1)
-  )
+  case, x, direction = point_and_direction(scan)
   loss = lambda form: lambda x: (scan(case, x, implementation=form)[0] ** 2).sum()
   second = lambda form: jax.jvp(jax.grad(loss(form)), (x,), (direction,))[1]
   want = second("reference")

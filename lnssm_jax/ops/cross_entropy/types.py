@@ -13,10 +13,8 @@ class Inputs(NamedTuple):
   targets: jax.Array  # [B, T] int32
   weights: jax.Array  # [B, T] float32
 
-  @property
-  def AXES(self) -> dict[str, str]:
-    """Axes of the fields: the vocabulary is never sharded here, so it has the letter V."""
-    return {"logits": "BTV", "targets": "BT", "weights": "BT"}
+  # The vocabulary is never sharded here, so it has the letter V.
+  AXES = {"logits": "BTV", "targets": "BT", "weights": "BT"}  # noqa: RUF012
 
 
 class Options(NamedTuple):
