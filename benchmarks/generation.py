@@ -10,7 +10,8 @@ same milliseconds per token and the same state in every row of one batch.
 With `--body`, models of `benchmarks.model_step` with bfloat16 parameters: milliseconds to read the
 prompt and milliseconds per token after it, next to fla's `generate` where that is installed
 (`benchmarks.model_peers`). Before a time is printed, the logits after the prompt are compared with
-those of the same parameters in float32, read in one piece.
+those of the same parameters in float32, read in one piece: they may be as far from these as
+bfloat16 takes them without kernels, 12 % of their norm in 24 layers of an untrained GLA.
 """
 
 import argparse
@@ -20,6 +21,8 @@ import importlib
 import json
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 from unittest import mock
 
 import jax
@@ -33,9 +36,10 @@ from lnssm_jax.generate import SamplingOptions, generate, read
 from train.config import apply_overrides, load_config
 from train.step.model import build_model
 
-# Of the logits after the prompt: bfloat16 against float32, relative.
-LOGIT_TOLERANCE = 0.1
+# Of the logits after the prompt: errors against float32, in units of that without kernels.
+LOGIT_TOLERANCE = 1.25
 SCANS_WITH_STEPS = ("delta_rule", "linear_attention", "longhorn_scan", "selective_scan", "wkv4")
+KERNELS = (*SCANS_WITH_STEPS, "causal_conv1d", "diagonal_scan", "norms")
 
 
 def main(arguments=None):
@@ -89,7 +93,8 @@ def checked_model(cfg, prompt_length: int):
   """A model with bfloat16 parameters, whose logits after a prompt were compared.
 
   Raises:
-    FloatingPointError: they are not those of the same parameters in float32.
+    FloatingPointError: they are further from those of the same parameters in float32 than
+      rounding takes them.
   """
   wide = build_model(dataclasses.replace(cfg, dtype="float32"), jax.random.key(0))
   model = build_model(dataclasses.replace(cfg, param_dtype="bfloat16"), jax.random.key(0))
@@ -98,11 +103,14 @@ def checked_model(cfg, prompt_length: int):
   nnx.update(wide, cast(nnx.state(model, nnx.Param), jnp.float32))
   prompts = prompts_of(model, 1, prompt_length)
   want = read(wide, prompts, prefill_chunk=prompt_length).logits
-  error = jnp.linalg.norm(read(model, prompts).logits - want) / jnp.linalg.norm(want)
-  if not error <= LOGIT_TOLERANCE:
+  error = lambda: jnp.linalg.norm(read(model, prompts).logits - want) / jnp.linalg.norm(want)
+  with choosing(KERNELS, lambda inputs: False):
+    rounding = error()
+  found = error()
+  if not found <= LOGIT_TOLERANCE * rounding:
     raise FloatingPointError(
-      f"logits after the prompt differ by {error:.1e} of their norm from those in float32: a wrong "
-      "result has no time."
+      f"logits after the prompt differ by {found:.1e} of their norm from those in float32, and "
+      f"without kernels by {rounding:.1e}: a wrong result has no time."
     )
   return model
 
@@ -162,24 +170,34 @@ def measure(model, batch, prompt_length, lengths):
 
 
 @contextlib.contextmanager
-def single_steps(*, kernels: bool):
-  """`implementation=None` takes the kernels for T = 1 wherever they can run, or nowhere."""
+def choosing(ops: Sequence[str], kernels: Callable[[Any], bool | None]):
+  """`implementation=None` takes the kernels of these ops, which can run, or not; None: as usual.
+
+  Args:
+    kernels: a function of an op's inputs.
+  """
+
+  def preferred(module):
+    usual = module.preferred
+
+    def preferred(inputs, options):
+      chosen = kernels(inputs)
+      return usual(inputs, options) if chosen is None else chosen
+
+    return preferred
+
   with contextlib.ExitStack() as stack:
-    for scan in SCANS_WITH_STEPS:
-      module = importlib.import_module(f"lnssm_jax.ops.{scan}.pallas")
-      stack.enter_context(mock.patch.object(module, "preferred", _preferred(module, kernels)))
+    for op in ops:
+      module = importlib.import_module(f"lnssm_jax.ops.{op}.pallas")
+      stack.enter_context(mock.patch.object(module, "preferred", preferred(module)))
     jax.clear_caches()  # programs of before have chosen otherwise
     yield
   jax.clear_caches()
 
 
-def _preferred(module, kernels):
-  usual = module.preferred
-
-  def preferred(inputs, options):
-    return kernels if inputs[0].shape[1] == 1 else usual(inputs, options)
-
-  return preferred
+def single_steps(*, kernels: bool):
+  """`implementation=None` takes the kernels for T = 1 wherever they can run, or nowhere."""
+  return choosing(SCANS_WITH_STEPS, lambda inputs: kernels if inputs[0].shape[1] == 1 else None)
 
 
 if __name__ == "__main__":

@@ -263,13 +263,17 @@ def kernels_of_loss(args, gradient=True, **options):
     (abstract(2, 512, 64, 32000), BY_NAME, True),
     (abstract(2, 512, 64, 50277), BY_NAME, True),
     (abstract(2, 512, 64, 32000, dtype=F32), BY_NAME, True),
-    (abstract(2, 512, 64, 32000), {}, False),
+    (abstract(2, 512, 64, 32000), {}, True),
+    (abstract(2, 512, 64, 50277), {}, True),
+    (abstract(2, 512, 64, 4000), {}, False),
+    (abstract(1, 128, 64, 32000), {}, False),
+    (abstract(1, 128, 64, 32000), BY_NAME, True),
     (abstract(2, 512, 64, 32000), {"vocab_axis": "tensor"}, False),
     (abstract(2, 512, 64, 32000), {"implementation": "reference"}, False),
   ],
   ids=str,
 )
-def test_loss_on_hopper_takes_the_kernel_by_name_only(args, options, runs, hopper):
+def test_loss_on_hopper_takes_the_kernel_for_sizes_that_fill_a_gpu(args, options, runs, hopper):
   assert kernels_of_loss(args, **options) == ["cross_entropy_gradient"] * runs
   assert kernels_of_loss(args, gradient=False, **options) == ["cross_entropy"] * runs
 
