@@ -68,6 +68,19 @@ def test_each_copy_trains_as_the_trainer_does_alone():
   assert difference < 1e-4 * optax.tree.norm(mine)
 
 
+def test_restarted_copies_train_as_new_ones_at_a_scaled_rate():
+  copies = Copies(settings(), seeds=(0, 1), learning_rates=(1e-3,))
+  start = jax.tree.map(np.asarray, copies.params)
+  batches = [TASK.examples(4, seed)._asdict() for seed in range(3)]
+  losses = [np.asarray(copies.step(batch)["loss"]) for batch in batches]
+  copies.restart(start)
+  again = [np.asarray(copies.step(batch)["loss"]) for batch in batches]
+  np.testing.assert_array_equal(again, losses)
+  copies.restart(start)
+  still = [np.asarray(copies.step(batch, 0.0)["loss"]) for batch in (*batches[:2], *batches[:2])]
+  np.testing.assert_array_equal(still[2:], still[:2])
+
+
 def test_scores_are_those_of_the_logits():
   cfg = settings()
   copies = Copies(cfg, seeds=(0, 1), learning_rates=(1e-3,))

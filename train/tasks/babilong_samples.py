@@ -15,7 +15,7 @@ Source: BABILong (Kuratov et al. 2024), section 3.
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -127,25 +127,24 @@ def make(
     hay.pop()
 
 
-def write(
-  folder: Path,
-  *,
-  babi: str,
+def rows_of(
+  babi: str | Path,
   text: str,
   tokenizer: Tokenizer,
+  *,
   tasks: Sequence[str],
   lengths: Sequence[int],
   samples: int,
   split: str = "test",
   seed: int = 0,
-) -> list[tuple[Path, int]]:
-  """Writes TASK_LENGTHk.jsonl for each task and length; returns the files and their rows.
+) -> Iterator[tuple[str, int, list[dict[str, str]]]]:
+  """Yields each task and length with its rows, at most `samples`.
 
   Raises:
-    DataError: a file is unreadable, of another format, or cannot be written.
+    DataError: a file is unreadable or of another format.
     ValueError: a length holds none of a task's stories.
   """
-  noise, written = Noise(text, tokenizer), []
+  noise = Noise(text, tokenizer)
   for number, task in enumerate(tasks):
     found = questions(file_of(babi, task, split))
     for length in lengths:
@@ -159,10 +158,26 @@ def write(
           break
       if not rows:
         raise ValueError(f"length={length} holds no story of {task}; use a longer one, or 0.")
-      path = folder / f"{task}_{length // 1000}k.jsonl"
-      with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        path.write_text("".join(lines), encoding="utf-8")
-      written.append((path, len(rows)))
+      yield task, length, rows
+
+
+def write(
+  folder: Path, *, babi: str, text: str, tokenizer: Tokenizer, **how: Any
+) -> list[tuple[Path, int]]:
+  """Writes TASK_LENGTHk.jsonl for each task and length; returns the files and their rows.
+
+  `how` as in `rows_of`.
+
+  Raises:
+    DataError: a file is unreadable, of another format, or cannot be written.
+    ValueError: a length holds none of a task's stories.
+  """
+  written = []
+  for task, length, rows in rows_of(babi, text, tokenizer, **how):
+    path = folder / f"{task}_{length // 1000}k.jsonl"
+    with writing(path):
+      folder.mkdir(parents=True, exist_ok=True)
+      lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+      path.write_text("".join(lines), encoding="utf-8")
+    written.append((path, len(rows)))
   return written

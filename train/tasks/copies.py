@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -83,11 +84,22 @@ class Copies:
     own = _is_own(batch)
     self._step[own] = self._step[own].lower(*arguments).compile()
 
-  def step(self, batch: Any) -> dict[str, Any]:
-    """Trains on a batch; `loss` [R] before it and, with a router, `aux` of each layer."""
+  def step(self, batch: Any, scale: float = 1.0) -> dict[str, Any]:
+    """Trains on a batch; `loss` [R] before it and, with a router, `aux` of each layer.
+
+    `scale` multiplies the learning rates of this step.
+    """
     step = self._step[_is_own(batch)]
-    self.state, metrics = step(self.state, self._ratios, self._dropout_keys, batch)
+    ratios = self._ratios * np.float32(scale)
+    self.state, metrics = step(self.state, ratios, self._dropout_keys, batch)
     return metrics
+
+  def restart(self, params: Any) -> None:
+    """Sets the parameters to copies of `params`, with a leading axis R, and begins at step 0."""
+    transformation = make_optimizer(self.cfg.optimizer, self.cfg.steps)[0]
+    opt_state = jax.vmap(transformation.init)(optax.tree.cast(params, jnp.float32))
+    new = {"params": jax.tree.map(jnp.copy, params), "opt_state": opt_state}
+    self.state = self.state | new | {"step": jnp.zeros_like(self.state["step"])}
 
   def loss(self, batch: Any) -> LossSums:
     """Sums of the loss, of arrays [R]."""

@@ -97,14 +97,14 @@ def run(
       model's cache holds.
     DataError: a file is unreadable or of another format.
   """
-  scorer = _scorer()
+  rouge_l = scorer()
   table, details = [], []
   for path in paths:
     samples = read(kind, path, limit)
     prompts = [prompt_of(kind, sample) for sample in samples]
     found = answers(loaded, prompts, max_tokens=max_tokens, until=("\n",), batch=batch)
     scores = [
-      scorer.score_multi(sample.references, answer)["rougeL"]
+      rouge_l.score_multi(sample.references, answer)["rougeL"]
       for sample, answer in zip(samples, found, strict=True)
     ]
     means = {"precision": "precision", "recall": "recall", "rouge_l": "fmeasure"}
@@ -147,7 +147,12 @@ def read(kind: str, path: str | Path, limit: int | None = None) -> list[Sample]:
   return samples
 
 
-def _scorer() -> Any:
+def scorer() -> Any:
+  """The scorer of the package `rouge-score`.
+
+  Raises:
+    ValueError: it is not installed.
+  """
   try:
     module = importlib.import_module("rouge_score.rouge_scorer")
   except ImportError:
