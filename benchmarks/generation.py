@@ -58,7 +58,11 @@ def main(arguments=None):
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
   args = parser.parse_args(arguments)
   if args.body:
-    return list(_of_bodies(args))
+    rows = []
+    for row in _of_bodies(args):
+      print(json.dumps(row), flush=True)
+      rows.append(row)
+    return rows
   cfg = apply_overrides(load_config(args.config), args.set)
   model = build_model(cfg.model, jax.random.key(0))
   for batch in args.batches:
@@ -70,18 +74,18 @@ def main(arguments=None):
 def _of_bodies(args):
   sizes = Sizes.parse(args.sizes) if args.sizes else None
   for name in args.body:
-    model = checked_model(settings(BODIES[name], sizes).model, args.prompt)
+    try:
+      model = checked_model(settings(BODIES[name], sizes).model, args.prompt)
+    except FloatingPointError as reason:  # the other bodies go on
+      yield {"body": name, "who": "lnssm_jax", "note": str(reason)}
+      continue
     for batch in args.batches:
       for chunk in args.prefill_chunks or [SamplingOptions(max_tokens=1).prefill_chunk]:
         row = phases(model, batch, args.prompt, args.new, chunk)
-        row = {"body": name, "who": "lnssm_jax"} | row
-        print(json.dumps(row), flush=True)
-        yield row
+        yield {"body": name, "who": "lnssm_jax"} | row
     if args.peers:
       for row in model_peers.generation(name, args.batches, args.prompt, args.new):
-        row = {"body": name} | row
-        print(json.dumps(row), flush=True)
-        yield row
+        yield {"body": name} | row
 
 
 def prompts_of(model, batch: int, length: int) -> list[np.ndarray]:

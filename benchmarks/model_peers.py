@@ -25,6 +25,7 @@ _SIZES = {
   "fuse_cross_entropy": True,
 }
 ROWS, LENGTH = 16, 2048
+LONGEST = 400  # seconds of a process, the first of which tune
 # fla's name of the model, and what its configuration needs beyond the common sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
   "gla": ("GLA", {"num_heads": 4}),
@@ -68,9 +69,14 @@ def generation(
 
 def _in_own_process(body: str, *mode: str) -> dict[str, Any]:
   command = [sys.executable, "-m", "benchmarks.model_peers", body, *mode]
-  ended = subprocess.run(command, capture_output=True, text=True, check=False)
+  who = " ".join(("fla", *mode[:1]))
+  options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+  try:
+    ended = subprocess.run(command, **options, timeout=LONGEST)
+  except subprocess.TimeoutExpired:
+    return {"who": who, "note": f"not finished after {LONGEST} s, which tuning can take; again"}
   lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-  note = {"who": " ".join(("fla", *mode[:1])), "note": " ".join(ended.stderr.split())[-300:]}
+  note = {"who": who, "note": " ".join(ended.stderr.split())[-300:]}
   return json.loads(lines[-1]) if lines else note
 
 
