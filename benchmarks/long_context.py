@@ -16,6 +16,8 @@ rate. From there each part continues with a new optimizer:
 
     extrapolate  not trained further; perplexity of held-out books in windows of 1 to 32 times the
                  training length; `beyond`: of tokens further into their window than that length
+    states       not trained further; entropy of singular values, effective rank and cosines of rows
+                 of the states after a training length of held-out books (`train task states`)
     babilong     trained on stories of bAbI's training files, alone and in 1,000 tokens of books;
                  accuracy on those of its test files in 0, 1,000, 2,000 and 4,000 tokens, and that
                  of always giving the most frequent answer of a task
@@ -66,7 +68,7 @@ from train.sweeps import Plot, plots, tables
 from train.tasks import rouge
 from train.tasks.copies import Copies
 
-PARTS = ("extrapolate", "babilong", "needles", "rouge")
+PARTS = ("extrapolate", "states", "babilong", "needles", "rouge")
 MIXERS: dict[str, tuple[int, dict[str, Any]]] = {  # heads and options; others have 4 and none
   "lnssm": (4, {}),
   "gla": (4, {}),
@@ -75,7 +77,7 @@ MIXERS: dict[str, tuple[int, dict[str, Any]]] = {  # heads and options; others h
   "softmax_attention": (8, {}),
   "sse": (4, {"num_partitions": 4}),
 }
-SHOWN = ("perplexity", "accuracy", "recall", "rouge_l")  # while it runs
+SHOWN = ("perplexity", "rank", "accuracy", "recall", "rouge_l")  # while it runs
 FIELDS = ("part", "mixer", "seed", "of", "length", "measure", "value", "parameters", "sizes",
           "note")  # fmt: skip
 
@@ -327,7 +329,7 @@ def run(parser, args, sizes: Sizes, rows: list[dict[str, Any]]) -> None:
 
 def _shown(scores: Sequence[Score]) -> str:
   """The scores of a line of progress: one measure, and the mean of tasks alone."""
-  kept = [x for x in scores if x.measure in SHOWN and x.of not in STORIES]
+  kept = [x for x in scores if x.measure in SHOWN and x.of not in STORIES and x.value is not None]
   return ", ".join(f"{x.of} {x.length:,} {x.value:.3f}" for x in kept)
 
 

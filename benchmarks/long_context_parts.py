@@ -11,12 +11,14 @@ import numpy as np
 
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.tokenizers import Tokenizer
-from train.tasks import babilong, babilong_samples, needles, perplexity, rouge
+from train.data.errors import DataError
+from train.tasks import babilong, babilong_samples, memory, needles, perplexity, rouge
 from train.tasks.answers import answers
 
 STORIES = ("qa1", "qa2", "qa3", "qa4", "qa5")
 KINDS = ("single_2", "multikey")
 ANSWER, SUMMARY = 12, 64  # most tokens
+DOCUMENTS = 4  # whose states are looked at
 
 
 class Sizes(NamedTuple):
@@ -161,6 +163,25 @@ def text_part(data: Path, sizes: Sizes) -> Part:
   return Part(0, {}, sizes.length * sizes.longest, score)
 
 
+def states_part(data: Path, sizes: Sizes) -> Part:
+  """How many directions the states after a training length of held-out text have."""
+  (source,) = map(str, data.glob("lm/val_books.*"))
+
+  def score(loaded):
+    try:
+      table = memory.states(loaded, source, length=sizes.length, rows=DOCUMENTS).tables["states"]
+    except DataError:
+      raise
+    except ValueError:  # attention has a cache instead
+      table = []
+    for measure in ("entropy", "rank", "cosine"):
+      values = [row[measure] for row in table if row[measure] is not None]
+      mean = float(np.mean(values)) if values else None
+      yield Score("mean of layers", sizes.length, measure, mean)
+
+  return Part(0, {}, sizes.length, score)
+
+
 def babilong_part(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> Part:
   """Questions about facts, alone and among sentences of books."""
   make = functools.partial(babilong_samples.rows_of, data / "babi", tasks=STORIES)
@@ -266,6 +287,7 @@ def make_parts(
   """The parts by name, with their rows."""
   made = {
     "extrapolate": lambda: text_part(data, sizes),
+    "states": lambda: states_part(data, sizes),
     "babilong": lambda: babilong_part(data, tokenizer, sizes),
     "needles": lambda: needles_part(data, tokenizer, sizes),
     "rouge": lambda: rouge_part(data, tokenizer, sizes),
@@ -281,6 +303,7 @@ def scored_tokens(name: str, sizes: Sizes) -> dict[int, int]:
   asked = len(STORIES) * sizes.samples
   return {
     "extrapolate": {n * sizes.length: sizes.tokens for n in sizes.times},
+    "states": {sizes.length: 2 * DOCUMENTS * sizes.length},
     "babilong": {n or sizes.unit: asked * (n or sizes.unit) for n in sizes.babilong_lengths[1:]},
     "needles": {n: len(KINDS) * sizes.samples * n for n in sizes.needle_lengths},
     "rouge": {sizes.length: sizes.summaries * sizes.length},

@@ -175,6 +175,7 @@ def test_small_run_has_every_row_and_is_not_repeated(small, tmp_path, monkeypatc
     for length in (512, 1024)
     for measure in ("nats_per_token", "perplexity", "beyond")
   }
+  wanted |= {("states", "mean of layers", 512, x) for x in ("entropy", "rank", "cosine")}
   assert found == wanted and len(rows) == 2 * len(wanted)
   value = {(r["measure"], r["length"], r["seed"]): r["value"] for r in rows}
   assert value["perplexity", "512", "0"] != value["perplexity", "512", "1"]
@@ -196,13 +197,16 @@ def test_small_run_has_every_row_and_is_not_repeated(small, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_caches_hold_the_longest_text(small):
-  rows = long_context.main([*small, "softmax_attention", "--only", "extrapolate", "rouge"])
-  assert {row["of"] for row in rows} == {"books", "SciTLDR"}
+  rows = long_context.main(
+    [*small, "softmax_attention", "--only", "extrapolate", "states", "rouge"]
+  )
+  assert {row["of"] for row in rows} == {"books", "mean of layers", "SciTLDR"}
+  assert not any(row["value"] for row in rows if row["part"] == "states")
   assert all(np.isfinite(float(row["value"])) for row in rows if row["value"])
 
 
 def test_dry_run_counts_tokens_of_every_part(capsys):
   assert long_context.main(["--dry-run", "--mixers", "gla", "softmax_attention"]) == []
   lines = capsys.readouterr().out.splitlines()
-  assert len(lines) == 2 + 2 * 5
+  assert len(lines) == 2 + 2 * 6
   assert "| `gla` | 23,544,576 | books | 49,152,000 |" in lines[2]
