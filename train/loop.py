@@ -52,6 +52,7 @@ def fit(
   allow_config_change: bool = False,
   verify_data: bool = False,
   profile: range | None = None,
+  claimed: RunFolder | None = None,
 ) -> Result:
   """Trains until `cfg.steps`, resuming from the newest checkpoint in `cfg.run_dir` if any.
 
@@ -62,6 +63,7 @@ def fit(
     allow_config_change: resume even if the settings or the training text have changed.
     verify_data: compare every byte of the token files with their digests, not only sampled blocks.
     profile: steps to trace (`train.logging.tracing`).
+    claimed: the run folder, if the caller has locked it (`train.runs.run_folder.claim`).
 
   Raises:
     ValueError: the run folder, the data or the mesh does not match the config, or the processes of
@@ -76,7 +78,7 @@ def fit(
   claiming = {"allow_config_change": allow_config_change}
   agreement.check(lambda: {"settings": config.to_dict(cfg), **options, **agreement.software()})
   with contextlib.ExitStack() as stack:
-    run = stack.enter_context(run_folder.claim(cfg, **claiming, say=console.say))
+    run = claimed or stack.enter_context(run_folder.claim(cfg, **claiming, say=console.say))
     programs = compile_cache.folder(cfg.compile_cache, run.path)
     stack.enter_context(compile_cache.at(programs))
     graph = model_graph(cfg.model)

@@ -195,13 +195,14 @@ def test_groups_have_one_program_each(tiny):
   assert len({each.key for each in groups.group(mixed, 3)}) == 6
   single = groups.group(text_runs(tiny)[:1])[0]
   assert single.alone and not groups.group(recall_runs()[:1])[0].alone
-  assert groups.group(text_runs(tiny, skip_spikes=6.0))[0].alone
+  of_fit = groups.group(text_runs(tiny, skip_spikes=6.0))
+  assert sizes(of_fit) == [1] * 4 and of_fit[0].alone
 
 
 def test_stopped_run_of_fit_is_continued_by_fit(tiny, tmp_path, fit_and_kill):
   runs = sweep_of(tmp_path, text_runs(tiny, checkpoint_every=5)).runs
   fit_and_kill(runs[0].cfg, at=7)
-  found = groups.group(runs)
+  found = groups.group(runs)[0].parts
   assert [len(each.runs) for each in found] == [1, 3] and found[0].alone
   chosen = spec.Sweep(folder=tmp_path, runs=runs, chosen=[runs[0]], plot=Plot())
   scores = training.train(chosen, say=quiet).scores

@@ -38,6 +38,7 @@ examples:
   python -m train import exported --config configs/quickstart.py --set run_dir=runs/more
   python -m train plot runs/quickstart runs/longer --output compared.png
   python -m train sweep configs/sweeps/mqar_dsf.py --dry-run
+  python -m train sweep configs/sweeps/mqar_dsf.py --processes 4
   python -m train task mqar --config configs/mqar.py:linear
   python -m train task lm runs/quickstart TEXT
   python -m train doctor --config configs/quickstart.py

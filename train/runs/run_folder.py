@@ -29,6 +29,10 @@ from train.runs.run_lock import LockedError, RunLock
 from train.step.optimizer import make_schedule
 
 
+class InUseError(RunFolderError):
+  """Another process trains in the folder; the message says which."""
+
+
 def warn(text: str) -> None:
   """Prints a line on stderr."""
   write(sys.stderr, f"{text}\n")
@@ -63,12 +67,12 @@ class RunFolder:
       self._lock = None
 
   def check(self) -> None:
-    """Raises RunFolderError if another process has taken over the folder."""
+    """Raises InUseError if another process has taken over the folder."""
     if self._lock is not None:
       try:
         self._lock.check()
       except LockedError as error:
-        raise RunFolderError(str(error)) from None
+        raise InUseError(str(error)) from None
 
   def load_config(self) -> config.Train:
     """Reads the config of the run.
@@ -164,7 +168,8 @@ def claim(
     say: reports what happens to the folder, until the run ends.
 
   Raises:
-    RunFolderError: it is a file, not writable, in use, or belongs to another config.
+    InUseError: another process trains in it.
+    RunFolderError: it is a file, not writable, or belongs to another config.
   """
   run = RunFolder(cfg.run_dir)
   run.say = say
@@ -178,7 +183,7 @@ def _claim(run: RunFolder, cfg: config.Train | Vision, allow_config_change: bool
   try:
     run._lock = RunLock(run.path, run.say)
   except LockedError as error:
-    raise RunFolderError(str(error)) from None
+    raise InUseError(str(error)) from None
   except OSError as error:
     raise _not_writable(run.path, error) from error
   try:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from train.messages import Say
 from train.sweeps import spec
 
 
@@ -18,37 +19,97 @@ def add_options(parser: Any) -> None:
   add("--only", metavar="LABEL=VALUE,...", action="append", default=[], help=only)
   add("--out", type=Path, metavar="DIR", help="folder of the runs (default: runs/ and FILE's name)")
   add("--copies", type=int, metavar="N", help="train at most N runs together (default: FILE's)")
+  processes = "start N processes, which share the runs; on a GPU one compiles while another trains"
+  add("--processes", type=int, metavar="N", help=processes)
   how = parser.add_mutually_exclusive_group()
   how.add_argument(
     "--dry-run", action="store_true", help="print runs, parameters and FLOPs, and exit"
   )
   how.add_argument("--collect", action="store_true", help="write tables of what is finished")
+  how.add_argument("--no-tables", action="store_true", help="only train, and write no tables")
 
 
 def run(options: argparse.Namespace) -> str | int | None:
-  """Runs the command; returns the name of the signal that stopped it, or 1 if a group failed."""
+  """Runs the command; returns 1 if a group failed, or the name of the signal that stopped it."""
   sweep = spec.load(options.file, folder=options.out, changes=options.set, only=options.only)
-  if options.copies is not None and options.copies < 1:
-    raise ValueError(f"--copies {options.copies} must be at least 1.")
+  _check(options)
   copies = options.copies or sweep.copies
-  from train.sweeps import plan, plots, tables, training
+  from train.sweeps import plan, processes, training
 
+  say = lambda line: print(line, flush=True)
+  if options.dry_run or options.collect or options.processes:
+    _leave_accelerators()
   if options.dry_run:
     print("\n".join(plan.lines(sweep, copies)))
     return None
-  say = lambda line: print(line, flush=True)
   if options.collect:
     outcome = training.collect(sweep)
+  elif options.processes:
+    groups, _ = training.prepare(sweep, say, copies)
+    count = min(options.processes, len(groups))
+    outcome = training.ended(sweep, *processes.run(_of_one(options), count, say))
+    for failure in outcome.failures:
+      say(f"failed: {failure}")
   else:
     outcome = training.train(sweep, most=copies, say=say)
+  if not options.no_tables:
+    _write(sweep, say)
+  return 1 if outcome.failures else outcome.stopped_by
+
+
+def _check(options: argparse.Namespace) -> None:
+  """Raises ValueError if options are wrong, or do not go together."""
+  copies, processes = options.copies, options.processes
+  if copies is not None and copies < 1:
+    raise ValueError(f"--copies {copies} must be at least 1.")
+  if processes is None:
+    return
+  if processes < 1:
+    raise ValueError(f"--processes {processes} must be at least 1; without it this process trains.")
+  if options.dry_run or options.collect:
+    other = "--dry-run" if options.dry_run else "--collect"
+    raise ValueError(
+      f"--processes {processes} says how many processes train, and {other} trains nothing; leave"
+      " out one of them."
+    )
+
+
+def _leave_accelerators() -> None:
+  """Keeps JAX on the CPU in a process that only counts: others train, and need the memory."""
+  import jax
+
+  jax.config.update("jax_platforms", "cpu")
+
+
+def _of_one(options: argparse.Namespace) -> list[str]:
+  """The command of one of several processes."""
+  given = [f"--{name}={value}" for name in ("set", "only") for value in getattr(options, name)]
+  for name in ("out", "copies"):
+    if getattr(options, name) is not None:
+      given.append(f"--{name}={getattr(options, name)}")
+  return [sys.executable, "-m", "train", "sweep", options.file, *given, "--no-tables"]
+
+
+def _write(sweep: spec.Sweep, say: Say) -> None:
+  """Writes tables and plot of what is finished, and prints the table.
+
+  Again if more is finished then: these may have replaced those of a process that knew of more.
+  """
+  from train.sweeps import plots, tables, training
+
   sweep.folder.mkdir(parents=True, exist_ok=True)
-  rows = tables.write(sweep.folder, sweep.runs, outcome.scores)
+  finished, error = -1, None
+  while (outcome := training.collect(sweep)).finished > finished:
+    rows, error = tables.write(sweep.folder, sweep.runs, outcome.scores), None
+    finished = outcome.finished
+    score, _ = tables.primary(sweep.runs[0])
+    try:
+      plots.draw(rows, sweep.plot, score, sweep.folder / "plot.png")
+    except (ImportError, ValueError) as problem:
+      error = problem
   print((sweep.folder / "table.md").read_text(), end="")
-  score, _ = tables.primary(sweep.runs[0])
-  try:
-    plots.draw(rows, sweep.plot, score, sweep.folder / "plot.png")
+  if error is None:
     say(f"tables and plot  {sweep.folder}/table.md, .csv, .jsonl, runs.jsonl, plot.png")
-  except (ImportError, ValueError) as error:
+  else:
     print(f"no plot: {error}", file=sys.stderr)
     say(f"tables  {sweep.folder}/table.md, .csv, .jsonl, runs.jsonl")
-  return outcome.stopped_by or (1 if outcome.failures else None)

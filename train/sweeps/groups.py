@@ -51,6 +51,15 @@ class Group:
     return single or is_spread or (cfg.skip_spikes, cfg.optimizer.ema_decay) != (None, None)
 
   @property
+  def parts(self) -> list["Group"]:
+    """Each stopped run of `train.fit` alone, which that continues, and the others together."""
+    of_fit, others = list[Run](), list[Run]()
+    for run in self.runs:
+      step = store.newest_step(RunFolder(run.cfg.run_dir).checkpoints)
+      (others if step is None else of_fit).append(run)
+    return [Group(runs) for runs in (*([run] for run in of_fit), others) if runs]
+
+  @property
   def key(self) -> str:
     """Digest of all settings of its runs."""
     runs = [{"program": _program(run), "seed and rate": pair} for run, pair in zip(
@@ -61,17 +70,25 @@ class Group:
 def group(runs: Sequence[Run], most: int | None = None) -> list[Group]:
   """Groups of runs with the same program, in the order of their first runs.
 
-  A run of `train.fit` that was stopped is a group of its own, which `train.fit` continues.
+  They depend on the list alone, so that processes agree on them whatever is finished when each of
+  them starts. Runs that only `train.fit` can train are groups of one.
 
   Args:
     most: runs of a group, which bounds the memory; None: all.
   """
   found: dict[str, list[Run]] = {}
   for run in runs:
-    started = store.newest_step(RunFolder(run.cfg.run_dir).checkpoints) is not None
-    found.setdefault(digest_of(_program(run)) + started * run.cfg.run_dir, []).append(run)
-  size = most or len(runs)
-  return [Group(same[i : i + size]) for same in found.values() for i in range(0, len(same), size)]
+    found.setdefault(digest_of(_program(run)), []).append(run)
+  groups: list[Group] = []
+  for same in found.values():
+    size = 1 if Group(same).alone else most or len(same)
+    groups += [Group(same[i : i + size]) for i in range(0, len(same), size)]
+  return groups
+
+
+def unfinished(runs: Sequence[Run], inputs: Mapping[str, Any]) -> list[Run]:
+  """Those without scores in their folders (`finished`); `inputs` by run folder."""
+  return [run for run in runs if finished(run, inputs.get(run.cfg.run_dir)) is None]
 
 
 def finished(run: Run, inputs: Mapping[str, Any] | None) -> Scores | None:

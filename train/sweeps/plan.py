@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from train.logging.console import short
 from train.step import flops
 from train.sweeps import tables
-from train.sweeps.groups import finished, group
+from train.sweeps.groups import Group, group, unfinished
 from train.sweeps.spec import Run, Sweep, rate_of
 from train.sweeps.training import describe
 
@@ -27,9 +27,9 @@ def training_flops(run: Run) -> float | None:
 
 def lines(sweep: Sweep, most: int | None = None) -> list[str]:
   """A line per group of runs, and totals; reads folders, but no text."""
-  done = [finished(run, None) is not None for run in sweep.chosen]
-  left = [run for run, is_done in zip(sweep.chosen, done, strict=True) if not is_done]
-  text, total, groups = [], 0.0, group(left, most)
+  left = [unfinished(found.runs, {}) for found in group(sweep.chosen, most)]
+  groups = [Group(runs) for runs in left if runs]
+  text, total, count = [], 0.0, sum(map(len, left))
   for found in groups:
     run, cost = found.first, training_flops(found.first)
     total += len(found.runs) * (cost or 0)
@@ -43,7 +43,8 @@ def lines(sweep: Sweep, most: int | None = None) -> list[str]:
     )
   return [
     *text,
-    f"{len(left)} runs in {len(groups)} groups, {sum(done)} finished, {total:.3g} model FLOPs;"
+    f"{count} runs in {len(groups)} groups, {len(sweep.chosen) - count} finished,"
+    f" {total:.3g} model FLOPs;"
     f" {total / 1e14 / 60:.3g} minutes at 100 TFLOP/s",
   ]
 

@@ -1,9 +1,11 @@
 """The plot of a sweep: a score against a label or the learning rate, mean and spread over seeds."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from train.checkpoint.safe_files import replace_file
 from train.sweeps.spec import Plot
 
 Row = dict[str, Any]
@@ -86,5 +88,7 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
     handles = {line: handles[line] for line in lines}
     names, place = ", ".join(title), "outside right upper"
     figure.legend(handles.values(), handles, title=names, loc=place, frameon=False)
-  figure.savefig(output, dpi=110)
+  picture = io.BytesIO()
+  figure.savefig(picture, dpi=110, format=output.suffix.removeprefix("."))
+  replace_file(output, picture.getvalue())
   plt.close(figure)

@@ -14,6 +14,7 @@ import numpy as np
 
 from lnssm_jax.models import count_parameters
 from train import config
+from train.checkpoint.safe_files import replace_file
 from train.step.model import build_model
 from train.sweeps.groups import Scores
 from train.sweeps.spec import Run, rate_of
@@ -78,17 +79,20 @@ def parameters(model: config.Model) -> int:
 
 
 def write(folder: Path, runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
-  """Writes runs.jsonl, table.jsonl, table.csv and table.md into `folder`; returns the table."""
+  """Writes runs.jsonl, table.jsonl, table.csv and table.md into `folder`; returns the table.
+
+  Each file is replaced whole, since other processes may write it at the same time.
+  """
   rows = table(runs, scores)
   lines = lambda of: "".join(json.dumps(row) + "\n" for row in of)
-  (folder / "runs.jsonl").write_text(lines(run_rows(runs, scores)))
-  (folder / "table.jsonl").write_text(lines(rows))
   text = io.StringIO()
   writer = csv.DictWriter(text, columns(rows), lineterminator="\n")
   writer.writeheader()
   writer.writerows(rows)
-  (folder / "table.csv").write_text(text.getvalue())
-  (folder / "table.md").write_text(markdown(runs, rows))
+  files = {"runs.jsonl": lines(run_rows(runs, scores)), "table.jsonl": lines(rows)}
+  files |= {"table.csv": text.getvalue(), "table.md": markdown(runs, rows)}
+  for name, content in files.items():
+    replace_file(folder / name, content.encode())
   return rows
 
 

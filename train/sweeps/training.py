@@ -1,27 +1,29 @@
-"""The runs of a sweep, one group after the other, from what is on the disk to what is not."""
+"""The runs of a sweep, one group after the other: those that are not finished, and not in use."""
 
 import contextlib
 import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from train import loop
+from train.checkpoint.safe_files import make_folder
 from train.checkpoint.store import Checkpoints
 from train.cluster import compile_cache
 from train.cluster.stop_signal import StopSignal
 from train.data import preflight
-from train.data.tokenize import prepare
+from train.data.tokenize import prepare as prepare_text
 from train.logging.console import duration
 from train.logging.metric_reader import DivergedError
 from train.messages import Say
 from train.runs import bindings, run_folder
-from train.runs.run_folder import RunFolder
+from train.runs.run_folder import InUseError, RunFolder
+from train.runs.run_lock import LockedError, RunLock
 from train.step.state import initializer
 from train.sweeps.groups import (
   Group,
@@ -31,6 +33,7 @@ from train.sweeps.groups import (
   group_folder,
   result_row,
   text_scores,
+  unfinished,
 )
 from train.sweeps.spec import Run, Sweep
 from train.sweeps.work import Recalling, Text, Work
@@ -38,6 +41,8 @@ from train.sweeps.work import Recalling, Text, Work
 SAVE_SECONDS = 120.0  # between two saves of a group: what a killed sweep loses at most
 
 SAY_SECONDS = 30.0  # between two lines of progress
+
+Inputs = Mapping[str, dict[str, Any]]  # `bindings.inputs` of runs that read text, by run folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,57 +53,86 @@ class Outcome:
   stopped_by: str | None = None
   failures: Sequence[str] = ()
 
+  @property
+  def finished(self) -> int:
+    """Number of runs that are finished."""
+    return sum(known is not None for known in self.scores)
+
 
 def collect(sweep: Sweep) -> Outcome:
   """The scores that the folders of a sweep have; trains nothing."""
   return Outcome([finished(run, None) for run in sweep.runs])
 
 
+def ended(sweep: Sweep, stopped_by: str | None = None, failures: Sequence[str] = ()) -> Outcome:
+  """`collect`, after training; removes the states of groups once all runs are finished."""
+  outcome = dataclasses.replace(collect(sweep), stopped_by=stopped_by, failures=failures)
+  if outcome.finished == len(sweep.runs):
+    shutil.rmtree(sweep.folder / "unfinished", ignore_errors=True)
+  return outcome
+
+
+def prepare(sweep: Sweep, say: Say, most: int | None = None) -> tuple[dict[int, Group], Inputs]:
+  """Prepares the text; the groups of the chosen runs of which some are not finished, by number.
+
+  Raises:
+    RunFolderError: a folder has a run with other settings.
+    ValueError: settings or data are wrong.
+  """
+  inputs = _inputs(sweep, say)
+  groups = dict(enumerate(group(sweep.chosen, most), 1))
+  left = {number: unfinished(found.runs, inputs) for number, found in groups.items()}
+  count, done = len(sweep.chosen), len(sweep.chosen) - sum(map(len, left.values()))
+  if done:
+    say(f"{done} of {count} runs are finished")
+  groups = {number: found for number, found in groups.items() if left[number]}
+  for found in groups.values():
+    jax.eval_shape(
+      initializer(found.first.cfg), jax.random.key(0)
+    )  # wrong options of a mixer raise here
+  return groups, inputs
+
+
 def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome:
   """Trains the chosen runs of a sweep that are not finished; resumes those that were stopped.
+
+  Other processes may do the same: each group is trained by the first that locks its runs, and the
+  others take the next. At the end of the list the groups that were locked are tried once more, as
+  their process may have ended, until none of those left can be locked.
 
   Args:
     most: runs that are trained together; None: all that have one program.
 
   Raises:
-    RunFolderError: a folder has a run with other settings, or another process trains in it.
+    RunFolderError: a folder has a run with other settings.
     ValueError: settings or data are wrong; nothing has been trained then.
   """
-  inputs = _inputs(sweep.chosen)
-  scores = [finished(run, of) for run, of in zip(sweep.chosen, inputs, strict=True)]
-  left = [run for run, known in zip(sweep.chosen, scores, strict=True) if known is None]
-  if len(left) < len(scores):
-    say(f"{len(scores) - len(left)} of {len(scores)} runs are finished")
-  groups, failures = group(left, most), []
-  for found in groups:
-    jax.eval_shape(
-      initializer(found.first.cfg), jax.random.key(0)
-    )  # wrong options of a mixer raise here
-  of_run = {run.cfg.run_dir: of for run, of in zip(sweep.chosen, inputs, strict=True)}
-  sweep.folder.mkdir(parents=True, exist_ok=True)
+  waiting, inputs = prepare(sweep, say, most)
+  last, failures, progress = len(group(sweep.chosen, most)), list[str](), True
+  named: set[int] = set()
   programs = compile_cache.folder(compile_cache.IN_RUN, sweep.folder)
   with StopSignal() as stop, compile_cache.at(programs):
-    for number, found in enumerate(groups, 1):
-      if stop:
-        return dataclasses.replace(collect(sweep), stopped_by=stop.name, failures=failures)
-      begin = time.monotonic()
-      many = f", {len(found.runs)} runs" if len(found.runs) > 1 else ""
-      say(f"group {number} of {len(groups)}: {describe(found.first)}{many}")
-      try:
-        if found.alone:
-          stopped = _fit(found, of_run, say)
-        else:
-          stopped = _together(found, group_folder(sweep.folder, found), of_run, stop, say)
-      except jax.errors.JaxRuntimeError as error:  # such as memory that is exhausted
-        failures.append(f"{describe(found.first)}: {str(error).splitlines()[0]}")
-        say(f"failed: {failures[-1]}\nWith --copies N fewer runs are trained together.")
-        continue
-      if stopped:
-        return dataclasses.replace(collect(sweep), stopped_by=stopped, failures=failures)
-      say(f"took {duration(time.monotonic() - begin)}")
-  if not failures and len(sweep.chosen) == len(sweep.runs):
-    shutil.rmtree(sweep.folder / "unfinished", ignore_errors=True)
-  return dataclasses.replace(collect(sweep), failures=failures)
+    while progress:
+      held: dict[int, Group] = {}
+      for number, found in waiting.items():
+        name = f"group {number} of {last}: {describe(found.first)}"
+        try:
+          stopped = stop.name or _train(found, name, sweep.folder, inputs, stop, say)
+          if stopped:
+            return ended(sweep, stopped, failures)
+        except InUseError:
+          held[number] = found
+          if number not in named:
+            say(f"{name}: another process trains it")
+          named.add(number)
+        except jax.errors.JaxRuntimeError as error:  # such as memory that is exhausted
+          failures.append(f"{describe(found.first)}: {str(error).splitlines()[0]}")
+          say(f"failed: {failures[-1]}\nWith --copies N fewer runs are trained together.")
+      progress, waiting = len(held) < len(waiting), held
+  if waiting:
+    names = "; ".join(f"{number}, {describe(found.first)}" for number, found in waiting.items())
+    say(f"other processes still train {len(waiting)} of {last} groups: {names}")
+  return ended(sweep, None, failures)
 
 
 def describe(run: Run) -> str:
@@ -107,46 +141,108 @@ def describe(run: Run) -> str:
   return labels or Path(run.cfg.run_dir).name
 
 
-def _inputs(runs: Sequence[Run]) -> list[dict[str, Any] | None]:
-  """Prepares the text of the runs; fingerprints of it, None for a run that reads none."""
+def _inputs(sweep: Sweep, say: Say) -> Inputs:
+  """Prepares the text of the chosen runs, in one process at a time; fingerprints of it."""
+  runs = [run for run in sweep.chosen if run.task is None]
+  if not runs:
+    return {}
   known: dict[str, dict[str, Any]] = {}
-  found: list[dict[str, Any] | None] = []
-  for run in runs:
-    if run.task is not None:
-      found.append(None)
-      continue
-    data = repr(run.cfg.data)
-    if data not in known:
-      preflight.require(run.cfg)
-      known[data] = bindings.inputs(run.cfg.data, prepare(run.cfg.data, progress=True))
-    found.append(known[data])
-  return found
+  with _in_turn(sweep.folder, say):
+    for run in runs:
+      data = repr(run.cfg.data)
+      if data not in known:
+        preflight.require(run.cfg)
+        known[data] = bindings.inputs(run.cfg.data, prepare_text(run.cfg.data, progress=True))
+  return {run.cfg.run_dir: known[repr(run.cfg.data)] for run in runs}
 
 
-def _fit(found: Group, inputs: Mapping[str, Any], say: Say) -> str | None:
-  """Trains runs one by one, with `train.fit`; returns the name of the signal that stopped it."""
-  for run in found.runs:
-    folder = RunFolder(run.cfg.run_dir)
+@contextlib.contextmanager
+def _in_turn(folder: Path, say: Say) -> Iterator[None]:
+  """Context for one process at a time, for which the others wait."""
+  make_folder(folder)
+  lock, said = None, False
+  while lock is None:
     try:
-      result = loop.fit(run.cfg)
-    except DivergedError as error:
-      say(f"diverged: {error}")
-      row = result_row(run, run.cfg.steps, _no_scores(run), inputs[run.cfg.run_dir])
-    else:
-      if result.stopped_by:
-        return result.stopped_by
-      scores = text_scores(result.validation)
-      row = result_row(run, result.step, scores, inputs[run.cfg.run_dir])
-    folder.append([row])
+      lock = RunLock(folder, say)
+    except LockedError:
+      if not said:
+        say("another process prepares the text; waiting")
+      said = True
+      time.sleep(0.2)
+  try:
+    yield
+  finally:
+    lock.close()
+
+
+@contextlib.contextmanager
+def _claimed(found: Group, inputs: Inputs, say: Say) -> Iterator[dict[str, RunFolder]]:
+  """Locks the unfinished runs of a group; their folders, by `run_dir`.
+
+  Raises:
+    InUseError: another process has one of them; then none is locked.
+  """
+  with contextlib.ExitStack() as stack:
+    left = unfinished(found.runs, inputs)
+    locked = {
+      run.cfg.run_dir: stack.enter_context(run_folder.claim(run.cfg, say=say)) for run in left
+    }
+    # Another process may have finished some before they were locked.
+    yield {run.cfg.run_dir: locked[run.cfg.run_dir] for run in unfinished(left, inputs)}
+
+
+def _train(
+  found: Group, name: str, folder: Path, inputs: Inputs, stop: StopSignal, say: Say
+) -> str | None:
+  """Trains what is left of a group; returns the name of the signal that stopped it.
+
+  Raises:
+    InUseError: another process trains it, or has taken it over.
+  """
+  begin = time.monotonic()
+  with _claimed(found, inputs, say) as locked:
+    left = Group([run for run in found.runs if run.cfg.run_dir in locked])
+    if not left.runs:
+      return None
+    say(f"{name}, {len(left.runs)} runs" if len(left.runs) > 1 else name)
+    for part in left.parts:
+      if part.alone:
+        stopped = _fit(part.first, locked, inputs, say)
+      else:
+        stopped = _together(part, group_folder(folder, part), locked, inputs, stop, say)
+      if stopped:
+        return stopped
+  say(f"took {duration(time.monotonic() - begin)}")
+  return None
+
+
+def _fit(run: Run, locked: Mapping[str, RunFolder], inputs: Inputs, say: Say) -> str | None:
+  """Trains a run with `train.fit`; returns the name of the signal that stopped it."""
+  place = run.cfg.run_dir
+  try:
+    result = loop.fit(run.cfg, claimed=locked[place])
+  except DivergedError as error:
+    say(f"diverged: {error}")
+    row = result_row(run, run.cfg.steps, _no_scores(run), inputs.get(place))
+  else:
+    if result.stopped_by:
+      return result.stopped_by
+    row = result_row(run, result.step, text_scores(result.validation), inputs.get(place))
+  RunFolder(place).append([row])
   return None
 
 
 def _together(
-  found: Group, place: Path, inputs: Mapping[str, Any], stop: StopSignal, say: Say
+  found: Group,
+  place: Path,
+  locked: Mapping[str, RunFolder],
+  inputs: Inputs,
+  stop: StopSignal,
+  say: Say,
 ) -> str | None:
   """Trains the runs of a group as copies; returns the name of the signal that stopped it."""
+  folders = [locked[run.cfg.run_dir] for run in found.runs]
   with contextlib.ExitStack() as stack:
-    folders = [stack.enter_context(run_folder.claim(run.cfg)) for run in found.runs]
     work: Work = Recalling(found) if found.first.task else Text(found, stack)
     checkpoints = stack.enter_context(Checkpoints(place, keep=1, say=say))
     where = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
@@ -170,8 +266,11 @@ def _together(
         checkpoints.wait()
         say(f"stopped by {stop.name} after step {work.step}; saved. The same command resumes.")
         return stop.name
-      for folder, rows in zip(folders, work.advance(), strict=True):
-        folder.append(rows)
+      rows = work.advance()
+      for folder in folders:
+        folder.check()
+      for folder, of_run in zip(folders, rows, strict=True):
+        folder.append(of_run)
       if time.monotonic() - said >= SAY_SECONDS:
         said = time.monotonic()
         say(f"step {work.step} of at most {found.first.cfg.steps}")
@@ -180,8 +279,8 @@ def _together(
         saved = time.monotonic()
     say(f"step {work.step}: {_best(work.scores())}")
     for folder, run, scores in zip(folders, found.runs, work.scores(), strict=True):
-      folder.append([result_row(run, work.step, scores, inputs[run.cfg.run_dir])])
-    checkpoints.wait()
+      folder.append([result_row(run, work.step, scores, inputs.get(run.cfg.run_dir))])
+  # A save that was still running has ended; whether it failed does not matter any more.
   shutil.rmtree(place, ignore_errors=True)
   return None
 

@@ -1,0 +1,79 @@
+"""Several processes of one sweep on this machine, which share its groups."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+
+from train.cluster.stop_signal import StopSignal
+from train.messages import Say
+
+# Each takes the memory of a GPU that it needs, instead of most of it when it starts.
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def run(command: Sequence[str], count: int, say: Say) -> tuple[str | None, list[str]]:
+  """Runs a command in `count` processes, with their lines numbered, until all have ended.
+
+  The first SIGINT, SIGTERM or SIGHUP is forwarded to them. `ENVIRONMENT` yields to what is set.
+
+  Returns:
+    The name of that signal, and a line for each process that failed.
+  """
+  children: list[subprocess.Popen[str]] = []
+  lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+  sent = None
+  with StopSignal() as stop:
+    try:
+      for number in range(1, count + 1):
+        child = subprocess.Popen(
+          command,
+          env=ENVIRONMENT | os.environ,
+          stdin=subprocess.DEVNULL,
+          stdout=subprocess.PIPE,
+          stderr=subprocess.STDOUT,
+          text=True,
+          errors="replace",
+          start_new_session=True,  # a terminal's Ctrl-C would reach them twice
+        )
+        children.append(child)
+        threading.Thread(target=_read, args=(child, number, lines), daemon=True).start()
+      running = count
+      while running:
+        if stop.name and not sent:
+          sent = signal.Signals[stop.name]
+          for child in children:
+            child.send_signal(sent)
+        with contextlib.suppress(queue.Empty):
+          line = lines.get(timeout=0.1)
+          if line is None:
+            running -= 1
+          else:
+            say(line)
+    except BaseException:
+      for child in children:
+        child.terminate()
+      raise
+    finally:
+      for child in children:
+        child.wait()
+  # Exit codes of a stopped sweep (`train.cli.main`), and of one that had not begun to train.
+  expected = {0} if sent is None else {0, 128 + signal.SIGHUP, 128 + signal.SIGINT, -sent}
+  failures = [
+    f"process {number} of {count} ended with exit status {child.returncode}"
+    for number, child in enumerate(children, 1)
+    if child.returncode not in expected
+  ]
+  return stop.name, failures
+
+
+def _read(child: subprocess.Popen[str], number: int, lines: queue.SimpleQueue[str | None]) -> None:
+  """Puts the lines of a process into `lines`, and None at their end."""
+  assert child.stdout is not None
+  with child.stdout:
+    for line in child.stdout:
+      lines.put(f"[{number}] {line.rstrip()}")
+  lines.put(None)
