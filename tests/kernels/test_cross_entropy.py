@@ -6,6 +6,7 @@ Errors are those against float64; tests/train/test_loss.py compares XLA's form w
 import functools
 from dataclasses import dataclass
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -339,3 +340,19 @@ def test_cross_entropy_kernel_gets_the_rows_of_each_device(axis, monkeypatch):
   assert seen == [(2, 9, 256)] * 2
   assert (whole.nats.shape, whole.d_logits.shape) == ((4, 9), (4, 9, 256))
   assert alone.d_logits is None
+
+
+def test_loss_of_copies_with_the_kernel_equals_that_without():
+  """As `train.tasks.copies` maps it over parameters, with the same targets for all."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), F32)
+  hidden, head = normal(2, 1, 6, 8), normal(2, 8, 4224)
+  targets, weights = jnp.asarray(rng.integers(0, 4224, (1, 6))), jnp.ones((1, 6))
+
+  def nats(hidden, head, implementation):
+    loss = lambda *of: next_token_loss(*of, targets, weights, implementation=implementation).nats
+    return jax.jit(jax.vmap(jax.value_and_grad(loss, (0, 1))))(hidden, head)
+
+  got, want = (nats(hidden, head, name) for name in ("pallas_interpret", "reference"))
+  chex.assert_trees_all_close(got, want, rtol=1e-6, atol=1e-5)
+  assert (got[0][0] != got[0][1]).all()
