@@ -357,3 +357,22 @@ def test_two_processes_write_the_tables_of_one(file, tmp_path, command):
   run("one")
   one, other = ((tmp_path / name / "runs.jsonl").read_text() for name in ("one", "both"))
   assert one.replace(str(tmp_path / "one"), "") == other.replace(str(tmp_path / "both"), "")
+
+
+def test_group_that_does_not_fit_in_memory_is_halved(sweep, trained, monkeypatch):
+  advance = Instant.advance
+
+  def limited(self):
+    if self.group.first.cfg.global_batch == 4 and len(self.group.runs) > 1:
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while allocating.")
+    if self.group.first.cfg.global_batch == 8:
+      raise jax.errors.JaxRuntimeError("INTERNAL: something else.")
+    return advance(self)
+
+  monkeypatch.setattr(Instant, "advance", limited)
+  said = []
+  outcome = training.train(sweep, say=said.append)
+  assert trained(sweep) == [FIRST, *([run] for run in SECOND)]
+  assert "out of memory with 4 runs; now 2 together" in said
+  assert outcome.failures == ["global_batch=8: INTERNAL: something else."]
+  assert [known is None for known in outcome.scores] == [False] * 8 + [True] * 4

@@ -60,6 +60,12 @@ class Group:
     return [Group(runs) for runs in (*([run] for run in of_fit), others) if runs]
 
   @property
+  def halves(self) -> tuple["Group", "Group"]:
+    """Its first runs and the others, at most one fewer."""
+    middle = -(-len(self.runs) // 2)
+    return Group(self.runs[:middle]), Group(self.runs[middle:])
+
+  @property
   def key(self) -> str:
     """Digest of all settings of its runs."""
     runs = [{"program": _program(run), "seed and rate": pair} for run, pair in zip(

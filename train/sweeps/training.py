@@ -127,7 +127,7 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome
           named.add(number)
         except jax.errors.JaxRuntimeError as error:  # such as memory that is exhausted
           failures.append(f"{describe(found.first)}: {str(error).splitlines()[0]}")
-          say(f"failed: {failures[-1]}\nWith --copies N fewer runs are trained together.")
+          say(f"failed: {failures[-1]}")
       progress, waiting = len(held) < len(waiting), held
   if waiting:
     names = "; ".join(f"{number}, {describe(found.first)}" for number, found in waiting.items())
@@ -205,11 +205,20 @@ def _train(
     if not left.runs:
       return None
     say(f"{name}, {len(left.runs)} runs" if len(left.runs) > 1 else name)
-    for part in left.parts:
-      if part.alone:
-        stopped = _fit(part.first, locked, inputs, say)
-      else:
-        stopped = _together(part, group_folder(folder, part), locked, inputs, stop, say)
+    parts = list(left.parts)
+    while parts:
+      part = parts.pop(0)
+      try:
+        if part.alone:
+          stopped = _fit(part.first, locked, inputs, say)
+        else:
+          stopped = _together(part, group_folder(folder, part), locked, inputs, stop, say)
+      except jax.errors.JaxRuntimeError as error:
+        if len(part.runs) == 1 or not str(error).startswith("RESOURCE_EXHAUSTED"):
+          raise
+        stopped = None
+        parts = [*part.halves, *parts]  # begun once the arrays of the error are free
+        say(f"out of memory with {len(part.runs)} runs; now {len(parts[0].runs)} together")
       if stopped:
         return stopped
   say(f"took {duration(time.monotonic() - begin)}")
