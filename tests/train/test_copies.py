@@ -14,6 +14,7 @@ from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
 from train.step.state import init_state
 from train.step.train_step import make_train_step
+from train.tasks import copies as copies_module
 from train.tasks.copies import Copies
 from train.tasks.mqar import MQAR
 
@@ -39,7 +40,8 @@ def settings(**changes):
 
 def test_each_copy_trains_as_the_trainer_does_alone():
   dropout = dataclasses.replace(settings().model, num_layers=1, embedding_dropout=0.1)
-  cfg = settings(model=dropout)
+  optimizer = dataclasses.replace(settings().optimizer, peak_lr=5e-3, final_lr=5e-4)
+  cfg = settings(model=dropout, optimizer=optimizer)
   copies = Copies(cfg, seeds=(0, 5, 9), learning_rates=(1e-3, 4e-3, 2e-3))
   batches = [TASK.examples(4, seed) for seed in range(3)]
   losses = [np.asarray(copies.step(batch._asdict())["loss"]) for batch in batches]
@@ -79,6 +81,18 @@ def test_restarted_copies_train_as_new_ones_at_a_scaled_rate():
   copies.restart(start)
   still = [np.asarray(copies.step(batch, 0.0)["loss"]) for batch in (*batches[:2], *batches[:2])]
   np.testing.assert_array_equal(still[2:], still[:2])
+
+
+def test_copies_with_other_seeds_rates_and_folders_share_a_program(monkeypatch):
+  traced = []
+  make = lambda *of: traced.append(of) or make_optimizer(*of)
+  monkeypatch.setattr(copies_module, "make_optimizer", make)
+  batch = TASK.examples(4, 0)._asdict()
+  for steps, peak, count in ((6, 1e-3, 1), (6, 3e-3, 1), (5, 3e-3, 2)):
+    optimizer = dataclasses.replace(settings().optimizer, peak_lr=peak, final_lr=peak / 10)
+    cfg = settings(steps=steps, optimizer=optimizer, seed=count, run_dir=f"runs/{peak}")
+    Copies(cfg, seeds=(0, 1), learning_rates=(peak,)).step(batch)
+    assert len(traced) == count
 
 
 def test_scores_are_those_of_the_logits():

@@ -9,8 +9,10 @@ A small model leaves most of a GPU idle. Here the training step is vmapped over 
 see the same batches, or each its own. Each has the dropout of its own seed.
 """
 
+import dataclasses
 import functools
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,8 @@ from train.step.model import model_graph
 from train.step.optimizer import make_optimizer, penalties_of
 from train.step.state import State, initializer
 from train.step.train_step import dropout_key
+
+_PEAK = 1e-3  # learning rate of the programs, which each copy scales
 
 
 class Copies:
@@ -60,19 +64,13 @@ class Copies:
     self.runs = [*itertools.product(seeds, learning_rates), *runs]
     if not self.runs:
       raise ValueError("Copies needs at least one seed and one learning rate.")
-    self._ratios = jnp.asarray([rate / cfg.optimizer.peak_lr for _, rate in self.runs])
+    self._ratios = jnp.asarray([rate / _PEAK for _, rate in self.runs])
     keys = jnp.stack([jax.random.key(seed) for seed, _ in self.runs])
     self._dropout_keys = jnp.stack([dropout_key(seed) for seed, _ in self.runs])
-    options = compile_cache.options(device_mesh.make_mesh(cfg), None)
-    jit = functools.partial(jax.jit, compiler_options=options)
-    self.state: State = jit(lambda keys: jax.lax.map(initializer(cfg), keys))(keys)
-
-    def mapped(function, copies, **how):  # by whether each copy has its own batch
-      axes = {own: (*[0] * copies, 0 if own else None) for own in (False, True)}
-      return {own: jit(jax.vmap(function, in_axes=axes[own]), **how) for own in axes}
-
-    self._step: Any = mapped(self._one_step, 3, donate_argnums=0)
-    self._loss, self._right = mapped(self._one_loss, 1), mapped(self._one_right, 1)
+    programs = _programs(json.dumps(config.to_dict(_without_run(cfg)), sort_keys=True))
+    self.state: State = programs.init(keys)
+    self._step: dict[bool, Any] = dict(programs.step)
+    self._loss, self._right = programs.loss, programs.right
 
   @property
   def params(self) -> Any:
@@ -109,6 +107,23 @@ class Copies:
     """[R] float32: the share of the targets that have the largest logit."""
     return self._right[_is_own(batch)](self.params, batch)
 
+
+class _Programs:
+  """The functions of copies, which any number of them with one model and optimizer share."""
+
+  def __init__(self, cfg: config.Train):
+    self._cfg = cfg
+    options = compile_cache.options(device_mesh.make_mesh(cfg), None)
+    jit = functools.partial(jax.jit, compiler_options=options)
+    self.init = jit(lambda keys: jax.lax.map(initializer(cfg), keys))
+
+    def mapped(function, copies, **how):  # by whether each copy has its own batch
+      axes = {own: (*[0] * copies, 0 if own else None) for own in (False, True)}
+      return {own: jit(jax.vmap(function, in_axes=axes[own]), **how) for own in axes}
+
+    self.step = mapped(self._one_step, 3, donate_argnums=0)
+    self.loss, self.right = mapped(self._one_loss, 1), mapped(self._one_right, 1)
+
   def _hidden(self, model, batch, key=None):
     segment_ids = batch.get("segment_ids")
     hidden, aux = model.hidden_and_aux(batch["tokens"], segment_ids, dropout_key=key)
@@ -118,13 +133,13 @@ class Copies:
 
   @functools.cached_property
   def _graph(self):
-    return model_graph(self.cfg.model)
+    return model_graph(self._cfg.model)
 
   def _sums(self, params, batch, penalties: Mapping[str, float] = {}, key=None):
     model = nnx.merge(self._graph, params)
     hidden, aux = self._hidden(model, batch, key)
     weights = batch.get("weights", jnp.ones(batch["targets"].shape, jnp.float32))
-    rest: dict[str, Any] = {"chunk": self.cfg.loss_chunk, **penalties}
+    rest: dict[str, Any] = {"chunk": self._cfg.loss_chunk, **penalties}
     return next_token_loss(hidden, model.head_kernel(), batch["targets"], weights, **rest), aux
 
   def _one_loss(self, params, batch):
@@ -139,20 +154,41 @@ class Copies:
     of_step = jax.random.fold_in(dropout, state["step"])
 
     def mean_loss(params):
-      sums, aux = self._sums(params, batch, penalties_of(self.cfg.optimizer), of_step)
+      sums, aux = self._sums(params, batch, penalties_of(self._cfg.optimizer), of_step)
       mean = sums.nats / jnp.where(sums.weight > 0, sums.weight, 1.0)
       return mean + aux_loss(aux), (mean, aux)
 
     params = state["params"]
     gradients, (mean, aux) = jax.grad(mean_loss, has_aux=True)(params)
-    transformation = make_optimizer(self.cfg.optimizer, self.cfg.steps)[0]
+    transformation = make_optimizer(self._cfg.optimizer, self._cfg.steps)[0]
     updates, opt_state = transformation.update(gradients, state["opt_state"], params)
     params = optax.apply_updates(params, jax.tree.map(lambda u: ratio * u, updates))
     state = state | {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
     metrics = {"loss": mean}
     if jax.tree.leaves(aux):
-      metrics["aux"] = layers.apart(aux, self.cfg.model.num_layers)
+      metrics["aux"] = layers.apart(aux, self._cfg.model.num_layers)
     return state, metrics
+
+
+@functools.lru_cache(maxsize=1)
+def _programs(settings: str) -> _Programs:
+  """Those of a config in JSON: groups of a sweep that follow one another compile nothing again."""
+  return _Programs(config.from_dict(json.loads(settings)))
+
+
+def _without_run(cfg: config.Train) -> config.Train:
+  """The settings that programs depend on: those of any seed, learning rate and folder."""
+  optimizer = cfg.optimizer
+  final = float(f"{optimizer.final_lr / optimizer.peak_lr:.9g}") * _PEAK
+  return dataclasses.replace(
+    cfg,
+    seed=0,
+    run_dir="-",
+    run_name=None,
+    run_group=None,
+    run_tags=(),
+    optimizer=dataclasses.replace(optimizer, peak_lr=_PEAK, final_lr=final),
+  )
 
 
 def _is_own(batch: Any) -> bool:
