@@ -26,20 +26,11 @@ from lnssm_jax.ops.core.segments import segments_of
 
 _NAME = "causal_conv1d"
 _SHIFT = "token_shift"
-
-
-def _implementations(axes: tuple[str, str]) -> dict[str, dispatch.Form]:
-  """Of several convolutions: their output is a tuple."""
-  kernels = dispatch.Kernels(f"{__package__}.pallas", axes)
-  return {
-    "pallas": kernels.compiled,
-    "reference": dispatch.Form(reference),
-    "pallas_interpret": kernels.interpreted,
-  }
-
-
-IMPLEMENTATIONS = _implementations(RESULT_AXES)
-_OF_SHIFT = _implementations(SHIFT_RESULT_AXES)
+# Of several convolutions: their output is a tuple.
+IMPLEMENTATIONS, _OF_SHIFT = (
+  dispatch.Kernels(f"{__package__}.pallas", axes).with_forms(reference=reference)
+  for axes in (RESULT_AXES, SHIFT_RESULT_AXES)
+)
 
 
 @dispatch.op(init_state)

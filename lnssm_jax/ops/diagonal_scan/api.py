@@ -19,13 +19,7 @@ from lnssm_jax.ops.diagonal_scan.types import (
 
 _NAME = "diagonal_scan"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
-IMPLEMENTATIONS = {
-  "pallas": _KERNELS.compiled,
-  "chunked": dispatch.Form(chunked),
-  "associative": dispatch.Form(associative),
-  "reference": dispatch.Form(reference),
-  "pallas_interpret": _KERNELS.interpreted,
-}
+IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, reference=reference)
 
 
 @dispatch.op(init_state)

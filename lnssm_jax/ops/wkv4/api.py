@@ -14,13 +14,7 @@ from lnssm_jax.ops.wkv4.types import RESULT_AXES, Inputs, Options, WKV4State, in
 
 _NAME = "wkv4"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
-IMPLEMENTATIONS = {
-  "pallas": _KERNELS.compiled,
-  "chunked": dispatch.Form(chunked),
-  "reference": dispatch.Form(reference),
-  "associative": dispatch.Form(associative),
-  "pallas_interpret": _KERNELS.interpreted,
-}
+IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, reference=reference, associative=associative)
 
 
 @dispatch.op(init_state)
