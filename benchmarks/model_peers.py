@@ -10,12 +10,13 @@ torch and fla are imported in that process only.
 import importlib.util
 import json
 import statistics
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from benchmarks import turns
 
 _SIZES = {
   "hidden_size": 1024,
@@ -68,10 +69,7 @@ def generation(
 
 def _in_own_process(body: str, *mode: str) -> dict[str, Any]:
   command = [sys.executable, "-m", "benchmarks.model_peers", body, *mode]
-  ended = subprocess.run(command, capture_output=True, text=True, check=False)
-  lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-  note = {"who": " ".join(("fla", *mode[:1])), "note": " ".join(ended.stderr.split())[-300:]}
-  return json.loads(lines[-1]) if lines else note
+  return {"who": " ".join(("fla", *mode[:1]))} | turns.alone(command)
 
 
 def _model(body: str):
