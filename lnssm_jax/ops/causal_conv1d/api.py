@@ -19,7 +19,7 @@ from lnssm_jax.ops.causal_conv1d.types import (
   init_state,
 )
 from lnssm_jax.ops.core import dispatch
-from lnssm_jax.ops.core.checks import check_floating, check_shape, checked_state
+from lnssm_jax.ops.core.checks import check_floating, check_sequence, check_shape, checked_state
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes
 from lnssm_jax.ops.core.precision import accumulation_dtype, wide
 from lnssm_jax.ops.core.segments import segments_of
@@ -159,9 +159,7 @@ def token_shift(
 def _checked_input(op: str, x) -> jax.Array:
   check_floating(op, "x", x)
   x = jnp.asarray(x)
-  check_shape(op, "x", x, (None,) * 3, "[B, T, D]")
-  if 0 in x.shape[1:]:
-    raise ValueError(f"{op}: x {x.shape} has an empty axis; T >= 1 and D >= 1 are needed.")
+  check_sequence(op, "x", x)
   return x
 
 
