@@ -335,10 +335,7 @@ def main(arguments=None):
   rows = []
   for run in runs:
     for row in rows_of(*run, bandwidth, programs.pop(run), groups=args.groups, **options):
-      rows.append(row)
-      print("  ".join(str(value) or "-" for value in row.values()), flush=True)
-      if args.out:
-        csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
+      csv_rows.add(rows, row, FIELDS, args.out)
   if args.models:
     sizes = {"layers": args.layers, "dim": args.model_dim, "vocab": args.model_vocab}
     for result in models(args.model_batches, args.tokens, **sizes):

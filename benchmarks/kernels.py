@@ -275,13 +275,7 @@ def main(arguments=None):
   combinations = [(name, shape) for shape in args.shapes for name in args.only
                   if shape.T > 1 or kc.CASES[name].decodes]  # fmt: skip
   rows, fla = [], {}
-
-  def add(row):
-    rows.append(row)
-    print(line(row.values()), flush=True)
-    if args.out:
-      csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
-
+  add = lambda row: csv_rows.add(rows, row, FIELDS, args.out, line)
   with tempfile.TemporaryDirectory() as folder:
     # Before the first array, because JAX takes most of the GPU's memory then.
     missing = "not asked for" if not args.peers else kernel_peers.missing()

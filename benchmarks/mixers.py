@@ -178,10 +178,7 @@ def main(arguments=None) -> list[dict]:
       if "device" in columns and not told:
         told = True
         print(f"device: {columns['device']}, jax {jax.__version__}")
-      rows.append({field: columns.get(field, "") for field in FIELDS})
-      print("  ".join(str(value) or "-" for value in rows[-1].values()), flush=True)
-      if args.out:
-        csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
+      csv_rows.add(rows, columns, FIELDS, args.out)
   return rows
 
 

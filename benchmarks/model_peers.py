@@ -10,12 +10,13 @@ torch and fla are imported in that process only.
 import importlib.util
 import json
 import statistics
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from benchmarks import turns
 
 _SIZES = {
   "hidden_size": 1024,
@@ -69,15 +70,7 @@ def generation(
 
 def _in_own_process(body: str, *mode: str) -> dict[str, Any]:
   command = [sys.executable, "-m", "benchmarks.model_peers", body, *mode]
-  who = " ".join(("fla", *mode[:1]))
-  options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
-  try:
-    ended = subprocess.run(command, **options, timeout=LONGEST)
-  except subprocess.TimeoutExpired:
-    return {"who": who, "note": f"not finished after {LONGEST} s, which tuning can take; again"}
-  lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-  note = {"who": who, "note": " ".join(ended.stderr.split())[-300:]}
-  return json.loads(lines[-1]) if lines else note
+  return {"who": " ".join(("fla", *mode[:1]))} | turns.alone(command, LONGEST)
 
 
 def _model(body: str):

@@ -30,7 +30,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -273,19 +272,10 @@ def command_of(name: str, sizes: str, cache: str, steps: int, runs: int) -> list
   ]
 
 
-def in_own_process(command: list[str]) -> dict[str, Any]:
-  """`measure` in a new process; a row with a note where it failed."""
-  ended = subprocess.run(command, capture_output=True, text=True, check=False)
-  lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-  if ended.returncode or not lines:
-    return {"note": " ".join((ended.stderr or ended.stdout).split())[-300:]}
-  return json.loads(lines[-1])
-
-
 def rows_of(name: str, args) -> Iterator[dict[str, Any]]:
   """Ours, with the time to the first step measured twice, and each peer's, as they are measured."""
   with tempfile.TemporaryDirectory() as cache:
-    run = lambda steps: in_own_process(command_of(name, args.sizes, cache, steps, args.runs))
+    run = lambda steps: turns.alone(command_of(name, args.sizes, cache, steps, args.runs))
     row = run(args.steps)
     row["cold_s"] = row.get("first_step_s")
     if args.warm:

@@ -316,10 +316,7 @@ def main(arguments=None):
   for name in args.only:
     sizes = {axis: args.sizes.get(axis, size) for axis, size in CASES[name].sizes.items()}
     for row in rows_of(name, sizes, args.implementations, bandwidth, options):
-      rows.append(row)
-      print("  ".join(str(value) or "-" for value in row.values()), flush=True)
-      if args.out:
-        csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
+      csv_rows.add(rows, row, FIELDS, args.out)
   return rows
 
 

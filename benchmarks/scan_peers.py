@@ -12,7 +12,6 @@ cached it starts at once.
 
 import importlib.util
 import json
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +19,8 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from benchmarks import turns
 
 
 class Peer(NamedTuple):
@@ -68,11 +69,9 @@ def measure(case: str, arrays: dict[str, np.ndarray], folder: Path) -> dict:
   file = folder / "peer.npz"
   np.savez(file, **{name: bits(x) for name, x in arrays.items()})
   call = [sys.executable, "-m", "benchmarks.scan_peers", str(file), case]
-  done = subprocess.run(call, capture_output=True, text=True, check=False)
-  lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-  row = json.loads(lines[-1]) if lines else {"failed": done.stderr.strip()[-300:]}
-  if "failed" in row:
-    raise RuntimeError(row["failed"])
+  row = turns.alone(call)
+  if failed := row.get("failed") or row.get("note"):
+    raise RuntimeError(failed)
   with np.load(folder / "results.npz") as results:
     return row | {"results": {name: from_bits(x) for name, x in results.items()}}
 

@@ -275,10 +275,7 @@ def main(arguments=None) -> list[dict]:
     too_many = {"note": f"more than {args.most_rows} rows N T"}
     row = next(measured) if fits(form, N, T) else too_many
     row |= {"form": form, "N": N, "tokens": T}
-    rows.append({field: row.get(field, "") for field in FIELDS})
-    print("  ".join(str(value) or "-" for value in rows[-1].values()), flush=True)
-    if args.out:
-      csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
+    csv_rows.add(rows, row, FIELDS, args.out)
   print(summary(rows))
   return rows
 

@@ -24,6 +24,19 @@ def wait() -> None:
   sys.stdin.readline()
 
 
+def alone(command: Sequence[str], longest: float | None = None) -> dict[str, Any]:
+  """The object that one command prints as its last line of JSON; as `take`, without turns.
+
+  One that takes longer than `longest` seconds is ended.
+  """
+  how: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": longest}
+  try:
+    ended = subprocess.run(command, **how)
+  except subprocess.TimeoutExpired:
+    return {"note": f"not finished after {longest} s"}
+  return _last(ended.stdout.splitlines(), ended.returncode, ended.stderr or ended.stdout)
+
+
 def take(commands: Sequence[Sequence[str]], at_once: int = AT_ONCE) -> Iterator[dict[str, Any]]:
   """The object that each command prints as its last line of JSON, in order.
 
@@ -48,11 +61,12 @@ def take(commands: Sequence[Sequence[str]], at_once: int = AT_ONCE) -> Iterator[
         process.stdin.write("\n")
         process.stdin.close()
       _read(process, lines, until=None)
-      found = [line for line in lines if line.startswith("{")]
-      if process.wait() or not found:
-        yield {"note": " ".join(" ".join(lines).split())[-300:]}
-      else:
-        yield json.loads(found[-1])
+      yield _last(lines, process.wait(), " ".join(lines))
+
+
+def _last(lines: Sequence[str], status: int, said: str) -> dict[str, Any]:
+  found = [line for line in lines if line.startswith("{")]
+  return {"note": " ".join(said.split())[-300:]} if status or not found else json.loads(found[-1])
 
 
 def _read(process, lines: list[str], until: str | None) -> None:

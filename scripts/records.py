@@ -153,27 +153,20 @@ def scan_forms():
 
 def train_steps():
   """`benchmarks.mixers`: the training step of the 72M model with every mixer, on the CPU."""
-  import jax
-  import jax.numpy as jnp
-
   from lnssm_jax.mixers import MIXERS
   from train.cluster import device_mesh
   from train.config import apply_overrides, load_config
   from train.step.model import model_graph
   from train.step.optimizer import make_optimizer
-  from train.step.state import abstract_state
+  from train.step.state import abstract_batch, abstract_state
   from train.step.train_step import make_train_step
 
   def lower(mixer):
     settings = [f"model.mixer={mixer}", "model.num_layers=2", "model.unroll=2", "mesh.data=1"]
     cfg = apply_overrides(load_config("configs/lnssm_72m.py"), settings)
     mesh = device_mesh.make_mesh(cfg)
-    shape, where = (cfg.global_batch, cfg.seq_len), device_mesh.batch_sharding(mesh)
-    array = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-    batch = {name: array(jnp.int32) for name in ("tokens", "targets", "segment_ids")}
-    batch["weights"] = array(jnp.float32)
     step = make_train_step(cfg, model_graph(cfg.model), make_optimizer(cfg.optimizer, 100)[0], mesh)
-    return step.lower(abstract_state(cfg, mesh), batch)
+    return step.lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
 
   return {f"train_step/{mixer}": functools.partial(lower, mixer) for mixer in sorted(MIXERS)}
 

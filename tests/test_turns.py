@@ -28,3 +28,8 @@ def test_a_process_that_fails_says_why_and_the_others_go_on():
   assert first["note"].endswith("ValueError: early")
   assert second["note"].endswith("ValueError: late")
   assert third == {"x": 1}
+
+
+def test_command_that_takes_too_long_is_ended():
+  command = [sys.executable, "-c", "import time; time.sleep(60)"]
+  assert turns.alone(command, 0.2) == {"note": "not finished after 0.2 s"}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from train import config
@@ -31,7 +30,7 @@ from train.runs.run_folder import RunFolder
 from train.step import memory
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
-from train.step.state import State, abstract_state, init_state
+from train.step.state import State, abstract_batch, abstract_state, init_state
 from train.step.step_guard import init_statistics
 from train.step.train_step import Batch, make_train_step
 
@@ -260,10 +259,7 @@ def compile_step(
 ) -> jax.stages.Compiled:
   """Compiles the training step ahead of time, so that its first call is as fast as the others."""
   tx, _ = make_optimizer(cfg.optimizer, cfg.steps, cfg.seed)
-  shape, where = (cfg.global_batch, cfg.seq_len), device_mesh.batch_sharding(mesh)
-  describe = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-  batch = {name: describe(jnp.int32) for name in ("tokens", "targets", "segment_ids")}
-  batch["weights"] = describe(jnp.float32)
+  batch = abstract_batch(cfg, mesh)
   if distributed.count() > 1:
     votes = distributed.ballot(mesh, (False, False))
     batch["votes"] = jax.ShapeDtypeStruct(votes.shape, votes.dtype, sharding=votes.sharding)

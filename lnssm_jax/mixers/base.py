@@ -11,7 +11,7 @@ from jax.export import is_symbolic_dim
 from lnssm_jax.mixers.common.checks import check_positive, check_rngs, check_state
 from lnssm_jax.mixers.common.decays import log_decay
 from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows, run_units
-from lnssm_jax.mixers.common.routing import Aux
+from lnssm_jax.mixers.common.routing import Aux, RowSparsity
 from lnssm_jax.ops import recording
 from lnssm_jax.ops.core.checks import check_floating, check_shape
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
@@ -232,8 +232,10 @@ class Mixer[State](nnx.Module):
 class SelectingMixer[State](Mixer[State]):
   """A mixer whose tokens select parts of the state: one run gives its output and its selection.
 
-  A subclass writes `_run` and `_aux` instead of `_mix`.
+  A subclass writes `_run` instead of `_mix`, and `_aux` unless its `rows` are what is selected.
   """
+
+  rows: RowSparsity | None
 
   def _run(
     self, x: jax.Array, state: State | None, segment_ids: jax.Array | None
@@ -243,7 +245,8 @@ class SelectingMixer[State](Mixer[State]):
 
   def _aux(self, weights: jax.Array, selected: jax.Array) -> Aux:
     """The auxiliary output of a selection."""
-    raise NotImplementedError
+    assert self.rows is not None
+    return self.rows.aux(weights, selected)
 
   def _mix(self, x, state, segment_ids):
     return self._run(x, state, segment_ids)[:2]

@@ -161,10 +161,6 @@ class GLA(SelectingMixer[LinearAttentionState | GLAState]):
     convs = (self.q_conv, self.k_conv, self.v_conv)
     return tuple(conv for conv in convs if conv is not None)
 
-  def _aux(self, weights, selected):
-    assert self.rows is not None
-    return self.rows.aux(weights, selected)
-
   def _run(self, x, state, segment_ids):
     """(out, state, (weights, whether selected) of the rows [B, T, heads, rows], or None)."""
     recurrent, convs = state if isinstance(state, GLAState) else (state, ())

@@ -129,10 +129,6 @@ class GSA(SelectingMixer[GSAState]):
     convs = tuple(conv.init_state(B) for conv in self._convs)
     return GSAState(keys=empty(K, M), values=empty(M, K), convs=convs)
 
-  def _aux(self, weights, selected):
-    assert self.rows is not None
-    return self.rows.aux(weights, selected)
-
   def _log_decays(self, x, state, segment_ids):
     return super()._log_decays(x, state, segment_ids)[-1:]  # both memories have those of the slots
 

@@ -100,10 +100,6 @@ class MetaLA(SelectingMixer[MetaLAState]):
     kv = jnp.zeros((B, self.num_heads, self.key_dim, self.value_dim), jnp.float32)
     return MetaLAState(self.conv.init_state(B), LinearAttentionState(kv, None))
 
-  def _aux(self, weights, selected):
-    assert self.rows is not None
-    return self.rows.aux(weights, selected)
-
   def _run(self, x, state, segment_ids):
     """(out, state, (weights, whether selected) of the rows [B, T, heads, rows], or None)."""
     conv, recurrent = state if state is not None else (None, None)

@@ -4,7 +4,7 @@ Nothing here depends on the length of the sequence but the number of splits.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -38,49 +38,42 @@ class KernelConfig:
     return THREADS * self.vector
 
 
-# By the bytes of a number. Measured on an H200.
-_FORWARD = {2: KernelConfig(2, 4, 8), 4: KernelConfig(2, 4, 8)}
-_BACKWARD = {2: KernelConfig(4, 8, 2), 4: KernelConfig(2, 8, 4)}
+class _Configs(NamedTuple):
+  """Of one kernel. Measured on an H200."""
 
-
-# Several convolutions of one input keep more numbers per channel in registers.
-_FORWARD_OF_SEVERAL = KernelConfig(2, 4, 8)
-_BACKWARD_OF_SEVERAL = KernelConfig(2, 4, 4)
-
-# With offsets, by the bytes of one: of five convolutions a group has 6 numbers per token and
-# channel forward and 11 backward, twice, in registers.
-_FORWARD_WITH_OFFSETS = {2: KernelConfig(2, 4, 4), 4: KernelConfig(2, 2, 4)}
-_BACKWARD_WITH_OFFSETS = {2: KernelConfig(2, 4, 2), 4: KernelConfig(2, 2, 2)}
-
-
-def forward_config(
-  channels: int, dtype: Any, convolutions: int = 1, offsets: Any = None
-) -> KernelConfig:
-  """For a multiple of 128 channels; `offsets` is their dtype, or None."""
-  if offsets is not None:
-    return _dividing(_FORWARD_WITH_OFFSETS[jnp.dtype(offsets).itemsize], channels)
-  best = _FORWARD[jnp.dtype(dtype).itemsize] if convolutions == 1 else _FORWARD_OF_SEVERAL
-  return _dividing(best, channels)
-
-
-def backward_config(
-  channels: int, dtype: Any, convolutions: int = 1, offsets: Any = None
-) -> KernelConfig:
-  """For a multiple of 128 channels; `offsets` is their dtype, or None."""
-  if offsets is not None:
-    return _dividing(_BACKWARD_WITH_OFFSETS[jnp.dtype(offsets).itemsize], channels)
-  best = _BACKWARD[jnp.dtype(dtype).itemsize] if convolutions == 1 else _BACKWARD_OF_SEVERAL
-  return _dividing(best, channels)
-
-
-def _dividing(best, channels):
-  """The same with as many CTAs of fewer channels, so that they divide all channels."""
-  vector = best.vector
-  while channels % (THREADS * vector):
-    vector //= 2
-  return dataclasses.replace(
-    best, vector=vector, ctas_per_sm=best.ctas_per_sm * best.vector // vector
+  one: dict[int, KernelConfig]  # by the bytes of a number
+  several: (
+    KernelConfig  # convolutions of one input, which keep more numbers per channel in registers
   )
+  with_offsets: dict[int, KernelConfig]  # likewise, by the bytes of an offset
+
+  def of(
+    self, channels: int, dtype: Any, convolutions: int = 1, offsets: Any = None
+  ) -> KernelConfig:
+    """For a multiple of 128 channels; `offsets` is their dtype, or None."""
+    if offsets is not None:
+      best = self.with_offsets[jnp.dtype(offsets).itemsize]
+    else:
+      best = self.one[jnp.dtype(dtype).itemsize] if convolutions == 1 else self.several
+    vector = best.vector  # as many CTAs of fewer channels, so that they divide all channels
+    while channels % (THREADS * vector):
+      vector //= 2
+    ctas_per_sm = best.ctas_per_sm * best.vector // vector
+    return dataclasses.replace(best, vector=vector, ctas_per_sm=ctas_per_sm)
+
+
+# With offsets a group of five convolutions has 6 numbers per token and channel forward and 11
+# backward, twice, in registers.
+forward_config = _Configs(
+  one={2: KernelConfig(2, 4, 8), 4: KernelConfig(2, 4, 8)},
+  several=KernelConfig(2, 4, 8),
+  with_offsets={2: KernelConfig(2, 4, 4), 4: KernelConfig(2, 2, 4)},
+).of
+backward_config = _Configs(
+  one={2: KernelConfig(4, 8, 2), 4: KernelConfig(2, 8, 4)},
+  several=KernelConfig(2, 4, 4),
+  with_offsets={2: KernelConfig(2, 4, 2), 4: KernelConfig(2, 2, 2)},
+).of
 
 
 def split_length(config: KernelConfig, batch: int, channels: int, length: int) -> int:

@@ -34,9 +34,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.causal_conv1d import config as tuning
 from pallas_kernels.causal_conv1d.config import KernelConfig
 from pallas_kernels.core import boundaries
+from pallas_kernels.core.sigmoid import sigmoid
 from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, with_int32_indices
-
-_MIN_EXPONENT = -80.0  # below it x sigmoid(x) is 0 to 1e-33, and exp(-x) would overflow
 
 
 class Static(NamedTuple):
@@ -216,7 +215,7 @@ def forward_kernel(
       window = [*window, x.astype(jnp.float32)]
       for taps, offset, out_gmem in zip(all_taps, offsets or [None] * S, outs, strict=True):
         z = _weighted(_shifted(taps, offset), window, bias)
-        y = z * _sigmoid(z) if static.silu else z
+        y = z * sigmoid(z) if static.silu else z
         store_unoptimized(out_gmem.at[cta.b, t, cta.channels], y.astype(static.dtype))
       return window[1:]
 
@@ -319,7 +318,7 @@ def backward_kernel(
         g = d_out.astype(jnp.float32)
         if static.silu:
           z = _weighted(taps, window, bias)
-          gate = _sigmoid(z)
+          gate = sigmoid(z)
           g = g * (gate + z * gate * (1.0 - gate))
         if own and offset is not None:
           d_offset = (g * (window[0] - window[1])).astype(offset.dtype)
@@ -379,12 +378,6 @@ def _launch(body, name, out_type, config, split_length, x, interpret):
     compiler_params=COMPILER_PARAMS,
     kernel_name=f"causal_conv1d_{name}",
   )
-
-
-def _sigmoid(x):
-  """1 / (1 + exp(-x)), without a branch, which a division would be."""
-  root = lax.rsqrt(1.0 + jnp.exp(-jnp.maximum(x, _MIN_EXPONENT)))
-  return root * root
 
 
 def _by_convolution(offsets_gmem):

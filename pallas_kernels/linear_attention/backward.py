@@ -37,6 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
   ScalarDecayTables,
+  TileSpec,
   chunk_kernel,
   decay_between_tokens,
   decay_of_lag,
@@ -309,6 +310,20 @@ class _ScalarTiles(NamedTuple):
   state: Any
   v: Any
 
+  @classmethod
+  def of(cls, inputs: Inputs, cot, states, *, reads_q: bool = True, heads_per_cta: int = 1):
+    """With several heads per CTA a stage has what each of them has of its own."""
+    q, k, v, *_ = inputs
+    H = inputs.heads
+    own = TileSpec.for_each_head if heads_per_cta > 1 else lambda tile: tile
+    return cls(
+      d_out=own(token_tile(cot.d_out)),
+      k=token_tile(k, H),
+      q=token_tile(q, H) if reads_q else None,
+      state=own(state_tile(states)),
+      v=own(token_tile(v, H)),
+    )
+
 
 class _ScalarVectors(NamedTuple):
   cumulative: Any
@@ -323,6 +338,14 @@ class _ScalarQueryOutputs(NamedTuple):
   before: Any  # [B, H, T] float32, of the tables; of `cumulative`: + later - earlier
   later: Any
   earlier: Any
+
+  @classmethod
+  def types(cls, inputs: Inputs, cot: Cotangents, heads_per_cta: int = 1):
+    """With several heads per CTA dq is the sum over them."""
+    (B, T, *_), H = inputs.v.shape, inputs.heads
+    table = token_vector(B, H, T) if cot.decays else None
+    d_q = token_tile(per_head(inputs.q, H // heads_per_cta), H)
+    return cls(d_q, table, table, table)
 
 
 def scalar_query_gradient(
@@ -373,22 +396,13 @@ def scalar_query_gradient(
     d_q_smem[...] = (d_q * cot.scale).astype(jnp.bfloat16)
     return [(d_q_smem, outs.q.at(at))]
 
-  q, k, v, *_ = inputs
-  (B, T, *_), H = v.shape, inputs.heads
-  table = token_vector(B, H, T) if cot.decays else None
   return chunk_kernel(
     body,
-    _ScalarTiles(
-      d_out=token_tile(cot.d_out),
-      k=token_tile(k, H),
-      q=token_tile(q, H) if cot.decays else None,
-      state=state_tile(states),
-      v=token_tile(v, H),
-    ),
+    _ScalarTiles.of(inputs, cot, states, reads_q=cot.decays),
     _ScalarVectors(
       tables.cumulative, tables.before, cot.d_denominator, key_sums, documents.mask_only
     ),
-    _ScalarQueryOutputs(token_tile(per_head(q, H)), table, table, table),
+    _ScalarQueryOutputs.types(inputs, cot),
     scratch=mma.lhs_scratch(CHUNK, CHUNK),
     name="linear_attention_query_gradient",
     backend=mma,
@@ -399,6 +413,14 @@ class _ScalarKeyOutputs(NamedTuple):
   k: Any  # dk
   v: Any  # dv
   after: Any  # [B, H, T] float32, of the tables
+
+  @classmethod
+  def types(cls, inputs: Inputs, cot: Cotangents, heads_per_cta: int = 1):
+    """With several heads per CTA dk is the sum over them."""
+    (B, T, *_), H = inputs.v.shape, inputs.heads
+    d_k = token_tile(per_head(inputs.k, H // heads_per_cta), H)
+    after = token_vector(B, H, T) if cot.decays else None
+    return cls(d_k, token_tile(per_head(inputs.v, H)), after)
 
 
 def scalar_key_value_gradient(
@@ -454,33 +476,17 @@ def scalar_key_value_gradient(
     d_k_smem[...] = (d_k * cot.scale).astype(jnp.bfloat16)
     return [*copies, (d_k_smem, outs.k.at(at))]
 
-  q, k, v, *_ = inputs
-  (B, T, *_), H = v.shape, inputs.heads
-  tiles = _ScalarTiles(
-    d_out=token_tile(cot.d_out),
-    k=token_tile(k, H),
-    q=token_tile(q, H),
-    state=state_tile(adjoints),
-    v=token_tile(v, H),
-  )
-  after = token_vector(B, H, T) if cot.decays else None
   return chunk_kernel(
     body,
-    tiles,
+    _ScalarTiles.of(inputs, cot, adjoints),
     _ScalarVectors(
       tables.cumulative, tables.after, cot.d_denominator, key_sums, documents.mask_only
     ),
-    _ScalarKeyOutputs(token_tile(per_head(k, H)), token_tile(per_head(v, H)), after),
+    _ScalarKeyOutputs.types(inputs, cot),
     scratch=mma.lhs_scratch(CHUNK, CHUNK),
     name="linear_attention_key_value_gradient",
     backend=mma,
   )
-
-
-class _GroupVectors(NamedTuple):
-  cumulative: Any
-  end: Any  # `before` or `after`
-  documents: DocumentBoundaries
 
 
 class _GroupSums(NamedTuple):
@@ -519,7 +525,7 @@ class _TokenDecays(NamedTuple):
   end: jax.Array  # [C]: `before` or `after`
 
   @classmethod
-  def load(cls, at, gmem: _GroupVectors) -> "_TokenDecays":
+  def load(cls, at, gmem: _ScalarVectors) -> "_TokenDecays":
     cumulative = at.table_row(gmem.cumulative)
     end = load_row_vector(at.table_row(gmem.end))
     return cls(load_row_vector(cumulative), load_col_vector(cumulative), end)
@@ -558,9 +564,7 @@ def grouped_query_gradient(
   backend: Backend,
 ) -> _ScalarQueryOutputs:
   """As `scalar_query_gradient`, but dq [B, T, H / heads_per_cta, K] is summed over heads."""
-  mma = backend
-  q, k, v, *_ = inputs
-  (B, T, _, V), H, K = v.shape, inputs.heads, k.shape[-1]
+  mma, K, V = backend, inputs.k.shape[-1], inputs.v.shape[-1]
 
   def body(at, buffers, over_heads):
     tiles, arrived, gmem, lhs_smem, outs = buffers
@@ -596,18 +600,11 @@ def grouped_query_gradient(
     sums.gradient(mask, d_q_smem, lhs_smem, cot.scale, mma)
     return [(d_q_smem, outs.q.at(at))]
 
-  table = token_vector(B, H, T) if cot.decays else None
   return chunk_kernel(
     body,
-    _ScalarTiles(
-      d_out=token_tile(cot.d_out).for_each_head(),
-      k=token_tile(k, H),
-      q=token_tile(q, H) if cot.decays else None,
-      state=state_tile(states).for_each_head(),
-      v=token_tile(v).for_each_head(),
-    ),
-    _GroupVectors(tables.cumulative, tables.before, documents.mask_only),
-    _ScalarQueryOutputs(token_tile(per_head(q, H // heads_per_cta), H), table, table, table),
+    _ScalarTiles.of(inputs, cot, states, reads_q=cot.decays, heads_per_cta=heads_per_cta),
+    _ScalarVectors(tables.cumulative, tables.before, None, None, documents.mask_only),
+    _ScalarQueryOutputs.types(inputs, cot, heads_per_cta),
     heads_per_cta=heads_per_cta,
     num_stages=config.head_stages(K, V, 2 * K),
     scratch=mma.lhs_scratch(CHUNK, CHUNK),
@@ -632,9 +629,7 @@ def grouped_key_value_gradient(
   backend: Backend,
 ) -> _ScalarKeyOutputs:
   """As `scalar_key_value_gradient`, but dk [B, T, H / heads_per_cta, K] is summed over heads."""
-  mma = backend
-  q, k, v, *_ = inputs
-  (B, T, _, V), H, K = v.shape, inputs.heads, k.shape[-1]
+  mma, K, V = backend, inputs.k.shape[-1], inputs.v.shape[-1]
 
   def body(at, buffers, over_heads):
     tiles, arrived, gmem, scratch, outs = buffers
@@ -672,18 +667,11 @@ def grouped_key_value_gradient(
     sums.gradient(mask, d_k_smem, scratch.lhs, cot.scale, mma)
     return [(d_k_smem, outs.k.at(at))]
 
-  after = token_vector(B, H, T) if cot.decays else None
   return chunk_kernel(
     body,
-    _ScalarTiles(
-      d_out=token_tile(cot.d_out).for_each_head(),
-      k=token_tile(k, H),
-      q=token_tile(q, H),
-      state=state_tile(adjoints).for_each_head(),
-      v=token_tile(v).for_each_head(),
-    ),
-    _GroupVectors(tables.cumulative, tables.after, documents.mask_only),
-    _ScalarKeyOutputs(token_tile(per_head(k, H // heads_per_cta), H), token_tile(v), after),
+    _ScalarTiles.of(inputs, cot, adjoints, heads_per_cta=heads_per_cta),
+    _ScalarVectors(tables.cumulative, tables.after, None, None, documents.mask_only),
+    _ScalarKeyOutputs.types(inputs, cot, heads_per_cta),
     heads_per_cta=heads_per_cta,
     num_stages=config.head_stages(K, V, 2 * K + V),
     scratch=_ValueScratch(mma.lhs_scratch(CHUNK, CHUNK), smem_tile(CHUNK, V)),

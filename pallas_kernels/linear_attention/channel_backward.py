@@ -149,13 +149,7 @@ def query_gradient(
   def per_block(at, number, buffers, shared):
     tiles, arrived, gmem, scratch, outs = buffers
     d_rows, d_before, right_smem, d_scores_smem = shared
-    f = decay_factors(
-      *(gmem.log_decay, _first_merge(gmem, at), scratch.decay, at, at.channels),
-      heads=inputs.heads,
-      length=length,
-      read_first=read_first,
-      mma=mma,
-    )
+    f = _factors_of(inputs, at, gmem, scratch, length, mma)
     f.choose_blocks(_GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
     z: Any = None
     weight: Any = None
@@ -267,15 +261,6 @@ def key_gradient(
   mma, decays, per_token = backend, cot.decays, log_decay.ndim == 4
   parts = _value_parts(v)
 
-  def factors_of(at, gmem, scratch):
-    return decay_factors(
-      *(gmem.log_decay, _first_merge(gmem, at), scratch.decay, at, at.channels),
-      heads=inputs.heads,
-      length=length,
-      read_first=bonus is not None,
-      mma=mma,
-    )
-
   def body(at, buffers):
     tiles, arrived, gmem, scratch, outs = buffers
     d_cols = None
@@ -305,7 +290,7 @@ def key_gradient(
     d_v: Any = None
     pairs = [(transpose_ref(tiles.scores), tiles.d_out)]
     for number in range(k.shape[3] // TILE_WIDTH):
-      f = factors_of(at._replace(block=number), gmem, scratch)
+      f = _factors_of(inputs, at._replace(block=number), gmem, scratch, length, mma)
       after = f.factor(f.span(AFTER))
       arrived.k.wait(number)
       left = load_scaled(tiles.k.at[number], after)
@@ -320,7 +305,7 @@ def key_gradient(
   def per_block(at, number, buffers, shared):
     tiles, arrived, gmem, scratch, outs = buffers
     _, d_after, right_smem, d_scores_smem = shared
-    f = factors_of(at, gmem, scratch)
+    f = _factors_of(inputs, at, gmem, scratch, length, mma)
     f.choose_blocks(_GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
     y: Any = None
     weight: Any = None
@@ -560,9 +545,16 @@ def _sum_over_tokens(x, staging_smem, ones_smem, mma):
   return mma.sum_rows([staging_smem], ones_smem)
 
 
-def _first_merge(gmem, at):
-  """The first merge that this block of channels needs."""
-  return 0 if gmem.first_merge is None else gmem.first_merge[at.head, at.block]
+def _factors_of(inputs, at, gmem, scratch, length, mma):
+  """The decay factors of a chunk and a block of channels."""
+  first_merge = 0 if gmem.first_merge is None else gmem.first_merge[at.head, at.block]
+  return decay_factors(
+    *(gmem.log_decay, first_merge, scratch.decay, at, at.channels),
+    heads=inputs.heads,
+    length=length,
+    read_first=inputs.bonus is not None,
+    mma=mma,
+  )
 
 
 def _first_merges(log_decay):

@@ -312,20 +312,14 @@ def _outputs(
     tiles = tiles._replace(denominator=jax.ShapeDtypeStruct((CHUNK,), jnp.float32))
   out_type = out_type._replace(out=jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16))
 
-  def begin(at, split, cta):
-    if normalizer is not None:
-      normalizer.begin(cta.normalizer_smem, cta.normalizer_gmem, at, split)
-    return decay.of_chunk(cta.decay_gmem), decaying.begin(at, cta)
-
-  def step(fixed, at, tiles, cta, wait):
-    total_decay, fixed = fixed
+  def step(fixed, total_decay, at, tiles, cta, wait):
     if normalizer is None:
       decaying.step(fixed, at, tiles, cta, wait)
       return None
     smem, outs = cta.normalizer_smem, cta.outs_gmem
     decay_of_chunk = total_decay(at)
     if store_states:
-      normalizer.store(smem, outs.key_sums.at[cta_of(at), at.batch, at.head, at.chunk])
+      normalizer.store(smem, outs.key_sums.at[cta.number(at), at.batch, at.head, at.chunk])
     denominator = decaying.step(fixed, at, tiles, cta, wait)
     for start in range(0, K, TILE_WIDTH):  # by 64 channels, for want of registers
       channels = pl.ds(start, TILE_WIDTH)
@@ -333,16 +327,9 @@ def _outputs(
       entering = broadcast_cols(load_col_vector(smem.key_sum.at[channels]), queries.shape)
       denominator = denominator + jnp.sum(queries * entering, axis=1)
     tiles.denominator[...] = denominator
-    store_unoptimized(outs.denominator.at[cta_of(at), at.batch, at.head, at.tokens], denominator)
+    target = outs.denominator.at[cta.number(at), at.batch, at.head, at.tokens]
+    store_unoptimized(target, denominator)
     return lambda: normalizer.advance(smem, tiles.k, decay_of_chunk, mma)
-
-  def end(at, split, cta):
-    if normalizer is not None:
-      target = cta.outs_gmem.last_key_sum.at[cta_of(at), at.batch, at.head, split]
-      normalizer.store(cta.normalizer_smem, target)
-
-  def cta_of(at):
-    return at.block // (config.value_tile // TILE_WIDTH)
 
   def consume(at, tiles, state_smem, cta, state, decayed):
     """Mainloop and epilogue of a chunk: 64 columns of the output and of the next state."""
@@ -357,7 +344,7 @@ def _outputs(
 
   results = run_state_pipeline(
     consume,
-    None if decaying is None else ChunkPrologue(begin, step, end),
+    None if decaying is None else ChunkPrologue(decaying.begin, step),
     tiles,
     decay,
     vectors,
@@ -371,10 +358,4 @@ def _outputs(
     config=config,
     backend=backend,
   )
-  if normalizer is None:
-    return results
-  return results._replace(
-    denominator=results.denominator[0],
-    last_key_sum=results.last_key_sum[0],
-    key_sums=None if results.key_sums is None else results.key_sums[0],
-  )
+  return results.of_first_cta()

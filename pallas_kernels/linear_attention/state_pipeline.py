@@ -227,6 +227,12 @@ class StateOutputs(NamedTuple):
     """The fields of `other`, and of `self` where they are None."""
     return StateOutputs(*(x if y is None else y for x, y in zip(self, other, strict=True)))
 
+  def of_first_cta(self) -> "StateOutputs":
+    """With one of the alike rows of `Normalizer.out_type` and of `denominator`."""
+    rows = self.denominator, self.last_key_sum, self.key_sums
+    denominator, last_key_sum, key_sums = (None if x is None else x[0] for x in rows)
+    return self._replace(denominator=denominator, last_key_sum=last_key_sum, key_sums=key_sums)
+
 
 class CTA(NamedTuple):
   """Buffers that the callbacks of the state pipeline use next to the stage of a chunk."""
@@ -236,16 +242,20 @@ class CTA(NamedTuple):
   normalizer_gmem: NormalizerArrays | None
   normalizer_smem: NormalizerBuffers | None
   outs_gmem: StateOutputs
+  blocks: int  # of 64 columns of values
+
+  def number(self, at: ChunkIndex) -> Any:
+    """The place of the CTA among those that share all but the values."""
+    return at.block // self.blocks
 
 
 class ChunkPrologue(NamedTuple):
   """The producer's work on each chunk, once for all columns of values."""
 
-  begin: Callable  # (at, split, cta) -> what does not change
-  # (fixed, at, tiles_smem, cta, wait): tiles are valid after `wait()`. May return a function of
-  # work that overlaps with the consumers.
+  begin: Callable  # (at, cta) -> what does not change
+  # (fixed, total_decay, at, tiles_smem, cta, wait): `total_decay(at)` is the decay over the chunk,
+  # tiles are valid after `wait()`. May return a function of work that overlaps with the consumers.
   step: Callable
-  end: Callable  # (at, split, cta)
 
 
 class _Gmem(NamedTuple):
@@ -343,7 +353,7 @@ def run_state_pipeline(
     batch, split = row // num_splits, lax.rem(row, num_splits)
     warpgroup = lax.axis_index("warpgroup")
     pipeline = Pipeline(M, num_stages, smem.barriers)
-    cta = CTA(gmem.vectors, gmem.decay, gmem.normalizer, smem.normalizer, outs)
+    cta = CTA(gmem.vectors, gmem.decay, gmem.normalizer, smem.normalizer, outs, W)
 
     def index_of(n, column=0):
       chunk = split * M + (M - 1 - n if reverse else n)
@@ -360,17 +370,28 @@ def run_state_pipeline(
 
     @pl.when(warpgroup == 0)
     def _producer():
-      bound = None
-      if prologue is not None:
-        bound = Prologue(
-          begin=lambda: prologue.begin(index_of(0), split, cta),
-          step=lambda n, fixed, wait: prologue.step(
-            fixed, index_of(n), pipeline.stage(n, smem.stages), cta, wait
-          ),
-          end=lambda: prologue.end(index_of(0), split, cta),
-          barrier=smem.prologue_barrier,
-        )
-      pipeline.produce(load, bound)
+      if prologue is None:
+        pipeline.produce(load)
+        return
+
+      def begin():
+        at = index_of(0)
+        if normalizer is not None:
+          normalizer.begin(smem.normalizer, gmem.normalizer, at, split)
+        return decay.of_chunk(gmem.decay), prologue.begin(at, cta)
+
+      def step(n, fixed, wait):
+        total_decay, fixed = fixed
+        at, stage = index_of(n), pipeline.stage(n, smem.stages)
+        return prologue.step(fixed, total_decay, at, stage, cta, wait)
+
+      def end():
+        at = index_of(0)
+        if normalizer is not None:
+          target = outs.last_key_sum.at[cta.number(at), batch, head, split]
+          normalizer.store(smem.normalizer, target)
+
+      pipeline.produce(load, Prologue(begin, step, end, smem.prologue_barrier))
 
     @pl.when(warpgroup > 0)
     def _consumer():
@@ -494,14 +515,10 @@ def chunk_states(
     shape = V // TILE_WIDTH, *paired.shape[:4]
     out_type = out_type._replace(overlap=jax.ShapeDtypeStruct(shape, jnp.float32))
 
-  def begin(at, split, cta):
-    if normalizer is not None:
-      normalizer.begin(cta.normalizer_smem, cta.normalizer_gmem, at, split)
-    total_decay = decay.of_chunk(cta.decay_gmem)
-    return total_decay, None if constant is None else constant.factors(which, at, cta.decay_gmem)
+  def begin(at, cta):
+    return None if constant is None else constant.factors(which, at, cta.decay_gmem)
 
-  def step(fixed, at, stage, cta, wait):
-    total_decay, factors = fixed
+  def step(factors, total_decay, at, stage, cta, wait):
     in_chunk: Any = None
     if constant is not None:
       in_chunk = constant.in_chunk(which, factors, at, cta.decay_gmem)
@@ -509,7 +526,7 @@ def chunk_states(
       decay_of_chunk = total_decay(at)
       normalizer.load_weights(cta.normalizer_smem, cta.normalizer_gmem, at)
       if store_states:
-        target = cta.outs_gmem.key_sums.at[_cta_of(at), at.batch, at.head, at.chunk]
+        target = cta.outs_gmem.key_sums.at[cta.number(at), at.batch, at.head, at.chunk]
         normalizer.store(cta.normalizer_smem, target)
     weights = None
     if weight is not None:
@@ -526,14 +543,6 @@ def chunk_states(
       return None
     return lambda: normalizer.advance(cta.normalizer_smem, stage.a, decay_of_chunk, mma)
 
-  def end(at, split, cta):
-    if normalizer is not None:
-      target = cta.outs_gmem.last_key_sum.at[_cta_of(at), at.batch, at.head, split]
-      normalizer.store(cta.normalizer_smem, target)
-
-  def _cta_of(at):
-    return at.block // (config.value_tile // TILE_WIDTH)
-
   def consume(at, stage, state_smem, cta, state, decayed):
     del state_smem
     if paired is not None:
@@ -548,7 +557,7 @@ def chunk_states(
   idle = weight is None and constant is None and normalizer is None
   results = run_state_pipeline(
     consume,
-    None if idle else ChunkPrologue(begin, step, end),
+    None if idle else ChunkPrologue(begin, step),
     tiles,
     decay,
     weight,
@@ -567,9 +576,4 @@ def chunk_states(
   )
   if paired is not None:
     results = results._replace(overlap=results.overlap.sum(0))
-  if normalizer is None:
-    return results
-  return results._replace(
-    last_key_sum=results.last_key_sum[0],
-    key_sums=None if results.key_sums is None else results.key_sums[0],
-  )
+  return results.of_first_cta()

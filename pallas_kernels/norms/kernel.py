@@ -24,11 +24,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.core.sigmoid import sigmoid
 from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, with_int32_indices
 from pallas_kernels.norms import config as tuning
 from pallas_kernels.norms.config import KernelConfig
-
-_MIN_EXPONENT = -80.0  # below it x sigmoid(x) is 0 to 1e-33, and exp(-x) would overflow
 
 
 class Static(NamedTuple):
@@ -209,12 +208,6 @@ def _affine(x, inverse, scale, bias, factor):
   return y if bias is None else y + bias
 
 
-def _sigmoid(x):
-  """1 / (1 + exp(-x)), without a branch, which a division would be."""
-  root = lax.rsqrt(1.0 + jnp.exp(-jnp.maximum(x, _MIN_EXPONENT)))
-  return root * root
-
-
 # Forward kernel
 
 
@@ -242,7 +235,7 @@ def forward_kernel(inputs: Inputs, static: Static) -> Results:
         silu = None
         if ins.gate is not None:
           gate = others[-1].astype(jnp.float32)
-          silu = gate * _sigmoid(gate)
+          silu = gate * sigmoid(gate)
         if silu is not None and static.gate_first:
           x = x * silu
         x, inverse, _ = _statistics(cta, x, static)
@@ -324,7 +317,7 @@ def backward_kernel(
       x, silu, d_silu = total, None, None  # d_silu: the derivative of silu by the gate
       if ins.gate is not None:
         gate = others[0].astype(jnp.float32)
-        s = _sigmoid(gate)
+        s = sigmoid(gate)
         silu = gate * s
         d_silu = s + silu * (1.0 - s)
         x = x * silu if static.gate_first else x

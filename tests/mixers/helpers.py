@@ -36,6 +36,14 @@ def drawn(build, seed=0):
   return nnx.merge(graphdef, jax.tree.map_with_path(draw, params))
 
 
+def with_normal_noise(params):
+  """Parameters near these, none of them equal. By JAX, for a program that also makes them."""
+  leaves, structure = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  noise = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
+  return jax.tree.unflatten(structure, map(noise, leaves, keys))
+
+
 def float64_params(module):
   """The parameters as NumPy arrays in float64."""
   return jax.tree.map(lambda p: np.asarray(p, np.float64), split(module)[1])

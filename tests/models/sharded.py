@@ -12,7 +12,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import LNSSM, shard_time
 from lnssm_jax.models import LanguageModel
-from tests.mixers.helpers import drawn, split
+from tests.mixers.helpers import drawn, split, with_normal_noise
 from tests.mixers.tiny import TINY
 from tests.ops.contract import named_errors, values_and_gradients
 from tests.ops.divided import AXIS, DIVIDED, SEGMENT_IDS, WHOLE, collectives, mesh
@@ -34,14 +34,9 @@ def models(mixer, **options):
   def build(**more):
     return LanguageModel(**sizes | settings | options | more, rngs=nnx.Rngs(0))
 
-  def disturbed():
-    leaves, structure = jax.tree.flatten(split(build())[1])
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noise = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
-    return jax.tree.unflatten(structure, map(noise, leaves, keys))
-
   graphs = [nnx.graphdef(jax.eval_shape(lambda d=d: build(**d))) for d in ({}, sequence_axis())]
-  return jax.jit(disturbed)(), *(lambda p, g=g: nnx.merge(g, p) for g in graphs)
+  params = jax.jit(lambda: with_normal_noise(split(build())[1]))()
+  return params, *(lambda p, g=g: nnx.merge(g, p) for g in graphs)
 
 
 def sequence_axis():

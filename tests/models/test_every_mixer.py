@@ -16,7 +16,7 @@ from flax import nnx
 from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel, count_parameters
-from tests.mixers.helpers import split
+from tests.mixers.helpers import split, with_normal_noise
 from tests.mixers.test_contract import STARTS_AT_ZERO
 from tests.mixers.tiny import TINY
 
@@ -38,10 +38,7 @@ def disturbed(mixer: str, **options) -> LanguageModel:
 
   def build():
     graph, params = split(model(mixer, **options))
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noise = lambda leaf, key: leaf + 0.3 * jax.random.normal(key, leaf.shape, leaf.dtype)
-    return nnx.merge(graph, jax.tree.unflatten(structure, map(noise, leaves, keys)))
+    return nnx.merge(graph, with_normal_noise(params))
 
   return jax.jit(build)()
 

@@ -28,6 +28,12 @@ def close(got, want, dtype=jnp.float32, length=64):
   )
 
 
+def in_float64(fn, *arrays):
+  """The results of `fn`, computed in float64."""
+  with jax.enable_x64(True):
+    return jax.tree.map(np.asarray, fn(*(jnp.asarray(np.asarray(x, np.float64)) for x in arrays)))
+
+
 def cut(inputs, steps, start, end):
   """The inputs of some of the steps."""
   return {name: x[:, start:end] if name in steps else x for name, x in inputs.items()}

@@ -13,7 +13,7 @@ from lnssm_jax.ops.attention import cudnn
 from lnssm_jax.ops.attention.api import attention
 from lnssm_jax.ops.attention.types import AttentionState, Inputs, Mask, Options
 from lnssm_jax.ops.core.segments import positions, segments_of
-from tests.ops.promises import close
+from tests.ops.promises import close, in_float64
 
 B, H, G, K, V = 2, 4, 2, 4, 6
 KINDS = [{}, {"window": 5}, {"block": 6}]
@@ -64,11 +64,6 @@ def test_soft_cap_never_runs_in_cudnn():
     attention(q, k, v, soft_cap=2.0, implementation="cudnn")
   with pytest.raises(ValueError, match="soft_cap=0 must be None or a positive"):
     attention(q, k, v, soft_cap=0)
-
-
-def in_float64(fn, *arrays):
-  with jax.enable_x64(True):
-    return jax.tree.map(np.asarray, fn(*(jnp.asarray(np.asarray(x, np.float64)) for x in arrays)))
 
 
 @pytest.mark.parametrize("causal", [True, False])

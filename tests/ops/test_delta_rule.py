@@ -10,7 +10,7 @@ import pytest
 
 from lnssm_jax import ops
 from tests.ops import contract
-from tests.ops.promises import close
+from tests.ops.promises import close, in_float64
 
 B, H, K, V = 2, 2, 4, 6
 
@@ -31,11 +31,6 @@ def inputs(T, seed=0, per_column=False):
 @functools.partial(jax.jit, static_argnames=("implementation", "chunk_size", "scale"))
 def rule(q, k, v, beta, log_decay=None, chunk_size=8, **kwargs):
   return delta_rule(q, k, v, beta, log_decay=log_decay, chunk_size=chunk_size, **kwargs)
-
-
-def in_float64(fn, *arrays):
-  with jax.enable_x64(True):
-    return jax.tree.map(np.asarray, fn(*(jnp.asarray(np.asarray(x, np.float64)) for x in arrays)))
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])

@@ -35,6 +35,14 @@ def abstract_state(cfg: config.Train, mesh: Mesh) -> State:
   )
 
 
+def abstract_batch(cfg: config.Train, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+  """Shape, dtype and sharding of the arrays of a batch."""
+  shape, where = (cfg.global_batch, cfg.seq_len), device_mesh.batch_sharding(mesh)
+  describe = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+  batch = {name: describe(jnp.int32) for name in ("tokens", "targets", "segment_ids")}
+  return batch | {"weights": describe(jnp.float32)}
+
+
 def init_state(cfg: config.Train, mesh: Mesh, kernels: Path | None = None) -> State:
   """Initializes the state from `cfg.seed`, sharded; the same numbers on any mesh.
 

@@ -25,48 +25,26 @@ class Task:
   add_options: Callable[[Any], None]
 
 
-def count(text: str) -> int:
-  """A whole number of at least 1."""
-  value = int(text)
-  if value < 1:
-    raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-  return value
+def _number[Number: (int, float)](
+  name: str, kind: Callable[[str], Number], allows: Callable[[Number], bool], rule: str
+) -> Callable[[str], Number]:
+  """A type of values, which argparse calls `name` in messages: numbers of a kind with a rule."""
+
+  def parse(text: str) -> Number:
+    value = kind(text)
+    if not allows(value):
+      raise argparse.ArgumentTypeError(f"{text} must be {rule}")
+    return value
+
+  parse.__name__ = name
+  return parse
 
 
-def whole(text: str) -> int:
-  """A whole number of at least 0."""
-  value = int(text)
-  if value < 0:
-    raise argparse.ArgumentTypeError(f"{text} must be at least 0")
-  return value
-
-
-def rate(text: str) -> float:
-  """A positive number."""
-  value = float(text)
-  if not 0 < value < float("inf"):
-    raise argparse.ArgumentTypeError(f"{text} must be a positive number")
-  return value
-
-
-def share(text: str) -> float:
-  """A number between 0 and 1."""
-  value = float(text)
-  if not 0 < value < 1:
-    raise argparse.ArgumentTypeError(f"{text} must be between 0 and 1")
-  return value
-
-
-def seed(text: str) -> int:
-  """A whole number of 31 bits."""
-  value = int(text)
-  if not 0 <= value < 2**31:
-    raise argparse.ArgumentTypeError(f"{text} must be in [0, 2**31)")
-  return value
-
-
-# argparse names them in messages.
-whole.__name__ = "count"
+count = _number("count", int, lambda n: n >= 1, "at least 1")
+whole = _number("count", int, lambda n: n >= 0, "at least 0")
+rate = _number("rate", float, lambda x: 0 < x < float("inf"), "a positive number")
+share = _number("share", float, lambda x: 0 < x < 1, "between 0 and 1")
+seed = _number("seed", int, lambda n: 0 <= n < 2**31, "in [0, 2**31)")
 
 
 def add_model(parser: Any) -> None:

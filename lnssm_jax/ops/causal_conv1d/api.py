@@ -19,27 +19,18 @@ from lnssm_jax.ops.causal_conv1d.types import (
   init_state,
 )
 from lnssm_jax.ops.core import dispatch
-from lnssm_jax.ops.core.checks import check_floating, check_shape, checked_state
+from lnssm_jax.ops.core.checks import check_floating, check_sequence, check_shape, checked_state
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes
 from lnssm_jax.ops.core.precision import accumulation_dtype, wide
 from lnssm_jax.ops.core.segments import segments_of
 
 _NAME = "causal_conv1d"
 _SHIFT = "token_shift"
-
-
-def _implementations(axes: tuple[str, str]) -> dict[str, dispatch.Form]:
-  """Of several convolutions: their output is a tuple."""
-  kernels = dispatch.Kernels(f"{__package__}.pallas", axes)
-  return {
-    "pallas": kernels.compiled,
-    "reference": dispatch.Form(reference),
-    "pallas_interpret": kernels.interpreted,
-  }
-
-
-IMPLEMENTATIONS = _implementations(RESULT_AXES)
-_OF_SHIFT = _implementations(SHIFT_RESULT_AXES)
+# Of several convolutions: their output is a tuple.
+IMPLEMENTATIONS, _OF_SHIFT = (
+  dispatch.Kernels(f"{__package__}.pallas", axes).with_forms(reference=reference)
+  for axes in (RESULT_AXES, SHIFT_RESULT_AXES)
+)
 
 
 @dispatch.op(init_state)
@@ -168,9 +159,7 @@ def token_shift(
 def _checked_input(op: str, x) -> jax.Array:
   check_floating(op, "x", x)
   x = jnp.asarray(x)
-  check_shape(op, "x", x, (None,) * 3, "[B, T, D]")
-  if 0 in x.shape[1:]:
-    raise ValueError(f"{op}: x {x.shape} has an empty axis; T >= 1 and D >= 1 are needed.")
+  check_sequence(op, "x", x)
   return x
 
 

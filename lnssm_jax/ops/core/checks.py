@@ -17,6 +17,15 @@ def check_shape(scan: str, name: str, array, expected: tuple[int | None, ...], a
     raise ValueError(f"{scan}: {name} has shape {shape}, but {axes} = [{wanted}] is needed.")
 
 
+def check_sequence(op: str, name: str, array) -> tuple[int, int, int]:
+  """Checks that an array is [B, T, D] with tokens and channels; returns B, T, D."""
+  check_shape(op, name, array, (None,) * 3, "[B, T, D]")
+  B, T, D = array.shape
+  if 0 in (T, D):
+    raise ValueError(f"{op}: {name} {array.shape} has an empty axis; T >= 1 and D >= 1 are needed.")
+  return B, T, D
+
+
 def check_floating(scan: str, name: str, array):
   """Raises `ValueError` unless `array` is of a real floating-point dtype."""
   if not jnp.issubdtype(jnp.result_type(array), jnp.floating):

@@ -1,5 +1,6 @@
 """Splitting a sequence into chunks, `[N, B, H, C, X]`: N chunks of C tokens; and back."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -85,3 +86,29 @@ def shift(x: Any, later: bool, boundary: jax.Array | None = None) -> Any:
   if later:
     return jnp.concatenate([x[:, :1] if boundary is None else boundary[:, None], x[:, :-1]], axis=1)
   return jnp.concatenate([x[:, 1:], x[:, -1:] if boundary is None else boundary[:, None]], axis=1)
+
+
+def scan_constant_decay(decays: Sequence[jax.Array], keep, x):
+  """h_n = decays[0] h_{n-1} + x_n along axis 1; `decays[i]` is the decay of 2^i steps.
+
+  Where `keep` [B, T, ...] is false, the state before does not count. An associative scan that needs
+  no products of decays: pairs of steps are scanned with the next decay, which gives every other h;
+  the others follow from those.
+  """
+  length = x.shape[1]
+  if length == 1:
+    return x
+
+  def decayed(h, keep):
+    h = decays[0] * h
+    return h if keep is None else jnp.where(keep, h, 0)
+
+  pick = lambda steps: None if keep is None else keep[:, steps]
+  odd, even, even_again = slice(1, None, 2), slice(0, length - length % 2, 2), slice(2, None, 2)
+  pairs = decayed(x[:, even], pick(odd)) + x[:, odd]
+  keep_pairs = None if keep is None else keep[:, even] & keep[:, odd]
+  h_odd = scan_constant_decay(decays[1:], keep_pairs, pairs)
+  between = decayed(h_odd[:, : (length - 1) // 2], pick(even_again)) + x[:, even_again]
+  h_even = jnp.concatenate([x[:, :1], between], axis=1)
+  both = jnp.stack([h_even[:, : length // 2], h_odd], axis=2).reshape(x.shape[0], -1, *x.shape[2:])
+  return both if length % 2 == 0 else jnp.concatenate([both, h_even[:, -1:]], axis=1)

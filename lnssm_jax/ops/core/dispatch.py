@@ -253,6 +253,11 @@ class Kernels:
       _by_name_only,
     )
 
+  def with_forms(self, **forms: Callable[[Any, Any], Any]) -> dict[str, Form]:
+    """All implementations of an op, as preferred: these are between those of the kernels."""
+    named = {name: Form(run) for name, run in forms.items()}
+    return {"pallas": self.compiled, **named, "pallas_interpret": self.interpreted}
+
   def _kernels(self) -> Any:
     return importlib.import_module(self._module)
 

@@ -10,20 +10,10 @@ from lnssm_jax.ops.cross_entropy.reference import reference
 from lnssm_jax.ops.cross_entropy.types import CrossEntropy, Inputs, Options
 
 _NAME = "cross_entropy"
-
-
-def _implementations(results: tuple[str, ...]) -> dict[str, dispatch.Form]:
-  kernels = dispatch.Kernels(f"{__package__}.pallas", results)
-  return {
-    "pallas": kernels.compiled,
-    "reference": dispatch.Form(reference),
-    "pallas_interpret": kernels.interpreted,
-  }
-
-
-_TERMS = ("BT", "BT")
-IMPLEMENTATIONS = _implementations((*_TERMS, "BTV"))
-_WITHOUT_GRADIENT = _implementations(_TERMS)
+IMPLEMENTATIONS, _WITHOUT_GRADIENT = (
+  dispatch.Kernels(f"{__package__}.pallas", results).with_forms(reference=reference)
+  for results in (("BT", "BT", "BTV"), ("BT", "BT"))
+)
 
 
 def cross_entropy(

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core import dispatch
-from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.core.checks import check_sequence, check_shape
 from lnssm_jax.ops.core.segments import segments_of
 from lnssm_jax.ops.diagonal_scan.chunked import associative, chunked
 from lnssm_jax.ops.diagonal_scan.reference import reference
@@ -19,13 +19,7 @@ from lnssm_jax.ops.diagonal_scan.types import (
 
 _NAME = "diagonal_scan"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
-IMPLEMENTATIONS = {
-  "pallas": _KERNELS.compiled,
-  "chunked": dispatch.Form(chunked),
-  "associative": dispatch.Form(associative),
-  "reference": dispatch.Form(reference),
-  "pallas_interpret": _KERNELS.interpreted,
-}
+IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, reference=reference)
 
 
 @dispatch.op(init_state)
@@ -86,10 +80,7 @@ def diagonal_scan(
         f"{_NAME}: {name} has dtype {array.dtype}; it must be floating point or complex "
         f"(cast it, e.g. {name}.astype(jnp.float32))."
       )
-  check_shape(_NAME, "x", x, (None,) * 3, "[B, T, D]")
-  B, T, D = x.shape
-  if 0 in (T, D):
-    raise ValueError(f"{_NAME}: x {x.shape} has an empty axis; T >= 1 and D >= 1 are needed.")
+  B, T, D = check_sequence(_NAME, "x", x)
   if decay.shape not in ((D,), x.shape):
     raise ValueError(
       f"{_NAME}: decay has shape {decay.shape}, but [B, T, D] = {list(x.shape)} or [D] = {[D]} "

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lnssm_jax.ops.core.chunking import over_chunks, shift
+from lnssm_jax.ops.core.chunking import over_chunks, scan_constant_decay, shift
 from lnssm_jax.ops.core.precision import binary_powers
 from lnssm_jax.ops.core.spmd import vary_alike
 from lnssm_jax.ops.diagonal_scan.types import DiagonalState, Inputs, Options
@@ -116,8 +116,8 @@ def _scan_chunk(decay, keep, x, *, chain, reverse):
     return _chain(decay, keep, x, reverse)
   if decay.shape[1] == 1:
     flip = (lambda y: y if y is None else jnp.flip(y, 1)) if reverse else (lambda y: y)
-    powers = binary_powers(decay[:, 0], x.shape[1].bit_length())
-    return flip(_scan_constant(powers, flip(keep), flip(x)))
+    powers = binary_powers(decay, x.shape[1].bit_length())
+    return flip(scan_constant_decay(powers, flip(keep), flip(x)))
   if keep is None:
 
     def combine(left, right):
@@ -141,31 +141,6 @@ def _chain(decay, keep, x, reverse):
   for t in order[1:]:
     results.append(_decayed(decay, keep, t, results[-1]) + x[:, t])
   return jnp.stack(results[:: -1 if reverse else 1], axis=1)
-
-
-def _scan_constant(powers, keep, x):
-  """The associative scan of a constant decay: only its powers d, d^2, d^4, ... are needed.
-
-  Pairs of tokens are scanned with the squared decay, which gives every other h; the others follow
-  from those.
-  """
-  length = x.shape[1]
-  if length == 1:
-    return x
-  odd, even = slice(1, None, 2), slice(0, length - length % 2, 2)
-
-  def decayed(y, keep):
-    y = powers[0][:, None] * y
-    return y if keep is None else jnp.where(keep, y, 0)
-
-  pick = lambda y, steps: None if y is None else y[:, steps]
-  pairs = decayed(x[:, even], pick(keep, odd)) + x[:, odd]
-  keep_pairs = None if keep is None else keep[:, even] & keep[:, odd]
-  h_odd = _scan_constant(powers[1:], keep_pairs, pairs)
-  between = decayed(h_odd[:, : (length - 1) // 2], pick(keep, slice(2, None, 2))) + x[:, 2::2]
-  h_even = jnp.concatenate([x[:, :1], between], axis=1)
-  both = jnp.stack([h_even[:, : length // 2], h_odd], axis=2).reshape(x.shape[0], -1, x.shape[2])
-  return both if length % 2 == 0 else jnp.concatenate([both, h_even[:, -1:]], axis=1)
 
 
 def _decayed(decay, keep, t, h):

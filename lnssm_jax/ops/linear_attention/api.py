@@ -30,13 +30,11 @@ from lnssm_jax.ops.linear_attention.types import (
 _NAME = "linear_attention"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
 
-IMPLEMENTATIONS = {
-  "pallas": _KERNELS.compiled,
-  "chunked": dispatch.Form(form_over_groups(chunked, reads_groups=True)),
-  "reference": dispatch.Form(form_over_groups(reference)),
-  "associative": dispatch.Form(form_over_groups(associative)),
-  "pallas_interpret": _KERNELS.interpreted,
-}
+IMPLEMENTATIONS = _KERNELS.with_forms(
+  chunked=form_over_groups(chunked, reads_groups=True),
+  reference=form_over_groups(reference),
+  associative=form_over_groups(associative),
+)
 
 
 @dispatch.op(init_state)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.causal_conv1d.types import ConvState
 from lnssm_jax.ops.core import dispatch
-from lnssm_jax.ops.core.checks import check_chunk_size, check_floating, check_shape
+from lnssm_jax.ops.core.checks import check_chunk_size, check_floating, check_sequence, check_shape
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
 from lnssm_jax.ops.long_convolution import chunked, taps
@@ -109,10 +109,7 @@ def long_convolution(
   """
   x = jnp.asarray(x)
   check_floating(_NAME, "x", x)
-  check_shape(_NAME, "x", x, (None,) * 3, "[B, T, D]")
-  B, T, D = x.shape
-  if 0 in (T, D):
-    raise ValueError(f"{_NAME}: x {x.shape} has an empty axis; T >= 1 and D >= 1 are needed.")
+  B, T, D = check_sequence(_NAME, "x", x)
   check_chunk_size(_NAME, chunk_size)
   if isinstance(kernel, ExponentialKernel):
     kernel = checked_exponential_kernel(_NAME, kernel, D, x)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lnssm_jax.ops.core.chunking import chunk_of
+from lnssm_jax.ops.core.chunking import chunk_of, scan_constant_decay
 from lnssm_jax.ops.long_convolution.exponentials import (
   exponentials,
   parts,
@@ -113,7 +113,7 @@ def _grouped(x):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _over_chunks(size, log_pole, keep, x):
   """h_n = exp(size log_pole) h_{n-1} + x_n along axis 1, without h_{n-1} where `keep` is False."""
-  return _linear_scan(_decays(size, log_pole, x), keep, x)
+  return scan_constant_decay(_decays(size, log_pole, x), keep, x)
 
 
 def _forward(size, log_pole, keep, x):
@@ -127,7 +127,7 @@ def _backward(size, residuals, d_h):
   log_pole, keep, h = residuals
   decays = _decays(size, log_pole, h)
   keep_next = None if keep is None else jnp.flip(jnp.roll(keep, -1, axis=1), 1)
-  d_x = jnp.flip(_linear_scan(decays, keep_next, jnp.flip(d_h, 1)), 1)
+  d_x = jnp.flip(scan_constant_decay(decays, keep_next, jnp.flip(d_h, 1)), 1)
   products = d_x[:, 1:] * h[:, :-1]
   products = products if keep is None else jnp.where(keep[:, 1:], products, 0)
   d_log_pole = size * decays[0] * _grouped(products).sum(2).sum((0, 1))
@@ -142,27 +142,3 @@ def _decays(size, log_pole, x):
   """exp(size log_pole), exp(2 size log_pole), exp(4 size log_pole), ..."""
   doublings = (x.shape[1] - 1).bit_length()
   return list(exponentials(log_pole, tuple(size << i for i in range(doublings))))
-
-
-def _linear_scan(decays, keep, x):
-  """h_n = decays[0] h_{n-1} + x_n along axis 1; `decays[i]` is that of 2^i chunks.
-
-  Pairs are merged and scanned, which gives every other h; the others follow from those.
-  """
-  count = x.shape[1]
-  if count == 1:
-    return x
-
-  def decayed(h, keep):
-    h = decays[0] * h
-    return h if keep is None else jnp.where(keep, h, 0)
-
-  pick = lambda steps: None if keep is None else keep[:, steps]
-  odd, even, even_again = slice(1, None, 2), slice(0, count - count % 2, 2), slice(2, None, 2)
-  pairs = decayed(x[:, even], pick(odd)) + x[:, odd]
-  keep_pairs = None if keep is None else keep[:, even] & keep[:, odd]
-  h_odd = _linear_scan(decays[1:], keep_pairs, pairs)
-  between = decayed(h_odd[:, : (count - 1) // 2], pick(even_again)) + x[:, even_again]
-  h_even = jnp.concatenate([x[:, :1], between], axis=1)
-  both = jnp.stack([h_even[:, : count // 2], h_odd], axis=2).reshape(x.shape[0], -1, *x.shape[2:])
-  return both if count % 2 == 0 else jnp.concatenate([both, h_even[:, -1:]], axis=1)

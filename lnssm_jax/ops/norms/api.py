@@ -13,18 +13,10 @@ from lnssm_jax.ops.norms.reference import reference
 from lnssm_jax.ops.norms.types import ROW_AXES, Inputs, Options
 
 _NAME = "normalize"
-
-
-def _implementations(axes: str) -> dict[str, dispatch.Form]:
-  kernels = dispatch.Kernels(f"{__package__}.pallas", (axes, axes))
-  return {
-    "pallas": kernels.compiled,
-    "reference": dispatch.Form(reference),
-    "pallas_interpret": kernels.interpreted,
-  }
-
-
-_BY_RANK = {rank: _implementations(axes) for rank, axes in ROW_AXES.items()}
+_BY_RANK = {
+  rank: dispatch.Kernels(f"{__package__}.pallas", (axes, axes)).with_forms(reference=reference)
+  for rank, axes in ROW_AXES.items()
+}
 IMPLEMENTATIONS = _BY_RANK[4]
 
 

@@ -10,13 +10,7 @@ from lnssm_jax.ops.selective_scan.types import Inputs, SelectiveState, init_stat
 
 _NAME = "selective_scan"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", channel_states.RESULT_AXES)
-IMPLEMENTATIONS = {
-  "pallas": _KERNELS.compiled,
-  "chunked": dispatch.Form(chunked),
-  "associative": dispatch.Form(associative),
-  "reference": dispatch.Form(reference),
-  "pallas_interpret": _KERNELS.interpreted,
-}
+IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, reference=reference)
 
 
 @dispatch.op(init_state)

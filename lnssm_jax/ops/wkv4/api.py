@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core import dispatch
-from lnssm_jax.ops.core.checks import check_floating, check_shape
+from lnssm_jax.ops.core.checks import check_floating, check_sequence, check_shape
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
 from lnssm_jax.ops.wkv4.chunked import associative, chunked
@@ -14,13 +14,7 @@ from lnssm_jax.ops.wkv4.types import RESULT_AXES, Inputs, Options, WKV4State, in
 
 _NAME = "wkv4"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
-IMPLEMENTATIONS = {
-  "pallas": _KERNELS.compiled,
-  "chunked": dispatch.Form(chunked),
-  "reference": dispatch.Form(reference),
-  "associative": dispatch.Form(associative),
-  "pallas_interpret": _KERNELS.interpreted,
-}
+IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, reference=reference, associative=associative)
 
 
 @dispatch.op(init_state)
@@ -75,13 +69,10 @@ def wkv4(
   k, v, decay_rate, bonus = (jnp.asarray(x) for x in (k, v, decay_rate, bonus))
   for name, x in (("k", k), ("v", v), ("decay_rate", decay_rate), ("bonus", bonus)):
     check_floating(_NAME, name, x)
-  check_shape(_NAME, "k", k, (None,) * 3, "[B, T, D]")
-  B, T, D = k.shape
+  B, T, D = check_sequence(_NAME, "k", k)
   check_shape(_NAME, "v", v, (B, T, D), "the shape of k, [B, T, D]")
   check_shape(_NAME, "decay_rate", decay_rate, (D,), "[D]")
   check_shape(_NAME, "bonus", bonus, (D,), "[D]")
-  if 0 in (T, D):
-    raise ValueError(f"{_NAME}: k {k.shape} has an empty axis; T >= 1 and D >= 1 are needed.")
   if chunk_size is not None and chunk_size < 1:
     raise ValueError(f"{_NAME}: chunk_size={chunk_size} must be at least 1.")
   acc = accumulation_dtype(k, v, decay_rate, bonus)
