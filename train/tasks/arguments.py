@@ -71,7 +71,8 @@ whole.__name__ = "count"
 
 def add_model(parser: Any) -> None:
   """MODEL and --step, which `loaded` reads."""
-  parser.add_argument("model", metavar="MODEL", help="a run folder or an exported model")
+  where = "a run folder, an exported or a published model"
+  parser.add_argument("model", metavar="MODEL", help=where)
   parser.add_argument("--step", type=count, metavar="N", help="another checkpoint of a run")
 
 
