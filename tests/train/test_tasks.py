@@ -286,7 +286,15 @@ def test_babilong_asks_after_the_input(loaded, write, monkeypatch):
   rows = [{"input": "Al is here.", "question": "Where?", "target": x} for x in ("hall", "attic")]
   report = babilong.run(loaded, [write(rows, "qa1_0k.jsonl")])
   assert seen == ["Al is here. Where? The answer is"] * 2
-  assert report.tables["sets"] == [{"set": "qa1_0k", "rows": 2, "accuracy": 0.5}]
+  assert report.tables == {"sets": [{"set": "qa1_0k", "rows": 2, "accuracy": 0.5}]}
+  files = [write(rows[:1], "qa2_0k.jsonl"), write(rows[:1], "qa1_1k.jsonl")]
+  report = babilong.run(loaded, [write(rows, "qa1_0k.jsonl"), *files])
+  assert report.tables["accuracy by length"] == [
+    {"length": "0k", "qa1": 0.5, "qa2": 1.0, "mean": 0.75},
+    {"length": "1k", "qa1": 1.0, "qa2": None, "mean": 1.0},
+  ]
+  report = babilong.run(loaded, [*files, write(rows, "other.jsonl")])
+  assert list(report.tables) == ["sets"]
 
 
 @pytest.mark.parametrize(
