@@ -45,7 +45,7 @@ def load_model(path: str | Path, *, step: int | None = None, ema: bool = False) 
     cfg = RunFolder(path).load_config()  # the folder may have been moved
     return of_run(dataclasses.replace(cfg, run_dir=str(path)), step=step, ema=ema)
   if ema:
-    raise exports.ExportError(f"{path} is no run; use ema with the run, or its export.")
+    raise exports.ExportError(f"{path} is an exported model; use ema with the run, or its export.")
   found = loaded.load_model(path)
   if step is not None and step != found.step:
     raise exports.ExportError(f"{path} has the model of step {found.step}, not of step {step}.")
