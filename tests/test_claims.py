@@ -34,6 +34,20 @@ def test_commands_of_the_claims_are_complete():
     _parser().parse_args(shlex.split(command))  # exits with 2 if an argument is missing
 
 
+def test_each_experiment_has_a_command_or_a_reason():
+  page = (ROOT / "docs/tasks.md").read_text()
+  rows = re.findall(r"^\| (E\d+) \| ([^|]+) \| (.+) \|$", page, re.M)
+  assert [name for name, _, _ in rows] == [f"E{number}" for number in range(1, 26)]
+  for name, _, how in rows:
+    words = re.findall(r"`(task [\w-]+|fit|sweep|classify|python -m benchmarks)[^`]*`", how)
+    assert words or re.match(r"impossible here: \w+", how), name
+    tasks = {word.split()[1] for word in words if word.startswith("task ")}
+    assert tasks <= {task.name for task in TASKS}, name
+    files = re.findall(r"configs/[\w/]+\.py", how)
+    files += [f"benchmarks/{module}.py" for module in re.findall(r"benchmarks\.(\w+)", how)]
+    assert [file for file in files if not (ROOT / file).exists()] == [], name
+
+
 def test_each_claim_has_evidence_and_one_kind_of_verdict():
   for row in ROWS:
     claim, evidence, verdict = (cell.strip() for cell in row.strip("|").split(" | "))

@@ -4,7 +4,7 @@ It runs from a checkout of the repository and is not part of the installed packa
 In notebooks and scripts:
 
     train.fit(cfg)                    # trains, or resumes; cfg is a `train.config.Train`
-    loaded = train.load_model(path)   # of a run folder or an exported model
+    loaded = train.load_model(path)   # of a run folder, an exported or published model
     train.export(run_dir, "exported")
     train.inspect(path)               # what `python -m train inspect --json` prints
 """

@@ -6,7 +6,10 @@ import json
 import numpy as np
 import pytest
 
+import lnssm_jax
+import train
 from lnssm_jax.pretrained import ExportError, hugging_face, safetensors
+from lnssm_jax.pretrained.tokenizers import ByteTokenizer
 from tests.pretrained.published import recorded, write
 from train import config, loop
 from train.cli.main import main
@@ -45,6 +48,17 @@ def test_published_model_as_a_run_exports_the_bytes_that_it_had(case, layout, ti
   assert {n: ours[n].tobytes() for n in ours} == {n: theirs[n].tobytes() for n in theirs}
   assert not hugging_face.differences(*map(hugging_face.settings_of, (out, folder)))
   assert '"eos_token_id": 256' in (out / "config.json").read_text()
+
+
+def test_published_model_is_scored_by_tasks(tmp_path, monkeypatch, capsys):
+  folder, text = with_bytes(tmp_path / "theirs", "fla_gla"), tmp_path / "a.txt"
+  text.write_text("some text")
+  loaded = train.load_model(folder)
+  monkeypatch.setattr(type(loaded), "tokenizer", ByteTokenizer())
+  assert main(["task", "lm", str(folder), str(text)]) == 0
+  assert f"{lnssm_jax.score(loaded, 'some text').perplexity:.4f}" in capsys.readouterr().out
+  with pytest.raises(ExportError, match=r"has the model of step 0, not of step 3"):
+    train.load_model(folder, step=3)
 
 
 def test_import_of_a_published_model_that_the_config_does_not_describe_raises(tiny, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import runpy
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ PAGE = (ROOT / "docs" / "sweeps.md").read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_sweep_file_has_three_seeds_and_rates_of_each_model(path, monkeypatch):
+def test_sweep_file_has_three_seeds_and_swept_rates_of_each_model(path, monkeypatch):
   monkeypatch.setenv("LNSSM_DATA", "folder")
   sweep = spec.load(path)
   of_labels = {}
@@ -28,12 +29,30 @@ def test_sweep_file_has_three_seeds_and_rates_of_each_model(path, monkeypatch):
   assert len(of_labels) > 5
   for pairs in of_labels.values():
     rates = {rate for rate, _ in pairs}
-    assert len(rates) == 3 and len(pairs) == 9 and {seed for _, seed in pairs} == {0, 1, 2}
+    assert len(rates) == 3 or (len(rates) == 2 and path.stem.startswith("lm_"))
+    assert len(pairs) == 3 * len(rates) and {seed for _, seed in pairs} == {0, 1, 2}
   for name in (sweep.plot.x, sweep.plot.line, sweep.plot.panel):
     assert name in (None, "learning_rate", *sweep.runs[0].labels)
   text, name = path.read_text(), f"configs/sweeps/{path.name}"
   assert f"python -m train sweep {name}" in text and "Measured: " in text
   assert f"`{name}`" in PAGE
+
+
+def test_sweeps_of_language_models_take_a_quarter_of_an_hour(monkeypatch):
+  """At a million tokens per second; LCSM's codes without a kernel are slower, and have fewer."""
+  monkeypatch.setenv("LNSSM_DATA", "folder")
+  for path in (path for path in FILES if path.stem.startswith("lm_")):
+    tokens = sum(x.cfg.steps * x.cfg.global_batch * x.cfg.seq_len for x in spec.load(path).runs)
+    assert 3e8 < tokens < 9e8, path.stem
+
+
+def test_sweep_of_lcsm_has_its_codes_in_the_order_of_the_printed_perplexities(monkeypatch):
+  monkeypatch.setenv("LNSSM_DATA", "folder")
+  rows = runpy.run_path(str(ROOT / "configs/lcsm_wikitext103.py"))["SWEEP"]
+  printed = {row.options["code"]: row.perplexity[0] for row in reversed(rows)}
+  codes = [x.labels["code"] for x in spec.load(ROOT / "configs/sweeps/lm_lcsm.py").runs]
+  found = [printed[code] for code in dict.fromkeys(codes)]
+  assert len(found) == 12 and found == sorted(found, reverse=True)
 
 
 def test_sweeps_of_states_compare_states_of_equal_size():
@@ -43,7 +62,9 @@ def test_sweeps_of_states_compare_states_of_equal_size():
   from lnssm_jax.mixers import MIXERS
 
   sizes = {}
-  for run in spec.load(ROOT / "configs/sweeps/mqar_states.py", only=["seed=0", "lr=0.001"]).chosen:
+  paths = [ROOT / f"configs/sweeps/mqar_{name}.py" for name in ("states", "states_width")]
+  chosen = [spec.load(path, only=["seed=0", "lr=0.001"]).chosen for path in paths]
+  for run in (run for of_file in chosen for run in of_file):
     model = run.cfg.model
     _, name = model.mixer
     heads = {"num_heads": model.num_heads, **model.mixer_options[name]}
@@ -51,8 +72,10 @@ def test_sweeps_of_states_compare_states_of_equal_size():
     state = nnx.eval_shape(lambda: mixer.init_state(1))  # noqa: B023
     leaves = [x.kv for x in (state if isinstance(state, tuple) else (state,)) if hasattr(x, "kv")]
     leaves = leaves or [state.kv]
-    sizes.setdefault(run.labels["rows"], set()).add(sum(leaf.size for leaf in leaves))
-  assert sizes == {rows: {rows * 32 * 2} for rows in (32, 96, 160, 288)}
+    place = (run.labels.get("rows", 96), model.dim)
+    sizes.setdefault(place, set()).add(sum(leaf.size for leaf in leaves))
+  places = [*((rows, 64) for rows in (32, 96, 160, 288)), (96, 128), (96, 256)]
+  assert sizes == {(rows, width): {rows * width} for rows, width in places}
 
 
 def test_page_of_sweeps_runs(monkeypatch):
@@ -86,7 +109,7 @@ def test_first_model_of_a_sweep_file_trains_at_a_tiny_size(path, tmp_path, monke
   sweep = spec.load(path)
   first, lr = sweep.runs[0], f"lr={spec.rate_of(sweep.runs[0])}"
   sizes = ["seq_len=16", "global_batch=2", "steps=2", "model.vocab_size=300"]
-  sizes += ["optimizer.warmup_steps=0"]
+  sizes += ["optimizer.warmup_steps=1"]
   if first.task is None:
     rng, sources = random.Random(0), {}
     for name, count in (("a", 20), ("b", 4)):
@@ -96,7 +119,11 @@ def test_first_model_of_a_sweep_file_trains_at_a_tiny_size(path, tmp_path, monke
     data = {"sources": sources, "train": ("a",), "validation": ("b",), "tokenizer": "bytes"}
     data["folder"] = str(tmp_path / "tokens")
     sizes += [f"data.{name}={value}" for name, value in data.items()]
-    sizes += ["model.dim=128", "model.num_heads=2", "model.num_layers=1"]
+    patterns = [x.cfg.model.mixer for x in sweep.runs if not isinstance(x.cfg.model.mixer, str)]
+    layers = max((len(mixer) for mixer in patterns), default=1)
+    sizes += ["model.dim=128", f"model.num_layers={layers}"]
+    if first.cfg.model.num_heads > 1:
+      sizes += ["model.num_heads=2"]
   else:
     sizes += ["task.pairs=2", "task.train_rows=4", "task.test_rows=2"]
   chosen = [f"{name}={value}" for name, value in first.labels.items()]

@@ -76,6 +76,9 @@ def test_command_writes_a_file_per_task_and_length(places, capsys):
   assert [len(text.splitlines()) for text in first.values()] == [2, 2]
   assert main([*arguments, "--lengths", "0", "2000"]) == 0
   assert {path.name: path.read_text() for path in out.iterdir()} == first
+  assert main([*arguments, "--lengths", "500"]) == 0  # a file of its own, not qa1_0k
+  assert (out / "qa1_0k.jsonl").read_text() == first["qa1_0k.jsonl"]
+  assert len((out / "qa1_500.jsonl").read_text().splitlines()) == 2
   capsys.readouterr()
   assert main([*arguments, "--lengths", "20"]) == 2
   assert capsys.readouterr().err.startswith("error: length=20 holds no story of qa1")

@@ -82,6 +82,14 @@ def test_training_ends_after_its_steps(monkeypatch):
   assert report.settings["train_rows"] == 8  # two batches; the ninth row fills none
 
 
+def test_rows_in_training_are_those_of_the_seed_of_the_data():
+  sizes = {"train_rows": 4, "test_rows": 4, "data_seed": 5}
+  copies = Scripted([])(CFG, seeds=(0,), learning_rates=(1e-3,))
+  training = mqar_training.Training(CFG, TASK, copies, **sizes)
+  np.testing.assert_array_equal(training.train[0].tokens, TASK.examples(4, 5).tokens)
+  np.testing.assert_array_equal(training.test[0].tokens, TASK.examples(4, 2**31 + 5).tokens)
+
+
 def test_command_trains_prints_a_table_and_writes_json(tiny, config_file, tmp_path, capsys):
   cfg = tiny(seq_len=16, steps=2)
   file = tmp_path / "result.json"
@@ -108,6 +116,11 @@ def test_command_writes_the_data_it_would_train_on(tiny, config_file, tmp_path):
   np.testing.assert_array_equal(data["train_tokens"], train.tokens)
   np.testing.assert_array_equal(data["test_tokens"], test.tokens)
   np.testing.assert_array_equal(data["test_labels"], test.labels())
+  options += ["--data-seed", "3"]
+  assert main(["task", "mqar", "--config", config_file(tiny(seq_len=16)), *options]) == 0
+  with np.load(path) as file:
+    np.testing.assert_array_equal(file["train_tokens"], task.examples(6, 3).tokens)
+    np.testing.assert_array_equal(file["test_tokens"], task.examples(3, 2**31 + 3).tokens)
 
 
 def test_task_that_does_not_fit_raises():

@@ -57,6 +57,13 @@ def test_prompts_are_those_of_the_paper(row, once, twice):
   assert recall.prompt_of(row, twice=True) == twice
 
 
+def test_question_without_a_text_has_all_names_of_its_answer():
+  row = {"context": "Question: Which plant?\nAnswer: ", "answer": "Onion", "aliases": ["Leek"]}
+  assert recall.prompt_of(row) == "Question: Which plant?\nAnswer:"
+  assert recall.values_of(row) == ["Onion", "Leek"]
+  assert recall.values_of({"context": "Q", "answer": "A"}) == ["A"]
+
+
 def test_answers_contain_a_value_in_any_case(tmp_path, monkeypatch):
   """Rows whose prompt is longer than --length are left out."""
 
@@ -84,6 +91,8 @@ def test_answers_contain_a_value_in_any_case(tmp_path, monkeypatch):
     ({"text": "a", "key": 3, "value": "b"}, False, r'expected "text", "key", "value", or'),
     (NQ | {"answers": []}, False, r'expected "text", "key", "value", or'),
     ({"text": "a", "value": "b"}, True, r'expected also "context" and "question"'),
+    ({"context": "Q", "answer": 3}, False, r'expected "context" and "answer" with text'),
+    ({"context": "Q", "answer": "A"}, True, r"expected a text to read twice"),
   ],
 )
 def test_rows_of_another_format_raise(row, twice, message, tmp_path):

@@ -47,6 +47,9 @@ def test_rows_to_train_on_are_prompts_with_each_reference(files, tmp_path, capsy
   assert capsys.readouterr().out.endswith("1 rows to train on\n")
   prompt, completion = rows["eli5"][0]
   assert json.loads(path.read_text()) == {"prompt": prompt, "completion": completion}
+  arguments = ["task", "rouge", "-", files["wikilarge"], "--kind", "wikilarge", "--limit", "1"]
+  assert main([*arguments, "--write", str(path)]) == 0
+  assert capsys.readouterr().out.endswith("1 rows to train on\n")
 
 
 def test_score_is_that_of_the_best_reference(files, monkeypatch):

@@ -136,8 +136,11 @@ def test_lm_reports_corpora_documents_and_positions(loaded, write):
   assert row["bits_per_byte"] == pytest.approx(nats.mean() / math.log(2), rel=1e-5)
   means = [part.mean() for part in parts]
   assert row["document_perplexity"] == pytest.approx(math.exp(np.mean(means)), rel=1e-4)
-  found = [each["nats_per_token"] for each in report.details["documents"]]
-  np.testing.assert_allclose(found, means, rtol=1e-5)
+  each = report.details["documents"]
+  np.testing.assert_allclose([row["nats_per_token"] for row in each], means, rtol=1e-5)
+  np.testing.assert_allclose([row["perplexity"] for row in each], np.exp(means), rtol=1e-4)
+  bits = [row["bits_per_byte"] for row in each]
+  np.testing.assert_allclose(bits, np.array(means) / math.log(2), rtol=1e-5)
   buckets = {(each["from"], each["to"]): each for each in report.tables["positions"]}
   assert list(buckets) == [(1, 1), (2, 3), (4, 7), (8, 15), (16, 17)]
   second = np.mean([part[1:3] for part in parts])
@@ -181,7 +184,7 @@ def test_choice_takes_the_likeliest_in_total_and_per_byte(loaded, write):
   options = ["ab", "a much longer continuation"]
   of = lambda context, text: log_probs(loaded, context + text)[0][len(context) - 1 :].sum()
   totals = [of("What?", f" {text}") for text in options]
-  per_byte = [total / (1 + len(text)) for total, text in zip(totals, options, strict=True)]
+  per_byte = [total / len(text) for total, text in zip(totals, options, strict=True)]
   best, best_per_byte = int(np.argmax(totals)), int(np.argmax(per_byte))
   rows = [{"query": "What?", "choices": options, "gold": gold} for gold in (best, 1 - best, best)]
   (row,) = choices.choice(loaded, [write(rows, "what.jsonl")]).tables["sets"]
@@ -193,6 +196,16 @@ def test_choice_takes_the_likeliest_in_total_and_per_byte(loaded, write):
   best = int(np.argmax([of(context, "yes") for context in contexts]))
   rows = [{"context_options": contexts, "continuation": "yes", "gold": best}]
   assert choices.choice(loaded, [write(rows)]).tables["sets"][0]["accuracy"] == 1
+
+
+def test_choice_bytes_are_those_of_the_choice_without_a_space(monkeypatch, write):
+  """-7 and -13 over 1 and 2 bytes, as in `lm_eval`; over 2 and 3 bytes the first would win."""
+  found = [types.SimpleNamespace(total=total) for total in (-7.0, -13.0)]
+  monkeypatch.setattr(texts, "scores", lambda *args, **how: found)
+  rows = [{"query": "Q", "choices": ["a", "bc"], "gold": 1}]
+  model = types.SimpleNamespace(model=None, tokenizer=None, source="m", step=1)
+  (row,) = choices.choice(model, [write(rows)]).tables["sets"]
+  assert (row["accuracy"], row["accuracy_per_byte"]) == (0, 1)
 
 
 def test_cloze_counts_continuations_that_greedy_generation_gives(loaded, write):
@@ -273,7 +286,15 @@ def test_babilong_asks_after_the_input(loaded, write, monkeypatch):
   rows = [{"input": "Al is here.", "question": "Where?", "target": x} for x in ("hall", "attic")]
   report = babilong.run(loaded, [write(rows, "qa1_0k.jsonl")])
   assert seen == ["Al is here. Where? The answer is"] * 2
-  assert report.tables["sets"] == [{"set": "qa1_0k", "rows": 2, "accuracy": 0.5}]
+  assert report.tables == {"sets": [{"set": "qa1_0k", "rows": 2, "accuracy": 0.5}]}
+  files = [write(rows[:1], "qa2_0k.jsonl"), write(rows[:1], "qa1_1k.jsonl")]
+  report = babilong.run(loaded, [write(rows, "qa1_0k.jsonl"), *files])
+  assert report.tables["accuracy by length"] == [
+    {"length": "0k", "qa1": 0.5, "qa2": 1.0, "mean": 0.75},
+    {"length": "1k", "qa1": 1.0, "qa2": None, "mean": 1.0},
+  ]
+  report = babilong.run(loaded, [*files, write(rows, "other.jsonl")])
+  assert list(report.tables) == ["sets"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Loading of models from run folders and exports: parameters only, on one device."""
+"""Loading of models from run folders, exports and published folders, on one device."""
 
 import dataclasses
 from pathlib import Path
@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from lnssm_jax.generate import SamplingOptions
-from lnssm_jax.pretrained import exports, loaded
+from lnssm_jax.pretrained import exports, folders, loaded
 from lnssm_jax.pretrained.loaded import LoadedModel
 from train import config
 from train.checkpoint import store
@@ -24,7 +24,7 @@ __all__ = ["LoadedModel", "load_model", "load_params", "of_run", "sampling_optio
 
 
 def load_model(path: str | Path, *, step: int | None = None, ema: bool = False) -> LoadedModel:
-  """Loads the model in `path`, a run folder or a folder written by `python -m train export`.
+  """Loads the model in `path`: a run folder, an exported or a published model.
 
   Reads only the parameters, onto the first device of this process, whatever mesh wrote them.
 
@@ -33,15 +33,15 @@ def load_model(path: str | Path, *, step: int | None = None, ema: bool = False) 
     ema: load the average of a run's parameters (`optimizer.ema_decay`) instead of the last ones.
 
   Raises:
-    RunFolderError: `path` is neither.
+    RunFolderError: `path` is none of these.
     StructureError: the run has no such average.
     FileNotFoundError: the run has no checkpoint (of that step).
     CheckpointError: it is damaged, or all are.
     BindingError: config.json has another model than the checkpoint.
-    ExportError: the exported folder is damaged or inconsistent.
+    ExportError: an exported or published folder is damaged or inconsistent.
   """
   path = Path(path)
-  if not exports.is_exported(path):
+  if not (exports.is_exported(path) or folders.is_published(path)):
     cfg = RunFolder(path).load_config()  # the folder may have been moved
     return of_run(dataclasses.replace(cfg, run_dir=str(path)), step=step, ema=ema)
   if ema:

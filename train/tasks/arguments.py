@@ -49,7 +49,8 @@ seed = _number("seed", int, lambda n: 0 <= n < 2**31, "in [0, 2**31)")
 
 def add_model(parser: Any) -> None:
   """MODEL and --step, which `loaded` reads."""
-  parser.add_argument("model", metavar="MODEL", help="a run folder or an exported model")
+  where = "a run folder, an exported or a published model"
+  parser.add_argument("model", metavar="MODEL", help=where)
   parser.add_argument("--step", type=count, metavar="N", help="another checkpoint of a run")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from lnssm_jax.pretrained.loaded import LoadedModel
 from train.tasks.answers import answers
-from train.tasks.report import Report
+from train.tasks.report import Report, Row
 from train.tasks.samples import read_samples
 
 QUESTION = "The answer is"
@@ -75,6 +75,8 @@ def run(
 ) -> Report:
   """Accuracy by file, such as qa1_0k.jsonl; greedy, or drawn from the likeliest with `top_p`.
 
+  Of several files with such names, also by task and length, with the mean over the tasks.
+
   Args:
     train_share: leave out the rows that `training_rows` gives.
 
@@ -98,7 +100,24 @@ def run(
       details += [{"set": path.name, "target": t, "answer": answer} for t, answer in each]
   settings = {"model": str(loaded.source), "step": loaded.step, "max_tokens": max_tokens}
   settings |= {"top_p": top_p, "train_share": train_share, "seed": seed}
-  return Report("babilong", settings, {"sets": table}, {"answers": details})
+  tables = {"sets": table}
+  if by_length := _by_length(table):
+    tables["accuracy by length"] = by_length
+  return Report("babilong", settings, tables, {"answers": details})
+
+
+def _by_length(sets: Sequence[Row]) -> list[Row]:
+  """A row per length with the accuracy of each task; none if names are not TASK_LENGTH."""
+  named = {tuple(each["set"].rsplit("_", 1)): each["accuracy"] for each in sets}
+  if len(named) < 2 or len(named) < len(sets) or any(len(name) < 2 for name in named):
+    return []
+  tasks, lengths = (list(dict.fromkeys(names)) for names in zip(*named, strict=True))
+  rows: list[Row] = []
+  for length in lengths:
+    found = {task: named.get((task, length)) for task in tasks}
+    known = [accuracy for accuracy in found.values() if accuracy is not None]
+    rows.append({"length": length, **found, "mean": float(np.mean(known))})
+  return rows
 
 
 def _wrong(row: dict[str, Any]) -> str | None:

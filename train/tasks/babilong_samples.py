@@ -164,7 +164,8 @@ def rows_of(
 def write(
   folder: Path, *, babi: str, text: str, tokenizer: Tokenizer, **how: Any
 ) -> list[tuple[Path, int]]:
-  """Writes TASK_LENGTHk.jsonl for each task and length; returns the files and their rows.
+  """Writes a file for each task and length, such as qa1_4k.jsonl or qa1_500.jsonl, and returns the
+  files and their rows.
 
   `how` as in `rows_of`.
 
@@ -174,7 +175,8 @@ def write(
   """
   written = []
   for task, length, rows in rows_of(babi, text, tokenizer, **how):
-    path = folder / f"{task}_{length // 1000}k.jsonl"
+    size = f"{length // 1000}k" if length % 1000 == 0 else str(length)
+    path = folder / f"{task}_{size}.jsonl"
     with writing(path):
       folder.mkdir(parents=True, exist_ok=True)
       lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -23,7 +23,8 @@ def choice(
 ) -> Report:
   """Accuracy of the choice of the largest log-likelihood, and of the largest per byte.
 
-  `chance` is the mean of one over the number of choices.
+  Bytes are those of the choice without the space before it, as in the package `lm_eval`. `chance`
+  is the mean of one over the number of choices.
 
   Raises:
     DataError: a file is unreadable or of another format.
@@ -37,7 +38,7 @@ def choice(
     right, per_byte, chances = [], [], []
     for row, options in zip(rows, pairs, strict=True):
       totals = np.array([next(found).total for _ in options])
-      sizes = np.array([len(text.encode()) for _, text in options])
+      sizes = np.array([len(text.removeprefix(" ").encode()) or 1 for _, text in options])
       right.append(int(np.argmax(totals)) == row["gold"])
       per_byte.append(int(np.argmax(totals / sizes)) == row["gold"])
       chances.append(1 / len(options))

@@ -21,7 +21,7 @@ from train.tasks.mqar import MQAR, Examples
 from train.tasks.report import Report
 
 LEARNING_RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
-TRAIN_SEED, TEST_SEED = 0, 2**31
+TEST_SEEDS = 2**31  # rows to test on have the seed of those to train on plus this
 SOLVED = 0.99  # a copy above this accuracy is not trained further
 
 
@@ -71,11 +71,11 @@ def task_of(
   )
 
 
-def write(task: Task, path: Path, *, train_rows: int, test_rows: int) -> None:
+def write(task: Task, path: Path, *, train_rows: int, test_rows: int, data_seed: int = 0) -> None:
   """Writes the data as .npz: tokens and labels [rows, T] int32, -100 where nothing is asked for."""
   arrays = {}
-  for name, rows, seed in (("train", train_rows, TRAIN_SEED), ("test", test_rows, TEST_SEED)):
-    examples = task.examples(rows, seed)
+  for name, rows, seed in (("train", train_rows, 0), ("test", test_rows, TEST_SEEDS)):
+    examples = task.examples(rows, seed + data_seed)
     arrays |= {f"{name}_tokens": examples.tokens, f"{name}_labels": examples.labels()}
   np.savez_compressed(path, **arrays)
 
@@ -85,6 +85,9 @@ class Training:
 
   At most `cfg.steps` steps of `cfg.global_batch` rows; ends early when all seeds of a learning rate
   have solved the task.
+
+  Args:
+    data_seed: of the rows, below 2**31; the copies have their own seeds.
 
   Attributes:
     step: finished steps.
@@ -98,7 +101,14 @@ class Training:
   """
 
   def __init__(
-    self, cfg: config.Train, task: Task, copies: Copies, *, train_rows: int, test_rows: int
+    self,
+    cfg: config.Train,
+    task: Task,
+    copies: Copies,
+    *,
+    train_rows: int,
+    test_rows: int,
+    data_seed: int = 0,
   ):
     for name, rows in (("train", train_rows), ("test", test_rows)):
       check(
@@ -108,7 +118,7 @@ class Training:
       )
     self._copies, self._most = copies, cfg.steps
     self.train, self.test = (_batches(task.examples(*of), cfg.global_batch) for of in (
-      (train_rows, TRAIN_SEED), (test_rows, TEST_SEED)
+      (train_rows, data_seed), (test_rows, data_seed + TEST_SEEDS)
     ))  # fmt: skip
     self.step, self.metrics = 0, {}
     self.accuracy = np.zeros(len(copies.runs))
@@ -151,6 +161,7 @@ def run(
   seeds: Sequence[int] = (0, 1, 2),
   train_rows: int = 100_000,
   test_rows: int = 3_000,
+  data_seed: int = 0,
   progress: Callable[[str], object] = lambda line: None,
 ) -> Report:
   """Trains copies of the model for all seeds and learning rates; see `Training`.
@@ -159,7 +170,8 @@ def run(
     ConfigError: there are fewer rows than a batch has.
   """
   copies = Copies(cfg, seeds=seeds, learning_rates=learning_rates)
-  training = Training(cfg, task, copies, train_rows=train_rows, test_rows=test_rows)
+  rows = {"train_rows": train_rows, "test_rows": test_rows, "data_seed": data_seed}
+  training = Training(cfg, task, copies, **rows)
   while not training.finished:
     training.advance()
     best = training.accuracy.max()
@@ -179,6 +191,7 @@ def run(
     "batch": cfg.global_batch,
     "train_rows": len(training.train) * cfg.global_batch,
     "test_rows": len(training.test) * cfg.global_batch,
+    "data_seed": data_seed,
     "seeds": list(seeds),
   }
   best = max(means, key=lambda row: row["accuracy"])

@@ -1,7 +1,8 @@
 """How well a model predicts text: by corpus, document and position, and beyond its training length.
 
 The first token of a document has no probability and is not counted. Bits per byte are the mean
-nats per token, times the tokens per byte of the whole text, so that tokenizers can be compared.
+nats per token, times the tokens per byte of the whole text, so that tokenizers can be compared; of
+a document, those of the whole document.
 """
 
 import math
@@ -41,13 +42,14 @@ def lm(
   """
   corpora, positions, documents = [], [], []
   for name, source in _named(sources).items():
-    rows, per_byte = _tokens(loaded, source, key)
-    rows = [row[:length] for row in rows if len(row[:length]) > 1]
-    if not rows:
+    found, per_byte = _tokens(loaded, source, key)
+    kept = [(row[:length], each) for row, each in found if len(row[:length]) > 1]
+    if not kept:
       raise DataError(f"{source} has no document of at least two tokens; there is none to predict.")
-    found = texts.score_tokens(loaded.model, rows, [1] * len(rows), batch=batch)
-    nats = [-score.log_probs.astype(np.float64) for score in found]
-    means = [float(each.mean()) for each in nats]
+    rows = [row for row, _ in kept]
+    scores = texts.score_tokens(loaded.model, rows, [1] * len(rows), batch=batch)
+    nats = [-score.log_probs.astype(np.float64) for score in scores]
+    means = [each.mean() for each in nats]
     corpora.append(
       {"set": name, "documents": len(rows)}
       | _row(np.concatenate(nats), per_byte)
@@ -55,8 +57,8 @@ def lm(
     )
     positions += [{"set": name} | row for row in _by_position(nats, per_byte)]
     documents += [
-      {"set": name, "document": number, "tokens": len(each), "nats_per_token": mean}
-      for number, (each, mean) in enumerate(zip(nats, means, strict=True))
+      {"set": name, "document": number} | _row(each, of_document)
+      for number, (each, (_, of_document)) in enumerate(zip(nats, kept, strict=True))
     ]
   settings = {"model": str(loaded.source), "step": loaded.step, "length": length}
   tables = {"corpora": corpora, "positions": positions}
@@ -87,9 +89,9 @@ def extrapolate(
     raise ValueError(
       f"{loaded.source} does not say at which length it was trained; use --train-length N."
     )
-  rows, per_byte = _tokens(loaded, source)
+  found, per_byte = _tokens(loaded, source)
   end = np.array([loaded.tokenizer.end_of_text], np.int32)
-  stream = np.concatenate([part for row in rows for part in (row, end)])
+  stream = np.concatenate([part for row, _ in found for part in (row, end)])
   longest = math.lcm(*times) * known
   room = min(len(stream) - 1, tokens or len(stream))
   count = room // longest * longest
@@ -102,8 +104,8 @@ def extrapolate(
   for factor in times:
     length = factor * known
     windows = [stream[first : first + length + 1] for first in range(0, count, length)]
-    found = texts.score_tokens(loaded.model, windows, [1] * len(windows), batch=batch)
-    nats = -np.stack([score.log_probs for score in found]).astype(np.float64)
+    scores = texts.score_tokens(loaded.model, windows, [1] * len(windows), batch=batch)
+    nats = -np.stack([score.log_probs for score in scores]).astype(np.float64)
     beyond = math.exp(nats[:, known:].mean()) if factor > 1 else None
     table.append(
       {"length": length, "times": factor} | _row(nats.ravel(), per_byte) | {"beyond": beyond}
@@ -153,14 +155,17 @@ def _named(sources: Sequence[str]) -> dict[str, str]:
   return found
 
 
-def _tokens(loaded: LoadedModel, source: str, key: str = "text") -> tuple[list[np.ndarray], float]:
-  """Tokens of each document, and tokens per byte."""
+def _tokens(
+  loaded: LoadedModel, source: str, key: str = "text"
+) -> tuple[list[tuple[np.ndarray, float]], float]:
+  """The tokens of each document with their number per byte, and tokens per byte of all."""
   documents = list(read_documents(source, fields=(key,)))
   if not documents:
     raise DataError(f"{source} has no document that is not empty; use another file or folder.")
   rows = loaded.tokenizer.encode_batch(documents)
-  size = sum(len(document.encode()) for document in documents)
-  return rows, sum(map(len, rows)) / size
+  sizes = [len(document.encode()) for document in documents]
+  per_byte = [len(row) / size for row, size in zip(rows, sizes, strict=True)]
+  return list(zip(rows, per_byte, strict=True)), sum(map(len, rows)) / sum(sizes)
 
 
 def _row(nats: np.ndarray, tokens_per_byte: float) -> Row:

@@ -2,7 +2,8 @@
 
 Rows of a .jsonl file: {"text", "key", "value"} (FDA, SWDE), {"context", "question", "answers"} (NQ,
 TriviaQA, DROP) or {"text", "value"}, whose text ends with the words before the value (SQuAD), with
-"context" and "question" for reading twice. The prompts, "." at the end of a text that has none:
+"context" and "question" for reading twice; or {"context", "answer", "aliases"}, whose context is
+the whole prompt, for questions without a text. The prompts, "." at the end of a text that has none:
 
     text. Key:            text. question             text
     Information about Key. text.<newline>text. Key:  question text.<newline>text. question
@@ -30,6 +31,8 @@ _SUMMARY = "Summary of information above..."  # what follows it in a text of SWD
 
 def prompt_of(row: dict[str, Any], *, twice: bool = False) -> str:
   """The text before the value."""
+  if "answer" in row:
+    return row["context"].rstrip()
   if "key" in row:
     key = row["key"][0].upper() + row["key"][1:]
     text = _sentence(row["text"].split(_SUMMARY)[0], row["key"] + ":")
@@ -47,6 +50,8 @@ def prompt_of(row: dict[str, Any], *, twice: bool = False) -> str:
 
 def values_of(row: dict[str, Any]) -> list[str]:
   """The values of which an answer has to contain one."""
+  if "answer" in row:
+    return [row["answer"], *row.get("aliases", ())]
   return list(row["answers"]) if "answers" in row else [row["value"]]
 
 
@@ -100,10 +105,15 @@ def _sentence(text: str, end: str) -> str:
 
 def _wrong(row: dict[str, Any]) -> str | None:
   is_text = lambda *names: all(isinstance(row.get(name), str) and row[name] for name in names)
+  is_list = lambda several: (
+    isinstance(several, list) and all(isinstance(x, str) and x for x in several)
+  )
+  if "answer" in row:
+    right = is_text("context", "answer") and is_list(row.get("aliases", []))
+    return None if right else '"context" and "answer" with text in them, and a list "aliases"'
   if is_text("text", "value") and ("key" not in row or is_text("key")):
     return None
-  several = row.get("answers")
-  listed = isinstance(several, list) and several and all(isinstance(x, str) and x for x in several)
+  listed = is_list(row.get("answers")) and row["answers"]
   if is_text("context", "question") and (listed or ("answers" not in row and is_text("value"))):
     return None
   return '"text", "key", "value", or "context", "question", "answers", or "text", "value"'
@@ -112,6 +122,8 @@ def _wrong(row: dict[str, Any]) -> str | None:
 def _wrong_twice(row: dict[str, Any]) -> str | None:
   if (missing := _wrong(row)) is not None:
     return missing
+  if "answer" in row:
+    return 'a text to read twice, which rows with "answer" do not have'
   if "text" in row and "key" not in row and not {"context", "question"} <= set(row):
     return 'also "context" and "question", which a prompt that is read twice begins with'
   return None

@@ -124,10 +124,12 @@ def prompt_of(kind: str, sample: Sample) -> str:
   return KINDS[kind].prompt.format(sample.text)
 
 
-def training_rows(kind: str, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
+def training_rows(
+  kind: str, paths: Sequence[str], limit: int | None = None
+) -> Iterator[tuple[str, str]]:
   """A prompt and its completion for each reference; a line feed ends the completion."""
   for path in paths:
-    for sample in read(kind, path):
+    for sample in read(kind, path, limit):
       for reference in sample.references:
         yield prompt_of(kind, sample), f" {' '.join(reference.split())}\n"
 

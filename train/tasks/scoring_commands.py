@@ -204,8 +204,8 @@ def rouge(options: argparse.Namespace) -> Report | None:
   from train.tasks.samples import write_training_rows
 
   if options.write:
-    rows = write_training_rows(options.write, task.training_rows(options.kind, options.samples))
-    print(f"{options.write}  {rows:,} rows to train on")
+    found = task.training_rows(options.kind, options.samples, options.limit)
+    print(f"{options.write}  {write_training_rows(options.write, found):,} rows to train on")
     return None
   return task.run(
     arguments.loaded(options),

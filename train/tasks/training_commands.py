@@ -88,6 +88,7 @@ def _training_options(parser: Any, train_rows: int, test_rows: int) -> None:
   add("--seeds", type=arguments.seed, nargs="+", default=[0, 1, 2], metavar="N")
   add("--train-rows", type=arguments.count, default=train_rows, metavar="N")
   add("--test-rows", type=arguments.count, default=test_rows, metavar="N")
+  add("--data-seed", type=arguments.seed, default=0, metavar="N", help="of the rows (default: 0)")
   add("--write", type=Path, metavar="FILE.npz", help="write the data, and do not train")
 
 
@@ -99,7 +100,7 @@ def _train(cfg: config.Train, task: Any, options: argparse.Namespace) -> Report 
   """Trains on a task, or writes its rows."""
   from train.tasks import mqar_training
 
-  rows = {"train_rows": options.train_rows, "test_rows": options.test_rows}
+  rows = {name: getattr(options, name) for name in ("train_rows", "test_rows", "data_seed")}
   if options.write:
     mqar_training.write(task, options.write, **rows)
     print(f"{options.write}  {options.train_rows:,} and {options.test_rows:,} rows")
