@@ -6,7 +6,7 @@ FOLDER has lm/{train,val}_*.jsonl.xz (rows with a key "text") and tokenizers/20B
 (50,277 entries). The training text is 22.2M tokens, so the run has a little over two epochs. It is
 validated on unseen documents of three of the sources and, out of domain, on WikiText-103.
 Measured: 2 min 30 s on one H200; 1.50 bits per byte on books, 1.44 on PEPs, 1.79 on OpenWebText,
-2.24 on WikiText-103 (docs/results.md).
+2.24 on WikiText-103 (docs/results/training.md).
 """
 
 import os

@@ -4,7 +4,7 @@
     python -m train fit --config configs/quickstart.py
 
 Costs about two minutes on two idle CPU cores, compilation included. Measured: 2.765 bits per byte
-of validation text, from 8.17 at the start (docs/results.md).
+of validation text, from 8.17 at the start (docs/results/training.md).
 """
 
 from train.config import Data, Model, Optimizer, Sample, Train
