@@ -16,7 +16,7 @@ import runpy
 from pathlib import Path
 
 from train.config import Train, apply_overrides, load_config
-from train.sweeps import Plot, grid
+from train.sweeps import Plot, grid, shortened
 
 CONFIGS = Path(__file__).parents[1]
 PAPER = CONFIGS / "lcsm_wikitext103.py"
@@ -38,16 +38,11 @@ def make(code: str) -> Train:
   cfg = apply_overrides(
     dataclasses.replace(load_config(PAPER), data=text), [*ROWS[code].settings, *sizes]
   )
-  return dataclasses.replace(
+  cfg = dataclasses.replace(
     cfg,
     optimizer=dataclasses.replace(cfg.optimizer, warmup_steps=STEPS // 12),
-    seq_len=LENGTH,
-    global_batch=BATCH,
-    steps=STEPS,
-    log_every=20,
-    eval_every=STEPS,
-    checkpoint_every=STEPS,
   )
+  return shortened(cfg, tokens=TOKENS, length=LENGTH, batch=BATCH)
 
 
 SWEEP = grid(

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Train, load_config
-from train.sweeps import Plot, grid
+from train.sweeps import Plot, grid, shortened
 
 CONFIGS = Path(__file__).parents[1]
 VOCABULARY, LENGTH, BATCH, TOKENS = 8192, 1024, 32, 16_000_000
-STEPS = TOKENS // (LENGTH * BATCH)
 CHANNEL_MIXERS: dict[str, dict[str, Any]] = {
   "gpt2": {"channel_mixer": "gpt2", "channel_hidden": None},
   "rwkv": {"channel_mixer": "rwkv4_channel_mix", "channel_hidden": None},
@@ -36,17 +35,12 @@ def make(model: str, channels: str) -> Train | None:
   protocol = {name: getattr(cfg.data, name) for name in ("boundaries", "order", "weighting")}
   text: dict[str, Any] = {"folder": "data/sweeps", "tokenizer": f"bpe:{VOCABULARY}", **protocol}
   shape: dict[str, Any] = {"vocab_size": VOCABULARY, **CHANNEL_MIXERS[channels]}
-  return dataclasses.replace(
+  cfg = dataclasses.replace(
     cfg,
     model=dataclasses.replace(cfg.model, **shape),
     data=dataclasses.replace(data, **text),
-    seq_len=LENGTH,
-    global_batch=BATCH,
-    steps=STEPS,
-    log_every=20,
-    eval_every=STEPS,
-    checkpoint_every=STEPS,
   )
+  return shortened(cfg, tokens=TOKENS, length=LENGTH, batch=BATCH)
 
 
 SWEEP = grid(

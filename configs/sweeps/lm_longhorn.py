@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Train, load_config
-from train.sweeps import Plot, grid
+from train.sweeps import Plot, grid, shortened
 
 CONFIGS = Path(__file__).parents[1]
 DIM, LAYERS, HEADS, VOCABULARY = 512, 6, 8, 8192
@@ -33,19 +33,13 @@ def make(model: str) -> Train:
   sizes["vocab_size"] = VOCABULARY
   if model in HIDDEN:
     sizes["channel_hidden"] = HIDDEN[model]
-  return dataclasses.replace(
+  cfg = dataclasses.replace(
     cfg,
     model=dataclasses.replace(cfg.model, **sizes),
     optimizer=dataclasses.replace(cfg.optimizer, warmup_steps=STEPS // 20),
     data=dataclasses.replace(data, folder="data/sweeps", tokenizer=f"bpe:{VOCABULARY}"),
-    seq_len=LENGTH,
-    global_batch=BATCH,
-    accumulate=1,
-    steps=STEPS,
-    log_every=20,
-    eval_every=STEPS,
-    checkpoint_every=STEPS,
   )
+  return shortened(cfg, tokens=TOKENS, length=LENGTH, batch=BATCH)
 
 
 SWEEP = grid(

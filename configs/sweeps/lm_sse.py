@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Train, load_config
-from train.sweeps import Plot, grid
+from train.sweeps import Plot, grid, shortened
 
 CONFIGS = Path(__file__).parents[1]
 DIM, LAYERS, HEADS, HIDDEN, VOCABULARY = 512, 6, 4, 1408, 8192
@@ -40,19 +40,13 @@ def make(model: str) -> Train:
     "vocab_size": VOCABULARY,
     "remat": "none",
   }
-  return dataclasses.replace(
+  cfg = dataclasses.replace(
     cfg,
     model=dataclasses.replace(cfg.model, **sizes),
     optimizer=dataclasses.replace(cfg.optimizer, warmup_steps=STEPS // 20),
     data=dataclasses.replace(data, folder="data/sweeps", tokenizer=f"bpe:{VOCABULARY}"),
-    seq_len=LENGTH,
-    global_batch=BATCH,
-    accumulate=1,
-    steps=STEPS,
-    log_every=20,
-    eval_every=STEPS,
-    checkpoint_every=STEPS,
   )
+  return shortened(cfg, tokens=TOKENS, length=LENGTH, batch=BATCH)
 
 
 SWEEP = grid(

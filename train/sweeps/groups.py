@@ -14,12 +14,12 @@ from train.runs import bindings
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder, RunFolderError
 from train.sweeps.spec import Run, rate_of
+from train.tasks.copies import without_run
 
 Scores = dict[str, float | None]  # by name; None: the run diverged
 
 # A run is itself whatever these are; others that a resumed run may change affect its rounding.
-_NAMES = ("run_dir", "run_name", "run_group", "run_tags")
-_LOCAL = (*_NAMES, "watch", "compile_cache", "log_every", "eval_every", "checkpoint_every")
+_LOCAL = ("watch", "compile_cache", "log_every", "eval_every", "checkpoint_every")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,9 +155,6 @@ def group_folder(folder: Path, found: Group) -> Path:
 
 def _program(run: Run) -> dict[str, Any]:
   """The settings that runs of one group have in common."""
-  values = config.to_dict(run.cfg)
-  optimizer = dict(values.pop("optimizer"))
-  peak, final = optimizer.pop("peak_lr"), optimizer.pop("final_lr")
-  values = {name: x for name, x in values.items() if name not in (*_LOCAL, "seed")}
-  ratio = float(f"{final / peak:.9g}")
-  return values | {"optimizer": optimizer, "final": ratio, "task": task_settings(run)}
+  values = config.to_dict(without_run(run.cfg))
+  shared = {name: x for name, x in values.items() if name not in _LOCAL}
+  return shared | {"task": task_settings(run)}

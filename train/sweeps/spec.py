@@ -124,6 +124,25 @@ def grid(
   return runs
 
 
+def shortened(cfg: config.Train, *, tokens: int, length: int, batch: int) -> config.Train:
+  """The run of a language model with at most `tokens`, scored and saved at its end alone.
+
+  Args:
+    length, batch: `seq_len` and `global_batch` of a step, whose gradient is not accumulated.
+  """
+  steps = tokens // (length * batch)
+  return dataclasses.replace(
+    cfg,
+    seq_len=length,
+    global_batch=batch,
+    accumulate=1,
+    steps=steps,
+    log_every=20,
+    eval_every=steps,
+    checkpoint_every=steps,
+  )
+
+
 def load(
   path: str | Path,
   *,

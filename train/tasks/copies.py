@@ -67,7 +67,7 @@ class Copies:
     self._ratios = jnp.asarray([rate / _PEAK for _, rate in self.runs])
     keys = jnp.stack([jax.random.key(seed) for seed, _ in self.runs])
     self._dropout_keys = jnp.stack([dropout_key(seed) for seed, _ in self.runs])
-    programs = _programs(json.dumps(config.to_dict(_without_run(cfg)), sort_keys=True))
+    programs = _programs(json.dumps(config.to_dict(without_run(cfg)), sort_keys=True))
     self.state: State = programs.init(keys)
     self._step: dict[bool, Any] = dict(programs.step)
     self._loss, self._right = programs.loss, programs.right
@@ -176,8 +176,8 @@ def _programs(settings: str) -> _Programs:
   return _Programs(config.from_dict(json.loads(settings)))
 
 
-def _without_run(cfg: config.Train) -> config.Train:
-  """The settings that programs depend on: those of any seed, learning rate and folder."""
+def without_run(cfg: config.Train) -> config.Train:
+  """The settings that copies of one program have in common: of no seed, learning rate or folder."""
   optimizer = cfg.optimizer
   final = float(f"{optimizer.final_lr / optimizer.peak_lr:.9g}") * _PEAK
   return dataclasses.replace(
