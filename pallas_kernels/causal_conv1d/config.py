@@ -42,9 +42,7 @@ class _Configs(NamedTuple):
   """Of one kernel. Measured on an H200."""
 
   one: dict[int, KernelConfig]  # by the bytes of a number
-  several: (
-    KernelConfig  # convolutions of one input, which keep more numbers per channel in registers
-  )
+  several: KernelConfig  # convolutions of one input: more numbers per channel in registers
   with_offsets: dict[int, KernelConfig]  # likewise, by the bytes of an offset
 
   def of(
