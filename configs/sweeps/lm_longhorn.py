@@ -2,10 +2,11 @@
 
     LNSSM_DATA=FOLDER python -m train sweep configs/sweeps/lm_longhorn.py
 
-FOLDER as in `configs/lnssm_72m_books.py`; a BPE of 8,192 entries is trained on its text. 16M tokens
-per run, 864M of all runs: 15 minutes at 1M tokens/s. Models are those of `configs/longhorn.py`, 512
-wide with 6 layers (12 without channel mixers); documents are apart, each window once per epoch. On
-a GPU with less memory than an H200, `--copies 1`.
+FOLDER as in `configs/lnssm_72m_books.py`; a BPE of 8,192 entries is trained on its text. 10.24M
+tokens per run; seed 0 at three learning rates, two more seeds at the best of them: 307M tokens.
+Models are those of `configs/longhorn.py`, 512 wide with 6 layers (12 without channel mixers);
+documents are apart, each window once per epoch. On a GPU with less memory than an H200,
+`--copies 1`.
 Measured: nothing; `--dry-run` has the estimate.
 """
 
@@ -18,7 +19,7 @@ from train.sweeps import Plot, grid, shortened
 
 CONFIGS = Path(__file__).parents[1]
 DIM, LAYERS, HEADS, VOCABULARY = 512, 6, 8, 8192
-LENGTH, BATCH, TOKENS = 1024, 32, 16_000_000
+LENGTH, BATCH, TOKENS = 1024, 32, 10_240_000
 STEPS = TOKENS // (LENGTH * BATCH)
 MODELS = ("retnet", "gla", "rwkv", "mamba", "llama", "longhorn")
 HIDDEN = {"rwkv": 3 * DIM, "retnet": 920}
@@ -50,4 +51,4 @@ SWEEP = grid(
   folder="{model}-lr{lr:g}-seed{seed}",
 )
 PLOT = Plot(x="learning_rate", line="model")
-COPIES = 3
+TUNING_SEED = 0

@@ -18,7 +18,7 @@ from train.sweeps import Plot, Recall, grid
 LENGTH, BATCH, EPOCHS = 128, 256, 8
 TASK = Recall(pairs=8, train_rows=50_000)
 LEARNING_RATES, SEEDS = (4.6e-4, 2.2e-3, 1e-2), (0, 1, 2)
-WIDTHS, STATES = (64, 128, 256), (32, 128)
+WIDTHS, STATES = (64, 128), (32, 128)
 SYSTEMS = {  # option of the state size
   "linear": "head_dim",
   "softmax": "head_dim",

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> str | int | None:
   sweep = spec.load(options.file, folder=options.out, changes=options.set, only=options.only)
   _check(options)
   copies = options.copies or sweep.copies
-  from train.sweeps import plan, processes, training
+  from train.sweeps import plan, processes, training, tuning
 
   say = lambda line: print(line, flush=True)
   if options.dry_run or options.collect or options.processes:
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> str | int | None:
   if options.collect:
     outcome = training.collect(sweep)
   elif options.processes:
-    groups, _ = training.prepare(sweep, say, copies)
+    groups, _ = training.prepare(sweep, tuning.chosen(sweep), say, copies)
     count = min(options.processes, len(groups))
     outcome = training.ended(sweep, *processes.run(_of_one(options), count, say))
     for failure in outcome.failures:
@@ -100,9 +100,9 @@ def _write(sweep: spec.Sweep, say: Say) -> None:
   sweep.folder.mkdir(parents=True, exist_ok=True)
   finished, error = -1, None
   while (outcome := training.collect(sweep)).finished > finished:
-    rows, error = tables.write(sweep.folder, sweep.runs, outcome.scores), None
+    rows, error = tables.write(sweep.folder, outcome.runs, outcome.scores), None
     finished = outcome.finished
-    score, _ = tables.primary(sweep.runs[0])
+    score, _ = spec.primary(sweep.runs[0])
     try:
       plots.draw(rows, sweep.plot, score, sweep.folder / "plot.png")
     except (ImportError, ValueError) as problem:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from train.logging.console import short
 from train.step import flops
-from train.sweeps import tables
+from train.sweeps import tables, tuning
 from train.sweeps.groups import Group, group, unfinished
 from train.sweeps.spec import Run, Sweep, rate_of
 from train.sweeps.training import describe
@@ -27,7 +27,8 @@ def training_flops(run: Run) -> float | None:
 
 def lines(sweep: Sweep, most: int | None = None) -> list[str]:
   """A line per group of runs, and totals; reads folders, but no text."""
-  left = [unfinished(found.runs, {}) for found in group(sweep.chosen, most)]
+  chosen = tuning.chosen(sweep, planned=True)
+  left = [unfinished(found.runs, {}) for found in group(chosen, most)]
   groups = [Group(runs) for runs in left if runs]
   text, total, count = [], 0.0, sum(map(len, left))
   for found in groups:
@@ -43,7 +44,7 @@ def lines(sweep: Sweep, most: int | None = None) -> list[str]:
     )
   return [
     *text,
-    f"{count} runs in {len(groups)} groups, {len(sweep.chosen) - count} finished,"
+    f"{count} runs in {len(groups)} groups, {len(chosen) - count} finished,"
     f" {total:.3g} model FLOPs;"
     f" {total / 1e14 / 60:.3g} minutes at 100 TFLOP/s",
   ]

@@ -73,6 +73,8 @@ class Sweep:
     runs: all runs, of which tables are made.
     chosen: those that are trained.
     copies: most runs to train together; None: all that have one program.
+    tuning_seed: its runs choose the learning rate, at which alone the other seeds train; None: all
+      seeds train at all learning rates.
   """
 
   folder: Path
@@ -80,6 +82,7 @@ class Sweep:
   chosen: Sequence[Run]
   plot: Plot
   copies: int | None = None
+  tuning_seed: int | None = None
 
 
 Made = config.Train | tuple[config.Train, Recall] | None
@@ -150,7 +153,9 @@ def load(
   changes: Sequence[str] = (),
   only: Sequence[str] = (),
 ) -> Sweep:
-  """Loads the sweep of a Python file: `SWEEP`, a list of runs or configs, `PLOT` and `COPIES`.
+  """Loads the sweep of a Python file: `SWEEP`, a list of runs or configs, and other settings.
+
+  These are `PLOT`, `COPIES` and `TUNING_SEED`, the fields of `Sweep`.
 
   Args:
     folder: where its runs are written; by default runs/ and the file's name.
@@ -163,7 +168,8 @@ def load(
   """
   path = Path(path)
   with executed(path) as names:
-    found, plot, copies = names.get("SWEEP"), names.get("PLOT", Plot()), names.get("COPIES")
+    found, plot = names.get("SWEEP"), names.get("PLOT", Plot())
+    copies, tuning_seed = names.get("COPIES"), names.get("TUNING_SEED")
     check(
       isinstance(found, list) and found != [],
       f"{path} has no list SWEEP of configs; use SWEEP = train.sweeps.grid(...).",
@@ -179,12 +185,23 @@ def load(
   places = [run.cfg.run_dir for run in runs]
   twice = next((place for place in places if places.count(place) > 1), None)
   check(twice is None, f"two runs of {path} have the folder {twice!r}; its template lacks an axis.")
-  return Sweep(folder=folder, runs=runs, chosen=chosen, plot=plot, copies=copies)
+  seeds = list(dict.fromkeys(run.cfg.seed for run in runs))
+  check(
+    tuning_seed is None or tuning_seed in seeds,
+    f"TUNING_SEED = {tuning_seed} of {path} must be one of the seeds of its runs, {seeds}.",
+  )
+  settings: dict[str, Any] = {"plot": plot, "copies": copies, "tuning_seed": tuning_seed}
+  return Sweep(folder=folder, runs=runs, chosen=chosen, **settings)
 
 
 def rate_of(run: Run) -> float:
   """The peak learning rate of a run."""
   return run.cfg.optimizer.peak_lr
+
+
+def primary(run: Run) -> tuple[str, int]:
+  """Name of the score that is compared, and 1 if more is better, else -1."""
+  return ("accuracy", 1) if run.task else (f"{run.cfg.data.validation[0]} loss", -1)
 
 
 def _changed(cfg: config.Train, values: Mapping[str, Any]) -> config.Train:

@@ -17,7 +17,7 @@ from train import config
 from train.checkpoint.safe_files import replace_file
 from train.step.model import build_model
 from train.sweeps.groups import Scores
-from train.sweeps.spec import Run, rate_of
+from train.sweeps.spec import Run, primary, rate_of
 
 Row = dict[str, Any]
 
@@ -43,8 +43,8 @@ def table(runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
 
   Each score has its mean, standard deviation (of a sample, None for one seed), least and largest
   value. `best` marks the learning rate with the best mean of the first score, the accuracy of
-  recall or the first validation loss, among those of the same labels whose seeds are all finished
-  and none of which diverged.
+  recall or the first validation loss, among those of the same labels with most seeds, if they are
+  all finished and none diverged.
   """
   of_rate: dict[tuple, list[tuple[Run, Scores | None]]] = {}
   for run, known in zip(runs, scores, strict=True):
@@ -54,16 +54,12 @@ def table(runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
     rows.setdefault(tuple(labels), []).append(_row(members))
   name, sign = primary(runs[0])
   for same in rows.values():
-    whole = [row for row in same if row["seeds"] == row["runs"] and not row["diverged"]]
+    most = max(row["runs"] for row in same)
+    whole = [row for row in same if row["seeds"] == most and not row["diverged"]]
     best = max(whole, key=lambda row: sign * row[name], default=None)
     for row in same:
       row["best"] = row is best
   return [row for same in rows.values() for row in same]
-
-
-def primary(run: Run) -> tuple[str, int]:
-  """Name of the score that is compared, and 1 if more is better, else -1."""
-  return ("accuracy", 1) if run.task else (f"{run.cfg.data.validation[0]} loss", -1)
 
 
 @functools.cache

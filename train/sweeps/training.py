@@ -25,10 +25,10 @@ from train.runs import bindings, run_folder
 from train.runs.run_folder import InUseError, RunFolder
 from train.runs.run_lock import LockedError, RunLock
 from train.step.state import initializer
+from train.sweeps import tuning
 from train.sweeps.groups import (
   Group,
   Scores,
-  finished,
   group,
   group_folder,
   result_row,
@@ -47,8 +47,9 @@ Inputs = Mapping[str, dict[str, Any]]  # `bindings.inputs` of runs that read tex
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """Scores of the runs of a sweep, None for one that is not finished, and why it stopped."""
+  """The runs that a sweep needs, their scores, None if not finished, and why it stopped."""
 
+  runs: Sequence[Run]
   scores: Sequence[Scores | None]
   stopped_by: str | None = None
   failures: Sequence[str] = ()
@@ -61,28 +62,31 @@ class Outcome:
 
 def collect(sweep: Sweep) -> Outcome:
   """The scores that the folders of a sweep have; trains nothing."""
-  return Outcome([finished(run, None) for run in sweep.runs])
+  runs, scores = zip(*tuning.needed(sweep), strict=True)
+  return Outcome(list(runs), list(scores))
 
 
 def ended(sweep: Sweep, stopped_by: str | None = None, failures: Sequence[str] = ()) -> Outcome:
   """`collect`, after training; removes the states of groups once all runs are finished."""
   outcome = dataclasses.replace(collect(sweep), stopped_by=stopped_by, failures=failures)
-  if outcome.finished == len(sweep.runs):
+  if outcome.finished == len(outcome.runs):
     shutil.rmtree(sweep.folder / "unfinished", ignore_errors=True)
   return outcome
 
 
-def prepare(sweep: Sweep, say: Say, most: int | None = None) -> tuple[dict[int, Group], Inputs]:
-  """Prepares the text; the groups of the chosen runs of which some are not finished, by number.
+def prepare(
+  sweep: Sweep, runs: Sequence[Run], say: Say, most: int | None = None
+) -> tuple[dict[int, Group], Inputs]:
+  """Prepares the text; the groups of `runs` of which some are not finished, by number.
 
   Raises:
     RunFolderError: a folder has a run with other settings.
     ValueError: settings or data are wrong.
   """
   inputs = _inputs(sweep, say)
-  groups = dict(enumerate(group(sweep.chosen, most), 1))
+  groups = dict(enumerate(group(runs, most), 1))
   left = {number: unfinished(found.runs, inputs) for number, found in groups.items()}
-  count, done = len(sweep.chosen), len(sweep.chosen) - sum(map(len, left.values()))
+  count, done = len(runs), len(runs) - sum(map(len, left.values()))
   if done:
     say(f"{done} of {count} runs are finished")
   groups = {number: found for number, found in groups.items() if left[number]}
@@ -98,7 +102,8 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome
 
   Other processes may do the same: each group is trained by the first that locks its runs, and the
   others take the next. At the end of the list the groups that were locked are tried once more, as
-  their process may have ended, until none of those left can be locked.
+  their process may have ended, and those of seeds whose learning rate is known by then, until none
+  of those left can be locked.
 
   Args:
     most: runs that are trained together; None: all that have one program.
@@ -107,9 +112,10 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome
     RunFolderError: a folder has a run with other settings.
     ValueError: settings or data are wrong; nothing has been trained then.
   """
-  waiting, inputs = prepare(sweep, say, most)
-  last, failures, progress = len(group(sweep.chosen, most)), list[str](), True
-  named: set[int] = set()
+  runs = tuning.chosen(sweep)
+  waiting, inputs = prepare(sweep, runs, say, most)
+  seen, last = {run.cfg.run_dir for run in runs}, len(group(runs, most))
+  failures, progress, named = list[str](), True, set[int]()
   programs = compile_cache.folder(compile_cache.IN_RUN, sweep.folder)
   with StopSignal() as stop, compile_cache.at(programs):
     while progress:
@@ -129,6 +135,10 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome
           failures.append(f"{describe(found.first)}: {str(error).splitlines()[0]}")
           say(f"failed: {failures[-1]}")
       progress, waiting = len(held) < len(waiting), held
+      runs = [run for run in tuning.chosen(sweep) if run.cfg.run_dir not in seen]
+      waiting |= dict(enumerate(group(runs, most), last + 1))
+      seen |= {run.cfg.run_dir for run in runs}
+      last, progress = last + len(group(runs, most)), progress or bool(runs)
   if waiting:
     names = "; ".join(f"{number}, {describe(found.first)}" for number, found in waiting.items())
     say(f"other processes still train {len(waiting)} of {last} groups: {names}")
@@ -265,9 +275,12 @@ def _together(
       folder.write_config(run.cfg)
       folder.keep_rows_until(work.step if restored is not None else -1)
     saved = said = time.monotonic()
+    steps_saved = {0, work.step}  # a step is saved once, and not before the first
 
     def save():
-      checkpoints.save(work.step, work.copies.state, {"position": work.position()})
+      if work.step not in steps_saved:
+        checkpoints.save(work.step, work.copies.state, {"position": work.position()})
+        steps_saved.add(work.step)
 
     while not work.finished:
       if stop:
