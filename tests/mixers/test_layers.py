@@ -160,20 +160,64 @@ def test_heads_are_consecutive_channels():
   np.testing.assert_array_equal(merge_heads(heads), x)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("float32", 3e-7), ("bfloat16", 2**-8)])
-def test_exact_gelu_and_its_derivative(dtype, error):
-  x = jnp.concatenate([jnp.linspace(-9, 9, 181), jnp.array([-1e30, 0.0, 1e30])]).astype(dtype)
-  y, slope = jax.jvp(exact_gelu, (x,), (jnp.ones_like(x),))
-  assert y.dtype == slope.dtype == x.dtype
+def gelu_and_slope(x):
+  """x Phi(x) and its derivative in float64."""
+  normal = np.array([0.5 * math.erfc(-v / math.sqrt(2)) for v in x])
+  return x * normal, normal + x * np.exp(-0.5 * x**2) / math.sqrt(2 * math.pi)
+
+
+def test_exact_gelu_and_its_derivative():
+  x = jnp.concatenate([jnp.linspace(-9, 9, 181), jnp.array([-1e30, 0.0, 1e30])])
+  got = jax.jvp(exact_gelu, (x,), (jnp.ones_like(x),))
+  for values, want in zip(got, gelu_and_slope(np.float64(x)), strict=True):
+    np.testing.assert_allclose(values, want, rtol=3e-7, atol=3e-7)
+  np.testing.assert_array_equal(jax.vmap(jax.grad(exact_gelu))(x), got[1])
+
+
+@pytest.mark.parametrize(
+  ("dtype", "of_y", "of_slope"), [("bfloat16", 0.501, 0.501), ("float16", 0.51, 0.82)]
+)
+def test_exact_gelu_of_every_number_of_16_bits_is_rounded_once(dtype, of_y, of_slope):
+  """Errors in units in the last place. CPUs flush numbers below 1e-37."""
+  x = jnp.arange(2**16, dtype=jnp.uint16).view(dtype)
+  limits = np.float32(exact_gelu(jnp.array([-jnp.inf, jnp.inf, jnp.nan], dtype)))
+  np.testing.assert_array_equal(limits, np.float32([0, np.inf, np.nan]))
+  x = x[jnp.isfinite(x)]
+  got = jax.jvp(exact_gelu, (x,), (jnp.ones_like(x),))
+  info = jnp.finfo(dtype)
+  for values, want, limit in zip(
+    got, gelu_and_slope(np.asarray(x, np.float64)), (of_y, of_slope), strict=True
+  ):
+    assert values.dtype == x.dtype
+    magnitude = np.maximum(np.abs(want), float(info.smallest_normal))
+    unit = np.exp2(np.floor(np.log2(magnitude)) - info.nmant)
+    error = np.abs(np.asarray(values, np.float64) - want)
+    assert np.all(error <= limit * unit + 1e-37 * (dtype == "bfloat16"))
+  np.testing.assert_array_equal(jax.vmap(jax.grad(exact_gelu))(x), got[1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_exact_gelu_of_16_bits_has_higher_derivatives_and_short_residuals(dtype):
+  x = jnp.arange(2**16, dtype=jnp.uint16).view(dtype)
+  x = x[jnp.abs(x) < 20]
   wide = np.asarray(x, np.float64)
-  normal = np.array([0.5 * math.erfc(-v / math.sqrt(2)) for v in wide])
   density = np.exp(-0.5 * wide**2) / math.sqrt(2 * math.pi)
-  np.testing.assert_allclose(np.asarray(y, np.float64), wide * normal, rtol=error, atol=error)
-  np.testing.assert_allclose(
-    np.asarray(slope, np.float64), normal + wide * density, rtol=error, atol=error
-  )
-  reverse = jax.vmap(jax.grad(exact_gelu))(x)
-  np.testing.assert_array_equal(np.asarray(reverse, np.float64), np.asarray(slope, np.float64))
+  second = jax.grad(jax.grad(exact_gelu))
+  for derivative, want in [
+    (second, density * (2 - wide**2)),
+    (jax.jacfwd(second), density * (wide**3 - 4 * wide)),
+  ]:
+    got = np.asarray(jax.jit(jax.vmap(derivative))(x), np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=0.26 * float(jnp.finfo(dtype).eps))
+  pull = jax.vjp(exact_gelu, x)[1]
+  assert [(leaf.dtype, leaf.shape) for leaf in jax.tree.leaves(pull)] == [(x.dtype, x.shape)]
+
+
+def test_exact_gelu_and_its_derivative_of_16_bits_share_no_quotient():
+  """XLA would keep what they share, in float32, for the backward pass."""
+  x = jax.ShapeDtypeStruct((8, 32), jnp.bfloat16)
+  program = jax.jit(lambda x: jax.jvp(exact_gelu, (x,), (x,))).lower(x).compile().as_text()
+  assert program.count(" divide(") == 2
 
 
 # Mixers with a norm; the options of those that have it by choice.

@@ -144,8 +144,8 @@ def test_loss_and_gradients_with_any_remat_and_unroll_are_equal(others):
 def test_dtypes_in_bfloat16_are_as_documented():
   model = abstract_model(**SIZES, dtype=jnp.bfloat16)
   program, (logits, state) = jax.make_jaxpr(apply, return_shape=True)(model, tokens(2, 5))
-  # The residual stream, the gate and the GELU; norms, decays and sums are float32.
-  assert narrow_arithmetic(program) == {"add", "erfc", "logistic", "mul", "neg"}
+  # The residual stream and the gate; norms, decays, the GELU and sums are float32.
+  assert narrow_arithmetic(program) == {"add", "logistic", "mul"}
   assert jax.eval_shape(lambda m: m.embed(tokens(2, 5)), model).dtype == jnp.bfloat16
   hidden, _ = jax.eval_shape(lambda m: m.hidden(tokens(2, 5)), model)
   assert (logits.dtype, hidden.dtype) == (jnp.float32, jnp.bfloat16)
