@@ -60,8 +60,8 @@ def compile_step(cfg, mesh, batch, kernels: Path | None = None):
   transform = make_optimizer(cfg.optimizer, cfg.steps)[0]
   step = make_train_step(cfg, model_graph(cfg.model), transform, mesh, kernels)
   begin = time.perf_counter()
-  traced = step.trace(abstract_state(cfg, mesh), batch)
-  compiled = compile_cache.compiled(traced, mesh, config.to_dict(cfg))
+  arguments = abstract_state(cfg, mesh), batch
+  compiled = compile_cache.compiled(step, arguments, mesh, config.to_dict(cfg))
   return compiled, time.perf_counter() - begin
 
 

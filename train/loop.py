@@ -265,8 +265,8 @@ def compile_step(
     batch["votes"] = jax.ShapeDtypeStruct(votes.shape, votes.dtype, sharding=votes.sharding)
   begin = time.perf_counter()
   step = make_train_step(cfg, graph, tx, mesh, kernels)
-  traced = step.trace(abstract_state(cfg, mesh), batch)
-  compiled = compile_cache.compiled(traced, mesh, config.to_dict(cfg))
+  arguments = abstract_state(cfg, mesh), batch
+  compiled = compile_cache.compiled(step, arguments, mesh, config.to_dict(cfg))
   console.say(f"compiled in {time.perf_counter() - begin:.1f} s")
   return compiled
 

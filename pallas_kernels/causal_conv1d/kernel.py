@@ -35,7 +35,7 @@ from pallas_kernels.causal_conv1d import config as tuning
 from pallas_kernels.causal_conv1d.config import KernelConfig
 from pallas_kernels.core import boundaries
 from pallas_kernels.core.sigmoid import sigmoid
-from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, with_int32_indices
+from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, traced_once
 
 
 class Static(NamedTuple):
@@ -65,7 +65,12 @@ def causal_conv1d(static: Static, inputs: Inputs, first: jax.Array | None) -> tu
   Args:
     first: [B, T], set at the first tokens of documents, across which nothing is read; or None.
   """
-  return forward_kernel(inputs, first, static)
+  return forward_kernel(inputs, first, static, _split_length(static.forward, inputs))
+
+
+def _split_length(config: KernelConfig, inputs: Inputs) -> int:
+  B, T, D = inputs.x.shape
+  return tuning.split_length(config, B, D, T)
 
 
 def _forward_rule(static, inputs, first):
@@ -74,7 +79,8 @@ def _forward_rule(static, inputs, first):
 
 def _backward_rule(static, residuals, d_out):
   inputs, first = residuals
-  results = backward_kernel(inputs, d_out, first, static)
+  split_length = _split_length(static.backward, inputs)
+  results = backward_kernel(inputs, d_out, first, static, split_length)
   d_bias = None if results.bias is None else results.bias.sum((0, 1))
   d_kernel = results.kernel.sum((0, 1))
   d_inputs = Inputs(results.x, d_kernel, d_bias, results.offsets, results.initial)
@@ -193,14 +199,13 @@ class _ForwardInputs(NamedTuple):
   words: Any  # `boundaries.pack_bits`
 
 
-@with_int32_indices
+@traced_once("static", "split_length")
 def forward_kernel(
-  inputs: Inputs, first: jax.Array | None, static: Static
+  inputs: Inputs, first: jax.Array | None, static: Static, split_length: int
 ) -> tuple[jax.Array, ...]:
   """y [B, T, D] of each convolution."""
   (B, T, D), (S, W, _) = inputs.x.shape, inputs.kernel.shape
   config = static.forward
-  split_length = tuning.split_length(config, B, D, T)
 
   def body(ins, outs):
     cta = _Cta(config, split_length, T, W, ins.words)
@@ -261,14 +266,17 @@ class _Carry(NamedTuple):
   bias_sum: Any  # None without a bias
 
 
-@with_int32_indices
+@traced_once("static", "split_length")
 def backward_kernel(
-  inputs: Inputs, d_out: tuple[jax.Array, ...], first: jax.Array | None, static: Static
+  inputs: Inputs,
+  d_out: tuple[jax.Array, ...],
+  first: jax.Array | None,
+  static: Static,
+  split_length: int,
 ) -> BackwardResults:
   """Gradients of `inputs`, from the cotangents d_out [B, T, D] of each y."""
   (B, T, D), (S, W, _) = inputs.x.shape, inputs.kernel.shape
   config = static.backward
-  split_length = tuning.split_length(config, B, D, T)
   P = -(-T // split_length)
   has_bias, has_initial = inputs.bias is not None, inputs.initial is not None
   offsets = inputs.offsets

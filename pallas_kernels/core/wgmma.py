@@ -251,6 +251,17 @@ def with_int32_indices(kernel):
   return wrapper
 
 
+def traced_once(*static):
+  """Decorator of a kernel's launch, as `with_int32_indices`; calls with equal arguments share it.
+
+  JAX traces the kernel once for equal shapes and values of the arguments named `static`, and a
+  program has it once: the forward pass and its gradient, all norms and convolutions of a layer with
+  the same sizes. Else each call would be traced, lowered and compiled by itself. So the launch must
+  depend on nothing but its arguments.
+  """
+  return lambda kernel: jax.jit(with_int32_indices(kernel), static_argnames=static, inline=True)
+
+
 def _varying_axes(arrays):
   return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 

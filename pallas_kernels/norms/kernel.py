@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.sigmoid import sigmoid
-from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, with_int32_indices
+from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, traced_once
 from pallas_kernels.norms import config as tuning
 from pallas_kernels.norms.config import KernelConfig
 
@@ -71,16 +71,21 @@ class Results(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def normalize(static: Static, inputs: Inputs) -> Results:
   """y and s."""
-  return _with_sum(forward_kernel(inputs, static), inputs)
+  return _forward(static, inputs)
 
 
-def _with_sum(results: Results, inputs: Inputs) -> Results:
+def _ctas(config: KernelConfig, inputs: Inputs) -> int:
+  return tuning.grid_size(config, inputs.x.shape[0], inputs.period)
+
+
+def _forward(static: Static, inputs: Inputs) -> Results:
+  results = forward_kernel(inputs, static, _ctas(static.forward, inputs))
   return results if results.sum is not None else results._replace(sum=inputs.x)
 
 
 def _forward_rule(static, inputs):
   inputs = jax.tree.map(lambda primal: primal.value, inputs)
-  results = _with_sum(forward_kernel(inputs, static), inputs)
+  results = _forward(static, inputs)
   added = None if inputs.added is None else jnp.zeros((), inputs.added.dtype)
   dtypes = jnp.zeros((), inputs.x.dtype), added
   return results, (inputs._replace(x=results.sum, added=None), dtypes)
@@ -91,7 +96,7 @@ def _backward_rule(static, residuals, cotangents):
   d_out, d_sum = (None if isinstance(z, SymbolicZero) else z for z in cotangents)
   if d_out is None:
     d_out = jnp.zeros(inputs.x.shape, static.dtype)
-  results = backward_kernel(inputs, d_out, d_sum, static)
+  results = backward_kernel(inputs, d_out, d_sum, static, _ctas(static.backward, inputs))
   gradients = Inputs(
     x=results.x.astype(x.dtype),
     added=None if added is None else results.x.astype(added.dtype),
@@ -116,9 +121,8 @@ normalize.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 class _Cta:
   """Coordinates, layouts, loads and sums of one CTA."""
 
-  def __init__(self, config: KernelConfig, rows: int, channels: int, period: int):
-    self.config, self.rows, self.D = config, rows, channels
-    self.ctas = tuning.grid_size(config, rows, period)
+  def __init__(self, config: KernelConfig, rows: int, channels: int, ctas: int):
+    self.config, self.rows, self.D, self.ctas = config, rows, channels, ctas
     v = config.vector
     columns = tuning.LANES * v * config.warps_per_row
     warps = () if config.warps_per_row == 1 else ((tuning.LANES * v,),)
@@ -211,8 +215,8 @@ def _affine(x, inverse, scale, bias, factor):
 # Forward kernel
 
 
-@with_int32_indices
-def forward_kernel(inputs: Inputs, static: Static) -> Results:
+@traced_once("static", "ctas")
+def forward_kernel(inputs: Inputs, static: Static, ctas: int) -> Results:
   """y and s, which is None where nothing is added to x."""
   (R, D), config = inputs.x.shape, static.forward
   total = None
@@ -220,7 +224,7 @@ def forward_kernel(inputs: Inputs, static: Static) -> Results:
     total = jax.ShapeDtypeStruct((R, D), jnp.result_type(inputs.x, inputs.added))
 
   def body(ins, outs):
-    cta = _Cta(config, R, D, inputs.period)
+    cta = _Cta(config, R, D, ctas)
     parameters = list(zip(cta.load_channels(ins.scale), cta.load_channels(ins.bias), strict=True))
 
     def compute(rows, carry):
@@ -248,7 +252,6 @@ def forward_kernel(inputs: Inputs, static: Static) -> Results:
     cta.groups(compute, jnp.int32(0))
 
   out_type = Results(jax.ShapeDtypeStruct((R, D), static.dtype), total)
-  ctas = tuning.grid_size(config, R, inputs.period)
   (results,) = _launch(body, "forward", (out_type,), ctas, static.interpret)(inputs)
   return results
 
@@ -275,9 +278,9 @@ class BackwardResults(NamedTuple):
   gate: Any  # [R, D] in its dtype
 
 
-@with_int32_indices
+@traced_once("static", "ctas")
 def backward_kernel(
-  inputs: Inputs, d_out: jax.Array, d_sum: jax.Array | None, static: Static
+  inputs: Inputs, d_out: jax.Array, d_sum: jax.Array | None, static: Static, ctas: int
 ) -> BackwardResults:
   """Gradients of `inputs`, whose x is the sum s.
 
@@ -287,7 +290,6 @@ def backward_kernel(
   (R, D), config = inputs.x.shape, static.backward
   scale, bias, gate = inputs.scale, inputs.bias, inputs.gate
   period = inputs.period
-  ctas = tuning.grid_size(config, R, period)
   sums_of = lambda z: jax.ShapeDtypeStruct(
     (ctas, config.tile_rows if z.ndim == 1 else config.group_rows, D), jnp.float32
   )
@@ -299,7 +301,7 @@ def backward_kernel(
   )
 
   def body(ins, outs):
-    cta = _Cta(config, R, D, period)
+    cta = _Cta(config, R, D, ctas)
     parameters = list(zip(cta.load_channels(ins.scale), cta.load_channels(ins.bias), strict=True))
     factor = jnp.float32(static.factor)
     streams = _present(ins.x, ins.d_out, ins.gate, ins.d_sum)

@@ -19,18 +19,20 @@ def kernels_in(function, *shapes):
 
 def kernels_traced(function, *shapes) -> list[str]:
   """The names of the kernels in `function`, which costs a fraction of lowering them."""
+  launches = kernel_launches(jax.jit(function).trace(*shapes).jaxpr.jaxpr)
+  return [equation.params["name"] for equation in launches]
 
-  def names(jaxpr):
-    for equation in jaxpr.eqns:
-      if equation.primitive.name == "mpmd_map":
-        yield equation.params["name"]
-        continue
-      inner = jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr"))
-      for jaxpr in (getattr(x, "jaxpr", x) for x in inner):
-        if hasattr(jaxpr, "eqns"):
-          yield from names(jaxpr)
 
-  return list(names(jax.jit(function).trace(*shapes).jaxpr.jaxpr))
+def kernel_launches(jaxpr):
+  """The equations of a traced program that launch kernels; once, where a function is shared."""
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "mpmd_map":
+      yield equation
+      continue
+    inner = jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr"))
+    for jaxpr in (getattr(x, "jaxpr", x) for x in inner):
+      if hasattr(jaxpr, "eqns"):
+        yield from kernel_launches(jaxpr)
 
 
 def total(results):

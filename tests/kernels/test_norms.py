@@ -166,9 +166,9 @@ def test_norm_kernels_lower_for_cuda(configuration):
 def test_norm_kernels_load_no_gradient_of_an_unused_sum(uses_sum, monkeypatch):
   given = []
 
-  def watched(inputs, d_out, d_sum, static):
+  def watched(inputs, d_out, d_sum, *static):
     given.append(d_sum)
-    return backward_kernel(inputs, d_out, d_sum, static)
+    return backward_kernel(inputs, d_out, d_sum, *static)
 
   backward_kernel = kernel.backward_kernel
   monkeypatch.setattr(kernel, "backward_kernel", watched)

@@ -1,5 +1,6 @@
 """Programs that are kept: JAX's cache, and executables under what was traced."""
 
+import gc
 import types
 
 import jax
@@ -39,9 +40,9 @@ def looked_up(tiny, tmp_path, monkeypatch):
   mesh = device_mesh.make_mesh(tiny())
 
   def run(function=lambda x, y: x * 3 + y, **settings):
-    traced = jax.jit(function, donate_argnums=0).trace(X, X)
+    jitted = jax.jit(function, donate_argnums=0)
     with compile_cache.at(str(tmp_path / "programs")):
-      return compile_cache.compiled(traced, mesh, settings)
+      return compile_cache.compiled(jitted, (X, X), mesh, settings)
 
   run.files = lambda: list((tmp_path / "programs").glob("*.program"))
   return run
@@ -102,3 +103,27 @@ def test_program_that_holds_a_callback_runs_and_is_not_kept(looked_up):
     out = looked_up(doubled)(X + 0, X)
   np.testing.assert_array_equal(out, 3 * X)
   assert not looked_up.files()
+
+
+def test_function_found_by_trace_has_a_program_for_each_shape(tiny, looked_up, lowered, tmp_path):
+  mesh = device_mesh.make_mesh(tiny())
+  double = jax.jit(lambda x: 2 * x)
+  with compile_cache.at(str(tmp_path / "programs")):
+    for _ in range(2):  # the second finds the programs of the first
+      call = compile_cache.found_by_trace(double, mesh, {})
+      for x in (X, X[:2], X):
+        np.testing.assert_array_equal(call(x), 2 * x)
+  assert (len(lowered), len(looked_up.files())) == (2, 2)
+  assert compile_cache.found_by_trace(double, mesh, {}) is double  # outside of a folder
+
+
+def test_garbage_is_not_collected_while_a_program_is_traced(looked_up):
+  collected = []
+
+  def failing(x, y):
+    collected.append(gc.isenabled())
+    raise ArithmeticError
+
+  with pytest.raises(ArithmeticError):
+    looked_up(failing)
+  assert (collected, gc.isenabled()) == ([False], True)

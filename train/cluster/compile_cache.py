@@ -1,11 +1,12 @@
 """How programs are compiled: options, and caches of programs and of a GPU's autotuning results."""
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +90,64 @@ def options(mesh: Mesh, kernels: Path | None) -> dict[str, Any] | None:
 
 
 def compiled(
-  traced: jax.stages.Traced, mesh: Mesh, settings: Mapping[str, Any]
+  function: jax.stages.Wrapped, arguments: tuple[Any, ...], mesh: Mesh, settings: Mapping[str, Any]
 ) -> jax.stages.Compiled:
-  """A traced program, compiled or found in the folder of `at`.
+  """The program of a jitted function for these arguments, compiled or found in the folder of `at`.
 
   JAX looks programs up by their lowered text, and lowering is most of a warm start: some tenths of
-  a second of Python for each GPU kernel. So the executable is also kept under a digest of what was
-  traced, with all constants, `settings`, packages, source files, flags and devices. A file that is
-  damaged or does not load is compiled again. Only for a run of one process on GPUs.
+  a second of Python for each GPU kernel. The text of a kernel also counts the kernels that this
+  process lowered before (JAX 0.11), so a process that lowers fewer of them finds nothing. So the
+  executable is also kept under a digest of what was traced, with all constants, `settings`,
+  packages, source files, flags and devices. A file that is damaged or does not load is compiled
+  again. Only for a run of one process on GPUs.
   """
-  folder, platform = jax.config.jax_compilation_cache_dir, mesh.devices.flat[0].platform
-  if folder is None or platform not in _LOOKED_UP or distributed.count() > 1:
+  with _no_garbage_collection():
+    return _compiled(function.trace(*arguments), mesh, settings)
+
+
+def found_by_trace(
+  function: jax.stages.Wrapped, mesh: Mesh, settings: Mapping[str, Any]
+) -> Callable[..., Any]:
+  """A jitted function whose programs, one per shapes of arguments, are found as by `compiled`."""
+  if not _is_looked_up(mesh):
+    return function
+  programs: dict[Any, jax.stages.Compiled] = {}
+
+  def call(*arguments):
+    leaves, tree = jax.tree.flatten(arguments)
+    key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
+    if key not in programs:
+      programs[key] = compiled(function, arguments, mesh, settings)
+    return programs[key](*arguments)
+
+  return call
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+  """Context of tracing and lowering: their millions of objects stay, collections find little."""
+  enabled = gc.isenabled()
+  gc.disable()
+  try:
+    yield
+  finally:
+    if enabled:
+      gc.enable()
+
+
+def _is_looked_up(mesh: Mesh) -> bool:
+  platform = mesh.devices.flat[0].platform
+  cached = jax.config.jax_compilation_cache_dir is not None
+  return cached and platform in _LOOKED_UP and distributed.count() == 1
+
+
+def _compiled(
+  traced: jax.stages.Traced, mesh: Mesh, settings: Mapping[str, Any]
+) -> jax.stages.Compiled:
+  if not _is_looked_up(mesh):
     return traced.lower().compile()
-  path = Path(folder) / f"{_key(traced, mesh, settings)}.program"
+  folder = Path(jax.config.jax_compilation_cache_dir or "")
+  path = folder / f"{_key(traced, mesh, settings)}.program"
   try:
     content = path.read_bytes()
   except OSError:

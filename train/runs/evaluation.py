@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from train import config
-from train.cluster import device_mesh, distributed
+from train.cluster import compile_cache, device_mesh, distributed
 from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
 from train.data.tokenize import prepare
 from train.data.windows import Documents, RandomCrops, TokenWindows, eval_batches
@@ -47,7 +47,8 @@ class Evaluator:
 
   def __init__(self, cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None = None):
     self._cfg, self._mesh = cfg, mesh
-    self._step = make_eval_step(cfg, graph, mesh, kernels)
+    step = make_eval_step(cfg, graph, mesh, kernels)
+    self._step = compile_cache.found_by_trace(step, mesh, config.to_dict(cfg))
     self._sources = open_sets(cfg)
 
   def __call__(
