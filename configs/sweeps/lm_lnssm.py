@@ -4,9 +4,10 @@
 
 FOLDER as in `configs/lnssm_72m_books.py`; a BPE of 8,192 entries is trained on its text. An epoch
 of the paper per run, 10.24M tokens; seed 0 at three learning rates, two more seeds at the best of
-them: 460M tokens. How much of a difference between models is that of their channel mixers: each token mixer
-with LNSSM's MLP and with RWKV-4's channel mixer, and Mamba-2 also without, in twice the layers. The
-paper's protocol (boundaries ignored, random crops, means over documents) and its optimizer.
+them: 460M tokens. How much of a difference between models is that of their channel mixers: each
+token mixer with LNSSM's MLP and with RWKV-4's channel mixer, and Mamba-2 also without, in twice the
+layers. The paper's protocol (boundaries ignored, random crops, means over documents) and its
+optimizer.
 Measured: nothing; `--dry-run` has the estimate.
 """
 
