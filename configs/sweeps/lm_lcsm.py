@@ -5,9 +5,9 @@
 FOLDER as in `configs/lnssm_72m_books.py`; a BPE of 8,192 entries is trained on its text. The eight
 codes of data-dependent or constant expansion, oscillation and shrinkage (table 1), and decays of
 rows or columns (2 to 4) and none (10). Models are those of `configs/lcsm_wikitext103.py` with their
-channel mixers; seed 0 at three learning rates, two more seeds at the best of them. Left out for
+channel mixers; seed 0 at three learning rates, three more seeds at the best of them. Left out for
 time: states of 128 rows (here 32), the other codes, activations and tau, and all but 5M tokens per
-run, 300M in all; codes whose decay is constant, or which read or write by a constant matrix, run at
+run, 360M in all; codes whose decay is constant, or which read or write by a constant matrix, run at
 a fraction of the speed of the others.
 Measured: nothing; `--dry-run` has the estimate.
 """
@@ -50,7 +50,7 @@ SWEEP = grid(
   make,
   {"code": CODES},
   learning_rates=(5e-4, 1.5e-3, 4.5e-3),
-  seeds=(0, 1, 2),
+  seeds=(0, 1, 2, 3),
   folder="{code}-lr{lr:g}-seed{seed}",
 )
 PLOT = Plot(x="code")

@@ -3,7 +3,7 @@
     LNSSM_DATA=FOLDER python -m train sweep configs/sweeps/lm_longhorn.py
 
 FOLDER as in `configs/lnssm_72m_books.py`; a BPE of 8,192 entries is trained on its text. 10.24M
-tokens per run; seed 0 at three learning rates, two more seeds at the best of them: 307M tokens.
+tokens per run; seed 0 at three learning rates, three more seeds at the best of them: 368M tokens.
 Models are those of `configs/longhorn.py`, 512 wide with 6 layers (12 without channel mixers);
 documents are apart, each window once per epoch. On a GPU with less memory than an H200,
 `--copies 1`.
@@ -47,7 +47,7 @@ SWEEP = grid(
   make,
   {"model": MODELS},
   learning_rates=(6e-4, 1.5e-3, 4e-3),
-  seeds=(0, 1, 2),
+  seeds=(0, 1, 2, 3),
   folder="{model}-lr{lr:g}-seed{seed}",
 )
 PLOT = Plot(x="learning_rate", line="model")

@@ -128,7 +128,7 @@ def test_tuning_seed_chooses_the_rate_at_which_the_other_seeds_train(sweep, trai
   assert [sweep.runs.index(run) for run in planned] == [0, 1, 2, 4, 5, 6, 8, 9, 10]
   finish(sweep.runs[4])
   outcome = training.train(tuned, say=quiet)
-  assert trained(sweep) == [[0, 2], [6], [8, 10], [3], [7], [11]]  # more is better
+  assert trained(sweep) == [[0, 2], [3], [6], [7], [8, 10], [11]]  # more is better
   assert [sweep.runs.index(run) for run in outcome.runs] == [0, 2, 3, 4, 6, 7, 8, 10, 11]
   assert None not in outcome.scores and not (sweep.folder / "unfinished").exists()
   training.train(tuned, say=quiet)
@@ -144,7 +144,7 @@ def test_tuning_seed_of_another_process_is_waited_for_and_a_diverged_one_has_no_
   tuned = dataclasses.replace(sweep, tuning_seed=0)
   with claim(sweep.runs[6].cfg):
     training.train(tuned, say=quiet)
-  assert trained(sweep) == [[0, 2], [8, 10], [3], [11]]
+  assert trained(sweep) == [[0, 2], [3], [8, 10], [11]]
   for run in (sweep.runs[4], sweep.runs[6]):
     with claim(run.cfg) as folder:
       folder.write_config(run.cfg)

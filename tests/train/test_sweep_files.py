@@ -29,8 +29,9 @@ def test_sweep_file_has_three_seeds_and_swept_rates_of_each_model(path, monkeypa
   assert len(of_labels) > 5
   for pairs in of_labels.values():
     rates = {rate for rate, _ in pairs}
-    assert len(rates) == 3
-    assert len(pairs) == 3 * len(rates) and {seed for _, seed in pairs} == {0, 1, 2}
+    seeds = {seed for _, seed in pairs}
+    assert len(rates) == 3 and seeds in ({0, 1, 2}, {0, 1, 2, 3})
+    assert len(pairs) == len(rates) * len(seeds)
   for name in (sweep.plot.x, sweep.plot.line, sweep.plot.panel):
     assert name in (None, "learning_rate", *sweep.runs[0].labels)
   text, name = path.read_text(), f"configs/sweeps/{path.name}"
@@ -44,7 +45,7 @@ def test_sweeps_of_language_models_train_as_many_tokens_as_they_say(monkeypatch,
     sweep = spec.load(path, folder=tmp_path)
     runs = tuning.chosen(sweep, planned=True)
     tokens = sum(x.cfg.steps * x.cfg.global_batch * x.cfg.seq_len for x in runs)
-    assert len(runs) * 9 == len(sweep.runs) * 5
+    assert len(runs) in (len(sweep.runs) * 5 / 9, len(sweep.runs) * 6 / 12)
     assert f"{tokens / 1e6:.0f}M" in path.read_text(), path.stem
 
 

@@ -102,8 +102,7 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome
 
   Other processes may do the same: each group is trained by the first that locks its runs, and the
   others take the next. At the end of the list the groups that were locked are tried once more, as
-  their process may have ended, and those of seeds whose learning rate is known by then, until none
-  of those left can be locked.
+  their process may have ended, until none of those left can be locked.
 
   Args:
     most: runs that are trained together; None: all that have one program.
@@ -120,7 +119,10 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome
   with StopSignal() as stop, compile_cache.at(programs):
     while progress:
       held: dict[int, Group] = {}
-      for number, found in waiting.items():
+      queue, tried = list(waiting.items()), 0
+      while queue:
+        number, found = queue.pop(0)
+        tried += 1
         name = f"group {number} of {last}: {describe(found.first)}"
         try:
           stopped = stop.name or _train(found, name, sweep.folder, inputs, stop, say)
@@ -134,11 +136,14 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome
         except jax.errors.JaxRuntimeError as error:  # such as memory that is exhausted
           failures.append(f"{describe(found.first)}: {str(error).splitlines()[0]}")
           say(f"failed: {failures[-1]}")
-      progress, waiting = len(held) < len(waiting), held
-      runs = [run for run in tuning.chosen(sweep) if run.cfg.run_dir not in seen]
-      waiting |= dict(enumerate(group(runs, most), last + 1))
-      seen |= {run.cfg.run_dir for run in runs}
-      last, progress = last + len(group(runs, most)), progress or bool(runs)
+        else:
+          runs = [run for run in tuning.chosen(sweep) if run.cfg.run_dir not in seen]
+          more = list(enumerate(group(runs, most), last + 1))
+          seen |= {run.cfg.run_dir for run in runs}
+          last += len(more)
+          # Those with the program of this group come next, as it is compiled.
+          queue = sorted(more, key=lambda x: x[1].first.labels != found.first.labels) + queue
+      progress, waiting = len(held) < tried, held
   if waiting:
     names = "; ".join(f"{number}, {describe(found.first)}" for number, found in waiting.items())
     say(f"other processes still train {len(waiting)} of {last} groups: {names}")
