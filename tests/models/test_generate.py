@@ -60,6 +60,51 @@ def test_batch_with_any_prefill_chunk_equals_the_parallel_form(model, greedy, pr
   assert {row.dtype for row in rows} == {np.dtype(np.int32)}
 
 
+@pytest.mark.parametrize(
+  ("rows", "chunk"),
+  [(1, 2048), (8, 2048), (9, 1024), (16, 1024), (64, 256), (65, 128), (1024, 16), (10**6, 16)],
+)
+def test_default_prefill_chunk_bounds_the_tokens_of_all_rows(rows, chunk):
+  assert generation.default_prefill_chunk(rows) == chunk
+
+
+def test_default_prefill_chunk_is_that_of_the_rows_that_are_read(model, monkeypatch):
+  pieces, prefill, extend = [], generation._prefill, generation._extend
+  noted = lambda read: lambda *args: (pieces.append(args[2].shape), read(*args))[1]
+  monkeypatch.setattr(generation, "_prefill", noted(prefill))
+  monkeypatch.setattr(generation, "_extend", noted(extend))
+  monkeypatch.setattr(generation, "_PREFILL_TOKENS", 64)
+  prompts = [[3, 1, 4, 1, 5] * 8, [9] * 33, [2] * 33]
+  want = read(model, prompts, prefill_chunk=64).logits
+  for get in (
+    lambda: read(model, prompts),
+    lambda: read(model, [prompt[1:] for prompt in prompts], start=read(model, [[3], [9], [2]])),
+  ):
+    pieces.clear()
+    np.testing.assert_allclose(get().logits, want, rtol=1e-4, atol=1e-5)
+    # 16 of each of three rows; two rows with a start, of equal length, have 32.
+    assert max(shape[1] for shape in pieces) <= 32
+    assert max(np.prod(shape) for shape in pieces) <= 64
+  rows = [
+    as_lists(
+      generate(model, prompts, SamplingOptions(max_tokens=8, temperature=0, prefill_chunk=chunk))
+    )
+    for chunk in (None, 5, 64)
+  ]
+  assert rows[0] == rows[1] == rows[2]
+
+
+@pytest.mark.parametrize("mixer", ["softmax_attention", "lrn"])
+def test_padding_is_never_longer_than_a_cache_or_a_table_of_positions(mixer):
+  held = {"learned_positions": 12} if mixer == "lrn" else {"mixer_options": {"max_length": 12}}
+  model = LanguageModel(
+    vocab_size=37, dim=8, num_layers=2, num_heads=2, mixer=mixer, rngs=nnx.Rngs(0), **held
+  )
+  prompts = [[5, 9, 11, 0, 7, 30, 2, 1, 4], [4]]  # of 16, if they were padded to a power of two
+  got = read(model, prompts).logits
+  np.testing.assert_allclose(got, read(model, prompts, prefill_chunk=1).logits, atol=1e-5)
+
+
 def test_prompt_alone_equals_the_batch(model, greedy):
   for prompt, want in zip(PROMPTS[:2], greedy[:2], strict=True):
     (row,) = generate(model, [prompt], SamplingOptions(max_tokens=12, temperature=0))
