@@ -270,7 +270,7 @@ def _run(model, prompts, options: SamplingOptions, start: Prefix | None, log_pro
   choice = drawing.choice_of(options, model.vocab_size, log_probs)
   limits = drawing.limits_of(options)
   prefix = _read(model, prompts, options.prefill_chunk, start)
-  states, logits = _apart(model, prefix.state), prefix.logits
+  states, logits = _apart(prefix.state, model.num_layers), prefix.logits
   seen = prefix.seen if choice.penalized else None
   stop_tokens = options.stop_tokens
   ended, last = np.zeros(len(prompts), bool), np.zeros(len(prompts), np.int32)
@@ -302,17 +302,20 @@ def _read(model, prompts, prefill_chunk: int | None, start: Prefix | None) -> Pr
   states, logits, order = [], [], []
   for length in np.unique(lengths):  # padding would reset the state
     group = np.flatnonzero(lengths == length)
-    state = jax.tree.map(lambda x, group=group: x[:, before[group]], start.state)
-    out = start.logits[before[group]]
+    state, out = _taken(start.state, start.logits, before[group])
     tokens = np.stack([prompts[number] for number in group])
     for piece in _pieces(tokens, prefill_chunk or default_prefill_chunk(len(group))):
       state, out = _extend(model, state, piece)
     states, logits, order = [*states, state], [*logits, out], [*order, *group]
-  place = np.argsort(order)
-  state = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, place], *states)
+  if len(states) == 1:  # in order
+    (state,), (out,) = states, logits
+  else:
+    place = np.argsort(order)
+    state = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, place], *states)
+    out = jnp.concatenate(logits)[place]
   return Prefix(
     state,
-    jnp.concatenate(logits)[place],
+    out,
     start.seen[before] | seen,
     start.length[before] + lengths,
   )
@@ -370,6 +373,12 @@ def _prefill(model, state, tokens, starts):
 
 
 @jax.jit
+def _taken(state, logits, rows):
+  """These rows of a state and its logits, copied: `_decode` overwrites what it is given."""
+  return jax.tree.map(lambda x: x[:, rows], state), logits[rows]
+
+
+@jax.jit
 def _extend(model, state, tokens):
   """Reads tokens [B, C] of every row after a state: (state, logits [B, vocab])."""
   hidden, state = model.hidden(tokens, state)
@@ -416,9 +425,13 @@ def _read_one(model, blocks, states, tokens):
   return (new, position), model.logits(model.norm(x).astype(model.dtype))[:, 0]
 
 
-def _apart(model, state):
-  """(the state of each layer, the position [B, 1] of the next token if the model learns them)."""
+@functools.partial(jax.jit, static_argnames="num_layers")
+def _apart(state, num_layers: int):
+  """(the state of each layer, the position [B, 1] of the next token if the model learns them).
+
+  One program: a slice for each layer and array took 11 ms of the host for 24 layers of four.
+  """
   position = None
   if isinstance(state, layers.PositionedStates):
     state, position = state.layers, state.position[0][:, None]
-  return layers.apart(state, model.num_layers), position
+  return layers.apart(state, num_layers), position

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ from flax import nnx
 from lnssm_jax import drawing
 from lnssm_jax import generate as generation
 from lnssm_jax.generate import SamplingOptions, generate, generate_scored, read, stream
-from lnssm_jax.models import LanguageModel
+from lnssm_jax.models import LanguageModel, layers
 
 PROMPTS = [[1, 2, 3], [4], [5, 9, 11, 0, 7, 30, 2], [8, 8, 8, 8]]
 
@@ -264,6 +265,20 @@ def test_start_from_a_text_that_was_read_equals_the_whole_prompt(model, lengths)
   assert as_lists(generate(model, [[]], options, start=longer)) == as_lists(
     generate(model, [[*text, 5, 6]], options)
   )
+
+
+def test_second_text_from_a_start_runs_programs_only(model, monkeypatch):
+  """Operations run one by one cost the host a tenth of a millisecond each, for every layer."""
+  start = read(model, [[7, 1, 30], [2, 2, 9]])
+  options = SamplingOptions(max_tokens=4, temperature=0)
+  states, _ = generation._apart(start.state, model.num_layers)
+  chex.assert_trees_all_equal(states, layers.apart(start.state, model.num_layers))
+  first = generate(model, [[], []], options, start=start)
+  for name in ("apart", "tied"):
+    monkeypatch.setattr(layers, name, None)
+  monkeypatch.setattr(jnp, "concatenate", None)
+  again = generate(model, [[], []], options, start=start)
+  assert as_lists(again) == as_lists(first)
 
 
 def test_start_of_another_number_of_rows_raises(model):
