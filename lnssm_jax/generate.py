@@ -272,6 +272,7 @@ def _run(model, prompts, options: SamplingOptions, start: Prefix | None, log_pro
   prefix = _read(model, prompts, options.prefill_chunk, start)
   states, logits = _apart(prefix.state, model.num_layers), prefix.logits
   seen = prefix.seen if choice.penalized else None
+  del prefix  # its state is as large as those that were split from it
   stop_tokens = options.stop_tokens
   ended, last = np.zeros(len(prompts), bool), np.zeros(len(prompts), np.int32)
   for first in range(0, options.max_tokens, _STEPS_PER_CALL):

@@ -1,6 +1,7 @@
 """Generation: exact with respect to batching, chunks and options; constant memory and programs."""
 
 import dataclasses
+import gc
 
 import chex
 import jax
@@ -295,6 +296,18 @@ def test_stream_repeats_the_stop_token_and_ends_with_the_last_row(model, greedy)
   first = greedy[0].index(stop)
   assert len(steps) == first + 1
   assert steps[first].tolist() == [stop, stop]
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_drawing_keeps_no_second_copy_of_the_state(model, started):
+  prompts, options = [[1, 2, 3]] * 11, SamplingOptions(max_tokens=40)  # 11 rows: in no other test
+  start = read(model, prompts[:1]) if started else None
+  tokens = stream(model, prompts, options, start=start)
+  next(tokens)
+  gc.collect()
+  shape = jax.eval_shape(lambda: model.init_state(11)).mixer.h.shape
+  assert not [x for x in jax.live_arrays() if x.shape == shape]
+  next(tokens)
 
 
 def test_max_tokens_across_device_calls_agree(model):
