@@ -11,13 +11,15 @@ same milliseconds per token and the same state in every row of one batch.
 With `--body`, models of `benchmarks.model_step` with bfloat16 parameters: milliseconds to read the
 prompt and milliseconds per token after it, then fla's `generate` where that is installed
 (`benchmarks.model_peers`, which tunes for minutes unless `--no-tune` finds what an earlier call
-tuned). Before a time is printed, the logits after the prompt are compared with those of the same
-parameters in float32, read in one piece: they may be as far from these as bfloat16 takes them
-without kernels, 12 % of their norm in 24 layers of an untrained GLA. The two models of the
-comparison run their layers in a loop, which compiles in seconds; what is timed runs as in `read`
-and `generate`, on a GPU without a loop, and takes 25 to 40 s for each of its two programs. With
-`--together` each body and batch compiles in a process of its own, next to the others, and is then
-compared and timed alone.
+tuned; `--no-own` measures it alone).
+
+Before a time is printed, the logits after the prompt are compared with those of the same parameters
+in float32, read in one piece: they may be as far from these as bfloat16 takes them without kernels,
+12 % of their norm in 24 layers of an untrained GLA. The two models of the comparison run their
+layers in a loop, which compiles in seconds; what is timed runs as in `read` and `generate`, on a
+GPU without a loop, and takes 25 to 40 s for each of its two programs. With `--together` each body
+and batch compiles in a process of its own, next to the others, and is then compared and timed
+alone.
 """
 
 import argparse
@@ -66,6 +68,7 @@ def main(arguments=None):
   parser.add_argument("--new", type=int, default=128, help="new tokens of a body: 32 n")
   parser.add_argument("--prefill-chunks", type=int, nargs="+", default=[])
   parser.add_argument("--together", action="store_true", help="bodies compile side by side")
+  parser.add_argument("--own", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument(
     "--tune",
@@ -93,7 +96,7 @@ def _of_bodies(args) -> Iterator[dict[str, Any]]:
   """Our rows as they are measured, then the peers'."""
   cases = [
     (name, batch, chunk)
-    for name in args.body
+    for name in (args.body if args.own else ())
     for batch in args.batches
     for chunk in args.prefill_chunks or [default_prefill_chunk(batch)]
   ]
