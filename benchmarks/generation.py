@@ -2,26 +2,37 @@
 
     python -m benchmarks.generation --config configs/lnssm_72m.py
     python -m benchmarks.generation --body gla delta_net mamba2 --prompt 2048
+    python -m benchmarks.generation --body gla delta_net mamba2 --prompt 2048 --together --no-peers
 
 For each batch and each number of new tokens: tokens/s over all rows and milliseconds per token, the
 bytes of the state, and the device's peak memory. A model whose cost is linear in length shows the
 same milliseconds per token and the same state in every row of one batch.
 
 With `--body`, models of `benchmarks.model_step` with bfloat16 parameters: milliseconds to read the
-prompt and milliseconds per token after it, next to fla's `generate` where that is installed
-(`benchmarks.model_peers`). Before a time is printed, the logits after the prompt are compared with
-those of the same parameters in float32, read in one piece: they may be as far from these as
-bfloat16 takes them without kernels, 12 % of their norm in 24 layers of an untrained GLA.
+prompt and milliseconds per token after it, then fla's `generate` where that is installed
+(`benchmarks.model_peers`, which tunes for minutes unless `--no-tune` finds what an earlier call
+tuned; `--no-own` measures it alone).
+
+Before a time is printed, the logits after the prompt are compared with those of the same parameters
+in float32, read in one piece: they may be as far from these as bfloat16 takes them without kernels,
+12 % of their norm in 24 layers of an untrained GLA. The two models of the comparison run their
+layers in a loop, which compiles in seconds; what is timed runs as in `read` and `generate`, on a
+GPU without a loop, and takes 25 to 40 s for each of its two programs. With `--together` each body
+and batch compiles in a process of its own, next to the others, and is then compared and timed
+alone.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -30,14 +41,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import model_peers
+from benchmarks import model_peers, turns
 from benchmarks.model_step import BODIES, Sizes, settings
-from lnssm_jax.generate import SamplingOptions, generate, read
+from lnssm_jax.generate import SamplingOptions, default_prefill_chunk, generate, read
 from train.config import apply_overrides, load_config
-from train.step.model import build_model
+from train.step.model import build_model, model_graph, params_of
 
 # Of the logits after the prompt: errors against float32, in units of that without kernels.
 LOGIT_TOLERANCE = 1.25
+COMPARED_ROWS = 4  # whose logits are compared, at most
 SCANS_WITH_STEPS = ("delta_rule", "linear_attention", "longhorn_scan", "selective_scan", "wkv4")
 KERNELS = (*SCANS_WITH_STEPS, "causal_conv1d", "diagonal_scan", "norms")
 
@@ -53,9 +65,18 @@ def main(arguments=None):
   parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024])
   parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
   parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-  parser.add_argument("--new", type=int, default=128, help="new tokens of a body")
+  parser.add_argument("--new", type=int, default=128, help="new tokens of a body: 32 n")
   parser.add_argument("--prefill-chunks", type=int, nargs="+", default=[])
+  parser.add_argument("--together", action="store_true", help="bodies compile side by side")
+  parser.add_argument("--own", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+  parser.add_argument(
+    "--tune",
+    action=argparse.BooleanOptionalAction,
+    default=True,
+    help="tune each peer in a process of its own first",
+  )
+  parser.add_argument("--in-turn", action="store_true", help=argparse.SUPPRESS)
   args = parser.parse_args(arguments)
   if args.body:
     rows = []
@@ -71,69 +92,119 @@ def main(arguments=None):
   return []
 
 
-def _of_bodies(args):
+def _of_bodies(args) -> Iterator[dict[str, Any]]:
+  """Our rows as they are measured, then the peers'."""
+  cases = [
+    (name, batch, chunk)
+    for name in (args.body if args.own else ())
+    for batch in args.batches
+    for chunk in args.prefill_chunks or [default_prefill_chunk(batch)]
+  ]
+  for (name, batch, chunk), row in (_together if args.together else _one_by_one)(cases, args):
+    yield {"body": name, "who": "lnssm_jax", "batch": batch, "prefill_chunk": chunk} | row
+  for name in args.body if args.peers else ():
+    for row in model_peers.generation(name, args.batches, args.prompt, args.new, tune=args.tune):
+      yield {"body": name} | row
+
+
+def _one_by_one(cases, args):
   sizes = Sizes.parse(args.sizes) if args.sizes else None
-  for name in args.body:
+  when_compiled = turns.wait if args.in_turn else lambda: None
+  for case in cases:
+    name, batch, chunk = case
+    model = settings(BODIES[name], sizes).model
     try:
-      model = checked_model(settings(BODIES[name], sizes).model, args.prompt)
+      row = phases(model, batch, args.prompt, args.new, chunk, when_compiled)
     except FloatingPointError as reason:  # the other bodies go on
-      yield {"body": name, "who": "lnssm_jax", "note": str(reason)}
-      continue
-    for batch in args.batches:
-      for chunk in args.prefill_chunks or [SamplingOptions(max_tokens=1).prefill_chunk]:
-        row = phases(model, batch, args.prompt, args.new, chunk)
-        yield {"body": name, "who": "lnssm_jax"} | row
-    if args.peers:
-      for row in model_peers.generation(name, args.batches, args.prompt, args.new):
-        yield {"body": name} | row
+      row = {"note": str(reason)}
+    yield case, row
+
+
+def _together(cases, args):
+  def command(name, batch, chunk):
+    given = {
+      "--body": name,
+      "--batches": batch,
+      "--prefill-chunks": chunk,
+      "--prompt": args.prompt,
+      "--new": args.new,
+      "--sizes": args.sizes,
+    }
+    options = [str(part) for pair in given.items() for part in pair]
+    return [sys.executable, "-m", "benchmarks.generation", *options, "--no-peers", "--in-turn"]
+
+  for group in itertools.batched(cases, turns.AT_ONCE):  # the first are measured soon
+    yield from zip(group, turns.take([command(*case) for case in group]), strict=True)
 
 
 def prompts_of(model, batch: int, length: int) -> list[np.ndarray]:
-  """Random prompts."""
+  """Random prompts of a model, or of its settings."""
   return list(np.random.default_rng(0).integers(0, model.vocab_size, (batch, length)))
 
 
-def checked_model(cfg, prompt_length: int):
-  """A model with bfloat16 parameters, whose logits after a prompt were compared.
+def compared_model(cfg, prompts: Sequence[np.ndarray]):
+  """(bfloat16 model, logits after the prompts in float32, error of bfloat16 without kernels)."""
+  loop = dataclasses.replace(cfg, unroll=1)
+  cast = lambda params, dtype: jax.tree.map(lambda x: x.astype(dtype), params)
+  params = cast(params_of(build_model(loop, jax.random.key(0))), jnp.bfloat16)
+  model = lambda cfg, params: nnx.merge(model_graph(cfg), params)
+  wide = model(dataclasses.replace(loop, dtype="float32"), cast(params, jnp.float32))
+  want = read(wide, prompts, prefill_chunk=max(map(len, prompts))).logits
+  with choosing(KERNELS, lambda inputs: False):
+    looped = model(dataclasses.replace(loop, param_dtype="bfloat16"), params)
+    rounding = relative_error(read(looped, prompts).logits, want)
+  return model(dataclasses.replace(cfg, param_dtype="bfloat16"), params), want, rounding
+
+
+def relative_error(got, want) -> float:
+  """Norm of the difference over that of `want`, on the host: it compiles nothing."""
+  got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+  return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def phases(
+  cfg,
+  batch: int,
+  prompt_length: int,
+  new_tokens: int,
+  prefill_chunk: int,
+  when_compiled: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+  """Milliseconds to read prompts, and per token drawn after them, greedily; medians of three.
+
+  Args:
+    when_compiled: called when all programs are compiled, before the logits are compared.
 
   Raises:
-    FloatingPointError: they are further from those of the same parameters in float32 than
-      rounding takes them.
+    FloatingPointError: logits after the prompt are further from those of the same parameters in
+      float32 than rounding takes them.
   """
-  wide = build_model(dataclasses.replace(cfg, dtype="float32"), jax.random.key(0))
-  model = build_model(dataclasses.replace(cfg, param_dtype="bfloat16"), jax.random.key(0))
-  cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
-  nnx.update(model, cast(nnx.state(wide, nnx.Param), jnp.bfloat16))
-  nnx.update(wide, cast(nnx.state(model, nnx.Param), jnp.float32))
-  prompts = prompts_of(model, 1, prompt_length)
-  want = read(wide, prompts, prefill_chunk=prompt_length).logits
-  error = lambda: jnp.linalg.norm(read(model, prompts).logits - want) / jnp.linalg.norm(want)
-  with choosing(KERNELS, lambda inputs: False):
-    rounding = error()
-  found = error()
+  begin = time.perf_counter()
+  prompts = prompts_of(cfg, batch, prompt_length)
+  model, want, rounding = compared_model(cfg, prompts[:COMPARED_ROWS])
+  reads = lambda: jax.block_until_ready(read(model, prompts, prefill_chunk=prefill_chunk))
+  prefix = reads()
+  options = SamplingOptions(max_tokens=new_tokens, temperature=0)
+  draws = lambda: generate(model, [[]] * batch, options, start=prefix)
+  draws()
+  compiled = time.perf_counter()
+  when_compiled()
+  found = relative_error(np.asarray(reads().logits)[:COMPARED_ROWS], want)
   if not found <= LOGIT_TOLERANCE * rounding:
     raise FloatingPointError(
       f"logits after the prompt differ by {found:.1e} of their norm from those in float32, and "
       f"without kernels by {rounding:.1e}: a wrong result has no time."
     )
-  return model
-
-
-def phases(model, batch: int, prompt_length: int, new_tokens: int, prefill_chunk: int) -> dict:
-  """Milliseconds to read prompts, and per token drawn after them, greedily; medians of three."""
-  prompts = prompts_of(model, batch, prompt_length)
-  reads = lambda: read(model, prompts, prefill_chunk=prefill_chunk)
-  prefix = reads()
-  options = SamplingOptions(max_tokens=new_tokens, temperature=0)
-  draws = lambda: generate(model, [[]] * batch, options, start=prefix)
-  draws()
   return {
     "device": jax.devices()[0].device_kind,
     "batch": batch,
     "prompt": prompt_length,
     "prefill_chunk": prefill_chunk,
-    "prefill_ms": round(1e3 * _median_seconds(lambda: jax.block_until_ready(reads())), 2),
+    "prefill_ms": round(1e3 * _median_seconds(reads), 2),
     "decode_ms": round(1e3 * _median_seconds(draws) / new_tokens, 4),
+    "logit_error": round(found, 5),
+    "logit_error_without_kernels": round(rounding, 5),
+    "compile_s": round(compiled - begin, 1),
   }
 
 
@@ -205,4 +276,6 @@ def single_steps(*, kernels: bool):
 
 
 if __name__ == "__main__":
+  if "--together" in sys.argv or "--in-turn" in sys.argv:  # processes share the GPU
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   main()

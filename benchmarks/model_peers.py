@@ -1,9 +1,15 @@
 """flash-linear-attention's models of the sizes of `benchmarks.model_step`, in their own processes.
 
     python -m benchmarks.model_peers gla [compile]
-    python -m benchmarks.model_peers gla generate BATCH PROMPT NEW
+    python -m benchmarks.model_peers gla generate BATCH PROMPT NEW [tune]
 
 Run it twice where nothing is tuned yet: the first run tunes for minutes, the second one times.
+`generation` does: with `tune`, a process reads the prompts and draws two tokens, which are the
+shapes of the second process. fla's kernels (`FLA_CACHE_RESULTS=1`, its default) keep their timings
+in files `*.autotune.json` of triton's cache, `TRITON_CACHE_DIR` or ~/.triton/cache, and a process
+that is ended after `LONGEST` seconds has kept those of the kernels that it finished. On another
+machine of the same GPU, triton and fla these files alone, without the compiled kernels, save the
+tuning. Nothing else may run on the GPU meanwhile: triton would choose other configurations.
 torch and fla are imported in that process only.
 """
 
@@ -56,16 +62,23 @@ def measure(body: str) -> Iterator[dict[str, Any]]:
 
 
 def generation(
-  body: str, batches: Sequence[int], prompt: int, new: int
+  body: str, batches: Sequence[int], prompt: int, new: int, *, tune: bool = True
 ) -> Iterator[dict[str, Any]]:
-  """The rows of fla's `generate` with its cache, as `measure`."""
+  """The rows of fla's `generate` with its cache, as `measure`.
+
+  Args:
+    tune: whether another process tunes each first; its row has its seconds.
+  """
   if body not in MODELS:
     return
   if reason := missing():
     yield {"who": "fla", "note": reason}
     return
   for batch in batches:
-    yield {"batch": batch} | _in_own_process(body, "generate", str(batch), str(prompt), str(new))
+    mode = ("generate", str(batch), str(prompt), str(new))
+    if tune:
+      yield {"batch": batch} | _in_own_process(body, *mode, "tune") | {"who": "fla tune"}
+    yield {"batch": batch} | _in_own_process(body, *mode)
 
 
 def _in_own_process(body: str, *mode: str) -> dict[str, Any]:
@@ -85,19 +98,21 @@ def _model(body: str):
   return getattr(fla.models, f"{name}ForCausalLM")(config).cuda()
 
 
-def generate(body: str, batch: int, prompt: int, new: int) -> dict[str, Any]:
+def generate(body: str, batch: int, prompt: int, new: int, *mode: str) -> dict[str, Any]:
   """Milliseconds of the prompt with one token after it, and of each of `new` tokens more.
 
-  All parameters are bfloat16; medians of three after one.
+  All parameters are bfloat16; medians of three after one. With the mode "tune", the seconds of the
+  prompt with two tokens after it.
   """
   import torch
 
+  begin = time.time()
   model = _model(body).to(torch.bfloat16).eval()
   tokens = torch.randint(0, _SIZES["vocab_size"], (batch, prompt), device="cuda")
 
-  def milliseconds(count: int) -> float:
+  def milliseconds(count: int, runs: int = 4) -> list[float]:
     times = []
-    for _ in range(4):
+    for _ in range(runs):
       torch.cuda.synchronize()
       start = time.perf_counter()
       with torch.no_grad():
@@ -114,15 +129,19 @@ def generate(body: str, batch: int, prompt: int, new: int) -> dict[str, Any]:
       times.append(1e3 * (time.perf_counter() - start))
       if out.shape[1] != prompt + count:
         raise RuntimeError(f"asked for {count} tokens, got {out.shape[1] - prompt}.")
-    return statistics.median(times[1:])
+    return times
 
-  first = milliseconds(1)
+  if "tune" in mode:
+    milliseconds(2, runs=1)
+    return {"tune_s": round(time.time() - begin, 1)}
+  median = lambda count: statistics.median(milliseconds(count)[1:])
+  first = median(1)
   return {
     "who": "fla",
     "batch": batch,
     "prompt": prompt,
     "prefill_ms": round(first, 2),
-    "decode_ms": round((milliseconds(1 + new) - first) / new, 4),
+    "decode_ms": round((median(1 + new) - first) / new, 4),
   }
 
 
@@ -178,6 +197,7 @@ def run(body: str, compiled: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
   if sys.argv[2:3] == ["generate"]:
-    print(json.dumps(generate(sys.argv[1], *map(int, sys.argv[3:]))))
+    body, _, *sizes = sys.argv[1:6]
+    print(json.dumps(generate(body, *map(int, sizes), *sys.argv[6:])))
   else:
     print(json.dumps(run(sys.argv[1], "compile" in sys.argv[2:])))

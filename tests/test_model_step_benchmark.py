@@ -3,9 +3,10 @@
 import dataclasses
 import time
 
+import jax
 import pytest
 
-from benchmarks import generation, model_peers, model_step
+from benchmarks import generation, model_peers, model_step, turns
 from train.config import Model
 
 TINY = model_step.Sizes.parse(
@@ -39,6 +40,61 @@ def test_model_step_small_run_has_every_column(monkeypatch):
   monkeypatch.setattr(model_step, "LOSS_TOLERANCE", -1.0)
   with pytest.raises(FloatingPointError, match="a wrong result has no time"):
     model_step.measure(body, TINY, time.time(), steps=1, runs=1)
+
+
+def test_generation_prints_own_rows_first_and_tunes_a_peer_before_it_is_timed(monkeypatch):
+  ran = []
+
+  def take(commands):
+    for command in commands:
+      ran.append(command[command.index("--body") :])
+      yield {"decode_ms": 1.0} if "2" in ran[-1] else {"note": "out of memory"}
+
+  def alone(command, longest):
+    assert longest == model_peers.LONGEST
+    ran.append(command[command.index("benchmarks.model_peers") + 1 :])
+    return {"tune_s": 99.0} if "tune" in command else {"who": "fla", "decode_ms": 2.0}
+
+  monkeypatch.setattr(turns, "take", take)
+  monkeypatch.setattr(turns, "alone", alone)
+  monkeypatch.setattr(model_peers, "missing", lambda: None)
+  options = ["--together", "--batches", "1", "2", "--prompt", "64", "--new", "32"]
+  rows = generation.main(["--body", "gla", "mamba2", *options])
+  assert [(row["body"], row["who"], row["batch"]) for row in rows] == [
+    *(("gla", "lnssm_jax", 1), ("gla", "lnssm_jax", 2)),
+    *(("mamba2", "lnssm_jax", 1), ("mamba2", "lnssm_jax", 2)),
+    *(("gla", "fla tune", 1), ("gla", "fla", 1), ("gla", "fla tune", 2), ("gla", "fla", 2)),
+  ]
+  assert rows[0]["note"] == "out of memory" and rows[1]["decode_ms"] == 1.0
+  assert all(command[-1] == "--in-turn" and "--no-peers" in command for command in ran[:4])
+  assert ran[4:6] == [["gla", "generate", "1", "64", "32", *mode] for mode in (["tune"], [])]
+  ran.clear()
+  generation.main(["--body", "gla", *options, "--no-tune", "--no-own"])
+  assert [command[-1] for command in ran] == ["32", "32"]
+
+
+@pytest.mark.slow
+def test_generation_compiles_nothing_after_it_waited():
+  programs, when_waiting, compiled = [], [], "/jax/core/compile/backend_compile_duration"
+  note = lambda event, seconds, **_: programs.append(event)
+  model = model_step.settings(model_step.BODIES["retnet"], TINY).model
+  jax.monitoring.register_event_duration_secs_listener(note)
+  try:
+    wait = lambda: when_waiting.append(programs.count(compiled))
+    generation.phases(model, 2, 20, 4, 8, wait)
+  finally:
+    jax.monitoring.unregister_event_duration_listener(note)
+  (before,) = when_waiting
+  assert before > 2 and programs.count(compiled) == before
+
+
+@pytest.mark.slow
+def test_generation_together_has_a_row_of_each_body_and_batch():
+  sizes = "dim=16,num_layers=2,channel_hidden=16,vocab_size=300"
+  options = ["--prompt", "20", "--new", "4", "--batches", "1", "2", "--no-peers", "--together"]
+  rows = generation.main(["--body", "retnet", "--sizes", sizes, *options])
+  assert [(row["batch"], row["prefill_chunk"]) for row in rows] == [(1, 2048), (2, 2048)]
+  assert all(row["prefill_ms"] > 0 and row["decode_ms"] > 0 for row in rows)
 
 
 @pytest.mark.slow

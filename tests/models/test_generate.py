@@ -1,7 +1,9 @@
 """Generation: exact with respect to batching, chunks and options; constant memory and programs."""
 
 import dataclasses
+import gc
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from flax import nnx
 from lnssm_jax import drawing
 from lnssm_jax import generate as generation
 from lnssm_jax.generate import SamplingOptions, generate, generate_scored, read, stream
-from lnssm_jax.models import LanguageModel
+from lnssm_jax.models import LanguageModel, layers
 
 PROMPTS = [[1, 2, 3], [4], [5, 9, 11, 0, 7, 30, 2], [8, 8, 8, 8]]
 
@@ -58,6 +60,51 @@ def test_batch_with_any_prefill_chunk_equals_the_parallel_form(model, greedy, pr
   )
   assert as_lists(rows) == greedy
   assert {row.dtype for row in rows} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize(
+  ("rows", "chunk"),
+  [(1, 2048), (8, 2048), (9, 1024), (16, 1024), (64, 256), (65, 128), (1024, 16), (10**6, 16)],
+)
+def test_default_prefill_chunk_bounds_the_tokens_of_all_rows(rows, chunk):
+  assert generation.default_prefill_chunk(rows) == chunk
+
+
+def test_default_prefill_chunk_is_that_of_the_rows_that_are_read(model, monkeypatch):
+  pieces, prefill, extend = [], generation._prefill, generation._extend
+  noted = lambda read: lambda *args: (pieces.append(args[2].shape), read(*args))[1]
+  monkeypatch.setattr(generation, "_prefill", noted(prefill))
+  monkeypatch.setattr(generation, "_extend", noted(extend))
+  monkeypatch.setattr(generation, "_PREFILL_TOKENS", 64)
+  prompts = [[3, 1, 4, 1, 5] * 8, [9] * 33, [2] * 33]
+  want = read(model, prompts, prefill_chunk=64).logits
+  for get in (
+    lambda: read(model, prompts),
+    lambda: read(model, [prompt[1:] for prompt in prompts], start=read(model, [[3], [9], [2]])),
+  ):
+    pieces.clear()
+    np.testing.assert_allclose(get().logits, want, rtol=1e-4, atol=1e-5)
+    # 16 of each of three rows; two rows with a start, of equal length, have 32.
+    assert max(shape[1] for shape in pieces) <= 32
+    assert max(np.prod(shape) for shape in pieces) <= 64
+  rows = [
+    as_lists(
+      generate(model, prompts, SamplingOptions(max_tokens=8, temperature=0, prefill_chunk=chunk))
+    )
+    for chunk in (None, 5, 64)
+  ]
+  assert rows[0] == rows[1] == rows[2]
+
+
+@pytest.mark.parametrize("mixer", ["softmax_attention", "lrn"])
+def test_padding_is_never_longer_than_a_cache_or_a_table_of_positions(mixer):
+  held = {"learned_positions": 12} if mixer == "lrn" else {"mixer_options": {"max_length": 12}}
+  model = LanguageModel(
+    vocab_size=37, dim=8, num_layers=2, num_heads=2, mixer=mixer, rngs=nnx.Rngs(0), **held
+  )
+  prompts = [[5, 9, 11, 0, 7, 30, 2, 1, 4], [4]]  # of 16, if they were padded to a power of two
+  got = read(model, prompts).logits
+  np.testing.assert_allclose(got, read(model, prompts, prefill_chunk=1).logits, atol=1e-5)
 
 
 def test_prompt_alone_equals_the_batch(model, greedy):
@@ -221,6 +268,20 @@ def test_start_from_a_text_that_was_read_equals_the_whole_prompt(model, lengths)
   )
 
 
+def test_second_text_from_a_start_runs_programs_only(model, monkeypatch):
+  """Operations run one by one cost the host a tenth of a millisecond each, for every layer."""
+  start = read(model, [[7, 1, 30], [2, 2, 9]])
+  options = SamplingOptions(max_tokens=4, temperature=0)
+  states, _ = generation._apart(start.state, model.num_layers)
+  chex.assert_trees_all_equal(states, layers.apart(start.state, model.num_layers))
+  first = generate(model, [[], []], options, start=start)
+  for name in ("apart", "tied"):
+    monkeypatch.setattr(layers, name, None)
+  monkeypatch.setattr(jnp, "concatenate", None)
+  again = generate(model, [[], []], options, start=start)
+  assert as_lists(again) == as_lists(first)
+
+
 def test_start_of_another_number_of_rows_raises(model):
   start = read(model, [[1], [2]])
   with pytest.raises(ValueError, match="start has 2 rows for 3 prompts"):
@@ -235,6 +296,18 @@ def test_stream_repeats_the_stop_token_and_ends_with_the_last_row(model, greedy)
   first = greedy[0].index(stop)
   assert len(steps) == first + 1
   assert steps[first].tolist() == [stop, stop]
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_drawing_keeps_no_second_copy_of_the_state(model, started):
+  prompts, options = [[1, 2, 3]] * 11, SamplingOptions(max_tokens=40)  # 11 rows: in no other test
+  start = read(model, prompts[:1]) if started else None
+  tokens = stream(model, prompts, options, start=start)
+  next(tokens)
+  gc.collect()
+  shape = jax.eval_shape(lambda: model.init_state(11)).mixer.h.shape
+  assert not [x for x in jax.live_arrays() if x.shape == shape]
+  next(tokens)
 
 
 def test_max_tokens_across_device_calls_agree(model):

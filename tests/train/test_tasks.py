@@ -81,9 +81,9 @@ def test_common_contexts_are_read_once(mixer, tmp_path, monkeypatch):
   export.write(tmp_path / "out", model, random_params(model), load_tokenizer("bytes"), 7)
   loaded, read, whole = train.load_model(tmp_path / "out"), [], generation.read_prompts
 
-  def read_prompts(model, prompts, chunk):
+  def read_prompts(model, prompts):
     read.extend(bytes(prompt.tolist()).decode() for prompt in prompts)
-    return whole(model, prompts, chunk)
+    return whole(model, prompts, 4)
 
   monkeypatch.setattr(generation, "read_prompts", read_prompts)
   monkeypatch.setattr(texts, "_CHUNK", 4)
