@@ -61,7 +61,7 @@ class _Selective(Mixer[SelectiveState]):
     raise NotImplementedError
 
   def _rates(self) -> jax.Array:
-    """-A [D, N], positive, float32 at least."""
+    """-A [D, N] or [D, 1], positive, float32 at least."""
     raise NotImplementedError
 
 
@@ -127,7 +127,8 @@ class SSD(_Selective):
       S_t = exp(-rate dt_t) * S_{t-1} + (dt_t u_t) b_t^T             S: [D, N], rate = exp(log_rate)
       out_t = W_o (S_t c_t + skip * u_t)
 
-  Channels differ in their step size by its bias only, so that a channel's N numbers decay alike.
+  Channels differ in their step size by its bias only, so that a channel's N numbers decay alike:
+  linear attention with a decay of its values per token and channel.
   Against `Mamba2`: no heads, and as `S6` no W_in, no expansion, no convolution, no norm, no gate.
 
   Args:
@@ -167,4 +168,4 @@ class SSD(_Selective):
 
   def _rates(self):
     rate = jnp.exp(wide(self.log_rate[...]))
-    return jnp.broadcast_to(rate, (self.dim, self.state_dim))
+    return jnp.broadcast_to(rate, (self.dim, 1))

@@ -112,7 +112,8 @@ def selective_scan(
   x, dt, a, b, c, *, skip=None, initial_state=None, segment_ids=None, axis_name=None
 ):
   x, dt, a, keys, c = map(wide, (x, dt, a, b, c))
-  state = np.zeros((x.shape[0], *a.shape)) if initial_state is None else initial_state.h
+  shape = (x.shape[0], a.shape[0], keys.shape[2])
+  state = np.zeros(shape) if initial_state is None else initial_state.h
 
   def step(h, b, t):
     h = np.exp(dt[b, t][:, None] * a) * h + np.outer(dt[b, t] * x[b, t], keys[b, t])

@@ -90,6 +90,42 @@ def test_selective_scan_gradient_of_a_strong_rate_is_accurate_per_entry():
   assert np.abs(want).min() < 1e-7 < np.abs(want).max()
 
 
+@pytest.mark.parametrize("chunk_size", [4, None])
+def test_selective_scan_one_rate_per_channel_equals_rates_of_each_number(chunk_size):
+  """`a` [D, 1] against the reference with [D, N]: documents, states and all gradients, float64."""
+  T = 37
+  rng = np.random.default_rng(0)
+  segment_ids = np.cumsum(rng.random((B, T)) < 0.1, axis=1)
+  with jax.enable_x64(True):
+    inputs = in_float64(make_inputs(T))
+    inputs["a"] = inputs["a"][:, :1]
+    inputs["before"] = rng.normal(size=(B, D, N))
+    weights = rng.normal(size=(B, T, D)), rng.normal(size=(B, D, N))
+
+    def results(implementation, spread):
+      def loss(inputs):
+        inputs = inputs | {"a": spread(inputs["a"])}
+        options = {"segment_ids": segment_ids, "implementation": implementation}
+        options |= {"initial_state": SelectiveState(inputs["before"]), "chunk_size": chunk_size}
+        out, state = call(inputs, **options)
+        total = jnp.sum(out * weights[0]) + jnp.sum(state.h * weights[1])
+        return total, (out, state.h)
+
+      return jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
+
+    want = results("reference", lambda a: jnp.broadcast_to(a, (D, N)))
+    for implementation in (None, "chunked", "associative", "reference"):
+      got = results(implementation, lambda a: a)
+      for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-10, atol=1e-12)
+
+
+def test_selective_scan_one_rate_per_channel_runs_matrix_products():
+  inputs = make_inputs(16)
+  products = lambda a: str(jax.make_jaxpr(call)(inputs | {"a": a})).count("dot_general")
+  assert products(inputs["a"][:, :1]) > 0 == products(inputs["a"])
+
+
 @pytest.mark.parametrize("dt", [0.0, 1e4])
 def test_selective_scan_zero_and_huge_step_sizes_are_exact(dt):
   """dt = 0 keeps the state bit for bit; dt a = -10000 leaves nothing but the token itself."""
@@ -127,6 +163,7 @@ def test_selective_scan_float16_large_states_do_not_overflow():
     ({"x": (B, 0, D), "dt": (B, 0, D), "b": (B, 0, N), "c": (B, 0, N)}, "T >= 1"),
     ({"dt": (B, 6, 1)}, r"dt has shape \(2, 6, 1\).*\[2, 6, 3\]"),
     ({"a": (N, D)}, r"a has shape \(4, 3\).*\[D\] of x, then N = \[3, any\]"),
+    ({"a": (D, 2)}, r"b has shape \(2, 6, 4\).*then N of a = \[2, 6, 2\]"),
     ({"b": (B, 6, D)}, r"b has shape \(2, 6, 3\)"),
     ({"c": (B, 5, N)}, r"c has shape \(2, 5, 4\)"),
     ({"skip": (N,)}, r"skip has shape \(4,\)"),

@@ -19,6 +19,7 @@ one entry):
     delta rule S [K, V]             6 K V        S^T e, S + k (..)^T, S^T q; with decay + K V
     k of N states S [K, V]        as above     per state that a token uses: k + 1
     selective scan S [E, N]         6 E N + 3 E  dt a, a S, S + x b^T, S c; dt x, skip x
+      with one rate per channel     5 E N + 4 E  dt a once per channel
     Longhorn S [E, N]               7 E N + 3 E  e k^2, 1 - .., a S, S + x k^T, S q; e x, skip x
     diagonal h [D]                  2 D          a h + x; complex 8 D
     RWKV-4, two sums [D]            11 D         update and read of both, their quotient
@@ -89,11 +90,11 @@ def _routed(mixer, state, length):
   return used * (5 if mixer.inner == "gla" else 7) * H * K * V
 
 
-def _channel_states(mixer, state, length, *, per_entry):
+def _channel_states(mixer, state, length, *, per_entry, per_channel=3):
   del mixer, length
   (h,) = getattr(state, "recurrent", state)
   _, E, _ = h.shape
-  return per_entry * h.size + 3 * E
+  return per_entry * h.size + per_channel * E
 
 
 def _diagonal(mixer, state, length):
@@ -200,7 +201,7 @@ RECURRENCES: dict[str, Recurrence] = {
   "s4": functools.partial(_complex, per_entry=26, skip=True),
   "s4d": _state_space,
   "s6": functools.partial(_channel_states, per_entry=6),
-  "ssd": functools.partial(_channel_states, per_entry=6),
+  "ssd": functools.partial(_channel_states, per_entry=5, per_channel=4),
   "s5": functools.partial(_complex, per_entry=8),
   "sliding_window_attention": _attention,
   "softmax_attention": _attention,

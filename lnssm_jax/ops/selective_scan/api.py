@@ -17,7 +17,7 @@ IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, 
 def selective_scan(
   x: ty.BTD,
   dt: ty.BTD,
-  a: ty.DN,
+  a: ty.DN | ty.D1,
   b: ty.BTN,
   c: ty.BTN,
   *,
@@ -43,7 +43,8 @@ def selective_scan(
   the returned state. Reverse mode only: of any order, but by the kernels first derivatives only.
 
   Args:
-    a: finite values <= 0.
+    a: finite values <= 0; `[D, 1]` is one rate for the N numbers of a channel, with which the
+      chunked form is matrix products.
     skip: a factor per channel for the direct path from input to output; None means none.
     initial_state: the state before the first token; None means zeros.
     segment_ids: `[B, T]` integers; the state is reset where they change.
@@ -70,9 +71,11 @@ def selective_scan(
   B, T, D = x.shape
   check_shape(_NAME, "dt", dt, (B, T, D), "the shape of x, [B, T, D]")
   check_shape(_NAME, "a", a, (D, None), "[D] of x, then N")
-  N = a.shape[1]
-  check_shape(_NAME, "b", b, (B, T, N), "[B, T] of x, then N of a")
-  check_shape(_NAME, "c", c, (B, T, N), "[B, T] of x, then N of a")
+  check_shape(_NAME, "b", b, (B, T, None), "[B, T] of x, then N")
+  N = b.shape[2]
+  if a.shape[1] != 1:
+    check_shape(_NAME, "b", b, (B, T, a.shape[1]), "[B, T] of x, then N of a")
+  check_shape(_NAME, "c", c, (B, T, N), "the shape of b, [B, T, N]")
   skip, state, segments, options = channel_states.checked(
     _NAME,
     SelectiveState,

@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
 
   x: jax.Array  # [B, T, D]
   dt: jax.Array  # [B, T, D]
-  a: jax.Array  # [D, N], in the dtype of the sums
+  a: jax.Array  # [D, N] or [D, 1], in the dtype of the sums
   b: jax.Array  # [B, T, N]
   c: jax.Array  # [B, T, N]
   skip: jax.Array  # [D], in the dtype of the sums
@@ -39,6 +39,16 @@ class Inputs(NamedTuple):
     "state": "BDN",
     "segments": "BT",
   }
+
+
+def has_shared_rates(inputs: Inputs) -> bool:
+  """Whether the N numbers of a channel decay alike."""
+  return inputs.a.shape[1] < inputs.b.shape[2]
+
+
+def with_all_rates(inputs: Inputs) -> Inputs:
+  """The same with `a` [D, N]."""
+  return inputs._replace(a=jnp.broadcast_to(inputs.a, inputs.state.h.shape[1:]))
 
 
 def init_state(*, batch: int, dim: int, state_dim: int, dtype=jnp.float32) -> SelectiveState:
