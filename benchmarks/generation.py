@@ -43,7 +43,8 @@ from flax import nnx
 
 from benchmarks import model_peers, turns
 from benchmarks.model_step import BODIES, Sizes, settings
-from lnssm_jax.generate import SamplingOptions, default_prefill_chunk, generate, read
+from lnssm_jax.generate import SamplingOptions, generate, read
+from lnssm_jax.prefill import default_prefill_chunk
 from train.config import apply_overrides, load_config
 from train.step.model import build_model, model_graph, params_of
 

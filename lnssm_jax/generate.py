@@ -1,9 +1,7 @@
 """Sampling from a language model by its recurrent state: constant memory and time per token.
 
-A prompt is read in chunks of a fixed length, then tokens are drawn one after another in a loop on
-the device. Prompts of different lengths are padded on the left. The padding is a segment of its
-own, so that the state is reset at each prompt's first token; between two chunks, a row whose prompt
-has not begun yet is given the empty state. So no prompt sees its padding, or the other prompts.
+A prompt is read in chunks of a fixed length (`lnssm_jax.prefill`), then tokens are drawn one after
+another in a loop on the device.
 
 A text that is long, or that many continuations share, is read once: `read` returns a `Prefix`, from
 which `generate` starts.
@@ -24,6 +22,7 @@ import numpy as np
 from lnssm_jax import drawing
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.models import LanguageModel, layers
+from lnssm_jax.prefill import default_prefill_chunk, extend, pieces, read_prompts
 
 if TYPE_CHECKING:
   from lnssm_jax import linen
@@ -32,9 +31,6 @@ type AnyModel = LanguageModel | linen.LanguageModel
 
 # Tokens drawn per call of the device: enough to hide the cost of the call, few enough to stop soon.
 _STEPS_PER_CALL = 32
-# Tokens of all prompts, and of one, that are read at once. One H200 reads 2,048 tokens of one
-# prompt in 8.4 ms at once and in 22 ms in pieces of 256; at 64 prompts pieces of 256 fill it.
-_PREFILL_TOKENS, _LONGEST_PREFILL, _SHORTEST_PREFILL = 16_384, 2_048, 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +49,7 @@ class SamplingOptions:
     min_p: draw only tokens at least p times as probable as the most probable one.
     stop_token: a row ends before this token, or before any of several.
     prefill_chunk: tokens of a prompt read at once; bounds the memory of reading it. None:
-      `default_prefill_chunk` of the number of prompts.
+      `prefill.default_prefill_chunk` of the number of prompts.
 
   Raises:
     ValueError: an option is out of range; the message names it.
@@ -110,15 +106,6 @@ class Continuation(NamedTuple):
   tokens: np.ndarray  # [N] int32
   # [N] float32, of each after those before it by the model: without penalty, temperature, limits.
   log_probs: np.ndarray
-
-
-def default_prefill_chunk(rows: int) -> int:
-  """Tokens of each of `rows` prompts that are read at once: a power of two, from 16 to 2,048.
-
-  They are at most 16,384 over all rows, up to 1,024 rows.
-  """
-  chunk = 1 << (max(1, _PREFILL_TOKENS // rows).bit_length() - 1)
-  return min(max(chunk, _SHORTEST_PREFILL), _LONGEST_PREFILL)
 
 
 def generate(
@@ -305,8 +292,8 @@ def _read(model, prompts, prefill_chunk: int | None, start: Prefix | None) -> Pr
     group = np.flatnonzero(lengths == length)
     state, out = _taken(start.state, start.logits, before[group])
     tokens = np.stack([prompts[number] for number in group])
-    for piece in _pieces(tokens, prefill_chunk or default_prefill_chunk(len(group))):
-      state, out = _extend(model, state, piece)
+    for piece in pieces(tokens, prefill_chunk or default_prefill_chunk(len(group))):
+      state, out = extend(model, state, piece)
     states, logits, order = [*states, state], [*logits, out], [*order, *group]
   if len(states) == 1:  # in order
     (state,), (out,) = states, logits
@@ -322,68 +309,10 @@ def _read(model, prompts, prefill_chunk: int | None, start: Prefix | None) -> Pr
   )
 
 
-def _pieces(tokens: np.ndarray, chunk: int) -> Iterator[np.ndarray]:
-  """Cuts tokens [B, T] into chunks, and the rest into powers of two: few programs for any T."""
-  while T := tokens.shape[1]:
-    length = chunk if chunk <= T else 1 << (T.bit_length() - 1)
-    yield tokens[:, :length].astype(np.int32)
-    tokens = tokens[:, length:]
-
-
-def read_prompts(
-  model: LanguageModel, prompts: Sequence[np.ndarray], prefill_chunk: int | None = None
-) -> tuple[Any, Any]:
-  """Reads prompts of any lengths: (state, logits [B, vocab] of the token after each).
-
-  The second axis of every array of the state is B. Unlike those of `generate`, prompts are not
-  checked.
-
-  Args:
-    prefill_chunk: as in `SamplingOptions`.
-  """
-  prefill_chunk = prefill_chunk or default_prefill_chunk(len(prompts))
-  longest = max(len(prompt) for prompt in prompts)
-  # Powers of two below the full chunk, so that short prompts of many lengths share few programs.
-  chunk = min(prefill_chunk, 1 << (longest - 1).bit_length())
-  if model.max_length is not None:  # padding beyond a cache makes it NaN, and attention all of it
-    chunk = min(chunk, model.max_length)
-  width = -(-longest // chunk) * chunk
-  tokens = np.zeros((len(prompts), width), np.int32)
-  for row, prompt in zip(tokens, prompts, strict=True):
-    row[width - len(prompt) :] = prompt
-  starts = np.array([width - len(prompt) for prompt in prompts], np.int32)
-
-  state, logits = model.init_state(len(prompts)), None
-  for first in range(0, width, chunk):
-    state, logits = _prefill(model, state, tokens[:, first : first + chunk], starts - first)
-  return state, logits
-
-
-@functools.partial(jax.jit, donate_argnames="state")
-def _prefill(model, state, tokens, starts):
-  """Reads tokens [B, C]. The prompt of row b begins at starts[b], which may be < 0 or >= C."""
-  C = tokens.shape[1]
-  segment_ids = (jnp.arange(C) >= starts[:, None]).astype(jnp.int32)
-  hidden, state = model.hidden(tokens, state, segment_ids)
-  begun = starts < C
-  empty = model.init_state(tokens.shape[0])
-  state = jax.tree.map(
-    lambda new, old: jnp.where(begun.reshape(1, -1, *(1,) * (new.ndim - 2)), new, old), state, empty
-  )  # every leaf is [L, B, ...]
-  return state, model.logits(hidden[:, -1])
-
-
 @jax.jit
 def _taken(state, logits, rows):
   """These rows of a state and its logits, copied: `_decode` overwrites what it is given."""
   return jax.tree.map(lambda x: x[:, rows], state), logits[rows]
-
-
-@jax.jit
-def _extend(model, state, tokens):
-  """Reads tokens [B, C] of every row after a state: (state, logits [B, vocab])."""
-  hidden, state = model.hidden(tokens, state)
-  return state, model.logits(hidden[:, -1])
 
 
 @functools.partial(jax.jit, static_argnames="choice", donate_argnames=("states", "logits", "seen"))

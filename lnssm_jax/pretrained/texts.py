@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lnssm_jax import drawing, generate
+from lnssm_jax import drawing, generate, prefill
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.pretrained.tokenizers import Tokenizer
@@ -168,7 +168,7 @@ def score_tokens(
     found |= _score_batch(split, state, rows, starts, numbers, [0] * batch)
   for part in _batches(shared, batch, lambda numbers: starts[numbers[0]]):
     commons = [rows[numbers[0]][: starts[numbers[0]] - 1] for numbers in part]
-    states, _ = generate.read_prompts(model, commons)
+    states, _ = prefill.read_prompts(model, commons)
     places = {number: place for place, numbers in enumerate(part) for number in numbers}
     for numbers in _batches(places, batch, lambda number: len(rows[number]) - starts[number]):
       state = _taken(states, np.array([places[number] for number in numbers]))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax import drawing
+from lnssm_jax import drawing, prefill
 from lnssm_jax import generate as generation
 from lnssm_jax.generate import SamplingOptions, generate, generate_scored, read, stream
 from lnssm_jax.models import LanguageModel, layers
@@ -67,15 +67,15 @@ def test_batch_with_any_prefill_chunk_equals_the_parallel_form(model, greedy, pr
   [(1, 2048), (8, 2048), (9, 1024), (16, 1024), (64, 256), (65, 128), (1024, 16), (10**6, 16)],
 )
 def test_default_prefill_chunk_bounds_the_tokens_of_all_rows(rows, chunk):
-  assert generation.default_prefill_chunk(rows) == chunk
+  assert prefill.default_prefill_chunk(rows) == chunk
 
 
 def test_default_prefill_chunk_is_that_of_the_rows_that_are_read(model, monkeypatch):
-  pieces, prefill, extend = [], generation._prefill, generation._extend
+  pieces, first, extend = [], prefill._prefill, prefill.extend
   noted = lambda read: lambda *args: (pieces.append(args[2].shape), read(*args))[1]
-  monkeypatch.setattr(generation, "_prefill", noted(prefill))
-  monkeypatch.setattr(generation, "_extend", noted(extend))
-  monkeypatch.setattr(generation, "_PREFILL_TOKENS", 64)
+  monkeypatch.setattr(prefill, "_prefill", noted(first))
+  monkeypatch.setattr(generation, "extend", noted(extend))
+  monkeypatch.setattr(prefill, "_PREFILL_TOKENS", 64)
   prompts = [[3, 1, 4, 1, 5] * 8, [9] * 33, [2] * 33]
   want = read(model, prompts, prefill_chunk=64).logits
   for get in (
@@ -324,8 +324,8 @@ def test_memory_and_programs_do_not_grow_with_the_text(model):
   programs = generation._decode._cache_size()
   generate(model, [[3] * 40], SamplingOptions(max_tokens=100, temperature=0))
   assert generation._decode._cache_size() == programs
-  short, _ = generation.read_prompts(model, [np.array([1, 2])], 4)
-  long, _ = generation.read_prompts(model, [np.arange(30)], 4)
+  short, _ = prefill.read_prompts(model, [np.array([1, 2])], 4)
+  long, _ = prefill.read_prompts(model, [np.arange(30)], 4)
   assert jax.tree.map(jnp.shape, short) == jax.tree.map(jnp.shape, long)
 
 

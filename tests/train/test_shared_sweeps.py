@@ -30,7 +30,6 @@ from train.sweeps import (
   spec,
   tables,
   training,
-  tuning,
 )
 
 STEPS = 7
@@ -120,62 +119,6 @@ def test_group_that_another_process_trains_is_left_to_it(sweep, trained):
   assert None not in training.train(sweep, say=said.append).scores
   assert trained(sweep) == [FIRST, THIRD, SECOND]
   assert "8 of 12 runs are finished" in said and "group 2 of 3: global_batch=4, 4 runs" in said
-
-
-def test_tuning_seed_chooses_the_rate_at_which_the_other_seeds_train(sweep, trained):
-  tuned = dataclasses.replace(sweep, tuning_seed=0)
-  planned = tuning.chosen(tuned, planned=True)
-  assert [sweep.runs.index(run) for run in planned] == [0, 1, 2, 4, 5, 6, 8, 9, 10]
-  finish(sweep.runs[4])
-  outcome = training.train(tuned, say=quiet)
-  assert trained(sweep) == [[0, 2], [3], [6], [7], [8, 10], [11]]  # more is better
-  assert [sweep.runs.index(run) for run in outcome.runs] == [0, 2, 3, 4, 6, 7, 8, 10, 11]
-  assert None not in outcome.scores and not (sweep.folder / "unfinished").exists()
-  training.train(tuned, say=quiet)
-  assert len(trained(sweep)) == 6
-  rows = tables.table(outcome.runs, outcome.scores)
-  assert [(row["runs"], row["best"]) for row in rows] == [(1, False), (2, True)] * 3
-  assert "not finished" not in tables.markdown(outcome.runs, rows)
-
-
-def test_tuning_seed_of_another_process_is_waited_for_and_a_diverged_one_has_no_rate(
-  sweep, trained
-):
-  tuned = dataclasses.replace(sweep, tuning_seed=0)
-  with claim(sweep.runs[6].cfg):
-    training.train(tuned, say=quiet)
-  assert trained(sweep) == [[0, 2], [3], [8, 10], [11]]
-  for run in (sweep.runs[4], sweep.runs[6]):
-    with claim(run.cfg) as folder:
-      folder.write_config(run.cfg)
-      folder.append([groups.result_row(run, STEPS, {"accuracy": None}, None)])
-  outcome = training.train(tuned, say=quiet)
-  assert len(trained(sweep)) == 4 and None not in outcome.scores
-
-
-def test_rate_with_most_seeds_is_the_best_although_one_seed_has_a_better_score(sweep):
-  runs = [sweep.runs[i] for i in (0, 2, 3)]
-  scores = [{"accuracy": 0.8}, {"accuracy": 0.9}, {"accuracy": 0.5}]
-  rows = tables.table(runs, scores)
-  assert [(row["learning_rate"], row["best"]) for row in rows] == [(3e-3, False), (1e-2, True)]
-
-
-def test_sweep_stopped_right_after_it_was_saved_saves_no_step_twice(sweep, trained, monkeypatch):
-  monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
-  advance = Instant.advance
-
-  def stopped(self):
-    rows = advance(self)
-    os.kill(os.getpid(), signal.SIGTERM)
-    return rows
-
-  with monkeypatch.context() as patch:
-    patch.setattr(Instant, "advance", stopped)
-    outcome = training.train(sweep, say=quiet)
-  assert outcome.stopped_by == "SIGTERM" and outcome.finished == 0
-  said = []
-  assert None not in training.train(sweep, say=said.append).scores
-  assert "resuming after step 3 of 7" in said
 
 
 def test_runs_that_another_process_has_finished_meanwhile_are_not_trained(
