@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import train
-from lnssm_jax import generate as generation
+from lnssm_jax import prefill
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
@@ -79,13 +79,13 @@ def test_common_contexts_are_read_once(mixer, tmp_path, monkeypatch):
   change = {"mixer": mixer} | (limit if mixer == "softmax_attention" else {})
   model = config.Model(**{**config.to_dict(MODEL), **change})
   export.write(tmp_path / "out", model, random_params(model), load_tokenizer("bytes"), 7)
-  loaded, read, whole = train.load_model(tmp_path / "out"), [], generation.read_prompts
+  loaded, read, whole = train.load_model(tmp_path / "out"), [], prefill.read_prompts
 
   def read_prompts(model, prompts):
     read.extend(bytes(prompt.tolist()).decode() for prompt in prompts)
     return whole(model, prompts, 4)
 
-  monkeypatch.setattr(generation, "read_prompts", read_prompts)
+  monkeypatch.setattr(prefill, "read_prompts", read_prompts)
   monkeypatch.setattr(texts, "_CHUNK", 4)
   contexts = {"longer context": 2, "one": 3, "other": 2, "alone": 1, "x": 2}
   pairs = [
