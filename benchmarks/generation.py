@@ -198,9 +198,7 @@ def phases(
     )
   return {
     "device": jax.devices()[0].device_kind,
-    "batch": batch,
     "prompt": prompt_length,
-    "prefill_chunk": prefill_chunk,
     "prefill_ms": round(1e3 * _median_seconds(reads), 2),
     "decode_ms": round(1e3 * _median_seconds(draws) / new_tokens, 4),
     "logit_error": round(found, 5),

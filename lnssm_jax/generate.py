@@ -22,7 +22,7 @@ import numpy as np
 from lnssm_jax import drawing
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.models import LanguageModel, layers
-from lnssm_jax.prefill import default_prefill_chunk, extend, pieces, read_prompts
+from lnssm_jax.prefill import default_prefill_chunk, extend, pieces, read_prompts, taken
 
 if TYPE_CHECKING:
   from lnssm_jax import linen
@@ -290,7 +290,7 @@ def _read(model, prompts, prefill_chunk: int | None, start: Prefix | None) -> Pr
   states, logits, order = [], [], []
   for length in np.unique(lengths):  # padding would reset the state
     group = np.flatnonzero(lengths == length)
-    state, out = _taken(start.state, start.logits, before[group])
+    state, out = taken(start.state, before[group]), start.logits[before[group]]
     tokens = np.stack([prompts[number] for number in group])
     for piece in pieces(tokens, prefill_chunk or default_prefill_chunk(len(group))):
       state, out = extend(model, state, piece)
@@ -307,12 +307,6 @@ def _read(model, prompts, prefill_chunk: int | None, start: Prefix | None) -> Pr
     start.seen[before] | seen,
     start.length[before] + lengths,
   )
-
-
-@jax.jit
-def _taken(state, logits, rows):
-  """These rows of a state and its logits, copied: `_decode` overwrites what it is given."""
-  return jax.tree.map(lambda x: x[:, rows], state), logits[rows]
 
 
 @functools.partial(jax.jit, static_argnames="choice", donate_argnames=("states", "logits", "seen"))

@@ -81,6 +81,12 @@ def _prefill(model, state, tokens, starts):
 
 
 @jax.jit
+def taken(state, rows):
+  """These rows of a state, copied, so that the copy may be donated."""
+  return jax.tree.map(lambda x: x[:, rows], state)
+
+
+@jax.jit
 def extend(model, state, tokens):
   """Reads tokens [B, C] of every row after a state: (state, logits [B, vocab])."""
   hidden, state = model.hidden(tokens, state)

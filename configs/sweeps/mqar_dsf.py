@@ -21,11 +21,10 @@ softmax attention 0.996 after 1,500 steps (3e-3), normalized attention 0.973 (1e
 `--dry-run` has the estimate.
 """
 
-import dataclasses
 from pathlib import Path
 
 from train.config import Train, load_config
-from train.sweeps import Plot, Recall, grid
+from train.sweeps import Plot, Recall, behind_base_conv, grid
 
 LENGTH, BATCH, STEPS, VOCABULARY = 64, 64, 2000, 256
 TASK = Recall(pairs=8, train_rows=32_000, vocab_size=VOCABULARY)
@@ -52,21 +51,9 @@ def make(model: str, width: int, state: int, mlp: str) -> Train | None:
   cfg = load_config(Path(__file__).parents[1] / f"mqar.py:{'linear' if gated else model}")
   mixer = GATED.get(model, str(cfg.model.mixer))
   options = {} if gated else {SYSTEMS[model]: state}
-  changed = dataclasses.replace(
-    cfg.model,
-    mixer=("base_conv", mixer),
-    mixer_options={mixer: options},
-    vocab_size=VOCABULARY + 1,  # no fewer than a tokenizer of bytes has
-    dim=width,
-    channel_mixer="gpt2" if mlp == "yes" else "none",
-    embedding_norm=True,
-    embedding_dropout=0.0,
-    initialization="lnssm",
-    tie_embeddings=False,
-  )
-  optimizer = dataclasses.replace(cfg.optimizer, warmup_steps=STEPS // 20)
-  sizes = {"seq_len": LENGTH, "global_batch": BATCH, "steps": STEPS}
-  return dataclasses.replace(cfg, model=changed, optimizer=optimizer, **sizes)
+  sizes = {"vocab_size": VOCABULARY, "length": LENGTH, "batch": BATCH, "steps": STEPS}
+  channels = "gpt2" if mlp == "yes" else "none"
+  return behind_base_conv(cfg, mixer, options, **sizes, dim=width, channel_mixer=channels)
 
 
 SWEEP = grid(

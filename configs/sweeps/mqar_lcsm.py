@@ -12,11 +12,10 @@ embedding and a head that is not tied to it, and there is a warmup and no dropou
 Measured: nothing; `--dry-run` has the estimate.
 """
 
-import dataclasses
 from pathlib import Path
 
 from train.config import Train, load_config
-from train.sweeps import Plot, Recall, grid
+from train.sweeps import Plot, Recall, behind_base_conv, grid
 
 LENGTH, BATCH, STEPS, VOCABULARY = 64, 64, 2000, 256
 TASK = Recall(pairs=8, train_rows=32_000, vocab_size=VOCABULARY)
@@ -31,21 +30,8 @@ def make(code: str, width: int) -> Train:
   """A model of LCSM (Qin et al. 2024), section 4: recall by code."""
   cfg = load_config(Path(__file__).parents[1] / "mqar.py:linear")
   options = {"code": code, "state_dim": 64}
-  changed = dataclasses.replace(
-    cfg.model,
-    mixer=("base_conv", "lcsm"),
-    mixer_options={"lcsm": options},
-    vocab_size=VOCABULARY + 1,  # no fewer than a tokenizer of bytes has
-    dim=width,
-    channel_mixer="none",
-    embedding_norm=True,
-    embedding_dropout=0.0,
-    initialization="lnssm",
-    tie_embeddings=False,
-  )
-  optimizer = dataclasses.replace(cfg.optimizer, warmup_steps=STEPS // 20)
-  sizes = {"seq_len": LENGTH, "global_batch": BATCH, "steps": STEPS}
-  return dataclasses.replace(cfg, model=changed, optimizer=optimizer, **sizes)
+  sizes = {"vocab_size": VOCABULARY, "length": LENGTH, "batch": BATCH, "steps": STEPS}
+  return behind_base_conv(cfg, "lcsm", options, **sizes, dim=width)
 
 
 SWEEP = grid(

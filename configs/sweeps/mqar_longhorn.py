@@ -13,12 +13,11 @@ Measured: not this table. Without the `base_conv` rotary attention (width 64, se
 3e-3) had 0.127 after 1,000 steps of 8 pairs, a guess. `--dry-run` has the estimate.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from train.config import Train, load_config
-from train.sweeps import Plot, Recall, grid
+from train.sweeps import Plot, Recall, behind_base_conv, grid
 
 BATCH, STEPS, ROWS, VOCABULARY = 64, 2000, 32_000, 256
 PAIRS = {64: 8, 128: 16}  # {length: pairs}
@@ -40,24 +39,13 @@ def make(model: str, width: int, length: int) -> tuple[Train, Recall]:
   conv = {"max_length": length}
   if mixer == "hyena":
     options = {**options, **conv}
-  first = {} if mixer == "base_conv" else {"base_conv": conv}
   cfg = load_config(Path(__file__).parents[1] / "mqar.py:linear")
-  changed = dataclasses.replace(
-    cfg.model,
-    mixer=("base_conv", mixer) if first else mixer,
-    mixer_options={**first, mixer: options} if first else conv,
-    vocab_size=VOCABULARY + 1,  # no fewer than a tokenizer of bytes has
-    dim=width,
-    channel_mixer="none",
-    embedding_norm=True,
-    embedding_dropout=0.0,
-    initialization="lnssm",
-    tie_embeddings=False,
-  )
-  optimizer = dataclasses.replace(cfg.optimizer, warmup_steps=STEPS // 20)
-  sizes = {"seq_len": length, "global_batch": BATCH, "steps": STEPS}
+  sizes = {"vocab_size": VOCABULARY, "length": length, "batch": BATCH, "steps": STEPS}
   task = Recall(pairs=PAIRS[length], train_rows=ROWS, vocab_size=VOCABULARY)
-  return dataclasses.replace(cfg, model=changed, optimizer=optimizer, **sizes), task
+  if mixer == "base_conv":  # both layers
+    both: dict[str, Any] = {"mixer": mixer, "mixer_options": conv}
+    return behind_base_conv(cfg, mixer, {}, **sizes, dim=width, **both), task
+  return behind_base_conv(cfg, mixer, options, **sizes, conv=conv, dim=width), task
 
 
 SWEEP = grid(

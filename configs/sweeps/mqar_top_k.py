@@ -12,11 +12,10 @@ after the embedding and a head that is not tied to it, and there is a warmup and
 Measured: nothing; `--dry-run` has the estimate.
 """
 
-import dataclasses
 from pathlib import Path
 
 from train.config import Train, load_config
-from train.sweeps import Plot, Recall, grid
+from train.sweeps import Plot, Recall, behind_base_conv, grid
 
 LENGTH, PAIRS, BATCH, STEPS, ROWS, VOCABULARY = 128, 16, 64, 2000, 32_000, 256
 HEADS = 2
@@ -30,24 +29,10 @@ def make(model: str, rows: str, width: int, fillers: str) -> tuple[Train, Recall
   if rows == "top quarter":
     options["selected_rows"] = size // 4
   cfg = load_config(Path(__file__).parents[1] / "mqar.py:linear")
-  changed = dataclasses.replace(
-    cfg.model,
-    mixer=("base_conv", model),
-    mixer_options={model: options},
-    vocab_size=VOCABULARY + 1,  # no fewer than a tokenizer of bytes has
-    dim=width,
-    num_heads=HEADS,
-    channel_mixer="none",
-    embedding_norm=True,
-    embedding_dropout=0.0,
-    initialization="lnssm",
-    tie_embeddings=False,
-  )
-  optimizer = dataclasses.replace(cfg.optimizer, warmup_steps=STEPS // 20)
-  sizes = {"seq_len": LENGTH, "global_batch": BATCH, "steps": STEPS}
+  sizes = {"vocab_size": VOCABULARY, "length": LENGTH, "batch": BATCH, "steps": STEPS}
   random_fillers = fillers == "random"
   task = Recall(pairs=PAIRS, train_rows=ROWS, vocab_size=VOCABULARY, random_fillers=random_fillers)
-  return dataclasses.replace(cfg, model=changed, optimizer=optimizer, **sizes), task
+  return behind_base_conv(cfg, model, options, **sizes, dim=width, num_heads=HEADS), task
 
 
 SWEEP = grid(

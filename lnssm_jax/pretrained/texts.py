@@ -171,7 +171,7 @@ def score_tokens(
     states, _ = prefill.read_prompts(model, commons)
     places = {number: place for place, numbers in enumerate(part) for number in numbers}
     for numbers in _batches(places, batch, lambda number: len(rows[number]) - starts[number]):
-      state = _taken(states, np.array([places[number] for number in numbers]))
+      state = prefill.taken(states, np.array([places[number] for number in numbers]))
       read = [starts[number] - 1 for number in numbers]
       found |= _score_batch(split, state, rows, starts, numbers, read)
   return [found[number] for number in range(len(rows))]
@@ -181,12 +181,6 @@ def _batches(items: Iterable[Any], size: int, key: Callable[[Any], int]) -> Iter
   """Batches of similar items; the last one repeats its first, so that all have one shape."""
   for part in itertools.batched(sorted(items, key=key), size):
     yield [*part, *part[:1] * (size - len(part))]
-
-
-@jax.jit
-def _taken(states, index):
-  """The states of some sequences of a batch."""
-  return jax.tree.map(lambda x: x[:, index], states)
 
 
 def _score_batch(split, state, rows, starts, numbers, read) -> dict[int, Score]:

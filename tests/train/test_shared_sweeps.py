@@ -20,17 +20,7 @@ from train.cli.main import main
 from train.runs import run_folder
 from train.runs.run_folder import InUseError, RunFolder, claim
 from train.runs.run_lock import RunLock
-from train.sweeps import (
-  Recall,
-  command,
-  grid,
-  groups,
-  plots,
-  processes,
-  spec,
-  tables,
-  training,
-)
+from train.sweeps import Recall, command, grid, groups, plots, processes, spec, tables, training
 
 STEPS = 7
 

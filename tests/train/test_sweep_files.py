@@ -46,6 +46,7 @@ def test_sweeps_of_language_models_train_as_many_tokens_as_they_say(monkeypatch,
     runs = tuning.chosen(sweep, planned=True)
     tokens = sum(x.cfg.steps * x.cfg.global_batch * x.cfg.seq_len for x in runs)
     assert len(runs) in (len(sweep.runs) * 5 / 9, len(sweep.runs) * 6 / 12)
+    assert 3e8 < tokens < 9e8, path.stem  # a quarter of an hour at a million tokens per second
     assert f"{tokens / 1e6:.0f}M" in path.read_text(), path.stem
 
 
@@ -137,4 +138,6 @@ def test_first_model_of_a_sweep_file_trains_at_a_tiny_size(path, tmp_path, monke
   assert main(["sweep", str(path), "--out", str(tmp_path / "out"), *changes, *only]) == 0
   assert "group 1 of 1" in capsys.readouterr().out
   rows = [json.loads(line) for line in (tmp_path / "out" / "table.jsonl").read_text().splitlines()]
+  best = [row["seeds"] for row in rows if row["best"]]
+  assert best == ([3] if sweep.tuning_seed is None else [])  # the other seeds are not chosen
   assert sum(row["seeds"] for row in rows) == 3

@@ -8,6 +8,6 @@
 (`docs/sweeps.md`). Nothing here imports JAX before it is used.
 """
 
-from train.sweeps.spec import Plot, Recall, Run, grid, shortened
+from train.sweeps.spec import Plot, Recall, Run, behind_base_conv, grid, shortened
 
-__all__ = ["Plot", "Recall", "Run", "grid", "shortened"]
+__all__ = ["Plot", "Recall", "Run", "behind_base_conv", "grid", "shortened"]

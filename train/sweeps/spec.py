@@ -146,6 +146,50 @@ def shortened(cfg: config.Train, *, tokens: int, length: int, batch: int) -> con
   )
 
 
+def behind_base_conv(
+  cfg: config.Train,
+  mixer: str,
+  options: Mapping[str, Any],
+  /,
+  *,
+  vocab_size: int,
+  length: int,
+  batch: int,
+  steps: int,
+  conv: Mapping[str, Any] | None = None,
+  **model: Any,
+) -> config.Train:
+  """A small run of recall whose first layer is a `base_conv`, and the second the mixer.
+
+  With that layer, a norm after the embedding, a head that is not tied to it, kernels at the scale
+  of their inputs, a warmup and no dropout, linear systems learn recall in a few million tokens.
+
+  Args:
+    vocab_size: of the task.
+    length, batch: `seq_len` and `global_batch` of a step.
+    conv: options of the `base_conv`.
+    model: other settings of the model, which have precedence.
+  """
+  settings: dict[str, Any] = {
+    "mixer": ("base_conv", mixer),
+    "mixer_options": ({"base_conv": dict(conv)} if conv else {}) | {mixer: dict(options)},
+    "vocab_size": vocab_size + 1,  # no fewer than a tokenizer of bytes has
+    "channel_mixer": "none",
+    "embedding_norm": True,
+    "embedding_dropout": 0.0,
+    "initialization": "lnssm",
+    "tie_embeddings": False,
+  }
+  return dataclasses.replace(
+    cfg,
+    model=dataclasses.replace(cfg.model, **(settings | model)),
+    optimizer=dataclasses.replace(cfg.optimizer, warmup_steps=steps // 20),
+    seq_len=length,
+    global_batch=batch,
+    steps=steps,
+  )
+
+
 def load(
   path: str | Path,
   *,

@@ -13,6 +13,7 @@ import jax
 
 from train import loop
 from train.checkpoint.safe_files import make_folder
+from train.checkpoint.saver import Saver
 from train.checkpoint.store import Checkpoints
 from train.cluster import compile_cache
 from train.cluster.stop_signal import StopSignal
@@ -272,25 +273,21 @@ def _together(
     where = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     restored = checkpoints.restore(jax.tree.map(where, work.copies.state))
     if restored is not None:
-      state, metadata = restored
+      state, saved_with = restored
       work.copies.state = state
-      work.restore(metadata["position"])
+      work.restore(saved_with["position"])
       say(f"resuming after step {work.step} of {found.first.cfg.steps}")
     for folder, run in zip(folders, found.runs, strict=True):
       folder.write_config(run.cfg)
       folder.keep_rows_until(work.step if restored is not None else -1)
     saved = said = time.monotonic()
-    steps_saved = {0, work.step}  # a step is saved once, and not before the first
-
-    def save():
-      if work.step not in steps_saved:
-        checkpoints.save(work.step, work.copies.state, {"position": work.position()})
-        steps_saved.add(work.step)
+    metadata = lambda _: {"position": work.position()}
+    every = found.first.cfg.steps  # saves go by time instead
+    saver = Saver(checkpoints, every=every, start=work.step, metadata=metadata, say=say)
 
     while not work.finished:
       if stop:
-        save()
-        checkpoints.wait()
+        saver.finish(work.step, work.copies.state)
         say(f"stopped by {stop.name} after step {work.step}; saved. The same command resumes.")
         return stop.name
       rows = work.advance()
@@ -302,7 +299,7 @@ def _together(
         said = time.monotonic()
         say(f"step {work.step} of at most {found.first.cfg.steps}")
       if time.monotonic() - saved >= SAVE_SECONDS and not work.finished:
-        save()
+        saver.save(work.step, work.copies.state)
         saved = time.monotonic()
     say(f"step {work.step}: {_best(work.scores())}")
     for folder, run, scores in zip(folders, found.runs, work.scores(), strict=True):

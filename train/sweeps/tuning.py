@@ -41,6 +41,8 @@ def needed(sweep: Sweep, *, planned: bool = False) -> list[tuple[Run, Scores | N
 
 def chosen(sweep: Sweep, *, planned: bool = False) -> list[Run]:
   """Those of `needed` that are chosen to be trained."""
+  if sweep.tuning_seed is None:
+    return list(sweep.chosen)
   places = {run.cfg.run_dir for run, _ in needed(sweep, planned=planned)}
   return [run for run in sweep.chosen if run.cfg.run_dir in places]
 
