@@ -157,8 +157,10 @@ def scorer() -> Any:
   """
   try:
     module = importlib.import_module("rouge_score.rouge_scorer")
-  except ImportError:
-    raise ValueError("task rouge needs the package rouge-score: pip install rouge-score") from None
+  except ImportError as reason:
+    raise ValueError(
+      f"task rouge needs the package rouge-score: pip install rouge-score ({reason})"
+    ) from None
   return module.RougeScorer(["rougeL"], use_stemmer=True)
 
 
