@@ -60,8 +60,9 @@ class LCSM(Mixer[LCSMState]):
 
   A code runs on the cheapest op that computes it exactly (`Code.op`): linear attention where the
   decay is a product of a key and a value factor and e and s are vectors; the delta rule for m1 and
-  m2; the selective scan for "0"; one number per channel where a constant e or s and a decay without
-  rows leave no more; a convolution where all three are constant; else the elementwise scan.
+  m2; the selective scan for "0", and for a constant o with vectors e and s; one number per channel
+  where a constant e or s and a decay without rows leave no more; a convolution where all three are
+  constant; else the elementwise scan.
 
   Args:
     dim: D, the width.
@@ -283,10 +284,13 @@ class LCSM(Mixer[LCSMState]):
     return y[:, :, 0], state
 
   def _selective_scan(self, x, i, positions, state, scan):
-    del positions
-    dt = jax.nn.softplus(wide(self.dt_proj(self.rate_proj(x))))
-    e, s = self.e_proj(x), self.s_proj(x)
-    a = -jnp.exp(wide(self.a_log[...]))
+    s, e = (z[:, :, 0] for z in self._vectors(x, positions))
+    if self.code.kind.axes == "step":
+      dt = jax.nn.softplus(wide(self.dt_proj(self.rate_proj(x))))
+      a = -jnp.exp(wide(self.a_log[...]))
+    else:  # constant decays: all steps are equal
+      dt = jnp.ones(i.shape, wide(i).dtype)
+      a = self._constant_decay(self.state_dim, self.dim).T
     return ops.selective_scan(i, dt, a, e, s, initial_state=state, **scan)
 
   def _diagonal_scan(self, x, i, positions, state, scan):

@@ -86,7 +86,9 @@ class Code(NamedTuple):
     if axes == "delta":
       return "delta_rule"
     if self.expand and self.shrink:
-      return "elementwise_decay_scan" if axes == "full" else "linear_attention"
+      if axes != "full":
+        return "linear_attention"
+      return "elementwise_decay_scan" if data_dependent else "selective_scan"
     if axes in ("none", "value"):
       return "diagonal_scan"
     constant = not (self.expand or self.shrink or data_dependent)

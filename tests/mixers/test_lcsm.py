@@ -127,7 +127,8 @@ def test_cheapest_exact_op_of_each_code():
   by_key, by_value = ("1", "2", "4"), ("3", "5", "10")
   for o in lcsm_code.OSCILLATIONS.keys() - {"ssm", "m1", "m2", "m3"}:
     full = o in "06789"
-    assert op(f"1-{o}-1-4") == ("elementwise_decay_scan" if full else "linear_attention")
+    of_full = "selective_scan" if o == "0" else "elementwise_decay_scan"
+    assert op(f"1-{o}-1-4") == (of_full if full else "linear_attention")
     for e, s in ((0, 0), (0, 1), (1, 0)):
       got = op(f"{e}-{o}-{s}-4")
       constant = (e, s) == (0, 0) and o in ("0", "4", "11")
