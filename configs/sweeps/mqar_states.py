@@ -2,8 +2,8 @@
 
     python -m train sweep configs/sweeps/mqar_states.py
 
-Multi-query associative recall of 16 pairs in 128 tokens of a vocabulary of 256, in 2,000 steps of
-64 rows: 16.4M tokens per run. Heads have 32 columns; a head's state has `rows` rows: those of GLA's
+Multi-query associative recall of 16 pairs in 128 tokens of a vocabulary of 256, in 4,000 steps of
+64 rows: 32.8M tokens per run. Heads have 32 columns; a head's state has `rows` rows: those of GLA's
 keys, or of all partitions of SSE and all memories of MoM, 32 each, of which one is always on and a
 token uses one other. As in `mqar_dsf.py`, the first of two layers is a `base_conv`, there is no
 MLP, kernels start at the scale of their inputs, with a norm after the embedding and a head that is
@@ -17,9 +17,9 @@ from typing import Any
 from train.config import Train, load_config
 from train.sweeps import Plot, Recall, behind_base_conv, grid
 
-LENGTH, PAIRS, BATCH, STEPS, VOCABULARY = 128, 16, 64, 2000, 256
+LENGTH, PAIRS, BATCH, STEPS, VOCABULARY = 128, 16, 64, 4000, 256
 COLUMNS = 32
-TASK = Recall(pairs=PAIRS, train_rows=32_000, vocab_size=VOCABULARY)
+TASK = Recall(pairs=PAIRS, train_rows=64_000, vocab_size=VOCABULARY)
 LEARNING_RATES, SEEDS = (1e-3, 3e-3, 1e-2), (0, 1, 2)
 
 

@@ -3,7 +3,7 @@
     python -m train sweep configs/sweeps/mqar_top_k.py
 
 Multi-query associative recall of 16 pairs in 128 tokens of a vocabulary of 256, 2 heads, states of
-as many rows per head as it has columns, in 2,000 steps of 64 rows: 16.4M tokens per run. Fillers
+as many rows per head as it has columns, in 4,000 steps of 64 rows: 32.8M tokens per run. Fillers
 are zeros (the SSE paper's setting 1) or random ids (setting 2).
 
 Differences from the paper, beyond the size of the task: as in `mqar_dsf.py`, the first of two
@@ -17,7 +17,7 @@ from pathlib import Path
 from train.config import Train, load_config
 from train.sweeps import Plot, Recall, behind_base_conv, grid
 
-LENGTH, PAIRS, BATCH, STEPS, ROWS, VOCABULARY = 128, 16, 64, 2000, 32_000, 256
+LENGTH, PAIRS, BATCH, STEPS, ROWS, VOCABULARY = 128, 16, 64, 4000, 64_000, 256
 HEADS = 2
 LEARNING_RATES, SEEDS = (1e-3, 3e-3, 1e-2), (0, 1, 2)
 
