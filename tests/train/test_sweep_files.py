@@ -46,7 +46,7 @@ def test_sweeps_of_language_models_train_as_many_tokens_as_they_say(monkeypatch,
     runs = tuning.chosen(sweep, planned=True)
     tokens = sum(x.cfg.steps * x.cfg.global_batch * x.cfg.seq_len for x in runs)
     assert len(runs) in (len(sweep.runs) * 5 / 9, len(sweep.runs) * 6 / 12)
-    assert 2.5e8 < tokens < 9e8, path.stem  # a quarter of an hour at a million tokens per second
+    assert 3e8 < tokens < 9e8, path.stem  # a quarter of an hour at a million tokens per second
     assert f"{tokens / 1e6:.0f}M" in path.read_text(), path.stem
 
 
@@ -56,7 +56,7 @@ def test_sweep_of_lcsm_has_its_codes_in_the_order_of_the_printed_perplexities(mo
   printed = {row.options["code"]: row.perplexity[0] for row in reversed(rows)}
   codes = [x.labels["code"] for x in spec.load(ROOT / "configs/sweeps/lm_lcsm.py").runs]
   found = [printed[code] for code in dict.fromkeys(codes)]
-  assert len(found) == 9 and found == sorted(found, reverse=True)
+  assert len(found) == 12 and found == sorted(found, reverse=True)
 
 
 def test_sweeps_of_states_compare_states_of_equal_size():
