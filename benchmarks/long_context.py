@@ -180,13 +180,13 @@ def measure(
     losses = train(
       copies, long_context_parts.shuffled(part.windows, sizes.rows, seeds), part.steps, scale
     )
-  trained = time.time()
+  learning, begin = time.time() - begin, time.time()
   for number, seed in enumerate(seeds):
     scores = list(part.score(model_of(copies, number, part.reach, tokenizer)))
     if losses is not None:
-      note = f"loss of answers {losses[number]:.4f}; {trained - begin:.0f} s for all seeds"
-    yield seed, scores, f"{note}; scored in {time.time() - trained:.0f} s"
-    trained = time.time()
+      note = f"loss of answers {losses[number]:.4f}; {learning:.0f} s for all seeds"
+    yield seed, scores, f"{note}; scored in {time.time() - begin:.0f} s"
+    begin = time.time()
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ Each rule is one test that lists every offender.
 
 import ast
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -188,9 +189,14 @@ def test_modules_and_public_names_have_docstrings():
   assert missing == {}
 
 
-def run_python(code: str) -> str:
+def run_python(code: str, **environment: str) -> str:
   done = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT
+    [sys.executable, "-c", code],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    cwd=ROOT,
+    env=os.environ | environment,
   )
   assert done.returncode == 0, done.stderr
   return done.stdout
@@ -219,18 +225,22 @@ print(jax.device_count('cpu'))
 """
 
 
-def test_import_of_everything_is_quick_and_starts_no_backend():
-  """In less CPU time than 0.8 of what jax and flax take, which are imported first."""
+def test_import_of_everything_is_quick_and_starts_no_backend(tmp_path):
+  """In less CPU time than 0.6 of what jax and flax take, which are imported first.
+
+  Like an installed package it is compiled only once, also where Python is told to write nothing.
+  """
+  kept = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
   shares = []
   for _ in range(6):  # the best: a busy machine has cold caches
-    share, modules, roots, devices = run_python(IMPORT_ALL).splitlines()
+    share, modules, roots, devices = run_python(IMPORT_ALL, **kept).splitlines()
     assert int(modules) > 5
     assert set(roots.split()) <= {"lnssm_jax", "pallas_kernels", "jax", "jaxlib", "flax", "numpy"}
     assert devices == "3"
     shares.append(float(share))
-    if min(shares) < 0.8:
+    if min(shares) < 0.6:
       break
-  assert min(shares) < 0.8
+  assert min(shares) < 0.6
 
 
 LAZY = """

@@ -14,6 +14,7 @@ Measured: nothing; `--dry-run` has the estimate.
 """
 
 from pathlib import Path
+from typing import Any
 
 from lnssm_jax.mixers.lcsm_code import read_code
 from train.config import Train, load_config
@@ -35,7 +36,13 @@ def make(code: str, width: int) -> Train | None:
     return None
   cfg = load_config(Path(__file__).parents[1] / "mqar.py:linear")
   options = {"code": code, "state_dim": 64}
-  sizes = {"vocab_size": VOCABULARY, "length": LENGTH, "batch": BATCH, "steps": STEPS}
+  sizes: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "length": LENGTH,
+    "batch": BATCH,
+    "steps": STEPS,
+    "dtype": "bfloat16",
+  }
   return behind_base_conv(cfg, "lcsm", options, **sizes, dim=width)
 
 

@@ -74,6 +74,14 @@ def test_missing_package_is_named(monkeypatch):
     rouge.run(types.SimpleNamespace(), "asqa", [])
 
 
+def test_package_without_several_references_is_named(monkeypatch):
+  old = types.SimpleNamespace(RougeScorer=types.SimpleNamespace(score=None))
+  monkeypatch.setitem(sys.modules, "rouge_score", types.SimpleNamespace(rouge_scorer=old))
+  monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", old)
+  with pytest.raises(ValueError, match=r"^task rouge needs rouge-score 0.1.2 or newer, and an"):
+    rouge.run(types.SimpleNamespace(), "asqa", [])
+
+
 @pytest.mark.parametrize(
   ("kind", "name", "content", "message"),
   [

@@ -72,6 +72,8 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
         linewidth=1.2, marker=markers[number % len(markers)],
       )  # fmt: skip
     axis.set(title="" if panel is None else f"{plot.panel} {panel}")
+    if not is_number and len(values(plot.x)) > 4:  # names would overlap
+      axis.tick_params("x", rotation=45)
     axis.grid(alpha=0.3)
     if is_number and min(row[plot.x] for row in kept) > 0:
       axis.set_xscale("log", base=10 if plot.x == "learning_rate" else 2)

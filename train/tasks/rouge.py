@@ -153,7 +153,7 @@ def scorer() -> Any:
   """The scorer of the package `rouge-score`.
 
   Raises:
-    ValueError: it is not installed.
+    ValueError: it is not installed, or too old.
   """
   try:
     module = importlib.import_module("rouge_score.rouge_scorer")
@@ -161,6 +161,11 @@ def scorer() -> Any:
     raise ValueError(
       f"task rouge needs the package rouge-score: pip install rouge-score ({reason})"
     ) from None
+  if not hasattr(module.RougeScorer, "score_multi"):  # of several references
+    raise ValueError(
+      "task rouge needs rouge-score 0.1.2 or newer, and an older version is installed: pip install"
+      " 'rouge-score>=0.1.2'"
+    )
   return module.RougeScorer(["rougeL"], use_stemmer=True)
 
 
