@@ -38,6 +38,7 @@ RULES: Rules = (
   (r"mixer/o_proj/kernel", ("tensor", "fsdp")),  # [heads, D]
   (r"mixer/(dt|beta|\w+_up)_proj/kernel", (None, _BOTH)),  # [any, D]
   (r"mixer/router_proj/kernel", ("fsdp", None)),  # [D, any]
+  (r"mixer/x_proj/kernel", (_BOTH, None)),  # [channels, any]; SSD's are 1 + 2 N, which is odd
   (r"mixer/\w+_gates/up_kernel", (None, None, _BOTH)),  # [memories, rank, D]
   (r"mixer/\w+_gates/down_proj/kernel", ("fsdp", None)),  # [D, any]
   (r"mixer/\w+_gates/\w+_proj/kernel", ("fsdp", "tensor")),  # [D, heads]

@@ -162,6 +162,16 @@ def test_fewer_axes_than_the_rule_raise():
     sharding.param_specs({"head": {"kernel": jax.ShapeDtypeStruct((8,), "float32")}})
 
 
+def test_columns_that_all_channels_share_need_not_divide():
+  """SSD projects to one number and twice N; its channels do divide."""
+  mesh = AbstractMesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+  kernel = {
+    "blocks": {"mixer": {"x_proj": {"kernel": jax.ShapeDtypeStruct((2, 32, 7), "float32")}}}
+  }
+  (placed,) = jax.tree.leaves(sharding.shardings(kernel, mesh))
+  assert placed.spec == P(None, ("tensor", "fsdp"), None)
+
+
 def test_uneven_sharding_raises():
   mesh = AbstractMesh((3,), ("fsdp",))
   message = r"axis of 8 does not divide evenly over the 3 devices of mesh axis 'fsdp'"
