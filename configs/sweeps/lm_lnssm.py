@@ -1,4 +1,4 @@
-"""The four models of LNSSM's figure 1 with each other's channel mixers, at 23M to 27M parameters.
+"""The four models of LNSSM's figure 1 with each other's channel mixers, at 27M to 33M parameters.
 
     LNSSM_DATA=FOLDER python -m train sweep configs/sweeps/lm_lnssm.py
 

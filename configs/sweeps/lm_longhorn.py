@@ -1,4 +1,4 @@
-"""Language models of the six mixers of Longhorn's table 2, at 23M to 29M parameters.
+"""Language models of the six mixers of Longhorn's table 2, at 24M to 25M parameters.
 
     LNSSM_DATA=FOLDER python -m train sweep configs/sweeps/lm_longhorn.py
 

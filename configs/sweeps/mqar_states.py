@@ -9,7 +9,7 @@ token uses one other. As in `mqar_dsf.py`, the first of two layers is a `base_co
 MLP, kernels start at the scale of their inputs, with a norm after the embedding and a head that is
 not tied to it, and there is a warmup and no dropout.
 Measured: 6 of 14 groups, in float32 (docs/results/recall.md): SSE, 64 wide with 96 rows, has 0.996,
-GLA 0.826; GLA does not gain from more rows.
+GLA 0.826; most runs of GLA with more rows do not begin to learn.
 """
 
 from pathlib import Path

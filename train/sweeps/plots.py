@@ -70,6 +70,7 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
       axis.errorbar(
         x, y, (below, above), label=line, color=colors(number), capsize=2, markersize=4,
         linewidth=1.2, marker=markers[number % len(markers)],
+        linestyle="-" if is_number or plot.line else "none",
       )  # fmt: skip
     axis.set(title="" if panel is None else f"{plot.panel} {panel}")
     if not is_number and len(values(plot.x)) > 4:  # names would overlap
