@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
-from train.cluster import device_mesh
+from train.cluster import compile_cache, device_mesh
 from train.config import Data, Model, Optimizer, Train
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
@@ -117,3 +117,10 @@ def test_scores_are_those_of_the_logits():
 def test_no_copies_raise():
   with pytest.raises(ValueError, match="at least one seed and one learning rate"):
     Copies(settings(), seeds=(), learning_rates=(1e-3,))
+
+
+def test_choices_of_kernels_are_kept_in_the_folder(tmp_path, monkeypatch):
+  folders = []
+  monkeypatch.setattr(compile_cache, "options", lambda mesh, kernels: folders.append(kernels))
+  Copies(settings(), seeds=(0,), learning_rates=(1e-3,), kernels=tmp_path)
+  assert folders == [tmp_path]

@@ -32,8 +32,8 @@ class Killed(BaseException):
 class Instant:
   """Work of two stretches without a model; the score of a run is its learning rate."""
 
-  def __init__(self, group, stack=None):
-    del stack
+  def __init__(self, group, kernels, stack=None):
+    del kernels, stack
     self.group, self.step = group, 0
     self.copies = SimpleNamespace(state={"step": jnp.zeros(1)})
 

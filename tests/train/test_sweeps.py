@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -33,10 +34,11 @@ def _equal_groups_share_their_programs():
   """Groups of equal programs compile them once: most of their time is that."""
   made, copies = {}, work.Copies
 
-  def once(cfg, *, runs):
+  def once(cfg, *, runs, kernels):
+    assert kernels == Path(cfg.run_dir).parent / "kernels"  # of all groups of a sweep
     key = repr(dataclasses.replace(cfg, run_dir="-", data=settings().data)), repr(runs)
     if key not in made:
-      new = copies(cfg, runs=runs)
+      new = copies(cfg, runs=runs, kernels=kernels)
       made[key] = new, jax.device_get(new.state)
     found, state = made[key]
     found.state = jax.device_put(state)
@@ -95,7 +97,7 @@ def test_copies_of_text_see_the_batches_of_their_seeds(tiny, tmp_path, monkeypat
   seen = []
 
   class Watching:
-    def __init__(self, cfg, *, runs):
+    def __init__(self, cfg, *, runs, kernels):
       self.runs = runs
 
     def step(self, batch):
@@ -107,7 +109,7 @@ def test_copies_of_text_see_the_batches_of_their_seeds(tiny, tmp_path, monkeypat
   cfg = found.first.cfg
   loop.prepare(cfg.data)
   with contextlib.ExitStack() as stack:
-    text = work.Text(found, stack)
+    text = work.Text(found, tmp_path / "kernels", stack)
     text.advance()
     text.restore({"step": 2})
     text.advance()

@@ -228,7 +228,7 @@ def _train(
         if part.alone:
           stopped = _fit(part.first, locked, inputs, say)
         else:
-          stopped = _together(part, group_folder(folder, part), locked, inputs, stop, say)
+          stopped = _together(part, folder, locked, inputs, stop, say)
       except jax.errors.JaxRuntimeError as error:
         if len(part.runs) == 1 or not str(error).startswith("RESOURCE_EXHAUSTED"):
           raise
@@ -259,16 +259,20 @@ def _fit(run: Run, locked: Mapping[str, RunFolder], inputs: Inputs, say: Say) ->
 
 def _together(
   found: Group,
-  place: Path,
+  sweep_folder: Path,
   locked: Mapping[str, RunFolder],
   inputs: Inputs,
   stop: StopSignal,
   say: Say,
 ) -> str | None:
   """Trains the runs of a group as copies; returns the name of the signal that stopped it."""
+  place = group_folder(sweep_folder, found)
   folders = [locked[run.cfg.run_dir] for run in found.runs]
   with contextlib.ExitStack() as stack:
-    work: Work = Recalling(found) if found.first.task else Text(found, stack)
+    # A group is continued with the kernels that it began with, and runs of equal programs have the
+    # same in all processes: XLA chooses by timing, and rounding decides when recall is learned.
+    kernels = sweep_folder / "kernels"
+    work: Work = Recalling(found, kernels) if found.first.task else Text(found, kernels, stack)
     checkpoints = stack.enter_context(Checkpoints(place, keep=1, say=say))
     where = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     restored = checkpoints.restore(jax.tree.map(where, work.copies.state))

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -53,9 +54,9 @@ class Work(Protocol):
 class Text:
   """Language models; each copy sees the batches of its seed, as `train.fit` would give it."""
 
-  def __init__(self, group: Group, stack: contextlib.ExitStack):
+  def __init__(self, group: Group, kernels: Path, stack: contextlib.ExitStack):
     self._cfg, self._stack = group.first.cfg, stack
-    self.copies = Copies(self._cfg, runs=group.pairs)
+    self.copies = Copies(self._cfg, runs=group.pairs, kernels=kernels)
     self._windows = loop.training_set(self._cfg)
     self._sets = evaluation.open_sets(self._cfg)
     self._schedule = make_schedule(self._cfg.optimizer, self._cfg.steps)
@@ -134,12 +135,12 @@ class Text:
 class Recalling:
   """Copies that learn multi-query associative recall, an epoch at a time."""
 
-  def __init__(self, group: Group):
+  def __init__(self, group: Group, kernels: Path):
     run = group.first
     assert run.task is not None
     names = ("pairs", "vocab_size", "power", "random_fillers")
     task = mqar_training.task_of(run.cfg, **{name: getattr(run.task, name) for name in names})
-    self.copies = Copies(run.cfg, runs=group.pairs)
+    self.copies = Copies(run.cfg, runs=group.pairs, kernels=kernels)
     rows = {"train_rows": run.task.train_rows, "test_rows": run.task.test_rows}
     self._training = mqar_training.Training(run.cfg, task, self.copies, **rows)
 

@@ -14,6 +14,7 @@ import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,6 +46,7 @@ class Copies:
   Args:
     seeds, learning_rates: all pairs of these are copies.
     runs: or the pairs themselves.
+    kernels: a folder for XLA's choices of kernels on a GPU, see `compile_cache.options`.
 
   Attributes:
     runs: (seed, learning rate) of each copy.
@@ -59,6 +61,7 @@ class Copies:
     seeds: Sequence[int] = (),
     learning_rates: Sequence[float] = (),
     runs: Sequence[tuple[int, float]] = (),
+    kernels: Path | None = None,
   ):
     self.cfg = cfg
     self.runs = [*itertools.product(seeds, learning_rates), *runs]
@@ -67,7 +70,7 @@ class Copies:
     self._ratios = jnp.asarray([rate / _PEAK for _, rate in self.runs])
     keys = jnp.stack([jax.random.key(seed) for seed, _ in self.runs])
     self._dropout_keys = jnp.stack([dropout_key(seed) for seed, _ in self.runs])
-    programs = _programs(json.dumps(config.to_dict(without_run(cfg)), sort_keys=True))
+    programs = _programs(json.dumps(config.to_dict(without_run(cfg)), sort_keys=True), kernels)
     self.state: State = programs.init(keys)
     self._step: dict[bool, Any] = dict(programs.step)
     self._loss, self._right = programs.loss, programs.right
@@ -111,9 +114,9 @@ class Copies:
 class _Programs:
   """The functions of copies, which any number of them with one model and optimizer share."""
 
-  def __init__(self, cfg: config.Train):
+  def __init__(self, cfg: config.Train, kernels: Path | None):
     self._cfg = cfg
-    options = compile_cache.options(device_mesh.make_mesh(cfg), None)
+    options = compile_cache.options(device_mesh.make_mesh(cfg), kernels)
     jit = functools.partial(jax.jit, compiler_options=options)
     self.init = jit(lambda keys: jax.lax.map(initializer(cfg), keys))
 
@@ -171,9 +174,9 @@ class _Programs:
 
 
 @functools.lru_cache(maxsize=1)
-def _programs(settings: str) -> _Programs:
+def _programs(settings: str, kernels: Path | None) -> _Programs:
   """Those of a config in JSON: groups of a sweep that follow one another compile nothing again."""
-  return _Programs(config.from_dict(json.loads(settings)))
+  return _Programs(config.from_dict(json.loads(settings)), kernels)
 
 
 def without_run(cfg: config.Train) -> config.Train:
