@@ -238,6 +238,11 @@ class LCSM(Mixer[LCSMState]):
       return log_gate(self.c_proj(x), self.gate_logit_normalizer)[:, :, None]
     return self._constant_decay(self.dim)[None]
 
+  def _log_decays(self, x, state, segment_ids):
+    if self.code.op == "selective_scan" and self.code.kind.axes == "full":
+      return [self._constant_decay(self.state_dim, self.dim)[None]]  # its op is given them per token
+    return super()._log_decays(x, state, segment_ids)
+
   def _constant_decay(self, *shape):
     """A log decay that is the same for all tokens."""
     if not self.learned:
