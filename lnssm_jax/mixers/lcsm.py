@@ -240,7 +240,9 @@ class LCSM(Mixer[LCSMState]):
 
   def _log_decays(self, x, state, segment_ids):
     if self.code.op == "selective_scan" and self.code.kind.axes == "full":
-      return [self._constant_decay(self.state_dim, self.dim)[None]]  # its op is given them per token
+      return [
+        self._constant_decay(self.state_dim, self.dim)[None]
+      ]  # its op is given them per token
     return super()._log_decays(x, state, segment_ids)
 
   def _constant_decay(self, *shape):
