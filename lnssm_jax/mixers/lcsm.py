@@ -239,10 +239,9 @@ class LCSM(Mixer[LCSMState]):
     return self._constant_decay(self.dim)[None]
 
   def _log_decays(self, x, state, segment_ids):
+    # Of constant decays the selective scan is given steps per token, which are ones.
     if self.code.op == "selective_scan" and self.code.kind.axes == "full":
-      return [
-        self._constant_decay(self.state_dim, self.dim)[None]
-      ]  # its op is given them per token
+      return [self._constant_decay(self.state_dim, self.dim)[None]]
     return super()._log_decays(x, state, segment_ids)
 
   def _constant_decay(self, *shape):
