@@ -96,6 +96,22 @@ def test_gradient_of_strong_decay_is_accurate_per_entry():
   assert np.abs(want).min() < 1e-6 < np.abs(want).max()
 
 
+def test_lasting_decay_is_rounded_once_per_chunk():
+  """Rounded at every token, a slowly falling number is off by 5e-6 after 16,384 tokens."""
+  T = 16_384
+  zeros, state = jnp.zeros((1, T, 1, 1)), jnp.linspace(0.5, 1.0, 4).reshape(1, 1, 1, 4)
+
+  def last(state):
+    decay, v = jnp.full((1, 1, 4), -1e-6), jnp.zeros((1, T, 1, 4))
+    state = ElementwiseDecayState(state)
+    return elementwise_decay_scan(zeros, zeros, v, decay, initial_state=state)[1].kv
+
+  got, gradient = jax.jit(lambda x: (last(x), jax.grad(lambda y: jnp.sum(last(y) * x))(x)))(state)
+  want = np.asarray(state, np.float64) * np.exp(T * np.float64(np.float32(-1e-6)))
+  for x in (got, gradient):
+    np.testing.assert_allclose(x, want, rtol=promises.contract.tolerance(jnp.float32, T))
+
+
 def test_infinite_decay_is_exact():
   inputs = make_inputs(5)
   arrays = [inputs[n] for n in ("q", "k", "v")]

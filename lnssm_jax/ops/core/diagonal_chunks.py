@@ -3,20 +3,24 @@
     S_t = A_t ⊙ S_{t-1} + X_t        out_t = read(S_t)
 
 `A` and `X` have the shape of the state for every token, far more than the inputs they are computed
-from. So they are computed one chunk of C tokens at a time. Between chunks only the state is kept:
-the backward pass takes the state that enters a chunk, recomputes the chunk's `A`, `X` and `S`, and
-runs the adjoint through them,
+from. So they are computed for one block of a few tokens at a time, whose loop over tokens is
+unrolled: a compiler can fuse it with `update` and `read`. A chunk is a `lax.scan` over its blocks,
+the sequence a `lax.scan` over its chunks. The residuals are the states between chunks. The backward
+pass recomputes the states between the blocks of one chunk, then those of one block, and runs the
+adjoint through them,
 
     Λ_t = dS_t + A_{t+1} ⊙ Λ_{t+1}        dX_t = Λ_t        dA_t = Λ_t ⊙ S_{t-1}
 
-Inside a chunk both directions have depth log C, over the chunks they are a `lax.scan`.
+With `chunk_size=None` both directions are an associative scan of depth log T over all tokens.
 
 Decays are multiplied, never divided, so any value in [0, 1] is supported. A decay near 1 needs more
 digits than float32 has: 1 - 10⁻⁶ is rounded by 3% of that 10⁻⁶, and a thousand tokens with the same
 decay accumulate a thousand times that error. So every decay is a pair (A, 1 - A), each computed
-without a difference, and is applied as S - (1 - A) ⊙ S where 1 - A is the smaller one.
+without a difference, and is applied as S - (1 - A) ⊙ S where 1 - A is the smaller one. The same
+holds for the rounding of the state: in a chunk it is a pair too, (S, what S was rounded by).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +32,11 @@ from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.core.spmd import vary_alike
 
 DEFAULT_CHUNK_SIZE = 64
+_BLOCK_SIZE = 8  # tokens per iteration of a chunk's loop
+
+# Applied to the state after each token: otherwise XLA may recompute the tokens before it for each
+# token of the block that reads it.
+_materialize = jax.lax.optimization_barrier
 
 Tree = Any
 
@@ -49,49 +58,86 @@ def scan(
   state: jax.Array,  # [B, ...]
   segments: Segments | None,
   *,
-  chunk_size: int | None,  # None: all tokens are one chunk
+  chunk_size: int | None,  # a power of two; None: an associative scan over all tokens
 ) -> tuple[jax.Array, jax.Array]:
   """`out` [B, T, ...] and the state after the last token."""
   first = None if segments is None else segments.first()
   length = jax.tree.leaves(tokens)[0].shape[1]
-  if chunk_size is None or length <= chunk_size:
-    states = _chunk_states(recurrence, tokens, parameters, state, first, None)
+  if chunk_size is None:
+    states, _ = _chunk_states(_merge, recurrence, (tokens, first, None), parameters, _exact(state))
     return recurrence.read(states, tokens, parameters), states[:, -1]
 
+  block_size = min(_BLOCK_SIZE, chunk_size, length)
+  chunk_size = min(chunk_size, length + -length % block_size)
   padded = length + -length % chunk_size
-  real = None if padded == length else _cut(jnp.arange(padded)[None] < length, chunk_size)
+  real = None if padded == length else jnp.arange(padded)[None] < length
   parameters, narrow = _sum_in_float32(parameters)
 
-  def chunk(state, inputs):
-    tokens, resets, real = inputs
+  def block(state, inputs):
     own = narrow(parameters)
-    states = _chunk_states(recurrence, tokens, own, state, resets, real)
-    return states[:, -1], recurrence.read(states, tokens, own)
+    states, state = _chunk_states(_loop, recurrence, inputs, own, state)
+    return state, recurrence.read(states, inputs[0], own)
 
-  # The residuals are the inputs of `chunk`. A loop body needs no barrier against CSE.
-  chunk = jax.checkpoint(chunk, prevent_cse=False)
-  inputs = (*jax.tree.map(lambda x: _cut(x, chunk_size), (tokens, first)), real)
-  state, out = jax.lax.scan(chunk, state, inputs)
-  return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :length], state
+  def chunk(state, inputs):
+    (state, _), out = over(block_size, block, _exact(state), inputs)
+    return state, out
+
+  def over(size, function, state, inputs):
+    # The residuals are the inputs of `function`. A loop body needs no barrier against CSE.
+    function = jax.checkpoint(function, prevent_cse=False)
+    state, out = jax.lax.scan(function, state, jax.tree.map(lambda x: _cut(x, size), inputs))
+    return state, jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])
+
+  state, out = over(chunk_size, chunk, state, (tokens, first, real))
+  return out[:, :length], state
 
 
-def _chunk_states(recurrence, tokens, parameters, state, resets, real):
-  """[B, C, ...]: the state after every token of a chunk."""
-  decay, lost, added = (x.astype(state.dtype) for x in recurrence.update(tokens, parameters))
+def _exact(state):
+  """A state as a pair: itself, and nothing that it was rounded by."""
+  return vary_alike((state, jnp.zeros_like(state)))
+
+
+def _chunk_states(run, recurrence, inputs, parameters, state):
+  """[B, C, ...]: the state after every token; and the last one as a pair."""
+  tokens, resets, real = inputs
+  decay, lost, added = (x.astype(state[0].dtype) for x in recurrence.update(tokens, parameters))
   if real is not None:  # padding leaves the state as it is
     resets = None if resets is None else resets & real
     decay, lost, added = _where(real, decay, 1.0), _where(real, lost), _where(real, added)
-  return _states(*vary_alike((decay, lost, added, state, resets)))
+  return _states(run, *vary_alike((decay, lost, added, state, resets)))
 
 
-def _merge(decay, lost, added, state, resets):
-  """S_1 .. S_C for A, 1 - A, X [B, C, ...] and S_0 [B, ...].
+def _loop(decay, lost, added, state, resets, reverse=False):
+  """S_1 .. S_C for A, 1 - A, X [B, C, ...] and S_0, a pair; and the last one as a pair.
+
+  Where `resets` [B, C] is true, S_{t-1} is left out. It is not multiplied by zero: what is infinite
+  there stays there.
+  """
+  high, low = state
+  near_one = lost <= 0.5
+  factor = jnp.where(near_one, -lost, decay)
+  states = [high] * decay.shape[1]
+  for t in reversed(range(len(states))) if reverse else range(len(states)):
+    if resets is not None:
+      high, low = _where(~resets[:, t], high), _where(~resets[:, t], low)
+    kept, low = (jnp.where(near_one[:, t], x, 0.0) for x in (high, low))
+    change = low + (factor[:, t] * high + added[:, t])
+    high = kept + change
+    low = jax.lax.stop_gradient(change - (high - kept))
+    high, low = _materialize((high, low))
+    states[t] = high
+  return jnp.stack(states, axis=1), (high, low)
+
+
+def _merge(decay, lost, added, state, resets, reverse=False):
+  """The same by an associative scan: depth log C, with every intermediate in memory.
 
   Blocks of 1, 2, 4, ... tokens are merged pairwise, each with the states that it reaches from zero
   and the products of its decays; at a merge the first block's last state is carried through the
-  second. Where `resets` [B, C] is true, S_{t-1} is left out. It is not multiplied by zero: what is
-  infinite there stays there.
+  second.
   """
+  flip = (lambda x: jnp.flip(x, axis=1)) if reverse else (lambda x: x)
+  decay, lost, added, resets = jax.tree.map(flip, (decay, lost, added, resets))
   length = decay.shape[1]
   segment = None if resets is None else jnp.cumsum(resets, axis=1, dtype=jnp.int32)
   padding = (1 << (length - 1).bit_length()) - length
@@ -111,10 +157,11 @@ def _merge(decay, lost, added, state, resets):
     merged = (decay, lost, second[2] + carried, second[3])
     blocks = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), first, merged)
   decay, lost, states, _ = jax.tree.map(lambda x: x[:, 0, :length], blocks)
-  carried = _decayed(decay, lost, state[:, None])
+  carried = _decayed(decay, lost, (state[0] + state[1])[:, None])
   if segment is not None:
     carried = _where(segment == 0, carried)
-  return states + carried
+  states = states + carried
+  return flip(states), (states[:, -1], jnp.zeros_like(states[:, -1]))
 
 
 def _decayed(decay, lost, state):
@@ -122,29 +169,37 @@ def _decayed(decay, lost, state):
   return jnp.where(lost <= 0.5, state - lost * state, decay * state)
 
 
-_states = jax.custom_vjp(_merge)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _states(run, decay, lost, added, state, resets):
+  return run(decay, lost, added, state, resets)
 
 
-def _states_forward(decay, lost, added, state, resets):
-  states = _merge(decay, lost, added, state, resets)
-  return states, (decay, lost, state, resets, states)
+def _states_forward(run, decay, lost, added, state, resets):
+  states, last = run(decay, lost, added, state, resets)
+  return (states, last), (decay, lost, state[0], resets, states)
 
 
-def _states_backward(residuals, d_states):
+def _states_backward(run, residuals, cotangents):
   decay, lost, state, resets, states = residuals
-  # The adjoint runs backwards with the decay of the next token, and does not cross a reset.
-  # It is not a call of `_states`: custom rules nested in a recomputed loop body get wrong residuals
-  # for second derivatives (JAX 0.11.2).
-  flip_next = lambda x: jnp.flip(jnp.concatenate([x[:, 1:], x[:, :1]], axis=1), axis=1)
-  decay_next, lost_next, resets_next = jax.tree.map(flip_next, (decay, lost, resets))
-  d_states, nothing = jnp.flip(d_states, axis=1), jnp.zeros_like(state)
-  adjoint = _merge(decay_next, lost_next, d_states, nothing, resets_next)
-  adjoint = jnp.flip(adjoint, axis=1)
+  d_states, d_last = cotangents
+  # The adjoint runs backwards with the decay of the next token, and does not cross a reset. The
+  # last state's cotangent enters undecayed, and a token before the first adds nothing. The adjoint
+  # is a pair too, whose sum counts: these are the cotangents of the state's pair. It is no call of
+  # `_states`: custom rules nested in a recomputed loop body get wrong residuals for second
+  # derivatives (JAX 0.11.2).
+  longer = lambda x, y: jnp.concatenate([x, jnp.full_like(x[:, :1], y)], axis=1)
+  adjoint, d_state = run(
+    longer(decay, 1),
+    longer(lost, 0),
+    jnp.concatenate([jnp.zeros_like(d_states[:, :1]), d_states], axis=1),
+    d_last,
+    None if resets is None else longer(resets, False),
+    reverse=True,
+  )
+  adjoint = adjoint[:, 1:]
   d_decay = adjoint * jnp.concatenate([state[:, None], states[:, :-1]], axis=1)
-  d_state = _decayed(decay[:, 0], lost[:, 0], adjoint[:, 0])
   if resets is not None:
     d_decay = _where(~resets, d_decay)
-    d_state = _where(~resets[:, 0], d_state)
   return d_decay, None, adjoint, d_state, None
 
 

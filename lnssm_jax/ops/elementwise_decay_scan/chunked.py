@@ -1,4 +1,4 @@
-"""The recurrence as an associative scan, over all tokens or over those of one chunk at a time.
+"""The recurrence chunk by chunk, or as an associative scan over all tokens.
 
 The derivation is in README.md, the machinery in `ops/core/diagonal_chunks.py`.
 """

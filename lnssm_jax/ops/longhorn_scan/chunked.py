@@ -1,4 +1,4 @@
-"""The recurrence as an associative scan, over all tokens or chunk by chunk.
+"""The recurrence chunk by chunk, or as an associative scan over all tokens.
 
 README.md has the derivation, `ops/core/diagonal_chunks.py` the machinery.
 """

@@ -1,4 +1,4 @@
-"""The recurrence as an associative scan, over all tokens or chunk by chunk, or as matrix products.
+"""The recurrence chunk by chunk, as an associative scan over all tokens, or as matrix products.
 
 README.md has the derivations, `ops/core/diagonal_chunks.py` the machinery of the scans.
 """
