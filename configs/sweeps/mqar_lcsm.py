@@ -10,7 +10,8 @@ Differences from the paper: it has four tasks up to 16 pairs in 256 tokens of a 
 all codes, and seven learning rates. Here, as in `mqar_dsf.py`, the first of two layers is a
 `base_conv`, there is no MLP, kernels start at the scale of their inputs, with a norm after the
 embedding and a head that is not tied to it, and there is a warmup, bfloat16 and no dropout.
-Measured: nothing; `--dry-run` has the estimate.
+Measured: all 171 runs (docs/results/recall.md): codes whose expansion and shrinkage both depend on
+the token have 0.94 to 1.00 with any decay, the others stay near a guess.
 """
 
 from pathlib import Path
@@ -48,4 +49,4 @@ SWEEP = grid(
   task=TASK,
   folder="{code}-d{width}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="width", line="code")
+PLOT = Plot(x="code", panel="width")
