@@ -146,3 +146,7 @@ def __getattr__(name: str) -> type[Face]:
   if name in _BY_CLASS:
     return _BY_CLASS[name]
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

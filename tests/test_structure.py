@@ -5,6 +5,7 @@ Each rule is one test that lists every offender.
 
 import ast
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -259,6 +260,13 @@ def test_package_exports_are_lazy_and_listed():
   assert loaded == ""
   assert {"generate", "linen", "mixers", "models", "ops", "sharding"} <= set(names.split())
   assert used == ["linear_attention", "GLA LanguageModel GLA", "param_specs generate"]
+
+
+@pytest.mark.parametrize("name", ["analysis", "linen", "pretrained"])
+def test_lazy_names_are_listed_for_suggestions(name):
+  """Python takes "Did you mean" from `dir`."""
+  module = importlib.import_module(f"lnssm_jax.{name}")
+  assert set(module.__all__) <= set(dir(module))
 
 
 def test_unknown_attribute_of_the_package_raises():

@@ -77,13 +77,15 @@ def fit(
   claiming = {"allow_config_change": allow_config_change}
   agreement.check(lambda: {"settings": config.to_dict(cfg), **options, **agreement.software()})
   with contextlib.ExitStack() as stack:
+    graph = model_graph(cfg.model)  # a misspelled mixer is not another run's setting
     run = claimed or stack.enter_context(run_folder.claim(cfg, **claiming, say=console.say))
     programs = compile_cache.folder(cfg.compile_cache, run.path)
     stack.enter_context(compile_cache.at(programs))
-    graph = model_graph(cfg.model)
     mesh = device_mesh.make_mesh(cfg)
     run_summary.devices(console, mesh)
     check_run = not allow_config_change
+    if not claimed:  # rows of a sweep would be removed
+      distributed.on_first(run.check_not_of_a_sweep)
     at = distributed.on_first(lambda: _check_data(cfg, run, check_run=check_run))
     train_step = None
     if at < cfg.steps:  # before the text is tokenized, which may take hours

@@ -67,3 +67,7 @@ else:
     if name == "plots":
       return importlib.import_module(f"{__name__}.plots")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

@@ -69,6 +69,8 @@ def test_interpreted_kernels_with_few_threads_are_rejected_with_the_fix(monkeypa
   args, kwargs = LINEAR_ATTENTION.bind(case, inputs_of(case, BF16))
   with pytest.raises(NotImplementedError, match="set NPROC=16 in the environment"):
     ops.linear_attention(*args, **kwargs, implementation="pallas_interpret")
+  with pytest.raises(NotImplementedError, match="Hopper GPU; leave it out, and 'chunked' runs"):
+    ops.linear_attention(*args, **kwargs, implementation="pallas")
   assert "pallas_interpret" not in supported(case, BF16)
   monkeypatch.setenv("NPROC", "16")
   assert "pallas_interpret" in supported(case, BF16)

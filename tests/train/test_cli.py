@@ -73,6 +73,8 @@ def test_fit_of_a_folder_has_the_settings_of_its_run(tiny, config_file, tmp_path
   assert "is not a run folder" in usage_error(capsys, "fit", "--run-dir", tmp_path)
   line = usage_error(capsys, "evaluate", "--run-dir", tmp_path / "mooved")
   assert "none of this name; did you mean" in line and "moved'?" in line
+  line = usage_error(capsys, "evaluate", "--run-dir", moved / "config.json")
+  assert f"it is a file; did you mean '{moved}'?" in line
   with pytest.raises(SystemExit):
     run("fit", "--run-dir", moved, "--config", config_file(tiny()))
   assert "not allowed with argument" in capsys.readouterr().err

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from train.runs import run_folder
+from train import loop
+from train.inspection import report
+from train.runs import loading, run_folder
 from train.runs.run_folder import RunFolder, RunFolderError, claim
 from train.step.optimizer import make_schedule
 
@@ -52,6 +54,27 @@ def test_run_folder_changed_settings_listed(trained, tiny):
   assert RunFolder(trained.run_dir).config_file.read_text() == before
   with claim(other, allow_config_change=True) as run:
     assert len(run.changes) == 5
+
+
+def test_misspelled_mixer_in_the_folder_of_a_run_is_unknown(trained, tiny):
+  with pytest.raises(ValueError, match="mixer='lrm' is unknown; did you mean 'lrn'"):
+    loop.fit(tiny(model__mixer="lrm"))
+
+
+@pytest.mark.parametrize(
+  ("task", "fix"), [(None, "fit --run-dir .* --set run_dir="), ({"pairs": 2}, "scores are in .*l")]
+)
+@pytest.mark.parametrize("read", [loading.load_model, report.report])
+def test_run_of_a_sweep_has_no_parameters_to_load(read, task, fix, tiny):
+  cfg = tiny()
+  with claim(cfg) as run:
+    run.write_config(cfg)
+    run.append([{"kind": "result", "step": 7, "scores": {}, "task": task}])
+  with pytest.raises(FileNotFoundError, match=f"runs of a sweep keep no parameters; .*{fix}"):
+    read(cfg.run_dir)
+  with pytest.raises(FileNotFoundError, match="runs of a sweep keep no parameters"):
+    loop.fit(cfg)
+  assert [row["kind"] for row in RunFolder(cfg.run_dir).read_rows()] == ["result"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The sweeps of the papers' comparisons: what they compare, and that they train."""
+"""Files of sweeps: what is in one, what is wrong, and those of the papers' comparisons."""
 
 import json
 import random
@@ -9,13 +9,96 @@ import pytest
 
 from tests.pages import blocks_of
 from tests.train.conftest import WORDS
+from tests.train.test_sweeps import FILE
 from train.cli.main import main
-from train.config import to_dict
-from train.sweeps import Recall, Run, spec, tuning
+from train.config import ConfigError, to_dict
+from train.sweeps import Recall, Run, plan, spec, tuning
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
 PAGE = (ROOT / "docs" / "sweeps.md").read_text()
+
+
+@pytest.fixture
+def file(tmp_path):
+  path = tmp_path / "sizes.py"
+  path.write_text(FILE)
+  return path
+
+
+def test_file_has_runs_labels_folders_and_overrides(file, tmp_path):
+  sweep = spec.load(file, changes=["steps=9", "task.train_rows=50"], only=["size=a", "lr=0.002"])
+  assert len(sweep.runs) == 3 * 4 and len(sweep.chosen) == 2 * 2
+  run = sweep.chosen[-1]
+  assert run.labels == {"width": 32, "size": "a"}
+  assert run.cfg.run_dir == "runs/sizes/a/lrn-32-0.002-1"
+  assert (run.cfg.steps, run.cfg.seed, run.task.pairs, run.task.train_rows) == (9, 1, 2, 50)
+  assert (run.cfg.optimizer.peak_lr, run.cfg.optimizer.final_lr) == (2e-3, pytest.approx(2e-4))
+  fitting = spec.load(file, changes=["seq_len=8"], only=["size=a"])  # which four pairs do not
+  assert len(fitting.chosen) == 8
+  assert spec.load(file, folder=tmp_path).runs[0].cfg.run_dir.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"only": ["widht=16"]}, "no such label; did you mean 'width'"),
+    ({"only": ["width=17"]}, "leaves no run; width is one of 16, 32"),
+    ({"changes": ["seed=3"]}, "--set seed=3: seed is an axis of the sweep"),
+    ({"changes": ["task.pair=3"]}, "did you mean 'pairs'"),
+  ],
+)
+def test_wrong_options_of_a_sweep_are_one_line(file, change, message):
+  with pytest.raises(ConfigError, match=message):
+    spec.load(file, **change)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("SWEEP = 3", "has no list SWEEP"),
+    ("SWEEP = [3]", "SWEEP of .* holds 3"),
+    (FILE.replace("-{seed}", ""), "two runs of .* have the folder 'runs/sizes/a/lrn-16-0.001'"),
+    (FILE.replace("{size}/", "{sice}/"), r"template folder=.* cannot be filled in \('sice'\)"),
+    (FILE.replace("(0, 1)", "2"), r"seeds=2 must be a sequence of values; use \(2,\), or range"),
+    (FILE.replace("(1e-3, 2e-3)", "1e-3"), r"learning_rates=0.001 must .*; use \(0.001,\)\.$"),
+    (FILE.replace('("a", "b")', '"ab"'), r"axis 'size'='ab' must be .*; use \('ab',\)\.$"),
+    (FILE.replace('line="size"', 'line="sise"'), "no label of its runs; did you mean 'size'"),
+    (FILE.replace('Plot(x="width", line="size")', "'width'"), "use train.sweeps.Plot"),
+    (FILE.replace("else 4", "else 5"), "task of runs/sizes/b/.*length=16 must be .* pairs=20"),
+    (FILE.replace("else 4", "else 4, vocab_size=301"), "301 of the task is larger than model.voc"),
+    (FILE.replace("else 4", "else 4, train_rows=3"), "train_rows=3 is less than global_batch=4"),
+    ("from tests.train.test_copies import settings\nSWEEP = [settings()]", "validation is empty"),
+  ],
+)
+def test_wrong_file_of_a_sweep_is_one_line(file, text, message):
+  file.write_text(text)
+  with pytest.raises(ConfigError, match=message):
+    spec.load(file)
+
+
+def test_dry_run_prints_runs_parameters_and_flops(file, capsys, tmp_path):
+  command = ["sweep", str(file), "--dry-run", "--out", str(tmp_path / "out"), "--copies", "3"]
+  assert main([*command, "--only", "width=16", "--only", "size=a"]) == 0
+  first, second, total = capsys.readouterr().out.splitlines()
+  start = "width=16 size=a: 16,032 parameters, 3 runs (learning rates 0.001 0.002, seeds 0 1)"
+  assert first.startswith(start) and "1 runs" in second
+  run = spec.load(file).runs[0]
+  each = plan.training_flops(run)
+  assert f"{3 * each:.3g} FLOPs" in first
+  assert total.startswith(f"4 runs in 2 groups, 0 finished, {4 * each:.3g} model FLOPs")
+  assert not (tmp_path / "out").exists()
+  # Each query has logits; a token of two layers multiplies every kernel entry.
+  without_head = 6 * 7 * 4 * 16 * plan.flops.model_flops_per_token(run.cfg.model, 16) / 2
+  head = 6 * 7 * 4 * (16 - 2) * 16 * 300
+  assert each == pytest.approx(without_head - head)
+
+
+def test_collect_without_runs_writes_nothing(file, capsys, tmp_path):
+  place = tmp_path / "new"
+  assert main(["sweep", str(file), "--collect", "--out", str(place)]) == 2
+  assert f"error: --collect: {place} has no run of {file}; train" in capsys.readouterr().err
+  assert not place.exists()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

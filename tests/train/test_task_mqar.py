@@ -126,7 +126,7 @@ def test_command_writes_the_data_it_would_train_on(tiny, config_file, tmp_path):
 def test_task_that_does_not_fit_raises():
   with pytest.raises(ConfigError, match=r"vocab_size=500 of the task is larger.*=300"):
     mqar_training.task_of(CFG, pairs=2, vocab_size=500)
-  with pytest.raises(ConfigError, match="3 test rows are less than global_batch=4"):
+  with pytest.raises(ConfigError, match="test_rows=3 is less than global_batch=4"):
     mqar_training.run(CFG, TASK, test_rows=3)
 
 

@@ -130,7 +130,9 @@ def _run(folder: Path, step: int | None, holding: contextlib.ExitStack) -> Opene
   settings, directory = read(folder, dict), folder / "checkpoints"
   steps = step_folders.steps_in(directory)
   if not steps:
-    raise FileNotFoundError(f"no checkpoint in {directory}; train first: python -m train fit")
+    from train.runs.run_folder import RunFolder  # imports JAX
+
+    raise RunFolder(folder).without_checkpoint()
   if step is not None and step not in steps:
     listing = ", ".join(map(str, steps))
     raise FileNotFoundError(f"no checkpoint of step {step} in {directory}; there are {listing}.")

@@ -43,10 +43,13 @@ def read[T](path: str | Path, kind: type[T]) -> T:
     return kind(**values)
   except RunFolderError:
     raise
-  except FileNotFoundError:
+  except (FileNotFoundError, NotADirectoryError):
     folder = Path(path)
     runs = [str(other.parent) for other in folder.parent.glob(f"*/{CONFIG}")]
     missing = "it has no config.json" if folder.exists() else "there is none of this name"
+    if folder.is_file():
+      runs = [str(folder.parent)] if (folder.parent / CONFIG).is_file() else []
+      missing = "it is a file"
     raise RunFolderError(
       f"{path} is not a run folder: {missing}{did_you_mean(str(folder), runs) if runs else '.'} Use"
       " the run_dir of a run started by `python -m train fit`."

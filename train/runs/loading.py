@@ -85,13 +85,16 @@ def load_params(
   Raises:
     BindingError: `cfg.model` is not the model that was trained; further errors as of `load_model`.
   """
+  run = RunFolder(cfg.run_dir)
+  if step is None and store.newest_step(run.checkpoints) is None:
+    raise run.without_checkpoint()
   tree, abstract = "ema" if ema else "params", abstract_state(cfg, mesh)
   if ema and "ema" not in abstract:
     raise store.StructureError(
       f"the run in {cfg.run_dir} has no average of its parameters; optimizer.ema_decay makes one."
     )
   abstract = {tree: abstract[tree]}
-  trees, found, metadata = store.load(RunFolder(cfg.run_dir).checkpoints, abstract, step=step)
+  trees, found, metadata = store.load(run.checkpoints, abstract, step=step)
   bindings.check_model(metadata, cfg.model, cfg.run_dir)
   params = trees[tree]
   if ema:  # float32, also where the model is not

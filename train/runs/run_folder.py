@@ -4,6 +4,7 @@ Also programs/, compiled programs, and on a GPU kernels/, the compiler's autotun
 restart takes seconds and computes the same bits.
 """
 
+import contextlib
 import json
 import secrets
 import sys
@@ -148,6 +149,29 @@ class RunFolder:
     return distributed.on_first(
       lambda: [row["step"] for row in self._metrics.notable() if row["kind"] == "skipped"]
     )
+
+  def _result(self) -> Row | None:
+    """The last result of a sweep."""
+    return next((row for row in reversed(self.read_rows()) if row["kind"] == "result"), None)
+
+  def check_not_of_a_sweep(self) -> None:
+    """Raises FileNotFoundError if this is a finished run of a sweep, which has no state."""
+    if store.newest_step(self.checkpoints) is None:
+      with contextlib.suppress(RunFolderError):  # damaged lines are put aside later
+        if self._result() is not None:
+          raise self.without_checkpoint()
+
+  def without_checkpoint(self) -> FileNotFoundError:
+    """The error for a run that has no checkpoint, from which it cannot be loaded."""
+    none, result = f"no checkpoint in {self.checkpoints}", self._result()
+    if result is None:
+      return FileNotFoundError(f"{none}; train first: python -m train fit --config FILE")
+    fix = f"its scores are in {self.metrics_file}."
+    if result.get("task") is None:
+      fix = (
+        f"train one that has them: python -m train fit --run-dir {self.path} --set run_dir=ANOTHER"
+      )
+    return FileNotFoundError(f"{none}: runs of a sweep keep no parameters; {fix}")
 
   def evaluation(self, step: int, sets: Iterable[str]) -> list[Row]:
     """Rows of the evaluation at `step` if it covered all `sets`, else an empty list."""

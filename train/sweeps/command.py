@@ -43,6 +43,11 @@ def run(options: argparse.Namespace) -> str | int | None:
     print("\n".join(plan.lines(sweep, copies)))
     return None
   if options.collect:
+    if not any(Path(run.cfg.run_dir).exists() for run in sweep.runs):
+      raise ValueError(
+        f"--collect: {sweep.folder} has no run of {options.file}; train without --collect, or name"
+        " the folder of its runs by --out."
+      )
     outcome = training.collect(sweep)
   elif options.processes:
     groups, _ = training.prepare(sweep, tuning.chosen(sweep), say, copies)

@@ -20,16 +20,13 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
   color and marker in all panels.
 
   Raises:
-    ValueError: there is nothing to draw yet, or the plot names a label that the table lacks.
+    ValueError: there is nothing to draw yet.
   """
   import matplotlib
 
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
 
-  for name in (plot.x, plot.line, plot.panel, *plot.where):
-    if name is not None and not any(name in row for row in rows):
-      raise ValueError(f"the plot has {name!r}, which is no label of the sweep.")
   kept = [row for row in rows if row.get(score) is not None]
   kept = [row for row in kept if all(row.get(k) == v for k, v in plot.where.items())]
   if plot.x != "learning_rate":

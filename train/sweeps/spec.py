@@ -5,12 +5,15 @@ import itertools
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train import config
 from train.config import ConfigError, apply_overrides
 from train.config.checked import at_least, check, did_you_mean, settings
 from train.config.loading import executed
+
+if TYPE_CHECKING:
+  from train.tasks.mqar import MQAR
 
 Label = str | int | float
 _OF_RUNS = ("optimizer.peak_lr", "seed", "run_dir")  # every run has its own
@@ -108,8 +111,12 @@ def grid(
       `seed`, and settings, such as {model.dim}. By default all axes, the rate and the seed.
 
   Raises:
-    ConfigError: settings are wrong, or two runs have the same folder.
+    ConfigError: settings are wrong, or values are no sequence.
   """
+  axes = {name: _listed(f"axis {name!r}", values) for name, values in axes.items()}
+  seeds = _listed("seeds", seeds, ", or range(N) for N of them")
+  if learning_rates is not None:
+    learning_rates = _listed("learning_rates", learning_rates)
   runs = []
   for values in itertools.product(*axes.values()):
     labels = dict(zip(axes, values, strict=True))
@@ -156,7 +163,6 @@ def behind_base_conv(
   length: int,
   batch: int,
   steps: int,
-  conv: Mapping[str, Any] | None = None,
   **model: Any,
 ) -> config.Train:
   """A small run of recall whose first layer is a `base_conv`, and the second the mixer.
@@ -167,12 +173,11 @@ def behind_base_conv(
   Args:
     vocab_size: of the task.
     length, batch: `seq_len` and `global_batch` of a step.
-    conv: options of the `base_conv`.
     model: other settings of the model, which have precedence.
   """
   settings: dict[str, Any] = {
     "mixer": ("base_conv", mixer),
-    "mixer_options": ({"base_conv": dict(conv)} if conv else {}) | {mixer: dict(options)},
+    "mixer_options": {mixer: dict(options)},
     "vocab_size": vocab_size + 1,  # no fewer than a tokenizer of bytes has
     "channel_mixer": "none",
     "embedding_norm": True,
@@ -208,7 +213,8 @@ def load(
 
   Raises:
     FileNotFoundError: there is no such file.
-    ConfigError: it has no `SWEEP`, settings are wrong, or `only` leaves no run.
+    ConfigError: it has no `SWEEP`, settings are wrong, two runs have the same folder, `only` leaves
+      no run, the rows of a chosen run's task do not fit its config, or `PLOT` names no label.
   """
   path = Path(path)
   with executed(path) as names:
@@ -226,6 +232,10 @@ def load(
   chosen = runs
   for choice in only:
     chosen = _chosen(chosen, choice)
+  for run in chosen:
+    if run.task is not None:
+      task_of(run)
+  _check_plot(path, plot, runs)
   places = [run.cfg.run_dir for run in runs]
   twice = next((place for place in places if places.count(place) > 1), None)
   check(twice is None, f"two runs of {path} have the folder {twice!r}; its template lacks an axis.")
@@ -246,6 +256,45 @@ def rate_of(run: Run) -> float:
 def primary(run: Run) -> tuple[str, int]:
   """Name of the score that is compared, and 1 if more is better, else -1."""
   return ("accuracy", 1) if run.task else (f"{run.cfg.data.validation[0]} loss", -1)
+
+
+def task_of(run: Run) -> "MQAR":
+  """The rows of a run's task.
+
+  Raises:
+    ConfigError: they do not fit the run's config, or are fewer than a batch.
+  """
+  from train.tasks import mqar_training  # imports JAX
+
+  assert run.task is not None
+  given = dict(vars(run.task))
+  rows = {name: given.pop(name) for name in ("train_rows", "test_rows")}
+  try:
+    mqar_training.check_rows(run.cfg, **rows)
+    return mqar_training.task_of(run.cfg, **given)
+  except ValueError as error:
+    raise ConfigError(f"task of {run.cfg.run_dir} (its length is seq_len): {error}") from error
+
+
+def _listed(name: str, values: Any, more: str = "") -> list[Any]:
+  """The values of an axis; `more` adds a fix to that of a sequence of one."""
+  check(
+    isinstance(values, Iterable) and not isinstance(values, str),
+    f"grid: {name}={values!r} must be a sequence of values; use ({values!r},){more}.",
+  )
+  return list(values)
+
+
+def _check_plot(path: Path, plot: Any, runs: Sequence[Run]) -> None:
+  """Raises ConfigError unless a plot is one, of labels that runs have."""
+  check(isinstance(plot, Plot), f"PLOT of {path} is {plot!r}; use train.sweeps.Plot(x=...).")
+  labels = dict.fromkeys(name for run in runs for name in run.labels)
+  known = [*labels, "learning_rate", "parameters"]
+  for name in (plot.x, plot.line, plot.panel, *plot.where):
+    check(
+      name is None or name in known,
+      f"PLOT of {path} has {name!r}, which is no label of its runs{did_you_mean(str(name), known)}",
+    )
 
 
 def _changed(cfg: config.Train, values: Mapping[str, Any]) -> config.Train:

@@ -107,7 +107,7 @@ def markdown(runs: Sequence[Run], rows: Sequence[Row]) -> str:
   for row in kept:
     cells = [str(row.get(name, "")) for name in labels]
     cells += [f"{row['parameters']:,}", f"{row['learning_rate']:.3g}"]
-    cells += [_cell(row.get(name), row.get(f"{name} std")) for name in names]
+    cells += [_cell(row, name) for name in names]
     lines.append("| " + " | ".join([*cells, str(row["seeds"])]) + " |")
   missing = sum(row["runs"] - row["seeds"] for row in rows)
   diverged = sum(row["diverged"] for row in rows)
@@ -116,10 +116,11 @@ def markdown(runs: Sequence[Run], rows: Sequence[Row]) -> str:
   return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
 
 
-def _cell(mean: float | None, deviation: float | None) -> str:
+def _cell(row: Row, name: str) -> str:
+  mean, deviation = row.get(name), row.get(f"{name} std")
   if mean is None:
     return ""
-  digits = 4 if abs(mean) < 100 else 0
+  digits = 0 if abs(mean) >= 100 or isinstance(row[f"{name} min"], int) else 4  # int: of steps
   return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
 
 

@@ -15,6 +15,7 @@ from train.runs import evaluation
 from train.runs.rows import Row
 from train.step.optimizer import make_schedule
 from train.sweeps.groups import Group, Scores, text_scores
+from train.sweeps.spec import task_of
 from train.tasks import mqar_training
 from train.tasks.copies import Copies
 
@@ -136,10 +137,8 @@ class Recalling:
   """Copies that learn multi-query associative recall, an epoch at a time."""
 
   def __init__(self, group: Group, kernels: Path):
-    run = group.first
+    run, task = group.first, task_of(group.first)
     assert run.task is not None
-    names = ("pairs", "vocab_size", "power", "random_fillers")
-    task = mqar_training.task_of(run.cfg, **{name: getattr(run.task, name) for name in names})
     self.copies = Copies(run.cfg, runs=group.pairs, kernels=kernels)
     rows = {"train_rows": run.task.train_rows, "test_rows": run.task.test_rows}
     self._training = mqar_training.Training(run.cfg, task, self.copies, **rows)

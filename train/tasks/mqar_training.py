@@ -46,6 +46,16 @@ def check_vocabulary(cfg: config.Train, size: int) -> None:
   )
 
 
+def check_rows(cfg: config.Train, **rows: int) -> None:
+  """Raises ConfigError if there are fewer rows, by name, than a batch has."""
+  for name, count in rows.items():
+    check(
+      count >= cfg.global_batch,
+      f"{name}={count} is less than global_batch={cfg.global_batch}; use more, or --set"
+      f" global_batch={count}.",
+    )
+
+
 def task_of(
   cfg: config.Train,
   *,
@@ -110,12 +120,7 @@ class Training:
     test_rows: int,
     data_seed: int = 0,
   ):
-    for name, rows in (("train", train_rows), ("test", test_rows)):
-      check(
-        rows >= cfg.global_batch,
-        f"{rows} {name} rows are less than global_batch={cfg.global_batch}; use more, or --set"
-        " global_batch=.",
-      )
+    check_rows(cfg, train_rows=train_rows, test_rows=test_rows)
     self._copies, self._most = copies, cfg.steps
     self.train, self.test = (_batches(task.examples(*of), cfg.global_batch) for of in (
       (train_rows, data_seed), (test_rows, data_seed + TEST_SEEDS)

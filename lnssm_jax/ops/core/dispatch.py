@@ -83,11 +83,11 @@ class Call(NamedTuple):
       ValueError: `implementation` is not a name of an implementation of this op.
       NotImplementedError: it does not support these arguments; the message says why.
     """
+    # In this order: an unsupported one spares importing what knows whether it is preferred.
+    able = (x for x in self.forms if self.unsupported(x) is None and self.preferred(x))
     if implementation is None:
-      for name in self.forms:
-        # In this order: an unsupported one spares importing what knows whether it is preferred.
-        if self.unsupported(name) is None and self.preferred(name):
-          return name
+      for name in able:
+        return name
       raise NotImplementedError(f"{self.op}: no implementation supports these arguments.")
     if implementation not in self.forms:
       names = ", ".join(map(repr, self.forms))
@@ -96,8 +96,10 @@ class Call(NamedTuple):
       )
     reason = self.unsupported(implementation)
     if reason is not None:
+      name = next(able, None)
+      fix = f"; leave it out, and {name!r} runs" if name else ""
       raise NotImplementedError(
-        f"{self.op}: implementation={implementation!r} cannot run: {reason}"
+        f"{self.op}: implementation={implementation!r} cannot run: {reason.rstrip('.')}{fix}."
       )
     return implementation
 
