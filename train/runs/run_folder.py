@@ -156,7 +156,7 @@ class RunFolder:
 
   def check_not_of_a_sweep(self) -> None:
     """Raises FileNotFoundError if this is a finished run of a sweep, which has no state."""
-    if store.newest_step(self.checkpoints) is None:
+    if store.newest_step(self.checkpoints) is None and self.metrics_file.exists():
       with contextlib.suppress(RunFolderError):  # damaged lines are put aside later
         if self._result() is not None:
           raise self.without_checkpoint()
