@@ -10,6 +10,7 @@ to the dtype. Needs matplotlib (`pip install -e .[train]`).
 
 import argparse
 import importlib.util
+import itertools
 import multiprocessing
 import sys
 import time
@@ -131,26 +132,28 @@ def draw(rows: list[dict], path: Path):
 
   dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
   figure, axes = plt.subplots(
-    1, len(dtypes), figsize=(5.5 * len(dtypes), 4.2), layout="constrained", squeeze=False
+    1, len(dtypes), figsize=(6.5 * len(dtypes), 4.2), layout="constrained", squeeze=False
   )
   for axis, dtype in zip(axes[0], dtypes, strict=True):
     mine = [row for row in rows if row["dtype"] == dtype]
     lengths = sorted({int(row["T"]) for row in mine})
     for color, scan in enumerate(SCANS):
       of_scan = [row for row in mine if row["scan"] == scan]
-      styles = ["-", "--", ":", "-."]
+      styles = itertools.cycle(["-", "--", ":", "-.", (0, (1, 3)), (0, (6, 2, 1, 2))])
       for form, style in zip(dict.fromkeys(r["form"] for r in of_scan), styles, strict=False):
         worst = [
           max(float(r["error"]) for r in of_scan if r["form"] == form and int(r["T"]) == n)
           for n in lengths
         ]
-        axis.plot(lengths, worst, style, color=f"C{color}", marker=".", label=f"{scan} {form}")
+        axis.plot(
+          lengths, worst, linestyle=style, color=f"C{color}", marker=".", label=f"{scan} {form}"
+        )
     limits = [max(float(r["limit"]) for r in mine if int(r["T"]) == n) for n in lengths]
     axis.plot(lengths, limits, color="black", linewidth=2, label="limit of the contract")
     axis.set(xscale="log", yscale="log", xlabel="steps", title=dtype)
     axis.set_ylabel("largest relative error, values and gradients")
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False, fontsize=6)
+    axis.legend(frameon=False, fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
   figure.savefig(path, dpi=110)
 
 
