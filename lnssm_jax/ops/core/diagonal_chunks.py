@@ -34,10 +34,6 @@ from lnssm_jax.ops.core.spmd import vary_alike
 DEFAULT_CHUNK_SIZE = 64
 _BLOCK_SIZE = 8  # tokens per iteration of a chunk's loop
 
-# Applied to the state after each token: otherwise XLA may recompute the tokens before it for each
-# token of the block that reads it.
-_materialize = jax.lax.optimization_barrier
-
 Tree = Any
 
 
@@ -124,7 +120,8 @@ def _loop(decay, lost, added, state, resets, reverse=False):
     change = low + (factor[:, t] * high + added[:, t])
     high = kept + change
     low = jax.lax.stop_gradient(change - (high - kept))
-    high, low = _materialize((high, low))
+    # Else XLA may compute the tokens before it again for each token of the block.
+    high, low = jax.lax.optimization_barrier((high, low))
     states[t] = high
   return jnp.stack(states, axis=1), (high, low)
 
