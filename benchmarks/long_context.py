@@ -21,8 +21,9 @@ rate. From there each part continues with a new optimizer:
     babilong     trained on stories of bAbI's training files, alone and in 1,000 tokens of books;
                  accuracy on those of its test files in 0, 1,000, 2,000 and 4,000 tokens, and that
                  of always giving the most frequent answer of a task
-    needles      trained on a number hidden in 512 or 1,024 tokens of books, alone (single_2) or
-                 among four (multikey); recall in 1,024, 2,048, 4,096 and 8,192 tokens
+    needles      trained on a number hidden in 256, 512 or 1,024 tokens of books, alone (single_2)
+                 or among four (multikey); in 1,024, 2,048, 4,096 and 8,192 tokens its share of
+                 greedy answers that are right, and nats per token of the right one
     rouge        trained on SciTLDR's training summaries; ROUGE-L on 100 of its test set
 
 The loss of these is that of answer and end of text alone; answers are greedy; books are other ones

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.tokenizers import Tokenizer
 from train.data.errors import DataError
@@ -34,10 +35,10 @@ class Sizes(NamedTuple):
   steps: int = 1000
   finetuning_rate: float = 5e-4
   babilong_steps: int = 400
-  needles_steps: int = 600
+  needles_steps: int = 1000
   rouge_steps: int = 150
   stories: int = 1000  # of each task, to train on
-  hidden: int = 2000  # rows of each kind of needle, to train on
+  hidden: int = 20_000  # rows of each kind of needle, to train on
   unit: int = 1000  # tokens: BABILong is trained at 0 and 1 of these, scored at 0, 1, 2, 4
   samples: int = 50  # scored, of each task and length
   summaries: int = 100  # scored
@@ -223,19 +224,19 @@ def _share_of_most_frequent(task: str, asked: Sequence[tuple[str, dict[str, str]
 
 
 def needles_part(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> Part:
-  """Numbers hidden in books."""
+  """Numbers hidden in books; as many tokens of rows of each length to train on."""
   train, test = (needles.sentences(f"{data}/lm/{name}_books.*") for name in ("train", "val"))
 
   def make(kind, length, seed, text):
     first = int(np.random.default_rng(seed).integers(len(text)))
     part = text[first : first + length]
-    return needles.make(kind, length, tokenizer, seed, part, answer=ANSWER)
+    row = needles.make(kind, length, tokenizer, seed, part, answer=ANSWER)
+    return row.prompt, f" {', '.join(row.values)}."
 
-  lengths = itertools.cycle((sizes.length // 2, sizes.length))
+  lengths = itertools.cycle(sizes.length // n for n in (4, 2, 1) for _ in range(n))
   rows = [
     make(kind, next(lengths), 10**6 + n, train) for kind in KINDS for n in range(sizes.hidden)
   ]
-  completed = [(row.prompt, f" {', '.join(row.values)}.") for row in rows]
   tests = {
     (kind, length): [make(kind, length, n, test) for n in range(sizes.samples)]
     for kind in KINDS
@@ -244,13 +245,15 @@ def needles_part(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> Part:
 
   def score(loaded):
     for (kind, length), made in tests.items():
-      prompts = [needle.prompt for needle in made]
-      found = answers(loaded, prompts, max_tokens=ANSWER, batch=sizes.batch)
-      recalls = [needles.score(*pair) for pair in zip(found, (x.values for x in made), strict=True)]
-      yield Score(kind, length, "recall", float(np.mean(recalls)))
+      found = texts.scores(loaded.model, tokenizer, made, batch=sizes.batch)
+      # Greedy decoding gives exactly this answer if each of its tokens is the likeliest.
+      yield Score(kind, length, "recall", float(np.mean([each.likeliest.all() for each in found])))
+      nats = -np.concatenate([each.log_probs for each in found])
+      yield Score(kind, length, "nats_per_token", float(np.mean(nats)))
 
-  windows = packed(completed, tokenizer, sizes.length)
-  return Part(sizes.needles_steps, windows, sizes.needle_lengths[-1], score)
+  return Part(
+    sizes.needles_steps, packed(rows, tokenizer, sizes.length), sizes.needle_lengths[-1], score
+  )
 
 
 def rouge_part(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> Part:

@@ -11,14 +11,15 @@ import pytest
 
 from benchmarks import long_context, long_context_parts
 from benchmarks.long_context_parts import STORIES, Sizes
+from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
 from train.data.tokenizers import train_bpe
 from train.tasks import rouge
 
 TINY = (
-  "dim=16,num_layers=1,channel_hidden=8,vocab_size=400,length=512,rows=1,steps=2,babilong_steps=1,"
+  "dim=16,num_layers=1,channel_hidden=8,vocab_size=400,length=704,rows=1,steps=2,babilong_steps=1,"
   "needles_steps=1,rouge_steps=1,stories=2,hidden=2,unit=120,samples=2,summaries=2,batch=2,"
-  "tokens=1024,longest=2"
+  "tokens=1408,longest=2"
 )
 SIZES = Sizes.parse(TINY)
 PLACES = {"train": ("attic", "barn", "castle"), "test": ("dairy", "forge", "garden")}
@@ -116,22 +117,27 @@ def test_babilong_answers_are_scored_with_their_own_questions(data, tokenizer, m
 
 
 def test_needles_are_of_other_books_and_fit_their_length(data, tokenizer, monkeypatch):
-  """A model that finds the number of the word asked for."""
+  """A model that knows half of the answers, and that gives 1/2 to each token of those."""
 
-  def answers(loaded, prompts, *, max_tokens, batch):
-    asked.extend(prompts)
-    keys = [re.search(r"Answer: the special number of (\S+) is$", prompt)[1] for prompt in prompts]
-    found = (re.search(rf"of {k} is (\d+)", p)[1] for k, p in zip(keys, prompts, strict=True))
-    return [f" {number}." for number in found]
+  def scores(model, tokenizer, pairs, *, batch):
+    asked.extend(prompt for prompt, _ in pairs)
+    for number, (prompt, answer) in enumerate(pairs):
+      key = re.search(r"Answer: the special number of (\S+) is$", prompt)[1]
+      right = answer == f" {re.search(rf'of {key} is (\d+)', prompt)[1]}." and number % 2 == 0
+      tokens = tokenizer.encode(answer)
+      likeliest = np.arange(len(tokens)) < len(tokens) - (not right)  # all but the last, or all
+      yield texts.Score(tokens, np.full(len(tokens), np.log(0.5)), likeliest)
 
   asked: list[str] = []
-  monkeypatch.setattr(long_context_parts, "answers", answers)
+  monkeypatch.setattr(texts, "scores", lambda *args, **how: list(scores(*args, **how)))
   part = long_context_parts.needles_part(data, tokenizer, SIZES)
-  scores = list(part.score(None))
-  assert {(x.of, x.length) for x in scores} == {
-    (kind, length) for kind in long_context_parts.KINDS for length in SIZES.needle_lengths
+  found = {(x.of, x.length, x.measure): x.value for x in part.score(types.SimpleNamespace(model=0))}
+  assert found == {
+    (kind, length, measure): pytest.approx(value)
+    for kind in long_context_parts.KINDS
+    for length in SIZES.needle_lengths
+    for measure, value in (("recall", 0.5), ("nats_per_token", np.log(2)))
   }
-  assert all(x.value == 1 for x in scores)
   sizes = [len(tokenizer.encode(prompt)) for prompt in asked]
   assert max(sizes) <= part.reach - long_context_parts.ANSWER
   assert "Oak trees" in "".join(asked) and "Elm trees" not in "".join(asked)
@@ -166,19 +172,20 @@ def test_small_run_has_every_row_and_is_not_repeated(small, tmp_path, monkeypatc
   }
   wanted |= {("babilong", "mean", n, "most_frequent_answer") for n in (0, 120, 240, 480)}
   wanted |= {
-    ("needles", kind, length, "recall")
+    ("needles", kind, length, measure)
     for kind in ("single_2", "multikey")
-    for length in (512, 1024, 2048, 4096)
+    for length in (704, 1408, 2816, 5632)
+    for measure in ("recall", "nats_per_token")
   }
   wanted |= {
     ("extrapolate", "books", length, measure)
-    for length in (512, 1024)
+    for length in (704, 1408)
     for measure in ("nats_per_token", "perplexity", "beyond")
   }
-  wanted |= {("states", "mean of layers", 512, x) for x in ("entropy", "rank", "cosine")}
+  wanted |= {("states", "mean of layers", 704, x) for x in ("entropy", "rank", "cosine")}
   assert found == wanted and len(rows) == 2 * len(wanted)
   value = {(r["measure"], r["length"], r["seed"]): r["value"] for r in rows}
-  assert value["perplexity", "512", "0"] != value["perplexity", "512", "1"]
+  assert value["perplexity", "704", "0"] != value["perplexity", "704", "1"]
   assert value["rouge_l", "0", "0"] == "25"
   assert plot.stat().st_size > 1000
 

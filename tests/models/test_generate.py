@@ -64,7 +64,7 @@ def test_batch_with_any_prefill_chunk_equals_the_parallel_form(model, greedy, pr
 
 @pytest.mark.parametrize(
   ("rows", "chunk"),
-  [(1, 2048), (8, 2048), (9, 1024), (16, 1024), (64, 256), (65, 128), (1024, 16), (10**6, 16)],
+  [(1, 2048), (32, 2048), (33, 1024), (64, 1024), (65, 512), (4096, 16), (10**6, 16)],
 )
 def test_default_prefill_chunk_bounds_the_tokens_of_all_rows(rows, chunk):
   assert prefill.default_prefill_chunk(rows) == chunk
