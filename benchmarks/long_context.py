@@ -231,23 +231,25 @@ def _cell(row: dict[str, Any] | None) -> str:
   return f"{row['value']:.3f}" + ("" if row["std"] is None else f" ± {row['std']:.3f}")
 
 
-def draw(rows: Sequence[dict[str, Any]], output: Path) -> None:
-  """Draws perplexity against the length of windows, with the range of the seeds.
+def draw(rows: Sequence[dict[str, Any]], part: str, output: Path) -> None:
+  """Draws perplexity against the length of windows, or recall of needles; bars: all seeds.
 
   Raises:
-    ValueError: nothing was extrapolated.
+    ValueError: there are no rows of the part.
   """
+  measure = {"extrapolate": "perplexity", "needles": "recall"}[part]
+  panels = {"perplexity": "all", "beyond": "beyond the training length"}
+  panel = "tokens" if part == "extrapolate" else "needles"
   found = [
-    {"mixer": row["mixer"], "length": row["length"], "tokens": names[row["measure"]]}
-    | {"parameters": row["parameters"], "best": True, "perplexity": row["value"]}
-    | {f"perplexity {end}": row[f"value {end}"] for end in ("min", "max")}
-    for names in [{"perplexity": "all", "beyond": "beyond the training length"}]
+    {"mixer": row["mixer"], "length": row["length"], "parameters": row["parameters"]}
+    | {"best": True, panel: panels.get(row["measure"], row["of"]), measure: row["value"]}
+    | {f"{measure} {end}": row[f"value {end}"] for end in ("min", "max")}
     for row in summary(rows)
-    if row["part"] == "extrapolate" and row["measure"] in names
+    if row["part"] == part and row["measure"] in (*panels, measure)
   ]
   if not found:
-    raise ValueError("--plot draws the part extrapolate, of which there are no rows yet.")
-  plots.draw(found, Plot(x="length", line="mixer", panel="tokens"), "perplexity", output)
+    raise ValueError(f"a plot of the part {part} was asked for, of which there are no rows yet.")
+  plots.draw(found, Plot(x="length", line="mixer", panel=panel), measure, output)
 
 
 def estimate(mixer: str, names: Sequence[str], sizes: Sizes, seeds: int) -> Iterator[str]:
@@ -351,6 +353,7 @@ def main(arguments=None) -> list[dict[str, Any]]:
   parser.add_argument("--sizes", default="", metavar="rows=2,length=64", help="other sizes")
   parser.add_argument("--work", default="data/long_context", help="folder of token files")
   parser.add_argument("--plot", type=Path, help="draw perplexity by length")
+  parser.add_argument("--plot-needles", type=Path, help="draw recall of needles by length")
   parser.add_argument("--dry-run", action="store_true", help="print parameters, tokens and FLOPs")
   args = parser.parse_args(arguments)
   sizes = Sizes.parse(args.sizes)
@@ -365,8 +368,9 @@ def main(arguments=None) -> list[dict[str, Any]]:
     parser.error(f"{args.out} has rows with --sizes {other.pop()!r}; use another --out.")
   run(parser, args, sizes, rows)
   print("\n" + markdown(rows))
-  if args.plot:
-    draw(rows, args.plot)
+  for part, output in (("extrapolate", args.plot), ("needles", args.plot_needles)):
+    if output:
+      draw(rows, part, output)
   return rows
 
 
