@@ -8,7 +8,7 @@ Models are those of `configs/longhorn.py`, 512 wide with 6 layers (12 without ch
 documents are apart, each window once per epoch. On a GPU with less memory than an H200,
 `--copies 1`.
 Measured: 36 runs (docs/results/language_models.md), loss on books: Mamba 4.27, Longhorn 4.32,
-RWKV-4 4.37, LLaMA 4.58, GLA 4.62, RetNet 4.66.
+RWKV-5 4.37, LLaMA 4.58, GLA 4.62, RetNet 4.66.
 """
 
 import dataclasses

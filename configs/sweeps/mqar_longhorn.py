@@ -9,9 +9,9 @@ Differences from the paper: it has four tasks up to 64 pairs in 512 tokens of a 
 Zoology's batches, and two layers of a mixer. Here, as in `mqar_dsf.py`, the first is a `base_conv`,
 kernels start at the scale of their inputs, with a norm after the embedding and a head that is not
 tied to it, and there is a warmup, bfloat16 and no dropout.
-Measured (docs/results/recall.md): 128 wide Longhorn has 0.996 of 8 pairs and, with two seeds of
-three, 0.98 and more of 16; Based 0.997 and more of both; Mamba, Hyena, RWKV-4 and BaseConv stay at
-a guess.
+Measured: all 252 runs (docs/results/recall.md): 128 wide Longhorn has 0.996 of 8 pairs and, with
+two seeds of three, 0.98 and more of 16; Based 0.997 and more of both; Mamba, Hyena, RWKV-4 and
+BaseConv stay at a guess.
 """
 
 from pathlib import Path

@@ -49,8 +49,8 @@ class LCSM(Mixer[LCSMState]):
 
        0 gate(P [k, D])        4 gate(P [k])          8 gate(P [k] w^T)
        1 gate(u) gate(w)^T     5 gate(P [D])          9 gate(u P [D]^T)
-       2 gate(u), all columns  6 gate(P [k, D] * u)  10 one
-       3 gate(w), all rows     7 gate(P [k, D] * w)  11 exp(i theta [k]), and y_t the real part
+       2 gate(w), all rows     6 gate(P [k, D] * u)  10 one
+       3 gate(u), all columns  7 gate(P [k, D] * w)  11 exp(i theta [k]), and y_t the real part
       m1 I - e e^T, a matrix product with m, for unit e
       m2 I - e f^T, f_t = act_a(W_f x_t) another unit vector; a without negative values
       m3 1 - e, all columns; a is 2
@@ -73,8 +73,8 @@ class LCSM(Mixer[LCSMState]):
       learned P and constant theta. Constant decays are exp(-slope), ALiBi's slopes of k D (code 0),
       k (4) or D (5) heads; published for code 0, in the same way here for 4 and 5.
     coloring: which of the codes 2 to 5 depend on the token: 2 and 3 ("source", as in all commits of
-      the published code since March 2024), or 4 and 5 ("exchanged"; the paper's parameter counts
-      and perplexities would fit that as well).
+      the published code since March 2024), or 4 and 5 ("exchanged", 2 and 3 being gate(P [D]) and
+      gate(P [k]); the paper's parameter counts and perplexities would fit that as well).
     gate_rank: the width of W_1 x of code "0".
     norm_eps: eps of the norm, under the root.
     dtype: of the projections and of e, s and i; decays, norm, state and sums are float32.
@@ -88,7 +88,7 @@ class LCSM(Mixer[LCSMState]):
 
   Source: LCSM (Qin et al. 2024), sections 2 and 4, table 7, and its published code. W start uniform
   within 1 / sqrt(inputs), P and the matrices e and s normal with a standard deviation of 0.1, theta
-  at 10000^(-2 i / k), a_log at log(1 .. k).
+  at 10000^(-2 i / D), a_log at log(1 .. k).
   """
 
   # None where the code has no such part.
@@ -139,12 +139,12 @@ class LCSM(Mixer[LCSMState]):
 
   def _make_oscillation(self, linear, weight, gate_rank, param_dtype):
     D, k, o = self.dim, self.state_dim, self.code.oscillate
-    self.a_proj = linear(D, k) if o in ("1", "2", "6", "9") else None
-    self.c_proj = linear(D, D) if o in ("1", "3", "7", "8") else None
+    self.a_proj = linear(D, k) if o in ("1", "3", "6", "9") else None
+    self.c_proj = linear(D, D) if o in ("1", "2", "7", "8") else None
     if self.learned:
       shape = {"0": (k, D), "4": (k,), "5": (D,), "6": (k, D), "7": (k, D), "8": (k,), "9": (D,)}
       if o == "11":
-        self.theta = nnx.Param(jnp.asarray(_angles(k), param_dtype))
+        self.theta = nnx.Param(jnp.asarray(_angles(k, D), param_dtype))
       elif len(shape[o]) == 2:
         self.decay_weight = weight(*shape[o])
       else:
@@ -217,7 +217,7 @@ class LCSM(Mixer[LCSMState]):
 
   def _theta(self):
     """[1, k]"""
-    constant = lambda: jnp.asarray(_angles(self.state_dim), self.constant_dtype)
+    constant = lambda: jnp.asarray(_angles(self.state_dim, self.dim), self.constant_dtype)
     return (wide(self.theta[...]) if self.learned else constant())[None]
 
   def _log_decay(self, x):
@@ -363,7 +363,7 @@ class LCSM(Mixer[LCSMState]):
     if o == "4":
       return jnp.broadcast_to(self._constant_decay(rows)[:, None], (1, rows, self.dim))
     key, value = (None if p is None else wide(p(x)) for p in (self.a_proj, self.c_proj))
-    if o in ("1", "2"):
+    if o in ("1", "3"):
       make = functools.partial(_product_of_gates, tau=tau, columns=self.dim)
       return ops.DecayFunction(make, (key, value))
     parameter = self.decay_logit if o in ("8", "9") else self.decay_weight
@@ -373,7 +373,7 @@ class LCSM(Mixer[LCSMState]):
 
 
 def _product_of_gates(steps, parameters, *, tau, columns):
-  """Codes 1 and 2: log of gate(u) gate(w)^T or gate(u), [B, C, 1, k, D]."""
+  """Codes 1 and 3: log of gate(u) gate(w)^T or gate(u), [B, C, 1, k, D]."""
   del parameters
   key, value = steps
   log_decay = log_gate(key, tau)[:, :, None, :, None]
@@ -389,6 +389,6 @@ def _gate_of_product(steps, weight, *, tau):
   return log_gate(token * weight, tau)[:, :, None]
 
 
-def _angles(k: int) -> np.ndarray:
-  """10000^(-2 i / k), [k]."""
-  return 10000.0 ** (-2 * np.arange(k) / k)
+def _angles(k: int, dim: int) -> np.ndarray:
+  """10000^(-2 i / D), [k]."""
+  return 10000.0 ** (-2 * np.arange(k) / dim)

@@ -21,10 +21,11 @@ ACTIVATIONS = (
 _NON_NEGATIVE = (1, 2, 3, 6, 7)
 _SIGMOID = 2
 
-# Codes 2 to 5 with their data-dependent and their constant ones exchanged.
+# Codes 2 to 5 as published, and with the data-dependent ones constant and the constant ones
+# data-dependent, each along the axis that it has.
 COLORINGS: dict[str, dict[str, str]] = {
   "source": {},
-  "exchanged": {"2": "4", "3": "5", "4": "2", "5": "3"},
+  "exchanged": {"2": "5", "3": "4", "4": "3", "5": "2"},
 }
 
 
@@ -42,8 +43,8 @@ _LOGIT = "its constant factor stands inside the sigmoid and has no published val
 OSCILLATIONS = {
   "0": Oscillation("full", False, True),
   "1": Oscillation("key value", True),
-  "2": Oscillation("key", True),
-  "3": Oscillation("value", True),
+  "2": Oscillation("value", True),
+  "3": Oscillation("key", True),
   "4": Oscillation("key", False, True),
   "5": Oscillation("value", False, True),
   "6": Oscillation("full", True, True, _LOGIT),

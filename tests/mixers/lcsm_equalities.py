@@ -107,7 +107,7 @@ ROWS = (
     ONE_HEAD | {"head_dim": 3},
   ),
   Row(
-    "1-2-1-0", "gla", "e o s i", "a gate of low rank; another norm, and an output gate",
+    "1-3-1-0", "gla", "e o s i", "a gate of low rank; another norm, and an output gate",
     lambda r, p: linear(p, e="k", i="v") | {
       "s_proj": {"kernel": kernel(p, "q") * 3**-0.5},
       "a_proj": {"kernel": kernel(p, "decay_down") @ kernel(p, "decay_up")},
@@ -157,7 +157,7 @@ ROWS = (
     exponentials, {"state_dim": 6}, change=_real,
   ),
   Row(
-    "0-3-0-0", "lrn", "o", "biases, i times 1 - o, an output gate for the norm",
+    "0-2-0-0", "lrn", "o", "biases, i times 1 - o, an output gate for the norm",
     lambda r, p: linear(p, c="f", i="i"),
     {}, {"gate_logit_normalizer": 1.0}, _zero_biases("f", "i", "g"),
   ),

@@ -66,7 +66,7 @@ def test_every_code_equals_its_recurrence_in_float64():
       chex.assert_trees_all_equal_shapes(state, mixer.init_state(1))
 
 
-ONE_PER_OP = ("0-0-0-0", "1-9-0-4", "0-3-1-1", "1-11-1-3", "1-m2-1-3", "0")
+ONE_PER_OP = ("0-0-0-0", "1-9-0-4", "0-2-1-1", "1-11-1-3", "1-m2-1-3", "0")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_gradients_of_every_code_equal_differences_of_its_recurrence(code, optio
 
 def test_cheapest_exact_op_of_each_code():
   op = lambda code: lcsm_code.read_code(code).op
-  by_key, by_value = ("1", "2", "4"), ("3", "5", "10")
+  by_key, by_value = ("1", "3", "4"), ("2", "5", "10")
   for o in lcsm_code.OSCILLATIONS.keys() - {"ssm", "m1", "m2", "m3"}:
     full = o in "06789"
     of_full = "selective_scan" if o == "0" else "elementwise_decay_scan"
@@ -147,7 +147,7 @@ def test_columns_with_the_same_keys_are_heads_unless_values_decay():
   shape = lambda code, dim: (
     jax.eval_shape(lambda: LCSM(dim, code=code, rngs=nnx.Rngs(0)).init_state(1)).recurrent.kv.shape
   )
-  assert shape("1-2-1-4", 512) == (1, 4, 128, 128)
+  assert shape("1-3-1-4", 512) == (1, 4, 128, 128)
   assert shape("1-11-1-4", 192) == (1, 2, 256, 96)
   assert shape("1-10-1-4", 131) == (1, 131, 128, 1)
   assert shape("1-1-1-4", 512) == (1, 1, 128, 512)
@@ -188,7 +188,7 @@ def test_parameter_count_matches_formula():
   )
   rest = 2 * D**2 + 2 * D + 2 * k * D  # W_i, W_o, norm, e and s, constant or not
   oscillation = {
-    "0": k * D, "1": k * D + D**2, "2": k * D, "3": D**2, "4": k, "5": D, "6": 2 * k * D,
+    "0": k * D, "1": k * D + D**2, "2": D**2, "3": k * D, "4": k, "5": D, "6": 2 * k * D,
     "7": D**2 + k * D, "8": D**2 + k, "9": k * D + D, "10": 0, "11": 0,
   }  # fmt: skip
   for o, more in oscillation.items():
@@ -221,6 +221,6 @@ def test_constant_matrices_start_normal_and_angles_as_published():
   for name in ("e_weight", "s_weight", "decay_weight"):
     assert np.std(getattr(mixer, name)[...]) == pytest.approx(0.1, rel=0.05)
   theta = LCSM(8, code="1-11-1-0", state_dim=4, learned=True, rngs=nnx.Rngs(0)).theta[...]
-  np.testing.assert_allclose(theta, [1, 1e-2, 1e-4, 1e-6], rtol=1e-6)
+  np.testing.assert_allclose(theta, [1, 1e-1, 1e-2, 1e-3], rtol=1e-6)
   a = np.exp(LCSM(8, code="0", state_dim=3, rngs=nnx.Rngs(0)).a_log[...])
   np.testing.assert_allclose(a, np.tile([1.0, 2.0, 3.0], (8, 1)), rtol=1e-6)

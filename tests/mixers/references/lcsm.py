@@ -16,7 +16,7 @@ ACTIVATIONS = (
   lambda x: np.maximum(x, 0) ** 2,
   lambda x: x**2,
 )
-EXCHANGED = {"2": "4", "3": "5", "4": "2", "5": "3"}
+EXCHANGED = {"2": "5", "3": "4", "4": "3", "5": "2"}
 
 
 def slopes(n):
@@ -38,15 +38,15 @@ def lcsm(params, x, *, code="1-1-1-4", tau=16, learned=True, coloring="source"):
     if learned
     else np.exp(-slopes(np.prod(shape)).reshape(shape))
   )
-  theta = params["theta"] if "theta" in params else 10000 ** (-2 * np.arange(k) / k)
+  theta = params["theta"] if "theta" in params else 10000 ** (-2 * np.arange(k) / D)
   unit = lambda z: z / np.sqrt(z @ z + 1e-6)
 
   def oscillation(u, e_t):
     return {
       "0": lambda: constant(k, D),
       "1": lambda: np.outer(gate(u @ W("a")), gate(u @ W("c"))),
-      "2": lambda: gate(u @ W("a"))[:, None],
-      "3": lambda: gate(u @ W("c"))[None],
+      "2": lambda: gate(u @ W("c"))[None],
+      "3": lambda: gate(u @ W("a"))[:, None],
       "4": lambda: constant(k)[:, None],
       "5": lambda: constant(D)[None],
       "6": lambda: gate((u @ W("a"))[:, None] * params["decay_weight"]),
