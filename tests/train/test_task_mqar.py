@@ -90,7 +90,10 @@ def test_rows_in_training_are_those_of_the_seed_of_the_data():
   np.testing.assert_array_equal(training.test[0].tokens, TASK.examples(4, 2**31 + 5).tokens)
 
 
-def test_command_trains_prints_a_table_and_writes_json(tiny, config_file, tmp_path, capsys):
+def test_command_trains_prints_a_table_and_writes_json(
+  tiny, config_file, tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(mqar_training, "SAY_SECONDS", 0)
   cfg = tiny(seq_len=16, steps=2)
   file = tmp_path / "result.json"
   rows = ["--pairs", "2", "--train-rows", "8", "--test-rows", "4"]
@@ -99,7 +102,11 @@ def test_command_trains_prints_a_table_and_writes_json(tiny, config_file, tmp_pa
   assert main(command) == 0
   out, err = capsys.readouterr()
   assert out.startswith("mqar, mixer lrn, dim 32, layers 1, length 16, pairs 2, vocab_size 257")
-  assert "learning_rate" in out and "step 2 of 2" in err
+  assert "learning_rate" in out
+  first, *steps, last = err.splitlines()
+  assert first.startswith("2 copies, ") and first.endswith(" steps an epoch; compiling")
+  assert steps == [f"step {n} of at most 2" for n in (1, 2)]
+  assert last.startswith("step 2 of at most 2: accuracy 0.")
   result = json.loads(file.read_text())
   assert [row["learning_rate"] for row in result["learning rates"]] == [1e-3, 3e-3]
   assert len(result["runs"]) == 2 and result["best"][0] in result["learning rates"]

@@ -8,6 +8,7 @@ batch are left out.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -23,6 +24,7 @@ from train.tasks.report import Report
 LEARNING_RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
 TEST_SEEDS = 2**31  # rows to test on have the seed of those to train on plus this
 SOLVED = 0.99  # a copy above this accuracy is not trained further
+SAY_SECONDS = 10.0  # between two lines of progress within an epoch, at least
 
 
 class Task(Protocol):
@@ -137,11 +139,12 @@ class Training:
       of_rate.setdefault(rate, []).append(bool(accuracy > SOLVED))
     return self.step >= self._most or any(map(all, of_rate.values()))
 
-  def advance(self) -> None:
-    """Trains until the end of the epoch, or of the run, and evaluates."""
+  def advance(self, after: Callable[[int], object] = lambda step: None) -> None:
+    """Trains until the end of the epoch, or of the run, and evaluates; calls `after` each step."""
     epoch = self.train[: self._most - self.step]
-    for examples in epoch:
+    for number, examples in enumerate(epoch, 1):
       self.metrics = self._copies.step(examples._asdict())
+      after(self.step + number)
     self.step += len(epoch)
     right = np.mean([self._copies.right(examples._asdict()) for examples in self.test], axis=0)
     running = self.accuracy <= SOLVED
@@ -177,10 +180,19 @@ def run(
   copies = Copies(cfg, seeds=seeds, learning_rates=learning_rates)
   rows = {"train_rows": train_rows, "test_rows": test_rows, "data_seed": data_seed}
   training = Training(cfg, task, copies, **rows)
+  progress(f"{len(copies.runs)} copies, {len(training.train):,} steps an epoch; compiling")
+  said = time.monotonic()
+
+  def after(step):
+    nonlocal said
+    if time.monotonic() - said >= SAY_SECONDS:
+      said = time.monotonic()
+      progress(f"step {step:,} of at most {cfg.steps:,}")
+
   while not training.finished:
-    training.advance()
+    training.advance(after)
     best = training.accuracy.max()
-    progress(f"step {training.step:,} of {cfg.steps:,}: accuracy {best:.4f} at best")
+    progress(f"step {training.step:,} of at most {cfg.steps:,}: accuracy {best:.4f} at best")
   runs = [
     {"learning_rate": rate, "seed": seed, "accuracy": float(accuracy), "steps": int(steps)}
     for (seed, rate), accuracy, steps in zip(
