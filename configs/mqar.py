@@ -53,7 +53,7 @@ def get_config(variant: str) -> Train:
       b2=0.999,
       weight_decay=0.1,
     ),
-    data=Data(folder="-", tokenizer="bytes", train=("mqar",)),  # the rows are drawn
+    data=Data(folder="-", tokenizer="-", train=("mqar",)),  # the rows are drawn
     run_dir=f"runs/mqar-{variant}",
     seq_len=LENGTH,
     global_batch=BATCH,

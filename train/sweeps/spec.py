@@ -178,7 +178,7 @@ def behind_base_conv(
   settings: dict[str, Any] = {
     "mixer": ("base_conv", mixer),
     "mixer_options": {mixer: dict(options)},
-    "vocab_size": vocab_size + 1,  # no fewer than a tokenizer of bytes has
+    "vocab_size": vocab_size + 1,  # an id to spare, as in the runs of docs/results/recall.md
     "channel_mixer": "none",
     "embedding_norm": True,
     "embedding_dropout": 0.0,
