@@ -7,8 +7,9 @@ TEXT is a .txt, .jsonl or .jsonl.xz file or a folder of such (the paper uses Wik
 TOKENIZER_JSON Pythia's tokenizer (50,277 entries; the models have 50,304). The paper compares
 softmax, linear and normalized; s6 and ssd are its other two systems, with a state of 64 numbers per
 channel, as a head's keys have. Its batch, context and learning rates are not known: these are ours,
-of 50 epochs of 118M tokens; dropout is that of the paper's other experiments. Pythia adds attention
-and channel mixer to the same input; here they follow one another.
+of 50 epochs of 118M tokens; dropout is that of the paper's other experiments, the start of S6 and
+SSD the one of their constructors. Pythia adds attention and channel mixer to the same input; here
+they follow one another.
 Measured: 70,426,624 parameters with softmax, as Pythia-70M has; none has been trained.
 """
 
@@ -25,7 +26,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax_attention",
     {"rotary_width": 16, "use_bias": True, "max_length": SEQ_LEN, "attention_dropout": 0.1},
   ),
-  "linear": ("linear_attention", {}),
+  "linear": ("linear_attention", {"attention_dropout": 0.1}),
   "normalized": ("normalized_attention", {"attention_dropout": 0.1}),
   "s6": ("s6", {"state_dim": 64}),
   "ssd": ("ssd", {"state_dim": 64}),

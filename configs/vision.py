@@ -15,7 +15,7 @@ from typing import Any
 from train.config import Optimizer, Vision
 from train.config.vision import Augment, Data, Model
 
-BATCH = 1024
+BATCH = {"tiny": 1024, "small": 512}
 
 # {name: (mixer, width, weight decay, drop path)}; "digits" is a smaller model of smaller images.
 VARIANTS: dict[str, tuple[str, int, float, float]] = {
@@ -41,7 +41,7 @@ def get_config(variant: str) -> Vision:
     run_dir=f"runs/vision-{variant}",
     epochs=300,
     warmup_epochs=5,
-    global_batch=BATCH,
+    global_batch=BATCH[variant.split("-")[1]],
   )
 
 

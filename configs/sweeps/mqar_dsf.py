@@ -10,10 +10,11 @@ Differences from the paper: it has four tasks (64 to 512 tokens with 4 to 64 pai
 vocabulary of 8,192, widths up to 512, states of 32 to 256, up to 64 epochs of 100,000 rows, and two
 layers of its system. Here the first of two layers is a `base_conv`; kernels start with a standard
 deviation that depends on their inputs instead of 0.02, with a norm after the embedding and a head
-that is not tied to it; there is a warmup, no dropout, and no MLP but in the control. With the
-paper's layers and start, a vocabulary of 8,192, 8 pairs in 128 tokens and 51M tokens per run,
-linear and normalized attention and S6 stayed at 1/8, a guess among the values of the row (on an
-H200).
+that is not tied to it; there is a warmup, no dropout, and no MLP but in the control. Softmax
+attention has a table of positions and rotary ones and no biases, the others no positions; the
+paper's have a table, softmax attention has biases, S6 and SSD have neither. With the paper's layers
+and start, a vocabulary of 8,192, 8 pairs in 128 tokens and 51M tokens per run, linear and
+normalized attention and S6 stayed at 1/8, a guess among the values of the row (on an H200).
 Measured: all 279 runs in 7 min 24 s of an H200 shared with four other processes
 (docs/results/recall.md): linear attention rises from 0.64 to 0.95 with width and state; S6, SSD,
 normalized and softmax attention are above 0.97 with a state of 16; qLSTM stays at a guess.
@@ -50,8 +51,9 @@ def make(model: str, width: int, state: int, mlp: str) -> Train | None:
   mixer = GATED.get(model, str(cfg.model.mixer))
   options = {} if gated else {SYSTEMS[model]: state}
   sizes = {"vocab_size": VOCABULARY, "length": LENGTH, "batch": BATCH, "steps": STEPS}
-  channels = "gpt2" if mlp == "yes" else "none"
-  return behind_base_conv(cfg, mixer, options, **sizes, dim=width, channel_mixer=channels)
+  others = {"channel_mixer": "gpt2" if mlp == "yes" else "none"}
+  others |= {"learned_positions": 512} if model == "softmax" else {}
+  return behind_base_conv(cfg, mixer, options, **sizes, **others, dim=width)
 
 
 SWEEP = grid(

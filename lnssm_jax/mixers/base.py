@@ -39,6 +39,8 @@ class Mixer[State](nnx.Module):
       runs on pieces of the sequence, one after the other.
     starts_as_model: whether a model that starts its matrices in its own way (`LanguageModel`,
       initialization="gpt2") starts those of the mixer too, as published models with it do.
+    output_starts_smaller: whether it then starts `o_proj` by the number of layers, as the last
+      matrix of a branch of the residual stream.
     attention_dropout: the rate at which attention probabilities are dropped in a call with a
       `dropout_key`; an option of mixers that have such probabilities.
     tied: the name of a parameter of which the layers of a model make a table, or None; `tie` turns
@@ -54,6 +56,7 @@ class Mixer[State](nnx.Module):
   can_shard_time: ClassVar[bool] = True
   needs_length: ClassVar[bool] = False
   starts_as_model: ClassVar[bool] = False
+  output_starts_smaller: ClassVar[bool] = True
   set_by_model: ClassVar[tuple[str, ...]] = ()
 
   def __new__(cls, *args: Any, **options: Any):

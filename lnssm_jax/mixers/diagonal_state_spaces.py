@@ -196,7 +196,7 @@ class S5(Mixer[ComplexState]):
   W_b and W_c are complex; their kernels hold real parts, then imaginary parts (of W_c with the sign
   of the sum that they enter). A = -exp(pole_log) + i pole_imag starts at the eigenvalues of the
   normal part V diag(A) V^* of HiPPO-LegS, of size N / num_blocks, once for each block; W_b at V^*
-  times a normal matrix of variance 1 / D, W_c at a complex matrix with parts of variance 1 / N
+  times a normal matrix of variance 1 / N, W_c at a complex matrix with parts of variance 1 / N
   times V, each block by itself. dt is log-uniform between 0.001 and 0.1, skip normal.
 
   Args:
@@ -251,7 +251,7 @@ class S5(Mixer[ComplexState]):
       return m.reshape(*m.shape[:-2], -1)
 
     def b_init(key, shape, dtype):
-      b = to_eigenvectors(draw(key, (dim, state_dim), jnp.float32), v.conj())
+      b = to_eigenvectors(draw(key, (state_dim, dim), jnp.float32).T, v.conj())
       return jnp.concatenate([b.real, b.imag], axis=-1).astype(dtype)
 
     def c_init(key, shape, dtype):

@@ -209,8 +209,7 @@ class RetNet(Mixer[RetNetState]):
   The norm is over the V channels of each head, with one scale [V] for all heads. K = D / H must be
   even. The defaults are those of fla's layer, `MultiScaleRetention` (its models have
   norm_eps=1e-6). The authors' torchscale has frequencies="torchscale", norm_scale=False and
-  norm_eps=1e-6; the repository's current version, and the RetNet of Longhorn's experiments, start
-  W_o with output_gain=0.5 instead of 1.
+  norm_eps=1e-6; the repository's current version starts W_o with output_gain=0.5 instead of 1.
 
   Args:
     dim: D, the width of input and output.

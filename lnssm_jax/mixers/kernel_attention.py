@@ -39,6 +39,8 @@ class LinearAttention(QKVMixer[LinearAttentionState]):
     head_dim: K, the width of a head's queries and keys; None means D / H.
     feature_map: "elu" or "identity".
     use_bias: whether the four projections have a bias.
+    attention_dropout: the rate at which weights of v_j, scores over their sum, are dropped in a
+      call with `dropout_key`, which takes memory quadratic in T; the published rate is 0.1.
     num_layers: of the model, for the initial W_o (see `QKVMixer`).
     dtype: of the projections, the features and v; state and sums are float32.
     param_dtype: of the parameters.
@@ -47,8 +49,8 @@ class LinearAttention(QKVMixer[LinearAttentionState]):
   that the denominator, to which no epsilon is added, is never 0.
 
   Raises:
-    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, or `feature_map` is
-      unknown.
+    ValueError: `dim` is not a multiple of `num_heads`, a size is not positive, `feature_map` is
+      unknown, or `attention_dropout` is no rate.
 
   Sources: Katharopoulos et al. 2020, eqs. 4-9 and section 3.2.1; biases as in the published code
   of the dynamical-systems framework (Sieber et al. 2024); without map and normalizer as in SSE
@@ -63,12 +65,14 @@ class LinearAttention(QKVMixer[LinearAttentionState]):
     head_dim: int | None = None,
     feature_map: str = "elu",
     use_bias: bool = True,
+    attention_dropout: float = 0.0,
     num_layers: int = 1,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     self.feature_map = check_choice("feature_map", feature_map, FEATURE_MAPS)
+    self.attention_dropout = check_rate("attention_dropout", attention_dropout)
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_layers": num_layers}
     super().__init__(dim, use_bias=use_bias, **sizes, **options)
@@ -76,25 +80,61 @@ class LinearAttention(QKVMixer[LinearAttentionState]):
   def _init_state(self, B):
     return self._empty_recurrent(B, normalize=self.feature_map == "elu")
 
-  def _mix(self, x, state, segment_ids):
+  def _mapped(self, x):
+    """phi(q), phi(k) and v, each [B, T, H, any]."""
     q, k, v = self._queries_keys_values(x)
-    normalize = self.feature_map == "elu"
-    if normalize:
+    if self.feature_map == "elu":
       # If all of q is negative, exp of it could vanish; a factor per token cancels in y.
       highest = jax.lax.stop_gradient(jnp.minimum(jnp.max(q, axis=-1, keepdims=True), 0))
       q, k = _elu_plus_one(q, highest), _elu_plus_one(jnp.maximum(k, _LOWEST_KEY))
     dtype = feature_dtype(self.dtype)
+    return q.astype(dtype), k.astype(dtype), v.astype(self.dtype)
+
+  def _mix_dropping(self, x, state, segment_ids, dropout_key):
+    if dropout_key is None or not self.attention_dropout:
+      return self._mix(x, state, segment_ids)
+    _check_dropping(self, state)
+    y, total = _with_dropout(self, *self._mapped(x), segment_ids, dropout_key)
+    y = y / total if self.feature_map == "elu" else y
+    return self._output(y), self._mix(x, None, segment_ids)[1]
+
+  def _mix(self, x, state, segment_ids):
+    q, k, v = self._mapped(x)
     y, state = linear_attention(
-      q.astype(dtype),
-      k.astype(dtype),
-      v.astype(self.dtype),
-      normalize=normalize,
+      q,
+      k,
+      v,
+      normalize=self.feature_map == "elu",
       scale=1.0,
       axis_name=self.sequence_axis,
       initial_state=state,
       segment_ids=segment_ids,
     )
     return self._output(y), state
+
+
+def _check_dropping(mixer, state) -> None:
+  if state is not None or mixer.sequence_axis is not None:
+    given = "a state" if state is not None else f"sequence_axis={mixer.sequence_axis!r}"
+    raise NotImplementedError(
+      f"{type(mixer).__name__}: {given} with attention_dropout={mixer.attention_dropout} and "
+      "dropout_key: a state has only the sum of earlier tokens, of which none can be dropped; "
+      "give whole sequences, or attention_dropout=0."
+    )
+
+
+def _with_dropout(mixer, q, k, v, segment_ids, dropout_key):
+  """Sums of v_j by the scores k_j . q_t that are left [B, T, H, V], and of all scores, V = 1."""
+  name, (B, T, H, _) = type(mixer).__name__, q.shape
+  segments = segments_of(name, segment_ids, B, T)
+  document = jnp.zeros((B, T), jnp.int32) if segments is None else segments.index
+  visible = jnp.tril(document[:, :, None] == document[:, None, :])
+  keys = token_keys(row_keys(name, dropout_key, B), T)
+  keys = fold(keys[:, None], jnp.arange(H)[:, None])[..., None, :]  # [B, H, T, 1, 2]
+  scores = jnp.where(visible[:, None], product("bthk,bshk->bhts", q, k, q.dtype), 0)
+  total = scores.sum(-1, keepdims=True).swapaxes(1, 2)
+  scores *= multipliers(keys, jnp.arange(T), mixer.attention_dropout, scores.dtype)
+  return product("bhts,bshv->bthv", scores, v, mixer.dtype), total
 
 
 def _elu_plus_one(x, log_divisor: jax.Array | float = 0.0):
@@ -188,24 +228,9 @@ class NormalizedAttention(QKVMixer[LinearAttentionState]):
   def _mix_dropping(self, x, state, segment_ids, dropout_key):
     if dropout_key is None or not self.attention_dropout:
       return self._mix(x, state, segment_ids)
-    if state is not None or self.sequence_axis is not None:
-      given = "a state" if state is not None else f"sequence_axis={self.sequence_axis!r}"
-      raise NotImplementedError(
-        f"NormalizedAttention: {given} with attention_dropout={self.attention_dropout} and "
-        "dropout_key: a state has only the sum of earlier tokens, of which none can be dropped; "
-        "give whole sequences, or attention_dropout=0."
-      )
-    B, T, _ = x.shape
+    _check_dropping(self, state)
     q, k, v = (z.astype(self.dtype) for z in self._queries_keys_values(x))
-    segments = segments_of("NormalizedAttention", segment_ids, B, T)
-    document = jnp.zeros((B, T), jnp.int32) if segments is None else segments.index
-    visible = jnp.tril(document[:, :, None] == document[:, None, :])
-    keys = token_keys(row_keys("NormalizedAttention", dropout_key, B), T)
-    keys = fold(keys[:, None], jnp.arange(self.num_heads)[:, None])[..., None, :]  # [B, H, T, 1, 2]
-    scores = product("bthk,bshk->bhts", q, k, self.dtype)
-    scores = jnp.where(visible[:, None], scores, 0)
-    scores *= multipliers(keys, jnp.arange(T), self.attention_dropout, scores.dtype)
-    y = product("bhts,bshv->bthv", scores, v, self.dtype)
+    y, _ = _with_dropout(self, q, k, v, segment_ids, dropout_key)
     # The state after the tokens, of which a training step uses nothing, is that without dropout.
     return self._output(y / self._eta(x)[..., None]), self._mix(x, None, segment_ids)[1]
 

@@ -58,6 +58,8 @@ class QLSTM(Mixer[QLSTMState]):
   """
 
   starts_as_model = True
+  # The published code divides the start of matrices called `out_proj`; this one is its `output`.
+  output_starts_smaller = False
 
   def __init__(
     self,

@@ -79,7 +79,8 @@ class TNL(Mixer[TNLState]):
     positions: "lrpe", or "none" in every layer, with half the state.
     variant: "lightning" or "transnormerllm".
     gate_rank: the width of W_g x; None means K. Only with variant="lightning".
-    norm_eps: eps of the norm, under the root with variant="lightning", else added to it.
+    norm_eps: eps of the norm; None means 1e-5, under the root, with variant="lightning", else 1e-8,
+      added to it.
     dtype: of the projections and of q, k, v; decays, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -108,7 +109,7 @@ class TNL(Mixer[TNLState]):
     positions: str = "lrpe",
     variant: str = "lightning",
     gate_rank: int | None = None,
-    norm_eps: float = 1e-5,
+    norm_eps: float | None = None,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -117,7 +118,10 @@ class TNL(Mixer[TNLState]):
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     check_layer(layer, num_layers)
     check_choice("positions", positions, POSITIONS)
-    self.variant, self.norm_eps = check_choice("variant", variant, VARIANTS), norm_eps
+    self.variant = check_choice("variant", variant, VARIANTS)
+    if norm_eps is None:
+      norm_eps = 1e-5 if variant == "lightning" else 1e-8
+    self.norm_eps = check_norm_eps(norm_eps)
     if variant == "transnormerllm" and gate_rank is not None:
       raise ValueError(
         f"gate_rank={gate_rank}: the gate of variant='transnormerllm' has full rank; leave it out."
@@ -136,7 +140,6 @@ class TNL(Mixer[TNLState]):
     else:
       self.gate_down_proj = self.gate_up_proj = self.norm = None
       self.g_proj = linear()
-      check_norm_eps(norm_eps)
     self.o_proj = linear()
     if positions == "none":
       self.theta = None

@@ -77,16 +77,13 @@ def check_channel_mixer(channel_mixer: str, hidden: int | None, options: Mapping
     ValueError: the channel mixer or an option is unknown, or there is none to take them.
   """
   cls = CHANNEL_MIXERS[check_choice("channel_mixer", channel_mixer, CHANNEL_MIXERS)]
-  if cls is None:
-    if hidden is not None:
-      raise ValueError(
-        f"channel_hidden={hidden} is the width of a channel mixer, and "
-        f"channel_mixer={channel_mixer!r} has none; leave it out, or choose a channel mixer."
-      )
-    allowed = []
-  else:
-    parameters = inspect.signature(cls.__init__).parameters
-    allowed = sorted(parameters.keys() - _SET_BY_MODEL - {"self", "hidden"})
+  parameters = {} if cls is None else inspect.signature(cls.__init__).parameters
+  if hidden is not None and "hidden" not in parameters:
+    raise ValueError(
+      f"channel_hidden={hidden} is the number of hidden channels, and "
+      f"channel_mixer={channel_mixer!r} has none; leave it out, or choose another channel mixer."
+    )
+  allowed = sorted(parameters.keys() - _SET_BY_MODEL - {"self", "hidden"})
   for name in options:
     check_choice(f"channel_mixer_options of {channel_mixer!r}: option", name, allowed)
 
@@ -199,13 +196,15 @@ class Block(nnx.Module):
     else:
       self.channel_norm = new_norm()
       given = place if issubclass(channel_mixer_class, Mixer) else {}
-      given = given | {"hidden": channel_hidden} | dict(channel_mixer_options or {})
+      given |= {} if channel_hidden is None else {"hidden": channel_hidden}
+      given |= dict(channel_mixer_options or {})
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
     if matrix_std is not None:
       branches = 1 if self.channel_mixer is None else 2
       sizes = {"std": matrix_std, "output_std": matrix_std / math.sqrt(branches * num_layers)}
       if self.mixer.starts_as_model:
-        redraw(self.mixer, **sizes, rngs=rngs)
+        own = sizes if self.mixer.output_starts_smaller else sizes | {"output_std": matrix_std}
+        redraw(self.mixer, **own, rngs=rngs)
       if self.channel_mixer is not None and not isinstance(self.channel_mixer, Mixer):
         redraw(self.channel_mixer, **sizes, rngs=rngs)
     if sequence_axis is not None:

@@ -1,7 +1,7 @@
 """Channel mixers: the part of a block that acts on each token separately, [..., D] -> [..., D].
 
 Those of RWKV also read the previous token, and so are `Mixer`s with a state. All take `hidden`, the
-number of hidden channels, in place of their default, and some of them options.
+number of hidden channels, in place of their default, but `Identity`; some have options.
 """
 
 import functools
@@ -254,6 +254,24 @@ class RWKV6ChannelMix(RWKVChannelMix):
     return (jnp.arange(dim, dtype=jnp.float32) / dim) ** (rho**3)
 
 
+class Identity(nnx.Module):
+  """The input itself, so that a block adds the norm of its stream to it: x + norm(x).
+
+  It has no parameters and no hidden channels. Source: `nn.Identity` as the state mixer of Zoology's
+  blocks (Arora et al. 2023, its published code), whose norm stays; so are most models of its recall
+  experiments.
+  """
+
+  usual_width = staticmethod(lambda dim: None)
+
+  def __init__(self, dim: int, *, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs):
+    del dim, dtype, param_dtype
+    check_rngs(type(self).__name__, rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return x
+
+
 # "none": the block has no channel mixer and no norm for one, as in models of Mamba's kind.
 CHANNEL_MIXERS: dict[str, type[Any] | None] = {
   "gpt2": GPT2MLP,
@@ -261,5 +279,6 @@ CHANNEL_MIXERS: dict[str, type[Any] | None] = {
   "geglu": GeGLU,
   "rwkv4_channel_mix": RWKV4ChannelMix,
   "rwkv6_channel_mix": RWKV6ChannelMix,
+  "identity": Identity,
   "none": None,
 }

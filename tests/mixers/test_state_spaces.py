@@ -60,5 +60,5 @@ def test_s5_starts_as_published():
   half = positive_frequencies(N // blocks // 2).imag
   np.testing.assert_allclose(params["pole_imag"], np.tile(half, blocks), rtol=1e-5)
   # V^* keeps lengths: both of a pair hold half of a real vector's.
-  for name, variance in (("b_proj", 0.5 / D), ("c_proj", 0.5 * 2 / N)):
+  for name, variance in (("b_proj", 0.5 / N), ("c_proj", 0.5 * 2 / N)):
     np.testing.assert_allclose(np.var(params[name]["kernel"]), variance, rtol=0.1)

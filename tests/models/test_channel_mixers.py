@@ -12,6 +12,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel
+from lnssm_jax.models.block import Block
 from tests.mixers.helpers import drawn
 from train.config import Model
 from train.step import flops
@@ -24,6 +25,7 @@ PLAIN = {
   "gpt2": lambda x, p: gelu(x @ p["up"]) @ p["down"],
   "swiglu": lambda x, p: (silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"],
   "geglu": lambda x, p: (gelu(x @ p["gate"]) * (x @ p["up"])) @ p["down"],
+  "identity": lambda x, p: x,
 }
 
 
@@ -64,7 +66,7 @@ def test_hidden_width_by_default_and_its_cost(name, dim, hidden):
   assert flops.kernel_entries(mixer) == products
 
 
-@pytest.mark.parametrize("name", [*NAMES, *RWKV])
+@pytest.mark.parametrize("name", [n for n in (*NAMES, *RWKV) if n != "identity"])
 def test_hidden_width_as_given_is_used(name):
   mixer = jax.eval_shape(lambda: CHANNEL_MIXERS[name](16, hidden=24, rngs=nnx.Rngs(0)))
   assert (mixer.up.kernel.shape, mixer.down.kernel.shape) == ((16, 24), (24, 16))
@@ -77,8 +79,20 @@ def test_channel_hidden_of_a_model_is_passed_on():
   make = lambda name: LanguageModel(**sizes, channel_mixer=name, rngs=nnx.Rngs(0))
   model = jax.eval_shape(lambda: make("swiglu"))
   assert model.blocks.channel_mixer.gate.kernel.shape == (2, 16, 24)
-  with pytest.raises(ValueError, match=r"channel_hidden=24 .* channel_mixer='none' has none"):
-    make("none")
+  for name in ("none", "identity"):
+    with pytest.raises(ValueError, match=rf"channel_hidden=24 .* channel_mixer='{name}' has none"):
+      make(name)
+
+
+def test_block_with_the_identity_adds_the_norm_of_its_stream():
+  sizes = {"num_heads": 2, "layer": 0, "num_layers": 1, "mixer": "gla", "mixer_options": {}}
+  dtypes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+  make = lambda name: Block(16, **sizes, **dtypes, channel_mixer=name, rngs=nnx.Rngs(0))
+  x = jax.random.normal(jax.random.key(0), (2, 5, 16))
+  got, h = (jax.jit(make(name))(x)[0] for name in ("identity", "none"))
+  h = np.asarray(h, np.float64)
+  norm = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-5)
+  np.testing.assert_allclose(got, h + norm, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "spread"), [("swiglu", 0.02), ("geglu", 128**-0.5)])

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax import linen
-from lnssm_jax.mixers import NormalizedAttention, SoftmaxAttention
+from lnssm_jax.mixers import LinearAttention, NormalizedAttention, SoftmaxAttention
 from lnssm_jax.models import Block, LanguageModel, VisionModel, layers
 from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.vision_model import Bidirectional
@@ -126,54 +126,59 @@ def test_drop_path_rises_linearly():
   assert len(np.unique(of(4).keys.reshape(-1, 2), axis=0)) == 8
 
 
-def test_normalized_attention_dropout_equals_the_formula():
-  """Scores k_s . q_t / eta_t, each dropped alone, with documents."""
-  T, H, rate = 10, 2, 0.3
-  layer = NormalizedAttention(8, num_heads=H, attention_dropout=rate, rngs=nnx.Rngs(0))
-  plain = NormalizedAttention(8, num_heads=H, rngs=nnx.Rngs(0))
-  x = 3 * jax.random.normal(jax.random.key(1), (2, T, 8))
-  ids = jnp.asarray(np.repeat([[0, 1], [0, 2]], [4, 6], axis=1))
-  q, k, v = (np.asarray(z, np.float64) for z in layer._queries_keys_values(x))
-  seen = np.tril(np.asarray(ids[:, :, None] == ids[:, None]))[:, None]
-  scores = np.einsum("bthk,bshk->bhts", q, k) * seen
-  scores *= np.asarray(factors(2, T, H, T)).transpose(0, 2, 1, 3)
-  y = np.einsum("bhts,bshv->bthv", scores, v) / np.asarray(layer._eta(x))[..., None]
-  want = y.reshape(2, T, 8) @ np.asarray(layer.o_proj.kernel[...], np.float64)
-  got, state = jax.jit(lambda x: layer(x, segment_ids=ids, dropout_key=KEY))(x)
-  np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6 * np.abs(want).max())
-  np.testing.assert_array_equal(apply(layer, x)[0], apply(plain, x)[0])
-  with pytest.raises(NotImplementedError, match=r"NormalizedAttention: a state with attention_dr"):
-    layer(x, state, dropout_key=KEY)
+ATTENTIONS = [
+  (NormalizedAttention, {}),
+  (LinearAttention, {}),
+  (LinearAttention, {"feature_map": "identity"}),
+]
 
 
-def test_normalized_attention_dropout_has_the_gradients_of_the_formula():
-  """In float64, given the masks: of all parameters and of x, with documents."""
+def weights(layer, x, seen):
+  """Of the values in linear or normalized attention, [B, H, T, T], without dropout."""
+  q, k = (x @ p.kernel[...] + p.bias[...] for p in (layer.q_proj, layer.k_proj))
+  q, k = (z.reshape(*x.shape[:2], layer.num_heads, -1) for z in (q, k))
+  if layer_maps := getattr(layer, "feature_map", None) == "elu":
+    q, k = (jax.nn.elu(z) + 1 for z in (q, k))
+  scores = jnp.einsum("bthk,bshk->bhts", q, k) * seen
+  if layer_maps:
+    return scores / scores.sum(-1, keepdims=True)
+  if isinstance(layer, LinearAttention):
+    return scores
+  eta = jnp.exp(x @ layer.eta_proj.kernel[...] + layer.eta_proj.bias[...])
+  return scores / eta.transpose(0, 2, 1)[..., None]
+
+
+def formula(layer, x, seen, kept):
+  v = (x @ layer.v_proj.kernel[...] + layer.v_proj.bias[...]).reshape(*x.shape[:2], 2, 4)
+  y = jnp.einsum("bhts,bshv->bthv", weights(layer, x, seen) * kept, v)
+  return y.reshape(x.shape) @ layer.o_proj.kernel[...] + layer.o_proj.bias[...]
+
+
+@pytest.mark.parametrize(("mixer", "options"), ATTENTIONS)
+def test_linear_attention_dropout_equals_the_formula(mixer, options):
+  """Each weight of a value is dropped alone, with documents; values and all gradients, float64."""
   T, H, rate = 10, 2, 0.3
   ids = np.repeat([[0, 1], [0, 2]], [4, 6], axis=1)
   seen = np.tril(ids[:, :, None] == ids[:, None])[:, None]
-  kept = np.asarray(factors(2, T, H, T)).transpose(0, 2, 1, 3) > 0
-  masks = kept * seen / (1 - rate)
-
-  def formula(layer, x):
-    q, k, v = (x @ p.kernel[...] + p.bias[...] for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    q, k, v = (z.reshape(2, T, H, 4) for z in (q, k, v))
-    y = jnp.einsum("bhts,bshv->bthv", jnp.einsum("bthk,bshk->bhts", q, k) * masks, v)
-    eta = jnp.exp(x @ layer.eta_proj.kernel[...] + layer.eta_proj.bias[...])
-    y = (y / eta[..., None]).reshape(2, T, 8)
-    return y @ layer.o_proj.kernel[...] + layer.o_proj.bias[...]
-
-  dropped = lambda layer, x: layer(x, segment_ids=jnp.asarray(ids), dropout_key=KEY)[0]
+  kept = (np.asarray(factors(2, T, H, T)).transpose(0, 2, 1, 3) > 0) / (1 - rate)
+  dropped = lambda layer, x: layer(x, segment_ids=jnp.asarray(ids), dropout_key=KEY)
   with jax.enable_x64(True):
-    wide = {"dtype": jnp.float64, "param_dtype": jnp.float64}
-    layer = NormalizedAttention(8, num_heads=H, attention_dropout=rate, **wide, rngs=nnx.Rngs(0))
+    wide = {"dtype": jnp.float64, "param_dtype": jnp.float64, "num_heads": H} | options
+    layer = mixer(8, attention_dropout=rate, **wide, rngs=nnx.Rngs(0))
     layer = jax.tree.map(lambda p: 20 * p + 0.1, layer)
     x = jax.random.normal(jax.random.key(1), (2, T, 8), jnp.float64)
     run = lambda fn: jax.jit(
       jax.value_and_grad(lambda layer, x: jnp.sin(fn(layer, x)).sum(), (0, 1))
     )(layer, x)
-    got, want = run(dropped), run(formula)
+    got = run(lambda layer, x: dropped(layer, x)[0])
+    want = run(lambda layer, x: formula(layer, x, seen, kept))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * (1 + np.abs(b).max()))
+    y, state = dropped(layer, x)
+    np.testing.assert_allclose(y, formula(layer, x, seen, kept), rtol=0, atol=1e-11 * abs(y).max())
+    assert np.abs(y - layer(x, segment_ids=jnp.asarray(ids))[0]).max() > 1e-3
+    with pytest.raises(NotImplementedError, match=rf"{mixer.__name__}: a state with attention_dr"):
+      layer(x, state, dropout_key=KEY)
 
 
 def test_both_directions_drop_with_keys_of_their_own():
@@ -221,7 +226,7 @@ def test_wrong_rate_rejected(name):
 
 
 def test_wrong_rate_of_a_mixer_or_key_rejected():
-  for mixer in (SoftmaxAttention, NormalizedAttention):
+  for mixer in (SoftmaxAttention, NormalizedAttention, LinearAttention):
     with pytest.raises(ValueError, match=r"attention_dropout=-1 is the probability"):
       mixer(8, num_heads=2, attention_dropout=-1, rngs=nnx.Rngs(0))
   with pytest.raises(ValueError, match=r"LanguageModel: dropout_key has dtype float32"):

@@ -94,6 +94,7 @@ TRAINED_IF_SLOW = [
   *(f"sse.py:{name}-800m" for name in ("mom-n4k1", "mom-n4k2")),
   *(f"dsf_wikitext103.py:{name}" for name in ("softmax", "linear", "normalized", "s6", "ssd")),
   *(f"mqar.py:{name}" for name in ("softmax", "linear", "normalized", "s6", "ssd")),
+  *(f"mqar.py:{name}" for name in ("qlstm", "qlstm_reversed")),
   *(f"lnssm_72m.py:{name}" for name in ("lnssm", "rwkv4", "rwkv5", "mamba2", "transformer")),
   *(f"lnssm_72m.py:{name}-original" for name in ("rwkv4", "rwkv5", "mamba2")),
   "lcsm_wikitext103.py",
@@ -110,7 +111,7 @@ def small(name: str) -> Train:
   cfg = load_config(ROOT / "configs" / name)
   model, settings = cfg.model, dict(SMALL)
   settings["model.num_layers"] = len(pattern_of(model))
-  if model.channel_mixer != "none":
+  if model.channel_mixer not in ("none", "identity"):
     settings["model.channel_hidden"] = 24
   if model.learned_positions:
     settings["model.learned_positions"] = 16

@@ -35,7 +35,7 @@ class Model:
   mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its constructor
   channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # likewise
   norm: Literal["layer", "layer_without_bias", "rms", "rms_from_zero"] = "layer"  # of the blocks
-  norm_eps: float = 1e-5  # of all norms, also inside mixers
+  norm_eps: float = 1e-5  # of the model's norms; those of mixers have it in `mixer_options`
   embedding_norm: bool = True  # a norm after the embedding
   initialization: Literal["lnssm", "gpt2"] | None = None  # None: by `embedding_norm` and tying
   learned_positions: int | None = None  # length of a table of positions

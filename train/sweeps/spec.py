@@ -180,6 +180,8 @@ def behind_base_conv(
     "mixer_options": {mixer: dict(options)},
     "vocab_size": vocab_size + 1,  # an id to spare, as in the runs of docs/results/recall.md
     "channel_mixer": "none",
+    "channel_mixer_options": {},
+    "learned_positions": None,
     "embedding_norm": True,
     "embedding_dropout": 0.0,
     "initialization": "lnssm",
