@@ -1,6 +1,5 @@
 """The parts of `benchmarks.long_context`: rows to train on, and scores of a model."""
 
-import bisect
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.tokenizers import Tokenizer
+from train.data import packing
 from train.data.errors import DataError
 from train.tasks import babilong, babilong_samples, memory, needles, perplexity, rouge
 from train.tasks.answers import answers
@@ -111,28 +111,10 @@ def packed(
   encoded = [row for row in encoded if len(row[0]) - 1 <= length]
   if not encoded:
     raise ValueError(f"no row to train on has at most {length + 1} tokens; use a larger length.")
-  members: list[list[tuple[np.ndarray, int]]] = []
-  rooms: list[tuple[int, int]] = []  # of each window, ascending, with its number
-  for ids, prompt in sorted(encoded, key=lambda row: -len(row[0])):  # into the fullest with room
-    place = bisect.bisect_left(rooms, (len(ids) - 1, -1))
-    room, number = rooms.pop(place) if place < len(rooms) else (length, len(members))
-    if number == len(members):
-      members.append([])
-    members[number].append((ids, prompt))
-    bisect.insort(rooms, (room - len(ids) + 1, number))
-  names = ("tokens", "targets", "segment_ids")
-  windows = {name: np.zeros((len(members), length), np.int32) for name in names}
-  windows["weights"] = np.zeros((len(members), length), np.float32)
-  for number, inside in enumerate(members):
-    first = 0
-    for segment, (ids, prompt) in enumerate(inside):
-      here = (number, slice(first, first + len(ids) - 1))
-      windows["tokens"][here], windows["targets"][here] = ids[:-1], ids[1:]
-      windows["segment_ids"][here] = segment
-      windows["weights"][here] = np.arange(1, len(ids)) >= prompt
-      first += len(ids) - 1
-    windows["segment_ids"][number, first:] = len(inside)
-  return windows
+  chosen = packing.best_fit([len(ids) - 1 for ids, _ in encoded], length)
+  weighted = [(ids, np.arange(1, len(ids)) >= prompt) for ids, prompt in encoded]
+  windows = [packing.window([weighted[n] for n in members], length) for members in chosen]
+  return {name: np.stack([window[name] for window in windows]) for name in windows[0]}
 
 
 def shuffled(

@@ -302,8 +302,9 @@ def training_set(cfg: config.Train) -> TokenWindows | Mixture:
     DataError: as `TokenWindows`.
   """
   data = cfg.data
+  sizes, how = (cfg.seq_len, cfg.model.vocab_size), data.boundaries
   opened = lambda names: TokenWindows(
-    [f"{data.folder}/{name}" for name in names], cfg.seq_len, cfg.model.vocab_size, data.boundaries
+    [f"{data.folder}/{name}" for name in names], *sizes, how, list(map(data.has_rows, names))
   )
   if isinstance(data.train, dict):
     return Mixture({name: opened([name]) for name in data.train}, data.train)

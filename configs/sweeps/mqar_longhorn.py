@@ -11,7 +11,7 @@ kernels start at the scale of their inputs, with a norm after the embedding and 
 tied to it, and there is a warmup, bfloat16 and no dropout.
 Measured: all 252 runs (docs/results/recall.md): 128 wide Longhorn has 0.996 of 8 pairs and, with
 two seeds of three, 0.98 and more of 16; Based 0.997 and more of both; Mamba, Hyena, RWKV-4 and
-BaseConv stay at a guess.
+BaseConv stay near a guess.
 """
 
 from pathlib import Path

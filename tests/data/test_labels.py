@@ -10,7 +10,7 @@ from train.config import ConfigError, Data
 from train.data import DataError, IndexedDataset, IndexedWriter, fingerprints, load_tokenizer
 from train.data.bits_per_byte import tokens_per_byte
 from train.data.tokenize import prepare
-from train.data.windows import Documents, TokenWindows, eval_batches
+from train.data.windows import Documents, TokenWindows, eval_batches, train_batches
 from train.runs import bindings
 
 DOCUMENTS = ([5, 6, 7], [8, 9], [10, 11, 12, 13])
@@ -54,6 +54,29 @@ def test_windows_have_the_weights_of_their_targets(weighted):
   ignored = TokenWindows(weighted, seq_len=8, vocab_size=20, boundaries="ignore")[0]
   assert ignored["weights"].tolist() == [1, 0.5, 0, 0, 0, 2, 0, 1]
   assert TokenWindows(weighted, 8, 20)[0]["weights"].tolist() == [1, 0.5, 0, 0, 0, 2, 0, 1]
+
+
+def test_rows_are_whole_in_their_windows(weighted, tmp_path):
+  """The largest first, each where it leaves least room; the rest is padding of weight 0."""
+  windows = TokenWindows(weighted, 4, 20, "ignore", whole=[True])
+  first, second = windows
+  assert first["tokens"].tolist() == [10, 11, 12, 8]
+  assert first["targets"].tolist() == [11, 12, 13, 9]
+  assert first["weights"].tolist() == [2, 0, 1, 0]
+  assert first["segment_ids"].tolist() == [0, 0, 0, 1]
+  assert second["tokens"].tolist() == [5, 6, 0, 0] and second["targets"].tolist() == [6, 7, 0, 0]
+  assert second["weights"].tolist() == [1, 0.5, 0, 0]
+  assert second["segment_ids"].tolist() == [0, 0, 1, 1]
+  crops = train_batches(windows, seed=0, global_batch=8, order="random_crops", threads=0)
+  assert {tuple(row) for row in next(crops)["tokens"]} == {(10, 11, 12, 8), (5, 6, 0, 0)}
+  both = TokenWindows([weighted, weighted], 4, 20, whole=[False, True])
+  assert len(both) == 4 and both[2]["tokens"].tolist() == [10, 11, 12, 8]
+  with pytest.raises(DataError, match=r"2 of 3 rows have more than seq_len \+ 1 = 2 tokens"):
+    TokenWindows(weighted, 1, 20, whole=[True])
+  with IndexedWriter(tmp_path / "one", "uint16") as writer:
+    writer.add_document([1])
+  with pytest.raises(DataError, match=r"one.bin has no row of two tokens"):
+    TokenWindows(tmp_path / "one", 4, 20, whole=[True])
 
 
 def test_document_means_are_weighted_and_documents_without_targets_left_out(weighted):

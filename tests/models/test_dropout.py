@@ -14,7 +14,7 @@ from lnssm_jax.models import Block, LanguageModel, VisionModel, layers
 from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.vision_model import Bidirectional
 from lnssm_jax.ops.core.dropout import fold, row_keys
-from tests.mixers.helpers import apply, drawn, split
+from tests.mixers.helpers import drawn, split
 from tests.ops.test_dropout import factors
 
 KEY = jax.random.key(3)

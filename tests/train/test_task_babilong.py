@@ -80,7 +80,9 @@ def test_command_writes_a_file_per_task_and_length(places, capsys):
   assert (out / "qa1_0k.jsonl").read_text() == first["qa1_0k.jsonl"]
   assert len((out / "qa1_500.jsonl").read_text().splitlines()) == 2
   capsys.readouterr()
-  assert main([*arguments, "--lengths", "20"]) == 2
+  new = [*arguments, "--write", str(places / "new")]
+  assert main([*new, "--lengths", "0", "20"]) == 2
+  assert not (places / "new").exists()  # nor the file of the first length
   assert capsys.readouterr().err.startswith("error: length=20 holds no story of qa1")
   assert main([*arguments, "--split", "valid"]) == 2
   (line,) = capsys.readouterr().err.splitlines()
@@ -124,5 +126,18 @@ def test_rows_to_train_on_and_rows_to_score_are_all_rows(tmp_path, monkeypatch, 
   prompts = {row["prompt"]: row["completion"] for row in trained}
   assert sorted([*prompts, *scored]) == sorted(map(babilong.prompt_of, rows))
   assert {f" t{prompt.split('.')[0]}" for prompt in prompts} == set(prompts.values())
+  scored.clear()
+  how = {"split_seed": 0, "train_share": 0.05}
+  (row,) = babilong.run(model, [str(path)], seed=7, limit=30, **how).tables["sets"]
+  assert row["rows"] == len(scored) == 30 and not set(scored) & set(prompts)
+  command += ["--train-share", "0.05", "--seed", "7"]  # of the drawing: the rows are the same
+  assert main([*command, "--limit", "1"]) == 0
+  assert json.loads(out.read_text()) == trained[0]
+  assert main([*command, "--split-seed", "1"]) == 0
+  other = [json.loads(line) for line in out.read_text().splitlines()]
+  assert other != trained
+  scored.clear()
+  babilong.run(model, [str(path)], train_share=0.05, split_seed=1)
+  assert len(scored) == 38 and not set(scored) & {row["prompt"] for row in other}
   with pytest.raises(ValueError, match=r"train_share=0.99 of 40 rows leaves none"):
     babilong.divide(rows, 0.99)

@@ -106,6 +106,10 @@ def test_images_are_rows_of_gray_values_with_a_class(tiny, config_file, tmp_path
   assert "seq_len=8 is not the 6 pixels of an image" in capsys.readouterr().err
   assert main(command) == 2
   assert "vocab_size=261 of the task is larger than model.vocab_size=257" in capsys.readouterr().err
+  with pytest.raises(ValueError, match=r"no file .*; set TRAIN to your images"):
+    Pixels(train=f"{tmp_path}/j.npz:a", test=task.test)
+  with pytest.raises(ValueError, match=r"no folder 'nowhere' .*; set TEST to yours"):
+    Pixels(train=task.train, test="nowhere")
   with pytest.raises(ValueError, match=r"i.npz:a has 5 classes, .*i.npz:c only 2"):
     np.savez(tmp_path / "i.npz", **arrays, c_x=arrays["a_x"], c_y=np.arange(5) % 2, a_y=range(5))
     Pixels(train=f"{tmp_path}/i.npz:c", test=f"{tmp_path}/i.npz:a")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.train.test_copies import settings
 from train.cli.main import main
 from train.config import ConfigError
+from train.sweeps.work import Recalling
 from train.tasks import mqar_training
 from train.tasks.report import Report
 
@@ -29,6 +31,7 @@ class Scripted:
   def step(self, batch):
     self.steps += 1
     self.evaluation = -(-self.steps // 2) - 1  # two batches in an epoch
+    return {"loss": np.ones(len(self.runs))}
 
   def right(self, batch):
     return np.asarray(self.script[self.evaluation])
@@ -50,7 +53,7 @@ def test_training_ends_when_all_seeds_of_a_rate_have_solved_the_task(monkeypatch
   first, second = report.tables["learning rates"]
   assert (first["accuracy"], first["min"], first["steps"]) == (pytest.approx(0.746), 0.5, 6)
   assert (second["accuracy"], second["min"], second["steps"]) == (pytest.approx(0.9975), 0.995, 6)
-  assert first["std"] == pytest.approx(0.246)
+  assert first["std"] == pytest.approx(0.492 / 2**0.5)
   assert report.tables["best"] == [second]
   assert [run["steps"] for run in report.details["runs"]] == [6, 2, 6, 6]
 
@@ -74,6 +77,32 @@ def test_training_continues_at_its_position():
     second.advance()
   assert second.position() == whole.position() and whole.step == 6
   assert second.steps.tolist() == [6, 2, 6, 6]
+
+
+def test_rates_of_copies_that_diverge_are_left_out(monkeypatch):
+  step = Scripted.step
+  of_second = lambda steps: np.nan if steps > 2 else 1
+  monkeypatch.setattr(Scripted, "step", lambda self, batch: (
+    step(self, batch) | {"loss": np.array([1, of_second(self.steps), 1, 1])}
+  ))  # fmt: skip
+  report, _ = scripted(monkeypatch, [[0.1, 0.8, 0.2, 0.9], [0.2, 0.0, 0.3, 0.95]], steps=4)
+  first, second = report.tables["learning rates"]
+  assert report.tables["best"] == [first] and first["accuracy"] == pytest.approx(0.25)
+  assert second == dict.fromkeys(first) | {"learning_rate": 2e-3, "steps": 4, "diverged": 1}
+  assert [run["accuracy"] for run in report.details["runs"]] == [0.2, None, 0.3, 0.95]
+  assert "diverged" in report.text()
+
+
+def test_runs_of_a_sweep_that_diverge_have_no_accuracy():
+  work = object.__new__(Recalling)
+  accuracy, steps = np.array([0.5, np.nan]), np.array([4, 4])
+  work._training = types.SimpleNamespace(
+    accuracy=accuracy, steps=steps, step=4, advance=lambda: None
+  )
+  (first,), (second,) = work.advance()
+  assert first == {"step": 4, "kind": "task", "accuracy": 0.5, "steps": 4}
+  assert second == {"step": 4, "kind": "diverged"}
+  assert [scores["accuracy"] for scores in work.scores()] == [0.5, None]
 
 
 def test_training_ends_after_its_steps(monkeypatch):

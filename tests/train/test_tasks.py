@@ -172,7 +172,7 @@ def test_extrapolate_scores_the_same_tokens_at_each_length(loaded, write, tmp_pa
   assert rows[2]["nats_per_token"] == pytest.approx(nats.mean(), rel=1e-5)
   assert rows[2]["beyond"] == pytest.approx(math.exp(nats[4:].mean()), rel=1e-4)
   assert rows[0]["beyond"] is None
-  perplexity.plot(report, tmp_path / "lengths.png")
+  report.draw(tmp_path / "lengths.png")
   assert (tmp_path / "lengths.png").stat().st_size > 5000
   with pytest.raises(DataError, match=r"has 24 tokens to predict, less than the 32"):
     perplexity.extrapolate(loaded, path, train_length=4, times=(1, 8))

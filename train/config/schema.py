@@ -99,10 +99,11 @@ class Data:
 
   At a document boundary `boundaries="reset"` resets the state, and the target across it does not
   count; "ignore" does neither. `order` is "windows", of which each occurs once per epoch, or
-  "random_crops", which start anywhere. `weighting` of a validation loss: "tokens", their mean in
-  windows of the training length; "crops", the same of random crops, `eval_tokens` tokens in all,
-  drawn by `seed` and the same in every evaluation; or "documents", the mean of the documents' mean
-  losses, each alone and cut to its first `document_length` tokens.
+  "random_crops", which start anywhere; a set of rows, with two `fields` or with `targets`, has
+  windows of whole rows in either order, a state for each. `weighting` of a validation loss:
+  "tokens", their mean in windows of the training length; "crops", the same of random crops,
+  `eval_tokens` tokens in all, drawn by `seed` and the same in every evaluation; or "documents", the
+  mean of the documents' mean losses, each alone and cut to its first `document_length` tokens.
   """
 
   folder: str  # of the token files
@@ -183,6 +184,10 @@ class Data:
         f"data.targets.{name}='completion' needs data.fields.{name} with two keys, those of a"
         " prompt and its completion.",
       )
+
+  def has_rows(self, name: str) -> bool:
+    """Whether a set has rows of a prompt and its completion, which windows hold whole."""
+    return len(self.fields.get(name, ())) == 2 or self.targets.get(name, "all") != "all"
 
   @property
   def least_vocab_size(self) -> int | None:

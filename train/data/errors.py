@@ -15,5 +15,5 @@ def writing(path):
   except OSError as error:
     raise DataError(
       f"cannot write {path}: {error.strerror or error}. Free disk space, change permissions, or"
-      " use another folder (data.folder)."
+      " use another folder."
     ) from error

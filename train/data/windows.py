@@ -14,6 +14,7 @@ from typing import Literal
 import grain
 import numpy as np
 
+from train.data import packing
 from train.data.errors import DataError
 from train.data.indexed import IndexedDataset, check_ids, check_weights
 from train.data.tokenize import check_length
@@ -37,15 +38,20 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
 
   Tokens after the last full window of a dataset are dropped.
 
+  Windows of a dataset that is `whole` have whole documents, as many as fit (`packing.best_fit`);
+  the rest of a window is padding, a document of weight 0. So no prompt is cut from its completion.
+
   Args:
     prefixes: paths of the pairs, without `.bin` and `.idx`.
     seq_len: tokens per window.
     vocab_size: of the model; every id in the files must be smaller.
     boundaries: "reset", or "ignore": all of a window is one document, and every target counts.
+      Documents of `whole` datasets are apart in any case.
+    whole: of each dataset.
 
   Raises:
-    DataError: a pair is missing or damaged, has an id >= vocab_size (named with its position), or
-      is too short for one window.
+    DataError: a pair is missing or damaged, has an id >= vocab_size (named with its position), is
+      too short for one window, or is whole and has a document of more than seq_len + 1 tokens.
   """
 
   def __init__(
@@ -54,6 +60,7 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     seq_len: int,
     vocab_size: int,
     boundaries: Literal["reset", "ignore"] = "reset",
+    whole: Sequence[bool] = (),
   ):
     if isinstance(prefixes, str | Path):
       prefixes = [prefixes]
@@ -63,16 +70,21 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
       raise DataError(f"seq_len={seq_len} must be at least 1.")
     if boundaries not in ("reset", "ignore"):
       raise DataError(f"boundaries={boundaries!r} must be 'reset' or 'ignore'.")
-    self.seq_len, self.vocab_size = seq_len, vocab_size
+    self.seq_len, self.vocab_size, self._apart = seq_len, vocab_size, boundaries == "reset"
     self._datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    starts = lambda dataset: dataset.document_starts if boundaries == "reset" else np.zeros(1, int)
-    self._starts = [starts(dataset) for dataset in self._datasets]
+    self._bounds = [np.append(data.document_starts, data.num_tokens) for data in self._datasets]
+    self._packs = [
+      packing.rows(dataset.prefix, np.diff(bounds), seq_len) if is_whole else None
+      for dataset, bounds, is_whole in zip(
+        self._datasets, self._bounds, whole or [False] * len(prefixes), strict=True
+      )
+    ]
     counts = []
-    for dataset in self._datasets:
-      count = (dataset.num_tokens - 1) // seq_len
-      check_length(dataset.prefix, dataset.num_tokens, seq_len + 1)
+    for dataset, pack in zip(self._datasets, self._packs, strict=True):
+      if pack is None:
+        check_length(dataset.prefix, dataset.num_tokens, seq_len + 1)
       dataset.check_tokens(vocab_size)
-      counts.append(count)
+      counts.append((dataset.num_tokens - 1) // seq_len if pack is None else len(pack))
     self._first = np.cumsum([0, *counts])  # [datasets + 1], index of each dataset's first window
 
   def __len__(self) -> int:
@@ -82,20 +94,26 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     if not 0 <= i < len(self):
       raise IndexError(f"no window {i}; there are {len(self)}.")
     which = int(np.searchsorted(self._first, i, "right")) - 1
-    return self.at(which, (int(i) - int(self._first[which])) * self.seq_len)
+    number = int(i) - int(self._first[which])
+    return self.crop(which, number if self._packs[which] else number * self.seq_len)
 
   @property
   def places(self) -> list[int]:
-    """For each dataset, the number of tokens at which a whole window, with its targets, starts."""
-    return [dataset.num_tokens - self.seq_len for dataset in self._datasets]
+    """For each dataset, the number of crops: of tokens where a full one starts, or of windows."""
+    pairs = zip(self._datasets, self._packs, strict=True)
+    return [data.num_tokens - self.seq_len if pack is None else len(pack) for data, pack in pairs]
 
-  def at(self, which: int, start: int) -> Batch:
-    """The window that starts at token `start` of a dataset."""
-    dataset, T = self._datasets[which], self.seq_len
+  def crop(self, which: int, place: int) -> Batch:
+    """The window that starts at a token of a dataset, or the one of this number if it is whole."""
+    dataset, T, pack = self._datasets[which], self.seq_len, self._packs[which]
+    if pack is not None:
+      bounds = self._bounds[which]
+      return packing.window((self._document(dataset, *bounds[n : n + 2]) for n in pack[place]), T)
+    start = place
     ids = dataset.tokens[start : start + T + 1]
     check_ids(ids, self.vocab_size, dataset.prefix + ".bin", start)
     ids = ids.astype(np.int32)
-    starts = self._starts[which]
+    starts = self._bounds[which][:-1] if self._apart else np.zeros(1, int)
     inside = slice(*np.searchsorted(starts, (start + 1, start + T + 1)))
     document = np.zeros(T + 1, np.int32)
     document[starts[inside] - start] = 1
@@ -109,6 +127,14 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
       "segment_ids": document[:-1],
       "weights": weights,
     }
+
+  def _document(self, dataset: IndexedDataset, start: int, end: int):
+    """(ids, weights of all but the first)."""
+    ids = dataset.tokens[start:end]
+    check_ids(ids, self.vocab_size, dataset.prefix + ".bin", start)
+    count = end - start - 1
+    weighted = dataset.weights is not None
+    return ids, _target_weights(dataset, start, count) if weighted else np.ones(count)
 
   def __repr__(self) -> str:
     prefixes = [dataset.prefix for dataset in self._datasets]
@@ -178,7 +204,8 @@ class RandomCrops(grain.sources.RandomAccessDataSource):
   """Endless windows that start at any token, drawn uniformly and independently.
 
   Crop i is a function of (data, seed, i). Each token at which a whole window starts is as likely as
-  any other, in whichever dataset; windows overlap, and none is certain to occur.
+  any other, in whichever dataset; windows overlap, and none is certain to occur. A dataset of whole
+  documents has its windows instead of tokens.
 
   Source: `get_batch` of nanoGPT, with which the language models of Longhorn were trained.
   """
@@ -196,7 +223,7 @@ class RandomCrops(grain.sources.RandomAccessDataSource):
     bits = int(np.random.Philox(key=self._key, counter=int(i) << 64).random_raw())
     place = bits * int(self._first[-1]) >> 64
     which = int(np.searchsorted(self._first, place, "right")) - 1
-    return self._windows.at(which, place - int(self._first[which]))
+    return self._windows.crop(which, place - int(self._first[which]))
 
 
 class Documents(grain.sources.RandomAccessDataSource):

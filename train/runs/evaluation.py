@@ -102,7 +102,8 @@ def open_sets(cfg: config.Train) -> dict[str, Source]:
     length = data.document_length or length
     return {name: Documents(prefix, length, size) for name, prefix in prefixes.items()}
   windows = {
-    name: TokenWindows(prefix, length, size, data.boundaries) for name, prefix in prefixes.items()
+    name: TokenWindows(prefix, length, size, data.boundaries, [data.has_rows(name)])
+    for name, prefix in prefixes.items()
   }
   if data.weighting == "crops":
     return {name: RandomCrops(source, cfg.seed) for name, source in windows.items()}

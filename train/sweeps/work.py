@@ -153,11 +153,16 @@ class Recalling:
 
   def advance(self) -> list[list[Row]]:
     self._training.advance()
-    return [[{"kind": "task", "step": self.step, **scores}] for scores in self.scores()]
+    rows = []
+    for scores in self.scores():
+      row = {"kind": "diverged"} if scores["accuracy"] is None else {"kind": "task", **scores}
+      rows.append([{"step": self.step, **row}])
+    return rows
 
   def scores(self) -> list[Scores]:
     pairs = zip(self._training.accuracy, self._training.steps, strict=True)
-    return [{"accuracy": float(accuracy), "steps": int(steps)} for accuracy, steps in pairs]
+    accuracy_of = mqar_training.accuracy_of
+    return [{"accuracy": accuracy_of(accuracy), "steps": int(steps)} for accuracy, steps in pairs]
 
   def position(self) -> dict[str, Any]:
     return self._training.position()

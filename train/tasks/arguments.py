@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,32 @@ share = _number("share", float, lambda x: 0 < x < 1, "between 0 and 1")
 seed = _number("seed", int, lambda n: 0 <= n < 2**31, "in [0, 2**31)")
 
 
+def output(*suffixes: str) -> Callable[[str], Path]:
+  """A type of files to write, checked before a task runs: afterwards its result would be lost."""
+
+  def parse(text: str) -> Path:
+    path = Path(text)
+    if suffixes and path.suffix.lower() not in suffixes:
+      raise argparse.ArgumentTypeError(f"{text} must end in {' or '.join(suffixes)}")
+    if os.path.isdir(path):
+      raise argparse.ArgumentTypeError(f"{text} is a folder; name a file, such as one inside of it")
+    if not os.path.isdir(path.parent):
+      raise argparse.ArgumentTypeError(f"there is no folder {path.parent} for {text}; create it")
+    return path
+
+  return parse
+
+
+def picture(text: str) -> Path:
+  """A type of pictures to write, in the formats of matplotlib."""
+  try:
+    from matplotlib.backend_bases import FigureCanvasBase
+  except ImportError:
+    message = "a plot needs the package matplotlib: pip install matplotlib"
+    raise argparse.ArgumentTypeError(message) from None
+  return output(*(f".{name}" for name in FigureCanvasBase.get_supported_filetypes()))(text)
+
+
 def add_model(parser: Any) -> None:
   """MODEL and --step, which `loaded` reads."""
   where = "a run folder, an exported or a published model"
@@ -71,7 +98,7 @@ def add_config(parser: Any, *, required: bool = True) -> None:
 def add_write(parser: Any) -> None:
   """--write."""
   text = "write rows to train on, {prompt, completion}, and do not score"
-  parser.add_argument("--write", type=Path, metavar="FILE.jsonl", help=text)
+  parser.add_argument("--write", type=output(".jsonl"), metavar="FILE.jsonl", help=text)
 
 
 def add_batch(parser: Any) -> None:

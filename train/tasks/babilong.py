@@ -7,6 +7,7 @@ Source: BABILong (Kuratov et al. 2024); the prompt: LNSSM, the section on BABILo
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,18 +49,17 @@ def divide(
 
 
 def training_rows(
-  paths: Sequence[str], share: float, *, seed: int = 0, limit: int | None = None
+  paths: Sequence[str], share: float, *, split_seed: int = 0, limit: int | None = None
 ) -> Iterator[tuple[str, str]]:
-  """The prompt and the completion of each row that `run` with the same share does not score.
+  """The prompt and completion of rows that `run` with the same share and split seed never scores.
 
   Raises:
     DataError: a file is unreadable or of another format.
     ValueError: no row would be left to score.
   """
-  for source in paths:
-    for _, rows in read_samples(source, _wrong, limit):
-      for row in divide(rows, share, seed)[0]:
-        yield prompt_of(row), f" {row['target']}"
+  for _, rows, _ in _parts(paths, share, split_seed, limit):
+    for row in rows:
+      yield prompt_of(row), f" {row['target']}"
 
 
 def run(
@@ -71,6 +71,7 @@ def run(
   seed: int = 0,
   limit: int | None = None,
   train_share: float | None = None,
+  split_seed: int = 0,
   batch: int = 8,
 ) -> Report:
   """Accuracy by file, such as qa1_0k.jsonl; greedy, or drawn from the likeliest with `top_p`.
@@ -78,32 +79,44 @@ def run(
   Of several files with such names, also by task and length, with the mean over the tasks.
 
   Args:
-    train_share: leave out the rows that `training_rows` gives.
+    limit: rows of a file that are scored, of those that are not to train on.
+    train_share, split_seed: leave out the rows that `training_rows` gives.
 
   Raises:
     DataError: a file is unreadable or of another format.
     ValueError: a prompt is longer than the model's cache holds.
   """
   table, details = [], []
-  for source in paths:
-    for path, rows in read_samples(source, _wrong, limit):
-      if train_share is not None:
-        rows = divide(rows, train_share, seed)[1]
-      prompts = [prompt_of(row) for row in rows]
-      how = {"max_tokens": max_tokens, "top_p": top_p, "seed": seed, "batch": batch}
-      found = answers(loaded, prompts, **how)
-      targets = [row["target"] for row in rows]
-      right = [is_right(*pair) for pair in zip(found, targets, strict=True)]
-      name = path.name.split(".")[0]
-      table.append({"set": name, "rows": len(rows), "accuracy": float(np.mean(right))})
-      each = zip(targets, found, strict=True)
-      details += [{"set": path.name, "target": t, "answer": answer} for t, answer in each]
+  for path, _, rows in _parts(paths, train_share, split_seed, limit):
+    prompts = [prompt_of(row) for row in rows]
+    how = {"max_tokens": max_tokens, "top_p": top_p, "seed": seed, "batch": batch}
+    found = answers(loaded, prompts, **how)
+    targets = [row["target"] for row in rows]
+    right = [is_right(*pair) for pair in zip(found, targets, strict=True)]
+    name = path.name.split(".")[0]
+    table.append({"set": name, "rows": len(rows), "accuracy": float(np.mean(right))})
+    each = zip(targets, found, strict=True)
+    details += [{"set": path.name, "target": t, "answer": answer} for t, answer in each]
   settings = {"model": str(loaded.source), "step": loaded.step, "max_tokens": max_tokens}
-  settings |= {"top_p": top_p, "train_share": train_share, "seed": seed}
+  settings |= {"top_p": top_p, "seed": seed, "train_share": train_share}
+  settings["split_seed"] = None if train_share is None else split_seed
   tables = {"sets": table}
   if by_length := _by_length(table):
     tables["accuracy by length"] = by_length
   return Report("babilong", settings, tables, {"answers": details})
+
+
+def _parts(
+  paths: Sequence[str], share: float | None, seed: int, limit: int | None
+) -> Iterator[tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]]:
+  """Each file with its first rows to train on and to score.
+
+  The whole file is split, before the limit: the parts are the same whatever the limit is.
+  """
+  for source in paths:
+    for path, rows in read_samples(source, _wrong, limit if share is None else None):
+      train, score = ([], rows) if share is None else divide(rows, share, seed)
+      yield path, train[:limit], score[:limit]
 
 
 def _by_length(sets: Sequence[Row]) -> list[Row]:

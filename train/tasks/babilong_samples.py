@@ -12,7 +12,6 @@ keep their order, at random places among them. A length of 0 has the facts alone
 Source: BABILong (Kuratov et al. 2024), section 3.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from train.data.errors import DataError, reading, writing
 from train.data.sources import MAX_ROW
 from train.tasks.babilong import prompt_of
 from train.tasks.needles import sentences
+from train.tasks.samples import write_rows
 
 LEAST = 10  # tokens of a sentence of the text
 
@@ -165,7 +165,7 @@ def write(
   folder: Path, *, babi: str, text: str, tokenizer: Tokenizer, **how: Any
 ) -> list[tuple[Path, int]]:
   """Writes a file for each task and length, such as qa1_4k.jsonl or qa1_500.jsonl, and returns the
-  files and their rows.
+  files and their rows; nothing is written if a row of any file cannot be made.
 
   `how` as in `rows_of`.
 
@@ -173,13 +173,12 @@ def write(
     DataError: a file is unreadable, of another format, or cannot be written.
     ValueError: a length holds none of a task's stories.
   """
-  written = []
+  files = {}
   for task, length, rows in rows_of(babi, text, tokenizer, **how):
     size = f"{length // 1000}k" if length % 1000 == 0 else str(length)
-    path = folder / f"{task}_{size}.jsonl"
-    with writing(path):
-      folder.mkdir(parents=True, exist_ok=True)
-      lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-      path.write_text("".join(lines), encoding="utf-8")
-    written.append((path, len(rows)))
-  return written
+    files[folder / f"{task}_{size}.jsonl"] = rows
+  with writing(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+  for path, rows in files.items():
+    write_rows(path, rows)
+  return [(path, len(rows)) for path, rows in files.items()]

@@ -5,6 +5,7 @@ The equations are those of `lnssm_jax.analysis`: scores without decay and normal
 analysis of states).
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,20 @@ from train.tasks.report import Report, Row
 EDGES = np.logspace(-7, 0, 15)  # of the histogram of weights
 
 
-def scores(
-  loaded: LoadedModel, source: str, *, length: int = 256, rows: int = 4, plot: Path | None = None
-) -> Report:
+def scores(loaded: LoadedModel, source: str, *, length: int = 256, rows: int = 4) -> Report:
   """The law of the scores of each layer and head, and a histogram of each layer's weights.
 
   `distance` is the largest difference between a distribution function and that of the normal law of
   the same mean and deviation, of the scores and of their logarithms; the smaller one says which of
-  the two laws is nearer. Laws of logarithms are missing where a score is negative.
+  the two laws is nearer. Laws of logarithms are missing where a score is negative. `draw` of the
+  report draws the maps of the first text and the histograms of log scores, by layer.
 
   Args:
     length, rows: tokens of a document that count, and documents that have as many.
-    plot: a file with the maps of the first text and the histograms of log scores, by layer.
 
   Raises:
     DataError: the text has too few documents of that length.
-    ValueError: no layer has queries and keys, the model's cache does not hold `length` tokens, or
-      matplotlib is not installed.
+    ValueError: no layer has queries and keys, or the model's cache does not hold `length` tokens.
   """
   tokens = jnp.asarray(_tokens(loaded, source, length, rows))
   table, histogram, found, missing = [], [], {}, ""
@@ -58,10 +56,8 @@ def scores(
     ]
   if not found:
     raise ValueError(f"no layer of {loaded.source} has scores: {missing}")
-  if plot:
-    _draw(found, plot)
-  settings = _settings(loaded, source, length, rows)
-  return Report("scores", settings, {"laws": table}, {"weights": histogram})
+  settings, draw = _settings(loaded, source, length, rows), functools.partial(_draw, found)
+  return Report("scores", settings, {"laws": table}, {"weights": histogram}, draw)
 
 
 def states(loaded: LoadedModel, source: str, *, length: int = 512, rows: int = 4) -> Report:
@@ -135,10 +131,8 @@ def _settings(loaded: LoadedModel, source: str, length: int, rows: int) -> dict[
 
 
 def _draw(found: dict[int, analysis.Scores], path: Path) -> None:
-  try:
-    import matplotlib
-  except ImportError:
-    raise ValueError("--plot needs the package matplotlib: pip install matplotlib") from None
+  import matplotlib
+
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
 

@@ -8,6 +8,9 @@ batch are left out.
 """
 
 import dataclasses
+import io
+import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +19,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from train import config
+from train.checkpoint.safe_files import replace_file
 from train.config.checked import check
+from train.data.errors import writing
 from train.tasks.copies import Copies
 from train.tasks.mqar import MQAR, Examples
 from train.tasks.report import Report
@@ -84,12 +89,19 @@ def task_of(
 
 
 def write(task: Task, path: Path, *, train_rows: int, test_rows: int, data_seed: int = 0) -> None:
-  """Writes the data as .npz: tokens and labels [rows, T] int32, -100 where nothing is asked for."""
+  """Writes the data as .npz: tokens and labels [rows, T] int32, -100 where nothing is asked for.
+
+  Raises:
+    DataError: the file cannot be written.
+  """
   arrays = {}
   for name, rows, seed in (("train", train_rows, 0), ("test", test_rows, TEST_SEEDS)):
     examples = task.examples(rows, seed + data_seed)
     arrays |= {f"{name}_tokens": examples.tokens, f"{name}_labels": examples.labels()}
-  np.savez_compressed(path, **arrays)
+  content = io.BytesIO()
+  np.savez_compressed(content, **arrays)
+  with writing(path):
+    replace_file(path, content.getvalue())
 
 
 class Training:
@@ -103,7 +115,8 @@ class Training:
 
   Attributes:
     step: finished steps.
-    accuracy: float64 [R] of each copy, of the last evaluation, or of the first above 0.99.
+    accuracy: float64 [R] of each copy, of the last evaluation, or of the first above 0.99; NaN of
+      one that has diverged, whose loss was not finite.
     steps: [R], when that was.
     train, test: the batches.
     metrics: of the last step, see `Copies.step`.
@@ -147,18 +160,21 @@ class Training:
       after(self.step + number)
     self.step += len(epoch)
     right = np.mean([self._copies.right(examples._asdict()) for examples in self.test], axis=0)
+    right = np.where(np.isfinite(self.metrics["loss"]), right, np.nan)
     running = self.accuracy <= SOLVED
     self.accuracy = np.where(running, right, self.accuracy)
     self.steps = np.where(running, self.step, self.steps)
 
   def position(self) -> dict[str, Any]:
     """All but the state of the copies, as JSON."""
-    return {"step": self.step, "accuracy": self.accuracy.tolist(), "steps": self.steps.tolist()}
+    accuracy = [accuracy_of(x) for x in self.accuracy]
+    return {"step": self.step, "accuracy": accuracy, "steps": self.steps.tolist()}
 
   def restore(self, position: Mapping[str, Any]) -> None:
     """Takes a result of `position`; the state of the copies is the caller's."""
     self.step = position["step"]
-    self.accuracy, self.steps = np.asarray(position["accuracy"]), np.asarray(position["steps"])
+    self.accuracy = np.asarray(position["accuracy"], float)  # None becomes NaN
+    self.steps = np.asarray(position["steps"])
 
 
 def run(
@@ -191,10 +207,10 @@ def run(
 
   while not training.finished:
     training.advance(after)
-    best = training.accuracy.max()
+    best = np.max(training.accuracy, initial=0, where=~np.isnan(training.accuracy))
     progress(f"step {training.step:,} of at most {cfg.steps:,}: accuracy {best:.4f} at best")
   runs = [
-    {"learning_rate": rate, "seed": seed, "accuracy": float(accuracy), "steps": int(steps)}
+    {"learning_rate": rate, "seed": seed, "accuracy": accuracy_of(accuracy), "steps": int(steps)}
     for (seed, rate), accuracy, steps in zip(
       copies.runs, training.accuracy, training.steps, strict=True
     )
@@ -211,8 +227,13 @@ def run(
     "data_seed": data_seed,
     "seeds": list(seeds),
   }
-  best = max(means, key=lambda row: row["accuracy"])
-  return Report(task.name, settings, {"learning rates": means, "best": [best]}, {"runs": runs})
+  best = sorted((row for row in means if not row["diverged"]), key=lambda row: -row["accuracy"])
+  return Report(task.name, settings, {"learning rates": means, "best": best[:1]}, {"runs": runs})
+
+
+def accuracy_of(value: float) -> float | None:
+  """An accuracy of `Training` as JSON, None for a copy that has diverged."""
+  return None if math.isnan(value) else float(value)
 
 
 def _batches(examples: Examples, size: int) -> list[Examples]:
@@ -221,14 +242,20 @@ def _batches(examples: Examples, size: int) -> list[Examples]:
 
 
 def _over_seeds(rate: float, runs: Sequence[dict]) -> dict:
-  """Mean, standard deviation, least and largest accuracy of a learning rate."""
+  """Mean, standard deviation of a sample, least and largest accuracy of a learning rate.
+
+  They are None if a copy of it has diverged, the deviation of one seed, too.
+  """
   of_rate = [run for run in runs if run["learning_rate"] == rate]
   values = [run["accuracy"] for run in of_rate]
+  diverged = values.count(None)
+  known = [] if diverged else values
   return {
     "learning_rate": rate,
-    "accuracy": float(np.mean(values)),
-    "std": float(np.std(values)),
-    "min": min(values),
-    "max": max(values),
+    "accuracy": statistics.fmean(known) if known else None,
+    "std": statistics.stdev(known) if len(known) > 1 else None,
+    "min": min(known, default=None),
+    "max": max(known, default=None),
     "steps": max(run["steps"] for run in of_rate),
+    "diverged": diverged,
   }

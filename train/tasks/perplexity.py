@@ -5,6 +5,7 @@ nats per token, times the tokens per byte of the whole text, so that tokenizers 
 a document, those of the whole document.
 """
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -111,23 +112,17 @@ def extrapolate(
       {"length": length, "times": factor} | _row(nats.ravel(), per_byte) | {"beyond": beyond}
     )
   settings = {"model": str(loaded.source), "step": loaded.step, "set": source}
-  return Report("extrapolate", settings, {"lengths": table})
+  draw = functools.partial(_draw, source, table)
+  return Report("extrapolate", settings, {"lengths": table}, draw=draw)
 
 
-def plot(report: Report, path: Path) -> None:
-  """Draws the perplexity of `extrapolate` against the length.
+def _draw(title: str, rows: Sequence[Row], path: Path) -> None:
+  """Draws the perplexity of `extrapolate` against the length."""
+  import matplotlib
 
-  Raises:
-    ValueError: matplotlib is not installed.
-  """
-  try:
-    import matplotlib
-  except ImportError:
-    raise ValueError("--plot needs the package matplotlib: pip install matplotlib") from None
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
 
-  rows = report.tables["lengths"]
   figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
   lengths = [row["length"] for row in rows]
   axis.plot(lengths, [row["perplexity"] for row in rows], marker="o", label="all tokens")
@@ -135,7 +130,7 @@ def plot(report: Report, path: Path) -> None:
   xs, ys = [row["length"] for row in later], [row["beyond"] for row in later]
   axis.plot(xs, ys, marker="o", label="beyond the training length")
   axis.set_xscale("log", base=2)
-  axis.set(xlabel="tokens in a window", ylabel="perplexity", title=report.settings["set"])
+  axis.set(xlabel="tokens in a window", ylabel="perplexity", title=title)
   axis.grid(alpha=0.3)
   axis.legend(frameon=False)
   figure.savefig(path, dpi=110)

@@ -35,7 +35,8 @@ class Pixels:
   test: str
 
   def __post_init__(self):
-    known, asked = (len(open_images(place).classes) for place in (self.train, self.test))
+    places = {"TRAIN": self.train, "TEST": self.test}  # as the command line names them
+    known, asked = (len(open_images(place, name).classes) for name, place in places.items())
     if asked > known:
       raise DataError(
         f"{self.test} has {asked} classes, {self.train} only {known}; use sets that go together."

@@ -6,10 +6,9 @@ Tasks that train a config are in `training_commands`, those that score a model i
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from train.tasks import scoring_commands, training_commands
-from train.tasks.arguments import Task
+from train.tasks.arguments import Task, output
 
 
 def add_parsers(parser: argparse.ArgumentParser) -> None:
@@ -20,18 +19,30 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
   for task in TASKS:
     added = added_to.add_parser(task.name, help=task.help, description=task.help)
     task.add_options(added)
-    added.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers as JSON")
+    text = "also write all numbers as JSON"
+    added.add_argument("--json", type=output(), metavar="FILE", help=text)
     added.set_defaults(run=_runner(task))
 
 
 def _runner(task: Task) -> Callable[[argparse.Namespace], None]:
   def run(options: argparse.Namespace) -> None:
+    from train.data.errors import writing
+
+    if options.json and getattr(options, "write", None):
+      raise ValueError(
+        f"--json={options.json} has no numbers to write: --write={options.write} writes data and"
+        " does not score; use one of the two."
+      )
     report = task.run(options)
     if report is None:
       return
     print(report.text())
     if options.json:
-      report.write(options.json)
+      with writing(options.json):
+        report.write(options.json)
+    if report.draw and options.plot:
+      with writing(options.plot):
+        report.draw(options.plot)
 
   return run
 

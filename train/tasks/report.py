@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ class Report:
     settings: what the numbers depend on.
     tables: rows by the table's name; the rows of a table have the same keys.
     details: further tables, in the JSON only.
+    draw: draws the result to a file; of tasks with the option `--plot`.
   """
 
   task: str
   settings: Mapping[str, Any]
   tables: Mapping[str, Sequence[Row]]
   details: Mapping[str, Sequence[Row]] = dataclasses.field(default_factory=dict)
+  draw: Callable[[Path], object] | None = None
 
   def text(self) -> str:
     """The tables, with a line of settings above."""

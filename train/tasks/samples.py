@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from train.checkpoint.safe_files import replace_file
 from train.data.errors import DataError, writing
 from train.data.sources import find_inputs, has_rows, read_rows
 
@@ -41,13 +42,22 @@ def read_samples(
 def write_training_rows(path: Path, rows: Iterable[tuple[str, str]]) -> int:
   """Writes rows {"prompt", "completion"}, which `train tokenize` reads; returns their number.
 
+  Nothing is written if one of the rows, which may be read one by one, raises.
+
   Raises:
     DataError: the file cannot be written.
   """
-  count = 0
-  with writing(path), path.open("w", encoding="utf-8") as file:
-    for prompt, completion in rows:
-      row = {"prompt": prompt, "completion": completion}
-      file.write(json.dumps(row, ensure_ascii=False) + "\n")
-      count += 1
-  return count
+  found = [{"prompt": prompt, "completion": completion} for prompt, completion in rows]
+  write_rows(path, found)
+  return len(found)
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+  """Writes or replaces a .jsonl file, atomically.
+
+  Raises:
+    DataError: the file cannot be written.
+  """
+  content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+  with writing(path):
+    replace_file(path, content)

@@ -35,14 +35,14 @@ def extrapolate_options(parser: Any) -> None:
   add("--train-length", type=arguments.count, metavar="N", help="(default: that of the run)")
   add("--times", type=arguments.count, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N")
   add("--tokens", type=arguments.count, metavar="N", help="read at most so many")
-  add("--plot", type=Path, metavar="FILE", help="draw perplexity by length")
+  add("--plot", type=arguments.picture, metavar="FILE", help="draw perplexity by length")
   arguments.add_batch(parser)
 
 
 def extrapolate(options: argparse.Namespace) -> Report:
   from train.tasks import perplexity
 
-  report = perplexity.extrapolate(
+  return perplexity.extrapolate(
     arguments.loaded(options),
     options.text,
     train_length=options.train_length,
@@ -50,9 +50,6 @@ def extrapolate(options: argparse.Namespace) -> Report:
     tokens=options.tokens,
     batch=options.batch,
   )
-  if options.plot:
-    perplexity.plot(report, options.plot)
-  return report
 
 
 def samples_options(parser: Any) -> None:
@@ -81,6 +78,7 @@ def babilong_options(parser: Any) -> None:
   add("--top-p", type=arguments.rate, metavar="P", help="draw answers (default: greedy)")
   add("--seed", type=arguments.seed, default=0, metavar="N", help="of the drawing")
   add("--train-share", type=arguments.share, metavar="P", help="share of the rows to train on")
+  add("--split-seed", type=arguments.seed, default=0, metavar="N", help="of that share's rows")
   arguments.add_write(parser)
 
 
@@ -91,7 +89,7 @@ def babilong(options: argparse.Namespace) -> Report | None:
   if options.write:
     if options.train_share is None:
       raise ValueError("--write writes the rows of --train-share P; give it too, such as 0.05.")
-    how = {"seed": options.seed, "limit": options.limit}
+    how = {"split_seed": options.split_seed, "limit": options.limit}
     found = task.training_rows(options.samples, options.train_share, **how)
     print(f"{options.write}  {write_training_rows(options.write, found):,} rows to train on")
     return None
@@ -102,6 +100,7 @@ def babilong(options: argparse.Namespace) -> Report | None:
     top_p=options.top_p,
     seed=options.seed,
     train_share=options.train_share,
+    split_seed=options.split_seed,
     limit=options.limit,
     batch=options.batch,
   )
@@ -237,13 +236,14 @@ def lm_eval(options: argparse.Namespace) -> Report:
 
 def scores_options(parser: Any) -> None:
   _text_options(parser, 256)
-  parser.add_argument("--plot", type=Path, metavar="FILE", help="draw maps and log scores")
+  add = parser.add_argument
+  add("--plot", type=arguments.picture, metavar="FILE", help="draw maps and log scores")
 
 
 def scores(options: argparse.Namespace) -> Report:
   from train.tasks import memory
 
-  how = {"length": options.length, "rows": options.rows, "plot": options.plot}
+  how = {"length": options.length, "rows": options.rows}
   return memory.scores(arguments.loaded(options), options.text, **how)
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from train import config
@@ -89,7 +88,8 @@ def _training_options(parser: Any, train_rows: int, test_rows: int) -> None:
   add("--train-rows", type=arguments.count, default=train_rows, metavar="N")
   add("--test-rows", type=arguments.count, default=test_rows, metavar="N")
   add("--data-seed", type=arguments.seed, default=0, metavar="N", help="of the rows (default: 0)")
-  add("--write", type=Path, metavar="FILE.npz", help="write the data, and do not train")
+  text = "write the data, and do not train"
+  add("--write", type=arguments.output(".npz"), metavar="FILE.npz", help=text)
 
 
 def _config(options: argparse.Namespace) -> config.Train:

@@ -79,8 +79,11 @@ class FolderImages:
 Images = ArrayImages | FolderImages
 
 
-def open_images(place: str) -> Images:
+def open_images(place: str, name_of_place: str = "data.train and data.validation") -> Images:
   """Opens the set of images of `place`, as `train.config.vision.Data` describes it.
+
+  Args:
+    name_of_place: the setting or argument that errors tell users to change.
 
   Raises:
     DataError: there is none, or it has other arrays.
@@ -89,7 +92,7 @@ def open_images(place: str) -> Images:
   if separator:
     path = Path(file + ".npz")
     if not path.is_file():
-      raise DataError(f"no file {str(path)!r}; set data.train and data.validation to your images.")
+      raise DataError(f"no file {str(path)!r}; set {name_of_place} to your images.")
     with np.load(path) as arrays:
       missing = [key for key in (f"{name}_x", f"{name}_y") if key not in arrays]
       if missing:
@@ -97,7 +100,7 @@ def open_images(place: str) -> Images:
       return ArrayImages(f"{place}: {name}", arrays[f"{name}_x"], arrays[f"{name}_y"])
   if not Path(place).is_dir():
     raise DataError(
-      f"no folder {place!r} with one folder of images per class; set data.train and "
-      "data.validation to yours, or to arrays, FILE.npz:NAME."
+      f"no folder {place!r} with one folder of images per class; set {name_of_place} to yours, or"
+      " to arrays, FILE.npz:NAME."
     )
   return FolderImages(Path(place))

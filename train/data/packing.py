@@ -1,0 +1,68 @@
+"""Whole documents in windows of a fixed length, each with a state of its own."""
+
+import bisect
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from train.data.errors import DataError
+
+
+def rows(prefix: str, sizes: np.ndarray, seq_len: int) -> list[list[int]]:
+  """The numbers of the rows, of so many tokens, of each window; rows of one token are left out.
+
+  Raises:
+    DataError: a row does not fit, or there is none.
+  """
+  targets = np.asarray(sizes) - 1
+  longest = int(targets.max(initial=0))
+  if longest == 0:
+    raise DataError(f"{prefix}.bin has no row of two tokens; use rows of a prompt and its answer.")
+  if longest > seq_len:
+    raise DataError(
+      f"{prefix}.bin: {int(np.sum(targets > seq_len)):,} of {len(targets):,} rows have more than"
+      f" seq_len + 1 = {seq_len + 1:,} tokens, the longest {longest + 1:,}, and rows are not cut;"
+      f" use seq_len={longest} or more, or leave them out."
+    )
+  numbers = np.flatnonzero(targets)
+  windows = best_fit(targets[numbers].tolist(), seq_len)
+  return [[int(numbers[member]) for member in members] for members in windows]
+
+
+def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+  """The numbers of the members of each window, none of which is larger than `room`.
+
+  The largest come first, each into the fullest window that has room for it.
+  """
+  members: list[list[int]] = []
+  rooms: list[tuple[int, int]] = []  # of each window, ascending, with its number
+  for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+    place = bisect.bisect_left(rooms, (sizes[number], -1))
+    left, window = rooms.pop(place) if place < len(rooms) else (room, len(members))
+    if window == len(members):
+      members.append([])
+    members[window].append(number)
+    bisect.insort(rooms, (left - sizes[number], window))
+  return members
+
+
+def window(
+  documents: Iterable[tuple[np.ndarray, np.ndarray]], length: int
+) -> dict[str, np.ndarray]:
+  """A window as of `TokenWindows`, each entry [length], of whole documents and padding.
+
+  Args:
+    documents: of each the ids [n + 1] and the weights [n] of all but the first; the numbers n add
+      up to at most `length`. The rest is a document of its own, of weight 0.
+  """
+  names = ("tokens", "targets", "segment_ids")
+  found = {name: np.zeros(length, np.int32) for name in names}
+  found["weights"] = np.zeros(length, np.float32)
+  first = number = 0
+  for number, (ids, weights) in enumerate(documents, 1):
+    here = slice(first, first + len(weights))
+    found["tokens"][here], found["targets"][here] = ids[:-1], ids[1:]
+    found["weights"][here], found["segment_ids"][here] = weights, number - 1
+    first = here.stop
+  found["segment_ids"][first:] = number
+  return found
