@@ -10,6 +10,8 @@ from train.sweeps.spec import Plot
 
 Row = dict[str, Any]
 
+_SHIFT = 0.012  # between two lines, as a share of the axis
+
 
 def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
   """Writes the picture of a table (`tables.table`) in the format of the suffix of `output`.
@@ -17,7 +19,7 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
   Against a label, the best learning rate for each combination is drawn; against "learning_rate",
   all are. A point is the mean over seeds, a bar goes from the least to the largest value. Labels of
   which the plot says nothing are part of a line's name, where they differ. A line has the same
-  color and marker in all panels.
+  color and marker in all panels, and is shifted a little, so that no bar hides another.
 
   Raises:
     ValueError: there is nothing to draw yet.
@@ -52,6 +54,9 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
   )
   colors, markers = plt.get_cmap("tab10" if len(lines) <= 10 else "tab20"), "osD^vP*X<>"
   is_number = all(isinstance(row[plot.x], int | float) for row in kept)
+  places: list[Any] = values(plot.x)
+  ticks = sorted(places) if is_number else list(range(len(places)))
+  is_log = is_number and ticks[0] > 0
   for axis, panel in zip(axes.flat, panels, strict=False):
     for number, line in enumerate(lines):
       points = [row for row in kept if line_of(row) == line]
@@ -60,7 +65,12 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
         continue
       if is_number:
         points.sort(key=lambda row: row[plot.x])
-      x = [row[plot.x] if is_number else str(row[plot.x]) for row in points]
+      x = [row[plot.x] if is_number else places.index(row[plot.x]) for row in points]
+      shift = (number - (len(lines) - 1) / 2) * _SHIFT
+      if is_log:
+        x = [value * (ticks[-1] / ticks[0]) ** shift for value in x]
+      else:
+        x = [value + (ticks[-1] - ticks[0]) * shift for value in x]
       y = [row[score] for row in points]
       below = [row[score] - row[f"{score} min"] for row in points]
       above = [row[f"{score} max"] - row[score] for row in points]
@@ -70,14 +80,13 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
         linestyle="-" if is_number or plot.line else "none",
       )  # fmt: skip
     axis.set(title="" if panel is None else f"{plot.panel} {panel}")
-    if not is_number and len(values(plot.x)) > 4:  # names would overlap
-      axis.tick_params("x", rotation=45)
     axis.grid(alpha=0.3)
-    if is_number and min(row[plot.x] for row in kept) > 0:
+    if is_log:
       axis.set_xscale("log", base=10 if plot.x == "learning_rate" else 2)
-      ticks = sorted({row[plot.x] for row in kept})
-      axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-      axis.minorticks_off()
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks] if is_number else map(str, places))
+    axis.minorticks_off()
+    if not is_number and len(places) > 4:  # names would overlap
+      axis.tick_params("x", rotation=45)
   for axis in axes.flat[len(panels) :]:
     axis.set_axis_off()
   figure.supxlabel(plot.x.replace("_", " "), fontsize=10)
