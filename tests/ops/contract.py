@@ -122,4 +122,17 @@ def errors_of(name: str, check: Check, want: dict[str, np.ndarray] | None = None
   if want is None:
     want = reference_of(name, check.case, inputs)
   run = program(name, SCANS[name].program_of(check.case), check.implementation)
-  return named_errors(by_path(run(jax.tree.map(jnp.asarray, inputs, dtypes))), want)
+  got = by_path(run(jax.tree.map(jnp.asarray, inputs, dtypes)))
+  return named_errors(_with_complex(got), _with_complex(want))
+
+
+def _with_complex(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """The arrays, of which "x" and "x_i" are one complex array: a gradient may have a small part."""
+  parts = {name: name.removesuffix("']") + "_i']" for name in arrays}
+  found = {}
+  for name, x in arrays.items():
+    if (other := parts[name]) in arrays:
+      found[name] = np.asarray(x, np.float64) + 1j * np.asarray(arrays[other], np.float64)
+    elif name not in parts.values():
+      found[name] = x
+  return found

@@ -213,6 +213,21 @@ def test_fft_small_outputs_lose_digits_that_chunked_keeps():
   assert 1e-3 < early["fft"] < 1
 
 
+def test_gradients_of_a_state_that_a_short_document_sees_have_full_precision():
+  """Of the first two tokens alone; taps fall by e at each lag, so that an FFT would add noise."""
+  taps, weights = np.exp(-np.arange(100.0))[:, None], draw(1, 80, 1, seed=2)
+  taps = np.float32(taps * np.cos(np.arange(100))[:, None])
+  ids = jnp.asarray(np.arange(80)[None] >= 2, jnp.int32)
+  loss = lambda past: jnp.sum(
+    weights * long_convolution(draw(1, 80, 1), taps, initial_state=ConvState(past),
+                               segment_ids=ids, implementation="chunked")[0]
+  )  # fmt: skip
+  got = jax.jit(jax.grad(loss))(jnp.asarray(draw(1, 99, 1, seed=1)))
+  wide = lambda lag: np.float64(taps[lag]) if lag < 100 else 0.0
+  want = [sum(weights[0, t] * wide(t + 99 - n) for t in range(2)) for n in range(99)]
+  assert contract.relative_error(got[0], np.asarray(want)) < 2e-7
+
+
 @pytest.mark.parametrize("implementation", TAPS)
 def test_taps_gradients_to_second_order_equal_finite_differences(implementation):
   rng = np.random.default_rng(3)

@@ -25,7 +25,8 @@ def tolerance(dtype, length: int) -> float:
 
 def relative_error(got, want) -> float:
   """||got - want|| / ||want||, or the norm itself where `want` is 0. NaN passes no comparison."""
-  got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+  wide = lambda x: x.astype(np.result_type(x.dtype, np.float64))
+  got, want = (wide(np.asarray(x)) for x in (got, want))
   if got.shape != want.shape:
     raise AssertionError(f"shape {got.shape}, but the reference has {want.shape}")
   norm = np.linalg.norm(want)

@@ -49,7 +49,8 @@ def _from_past(past, taps, segments, out):
   """`out` [B, T, D] plus the contribution of the inputs before the first token.
 
   Inputs and tokens are grouped by their distance from the first token, doubling it: each FFT then
-  sees taps of one scale of lags, and its error is relative to those even where taps decay fast.
+  sees taps of one scale of lags, and its error is relative to those even where taps decay fast. The
+  nearest, which are all scales at once, are a product: a first document may be a few tokens long.
   """
   reach, length = past.shape[1], out.shape[1]
   if length == 1:
@@ -63,6 +64,12 @@ def _from_past(past, taps, segments, out):
     if far <= near or last <= first:
       return out
     (x, some), out = in_order((past[:, reach - far : reach - near], taps), out)
+    if last <= _LONGEST_PRODUCT and far <= _LONGEST_PRODUCT:
+      lags = jnp.arange(first, last)[:, None] + far - jnp.arange(far - near)
+      some = jnp.pad(some, ((0, max(0, far + last - some.shape[0])), (0, 0)))[lags]
+      added = jnp.einsum("tid,bid->btd", some, x, precision="highest")
+      added = added if segments is None else jnp.where(reached[:, first:last], added, 0)
+      return out + jnp.pad(added, ((0, 0), (first, length - last), (0, 0)))
     lag = near + 1 + first  # the smallest
     some = some[lag : far + last]
     added = _convolve(run_after(x, out.ravel()[0]), some, far - near - 1, last - first)
