@@ -302,9 +302,12 @@ def training_set(cfg: config.Train) -> TokenWindows | Mixture:
     DataError: as `TokenWindows`.
   """
   data = cfg.data
-  sizes, how = (cfg.seq_len, cfg.model.vocab_size), data.boundaries
+  how = cfg.seq_len, cfg.model.vocab_size, data.boundaries
   opened = lambda names: TokenWindows(
-    [f"{data.folder}/{name}" for name in names], *sizes, how, list(map(data.has_rows, names))
+    [f"{data.folder}/{name}" for name in names],
+    *how,
+    whole=list(map(data.has_rows, names)),
+    packed=data.pack_rows,
   )
   if isinstance(data.train, dict):
     return Mixture({name: opened([name]) for name in data.train}, data.train)

@@ -165,7 +165,7 @@ def score_tokens(
   split, found = nnx.split(model), {}
   for numbers in _batches(alone, batch, lambda number: len(rows[number])):
     state = model.init_state(batch)
-    found |= _score_batch(split, state, rows, starts, numbers, [0] * batch)
+    found |= _score_batch(split, state, rows, starts, numbers, [0] * batch, limit)
   for part in _batches(shared, batch, lambda numbers: starts[numbers[0]]):
     commons = [rows[numbers[0]][: starts[numbers[0]] - 1] for numbers in part]
     states, _ = prefill.read_prompts(model, commons)
@@ -173,7 +173,7 @@ def score_tokens(
     for numbers in _batches(places, batch, lambda number: len(rows[number]) - starts[number]):
       state = prefill.taken(states, np.array([places[number] for number in numbers]))
       read = [starts[number] - 1 for number in numbers]
-      found |= _score_batch(split, state, rows, starts, numbers, read)
+      found |= _score_batch(split, state, rows, starts, numbers, read, limit)
   return [found[number] for number in range(len(rows))]
 
 
@@ -183,11 +183,17 @@ def _batches(items: Iterable[Any], size: int, key: Callable[[Any], int]) -> Iter
     yield [*part, *part[:1] * (size - len(part))]
 
 
-def _score_batch(split, state, rows, starts, numbers, read) -> dict[int, Score]:
-  """Scores by row, of rows of which the state has the first `read` tokens."""
+def _score_batch(split, state, rows, starts, numbers, read, limit) -> dict[int, Score]:
+  """Scores by row, of rows of which the state, of at most `limit` tokens, has the first `read`."""
   rest = [rows[number][skip:] for number, skip in zip(numbers, read, strict=True)]
-  log_probs, likeliest = _score_rows(split, state, rest)
   found = {}
+  room = None if limit is None else limit - max(read)
+  if room is not None and max(map(len, rest)) - 1 > room:  # the longest of another row
+    for place, (number, skip) in enumerate(zip(numbers, read, strict=True)):
+      alone = prefill.taken(state, np.array([place]))
+      found |= _score_batch(split, alone, rows, starts, [number], [skip], limit)
+    return found
+  log_probs, likeliest = _score_rows(split, state, rest, room)
   for row, (number, skip) in enumerate(zip(numbers, read, strict=True)):
     tokens, start = rows[number], starts[number]
     scored = slice(start - 1 - skip, len(tokens) - 1 - skip)
@@ -195,19 +201,25 @@ def _score_batch(split, state, rows, starts, numbers, read) -> dict[int, Score]:
   return found
 
 
-def _score_rows(split, state, rows):
-  """(log-probability [B, T] of each next token, whether it is the likeliest), padded."""
+def _score_rows(split, state, rows, room):
+  """(log-probability [B, T] of each next token, whether it is the likeliest), padded.
+
+  Of tokens beyond the `room` of a cache everything is NaN, and in the next layer, whose weights of
+  them are 0, all tokens of their chunk: there the last tokens are cut into powers of two instead.
+  """
   longest = max(map(len, rows)) - 1
   # Powers of two below the full chunk, so that short texts of many lengths share few programs.
   chunk = min(_CHUNK, 1 << (longest - 1).bit_length())
-  width = -(-longest // chunk) * chunk  # padding may go beyond a cache: what it gives is not read
+  width = -(-longest // chunk) * chunk
+  if room is not None and width > room:
+    width = longest
   tokens = np.zeros((len(rows), width + 1), np.int32)
   for padded, row in zip(tokens, rows, strict=True):
     padded[: len(row)] = row
   (graph, params), parts = split, []
-  for first in range(0, width, chunk):
-    piece = tokens[:, first : first + chunk + 1]
-    state, part = _score_chunk(graph, params, state, piece[:, :-1], piece[:, 1:])
+  both = zip(*(prefill.pieces(x, chunk) for x in (tokens[:, :-1], tokens[:, 1:])), strict=True)
+  for inputs, targets in both:
+    state, part = _score_chunk(graph, params, state, inputs, targets)
     parts.append(jax.device_get(part))
   log_probs, likeliest = zip(*parts, strict=True)
   return np.concatenate(log_probs, axis=1), np.concatenate(likeliest, axis=1)

@@ -71,6 +71,9 @@ def test_rows_are_whole_in_their_windows(weighted, tmp_path):
   assert {tuple(row) for row in next(crops)["tokens"]} == {(10, 11, 12, 8), (5, 6, 0, 0)}
   both = TokenWindows([weighted, weighted], 4, 20, whole=[False, True])
   assert len(both) == 4 and both[2]["tokens"].tolist() == [10, 11, 12, 8]
+  assert both.places == [5, 8]  # a crop is as often of either as they have tokens
+  alone = TokenWindows(weighted, 4, 20, whole=[True], packed=False)
+  assert [window["tokens"][0] for window in alone] == [5, 8, 10]
   with pytest.raises(DataError, match=r"2 of 3 rows have more than seq_len \+ 1 = 2 tokens"):
     TokenWindows(weighted, 1, 20, whole=[True])
   with IndexedWriter(tmp_path / "one", "uint16") as writer:

@@ -1,4 +1,4 @@
-"""`task babilong-samples`, and the rows of `task babilong` to train on."""
+"""`task babilong-samples`; of `task babilong` the rows to train on and which answers are right."""
 
 import json
 import types
@@ -10,7 +10,7 @@ from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
 from train.cli.main import main
 from train.data import DataError
-from train.tasks import babilong, babilong_samples
+from train.tasks import answers, babilong, babilong_samples
 from train.tasks.needles import sentences
 
 STORY = """\
@@ -141,3 +141,34 @@ def test_rows_to_train_on_and_rows_to_score_are_all_rows(tmp_path, monkeypatch, 
   assert len(scored) == 38 and not set(scored) & {row["prompt"] for row in other}
   with pytest.raises(ValueError, match=r"train_share=0.99 of 40 rows leaves none"):
     babilong.divide(rows, 0.99)
+
+
+@pytest.mark.parametrize(
+  ("answer", "target", "right"),
+  [
+    (" milk,football", "milk", False),
+    (" milk, football", "milk", False),
+    (" milk, ", "milk", True),
+    (" Milk, football.", "milk,football", True),
+    (" milk,football", "milk, football", True),
+    (" milk,football,apple", "milk,football", False),
+    (" n, w", "n,w", True),
+    (" n,west", "n,w", False),
+    (" football,milk", "milk,football", False),
+  ],
+)
+def test_babilong_list_is_right_as_a_whole(answer, target, right):
+  assert babilong.is_right(answer, target) == right
+
+
+def test_drawn_answers_depend_on_seed_and_row_only(monkeypatch):
+  def complete(model, tokenizer, prompts, options, until=()):
+    return [str(seed) for _, seed in zip(prompts, options.seed, strict=True)]
+
+  monkeypatch.setattr(texts, "complete", complete)
+  model = types.SimpleNamespace(model=None, tokenizer=ByteTokenizer())
+  draw = lambda rows, **how: answers.answers(model, ["a"] * rows, max_tokens=1, top_p=0.7, **how)
+  whole = draw(5, batch=8)
+  assert draw(5, batch=2) == draw(7, batch=3)[:5] == whole
+  drawn = [seed for other in range(4) for seed in draw(5, seed=other)]
+  assert len(set(drawn)) == 20  # rows of one seed are not those of another

@@ -28,6 +28,12 @@ NQ = {
   "answers": ["blue", "azure"],
   "orig_question": "sky color:",
 }
+TRIVIAQA = {
+  "context": "[DOC] [TLE] Onions [PAR] The onion is a plant. The plant is",
+  "question": "The plant is",
+  "answers": ["onion"],
+  "orig_question": "Which plant?",
+}
 
 
 @pytest.mark.parametrize(
@@ -49,8 +55,13 @@ NQ = {
       "The sky is blue. what color is the sky",
       "sky color The sky is blue.\nThe sky is blue. what color is the sky",
     ),
+    (
+      TRIVIAQA,
+      "Onions  The onion is a plant. The plant is",  # JRT leaves the spaces around a marker
+      "Which plant? Onions  The onion is a plant.\nOnions  The onion is a plant. The plant is",
+    ),
   ],
-  ids=["fda", "swde", "squad", "nq"],
+  ids=["fda", "swde", "squad", "nq", "triviaqa"],
 )
 def test_prompts_are_those_of_the_paper(row, once, twice):
   assert recall.prompt_of(row) == once

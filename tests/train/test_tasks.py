@@ -180,6 +180,20 @@ def test_extrapolate_scores_the_same_tokens_at_each_length(loaded, write, tmp_pa
     perplexity.extrapolate(loaded, path)
 
 
+def test_extrapolate_bits_per_byte_count_end_of_text_tokens(monkeypatch, write):
+  """One bit per token: 23 bytes and two documents."""
+
+  def score_tokens(model, rows, firsts, batch):
+    return [types.SimpleNamespace(log_probs=np.full(len(row) - 1, -math.log(2))) for row in rows]
+
+  monkeypatch.setattr(texts, "score_tokens", score_tokens)
+  path = write([{"text": "abcdefghij"}, {"text": "klmnopqrstuvw"}])
+  settings = {"model": None, "source": "m", "step": 1, "settings": {"seq_len": 4}}
+  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), **settings)
+  (row,) = perplexity.extrapolate(model, path, times=(1,)).tables["lengths"]
+  assert row["bits_per_byte"] == pytest.approx((23 + 2) / 23)
+
+
 def test_choice_takes_the_likeliest_in_total_and_per_byte(loaded, write):
   options = ["ab", "a much longer continuation"]
   of = lambda context, text: log_probs(loaded, context + text)[0][len(context) - 1 :].sum()
@@ -206,6 +220,16 @@ def test_choice_bytes_are_those_of_the_choice_without_a_space(monkeypatch, write
   model = types.SimpleNamespace(model=None, tokenizer=None, source="m", step=1)
   (row,) = choices.choice(model, [write(rows)]).tables["sets"]
   assert (row["accuracy"], row["accuracy_per_byte"]) == (0, 1)
+
+
+def test_choice_characters_are_not_bytes(monkeypatch, write):
+  """-4.4 and -6 over 2 and 3 characters, but 4 and 3 bytes; with spaces the first would win."""
+  found = [types.SimpleNamespace(total=total) for total in (-4.4, -6.0)]
+  monkeypatch.setattr(texts, "scores", lambda *args, **how: found)
+  rows = [{"query": "Q", "choices": ["éé", "abc"], "gold": 1}]
+  model = types.SimpleNamespace(model=None, tokenizer=None, source="m", step=1)
+  (row,) = choices.choice(model, [write(rows)]).tables["sets"]
+  assert (row["accuracy"], row["accuracy_per_character"], row["accuracy_per_byte"]) == (0, 1, 0)
 
 
 def test_cloze_counts_continuations_that_greedy_generation_gives(loaded, write):
@@ -268,6 +292,7 @@ def test_needles_score_values_in_the_answer(loaded, monkeypatch):
     (" gardener", False),
     (" the garden", False),
     ("attics, garden", False),
+    ("attics; garden", False),
   ],
 )
 def test_babilong_answer_begins_with_the_target(answer, right):

@@ -117,6 +117,7 @@ class Data:
   targets: dict[str, Literal["all", "completion", "last"]] = dataclasses.field(default_factory=dict)
   boundaries: Literal["reset", "ignore"] = "reset"  # of documents
   order: Literal["windows", "random_crops"] = "windows"  # of training
+  pack_rows: bool = True  # several rows in a window of training, or one
   weighting: Literal["tokens", "crops", "documents"] = "tokens"  # of a validation loss
   document_length: int | None = None  # None: seq_len
 

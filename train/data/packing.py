@@ -8,8 +8,10 @@ import numpy as np
 from train.data.errors import DataError
 
 
-def rows(prefix: str, sizes: np.ndarray, seq_len: int) -> list[list[int]]:
+def rows(prefix: str, sizes: np.ndarray, seq_len: int, packed: bool) -> list[list[int]]:
   """The numbers of the rows, of so many tokens, of each window; rows of one token are left out.
+
+  Not `packed` each has a window of its own.
 
   Raises:
     DataError: a row does not fit, or there is none.
@@ -25,6 +27,8 @@ def rows(prefix: str, sizes: np.ndarray, seq_len: int) -> list[list[int]]:
       f" use seq_len={longest} or more, or leave them out."
     )
   numbers = np.flatnonzero(targets)
+  if not packed:
+    return [[int(number)] for number in numbers]
   windows = best_fit(targets[numbers].tolist(), seq_len)
   return [[int(numbers[member]) for member in members] for members in windows]
 

@@ -48,6 +48,7 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     boundaries: "reset", or "ignore": all of a window is one document, and every target counts.
       Documents of `whole` datasets are apart in any case.
     whole: of each dataset.
+    packed: whether a window of a `whole` dataset has several documents, or one.
 
   Raises:
     DataError: a pair is missing or damaged, has an id >= vocab_size (named with its position), is
@@ -61,6 +62,7 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     vocab_size: int,
     boundaries: Literal["reset", "ignore"] = "reset",
     whole: Sequence[bool] = (),
+    packed: bool = True,
   ):
     if isinstance(prefixes, str | Path):
       prefixes = [prefixes]
@@ -74,7 +76,7 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     self._datasets = [IndexedDataset(prefix) for prefix in prefixes]
     self._bounds = [np.append(data.document_starts, data.num_tokens) for data in self._datasets]
     self._packs = [
-      packing.rows(dataset.prefix, np.diff(bounds), seq_len) if is_whole else None
+      packing.rows(dataset.prefix, np.diff(bounds), seq_len, packed) if is_whole else None
       for dataset, bounds, is_whole in zip(
         self._datasets, self._bounds, whole or [False] * len(prefixes), strict=True
       )
@@ -94,22 +96,20 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     if not 0 <= i < len(self):
       raise IndexError(f"no window {i}; there are {len(self)}.")
     which = int(np.searchsorted(self._first, i, "right")) - 1
-    number = int(i) - int(self._first[which])
-    return self.crop(which, number if self._packs[which] else number * self.seq_len)
+    return self.crop(which, (int(i) - int(self._first[which])) * self.seq_len)
 
   @property
   def places(self) -> list[int]:
-    """For each dataset, the number of crops: of tokens where a full one starts, or of windows."""
-    pairs = zip(self._datasets, self._packs, strict=True)
-    return [data.num_tokens - self.seq_len if pack is None else len(pack) for data, pack in pairs]
+    """For each dataset, the number of tokens where a window starts, or of all that windows hold."""
+    pairs, T = zip(self._datasets, self._packs, strict=True), self.seq_len
+    return [data.num_tokens - T if pack is None else len(pack) * T for data, pack in pairs]
 
-  def crop(self, which: int, place: int) -> Batch:
-    """The window that starts at a token of a dataset, or the one of this number if it is whole."""
+  def crop(self, which: int, start: int) -> Batch:
+    """The window that starts at a token of a dataset; that has it, if the dataset is whole."""
     dataset, T, pack = self._datasets[which], self.seq_len, self._packs[which]
     if pack is not None:
-      bounds = self._bounds[which]
-      return packing.window((self._document(dataset, *bounds[n : n + 2]) for n in pack[place]), T)
-    start = place
+      bounds, members = self._bounds[which], pack[start // T]
+      return packing.window((self._document(dataset, *bounds[n : n + 2]) for n in members), T)
     ids = dataset.tokens[start : start + T + 1]
     check_ids(ids, self.vocab_size, dataset.prefix + ".bin", start)
     ids = ids.astype(np.int32)
@@ -205,7 +205,7 @@ class RandomCrops(grain.sources.RandomAccessDataSource):
 
   Crop i is a function of (data, seed, i). Each token at which a whole window starts is as likely as
   any other, in whichever dataset; windows overlap, and none is certain to occur. A dataset of whole
-  documents has its windows instead of tokens.
+  documents has its windows, each as likely as `seq_len` such tokens.
 
   Source: `get_batch` of nanoGPT, with which the language models of Longhorn were trained.
   """

@@ -1,11 +1,13 @@
-"""BABILong: facts of bAbI among sentences of books, and a question whose answer is one word.
+"""BABILong: facts of bAbI among sentences of books, and a question.
 
 Rows of a .jsonl file: {"input", "question", "target"}. The prompt is as LNSSM fine-tunes it, input,
-question and "The answer is"; an answer is right if it begins with the target.
+question and "The answer is"; an answer is right if it begins with the target, a word or words with
+commas between them, and does not continue the list.
 
 Source: BABILong (Kuratov et al. 2024); the prompt: LNSSM, the section on BABILong.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,13 @@ def prompt_of(row: dict[str, Any]) -> str:
 
 
 def is_right(answer: str, target: str) -> bool:
-  """Whether the answer begins with the target as a whole word, in whatever case."""
-  answer, target = answer.strip().lower(), target.strip().lower()
-  return answer.startswith(target) and not answer[len(target) : len(target) + 1].isalnum()
+  """Whether the answer begins with the target as a whole word or list, in whatever case.
+
+  White space around commas does not count. A list that continues after the target is wrong: else
+  an answer that names all things would be right wherever the target is the first of them.
+  """
+  answer, target = (re.sub(r"\s*,\s*", ",", text.strip().lower()) for text in (answer, target))
+  return answer.startswith(target) and not re.match(r",?[^\W_]", answer[len(target) :])
 
 
 def divide(

@@ -21,10 +21,11 @@ from train.tasks.samples import read_samples
 def choice(
   loaded: LoadedModel, paths: Sequence[str], *, limit: int | None = None, batch: int = 8
 ) -> Report:
-  """Accuracy of the choice of the largest log-likelihood, and of the largest per byte.
+  """Accuracy of the choice of the largest log-likelihood, also per character and per byte.
 
-  Bytes are those of the choice without the space before it, as in the package `lm_eval`. `chance`
-  is the mean of one over the number of choices.
+  These are `acc`, `acc_norm` and `acc_bytes` of the package `lm_eval`: characters and bytes are
+  those of the choice without the space before it. `chance` is the mean of one over the number of
+  choices.
 
   Raises:
     DataError: a file is unreadable or of another format.
@@ -35,17 +36,22 @@ def choice(
     pairs = [_pairs(row) for row in rows]
     every = [pair for options in pairs for pair in options]
     found = iter(texts.scores(loaded.model, loaded.tokenizer, every, batch=batch))
-    right, per_byte, chances = [], [], []
+    right, per_character, per_byte, chances = [], [], [], []
     for row, options in zip(rows, pairs, strict=True):
       totals = np.array([next(found).total for _ in options])
-      sizes = np.array([len(text.removeprefix(" ").encode()) or 1 for _, text in options])
+      plain = [text.removeprefix(" ") for _, text in options]
+      characters = np.array([len(text) or 1 for text in plain])
+      sizes = np.array([len(text.encode()) or 1 for text in plain])
       right.append(int(np.argmax(totals)) == row["gold"])
+      per_character.append(int(np.argmax(totals / characters)) == row["gold"])
       per_byte.append(int(np.argmax(totals / sizes)) == row["gold"])
       chances.append(1 / len(options))
-    means = zip(
-      ("accuracy", "accuracy_per_byte", "chance"), (right, per_byte, chances), strict=True
-    )
-    return {name: float(np.mean(values)) for name, values in means}
+    return {
+      "accuracy": float(np.mean(right)),
+      "accuracy_per_character": float(np.mean(per_character)),
+      "accuracy_per_byte": float(np.mean(per_byte)),
+      "chance": float(np.mean(chances)),
+    }
 
   return _report("choice", loaded, paths, limit, _check_choice, table_row)
 

@@ -2,7 +2,8 @@
 
 The first token of a document has no probability and is not counted. Bits per byte are the mean
 nats per token, times the tokens per byte of the whole text, so that tokenizers can be compared; of
-a document, those of the whole document.
+a document, those of the whole document. Only `extrapolate` predicts, and so counts, end-of-text
+tokens.
 """
 
 import functools
@@ -93,6 +94,8 @@ def extrapolate(
   found, per_byte = _tokens(loaded, source)
   end = np.array([loaded.tokenizer.end_of_text], np.int32)
   stream = np.concatenate([part for row, _ in found for part in (row, end)])
+  # Each document's end-of-text token is predicted, too: it counts as in the sidecars of token sets.
+  per_byte *= len(stream) / (len(stream) - len(found))
   longest = math.lcm(*times) * known
   room = min(len(stream) - 1, tokens or len(stream))
   count = room // longest * longest

@@ -10,12 +10,14 @@ the whole prompt, for questions without a text. The prompts, "." at the end of a
                                                      question context<newline>text
 
 The second line is the prompt that is read twice (JRT); where a row has "orig_question", it comes
-first. A key or question that the text ends with is removed. An answer, up to the line feed, is
+first. A key or question that the text ends with is removed, and from the context of rows with a
+question the markers [PAR], [DOC] and [TLE] of TriviaQA's pages. An answer, up to the line feed, is
 right if it contains the value in whatever case.
 
 Source: Just Read Twice (Arora et al. 2024), section 3 and its code, which Longhorn's table 1 uses.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ from train.tasks.report import Report
 from train.tasks.samples import read_samples
 
 _SUMMARY = "Summary of information above..."  # what follows it in a text of SWDE is a prompt
+_MARKERS = re.compile(r"\[(?:PAR|DOC|TLE)\]")  # of paragraphs, documents and titles in TriviaQA
 
 
 def prompt_of(row: dict[str, Any], *, twice: bool = False) -> str:
@@ -43,7 +46,7 @@ def prompt_of(row: dict[str, Any], *, twice: bool = False) -> str:
     if not twice:
       return text
     return f"{question} {row['context'].split('Question:')[0]}\n{text}"
-  text = _sentence(row["context"], question)
+  text = _sentence(_MARKERS.sub("", row["context"]), question)
   first = row.get("orig_question", question).strip(":")
   return f"{first} {text}\n{text} {question}" if twice else f"{text} {question}"
 
