@@ -30,7 +30,7 @@ SHORT = " steps=12 checkpoint_every=6 eval_every=6 log_every=6"
 SMALL = {
   "configs/quickstart.py": TINY,
   "mine.py": TINY + SHORT,
-  "finetune.py": "steps=2 checkpoint_every=2",
+  "finetune.py": "steps=2 checkpoint_every=2 seq_len=48",
   "configs/vision.py:vil-digits": "model.dim=8 model.num_layers=1 epochs=1 warmup_epochs=0"
   " global_batch=8 augment.repeats=1",
   "configs/mqar.py": "model.mixer_options={} model.mixer=lrn model.dim=16 model.vocab_size=600"
@@ -67,7 +67,7 @@ def write_inputs() -> None:
   shutil.copytree(ROOT / "configs", "configs")
   Path("corpus.jsonl").write_text(rows(*texts, text=None))
   Path("held.jsonl").write_text(rows(*texts, text=100))
-  Path("chat.jsonl").write_text(rows(*texts, prompt=40, completion=80))
+  Path("chat.jsonl").write_text(rows(*texts, prompt=10, completion=20))
   Path("dumps/a.jsonl.zst").write_bytes(zstd.compress(rows(*texts, content=None).encode()))
   Path("wiki.jsonl.zst").write_bytes(zstd.compress(rows(*texts, text=None).encode()))
   Path("books.jsonl.xz").write_bytes(lzma.compress(rows(*texts, text=None).encode()))

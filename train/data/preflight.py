@@ -50,9 +50,10 @@ def missing(cfg: config.Train) -> list[str]:
 
 
 def windowed(cfg: config.Train) -> dict[str, int]:
-  """Sets that are read in windows, with the tokens of one window with its targets."""
+  """Sets that are cut into windows, with the tokens of one window with its targets."""
   by_windows = cfg.data.validation if cfg.data.weighting != "documents" else ()
-  return dict.fromkeys((*cfg.data.train, *by_windows), cfg.seq_len + 1)
+  names = [name for name in (*cfg.data.train, *by_windows) if not cfg.data.has_rows(name)]
+  return dict.fromkeys(names, cfg.seq_len + 1)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
