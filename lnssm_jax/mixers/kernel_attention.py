@@ -93,8 +93,7 @@ class LinearAttention(QKVMixer[LinearAttentionState]):
   def _mix_dropping(self, x, state, segment_ids, dropout_key):
     if dropout_key is None or not self.attention_dropout:
       return self._mix(x, state, segment_ids)
-    _check_dropping(self, state)
-    y, total = _with_dropout(self, *self._mapped(x), segment_ids, dropout_key)
+    y, total = _with_dropout(self, *self._mapped(x), state, segment_ids, dropout_key)
     y = y / total if self.feature_map == "elu" else y
     return self._output(y), self._mix(x, None, segment_ids)[1]
 
@@ -113,19 +112,16 @@ class LinearAttention(QKVMixer[LinearAttentionState]):
     return self._output(y), state
 
 
-def _check_dropping(mixer, state) -> None:
+def _with_dropout(mixer, q, k, v, state, segment_ids, dropout_key):
+  """Sums of v_j by the scores k_j . q_t that are left [B, T, H, V], and of all scores, V = 1."""
+  name, (B, T, H, _) = type(mixer).__name__, q.shape
   if state is not None or mixer.sequence_axis is not None:
     given = "a state" if state is not None else f"sequence_axis={mixer.sequence_axis!r}"
     raise NotImplementedError(
-      f"{type(mixer).__name__}: {given} with attention_dropout={mixer.attention_dropout} and "
+      f"{name}: {given} with attention_dropout={mixer.attention_dropout} and "
       "dropout_key: a state has only the sum of earlier tokens, of which none can be dropped; "
       "give whole sequences, or attention_dropout=0."
     )
-
-
-def _with_dropout(mixer, q, k, v, segment_ids, dropout_key):
-  """Sums of v_j by the scores k_j . q_t that are left [B, T, H, V], and of all scores, V = 1."""
-  name, (B, T, H, _) = type(mixer).__name__, q.shape
   segments = segments_of(name, segment_ids, B, T)
   document = jnp.zeros((B, T), jnp.int32) if segments is None else segments.index
   visible = jnp.tril(document[:, :, None] == document[:, None, :])
@@ -228,9 +224,8 @@ class NormalizedAttention(QKVMixer[LinearAttentionState]):
   def _mix_dropping(self, x, state, segment_ids, dropout_key):
     if dropout_key is None or not self.attention_dropout:
       return self._mix(x, state, segment_ids)
-    _check_dropping(self, state)
     q, k, v = (z.astype(self.dtype) for z in self._queries_keys_values(x))
-    y, _ = _with_dropout(self, q, k, v, segment_ids, dropout_key)
+    y, _ = _with_dropout(self, q, k, v, state, segment_ids, dropout_key)
     # The state after the tokens, of which a training step uses nothing, is that without dropout.
     return self._output(y / self._eta(x)[..., None]), self._mix(x, None, segment_ids)[1]
 

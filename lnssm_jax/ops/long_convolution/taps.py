@@ -68,11 +68,10 @@ def _from_past(past, taps, segments, out):
       lags = jnp.arange(first, last)[:, None] + far - jnp.arange(far - near)
       some = jnp.pad(some, ((0, max(0, far + last - some.shape[0])), (0, 0)))[lags]
       added = jnp.einsum("tid,bid->btd", some, x, precision="highest")
-      added = added if segments is None else jnp.where(reached[:, first:last], added, 0)
-      return out + jnp.pad(added, ((0, 0), (first, length - last), (0, 0)))
-    lag = near + 1 + first  # the smallest
-    some = some[lag : far + last]
-    added = _convolve(run_after(x, out.ravel()[0]), some, far - near - 1, last - first)
+    else:
+      lag = near + 1 + first  # the smallest
+      some = some[lag : far + last]
+      added = _convolve(run_after(x, out.ravel()[0]), some, far - near - 1, last - first)
     if segments is not None:
       added = jnp.where(reached[:, first:last], added, 0)
     return out + jnp.pad(added, ((0, 0), (first, length - last), (0, 0)))
