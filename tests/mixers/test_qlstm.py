@@ -1,10 +1,12 @@
 """The quasi-LSTM and its modified form: how they start, sizes, the exponent, bad options."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from lnssm_jax.mixers import QLSTMReversed
+from lnssm_jax.models.block import Block
 from tests.mixers.helpers import apply, split
 from tests.mixers.tiny import DIM, inputs
 
@@ -28,3 +30,14 @@ def test_qlstm_exponents_start_equal_and_softplus_keeps_a_gradient():
     alphas[exponent] = loss(mixer).alpha[...]
   np.testing.assert_allclose(outs[0], outs[1], rtol=1e-5, atol=1e-7)
   assert alphas["relu"] == 0 and alphas["softplus"] != 0
+
+
+def test_output_matrix_starts_as_the_others_in_a_model_that_starts_them():
+  """In other mixers it is divided by the root of the number of branches."""
+  sizes = {"num_heads": 2, "layer": 0, "num_layers": 8, "channel_mixer": "none", "matrix_std": 0.02}
+  dtypes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+  make = lambda name: Block(
+    64, mixer=name, mixer_options={}, **sizes, **dtypes, rngs=nnx.Rngs(0)
+  ).mixer.o_proj.kernel[...]
+  for name, std in (("qlstm", 0.02), ("gla", 0.02 / 8**0.5)):
+    assert abs(np.std(make(name)) / std - 1) < 0.05

@@ -53,5 +53,6 @@ def test_transnormerllm_matches_the_equations():
   mixer, x = make(variant="transnormerllm", norm_eps=1e-8), inputs(1, 9)
   want = reference.tnl(float64_params(mixer), np.float64(x[0]), num_heads=2)
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
+  assert (make(variant="transnormerllm").norm_eps, make().norm_eps) == (1e-8, 1e-5)
   with pytest.raises(ValueError, match=r"gate_rank=2: the gate .* full rank"):
     make(variant="transnormerllm", gate_rank=2)
