@@ -10,7 +10,7 @@ from flax import nnx
 
 from lnssm_jax import ops
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.activations import log_gate
+from lnssm_jax.mixers.common.activations import log_gate, softplus
 from lnssm_jax.mixers.common.checks import check_normalizer, check_positive
 from lnssm_jax.mixers.common.complex_state import empty_state, from_complex, to_complex
 from lnssm_jax.mixers.common.initializers import uniform_fan_in
@@ -292,7 +292,7 @@ class LCSM(Mixer[LCSMState]):
   def _selective_scan(self, x, i, positions, state, scan):
     s, e = (z[:, :, 0] for z in self._vectors(x, positions))
     if self.code.kind.axes == "step":
-      dt = jax.nn.softplus(wide(self.dt_proj(self.rate_proj(x))))
+      dt = softplus(wide(self.dt_proj(self.rate_proj(x))))
       a = -jnp.exp(wide(self.a_log[...]))
     else:  # constant decays: all steps are equal
       dt = jnp.ones(i.shape, wide(i).dtype)

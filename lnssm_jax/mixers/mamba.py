@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.activations import silu_gate
+from lnssm_jax.mixers.common.activations import silu_gate, softplus
 from lnssm_jax.mixers.common.checks import (
   check_choice,
   check_groups,
@@ -185,7 +185,7 @@ class Mamba(SelectiveBlock[MambaState]):
     x, z, r, b, c, conv = self._streams(x, conv, segment_ids)
     y, recurrent = selective_scan(
       x,
-      jax.nn.softplus(self.dt_proj(r)),
+      softplus(self.dt_proj(r)),
       -jnp.exp(wide(self.a_log[...])),
       b,
       c,
@@ -321,7 +321,7 @@ class Mamba2(Mixer[Mamba2State]):
     (inner, bc), conv = self.conv.of_parts(parts, conv, segment_ids)
     b, c = jnp.split(bc, 2, axis=-1)
 
-    dt = jax.nn.softplus(wide(dt) + wide(self.dt_bias[...]))
+    dt = softplus(wide(dt) + wide(self.dt_bias[...]))
     if self.min_step > 0 or self.max_step is not None:
       dt = jnp.clip(dt, self.min_step, self.max_step)
     inner = split_heads(inner, H)  # [B, T, H, P]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common.activations import softplus
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.mixers.common.initializers import step_size_bias, uniform_fan_in
 from lnssm_jax.mixers.common.projections import Linear
@@ -45,7 +46,7 @@ class _Selective(Mixer[SelectiveState]):
     r, b, c = jnp.split(self.x_proj(x), [rank, rank + N], axis=-1)
     y, state = selective_scan(
       x,
-      jax.nn.softplus(self._step_logits(r)),
+      softplus(self._step_logits(r)),
       -self._rates(),
       b,
       c,

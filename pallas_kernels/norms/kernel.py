@@ -7,7 +7,10 @@
 What is not given is left out. ds' is the cotangent of s itself, from which a residual stream
 continues. A warp has whole rows in registers, or all warps share one, so every array is read once
 and written once. The backward kernel computes mean and sigma again: its residuals are s, scale,
-bias and gate.
+bias and gate. Of a norm alone in bfloat16, y = factor x / sigma, they are y, which what follows
+keeps as its argument, and sigma:
+
+    backward   dx = (factor dy - y mean(dy * y) / factor) / sigma
 
   mainloop   load a group of rows; compute and store them
   epilogue   (backward) store this CTA's sums of dscale and dbias, which XLA adds up
@@ -62,41 +65,64 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
+  """Results of the operation."""
+
+  y: Any  # [R, D] in `Static.dtype`
+  sum: Any  # [R, D], x + added
+
+
+class ForwardResults(NamedTuple):
   """Results of the forward kernel."""
 
   y: Any  # [R, D] in `Static.dtype`
-  sum: Any  # [R, D], x + added; None of the kernel without `added`
+  sum: Any  # [R, D], x + added; None without `added`
+  inverse: Any  # [R] float32, 1 / sigma; None where it is not wanted
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def normalize(static: Static, inputs: Inputs) -> Results:
   """y and s."""
-  return _forward(static, inputs)
+  return _forward(static, inputs)[0]
 
 
 def _ctas(config: KernelConfig, inputs: Inputs) -> int:
   return tuning.grid_size(config, inputs.x.shape[0], inputs.period)
 
 
-def _forward(static: Static, inputs: Inputs) -> Results:
-  results = forward_kernel(inputs, static, _ctas(static.forward, inputs))
-  return results if results.sum is not None else results._replace(sum=inputs.x)
+def _forward(static: Static, inputs: Inputs, for_gradient: bool = False):
+  """The results, and 1 / sigma where the backward kernel takes it."""
+  wants_inverse = for_gradient and _keeps_output(static, inputs)
+  y, total, inverse = forward_kernel(inputs, static, _ctas(static.forward, inputs), wants_inverse)
+  return Results(y, inputs.x if total is None else total), inverse
+
+
+def _keeps_output(static: Static, inputs: Inputs) -> bool:
+  """Whether the residual is y: of a norm alone, in 16 bits.
+
+  The rounding of y then adds to dx what that of dy adds already. In float32 x has no such error.
+  """
+  alone = all(z is None for z in inputs._replace(x=None))
+  rounded = inputs.x.dtype == static.dtype == jnp.bfloat16
+  plain = not static.center and static.floor is None and static.factor > 0
+  return alone and rounded and plain
 
 
 def _forward_rule(static, inputs):
   inputs = jax.tree.map(lambda primal: primal.value, inputs)
-  results = _forward(static, inputs)
+  results, inverse = _forward(static, inputs, for_gradient=True)
   added = None if inputs.added is None else jnp.zeros((), inputs.added.dtype)
   dtypes = jnp.zeros((), inputs.x.dtype), added
-  return results, (inputs._replace(x=results.sum, added=None), dtypes)
+  kept = results.sum if inverse is None else results.y
+  return results, (inputs._replace(x=kept, added=None), inverse, dtypes)
 
 
 def _backward_rule(static, residuals, cotangents):
-  inputs, (x, added) = residuals
+  inputs, inverse, (x, added) = residuals
   d_out, d_sum = (None if isinstance(z, SymbolicZero) else z for z in cotangents)
   if d_out is None:
     d_out = jnp.zeros(inputs.x.shape, static.dtype)
-  results = backward_kernel(inputs, d_out, d_sum, static, _ctas(static.backward, inputs))
+  ctas = _ctas(static.backward, inputs)
+  results = backward_kernel(inputs, inverse, d_out, d_sum, static, ctas)
   gradients = Inputs(
     x=results.x.astype(x.dtype),
     added=None if added is None else results.x.astype(added.dtype),
@@ -215,9 +241,11 @@ def _affine(x, inverse, scale, bias, factor):
 # Forward kernel
 
 
-@traced_once("static", "ctas")
-def forward_kernel(inputs: Inputs, static: Static, ctas: int) -> Results:
-  """y and s, which is None where nothing is added to x."""
+@traced_once("static", "ctas", "wants_inverse")
+def forward_kernel(
+  inputs: Inputs, static: Static, ctas: int, wants_inverse: bool = False
+) -> ForwardResults:
+  """y, s where something is added to x, and 1 / sigma where it is wanted."""
   (R, D), config = inputs.x.shape, static.forward
   total = None
   if inputs.added is not None:
@@ -243,6 +271,8 @@ def forward_kernel(inputs: Inputs, static: Static, ctas: int) -> Results:
         if silu is not None and static.gate_first:
           x = x * silu
         x, inverse, _ = _statistics(cta, x, static)
+        if wants_inverse:
+          store_unoptimized(outs.inverse.at[pl.ds(row, config.tile_rows)], inverse)
         y = _affine(x, cta.spread(inverse), scale, bias, static.factor)
         if silu is not None and not static.gate_first:
           y = y * silu
@@ -251,7 +281,8 @@ def forward_kernel(inputs: Inputs, static: Static, ctas: int) -> Results:
 
     cta.groups(compute, jnp.int32(0))
 
-  out_type = Results(jax.ShapeDtypeStruct((R, D), static.dtype), total)
+  inverse = jax.ShapeDtypeStruct((R,), jnp.float32) if wants_inverse else None
+  out_type = ForwardResults(jax.ShapeDtypeStruct((R, D), static.dtype), total, inverse)
   (results,) = _launch(body, "forward", (out_type,), ctas, static.interpret)(inputs)
   return results
 
@@ -260,7 +291,8 @@ def forward_kernel(inputs: Inputs, static: Static, ctas: int) -> Results:
 
 
 class _BackwardInputs(NamedTuple):
-  x: Any  # s
+  x: Any  # s, or y with `inverse`
+  inverse: Any
   scale: Any
   bias: Any
   gate: Any
@@ -280,11 +312,17 @@ class BackwardResults(NamedTuple):
 
 @traced_once("static", "ctas")
 def backward_kernel(
-  inputs: Inputs, d_out: jax.Array, d_sum: jax.Array | None, static: Static, ctas: int
+  inputs: Inputs,
+  inverse: jax.Array | None,
+  d_out: jax.Array,
+  d_sum: jax.Array | None,
+  static: Static,
+  ctas: int,
 ) -> BackwardResults:
-  """Gradients of `inputs`, whose x is the sum s.
+  """Gradients of `inputs`, whose x is the sum s or, with `inverse`, y.
 
   Args:
+    inverse: [R], 1 / sigma of a norm alone; or None.
     d_out, d_sum: cotangents of y and of s, [R, D].
   """
   (R, D), config = inputs.x.shape, static.backward
@@ -315,7 +353,22 @@ def backward_kernel(
         carry[sums] = compute_tile(*arguments, carry[sums])
       return tuple(carry)
 
+    def store_gradient(row, d_x, others):
+      if ins.d_sum is not None:
+        d_x = d_x + others[-1].astype(jnp.float32)
+      cta.store(outs.x, row, d_x)
+
+    def of_output(row, y, g, others):
+      """From y: mean(g x) / sigma^2 = mean(g y) / (factor sigma), and x / sigma = y / factor."""
+      row_of = ins.inverse.at[pl.ds(row, config.tile_rows)]
+      inverse = plgpu.load(row_of, layout=cta.layout.reduce(1), optimized=False)
+      along = cta.spread(cta.mean(g * y) * jnp.float32(1 / static.factor))
+      store_gradient(row, (g * factor - y * along) * cta.spread(inverse), others)
+      return None, None
+
     def compute_tile(row, total, g, others, scale, bias, carry):
+      if ins.inverse is not None:
+        return of_output(row, total, g, others)
       x, silu, d_silu = total, None, None  # d_silu: the derivative of silu by the gate
       if ins.gate is not None:
         gate = others[0].astype(jnp.float32)
@@ -341,9 +394,7 @@ def backward_kernel(
       if silu is not None and static.gate_first:
         cta.store(outs.gate, row, d_x * total * d_silu)
         d_x = d_x * silu
-      if ins.d_sum is not None:
-        d_x = d_x + others[-1].astype(jnp.float32)
-      cta.store(outs.x, row, d_x)
+      store_gradient(row, d_x, others)
       return d_scale, d_bias
 
     zeros = lambda ref: None if ref is None else cta.zeros()
@@ -356,7 +407,7 @@ def backward_kernel(
           store_unoptimized(ref.at[lax.axis_index("cta"), rows], value)
 
   (results,) = _launch(body, "backward", (out_type,), ctas, static.interpret)(
-    _BackwardInputs(inputs.x, scale, bias, gate, d_out, d_sum)
+    _BackwardInputs(inputs.x, inverse, scale, bias, gate, d_out, d_sum)
   )
   return results
 

@@ -41,6 +41,7 @@ class Case:
   floor: float | None = None
   factor: float = 1.0
   per_head: tuple[str, ...] = ()  # of scale and bias, those of the last two axes
+  rounded: bool = False  # y has the dtype of x, else float32
 
   def options(self) -> dict:
     """Keywords of `ops.normalize`."""
@@ -66,8 +67,9 @@ def drawn(case, seed=0):
 def check(case, form):
   def call(arrays, form_):
     arrays = dict(arrays)
+    dtype = case.dtype if case.rounded and form_ == form else None
     y, s = ops.normalize(
-      arrays.pop("x"), **arrays, **case.options(), dtype=None, implementation=form_
+      arrays.pop("x"), **arrays, **case.options(), dtype=dtype, implementation=form_
     )
     return {"y": y} | ({"s": s} if "added" in arrays else {})
 
@@ -84,6 +86,7 @@ CASES = [
   Case(shape=(3, 1024), arrays=("scale", "added", "gate"), gate_first=True),
   Case(shape=(4, 96), arrays=("scale",), floor=1.0),
   Case(shape=(4, 64), arrays=("gate",), factor=0.125),
+  Case(shape=(2, 3, 2, 64), arrays=(), factor=0.125, dtype=BF16, rounded=True),
   # 21 rows of 3 heads: padded to whole periods of 12 rows.
   Case(shape=(1, 7, 3, 32), arrays=("scale", "bias"), center=True, per_head=("scale", "bias")),
   slow(Case(shape=(2, 5, 128), arrays=("scale", "added"))),
@@ -92,6 +95,8 @@ CASES = [
   slow(Case(shape=(4, 96), arrays=("scale", "bias"), floor=1.0, center=True)),
   slow(Case(shape=(2, 3, 8, 64), arrays=("scale", "bias", "gate"), per_head=("bias",))),
   slow(Case(shape=(4, 256), arrays=("gate",), gate_first=True, center=True)),
+  slow(Case(shape=(4, 96), arrays=(), factor=3.0)),
+  slow(Case(shape=(4, 1024), arrays=(), dtype=BF16, rounded=True)),
 ]
 
 
@@ -166,9 +171,9 @@ def test_norm_kernels_lower_for_cuda(configuration):
 def test_norm_kernels_load_no_gradient_of_an_unused_sum(uses_sum, monkeypatch):
   given = []
 
-  def watched(inputs, d_out, d_sum, *static):
+  def watched(inputs, inverse, d_out, d_sum, *static):
     given.append(d_sum)
-    return backward_kernel(inputs, d_out, d_sum, *static)
+    return backward_kernel(inputs, inverse, d_out, d_sum, *static)
 
   backward_kernel = kernel.backward_kernel
   monkeypatch.setattr(kernel, "backward_kernel", watched)
@@ -176,6 +181,23 @@ def test_norm_kernels_load_no_gradient_of_an_unused_sum(uses_sum, monkeypatch):
   run = lambda x: ops.normalize(x, implementation="pallas_interpret")
   jax.eval_shape(jax.grad(lambda x: total(run(x) if uses_sum else run(x)[0])), x)
   assert [d_sum is not None for d_sum in given] == [uses_sum]
+
+
+@pytest.mark.parametrize(
+  "names, dtype, keeps_output",
+  [((), BF16, True), ((), F32, False), (("gate",), BF16, False)],
+)
+def test_a_norm_alone_keeps_its_output_for_the_gradient(names, dtype, keeps_output):
+  """What follows keeps it anyway; its argument would be another array as large."""
+  rng = np.random.default_rng(0)
+  x, *gate = (jnp.asarray(rng.normal(size=(8, 64)), BF16) for _ in ("x", *names))
+  run = lambda x, *gate: ops.normalize(
+    x, gate=gate[0] if gate else None, dtype=dtype, implementation="pallas_interpret"
+  )[0]
+  y, pull = jax.vjp(run, x, *gate)
+  kept = jax.tree.leaves(pull)
+  same = lambda z: any(k.shape == z.shape and bool((k == z).all()) for k in kept)
+  assert (same(y), same(x)) == (keeps_output, not keeps_output)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
-from lnssm_jax.mixers.common.activations import exact_gelu, silu_gate
+from lnssm_jax.mixers.common.activations import exact_gelu, log_gate, silu_gate, softplus
 from lnssm_jax.mixers.common.norms import (
   LayerNorm,
   RMSNorm,
@@ -151,6 +151,29 @@ def test_gates_and_norms_of_small_dtypes_are_float32():
   x = jnp.full((1, 2), 3, jnp.bfloat16)
   assert rms_norm(x).dtype == unit_norm(x).dtype == silu_gate(x, x).dtype == jnp.float32
   np.testing.assert_allclose(silu_gate(x, x), np.full((1, 2), 9 / (1 + np.exp(-3))), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "function, want, slope",
+  [
+    (softplus, lambda z: np.logaddexp(z, 0), lambda z: 1 / (1 + np.exp(-z))),
+    (
+      lambda z: log_gate(z, 16.0),
+      lambda z: -np.logaddexp(-z, 0) / 16,
+      lambda z: 1 / (1 + np.exp(z)) / 16,
+    ),
+  ],
+  ids=["softplus", "log_gate"],
+)
+def test_gates_differentiate_their_result(function, want, slope):
+  """Exactly, for every z, and without z: the result is kept anyway, and z need not be."""
+  z = np.linspace(-80, 80, 641)
+  value, pull = jax.vjp(function, jnp.float32(z))
+  np.testing.assert_allclose(value, want(z), rtol=1e-6)
+  np.testing.assert_allclose(pull(jnp.ones_like(value))[0], slope(z), rtol=1e-6)
+  with_gradient = lambda z: jax.vjp(function, z)[1](jnp.ones_like(z))
+  jaxpr = jax.make_jaxpr(with_gradient)(jnp.float32(z)).jaxpr
+  assert sum(jaxpr.invars[0] in equation.invars for equation in jaxpr.eqns) == 1
 
 
 def test_heads_are_consecutive_channels():
