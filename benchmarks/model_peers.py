@@ -94,7 +94,7 @@ def _model(body: str):
   warnings.filterwarnings("ignore")
   name, options = MODELS[body]
   torch.manual_seed(0)
-  config = getattr(fla.models, f"{name}Config")(**_SIZES, **options)
+  config = getattr(fla.models, f"{name}Config")(**_SIZES | options)
   return getattr(fla.models, f"{name}ForCausalLM")(config).cuda()
 
 

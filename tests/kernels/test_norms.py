@@ -188,7 +188,7 @@ def test_norm_kernels_load_no_gradient_of_an_unused_sum(uses_sum, monkeypatch):
   [((), BF16, True), ((), F32, False), (("gate",), BF16, False)],
 )
 def test_a_norm_alone_keeps_its_output_for_the_gradient(names, dtype, keeps_output):
-  """What follows keeps it anyway; its argument would be another array as large."""
+  """Later operations keep it anyway; its argument would be another array as large."""
   rng = np.random.default_rng(0)
   x, *gate = (jnp.asarray(rng.normal(size=(8, 64)), BF16) for _ in ("x", *names))
   run = lambda x, *gate: ops.normalize(

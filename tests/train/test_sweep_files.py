@@ -113,7 +113,7 @@ def test_sweep_file_has_three_seeds_and_swept_rates_of_each_model(path, monkeypa
   for pairs in of_labels.values():
     rates = {rate for rate, _ in pairs}
     seeds = {seed for _, seed in pairs}
-    assert len(rates) == 3 and seeds in ({0, 1, 2}, {0, 1, 2, 3})
+    assert len(rates) in (3, 4) and seeds in ({0, 1, 2}, {0, 1, 2, 3})
     assert len(pairs) == len(rates) * len(seeds)
   for name in (sweep.plot.x, sweep.plot.line, sweep.plot.panel):
     assert name in (None, "learning_rate", *sweep.runs[0].labels)
@@ -128,7 +128,10 @@ def test_sweeps_of_language_models_train_as_many_tokens_as_they_say(monkeypatch,
     sweep = spec.load(path, folder=tmp_path)
     runs = tuning.chosen(sweep, planned=True)
     tokens = sum(x.cfg.steps * x.cfg.global_batch * x.cfg.seq_len for x in runs)
-    assert len(runs) in (len(sweep.runs) * 5 / 9, len(sweep.runs) * 6 / 12)
+    # One seed at every rate, the others at the best of them.
+    tried = {(*x.labels.items(), spec.rate_of(x)) for x in sweep.runs}
+    others = {(*x.labels.items(), x.cfg.seed) for x in sweep.runs if x.cfg.seed != 0}
+    assert len(runs) == len(tried) + len(others)
     assert 3e8 < tokens < 9e8, path.stem  # a quarter of an hour at a million tokens per second
     assert f"{tokens / 1e6:.0f}M" in path.read_text(), path.stem
 
