@@ -6,7 +6,8 @@
 n devices get n times the rows of `global_batch`, and the mesh axis says how they divide the work:
 by rows with copies of the parameters (`data`), by rows with divided parameters (`fsdp`), or by time
 (`sequence`); "fsdp x sequence" divides both ways, the first by 2, from 4 devices on. Efficiency is
-the tokens/s of n devices over n times those of one, in the same run.
+the tokens/s of n devices over n times those of one, in the same run. All programs are compiled at
+the same time, and then measured one after the other.
 
 Before anything is timed, three steps on n copies of one batch must give the losses and gradient
 norms of one device on that batch; else the row says "wrong". Memory is the compiler's count for one
@@ -18,7 +19,9 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -84,22 +87,37 @@ def compile_step(cfg: config.Train, mesh, batch, options: dict[str, str]):
   return step.lower(abstract_state(cfg, mesh), batch).compile(compiler_options=options or None)
 
 
-def measure(cfg: config.Train, args: argparse.Namespace, axes: str, devices: int, first):
+class Case(NamedTuple):
+  """A mesh over some of the devices, with its program."""
+
+  axes: str
+  devices: int
+  cfg: config.Train
+  mesh: jax.sharding.Mesh
+  batch: dict[str, jax.Array]
+  compiled: jax.stages.Compiled
+
+
+def compiled_case(cfg: config.Train, args: argparse.Namespace, axes: str, devices: int) -> Case:
+  """The case with `devices` times the rows, compiled."""
+  rows = cfg.global_batch
+  cfg = dataclasses.replace(cfg, mesh=mesh_of(axes, devices), global_batch=rows * devices)
+  mesh = device_mesh.make_mesh(cfg)
+  batch = jax.device_put(
+    copies(train_step.random_arrays(rows, cfg.seq_len, cfg.model.vocab_size), devices),
+    device_mesh.batch_sharding(mesh),
+  )
+  options = dict(option.split("=", 1) for option in args.xla)
+  return Case(axes, devices, cfg, mesh, batch, compile_step(cfg, mesh, batch, options))
+
+
+def measure(case: Case, args: argparse.Namespace, first):
   """One row of the table, and the metrics of the checked steps.
 
   Args:
     first: (the row, the metrics) of one device, or None for that device itself.
   """
-  cfg = dataclasses.replace(
-    cfg, mesh=mesh_of(axes, devices), global_batch=cfg.global_batch * devices
-  )
-  mesh = device_mesh.make_mesh(cfg)
-  rows = cfg.global_batch // devices
-  batch = jax.device_put(
-    copies(train_step.random_arrays(rows, cfg.seq_len, cfg.model.vocab_size), devices),
-    device_mesh.batch_sharding(mesh),
-  )
-  compiled = compile_step(cfg, mesh, batch, dict(option.split("=", 1) for option in args.xla))
+  axes, devices, cfg, mesh, batch, compiled = case
   run = train_step.Run(compiled, init_state(cfg, mesh), batch)
   metrics = []
   for _ in range(CHECKED_STEPS):
@@ -160,15 +178,20 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, str]]:
   cfg = apply_overrides(config.load_config(args.config), args.set)
 
   print(" ".join(f"{field:>{_width(field)}}" for field in FIELDS), flush=True)
+  meshes = [
+    (axes, devices)
+    for devices in sorted({1, *args.devices})
+    for axes in (args.axes if devices > 1 else args.axes[:1])
+    if PRODUCT not in axes or devices >= 4
+  ]
   rows, first = [], None
-  for devices in sorted({1, *args.devices}):
-    for axes in args.axes if devices > 1 else args.axes[:1]:
-      if PRODUCT in axes and devices < 4:
-        continue
-      row, metrics = measure(cfg, args, axes, devices, first)
-      first = first or (row, metrics)
-      rows.append({field: row.get(field, "-") for field in FIELDS})
-      print(" ".join(f"{rows[-1][x]:>{_width(x)}}" for x in FIELDS), flush=True)
+  with ThreadPoolExecutor() as pool:
+    cases = list(pool.map(lambda mesh: compiled_case(cfg, args, *mesh), meshes))
+  for case in cases:
+    row, metrics = measure(case, args, first)
+    first = first or (row, metrics)
+    rows.append({field: row.get(field, "-") for field in FIELDS})
+    print(" ".join(f"{rows[-1][x]:>{_width(x)}}" for x in FIELDS), flush=True)
   if args.out is not None:
     csv_rows.write(args.out, FIELDS, rows)
   return rows
