@@ -31,6 +31,7 @@ type AnyModel = LanguageModel | linen.LanguageModel
 
 # Tokens drawn per call of the device: enough to hide the cost of the call, few enough to stop soon.
 _STEPS_PER_CALL = 32
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,11 @@ class SamplingOptions:
       check_positive("prefill_chunk", self.prefill_chunk)
     if not all(0 <= seed < 2**32 for seed in np.atleast_1d(np.array(self.seed, object))):
       raise ValueError(f"seed={self.seed} must be in [0, 2**32): a key has 32 bits of a seed.")
-    if not self.temperature >= 0:
-      raise ValueError(f"temperature={self.temperature} must be at least 0 (0 is greedy).")
+    if not (self.temperature == 0 or self.temperature >= _TINY):
+      raise ValueError(
+        f"temperature={self.temperature} must be 0 (greedy) or at least {_TINY:.2g}, the smallest"
+        " number of float32."
+      )
     if self.top_k is not None:
       check_positive("top_k", self.top_k)
     if self.top_p is not None and not 0 < self.top_p <= 1:

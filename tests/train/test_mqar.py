@@ -66,7 +66,8 @@ def test_rows_beyond_a_block_continue_its_random_numbers():
     ({"length": 64, "vocab_size": 64}, "vocab_size=64 must be above length=64"),
     ({"pairs": 0}, "pairs=0"),
     ({"power": -1.0}, "power=-1.0"),
-    ({"power": float("inf")}, "power=inf must be finite"),
+    ({"power": float("inf")}, "power=inf must be from 0 to 10"),
+    ({"power": 11.0}, "power=11.0 must be from 0 to 10"),
   ],
 )
 def test_settings_that_do_not_fit_raise(options, message):
