@@ -197,8 +197,9 @@ def test_first_model_of_a_sweep_file_trains_at_a_tiny_size(path, tmp_path, monke
   monkeypatch.setenv("LNSSM_DATA", "folder")
   sweep = spec.load(path)
   first = sweep.runs[0]
-  # Copies of one program: three seeds of a rate, or three rates of the seed that chooses.
+  # Copies of one program: three seeds of a rate, or all rates of the seed that chooses.
   copies = "seed=0" if sweep.tuning_seed == 0 else f"lr={spec.rate_of(first)}"
+  rates = {spec.rate_of(run) for run in sweep.runs if run.labels == first.labels}
   sizes = ["seq_len=16", "global_batch=2", "steps=2", "model.vocab_size=300"]
   sizes += ["optimizer.warmup_steps=1"]
   if first.task is None:
@@ -225,4 +226,4 @@ def test_first_model_of_a_sweep_file_trains_at_a_tiny_size(path, tmp_path, monke
   rows = [json.loads(line) for line in (tmp_path / "out" / "table.jsonl").read_text().splitlines()]
   best = [row["seeds"] for row in rows if row["best"]]
   assert best == ([3] if sweep.tuning_seed is None else [])  # the other seeds are not chosen
-  assert sum(row["seeds"] for row in rows) == 3
+  assert sum(row["seeds"] for row in rows) == (3 if sweep.tuning_seed is None else len(rates))
