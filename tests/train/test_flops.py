@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
+from lnssm_jax.ops.core import dispatch
 from train.config import Model
 from train.step import flops
 
@@ -102,22 +103,22 @@ def test_flops_every_mixer_has_formula():
     assert flops.mixer_recurrence(name, mixer, 16) >= 0
 
 
-# XLA counts our implementations: with norms, gates, masks, and scores inside a chunk.
-# These also compute features, rotations, powers of their matrix, or the products of two decays for
-# a state that is large next to their kernels; mixers that compute a whole filter for one step (dss,
-# s4d, hyena, tnn) cannot be compared.
-LARGER = {"based": 1.7, "lln": 1.5, "s4": 1.6}
-LARGER |= dict.fromkeys(("cosformer", "gateloop", "gsa", "lcsm", "lrpe"), 1.4)
-QUICK = {"delta_net", "gla", "hgrn", "longhorn", "rwkv6", "s5", "softmax_attention"}
+# The ops run as their equations state them, token by token. Other implementations do more, such as
+# applying a decay near 1 without its rounding. XLA also counts norms, gates and masks, and in these
+# features, rotations or powers of their matrix. Mixers that compute a whole filter for one token
+# (dss, s4d, hyena, tnn) cannot be compared.
+LARGER = {"based": 1.5, "lln": 1.4, "s4": 1.6}
+LARGER |= dict.fromkeys(("cosformer", "gateloop", "lrpe"), 1.35)
+QUICK = {"delta_net", "gla", "hgrn", "longhorn", "rwkv6", "s5", "s6", "softmax_attention", "ssd"}
 COMPARED = sorted(set(MIXERS) - {"dss", "s4d", "hyena", "tnn"})
 
 
 @pytest.mark.parametrize(
   "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in COMPARED]
 )
-def test_flops_formula_matches_xla(name):
+def test_flops_formula_matches_xla(name, monkeypatch):
+  monkeypatch.setattr(dispatch.Call, "choose", lambda call, implementation=None: "reference")
   D, keys = 128, {"softmax_attention": "max_length", "sliding_window_attention": "window"}
-  keys |= dict.fromkeys(("s6", "ssd"), "state_dim")  # as small next to its kernels as Mamba's
   mixer = abstract(name, D, **({keys[name]: 16} if name in keys else {}))
   graph, params = nnx.split(mixer)
   state = jax.eval_shape(lambda: mixer.init_state(1))
@@ -125,7 +126,7 @@ def test_flops_formula_matches_xla(name):
   step = jax.jit(lambda params, x, state: nnx.merge(graph, params)(x, state))
   counted = step.lower(params, x, state).cost_analysis()["flops"]
   by_formula = 2 * flops.kernel_entries(mixer) + flops.mixer_recurrence(name, mixer, 16)
-  assert by_formula <= counted <= LARGER.get(name, 1.25) * by_formula
+  assert by_formula <= counted <= LARGER.get(name, 1.2) * by_formula
 
 
 def test_mfu_three_forward_passes_over_peak():
