@@ -101,8 +101,9 @@ def _keeps_output(static: Static, inputs: Inputs) -> bool:
 
   The rounding of y then adds to dx what that of dy adds already. In float32 x has no such error.
   """
-  alone = all(z is None for z in inputs._replace(x=None))
-  rounded = inputs.x.dtype == static.dtype == jnp.bfloat16
+  x, *others = inputs
+  alone = all(z is None for z in others)
+  rounded = x.dtype == static.dtype == jnp.bfloat16
   plain = not static.center and static.floor is None and static.factor > 0
   return alone and rounded and plain
 
