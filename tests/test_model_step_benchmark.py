@@ -1,7 +1,9 @@
 """benchmarks.model_step: what it sets, what it rejects, and a small run."""
 
 import dataclasses
+import sys
 import time
+from unittest import mock
 
 import jax
 import pytest
@@ -29,6 +31,28 @@ def test_model_step_peers_are_bodies_of_ours():
   assert set(model_peers.MODELS) <= set(model_step.BODIES)
   assert not list(model_peers.measure("lnssm"))
   assert not list(model_peers.generation("lnssm", [1], 8, 1))
+
+
+def test_model_step_peers_have_their_sizes(monkeypatch):
+  """With stand-ins for torch and fla: an option of a model replaces the common size."""
+  made = {}
+
+  class Names:
+    def __getattr__(self, name):
+      def make(*args, **options):
+        made[name] = options
+        return mock.MagicMock()
+
+      return make
+
+  torch, fla = mock.MagicMock(), mock.MagicMock(models=Names())
+  monkeypatch.setitem(sys.modules, "torch", torch)
+  monkeypatch.setitem(sys.modules, "fla", fla)
+  monkeypatch.setitem(sys.modules, "fla.models", fla.models)
+  for body, (name, options) in model_peers.MODELS.items():
+    model_peers._model(body)
+    assert made[f"{name}Config"].items() >= options.items()
+    assert made[f"{name}Config"]["num_hidden_layers"] == 24
 
 
 @pytest.mark.slow
