@@ -102,13 +102,13 @@ def test_group_that_another_process_trains_is_left_to_it(sweep, trained):
   assert trained(sweep) == [FIRST, THIRD] and not outcome.failures
   assert [known is None for known in outcome.scores] == [False] * 4 + [True] * 4 + [False] * 4
   line = "group 2 of 3: global_batch=4: another process trains it"
-  assert [line in said, said[-1]] == [
-    True,
-    "other processes still train 1 of 3 groups: 2, global_batch=4",
-  ]
+  assert line in said
+  assert said[-1] == "other processes still train group 2 of 3: global_batch=4"
   assert None not in training.train(sweep, say=said.append).scores
   assert trained(sweep) == [FIRST, THIRD, SECOND]
-  assert "8 of 12 runs are finished" in said and "group 2 of 3: global_batch=4, 4 runs" in said
+  assert (
+    "8 of 12 chosen runs are finished" in said and "group 2 of 3: global_batch=4, 4 runs" in said
+  )
 
 
 def test_runs_that_another_process_has_finished_meanwhile_are_not_trained(
@@ -236,7 +236,7 @@ def test_tables_are_written_again_if_more_is_finished(sweep, monkeypatch, capsys
   command._write(sweep, quiet)
   rows = [json.loads(line) for line in (sweep.folder / "runs.jsonl").read_text().splitlines()]
   assert [row["finished"] for row in rows] == [True] + [False] * 11
-  assert "11 runs are not finished." in capsys.readouterr().out
+  assert "11 of 12 runs of this table are not finished." in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_command_starts_processes_and_writes_the_tables(file, tmp_path, monkeypa
   assert jax.config.jax_platforms == "cpu"
   printed = capsys.readouterr().out
   assert "[1] a line" in printed and printed.count("| width | size |") == 1
-  assert "8 runs are not finished." in (out / "table.md").read_text()
+  assert "8 of 12 runs of this table are not finished." in (out / "table.md").read_text()
   monkeypatch.setattr(processes, "run", lambda *_: (None, ["process 1 of 2 ended with 3"]))
   assert main(arguments) == 1
   assert "failed: process 1 of 2 ended with 3" in capsys.readouterr().out

@@ -101,6 +101,16 @@ def test_collect_without_runs_writes_nothing(file, capsys, tmp_path):
   assert not place.exists()
 
 
+@pytest.mark.parametrize(
+  ("place", "reason"), [("taken", "it is a file"), ("taken/new", "Not a directory")]
+)
+def test_file_as_the_folder_of_a_sweep_is_one_line(place, reason, file, capsys, tmp_path):
+  (tmp_path / "taken").touch()
+  assert main(["sweep", str(file), "--out", str(tmp_path / place)]) == 2
+  message = f"--out {tmp_path / place} cannot be the folder of the sweep: {reason}; name another."
+  assert capsys.readouterr().err == f"error: {message}\n"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_sweep_file_has_three_seeds_and_swept_rates_of_each_model(path, monkeypatch):
   monkeypatch.setenv("LNSSM_DATA", "folder")

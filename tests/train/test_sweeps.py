@@ -145,7 +145,7 @@ def test_killed_sweep_resumes_bit_exact_and_finished_runs_are_skipped(
   assert not list(parts.folder.glob("unfinished"))
   monkeypatch.setattr(work, "Copies", None)  # a second call trains nothing
   assert training.train(parts, say=said.append).scores == reference.scores
-  assert said[-1] == "4 of 4 runs are finished"
+  assert said[-1] == "4 of 4 chosen runs are finished"
 
 
 def check_against_fit(copy, scores, run_dir):
@@ -248,7 +248,7 @@ def test_table_has_mean_and_spread_over_seeds_and_the_best_rate(tmp_path):
   assert (rows[1]["accuracy min"], rows[1]["accuracy max"], rows[2]["seeds"]) == (0.5, 0.8, 2)
   text = (tmp_path / "table.md").read_text()
   assert "| 16 | 16,032 | 0.01 | 0.6000 ± 0.1732 | 7 ± 0 | 3 |" in text
-  assert "1 runs are not finished." in text
+  assert "1 of 12 runs of this table are not finished." in text
   assert json.loads((tmp_path / "table.jsonl").read_text().splitlines()[1]) == rows[1]
   with (tmp_path / "table.csv").open() as file:
     assert [row["best"] for row in csv.DictReader(file)] == ["False", "True", "False", "True"]

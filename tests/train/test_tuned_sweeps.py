@@ -18,7 +18,13 @@ def test_tuning_seed_chooses_the_rate_at_which_the_other_seeds_train(sweep, trai
   planned = tuning.chosen(tuned, planned=True)
   assert [sweep.runs.index(run) for run in planned] == [0, 1, 2, 4, 5, 6, 8, 9, 10]
   finish(sweep.runs[4])
-  outcome = training.train(tuned, say=quiet)
+  said = []
+  outcome = training.train(tuned, say=said.append)
+  assert [line for line in said if line.startswith(("group", "other"))] == [
+    *("group 1 of 3: global_batch=2, 2 runs", "other seeds at the best rate: global_batch=2"),
+    *("group 2 of 3: global_batch=4", "other seeds at the best rate: global_batch=4"),
+    *("group 3 of 3: global_batch=8, 2 runs", "other seeds at the best rate: global_batch=8"),
+  ]
   assert trained(sweep) == [[0, 2], [3], [6], [7], [8, 10], [11]]  # more is better
   assert [sweep.runs.index(run) for run in outcome.runs] == [0, 2, 3, 4, 6, 7, 8, 10, 11]
   assert None not in outcome.scores and not (sweep.folder / "unfinished").exists()

@@ -109,9 +109,10 @@ def markdown(runs: Sequence[Run], rows: Sequence[Row]) -> str:
     cells += [f"{row['parameters']:,}", f"{row['learning_rate']:.3g}"]
     cells += [_cell(row, name) for name in names]
     lines.append("| " + " | ".join([*cells, str(row["seeds"])]) + " |")
-  missing = sum(row["runs"] - row["seeds"] for row in rows)
+  total = sum(row["runs"] for row in rows)
+  missing = total - sum(row["seeds"] for row in rows)
   diverged = sum(row["diverged"] for row in rows)
-  notes = [f"{missing} runs are not finished."] if missing else []
+  notes = [f"{missing} of {total} runs of this table are not finished."] if missing else []
   notes += [f"{diverged} runs diverged; their learning rates are left out."] if diverged else []
   return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
 

@@ -23,7 +23,7 @@ from train.logging.console import duration
 from train.logging.metric_reader import DivergedError
 from train.messages import Say
 from train.runs import bindings, run_folder
-from train.runs.run_folder import InUseError, RunFolder
+from train.runs.run_folder import InUseError, RunFolder, RunFolderError
 from train.runs.run_lock import LockedError, RunLock
 from train.step.state import initializer
 from train.sweeps import tuning
@@ -81,15 +81,22 @@ def prepare(
   """Prepares the text; the groups of `runs` of which some are not finished, by number.
 
   Raises:
-    RunFolderError: a folder has a run with other settings.
+    RunFolderError: a folder has a run with other settings, or the sweep's cannot be created.
     ValueError: settings or data are wrong.
   """
+  try:
+    make_folder(sweep.folder)
+  except OSError as error:
+    reason = "it is a file" if sweep.folder.is_file() else error.strerror
+    raise RunFolderError(
+      f"--out {sweep.folder} cannot be the folder of the sweep: {reason}; name another."
+    ) from error
   inputs = _inputs(sweep, say)
   groups = dict(enumerate(group(runs, most), 1))
   left = {number: unfinished(found.runs, inputs) for number, found in groups.items()}
   count, done = len(runs), len(runs) - sum(map(len, left.values()))
   if done:
-    say(f"{done} of {count} runs are finished")
+    say(f"{done} of {count} chosen runs are finished")
   groups = {number: found for number, found in groups.items() if left[number]}
   for found in groups.values():
     jax.eval_shape(
@@ -115,6 +122,7 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome
   runs = tuning.chosen(sweep)
   waiting, inputs = prepare(sweep, runs, say, most)
   seen, last = {run.cfg.run_dir for run in runs}, len(group(runs, most))
+  names = {number: f"group {number} of {last}" for number in waiting}
   failures, progress, named = list[str](), True, set[int]()
   programs = compile_cache.folder(compile_cache.IN_RUN, sweep.folder)
   with StopSignal() as stop, compile_cache.at(programs):
@@ -124,7 +132,7 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome
       while queue:
         number, found = queue.pop(0)
         tried += 1
-        name = f"group {number} of {last}: {describe(found.first)}"
+        name = f"{names[number]}: {describe(found.first)}"
         try:
           stopped = stop.name or _train(found, name, sweep.folder, inputs, stop, say)
           if stopped:
@@ -140,14 +148,15 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome
         else:
           runs = [run for run in tuning.chosen(sweep) if run.cfg.run_dir not in seen]
           more = list(enumerate(group(runs, most), last + 1))
+          names |= {number: "other seeds at the best rate" for number, _ in more}
           seen |= {run.cfg.run_dir for run in runs}
           last += len(more)
           # Those with the program of this group come next, as it is compiled.
           queue = sorted(more, key=lambda x: x[1].first.labels != found.first.labels) + queue
       progress, waiting = len(held) < tried, held
   if waiting:
-    names = "; ".join(f"{number}, {describe(found.first)}" for number, found in waiting.items())
-    say(f"other processes still train {len(waiting)} of {last} groups: {names}")
+    left = [f"{names[number]}: {describe(found.first)}" for number, found in waiting.items()]
+    say(f"other processes still train {'; '.join(left)}")
   return ended(sweep, None, failures)
 
 
@@ -175,7 +184,6 @@ def _inputs(sweep: Sweep, say: Say) -> Inputs:
 @contextlib.contextmanager
 def _in_turn(folder: Path, say: Say) -> Iterator[None]:
   """Context for one process at a time, for which the others wait."""
-  make_folder(folder)
   lock, said = None, False
   while lock is None:
     try:
