@@ -106,7 +106,7 @@ def test_settings_dictionary_copied():
     (lambda: small(steps=True), "steps wants int, got True."),
     (lambda: small(run_dir=3), "run_dir wants str, got 3."),
     (lambda: small(model={"dim": 8}), "model.num_layers is missing; it wants int."),
-    (lambda: small(mesh=3), "mesh wants Mesh, got 3."),
+    (lambda: small(mesh=3), "mesh wants Mesh(...), got 3."),
     (lambda: Sample(top_p="all"), "sample.top_p wants float or None, got 'all'."),
     (lambda: Sample(top_k=2.5), "sample.top_k wants int or None, got 2.5."),
     (lambda: Sample(temperature=float("nan")), "sample.temperature=nan must be a finite number."),

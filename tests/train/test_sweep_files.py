@@ -45,6 +45,10 @@ def test_file_has_runs_labels_folders_and_overrides(file, tmp_path):
     ({"only": ["widht=16"]}, "no such label; did you mean 'width'"),
     ({"only": ["width=17"]}, "leaves no run; width is one of 16, 32"),
     ({"changes": ["seed=3"]}, "--set seed=3: seed is an axis of the sweep"),
+    ({"changes": ["width=3"]}, "--set width=3: width is an axis of the sweep; choose"),
+    ({"changes": ["model.dim=3"]}, r"model.dim is an axis of the sweep \(16, 32\); choose its"),
+    ({"changes": ["task.pairs=3"]}, r"task.pairs is an axis of the sweep \(2, 4\); choose its"),
+    ({"changes": ["optimizer.final_lr=0"]}, r"optimizer.final_lr is an axis of the sweep \(0.000"),
     ({"changes": ["task.pair=3"]}, "did you mean 'pairs'"),
   ],
 )
@@ -53,18 +57,42 @@ def test_wrong_options_of_a_sweep_are_one_line(file, change, message):
     spec.load(file, **change)
 
 
+TASK = 'Recall(pairs=2 if size == "a" else 4)'  # of FILE
+
+
 @pytest.mark.parametrize(
   ("text", "message"),
   [
     ("SWEEP = 3", "has no list SWEEP"),
+    ("SWEEP = []", "SWEEP of .* has no run; a grid has none if"),
     ("SWEEP = [3]", "SWEEP of .* holds 3"),
     (FILE.replace("-{seed}", ""), "two runs of .* have the folder 'runs/sizes/a/lrn-16-0.001'"),
     (FILE.replace("{size}/", "{sice}/"), r"template folder=.* cannot be filled in \('sice'\)"),
     (FILE.replace("(0, 1)", "2"), r"seeds=2 must be a sequence of values; use \(2,\), or range"),
     (FILE.replace("(1e-3, 2e-3)", "1e-3"), r"learning_rates=0.001 must .*; use \(0.001,\)\.$"),
     (FILE.replace('("a", "b")', '"ab"'), r"axis 'size'='ab' must be .*; use \('ab',\)\.$"),
+    (FILE.replace("(0, 1)", "()"), "grid: seeds has no values, so there is no run; give it at"),
+    (FILE.replace("(1e-3, 2e-3)", "[]"), "grid: learning_rates has no values"),
+    (FILE.replace('("a", "b")', "()"), "grid: axis 'size' has no values"),
+    (
+      FILE.replace("{size}/", "{nope}/"),
+      "'nope'.; it may have width, size, lr, seed, and settings",
+    ),
+    (
+      "from tests.train.test_copies import settings\nfrom train.sweeps import grid\n"
+      "grid(settings(), {}, folder='{nope}')",
+      "it may have lr, seed, and settings",
+    ),
     (FILE.replace('line="size"', 'line="sise"'), "no label of its runs; did you mean 'size'"),
     (FILE.replace('Plot(x="width", line="size")', "'width'"), "use train.sweeps.Plot"),
+    (FILE.replace('line="size"', "where=3"), "plot.where wants dict.* got 3"),
+    (FILE.replace(TASK, "'mqar'"), r"^task wants Recall\(...\) or None, got 'mqar'\.$"),
+    (FILE.replace(TASK, "Recall"), r"task wants Recall\(...\) or None, got <class .*Recall'>"),
+    (FILE.replace(TASK, "{'pair': 4}"), "no setting 'recall.pair' in Recall; did you mean 'pairs'"),
+    (FILE + "COPIES = 'a'", "sizes.py: COPIES wants int or None, got 'a'"),
+    (FILE + "COPIES = True", "sizes.py: COPIES wants int or None, got True"),
+    (FILE + "COPIES = 0", "sizes.py: COPIES=0 must be at least 1"),
+    (FILE + "TUNING_SEED = True", "sizes.py: TUNING_SEED wants int or None, got True"),
     (FILE.replace("else 4", "else 5"), "task of runs/sizes/b/.*length=16 must be .* pairs=20"),
     (FILE.replace("else 4", "else 4, vocab_size=301"), "301 of the task is larger than model.voc"),
     (FILE.replace("else 4", "else 4, train_rows=3"), "train_rows=3 is less than global_batch=4"),
@@ -75,6 +103,11 @@ def test_wrong_file_of_a_sweep_is_one_line(file, text, message):
   file.write_text(text)
   with pytest.raises(ConfigError, match=message):
     spec.load(file)
+
+
+def test_task_of_a_sweep_may_be_a_dictionary(file):
+  file.write_text(FILE.replace(TASK, "{'pairs': 4}"))
+  assert spec.load(file).runs[0].task == Recall(pairs=4)
 
 
 def test_dry_run_prints_runs_parameters_and_flops(file, capsys, tmp_path):
@@ -205,6 +238,7 @@ def test_plain_configs_are_runs(tiny, tmp_path, config_file):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_first_model_of_a_sweep_file_trains_at_a_tiny_size(path, tmp_path, monkeypatch, capsys):
   monkeypatch.setenv("LNSSM_DATA", "folder")
+  monkeypatch.setattr(spec, "_check_changes", lambda *_: None)  # makes axes small, too
   sweep = spec.load(path)
   first = sweep.runs[0]
   # Copies of one program: three seeds of a rate, or all rates of the seed that chooses.

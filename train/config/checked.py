@@ -170,7 +170,8 @@ def coerce(value: Any, hint: Any, label: str) -> Any:
     return value
   if origin in (typing.Union, types.UnionType):
     kinds = {tuple: tuple | list, dict: Mapping}
-    of_kind = [a for a in args if isinstance(value, kinds.get(typing.get_origin(a), ()))]
+    kind = lambda a: Mapping if dataclasses.is_dataclass(a) else kinds.get(typing.get_origin(a), ())
+    of_kind = [a for a in args if isinstance(value, kind(a))]
     if len(of_kind) == 1:  # whose error says what is wrong inside
       return coerce(value, of_kind[0], label)
     for option in sorted(args, key=lambda a: a is not type(value)):  # an exact match first
@@ -205,6 +206,8 @@ def type_name(hint: Any) -> str:
     return " or ".join(type_name(a) for a in args)
   if args:
     return str(hint).replace("typing.", "")
+  if dataclasses.is_dataclass(hint):
+    return f"{typing.cast(type, hint).__name__}(...)"
   return "None" if hint is types.NoneType else hint.__name__
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from train import config
 from train.config import ConfigError, apply_overrides
-from train.config.checked import at_least, check, did_you_mean, settings
+from train.config.checked import at_least, check, coerce, did_you_mean, settings
 from train.config.loading import executed
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Recall:
       at_least(f"recall.{name}", getattr(self, name), 1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class Run:
   """One training run of a sweep.
 
@@ -50,11 +50,11 @@ class Run:
   """
 
   cfg: config.Train
-  labels: Mapping[str, Label] = dataclasses.field(default_factory=dict)
+  labels: dict[str, Any] = dataclasses.field(default_factory=dict)
   task: Recall | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class Plot:
   """Axes of a sweep's plot, as labels: a line per `line`, a panel per `panel`.
 
@@ -64,7 +64,7 @@ class Plot:
   x: str = "learning_rate"
   line: str | None = None
   panel: str | None = None
-  where: Mapping[str, Label] = dataclasses.field(default_factory=dict)
+  where: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def grid(
       `seed`, and settings, such as {model.dim}. By default all axes, the rate and the seed.
 
   Raises:
-    ConfigError: settings are wrong, or values are no sequence.
+    ConfigError: settings are wrong, or values are no sequence, or none.
   """
   axes = {name: _listed(f"axis {name!r}", values) for name, values in axes.items()}
   seeds = _listed("seeds", seeds, ", or range(N) for N of them")
@@ -220,16 +220,22 @@ def load(
   """
   path = Path(path)
   with executed(path) as names:
-    found, plot = names.get("SWEEP"), names.get("PLOT", Plot())
-    copies, tuning_seed = names.get("COPIES"), names.get("TUNING_SEED")
+    found, plot = names.get("SWEEP", ()), names.get("PLOT", Plot())
+    copies, tuning_seed = (
+      coerce(names.get(name), int | None, f"{path}: {name}") for name in ("COPIES", "TUNING_SEED")
+    )
     check(
-      isinstance(found, list) and found != [],
+      isinstance(found, list),
       f"{path} has no list SWEEP of configs; use SWEEP = train.sweeps.grid(...).",
     )
-  found = [Run(cfg=x) if isinstance(x, config.Train) else x for x in found or []]
+    check(found != [], f"SWEEP of {path} has no run; a grid has none if all that it makes is None.")
+  if copies is not None:
+    at_least(f"{path}: COPIES", copies, 1)
+  found = [Run(cfg=x) if isinstance(x, config.Train) else x for x in found]
   for x in found:
     check(isinstance(x, Run), f"SWEEP of {path} holds {x!r}, not a config.Train or a Run.")
   folder = Path(folder or Path("runs") / path.stem)
+  _check_changes(changes, found)
   runs = [_prepared(run, folder, changes) for run in found]
   chosen = runs
   for choice in only:
@@ -284,7 +290,9 @@ def _listed(name: str, values: Any, more: str = "") -> list[Any]:
     isinstance(values, Iterable) and not isinstance(values, str),
     f"grid: {name}={values!r} must be a sequence of values; use ({values!r},){more}.",
   )
-  return list(values)
+  values = list(values)
+  check(values != [], f"grid: {name} has no values, so there is no run; give it at least one.")
+  return values
 
 
 def _check_plot(path: Path, plot: Any, runs: Sequence[Run]) -> None:
@@ -324,7 +332,7 @@ def _folder(
   except (KeyError, AttributeError, IndexError, ValueError) as error:
     raise ConfigError(
       f"the template folder={template!r} of the sweep cannot be filled in ({error}); it may have"
-      f" {', '.join(plain)}, lr, seed, and settings such as {{model.dim}}."
+      f" {', '.join([*plain, 'lr', 'seed'])}, and settings such as {{model.dim}}."
     ) from error
 
 
@@ -352,14 +360,30 @@ def _values(run: Run) -> dict[str, Label]:
   return {**run.labels, "lr": rate_of(run), "seed": run.cfg.seed}
 
 
-def _prepared(run: Run, folder: Path, changes: Sequence[str]) -> Run:
-  """`run` with its changes, in its folder."""
+def _check_changes(changes: Sequence[str], runs: Sequence[Run]) -> None:
+  """Raises ConfigError if one is of an axis: a label, or a setting in which the runs differ."""
+  plain = [config.to_dict(x.cfg) | {"task": x.task and config.to_dict(x.task)} for x in runs]
   for change in changes:
     path = change.partition("=")[0].strip()
+    values = list(dict.fromkeys(repr(_at(path, of_run)) for of_run in plain))
+    named = path in _OF_RUNS or any(path in run.labels for run in runs)
+    has = f" ({', '.join(values[:3])}{', ...' * (len(values) > 3)})" if len(values) > 1 else ""
     check(
-      path not in _OF_RUNS and path not in run.labels,
-      f"--set {change}: {path} is an axis of the sweep; choose values by --only, or in the file.",
+      not named and not has,
+      f"--set {change}: {path} is an axis of the sweep{has}; choose its values by --only, or in the"
+      " file.",
     )
+
+
+def _at(path: str, values: Any) -> Any:
+  """The value at a dotted path of nested dictionaries; None if there is none."""
+  for name in path.split("."):
+    values = values.get(name) if isinstance(values, dict) else None
+  return values
+
+
+def _prepared(run: Run, folder: Path, changes: Sequence[str]) -> Run:
+  """`run` with its changes, in its folder."""
   of_task = [x.removeprefix("task.") for x in changes if x.startswith("task.")]
   of_cfg = [x for x in changes if not x.startswith("task.")]
   cfg, task = apply_overrides(run.cfg, of_cfg) if of_cfg else run.cfg, run.task
