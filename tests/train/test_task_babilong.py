@@ -66,6 +66,32 @@ def test_facts_keep_their_order_among_following_sentences(places):
   assert sentences(str(places / "book.txt"))[1] == "No."
 
 
+@pytest.mark.parametrize("length", [400, 5000])
+def test_prompts_reach_their_length_whatever_the_text(length, places):
+  """It has 1,800 bytes, and one sentence that is too long for the shorter prompts."""
+  long = f"{TEXT} {'A very long sentence ' * 12}."
+  (places / "book.txt").write_text(long)
+  noise = babilong_samples.Noise(str(places / "book.txt"), ByteTokenizer())
+  question = babilong_samples.Question(["Al went home."], "Where?", "home")
+  for seed in range(40):
+    row = babilong_samples.make(
+      question, length, ByteTokenizer(), noise, np.random.default_rng(seed)
+    )
+    assert length - 300 * (length > 500) - 50 < len(babilong.prompt_of(row)) <= length
+    assert ("very" in row["input"]) == (length > 500)
+
+
+@pytest.mark.parametrize("text", ["No. " * 90, "word " * 90])
+def test_text_without_a_sentence_for_the_length_raises(text, places, capsys):
+  (places / "book.txt").write_text(text)
+  arguments = ["task", "babilong-samples", str(places / "babi"), str(places / "book.txt")]
+  arguments += ["--tokenizer", "bytes", "--write", str(places / "out"), "--tasks", "qa1"]
+  assert main([*arguments, "--lengths", "0", "300"]) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "book.txt has no sentence of 10 tokens to half of length=300, which" in line
+  assert not (places / "out").exists()
+
+
 def test_command_writes_a_file_per_task_and_length(places, capsys):
   out = places / "out"
   arguments = ["task", "babilong-samples", str(places / "babi"), str(places / "book.txt")]

@@ -5,13 +5,16 @@ bAbI files have numbered lines, which begin again at 1 with each story:
     1 Mary went to the office.
     2 Where is Mary? <tab>office<tab>1
 
-Each question is a sample, after all facts of its story so far. Sentences of the text, those of at
-least 10 tokens, follow each other from a random place on, as many as the length holds; the facts
-keep their order, at random places among them. A length of 0 has the facts alone.
+Each question is a sample, after all facts of its story so far. Sentences of the text follow each
+other from a random place on, as many as the length holds, again from the first after the last; the
+facts keep their order, at random places among them. The sentences have at least 10 tokens and at
+most half of the length: a prompt has more than the other half (published: the last one is cut). A
+length of 0 has the facts alone.
 
 Source: BABILong (Kuratov et al. 2024), section 3.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,15 +88,26 @@ class Noise:
     self._sentences = sentences(source)
     self._sizes: dict[int, int] = {}
 
-  def since(self, first: int) -> Iterator[tuple[str, int]]:
-    """Long enough sentences from the place `first` on, around the end, with their tokens."""
-    for step in range(len(self._sentences)):
-      number = (first + step) % len(self._sentences)
+  def since(self, first: int, length: int) -> Iterator[tuple[str, int]]:
+    """Yields sentences for a length from the place `first` on, again and again, with their tokens.
+
+    Raises:
+      DataError: there is none of LEAST tokens to half of the length.
+    """
+    found = []
+    for number in itertools.chain(range(first, len(self)), range(first)):
       text = self._sentences[number]
       if number not in self._sizes:
         self._sizes[number] = len(self._tokenizer.encode(f" {text}"))
-      if self._sizes[number] >= LEAST:
-        yield text, self._sizes[number]
+      if LEAST <= self._sizes[number] <= length // 2:
+        found.append((text, self._sizes[number]))
+        yield found[-1]
+    if not found:
+      raise DataError(
+        f"{self.source} has no sentence of {LEAST} tokens to half of length={length}, which prompts"
+        " of this length are filled with; use another text, or a longer length."
+      )
+    yield from itertools.cycle(found)
 
   def __len__(self) -> int:
     return len(self._sentences)
@@ -102,7 +116,11 @@ class Noise:
 def make(
   question: Question, length: int, tokenizer: Tokenizer, noise: Noise, rng: np.random.Generator
 ) -> dict[str, str] | None:
-  """A row whose prompt has at most `length` tokens; None if the facts alone have more."""
+  """A row whose prompt has half of `length` to `length` tokens; None if the facts alone have more.
+
+  Raises:
+    DataError: the text has no sentence for this length.
+  """
   row = lambda body: {"input": " ".join(body), **question._asdict()}
   size = lambda body: len(tokenizer.encode(prompt_of(row(body))))
   hay: list[str] = []
@@ -110,7 +128,7 @@ def make(
     room = length - size(question.facts)
     if room < 0:
       return None
-    for text, tokens in noise.since(int(rng.integers(len(noise)))):
+    for text, tokens in noise.since(int(rng.integers(len(noise))), length):
       if tokens > room:
         break
       hay.append(text)
@@ -141,7 +159,7 @@ def rows_of(
   """Yields each task and length with its rows, at most `samples`.
 
   Raises:
-    DataError: a file is unreadable or of another format.
+    DataError: a file is unreadable or of another format, or the text has no sentence for a length.
     ValueError: a length holds none of a task's stories.
   """
   noise = Noise(text, tokenizer)
