@@ -1,5 +1,7 @@
 """`task cost`: the printed tables, and whole models by direct sums."""
 
+from fractions import Fraction
+
 import pytest
 
 from tests.train.test_copies import settings
@@ -32,6 +34,25 @@ def test_attention_without_a_cache_repeats_all_tokens():
   assert row["model"] == pytest.approx(5 * flops.model_flops_per_token(model, 5) / 1e9)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 100])
+def test_closed_forms_are_the_sums_over_all_tokens(length):
+  tables = cost.run(PAPER, [length]).tables
+  tokens = range(1, length + 1)
+  cached = [6 * (3 * 512**2 * n + 512 * n * (n + 1)) for n in tokens]
+  assert tables["published scope, GMAC"][0]["attention"] == sum(cached) / 10**9
+  attention = cost._with_attention(PAPER, length)
+  first, mean = (flops.model_flops_per_token(attention, n) for n in (1, length))
+  head, rise = 2 * 512 * 50277, Fraction(mean - first, max(1, length - 1))
+  again = sum(n * (first + (n - 1) * rise - head) + head for n in tokens)
+  assert tables["whole model, GFLOP"][0]["attention"] == float(again / 10**9)
+
+
+def test_length_of_any_size_ends():
+  tables = cost.run(PAPER, [10**15]).tables
+  assert tables["published scope, GMAC"][0]["attention"] == pytest.approx(6 * 512 / 3 * 1e36)
+  assert tables["whole model, GFLOP"][0]["attention"] > 2 * 6 * 512 / 3 * 1e36
+
+
 def test_memory_is_that_of_parameters_state_and_cache():
   rows = cost.run(PAPER, [1024, 7]).tables["memory of one sequence, MB"]
   assert rows[0]["state"] == rows[1]["state"] == 6 * (65536 + 512 + 512) * 4 / 1e6
@@ -45,8 +66,8 @@ def test_memory_is_that_of_parameters_state_and_cache():
 
 def test_length_beyond_the_positions_of_a_model_raises():
   model = config.Model(**config.to_dict(PAPER) | {"learned_positions": 100})
-  with pytest.raises(config.ConfigError, match=r"lengths=101 is more than the 100 tokens"):
-    cost.run(model, [100, 101])
+  with pytest.raises(config.ConfigError, match=r"lengths=101 is more than .*positions=100; use"):
+    cost.run(model, [101, 100])
 
 
 def test_command_prints_the_tables_of_a_config(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from tests.train.test_copies import settings
 from train.cli.main import main
-from train.config import ConfigError
+from train.config import ConfigError, apply_overrides
 from train.sweeps.work import Recalling
 from train.tasks import mqar_training
 from train.tasks.report import Report
@@ -164,6 +165,42 @@ def test_task_that_does_not_fit_raises():
     mqar_training.task_of(CFG, pairs=2, vocab_size=500)
   with pytest.raises(ConfigError, match="test_rows=3 is less than global_batch=4"):
     mqar_training.run(CFG, TASK, test_rows=3)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"learned_positions": 15}, r"seq_len=16 is more than model.learned_positions=15; use"),
+    (
+      {
+        "mixer": "softmax_attention",
+        "mixer_options": {"max_length": 8},
+        "learned_positions": 12,
+      },
+      r"more than model.learned_positions=12 and model.mixer_options.max_length=8; use",
+    ),
+    (
+      {
+        "mixer": ("lrn", "softmax_attention"),
+        "mixer_options": {"softmax_attention": {"max_length": 8}},
+        "learned_positions": 16,
+      },
+      r"seq_len=16 is more than model.mixer_options.softmax_attention.max_length=8; use",
+    ),
+  ],
+)
+def test_rows_beyond_the_positions_raise_with_the_settings_that_hold_them(change, message):
+  cfg = settings(model=dataclasses.replace(CFG.model, **change))
+
+  def training(cfg):
+    copies = Scripted([])(cfg, seeds=(0,), learning_rates=(1e-3,))
+    return mqar_training.Training(cfg, TASK, copies, train_rows=4, test_rows=4)
+
+  with pytest.raises(ConfigError, match=message) as caught:
+    training(cfg)
+  named = re.findall(r"--set (\S+=16)", str(caught.value))
+  assert training(apply_overrides(cfg, named)).train
+  assert {name: getattr(cfg.model, name) for name in change} == change
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ def apply_overrides[T](config: T, assignments: Sequence[str]) -> T:
 
   Rules between settings are checked once, at the end, so that settings that must change together
   can. Values are parsed by the type of the setting: text needs no quotes, None is `none`, a tuple
-  of names `a,b`. Dictionary entries are set by key, as in `model.mixer_options.shift=kvg`. Sets
-  that `data.train` and `data.validation` no longer name lose their sources, fields and targets.
+  of names `a,b`. Dictionary entries are set by key, as in `model.mixer_options.shift=kvg`, of a
+  pattern `model.mixer_options.gla.shift=kvg`. Sets that `data.train` and `data.validation` no
+  longer name lose their sources, fields and targets.
 
   Raises:
     ConfigError: unknown setting (with the closest known name), wrong type, or a broken rule.
@@ -57,9 +58,9 @@ def _assign(values: dict[str, Any], hint: Any, path: str, text: str) -> None:
       if key not in hints_of(cls):
         raise unknown(cls, key)
       hint = hint_of(cls, key)
-    elif typing.get_origin(hint) is dict:
+    elif typing.get_origin(hint) is dict or (hint is Any and isinstance(values, dict)):
       check(key != "", f"{path!r} ends in a dot; name the entry to set.")
-      hint = typing.get_args(hint)[1]
+      hint = Any if hint is Any else typing.get_args(hint)[1]
     else:
       raise ConfigError(
         f"no setting {path!r}: {'.'.join(keys[:depth])} is a single value, {type_name(hint)}."

@@ -23,9 +23,8 @@ from collections.abc import Sequence
 import jax
 
 from train import config
-from train.config.checked import check
 from train.step import flops
-from train.step.model import build_model
+from train.step.model import build_model, check_length
 from train.tasks.report import Report
 
 LENGTHS = (256, 512, 1024)
@@ -44,6 +43,7 @@ def run(model: config.Model, lengths: Sequence[int] = LENGTHS) -> Report:
   Raises:
     ConfigError: a length is more than the model's positions or cache hold.
   """
+  check_length(model, "lengths", max(lengths))
   shape = (model.num_layers, model.dim, model.num_heads)
   printed = {n: PRINTED[n] if shape == PRINTED_SHAPE else None for n in lengths if n in PRINTED}
   tables = {
@@ -60,10 +60,13 @@ def _published(layers: int, dim: int, heads: int, length: int, printed) -> dict[
   cached = lambda n: layers * (3 * dim**2 * n + dim * n * (n + 1))
   width = dim // heads
   state = length * (3 * layers * heads * width**2 + dim**2)
+  # Sums over n = 1 to N: N (N + 1) / 2 of n, N (N + 1) (N + 2) / 3 of n (n + 1).
+  pairs = length * (length + 1) // 2
+  again = layers * (3 * dim**2 * pairs + dim * (2 * pairs * (length + 2) // 3))
   without, with_cache, of_state = printed[:3] if printed else (None, None, None)
   return {
     "tokens": length,
-    "attention": sum(map(cached, range(1, length + 1))) / 1e9,
+    "attention": again / 10**9,
     "printed": without,
     "attention, cache": cached(length) / 1e9,
     "printed, cache": with_cache,
@@ -81,21 +84,22 @@ def _flops(model: config.Model, length: int) -> dict[str, float | None]:
     per_token(attention, length),
   )
   assert first is not None and mean is not None  # attention has a formula
-  # Each of n tokens sees (n + 1) / 2 keys on average; the head reads the last token only.
-  per_key = (mean - first) / ((length - 1) / 2) if length > 1 else 0.0
+  # Each of n tokens sees (n + 1) / 2 keys on average, so that its FLOPs are first + (n - 1) times
+  # (mean - first) / (N - 1); the head reads the last token only. The sum over n = 1 to N, times 3:
   head = 2 * model.dim * model.vocab_size
-  again = sum(n * (first - head + per_key * (n - 1) / 2) + head for n in range(1, length + 1))
+  pairs = length * (length + 1) // 2
+  again = pairs * (3 * (first - head) + 2 * (mean - first)) + 3 * length * head
   return {
     "tokens": length,
     "model": None if own is None else own * length / 1e9,
     "attention, cache": mean * length / 1e9,
-    "attention": again / 1e9,
+    "attention": again / (3 * 10**9),
   }
 
 
 def _memory(model: config.Model, length: int, printed) -> dict[str, float | None]:
-  parameters, state = _bytes(model, length)
-  cached_parameters, cache = _bytes(_with_attention(model, length), length)
+  parameters, state = _bytes(model)
+  cached_parameters, cache = _bytes(_with_attention(model, length))
   rows = {
     "tokens": length,
     "parameters": parameters / 1e6,
@@ -108,15 +112,9 @@ def _memory(model: config.Model, length: int, printed) -> dict[str, float | None
   return rows | dict(zip(names, values, strict=True))
 
 
-def _bytes(model: config.Model, length: int) -> tuple[int, int]:
+def _bytes(model: config.Model) -> tuple[int, int]:
   """Of the parameters, and of the state of one sequence."""
   built = jax.eval_shape(lambda: build_model(model, jax.random.key(0)))
-  most = built.max_length
-  check(
-    most is None or length <= most,
-    f"lengths={length} is more than the {most} tokens that the model's positions or cache hold;"
-    " use a smaller one, or another max_length in model.mixer_options.",
-  )
   size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
   return size(built), size(jax.eval_shape(lambda: built.init_state(1)))
 

@@ -22,6 +22,7 @@ from train import config
 from train.checkpoint.safe_files import replace_file
 from train.config.checked import check
 from train.data.errors import writing
+from train.step.model import check_length
 from train.tasks.copies import Copies
 from train.tasks.mqar import MQAR, Examples
 from train.tasks.report import Report
@@ -122,7 +123,8 @@ class Training:
     metrics: of the last step, see `Copies.step`.
 
   Raises:
-    ConfigError: there are fewer rows than a batch has.
+    ConfigError: there are fewer rows than a batch has, or they are longer than the model's
+      positions or a cache hold.
   """
 
   def __init__(
@@ -136,6 +138,7 @@ class Training:
     data_seed: int = 0,
   ):
     check_rows(cfg, train_rows=train_rows, test_rows=test_rows)
+    check_length(cfg.model, "seq_len", cfg.seq_len)
     self._copies, self._most = copies, cfg.steps
     self.train, self.test = (_batches(task.examples(*of), cfg.global_batch) for of in (
       (train_rows, data_seed), (test_rows, data_seed + TEST_SEEDS)
@@ -191,7 +194,7 @@ def run(
   """Trains copies of the model for all seeds and learning rates; see `Training`.
 
   Raises:
-    ConfigError: there are fewer rows than a batch has.
+    ConfigError: as `Training`.
   """
   copies = Copies(cfg, seeds=seeds, learning_rates=learning_rates)
   rows = {"train_rows": train_rows, "test_rows": test_rows, "data_seed": data_seed}
