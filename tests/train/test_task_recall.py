@@ -92,7 +92,12 @@ def test_answers_contain_a_value_in_any_case(tmp_path, monkeypatch):
   report = recall.run(model, [str(path)], length=60)
   assert seen == [recall.prompt_of(NQ)] * 2
   assert report.tables["sets"] == [{"set": "nq", "rows": 2, "accuracy": 0.5}]
-  assert recall.run(model, [str(path)], length=3).tables["sets"][0]["accuracy"] is None
+  other = tmp_path / "long.jsonl"
+  other.write_text(json.dumps(long))
+  rows = recall.run(model, [str(path), str(other)], length=60).tables["sets"]
+  assert [(row["rows"], row["accuracy"]) for row in rows] == [(2, 0.5), (0, None)]
+  with pytest.raises(ValueError, match=r"length=3 leaves no row: .* 38 tokens; use --length 38"):
+    recall.run(model, [str(other), str(path)], length=3)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +105,11 @@ def test_answers_contain_a_value_in_any_case(tmp_path, monkeypatch):
   [
     ({"text": "a"}, False, r'expected "text", "key", "value", or'),
     ({"text": "a", "key": 3, "value": "b"}, False, r'expected "text", "key", "value", or'),
-    (NQ | {"answers": []}, False, r'expected "text", "key", "value", or'),
+    (NQ | {"answers": []}, False, r"'answers': \[\].*, expected .*; none of them empty"),
+    (FDA | {"value": ""}, False, r"'value': ''.*, expected .*; none of them empty"),
     ({"text": "a", "value": "b"}, True, r'expected also "context" and "question"'),
-    ({"context": "Q", "answer": 3}, False, r'expected "context" and "answer" with text'),
+    ({"context": "Q", "answer": 3}, False, r'expected "context", "answer" and, if any'),
+    ({"context": "", "answer": "A"}, False, r"'context': ''.*, expected .*; no text empty"),
     ({"context": "Q", "answer": "A"}, True, r"expected a text to read twice"),
   ],
 )

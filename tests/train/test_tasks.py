@@ -325,10 +325,22 @@ def test_babilong_asks_after_the_input(loaded, write, monkeypatch):
 @pytest.mark.parametrize(
   ("run", "row", "message"),
   [
-    (choices.choice, {"query": "a"}, r'line 1: found the keys .*expected "query" and a list'),
+    (choices.choice, {"query": "a"}, r"line 1: found {'query': 'a'}, expected .query. and"),
+    (choices.choice, {"query": "a", "choices": ["b"]}, r"found .*\['b'\].* of two texts or more"),
+    (choices.choice, {"query": "a", "choices": ["", "b"]}, r"found .*\['', 'b'\].* no text empty"),
     (choices.choice, {"query": "a", "choices": ["b", "c"], "gold": 2}, r'a "gold" of 0 to 1'),
-    (choices.cloze, ["a"], r'line 1: found list, expected "context", "continuation"'),
+    (choices.cloze, ["a"], r"line 1: found \['a'\], expected texts \"context\" and"),
+    (
+      choices.cloze,
+      {"context": "", "continuation": "b" * 99},
+      r"found {'context': '', 'continuation': 'b+\.\.\.b+'}, .* neither of them empty",
+    ),
     (babilong.run, {"input": "a"}, r'strings "input", "question" and "target"'),
+    (
+      babilong.run,
+      {"input": "a", "question": "b", "target": " "},
+      r"'target': ' '}, expected .* \"target\", which is not empty",
+    ),
   ],
 )
 def test_rows_of_another_format_raise(run, row, message, write):

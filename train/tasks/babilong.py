@@ -142,4 +142,4 @@ def _by_length(sets: Sequence[Row]) -> list[Row]:
 def _wrong(row: dict[str, Any]) -> str | None:
   names = ("input", "question", "target")
   given = all(isinstance(row.get(name), str) for name in names) and row["target"].strip()
-  return None if given else 'strings "input", "question" and "target"'
+  return None if given else 'strings "input", "question" and "target", which is not empty'

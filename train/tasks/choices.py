@@ -109,7 +109,10 @@ def _check_choice(row: dict[str, Any]) -> str | None:
   strings = isinstance(options, list) and all(isinstance(text, str) and text for text in options)
   gold = row.get("gold")
   if not (isinstance(query, str) and query and strings and len(options or ()) > 1):
-    return '"query" and a list "choices", or "continuation" and a list "context_options"'
+    return (
+      '"query" and a list "choices", or "continuation" and a list "context_options", of two texts'
+      " or more, and no text empty"
+    )
   if type(gold) is not int or not 0 <= gold < len(options):
     return f'a "gold" of 0 to {len(options) - 1}, the number of the right choice'
   return None
@@ -117,4 +120,5 @@ def _check_choice(row: dict[str, Any]) -> str | None:
 
 def _check_cloze(row: dict[str, Any]) -> str | None:
   texts_of = (row.get("context"), row.get("continuation"))
-  return None if all(isinstance(x, str) and x for x in texts_of) else '"context", "continuation"'
+  given = all(isinstance(x, str) and x for x in texts_of)
+  return None if given else 'texts "context" and "continuation", neither of them empty'

@@ -17,6 +17,7 @@ right if it contains the value in whatever case.
 Source: Just Read Twice (Arora et al. 2024), section 3 and its code, which Longhorn's table 1 uses.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -77,14 +78,16 @@ def run(
 
   Raises:
     DataError: a file is unreadable or of another format.
-    ValueError: a prompt is longer than the model's cache holds.
+    ValueError: a prompt is longer than the model's cache holds, or `length` leaves out all rows.
   """
-  table, details = [], []
+  table, details, shortest = [], [], math.inf
   for source in paths:
     for path, rows in read_samples(source, _wrong_twice if twice else _wrong, limit):
       prompts = [prompt_of(row, twice=twice) for row in rows]
-      size = lambda text: len(loaded.tokenizer.encode(text))
-      kept = [n for n, prompt in enumerate(prompts) if length is None or size(prompt) <= length]
+      kept = list(range(len(prompts)))
+      if length is not None:
+        sizes = [len(loaded.tokenizer.encode(prompt)) for prompt in prompts]
+        kept, shortest = [n for n in kept if sizes[n] <= length], min(shortest, *sizes)
       prompts = [prompts[n] for n in kept]
       found = answers(loaded, prompts, max_tokens=max_tokens, until=("\n",), batch=batch)
       values = [values_of(rows[n]) for n in kept]
@@ -93,6 +96,11 @@ def run(
       table.append({"set": path.name.split(".")[0], "rows": len(kept), "accuracy": accuracy})
       each = zip(values, found, strict=True)
       details += [{"set": path.name, "values": v, "answer": answer} for v, answer in each]
+  if not details and shortest < math.inf:
+    raise ValueError(
+      f"length={length} leaves no row: the shortest prompt has {shortest} tokens; use --length"
+      f" {shortest} or more, or leave it out."
+    )
   settings = {"model": str(loaded.source), "step": loaded.step}
   settings |= {"prompt": "twice" if twice else "once", "max_tokens": max_tokens, "length": length}
   return Report("recall", settings, {"sets": table}, {"answers": details})
@@ -113,13 +121,16 @@ def _wrong(row: dict[str, Any]) -> str | None:
   )
   if "answer" in row:
     right = is_text("context", "answer") and is_list(row.get("aliases", []))
-    return None if right else '"context" and "answer" with text in them, and a list "aliases"'
+    return None if right else '"context", "answer" and, if any, a list "aliases"; no text empty'
   if is_text("text", "value") and ("key" not in row or is_text("key")):
     return None
   listed = is_list(row.get("answers")) and row["answers"]
   if is_text("context", "question") and (listed or ("answers" not in row and is_text("value"))):
     return None
-  return '"text", "key", "value", or "context", "question", "answers", or "text", "value"'
+  return (
+    '"text", "key", "value", or "context", "question", "answers", or "text", "value"; none of them'
+    " empty"
+  )
 
 
 def _wrong_twice(row: dict[str, Any]) -> str | None:

@@ -1,6 +1,7 @@
 """Rows of a task's .jsonl files, read with checks, and rows to train on, written."""
 
 import json
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from train.checkpoint.safe_files import replace_file
 from train.data.errors import DataError, writing
 from train.data.sources import find_inputs, has_rows, read_rows
 
+# Rows in messages: an empty value is seen, a text not as a whole.
+_SHORT = reprlib.Repr(maxstring=30, maxdict=20, maxlist=4)
+
 
 def read_samples(
   source: str, wrong: Callable[[dict[str, Any]], str | None], limit: int | None = None
@@ -16,7 +20,7 @@ def read_samples(
   """Yields each .jsonl or .parquet file of a path, folder or glob with its first `limit` rows.
 
   Args:
-    wrong: says which keys a row of another format should have; None for a row that is right.
+    wrong: says what a row of another format should have; None for a row that is right.
 
   Raises:
     DataError: there is no such file, it is empty, or a row is of another format.
@@ -29,8 +33,7 @@ def read_samples(
     for where, row in read_rows(path):
       missing = wrong(row if isinstance(row, dict) else {})
       if missing is not None:
-        found = f"the keys {sorted(row)}" if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"{where}: found {found}, expected {missing}.")
+        raise DataError(f"{where}: found {_SHORT.repr(row)}, expected {missing}.")
       rows.append(row)
       if len(rows) == limit:
         break
