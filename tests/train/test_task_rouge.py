@@ -74,6 +74,14 @@ def test_missing_package_is_named(monkeypatch):
     rouge.run(types.SimpleNamespace(), "asqa", [])
 
 
+def test_unknown_kind_is_named_before_the_package_and_the_model(files, monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+  with pytest.raises(ValueError, match=r"^kind='foo' is not known; use one of asqa"):
+    rouge.run(types.SimpleNamespace(), "foo", [])
+  assert main(["task", "rouge", "no-model", files["asqa"], "--kind", "foo"]) == 2
+  assert capsys.readouterr().err.startswith("error: kind='foo' is not known; use one of asqa")
+
+
 def test_package_without_several_references_is_named(monkeypatch):
   old = types.SimpleNamespace(RougeScorer=types.SimpleNamespace(score=None))
   monkeypatch.setitem(sys.modules, "rouge_score", types.SimpleNamespace(rouge_scorer=old))

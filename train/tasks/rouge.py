@@ -97,6 +97,7 @@ def run(
       model's cache holds.
     DataError: a file is unreadable or of another format.
   """
+  kind_of(kind)
   rouge_l = scorer()
   table, details = [], []
   for path in paths:
@@ -119,9 +120,20 @@ def run(
   return Report("rouge", settings | {"max_tokens": max_tokens}, {"sets": table}, {"rows": details})
 
 
+def kind_of(name: str) -> Kind:
+  """The kind of this name.
+
+  Raises:
+    ValueError: it is unknown.
+  """
+  if name not in KINDS:
+    raise ValueError(f"kind={name!r} is not known; use one of {', '.join(KINDS)}.")
+  return KINDS[name]
+
+
 def prompt_of(kind: str, sample: Sample) -> str:
   """The text before the answer."""
-  return KINDS[kind].prompt.format(sample.text)
+  return kind_of(kind).prompt.format(sample.text)
 
 
 def training_rows(
@@ -141,9 +153,7 @@ def read(kind: str, path: str | Path, limit: int | None = None) -> list[Sample]:
     ValueError: the kind is unknown.
     DataError: the file is unreadable, empty or of another format.
   """
-  if kind not in KINDS:
-    raise ValueError(f"kind={kind!r} is not known; use one of {', '.join(KINDS)}.")
-  samples = list(KINDS[kind].read(Path(path)))[:limit]
+  samples = list(kind_of(kind).read(Path(path)))[:limit]
   if not samples:
     raise DataError(f"{path} has no rows.")
   return samples

@@ -206,6 +206,7 @@ def rouge(options: argparse.Namespace) -> Report | None:
     found = task.training_rows(options.kind, options.samples, options.limit)
     print(f"{options.write}  {write_training_rows(options.write, found):,} rows to train on")
     return None
+  task.kind_of(options.kind)  # before the model is loaded
   return task.run(
     arguments.loaded(options),
     options.kind,
