@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -211,11 +211,12 @@ def score(
       first token of a text is its context.
 
   Raises:
-    ValueError: there is no token to score, contexts and texts differ in number, or the model's
-      cache cannot hold the tokens.
+    ValueError: there is no token to score, contexts and texts are no texts or differ in number, or
+      the model's cache cannot hold the tokens.
   """
-  several = [text] if isinstance(text, str) else list(text)
-  contexts = [context] * len(several) if isinstance(context, str) else list(context)
+  several, contexts = _texts_of("text", text), _texts_of("context", context)
+  if isinstance(context, str):
+    contexts *= len(several)
   if len(contexts) != len(several):
     raise ValueError(
       f"context has {len(contexts)} texts for the {len(several)} of text; give one, or as many."
@@ -223,6 +224,19 @@ def score(
   pairs = list(zip(contexts, several, strict=True))
   found = texts.scores(model.model, model.tokenizer, pairs, batch=batch) if pairs else []
   return found[0] if isinstance(text, str) else found
+
+
+def _texts_of(name: str, given: str | Iterable[str]) -> list[str]:
+  """The texts of an argument that is one text or several."""
+  one = isinstance(given, str) or not isinstance(given, Iterable)
+  several: list[Any] = [given] if one else list(given)
+  for text in several:
+    if not isinstance(text, str):
+      raise ValueError(
+        f"{name} has {text!r:.50} of type {type(text).__name__}, which is no text; give a str, or a"
+        " list of them."
+      )
+  return several
 
 
 def not_exported(folder: Path) -> str:

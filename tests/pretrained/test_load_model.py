@@ -130,6 +130,21 @@ def test_score_without_a_token_to_score_raises(loaded):
 
 
 @pytest.mark.parametrize(
+  ("text", "context", "message"),
+  [
+    ([1], "", "text has 1 of type int, which is no text; give a str, or a list"),
+    (None, "", "text has None of type NoneType"),
+    (["a", b"b"], "", r"text has b'b' of type bytes"),
+    ("ab", None, "context has None of type NoneType"),
+    (["ab"], [2], "context has 2 of type int"),
+  ],
+)
+def test_score_of_no_text_raises(loaded, text, context, message):
+  with pytest.raises(ValueError, match=message):
+    lnssm_jax.score(loaded, text, context=context)
+
+
+@pytest.mark.parametrize(
   "change",
   [
     {"mixer": "softmax_attention", "mixer_options": {"max_length": 6}},
