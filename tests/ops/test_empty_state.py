@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from lnssm_jax import ops
 
 B, T, H, K = 4, 64, 1, 64  # one chunk, which reads the empty state itself
