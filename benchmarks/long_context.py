@@ -2,6 +2,7 @@
 
     python -m benchmarks.long_context --data FOLDER --out docs/long_context.csv
     python -m benchmarks.long_context --data FOLDER --only needles --mixers gla sse
+    python -m benchmarks.long_context --out docs/long_context.csv --plots docs   # needs no data
     python -m benchmarks.long_context --dry-run        # parameters, tokens and FLOPs; needs no data
 
 FOLDER has
@@ -35,7 +36,7 @@ The seeds of a mixer are copies of one program (`train.tasks.copies`), each with
 values and order of the data. Further training runs in the same program: rows are packed into
 windows of the same length, each with a state of its own. The programs of the next mixers are
 compiled while one trains. `--out` is written after each part of a mixer; what it has is not
-measured again.
+measured again, but drawn.
 """
 
 import argparse
@@ -44,17 +45,16 @@ import contextlib
 import dataclasses
 import functools
 import os
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks import csv_rows, long_context_parts
+from benchmarks import csv_rows, long_context_parts, over_seeds
 from benchmarks.long_context_parts import STORIES, Part, Score, Sizes
 from lnssm_jax import mixers
 from lnssm_jax.pretrained.loaded import LoadedModel
@@ -65,7 +65,7 @@ from train.data.tokenizers import tokenizer_of
 from train.data.windows import TokenWindows, train_batches
 from train.step import flops
 from train.step.model import model_graph
-from train.sweeps import Plot, plots, tables
+from train.sweeps import Plot, tables
 from train.tasks import rouge
 from train.tasks.copies import Copies
 
@@ -79,6 +79,39 @@ MIXERS: dict[str, tuple[int, dict[str, Any]]] = {  # heads and options; others h
   "sse": (4, {"num_partitions": 4}),
 }
 SHOWN = ("perplexity", "rank", "accuracy", "recall", "rouge_l")  # while it runs
+
+
+class Picture(NamedTuple):
+  """The axes of a part's picture, and the panel of each measure ("": a panel per task)."""
+
+  plot: Plot
+  score: str
+  measures: dict[str, str]
+  bars: Literal["range", "std"] = "std"
+  share_y: bool = True
+
+
+PICTURES = {
+  "extrapolate": Picture(
+    Plot(x="length", line="mixer", panel="tokens"),
+    "perplexity",
+    {"perplexity": "all", "beyond": "beyond the training length"},
+    bars="range",
+  ),
+  "states": Picture(
+    Plot(x="mixer", panel="states:"),
+    "mean over layers and heads",
+    {"rank": "effective rank", "entropy": "entropy", "cosine": "cosine of rows"},
+    share_y=False,
+  ),
+  "babilong": Picture(
+    Plot(x="length", line="mixer", panel="BABILong:"), "accuracy", {"accuracy": ""}
+  ),
+  "needles": Picture(
+    Plot(x="length", line="mixer", panel="needles"), "recall", {"recall": ""}, bars="range"
+  ),
+  "rouge": Picture(Plot(x="mixer", panel="summaries of"), "ROUGE-L", {"rouge_l": ""}),
+}
 FIELDS = ("part", "mixer", "seed", "of", "length", "measure", "value", "parameters", "sizes",
           "note")  # fmt: skip
 
@@ -191,19 +224,9 @@ def measure(
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Mean, standard deviation (of a sample), least and largest value over seeds."""
-  groups: dict[tuple, list[float]] = {}
-  for row in rows:
-    if row["value"] != "":
-      key = (row["part"], row["measure"], row["mixer"], row["of"], int(row["length"]))
-      groups.setdefault((*key, int(row["parameters"])), []).append(float(row["value"]))
+  """The rows over seeds, their lengths as numbers."""
   names = ("part", "measure", "mixer", "of", "length", "parameters")
-  return [
-    dict(zip(names, key, strict=True))
-    | {"value": statistics.fmean(values), "value min": min(values), "value max": max(values)}
-    | {"std": statistics.stdev(values) if len(values) > 1 else None, "seeds": len(values)}
-    for key, values in groups.items()
-  ]
+  return over_seeds.summary([row | {"length": int(row["length"])} for row in rows], names, "value")
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -219,37 +242,27 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     lines.append("|---|---|" + "---|" * len(lengths))
     for mixer, of in dict.fromkeys((x["mixer"], x["of"]) for x in here):
       cells = {x["length"]: x for x in here if (x["mixer"], x["of"]) == (mixer, of)}
-      text = [_cell(cells.get(length)) for length in lengths]
+      text = [over_seeds.text(cells[n]) if n in cells else "" for n in lengths]
       lines.append(f"| `{mixer}` | {of} | " + " | ".join(text) + " |")
     lines.append("")
   return "\n".join(lines)
 
 
-def _cell(row: dict[str, Any] | None) -> str:
-  if row is None:
-    return ""
-  return f"{row['value']:.3f}" + ("" if row["std"] is None else f" ± {row['std']:.3f}")
-
-
 def draw(rows: Sequence[dict[str, Any]], part: str, output: Path) -> None:
-  """Draws perplexity against the length of windows, or recall of needles; bars: all seeds.
+  """Writes the picture of a part.
 
   Raises:
     ValueError: there are no rows of the part.
   """
-  measure = {"extrapolate": "perplexity", "needles": "recall"}[part]
-  panels = {"perplexity": "all", "beyond": "beyond the training length"}
-  panel = "tokens" if part == "extrapolate" else "needles"
+  plot, score, measures, bars, share_y = PICTURES[part]
   found = [
-    {"mixer": row["mixer"], "length": row["length"], "parameters": row["parameters"]}
-    | {"best": True, panel: panels.get(row["measure"], row["of"]), measure: row["value"]}
-    | {f"{measure} {end}": row[f"value {end}"] for end in ("min", "max")}
+    row | {plot.panel: measures[row["measure"]] or row["of"]}
     for row in summary(rows)
-    if row["part"] == part and row["measure"] in (*panels, measure)
+    if row["part"] == part and row["measure"] in measures
   ]
   if not found:
     raise ValueError(f"a plot of the part {part} was asked for, of which there are no rows yet.")
-  plots.draw(found, Plot(x="length", line="mixer", panel=panel), measure, output)
+  over_seeds.draw(found, plot, score, output, bars, share_y)
 
 
 def estimate(mixer: str, names: Sequence[str], sizes: Sizes, seeds: int) -> Iterator[str]:
@@ -352,8 +365,7 @@ def main(arguments=None) -> list[dict[str, Any]]:
   parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
   parser.add_argument("--sizes", default="", metavar="rows=2,length=64", help="other sizes")
   parser.add_argument("--work", default="data/long_context", help="folder of token files")
-  parser.add_argument("--plot", type=Path, help="draw perplexity by length")
-  parser.add_argument("--plot-needles", type=Path, help="draw recall of needles by length")
+  parser.add_argument("--plots", type=Path, help="folder of long_context_PART.png, of each part")
   parser.add_argument("--dry-run", action="store_true", help="print parameters, tokens and FLOPs")
   args = parser.parse_args(arguments)
   sizes = Sizes.parse(args.sizes)
@@ -368,9 +380,8 @@ def main(arguments=None) -> list[dict[str, Any]]:
     parser.error(f"{args.out} has rows with --sizes {other.pop()!r}; use another --out.")
   run(parser, args, sizes, rows)
   print("\n" + markdown(rows))
-  for part, output in (("extrapolate", args.plot), ("needles", args.plot_needles)):
-    if output:
-      draw(rows, part, output)
+  for part in args.only if args.plots else ():
+    draw(rows, part, args.plots / f"long_context_{part}.png")
   return rows
 
 

@@ -157,10 +157,8 @@ def small(data, tmp_path, monkeypatch):
 
 
 def test_small_run_has_every_row_and_is_not_repeated(small, tmp_path, monkeypatch, capsys):
-  table, plot = tmp_path / "rows.csv", tmp_path / "plot.png"
-  needles = tmp_path / "needles.png"
-  command = [*small, "lrn", "--out", str(table), "--plot", str(plot)]
-  command += ["--plot-needles", str(needles)]
+  table = tmp_path / "rows.csv"
+  command = [*small, "lrn", "--out", str(table), "--plots", str(tmp_path)]
   rows = long_context.main(command)
   capsys.readouterr()
   with table.open() as file:
@@ -189,7 +187,8 @@ def test_small_run_has_every_row_and_is_not_repeated(small, tmp_path, monkeypatc
   value = {(r["measure"], r["length"], r["seed"]): r["value"] for r in rows}
   assert value["perplexity", "704", "0"] != value["perplexity", "704", "1"]
   assert value["rouge_l", "0", "0"] == "25"
-  assert min(plot.stat().st_size, needles.stat().st_size) > 1000
+  pictures = [tmp_path / f"long_context_{part}.png" for part in long_context.PARTS]
+  assert min(path.stat().st_size for path in pictures) > 1000
 
   monkeypatch.setattr(long_context, "compiled", None)
   assert long_context.main(command) == rows

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from train.checkpoint.safe_files import replace_file
 from train.sweeps.spec import Plot
@@ -13,13 +13,22 @@ Row = dict[str, Any]
 _SHIFT = 0.012  # between two lines, as a share of the axis
 
 
-def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
+def draw(
+  rows: Sequence[Row],
+  plot: Plot,
+  score: str,
+  output: Path,
+  *,
+  bars: Literal["range", "std"] = "range",
+  share_y: bool = True,
+) -> None:
   """Writes the picture of a table (`tables.table`) in the format of the suffix of `output`.
 
   Against a label, the best learning rate for each combination is drawn; against "learning_rate",
-  all are. A point is the mean over seeds, a bar goes from the least to the largest value. Labels of
-  which the plot says nothing are part of a line's name, where they differ. A line has the same
-  color and marker in all panels, and is shifted a little, so that no bar hides another.
+  all are. A point is the mean over seeds, a bar goes from the least to the largest value or has the
+  standard deviation to each side. Labels of which the plot says nothing are part of a line's name,
+  where they differ. A line has the same color and marker in all panels, which share their vertical
+  axis if `share_y`, and is shifted a little, so that no bar hides another.
 
   Raises:
     ValueError: there is nothing to draw yet.
@@ -50,7 +59,7 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
   shape = (-(-len(panels) // columns), columns)
   size = (3.6 * columns + 1.6, 3.0 * shape[0])
   figure, axes = plt.subplots(
-    *shape, figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=True
+    *shape, figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=share_y
   )
   colors, markers = plt.get_cmap("tab10" if len(lines) <= 10 else "tab20"), "osD^vP*X<>"
   is_number = all(isinstance(row[plot.x], int | float) for row in kept)
@@ -72,8 +81,11 @@ def draw(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
       else:
         x = [value + (ticks[-1] - ticks[0]) * shift for value in x]
       y = [row[score] for row in points]
-      below = [row[score] - row[f"{score} min"] for row in points]
-      above = [row[f"{score} max"] - row[score] for row in points]
+      if bars == "std":
+        below = above = [row[f"{score} std"] or 0.0 for row in points]
+      else:
+        below = [row[score] - row[f"{score} min"] for row in points]
+        above = [row[f"{score} max"] - row[score] for row in points]
       axis.errorbar(
         x, y, (below, above), label=line, color=colors(number), capsize=2, markersize=4,
         linewidth=1.2, marker=markers[number % len(markers)],
