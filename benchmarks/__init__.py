@@ -15,6 +15,6 @@ Speed on a GPU, next to other libraries:
 On a CPU: `scans` (time, memory), `numerics` and `limits` (errors), `load_pretrained`.
 Quality: `long_context`, `sparse_training`, `conversion`. Failures: `benchmarks.reliability`.
 
-`csv_rows`, `kernel_cases`, `long_context_parts`, `turns` and the peers are parts of these;
-`plot_kernels` draws a table.
+`csv_rows`, `kernel_cases`, `long_context_parts`, `over_seeds`, `turns` and the peers are parts of
+these; `plot_kernels` draws a table.
 """
