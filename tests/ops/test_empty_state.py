@@ -31,5 +31,5 @@ def test_reduction_in_the_same_program_has_the_value_of_the_output(name, reducti
     "maximum": lambda x: x.max(axis=-1),
   }[reduction]
   for _ in range(COMPILATIONS):
-    program = jax.jit(lambda *arrays: reduced(_op(name)(*arrays)))  # compiled anew
+    program = jax.jit(lambda *arrays: reduced(_op(name)(*arrays)))  # another program each time
     np.testing.assert_allclose(program(*arrays), reduced(output), rtol=1e-4, atol=1e-5)
