@@ -211,9 +211,14 @@ def score(
       first token of a text is its context.
 
   Raises:
-    ValueError: there is no token to score, contexts and texts are no texts or differ in number, or
-      the model's cache cannot hold the tokens.
+    ValueError: there is no token to score, contexts and texts are no texts or differ in number, the
+      model has no tokenizer with it, or its cache cannot hold the tokens.
   """
+  if not isinstance(model, LoadedModel):
+    raise ValueError(
+      f"model is of the class {type(model).__name__}; give a LoadedModel, which load_model returns:"
+      " it has the tokenizer."
+    )
   several, contexts = _texts_of("text", text), _texts_of("context", context)
   if isinstance(context, str):
     contexts *= len(several)

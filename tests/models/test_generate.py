@@ -336,6 +336,7 @@ def test_memory_and_programs_do_not_grow_with_the_text(model):
     ([[1], []], {}, r"prompts\[1\] is empty; give at least one token"),
     ("text", {}, "prompts holds text; encode it"),
     (["text"], {}, "prompts holds text; encode it"),
+    (None, {}, "prompts=None is no list"),
     ([1, 2], {}, r"prompts\[0\] has 0 axes instead of 1"),
     ([[1.0]], {}, r"prompts\[0\] has dtype float64"),
     ([[1], [3, 37]], {}, r"prompts\[1\] holds token ids from 3 to 37.*0 to 36"),

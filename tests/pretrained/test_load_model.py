@@ -144,6 +144,11 @@ def test_score_of_no_text_raises(loaded, text, context, message):
     lnssm_jax.score(loaded, text, context=context)
 
 
+def test_score_by_a_model_without_a_tokenizer_raises(loaded):
+  with pytest.raises(ValueError, match="model is of the class LanguageModel; give a LoadedModel"):
+    lnssm_jax.score(loaded.model, "ab")
+
+
 @pytest.mark.parametrize(
   "change",
   [

@@ -259,6 +259,12 @@ def test_needles_are_in_the_haystack_and_the_prompt_is_full(kind):
   assert needles.make(kind, 1500, tokenizer, seed=2).values != made.values
 
 
+def test_unknown_kind_of_needles_is_named_before_the_model(capsys):
+  kinds = ["--kinds", "single_1", "foo"]
+  assert main(["task", "niah", "no-model", "--lengths", "500", *kinds]) == 2
+  assert capsys.readouterr().err.startswith("error: kind='foo' is not known; use one of single_1")
+
+
 def test_needles_of_own_text_use_its_sentences(write):
   path = write([{"text": "One sentence\nhere. Two are there. Three"}])
   text = needles.sentences(path)

@@ -68,6 +68,17 @@ class Needle(NamedTuple):
   values: list[str]
 
 
+def kind_of(name: str) -> Kind:
+  """The kind of this name.
+
+  Raises:
+    ValueError: it is unknown.
+  """
+  if name not in KINDS:
+    raise ValueError(f"kind={name!r} is not known; use one of {', '.join(KINDS)}.")
+  return KINDS[name]
+
+
 def make(
   kind: str,
   length: int,
@@ -85,9 +96,7 @@ def make(
   Raises:
     ValueError: the kind is unknown, or the question and the answer are longer than `length`.
   """
-  if kind not in KINDS:
-    raise ValueError(f"kind={kind!r} is not known; use one of {', '.join(KINDS)}.")
-  task, rng = KINDS[kind], np.random.default_rng(seed)
+  task, rng = kind_of(kind), np.random.default_rng(seed)
   keys = [WORDS[number] for number in rng.choice(len(WORDS), task.keys, replace=False)]
   value = lambda: str(uuid.UUID(bytes=rng.bytes(16))) if task.uuids else str(
     rng.integers(10**6, 10**7)

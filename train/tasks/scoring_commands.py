@@ -155,9 +155,12 @@ def niah_options(parser: Any) -> None:
 def niah(options: argparse.Namespace) -> Report:
   from train.tasks import needles
 
+  kinds = options.kinds or list(needles.KINDS)
+  for kind in kinds:
+    needles.kind_of(kind)  # before the model is loaded, and the kinds before it are scored
   return needles.run(
     arguments.loaded(options),
-    kinds=options.kinds or list(needles.KINDS),
+    kinds=kinds,
     lengths=options.lengths,
     samples=options.samples,
     max_tokens=options.max_tokens,
