@@ -224,7 +224,7 @@ def _checked_prompts(model: Any, prompts, start: Prefix | None) -> tuple[Any, li
   model = model.module() if hasattr(model, "module") else model
   if (vocab_size := getattr(model, "vocab_size", None)) is None:
     raise ValueError(f"model is of the class {type(model).__name__}; give a LanguageModel.")
-  if not np.iterable(prompts):
+  if not hasattr(prompts, "__len__"):
     raise ValueError(f"prompts={prompts!r} is no list; give a list of lists of token ids.")
   if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
     raise ValueError("prompts holds text; encode it with the model's tokenizer first.")

@@ -1,4 +1,4 @@
-"""Tests in this folder need a Hopper GPU."""
+"""Tests in this folder need a Hopper GPU to themselves: they fill its memory with NaN."""
 
 import jax
 import pytest
