@@ -193,6 +193,8 @@ def read(
 def _checked(model, prompts, options: SamplingOptions, start, *, log_probs: bool = False):
   """Checks the arguments of `generate`; the steps (tokens [B], log-probabilities [B] or None)."""
   model, rows = _checked_prompts(model, prompts, start)
+  if not isinstance(options, SamplingOptions):
+    raise ValueError(f"options={options!r} is no SamplingOptions; give SamplingOptions(...).")
   _check_length(model, rows, options.max_tokens, start)
   if options.top_k is not None and options.top_k > model.vocab_size:
     raise ValueError(
@@ -224,7 +226,7 @@ def _checked_prompts(model: Any, prompts, start: Prefix | None) -> tuple[Any, li
   model = model.module() if hasattr(model, "module") else model
   if (vocab_size := getattr(model, "vocab_size", None)) is None:
     raise ValueError(f"model is of the class {type(model).__name__}; give a LanguageModel.")
-  if not hasattr(prompts, "__len__"):
+  if not hasattr(prompts, "__len__") or getattr(prompts, "shape", None) == ():
     raise ValueError(f"prompts={prompts!r} is no list; give a list of lists of token ids.")
   if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
     raise ValueError("prompts holds text; encode it with the model's tokenizer first.")

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, overload
 
 import jax
+import numpy as np
 from flax import nnx
 
 from lnssm_jax.generate import SamplingOptions
+from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.models import LanguageModel, count_parameters
 from lnssm_jax.models.settings import graph_of
 from lnssm_jax.pretrained import exports, folders, texts
@@ -212,13 +214,15 @@ def score(
 
   Raises:
     ValueError: there is no token to score, contexts and texts are no texts or differ in number, the
-      model has no tokenizer with it, or its cache cannot hold the tokens.
+      model has no tokenizer with it or a cache too small for the tokens, or `batch` is no positive
+      number.
   """
   if not isinstance(model, LoadedModel):
     raise ValueError(
       f"model is of the class {type(model).__name__}; give a LoadedModel, which load_model returns:"
       " it has the tokenizer."
     )
+  check_positive("batch", batch)
   several, contexts = _texts_of("text", text), _texts_of("context", context)
   if isinstance(context, str):
     contexts *= len(several)
@@ -233,7 +237,7 @@ def score(
 
 def _texts_of(name: str, given: str | Iterable[str]) -> list[str]:
   """The texts of an argument that is one text or several."""
-  one = isinstance(given, str) or not isinstance(given, Iterable)
+  one = isinstance(given, str | bytes) or not np.iterable(given)
   several: list[Any] = [given] if one else list(given)
   for text in several:
     if not isinstance(text, str):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from typing import Any
 
 import chex
 import jax
@@ -337,6 +338,7 @@ def test_memory_and_programs_do_not_grow_with_the_text(model):
     ("text", {}, "prompts holds text; encode it"),
     (["text"], {}, "prompts holds text; encode it"),
     (None, {}, "prompts=None is no list"),
+    (np.array(3), {}, r"prompts=array\(3\) is no list"),
     ([1, 2], {}, r"prompts\[0\] has 0 axes instead of 1"),
     ([[1.0]], {}, r"prompts\[0\] has dtype float64"),
     ([[1], [3, 37]], {}, r"prompts\[1\] holds token ids from 3 to 37.*0 to 36"),
@@ -363,6 +365,12 @@ def test_memory_and_programs_do_not_grow_with_the_text(model):
 def test_bad_arguments_raise_at_the_call(model, prompts, options, message):
   with pytest.raises(ValueError, match=message):
     stream(model, prompts, SamplingOptions(**{"max_tokens": 4} | options))
+
+
+def test_options_of_another_type_raise(model):
+  options: Any = {"max_tokens": 4}
+  with pytest.raises(ValueError, match="is no SamplingOptions; give"):
+    stream(model, [[1]], options)
 
 
 def test_model_without_a_vocabulary_raises():

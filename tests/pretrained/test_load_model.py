@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-from unittest import mock
 
 import jax
 import ml_dtypes
@@ -53,8 +52,9 @@ def exported(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(exported):
   """The model with its tokenizer, loaded where only the library and what it needs are installed."""
-  absent = ("safetensors", "tokenizers", "train", "orbax")
-  with mock.patch.dict(sys.modules, dict.fromkeys(absent)):
+  with pytest.MonkeyPatch.context() as patch:  # forgets no module that is imported meanwhile
+    for absent in ("safetensors", "tokenizers", "train", "orbax"):
+      patch.setitem(sys.modules, absent, None)
     found = lnssm_jax.load_model(exported)
     assert found.tokenizer.spec == "bytes"
     assert isinstance(found.generate("ab"), str)
@@ -135,6 +135,8 @@ def test_score_without_a_token_to_score_raises(loaded):
     ([1], "", "text has 1 of type int, which is no text; give a str, or a list"),
     (None, "", "text has None of type NoneType"),
     (["a", b"b"], "", r"text has b'b' of type bytes"),
+    (b"ab", "", r"text has b'ab' of type bytes"),
+    (np.array("ab"), "", "text has array"),
     ("ab", None, "context has None of type NoneType"),
     (["ab"], [2], "context has 2 of type int"),
   ],
@@ -142,6 +144,12 @@ def test_score_without_a_token_to_score_raises(loaded):
 def test_score_of_no_text_raises(loaded, text, context, message):
   with pytest.raises(ValueError, match=message):
     lnssm_jax.score(loaded, text, context=context)
+
+
+@pytest.mark.parametrize("batch", [0, -1, 1.5, "2", None])
+def test_score_with_a_batch_of_no_positive_number_raises(loaded, batch):
+  with pytest.raises(ValueError, match=r"batch=.* must be"):
+    lnssm_jax.score(loaded, "ab", batch=batch)
 
 
 def test_score_by_a_model_without_a_tokenizer_raises(loaded):

@@ -5,8 +5,6 @@ import numbers
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.core.states import unknown
-
 
 def check_shape(scan: str, name: str, array, expected: tuple[int | None, ...], axes: str):
   """Raises `ValueError` unless `array` has the expected shape; `None` matches any size."""
@@ -103,9 +101,9 @@ def check_chunk_size(scan: str, chunk_size: int | None):
 def checked_state(scan: str, kind, state, shape: tuple[int, ...], axes: str, dtype):
   """The initial state, of one array, as a `kind` of this shape and dtype; zeros for None."""
   if state is None:
-    return kind(unknown(jnp.zeros(shape, dtype)))
+    return kind(jnp.zeros(shape, dtype))
   (name,) = kind._fields
   array = getattr(state, name)
   check_shape(scan, f"initial_state.{name}", array, shape, axes)
   check_floating(scan, f"initial_state.{name}", array)
-  return kind(unknown(jnp.asarray(array, dtype)))
+  return kind(jnp.asarray(array, dtype))

@@ -27,6 +27,7 @@ from lnssm_jax.ops.core import spmd
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes
 from lnssm_jax.ops.core.recording import observing, recorded
 from lnssm_jax.ops.core.sequence_parallel import place
+from lnssm_jax.ops.core.states import unknown
 from lnssm_jax.ops.core.symbolic import naming_length
 from pallas_kernels import MADE_BY_KERNELS as MADE_BY_KERNELS  # for rematerialization policies
 
@@ -219,6 +220,12 @@ def supported(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> list[s
   return sorted(able, key=lambda name: not call.preferred(name))  # stable
 
 
+def _from_unknown_state(run, inputs, options):
+  """`run` in XLA, which must not know that a state is zero, see `unknown`."""
+  state = getattr(inputs, "state", None)
+  return run(inputs if state is None else inputs._replace(state=unknown(state)), options)
+
+
 class Kernels:
   """The implementations "pallas", on a Hopper GPU, and "pallas_interpret", by name only.
 
@@ -257,7 +264,7 @@ class Kernels:
 
   def with_forms(self, **forms: Callable[[Any, Any], Any]) -> dict[str, Form]:
     """All implementations of an op, as preferred: these are between those of the kernels."""
-    named = {name: Form(run) for name, run in forms.items()}
+    named = {name: Form(functools.partial(_from_unknown_state, run)) for name, run in forms.items()}
     return {"pallas": self.compiled, **named, "pallas_interpret": self.interpreted}
 
   def _kernels(self) -> Any:

@@ -16,7 +16,6 @@ from lnssm_jax.ops.core.checks import (
 from lnssm_jax.ops.core.grouped_heads import form_over_groups, state_heads
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
-from lnssm_jax.ops.core.states import unknown
 from lnssm_jax.ops.delta_rule.chunked import chunked
 from lnssm_jax.ops.delta_rule.reference import associative, reference
 from lnssm_jax.ops.delta_rule.sharded import sharded
@@ -133,7 +132,7 @@ def delta_rule(
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
-    Inputs(q, k, v, beta, log_decay, erase_key, unknown(state), segments),
+    Inputs(q, k, v, beta, log_decay, erase_key, state, segments),
     Options(scale, chunk_size),
     implementation=implementation,
     axis_name=axis_name,

@@ -16,7 +16,6 @@ from lnssm_jax.ops.core.checks import (
 from lnssm_jax.ops.core.grouped_heads import form_over_groups, state_heads
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
-from lnssm_jax.ops.core.states import unknown
 from lnssm_jax.ops.linear_attention.chunked import chunked
 from lnssm_jax.ops.linear_attention.reference import associative, reference
 from lnssm_jax.ops.linear_attention.sharded import sharded
@@ -141,7 +140,7 @@ def linear_attention(
       check_shape(_NAME, "initial_state.key_sum", initial_state.key_sum, (B, S, K), "[B, H, K]")
       state = state._replace(key_sum=jnp.asarray(initial_state.key_sum, acc))
   segments = segments_of(_NAME, segment_ids, B, T)
-  inputs = Inputs(q, k, v, log_decay, value_log_decay, bonus, unknown(state), segments)
+  inputs = Inputs(q, k, v, log_decay, value_log_decay, bonus, state, segments)
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
