@@ -10,10 +10,10 @@ from jax.tree_util import SequenceKey
 def unknown[Tree](tree: Tree) -> Tree:
   """The same arrays, of which XLA knows no values while it compiles.
 
-  XLA for CPUs fuses a product with an array of one constant, such as an empty state or the gradient
-  of a state that nobody reads, with a sum or maximum after it, and then reads memory that nothing
-  has written (jaxlib 0.11.2 and 0.12.0): `jnp.sum((q @ jnp.zeros((128, 64)) + c) ** 2, -1)` is
-  wrong, or NaN, in one program and right in the next. With a barrier the array is a buffer.
+  XLA for CPUs fuses a product with an array of one constant, such as an empty state, with a sum or
+  maximum after it, and then reads memory that nothing has written (jaxlib 0.11.2 and 0.12.0):
+  `jnp.sum((q @ jnp.zeros((128, 64)) + c) ** 2, -1)` is wrong, or NaN, in one program and right in
+  the next. With a barrier the array is a buffer.
   """
   return jax.lax.optimization_barrier(tree)
 
