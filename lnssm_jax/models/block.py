@@ -115,7 +115,13 @@ def options_by_mixer(
       check_choice("mixer_options: mixer", name, map(mixer_name, pattern))
   by_mixer = {}
   for mixer in dict.fromkeys(pattern):
-    by_mixer[mixer] = dict(options if len(pattern) == 1 else options.get(mixer_name(mixer), {}))
+    own = options if len(pattern) == 1 else options.get(mixer_name(mixer), {})
+    if not isinstance(own, Mapping):
+      raise ValueError(
+        f"mixer_options[{mixer_name(mixer)!r}]={own!r} is no dictionary; give the options of that"
+        " mixer by name, such as {'feature_map': 'relu'}."
+      )
+    by_mixer[mixer] = dict(own)
     check_mixer(mixer, by_mixer[mixer], dim, num_heads)
   return by_mixer
 

@@ -183,6 +183,13 @@ def test_bad_options_raise_and_are_named(options, message):
     LanguageModel(**SIZES | {"num_layers": 2} | options, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.parametrize("own", [None, 3, "relu", [1]])
+def test_options_of_a_mixer_of_a_pattern_that_are_no_dictionary_raise(own):
+  options = {"mixer": ("gla", "lnssm"), "mixer_options": {"gla": own}}
+  with pytest.raises(ValueError, match=r"^mixer_options\['gla'\]=.* is no dictionary; give"):
+    LanguageModel(**SIZES | {"num_layers": 2} | options, rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize("number", [-1, 4, 1.0, "0"])
 def test_layer_that_does_not_exist_raises(number):
   with pytest.raises(ValueError, match=rf"layer={number!r} does not exist; there are 4, from 0 to"):

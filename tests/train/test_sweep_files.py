@@ -12,7 +12,7 @@ from tests.train.conftest import WORDS
 from tests.train.test_sweeps import FILE
 from train.cli.main import main
 from train.config import ConfigError, to_dict
-from train.sweeps import Recall, Run, plan, spec, tuning
+from train.sweeps import Recall, Run, overrides, plan, spec, tuning
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
@@ -34,6 +34,11 @@ def test_file_has_runs_labels_folders_and_overrides(file, tmp_path):
   assert run.cfg.run_dir == "runs/sizes/a/lrn-32-0.002-1"
   assert (run.cfg.steps, run.cfg.seed, run.task.pairs, run.task.train_rows) == (9, 1, 2, 50)
   assert (run.cfg.optimizer.peak_lr, run.cfg.optimizer.final_lr) == (2e-3, pytest.approx(2e-4))
+  assert {
+    x.cfg.optimizer.final_lr for x in spec.load(file, changes=["optimizer.final_lr=1e-5"]).runs
+  } == {1e-5}
+  alone = spec.load(file, changes=["model.dim=64"], only=["width=32"]).chosen
+  assert {run.cfg.model.dim for run in alone} == {64}
   fitting = spec.load(file, changes=["seq_len=8"], only=["size=a"])  # which four pairs do not
   assert len(fitting.chosen) == 8
   assert spec.load(file, folder=tmp_path).runs[0].cfg.run_dir.startswith(str(tmp_path))
@@ -44,11 +49,17 @@ def test_file_has_runs_labels_folders_and_overrides(file, tmp_path):
   [
     ({"only": ["widht=16"]}, "no such label; did you mean 'width'"),
     ({"only": ["width=17"]}, "leaves no run; width is one of 16, 32"),
-    ({"changes": ["seed=3"]}, "--set seed=3: seed is an axis of the sweep"),
-    ({"changes": ["width=3"]}, "--set width=3: width is an axis of the sweep; choose"),
-    ({"changes": ["model.dim=3"]}, r"model.dim is an axis of the sweep \(16, 32\); choose its"),
-    ({"changes": ["task.pairs=3"]}, r"task.pairs is an axis of the sweep \(2, 4\); choose its"),
-    ({"changes": ["optimizer.final_lr=0"]}, r"optimizer.final_lr is an axis of the sweep \(0.000"),
+    ({"changes": ["seed=3"]}, "--set seed=3: every run of a sweep has its own seed"),
+    ({"changes": ["width=3"]}, "--set width=3: width is the axis width of the sweep; choose"),
+    (
+      {"changes": ["model.dim=3"]},
+      "model.dim is the axis width of the sweep; choose by --only width=",
+    ),
+    (
+      {"changes": ["task.pairs=3"]},
+      "--set task.pairs=3 makes the runs a/.* and b/.* the same",
+    ),
+    ({"changes": ["model=3"]}, "model is a group of settings"),
     ({"changes": ["task.pair=3"]}, "did you mean 'pairs'"),
   ],
 )
@@ -223,6 +234,13 @@ def test_page_of_sweeps_runs(monkeypatch):
   assert isinstance(found[1][0].task, Recall)
 
 
+def test_task_beyond_the_positions_of_a_model_is_found_in_the_file(file):
+  longer = "replace(cfg.model, dim=width, learned_positions=cfg.seq_len - 1)"
+  file.write_text(FILE.replace("replace(cfg.model, dim=width)", longer))
+  with pytest.raises(ConfigError, match=r"^a/lrn-16-.*|/a/lrn-16-0.001-0: seq_len=.* is more than"):
+    spec.load(file)
+
+
 def test_plain_configs_are_runs(tiny, tmp_path, config_file):
   path = tmp_path / "plain.py"
   config_file(tiny(), "one.py")
@@ -238,7 +256,8 @@ def test_plain_configs_are_runs(tiny, tmp_path, config_file):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_first_model_of_a_sweep_file_trains_at_a_tiny_size(path, tmp_path, monkeypatch, capsys):
   monkeypatch.setenv("LNSSM_DATA", "folder")
-  monkeypatch.setattr(spec, "_check_changes", lambda *_: None)  # makes axes small, too
+  for name in ("check_axes", "check_different"):
+    monkeypatch.setattr(overrides, name, lambda *_: None)  # makes axes small, too
   sweep = spec.load(path)
   first = sweep.runs[0]
   # Copies of one program: three seeds of a rate, or all rates of the seed that chooses.

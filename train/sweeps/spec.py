@@ -11,12 +11,12 @@ from train import config
 from train.config import ConfigError, apply_overrides
 from train.config.checked import at_least, check, coerce, did_you_mean, settings
 from train.config.loading import executed
+from train.sweeps import overrides
 
 if TYPE_CHECKING:
   from train.tasks.mqar import MQAR
 
 Label = str | int | float
-_OF_RUNS = ("optimizer.peak_lr", "seed", "run_dir")  # every run has its own
 
 
 @settings
@@ -235,14 +235,14 @@ def load(
   for x in found:
     check(isinstance(x, Run), f"SWEEP of {path} holds {x!r}, not a config.Train or a Run.")
   folder = Path(folder or Path("runs") / path.stem)
-  _check_changes(changes, found)
-  runs = [_prepared(run, folder, changes) for run in found]
-  chosen = runs
+  before = found
   for choice in only:
-    chosen = _chosen(chosen, choice)
-  for run in chosen:
-    if run.task is not None:
-      task_of(run)
+    before = _chosen(before, choice)
+  overrides.check_axes(changes, before)
+  runs = [_prepared(run, folder, changes) for run in found]
+  chosen = [new for old, new in zip(found, runs, strict=True) if any(old is x for x in before)]
+  overrides.check_different(changes, before, chosen)
+  _check_tasks(chosen)
   _check_plot(path, plot, runs)
   places = [run.cfg.run_dir for run in runs]
   twice = next((place for place in places if places.count(place) > 1), None)
@@ -293,6 +293,22 @@ def _listed(name: str, values: Any, more: str = "") -> list[Any]:
   values = list(values)
   check(values != [], f"grid: {name} has no values, so there is no run; give it at least one.")
   return values
+
+
+def _check_tasks(runs: Sequence[Run]) -> None:
+  """Raises ConfigError if the rows of a run's task do not fit its settings or its model."""
+  from train.step.model import check_length  # imports JAX
+
+  seen = []
+  for run in runs:
+    if run.task is not None:
+      task_of(run)
+    if run.task is not None and (built := (run.cfg.model, run.cfg.seq_len)) not in seen:
+      seen.append(built)
+      try:
+        check_length(run.cfg.model, "seq_len", run.cfg.seq_len)
+      except ValueError as error:
+        raise ConfigError(f"{run.cfg.run_dir}: {error}") from error
 
 
 def _check_plot(path: Path, plot: Any, runs: Sequence[Run]) -> None:
@@ -358,28 +374,6 @@ def _chosen(runs: Sequence[Run], choice: str) -> list[Run]:
 
 def _values(run: Run) -> dict[str, Label]:
   return {**run.labels, "lr": rate_of(run), "seed": run.cfg.seed}
-
-
-def _check_changes(changes: Sequence[str], runs: Sequence[Run]) -> None:
-  """Raises ConfigError if one is of an axis: a label, or a setting in which the runs differ."""
-  plain = [config.to_dict(x.cfg) | {"task": x.task and config.to_dict(x.task)} for x in runs]
-  for change in changes:
-    path = change.partition("=")[0].strip()
-    values = list(dict.fromkeys(repr(_at(path, of_run)) for of_run in plain))
-    named = path in _OF_RUNS or any(path in run.labels for run in runs)
-    has = f" ({', '.join(values[:3])}{', ...' * (len(values) > 3)})" if len(values) > 1 else ""
-    check(
-      not named and not has,
-      f"--set {change}: {path} is an axis of the sweep{has}; choose its values by --only, or in the"
-      " file.",
-    )
-
-
-def _at(path: str, values: Any) -> Any:
-  """The value at a dotted path of nested dictionaries; None if there is none."""
-  for name in path.split("."):
-    values = values.get(name) if isinstance(values, dict) else None
-  return values
 
 
 def _prepared(run: Run, folder: Path, changes: Sequence[str]) -> Run:

@@ -1,0 +1,56 @@
+"""Whether `--set` of a sweep leaves its axes alone."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from train import config
+from train.config.checked import check
+
+if TYPE_CHECKING:
+  from train.sweeps.spec import Run
+
+_OF_RUNS = ("optimizer.peak_lr", "seed", "run_dir")  # every run has its own
+
+
+def check_axes(changes: Sequence[str], runs: Sequence["Run"]) -> None:
+  """Raises ConfigError if a change is of a label, or of a setting that is the label's value."""
+  plain = [_plain(run) for run in runs]
+  for change in changes:
+    path = change.partition("=")[0].strip()
+    values = [_at(path, of_run) for of_run in plain]
+    has = list(dict.fromkeys(map(repr, values)))
+    for label in dict.fromkeys(name for run in runs for name in run.labels):
+      is_value = len(has) > 1 and [run.labels.get(label) for run in runs] == values
+      check(
+        path != label and not is_value,
+        f"--set {change}: {path} is the axis {label} of the sweep; choose by --only {label}=..., or"
+        " in the file.",
+      )
+    check(path not in _OF_RUNS, f"--set {change}: every run of a sweep has its own {path}.")
+
+
+def check_different(
+  changes: Sequence[str], before: Sequence["Run"], after: Sequence["Run"]
+) -> None:
+  """Raises ConfigError if changes make two of the runs the same."""
+  old, new = [_plain(run) for run in before], [_plain(run) for run in after]
+  for number, settings in enumerate(new):
+    first = new.index(settings)
+    check(
+      first == number or old[first] == old[number],
+      f"--set {', '.join(changes)} makes the runs {before[first].cfg.run_dir} and"
+      f" {before[number].cfg.run_dir} the same; choose runs by --only, or set it in the file.",
+    )
+
+
+def _plain(run: "Run") -> dict[str, Any]:
+  """All that a run computes, as simple values."""
+  task = run.task and config.to_dict(run.task)
+  return config.to_dict(run.cfg) | {"run_dir": None, "run_name": None, "task": task}
+
+
+def _at(path: str, values: Any) -> Any:
+  """The value at a dotted path of nested dictionaries; None if there is none."""
+  for name in path.split("."):
+    values = values.get(name) if isinstance(values, dict) else None
+  return values
