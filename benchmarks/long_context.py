@@ -378,6 +378,8 @@ def main(arguments=None) -> list[dict[str, Any]]:
   rows = csv_rows.read(args.out, without=(), column="part") if args.out else []
   if other := {row["sizes"] for row in rows} - {sizes.changes}:
     parser.error(f"{args.out} has rows with --sizes {other.pop()!r}; use another --out.")
+  if args.plots:
+    args.plots.mkdir(parents=True, exist_ok=True)
   run(parser, args, sizes, rows)
   print("\n" + markdown(rows))
   for part in args.only if args.plots else ():

@@ -30,6 +30,7 @@ from benchmarks import csv_rows, over_seeds, turns
 from train.config import Data, Model, Optimizer, Train
 from train.data.windows import TokenWindows, eval_batches, train_batches
 from train.sweeps import Plot
+from train.tasks import arguments as task_arguments
 from train.tasks.copies import Copies
 
 SEEDS = (0, 1, 2)
@@ -170,7 +171,7 @@ def main(arguments=None) -> list[dict[str, Any]]:
   parser.add_argument("--data", help="folder of token files")
   parser.add_argument("--set", nargs="+", default=[], metavar="steps=10", help="other sizes")
   parser.add_argument("--out", type=Path, help="a CSV file; without --data, one to read")
-  parser.add_argument("--plot", type=Path, help="draw bits per byte")
+  parser.add_argument("--plot", type=task_arguments.picture, help="draw bits per byte")
   parser.add_argument("--one", help=argparse.SUPPRESS)
   args = parser.parse_args(arguments)
   if args.one:
@@ -184,6 +185,8 @@ def main(arguments=None) -> list[dict[str, Any]]:
     rows = run(args)
   elif args.out and args.out.exists():
     rows = csv_rows.read(args.out, without=(), column="mixer")
+    if other := {name for row in rows for name in row} - set(FIELDS):
+      parser.error(f"{args.out} has the column {min(other)!r} of an older version; measure again.")
   else:
     parser.error("training needs --data, the folder of token files; or read rows with --out.")
   found = over_seeds.summary(rows, ("of", "mixer", "parameters"), "score")

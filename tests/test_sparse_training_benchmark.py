@@ -107,3 +107,16 @@ def test_pictures_of_long_context_have_a_panel_per_measure_or_task(
   np.testing.assert_allclose(np.concatenate(of_panel), wanted)  # of GLA, of SSE
   with pytest.raises(ValueError, match="there are no rows yet"):
     long_context.draw([], part, tmp_path / "picture.png")
+
+
+def test_wrong_file_or_picture_ends_before_training(tmp_path, capsys):
+  old = tmp_path / "old.csv"
+  csv_rows.write(old, (*sparse_training.FIELDS, "task"), [{"task": "recall"}])
+  for arguments, message in (
+    (["--out", str(old)], "has the column 'task' of an older version"),
+    (["--data", "none", "--plot", "picture"], "argument --plot"),
+    (["--data", "none", "--plot", str(tmp_path / "no" / "a.png")], "argument --plot"),
+  ):
+    with pytest.raises(SystemExit):
+      sparse_training.main(arguments)
+    assert message in capsys.readouterr().err
