@@ -1,5 +1,6 @@
 """Whether `--set` of a sweep leaves its axes alone."""
 
+import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,17 @@ _OF_RUNS = ("optimizer.peak_lr", "seed", "run_dir")  # every run has its own
 
 
 def check_axes(changes: Sequence[str], runs: Sequence["Run"]) -> None:
-  """Raises ConfigError if a change is of a label, or of a setting that is the label's value."""
+  """Raises ConfigError if a change is of a label, or its value, in which the runs differ."""
   plain = [_plain(run) for run in runs]
   for change in changes:
     path = change.partition("=")[0].strip()
     values = [_at(path, of_run) for of_run in plain]
-    has = list(dict.fromkeys(map(repr, values)))
+    is_group = isinstance(values[0], dict)  # whose own error names its settings
     for label in dict.fromkeys(name for run in runs for name in run.labels):
-      is_value = len(has) > 1 and [run.labels.get(label) for run in runs] == values
+      of_label = [run.labels.get(label) for run in runs]
+      is_axis = of_label == values or (path == label and not is_group)
       check(
-        path != label and not is_value,
+        not is_axis or of_label.count(of_label[0]) == len(runs),
         f"--set {change}: {path} is the axis {label} of the sweep; choose by --only {label}=..., or"
         " in the file.",
       )
@@ -36,10 +38,16 @@ def check_different(
   old, new = [_plain(run) for run in before], [_plain(run) for run in after]
   for number, settings in enumerate(new):
     first = new.index(settings)
+    one, other = before[first], before[number]
+    by = [name for name, value in one.labels.items() if other.labels.get(name) != value]
+    names = [
+      reprlib.repr({name: run.labels.get(name) for name in by}) if by else run.cfg.run_dir
+      for run in (one, other)
+    ]
     check(
       first == number or old[first] == old[number],
-      f"--set {', '.join(changes)} makes the runs {before[first].cfg.run_dir} and"
-      f" {before[number].cfg.run_dir} the same; choose runs by --only, or set it in the file.",
+      f"--set {', '.join(changes)} makes the runs {' and '.join(names)} the same, so it sets an"
+      f" axis; choose {f'by --only {by[0]}=..., or ' if by else ''}in the file.",
     )
 
 
