@@ -379,7 +379,10 @@ def main(arguments=None) -> list[dict[str, Any]]:
   if other := {row["sizes"] for row in rows} - {sizes.changes}:
     parser.error(f"{args.out} has rows with --sizes {other.pop()!r}; use another --out.")
   if args.plots:
-    args.plots.mkdir(parents=True, exist_ok=True)
+    try:
+      args.plots.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      parser.error(f"--plots is a folder: {error}")
   run(parser, args, sizes, rows)
   print("\n" + markdown(rows))
   for part in args.only if args.plots else ():

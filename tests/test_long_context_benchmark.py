@@ -157,8 +157,8 @@ def small(data, tmp_path, monkeypatch):
 
 
 def test_small_run_has_every_row_and_is_not_repeated(small, tmp_path, monkeypatch, capsys):
-  table = tmp_path / "rows.csv"
-  command = [*small, "lrn", "--out", str(table), "--plots", str(tmp_path)]
+  table, plots = tmp_path / "rows.csv", tmp_path / "new" / "plots"
+  command = [*small, "lrn", "--out", str(table), "--plots", str(plots)]
   rows = long_context.main(command)
   capsys.readouterr()
   with table.open() as file:
@@ -187,7 +187,7 @@ def test_small_run_has_every_row_and_is_not_repeated(small, tmp_path, monkeypatc
   value = {(r["measure"], r["length"], r["seed"]): r["value"] for r in rows}
   assert value["perplexity", "704", "0"] != value["perplexity", "704", "1"]
   assert value["rouge_l", "0", "0"] == "25"
-  pictures = [tmp_path / f"long_context_{part}.png" for part in long_context.PARTS]
+  pictures = [plots / f"long_context_{part}.png" for part in long_context.PARTS]
   assert min(path.stat().st_size for path in pictures) > 1000
 
   monkeypatch.setattr(long_context, "compiled", None)
@@ -198,6 +198,9 @@ def test_small_run_has_every_row_and_is_not_repeated(small, tmp_path, monkeypatc
   with pytest.raises(SystemExit):
     long_context.main([*command, "--sizes", f"{TINY},steps=3"])
   assert "use another --out" in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    long_context.main([*command, "--plots", str(table)])
+  assert "--plots is a folder" in capsys.readouterr().err
   with pytest.raises(SystemExit):
     long_context.main(["--data", str(tmp_path), "--only", "rouge"])
   assert "has no lm/train_books.*, lm/val_books.*, scitldr/train" in capsys.readouterr().err
