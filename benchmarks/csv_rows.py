@@ -14,7 +14,7 @@ def read(table: Path, *, without: Collection[str], column: str = "scan") -> list
   if not table.exists():
     return []
   with table.open() as file:
-    return [row for row in csv.DictReader(file) if row[column] not in without]
+    return [row for row in csv.DictReader(file) if row.get(column) not in without]
 
 
 def write(table: Path, fields: Sequence[str], rows: list[dict]):

@@ -185,8 +185,9 @@ def main(arguments=None) -> list[dict[str, Any]]:
     rows = run(args)
   elif args.out and args.out.exists():
     rows = csv_rows.read(args.out, without=(), column="mixer")
-    if other := {name for row in rows for name in row} - set(FIELDS):
-      parser.error(f"{args.out} has the column {min(other)!r} of an older version; measure again.")
+    if other := {name for row in rows for name in row} ^ set(FIELDS):
+      names = ", ".join(sorted(map(str, other)))
+      parser.error(f"{args.out} is of another version, which differs in {names}; measure again.")
   else:
     parser.error("training needs --data, the folder of token files; or read rows with --out.")
   found = over_seeds.summary(rows, ("of", "mixer", "parameters"), "score")

@@ -110,10 +110,12 @@ def test_pictures_of_long_context_have_a_panel_per_measure_or_task(
 
 
 def test_wrong_file_or_picture_ends_before_training(tmp_path, capsys):
-  old = tmp_path / "old.csv"
+  old, bare = tmp_path / "old.csv", tmp_path / "bare.csv"
   csv_rows.write(old, (*sparse_training.FIELDS, "task"), [{"task": "recall"}])
+  csv_rows.write(bare, sparse_training.FIELDS[1:], [{"seed": 0}])
   for arguments, message in (
-    (["--out", str(old)], "has the column 'task' of an older version"),
+    (["--out", str(old)], "old.csv is of another version, which differs in task; measure"),
+    (["--out", str(bare)], "bare.csv is of another version, which differs in mixer; measure"),
     (["--data", "none", "--plot", "picture"], "argument --plot"),
     (["--data", "none", "--plot", str(tmp_path / "no" / "a.png")], "argument --plot"),
   ):
