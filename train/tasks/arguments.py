@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,17 @@ def picture(text: str) -> Path:
     message = "a plot needs the package matplotlib: pip install matplotlib"
     raise argparse.ArgumentTypeError(message) from None
   return output(*(f".{name}" for name in FigureCanvasBase.get_supported_filetypes()))(text)
+
+
+def kind_of[Kind](name: str, kinds: Mapping[str, Kind]) -> Kind:
+  """The kind of this name.
+
+  Raises:
+    ValueError: it is unknown.
+  """
+  if name not in kinds:
+    raise ValueError(f"kind={name!r} is not known; use one of {', '.join(kinds)}.")
+  return kinds[name]
 
 
 def add_model(parser: Any) -> None:

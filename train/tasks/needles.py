@@ -23,6 +23,7 @@ from lnssm_jax.pretrained.tokenizers import Tokenizer
 from train.data.errors import DataError
 from train.data.sources import read_documents
 from train.tasks.answers import answers
+from train.tasks.arguments import kind_of
 from train.tasks.report import Report
 
 
@@ -68,17 +69,6 @@ class Needle(NamedTuple):
   values: list[str]
 
 
-def kind_of(name: str) -> Kind:
-  """The kind of this name.
-
-  Raises:
-    ValueError: it is unknown.
-  """
-  if name not in KINDS:
-    raise ValueError(f"kind={name!r} is not known; use one of {', '.join(KINDS)}.")
-  return KINDS[name]
-
-
 def make(
   kind: str,
   length: int,
@@ -96,7 +86,7 @@ def make(
   Raises:
     ValueError: the kind is unknown, or the question and the answer are longer than `length`.
   """
-  task, rng = kind_of(kind), np.random.default_rng(seed)
+  task, rng = kind_of(kind, KINDS), np.random.default_rng(seed)
   keys = [WORDS[number] for number in rng.choice(len(WORDS), task.keys, replace=False)]
   value = lambda: str(uuid.UUID(bytes=rng.bytes(16))) if task.uuids else str(
     rng.integers(10**6, 10**7)

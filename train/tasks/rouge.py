@@ -25,6 +25,7 @@ from lnssm_jax.pretrained.loaded import LoadedModel
 from train.data.errors import DataError, reading
 from train.data.sources import MAX_ROW, read_rows
 from train.tasks.answers import answers
+from train.tasks.arguments import kind_of
 from train.tasks.report import Report
 
 
@@ -97,7 +98,7 @@ def run(
       model's cache holds.
     DataError: a file is unreadable or of another format.
   """
-  kind_of(kind)
+  kind_of(kind, KINDS)
   rouge_l = scorer()
   table, details = [], []
   for path in paths:
@@ -120,20 +121,9 @@ def run(
   return Report("rouge", settings | {"max_tokens": max_tokens}, {"sets": table}, {"rows": details})
 
 
-def kind_of(name: str) -> Kind:
-  """The kind of this name.
-
-  Raises:
-    ValueError: it is unknown.
-  """
-  if name not in KINDS:
-    raise ValueError(f"kind={name!r} is not known; use one of {', '.join(KINDS)}.")
-  return KINDS[name]
-
-
 def prompt_of(kind: str, sample: Sample) -> str:
   """The text before the answer."""
-  return kind_of(kind).prompt.format(sample.text)
+  return kind_of(kind, KINDS).prompt.format(sample.text)
 
 
 def training_rows(
@@ -153,7 +143,7 @@ def read(kind: str, path: str | Path, limit: int | None = None) -> list[Sample]:
     ValueError: the kind is unknown.
     DataError: the file is unreadable, empty or of another format.
   """
-  samples = list(kind_of(kind).read(Path(path)))[:limit]
+  samples = list(kind_of(kind, KINDS).read(Path(path)))[:limit]
   if not samples:
     raise DataError(f"{path} has no rows.")
   return samples

@@ -157,7 +157,7 @@ def niah(options: argparse.Namespace) -> Report:
 
   kinds = options.kinds or list(needles.KINDS)
   for kind in kinds:
-    needles.kind_of(kind)  # before the model is loaded, and the kinds before it are scored
+    arguments.kind_of(kind, needles.KINDS)  # before the model, and the kinds before it are scored
   return needles.run(
     arguments.loaded(options),
     kinds=kinds,
@@ -209,7 +209,7 @@ def rouge(options: argparse.Namespace) -> Report | None:
     found = task.training_rows(options.kind, options.samples, options.limit)
     print(f"{options.write}  {write_training_rows(options.write, found):,} rows to train on")
     return None
-  task.kind_of(options.kind)  # before the model is loaded
+  arguments.kind_of(options.kind, task.KINDS)  # before the model is loaded
   return task.run(
     arguments.loaded(options),
     options.kind,
