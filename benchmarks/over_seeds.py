@@ -1,28 +1,22 @@
 """Results over seeds: mean, standard deviation, least and largest value, and their pictures."""
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from train.sweeps import Plot, plots
+from train.sweeps import Plot, plots, tables
 
 Row = dict[str, Any]
 
 
 def summary(rows: Sequence[Row], names: Sequence[str], value: str) -> list[Row]:
-  """A row per combination of `names`, of the rows that have a value.
-
-  `std` is that of a sample, None for one seed.
-  """
+  """A row per combination of `names`, of the rows that have a value (`tables.spread`)."""
   groups: dict[tuple, list[float]] = {}
   for row in rows:
     if row[value] != "":
       groups.setdefault(tuple(row[name] for name in names), []).append(float(row[value]))
   return [
-    dict(zip(names, key, strict=True))
-    | {"value": statistics.fmean(values), "value min": min(values), "value max": max(values)}
-    | {"value std": statistics.stdev(values) if len(values) > 1 else None, "seeds": len(values)}
+    dict(zip(names, key, strict=True)) | tables.spread("value", values) | {"seeds": len(values)}
     for key, values in groups.items()
   ]
 

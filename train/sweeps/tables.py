@@ -92,6 +92,19 @@ def write(folder: Path, runs: Sequence[Run], scores: Sequence[Scores | None]) ->
   return rows
 
 
+def spread(name: str, values: Sequence[float]) -> Row:
+  """Mean, standard deviation (of a sample, None for one value), least and largest value, by name.
+
+  The mean has the name alone.
+  """
+  return {
+    name: float(np.mean(values)),
+    f"{name} std": float(np.std(values, ddof=1)) if len(values) > 1 else None,
+    f"{name} min": min(values),
+    f"{name} max": max(values),
+  }
+
+
 def columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   """All keys of the rows, in the order of their first occurrence."""
   return list(dict.fromkeys(name for row in rows for name in row))
@@ -135,7 +148,5 @@ def _row(members: Sequence[tuple[Run, Scores | None]]) -> Row:
   for name in columns(known):
     values = [x for scores in known if (x := scores.get(name)) is not None and math.isfinite(x)]
     if values:
-      row[name] = float(np.mean(values))
-      row[f"{name} std"] = float(np.std(values, ddof=1)) if len(values) > 1 else None
-      row[f"{name} min"], row[f"{name} max"] = min(values), max(values)
+      row |= spread(name, values)
   return row
