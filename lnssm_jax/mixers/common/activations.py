@@ -81,6 +81,8 @@ GELUS = {"exact": exact_gelu, "tanh": functools.partial(jax.nn.gelu, approximate
 
 def silu_gate(y: jax.Array, gate: jax.Array) -> jax.Array:
   """y * silu(gate), in float32 at least: the caller rounds it, once."""
+  # Both gradients are made before one is used: otherwise XLA reads their inputs twice.
+  y, gate = jax.lax.optimization_barrier((y, gate))
   acc = accumulation_dtype(y, gate)
   return y.astype(acc) * jax.nn.silu(gate.astype(acc))
 

@@ -91,16 +91,14 @@ def rotary_embedding(
     frequency, magnitude = _scaled(frequency, float(base), scaling), scaling.get("magnitude", 1.0)
   angle = _angles(positions, frequency, acc)[..., None, :]  # [B or nothing, T, 1, width/2]
   cos, sin = magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
-  rotating = x[..., :width].astype(acc)
-  if interleaved:
-    first, second = rotating[..., 0::2], rotating[..., 1::2]
-  else:
-    first, second = rotating[..., : width // 2], rotating[..., width // 2 :]
-  pair = (first * cos - second * sin, first * sin + second * cos)
-  if interleaved:
-    rotated = jnp.stack(pair, axis=-1).reshape(rotating.shape)
-  else:
-    rotated = jnp.concatenate(pair, axis=-1)
+  # x cos + (the pair's other channel) sin, with the other channel by a reversal: the gradient has
+  # the same form, one pass over memory, where halves would be padded and added.
+  pair = -1 if interleaved else -2
+  shape = [width // 2, width // 2]
+  shape[pair] = 2
+  paired = x[..., :width].astype(acc).reshape(*x.shape[:-1], *shape)
+  cos, sin = jnp.expand_dims(cos, pair), jnp.stack([-sin, sin], axis=pair)
+  rotated = (paired * cos + jnp.flip(paired, pair) * sin).reshape(*x.shape[:-1], width)
   return jnp.concatenate([rotated.astype(x.dtype), x[..., width:]], axis=-1)
 
 
