@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from train import config
+from train.config import ConfigError
 from train.config.checked import check
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ _OF_RUNS = ("optimizer.peak_lr", "seed", "run_dir")  # every run has its own
 
 def check_axes(changes: Sequence[str], runs: Sequence["Run"]) -> None:
   """Raises ConfigError if a change is of a label, or its value, in which the runs differ."""
+  if not changes:
+    return
   plain = [_plain(run) for run in runs]
   for change in changes:
     path = change.partition("=")[0].strip()
@@ -35,19 +38,22 @@ def check_different(
   changes: Sequence[str], before: Sequence["Run"], after: Sequence["Run"]
 ) -> None:
   """Raises ConfigError if changes make two of the runs the same."""
+  if not changes:
+    return
   old, new = [_plain(run) for run in before], [_plain(run) for run in after]
   for number, settings in enumerate(new):
     first = new.index(settings)
+    if first == number or old[first] == old[number]:
+      continue
     one, other = before[first], before[number]
     by = [name for name, value in one.labels.items() if other.labels.get(name) != value]
     names = [
       reprlib.repr({name: run.labels.get(name) for name in by}) if by else run.cfg.run_dir
       for run in (one, other)
     ]
-    check(
-      first == number or old[first] == old[number],
+    raise ConfigError(
       f"--set {', '.join(changes)} makes the runs {' and '.join(names)} the same, so it sets an"
-      f" axis; choose {f'by --only {by[0]}=..., or ' if by else ''}in the file.",
+      f" axis; choose {f'by --only {by[0]}=..., or ' if by else ''}in the file."
     )
 
 
