@@ -240,7 +240,8 @@ def load(
     before = _chosen(before, choice)
   overrides.check_axes(changes, before)
   runs = [_prepared(run, folder, changes) for run in found]
-  chosen = [new for old, new in zip(found, runs, strict=True) if any(old is x for x in before)]
+  prepared = dict(zip(map(id, found), runs, strict=True))
+  chosen = [prepared[id(run)] for run in before]
   overrides.check_different(changes, before, chosen)
   _check_tasks(chosen)
   _check_plot(path, plot, runs)
@@ -301,14 +302,16 @@ def _check_tasks(runs: Sequence[Run]) -> None:
 
   seen = []
   for run in runs:
-    if run.task is not None:
-      task_of(run)
-    if run.task is not None and (built := (run.cfg.model, run.cfg.seq_len)) not in seen:
-      seen.append(built)
-      try:
-        check_length(run.cfg.model, "seq_len", run.cfg.seq_len)
-      except ValueError as error:
-        raise ConfigError(f"{run.cfg.run_dir}: {error}") from error
+    if run.task is None:
+      continue
+    task_of(run)
+    if (built := (run.cfg.model, run.cfg.seq_len)) in seen:
+      continue
+    seen.append(built)
+    try:
+      check_length(run.cfg.model, "seq_len", run.cfg.seq_len)
+    except ValueError as error:
+      raise ConfigError(f"{run.cfg.run_dir}: {error}") from error
 
 
 def _check_plot(path: Path, plot: Any, runs: Sequence[Run]) -> None:
