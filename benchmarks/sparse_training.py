@@ -20,6 +20,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +55,26 @@ class Sizes(NamedTuple):
   length: int = 1024
   rows: int = 32
   steps: int = 1000
+
+  @classmethod
+  def parse(cls, changes: Sequence[str]) -> "Sizes":
+    """`["rows=2", "length=64"]`: the default sizes but for these.
+
+    Raises:
+      ValueError: a name is unknown, or a value is no number of at least 1.
+    """
+    found = {}
+    for change in changes:
+      name, _, number = change.partition("=")
+      if name not in cls._fields:
+        raise ValueError(f"{change!r} sets no known size; use one of {', '.join(cls._fields)}.")
+      try:
+        found[name] = task_arguments.count(number)
+      except (ValueError, argparse.ArgumentTypeError):
+        raise ValueError(
+          f"{change!r} must set a whole number of at least 1, such as {name}=10."
+        ) from None
+    return cls(**found)
 
 
 def settings(mixer: str, sizes: Sizes, folder: str) -> Train:
@@ -174,9 +195,12 @@ def main(arguments=None) -> list[dict[str, Any]]:
   parser.add_argument("--plot", type=task_arguments.picture, help="draw bits per byte")
   parser.add_argument("--one", help=argparse.SUPPRESS)
   args = parser.parse_args(arguments)
+  try:
+    sizes = Sizes.parse(args.set)
+  except ValueError as error:
+    parser.error(f"argument --set: {error}")
   if args.one:
-    changes = {name: int(value) for name, value in (pair.split("=") for pair in args.set)}
-    copies = prepare(args.one, Sizes(**changes), args.data)
+    copies = prepare(args.one, sizes, args.data)
     turns.wait()
     rows = measure(args.one, copies)
     print(json.dumps({"rows": rows}), flush=True)

@@ -109,6 +109,28 @@ def test_pictures_of_long_context_have_a_panel_per_measure_or_task(
     long_context.draw([], part, tmp_path / "picture.png")
 
 
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ("foo=3", "'foo=3' sets no known size; use one of dim, num_layers, num_heads,"),
+    ("steps=ten", "'steps=ten' must set a whole number of at least 1, such as steps=10."),
+    ("steps=0", "'steps=0' must set a whole number of at least 1"),
+    ("steps", "'steps' must set a whole number of at least 1"),
+  ],
+)
+def test_wrong_size_ends_before_training_and_leaves_the_file(
+  change, message, tmp_path, monkeypatch, capsys
+):
+  table = tmp_path / "rows.csv"
+  csv_rows.write(table, sparse_training.FIELDS, [{"mixer": "gla", "score": "1.0"}])
+  before = table.read_bytes()
+  monkeypatch.setattr(sparse_training.turns, "take", lambda _: pytest.fail("training began"))
+  with pytest.raises(SystemExit, match="2"):
+    sparse_training.main(["--data", "none", "--out", str(table), "--set", "rows=2", change])
+  assert f"argument --set: {message}" in capsys.readouterr().err
+  assert table.read_bytes() == before
+
+
 def test_wrong_file_or_picture_ends_before_training(tmp_path, capsys):
   old, bare = tmp_path / "old.csv", tmp_path / "bare.csv"
   csv_rows.write(old, (*sparse_training.FIELDS, "task"), [{"task": "recall"}])
