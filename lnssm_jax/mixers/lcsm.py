@@ -10,7 +10,7 @@ from flax import nnx
 
 from lnssm_jax import ops
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.activations import log_gate, softplus
+from lnssm_jax.mixers.common.activations import log_gate
 from lnssm_jax.mixers.common.checks import check_normalizer, check_positive
 from lnssm_jax.mixers.common.complex_state import empty_state, from_complex, to_complex
 from lnssm_jax.mixers.common.initializers import uniform_fan_in
@@ -19,6 +19,7 @@ from lnssm_jax.mixers.common.positions import cosine_features
 from lnssm_jax.mixers.common.projections import Linear, merge_heads
 from lnssm_jax.mixers.lcsm_code import ACTIVATIONS, is_learned, read_code
 from lnssm_jax.mixers.tnl import alibi_slopes
+from lnssm_jax.ops.core.activations import softplus
 from lnssm_jax.ops.core.halo import step_positions
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state

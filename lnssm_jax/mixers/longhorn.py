@@ -75,10 +75,12 @@ class Longhorn(_Longhorn[LonghornState]):
     x, z, r, k, q, conv = self._streams(x, conv, segment_ids)
     y, recurrent = longhorn_scan(
       x,
-      jax.nn.sigmoid(self.beta_proj(r)),
+      self.beta_proj.product(r),
       k,
       q,
       skip=self.skip[...],
+      beta_sigmoid=True,
+      beta_bias=self.beta_proj.bias[...],
       axis_name=self.sequence_axis,
       initial_state=recurrent,
       segment_ids=segment_ids,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.activations import silu_gate, softplus
+from lnssm_jax.mixers.common.activations import silu_gate
 from lnssm_jax.mixers.common.checks import (
   check_choice,
   check_groups,
@@ -32,6 +32,7 @@ from lnssm_jax.ops import (
   linear_attention,
   selective_scan,
 )
+from lnssm_jax.ops.core.activations import softplus
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
 
@@ -185,11 +186,13 @@ class Mamba(SelectiveBlock[MambaState]):
     x, z, r, b, c, conv = self._streams(x, conv, segment_ids)
     y, recurrent = selective_scan(
       x,
-      softplus(self.dt_proj(r)),
+      self.dt_proj.product(r),
       -jnp.exp(wide(self.a_log[...])),
       b,
       c,
       skip=self.skip[...],
+      dt_softplus=True,
+      dt_bias=self.dt_proj.bias[...],
       axis_name=self.sequence_axis,
       initial_state=recurrent,
       segment_ids=segment_ids,

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
-from lnssm_jax.mixers.common.activations import softplus
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.mixers.common.initializers import step_size_bias, uniform_fan_in
 from lnssm_jax.mixers.common.projections import Linear
 from lnssm_jax.ops import SelectiveState, selective_scan
+from lnssm_jax.ops.core.activations import softplus
 from lnssm_jax.ops.core.precision import wide
 
 INITIALIZATIONS = ("paper", "as_run")

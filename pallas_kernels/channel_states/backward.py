@@ -63,9 +63,10 @@ class BackwardResults(NamedTuple):
   """Gradients."""
 
   x: Any  # [B, T, D]
-  rate: Any  # [B, T, D]
+  rate: Any  # [B, T, D], or of the logits of rates
   initial: Any  # [B, D, N] float32
   skip: Any  # [B, D] float32
+  rate_sums: Any  # [B, D] float32, of `rate` over tokens where it is of logits; or None
   key_sums: Any  # [B, CTAs, T, S, N] float32, sums over the channels of a CTA
   a: Any  # [B, D, N] float32, or None
 
@@ -76,6 +77,7 @@ class _Carry(NamedTuple):
   d_states: Any  # cotangents of the states after a token
   d_a: Any  # gradients of a so far, or None
   d_skip: Any  # gradients of skip so far
+  d_bias: Any  # sums of the gradients of logits so far, or None
 
 
 @with_int32_indices
@@ -88,11 +90,12 @@ def backward_kernel(
   d_out: jax.Array,  # [B, T, D]
   d_last: jax.Array,  # [B, D, N]
   *,
+  logits_dtype: Any,
   config: KernelConfig,
   has_boundaries: bool,
   backend: Backend,
 ) -> BackwardResults:
-  """Gradients of all inputs of the forward kernel."""
+  """Gradients of all inputs of the forward kernel, with a `logits_dtype` of the rates' logits."""
   x_dtype, rate_dtype, state_dtype = streams.x.dtype, streams.rate.dtype, chunk_states.dtype
   (B, T, D), N, C = streams.x.shape, chunk_states.shape[3], config.chunk
   num_chunks = T // C
@@ -104,11 +107,14 @@ def backward_kernel(
   # Two CTAs share the SMEM of an SM. With wide rates some of what could pass through SMEM does not:
   # the states that enter the chunks and the gradients of the rates.
   bypass_smem = rate_dtype.itemsize > x_dtype.itemsize
+  has_logits = logits_dtype is not None
+  d_rate_dtype = logits_dtype if has_logits else rate_dtype
   out_type = BackwardResults(
     x=jax.ShapeDtypeStruct((B, T, D), x_dtype),
-    rate=jax.ShapeDtypeStruct((B, T, D), rate_dtype),
+    rate=jax.ShapeDtypeStruct((B, T, D), d_rate_dtype),
     initial=jax.ShapeDtypeStruct((B, D, N), jnp.float32),
     skip=jax.ShapeDtypeStruct((B, D), jnp.float32),
+    rate_sums=jax.ShapeDtypeStruct((B, D), jnp.float32) if has_logits else None,
     key_sums=jax.ShapeDtypeStruct((B, num_ctas, T * S, N), jnp.float32),
     a=None if a is None else jax.ShapeDtypeStruct((B, D, N), jnp.float32),
   )
@@ -116,7 +122,7 @@ def backward_kernel(
     states=plgpu.SMEM((C - 2, width, N), state_dtype),
     sums=plgpu.SMEM((together * S, rows, N), jnp.float32),
     d_x=plgpu.SMEM((C, width), x_dtype),
-    d_rate=None if bypass_smem else plgpu.SMEM((C, width), rate_dtype),
+    d_rate=None if bypass_smem else plgpu.SMEM((C, width), d_rate_dtype),
   )
   # The chunk that the pipeline brings m-th.
   chunk_at = lambda m: num_chunks - 1 - m
@@ -165,11 +171,11 @@ def backward_kernel(
         gates = [recurrence.gates(x, rate, norm) for x, rate in zip(xs, rates, strict=True)]
         decays = [recurrence.decay(tiles, g, a, keys) for g, a in zip(gates, a_reg, strict=True)]
         is_first = load_is_first(smem, t) if has_boundaries else None
-        return keys, xs, gates, decays, is_first
+        return keys, xs, rates, gates, decays, is_first
 
       def recompute(t, states):
         """The states after token t."""
-        keys, _, gates, decays, is_first = prepare(t)
+        keys, _, _, gates, decays, is_first = prepare(t)
         return [
           decay.update(
             boundaries.reset(is_first, state, 0.0),
@@ -193,10 +199,10 @@ def backward_kernel(
 
       def compute_token(t, carry, after, before, first_sum):
         """Passes token t backwards, between the states `before` and `after` it."""
-        keys, xs, gates, decays, is_first = prepare(t)
+        keys, xs, rates, gates, decays, is_first = prepare(t)
         d_outs = tiles.load_channels(smem.d_out.at[t])
         totals = []
-        d_states, d_a, d_skip = [], [], []
+        d_states, d_a, d_skip, d_bias = [], [], [], []
         for j, at in enumerate(tiles.slices()):
           d_out = tiles.broadcast_channels(d_outs[j])
           adjoint = carry.d_states[j] + d_out * keys.read
@@ -209,7 +215,9 @@ def backward_kernel(
           sums = [d_out * after[j], *own.sums]
           totals = [y + z for y, z in zip(totals, sums, strict=True)] if totals else sums
           d_x_smem.at[t, at][...] = (own.x + skip_reg[j] * d_outs[j]).astype(x_dtype)
-          d_rate = own.rate.astype(rate_dtype)
+          d_rate = own.rate * recurrence.slope(rates[j]) if has_logits else own.rate
+          d_bias.append(carry.d_bias[j] + d_rate if has_logits else None)
+          d_rate = d_rate.astype(d_rate_dtype)
           if bypass_smem:
             store_unoptimized(outs.rate.at[row, n * C + t, tiles.slices(base)[j]], d_rate)
           else:
@@ -219,7 +227,7 @@ def backward_kernel(
           d_skip.append(carry.d_skip[j] + d_outs[j] * xs[j])
         for number, total in enumerate(recurrence.key_sums(tiles, keys, totals), first_sum):
           sums_smem.at[number][...] = total
-        return _Carry(d_states, d_a, d_skip)
+        return _Carry(d_states, d_a, d_skip, d_bias)
 
       def compute_tokens(i, carry, before_last=None, is_chunk_start=False):
         """Tokens whose sums over channels share a barrier, the last of the chunk for i = 0."""
@@ -256,6 +264,7 @@ def backward_kernel(
       d_states=tiles.load(ins.d_last.at[row], base),
       d_a=[None if ins.a is None else tiles.zeros() for _ in range(tiles.number)],
       d_skip=[tiles.zero_channels() for _ in range(tiles.number)],
+      d_bias=[tiles.zero_channels() if has_logits else None for _ in range(tiles.number)],
     )
     carry = plgpu.emit_pipeline(
       compute_chunk,
@@ -267,6 +276,8 @@ def backward_kernel(
     for j, at in enumerate(tiles.slices(base)):
       store_unoptimized(outs.initial.at[row, at], carry.d_states[j])
       store_unoptimized(outs.skip.at[row, at], carry.d_skip[j])
+      if has_logits:
+        store_unoptimized(outs.rate_sums.at[row, at], carry.d_bias[j])
       if ins.a is not None:
         store_unoptimized(outs.a.at[row, at], carry.d_a[j])
     plgpu.wait_smem_to_gmem(0)

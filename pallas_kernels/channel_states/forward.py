@@ -39,6 +39,7 @@ class Static(NamedTuple):
   recurrence: Recurrence
   out_dtype: Any
   interpret: Any = None
+  logits_dtype: Any = None  # of `Inputs.rate_logits`; None without them
 
 
 def scan(
@@ -59,7 +60,7 @@ def scan(
   B, T, D = inputs.x.shape
   split = lambda x: x.reshape(B * num_splits, T // num_splits, *x.shape[2:])
   whole = lambda x: x.reshape(B, num_splits, *x.shape[1:])
-  per_token = ("x", "rate", "write_key", "read_key", "other_squares", "key_norm")
+  per_token = ("x", "rate", "write_key", "read_key", "other_squares", "key_norm", "rate_logits")
   pieces = {name: getattr(inputs, name) for name in per_token}
   pieces = inputs._replace(**{n: split(x) for n, x in pieces.items() if x is not None})
   first = None if first is None else split(first)
@@ -104,7 +105,8 @@ def _forward(static, inputs, first, chunk_state_dtype):
 def _forward_rule(static, inputs, first):
   results = _forward(static, inputs, first, inputs.x.dtype)
   results = jax.tree.map(functools.partial(checkpoint_name, name=MADE_BY_KERNELS), results)
-  return (results.out, results.last), (inputs, first, results.chunk_states)
+  kept = inputs._replace(rate_logits=None, rate_bias=None)  # the slope follows from the rate
+  return (results.out, results.last), (kept, first, results.chunk_states)
 
 
 def _backward_rule(static, residuals, cotangents):
@@ -116,14 +118,16 @@ def _backward_rule(static, residuals, cotangents):
     recurrence,
     Streams.of(prepared, first),
     *(prepared.skip, prepared.a, chunk_states, d_out.astype(inputs.x.dtype), d_last),
+    logits_dtype=static.logits_dtype,
     config=tuning.backward_config(chunk_states.shape[3], recurrence.num_sums),
     has_boundaries=first is not None,
     backend=Backend(static.interpret),
   )
   keys = recurrence.key_gradients(results.key_sums.sum(1), inputs)
+  has_logits = static.logits_dtype is not None
   d_inputs = Inputs(
     results.x,
-    results.rate,
+    None if has_logits else results.rate,
     keys.write_key,
     keys.read_key,
     results.skip.sum(0),
@@ -132,7 +136,11 @@ def _backward_rule(static, residuals, cotangents):
     keys.other_squares,
     keys.key_norm,
   )
-  return jax.tree.map(lambda d, x: d.astype(x.dtype), d_inputs, inputs), None
+  inputs = inputs._replace(rate=None) if has_logits else inputs
+  d_inputs = jax.tree.map(lambda d, x: d.astype(x.dtype), d_inputs, inputs)
+  if has_logits:
+    d_inputs = d_inputs._replace(rate_logits=results.rate, rate_bias=results.rate_sums.sum(0))
+  return d_inputs, None
 
 
 _scan.defvjp(_forward_rule, _backward_rule)

@@ -48,6 +48,10 @@ class LonghornScan:
   def prepare(self, inputs: Inputs) -> Inputs:
     return inputs
 
+  def slope(self, rate):
+    """Of the sigmoid."""
+    return rate * (1 - rate)
+
   def split_decay(self, inputs, first, run):
     """The last state of a scan from 1 that writes nothing; `run` resets it at boundaries."""
     del first

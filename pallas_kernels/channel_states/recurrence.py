@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
   """Arrays of a scan. T is a multiple of `CHUNK`, D of `CHANNELS`, N of `STATE_WIDTHS`."""
 
   x: jax.Array  # [B, T, D]
-  rate: jax.Array  # [B, T, D], dt or beta
+  rate: Any  # [B, T, D], dt or beta; None of a gradient by `rate_logits`
   write_key: jax.Array  # [B, T, N], b or k
   read_key: jax.Array  # [B, T, N], c or q
   skip: jax.Array  # [D] float32
@@ -28,6 +28,10 @@ class Inputs(NamedTuple):
   a: Any = None  # [D, N] float32, of S6
   other_squares: Any = None  # [B, T, N], of Longhorn: the sum of the other k_j^2
   key_norm: Any = None  # [B, T], of Longhorn: ||k||^2
+  # Where `rate` is the recurrence's activation of rate_logits + rate_bias. The kernels read `rate`
+  # alone; the gradients are those by these two, so that none by `rate` is written.
+  rate_logits: Any = None  # [B, T, D]
+  rate_bias: Any = None  # [D] float32
 
 
 class KeyGradients(NamedTuple):
@@ -108,6 +112,10 @@ class Recurrence(Protocol):
 
   def prepare(self, inputs: Inputs) -> Inputs:
     """The arrays as the kernels read them."""
+    ...
+
+  def slope(self, rate) -> Any:
+    """The derivative of the activation that makes rates, where it has made this one."""
     ...
 
   def split_decay(self, inputs: Inputs, first: jax.Array | None, run) -> jax.Array:

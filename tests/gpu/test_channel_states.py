@@ -32,6 +32,8 @@ SMALL = [
   (Case(500, "ordinary", skip=False, D=300, N=64, chunk=None), BF16),
   (Case(100, "weak", D=256, N=16, chunk=None), F32),
   (Case(1, "extreme", D=3, N=1, chunk=None), BF16),
+  (Case(100, "weak", segments=True, D=256, N=16, chunk=None, activated=True), BF16),
+  (Case(1000, "extreme", D=131, N=16, chunk=None, activated=True), BF16),
 ]
 
 

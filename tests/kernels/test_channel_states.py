@@ -23,6 +23,7 @@ from tests.kernels.lowered import (
   DATA,
   REPLICATED,
   assert_shard_map_keeps_shapes,
+  kernel_launches,
   kernels_in,
   kernels_traced,
   recomputed_for_several,
@@ -73,7 +74,7 @@ def test_channel_states_in_groups_match_reference(name, monkeypatch):
 @pytest.mark.slow
 @BOTH
 def test_channel_states_with_float32_rates_match_reference(name, monkeypatch):
-  """As mixers pass them: rates in float32, all else in bfloat16."""
+  """As S6 passes them: rates in float32, all else in bfloat16."""
   check(name, Case(17, D=2, segments=True, chunk=None), (BF16, F32), monkeypatch)
 
 
@@ -99,6 +100,8 @@ ALL = list(itertools.product(SCANS, DTYPES, (5, 16, 40), (False, True), (100, 51
 SOME = [
   ("selective_scan", "wide rates", 40, True, 100, 1),
   ("longhorn_scan", "float32", 16, False, 100, 1),
+  ("selective_scan", "bfloat16", 16, True, 128, 1, True),
+  ("longhorn_scan", "bfloat16", 16, True, 128, 4, True),
 ]
 
 
@@ -108,14 +111,16 @@ def run_of(name, *args, num_splits=None, **kwargs):
   return SCANS[name][1].run(call.inputs, call.options, num_splits=num_splits)
 
 
-def lowers(name, dtypes, N, segments, D, splits):
-  case = Case(256, D=D, N=N, segments=segments, chunk=None)
+def lowers(name, dtypes, N, segments, D, splits, activated=False):
+  case = Case(256, D=D, N=N, segments=segments, chunk=None, activated=activated)
   args, kwargs = drawn(name, case, DTYPES[dtypes])
-  arrays = (args, {n: kwargs[n] for n in ("skip", "initial_state")})
+  segment_ids = kwargs.pop("segment_ids")
+  flags = {n: x for n, x in kwargs.items() if isinstance(x, bool)}
+  arrays = args, {n: x for n, x in kwargs.items() if n not in (*flags, "chunk_size")}
 
   def run(arrays):
     args, options = arrays
-    return run_of(name, *args, **options, segment_ids=kwargs["segment_ids"], num_splits=splits)
+    return run_of(name, *args, **options, **flags, segment_ids=segment_ids, num_splits=splits)
 
   forward = len(kernels_traced(run, arrays))
   assert forward >= (1 if splits == 1 else 2)
@@ -153,15 +158,33 @@ def test_channel_states_kernels_transformed_lower_for_cuda(transformed):
     assert kernels_in(transformed(loss), jnp.stack([args[0]] * 3)) >= 2
 
 
+@pytest.mark.parametrize("dtypes", [NARROW, (F32, F32)], ids=["bfloat16", "float32"])
+@BOTH
+def test_backward_kernel_writes_gradients_of_narrow_logits(name, dtypes):
+  """They are rounded once, and the only array of their shape that it writes with that of x."""
+  case = Case(32, D=128, N=16, chunk=None, activated=True)
+  args, kwargs = drawn(name, case, dtypes)
+  gradient = jax.grad(lambda *args: total(run_of(name, *args, **kwargs)[0]), argnums=(0, 1))
+  *_, backward = kernel_launches(jax.jit(gradient).trace(*args).jaxpr.jaxpr)
+  written = [x.aval.dtype for x in backward.outvars if x.aval.shape == args[1].shape]
+  assert written == [args[0].dtype] * 2
+  assert "backward" in backward.params["name"]
+  sums = [x for x in backward.outvars if x.aval.shape == args[1].shape[::2]]
+  assert len(sums) == (2 if dtypes is NARROW else 1)  # of the skip's gradient, and of the bias's
+
+
 @BOTH
 def test_channel_states_kernels_under_shard_map_keep_shapes(name):
   """Every array's type says along which axes of the mesh it varies; with splits too."""
-  args, kwargs = drawn(name, Case(40, D=130, N=16, chunk=None), NARROW)
+  bias = {"selective_scan": "dt_bias", "longhorn_scan": "beta_bias"}[name]
+  args, kwargs = drawn(name, Case(40, D=130, N=16, chunk=None, activated=True), NARROW)
+  flags = {n: x for n, x in kwargs.items() if isinstance(x, bool)}
 
   def loss(arrays, num_splits):
-    return total(run_of(name, *arrays[:-1], skip=arrays[-1], num_splits=num_splits))
+    *args, skip, own = arrays
+    return total(run_of(name, *args, skip=skip, num_splits=num_splits, **flags, **{bias: own}))
 
-  inputs = (*args, kwargs["skip"])
+  inputs = (*args, kwargs["skip"], kwargs[bias])
   specs = tuple(DATA if x.ndim == 3 else REPLICATED for x in inputs)
   for splits in (1, 4):
     gradient = jax.grad(functools.partial(loss, num_splits=splits))

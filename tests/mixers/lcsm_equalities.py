@@ -201,6 +201,7 @@ def streams(op, arguments, options):
     real = lambda z: np.real(np.asarray(z))
     return {"o": real(kernel.log_pole), "s": real(kernel.coefficient), "i": np.asarray(x)[0]}
   x, dt, a, b, c = (np.asarray(z) for z in arguments)
+  dt = plain_ops.step_sizes(dt, options.get("dt_bias"), options.get("dt_softplus"))
   return {"x": x[0], "o": dt[0][..., None] * a, "e": b[0], "s": c[0], "i": (dt * x)[0]}
 
 

@@ -108,10 +108,17 @@ def diagonal_scan(decay, x, *, initial_state=None, segment_ids=None, axis_name=N
   return out, ops.DiagonalState(h)
 
 
+def step_sizes(dt, dt_bias=None, dt_softplus=False):
+  """dt as the op uses it."""
+  dt = wide(dt) if dt_bias is None else wide(dt) + wide(dt_bias)
+  return np.logaddexp(0, dt) if dt_softplus else dt
+
+
 def selective_scan(
-  x, dt, a, b, c, *, skip=None, initial_state=None, segment_ids=None, axis_name=None
-):
-  x, dt, a, keys, c = map(wide, (x, dt, a, b, c))
+  x, dt, a, b, c, *, skip=None, dt_softplus=False, dt_bias=None,
+  initial_state=None, segment_ids=None, axis_name=None,
+):  # fmt: skip
+  x, dt, a, keys, c = map(wide, (x, step_sizes(dt, dt_bias, dt_softplus), a, b, c))
   shape = (x.shape[0], a.shape[0], keys.shape[2])
   state = np.zeros(shape) if initial_state is None else initial_state.h
 

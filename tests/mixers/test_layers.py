@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
-from lnssm_jax.mixers.common.activations import exact_gelu, log_gate, silu_gate, softplus
+from lnssm_jax.mixers.common.activations import exact_gelu, log_gate, silu_gate
 from lnssm_jax.mixers.common.norms import (
   LayerNorm,
   RMSNorm,
@@ -22,6 +22,7 @@ from lnssm_jax.mixers.common.norms import (
 )
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads, split_linear
 from lnssm_jax.mixers.common.token_shift import interpolated
+from lnssm_jax.ops.core.activations import softplus
 
 
 def before(x, previous=None, segment_ids=None):

@@ -181,6 +181,8 @@ def test_longhorn_scan_float16_large_squares_do_not_overflow():
     ({"k": jnp.zeros((B, 6, N), int)}, "k has dtype int32; it must be floating point"),
     ({"initial_state": LonghornState(jnp.zeros((B, N, D)))}, r"initial_state.h has shape"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
+    ({"beta_bias": (D,)}, r"beta_bias has shape \(3,\), but beta is used as it is"),
+    ({"beta_bias": (N,), "beta_sigmoid": True}, r"beta_bias has shape \(4,\).*\[D\] of x"),
   ],
 )
 def test_longhorn_scan_bad_argument_raises_naming_it(change, message):

@@ -171,6 +171,9 @@ def test_selective_scan_float16_large_states_do_not_overflow():
     ({"a": jnp.zeros((D, N), complex)}, "a has dtype complex64; it must be floating point"),
     ({"initial_state": SelectiveState(jnp.zeros((B, N, D)))}, r"initial_state.h has shape"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
+    ({"dt_bias": (D,)}, r"dt_bias has shape \(3,\), but dt is used as it is; add dt_softplus=True"),
+    ({"dt_bias": (N,), "dt_softplus": True}, r"dt_bias has shape \(4,\).*\[D\] of x"),
+    ({"dt_bias": jnp.zeros(D, int), "dt_softplus": True}, "dt_bias has dtype int32"),
   ],
 )
 def test_selective_scan_bad_argument_raises_naming_it(change, message):

@@ -87,21 +87,7 @@ def silu_gate(y: jax.Array, gate: jax.Array) -> jax.Array:
   return y.astype(acc) * jax.nn.silu(gate.astype(acc))
 
 
-# The derivatives of these two are functions of the result, which a scan keeps for its own: the
-# argument, as large an array in float32, is not kept. JAX's read both.
-@jax.custom_jvp
-def softplus(z: jax.Array) -> jax.Array:
-  """log(1 + exp(z)). z: any shape and float dtype, as is the result."""
-  return jax.nn.softplus(z)
-
-
-@softplus.defjvp
-def _softplus_jvp(primals, tangents):
-  (z,), (dz,) = primals, tangents
-  y = softplus(z)
-  return y, -jnp.expm1(-y) * dz
-
-
+# As of `softplus` (ops/core), the derivative follows from the result.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def log_gate(z: jax.Array, normalizer: float) -> jax.Array:
   """log(sigmoid(z)^(1 / normalizer)), at most 0, in float32 at least."""

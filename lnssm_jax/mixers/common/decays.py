@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from lnssm_jax.ops import DecayFunction, ExponentialKernel, OpCall
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.longhorn_scan.gains import gain_and_decay
+from lnssm_jax.ops.longhorn_scan.types import strengths
+from lnssm_jax.ops.selective_scan.types import step_sizes
 
 
 def log_decay(call: OpCall) -> jax.Array | None:
@@ -50,11 +52,13 @@ def _diagonal_scan(arguments: dict[str, Any]) -> jax.Array:
 
 
 def _selective_scan(arguments: dict[str, Any]) -> jax.Array:
-  return wide(arguments["dt"])[..., None] * wide(arguments["a"])
+  dt = step_sizes(*(arguments[name] for name in ("dt", "dt_bias", "dt_softplus"))).values
+  return wide(dt)[..., None] * wide(arguments["a"])
 
 
 def _longhorn_scan(arguments: dict[str, Any]) -> jax.Array:
-  return jnp.log(gain_and_decay(wide(arguments["beta"]), wide(arguments["k"]))[1])
+  beta = strengths(*(arguments[name] for name in ("beta", "beta_bias", "beta_sigmoid"))).values
+  return jnp.log(gain_and_decay(wide(beta), wide(arguments["k"]))[1])
 
 
 def _wkv4(arguments: dict[str, Any]) -> jax.Array:

@@ -53,9 +53,13 @@ class Linear(nnx.Linear):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """[..., inputs] -> [..., outputs]."""
-    x, kernel = x.astype(self.dtype), self.kernel[...].astype(self.dtype)
-    y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+    y = self.product(x)
     return y if self.bias is None else wide(y) + wide(self.bias[...])
+
+  def product(self, x: jax.Array) -> jax.Array:
+    """W x in `dtype`, without the bias."""
+    x, kernel = x.astype(self.dtype), self.kernel[...].astype(self.dtype)
+    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 def split_linear(layer: Linear, x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:

@@ -20,9 +20,10 @@ class Case:
   N: int = 5
   chunk: int | None = 4
   state: bool = True
+  activated: bool = False  # the rates are an activation of logits, with a bias
 
   def __str__(self):
-    flags = [name for name in ("segments", "skip") if getattr(self, name)]
+    flags = [name for name in ("segments", "skip", "activated") if getattr(self, name)]
     return "-".join([self.strength, f"T{self.T}D{self.D}N{self.N}C{self.chunk}", *flags])
 
 
@@ -38,6 +39,8 @@ CASES = [
   Case(64, "ordinary", N=1),
   Case(65, "extreme", segments=True, chunk=None),
   Case(1000, "lasting", chunk=None),
+  Case(37, "weak", segments=True, activated=True),
+  Case(23, "extreme", activated=True),
 ]
 SLOW = (1, 5, 6)
 MANY = [
@@ -56,8 +59,19 @@ MANY = [
 KERNELS = [
   Check(Case(17, "weak", segments=True, chunk=None), "pallas_interpret", jnp.bfloat16),
   Check(Case(3, "ordinary", D=130, chunk=None), "pallas_interpret"),
+  Check(Case(17, "weak", chunk=None, activated=True), "pallas_interpret", jnp.bfloat16),
 ]
 KERNEL_SWEEP = [Check(Case(3, "extreme", D=130, chunk=None), "pallas_interpret")]
+KERNEL_SWEEP += [
+  Check(Case(T, strength, segments, True, 130, N, None, True, True), "pallas_interpret", dtype)
+  for strength, segments, T, N, dtype in [
+    ("extreme", True, 33, 16, jnp.bfloat16),
+    ("ordinary", False, 50, 5, jnp.bfloat16),
+    ("lasting", False, 16, 8, jnp.bfloat16),
+    ("weak", True, 17, 20, jnp.bfloat16),
+    ("weak", True, 17, 8, jnp.float32),
+  ]
+]
 KERNEL_SWEEP += [
   Check(
     Case(T, strength, segments, n % 3 > 0, D, N, None, n % 4 > 0), "pallas_interpret", dtypes[n % 2]

@@ -20,7 +20,7 @@ _MOST_STATES = 256
 _MOST_ROWS = 65535
 _AXES = {
   "x": "BTD", "rate": "BTD", "write_key": "BTN", "read_key": "BTN", "skip": "D", "initial": "BDN",
-  "a": "DN", "other_squares": "BTN", "key_norm": "BT",
+  "a": "DN", "other_squares": "BTN", "key_norm": "BT", "rate_logits": "BTD", "rate_bias": "D",
 }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ class ChannelScan(NamedTuple):
       out, h = self._single_token(inputs, interpret)
     else:
       recurrence = self.recurrence(exact=self.is_exact(inputs.x, h.shape[2]))
-      arrays |= self.prepare(arrays)
+      arrays |= self.prepare(arrays) | self._logits(inputs, recurrence)
       first = None if inputs.segments is None else inputs.segments.first()
       out, h = scan(
         recurrence, arrays, inputs.skip, h, first, num_splits=num_splits, interpret=interpret
@@ -80,6 +80,15 @@ class ChannelScan(NamedTuple):
 
   def _arrays(self, inputs) -> dict[str, jax.Array]:
     return {name: getattr(inputs, field) for name, field in self.fields.items()}
+
+  def _logits(self, inputs, recurrence) -> dict[str, jax.Array]:
+    """What the rates were made of, where one kernel writes their gradient, rounded to bfloat16."""
+    rate = self.fields["rate"]
+    logits, bias = getattr(inputs, f"{rate}_logits"), getattr(inputs, f"{rate}_bias")
+    narrow = logits is not None and logits.dtype == jnp.bfloat16
+    if not narrow or recurrence.exact or is_cut(inputs.state.h.shape[2]):
+      return {}
+    return {"rate_logits": logits, "rate_bias": bias}
 
   def _fits_decode(self, inputs) -> bool:
     """Whether the kernel for single tokens runs these arguments."""
@@ -138,7 +147,9 @@ def scan(
     first = pad(first, "BT")
 
   if groups == 1:
-    static = forward.Static(recurrence, x.dtype, interpret)
+    logits = arrays.get("rate_logits")
+    logits_dtype = None if logits is None else logits.dtype
+    static = forward.Static(recurrence, x.dtype, interpret, logits_dtype)
     out, last = forward.scan(static, inputs, first, num_splits)
     return out[:, :T, :D], last[:, :D, :N]
 

@@ -6,7 +6,7 @@ from lnssm_jax.ops.core.checks import check_shape
 from lnssm_jax.ops.longhorn_scan.chunked import associative, chunked
 from lnssm_jax.ops.longhorn_scan.reference import reference
 from lnssm_jax.ops.longhorn_scan.sharded import sharded
-from lnssm_jax.ops.longhorn_scan.types import Inputs, LonghornState, init_state
+from lnssm_jax.ops.longhorn_scan.types import Inputs, LonghornState, init_state, strengths
 
 _NAME = "longhorn_scan"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", channel_states.RESULT_AXES)
@@ -21,6 +21,8 @@ def longhorn_scan(
   q: ty.BTN,
   *,
   skip: ty.D | None = None,
+  beta_sigmoid: bool = False,
+  beta_bias: ty.D | None = None,
   initial_state: LonghornState | None = None,
   segment_ids: ty.Ids | None = None,
   axis_name: str | None = None,
@@ -47,6 +49,9 @@ def longhorn_scan(
   Args:
     beta: values >= 0, how strongly a token is to be remembered; in Longhorn a sigmoid, in (0, 1).
     skip: a factor per channel for the direct path from input to output; None means none.
+    beta_sigmoid: whether β is sigmoid(beta + beta_bias), in float32, instead of `beta` as it is. In
+      bfloat16 the kernels then write the gradient of `beta`, and none of the float32 β.
+    beta_bias: per channel, added before the sigmoid; None means none.
     initial_state: the state before the first token; None means zeros.
     segment_ids: `[B, T]` integers; the state is reset where they change.
     axis_name: mesh axis of a surrounding `shard_map` that shards T; None for the whole sequence.
@@ -74,10 +79,11 @@ def longhorn_scan(
   check_shape(_NAME, "k", k, (B, T, None), "[B, T] of x, then N")
   N = k.shape[-1]
   check_shape(_NAME, "q", q, (B, T, N), "the shape of k, [B, T, N]")
+  rate = strengths(beta, beta_bias, beta_sigmoid)
   skip, state, segments, options = channel_states.checked(
     _NAME,
     LonghornState,
-    arrays,
+    [x, rate.values, k, q],
     N,
     skip=skip,
     initial_state=initial_state,
@@ -87,7 +93,7 @@ def longhorn_scan(
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
-    Inputs(x, beta, k, q, skip, state, segments),
+    Inputs(x, rate.values, k, q, skip, state, segments, *rate[1:]),
     options,
     implementation=implementation,
     axis_name=axis_name,

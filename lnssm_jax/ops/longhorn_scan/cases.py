@@ -36,11 +36,16 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     inputs["state.h"] = rng.normal(size=(B, D, N))
   if case.skip:
     inputs["skip"] = rng.normal(size=D)
+  if case.activated:
+    inputs["beta_bias"] = rng.normal(size=D)
+    inputs["beta"] = np.log(beta / (1 - beta)) - inputs["beta_bias"]
   return inputs
 
 
 def _arguments(case: Case, inputs):
-  return tuple(inputs[n] for n in ("x", "beta", "k", "q")), {"skip": inputs.get("skip")}
+  more = {name: inputs.get(name) for name in ("skip", "beta_bias")}
+  more["beta_sigmoid"] = case.activated
+  return tuple(inputs[n] for n in ("x", "beta", "k", "q")), more
 
 
 LONGHORN_SCAN = channel_scan(

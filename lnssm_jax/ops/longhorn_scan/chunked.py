@@ -25,7 +25,7 @@ def associative(inputs: Inputs, options: Options):
 
 
 def _scan(inputs, chunk_size):
-  x, beta, k, q, skip, state, segments = inputs
+  x, beta, k, q, skip, state, segments, *_ = inputs
   recurrence, tokens = Recurrence(_update, _read), (x, beta, k, q)
   out, h = diagonal_chunks.scan(recurrence, tokens, skip, state.h, segments, chunk_size=chunk_size)
   return out, LonghornState(h)

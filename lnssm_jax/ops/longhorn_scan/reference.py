@@ -10,7 +10,7 @@ from lnssm_jax.ops.longhorn_scan.types import Inputs, LonghornState
 def reference(inputs: Inputs, options: Options):
   """A `lax.scan` over time, with the decay as it is defined: in float32 its digits cancel."""
   del options
-  x, beta, k, q, skip, state, segments = inputs
+  x, beta, k, q, skip, state, segments, *_ = inputs
   first = None if segments is None else segments.first()
 
   def step(h, token):

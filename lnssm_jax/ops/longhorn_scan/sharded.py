@@ -14,12 +14,14 @@ from lnssm_jax.ops.longhorn_scan.types import Inputs, LonghornState
 def sharded(run, inputs: Inputs, options: Options, axis_name: str):
   """(out of this shard, state after the whole sequence)."""
   del options
-  x, beta, k, _, skip, state, _ = inputs
+  x, beta, k, _, skip, state, *_ = inputs
   both = lambda x, y: jnp.concatenate([x, y], axis=-1)
   ones = jnp.concatenate([jnp.zeros_like(state.h), jnp.ones_like(state.h)], axis=1)
   twice = inputs._replace(
     x=both(x, jnp.zeros_like(x)),
     beta=both(beta, beta),
+    beta_logits=None,
+    beta_bias=None,
     q=k,
     skip=jnp.zeros(2 * len(skip), skip.dtype),
     state=LonghornState(ones),

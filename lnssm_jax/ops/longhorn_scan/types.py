@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
+from lnssm_jax.ops.core import channel_states
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.core.states import register_state
 
@@ -27,6 +28,9 @@ class Inputs(NamedTuple):
   skip: jax.Array  # [D], in the dtype of the sums
   state: LonghornState
   segments: Segments | None
+  # Where beta = sigmoid(beta_logits + beta_bias): the kernels write the gradients by these two.
+  beta_logits: jax.Array | None = None  # [B, T, D]
+  beta_bias: jax.Array | None = None  # [D], float32 at least
 
   AXES = {  # noqa: RUF012
     "x": "BTD",
@@ -36,7 +40,15 @@ class Inputs(NamedTuple):
     "skip": "D",
     "state": "BDN",
     "segments": "BT",
+    "beta_logits": "BTD",
+    "beta_bias": "D",
   }
+
+
+def strengths(beta: jax.Array, bias: jax.Array | None, beta_sigmoid: bool) -> channel_states.Rate:
+  """β of the arguments `beta`, `beta_bias` and `beta_sigmoid`."""
+  activation = jax.nn.sigmoid if beta_sigmoid else None
+  return channel_states.rate("longhorn_scan", "beta", beta, bias, activation, "beta_sigmoid")
 
 
 def init_state(*, batch: int, dim: int, state_dim: int, dtype=jnp.float32) -> LonghornState:

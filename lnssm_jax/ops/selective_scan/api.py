@@ -6,7 +6,7 @@ from lnssm_jax.ops.core.checks import check_shape
 from lnssm_jax.ops.selective_scan.chunked import associative, chunked
 from lnssm_jax.ops.selective_scan.reference import reference
 from lnssm_jax.ops.selective_scan.sharded import sharded
-from lnssm_jax.ops.selective_scan.types import Inputs, SelectiveState, init_state
+from lnssm_jax.ops.selective_scan.types import Inputs, SelectiveState, init_state, step_sizes
 
 _NAME = "selective_scan"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", channel_states.RESULT_AXES)
@@ -22,6 +22,8 @@ def selective_scan(
   c: ty.BTN,
   *,
   skip: ty.D | None = None,
+  dt_softplus: bool = False,
+  dt_bias: ty.D | None = None,
   initial_state: SelectiveState | None = None,
   segment_ids: ty.Ids | None = None,
   axis_name: str | None = None,
@@ -33,10 +35,11 @@ def selective_scan(
       S_t = exp(dt_t a) ⊙ S_{t-1} + (dt_t x_t) b_t^T        S: [D, N], dt_t scales the rows
       out_t = S_t c_t + skip ⊙ x_t
 
-  `dt` >= 0 is used as it is: apply the softplus and the bias before. A token with dt = 0 leaves the
-  state as it is. Any dt a from 0 down is exact to the dtype, whether it decays by 1e-7 or to
-  nothing in one token. The chunked form holds a few chunks of size `[B, C, D, N]` and the states
-  between chunks, in the backward pass too, and never an array of `T D N` entries.
+  `dt` >= 0 is used as it is; with `dt_softplus` it is softplus(dt + dt_bias), in float32. A token
+  with dt = 0 leaves the state as it is. Any dt a from 0 down is exact to the dtype, whether it
+  decays by 1e-7 or to nothing in one token. The chunked form holds a few chunks of size
+  `[B, C, D, N]` and the states between chunks, in the backward pass too, and never an array of
+  `T D N` entries.
 
   States, decays and sums are float32 (float64 if an input is) whatever the dtype of the inputs;
   `out` has the dtype of `x`. Gradients flow to every array argument, to `initial_state` and from
@@ -46,6 +49,9 @@ def selective_scan(
     a: finite values <= 0; `[D, 1]` is one rate for the N numbers of a channel, with which the
       chunked form is matrix products.
     skip: a factor per channel for the direct path from input to output; None means none.
+    dt_softplus: whether `dt` is what softplus is applied to. In bfloat16 the kernels then write the
+      gradient of that, and none of the float32 step sizes.
+    dt_bias: per channel, added before the softplus; None means none.
     initial_state: the state before the first token; None means zeros.
     segment_ids: `[B, T]` integers; the state is reset where they change.
     axis_name: mesh axis of a surrounding `shard_map` that shards T; None for the whole sequence.
@@ -76,10 +82,11 @@ def selective_scan(
   if a.shape[1] != 1:
     check_shape(_NAME, "b", b, (B, T, a.shape[1]), "[B, T] of x, then N of a")
   check_shape(_NAME, "c", c, (B, T, N), "the shape of b, [B, T, N]")
+  rate = step_sizes(dt, dt_bias, dt_softplus)
   skip, state, segments, options = channel_states.checked(
     _NAME,
     SelectiveState,
-    arrays,
+    [x, rate.values, a, b, c],
     N,
     skip=skip,
     initial_state=initial_state,
@@ -89,7 +96,7 @@ def selective_scan(
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
-    Inputs(x, dt, a.astype(state.h.dtype), b, c, skip, state, segments),
+    Inputs(x, rate.values, a.astype(state.h.dtype), b, c, skip, state, segments, *rate[1:]),
     options,
     implementation=implementation,
     axis_name=axis_name,

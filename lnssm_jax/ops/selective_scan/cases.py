@@ -35,11 +35,16 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     inputs["state.h"] = rng.normal(size=(B, D, N))
   if case.skip:
     inputs["skip"] = rng.normal(size=D)
+  if case.activated:
+    inputs["dt_bias"] = rng.normal(size=D)
+    positive = np.maximum(dt, 1e-6)  # softplus is never 0
+    inputs["dt"] = np.log(np.expm1(positive)) - inputs["dt_bias"]
   return inputs
 
 
 def _arguments(case: Case, inputs):
-  return tuple(inputs[n] for n in ("x", "dt", "a", "b", "c")), {"skip": inputs.get("skip")}
+  more = {name: inputs.get(name) for name in ("skip", "dt_bias")} | {"dt_softplus": case.activated}
+  return tuple(inputs[n] for n in ("x", "dt", "a", "b", "c")), more
 
 
 SELECTIVE_SCAN = channel_scan(

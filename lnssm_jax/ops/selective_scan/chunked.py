@@ -29,7 +29,7 @@ def associative(inputs: Inputs, options: Options):
 
 def _products(inputs, options):
   """Linear attention with a decay of values, which are the channels: S is transposed there."""
-  x, dt, a, b, c, skip, state, segments = inputs
+  x, dt, a, b, c, skip, state, segments, *_ = inputs
   x_wide, dt, b, c = widen(x, dt, b, c)
   head = lambda z: z[:, :, None]
   arguments = linear.Inputs(
@@ -49,7 +49,7 @@ def _products(inputs, options):
 
 
 def _scan(inputs, chunk_size):
-  x, dt, a, b, c, skip, state, segments = inputs
+  x, dt, a, b, c, skip, state, segments, *_ = inputs
   recurrence = Recurrence(_update, _read)
   tokens, parameters = (x, dt, b, c), (a, skip)
   out, h = diagonal_chunks.scan(

@@ -10,7 +10,7 @@ from lnssm_jax.ops.selective_scan.types import Inputs, SelectiveState
 def reference(inputs: Inputs, options: Options):
   """A `lax.scan` over time."""
   del options
-  x, dt, a, b, c, skip, state, segments = inputs
+  x, dt, a, b, c, skip, state, segments, *_ = inputs
   first = None if segments is None else segments.first()
 
   def step(h, token):

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
+from lnssm_jax.ops.core import channel_states
+from lnssm_jax.ops.core.activations import softplus
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.core.states import register_state
 
@@ -28,6 +30,9 @@ class Inputs(NamedTuple):
   skip: jax.Array  # [D], in the dtype of the sums
   state: SelectiveState
   segments: Segments | None
+  # Where dt = softplus(dt_logits + dt_bias): the kernels write the gradients by these two.
+  dt_logits: jax.Array | None = None  # [B, T, D]
+  dt_bias: jax.Array | None = None  # [D], float32 at least
 
   AXES = {  # noqa: RUF012
     "x": "BTD",
@@ -38,7 +43,15 @@ class Inputs(NamedTuple):
     "skip": "D",
     "state": "BDN",
     "segments": "BT",
+    "dt_logits": "BTD",
+    "dt_bias": "D",
   }
+
+
+def step_sizes(dt: jax.Array, bias: jax.Array | None, dt_softplus: bool) -> channel_states.Rate:
+  """The step sizes of the arguments `dt`, `dt_bias` and `dt_softplus`."""
+  activation = softplus if dt_softplus else None
+  return channel_states.rate("selective_scan", "dt", dt, bias, activation, "dt_softplus")
 
 
 def has_shared_rates(inputs: Inputs) -> bool:
