@@ -82,7 +82,7 @@ class ChannelScan(NamedTuple):
     return {name: getattr(inputs, field) for name, field in self.fields.items()}
 
   def _logits(self, inputs, recurrence) -> dict[str, jax.Array]:
-    """What the rates were made of, where one kernel writes their gradient, rounded to bfloat16."""
+    """The logits of the rates and their bias, where the kernels write the gradients of both."""
     rate = self.fields["rate"]
     logits, bias = getattr(inputs, f"{rate}_logits"), getattr(inputs, f"{rate}_bias")
     narrow = logits is not None and logits.dtype == jnp.bfloat16
