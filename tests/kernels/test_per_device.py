@@ -28,7 +28,7 @@ EACH = [
   DELTA,
   CHANNELS | {"name": "diagonal_scan", "constant": True},
   CHANNELS | {"name": "wkv4"},
-  CHANNELS | {"name": "selective_scan"},
+  CHANNELS | {"name": "selective_scan", "activated": True},
   CHANNELS | {"name": "longhorn_scan"},
 ]
 MORE = [
@@ -37,6 +37,8 @@ MORE = [
   DELTA | {"erase": True, "dtype": "bfloat16", "stand_in": None},
   CHANNELS | {"name": "wkv4", "state": False, "stand_in": None},
   *(CHANNELS | {"name": f"{n}_scan", "stand_in": None} for n in ("selective", "longhorn")),
+  CHANNELS | {"name": "longhorn_scan", "activated": True},
+  CHANNELS | {"name": "selective_scan", "activated": True, "dtype": "bfloat16", "stand_in": None},
   *(LINEAR | {"decay": decay, "stand_in": "chunked"} for decay in (None, "H", "BTH", "HK")),
   LINEAR | {"decay": "H", "state": False, "segments": False},
   DELTA | {"erase": True, "stand_in": "chunked"},

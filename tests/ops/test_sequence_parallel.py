@@ -28,7 +28,7 @@ EACH = [
   {"name": "diagonal_scan", "constant": True},
   {"name": "wkv4", "strength": "weak"},
   {"name": "selective_scan", "strength": "weak"},
-  {"name": "longhorn_scan", "strength": "weak"},
+  {"name": "longhorn_scan", "strength": "weak", "activated": True},
   {"name": "delta_rule", "decay": "weak", "rates": "column", "erase": True},
   {"name": "elementwise_decay_scan", "decay": "function"},
   {"name": "long_convolution", "kernel": "complex"},
@@ -58,6 +58,7 @@ MANY = [
   {"name": "delta_rule", "decay": "extreme"},
   *({"name": "wkv4", "strength": s, "segments": s == "extreme"} for s in ("weak", "extreme")),
   *({"name": n, "strength": "extreme"} for n in ("selective_scan", "longhorn_scan")),
+  {"name": "selective_scan", "strength": "weak", "activated": True},
   *(
     {"name": n, "strength": "weak", "segments": False} for n in ("selective_scan", "longhorn_scan")
   ),

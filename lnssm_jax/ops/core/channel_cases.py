@@ -70,6 +70,7 @@ KERNEL_SWEEP += [
     ("lasting", False, 16, 8, jnp.bfloat16),
     ("weak", True, 17, 20, jnp.bfloat16),
     ("weak", True, 17, 8, jnp.float32),
+    ("weak", False, 1, 16, jnp.bfloat16),
   ]
 ]
 KERNEL_SWEEP += [
