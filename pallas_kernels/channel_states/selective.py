@@ -16,8 +16,9 @@ from pallas_kernels.channel_states.recurrence import (
 from pallas_kernels.core import boundaries
 
 _LOG2_E = 1.4426950408889634
-# Below it dt is nearer to 1 - exp(-dt) than the difference: by 2^-11 and more, an eighth of what
-# rounding to bfloat16 costs. Only gradients in bfloat16 take `slope`.
+# Below it dt stands for 1 - exp(-dt), with a relative error of at most 2^-11: an eighth of that of
+# rounding to bfloat16, and only gradients by bfloat16 logits take `slope`. Above it the difference
+# has as many digits.
 _SMALL_RATE = 2.0**-10
 
 
