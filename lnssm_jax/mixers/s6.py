@@ -9,7 +9,6 @@ from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.mixers.common.initializers import step_size_bias, uniform_fan_in
 from lnssm_jax.mixers.common.projections import Linear
 from lnssm_jax.ops import SelectiveState, selective_scan
-from lnssm_jax.ops.core.activations import softplus
 from lnssm_jax.ops.core.precision import wide
 
 INITIALIZATIONS = ("paper", "as_run")
@@ -46,11 +45,12 @@ class _Selective(Mixer[SelectiveState]):
     r, b, c = jnp.split(self.x_proj(x), [rank, rank + N], axis=-1)
     y, state = selective_scan(
       x,
-      softplus(self._step_logits(r)),
+      self._step_logits(r),
       -self._rates(),
       b,
       c,
       skip=self.skip[...],
+      dt_softplus=True,
       axis_name=self.sequence_axis,
       initial_state=state,
       segment_ids=segment_ids,

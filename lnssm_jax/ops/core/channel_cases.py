@@ -63,7 +63,9 @@ KERNELS = [
 ]
 KERNEL_SWEEP = [Check(Case(3, "extreme", D=130, chunk=None), "pallas_interpret")]
 KERNEL_SWEEP += [
-  Check(Case(T, strength, segments, True, 130, N, None, True, True), "pallas_interpret", dtype)
+  Check(
+    Case(T, strength, segments, D=130, N=N, chunk=None, activated=True), "pallas_interpret", dtype
+  )
   for strength, segments, T, N, dtype in [
     ("extreme", True, 33, 16, jnp.bfloat16),
     ("ordinary", False, 50, 5, jnp.bfloat16),

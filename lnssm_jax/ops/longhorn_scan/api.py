@@ -66,13 +66,13 @@ def longhorn_scan(
     `out` [B, T, D] and the `LonghornState` after the last token.
 
   Raises:
-    ValueError: shapes or dtypes do not agree; the message names the argument.
+    ValueError: shapes or dtypes do not agree, or there is a `beta_bias` without `beta_sigmoid`; the
+      message names the argument.
     NotImplementedError: the named implementation does not support these arguments.
 
-  Source: Longhorn (Liu et al. 2024), Algorithm 1; the skip is that of its code.
+  Source: Longhorn (Liu et al. 2024), Algorithm 1; skip, sigmoid and bias are those of its code.
   """
-  arrays = channel_states.as_floating(_NAME, x=x, beta=beta, k=k, q=q)
-  x, beta, k, q = arrays
+  x, beta, k, q = channel_states.as_floating(_NAME, x=x, beta=beta, k=k, q=q)
   check_shape(_NAME, "x", x, (None,) * 3, "[B, T, D]")
   B, T, D = x.shape
   check_shape(_NAME, "beta", beta, (B, T, D), "the shape of x, [B, T, D]")

@@ -65,14 +65,14 @@ def selective_scan(
     `out` [B, T, D] and the `SelectiveState` after the last token.
 
   Raises:
-    ValueError: shapes or dtypes do not agree; the message names the argument.
+    ValueError: shapes or dtypes do not agree, or there is a `dt_bias` without `dt_softplus`; the
+      message names the argument.
     NotImplementedError: the named implementation does not support these arguments.
 
   Source: Mamba (Gu and Dao 2023), Algorithm 2 with the discretization of its code: exp(dt a) for
-  the decay, dt b for the input.
+  the decay, dt b for the input; softplus and bias as `delta_softplus` and `delta_bias` there.
   """
-  arrays = channel_states.as_floating(_NAME, x=x, dt=dt, a=a, b=b, c=c)
-  x, dt, a, b, c = arrays
+  x, dt, a, b, c = channel_states.as_floating(_NAME, x=x, dt=dt, a=a, b=b, c=c)
   check_shape(_NAME, "x", x, (None,) * 3, "[B, T, D]")
   B, T, D = x.shape
   check_shape(_NAME, "dt", dt, (B, T, D), "the shape of x, [B, T, D]")
