@@ -7,8 +7,9 @@ A folder is data from elsewhere: no file outside it is opened, none is executed,
 taken before sizes have been compared.
 """
 
-import math
+import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ CONFIG, TENSORS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json
 INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
 _MAX_JSON = 1 << 26  # bytes
 _MAX_SHARDS = 10_000
+MOST_TOKENS = 1 << 24  # of one sequence; a cache of attention has room for all of them
 _PICKLES = (".bin", ".pth", ".pt", ".ckpt")
 _CONVERT = (
-  "a pickle, which can run any program when it is read; where its source is trusted, convert it: "
-  'python -c "import torch; from safetensors.torch import save_file; save_file({name: x.clone() '
-  "for name, x in torch.load('%s', weights_only=True).items()}, 'model.safetensors')\""
+  "import torch; from safetensors.torch import save_file; save_file({name: x.clone() for name, x "
+  'in torch.load(%s, weights_only=True).items()}, "model.safetensors")'
 )
 
 
@@ -58,6 +59,7 @@ class Tensors(Mapping[str, np.ndarray]):
   def __init__(self, folder: Path):
     files = self._files(folder)
     self._homes: dict[str, safetensors.Tensors] = {}
+    self._stored: dict[str, str] = {}  # {name: the one in the file}, where it was renamed
     for name, wanted in files.items():
       path = folder / name
       try:
@@ -75,8 +77,24 @@ class Tensors(Mapping[str, np.ndarray]):
     self.dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
     self.shapes = {name: shape for name, (_, shape) in kinds.items()}
 
+  def rename(self, names: Mapping[str, str]) -> None:
+    """Gives tensors whose names have a part in `names` the name with the other part.
+
+    Raises:
+      ExportError: a tensor of that name is there too.
+    """
+    for name in list(self._homes):
+      new = name
+      for old, today in names.items():
+        new = new.replace(old, today)
+      if new != name:
+        if new in self._homes:
+          raise ExportError(f"{name} and {new} are two names of one tensor; remove one.")
+        self._homes[new], self._stored[new] = self._homes.pop(name), name
+        self.dtypes[new], self.shapes[new] = self.dtypes.pop(name), self.shapes.pop(name)
+
   def __getitem__(self, name: str) -> np.ndarray:
-    return self._homes[name].mapped(name)
+    return self._homes[name].mapped(self._stored.get(name, name))
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._homes)
@@ -86,12 +104,17 @@ class Tensors(Mapping[str, np.ndarray]):
 
   @staticmethod
   def _files(folder: Path) -> dict[str, set[str] | None]:
-    """{file: its tensors by the index, or None}."""
+    """{file: its tensors by the index, or None}: the one file before an index, as transformers."""
+    if (folder / TENSORS).exists():
+      return {TENSORS: None}
     if not (folder / INDEX).exists():
-      if (folder / TENSORS).exists():
-        return {TENSORS: None}
       if pickles := _pickles(folder):
-        raise ExportError(f"{folder / pickles[0]} is {_CONVERT % pickles[0]}")
+        # The name is data from elsewhere: quoted for Python, and the program for the shell.
+        program = shlex.quote(_CONVERT % json.dumps(pickles[0]))
+        raise ExportError(
+          f"{folder / pickles[0]} is a pickle, which can run any program when it is read; where "
+          f"its source is trusted, convert it in its folder: python -c {program}"
+        )
       raise ExportError(f"{folder} has no {TENSORS} and no {INDEX}.")
     index = _json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
@@ -118,8 +141,11 @@ def sample(folder: Path) -> dict[str, Any]:
     value = values.get(theirs)
     if value is None:
       continue
-    if type(value) not in kinds or not math.isfinite(value):
-      raise ExportError(f"{folder / GENERATION}: {theirs}={value!r:.80} is no number for it.")
+    if type(value) not in kinds or not 0 <= value <= MOST_TOKENS:
+      raise ExportError(
+        f"{folder / GENERATION}: {theirs}={value!r:.80} is no number for it, which is one of 0 to "
+        f"{MOST_TOKENS:,}."
+      )
     found[ours] = value
   ends = values.get("eos_token_id")
   if isinstance(ends, list) and all(type(end) is int for end in ends):

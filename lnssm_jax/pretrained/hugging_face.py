@@ -59,7 +59,8 @@ def load(
 
   Raises:
     ExportError: the folder has no such model, a setting in config.json is unknown or not
-      implemented, or a tensor is missing, has another shape, or is not used; the message names it.
+      implemented, contradicts another or has no bound that makes sense, or a tensor is missing, has
+      another shape, is not used or not finite; the message names it.
     ValueError: a dtype is not one of floating point.
   """
   folder = Path(folder)
@@ -68,6 +69,7 @@ def load(
   config, tensors = folders.config(folder), folders.Tensors(folder)
   family, settings = _of_config(folder, config, max_length)
   try:
+    tensors.rename(family.older_tensors)
     _check_sizes(family, settings, tensors.shapes)
     _check_dtypes(tensors.dtypes, param_dtype)
     stored = tensors.dtypes[_embedding(family)]
@@ -235,7 +237,13 @@ def _check_sizes(family: Family, settings, shapes: Mapping[str, tuple[int, ...]]
     )
   total = sum(map(math.prod, shapes.values()))
   for path, value in _leaves(settings):
-    if type(value) is int and value > total and not path.endswith("length"):
+    if path.endswith(("length", "window")):  # how much is remembered, whatever the parameters
+      if isinstance(value, int | float) and value > folders.MOST_TOKENS:
+        raise ExportError(
+          f"{path}={value} is more than {folders.MOST_TOKENS:,} tokens, the most of one sequence; "
+          "correct config.json, or give max_length if it is that of a cache."
+        )
+    elif type(value) is int and value > total:
       raise ExportError(f"{path}={value} is more than the tensors have elements.")
 
 

@@ -21,6 +21,7 @@ _ALIGNMENT = 64  # bytes; an array of other alignment is copied again when it is
 _BLOCK = 1 << 20  # bytes that are transposed at once, which the cache of a core holds
 _PADDING = 32  # numbers
 _SLAB = 4096  # rows or columns that one thread copies
+_CHUNK = 1 << 20  # numbers that one thread checks
 
 
 def shardings(abstract: Any, mesh: Mesh | None) -> Any:
@@ -45,7 +46,7 @@ def read(
     dtype: None leaves it as stored.
 
   Raises:
-    ExportError: its tensors have several dtypes, and none is given.
+    ExportError: its tensors have several dtypes, and none is given, or numbers are not finite.
   """
   kinds = {tensors.dtypes[p.theirs] for pieces in parameter.layers for p in pieces}
   if dtype is None and len(kinds) > 1:
@@ -73,6 +74,13 @@ def read(
         copy(whole if piece.part is None else piece.part(whole), piece.view(tensors[piece.theirs]))
       jobs.append((to, whole[inner]))
     list(pool.map(lambda job: copy(*job), jobs))
+    for pieces, to in zip(chosen, out, strict=True):
+      if not all(pool.map(is_finite, np.array_split(to.reshape(-1), 1 + to.size // _CHUNK))):
+        names = " or ".join(piece.theirs for piece in pieces)
+        raise ExportError(
+          f"{names} has numbers that are NaN or infinite as {dtype}; the file is damaged, its "
+          "training has failed, or they need a wider param_dtype."
+        )
     return out if parameter.stacked else out[0]
 
   return jax.make_array_from_callback(parameter.shape, where, shard)
@@ -89,7 +97,8 @@ def copy(to: np.ndarray, source: np.ndarray) -> None:
     bits = f"u{to.itemsize}"
     to, source = to.view(bits), source.view(bits)
   if source.ndim != 2 or source.strides[0] >= source.strides[1]:
-    to[...] = source
+    with np.errstate(over="ignore"):  # `read` finds what is beyond the dtype
+      to[...] = source
     return
   rows = source.T
   count = max(64, _BLOCK // (rows.shape[1] * to.itemsize))
@@ -97,8 +106,25 @@ def copy(to: np.ndarray, source: np.ndarray) -> None:
   for begin in range(0, len(rows), count):
     some = rows[begin : begin + count]
     near = block[: len(some), :-_PADDING]
-    near[...] = some
+    with np.errstate(over="ignore"):
+      near[...] = some
     to[:, begin : begin + count] = near.T
+
+
+def is_finite(x: np.ndarray) -> bool:
+  """Whether no number of a floating-point array is NaN or infinite.
+
+  By their bits, without a temporary array: as signed integers those of a positive sign are the
+  largest of all, and as unsigned ones those of a negative sign.
+  """
+  x, bits = x.reshape(-1), 8 * x.itemsize
+  if not x.size:
+    return True
+  exponent = int(np.array(np.inf, x.dtype).view(f"u{x.itemsize}"))
+  return bool(
+    x.view(f"i{x.itemsize}").max() < exponent
+    and x.view(f"u{x.itemsize}").max() < exponent + (1 << (bits - 1))
+  )
 
 
 def _slabs(to, source):

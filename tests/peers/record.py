@@ -50,6 +50,7 @@ def main() -> None:
     fla_layers,
     fla_models,
     record_models,
+    record_published,
     torchscale_layers,
     transformers_layers,
     transformers_models,
@@ -61,6 +62,7 @@ def main() -> None:
   write("authors", author_layers.cases())
   for case, (model, decode) in (transformers_models.cases() | fla_models.cases()).items():
     record_models.record(case, model, decode)
+  record_published.main()
 
 
 if __name__ == "__main__":

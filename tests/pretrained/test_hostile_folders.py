@@ -1,13 +1,17 @@
 """Folders made to mislead: one line says what is wrong, and no memory is taken for it."""
 
+import ast
 import json
 import re
+import shlex
+import subprocess
 import tracemalloc
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from lnssm_jax.pretrained import ExportError, folders, hugging_face
+from lnssm_jax.pretrained import ExportError, folders, hugging_face, placing
 from lnssm_jax.pretrained.families import family_of
 from tests.pretrained.published import CASES, recorded, write
 
@@ -74,12 +78,12 @@ CONFIGS = [
   ("llama", {"model_type": "gpt_neox"}, "model_type='gpt_neox' is not implemented; the families"),
   ("llama", {"model_type": ["llama"]}, "model_type=.'llama'. is not implemented"),
   ("mamba", {"time_step_rank": 10**9}, "gate_rank=1000000000 is more than"),
-  ("mamba", {"intermediate_size": 17}, "intermediate_size=17 is not expand hidden_size = 16"),
+  ("mamba", {"intermediate_size": 17}, "intermediate_size=17 must be a multiple of hidden_size=8"),
   ("mamba2_groups", {"time_step_limit": [2, 1.0]}, r"time_step_limit=\[2, 1.0\] is no range"),
   ("mamba2_groups", {"time_step_limit": [0.1]}, r"time_step_limit=\[0.1\] must be two numbers"),
   ("mamba2_groups", {"num_heads": 3}, "num_heads=3 times head_dim=4 is not expand hidden_size"),
   ("rwkv", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06 is not implemented"),
-  ("rwkv", {"attention_hidden_size": 16}, "attention_hidden_size other than hidden_size"),
+  ("rwkv", {"attention_hidden_size": 16}, "attention_hidden_size=16 is not hidden_size = 8"),
   ("recurrent_gemma", {"block_types": ["recurrent"] * 9}, "at least the 9 block_types"),
   ("recurrent_gemma", {"block_types": [[]]}, "block_types=.* must be a list of recurrent, atten"),
   ("recurrent_gemma", {"intermediate_size": 25}, "intermediate_size=25 must be even"),
@@ -88,7 +92,7 @@ CONFIGS = [
   ("bamba", {"attn_layer_indices": [1]}, "the tensors are not those of config.json"),
   ("bamba", {"mamba_n_heads": 3}, "mamba_n_heads=3 mamba_d_head=4 is not mamba_expand hidden_size"),
   ("bamba", {"time_step_limit": "all"}, "time_step_limit='all' must be two numbers"),
-  ("bamba", {"num_hidden_layers": 10**9}, "attn_layer_indices=.* must be a list, of layers below"),
+  ("bamba", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000"),
   ("qwen3_next", {"num_experts": 4}, "experts are not implemented; only num_experts=0"),
   ("qwen3_next", {"linear_num_key_heads": 4}, "in_proj_qkvz.weight: found"),
   (
@@ -159,11 +163,38 @@ def test_pickle_is_not_read_and_the_error_says_how_to_convert_it(name, tmp_path)
   (folder / "model.safetensors").rename(folder / name)
   text = message(folder)
   assert f"{name} is a pickle" in text
-  assert f"torch.load('{name}', weights_only=True)" in text
+  assert f'torch.load("{name}", weights_only=True)' in text
+
+
+HOSTILE_NAMES = ["$(touch x).bin", "a'b.pt", 'a"b`id`.bin', "a;b .pth", "\\$HOME.bin"]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_command_to_convert_a_pickle_is_quoted_for_the_shell(name, tmp_path):
+  folder = write(tmp_path, "llama")
+  (folder / "model.safetensors").rename(folder / name)
+  command = message(folder).split("in its folder: ")[1]
+  python, option, program = shlex.split(command)
+  assert (python, option) == ("python", "-c")
+  constants = [x.value for x in ast.walk(ast.parse(program)) if isinstance(x, ast.Constant)]
+  assert name in constants
+  command = command.replace("python -c", "printf %s", 1)
+  options = {"capture_output": True, "text": True, "check": True, "cwd": tmp_path}
+  assert subprocess.run(["sh", "-c", command], **options).stdout == program
+  assert not (tmp_path / "x").exists()
+
+
+def test_one_file_is_read_before_an_index(tmp_path):
+  """As transformers does; shards next to it may be of another model."""
+  folder = write(tmp_path, "llama", dtype=np.float32)
+  (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+  hugging_face.load(folder)
+  (folder / "model.safetensors").unlink()
+  assert "gone.safetensors cannot be read" in message(folder)
 
 
 def shards(folder, index):
-  write(folder, "llama")
+  (write(folder, "llama") / "model.safetensors").rename(folder / "model-1.safetensors")
   (folder / "model.safetensors.index.json").write_text(json.dumps(index))
   return folder
 
@@ -177,7 +208,7 @@ def test_index_that_points_elsewhere_raises(name, tmp_path):
 
 
 def test_index_that_does_not_describe_its_files_raises(tmp_path):
-  index = {"weight_map": {"a": "model.safetensors"}}
+  index = {"weight_map": {"a": "model-1.safetensors"}}
   assert "disagree about the tensor a" in message(shards(tmp_path, index))
   index = {"weight_map": {"a": "gone.safetensors"}}
   assert "gone.safetensors cannot be read" in message(shards(tmp_path, index))
@@ -258,7 +289,77 @@ def test_quantized_or_float64_tensors_raise(tmp_path):
   assert "jax_enable_x64 only; or give param_dtype" in message(write(tmp_path, "llama"))
 
 
-def test_generation_settings_that_are_no_numbers_raise(tmp_path):
+@pytest.mark.parametrize("text", ['"all"', "-0.5", "1e300", "true", "NaN", "281474976710656"])
+def test_generation_settings_that_are_no_numbers_raise(text, tmp_path):
   folder = write(tmp_path, "llama", dtype=np.float32)
-  (folder / "generation_config.json").write_text('{"top_p": "all"}')
-  assert "top_p='all' is no number" in message(folder)
+  for name in ("top_p", "max_new_tokens"):
+    (folder / "generation_config.json").write_text(f'{{"{name}": {text}}}')
+    assert re.search(f"{name}=.* is no number for it, which is one of 0 to", message(folder))
+
+
+LENGTHS = [
+  ("llama", "max_position_embeddings"),
+  ("fla_transformer", "max_position_embeddings"),
+  ("fla_transformer", "window_size"),
+  ("fla_gla_attn", "max_position_embeddings"),
+  ("bamba", "max_position_embeddings"),
+  ("qwen3_next", "max_position_embeddings"),
+  ("recurrent_gemma", "attention_window_size"),
+]
+
+
+@pytest.mark.parametrize(("case", "name"), LENGTHS)
+def test_length_that_no_memory_holds_raises(case, name, tmp_path):
+  """Before a cache of that length is asked for."""
+  folder = write(tmp_path, case, config={name: 2**47}, dtype=np.float32)
+  found = message(folder)
+  assert "=140737488355328 is more than 16,777,216 tokens" in found and "max_length" in found
+  if name == "max_position_embeddings":
+    length = hugging_face.load(folder, max_length=8).model.max_length
+    assert length == (None if "transformer" in case else 8)  # a window needs no more than itself
+    with pytest.raises(ExportError, match="more than 16,777,216 tokens"):
+      hugging_face.load(folder, max_length=2**40)
+
+
+def test_length_of_the_original_model_is_bounded_too(tmp_path):
+  for length in (2**47, 1e15):
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"rope_theta": 9.0, "original_max_position_embeddings": length}
+    text = message(write(tmp_path, "llama", config={"rope_parameters": rope}, dtype=np.float32))
+    assert "original_length" in text and "is more than 16,777,216 tokens" in text
+
+
+NUMBERS = (np.nan, np.inf, -np.inf)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16])
+def test_tensor_with_a_number_that_is_not_finite_is_named(dtype, tmp_path):
+  name, said = "model.layers.1.mlp.up_proj.weight", np.dtype(dtype)
+  matrix = recorded("llama").tensors[name]
+  hugging_face.load(write(tmp_path, "llama", dtype=dtype))
+  for number, place in zip(NUMBERS, [(0, 0), (5, 3), (-1, -1)], strict=True):
+    changed = matrix.copy()
+    changed[place] = number
+    text = message(write(tmp_path, "llama", tensors={name: changed}, dtype=dtype))
+    assert f"{name} has numbers that are NaN or infinite as {said}; the file is damaged" in text
+  embedding = {"model.embed_tokens.weight": np.full((11, 8), np.nan)}
+  text = message(write(tmp_path, "llama", tensors=embedding, dtype=dtype))
+  assert "model.embed_tokens.weight has numbers that are NaN or infinite" in text
+
+
+def test_number_beyond_the_dtype_of_parameters_is_named(tmp_path):
+  large = {"model.norm.weight": np.full(8, 1e6)}
+  folder = write(tmp_path, "llama", tensors=large, dtype=np.float32)
+  hugging_face.load(folder, param_dtype="bfloat16")
+  with pytest.raises(ExportError, match=r"model\.norm\.weight .* as float16; .*wider param_dtype"):
+    hugging_face.load(folder, param_dtype="float16")
+
+
+def test_numbers_are_finite_up_to_the_largest_of_each_dtype():
+  for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
+    limits, signs = ml_dtypes.finfo(dtype), np.array([1, -1], dtype)
+    kinds = (limits.max, limits.smallest_subnormal, 0)
+    assert placing.is_finite(np.concatenate([signs * dtype(x) for x in kinds]))
+    for bad in (*NUMBERS, -np.nan):
+      assert not placing.is_finite(np.array([[1, 2], [bad, 3]], dtype))
+  assert placing.is_finite(np.zeros((0, 3), np.float32))

@@ -11,7 +11,8 @@ import pytest
 from lnssm_jax import pretrained
 from lnssm_jax.pretrained.families import FAMILIES
 from tests.pages import blocks_of
-from tests.pretrained.published import CASES, recorded, write
+from tests.pretrained import settings_page
+from tests.pretrained.published import CASES, REAL, recorded, write
 from train.cli.main import main
 from train.data.tokenizers import train_bpe
 
@@ -32,6 +33,15 @@ def test_page_lists_every_family_and_recorded_model():
   assert cases | hybrids == set(CASES)
   count = len(names)
   assert f"| {count} families" in (ROOT / "docs" / "comparison.md").read_text()
+
+
+def test_page_has_what_becomes_of_every_setting():
+  lines = PAGE.splitlines()
+  assert [row for row in settings_page.rows() if row not in lines and row] == []
+  tables = PAGE.split("## What is checked")[1].split("## ")[0]
+  told = [line for line in tables.splitlines() if line.startswith(("| `", "| all"))]
+  assert told == [row for row in settings_page.rows() if row]
+  assert f"those of {len(REAL)} models and versions" in PAGE
 
 
 def folder_of_bytes(path: Path, case: str, **config) -> None:

@@ -340,6 +340,15 @@ def test_save_of_a_model_that_no_family_has_says_why(tmp_path):
   assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("end", [None, 0, 3])
+def test_saved_folder_names_the_end_of_text_that_is_given(end, tmp_path):
+  loaded = hugging_face.load(write(tmp_path / "theirs", "mamba", dtype=np.float32))
+  settings = loaded.settings["model"]
+  hugging_face.save(tmp_path / "ours", loaded.model, settings, layout="hf", end_of_text=end)
+  config = json.loads((tmp_path / "ours" / "config.json").read_text())
+  assert config.get("eos_token_id", "none") == ("none" if end is None else end)
+
+
 def test_generation_settings_are_those_of_the_folder(tmp_path):
   folder = write(tmp_path, "llama", dtype="f4")
   text = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": [2, 5], "top_k": 0, "min_p": 0.5}

@@ -16,6 +16,7 @@ from lnssm_jax.pretrained.families.mamba import (
   MAMBA_SSM,
 )
 from lnssm_jax.pretrained.families.rwkv4 import RWKV4
+from lnssm_jax.pretrained.families.rwkv6 import RWKV6
 from lnssm_jax.pretrained.families.table import Family
 from lnssm_jax.pretrained.manifest import ExportError
 
@@ -31,6 +32,7 @@ FAMILIES: tuple[Family, ...] = (
   BAMBA,
   QWEN3_NEXT,
   *FLA,
+  RWKV6,
   *FLA_HYBRIDS,
   MAMBA_SSM,
   MAMBA2_SSM,

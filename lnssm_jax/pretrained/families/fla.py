@@ -1,27 +1,30 @@
-"""The models of flash-linear-attention (fla 0.6.0)."""
+"""The models of flash-linear-attention (fla 0.6.0), but for RWKV-6."""
 
 import functools
+import math
 
-from lnssm_jax.pretrained.families.rwkv6 import rwkv6_rows
-from lnssm_jax.pretrained.families.table import (
-  TRANSPOSED,
+from lnssm_jax.pretrained.families.fields import (
   Config,
-  Family,
   Field,
   Fixed,
-  Row,
-  Rows,
   choice,
-  convolution,
   flag,
   free,
+  number,
+  size,
+  size_or_none,
+  whole,
+)
+from lnssm_jax.pretrained.families.table import (
+  TRANSPOSED,
+  Family,
+  Row,
+  Rows,
+  convolution,
   joined,
   linear,
   linears,
   norm,
-  number,
-  size,
-  size_or_none,
 )
 from lnssm_jax.pretrained.manifest import ExportError
 
@@ -31,7 +34,7 @@ SILU = {"swish": "silu", "silu": "silu"}
 QKVO = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj"}
 ONE = Fixed(1.0, 1)
 
-_FIELDS = {
+FIELDS = {
   "vocab_size": size("vocab_size"),
   "hidden_size": size("dim"),
   "num_hidden_layers": size("num_layers"),
@@ -43,25 +46,39 @@ _FIELDS = {
   "hidden_ratio": Fixed(None),
   "fuse_norm": Fixed(True),  # without, norms have other names
   **free(
+    "another way to compute the same",
     "attn_mode",
+    "chunk_size",
     "fuse_cross_entropy",
     "fuse_linear_cross_entropy",
-    "use_l2warp",
-    "max_position_embeddings",
   ),
+  **free("of training", "use_l2warp"),
+  **free("of training data", "max_position_embeddings"),
 }
+# In files of 2024. A convolution that q, k and v share has another tensor than theirs, and so does
+# a norm within the mixer (`norm_first`); today's fla reads neither setting.
+RENAMED = {
+  "rms_norm_eps": "norm_eps",
+  "num_attention_heads": "num_heads",
+  "num_key_value_heads": "num_kv_heads",
+}
+_OLDER = free("of tensors, which are compared", "norm_first", "share_conv_kernel")
 # Of models with a gated MLP, which are all but RWKV.
-_GATED = _FIELDS | {
+_GATED = FIELDS | {
   "hidden_act": choice("channel_mixer_options.activation", SILU, "swish"),
   "attnres_block_size": Fixed(None),
-  **free("fuse_swiglu"),
+  **free("another way to compute the same", "fuse_swiglu"),
+  **_OLDER,
 }
 _EPS_OF_BLOCKS = {"norm_eps": number("norm_eps", 1e-6)}
 _KV_HEADS = {"num_kv_heads": size("mixer_options.num_kv_heads")}
 _CONVOLVED = {"conv_size": size_or_none("mixer_options.conv_size")}
-_PLAIN = {"use_short_conv": Fixed(False), "elementwise_affine": Fixed(True), **free("conv_size")}
+_NO_CONVOLUTION = {
+  "use_short_conv": Fixed(False),
+  **free("of convolutions, of which there are none", "conv_size"),
+}
 
-_ENDS: Rows = {
+ENDS: Rows = {
   "embedding": Row("model.embeddings.weight"),
   "head.kernel": Row("lm_head.weight", TRANSPOSED),
   **norm("norm", "model.norm"),
@@ -78,34 +95,41 @@ _CONVOLUTIONS = joined(
 )
 
 
-def _normal(
-  config: Config, *, share: float = 4 * 2 / 3, multiple: int = 256, convolved: bool | None = None
+def normal(
+  config: Config,
+  *,
+  ratio: float = 4,
+  gated: bool = True,
+  grouped: bool = False,
+  convolved: bool | None = None,
 ) -> Config:
   """Writes out widths and groups, and conv_size=None where there are no convolutions.
 
   Args:
-    share, multiple: the MLP is share D wide by default, rounded up to a multiple.
+    ratio: hidden_ratio where config.json has none. A gated MLP is 2/3 hidden_ratio D wide, rounded
+      up to a multiple of 256; another one hidden_ratio D, rounded up to a multiple of 32.
+    gated: whether the MLP is.
+    grouped: whether there is num_kv_heads, by default num_heads.
     convolved: the default of use_short_conv, where it can be chosen.
   """
-  dim, given = config.get("hidden_size"), config.pop("hidden_ratio", None)
-  if type(dim) is not int or dim < 1:
-    raise ExportError(f"hidden_size={dim!r} must be a positive whole number.")
+  dim, given = whole(config, "hidden_size"), config.pop("hidden_ratio", ratio)
   if config.get("intermediate_size") is None:
-    if given is not None:
-      if type(given) not in (int, float) or not 0 < given < 1000:
-        raise ExportError(f"hidden_ratio={given!r:.80} must be a number.")
-      share = given * 2 / 3 if multiple == 256 else given
-    config["intermediate_size"] = multiple * -(-int(dim * share) // multiple)
-  if config.get("num_kv_heads", 0) is None:
-    config["num_kv_heads"] = config.get("num_heads")
+    given = 4 if given is None and gated else 3.5 if given is None else given
+    if type(given) not in (int, float) or not 0 < given < 1000:
+      raise ExportError(f"hidden_ratio={given!r:.80} must be a number above 0 and below 1000.")
+    width, multiple = (dim * given * 2 / 3, 256) if gated else (dim * given, 32)
+    config["intermediate_size"] = multiple * math.ceil(int(width) / multiple)
+  if grouped and config.get("num_kv_heads") is None and "num_heads" in config:
+    config["num_kv_heads"] = config["num_heads"]
   if convolved is not None:
     config.setdefault("conv_size", 4)
-    if not _boolean(config, "use_short_conv", convolved):
+    if not boolean(config, "use_short_conv", convolved):
       config["conv_size"] = None
   return config
 
 
-def _boolean(config: Config, name: str, default: bool) -> bool:
+def boolean(config: Config, name: str, default: bool) -> bool:
+  """Removes a setting that is true or false."""
   value = config.pop(name, default)
   if type(value) is not bool:
     raise ExportError(f"{name}={value!r:.80} must be true or false.")
@@ -124,6 +148,7 @@ def _family(
   fields: dict,
   rows: Rows,
   *,
+  ratio: float = 4,
   convolved: bool | None = None,
   constants: dict | None = None,
 ) -> Family:
@@ -134,25 +159,26 @@ def _family(
     architecture=f"{architecture}ForCausalLM",
     fields=_GATED | fields,
     constants=constants | {"embedding_norm": False},
-    rows=_ENDS | _MLP | linears("blocks.mixer", ATTN, **QKVO) | rows,
-    normal=functools.partial(_normal, convolved=convolved),
+    rows=ENDS | _MLP | linears("blocks.mixer", ATTN, **QKVO) | rows,
+    normal=functools.partial(
+      normal, ratio=ratio, grouped="num_kv_heads" in fields, convolved=convolved
+    ),
     written=dict if convolved is None else _with_convolutions,
+    renamed=RENAMED | {"exapnd_k": "expand_k", "exapnd_v": "expand_v"},  # GSA's class has these
   )
 
 
 def _hgrn2(config: Config) -> Config:
-  ratio, dim, H = (
-    config.pop("expand_ratio", 128),
-    config.get("hidden_size"),
-    config.get("num_heads"),
-  )
-  if type(dim) is not int or any(type(x) is not int or x < 1 for x in (ratio, H) if x is not None):
-    raise ExportError(f"hidden_size, expand_ratio={ratio!r:.80}, num_heads={H!r:.80} are no sizes.")
-  ratio = ratio or dim // (H or 1)
-  config["num_heads"] = H or dim // ratio
+  """Writes out the heads: expand_ratio is their width, which fla has as 128 by default."""
+  dim, given = whole(config, "hidden_size"), {"expand_ratio": config.pop("expand_ratio", 128)}
+  H = None if config.get("num_heads") is None else whole(config, "num_heads")
+  ratio = dim // (H or 1) if given["expand_ratio"] is None else whole(given, "expand_ratio")
+  config["num_heads"] = H or max(1, dim // ratio)
   if dim != config["num_heads"] * ratio:
-    raise ExportError(f"expand_ratio={ratio!r} is not hidden_size / num_heads.")
-  return _normal(config)
+    raise ExportError(
+      f"expand_ratio={ratio!r} is not hidden_size / num_heads = {dim} / {config['num_heads']}."
+    )
+  return normal(config)
 
 
 def _hgrn2_written(config: Config) -> Config:
@@ -172,6 +198,9 @@ TRANSFORMER = _family(
     "rope_theta": number("mixer_options.rotary_base", 10000.0),
     "max_position_embeddings": size("mixer_options.max_length", 2048),
     "elementwise_affine": Fixed(True),
+    # In files of 2024, which read them no more than today's fla does.
+    "attention_bias": Fixed(False, written=False),
+    "rope_scaling": Fixed(None, written=False),
   },
   norm("blocks.mixer.q_norm", f"{ATTN}.q_norm") | norm("blocks.mixer.k_norm", f"{ATTN}.k_norm"),
   constants={"mixer_options.norm_eps": 1e-5},  # of qk_norm, whatever norm_eps says
@@ -219,11 +248,12 @@ RETNET = _family(
     "feature_map": Fixed(None),
     "elementwise_affine": flag("mixer_options.norm_scale", True),
     "use_output_gate": Fixed(True),
-    "use_short_conv": Fixed(False),
-    **free("conv_size"),
+    **_NO_CONVOLUTION,
+    **free("of GLA, not of RetNet", "use_gk", "use_gv"),
   },
   linear("blocks.mixer.g_proj", f"{ATTN}.g_proj")
   | norm("blocks.mixer.norm", f"{ATTN}.g_norm_swish_gate"),
+  ratio=2,
 )
 
 _DELTA_ROWS = _CONVOLUTIONS | {
@@ -249,6 +279,9 @@ DELTA_NET = _family(
       "silu",
     ),
     "use_output_norm": Fixed(True),
+    "use_elu": Fixed(False, written=False),
+    "use_rope": Fixed(False, written=False),
+    "elementwise_affine": Fixed(True, written=False),
   },
   _DELTA_ROWS,
   convolved=True,
@@ -295,6 +328,8 @@ GSA = _family(
     "elementwise_affine": Fixed(True),
     "use_output_gate": Fixed(False),
     "use_norm": Fixed(True),
+    "use_rope": Fixed(False, written=False),
+    "gate_low_rank_dim": Fixed(None, written=False),
   },
   _CONVOLUTIONS
   | linear("blocks.mixer.f_proj", f"{ATTN}.f_proj")
@@ -309,8 +344,9 @@ HGRN2 = Family(
   architecture="HGRN2ForCausalLM",
   fields=_GATED
   | _EPS_OF_BLOCKS
-  | _PLAIN
+  | _NO_CONVOLUTION
   | {
+    "elementwise_affine": Fixed(True),
     "use_lower_bound": choice("mixer_options.lower_bound", {True: "shared", False: "none"}, True),
   },
   constants={
@@ -321,7 +357,7 @@ HGRN2 = Family(
     "norm": "rms",
     "embedding_norm": False,
   },
-  rows=_ENDS
+  rows=ENDS
   | _MLP
   | linears(
     "blocks.mixer", ATTN, q_proj="q_proj", f_proj="f_proj", v_proj="i_proj", o_proj="o_proj"
@@ -330,48 +366,7 @@ HGRN2 = Family(
   | {"blocks.mixer.bound": Row("model.lower_bounds")},
   normal=_hgrn2,
   written=_hgrn2_written,
+  renamed=RENAMED,
 )
 
-
-def _rwkv6(config: Config) -> Config:
-  config = _normal(config, share=3.5, multiple=32)
-  config["norm"] = "layer" if _boolean(config, "norm_bias", True) else "layer_without_bias"
-  return config | {"g_norm_eps": config.get("norm_eps", 1e-5)}
-
-
-def _rwkv6_written(config: Config) -> Config:
-  config = config | {"norm_bias": config["norm"] == "layer"}
-  return {name: value for name, value in config.items() if name not in ("norm", "g_norm_eps")}
-
-
-RWKV6 = Family(
-  name="rwkv6",
-  layout="fla",
-  architecture="RWKV6ForCausalLM",
-  fields=_FIELDS
-  | {
-    "norm": Field("norm", (str,)),
-    "norm_eps": number("norm_eps", 1e-5),
-    "g_norm_eps": number("mixer_options.norm_eps", factor=1 / 64),  # ours divides by 8 first
-    "expand_k": number("mixer_options.expand_k", 0.5),
-    "expand_v": ONE,
-    "proj_low_rank_dim": size("mixer_options.mix_rank", 32),
-    "gate_low_rank_dim": size("mixer_options.gate_rank", 64),
-    "hidden_act": Fixed("sqrelu"),
-    "norm_first": Fixed(True),
-  },
-  constants={
-    "mixer": "rwkv6",
-    "channel_mixer": "rwkv6_channel_mix",
-    "channel_mixer_options.mu_of": "previous",
-    "embedding_norm": True,
-  },
-  rows=_ENDS
-  | norm("embedding_norm", "model.layers.0.pre_norm")
-  | norm("blocks.channel_norm", f"{LAYER}.ffn_norm")
-  | rwkv6_rows(ATTN, f"{LAYER}.ffn"),
-  normal=_rwkv6,
-  written=_rwkv6_written,
-)
-
-FLA = (TRANSFORMER, GLA, RETNET, DELTA_NET, GATED_DELTANET, GSA, HGRN2, RWKV6)
+FLA = (TRANSFORMER, GLA, RETNET, DELTA_NET, GATED_DELTANET, GSA, HGRN2)

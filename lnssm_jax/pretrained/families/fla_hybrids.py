@@ -4,16 +4,19 @@ import dataclasses
 from typing import Any
 
 from lnssm_jax.pretrained.families import fla
-from lnssm_jax.pretrained.families.hybrids import pattern
-from lnssm_jax.pretrained.families.table import (
+from lnssm_jax.pretrained.families.fields import (
   Config,
-  Family,
   Field,
   choice,
-  linears,
   number,
   size,
   size_or_none,
+)
+from lnssm_jax.pretrained.families.hybrids import pattern
+from lnssm_jax.pretrained.families.rwkv6 import RWKV6
+from lnssm_jax.pretrained.families.table import (
+  Family,
+  linears,
 )
 from lnssm_jax.pretrained.manifest import ExportError
 
@@ -94,6 +97,6 @@ def _hybrid(family: Family, **fields: Any) -> Family:
 _NO_BOUNDS = choice("mixer_options.lower_bound", {False: "none"}, True)
 
 FLA_HYBRIDS = (
-  *map(_hybrid, (fla.GLA, fla.RETNET, fla.DELTA_NET, fla.GATED_DELTANET, fla.GSA, fla.RWKV6)),
+  *map(_hybrid, (fla.GLA, fla.RETNET, fla.DELTA_NET, fla.GATED_DELTANET, fla.GSA, RWKV6)),
   _hybrid(fla.HGRN2, use_lower_bound=_NO_BOUNDS),
 )

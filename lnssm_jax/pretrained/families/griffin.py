@@ -3,24 +3,28 @@
 import ml_dtypes
 import numpy as np
 
+from lnssm_jax.pretrained.families.fields import (
+  Config,
+  Field,
+  Fixed,
+  Same,
+  choice,
+  flag,
+  free,
+  number,
+  size,
+  whole,
+)
 from lnssm_jax.pretrained.families.llama import rotary, whole_heads
 from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
-  Config,
   Family,
-  Field,
-  Fixed,
   Row,
   Rows,
   by_heads,
-  choice,
   convolution,
-  flag,
-  free,
   linears,
   norm,
-  number,
-  size,
 )
 from lnssm_jax.pretrained.manifest import ExportError
 
@@ -30,30 +34,55 @@ _TEMPORAL = f"{_LAYER}.temporal_block"
 _LRU, _ATTENTION = "mixer_options.rg_lru", "mixer_options.sliding_window_attention"
 
 
+_ACTIVATION = "gelu_pytorch_tanh"
+# Names of a layer's kind in `layer_types`, by those in `block_types`.
+_KINDS = {"recurrent": "linear_attention", "attention": "sliding_attention"}
+
+
 def _normal(config: Config) -> Config:
   config = rotary(whole_heads(config))
-  dim, H = config["hidden_size"], config["num_attention_heads"]
-  types = config.pop("block_types", ["recurrent", "recurrent", "attention"])
-  L, width = config.get("num_hidden_layers"), config.pop("intermediate_size", 3 * dim)
-  if not isinstance(types, list) or any(x not in _BLOCKS for x in map(str, types)) or not types:
+  dim, H, L = (
+    config["hidden_size"],
+    config["num_attention_heads"],
+    whole(config, "num_hidden_layers"),
+  )
+  types = config.pop("block_types", None) or ["recurrent", "recurrent", "attention"]
+  if not isinstance(types, list) or any(x not in _BLOCKS for x in map(str, types)):
     raise ExportError(f"block_types={types!r:.80} must be a list of {', '.join(_BLOCKS)}.")
-  if type(L) is not int or L < 1 or len(types) > L:
-    raise ExportError(f"num_hidden_layers={L!r:.80} must be at least the {len(types)} block_types.")
-  if type(width) is not int or width % 2:
-    raise ExportError(f"intermediate_size={width!r:.80} must be even: the gate has half of it.")
+  if len(types) > L:
+    raise ExportError(f"num_hidden_layers={L} must be at least the {len(types)} block_types.")
+  _check_layers(config, types, L)
+  width = whole(config, "intermediate_size", 7680)
+  if width % 2:
+    raise ExportError(f"intermediate_size={width} must be even: the gate has half of it.")
   share = config.pop("partial_rotary_factor", 0.5)
   if type(share) not in (int, float) or not 0 < share <= 1 or share * (dim // H) % 2:
     raise ExportError(f"partial_rotary_factor={share!r:.80} must give an even number of channels.")
-  config.pop("final_w_init_variance_scale", None)
   # The factor is a bfloat16 there, whatever the dtype of the model.
   scale = float(np.sqrt(dim).astype(ml_dtypes.bfloat16))
   pattern = [_BLOCKS[x] for x in types]
   derived = {"mixers": pattern, "gate_width": width // 2, "embedding_scale": scale}
   if config.get("lru_width") is None:
     config["lru_width"] = dim
-  if type(window := config.get("attention_window_size", 2048)) is not int:
-    raise ExportError(f"attention_window_size={window!r:.80} must be a whole number.")
+  whole(config, "attention_window_size", 2048)
+  config = {name: value for name, value in config.items() if name != "intermediate_size"}
   return config | derived | {"rotary_width": int(share * (dim // H))}
+
+
+def _check_layers(config: Config, types: list[str], L: int) -> None:
+  """Checks other lists of the layers' kinds, each of all layers or of a pattern that repeats."""
+  for name in ("_block_types", "layers_block_type", "layer_types"):
+    given = config.pop(name, None)
+    if given is None:
+      continue
+    given = given if isinstance(given, list) and 0 < len(given) <= L else [given]
+    period = range(min(L, len(types) * len(given)))  # after which both repeat
+    kinds = [(types[i % len(types)], str(given[i % len(given)])) for i in period]
+    if any(theirs not in (kind, _KINDS[kind]) for kind, theirs in kinds):
+      raise ExportError(
+        f"{name}={given!r:.80} is not what block_types={types!r:.80} says of "
+        f"num_hidden_layers={L}; correct the one that is wrong."
+      )
 
 
 def _written(config: Config) -> Config:
@@ -122,11 +151,15 @@ RECURRENT_GEMMA = Family(
     "hidden_activation": choice(
       "channel_mixer_options.activation",
       {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"},
-      "gelu_pytorch_tanh",
+      _ACTIVATION,
     ),
     "rope_scaling": Fixed(None),
-    **free("w_init_variance_scale"),
+    "hidden_act": Same("hidden_activation", lambda c: c.get("hidden_activation", _ACTIVATION)),
+    "embeddings_scale_by_sqrt_dim": Fixed(True, written=False),
+    **free("of random parameters", "final_w_init_variance_scale", "w_init_variance_scale"),
+    **free("of training data; attention has a window", "max_position_embeddings"),
   },
+  renamed={"sliding_window": "attention_window_size"},
   constants={
     f"{_LRU}.use_bias": True,
     "channel_mixer": "geglu",

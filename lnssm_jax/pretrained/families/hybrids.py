@@ -8,33 +8,41 @@ from typing import Any
 
 import numpy as np
 
+from lnssm_jax.pretrained.families.fields import (
+  Config,
+  Field,
+  Same,
+  agree,
+  choice,
+  count_of_layers,
+  flag,
+  free,
+  number,
+  number_or_none,
+  size,
+  whole,
+)
 from lnssm_jax.pretrained.families.llama import LAYER, SIZES, TOP, heads, rotary, rotary_written
 from lnssm_jax.pretrained.families.mamba import steps, steps_written
 from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
-  Config,
   Family,
-  Field,
   Row,
   Rows,
   View,
-  choice,
   convolution,
-  flag,
-  free,
   joined,
   linear,
   linears,
   norm,
-  number,
-  number_or_none,
-  size,
 )
 from lnssm_jax.pretrained.manifest import ExportError
 
 _ATTENTION = "mixer_options.softmax_attention"
 _MAMBA, _DELTA = "mixer_options.mamba2", "mixer_options.gated_delta_net"
 _FULL, _LINEAR = "full_attention", "linear_attention"
+# {kind of a layer in transformers 4: in 5}
+_BAMBA_NAMES = {"attention": _FULL, "mamba": _LINEAR}
 
 _FIELDS = SIZES | {
   "intermediate_size": size("channel_hidden"),
@@ -61,15 +69,18 @@ def pattern(layers: Sequence[str]) -> list[str]:
   return list(layers[: next(n for n in range(1, len(layers) + 1) if period(n))])
 
 
-def _normal(config: Config, types: Sequence[Any], recurrent: str, share: float) -> Config:
-  """Writes out the pattern of mixers, and the width of the rotation."""
-  L, names = config.get("num_hidden_layers"), {_FULL: "softmax_attention", _LINEAR: recurrent}
-  if type(L) is not int or len(types) != L or set(map(str, types)) != set(names):
+def _normal(
+  config: Config, types: Sequence[Any], recurrent: str, share: float, usual_length: int
+) -> Config:
+  """Writes out the pattern of mixers, the width of the rotation, and the longest sequence."""
+  L, names = whole(config, "num_hidden_layers"), {_FULL: "softmax_attention", _LINEAR: recurrent}
+  if len(types) != L or set(map(str, types)) != set(names):
     raise ExportError(
       f"layer_types={list(types)!r:.80} must be {' and '.join(names)}, of "
       f"num_hidden_layers={L!r:.80}."
     )
-  config = rotary(heads(config))
+  config.setdefault("max_position_embeddings", usual_length)
+  config = rotary(heads(config), usual_length=usual_length)
   share, K = config.pop("partial_rotary_factor", share), config["head_dim"]
   if type(share) not in (int, float) or type(K) is not int or not 0 < share <= 1:
     raise ExportError(f"partial_rotary_factor={share!r:.80}, head_dim={K!r:.80} are no sizes.")
@@ -88,35 +99,32 @@ def _written(config: Config, *left_out: str) -> tuple[Config, list[str]]:
   return {name: value for name, value in config.items() if name not in ours}, types
 
 
-_MAMBA_SIZES = {"mamba_expand": 2, "mamba_n_heads": 128, "mamba_d_head": "auto"}
-
-
 def _bamba(config: Config) -> Config:
-  indices, L = config.pop("attn_layer_indices", None), config.get("num_hidden_layers")
-  if not isinstance(indices, list) or type(L) is not int or not 0 < L < 10_000:
-    raise ExportError(
-      f"attn_layer_indices={indices!r:.80} must be a list, of layers below "
-      f"num_hidden_layers={L!r:.80}."
-    )
+  indices, L = config.pop("attn_layer_indices", None), count_of_layers(config)
+  if not isinstance(indices, list):
+    raise ExportError(f"attn_layer_indices={indices!r:.80} must be a list, of layers below {L}.")
   types = [_FULL if layer in indices else _LINEAR for layer in range(L)]
   for name in ("layers_block_type", "layer_types"):
-    if config.pop(name, types) != types:
-      raise ExportError(f"{name} differs from attn_layer_indices={indices!r:.80}.")
-  config = steps(_normal(config, types, "mamba2", 0.5))
+    given = config.pop(name, None)
+    plain = [_BAMBA_NAMES.get(str(x), x) for x in given] if isinstance(given, list) else given
+    if plain not in (None, types):
+      raise ExportError(
+        f"{name}={given!r:.80} is not what attn_layer_indices={indices!r:.80} says; correct the "
+        "one that is wrong."
+      )
+  config.setdefault("num_key_value_heads", 8)
+  agree(dict(config), "partial_rotary_factor", 0.5, "the share of transformers")
+  if config.get("time_step_limit") is None:
+    config.pop("time_step_limit", None)
+  config = steps(_normal(config, types, "mamba2", 0.5, 262144))
   K, D, H = config.pop("head_dim"), config["hidden_size"], config["num_attention_heads"]
   if K != D / H:
     raise ExportError(f"head_dim={K!r:.80} must be hidden_size / num_attention_heads = {D / H:g}.")
-  width = config.pop("attn_rotary_emb", config["rotary_width"])
-  if width != config["rotary_width"]:
-    raise ExportError(f"attn_rotary_emb={width!r:.80} must be head_dim / 2.")
-  sizes = {name: config.get(name, usual) for name, usual in _MAMBA_SIZES.items()}
-  expand, count, width = sizes.values()
-  if any(type(size) is not int or size < 1 for size in (expand, count)):
-    raise ExportError(f"{', '.join(f'{n}={x!r:.80}' for n, x in sizes.items())} are no sizes.")
-  inner = expand * D
+  expand, count = whole(config, "mamba_expand", 2), whole(config, "mamba_n_heads", 128)
+  inner, width = expand * D, config.get("mamba_d_head", "auto")
   if width not in ("auto", inner / count) or inner % count:
     raise ExportError(
-      f"mamba_n_heads={count} mamba_d_head={width!r:.80} is not mamba_expand hidden_size."
+      f"mamba_n_heads={count} mamba_d_head={width!r:.80} is not mamba_expand hidden_size = {inner}."
     )
   config.pop("mamba_n_heads", None)
   return config | {"mamba_d_head": inner // count}
@@ -148,8 +156,10 @@ BAMBA = Family(
     "mamba_proj_bias": flag(f"{_MAMBA}.use_bias", False),
     "min_step": number(f"{_MAMBA}.min_step"),
     "max_step": number_or_none(f"{_MAMBA}.max_step"),
-    **free("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"),
-    **free("time_step_floor", "time_step_max", "time_step_min"),
+    "attn_rotary_emb": Same("head_dim / 2", lambda config: config["rotary_width"]),
+    **free("another way to compute the same", "mamba_chunk_size"),
+    **free("of training", "z_loss_coefficient"),
+    **free("of random parameters", "time_step_floor", "time_step_max", "time_step_min"),
   },
   constants={"norm": "rms", **_CONSTANTS},
   rows=TOP
@@ -265,6 +275,7 @@ _NEXT_ROWS: Rows = {
   **norm("blocks.softmax_attention.k_norm", f"{_SELF}.k_norm"),
 }
 
+# Of layers with experts, of which there are none.
 _EXPERTS = (
   "moe_intermediate_size",
   "shared_expert_intermediate_size",
@@ -276,29 +287,36 @@ _EXPERTS = (
 
 
 def _qwen3_next(config: Config) -> Config:
-  L, experts = config.get("num_hidden_layers"), config.pop("num_experts", 512)
+  L, experts = count_of_layers(config), config.pop("num_experts", 512)
   dense, every = config.pop("mlp_only_layers", None) or [], config.pop("decoder_sparse_step", 1)
-  if type(L) is not int or not 0 < L < 10_000 or not isinstance(dense, list):
-    raise ExportError(f"num_hidden_layers={L!r:.80}, mlp_only_layers={dense!r:.80} are no sizes.")
+  if not isinstance(dense, list):
+    raise ExportError(f"mlp_only_layers={dense!r:.80} must be a list.")
   sparse = [i for i in range(L) if i not in dense and type(every) is int and (i + 1) % every == 0]
   if type(experts) is not int or type(every) is not int or (experts > 0 and sparse):
     raise ExportError(
       f"num_experts={experts!r:.80}, decoder_sparse_step={every!r:.80}: experts are not "
       "implemented; only num_experts=0, or mlp_only_layers that names all layers."
     )
-  interval = config.pop("full_attention_interval", 4)
+  interval = config.pop("full_attention_interval", None)
   types = config.pop("layer_types", None)
-  if types is None and type(interval) is int and interval > 0:
-    types = [_LINEAR if (i + 1) % interval else _FULL for i in range(L)]
+  if interval is not None or types is None:
+    every = whole({"full_attention_interval": interval or 4}, "full_attention_interval")
+    usual = [_LINEAR if (i + 1) % every else _FULL for i in range(L)]
+    types = usual if types is None else types
+    if interval is not None and types != usual:
+      raise ExportError(
+        f"full_attention_interval={interval} is not what layer_types={types!r:.80} says; correct "
+        "the one that is wrong."
+      )
   if not isinstance(types, list):
     raise ExportError(f"layer_types={types!r:.80} must be a list.")
-  config = _normal(config, types, "gated_delta_net", 0.25)
-  K, V = config.get("linear_key_head_dim"), config.pop("linear_value_head_dim", 128)
-  if any(type(x) is not int or not 0 < x < 2**32 for x in (K, V)):
-    raise ExportError(
-      f"linear_key_head_dim={K!r:.80}, linear_value_head_dim={V!r:.80} are no sizes."
-    )
-  return config | {"expand_v": V / K}
+  config.setdefault("num_key_value_heads", 2)
+  config.setdefault("head_dim", 256)
+  config = _normal(config, types, "gated_delta_net", 0.25, 32768)
+  K = whole(config, "linear_key_head_dim", 128)
+  V = whole(config, "linear_value_head_dim", 128)
+  config = {name: value for name, value in config.items() if name != "linear_value_head_dim"}
+  return config | {"linear_key_head_dim": K, "expand_v": V / K}
 
 
 def _qwen3_next_written(config: Config) -> Config:
@@ -319,7 +337,7 @@ QWEN3_NEXT = Family(
     "linear_num_value_heads": size(f"{_DELTA}.num_value_heads", 32),
     "linear_conv_kernel_dim": size(f"{_DELTA}.conv_size", 4),
     "expand_v": number(f"{_DELTA}.expand_v"),
-    **free(*_EXPERTS),
+    **free("of experts, of which there are none", *_EXPERTS),
   },
   constants={
     "norm": "rms_from_zero",

@@ -1,21 +1,27 @@
 """Llama, of transformers."""
 
 import math
+from typing import Any
 
 from lnssm_jax.ops.attention.rotary import check_scaling
-from lnssm_jax.pretrained.families.table import (
-  TRANSPOSED,
+from lnssm_jax.pretrained.families.fields import (
   Config,
-  Family,
   Field,
-  Row,
+  Fixed,
+  agree,
   choice,
   flag,
   free,
-  linears,
-  norm,
   number,
   size,
+  whole,
+)
+from lnssm_jax.pretrained.families.table import (
+  TRANSPOSED,
+  Family,
+  Row,
+  linears,
+  norm,
 )
 from lnssm_jax.pretrained.manifest import ExportError
 
@@ -40,39 +46,48 @@ _SCALINGS = {
 }
 
 
-def rotary(config: Config, default: float = 10000.0) -> Config:
+def rotary(config: Config, *, usual_length: int = 2048, default: float = 10000.0) -> Config:
   """Replaces `rope_parameters`, of transformers 5, by the settings of version 4.
 
   `rope_scaling` is then that of `lnssm_jax.ops.rotary_embedding`, or None.
+
+  Args:
+    usual_length: max_position_embeddings where config.json has none.
+    default: that of rope_theta.
   """
   given = {name: config.pop(name, None) for name in ("rope_parameters", "rope_scaling")}
-  given = {name: value for name, value in given.items() if value is not None}
-  if len(given) > 1:
-    raise ExportError("rope_parameters and rope_scaling are two descriptions; remove one.")
-  config.setdefault("rope_theta", default)
+  given = {name: _rope(name, value) for name, value in given.items() if value is not None}
+  original = config.pop("original_max_position_embeddings", None)
+  for name in ("rope_theta", "partial_rotary_factor"):
+    for setting, rope in given.items():
+      if (value := rope.pop(name, None)) is not None:
+        agree(dict(config), name, value, f"{setting}.{name}")
+        config[name] = value
+  if config.get("rope_theta") is None:
+    config["rope_theta"] = default
   config["rope_scaling"] = None
-  for setting, rope in given.items():
-    if not isinstance(rope, dict):
-      raise ExportError(f"{setting}={rope!r:.80} is not an object.")
-    rope = dict(rope)
-    rule = rope.pop("rope_type", rope.pop("type", "default"))
+  if len(given) > 1 and given["rope_parameters"] != given["rope_scaling"]:
+    raise ExportError("rope_parameters and rope_scaling are two descriptions; remove one.")
+  for setting, rope in list(given.items())[:1]:
+    rule = rope.pop("rope_type")
     numbers = {} if rule == "default" else _SCALINGS.get(str(rule))
     if numbers is None:
       known = ", ".join(map(repr, ("default", *_SCALINGS)))
       raise ExportError(f"{setting}.rope_type={rule!r:.80} is not implemented; only {known}.")
-    if rule in ("yarn", "dynamic"):
-      longest = config.get("max_position_embeddings", 2048)
-      if type(longest) is not int or longest < 1:
-        raise ExportError(f"max_position_embeddings={longest!r:.80} is no length.")
-      rope = _yarn(rope, longest) if rule == "yarn" else rope | {"max_position_embeddings": longest}
+    if rule in ("llama3", "yarn", "dynamic"):
+      longest = whole(config, "max_position_embeddings", usual_length)
+      if original is not None and rule != "dynamic":  # before that of the rule, as there
+        rope["original_max_position_embeddings"] = original
+      if rule == "dynamic":
+        rope["max_position_embeddings"] = longest
+      else:
+        rope = {"original_max_position_embeddings": longest} | rope
+      rope = _yarn(rope, longest) if rule == "yarn" else rope
     scaling: Config = {"rule": rule}
     for name, value in rope.items():
-      if name in numbers:
-        scaling[numbers[name]] = value
-      elif name in ("rope_theta", "partial_rotary_factor"):
-        config[name] = value
-      else:
+      if name not in numbers:
         raise ExportError(f"{setting}.{name}={value!r:.80} is not a known setting.")
+      scaling[numbers[name]] = value
     if numbers:
       try:
         config["rope_scaling"] = check_scaling(scaling)
@@ -81,13 +96,22 @@ def rotary(config: Config, default: float = 10000.0) -> Config:
   return config
 
 
+def _rope(setting: str, rope: Any) -> Config:
+  """A copy of a rule, which has its kind in `rope_type`, in older files in `type`."""
+  if not isinstance(rope, dict):
+    raise ExportError(f"{setting}={rope!r:.80} is not an object.")
+  rope = {name: value for name, value in rope.items() if value is not None}
+  rule = rope.setdefault("rope_type", rope.get("type", "default"))
+  agree(rope, "type", rule, f"{setting}.rope_type")
+  return rope
+
+
 def _yarn(rope: Config, longest: int) -> Config:
   """`rope` with the numbers that transformers computes from others where they are not given."""
-  rope = {name: value for name, value in rope.items() if value is not None}
   for name, value in rope.items():
     if name != "truncate" and (type(value) not in (int, float) or not 0 <= value < math.inf):
       raise ExportError(f"{name}={value!r:.80} of the rule 'yarn' must be a number.")
-  original = rope.setdefault("original_max_position_embeddings", longest) or 1
+  original = rope["original_max_position_embeddings"] or 1
   factor = rope.setdefault("factor", longest / original)
   magnitude = lambda scale: 1 + 0.1 * scale * math.log(max(factor, 1))
   scale, all_dim = rope.pop("mscale", 0), rope.pop("mscale_all_dim", 0)
@@ -108,9 +132,7 @@ def rotary_written(config: Config) -> Config:
 
 def heads(config: Config) -> Config:
   """Gives `head_dim` and `num_key_value_heads` their defaults."""
-  D, H = config.get("hidden_size"), config.get("num_attention_heads")
-  if type(D) is not int or type(H) is not int or H < 1:
-    raise ExportError(f"hidden_size={D!r:.80}, num_attention_heads={H!r:.80} are no sizes.")
+  D, H = whole(config, "hidden_size"), whole(config, "num_attention_heads")
   if config.get("head_dim") is None:
     if D % H:
       raise ExportError(f"hidden_size={D} is not a multiple of num_attention_heads={H}.")
@@ -168,8 +190,12 @@ LLAMA = Family(
     "hidden_act": choice("channel_mixer_options.activation", {"silu": "silu"}, "silu"),
     "head_dim": size(("mixer_options.head_dim", "mixer_options.value_head_dim"), None),
     "rope_scaling": Field("mixer_options.rotary_scaling", (dict, type(None)), None),
+    "partial_rotary_factor": Fixed(1.0, 1, written=False),
+    "rope_interleaved": Fixed(False, written=False),
   }
-  | free("pretraining_tp"),
+  | free("says where the file comes from", "is_llama_config")
+  | free("another way to compute the same", "pretraining_tp")
+  | free("of training data", "max_sequence_length"),
   normal=lambda config: rotary(heads(config)),
   written=rotary_written,
   rows=TOP

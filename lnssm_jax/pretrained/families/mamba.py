@@ -3,22 +3,29 @@
 import math
 from typing import Any
 
-from lnssm_jax.pretrained.families.table import (
-  TRANSPOSED,
+from lnssm_jax.pretrained.families.fields import (
   Config,
-  Family,
   Field,
   Fixed,
+  Free,
+  Same,
+  agree,
+  flag,
+  free,
+  number,
+  number_or_none,
+  same,
+  size,
+  whole,
+)
+from lnssm_jax.pretrained.families.table import (
+  TRANSPOSED,
+  Family,
   Row,
   Rows,
   convolution,
-  flag,
-  free,
   linears,
   norm,
-  number,
-  number_or_none,
-  size,
 )
 from lnssm_jax.pretrained.manifest import ExportError
 
@@ -39,18 +46,32 @@ _FIELDS = {
   "layer_norm_epsilon": number("norm_eps", 1e-5),
   "tie_word_embeddings": flag("tie_embeddings", True),
   "hidden_act": Fixed("silu"),
+  "rms_norm": Fixed(True, written=False),
+  **free("the stream here is of `dtype`, equal in float32", "residual_in_fp32"),
   **free(
-    "residual_in_fp32",  # the stream here is of `dtype`
+    "of random parameters",
     "rescale_prenorm_residual",
     "time_step_floor",
     "time_step_init_scheme",
     "time_step_max",
     "time_step_min",
     "time_step_scale",
-    "use_associative_scan",
-    "use_mambapy",
-    "use_falcon_mambapy",
   ),
+  **free(
+    "another way to compute the same",
+    "fused_add_norm",
+    "use_associative_scan",
+    "use_falcon_mambapy",
+    "use_mambapy",
+  ),
+  # Conversions from mamba-ssm keep its names too.
+  "d_model": same("hidden_size"),
+  "n_layer": same("num_hidden_layers"),
+  "d_inner": Same(
+    "intermediate_size, or expand hidden_size,", lambda c: c["expand"] * c["hidden_size"]
+  ),
+  **free("vocab_size has the padding; it must be that of the embedding", "pad_vocab_size_multiple"),
+  "ssm_cfg": Same("what the other settings say", lambda config: _options(config)),
 }
 _ROWS: Rows = {
   "embedding": Row("backbone.embeddings.weight"),
@@ -72,19 +93,38 @@ _ROWS_2 = _ROWS | {
 }
 
 
+# {option of a layer of mamba-ssm: the setting of transformers}
+_SSM_NAMES = {
+  "d_state": "state_size",
+  "d_conv": "conv_kernel",
+  "expand": "expand",
+  "dt_rank": "time_step_rank",
+  "bias": "use_bias",
+  "conv_bias": "use_conv_bias",
+  "headdim": "head_dim",
+  "ngroups": "n_groups",
+}
+
+
+def _options(config: Config) -> dict[str, Any]:
+  """`ssm_cfg` with the values that the other settings have, and those that are free."""
+  given = config["ssm_cfg"] if isinstance(config["ssm_cfg"], dict) else {}
+  known = [n for n in given if n in _SSM_NAMES or isinstance(_SSM_FIELDS.get(n), Free)]
+  return {name: config.get(_SSM_NAMES.get(name, ""), given[name]) for name in known}
+
+
 def _rank(config: Config) -> Config:
-  """Writes out time_step_rank, and checks a width E that must be expand D."""
-  dim, expand = config.get("hidden_size"), config.get("expand", 2)
-  if type(dim) is not int or type(expand) is not int:
-    raise ExportError(f"hidden_size={dim!r:.80} and expand={expand!r:.80} must be whole numbers.")
-  inner = config.pop("intermediate_size", None)
-  if inner not in (None, expand * dim):
-    raise ExportError(
-      f"intermediate_size={inner!r:.80} is not expand hidden_size = {expand * dim}."
-    )
+  """Writes out time_step_rank, and expand by a width E, which is what transformers reads."""
+  dim = whole(config, "hidden_size")
+  expand, inner = whole(config, "expand", 2), config.pop("intermediate_size", None)
+  if inner is not None:
+    inner = whole({"intermediate_size": inner}, "intermediate_size")
+    if inner % dim:
+      raise ExportError(f"intermediate_size={inner} must be a multiple of hidden_size={dim}.")
+    expand = inner // dim
   if config.get("time_step_rank", "auto") == "auto":
-    config["time_step_rank"] = -(-dim // 16)
-  return config
+    config["time_step_rank"] = math.ceil(dim / 16)
+  return config | {"expand": expand}
 
 
 # `steps` of a model whose mixer is alone.
@@ -115,13 +155,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _mamba2(config: Config) -> Config:
-  config = steps(_rank(config))
-  del config["time_step_rank"]
-  inner, H, P = config.get("expand", 2) * config["hidden_size"], config.pop("num_heads", 128), None
-  P = config.setdefault("head_dim", 64)
-  if type(H) is not int or type(P) is not int or inner != H * P:
-    raise ExportError(f"num_heads={H!r:.80} times head_dim={P!r:.80} is not expand hidden_size.")
-  return config
+  """As transformers, which reads expand whatever intermediate_size says."""
+  inner = whole(config, "hidden_size") * whole(config, "expand", 2)
+  H, P = whole(config, "num_heads", 128), whole(config, "head_dim", 64)
+  if inner != H * P:
+    raise ExportError(f"num_heads={H} times head_dim={P} is not expand hidden_size = {inner}.")
+  config = steps(config | {"expand": whole(config, "expand", 2)})
+  return {name: value for name, value in config.items() if name != "num_heads"}
 
 
 def _mamba2_written(config: Config) -> Config:
@@ -129,6 +169,7 @@ def _mamba2_written(config: Config) -> Config:
   return steps_written(config) | {"num_heads": inner // config["head_dim"]}
 
 
+_OLDER = {"backbone.embedding.": "backbone.embeddings."}
 _GATE_RANK = {"time_step_rank": size("mixer_options.gate_rank")}
 
 MAMBA = Family(
@@ -139,6 +180,7 @@ MAMBA = Family(
   constants={"mixer": "mamba", **_CONSTANTS},
   rows=_ROWS_1,
   normal=_rank,
+  older_tensors=_OLDER,
 )
 
 FALCON_MAMBA = Family(
@@ -162,12 +204,17 @@ MAMBA2 = Family(
     "n_groups": size("mixer_options.num_groups", 8),
     "tie_word_embeddings": flag("tie_embeddings", False),
     **STEPS,
-    **free("chunk_size"),
+    "intermediate_size": Same("expand hidden_size", lambda c: c["expand"] * c["hidden_size"]),
+    **free("another way to compute the same", "chunk_size"),
+    **free("of Mamba-1; Mamba-2 has one step size per head", "time_step_rank"),
+    # Saved by transformers 4.44 and the file of Codestral; transformers always multiplies first.
+    **free("transformers does not read it; the gate comes before the norm", "norm_before_gate"),
   },
   constants={"mixer": "mamba2", **_CONSTANTS},
   rows=_ROWS_2,
   normal=_mamba2,
   written=_mamba2_written,
+  older_tensors=_OLDER,
 )
 
 
@@ -183,11 +230,29 @@ _SSM_FIELDS = {
   "conv_bias": flag("mixer_options.conv_bias", True),
   "tie_embeddings": flag("tie_embeddings", True),
   "rms_norm": Fixed(True),
-  "attn_layer_idx": Fixed([]),
-  "attn_cfg": Fixed({}),
+  "attn_layer_idx": Fixed([], None),
+  "attn_cfg": Fixed({}, None),
   "d_intermediate": Fixed(0),
-  **free("residual_in_fp32", "fused_add_norm", "use_fast_path", "dt_min", "dt_max", "dt_init"),
-  **free("dt_scale", "dt_init_floor", "chunk_size", "use_mem_eff_path", "A_init_range"),
+  **free("the stream here is of `dtype`, equal in float32", "residual_in_fp32"),
+  **free(
+    "another way to compute the same",
+    "chunk_size",
+    "fused_add_norm",
+    "process_group",
+    "sequence_parallel",
+    "use_fast_path",
+    "use_mem_eff_path",
+  ),
+  **free(
+    "of random parameters",
+    "A_init_range",
+    "conv_init",
+    "dt_init",
+    "dt_init_floor",
+    "dt_max",
+    "dt_min",
+    "dt_scale",
+  ),
 }
 _IN_LAYER = ("d_state", "d_conv", "expand", "bias", "conv_bias", "dt_rank")
 _IN_LAYER_2 = ("headdim", "ngroups", "norm_before_gate", "rmsnorm", "dt_limit", "D_has_hdim")
@@ -199,20 +264,18 @@ def _ssm(layer: str):
     if not isinstance(options, dict):
       raise ExportError(f"ssm_cfg={options!r:.80} is not an object.")
     options = dict(options)
-    options.pop("layer", None)
+    agree(options, "layer", layer, "the layer of this family")
     if both := options.keys() & config.keys():
       raise ExportError(f"ssm_cfg.{sorted(both)[0]} is also a setting of the model.")
     config |= options
-    vocabulary, multiple = config.get("vocab_size"), config.pop("pad_vocab_size_multiple", 8)
-    if type(vocabulary) is not int or type(multiple) is not int or multiple < 1:
-      raise ExportError(f"vocab_size={vocabulary!r:.80} must be a whole number.")
-    config["vocab_size"] = multiple * -(-vocabulary // multiple)
-    dim = config.get("d_model")
-    if type(dim) is not int:
-      raise ExportError(f"d_model={dim!r:.80} must be a whole number.")
+    dim, multiple = whole(config, "d_model"), whole(config, "pad_vocab_size_multiple", 8)
+    config["vocab_size"] = multiple * -(-whole(config, "vocab_size") // multiple)
+    config.pop("pad_vocab_size_multiple", None)
     config.setdefault("d_state", 16 if layer == "Mamba1" else 128)
     if layer == "Mamba1" and config.get("dt_rank", "auto") == "auto":
       config["dt_rank"] = -(-dim // 16)
+    if layer == "Mamba2":
+      agree(config, "d_ssm", whole(config, "expand", 2) * dim, "expand d_model")
     return config if layer == "Mamba1" else steps(config, "dt_limit")
 
   return normal

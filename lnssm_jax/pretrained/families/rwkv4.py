@@ -1,31 +1,30 @@
 """RWKV-4, of transformers."""
 
+from lnssm_jax.pretrained.families.fields import (
+  Config,
+  Fixed,
+  flag,
+  free,
+  same,
+  size,
+  whole,
+)
 from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
   TWO_AXES,
-  Config,
   Family,
-  Fixed,
   Row,
-  flag,
-  free,
   linears,
   norm,
-  size,
 )
-from lnssm_jax.pretrained.manifest import ExportError
 
 _LAYER = "rwkv.blocks.{}"
 _ATTENTION, _FEED_FORWARD = f"{_LAYER}.attention", f"{_LAYER}.feed_forward"
 
 
 def _normal(config: Config) -> Config:
-  dim = config.get("hidden_size")
-  if config.pop("attention_hidden_size", None) not in (None, dim):
-    raise ExportError("attention_hidden_size other than hidden_size is not implemented.")
+  dim = whole(config, "hidden_size")
   if config.get("intermediate_size") is None:
-    if type(dim) is not int:
-      raise ExportError(f"hidden_size={dim!r:.80} must be a whole number.")
     config["intermediate_size"] = 4 * dim
   return config
 
@@ -40,9 +39,10 @@ RWKV4 = Family(
     "num_hidden_layers": size("num_layers"),
     "intermediate_size": size("channel_hidden"),
     "tie_word_embeddings": flag("tie_embeddings", False),
+    "attention_hidden_size": same("hidden_size"),
     "layer_norm_epsilon": Fixed(1e-5),  # that of the last norm cannot be another
-    # Its way to stay in the range of float16: powers of two, which the norms take out again.
-    **free("context_length", "max_position_embeddings", "rescale_every"),
+    **free("of training data; no position is stored", "context_length", "max_position_embeddings"),
+    **free("to stay within float16: powers of two, which the norms take out", "rescale_every"),
   },
   constants={
     "mixer": "rwkv4",

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from lnssm_jax.pretrained.families.common import COMMON
+from lnssm_jax.pretrained.families.fields import REQUIRED, Config, Field, Fixed, Free, Same, agree
 from lnssm_jax.pretrained.manifest import ExportError
-
-Config = dict[str, Any]
 
 
 class View(NamedTuple):
@@ -86,92 +86,6 @@ def _bias(theirs: str) -> Row:
   return Row(f"{theirs}.bias")
 
 
-REQUIRED = object()
-
-
-@dataclasses.dataclass(frozen=True)
-class Field:
-  """A setting that is ours at the path `ours`, such as "mixer_options.window", or at several."""
-
-  ours: str | tuple[str, ...]
-  kinds: tuple[type, ...]
-  default: Any = REQUIRED  # where config.json does not have it
-  names: Mapping[Any, Any] | None = None  # {their value: ours}
-  factor: float = 1  # ours = factor * theirs
-
-  @property
-  def paths(self) -> tuple[str, ...]:
-    """All places of ours."""
-    return (self.ours,) if isinstance(self.ours, str) else self.ours
-
-  def read(self, name: str, value: Any) -> Any:
-    """Our value for theirs of the setting `name`; ExportError if there is none."""
-    if self.names is not None:
-      if isinstance(value, list | dict) or value not in self.names:
-        raise ExportError(
-          f"{name}={value!r} is not implemented; only {', '.join(map(repr, self.names))}."
-        )
-      return self.names[value]
-    if type(value) not in self.kinds and not (type(value) is int and float in self.kinds):
-      kinds = " or ".join(kind.__name__ for kind in self.kinds)
-      raise ExportError(f"{name}={value!r} must be {kinds}.")
-    lowest = -(2**48) if float in self.kinds else 1
-    if type(value) in (int, float) and not lowest <= value < 2**48:
-      raise ExportError(f"{name}={value!r} must be at least {lowest} and below 2^48.")
-    return value if value is None or self.factor == 1 else value * self.factor
-
-  def write(self, value: Any) -> Any:
-    """Their value for ours; None if there is none."""
-    if self.names is not None:
-      return next((theirs for theirs, ours in self.names.items() if ours == value), None)
-    return value if value is None or self.factor == 1 else value / self.factor
-
-
-@dataclasses.dataclass(frozen=True)
-class Fixed:
-  """A setting that must have one of these values; the first is written."""
-
-  values: tuple[Any, ...]
-
-  def __init__(self, *values: Any):
-    object.__setattr__(self, "values", values)
-
-
-class Free(NamedTuple):
-  """A setting that does not change the function of a trained model, such as initializer_range."""
-
-
-size = lambda ours, default=REQUIRED: Field(ours, (int,), default)
-size_or_none = lambda ours: Field(ours, (int, type(None)), None)
-number = lambda ours, default=REQUIRED, factor=1.0: Field(ours, (float,), default, None, factor)
-number_or_none = lambda ours: Field(ours, (float, type(None)), None)
-flag = lambda ours, default=REQUIRED: Field(ours, (bool,), default)
-choice = lambda ours, names, default=REQUIRED: Field(ours, (), default, names)
-free = lambda *names: dict.fromkeys(names, Free())
-
-# Settings of every config.json that say nothing about the function.
-_COMMON = free(
-  "architectures",
-  "auto_map",
-  "bos_token_id",
-  "dtype",
-  "eos_token_id",
-  "initializer_range",
-  "max_length",
-  "model_type",
-  "name_or_path",
-  "_name_or_path",
-  "output_attentions",
-  "output_hidden_states",
-  "pad_token_id",
-  "return_dict",
-  "torch_dtype",
-  "transformers_version",
-  "unk_token_id",
-  "use_cache",
-)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
   """A family of published models.
@@ -180,7 +94,8 @@ class Family:
     name: its `model_type`.
     layout: "hf", "fla" or "mamba_ssm": the package that opens its folders.
     architecture: its class there.
-    fields: {their setting: how it is ours}.
+    fields: {their setting: how it is ours}; settings of every family are in `common.COMMON`.
+    renamed: {name of a setting in older files: today's}.
     constants: settings of ours that all its models have.
     rows: {our parameter: where it is}. Of a pattern of mixers, "blocks.rg_lru.o_proj.kernel" is
       that of one of them.
@@ -188,17 +103,20 @@ class Family:
       checks what one field cannot.
     written: the inverse of `normal`, where it has one: for theirs, what `normal` is given.
     skipped: regular expression of tensors that follow from the config.
+    older_tensors: {part of a tensor's name in older files: today's}.
   """
 
   name: str
   layout: str
   architecture: str
-  fields: Mapping[str, Field | Fixed | Free]
+  fields: Mapping[str, Field | Fixed | Same | Free]
   constants: Mapping[str, Any]
   rows: Rows
   normal: Callable[[Config], Config] = dict
   written: Callable[[Config], Config] = dict
   skipped: str = r"(?!)"
+  renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  older_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of `LanguageModel`, without dtypes, of a config.json.
@@ -206,12 +124,12 @@ class Family:
     Raises:
       ExportError: a setting is unknown, missing, of another kind, or not implemented.
     """
-    config = self.normal(dict(config))
-    fields = {**_COMMON, **self.fields}
-    for name in config:
-      if name not in fields:
+    config = self.normal(self._with_current_names(config))
+    fields = {**COMMON, **self.fields}
+    for name, value in config.items():
+      if name not in fields and value is not None:
         raise ExportError(
-          f"{name}={config[name]!r:.80} is not a known setting of {self.name!r}; it may change "
+          f"{name}={value!r:.80} is not a known setting of {self.name!r}; it may change "
           "what the model computes. Remove it from config.json only if you know that it does not."
         )
     settings: dict[str, Any] = {"mixer_options": {}, "channel_mixer_options": {}}
@@ -230,7 +148,20 @@ class Family:
           raise ExportError(f"{name} is missing.")
         for path in field.paths:
           _set(settings, path, field.read(name, value))
+      elif isinstance(field, Same) and config.get(name) is not None:
+        agree(dict(config), name, field.of(config), field.said)
     return settings
+
+  def _with_current_names(self, config: Mapping[str, Any]) -> Config:
+    """`config` with today's names; two names of one setting must have one value."""
+    config = dict(config)
+    for old, new in self.renamed.items():
+      value = config.get(new)
+      if old in config and value is not None:
+        agree(config, old, value, f"{new}, today's name of it,")
+      elif old in config:
+        config[new] = config.pop(old)
+    return config
 
   def config(self, settings: Mapping[str, Any]) -> Config:
     """The config.json of a model with these settings; `settings` of it are equal to them.
@@ -239,7 +170,7 @@ class Family:
     """
     config: Config = {"architectures": [self.architecture], "model_type": self.name}
     for name, field in self.fields.items():
-      if isinstance(field, Fixed):
+      if isinstance(field, Fixed) and field.written:
         config[name] = field.values[0]
       elif isinstance(field, Field):
         config[name] = field.write(_get(settings, field.paths[0], field.default))

@@ -1,0 +1,97 @@
+"""Settings of config.json that models of every family may have, none of which changes the function.
+
+Those of the base class of transformers' configurations, versions 4.30 to 5.23, of what trains or
+converts models, and what the fields of a language model of one direction cannot be other than.
+"""
+
+from lnssm_jax.pretrained.families.fields import Field, Fixed, Free, Same, free
+
+COMMON: dict[str, Field | Fixed | Same | Free] = {
+  **free(
+    "says where the file comes from",
+    "_commit_hash",
+    "_name_or_path",
+    "architectures",  # transformers takes the class from model_type
+    "auto_map",
+    "custom_pipelines",
+    "finetuning_task",
+    "model_type",
+    "name_or_path",
+    "task_specific_params",
+    "tokenizer_class",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+  ),
+  **free("`load` takes the dtype of the tensors", "dtype", "torch_dtype", "use_bfloat16"),
+  **free(
+    "of tokens, not of the model; `load` reads eos_token_id for its tokenizer",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "sep_token_id",
+    "unk_token_id",
+  ),
+  **free("of random parameters", "initializer_range"),
+  **free("of training", "gradient_checkpointing", "neftune_noise_alpha", "tf_legacy_loss"),
+  **free(
+    "of the call and of its outputs",
+    "cache_implementation",
+    "num_logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "return_dict",
+    "return_dict_in_generate",
+    "use_cache",
+  ),
+  **free(
+    "another way to compute the same",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    "_flash_attn_2_enabled",
+    "attn_implementation",
+    "chunk_size_feed_forward",
+    "torchscript",
+  ),
+  **free("of heads for other tasks", "id2label", "label2id", "num_labels", "problem_type"),
+  **free(
+    # transformers 4 wrote those that differ from its defaults; 5 moves them to that file.
+    "of generation; `load` reads generation_config.json",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "prefix",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+  ),
+  # A model of one direction without another that it attends to, all of whose heads are there.
+  "add_cross_attention": Fixed(False),
+  "cross_attention_hidden_size": Fixed(None),
+  "is_decoder": Fixed(False, True),
+  "is_encoder_decoder": Fixed(False),
+  "pruned_heads": Fixed({}),
+  "tie_encoder_decoder": Fixed(False),
+}

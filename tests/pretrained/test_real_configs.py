@@ -1,0 +1,204 @@
+"""Real config.json files: what they compute, what they leave out, and what contradicts itself."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from lnssm_jax.pretrained import ExportError, folders, hugging_face, safetensors
+from lnssm_jax.pretrained.families import FAMILIES, common, family_of
+from lnssm_jax.pretrained.families.fields import Field, Fixed, Free, Same
+from tests.pretrained.published import GOLDEN, REAL, real, write_folder
+
+LAYOUTS = {"hf", "fla", "mamba_ssm"}
+_logits = jax.jit(lambda model, tokens: model(tokens)[0])
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_real_config_gives_the_recorded_logits_and_the_same_bytes(case, tmp_path):
+  found = real(case)
+  arrays = {name: x.astype(np.float32) for name, x in found.tensors.items()}
+  loaded = hugging_face.load(write_folder(tmp_path / "theirs", found.config, arrays))
+  logits = np.asarray(_logits(loaded.model, found.tokens))
+  assert np.abs(logits - found.logits).max() < 1e-6 * np.abs(found.logits).max()
+  settings = loaded.settings["model"]
+  hugging_face.save(tmp_path / "ours", loaded.model, settings, layout=found.layout)
+  ours = safetensors.Tensors(tmp_path / "ours" / folders.TENSORS)
+  assert {n: ours[n].tobytes() for n in ours} == {n: x.tobytes() for n, x in arrays.items()}
+  assert not hugging_face.differences(settings, hugging_face.settings_of(tmp_path / "ours"))
+
+
+def test_real_configs_are_of_six_families_or_more():
+  kinds = {family_of(real(case).config).name for case in REAL}
+  assert len(REAL) >= 16 and len(kinds) >= 6
+  assert {real(case).layout for case in REAL} == LAYOUTS
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_every_setting_of_a_real_config_is_read_or_checked_or_named_as_free(case):
+  config = folders.plain(real(case).config)
+  family = family_of(config)
+  usual, fields = family.settings(config), common.COMMON | dict(family.fields)
+  for name in config.keys() - family.renamed.keys():
+    try:
+      changed = family.settings(config | {name: {"a": 1}})
+    except ExportError as error:
+      option = name == "ssm_cfg" and family.layout == "mamba_ssm"
+      assert ("a=1" if option else name) in str(error)
+      continue
+    assert changed == usual, name
+    # Of an MLP whose width is given, and of convolutions that are not there.
+    assert isinstance(fields.get(name), Free) or name in ("hidden_ratio", "conv_size"), name
+  with pytest.raises(ExportError, match="another_setting=1 is not a known setting"):
+    family.settings(config | {"another_setting": 1})
+  assert family.settings(config | {"another_setting": None}) == usual
+
+
+@functools.cache
+def defaults() -> dict[str, list[dict]]:
+  return json.loads((GOLDEN / "defaults.json").read_text())
+
+
+def recorded_classes():
+  for layout, rows in defaults().items():
+    for row in rows:
+      if "given" in row:
+        yield pytest.param(layout, row, id=row["given"]["model_type"])
+
+
+def settings_or_reason(config):
+  try:
+    return family_of(config).settings(folders.plain(config))
+  except ExportError as error:
+    return str(error)
+
+
+@pytest.mark.parametrize(("layout", "row"), list(recorded_classes()))
+def test_settings_left_out_have_the_defaults_of_the_class(layout, row):
+  """By what the class itself makes of them, also of the settings that others follow from."""
+  given, full = row["given"], row["full"]
+  want = settings_or_reason(full)
+  assert isinstance(want, dict) and settings_or_reason(given) == want
+  for name, changed in row["without"].items():
+    got = settings_or_reason({x: value for x, value in given.items() if x != name})
+    if got == f"{name} is missing." or changed is None:  # an error there too
+      continue
+    assert got == settings_or_reason(full | changed), name
+  for name, changed in row["null"].items():
+    if changed is not None:
+      got, want = settings_or_reason(given | {name: None}), settings_or_reason(full | changed)
+      assert got == want or (isinstance(got, str) and name in got), name
+  for dim, ratio, width in row.get("widths", ()):
+    sizes = {"hidden_size": dim, "hidden_ratio": ratio, "expand_ratio": None}
+    sizes = {x: v for x, v in sizes.items() if x != "expand_ratio" or x in full}
+    config = full | sizes | {"num_heads": 2 if dim < 300 else 4}
+    assert settings_or_reason(config)["channel_hidden"] == width, (dim, ratio)
+
+
+@pytest.mark.parametrize("layer", ["Mamba1", "Mamba2"])
+def test_settings_of_mamba_ssm_left_out_have_the_defaults_of_its_layer(layer):
+  (classes,) = defaults()["mamba_ssm"]
+  sizes = {"d_model": 72, "n_layer": 2, "vocab_size": 11}
+  unused = ("device", "dtype", "layer_idx")
+  options = {x: v for x, v in classes[layer].items() if x not in unused}
+  options |= {"headdim": 48} if layer == "Mamba2" else {}
+  few = {"layer": layer} | {x: v for x, v in options.items() if x == "headdim"}
+  full = classes["model"] | sizes | {"ssm_cfg": options | {"layer": layer}}
+  want = settings_or_reason(full)
+  assert isinstance(want, dict)
+  assert settings_or_reason(sizes | {"ssm_cfg": few}) == want
+  if layer == "Mamba2":  # 64 channels per head
+    wide = sizes | {"d_model": 64}
+    assert settings_or_reason(wide | {"ssm_cfg": {"layer": layer}}) == settings_or_reason(
+      full | wide | {"ssm_cfg": options | {"layer": layer, "headdim": classes[layer]["headdim"]}}
+    )
+
+
+CONTRADICTIONS = [
+  ("mamba-130m-hf", {"d_inner": 24}, "d_inner=24 is not .*expand hidden_size, = 16"),
+  ("mamba-130m-hf", {"d_model": 9}, "d_model=9 is not hidden_size = 8"),
+  ("mamba-130m-hf", {"n_layer": 3}, "n_layer=3 is not num_hidden_layers = 2"),
+  ("mamba-130m-hf", {"rms_norm": False}, "rms_norm=False is not implemented; only True"),
+  ("mamba-130m-hf", {"ssm_cfg": {"d_state": 4}}, "ssm_cfg=.*4.* is not what .* say = .*3"),
+  ("mamba-130m-hf", {"ssm_cfg": {"d_conv": 3, "a": 1}}, "ssm_cfg=.*3.* is not what"),
+  ("mamba-130m-hf", {"is_encoder_decoder": True}, "is_encoder_decoder=True is not implemented"),
+  ("mamba-130m-hf", {"pruned_heads": {"0": [1]}}, "pruned_heads=.* is not implemented"),
+  ("mamba-codestral-7b", {"intermediate_size": 24}, "=24 is not expand hidden_size = 16"),
+  ("falcon-mamba-7b", {"intermediate_size": 20}, "=20 must be a multiple of hidden_size=8"),
+  ("falcon-mamba-7b", {"intermediate_size": 24}, "in_proj.weight: found|A_log: found"),
+  ("falcon-mamba-7b", {"intermediate_size": 0}, "intermediate_size=0 must be a whole number"),
+  ("rwkv-4-pile", {"attention_hidden_size": 16}, "attention_hidden_size=16 is not hidden_size = 8"),
+  (
+    "recurrentgemma-2b",
+    {"_block_types": ["recurrent", "attention"]},
+    "_block_types=.* is not what",
+  ),
+  ("recurrentgemma-2b", {"_block_types": "attention"}, "_block_types=.* is not what"),
+  ("recurrentgemma-2b", {"layer_types": ["sliding_attention"] * 5}, "layer_types=.* is not what"),
+  ("recurrentgemma-2b", {"embeddings_scale_by_sqrt_dim": False}, "only True"),
+  ("recurrentgemma-2b", {"sliding_window": 8}, "sliding_window=8 is not attention_window_size"),
+  ("bamba-9b", {"attn_rotary_emb": 4}, "attn_rotary_emb=4 is not head_dim / 2 = 2"),
+  ("bamba-9b", {"layers_block_type": ["mamba"] * 5}, "layers_block_type=.* is not what attn_"),
+  ("bamba-9b", {"partial_rotary_factor": 0.25}, "=0.25 is not the share of transformers = 0.5"),
+  ("llama-3.1-5.23", {"rope_theta": 10000.0}, r"=10000.0 is not rope_parameters.rope_theta = 500"),
+  ("llama-3.1-5.23", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "two descriptions"),
+  ("llama-3.1-8b", {"rope_interleaved": True}, "rope_interleaved=True is not implemented"),
+  ("gla-2024", {"norm_eps": 1e-5}, "rms_norm_eps=1e-06 is not norm_eps, .* = 1e-05"),
+  ("gla-2024", {"use_gv": True}, "use_gv=True is not implemented; only False"),
+  ("hgrn2-2025", {"num_heads": 4}, "expand_ratio=4 is not hidden_size / num_heads = 8 / 4"),
+  ("mamba2-130m", {"ssm_cfg": {"layer": "Mamba3"}}, "layer='Mamba3' is not the layer of this fam"),
+  ("mamba2-130m", {"ssm_cfg": {"layer": "Mamba2", "d_ssm": 8}}, "d_ssm=8 is not expand d_model"),
+  ("mamba2-130m", {"rms_norm": False}, "rms_norm=False is not implemented"),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "expected"), CONTRADICTIONS)
+def test_setting_that_contradicts_the_others_raises(case, change, expected, tmp_path):
+  found = real(case)
+  arrays = {name: x.astype(np.float32) for name, x in found.tensors.items()}
+  folder = write_folder(tmp_path, found.config | change, arrays)
+  with pytest.raises(ExportError, match=expected) as error:
+    hugging_face.load(folder)
+  assert str(error.value).startswith(f"{folder}") and "\n" not in str(error.value)
+
+
+REDUNDANT = [
+  ("mamba-130m-hf", {"ssm_cfg": {"d_state": 3, "expand": 2, "dt_rank": 1}}),
+  ("mamba-130m-hf", {"id2label": {"0": "LABEL_0"}, "quantization_config": None}),
+  ("falcon-mamba-7b", {"expand": 2, "d_inner": 16}),
+  ("recurrentgemma-2b", {"_block_types": ["recurrent", "recurrent", "attention"] * 2}),
+  ("recurrentgemma-2b", {"layer_types": ["linear_attention"] * 2 + ["sliding_attention"]}),
+  ("recurrentgemma-2b", {"sliding_window": 4, "lru_width": None}),
+  ("bamba-9b", {"layers_block_type": ["mamba", "attention", "mamba", "mamba", "attention"]}),
+  ("llama-3.1-5.23", {"rope_theta": 500000.0, "rope_scaling": None}),
+  ("gla-2024", {"norm_eps": 1e-6, "num_attention_heads": 2, "num_kv_heads": None}),
+]
+
+
+@pytest.mark.parametrize(("case", "change"), REDUNDANT)
+def test_setting_that_repeats_the_others_changes_nothing(case, change):
+  config = real(case).config
+  if change.get("_block_types"):
+    change = {"_block_types": change["_block_types"][:5]}  # of all layers
+  assert settings_or_reason(config | change) == settings_or_reason(config)
+
+
+def test_older_name_of_a_tensor_is_read(tmp_path):
+  found = real("mamba-130m-hf")
+  arrays = {name: x.astype(np.float32) for name, x in found.tensors.items()}
+  older = {name.replace("embeddings.", "embedding."): x for name, x in arrays.items()}
+  loaded = hugging_face.load(write_folder(tmp_path / "older", found.config, older))
+  np.testing.assert_array_equal(loaded.model.embedding, arrays["backbone.embeddings.weight"])
+  both = older | arrays
+  with pytest.raises(ExportError, match="two names of one tensor"):
+    hugging_face.load(write_folder(tmp_path / "both", found.config, both))
+
+
+def test_every_setting_is_of_one_kind_and_free_ones_say_why():
+  for family in FAMILIES:
+    for name, field in (common.COMMON | dict(family.fields)).items():
+      assert isinstance(field, Field | Fixed | Same | Free), name
+      assert not isinstance(field, Free) or len(field.reason) > 8, name
+    assert not family.renamed.keys() & family.fields.keys(), family.name
