@@ -7,6 +7,7 @@ import ast
 import functools
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,34 @@ FILES = {
 @functools.cache
 def trees():
   return {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+_COMMANDS = re.compile(r"(?:python -[mc]|\bxprof|\bhf download|\brm|\bmv|\bchmod) [^`]*$")
+
+
+def unquoted(tree: ast.Module) -> list[str]:
+  """Values within a command that a text prints for a shell, other than `shlex.quote(...)`."""
+  quote = lambda node: isinstance(node, ast.Call) and ast.unparse(node.func) == "shlex.quote"
+  names: set[str] = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Assign):
+      targets, values = [
+        x.elts if isinstance(x, ast.Tuple) else [x] for x in (node.targets[0], node.value)
+      ]
+      names |= {ast.unparse(x) for x, y in zip(targets, values, strict=False) if quote(y)}
+  found = []
+  for node in ast.walk(tree):
+    said = ""
+    for part in node.values if isinstance(node, ast.JoinedStr) else []:
+      if isinstance(part, ast.Constant):
+        said += str(part.value)
+      elif isinstance(part, ast.FormattedValue):
+        if (
+          _COMMANDS.search(said) and not quote(part.value) and ast.unparse(part.value) not in names
+        ):
+          found.append(f"{ast.unparse(part.value)} in line {node.lineno}")
+        said += "{}"
+  return found
 
 
 def sources():
@@ -271,3 +300,16 @@ def test_lazy_names_are_listed_for_suggestions(name):
 
 def test_unknown_attribute_of_the_package_raises():
   assert run_python("import lnssm_jax; print(hasattr(lnssm_jax, 'opps'))").strip() == "False"
+
+
+# Names that are ours, not a user's or a file's.
+QUOTED_BY_ITSELF = {"train.cli.main": ["name"]}
+
+
+def test_commands_that_texts_print_are_quoted_for_the_shell():
+  """Pasted, a file's name must not run."""
+  found = {name: lines for name, tree in sources().items() if (lines := unquoted(tree))}
+  allowed = {name: QUOTED_BY_ITSELF.get(name, []) for name in found}
+  assert {n: x for n, x in found.items() if {y.split(" in ")[0] for y in x} - {*allowed[n]}} == {}
+  text = "f'{a}: python -m train fit --run-dir {folder} and {shlex.quote(b)}'"
+  assert unquoted(ast.parse(text)) == ["folder in line 1"]

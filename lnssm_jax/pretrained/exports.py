@@ -20,7 +20,7 @@ from lnssm_jax.pretrained.manifest import (
   is_exported,
   read_manifest,
 )
-from lnssm_jax.pretrained.safetensors import Tensors
+from lnssm_jax.pretrained.safetensors import Tensors, is_finite
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 
 __all__ = [
@@ -84,6 +84,11 @@ def read(folder: str | Path) -> tuple[Manifest, Any]:
       array = arrays[manifest.parameters[name]] = tensors[name]
       if entry(array) != written:
         raise ExportError(f"{path}: the content of {name} has changed since it was written.")
+      if not is_finite(array):
+        raise ExportError(
+          f"{path}: {name} has numbers that are NaN or infinite; its training failed: export an "
+          "earlier checkpoint."
+        )
   except ExportError:
     raise
   except (OSError, ValueError) as error:

@@ -148,7 +148,9 @@ def sample(folder: Path) -> dict[str, Any]:
       )
     found[ours] = value
   ends = values.get("eos_token_id")
-  if isinstance(ends, list) and all(type(end) is int for end in ends):
+  if isinstance(ends, list):
+    if any(type(end) is not int or not 0 <= end < MOST_TOKENS for end in ends):
+      raise ExportError(f"{folder / GENERATION}: eos_token_id={ends!r:.80} are no tokens.")
     found["stop_tokens"] = tuple(ends)
   if found.get("top_k") == 0:  # no limit, there
     del found["top_k"]
@@ -176,7 +178,7 @@ def tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
   """
   path, ends = folder / TOKENIZER, config.get("eos_token_id")
   end = ends[0] if isinstance(ends, list) and ends else ends
-  if end is not None and (type(end) is not int or end < 0):
+  if end is not None and (type(end) is not int or not 0 <= end < MOST_TOKENS):
     raise ExportError(f"{folder / CONFIG}: eos_token_id={ends!r:.80} is no token.")
   return FileTokenizer(path, follow_links=False, end_of_text=end)
 

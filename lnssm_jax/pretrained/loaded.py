@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -255,7 +256,7 @@ def not_exported(folder: Path) -> str:
   if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
     return (
       f"{folder} is a run folder, not an exported model: use train.load_model({str(folder)!r}) in "
-      f"a checkout, or export it: python -m train export {folder} --out EXPORTED"
+      f"a checkout, or export it: python -m train export {shlex.quote(str(folder))} --out EXPORTED"
     )
   inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
   return (

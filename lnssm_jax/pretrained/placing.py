@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from lnssm_jax import sharding
-from lnssm_jax.pretrained import folders
+from lnssm_jax.pretrained import folders, safetensors
 from lnssm_jax.pretrained.families.layers import Parameter
 from lnssm_jax.pretrained.manifest import ExportError
 
@@ -75,7 +75,9 @@ def read(
       jobs.append((to, whole[inner]))
     list(pool.map(lambda job: copy(*job), jobs))
     for pieces, to in zip(chosen, out, strict=True):
-      if not all(pool.map(is_finite, np.array_split(to.reshape(-1), 1 + to.size // _CHUNK))):
+      if not all(
+        pool.map(safetensors.is_finite, np.array_split(to.reshape(-1), 1 + to.size // _CHUNK))
+      ):
         names = " or ".join(piece.theirs for piece in pieces)
         raise ExportError(
           f"{names} has numbers that are NaN or infinite as {dtype}; the file is damaged, its "
@@ -109,22 +111,6 @@ def copy(to: np.ndarray, source: np.ndarray) -> None:
     with np.errstate(over="ignore"):
       near[...] = some
     to[:, begin : begin + count] = near.T
-
-
-def is_finite(x: np.ndarray) -> bool:
-  """Whether no number of a floating-point array is NaN or infinite.
-
-  By their bits, without a temporary array: as signed integers those of a positive sign are the
-  largest of all, and as unsigned ones those of a negative sign.
-  """
-  x, bits = x.reshape(-1), 8 * x.itemsize
-  if not x.size:
-    return True
-  exponent = int(np.array(np.inf, x.dtype).view(f"u{x.itemsize}"))
-  return bool(
-    x.view(f"i{x.itemsize}").max() < exponent
-    and x.view(f"u{x.itemsize}").max() < exponent + (1 << (bits - 1))
-  )
 
 
 def _slabs(to, source):

@@ -94,6 +94,22 @@ class Tensors(Mapping[str, np.ndarray]):
     return str(self._entries[name].dtype), self._entries[name].shape
 
 
+def is_finite(x: np.ndarray) -> bool:
+  """Whether no number of an array is NaN or infinite.
+
+  By their bits, without a temporary array: as signed integers those of a positive sign are the
+  largest of all, and as unsigned ones those of a negative sign.
+  """
+  x, bits = x.reshape(-1), 8 * x.itemsize
+  if not x.size or x.dtype.kind in "biu":
+    return True
+  exponent = int(np.array(np.inf, x.dtype).view(f"u{x.itemsize}"))
+  return bool(
+    x.view(f"i{x.itemsize}").max() < exponent
+    and x.view(f"u{x.itemsize}").max() < exponent + (1 << (bits - 1))
+  )
+
+
 def _entry(values: dict, start: int) -> _Entry:
   shape, (begin, end) = values["shape"], values["data_offsets"]
   if any(type(n) is not int or not 0 <= n < 2**48 for n in itertools.chain(shape, (begin, end))):

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lnssm_jax.pretrained import ExportError, folders, hugging_face, placing
+from lnssm_jax.pretrained import ExportError, folders, hugging_face, safetensors
 from lnssm_jax.pretrained.families import family_of
 from tests.pretrained.published import CASES, recorded, write
 
@@ -347,6 +347,13 @@ def test_tensor_with_a_number_that_is_not_finite_is_named(dtype, tmp_path):
   assert "model.embed_tokens.weight has numbers that are NaN or infinite" in text
 
 
+def test_generation_settings_with_ends_that_are_no_tokens_raise(tmp_path):
+  folder = write(tmp_path, "llama", dtype=np.float32)
+  for ends in ([1, -1], [2**60], ["a"], [True]):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert "eos_token_id=" in message(folder) and "are no tokens" in message(folder)
+
+
 def test_number_beyond_the_dtype_of_parameters_is_named(tmp_path):
   large = {"model.norm.weight": np.full(8, 1e6)}
   folder = write(tmp_path, "llama", tensors=large, dtype=np.float32)
@@ -359,7 +366,7 @@ def test_numbers_are_finite_up_to_the_largest_of_each_dtype():
   for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
     limits, signs = ml_dtypes.finfo(dtype), np.array([1, -1], dtype)
     kinds = (limits.max, limits.smallest_subnormal, 0)
-    assert placing.is_finite(np.concatenate([signs * dtype(x) for x in kinds]))
+    assert safetensors.is_finite(np.concatenate([signs * dtype(x) for x in kinds]))
     for bad in (*NUMBERS, -np.nan):
-      assert not placing.is_finite(np.array([[1, 2], [bad, 3]], dtype))
-  assert placing.is_finite(np.zeros((0, 3), np.float32))
+      assert not safetensors.is_finite(np.array([[1, 2], [bad, 3]], dtype))
+  assert safetensors.is_finite(np.zeros((0, 3), np.float32))

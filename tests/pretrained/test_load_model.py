@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import jax
@@ -185,6 +186,22 @@ def test_tokenizer_without_its_package_raises(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "tokenizers", None)
   with pytest.raises(DataError, match="pip install tokenizers"):
     _ = lnssm_jax.load_model(folder).tokenizer
+
+
+def test_export_with_a_number_that_is_not_finite_names_its_tensor(tmp_path):
+  params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), abstract_params(config.to_dict(MODEL)))
+  params["norm"]["scale"][3] = np.nan
+  export.write(tmp_path / "exported", MODEL, params, load_tokenizer("bytes"), 20)
+  with pytest.raises(ExportError, match=r"norm\.scale has numbers that are NaN or infinite"):
+    lnssm_jax.load_model(tmp_path / "exported")
+
+
+def test_command_of_an_error_is_quoted_for_the_shell(tmp_path):
+  folder = tmp_path / "a $(touch x)"
+  (folder / "checkpoints").mkdir(parents=True)
+  (folder / "config.json").write_text("{}")
+  with pytest.raises(ExportError, match=re.escape(f"train export '{folder}' --out EXPORTED")):
+    lnssm_jax.load_model(folder)
 
 
 def test_folder_that_is_no_export_raises_with_what_was_sought(tmp_path):

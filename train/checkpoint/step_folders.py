@@ -14,6 +14,7 @@ gone after a failed read was deleted, not damaged, and the next newest is taken.
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -126,7 +127,7 @@ def newest_held(
       "no checkpoint is intact:\n  " + "\n  ".join(lines.values()) + "\nRestore one of these "
       "folders from a backup, or move all of them away to start again. If you know that one is "
       "intact (for example written without digests): python -m train verify "
-      f"{directory.parent} --adopt STEP"
+      f"{shlex.quote(str(directory.parent))} --adopt STEP"
     )
   yield None
 

@@ -1,5 +1,6 @@
 """`python -m train init FILE`: a config file with every setting and its meaning."""
 
+import shlex
 from pathlib import Path
 
 from train import config
@@ -41,7 +42,7 @@ def write(path: Path) -> Path:
   if path.suffix != ".py":
     raise ValueError(f"{str(path)!r} must end in .py: a config is a Python file.")
   lines = [
-    f'"""A training run: python -m train fit --config {path}."""',
+    f'"""A training run: python -m train fit --config {shlex.quote(str(path))}."""',
     "",
     "from train.config import Data, Mesh, Model, Optimizer, Sample, Train",
     "",

@@ -10,6 +10,7 @@ have to reach one process of many.
 """
 
 import re
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +91,10 @@ class Tracer:
         lines = profiles.summary(profiles.read(folder), self._program() or "", len(steps))
       except Exception as error:
         lines = [f"no summary of the trace ({first_line(error)})"]
-      for line in [*lines, f"to look at it: pip install xprof, then xprof {folder}"]:
+      for line in [
+        *lines,
+        f"to look at it: pip install xprof, then xprof {shlex.quote(str(folder))}",
+      ]:
         self._say(line)
 
   def _start(self, steps: range) -> None:

@@ -7,6 +7,7 @@ restart takes seconds and computes the same bits.
 import contextlib
 import json
 import secrets
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -168,9 +169,8 @@ class RunFolder:
       return FileNotFoundError(f"{none}; train first: python -m train fit --config FILE")
     fix = f"its scores are in {self.metrics_file}."
     if result.get("task") is None:
-      fix = (
-        f"train one that has them: python -m train fit --run-dir {self.path} --set run_dir=ANOTHER"
-      )
+      folder = shlex.quote(str(self.path))
+      fix = f"train one that has them: python -m train fit --run-dir {folder} --set run_dir=ANOTHER"
     return FileNotFoundError(f"{none}: runs of a sweep keep no parameters; {fix}")
 
   def evaluation(self, step: int, sets: Iterable[str]) -> list[Row]:

@@ -56,6 +56,7 @@ COMMON: dict[str, Field | Fixed | Same | Free] = {
     "attn_implementation",
     "chunk_size_feed_forward",
     "torchscript",
+    "use_flash_attention_2",
   ),
   **free("of heads for other tasks", "id2label", "label2id", "num_labels", "problem_type"),
   **free(

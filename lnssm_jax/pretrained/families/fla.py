@@ -30,8 +30,8 @@ from lnssm_jax.pretrained.manifest import ExportError
 
 LAYER = "model.layers.{}"
 ATTN = f"{LAYER}.attn"
-SILU = {"swish": "silu", "silu": "silu"}
 QKVO = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj"}
+SILU = {"swish": "silu", "silu": "silu"}
 ONE = Fixed(1.0, 1)
 
 FIELDS = {

@@ -11,6 +11,7 @@ import numpy as np
 from lnssm_jax.pretrained.families.fields import (
   Config,
   Field,
+  Fixed,
   Same,
   agree,
   choice,
@@ -22,7 +23,15 @@ from lnssm_jax.pretrained.families.fields import (
   size,
   whole,
 )
-from lnssm_jax.pretrained.families.llama import LAYER, SIZES, TOP, heads, rotary, rotary_written
+from lnssm_jax.pretrained.families.llama import (
+  LAYER,
+  SILU,
+  SIZES,
+  TOP,
+  heads,
+  rotary,
+  rotary_written,
+)
 from lnssm_jax.pretrained.families.mamba import steps, steps_written
 from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
@@ -56,7 +65,7 @@ _FIELDS = SIZES | {
   "rotary_width": size(f"{_ATTENTION}.rotary_width"),
   "head_dim": size((f"{_ATTENTION}.head_dim", f"{_ATTENTION}.value_head_dim")),
   "tie_word_embeddings": flag("tie_embeddings", False),
-  "hidden_act": choice("channel_mixer_options.activation", {"silu": "silu"}, "silu"),
+  "hidden_act": choice("channel_mixer_options.activation", SILU, "silu"),
   "mixers": Field("mixer", (list,)),
 }
 _CONSTANTS = {"channel_mixer": "swiglu", "embedding_norm": False}
@@ -337,6 +346,8 @@ QWEN3_NEXT = Family(
     "linear_num_value_heads": size(f"{_DELTA}.num_value_heads", 32),
     "linear_conv_kernel_dim": size(f"{_DELTA}.conv_size", 4),
     "expand_v": number(f"{_DELTA}.expand_v"),
+    "use_sliding_window": Fixed(False, written=False),
+    **free("of a window, which is not used", "max_window_layers", "sliding_window"),
     **free("of experts, of which there are none", *_EXPERTS),
   },
   constants={

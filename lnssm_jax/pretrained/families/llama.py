@@ -25,6 +25,7 @@ from lnssm_jax.pretrained.families.table import (
 )
 from lnssm_jax.pretrained.manifest import ExportError
 
+SILU = {"silu": "silu", "swish": "silu"}  # two names of one function; the first is written
 # {rule: {their number: ours}}
 _SCALINGS = {
   "linear": {"factor": "factor"},
@@ -187,7 +188,7 @@ LLAMA = Family(
     "mlp_bias": flag("channel_mixer_options.use_bias", False),
     "attention_dropout": number("mixer_options.attention_dropout", 0.0),
     "tie_word_embeddings": flag("tie_embeddings", False),
-    "hidden_act": choice("channel_mixer_options.activation", {"silu": "silu"}, "silu"),
+    "hidden_act": choice("channel_mixer_options.activation", SILU, "silu"),
     "head_dim": size(("mixer_options.head_dim", "mixer_options.value_head_dim"), None),
     "rope_scaling": Field("mixer_options.rotary_scaling", (dict, type(None)), None),
     "partial_rotary_factor": Fixed(1.0, 1, written=False),

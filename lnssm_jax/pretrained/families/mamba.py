@@ -45,7 +45,7 @@ _FIELDS = {
   "use_conv_bias": flag("mixer_options.conv_bias", True),
   "layer_norm_epsilon": number("norm_eps", 1e-5),
   "tie_word_embeddings": flag("tie_embeddings", True),
-  "hidden_act": Fixed("silu"),
+  "hidden_act": Fixed("silu", "swish"),
   "rms_norm": Fixed(True, written=False),
   **free("the stream here is of `dtype`, equal in float32", "residual_in_fp32"),
   **free(
