@@ -78,18 +78,21 @@ def _forward(static, inputs, first, *, for_gradient):
     entering = _entering_states(alone.last, initial, rate, first, tokens)
   results = forward_kernel(k, v, rate, bonus, entering, first, chunk_states=for_gradient, **options)
   last = tuple(x[:, -1] for x in results.last)
-  return (results.out, last), results.chunk_states
+  scale = None
+  if for_gradient and static.num_splits > 1:
+    scale = jnp.exp(results.last[0][:, :-1] - entering[0][:, 1:])
+  return (results.out, last), (results.chunk_states, scale)
 
 
 def _forward_rule(static, inputs, first):
-  result, chunk_states = _forward(static, inputs, first, for_gradient=True)
+  results = _forward(static, inputs, first, for_gradient=True)
   name = functools.partial(checkpoint_name, name=MADE_BY_KERNELS)
-  result, chunk_states = jax.tree.map(name, (result, chunk_states))
-  return result, (inputs, first, chunk_states, result[1])
+  result, kept = jax.tree.map(name, results)
+  return result, (inputs, first, *kept, result[1])
 
 
 def _backward_rule(static, residuals, cotangents):
-  inputs, first, chunk_states, last = residuals
+  inputs, first, chunk_states, scale, last = residuals
   k, v, rate, bonus, *initial = inputs
   d_out, (_, d_numerator, d_denominator) = cotangents
   options = _options(static)
@@ -99,7 +102,7 @@ def _backward_rule(static, residuals, cotangents):
   entering = tuple(x[:, None] for x in d_last)
   if static.num_splits > 1:
     alone = backward_kernel(*arrays, None, first, outputs=False, **options)
-    entering = _entering_cotangents(alone, d_last, first)
+    entering = _entering_cotangents(alone, d_last, first, scale)
   results = backward_kernel(*arrays, entering, first, **options)
   d_numerator, d_shift = (x[:, 0] for x in results.d_initial)
   _, _, denominator = initial
@@ -155,12 +158,19 @@ def _entering_states(left, initial, rate, first, tokens):
   return tuple(jnp.stack(x, axis=1) for x in zip(*entering, strict=True))
 
 
-def _entering_cotangents(alone, d_last, first):
-  """The cotangents (A, C) of the states after the splits, [B, P, D] each."""
+def _entering_cotangents(alone, d_last, first, scale):
+  """The cotangents (A, C) of the states after the splits, [B, P, D] each.
+
+  `scale` [B, P - 1, D] is exp of the maximum after a split less that of the state that enters the
+  next one: token by token a maximum is rounded otherwise than over a whole split, and sums and
+  cotangents are relative to it.
+  """
   num_splits = alone.d_initial[0].shape[1]
   blocked = boundaries.in_splits(first, num_splits)
   entering, (A, C) = {}, d_last
   for split in reversed(range(num_splits)):
+    if split < num_splits - 1:
+      A, C = scale[:, split] * A, scale[:, split] * C
     entering[split] = A, C
     own_A, own_C = (x[:, split] for x in alone.d_initial)
     decay, shifted = (x[:, split] for x in alone.passed)

@@ -94,8 +94,10 @@ def test_scores_of_a_layer_of_a_model_are_those_of_its_input():
 
 
 def test_law_has_the_moments_and_the_distance_of_a_sample():
+  """The largest gap is at an upper step of the sample's distribution, or at a lower one."""
   sample = np.random.default_rng(0).gamma(2.0, size=(3, 400))
-  where = np.arange(400) < np.asarray([[400], [100], [37]])
+  sample = np.concatenate([sample, -sample])
+  where = np.arange(400) < np.asarray([[400], [100], [37]] * 2)
   got = analysis.law(jnp.asarray(sample, jnp.float32), where)
   for row, values in enumerate(sample):
     seen = values[where[row]]

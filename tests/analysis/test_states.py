@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from lnssm_jax import analysis
+from lnssm_jax.mixers import LRN
 from tests.analysis.models import TOKENS, VOCAB, model
 from tests.mixers import tiny
+from tests.mixers.helpers import drawn
 
 RANDOM = np.random.default_rng(0)
 STATES = RANDOM.normal(size=(2, 3, 4, 5)).astype(np.float32)
@@ -92,6 +94,25 @@ def test_reset_at_a_boundary_leaves_no_influence():
   assert influence.output.shape == (3, 2, 5)
   assert np.all(np.asarray(influence.output) == 0)
   assert np.all(np.asarray(influence.state) == 0)
+
+
+class Crossing(LRN):
+  """A mixer with a fault: its state crosses the boundaries of documents."""
+
+  def _mix(self, x, state, segment_ids):
+    return super()._mix(x, state, None)
+
+
+def test_influence_with_reset_shows_what_crosses_a_boundary():
+  mixer = drawn(lambda: Crossing(8, rngs=tiny.nnx.Rngs(0)))
+  x = tiny.inputs(2, 9)
+  got = analysis.boundary_influence(mixer, x[:, :5], x[:, 5:], reset=True)
+  other = jnp.concatenate([x[:, 4::-1], x[:, 5:]], axis=1)
+  (y, state), (y_other, state_other) = run(mixer, x), run(mixer, other)
+  apart = lambda a, b: np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)
+  np.testing.assert_allclose(got.output[0], apart(y[:, 5:], y_other[:, 5:]), rtol=1e-4)
+  np.testing.assert_allclose(got.state[0], apart(state[0], state_other[0]), rtol=1e-4)
+  assert np.all(np.asarray(got.state) > 0)
 
 
 def test_influence_on_a_mixer_is_the_difference_to_the_document_alone():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from lnssm_jax.ops.core import cases
 from tests.ops import contract, promises
 
 # The interpreter multiplies with numpy. Inside a block of steps the kernels weight a pair in the
@@ -15,6 +16,16 @@ MASKED_LATER = [
   pytest.mark.filterwarnings(f"ignore:{what} encountered in matmul:RuntimeWarning")
   for what in ("overflow", "invalid value")
 ]
+
+
+def documents_begin_at(monkeypatch, *rows):
+  """From here on cases with segments have documents that begin at these tokens of each row."""
+
+  def segment_ids(length):
+    begins = jnp.stack([jnp.isin(jnp.arange(length), jnp.asarray(row)) for row in rows])
+    return jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+
+  monkeypatch.setattr(cases, "segment_ids", segment_ids)
 
 
 def inputs_of(scan, case, dtype=jnp.float32, seed=0):

@@ -105,6 +105,7 @@ slow = functools.partial(pytest.param, marks=SLOW)
     slow(Case(T=9, S=6, W=2, bias=False, offsets=True, state=False, segments=False, dtype=BF16)),
     slow(Case(T=1, S=2, W=2, bias=False, offsets=True)),
     slow(Case(T=19, part=8, S=4, W=2, D=128, bias=False, state=False, segments=False, dtype=BF16)),
+    Case(T=9, D=300, W=2, part=8),  # three blocks of channels
     slow(Case(T=5, S=1, W=2, bias=False)),
     slow(Case(T=5, S=6, W=2, bias=False)),
     Case(T=8, W=3, dtype=BF16, bias=False, silu=False, state=False, segments=False, D=128),

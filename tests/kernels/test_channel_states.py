@@ -18,7 +18,9 @@ from lnssm_jax.ops.longhorn_scan import pallas as longhorn
 from lnssm_jax.ops.longhorn_scan.cases import LONGHORN_SCAN
 from lnssm_jax.ops.selective_scan import pallas as selective
 from lnssm_jax.ops.selective_scan.cases import SELECTIVE_SCAN
-from pallas_kernels.channel_states import config
+from pallas_kernels.channel_states import config, forward
+from pallas_kernels.channel_states.recurrence import Keys
+from tests.kernels.interpreted import documents_begin_at
 from tests.kernels.lowered import (
   DATA,
   REPLICATED,
@@ -63,6 +65,59 @@ def check(name, case, dtypes, monkeypatch, **options):
   given = dtypes_of(scan, inputs, dtypes)
   errors = contract.errors_against_reference(call, inputs, given, "pallas_interpret")
   contract.assert_small(errors, dtypes[0], case.T)
+
+
+class Rows:
+  """Tiles of the kernels as whole arrays: channels [B, D], and [B, D, N]."""
+
+  broadcast_channels = staticmethod(lambda vector: vector[..., None])
+  dot = staticmethod(lambda a, b: jnp.sum(a * b, axis=-1))
+
+
+def plain_scan(static, inputs, first):
+  """Results of the kernels for a sequence, or for one of its splits, by `jax.lax.scan`."""
+  recurrence = static.recurrence
+  inputs = recurrence.prepare(inputs)
+
+  def step(h, token):
+    x, rate, write, read, others, norm, is_first = token
+    along_states = lambda key: None if key is None else key[:, None]
+    keys = Keys(*map(along_states, (write, read, others, write * write)))
+    gates = recurrence.gates(x, rate, along_states(norm))
+    h = h if is_first is None else jnp.where(is_first[:, None, None], 0, h)
+    decay = recurrence.decay(Rows, gates, inputs.a, keys)
+    h = decay.update(h, gates.write[..., None] * keys.write)
+    return h, Rows.dot(h, keys.read) + inputs.skip * x
+
+  names = ("x", "rate", "write_key", "read_key", "other_squares", "key_norm")
+  tokens = (*(getattr(inputs, name) for name in names), first)
+  by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0).astype(jnp.float32), tokens)
+  last, out = jax.lax.scan(step, inputs.initial, by_token)
+  return jnp.moveaxis(out, 0, 1).astype(static.out_dtype), last
+
+
+@pytest.mark.parametrize(("T", "N", "splits"), [(40, 5, 3), (5, 37, 1)], ids=["splits", "groups"])
+@BOTH
+def test_channel_states_in_parts_match_reference(name, T, N, splits, monkeypatch):
+  """Splits of a sequence, and groups of states, without the kernels, which know of neither.
+
+  Documents begin where a split does, and inside of one that a state enters.
+  """
+  monkeypatch.setattr(forward, "_scan", plain_scan)
+  documents_begin_at(monkeypatch, (16,), (20, 32))
+  case = Case(T, "weak", segments=True, D=3, N=N, chunk=None)
+  check(name, case, (F32, F32), monkeypatch, num_splits=splits)
+
+
+def test_longhorn_in_groups_is_exact(monkeypatch):
+  """A group's states are not all that the norm of a key is made of."""
+  scans = []
+  monkeypatch.setattr(forward, "scan", lambda static, *args: scans.append(static))
+  for N in (16, 17):
+    args, _ = drawn("longhorn_scan", Case(2, N=N, chunk=None), NARROW)
+    with pytest.raises(TypeError):  # nothing was computed
+      run_of("longhorn_scan", *args)
+  assert [static.recurrence.exact for static in scans] == [False, True]
 
 
 @pytest.mark.slow

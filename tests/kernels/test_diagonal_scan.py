@@ -15,7 +15,12 @@ from lnssm_jax.ops.diagonal_scan import pallas
 from lnssm_jax.ops.diagonal_scan.cases import DIAGONAL_SCAN, Case
 from lnssm_jax.ops.diagonal_scan.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
-from tests.kernels.interpreted import assert_promises, assert_transformations
+from pallas_kernels.diagonal_scan import config
+from tests.kernels.interpreted import (
+  assert_promises,
+  assert_transformations,
+  documents_begin_at,
+)
 from tests.kernels.lowered import (
   assert_shard_map_keeps_shapes,
   kernels_in,
@@ -29,14 +34,30 @@ SMALL = Case(T=33, chunk=None, state=False)
 
 
 @pytest.mark.parametrize(
+  ("case", "dtype"),
+  [
+    (Case(T=70, strength="weak", segments=True), BF16),
+    (Case(T=70, D=130, complex_="ax", constant=True, reverse=True, segments=True), F32),
+  ],
+  ids=str,
+)
+def test_diagonal_scan_in_three_splits_matches_reference(case, dtype, monkeypatch):
+  """Documents that begin where a split does, and inside of splits that a state enters. In short
+  chunks, which are compiled in less time."""
+  monkeypatch.setattr(channels, "num_splits", lambda *sizes: 3)
+  monkeypatch.setattr(config, "_CHUNKS", (8,))
+  documents_begin_at(monkeypatch, (32,), (45, 64))
+  contract.assert_case(DIAGONAL_SCAN, case, dtype, "pallas_interpret")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
   "case",
   [
     Case(T=40, segments=True),
-    pytest.param(
-      Case(T=100, complex_="ax", constant=True, reverse=True, segments=True), marks=pytest.mark.slow
-    ),
-    pytest.param(Case(T=100, constant=True, strength="weak"), marks=pytest.mark.slow),
-    pytest.param(Case(T=128, complex_="a", reverse=True, D=130), marks=pytest.mark.slow),
+    Case(T=100, complex_="ax", constant=True, reverse=True, segments=True),
+    Case(T=100, constant=True, strength="weak"),
+    Case(T=128, complex_="a", reverse=True, D=130),
   ],
   ids=str,
 )

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
+from lnssm_jax.ops.core.cases import B
 from lnssm_jax.ops.linear_attention import pallas
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, PARTS, Case
+from pallas_kernels.core.wgmma import CHUNK, COMPILER_PARAMS, TILE_WIDTH, Backend
 from pallas_kernels.linear_attention import config, intra_chunk
 from tests.kernels.interpreted import (
   MASKED_LATER,
@@ -75,6 +78,22 @@ def test_splitting_packing_and_causality(case):
   """Documents of one step, documents that end at a chunk boundary, cuts on all sides of it."""
   sizes = {"lengths": (1, 63, 1, 63), "pieces": (66, 62), "cuts": (1, 64, 65)}
   assert_promises(LINEAR_ATTENTION, case, BF16, **sizes, infinite=False)
+
+
+def test_outputs_of_a_document_have_the_same_bits_whatever_the_others_hold():
+  """Also where a document's decays decide how scores are computed."""
+  lengths = 20, 12
+  case = dataclasses.replace(SMALL, T=sum(lengths), decay="BTHK")
+  ids = jnp.repeat(jnp.asarray([[0, 1]] * B), jnp.asarray(lengths), axis=1, total_repeat_length=32)
+  run = jax.jit(lambda x: call_of(LINEAR_ATTENTION, case)(x, segment_ids=ids)[0])
+  inputs, others = (inputs_of(LINEAR_ATTENTION, case, BF16, seed) for seed in range(2))
+  others["log_decay"] = jnp.full_like(others["log_decay"], -9.0)
+  first = jnp.arange(sum(lengths)) < lengths[0]
+  for same in (first, ~first):
+    of_document = same[:, None, None]
+    changed = jax.tree.map(lambda x, y, at=of_document: jnp.where(at, x, y), inputs, others)
+    np.testing.assert_array_equal(run(changed)[:, same], run(inputs)[:, same])
+    assert not np.array_equal(run(changed)[:, ~same], run(inputs)[:, ~same])
 
 
 @pytest.mark.slow
@@ -159,6 +178,55 @@ def test_blocks_are_as_large_as_decays_allow():
   assert (largest(first) <= 92.0).all()
   assert ((largest(first + 1) > 92.0) | (first == intra_chunk.MERGES)).all()
   assert set(first) == {0, 1, 2, 3}
+
+
+def factors_in_block(log_decay, *, merges, read_first):
+  """The factors [C, 64] of queries and of keys inside a block.
+
+  log_decay: [64], the same at every token, or [C, 64]. merges: of `superfluous_merges`.
+  """
+  constant = log_decay.ndim == 1
+  scratch = intra_chunk.DecayScratch.of(jnp.zeros((1,) * (2 if constant else 4)))
+
+  def body(log_decay_gmem, queries_gmem, keys_gmem, scratch_smem):
+    f: Any
+    if constant:
+      valid = jnp.int32(CHUNK)
+      f = intra_chunk.ConstantDecayFactors(log_decay_gmem, merges, read_first, valid)
+    else:
+      f = intra_chunk.TokenDecayFactors(log_decay_gmem, scratch_smem, read_first, Backend(True))
+      f.choose_blocks(intra_chunk.LARGEST_LOG2)
+    queries_gmem[...], keys_gmem[...], _ = f.in_block()
+
+  return plgpu.kernel(
+    body,
+    out_type=(jax.ShapeDtypeStruct((CHUNK, TILE_WIDTH), jnp.float32),) * 2,
+    scratch_types=[scratch],
+    grid=(1,),
+    grid_names=("block",),
+    interpret=pallas.interpreted.keywords["interpret"],
+    compiler_params=COMPILER_PARAMS,
+  )(jnp.asarray(log_decay, jnp.float32))
+
+
+@pytest.mark.parametrize("read_first", [False, True])
+@pytest.mark.parametrize("constant", [True, False], ids=["constant", "per token"])
+def test_factors_inside_a_block_are_finite_for_large_keys(constant, read_first):
+  """Those of its first query and last key meet nothing, and would be infinite times a key of 1e8.
+
+  A product of two factors is the decay between a query and a key before it.
+  """
+  rates = np.geomspace(1e-3, 4.25, TILE_WIDTH)
+  merges = int(intra_chunk.superfluous_merges(jnp.asarray(-rates)))
+  size = 8 << merges
+  assert size == 32
+  log_decay = -rates if constant else np.repeat(-rates[None], CHUNK, axis=0)
+  factors = factors_in_block(log_decay, merges=merges, read_first=read_first)
+  queries, keys = (np.asarray(x, np.float64) for x in factors)
+  assert max(queries.max(), keys.max()) <= 2.0**92
+  for i, j in [(1, 0), (size - 1, 0), (size - 1, size - 2), (size // 2, 1), (size + 3, size)]:
+    want = np.exp(-rates * (i - j - read_first))
+    np.testing.assert_allclose(queries[i] * keys[j], want, rtol=3e-3, atol=1e-30)
 
 
 @pytest.mark.parametrize("segments", [False, pytest.param(True, marks=pytest.mark.slow)])

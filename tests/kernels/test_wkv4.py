@@ -17,8 +17,12 @@ from lnssm_jax.ops.wkv4.cases import WKV4, Case
 from lnssm_jax.ops.wkv4.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
 from pallas_kernels.core.wgmma import Backend
-from pallas_kernels.wkv4 import update
-from tests.kernels.interpreted import assert_promises, assert_transformations
+from pallas_kernels.wkv4 import backward, config, forward, update
+from tests.kernels.interpreted import (
+  assert_promises,
+  assert_transformations,
+  documents_begin_at,
+)
 from tests.kernels.lowered import (
   DATA,
   REPLICATED,
@@ -31,6 +35,17 @@ from tests.ops import contract
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 SMALL = Case(T=100, chunk=None, state=False)
+
+
+def test_wkv4_in_three_splits_matches_reference(monkeypatch):
+  """Two blocks of channels; documents that begin where a split does, and inside of splits that a
+  state enters. In short chunks, which are compiled in less time."""
+  monkeypatch.setattr(channels, "num_splits", lambda *sizes: 3)
+  for module in (config, forward, backward):
+    monkeypatch.setattr(module, "CHUNK", 8)
+  documents_begin_at(monkeypatch, (32,), (45, 64))
+  case = Case(T=70, D=130, strength="extreme", keys="mixed", segments=True, chunk=None)
+  contract.assert_case(WKV4, case, F32, "pallas_interpret")
 
 
 @pytest.mark.slow

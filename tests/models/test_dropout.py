@@ -9,11 +9,12 @@ import pytest
 from flax import nnx
 
 from lnssm_jax import linen
-from lnssm_jax.mixers import LinearAttention, NormalizedAttention, SoftmaxAttention
+from lnssm_jax.mixers import LRN, LinearAttention, NormalizedAttention, SoftmaxAttention
 from lnssm_jax.models import Block, LanguageModel, VisionModel, layers
+from lnssm_jax.models import dropout as model_dropout
 from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.vision_model import Bidirectional
-from lnssm_jax.ops.core.dropout import fold, row_keys
+from lnssm_jax.ops.core.dropout import fold, row_keys, token_keys
 from tests.mixers.helpers import drawn, split
 from tests.ops.test_dropout import factors
 
@@ -87,6 +88,38 @@ def test_pattern_drops_as_its_layers_one_by_one():
     return lm.logits(lm.norm(x, dtype=lm.dtype))
 
   np.testing.assert_allclose(run(lm, KEY), one_by_one(lm), rtol=1e-4, atol=1e-5)
+
+
+def test_every_place_of_every_layer_draws_with_keys_of_its_own(monkeypatch):
+  """No mask is that of another place, layer, row or token, in the model and in a pattern."""
+  drawn_with = []
+
+  def recorded(function):
+    def record(x, keys, rate):
+      drawn_with.append(np.asarray(keys).reshape(-1, 2))
+      return function(x, keys, rate)
+
+    return record
+
+  class Keyed(LRN):
+    def _mix_dropping(self, x, state, segment_ids, dropout_key):
+      drawn_with.append(np.asarray(dropout_key))
+      return jnp.zeros_like(x), state
+
+  for name in ("dropout", "drop_rows"):
+    function = recorded(getattr(model_dropout, name))
+    monkeypatch.setattr(model_dropout, name, function)
+  drops = ModelDropout.of("test", KEY, 2, 3, RATES["drop_path"])
+  layer_of = lambda number: jax.tree.map(lambda leaf: leaf[number], drops.layers)
+  sizes = {"num_heads": 2, "layer": 0, "num_layers": 3, "mixer_options": {}}
+  sizes |= {"dtype": jnp.float32, "param_dtype": jnp.float32, "residual_dropout": 0.2}
+  block = Block(8, **sizes, mixer=Keyed, channel_mixer="identity", rngs=nnx.Rngs(0))
+  drawn_with.append(np.asarray(token_keys(drops.embedding, 5)).reshape(-1, 2))
+  for number in range(3):
+    block(jnp.ones((2, 5, 8)), dropout=layer_of(number))
+  assert [len(keys) for keys in drawn_with] == [10, *[2, 10, 2, 10, 2] * 3]
+  keys = np.concatenate(drawn_with)
+  assert len(np.unique(keys, axis=0)) == len(keys)
 
 
 def factors_of(rows, length, width, rate):

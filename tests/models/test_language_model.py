@@ -152,6 +152,23 @@ def test_dtypes_in_bfloat16_are_as_documented():
   assert {leaf.dtype for leaf in jax.tree.leaves((state, model))} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.parametrize(
+  "options",
+  [{"embedding_norm": False}, {"embedding_norm": False, "learned_positions": 5}, {"norm": "rms"}],
+  ids=str,
+)
+def test_residual_stream_has_the_dtype_of_the_model_whatever_its_parameters_have(options):
+  ids = tokens(2, 5)
+  for dtype, param_dtype in ((jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)):
+    model = abstract_model(**SIZES, mixer="lrn", dtype=dtype, param_dtype=param_dtype, **options)
+    positions = jnp.zeros_like(ids) if "learned_positions" in options else None
+    for given in (ids, jnp.zeros((2, 5, 8), param_dtype)):
+      embed = lambda m, given=given, positions=positions: m.embed(given, positions)
+      assert jax.eval_shape(embed, model).dtype == dtype
+      streams, _ = jax.eval_shape(lambda m, given=given: m.hidden_states(given), model)
+      assert streams.dtype == dtype
+
+
 def test_logits_in_bfloat16_are_summed_and_returned_in_float32():
   model = random_model(dtype=jnp.bfloat16)
   hidden = jax.random.normal(jax.random.key(0), (4, SIZES["dim"]), jnp.bfloat16)
@@ -185,7 +202,9 @@ def test_rms_norm_from_zero_is_the_rms_norm_with_one_plus_its_scale():
   norm.scale[...], plain.scale[...] = scale, 1 + scale
   np.testing.assert_allclose(norm(x), plain(x), rtol=1e-6)
   # In bfloat16, 1 + scale would have 8 bits.
+  norm = NORMS["rms_from_zero"](8, param_dtype=jnp.bfloat16)
   norm.scale[...] = jnp.full(8, 2.0**-9, jnp.bfloat16)
+  assert norm.scale[...].dtype == jnp.bfloat16
   plain.scale[...] = jnp.full(8, 1 + 2.0**-9)
   np.testing.assert_allclose(norm(x), plain(x), rtol=1e-6)
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from lnssm_jax import sharding
 from lnssm_jax.generate import SamplingOptions, generate
-from lnssm_jax.mixers import LNSSM
+from lnssm_jax.mixers import LNSSM, LRN
 from lnssm_jax.models import REMAT_POLICIES, LanguageModel
 from lnssm_jax.models.settings import complete
 from tests.mixers.helpers import drawn, relative_error, split
@@ -102,6 +102,38 @@ def test_pattern_of_one_equals_that_mixer():
   build = lambda mixer: jax.jit(lambda: LanguageModel(**sizes, mixer=mixer, rngs=nnx.Rngs(0)))()
   one, plain = build(("lrn",)), build("lrn")
   chex.assert_trees_all_equal(one, plain)
+
+
+class Numbered(LRN):
+  """A mixer whose parameters are the number of its layer and a random one."""
+
+  set_by_model = ("layer", "num_layers")
+
+  def __init__(self, dim, *, layer, num_layers, dtype, param_dtype, rngs):
+    self.dim = dim
+    self.number = nnx.Param(jnp.asarray([layer, num_layers], jnp.float32))
+    self.drawn = nnx.Param(jax.random.normal(rngs.params()))
+
+
+class Other(Numbered):
+  """The same as another mixer of a pattern."""
+
+
+def test_layers_of_a_pattern_start_as_the_same_layers_without_one():
+  """From the key and the number of their layer, on which decays and token shifts depend."""
+  sizes = SIZES | {"num_layers": 5, "channel_mixer": "rwkv4_channel_mix", "norm": "rms"}
+  sizes |= {"initialization": "gpt2"}
+  build = lambda *mixers: LanguageModel(**sizes, mixer=mixers, rngs=nnx.Rngs(0))
+  patterns = [(Numbered,), (Numbered, Other), (Other, Numbered, Other)]
+  models = jax.jit(lambda: [build(*pattern) for pattern in patterns])()
+  for layer in range(5):
+    plain, *others = (split(model.layer(layer))[1] for model in models)
+    np.testing.assert_array_equal(plain["mixer"]["number"], [layer, 5])
+    mu = (np.arange(8) / 8) ** (1 - layer / 5)
+    np.testing.assert_allclose(plain["channel_mixer"]["mu_k"], mu, rtol=1e-5)
+    for other in others:
+      chex.assert_trees_all_close(other, plain, rtol=1e-4, atol=1e-5)  # of orthogonal matrices
+  assert len({float(models[1].layer(layer).mixer.drawn[...]) for layer in range(5)}) == 5
 
 
 def test_mixers_of_a_pattern_have_heads_of_their_own():

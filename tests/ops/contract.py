@@ -56,16 +56,16 @@ def assert_small(
   """Asserts that errors by path (of `named_errors`) are within `tolerance`.
 
   Values of dtypes narrower than float32 within two roundings, because sums are float32 everywhere;
-  or all within the limit `values`. With slow decays, `strength` "weak" or "lasting", gradients of
-  such dtypes within four, for they are sums over many tokens of which one dropped term is a small
-  part. (Those with fast decays subtract terms of similar size.)
+  or all within the limit `values`. With slow decays, `strength` "weak", "lasting" or, of most
+  channels, "uneven", gradients of such dtypes within four, for they are sums over many tokens of
+  which one dropped term is a small part. (Those with fast decays subtract terms of similar size.)
   """
   limit = tolerance(dtype, length)
   narrow = jnp.dtype(dtype).itemsize < 4
   rounding = float(jnp.finfo(dtype).eps)
   if values is None:
     values = 2 * rounding if narrow else limit
-  if narrow and strength in ("weak", "lasting"):
+  if narrow and strength in ("weak", "lasting", "uneven"):
     limit = 4 * rounding
   limits = {name: values if name.startswith("['values']") else limit for name in errors}
   too_large = {name: error for name, error in errors.items() if not error <= limits[name]}  # or NaN

@@ -41,7 +41,7 @@ class Case(typing.Protocol):
 
   @property
   def strength(self) -> str:
-    """Of the decay: "weak", "ordinary", "extreme" or "lasting"."""
+    """Of the decay: "weak", "ordinary", "extreme", "lasting" or "uneven"."""
     ...
 
   @property
@@ -154,7 +154,12 @@ def log_decay(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -
   """Log decays: weak (near 0), ordinary, or extreme: from -20 per token to 0, ends included.
 
   Or "lasting", the same 1e-6 everywhere: a decay rounded to float32 is then wrong for every token.
+  Or "uneven": weak in the first 64 channels, which are the last axis, and -3 to -6 in the others.
   """
+  if strength == "uneven":
+    decay = log_decay(rng, shape, "weak")
+    decay[..., 64:] = -3 - 3 * rng.random(decay[..., 64:].shape)
+    return decay
   if strength == "lasting":
     return np.full(shape, -1e-6)
   if strength in ("weak", "ordinary"):

@@ -68,12 +68,13 @@ MANY = [
   for T, D, chunk in [(1, 1, None), (63, 17, 8), (130, 8, 64), (257, 3, None)]
 ]
 # The kernels, interpreted on the CPU: few and small. D is padded to a multiple of 128, T of 32. A
-# boundary leak is visible at weak decay, a wrong block of channels beyond 128 of them.
-KERNELS = [
+# boundary leak is visible at weak decay, a wrong block of channels beyond 128 of them. (Those that
+# always run, in splits of a sequence: tests/kernels/test_diagonal_scan.py.)
+KERNEL_SWEEP = [
   Check(Case(T=30, segments=True, strength="weak"), "pallas_interpret", jnp.bfloat16),
   Check(Case(T=30, D=130, complex_="ax", constant=True, reverse=True), "pallas_interpret"),
 ]
-KERNEL_SWEEP = [
+KERNEL_SWEEP += [
   Check(
     Case((1, 32, 40, 65)[n % 4], (5, 130)[n % 5 == 0], *options),
     "pallas_interpret",
@@ -146,7 +147,6 @@ DIAGONAL_SCAN = Scan(
     *(Check(case) for n, case in enumerate(CASES) if n not in SLOW),
     *(Check(CASES[n], "associative") for n in (3, 4, 5)),
     Check(CASES[3], dtype=jnp.bfloat16),
-    *KERNELS,
   ],
   sweep=[
     *(Check(CASES[n]) for n in SLOW),

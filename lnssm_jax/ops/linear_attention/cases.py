@@ -93,7 +93,7 @@ MANY = [
 # (More chunks with weak decays: `PARTS` below.)
 KERNELS = [
   Case(T=65, K=16, V=72, decay="H", H=2),
-  Case(T=65, K=128, V=24, decay="HK", strength="weak", normalize=True, H=1),
+  Case(T=65, K=16, V=24, decay="HK", strength="weak", normalize=True, H=2),
   Case(T=63, K=20, V=136, decay="BTHK", bonus=True, normalize=True, H=1),
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
   Case(T=15, K=136, V=16, decay="H", normalize=True, H=2),  # two groups of keys, two heads
@@ -111,11 +111,12 @@ MORE_KERNELS = [
 ]
 # In two splits of two chunks, a state that lasts from chunk to chunk and from split to split, with
 # documents that end inside the second chunk and the third: what is dropped, or passes a document's
-# boundary, changes much. Two groups of channels. (Of columns: `KERNELS`.)
+# boundary, changes much. Two blocks of columns, or of channels: those of the second decay so fast
+# that the factors of the first would be infinite there.
 PARTS = [
-  Case(T=150, K=16, V=24, decay="BTH", strength="weak", normalize=True, segments=True, H=1),
-  Case(T=150, K=72, V=24, decay="HK", strength="weak", normalize=True, segments=True, H=1),
-  Case(T=150, K=72, V=24, decay="BTHK", strength="weak", segments=True, H=1),
+  Case(T=150, K=16, V=120, decay="BTH", strength="weak", normalize=True, segments=True, H=1),
+  Case(*(150, 120, 24, "HK", "uneven"), bonus=True, normalize=True, segments=True, H=1),
+  Case(T=150, K=120, V=24, decay="BTHK", strength="uneven", segments=True, H=1),
 ]
 KERNEL_SWEEP = [
   Case(T=T, K=K, V=V, decay=decay, strength=strength, bonus=bonus, normalize=normalize, H=1)
@@ -146,6 +147,7 @@ KERNEL_SWEEP += [
   ]
 ]
 KERNEL_SWEEP += [
+  Case(T=65, K=128, V=24, decay="HK", strength="weak", normalize=True, H=1),
   Case(T=2, K=16, V=24, decay=None, normalize=True, H=2, state=False),
   Case(T=15, K=72, V=80, decay="BTHK", strength="weak", segments=True, H=1, state=False),
   Case(T=15, K=136, V=136, decay="BTHK", bonus=True, H=1),

@@ -57,14 +57,14 @@ MANY = [
   for T, D, chunk in [(63, 17, 16), (130, 8, 64)]
 ]
 # The kernels, interpreted on the CPU: few and small. D is padded to a multiple of 128, T of
-# 32.
-KERNELS = [
+# 32. (Those that always run, in splits of a sequence: tests/kernels/test_wkv4.py.)
+KERNEL_SWEEP = [
   Check(
     Case(T=40, D=130, strength="extreme", keys="wide", segments=True, chunk=None),
     "pallas_interpret",
   ),
 ]
-KERNEL_SWEEP = [
+KERNEL_SWEEP += [
   Check(
     Case((1, 32, 40, 65)[n % 4], (5, 130)[n % 5 == 0], *options, chunk=None),
     "pallas_interpret",
@@ -79,7 +79,8 @@ KERNEL_SWEEP = [
 
 
 def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
-  """Decays near 0, ordinary, or 1e-7 to 20 per token; keys near 0, from -200 to 200, or +-200."""
+  """Decays near 0, ordinary, or 1e-7 to 20 per token; keys near 0, from -200 to 200, or +-200; or,
+  mixed, near 0 in every second channel and from -200 to 200 in the others."""
   T, D = case.T, case.D
   rate = -log_decay(rng, (D,), "ordinary" if case.strength == "extreme" else case.strength)
   if case.strength == "extreme":
@@ -88,6 +89,9 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     "ordinary": lambda shape: rng.normal(size=shape),
     "wide": lambda shape: rng.uniform(-200, 200, size=shape),
     "two": lambda shape: 200 * rng.choice([-1, 1], size=shape) + rng.normal(size=shape),
+    "mixed": lambda shape: np.where(
+      np.arange(D) % 2, rng.uniform(-200, 200, size=shape), rng.normal(size=shape)
+    ),
   }[case.keys]
   inputs = {"k": keys((B, T, D)), "v": rng.normal(size=(B, T, D)), "decay_rate": rate}
   inputs["bonus"] = rng.normal(size=D)
@@ -116,7 +120,6 @@ WKV4 = Scan(
     *(Check(case) for n, case in enumerate(CASES) if n not in SLOW),
     Check(CASES[5], "associative"),
     Check(CASES[4], dtype=jnp.bfloat16),
-    *KERNELS,
   ],
   sweep=[
     *(Check(CASES[n]) for n in SLOW),
