@@ -108,12 +108,17 @@ def test_law_has_the_moments_and_the_distance_of_a_sample():
 
 
 def test_law_of_log_normal_scores_is_near_in_logarithms_only():
-  log = np.random.default_rng(0).normal(size=(2, 1, 64, 64))
+  log = np.random.default_rng(0).normal(size=(2, 2, 64, 64))
+  log[:, 1] = 3 * log[:, 1] ** 2  # only the first head has such scores
   visible = np.broadcast_to(np.tril(np.ones((64, 64), bool)), (2, 1, 64, 64))
   as_floats = lambda x: jnp.asarray(x, jnp.float32)
   scores = analysis.Scores(as_floats(np.exp(log)), as_floats(log), jnp.asarray(visible))
   of_values, of_logarithms = analysis.score_laws(scores)
   assert of_logarithms.distance[0] < 0.02 < 0.1 < of_values.distance[0]
+  assert of_logarithms.distance[1] > 0.1
+  np.testing.assert_allclose(
+    of_logarithms.mean[1], log[:, 1, *np.tril_indices(64)].mean(), rtol=1e-4
+  )
 
 
 def test_histogram_counts_as_numpy():

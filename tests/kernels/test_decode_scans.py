@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
 from lnssm_jax.ops.core import channel_cases as channel_case
@@ -21,6 +22,8 @@ from lnssm_jax.ops.selective_scan.cases import SELECTIVE_SCAN
 from lnssm_jax.ops.wkv4 import cases as wkv4_case
 from lnssm_jax.ops.wkv4.cases import WKV4
 from pallas_kernels.channel_states import decode as channel_states
+from pallas_kernels.channel_states.longhorn import LonghornScan
+from pallas_kernels.channel_states.selective import SelectiveScan
 from pallas_kernels.core import decode as steps
 from pallas_kernels.delta_rule import decode as delta_rule
 from tests.kernels.interpreted import inputs_of
@@ -31,11 +34,11 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 Heads = functools.partial(delta_case.Case, T=1, chunk=None)
 Channels = functools.partial(channel_case.Case, T=1, chunk=None)
 Width = functools.partial(wkv4_case.Case, T=1, chunk=None)
-FITTING = {  # sizes that need no padding
-  "delta_rule": (DELTA_RULE, Heads(K=16, V=16, decay="ordinary", erase=True)),
-  "selective_scan": (SELECTIVE_SCAN, Channels(D=32, N=16)),
-  "longhorn_scan": (LONGHORN_SCAN, Channels(D=32, N=16)),
-  "wkv4": (WKV4, Width(D=128)),
+FITTING = {  # sizes that need no padding, of several CTAs
+  "delta_rule": (DELTA_RULE, Heads(K=16, V=32, decay="ordinary", erase=True)),
+  "selective_scan": (SELECTIVE_SCAN, Channels(D=64, N=16)),
+  "longhorn_scan": (LONGHORN_SCAN, Channels(D=64, N=16)),
+  "wkv4": (WKV4, Width(D=256)),
 }
 SCANS = pytest.mark.parametrize("name", FITTING)
 
@@ -138,6 +141,21 @@ def test_decode_under_vmap_keeps_shared_state():
   axes = {n: None if n.startswith("state.") else 0 for n in inputs}
   got = jax.jit(jax.vmap(call, in_axes=(axes,)))(both | state_of(inputs))
   jax.tree.map(np.testing.assert_array_equal, got, apart(inputs, others | state_of(inputs)))
+
+
+@pytest.mark.parametrize("recurrence", [SelectiveScan(exact=True), LonghornScan(exact=True)])
+def test_decode_with_several_tiles_per_cta_equals_one(recurrence):
+  """As with so many channels that every SM has CTAs enough: here two of two tiles, or four."""
+  B, D, N = 2, 128, 16
+  rng = np.random.default_rng(0)
+  drawn = lambda *shape: jnp.asarray(rng.normal(size=shape), F32)
+  a = -jnp.abs(drawn(D, N)) if isinstance(recurrence, SelectiveScan) else None
+  keys = drawn(B, N), drawn(B, N)
+  token = channel_states.Inputs(drawn(B, D), jnp.abs(drawn(B, D)), *keys, drawn(D), a)
+  state, interpret = drawn(B, D, N), plgpu.InterpretGPUParams(detect_races=True)
+  run = functools.partial(channel_states.decode, recurrence, token, state, interpret=interpret)
+  for got, want in zip(run(tiles=2), run(tiles=1), strict=True):
+    np.testing.assert_array_equal(got, want)
 
 
 DELTA = {"q": (2, 3, 16), "k": (2, 3, 16), "erase_key": (2, 3, 16), "v": (2, 3, 48)}

@@ -13,7 +13,7 @@ from lnssm_jax.mixers import LRN, LinearAttention, NormalizedAttention, SoftmaxA
 from lnssm_jax.models import Block, LanguageModel, VisionModel, layers
 from lnssm_jax.models import dropout as model_dropout
 from lnssm_jax.models.dropout import ModelDropout
-from lnssm_jax.models.vision_model import Bidirectional
+from lnssm_jax.models.vision_model import Bidirectional, VisionBlock
 from lnssm_jax.ops.core.dropout import fold, row_keys, token_keys
 from tests.mixers.helpers import drawn, split
 from tests.ops.test_dropout import factors
@@ -57,6 +57,21 @@ def test_each_rate_alone_drops(name):
   lm = model(**{name: 0.5})
   assert lm.has_dropout and not model().has_dropout
   assert np.abs(run(lm, KEY) - run(lm)).max() > 1e-3
+
+
+def test_calls_with_auxiliary_outputs_have_dropout(monkeypatch):
+  """Both that training reads."""
+  given, of = [], ModelDropout.of
+
+  def recorded(name, key, *sizes):
+    given.append(key is not None)
+    return of(name, key, *sizes)
+
+  monkeypatch.setattr(ModelDropout, "of", recorded)
+  lm = model(**RATES)
+  for call in (lm.with_aux, lm.hidden_and_aux):
+    jax.eval_shape(lambda call=call: call(TOKENS, dropout_key=KEY))
+  assert given == [True, True]
 
 
 def gradients(lm):
@@ -118,6 +133,14 @@ def test_every_place_of_every_layer_draws_with_keys_of_its_own(monkeypatch):
   for number in range(3):
     block(jnp.ones((2, 5, 8)), dropout=layer_of(number))
   assert [len(keys) for keys in drawn_with] == [10, *[2, 10, 2, 10, 2] * 3]
+  keys = np.concatenate(drawn_with)
+  assert len(np.unique(keys, axis=0)) == len(keys)
+
+  drawn_with.clear()
+  sizes |= {"norm": "rms", "norm_eps": 1e-5, "rngs": nnx.Rngs(0)}
+  sizes.pop("mixer_options")
+  VisionBlock(Keyed, 8, **sizes)(jnp.ones((2, 5, 8)), layer_of(0))
+  assert [len(keys) for keys in drawn_with] == [2, 2, 10, 2]  # the mixer in two directions
   keys = np.concatenate(drawn_with)
   assert len(np.unique(keys, axis=0)) == len(keys)
 

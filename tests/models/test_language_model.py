@@ -154,17 +154,15 @@ def test_dtypes_in_bfloat16_are_as_documented():
 
 @pytest.mark.parametrize(
   "options",
-  [{"embedding_norm": False}, {"embedding_norm": False, "learned_positions": 5}, {"norm": "rms"}],
+  [{}, {"learned_positions": 5}, {"embedding_scale": 2.0}, {"embedding_norm": True}],
   ids=str,
 )
 def test_residual_stream_has_the_dtype_of_the_model_whatever_its_parameters_have(options):
   ids = tokens(2, 5)
   for dtype, param_dtype in ((jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)):
-    model = abstract_model(**SIZES, mixer="lrn", dtype=dtype, param_dtype=param_dtype, **options)
-    positions = jnp.zeros_like(ids) if "learned_positions" in options else None
+    options = {"embedding_norm": False, "mixer": "lrn"} | options
+    model = abstract_model(**SIZES, dtype=dtype, param_dtype=param_dtype, **options)
     for given in (ids, jnp.zeros((2, 5, 8), param_dtype)):
-      embed = lambda m, given=given, positions=positions: m.embed(given, positions)
-      assert jax.eval_shape(embed, model).dtype == dtype
       streams, _ = jax.eval_shape(lambda m, given=given: m.hidden_states(given), model)
       assert streams.dtype == dtype
 
@@ -216,9 +214,11 @@ def test_embedding_scale_and_logit_soft_cap_are_as_documented():
   other = random_model(**options, embedding_scale=3.0, logit_soft_cap=0.5)
   np.testing.assert_allclose(other.embed(tokens), 3 * plain.embed(tokens), rtol=1e-6)
   hidden = jax.random.normal(jax.random.key(2), (2, 5, 8))
-  np.testing.assert_allclose(
-    other.logits(hidden), 0.5 * jnp.tanh(plain.logits(hidden) / 0.5), rtol=1e-5
-  )
+  want = 0.5 * jnp.tanh(plain.logits(hidden) / 0.5)
+  np.testing.assert_allclose(other.logits(hidden), want, rtol=1e-5)
+  plain.dtype = other.dtype = jnp.bfloat16  # the cap is in float32 whatever the model's dtype
+  want = 0.5 * jnp.tanh(plain.logits(hidden) / 0.5)
+  np.testing.assert_allclose(other.logits(hidden), want, rtol=1e-5)
 
 
 def test_norm_eps_is_that_of_all_norms_of_the_model():

@@ -136,6 +136,21 @@ def test_layers_of_a_pattern_start_as_the_same_layers_without_one():
   assert len({float(models[1].layer(layer).mixer.drawn[...]) for layer in range(5)}) == 5
 
 
+def test_every_place_of_a_pattern_counts():
+  """Its dropout is not that of the first, nor its longest sequence."""
+  build = lambda *mixers, **options: jax.eval_shape(
+    lambda: LanguageModel(
+      **SIZES, num_layers=3, mixer=mixers, mixer_options=options, rngs=nnx.Rngs(0)
+    )
+  )
+  first = {"max_length": 9}
+  model = build("softmax_attention", "lrn", "normalized_attention", softmax_attention=first)
+  assert (model.max_length, model.has_dropout) == (9, False)
+  last = {"attention_dropout": 0.5}
+  model = build("softmax_attention", "lrn", "normalized_attention", normalized_attention=last)
+  assert model.has_dropout
+
+
 def test_mixers_of_a_pattern_have_heads_of_their_own():
   options = {"softmax_attention": {"num_heads": 4, "num_kv_heads": 1, "max_length": 8}}
   sizes = SIZES | {"num_layers": 2, "mixer": ("gla", "softmax_attention")}

@@ -1,5 +1,7 @@
 """The image classifier: sizes, directions, shared projections, what it is told wrongly."""
 
+from typing import ClassVar
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax.mixers import MIXERS
+from lnssm_jax.mixers import LRN, MIXERS
+from lnssm_jax.mixers.common.norms import Norm
 from lnssm_jax.models import VisionModel, count_parameters
 from lnssm_jax.models.vision_model import SHARED, Bidirectional, patches
 from tests.mixers.helpers import drawn, relative_error, split
@@ -103,6 +106,69 @@ def test_logits_are_those_of_the_class_token_between_the_halves_of_the_patches()
   build = lambda: VisionModel(**SMALL | {"image_size": 8}, rngs=nnx.Rngs(0))
   got, want = both(drawn(build))
   assert relative_error(got, want) < 1e-5
+
+
+class Numbered(LRN):
+  """Its parameters are the number of its layer and a random one; it records its inputs' dtypes."""
+
+  set_by_model = ("layer", "num_layers")
+  dtypes: ClassVar[list] = []
+
+  def __init__(self, dim, *, layer, num_layers, dtype, param_dtype, rngs):
+    self.dim, self.dtype = dim, dtype
+    self.number = nnx.Param(jnp.asarray([layer, num_layers], jnp.float32))
+    self.drawn = nnx.Param(jax.random.normal(rngs.params()))
+
+  def _mix(self, x, state, segment_ids):
+    self.dtypes.append(x.dtype)
+    return x, state
+
+
+def test_layers_and_directions_start_from_their_own_key_and_number():
+  sizes = SMALL | {"num_layers": 3, "dim": 64}
+  build = lambda: VisionModel(**sizes, mixer=Numbered, norm_eps=1e-3, rngs=nnx.Rngs(0))
+  model = jax.jit(build)()
+  mixers = model.blocks.mixer.forward, model.blocks.mixer.backward
+  for mixer in mixers:
+    np.testing.assert_array_equal(mixer.number[...], [[0, 3], [1, 3], [2, 3]])
+  assert len(np.unique([mixer.drawn[...] for mixer in mixers])) == 6
+  assert (model.norm.eps, model.blocks.norm.eps) == (1e-3, 1e-3)
+  for leaf in (model.class_token, model.positions, model.head.kernel, model.patch_embedding.kernel):
+    assert 0.015 < float(jnp.std(leaf[...])) < 0.025
+
+
+@pytest.mark.parametrize(
+  ("dtype", "param_dtype"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)]
+)
+def test_residual_stream_has_the_dtype_of_the_model_and_the_head_float32(
+  dtype, param_dtype, monkeypatch
+):
+  read = []
+
+  def recorded(self, x, added, dtype=None):
+    read.append(x.dtype)
+    return add(self, x, added, dtype)
+
+  add = Norm.add
+  monkeypatch.setattr(Norm, "add", recorded)
+  options = {"mixer": Numbered, "dtype": dtype, "param_dtype": param_dtype}
+  model = jax.eval_shape(lambda: VisionModel(**SMALL, **options, rngs=nnx.Rngs(0)))
+  head = []
+  monkeypatch.setattr(nnx.Linear, "__call__", head_of(nnx.Linear.__call__, head))
+  logits = jax.eval_shape(lambda model: model(jnp.ones((1, 6, 6, 3))), model)
+  assert logits.dtype == jnp.float32
+  assert set(read) == {jnp.dtype(dtype)}
+  assert head[-1] == jnp.float32  # what the last norm gives the head
+
+
+def head_of(call, dtypes):
+  """A linear layer's call, which records the dtype of its input."""
+
+  def recorded(self, x):
+    dtypes.append(x.dtype)
+    return call(self, x)
+
+  return recorded
 
 
 @pytest.mark.parametrize("mixer", ["longhorn", pytest.param("lnssm", marks=pytest.mark.slow)])

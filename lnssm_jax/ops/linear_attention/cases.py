@@ -92,7 +92,7 @@ MANY = [
 # to a multiple of 64.
 # (More chunks with weak decays: `PARTS` below.)
 KERNELS = [
-  Case(T=65, K=16, V=72, decay="H", H=2),
+  Case(T=65, K=16, V=120, decay="H", strength="weak", H=2),
   Case(T=65, K=16, V=24, decay="HK", strength="weak", normalize=True, H=2),
   Case(T=63, K=20, V=136, decay="BTHK", bonus=True, normalize=True, H=1),
   Case(T=1, K=20, V=24, decay="HK", bonus=True, normalize=True, H=2),
@@ -111,10 +111,10 @@ MORE_KERNELS = [
 ]
 # In two splits of two chunks, a state that lasts from chunk to chunk and from split to split, with
 # documents that end inside the second chunk and the third: what is dropped, or passes a document's
-# boundary, changes much. Two blocks of columns, or of channels: those of the second decay so fast
-# that the factors of the first would be infinite there.
+# boundary, changes much. Two blocks of channels: those of the second decay so fast that the factors
+# of the first would be infinite there. (Of columns: `KERNELS`.)
 PARTS = [
-  Case(T=150, K=16, V=120, decay="BTH", strength="weak", normalize=True, segments=True, H=1),
+  Case(T=150, K=16, V=24, decay="BTH", strength="weak", normalize=True, segments=True, H=1),
   Case(*(150, 120, 24, "HK", "uneven"), bonus=True, normalize=True, segments=True, H=1),
   Case(T=150, K=120, V=24, decay="BTHK", strength="uneven", segments=True, H=1),
 ]
