@@ -3,10 +3,13 @@
     python -m benchmarks.model_step --out docs/model_step.csv           # all bodies, minutes each
     python -m benchmarks.model_step --only gla delta_net --no-peers
     python -m benchmarks.model_step --together --no-peers  # compile at once, then measure in turn
+    python -m benchmarks.model_step --only gla --no-documents
 
 A body is 24 layers of 1,024 with SwiGLU of 2,816 and a vocabulary of 32,000: 16 sequences of 2,048
-random tokens per step, bfloat16 products over float32 parameters, AdamW, clipping. Nothing else is
-set: what a user gets without a knob is what is measured.
+random tokens per step, in documents of about 500 as the trainer packs them, or with
+`--no-documents` one per row, which is also what peers are measured with; bfloat16 products over
+float32 parameters, AdamW, clipping. Nothing else is set: what a user gets without a knob is what is
+measured.
 
 Each body runs in a process of its own, so that its peak memory is its own, with an empty compile
 cache ("cold"); a second process takes its first step with the cache that the first one filled
@@ -52,7 +55,8 @@ from train.step.state import init_state
 
 LOSS_TOLERANCE = 2e-3  # nats, of three steps: bfloat16 products round differently when recomputed
 FIELDS = (
-  "body", "who", "parameters", "step_ms", "tokens_per_second", "mfu", "peak_gib", "cold_s",
+  "body", "who", "documents", "parameters", "step_ms", "tokens_per_second", "mfu", "peak_gib",
+  "cold_s",
   "warm_s", "products_ms", "products_tflops", "kernels_ms", "rest_ms", "loss_difference", "note",
 )  # fmt: skip
 
@@ -64,7 +68,7 @@ _OWN = re.compile(r"mosaic_gpu")
 class Body(NamedTuple):
   """A mixer in the common body, or in one of other sizes."""
 
-  mixer: str
+  mixer: str | tuple[str, ...]
   num_heads: int
   options: dict[str, Any] = {}  # noqa: RUF012
   sizes: dict[str, int] = {}  # noqa: RUF012
@@ -78,6 +82,14 @@ BODIES = {
   "retnet": Body("retnet", 8, {"expand_v": 1.0}),
   "mamba2": Body("mamba2", 8),
   "mamba": Body("mamba", 8),
+  "softmax_attention": Body("softmax_attention", 8),
+  "sliding_window_attention": Body("sliding_window_attention", 8, {"window": 1024}),
+  "hybrid": Body(
+    ("gla",) * 5 + ("softmax_attention",),
+    8,
+    {"gla": {"num_heads": 4}},
+  ),
+  "hgrn2": Body("hgrn2", 8),
   "lnssm": Body("lnssm", 8),
   "longhorn": Body("longhorn", 8),
   "rwkv6": Body("rwkv6", 16),
@@ -155,6 +167,7 @@ def measure(
   steps: int,
   runs: int,
   when_compiled: Callable[[], None] | None = None,
+  documents: bool = True,
 ) -> dict[str, Any]:
   """The columns of one body in this process, and "budget", milliseconds by name.
 
@@ -164,13 +177,14 @@ def measure(
     begin: `time.time()` after the imports, for the time to the first step.
     when_compiled: called when all programs are compiled, before the first one runs; None compiles
       the other policy of rematerialization after the measurement.
+    documents: of about 500 tokens; else each row is one.
 
   Raises:
     FloatingPointError: losses are not finite, or depend on what is recomputed.
   """
   cfg = settings(body, sizes)
   mesh = device_mesh.make_mesh(cfg)
-  batch = random_batch(cfg, mesh, boundaries=False)
+  batch = random_batch(cfg, mesh, boundaries=documents)
   compiled, _ = compile_step(cfg, mesh, batch)
   remat = "full" if cfg.model.remat == "dots" else "dots"
   other = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat=remat))
@@ -215,6 +229,7 @@ def measure(
     flops.model_flops_per_token(cfg.model, cfg.seq_len), tokens / seconds, [device]
   )
   return columns | {
+    "documents": documents,
     "parameters": sum(x.size for x in jax.tree.leaves(model)),
     "step_ms": round(1e3 * seconds, 2),
     "tokens_per_second": round(tokens / seconds),
@@ -262,20 +277,21 @@ def large_product_tflops(size: int = 8192) -> float:
   return 2 * size**3 / statistics.median(times) / 1e12
 
 
-def command_of(name: str, sizes: str, cache: str, steps: int, runs: int) -> list[str]:
+def command_of(name: str, args, cache: str, steps: int) -> list[str]:
   """The command of a process that measures one body."""
   command = [sys.executable, "-m", "benchmarks.model_step", "--one", name, "--cache", cache]
   return [
     *command,
-    *("--steps", str(steps), "--runs", str(runs)),
-    *(["--sizes", sizes] if sizes else []),
+    *("--steps", str(steps), "--runs", str(args.runs)),
+    *(["--sizes", args.sizes] if args.sizes else []),
+    *([] if args.documents else ["--no-documents"]),
   ]
 
 
 def rows_of(name: str, args) -> Iterator[dict[str, Any]]:
   """Ours, with the time to the first step measured twice, and each peer's, as they are measured."""
   with tempfile.TemporaryDirectory() as cache:
-    run = lambda steps: turns.alone(command_of(name, args.sizes, cache, steps, args.runs))
+    run = lambda steps: turns.alone(command_of(name, args, cache, steps))
     row = run(args.steps)
     row["cold_s"] = row.get("first_step_s")
     if args.warm:
@@ -300,7 +316,7 @@ def ours(name: str, row: dict[str, Any], top: int) -> dict[str, Any]:
 def rows_together(names: Sequence[str], args) -> Iterator[dict[str, Any]]:
   """Rows of processes that compile at the same time and are measured one after the other."""
   with tempfile.TemporaryDirectory() as cache:
-    command = lambda name: command_of(name, args.sizes, cache, args.steps, args.runs)
+    command = lambda name: command_of(name, args, cache, args.steps)
     for group in itertools.batched(names, turns.AT_ONCE):  # the first are measured soon
       rows = turns.take([[*command(name), "--in-turn"] for name in group])
       for name, row in zip(group, rows, strict=True):
@@ -324,6 +340,10 @@ def main(arguments=None) -> list[dict[str, Any]]:
     default=True,
     help="also the first step with a filled compile cache",
   )
+  parser.add_argument(
+    "--documents", action=argparse.BooleanOptionalAction, default=True,
+    help="documents of about 500 tokens; else one per row",
+  )  # fmt: skip
   parser.add_argument("--together", action="store_true", help="compile all, then measure each")
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--out", type=Path, help="a CSV file")
@@ -336,7 +356,7 @@ def main(arguments=None) -> list[dict[str, Any]]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     sizes = Sizes.parse(args.sizes) if args.sizes else None
     wait = turns.wait if args.in_turn else None
-    row = measure(BODIES[args.one], sizes, begin, args.steps, args.runs, wait)
+    row = measure(BODIES[args.one], sizes, begin, args.steps, args.runs, wait, args.documents)
     print(json.dumps(row), flush=True)
     return [row]
   rows = []

@@ -1,10 +1,12 @@
-"""Speed of the other scans' kernels on a GPU, next to XLA's forms.
+"""Speed of the other ops' kernels on a GPU, next to XLA's forms.
 
     python -m benchmarks.scan_kernels --out docs/scan_kernels.csv
     python -m benchmarks.scan_kernels --only diagonal_scan --sizes B=1,T=65536,D=256
+    python -m benchmarks.scan_kernels --only "attention documents" --implementations pallas
 
-As `benchmarks.kernels` does for linear attention, next to the library that has the same scan
-(flash-linear-attention, or mamba-ssm for the selective scan) where it is installed: a time is
+As `benchmarks.kernels` does for linear attention, next to the library that has the same op
+(flash-linear-attention, mamba-ssm for the selective scan, or, with our inputs in the same process,
+jax-linear-attention for softmax attention) where it is installed: a time is
 printed only next to an error within the limit, of a corner of the output and of every gradient
 against the float64 reference; the floor moves every argument and result once (with gradients:
 arguments, their gradients, the output and its cotangent) at the speed of a large copy.
@@ -33,6 +35,8 @@ FIELDS = (
   "compile_s", "error_out", "error_gradient", "note",
 )  # fmt: skip
 
+RIVAL = "jax-linear-attention"  # an implementation, for the cases that have it
+
 Sizes = dict[str, int]
 Arrays = dict[str, jax.Array]
 
@@ -45,6 +49,7 @@ class Case(NamedTuple):
   draw: Callable[[Callable[..., jax.Array], Sizes], Arrays]  # from a source of normal numbers
   sizes: Sizes
   out: str = "BTD"  # axes of the result
+  rival: Callable[..., jax.Array] | None = None  # the same of jax-linear-attention, `out` alone
 
 
 def _diagonal(dtype, normal, n):
@@ -107,6 +112,40 @@ def _delta(gated, normal, n):
   return arrays | ({"log_decay": jax.nn.log_sigmoid(heads() + 3)} if gated else {})
 
 
+def _attention(normal, n):
+  steps = lambda last: normal(n["B"], n["T"], n["H"], n[last]).astype(jnp.bfloat16)
+  return {"q": steps("K"), "k": steps("K"), "v": steps("V")}
+
+
+def document_ids(rows: int, length: int) -> np.ndarray:
+  """Documents of about 500 tokens; the last rows are alike for every number of rows."""
+  starts = [np.random.default_rng(rows - 1 - n).random(length) < 1 / 500 for n in range(rows)]
+  return np.cumsum(starts, axis=1).astype(np.int32)
+
+
+def _attend(documents, window, q, k, v, *, implementation):
+  ids = document_ids(*q.shape[:2]) if documents else None
+  return ops.attention(q, k, v, segment_ids=ids, window=window, implementation=implementation)
+
+
+def _attend_rival(documents, window, q, k, v):
+  from jla.ops.mosaic_gpu.attention import flash_attention
+
+  ids = jnp.asarray(document_ids(*q.shape[:2])) if documents else None
+  return flash_attention(q, k, v, segment_ids=ids, sliding_window=window)
+
+
+def _attention_case(documents: bool, window: int | None = None) -> Case:
+  return Case(
+    functools.partial(_attend, documents, window),
+    {"q": "BTHK", "k": "BTHK", "v": "BTHV"},
+    _attention,
+    {"B": 8, "T": 2048, "H": 16, "K": 128, "V": 128},
+    "BTHV",
+    functools.partial(_attend_rival, documents, window),
+  )
+
+
 _WIDE = {"B": 8, "T": 2048, "D": 2048}
 _STATES = {"B": 8, "T": 8192, "D": 4096, "N": 16}
 _HEADS = {"B": 1, "T": 8192, "H": 32, "K": 128, "V": 128}
@@ -145,6 +184,9 @@ CASES = {
     _silu_convolution, {"x": "BTD", "kernel": "WD", "bias": "D"}, _convolution,
     {"B": 8, "T": 2048, "D": 4096, "W": 4},
   ),
+  "attention documents": _attention_case(True),
+  "attention documents window": _attention_case(True, 1024),
+  "attention": _attention_case(False),
 }  # fmt: skip
 
 
@@ -182,6 +224,10 @@ def only_corner(axes: str, x):
 
 def forward(case: Case, arrays: Arrays, implementation: str):
   """`out` alone."""
+  if implementation == RIVAL:
+    if case.rival is None:
+      raise NotImplementedError(f"{RIVAL} is not compared here")
+    return case.rival(**arrays)
   return case.call(**arrays, implementation=implementation)[0]
 
 

@@ -29,7 +29,11 @@ def _without_idle_window(inputs: Inputs, options: Options) -> Options:
   return options._replace(mask=mask)
 
 
-def _form(compute, unsupported=lambda inputs, options: None) -> dispatch.Form:
+def _form(
+  compute,
+  unsupported=lambda inputs, options: None,
+  preferred=lambda inputs, options: True,
+) -> dispatch.Form:
   """The form that `compute`, which returns `out` alone, is together with the cache."""
 
   def run(inputs: Inputs, options: Options):
@@ -39,14 +43,24 @@ def _form(compute, unsupported=lambda inputs, options: None) -> dispatch.Form:
     return out, advance(options.mask, inputs.state, inputs.k, inputs.v, tokens_of(inputs))
 
   return dispatch.Form(
-    run, lambda inputs, options: unsupported(inputs, _without_idle_window(inputs, options))
+    run,
+    lambda inputs, options: unsupported(inputs, _without_idle_window(inputs, options)),
+    lambda inputs, options: preferred(inputs, _without_idle_window(inputs, options)),
   )
 
 
+def _kernel_form(form: dispatch.Form) -> dispatch.Form:
+  return _form(lambda *args: form.run(*args)[0], form.unsupported, form.preferred)
+
+
+_KERNELS = dispatch.Kernels(f"{__package__}.pallas", ("BTHV",))
+
 IMPLEMENTATIONS = {
   "cudnn": _form(cudnn.cudnn, cudnn.unsupported),
+  "pallas": _kernel_form(_KERNELS.compiled),
   "chunked": _form(chunked.chunked),
   "reference": _form(reference.reference),
+  "pallas_interpret": _kernel_form(_KERNELS.interpreted),
 }
 
 
@@ -107,8 +121,10 @@ def attention(
       With a window or blocks that reach no further back than one shard, the exchange has the keys
       and values of that many tokens; otherwise all keys and values are gathered.
     implementation: "cudnn" (its kernel; bfloat16 or float16 on an NVIDIA GPU, without state,
-      segments, blocks, cap and dropout), "chunked" (tiles of scores, memory linear in T; reverse
-      mode only) or "reference" (all scores in memory). None takes the first that is supported.
+      segments, blocks, cap and dropout), "pallas" (our kernel; bfloat16 on a Hopper GPU, without
+      state and dropout, which skips the tiles that no query sees), "chunked" (tiles of scores,
+      memory linear in T; reverse mode only), "reference" (all scores in memory) or
+      "pallas_interpret" (the kernel on a CPU, for tests). None takes the first that is supported.
     chunk_size: tokens per block of the chunked form; None means the default.
 
   Returns:

@@ -4,7 +4,7 @@ The strength of a case is that of its scores. The state counts steps in `positio
 is an input as a float, whose gradient is 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +71,19 @@ MANY = [
   for strength in ("weak", "extreme")
 ]
 
+# For the kernels: more than one tile of queries and of keys, ends inside a tile, heads that share
+# keys, documents and windows that leave whole tiles out.
+KERNEL_CASES = [
+  Case(T=200, K=64, V=64, heads=(2, 1), segments=True, strength="extreme"),
+  Case(T=300, K=40, V=72, heads=(2, 2), window=70, segments=True),
+  Case(T=130, K=72, V=40, heads=(4, 2), causal=False, segments=True),
+  Case(T=3, K=32, V=32, heads=(2, 2)),
+]
+
+
+def _kernel(case: Case) -> Check:
+  return Check(replace(case, chunk=None), "pallas_interpret", jnp.bfloat16)
+
 
 def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
   T, K, V, (H, G) = case.T, case.K, case.V, case.heads
@@ -114,6 +127,7 @@ ATTENTION = Scan(
   checks=[
     *(Check(case) for n, case in enumerate(CASES) if n not in SLOW),
     Check(CASES[4], dtype=jnp.bfloat16),
+    *(_kernel(case) for case in KERNEL_CASES),
   ],
   sweep=[
     *(Check(CASES[n]) for n in SLOW),

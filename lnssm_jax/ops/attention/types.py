@@ -77,6 +77,15 @@ class Inputs(NamedTuple):
   segments: Segments | None
   dropout_keys: jax.Array | None = None  # [B, T, 2] uint32
 
+  AXES = {  # noqa: RUF012
+    "q": "BTHK",
+    "k": "BTHK",
+    "v": "BTHV",
+    "state": "BMHK",
+    "segments": "BT",
+    "dropout_keys": "BT",
+  }
+
 
 class Options(NamedTuple):
   """Static arguments."""

@@ -1,0 +1,1 @@
+"""Softmax attention in which each query sees one range of keys."""

@@ -1,0 +1,372 @@
+"""Gradients of softmax attention: the backward pass of `attention.kernel`.
+
+With s the logits of query i and key j, p the weights exp(s_ij) / sum_j exp(s_ij), G the cotangent
+of the outputs o, and d_i = G_i . o_i:
+
+    ds_ij = p_ij (G_i . v_j - d_i)
+    dq_i  = scale sum_j ds_ij k_j      dk_j = scale sum_i ds_ij q_i      dv_j = sum_i p_ij G_i
+
+The weights are computed again from the logarithms of the denominators (FlashAttention, Dao et al.
+2022). Two kernels, each of which sums in registers, so that results repeat bit for bit: one has 128
+queries per CTA and goes through the keys that they see, one has 128 keys and goes through the
+queries that see them, of all heads that read them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
+from pallas_kernels.attention.tiles import (
+  Logits,
+  Range,
+  Ring,
+  launch,
+  load_range,
+  steps_of,
+  tile_start,
+  visible,
+)
+from pallas_kernels.core.wgmma import (
+  Backend,
+  Dots,
+  broadcast_cols,
+  broadcast_rows,
+  load_col_vector,
+  load_row_vector,
+  load_tile,
+  smem_tile,
+  store_unoptimized,
+  traced_once,
+  transpose_ref,
+  zero_accumulator,
+)
+
+
+class _QueryGmem(NamedTuple):
+  q: Any
+  k: Any
+  v: Any
+  d_out: Any
+  out: Any
+  log_sum: Any
+  seen: Range
+
+
+class _KeyTiles(NamedTuple):
+  k: Any
+  v: Any
+
+
+class _QueryScratch(NamedTuple):
+  q: Any  # [128, K]
+  d_out: Any  # [128, V]
+  k: Any  # [stages, tile, K]
+  v: Any  # [stages, tile, V]
+  lhs: Any
+  own_loaded: Any
+  loaded: _KeyTiles
+  consumed: Any
+
+
+class QueryGradient(NamedTuple):
+  """What the kernel for queries computes."""
+
+  q: Any  # [B, T, H, K] bfloat16: dq
+  d_sum: Any  # [B, H, T] float32: d_out . out
+
+
+@traced_once("logits", "config", "backend")
+def query_gradient(
+  q: jax.Array,  # [B, T, H, K] bfloat16
+  k: jax.Array,  # [B, S, G, K] bfloat16
+  v: jax.Array,  # [B, S, G, V] bfloat16
+  d_out: jax.Array,  # [B, T, H, V] bfloat16
+  out: jax.Array,  # [B, T, H, V] bfloat16
+  log_sum: jax.Array,  # [B, H, T] float32, base 2
+  seen: Range,  # [B, T] int32: the keys that each query sees
+  *,
+  logits: Logits,
+  config: LoopConfig,
+  backend: Backend,
+) -> QueryGradient:
+  """dq, and the products that `key_gradient` needs, too."""
+  (B, T, H, K), (G, V), mma = q.shape, v.shape[2:], backend
+  stages, shape = config.num_stages, (ROWS, config.tile)
+  barrier = plgpu.Barrier(num_barriers=stages)
+  scratch = _QueryScratch(
+    q=smem_tile(TILE, K),
+    d_out=smem_tile(TILE, V),
+    k=smem_tile(stages, config.tile, K),
+    v=smem_tile(stages, config.tile, V),
+    lhs=mma.lhs_scratch(CONSUMERS, *shape),
+    own_loaded=plgpu.Barrier(num_arrivals=2),
+    loaded=_KeyTiles(barrier, barrier),
+    consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+  )
+
+  def body(warpgroup, gmem: _QueryGmem, outs: QueryGradient, smem: _QueryScratch):
+    b, h = lax.axis_index("row"), lax.axis_index("head")
+    start = tile_start(T // TILE - 1 - lax.axis_index("tile"))
+    ring = Ring(stages, smem.loaded, smem.consumed)
+    steps = steps_of(gmem.seen, b, start, TILE, config.tile)
+
+    if warpgroup is None:
+      tokens = pl.ds(start, TILE)
+      plgpu.copy_gmem_to_smem(gmem.q.at[b, tokens, h], smem.q, smem.own_loaded)
+      plgpu.copy_gmem_to_smem(gmem.d_out.at[b, tokens, h], smem.d_out, smem.own_loaded)
+
+      def load(n):
+        slot, keys = ring.slot(n), pl.ds((steps.begin + n) * config.tile, config.tile)
+        for name, source in (("k", gmem.k), ("v", gmem.v)):
+          target, arrived = getattr(smem, name).at[slot], getattr(ring.loaded, name).at[slot]
+          plgpu.copy_gmem_to_smem(source.at[b, keys, lax.div(h, H // G)], target, arrived)
+
+      ring.produce(steps.end - steps.begin, load)
+      return
+
+    mine = start + warpgroup * ROWS
+    own = steps_of(gmem.seen, b, mine, ROWS, config.tile)
+    rows = load_range(gmem.seen, b, mine)
+    tokens = pl.ds(mine, ROWS)
+    log_sum = load_row_vector(gmem.log_sum.at[b, h, tokens])
+    # Read once, straight into registers, while the other tiles are on their way.
+    out = plgpu.load(gmem.out.at[b, tokens, h], layout=plgpu.Layout.WGMMA, optimized=False)
+    in_tile = pl.ds(warpgroup * ROWS, ROWS)
+    q_smem, d_out_smem = smem.q.at[in_tile], smem.d_out.at[in_tile]
+    plgpu.barrier_wait(smem.own_loaded)
+    d_sum = jnp.sum(load_tile(d_out_smem) * out.astype(jnp.float32), axis=1)
+    store_unoptimized(outs.d_sum.at[b, h, tokens], d_sum)
+
+    def skip(step, _):
+      n = step - steps.begin
+      ring.wait("k", n)
+      ring.wait("v", n)
+      ring.release(n)
+
+    def advance(step, d_q):
+      n = step - steps.begin
+      slot = ring.slot(n)
+      ring.wait("k", n)
+      ring.wait("v", n)
+      products, d_weights = mma.dots(
+        Dots([(q_smem, transpose_ref(smem.k.at[slot]))]),
+        Dots([(d_out_smem, transpose_ref(smem.v.at[slot]))]),
+      )
+      x, factor = logits.of(products)
+      weights = jnp.exp2(x * factor - broadcast_rows(log_sum, shape))
+      d_logits = logits.slope(x, weights * (d_weights - broadcast_rows(d_sum, shape)))
+      masked = (step < own.inside) | (step >= own.outside)
+      d_logits = lax.cond(
+        masked, lambda: jnp.where(visible(rows, step, shape), d_logits, 0.0), lambda: d_logits
+      )
+      d_q = mma.dot(mma.to_lhs(d_logits, smem.lhs, warpgroup), smem.k.at[slot], start=d_q)
+      ring.release(n)
+      return d_q
+
+    lax.fori_loop(steps.begin, own.begin, skip, None)
+    d_q = lax.fori_loop(own.begin, own.end, advance, zero_accumulator(ROWS, K))
+    lax.fori_loop(own.end, steps.end, skip, None)
+    d_q_smem = q_smem  # q is dead: its last product is done
+    d_q_smem[...] = (d_q * logits.scale).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(d_q_smem, outs.q.at[b, tokens, h])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+  return launch(
+    body,
+    _QueryGmem(q, k, v, d_out, out, log_sum, seen),
+    QueryGradient(
+      jax.ShapeDtypeStruct((B, T, H, K), jnp.bfloat16), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+    ),
+    scratch,
+    grid=(B, H, T // TILE),
+    config=config,
+    name="attention_query_gradient",
+    backend=backend,
+  )
+
+
+class _KeyGmem(NamedTuple):
+  q: Any
+  k: Any
+  v: Any
+  d_out: Any
+  log_sum: Any
+  d_sum: Any
+  seen_by: Range
+
+
+class KeyGradients(NamedTuple):
+  """Gradients of keys and values."""
+
+  k: Any  # [B, S, G, K] bfloat16
+  v: Any  # [B, S, G, V] bfloat16
+
+
+class _QueryTiles(NamedTuple):
+  q: Any  # [stages, tile, K]
+  d_out: Any  # [stages, tile, V]
+  log_sum: Any  # [stages, tile]
+  d_sum: Any  # [stages, tile]
+
+
+class _Loaded(NamedTuple):
+  all: Any
+
+
+class _KeyScratch(NamedTuple):
+  k: Any  # [128, K]
+  v: Any  # [128, V]
+  stages: _QueryTiles
+  lhs: KeyGradients
+  own_loaded: Any
+  loaded: _Loaded
+  consumed: Any
+
+
+@traced_once("wanted", "logits", "config", "backend")
+def key_gradient(
+  q: jax.Array,  # [B, T, H, K] bfloat16
+  k: jax.Array,  # [B, S, G, K] bfloat16
+  v: jax.Array,  # [B, S, G, V] bfloat16
+  d_out: jax.Array,  # [B, T, H, V] bfloat16
+  log_sum: jax.Array,  # [B, H, T] float32, base 2
+  d_sum: jax.Array,  # [B, H, T] float32: d_out . out
+  seen_by: Range,  # [B, S] int32: the queries that see each key
+  *,
+  wanted: KeyGradients,  # of booleans
+  logits: Logits,
+  config: LoopConfig,
+  backend: Backend,
+) -> KeyGradients:
+  """dk and dv, summed over the heads that share a key; those that are not wanted are None.
+
+  Wide heads are faster in two calls, as the registers do not hold both sums.
+  """
+  (B, _, H, K), (S, G, V), mma = q.shape, v.shape[1:], backend
+  stages, tile, shape = config.num_stages, config.tile, (ROWS, config.tile)
+  vector = plgpu.SMEM((stages, tile), jnp.float32)
+  scratch = _KeyScratch(
+    k=smem_tile(TILE, K),
+    v=smem_tile(TILE, V),
+    stages=_QueryTiles(smem_tile(stages, tile, K), smem_tile(stages, tile, V), vector, vector),
+    lhs=KeyGradients(*[mma.lhs_scratch(CONSUMERS, *shape)] * 2),
+    own_loaded=plgpu.Barrier(num_arrivals=2),
+    loaded=_Loaded(plgpu.Barrier(num_arrivals=4, num_barriers=stages)),
+    consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+  )
+
+  def of_wanted(results):
+    """`KeyGradients` of what there is of the wanted ones."""
+    rest = iter(results)
+    return KeyGradients(*(next(rest) if want else None for want in wanted))
+
+  def body(warpgroup, gmem: _KeyGmem, outs: KeyGradients, smem: _KeyScratch):
+    b, g = lax.axis_index("row"), lax.axis_index("head")
+    start = tile_start(lax.axis_index("tile"))  # with causal masks the first have most to do
+    ring = Ring(stages, smem.loaded, smem.consumed)
+    steps = steps_of(gmem.seen_by, b, start, TILE, tile)
+    width = steps.end - steps.begin  # steps of a head
+
+    if warpgroup is None:
+      tokens = pl.ds(start, TILE)
+      plgpu.copy_gmem_to_smem(gmem.k.at[b, tokens, g], smem.k, smem.own_loaded)
+      plgpu.copy_gmem_to_smem(gmem.v.at[b, tokens, g], smem.v, smem.own_loaded)
+
+      def load(n):
+        slot, h = ring.slot(n), g * (H // G) + lax.div(n, width)
+        queries = pl.ds((steps.begin + lax.rem(n, width)) * tile, tile)
+        sources = _QueryTiles(
+          gmem.q.at[b, queries, h],
+          gmem.d_out.at[b, queries, h],
+          gmem.log_sum.at[b, h, queries],
+          gmem.d_sum.at[b, h, queries],
+        )
+        for source, target in zip(sources, smem.stages, strict=True):
+          plgpu.copy_gmem_to_smem(source, target.at[slot], ring.loaded.all.at[slot])
+
+      ring.produce(width * (H // G), load)
+      return
+
+    mine = start + warpgroup * ROWS
+    own = steps_of(gmem.seen_by, b, mine, ROWS, tile)
+    rows = load_range(gmem.seen_by, b, mine)
+    in_tile = pl.ds(warpgroup * ROWS, ROWS)
+    k_smem, v_smem = smem.k.at[in_tile], smem.v.at[in_tile]
+    plgpu.barrier_wait(smem.own_loaded)
+
+    def of_head(head, carry):
+      before = head * width
+
+      def skip(step, _):
+        n = before + step - steps.begin
+        ring.wait("all", n)
+        ring.release(n)
+
+      def advance(step, carry):
+        n = before + step - steps.begin
+        slot = ring.slot(n)
+        ring.wait("all", n)
+        stage = _QueryTiles(*(x.at[slot] for x in smem.stages))
+        products, *d_weights = mma.dots(
+          Dots([(k_smem, transpose_ref(stage.q))]),
+          *[Dots([(v_smem, transpose_ref(stage.d_out))])] * wanted.k,
+        )
+        log_sum = load_col_vector(stage.log_sum)
+        x, factor = logits.of(products)
+        weights = jnp.exp2(x * factor - broadcast_cols(log_sum, shape))
+        masked = (step < own.inside) | (step >= own.outside)
+        weights = lax.cond(
+          masked, lambda: jnp.where(visible(rows, step, shape), weights, 0.0), lambda: weights
+        )
+        left = KeyGradients(None, weights)
+        if wanted.k:
+          d_sum = broadcast_cols(load_col_vector(stage.d_sum), shape)
+          left = KeyGradients(logits.slope(x, weights * (d_weights[0] - d_sum)), weights)
+        sums = (
+          Dots([(mma.to_lhs(value, scratch, warpgroup), right)], start=start)
+          for want, value, scratch, right, start in zip(
+            wanted, left, smem.lhs, (stage.q, stage.d_out), of_wanted(carry), strict=True
+          )
+          if want
+        )
+        carry = mma.dots(*sums)
+        ring.release(n)
+        return carry
+
+      lax.fori_loop(steps.begin, own.begin, skip, None)
+      carry = lax.fori_loop(own.begin, own.end, advance, carry)
+      lax.fori_loop(own.end, steps.end, skip, None)
+      return carry
+
+    widths = (width for width, want in zip((K, V), wanted, strict=True) if want)
+    carry = tuple(zero_accumulator(ROWS, width) for width in widths)
+    carry = of_head(0, carry) if H == G else lax.fori_loop(0, H // G, of_head, carry)
+    tokens = pl.ds(mine, ROWS)
+    # Keys and values are dead: their last products are done.
+    targets = zip(of_wanted(carry), (k_smem, v_smem), (logits.scale, 1.0), outs, strict=True)
+    for value, target, factor, gmem_ref in targets:
+      if value is not None:
+        target[...] = (value * factor if factor != 1.0 else value).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(target, gmem_ref.at[b, tokens, g])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+  return launch(
+    body,
+    _KeyGmem(q, k, v, d_out, log_sum, d_sum, seen_by),
+    KeyGradients(
+      jax.ShapeDtypeStruct((B, S, G, K), jnp.bfloat16) if wanted.k else None,
+      jax.ShapeDtypeStruct((B, S, G, V), jnp.bfloat16) if wanted.v else None,
+    ),
+    scratch,
+    grid=(B, G, S // TILE),
+    config=config,
+    name="attention_key_gradient",
+    backend=backend,
+  )

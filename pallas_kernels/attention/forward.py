@@ -1,0 +1,172 @@
+"""Outputs of softmax attention: the forward pass of `attention.kernel`.
+
+A CTA has 128 queries of a head, 64 for each of its two consumer warpgroups, and goes through the
+tiles of keys that any of them sees. The softmax is accumulated with running maxima and sums
+(Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022); while one warpgroup computes
+exponentials the other one multiplies.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
+from pallas_kernels.attention.tiles import (
+  Logits,
+  Range,
+  Ring,
+  launch,
+  load_range,
+  steps_of,
+  tile_start,
+  visible,
+)
+from pallas_kernels.core.wgmma import (
+  ROW_LAYOUT,
+  Backend,
+  broadcast_rows,
+  smem_tile,
+  store_unoptimized,
+  traced_once,
+  transpose_ref,
+  zero_accumulator,
+)
+
+_LOWEST = -1e30  # a maximum of no logits, finite: differences of infinite ones would be NaN
+
+
+class _Gmem(NamedTuple):
+  q: Any
+  k: Any
+  v: Any
+  seen: Range
+
+
+class _Outputs(NamedTuple):
+  out: Any  # [B, T, H, V] bfloat16
+  log_sum: Any  # [B, H, T] float32: the logarithm in base 2 of the softmax's denominator
+
+
+class _Loaded(NamedTuple):
+  k: Any
+  v: Any
+
+
+class _Scratch(NamedTuple):
+  q: Any  # [128, K]
+  k: Any  # [stages, tile, K]
+  v: Any  # [stages, tile, V]
+  out: Any  # [128, V]
+  lhs: Any
+  q_loaded: Any
+  loaded: _Loaded
+  consumed: Any
+
+
+@traced_once("logits", "config", "backend")
+def outputs(
+  q: jax.Array,  # [B, T, H, K] bfloat16, T a multiple of 128
+  k: jax.Array,  # [B, S, G, K] bfloat16, S a multiple of 128
+  v: jax.Array,  # [B, S, G, V] bfloat16
+  seen: Range,  # [B, T] int32: the keys that each query sees
+  *,
+  logits: Logits,
+  config: LoopConfig,
+  backend: Backend,
+) -> _Outputs:
+  """Outputs, 0 for queries that see no key, and logarithms of denominators."""
+  (B, T, H, K), (G, V), mma = q.shape, v.shape[2:], backend
+  stages, shape = config.num_stages, (ROWS, config.tile)
+  barrier = plgpu.Barrier(num_barriers=stages)
+  scratch = _Scratch(
+    q=smem_tile(TILE, K),
+    k=smem_tile(stages, config.tile, K),
+    v=smem_tile(stages, config.tile, V),
+    # Queries are dead when outputs are stored; where the two are not alike, a tile of its own.
+    out=None if K == V else smem_tile(TILE, V),
+    lhs=mma.lhs_scratch(CONSUMERS, *shape),
+    q_loaded=plgpu.Barrier(),
+    loaded=_Loaded(barrier, barrier),
+    consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+  )
+
+  def body(warpgroup, gmem: _Gmem, outs: _Outputs, smem: _Scratch):
+    b, h = lax.axis_index("row"), lax.axis_index("head")
+    tile = T // TILE - 1 - lax.axis_index("tile")  # with causal masks the last have most to do
+    start = tile_start(tile)
+    ring = Ring(stages, smem.loaded, smem.consumed)
+    steps = steps_of(gmem.seen, b, start, TILE, config.tile)
+
+    if warpgroup is None:
+      plgpu.copy_gmem_to_smem(gmem.q.at[b, pl.ds(start, TILE), h], smem.q, smem.q_loaded)
+
+      def load(n):
+        slot, keys = ring.slot(n), pl.ds((steps.begin + n) * config.tile, config.tile)
+        for name, source in (("k", gmem.k), ("v", gmem.v)):
+          target, arrived = getattr(smem, name).at[slot], getattr(ring.loaded, name).at[slot]
+          plgpu.copy_gmem_to_smem(source.at[b, keys, lax.div(h, H // G)], target, arrived)
+
+      ring.produce(steps.end - steps.begin, load)
+      return
+
+    mine = start + warpgroup * ROWS
+    own = steps_of(gmem.seen, b, mine, ROWS, config.tile)
+    rows = load_range(gmem.seen, b, mine)
+    q_smem = smem.q.at[pl.ds(warpgroup * ROWS, ROWS)]
+    plgpu.barrier_wait(smem.q_loaded)
+
+    def skip(step, _):
+      n = step - steps.begin
+      ring.wait("k", n)
+      ring.wait("v", n)
+      ring.release(n)
+
+    def advance(step, carry):
+      acc, top, total = carry
+      n = step - steps.begin
+      slot = ring.slot(n)
+      ring.wait("k", n)
+      x, factor = logits.of(mma.dot(q_smem, transpose_ref(smem.k.at[slot])))
+      masked = (step < own.inside) | (step >= own.outside)
+      x = lax.cond(masked, lambda: jnp.where(visible(rows, step, shape), x, -jnp.inf), lambda: x)
+      higher = jnp.maximum(top, jnp.max(x, axis=1) * factor)
+      weights = jnp.exp2(x * factor - broadcast_rows(higher, shape))
+      shrink = jnp.exp2(top - higher)
+      total = total * shrink + jnp.sum(weights, axis=1)
+      acc = acc * broadcast_rows(shrink, acc.shape)
+      lhs = mma.to_lhs(weights, smem.lhs, warpgroup)
+      ring.wait("v", n)
+      acc = mma.dot(lhs, smem.v.at[slot], start=acc)
+      ring.release(n)
+      return acc, higher, total
+
+    constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW_LAYOUT)
+    carry = zero_accumulator(ROWS, V), constant(_LOWEST), constant(0.0)
+    lax.fori_loop(steps.begin, own.begin, skip, None)
+    acc, top, total = lax.fori_loop(own.begin, own.end, advance, carry)
+    lax.fori_loop(own.end, steps.end, skip, None)
+
+    some = total > 0.0
+    inverse = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
+    out_smem = (smem.q if smem.out is None else smem.out).at[pl.ds(warpgroup * ROWS, ROWS)]
+    out_smem[...] = (acc * broadcast_rows(inverse, acc.shape)).astype(jnp.bfloat16)
+    log_sum = jnp.where(some, top + jnp.log2(jnp.where(some, total, 1.0)), 0.0)
+    store_unoptimized(outs.log_sum.at[b, h, pl.ds(mine, ROWS)], log_sum)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_smem, outs.out.at[b, pl.ds(mine, ROWS), h])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+  out_type = _Outputs(
+    jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+  )
+  return launch(
+    *(body, _Gmem(q, k, v, seen), out_type, scratch),
+    grid=(B, H, T // TILE),
+    config=config,
+    name="attention_outputs",
+    backend=backend,
+  )

@@ -1,0 +1,173 @@
+"""What the attention kernels share: ranges of visible tokens, the loop over tiles, the logits."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
+from pallas_kernels.core.wgmma import (
+  COMPILER_PARAMS,
+  Backend,
+  Ref,
+  broadcast_rows,
+  iota,
+  load_row_vector,
+)
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+  """Logits in base 2: log2(e) times scale times the products, within +- log2(e) `soft_cap`."""
+
+  scale: float
+  soft_cap: float | None = None
+
+  def of(self, products: jax.Array) -> tuple[jax.Array, float]:
+    """(x, c) with logits c x and c > 0, and x made from the products in few steps."""
+    if self.soft_cap is not None:
+      return jnp.tanh(products * (self.scale / self.soft_cap)), self.soft_cap * LOG2_E
+    if self.scale > 0:
+      return products, self.scale * LOG2_E
+    return products * (self.scale * LOG2_E), 1.0
+
+  def slope(self, x: jax.Array, gradient: jax.Array) -> jax.Array:
+    """`gradient` of scale * products within the cap, from that of the capped ones."""
+    return gradient if self.soft_cap is None else gradient * (1.0 - x * x)
+
+
+class Range(NamedTuple):
+  """The tokens [first, end) of the other side that a token sees. Neither decreases with the token.
+
+  So those that some token of a tile sees begin with the first of its first one and end with the end
+  of its last one; those that all of them see begin with the first of the last and end with the end
+  of the first.
+  """
+
+  first: Any
+  end: Any
+
+
+class Steps(NamedTuple):
+  """Steps [begin, end) of a loop over tiles, of which [inside, outside) need no mask."""
+
+  begin: jax.Array
+  end: jax.Array
+  inside: jax.Array
+  outside: jax.Array
+
+
+def steps_of(bounds: Range, batch: jax.Array, start: jax.Array, rows: int, tile: int) -> Steps:
+  """The steps of the tokens [start, start + rows)."""
+  last = start + rows - 1
+  begin = lax.div(bounds.first[batch, start], tile)
+  end = lax.div(bounds.end[batch, last] + (tile - 1), tile)
+  inside = lax.div(bounds.first[batch, last] + (tile - 1), tile)
+  outside = lax.div(bounds.end[batch, start], tile)
+  return Steps(begin, jnp.maximum(begin, end), inside, outside)
+
+
+def visible(rows: Range, step: jax.Array, shape: tuple[int, int]) -> jax.Array:
+  """Which tokens of a step, along the columns, the tokens along the rows see."""
+  column = iota(shape, 1)
+  start = step * shape[1]
+  first, end = (broadcast_rows(x - start, shape) for x in rows)
+  return (column >= first) & (column < end)
+
+
+def load_range(bounds: Range, batch: jax.Array, start: jax.Array) -> Range:
+  """The ranges of the rows of a warpgroup, in registers."""
+  return Range(*(load_row_vector(x.at[batch, pl.ds(start, ROWS)]) for x in bounds))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+  """Stages in SMEM through which the producer hands the tiles of steps to the consumers."""
+
+  num_stages: int
+  loaded: Any  # barriers by the name of a tile, one per stage
+  consumed: Ref
+
+  def slot(self, n: jax.Array) -> jax.Array:
+    """The stage of the n-th step of this CTA."""
+    return lax.rem(n, self.num_stages)
+
+  def wait(self, name: str, n: jax.Array) -> None:
+    """Waits until the copies of a tile for step n have arrived."""
+    plgpu.barrier_wait(getattr(self.loaded, name).at[self.slot(n)])
+
+  def release(self, n: jax.Array) -> None:
+    """A consumer does not read the stage of step n any more."""
+    plgpu.barrier_arrive(self.consumed.at[self.slot(n)])
+
+  def produce(self, count: jax.Array, load: Callable[[jax.Array], None]) -> None:
+    """The producer: `load(n)` starts the copies for step n, of `count` steps."""
+
+    def step(n, _):
+      reused = n >= self.num_stages
+      pl.when(reused)(lambda: plgpu.barrier_wait(self.consumed.at[self.slot(n)]))
+      load(n)
+
+    lax.fori_loop(0, count, step, None)
+    # Drain: barriers outlive their users.
+    drain = lambda n, _: plgpu.barrier_wait(self.consumed.at[self.slot(n)])
+    lax.fori_loop(jnp.maximum(count - self.num_stages, 0), count, drain, None)
+
+
+def launch(
+  body: Callable[..., None],
+  arrays: Any,
+  out_type: Any,
+  scratch: Any,
+  *,
+  grid: tuple[int, int, int],
+  config: LoopConfig,
+  name: str,
+  backend: Backend,
+) -> Any:
+  """Runs `body(warpgroup, arrays_gmem, outs_gmem, scratch)` in every warpgroup of every CTA.
+
+  Warpgroup `CONSUMERS` is the producer. The axes of the grid are "row", "head" and "tile", the last
+  of which varies fastest: CTAs that run together read the same keys.
+  """
+
+  def of_warpgroup(*refs):
+    warpgroup = lax.axis_index("warpgroup")
+    produces = warpgroup == CONSUMERS
+
+    @pl.when(produces)
+    def _producer():
+      plgpu.set_max_registers(config.producer_registers, action="decrease")
+      body(None, *refs)
+
+    @pl.when(jnp.logical_not(produces))
+    def _consumer():
+      plgpu.set_max_registers(config.consumer_registers, action="increase")
+      body(warpgroup, *refs)
+
+  (results,) = plgpu.kernel(
+    of_warpgroup,
+    out_type=[out_type],  # a tuple would be several results
+    scratch_types=[scratch],
+    grid=grid,
+    grid_names=("row", "head", "tile"),
+    num_threads=CONSUMERS + 1,
+    thread_name="warpgroup",
+    interpret=backend.interpret,
+    kernel_name=name,
+    compiler_params=COMPILER_PARAMS,
+  )(arrays)
+  return results
+
+
+def tile_start(number: jax.Array) -> jax.Array:
+  """The first token of a CTA's tile."""
+  return number * TILE

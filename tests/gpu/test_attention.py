@@ -1,0 +1,71 @@
+"""The kernels of softmax attention on a Hopper GPU: `make test-gpu`.
+
+Everything is compared with the reference in float64, all gradients too.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops.attention.cases import ATTENTION, Case
+from tests.gpu.hardware import (
+  assert_part_matches_reference,
+  assert_values_and_gradients,
+  assert_vmap_matches_separate_calls,
+  mirrored,
+  random_weights,
+)
+
+pytestmark = pytest.mark.gpu
+
+SMALL = [
+  Case(T=2, K=64, V=64),
+  Case(T=1000, K=128, V=128, heads=(4, 2), segments=True, strength="extreme"),
+  Case(T=700, K=64, V=64, heads=(6, 2), window=200, segments=True),
+  Case(T=700, K=256, V=256, segments=True),
+  Case(T=300, K=128, V=128, causal=False, segments=True),
+  Case(T=300, K=40, V=200, block=70),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_attention_on_gpu_matches_reference(case):
+  assert_values_and_gradients(ATTENTION, dataclasses.replace(case, chunk=None), jnp.bfloat16)
+
+
+def drawn(B, T, H, K, seed=0):
+  keys = jax.random.split(jax.random.key(seed), 3)
+  arrays = (jax.random.normal(key, (B, T, H, K), jnp.bfloat16) for key in keys)
+  return dict(zip("qkv", arrays, strict=True))
+
+
+def attend_in_documents_of(mean):
+  """Documents of about `mean` tokens, the same in all rows."""
+
+  def attend(inputs, implementation):
+    B, T = inputs["q"].shape[:2]
+    starts = np.random.default_rng(0).random(T) < 1 / mean
+    ids = jnp.broadcast_to(jnp.cumsum(jnp.asarray(starts, jnp.int32)), (B, T))
+    arrays = (inputs[name] for name in "qkv")
+    return {"out": ops.attention(*arrays, segment_ids=ids, implementation=implementation)[0]}
+
+  return attend
+
+
+@pytest.mark.parametrize("mean", [2, 500])
+@pytest.mark.parametrize("sizes", [(8, 2048, 16, 128), (4, 2048, 32, 64)], ids=str)
+def test_attention_at_model_sizes_matches_reference(sizes, mean):
+  """A head against the reference; every bit of all, again and again."""
+  call, inputs = attend_in_documents_of(mean), drawn(*sizes)
+  head = lambda arrays: {name: x[:, :, -1:] for name, x in arrays.items()}
+  weights = random_weights(call, inputs)
+  assert_part_matches_reference(call, inputs, weights, head, jnp.bfloat16)
+
+
+def test_attention_under_vmap_matches_separate_calls():
+  inputs = drawn(2, 200, 3, 64)
+  assert_vmap_matches_separate_calls(attend_in_documents_of(50), [inputs, mirrored(inputs)])

@@ -1,0 +1,236 @@
+"""Kernels of softmax attention: ranges, tiles, documents, transformations, lowering, support.
+
+(Values and gradients: `KERNEL_CASES` in lnssm_jax/ops/attention/cases.py.)
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import ops
+from lnssm_jax.ops.attention import pallas
+from lnssm_jax.ops.attention.cases import ATTENTION, KERNEL_CASES, Case
+from lnssm_jax.ops.attention.types import Inputs, Mask, Options, Tokens
+from lnssm_jax.ops.core.segments import positions, segments_of
+from pallas_kernels.attention.config import ROWS, TILE, LoopConfig, attention_config
+from pallas_kernels.attention.tiles import steps_of
+from tests.kernels.interpreted import assert_transformations
+from tests.kernels.lowered import (
+  DATA,
+  REPLICATED,
+  assert_shard_map_keeps_shapes,
+  kernels_in,
+  kernels_traced,
+  total,
+)
+from tests.ops import contract
+
+BF16 = jnp.dtype(jnp.bfloat16)
+attend = functools.partial(ops.attention, implementation="pallas_interpret")
+
+
+def drawn(T, *, H=1, G=1, K=64, V=64, B=1, seed=0):
+  rng = np.random.default_rng(seed)
+  sizes = ((H, K), (G, K), (G, V))
+  return [jnp.asarray(rng.normal(size=(B, T, *size)), BF16) for size in sizes]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", [{}, {"window": 5}, {"window": 99}, {"block": 4}, {"block": 99}])
+def test_key_ranges_equal_the_mask_of_the_reference(size, causal):
+  """Both ways: the keys that a query sees, and the queries that see a key."""
+  T = 30
+  mask = Mask(**{"window": None, "block": None, "causal": causal} | size)
+  for ids in (None, jnp.asarray([np.arange(T) // 7, np.r_[np.zeros(29), 1], np.arange(T)], int)):
+    segments = segments_of("attention", ids, 3, T)
+    ranges = pallas.key_ranges(mask, segments, 3, T)
+    document = jnp.zeros((3, T), jnp.int32) if segments is None else segments.index
+    tokens = Tokens(positions(segments, 3, T), document)
+    want = np.asarray(mask.visible(tokens, tokens))
+    other = np.arange(T)
+    for bounds, seen in ((ranges.seen, want), (ranges.seen_by, want.swapaxes(1, 2))):
+      first, end = (np.asarray(x)[..., None] for x in bounds)
+      np.testing.assert_array_equal((first <= other) & (other < end), seen)
+      assert (np.diff(first, axis=1) >= 0).all() and (np.diff(end, axis=1) >= 0).all()
+
+
+def test_tiles_that_no_query_sees_are_left_out():
+  """Documents of 64 tokens: each tile of 128 queries needs two of 64 keys, all of them masked; of
+  one document a tile in the middle needs no mask below the diagonal."""
+  T, tile = 1024, 64
+  mask = Mask(None, None, causal=True)
+  steps = lambda ids, start: jax.tree.map(
+    int,
+    steps_of(
+      pallas.key_ranges(mask, segments_of("attention", ids, 1, T), 1, T).seen, 0, start, TILE, tile
+    ),
+  )
+  for start in range(0, T, TILE):
+    found = steps(jnp.arange(T)[None] // 64, start)
+    assert (found.begin, found.end) == (start // tile, start // tile + TILE // tile)
+  begin, end, inside, outside = steps(None, 512)
+  assert (begin, end) == (0, (512 + TILE) // tile)
+  assert inside == 0 and outside == 512 // tile
+  assert ROWS * 2 == TILE
+
+
+def test_documents_of_one_token_return_their_values():
+  """A query that sees its own key alone: queries and keys get no gradient."""
+  q, k, v = drawn(300)
+  ids = jnp.arange(300)[None]
+  run = lambda *x: attend(*x, segment_ids=ids)[0]
+  out, pull = jax.vjp(run, q, k, v)
+  np.testing.assert_array_equal(out, v)
+  cotangent = jnp.asarray(np.random.default_rng(1).normal(size=out.shape), BF16)
+  d_q, d_k, d_v = pull(cotangent)
+  np.testing.assert_array_equal(d_v, cotangent)
+  scale = float(jnp.abs(cotangent.astype(jnp.float32)).max())
+  for gradient in (d_q, d_k):  # a difference of two sums of 64 products
+    assert float(jnp.abs(gradient.astype(jnp.float32)).max()) < 1e-5 * scale * 64
+
+
+def test_other_documents_do_not_matter():
+  """Bit for bit, also where a document ends inside a tile; they may hold anything."""
+  ids = jnp.asarray([[0] * 70 + [1] * 130])
+  arrays, others = drawn(200), drawn(200, seed=1)
+  mixed = [jnp.concatenate([o[:, :70], a[:, 70:]], 1) for o, a in zip(others, arrays, strict=True)]
+  run = jax.jit(lambda *x: attend(*x, segment_ids=ids)[0][:, 70:])
+  np.testing.assert_array_equal(run(*arrays), run(*mixed))
+
+
+@pytest.mark.slow
+def test_packed_documents_equal_separate_calls():
+  lengths = [1, 1, 2, 126, 128, 3]
+  arrays = drawn(sum(lengths), H=2)
+  ids = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths))[None]
+  whole = attend(*arrays, segment_ids=ids)[0].astype(jnp.float32)
+  start = 0
+  for length in lengths:
+    part = [x[:, start : start + length] for x in arrays]
+    apart = attend(*part)[0].astype(jnp.float32)
+    np.testing.assert_allclose(whole[:, start : start + length], apart, rtol=0.02, atol=0.01)
+    start += length
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_are_not_positive_equal_the_reference(scale):
+  arrays = drawn(40, K=32, V=32)
+  both = lambda form: jax.vjp(
+    lambda *x: ops.attention(*x, scale=scale, implementation=form)[0].astype(jnp.float32), *arrays
+  )
+  (got, pull), (want, pull_want) = both("pallas_interpret"), both("reference")
+  np.testing.assert_allclose(got, want, atol=0.02)
+  for a, b in zip(pull(got), pull_want(got), strict=True):
+    np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "case",
+  [
+    *KERNEL_CASES,
+    Case(T=200, K=64, V=64, block=48, segments=True, chunk=None),
+    Case(T=300, K=200, V=256, heads=(2, 2), window=200, chunk=None),
+    Case(T=257, K=64, V=128, causal=False, window=99, chunk=None),
+    Case(T=129, K=128, V=128, heads=(6, 2), strength="extreme", chunk=None),
+  ],
+  ids=str,
+)
+def test_attention_kernels_match_reference(case):
+  contract.assert_case(ATTENTION, replace(case, chunk=None), BF16, "pallas_interpret")
+
+
+@pytest.mark.slow
+def test_soft_cap_in_kernels_matches_reference():
+  arrays = drawn(150, H=2, G=1)
+  run = lambda form, *x: ops.attention(*x, soft_cap=0.8, window=70, implementation=form)[0]
+  out, pull = jax.vjp(functools.partial(run, "pallas_interpret"), *arrays)
+  with jax.enable_x64(True):
+    exact = [x.astype(jnp.float64) for x in arrays]
+    want, pull_want = jax.vjp(functools.partial(run, "reference"), *exact)
+    gradients = pull_want(out.astype(jnp.float64))
+  for got, wanted in zip((out, *pull(out)), (want, *gradients), strict=True):
+    wanted = np.asarray(wanted)
+    error = np.linalg.norm(np.asarray(got.astype(jnp.float32)) - wanted) / np.linalg.norm(wanted)
+    assert error < contract.tolerance("bfloat16", 150)
+
+
+@pytest.mark.slow
+def test_attention_kernels_transform_as_plain_calls():
+  assert_transformations(ATTENTION, Case(T=40, K=32, V=32, heads=(2, 1), chunk=None), BF16)
+
+
+def arguments(T=1000, H=4, G=2, K=128, V=128, segments=True):
+  array = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct((2, T, *shape), dtype)
+  return array(H, K), array(G, K), array(G, V), array(dtype=jnp.int32) if segments else None
+
+
+def run(q, k, v, ids, mask=Mask(None, None, True), soft_cap=None):  # noqa: B008
+  segments = None if ids is None else segments_of("attention", ids, *q.shape[:2])
+  options = Options(mask, 0.1, None, soft_cap)
+  return pallas.run(Inputs(q, k, v, None, segments), options)
+
+
+@pytest.mark.parametrize(("width", "count"), [(64, 3), (128, 3), (256, 4)])
+def test_attention_kernels_lower(width, count):
+  """Outputs, gradients of queries, gradients of keys and values together or apart."""
+  shapes = arguments(K=width, V=width)
+  names = kernels_traced(jax.grad(lambda *x: total(run(*x)), argnums=(0, 1, 2)), *shapes)
+  assert len(names) == count
+  assert kernels_in(run, *shapes) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [(None, None, True), (300, None, False), (None, 100, True)])
+@pytest.mark.parametrize("V", [64, 128, 256])
+@pytest.mark.parametrize("K", [40, 128, 256])
+def test_every_configuration_of_attention_lowers(K, V, mask):
+  call = functools.partial(run, mask=Mask(*mask), soft_cap=None if K == 40 else 30.0)
+  shapes = arguments(K=K, V=V, segments=V != 64)
+  assert kernels_in(jax.grad(lambda *x: total(call(*x)), argnums=(0, 1, 2)), *shapes) >= 3
+
+
+def test_attention_kernels_lower_under_shard_map():
+  q, k, v, _ = arguments(T=100)
+  assert_shard_map_keeps_shapes(
+    jax.grad(lambda x: total(run(*x))), (q, k, v, None), (DATA, DATA, DATA, REPLICATED)
+  )
+
+
+def test_attention_prefers_kernels_where_documents_are(hopper):
+  """cuDNN, which has no documents, is not on this CPU; XLA's form takes what kernels cannot."""
+  q, k, v, ids = (None if x is None else jnp.zeros(x.shape, x.dtype) for x in arguments(T=3, K=64))
+  supported = functools.partial(ops.supported, "attention")
+  assert supported(q, k, v, segment_ids=ids)[0] == "pallas"
+  assert supported(q, k, v, window=2, soft_cap=3.0)[0] == "pallas"
+  key = jax.random.key(0)
+  for reason, change in {
+    "dropout=0.5, and the kernels drop nothing": {"dropout": 0.5, "dropout_key": key},
+    "chunk_size=8, and the kernels' tiles": {"chunk_size": 8},
+    "initial_state is given": {
+      "initial_state": ops.attention.init_state(
+        batch=2, kv_heads=2, key_dim=64, value_dim=128, dtype=BF16
+      )
+    },
+    "q has dtype float32": {"q": q.astype(jnp.float32), "k": k.astype(jnp.float32)},
+    "q is 264 wide, and at most 256": {"q": jnp.zeros((2, 3, 4, 264), BF16),
+                                      "k": jnp.zeros((2, 3, 2, 264), BF16)},
+  }.items():  # fmt: skip
+    options = {"q": q, "k": k, "v": v} | change
+    assert "pallas" not in supported(**options)
+    with pytest.raises(NotImplementedError, match=reason):
+      ops.attention(**options, implementation="pallas")
+  assert supported(*(x[..., :16] for x in (q, k, v)))[0] == "chunked"  # padded fourfold
+  assert supported(*(x[:, :1] for x in (q, k, v)))[0] == "chunked"
+
+
+def test_attention_config_rejects_tiles_that_tensor_cores_do_not_have():
+  with pytest.raises(ValueError, match="tile=32 must be 64 or 128"):
+    LoopConfig(tile=32)
+  with pytest.raises(ValueError, match="num_stages=0 must be at least 1"):
+    LoopConfig(tile=64, num_stages=0)
+  assert attention_config(256, 64).separate_keys and not attention_config(128, 128).separate_keys
