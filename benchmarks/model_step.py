@@ -14,12 +14,12 @@ measured.
 Each body runs in a process of its own, so that its peak memory is its own, with an empty compile
 cache ("cold"); a second process takes its first step with the cache that the first one filled
 ("warm"). Both times are from the end of the imports to the end of the first step, and are not
-measured with `--together`. Before a time is printed, the losses of three steps, of all but the
-first quarter of each row, are compared with those of the same model under another policy of
-rematerialization, and all must be finite. MFU is 3 * forward FLOPs per token * tokens/s over the
-device's bfloat16 peak (`train.step.flops`). The budget is the device time of one step: library
-products, with the rate that they reach next to that of one large product; our kernels; everything
-else by the place in the model that it comes from.
+measured with `--together`. Before a time is printed, the losses of three steps with one document
+per row, of all but the first quarter of it, are compared with those of the same model under another
+policy of rematerialization, and all must be finite. MFU is 3 * forward FLOPs per token * tokens/s
+over the device's bfloat16 peak (`train.step.flops`). The budget is the device time of one step:
+library products, with the rate that they reach next to that of one large product; our kernels;
+everything else by the place in the model that it comes from.
 
 Where torch, transformers and fla are installed, `benchmarks.model_peers` measures fla's model of
 the same sizes, eager and compiled.
@@ -195,6 +195,8 @@ def measure(
   # The first tokens of a row see few others. Where the norm of a head's output magnifies a sum that
   # nearly cancels, one of them can have most of a gradient, and all of it is rounding.
   checked = batch | {"weights": batch["weights"].at[:, : cfg.seq_len // 4].set(0)}
+  if documents:  # of which there is one per row then
+    checked["segment_ids"] = jnp.zeros_like(batch["segment_ids"])
   run = Run(compiled, init_state(cfg, mesh), checked)
   losses = [float(run.steps(1)["loss"])]
   columns: dict[str, Any] = {}

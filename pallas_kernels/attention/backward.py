@@ -74,7 +74,7 @@ class _QueryScratch(NamedTuple):
 
 
 class QueryGradient(NamedTuple):
-  """What the kernel for queries computes."""
+  """Results of the kernel for queries."""
 
   q: Any  # [B, T, H, K] bfloat16: dq
   d_sum: Any  # [B, H, T] float32: d_out . out

@@ -1,4 +1,4 @@
-"""What the attention kernels share: ranges of visible tokens, the loop over tiles, the logits."""
+"""Shared by the attention kernels: ranges of visible tokens, the loop over tiles, the logits."""
 
 import dataclasses
 import math

@@ -15,7 +15,7 @@ from flax import nnx
 from benchmarks.model_step import BODIES, settings
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
-from lnssm_jax.models.block import make_mixer
+from lnssm_jax.models.block import make_mixer, pattern_of
 from tests.kernels.lowered import kernels_traced, lowered
 
 PAGE = (Path(__file__).parents[2] / "docs" / "mixers.md").read_text()
@@ -48,23 +48,32 @@ def test_the_page_says_what_runs_in_kernels(name, to_cuda, hopper):
   assert (kernels > convolutions) == ("kernel" in WHERE[name])
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    name if name in ("gla_1b3", "gated_delta_net") else pytest.param(name, marks=pytest.mark.slow)
-    for name in BODIES
-  ],
-)
-def test_benchmark_body_of_its_sizes_runs_its_op_in_kernels(name, hopper):
+OPS = {
+  "delta_net": "delta_rule",
+  "gated_delta_net": "delta_rule",
+  "longhorn": "longhorn_scan",
+  "mamba": "selective_scan",
+  "sliding_window_attention": "attention",
+  "softmax_attention": "attention",
+}  # of the others linear attention
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_benchmark_body_on_packed_documents_runs_its_ops_in_kernels(name, hopper):
   """Widths that a mixer's own test does not have: GLA's heads of 1.3B are 256 and 512 wide."""
   model = settings(BODIES[name]).model
   place = {"num_heads": model.num_heads, "layer": 0, "num_layers": model.num_layers}
-  options = dict(model.mixer_options) | {"dtype": jnp.bfloat16}
-  build = lambda: make_mixer(model.mixer, model.dim, **place, **options, rngs=nnx.Rngs(0))
-  mixer = jax.eval_shape(build)
-  graph, params = nnx.split(mixer, nnx.Param)
+  pattern = pattern_of(model.mixer)
+  by_mixer = model.mixer_options if len(pattern) > 1 else {model.mixer: model.mixer_options}
   x = jax.ShapeDtypeStruct((2, 256, model.dim), jnp.bfloat16)
-  run = lambda arrays: nnx.merge(graph, arrays[0])(arrays[1])[0]
-  op = {"mamba": "selective_scan", "longhorn": "longhorn_scan"}.get(model.mixer)
-  op = op or ("delta_rule" if "delta" in model.mixer else "linear_attention")
-  assert any(kernel.startswith(op) for kernel in kernels_traced(run, (params, x)))
+  ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+  for mixer_name in dict.fromkeys(pattern):
+    options = place | dict(by_mixer.get(mixer_name, {})) | {"dtype": jnp.bfloat16}
+    build = lambda name=mixer_name, options=options: make_mixer(
+      name, model.dim, **options, rngs=nnx.Rngs(0)
+    )
+    graph, params = nnx.split(jax.eval_shape(build), nnx.Param)
+    run = lambda arrays, graph=graph: nnx.merge(graph, arrays[0])(arrays[1], None, arrays[2])[0]
+    op = OPS.get(mixer_name, "linear_attention")
+    found = kernels_traced(run, (params, x, ids))
+    assert any(kernel.startswith(op) for kernel in found), mixer_name
