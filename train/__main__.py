@@ -1,8 +1,6 @@
 """`python -m train`."""
 
-import sys
-
-from train.cli.main import main
+from train.cli import process
 
 if __name__ == "__main__":
-  sys.exit(main())
+  process.run()

@@ -127,6 +127,20 @@ def test_lock_renewed_by_its_owner(folder):
 
 
 @pytest.mark.usefixtures("quick")
+def test_run_whose_folder_was_renamed_and_taken_says_so(folder):
+  lock = RunLock(folder, print)
+  folder.rename(folder.with_name("renamed"))
+  folder.mkdir()
+  left_by(folder, id="1", process=77)
+  end = time.monotonic() + 5
+  while lock._lost is None and time.monotonic() < end:
+    time.sleep(0.01)
+  with pytest.raises(LockedError, match=r"was renamed or removed, and process 77 on .* trains in"):
+    lock.check()
+  lock.close()
+
+
+@pytest.mark.usefixtures("quick")
 def test_run_that_was_taken_over_ends_without_saving(tiny, monkeypatch):
   push, seen = loop.MetricReader.push, []
 

@@ -10,6 +10,7 @@ files of another checkpoint are wrong too. Without an id, as in runs of older ve
 not compared. The last entry is the digest of the others.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -19,9 +20,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lnssm_jax.pretrained.files import digest_of, open_regular, read_json, retried
-from train.checkpoint.safe_files import replace_file, sync_folders
+from train.checkpoint.safe_files import replace_file, sync_folders, walk
 
 FILE = "digests.json"
+# Errors of this process, its rights or its limits, which say nothing about a file.
+NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _MAX_BYTES = 1 << 30  # of digests.json
 _THREADS = 8  # hashing releases the GIL; about 2 GB/s per core
 
@@ -53,6 +56,9 @@ def damage(folder: Path, parts: Iterable[str] | None = None, *, content: bool = 
   Args:
     parts: check only these subfolders, and the files at the top level.
     content: False compares only which files there are and how long they are.
+
+  Raises:
+    OSError: this process may not read a file now (`NO_ACCESS`), which is no damage.
   """
   try:
     link = link_in(folder)
@@ -63,6 +69,7 @@ def damage(folder: Path, parts: Iterable[str] | None = None, *, content: bool = 
       wanted = tuple(f"{part}/" for part in parts)
       files = {n: files[n] for n in files if "/" not in n or n.startswith(wanted)}
   except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    _raise_without_access(error)
     return _why_unreadable(error)
 
   def check(item: tuple[str, dict[str, Any]]) -> str | None:
@@ -72,6 +79,7 @@ def damage(folder: Path, parts: Iterable[str] | None = None, *, content: bool = 
     except FileNotFoundError:
       return f"{name} is missing"
     except OSError as error:
+      _raise_without_access(error)
       return f"{name} cannot be read ({error.strerror or error})"
     if found["bytes"] != written["bytes"]:
       return f"{name} has {found['bytes']} bytes instead of {written['bytes']}"
@@ -94,7 +102,7 @@ def link_in(folder: Path) -> str | None:
   """Relative path of the first symbolic link in `folder` (or "the folder"); None without any."""
   if folder.is_symlink():
     return "the folder"
-  for inside, folders, names in os.walk(folder):
+  for inside, folders, names in walk(folder):
     for name in (*folders, *names):
       path = Path(inside, name)
       if path.is_symlink():
@@ -103,10 +111,15 @@ def link_in(folder: Path) -> str | None:
 
 
 def run_id(run: Path) -> str | None:
-  """Id in the config.json of the run folder `run`; None without one."""
+  """Id in the config.json of the run folder `run`; None without one.
+
+  Raises:
+    OSError: this process may not read it now.
+  """
   try:
     return read_json(run / "config.json", _MAX_BYTES).get("run")
-  except (OSError, ValueError):
+  except (OSError, ValueError) as error:
+    _raise_without_access(error)
     return None
 
 
@@ -141,13 +154,18 @@ def _why_unreadable(error: Exception) -> str:
 
 def _files(folder: Path) -> list[str]:
   found = []
-  for inside, _, names in os.walk(folder):
+  for inside, _, names in walk(folder):
     found += [Path(inside, name).relative_to(folder).as_posix() for name in names]
   return [name for name in found if name != FILE and not name.startswith(FILE + ".")]
 
 
 def _size(path: Path) -> dict[str, Any]:
   return {"bytes": path.stat().st_size}
+
+
+def _raise_without_access(error: Exception) -> None:
+  if isinstance(error, OSError) and error.errno in NO_ACCESS:
+    raise error
 
 
 def _entry(path: Path, flush: bool = False) -> dict[str, Any]:

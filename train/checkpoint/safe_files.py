@@ -8,16 +8,17 @@ that the old. A process that is killed leaves such a name; the next one that wri
 import contextlib
 import errno
 import fcntl
+import functools
 import io
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Buffer, Iterator
+from collections.abc import Buffer, Callable, Iterator
 from pathlib import Path
 
-from lnssm_jax.pretrained.files import check_regular
+from lnssm_jax.pretrained.files import check_regular, retried
 
 # Errors of file systems on which a folder cannot be synced.
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
@@ -65,10 +66,15 @@ def write_all(file: io.FileIO, content: Buffer) -> None:
 def replace_file(path: str | Path, content: bytes) -> None:
   """Writes a file, or replaces it, atomically and durably. A link at `path` is itself replaced.
 
+  After an error that may be transient all of it is written again, for 2.6 seconds.
+
   Raises:
     OSError: it cannot be written, or is a folder; then it is unchanged.
   """
-  path = Path(path)
+  retried(lambda: _replace(Path(path), content))
+
+
+def _replace(path: Path, content: bytes) -> None:
   remove_leftovers(path)
   partial = partial_name(path)
   try:
@@ -103,7 +109,7 @@ def new_folder(path: str | Path, error: type[Exception]) -> Iterator[Path]:
   try:
     _lock(descriptor)
     yield partial
-    for inside, _, names in os.walk(partial):
+    for inside, _, names in walk(partial):
       for name in names:
         _sync(Path(inside, name))
     sync_folders(partial)
@@ -125,15 +131,77 @@ def make_folder(path: Path) -> None:
   missing = [place for place in (path, *path.parents) if not place.exists()]
   path.mkdir(parents=True, exist_ok=True)
   for place in missing:
-    sync_folder(place.parent)
+    retried(functools.partial(sync_folder, place.parent))
 
 
 def remove_leftovers(path: Path) -> None:
   """Removes partial files and folders for `path` whose processes have ended."""
-  pattern = re.compile(re.escape(path.name) + r"\.([0-9a-f]{8}){1,2}\.partial")
-  with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
-    for name in [entry.name for entry in entries if pattern.fullmatch(entry.name)]:
+  with contextlib.suppress(OSError):
+    for name in _partial_names(path):
       _remove_abandoned(path.with_name(name))
+
+
+def _partial_names(path: Path) -> list[str]:
+  pattern = re.compile(re.escape(path.name) + r"\.([0-9a-f]{8}){1,2}\.partial")
+  with os.scandir(path.parent) as entries:
+    return [entry.name for entry in entries if pattern.fullmatch(entry.name)]
+
+
+def is_being_replaced(path: Path) -> bool:
+  """Whether a process has a partial file for `path` open, which it may just rename."""
+  with contextlib.suppress(OSError):
+    for name in _partial_names(path):
+      descriptor = os.open(path.with_name(name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+      try:
+        if _is_open_elsewhere(descriptor):
+          return True
+      finally:
+        os.close(descriptor)
+  return False
+
+
+@contextlib.contextmanager
+def locked(path: Path, waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
+  """Context for one process at a time that writes `path`; the others wait for it.
+
+  The lock is on a hidden file next to `path`, which is removed at the end; the next process locks
+  what a killed one has left. Where files have no locks, nobody waits.
+
+  Args:
+    waiting: called before waiting for another process.
+
+  Raises:
+    OSError: the file cannot be created.
+  """
+  file = path.with_name(f".{path.name}.lock")
+  descriptor = _locked(file, waiting)
+  try:
+    yield
+  finally:
+    with contextlib.suppress(OSError):
+      file.unlink()
+    os.close(descriptor)
+
+
+def _locked(file: Path, waiting: Callable[[], object]) -> int:
+  """Descriptor of a lock file that has its name and, where there are locks, is locked."""
+  flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+  while True:
+    descriptor = check_regular(os.open(file, flags, 0o666), file)
+    try:
+      try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        waiting()
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:  # no locks here
+      return descriptor
+    except BaseException:
+      os.close(descriptor)
+      raise
+    if os.fstat(descriptor).st_nlink:
+      return descriptor
+    os.close(descriptor)  # the process before removed it
 
 
 def sync_folder(path: str | Path) -> None:
@@ -154,8 +222,17 @@ def sync_folder(path: str | Path) -> None:
 
 def sync_folders(folder: Path) -> None:
   """Makes the names in `folder` and all folders inside durable, from the bottom up."""
-  for inside, _, _ in os.walk(folder, topdown=False):
+  for inside, _, _ in walk(folder, topdown=False):
     sync_folder(inside)
+
+
+def walk(folder: Path, *, topdown: bool = True) -> Iterator[tuple[str, list[str], list[str]]]:
+  """`os.walk`, which leaves nothing out: an OSError of any folder is raised."""
+
+  def fail(error: OSError) -> None:
+    raise error
+
+  return os.walk(folder, topdown=topdown, onerror=fail)
 
 
 def _remove_abandoned(path: Path) -> None:

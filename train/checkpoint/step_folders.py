@@ -33,11 +33,18 @@ class CheckpointError(RuntimeError):
 
 
 def steps_in(directory: str | Path) -> list[int]:
-  """Steps with a folder that is not empty, intact or not, in ascending order."""
+  """Steps with a folder that is not empty, intact or not, in ascending order.
+
+  Raises:
+    CheckpointError: the folder, or that of a step, may not be read.
+  """
   directory = Path(directory)
-  if not directory.is_dir():
-    return []
-  return sorted(int(p.name) for p in directory.iterdir() if _is_step(p) and not _is_empty(p))
+  try:
+    if not directory.is_dir():
+      return []
+    return sorted(int(p.name) for p in directory.iterdir() if _is_step(p) and not _is_empty(p))
+  except PermissionError as error:
+    raise _not_readable(error.filename or directory, error) from error
 
 
 def newest_step(directory: str | Path) -> int | None:
@@ -65,8 +72,13 @@ class Step:
 
     Raises:
       DeletedError: it was deleted meanwhile.
+      CheckpointError: this process may not read it, which says nothing about the files.
     """
-    wrong = digests.damage(self.path, parts, content=content)
+    try:
+      wrong = digests.damage(self.path, parts, content=content)
+    except OSError as error:
+      self.check_there()
+      raise _not_readable(self.path, error) from error
     if wrong is not None:
       self.check_there()
     return wrong
@@ -183,15 +195,23 @@ def set_aside_after(directory: Path, step: int, say: Say) -> None:
 
 
 def publish(staging: Path, step: int) -> None:
-  """Writes the digests of a finished folder, then renames it to its step, atomically and durably.
+  """Writes the digests of a finished folder, then renames it to its step, atomically.
 
-  Everything in it is on disk before it has that name, and the name before this returns.
+  Everything in it is on disk before it has that name; `sync` makes the name durable.
   """
   final = staging.with_name(str(step))
   digests.write(staging, final.name)
   staging.rename(final)  # replaces an empty folder of that name
-  sync_folder(final.parent)
-  sync_folder(final.parent.parent)  # has the name of the folder of all checkpoints
+
+
+def sync(directory: Path) -> None:
+  """Makes the names of the checkpoints durable, and that of their folder.
+
+  Raises:
+    OSError: the disk has failed.
+  """
+  sync_folder(directory)
+  sync_folder(directory.parent)
 
 
 def keep_newest(directory: Path, count: int) -> None:
@@ -223,6 +243,15 @@ def _renamed_unless_held(path: Path, target: Path) -> Path:
     return path.rename(target)
   finally:
     os.close(descriptor)
+
+
+def _not_readable(path: str | Path, error: OSError) -> CheckpointError:
+  place = f", {error.filename}" if error.filename and str(error.filename) != str(path) else ""
+  return CheckpointError(
+    f"checkpoint {path} cannot be read ({error.strerror or error}{place}), which does not mean "
+    "that it is damaged; it is left as it is. Give this process access to its files, and start "
+    "again."
+  )
 
 
 def _is_step(path: Path) -> bool:

@@ -8,18 +8,22 @@ file (`train.checkpoint.digests`), without which it is not loaded.
 
 import contextlib
 import functools
+import logging
+import re
 import sys
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import orbax.checkpoint
 from orbax.checkpoint import v1 as ocp
 
 from lnssm_jax.pretrained import old_formats
-from train.checkpoint import step_folders
+from train.checkpoint import digests, step_folders
 from train.checkpoint.step_folders import CheckpointError, DeletedError, Step, newest_step
 from train.cluster import distributed
 from train.messages import Say, first_line
@@ -38,6 +42,12 @@ __all__ = [
 _MAX_LINES = 20  # of a structure mismatch
 _TRIES = 20  # of readers, where each checkpoint is deleted while it is read
 _PATIENCE = 60.0  # seconds after which waiting for the disk is reported
+
+# A thread that waits for a folder which cannot be created would keep the process for minutes.
+_ASYNC = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+_ORBAX = Path(orbax.checkpoint.__file__).parent
+_UNAWAITED = "coroutine '(OrbaxLayout|_SaveResponse|async_serialize)"
+_AFTERMATH = f"Event loop is closed|'_UnixSelectorEventLoop' .* '_ssock'|{_UNAWAITED}"
 
 
 class StructureError(ValueError):
@@ -66,6 +76,8 @@ class Checkpoints:
     self._before = before
     self._thread = ThreadPoolExecutor(1, "checkpoint")
     self._pending: Future[None] | None = None
+    self._published: int | None = None  # step whose folder has its name, which a sync may not have
+    _report_errors_once()
     self._clear()
 
   def __enter__(self) -> "Checkpoints":
@@ -110,9 +122,12 @@ class Checkpoints:
     staging = self.directory / f"{step}{step_folders.SAVING}"
     metadata = metadata | {"format": old_formats.FORMAT}
     try:
-      written = ocp.save_checkpointables_async(
-        str(staging), _split(state), overwrite=True, custom_metadata=metadata
-      )
+      written = None
+      if not distributed.on_first(lambda: self._is_whole(step, staging)):
+        with ocp.Context(async_options=_ASYNC):
+          written = ocp.save_checkpointables_async(
+            str(staging), _split(state), overwrite=True, custom_metadata=metadata
+          )
     except Exception as error:
       self._pending = Future()
       self._pending.set_exception(_not_written(self.directory, step, error))
@@ -151,12 +166,30 @@ class Checkpoints:
           "for the disk"
         )
 
-  def _finish(self, step: int, staging: Path, written: Any) -> None:
+  def _is_whole(self, step: int, staging: Path) -> bool:
+    """Whether only syncs of a save of this step have failed; else its folder can be created.
+
+    Raises:
+      OSError: it cannot. The other processes would wait for it.
+    """
+    if step == self._published and digests.damage(self.directory / str(step)) is None:
+      return True
+    staging.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # what `_clear` could not remove
+      staging.rmdir()
+    return False
+
+  def _finish(self, step: int, staging: Path, written: ocp.AsyncResponse[None] | None) -> None:
+    """Waits until a save is written, and gives it its name; None: it has that already."""
     try:
-      written.result()
+      if written is not None:
+        written.result()
       if distributed.is_first():
-        self._before()
-        step_folders.publish(staging, step)
+        if written is not None:
+          self._before()
+          step_folders.publish(staging, step)
+          self._published = step
+        step_folders.sync(self.directory)
         step_folders.keep_newest(self.directory, self._keep)
     except Exception as error:
       self._clear()
@@ -328,6 +361,28 @@ def _leaves(tree: Any) -> dict[str, str]:
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
   return {name(path): f"{x.dtype}{list(x.shape)}" for path, x in flat}
+
+
+@functools.cache
+def _report_errors_once() -> None:
+  """Keeps tracebacks of a failed save out of the log: Orbax also raises it, and we report that.
+
+  Its writes that end after the first has failed find its event loop closed, each with a traceback,
+  and without free descriptors there is no loop.
+  """
+  logging.getLogger("absl").addFilter(lambda record: not _is_of_orbax(record.pathname))
+  warnings.filterwarnings("ignore", _UNAWAITED, RuntimeWarning)
+  show = sys.unraisablehook
+
+  def show_others(found: Any) -> None:
+    if not re.match(_AFTERMATH, str(found.exc_value)):
+      show(found)
+
+  sys.unraisablehook = show_others
+
+
+def _is_of_orbax(file: str) -> bool:
+  return Path(file).is_relative_to(_ORBAX)
 
 
 def _not_written(directory: Path, step: int, error: Exception) -> CheckpointError:

@@ -1,17 +1,20 @@
-"""Graceful stop: SIGINT, SIGTERM and SIGHUP request a stop, a second one ends the process."""
+"""Graceful stop: SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 request a stop.
+
+A second SIGINT or SIGTERM ends the process. Schedulers send SIGUSR1 or SIGUSR2 before SIGTERM.
+"""
 
 import signal
 import threading
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class StopSignal:
-  """Context that records the first SIGINT, SIGTERM or SIGHUP and is true from then on.
+  """Context that records the first of `SIGNALS` and is true from then on.
 
-  Default handlers are restored then, so that a second signal ends the process at once; except
-  SIGHUP, which a closing terminal sends twice. Under `nohup` SIGHUP stays ignored.
+  Default handlers of SIGINT and SIGTERM are restored then, so that a second one ends the process at
+  once; not of SIGHUP, which a closing terminal sends twice. Under `nohup` SIGHUP stays ignored.
   """
 
   def __init__(self):

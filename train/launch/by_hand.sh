@@ -11,7 +11,7 @@
 #
 #   GPUS_EACH=2 train/launch/by_hand.sh localhost:12345 2 0 2 fit --config configs/lnssm_72m.py
 #
-# SIGTERM, SIGHUP or Ctrl-C to this script goes to its processes: all hosts save one step and end.
+# SIGTERM, SIGUSR1, SIGUSR2, SIGHUP or Ctrl-C to this script goes to its processes: all hosts save one step and end.
 # When a process fails, the others here get SIGTERM, and after GRACE seconds (60) SIGKILL. The exit
 # code is that of the first that failed. If this script is killed, its processes get SIGTERM.
 set -uo pipefail
@@ -23,7 +23,7 @@ python=${PYTHON:-.venv/bin/python}
 
 started=()
 signal_all() { kill "-$1" "${started[@]}" 2>/dev/null; }
-trap 'signal_all TERM' TERM INT
+trap 'signal_all TERM' TERM INT USR1 USR2
 trap 'signal_all HUP' HUP
 # Each process leads a group of its own: nothing that it has started stays either.
 trap 'kill -KILL "${started[@]/#/-}" 2>/dev/null' EXIT

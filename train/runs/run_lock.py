@@ -44,7 +44,7 @@ class RunLock:
     self._path, self._say = path, say
     self._mine = {"id": secrets.token_hex(8), **_this_process()}
     self._lost: str | None = None
-    self._descriptor = _flock(path)
+    self._descriptor, self._folder = _flock(path), _identity(path)
     try:
       self._take()
     except BaseException:
@@ -154,10 +154,7 @@ class RunLock:
         if owner == self._mine:
           os.utime(self._path / FILE)
         elif owner is not None:
-          self._lost = (
-            f"{_name(owner)} has taken over {self._path}, which this process did not renew for "
-            f"{STALE:.0f} s (it was suspended, or the disk hung); this one ends without saving."
-          )
+          self._lost = self._why_lost(owner)
           return
         elif self._path.is_dir():
           self._create()
@@ -167,9 +164,28 @@ class RunLock:
           self._say(f"{self._path / FILE} cannot be renewed ({first_line(error)})")
         failed = True
 
+  def _why_lost(self, owner: dict[str, Any] | None) -> str:
+    if _identity(self._path) != self._folder:
+      return (
+        f"the folder that this process trained in was renamed or removed, and {_name(owner)} "
+        f"trains in a new one at {self._path}; this one ends without saving."
+      )
+    return (
+      f"{_name(owner)} has taken over {self._path}, which this process did not renew for "
+      f"{STALE:.0f} s (it was suspended, or the disk hung); this one ends without saving."
+    )
+
   def _unlock(self) -> None:
     if self._descriptor is not None:
       os.close(self._descriptor)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+  """Device and inode of a folder; None if there is none."""
+  with contextlib.suppress(OSError):
+    found = path.stat()
+    return found.st_dev, found.st_ino
+  return None
 
 
 def _flock(path: Path) -> int | None:

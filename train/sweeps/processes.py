@@ -18,7 +18,7 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 def run(command: Sequence[str], count: int, say: Say) -> tuple[str | None, list[str]]:
   """Runs a command in `count` processes, with their lines numbered, until all have ended.
 
-  The first SIGINT, SIGTERM or SIGHUP is forwarded to them. `ENVIRONMENT` yields to what is set.
+  The first of `stop_signal.SIGNALS` is forwarded to them. `ENVIRONMENT` yields to what is set.
 
   Returns:
     The name of that signal, and a line for each process that failed.

@@ -1,0 +1,238 @@
+"""Saves that fail: the process still ends in time, a retry that can succeed does, one line each."""
+
+import errno
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from lnssm_jax.pretrained import files
+from train.checkpoint import digests, safe_files, saver, step_folders, store, verify
+from train.checkpoint.step_folders import CheckpointError
+from train.checkpoint.store import Checkpoints, newest_step
+from train.cluster.stop_signal import StopSignal
+
+# What a process runs: `fit`, whose saves fail for a while in two ways, and then a signal.
+FAILING = """
+import os, resource, signal, sys
+from pathlib import Path
+from train.cli import process
+from train.logging.metric_reader import MetricReader
+
+folder, push = Path(sys.argv[1]) / "checkpoints", MetricReader.push
+hidden, limit = folder.with_name("hidden"), resource.RLIMIT_FSIZE
+
+def push_and_harm(self, step, metrics):
+  push(self, step, metrics)
+  if step == 12:  # no folder can be created
+    folder.rename(hidden)
+    folder.write_text("")
+  elif step == 30:
+    folder.unlink()
+    hidden.rename(folder)
+    resource.setrlimit(limit, (0, resource.RLIM_INFINITY))  # as on a full disk
+  elif step == 50:
+    resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+MetricReader.push = push_and_harm
+sys.argv[1:] = ["fit", "--config", sys.argv[2], "--stopped-code", "75"]
+process.run()
+"""
+
+
+def test_failed_saves_run_that_is_stopped_exits_at_once_with_one_line_each(
+  tiny, config_file, command
+):
+  only = {"data__validation": (), "data__sources": {"train": tiny().data.sources["train"]}}
+  cfg = tiny(steps=100_000, checkpoint_every=5, eval_every=100_000, **only)
+  process = command("-c", FAILING, cfg.run_dir, config_file(cfg), PYTHONUNBUFFERED="1")
+  lines = []
+  for line in process.stdout:
+    lines.append(line)
+    if line.startswith("stopped by SIGUSR1"):
+      break
+  begin = time.monotonic()
+  try:
+    _, errors = process.communicate(timeout=60)
+  except subprocess.TimeoutExpired:
+    process.kill()
+    raise
+  errors = [line for line in errors.splitlines() if not line.startswith("tokenize ")]
+  assert (process.returncode, errors) == (75, [])
+  assert time.monotonic() - begin < 20  # Orbax's patience is 300 s
+  said = [line for line in lines if not line.startswith("step ")]
+  failed = [line for line in said if "could not be written" in line]
+  assert len(failed) >= 2 and len(said) < 2 * len(failed) + 12, "".join(said)
+  (step,) = [int(line.split("step ")[1].split(";")[0]) for line in said if "saved." in line]
+  assert newest_step(Path(cfg.run_dir) / "checkpoints") == step >= 50
+
+
+def test_process_with_a_thread_that_never_ends_exits_with_its_code(command):
+  code = """
+import atexit, threading
+from train.cli import process
+atexit.register(print, "left in order")
+threading.Thread(target=threading.Event().wait).start()
+process.PATIENCE = 0.2
+process.run(lambda: print("done", end=" ") or 7)
+"""
+  process = command("-c", code)
+  out, errors = process.communicate(timeout=30)
+  assert (process.returncode, out, errors) == (7, "done left in order\n", "")
+
+
+@pytest.mark.parametrize(
+  ("raised", "expected"), [("SystemExit('no')", "no\n"), ("OSError", "Trace")]
+)
+def test_process_that_raises_exits_with_1(raised, expected, command):
+  process = command(
+    "-c", f"from train.cli import process\ndef main(): raise {raised}\nprocess.run(main)"
+  )
+  errors = process.communicate(timeout=30)[1]
+  assert process.returncode == 1 and errors.startswith(expected)
+
+
+@pytest.fixture
+def save_quickly(monkeypatch):
+  """Saves without Orbax, which take no time."""
+
+  class Written:
+    def __init__(self, staging):
+      self.staging = Path(staging)
+
+    def result(self):
+      (self.staging / "params").mkdir(parents=True)
+      (self.staging / "params" / "x").write_text("x")
+
+  monkeypatch.setattr(store.ocp, "save_checkpointables_async", lambda path, *_, **__: Written(path))
+  monkeypatch.setattr(saver, "PAUSES", (0, 0, 0))
+  monkeypatch.setattr(files, "PAUSES", (0, 0, 0))
+
+
+def finish(folder, step, keep=1):
+  """Saves as the end of a run does; returns what was said."""
+  said = []
+  state = {"params": jnp.float32(0), "step": jnp.int32(step)}
+  with Checkpoints(folder, keep=keep, say=said.append) as checkpoints:
+    options = {"every": 100, "start": 0, "metadata": lambda step: {}, "say": said.append}
+    saver.Saver(checkpoints, **options).finish(step, state)
+  return said
+
+
+def fail_once(monkeypatch, which):
+  """Makes sync number `which` of this process fail; returns a list of all."""
+  calls, sync = [], os.fsync
+
+  def fsync(descriptor):
+    calls.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    if len(calls) == which:
+      raise OSError(errno.EIO, "Input/output error")
+    sync(descriptor)
+
+  monkeypatch.setattr(os, "fsync", fsync)
+  return calls
+
+
+def test_failed_saves_one_transient_error_of_any_sync_ends_no_run(
+  save_quickly, tmp_path, monkeypatch
+):
+  finish(tmp_path / "whole", 1)
+  with monkeypatch.context() as patch:
+    calls = fail_once(patch, 0)
+    finish(tmp_path / "whole", 2)  # deletes step 1
+  assert len(calls) >= 6
+  retried = 0
+  for which in range(1, len(calls) + 1):
+    folder = tmp_path / str(which)
+    finish(folder, 1)
+    with monkeypatch.context() as patch:
+      fail_once(patch, which)
+      retried += any("Retrying" in line for line in finish(folder, 2))
+    assert step_folders.steps_in(folder) == [2]
+    assert [path.name for path in folder.iterdir()] == ["2"]
+    assert verify.report(folder)[1]
+  assert 3 <= retried < len(calls)  # a file that can be written again is
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_file_replaced_in_spite_of_a_transient_error_of_a_sync(which, tmp_path, monkeypatch):
+  monkeypatch.setattr(files, "PAUSES", (0, 0))
+  calls = fail_once(monkeypatch, which)
+  safe_files.replace_file(tmp_path / "x", b"new")
+  assert len(calls) == 2 + which and (tmp_path / "x").read_bytes() == b"new"
+  assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_failed_saves_a_retry_of_a_damaged_step_is_an_error(save_quickly, tmp_path, monkeypatch):
+  """Only a folder that is whole is left as it is."""
+  count = len(fail_once(monkeypatch, 0))
+  sync = step_folders.sync
+
+  def sync_and_damage(folder):
+    if not count:
+      (folder / "1" / "params" / "x").write_text("y")
+      raise OSError(errno.EIO, "Input/output error")
+    sync(folder)
+
+  monkeypatch.setattr(step_folders, "sync", sync_and_damage)
+  with pytest.raises(CheckpointError, match="step 1 could not be written"):
+    finish(tmp_path, 1)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE])
+@pytest.mark.parametrize("file", ["x", digests.FILE])
+def test_checkpoint_that_may_not_be_read_is_not_damaged(
+  file, code, save_quickly, tmp_path, monkeypatch
+):
+  finish(tmp_path, 1, keep=2)
+  finish(tmp_path, 2, keep=2)
+  before = sorted(path.name for path in tmp_path.iterdir())
+  opened = digests.open_regular
+
+  def open_regular(path, **options):
+    if Path(path).name == file:
+      raise OSError(code, os.strerror(code), str(path))
+    return opened(path, **options)
+
+  for module in (digests, files):
+    monkeypatch.setattr(module, "open_regular", open_regular)
+  for read in (
+    lambda: Checkpoints(tmp_path, keep=2).restore({"params": 0, "step": 0}),
+    lambda: store.load(tmp_path, {"params": 0}),
+    lambda: verify.report(tmp_path),
+  ):
+    with pytest.raises(CheckpointError, match=f"/[12] cannot be read .*{file}.* not mean"):
+      read()
+  assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_digests_leave_out_no_folder_that_cannot_be_listed(tmp_path, monkeypatch):
+  (tmp_path / "1" / "a").mkdir(parents=True)
+  (tmp_path / "1" / "a" / "x").touch()
+  scandir = os.scandir
+
+  def no_descriptors(path):
+    if str(path).endswith("a"):
+      raise OSError(errno.EMFILE, "Too many open files", str(path))
+    return scandir(path)
+
+  monkeypatch.setattr(os, "scandir", no_descriptors)
+  for each in (
+    lambda: digests.write(tmp_path / "1", "1"),
+    lambda: digests.link_in(tmp_path / "1"),
+    lambda: safe_files.sync_folders(tmp_path / "1"),
+  ):
+    with pytest.raises(OSError, match="Too many open files"):
+      each()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=lambda x: x.name)
+def test_signals_of_schedulers_stop_a_run_as_sigterm_does(number):
+  with StopSignal() as stop:
+    os.kill(os.getpid(), number)
+    assert stop.name == number.name
