@@ -31,7 +31,9 @@ def flip(path, at):
 def test_checksums_are_those_of_blocks_however_they_are_written(pair):
   raw = pair.with_suffix(".bin").read_bytes()
   weights = pair.with_suffix(".weights").read_bytes()
-  blocks = [part[i : i + BLOCK] for part in (raw, weights) for i in range(0, len(part), BLOCK)]
+  index = pair.with_suffix(".idx").read_bytes()
+  files = raw, weights, index
+  blocks = [part[i : i + BLOCK] for part in files for i in range(0, len(part), BLOCK)]
   assert np.fromfile(f"{pair}.crc32", "<u4").tolist() == [zlib.crc32(block) for block in blocks]
   empty = Checksums()
   empty.update(b"")
@@ -82,7 +84,7 @@ def test_file_cut_in_use_is_an_error_of_the_reader(pair):
 
 def test_checksums_of_other_files_rejected(pair):
   path = pair.with_suffix(".crc32")
-  path.write_bytes(path.read_bytes()[:-4])
+  path.write_bytes(path.read_bytes()[:-8])
   with pytest.raises(DataError, match=r"pair.crc32: found .* it is of other token files"):
     IndexedDataset(pair)
 

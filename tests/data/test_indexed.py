@@ -59,6 +59,7 @@ def test_indexed_document_with_several_sequences(write_pair):
   raw[26:34] = struct.pack("<Q", 3)
   raw[34 + 12 * 4 :] = struct.pack("<3q", 0, 3, 4)
   Path(prefix + ".idx").write_bytes(raw)
+  Path(prefix + ".crc32").unlink()  # as a pair of another program
   assert IndexedDataset(prefix).document_starts.tolist() == [0, 6]
 
 
@@ -127,7 +128,7 @@ def test_indexed_replaced_pair_open_readers_keep_old(write_pair):
 
 
 def test_indexed_crash_while_renaming_leaves_no_mixed_pair(write_pair, monkeypatch):
-  prefix = write_pair([[1, 2, 3]])
+  prefix = write_pair([[1, 2, 3, 4], [5, 6]])
   replace = os.replace
 
   def stop_at_the_index(source, target):
@@ -137,8 +138,8 @@ def test_indexed_crash_while_renaming_leaves_no_mixed_pair(write_pair, monkeypat
 
   monkeypatch.setattr(os, "replace", stop_at_the_index)
   with pytest.raises(DataError, match=r"cannot write .*No space left on device"):
-    write_pair([[4, 5, 6]])
-  with pytest.raises(DataError, match=r"pair.idx does not exist; only .*pair.bin exists"):
+    write_pair([[4, 5], [6, 7, 8, 9]])  # files of the same sizes
+  with pytest.raises(DataError, match=r"pair.idx has other checksums than pair.crc32 says"):
     IndexedDataset(prefix)
 
 

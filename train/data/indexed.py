@@ -8,14 +8,15 @@ is also one flat stream of tokens.
 
 A pair may have a third file, `.weights`: a little-endian float32 per token of `.bin`, finite and
 not negative, the weight of that token as a target of the loss. Without it all weights are 1. And it
-may have a file `.crc32`, the checksums of `.bin`, then those of `.weights`
-(`train.data.checked_array`); without it what is read is not compared. Both formats are ours; other
-readers of the pair ignore them.
+may have a file `.crc32`, the checksums of `.bin`, of `.weights`, and of `.idx`, which older ones
+lack (`train.data.checked_array`); without it what is read is not compared. Both formats are ours;
+other readers of the pair ignore them.
 """
 
 import contextlib
 import hashlib
 import os
+import time
 from array import array
 from collections.abc import Sequence
 from io import BufferedReader, FileIO
@@ -32,6 +33,7 @@ from train.data.errors import DataError, reading, writing
 from train.data.index_file import DTYPES, REMAKE
 
 SCAN = 1 << 24  # tokens checked at a time
+_PATIENCE = 2.0  # seconds for another process to rename the files of a pair, one after the other
 WEIGHTS = ".weights"
 CHECKSUMS = ".crc32"
 
@@ -58,7 +60,17 @@ class IndexedDataset:
   """
 
   def __init__(self, prefix: str | Path):
-    self.prefix = str(prefix)
+    self.prefix, end, settled = str(prefix), time.monotonic() + _PATIENCE, False
+    while True:
+      try:
+        return self._open()
+      except DataError:
+        if settled or time.monotonic() > end:
+          raise
+      settled = not safe_files.is_being_replaced(Path(self.prefix + ".idx"))
+      time.sleep(0 if settled else 0.02)  # once more when it is settled: it may just be now
+
+  def _open(self) -> None:
     with _open(self.prefix, ".idx") as file, reading(self.prefix + ".idx"):
       idx = np.memmap(file, np.uint8, "r").view(np.ndarray)
     index = index_file.parse(self.prefix + ".idx", idx)
@@ -69,7 +81,7 @@ class IndexedDataset:
     index_file.check(index, self.prefix, self.tokens.nbytes)
     self.weights = _open_weights(self.prefix, len(self.tokens))
     arrays = [self.tokens, *([] if self.weights is None else [self.weights])]
-    _read_checksums(self.prefix, arrays)
+    _read_checksums(self.prefix, arrays, idx)
 
   @property
   def num_sequences(self) -> int:
@@ -122,15 +134,15 @@ class IndexedWriter:
       with IndexedWriter("data/train", dtype_for(vocab_size)) as writer:
         writer.add_document(ids)
 
-  The files have temporary names until the block ends, so that readers never see an incomplete pair,
-  and an error inside the block leaves existing files unchanged.
+  The files have temporary names until the block ends, so that an error inside it leaves existing
+  files unchanged. Then each replaces the one of its name: none is ever missing, and readers reject
+  new files with old ones by their checksums.
 
   Args:
     weighted: whether to write `.weights` too; otherwise one that exists is removed.
 
   Attributes:
     num_documents, num_tokens: counts so far.
-    sha256, weights_sha256: digests of the complete `.bin` and `.weights` files, in hexadecimal.
 
   Raises:
     DataError: the folder cannot be written, an id exceeds `dtype`, or nothing was added.
@@ -150,7 +162,6 @@ class IndexedWriter:
     self._hashes = {end: hashlib.sha256() for end in (".bin", *([WEIGHTS] if weighted else []))}
     self._checksums = {end: Checksums() for end in self._hashes}
     self.num_tokens = 0
-    self.sha256 = self.weights_sha256 = ""
 
   @property
   def num_documents(self) -> int:
@@ -160,7 +171,7 @@ class IndexedWriter:
     self._partial: dict[str, Path] = {}
     with writing(self.prefix), contextlib.ExitStack() as opened:
       self._files = {end: opened.enter_context(self._create(end)) for end in self._hashes}
-      self._close = opened.pop_all().close
+      self._opened = opened.pop_all()
     return self
 
   def _create(self, end: str) -> FileIO:
@@ -201,6 +212,11 @@ class IndexedWriter:
     self._sizes.append(len(ids))
     self.num_tokens += len(ids)
 
+  def digests(self) -> dict[str, str]:
+    """As entries of a sidecar: the SHA-256 of what has been added so far."""
+    names = {".bin": "sha256", WEIGHTS: "weights_sha256"}
+    return {names[end]: each.hexdigest() for end, each in self._hashes.items()}
+
   def _append(self, end: str, array: np.ndarray) -> None:
     with writing(self._partial[end]):
       safe_files.write_all(self._files[end], array)
@@ -210,14 +226,11 @@ class IndexedWriter:
   def __exit__(self, kind, error, traceback) -> None:
     try:
       try:
-        with writing(self.prefix):
-          for file in self._files.values() if kind is None else ():
-            os.fsync(file.fileno())
+        if kind is None:
+          self._finish()
       finally:
         with writing(self.prefix):
-          self._close()
-      if kind is None:
-        self._finish()
+          self._opened.close()
     finally:
       for path in self._partial.values():
         path.unlink(missing_ok=True)
@@ -227,23 +240,22 @@ class IndexedWriter:
       raise DataError(f"{self.prefix}: no tokens were added, so there is nothing to write.")
     sizes = np.frombuffer(self._sizes, np.int32).astype("<i4")
     index = index_file.packed(self._code, sizes, self.dtype.itemsize)
-    checksums = [each.array() for each in self._checksums.values()]
+    checksums = [each.array() for each in (*self._checksums.values(), _checksums_of(index))]
     with writing(self.prefix):
       for end, parts in ((".idx", index), (CHECKSUMS, checksums)):
-        with self._create(end) as file:
-          for part in parts:
-            safe_files.write_all(file, part)
-          os.fsync(file.fileno())
-      # A .bin without its index is rejected, so a crash between these lines cannot leave a new .bin
-      # with an old .idx that happens to match.
-      for end in (".idx", CHECKSUMS, WEIGHTS):
-        Path(self.prefix + end).unlink(missing_ok=True)
-      for end in (*self._hashes, CHECKSUMS, ".idx"):
+        self._files[end] = self._opened.enter_context(self._create(end))
+        for part in parts:
+          safe_files.write_all(self._files[end], part)
+      for file in self._files.values():
+        os.fsync(file.fileno())
+      # While they are open: other writers remove partial files that are not. The checksums first: a
+      # crash between these lines leaves none that fit both new and old files.
+      os.replace(self._partial[CHECKSUMS], self.prefix + CHECKSUMS)
+      if WEIGHTS not in self._hashes:
+        Path(self.prefix + WEIGHTS).unlink(missing_ok=True)
+      for end in (*self._hashes, ".idx"):
         os.replace(self._partial[end], self.prefix + end)
       safe_files.sync_folder(Path(self.prefix).parent)
-    self.sha256 = self._hashes[".bin"].hexdigest()
-    if WEIGHTS in self._hashes:
-      self.weights_sha256 = self._hashes[WEIGHTS].hexdigest()
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, where: str, start: int) -> None:
@@ -284,22 +296,34 @@ def _open_weights(prefix: str, tokens: int) -> CheckedArray | None:
   return weights
 
 
-def _read_checksums(prefix: str, arrays: Sequence[CheckedArray]) -> None:
-  """Gives the arrays their checksums, if the pair has any."""
+def _checksums_of(parts: Sequence[bytes | np.ndarray]) -> Checksums:
+  checksums = Checksums()
+  for part in parts:
+    checksums.update(part.data if isinstance(part, np.ndarray) else part)
+  return checksums
+
+
+def _read_checksums(prefix: str, arrays: Sequence[CheckedArray], idx: np.ndarray) -> None:
+  """Gives the arrays their checksums, if the pair has any, and compares those of the index."""
   path = Path(prefix + CHECKSUMS)
   with reading(path):
     if not path.exists():
       return
     raw = read_bytes(path, 1 << 32, follow_links=True)
-  blocks = [blocks_of(each.nbytes) for each in arrays]
-  if len(raw) != 4 * sum(blocks):
+  blocks = [*(blocks_of(each.nbytes) for each in arrays), blocks_of(len(idx))]
+  if len(raw) not in (4 * sum(blocks), 4 * sum(blocks[:-1])):
     raise DataError(
       f"{path}: found {len(raw)} bytes, expected {4 * sum(blocks)}: it is of other token files. "
       f"If those of {prefix} are right, delete it. {REMAKE}"
     )
-  parts = np.split(np.frombuffer(raw, "<u4"), np.cumsum(blocks)[:-1])
+  *parts, of_index = np.split(np.frombuffer(raw, "<u4"), np.cumsum(blocks)[:-1])
   for each, part in zip(arrays, parts, strict=True):
     each.checksums = part
+  if len(of_index) and not np.array_equal(of_index, _checksums_of([idx]).array()):
+    raise DataError(
+      f"{prefix}.idx has other checksums than {path.name} says: one of the two files has changed "
+      f"since it was written, or is of another pair. {REMAKE}"
+    )
 
 
 def _open(prefix: str, end: str) -> BufferedReader:

@@ -9,7 +9,7 @@ from train.data.errors import DataError
 
 
 def rows(prefix: str, sizes: np.ndarray, seq_len: int, packed: bool) -> list[list[int]]:
-  """The numbers of the rows, of so many tokens, of each window; rows of one token are left out.
+  """The numbers of the rows, of so many tokens, of each window; shorter ones than 2 are left out.
 
   Not `packed` each has a window of its own.
 
@@ -18,7 +18,7 @@ def rows(prefix: str, sizes: np.ndarray, seq_len: int, packed: bool) -> list[lis
   """
   targets = np.asarray(sizes) - 1
   longest = int(targets.max(initial=0))
-  if longest == 0:
+  if longest <= 0:
     raise DataError(f"{prefix}.bin has no row of two tokens; use rows of a prompt and its answer.")
   if longest > seq_len:
     raise DataError(
@@ -26,7 +26,7 @@ def rows(prefix: str, sizes: np.ndarray, seq_len: int, packed: bool) -> list[lis
       f" seq_len + 1 = {seq_len + 1:,} tokens, the longest {longest + 1:,}, and rows are not cut;"
       f" use seq_len={longest} or more, or leave them out."
     )
-  numbers = np.flatnonzero(targets)
+  numbers = np.flatnonzero(targets > 0)
   if not packed:
     return [[int(number)] for number in numbers]
   windows = best_fit(targets[numbers].tolist(), seq_len)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from train.checkpoint.safe_files import locked
 from train.data import fingerprints, sources
 from train.data.encoding import encode, limit_threads
 from train.data.errors import DataError, writing
@@ -134,6 +135,9 @@ def tokenize_to(
     crc32_sha256, sample (`train.data.fingerprints`); with `.weights` also weights_sha256, fields
     and targets.
 
+  Processes that create the same pair do so one after the other; all but the first find it up to
+  date. Where files have no locks each creates it, with the same content.
+
   Raises:
     DataError: the text is missing, empty or unreadable, existing files have changed since they were
       written or belong to another config (`sidecars.check_owner`), or files cannot be written.
@@ -143,14 +147,71 @@ def tokenize_to(
   _check_name(name)
   files = [file for source in inputs for file in sources.find_inputs(source)]
   origin = origin_of(inputs, files, tokenizer, rows)
-  if not force and (sidecar := up_to_date(prefix, origin)):
+  wrong = None
+  if not force:  # without a lock: the folder may not be writable
+    try:
+      if sidecar := _intact(prefix, origin):
+        return sidecar
+    except DataError as error:  # it may be that another process replaces them
+      wrong = error
+  with _alone(prefix, f"tokenize {name}", progress, wrong):
+    if not force:
+      if sidecar := _intact(prefix, origin):
+        return sidecar
+      check_owner(prefix, origin, tokenizer.spec)
+    options = {"rows": rows, "workers": workers, "progress": progress, "force": force}
+    return _tokenize(prefix, inputs, files, origin, tokenizer, **options)
+
+
+def _intact(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
+  """The sidecar of a pair that is up to date; DataError if it has changed since."""
+  if sidecar := up_to_date(prefix, origin):
     fingerprints.check(prefix, sidecar)
-    return sidecar
-  if not force:
-    check_owner(prefix, origin, tokenizer.spec)
+  return sidecar
+
+
+def _has(prefix: Path, digests: Mapping[str, str]) -> bool:
+  """Whether the pair at `prefix` has a sidecar for files with these digests."""
+  try:
+    sidecar = read_sidecar(prefix) or {}
+  except DataError:
+    return False
+  return digests == {key: sidecar[key] for key in ("sha256", "weights_sha256") if key in sidecar}
+
+
+@contextlib.contextmanager
+def _alone(
+  path: Path, what: str, progress: bool, otherwise: DataError | None = None
+) -> Iterator[None]:
+  """Context in which no other process creates `path`; `otherwise` is raised if that cannot be."""
+  waiting = lambda: progress and write(sys.stderr, f"{what}: another process does it; waiting\n")
+  with contextlib.ExitStack() as stack:
+    try:
+      path.parent.mkdir(parents=True, exist_ok=True)
+      stack.enter_context(locked(path, waiting))
+    except OSError as error:
+      if otherwise is not None:
+        raise otherwise from None
+      with writing(path.parent):
+        raise error
+    yield
+
+
+def _tokenize(
+  prefix: Path,
+  inputs: Sequence[str],
+  files: list[sources.Input],
+  origin: dict[str, Any],
+  tokenizer: Tokenizer,
+  *,
+  rows: Rows,
+  workers: int | None,
+  progress: bool,
+  force: bool,
+) -> dict[str, Any]:
+  """Writes the pair and its sidecar, which it returns; arguments as of `tokenize_to`."""
+  name = prefix.name
   limit_threads(workers)
-  with writing(prefix.parent):
-    prefix.parent.mkdir(parents=True, exist_ok=True)
   skipped: Counter[str] = Counter()
   report = Progress(f"tokenize {name}", sys.stderr if progress else None)
   weighted, dtype = rows.of_loss != "all", dtype_for(tokenizer.vocab_size)
@@ -174,7 +235,8 @@ def tokenize_to(
         f"{', '.join(map(repr, inputs))} has no text: {len(files)} files, {dict(skipped)}"
         " documents skipped. Name sources with text in UTF-8."
       )
-    sidecar_path(prefix).unlink(missing_ok=True)
+    if not _has(prefix, writer.digests()):  # a crash would leave it with other files
+      sidecar_path(prefix).unlink(missing_ok=True)
   report.close(skipped)
   sidecar = {
     "documents": writer.num_documents,
@@ -184,8 +246,7 @@ def tokenize_to(
     "tokenizer": tokenizer.spec,
     **origin,
     "skipped": dict(skipped),
-    "sha256": writer.sha256,
-    **({"weights_sha256": writer.weights_sha256} if weighted else {}),
+    **writer.digests(),
     "crc32_sha256": fingerprints.sha256_of(prefix, CHECKSUMS),
     "sample": fingerprints.sample(prefix),
   }
@@ -224,11 +285,12 @@ def load_or_train(
       f"the tokenizer {spec!r} must be trained, but there is no text for it; name the text of"
       " the training sets in data.sources."
     )
-  with writing(path.parent):
-    path.parent.mkdir(parents=True, exist_ok=True)
-  report = Progress(f"train {spec}", sys.stderr if progress else None)
-  tokenizer = train_bpe(spec, folder, _sample(origins, report, fields))
-  report.close()
+  with _alone(path, f"train {spec}", progress):
+    if path.exists() and not force:  # by another process
+      return load_tokenizer(spec, folder)
+    report = Progress(f"train {spec}", sys.stderr if progress else None)
+    tokenizer = train_bpe(spec, folder, _sample(origins, report, fields))
+    report.close()
   return tokenizer
 
 
