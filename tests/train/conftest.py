@@ -74,6 +74,13 @@ def _equal_runs_share_their_programs():
     yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _key_of_these_tests(tmp_path_factory):
+  """The key of compiled programs is not that of the user (`train.cluster.signatures`)."""
+  with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(tmp_path_factory.mktemp("cache"))):
+    yield
+
+
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory):
   """Two text files of a few words, so that a tiny model learns something."""

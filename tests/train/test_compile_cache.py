@@ -1,7 +1,12 @@
 """Programs that are kept: JAX's cache, and executables under what was traced."""
 
 import gc
+import hashlib
+import os
+import pickle
+import shutil
 import types
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -9,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.cluster import compile_cache, device_mesh
+from train.cluster import compile_cache, device_mesh, signatures
 
 X = jnp.arange(4.0)
 
@@ -129,3 +134,128 @@ def test_garbage_is_not_collected_while_a_program_is_traced(looked_up):
   with pytest.raises(ArithmeticError):
     looked_up(failing)
   assert (collected, gc.isenabled()) == ([False], True)
+
+
+@pytest.fixture
+def programs(tmp_path):
+  """Returns a function that computes x * factor in a new process, in a way, with its cache."""
+  folder = tmp_path / "programs"
+
+  def run(factor):
+    jax.clear_caches()
+    with compile_cache.at(str(folder)):
+      jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+      return jax.jit(lambda x: x * factor)(2.0).item()
+
+  run.folder = folder
+  run.files = lambda: {path.name: path for path in folder.glob("*-cache")}
+  return run
+
+
+def test_program_of_jax_with_another_programs_name_is_not_run(programs):
+  programs(3.0)
+  (ours,) = (path for name, path in programs.files().items() if "lambda" in name)
+  assert programs(3.0) == 6 and ours.exists()
+  programs(5.0)
+  (other,) = (path for name, path in programs.files().items() if "lambda" in name and path != ours)
+  for end in ("", signatures.SIGNATURE):  # with the signature of the other
+    shutil.copy(f"{other}{end}", f"{ours}{end}")
+  assert programs(3.0) == 6
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "unsigned", "cut"])
+def test_file_in_place_of_a_program_is_removed_and_not_waited_for(kind, programs, tmp_path):
+  programs(3.0)
+  for path in programs.files().values():
+    content = path.read_bytes()
+    path.unlink()
+    if kind == "pipe":
+      os.mkfifo(path)
+    elif kind == "link":
+      (tmp_path / "elsewhere").write_bytes(content)
+      path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "folder":
+      path.mkdir()
+    else:
+      path.write_bytes(content[: len(content) // 2] if kind == "cut" else content)
+      if kind == "unsigned":
+        path.with_name(path.name + signatures.SIGNATURE).unlink()
+  assert programs(3.0) == 6
+  assert all(path.is_file() and not path.is_symlink() for path in programs.files().values())
+  assert (before := {path: path.stat().st_ino for path in programs.files().values()})
+  assert programs(3.0) == 6  # found again
+  assert before == {path: path.stat().st_ino for path in programs.files().values()}
+
+
+def test_program_of_jax_that_this_user_signed_is_found_again(programs, monkeypatch):
+  programs(3.0)
+  before = {path: path.stat().st_ino for path in programs.files().values()}
+  programs(3.0)
+  assert before == {path: path.stat().st_ino for path in programs.files().values()}
+  monkeypatch.setattr(signatures, "_key", lambda: b"of another user")
+  programs(3.0)
+  assert before != {path: path.stat().st_ino for path in programs.files().values()}
+
+
+@pytest.mark.parametrize("kind", ["link", "writable", "other user", "other key"])
+def test_folder_of_others_is_not_used_for_programs(kind, programs, tmp_path, monkeypatch):
+  programs(3.0)
+  folder, names = programs.folder, set(programs.files())
+  if kind == "link":
+    folder = folder.rename(tmp_path / "elsewhere")
+    programs.folder.symlink_to(folder)
+  elif kind == "writable":
+    folder.chmod(0o770)
+  elif kind == "other user":
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+  else:  # as of another process of the run, which removes nothing
+    monkeypatch.setattr(signatures, "_key", lambda: b"of another user")
+    monkeypatch.setattr(compile_cache.distributed, "is_first", lambda: False)
+  with pytest.warns(UserWarning, match="programs is not used for compiled programs"):
+    assert programs(7.0) == 14
+  assert {path.name for path in folder.glob("*-cache")} == names
+
+
+class _Command:
+  """A pickle that runs a command."""
+
+  def __init__(self, file):
+    self.file = file
+
+  def __reduce__(self):
+    return Path.touch, (self.file,)
+
+
+def test_pickle_in_place_of_a_program_is_not_executed(looked_up, lowered, tmp_path):
+  want = looked_up()(X + 0, X)
+  (path,) = looked_up.files()
+  program = pickle.dumps(_Command(tmp_path / "executed"))
+  for content in (hashlib.sha256(program).digest() + program, path.read_bytes()[:32] + program):
+    path.write_bytes(content)
+    lowered.clear()
+    np.testing.assert_array_equal(looked_up()(X + 0, X), want)
+    assert lowered and not (tmp_path / "executed").exists()
+  other = path.with_name("0" * 64 + ".program")  # signed, but under another name
+  path.rename(other)
+  assert signatures.read(other) == b""
+  os.mkfifo(path)
+  np.testing.assert_array_equal(looked_up()(X + 0, X), want)
+
+
+def test_key_is_private_and_that_of_all_processes_of_a_user(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  fresh = signatures._key.__wrapped__
+  first, path = fresh(), tmp_path / "lnssm_jax" / "key"
+  assert first == fresh() == path.read_bytes() and path.stat().st_mode & 0o077 == 0
+  assert [file.name for file in path.parent.iterdir()] == ["key"]
+  path.chmod(0o644)  # others may have read it
+  assert fresh() != first
+  monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+  assert fresh() != fresh()
+
+
+def test_kernels_that_are_no_files_are_rejected(tmp_path):
+  compile_cache._check_files(tmp_path)
+  os.mkfifo(tmp_path / "x.textproto")
+  with pytest.raises(ValueError, match=r"x\.textproto is a link, or no regular file; remove it"):
+    compile_cache._check_files(tmp_path)

@@ -17,15 +17,14 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh
 
-from train.checkpoint.safe_files import replace_file
-from train.cluster import agreement, distributed
+from train.cluster import agreement, distributed, signatures
 
 IN_RUN = "run"  # as a folder: `programs` in the run folder
 
 # Where a traced program is looked up before it is lowered. On a CPU that would save little, and
 # another processor that shares the folder may lack instructions of the program.
 _LOOKED_UP = ("gpu",)
-_DIGEST = hashlib.sha256().digest_size
+_FOLDER: list[Path] = []  # of the contexts `at`
 
 
 def folder(compile_cache: str | None, run_dir: str | Path) -> str | None:
@@ -39,8 +38,9 @@ def folder(compile_cache: str | None, run_dir: str | Path) -> str | None:
 def at(folder: str | None) -> Iterator[None]:
   """Context in which compiled programs are cached in `folder`; None changes nothing.
 
-  Runs may share the folder. It holds code that will be executed: nobody else should be able to
-  write there. If a file is unusable, JAX warns and compiles.
+  Runs may share the folder. It holds code that will be executed, so JAX sees only files that this
+  user has signed (`train.cluster.signatures`); others are removed and compiled again. A folder that
+  is a link, of another user, or writable for others is not used.
 
   Raises:
     ValueError: `folder` is not a folder and cannot be created.
@@ -50,22 +50,28 @@ def at(folder: str | None) -> Iterator[None]:
     return
   path = Path(os.path.expandvars(folder)).expanduser().absolute()
   try:
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
   except OSError as error:
     raise ValueError(
       f"compile_cache={folder!r} cannot be used ({error.strerror}); use a folder, or None."
     ) from error
+  if why := signatures.prepare(path, keep=not distributed.is_first()):
+    warnings.warn(f"{path} is not used for compiled programs: {why}.", stacklevel=3)
+    yield
+    return
   settings = {
     "jax_compilation_cache_dir": str(path),
     "jax_persistent_cache_min_compile_time_secs": 0.1,
   }
   before = {name: jax.config.values[name] for name in settings}
+  _FOLDER.append(path)
   try:
     for name, value in settings.items():
       jax.config.update(name, value)
     compilation_cache.reset_cache()  # JAX reads the setting only once
     yield
   finally:
+    signatures.sign_new(_FOLDER.pop())
     for name, value in before.items():
       jax.config.update(name, value)
     compilation_cache.reset_cache()
@@ -85,8 +91,17 @@ def options(mesh: Mesh, kernels: Path | None) -> dict[str, Any] | None:
   chosen: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0}
   if kernels is not None:
     kernels.mkdir(exist_ok=True)
+    _check_files(kernels)
     chosen["xla_gpu_per_fusion_autotune_cache_dir"] = str(kernels.absolute())
   return chosen
+
+
+def _check_files(folder: Path) -> None:
+  """Raises ValueError if a file of `folder` is none, such as a pipe, for which XLA would wait."""
+  for inside, folders, names in os.walk(folder):
+    for path in (folder, *(Path(inside, name) for name in (*folders, *names))):
+      if path.is_symlink() or not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path} is a link, or no regular file; remove it.")
 
 
 def compiled(
@@ -98,11 +113,14 @@ def compiled(
   a second of Python for each GPU kernel. The text of a kernel also counts the kernels that this
   process lowered before (JAX 0.11), so a process that lowers fewer of them finds nothing. So the
   executable is also kept under a digest of what was traced, with all constants, `settings`,
-  packages, source files, flags and devices. A file that is damaged or does not load is compiled
-  again. Only for a run of one process on GPUs.
+  packages, source files, flags and devices. It is signed with its name: a file that is damaged, is
+  another program's or does not load is compiled again. Only for a run of one process on GPUs.
   """
   with _no_garbage_collection():
-    return _compiled(function.trace(*arguments), mesh, settings)
+    result = _compiled(function.trace(*arguments), mesh, settings)
+  if _FOLDER:  # now: a killed process would leave files without signatures
+    signatures.sign_new(_FOLDER[-1])
+  return result
 
 
 def found_by_trace(
@@ -148,12 +166,8 @@ def _compiled(
     return traced.lower().compile()
   folder = Path(jax.config.jax_compilation_cache_dir or "")
   path = folder / f"{_key(traced, mesh, settings)}.program"
-  try:
-    content = path.read_bytes()
-  except OSError:
-    content = b""
-  digest, program = content[:_DIGEST], content[_DIGEST:]
-  if program and hashlib.sha256(program).digest() == digest:
+  program = signatures.read(path)
+  if program:
     devices = list(mesh.devices.flat)
     try:
       trees = traced.in_tree, traced.out_tree
@@ -163,7 +177,7 @@ def _compiled(
   result = traced.lower().compile()
   try:
     program, *_ = serialize_executable.serialize(result)
-    replace_file(path, hashlib.sha256(program).digest() + program)
+    signatures.write(path, program)
   except Exception as error:  # the next start takes longer
     warnings.warn(f"{path} cannot be written: {error}", stacklevel=2)
   return result

@@ -99,6 +99,8 @@ class Tracer:
 
   def _start(self, steps: range) -> None:
     try:
+      if self._traces.is_symlink():
+        raise OSError(f"{self._traces} is a link; links are not followed")
       jax.profiler.start_trace(self._folder(steps))
       self._running = steps
     except Exception as error:
