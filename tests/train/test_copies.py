@@ -114,6 +114,28 @@ def test_scores_are_those_of_the_logits():
     np.testing.assert_allclose(sums.nats[copy], nats.sum(), rtol=1e-5)
 
 
+def test_copies_average_parameters_after_each_step_and_not_without_targets():
+  optimizer = dataclasses.replace(settings().optimizer, ema_decay=0.5, warmup_steps=0)
+  copies = Copies(settings(optimizer=optimizer), seeds=(0, 1), learning_rates=(1e-2,))
+  exact = lambda name, copy: np.concatenate(
+    [np.ravel(np.float64(x[copy])) for x in jax.tree.leaves(copies.state[name])]
+  )
+  tokens = np.random.default_rng(0).integers(0, 300, (2, 4, 16)).astype(np.int32)
+  weights = np.stack([np.ones((4, 16)), np.zeros((4, 16))]).astype(np.float32)
+  before = [(exact("params", copy), exact("ema", copy)) for copy in (0, 1)]
+  metrics = copies.step({"tokens": tokens, "targets": tokens, "weights": weights})
+  params, ema = exact("params", 0), exact("ema", 0)
+  moved = np.linalg.norm(params - before[0][0])
+  assert moved > 1e-3
+  assert np.linalg.norm(ema - 0.5 * (before[0][1] + params)) < 1e-2 * moved
+  np.testing.assert_array_equal(exact("params", 1), before[1][0])  # no target of it counts
+  np.testing.assert_array_equal(exact("ema", 1), before[1][1])
+  assert metrics["tokens"].tolist() == [64, 0]
+  copies.restart(jax.tree.map(lambda x: 2 * x, copies.params))
+  np.testing.assert_array_equal(exact("ema", 0), exact("params", 0))
+  copies.step({"tokens": tokens, "targets": tokens, "weights": weights})
+
+
 def test_no_copies_raise():
   with pytest.raises(ValueError, match="at least one seed and one learning rate"):
     Copies(settings(), seeds=(), learning_rates=(1e-3,))

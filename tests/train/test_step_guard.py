@@ -69,6 +69,8 @@ def test_step_guard_skipped_step_changes_only_schedule(tiny):
   huge = before["params"] | {"head": {"kernel": 1e30 * head}}  # its gradients overflow
   for weight, change in (
     (np.nan, {}),
+    (0, {}),  # no target counts
+    (0, {"spikes": enough}),
     (np.inf, {}),
     (1, {"spikes": enough}),
     (1, {"params": huge}),
@@ -99,7 +101,8 @@ def test_step_guard_run_with_skipped_steps_resumes_exactly(
   tiny, tmp_path, monkeypatch, capsys, fit_and_kill
 ):
   poison(monkeypatch, {4: np.nan, 5: np.inf, 9: np.nan})
-  whole = quick(tiny, run_dir=str(tmp_path / "whole"))
+  changes = {"optimizer__ema_decay": 0.75, "accumulate": 2}
+  whole = quick(tiny, run_dir=str(tmp_path / "whole"), **changes)
   reference = loop.fit(whole)
   out = capsys.readouterr().out
   assert "step 4 skipped (loss is nan, grad_norm is nan); 1 in total" in out
@@ -110,10 +113,45 @@ def test_step_guard_run_with_skipped_steps_resumes_exactly(
   losses = [row["loss"] for row in rows_of(whole) if row["kind"] == "train"]
   assert np.isfinite(losses).all()
 
-  parts = quick(tiny, run_dir=str(tmp_path / "parts"))
+  parts = quick(tiny, run_dir=str(tmp_path / "parts"), **changes)
   fit_and_kill(parts, at=8)
   chex.assert_trees_all_equal(loop.fit(parts).state, reference.state, strict=True)
   assert rows_of(parts) == rows_of(whole)
+
+
+def test_step_guard_steps_without_targets_are_skipped_and_no_failures(
+  tiny, tmp_path, monkeypatch, capsys, fit_and_kill
+):
+  poison(monkeypatch, dict.fromkeys((3, 5, 6, 7), 0) | {4: np.nan, 8: np.nan})
+  cfg = quick(tiny, max_skipped=3, run_dir=str(tmp_path / "whole"))
+  loop.fit(cfg)
+  assert "step 5 skipped (no target of its batch counts); 3 in total" in capsys.readouterr().out
+  rows = {row["step"]: row for row in rows_of(cfg)}
+  assert [step for step, row in rows.items() if row["kind"] == "skipped"] == [3, 4, 5, 6, 7, 8]
+  assert (rows[5]["loss"], rows[5]["grad_norm"]) == (None, None)
+  again = quick(tiny, max_skipped=3, run_dir=str(tmp_path / "again"))
+  fit_and_kill(again, at=7)
+  loop.fit(again)
+  assert rows_of(again) == rows_of(cfg)
+  limited = quick(tiny, max_skipped=2, run_dir=str(tmp_path / "limited"))
+  fit_and_kill(limited, at=7)  # what was counted before a resume counts
+  with pytest.raises(DivergedError, match=r"the last 2 steps with targets, up to 8, were skipped"):
+    loop.fit(limited)
+
+
+def test_skip_spikes_switched_on_and_off_for_a_run_that_exists(tiny):
+  cfg = quick(tiny, steps=6)
+  loop.fit(cfg)
+  for steps, limit in ((9, 6.0), (12, None)):
+    cfg = quick(tiny, steps=steps, skip_spikes=limit)
+    state = loop.fit(cfg, allow_config_change=True).state
+    assert state["step"] == steps
+    assert (state["spikes"]["count"] == 3) if limit else "spikes" not in state
+
+
+def test_step_guard_initial_statistics_share_no_buffer():
+  leaves = jax.tree.leaves(step_guard.init_statistics())
+  assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
 def test_step_guard_too_many_skipped_steps_end_run(tiny, monkeypatch):

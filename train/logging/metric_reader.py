@@ -25,6 +25,9 @@ class DivergedError(FloatingPointError):
     self.weights_are_good = weights_are_good
 
 
+NO_TARGETS = "no target of its batch counts"  # why a step was skipped that is no failure
+
+
 class MetricReader:
   """Reads the metrics of step n - 1 after step n was dispatched, so that the device never waits.
 
@@ -120,25 +123,30 @@ class MetricReader:
     Raises:
       DivergedError: it reached the limit of consecutive skipped steps.
     """
-    self._skipped.append(step)
-    measured = {name: values[name] for name in ("loss", "grad_norm")}
+    is_empty = values["tokens"] == 0
+    measured = {name: math.nan if is_empty else values[name] for name in ("loss", "grad_norm")}
     nonfinite = [
       f"{name} is {value}" for name, value in measured.items() if not math.isfinite(value)
     ]
     why = ", ".join(nonfinite) or "a spike: loss {loss:.4g}, grad_norm {grad_norm:.4g}".format(
       **measured
     )
+    why = self._skipped[step] = NO_TARGETS if is_empty else why
     finite = {name: v if math.isfinite(v) else None for name, v in measured.items()}
     row: Row = {"kind": "skipped", "step": step, "why": why, **finite}
     self._run.append([row])
     self._console.say(f"step {step} skipped ({why}); {len(self._skipped)} in total")
-    limit = self._cfg.max_skipped
-    if self._skipped[-limit:] == list(range(step - limit + 1, step + 1)):
+    limit, failures, before = self._cfg.max_skipped, 0, step
+    while failures < limit and before in self._skipped:
+      failures += self._skipped[before] != NO_TARGETS
+      before -= 1
+    if failures == limit and not is_empty:
+      with_targets = "" if step - before == limit else " with targets"
       raise DivergedError(
-        f"the last {limit} steps, up to {step}, were skipped ({why}), so training stopped with the "
-        "parameters from before them. Inspect the text of these steps, lower optimizer.peak_lr or "
-        "set optimizer.clip_norm=1.0, and start again with another run_dir or resume with "
-        "--allow-config-change. max_skipped sets how many consecutive ones end a run.",
+        f"the last {limit} steps{with_targets}, up to {step}, were skipped ({why}), so training "
+        "stopped with the parameters from before them. Inspect their text, lower "
+        "optimizer.peak_lr or set optimizer.clip_norm=1.0, and start again with another run_dir or "
+        "resume with --allow-config-change. max_skipped sets how many consecutive ones end a run.",
         weights_are_good=True,
       )
 

@@ -145,11 +145,11 @@ class RunFolder:
     """Rows of metrics.jsonl, in process 0, which writes them and the metadata of checkpoints."""
     return self._metrics.count
 
-  def skipped_steps(self) -> list[int]:
-    """Steps skipped by the step guard (`train.step.step_guard`), in ascending order."""
-    return distributed.on_first(
-      lambda: [row["step"] for row in self._metrics.notable() if row["kind"] == "skipped"]
-    )
+  def skipped_steps(self) -> dict[int, str]:
+    """Steps skipped by the step guard (`train.step.step_guard`), in ascending order, and why."""
+    skipped = lambda row: row["kind"] == "skipped"
+    rows = distributed.on_first(lambda: list(filter(skipped, self._metrics.notable())))
+    return {row["step"]: str(row.get("why")) for row in rows}
 
   def _result(self) -> Row | None:
     """The last result of a sweep."""

@@ -1,7 +1,9 @@
 """Guard of the training step: skips updates that are not finite and, optionally, spikes.
 
-A skipped step changes neither the parameters nor Adam's moments; the learning rate and the data
-position advance. The decision is made on the device, inside the compiled step.
+A skipped step changes neither the parameters, nor Adam's moments, nor averages and statistics; the
+learning rate and the data position advance. The decision is made on the device, inside the compiled
+step. A step without targets, all of whose weights are 0, is skipped too: it says nothing about the
+model, so it is no failure and does not count towards `max_skipped`.
 
 Spikes: let x = (loss, gradient norm), with running means m and variances v over the steps that were
 not skipped. A step is a spike if, for either component,
@@ -22,8 +24,9 @@ Statistics = dict[str, jax.Array]
 
 def init_statistics() -> Statistics:
   """Statistics before the first step: `mean`, `variance` float32 [2], `count` int32 []."""
-  zeros = jnp.zeros(2, jnp.float32)
-  return {"mean": zeros, "variance": zeros, "count": jnp.int32(0)}
+  # Two buffers: a step that donates them rejects one buffer under two names.
+  mean, variance = (jnp.zeros(2, jnp.float32) for _ in range(2))
+  return {"mean": mean, "variance": variance, "count": jnp.int32(0)}
 
 
 def is_finite(loss: jax.Array, grad_norm: jax.Array) -> jax.Array:

@@ -39,7 +39,8 @@ def make_train_step(
 
   Metrics are float32 scalars: `loss` (nats per predicted token, before the step), `grad_norm`
   (before clipping), `param_norm` (after the step), `learning_rate`, `tokens` (sum of weights), and
-  `skipped` (1 if the update was rejected by `train.step.step_guard`). If the batch has `votes`
+  `skipped` (1 if the update was rejected by `train.step.step_guard`, also where no target of the
+  batch counts). If the batch has `votes`
   (`distributed.ballot`), the metrics hold their maximum over all devices. If a mixer has an
   auxiliary output, `aux` is a list of them by layer (None for a mixer without). Their losses are
   added to what is differentiated, not to `loss`; each counts for the tokens of its microbatch.
@@ -85,7 +86,7 @@ def make_train_step(
     # run at a fraction of the memory's speed on a GPU.
     gradients = jax.lax.optimization_barrier(gradients)
     mean_loss, grad_norm = sums.nats / tokens, optax.tree.norm(gradients)
-    good = step_guard.is_finite(mean_loss, grad_norm)
+    good = step_guard.is_finite(mean_loss, grad_norm) & (sums.weight != 0)
     if cfg.skip_spikes is not None:
       good &= ~step_guard.is_spike(state["spikes"], mean_loss, grad_norm, cfg.skip_spikes)
     choose = functools.partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))

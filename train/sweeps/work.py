@@ -96,9 +96,11 @@ class Text:
       self.step += 1
     now = float(np.asarray(self._schedule(self.step - 1))) / cfg.optimizer.peak_lr
     rows: list[list[Row]] = []
-    for loss, (_, rate) in zip(np.asarray(metrics["loss"]).tolist(), self.copies.runs, strict=True):
+    measured = (np.asarray(metrics[name]).tolist() for name in ("loss", "tokens"))
+    for loss, tokens, (_, rate) in zip(*measured, self.copies.runs, strict=True):
       row = {"kind": "train", "loss": loss, "learning_rate": now * rate}
-      rows.append([{"step": self.step, **(row if math.isfinite(loss) else {"kind": "diverged"})}])
+      row = {"step": self.step, **(row if math.isfinite(loss) else {"kind": "diverged"})}
+      rows.append([row] if tokens else [])  # without targets there is no loss
     if self.step % cfg.eval_every == 0 or self.step == cfg.steps:
       evaluated = self._evaluate()
       if self.step == cfg.steps:

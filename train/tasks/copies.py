@@ -28,7 +28,7 @@ from train import config
 from train.cluster import compile_cache, device_mesh
 from train.step.loss import LossSums, next_token_loss
 from train.step.model import model_graph
-from train.step.optimizer import make_optimizer, penalties_of
+from train.step.optimizer import as_skipped, make_optimizer, penalties_of, update_ema
 from train.step.state import State, initializer
 from train.step.train_step import dropout_key
 
@@ -88,7 +88,8 @@ class Copies:
   def step(self, batch: Any, scale: float = 1.0) -> dict[str, Any]:
     """Trains on a batch; `loss` [R] before it and, with a router, `aux` of each layer.
 
-    `scale` multiplies the learning rates of this step.
+    `scale` multiplies the learning rates of this step. Nothing but the schedule advances in a copy
+    of whose batch no target counts (`tokens` is 0).
     """
     step = self._step[_is_own(batch)]
     ratios = self._ratios * np.float32(scale)
@@ -100,6 +101,8 @@ class Copies:
     transformation = make_optimizer(self.cfg.optimizer, self.cfg.steps)[0]
     opt_state = jax.vmap(transformation.init)(optax.tree.cast(params, jnp.float32))
     new = {"params": jax.tree.map(jnp.copy, params), "opt_state": opt_state}
+    if "ema" in self.state:
+      new["ema"] = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
     self.state = self.state | new | {"step": jnp.zeros_like(self.state["step"])}
 
   def loss(self, batch: Any) -> LossSums:
@@ -159,15 +162,21 @@ class _Programs:
     def mean_loss(params):
       sums, aux = self._sums(params, batch, penalties_of(self._cfg.optimizer), of_step)
       mean = sums.nats / jnp.where(sums.weight > 0, sums.weight, 1.0)
-      return mean + aux_loss(aux), (mean, aux)
+      return mean + aux_loss(aux), (mean, sums.weight, aux)
 
     params = state["params"]
-    gradients, (mean, aux) = jax.grad(mean_loss, has_aux=True)(params)
+    gradients, (mean, tokens, aux) = jax.grad(mean_loss, has_aux=True)(params)
     transformation = make_optimizer(self._cfg.optimizer, self._cfg.steps)[0]
     updates, opt_state = transformation.update(gradients, state["opt_state"], params)
-    params = optax.apply_updates(params, jax.tree.map(lambda u: ratio * u, updates))
+    updates = jax.tree.map(lambda u: ratio * u, updates)
+    choose = functools.partial(jax.tree.map, lambda new, old: jnp.where(tokens != 0, new, old))
+    before = as_skipped(state["opt_state"], opt_state)
+    opt_state = choose(opt_state, before)
+    params = choose(optax.apply_updates(params, updates), params)
+    if (decay := self._cfg.optimizer.ema_decay) is not None:
+      state = state | {"ema": choose(update_ema(state["ema"], params, decay), state["ema"])}
     state = state | {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
-    metrics = {"loss": mean}
+    metrics = {"loss": mean, "tokens": tokens}
     if jax.tree.leaves(aux):
       metrics["aux"] = layers.apart(aux, self._cfg.model.num_layers)
     return state, metrics
