@@ -8,11 +8,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reliability import platforms
+
 
 def start(
   function: Callable[..., None], *arguments: Any, processes: int, devices: int, log: Path
 ) -> list[BaseProcess]:
-  """Runs `function(*arguments)` in each of `processes`, which share `devices` CPU devices equally.
+  """Runs `function(*arguments)` in each of `processes`, which share `devices` devices equally.
 
   This process must not have started a backend.
   """
@@ -25,6 +27,7 @@ def start(
       "JAX_COORDINATOR_ADDRESS": address,
       "JAX_NUM_PROCESSES": str(processes),
       "JAX_PROCESS_ID": str(index),
+      **platforms.of_process(index, devices // processes),
     }
     options = (environment, devices // processes, log, function, arguments)
     child = multiprocessing.get_context("fork").Process(target=_run, args=options)

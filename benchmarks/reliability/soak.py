@@ -1,12 +1,14 @@
 """Trains a small model again and again under random faults, and compares every number.
 
     python -m benchmarks.reliability.soak --minutes 30 --seed 1
+    python -m benchmarks.reliability.soak --minutes 10 --seed 1 --platform gpu  # on two GPUs
 
 An undisturbed run comes first, of one process and of two. Then runs with the same settings are
 started, disturbed, ended and resumed until they are complete, and begin again. One fault at a time:
-signals, a killed process of two, readers that exit, a full disk, no free descriptors, a clock that
-jumps, and damage to any file of the run or of its data, between two starts or during training. Per
-fault the table has
+signals, a killed process of two, readers that exit, a full disk, a read-only one, syncs that fail,
+no free descriptors, a clock that jumps, other processes that create the same token files, and
+damage to any file of the run or of its data, between two starts or during training. Per fault the
+table has
 
     trials     times that it was caused
     rows       rows of metrics.jsonl compared with those of the undisturbed run, bit for bit
@@ -28,6 +30,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.reliability import platforms
 from benchmarks.reliability.soak_campaign import OF_ONE, OF_TWO, Campaign, Count
 
 STEPS = 1000  # of a run
@@ -84,7 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
   parser.add_argument("--only", default="", help="faults whose names contain this")
   parser.add_argument("--out", type=Path, help="a file for the table")
+  platforms.add_option(parser)
   options = parser.parse_args(arguments)
+  platforms.use(options.platform)
   import train.loop  # noqa: F401  so that the children need not
 
   with tempfile.TemporaryDirectory() as root:

@@ -1,7 +1,6 @@
 """A run under faults, for `benchmarks.reliability.soak`: one at a time, and what came of it."""
 
 import dataclasses
-import json
 import multiprocessing
 import os
 import shutil
@@ -13,21 +12,22 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from benchmarks.reliability import soak_faults, tiny_run
+from benchmarks.reliability import platforms, soak_faults
 from benchmarks.reliability.kills import inode, parameters_differ
+from benchmarks.reliability.soak_runs import rows_of, run_command, settings
 from train import config
 from train.checkpoint.store import newest_step
-from train.runs.run_folder import RunFolder
 
-NUMBERS = ("loss", "grad_norm", "param_norm", "val_loss")
-EVERY = 25  # steps between checkpoints
 PATIENCE = 300.0  # seconds until a process counts as hanging
 PEER = 60.0  # most seconds until a process has noticed on a CPU that another was killed
-ENDS = {signal.SIGTERM: 0, signal.SIGINT: 0, signal.SIGHUP: 129, signal.SIGKILL: -signal.SIGKILL}
+STOP = 90.0  # most seconds from a signal that stops a run to its exit
+ENDS = {signal.SIGTERM: 0, signal.SIGINT: 0, signal.SIGUSR1: 0, signal.SIGHUP: 129,
+        signal.SIGKILL: -signal.SIGKILL}  # fmt: skip
 
 SIGNALS = tuple(each.name for each in ENDS)
-LIVE = ("SIGSTOP, SIGCONT", "full disk", "no descriptors", "reader exits", "stdout closed",
-        "clock jumps", "modification times")  # fmt: skip
+LIVE = ("SIGSTOP, SIGCONT", "full disk", "read-only disk", "syncs that fail", "no descriptors",
+        "reader exits", "stdout closed", "clock jumps", "modification times",
+        "shared token files")  # fmt: skip
 AT_REST = tuple(f"{target}, at rest" for target in soak_faults.TARGETS)
 IN_USE = tuple(f"{target}, in use" for target in soak_faults.TARGETS)
 OF_ONE = (*SIGNALS, *LIVE, *AT_REST, *IN_USE)
@@ -48,25 +48,6 @@ class Count:
   silent: int = 0
 
 
-def settings(root: Path, name: str, processes: int, steps: int) -> config.Train:
-  """Config of a run of about 170,000 parameters."""
-  base = tiny_run.settings(root, name)
-  text = base.data.sources["train"]
-  validation = root / "validation.txt"
-  if not validation.exists():
-    validation.write_text(Path(text).read_text()[:9000])
-  return dataclasses.replace(
-    base,
-    model=dataclasses.replace(base.model, dim=128, num_layers=1, vocab_size=320, mixer="lrn"),
-    data=config.Data(
-      folder=str(root / "tokens"), tokenizer="bpe:290", train=("train",),
-      validation=("validation",), sources={"train": text, "validation": str(validation)},
-    ),
-    mesh=config.Mesh(data=processes), steps=steps, checkpoint_every=EVERY, eval_every=200,
-    compile_cache=str(root / name / "programs"),
-  )  # fmt: skip
-
-
 class Campaign:
   """Runs of equal settings under faults, one after the other."""
 
@@ -75,7 +56,9 @@ class Campaign:
     self.number, self.harm, self.last, self.reached = 0, None, None, 0
     self.harm_was_read = False  # by the processes that run now
     self.excused: set[tuple] = set()  # rows whose loss was reported
+    self.whole: dict[Path, bytes] = {}  # token files before others created them again
     self.out, self.errors = (root / f"{which}-of-{processes}.txt" for which in ("out", "err"))
+    self.shared_errors = root / "shared-err.txt"
     self.reference = settings(root, f"alone-of-{processes}", processes, steps)
     self.say: Callable[[str], None] = print
 
@@ -93,13 +76,18 @@ class Campaign:
     return self.steps / (time.monotonic() - begin)
 
   def renew(self) -> None:
-    """Begins the next run, which finds its programs compiled, and the data as it was."""
+    """Begins the next run, which finds its programs compiled, and the data as it was.
+
+    On GPUs it also has XLA's choices of kernels, without which it would round differently.
+    """
     if self.harm is not None:
       self.harm.undo()
     self.number, self.reached, self.harm, self.excused = self.number + 1, 0, None, set()
     name = f"run-{self.number}-of-{self.processes}"
     self.cfg = settings(self.root, name, self.processes, self.steps)
-    shutil.copytree(f"{self.reference.run_dir}/programs", f"{self.cfg.run_dir}/programs")
+    for kept in ("programs", "kernels"):  # the latter on GPUs only
+      if (source := Path(self.reference.run_dir, kept)).exists():
+        shutil.copytree(source, Path(self.cfg.run_dir, kept))
 
   def start(
     self, cfg: config.Train, before: Callable[[], object] = int, out: int | None = None
@@ -108,16 +96,15 @@ class Campaign:
     with socket.socket() as probe:
       probe.bind(("localhost", 0))
       address = f"localhost:{probe.getsockname()[1]}"
-    file = self.root / f"config-{self.processes}.py"
-    code = f"def get_config(): return from_dict({config.to_dict(cfg)!r})"
-    file.write_text(f"from train.config import from_dict\n{code}\n")
+    file = self._config_file(f"config-{self.processes}.py", cfg)
     for log in (self.out, self.errors):
       log.write_text("")
     children = []
     for index in range(self.processes):
       launch = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(self.processes),
                 "JAX_PROCESS_ID": str(index)} if self.processes > 1 else {}  # fmt: skip
-      target = lambda launch=launch: _command(
+      launch |= platforms.of_process(index, 1)
+      target = lambda launch=launch: run_command(
         ["fit", "--config", str(file)],
         launch,
         self.out if out is None else out,
@@ -127,6 +114,12 @@ class Campaign:
       children.append(multiprocessing.get_context("fork").Process(target=target))
       children[-1].start()
     return children
+
+  def _config_file(self, name: str, cfg: config.Train) -> Path:
+    file = self.root / name
+    code = f"def get_config(): return from_dict({config.to_dict(cfg)!r})"
+    file.write_text(f"from train.config import from_dict\n{code}\n")
+    return file
 
   def trial(self, fault: str) -> None:
     """Causes one fault, and resumes the run until it has trained and stopped as it should."""
@@ -140,11 +133,15 @@ class Campaign:
     before, reader, out = int, None, None
     if fault == "clock jumps":
       before = soak_faults.jumping_clock(self.rng.randrange(10**9))
+    elif fault == "syncs that fail":
+      before = soak_faults.failing_syncs(self.rng.randrange(10**9))
     elif fault == "stdout closed":
       before = lambda: os.close(1)
     elif fault == "reader exits":
       reader, out = os.pipe()
+    others = self.share() if fault == "shared token files" else []
     children = self.resume(before, out)
+    self.shared(others)
     if children is None:
       return
     if reader is not None and out is not None:
@@ -165,6 +162,35 @@ class Campaign:
       children = self.resume()
       if children is not None:
         self.end(children, signal.SIGTERM)
+
+  def share(self) -> list[BaseProcess]:
+    """Starts two other processes that need the same token files, or make them again.
+
+    Half of the times the files are missing, so that the run and both others create them.
+    """
+    force, folder = self.rng.random() < 0.5, Path(self.cfg.data.folder)
+    if not force:
+      self.whole = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+      for path in self.whole:
+        path.unlink()
+    file = self._config_file("shared.py", self.cfg)
+    arguments = ["tokenize", "--config", str(file), *(["--force"] if force else [])]
+    target = lambda: run_command(arguments, {}, self.root / "shared.txt", self.shared_errors, int)
+    children = [multiprocessing.get_context("fork").Process(target=target) for _ in range(2)]
+    for child in children:
+      child.start()
+    return children
+
+  def shared(self, others: list[BaseProcess]) -> None:
+    """Waits for the processes of `share`, which must succeed, and compares the files."""
+    for child in others:
+      child.join(PATIENCE)
+      if child.exitcode:
+        self.blame("wrong", self.last, f"tokenize: {self.shared_errors.read_text()[-1000:]}")
+    for path, content in (self.whole if others else {}).items():
+      if not path.exists() or (path.suffix != ".json" and path.read_bytes() != content):
+        self.blame("silent", self.last, f"{path.name} is missing or has changed")
+    self.whole = {}
 
   def resume(
     self, before: Callable[[], object] = int, out: int | None = None
@@ -187,10 +213,8 @@ class Campaign:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(self.rng.uniform(0, 1.5))
         os.kill(pid, signal.SIGCONT)
-      elif fault in ("full disk", "no descriptors"):
-        full = fault == "full disk"
-        limit = soak_faults.limit_files if full else soak_faults.limit_descriptors
-        end = limit(pid, self.cfg, self.rng)
+      elif fault in soak_faults.FOR_A_WHILE:
+        end = soak_faults.FOR_A_WHILE[fault](pid, self.cfg, self.rng)
         time.sleep(self.rng.uniform(0.2, 2))
         end()
     except ProcessLookupError:
@@ -214,7 +238,7 @@ class Campaign:
     """Exit code of one command in a process of its own."""
     for log in (self.out, self.errors):
       log.write_text("")
-    target = lambda: _command(arguments, {}, self.out, self.errors, int)
+    target = lambda: run_command(arguments, {}, self.out, self.errors, int)
     child = multiprocessing.get_context("fork").Process(target=target)
     child.start()
     child.join(PATIENCE)
@@ -253,7 +277,7 @@ class Campaign:
   def ended(self, children: list[BaseProcess], sent: tuple[int, signal.Signals] | None) -> None:
     """Compares rows, exit codes and messages after the processes have ended."""
     killed = sent is not None and sent[1] == signal.SIGKILL
-    deadline = time.monotonic() + (PEER if killed else PATIENCE)
+    deadline = time.monotonic() + (PEER if killed else PATIENCE if sent is None else STOP)
     hanging = []
     for child in children:
       child.join(max(0, deadline - time.monotonic()))
@@ -348,7 +372,11 @@ class Campaign:
     """Compares a complete run as a whole, and begins the next."""
     if self.expected.keys() - self.rows.keys() - self.excused:
       self.blame("silent", self.last, "a complete run lacks rows")
-    compare = lambda: sys.exit(int(parameters_differ(self.reference, self.cfg)))
+
+    def compare() -> None:
+      os.environ.update(platforms.of_process(0, 1))
+      sys.exit(int(parameters_differ(self.reference, self.cfg)))
+
     (child := multiprocessing.get_context("fork").Process(target=compare)).start()
     child.join()
     if child.exitcode:
@@ -362,37 +390,3 @@ class Campaign:
     count = self.table[fault or "start"]
     setattr(count, what, getattr(count, what) + 1)
     self.say(f"{what.upper()} after {fault}: {why}")
-
-
-def _command(arguments, launch, out: Path | int, errors: Path, before) -> None:
-  """Runs `python -m train` in a forked process."""
-  from train.cli.main import main
-
-  os.environ.update(launch)
-  with errors.open("a") as file:
-    os.dup2(file.fileno(), 2)
-  if isinstance(out, Path):
-    with out.open("a") as file:
-      os.dup2(file.fileno(), 1)
-  else:
-    os.dup2(out, 1)
-    os.close(out)
-  sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-  before()
-  sys.exit(main(arguments))
-
-
-def rows_of(cfg: config.Train) -> dict[tuple, tuple]:
-  """{(kind, step, set): numbers} of metrics.jsonl, where a damaged line is a row too."""
-  path = RunFolder(cfg.run_dir).metrics_file
-  found = {}
-  lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-  for line in lines:
-    try:
-      row = json.loads(line)
-      key = row["kind"], row["step"], row.get("set", "")
-      found[key] = tuple(row.get(name) for name in NUMBERS)
-    except (ValueError, KeyError, TypeError, AttributeError):
-      if line.endswith(b"\n"):
-        found["damaged", 0, line.decode(errors="replace")] = ()
-  return found

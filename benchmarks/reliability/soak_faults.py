@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import random
 import resource
@@ -156,6 +157,52 @@ def limit_descriptors(pid: int, cfg: config.Train, rng: random.Random) -> Callab
   """Lets no file be opened; returns what ends that."""
   del cfg, rng
   return _limit(pid, resource.RLIMIT_NOFILE, 3)
+
+
+def replace_folder(pid: int, cfg: config.Train, rng: random.Random) -> Callable[[], None]:
+  """Lets no checkpoint be created, as on a read-only disk, also for root; returns what ends that.
+
+  A file takes the place of their folder.
+  """
+  del pid, rng
+  folder = Path(cfg.run_dir) / "checkpoints"
+  hidden = folder.with_name("checkpoints of before")
+  if folder.exists():
+    folder.rename(hidden)
+  folder.write_text("")
+
+  def end() -> None:
+    folder.unlink()
+    if hidden.exists():
+      hidden.rename(folder)
+
+  return end
+
+
+FOR_A_WHILE = {
+  "full disk": limit_files, "no descriptors": limit_descriptors, "read-only disk": replace_folder,
+}  # fmt: skip
+
+
+def failing_syncs(seed: int) -> Callable[[], None]:
+  """Returns what makes a sync of this process fail now and then, at most one in three seconds.
+
+  Of the last checkpoint there are four attempts within 7 seconds.
+  """
+
+  def begin() -> None:
+    rng, sync, last = random.Random(seed), os.fsync, [0.0]
+
+    def fail_or_sync(descriptor: int) -> None:
+      now = time.monotonic()
+      if now - last[0] > 3 and rng.random() < 0.1:
+        last[0] = now
+        raise OSError(errno.EIO, "Input/output error")
+      sync(descriptor)
+
+    os.fsync = fail_or_sync
+
+  return begin
 
 
 def _limit(pid: int, which: int, most: int) -> Callable[[], None]:
