@@ -129,11 +129,14 @@ def test_wheel_has_the_command_of_the_training_stack(wheel, tmp_path):
   archive.extractall(tmp_path / "site")
   code = (
     f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from {module} import {function};"
-    f" {function}(['init', 'mine.py']); sys.exit({function}(['--version']))"
+    f" {function}()"
   )
-  done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout == f"mine.py\nlnssm_jax {lnssm_jax.__version__}\n"
+  version = f"lnssm_jax {lnssm_jax.__version__}\n"
+  for arguments, out in ((["init", "mine.py"], "mine.py\n"), (["--version"], version)):
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == out
 
 
 def test_wheel_imports_outside_the_checkout(wheel, tmp_path):
