@@ -5,6 +5,7 @@ targets the next run detects whether the files are up to date.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def up_to_date(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
     return sidecar if whole and pair.num_tokens == sidecar["tokens"] else None
   except DataError:
     return None
+
+
+def has_digests(prefix: Path, digests: Mapping[str, str]) -> bool:
+  """Whether the pair at `prefix` has a sidecar for files with these digests."""
+  try:
+    sidecar = read_sidecar(prefix) or {}
+  except DataError:
+    return False
+  return digests == {key: sidecar[key] for key in ("sha256", "weights_sha256") if key in sidecar}
 
 
 def check_owner(prefix: str | Path, origin: dict[str, Any], spec: str) -> None:

@@ -16,7 +16,14 @@ from train.data.indexed import CHECKSUMS, IndexedDataset, IndexedWriter, dtype_f
 from train.data.labels import TEXT_ROWS, Rows, Targets
 from train.data.parts import Parts
 from train.data.progress import Progress
-from train.data.sidecars import check_owner, read_sidecar, sidecar_path, up_to_date, write_sidecar
+from train.data.sidecars import (
+  check_owner,
+  has_digests,
+  read_sidecar,
+  sidecar_path,
+  up_to_date,
+  write_sidecar,
+)
 from train.data.tokenizers import (
   Tokenizer,
   TokenizerSettings,
@@ -170,15 +177,6 @@ def _intact(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
   return sidecar
 
 
-def _has(prefix: Path, digests: Mapping[str, str]) -> bool:
-  """Whether the pair at `prefix` has a sidecar for files with these digests."""
-  try:
-    sidecar = read_sidecar(prefix) or {}
-  except DataError:
-    return False
-  return digests == {key: sidecar[key] for key in ("sha256", "weights_sha256") if key in sidecar}
-
-
 @contextlib.contextmanager
 def _alone(
   path: Path, what: str, progress: bool, otherwise: DataError | None = None
@@ -235,7 +233,7 @@ def _tokenize(
         f"{', '.join(map(repr, inputs))} has no text: {len(files)} files, {dict(skipped)}"
         " documents skipped. Name sources with text in UTF-8."
       )
-    if not _has(prefix, writer.digests()):  # a crash would leave it with other files
+    if not has_digests(prefix, writer.digests()):  # a crash would leave it with other files
       sidecar_path(prefix).unlink(missing_ok=True)
   report.close(skipped)
   sidecar = {
