@@ -11,6 +11,7 @@ from typing import Any
 
 from lnssm_jax.pretrained.files import read_bytes
 from train.checkpoint.safe_files import replace_file
+from train.data import fingerprints
 from train.data.errors import DataError, reading, writing
 from train.data.indexed import IndexedDataset
 
@@ -67,6 +68,13 @@ def up_to_date(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
     return sidecar if whole and pair.num_tokens == sidecar["tokens"] else None
   except DataError:
     return None
+
+
+def intact(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
+  """The sidecar of a pair that is up to date; DataError if it has changed since."""
+  if sidecar := up_to_date(prefix, origin):
+    fingerprints.check(prefix, sidecar)
+  return sidecar
 
 
 def has_digests(prefix: Path, digests: Mapping[str, str]) -> bool:

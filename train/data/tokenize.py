@@ -19,9 +19,9 @@ from train.data.progress import Progress
 from train.data.sidecars import (
   check_owner,
   has_digests,
+  intact,
   read_sidecar,
   sidecar_path,
-  up_to_date,
   write_sidecar,
 )
 from train.data.tokenizers import (
@@ -157,24 +157,17 @@ def tokenize_to(
   wrong = None
   if not force:  # without a lock: the folder may not be writable
     try:
-      if sidecar := _intact(prefix, origin):
+      if sidecar := intact(prefix, origin):
         return sidecar
     except DataError as error:  # it may be that another process replaces them
       wrong = error
   with _alone(prefix, f"tokenize {name}", progress, wrong):
     if not force:
-      if sidecar := _intact(prefix, origin):
+      if sidecar := intact(prefix, origin):
         return sidecar
       check_owner(prefix, origin, tokenizer.spec)
     options = {"rows": rows, "workers": workers, "progress": progress, "force": force}
     return _tokenize(prefix, inputs, files, origin, tokenizer, **options)
-
-
-def _intact(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
-  """The sidecar of a pair that is up to date; DataError if it has changed since."""
-  if sidecar := up_to_date(prefix, origin):
-    fingerprints.check(prefix, sidecar)
-  return sidecar
 
 
 @contextlib.contextmanager
