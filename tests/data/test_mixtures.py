@@ -59,6 +59,19 @@ def test_each_set_is_read_in_epochs_of_its_own(mixture):
 
 
 @pytest.mark.parametrize("order", ["windows", "random_crops"])
+def test_sets_of_equal_size_have_orders_and_places_of_their_own(write_pair, order):
+  """By seed and name: none of them is that of the other set, of another seed, or in turn."""
+  ids = np.arange(4 * 50 + 1) // 4
+  sets = {name: TokenWindows(write_pair([ids], name), 4, 400) for name in "ab"}
+  seen = set()
+  for seed in (0, 1):
+    batches = train_batches(Mixture(sets, {"a": 1, "b": 1}), seed=seed, global_batch=2, order=order)
+    both = np.stack([batch["tokens"][:, 0] for batch in take(batches, 25)], axis=1)
+    seen |= {tuple(row) for row in both.tolist()}
+  assert len(seen) == 4 and tuple(range(25)) not in seen
+
+
+@pytest.mark.parametrize("order", ["windows", "random_crops"])
 def test_stream_is_a_function_of_seed_and_step(mixture, order):
   """For any first step, number of threads, and processes that share the rows."""
   whole = stream(mixture, 25, order=order)

@@ -253,6 +253,22 @@ def test_eval_batches_every_window_once_in_order(source, batch):
   assert not joined["tokens"][len(source) :].any()
 
 
+def test_eval_batches_of_the_first_rows_and_of_a_process(source):
+  """Six rows in batches of four: two of the second batch count, and are those of process 0."""
+  whole = list(eval_batches(source, 4, count=6))
+  assert [batch["weights"].any(axis=1).tolist() for batch in whole] == [
+    [True] * 4,
+    [True, True, False, False],
+  ]
+  shards = [eval_batches(source, 4, range(first, first + 2), 6) for first in (0, 2)]
+  for batch, *pieces in zip(whole, *shards, strict=True):
+    for key, value in batch.items():
+      np.testing.assert_array_equal(np.concatenate([piece[key] for piece in pieces]), value)
+  for i in range(6):
+    np.testing.assert_array_equal(whole[i // 4]["tokens"][i % 4], source[i]["tokens"])
+  assert len(list(eval_batches(source, 4, count=10**6))) == -(-len(source) // 4)
+
+
 def test_windows_id_outside_vocabulary_named_on_open(write_pair):
   prefix = write_pair([[1, 2, 300, 4], [5, 301]])
   TokenWindows(prefix, 2, 302)

@@ -22,6 +22,7 @@ from train.runs import evaluation
 from train.runs.evaluation import Evaluator
 from train.runs.run_folder import RunFolder, RunFolderError
 from train.step.model import model_graph
+from train.step.optimizer import make_schedule
 
 TIMES = ("tokens_per_second", "mfu", "data_wait")  # fields of a row that depend on time
 
@@ -75,6 +76,10 @@ def test_run_outputs_match_readme(tiny, capsys):
   fields = {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "bits_per_byte"}
   assert all(fields <= row.keys() for row in train)
   assert all(row["tokens_per_second"] > 0 for row in train)
+  assert [row["tokens"] for row in train] == [step * 4 * 32 for step in (5, 10, 12)]
+  rate = make_schedule(cfg.optimizer, cfg.steps)  # of the step that was just done
+  for row in train:
+    assert row["learning_rate"] == pytest.approx(float(rate(row["step"] - 1)), rel=1e-6)
   evals = [row for row in rows if row["kind"] == "eval"]
   assert [row["step"] for row in evals] == [0, 6, 12]
   assert evals[0]["bits_per_byte"] == pytest.approx(8, abs=1)

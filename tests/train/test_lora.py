@@ -63,6 +63,26 @@ def test_lora_equals_training_the_factors(options):
       assert name == KERNEL or np.array_equal(x, got[name]), name
 
 
+def test_lora_begins_with_factors_of_its_seed_apart_for_each_matrix():
+  """A is normal with variance 1 / in, of 128 and 512; B is zero."""
+  kernels = {f"{name}_proj": {"kernel": jnp.zeros((2, rows, 4))} for name, rows in
+             (("q", 128), ("k", 128), ("v", 512))}  # fmt: skip
+
+  def begun(seed):
+    settings = Optimizer(**OPTIONS, lora_rank=16)
+    factors, *_ = make_optimizer(settings, 10, seed)[0].init({"blocks": {"mixer": kernels}})
+    return flat(factors)
+
+  first, other = begun(1), begun(2)
+  a = {name: np.asarray(x) for name, x in first.items() if name.endswith("lora_a")}
+  for name, x in a.items():
+    assert x.std() * x.shape[1] ** 0.5 == pytest.approx(1, abs=0.05), name
+    assert not np.array_equal(x, other[name]) and not np.array_equal(x[0], x[1])
+  q, k, _ = (a[f"blocks.mixer.{name}_proj.kernel.lora_a"] for name in "qkv")
+  assert not np.array_equal(q, k)
+  assert not any(x.any() for name, x in first.items() if name not in a)
+
+
 def test_lora_trains_named_matrices_of_a_model(tiny):
   """Through the compiled step: the sum is W_0 + A B, and only factors have moments."""
   options = {"optimizer__lora_rank": 2, "optimizer__lora_names": ("*q_proj.kernel", "*up.kernel")}

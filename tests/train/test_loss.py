@@ -221,6 +221,16 @@ def test_loss_whole_batch_logits_never_materialized():
   assert compiled.memory_analysis().temp_size_in_bytes < B * T * vocab * 4 / 2
 
 
+@pytest.mark.parametrize(("vocab", "positions"), [(1024, 8192), (2**17, 1024)])
+def test_loss_chunk_by_default_is_bounded_in_positions_and_bytes(vocab, positions):
+  """A power of two: of at most 8192 positions and 512 MiB of logits."""
+  shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct(s, dtype)
+  T = 2**14
+  args = shape(2, T, D), shape(D, vocab), shape(2, T, dtype=jnp.int32), shape(2, T)
+  sizes = [math.prod(s) for s in shapes_in(jax.make_jaxpr(next_token_loss)(*args).jaxpr)]
+  assert max(sizes) == positions * vocab
+
+
 @pytest.mark.parametrize(
   ("change", "message"),
   [

@@ -13,6 +13,7 @@ def test_each_key_returns_once_and_its_value_is_asked_for_there(random_fillers):
   keys, values = tokens[:, :16:2], tokens[:, 1:16:2]
   assert ((keys >= 1) & (keys < 50)).all()
   assert ((values >= 50) & (values < 100)).all()
+  assert set(keys.flat) == {*range(1, 50)} and set(values.flat) == {*range(50, 100)}  # any of them
   for array in (keys, values, positions):
     assert (np.diff(np.sort(array, axis=1), axis=1) > 0).all()  # different
   assert ((positions >= 16) & (positions < 64) & (positions % 2 == 0)).all()
@@ -24,8 +25,11 @@ def test_each_key_returns_once_and_its_value_is_asked_for_there(random_fillers):
   meaning = np.zeros(tokens.shape, bool)
   meaning[:, :16] = True
   np.put_along_axis(meaning, positions, True, axis=1)
-  fillers = tokens[~meaning]
-  assert (len(set(fillers.tolist())) > 80) if random_fillers else not fillers.any()
+  fillers = tokens[~meaning].reshape(50, -1)
+  if random_fillers:
+    assert set(fillers.flat) == {*range(100)} and len(set(map(bytes, fillers))) == 50
+  else:
+    assert not fillers.any()
 
 
 def test_gaps_follow_the_power_law_without_replacement():

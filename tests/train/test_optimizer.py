@@ -146,6 +146,7 @@ def tree(seed, layers=2):
   rng = np.random.default_rng(seed)
   shapes = {
     ("blocks", "up_proj", "kernel"): (layers, 3, 6),
+    ("blocks", "down_proj", "kernel"): (layers, 6, 3),
     ("blocks", "k_conv", "kernel"): (layers, 4, 5),
     ("blocks", "up_proj", "bias"): (layers, 6),
     ("embedding",): (7, 3),
@@ -171,11 +172,12 @@ def test_muon_orthogonalizes_matrices_of_layers_and_leaves_the_rest_to_adam():
   options = {"ns_steps": 30, "ns_coeffs": [1.5, -0.5, 0.0]}
   got = updates_of(params, gradients, name="muon", options=options)
   adam = updates_of(params, gradients)
-  kernel = got["blocks"]["up_proj"].pop("kernel")
-  for update, gradient in zip(kernel, gradients["blocks"]["up_proj"]["kernel"], strict=True):
-    u, _, v = np.linalg.svd(np.float64(gradient), full_matrices=False)
-    np.testing.assert_allclose(update, -0.1 * 0.2 * math.sqrt(6) * u @ v, atol=1e-4)
-  del adam["blocks"]["up_proj"]["kernel"]
+  for name in ("up_proj", "down_proj"):
+    kernel = got["blocks"][name].pop("kernel")
+    for update, gradient in zip(kernel, gradients["blocks"][name]["kernel"], strict=True):
+      u, _, v = np.linalg.svd(np.float64(gradient), full_matrices=False)
+      np.testing.assert_allclose(update, -0.1 * 0.2 * math.sqrt(6) * u @ v, atol=1e-4)
+    del adam["blocks"][name]["kernel"]
   jax.tree.map(np.testing.assert_array_equal, got, adam)
 
 
@@ -217,7 +219,10 @@ def test_learning_rate_factors_scale_and_freeze_by_name():
     ({"ema_decay": 1.0}, "ema_decay=1.0 must be between 0 and 1"),
     ({"z_loss": -1e-4}, "z_loss=-0.0001 must be at least 0"),
     ({"lr_factors": {"head": -1}}, "lr_factors['head']=-1.0 must be at least 0"),
-    ({"lr_factors": {"heads": 1}}, "no parameter matches 'heads'; there are blocks.k_conv.kernel"),
+    (
+      {"lr_factors": {"heads": 1}},
+      "no parameter matches 'heads'; there are blocks.down_proj.kernel",
+    ),
   ],
 )
 def test_optimizer_that_does_not_exist_rejected(options, message):

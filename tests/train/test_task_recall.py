@@ -68,6 +68,11 @@ def test_prompts_are_those_of_the_paper(row, once, twice):
   assert recall.prompt_of(row, twice=True) == twice
 
 
+def test_prompt_keeps_capitals_of_its_key_and_loses_each_repetition_of_its_end():
+  row = {"text": "A. FDA code: fda code: ", "key": "fDA code"}
+  assert recall.prompt_of(row) == "A. FDA code:"
+
+
 def test_question_without_a_text_has_all_names_of_its_answer():
   row = {"context": "Question: Which plant?\nAnswer: ", "answer": "Onion", "aliases": ["Leek"]}
   assert recall.prompt_of(row) == "Question: Which plant?\nAnswer:"
@@ -89,7 +94,7 @@ def test_answers_contain_a_value_in_any_case(tmp_path, monkeypatch):
   long = NQ | {"context": "much longer " * 9}
   path.write_text("\n".join(json.dumps(row) for row in (NQ, long, NQ | {"answers": ["red"]})))
   model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
-  report = recall.run(model, [str(path)], length=60)
+  report = recall.run(model, [str(path)], length=38)  # which is that of the first prompt
   assert seen == [recall.prompt_of(NQ)] * 2
   assert report.tables["sets"] == [{"set": "nq", "rows": 2, "accuracy": 0.5}]
   other = tmp_path / "long.jsonl"

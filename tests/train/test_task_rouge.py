@@ -52,6 +52,41 @@ def test_rows_to_train_on_are_prompts_with_each_reference(files, tmp_path, capsy
   assert capsys.readouterr().out.endswith("1 rows to train on\n")
 
 
+def test_scores_are_mean_percents_of_greedy_answers_up_to_the_line_feed(tmp_path, monkeypatch):
+  """Of the first rows of a file, with a scorer in place of that of the package."""
+  made, asked, compared = [], [], []
+  scores = {" one": (0.5, 0.2, 0.4), " two": (1.0, 0.6, 0.8)}
+
+  class Scorer:
+    def __init__(self, names, use_stemmer):
+      made.append((names, use_stemmer))
+
+    def score_multi(self, references, answer):
+      compared.append((references, answer))
+      found = zip(("precision", "recall", "fmeasure"), scores[answer], strict=True)
+      return {"rougeL": types.SimpleNamespace(**dict(found))}
+
+  def complete(model, tokenizer, prompts, options, until):
+    asked.append((prompts, options.temperature, options.max_tokens, until))
+    return list(scores)
+
+  module = types.SimpleNamespace(RougeScorer=Scorer)
+  monkeypatch.setitem(sys.modules, "rouge_score", types.SimpleNamespace(rouge_scorer=module))
+  monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", module)
+  monkeypatch.setattr(texts, "complete", complete)
+  rows = [{"question": f"Why {n}?", "answer": f"For {n}."} for n in range(3)]
+  (tmp_path / "eli5.json").write_text(json.dumps(rows))
+  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
+  report = rouge.run(model, "eli5", [str(tmp_path / "eli5.json")], limit=2, max_tokens=7)
+  assert made == [(["rougeL"], True)]
+  prompts = [f"Question: Why {n}?\nAnswer:" for n in range(2)]
+  assert asked == [(prompts, 0, 7, ("\n",))]
+  assert compared == [(["For 0."], " one"), (["For 1."], " two")]
+  row = {"set": "eli5.json", "rows": 2, "precision": 75, "recall": 40, "rouge_l": 60}
+  assert report.tables["sets"] == [pytest.approx(row)]
+  assert [each["rouge_l"] for each in report.details["rows"]] == pytest.approx([40, 80])
+
+
 def test_score_is_that_of_the_best_reference(files, monkeypatch):
   """The longest common subsequence of "it work now" and "it work": P = 2/3, R = 1."""
   pytest.importorskip("rouge_score")

@@ -180,6 +180,48 @@ def test_extrapolate_scores_the_same_tokens_at_each_length(loaded, write, tmp_pa
     perplexity.extrapolate(loaded, path)
 
 
+def test_extrapolate_predicts_the_same_tokens_in_windows_of_all_lengths(monkeypatch, write):
+  """Windows of 4 and 6 tokens fill 12 together; of 24 tokens, or of the 14 that are asked for."""
+  asked = []
+
+  def score_tokens(model, rows, firsts, batch):
+    asked.append([row.tolist() for row in rows])
+    assert firsts == [1] * len(rows)
+    return [types.SimpleNamespace(log_probs=-np.arange(len(row) - 1.0)) for row in rows]
+
+  monkeypatch.setattr(texts, "score_tokens", score_tokens)
+  path = write([{"text": "abcdefghij"}, {"text": "klmnopqrstuvw"}])
+  stream = [*b"abcdefghij", 256, *b"klmnopqrstuvw", 256]
+  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
+  for tokens, count in ((None, 24), (14, 12)):
+    how = {"train_length": 2, "times": (2, 3), "tokens": tokens}
+    rows = perplexity.extrapolate(model, path, **how).tables["lengths"]
+    assert [(row["length"], row["tokens"]) for row in rows] == [(4, count), (6, count)]
+    for row, windows in zip(rows, asked[-2:], strict=True):
+      size = row["length"]
+      assert windows == [stream[i : i + size + 1] for i in range(0, count, size)]
+      assert row["nats_per_token"] == pytest.approx(np.mean(range(size)))
+      assert row["beyond"] == pytest.approx(math.exp(np.mean(range(2, size))))
+
+
+def test_lm_bits_per_byte_have_the_tokens_per_byte_of_whole_texts(monkeypatch, write):
+  """One bit per token. Of 4 and 12 bytes there are 2 and 12 tokens, cut to 2 and 3."""
+
+  def encode_batch(documents):
+    return [np.zeros(n, np.int32) for n in (2, 12)]
+
+  def score_tokens(model, rows, firsts, batch):
+    return [types.SimpleNamespace(log_probs=np.full(len(row) - 1, -math.log(2))) for row in rows]
+
+  monkeypatch.setattr(texts, "score_tokens", score_tokens)
+  model = types.SimpleNamespace(model=None, source="m", step=1)
+  model.tokenizer = types.SimpleNamespace(encode_batch=encode_batch)
+  report = perplexity.lm(model, [write([{"text": "abcd"}, {"text": "a" * 12}])], length=3)
+  (row,) = report.tables["corpora"]
+  assert (row["tokens"], row["bits_per_byte"]) == (1 + 2, pytest.approx(14 / 16))
+  assert [each["bits_per_byte"] for each in report.details["documents"]] == pytest.approx([0.5, 1])
+
+
 def test_extrapolate_bits_per_byte_count_end_of_text_tokens(monkeypatch, write):
   """One bit per token: 23 bytes and two documents."""
 
@@ -230,6 +272,30 @@ def test_choice_characters_are_not_bytes(monkeypatch, write):
   model = types.SimpleNamespace(model=None, tokenizer=None, source="m", step=1)
   (row,) = choices.choice(model, [write(rows)]).tables["sets"]
   assert (row["accuracy"], row["accuracy_per_character"], row["accuracy_per_byte"]) == (0, 1, 0)
+
+
+def test_choice_chance_is_the_mean_over_rows(monkeypatch, write):
+  found = [types.SimpleNamespace(total=0.0)] * 6
+  monkeypatch.setattr(texts, "scores", lambda *args, **how: found)
+  rows = [{"query": "Q", "choices": list("abcd"[:count]), "gold": 0} for count in (2, 4)]
+  model = types.SimpleNamespace(model=None, tokenizer=None, source="m", step=1)
+  (row,) = choices.choice(model, [write(rows)]).tables["sets"]
+  assert row["chance"] == (1 / 2 + 1 / 4) / 2
+
+
+def test_cloze_is_of_whole_continuations(monkeypatch, write):
+  """Greedy generation has to give all their tokens, and the perplexity is not per token."""
+  rows = [(False, True), (True, False), (True, True, True)]
+  totals = (-1.0, -2.0, -6.0)
+  found = [
+    types.SimpleNamespace(likeliest=np.array(x), total=y, log_probs=np.full(len(x), y / len(x)))
+    for x, y in zip(rows, totals, strict=True)
+  ]
+  monkeypatch.setattr(texts, "scores", lambda *args, **how: found)
+  model = types.SimpleNamespace(model=None, tokenizer=None, source="m", step=1)
+  path = write([{"context": "a", "continuation": "b"}] * 3)
+  (row,) = choices.cloze(model, [path]).tables["sets"]
+  assert (row["accuracy"], row["perplexity"]) == (1 / 3, pytest.approx(math.exp(3)))
 
 
 def test_cloze_counts_continuations_that_greedy_generation_gives(loaded, write):
