@@ -221,7 +221,7 @@ def test_learning_rate_factors_scale_and_freeze_by_name():
     ({"lr_factors": {"head": -1}}, "lr_factors['head']=-1.0 must be at least 0"),
     (
       {"lr_factors": {"heads": 1}},
-      "no parameter matches 'heads'; there are blocks.down_proj.kernel",
+      "no parameter matches 'heads'; there are blocks.down_proj.ker",
     ),
   ],
 )

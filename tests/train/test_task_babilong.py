@@ -47,8 +47,8 @@ def test_questions_follow_the_facts_of_their_own_story(places):
 def test_facts_keep_their_order_among_following_sentences(places):
   noise = babilong_samples.Noise(str(places / "book.txt"), ByteTokenizer())
   question = babilong_samples.Question(["Al went home.", "Al left.", "Bo ran."], "Where?", "out")
-  orders = set()
-  for seed in range(6):
+  orders, ends = set(), set()
+  for seed in range(12):
     rng = np.random.default_rng(seed)
     row = babilong_samples.make(question, 300, ByteTokenizer(), noise, rng)
     assert 250 < len(ByteTokenizer().encode(babilong.prompt_of(row))) <= 300
@@ -59,11 +59,23 @@ def test_facts_keep_their_order_among_following_sentences(places):
     numbers = [int(part.removesuffix(".").split()[-1]) for part in hay]  # "No." has 4 tokens
     assert numbers == [(numbers[0] + n) % 40 for n in range(len(hay))]
     orders.add((numbers[0], tuple(part in question.facts for part in parts)))
-  assert len(orders) > 3
+    ends |= {(end, parts[end] in question.facts) for end in (0, -1)}
+  assert len(orders) > 6 and len(ends) == 4  # first and last are facts in some, not in all
   row = babilong_samples.make(question, 0, ByteTokenizer(), noise, np.random.default_rng(0))
   assert row["input"] == "Al went home. Al left. Bo ran."
   assert babilong_samples.make(question, 50, ByteTokenizer(), noise, rng) is None
   assert sentences(str(places / "book.txt"))[1] == "No."
+
+
+def test_prompt_that_has_more_tokens_joined_than_apart_is_not_too_long(places):
+  class Joined(ByteTokenizer):
+    def encode(self, text):
+      return np.zeros(len(text) + 9 * text.count(". "), np.int32)
+
+  noise = babilong_samples.Noise(str(places / "book.txt"), Joined())
+  question = babilong_samples.Question(["Al went home."], "Where?", "home")
+  row = babilong_samples.make(question, 400, Joined(), noise, np.random.default_rng(0))
+  assert 300 < len(Joined().encode(babilong.prompt_of(row))) <= 400
 
 
 @pytest.mark.parametrize("length", [400, 5000])
@@ -165,6 +177,8 @@ def test_rows_to_train_on_and_rows_to_score_are_all_rows(tmp_path, monkeypatch, 
   scored.clear()
   babilong.run(model, [str(path)], train_share=0.05, split_seed=1)
   assert len(scored) == 38 and not set(scored) & {row["prompt"] for row in other}
+  one, rest = babilong.divide(rows, 0.001)
+  assert (len(one), len(rest)) == (1, 39)
   with pytest.raises(ValueError, match=r"train_share=0.99 of 40 rows leaves none"):
     babilong.divide(rows, 0.99)
 
@@ -187,8 +201,9 @@ def test_babilong_list_is_right_as_a_whole(answer, target, right):
   assert babilong.is_right(answer, target) == right
 
 
-def test_drawn_answers_depend_on_seed_and_row_only(monkeypatch):
+def test_drawn_answers_depend_on_seed_and_row_only(monkeypatch, tmp_path):
   def complete(model, tokenizer, prompts, options, until=()):
+    assert (options.temperature, options.top_p, options.stop_token) == (1, 0.7, 256)
     return [str(seed) for _, seed in zip(prompts, options.seed, strict=True)]
 
   monkeypatch.setattr(texts, "complete", complete)
@@ -198,3 +213,30 @@ def test_drawn_answers_depend_on_seed_and_row_only(monkeypatch):
   assert draw(5, batch=2) == draw(7, batch=3)[:5] == whole
   drawn = [seed for other in range(4) for seed in draw(5, seed=other)]
   assert len(set(drawn)) == 20  # rows of one seed are not those of another
+  row = {"input": "a", "question": "b", "target": "c"}
+  (tmp_path / "qa1_0k.jsonl").write_text(f"{json.dumps(row)}\n" * 5)
+  model.source, model.step = "m", 1
+  report = babilong.run(model, [str(tmp_path)], top_p=0.7, seed=2)
+  assert [each["answer"] for each in report.details["answers"]] == draw(5, seed=2)
+
+
+def test_samples_of_each_seed_task_and_length_are_drawn_anew(places):
+  """From another place of the text, another order of the stories, and the same for equal seeds."""
+  (places / "babi" / "qa2_test.txt").write_text(STORY)
+
+  def drawn(seed, tasks=("qa1", "qa2"), samples=3):
+    how = {"tasks": tasks, "lengths": (400, 401), "samples": samples, "seed": seed}
+    found = babilong_samples.rows_of(
+      places / "babi", str(places / "book.txt"), ByteTokenizer(), **how
+    )
+    return {(task, length): rows for task, length, rows in found}
+
+  first, again, other = drawn(0), drawn(0), drawn(1)
+  assert first == again
+  sets = [rows for found in (first, other) for rows in found.values()]
+  begins = [row["input"].split("number ")[1].split(".")[0] for rows in sets for row in rows]
+  assert len(set(begins)) > len(begins) / 2  # one of 40 sentences
+  inputs = [tuple(row["input"] for row in rows) for rows in sets]
+  assert len(set(inputs)) == len(inputs)
+  orders = {tuple(row["target"] for row in drawn(n, ("qa1",))["qa1", 400]) for n in range(9)}
+  assert len(orders) > 2 and all(set(order) == {"home", "out", "chair"} for order in orders)

@@ -50,12 +50,27 @@ def test_expressions_have_their_value_at_the_last_bracket():
   assert (TASK.examples(300, 4).tokens != rows.tokens).any()
 
 
+def test_expressions_of_all_lengths_between_the_bounds_are_drawn_anew_in_each_block():
+  task = dataclasses.replace(TASK, min_length=20, max_length=30)
+  assert len(list(task._block(np.random.default_rng(0)))) < 100
+  rows = task.examples(400, 0)
+  assert set((rows.positions + 1).ravel()) == {*range(21, 30)}
+  assert len(set(map(bytes, rows.tokens))) > 390
+
+
 def test_operators_are_a_quarter_of_the_nodes_below_the_greatest_depth():
   """Two depths: of all expressions, a quarter is more than one digit."""
   task = dataclasses.replace(TASK, min_length=1, max_length=70, max_depth=2)
   rows = task.examples(400, 0)
   arguments = rows.positions[:, 0] - 1
   assert set(arguments) == {2, 3, 4, 5} and (rows.tokens[:, 0] > 10).all()
+  shares = np.bincount(rows.tokens[rows.tokens > 0], minlength=15)[1:15] / [
+    *[1400] * 10,
+    *[400] * 4,
+  ]
+  np.testing.assert_allclose(
+    shares, [*[0.1] * 10, *[0.25] * 4], rtol=0.25
+  )  # of digits, of operators
   drawn = list(task._block(np.random.default_rng(0)))
   assert 0.22 < len(drawn) / 2000 < 0.28
 
@@ -100,6 +115,13 @@ def test_images_are_rows_of_gray_values_with_a_class(tiny, config_file, tmp_path
     pairs = {(tuple(x.ravel().tolist()), y) for x, y in zip(arrays[name], labels, strict=True)}
     found = zip(rows.tokens.tolist(), (rows.targets[:, 0] - 256).tolist(), strict=True)
     assert {(tuple(x), y) for x, y in found} == pairs
+  orders = [task.examples(9, seed).targets.ravel().tolist() for seed in range(6)]
+  assert (
+    len(set(map(tuple, orders))) > 3 and orders[0] == task.examples(9, 0).targets.ravel().tolist()
+  )
+  np.savez(tmp_path / "wide.npz", b_x=np.repeat(arrays["b_x"], 3, axis=2), b_y=np.zeros(5, int))
+  wide = dataclasses.replace(task, test=f"{tmp_path}/wide.npz:b").examples(9, 2**31)
+  assert wide.tokens.shape == (5, 6)  # as those to train on
   sets = [task.train, task.test]
   command = ["task", "image", *sets, "--config", config_file(tiny(seq_len=8))]
   assert main([*command, "--set", "model.vocab_size=261"]) == 2

@@ -30,6 +30,7 @@ class Scripted:
     return self
 
   def step(self, batch):
+    self.seen = [*getattr(self, "seen", ()), batch["tokens"]]
     self.steps += 1
     self.evaluation = -(-self.steps // 2) - 1  # two batches in an epoch
     return {"loss": np.ones(len(self.runs))}
@@ -48,7 +49,7 @@ def scripted(monkeypatch, script, steps):
 
 def test_training_ends_when_all_seeds_of_a_rate_have_solved_the_task(monkeypatch):
   """A copy above 0.99 keeps that accuracy. Order of copies: seed 0 at both rates, seed 1."""
-  script = [[0.2, 0.995, 0.1, 0.6], [0.3, 0.4, 0.9, 0.7], [0.5, 0.3, 0.992, 1.0], [0] * 4]
+  script = [[0.2, 0.995, 0.1, 0.6], [0.3, 0.4, 0.99, 0.7], [0.5, 0.3, 0.992, 1.0], [0] * 4]
   report, copies = scripted(monkeypatch, script, steps=8)
   assert copies.steps == 6
   first, second = report.tables["learning rates"]
@@ -110,6 +111,14 @@ def test_training_ends_after_its_steps(monkeypatch):
   report, copies = scripted(monkeypatch, [[0.1, 0.2, 0.3, 0.4]] * 3, steps=3)
   assert copies.steps == 3
   assert report.settings["train_rows"] == 8  # two batches; the ninth row fills none
+  rows = TASK.examples(9, 0).tokens
+  for got, first in zip(copies.seen, (0, 4, 0), strict=True):  # in the same order in each epoch
+    np.testing.assert_array_equal(got, rows[first : first + 4])
+
+
+def test_learning_rates_by_default_are_the_published_four():
+  expected = np.logspace(-4, -2, 4)  # Zoology
+  np.testing.assert_allclose(mqar_training.LEARNING_RATES, expected, rtol=0.03)
 
 
 def test_rows_in_training_are_those_of_the_seed_of_the_data():

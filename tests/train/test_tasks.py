@@ -325,6 +325,39 @@ def test_needles_are_in_the_haystack_and_the_prompt_is_full(kind):
   assert needles.make(kind, 1500, tokenizer, seed=2).values != made.values
 
 
+# Of each kind: needles in the text, words asked for, values of the answer.
+HIDDEN = {
+  **dict.fromkeys(("single_1", "single_2", "single_3"), (1, 1, 1)),
+  **{"multikey": (4, 1, 1), "multivalue": (4, 1, 4), "multiquery": (4, 4, 4)},
+}
+
+
+@pytest.mark.parametrize("kind", needles.KINDS)
+def test_needles_of_all_seeds_are_anywhere_in_any_order(kind, monkeypatch):
+  """Words differ, and values have seven digits, or are UUIDs."""
+  monkeypatch.setattr(needles, "WORDS", needles.WORDS[:4])  # all of them, where four are hidden
+  text = ["It was so long ago that none of them knew when it had been."]
+  made = [needles.make(kind, 900, ByteTokenizer(), seed, text) for seed in range(60)]
+  count, asked, answers = HIDDEN[kind]
+  places, ends, orders, digits = [], [], set(), set()
+  for prompt, values in made:
+    body, question = prompt.split("\n\n")[1:]
+    parts = body.split(". ")
+    at = [n for n, part in enumerate(parts) if part.startswith("The special")]
+    words = [parts[n].split(" of ")[1].split()[0] for n in at]
+    assert len(at) == count and len(values) == answers
+    assert len(set(words)) == (1 if kind == "multivalue" else count)
+    assert sum(word in question for word in set(words)) == asked
+    places += [n / (len(parts) - 1) for n in at]
+    ends += [at[0] == 0, at[-1] == len(parts) - 1]
+    held = [next((i for i, v in enumerate(values) if v in parts[n]), None) for n in at]
+    orders.add(tuple(held))
+    digits |= {value[0] for value in values}
+  assert 0.4 < np.mean(places) < 0.6 and any(ends[::2]) and any(ends[1::2])
+  assert len(orders) == {"multikey": 4}.get(kind, 1) if answers == 1 else len(orders) > 10
+  assert len(digits) >= 9
+
+
 def test_unknown_kind_of_needles_is_named_before_the_model(capsys):
   kinds = ["--kinds", "single_1", "foo"]
   assert main(["task", "niah", "no-model", "--lengths", "500", *kinds]) == 2
@@ -346,7 +379,7 @@ def test_needles_score_values_in_the_answer(loaded, monkeypatch):
   """Answers with the first value only."""
 
   def complete(model, tokenizer, prompts, options, until=()):
-    assert options.temperature == 0
+    assert (options.temperature, options.max_tokens) == (0, 50)
     return [f" {made.pop(0).values[0]}." for _ in prompts]
 
   made = [needles.make("multivalue", 700, ByteTokenizer(), seed) for seed in range(3)]
@@ -354,6 +387,7 @@ def test_needles_score_values_in_the_answer(loaded, monkeypatch):
   options = {"kinds": ["multivalue"], "lengths": [750], "samples": 3, "max_tokens": 50, "batch": 2}
   report = needles.run(loaded, **options)
   assert report.tables["recall"] == [{"kind": "multivalue", "length": 750, "recall": 0.25}]
+  assert needles.score("its number is 1234560", ["123456", "7"]) == 0.5  # as a part of another
 
 
 @pytest.mark.parametrize(
