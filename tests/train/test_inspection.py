@@ -168,8 +168,14 @@ def test_report_compares_with_a_step_and_an_export(run, tmp_path):
   found = report(cfg.run_dir, compare="10")["difference"]
   assert found["to"]["step"] == 10 and found["settings"] == {}
   for name, row in by_name(found["parameters"]).items():
-    exact = after[name].astype(np.float64) - before[name]
-    assert row["norm"] == pytest.approx(np.linalg.norm(exact), rel=1e-9)
+    there = before[name].astype(np.float64)
+    assert row["norm"] == pytest.approx(np.linalg.norm(after[name] - there), rel=1e-9)
+    if there.any():
+      assert row["relative"] == pytest.approx(row["norm"] / np.linalg.norm(there), rel=1e-9)
+  biases = sorted(name for name in after if name.endswith(".bias"))
+  found = report(cfg.run_dir, select="*.bias", compare="10")["difference"]
+  assert sorted(row["name"] for row in found["parameters"]) == biases
+  assert found["only_here"] == found["only_there"] == found["other_shape"] == []
   assert main(["export", cfg.run_dir, "--out", str(tmp_path / "out")]) == 0
   found = report(tmp_path / "out", compare=cfg.run_dir)
   assert (found["kind"], found["step"]) == ("exported model", 20)
@@ -178,12 +184,12 @@ def test_report_compares_with_a_step_and_an_export(run, tmp_path):
 
 
 def test_difference_lists_other_settings_names_and_shapes(run, tmp_path):
-  cfg, _, _ = run
+  cfg, _, after = run
   arrays = {"embedding": np.zeros((3, 16), np.float32), "more": np.ones(2)}
   safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
   found = report(cfg.run_dir, compare=tmp_path / "x.safetensors")["difference"]
   assert (found["other_shape"], found["only_there"]) == (["embedding"], ["more"])
-  assert "norm.scale" in found["only_here"] and found["parameters"] == []
+  assert found["only_here"] == sorted({*after} - {"embedding"}) and found["parameters"] == []
   model = dataclasses.replace(cfg.model, num_layers=1)
   abstract = exports.abstract_params(config.to_dict(model))
   params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
@@ -272,6 +278,21 @@ def test_losses_that_are_not_finite_are_left_out(run):
   assert found["curves"]["loss"][-1] == [20, 3.0]
   assert list(text.lines(found)) and page.page(found)
   assert json.loads(to_json({"x": [math.inf, 1.0]})) == {"x": [None, 1.0]}
+
+
+@pytest.mark.parametrize("count", [399, 400, 401, 950])
+def test_curves_are_thinned_evenly_and_end_with_the_last_point(run, count):
+  rows = [{"kind": "train", "step": 20 + n, "loss": 1 / n} for n in range(1, count - 19)]
+  rows += [
+    {"kind": "eval", "step": 20, "set": name, "val_loss": 2.0, "bits_per_byte": bits}
+    for name, bits in (("w", None), ("x", math.nan))
+  ]
+  RunFolder(run[0].run_dir).append(rows)
+  curves = report(run[0].run_dir, values=False)["curves"]
+  steps = [step for step, _ in curves["loss"]]
+  assert steps == [*range(count, 0, -(-(-count // 400)))][::-1] and len(steps) <= 400
+  assert curves["loss"][-1][1] == rows[count - 21]["loss"]
+  assert curves["validation"].keys() == {"v", "w, nats per token"}  # none without a number
 
 
 def test_functions_of_train_are_those_of_its_parts():

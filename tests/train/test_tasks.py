@@ -328,7 +328,9 @@ def test_needles_are_in_the_haystack_and_the_prompt_is_full(kind):
 # Of each kind: needles in the text, words asked for, values of the answer.
 HIDDEN = {
   **dict.fromkeys(("single_1", "single_2", "single_3"), (1, 1, 1)),
-  **{"multikey": (4, 1, 1), "multivalue": (4, 1, 4), "multiquery": (4, 4, 4)},
+  "multikey": (4, 1, 1),
+  "multivalue": (4, 1, 4),
+  "multiquery": (4, 4, 4),
 }
 
 
