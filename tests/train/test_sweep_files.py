@@ -9,6 +9,7 @@ import pytest
 
 from tests.pages import blocks_of
 from tests.train.conftest import WORDS
+from tests.train.test_copies import settings
 from tests.train.test_sweeps import FILE
 from train.cli.main import main
 from train.config import ConfigError, to_dict
@@ -151,12 +152,40 @@ def test_dry_run_prints_runs_parameters_and_flops(file, capsys, tmp_path):
   run = spec.load(file).runs[0]
   each = plan.training_flops(run)
   assert f"{3 * each:.3g} FLOPs" in first
-  assert total.startswith(f"4 runs in 2 groups, 0 finished, {4 * each:.3g} model FLOPs")
+  assert total == (
+    f"4 runs in 2 groups, 0 finished, {4 * each:.3g} model FLOPs;"
+    f" {4 * each / 6e15:.3g} minutes at 100 TFLOP/s"
+  )
   assert not (tmp_path / "out").exists()
   # Each query has logits; a token of two layers multiplies every kernel entry.
   without_head = 6 * 7 * 4 * 16 * plan.flops.model_flops_per_token(run.cfg.model, 16) / 2
   head = 6 * 7 * 4 * (16 - 2) * 16 * 300
   assert each == pytest.approx(without_head - head)
+
+
+def test_runs_made_short_are_scored_and_saved_at_their_end():
+  cfg = spec.shortened(settings(accumulate=2), tokens=1000, length=8, batch=6)
+  assert (cfg.steps, cfg.seq_len, cfg.global_batch, cfg.accumulate) == (20, 8, 6, 1)
+  assert (cfg.eval_every, cfg.checkpoint_every, cfg.log_every) == (20, 20, 20)
+
+
+def test_runs_behind_a_base_convolution_have_what_lets_them_learn():
+  shape = {"vocab_size": 300, "length": 16, "batch": 3, "steps": 60}
+  given = spec.behind_base_conv(settings(), "gla", {"expand_k": 1.0}, **shape, dim=32)
+  model = given.model
+  assert (model.mixer, model.mixer_options) == (("base_conv", "gla"), {"gla": {"expand_k": 1.0}})
+  assert (model.vocab_size, model.dim, model.channel_mixer) == (301, 32, "none")
+  assert model.embedding_norm and not model.tie_embeddings and model.initialization == "lnssm"
+  assert (given.steps, given.optimizer.warmup_steps) == (60, 3)
+  assert (given.seq_len, given.global_batch) == (16, 3)
+  tied = spec.behind_base_conv(settings(), "gla", {}, **shape, tie_embeddings=True)
+  assert tied.model.tie_embeddings  # what is given has precedence
+
+
+def test_task_that_the_function_of_a_grid_makes_is_that_of_the_run():
+  make = lambda pairs: (settings(), Recall(pairs=pairs)) if pairs else settings()
+  runs = spec.grid(make, {"pairs": (3, None)}, task=Recall(pairs=2))
+  assert [run.task.pairs for run in runs] == [3, 2]
 
 
 def test_collect_without_runs_writes_nothing(file, capsys, tmp_path):

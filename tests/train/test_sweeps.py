@@ -18,6 +18,8 @@ from tests.train.test_copies import settings
 from train import loop
 from train.data.windows import train_batches
 from train.runs.run_folder import RunFolder, RunFolderError
+from train.step.loss import LossSums
+from train.step.optimizer import make_schedule
 from train.sweeps import Plot, Recall, grid, groups, plots, spec, tables, training, work
 
 RATES, SEEDS = (3e-3, 1e-2), (0, 1)
@@ -119,6 +121,44 @@ def test_copies_of_text_see_the_batches_of_their_seeds(tiny, tmp_path, monkeypat
       for got, batch in zip(seen, [*expected, expected[2]], strict=True):
         for name, array in batch.items():
           np.testing.assert_array_equal(got[name][copy], array)
+
+
+def test_copies_of_text_are_scored_by_weight_and_diverged_ones_have_no_rows(
+  tiny, tmp_path, monkeypatch
+):
+  """Two batches of weights 3 and 1; the second run's loss is not finite, nor a later one's step."""
+  sums = iter([([3.0, np.nan, 6.0, 9.0], [3.0] * 4), ([5.0, 1.0, 2.0, 3.0], [1.0] * 4)])
+
+  class Given:
+    def __init__(self, cfg, *, runs, kernels):
+      self.runs = runs
+
+    def step(self, batch):
+      return {"loss": np.array([1.0, 2.0, np.inf, 4.0])}
+
+    def loss(self, batch):
+      nats, weight = map(np.array, next(sums))
+      return LossSums(nats, weight, np.zeros(4))
+
+  monkeypatch.setattr(work, "Copies", Given)
+  windows = lambda cfg, source: 2 * cfg.global_batch
+  monkeypatch.setattr(work.evaluation, "count_of", windows)
+  (found,) = groups.group(sweep_of(tmp_path, text_runs(tiny)).runs)
+  loop.prepare(found.first.cfg.data)
+  with contextlib.ExitStack() as stack:
+    text = work.Text(found, tmp_path / "kernels", stack)
+    text.restore({"step": 11})
+    rows = text.advance()
+  assert text.finished
+  kinds = [[row["kind"] for row in of_run] for of_run in rows]
+  assert kinds == [["train", "eval"], ["train"], ["diverged", "eval"], ["train", "eval"]]
+  assert [of_run[0]["step"] for of_run in rows] == [12] * 4
+  losses = [scores["validation loss"] for scores in text.scores()]
+  np.testing.assert_array_equal(losses, [2.0, np.nan, 2.0, 3.0])
+  final = make_schedule(found.first.cfg.optimizer, 12)(11) / found.first.cfg.optimizer.peak_lr
+  for (row, *_), (_, rate) in zip(rows, found.pairs, strict=True):
+    if row["kind"] == "train":
+      assert row["learning_rate"] == pytest.approx(float(final) * rate, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["text", pytest.param("recall", marks=pytest.mark.slow)])
@@ -320,6 +360,9 @@ def test_table_has_mean_and_spread_over_seeds_and_the_best_rate(tmp_path):
     assert [row["best"] for row in csv.DictReader(file)] == ["False", "True", "False", "True"]
   of_runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
   assert [row["finished"] for row in of_runs] == [x is not None for x in scores]
+  assert [row["seed"] for row in of_runs] == [0, 1, 2] * 4
+  assert [row["learning_rate"] for row in of_runs] == [*[3e-3] * 3, *[1e-2] * 3] * 2
+  assert [row.get("accuracy") for row in of_runs] == [x and x["accuracy"] for x in scores]
 
 
 def test_best_rate_of_text_has_the_smallest_loss(tiny):
@@ -334,6 +377,18 @@ def test_rate_at_which_a_seed_diverged_is_not_the_best():
   rows = tables.table(runs, scores)
   assert [row["best"] for row in rows] == [False, True, True, False]
   assert (rows[0]["diverged"], rows[0]["seeds"]) == (1, 3)
+  text = tables.markdown(runs, rows)
+  assert text.endswith("\n1 runs diverged; their learning rates are left out.\n")
+  assert "not finished" not in text
+
+
+def test_table_shows_four_digits_of_small_numbers_and_no_deviation_of_one_seed():
+  runs, _ = scored([0.5] * 12)
+  rows = tables.table([runs[0]], [{"accuracy": 12.34567}])
+  assert rows[0]["accuracy std"] is None and rows[0]["accuracy min"] == 12.34567
+  assert "| 12.3457 | 1 |" in tables.markdown(runs[:1], rows)
+  rows = tables.table(runs[:2], [{"accuracy": 123.4}, {"accuracy": 124.6}])
+  assert "| 124 ± 1 | 2 |" in tables.markdown(runs[:2], rows)
 
 
 def test_plot_draws_the_best_rates_with_their_spread(tmp_path, monkeypatch):
