@@ -5,12 +5,16 @@ import json
 import math
 import os
 import sys
+import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
 from train.logging import console, throughput
 from train.logging.console import Console, duration, short
+from train.logging.metric_reader import DivergedError, MetricReader
 from train.logging.throughput import Clock
 
 
@@ -38,6 +42,62 @@ def test_clock_reading_starts_new_interval(monkeypatch):
   clock.tick(1000.25)
   assert clock.read()[0] == 400
   assert clock.seconds_left(12) == pytest.approx(12 * 1000.25 / 6)  # with the evaluation
+
+
+def test_clock_that_waited_longer_than_its_interval_waited_all_the_time(monkeypatch):
+  monkeypatch.setattr(throughput.time, "perf_counter", lambda: 1.0)
+  clock = Clock(tokens_per_step=100)
+  clock.waited(9.0)  # also for the batch of the next step
+  clock.tick(3.0)
+  assert clock.read() == (50, 1.0)
+
+
+@pytest.fixture
+def reader(tiny):
+  """Returns a function that reads {step: changed metrics} of 12 steps; the rows and the lines."""
+
+  def read(changes, **settings):
+    cfg = tiny(**settings)
+    rows, lines = [], io.StringIO()
+    run = types.SimpleNamespace(skipped_steps=list, append=rows.extend, checkpoints="there")
+    made = MetricReader(cfg, run, Console(lines), jax.devices()[:1])
+    for step in range(1, 13):
+      metrics = {"loss": 2.0 + step, "grad_norm": 0.5, "param_norm": 3.0, "learning_rate": 1e-3}
+      metrics |= {"tokens": 99.0, "skipped": 0.0} | changes.get(step, {})
+      made.push(step, {name: jnp.float32(x) for name, x in metrics.items()})
+      assert len(rows) <= step - 1  # those of a step are read after the next was dispatched
+    made.flush()
+    return rows, lines.getvalue()
+
+  return read
+
+
+def test_rows_are_those_of_every_few_steps_and_of_the_last(reader):
+  rows, lines = reader({}, log_every=5, seq_len=8)
+  assert [row["step"] for row in rows] == [5, 10, 12]
+  assert [row["loss"] for row in rows] == [7, 12, 14]
+  assert [row["tokens"] for row in rows] == [5 * 32, 10 * 32, 12 * 32]  # also without a target
+  assert {row["bits_per_byte"] for row in rows} == {None}  # the text is not tokenized
+  assert [line.split()[1] for line in lines.splitlines()] == ["5/12", "10/12", "12/12"]
+
+
+def test_skipped_steps_are_rows_of_their_own_and_end_a_run_in_sequence_only(reader):
+  skipped = {"skipped": 1.0}
+  changes = {step: skipped | {"loss": math.nan} for step in (2, 3, 5, 6)}
+  rows, lines = reader(changes | {8: skipped | {"grad_norm": 1e9}}, max_skipped=3)
+  found = [(row["step"], row["why"]) for row in rows if row["kind"] == "skipped"]
+  assert found[:4] == [(step, "loss is nan") for step in (2, 3, 5, 6)]
+  assert found[4] == (8, "a spike: loss 10, grad_norm 1e+09")
+  counts = {row["step"]: row["skipped"] for row in rows if row["kind"] == "train"}
+  assert counts == {1: 0, 4: 2, 7: 4, **dict.fromkeys((9, 10, 11, 12), 5)}
+  assert "step 8 skipped (a spike: loss 10, grad_norm 1e+09); 5 in total" in lines
+  assert [row["loss"] for row in rows if row["kind"] == "skipped"] == [*[None] * 4, 10]
+  with pytest.raises(DivergedError, match="last 3 steps, up to 4, were skipped") as raised:
+    reader(dict.fromkeys((2, 3, 4), skipped), max_skipped=3)
+  assert raised.value.weights_are_good
+  with pytest.raises(DivergedError, match="param_norm is inf at step 7") as raised:
+    reader({7: {"param_norm": math.inf}}, log_every=100)
+  assert not raised.value.weights_are_good
 
 
 class Terminal(io.StringIO):

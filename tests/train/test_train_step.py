@@ -146,6 +146,8 @@ def test_columns_of_auxiliary_outputs_count_dead_parts():
   first, last = row["aux"]
   assert first == {"layer": 0, "loss": 0.5, "dead": 1, "share": [0.0, 0.75, 0.25]}
   assert last == {"layer": 2, "loss": 0.25, "dead": 65}
+  widest = aux_columns([Aux(np.float32(0), np.full(64, 1 / 64, np.float32))])["aux"][0]
+  assert widest["share"] == [1 / 64] * 64 and widest["dead"] == 0
   logged = scalars({"kind": "train", "step": 3, "loss": 2.0} | row)
   assert logged["train/aux/0/dead"] == 1
   assert logged["train/aux/0/share/1"] == 0.75

@@ -68,6 +68,60 @@ def test_random_box_has_the_area_and_aspect_asked_for():
   assert augment.random_box(rng, 300, 200, (1.0, 1.0), (3.0, 4.0)) is None
 
 
+def test_random_box_reaches_all_edges():
+  rng, size = np.random.default_rng(0), (9, 7)
+  boxes = np.array([augment.random_box(rng, *size, (0.2, 0.4), (0.9, 1.1)) for _ in range(200)])
+  assert boxes[:, :2].min(axis=0).tolist() == [0, 0]
+  assert boxes[:, 2:].max(axis=0).tolist() == list(size)
+
+
+def test_random_box_has_an_aspect_and_its_inverse_equally_often():
+  rng = np.random.default_rng(0)
+  boxes = [augment.random_box(rng, 400, 400, (0.1, 0.2), (0.25, 4.0)) for _ in range(400)]
+  wide = sum(right - left > bottom - top for left, top, right, bottom in boxes)
+  assert 160 < wide < 240
+
+
+def test_rand_augment_has_two_operations_each_of_every_other_image(monkeypatch):
+  """With magnitudes of a deviation of 0.5 around the given one, and both signs equally often."""
+  used = []
+
+  def operation(name):
+    return lambda image, level, sign: used.append((name, level, sign)) or image
+
+  monkeypatch.setattr(augment, "OPERATIONS", {name: operation(name) for name in "abcd"})
+  rng, counts = np.random.default_rng(0), []
+  for _ in range(400):
+    before = len(used)
+    augment.rand_augment(image(), 6, rng)
+    counts.append(len(used) - before)
+  assert np.bincount(counts) / 400 == pytest.approx([0.25, 0.5, 0.25], abs=0.06)
+  names, levels, signs = zip(*used, strict=True)
+  assert {name: names.count(name) > 60 for name in "abcd"} == dict.fromkeys("abcd", True)
+  assert np.mean(levels) == pytest.approx(0.6, abs=0.01)
+  assert np.std(levels) == pytest.approx(0.05, rel=0.15)
+  assert abs(np.mean(signs)) < 0.15
+
+
+def test_operations_with_a_sign_go_both_ways():
+  x = np.asarray(smooth(3)).astype(int)
+  for name in ("brightness", "contrast", "color", "sharpness"):
+    noisy = image() if name == "sharpness" else smooth(3)
+    up, down = (changed(name, 0.5, sign, noisy).std() for sign in (1, -1))
+    assert up > np.asarray(noisy).std() > down or name in ("brightness", "color")
+    assert not np.array_equal(changed(name, 0.5, 1, noisy), changed(name, 0.5, -1, noisy))
+  tall = Image.fromarray(np.tile(np.arange(20)[:, None, None] * 10, (1, 10, 3)).astype(np.uint8))
+  down = changed("translate_y", 4 / 20 / 0.45, 1, tall)  # 4 of 20 rows
+  np.testing.assert_array_equal(down[:16], np.asarray(tall)[4:])
+  up = changed("translate_y", 4 / 20 / 0.45, -1, tall)
+  np.testing.assert_array_equal(up[4:], np.asarray(tall)[:16])
+  turned = changed("rotate", 1.0, 1) != changed("rotate", 1.0, -1)
+  assert turned.mean() > 0.5
+  assert x.shape == changed("shear_x", 0.5, -1, smooth(3)).shape
+  for name in ("shear_x", "shear_y", "translate_x"):
+    assert not np.array_equal(changed(name, 0.5, 1), changed(name, 0.5, -1))
+
+
 def test_training_pixels_without_changes_are_the_image():
   plain = Augment(least_area=1, flip=False, rand_augment=None)
   same = image(size=(16, 16))

@@ -38,6 +38,15 @@ def test_batch_depends_on_seed_and_number_only():
     np.testing.assert_array_equal(next(stream).images, batch(5).images)
 
 
+def test_order_changes_and_plan_are_drawn_anew_by_seed_and_batch():
+  plain = Augment(least_area=1, flip=False, rand_augment=None, repeats=1, erasing=1, cutmix=0)
+  found = [batch(n, seed=seed, augment=plain) for n, seed in ((0, 0), (1, 0), (0, 1))]
+  assert len({each.images.tobytes() for each in found}) == 3  # nothing but their order
+  assert len({each.erased.tobytes() for each in found}) == 3
+  assert len({row.tobytes() for row in found[0].erased}) == 7
+  assert len({float(each.weight) for each in found}) == 3
+
+
 def test_epoch_has_every_image_at_most_once():
   plain = Augment(least_area=1, flip=False, rand_augment=None, repeats=1)
   epochs = [
@@ -134,6 +143,32 @@ def test_mixing_plan_weighs_labels_by_the_pixels_kept(mixup, cutmix, kinds):
     assert np.all((box >= 0) & (box <= SIZE))
     found.add("cutmix" if area else "mixup" if weight < 1 else "none")
   assert found - {"none"} == kinds - {"none"}
+
+
+@pytest.mark.parametrize("a", [0.2, 1.0, 8.0])
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_weights_of_mixing_have_the_beta_distribution(kind, a):
+  """Of mean 1/2 and variance 1 / (4 (2 a + 1)); of a box, of the share before it is cut off."""
+  augment = Augment(**{"mixup": 0, "cutmix": 0} | {kind: a})
+  beta, drawn = np.random.Generator.beta, []
+
+  class Watched:
+    def __init__(self, seed):
+      self.rng = np.random.default_rng(seed)
+
+    def beta(self, *given):
+      drawn.append(beta(self.rng, *given))
+      return drawn[-1]
+
+    def integers(self, *given, **how):
+      return self.rng.integers(*given, **how)
+
+  for seed in range(500):
+    _, weight, label_weight = batches._mixing(Watched(seed), 32, augment)
+    assert label_weight >= np.float32(drawn[-1]) - 0.07  # but for whole pixels
+    assert weight == (np.float32(drawn[-1]) if kind == "mixup" else 1)
+  assert np.mean(drawn) == pytest.approx(0.5, abs=0.06)
+  assert np.var(drawn) == pytest.approx(1 / (4 * (2 * a + 1)), rel=0.2)
 
 
 def test_erasing_happens_with_its_probability():

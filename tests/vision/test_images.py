@@ -27,6 +27,11 @@ def test_arrays_are_read_by_name(file):
     np.testing.assert_array_equal(images.labels, arrays["test_y"])
 
 
+def test_classes_of_arrays_are_all_numbers_up_to_the_largest_label(tmp_path):
+  np.savez(tmp_path / "a.npz", t_x=np.zeros((2, 4, 4), np.uint8), t_y=np.array([0, 3]))
+  assert open_images(f"{tmp_path}/a.npz:t").classes == ["0", "1", "2", "3"]
+
+
 def test_gray_arrays_have_one_channel_or_none(tmp_path):
   for shape in ((2, 4, 4), (2, 4, 4, 1)):
     np.savez(tmp_path / "a.npz", t_x=np.zeros(shape, np.uint8), t_y=np.zeros(2, int))

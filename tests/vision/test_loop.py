@@ -3,9 +3,11 @@
 import json
 import re
 import signal
+import types
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from train.cli.main import main
 from train.config import ConfigError, Optimizer, Vision, apply_overrides
 from train.config.vision import Augment, Data, Model
 from train.runs.run_folder import RunFolder
+from train.step.optimizer import make_optimizer
 from train.vision import loop
 
 MODEL = {"mixer": "lrn", "dim": 16, "num_layers": 1, "num_classes": 3, "image_size": SIZE}
@@ -75,6 +78,60 @@ def test_run_learns_and_records(whole):
   assert found[-1]["images"] == 20
   assert found[-1]["ema_accuracy"] > 0.8 and found[-1]["ema_val_loss"] != found[-1]["val_loss"]
   assert json.loads((folder / "run" / "config.json").read_text())["epochs"] == 8
+  assert {row["epoch"] for row in found if row["kind"] == "train"} >= {2 / 3, 1, 8}
+  assert all(row["epoch"] == row["step"] / 3 for row in found if row["kind"] == "train")
+  saved = sorted(int(path.name) for path in (folder / "run" / "checkpoints").iterdir())
+  assert saved == [21, 24]  # after each epoch; the newest two are kept
+
+
+def test_schedule_is_over_all_steps_and_its_warmup_over_epochs(tmp_path, file):
+  asked = []
+
+  def make(optimizer, steps):
+    asked.append((optimizer.warmup_steps, optimizer.peak_lr, steps))
+    return make_optimizer(optimizer, steps)
+
+  with mock.patch.object(loop, "make_optimizer", make):
+    loop.make_steps(config(tmp_path, file, warmup_epochs=2, epochs=5, seed=9), 3)
+  assert asked == [(2 * 3, 1e-2, 5 * 3)]
+
+
+def test_noise_and_dropout_have_keys_of_their_own_by_seed_and_step(tmp_path, file):
+  """Nothing is computed: the model is replaced by one that keeps its key."""
+
+  class Seen(Exception):
+    pass
+
+  def keys(seed, step):
+    cfg, found = config(tmp_path, file, seed=seed), []
+    _, train_step, _ = loop.make_steps(cfg, 3)
+
+    def on_device(batch, cfg, key):
+      found.append(key)
+      return None, None
+
+    def call(images, *, dropout_key):
+      found.append(dropout_key)
+      raise Seen
+
+    with (
+      mock.patch.object(loop, "on_device", on_device),
+      mock.patch.object(loop.nnx, "merge", lambda graph, params: call),
+      pytest.raises(Seen),
+    ):
+      train_step.__wrapped__({"step": jnp.int32(step), "params": jnp.ones(2)}, None)
+    return [jax.random.key_data(key).tobytes() for key in found]
+
+  assert keys(0, 4) == keys(0, 4)
+  assert len({key for seed, step in ((0, 4), (0, 5), (1, 4)) for key in keys(seed, step)}) == 6
+
+
+def test_parameters_begin_with_the_seed_of_the_run(tmp_path, file):
+  cfg = config(tmp_path, file, seed=7)
+  new = types.SimpleNamespace(restore=lambda abstract: None)
+  state, step = loop._begin(cfg, jax.random.key_data, new, loop._shardings(cfg)[0])
+  np.testing.assert_array_equal(state, jax.random.key_data(jax.random.key(7)))
+  assert step == 0
 
 
 def test_run_that_was_stopped_resumes_with_the_same_numbers(tmp_path, file, whole):
