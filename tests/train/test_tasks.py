@@ -12,14 +12,13 @@ import train
 from lnssm_jax import prefill
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.pretrained import texts
-from lnssm_jax.pretrained.tokenizers import ByteTokenizer
 from tests.train.test_export import random_params
 from train import config
 from train.cli.main import main
 from train.data import DataError
 from train.data.tokenizers import load_tokenizer
 from train.runs import export
-from train.tasks import babilong, choices, needles, perplexity, registry
+from train.tasks import babilong, choices, perplexity, registry
 
 MODEL = config.Model(
   mixer="lrn", dim=16, num_layers=1, num_heads=2, vocab_size=257, dtype="float32"
@@ -180,62 +179,6 @@ def test_extrapolate_scores_the_same_tokens_at_each_length(loaded, write, tmp_pa
     perplexity.extrapolate(loaded, path)
 
 
-def test_extrapolate_predicts_the_same_tokens_in_windows_of_all_lengths(monkeypatch, write):
-  """Windows of 4 and 6 tokens fill 12 together; of 24 tokens, or of the 20 that are asked for."""
-  asked = []
-
-  def score_tokens(model, rows, firsts, batch):
-    asked.append([row.tolist() for row in rows])
-    assert firsts == [1] * len(rows)
-    return [types.SimpleNamespace(log_probs=-np.arange(len(row) - 1.0)) for row in rows]
-
-  monkeypatch.setattr(texts, "score_tokens", score_tokens)
-  path = write([{"text": "abcdefghij"}, {"text": "klmnopqrstuvw"}])
-  stream = [*b"abcdefghij", 256, *b"klmnopqrstuvw", 256]
-  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
-  for tokens, count in ((None, 24), (20, 12)):
-    how = {"train_length": 2, "times": (2, 3), "tokens": tokens}
-    rows = perplexity.extrapolate(model, path, **how).tables["lengths"]
-    assert [(row["length"], row["tokens"]) for row in rows] == [(4, count), (6, count)]
-    for row, windows in zip(rows, asked[-2:], strict=True):
-      size = row["length"]
-      assert windows == [stream[i : i + size + 1] for i in range(0, count, size)]
-      assert row["nats_per_token"] == pytest.approx(np.mean(range(size)))
-      assert row["beyond"] == pytest.approx(math.exp(np.mean(range(2, size))))
-
-
-def test_lm_bits_per_byte_have_the_tokens_per_byte_of_whole_texts(monkeypatch, write):
-  """One bit per token. Of 4 and 12 bytes there are 2 and 12 tokens, cut to 2 and 3."""
-
-  def encode_batch(documents):
-    return [np.zeros(n, np.int32) for n in (2, 12)]
-
-  def score_tokens(model, rows, firsts, batch):
-    return [types.SimpleNamespace(log_probs=np.full(len(row) - 1, -math.log(2))) for row in rows]
-
-  monkeypatch.setattr(texts, "score_tokens", score_tokens)
-  model = types.SimpleNamespace(model=None, source="m", step=1)
-  model.tokenizer = types.SimpleNamespace(encode_batch=encode_batch)
-  report = perplexity.lm(model, [write([{"text": "abcd"}, {"text": "a" * 12}])], length=3)
-  (row,) = report.tables["corpora"]
-  assert (row["tokens"], row["bits_per_byte"]) == (1 + 2, pytest.approx(14 / 16))
-  assert [each["bits_per_byte"] for each in report.details["documents"]] == pytest.approx([0.5, 1])
-
-
-def test_extrapolate_bits_per_byte_count_end_of_text_tokens(monkeypatch, write):
-  """One bit per token: 23 bytes and two documents."""
-
-  def score_tokens(model, rows, firsts, batch):
-    return [types.SimpleNamespace(log_probs=np.full(len(row) - 1, -math.log(2))) for row in rows]
-
-  monkeypatch.setattr(texts, "score_tokens", score_tokens)
-  path = write([{"text": "abcdefghij"}, {"text": "klmnopqrstuvw"}])
-  settings = {"model": None, "source": "m", "step": 1, "settings": {"seq_len": 4}}
-  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), **settings)
-  (row,) = perplexity.extrapolate(model, path, times=(1,)).tables["lengths"]
-  assert row["bits_per_byte"] == pytest.approx((23 + 2) / 23)
-
-
 def test_choice_takes_the_likeliest_in_total_and_per_byte(loaded, write):
   options = ["ab", "a much longer continuation"]
   of = lambda context, text: log_probs(loaded, context + text)[0][len(context) - 1 :].sum()
@@ -307,89 +250,6 @@ def test_cloze_counts_continuations_that_greedy_generation_gives(loaded, write):
   assert row["accuracy"] == 0.5
   totals = [log_probs(loaded, context + text)[0][1:].sum() for text in (greedy, wrong)]
   assert row["perplexity"] == pytest.approx(math.exp(-np.mean(totals)), rel=1e-4)
-
-
-@pytest.mark.parametrize("kind", needles.KINDS)
-def test_needles_are_in_the_haystack_and_the_prompt_is_full(kind):
-  tokenizer, task = ByteTokenizer(), needles.KINDS[kind]
-  made = needles.make(kind, 1500, tokenizer, seed=1)
-  size = len(tokenizer.encode(made.prompt))
-  assert 1400 < size <= 1500
-  assert len(set(made.values)) == len(made.values) == task.values * task.queries
-  for value in made.values:
-    assert made.prompt.count(value) == 1
-    assert len(value) == (36 if task.uuids else 7)
-  assert made.prompt.count("The special ") == task.keys * task.values
-  assert (needles.NOISE[0] in made.prompt) == task.repeated
-  assert needles.make(kind, 1500, tokenizer, seed=1) == made
-  assert needles.make(kind, 1500, tokenizer, seed=2).values != made.values
-
-
-# Of each kind: needles in the text, words asked for, values of the answer.
-HIDDEN = {
-  **dict.fromkeys(("single_1", "single_2", "single_3"), (1, 1, 1)),
-  "multikey": (4, 1, 1),
-  "multivalue": (4, 1, 4),
-  "multiquery": (4, 4, 4),
-}
-
-
-@pytest.mark.parametrize("kind", needles.KINDS)
-def test_needles_of_all_seeds_are_anywhere_in_any_order(kind, monkeypatch):
-  """Words differ, and values have seven digits, or are UUIDs."""
-  monkeypatch.setattr(needles, "WORDS", needles.WORDS[:4])  # all of them, where four are hidden
-  text = ["It was so long ago that none of them knew when it had been."]
-  made = [needles.make(kind, 900, ByteTokenizer(), seed, text) for seed in range(60)]
-  count, asked, answers = HIDDEN[kind]
-  places, ends, orders, digits = [], [], set(), set()
-  for prompt, values in made:
-    body, question = prompt.split("\n\n")[1:]
-    parts = body.split(". ")
-    at = [n for n, part in enumerate(parts) if part.startswith("The special")]
-    words = [parts[n].split(" of ")[1].split()[0] for n in at]
-    assert len(at) == count and len(values) == answers
-    assert len(set(words)) == (1 if kind == "multivalue" else count)
-    assert sum(word in question for word in set(words)) == asked
-    places += [n / (len(parts) - 1) for n in at]
-    ends += [at[0] == 0, at[-1] == len(parts) - 1]
-    held = [next((i for i, v in enumerate(values) if v in parts[n]), None) for n in at]
-    orders.add(tuple(held))
-    digits |= {value[0] for value in values}
-  assert 0.4 < np.mean(places) < 0.6 and any(ends[::2]) and any(ends[1::2])
-  assert len(orders) == {"multikey": 4}.get(kind, 1) if answers == 1 else len(orders) > 10
-  assert len(digits) >= 9
-
-
-def test_unknown_kind_of_needles_is_named_before_the_model(capsys):
-  kinds = ["--kinds", "single_1", "foo"]
-  assert main(["task", "niah", "no-model", "--lengths", "500", *kinds]) == 2
-  assert capsys.readouterr().err.startswith("error: kind='foo' is not known; use one of single_1")
-
-
-def test_needles_of_own_text_use_its_sentences(write):
-  path = write([{"text": "One sentence\nhere. Two are there. Three"}])
-  text = needles.sentences(path)
-  assert text == ["One sentence here.", "Two are there.", "Three."]
-  assert "Two are there." in needles.make("single_2", 800, ByteTokenizer(), 0, text).prompt
-  with pytest.raises(ValueError, match=r"length=20 does not hold the question of 'single_1'"):
-    needles.make("single_1", 20, ByteTokenizer(), 0)
-  with pytest.raises(ValueError, match=r"length=300 .* and its answer; use 3\d\d tokens or more"):
-    needles.make("single_1", 300, ByteTokenizer(), 0, answer=128)
-
-
-def test_needles_score_values_in_the_answer(loaded, monkeypatch):
-  """Answers with the first value only."""
-
-  def complete(model, tokenizer, prompts, options, until=()):
-    assert (options.temperature, options.max_tokens) == (0, 50)
-    return [f" {made.pop(0).values[0]}." for _ in prompts]
-
-  made = [needles.make("multivalue", 700, ByteTokenizer(), seed) for seed in range(3)]
-  monkeypatch.setattr(texts, "complete", complete)
-  options = {"kinds": ["multivalue"], "lengths": [750], "samples": 3, "max_tokens": 50, "batch": 2}
-  report = needles.run(loaded, **options)
-  assert report.tables["recall"] == [{"kind": "multivalue", "length": 750, "recall": 0.25}]
-  assert needles.score("its number is 1234560", ["123456", "7"]) == 0.5  # as a part of another
 
 
 @pytest.mark.parametrize(
