@@ -7,7 +7,14 @@ import pytest
 
 from train.cli.main import main
 from train.config import ConfigError, Data
-from train.data import DataError, IndexedDataset, IndexedWriter, fingerprints, load_tokenizer
+from train.data import (
+  DataError,
+  IndexedDataset,
+  IndexedWriter,
+  fingerprints,
+  load_tokenizer,
+  packing,
+)
 from train.data.bits_per_byte import tokens_per_byte
 from train.data.tokenize import prepare
 from train.data.windows import Documents, TokenWindows, eval_batches, train_batches
@@ -80,6 +87,11 @@ def test_rows_are_whole_in_their_windows(weighted, tmp_path):
     writer.add_document([1])
   with pytest.raises(DataError, match=r"one.bin has no row of two tokens"):
     TokenWindows(tmp_path / "one", 4, 20, whole=[True])
+
+
+def test_rows_of_equal_size_keep_their_order_in_the_fullest_windows():
+  """Pinned: with another order runs no longer resume where they stopped."""
+  assert packing.best_fit([2, 2, 3, 1, 2, 4], 4) == [[5], [2, 3], [0, 1], [4]]
 
 
 def test_document_means_are_weighted_and_documents_without_targets_left_out(weighted):

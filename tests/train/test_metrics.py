@@ -59,7 +59,7 @@ def reader(tiny):
   def read(changes, **settings):
     cfg = tiny(**settings)
     rows, lines = [], io.StringIO()
-    run = types.SimpleNamespace(skipped_steps=list, append=rows.extend, checkpoints="there")
+    run = types.SimpleNamespace(skipped_steps=dict, append=rows.extend, checkpoints="there")
     made = MetricReader(cfg, run, Console(lines), jax.devices()[:1])
     for step in range(1, 13):
       metrics = {"loss": 2.0 + step, "grad_norm": 0.5, "param_norm": 3.0, "learning_rate": 1e-3}

@@ -102,7 +102,7 @@ def test_copies_of_text_see_the_batches_of_their_seeds(tiny, tmp_path, monkeypat
 
     def step(self, batch):
       seen.append(batch)
-      return {"loss": np.zeros(4)}
+      return {"loss": np.zeros(4), "tokens": np.ones(4)}
 
   monkeypatch.setattr(work, "Copies", Watching)
   (found,) = groups.group(sweep_of(tmp_path, text_runs(tiny)).runs)
@@ -134,7 +134,7 @@ def test_copies_of_text_are_scored_by_weight_and_diverged_ones_have_no_rows(
       self.runs = runs
 
     def step(self, batch):
-      return {"loss": np.array([1.0, 2.0, np.inf, 4.0])}
+      return {"loss": np.array([1.0, 2.0, np.inf, 4.0]), "tokens": np.ones(4)}
 
     def loss(self, batch):
       nats, weight = map(np.array, next(sums))
