@@ -130,8 +130,8 @@ def generate(
 
   Raises:
     ValueError: there is no prompt, a prompt is empty or holds an id outside the vocabulary, an
-      option does not fit the vocabulary or the prompts, or the model's cache cannot hold the
-      tokens; the message names it.
+      option does not fit the vocabulary or the prompts, the model's cache cannot hold the tokens,
+      or its logits are NaN; the message names it.
   """
   rows = np.stack(list(stream(model, prompts, options, start=start)), axis=1)  # [B, tokens]
   return [drawing.before_stop(row, options.stop_token) for row in rows]
@@ -190,6 +190,15 @@ def read(
   return _read(model, rows, prefill_chunk, start)
 
 
+def not_a_number(place: str, model: LanguageModel) -> str:
+  """Message about logits that are NaN at a place of a text."""
+  return (
+    f"the logits of {place}, are NaN: parameters of the model are NaN or infinite, or an activation"
+    f" is beyond the range of dtype={jnp.dtype(model.dtype).name}; check them (python -m train"
+    " inspect FOLDER), or load the model with dtype='float32'."
+  )
+
+
 def _checked(model, prompts, options: SamplingOptions, start, *, log_probs: bool = False):
   """Checks the arguments of `generate`; the steps (tokens [B], log-probabilities [B] or None)."""
   model, rows = _checked_prompts(model, prompts, start)
@@ -210,8 +219,11 @@ def _checked(model, prompts, options: SamplingOptions, start, *, log_probs: bool
 
 
 def _check_length(model, rows, max_tokens: int, start: Prefix | None) -> None:
-  before = 0 if start is None else int(np.max(start.length))
-  longest = max(len(row) for row in rows) + before
+  before = (
+    [0] if start is None else np.asarray(start.length).tolist()
+  )  # of one row for all, or each
+  before *= len(rows) // len(before)
+  longest = max(len(row) + length for row, length in zip(rows, before, strict=True))
   # The last token is not read.
   if model.max_length is not None and longest + max_tokens - 1 > model.max_length:
     raise ValueError(
@@ -274,8 +286,12 @@ def _run(model, prompts, options: SamplingOptions, start: Prefix | None, log_pro
     states, logits, seen, steps = _decode(
       model, states, logits, seen, row_keys, first, limits, choice=choice
     )
-    tokens, scores = jax.device_get(steps)
+    tokens, scores, broken = jax.device_get(steps)
     for number, row in enumerate(tokens[: options.max_tokens - first]):
+      if (nan := broken[number] & ~ended).any():
+        raise ValueError(
+          not_a_number(f"prompt {np.argmax(nan)}, new token {first + number}", model)
+        )
       last = np.where(ended, last, row).astype(row.dtype)
       ended |= np.isin(last, stop_tokens)
       yield last, None if scores is None else scores[number]
@@ -319,21 +335,24 @@ def _read(model, prompts, prefill_chunk: int | None, start: Prefix | None) -> Pr
 
 @functools.partial(jax.jit, static_argnames="choice", donate_argnames=("states", "logits", "seen"))
 def _decode(model, states, logits, seen, row_keys, first, limits, *, choice: drawing.Choice):
-  """Draws tokens `first`, `first` + 1, ...: (states, logits, seen, (tokens, scores) [steps, B])."""
+  """Draws tokens `first`, `first` + 1, ...: (states, logits, seen, steps).
+
+  Of each step (tokens [B], log-probabilities [B] or None, whether logits are NaN [B]).
+  """
   blocks = layers.apart(layers.tied(model.blocks), model.num_layers)
 
   def step(carry, number):
     states, logits, seen = carry
     keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, number)
     tokens = drawing.draw(drawing.penalized(logits, seen, limits), keys, limits, choice)
-    scores = None
+    scores, broken = None, jnp.isnan(logits).any(axis=-1)
     if choice.log_probs:
       picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
       scores = picked - jax.nn.logsumexp(logits, axis=-1)
     if seen is not None:
       seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
     states, logits = _read_one(model, blocks, states, tokens)
-    return (states, logits, seen), (tokens, scores)
+    return (states, logits, seen), (tokens, scores, broken)
 
   (states, logits, seen), steps = jax.lax.scan(
     step, (states, logits, seen), first + jnp.arange(_STEPS_PER_CALL)

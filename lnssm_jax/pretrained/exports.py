@@ -21,6 +21,7 @@ from lnssm_jax.pretrained.manifest import (
   read_manifest,
 )
 from lnssm_jax.pretrained.safetensors import Tensors, is_finite
+from lnssm_jax.pretrained.special_tokens import Added
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 
 __all__ = [
@@ -112,6 +113,9 @@ def tokenizer_of(folder: str | Path, manifest: Manifest) -> Tokenizer:
   else:
     end = manifest.tokenizer.get("end_of_text")
     found = FileTokenizer(path, follow_links=False, end_of_text=end)
+    if found.fingerprint != manifest.tokenizer["fingerprint"]:
+      # Older versions put nothing around a text, whatever the file says.
+      found = FileTokenizer(path, follow_links=False, end_of_text=end, added=Added())
   if found.fingerprint != manifest.tokenizer["fingerprint"]:
     raise ExportError(f"{path} has changed since it was written; restore the original.")
   return found

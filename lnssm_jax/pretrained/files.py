@@ -88,15 +88,18 @@ def retried[T](read: Callable[[], T]) -> T:
   return read()
 
 
-def read_json(path: str | Path, max_bytes: int) -> dict[str, Any]:
+def read_json(path: str | Path, max_bytes: int, *, follow_links: bool = False) -> dict[str, Any]:
   """Reads the object in a JSON file of at most `max_bytes` bytes.
+
+  Args:
+    follow_links: as in `open_regular`.
 
   Raises:
     OSError: not a regular file, or unreadable.
     ValueError: too large, nested too deeply, not a JSON object, or with a duplicate key.
   """
   name = Path(path).name
-  content = retried(lambda: read_bytes(path, max_bytes))
+  content = retried(lambda: read_bytes(path, max_bytes, follow_links=follow_links))
   try:
     values = json.loads(content, object_pairs_hook=unique_keys)
   except RecursionError:

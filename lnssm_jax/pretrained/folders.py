@@ -19,7 +19,7 @@ import numpy as np
 from lnssm_jax.pretrained import safetensors
 from lnssm_jax.pretrained.files import read_json
 from lnssm_jax.pretrained.manifest import ExportError
-from lnssm_jax.pretrained.tokenizers import FileTokenizer, Tokenizer
+from lnssm_jax.pretrained.tokenizers import FileTokenizer
 
 CONFIG, TENSORS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
@@ -169,8 +169,10 @@ _GENERATION = {
 }
 
 
-def tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-  """The folder's tokenizer.json; a text ends with config.json's first eos_token_id.
+def tokenizer(folder: Path, config: Mapping[str, Any]) -> FileTokenizer:
+  """The folder's tokenizer.json, with what tokenizer_config.json puts around a text.
+
+  A text ends with config.json's first eos_token_id.
 
   Raises:
     DataError: it is missing, a link, or unusable, or the package `tokenizers` is not installed.

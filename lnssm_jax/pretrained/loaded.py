@@ -17,6 +17,7 @@ from lnssm_jax.models import LanguageModel, count_parameters
 from lnssm_jax.models.settings import graph_of
 from lnssm_jax.pretrained import exports, folders, texts
 from lnssm_jax.pretrained.exports import ExportError
+from lnssm_jax.pretrained.special_tokens import InText
 from lnssm_jax.pretrained.texts import Score
 from lnssm_jax.pretrained.tokenizers import Tokenizer
 
@@ -113,12 +114,18 @@ class LoadedModel:
     top_p: float | None = None,
     seed: int = 0,
     until: Sequence[str] = (),
+    special_tokens: InText = "parse",
   ) -> str:
     """Continues `prompt`, up to the end of text; returns the new text only.
 
+    The prompt is encoded as the tokenizer's own files encode it, also with the tokens, such as BOS,
+    that they put around a text.
+
     Args:
       max_tokens, temperature, top_k, top_p, seed: as in `options`.
-      until: the new text ends before the first of these strings.
+      until: the new text ends before the string of these that is complete first.
+      special_tokens: a special token spelled out in the prompt, such as "<|im_start|>", is one
+        token ("parse"), or ordinary text ("text"): for a prompt with text from others.
 
     Raises:
       ValueError: an option is out of range, or the model's cache cannot hold the tokens.
@@ -126,26 +133,41 @@ class LoadedModel:
     options = self.options(
       max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    return texts.complete(self.model, self.tokenizer, [prompt], options, until=until)[0]
+    return texts.complete(
+      self.model,
+      self.tokenizer,
+      [prompt],
+      options,
+      until=until,
+      special_tokens=special_tokens,
+    )[0]
 
   def stream(
-    self, prompt: str = "", options: SamplingOptions | None = None, *, until: Sequence[str] = ()
+    self,
+    prompt: str = "",
+    options: SamplingOptions | None = None,
+    *,
+    until: Sequence[str] = (),
+    special_tokens: InText = "parse",
   ) -> Iterator[str]:
     """Yields the text of `generate` in pieces.
 
     Args:
       options: None takes the model's own, `options()`.
       until: as in `generate`; what may be the beginning of one of the strings is held back.
+      special_tokens: as in `generate`.
 
     Raises:
       ValueError: the model's cache cannot hold the tokens.
     """
     options = self.options() if options is None else options
-    return texts.stream(self.model, self.tokenizer, prompt, options, until=until)
+    return texts.stream(
+      self.model, self.tokenizer, prompt, options, until=until, special_tokens=special_tokens
+    )
 
-  def score(self, text: str, *, context: str = "") -> Score:
+  def score(self, text: str, *, context: str = "", special_tokens: InText = "parse") -> Score:
     """Log-probability of each token of a text; see `lnssm_jax.score`."""
-    return score(self, text, context=context)
+    return score(self, text, context=context, special_tokens=special_tokens)
 
   def __repr__(self) -> str:
     model, count = self.settings["model"], count_parameters(nnx.state(self.model, nnx.Param))
@@ -192,11 +214,21 @@ def load_model(folder: str | Path) -> LoadedModel:
 
 @overload
 def score(
-  model: LoadedModel, text: str, *, context: str | Sequence[str] = "", batch: int = 8
+  model: LoadedModel,
+  text: str,
+  *,
+  context: str | Sequence[str] = "",
+  batch: int = 8,
+  special_tokens: InText = "parse",
 ) -> Score: ...
 @overload
 def score(
-  model: LoadedModel, text: Sequence[str], *, context: str | Sequence[str] = "", batch: int = 8
+  model: LoadedModel,
+  text: Sequence[str],
+  *,
+  context: str | Sequence[str] = "",
+  batch: int = 8,
+  special_tokens: InText = "parse",
 ) -> list[Score]: ...
 def score(
   model: LoadedModel,
@@ -204,19 +236,25 @@ def score(
   *,
   context: str | Sequence[str] = "",
   batch: int = 8,
+  special_tokens: InText = "parse",
 ) -> Score | list[Score]:
   """Log-probabilities of the tokens of a text, or of each of several, `batch` at once.
 
       lnssm_jax.score(lnssm_jax.load_model("exported"), "def f(x): return x").perplexity
 
+  Context and text are encoded as one text, as the tokenizer's own files encode it: also with the
+  tokens that they put around a text, of which those after it are scored. A token that has
+  characters of both is scored.
+
   Args:
     context: text before it, read but not scored; one for all texts, or one for each. Without it the
-      first token of a text is its context.
+      first token of a text is its context, unless the tokenizer puts one before every text.
+    special_tokens: as in `LoadedModel.generate`, for context and text.
 
   Raises:
-    ValueError: there is no token to score, contexts and texts are no texts or differ in number, the
-      model has no tokenizer with it or a cache too small for the tokens, or `batch` is no positive
-      number.
+    ValueError: there is no token to score, the logits are NaN, contexts and texts are no texts or
+      differ in number, the model has no tokenizer with it or a cache too small for the tokens, or
+      `batch` is no positive number.
   """
   if not isinstance(model, LoadedModel):
     raise ValueError(
@@ -232,7 +270,8 @@ def score(
       f"context has {len(contexts)} texts for the {len(several)} of text; give one, or as many."
     )
   pairs = list(zip(contexts, several, strict=True))
-  found = texts.scores(model.model, model.tokenizer, pairs, batch=batch) if pairs else []
+  how: Any = {"batch": batch, "special_tokens": special_tokens}
+  found = texts.scores(model.model, model.tokenizer, pairs, **how) if pairs else []
   return found[0] if isinstance(text, str) else found
 
 

@@ -13,10 +13,13 @@ from flax import nnx
 from lnssm_jax import drawing, generate, prefill
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.models import LanguageModel
-from lnssm_jax.pretrained.tokenizers import Tokenizer
+from lnssm_jax.pretrained.continuations import Continuation
+from lnssm_jax.pretrained.special_tokens import InText
+from lnssm_jax.pretrained.tokenizers import Tokenizer, encode_whole
 
 # The model never learns to predict a document from the end of the one before it, so an empty
-# prompt starts from a line feed, not from the end-of-text token.
+# prompt starts from a line feed, not from the end-of-text token, unless its tokenizer puts a token
+# such as BOS before every text.
 OPENING = "\n"
 # Tokens whose logits are in memory at once.
 _CHUNK = 256
@@ -55,16 +58,22 @@ def complete(
   options: SamplingOptions,
   *,
   until: Sequence[str] = (),
+  special_tokens: InText = "parse",
 ) -> list[str]:
   """Continues each prompt by at most `options.max_tokens` tokens, up to `options.stop_token`.
 
+  A prompt is encoded as its tokenizer's own files encode it, with the tokens that they put around a
+  text. The text of a continuation is that of prompt and continuation without that of the prompt.
+
   Args:
-    until: a continuation ends before the first of these strings.
+    until: a continuation ends before the string of these that is complete first.
+    special_tokens: of a prompt; "text" for prompts from others (`Tokenizer.encode`).
 
   Raises:
     ValueError: the model's cache cannot hold a prompt with its continuation.
   """
-  return complete_tokens(model, tokenizer, _encode(tokenizer, prompts), options, until=until)
+  rows = [encode_prompt(tokenizer, prompt, special_tokens).tolist() for prompt in prompts]
+  return complete_tokens(model, tokenizer, rows, options, until=until)
 
 
 def complete_tokens(
@@ -76,15 +85,24 @@ def complete_tokens(
   until: Sequence[str] = (),
 ) -> list[str]:
   """As `complete`, for encoded prompts."""
-  steps, stop, found = [], options.stop_token, []
+  until, stop, steps = check_until(until), options.stop_token, []
+  found = [Continuation(tokenizer, row, until) for row in rows]
+  stopped = [False] * len(rows)
   for part in itertools.batched(generate.stream(model, rows, options), _LOOK):
     steps += part
-    if until and all(_ends(tokenizer, row, stop, until) for row in np.stack(steps, axis=1)):
+    if not until:
+      continue
+    for number, row in enumerate(np.stack(part, axis=1)):
+      kept = drawing.before_stop(row, stop)
+      if not stopped[number]:
+        found[number].add(kept.tolist())
+      stopped[number] |= len(kept) < len(row) or found[number].ended
+    if all(stopped):
       break
-  for row in np.stack(steps, axis=1):
-    text = tokenizer.decode(drawing.before_stop(row, stop))
-    found.append(text[: min((text.find(end) for end in until if end in text), default=None)])
-  return found
+  if not until:
+    for text, row in zip(found, np.stack(steps, axis=1), strict=True):
+      text.add(drawing.before_stop(row, stop).tolist())
+  return [text.text for text in found]
 
 
 def stream(
@@ -94,39 +112,76 @@ def stream(
   options: SamplingOptions,
   *,
   until: Sequence[str] = (),
+  special_tokens: InText = "parse",
 ) -> Iterator[str]:
   """Yields the continuation of one prompt in pieces; invalid options raise immediately.
 
   Args:
-    until: the continuation ends before the first of these strings; what may be the beginning of one
-      is held back.
+    until: as in `complete`; what may be the beginning of one of the strings is held back.
+    special_tokens: as in `complete`.
   """
-  steps = generate.stream(model, _encode(tokenizer, [prompt]), options)
-  return _pieces(steps, tokenizer, options.stop_tokens, until)
+  tokens = encode_prompt(tokenizer, prompt, special_tokens).tolist()
+  text = Continuation(tokenizer, tokens, check_until(until))
+  return _pieces(generate.stream(model, [tokens], options), text, options.stop_tokens)
 
 
 def scores(
-  model: LanguageModel, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, batch: int = 8
+  model: LanguageModel,
+  tokenizer: Tokenizer,
+  pairs: Sequence[tuple[str, str]],
+  *,
+  batch: int = 8,
+  special_tokens: InText = "parse",
 ) -> list[Score]:
   """Scores the text of each pair (context, text), whose context is read but not scored.
 
-  Without a context the first token of a text is its context. Memory does not grow with the text.
+  The two are encoded as the one text that they are, with the tokens that the tokenizer's files put
+  around it; those after it are scored. A token that has characters of both is scored. Without a
+  context, and without a token such as BOS before it, the first token of a text is its context.
+  Memory does not grow with the text.
 
   Raises:
     ValueError: there is no token to score, the model's cache cannot hold the tokens, or the
       tokenizer is not that of the model.
   """
+  before, after = tokenizer.added
   rows, starts = [], []
-  for context, text in pairs:
-    before = tokenizer.encode(context) if context else np.zeros(0, np.int32)
-    rows.append(np.concatenate([before, tokenizer.encode(text)]))
-    starts.append(max(1, len(before)))
-    if len(rows[-1]) <= starts[-1]:
+  found = tokenizer.encode_continuations(pairs, special_tokens)
+  for (context, text), (inner, start) in zip(pairs, found, strict=True):
+    start = max(1, len(before) + start)
+    if len(before) + len(inner) <= start:
       raise ValueError(
         f"text={text!r:.50} has no token to score after context={context!r:.50}; give more text, or"
         " some context: the first token of a sequence has no probability."
       )
+    rows.append(np.array([*before, *inner, *after], np.int32))
+    starts.append(start)
   return score_tokens(model, rows, starts, batch=batch)
+
+
+def encode_prompt(
+  tokenizer: Tokenizer, prompt: str, special_tokens: InText = "parse"
+) -> np.ndarray:
+  """Tokens of a prompt; of an empty one, those before every text, or else a line feed."""
+  found = encode_whole(tokenizer, prompt, special_tokens)
+  return found if len(found) else tokenizer.encode(OPENING)
+
+
+def check_until(until: Sequence[str]) -> tuple[str, ...]:
+  """The strings that end a text, without empty ones, which would end every text at once.
+
+  Raises:
+    ValueError: it is no list of strings.
+  """
+  if isinstance(until, str):
+    raise ValueError(f"until={until!r:.80} is one string; give a list of them: [{until!r:.80}].")
+  strings: tuple[Any, ...] = tuple(until) if np.iterable(until) else (until,)
+  for end in strings:
+    if not isinstance(end, str):
+      raise ValueError(
+        f"until has {end!r:.80} of type {type(end).__name__}; give a list of strings."
+      )
+  return tuple(dict.fromkeys(filter(None, strings)))
 
 
 def score_tokens(
@@ -139,7 +194,8 @@ def score_tokens(
   read once: the rows continue from copies of the state after them.
 
   Raises:
-    ValueError: the model's cache cannot hold a row, or its vocabulary has not all of the tokens.
+    ValueError: the model's cache cannot hold a row, its vocabulary has not all of the tokens, or
+      its logits are NaN.
   """
   limit = model.max_length
   for tokens in rows:
@@ -198,6 +254,9 @@ def _score_batch(split, state, rows, starts, numbers, read, limit) -> dict[int, 
     tokens, start = rows[number], starts[number]
     scored = slice(start - 1 - skip, len(tokens) - 1 - skip)
     found[number] = Score(tokens[start:], log_probs[row, scored], likeliest[row, scored])
+    if (nan := np.isnan(found[number].log_probs)).any():
+      place = f"text {number}, token {start + np.argmax(nan)}"
+      raise ValueError(generate.not_a_number(place, nnx.merge(*split)))
   return found
 
 
@@ -234,39 +293,15 @@ def _score_chunk(graph, params, state, inputs, targets):
   return state, (log_probs, jnp.argmax(logits, axis=-1) == targets)
 
 
-def _pieces(
-  steps: Iterator[np.ndarray],
-  tokenizer: Tokenizer,
-  stops: Sequence[int],
-  until: Sequence[str] = (),
-) -> Iterator[str]:
-  tokens, text, shown = [], "", 0
+def _pieces(steps: Iterator[np.ndarray], text: Continuation, stops: Sequence[int]) -> Iterator[str]:
+  shown = 0
   for step in steps:
     if step[0] in stops:
       break
-    tokens.append(step[0])
-    text = tokenizer.decode(tokens)
-    if found := [text.find(end) for end in until if end in text]:
-      text = text[: min(found)]
+    text.add([step[0]])
+    if text.ended:
       break
-    # Tokens may split a multi-byte character: hold back text that is not final yet.
-    settled = text.rstrip("\ufffd")
-    final = len(settled) - max((_begun(settled, end) for end in until), default=0)
-    yield text[shown:final]
-    shown = max(shown, final)
-  yield text[shown:]
-
-
-def _begun(text: str, end: str) -> int:
-  """The most characters at the end of a text that `end` begins with."""
-  return next((n for n in range(len(end) - 1, 0, -1) if text.endswith(end[:n])), 0)
-
-
-def _ends(tokenizer, row, stop, until) -> bool:
-  """Whether a continuation has reached its end: the stop token, or one of the strings."""
-  kept = drawing.before_stop(row, stop)
-  return len(kept) < len(row) or any(end in tokenizer.decode(kept) for end in until)
-
-
-def _encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
-  return [tokenizer.encode(prompt or OPENING).tolist() for prompt in prompts]
+    now = text.shown
+    yield now[shown:]
+    shown = len(now)
+  yield text.text[shown:]

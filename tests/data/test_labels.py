@@ -104,7 +104,7 @@ def test_document_means_are_weighted_and_documents_without_targets_left_out(weig
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:260"])
 def test_only_completion_and_end_of_text_are_targets(chat, tokenizer):
-  """Prompt and completion are encoded apart: no token has a part of both."""
+  """No merge joins the end of these prompts with their completions."""
   data = chat(tokenizer)
   sidecar = prepare(data)["chat"]
   codec, pair = load_tokenizer(tokenizer, data.folder), IndexedDataset(f"{data.folder}/chat")

@@ -177,8 +177,8 @@ def test_tokenize_killed_continues_after_the_complete_parts(corpus, tmp_path, mo
   class Killed(BaseException):
     pass
 
-  def encode(documents, tokenizer):
-    for number, entry in enumerate(encoding.encode(documents, tokenizer)):
+  def encode(documents, *arguments):
+    for number, entry in enumerate(encoding.encode(documents, *arguments)):
       if number == 25:
         raise Killed
       encoded.append(len(entry[0]))

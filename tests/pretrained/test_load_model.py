@@ -15,7 +15,10 @@ import lnssm_jax
 from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.models.settings import abstract_params
 from lnssm_jax.pretrained import DataError, ExportError, texts
+from lnssm_jax.pretrained.files import digest_of
 from lnssm_jax.pretrained.safetensors import Tensors
+from lnssm_jax.pretrained.tokenizers import encode_whole
+from tests.pretrained.test_tokenizer_files import write as published_tokenizer
 from train import config
 from train.data.tokenizers import load_tokenizer, train_bpe
 from train.runs import export
@@ -236,6 +239,29 @@ def test_tensors_equal_those_of_the_safetensors_library(tmp_path):
     assert tensors.kind(name) == (str(array.dtype), array.shape)
     assert tensors[name].dtype == array.dtype and tensors[name].shape == array.shape
     assert tensors[name].tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("add", ["file", "none"])
+def test_exported_tokenizer_puts_the_same_around_a_text(tmp_path, add):
+  """Also where it was said in another file; an export of an older version puts nothing there."""
+  config = {"add_eos_token": True, "eos_token": "</s>"}
+  path = published_tokenizer(tmp_path / "theirs", "metaspace_bos", config)
+  tokenizer = load_tokenizer(str(path), add_special_tokens=add)
+  model = dataclasses.replace(MODEL, vocab_size=405)
+  folder = write(tmp_path / "exported", model, tokenizer)
+  found = lnssm_jax.load_model(folder).tokenizer
+  assert found.added == tokenizer.added == (((1,), (2,)) if add == "file" else ((), ()))
+  assert encode_whole(found, "a <s>").tolist() == encode_whole(tokenizer, "a <s>").tolist()
+  (folder / "tokenizer.json").write_bytes(tokenizer.raw)
+  if add == "file":
+    with pytest.raises(ExportError, match=r"has changed since it was written"):
+      repr(lnssm_jax.load_model(folder).tokenizer)
+  else:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["tokenizer"]["fingerprint"] = tokenizer.fingerprint
+    manifest["sha256"] = digest_of({k: v for k, v in manifest.items() if k != "sha256"})
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert lnssm_jax.load_model(folder).tokenizer.added == ((), ())
 
 
 def file_of(header, data=b"", length=None):

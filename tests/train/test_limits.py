@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lnssm_jax.generate import SamplingOptions
-from lnssm_jax.pretrained import DataError, tokenizers
+from lnssm_jax.pretrained import DataError, tokenizer_json, tokenizers
 from lnssm_jax.pretrained.manifest import MANIFEST, ExportError, read_manifest
 from train import loop
 from train.checkpoint import store
@@ -146,12 +146,12 @@ def test_tokenizer_that_makes_texts_far_longer_rejected(name, tmp_path):
 def test_tokenizer_of_a_decoder_or_charsmap_that_grows_rejected():
   steps = {"type": "Sequence", "decoders": [REPLACE, REPLACE]}
   with pytest.raises(ValueError, match="its decoder can make a text 400 times longer"):
-    tokenizers._check_growth({"decoder": steps})
+    tokenizer_json.check_size({"decoder": steps})
   charsmap = (4).to_bytes(4, "little") + b"trie" + b"short\0" + b"x" * 300 + b"\0"
-  encoded = tokenizers.base64.b64encode(charsmap).decode()
+  encoded = tokenizer_json.base64.b64encode(charsmap).decode()
   with pytest.raises(ValueError, match="its normalizer can make a text 300 times longer"):
     step = {"type": "Precompiled", "precompiled_charsmap": encoded}
-    tokenizers._check_growth({"normalizer": step})
+    tokenizer_json.check_size({"normalizer": step})
 
 
 def test_throughput_of_steps_seen_to_finish_at_once_is_finite():

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import lnssm_jax
+from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.pretrained import LoadedModel, harness, lm_eval_model, texts
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
 from tests.pages import blocks_of
@@ -62,7 +63,9 @@ def test_log_likelihoods_are_those_of_the_text_after_its_context(loaded, package
   model = lm_eval_model(loaded, batch=2)
   assert isinstance(model, package["lm_eval.api.model"].LM)
   greedy = loaded.generate("Who?", max_tokens=2, temperature=0)
+  other = "b" if greedy[1] == "a" else "a"
   pairs = [("Who?", " me"), ("Who? ", "you"), ("", "they"), ("Who?", greedy)]
+  pairs += [("Who?", greedy[0] + other), ("Who?", other + greedy[1])]
   found = model.loglikelihood(requests(*pairs))
   for (context, text), (total, is_greedy) in zip(pairs, found, strict=True):
     kept = context.rstrip() or "\n"
@@ -106,6 +109,83 @@ def test_generation_ends_at_the_strings_of_each_request(loaded, package):
   assert answers == [whole[0], whole[2].split(stop)[0], whole[1], whole[2][:2]]
   drawn = {"do_sample": True, "temperature": 9.0, "max_gen_toks": 6}
   assert model.generate_until(requests(("ab", drawn))) != [whole[1]]
+
+
+def test_answers_are_in_the_order_of_the_requests(loaded, package):
+  """Of any lengths and options, in batches."""
+  model = lm_eval_model(loaded, batch=2)
+  contexts = ["a longer one", "ab", "abc", "c", "the longest of all"]
+  asked = [(text, {"max_gen_toks": 3 + number % 2}) for number, text in enumerate(contexts)]
+  wanted = [
+    loaded.generate(text, max_tokens=how["max_gen_toks"], temperature=0) for text, how in asked
+  ]
+  assert model.generate_until(requests(*asked)) == wanted
+  pairs = [(text, " x") for text in contexts]
+  scores = [loaded.score(text, context=context).total for context, text in pairs]
+  found = [total for total, _ in model.loglikelihood(requests(*pairs))]
+  np.testing.assert_allclose(found, scores, atol=1e-3)
+  assert len(set(np.round(found, 3))) == len(pairs)
+
+
+def test_options_of_a_request_are_used(loaded, package):
+  model = lm_eval_model(loaded)
+  text = lambda **how: model.generate_until(requests(("ab", {"max_gen_toks": 12} | how)))[0]
+  options = {"max_tokens": 12, "stop_token": 256}
+  for how in (
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 1.7, "do_sample": True, "min_p": 0.2, "temperature": 1.5},
+    {"do_sample": True, "top_k": 3, "top_p": 0.9},
+  ):
+    given = {name: value for name, value in how.items() if name != "do_sample"}
+    given["temperature"] = given.get("temperature", 1.0) if "do_sample" in how else 0.0
+    wanted = texts.complete(
+      loaded.model, loaded.tokenizer, ["ab"], SamplingOptions(**options, **given)
+    )
+    assert [text(**how)] == wanted
+  assert text(repetition_penalty=1.7) != text()
+  neutral = {"num_beams": 1, "no_repeat_ngram_size": 0, "top_k": 0, "length_penalty": None}
+  assert text(**neutral, until=["", ""]) == text(until=None) == text() != ""
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"num_beams": 2}, r"num_beams=2 of a request is not implemented; leave it out, or give 1"),
+    ({"no_repeat_ngram_size": 3}, r"no_repeat_ngram_size=3 of a request is not implemented"),
+    ({"bad_words_ids": [[1]]}, r"bad_words_ids=\[\[1\]\] of a request is not implemented"),
+    ({"beam": 1}, r"the option 'beam' of a request is not known; use max_gen_toks"),
+    ({"until": [5]}, r"until has 5 of type int; give a list of strings"),
+    ({"until": {"a"}}, r"until=\{'a'\} of a request must be a string or a list"),
+    ({"until": 5}, r"until=5 of a request must be a string or a list"),
+    ({"temperature": "warm"}, r"temperature='warm' of a request must be a number"),
+    ({"max_gen_toks": 2.5}, r"max_gen_toks=2.5 of a request must be a whole number"),
+    ({"do_sample": "no"}, r"do_sample='no' of a request must be true or false"),
+    ({"min_p": 2.0}, r"min_p=2.0 must be in 0 to 1"),
+    (None, r"options=None of a request must be a dictionary"),
+  ],
+  ids=str,
+)
+def test_options_that_cannot_be_followed_raise(loaded, package, options, message):
+  """Also next to a request that could be answered."""
+  model = lm_eval_model(loaded)
+  with pytest.raises(ValueError, match=message) as raised:
+    model.generate_until(requests(("a", {}), ("a", options)))
+  assert "\n" not in str(raised.value)
+
+
+def test_texts_that_cannot_be_scored_raise(loaded, package):
+  """An empty one would win every choice by its log-likelihood of 0."""
+  model = lm_eval_model(loaded)
+  for pair in (("context", ""), ("", "")):
+    with pytest.raises(ValueError, match=r"^a request has an empty text after context="):
+      model.loglikelihood(requests(("a", "b"), pair))
+  for pair in ((None, "a"), ("a", 5)):
+    with pytest.raises(ValueError, match=r"^the \w+ of a request is .* of type \w+; give a str"):
+      model.loglikelihood(requests(pair))
+  with pytest.raises(ValueError, match=r"^the text of a request is None of type NoneType"):
+    model.loglikelihood_rolling(requests((None,)))
+  with pytest.raises(ValueError, match=r"^the context of a request is None of type NoneType"):
+    model.generate_until(requests((None, {})))
 
 
 def test_missing_package_is_named(loaded, monkeypatch):

@@ -112,7 +112,7 @@ def generate(options: argparse.Namespace) -> None:
     raise ValueError("--prompt and --prompt-file are both there; give one of them.")
   from lnssm_jax.pretrained import texts
 
-  loaded, until = _model(options), options.stop or ()
+  loaded, until, special = _model(options), options.stop or (), options.special_tokens
   prompts = options.prompt or [loaded.settings.get("sample", {}).get("prompt", "")]
   if options.prompt_file:
     prompts = [_text_of(options.prompt_file)]
@@ -126,13 +126,14 @@ def generate(options: argparse.Namespace) -> None:
     seed=options.seed,
   )
   if len(prompts) == 1:
-    pieces = loaded.stream(prompts[0], sampling, until=until)
+    pieces = loaded.stream(prompts[0], sampling, until=until, special_tokens=special)
     print(prompts[0], end="", flush=True)
     for piece in pieces:
       print(piece, end="", flush=True)
     print()
     return
-  answers = texts.complete(loaded.model, loaded.tokenizer, prompts, sampling, until=until)
+  how: Any = {"until": until, "special_tokens": special}
+  answers = texts.complete(loaded.model, loaded.tokenizer, prompts, sampling, **how)
   for number, (prompt, new) in enumerate(zip(prompts, answers, strict=True), 1):
     print(f"--- {number} of {len(prompts)}\n{prompt}{new}")
 
@@ -181,7 +182,8 @@ def tokenize(options: argparse.Namespace) -> None:
     fields = tuple(key for word in options.fields or () for key in word.split(","))
     given = {"fields": fields, "targets": options.targets}
     chosen: Any = {key: {name: value} for key, value in given.items() if value}
-    chosen |= {"tokenizer": options.tokenizer, "end_of_text": options.end_of_text}
+    names = ("tokenizer", "end_of_text", "add_special_tokens", "special_tokens")
+    chosen |= {name: getattr(options, name) for name in names}
     data = config.Data(folder="-", train=(name,), **chosen)  # checks
     tokenizer = tokenize.load_or_train(
       options.tokenizer,
@@ -189,6 +191,7 @@ def tokenize(options: argparse.Namespace) -> None:
       options.input,
       fields=dict.fromkeys(options.input, fields) if fields else {},
       end_of_text=options.end_of_text,
+      add_special_tokens=options.add_special_tokens,
       progress=True,
     )
     sidecar = tokenize.tokenize_to(

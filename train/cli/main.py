@@ -265,6 +265,13 @@ def _parser() -> argparse.ArgumentParser:
   generate.add_argument(
     "--stop", metavar="TEXT", action="append", help="end before this text (repeatable)"
   )
+  generate.add_argument(
+    "--special-tokens",
+    choices=("parse", "text"),
+    default="parse",
+    help="those spelled out in a prompt, such as <|im_start|>: one token each (default), or "
+    "ordinary text, for prompts with text from others",
+  )
   generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
   tokenize = command("tokenize", commands.tokenize, "Create token files from text.")
   tokenize.add_argument("--input", nargs="+", metavar="PATH", help="files or folders of text")
@@ -276,6 +283,18 @@ def _parser() -> argparse.ArgumentParser:
     "folder with one",
   )
   tokenize.add_argument("--end-of-text", metavar="TOKEN", help="that ends each text")
+  tokenize.add_argument(
+    "--add-special-tokens",
+    choices=("file", "none"),
+    default="file",
+    help="around each text, such as BOS: those that the tokenizer's files say (default), or none",
+  )
+  tokenize.add_argument(
+    "--special-tokens",
+    choices=("text", "parse"),
+    default="text",
+    help="those spelled out in a text: ordinary text (default), or one token each",
+  )
   tokenize.add_argument(
     "--fields",
     nargs="+",

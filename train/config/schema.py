@@ -91,6 +91,10 @@ class Data:
   `tokenizer` is "bytes", "bpe:N" (trained on the training sources) or the path of a tokenizer.json,
   or of a folder with one or with vocab.json and merges.txt. `end_of_text` is the token of such a
   file that ends each text, if that is not tokenizer_config.json's or a usual one.
+  `add_special_tokens="file"` puts around each text, and around prompts that the model reads, what
+  the tokenizer's files say, such as BOS (a post-processor, `add_bos_token`, `add_eos_token`);
+  "none" puts nothing there. Special tokens spelled out in a text are ordinary text, or with
+  `special_tokens="parse"`, for text that you trust, such as chats, one token each.
 
   `fields` maps a set to the keys of its rows in .jsonl: that of the text, or those of a prompt and
   its completion; without it a row has "text". `targets` maps a set to the tokens that the loss
@@ -109,6 +113,8 @@ class Data:
   folder: str  # of the token files
   tokenizer: str  # "bytes", "bpe:N" or a path
   end_of_text: str | None = None  # a token of the tokenizer's file; None: the usual one
+  add_special_tokens: Literal["file", "none"] = "file"  # around each text
+  special_tokens: Literal["text", "parse"] = "text"  # spelled out in a text
   train: tuple[str, ...] | dict[str, float]  # names, or weights by name
   validation: tuple[str, ...] = ()  # names
   sources: dict[str, str] = dataclasses.field(default_factory=dict)  # text by name

@@ -5,9 +5,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
+from lnssm_jax.pretrained.special_tokens import Added, InText
 from train.data.errors import DataError
 from train.data.sources import Document
 from train.data.tokenizers import Tokenizer
@@ -16,27 +18,48 @@ BATCH = 1 << 21  # characters encoded per batch
 AHEAD = 2  # batches being encoded while the next is read
 
 
-def encode(
-  documents: Iterable[Document], tokenizer: Tokenizer
-) -> Iterator[tuple[np.ndarray, int, int]]:
-  """Yields (ids with end-of-text, ids of the prompt, bytes) of each document, in order."""
+class Encoded(NamedTuple):
+  """A document: its tokens with those that the tokenizer puts around a text, and end-of-text."""
 
-  def run(batch: list[Document]) -> list[tuple[np.ndarray, int, int]]:
+  ids: np.ndarray
+  prompt: int  # tokens before the first one of the completion, or of the text
+  ends: int  # tokens after the last one of the text
+  size: int  # bytes of the text
+
+
+def encode(
+  documents: Iterable[Document], tokenizer: Tokenizer, special_tokens: InText = "text"
+) -> Iterator[Encoded]:
+  """Yields each document, in order.
+
+  A prompt and its completion are encoded as the one text that they are; a token that has characters
+  of both counts as one of the completion.
+  """
+  before, after = (np.array(ids, np.int32) for ids in getattr(tokenizer, "added", Added()))
+  end = np.array([tokenizer.end_of_text], np.int32)
+  after = after if after[-1:].tolist() == end.tolist() else np.concatenate([after, end])
+
+  def run(batch: list[Document]) -> list[Encoded]:
     split = lambda text: list(tokenizer.pieces(text)) if text else []
-    parts = [(split(text[:prompt]), split(text[prompt:])) for text, prompt in batch]
-    pieces = (piece for prompt, rest in parts for piece in (*prompt, *rest))
+    parts = [[] if document.prompt else split(document.text) for document in batch]
+    pieces = (piece for part in parts for piece in part)
     # In groups, because the library's results take far more memory than the ids.
-    groups = (tokenizer.encode_batch(group) for group in _batches(pieces, len))
+    groups = (tokenizer.encode_batch(group, special_tokens) for group in _batches(pieces, len))
     encoded = itertools.chain.from_iterable(groups)
-    end = np.array([tokenizer.end_of_text], np.int32)
+    pairs = ((text[:prompt], text[prompt:]) for text, prompt in batch if prompt)
+    several = _batches(pairs, lambda pair: len(pair[0]) + len(pair[1]))
+    continued = itertools.chain.from_iterable(
+      tokenizer.encode_continuations(group, special_tokens) for group in several
+    )
     results = []
-    for document, (prompt, rest) in zip(batch, parts, strict=True):
-      ids = [next(encoded) for _ in (*prompt, *rest)]
-      before = sum(map(len, ids[: len(prompt)]))
-      results.append((np.concatenate([*ids, end]), before, len(document.text.encode())))
+    for document, part in zip(batch, parts, strict=True):
+      ids, start = next(continued) if document.prompt else (None, 0)
+      ids = [next(encoded) for _ in part] if ids is None else [ids]
+      row = np.concatenate([before, *ids, after])
+      results.append(Encoded(row, len(before) + start, len(after), len(document.text.encode())))
     return results
 
-  pending: deque[Future[list[tuple[np.ndarray, int, int]]]] = deque()
+  pending: deque[Future[list[Encoded]]] = deque()
   with ThreadPoolExecutor(AHEAD, thread_name_prefix="tokenize") as pool:
     for batch in _batches(documents, lambda document: len(document.text)):
       pending.append(pool.submit(run, batch))

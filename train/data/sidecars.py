@@ -60,7 +60,7 @@ def up_to_date(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
   """Sidecar of an intact pair that was created from exactly `origin`; otherwise None."""
   try:
     sidecar = read_sidecar(prefix)
-    keys = (*origin, "fields", "targets")
+    keys = (*origin, "fields", "targets", "special_tokens", "completions")
     if sidecar is None or any(sidecar.get(key) != origin.get(key) for key in keys):
       return None
     pair = IndexedDataset(prefix)
@@ -95,8 +95,8 @@ def check_owner(prefix: str | Path, origin: dict[str, Any], spec: str) -> None:
     spec: name or path of the tokenizer.
 
   Raises:
-    DataError: it was created from other sources, fields or targets, or by another tokenizer: by
-      another config, whose runs need it.
+    DataError: it was created from other sources, fields or targets, by another tokenizer, or with
+      other special tokens: by another config, whose runs need it.
   """
   try:
     sidecar = read_sidecar(prefix)
@@ -105,7 +105,7 @@ def check_owner(prefix: str | Path, origin: dict[str, Any], spec: str) -> None:
     return
   if sidecar is None:
     return
-  keys = ["source", "fields", "targets"]
+  keys = ["source", "fields", "targets", "special_tokens"]
   if sidecar.get("tokenizer_fingerprint") != origin.get("tokenizer_fingerprint"):
     keys.insert(0, "tokenizer")
   now = origin | {"tokenizer": spec}

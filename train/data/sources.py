@@ -55,7 +55,7 @@ class Input(NamedTuple):
 
 
 class Document(NamedTuple):
-  """A text; its first `prompt` characters are a prompt, encoded apart."""
+  """A text; its first `prompt` characters are a prompt."""
 
   text: str
   prompt: int = 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from lnssm_jax.pretrained.special_tokens import Added, InText
 from train.checkpoint.safe_files import locked
 from train.data import fingerprints, sources
 from train.data.encoding import encode, limit_threads
@@ -25,6 +26,7 @@ from train.data.sidecars import (
   write_sidecar,
 )
 from train.data.tokenizers import (
+  AddSpecialTokens,
   Tokenizer,
   TokenizerSettings,
   bpe_path,
@@ -50,6 +52,8 @@ class DataSettings(TokenizerSettings, Protocol):
   def fields(self) -> dict[str, tuple[str, ...]]: ...
   @property
   def targets(self) -> dict[str, Targets]: ...
+  @property
+  def special_tokens(self) -> InText: ...
 
 
 def prepare(
@@ -95,9 +99,9 @@ def prepare(
     if (source := _source(data, name))
   }
   how = {"progress": progress, "force": force}
-  spec, end = data.tokenizer, data.end_of_text
+  of_file = {name: getattr(data, name) for name in ("end_of_text", "add_special_tokens")}
   tokenizer = load_or_train(
-    spec, data.folder, list(origins), fields=origins, end_of_text=end, **how
+    data.tokenizer, data.folder, list(origins), fields=origins, **of_file, **how
   )
   options = {"workers": workers, **how}
   sidecars = dict.fromkeys(names)
@@ -123,24 +127,26 @@ def tokenize_to(
 ) -> dict[str, Any]:
   """Tokenizes `inputs` into one pair and its sidecar, unless they are up to date.
 
-  Each document becomes its tokens followed by the end-of-text token; a prompt and its completion
-  are encoded apart and joined without a space. Unless all tokens are targets, the pair has
-  `.weights`: 1 for the completion and the end-of-text, or for the last token of the text only, else
-  0. Text is streamed: memory holds a few batches, the longest document, and a part
-  (`train.data.parts`), of which many have been written if the process is killed; the next call
-  continues after them.
+  Each document becomes its tokens, with those that the tokenizer puts around a text, followed by
+  the end-of-text token; a prompt and its completion are joined without a space and encoded as one
+  text, of which a token with characters of both counts as one of the completion. Unless all tokens
+  are targets, the pair has `.weights`: 1 for the completion and the end-of-text, or for the last
+  token of the text only, else 0. Text is streamed: memory holds a few batches, the longest
+  document, and a part (`train.data.parts`), of which many have been written if the process is
+  killed; the next call continues after them.
 
   Args:
     prefix: path of the files without suffixes.
     inputs: sources as in `train.data.sources`, read in order.
     tokenizer: its vocabulary size determines the dtype of the file (`dtype_for`).
-    rows: keys and targets of rows of JSON.
+    rows: keys and targets of rows of JSON, and special tokens in a text.
 
   Returns:
     The sidecar: documents, tokens (including end-of-text), bytes (of UTF-8 text), vocab_size,
     tokenizer, tokenizer_fingerprint, source, source_fingerprint, skipped, sha256 (of `.bin`),
     crc32_sha256, sample (`train.data.fingerprints`); with `.weights` also weights_sha256, fields
-    and targets.
+    and targets; special_tokens, if there are any around a text or parsed in it; of prompts and
+    completions, unless each byte is a token, completions: "whole", which older versions lack.
 
   Processes that create the same pair do so one after the other; all but the first find it up to
   date. Where files have no locks each creates it, with the same content.
@@ -216,8 +222,8 @@ def _tokenize(
     for (ids, weights), document in zip(parts.finished(), documents, strict=False):
       writer.add_document(ids, weights)
       report.add(len(document.text.encode()))
-    for ids, prompt, size in encode(documents, tokenizer):
-      weights = rows.weights(len(ids), prompt)
+    for ids, prompt, ends, size in encode(documents, tokenizer, rows.special_tokens):
+      weights = rows.weights(len(ids), prompt, ends)
       writer.add_document(ids, weights)
       parts.add(ids, weights)
       report.add(size)
@@ -253,6 +259,7 @@ def load_or_train(
   *,
   fields: Mapping[str, Sequence[str]] = MappingProxyType({}),
   end_of_text: str | None = None,
+  add_special_tokens: AddSpecialTokens = "file",
   progress: bool = False,
   force: bool = False,
 ) -> Tokenizer:
@@ -260,13 +267,13 @@ def load_or_train(
 
   Args:
     fields: keys of the rows of a source; by default that of a text.
-    end_of_text: as in `load_tokenizer`.
+    end_of_text, add_special_tokens: as in `load_tokenizer`.
 
   Raises:
     DataError: the tokenizer cannot be loaded, or there is not enough text to train it.
   """
   if not spec.startswith("bpe:"):
-    return load_tokenizer(spec, end_of_text=end_of_text)
+    return load_tokenizer(spec, end_of_text=end_of_text, add_special_tokens=add_special_tokens)
   path = bpe_path(folder)
   bpe_size(spec)  # checks
   if path.exists() and (not force or not origins):
@@ -292,12 +299,21 @@ def origin_of(
 
   Without a tokenizer, one that is yet to be trained.
   """
-  return {
+  found = {
     "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
     "source": list(inputs),
     "source_fingerprint": sources.fingerprint(files),
     **rows.origin(),
   }
+  special = {} if rows.special_tokens == "text" else {"in_text": rows.special_tokens}
+  added = getattr(tokenizer, "added", Added())  # there are tokenizers of others, without it
+  if any(added):
+    special |= {"before": list(added.before), "after": list(added.after)}
+  if special:
+    found["special_tokens"] = special
+  if len(rows.fields) > 1 and not (tokenizer and tokenizer.spec == "bytes"):
+    found["completions"] = "whole"
+  return found
 
 
 def text_of(data: DataSettings, name: str) -> tuple[str, list[sources.Input]] | None:
@@ -345,7 +361,8 @@ def _prepare_set(
 
 def rows_of(data: DataSettings, name: str) -> Rows:
   """Keys and targets of the rows of the set `name`, by `data.fields` and `data.targets`."""
-  return Rows(data.fields.get(name, sources.TEXT_FIELDS), data.targets.get(name))
+  fields = data.fields.get(name, sources.TEXT_FIELDS)
+  return Rows(fields, data.targets.get(name), data.special_tokens)
 
 
 def _size(text: tuple[str, list[sources.Input]] | None) -> int:

@@ -1,14 +1,13 @@
 """Tokenizers by the name in a config: "bytes", "bpe:N" trained here, or a file or a folder."""
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import tokenizers
 
-from lnssm_jax.pretrained.files import read_bytes
+from lnssm_jax.pretrained.special_tokens import Added, read_settings, token_of
 from lnssm_jax.pretrained.tokenizers import (
   END_OF_TEXT,
   ByteTokenizer,
@@ -17,9 +16,10 @@ from lnssm_jax.pretrained.tokenizers import (
   split,
 )
 from train.checkpoint.safe_files import replace_file
-from train.data.errors import DataError, reading, writing
+from train.data.errors import DataError, writing
 
-_MAX_CONFIG = 1 << 24  # bytes
+# Whether the tokens, such as BOS, that a tokenizer's files put around every text are put there.
+AddSpecialTokens = Literal["file", "none"]
 LEAST_BPE = 257  # 256 bytes and the end of text
 
 
@@ -32,11 +32,14 @@ class TokenizerSettings(Protocol):
   def tokenizer(self) -> str: ...
   @property
   def end_of_text(self) -> str | None: ...
+  @property
+  def add_special_tokens(self) -> AddSpecialTokens: ...
 
 
 def tokenizer_of(data: TokenizerSettings) -> Tokenizer:
   """Loads the tokenizer of a config; errors as of `load_tokenizer`."""
-  return load_tokenizer(data.tokenizer, data.folder, data.end_of_text)
+  end, add = data.end_of_text, data.add_special_tokens
+  return load_tokenizer(data.tokenizer, data.folder, end, add_special_tokens=add)
 
 
 def no_tokenizer(spec: str) -> str:
@@ -48,7 +51,11 @@ def no_tokenizer(spec: str) -> str:
 
 
 def load_tokenizer(
-  spec: str, folder: str | Path | None = None, end_of_text: str | None = None
+  spec: str,
+  folder: str | Path | None = None,
+  end_of_text: str | None = None,
+  *,
+  add_special_tokens: AddSpecialTokens = "file",
 ) -> Tokenizer:
   """Loads the tokenizer named by `data.tokenizer`.
 
@@ -59,6 +66,8 @@ def load_tokenizer(
     folder: `data.folder`; only "bpe:N" needs it.
     end_of_text: the token that ends a text, of a tokenizer from a file. By default that of
       tokenizer_config.json in a folder, or one of `END_OF_TEXT`.
+    add_special_tokens: "file" for texts with the tokens around them that the tokenizer's files say
+      (its post-processor, `add_bos_token`, `add_eos_token`), or "none".
 
   Raises:
     DataError: the file is missing or unusable, or does not have N entries.
@@ -66,7 +75,7 @@ def load_tokenizer(
   if spec == "bytes":
     return ByteTokenizer()
   if not spec.startswith("bpe:"):
-    return _load_file(spec, end_of_text)
+    return _load_file(spec, end_of_text, None if add_special_tokens == "file" else Added())
   size = bpe_size(spec)
   if folder is None:
     raise DataError(f"the tokenizer {spec!r} is stored in the folder of its data; set data.folder.")
@@ -76,7 +85,7 @@ def load_tokenizer(
       f"{path} does not exist: {spec!r} is trained when the data is prepared. Run"
       " `python -m train tokenize --config FILE`."
     )
-  tokenizer = FileTokenizer(path, spec)
+  tokenizer = FileTokenizer(path, spec, added=Added())
   if tokenizer.vocab_size != size:
     raise DataError(
       f"{path} has {tokenizer.vocab_size} entries, but data.tokenizer={spec!r} needs {size}; set"
@@ -141,33 +150,16 @@ def train_bpe(spec: str, folder: str | Path, texts: Iterable[str]) -> Tokenizer:
   return load_tokenizer(spec, folder)
 
 
-def _load_file(spec: str, end_of_text: str | None) -> FileTokenizer:
+def _load_file(spec: str, end_of_text: str | None, added: Added | None) -> FileTokenizer:
   path = tokenizer_path(spec, "")
   if path is None or not path.exists():
     raise DataError(no_tokenizer(spec))
   if not path.is_dir():
-    return FileTokenizer(path, spec, end_of_text=end_of_text)
-  end = end_of_text or _end_of_folder(path)
+    return FileTokenizer(path, spec, end_of_text=end_of_text, added=added)
+  end = end_of_text or token_of(read_settings(path, follow_links=True), "eos_token")
   if (path / "tokenizer.json").exists():
-    return FileTokenizer(path / "tokenizer.json", spec, end_of_text=end)
-  return FileTokenizer(path, spec, end_of_text=end, raw=_of_merges(path))
-
-
-def _end_of_folder(folder: Path) -> str | None:
-  """eos_token of tokenizer_config.json, if there is one."""
-  path = folder / "tokenizer_config.json"
-  if not path.exists():
-    return None
-  try:
-    with reading(path):
-      settings = json.loads(read_bytes(path, _MAX_CONFIG, follow_links=True))
-    end = settings.get("eos_token")
-    end = end["content"] if isinstance(end, dict) else end
-  except DataError:
-    raise
-  except (ValueError, KeyError, AttributeError, RecursionError) as error:
-    raise DataError(f"{path} is unusable: {error!r}. Name the end by data.end_of_text.") from error
-  return end if isinstance(end, str) else None
+    return FileTokenizer(path / "tokenizer.json", spec, end_of_text=end, added=added)
+  return FileTokenizer(path, spec, end_of_text=end, added=added, raw=_of_merges(path))
 
 
 def _of_merges(folder: Path) -> bytes:

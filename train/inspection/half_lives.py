@@ -28,10 +28,11 @@ def half_lives(folder: str | Path, step: int | None, text: str) -> list[dict[str
   import jax.numpy as jnp
 
   from lnssm_jax import analysis
+  from lnssm_jax.pretrained.tokenizers import encode_whole
   from train.runs.loading import load_model
 
   loaded = load_model(folder, step=step)
-  tokens = jnp.asarray(loaded.tokenizer.encode(text))[None] if text else None
+  tokens = jnp.asarray(encode_whole(loaded.tokenizer, text))[None] if text else None
   try:
     lives = analysis.half_lives(loaded.model, tokens)
   except NotImplementedError as error:

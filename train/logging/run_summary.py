@@ -67,8 +67,11 @@ def finished(console: Console, cfg: config.Train, run: RunFolder, graph: Any, pa
     tokenizer = tokenizer_of(cfg.data)
     model = nnx.merge(graph, params)
     options = sampling_options(cfg.sample, tokenizer, cfg.seed)
-    sample = texts.complete(model, tokenizer, [cfg.sample.prompt], options)[0]
-    console.say(f"sample\n{'-' * 40}\n{cfg.sample.prompt}{sample}\n{'-' * 40}")
+    try:
+      sample = texts.complete(model, tokenizer, [cfg.sample.prompt], options)[0]
+      console.say(f"sample\n{'-' * 40}\n{cfg.sample.prompt}{sample}\n{'-' * 40}")
+    except ValueError as error:  # the run is complete, whatever its model writes
+      console.say(f"no text sample: {error}")
   elif cfg.sample.tokens:
     console.say("no text sample: no process has all parameters of the model")
   console.say(f"settings     {run.config_file}")

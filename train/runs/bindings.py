@@ -100,7 +100,8 @@ def check_tokenizer(metadata: Mapping[str, Any], data: config.Data, fingerprint:
   if metadata.get("tokenizer") not in (None, fingerprint):
     raise BindingError(
       f"data.tokenizer={data.tokenizer!r} is not the tokenizer of this run: it has changed since, "
-      "and its tokens mean something else. Restore the file, or use another run_dir."
+      "and its tokens mean something else. Restore the file, or use another run_dir; a run of an"
+      " older version, whose texts had no BOS of the file, needs data.add_special_tokens='none'."
     )
 
 

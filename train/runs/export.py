@@ -66,7 +66,10 @@ def write(
       values["tokenizer"]["spec"] = exports.TOKENIZER
       if tokenizer.named_end is not None:
         values["tokenizer"]["end_of_text"] = tokenizer.named_end
-      (partial / exports.TOKENIZER).write_bytes(tokenizer.raw)
+      path = partial / exports.TOKENIZER
+      path.write_bytes(tokenizer.standalone)
+      written = FileTokenizer(path, end_of_text=tokenizer.named_end)
+      values["tokenizer"]["fingerprint"] = written.fingerprint
     tensors, manifest = partial / exports.TENSORS, partial / exports.MANIFEST
     safetensors.numpy.save_file(arrays, tensors, metadata={"format": "flax"})
     text = json.dumps(values | {"sha256": digest_of(values)}, indent=1)
@@ -106,7 +109,7 @@ def export_run(
     with new_folder(out, ExportError) as partial:
       hugging_face.save(partial, params, settings, layout=layout, **options)
       if isinstance(tokenizer, FileTokenizer):
-        (partial / exports.TOKENIZER).write_bytes(tokenizer.raw)
+        (partial / exports.TOKENIZER).write_bytes(tokenizer.standalone)
     return None
   write(out, model, params, tokenizer, loaded.step, run=run, metrics=rows)
   return exports.read_manifest(out)

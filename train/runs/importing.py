@@ -12,7 +12,7 @@ from train import config
 from train.checkpoint.safe_files import new_folder
 from train.checkpoint.store import Checkpoints, check_structure
 from train.cluster.device_mesh import make_mesh
-from train.data.tokenizers import Tokenizer, tokenizer_of
+from train.data.tokenizers import FileTokenizer, Tokenizer, tokenizer_of
 from train.runs import export
 from train.runs.run_folder import RunFolder
 from train.step.state import abstract_state, init_state
@@ -78,7 +78,9 @@ def _checked_published(folder: Path, cfg: config.Train) -> Tokenizer:
   tokenizer = tokenizer_of(cfg.data)
   if (folder / folders.TOKENIZER).exists():
     end = {"eos_token_id": tokenizer.end_of_text}
-    if folders.tokenizer(folder, end).fingerprint != tokenizer.fingerprint:
+    theirs = folders.tokenizer(folder, end)
+    # What is put around a text is the config's choice.
+    if not isinstance(tokenizer, FileTokenizer) or theirs.raw != tokenizer.raw:
       raise exports.ExportError(
         f"data.tokenizer={cfg.data.tokenizer!r} is not the tokenizer of the model; use "
         f"--set data.tokenizer={folder / folders.TOKENIZER}, and text tokenized by it."

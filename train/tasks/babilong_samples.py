@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lnssm_jax.pretrained.files import read_bytes
-from lnssm_jax.pretrained.tokenizers import Tokenizer
+from lnssm_jax.pretrained.tokenizers import Tokenizer, encode_whole
 from train.data.errors import DataError, reading, writing
 from train.data.sources import MAX_ROW
 from train.tasks.babilong import prompt_of
@@ -122,7 +122,7 @@ def make(
     DataError: the text has no sentence for this length.
   """
   row = lambda body: {"input": " ".join(body), **question._asdict()}
-  size = lambda body: len(tokenizer.encode(prompt_of(row(body))))
+  size = lambda body: len(encode_whole(tokenizer, prompt_of(row(body))))
   hay: list[str] = []
   if length:
     room = length - size(question.facts)

@@ -3,7 +3,7 @@
 Rows of a .jsonl file: {"query", "choices", "gold"}, whose choices follow one query; or
 {"context_options", "continuation", "gold"}, whose continuation follows each of several contexts
 (schemas of Winograd); or for cloze {"context", "continuation"}. A space joins the two, unless the
-first ends with white space.
+first ends with white space, and they are encoded as one text.
 """
 
 from collections.abc import Callable, Sequence

@@ -14,6 +14,7 @@ import numpy as np
 
 from lnssm_jax import analysis
 from lnssm_jax.pretrained.loaded import LoadedModel
+from lnssm_jax.pretrained.tokenizers import encode_whole
 from train.data.errors import DataError
 from train.data.sources import read_documents
 from train.tasks.report import Report, Row
@@ -109,7 +110,7 @@ def _tokens(loaded: LoadedModel, source: str, length: int, rows: int) -> np.ndar
   """[rows, length] int32: the beginnings of the first documents that are long enough."""
   found = []
   for document in read_documents(source):
-    tokens = loaded.tokenizer.encode(document)
+    tokens = encode_whole(loaded.tokenizer, document, "text")
     if len(tokens) >= length:
       found.append(tokens[:length])
     if len(found) == rows:

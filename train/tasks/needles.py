@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lnssm_jax.pretrained.loaded import LoadedModel
-from lnssm_jax.pretrained.tokenizers import Tokenizer
+from lnssm_jax.pretrained.tokenizers import Tokenizer, encode_whole
 from train.data.errors import DataError
 from train.data.sources import read_documents
 from train.tasks.answers import answers
@@ -103,12 +103,12 @@ def make(
   end += f"Answer: the special {thing}{many} of {names} {'are' if many else 'is'}"
 
   sentences = itertools.cycle(NOISE if task.repeated else text or _generated(rng))
-  size = lambda part: len(tokenizer.encode(part))
+  size = lambda prompt: len(encode_whole(tokenizer, prompt))
   room = length - answer - size(start + " ".join(needles) + end)
   hay = []
   while room > 0:
     hay.append(next(sentences))
-    room -= size(" " + hay[-1])
+    room -= len(tokenizer.encode(" " + hay[-1]))
   depths = np.sort(rng.random(len(needles)))
   while True:  # pieces may have more tokens joined than apart
     body = list(hay)

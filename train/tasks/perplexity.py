@@ -1,6 +1,7 @@
 """How well a model predicts text: by corpus, document and position, and beyond its training length.
 
-The first token of a document has no probability and is not counted. Bits per byte are the mean
+The first token of a document has no probability and is not counted; what the tokenizer puts before
+every text, such as BOS, is read and not counted. Bits per byte are the mean
 nats per token, times the tokens per byte of the whole text, so that tokenizers can be compared; of
 a document, those of the whole document. Only `extrapolate` predicts, and so counts, end-of-text
 tokens.
@@ -45,11 +46,13 @@ def lm(
   corpora, positions, documents = [], [], []
   for name, source in _named(sources).items():
     found, per_byte = _tokens(loaded, source, key)
-    kept = [(row[:length], each) for row, each in found if len(row[:length]) > 1]
+    least = max(1, len(loaded.tokenizer.added.before))
+    kept = [(row[:length], each) for row, each in found if len(row[:length]) > least]
     if not kept:
       raise DataError(f"{source} has no document of at least two tokens; there is none to predict.")
     rows = [row for row, _ in kept]
-    scores = texts.score_tokens(loaded.model, rows, [1] * len(rows), batch=batch)
+    first = max(1, len(loaded.tokenizer.added.before))
+    scores = texts.score_tokens(loaded.model, rows, [first] * len(rows), batch=batch)
     nats = [-score.log_probs.astype(np.float64) for score in scores]
     means = [each.mean() for each in nats]
     corpora.append(
@@ -95,7 +98,8 @@ def extrapolate(
   end = np.array([loaded.tokenizer.end_of_text], np.int32)
   stream = np.concatenate([part for row, _ in found for part in (row, end)])
   # Each document's end-of-text token is predicted, too: it counts as in the sidecars of token sets.
-  per_byte *= len(stream) / (len(stream) - len(found))
+  around = len(found) * (1 + len(loaded.tokenizer.added.before))
+  per_byte *= len(stream) / (len(stream) - around)
   longest = math.lcm(*times) * known
   room = min(len(stream) - 1, tokens or len(stream))
   count = room // longest * longest
@@ -156,14 +160,18 @@ def _named(sources: Sequence[str]) -> dict[str, str]:
 def _tokens(
   loaded: LoadedModel, source: str, key: str = "text"
 ) -> tuple[list[tuple[np.ndarray, float]], float]:
-  """The tokens of each document with their number per byte, and tokens per byte of all."""
+  """The tokens of each document with their number per byte, and tokens per byte of all.
+
+  With those before every text, which the numbers per byte leave out.
+  """
   documents = list(read_documents(source, fields=(key,)))
   if not documents:
     raise DataError(f"{source} has no document that is not empty; use another file or folder.")
-  rows = loaded.tokenizer.encode_batch(documents)
+  rows, before = loaded.tokenizer.encode_batch(documents), loaded.tokenizer.added.before
   sizes = [len(document.encode()) for document in documents]
   per_byte = [len(row) / size for row, size in zip(rows, sizes, strict=True)]
-  return list(zip(rows, per_byte, strict=True)), sum(map(len, rows)) / sum(sizes)
+  whole = [np.array([*before, *row], np.int32) for row in rows]
+  return list(zip(whole, per_byte, strict=True)), sum(map(len, rows)) / sum(sizes)
 
 
 def _row(nats: np.ndarray, tokens_per_byte: float) -> Row:

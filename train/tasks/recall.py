@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from lnssm_jax.pretrained.loaded import LoadedModel
+from lnssm_jax.pretrained.tokenizers import encode_whole
 from train.tasks.answers import answers
 from train.tasks.report import Report
 from train.tasks.samples import read_samples
@@ -86,7 +87,7 @@ def run(
       prompts = [prompt_of(row, twice=twice) for row in rows]
       kept = list(range(len(prompts)))
       if length is not None:
-        sizes = [len(loaded.tokenizer.encode(prompt)) for prompt in prompts]
+        sizes = [len(encode_whole(loaded.tokenizer, prompt)) for prompt in prompts]
         kept, shortest = [n for n in kept if sizes[n] <= length], min(shortest, *sizes)
       prompts = [prompts[n] for n in kept]
       found = answers(loaded, prompts, max_tokens=max_tokens, until=("\n",), batch=batch)

@@ -1,0 +1,80 @@
+"""Generation of rows that end, that continue longer than one call, or whose logits are NaN."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax import drawing
+from lnssm_jax.generate import SamplingOptions, generate, read, stream
+from lnssm_jax.models import LanguageModel
+from tests.models.test_generate import PROMPTS, as_lists, greedy, model
+
+__all__ = ["greedy", "model"]  # fixtures
+
+
+def test_row_that_has_ended_repeats_its_stop_token_while_others_continue(model, greedy):
+  """Also after the device has been called again, and with log-probabilities."""
+  options = SamplingOptions(max_tokens=70, temperature=0)
+  plain = as_lists(generate(model, PROMPTS, options))
+  assert [row[:12] for row in plain] == greedy
+  stop = next(token for token in greedy[0] if any(token not in row for row in plain))
+  options = dataclasses.replace(options, stop_token=stop)
+  ends = [row.index(stop) if stop in row else 70 for row in plain]
+  steps = np.stack(list(stream(model, PROMPTS, options)), axis=1)
+  assert steps.shape[1] == min(70, 1 + max(ends))
+  for row, text, end in zip(steps.tolist(), plain, ends, strict=True):
+    assert row == [text[n] if n <= end else stop for n in range(len(row))]
+
+
+def test_token_is_drawn_with_the_key_of_its_number(model):
+  """Of the text, not of a call of the device."""
+  rows = as_lists(generate(model, PROMPTS, SamplingOptions(max_tokens=70, seed=5)))
+  keys, logits_of = drawing.row_keys(5, 4), jax.jit(lambda ids: model(ids)[0])
+  for row, prompt, key in zip(rows, PROMPTS, keys, strict=True):
+    text = [*prompt, *row]
+    logits = logits_of(np.array([text + [0] * (80 - len(text))]))[0]
+    for number in (0, 31, 32, 33, 64, 69):
+      last = logits[len(prompt) + number - 1]
+      drawn = jax.random.categorical(jax.random.fold_in(key, number), last - last.max())
+      assert row[number] == drawn
+
+
+def test_cache_has_to_hold_each_row_and_not_the_longest_of_all():
+  build = lambda: LanguageModel(
+    vocab_size=11,
+    dim=8,
+    num_layers=1,
+    num_heads=2,
+    mixer="softmax_attention",
+    mixer_options={"max_length": 32},
+    rngs=nnx.Rngs(0),
+  )
+  model = jax.jit(build)()
+  texts = [[1] * 24, [2] * 4]
+  start, options = read(model, texts), SamplingOptions(max_tokens=4, temperature=0)
+  longer = read(model, [[3] * 8, [3] * 8], start=start)
+  assert longer.length.tolist() == [32, 12]
+  with pytest.raises(ValueError, match=r"a prompt of 30 tokens is more than .*max_length=32"):
+    generate(model, [[3] * 6, []], options, start=start)
+  one = read(model, texts[:1])
+  with pytest.raises(ValueError, match=r"a prompt of 34 tokens is more than"):
+    generate(model, [[3], [3] * 10], options, start=one)
+
+
+def test_logits_that_are_nan_are_named(model):
+  """Where a row that has not ended would be continued by them."""
+  broken, table = nnx.clone(model), model.embedding
+  first = generate(model, [[1, 2, 3]], SamplingOptions(max_tokens=3, temperature=0))[0]
+  broken.embedding[...] = table[...].at[int(first[1])].set(jnp.nan)
+  for how in ({"temperature": 0}, {}, {"top_k": 3}):
+    with pytest.raises(ValueError, match=r"^the logits of prompt 1, new token 0, are NaN: param"):
+      generate(broken, [[1], [int(first[1])]], SamplingOptions(max_tokens=3, **how))
+  greedy = SamplingOptions(max_tokens=3, temperature=0)
+  with pytest.raises(ValueError, match=r"prompt 0, new token 2, are NaN.*python -m train inspect"):
+    generate(broken, [[1, 2, 3]], greedy)
+  ended = dataclasses.replace(greedy, stop_token=int(first[1]))
+  assert as_lists(generate(broken, [[1, 2, 3]], ended)) == [first[:1].tolist()]
