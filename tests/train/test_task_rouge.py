@@ -89,7 +89,7 @@ def test_scores_are_mean_percents_of_greedy_answers_up_to_the_line_feed(tmp_path
 
 def test_score_is_that_of_the_best_reference(files, monkeypatch):
   """The longest common subsequence of "it work now" and "it work": P = 2/3, R = 1."""
-  pytest.importorskip("rouge_score")
+  pytest.importorskip("rouge_score", reason="rouge-score is not installed: pip install rouge-score")
 
   def complete(model, tokenizer, prompts, options, until):
     assert (options.temperature, until) == (0, ("\n",))
