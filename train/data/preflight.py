@@ -10,8 +10,8 @@ from train import config
 from train.data import sources
 from train.data.errors import DataError
 from train.data.indexed import IndexedDataset
-from train.data.sidecars import check_owner, up_to_date
-from train.data.tokenize import check_length, origin_of, rows_of, text_of
+from train.data.sidecars import check_owner, origin_of, up_to_date
+from train.data.tokenize import check_length, rows_of, text_of
 from train.data.tokenizers import Tokenizer, bpe_path, no_tokenizer, tokenizer_of, tokenizer_path
 
 

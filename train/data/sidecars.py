@@ -1,19 +1,22 @@
 """Sidecars of token files: `<prefix>.json`, with counts, fingerprints and origin of a pair.
 
-The counts convert a loss to bits per byte (`tokens`, `bytes`); by tokenizer, text, fields and
-targets the next run detects whether the files are up to date.
+The counts convert a loss to bits per byte (`tokens`, `bytes`); by tokenizer, text, fields,
+targets and special tokens the next run detects whether the files are up to date.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lnssm_jax.pretrained.files import read_bytes
+from lnssm_jax.pretrained.special_tokens import Added
 from train.checkpoint.safe_files import replace_file
-from train.data import fingerprints
+from train.data import fingerprints, sources
 from train.data.errors import DataError, reading, writing
 from train.data.indexed import IndexedDataset
+from train.data.labels import Rows
+from train.data.tokenizers import Tokenizer
 
 _MAX_SIDECAR = 1 << 24  # bytes
 
@@ -54,6 +57,30 @@ def write_sidecar(prefix: str | Path, value: dict[str, Any]) -> None:
   path = sidecar_path(prefix)
   with writing(path):
     replace_file(path, f"{json.dumps(value, indent=2)}\n".encode())
+
+
+def origin_of(
+  inputs: Sequence[str], files: Sequence[sources.Input], tokenizer: Tokenizer | None, rows: Rows
+) -> dict[str, Any]:
+  """Entries of a sidecar that say from what it was created; `files` are those of `inputs`.
+
+  Without a tokenizer, one that is yet to be trained.
+  """
+  found = {
+    "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
+    "source": list(inputs),
+    "source_fingerprint": sources.fingerprint(files),
+    **rows.origin(),
+  }
+  special = {} if rows.special_tokens == "text" else {"in_text": rows.special_tokens}
+  added = getattr(tokenizer, "added", Added())  # there are tokenizers of others, without it
+  if any(added):
+    special |= {"before": list(added.before), "after": list(added.after)}
+  if special:
+    found["special_tokens"] = special
+  if len(rows.fields) > 1 and not (tokenizer and tokenizer.spec == "bytes"):
+    found["completions"] = "whole"
+  return found
 
 
 def up_to_date(prefix: Path, origin: dict[str, Any]) -> dict[str, Any] | None:

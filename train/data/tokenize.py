@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from lnssm_jax.pretrained.special_tokens import Added, InText
+from lnssm_jax.pretrained.special_tokens import InText
 from train.checkpoint.safe_files import locked
 from train.data import fingerprints, sources
 from train.data.encoding import encode, limit_threads
@@ -21,6 +21,7 @@ from train.data.sidecars import (
   check_owner,
   has_digests,
   intact,
+  origin_of,
   read_sidecar,
   sidecar_path,
   write_sidecar,
@@ -290,30 +291,6 @@ def load_or_train(
     tokenizer = train_bpe(spec, folder, _sample(origins, report, fields))
     report.close()
   return tokenizer
-
-
-def origin_of(
-  inputs: Sequence[str], files: Sequence[sources.Input], tokenizer: Tokenizer | None, rows: Rows
-) -> dict[str, Any]:
-  """Entries of a sidecar that say from what it was created; `files` are those of `inputs`.
-
-  Without a tokenizer, one that is yet to be trained.
-  """
-  found = {
-    "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
-    "source": list(inputs),
-    "source_fingerprint": sources.fingerprint(files),
-    **rows.origin(),
-  }
-  special = {} if rows.special_tokens == "text" else {"in_text": rows.special_tokens}
-  added = getattr(tokenizer, "added", Added())  # there are tokenizers of others, without it
-  if any(added):
-    special |= {"before": list(added.before), "after": list(added.after)}
-  if special:
-    found["special_tokens"] = special
-  if len(rows.fields) > 1 and not (tokenizer and tokenizer.spec == "bytes"):
-    found["completions"] = "whole"
-  return found
 
 
 def text_of(data: DataSettings, name: str) -> tuple[str, list[sources.Input]] | None:
