@@ -30,6 +30,7 @@ from train.data.tokenizers import (
   AddSpecialTokens,
   Tokenizer,
   TokenizerSettings,
+  add_special_tokens_of,
   bpe_path,
   bpe_size,
   load_tokenizer,
@@ -100,7 +101,7 @@ def prepare(
     if (source := _source(data, name))
   }
   how = {"progress": progress, "force": force}
-  of_file = {name: getattr(data, name) for name in ("end_of_text", "add_special_tokens")}
+  of_file = {"end_of_text": data.end_of_text, "add_special_tokens": add_special_tokens_of(data)}
   tokenizer = load_or_train(
     data.tokenizer, data.folder, list(origins), fields=origins, **of_file, **how
   )
@@ -339,7 +340,7 @@ def _prepare_set(
 def rows_of(data: DataSettings, name: str) -> Rows:
   """Keys and targets of the rows of the set `name`, by `data.fields` and `data.targets`."""
   fields = data.fields.get(name, sources.TEXT_FIELDS)
-  return Rows(fields, data.targets.get(name), data.special_tokens)
+  return Rows(fields, data.targets.get(name), getattr(data, "special_tokens", "text"))
 
 
 def _size(text: tuple[str, list[sources.Input]] | None) -> int:

@@ -38,8 +38,13 @@ class TokenizerSettings(Protocol):
 
 def tokenizer_of(data: TokenizerSettings) -> Tokenizer:
   """Loads the tokenizer of a config; errors as of `load_tokenizer`."""
-  end, add = data.end_of_text, data.add_special_tokens
+  end, add = data.end_of_text, add_special_tokens_of(data)
   return load_tokenizer(data.tokenizer, data.folder, end, add_special_tokens=add)
+
+
+def add_special_tokens_of(data: TokenizerSettings) -> AddSpecialTokens:
+  """The setting of that name, or its default where settings of another program have none."""
+  return getattr(data, "add_special_tokens", "file")
 
 
 def no_tokenizer(spec: str) -> str:
