@@ -24,6 +24,9 @@ def pytest_configure(config):
   if config.getoption("markexpr") == "gpu":
     # All memory in one piece: tests fill and free it, and pieces of it do not join again.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
+    # References and products next to kernels need no search for their fastest form.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+    os.environ["XLA_FLAGS"] = flags.strip()
   else:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # XLA's threads. An interpreted kernel holds some while it runs programs of its own that wait
@@ -33,14 +36,14 @@ def pytest_configure(config):
     # kernels need none for their small products, wait for each other in loops.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILE}".strip()
-    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
     # Larger programs are compiled once for all tests, their processes, and later runs.
     programs = config.rootpath / ".pytest_cache" / "programs"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-    # Traced programs are many objects that live on. Python's default looks through young ones after
-    # every 700 more, an eighth of the time of the tests.
-    gc.set_threshold(100_000, 20, 100)
+  os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
+  # Traced programs are many objects that live on. Python's default looks through young ones after
+  # every 700 more, an eighth of the time of the tests.
+  gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are chosen

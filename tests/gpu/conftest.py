@@ -1,7 +1,18 @@
-"""Tests in this folder need a Hopper GPU to themselves: they fill its memory with NaN."""
+"""Tests in this folder need a Hopper GPU to themselves: they fill its memory with NaN.
+
+Nearly all of their time goes into compiling programs. So they run in threads, ahead of their turn,
+some compiling while one has the GPU: see `hardware`. They take parameters, and no fixtures.
+"""
+
+import concurrent.futures
 
 import jax
 import pytest
+
+# The kernels of a process are compiled one after the other, in a thread that does not hold the GIL;
+# the other threads lower kernels, compile the rest, and compare.
+_pool = concurrent.futures.ThreadPoolExecutor(7)
+_started: dict[pytest.Item, concurrent.futures.Future] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +22,18 @@ def hopper():
   if device.platform != "gpu" or not capability.startswith("9."):
     kind = f"{device.platform}, compute capability {capability}"
     pytest.skip(f"needs a Hopper GPU, by `make test-gpu` (the default device is a {kind})")
+
+
+def pytest_pyfunc_call(pyfuncitem):
+  """Waits for the end of a test. The first one starts all."""
+  if pyfuncitem not in _started:
+    for item in pyfuncitem.session.items:
+      if item.get_closest_marker("gpu"):
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        _started[item] = _pool.submit(item.function, **parameters)
+  _started.pop(pyfuncitem).result()
+  return True
+
+
+def pytest_sessionfinish():
+  _pool.shutdown(wait=False, cancel_futures=True)

@@ -7,6 +7,7 @@ CPU's answers.
 import os
 import subprocess
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -62,13 +63,14 @@ def answers():
   return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
 
 
-def test_answers_are_those_of_a_cpu(tmp_path):
-  path = str(tmp_path / "cpu.npz")
-  command = [sys.executable, "-m", "tests.gpu.test_analysis", path]
-  subprocess.run(command, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-  want = np.load(path)
-  with jax.default_matmul_precision("highest"):
-    got = answers()
+def test_answers_are_those_of_a_cpu():
+  with tempfile.NamedTemporaryFile(suffix=".npz") as file:
+    command = [sys.executable, "-m", "tests.gpu.test_analysis", file.name]
+    cpu = subprocess.Popen(command, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    with cpu, jax.default_matmul_precision("highest"):
+      got = answers()
+    assert cpu.returncode == 0
+    want = np.load(file.name)
   assert got.keys() == set(want.files)
   errors = {}
   for name, leaf in got.items():

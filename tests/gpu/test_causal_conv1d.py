@@ -5,16 +5,16 @@ Everything is compared with the reference in float64, all gradients too.
 
 import functools
 
-import jax.numpy as jnp
+import jax
 import pytest
 
 from tests.gpu.hardware import (
   assert_part_matches_reference,
   assert_vmap_matches_separate_calls,
-  fill_memory_with_nan,
+  errors_against_reference,
   waves,
 )
-from tests.kernels.test_causal_conv1d import BF16, F32, Case, call, check, drawn
+from tests.kernels.test_causal_conv1d import BF16, Case, call, check, dtypes_of, shapes
 
 pytestmark = pytest.mark.gpu
 
@@ -37,8 +37,7 @@ pytestmark = pytest.mark.gpu
   ids=str,
 )
 def test_causal_conv1d_on_gpu_matches_reference(case):
-  fill_memory_with_nan()
-  check(case, "pallas")
+  check(case, "pallas", errors_against_reference)
 
 
 def run(inputs, implementation, case):
@@ -47,6 +46,17 @@ def run(inputs, implementation, case):
     return {"out": out, "state": last.inputs}
   first, *others = out
   return {"out": first, "state": last.inputs} | {f"out {n}": y for n, y in enumerate(others)}
+
+
+def problem(seed, case, B):
+  sizes = shapes(case, B)
+  keys = jax.random.split(jax.random.key(seed), len(sizes))
+  dtypes = dtypes_of(case, sizes)
+  inputs = {
+    n: jax.random.normal(key, size).astype(dtypes[n])
+    for key, (n, size) in zip(keys, sizes.items(), strict=True)
+  }
+  return inputs, waves(functools.partial(run, case=case), inputs)
 
 
 def some_channels(arrays):
@@ -69,13 +79,11 @@ def some_channels(arrays):
 )
 def test_causal_conv1d_at_model_sizes_matches_reference(case, B):
   """128 channels against the reference; every bit of all, again and again."""
-  arrays = {n: jnp.asarray(x, F32) for n, x in drawn(case, B=B).items()}
-  arrays |= {n: arrays[n].astype(case.dtype) for n in ("x", "offsets") if n in arrays}
-  this = functools.partial(run, case=case)
-  assert_part_matches_reference(this, arrays, waves(this, arrays), some_channels, case.dtype)
+  this, draw = functools.partial(run, case=case), functools.partial(problem, case=case, B=B)
+  assert_part_matches_reference(this, draw, some_channels, case.dtype)
 
 
 def test_causal_conv1d_under_vmap_matches_separate_calls():
   case = Case(T=200)
-  inputs = [{n: jnp.asarray(x, F32) for n, x in drawn(case, seed).items()} for seed in range(2)]
-  assert_vmap_matches_separate_calls(functools.partial(run, case=case), inputs)
+  draw = functools.partial(problem, case=case, B=2)
+  assert_vmap_matches_separate_calls(functools.partial(run, case=case), draw, "kernel")

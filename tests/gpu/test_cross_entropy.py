@@ -4,6 +4,7 @@ Terms and gradients are compared with float64.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,13 @@ import pytest
 
 from lnssm_jax.ops.cross_entropy import pallas
 from lnssm_jax.ops.cross_entropy.types import CrossEntropy
-from tests.gpu.hardware import assert_bits_repeat, fill_memory_with_nan
+from tests.gpu.hardware import (
+  alone,
+  assert_bits_repeat,
+  compiled,
+  fill_memory_with_nan,
+  same_bits,
+)
 from tests.kernels.test_cross_entropy import BF16, F32, Case, check, drawn
 from train.step.loss import next_token_loss
 
@@ -34,8 +41,10 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cross_entropy_on_gpu_matches_float64(case):
   inputs = drawn(case)
-  fill_memory_with_nan()
-  got = jax.jit(lambda inputs: pallas.run(inputs, case.options()))(inputs)
+  run = compiled(lambda inputs: pallas.run(inputs, case.options()), inputs)
+  with alone:
+    fill_memory_with_nan()
+    got = jax.device_get(run(inputs))
   check(case, jax.tree.map(np.asarray, CrossEntropy(*got)), inputs)
 
 
@@ -43,10 +52,11 @@ def test_cross_entropy_on_gpu_matches_float64(case):
 def test_cross_entropy_at_model_sizes_repeats_bits(size):
   T, V, vocab_size = size
   case = dataclasses.replace(CASES[1], T=T, V=V, vocab_size=vocab_size)
-  run = jax.jit(lambda inputs: pallas.run(inputs, case.options()))
   inputs = drawn(case)
-  fill_memory_with_nan()
-  assert_bits_repeat(lambda: run(inputs), run(inputs))
+  run = compiled(lambda inputs: pallas.run(inputs, case.options()), inputs)
+  same = compiled(same_bits, run.out_info, run.out_info)
+  with alone:
+    assert_bits_repeat(run, [inputs], same)
 
 
 def test_loss_on_gpu_with_the_kernel_equals_that_without():
@@ -67,9 +77,13 @@ def test_loss_on_gpu_with_the_kernel_equals_that_without():
 
     return jax.value_and_grad(nats, (0, 1), has_aux=True)(hidden, head)
 
-  run = jax.jit(run, static_argnums=2)
-  fill_memory_with_nan()
-  got, want = run(hidden, head, "pallas"), run(hidden, head, "reference")
+  programs = [
+    compiled(functools.partial(run, implementation=form), hidden, head)
+    for form in ("pallas", "reference")
+  ]
+  with alone:
+    fill_memory_with_nan()
+    got, want = jax.device_get([program(hidden, head) for program in programs])
   ((_, sums), gradients), ((_, other), others) = got, want
   np.testing.assert_allclose(sums.nats, other.nats, rtol=2e-6)
   np.testing.assert_allclose(sums.penalty, other.penalty, rtol=2e-6)

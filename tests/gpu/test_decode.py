@@ -1,12 +1,17 @@
 """The decode kernels on a Hopper GPU: `make test-gpu`."""
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION
 from lnssm_jax.ops.linear_attention.cases import Case as Heads
-from tests.gpu.hardware import assert_bits_repeat, assert_values_and_gradients
+from tests.gpu.hardware import (
+  alone,
+  assert_bits_repeat,
+  assert_values_and_gradients,
+  compiled,
+  same_bits,
+)
 from tests.kernels.interpreted import inputs_of
 from tests.kernels.test_decode_scans import CASES, FITTING
 
@@ -32,5 +37,7 @@ def test_decode_on_gpu_matches_reference(scan, case, dtype):
 def test_decode_on_gpu_twice_repeats_bits(name):
   scan, case = FITTING[name]
   inputs = inputs_of(scan, case)
-  run = jax.jit(lambda x: scan(case, x, implementation="pallas"))
-  assert_bits_repeat(lambda: run(inputs), run(inputs))
+  run = compiled(lambda x: scan(case, x, implementation="pallas"), inputs)
+  same = compiled(same_bits, run.out_info, run.out_info)
+  with alone:
+    assert_bits_repeat(run, [inputs], same)

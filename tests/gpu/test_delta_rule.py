@@ -24,6 +24,7 @@ pytestmark = pytest.mark.gpu
 SMALL = [
   Case(T=2, K=20, V=24),
   Case(T=65, K=64, V=128, decay="weak", segments=True),
+  Case(T=300, K=64, V=64, decay="weak", segments=True),
   Case(T=1000, K=128, V=64, decay="extreme", segments=True),
   Case(T=130, K=40, V=128, state=False),
   Case(T=130, K=64, V=200),
@@ -89,12 +90,18 @@ MODELS = [
 def test_models(model):
   """Two heads against the reference; every bit of all, again and again."""
   H = model[2]
-  inputs = drawn(*model)
   heads = lambda arrays: of_heads(arrays, np.asarray([H // 2, H - 1]))
-  weights = random_weights(recall, inputs)
-  assert_part_matches_reference(recall, inputs, weights, heads, jnp.bfloat16)
+
+  def problem(seed):
+    inputs = drawn(*model, seed)
+    return inputs, random_weights(recall, inputs)
+
+  assert_part_matches_reference(recall, problem, heads, jnp.bfloat16)
 
 
 def test_several_problems_at_once():
-  inputs = [drawn(2, 200, 3, 64, 64, True, seed) for seed in (0, 1)]
-  assert_vmap_matches_separate_calls(recall, inputs)
+  def problem(seed):
+    inputs = drawn(2, 200, 3, 64, 64, True, seed)
+    return inputs, random_weights(recall, inputs)
+
+  assert_vmap_matches_separate_calls(recall, problem, "q")

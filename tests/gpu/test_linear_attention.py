@@ -17,7 +17,6 @@ from tests.gpu.hardware import (
   assert_part_matches_reference,
   assert_values_and_gradients,
   assert_vmap_matches_separate_calls,
-  mirrored,
   random_weights,
 )
 
@@ -37,7 +36,12 @@ SMALL = [
   # Values in two parts of columns.
   Case(T=300, K=128, V=256, decay="BTHK", segments=True),
   Case(T=300, K=128, V=200, decay="HK", normalize=True),
-  # Heads of values that share queries and keys.
+  # Lasting states in several splits, of several groups of channels, of values, and of keys.
+  Case(T=1000, K=72, V=64, decay="HK", strength="weak", normalize=True, segments=True, H=1),
+  Case(T=1000, K=72, V=264, decay="BTHK", strength="weak", segments=True, H=1),
+  Case(T=65, K=136, V=64, decay="H", H=2),
+  # Heads of queries that share keys and values; heads of values that share queries and keys.
+  Case(T=300, K=64, V=64, decay="BTHK", strength="weak", segments=True, H=2, readers=2),
   Case(T=300, K=128, V=64, decay="BTH", segments=True, H=4, shared=4),
   Case(T=65, K=64, V=64, decay="H", normalize=True, H=4, shared=2),
 ]
@@ -58,10 +62,10 @@ def of_heads(arrays, heads, decay):
   return {name: jnp.take(x, heads, axis=axes[name]) for name, x in arrays.items()}
 
 
-def drawn(B, T, H, K, V, decay, normalize, bonus):
+def drawn(B, T, H, K, V, decay, normalize, bonus, seed=0):
   """Inputs by name, made on the device; decays per token are ordinary, constant ones extreme."""
   rng = np.random.default_rng(0)
-  keys = iter(jax.random.split(jax.random.key(0), 8))
+  keys = iter(jax.random.split(jax.random.key(seed), 8))
   normal = lambda *shape: jax.random.normal(next(keys), shape)
   feature = (lambda *shape: jnp.exp(normal(*shape))) if normalize else normal
   bf16 = jnp.bfloat16
@@ -115,14 +119,20 @@ _MOST_STATES = 12 * 2**30  # of all heads that are compared, for 80 GB
 def test_models(model):
   """Heads against the reference; every bit of all, again and again."""
   B, T, H, K, V, decay = model[:6]
-  inputs = drawn(*model)
   states = 8 * B * T * K * V  # bytes of a head in float64; the reference holds several times that
   compared = [H // 2, H - 1] if 2 * states <= _MOST_STATES else [H - 1]
   heads = lambda arrays: of_heads(arrays, np.asarray(compared), decay)
-  weights = random_weights(attend, inputs)
-  assert_part_matches_reference(attend, inputs, weights, heads, jnp.bfloat16)
+
+  def problem(seed):
+    inputs = drawn(*model, seed)
+    return inputs, random_weights(attend, inputs)
+
+  assert_part_matches_reference(attend, problem, heads, jnp.bfloat16)
 
 
 def test_several_problems_at_once():
-  inputs = drawn(2, 200, 3, 64, 64, "BTHK", False, True)
-  assert_vmap_matches_separate_calls(attend, [inputs, mirrored(inputs)])
+  def problem(seed):
+    inputs = drawn(2, 200, 3, 64, 64, "BTHK", False, True, seed)
+    return inputs, random_weights(attend, inputs)
+
+  assert_vmap_matches_separate_calls(attend, problem, "q")

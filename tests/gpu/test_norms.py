@@ -8,8 +8,16 @@ import jax.numpy as jnp
 import pytest
 
 from lnssm_jax import ops
-from tests.gpu.hardware import assert_bits_repeat, fill_memory_with_nan
-from tests.kernels.test_norms import BF16, Case, check, drawn
+from tests.gpu.hardware import (
+  alone,
+  assert_bits_repeat,
+  assert_vmap_matches_separate_calls,
+  compiled,
+  errors_against_reference,
+  random_weights,
+  same_bits,
+)
+from tests.kernels.test_norms import BF16, Case, check, dtypes_of
 
 pytestmark = pytest.mark.gpu
 
@@ -34,17 +42,21 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_norms_on_gpu_match_reference(case):
-  fill_memory_with_nan()
-  check(case, "pallas")
+  check(case, "pallas", errors_against_reference)
+
+
+def drawn(case, seed):
+  names = ("x", *case.arrays)
+  dtypes, keys = dtypes_of(case, names), jax.random.split(jax.random.key(seed), len(names))
+  return {
+    n: jax.random.normal(key, case.shape[-1:] if n == "scale" else case.shape).astype(dtypes[n])
+    for key, n in zip(keys, names, strict=True)
+  }
 
 
 def test_norms_at_model_sizes_repeat_bits():
-  case = Case(shape=(16, 2048, 1024), arrays=("scale", "added"))
-  arrays = {
-    n: jnp.asarray(z, jnp.float32 if n == "scale" else BF16) for n, z in drawn(case).items()
-  }
+  case = Case(shape=(16, 2048, 1024), arrays=("scale", "added"), dtype=BF16)
 
-  @jax.jit
   def run(arrays):
     def total(arrays):
       y, s = ops.normalize(**arrays, dtype=BF16, implementation="pallas")
@@ -52,5 +64,23 @@ def test_norms_at_model_sizes_repeat_bits():
 
     return jax.grad(total, has_aux=True)(arrays)
 
-  fill_memory_with_nan()
-  assert_bits_repeat(lambda: run(arrays), run(arrays))
+  seed = jnp.int32(0)
+  make = compiled(lambda seed: drawn(case, seed), seed)
+  program = compiled(run, make.out_info)
+  same = compiled(same_bits, program.out_info, program.out_info)
+  with alone:
+    assert_bits_repeat(program, [make(seed)], same)
+
+
+def test_norms_under_vmap_match_separate_calls():
+  case = Case(shape=(2, 200, 1024), arrays=("scale", "added"), dtype=BF16)
+
+  def call(inputs, implementation):
+    y, s = ops.normalize(**inputs, dtype=BF16, implementation=implementation)
+    return {"out": y, "sum": s}
+
+  def problem(seed):
+    inputs = drawn(case, seed)
+    return inputs, random_weights(call, inputs)
+
+  assert_vmap_matches_separate_calls(call, problem, "scale")

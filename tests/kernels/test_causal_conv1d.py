@@ -48,17 +48,25 @@ class Case:
   part: int | None = None  # steps
 
 
+def shapes(case, B=2):
+  """Those of the arguments, by name."""
+  sizes = {"x": (B, case.T, case.D), "kernel": (case.S or case.W, case.D)}
+  if case.bias:
+    sizes["bias"] = (case.D,)
+  if case.state:
+    sizes["state"] = (B, case.W - 1, case.D)
+  if case.offsets:
+    sizes["offsets"] = (B, case.T, case.S * case.D)
+  return sizes
+
+
 def drawn(case, seed=0, B=2):
   rng = np.random.default_rng(seed)
-  kernel = (case.S or case.W, case.D)
-  arrays = {"x": rng.normal(size=(B, case.T, case.D)), "kernel": rng.normal(size=kernel)}
-  if case.bias:
-    arrays["bias"] = rng.normal(size=case.D)
-  if case.state:
-    arrays["state"] = rng.normal(size=(B, case.W - 1, case.D))
-  if case.offsets:
-    arrays["offsets"] = rng.normal(size=(B, case.T, case.S * case.D))
-  return arrays
+  return {name: rng.normal(size=shape) for name, shape in shapes(case, B).items()}
+
+
+def dtypes_of(case, names):
+  return {name: case.dtype if name in ("x", "offsets") else F32 for name in names}
 
 
 def call(case, arrays, form, ids=None):
@@ -78,14 +86,13 @@ def call(case, arrays, form, ids=None):
   return ops.causal_conv1d(arrays["x"], kernel, bias, activation=activation, **options)
 
 
-def check(case, form):
+def check(case, form, compare=contract.errors_against_reference):
   def named(arrays, form_):
     out, state = call(case, arrays, form_)
     return {"out": out, "state": state}
 
   inputs = drawn(case)
-  dtypes = {name: case.dtype if name in ("x", "offsets") else F32 for name in inputs}
-  errors = contract.errors_against_reference(named, inputs, dtypes, form)
+  errors = compare(named, inputs, dtypes_of(case, inputs), form)
   contract.assert_small(errors, case.dtype, case.T)
 
 

@@ -64,7 +64,11 @@ def drawn(case, seed=0):
   return {n: rng.normal(size=shape(n)) * (1 if n in vector else size) for n in ("x", *case.arrays)}
 
 
-def check(case, form):
+def dtypes_of(case, names):
+  return {n: F32 if n in ("scale", "bias") else case.dtype for n in names}
+
+
+def check(case, form, compare=contract.errors_against_reference):
   def call(arrays, form_):
     arrays = dict(arrays)
     dtype = case.dtype if case.rounded and form_ == form else None
@@ -74,8 +78,7 @@ def check(case, form):
     return {"y": y} | ({"s": s} if "added" in arrays else {})
 
   inputs = drawn(case)
-  dtypes = {n: F32 if n in ("scale", "bias") else case.dtype for n in inputs}
-  errors = contract.errors_against_reference(call, inputs, dtypes, form)
+  errors = compare(call, inputs, dtypes_of(case, inputs), form)
   contract.assert_small(errors, case.dtype, case.shape[-1])
 
 
