@@ -9,8 +9,8 @@ import concurrent.futures
 import jax
 import pytest
 
-# The kernels of a process are compiled one after the other, in a thread that does not hold the GIL;
-# the other threads lower kernels, compile the rest, and compare.
+# Kernels are compiled one at a time in a process, by whichever thread: while one does, another one
+# lowers programs or runs them, and the others wait or compile what is not a kernel.
 _pool = concurrent.futures.ThreadPoolExecutor(7)
 _started: dict[pytest.Item, concurrent.futures.Future] = {}
 

@@ -3,9 +3,9 @@
 A scan is given as `call(inputs, implementation)`, with arrays by name and results by name. A
 problem is `problem(seed)`, its inputs and its weights, made on the device.
 
-Several tests run at a time, in threads (conftest.py). Each compiles its programs (`compiled`),
-while others compile theirs, and then has the GPU to itself (`alone`): nothing is written to memory
-between the NaN that fills it and the kernels.
+Several tests run at a time, in threads (conftest.py). One of them is `alone` with the GPU: nothing
+is written to memory between the NaN that fills it and the kernels. Meanwhile the others compile
+their programs (`compiled`).
 """
 
 import functools
@@ -21,14 +21,15 @@ from tests.ops import contract, promises
 
 REPETITIONS = 100
 
-alone = threading.Lock()  # held by the test that uses the GPU
-_tracing = threading.Lock()  # Python traces one program at a time, and switching costs
+# Held by the test that uses the GPU, and by one that traces a program: in Python, of which one
+# thread runs at a time. If both wait for the GIL in turns, each takes several times as long.
+alone = threading.Lock()
 
 
 def compiled(fn, *args, x64=False):
   """`fn` for arrays like `args`, with the shapes of its results as `out_info`; x64: in float64."""
   with jax.enable_x64(x64):
-    with _tracing:
+    with alone:
       lowered = jax.jit(fn).lower(*args)
     program = lowered.compile()
 
@@ -45,7 +46,7 @@ def fill_memory_with_nan():
   """Makes memory that is allocated next hold NaN until it is written."""
   device = jax.devices()[0]
   stats = device.memory_stats()
-  block = 2**30
+  block = 2**32  # bytes; few, since each is a call
   blocks = int(0.8 * (stats["bytes_limit"] - stats["bytes_in_use"])) // block
   arrays = [jnp.full((block // 4,), jnp.nan, jnp.float32) for _ in range(blocks)]
   jax.block_until_ready(arrays)

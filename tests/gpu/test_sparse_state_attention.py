@@ -11,26 +11,29 @@ from flax import nnx
 
 from lnssm_jax.mixers import SSE
 from lnssm_jax.ops.sparse_state_attention.cases import SPARSE_STATE_ATTENTION, Case
-from tests.gpu.hardware import assert_values_and_gradients
+from tests.gpu.hardware import alone, assert_values_and_gradients, compiled
 
 pytestmark = pytest.mark.gpu
 
 WIDE = {"K": 64, "V": 128, "chunk": None, "read": True}
 
 
-@pytest.mark.parametrize("method", ["mask", "varlen"])
-@pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize(
-  "options",
-  [
-    {"T": 300, "N": 4, "S": 1, "segments": True},
-    {"T": 1000, "N": 16, "strength": "weak"},
-    {"T": 300, "N": 4, "decay": "BTH", "rate": True, "segments": True},
-  ],
-  ids=str,
-)
-def test_values_and_gradients(method, state, options):
-  case = Case(**WIDE, method=method, state=state, **options)
+# Every method with and without a state, and with all options, which have a state in one method.
+FORMS = [("mask", False), ("varlen", True)], [("mask", True), ("varlen", False)]
+OPTIONS = [
+  ({"T": 300, "N": 4, "S": 1, "segments": True}, FORMS[0]),
+  ({"T": 1000, "N": 16, "strength": "weak"}, FORMS[1]),
+  ({"T": 300, "N": 4, "decay": "BTH", "rate": True, "segments": True}, FORMS[1]),
+]
+CASES = [
+  Case(**WIDE, method=method, state=state, **options)
+  for options, forms in OPTIONS
+  for method, state in forms
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(case):
   assert_values_and_gradients(SPARSE_STATE_ATTENTION, case, jnp.bfloat16)
 
 
@@ -41,10 +44,13 @@ def test_methods_of_the_mixer_agree_and_decode():
   for method in ("gather", "mask", "varlen"):
     sizes = {"num_heads": 2, "num_partitions": 8, "num_selected": 2, "method": method}
     mixer = SSE(256, **sizes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    run = jax.jit(lambda mixer, x, state=None, ids=None: mixer(x, state, ids))
-    out, state = run(mixer, x, None, segments)
-    next_out, _ = run(mixer, x[:, :1], state, segments[:, -1:])
-    outs[method] = [np.asarray(y, np.float64) for y in (out, next_out)]
+    call = lambda mixer, x, state, ids: mixer(x, state, ids)
+    run = compiled(call, mixer, x, None, segments)
+    step = compiled(call, mixer, x[:, :1], run.out_info[1], segments[:, -1:])
+    with alone:
+      out, state = run(mixer, x, None, segments)
+      next_out, _ = step(mixer, x[:, :1], state, segments[:, -1:])
+      outs[method] = [np.asarray(y, np.float64) for y in (out, next_out)]
   for method in ("mask", "varlen"):
     for got, want in zip(outs[method], outs["gather"], strict=True):
       assert np.linalg.norm(got - want) < 2e-2 * np.linalg.norm(want)
