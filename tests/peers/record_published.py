@@ -79,7 +79,7 @@ CLASSES = {
   "hf": {
     "LlamaConfig": _SIZES | _HEADS | {"intermediate_size": 40},
     "MambaConfig": _SIZES | {"state_size": 3},
-    "Mamba2Config": _SIZES | {"state_size": 3, "num_heads": 9, "head_dim": 16},
+    "Mamba2Config": _SIZES | {"hidden_size": 4096, "state_size": 3},
     "FalconMambaConfig": _SIZES | {"state_size": 3},
     "RwkvConfig": _SIZES,
     "RecurrentGemmaConfig": _SIZES | _HEADS,

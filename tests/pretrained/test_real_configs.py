@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from lnssm_jax.pretrained import ExportError, folders, hugging_face, safetensors
-from lnssm_jax.pretrained.families import FAMILIES, common, family_of
+from lnssm_jax.pretrained import ExportError, exports, folders, hugging_face, safetensors
+from lnssm_jax.pretrained.families import FAMILIES, common, family_of, layers
 from lnssm_jax.pretrained.families.fields import Field, Fixed, Free, Same
 from tests.pretrained.published import GOLDEN, REAL, real, write_folder
 
@@ -202,3 +202,38 @@ def test_every_setting_is_of_one_kind_and_free_ones_say_why():
       assert isinstance(field, Field | Fixed | Same | Free), name
       assert not isinstance(field, Free) or len(field.reason) > 8, name
     assert not family.renamed.keys() & family.fields.keys(), family.name
+
+
+def numbers_of(config, path=()):
+  for name, value in config.items():
+    if isinstance(value, dict):
+      yield from numbers_of(value, (*path, name))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+      yield (*path, name)
+
+
+def built(config, shapes):
+  """Does all that `load` does before it reads a tensor."""
+  family = family_of(config)
+  settings = family.settings(folders.plain(config))
+  hugging_face._check_sizes(family, settings, shapes)
+  graph, abstract = exports.abstract_model(settings | {"param_dtype": "float32"})
+  found = {name: leaf.shape for name, leaf in exports.flat(abstract).items()}
+  layers.check_covered(list(layers.parameters(family, settings, found)), shapes)
+  return graph
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REAL)
+def test_any_number_in_a_real_config_is_an_error_in_a_line_or_makes_a_model(case):
+  found = real(case)
+  shapes = {name: x.shape for name, x in found.tensors.items()}
+  for path in numbers_of(found.config):
+    for value in (-1, 0.5, 1e14, 2**47, 10**30):
+      config = json.loads(json.dumps(found.config))
+      place = functools.reduce(lambda inner, name: inner[name], path[:-1], config)
+      place[path[-1]] = value
+      try:
+        built(config, shapes)
+      except ExportError as error:
+        assert "\n" not in str(error) and len(str(error)) < 600, (path, value)

@@ -138,7 +138,7 @@ RECURRENT_GEMMA = Family(
     "attention_window_size": size(f"{_ATTENTION}.window", 2048),
     "attention_bias": choice(f"{_ATTENTION}.use_bias", {False: "o", True: True}, False),
     "attention_dropout": number(f"{_ATTENTION}.attention_dropout", 0.0),
-    "rope_theta": number(f"{_ATTENTION}.rotary_base", 10000.0),
+    "rope_theta": number(f"{_ATTENTION}.rotary_base"),
     "rotary_width": size(f"{_ATTENTION}.rotary_width"),
     "lru_width": size(f"{_LRU}.width"),
     "conv1d_width": size(f"{_LRU}.conv_size", 4),

@@ -40,7 +40,7 @@ _FIELDS = {
   "num_hidden_layers": size("num_layers"),
   "state_size": size("mixer_options.state_dim"),
   "conv_kernel": size("mixer_options.conv_size", 4),
-  "expand": size("mixer_options.expand", 2),
+  "expand": size("mixer_options.expand"),
   "use_bias": flag("mixer_options.use_bias", False),
   "use_conv_bias": flag("mixer_options.conv_bias", True),
   "layer_norm_epsilon": number("norm_eps", 1e-5),
@@ -156,11 +156,12 @@ def _is_number(value: Any) -> bool:
 
 def _mamba2(config: Config) -> Config:
   """As transformers, which reads expand whatever intermediate_size says."""
-  inner = whole(config, "hidden_size") * whole(config, "expand", 2)
+  expand = whole(config, "expand", 2)
+  inner = whole(config, "hidden_size") * expand
   H, P = whole(config, "num_heads", 128), whole(config, "head_dim", 64)
   if inner != H * P:
     raise ExportError(f"num_heads={H} times head_dim={P} is not expand hidden_size = {inner}.")
-  config = steps(config | {"expand": whole(config, "expand", 2)})
+  config = steps(config | {"expand": expand, "head_dim": P})
   return {name: value for name, value in config.items() if name != "num_heads"}
 
 
@@ -200,7 +201,7 @@ MAMBA2 = Family(
   fields=_FIELDS
   | {
     "layer_norm_epsilon": number(("norm_eps", "mixer_options.norm_eps"), 1e-5),
-    "head_dim": size("mixer_options.head_dim", 64),
+    "head_dim": size("mixer_options.head_dim"),
     "n_groups": size("mixer_options.num_groups", 8),
     "tie_word_embeddings": flag("tie_embeddings", False),
     **STEPS,
