@@ -35,6 +35,11 @@ MAX_LINES_ELSEWHERE = 400
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml"}
 FORBIDDEN_CALLS = {"eval", "exec", "__import__"}
+# Decorators of functions with a backward pass of their own, and the one place that has ours.
+GRADIENT_RULES, HOME_OF_GRADIENT_RULES = (
+  {"custom_vjp", "custom_gradient"},
+  "pallas_kernels.core.gradients",
+)
 # A config file is Python that is run, as its loader's documentation says.
 MAY_RUN_CODE = {("train.config.loading", "exec")}
 
@@ -126,6 +131,17 @@ def code_execution(tree: ast.AST, module: str = "lnssm_jax.x") -> set[str]:
   return {name for name in found if (module, name) not in MAY_RUN_CODE}
 
 
+def foreign_gradient_rules(tree: ast.AST) -> set[str]:
+  """Decorators in `tree` whose gradients are wrong under `jax.vmap` with shared arguments."""
+  found = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Attribute) and node.attr in GRADIENT_RULES:
+      found.add(ast.unparse(node))
+    elif isinstance(node, ast.ImportFrom) and node.module != HOME_OF_GRADIENT_RULES:
+      found |= {alias.name for alias in node.names} & GRADIENT_RULES
+  return found
+
+
 def methods_of(node: ast.stmt) -> list[ast.FunctionDef]:
   """Public methods of a class; none of anything else."""
   body = node.body if isinstance(node, ast.ClassDef) else []
@@ -208,6 +224,25 @@ def test_data_in_sources_is_never_run_as_code():
 )
 def test_code_execution_is_found(source):
   assert code_execution(ast.parse(source))
+
+
+def test_every_backward_pass_is_right_under_vmap():
+  ours = {name: tree for name, tree in sources().items() if name != HOME_OF_GRADIENT_RULES}
+  assert {name: bad for name, tree in ours.items() if (bad := foreign_gradient_rules(tree))} == {}
+
+
+@pytest.mark.parametrize(
+  ("source", "found"),
+  [
+    ("@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))\ndef f(x, y): ...", True),
+    ("from jax import custom_vjp", True),
+    ("from jax import numpy, custom_gradient as gradient", True),
+    ("f = nnx.custom_vjp(g)", True),
+    ("from pallas_kernels.core.gradients import custom_vjp\n@custom_vjp\ndef f(x): ...", False),
+  ],
+)
+def test_backward_pass_of_another_decorator_is_found(source, found):
+  assert bool(foreign_gradient_rules(ast.parse(source))) == found
 
 
 def test_modules_and_public_names_have_docstrings():

@@ -14,6 +14,7 @@ from flax import nnx
 
 from lnssm_jax.ops.core.checks import check_floating, check_shape, has_known_values
 from lnssm_jax.ops.core.spmd import vary_alike
+from pallas_kernels.core.gradients import custom_vjp
 
 
 def check_tokens(name: str, tokens: jax.Array, dim: int) -> int:
@@ -62,7 +63,7 @@ def lookup(
   return _lookup(*vary_alike((table, tokens)))
 
 
-@jax.custom_vjp
+@custom_vjp
 def _lookup(table, tokens):
   return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 

@@ -12,7 +12,8 @@ Every op returns `(out, state)` and promises:
   state is reset where the id changes, `initial_state` belongs to the first document, the returned
   state to the last.
 * Gradients flow to every array argument, to `initial_state` and from the returned state, under
-  `jit`, `vmap`, `jax.checkpoint`, `lax.scan` and `shard_map`.
+  `jit`, `vmap`, `jax.checkpoint`, `lax.scan` and `shard_map`; under `vmap` with some arguments that
+  are not mapped, too. Then all results of an op may have the mapped axis: give it an `out_axes`.
 * States, decays and sums are float32, or float64 if an input is; `out` has the dtype of the values.
 * `axis_name` runs the op inside `jax.shard_map` on one shard of the sequence, with the numbers of
   the whole one; `initial_state` and the returned state are those of the whole sequence:

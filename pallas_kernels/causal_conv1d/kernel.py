@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.causal_conv1d import config as tuning
 from pallas_kernels.causal_conv1d.config import KernelConfig
 from pallas_kernels.core import boundaries
+from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.sigmoid import sigmoid
 from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, traced_once
 
@@ -58,7 +59,7 @@ class Inputs(NamedTuple):
   initial: jax.Array | None  # [B, W - 1, D] float32, the inputs before the first; None: zeros
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def causal_conv1d(static: Static, inputs: Inputs, first: jax.Array | None) -> tuple[jax.Array, ...]:
   """y of each convolution, [B, T, D] in `static.dtype`.
 

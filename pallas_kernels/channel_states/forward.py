@@ -30,6 +30,7 @@ from pallas_kernels.channel_states.recurrence import Inputs, Recurrence
 from pallas_kernels.channel_states.streams import Streams, load_is_first, load_norm
 from pallas_kernels.channel_states.tiles import COMPILER_PARAMS, StateTiles
 from pallas_kernels.core import boundaries
+from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.wgmma import Backend, store_unoptimized, with_int32_indices
 
 
@@ -82,7 +83,7 @@ def scan(
   return out.reshape(B, T, D), whole(last)[:, -1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _scan(static, inputs, first):
   results = _forward(static, inputs, first, None)
   return results.out, results.last

@@ -20,6 +20,7 @@ from pallas_kernels.core.chunk_grid import (
   shared_head,
   store_outputs,
 )
+from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.wgmma import (
   CHUNK,
   Backend,
@@ -64,7 +65,7 @@ def delta_rule(
   return _delta_rule(options, inputs, segments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _delta_rule(options, inputs, segments):
   return _forward(options, inputs, segments, for_gradient=False)[0]
 

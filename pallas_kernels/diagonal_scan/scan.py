@@ -27,6 +27,7 @@ from pallas_kernels import MADE_BY_KERNELS
 from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
 from pallas_kernels.core.channel_grid import CHANNELS
+from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.wgmma import Backend, with_int32_indices
 from pallas_kernels.diagonal_scan import config as tuning
 
@@ -50,7 +51,7 @@ class Inputs(NamedTuple):
   initial: tuple[jax.Array, ...]  # [B, D] float32, as many parts as decay or x has at most
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def diagonal_scan(
   static: Static, inputs: Inputs, first: jax.Array | None
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:

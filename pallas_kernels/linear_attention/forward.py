@@ -28,6 +28,7 @@ from pallas_kernels.core.chunk_grid import (
   token_block_tile,
   token_tile,
 )
+from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.wgmma import (
   CHUNK,
   TILE_WIDTH,
@@ -79,7 +80,7 @@ def linear_attention(
   return _linear_attention(options, inputs, segments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _linear_attention(options, inputs, segments):
   return _forward(options, inputs, segments, for_gradient=False)[0]
 

@@ -27,6 +27,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.sigmoid import sigmoid
 from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, traced_once
 from pallas_kernels.norms import config as tuning
@@ -79,7 +80,7 @@ class ForwardResults(NamedTuple):
   inverse: Any  # [R] float32, 1 / sigma; None where it is not wanted
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def normalize(static: Static, inputs: Inputs) -> Results:
   """y and s."""
   return _forward(static, inputs)[0]

@@ -23,6 +23,7 @@ from pallas_kernels import MADE_BY_KERNELS
 from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
 from pallas_kernels.core.channel_grid import CHANNELS
+from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.wgmma import Backend, with_int32_indices
 from pallas_kernels.wkv4 import config as tuning
 from pallas_kernels.wkv4 import update
@@ -53,7 +54,7 @@ class Inputs(NamedTuple):
 StateRows = tuple[jax.Array, jax.Array, jax.Array]  # (max, numerator, denominator)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def wkv4(static: Static, inputs: Inputs, first: jax.Array | None) -> tuple[jax.Array, StateRows]:
   """RWKV-4's weighted mean of the values so far.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core.spmd import vary_alike
 from lnssm_jax.ops.cross_entropy.api import cross_entropy
+from pallas_kernels.core.gradients import custom_vjp
 
 _MOST_LOGITS, _MOST_POSITIONS = 2**27, 8192  # of a chunk by default: 512 MiB; more is not faster
 
@@ -95,7 +96,7 @@ def next_token_loss(
   return LossSums(nats, weights.sum(), jax.lax.stop_gradient(penalty))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _chunked_sums(static, hidden, head, targets, weights):
   matrix = _aligned(head.astype(hidden.dtype))
 

@@ -22,6 +22,7 @@ from lnssm_jax.ops.core.dropout import fold, multipliers
 from lnssm_jax.ops.core.precision import accumulation_dtype, product
 from lnssm_jax.ops.core.segments import no_gradient
 from lnssm_jax.ops.core.spmd import vary_alike
+from pallas_kernels.core.gradients import custom_vjp
 
 DEFAULT_CHUNK_SIZE = 128
 _PADDING = -2  # the document of padding: these tokens see each other, so no softmax is empty
@@ -69,7 +70,7 @@ def chunked(inputs: Inputs, options: Options) -> jax.Array:
   return _attend(static, (q, k, v, cache), integers)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _attend(static, arrays, integers):
   return _forward(static, arrays, integers)[0]
 

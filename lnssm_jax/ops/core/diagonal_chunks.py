@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from lnssm_jax.ops.core.precision import widen
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.core.spmd import vary_alike
+from pallas_kernels.core.gradients import custom_vjp
 
 DEFAULT_CHUNK_SIZE = 64
 _BLOCK_SIZE = 8  # tokens per iteration of a chunk's loop
@@ -166,7 +167,7 @@ def _decayed(decay, lost, state):
   return jnp.where(lost <= 0.5, state - lost * state, decay * state)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _states(run, decay, lost, added, state, resets):
   return run(decay, lost, added, state, resets)
 

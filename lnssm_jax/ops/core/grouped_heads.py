@@ -55,8 +55,8 @@ def form_over_groups(
 
   Args:
     reads_groups: whether `form` itself takes queries of more heads than all else, and so a state. A
-      form with a backward pass of its own must: JAX's `vmap` of `custom_vjp` counts the cotangent
-      of a result that is not mapped, as the state then is, once for each of the mapped.
+      form with a backward pass of its own must: all its results are mapped, the state too (see
+      `pallas_kernels.core.gradients`).
   """
 
   def run(inputs, options):

@@ -24,6 +24,7 @@ from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
 from lnssm_jax.ops.core.segments import ChunkSegments, no_gradient
 from lnssm_jax.ops.delta_rule.solve import solve, transposed_solve
 from lnssm_jax.ops.delta_rule.types import DeltaRuleState, Inputs, Options
+from pallas_kernels.core.gradients import custom_vjp
 
 DEFAULT_CHUNK_SIZE = 64
 DEFAULT_CHUNK_SIZE_PER_COLUMN = 16
@@ -69,7 +70,7 @@ def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, DeltaRuleState
   return _scan(options.scale, chunk_size, inputs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def _scan(scale, chunk_size, inputs):
   return _forward(scale, chunk_size, inputs)[0]
 

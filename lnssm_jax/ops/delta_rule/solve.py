@@ -10,16 +10,16 @@ coefficients while the solution stays below 1; substitution, and inverses merged
 halves, form no such terms.
 """
 
-import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops.core.precision import product
+from pallas_kernels.core.gradients import custom_vjp
 
 # Blocks up to this size are solved row by row, unrolled.
 _SMALLEST_BLOCK = 8
 
 
-@jax.custom_vjp
+@custom_vjp
 def solve(gram, beta, r):
   """x [..., C, V] of gram [..., C, C], strictly lower triangular, beta [..., C, 1 or V] and r.
 

@@ -17,6 +17,7 @@ from lnssm_jax.ops.core.chunking import over_chunks, scan_constant_decay, shift
 from lnssm_jax.ops.core.precision import binary_powers
 from lnssm_jax.ops.core.spmd import vary_alike
 from lnssm_jax.ops.diagonal_scan.types import DiagonalState, Inputs, Options
+from pallas_kernels.core.gradients import custom_vjp
 
 # On CPUs XLA fuses the multiply-adds of a chunk into one pass over memory (measured in README.md).
 # On accelerators such a chain would cost parallelism: fewer, longer chunks, with a scan of
@@ -53,7 +54,7 @@ def _run(static, inputs, options):
   return h.astype(options.out_dtype), DiagonalState(h[:, 0 if options.reverse else -1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _scan(static, decay, x, initial, keep):
   """h [B, T, D] in the dtype of `initial`."""
 

@@ -28,6 +28,7 @@ from lnssm_jax.ops.core.grouped_heads import over_readers
 from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
 from lnssm_jax.ops.core.segments import ChunkSegments, no_gradient
 from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
+from pallas_kernels.core.gradients import custom_vjp
 
 DEFAULT_CHUNK_SIZE = 64
 # Products of blocks below this size are cheaper as multiply-and-sum than as calls of a
@@ -70,7 +71,7 @@ def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAttentio
   return _scan(_Static(options.normalize, options.scale, chunk_size), inputs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _scan(static, inputs):
   return _forward(static, inputs)[0]
 

@@ -19,6 +19,7 @@ from lnssm_jax.ops.long_convolution.exponentials import (
 )
 from lnssm_jax.ops.long_convolution.taps import convolve_in_blocks
 from lnssm_jax.ops.long_convolution.types import ExponentialState, Inputs, Options
+from pallas_kernels.core.gradients import custom_vjp
 
 _GROUP = 256  # chunks whose contributions to a gradient are summed first
 
@@ -110,7 +111,7 @@ def _grouped(x):
   return x.reshape(x.shape[0], -1, size, *x.shape[2:])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _over_chunks(size, log_pole, keep, x):
   """h_n = exp(size log_pole) h_{n-1} + x_n along axis 1, without h_{n-1} where `keep` is False."""
   return scan_constant_decay(_decays(size, log_pole, x), keep, x)

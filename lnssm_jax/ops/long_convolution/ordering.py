@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.core.gradients import custom_vjp
+
 
 def run_after(x: jax.Array, earlier: jax.Array) -> jax.Array:
   """x; on CPUs (the default backend) with an artificial dependency on the number `earlier`."""
@@ -24,7 +26,7 @@ def run_after(x: jax.Array, earlier: jax.Array) -> jax.Array:
   return jnp.where((earlier > 1) & (earlier < -1), 0, x)
 
 
-@jax.custom_vjp
+@custom_vjp
 def in_order(inputs, out):
   """The identity; the backward pass uses d out only after the gradients of `inputs` are computed.
 
@@ -42,7 +44,7 @@ def _in_order_backward(_, gradients):
 in_order.defvjp(lambda inputs, out: (in_order(inputs, out), None), _in_order_backward)
 
 
-@jax.custom_vjp
+@custom_vjp
 def run_after_forward(out):
   """The identity; no FFT of the backward pass starts before `out` is computed."""
   return out

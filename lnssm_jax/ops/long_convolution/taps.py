@@ -13,6 +13,7 @@ from lnssm_jax.ops.causal_conv1d.types import ConvState
 from lnssm_jax.ops.core.spmd import vary_alike
 from lnssm_jax.ops.long_convolution.ordering import in_order, run_after, run_after_forward
 from lnssm_jax.ops.long_convolution.types import Inputs, Options
+from pallas_kernels.core.gradients import custom_vjp
 
 _CHAIN = 8  # tokens per block at the bottom of the tree, computed lag by lag
 _LONGEST_PRODUCT = 64  # tokens per half up to which a matrix product is used instead of an FFT
@@ -189,7 +190,7 @@ def fast_length(length: int) -> int:
   return best
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def _convolve(x, taps, start, length):
   """Tokens `start` to `start + length` of the convolution of x [..., P, D] and taps [Q, D].
 

@@ -20,6 +20,7 @@ import numpy as np
 from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
 from lnssm_jax.ops.sparse_state_attention.inside import recurrence
 from lnssm_jax.ops.sparse_state_attention.types import Inputs, Options, SparseState
+from pallas_kernels.core.gradients import custom_vjp
 
 DEFAULT_CHUNK_SIZE = 64
 
@@ -88,7 +89,7 @@ def _one_sequence(inputs: Inputs, options: Options, rows):
   return jnp.sum(read.astype(acc)[..., None, None] * jnp.where(selected, out.astype(acc), 0.0), 2)
 
 
-@jax.custom_vjp
+@custom_vjp
 def _arrange(x, copy, place):
   """The copies of x [B, T|T S, ...] in their rows, 0 in rows of none: T rows have S copies each.
 
@@ -261,7 +262,7 @@ def _lay_out(indices, N, size) -> _Runs:
   return one(indices.reshape(B, copies))
 
 
-@jax.custom_vjp
+@custom_vjp
 def _move(x, source, target):
   """y[b, i] = x[b, source[b, i]], or 0 where there is no such row.
 

@@ -18,6 +18,7 @@ from lnssm_jax.ops.core.segments import no_gradient
 from lnssm_jax.ops.core.spmd import vary_alike
 from lnssm_jax.ops.wkv4.reference import associative_elements, read_weights
 from lnssm_jax.ops.wkv4.types import EMPTY, Inputs, Options, WKV4State
+from pallas_kernels.core.gradients import custom_vjp
 
 # As in the diagonal scan: chains of steps on CPUs, long chunks and a logarithmic depth elsewhere.
 _CPU_CHUNK_SIZE = 8
@@ -63,7 +64,7 @@ def _run(static, inputs):
   return out, last._replace(max=jax.lax.stop_gradient(last.max))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _scan(static, k, v, decay_rate, bonus, state, keep):
   return _forward(static, k, v, decay_rate, bonus, state, keep)[0]
 

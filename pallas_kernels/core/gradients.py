@@ -1,0 +1,89 @@
+"""`custom_vjp` whose gradients are right under `jax.vmap` with arguments that are not mapped.
+
+Use it in place of `jax.custom_vjp`, everywhere; a test finds those that do not.
+
+JAX runs the backward pass of a `custom_vjp` once per mapped index, and sums the gradients of an
+argument that is not mapped. But a result that depends on no mapped argument is not mapped either,
+and its cotangent is then the sum over all indices already: in jax 0.11 and 0.12 the backward pass
+reads that sum at each index, and it counts as often as there are indices. So all results are mapped
+here if one argument is.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+
+
+class custom_vjp(jax.custom_vjp):
+  """`jax.custom_vjp`; under `jax.vmap` all results have every mapped axis of the arguments.
+
+  Programs that are not mapped stay as they are.
+  """
+
+  def __init__(self, function: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):
+    @functools.wraps(function)
+    def mapped(*arguments):
+      return map_alike(function(*arguments), self._arrays(arguments))
+
+    super().__init__(mapped, nondiff_argnums)
+
+  def defvjp(self, fwd, bwd, symbolic_zeros: bool = False, optimize_remat: bool = False) -> None:
+    """As that of JAX."""
+
+    @functools.wraps(fwd)
+    def mapped(*arguments):
+      results, residuals = fwd(*arguments)
+      arrays = self._arrays(arguments)
+      if symbolic_zeros:
+        arrays = [primal.value for primal in arrays]
+      same = map_alike(results, arrays)
+      # A residual that is a result stays one array with it, and one that is an argument with that.
+      of_results = zip(*map(jax.tree.leaves, (results, same)), strict=True)
+      replaced = {id(x): y for x, y in of_results if not any(x is z for z in arrays)}
+      return same, jax.tree.map(lambda x: replaced.get(id(x), x), residuals)
+
+    super().defvjp(mapped, bwd, symbolic_zeros, optimize_remat)
+
+  def _arrays(self, arguments):
+    """All arrays of the arguments under differentiation."""
+    static = self.nondiff_argnums
+    return jax.tree.leaves([x for n, x in enumerate(arguments) if n not in static])
+
+
+def map_alike(results: Tree, arguments: Tree) -> Tree:
+  """`results`, under `jax.vmap` with every mapped axis of `arguments`; they compile to nothing."""
+  arguments = jax.tree.leaves(arguments)
+  if not any(isinstance(x, jax.core.Tracer) for x in arguments):
+    return results
+  # One by one: of those that nothing reads nothing is left.
+  return jax.tree.map(lambda x: _map_alike(x, arguments), results)
+
+
+@jax.custom_jvp
+def _map_alike(result, arguments):
+  return _broadcast(result, arguments)
+
+
+@_map_alike.defjvp
+def _map_alike_derivative(primals, tangents):
+  # `custom_vmap` alone has no transpose, which second derivatives need.
+  return _map_alike(*primals), tangents[0]
+
+
+@jax.custom_batching.custom_vmap
+def _broadcast(result, arguments):
+  del arguments
+  return result
+
+
+@_broadcast.def_vmap
+def _broadcast_mapped(size, mapped, result, arguments):
+  """Where one of them is mapped, along axis 0; an outer `jax.vmap` maps what this returns."""
+  if not mapped[0]:
+    result = jnp.broadcast_to(result, (size, *result.shape))
+  return _map_alike(result, arguments), True
