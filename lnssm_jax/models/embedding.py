@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lnssm_jax.ops.core.checks import check_floating, check_shape, has_known_values
+from lnssm_jax.ops.core.checks import (
+  check_floating,
+  check_shape,
+  checked_integers,
+  has_known_values,
+)
 from lnssm_jax.ops.core.spmd import vary_alike
 from pallas_kernels.core.gradients import custom_vjp
 
@@ -29,10 +34,7 @@ def check_tokens(name: str, tokens: jax.Array, dim: int) -> int:
     check_floating(name, "tokens", tokens)
   else:
     check_shape(name, "tokens", tokens, (None, None), "[B, T]")
-    if not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
-      raise ValueError(
-        f"{name}: tokens has dtype {jnp.result_type(tokens)}; token ids must be integers."
-      )
+    checked_integers(name, "tokens", tokens)
   B, T = jnp.shape(tokens)[:2]
   if not B * T:
     raise ValueError(f"{name}: tokens has shape {jnp.shape(tokens)}; give at least one token.")
@@ -60,6 +62,7 @@ def lookup(
   tokens: jax.Array,  # [...] integer
 ) -> jax.Array:
   """table[tokens], [..., D]; NaN for an id outside [0, vocab), which gets no gradient either."""
+  tokens = jnp.asarray(checked_integers("lookup", "tokens", tokens))
   return _lookup(*vary_alike((table, tokens)))
 
 

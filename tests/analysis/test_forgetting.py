@@ -141,7 +141,7 @@ def test_text_that_does_not_fit_raises():
     analysis.decays(model(PATTERN), TOKENS[0])
   with pytest.raises(ValueError, match="the id 99, but the vocabulary is 0 to 16"):
     analysis.decays(model(PATTERN), [[1, 99]])  # a list, also where a program is compiled
-  with pytest.raises(ValueError, match="token ids must be integers"):
+  with pytest.raises(ValueError, match="tokens has dtype float32; it must be integer"):
     analysis.decays(model(PATTERN), [[0.5]])
   with pytest.raises(ValueError, match="inputs=None, but a receptive field"):
     analysis.receptive_fields(model(), None)

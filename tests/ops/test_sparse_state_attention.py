@@ -316,7 +316,7 @@ def test_supported_sparse_forms_depend_on_the_method():
     ({"read_gates": (B, 6)}, r"read_gates has shape \(2, 6\)"),
     ({"log_decay": (B, 6, 2, H, K)}, r"log_decay has shape \(2, 6, 2, 2, 3\).*k being \[B, T, H"),
     ({"k": (B, 6, 2, H, K), "log_decay": (B, 6, H, K)}, r"log_decay.*k being \[B, T, S, H, K\]"),
-    ({"indices": (B, 6, 2)}, "indices have dtype float32; use int32"),
+    ({"indices": (B, 6, 2)}, "indices has dtype float32; it must be integer"),
     ({"indices": jnp.zeros((B, 6), int)}, r"indices has shape \(2, 6\)"),
     ({"indices": jnp.full((B, 6, 2), 4)}, r"indices\[0, 0, 0\]=4 is out of range.*from 0 to 3"),
     ({"indices": jnp.zeros((B, 6, 2), int)}, r"indices\[0, 0\]=\[0, 0\] repeats 0"),

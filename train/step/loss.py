@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
+from lnssm_jax.ops.core.checks import checked_integers
 from lnssm_jax.ops.core.spmd import vary_alike
 from lnssm_jax.ops.cross_entropy.api import cross_entropy
 from pallas_kernels.core.gradients import custom_vjp
@@ -36,7 +37,7 @@ class _Static(NamedTuple):
 def next_token_loss(
   hidden: jax.Array,  # [B, T, D]
   head: jax.Array,  # [D, vocab]
-  targets: jax.Array,  # [B, T] int32
+  targets: jax.Array,  # [B, T] integer
   weights: jax.Array,  # [B, T] float32
   *,
   chunk: int | None = None,
@@ -69,7 +70,7 @@ def next_token_loss(
     implementation: of `lnssm_jax.ops.cross_entropy`, which computes the softmax and its gradient.
 
   Raises:
-    ValueError: if the shapes do not agree, or `chunk < 1`.
+    ValueError: if the shapes do not agree, targets are no integers, or `chunk < 1`.
     NotImplementedError: the named implementation does not support these arguments.
   """
   if hidden.ndim != 3 or head.ndim != 2 or hidden.shape[2] != head.shape[0]:
@@ -80,6 +81,7 @@ def next_token_loss(
   for name, array in (("targets", targets), ("weights", weights)):
     if array.shape != hidden.shape[:2]:
       raise ValueError(f"{name} has shape {array.shape}, but hidden needs {hidden.shape[:2]}.")
+  targets = jnp.asarray(checked_integers("next_token_loss", "targets", targets))
   if chunk is None:
     fit = max(1, _MOST_LOGITS // head.shape[1])
     chunk = min(_MOST_POSITIONS, 1 << (fit.bit_length() - 1))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax.mixers.common.capacity import check_capacity
-from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.core.checks import check_shape, checked_integers
 from lnssm_jax.ops.core.segments import Segments, segments_of
 from lnssm_jax.ops.core.symbolic import UNIT
 
@@ -32,10 +32,8 @@ def checked_lengths(
     NotImplementedError: time is sharded.
   """
   B, T = x.shape[:2]
-  lengths = np.asarray(lengths) if isinstance(lengths, list | tuple) else lengths
+  lengths = checked_integers(name, "lengths", lengths)
   check_shape(name, "lengths", lengths, (B,), "[B]")
-  if not jnp.issubdtype(jnp.result_type(lengths), jnp.integer):
-    raise ValueError(f"{name}: lengths has dtype {jnp.result_type(lengths)}; it must be integer.")
   if dropout_key is not None:
     raise ValueError(
       f"{name}: lengths and dropout_key are both given; padding on the right does not change the "

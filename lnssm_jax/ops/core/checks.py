@@ -4,6 +4,7 @@ import numbers
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def check_shape(scan: str, name: str, array, expected: tuple[int | None, ...], axes: str):
@@ -33,6 +34,24 @@ def check_floating(scan: str, name: str, array):
       f"{scan}: {name} has dtype {jnp.result_type(array)}; it must be floating point "
       f"(cast it, e.g. {name}.astype(jnp.float32))."
     )
+
+
+def checked_integers(op: str, name: str, array) -> jax.Array | np.ndarray:
+  """`array` as signed integers of 32 bits, or 64 if it has them; known numbers stay NumPy's.
+
+  In a narrower dtype, or without a sign, a number that it is compared with may wrap: the size of a
+  vocabulary, a length, -1.
+
+  Raises:
+    ValueError: it is not of integers; the message begins with `op`.
+  """
+  array = np.asarray(array) if isinstance(array, list | tuple | int) else array
+  dtype = jnp.result_type(array)
+  if not jnp.issubdtype(dtype, jnp.integer):
+    raise ValueError(
+      f"{op}: {name} has dtype {dtype}; it must be integer (cast it, e.g. {name}.astype(np.int32))."
+    )
+  return array.astype(f"int{max(32, 8 * dtype.itemsize)}")
 
 
 def has_known_values(array) -> bool:

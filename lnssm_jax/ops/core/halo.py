@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.core.checks import check_shape, checked_integers
 from lnssm_jax.ops.core.segments import digits, positions, segments_of
 from lnssm_jax.ops.core.sequence_parallel import place, states
 
@@ -42,7 +42,7 @@ def inputs_before(
   if segment_ids is None:
     received = _from_shard_before(sent, axis_name)
   else:
-    ids = digits(jnp.asarray(segment_ids), x.dtype)
+    ids = digits(jnp.asarray(checked_integers(_NAME, "segment_ids", segment_ids)), x.dtype)
     both = jnp.concatenate([sent, ids[:, T - count :]], axis=-1)
     received, received_ids = jnp.split(_from_shard_before(both, axis_name), [D], axis=-1)
     same = jnp.all(received_ids == ids[:, :1], axis=-1, keepdims=True)
@@ -66,7 +66,7 @@ def continues(
   index, _ = place(axis_name)
   if segment_ids is None:
     return first | (index > 0)
-  ids = jnp.asarray(segment_ids)
+  ids = jnp.asarray(checked_integers(_NAME, "segment_ids", segment_ids))
   same = _from_shard_before(ids[:, -1], axis_name) == ids[:, 0]
   return jnp.where(index == 0, first, same)
 

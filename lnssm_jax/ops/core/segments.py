@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.core.checks import check_shape, checked_integers
 
 
 class Segments(NamedTuple):
   """The documents of a batch of packed rows, a document wherever `ids` changes."""
 
   index: jax.Array  # [B, T] int32, numbers each row's documents 0, 1, ...
-  ids: jax.Array  # [B, T] integer, as the caller gave them: comparable between shards
+  ids: jax.Array  # [B, T], as the caller numbered them: comparable between shards
 
   def first(self, *, reverse: bool = False) -> jax.Array:
     """[B, T]: whether the state is reset before a token: the first of every document but a row's
@@ -121,11 +121,7 @@ def segments_of(op: str, segment_ids, batch: int, length: int) -> Segments | Non
   if segment_ids is None:
     return None
   check_shape(op, "segment_ids", segment_ids, (batch, length), "[B, T]")
-  if not jnp.issubdtype(jnp.result_type(segment_ids), jnp.integer):
-    raise ValueError(
-      f"{op}: segment_ids has dtype {jnp.result_type(segment_ids)}; it must be integer."
-    )
-  ids = jnp.asarray(segment_ids)
+  ids = jnp.asarray(checked_integers(op, "segment_ids", segment_ids))
   return Segments(jnp.cumsum(_first(ids), axis=1, dtype=jnp.int32), ids)
 
 

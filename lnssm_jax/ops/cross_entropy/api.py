@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core import dispatch
-from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.core.checks import check_shape, checked_integers
 from lnssm_jax.ops.cross_entropy.reference import reference
 from lnssm_jax.ops.cross_entropy.types import CrossEntropy, Inputs, Options
 
@@ -18,7 +18,7 @@ IMPLEMENTATIONS, _WITHOUT_GRADIENT = (
 
 def cross_entropy(
   logits: jax.Array,  # [B, T, V] float32
-  targets: jax.Array,  # [B, T] int32
+  targets: jax.Array,  # [B, T] integer
   weights: jax.Array,  # [B, T] float32
   *,
   vocab_size: int | None = None,
@@ -46,13 +46,14 @@ def cross_entropy(
       takes "pallas" where it is supported and preferred, otherwise "reference".
 
   Raises:
-    ValueError: shapes do not agree.
+    ValueError: shapes do not agree, or targets are no integers.
     NotImplementedError: the named implementation does not support these arguments.
   """
   if logits.ndim != 3:
     raise ValueError(f"{_NAME}: logits has shape {logits.shape}, and must be [B, T, V].")
   for name, array in (("targets", targets), ("weights", weights)):
     check_shape(_NAME, name, array, logits.shape[:2], "[B, T] of logits")
+  targets = jnp.asarray(checked_integers(_NAME, "targets", targets))
   size = logits.shape[-1] if vocab_size is None else vocab_size
   if not 0 < size <= logits.shape[-1]:
     raise ValueError(

@@ -15,6 +15,7 @@ from lnssm_jax.ops.core.checks import (
   check_floating,
   check_log_decay,
   check_shape,
+  checked_integers,
   checked_scale,
   checked_state,
   has_known_values,
@@ -246,8 +247,7 @@ def _checked_count(num_partitions):
 def _checked_indices(indices, B, T, N):
   """int32, and N wherever an index is out of range."""
   check_shape(_NAME, "indices", indices, (B, T, None), "[B, T] of q, then S")
-  if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
-    raise ValueError(f"{_NAME}: indices have dtype {jnp.result_type(indices)}; use int32.")
+  indices = checked_integers(_NAME, "indices", indices)
   S = jnp.shape(indices)[-1]
   if S > N:
     raise ValueError(
