@@ -17,6 +17,7 @@ from pallas_kernels.attention import backward, forward
 from pallas_kernels.attention.backward import KeyGradients
 from pallas_kernels.attention.config import AttentionConfig
 from pallas_kernels.attention.tiles import Logits, Range
+from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.wgmma import Backend
 
 
@@ -56,7 +57,7 @@ def attention(
   return _attention(options, q, k, v, ranges)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _attention(options, q, k, v, ranges):
   return _outputs(options, q, k, v, ranges).out
 
