@@ -18,6 +18,7 @@ from train.config import (
   from_dict,
   to_dict,
 )
+from train.config.changes import flatten, is_free
 
 
 def small(**changes) -> Train:
@@ -204,10 +205,13 @@ def test_settings_invalid_value_rejected(make, message):
     ("optimizer.peak_lr=5e-3", lambda c: c.optimizer.peak_lr, 5e-3),
     ("optimizer.clip_norm=1", lambda c: c.optimizer.clip_norm, 1.0),
     ("optimizer.clip_norm=none", lambda c: c.optimizer.clip_norm, None),
+    ("optimizer.clip_norm=NONE", lambda c: c.optimizer.clip_norm, None),
+    ("eval_at_start=FALSE", lambda c: c.eval_at_start, False),
     ("optimizer.schedule=cosine", lambda c: c.optimizer.schedule, "cosine"),
     ("sample.top_p=None", lambda c: c.sample.top_p, None),
     ("sample.top_k=5", lambda c: c.sample.top_k, 5),
     ("sample.prompt=12", lambda c: c.sample.prompt, "12"),
+    ("sample.prompt=1e3", lambda c: c.sample.prompt, "1e3"),
     ("sample.prompt=a = b", lambda c: c.sample.prompt, "a = b"),
     ("sample.prompt='it is'", lambda c: c.sample.prompt, "it is"),
     ("sample.prompt=None", lambda c: c.sample.prompt, "None"),
@@ -259,6 +263,8 @@ def test_override_of_sets_drops_what_belongs_to_others():
   assert apply("data.validation=c").sources == {"a": "a.txt"}
   assert apply("data.train=c").sources == {}
   assert apply("data.train=c", "data.sources.c=c.txt").sources == {"c": "c.txt"}
+  of_both = dataclasses.replace(small_data(), sources={"a": "a.txt", "b": "b.txt"})
+  assert apply_overrides(small(data=of_both), ["data.validation=c"]).data.sources == {"a": "a.txt"}
   for given in ("data.sources.x=x.txt", 'data.sources={"x": "x.txt"}'):
     with pytest.raises(ConfigError, match=r"data\.sources has 'x', which is in neither"):
       apply("data.train=c", given)
@@ -319,3 +325,16 @@ def test_config_stored_unknown_setting_rejected():
   values["model"]["width"] = 3
   with pytest.raises(ConfigError, match=r"no setting 'model\.width'"):
     from_dict(values)
+
+
+def test_resumed_run_may_change_what_affects_its_numbers_by_rounding_only():
+  names = {name for name, _ in flatten(to_dict(small()))}
+  groups = {"sample", "mesh"}
+  free = {name for name in names if is_free(name)}
+  assert {name for name in free if name.split(".")[0] not in groups} == {
+    *("steps", "accumulate", "checkpoint_every", "eval_every", "eval_at_start", "log_every"),
+    *("keep_checkpoints", "max_skipped", "loss_chunk", "watch", "run_name", "run_group"),
+    *("run_tags", "compile_cache", "model.remat", "model.unroll"),
+  }
+  assert {name for name in names if name.split(".")[0] in groups} <= free
+  assert not is_free("samples") and not is_free("steps_per_epoch")

@@ -36,6 +36,8 @@ ONE_STEP = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7
     (OMPI, ("Open MPI", 4, 2)),
     ({"PMI_SIZE": "2", "PMI_RANK": "1", "JAX_COORDINATOR_ADDRESS": "a:1"}, ("MPICH", 2, 1)),
     (ONE_STEP | OMPI, ("Open MPI", 4, 2)),  # mpirun inside a job
+    (HAND | SLURM | OMPI, ("by hand", 4, 1)),  # the first that is complete
+    (SLURM | OMPI | {"OMPI_COMM_WORLD_SIZE": "9"}, ("Slurm", 4, 3)),
   ],
 )
 def test_launcher_environment_detected(environment, expected):
@@ -87,7 +89,13 @@ def test_launcher_incomplete_environment_rejected(environment, message):
     (OMPI, None),
     (OMPI | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [0, 1]),
     (OMPI | {"CUDA_VISIBLE_DEVICES": "3"}, [0]),  # the launcher has assigned them
+    (OMPI | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, [0, 1, 2]),  # of no equal shares
     (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "CUDA_VISIBLE_DEVICES": "0,1"}, [1]),
+    (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, [2, 3]),
+    (
+      ALONE | {"SLURM_STEP_TASKS_PER_NODE": "12,2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+      [0, 1, 2, 3],
+    ),
     (ALONE | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "CUDA_VISIBLE_DEVICES": "0,1"}, [0, 1]),
   ],
 )
@@ -131,6 +139,31 @@ def test_doctor_report_complete(tiny, capsys):
   problems = [line for line in said if line.startswith("PROBLEM")]
   assert len(problems) == 2
   assert "mesh.data=64" in problems[0] and "cannot be written" in problems[1]
+  assert said[-1] == "2 problems found"
+  assert list(Path(tiny().run_dir).iterdir()) == []  # nothing is left of the trial
+
+
+def test_doctor_finds_proxies_lost_processes_and_wrong_sums(monkeypatch):
+  launch = detect(HAND)
+  for name in ("http_proxy", "https_proxy", "all_proxy"):
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(name.upper(), raising=False)
+  found = lambda of: [line for line in doctor._environment(of) if "NVIDIA" not in line]
+  assert found(None) == []
+  assert found(launch) == ["by hand started 4 processes, but JAX joined 1"]
+  monkeypatch.setattr(jax, "process_count", lambda: 5)
+  assert found(launch) == ["by hand started 4 processes, but JAX joined 5"]
+  monkeypatch.setattr(jax, "process_count", lambda: 4)
+  assert found(launch) == []
+  monkeypatch.setenv("HTTPS_PROXY", "somewhere")
+  monkeypatch.setenv("all_proxy", "somewhere")
+  (line,) = found(launch)
+  assert "HTTPS_PROXY" in line and "all_proxy" in line and "unset it" in line
+  assert found(None) == []  # one process connects to none
+  said = []
+  monkeypatch.setattr(doctor.jnp, "all", lambda right: False)
+  assert not doctor.examine(None, said.append)
+  assert "PROBLEM      the devices cannot compute a sum: " in "\n".join(said)
 
 
 def free_port() -> int:

@@ -1,6 +1,8 @@
 """Plots of the curves of runs."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from matplotlib import pyplot
@@ -74,6 +76,16 @@ def test_plot_of_many_runs_tells_them_apart(run, tmp_path, monkeypatch):
   plot.draw(runs, tmp_path / "a.png")
   lines = pyplot.gcf().axes[0].lines
   assert len({(to_hex(line.get_color()), line.get_linestyle()) for line in lines}) == 21
+
+
+def test_plot_of_runs_of_one_name_has_their_paths_and_is_written_here(run, tmp_path, monkeypatch):
+  other = tmp_path / "more" / "run"
+  shutil.copytree(run, other)
+  assert plot._labels([run, other]) == [str(run), str(other)]
+  assert plot._labels([run, tmp_path / "more"]) == ["run", "more"]
+  monkeypatch.chdir(tmp_path)
+  assert plot.draw([run, other]) == Path("losses.png")
+  assert (tmp_path / "losses.png").is_file() and not (run / "losses.png").exists()
 
 
 def test_plot_without_run_named(run, tmp_path, capsys):

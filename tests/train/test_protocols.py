@@ -15,6 +15,7 @@ from train.config import ConfigError, Data
 from train.config.changes import differences, is_free
 from train.data import IndexedDataset, IndexedWriter
 from train.data.windows import RandomCrops, TokenWindows, train_batches
+from train.runs import evaluation
 from train.runs.evaluation import Evaluator
 from train.runs.run_folder import RunFolder
 from train.step.model import model_graph
@@ -62,6 +63,44 @@ def test_loss_of_random_crops_is_that_of_each_crop(tiny):
   targets = np.stack([crop["targets"] for crop in crops])
   mean = -np.take_along_axis(np.asarray(log_p, np.float64), targets[..., None], axis=-1).mean()
   assert row["val_loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_random_crops_of_evaluation_are_drawn_by_the_seed_of_the_run(tiny):
+  loop.prepare(tiny().data)
+  drawn = []
+  for seed in (0, 3):
+    cfg = tiny(data__weighting="crops", eval_tokens=75, seed=seed)
+    source = evaluation.open_sets(cfg)["validation"]
+    windows = TokenWindows(f"{cfg.data.folder}/validation", cfg.seq_len, 257)
+    for i in range(9):
+      np.testing.assert_array_equal(source[i]["tokens"], RandomCrops(windows, seed)[i]["tokens"])
+    drawn.append([source[i]["tokens"].tolist() for i in range(9)])
+  assert drawn[0] != drawn[1]
+
+
+def test_sets_are_opened_as_the_settings_say(tiny):
+  """Rows of prompts whole, alone in their windows or not; a mixture in the order of the config."""
+  opened = []
+
+  def watched(prefixes, *how, **options):
+    opened.append((prefixes, how, options))
+
+  train = {"b": 1.0, "a": 3.0}
+  fields, targets = {"a": ("prompt", "completion")}, {"d": "last"}
+  for packed in (True, False):
+    data = {"train": ("b", "a", "d"), "fields": fields, "targets": targets, "pack_rows": packed}
+    data |= {"folder": "f", "tokenizer": "bytes", "boundaries": "ignore"}
+    with mock.patch.object(loop, "TokenWindows", watched):
+      loop.training_set(tiny(data=data))
+    assert opened.pop() == (
+      ["f/b", "f/a", "f/d"],
+      (32, 257, "ignore"),
+      {"whole": [False, True, True], "packed": packed},
+    )
+  with mock.patch.object(loop, "TokenWindows", watched):
+    mixture = loop.training_set(tiny(data=data | {"train": train, "targets": {}}))
+  assert [prefixes for prefixes, *_ in opened] == [["f/b"], ["f/a"]]
+  assert mixture.shares == {"b": 0.25, "a": 0.75} and list(mixture.sets) == ["b", "a"]
 
 
 def test_loss_of_random_crops_needs_a_number_of_tokens(tiny):
