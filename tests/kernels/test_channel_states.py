@@ -96,17 +96,14 @@ def plain_scan(static, inputs, first):
   return jnp.moveaxis(out, 0, 1).astype(static.out_dtype), last
 
 
-@pytest.mark.parametrize(("T", "N", "splits"), [(40, 5, 3), (5, 37, 1)], ids=["splits", "groups"])
 @BOTH
-def test_channel_states_in_parts_match_reference(name, T, N, splits, monkeypatch):
-  """Splits of a sequence, and groups of states, without the kernels, which know of neither.
-
-  Documents begin where a split does, and inside of one that a state enters.
-  """
+def test_channel_states_in_splits_and_groups_match_reference(name, monkeypatch):
+  """Three splits of a sequence and three groups of states, without the kernels, which know of
+  neither. Documents begin where a split does, and inside of one that a state enters."""
   monkeypatch.setattr(forward, "_scan", plain_scan)
   documents_begin_at(monkeypatch, (16,), (20, 32))
-  case = Case(T, "weak", segments=True, D=3, N=N, chunk=None)
-  check(name, case, (F32, F32), monkeypatch, num_splits=splits)
+  case = Case(40, "weak", segments=True, D=3, N=37, chunk=None)
+  check(name, case, (F32, F32), monkeypatch, num_splits=3)
 
 
 def test_longhorn_in_groups_is_exact(monkeypatch):
@@ -126,8 +123,9 @@ def test_channel_states_in_groups_match_reference(name, monkeypatch):
   check(name, Case(2, D=2, N=17, state=False, chunk=None), NARROW, monkeypatch)
 
 
-@pytest.mark.slow
-@BOTH
+@pytest.mark.parametrize(
+  "name", ["selective_scan", pytest.param("longhorn_scan", marks=pytest.mark.slow)]
+)
 def test_channel_states_with_float32_rates_match_reference(name, monkeypatch):
   """As S6 passes them: rates in float32, all else in bfloat16."""
   check(name, Case(17, D=2, segments=True, chunk=None), (BF16, F32), monkeypatch)

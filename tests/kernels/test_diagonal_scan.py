@@ -15,7 +15,7 @@ from lnssm_jax.ops.diagonal_scan import pallas
 from lnssm_jax.ops.diagonal_scan.cases import DIAGONAL_SCAN, Case
 from lnssm_jax.ops.diagonal_scan.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
-from pallas_kernels.diagonal_scan import config
+from pallas_kernels.diagonal_scan import config, scan
 from tests.kernels.interpreted import (
   assert_promises,
   assert_transformations,
@@ -48,6 +48,15 @@ def test_diagonal_scan_in_three_splits_matches_reference(case, dtype, monkeypatc
   monkeypatch.setattr(config, "_CHUNKS", (8,))
   documents_begin_at(monkeypatch, (32,), (45, 64))
   contract.assert_case(DIAGONAL_SCAN, case, dtype, "pallas_interpret")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_diagonal_scan_nan_passes_no_split_in_which_a_document_begins(reverse):
+  """The second of three splits has a document's first token; a factor of 0 would not do."""
+  first, zero = jnp.arange(6)[None] == 2, (jnp.zeros((1, 3, 1)),)
+  (x,) = scan._entering(zero, zero, (jnp.full((1, 1), jnp.nan),), first, reverse)
+  want = [False, False, True]
+  assert jnp.isfinite(x[0, :, 0]).tolist() == (want[::-1] if reverse else want)
 
 
 @pytest.mark.slow

@@ -38,13 +38,13 @@ SMALL = Case(T=100, chunk=None, state=False)
 
 
 def test_wkv4_in_three_splits_matches_reference(monkeypatch):
-  """Two blocks of channels; documents that begin where a split does, and inside of splits that a
-  state enters. In short chunks, which are compiled in less time."""
+  """Two blocks of channels; documents that begin where a split does, and inside of a split that a
+  state enters; the last split is all padding. In short chunks, which are compiled in less time."""
   monkeypatch.setattr(channels, "num_splits", lambda *sizes: 3)
   for module in (config, forward, backward):
     monkeypatch.setattr(module, "CHUNK", 8)
-  documents_begin_at(monkeypatch, (32,), (45, 64))
-  case = Case(T=70, D=130, strength="extreme", keys="mixed", segments=True, chunk=None)
+  documents_begin_at(monkeypatch, (32,), (10,))
+  case = Case(T=50, D=130, strength="extreme", keys="mixed", segments=True, chunk=None)
   contract.assert_case(WKV4, case, F32, "pallas_interpret")
 
 
@@ -63,6 +63,18 @@ def test_wkv4_in_splits_matches_reference(case, monkeypatch):
   """As long sequences with few channels are split: here two splits."""
   monkeypatch.setattr(channels, "num_splits", lambda *sizes: 2)
   contract.assert_case(WKV4, case, F32, "pallas_interpret")
+
+
+def test_wkv4_nan_passes_no_split_in_which_a_document_begins():
+  """The second of three splits begins with a document, over which a factor of 0 would not do."""
+  first, nan = jnp.arange(6)[None] == 2, jnp.full((1, 1), jnp.nan)
+  zero = jnp.zeros((1, 3, 1))
+  left = zero, zero, zero + 1
+  for x in forward._entering_states(left, (nan,) * 3, jnp.ones(1), first, [2, 2, 2]):
+    assert jnp.isfinite(x[0, :, 0]).tolist() == [False, False, True]
+  alone = backward.BackwardResults((zero, zero), *[None] * 4, passed=(zero, zero))
+  for x in forward._entering_cotangents(alone, (nan, nan), first, zero[:, 1:] + 1):
+    assert jnp.isfinite(x[0, :, 0]).tolist() == [True, False, False]
 
 
 @pytest.mark.slow

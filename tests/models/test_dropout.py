@@ -141,6 +141,8 @@ def test_every_place_of_every_layer_draws_with_keys_of_its_own(monkeypatch):
   sizes.pop("mixer_options")
   VisionBlock(Keyed, 8, **sizes)(jnp.ones((2, 5, 8)), layer_of(0))
   assert [len(keys) for keys in drawn_with] == [2, 2, 10, 2]  # the mixer in two directions
+  directions = [fold(layer_of(0).in_mixer(), number) for number in (1, 0)]
+  np.testing.assert_array_equal(np.concatenate(drawn_with[:2]), np.concatenate(directions))
   keys = np.concatenate(drawn_with)
   assert len(np.unique(keys, axis=0)) == len(keys)
 

@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from lnssm_jax.models import LanguageModel
 from lnssm_jax.models.embedding import lookup
+from tests.mixers.helpers import drawn
 
 
 def test_gradient_sums_over_every_place_of_a_token():
@@ -31,6 +34,16 @@ def test_ids_outside_the_table_are_nan_and_have_no_gradient():
   assert np.isnan(lookup(table, tokens)[0]).any(-1).tolist() == [False, True, True, False]
   gradient = jax.grad(lambda t: jnp.sum(lookup(t, tokens)))(table)
   np.testing.assert_array_equal(gradient.sum(1), [0, 2, 0, 2])
+
+
+def test_scale_of_an_embedding_multiplies_in_the_dtype_of_the_model():
+  options = {"vocab_size": 9, "dim": 8, "num_layers": 1, "mixer": "lrn", "embedding_norm": False}
+  options |= {"embedding_scale": 8**0.5, "dtype": jnp.bfloat16, "channel_mixer": "none"}
+  build = lambda: LanguageModel(**options, rngs=nnx.Rngs(0))
+  model = drawn(build)
+  rounded = model.embedding[...].astype(jnp.bfloat16)
+  want = rounded * jnp.bfloat16(8**0.5)
+  np.testing.assert_array_equal(model.embed(jnp.arange(9)[None])[0], want)
 
 
 def test_a_bfloat16_table_sums_in_float32():

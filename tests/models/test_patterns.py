@@ -143,9 +143,9 @@ def test_every_place_of_a_pattern_counts():
       **SIZES, num_layers=3, mixer=mixers, mixer_options=options, rngs=nnx.Rngs(0)
     )
   )
-  first = {"max_length": 9}
-  model = build("softmax_attention", "lrn", "normalized_attention", softmax_attention=first)
-  assert (model.max_length, model.has_dropout) == (9, False)
+  lengths = {"softmax_attention": {"max_length": 9}, "cosformer": {"max_length": 7}}
+  model = build("softmax_attention", "lrn", "cosformer", **lengths)
+  assert (model.max_length, model.has_dropout) == (7, False)
   last = {"attention_dropout": 0.5}
   model = build("softmax_attention", "lrn", "normalized_attention", normalized_attention=last)
   assert model.has_dropout

@@ -57,11 +57,16 @@ MANY = [
 # leak is visible at weak decay, a wrong block of channels beyond 128 of them, and a term of the
 # float32 gradients where no entry of a key is all of it.
 KERNELS = [
-  Check(Case(17, "weak", segments=True, chunk=None), "pallas_interpret", jnp.bfloat16),
   Check(Case(3, "ordinary", D=130, chunk=None), "pallas_interpret"),
+  Check(
+    Case(17, "weak", segments=True, chunk=None, activated=True), "pallas_interpret", jnp.bfloat16
+  ),
+]
+KERNEL_SWEEP = [
+  Check(Case(3, "extreme", D=130, chunk=None), "pallas_interpret"),
+  Check(Case(17, "weak", segments=True, chunk=None), "pallas_interpret", jnp.bfloat16),
   Check(Case(17, "weak", chunk=None, activated=True), "pallas_interpret", jnp.bfloat16),
 ]
-KERNEL_SWEEP = [Check(Case(3, "extreme", D=130, chunk=None), "pallas_interpret")]
 KERNEL_SWEEP += [
   Check(
     Case(T, strength, segments, D=130, N=N, chunk=None, activated=True), "pallas_interpret", dtype
