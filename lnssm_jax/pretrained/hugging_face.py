@@ -67,6 +67,7 @@ def load(
   check_dtype("dtype", dtype)
   check_dtype("param_dtype", param_dtype)
   config, tensors = folders.config(folder), folders.Tensors(folder)
+  sample = folders.sample(folder)  # before the parameters, which take time
   family, settings = _of_config(folder, config, max_length)
   try:
     tensors.rename(family.older_tensors)
@@ -89,7 +90,6 @@ def load(
     where = placing.shardings(abstract, mesh)
     params = jax.tree_util.tree_map_with_path(read, abstract, where)
   model = nnx.merge(graph, params)
-  sample = folders.sample(folder)
   return LoadedModel(
     model,
     {"model": settings, "sample": sample},

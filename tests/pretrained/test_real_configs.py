@@ -167,6 +167,8 @@ def test_setting_that_contradicts_the_others_raises(case, change, expected, tmp_
 REDUNDANT = [
   ("mamba-130m-hf", {"ssm_cfg": {"d_state": 3, "expand": 2, "dt_rank": 1}}),
   ("mamba-130m-hf", {"id2label": {"0": "LABEL_0"}, "quantization_config": None}),
+  ("mamba-130m-hf", {"rms_norm": None, "d_inner": None, "is_encoder_decoder": None}),
+  ("llama-3.1-8b", {"partial_rotary_factor": None, "head_dim": None, "hidden_act": "swish"}),
   ("falcon-mamba-7b", {"expand": 2, "d_inner": 16}),
   ("recurrentgemma-2b", {"_block_types": ["recurrent", "recurrent", "attention"] * 2}),
   ("recurrentgemma-2b", {"layer_types": ["linear_attention"] * 2 + ["sliding_attention"]}),

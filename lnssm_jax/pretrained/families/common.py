@@ -89,10 +89,10 @@ COMMON: dict[str, Field | Fixed | Same | Free] = {
     "typical_p",
   ),
   # A model of one direction without another that it attends to, all of whose heads are there.
-  "add_cross_attention": Fixed(False),
-  "cross_attention_hidden_size": Fixed(None),
-  "is_decoder": Fixed(False, True),
-  "is_encoder_decoder": Fixed(False),
-  "pruned_heads": Fixed({}),
-  "tie_encoder_decoder": Fixed(False),
+  "add_cross_attention": Fixed(False, written=False),
+  "cross_attention_hidden_size": Fixed(None, written=False),
+  "is_decoder": Fixed(False, True, written=False),
+  "is_encoder_decoder": Fixed(False, written=False),
+  "pruned_heads": Fixed({}, written=False),
+  "tie_encoder_decoder": Fixed(False, written=False),
 }

@@ -138,6 +138,8 @@ class Family:
     for name, field in fields.items():
       if isinstance(field, Fixed):
         value = config.get(name, field.values[0])
+        if value is None and not field.written:  # of no part in today's class
+          continue
         if not any(value == x and type(value) is type(x) for x in field.values):
           raise ExportError(
             f"{name}={value!r:.80} is not implemented; only {', '.join(map(repr, field.values))}."
