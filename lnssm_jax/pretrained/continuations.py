@@ -10,9 +10,8 @@ from lnssm_jax.pretrained.tokenizers import Tokenizer
 
 # Tokens that are decoded again with new ones: their text is what new tokens may depend on.
 _TAIL = 32
-_TAIL_TEXT = (
-  8  # characters that it has at least, so that what is stripped at its start is no new text
-)
+# Characters of their text at least, so that what is stripped at its start is none of new tokens.
+_TAIL_TEXT = 8
 # Tokens after which those whose text is final are not decoded again.
 _WINDOW = 128
 

@@ -161,10 +161,10 @@ def _of_post_processor(step: Any) -> Added:
   """Tokens that a post-processor puts around a text."""
   match step:
     case {"type": "Sequence", "processors": steps}:
-      before, after = (), ()
-      for inner in map(_of_post_processor, steps):
-        before, after = (*inner.before, *before), (*after, *inner.after)
-      return Added(before, after)
+      found = [inner for inner in map(_of_post_processor, steps) if any(inner)]
+      if len(found) > 1:  # with which the package itself loses the text
+        raise ValueError("several of its steps add tokens")
+      return found[0] if found else Added()
     case {"type": "TemplateProcessing", "single": single, "special_tokens": known}:
       places = [n for n, part in enumerate(single) if "Sequence" in part]
       if len(places) != 1:

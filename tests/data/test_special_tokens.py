@@ -12,7 +12,7 @@ from tests.pretrained.test_tokenizer_files import write
 from train.cli.main import main
 from train.config import Data
 from train.data import DataError, IndexedDataset, prepare, read_sidecar
-from train.data.tokenizers import tokenizer_of
+from train.data.tokenizers import load_tokenizer, tokenizer_of, train_bpe
 
 ROWS = [("The capital of France is", " Paris"), ("P", "aris is"), ("<|im_start|>user", "\nhi<s>")]
 
@@ -89,6 +89,25 @@ def test_documents_have_what_the_files_put_around_a_text_unless_told_not_to(sett
     prepare(
       settings("metaspace_bos", rows=False, add_special_tokens="none", special_tokens="parse")
     )
+
+
+def test_last_target_is_the_text_s_before_what_is_put_after_it(settings, tmp_path):
+  config = {"add_eos_token": True, "eos_token": "<|im_end|>"}
+  data = settings("metaspace_bos", targets={"a": "last"}, end_of_text="</s>")
+  write(tmp_path / "metaspace_bos", "metaspace_bos", config)
+  prepare(data)
+  (after,) = tokenizer_of(data).added.after
+  for ids, weights in rows_of(data):
+    assert ids[-2:] == [after, 2] and after != 2
+    assert np.flatnonzero(weights).tolist() == [len(ids) - 3]
+
+
+def test_tokenizer_that_was_trained_here_has_no_settings_of_others(tmp_path):
+  text = ["the capital of the river"] * 3
+  tokenizer = train_bpe("bpe:257", tmp_path, text)
+  config = {"add_bos_token": True, "bos_token": "<|endoftext|>"}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+  assert load_tokenizer("bpe:257", tmp_path).added == tokenizer.added == Added()
 
 
 def test_rows_of_an_older_version_are_encoded_again(settings):

@@ -165,6 +165,36 @@ def test_strings_that_end_a_text_are_found(case, loaded):
   assert stops(case, loaded, " of", [" of", " o"]) == ""
 
 
+def test_bytes_of_one_run_are_decoded_together(loaded):
+  """Of characters that begin in the prompt, further back than what is decoded again."""
+  tokenizer = loaded("metaspace_bos")
+  known = tokenizer.encode("the capital of the river " * 4).tolist()
+  run = [token for token in tokenizer.encode("\u4f60" * 30).tolist() if tokenizer.is_byte(token)]
+  assert len(run) == 90
+  for cut in (50, 51, 52):
+    found = Continuation(tokenizer, [*known, *run[:cut]])
+    found.add(run[cut:])
+    assert found.text == "\u4f60" * (30 if cut % 3 else 13)  # of the prompt alone, or U+FFFD
+  # A string may be there, and be gone with the next byte: it ends the text.
+  line, broken = tokenizer.encode("~").tolist()[-1], run[0]
+  assert tokenizer.is_byte(line) and tokenizer.decode([line, broken]) == "\ufffd" * 2
+  for parts in ([[line, broken]], [[line], [broken]]):
+    found = Continuation(tokenizer, known, ["~"])
+    for part in parts:
+      found.add(part)
+    assert (found.text, found.ended) == ("", True)
+
+
+def test_first_word_after_tokens_without_text_keeps_its_space(loaded):
+  """What is decoded again has a text, or the space would be that of its beginning."""
+  tokenizer = loaded("metaspace_bos")
+  spaces = [token for token in tokenizer.encode("a  b").tolist() if tokenizer.decode([token]) == ""]
+  assert spaces
+  found = Continuation(tokenizer, [*tokenizer.encode("word").tolist(), *spaces[:1] * 60])
+  found.add(tokenizer.encode("Paris"))
+  assert found.text == " Paris"
+
+
 def test_long_string_that_ends_a_text_costs_no_more_than_the_text(loaded):
   """1 MB took over 60 s; the time is that of a short one."""
   import time
@@ -242,6 +272,18 @@ def test_settings_next_to_the_file_add_bos_and_eos(
     assert encode_whole(alone, "a word").tolist() == encode_whole(each, "a word").tolist()
 
 
+def test_settings_are_those_of_both_files_and_of_several_steps(tmp_path):
+  path = write(tmp_path / "a", "metaspace_bos", {"add_bos_token": True}, post_processor=None)
+  (tmp_path / "a" / "special_tokens_map.json").write_text('{"bos_token": {"content": "</s>"}}')
+  assert FileTokenizer(path).added == Added((2,))
+  byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+  steps = [byte_level, template(["</s>", "<s>"], ["<s>"])]
+  for several in (steps, steps[::-1], [{"type": "Sequence", "processors": steps}]):
+    post = {"type": "Sequence", "processors": several}
+    path = write(tmp_path / "b", "metaspace_bos", {}, post_processor=post)
+    assert FileTokenizer(path).added == Added((2, 1), (1,))
+
+
 @pytest.mark.parametrize(
   ("config", "changes", "message"),
   [
@@ -252,6 +294,11 @@ def test_settings_next_to_the_file_add_bos_and_eos(
       {},
       {"post_processor": template([], []) | {"single": [SEQUENCE, SEQUENCE]}},
       "post_processor .* has the text 2 times",
+    ),
+    (
+      {},
+      {"post_processor": {"type": "Sequence", "processors": [template(["<s>"], [])] * 2}},
+      "several of its steps add tokens",
     ),
     ({}, {"post_processor": template(["<s>"] * 65, [])}, "puts 65 special tokens around a text"),
   ],
