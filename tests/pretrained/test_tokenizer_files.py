@@ -186,7 +186,7 @@ def test_bytes_of_one_run_are_decoded_together(loaded):
 
 
 def test_first_word_after_tokens_without_text_keeps_its_space(loaded):
-  """What is decoded again has a text, or the space would be that of its beginning."""
+  """Tokens that are decoded again have a text, or the space would be that of its beginning."""
   tokenizer = loaded("metaspace_bos")
   spaces = [token for token in tokenizer.encode("a  b").tolist() if tokenizer.decode([token]) == ""]
   assert spaces
