@@ -25,6 +25,7 @@ OMPI = {
   "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }  # fmt: skip
 HAND = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"}
+TWENTY = ",".join(map(str, range(20)))
 ONE_STEP = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}
 
 
@@ -92,10 +93,7 @@ def test_launcher_incomplete_environment_rejected(environment, message):
     (OMPI | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, [0, 1, 2]),  # of no equal shares
     (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "CUDA_VISIBLE_DEVICES": "0,1"}, [1]),
     (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, [2, 3]),
-    (
-      ALONE | {"SLURM_STEP_TASKS_PER_NODE": "12,2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"},
-      [0, 1, 2, 3],
-    ),
+    (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "10(x2)", "CUDA_VISIBLE_DEVICES": TWENTY}, [2, 3]),
     (ALONE | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "CUDA_VISIBLE_DEVICES": "0,1"}, [0, 1]),
   ],
 )

@@ -131,6 +131,42 @@ def test_export_round_trip_exact(exported):
     train.load_model(folder, step=6)
 
 
+def test_export_has_the_settings_and_last_metrics_of_a_run_without_paths(tiny, tmp_path):
+  rows = [
+    {"kind": kind, "step": step, "loss": float(step), **({"set": name} if name else {})}
+    for step in (1, 2)
+    for kind, name in (("train", None), ("eval", "a"), ("eval", "b"))
+  ]
+  cfg = tiny(watch=("tensorboard",), compile_cache=str(tmp_path / "programs"))
+  how = {"run": cfg, "metrics": rows}
+  export.write(tmp_path / "out", MODEL, random_params(MODEL), load_tokenizer("bytes"), 2, **how)
+  manifest = exports.read_manifest(tmp_path / "out")
+  assert manifest.metrics == rows[3:]
+  settings = config.to_dict(cfg)
+  assert manifest.settings["data"] == {"train": ["train"], "validation": ["validation"]}
+  assert manifest.settings["optimizer"] == settings["optimizer"]
+  left_out = settings.keys() - manifest.settings.keys()
+  assert left_out == {"model", "run_dir", "compile_cache", "mesh", "watch"}
+  text = (tmp_path / "out" / exports.MANIFEST).read_text()
+  assert str(tmp_path) not in text and cfg.data.folder not in text
+
+
+def test_export_of_a_run_takes_the_step_or_the_average_that_is_asked_for(tiny, monkeypatch):
+  cfg, asked = tiny(), []
+  RunFolder(cfg.run_dir).path.mkdir()
+  RunFolder(cfg.run_dir).write_config(cfg)
+
+  def of_run(cfg, **options):
+    asked.append(options)
+    raise FileNotFoundError
+
+  monkeypatch.setattr(export.loading, "of_run", of_run)
+  for options in ({"step": 3, "ema": False}, {"step": None, "ema": True}):
+    with pytest.raises(FileNotFoundError):
+      export.export_run(cfg.run_dir, "nowhere", **options)
+  assert asked == [{"step": 3, "ema": False}, {"step": None, "ema": True}]
+
+
 def test_export_includes_tokenizer(tmp_path):
   tokenizer = train_bpe("bpe:260", tmp_path, ["a b a b a b c c c"])
   model = config.Model(dim=16, num_layers=1, num_heads=2, vocab_size=260)

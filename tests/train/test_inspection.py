@@ -181,6 +181,11 @@ def test_report_compares_with_a_step_and_an_export(run, tmp_path):
   assert (found["kind"], found["step"]) == ("exported model", 20)
   assert {row["norm"] for row in found["difference"]["parameters"]} == {0.0}
   assert found["metrics"][-1]["bits_per_byte"] == 0.2
+  assert main(["export", cfg.run_dir, "--out", str(tmp_path / "ten"), "--step", "10"]) == 0
+  found = report(tmp_path / "ten")
+  assert found["step"] == 10 and [row["step"] for row in found["metrics"]] == [10, 10]
+  row = by_name(found["parameters"])["embedding"]
+  assert row["largest"] == np.abs(before["embedding"]).max()
 
 
 def test_difference_lists_other_settings_names_and_shapes(run, tmp_path):
