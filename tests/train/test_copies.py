@@ -114,6 +114,48 @@ def test_scores_are_those_of_the_logits():
     np.testing.assert_allclose(sums.nats[copy], nats.sum(), rtol=1e-5)
 
 
+def test_losses_of_copies_with_batches_of_their_own_have_weights_and_documents():
+  cfg, rng = settings(), np.random.default_rng(0)
+  copies = Copies(cfg, seeds=(0, 1), learning_rates=(1e-3,))
+  tokens, targets = rng.integers(0, 300, (2, 2, 4, 16)).astype(np.int32)
+  segment_ids = np.cumsum(rng.random((2, 4, 16)) < 0.2, axis=-1).astype(np.int32)
+  weights = rng.choice([0.0, 0.5, 1.0], (2, 4, 16)).astype(np.float32)
+  batch = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, "weights": weights}
+  sums, graph = copies.loss(batch), model_graph(cfg.model)
+
+  @jax.jit
+  def logits(params, tokens, segment_ids):
+    return nnx.merge(graph, params)(tokens, segment_ids=segment_ids)[0]
+
+  for copy in range(2):
+    params = jax.tree.map(lambda x, copy=copy: x[copy], copies.params)
+    found = np.asarray(logits(params, tokens[copy], segment_ids[copy]), np.float64)
+    log_p = found - np.log(np.exp(found).sum(-1, keepdims=True))
+    nats = -np.take_along_axis(log_p, targets[copy][..., None], 2)[..., 0]
+    np.testing.assert_allclose(sums.nats[copy], (weights[copy] * nats).sum(), rtol=1e-5)
+    assert sums.weight[copy] == weights[copy].sum()
+
+
+@pytest.mark.slow
+def test_router_of_copies_learns_by_the_balance_loss():
+  """Under "uniform" that is the router's whole gradient."""
+  options = {"num_partitions": 3, "lora_rank": 2, "gate_rank": 2, "method": "mask"}
+  options |= {"gate": "uniform", "balance": 0.5}
+  model = dataclasses.replace(settings().model, mixer="sse", mixer_options=options, num_layers=1)
+  optimizer = dataclasses.replace(settings().optimizer, warmup_steps=0, weight_decay=0.0)
+  copies = Copies(settings(model=model, optimizer=optimizer), runs=[(0, 1e-3)])
+  router = lambda: np.asarray(copies.params["blocks"]["mixer"]["router_proj"]["kernel"])
+  before = router()
+  (aux,) = copies.step(TASK.examples(4, 0)._asdict())["aux"]
+  assert np.abs(router() - before).max() > 1e-5 and aux.loss.shape == (1,)
+
+
+def test_final_rate_of_a_program_is_in_proportion():
+  optimizer = dataclasses.replace(settings().optimizer, peak_lr=4e-3, final_lr=4e-3 * 0.123)
+  shared = copies_module.without_run(settings(optimizer=optimizer)).optimizer
+  assert shared.final_lr / shared.peak_lr == pytest.approx(0.123, rel=1e-8)
+
+
 def test_copies_average_parameters_after_each_step_and_not_without_targets():
   optimizer = dataclasses.replace(settings().optimizer, ema_decay=0.5, warmup_steps=0)
   copies = Copies(settings(optimizer=optimizer), seeds=(0, 1), learning_rates=(1e-2,))
