@@ -96,6 +96,21 @@ def test_outputs_of_a_document_have_the_same_bits_whatever_the_others_hold():
     assert not np.array_equal(run(changed)[:, ~same], run(inputs)[:, ~same])
 
 
+def test_second_block_of_channels_decays_by_its_own_factors():
+  """Where queries read that block alone, and the first one would keep scores and state."""
+  case = dataclasses.replace(SMALL, T=64, K=120, decay="BTHK", strength="uneven", state=True)
+  inputs = LINEAR_ATTENTION.inputs(case)
+  inputs["q"][..., :64] = 0
+  inputs["log_decay"][..., 64:] /= 3
+  given = jax.tree.map(jnp.asarray, inputs, contract.dtypes_of(LINEAR_ATTENTION, inputs, BF16))
+  run = lambda form: jax.jit(lambda x: LINEAR_ATTENTION(case, x, implementation=form))
+  out, state = run("pallas_interpret")(given)
+  want, want_state = run("reference")(jax.tree.map(lambda x: x.astype(jnp.float32), given))
+  assert contract.relative_error(out, want) < 2**-7
+  kv, want_kv = (x.kv[:, :, 64:] for x in (state, want_state))
+  assert contract.relative_error(kv, want_kv) < 2**-7
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", ["H", "BTHK"])
 def test_every_transformation(decay):
