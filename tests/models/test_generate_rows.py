@@ -1,6 +1,7 @@
 """Generation of rows that end, that continue longer than one call, or whose logits are NaN."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import pytest
 from flax import nnx
 
 from lnssm_jax import drawing
-from lnssm_jax.generate import SamplingOptions, generate, read, stream
-from lnssm_jax.models import LanguageModel
+from lnssm_jax import generate as generation
+from lnssm_jax.generate import SamplingOptions, generate, stream
 from tests.models.test_generate import PROMPTS, as_lists, greedy, model
 
 __all__ = ["greedy", "model"]  # fixtures
@@ -44,37 +45,34 @@ def test_token_is_drawn_with_the_key_of_its_number(model):
 
 
 def test_cache_has_to_hold_each_row_and_not_the_longest_of_all():
-  build = lambda: LanguageModel(
-    vocab_size=11,
-    dim=8,
-    num_layers=1,
-    num_heads=2,
-    mixer="softmax_attention",
-    mixer_options={"max_length": 32},
-    rngs=nnx.Rngs(0),
-  )
-  model = jax.jit(build)()
-  texts = [[1] * 24, [2] * 4]
-  start, options = read(model, texts), SamplingOptions(max_tokens=4, temperature=0)
-  longer = read(model, [[3] * 8, [3] * 8], start=start)
-  assert longer.length.tolist() == [32, 12]
-  with pytest.raises(ValueError, match=r"a prompt of 30 tokens is more than .*max_length=32"):
-    generate(model, [[3] * 6, []], options, start=start)
-  one = read(model, texts[:1])
-  with pytest.raises(ValueError, match=r"a prompt of 34 tokens is more than"):
-    generate(model, [[3], [3] * 10], options, start=one)
+  """The last token is not read: of 4 new ones after 29 tokens all fit into 32."""
+  model = types.SimpleNamespace(max_length=32)
+  rows = lambda *lengths: [np.zeros(length, np.int32) for length in lengths]
+  start = lambda *lengths: generation.Prefix(None, None, None, jnp.array(lengths))
+  check = generation._check_length
+  check(model, rows(5, 25), 4, start(24, 4))
+  check(model, rows(29, 2), 4, None)
+  check(model, rows(0, 5), 4, start(24))
+  for parts, before, prompt in [
+    ((6, 0), (24, 4), 30),
+    ((1, 10), (24,), 34),
+    ((0, 27), (24, 4), 31),
+  ]:
+    with pytest.raises(ValueError, match=rf"a prompt of {prompt} tokens is more than .*length=32"):
+      check(model, rows(*parts), 4, start(*before))
 
 
 def test_logits_that_are_nan_are_named(model):
   """Where a row that has not ended would be continued by them."""
   broken, table = nnx.clone(model), model.embedding
-  first = generate(model, [[1, 2, 3]], SamplingOptions(max_tokens=3, temperature=0))[0]
+  first = generate(model, [[1, 2, 3]] * 4, SamplingOptions(max_tokens=3, temperature=0))[0]
   broken.embedding[...] = table[...].at[int(first[1])].set(jnp.nan)
-  for how in ({"temperature": 0}, {}, {"top_k": 3}):
-    with pytest.raises(ValueError, match=r"^the logits of prompt 1, new token 0, are NaN: param"):
-      generate(broken, [[1], [int(first[1])]], SamplingOptions(max_tokens=3, **how))
+  rows, others = [[1, 2, 3]] * 3, [[int(first[1])]]
+  for how in ({"temperature": 0}, {}):
+    with pytest.raises(ValueError, match=r"^the logits of prompt 3, new token 0, are NaN: param"):
+      generate(broken, rows + others, SamplingOptions(max_tokens=3, **how))
   greedy = SamplingOptions(max_tokens=3, temperature=0)
   with pytest.raises(ValueError, match=r"prompt 0, new token 2, are NaN.*python -m train inspect"):
-    generate(broken, [[1, 2, 3]], greedy)
+    generate(broken, [*rows, rows[0]], greedy)
   ended = dataclasses.replace(greedy, stop_token=int(first[1]))
-  assert as_lists(generate(broken, [[1, 2, 3]], ended)) == [first[:1].tolist()]
+  assert as_lists(generate(broken, [*rows, rows[0]], ended)) == [first[:1].tolist()] * 4

@@ -114,13 +114,13 @@ def test_generation_ends_at_the_strings_of_each_request(loaded, package):
 def test_answers_are_in_the_order_of_the_requests(loaded, package):
   """Of any lengths and options, in batches."""
   model = lm_eval_model(loaded, batch=2)
-  contexts = ["a longer one", "ab", "abc", "c", "the longest of all"]
+  contexts = ["abcd", "xyz", "ab", "qrs"]
   asked = [(text, {"max_gen_toks": 3 + number % 2}) for number, text in enumerate(contexts)]
   wanted = [
     loaded.generate(text, max_tokens=how["max_gen_toks"], temperature=0) for text, how in asked
   ]
   assert model.generate_until(requests(*asked)) == wanted
-  pairs = [(text, " x") for text in contexts]
+  pairs = [(text, " x" * (1 + number % 2)) for number, text in enumerate(contexts)]
   scores = [loaded.score(text, context=context).total for context, text in pairs]
   found = [total for total, _ in model.loglikelihood(requests(*pairs))]
   np.testing.assert_allclose(found, scores, atol=1e-3)
