@@ -45,6 +45,9 @@ def test_laws_are_those_of_each_head_and_weights_sum_to_one(loaded, text, tmp_pa
   inside = np.asarray(found.weights())[visible]
   last = ((inside >= weights[-1]["from"]) & (inside <= 1)).mean()
   assert weights[-1]["share"] == pytest.approx(last, abs=1e-6) != 0
+  counts, _ = np.histogram(inside, memory.EDGES)  # of all documents and heads
+  shares = [row["share"] for row in weights]
+  np.testing.assert_allclose(shares, counts / counts.sum(), atol=2.5 / inside.size)
   report.draw(tmp_path / "scores.png")
   assert (tmp_path / "scores.png").stat().st_size > 5000
 
