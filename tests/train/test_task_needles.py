@@ -93,3 +93,4 @@ def test_needles_score_values_in_the_answer(monkeypatch):
   report = needles.run(loaded, **options)
   assert report.tables["recall"] == [{"kind": "multivalue", "length": 750, "recall": 0.25}]
   assert needles.score("its number is 1234560", ["123456", "7"]) == 0.5  # as a part of another
+  assert needles.score("its number is 123456", ["1234560"]) == 0  # all digits, not fewer
