@@ -43,6 +43,8 @@ def test_options_exist():
       wrong.append(f"{page}: {name}{rest}")
   for page, name, rest in commands(r"(benchmarks[\w.]+[a-z])"):
     source = (ROOT / f"{name.replace('.', '/')}.py").read_text()
+    if "platforms.add_option" in source:
+      source += (ROOT / "benchmarks/reliability/platforms.py").read_text()
     for option in re.findall(r"(?<=\s)--(?:no-)?([a-z][\w-]*)", rest):
       if f'"--{option}"' not in source and f'"--no-{option}"' not in source:
         wrong.append(f"{page}: {name}{rest}")
