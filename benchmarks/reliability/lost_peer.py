@@ -3,8 +3,9 @@
     python -m benchmarks.reliability.lost_peer
     python -m benchmarks.reliability.lost_peer --platform gpu
 
-On a CPU a killed process is noticed by its broken connections. A silent one (SIGSTOP, as a host that
-hangs), and on GPUs, whose own links tell nothing, a killed one too, by its heartbeat. The command returns 1 if the other process ends later than `LIMITS`, or with 0.
+On a CPU a killed process is noticed by its broken connections. A silent one (SIGSTOP, as a host
+that hangs), and on GPUs, whose own links tell nothing, a killed one too, by its heartbeat. The
+command returns 1 if the other process ends later than `LIMITS`, or with 0.
 """
 
 import argparse
