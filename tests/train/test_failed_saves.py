@@ -97,6 +97,19 @@ def test_process_that_raises_exits_with_1(raised, expected, command):
   assert process.returncode == 1 and errors.startswith(expected)
 
 
+def test_process_broadcasts_although_its_user_forbids_it(command):
+  """The setting is for the user's own arrays: a step of ours would end in a traceback."""
+  code = """
+from train.cli import process
+def main():
+  import jax
+  print(jax.config.jax_numpy_rank_promotion)
+process.run(main)
+"""
+  process = command("-c", code, JAX_NUMPY_RANK_PROMOTION="raise")
+  assert process.communicate(timeout=60) == ("allow\n", "")
+
+
 @pytest.fixture
 def save_quickly(monkeypatch):
   """Saves without Orbax, which take no time."""

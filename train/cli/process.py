@@ -20,6 +20,9 @@ def run(command: Callable[[], int | None] | None = None) -> NoReturn:
   """Runs `train.cli.main.main`, or another command, and ends the process with its exit code."""
   if command is None:
     from train.cli.main import main as command
+  # Raising is a help with one's own arrays; our products broadcast on purpose. JAX, which reads it,
+  # is imported later.
+  os.environ["JAX_NUMPY_RANK_PROMOTION"] = "allow"
   try:
     code: int | str | None = command()
   except SystemExit as error:
