@@ -63,8 +63,8 @@ _COMMANDS = re.compile(r"(?:python -[mc]|\bxprof|\bhf download|\brm|\bmv|\bchmod
 
 
 def unquoted(tree: ast.Module) -> list[str]:
-  """Values within a command that a text prints for a shell, other than `shlex.quote(...)`."""
-  quote = lambda node: isinstance(node, ast.Call) and ast.unparse(node.func) == "shlex.quote"
+  """Values within a command that a text prints for a shell, other than quoted ones."""
+  quote = lambda node: isinstance(node, ast.Call) and ast.unparse(node.func) in QUOTES
   names: set[str] = set()
   for node in ast.walk(tree):
     if isinstance(node, ast.Assign):
@@ -245,6 +245,22 @@ def test_backward_pass_of_another_decorator_is_found(source, found):
   assert bool(foreign_gradient_rules(ast.parse(source))) == found
 
 
+# What this process, or another of its run, has written just now.
+OWN_JSON = {"train.cluster.distributed", "train.sweeps.tables", "train.tasks.copies"}
+
+
+def test_json_from_elsewhere_has_one_reader():
+  parsed = {
+    name
+    for name, tree in sources().items()
+    if name.split(".")[0] in ("lnssm_jax", "train")
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute)
+    and ast.unparse(node) in ("json.load", "json.loads", "json.JSONDecoder", "json.JSONDecodeError")
+  }
+  assert parsed - OWN_JSON == {"lnssm_jax.pretrained.checked_json"}
+
+
 def test_modules_and_public_names_have_docstrings():
   library = lambda name: name.startswith(("lnssm_jax", "pallas_kernels"))
   missing = {name: ["(module)"] for name, tree in sources().items() if not ast.get_docstring(tree)}
@@ -337,6 +353,7 @@ def test_unknown_attribute_of_the_package_raises():
   assert run_python("import lnssm_jax; print(hasattr(lnssm_jax, 'opps'))").strip() == "False"
 
 
+QUOTES = ("shlex.quote", "shell_word")
 # Names that are ours, not a user's or a file's.
 QUOTED_BY_ITSELF = {"train.cli.main": ["name"]}
 
@@ -346,5 +363,5 @@ def test_commands_that_texts_print_are_quoted_for_the_shell():
   found = {name: lines for name, tree in sources().items() if (lines := unquoted(tree))}
   allowed = {name: QUOTED_BY_ITSELF.get(name, []) for name in found}
   assert {n: x for n, x in found.items() if {y.split(" in ")[0] for y in x} - {*allowed[n]}} == {}
-  text = "f'{a}: python -m train fit --run-dir {folder} and {shlex.quote(b)}'"
+  text = "f'{a}: python -m train fit --run-dir {folder} and {shlex.quote(b)} {shell_word(c)}'"
   assert unquoted(ast.parse(text)) == ["folder in line 1"]

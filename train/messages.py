@@ -1,18 +1,47 @@
 """Messages for the user: where they go, and errors as one line."""
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, TextIO
+
+from lnssm_jax.pretrained.printable import printable
 
 type Say = Callable[[str], object]  # prints one line for the user
 
 
 def first_line(error: Exception) -> str:
-  """The type of `error` and the first line of its message, shortened."""
-  text = str(error).strip().split("\n")[0]
-  return f"{type(error).__name__}: {text[:200]}"
+  """The type of `error` and the first line of its message, shortened and printable."""
+  text = printable(str(error).strip().split("\n")[0], 200)
+  return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def show(text: object = "", *, end: str = "\n", flush: bool = False) -> None:
+  """Prints text of ours on stdout, with names from elsewhere in it: line feeds and tabs stay.
+
+  Raises:
+    BrokenPipeError: the reader of the output has exited.
+  """
+  print(printable(text, keep="\n\t"), end=end, flush=flush)
+
+
+def show_json(value: Any) -> None:
+  """Prints a JSON value on stdout, in ASCII."""
+  text = value if isinstance(value, str) else json.dumps(value, indent=2)
+  print(text.replace("\x7f", "\\u007f"))  # the one control character that stays in JSON
+
+
+def show_generated(text: str, *, end: str = "") -> None:
+  """Prints the text of a model at once: as it is into a file or pipe, printable on a terminal."""
+  is_terminal = sys.stdout is not None and sys.stdout.isatty()
+  print(printable(text, keep="\n\t") if is_terminal else text, end=end, flush=True)
+
+
+def warn(text: str) -> None:
+  """Prints a line on stderr."""
+  write(sys.stderr, f"{printable(text, keep='\n\t')}\n")
 
 
 def write(stream: TextIO | None, text: str) -> None:

@@ -35,7 +35,7 @@ from benchmarks.reliability.escapes import SCENARIOS
 from lnssm_jax.pretrained import exports
 from lnssm_jax.pretrained.files import digest_of
 from train import config
-from train.cli.main import exit_code
+from train.cli.errors import exit_code
 from train.config import apply_overrides
 from train.data import IndexedDataset, IndexedWriter, windows
 from train.data.sidecars import read_sidecar

@@ -164,7 +164,7 @@ def compare(what: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> N
   ]
   if lines:
     more = [f"... and {len(lines) - 8} more"] if len(lines) > 8 else []
-    raise ExportError(f"{what} does not match the model:\n  " + "\n  ".join(lines[:8] + more))
+    raise ExportError(f"{what} does not match the model:", *(f"  {x}" for x in lines[:8] + more))
 
 
 def name_of(path: tuple[Any, ...]) -> str:

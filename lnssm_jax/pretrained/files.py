@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lnssm_jax.pretrained.checked_json import Shape, check_shape, parse
+from lnssm_jax.pretrained.printable import PrintableError
+
 # Version of run folders, checkpoints and exports; `old_formats` reads the one before.
 FORMAT = 2
 
 # Errors of network file systems and disks that may be gone a moment later, and pauses in seconds.
-_TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY}
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY}
 PAUSES = (0.1, 0.5, 2.0)
 
 
-class DataError(ValueError):
+class DataError(PrintableError, ValueError):
   """Unusable data; the message names the file, the problem and the fix."""
 
 
@@ -82,38 +85,40 @@ def retried[T](read: Callable[[], T]) -> T:
     try:
       return read()
     except OSError as error:
-      if error.errno not in _TRANSIENT:
+      if error.errno not in TRANSIENT:
         raise
     time.sleep(pause)
   return read()
 
 
-def read_json(path: str | Path, max_bytes: int, *, follow_links: bool = False) -> dict[str, Any]:
+def read_json(
+  path: str | Path,
+  max_bytes: int,
+  *,
+  follow_links: bool = False,
+  strict: bool = True,
+  shape: Shape | None = None,
+) -> dict[str, Any]:
   """Reads the object in a JSON file of at most `max_bytes` bytes.
 
   Args:
-    follow_links: as in `open_regular`.
+    follow_links: as of `open_regular`.
+    strict: as of `checked_json.parse`.
+    shape: of the object, as of `checked_json.check_shape`.
 
   Raises:
     OSError: not a regular file, or unreadable.
-    ValueError: too large, nested too deeply, not a JSON object, or with a duplicate key.
+    ValueError: too large, or no JSON object of this shape; the message names the file.
   """
   name = Path(path).name
   content = retried(lambda: read_bytes(path, max_bytes, follow_links=follow_links))
   try:
-    values = json.loads(content, object_pairs_hook=unique_keys)
-  except RecursionError:
-    raise ValueError(f"{name} is nested too deeply") from None
-  if not isinstance(values, dict):
-    raise ValueError(f"{name} is not a JSON object")
-  return values
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  """Dictionary of the pairs of a JSON object; ValueError if a key occurs twice."""
-  values = dict(pairs)
-  if len(values) != len(pairs):
-    raise ValueError("an object has a duplicate key")
+    values = parse(content, strict=strict)
+    if not isinstance(values, dict):
+      raise ValueError("not a JSON object")
+    check_shape(values, {} if shape is None else shape)
+  except ValueError as error:
+    raise ValueError(f"{name}: {error}") from None
   return values
 
 

@@ -191,7 +191,7 @@ def _pickles(folder: Path) -> list[str]:
 
 def _json(path: Path) -> dict[str, Any]:
   try:
-    return read_json(path, _MAX_JSON)
+    return read_json(path, _MAX_JSON, strict=False)  # transformers writes Infinity
   except FileNotFoundError:
     raise ExportError(f"{path.parent} has no {path.name}.") from None
   except (OSError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -17,6 +16,7 @@ from lnssm_jax.models import LanguageModel, count_parameters
 from lnssm_jax.models.settings import graph_of
 from lnssm_jax.pretrained import exports, folders, texts
 from lnssm_jax.pretrained.exports import ExportError
+from lnssm_jax.pretrained.printable import shell_word
 from lnssm_jax.pretrained.special_tokens import InText
 from lnssm_jax.pretrained.texts import Score
 from lnssm_jax.pretrained.tokenizers import Tokenizer
@@ -295,7 +295,7 @@ def not_exported(folder: Path) -> str:
   if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
     return (
       f"{folder} is a run folder, not an exported model: use train.load_model({str(folder)!r}) in "
-      f"a checkout, or export it: python -m train export {shlex.quote(str(folder))} --out EXPORTED"
+      f"a checkout, or export it: python -m train export {shell_word(folder)} --out EXPORTED"
     )
   inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
   return (

@@ -18,6 +18,7 @@ from typing import Any
 
 from lnssm_jax.pretrained.files import FORMAT as _VERSION
 from lnssm_jax.pretrained.files import digest_of, read_json
+from lnssm_jax.pretrained.printable import PrintableError
 
 MANIFEST, TENSORS, TOKENIZER = "manifest.json", "model.safetensors", "tokenizer.json"
 FORMATS = {f"lnssm_jax model, version {n}": n for n in (1, _VERSION)}
@@ -37,7 +38,7 @@ SAME_FUNCTION = (
 )
 
 
-class ExportError(ValueError):
+class ExportError(PrintableError, ValueError):
   """Exported model that cannot be written or read; the message says why."""
 
 

@@ -4,7 +4,6 @@
 """
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from lnssm_jax.pretrained.files import open_regular, unique_keys
+from lnssm_jax.pretrained.checked_json import check_shape, parse
+from lnssm_jax.pretrained.files import open_regular
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 _DTYPES = {
@@ -59,10 +59,11 @@ class Tensors(Mapping[str, np.ndarray]):
         raise ValueError(f"{self.path.name} ends in its header")
       header = file.read(length)
     try:
-      values = json.loads(header, object_pairs_hook=unique_keys)
+      values = parse(header)
+      check_shape(values, {str: {}}, "the header")
       values.pop("__metadata__", None)
       self._entries = {name: _entry(x, 8 + length) for name, x in values.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError) as error:
       raise ValueError(f"the header of {self.path.name} is damaged ({error})") from None
     bounds = sorted((x.begin, x.end) for x in self._entries.values())
     inner = zip([(0, 8 + length), *bounds], [*bounds, (size, size)], strict=True)

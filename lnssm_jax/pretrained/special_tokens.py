@@ -56,7 +56,7 @@ def read_settings(folder: Path, *, follow_links: bool) -> dict[str, Any]:
     path = folder / name
     if path.exists() or path.is_symlink():
       try:
-        found |= read_json(path, _MAX_CONFIG, follow_links=follow_links)
+        found |= read_json(path, _MAX_CONFIG, follow_links=follow_links, strict=False)
       except (OSError, ValueError) as error:
         raise DataError(
           f"{path} is unusable: {error}. Repair or remove it; without it the end of a text is named"

@@ -13,6 +13,7 @@ import numpy as np
 
 from lnssm_jax.pretrained import special_tokens as special
 from lnssm_jax.pretrained import tokenizer_json
+from lnssm_jax.pretrained.checked_json import parse
 from lnssm_jax.pretrained.files import DataError, read_bytes, reading
 from lnssm_jax.pretrained.special_tokens import Added, InText
 
@@ -141,7 +142,7 @@ class FileTokenizer:
         raw = read_bytes(path, _MAX_FILE, follow_links=follow_links)
     package = _import_tokenizers(path)
     with _library(f"{path} is not a tokenizer.json"):
-      settings = json.loads(raw)
+      settings = parse(raw, strict=False)
       tokenizer_json.check_size(settings)
       self._load = lambda: _loaded(package, raw)
       inner = self._load()
@@ -224,7 +225,7 @@ class FileTokenizer:
   @property
   def standalone(self) -> bytes:
     """The content of a tokenizer.json that puts `added` around a text without other files."""
-    settings = json.loads(self.raw)
+    settings = parse(self.raw, strict=False)
     if special.added_by(settings.get("post_processor"), {}, {}, Path(self.spec)) == self.added:
       return self.raw
     names = {i: self._inner.id_to_token(i) for part in self.added for i in part}

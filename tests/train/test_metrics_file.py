@@ -103,7 +103,7 @@ def test_damaged_rows_put_aside_when_the_run_resumes(tiny, capsys):
   aside = run.path / "metrics.jsonl.damaged"
   assert aside.read_bytes() == b"\n".join([lines[2], lines[4], b""])
   said = capsys.readouterr().err
-  assert f"line 3 of {run.metrics_file} is damaged ('utf-8' codec" in said
+  assert f"line 3 of {run.metrics_file} is damaged (not UTF-8 at byte 33 (0xff))" in said
   assert "put aside into metrics.jsonl.damaged with 1 more" in said
 
 

@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Buffer, Callable, Iterator
+from collections.abc import Buffer, Callable, Iterator, Mapping
 from pathlib import Path
 
 from lnssm_jax.pretrained.files import check_regular, retried
@@ -63,28 +63,71 @@ def write_all(file: io.FileIO, content: Buffer) -> None:
     view = view[file.write(view) :]
 
 
+@contextlib.contextmanager
+def named(path: str | Path) -> Iterator[None]:
+  """Gives an OSError the path that it is about: a full disk names none, a partial file its own."""
+  try:
+    yield
+  except OSError as error:
+    if error.errno is None:
+      raise
+    raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def replace_file(path: str | Path, content: bytes) -> None:
   """Writes a file, or replaces it, atomically and durably. A link at `path` is itself replaced.
 
   After an error that may be transient all of it is written again, for 2.6 seconds.
 
   Raises:
-    OSError: it cannot be written, or is a folder; then it is unchanged.
+    OSError: it cannot be written, or is a folder; then it is unchanged. It names `path`.
   """
-  retried(lambda: _replace(Path(path), content))
+  replace_files({Path(path): content})
 
 
-def _replace(path: Path, content: bytes) -> None:
-  remove_leftovers(path)
-  partial = partial_name(path)
-  try:
-    with create(partial) as file:
-      write_all(file, content)
-      os.fsync(file.fileno())
-      partial.replace(path)
-  finally:
-    partial.unlink(missing_ok=True)
-  sync_folder(path.parent)
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+  """`replace_file` for files of one folder, of which none is replaced before all are on disk."""
+  retried(lambda: _replace(contents))
+
+
+def _replace(contents: Mapping[Path, bytes]) -> None:
+  partials = {path: partial_name(path) for path in contents}
+  with contextlib.ExitStack() as opened:
+    try:
+      for path, partial in partials.items():
+        with named(path):
+          if path.is_dir() and not path.is_symlink():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+          remove_leftovers(path)
+          file = opened.enter_context(create(partial))
+          write_all(file, contents[path])
+          os.fsync(file.fileno())
+      for path, partial in partials.items():
+        with named(path):
+          partial.replace(path)
+    finally:
+      for partial in partials.values():
+        with contextlib.suppress(OSError):
+          partial.unlink(missing_ok=True)
+  for folder in {path.parent for path in contents}:
+    with named(folder):
+      sync_folder(folder)
+
+
+def write_output(path: str | Path, content: bytes) -> None:
+  """Writes a file that a user names: atomically, at the target of a link, or into a device or pipe.
+
+  Raises:
+    OSError: it cannot be written; it names `path`.
+  """
+  with named(path):
+    place = Path(path).resolve()
+    if place.exists() and not place.is_file() and not place.is_dir():
+      descriptor = os.open(place, os.O_WRONLY | os.O_CLOEXEC)
+      with os.fdopen(descriptor, "wb", buffering=0) as file:
+        write_all(file, content)
+    else:
+      replace_file(place, content)
 
 
 @contextlib.contextmanager

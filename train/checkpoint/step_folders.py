@@ -14,11 +14,11 @@ gone after a failed read was deleted, not damaged, and the next newest is taken.
 import contextlib
 import fcntl
 import os
-import shlex
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from lnssm_jax.pretrained.printable import PrintableError, shell_word
 from train.checkpoint import digests
 from train.checkpoint.safe_files import sync_folder
 from train.messages import Say
@@ -26,7 +26,7 @@ from train.messages import Say
 SAVING, DELETING, DAMAGED = ".saving", ".deleting", ".damaged"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(PrintableError, RuntimeError):
   """A checkpoint cannot be written or read; the message says which one and what to do."""
 
   exit_code = 1  # of the command line
@@ -136,10 +136,11 @@ def newest_held(
       lines[step.number] = f"checkpoint {step.path} is damaged: {wrong}"
   if lines:
     raise CheckpointError(
-      "no checkpoint is intact:\n  " + "\n  ".join(lines.values()) + "\nRestore one of these "
-      "folders from a backup, or move all of them away to start again. If you know that one is "
-      "intact (for example written without digests): python -m train verify "
-      f"{shlex.quote(str(directory.parent))} --adopt STEP"
+      "no checkpoint is intact:",
+      *(f"  {line}" for line in lines.values()),
+      "Restore one of these folders from a backup, or move all of them away to start again. If you "
+      "know that one is intact (for example written without digests): python -m train verify "
+      f"{shell_word(directory.parent)} --adopt STEP",
     )
   yield None
 

@@ -23,10 +23,11 @@ import orbax.checkpoint
 from orbax.checkpoint import v1 as ocp
 
 from lnssm_jax.pretrained import old_formats
+from lnssm_jax.pretrained.printable import PrintableError
 from train.checkpoint import digests, step_folders
 from train.checkpoint.step_folders import CheckpointError, DeletedError, Step, newest_step
 from train.cluster import distributed
-from train.messages import Say, first_line
+from train.messages import Say, first_line, warn
 from train.step.state import State
 
 __all__ = [
@@ -50,7 +51,7 @@ _UNAWAITED = "coroutine '(OrbaxLayout|_SaveResponse|async_serialize)"
 _AFTERMATH = f"Event loop is closed|'_UnixSelectorEventLoop' .* '_ssock'|{_UNAWAITED}"
 
 
-class StructureError(ValueError):
+class StructureError(PrintableError, ValueError):
   """Checkpoint and model have different parameters; the message lists them by path."""
 
 
@@ -214,7 +215,7 @@ def load(
     CheckpointError: all are damaged, or it cannot be read.
   """
   directory = Path(directory).absolute()
-  warn = lambda line: print(f"warning: {line}", file=sys.stderr)
+  say = lambda line: warn(f"warning: {line}")
   parts = list(abstract)
 
   tries = _TRIES if step is None else 1
@@ -225,7 +226,7 @@ def load(
       def choose() -> int | None:
         if step is not None:
           return stack.enter_context(step_folders.intact_held(directory, step, parts)).number
-        found = stack.enter_context(step_folders.newest_held(directory, warn, parts))
+        found = stack.enter_context(step_folders.newest_held(directory, say, parts))
         return None if found is None else found.number
 
       chosen = distributed.on_first(choose)
@@ -348,11 +349,11 @@ def check_structure(path: str | Path, saved: Any, wanted: Any) -> None:
   if lines:
     more = [f"... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
     lines.sort(key=lambda line: (not line.startswith("params"), line))  # the optimizer repeats them
-    listing = "\n  ".join(lines[:_MAX_LINES] + more)
     raise StructureError(
-      f"checkpoint {path} does not match the model of these settings:\n  {listing}\n"
+      f"checkpoint {path} does not match the model of these settings:",
+      *(f"  {line}" for line in lines[:_MAX_LINES] + more),
       "Use the settings that it was trained with (config.json of its run folder), or another "
-      "run_dir."
+      "run_dir.",
     )
 
 

@@ -2,15 +2,15 @@
 
 import argparse
 import dataclasses
-import json
 import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lnssm_jax.pretrained.files import read_bytes
 from train import config
+from train.checkpoint.safe_files import named, write_output
 from train.config import apply_overrides
+from train.messages import show, show_generated, show_json
 
 if TYPE_CHECKING:
   from lnssm_jax.pretrained.loaded import LoadedModel
@@ -25,7 +25,7 @@ def fit(options: argparse.Namespace) -> int | None:
     from train.step.model import model_graph
 
     model_graph(cfg.model)  # raises for unknown mixers and options
-    print(json.dumps(config.to_dict(cfg), indent=2))
+    show_json(config.to_dict(cfg))
     return None
   from train.cli import dry_run
   from train.cluster import distributed
@@ -49,7 +49,7 @@ def classify(options: argparse.Namespace) -> int | None:
 
   if options.print_config:
     loop.model_graph(cfg.model)
-    print(json.dumps(config.to_dict(cfg), indent=2))
+    show_json(config.to_dict(cfg))
     return None
   from train.cli import dry_run
 
@@ -78,7 +78,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
     report = perplexity.lm(_model(options), options.input, key=options.fields)
     rows = report.tables["corpora"]
-    print(json.dumps(rows, indent=2) if options.json else report.text())
+    show_json(rows) if options.json else show(report.text())
     return
   if _is_exported(options):
     raise ValueError(
@@ -90,17 +90,17 @@ def evaluate(options: argparse.Namespace) -> None:
     cfg = config_file.read(options.run_dir, config.Vision)
     cfg = dataclasses.replace(cfg, run_dir=options.run_dir)  # it may have been moved
     row = loop.evaluate_run(apply_overrides(cfg, options.set))
-    print(json.dumps([row], indent=2) if options.json else loop.scores(row))
+    show_json([row]) if options.json else show(loop.scores(row))
     return
   rows = evaluation.run(run_config(options), ema=options.ema)
   if options.json:
-    print(json.dumps(rows, indent=2))
+    show_json(rows)
     return
   width = max(len("set"), *(len(row["set"]) for row in rows))
-  print(f"{'set':<{width}}  {'val_loss':>9}  {'bits_per_byte':>13}  {'tokens':>13}")
+  show(f"{'set':<{width}}  {'val_loss':>9}  {'bits_per_byte':>13}  {'tokens':>13}")
   for row in rows:
     bits = "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
-    print(f"{row['set']:<{width}}  {row['val_loss']:>9.4f}  {bits:>13}  {row['tokens']:>13,}")
+    show(f"{row['set']:<{width}}  {row['val_loss']:>9.4f}  {bits:>13}  {row['tokens']:>13,}")
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -127,20 +127,24 @@ def generate(options: argparse.Namespace) -> None:
   )
   if len(prompts) == 1:
     pieces = loaded.stream(prompts[0], sampling, until=until, special_tokens=special)
-    print(prompts[0], end="", flush=True)
+    show_generated(prompts[0])
     for piece in pieces:
-      print(piece, end="", flush=True)
-    print()
+      show_generated(piece)
+    show()
     return
   how: Any = {"until": until, "special_tokens": special}
   answers = texts.complete(loaded.model, loaded.tokenizer, prompts, sampling, **how)
   for number, (prompt, new) in enumerate(zip(prompts, answers, strict=True), 1):
-    print(f"--- {number} of {len(prompts)}\n{prompt}{new}")
+    show_generated(f"--- {number} of {len(prompts)}\n{prompt}{new}", end="\n")
 
 
 def _text_of(file: str) -> str:
   """The text of a file, or of standard input for "-"."""
-  raw = sys.stdin.buffer.read(_MAX_PROMPT + 1) if file == "-" else read_bytes(file, _MAX_PROMPT)
+  if file == "-":
+    raw = sys.stdin.buffer.read(_MAX_PROMPT + 1)
+  else:  # also a pipe, as of the shell's <(...)
+    with named(file), open(file, "rb") as opened:
+      raw = opened.read(_MAX_PROMPT + 1)
   if not 0 < len(raw) <= _MAX_PROMPT:
     size = "empty" if not raw else f"longer than {_MAX_PROMPT} bytes"
     raise ValueError(f"--prompt-file {file} is {size}; give a shorter one, or some text.")
@@ -154,7 +158,7 @@ def init(options: argparse.Namespace) -> None:
   """Writes a config file with every setting and its meaning."""
   from train.cli import new_config
 
-  print(new_config.write(options.file))
+  show(new_config.write(options.file))
 
 
 def tokenize(options: argparse.Namespace) -> None:
@@ -202,7 +206,7 @@ def tokenize(options: argparse.Namespace) -> None:
     counts = "unchanged"
     if sidecar is not None:
       counts = ", ".join(f"{sidecar[name]:,} {name}" for name in ("documents", "tokens", "bytes"))
-    print(f"{prefix}.bin  {counts}")
+    show(f"{prefix}.bin  {counts}")
 
 
 def export(options: argparse.Namespace) -> None:
@@ -219,9 +223,9 @@ def export(options: argparse.Namespace) -> None:
     given["partitions"] = wider
   manifest = export.export_run(options.folder, options.out, **given)
   if manifest is None:
-    print(f"{options.out}  a folder of layout {options.layout}")
+    show(f"{options.out}  a folder of layout {options.layout}")
   else:
-    print(f"{options.out}  {manifest.model['mixer']}, step {manifest.step}")
+    show(f"{options.out}  {manifest.model['mixer']}, step {manifest.step}")
 
 
 def import_(options: argparse.Namespace) -> None:
@@ -230,7 +234,7 @@ def import_(options: argparse.Namespace) -> None:
 
   cfg = config_of(options)
   step = importing.import_model(options.folder, cfg)
-  print(f"{cfg.run_dir}  a new run from the model of {options.folder}, trained for {step} steps")
+  show(f"{cfg.run_dir}  a new run from the model of {options.folder}, trained for {step} steps")
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -248,13 +252,13 @@ def inspect(options: argparse.Namespace) -> None:
     half_lives=options.half_lives,
   )
   if options.html:
-    options.html.write_text(page.page(found), encoding="utf-8")
+    write_output(options.html, page.page(found).encode(errors="replace"))
   if options.json:
-    print(report.to_json(found))
+    show_json(report.to_json(found))
   elif options.html:
-    print(options.html)
+    show(options.html)
   else:
-    print("\n".join(text.lines(found)))
+    show("\n".join(text.lines(found)))
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -264,13 +268,13 @@ def verify(options: argparse.Namespace) -> int:
 
   directory = Path(options.folder) / "checkpoints"
   if options.adopt is not None:
-    print(verify.adopt(directory, options.adopt))
+    show(verify.adopt(directory, options.adopt))
   lines, whole = verify.report(directory)
   data = config_file.read(options.folder, dict).get("data", {})
   if "folder" in data:  # of a language model
     more, same = verify.data_report(data)
     lines, whole = lines + more, whole and same
-  print("\n".join(lines))
+  show("\n".join(lines))
   return 0 if whole else 1
 
 
@@ -278,7 +282,7 @@ def plot(options: argparse.Namespace) -> None:
   """Plots the losses of runs."""
   from train.logging import plot
 
-  print(plot.draw(options.runs, options.output))
+  show(plot.draw(options.runs, options.output))
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -286,7 +290,7 @@ def doctor(options: argparse.Namespace) -> int:
   cfg = config_of(options) if options.config else None
   from train.cluster import doctor
 
-  return 0 if doctor.examine(cfg, print) else 1
+  return 0 if doctor.examine(cfg, show) else 1
 
 
 def _code_of(stopped_by: str | None, stopped_code: int) -> int:

@@ -16,6 +16,7 @@ from train.data import preflight
 from train.logging import run_summary
 from train.logging.console import Console, short
 from train.loop import check_memory, compile_step
+from train.messages import show
 from train.step import flops, memory
 from train.step.model import model_graph
 from train.step.optimizer import weight_decay_mask
@@ -73,11 +74,11 @@ def describe_vision(cfg: config.Vision) -> None:
   numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   weight = jax.ShapeDtypeStruct((), jnp.float32)
   batch = Batch(images, numbers(B), numbers(B, 4), numbers(4), weight, weight)
-  print(f"model       {cfg.model.mixer}, {count_parameters(state['params']):,} parameters")
+  show(f"model       {cfg.model.mixer}, {count_parameters(state['params']):,} parameters")
   if cfg.optimizer.weight_decay:
-    print(f"decay       {_weight_decay(cfg.optimizer.weight_decay, state['params'])}")
+    show(f"decay       {_weight_decay(cfg.optimizer.weight_decay, state['params'])}")
   compiled = train_step.lower(state, batch).compile()
-  print(f"memory      {memory.describe(memory.sizes(compiled))}", flush=True)
+  show(f"memory      {memory.describe(memory.sizes(compiled))}", flush=True)
 
 
 def _weight_decay(rate: float, params: Any) -> str:

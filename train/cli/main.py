@@ -1,7 +1,6 @@
 """The command line `python -m train`: commands, options, error messages and exit codes."""
 
 import argparse
-import errno
 import os
 import sys
 import traceback
@@ -10,9 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lnssm_jax
-import train
+from lnssm_jax.pretrained.printable import MAX_LINE, printable
 from train import config
 from train.cli import commands
+from train.cli.errors import explained
 from train.config.checked import did_you_mean
 from train.config.listing import listing
 from train.messages import discard, open_standard_streams, write
@@ -70,37 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     discard(sys.stdout)
     message, code = "", 0 if options.command in _PRINTING else 1
   except Exception as error:
-    code = exit_code(error)
-    if code is None and not _is_joined():
+    found = explained(error)
+    if found is None and not _is_joined():
       raise
-    message = traceback.format_exc() if code is None else f"error: {_text_of(error)}\n"
-    code = code or 1
+    code, text = found or (1, "")
+    message = f"error: {text}\n" if found else traceback.format_exc()
   write(sys.stderr, message)
   if code and _is_joined():
     _leave(code)
   return code
-
-
-def exit_code(error: Exception) -> int | None:
-  """Exit code for an error: 2 for a user's mistake, 1 for a failed run, None for a bug."""
-  code = getattr(error, "exit_code", None)
-  if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-    return 2
-  if code is not None or isinstance(error, config.ConfigError):
-    return code or 2
-  # A ValueError raised inside JAX or another library is a bug of ours, not a message for users.
-  place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-  packages = (Path(module.__file__ or "").parent for module in (train, lnssm_jax))
-  is_ours = any(place.is_relative_to(package) for package in packages)
-  is_users = isinstance(error, ValueError | FileNotFoundError | PermissionError)
-  return 2 if is_ours and is_users else None
-
-
-def _text_of(error: Exception) -> str:
-  """Its message; that of a name which is too long, without the name."""
-  if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-    return f"{str(error.filename)[:80]!r}... is too long for a path; give a shorter one."
-  return str(error)
 
 
 def _leave(code: int) -> NoReturn:
@@ -124,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
     return text if self.settings is None else f"{text}\n{listing(self.settings)}\n"
 
   def error(self, message: str) -> NoReturn:
-    self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+    self.exit(2, f"error: {printable(message, MAX_LINE)} (see {self.prog} --help)\n")
 
 
 def _check_names(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:

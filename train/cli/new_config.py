@@ -1,8 +1,8 @@
 """`python -m train init FILE`: a config file with every setting and its meaning."""
 
-import shlex
 from pathlib import Path
 
+from lnssm_jax.pretrained.printable import shell_word
 from train import config
 from train.config.listing import Entry, groups
 
@@ -41,8 +41,10 @@ def write(path: Path) -> Path:
   path = path if path.suffix else path.with_suffix(".py")
   if path.suffix != ".py":
     raise ValueError(f"{str(path)!r} must end in .py: a config is a Python file.")
+  about = f"A training run: python -m train fit --config {shell_word(path)}."
+  about = about.replace("\\", "\\\\").replace('"', '\\"')
   lines = [
-    f'"""A training run: python -m train fit --config {shlex.quote(str(path))}."""',
+    f'"""{about}"""',
     "",
     "from train.config import Data, Mesh, Model, Optimizer, Sample, Train",
     "",

@@ -15,6 +15,7 @@ import numpy as np
 
 import lnssm_jax
 import train
+from lnssm_jax.pretrained.printable import PrintableError
 from train.cluster import distributed
 from train.config.changes import flatten
 from train.config.versions import versions
@@ -22,7 +23,7 @@ from train.config.versions import versions
 _MOST = 8  # differences that are listed
 
 
-class DisagreementError(ValueError):
+class DisagreementError(PrintableError, ValueError):
   """The processes of a run differ; the message names one that does, the fields and both values."""
 
 
@@ -45,7 +46,7 @@ def check(values: Callable[[], dict[str, Any]]) -> None:
   if others.size:
     other = int(others[0])
     expected, found = distributed.from_process(0, mine), distributed.from_process(other, mine)
-    raise DisagreementError(disagreement(other, expected, found))
+    raise DisagreementError(*disagreement(other, expected, found).split("\n"))
 
 
 def disagreement(process: int, expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:

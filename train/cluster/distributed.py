@@ -13,17 +13,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lnssm_jax.pretrained.printable import PrintableError
 from train.cluster import launcher
+from train.messages import first_line
 
 # Seconds without a sign of life of a process after which all others end, whatever they wait for.
 HEARTBEAT = 60
 
 
-class OtherProcessError(RuntimeError):
+class OtherProcessError(PrintableError, RuntimeError):
   """Another process failed, without which this one cannot go on; the message is its error."""
 
   def __init__(self, message: str, exit_code: int):
-    super().__init__(message)
+    super().__init__(*message.split("\n"))
     self.exit_code = exit_code
 
 
@@ -34,12 +36,22 @@ def join() -> launcher.Launch | None:
 
   Raises:
     LaunchError: the environment describes several processes incompletely.
+    jax.errors.JaxRuntimeError: process 0 does not answer.
   """
   launch = launcher.detect()
   if launch is not None:
     # It would handle SIGTERM itself, which `train.cluster.stop_signal` and `ballot` do here.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(**launch.arguments, heartbeat_timeout_seconds=HEARTBEAT)
+    try:
+      jax.distributed.initialize(**launch.arguments, heartbeat_timeout_seconds=HEARTBEAT)
+    except jax.errors.JaxRuntimeError:
+      raise
+    # JAX's detection reads more variables than those that say that a launcher is there.
+    except (LookupError, ValueError, AttributeError, ImportError, RuntimeError) as error:
+      raise launcher.LaunchError(
+        f"{launch.launcher} started {launch.processes} processes, but JAX cannot find process 0"
+        f" ({first_line(error)}); set {launcher.ADDRESS}=HOST:PORT for all of them."
+      ) from error
   return launch
 
 

@@ -16,6 +16,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from lnssm_jax.pretrained.printable import PrintableError
+
 ADDRESS, NUM, ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 # Variables for process count, process id, process id within the host; JAX's detection method.
 LAUNCHERS = {
@@ -31,7 +33,7 @@ LAUNCHERS = {
 }
 
 
-class LaunchError(ValueError):
+class LaunchError(PrintableError, ValueError):
   """The environment describes several processes incompletely; the message says what is missing."""
 
 

@@ -10,6 +10,9 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from lnssm_jax.pretrained.checked_json import MAX_DEPTH
+from lnssm_jax.pretrained.printable import PrintableError, printable
+
 # Usual names in other libraries, and what they are here.
 _ELSEWHERE = {
   name: setting
@@ -57,11 +60,13 @@ _ELSEWHERE = {
   for name in names.split()
 }
 
+_MOST_OPTIONS = 500  # that are compared with a wrong name
+
 # Bytes, with room for the names inside a run folder.
 MAX_NAME, MAX_PATH = 255, 3800
 
 
-class ConfigError(ValueError):
+class ConfigError(PrintableError, ValueError):
   """Unknown, missing, wrongly typed or inconsistent setting; the message names it."""
 
 
@@ -101,6 +106,10 @@ def at_most(label: str, value: float, most: int) -> None:
 def check_path(label: str, value: str) -> None:
   """Raises `ConfigError` unless `value`, the setting called `label`, can be a path."""
   check("\0" not in value, f"{label}={value!r:.80} has a null character, as no path does.")
+  check(
+    not any("\ud800" <= x <= "\udfff" for x in value),
+    f"{label}={value!r:.80} is not UTF-8, as JSON and the packages that read it need; rename it.",
+  )
   longest = max((part for part in value.split("/")), key=len)
   name, whole = (len(text.encode(errors="replace")) for text in (longest, value))
   check(
@@ -110,15 +119,19 @@ def check_path(label: str, value: str) -> None:
   )
 
 
-def check_json(label: str, value: Any) -> None:
-  """Rejects values that a round trip through JSON would change."""
+def check_json(label: str, value: Any, depth: int = 0) -> None:
+  """Rejects values that a round trip through JSON would change, or that its readers reject."""
+  check(
+    depth <= MAX_DEPTH,
+    f"{label[:80]}... is nested too deeply: in more than {MAX_DEPTH} lists and dictionaries.",
+  )
   if isinstance(value, dict):
     for key, item in value.items():
       check(isinstance(key, str), f"{label} has the key {key!r}; keys are strings.")
-      check_json(f"{label}.{key}", item)
+      check_json(f"{label}.{key}", item, depth + 1)
   elif isinstance(value, list):
     for i, item in enumerate(value):
-      check_json(f"{label}[{i}]", item)
+      check_json(f"{label}[{i}]", item, depth + 1)
   else:
     plain = value is None or type(value) in (str, bool, int, float)
     check(
@@ -129,10 +142,17 @@ def check_json(label: str, value: Any) -> None:
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-  """Suffix of an error message: the closest of `options`, or all of them if none is close."""
+  """Suffix of an error message: the closest of `options`, or the first if none is close.
+
+  Names from elsewhere can be many and long: only the first are compared.
+  """
   options = list(options)
-  near = difflib.get_close_matches(name, options, 1)
-  return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(options)}."
+  known = [printable(option, 200) for option in options[:_MOST_OPTIONS]]
+  near = difflib.get_close_matches(name[:200], known, 1)
+  if near:
+    return f"; did you mean {near[0]!r}?"
+  more = len(options) - len(known)
+  return f"; known are {', '.join(known)}{f' and {more:,} more' if more else ''}."
 
 
 def unknown(cls: type, name: str) -> ConfigError:

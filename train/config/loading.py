@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lnssm_jax.pretrained.printable import printable
 from train.config.checked import ConfigError, check
 from train.config.schema import Train
 
@@ -50,7 +51,7 @@ def executed(path: Path) -> Iterator[dict[str, Any]]:
   """Context with the names of a Python file; errors of its code are raised as of `load`."""
   if not path.is_file():
     others = sorted(str(p) for p in path.parent.glob("*.py"))
-    listing = f"; that folder has {', '.join(others)}" if others else ""
+    listing = f"; that folder has {printable(', '.join(others), 1000)}" if others else ""
     raise FileNotFoundError(f"no config file {str(path)!r}{listing}.")
   namespace: dict[str, Any] = {"__name__": "config", "__file__": str(path)}
   try:

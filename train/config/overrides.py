@@ -7,6 +7,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from lnssm_jax.pretrained.checked_json import MAX_DEPTH
 from train.config.checked import ConfigError, check, coerce, hint_of, hints_of, type_name, unknown
 from train.config.loading import to_dict
 
@@ -52,6 +53,10 @@ def _drop_sets_left_out(data: dict[str, Any], given: Sequence[str]) -> None:
 def _assign(values: dict[str, Any], hint: Any, path: str, text: str) -> None:
   """Sets the leaf at the dotted `path` of the nested dictionary `values`."""
   keys = path.split(".")
+  check(
+    len(keys) <= MAX_DEPTH,
+    f"--set {path[:80]}... has {len(keys):,} parts; {MAX_DEPTH} are the most.",
+  )
   for depth, key in enumerate(keys):
     if dataclasses.is_dataclass(hint):
       cls = typing.cast(type, hint)

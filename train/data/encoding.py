@@ -16,6 +16,7 @@ from train.data.tokenizers import Tokenizer
 
 BATCH = 1 << 21  # characters encoded per batch
 AHEAD = 2  # batches being encoded while the next is read
+_MOST_WORKERS = 1024
 
 
 class Encoded(NamedTuple):
@@ -85,6 +86,6 @@ def limit_threads(workers: int | None) -> None:
   """Limits the threads of the tokenizers library, which reads the variable at its first call."""
   if workers is None:
     return
-  if workers < 1:
-    raise DataError(f"workers={workers} must be at least 1; omit it for one per core.")
+  if not 1 <= workers <= _MOST_WORKERS:  # each is a thread
+    raise DataError(f"workers={workers} must be 1 to {_MOST_WORKERS}; omit it for one per core.")
   os.environ.setdefault("RAYON_NUM_THREADS", str(workers))

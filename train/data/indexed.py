@@ -121,6 +121,18 @@ class IndexedDataset:
       ids = self.tokens.read(start, stop, compare=False)  # which takes longer than all the rest
       check_ids(ids, vocab_size, self.prefix + ".bin", start)
 
+  def check_targets(self) -> None:
+    """Raises DataError if no token has a weight above 0; reads up to the first that has."""
+    if self.weights is None:
+      return
+    starts = range(0, self.num_tokens, SCAN)
+    stop = lambda start: min(start + SCAN, self.num_tokens)
+    if not any((self.weights.read(x, stop(x), compare=False) > 0).any() for x in starts):
+      raise DataError(
+        f"{self.prefix}.weights has no weight above 0, so no token is a target of the loss; write"
+        " it again, or remove it to count all tokens."
+      )
+
   def __reduce__(self):
     return IndexedDataset, (self.prefix,)  # pickling: another process opens the files again
 

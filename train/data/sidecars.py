@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lnssm_jax.pretrained.files import read_bytes
+from lnssm_jax.pretrained.files import read_json
 from lnssm_jax.pretrained.special_tokens import Added
 from train.checkpoint.safe_files import replace_file
 from train.data import fingerprints, sources
@@ -37,15 +37,13 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     return None
   try:
     with reading(path):
-      sidecar = json.loads(read_bytes(path, _MAX_SIDECAR, follow_links=True))
-  except (ValueError, RecursionError) as error:
-    if isinstance(error, DataError):
-      raise
-    raise DataError(
-      f"{path} is not JSON: {error}. Delete it and prepare the data again."
-    ) from error
-  counts = [sidecar.get(key) for key in ("tokens", "bytes")] if isinstance(sidecar, dict) else [0]
-  if not all(type(count) is int and count > 0 for count in counts):
+      sidecar = read_json(path, _MAX_SIDECAR, follow_links=True, strict=False)
+  except DataError:
+    raise
+  except ValueError as error:
+    raise DataError(f"{path} is unusable: {error}. Delete it and prepare the data again.") from None
+  counts = [sidecar.get(key) for key in ("tokens", "bytes")]
+  if not all(type(count) is int and 0 < count < 2**63 for count in counts):
     raise DataError(
       f"{path} has no positive numbers 'tokens' and 'bytes'. Delete it and prepare the data again."
     )

@@ -17,7 +17,6 @@ are always skipped and counted.
 
 import glob
 import hashlib
-import json
 import os
 import re
 import sysconfig
@@ -26,6 +25,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lnssm_jax.pretrained.checked_json import parse
 from train.data import compressed, parquet
 from train.data.compressed import MAX_ROW
 from train.data.errors import DataError, reading
@@ -214,16 +214,19 @@ def _whole(path: Path, named: bool, skipped: Counter[str]) -> Iterator[Document]
 
 def _rows(path: Path, fields: Sequence[str]) -> Iterator[Document]:
   """Yields the documents of a file of rows."""
-  for where, row in read_rows(path, fields):
+  for where, row in read_rows(path, fields, strict=False):
     texts = [_text_of(row, where, key) for key in fields]
     yield Document("".join(texts), len("".join(texts[:-1])))
 
 
-def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
+def read_rows(
+  path: Path, columns: Sequence[str] | None = None, *, strict: bool = True
+) -> Iterator[tuple[str, Any]]:
   """Yields each row of a file of rows, after its place for messages.
 
   Args:
     columns: those of .parquet that are read; None: all.
+    strict: as of `checked_json.parse`.
 
   Raises:
     DataError: the file or a row is unreadable; the message names the file and the line.
@@ -242,24 +245,18 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
           )
         if text := line.removeprefix(b"\xef\xbb\xbf").strip():
           where = f"{path}, line {number}"
-          yield where, _parsed(text, where)
+          yield where, _parsed(text, where, strict)
   except compressed.Damaged as error:
     raise DataError(
       f"{path}, after line {number}: damaged or not {path.suffix}: {error}. Copy it again."
     ) from error
 
 
-def _parsed(line: bytes, where: str) -> Any:
+def _parsed(line: bytes, where: str, strict: bool) -> Any:
   try:
-    return json.loads(line.decode())
-  except UnicodeDecodeError as error:
-    raise DataError(f"{where}: {_position(error)}. Convert the file to UTF-8.") from error
-  except json.JSONDecodeError as error:
-    raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}.") from error
-  except ValueError as error:  # Python reads numbers of up to 4,300 digits
-    raise DataError(f"{where}: unusable: {error}.") from error
-  except RecursionError as error:
-    raise DataError(f'{where}: nested too deeply; a row is {{"text": ...}}.') from error
+    return parse(line, strict=strict)
+  except ValueError as error:
+    raise DataError(f'{where}: {error}. A row is an object, such as {{"text": ...}}.') from error
 
 
 def _text_of(row: Any, where: str, key: str) -> str:

@@ -36,7 +36,7 @@ from train.data.tokenizers import (
   load_tokenizer,
   train_bpe,
 )
-from train.messages import write
+from train.messages import warn
 
 BPE_BYTES = 64_000_000  # most text to train a BPE on, split equally over the sources
 
@@ -183,7 +183,7 @@ def _alone(
   path: Path, what: str, progress: bool, otherwise: DataError | None = None
 ) -> Iterator[None]:
   """Context in which no other process creates `path`; `otherwise` is raised if that cannot be."""
-  waiting = lambda: progress and write(sys.stderr, f"{what}: another process does it; waiting\n")
+  waiting = lambda: progress and warn(f"{what}: another process does it; waiting")
   with contextlib.ExitStack() as stack:
     try:
       path.parent.mkdir(parents=True, exist_ok=True)
@@ -332,7 +332,7 @@ def _prepare_set(
     theirs = (sidecar or {}).get("source", [source])
     if options["progress"] and source and theirs != [source]:
       line = f"{name}: {source!r} is not on this machine; {prefix}.bin was created from"
-      write(sys.stderr, f"{line} {', '.join(map(repr, theirs))}\n")
+      warn(f"{line} {', '.join(map(repr, theirs))}")
     return sidecar
   return tokenize_to(prefix, [text[0]], tokenizer, rows=rows_of(data, name), **options)
 

@@ -21,6 +21,7 @@ from train.data.errors import DataError, writing
 # Whether the tokens, such as BOS, that a tokenizer's files put around every text are put there.
 AddSpecialTokens = Literal["file", "none"]
 LEAST_BPE = 257  # 256 bytes and the end of text
+MOST_BPE = 2**24  # which the package allocates at once
 
 
 class TokenizerSettings(Protocol):
@@ -102,10 +103,11 @@ def load_tokenizer(
 def bpe_size(spec: str) -> int:
   """Returns N of "bpe:N"."""
   number = spec.removeprefix("bpe:")
-  if not (number.isascii() and number.isdecimal()) or int(number) < LEAST_BPE:
+  is_number = number.isascii() and number.isdecimal() and len(number) < 10
+  if not is_number or not LEAST_BPE <= int(number) <= MOST_BPE:
     raise DataError(
-      f"the tokenizer {spec!r} needs a whole number of entries of at least {LEAST_BPE}, as in"
-      " 'bpe:4096'."
+      f"the tokenizer {spec!r:.80} needs a whole number of entries of at least {LEAST_BPE} and at"
+      f" most {MOST_BPE:,}, as in 'bpe:4096'."
     )
   return int(number)
 

@@ -86,6 +86,7 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
       if pack is None:
         check_length(dataset.prefix, dataset.num_tokens, seq_len + 1)
       dataset.check_tokens(vocab_size)
+      dataset.check_targets()
       counts.append((dataset.num_tokens - 1) // seq_len if pack is None else len(pack))
     self._first = np.cumsum([0, *counts])  # [datasets + 1], index of each dataset's first window
 

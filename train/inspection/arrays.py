@@ -111,6 +111,12 @@ class SafetensorsArrays(Mapping[str, np.ndarray]):
         tensors = Tensors(path)
       except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}); restore the original.") from error
+      if twice := self._homes.keys() & set(tensors):
+        name = min(twice)
+        raise DataError(
+          f"the array {name} is in {self._homes[name].path.name} and in {path.name}; inspect one"
+          " of these files alone."
+        )
       self._homes |= dict.fromkeys(tensors, tensors)
 
   def kind(self, name: str) -> tuple[str, tuple[int, ...]]:

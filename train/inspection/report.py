@@ -5,7 +5,8 @@ import fnmatch
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from train.runs.config_file import CONFIG, read
 
 Report = dict[str, Any]
 CURVE_POINTS = 400
+_PART = 16  # arrays that a thread reads, one after the other
 _TRIES = 20  # where a run in training deletes what is read
 
 
@@ -80,11 +82,13 @@ def _described(
   holding: contextlib.ExitStack,
 ) -> Report:
   (about, arrays), folder = opened, opened.about["folder"]
-  names = [name for name in arrays if fnmatch.fnmatchcase(name, select)]
+  is_chosen = re.compile(fnmatch.translate(select)).match
+  names = [name for name in arrays if is_chosen(name)]
+  if not len(list(arrays)):
+    raise DataError(f"{folder} has no arrays, so there is nothing to show; use another.")
   if not names:
     raise DataError(f"no parameter fits select={select!r}{did_you_mean(select, arrays)}")
-  with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-    rows = list(pool.map(lambda name: _row(arrays, name, values), names))
+  rows = _in_threads(lambda name: _row(arrays, name, values), names)
   found = about | {"total": sum(row["size"] for row in rows), "parameters": rows}
   if compare is not None:
     found["difference"] = _compared(opened, names, compare, holding)
@@ -188,6 +192,13 @@ def _export(folder: Path, step: int | None) -> Opened:
   return Opened(about, SafetensorsArrays([folder / TENSORS]))
 
 
+def _in_threads(function: Callable[[str], Report], names: Sequence[str]) -> list[Report]:
+  """Results of all names in their order; a thread takes many at once, as a folder has 10**5."""
+  parts = [names[start : start + _PART] for start in range(0, len(names), _PART)]
+  with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    return [row for rows in pool.map(lambda part: list(map(function, part)), parts) for row in rows]
+
+
 def _row(arrays: Arrays, name: str, values: bool) -> Report:
   dtype, shape = arrays.kind(name)
   size = 1
@@ -207,10 +218,10 @@ def _compared(
   where = (folder, int(place.name)) if is_step else (place, None)
   there, others = open_folder(*where, holding)
   ours, theirs = _flat(about["settings"]), _flat(there["settings"])
-  common = [name for name in names if name in set(others)]
+  known = set(others)
+  common = [name for name in names if name in known]
   same = [name for name in common if arrays.kind(name)[1] == others.kind(name)[1]]
-  with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-    rows = list(pool.map(lambda name: difference(arrays[name], others[name]), same))
+  rows = _in_threads(lambda name: difference(arrays[name], others[name]), same)
   return {
     "to": {name: there[name] for name in ("folder", "kind", "step")},
     "settings": {

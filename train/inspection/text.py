@@ -3,14 +3,21 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lnssm_jax.pretrained.printable import printable
 from train.inspection.report import Report
+
+_MAX_NAME, _MAX_VALUE = 200, 1000  # characters of a name and of a setting
 
 # Dots of a braille character by row and column, as bits of its code point.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def lines(found: Report) -> Iterator[str]:
-  """Yields the lines of a report."""
+  """Yields the lines of a report, without control characters."""
+  return map(printable, _lines(found))
+
+
+def _lines(found: Report) -> Iterator[str]:
   step = "" if found["step"] is None else f", step {found['step']:,}"
   yield f"{found['kind']}  {found['folder']}{step}"
   for name, values in groups(found["settings"] or {}):
@@ -84,6 +91,7 @@ def plot(points: Sequence[Sequence[float]], width: int = 64, height: int = 8) ->
 
 
 def _table(rows: Sequence[Report], total: int) -> Iterator[str]:
+  rows = [row | {"name": printable(row["name"], _MAX_NAME)} for row in rows]
   width = max(len("parameter"), *(len(row["name"]) for row in rows))
   shapes = [" x ".join(map(str, row["shape"])) or "1" for row in rows]
   wide = max(len("shape"), *map(len, shapes))
@@ -125,9 +133,11 @@ def _difference(found: Report) -> Iterator[str]:
   rows = found["parameters"]
   for label in ("other_shape", "only_here", "only_there"):
     if found[label]:
-      yield f"{label.replace('_', ' '):<11}  {', '.join(found[label])}"
+      names = (printable(name, _MAX_NAME) for name in found[label])
+      yield f"{label.replace('_', ' '):<11}  {', '.join(names)}"
   if not rows:
     return
+  rows = [row | {"name": printable(row["name"], _MAX_NAME)} for row in rows]
   width = max(len("parameter"), *(len(row["name"]) for row in rows))
   yield f"{'parameter':<{width}}  {'norm':>9}  {'relative':>9}  {'largest':>9}  {'changed':>9}"
   for row in rows:
@@ -142,4 +152,5 @@ def number(value: Any) -> str:
   """A setting or metric, short."""
   if type(value) is float:
     return f"{value:.6g}"
-  return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+  text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+  return printable(text, _MAX_VALUE)

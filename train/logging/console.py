@@ -3,6 +3,7 @@
 import sys
 from typing import TextIO
 
+from lnssm_jax.pretrained.printable import printable
 from train.messages import write
 from train.runs.rows import Row
 
@@ -17,7 +18,7 @@ class Console:
 
   def say(self, text: str) -> None:
     """Prints a permanent line."""
-    self._write(("\n" if self._open else "") + text + "\n")
+    self._write(("\n" if self._open else "") + printable(text, keep="\n\t") + "\n")
     self._open = False
 
   def progress(self, text: str) -> None:

@@ -7,13 +7,15 @@ One panel for the training loss and one per validation set, with a line per run.
 only read, also while their runs are in progress.
 """
 
-import json
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from lnssm_jax.pretrained.checked_json import parse
 from lnssm_jax.pretrained.files import open_regular
+from train.checkpoint.safe_files import write_output
 from train.runs.rows import wrong_row
 
 Points = tuple[list[float], list[float]]  # steps, values
@@ -39,8 +41,8 @@ def read(run: Path) -> tuple[Points, dict[str, Points]]:
   validation: dict[str, Points] = {}
   for number, line in enumerate(lines, 1):
     try:
-      row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+      row = parse(line)
+    except ValueError as error:
       raise ValueError(f"line {number} of {file} is not JSON ({error}).") from error
     wrong = wrong_row(row)
     if wrong is not None:
@@ -122,6 +124,8 @@ def draw(runs: Sequence[Path], output: Path | None = None) -> Path:
     axis.legend(frameon=False, fontsize=7)
   for axis in axes.flat[len(panels) :]:
     axis.set_axis_off()
-  figure.savefig(output, dpi=110)
+  drawn = io.BytesIO()
+  figure.savefig(drawn, dpi=110, format=output.suffix[1:].lower())
   plt.close(figure)
+  write_output(output, drawn.getvalue())
   return output

@@ -1,6 +1,5 @@
 """Messages at the start and at the end of a run."""
 
-import shlex
 from typing import Any
 
 from flax import nnx
@@ -8,6 +7,7 @@ from jax.sharding import Mesh
 
 from lnssm_jax.models import count_parameters
 from lnssm_jax.pretrained import texts
+from lnssm_jax.pretrained.printable import shell_word
 from train import config
 from train.cluster import distributed
 from train.data.tokenizers import tokenizer_of
@@ -77,5 +77,7 @@ def finished(console: Console, cfg: config.Train, run: RunFolder, graph: Any, pa
   console.say(f"settings     {run.config_file}")
   console.say(f"metrics      {run.metrics_file}")
   console.say(f"checkpoints  {run.checkpoints}")
-  folder, prompt = shlex.quote(str(run.path)), shlex.quote(cfg.sample.prompt or "The ")
-  console.say(f"more text    python -m train generate --run-dir {folder} --prompt {prompt}")
+  console.say(
+    f"more text    python -m train generate --run-dir {shell_word(run.path)} --prompt"
+    f" {shell_word(cfg.sample.prompt or 'The ')}"
+  )

@@ -10,7 +10,6 @@ have to reach one process of many.
 """
 
 import re
-import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import jax
 
 from lnssm_jax.pretrained.files import open_regular
+from lnssm_jax.pretrained.printable import shell_word
 from train.cluster import distributed
 from train.config.checked import check
 from train.logging import profiles
@@ -91,10 +91,7 @@ class Tracer:
         lines = profiles.summary(profiles.read(folder), self._program() or "", len(steps))
       except Exception as error:
         lines = [f"no summary of the trace ({first_line(error)})"]
-      for line in [
-        *lines,
-        f"to look at it: pip install xprof, then xprof {shlex.quote(str(folder))}",
-      ]:
+      for line in [*lines, f"to look at it: pip install xprof, then xprof {shell_word(folder)}"]:
         self._say(line)
 
   def _start(self, steps: range) -> None:

@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lnssm_jax.pretrained.printable import PrintableError
 from train import config
-from train.config.changes import model_differences
+from train.config.changes import flatten, is_free, model_differences
 from train.data import fingerprints
 from train.data.errors import DataError
 from train.data.tokenizers import Tokenizer, tokenizer_of
 
 
-class BindingError(ValueError):
+class BindingError(PrintableError, ValueError):
   """A run would continue, or be read, with another model, text or tokenizer than its own."""
 
 
@@ -87,9 +88,26 @@ def check_model(metadata: Mapping[str, Any], model: config.Model, place: str | P
   ]
   if lines:
     raise BindingError(
-      f"the checkpoint in {place} is of another model:\n  " + "\n  ".join(lines) + "\nRestore "
-      "these settings (config.json of the run folder may have been changed)."
+      f"the checkpoint in {place} is of another model:",
+      *(f"  {line}" for line in lines),
+      "Restore these settings (config.json of the run folder may have been changed).",
     )
+
+
+def changed_settings(metadata: Mapping[str, Any], cfg: Any) -> list[str]:
+  """Settings in which a config differs from that of the checkpoint with `metadata`, as lines.
+
+  Without those that a run may change at any time, those that this version has added, and where its
+  folder is.
+  """
+  before, now = (
+    dict(flatten(values)) for values in (metadata.get("config") or {}, config.to_dict(cfg))
+  )
+  return [
+    f"{name}={now[name]!r}, saved with {before[name]!r}"
+    for name in sorted(before.keys() & now.keys())
+    if before[name] != now[name] and name != "run_dir" and not is_free(name)
+  ]
 
 
 def check_tokenizer(metadata: Mapping[str, Any], data: config.Data, fingerprint: str) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from lnssm_jax.pretrained.files import FORMAT, read_json
+from lnssm_jax.pretrained.printable import PrintableError
 from train import config
 from train.config.checked import did_you_mean
 
@@ -10,7 +11,7 @@ CONFIG = "config.json"
 _MAX_BYTES = 1 << 24
 
 
-class RunFolderError(ValueError):
+class RunFolderError(PrintableError, ValueError):
   """Run folder that cannot be used for this run; the message says why and what to do."""
 
 

@@ -135,7 +135,7 @@ def check_same_model(manifest: Manifest, model: config.Model) -> None:
   ]
   if lines:
     fix = "Give the exported model's settings, in the config or by --set NAME=VALUE for each line."
-    raise ExportError("the config describes another model:\n  " + "\n  ".join([*lines, fix]))
+    raise ExportError("the config describes another model:", *(f"  {x}" for x in (*lines, fix)))
 
 
 def _portable(run: config.Train | None) -> dict[str, Any]:

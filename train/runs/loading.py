@@ -1,5 +1,6 @@
 """Loading of models from run folders, exports and published folders, on one device."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from train import config
 from train.checkpoint import store
 from train.cluster.device_mesh import make_mesh
 from train.data.tokenizers import Tokenizer
+from train.messages import warn
 from train.runs import bindings
-from train.runs.run_folder import RunFolder
+from train.runs.run_folder import RunFolder, RunFolderError
 from train.step.model import model_graph
 from train.step.state import abstract_state
 
@@ -74,6 +76,17 @@ def sampling_options(sample: config.Sample, tokenizer: Tokenizer, seed: int) -> 
   )
 
 
+def _report_changes(run: RunFolder, step: int, metadata: dict[str, Any]) -> None:
+  """Warns if config.json is not that of the checkpoint: a resumed run changes both."""
+  with contextlib.suppress(RunFolderError):  # parameters alone may be there
+    if changed := bindings.changed_settings(metadata, run.load_config()):
+      more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+      warn(
+        f"warning: {run.config_file} has changed since step {step} was saved, and is used as it"
+        f" is: {'; '.join(changed[:4])}{more}"
+      )
+
+
 def load_params(
   cfg: config.Train, mesh: Mesh, *, step: int | None = None, ema: bool = False
 ) -> tuple[Any, int, dict[str, Any]]:
@@ -96,6 +109,7 @@ def load_params(
   abstract = {tree: abstract[tree]}
   trees, found, metadata = store.load(run.checkpoints, abstract, step=step)
   bindings.check_model(metadata, cfg.model, cfg.run_dir)
+  _report_changes(run, found, metadata)
   params = trees[tree]
   if ema:  # float32, also where the model is not
     dtypes = jax.tree.map(lambda x: x.dtype, abstract_state(cfg, mesh)["params"])

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from lnssm_jax.pretrained.checked_json import parse
 from lnssm_jax.pretrained.files import open_regular, retried
-from train.checkpoint.safe_files import append_to, replace_file, write_all
+from train.checkpoint.safe_files import append_to, named, replace_file, write_all
 from train.runs.config_file import RunFolderError
 from train.runs.rows import Row, wrong_row
 
@@ -85,7 +86,7 @@ class MetricsFile:
     damaged = [line for line in lines if line.row is None]
     if damaged:
       aside = self.path.with_name(self.path.name + _DAMAGED)
-      with append_to(aside) as file:
+      with named(aside), append_to(aside) as file:
         write_all(file, b"".join(line.text + b"\n" for line in damaged))
         os.fsync(file.fileno())
       first = damaged[0]
@@ -138,16 +139,21 @@ class MetricsFile:
       return
     except OSError as error:
       raise RunFolderError(f"{self.path} cannot be read ({error.strerror or error}).") from error
-    own, lines = self._run_id(), content.splitlines()
+    own, lines, sealed = self._run_id(), content.splitlines(), False
     for number, text in enumerate(lines, 1):
       try:
-        row = json.loads(text)
-      except (ValueError, RecursionError) as error:
+        row = parse(text)
+      except ValueError as error:
         if number == len(lines):
           return
         yield Line(number, text, None, str(error))
         continue
-      wrong = wrong_row(row) or _unsealed(row)
+      wrong = wrong_row(row)
+      if wrong is None and sealed and "crc32" not in row:
+        wrong = "it has no checksum, unlike a row before it"
+      if wrong is None:
+        sealed = sealed or "crc32" in row
+        wrong = _unsealed(row)
       if wrong is None and row.pop("run", own) != own and own is not None:
         wrong = "a row of another run"
       yield Line(number, text, None if wrong else row, wrong)
@@ -163,7 +169,7 @@ def _sealed(row: Row) -> bytes:
 
 
 def _unsealed(row: Row) -> str | None:
-  """Removes the checksum of a row; says if it is wrong. Rows of older versions have none."""
+  """Removes the checksum of a row; says if it is wrong. Older versions wrote none."""
   found = row.pop("crc32", None)
   return None if found in (None, _checksum(row)) else "its checksum is of other numbers"
 

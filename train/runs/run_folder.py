@@ -7,8 +7,6 @@ restart takes seconds and computes the same bits.
 import contextlib
 import json
 import secrets
-import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from lnssm_jax.pretrained.files import FORMAT
+from lnssm_jax.pretrained.printable import shell_word
 from train import config
 from train.checkpoint import digests, store
 from train.checkpoint.safe_files import make_folder, replace_file
@@ -23,7 +22,7 @@ from train.cluster import distributed
 from train.config.changes import differences, is_free
 from train.config.versions import versions
 from train.config.vision import Vision
-from train.messages import Say, write
+from train.messages import Say, warn
 from train.runs.config_file import CONFIG, RunFolderError, read, read_config
 from train.runs.metrics_file import MetricsFile
 from train.runs.rows import Row
@@ -33,11 +32,6 @@ from train.step.optimizer import make_schedule
 
 class InUseError(RunFolderError):
   """Another process trains in the folder; the message says which."""
-
-
-def warn(text: str) -> None:
-  """Prints a line on stderr."""
-  write(sys.stderr, f"{text}\n")
 
 
 class RunFolder:
@@ -169,8 +163,8 @@ class RunFolder:
       return FileNotFoundError(f"{none}; train first: python -m train fit --config FILE")
     fix = f"its scores are in {self.metrics_file}."
     if result.get("task") is None:
-      folder = shlex.quote(str(self.path))
-      fix = f"train one that has them: python -m train fit --run-dir {folder} --set run_dir=ANOTHER"
+      fix = f"python -m train fit --run-dir {shell_word(self.path)} --set run_dir=ANOTHER"
+      fix = f"train one that has them: {fix}"
     return FileNotFoundError(f"{none}: runs of a sweep keep no parameters; {fix}")
 
   def evaluation(self, step: int, sets: Iterable[str]) -> list[Row]:
@@ -217,9 +211,10 @@ def _claim(run: RunFolder, cfg: config.Train | Vision, allow_config_change: bool
       rejected = [line for name, line in changes.items() if not is_free(name)]
       if rejected and not allow_config_change:
         raise RunFolderError(
-          f"{run.path} belongs to a run with other settings:\n  " + "\n  ".join(rejected) + "\n"
+          f"{run.path} belongs to a run with other settings:",
+          *(f"  {line}" for line in rejected),
           "Restore them to resume that run, start a new one with --set run_dir=ANOTHER, or resume "
-          "with these settings by --allow-config-change."
+          "with these settings by --allow-config-change.",
         )
       same_schedule = not any(name.startswith("optimizer.") for name in changes)
       if isinstance(cfg, config.Train) and "steps" in changes and same_schedule:

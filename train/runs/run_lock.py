@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lnssm_jax.pretrained.files import read_json
+from lnssm_jax.pretrained.printable import PrintableError, printable
 from train.checkpoint.safe_files import create, write_all
 from train.messages import Say, first_line
 
@@ -28,7 +29,7 @@ FILE = "running.json"
 BEAT, STALE = 10.0, 60.0  # seconds
 
 
-class LockedError(RuntimeError):
+class LockedError(PrintableError, RuntimeError):
   """Another process trains in the folder; the message says which."""
 
 
@@ -215,7 +216,8 @@ def _read(file: Path) -> dict[str, Any] | None:
 def _name(owner: dict[str, Any] | None) -> str:
   if owner is None:
     return "an unknown process"
-  return f"process {owner.get('process')!s:.20} on {owner.get('host')!s:.80}"
+  number, host = (printable(owner.get(name), 80) for name in ("process", "host"))
+  return f"process {number} on {host}"
 
 
 def _this_process() -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """`python -m train sweep FILE`."""
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import Any
 
-from train.messages import Say
-from train.sweeps import spec
+from train.checkpoint.safe_files import make_folder
+from train.messages import Say, show, warn
+from train.sweeps import processes, spec
 
 
 def add_options(parser: Any) -> None:
@@ -31,16 +33,17 @@ def add_options(parser: Any) -> None:
 
 def run(options: argparse.Namespace) -> str | int | None:
   """Runs the command; returns 1 if a group failed, or the name of the signal that stopped it."""
+  processes.end_with_parent()
   sweep = spec.load(options.file, folder=options.out, changes=options.set, only=options.only)
   _check(options)
   copies = options.copies or sweep.copies
-  from train.sweeps import plan, processes, training, tuning
+  from train.sweeps import plan, training, tuning
 
-  say = lambda line: print(line, flush=True)
+  say = functools.partial(show, flush=True)
   if options.dry_run or options.collect or options.processes:
     _leave_accelerators()
   if options.dry_run:
-    print("\n".join(plan.lines(sweep, copies)))
+    show("\n".join(plan.lines(sweep, copies)))
     return None
   if options.collect:
     if not any(Path(run.cfg.run_dir).exists() for run in sweep.runs):
@@ -102,7 +105,7 @@ def _write(sweep: spec.Sweep, say: Say) -> None:
   """
   from train.sweeps import plots, tables, training
 
-  sweep.folder.mkdir(parents=True, exist_ok=True)
+  make_folder(sweep.folder)
   finished, error = -1, None
   while (outcome := training.collect(sweep)).finished > finished:
     rows, error = tables.write(sweep.folder, outcome.runs, outcome.scores), None
@@ -112,9 +115,9 @@ def _write(sweep: spec.Sweep, say: Say) -> None:
       plots.draw(rows, sweep.plot, score, sweep.folder / "plot.png")
     except (ImportError, ValueError) as problem:
       error = problem
-  print((sweep.folder / "table.md").read_text(), end="")
+  show((sweep.folder / "table.md").read_text(), end="")
   if error is None:
     say(f"tables and plot  {sweep.folder}/table.md, .csv, .jsonl, runs.jsonl, plot.png")
   else:
-    print(f"no plot: {error}", file=sys.stderr)
+    warn(f"no plot: {error}")
     say(f"tables  {sweep.folder}/table.md, .csv, .jsonl, runs.jsonl")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lnssm_jax.pretrained.checked_json import check_shape
 from lnssm_jax.pretrained.files import digest_of
 from train import config
 from train.checkpoint import store
@@ -13,7 +14,7 @@ from train.config.changes import differences, is_free
 from train.runs import bindings
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder, RunFolderError
-from train.sweeps.spec import Run, rate_of
+from train.sweeps.spec import Run, primary, rate_of
 from train.tasks.copies import without_run
 
 Scores = dict[str, float | None]  # by name; None: the run diverged
@@ -111,7 +112,7 @@ def finished(run: Run, inputs: Mapping[str, Any] | None) -> Scores | None:
     return None
   changed = differences(folder.load_config(), run.cfg)
   lines = [line for name, line in changed.items() if name == "steps" or not is_free(name)]
-  results = [row for row in rows if row["kind"] == "result"]
+  results = [_checked_result(folder, run, row) for row in rows if row["kind"] == "result"]
   if results and results[-1]["task"] != task_settings(run):
     lines.append(f"task: the folder's run has {results[-1]['task']}, this one {task_settings(run)}")
   if results and inputs and (before := results[-1].get("inputs")):
@@ -119,14 +120,36 @@ def finished(run: Run, inputs: Mapping[str, Any] | None) -> Scores | None:
     lines += [f"text of {name}: not that of the folder's run" for name in names]
   if lines:
     raise RunFolderError(
-      f"{folder.path} has a run with other settings:\n  " + "\n  ".join(lines) + "\nRestore them,"
-      " give the sweep another folder by --out, or remove that one."
+      f"{folder.path} has a run with other settings:",
+      *(f"  {line}" for line in lines),
+      "Restore them, give the sweep another folder by --out, or remove that one.",
     )
   if results:
     return results[-1]["scores"]
   if run.task is not None:
     return None
   return text_scores(folder.evaluation(run.cfg.steps, run.cfg.data.validation)) or None
+
+
+# Of a row with the kind "result"; older ones have no inputs.
+_RESULT = {
+  "scores": {str: (float, None)},
+  "task": ({}, None),
+  "inputs?": {"data": {str: Any}},
+}
+
+
+def _checked_result(folder: RunFolder, run: Run, row: Row) -> Row:
+  """`row`; RunFolderError unless it is a result of a run of this kind."""
+  try:
+    check_shape(row, _RESULT, "the result")
+    check_shape(row["scores"], {primary(run)[0]: (float, None)}, "scores of the result")
+  except ValueError as error:
+    raise RunFolderError(
+      f"{folder.metrics_file} is damaged: {error}. Remove the folder, and the sweep trains the run"
+      " again."
+    ) from None
+  return row
 
 
 def result_row(run: Run, step: int, scores: Scores, inputs: Mapping[str, Any] | None) -> Row:

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from lnssm_jax.models import count_parameters
+from lnssm_jax.pretrained.printable import printable
 from train import config
-from train.checkpoint.safe_files import replace_file
+from train.checkpoint.safe_files import replace_files
 from train.step.model import build_model
 from train.sweeps.groups import Scores
 from train.sweeps.spec import Run, primary, rate_of
@@ -77,19 +78,30 @@ def parameters(model: config.Model) -> int:
 def write(folder: Path, runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
   """Writes runs.jsonl, table.jsonl, table.csv and table.md into `folder`; returns the table.
 
-  Each file is replaced whole, since other processes may write it at the same time.
+  All files are on disk before the first of them is replaced, each as a whole, since other processes
+  may write them at the same time: on a full disk all old ones stay.
+
+  Raises:
+    OSError: a file cannot be written; it is named.
   """
   rows = table(runs, scores)
   lines = lambda of: "".join(json.dumps(row) + "\n" for row in of)
   text = io.StringIO()
   writer = csv.DictWriter(text, columns(rows), lineterminator="\n")
-  writer.writeheader()
-  writer.writerows(rows)
+  writer.writerow({name: _cell_of_csv(name) for name in columns(rows)})
+  writer.writerows([{name: _cell_of_csv(value) for name, value in row.items()} for row in rows])
   files = {"runs.jsonl": lines(run_rows(runs, scores)), "table.jsonl": lines(rows)}
   files |= {"table.csv": text.getvalue(), "table.md": markdown(runs, rows)}
-  for name, content in files.items():
-    replace_file(folder / name, content.encode())
+  replace_files({folder / name: content.encode() for name, content in files.items()})
   return rows
+
+
+def _cell_of_csv(value: Any) -> Any:
+  """A value for a cell; text that a spreadsheet would run as a formula gets an apostrophe."""
+  if isinstance(value, str):
+    value = printable(value)
+    return f"'{value}" if value.lstrip().startswith(("=", "+", "-", "@")) else value
+  return value
 
 
 def spread(name: str, values: Sequence[float]) -> Row:

@@ -3,11 +3,15 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from train.tasks.report import Report
+
+MAX_PROMPT = 2**26  # tokens
+MAX_TOKENS = 2**31  # of the prompts of a command, all of which are made before they are used
+_BYTES_PER_TOKEN = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,35 @@ def picture(text: str) -> Path:
     message = "a plot needs the package matplotlib: pip install matplotlib"
     raise argparse.ArgumentTypeError(message) from None
   return output(*(f".{name}" for name in FigureCanvasBase.get_supported_filetypes()))(text)
+
+
+def check_prompts(option: str, lengths: Sequence[int], samples: int) -> None:
+  """Raises ValueError if prompts of these lengths, `samples` of each, are more than memory holds.
+
+  Args:
+    option: of the command line, for the message.
+  """
+  longest, total = max(lengths, default=0), sum(lengths) * samples
+  size = f"{total * _BYTES_PER_TOKEN / 1e9:,.1f} GB of text"
+  if longest > MAX_PROMPT:
+    raise ValueError(
+      f"{option} {longest:,}: a prompt has at most {MAX_PROMPT:,} tokens, and these would be about"
+      f" {size}; use shorter ones."
+    )
+  if total > MAX_TOKENS:
+    raise ValueError(
+      f"{option} {longest:,} with {samples:,} samples: the prompts would be {total:,} tokens, about"
+      f" {size}, and {MAX_TOKENS:,} tokens are the most; use fewer samples, or shorter ones."
+    )
+
+
+def check_rows(rows: int, length: int) -> None:
+  """Raises ValueError if so many rows of this length are more tokens than memory holds."""
+  if rows * length > MAX_TOKENS:
+    raise ValueError(
+      f"{rows:,} rows of {length:,} tokens are about {4 * rows * length / 1e9:,.1f} GB;"
+      f" {MAX_TOKENS:,} tokens are the most, so use fewer rows."
+    )
 
 
 def kind_of[Kind](name: str, kinds: Mapping[str, Kind]) -> Kind:

@@ -15,6 +15,7 @@ Source: BABILong (Kuratov et al. 2024), section 3.
 """
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from lnssm_jax.pretrained.files import read_bytes
 from lnssm_jax.pretrained.tokenizers import Tokenizer, encode_whole
 from train.data.errors import DataError, reading, writing
 from train.data.sources import MAX_ROW
+from train.tasks.arguments import check_prompts
 from train.tasks.babilong import prompt_of
 from train.tasks.needles import sentences
 from train.tasks.samples import write_rows
@@ -51,7 +53,7 @@ def questions(path: Path) -> list[Question]:
   found, facts = [], []
   for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
     first, _, rest = line.partition(" ")
-    if not first.isdecimal() or not rest.strip():
+    if not re.fullmatch(r"[0-9]{1,9}", first) or not rest.strip():
       raise DataError(f"{path}, line {number}: found {line!r:.60}, expected a number and a text.")
     if int(first) == 1:
       facts = []
@@ -162,6 +164,12 @@ def rows_of(
     DataError: a file is unreadable or of another format, or the text has no sentence for a length.
     ValueError: a length holds none of a task's stories.
   """
+  check_prompts("--lengths", lengths, samples * len(tasks))
+  for task in tasks:
+    if not re.fullmatch(r"\w[\w-]*", task):
+      raise ValueError(f"--tasks {task!r} is no name of a task; use one such as qa1.")
+  if not re.fullmatch(r"[\w.-]*", split):
+    raise ValueError(f"--split {split!r} is no end of a file's name; use one such as test.")
   noise = Noise(text, tokenizer)
   for number, task in enumerate(tasks):
     found = questions(file_of(babi, task, split))

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from train.tasks.arguments import check_rows
 from train.tasks.mqar import Examples
 
 OPERATORS = (min, max, lambda x: int(np.median(x)), lambda x: sum(x) % 10)
@@ -65,6 +66,7 @@ class ListOps:
 
   def examples(self, rows: int, seed: int) -> Examples:
     """`rows` examples, the same for the same seed."""
+    check_rows(rows, self.length)
     rng = np.random.default_rng(seed)
     tokens = np.zeros((rows, self.length), np.int32)
     positions, targets = (np.zeros((rows, 1), np.int32) for _ in range(2))

@@ -18,6 +18,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from train.tasks.arguments import check_rows
+
 IGNORED = -100  # the label of a position without an answer
 _BLOCK = 1000  # rows drawn at once: bounds the memory
 
@@ -76,6 +78,7 @@ class MQAR:
 
   def examples(self, rows: int, seed: int) -> Examples:
     """`rows` examples, the same for the same seed."""
+    check_rows(rows, self.length)
     rng = np.random.default_rng(seed)
     sizes = [min(_BLOCK, rows - first) for first in range(0, rows, _BLOCK)]
     blocks = [self._block(rng, size) for size in sizes]

@@ -23,7 +23,7 @@ from lnssm_jax.pretrained.tokenizers import Tokenizer, encode_whole
 from train.data.errors import DataError
 from train.data.sources import read_documents
 from train.tasks.answers import answers
-from train.tasks.arguments import kind_of
+from train.tasks.arguments import check_prompts, kind_of
 from train.tasks.report import Report
 
 
@@ -147,6 +147,7 @@ def run(
     ValueError: a length is too short for its question, or longer than the model's cache holds.
     DataError: `source` is unreadable or has no sentence.
   """
+  check_prompts("--lengths", lengths, samples)
   tokenizer, text = loaded.tokenizer, sentences(source) if source else None
   table, details = [], []
   for kind, length in itertools.product(kinds, lengths):

@@ -7,6 +7,7 @@ Tasks that train a config are in `training_commands`, those that score a model i
 import argparse
 from collections.abc import Callable, Sequence
 
+from train.messages import show
 from train.tasks import scoring_commands, training_commands
 from train.tasks.arguments import Task, output
 
@@ -36,7 +37,7 @@ def _runner(task: Task) -> Callable[[argparse.Namespace], None]:
     report = task.run(options)
     if report is None:
       return
-    print(report.text())
+    show(report.text())
     if options.json:
       with writing(options.json):
         report.write(options.json)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.checkpoint.safe_files import write_output
+
 Row = dict[str, Any]
 
 
@@ -38,7 +40,7 @@ class Report:
   def write(self, path: str | Path) -> None:
     """Writes everything as one JSON object."""
     content = {"task": self.task, "settings": self.settings, **self.tables, **self.details}
-    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_output(path, f"{json.dumps(content, indent=2)}\n".encode())
 
 
 def _shown(value: Any) -> str:

@@ -13,13 +13,13 @@ Needs the package `rouge-score`.
 """
 
 import importlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lnssm_jax.pretrained.checked_json import SyntaxProblem, check_shape, parse
 from lnssm_jax.pretrained.files import read_bytes
 from lnssm_jax.pretrained.loaded import LoadedModel
 from train.data.errors import DataError, reading
@@ -44,34 +44,34 @@ class Kind(NamedTuple):
 
 
 def _asqa(path: Path) -> Iterator[Sample]:
-  for where, row in _listed(path):
-    given = [each.get("long_answer") for each in row.get("annotations", []) if type(each) is dict]
-    yield _checked(where, row.get("question"), given, '"question" and "annotations"')
+  shape = {"question": str, "annotations": [{"long_answer": str}]}
+  for where, row in _listed(path, shape):
+    yield _sample(where, row["question"], [each["long_answer"] for each in row["annotations"]])
 
 
 def _eli5(path: Path) -> Iterator[Sample]:
-  for where, row in _listed(path):
-    yield _checked(where, row.get("question"), [row.get("answer")], '"question" and "answer"')
+  for where, row in _listed(path, {"question": str, "answer": str}):
+    yield _sample(where, row["question"], [row["answer"]])
 
 
 def _wikilarge(path: Path) -> Iterator[Sample]:
   if path.suffix != ".src":
     raise DataError(f"{path} is not a file NAME.src, next to NAME.dst with the simple sentences.")
   simple = path.with_suffix(".dst")
-  texts, references = (_content(each).removesuffix("\n").split("\n") for each in (path, simple))
+  texts, references = (
+    content.removesuffix("\n").split("\n") if (content := _content(each)) else []
+    for each in (path, simple)
+  )
   if len(texts) != len(references):
     raise DataError(f"{path} has {len(texts)} lines and {simple} has {len(references)}.")
-  for text, reference in zip(texts, references, strict=True):
-    yield Sample(text, [reference])
+  for number, (text, reference) in enumerate(zip(texts, references, strict=True), 1):
+    yield _sample(f"{path}, line {number}", text, [reference])
 
 
 def _scitldr(path: Path) -> Iterator[Sample]:
   for where, row in read_rows(path):
-    row = row if isinstance(row, dict) else {}
-    source = row.get("source")
-    is_text = isinstance(source, list) and all(isinstance(each, str) for each in source)
-    text = " ".join(source) if is_text else None
-    yield _checked(where, text, row.get("target"), 'lists "source" and "target"')
+    _check(where, row, {"source": [str], "target": [str]}, "lists ")
+    yield _sample(where, " ".join(row["source"]), row["target"])
 
 
 KINDS = {
@@ -178,20 +178,31 @@ def _content(path: Path) -> str:
     raise DataError(f"{path}: not UTF-8 at byte {error.start}. Convert it to UTF-8.") from None
 
 
-def _listed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _listed(path: Path, shape: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
   """Rows of a .json list, each after its place for messages."""
   try:
-    rows = json.loads(_content(path))
-  except json.JSONDecodeError as error:
-    raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg}.") from None
+    rows = parse(_content(path))
+  except SyntaxProblem as error:
+    raise DataError(f"{path}, line {error.line}: {error}.") from None
+  except ValueError as error:
+    raise DataError(f"{path}: {error}.") from None
   if not isinstance(rows, list):
     raise DataError(f"{path}: found {type(rows).__name__}, expected a list of rows.")
   for number, row in enumerate(rows, 1):
-    yield f"{path}, row {number}", row if isinstance(row, dict) else {}
+    where = f"{path}, row {number}"
+    _check(where, row, shape)
+    yield where, row
 
 
-def _checked(where: str, text: Any, references: Any, expected: str) -> Sample:
-  is_list = isinstance(references, list) and references
-  if not (isinstance(text, str) and is_list and all(isinstance(x, str) for x in references)):
-    raise DataError(f"{where}: expected {expected} with text in them.")
+def _check(where: str, row: Any, shape: dict[str, Any], kind: str = "") -> None:
+  try:
+    check_shape(row, shape)
+  except ValueError as error:
+    names = " and ".join(f'"{name}"' for name in shape)
+    raise DataError(f"{where}: expected {kind}{names} with text in them ({error}).") from None
+
+
+def _sample(where: str, text: str, references: list[str]) -> Sample:
+  if not references or not text.strip() or not all(each.strip() for each in references):
+    raise DataError(f"{where}: a text or reference is empty, or there is no reference; remove it.")
   return Sample(text, references)

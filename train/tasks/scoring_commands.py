@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from train.messages import show
 from train.tasks import arguments
 from train.tasks.arguments import Task
 from train.tasks.report import Report
@@ -91,7 +92,7 @@ def babilong(options: argparse.Namespace) -> Report | None:
       raise ValueError("--write writes the rows of --train-share P; give it too, such as 0.05.")
     how = {"split_seed": options.split_seed, "limit": options.limit}
     found = task.training_rows(options.samples, options.train_share, **how)
-    print(f"{options.write}  {write_training_rows(options.write, found):,} rows to train on")
+    show(f"{options.write}  {write_training_rows(options.write, found):,} rows to train on")
     return None
   return task.run(
     arguments.loaded(options),
@@ -137,7 +138,7 @@ def babilong_samples(options: argparse.Namespace) -> None:
     **{name: getattr(options, name) for name in names},
   )
   for path, rows in written:
-    print(f"{path}  {rows:,} rows")
+    show(f"{path}  {rows:,} rows")
 
 
 def niah_options(parser: Any) -> None:
@@ -158,6 +159,7 @@ def niah(options: argparse.Namespace) -> Report:
   kinds = options.kinds or list(needles.KINDS)
   for kind in kinds:
     arguments.kind_of(kind, needles.KINDS)  # before the model, and the kinds before it are scored
+  arguments.check_prompts("--lengths", options.lengths, options.samples)
   return needles.run(
     arguments.loaded(options),
     kinds=kinds,
@@ -207,7 +209,7 @@ def rouge(options: argparse.Namespace) -> Report | None:
 
   if options.write:
     found = task.training_rows(options.kind, options.samples, options.limit)
-    print(f"{options.write}  {write_training_rows(options.write, found):,} rows to train on")
+    show(f"{options.write}  {write_training_rows(options.write, found):,} rows to train on")
     return None
   arguments.kind_of(options.kind, task.KINDS)  # before the model is loaded
   return task.run(

@@ -1,10 +1,10 @@
 """Tasks of the command line that train a config: options and runs. Slow imports are inside."""
 
 import argparse
-import sys
 from typing import Any
 
 from train import config
+from train.messages import show, warn
 from train.tasks import arguments
 from train.tasks.arguments import Task
 from train.tasks.report import Report
@@ -103,14 +103,14 @@ def _train(cfg: config.Train, task: Any, options: argparse.Namespace) -> Report 
   rows = {name: getattr(options, name) for name in ("train_rows", "test_rows", "data_seed")}
   if options.write:
     mqar_training.write(task, options.write, **rows)
-    print(f"{options.write}  {options.train_rows:,} and {options.test_rows:,} rows")
+    show(f"{options.write}  {options.train_rows:,} and {options.test_rows:,} rows")
     return None
   return mqar_training.run(
     cfg,
     task,
     learning_rates=options.learning_rates or mqar_training.LEARNING_RATES,
     seeds=options.seeds,
-    progress=lambda line: print(line, file=sys.stderr, flush=True),
+    progress=warn,
     **rows,
   )
 

@@ -5,13 +5,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from lnssm_jax.pretrained.files import open_regular
+from lnssm_jax.pretrained.files import DataError, open_regular
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-
-
-class DataError(ValueError):
-  """Images that cannot be used; the message says why and what to do."""
 
 
 class ArrayImages:
