@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lnssm_jax.pretrained.checked_json import Shape, check_shape, parse
-from lnssm_jax.pretrained.printable import PrintableError
+from lnssm_jax.pretrained.printable import PrintableError, printable
 
 # Version of run folders, checkpoints and exports; `old_formats` reads the one before.
 FORMAT = 2
@@ -33,7 +33,7 @@ def reading(path: str | Path) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    raise DataError(f"cannot read {path}: {error.strerror or error}.") from error
+    raise DataError(f"cannot read {printable(path, 300)}: {error.strerror or error}.") from error
 
 
 def open_regular(path: str | Path, *, follow_links: bool = False) -> io.BufferedReader:

@@ -70,7 +70,8 @@ def test_pattern_of_mixers_set_on_the_command_line(text, tiny):
 )  # fmt: skip
 def test_overlong_path_on_the_command_line_is_one_line(arguments, capsys):
   assert main(arguments.replace("LONG", "x" * 5000).split()) == 2
-  assert capsys.readouterr().err.count("\n") == 1
+  err = capsys.readouterr().err
+  assert err.count("\n") == 1 and len(err) < 500
 
 
 def test_seed_of_sampling_limited():
@@ -103,7 +104,7 @@ def test_pattern_of_an_export_limited(tmp_path):
 def test_number_of_many_digits_in_a_row_named(tmp_path):
   path = tmp_path / "a.jsonl"
   path.write_text('{"text": "x"}\n{"text": "y", "n": ' + "9" * 5000 + "}\n")
-  with pytest.raises(DataError, match=r"a\.jsonl, line 2: unusable: Exceeds the limit"):
+  with pytest.raises(DataError, match=r"a\.jsonl, line 2: a number has 5,000 digits"):
     list(sources.read_documents(str(path)))
 
 

@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 
 from lnssm_jax.pretrained.files import DataError, reading
+from lnssm_jax.pretrained.printable import printable
 
 __all__ = ["DataError", "reading", "writing"]
 
@@ -14,6 +15,6 @@ def writing(path):
     yield
   except OSError as error:
     raise DataError(
-      f"cannot write {path}: {error.strerror or error}. Free disk space, change permissions, or"
+      f"cannot write {printable(path, 300)}: {error.strerror or error}. Free disk space, change permissions, or"
       " use another folder."
     ) from error
