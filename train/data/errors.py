@@ -15,6 +15,6 @@ def writing(path):
     yield
   except OSError as error:
     raise DataError(
-      f"cannot write {printable(path, 300)}: {error.strerror or error}. Free disk space, change permissions, or"
-      " use another folder."
+      f"cannot write {printable(path, 300)}: {error.strerror or error}. Free disk space, change"
+      " permissions, or use another folder."
     ) from error
