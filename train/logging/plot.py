@@ -41,7 +41,7 @@ def read(run: Path) -> tuple[Points, dict[str, Points]]:
   validation: dict[str, Points] = {}
   for number, line in enumerate(lines, 1):
     try:
-      row = parse(line)
+      row = parse(line, strict=False)  # a loss may be NaN
     except ValueError as error:
       raise ValueError(f"line {number} of {file} is not JSON ({error}).") from error
     wrong = wrong_row(row)

@@ -142,7 +142,7 @@ class MetricsFile:
     own, lines, sealed = self._run_id(), content.splitlines(), False
     for number, text in enumerate(lines, 1):
       try:
-        row = parse(text)
+        row = parse(text, strict=False)  # a loss may be NaN
       except ValueError as error:
         if number == len(lines):
           return
