@@ -228,9 +228,9 @@ def test_sidecar_damaged_named(tmp_path, text):
   assert read_sidecar(tmp_path / "b") is None
 
 
-@pytest.mark.parametrize("workers", [0, -1])
-def test_tokenize_workers_below_one_rejected(corpus, workers):
-  with pytest.raises(DataError, match=f"workers={workers} must be at least 1"):
+@pytest.mark.parametrize("workers", [0, -1, 1025, 10**12])
+def test_tokenize_workers_out_of_bounds_rejected(corpus, workers):
+  with pytest.raises(DataError, match=f"workers={workers} must be 1 to 1024"):
     prepare(corpus.settings(), workers=workers)
 
 

@@ -72,8 +72,8 @@ def reader(tiny):
   return read
 
 
-def test_rows_are_those_of_every_few_steps_and_of_the_last(reader):
-  rows, lines = reader({}, log_every=5, seq_len=8)
+def test_rows_are_those_of_every_few_steps_and_of_the_last(reader, tmp_path):
+  rows, lines = reader({}, log_every=5, seq_len=8, data__folder=str(tmp_path / "none"))
   assert [row["step"] for row in rows] == [5, 10, 12]
   assert [row["loss"] for row in rows] == [7, 12, 14]
   assert [row["tokens"] for row in rows] == [5 * 32, 10 * 32, 12 * 32]  # also without a target

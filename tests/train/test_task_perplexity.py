@@ -59,7 +59,7 @@ def test_lm_bits_per_byte_have_the_tokens_per_byte_of_whole_texts(monkeypatch, w
 
   monkeypatch.setattr(texts, "score_tokens", score_tokens)
   model = types.SimpleNamespace(model=None, source="m", step=1)
-  model.tokenizer = types.SimpleNamespace(encode_batch=encode_batch)
+  model.tokenizer = types.SimpleNamespace(encode_batch=encode_batch, added=ByteTokenizer().added)
   report = perplexity.lm(model, [write([{"text": "abcd"}, {"text": "a" * 12}])], length=3)
   (row,) = report.tables["corpora"]
   assert (row["tokens"], row["bits_per_byte"]) == (1 + 2, pytest.approx(14 / 16))
