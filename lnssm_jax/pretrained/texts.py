@@ -163,7 +163,10 @@ def encode_prompt(
   tokenizer: Tokenizer, prompt: str, special_tokens: InText = "parse"
 ) -> np.ndarray:
   """Tokens of a prompt; of an empty one, those before every text, or else a line feed."""
-  found = encode_whole(tokenizer, prompt, special_tokens)
+  if prompt:
+    found = encode_whole(tokenizer, prompt, special_tokens)
+  else:  # without those after a text, which would end it
+    found = np.array(tokenizer.added.before, np.int32)
   return found if len(found) else tokenizer.encode(OPENING)
 
 

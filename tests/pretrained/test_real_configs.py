@@ -176,6 +176,8 @@ REDUNDANT = [
   ("bamba-9b", {"layers_block_type": ["mamba", "attention", "mamba", "mamba", "attention"]}),
   ("llama-3.1-5.23", {"rope_theta": 500000.0, "rope_scaling": None}),
   ("gla-2024", {"norm_eps": 1e-6, "num_attention_heads": 2, "num_kv_heads": None}),
+  ("rwkv6-2025", {"fuse_norm": False}),
+  ("delta-net-2024", {"fuse_norm": False}),
 ]
 
 

@@ -61,6 +61,18 @@ def test_prompt_is_encoded_as_its_files_do(loaded, monkeypatch):
   assert seen == [plain, plain] and len(plain) > len(encode_whole(loaded.tokenizer, PROMPTS[-1]))
 
 
+@pytest.mark.parametrize(
+  ("case", "wanted"), [("metaspace_bos_eos", "<s>"), ("unigram_eos", texts.OPENING)]
+)
+def test_empty_prompt_is_not_ended_by_what_follows_a_text(tmp_path, case, wanted):
+  """Without a token before every text it is a line feed."""
+  tokenizer = FileTokenizer(write(tmp_path / "a", case))
+  assert tokenizer.added.after
+  found = texts.encode_prompt(tokenizer, "").tolist()
+  assert found == tokenizer.encode(wanted, "parse").tolist()[-len(found) :]
+  assert len(found) >= 1 and tokenizer.added.after[0] not in found
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_continuation_has_the_space_before_its_first_word(loaded, seed):
   options = loaded.options(max_tokens=40, temperature=1.0, top_p=1.0, seed=seed)

@@ -44,13 +44,13 @@ FIELDS = {
   "tie_word_embeddings": flag("tie_embeddings", False),
   "attn": Fixed(None),
   "hidden_ratio": Fixed(None),
-  "fuse_norm": Fixed(True),  # without, norms have other names
   **free(
     "another way to compute the same",
     "attn_mode",
     "chunk_size",
     "fuse_cross_entropy",
     "fuse_linear_cross_entropy",
+    "fuse_norm",
   ),
   **free("of training", "use_l2warp"),
   **free("of training data", "max_position_embeddings"),
@@ -73,6 +73,8 @@ _GATED = FIELDS | {
 _EPS_OF_BLOCKS = {"norm_eps": number("norm_eps", 1e-6)}
 _KV_HEADS = {"num_kv_heads": size("mixer_options.num_kv_heads")}
 _CONVOLVED = {"conv_size": size_or_none("mixer_options.conv_size")}
+# Without, the norm within a mixer that has an output gate has another name.
+_FUSED_NORM = {"fuse_norm": Fixed(True)}
 _NO_CONVOLUTION = {
   "use_short_conv": Fixed(False),
   **free("of convolutions, of which there are none", "conv_size"),
@@ -212,6 +214,7 @@ GLA = _family(
   "gla",
   _KV_HEADS
   | _CONVOLVED
+  | _FUSED_NORM
   | {
     "expand_k": number("mixer_options.expand_k", 0.5),
     "expand_v": number("mixer_options.expand_v", 1.0),
@@ -242,6 +245,7 @@ RETNET = _family(
   "RetNet",
   "retnet",
   _KV_HEADS
+  | _FUSED_NORM
   | {
     "expand_k": ONE,
     "expand_v": number("mixer_options.expand_v", 2.0),
