@@ -122,6 +122,7 @@ CONTRADICTIONS = [
   ("mamba-130m-hf", {"n_layer": 3}, "n_layer=3 is not num_hidden_layers = 2"),
   ("mamba-130m-hf", {"rms_norm": False}, "rms_norm=False is not implemented; only True"),
   ("mamba-130m-hf", {"ssm_cfg": {"d_state": 4}}, "ssm_cfg=.*4.* is not what .* say = .*3"),
+  ("mamba-130m-hf", {"ssm_cfg": {"layer": "Mamba2"}}, "ssm_cfg=.*2.* is not what .* say = .*1"),
   ("mamba-130m-hf", {"ssm_cfg": {"d_conv": 3, "a": 1}}, "ssm_cfg=.*3.* is not what"),
   ("mamba-130m-hf", {"is_encoder_decoder": True}, "is_encoder_decoder=True is not implemented"),
   ("mamba-130m-hf", {"pruned_heads": {"0": [1]}}, "pruned_heads=.* is not implemented"),
@@ -166,6 +167,8 @@ def test_setting_that_contradicts_the_others_raises(case, change, expected, tmp_
 
 REDUNDANT = [
   ("mamba-130m-hf", {"ssm_cfg": {"d_state": 3, "expand": 2, "dt_rank": 1}}),
+  ("mamba-130m-hf", {"ssm_cfg": {"layer": "Mamba1"}}),
+  ("mamba2-4.49", {"ssm_cfg": {"layer": "Mamba2"}}),
   ("mamba-130m-hf", {"id2label": {"0": "LABEL_0"}, "quantization_config": None}),
   ("mamba-130m-hf", {"rms_norm": None, "d_inner": None, "is_encoder_decoder": None}),
   ("llama-3.1-8b", {"partial_rotary_factor": None, "head_dim": None, "hidden_act": "swish"}),

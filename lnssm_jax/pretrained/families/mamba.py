@@ -110,7 +110,9 @@ def _options(config: Config) -> dict[str, Any]:
   """`ssm_cfg` with the values that the other settings have, and those that are free."""
   given = config["ssm_cfg"] if isinstance(config["ssm_cfg"], dict) else {}
   known = [n for n in given if n in _SSM_NAMES or isinstance(_SSM_FIELDS.get(n), Free)]
-  return {name: config.get(_SSM_NAMES.get(name, ""), given[name]) for name in known}
+  layer = {"layer": "Mamba2" if config.get("model_type") == "mamba2" else "Mamba1"}
+  said = {name: config.get(_SSM_NAMES.get(name, ""), given[name]) for name in known}
+  return said | (layer if "layer" in given else {})
 
 
 def _rank(config: Config) -> Config:
