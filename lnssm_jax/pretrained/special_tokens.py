@@ -72,6 +72,25 @@ def token_of(settings: Mapping[str, Any], name: str) -> str | None:
   return token if isinstance(token, str) else None
 
 
+def check_known(settings: Mapping[str, Any], id_of: Mapping[str, int], place: Path) -> None:
+  """Raises DataError if `read_settings` names special tokens that tokenizer.json does not have.
+
+  transformers adds them to the vocabulary when it opens the folder; here they would silently be
+  spelled out in ordinary tokens.
+  """
+  decoder, extra = settings.get("added_tokens_decoder"), settings.get("additional_special_tokens")
+  listed = [*(decoder.values() if isinstance(decoder, dict) else ())]
+  listed += extra if isinstance(extra, list) else ()
+  names = (token.get("content") if isinstance(token, dict) else token for token in listed)
+  missing = [name for name in names if isinstance(name, str) and name not in id_of]
+  if missing:
+    raise DataError(
+      f"{place} has no token {missing[0]!r:.80}, which {CONFIG} or {NAMES} next to it adds"
+      f" ({len(missing)} in all); write the folder again with both:"
+      " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+    )
+
+
 def added_by(
   post_processor: Any, settings: Mapping[str, Any], id_of: Mapping[str, int], place: Path
 ) -> Added:

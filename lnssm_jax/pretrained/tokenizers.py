@@ -152,6 +152,7 @@ class FileTokenizer:
       self._bytes = {id_of[name] for name in tokenizer_json.byte_tokens(settings) if name in id_of}
     if added is None:
       config = _settings_next_to(path, follow_links)
+      special.check_known(config, id_of, path)
       added = special.added_by(settings.get("post_processor"), config, id_of, path)
     self.raw = raw  # content of the file
     self.added = added

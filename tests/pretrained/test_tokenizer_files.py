@@ -300,6 +300,12 @@ def test_settings_are_those_of_both_files_and_of_several_steps(tmp_path):
       {"post_processor": {"type": "Sequence", "processors": [template(["<s>"], [])] * 2}},
       "several of its steps add tokens",
     ),
+    (
+      {"added_tokens_decoder": {"1": {"content": "<s>"}, "320": {"content": "<|user|>"}}},
+      {},
+      r"has no token '<\|user\|>', which tokenizer_config.json .* \(1 in all\)",
+    ),
+    ({"additional_special_tokens": ["<s>", "<a>", "<b>"]}, {}, r"no token '<a>', .* \(2 in all\)"),
     ({}, {"post_processor": template(["<s>"] * 65, [])}, "puts 65 special tokens around a text"),
   ],
 )

@@ -254,6 +254,11 @@ def test_key_is_private_and_that_of_all_processes_of_a_user(tmp_path, monkeypatc
   assert fresh() != first
   monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
   assert fresh() != fresh()
+  monkeypatch.chdir(tmp_path)  # perhaps the folder of a run of others
+  monkeypatch.setenv("HOME", str(tmp_path / "home"))
+  monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+  assert fresh() == (tmp_path / "home/.cache/lnssm_jax/key").read_bytes()
+  assert not (tmp_path / "cache").exists()
 
 
 def test_kernels_that_are_no_files_are_rejected(tmp_path):

@@ -120,7 +120,9 @@ def _signature(name: str, content: bytes) -> bytes:
 @functools.cache
 def _key() -> bytes:
   """The key of this user; of this process alone, if none can be kept."""
-  cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+  cache = os.environ.get("XDG_CACHE_HOME", "")
+  if not os.path.isabs(cache):  # as its specification says: a relative one is not to be used
+    cache = "~/.cache"
   path = Path(cache).expanduser() / "lnssm_jax" / "key"
   try:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
