@@ -116,7 +116,7 @@ def test_packed_documents_equal_separate_calls():
     start += length
 
 
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("scale", [-0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_scales_that_are_not_positive_equal_the_reference(scale):
   arrays = drawn(40, K=32, V=32)
   both = lambda form: jax.vjp(

