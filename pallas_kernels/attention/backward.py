@@ -22,11 +22,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
 from pallas_kernels.attention.tiles import (
+  KeyTiles,
   Logits,
   Range,
   Ring,
   launch,
   load_range,
+  produce_keys,
   steps_of,
   tile_start,
   visible,
@@ -49,27 +51,20 @@ from pallas_kernels.core.wgmma import (
 
 class _QueryGmem(NamedTuple):
   q: Any
-  k: Any
-  v: Any
+  keys: KeyTiles
   d_out: Any
   out: Any
   log_sum: Any
   seen: Range
 
 
-class _KeyTiles(NamedTuple):
-  k: Any
-  v: Any
-
-
 class _QueryScratch(NamedTuple):
   q: Any  # [128, K]
   d_out: Any  # [128, V]
-  k: Any  # [stages, tile, K]
-  v: Any  # [stages, tile, V]
+  keys: KeyTiles
   lhs: Any
   own_loaded: Any
-  loaded: _KeyTiles
+  loaded: KeyTiles
   consumed: Any
 
 
@@ -101,11 +96,10 @@ def query_gradient(
   scratch = _QueryScratch(
     q=smem_tile(TILE, K),
     d_out=smem_tile(TILE, V),
-    k=smem_tile(stages, config.tile, K),
-    v=smem_tile(stages, config.tile, V),
+    keys=KeyTiles(smem_tile(stages, config.tile, K), smem_tile(stages, config.tile, V)),
     lhs=mma.lhs_scratch(CONSUMERS, *shape),
     own_loaded=plgpu.Barrier(num_arrivals=2),
-    loaded=_KeyTiles(barrier, barrier),
+    loaded=KeyTiles(barrier, barrier),
     consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
   )
 
@@ -119,14 +113,7 @@ def query_gradient(
       tokens = pl.ds(start, TILE)
       plgpu.copy_gmem_to_smem(gmem.q.at[b, tokens, h], smem.q, smem.own_loaded)
       plgpu.copy_gmem_to_smem(gmem.d_out.at[b, tokens, h], smem.d_out, smem.own_loaded)
-
-      def load(n):
-        slot, keys = ring.slot(n), pl.ds((steps.begin + n) * config.tile, config.tile)
-        for name, source in (("k", gmem.k), ("v", gmem.v)):
-          target, arrived = getattr(smem, name).at[slot], getattr(ring.loaded, name).at[slot]
-          plgpu.copy_gmem_to_smem(source.at[b, keys, lax.div(h, H // G)], target, arrived)
-
-      ring.produce(steps.end - steps.begin, load)
+      produce_keys(ring, steps, gmem.keys, smem.keys, b, lax.div(h, H // G))
       return
 
     mine = start + warpgroup * ROWS
@@ -142,20 +129,16 @@ def query_gradient(
     d_sum = jnp.sum(load_tile(d_out_smem) * out.astype(jnp.float32), axis=1)
     store_unoptimized(outs.d_sum.at[b, h, tokens], d_sum)
 
-    def skip(step, _):
-      n = step - steps.begin
-      ring.wait("k", n)
-      ring.wait("v", n)
-      ring.release(n)
+    number = lambda step: step - steps.begin
 
     def advance(step, d_q):
-      n = step - steps.begin
+      n = number(step)
       slot = ring.slot(n)
       ring.wait("k", n)
       ring.wait("v", n)
       products, d_weights = mma.dots(
-        Dots([(q_smem, transpose_ref(smem.k.at[slot]))]),
-        Dots([(d_out_smem, transpose_ref(smem.v.at[slot]))]),
+        Dots([(q_smem, transpose_ref(smem.keys.k.at[slot]))]),
+        Dots([(d_out_smem, transpose_ref(smem.keys.v.at[slot]))]),
       )
       x, factor = logits.of(products)
       weights = jnp.exp2(x * factor - broadcast_rows(log_sum, shape))
@@ -164,13 +147,11 @@ def query_gradient(
       d_logits = lax.cond(
         masked, lambda: jnp.where(visible(rows, step, shape), d_logits, 0.0), lambda: d_logits
       )
-      d_q = mma.dot(mma.to_lhs(d_logits, smem.lhs, warpgroup), smem.k.at[slot], start=d_q)
+      d_q = mma.dot(mma.to_lhs(d_logits, smem.lhs, warpgroup), smem.keys.k.at[slot], start=d_q)
       ring.release(n)
       return d_q
 
-    lax.fori_loop(steps.begin, own.begin, skip, None)
-    d_q = lax.fori_loop(own.begin, own.end, advance, zero_accumulator(ROWS, K))
-    lax.fori_loop(own.end, steps.end, skip, None)
+    d_q = ring.consume(steps, own, number, advance, zero_accumulator(ROWS, K))
     d_q_smem = q_smem  # q is dead: its last product is done
     d_q_smem[...] = (d_q * logits.scale).astype(jnp.bfloat16)
     plgpu.commit_smem()
@@ -179,7 +160,7 @@ def query_gradient(
 
   return launch(
     body,
-    _QueryGmem(q, k, v, d_out, out, log_sum, seen),
+    _QueryGmem(q, KeyTiles(k, v), d_out, out, log_sum, seen),
     QueryGradient(
       jax.ShapeDtypeStruct((B, T, H, K), jnp.bfloat16), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
     ),
@@ -301,15 +282,10 @@ def key_gradient(
     plgpu.barrier_wait(smem.own_loaded)
 
     def of_head(head, carry):
-      before = head * width
-
-      def skip(step, _):
-        n = before + step - steps.begin
-        ring.wait("all", n)
-        ring.release(n)
+      number = lambda step: head * width + step - steps.begin
 
       def advance(step, carry):
-        n = before + step - steps.begin
+        n = number(step)
         slot = ring.slot(n)
         ring.wait("all", n)
         stage = _QueryTiles(*(x.at[slot] for x in smem.stages))
@@ -339,10 +315,7 @@ def key_gradient(
         ring.release(n)
         return carry
 
-      lax.fori_loop(steps.begin, own.begin, skip, None)
-      carry = lax.fori_loop(own.begin, own.end, advance, carry)
-      lax.fori_loop(own.end, steps.end, skip, None)
-      return carry
+      return ring.consume(steps, own, number, advance, carry)
 
     widths = (width for width, want in zip((K, V), wanted, strict=True) if want)
     carry = tuple(zero_accumulator(ROWS, width) for width in widths)

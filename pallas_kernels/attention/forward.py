@@ -16,11 +16,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
 from pallas_kernels.attention.tiles import (
+  KeyTiles,
   Logits,
   Range,
   Ring,
   launch,
   load_range,
+  produce_keys,
   steps_of,
   tile_start,
   visible,
@@ -41,8 +43,7 @@ _LOWEST = -1e30  # a maximum of no logits, finite: differences of infinite ones 
 
 class _Gmem(NamedTuple):
   q: Any
-  k: Any
-  v: Any
+  keys: KeyTiles
   seen: Range
 
 
@@ -51,19 +52,13 @@ class _Outputs(NamedTuple):
   log_sum: Any  # [B, H, T] float32: the logarithm in base 2 of the softmax's denominator
 
 
-class _Loaded(NamedTuple):
-  k: Any
-  v: Any
-
-
 class _Scratch(NamedTuple):
   q: Any  # [128, K]
-  k: Any  # [stages, tile, K]
-  v: Any  # [stages, tile, V]
+  keys: KeyTiles
   out: Any  # [128, V]
   lhs: Any
   q_loaded: Any
-  loaded: _Loaded
+  loaded: KeyTiles
   consumed: Any
 
 
@@ -84,13 +79,12 @@ def outputs(
   barrier = plgpu.Barrier(num_barriers=stages)
   scratch = _Scratch(
     q=smem_tile(TILE, K),
-    k=smem_tile(stages, config.tile, K),
-    v=smem_tile(stages, config.tile, V),
+    keys=KeyTiles(smem_tile(stages, config.tile, K), smem_tile(stages, config.tile, V)),
     # Queries are dead when outputs are stored; where the two are not alike, a tile of its own.
     out=None if K == V else smem_tile(TILE, V),
     lhs=mma.lhs_scratch(CONSUMERS, *shape),
     q_loaded=plgpu.Barrier(),
-    loaded=_Loaded(barrier, barrier),
+    loaded=KeyTiles(barrier, barrier),
     consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
   )
 
@@ -103,14 +97,7 @@ def outputs(
 
     if warpgroup is None:
       plgpu.copy_gmem_to_smem(gmem.q.at[b, pl.ds(start, TILE), h], smem.q, smem.q_loaded)
-
-      def load(n):
-        slot, keys = ring.slot(n), pl.ds((steps.begin + n) * config.tile, config.tile)
-        for name, source in (("k", gmem.k), ("v", gmem.v)):
-          target, arrived = getattr(smem, name).at[slot], getattr(ring.loaded, name).at[slot]
-          plgpu.copy_gmem_to_smem(source.at[b, keys, lax.div(h, H // G)], target, arrived)
-
-      ring.produce(steps.end - steps.begin, load)
+      produce_keys(ring, steps, gmem.keys, smem.keys, b, lax.div(h, H // G))
       return
 
     mine = start + warpgroup * ROWS
@@ -119,18 +106,14 @@ def outputs(
     q_smem = smem.q.at[pl.ds(warpgroup * ROWS, ROWS)]
     plgpu.barrier_wait(smem.q_loaded)
 
-    def skip(step, _):
-      n = step - steps.begin
-      ring.wait("k", n)
-      ring.wait("v", n)
-      ring.release(n)
+    number = lambda step: step - steps.begin
 
     def advance(step, carry):
       acc, top, total = carry
-      n = step - steps.begin
+      n = number(step)
       slot = ring.slot(n)
       ring.wait("k", n)
-      x, factor = logits.of(mma.dot(q_smem, transpose_ref(smem.k.at[slot])))
+      x, factor = logits.of(mma.dot(q_smem, transpose_ref(smem.keys.k.at[slot])))
       masked = (step < own.inside) | (step >= own.outside)
       x = lax.cond(masked, lambda: jnp.where(visible(rows, step, shape), x, -jnp.inf), lambda: x)
       higher = jnp.maximum(top, jnp.max(x, axis=1) * factor)
@@ -140,15 +123,13 @@ def outputs(
       acc = acc * broadcast_rows(shrink, acc.shape)
       lhs = mma.to_lhs(weights, smem.lhs, warpgroup)
       ring.wait("v", n)
-      acc = mma.dot(lhs, smem.v.at[slot], start=acc)
+      acc = mma.dot(lhs, smem.keys.v.at[slot], start=acc)
       ring.release(n)
       return acc, higher, total
 
     constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW_LAYOUT)
     carry = zero_accumulator(ROWS, V), constant(_LOWEST), constant(0.0)
-    lax.fori_loop(steps.begin, own.begin, skip, None)
-    acc, top, total = lax.fori_loop(own.begin, own.end, advance, carry)
-    lax.fori_loop(own.end, steps.end, skip, None)
+    acc, top, total = ring.consume(steps, own, number, advance, carry)
 
     some = total > 0.0
     inverse = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
@@ -164,7 +145,7 @@ def outputs(
     jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
   )
   return launch(
-    *(body, _Gmem(q, k, v, seen), out_type, scratch),
+    *(body, _Gmem(q, KeyTiles(k, v), seen), out_type, scratch),
     grid=(B, H, T // TILE),
     config=config,
     name="attention_outputs",

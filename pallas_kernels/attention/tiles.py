@@ -121,6 +121,52 @@ class Ring:
     drain = lambda n, _: plgpu.barrier_wait(self.consumed.at[self.slot(n)])
     lax.fori_loop(jnp.maximum(count - self.num_stages, 0), count, drain, None)
 
+  def consume[Carry](
+    self,
+    steps: Steps,
+    own: Steps,
+    number: Callable[[jax.Array], jax.Array],
+    advance: Callable[[jax.Array, Carry], Carry],
+    carry: Carry,
+  ) -> Carry:
+    """A consumer: `advance(step, carry)` for its own of the steps that the CTA goes through.
+
+    Args:
+      number: how many steps of this CTA come before a step.
+    """
+
+    def skip(step, _):
+      n = number(step)
+      for name in self.loaded._fields:
+        self.wait(name, n)
+      self.release(n)
+
+    lax.fori_loop(steps.begin, own.begin, skip, None)
+    carry = lax.fori_loop(own.begin, own.end, advance, carry)
+    lax.fori_loop(own.end, steps.end, skip, None)
+    return carry
+
+
+class KeyTiles(NamedTuple):
+  """Keys and values, or the barriers on which they arrive."""
+
+  k: Any  # [B, S, G, K]; in SMEM [stages, tile, K]
+  v: Any  # [B, S, G, V]; in SMEM [stages, tile, V]
+
+
+def produce_keys(
+  ring: Ring, steps: Steps, gmem: KeyTiles, smem: KeyTiles, batch: jax.Array, head: jax.Array
+) -> None:
+  """The producer of the kernels for queries: the keys and values of all steps."""
+
+  def load(n):
+    slot, tile = ring.slot(n), smem.k.shape[1]
+    keys = pl.ds((steps.begin + n) * tile, tile)
+    for source, target, arrived in zip(gmem, smem, ring.loaded, strict=True):
+      plgpu.copy_gmem_to_smem(source.at[batch, keys, head], target.at[slot], arrived.at[slot])
+
+  ring.produce(steps.end - steps.begin, load)
+
 
 def launch(
   body: Callable[..., None],
