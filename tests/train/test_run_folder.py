@@ -43,7 +43,7 @@ def test_run_folder_changed_settings_listed(trained, tiny):
   with pytest.raises(RunFolderError) as caught:
     claim(other)
   assert str(caught.value).splitlines() == [
-    f"{trained.run_dir} belongs to a run with other settings:",
+    f"{trained.run_dir} belongs to a run with other settings, by its config.json:",
     "  model.dim: the folder's run has 32, this one 64",
     "  model.mixer_options: the folder's run has {}, this one nothing",
     "  model.mixer_options.shift: the folder's run has nothing, this one 'kvg'",

@@ -211,7 +211,7 @@ def _claim(run: RunFolder, cfg: config.Train | Vision, allow_config_change: bool
       rejected = [line for name, line in changes.items() if not is_free(name)]
       if rejected and not allow_config_change:
         raise RunFolderError(
-          f"{run.path} belongs to a run with other settings:",
+          f"{run.path} belongs to a run with other settings, by its config.json:",
           *(f"  {line}" for line in rejected),
           "Restore them to resume that run, start a new one with --set run_dir=ANOTHER, or resume "
           "with these settings by --allow-config-change.",
