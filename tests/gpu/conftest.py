@@ -10,9 +10,19 @@ import jax
 import pytest
 
 # Kernels are compiled one at a time in a process, by whichever thread: while one does, another one
-# lowers programs or runs them, and the others wait or compile what is not a kernel.
+# lowers programs or runs them, and the others wait or compile what is not a kernel. So
+# `make test-gpu` runs two processes, each with half of the tests and of the GPU's memory.
 _pool = concurrent.futures.ThreadPoolExecutor(7)
 _started: dict[pytest.Item, concurrent.futures.Future] = {}
+
+
+def pytest_addoption(parser):
+  parser.addoption("--part", default="0/1", help="I/N: of N equal parts of the GPU's tests, part I")
+
+
+def pytest_collection_modifyitems(config, items):
+  index, parts = map(int, config.getoption("--part", "0/1").split("/"))
+  items[:] = items[index::parts]
 
 
 @pytest.fixture(autouse=True)
