@@ -13,7 +13,7 @@ Speed on a GPU, next to other libraries:
     copies                   several runs as one program
 
 On a CPU: `scans` (time, memory), `numerics` and `limits` (errors), `load_pretrained`.
-Quality: `long_context`, `sparse_training`, `conversion`. Failures: `benchmarks.reliability`.
+Quality: `long_context`, `sparse_training`, `conversion`.
 
 `csv_rows`, `kernel_cases`, `long_context_parts`, `over_seeds`, `turns` and the peers are parts of
 these; `plot_kernels` draws a table.

@@ -33,7 +33,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "faults"
-SOURCES = ("lnssm_jax", "pallas_kernels", "train", "configs", "scripts", "benchmarks")
+SOURCES = (
+  "lnssm_jax",
+  "pallas_kernels",
+  "train",
+  "configs",
+  "scripts",
+  "benchmarks",
+  "tests/reliability",
+)
 SUFFIXES = (".py", ".sh", ".yaml")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
 

@@ -41,10 +41,10 @@ def test_options_exist():
     options = re.findall(r"(?<=\s)--[a-z][\w-]*", rest)
     if name not in known or any(option not in known[name] for option in options):
       wrong.append(f"{page}: {name}{rest}")
-  for page, name, rest in commands(r"(benchmarks[\w.]+[a-z])"):
+  for page, name, rest in commands(r"((?:benchmarks|tests\.reliability)[\w.]+[a-z])"):
     source = (ROOT / f"{name.replace('.', '/')}.py").read_text()
     if "platforms.add_option" in source:
-      source += (ROOT / "benchmarks/reliability/platforms.py").read_text()
+      source += (ROOT / "tests/reliability/platforms.py").read_text()
     for option in re.findall(r"(?<=\s)--(?:no-)?([a-z][\w-]*)", rest):
       if f'"--{option}"' not in source and f'"--no-{option}"' not in source:
         wrong.append(f"{page}: {name}{rest}")

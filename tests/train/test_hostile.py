@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from benchmarks.reliability import hostile
-from benchmarks.reliability.escapes import SCENARIOS, linked_step
+from tests.reliability import hostile
+from tests.reliability.escapes import SCENARIOS, linked_step
 from train.checkpoint import digests
 from train.runs.run_folder import RunFolder
 

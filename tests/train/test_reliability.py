@@ -1,8 +1,8 @@
-"""Short runs of the commands of benchmarks/reliability; long ones are marked slow."""
+"""Short runs of the commands of tests/reliability; long ones are marked slow."""
 
 import pytest
 
-from benchmarks.reliability import faults
+from tests.reliability import faults
 from train.checkpoint import digests
 
 
@@ -32,7 +32,7 @@ def test_reliability_planted_wrong_state_detected(monkeypatch, capsys):
 )
 def test_reliability_commands_succeed(name, arguments, command):
   # In a separate process, because they fork before JAX has started.
-  process = command("-W", "default", "-m", f"benchmarks.reliability.{name}", *arguments)
+  process = command("-W", "default", "-m", f"tests.reliability.{name}", *arguments)
   out, errors = process.communicate(timeout=1800)
   assert process.returncode == 0, errors
   assert out

@@ -1,4 +1,4 @@
-"""The judgments of `benchmarks.reliability.soak`, without its processes; a short run is slow."""
+"""The judgments of `tests.reliability.soak`, without its processes; a short run is slow."""
 
 import collections
 import json
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reliability import soak, soak_campaign, soak_faults
-from benchmarks.reliability.soak_campaign import Campaign, Count
-from benchmarks.reliability.soak_faults import Harm
+from tests.reliability import soak, soak_campaign, soak_faults
+from tests.reliability.soak_campaign import Campaign, Count
+from tests.reliability.soak_faults import Harm
 
 
 def row(step, loss=2.0):
@@ -144,7 +144,7 @@ def test_soak_table_has_a_line_per_fault_and_the_sum():
 @pytest.mark.slow
 def test_soak_short_run_finds_nothing_wrong(command):
   process = command(
-    *("-W", "default", "-m", "benchmarks.reliability.soak", "--minutes", "0.5", "--steps", "100"),
+    *("-W", "default", "-m", "tests.reliability.soak", "--minutes", "0.5", "--steps", "100"),
     *("--only", "at rest"),
   )
   out, errors = process.communicate(timeout=900)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.reliability.faults import make_state
 from lnssm_jax.pretrained.files import digest_of
+from tests.reliability.faults import make_state
 from train.checkpoint import digests, step_folders, store, verify
 from train.checkpoint.store import CheckpointError, Checkpoints
 

@@ -1,6 +1,6 @@
 """Kills a run repeatedly (SIGKILL at random times) and compares it with an uninterrupted one.
 
-    python -m benchmarks.reliability.kills --kills 200 --steps 20000 --figure kills.png
+    python -m tests.reliability.kills --kills 200 --steps 20000 --figure kills.png
 
 After each kill the run restarts from its newest intact checkpoint. All rows ever written to
 metrics.jsonl, including recomputed ones, must equal those of the uninterrupted run bit for bit, and
@@ -22,7 +22,7 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from benchmarks.reliability import tiny_run
+from tests.reliability import tiny_run
 from train import config
 from train.checkpoint import step_folders
 from train.checkpoint.store import newest_step

@@ -1,4 +1,4 @@
-"""The runs of `benchmarks.reliability.soak`: their settings, commands in forked processes, rows."""
+"""The runs of `tests.reliability.soak`: their settings, commands in forked processes, rows."""
 
 import atexit
 import dataclasses
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.reliability import tiny_run
+from tests.reliability import tiny_run
 from train import config
 from train.runs.run_folder import RunFolder
 

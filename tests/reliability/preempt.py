@@ -1,6 +1,6 @@
 """Sends SIGTERM to one process of a run and checks that all stop together.
 
-    python -m benchmarks.reliability.preempt --processes 2 4 --times 5
+    python -m tests.reliability.preempt --processes 2 4 --times 5
 
 Each run resumes where the previous one stopped. All processes must exit with 0 after the same step,
 which must be saved; the last column is the time from the signal to the last exit.
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.reliability import processes, tiny_run
+from tests.reliability import processes, tiny_run
 from train import config
 from train.checkpoint import digests
 from train.runs.run_folder import RunFolder

@@ -1,6 +1,6 @@
 """Damages checkpoints at random and compares what is loaded with what was saved.
 
-    python -m benchmarks.reliability.faults --faults 1000
+    python -m tests.reliability.faults --faults 1000
 
 Three checkpoints are saved. Each trial damages the newest one (one in ten: the two newest), then
 restores the newest intact state, as a resumed run does, and for comparison the latest one by Orbax

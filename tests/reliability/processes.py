@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability import platforms
+from tests.reliability import platforms
 
 
 def start(

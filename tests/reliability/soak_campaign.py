@@ -1,4 +1,4 @@
-"""A run under faults, for `benchmarks.reliability.soak`: one at a time, and what came of it."""
+"""A run under faults, for `tests.reliability.soak`: one at a time, and what came of it."""
 
 import dataclasses
 import multiprocessing
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from benchmarks.reliability import platforms, soak_faults
-from benchmarks.reliability.kills import inode, parameters_differ
-from benchmarks.reliability.soak_runs import rows_of, run_command, settings
+from tests.reliability import platforms, soak_faults
+from tests.reliability.kills import inode, parameters_differ
+from tests.reliability.soak_runs import rows_of, run_command, settings
 from train import config
 from train.checkpoint.store import newest_step
 

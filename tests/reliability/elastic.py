@@ -1,7 +1,7 @@
 """Stops a run on some devices, processes and mesh, and resumes on others.
 
-    python -m benchmarks.reliability.elastic
-    python -m benchmarks.reliability.elastic --platform gpu --layouts 0 1 3  # on two GPUs
+    python -m tests.reliability.elastic
+    python -m tests.reliability.elastic --platform gpu --layouts 0 1 3  # on two GPUs
 
 For every pair: the loaded parameters and optimizer state must equal the saved ones bit for bit; the
 rows of text that are read must be those of an uninterrupted run (by hash); the losses may differ by
@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from benchmarks.reliability import platforms, processes, tiny_run
+from tests.reliability import platforms, processes, tiny_run
 from train import config
 
 # Name: devices, processes, mesh axes (data, fsdp, sequence).

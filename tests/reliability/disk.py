@@ -1,6 +1,6 @@
 """Fills the disk under a run, then makes it read-only, temporarily; needs permission to mount.
 
-    sudo python -m benchmarks.reliability.disk
+    sudo python -m tests.reliability.disk
 
 The run folder is on a small file system in memory. While it is full, and later while it is
 read-only, training must continue; afterwards it must save, and metrics.jsonl must be complete.
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reliability import processes, tiny_run
+from tests.reliability import processes, tiny_run
 from train import config
 from train.checkpoint import digests, step_folders
 from train.runs.run_folder import RunFolder

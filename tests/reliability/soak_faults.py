@@ -1,4 +1,4 @@
-"""Faults of `benchmarks.reliability.soak`: damage to files, limits, clocks."""
+"""Faults of `tests.reliability.soak`: damage to files, limits, clocks."""
 
 import contextlib
 import dataclasses

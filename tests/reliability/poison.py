@@ -1,6 +1,6 @@
 """Puts NaN, infinity and random targets into the batches of a run and compares its losses.
 
-    python -m benchmarks.reliability.poison
+    python -m tests.reliability.poison
 
 One batch in 25 is poisoned: its weights become NaN or infinite, or its targets random tokens (a
 spike). Prints the skipped steps and the final loss on clean text, of a clean run and of
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.reliability import tiny_run
+from tests.reliability import tiny_run
 
 STEPS, FIRST, EVERY = 600, 200, 25
 KINDS = ("NaN", "infinity", "spike")

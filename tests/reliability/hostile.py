@@ -1,6 +1,6 @@
 """Opens corrupted and malicious files, and parses invalid settings.
 
-    python -m benchmarks.reliability.hostile --trials 2000
+    python -m tests.reliability.hostile --trials 2000
 
 Each trial corrupts one file (or one setting), at random, and opens it as the project does:
 
@@ -29,11 +29,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.reliability import tiny_run
-from benchmarks.reliability.corruption import ODD, corrupt_bytes, corrupt_json, corrupt_value
-from benchmarks.reliability.escapes import SCENARIOS
 from lnssm_jax.pretrained import exports
 from lnssm_jax.pretrained.files import digest_of
+from tests.reliability import tiny_run
+from tests.reliability.corruption import ODD, corrupt_bytes, corrupt_json, corrupt_value
+from tests.reliability.escapes import SCENARIOS
 from train import config
 from train.cli.errors import exit_code
 from train.config import apply_overrides
@@ -158,7 +158,7 @@ class ConfigFile(Target):
   """A config file (Python), as if half edited."""
 
   good = (
-    b"from benchmarks.reliability import tiny_run\nfrom pathlib import Path\nimport os\n\n\n"
+    b"from tests.reliability import tiny_run\nfrom pathlib import Path\nimport os\n\n\n"
     b"def get_config():\n  return tiny_run.settings(Path('ROOT'), 'run', steps=7, seed=1)\n"
   )
 

@@ -1,7 +1,7 @@
 """Kills or suspends one of two processes of a run, and measures when the other ends.
 
-    python -m benchmarks.reliability.lost_peer
-    python -m benchmarks.reliability.lost_peer --platform gpu
+    python -m tests.reliability.lost_peer
+    python -m tests.reliability.lost_peer --platform gpu
 
 On a CPU a killed process is noticed by its broken connections. A silent one (SIGSTOP, as a host
 that hangs), and on GPUs, whose own links tell nothing, a killed one too, by its heartbeat. The
@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.reliability import platforms, tiny_run
+from tests.reliability import platforms, tiny_run
 from train import config
 from train.cluster.distributed import HEARTBEAT
 

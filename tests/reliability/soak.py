@@ -1,7 +1,7 @@
 """Trains a small model again and again under random faults, and compares every number.
 
-    python -m benchmarks.reliability.soak --minutes 30 --seed 1
-    python -m benchmarks.reliability.soak --minutes 10 --seed 1 --platform gpu  # on two GPUs
+    python -m tests.reliability.soak --minutes 30 --seed 1
+    python -m tests.reliability.soak --minutes 10 --seed 1 --platform gpu  # on two GPUs
 
 An undisturbed run comes first, of one process and of two. Then runs with the same settings are
 started, disturbed, ended and resumed until they are complete, and begin again. One fault at a time:
@@ -30,8 +30,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.reliability import platforms
-from benchmarks.reliability.soak_campaign import OF_ONE, OF_TWO, Campaign, Count
+from tests.reliability import platforms
+from tests.reliability.soak_campaign import OF_ONE, OF_TWO, Campaign, Count
 
 STEPS = 1000  # of a run
 
