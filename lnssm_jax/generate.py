@@ -10,7 +10,6 @@ A row's random numbers depend only on the seed, the row and the number of the to
 each row, not on the row.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lnssm_jax import drawing
+from lnssm_jax import sampling
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.models import LanguageModel, layers
 from lnssm_jax.prefill import default_prefill_chunk, extend, pieces, read_prompts, taken
+from lnssm_jax.sampling import SamplingOptions
 
 if TYPE_CHECKING:
   from lnssm_jax import linen
@@ -31,68 +31,6 @@ type AnyModel = LanguageModel | linen.LanguageModel
 
 # Tokens drawn per call of the device: enough to hide the cost of the call, few enough to stop soon.
 _STEPS_PER_CALL = 32
-_TINY = float(np.finfo(np.float32).tiny)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-  """Options of `generate` and `stream`: how many tokens to draw, and how.
-
-  Attributes:
-    max_tokens: the most tokens to draw for each prompt.
-    seed: of the random numbers; or one for each prompt, whose text then depends on its own only.
-    repetition_penalty: r, above 0: logits z of tokens that the text has had, prompt included,
-      become z / r where z > 0, else z r. 1 changes nothing.
-    temperature: divides the logits then; 0 takes the most probable token.
-    top_k: draw from the k most probable tokens only.
-    top_p: draw from the fewest most probable tokens whose probabilities reach p; applied after
-      `top_k`.
-    min_p: draw only tokens at least p times as probable as the most probable one.
-    stop_token: a row ends before this token, or before any of several.
-    prefill_chunk: tokens of a prompt read at once; bounds the memory of reading it. None:
-      `prefill.default_prefill_chunk` of the number of prompts.
-
-  Raises:
-    ValueError: an option is out of range; the message names it.
-  """
-
-  max_tokens: int
-  seed: int | tuple[int, ...] = 0
-  repetition_penalty: float = 1.0
-  temperature: float = 1.0
-  top_k: int | None = None
-  top_p: float | None = None
-  min_p: float | None = None
-  stop_token: int | tuple[int, ...] | list[int] | None = None
-  prefill_chunk: int | None = None
-
-  def __post_init__(self):
-    check_positive("max_tokens", self.max_tokens)
-    if self.prefill_chunk is not None:
-      check_positive("prefill_chunk", self.prefill_chunk)
-    if not all(0 <= seed < 2**32 for seed in np.atleast_1d(np.array(self.seed, object))):
-      raise ValueError(f"seed={self.seed} must be in [0, 2**32): a key has 32 bits of a seed.")
-    if not (self.temperature == 0 or self.temperature >= _TINY):
-      raise ValueError(
-        f"temperature={self.temperature} must be 0 (greedy) or at least {_TINY:.2g}, the smallest"
-        " number of float32."
-      )
-    if self.top_k is not None:
-      check_positive("top_k", self.top_k)
-    if self.top_p is not None and not 0 < self.top_p <= 1:
-      raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; None keeps all tokens.")
-    if self.min_p is not None and not 0 <= self.min_p <= 1:
-      raise ValueError(f"min_p={self.min_p} must be in 0 to 1; None keeps all tokens.")
-    if not 0 < self.repetition_penalty < np.inf:
-      raise ValueError(
-        f"repetition_penalty={self.repetition_penalty} must be above 0; 1 changes nothing."
-      )
-
-  @property
-  def stop_tokens(self) -> tuple[int, ...]:
-    """`stop_token` as a tuple."""
-    stop = () if self.stop_token is None else self.stop_token
-    return tuple(stop) if isinstance(stop, tuple | list) else (stop,)
 
 
 class Prefix(NamedTuple):
@@ -134,7 +72,7 @@ def generate(
       or its logits are NaN; the message names it.
   """
   rows = np.stack(list(stream(model, prompts, options, start=start)), axis=1)  # [B, tokens]
-  return [drawing.before_stop(row, options.stop_token) for row in rows]
+  return [sampling.before_stop(row, options.stop_token) for row in rows]
 
 
 def generate_scored(
@@ -147,7 +85,7 @@ def generate_scored(
   """As `generate`, with the log-probability of each new token."""
   steps = list(_checked(model, prompts, options, start, log_probs=True))
   tokens, log_probs = (np.stack(parts, axis=1) for parts in zip(*steps, strict=True))
-  rows = [drawing.before_stop(row, options.stop_token) for row in tokens]
+  rows = [sampling.before_stop(row, options.stop_token) for row in tokens]
   pairs = zip(rows, log_probs, strict=True)
   return [Continuation(row, scores[: len(row)]) for row, scores in pairs]
 
@@ -215,7 +153,7 @@ def _checked(model, prompts, options: SamplingOptions, start, *, log_probs: bool
       raise ValueError(
         f"stop_token={stop_token!r} is outside the vocabulary, 0 to {model.vocab_size - 1}."
       )
-  return _run(model, rows, options, start, log_probs, drawing.row_keys(options.seed, len(rows)))
+  return _run(model, rows, options, start, log_probs, sampling.row_keys(options.seed, len(rows)))
 
 
 def _check_length(model, rows, max_tokens: int, start: Prefix | None) -> None:
@@ -274,8 +212,8 @@ def _checked_prompts(model: Any, prompts, start: Prefix | None) -> tuple[Any, li
 
 def _run(model, prompts, options: SamplingOptions, start: Prefix | None, log_probs, row_keys):
   """The generator behind `stream`, on checked arguments."""
-  choice = drawing.choice_of(options, model.vocab_size, log_probs)
-  limits = drawing.limits_of(options)
+  choice = sampling.choice_of(options, model.vocab_size, log_probs)
+  limits = sampling.limits_of(options)
   prefix = _read(model, prompts, options.prefill_chunk, start)
   states, logits = _apart(prefix.state, model.num_layers), prefix.logits
   seen = prefix.seen if choice.penalized else None
@@ -334,7 +272,7 @@ def _read(model, prompts, prefill_chunk: int | None, start: Prefix | None) -> Pr
 
 
 @functools.partial(jax.jit, static_argnames="choice", donate_argnames=("states", "logits", "seen"))
-def _decode(model, states, logits, seen, row_keys, first, limits, *, choice: drawing.Choice):
+def _decode(model, states, logits, seen, row_keys, first, limits, *, choice: sampling.Choice):
   """Draws tokens `first`, `first` + 1, ...: (states, logits, seen, steps).
 
   Of each step (tokens [B], log-probabilities [B] or None, whether logits are NaN [B]).
@@ -344,7 +282,7 @@ def _decode(model, states, logits, seen, row_keys, first, limits, *, choice: dra
   def step(carry, number):
     states, logits, seen = carry
     keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, number)
-    tokens = drawing.draw(drawing.penalized(logits, seen, limits), keys, limits, choice)
+    tokens = sampling.draw(sampling.penalized(logits, seen, limits), keys, limits, choice)
     scores, broken = None, jnp.isnan(logits).any(axis=-1)
     if choice.log_probs:
       picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]

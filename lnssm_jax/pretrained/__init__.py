@@ -35,7 +35,7 @@ _HOMES = {
   "Score": "texts",
   "lm_eval_model": "harness",
   "load": "hugging_face",
-  "load_model": "loaded",
+  "load_model": "opening",
   "load_prefix": "prefixes",
   "save": "hugging_face",
   "save_prefix": "prefixes",
@@ -46,8 +46,9 @@ if TYPE_CHECKING:
   from lnssm_jax.pretrained.files import DataError
   from lnssm_jax.pretrained.harness import lm_eval_model
   from lnssm_jax.pretrained.hugging_face import load, save
-  from lnssm_jax.pretrained.loaded import LoadedModel, load_model, score
+  from lnssm_jax.pretrained.loaded import LoadedModel, score
   from lnssm_jax.pretrained.manifest import ExportError
+  from lnssm_jax.pretrained.opening import load_model
   from lnssm_jax.pretrained.prefixes import load_prefix, save_prefix
   from lnssm_jax.pretrained.texts import Score
 else:

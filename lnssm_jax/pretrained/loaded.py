@@ -1,4 +1,4 @@
-"""Models from folders, with their settings, metrics and tokenizer."""
+"""A model from a folder, with its settings, metrics and tokenizer; the scores of texts by it."""
 
 import dataclasses
 import functools
@@ -10,16 +10,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.models import LanguageModel, count_parameters
-from lnssm_jax.models.settings import graph_of
-from lnssm_jax.pretrained import exports, folders, texts
-from lnssm_jax.pretrained.exports import ExportError
-from lnssm_jax.pretrained.printable import shell_word
+from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.special_tokens import InText
 from lnssm_jax.pretrained.texts import Score
 from lnssm_jax.pretrained.tokenizers import Tokenizer
+from lnssm_jax.sampling import SamplingOptions
 
 # Sampling of a model that comes without such settings of a run.
 _SAMPLE = {"tokens": 200, "temperature": 0.8, "top_k": None, "top_p": 0.95}
@@ -186,32 +183,6 @@ class LoadedModel:
     )
 
 
-def load_model(folder: str | Path) -> LoadedModel:
-  """Loads an exported or a published model onto the first device of this process.
-
-      loaded = lnssm_jax.load_model("exported")
-
-  `lnssm_jax.pretrained.load` has options for published models. `train.load_model`, in a checkout,
-  also opens run folders.
-
-  Raises:
-    ExportError: `folder` is no exported model, or it is damaged or inconsistent.
-  """
-  folder = Path(folder)
-  if not exports.is_exported(folder) and folders.is_published(folder):
-    from lnssm_jax.pretrained import hugging_face  # which imports this module
-
-    return hugging_face.load(folder)
-  if not exports.is_exported(folder):
-    raise ExportError(not_exported(folder))
-  manifest, arrays = exports.read(folder)
-  params = jax.device_put(arrays, jax.local_devices()[0])
-  model = nnx.merge(graph_of(manifest.model), params)
-  settings = {"model": manifest.model, **manifest.settings}
-  tokenizer = lambda: exports.tokenizer_of(folder, manifest)
-  return LoadedModel(model, settings, manifest.step, folder, lambda: manifest.metrics, tokenizer)
-
-
 @overload
 def score(
   model: LoadedModel,
@@ -286,21 +257,3 @@ def _texts_of(name: str, given: str | Iterable[str]) -> list[str]:
         " list of them."
       )
   return several
-
-
-def not_exported(folder: Path) -> str:
-  """Message about a folder without a manifest: what was looked for, and what to do."""
-  if not folder.is_dir():
-    return f"there is no folder {folder}; give one that `python -m train export` wrote."
-  if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
-    return (
-      f"{folder} is a run folder, not an exported model: use train.load_model({str(folder)!r}) in "
-      f"a checkout, or export it: python -m train export {shell_word(folder)} --out EXPORTED"
-    )
-  inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-  return (
-    f"{folder} is no exported model: it was searched for {exports.MANIFEST} (with "
-    f"{exports.TENSORS}, of an exported model), for config.json and checkpoints/ (of a run), and "
-    f"for config.json and safetensors files (of a published model); "
-    f"it has {inside}."
-  )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lnssm_jax import drawing, generate, prefill
+from lnssm_jax import generate, prefill, sampling
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.pretrained.continuations import Continuation
@@ -93,7 +93,7 @@ def complete_tokens(
     if not until:
       continue
     for number, row in enumerate(np.stack(part, axis=1)):
-      kept = drawing.before_stop(row, stop)
+      kept = sampling.before_stop(row, stop)
       if not stopped[number]:
         found[number].add(kept.tolist())
       stopped[number] |= len(kept) < len(row) or found[number].ended
@@ -101,7 +101,7 @@ def complete_tokens(
       break
   if not until:
     for text, row in zip(found, np.stack(steps, axis=1), strict=True):
-      text.add(drawing.before_stop(row, stop).tolist())
+      text.add(sampling.before_stop(row, stop).tolist())
   return [text.text for text in found]
 
 

@@ -13,15 +13,13 @@ and reset the recurrent state there. Three places need it, and each has one func
   token; `pack_bits` and `bit` for kernels that load them from GMEM, one word per few tokens.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.core.index import ChunkIndex
 from pallas_kernels.core.wgmma import CHUNK, broadcast_rows, equal_mask, load_row_vector
-
-if TYPE_CHECKING:
-  from pallas_kernels.core.chunk_grid import ChunkIndex
 
 
 class DocumentBoundaries(NamedTuple):
@@ -73,36 +71,36 @@ class DocumentBoundaries(NamedTuple):
 
   # Inside kernels.
 
-  def mask(self, at: "ChunkIndex", mask: jax.Array) -> jax.Array:
+  def mask(self, at: ChunkIndex, mask: jax.Array) -> jax.Array:
     """[C, C] bool: `mask` without pairs of tokens of different documents."""
     if self.segment_ids is None:
       return mask
     return mask & self._same_document(at)
 
-  def mask_scores(self, at: "ChunkIndex", scores: jax.Array) -> jax.Array:
+  def mask_scores(self, at: ChunkIndex, scores: jax.Array) -> jax.Array:
     """[C, C]: `scores`, 0 for pairs of tokens of different documents."""
     if self.segment_ids is None:
       return scores
     return jnp.where(self._same_document(at), scores, 0.0)
 
-  def _same_document(self, at: "ChunkIndex") -> jax.Array:
+  def _same_document(self, at: ChunkIndex) -> jax.Array:
     return equal_mask(self.segment_ids.at[at.batch, at.tokens])
 
-  def sees_entering_state(self, at: "ChunkIndex") -> jax.Array | None:
+  def sees_entering_state(self, at: ChunkIndex) -> jax.Array | None:
     """[C] float32, above 0 for tokens that see the state that enters the chunk; None for all."""
     return None if self.reach is None else load_row_vector(self.reach.at[0, at.batch, at.tokens])
 
-  def reaches_leaving_state(self, at: "ChunkIndex") -> jax.Array | None:
+  def reaches_leaving_state(self, at: ChunkIndex) -> jax.Array | None:
     """[C] float32, above 0 for tokens that reach the state that leaves the chunk; None for all."""
     return None if self.reach is None else load_row_vector(self.reach.at[1, at.batch, at.tokens])
 
-  def keeps_state(self, at: "ChunkIndex", decay: jax.Array) -> jax.Array:
+  def keeps_state(self, at: ChunkIndex, decay: jax.Array) -> jax.Array:
     """The chunk's `decay` [K], 0 if no state passes the chunk: if its last token sees none."""
     if self.reach is None:
       return decay
     return decay * self.reach[0, at.batch, at.chunk * CHUNK + CHUNK - 1]
 
-  def starts_with(self, at: "ChunkIndex") -> tuple[jax.Array, jax.Array] | None:
+  def starts_with(self, at: ChunkIndex) -> tuple[jax.Array, jax.Array] | None:
     """Whether tokens [C], and the last token, are in the document of the chunk's first token."""
     if self.segment_ids is None:
       return None

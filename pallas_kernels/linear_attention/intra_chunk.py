@@ -43,7 +43,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
-from pallas_kernels.core.chunk_grid import ChunkIndex, shared_head
+from pallas_kernels.core.chunk_grid import shared_head
+from pallas_kernels.core.index import ChunkIndex
 from pallas_kernels.core.wgmma import (
   CHUNK,
   COMPILER_PARAMS,

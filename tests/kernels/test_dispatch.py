@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax import drawing, generate, ops
+from lnssm_jax import generate, ops, sampling
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
@@ -217,8 +217,8 @@ def test_generation_updates_the_states_in_place(hopper):
   sizes = {"vocab_size": vocab, "dim": H * K, "num_layers": L, "num_heads": H}
   model = drawn(lambda: LanguageModel(**sizes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
   options = generate.SamplingOptions(max_tokens=1)
-  keys, limits = jax.random.split(jax.random.key(0), B), drawing.limits_of(options)
-  choice = drawing.choice_of(options, vocab, log_probs=False)
+  keys, limits = jax.random.split(jax.random.key(0), B), sampling.limits_of(options)
+  choice = sampling.choice_of(options, vocab, log_probs=False)
   states = generate._apart(model.init_state(B), model.num_layers)
   traced = generate._decode.trace(
     model, states, jnp.zeros((B, vocab)), None, keys, 0, limits, choice=choice

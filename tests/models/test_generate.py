@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax import drawing, prefill
 from lnssm_jax import generate as generation
+from lnssm_jax import prefill, sampling
 from lnssm_jax.generate import SamplingOptions, generate, generate_scored, read, stream
 from lnssm_jax.models import LanguageModel, layers
 
@@ -146,11 +146,11 @@ def frequencies(draws=4000, **options):
   """How often each token is drawn for the probabilities 0.15, 0.5, 0.05, 0.3."""
   logits = jnp.log(jnp.tile(jnp.array([0.15, 0.5, 0.05, 0.3]), (draws, 1)))
   options = SamplingOptions(max_tokens=1, **options)
-  choice, limits = drawing.choice_of(options, 4, False), drawing.limits_of(options)
+  choice, limits = sampling.choice_of(options, 4, False), sampling.limits_of(options)
   keys = jax.random.split(jax.random.key(0), draws)
   seen = jnp.tile(jnp.array([False, True, False, False]), (draws, 1))
-  logits = drawing.penalized(logits, seen if choice.penalized else None, limits)
-  return np.bincount(drawing.draw(logits, keys, limits, choice), minlength=4) / draws
+  logits = sampling.penalized(logits, seen if choice.penalized else None, limits)
+  return np.bincount(sampling.draw(logits, keys, limits, choice), minlength=4) / draws
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax import drawing
 from lnssm_jax import generate as generation
+from lnssm_jax import sampling
 from lnssm_jax.generate import SamplingOptions, generate, stream
 from tests.models.test_generate import PROMPTS, as_lists, greedy, model
 
@@ -34,7 +34,7 @@ def test_row_that_has_ended_repeats_its_stop_token_while_others_continue(model, 
 def test_token_is_drawn_with_the_key_of_its_number(model):
   """Of the text, not of a call of the device."""
   rows = as_lists(generate(model, PROMPTS, SamplingOptions(max_tokens=70, seed=5)))
-  keys, logits_of = drawing.row_keys(5, 4), jax.jit(lambda ids: model(ids)[0])
+  keys, logits_of = sampling.row_keys(5, 4), jax.jit(lambda ids: model(ids)[0])
   for row, prompt, key in zip(rows, PROMPTS, keys, strict=True):
     text = [*prompt, *row]
     logits = logits_of(np.array([text + [0] * (80 - len(text))]))[0]

@@ -13,7 +13,7 @@ from tests.train.test_copies import settings
 from tests.train.test_sweeps import FILE
 from train.cli.main import main
 from train.config import ConfigError, to_dict
-from train.sweeps import Recall, Run, overrides, plan, spec, tuning
+from train.sweeps import Recall, Run, plan, spec, tuning
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
@@ -307,7 +307,7 @@ def test_plain_configs_are_runs(tiny, tmp_path, config_file):
 def test_first_model_of_a_sweep_file_trains_at_a_tiny_size(path, tmp_path, monkeypatch, capsys):
   monkeypatch.setenv("LNSSM_DATA", "folder")
   for name in ("check_axes", "check_different"):
-    monkeypatch.setattr(overrides, name, lambda *_: None)  # makes axes small, too
+    monkeypatch.setattr(spec, f"_{name}", lambda *_: None)  # makes axes small, too
   sweep = spec.load(path)
   first = sweep.runs[0]
   # Copies of one program: three seeds of a rate, or all rates of the seed that chooses.

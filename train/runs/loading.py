@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from lnssm_jax.generate import SamplingOptions
-from lnssm_jax.pretrained import exports, folders, loaded
+from lnssm_jax.pretrained import exports, folders, opening
 from lnssm_jax.pretrained.loaded import LoadedModel
 from train import config
 from train.checkpoint import store
@@ -48,7 +48,7 @@ def load_model(path: str | Path, *, step: int | None = None, ema: bool = False) 
     return of_run(dataclasses.replace(cfg, run_dir=str(path)), step=step, ema=ema)
   if ema:
     raise exports.ExportError(f"{path} is an exported model; use ema with the run, or its export.")
-  found = loaded.load_model(path)
+  found = opening.load_model(path)
   if step is not None and step != found.step:
     raise exports.ExportError(f"{path} has the model of step {found.step}, not of step {step}.")
   return found

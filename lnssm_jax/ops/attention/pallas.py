@@ -65,11 +65,7 @@ def key_ranges(mask: Mask, segments: Segments | None, batch: int, length: int) -
   token = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
   start, stop = jnp.zeros_like(token), jnp.full_like(token, length)
   if segments is not None:
-    # By number of the document: a scan over tokens would be a dozen small kernels.
-    row = jnp.arange(batch)[:, None]
-    starts = jnp.full((batch, length + 1), length, jnp.int32)
-    starts = starts.at[row, segments.index].min(token, indices_are_sorted=True)
-    start, stop = starts[row, segments.index], starts[row, segments.index + 1]
+    start, stop = segments.bounds()
   if mask.window is not None:
     # Documents come first: a window may be longer than any sequence, and a sum would overflow.
     reach = min(mask.window, length)

@@ -1,13 +1,76 @@
-"""How the next token of each row is drawn from logits, as `lnssm_jax.generate` does."""
+"""Drawing the next token of each row from logits: the options of `lnssm_jax.generate`."""
 
-from typing import TYPE_CHECKING, NamedTuple
+import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-  from lnssm_jax.generate import SamplingOptions
+from lnssm_jax.mixers.common.checks import check_positive
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+  """Options of `generate` and `stream`: how many tokens to draw, and how.
+
+  Attributes:
+    max_tokens: the most tokens to draw for each prompt.
+    seed: of the random numbers; or one for each prompt, whose text then depends on its own only.
+    repetition_penalty: r, above 0: logits z of tokens that the text has had, prompt included,
+      become z / r where z > 0, else z r. 1 changes nothing.
+    temperature: divides the logits then; 0 takes the most probable token.
+    top_k: draw from the k most probable tokens only.
+    top_p: draw from the fewest most probable tokens whose probabilities reach p; applied after
+      `top_k`.
+    min_p: draw only tokens at least p times as probable as the most probable one.
+    stop_token: a row ends before this token, or before any of several.
+    prefill_chunk: tokens of a prompt read at once; bounds the memory of reading it. None:
+      `prefill.default_prefill_chunk` of the number of prompts.
+
+  Raises:
+    ValueError: an option is out of range; the message names it.
+  """
+
+  max_tokens: int
+  seed: int | tuple[int, ...] = 0
+  repetition_penalty: float = 1.0
+  temperature: float = 1.0
+  top_k: int | None = None
+  top_p: float | None = None
+  min_p: float | None = None
+  stop_token: int | tuple[int, ...] | list[int] | None = None
+  prefill_chunk: int | None = None
+
+  def __post_init__(self):
+    check_positive("max_tokens", self.max_tokens)
+    if self.prefill_chunk is not None:
+      check_positive("prefill_chunk", self.prefill_chunk)
+    if not all(0 <= seed < 2**32 for seed in np.atleast_1d(np.array(self.seed, object))):
+      raise ValueError(f"seed={self.seed} must be in [0, 2**32): a key has 32 bits of a seed.")
+    if not (self.temperature == 0 or self.temperature >= _TINY):
+      raise ValueError(
+        f"temperature={self.temperature} must be 0 (greedy) or at least {_TINY:.2g}, the smallest"
+        " number of float32."
+      )
+    if self.top_k is not None:
+      check_positive("top_k", self.top_k)
+    if self.top_p is not None and not 0 < self.top_p <= 1:
+      raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; None keeps all tokens.")
+    if self.min_p is not None and not 0 <= self.min_p <= 1:
+      raise ValueError(f"min_p={self.min_p} must be in 0 to 1; None keeps all tokens.")
+    if not 0 < self.repetition_penalty < np.inf:
+      raise ValueError(
+        f"repetition_penalty={self.repetition_penalty} must be above 0; 1 changes nothing."
+      )
+
+  @property
+  def stop_tokens(self) -> tuple[int, ...]:
+    """`stop_token` as a tuple."""
+    stop = () if self.stop_token is None else self.stop_token
+    return tuple(stop) if isinstance(stop, tuple | list) else (stop,)
 
 
 class Choice(NamedTuple):
@@ -28,7 +91,7 @@ class Limits(NamedTuple):
   penalty: jax.Array
 
 
-def choice_of(options: "SamplingOptions", vocab_size: int, log_probs: bool) -> Choice:
+def choice_of(options: SamplingOptions, vocab_size: int, log_probs: bool) -> Choice:
   """Kind of choice that a compiled program makes for these options."""
   penalized = options.repetition_penalty != 1
   if options.temperature == 0 or options.top_k == 1:
@@ -38,7 +101,7 @@ def choice_of(options: "SamplingOptions", vocab_size: int, log_probs: bool) -> C
   return Choice("likely", options.top_k or vocab_size, penalized, log_probs)
 
 
-def limits_of(options: "SamplingOptions") -> Limits:
+def limits_of(options: SamplingOptions) -> Limits:
   """Numbers of these options that a program takes as arguments."""
   # Rounded sums of probabilities may exceed 1, but not infinity.
   top_p = np.inf if options.top_p in (None, 1) else options.top_p

@@ -1,0 +1,54 @@
+"""A model from a folder of any kind: our exports and published models."""
+
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from lnssm_jax.models.settings import graph_of
+from lnssm_jax.pretrained import exports, folders, hugging_face
+from lnssm_jax.pretrained.exports import ExportError
+from lnssm_jax.pretrained.loaded import LoadedModel
+from lnssm_jax.pretrained.printable import shell_word
+
+
+def load_model(folder: str | Path) -> LoadedModel:
+  """Loads an exported or a published model onto the first device of this process.
+
+      loaded = lnssm_jax.load_model("exported")
+
+  `lnssm_jax.pretrained.load` has options for published models. `train.load_model`, in a checkout,
+  also opens run folders.
+
+  Raises:
+    ExportError: `folder` is no exported model, or it is damaged or inconsistent.
+  """
+  folder = Path(folder)
+  if not exports.is_exported(folder) and folders.is_published(folder):
+    return hugging_face.load(folder)
+  if not exports.is_exported(folder):
+    raise ExportError(not_exported(folder))
+  manifest, arrays = exports.read(folder)
+  params = jax.device_put(arrays, jax.local_devices()[0])
+  model = nnx.merge(graph_of(manifest.model), params)
+  settings = {"model": manifest.model, **manifest.settings}
+  tokenizer = lambda: exports.tokenizer_of(folder, manifest)
+  return LoadedModel(model, settings, manifest.step, folder, lambda: manifest.metrics, tokenizer)
+
+
+def not_exported(folder: Path) -> str:
+  """Message about a folder without a manifest: what was looked for, and what to do."""
+  if not folder.is_dir():
+    return f"there is no folder {folder}; give one that `python -m train export` wrote."
+  if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
+    return (
+      f"{folder} is a run folder, not an exported model: use train.load_model({str(folder)!r}) in "
+      f"a checkout, or export it: python -m train export {shell_word(folder)} --out EXPORTED"
+    )
+  inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+  return (
+    f"{folder} is no exported model: it was searched for {exports.MANIFEST} (with "
+    f"{exports.TENSORS}, of an exported model), for config.json and checkpoints/ (of a run), and "
+    f"for config.json and safetensors files (of a published model); "
+    f"it has {inside}."
+  )
