@@ -65,7 +65,7 @@ def key_ranges(mask: Mask, segments: Segments | None, batch: int, length: int) -
   token = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
   start, stop = jnp.zeros_like(token), jnp.full_like(token, length)
   if segments is not None:
-    start, stop = segments.bounds()
+    start, stop = segments.bounds(token)
   if mask.window is not None:
     # Documents come first: a window may be longer than any sequence, and a sum would overflow.
     reach = min(mask.window, length)

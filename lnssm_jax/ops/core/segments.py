@@ -40,11 +40,14 @@ class Segments(NamedTuple):
     """[B, 1]: whether a boundary lies inside the row, so that no state passes through it."""
     return self.index[:, -1:] > 0
 
-  def bounds(self) -> tuple[jax.Array, jax.Array]:
-    """([B, T] int32, likewise): the first token of each token's document, and the one after it."""
+  def bounds(self, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """([B, T] int32, likewise): the first token of each token's document, and the one after it.
+
+    `token` [B, T] int32 counts those of each row: 0, 1, ...
+    """
     # By number of the document: a scan over tokens would be a dozen small kernels.
-    (batch, length), row = self.index.shape, jnp.arange(self.index.shape[0])[:, None]
-    token = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    batch, length = token.shape
+    row = jnp.arange(batch)[:, None]
     starts = jnp.full((batch, length + 1), length, jnp.int32)
     starts = starts.at[row, self.index].min(token, indices_are_sorted=True)
     return starts[row, self.index], starts[row, self.index + 1]
