@@ -19,7 +19,10 @@ from lnssm_jax.pretrained.printable import PrintableError, printable
 FORMAT = 2
 
 # Errors of network file systems and disks that may be gone a moment later, and pauses in seconds.
-TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY}
+TRANSIENT = {
+  errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY,
+  errno.EMFILE, errno.ENFILE,
+}  # fmt: skip
 PAUSES = (0.1, 0.5, 2.0)
 
 

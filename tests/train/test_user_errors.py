@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from lnssm_jax.pretrained import files
 from tests.train.test_sweeps import sweep_of, text_runs
 from train.checkpoint import safe_files
 from train.checkpoint.safe_files import replace_file, replace_files, write_output
@@ -33,6 +34,14 @@ def error_of(capsys, *given):
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("error: ") and line.isprintable() and len(line) < 3000
   return line
+
+
+def unreadable(code):
+  def read():
+    with files.reading("/a"):
+      raise os_error(code)
+
+  return raised(read)
 
 
 def raised(function):
@@ -60,8 +69,10 @@ def os_error(number, *names):
     (os_error(errno.EACCES, b"/a"), 2, "/a: Permission denied; change its permissions"),
     (os_error(errno.ENOTDIR, "/a/b"), 2, "/a/b: Not a directory; a part of the path is a file"),
     (os_error(errno.ENOENT, "/a"), 2, "/a: No such file or directory."),
-    (os_error(errno.EMFILE), 2, "Too many open files; raise `ulimit -n`."),
+    (os_error(errno.EMFILE), 1, "Too many open files; raise `ulimit -n`."),
     (os_error(errno.EIO, "/a"), 1, "/a: Input/output error."),
+    (unreadable(errno.EMFILE), 1, "cannot read /a: Too many open files."),
+    (unreadable(errno.EACCES), 2, "cannot read /a: Permission denied."),
     (os_error(errno.ENAMETOOLONG, "x" * 5000), 2, "'xxx"),
     (os_error(errno.EISDIR, f"/{ESC}"), 2, r"/\x1b]0;title\x07\x1b[2J\rerror: all is well\nerror:"),
     (ValueError("embedded null byte"), 2, "a path has a null character"),

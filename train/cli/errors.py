@@ -3,7 +3,7 @@
 setting, data, file   `PrintableError`, or another ValueError of ours             2
 path, disk            OSError that names a file, or of the disk; null in a path   2
 device                an error while JAX starts its backend, as without a GPU     2
-failing disk          OSError that may be gone at the next start                  1
+disk, descriptors     OSError that may be gone at the next start                  1
 memory                MemoryError, and JAX's RESOURCE_EXHAUSTED                   1
 run                   its own `exit_code`                                         1, 3
 """
@@ -20,7 +20,7 @@ from lnssm_jax.pretrained.printable import MAX_LINE, PrintableError, printable
 from train.messages import first_line
 
 # Errors of writing that name no file, since the file was open.
-_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE}
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _FIXES = {
   errno.ENOSPC: "free disk space, or use another folder",
   errno.EDQUOT: "free disk space, or use another folder",
@@ -46,9 +46,9 @@ def explained(error: Exception) -> tuple[int, str] | None:
   code = getattr(error, "exit_code", None)
   lines = error.args if isinstance(error, PrintableError) else [str(error)]
   if code is not None or isinstance(error, PrintableError):
-    code = code or 2
+    code = code or (1 if _is_transient(error.__cause__) else 2)
   elif isinstance(error, OSError) and _is_of_a_file(error):
-    code, lines = 1 if error.errno in TRANSIENT else 2, [_of_file(error)]
+    code, lines = 1 if _is_transient(error) else 2, [_of_file(error)]
   elif isinstance(error, ValueError) and str(error).startswith(_NULL):
     code, lines = 2, ["a path has a null character, as no path does; use another."]
   elif _is_out_of_memory(error):
@@ -86,6 +86,10 @@ def _path(name: object) -> str:
 
 def _is_of_a_file(error: OSError) -> bool:
   return error.filename is not None or error.errno in _OF_DISKS | TRANSIENT
+
+
+def _is_transient(error: BaseException | None) -> bool:
+  return isinstance(error, OSError) and error.errno in TRANSIENT
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -14,7 +14,7 @@ from train import config
 from train.config.changes import flatten, is_free, model_differences
 from train.data import fingerprints
 from train.data.errors import DataError
-from train.data.tokenizers import Tokenizer, tokenizer_of
+from train.data.tokenizers import Tokenizer, tokenizer_of, tokenizer_path
 
 
 class BindingError(PrintableError, ValueError):
@@ -116,10 +116,12 @@ def check_tokenizer(metadata: Mapping[str, Any], data: config.Data, fingerprint:
   `fingerprint` is that of the tokenizer of `data`.
   """
   if metadata.get("tokenizer") not in (None, fingerprint):
+    path = tokenizer_path(data.tokenizer, data.folder)
+    named = f"data.tokenizer={data.tokenizer!r}{f' ({path})' if path else ''}"
     raise BindingError(
-      f"data.tokenizer={data.tokenizer!r} is not the tokenizer of this run: it has changed since, "
-      "and its tokens mean something else. Restore the file, or use another run_dir; a run of an"
-      " older version, whose texts had no BOS of the file, needs data.add_special_tokens='none'."
+      f"{named} is not the tokenizer of this run: it has changed since, and its tokens mean other"
+      " text. Restore the file, or use another run_dir; a run of an older version, whose texts had"
+      " no BOS of the file, needs data.add_special_tokens='none'."
     )
 
 
