@@ -13,7 +13,7 @@ _ARCHITECTURES = {"9": "sm90"}  # folders of kernels, by the major compute capab
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """What kernels need to know of a GPU."""
+  """Facts about a GPU."""
 
   kind: str  # as JAX names it
   architecture: str | None  # the folder of its kernels; None: there are none
