@@ -5,6 +5,7 @@
 #   make train PYTHON=/path/to/python   another Python (3.12 or newer) for the environment
 #   make train VENV= PYTHON=python3     no environment: that Python, which has all packages
 #   make test JAX=0.12.0.1              another JAX, in an environment of its own
+#   make records                        that results and programs are still those recorded
 #   make test-mutations               that the tests see each fault of scripts/faults/
 #   make test-gpu                       the kernels on a Hopper GPU
 #   make notebooks                      the notebooks, executed, in build/notebooks/
@@ -34,7 +35,7 @@ DOCS_ENV := $(VENV)/.ready-docs
 NOTEBOOKS_ENV := $(VENV)/.ready-notebooks
 endif
 
-.PHONY: train test test-all test-mutations test-gpu test-peers goldens lint format notebooks docs \
+.PHONY: train test test-all records test-mutations test-gpu test-peers goldens lint format notebooks docs \
   constraints dist release-check test-versions clean
 
 train: $(TRAIN_ENV)
@@ -45,6 +46,11 @@ test: lint
 
 test-all: lint
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+# Two processes at once. ARGS=--all also compares the programs and models that are like others.
+records: $(DEV_ENV)
+	printf '%s\n' 'losses configs' 'mixers programs' | \
+	  xargs -P 2 -I KINDS sh -c '$(RUN) -m tests.oracle compare KINDS $(ARGS)'
 
 test-mutations: $(DEV_ENV)
 	$(RUN) scripts/mutations.py $(ARGS)

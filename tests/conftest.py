@@ -9,14 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-# Most of a test's time goes into compiling small programs: spend less on optimizing them. XLA's
-# newer code generator takes twice as long for each fusion, and dividing a program among threads
-# costs more than it saves with one test per core.
-_FAST_COMPILE = (
-  "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-  "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
-  "--xla_cpu_parallel_codegen_split_count=1"
-)
+from tests import fast_compile
 
 
 def pytest_configure(config):
@@ -28,18 +21,7 @@ def pytest_configure(config):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     os.environ["XLA_FLAGS"] = flags.strip()
   else:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # XLA's threads. An interpreted kernel holds some while it runs programs of its own that wait
-    # for others: on two cores, with two threads, a kernel of a few hundred KiB waited for ever.
-    os.environ.setdefault("NPROC", "16")
-    # Read by the workers and by processes that tests start. NumPy's threads, of which interpreted
-    # kernels need none for their small products, wait for each other in loops.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILE}".strip()
-    # Larger programs are compiled once for all tests, their processes, and later runs.
-    programs = config.rootpath / ".pytest_cache" / "programs"
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    fast_compile.set_flags()
   os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
   # Traced programs are many objects that live on. Python's default looks through young ones after
   # every 700 more, an eighth of the time of the tests.
@@ -133,7 +115,7 @@ def hopper(monkeypatch):
   """As if the default device were a Hopper GPU: enough to choose and to lower, not to run."""
   from lnssm_jax.ops.core import dispatch
 
-  monkeypatch.setattr(dispatch.device, "unsupported", lambda: None)
+  monkeypatch.setattr(dispatch, "hopper_unsupported", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,1 @@
-"""The delta rule: many tokens in `op.py`, a single one in `decode.py`."""
+"""The delta rule on Hopper GPUs."""

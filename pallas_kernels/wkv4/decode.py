@@ -17,7 +17,8 @@ from pallas_kernels.core import decode as single_token
 from pallas_kernels.core.channel_grid import CHANNELS
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.wkv4 import update
-from pallas_kernels.wkv4.update import StateRows
+
+StateRows = tuple[jax.Array, jax.Array, jax.Array]  # (max, numerator, denominator)
 
 
 def unsupported(k: jax.Array, v: jax.Array, state: StateRows) -> str | None:

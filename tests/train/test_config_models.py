@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import runpy
 from pathlib import Path
 
 import jax
@@ -11,9 +10,17 @@ import numpy as np
 import pytest
 
 from lnssm_jax.models import count_parameters
+from tests.small_configs import (
+  image_configs,
+  language_configs,
+  pattern_of,
+  settings_of,
+  small,
+  small_images,
+)
 from train import config
 from train.cluster import device_mesh
-from train.config import Model, Train, Vision, apply_overrides, load, load_config, to_dict
+from train.config import Model, Train, Vision, load, load_config, to_dict
 from train.runs.run_folder import RunFolder
 from train.step.model import build_model, model_graph
 from train.step.optimizer import make_optimizer
@@ -22,13 +29,6 @@ from train.step.train_step import make_train_step
 from train.vision import loop as vision
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.py"))
-
-
-def variants(path: Path) -> list[str]:
-  """A config file's variants, as docs/configs.md names them; of a file without any, its name."""
-  names = runpy.run_path(str(path), run_name="config").get("VARIANTS", ())
-  return [f"{path.name}:{name}" for name in names] or [path.name]
 
 
 def rows() -> dict[str, list[str]]:
@@ -52,9 +52,8 @@ def count_of(model: str, is_vision: bool) -> int:
   return count_parameters(jax.eval_shape(build, jax.random.key(0)))
 
 
-def test_page_of_configs_has_every_variant(monkeypatch):
-  monkeypatch.setenv("LNSSM_DATA", "folder")
-  assert sorted(rows()) == sorted(name for path in CONFIGS for name in variants(path))
+def test_page_of_configs_has_every_variant():
+  assert sorted(rows()) == sorted(language_configs() + image_configs())
 
 
 @pytest.mark.parametrize("name", rows())
@@ -79,11 +78,6 @@ def test_retnet_with_a_scale_in_its_norms_has_the_other_counts_of_the_page(size,
   assert f"{millions}M" in (ROOT / "docs" / "configs.md").read_text()
 
 
-SMALL = {"model.dim": 16, "model.num_heads": 2, "model.vocab_size": 50, "model.dtype": "float32"}
-SMALL |= {"seq_len": 16, "global_batch": 2, "accumulate": 1, "steps": 3, "model.remat": "none"}
-SMALL |= {"optimizer.warmup_steps": 1, "optimizer.peak_lr": 1e-2, "optimizer.final_lr": 1e-2}
-SMALL["data.tokenizer"] = "tokenizer.json"
-
 TRAINED = ["longhorn.py:retnet-120m-1024"]
 # With those, every variant but for what small sizes make equal.
 TRAINED_IF_SLOW = [
@@ -100,28 +94,6 @@ TRAINED_IF_SLOW = [
   "lcsm_wikitext103.py",
   "lnssm_1b3.py",
 ]
-
-
-def pattern_of(model: Model) -> tuple[str, ...]:
-  return (model.mixer,) if isinstance(model.mixer, str) else model.mixer
-
-
-def small(name: str) -> Train:
-  """The config with one layer of each mixer of its pattern, and sizes that go with 16 channels."""
-  cfg = load_config(ROOT / "configs" / name)
-  model, settings = cfg.model, dict(SMALL)
-  settings["model.num_layers"] = len(pattern_of(model))
-  if model.channel_mixer not in ("none", "identity"):
-    settings["model.channel_hidden"] = 24
-  if model.learned_positions:
-    settings["model.learned_positions"] = 16
-  if model.mixer == "mamba2":
-    settings["model.mixer_options.head_dim"] = 16
-  sizes = {"rotary_width": 2, "expand_v": 1.75, "state_dim": 8, "max_length": 16}
-  for option, size in sizes.items():
-    if option in model.mixer_options:
-      settings[f"model.mixer_options.{option}"] = size
-  return apply_overrides(cfg, [f"{name}={value}" for name, value in settings.items()])
 
 
 @pytest.mark.parametrize(
@@ -149,13 +121,7 @@ def test_config_with_small_sizes_trains_three_steps(name):
 
 
 @pytest.mark.slow
-def test_every_config_trains_three_steps_at_small_sizes(monkeypatch):
-  monkeypatch.setenv("LNSSM_DATA", "folder")
-
-  def settings_of(name):
-    cfg = small(name)
-    return json.dumps([to_dict(cfg.model), to_dict(cfg.optimizer)])
-
+def test_every_config_trains_three_steps_at_small_sizes():
   trained = {settings_of(name) for name in TRAINED + TRAINED_IF_SLOW}
   others = [name for name in rows() if not name.startswith("vision")]
   assert [name for name in others if settings_of(name) not in trained] == []
@@ -168,12 +134,9 @@ def test_image_config_with_small_sizes_trains_three_steps(name, tmp_path):
   rng, file = np.random.default_rng(0), tmp_path / "noise.npz"
   images = rng.integers(256, size=(12, 8, 8, cfg.model.channels)).astype(np.uint8)
   np.savez(file, train_x=images, train_y=np.arange(12) % 3)
-  settings = {"model.dim": 16, "model.num_layers": 1, "model.num_classes": 3, "workers": 1}
-  settings |= {"model.image_size": 8, "model.patch_size": 4, "model.dtype": "float32"}
-  settings |= {"data.train": f"{file}:train", "data.validation": f"{file}:train", "log_every": 1}
-  settings |= {"epochs": 1, "warmup_epochs": 0, "global_batch": 4, "run_dir": tmp_path / "run"}
-  small = apply_overrides(cfg, [f"{name}={value}" for name, value in settings.items()])
-  assert vision.fit(small).step == 3
+  settings = {"data.train": f"{file}:train", "data.validation": f"{file}:train", "workers": 1}
+  settings |= {"log_every": 1, "run_dir": tmp_path / "run"}
+  assert vision.fit(small_images(name, **settings)).step == 3
   losses = [
     row["loss"] for row in RunFolder(tmp_path / "run").read_rows() if row["kind"] == "train"
   ]

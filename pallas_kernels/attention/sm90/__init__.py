@@ -1,1 +1,0 @@
-"""Softmax attention on Hopper: WGMMA, TMA and registers that warpgroups pass on."""

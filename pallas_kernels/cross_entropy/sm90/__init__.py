@@ -1,1 +1,0 @@
-"""The kernel on Hopper: logits stream through SMEM by TMA."""

@@ -1,1 +1,0 @@
-"""The delta rule on Hopper: WGMMA, TMA and clusters."""

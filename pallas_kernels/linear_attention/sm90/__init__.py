@@ -1,1 +1,0 @@
-"""Linear attention on Hopper: WGMMA and TMA."""
