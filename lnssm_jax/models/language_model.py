@@ -17,10 +17,10 @@ from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.embedding import Head, check_ids, check_tokens, lookup
 from lnssm_jax.models.initialization import GPT2_STD, INITIALIZATIONS
 from lnssm_jax.models.layers import REMAT_POLICIES, LayerAux, LayerStates, PositionedStates
-from lnssm_jax.ops.core.dispatch import default_device
 from lnssm_jax.ops.core.dropout import check_rate, dropout, token_keys
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.halo import step_positions
+from pallas_kernels.core.device import default_device
 
 
 class LanguageModel(nnx.Module):

@@ -77,6 +77,6 @@ backward_config = _Configs(
 def split_length(config: KernelConfig, batch: int, channels: int, length: int) -> int:
   """Tokens per split, whole groups, so that every SM has work."""
   ctas = batch * (channels // config.channels)
-  number = min(config.ctas_per_sm * device.SM_COUNT // ctas, length // _MIN_SPLIT)
+  number = min(config.ctas_per_sm * device.current().sm_count // ctas, length // _MIN_SPLIT)
   tokens = -(-length // max(number, 1))
   return -(-tokens // config.group) * config.group

@@ -48,7 +48,7 @@ def preferred(channels: int) -> bool:
 def num_splits(B: int, T: int, D: int, min_splits: int) -> int:
   """Number of splits of a sequence that gives every SM work; 1 or at least `min_splits`."""
   ctas = B * -(-D // CHANNELS)
-  number = device.num_splits(ctas, T, _MIN_SPLIT, _BACKWARD_CTAS_PER_SM)
+  number = device.current().num_splits(ctas, T, _MIN_SPLIT, _BACKWARD_CTAS_PER_SM)
   return number if number >= min_splits else 1
 
 

@@ -21,7 +21,6 @@ from pallas_kernels.core.wgmma import store_unoptimized
 MAX_STATES = 64  # per channel
 _MAX_LANES = 4  # threads per channel
 _MAX_TILES = 4  # per CTA
-_MANY_CTAS = 4 * device.SM_COUNT  # from here on larger CTAs cost no parallelism
 
 
 class Inputs(NamedTuple):
@@ -81,7 +80,9 @@ def decode(
   more_channels, more_states = _padding(D, N)
   width, rows = D + more_channels, THREADS // _lanes(N)
   if tiles is None:
-    enough = lambda n: width % (n * rows) == 0 and B * width // (n * rows) >= _MANY_CTAS
+    # From so many on, larger CTAs cost no parallelism.
+    many = 4 * device.current().sm_count
+    enough = lambda n: width % (n * rows) == 0 and B * width // (n * rows) >= many
     tiles = next((n for n in (_MAX_TILES, 2) if enough(n)), 1)
   if width % (tiles * rows):
     raise ValueError(f"decode: tiles={tiles} of {rows} channels must divide D={width}.")

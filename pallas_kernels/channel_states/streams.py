@@ -46,6 +46,15 @@ class Streams(NamedTuple):
     )
 
 
+class KernelInputs(NamedTuple):
+  """Arrays of the forward kernel."""
+
+  streams: Streams
+  skip: Any  # [D]
+  a: Any  # [D, N] or None
+  initial: Any  # [B, D, N]
+
+
 def load_is_first(streams_smem, t):
   """Whether token t of the chunk is the first of a document; only where there are boundaries."""
   return streams_smem.scalars[_FIRST, t] > 0

@@ -32,7 +32,7 @@ FLAG_BLOCK = 32  # flags per copy: 128 bytes, the least that TMA moves
 GRID_NAMES = ("channels", "row")
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 _ROW_LAYOUT = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
-_SMEM_BYTES = 200 * 1024  # of the 227 KiB that a CTA can have; the rest is for barriers and flags
+_RESERVED = 27 * 1024  # bytes of SMEM for barriers and flags
 _MAX_STAGES = 8
 _MIN_SPLIT = 256  # tokens
 
@@ -54,7 +54,8 @@ class PipelineConfig:
 def fitting_stages(chunk: int, *, bytes_in: float, bytes_out: float) -> int:
   """Stages that fit in SMEM, for so many bytes per token and channel of streams and results."""
   row = chunk * CHANNELS
-  return min(int((_SMEM_BYTES - 2 * bytes_out * row) // (bytes_in * row)), _MAX_STAGES)
+  room = device.current().smem - _RESERVED
+  return min(int((room - 2 * bytes_out * row) // (bytes_in * row)), _MAX_STAGES)
 
 
 class Coordinates(NamedTuple):
@@ -74,7 +75,7 @@ def coordinates(num_splits: int) -> Coordinates:
 
 def num_splits(batch: int, channels: int, length: int) -> int:
   """Number of splits of a sequence that gives every SM work."""
-  return device.num_splits(batch * -(-channels // CHANNELS), length, _MIN_SPLIT)
+  return device.current().num_splits(batch * -(-channels // CHANNELS), length, _MIN_SPLIT)
 
 
 def padded_length(length: int, num_splits: int) -> int:

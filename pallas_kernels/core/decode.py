@@ -67,7 +67,7 @@ def value_tile(B: int, H: int, V: int) -> int:
   32 float32 are the 128 bytes of a memory transaction. 16 halve the work of a CTA, which pays when
   there are fewer CTAs than SMs.
   """
-  return 16 if V % 32 or B * H * (V // 32) < device.SM_COUNT else 32
+  return 16 if V % 32 or device.current().sm_count > B * H * (V // 32) else 32
 
 
 def pad_last(x: jax.Array, *last: int) -> jax.Array:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Tree = Any
 
@@ -87,3 +88,8 @@ def _broadcast_mapped(size, mapped, result, arguments):
   if not mapped[0]:
     result = jnp.broadcast_to(result, (size, *result.shape))
   return _map_alike(result, arguments), True
+
+
+def no_gradient(tree: Tree) -> Tree:
+  """The cotangents of whole numbers and booleans."""
+  return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), tree)

@@ -4,9 +4,11 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from pallas_kernels.core import device
+
 LANES = 128  # columns per row of a chunk: the size of the vocabulary is a multiple
 TILE = 4  # rows of a chunk that a consumer reduces together, one per warp
-_SMEM_BYTES = 225 * 1024  # of the 227 KiB that a CTA can have; the rest is for sums and barriers
+_RESERVED = 2 * 1024  # bytes of SMEM for sums and barriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,5 +53,7 @@ def kernel_config(dtype, consumers: int = 2) -> KernelConfig:
   chunk = 32
   # Each consumer has two buffers for its share: one is written while the other leaves.
   staged = 0 if dtype is None else 2 * chunk * LANES * jnp.dtype(dtype).itemsize
-  slots = (_SMEM_BYTES - staged) // (chunk * LANES * jnp.dtype(jnp.float32).itemsize)
+  slots = (device.current().smem - _RESERVED - staged) // (
+    chunk * LANES * jnp.dtype(jnp.float32).itemsize
+  )
   return KernelConfig(slots, chunk, consumers)

@@ -1,1 +1,1 @@
-"""The delta rule on Hopper GPUs."""
+"""The delta rule: many tokens in `op.py`, a single one in `decode.py`."""

@@ -1,1 +1,1 @@
-"""The diagonal recurrence on Hopper: `scan.py` has both kernels and their `custom_vjp`."""
+"""The diagonal recurrence: `op.py` has the entry point."""

@@ -1,1 +1,1 @@
-"""Linear attention on Hopper: chunked forward and backward in `op.py`, one step in `decode.py`."""
+"""Linear attention: many tokens in `op.py`, a single one in `decode.py`."""

@@ -53,7 +53,7 @@ def preferred(key_width: int, value_width: int) -> bool:
 def num_splits(batch: int, heads: int, value_width: int, length: int) -> int:
   """The number of splits into which a sequence is cut so that every SM has work."""
   ctas = batch * heads * (value_width // pipeline_config(value_width).value_tile)
-  return device.num_splits(ctas, padded_length(length, 1), 4 * CHUNK)
+  return device.current().num_splits(ctas, padded_length(length, 1), 4 * CHUNK)
 
 
 def padded_length(length: int, num_splits: int) -> int:
@@ -67,7 +67,7 @@ def chunks_per_cta(chunks: int) -> int:
 
   More than one only if there remain three CTAs for each of the two that an SM holds.
   """
-  return next(n for n in (4, 2, 1) if n == 1 or chunks >= n * 3 * 2 * device.SM_COUNT)
+  return next(n for n in (4, 2, 1) if n == 1 or chunks >= n * 3 * 2 * device.current().sm_count)
 
 
 def heads_per_cta(group: int, ctas: int) -> int:
@@ -81,7 +81,7 @@ def heads_per_cta(group: int, ctas: int) -> int:
     group: heads that share queries and keys.
     ctas: CTAs if each had one head.
   """
-  rounds = lambda n: -(-ctas // (n * 2 * device.SM_COUNT))
+  rounds = lambda n: -(-ctas // (n * 2 * device.current().sm_count))
   divisors = (n for n in range(group, 0, -1) if group % n == 0)
   return min(divisors, key=lambda n: rounds(n) * (n + 1))
 
@@ -94,5 +94,5 @@ def head_stages(key_width: int, value_width: int, columns: int) -> int:
   """
   head = (key_width + 2 * CHUNK) * value_width
   reserved = 3 * 1024  # sums that cross warps, and barriers
-  room = device.SMEM_OF_TWO_CTAS - reserved
+  room = device.current().smem_of_each(2) - reserved
   return 2 if 2 * (2 * head + CHUNK * columns) <= room else 1

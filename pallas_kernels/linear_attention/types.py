@@ -4,9 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.wgmma import Backend
-from pallas_kernels.linear_attention.state_pipeline import ConstantDecay
 
 
 class Inputs(NamedTuple):
@@ -70,12 +68,3 @@ class Cotangents(NamedTuple):
 def has_channel_decay(log_decay: jax.Array) -> bool:
   """Whether decays are per key channel, not one for all channels of a head."""
   return log_decay.ndim != 3
-
-
-def constant_decay(
-  options: Options, inputs: Inputs, documents: DocumentBoundaries
-) -> ConstantDecay | None:
-  """Time-invariant decays per key channel, which scale q and k where they are loaded; or None."""
-  if inputs.log_decay.ndim != 2:
-    return None
-  return ConstantDecay(inputs.log_decay, documents, inputs.bonus is not None, options.length)

@@ -80,6 +80,6 @@ def grid_size(config: KernelConfig, rows: int, period: int = 1) -> int:
 
   All of them together process whole periods of rows at a time.
   """
-  ctas = min(config.ctas_per_sm * device.SM_COUNT, rows // config.group_rows)
+  ctas = min(config.ctas_per_sm * device.current().sm_count, rows // config.group_rows)
   step = period // math.gcd(period, config.group_rows)
   return max(ctas // step, 1) * step

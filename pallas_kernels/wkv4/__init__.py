@@ -1,1 +1,1 @@
-"""RWKV-4's scan on Hopper: `forward.py` (with the `custom_vjp`), `backward.py`, `decode.py`."""
+"""RWKV-4's scan: many tokens in `op.py`, a single one in `decode.py`."""

@@ -17,8 +17,7 @@ from pallas_kernels.core import decode as single_token
 from pallas_kernels.core.channel_grid import CHANNELS
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.wkv4 import update
-
-StateRows = tuple[jax.Array, jax.Array, jax.Array]  # (max, numerator, denominator)
+from pallas_kernels.wkv4.update import StateRows
 
 
 def unsupported(k: jax.Array, v: jax.Array, state: StateRows) -> str | None:

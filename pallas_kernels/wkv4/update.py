@@ -21,6 +21,9 @@ _ROUNDS = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to the near
 _MIN_EXPONENT = -104.0  # exp of less is 0 in float32
 
 
+StateRows = tuple[jax.Array, jax.Array, jax.Array]  # (max, numerator, denominator)
+
+
 class State(NamedTuple):
   """Two sums divided by exp(max)."""
 

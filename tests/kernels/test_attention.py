@@ -17,7 +17,7 @@ from lnssm_jax.ops.attention.cases import ATTENTION, KERNEL_CASES, Case
 from lnssm_jax.ops.attention.types import Inputs, Mask, Options, Tokens
 from lnssm_jax.ops.core.segments import positions, segments_of
 from pallas_kernels.attention.config import ROWS, TILE, LoopConfig, attention_config
-from pallas_kernels.attention.tiles import steps_of
+from pallas_kernels.attention.sm90.tiles import steps_of
 from tests.kernels.interpreted import assert_transformations
 from tests.kernels.lowered import (
   DATA,

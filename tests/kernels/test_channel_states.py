@@ -18,7 +18,7 @@ from lnssm_jax.ops.longhorn_scan import pallas as longhorn
 from lnssm_jax.ops.longhorn_scan.cases import LONGHORN_SCAN
 from lnssm_jax.ops.selective_scan import pallas as selective
 from lnssm_jax.ops.selective_scan.cases import SELECTIVE_SCAN
-from pallas_kernels.channel_states import config, forward
+from pallas_kernels.channel_states import config, op
 from pallas_kernels.channel_states.recurrence import Keys
 from tests.kernels.interpreted import documents_begin_at
 from tests.kernels.lowered import (
@@ -100,7 +100,7 @@ def plain_scan(static, inputs, first):
 def test_channel_states_in_splits_and_groups_match_reference(name, monkeypatch):
   """Three splits of a sequence and three groups of states, without the kernels, which know of
   neither. Documents begin where a split does, and inside of one that a state enters."""
-  monkeypatch.setattr(forward, "_scan", plain_scan)
+  monkeypatch.setattr(op, "_scan", plain_scan)
   documents_begin_at(monkeypatch, (16,), (20, 32))
   case = Case(40, "weak", segments=True, D=3, N=37, chunk=None)
   check(name, case, (F32, F32), monkeypatch, num_splits=3)
@@ -109,7 +109,7 @@ def test_channel_states_in_splits_and_groups_match_reference(name, monkeypatch):
 def test_longhorn_in_groups_is_exact(monkeypatch):
   """A group's states are not all that the norm of a key is made of."""
   scans = []
-  monkeypatch.setattr(forward, "scan", lambda static, *args: scans.append(static))
+  monkeypatch.setattr(op, "scan", lambda static, *args: scans.append(static))
   for N in (16, 17):
     args, _ = drawn("longhorn_scan", Case(2, N=N, chunk=None), NARROW)
     with pytest.raises(TypeError):  # nothing was computed

@@ -3,6 +3,7 @@
 Errors are those against float64; tests/train/test_loss.py compares XLA's form with the definition.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -137,13 +138,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cross_entropy_kernel_matches_float64(case, monkeypatch):
   """Two CTAs have four and three positions, which share their slots."""
-  monkeypatch.setattr(device, "SM_COUNT", 2)
+  monkeypatch.setattr(device, "HOPPER", dataclasses.replace(device.HOPPER, sm_count=2))
   inputs = drawn(case)
   check(case, interpreted(case, inputs), inputs)
 
 
 def test_cross_entropy_kernel_with_bad_targets_gives_nan_and_no_onehot(monkeypatch):
-  monkeypatch.setattr(device, "SM_COUNT", 1)
+  monkeypatch.setattr(device, "HOPPER", dataclasses.replace(device.HOPPER, sm_count=1))
   case = Case(V=256, vocab_size=200, T=6, dtype=F32)
   targets = jnp.array([[-1, 200, 255, 256, 2**31 - 1, 5]], jnp.int32)
   inputs = drawn(case)._replace(targets=targets, weights=jnp.ones((1, 6)))
@@ -154,7 +155,7 @@ def test_cross_entropy_kernel_with_bad_targets_gives_nan_and_no_onehot(monkeypat
 
 def test_cross_entropy_kernel_of_weight_zero_selects_zeros(monkeypatch):
   """Logits that are not finite reach neither their own gradient nor the next position."""
-  monkeypatch.setattr(device, "SM_COUNT", 1)
+  monkeypatch.setattr(device, "HOPPER", dataclasses.replace(device.HOPPER, sm_count=1))
   case = Case(V=256, vocab_size=256, T=4, dtype=F32)
   inputs = drawn(case)  # the last position has weight 0
   inputs = inputs._replace(

@@ -18,7 +18,7 @@ from lnssm_jax.ops.delta_rule import pallas
 from lnssm_jax.ops.delta_rule.cases import DELTA_RULE, Case
 from lnssm_jax.ops.delta_rule.types import Inputs, Options
 from pallas_kernels.core.wgmma import CHUNK, COMPILER_PARAMS, Backend, smem_tile
-from pallas_kernels.delta_rule.triangular_inverse import (
+from pallas_kernels.delta_rule.sm90.triangular_inverse import (
   NUM_TILES,
   diagonal_blocks,
   triangular_inverse,

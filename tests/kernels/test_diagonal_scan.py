@@ -15,7 +15,7 @@ from lnssm_jax.ops.diagonal_scan import pallas
 from lnssm_jax.ops.diagonal_scan.cases import DIAGONAL_SCAN, Case
 from lnssm_jax.ops.diagonal_scan.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
-from pallas_kernels.diagonal_scan import config, scan
+from pallas_kernels.diagonal_scan import config, op
 from tests.kernels.interpreted import (
   assert_promises,
   assert_transformations,
@@ -54,7 +54,7 @@ def test_diagonal_scan_in_three_splits_matches_reference(case, dtype, monkeypatc
 def test_diagonal_scan_nan_passes_no_split_in_which_a_document_begins(reverse):
   """The second of three splits has a document's first token; a factor of 0 would not do."""
   first, zero = jnp.arange(6)[None] == 2, (jnp.zeros((1, 3, 1)),)
-  (x,) = scan._entering(zero, zero, (jnp.full((1, 1), jnp.nan),), first, reverse)
+  (x,) = op._entering(zero, zero, (jnp.full((1, 1), jnp.nan),), first, reverse)
   want = [False, False, True]
   assert jnp.isfinite(x[0, :, 0]).tolist() == (want[::-1] if reverse else want)
 

@@ -17,7 +17,8 @@ from lnssm_jax.ops.core.cases import B
 from lnssm_jax.ops.linear_attention import pallas
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, PARTS, Case
 from pallas_kernels.core.wgmma import CHUNK, COMPILER_PARAMS, TILE_WIDTH, Backend
-from pallas_kernels.linear_attention import config, intra_chunk
+from pallas_kernels.linear_attention import config
+from pallas_kernels.linear_attention.sm90 import intra_chunk
 from tests.kernels.interpreted import (
   MASKED_LATER,
   assert_promises,

@@ -4,6 +4,7 @@ Errors are those against XLA's form in float64, all gradients too; tests/ops/tes
 compares that form with the definition.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import pytest
 
 from lnssm_jax import ops
 from lnssm_jax.ops.norms import pallas
+from pallas_kernels.core import device
 from pallas_kernels.norms import config, kernel
 from pallas_kernels.norms.config import KernelConfig
 from tests.kernels.lowered import (
@@ -122,7 +124,7 @@ def test_norm_kernels_of_few_ctas_keep_the_scales_of_heads(monkeypatch):
   small = KernelConfig(vector=1, warps_per_row=1, tiles=2, ctas_per_sm=3)
   monkeypatch.setattr(config, "forward_config", lambda *sizes: small)
   monkeypatch.setattr(config, "backward_config", lambda *sizes: small)
-  monkeypatch.setattr(config.device, "SM_COUNT", 1)
+  monkeypatch.setattr(device, "HOPPER", dataclasses.replace(device.HOPPER, sm_count=1))
   assert config.grid_size(small, 64, 16) == 2
   case = Case(shape=(4, 16, 32), arrays=("scale", "bias"), per_head=("scale", "bias"))
   check(case, "pallas_interpret")

@@ -17,7 +17,8 @@ from lnssm_jax.ops.wkv4.cases import WKV4, Case
 from lnssm_jax.ops.wkv4.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
 from pallas_kernels.core.wgmma import Backend
-from pallas_kernels.wkv4 import backward, config, forward, update
+from pallas_kernels.wkv4 import config, op, update
+from pallas_kernels.wkv4.sm90 import backward, forward
 from tests.kernels.interpreted import (
   assert_promises,
   assert_transformations,
@@ -70,10 +71,10 @@ def test_wkv4_nan_passes_no_split_in_which_a_document_begins():
   first, nan = jnp.arange(6)[None] == 2, jnp.full((1, 1), jnp.nan)
   zero = jnp.zeros((1, 3, 1))
   left = zero, zero, zero + 1
-  for x in forward._entering_states(left, (nan,) * 3, jnp.ones(1), first, [2, 2, 2]):
+  for x in op._entering_states(left, (nan,) * 3, jnp.ones(1), first, [2, 2, 2]):
     assert jnp.isfinite(x[0, :, 0]).tolist() == [False, False, True]
   alone = backward.BackwardResults((zero, zero), *[None] * 4, passed=(zero, zero))
-  for x in forward._entering_cotangents(alone, (nan, nan), first, zero[:, 1:] + 1):
+  for x in op._entering_cotangents(alone, (nan, nan), first, zero[:, 1:] + 1):
     assert jnp.isfinite(x[0, :, 0]).tolist() == [True, False, False]
 
 

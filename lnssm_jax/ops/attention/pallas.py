@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.attention.types import Inputs, Mask, Options
 from lnssm_jax.ops.core.segments import Segments
-from pallas_kernels.attention import config, kernel
-from pallas_kernels.attention.tiles import Logits, Range
+from pallas_kernels.attention import config, op
+from pallas_kernels.attention.types import Logits, Range, Ranges
 
 _NARROWEST = 32  # narrower heads are padded more than twofold
 
@@ -53,14 +53,14 @@ def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array]
   ranges = key_ranges(options.mask, segments, B, T)
   # Padding sees nothing and nobody sees it; its empty ranges follow all others.
   ranges = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, length - T)), constant_values=T), ranges)
-  static = kernel.Options(
+  static = op.Options(
     Logits(options.scale, options.soft_cap), config.attention_config(wide_k, wide_v), interpret
   )
   arrays = padded(q, wide_k), padded(k, wide_k), padded(v, wide_v)
-  return (kernel.attention(*arrays, ranges, static)[:, :T, :, :V],)
+  return (op.attention(*arrays, ranges, static)[:, :T, :, :V],)
 
 
-def key_ranges(mask: Mask, segments: Segments | None, batch: int, length: int) -> kernel.Ranges:
+def key_ranges(mask: Mask, segments: Segments | None, batch: int, length: int) -> Ranges:
   """The tokens that each token sees, and those that see it: each is a range."""
   token = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
   start, stop = jnp.zeros_like(token), jnp.full_like(token, length)
@@ -75,8 +75,8 @@ def key_ranges(mask: Mask, segments: Segments | None, batch: int, length: int) -
     begin = token - (token - start) % size
     start, stop = begin, jnp.minimum(stop, begin + size)
   if mask.causal:
-    return kernel.Ranges(seen=Range(start, token + 1), seen_by=Range(token, stop))
-  return kernel.Ranges(seen=Range(start, stop), seen_by=Range(start, stop))
+    return Ranges(seen=Range(start, token + 1), seen_by=Range(token, stop))
+  return Ranges(seen=Range(start, stop), seen_by=Range(start, stop))
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.core.channel_states import Options
-from pallas_kernels.channel_states import config, decode, forward
+from pallas_kernels.channel_states import config, decode, op
 from pallas_kernels.channel_states.recurrence import Inputs, Recurrence
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
@@ -149,18 +149,18 @@ def scan(
   if groups == 1:
     logits = arrays.get("rate_logits")
     logits_dtype = None if logits is None else logits.dtype
-    static = forward.Static(recurrence, x.dtype, interpret, logits_dtype)
-    out, last = forward.scan(static, inputs, first, num_splits)
+    static = op.Static(recurrence, x.dtype, interpret, logits_dtype)
+    out, last = op.scan(static, inputs, first, num_splits)
     return out[:, :T, :D], last[:, :D, :N]
 
   # Groups of states one after the other: each adds to the output in float32.
-  static = forward.Static(recurrence, jnp.dtype(jnp.float32), interpret)
+  static = op.Static(recurrence, jnp.dtype(jnp.float32), interpret)
   split = lambda y: jnp.moveaxis(y.reshape(*y.shape[:-1], groups, width), -2, 0)
   grouped = {name: split(getattr(inputs, name)) for name in arrays if "N" in _AXES[name]}
   grouped["skip"] = jnp.pad(inputs.skip[None], ((0, groups - 1), (0, 0)))
 
   def group(total, own):
-    out, last = forward.scan(static, inputs._replace(**own), first, num_splits)
+    out, last = op.scan(static, inputs._replace(**own), first, num_splits)
     return total + out, last
 
   out, last = jax.lax.scan(group, jnp.zeros_like(inputs.x, jnp.float32), grouped)

@@ -30,6 +30,7 @@ from lnssm_jax.ops.core.sequence_parallel import place
 from lnssm_jax.ops.core.states import unknown
 from lnssm_jax.ops.core.symbolic import naming_length
 from pallas_kernels import MADE_BY_KERNELS as MADE_BY_KERNELS  # for rematerialization policies
+from pallas_kernels.core import device
 
 
 def _always_supported(inputs: Any, options: Any) -> str | None:
@@ -249,7 +250,7 @@ class Kernels:
     """ "pallas"."""
     return Form(
       functools.partial(self._run, "run"),
-      lambda inputs, options: hopper_unsupported() or self._unsupported(inputs, options),
+      lambda inputs, options: device.unsupported() or self._unsupported(inputs, options),
       self._preferred,
     )
 
@@ -296,17 +297,6 @@ class Kernels:
     return division is not None and division.ask(ask, inputs)
 
 
-def hopper_unsupported() -> str | None:
-  """Why the default device cannot run kernels for Hopper, or None."""
-  device = default_device()
-  if device.platform != "gpu":
-    return f"the default device is a {device.platform}, and the kernels need a Hopper GPU"
-  capability = str(getattr(device, "compute_capability", "unknown"))
-  if not capability.startswith("9."):
-    return f"the GPU has compute capability {capability}, and the kernels need 9.0 (Hopper)"
-  return None
-
-
 # Interpreted warpgroups (up to three per CTA, two CTAs in a cluster) block threads of XLA's pool in
 # callbacks, in which they start programs and wait for threads of the same pool.
 _INTERPRETER_THREADS = 8
@@ -329,9 +319,3 @@ def _on_one_device(x: jax.Array) -> bool:
   mapped = bool(jax.typeof(x).manual_axis_type.varying)
   alone = math.prod(spmd.unmapped_axes().values()) == 1
   return alone and (mapped or jax.device_count() == 1)
-
-
-def default_device() -> jax.Device:
-  """The device on which new programs run."""
-  device = jax.config.jax_default_device  # a device, the name of a platform, or None
-  return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]

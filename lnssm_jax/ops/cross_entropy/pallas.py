@@ -17,8 +17,8 @@ from lnssm_jax.ops.cross_entropy.types import (
   in_vocabulary,
   weighted_terms,
 )
-from pallas_kernels.core.device import SM_COUNT
-from pallas_kernels.cross_entropy import config, kernel
+from pallas_kernels.core import device
+from pallas_kernels.cross_entropy import config, op, types
 
 # Smaller ones take microseconds either way, and were not timed.
 _LEAST_VOCABULARY = 4096
@@ -44,19 +44,19 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
 def preferred(inputs: Inputs, options: Options) -> bool:
   """Whether `implementation=None` takes the kernel: vocabularies and batches that fill a GPU."""
   positions = math.prod(inputs.logits.shape[:-1])
-  return options.vocab_size >= _LEAST_VOCABULARY and positions >= SM_COUNT
+  return options.vocab_size >= _LEAST_VOCABULARY and positions >= device.current().sm_count
 
 
 def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tuple[jax.Array, ...]:
   """`sizes`: the configuration of the kernel; None takes that of the table."""
   shape = inputs.logits.shape
-  folded = kernel.Inputs(
+  folded = types.Inputs(
     logits=inputs.logits.reshape(-1, shape[-1] // config.LANES, config.LANES),
     # -1 is no column: a target outside the vocabulary may be a column of the padding.
     targets=jnp.where(in_vocabulary(inputs, options), inputs.targets, -1).reshape(-1),
     weights=inputs.weights.reshape(-1),
   )
-  static = kernel.Static(
+  static = types.Static(
     vocab_size=options.vocab_size,
     logit_penalty=options.logit_penalty,
     z_loss=options.z_loss,
@@ -64,9 +64,9 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tupl
     config=sizes or config.kernel_config(options.dtype),
     interpret=interpret,
   )
-  results = kernel.cross_entropy(folded, static)
-  by_field = results.statistics.reshape(*shape[:2], kernel.NUM_STATISTICS)
-  largest, total, _, target_logit = (by_field[..., n] for n in range(kernel.NUM_STATISTICS))
+  results = op.cross_entropy(folded, static)
+  by_field = results.statistics.reshape(*shape[:2], types.NUM_STATISTICS)
+  largest, total, _, target_logit = (by_field[..., n] for n in range(types.NUM_STATISTICS))
   statistics = Statistics(largest, largest + jnp.log(total), target_logit)
   terms = weighted_terms(inputs, options, statistics)
   return terms if results.d_logits is None else (*terms, results.d_logits.reshape(shape))

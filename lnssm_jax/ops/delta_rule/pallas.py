@@ -16,7 +16,8 @@ from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts
 from lnssm_jax.ops.delta_rule.chunked import chunked
 from lnssm_jax.ops.delta_rule.types import DeltaRuleState, Inputs, Options
 from pallas_kernels.core.decode import fits
-from pallas_kernels.delta_rule import config, decode, forward
+from pallas_kernels.core.wgmma import CHUNK
+from pallas_kernels.delta_rule import config, decode, op
 
 _WIDEST_KEY = config.KEY_WIDTHS[-1]
 _WIDEST_VALUE = config.VALUE_WIDTHS[-1]
@@ -39,8 +40,8 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
       return f"{name} is {x.shape[-1]} wide, and at most {_WIDEST_KEY} are supported"
   if inputs.beta.shape[-1] != 1:
     return "beta has a rate for each value column, and the kernels take one for each head"
-  if options.chunk_size not in (None, forward.CHUNK):
-    return f"chunk_size={options.chunk_size}, and the kernels' chunks have {forward.CHUNK} tokens"
+  if options.chunk_size not in (None, CHUNK):
+    return f"chunk_size={options.chunk_size}, and the kernels' chunks have {CHUNK} tokens"
   if options.scale == 0.0:
     return "scale=0 leaves nothing to compute"
   return None
@@ -80,14 +81,14 @@ def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array,
   wide_k = next(width for width in config.KEY_WIDTHS if width >= K)
   wide_v = next((width for width in config.VALUE_WIDTHS if width >= V), _WIDEST_VALUE)
   groups = -(-V // wide_v)
-  more = -T % forward.CHUNK
+  more = -T % CHUNK
   pad = lambda x, width: jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, width - x.shape[-1])])
   of_heads = lambda x, axis=2: x if x.shape[axis] == H else jnp.repeat(x, H // x.shape[axis], axis)
   v = of_heads(v) if groups > 1 else v
   # The kernels have a state per head of the queries, although groups may share it.
   kv = of_heads(state.kv, 1)
   kv = jnp.pad(kv, [(0, 0), (0, 0), (0, wide_k - K), (0, groups * wide_v - V)])
-  padded = forward.Inputs(
+  padded = op.Inputs(
     pad(q, wide_k),
     pad(k, wide_k),
     None if erase_key is None else pad(erase_key, wide_k),
@@ -99,7 +100,7 @@ def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array,
   index = None
   if segments is not None:
     index = jnp.pad(segments.index, ((0, 0), (0, more)), mode="edge")
-  out, kv = forward.delta_rule(padded, index, forward.Options(options.scale, T, interpret))
+  out, kv = op.delta_rule(padded, index, op.Options(options.scale, T, interpret))
   kv = kv.reshape(B, H, groups, wide_k, wide_v).swapaxes(2, 3).reshape(B, H, wide_k, -1)
   kv = kv[:, :: H // S] if S < H else kv
   return out.reshape(B, T + more, H, -1)[:, :T, :, :V], DeltaRuleState(kv[:, :, :K, :V])

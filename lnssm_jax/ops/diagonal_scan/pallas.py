@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.diagonal_scan.types import DiagonalState, Inputs, Options
 from pallas_kernels.core import channel_grid as channels
-from pallas_kernels.diagonal_scan import scan
+from pallas_kernels.diagonal_scan import op
 
 _DTYPES = (jnp.bfloat16, jnp.float32, jnp.complex64)
 _MOST_SEQUENCES = 65535  # thread blocks along the second axis of a grid
@@ -57,8 +57,8 @@ def run(inputs: Inputs, options: Options, *, interpret=None, num_splits: int | N
   reset = None
   if segments is not None:
     reset = pad(segments.first(reverse=options.reverse), more[0]).astype(jnp.int32)
-  arrays = scan.Inputs(decays, xs, initial)
-  out, last = scan.diagonal_scan(scan.Static(options.reverse, T, P, interpret), arrays, reset)
+  arrays = op.Inputs(decays, xs, initial)
+  out, last = op.diagonal_scan(op.Static(options.reverse, T, P, interpret), arrays, reset)
   whole = lambda number: jax.lax.complex(*number) if len(number) == 2 else number[0]
   return whole(out)[:, :T, :D].astype(options.out_dtype), DiagonalState(whole(last)[:, :D])
 

@@ -16,7 +16,8 @@ from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts
 from lnssm_jax.ops.linear_attention.chunked import chunked
 from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
 from pallas_kernels.core.decode import fits
-from pallas_kernels.linear_attention import config, decode, forward
+from pallas_kernels.core.wgmma import CHUNK
+from pallas_kernels.linear_attention import config, decode, op
 
 _WIDEST_KEY = 256
 
@@ -37,8 +38,8 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
       )
     if name != "v" and x.shape[-1] > _WIDEST_KEY:
       return f"{name} is {x.shape[-1]} wide, and keys of at most {_WIDEST_KEY} are supported"
-  if options.chunk_size not in (None, forward.CHUNK):
-    return f"chunk_size={options.chunk_size}, and the kernels' chunks have {forward.CHUNK} tokens"
+  if options.chunk_size not in (None, CHUNK):
+    return f"chunk_size={options.chunk_size}, and the kernels' chunks have {CHUNK} tokens"
   if options.scale == 0.0:
     return "scale=0 leaves nothing to compute"
   return None
@@ -127,7 +128,7 @@ def _chunks(inputs: Inputs, options: Options, *, interpret, num_splits):
   v = with_tokens(v if groups == 1 else of_heads(v, 2, H), groups * wide_v)
   kv = pad(state.kv, 0, 0, extra, groups * wide_v - V).reshape(B, H, wide_k, groups, wide_v)
   key_sum = jnp.repeat(pad(state.key_sum, 0, 0, extra), groups, axis=1) if normalize else None
-  padded = forward.Inputs(
+  padded = op.Inputs(
     with_tokens(q, wide_k),
     with_tokens(k, wide_k),
     v.reshape(B, length, -1, wide_v),
@@ -141,8 +142,8 @@ def _chunks(inputs: Inputs, options: Options, *, interpret, num_splits):
   index = None
   if segments is not None:
     index = jnp.pad(segments.index, ((0, 0), (0, length - T)), mode="edge")
-  static = forward.Options(options.scale, T, num_splits, normalize, interpret)
-  out, kv, key_sum = forward.linear_attention(padded, index, static)
+  static = op.Options(options.scale, T, num_splits, normalize, interpret)
+  out, kv, key_sum = op.linear_attention(padded, index, static)
   out = out.reshape(B, length, H, groups * wide_v)[:, :T, :, :V]
   kv = kv.reshape(B, H, groups, wide_k, wide_v).swapaxes(2, 3).reshape(B, H, wide_k, -1)
   if normalize:

@@ -32,6 +32,7 @@ from lnssm_jax.ops.sparse_state_attention.types import (
   init_state,
 )
 from lnssm_jax.ops.sparse_state_attention.varlen import chunk_count, run_chunk_size, varlen
+from pallas_kernels.core import device
 
 _NAME = "sparse_state_attention"
 
@@ -57,7 +58,7 @@ def _run(form, inputs: Inputs, options: Options):
   method = options.method
   if method is None:
     sizes = (*inputs.indices.shape[1:], inputs.state.kv.shape[1])
-    on_gpu = dispatch.default_device().platform == "gpu"
+    on_gpu = device.default_device().platform == "gpu"
     rest = {"fresh": options.fresh, "on_gpu": on_gpu, "chunk_size": options.chunk_size}
     method = "gather" if form == "reference" else choose_method(*sizes, **rest)
   dtype = inputs.v.dtype
@@ -75,7 +76,7 @@ def _no_kernels(inputs: Inputs, options: Options) -> str | None:
     return "method='gather' runs token by token, without a kernel."
   if options.chunk_size is not None:
     return f"chunk_size={options.chunk_size}, and the kernels choose their own."
-  return dispatch.hopper_unsupported()
+  return device.unsupported()
 
 
 def _not_gather(inputs: Inputs, options: Options) -> str | None:

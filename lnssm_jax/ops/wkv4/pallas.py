@@ -1,6 +1,6 @@
 """RWKV-4's scan on the Mosaic-GPU kernels: which arguments they support, and how they run them.
 
-Two kernels: `decode` runs a single token and updates the state in place, `forward` the others.
+Two kernels: `decode` runs a single token and updates the state in place, `op` the others.
 README.md has the limits. Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
@@ -14,7 +14,7 @@ from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.wkv4.chunked import chunked
 from lnssm_jax.ops.wkv4.types import Inputs, Options, WKV4State
 from pallas_kernels.core import channel_grid as channels
-from pallas_kernels.wkv4 import decode, forward
+from pallas_kernels.wkv4 import decode, op
 
 _MOST_SEQUENCES = 65535  # blocks along the second axis of a grid
 
@@ -71,12 +71,12 @@ def run(
   reset = None
   if segments is not None:
     reset = pad(segments.first().astype(jnp.int32), later)
-  padded = forward.Inputs(
+  padded = op.Inputs(
     *(pad(x, later, wider) for x in (k, v)),
     *(pad(x.astype(jnp.float32), wider) for x in (decay_rate, bonus)),
     *(pad(x, wider) for x in state),
   )
-  out, last = forward.wkv4(forward.Static(T, P, interpret), padded, reset)
+  out, last = op.wkv4(op.Static(T, P, interpret), padded, reset)
   largest, numerator, denominator = (x[:, :D] for x in last)
   # The maximum is a scale that the other two are divided by; they carry the gradient.
   last = WKV4State(jax.lax.stop_gradient(largest), numerator, denominator)

@@ -7,8 +7,8 @@ from jax import lax
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.wgmma import CHUNK
 from pallas_kernels.linear_attention.config import pipeline_config
-from pallas_kernels.linear_attention.intra_chunk import SMALLEST_LOG_DECAY
-from pallas_kernels.linear_attention.state_pipeline import (
+from pallas_kernels.linear_attention.sm90.intra_chunk import SMALLEST_LOG_DECAY
+from pallas_kernels.linear_attention.sm90.state_pipeline import (
   ChunkDecay,
   ConstantDecay,
   Normalizer,

@@ -50,8 +50,8 @@ from pallas_kernels.core.wgmma import (
   smem_tile,
   transpose_ref,
 )
-from pallas_kernels.linear_attention import intra_chunk
-from pallas_kernels.linear_attention.intra_chunk import (
+from pallas_kernels.linear_attention.sm90 import intra_chunk
+from pallas_kernels.linear_attention.sm90.intra_chunk import (
   AFTER,
   BEFORE,
   KEYS,

@@ -1,10 +1,9 @@
-"""The delta rule over chunks: the entry point and its forward pass.
+"""Forward pass of the delta rule over chunks.
 
 First `chunk_systems`, all chunks at once: each chunk's triangular system and its scores. Then
 `recurrence.forward_recurrence` carries the state along the chunks and computes the outputs.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,6 @@ from pallas_kernels.core.chunk_grid import (
   shared_head,
   store_outputs,
 )
-from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.wgmma import (
   CHUNK,
   Backend,
@@ -32,10 +30,9 @@ from pallas_kernels.core.wgmma import (
   transpose_ref,
   with_int32_indices,
 )
-from pallas_kernels.delta_rule import backward
 from pallas_kernels.delta_rule.config import recurrence_config
-from pallas_kernels.delta_rule.recurrence import Stage, forward_recurrence
-from pallas_kernels.delta_rule.triangular_inverse import (
+from pallas_kernels.delta_rule.sm90.recurrence import Stage, forward_recurrence
+from pallas_kernels.delta_rule.sm90.triangular_inverse import (
   NUM_TILES,
   diagonal_blocks,
   triangular_inverse,
@@ -51,37 +48,10 @@ from pallas_kernels.delta_rule.types import (
 )
 
 
-def delta_rule(
-  inputs: Inputs, segments: jax.Array | None, options: Options
-) -> tuple[jax.Array, jax.Array]:
-  """Runs the delta rule on padded arguments.
-
-  Args:
-    segments: [B, T] int32 counted from 0, padded with each row's last, or None.
-
-  Returns:
-    out [B, T, H, V] bfloat16 and the last state [B, H, K, V] float32.
-  """
-  return _delta_rule(options, inputs, segments)
-
-
-@functools.partial(custom_vjp, nondiff_argnums=(0,))
-def _delta_rule(options, inputs, segments):
-  return _forward(options, inputs, segments, for_gradient=False)[0]
-
-
-def _forward_rule(options, inputs, segments):
-  decay_wants_gradient = inputs.log_decay.perturbed
-  is_leaf = lambda x: hasattr(x, "perturbed")
-  inputs, segments = jax.tree.map(lambda x: x.value, (inputs, segments), is_leaf=is_leaf)
-  result, residuals = _forward(options, inputs, segments, for_gradient=True)
-  return result, (inputs, segments, residuals, () if decay_wants_gradient else None)
-
-
-_delta_rule.defvjp(_forward_rule, backward.backward_rule, symbolic_zeros=True)
-
-
-def _forward(options: Options, inputs: Inputs, segments, *, for_gradient: bool):
+def forward(
+  options: Options, inputs: Inputs, segments: jax.Array | None, *, for_gradient: bool
+) -> tuple[tuple[jax.Array, jax.Array], Residuals | None]:
+  """The results of `op.delta_rule`, and what the backward pass needs of this one."""
   q, k, erase_key, v, beta, log_decay, kv = inputs
   documents = DocumentBoundaries.of(segments)
   tables = chunk_tables(options, documents, q.shape[1], beta, log_decay)

@@ -1,4 +1,4 @@
-"""Outputs of softmax attention: the forward pass of `attention.kernel`.
+"""Outputs of softmax attention: the forward pass of `attention.op`.
 
 A CTA has 128 queries of a head, 64 for each of its two consumer warpgroups, and goes through the
 tiles of keys that any of them sees. The softmax is accumulated with running maxima and sums
@@ -15,10 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
-from pallas_kernels.attention.tiles import (
+from pallas_kernels.attention.sm90.tiles import (
   KeyTiles,
-  Logits,
-  Range,
   Ring,
   launch,
   load_range,
@@ -27,6 +25,7 @@ from pallas_kernels.attention.tiles import (
   tile_start,
   visible,
 )
+from pallas_kernels.attention.types import Logits, Options, Range, Ranges
 from pallas_kernels.core.wgmma import (
   ROW_LAYOUT,
   Backend,
@@ -47,7 +46,9 @@ class _Gmem(NamedTuple):
   seen: Range
 
 
-class _Outputs(NamedTuple):
+class Outputs(NamedTuple):
+  """Results of the kernel."""
+
   out: Any  # [B, T, H, V] bfloat16
   log_sum: Any  # [B, H, T] float32: the logarithm in base 2 of the softmax's denominator
 
@@ -62,6 +63,12 @@ class _Scratch(NamedTuple):
   consumed: Any
 
 
+def forward(options: Options, q, k, v, ranges: Ranges) -> Outputs:
+  """Outputs, and what the backward pass needs of this one."""
+  static = {"logits": options.logits, "backend": options.backend}
+  return outputs(q, k, v, ranges.seen, config=options.config.forward, **static)
+
+
 @traced_once("logits", "config", "backend")
 def outputs(
   q: jax.Array,  # [B, T, H, K] bfloat16, T a multiple of 128
@@ -72,7 +79,7 @@ def outputs(
   logits: Logits,
   config: LoopConfig,
   backend: Backend,
-) -> _Outputs:
+) -> Outputs:
   """Outputs, 0 for queries that see no key, and logarithms of denominators."""
   (B, T, H, K), (G, V), mma = q.shape, v.shape[2:], backend
   stages, shape = config.num_stages, (ROWS, config.tile)
@@ -88,7 +95,7 @@ def outputs(
     consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
   )
 
-  def body(warpgroup, gmem: _Gmem, outs: _Outputs, smem: _Scratch):
+  def body(warpgroup, gmem: _Gmem, outs: Outputs, smem: _Scratch):
     b, h = lax.axis_index("row"), lax.axis_index("head")
     tile = T // TILE - 1 - lax.axis_index("tile")  # with causal masks the last have most to do
     start = tile_start(tile)
@@ -141,7 +148,7 @@ def outputs(
     plgpu.copy_smem_to_gmem(out_smem, outs.out.at[b, pl.ds(mine, ROWS), h])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  out_type = _Outputs(
+  out_type = Outputs(
     jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
   )
   return launch(

@@ -1,7 +1,6 @@
-"""Shared by the attention kernels: ranges of visible tokens, the loop over tiles, the logits."""
+"""Shared by the attention kernels: ranges of visible tokens, the loop over tiles."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
+from pallas_kernels.attention.types import Range
 from pallas_kernels.core.wgmma import (
   COMPILER_PARAMS,
   Backend,
@@ -20,40 +20,6 @@ from pallas_kernels.core.wgmma import (
   iota,
   load_row_vector,
 )
-
-LOG2_E = math.log2(math.e)
-
-
-@dataclasses.dataclass(frozen=True)
-class Logits:
-  """Logits in base 2: log2(e) times scale times the products, within +- log2(e) `soft_cap`."""
-
-  scale: float
-  soft_cap: float | None = None
-
-  def of(self, products: jax.Array) -> tuple[jax.Array, float]:
-    """(x, c) with logits c x and c > 0, and x made from the products in few steps."""
-    if self.soft_cap is not None:
-      return jnp.tanh(products * (self.scale / self.soft_cap)), self.soft_cap * LOG2_E
-    if self.scale > 0:
-      return products, self.scale * LOG2_E
-    return products * (self.scale * LOG2_E), 1.0
-
-  def slope(self, x: jax.Array, gradient: jax.Array) -> jax.Array:
-    """`gradient` of scale * products within the cap, from that of the capped ones."""
-    return gradient if self.soft_cap is None else gradient * (1.0 - x * x)
-
-
-class Range(NamedTuple):
-  """The tokens [first, end) of the other side that a token sees. Neither decreases with the token.
-
-  So those that some token of a tile sees begin with the first of its first one and end with the end
-  of its last one; those that all of them see begin with the first of the last and end with the end
-  of the first.
-  """
-
-  first: Any
-  end: Any
 
 
 class Steps(NamedTuple):

@@ -15,11 +15,11 @@ dead by then, and results replace arguments.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -50,7 +50,7 @@ from pallas_kernels.core.wgmma import (
   with_int32_indices,
 )
 from pallas_kernels.delta_rule.config import recurrence_config
-from pallas_kernels.delta_rule.recurrence import Stage, reverse_recurrence
+from pallas_kernels.delta_rule.sm90.recurrence import Stage, reverse_recurrence
 from pallas_kernels.delta_rule.types import (
   AFTER,
   BEFORE,
@@ -64,16 +64,21 @@ from pallas_kernels.delta_rule.types import (
 )
 
 
-def backward_rule(options: Options, residuals, cotangents):
-  """The rule of `custom_vjp`: cotangents of (inputs, segments)."""
-  inputs, segments, kept, decays = residuals
-  decays = decays is not None
+def backward(
+  options: Options,
+  inputs: Inputs,
+  segments: jax.Array | None,
+  kept: Any,  # `Residuals`
+  cotangents: Sequence[jax.Array | None],  # of the results of `op.delta_rule`; None: zeros
+  decays: bool,  # whether the decay wants a gradient
+) -> Inputs:
+  """Gradients of the inputs."""
   q, k, erase_key, v, beta, log_decay, kv = inputs
   d_out, d_last = cotangents
   (B, T, *_), H = q.shape, inputs.heads
-  d_out = jnp.zeros(d_out.shape, d_out.dtype) if _is_zero(d_out) else d_out
+  d_out = jnp.zeros((B, T, H, v.shape[3]), v.dtype) if d_out is None else d_out
   # `scale` multiplies the results.
-  d_last = None if _is_zero(d_last) else d_last / options.scale
+  d_last = None if d_last is None else d_last / options.scale
   documents = DocumentBoundaries.of(segments)
   tables, tables_vjp = jax.vjp(
     functools.partial(chunk_tables, options, documents, T), beta, log_decay
@@ -121,18 +126,13 @@ def backward_rule(options: Options, residuals, cotangents):
   d_beta, d_log_decay = tables_vjp(options.scale * d_tables)
   d_kv = None if kv is None else options.scale * adjoints.last_state
   d_erase_key = None if shared else by_q.erase_key
-  no_gradient = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
   d_inputs = Inputs(by_q.q, by_k.k, d_erase_key, by_k.v, d_beta, d_log_decay, d_kv)
   summed = {
     name: sum_of_groups(getattr(d_inputs, name), like)
     for name, like in (("q", q), ("k", k), ("erase_key", erase_key), ("v", v))
-    if getattr(d_inputs, name) is not None
+    if like is not None
   }
-  return d_inputs._replace(**summed), no_gradient
-
-
-def _is_zero(x):
-  return isinstance(x, jax.custom_derivatives.SymbolicZero)
+  return d_inputs._replace(**summed)
 
 
 class QueryTiles(NamedTuple):

@@ -1,4 +1,4 @@
-"""Gradients of softmax attention: the backward pass of `attention.kernel`.
+"""Gradients of softmax attention: the backward pass of `attention.op`.
 
 With s the logits of query i and key j, p the weights exp(s_ij) / sum_j exp(s_ij), G the cotangent
 of the outputs o, and d_i = G_i . o_i:
@@ -12,6 +12,7 @@ queries per CTA and goes through the keys that they see, one has 128 keys and go
 queries that see them, of all heads that read them.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
-from pallas_kernels.attention.tiles import (
+from pallas_kernels.attention.sm90.forward import Outputs
+from pallas_kernels.attention.sm90.tiles import (
   KeyTiles,
-  Logits,
-  Range,
   Ring,
   launch,
   load_range,
@@ -33,6 +33,7 @@ from pallas_kernels.attention.tiles import (
   tile_start,
   visible,
 )
+from pallas_kernels.attention.types import Logits, Options, Range, Ranges
 from pallas_kernels.core.wgmma import (
   Backend,
   Dots,
@@ -47,6 +48,25 @@ from pallas_kernels.core.wgmma import (
   transpose_ref,
   zero_accumulator,
 )
+
+
+def backward(options: Options, q, k, v, ranges: Ranges, made: Outputs, d_out):
+  """Gradients of q, k and v."""
+  static = {"logits": options.logits, "backend": options.backend}
+  config = options.config
+  by_q = query_gradient(q, k, v, d_out, *made, ranges.seen, config=config.query_gradient, **static)
+  of_keys = functools.partial(
+    key_gradient,
+    *(q, k, v, d_out, made.log_sum, by_q.d_sum, ranges.seen_by),
+    config=config.key_gradient,
+    **static,
+  )
+  if config.separate_keys:
+    d_k = of_keys(wanted=KeyGradients(k=True, v=False)).k
+    d_v = of_keys(wanted=KeyGradients(k=False, v=True)).v
+  else:
+    d_k, d_v = of_keys(wanted=KeyGradients(k=True, v=True))
+  return by_q.q, d_k, d_v
 
 
 class _QueryGmem(NamedTuple):

@@ -1,4 +1,4 @@
-"""WKV-4, the scan of RWKV-4: forward kernel and `custom_vjp`. One thread per channel.
+"""WKV-4, the scan of RWKV-4: the entry point for many tokens, with its `custom_vjp`.
 
     N_t = e^{-w} N_{t-1} + e^{k_t} v_t          Z_t = e^{-w} Z_{t-1} + e^{k_t}
     y_t = (N_{t-1} + e^{u+k_t} v_t) / (Z_{t-1} + e^{u+k_t})
@@ -15,20 +15,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import MADE_BY_KERNELS
-from pallas_kernels.core import boundaries
-from pallas_kernels.core import channel_grid as grid
-from pallas_kernels.core.channel_grid import CHANNELS
-from pallas_kernels.core.gradients import custom_vjp
-from pallas_kernels.core.wgmma import Backend, with_int32_indices
-from pallas_kernels.wkv4 import config as tuning
+from pallas_kernels.core import boundaries, device
+from pallas_kernels.core.gradients import custom_vjp, no_gradient
+from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.wkv4 import update
-from pallas_kernels.wkv4.backward import backward_kernel
-from pallas_kernels.wkv4.config import CHUNK, GROUP, STATE_ROWS
+from pallas_kernels.wkv4.sm90.backward import backward_kernel
+from pallas_kernels.wkv4.sm90.forward import forward_kernel
+from pallas_kernels.wkv4.update import StateRows
+
+_KERNELS = {"sm90": device.Kernels(forward_kernel, backward_kernel)}
 
 
 class Static(NamedTuple):
@@ -51,9 +49,6 @@ class Inputs(NamedTuple):
   denominator: jax.Array
 
 
-StateRows = tuple[jax.Array, jax.Array, jax.Array]  # (max, numerator, denominator)
-
-
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
 def wkv4(static: Static, inputs: Inputs, first: jax.Array | None) -> tuple[jax.Array, StateRows]:
   """RWKV-4's weighted mean of the values so far.
@@ -70,14 +65,14 @@ def wkv4(static: Static, inputs: Inputs, first: jax.Array | None) -> tuple[jax.A
 
 def _forward(static, inputs, first, *, for_gradient):
   k, v, rate, bonus, *initial = inputs
-  options = _options(static)
+  kernel, options = device.choose(_KERNELS).forward, _options(static)
   entering = tuple(x[:, None] for x in initial)
   if static.num_splits > 1:
-    alone = forward_kernel(k, v, rate, bonus, None, first, outputs=False, **options)
+    alone = kernel(k, v, rate, bonus, None, first, outputs=False, **options)
     size = k.shape[1] // static.num_splits
     tokens = [min(max(static.length - n * size, 0), size) for n in range(static.num_splits)]
     entering = _entering_states(alone.last, initial, rate, first, tokens)
-  results = forward_kernel(k, v, rate, bonus, entering, first, chunk_states=for_gradient, **options)
+  results = kernel(k, v, rate, bonus, entering, first, chunk_states=for_gradient, **options)
   last = tuple(x[:, -1] for x in results.last)
   scale = None
   if for_gradient and static.num_splits > 1:
@@ -96,15 +91,15 @@ def _backward_rule(static, residuals, cotangents):
   inputs, first, chunk_states, scale, last = residuals
   k, v, rate, bonus, *initial = inputs
   d_out, (_, d_numerator, d_denominator) = cotangents
-  options = _options(static)
+  kernel, options = device.choose(_KERNELS).backward, _options(static)
   arrays = k, v, rate, bonus, chunk_states, d_out
   # The cotangent of the numerator, and that of a shift of all values.
   d_last = d_numerator, d_denominator + d_numerator * _mean(last)
   entering = tuple(x[:, None] for x in d_last)
   if static.num_splits > 1:
-    alone = backward_kernel(*arrays, None, first, outputs=False, **options)
+    alone = kernel(*arrays, None, first, outputs=False, **options)
     entering = _entering_cotangents(alone, d_last, first, scale)
-  results = backward_kernel(*arrays, entering, first, **options)
+  results = kernel(*arrays, entering, first, **options)
   d_numerator, d_shift = (x[:, 0] for x in results.d_initial)
   _, _, denominator = initial
   d_inputs = Inputs(
@@ -116,8 +111,7 @@ def _backward_rule(static, residuals, cotangents):
     d_numerator,
     d_shift - d_numerator * _mean(initial),
   )
-  d_first = None if first is None else np.zeros(first.shape, jax.dtypes.float0)
-  return d_inputs, d_first
+  return d_inputs, no_gradient(first)
 
 
 wkv4.defvjp(_forward_rule, _backward_rule)
@@ -181,116 +175,3 @@ def _entering_cotangents(alone, d_last, first, scale):
     A, C = own_A + passed_A, own_C + passed_C
   stacked = lambda n: jnp.stack([entering[split][n] for split in range(num_splits)], axis=1)
   return stacked(0), stacked(1)
-
-
-# Forward kernel
-
-
-class _Streams(NamedTuple):
-  k: Any  # [T, 128]
-  v: Any  # [T, 128]
-
-
-class _KernelInputs(NamedTuple):
-  streams: _Streams
-  decay_rate: Any
-  bonus: Any
-  initial: Any
-  first: Any
-
-
-class ForwardResults(NamedTuple):
-  """None where an array is not computed."""
-
-  last: Any  # [B, P, D] float32, the state after each split
-  out: Any  # [B, T, D] in the dtype of v
-  chunk_states: Any  # [B, T / CHUNK, 3, D] float32, the state that enters each chunk
-
-
-@with_int32_indices
-def forward_kernel(
-  k: jax.Array,  # [B, T, D]
-  v: jax.Array,  # [B, T, D]
-  decay_rate: jax.Array,  # [D] float32
-  bonus: jax.Array,  # [D] float32
-  initial: StateRows | None,  # [B, P, D] float32 each; None: empty
-  first: jax.Array | None,  # [B, T]
-  *,
-  length: int,
-  num_splits: int,
-  backend: Backend,
-  outputs: bool = True,
-  chunk_states: bool = False,
-) -> ForwardResults:
-  """Scans P independent splits; tokens from `length` on are padding and keep the state."""
-  B, T, D = k.shape
-  P, split_length = num_splits, T // num_splits
-  end = length if length < T else None
-  config = tuning.forward_config(
-    bytes_in=grid.itemsize((k, v)), bytes_out=grid.itemsize(v) if outputs else 0
-  )
-  out_type = ForwardResults(
-    last=(jax.ShapeDtypeStruct((B, P, D), jnp.float32),) * 3,
-    out=jax.ShapeDtypeStruct(v.shape, v.dtype) if outputs else None,
-    chunk_states=(
-      jax.ShapeDtypeStruct((B, T // CHUNK, STATE_ROWS, D), jnp.float32) if chunk_states else None
-    ),
-  )
-
-  def body(ins, outs, out_smem):
-    at, b, split = grid.coordinates(P)
-    rate, bonus = (grid.load_row_gmem(ref.at[at]) for ref in (ins.decay_rate, ins.bonus))
-    empty = update.State.empty()
-    state = empty
-    if ins.initial is not None:
-      state = update.State.of_rows(*(grid.load_row_gmem(x.at[b, split, at]) for x in ins.initial))
-
-    def compute_chunk(first_token, streams_smem, is_first, out_smem, state):
-      if chunk_states:
-        for n, row in enumerate(state.rows()):
-          grid.store_row_gmem(outs.chunk_states.at[b, first_token // CHUNK, n, at], row)
-      for group in range(0, CHUNK, GROUP):
-        tokens = range(group, group + GROUP)
-        rows = {t: _Streams(*(grid.load_row(x.at[t]) for x in streams_smem)) for t in tokens}
-        results = {}
-        for t in tokens:
-          key, value = rows[t]
-          state = boundaries.reset(is_first and is_first(t), state, empty)
-          if outputs:
-            past, present = update.read_weights(state, key, bonus, backend)
-            total = past * state.denominator.high + present
-            per_total = update.reciprocal(total, backend)
-            results[t] = (past * state.numerator.high + present * value) * per_total
-          after, _ = update.advance(state, key, value, rate, backend)
-          is_padding = None if end is None else first_token + t >= end
-          state = backend.materialize(boundaries.select(is_padding, state, after))
-        for t, out in results.items():
-          out_smem.at[t][...] = out.astype(out_smem.dtype)
-      return state
-
-    state = grid.pipeline(
-      compute_chunk,
-      state,
-      config=config,
-      streams_gmem=_Streams(*(ref.at[b, :, at] for ref in ins.streams)),
-      first_gmem=None if ins.first is None else ins.first.at[b],
-      results_smem=out_smem,
-      results_gmem=outs.out.at[b, :, at] if outputs else None,
-      start=split * split_length,
-      num_chunks=split_length // CHUNK,
-      reverse=False,
-    )
-    for ref, row in zip(outs.last, state.rows(), strict=True):
-      grid.store_row_gmem(ref.at[b, split, at], row)
-
-  (results,) = plgpu.kernel(
-    body,
-    out_type=(out_type,),
-    scratch_types=[grid.result_smem(CHUNK, v.dtype) if outputs else None],
-    grid=(D // CHANNELS, B * P),
-    grid_names=grid.GRID_NAMES,
-    interpret=backend.interpret,
-    compiler_params=grid.COMPILER_PARAMS,
-    kernel_name="wkv4_forward",
-  )(_KernelInputs(_Streams(k, v), decay_rate, bonus, initial, boundaries.as_flags(first)))
-  return results

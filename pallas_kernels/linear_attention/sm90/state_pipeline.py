@@ -49,8 +49,9 @@ from pallas_kernels.core.wgmma import (
   with_int32_indices,
   zero_accumulator,
 )
-from pallas_kernels.linear_attention import intra_chunk
 from pallas_kernels.linear_attention.config import PipelineConfig
+from pallas_kernels.linear_attention.sm90 import intra_chunk
+from pallas_kernels.linear_attention.types import Inputs, Options
 
 
 class DecayArrays(NamedTuple):
@@ -132,6 +133,15 @@ class ConstantDecay(NamedTuple):
       recompute = lambda _, x: self.factors(which, at, gmem, valid)
       factors = lax.fori_loop(0, again, recompute, factors)
     return factors, rows
+
+
+def constant_decay(
+  options: Options, inputs: Inputs, documents: DocumentBoundaries
+) -> ConstantDecay | None:
+  """Time-invariant decays per key channel, which scale q and k where they are loaded; or None."""
+  if inputs.log_decay.ndim != 2:
+    return None
+  return ConstantDecay(inputs.log_decay, documents, inputs.bonus is not None, options.length)
 
 
 def decay_tile(tile_smem: Ref, factors: jax.Array, rows: jax.Array | None) -> None:

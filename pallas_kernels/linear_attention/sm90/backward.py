@@ -26,11 +26,11 @@ and dk_j likewise. The sums over h stay in registers; the one in parentheses is 
 q) once, and the scores q . k of a pair are the same for all h.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -67,32 +67,44 @@ from pallas_kernels.core.wgmma import (
   transpose_ref,
   zero_accumulator,
 )
-from pallas_kernels.linear_attention import channel_backward, config
+from pallas_kernels.linear_attention import config
 from pallas_kernels.linear_attention.config import pipeline_config
-from pallas_kernels.linear_attention.intra_chunk import token_numbers
-from pallas_kernels.linear_attention.splits import (
+from pallas_kernels.linear_attention.sm90 import channel_backward
+from pallas_kernels.linear_attention.sm90.intra_chunk import token_numbers
+from pallas_kernels.linear_attention.sm90.splits import (
   initial_states_of_splits,
   normalizer_of,
   tokens_in_chunks,
   total_of_constant_decay,
 )
-from pallas_kernels.linear_attention.state_pipeline import ChunkDecay, StateOutputs, chunk_states
+from pallas_kernels.linear_attention.sm90.state_pipeline import (
+  ChunkDecay,
+  StateOutputs,
+  chunk_states,
+  constant_decay,
+)
 from pallas_kernels.linear_attention.types import (
   Cotangents,
   Inputs,
   Options,
   Residuals,
-  constant_decay,
   has_channel_decay,
 )
 
 
-def backward_rule(options: Options, residuals, cotangents):
-  """The rule of `custom_vjp`: cotangents of (inputs, segments)."""
-  inputs, segments, kept, decays = residuals
+def backward(
+  options: Options,
+  inputs: Inputs,
+  segments: jax.Array | None,
+  kept: Any,  # `Residuals`
+  cotangents: Sequence[jax.Array | None],  # of the results of `op.linear_attention`; None: zeros
+  decays: bool,  # whether the decay wants a gradient
+) -> Inputs:
+  """Gradients of the inputs."""
   d_out, d_last_state, d_last_key_sum = cotangents
-  d_out = jnp.zeros(d_out.shape, d_out.dtype) if _is_zero(d_out) else d_out
-  d_last_key_sum = None if _is_zero(d_last_key_sum) else d_last_key_sum
+  if d_out is None:
+    v = inputs.v
+    d_out = jnp.zeros((*v.shape[:2], inputs.heads, v.shape[3]), v.dtype)
   scale, d_denominator = options.scale, None
   if options.normalize:
     d_out, d_denominator = division_gradient(
@@ -102,15 +114,15 @@ def backward_rule(options: Options, residuals, cotangents):
       backend=options.backend,
     )
     scale = 1.0
-  cotangents = Cotangents(d_out, d_denominator, d_last_key_sum, scale, decays=decays is not None)
-  d_last_state = None if _is_zero(d_last_state) else d_last_state / scale
+  shared = Cotangents(d_out, d_denominator, d_last_key_sum, scale, decays)
+  d_last_state = None if d_last_state is None else d_last_state / scale
   documents = DocumentBoundaries.of(segments)
   rule = _channel_backward if has_channel_decay(inputs.log_decay) else _scalar_backward
-  d_inputs = rule(options, inputs, documents, kept, cotangents, d_last_state)
-  shared = {name: sum_of_groups(getattr(d_inputs, name), getattr(inputs, name)) for name in "qkv"}
+  d_inputs = rule(options, inputs, documents, kept, shared, d_last_state)
+  summed = {name: sum_of_groups(getattr(d_inputs, name), getattr(inputs, name)) for name in "qkv"}
   if inputs.log_decay.ndim == 4 and d_inputs.log_decay is not None:
-    shared["log_decay"] = sum_of_groups(d_inputs.log_decay, inputs.log_decay)
-  d_inputs = d_inputs._replace(**shared)
+    summed["log_decay"] = sum_of_groups(d_inputs.log_decay, inputs.log_decay)
+  d_inputs = d_inputs._replace(**summed)
   rescaled = {
     name: scale * x
     for name, x in d_inputs._asdict().items()
@@ -119,12 +131,7 @@ def backward_rule(options: Options, residuals, cotangents):
   d_inputs = d_inputs._replace(**rescaled)
   if d_inputs.log_decay is None:
     d_inputs = d_inputs._replace(log_decay=jnp.zeros_like(inputs.log_decay))
-  no_gradient = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
-  return d_inputs, no_gradient
-
-
-def _is_zero(x):
-  return isinstance(x, jax.custom_derivatives.SymbolicZero)
+  return d_inputs
 
 
 def _scalar_backward(options: Options, inputs: Inputs, documents, kept: Residuals, cot, d_last):

@@ -31,41 +31,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core import device
 from pallas_kernels.core.pipeline import Pipeline, PipelineBarriers
 from pallas_kernels.core.wgmma import WITHOUT_SCRATCH, store_unoptimized, with_int32_indices
-from pallas_kernels.cross_entropy.config import LANES, TILE, KernelConfig
+from pallas_kernels.cross_entropy.config import LANES, TILE
+from pallas_kernels.cross_entropy.types import NUM_STATISTICS, Inputs, Results, Static
 
-NUM_STATISTICS = 4  # per position: largest, sum, ties, logit of the target
 _LOWEST = float(jnp.finfo(jnp.float32).min)  # finite, because -inf - (-inf) would be NaN
 _WARPS = 4  # per warpgroup
 # A warp has rows of 128 logits, four adjacent ones per thread.
 _LAYOUT = plgpu.Layout.TILED(
   plgpu.Tiling(((TILE, LANES), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
-
-
-class Static(NamedTuple):
-  """Arguments that the compiled program is specialized to."""
-
-  vocab_size: int  # columns from here on are masked; fewer than LANES of them
-  logit_penalty: float
-  z_loss: float
-  dtype: Any  # of the gradient; None: it is not computed
-  config: KernelConfig
-  interpret: Any = None
-
-
-class Inputs(NamedTuple):
-  """R positions; V is a multiple of LANES."""
-
-  logits: jax.Array  # [R, V / LANES, LANES] float32
-  targets: jax.Array  # [R] int32; one outside of the V columns is equal to none
-  weights: jax.Array  # [R] float32
-
-
-class Results(NamedTuple):
-  """Results of the kernel."""
-
-  statistics: Any  # [R, NUM_STATISTICS] float32; ties are 0 without `logit_penalty`
-  d_logits: Any  # [R, V / LANES, LANES] in `Static.dtype`, or None
 
 
 class _Scratch(NamedTuple):
@@ -84,18 +58,13 @@ class _Sums(NamedTuple):
   ties: Any  # None without a penalty
 
 
-def grid_size(positions: int) -> int:
-  """CTAs, one per SM."""
-  return min(device.SM_COUNT, positions)
-
-
 @with_int32_indices
 def cross_entropy(inputs: Inputs, static: Static) -> Results:
   """Statistics and gradients of all positions."""
   R, rows, _ = inputs.logits.shape
   config, G = static.config, static.config.consumers
   gradient = static.dtype is not None
-  ctas = grid_size(R)
+  ctas = min(device.current().sm_count, R)  # one per SM
   pipelined = lambda arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.slots)
   staged = (G, 2, config.share, LANES)
   scratch = _Scratch(

@@ -1,4 +1,4 @@
-"""Linear attention over chunks: the entry point and its forward pass.
+"""Forward pass of linear attention over chunks.
 
 Two paths, by the decay. One decay for all key channels of a head (scalar): the output kernel
 computes the scores of each chunk in its prologue. One per key channel: `intra_chunk.chunk_scores`
@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-from pallas_kernels import MADE_BY_KERNELS
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
   ScalarDecayTables,
@@ -28,7 +26,6 @@ from pallas_kernels.core.chunk_grid import (
   token_block_tile,
   token_tile,
 )
-from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.wgmma import (
   CHUNK,
   TILE_WIDTH,
@@ -43,16 +40,17 @@ from pallas_kernels.core.wgmma import (
   store_unoptimized,
   transpose_ref,
 )
-from pallas_kernels.linear_attention import backward, channel_backward, intra_chunk
 from pallas_kernels.linear_attention.config import PipelineConfig, pipeline_config
-from pallas_kernels.linear_attention.intra_chunk import ScoreInputs, ScoreOutputs, chunk_scores
-from pallas_kernels.linear_attention.splits import initial_states_of_splits, normalizer_of
-from pallas_kernels.linear_attention.state_pipeline import (
+from pallas_kernels.linear_attention.sm90 import channel_backward, intra_chunk
+from pallas_kernels.linear_attention.sm90.intra_chunk import ScoreInputs, ScoreOutputs, chunk_scores
+from pallas_kernels.linear_attention.sm90.splits import initial_states_of_splits, normalizer_of
+from pallas_kernels.linear_attention.sm90.state_pipeline import (
   ChunkDecay,
   ChunkPrologue,
   ConstantDecay,
   Normalizer,
   StateOutputs,
+  constant_decay,
   decay_tile,
   run_state_pipeline,
 )
@@ -60,44 +58,14 @@ from pallas_kernels.linear_attention.types import (
   Inputs,
   Options,
   Residuals,
-  constant_decay,
   has_channel_decay,
 )
 
 
-def linear_attention(
-  inputs: Inputs, segments: jax.Array | None, options: Options
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-  """Runs linear attention on padded arguments.
-
-  Args:
-    segments: [B, T] int32 counted from 0, padded with each row's last, or None.
-
-  Returns:
-    out [B, T, H, V] bfloat16, the last state [B, H, K, V] float32, and the last key sum [B, H, K]
-    float32 or None.
-  """
-  return _linear_attention(options, inputs, segments)
-
-
-@functools.partial(custom_vjp, nondiff_argnums=(0,))
-def _linear_attention(options, inputs, segments):
-  return _forward(options, inputs, segments, for_gradient=False)[0]
-
-
-def _forward_rule(options, inputs, segments):
-  decay_wants_gradient = inputs.log_decay.perturbed
-  value = lambda tree: jax.tree.map(
-    lambda x: x.value, tree, is_leaf=lambda x: hasattr(x, "perturbed")
-  )
-  result, residuals = _forward(options, value(inputs), value(segments), for_gradient=True)
-  return result, (*residuals, () if decay_wants_gradient else None)
-
-
-_linear_attention.defvjp(_forward_rule, backward.backward_rule, symbolic_zeros=True)
-
-
-def _forward(options: Options, inputs: Inputs, segments, *, for_gradient: bool) -> tuple[Any, Any]:
+def forward(
+  options: Options, inputs: Inputs, segments: jax.Array | None, *, for_gradient: bool
+) -> tuple[Any, Residuals | None]:
+  """The results of `op.linear_attention`, and what the backward pass needs of this one."""
   q, k, v, log_decay, bonus, kv, key_sum = inputs
   T, normalize, backend = q.shape[1], options.normalize, options.backend
   documents = DocumentBoundaries.of(segments)
@@ -156,9 +124,7 @@ def _forward(options: Options, inputs: Inputs, segments, *, for_gradient: bool) 
     q=in_chunk.q,
     k=in_chunk.k,
   )
-  name = functools.partial(checkpoint_name, name=MADE_BY_KERNELS)
-  result, residuals = jax.tree.map(name, (result, residuals))
-  return result, (inputs, segments, residuals)
+  return result, residuals
 
 
 class _OutputTiles(NamedTuple):

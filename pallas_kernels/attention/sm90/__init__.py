@@ -1,0 +1,1 @@
+"""Softmax attention on Hopper: WGMMA, TMA and registers that warpgroups pass on."""

@@ -1,0 +1,12 @@
+"""Cross-entropy of float32 logits and its gradient: the entry point."""
+
+from pallas_kernels.core import device
+from pallas_kernels.cross_entropy.sm90.kernel import cross_entropy as sm90
+from pallas_kernels.cross_entropy.types import Inputs, Results, Static
+
+_KERNELS = {"sm90": sm90}
+
+
+def cross_entropy(inputs: Inputs, static: Static) -> Results:
+  """Statistics and gradients of all positions."""
+  return device.choose(_KERNELS)(inputs, static)

@@ -1,0 +1,1 @@
+"""The kernel on Hopper: logits stream through SMEM by TMA."""

@@ -1,0 +1,56 @@
+"""The delta rule over many tokens: the entry point; `decode.py` has that of a single token.
+
+The kernels of an architecture are a `forward`, which also leaves residuals, and a `backward`.
+"""
+
+import functools
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_kernels.core import device
+from pallas_kernels.core.gradients import custom_vjp, no_gradient
+from pallas_kernels.delta_rule.sm90.backward import backward
+from pallas_kernels.delta_rule.sm90.forward import forward
+from pallas_kernels.delta_rule.types import Inputs, Options
+
+_KERNELS = {"sm90": device.Kernels(forward, backward)}
+
+
+def delta_rule(
+  inputs: Inputs, segments: jax.Array | None, options: Options
+) -> tuple[jax.Array, jax.Array]:
+  """Runs the delta rule on padded arguments.
+
+  Args:
+    segments: [B, T] int32 counted from 0, padded with each row's last, or None.
+
+  Returns:
+    out [B, T, H, V] bfloat16 and the last state [B, H, K, V] float32.
+  """
+  return _delta_rule(options, inputs, segments)
+
+
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
+def _delta_rule(options, inputs, segments):
+  return device.choose(_KERNELS).forward(options, inputs, segments, for_gradient=False)[0]
+
+
+def _forward_rule(options, inputs, segments):
+  decays = inputs.log_decay.perturbed  # whether they want a gradient
+  is_leaf = lambda x: hasattr(x, "perturbed")
+  inputs, segments = jax.tree.map(lambda x: x.value, (inputs, segments), is_leaf=is_leaf)
+  forward = device.choose(_KERNELS).forward
+  result, residuals = forward(options, inputs, segments, for_gradient=True)
+  return result, (inputs, segments, residuals, () if decays else None)
+
+
+def _backward_rule(options, residuals, cotangents):
+  inputs, segments, residuals, decays = residuals
+  cotangents = [None if isinstance(x, SymbolicZero) else x for x in cotangents]
+  backward = device.choose(_KERNELS).backward
+  d_inputs = backward(options, inputs, segments, residuals, cotangents, decays is not None)
+  return d_inputs, no_gradient(segments)
+
+
+_delta_rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

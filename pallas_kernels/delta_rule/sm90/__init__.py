@@ -1,0 +1,1 @@
+"""The delta rule on Hopper: WGMMA, TMA and clusters."""

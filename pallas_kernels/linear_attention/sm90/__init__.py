@@ -1,0 +1,1 @@
+"""Linear attention on Hopper: WGMMA and TMA."""

@@ -1,0 +1,1 @@
+"""The kernels on Hopper: tokens stream through SMEM by TMA."""

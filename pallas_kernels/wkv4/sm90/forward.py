@@ -1,0 +1,126 @@
+"""Forward kernel of WKV-4. One thread per channel."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core import boundaries
+from pallas_kernels.core import channel_grid as grid
+from pallas_kernels.core.channel_grid import CHANNELS
+from pallas_kernels.core.wgmma import Backend, with_int32_indices
+from pallas_kernels.wkv4 import config as tuning
+from pallas_kernels.wkv4 import update
+from pallas_kernels.wkv4.config import CHUNK, GROUP, STATE_ROWS
+from pallas_kernels.wkv4.update import StateRows
+
+
+class _Streams(NamedTuple):
+  k: Any  # [T, 128]
+  v: Any  # [T, 128]
+
+
+class _KernelInputs(NamedTuple):
+  streams: _Streams
+  decay_rate: Any
+  bonus: Any
+  initial: Any
+  first: Any
+
+
+class ForwardResults(NamedTuple):
+  """None where an array is not computed."""
+
+  last: Any  # [B, P, D] float32, the state after each split
+  out: Any  # [B, T, D] in the dtype of v
+  chunk_states: Any  # [B, T / CHUNK, 3, D] float32, the state that enters each chunk
+
+
+@with_int32_indices
+def forward_kernel(
+  k: jax.Array,  # [B, T, D]
+  v: jax.Array,  # [B, T, D]
+  decay_rate: jax.Array,  # [D] float32
+  bonus: jax.Array,  # [D] float32
+  initial: StateRows | None,  # [B, P, D] float32 each; None: empty
+  first: jax.Array | None,  # [B, T]
+  *,
+  length: int,
+  num_splits: int,
+  backend: Backend,
+  outputs: bool = True,
+  chunk_states: bool = False,
+) -> ForwardResults:
+  """Scans P independent splits; tokens from `length` on are padding and keep the state."""
+  B, T, D = k.shape
+  P, split_length = num_splits, T // num_splits
+  end = length if length < T else None
+  config = tuning.forward_config(
+    bytes_in=grid.itemsize((k, v)), bytes_out=grid.itemsize(v) if outputs else 0
+  )
+  out_type = ForwardResults(
+    last=(jax.ShapeDtypeStruct((B, P, D), jnp.float32),) * 3,
+    out=jax.ShapeDtypeStruct(v.shape, v.dtype) if outputs else None,
+    chunk_states=(
+      jax.ShapeDtypeStruct((B, T // CHUNK, STATE_ROWS, D), jnp.float32) if chunk_states else None
+    ),
+  )
+
+  def body(ins, outs, out_smem):
+    at, b, split = grid.coordinates(P)
+    rate, bonus = (grid.load_row_gmem(ref.at[at]) for ref in (ins.decay_rate, ins.bonus))
+    empty = update.State.empty()
+    state = empty
+    if ins.initial is not None:
+      state = update.State.of_rows(*(grid.load_row_gmem(x.at[b, split, at]) for x in ins.initial))
+
+    def compute_chunk(first_token, streams_smem, is_first, out_smem, state):
+      if chunk_states:
+        for n, row in enumerate(state.rows()):
+          grid.store_row_gmem(outs.chunk_states.at[b, first_token // CHUNK, n, at], row)
+      for group in range(0, CHUNK, GROUP):
+        tokens = range(group, group + GROUP)
+        rows = {t: _Streams(*(grid.load_row(x.at[t]) for x in streams_smem)) for t in tokens}
+        results = {}
+        for t in tokens:
+          key, value = rows[t]
+          state = boundaries.reset(is_first and is_first(t), state, empty)
+          if outputs:
+            past, present = update.read_weights(state, key, bonus, backend)
+            total = past * state.denominator.high + present
+            per_total = update.reciprocal(total, backend)
+            results[t] = (past * state.numerator.high + present * value) * per_total
+          after, _ = update.advance(state, key, value, rate, backend)
+          is_padding = None if end is None else first_token + t >= end
+          state = backend.materialize(boundaries.select(is_padding, state, after))
+        for t, out in results.items():
+          out_smem.at[t][...] = out.astype(out_smem.dtype)
+      return state
+
+    state = grid.pipeline(
+      compute_chunk,
+      state,
+      config=config,
+      streams_gmem=_Streams(*(ref.at[b, :, at] for ref in ins.streams)),
+      first_gmem=None if ins.first is None else ins.first.at[b],
+      results_smem=out_smem,
+      results_gmem=outs.out.at[b, :, at] if outputs else None,
+      start=split * split_length,
+      num_chunks=split_length // CHUNK,
+      reverse=False,
+    )
+    for ref, row in zip(outs.last, state.rows(), strict=True):
+      grid.store_row_gmem(ref.at[b, split, at], row)
+
+  (results,) = plgpu.kernel(
+    body,
+    out_type=(out_type,),
+    scratch_types=[grid.result_smem(CHUNK, v.dtype) if outputs else None],
+    grid=(D // CHANNELS, B * P),
+    grid_names=grid.GRID_NAMES,
+    interpret=backend.interpret,
+    compiler_params=grid.COMPILER_PARAMS,
+    kernel_name="wkv4_forward",
+  )(_KernelInputs(_Streams(k, v), decay_rate, bonus, initial, boundaries.as_flags(first)))
+  return results
