@@ -31,6 +31,15 @@ from train.step.train_step import make_train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Facts about an H100 that a program may depend on, by their names in JAX.
+HOPPER = types.SimpleNamespace(
+  platform="gpu",
+  device_kind="NVIDIA H100 80GB HBM3",
+  compute_capability="9.0",
+  core_count=132,
+  shared_memory_per_block_optin=227 * 1024,
+)
+
 Hashes = str | dict[str, str | list[str]]
 
 
@@ -176,8 +185,7 @@ def lowered(function, form, *shapes):
   program = function if hasattr(function, "trace") else jax.jit(function)
   if form != "pallas":
     return program.trace(*shapes).lower(lowering_platforms=("cpu",))
-  hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
-  with mock.patch.object(jax, "local_devices", lambda **_: [hopper]):
+  with mock.patch.object(jax, "local_devices", lambda **_: [HOPPER]):
     return program.trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
