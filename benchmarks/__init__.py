@@ -13,8 +13,8 @@ Speed on a GPU, next to other libraries:
     copies                   several runs as one program
 
 On a CPU: `scans` (time, memory), `numerics` and `limits` (errors), `load_pretrained`.
-Quality: `long_context`, `sparse_training`, `conversion`.
+Quality: `conversion`; of trained models: `experiments`.
 
-`csv_rows`, `kernel_cases`, `long_context_parts`, `over_seeds`, `turns` and the peers are parts of
+`csv_rows`, `kernel_cases`, `turns` and the peers are parts of
 these; `plot_kernels` draws a table.
 """

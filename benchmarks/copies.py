@@ -1,9 +1,9 @@
 """Copies that train as one program, next to one copy alone: compilation and speed.
 
     python -m benchmarks.copies
-    python -m benchmarks.copies --config configs/sweeps/lm_lnssm.py --copies 1 3 --steps 5
+    python -m benchmarks.copies --config experiments/sweeps/lm_lnssm.py --copies 1 3 --steps 5
 
-The first run of a sweep, with rows of recall in place of its data. Times are the least of several
+The first run of a sweep, with random tokens in place of text. Times are the least of several
 steps; on a CPU, which may be shared, they are of CPU time of all threads. "gain" is copies trained
 per second relative to one copy, and with compilation included for a run of `--total` steps.
 """
@@ -15,11 +15,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from train.step.copies import Copies
 from train.sweeps import spec
-from train.tasks.copies import Copies
-from train.tasks.mqar import MQAR
 
-DEFAULT = Path(__file__).parents[1] / "configs" / "sweeps" / "mqar_dsf.py"
+DEFAULT = Path(__file__).parents[1] / "experiments" / "sweeps" / "mqar_dsf.py"
 
 
 def measure(cfg, batch, count: int, steps: int) -> tuple[float, float]:
@@ -38,6 +37,13 @@ def measure(cfg, batch, count: int, steps: int) -> tuple[float, float]:
   return compiled, min(times[1:])
 
 
+def _text(cfg) -> dict[str, np.ndarray]:
+  """A batch of random tokens and the tokens after them."""
+  shape = cfg.global_batch, cfg.seq_len
+  tokens = np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape, np.int32)
+  return {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1)}
+
+
 def main(arguments=None) -> list[dict[str, float]]:
   """Prints a line per number of copies; returns them."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -48,11 +54,8 @@ def main(arguments=None) -> list[dict[str, float]]:
   parser.add_argument("--total", type=int, default=1560)
   args = parser.parse_args(arguments)
   run = spec.load(args.config, changes=args.set).runs[0]
-  cfg, pairs = run.cfg, run.task.pairs if run.task else 1
-  task = MQAR(length=cfg.seq_len, pairs=pairs, vocab_size=cfg.model.vocab_size)
-  examples = task.examples(cfg.global_batch, seed=0)
-  whole = {"tokens": examples.tokens, "targets": np.roll(examples.tokens, -1, axis=1)}
-  batch = examples._asdict() if run.task else whole
+  cfg = run.cfg
+  batch = run.task.batch(cfg) if run.task else _text(cfg)
   rows = []
   for count in args.copies:
     compiled, step = measure(cfg, batch, count, args.steps)

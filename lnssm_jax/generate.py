@@ -132,7 +132,7 @@ def not_a_number(place: str, model: LanguageModel) -> str:
   """Message about logits that are NaN at a place of a text."""
   return (
     f"the logits of {place}, are NaN: parameters of the model are NaN or infinite, or an activation"
-    f" is beyond the range of dtype={jnp.dtype(model.dtype).name}; check them (python -m train"
+    f" is beyond the range of dtype={jnp.dtype(model.dtype).name}; check them (lnssm-train"
     " inspect FOLDER), or load the model with dtype='float32'."
   )
 

@@ -37,6 +37,7 @@ SOURCES = (
   "lnssm_jax",
   "pallas_kernels",
   "train",
+  "experiments",
   "configs",
   "scripts",
   "benchmarks",

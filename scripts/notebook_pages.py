@@ -1,4 +1,6 @@
-"""Hook of MkDocs: adds the page of each notebook, with its outputs once `make notebooks` has run.
+"""Hook of MkDocs: adds the pages of experiments/, and that of each notebook.
+
+A notebook's page has its outputs once `make notebooks` has run.
 
 `make notebooks` writes build/notebooks/NAME.md and the plots, in NAME_files/. Without them a page
 has the notebook's prose and code only, so that the documentation builds without executing it.
@@ -16,7 +18,11 @@ EXECUTED = ROOT / "build" / "notebooks"
 
 
 def on_files(files: Files, config: Any) -> Files:
-  """Adds notebooks/NAME.md, and the plots that it shows, to the files of the site."""
+  """Adds experiments/*.md and notebooks/NAME.md, with what they show, to the files of the site."""
+  for page in sorted((ROOT / "experiments").rglob("*.*")):
+    if page.suffix in (".md", ".png", ".csv"):
+      name = page.relative_to(ROOT).as_posix()
+      files.append(File.generated(config, name, abs_src_path=str(page)))
   for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
     executed = EXECUTED / f"{notebook.stem}.md"
     text = executed.read_text() if executed.is_file() else without_outputs(notebook)
@@ -27,6 +33,21 @@ def on_files(files: Files, config: Any) -> Files:
       name = f"notebooks/{plot.parent.name}/{plot.name}"
       files.append(File.generated(config, name, abs_src_path=str(plot)))
   return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+  """`markdown` with the links of the site (`within_site`)."""
+  return within_site(markdown, page.file.src_uri)
+
+
+def within_site(markdown: str, name: str) -> str:
+  """The text of page `name`, whose links between docs/ and experiments/ are those of the project.
+
+  There the folders are side by side; in the site docs/ is the root, with experiments/ inside.
+  """
+  if name.startswith("experiments/"):
+    return re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", markdown)
+  return re.sub(r"\]\(((?:\.\./)*)\.\./experiments/", r"](\1experiments/", markdown)
 
 
 def without_outputs(notebook: Path) -> str:

@@ -10,7 +10,7 @@ import types
 import typing
 from typing import Any, NamedTuple
 
-OURS = ("lnssm_jax", "train")
+OURS = ("lnssm_jax", "train", "experiments")
 
 
 class Instance(NamedTuple):
@@ -25,9 +25,15 @@ def blocks_of(text: str, language: str = "python") -> list[str]:
 
 
 def commands_of(text: str) -> list[str]:
-  """The arguments of each `python -m train` in a page's lines of commands, those of a pipe too."""
-  text = re.sub(r" \\\n\s*", " ", text)
-  return re.findall(r"^(?: {4})?(?:[^`\n]*\| )?python -m train +(.*)$", text, re.MULTILINE)
+  """Each command of ours in a page's lines of commands, those of a pipe too.
+
+  They begin with the name of their package: "train fit ...", also for `lnssm-train fit ...`.
+  """
+  text = re.sub(r" \\\n\s*", " ", text).replace("lnssm-train ", "python -m train ")
+  lines = re.findall(
+    r"^(?: {4})?(?:[^`\n]*\| )?python -m (train|experiments) +(.*)$", text, re.MULTILINE
+  )
+  return [" ".join(line) for line in lines]
 
 
 def wrong_names(code: str) -> list[str]:

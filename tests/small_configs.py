@@ -1,4 +1,4 @@
-"""The models of `configs/` at sizes that train in a second."""
+"""The models of `configs/` and `experiments/configs/` at sizes that train in a second."""
 
 import functools
 import json
@@ -9,10 +9,12 @@ from unittest import mock
 
 import numpy as np
 
-from train.config import Model, Train, Vision, apply_overrides, load, load_config, to_dict
+from experiments.vision.settings import Vision
+from train.config import Model, Train, apply_overrides, load, load_config, to_dict
 
-CONFIGS = Path(__file__).parents[1] / "configs"
-FILES = sorted(CONFIGS.glob("*.py"))
+ROOT = Path(__file__).parents[1]
+FOLDERS = ROOT / "configs", ROOT / "experiments" / "configs"
+FILES = sorted((path for folder in FOLDERS for path in folder.glob("*.py")), key=lambda x: x.name)
 
 SMALL = {"model.dim": 16, "model.num_heads": 2, "model.vocab_size": 50, "model.dtype": "float32"}
 SMALL |= {"seq_len": 16, "global_batch": 2, "accumulate": 1, "steps": 3, "model.remat": "none"}
@@ -22,6 +24,11 @@ SMALL["data.tokenizer"] = "tokenizer.json"
 SMALL_IMAGES = {"model.dim": 16, "model.num_layers": 1, "model.num_classes": 3}
 SMALL_IMAGES |= {"model.image_size": 8, "model.patch_size": 4, "model.dtype": "float32"}
 SMALL_IMAGES |= {"epochs": 1, "warmup_epochs": 0, "global_batch": 4}
+
+
+def place_of(name: str) -> Path:
+  """The path, with its variant, of a config that docs/configs.md names."""
+  return next(folder for folder in FOLDERS if (folder / name.partition(":")[0]).exists()) / name
 
 
 def variants(path: Path) -> list[str]:
@@ -38,7 +45,7 @@ def language_configs() -> list[str]:
 
 def image_configs() -> list[str]:
   """Every variant of the classifiers."""
-  return variants(CONFIGS / "vision.py")
+  return variants(place_of("vision.py"))
 
 
 def pattern_of(model: Model) -> tuple[str, ...]:
@@ -48,7 +55,7 @@ def pattern_of(model: Model) -> tuple[str, ...]:
 def small(name: str) -> Train:
   """The config with one layer of each mixer of its pattern, and sizes that go with 16 channels."""
   with mock.patch.dict(os.environ, {"LNSSM_DATA": "folder"}):
-    cfg = load_config(CONFIGS / name)
+    cfg = load_config(place_of(name))
   model, settings = cfg.model, dict(SMALL)
   settings["model.num_layers"] = len(pattern_of(model))
   if model.channel_mixer not in ("none", "identity"):
@@ -67,7 +74,7 @@ def small(name: str) -> Train:
 def small_images(name: str, **more) -> Vision:
   """A classifier's config with one layer and images of 8 x 8 pixels, and these settings."""
   settings = SMALL_IMAGES | more
-  cfg = load(CONFIGS / name, Vision)
+  cfg = load(place_of(name), Vision)
   return apply_overrides(cfg, [f"{name}={value}" for name, value in settings.items()])
 
 

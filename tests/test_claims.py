@@ -1,14 +1,16 @@
-"""Every row of docs/claims.md names a test, a command, a config or a page that exists."""
+"""Every row of experiments/claims.md names a test, a command, a config or a page that exists."""
 
 import re
 import shlex
 from pathlib import Path
 
-from train.cli.main import _parser
-from train.tasks.registry import TASKS
+from experiments import command as experiments
+from train.cli import main as train
+from train.scoring.commands import TASKS
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/claims.md").read_text()
+PAGE = (ROOT / "experiments/claims.md").read_text()
+PARSERS = {"train": train._parser, "experiments": experiments.parser}
 ROWS = re.findall(r"^\| (?!claim \|).*$", PAGE, re.M)
 
 
@@ -17,33 +19,32 @@ def test_tests_and_files_of_the_claims_exist():
   assert len(found) > 20
   for file, name in found:
     assert f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
-  files = re.findall(r"(configs/[\w/]+\.py)", PAGE) + [
-    f"docs/{page}" for page in re.findall(r"\]\(([\w/]+\.md)\)", PAGE)
-  ]
+  files = re.findall(r"((?:experiments/)?configs/[\w/]+\.py|experiments/sweeps/\w+\.py)", PAGE)
+  files += [f"experiments/{page}" for page in re.findall(r"\]\(([\w/.]+\.md)", PAGE)]
   assert [file for file in files if not (ROOT / file).is_file()] == []
-  tasks = re.findall(r"train task (\w+)", PAGE)
-  assert set(tasks) <= {task.name for task in TASKS}
-  programs = {"long_context", "sparse_state", "sparse_training"}
-  assert set(re.findall(r"-m benchmarks\.(\w+)", PAGE)) == programs
+  programs = {"experiments.long_context", "experiments.sparse_training", "benchmarks.sparse_state"}
+  assert set(re.findall(r"-m ((?:benchmarks|experiments)\.\w+)", PAGE)) == programs
 
 
 def test_commands_of_the_claims_are_complete():
-  found = re.findall(r"`python -m train ([^`]+)`", PAGE)
+  found = re.findall(r"`python -m (train|experiments) ([^`]+)`", PAGE)
   assert len(found) > 10
-  for command in found:
-    _parser().parse_args(shlex.split(command))  # exits with 2 if an argument is missing
+  for program, command in found:
+    PARSERS[program]().parse_args(shlex.split(command))  # exits with 2 if an argument is missing
 
 
 def test_each_experiment_has_a_command_or_a_reason():
-  page = (ROOT / "docs/tasks.md").read_text()
+  page = (ROOT / "experiments/README.md").read_text()
   rows = re.findall(r"^\| (E\d+) \| ([^|]+) \| (.+) \|$", page, re.M)
   assert [name for name, _, _ in rows] == [f"E{number}" for number in range(1, 26)]
+  known = {"experiments": {task.name for task in experiments.TASKS} | {"classify"}}
+  known["train"] = {f"task {task.name}" for task in TASKS} | {"fit", "sweep", "import"}
   for name, _, how in rows:
-    words = re.findall(r"`(task [\w-]+|fit|sweep|classify|python -m benchmarks)[^`]*`", how)
+    words = re.findall(r"`(?:python -m )?(train|experiments|benchmarks)[. ]((?:task )?[\w-]+)", how)
     assert words or re.match(r"impossible here: \w+", how), name
-    tasks = {word.split()[1] for word in words if word.startswith("task ")}
-    assert tasks <= {task.name for task in TASKS}, name
-    files = re.findall(r"configs/[\w/]+\.py", how)
+    for program, command in words:
+      assert command in known.get(program, (command,)), name
+    files = re.findall(r"(?:experiments/)?configs/[\w/]+\.py|experiments/sweeps/\w+\.py", how)
     files += [f"benchmarks/{module}.py" for module in re.findall(r"benchmarks\.(\w+)", how)]
     assert [file for file in files if not (ROOT / file).exists()] == [], name
 

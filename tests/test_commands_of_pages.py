@@ -6,42 +6,55 @@ from pathlib import Path
 
 import pytest
 
+from experiments import command as experiments
+from experiments.vision.settings import Vision
+from train.cli import main as train
 from train.cli.commands import config_of
-from train.cli.main import _parser
-from train.config import Vision, apply_overrides, load
+from train.config import apply_overrides, load
 from train.config.checked import ConfigError
 
 ROOT = Path(__file__).parents[1]
-# Configs that a reader writes; docs/quickstart.md, docs/tasks.md and docs/pretrained.md show three.
+# Configs that a reader writes, as docs/quickstart.md, docs/pretrained.md and others show.
 WRITTEN = {"FILE", "mine.py", "finetune.py", "more.py"}
+PARSERS = {"train": train._parser, "experiments": experiments.parser}
 
 
-def commands(program: str) -> list[tuple[str, str]]:
-  """(page, what follows) of each `python -m` with this program, a regular expression."""
+def commands(program: str) -> list[tuple[str, ...]]:
+  """(page, groups) of each command with this program, a regular expression that has groups."""
   found = []
   for page in (
-    ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.py")
-  ):  # fmt: skip
-    text = re.sub(r"\\+\n\s*", " ", page.read_text())
+    ROOT / "README.md",
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "configs").rglob("*.py"),
+    *(ROOT / "experiments").rglob("*.py"),
+    *(ROOT / "experiments").rglob("*.md"),
+  ):
+    text = re.sub(r"\\+\n\s*", " ", page.read_text()).replace("lnssm-train", "python -m train")
     found += [(page.name, *some) for some in re.findall(rf"python -m {program}([^\n`|]*)", text)]
   return found
 
 
 def helps() -> dict[str, str]:
-  """The help of each command, and of each task with the name "task NAME"."""
+  """The help of each command by its program and name, such as "train task lm"."""
   choices = lambda parser: parser._subparsers._group_actions[0].choices
-  commands = choices(_parser())
-  tasks = {f"task {name}": parser for name, parser in choices(commands["task"]).items()}
-  return {name: parser.format_help() for name, parser in (commands | tasks).items()}
+  found = {
+    f"{program} {name}": command
+    for program, parser in PARSERS.items()
+    for name, command in choices(parser()).items()
+  }
+  tasks = choices(found["train task"])
+  found |= {f"train task {name}": parser for name, parser in tasks.items()}
+  return {name: parser.format_help() for name, parser in found.items()}
 
 
 def test_options_exist():
   known, wrong = helps(), []
-  for page, name, rest in commands(r"train ((?:task )?[a-z][\w-]*)"):
+  for page, name, rest in commands(r"(train (?:task )?[a-z][\w-]*|experiments [a-z][\w-]*)"):
     options = re.findall(r"(?<=\s)--[a-z][\w-]*", rest)
     if name not in known or any(option not in known[name] for option in options):
       wrong.append(f"{page}: {name}{rest}")
-  for page, name, rest in commands(r"((?:benchmarks|tests\.reliability)[\w.]+[a-z])"):
+  modules = r"((?:benchmarks|experiments|tests\.reliability)\.[\w.]*[a-z])"
+  for page, name, rest in commands(modules):
     source = (ROOT / f"{name.replace('.', '/')}.py").read_text()
     if "platforms.add_option" in source:
       source += (ROOT / "tests/reliability/platforms.py").read_text()
@@ -51,8 +64,8 @@ def test_options_exist():
   assert wrong == []
 
 
-def checked(line: str) -> bool:
-  """Whether a command of `train` names a config of this project, which is loaded with its settings.
+def checked(program: str, line: str) -> bool:
+  """Whether a command names a config of this project, which is loaded with its settings.
 
   Raises:
     SystemExit: an argument is unknown, missing or not a valid value; it was printed.
@@ -61,7 +74,7 @@ def checked(line: str) -> bool:
   if "--config" not in line or "..." in line:
     return False
   words = ["rwkv6" if word == "NAME" else word for word in shlex.split(line.partition(" # ")[0])]
-  options = _parser().parse_args(words)
+  options = PARSERS[program]().parse_args(words)
   if options.config in WRITTEN:
     return False
   if options.command == "classify":
@@ -74,22 +87,22 @@ def checked(line: str) -> bool:
 def test_commands_with_a_config_are_valid(monkeypatch):
   monkeypatch.chdir(ROOT)
   monkeypatch.setenv("LNSSM_DATA", "data")
-  lines = [f"{name}{rest}" for _, name, rest in commands(r"train ([a-z][\w-]*)")]
-  assert sum(map(checked, lines)) > 30
+  found = commands(r"(train|experiments) ([a-z][\w-]*)")
+  assert sum(checked(program, f"{name}{rest}") for _, program, name, rest in found) > 30
 
 
 @pytest.mark.parametrize(
   "line",
   [
-    "fit --config configs/lnssm_72m.py --set model.dimm=8",
-    "fit --config configs/lnssm_72m.py --set model.dim=eight",
-    "fit --config configs/no.py",
-    "task mqar --config configs/mqar.py:ssd --pairs many",
-    "task rouge --config configs/mqar.py:ssd",
-    "classify --config configs/vision.py:vil-tiny --set model.patch=5",
+    "train fit --config configs/lnssm_72m.py --set model.dimm=8",
+    "train fit --config configs/lnssm_72m.py --set model.dim=eight",
+    "train fit --config configs/no.py",
+    "experiments mqar --config experiments/configs/mqar.py:ssd --pairs many",
+    "experiments rouge --config experiments/configs/mqar.py:ssd",
+    "experiments classify --config experiments/configs/vision.py:vil-tiny --set model.patch=5",
   ],
 )
 def test_wrong_command_is_found(line, monkeypatch):
   monkeypatch.chdir(ROOT)
   with pytest.raises((SystemExit, ConfigError, FileNotFoundError)):
-    checked(line)
+    checked(*line.split(maxsplit=1))

@@ -21,6 +21,18 @@ def test_reference_of_ops_is_complete():
   assert all((ROOT / "lnssm_jax" / "ops" / folder / "api.py").is_file() for folder, _ in sections)
 
 
+def test_links_between_files_of_the_project_exist():
+  folders = ("docs", "experiments", "lnssm_jax", "pallas_kernels")
+  pages = [*ROOT.glob("*.md"), *(page for name in folders for page in (ROOT / name).rglob("*.md"))]
+  missing = []
+  for page in pages:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    # Pages of notebooks are made with the site.
+    files = [link for link in links if "://" not in link and not link.startswith("notebooks/")]
+    missing += [f"{page.name}: {file}" for file in files if not (page.parent / file).exists()]
+  assert missing == []
+
+
 @pytest.mark.slow
 def test_pages_build_without_warnings(tmp_path):
   pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")

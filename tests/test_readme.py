@@ -26,8 +26,9 @@ OWN_MODELS_PAGE = (ROOT / "docs" / "own_models.md").read_text()
 
 def programs() -> list[str]:
   """Those of the pages that this file runs; the blocks of the last page are one."""
-  names = ("mixers", "migration", "training", "sharding", "quickstart", "lcsm", "tasks")
-  text = README + "".join((ROOT / "docs" / f"{name}.md").read_text() for name in names)
+  names = ("mixers", "migration", "training", "sharding", "quickstart", "lcsm", "scoring")
+  pages = [*(ROOT / "docs" / f"{name}.md" for name in names), ROOT / "experiments" / "README.md"]
+  text = README + "".join(page.read_text() for page in pages)
   return [*blocks_of(text), "".join(blocks_of(OWN_MODELS_PAGE))]
 
 
@@ -168,7 +169,7 @@ def test_files_of_the_pages_exist(page):
 
 
 def test_commands_of_the_readme_exist():
-  named = set(re.findall(r"python -m train (\w+)", README))
+  named = set(re.findall(r"lnssm-train (\w+)", README))
   done = subprocess.run(
     [sys.executable, "-m", "train", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
   )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("pallas_kernels", "lnssm_jax", "train", "configs", "benchmarks", "tests")
+PACKAGES = ("pallas_kernels", "lnssm_jax", "train", "configs", "benchmarks", "experiments", "tests")
 
 # From the bottom up. A file may import from its own layer and from those below it.
 LAYERS = (
@@ -28,6 +28,7 @@ LAYERS = (
   "train",
   "configs",
   "benchmarks",
+  "experiments",
   "tests",
 )
 MAX_LINES = {"pallas_kernels": 900}  # a kernel is read in one file
@@ -59,7 +60,9 @@ def trees():
   return {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
-_COMMANDS = re.compile(r"(?:python -[mc]|\bxprof|\bhf download|\brm|\bmv|\bchmod) [^`]*$")
+_COMMANDS = re.compile(
+  r"(?:lnssm-train|python -[mc]|\bxprof|\bhf download|\brm|\bmv|\bchmod) [^`]*$"
+)
 
 
 def unquoted(tree: ast.Module) -> list[str]:
@@ -235,6 +238,8 @@ def test_circle_is_found(imports, found):
     ("pallas_kernels.scan", "import jax\nfrom pallas_kernels import products", []),
     ("train.loop", "from lnssm_jax.models import LanguageModel\nimport training", []),
     ("train.loop", "import configs.quickstart", ["configs.quickstart"]),
+    ("train.sweeps.spec", "from experiments import mqar", ["experiments.mqar"]),
+    ("benchmarks.copies", "from experiments.mqar import MQAR", ["experiments.mqar.MQAR"]),
     ("benchmarks.kernels", "from tests.ops import scans", ["tests.ops.scans"]),
   ],
 )
@@ -282,14 +287,14 @@ def test_backward_pass_of_another_decorator_is_found(source, found):
 
 
 # What this process, or another of its run, has written just now.
-OWN_JSON = {"train.cluster.distributed", "train.sweeps.tables", "train.tasks.copies"}
+OWN_JSON = {"train.cluster.distributed", "train.sweeps.tables", "train.step.copies"}
 
 
 def test_json_from_elsewhere_has_one_reader():
   parsed = {
     name
     for name, tree in sources().items()
-    if name.split(".")[0] in ("lnssm_jax", "train")
+    if name.split(".")[0] in ("lnssm_jax", "train", "experiments")
     for node in ast.walk(tree)
     if isinstance(node, ast.Attribute)
     and ast.unparse(node) in ("json.load", "json.loads", "json.JSONDecoder", "json.JSONDecodeError")
@@ -399,5 +404,5 @@ def test_commands_that_texts_print_are_quoted_for_the_shell():
   found = {name: lines for name, tree in sources().items() if (lines := unquoted(tree))}
   allowed = {name: QUOTED_BY_ITSELF.get(name, []) for name in found}
   assert {n: x for n, x in found.items() if {y.split(" in ")[0] for y in x} - {*allowed[n]}} == {}
-  text = "f'{a}: python -m train fit --run-dir {folder} and {shlex.quote(b)} {shell_word(c)}'"
+  text = "f'{a}: lnssm-train fit --run-dir {folder} and {shlex.quote(b)} {shell_word(c)}'"
   assert unquoted(ast.parse(text)) == ["folder in line 1"]

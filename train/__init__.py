@@ -1,12 +1,13 @@
-"""The trainer: `python -m train fit | evaluate | generate | tokenize | ... --config FILE`.
+"""The trainer: `lnssm-train fit | evaluate | generate | tokenize | ... --config FILE`.
 
-It runs from a checkout of the repository and is not part of the installed package `lnssm_jax`.
-In notebooks and scripts:
+It is installed with `lnssm_jax`, and needs the extra `train` (`pip install 'lnssm-jax[train]'`).
+`python -m train` is the same command, where the working directory has no `train.py` of its own. In
+notebooks and scripts:
 
     train.fit(cfg)                    # trains, or resumes; cfg is a `train.config.Train`
     loaded = train.load_model(path)   # of a run folder, an exported or published model
     train.export(run_dir, "exported")
-    train.inspect(path)               # what `python -m train inspect --json` prints
+    train.inspect(path)               # what `lnssm-train inspect --json` prints
 """
 
 import importlib

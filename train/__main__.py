@@ -1,4 +1,4 @@
-"""`python -m train`."""
+"""`python -m train`, which is `lnssm-train`."""
 
 from train.cli import process
 

@@ -7,7 +7,7 @@
 
     loaded = lnssm_jax.pretrained.load("mamba-130m-hf", dtype=jnp.bfloat16, mesh=mesh)
 
-`python -m train export` writes our folders; `load` and `save` read and write those of transformers,
+`lnssm-train export` writes our folders; `load` and `save` read and write those of transformers,
 flash-linear-attention and mamba-ssm. Everything read is checked. NumPy, JAX and Flax suffice; a
 tokenizer other than "bytes" needs the package `tokenizers`, and `save` needs `safetensors`.
 """

@@ -7,7 +7,7 @@
 
 The manifest has the settings of the model, the step, the tokenizer, package versions, for every
 tensor its dtype, shape and the SHA-256 of its bytes; of the run its settings and last metrics; and
-a SHA-256 of all that. `python -m train export` writes it.
+a SHA-256 of all that. `lnssm-train export` writes it.
 """
 
 import dataclasses

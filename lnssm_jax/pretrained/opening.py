@@ -39,11 +39,11 @@ def load_model(folder: str | Path) -> LoadedModel:
 def not_exported(folder: Path) -> str:
   """Message about a folder without a manifest: what was looked for, and what to do."""
   if not folder.is_dir():
-    return f"there is no folder {folder}; give one that `python -m train export` wrote."
+    return f"there is no folder {folder}; give one that `lnssm-train export` wrote."
   if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
     return (
-      f"{folder} is a run folder, not an exported model: use train.load_model({str(folder)!r}) in "
-      f"a checkout, or export it: python -m train export {shell_word(folder)} --out EXPORTED"
+      f"{folder} is a run folder, not an exported model: use train.load_model({str(folder)!r}), "
+      f"or export it: lnssm-train export {shell_word(folder)} --out EXPORTED"
     )
   inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
   return (

@@ -60,7 +60,7 @@ def test_any_changed_byte_is_seen_by_who_reads_its_block_only(pair, at):
       continue
     with pytest.raises(DataError, match=rf"pair.bin, bytes {block * BLOCK} to .* pair.crc32"):
       data.tokens[start : start + 1]
-  with pytest.raises(DataError, match=r"create both again with `python -m train tokenize --force`"):
+  with pytest.raises(DataError, match=r"create both again with `lnssm-train tokenize --force`"):
     data.tokens[:]
 
 

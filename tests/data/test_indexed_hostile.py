@@ -33,7 +33,7 @@ def check_rejected(prefix, *wanted):
   message = str(caught.value)
   for text in wanted:
     assert text in message
-  assert "python -m train tokenize" in message or "use the prefix" in message
+  assert "lnssm-train tokenize" in message or "use the prefix" in message
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_bpe_invalid_size_rejected(tmp_path, spec):
 
 
 def test_bpe_missing_or_different_named(tmp_path, bpe_folder):
-  with pytest.raises(DataError, match=r"tokenizer.json does not exist: .*python -m train tokenize"):
+  with pytest.raises(DataError, match=r"tokenizer.json does not exist: .*lnssm-train tokenize"):
     load_tokenizer("bpe:300", tmp_path)
   with pytest.raises(DataError, match=r"set data\.folder"):
     load_tokenizer("bpe:300")

@@ -344,7 +344,7 @@ def test_cross_entropy_kernel_gets_the_rows_of_each_device(axis, monkeypatch):
 
 
 def test_loss_of_copies_with_the_kernel_equals_that_without():
-  """As `train.tasks.copies` maps it over parameters, with the same targets for all."""
+  """As `train.step.copies` maps it over parameters, with the same targets for all."""
   rng = np.random.default_rng(0)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), F32)
   hidden, head = normal(2, 1, 6, 8), normal(2, 8, 4224)

@@ -72,7 +72,7 @@ def test_logits_that_are_nan_are_named(model):
     with pytest.raises(ValueError, match=r"^the logits of prompt 3, new token 0, are NaN: param"):
       generate(broken, rows + others, SamplingOptions(max_tokens=3, **how))
   greedy = SamplingOptions(max_tokens=3, temperature=0)
-  with pytest.raises(ValueError, match=r"prompt 0, new token 2, are NaN.*python -m train inspect"):
+  with pytest.raises(ValueError, match=r"prompt 0, new token 2, are NaN.*lnssm-train inspect"):
     generate(broken, [*rows, rows[0]], greedy)
   ended = dataclasses.replace(greedy, stop_token=int(first[1]))
   assert as_lists(generate(broken, [*rows, rows[0]], ended)) == [first[:1].tolist()] * 4

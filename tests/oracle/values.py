@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from experiments.vision.batches import Batch
+from experiments.vision.loop import make_steps
 from lnssm_jax.mixers import MIXERS
 from tests import small_configs
 from tests.mixers.helpers import drawn, split
@@ -25,8 +27,6 @@ from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
 from train.step.state import init_state
 from train.step.train_step import make_train_step
-from train.vision.batches import Batch
-from train.vision.loop import make_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20

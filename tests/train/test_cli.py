@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from experiments import command as experiments
 from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.files import FORMAT
 from train import loop
 from train.cli import commands
-from train.cli.main import main
+from train.cli.main import MOVED, main
 from train.config import Sample, from_dict, to_dict
 from train.data.tokenizers import load_tokenizer
 from train.logging.metric_reader import DivergedError
@@ -49,7 +50,7 @@ def test_cli_without_arguments_prints_commands(command):
   assert process.returncode == 0
   for name in ("fit", "generate", "tokenize", "export", "import", "verify", "doctor"):
     assert f"\n    {name} " in out
-  assert "python -m train fit --config configs/quickstart.py" in out
+  assert "lnssm-train fit --config configs/quickstart.py" in out
   assert "| jax\n" not in times  # --help does not import it
 
 
@@ -59,7 +60,7 @@ def test_cli_help_of_a_command_has_its_examples_only(capsys, name):
     run(name, "--help")
   examples = capsys.readouterr().out.partition("\nexamples:\n")[2].splitlines()
   assert examples
-  assert all(line.startswith(f"  python -m train {name} ") for line in examples)
+  assert all(line.startswith(f"  lnssm-train {name} ") for line in examples)
 
 
 def test_fit_of_a_folder_has_the_settings_of_its_run(tiny, config_file, tmp_path, capsys):
@@ -123,7 +124,7 @@ def test_cli_wrong_usage_is_one_line_and_exit_code_2(tiny, config_file, tmp_path
     (["fit"], "--config"),
     (["train"], "no command 'train'; known are init, fit, "),
     (["evalute", "--run-dir", "x"], "no command 'evalute'; did you mean 'evaluate'?"),
-    (["task", "mqr"], "no command 'mqr'; did you mean 'mqar'?"),
+    (["task", "extrapolat"], "no command 'extrapolat'; did you mean 'extrapolate'?"),
     (["generate", "--max-tokens", "many"], "invalid int value: 'many'"),
   ],
 )
@@ -135,6 +136,18 @@ def test_cli_misspelled_command_is_one_line(capsys, arguments, message):
   assert line.startswith("error: ")
   assert message in line
   assert "--help" in line
+
+
+@pytest.mark.parametrize("old", sorted(MOVED))
+def test_cli_command_that_has_moved_names_the_new_one(old, capsys):
+  assert run(*old.split(), "--config", "x", "--any-option") == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(f"error: `{old}` is now `python -m experiments {old.split()[-1]}`")
+
+
+def test_cli_commands_that_have_moved_exist():
+  known = {task.name for task in experiments.TASKS} | {"classify"}
+  assert {new.removeprefix("python -m experiments ") for new in MOVED.values()} == known
 
 
 def test_cli_bug_keeps_traceback(tiny, config_file, monkeypatch):

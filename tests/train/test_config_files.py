@@ -7,21 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from train.config import ConfigError, Train, Vision, load, load_config, to_dict
+from experiments.vision.settings import Vision
+from train.config import ConfigError, Train, load, load_config, to_dict
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+OF_EXPERIMENTS = sorted((ROOT / "experiments" / "configs").glob("*.py"))
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS + OF_EXPERIMENTS, ids=lambda path: path.stem)
 def test_config_file_builds_and_states_command(path, monkeypatch):
   monkeypatch.setenv("LNSSM_DATA", "folder")
   kind = Vision if path.stem == "vision" else Train
-  command = {"vision": "classify", "mqar": "task mqar"}.get(path.stem, "fit")
+  commands = {"vision": "experiments classify", "mqar": "experiments mqar"}
+  command = commands.get(path.stem, "train fit")
   config = load(path, kind)
   assert kind(**json.loads(json.dumps(to_dict(config)))) == config
   text = path.read_text()
-  assert f"python -m train {command} --config configs/{path.name}" in text
+  assert f"python -m {command} --config {path.relative_to(ROOT)}" in text
   assert "Measured: " in text
   first = next(iter(runpy.run_path(str(path), run_name="config").get("VARIANTS", ())), None)
   assert config.run_dir == f"runs/{path.stem}" + (f"-{first}" if first else "")

@@ -9,24 +9,26 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.vision import loop as vision
+from experiments.vision import settings as vision_settings
+from experiments.vision.settings import Vision
 from lnssm_jax.models import count_parameters
 from tests.small_configs import (
   image_configs,
   language_configs,
   pattern_of,
+  place_of,
   settings_of,
   small,
   small_images,
 )
-from train import config
 from train.cluster import device_mesh
-from train.config import Model, Train, Vision, load, load_config, to_dict
+from train.config import Model, Train, load, load_config, to_dict
 from train.runs.run_folder import RunFolder
 from train.step.model import build_model, model_graph
 from train.step.optimizer import make_optimizer
 from train.step.state import init_state
 from train.step.train_step import make_train_step
-from train.vision import loop as vision
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +48,7 @@ def rows() -> dict[str, list[str]]:
 def count_of(model: str, is_vision: bool) -> int:
   values = json.loads(model)
   if is_vision:
-    build = functools.partial(vision.build_model, config.vision.Model(**values))
+    build = functools.partial(vision.build_model, vision_settings.Model(**values))
   else:
     build = functools.partial(build_model, Model(**values))
   return count_parameters(jax.eval_shape(build, jax.random.key(0)))
@@ -61,7 +63,7 @@ def test_config_model_has_the_parameters_that_the_page_says(name, monkeypatch):
   monkeypatch.setenv("LNSSM_DATA", "folder")
   _, printed, here, difference = rows()[name]
   is_vision = name.startswith("vision")
-  model = load(ROOT / "configs" / name, Vision if is_vision else Train).model
+  model = load(place_of(name), Vision if is_vision else Train).model
   count = count_of(json.dumps(to_dict(model)), is_vision)
   assert here == f"{count:,}"
   if printed:
@@ -130,7 +132,7 @@ def test_every_config_trains_three_steps_at_small_sizes():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in rows() if name.startswith("vision")])
 def test_image_config_with_small_sizes_trains_three_steps(name, tmp_path):
-  cfg = load(ROOT / "configs" / name, Vision)
+  cfg = load(place_of(name), Vision)
   rng, file = np.random.default_rng(0), tmp_path / "noise.npz"
   images = rng.integers(256, size=(12, 8, 8, cfg.model.channels)).astype(np.uint8)
   np.savez(file, train_x=images, train_y=np.arange(12) % 3)

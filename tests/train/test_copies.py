@@ -8,15 +8,15 @@ import optax
 import pytest
 from flax import nnx
 
+from experiments.mqar import MQAR
 from train.cluster import compile_cache, device_mesh
 from train.config import Data, Model, Optimizer, Train
+from train.step import copies as copies_module
+from train.step.copies import Copies
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
 from train.step.state import init_state
 from train.step.train_step import make_train_step
-from train.tasks import copies as copies_module
-from train.tasks.copies import Copies
-from train.tasks.mqar import MQAR
 
 TASK = MQAR(length=16, pairs=3, vocab_size=40)
 

@@ -30,7 +30,7 @@ def test_commands_of_the_page_continue_a_run_with_the_losses_that_it_had(
   loop.fit(cfg)
   (block,) = re.findall(r"```py\n([^`]*exported_model[^`]*)```", PAGE)
   (tmp_path / "more.py").write_text(block)
-  lines = re.findall(r"^    python -m train (.*(?:wider|more\.py).*)$", PAGE, re.MULTILINE)
+  lines = re.findall(r"^    lnssm-train (.*(?:wider|more\.py).*)$", PAGE, re.MULTILINE)
   assert [line.split()[0] for line in lines] == ["export", "import", "fit"]
   for line in lines:
     assert main(shlex.split(line)) == 0, (line, capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""`python -m train inspect`: what it says is true, and it reads only what is asked for."""
+"""`lnssm-train inspect`: what it says is true, and it reads only what is asked for."""
 
 import dataclasses
 import json

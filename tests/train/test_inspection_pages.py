@@ -1,4 +1,4 @@
-"""Texts, pages and plots of `python -m train inspect`."""
+"""Texts, pages and plots of `lnssm-train inspect`."""
 
 import re
 

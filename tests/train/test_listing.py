@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments import command as experiments
+from experiments.vision.settings import Vision
 from train import config
 from train.cli.main import main
 from train.config import apply_overrides, checked, loading
@@ -13,7 +15,7 @@ from train.config.listing import groups, listing
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("kind", [config.Train, config.Vision])
+@pytest.mark.parametrize("kind", [config.Train, Vision])
 def test_listing_every_setting_has_a_meaning(kind):
   entries = [entry for _, entries in groups(kind) for entry in entries]
   assert [entry.name for entry in entries if not entry.meaning] == []
@@ -35,9 +37,12 @@ def test_listing_has_types_defaults_and_comments_of_settings():
 
 
 def test_help_of_fit_and_classify_lists_their_settings(capsys):
-  for command, name in (("fit", "data.boundaries"), ("classify", "augment.repeats")):
+  for run, command, name in (
+    (main, "fit", "data.boundaries"),
+    (experiments.main, "classify", "augment.repeats"),
+  ):
     with pytest.raises(SystemExit):
-      main([command, "--help"])
+      run([command, "--help"])
     assert f"\n  {name}  (" in capsys.readouterr().out
 
 
@@ -87,7 +92,7 @@ def test_names_of_other_libraries_are_answered_with_ours(tiny):
   ],
 )
 def test_settings_that_classifiers_lack_are_never_the_answer(assignment, message):
-  cfg = loading.load(ROOT / "configs" / "vision.py:vil-digits", config.Vision)
+  cfg = loading.load(ROOT / "experiments" / "configs" / "vision.py:vil-digits", Vision)
   with pytest.raises(config.ConfigError) as caught:
     apply_overrides(cfg, [assignment])
   assert str(caught.value).startswith(message)
@@ -97,7 +102,7 @@ def test_settings_that_classifiers_lack_are_never_the_answer(assignment, message
   ("arguments", "message"),
   [
     (["fit", "--confg", "a.py"], "no option --confg; did you mean '--config'?"),
-    (["task", "mqar", "--cofig=a.py"], "no option --cofig; did you mean '--config'?"),
+    (["task", "cost", "--cofig=a.py"], "no option --cofig; did you mean '--config'?"),
     (["--verson"], "no option --verson; did you mean '--version'?"),
   ],
 )

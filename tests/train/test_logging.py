@@ -297,4 +297,4 @@ def test_run_summary_several_processes_explains_missing_text(tiny, monkeypatch, 
   run_summary.finished(Console(), cfg, RunFolder(cfg.run_dir), None, None)
   out = capsys.readouterr().out
   assert "no text sample: no process has all parameters of the model" in out
-  assert "python -m train generate --run-dir" in out
+  assert "lnssm-train generate --run-dir" in out

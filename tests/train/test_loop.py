@@ -89,7 +89,7 @@ def test_run_outputs_match_readme(tiny, capsys):
   out = capsys.readouterr().out
   for text in ("device      cpu x 1", "12/12  loss", "sample", "the ", str(run.metrics_file)):
     assert text in out
-  assert f"python -m train generate --run-dir {cfg.run_dir}" in out
+  assert f"lnssm-train generate --run-dir {cfg.run_dir}" in out
 
   rows = run.metrics_file.read_text()
   assert loop.fit(cfg).step == 12  # nothing is left to do, and nothing is repeated

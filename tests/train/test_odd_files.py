@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import pytest
 
+from experiments import babilong_samples, rouge
+from experiments.vision.images import FolderImages
 from lnssm_jax.pretrained import DataError, exports
 from lnssm_jax.pretrained.files import open_regular, read_json
 from train import config
@@ -20,8 +22,6 @@ from train.data.tokenizers import load_tokenizer, train_bpe
 from train.logging import loggers, plot, tracing
 from train.runs import export
 from train.runs.run_folder import RunFolder, RunFolderError, claim
-from train.tasks import babilong_samples, rouge
-from train.vision.images import FolderImages
 
 
 @pytest.fixture(autouse=True)

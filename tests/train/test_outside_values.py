@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from experiments import babilong_samples, limits, needles
 from lnssm_jax.pretrained.printable import shell_word
 from tests.train.test_sweeps import sweep_of, text_runs
 from train import config
@@ -18,7 +19,6 @@ from train.data.errors import DataError
 from train.runs import bindings
 from train.runs.run_folder import RunFolderError, claim
 from train.sweeps import groups, tables
-from train.tasks import arguments, babilong_samples, needles
 
 ROW = {"kind": "train", "step": 1, "loss": 1.0}
 
@@ -36,14 +36,14 @@ ROW = {"kind": "train", "step": 1, "loss": 1.0}
 )
 def test_prompts_that_no_memory_holds_raise_with_their_size(lengths, samples, message):
   with pytest.raises(ValueError) as error:
-    arguments.check_prompts("--lengths", lengths, samples)
+    limits.check_prompts("--lengths", lengths, samples)
   assert message in str(error.value)
   with pytest.raises(ValueError, match=r"tokens are the most|at most"):
     needles.run(None, kinds=["single_1"], lengths=lengths, samples=samples)
   how = {"tasks": ["qa1"], "lengths": lengths, "samples": samples, "tokenizer": None}
   with pytest.raises(ValueError, match=r"tokens are the most|at most"):
     next(babilong_samples.rows_of("babi", "text", **how))
-  arguments.check_prompts("--lengths", [0, 1000, 10**7], 100)
+  limits.check_prompts("--lengths", [0, 1000, 10**7], 100)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from backports import zstd
 
+from experiments import command as experiments
 from tests.pages import blocks_of, commands_of
 from tests.train.conftest import WORDS
-from train.cli.main import main
+from train.cli import main as train
 from train.data.tokenizers import train_bpe
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +32,10 @@ SMALL = {
   "configs/quickstart.py": TINY,
   "mine.py": TINY + SHORT,
   "finetune.py": "steps=2 checkpoint_every=2 seq_len=48",
-  "configs/vision.py:vil-digits": "model.dim=8 model.num_layers=1 epochs=1 warmup_epochs=0"
-  " global_batch=8 augment.repeats=1",
-  "configs/mqar.py": "model.mixer_options={} model.mixer=lrn model.dim=16 model.vocab_size=600"
-  " model.num_layers=1 global_batch=4 steps=2",
+  "experiments/configs/vision.py:vil-digits": "model.dim=8 model.num_layers=1 epochs=1"
+  " warmup_epochs=0 global_batch=8 augment.repeats=1",
+  "experiments/configs/mqar.py": "model.mixer_options={} model.mixer=lrn model.dim=16"
+  " model.vocab_size=600 model.num_layers=1 global_batch=4 steps=2",
 }
 # Options that make a task small.
 FEW = {
@@ -46,7 +47,8 @@ FEW = {
   "niah": "--samples 1",
 }
 # What they need is not here: images, large models, packages, a machine with several devices.
-LEFT_OUT = ("vil-tiny", "configs/longhorn", "configs/lnssm", "task rouge", "task lm-eval")
+LEFT_OUT = ("vil-tiny", "configs/longhorn", "configs/lnssm", "experiments rouge", "task lm-eval")
+PROGRAMS = {"train": train.main, "experiments": experiments.main}
 STORIES = "".join("1 Al went home.\n2 Where is Al? \thome\t1\n" for _ in range(40))
 
 
@@ -64,7 +66,8 @@ def write_inputs() -> None:
   )
   for folder in ("dumps", "notes", "src", "tokenizers/gpt2", "babi/en", "samples"):
     Path(folder).mkdir(parents=True)
-  shutil.copytree(ROOT / "configs", "configs")
+  for folder in ("configs", "experiments/configs", "experiments/sweeps"):
+    shutil.copytree(ROOT / folder, folder)
   Path("corpus.jsonl").write_text(rows(*texts, text=None))
   Path("held.jsonl").write_text(rows(*texts, text=100))
   Path("chat.jsonl").write_text(rows(*texts, prompt=10, completion=20))
@@ -104,14 +107,15 @@ def small(words: list[str]) -> list[str]:
     first = sets(TEXT) if SMALL.get(name, "").startswith("model.mixer=") else []
     last = sets(SMALL.get(name) or SMALL[name.partition(":")[0]])
     words = [*words[:place], *first, *words[place:], *last]
-  return [*words, *FEW.get(words[1], "").split()] if words[0] == "task" else words
+  return [*words, *FEW.get(words[1], "").split()]
 
 
 def run(line: str, monkeypatch, capsys) -> str:
   """Runs a command with less of everything, and returns its name."""
   words = shlex.split(line.partition("  # ")[0])
   monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the river")))
-  assert main(small(words)) == 0, (line, capsys.readouterr().err)
+  program, *words = small(words)
+  assert PROGRAMS[program](words) == 0, (line, capsys.readouterr().err)
   return words[1] if words[0] == "task" else words[0]
 
 
@@ -119,9 +123,9 @@ def test_commands_of_the_first_pages_run_in_their_order(tmp_path, monkeypatch, c
   monkeypatch.chdir(tmp_path)
   write_inputs()
   monkeypatch.setitem(SMALL, "configs/quickstart.py", TINY + SHORT)
-  train = "fit --config configs/quickstart.py"  # of `make train`
+  first = "train fit --config configs/quickstart.py"  # of `make train`
   lines = [line.replace("--compare 120", "--compare 6") for line in commands("README.md")]
-  done = [run(line, monkeypatch, capsys) for line in (train, *lines)]
+  done = [run(line, monkeypatch, capsys) for line in (first, *lines)]
   assert done == ["fit", "fit", "evaluate", "generate", "tokenize", "inspect", "export"]
   shutil.rmtree("exported")
   done = [run(line, monkeypatch, capsys) for line in commands("docs/quickstart.md")]
@@ -134,7 +138,7 @@ def test_commands_and_program_of_the_training_page_run(tmp_path, monkeypatch, ca
   write_inputs()
   done = set()
   for line in commands("docs/training.md"):
-    if line.startswith("fit") and "--dry-run" not in line and "run_dir" not in line:
+    if line.startswith("train fit") and "--dry-run" not in line and "run_dir" not in line:
       shutil.rmtree("runs/quickstart", ignore_errors=True)  # each is a run of its own
     done.add(run(line, monkeypatch, capsys))
   assert {"fit", "doctor", "tokenize", "classify", "evaluate", "export", "import"} <= done
@@ -150,9 +154,9 @@ def test_commands_of_the_pages_of_tasks_and_sweeps_run(tmp_path, monkeypatch, ca
   settings = TINY.replace("mixer=lrn", "mixer=lnssm") + " steps=20"  # a mixer with scores
   monkeypatch.setitem(SMALL, "configs/quickstart.py", settings)
   for line in ("fit --config configs/quickstart.py", "export runs/quickstart --out exported"):
-    run(line, monkeypatch, capsys)
-  tasks = (ROOT / "docs/tasks.md").read_text()
-  (data,) = (block for block in blocks_of(tasks) if "Optimizer(" in block)
+    run(f"train {line}", monkeypatch, capsys)
+  page = (ROOT / "experiments/README.md").read_text()
+  (data,) = (block for block in blocks_of(page) if "Optimizer(" in block)
   Path("finetune.py").write_text(
     data.replace('"20B_tokenizer.json"', '"bytes"')
     + "\n\nimport dataclasses\nfrom train.config import apply_overrides, load_config\n\n\n"
@@ -162,11 +166,11 @@ def test_commands_of_the_pages_of_tasks_and_sweeps_run(tmp_path, monkeypatch, ca
     "  return dataclasses.replace(cfg, **parts)\n"
   )
   done, later = set(), []
-  for line in commands("docs/tasks.md"):
+  for line in [*commands("docs/scoring.md"), *commands("experiments/README.md")]:
     if "runs/finetuned" in line:
       later.append(line)  # the page has it before the run that it scores
       continue
     done.add(run(line, monkeypatch, capsys))
-  for line in [*later, "sweep configs/sweeps/mqar_dsf.py --dry-run"]:
+  for line in [*later, "train sweep experiments/sweeps/mqar_dsf.py --dry-run"]:
     done.add(run(line, monkeypatch, capsys))
   assert {"mqar", "lm", "choice", "babilong", "import", "niah", "recall", "states", "cost"} <= done

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.recall_sweep import Recall
 from tests.train.test_copies import settings
 from tests.train.test_sweeps import FILE, quiet, sweep_of, text_runs
 from train.cli.main import main
 from train.runs import run_folder
 from train.runs.run_folder import InUseError, RunFolder, claim
 from train.runs.run_lock import RunLock
-from train.sweeps import Recall, command, grid, groups, plots, processes, spec, tables, training
+from train.sweeps import command, grid, groups, plots, processes, spec, tables, training
 
 STEPS = 7
 
@@ -67,7 +68,9 @@ def trained(monkeypatch):
     return advance(self)
 
   monkeypatch.setattr(Instant, "advance", noted)
-  monkeypatch.setattr(training, "Recalling", Instant)
+  monkeypatch.setattr(
+    Recall, "work", lambda self, runs, kernels: Instant(groups.Group(runs), kernels)
+  )
   monkeypatch.setattr(training, "Text", Instant)
   monkeypatch.setattr(training, "initializer", lambda cfg: lambda key: key)
   monkeypatch.setattr(plots, "draw", lambda *_: None)

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from experiments import small_runs
+from experiments.recall_sweep import Recall
 from tests.pages import blocks_of
 from tests.train.conftest import WORDS
 from tests.train.test_copies import settings
 from tests.train.test_sweeps import FILE
 from train.cli.main import main
 from train.config import ConfigError, to_dict
-from train.sweeps import Recall, Run, plan, spec, tuning
+from train.sweeps import Run, plan, spec, tuning
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
+FILES = sorted((ROOT / "experiments" / "sweeps").glob("*.py"))
 PAGE = (ROOT / "docs" / "sweeps.md").read_text()
 
 
@@ -67,14 +69,15 @@ def test_wrong_options_of_a_sweep_are_one_line(file, change, message):
 
 def test_set_of_what_no_label_of_the_chosen_runs_says_is_no_error(tmp_path, monkeypatch):
   monkeypatch.setenv("LNSSM_DATA", "folder")
-  longhorn = ROOT / "configs" / "sweeps" / "lm_longhorn.py"  # whose models differ in depth
+  longhorn = ROOT / "experiments" / "sweeps" / "lm_longhorn.py"  # whose models differ in depth
   runs = spec.load(longhorn, changes=["model.num_layers=1"]).chosen
   assert {run.cfg.model.num_layers for run in runs} == {1}
   with pytest.raises(ConfigError, match=r"^model is a group of settings"):  # and a label
     spec.load(longhorn, changes=["model=3"])
   paths = tmp_path / "paths.py"
   paths.write_text(
-    "from tests.train.test_copies import settings\nfrom train.sweeps import Recall, grid\n"
+    "from tests.train.test_copies import settings\nfrom experiments.recall_sweep import Recall\n"
+    "from train.sweeps import grid\n"
     "SWEEP = grid(settings(), {'model.dim': (16, 32), 'steps': (7, 8)}, task=Recall(pairs=2))"
   )
   runs = spec.load(paths, changes=["model.dim=64"], only=["model.dim=32"]).chosen
@@ -83,7 +86,8 @@ def test_set_of_what_no_label_of_the_chosen_runs_says_is_no_error(tmp_path, monk
     spec.load(paths, changes=["model.dim=64"])
   file = tmp_path / "configs.py"
   file.write_text(
-    "from tests.train.test_copies import settings\nfrom train.sweeps import Recall, Run\n"
+    "from tests.train.test_copies import settings\nfrom experiments.recall_sweep import Recall\n"
+    "from train.sweeps import Run\n"
     "SWEEP = [Run(cfg=settings(steps=n, run_dir=str(n)), task=Recall(pairs=2)) for n in (7, 8)]"
   )
   with pytest.raises(ConfigError, match=r"steps=9 makes the runs 7 and 8 the same, .*; choose in"):
@@ -119,9 +123,16 @@ TASK = 'Recall(pairs=2 if size == "a" else 4)'  # of FILE
     (FILE.replace('line="size"', 'line="sise"'), "no label of its runs; did you mean 'size'"),
     (FILE.replace('Plot(x="width", line="size")', "'width'"), "use train.sweeps.Plot"),
     (FILE.replace('line="size"', "where=3"), "plot.where wants dict.* got 3"),
-    (FILE.replace(TASK, "'mqar'"), r"^task wants Recall\(...\) or None, got 'mqar'\.$"),
-    (FILE.replace(TASK, "Recall"), r"task wants Recall\(...\) or None, got <class .*Recall'>"),
-    (FILE.replace(TASK, "{'pair': 4}"), "no setting 'recall.pair' in Recall; did you mean 'pairs'"),
+    (
+      FILE.replace(TASK, "'mqar'"),
+      r"^task='mqar' of a/lrn-16.* must be a train\.sweeps\.Task",
+    ),
+    (FILE.replace(TASK, "Recall"), r"^task=<class .*Recall'> of .* must be a train\.sweeps"),
+    (
+      FILE.replace(TASK, "Recall(pair=4)"),
+      "no setting 'recall.pair' in Recall; did you mean 'pa",
+    ),
+    (FILE.replace(TASK, "{'pairs': 4}"), r"^task={'pairs': 4} of .* must be a train\.sweeps\.Task"),
     (FILE + "COPIES = 'a'", "sizes.py: COPIES wants int or None, got 'a'"),
     (FILE + "COPIES = True", "sizes.py: COPIES wants int or None, got True"),
     (FILE + "COPIES = 0", "sizes.py: COPIES=0 must be at least 1"),
@@ -136,11 +147,6 @@ def test_wrong_file_of_a_sweep_is_one_line(file, text, message):
   file.write_text(text)
   with pytest.raises(ConfigError, match=message):
     spec.load(file)
-
-
-def test_task_of_a_sweep_may_be_a_dictionary(file):
-  file.write_text(FILE.replace(TASK, "{'pairs': 4}"))
-  assert spec.load(file).runs[0].task == Recall(pairs=4)
 
 
 def test_dry_run_prints_runs_parameters_and_flops(file, capsys, tmp_path):
@@ -164,21 +170,21 @@ def test_dry_run_prints_runs_parameters_and_flops(file, capsys, tmp_path):
 
 
 def test_runs_made_short_are_scored_and_saved_at_their_end():
-  cfg = spec.shortened(settings(accumulate=2), tokens=1000, length=8, batch=6)
+  cfg = small_runs.shortened(settings(accumulate=2), tokens=1000, length=8, batch=6)
   assert (cfg.steps, cfg.seq_len, cfg.global_batch, cfg.accumulate) == (20, 8, 6, 1)
   assert (cfg.eval_every, cfg.checkpoint_every, cfg.log_every) == (20, 20, 20)
 
 
 def test_runs_behind_a_base_convolution_have_what_lets_them_learn():
   shape = {"vocab_size": 300, "length": 16, "batch": 3, "steps": 60}
-  given = spec.behind_base_conv(settings(), "gla", {"expand_k": 1.0}, **shape, dim=32)
+  given = small_runs.behind_base_conv(settings(), "gla", {"expand_k": 1.0}, **shape, dim=32)
   model = given.model
   assert (model.mixer, model.mixer_options) == (("base_conv", "gla"), {"gla": {"expand_k": 1.0}})
   assert (model.vocab_size, model.dim, model.channel_mixer) == (301, 32, "none")
   assert model.embedding_norm and not model.tie_embeddings and model.initialization == "lnssm"
   assert (given.steps, given.optimizer.warmup_steps) == (60, 3)
   assert (given.seq_len, given.global_batch) == (16, 3)
-  tied = spec.behind_base_conv(settings(), "gla", {}, **shape, tie_embeddings=True)
+  tied = small_runs.behind_base_conv(settings(), "gla", {}, **shape, tie_embeddings=True)
   assert tied.model.tie_embeddings  # what is given has precedence
 
 
@@ -221,7 +227,7 @@ def test_sweep_file_has_three_seeds_and_swept_rates_of_each_model(path, monkeypa
     assert len(pairs) == len(rates) * len(seeds)
   for name in (sweep.plot.x, sweep.plot.line, sweep.plot.panel):
     assert name in (None, "learning_rate", *sweep.runs[0].labels)
-  text, name = path.read_text(), f"configs/sweeps/{path.name}"
+  text, name = path.read_text(), f"experiments/sweeps/{path.name}"
   assert f"python -m train sweep {name}" in text and "Measured: " in text
   assert f"`{name}`" in PAGE
 
@@ -244,7 +250,7 @@ def test_sweep_of_lcsm_has_its_codes_in_the_order_of_the_printed_perplexities(mo
   monkeypatch.setenv("LNSSM_DATA", "folder")
   rows = runpy.run_path(str(ROOT / "configs/lcsm_wikitext103.py"))["SWEEP"]
   printed = {row.options["code"]: row.perplexity[0] for row in reversed(rows)}
-  codes = [x.labels["code"] for x in spec.load(ROOT / "configs/sweeps/lm_lcsm.py").runs]
+  codes = [x.labels["code"] for x in spec.load(ROOT / "experiments/sweeps/lm_lcsm.py").runs]
   found = [printed[code] for code in dict.fromkeys(codes)]
   assert len(found) == 12 and found == sorted(found, reverse=True)
 
@@ -256,7 +262,7 @@ def test_sweeps_of_states_compare_states_of_equal_size():
   from lnssm_jax.mixers import MIXERS
 
   sizes = {}
-  path = ROOT / "configs/sweeps/mqar_states.py"
+  path = ROOT / "experiments/sweeps/mqar_states.py"
   for run in spec.load(path, only=["seed=0", "lr=0.001"]).chosen:
     model = run.cfg.model
     _, name = model.mixer

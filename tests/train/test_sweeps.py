@@ -14,13 +14,14 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.recall_sweep import Recall, Recalling
 from tests.train.test_copies import settings
 from train import loop
 from train.data.windows import train_batches
 from train.runs.run_folder import RunFolder, RunFolderError
 from train.step.loss import LossSums
 from train.step.optimizer import make_schedule
-from train.sweeps import Plot, Recall, grid, groups, plots, spec, tables, training, work
+from train.sweeps import Plot, grid, groups, plots, spec, tables, training, work
 
 RATES, SEEDS = (3e-3, 1e-2), (0, 1)
 
@@ -71,7 +72,7 @@ def recall_runs(**changes):
 def kill_after(monkeypatch, step, *, saved):
   """Ends a sweep, as SIGKILL would, when a group has done so many steps, saved until `saved`."""
   monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
-  for kind in (work.Text, work.Recalling):
+  for kind in (work.Text, Recalling):
     advance = kind.advance
 
     def until(self, advance=advance):
@@ -253,7 +254,8 @@ def test_stopped_run_of_fit_is_continued_by_fit(tiny, tmp_path, fit_and_kill):
 
 FILE = """
 from tests.train.test_copies import settings
-from train.sweeps import Plot, Recall, grid
+from experiments.recall_sweep import Recall, Recalling
+from train.sweeps import Plot, grid
 import dataclasses
 
 def make(width, size):

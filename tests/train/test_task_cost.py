@@ -7,8 +7,8 @@ import pytest
 from tests.train.test_copies import settings
 from train import config
 from train.cli.main import main
+from train.scoring import cost
 from train.step import flops
-from train.tasks import cost
 
 PAPER = config.Model(dim=512, num_layers=6, num_heads=4, vocab_size=50277)
 

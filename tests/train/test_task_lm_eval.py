@@ -16,8 +16,8 @@ from lnssm_jax.pretrained.tokenizers import ByteTokenizer
 from tests.pages import blocks_of
 from tests.train.test_export import random_params
 from train import config
+from train.scoring import harness as task
 from train.step.model import model_graph
-from train.tasks import harness as task
 
 SIZES = {"dim": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 257, "dtype": "float32"}
 
@@ -220,8 +220,8 @@ def test_program_of_the_page_runs(loaded, package, monkeypatch):
   evaluated = []
   package["lm_eval"].simple_evaluate = lambda model, tasks: evaluated.append((model, tasks))
   monkeypatch.setattr(lnssm_jax, "load_model", {"exported": loaded}.__getitem__)
-  (code,) = blocks_of((Path(__file__).parents[2] / "docs" / "tasks.md").read_text(), "py")
-  exec(compile(code, "docs/tasks.md", "exec"), {})
+  (code,) = blocks_of((Path(__file__).parents[2] / "docs" / "scoring.md").read_text(), "py")
+  exec(compile(code, "docs/scoring.md", "exec"), {})
   ((model, tasks),) = evaluated
   assert isinstance(model, harness.Answers) and tasks == ["my_task"]
 

@@ -9,7 +9,7 @@ import pytest
 from lnssm_jax import analysis
 from tests.train.test_task_lm_eval import make
 from train.data import DataError
-from train.tasks import memory
+from train.scoring import memory
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The files that `python -m train task` writes: checked before a task runs, whole or not at all."""
+"""The files that tasks and experiments writes: checked before a task runs, whole or not at all."""
 
 import argparse
 import json
@@ -6,22 +6,27 @@ import sys
 
 import pytest
 
+from experiments import command as experiments
+from experiments import mqar_training, samples
 from tests.train.test_copies import settings
 from train.cli.main import main
 from train.data import DataError
-from train.tasks import arguments, mqar_training, registry, samples
-from train.tasks.report import Report
+from train.scoring import arguments, registry
+from train.scoring.report import Report
 
 
 @pytest.mark.parametrize(
   ("command", "message"),
   [
-    ("mqar --config x --write no/x.npz", "--write: there is no folder no for no/x.npz; create it"),
-    ("mqar --config x --write x", "--write: x must end in .npz"),
-    ("rouge m x --kind eli5 --write x.json", "--write: x.json must end in .jsonl"),
-    ("cost --config x --json .", "--json: . is a folder; name a file"),
-    ("extrapolate m x --plot x.xyz", "--plot: x.xyz must end in .eps or "),
-    ("scores m x --plot no/x.PNG", "--plot: there is no folder no for no/x.PNG"),
+    (
+      "experiments mqar --config x --write no/x.npz",
+      "--write: there is no folder no for no/x.npz; create it",
+    ),
+    ("experiments mqar --config x --write x", "--write: x must end in .npz"),
+    ("experiments rouge m x --kind eli5 --write x.json", "--write: x.json must end in .jsonl"),
+    ("train task cost --config x --json .", "--json: . is a folder; name a file"),
+    ("train task extrapolate m x --plot x.xyz", "--plot: x.xyz must end in .eps or "),
+    ("train task scores m x --plot no/x.PNG", "--plot: there is no folder no for no/x.PNG"),
   ],
 )
 def test_output_that_cannot_be_written_is_named_before_the_task_runs(
@@ -29,7 +34,8 @@ def test_output_that_cannot_be_written_is_named_before_the_task_runs(
 ):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(SystemExit) as caught:
-    main(["task", *command.split()])
+    program, *words = command.split()
+    {"train": main, "experiments": experiments.main}[program](words)
   assert caught.value.code == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert message in line
@@ -43,8 +49,8 @@ def test_picture_without_matplotlib_names_the_package(monkeypatch):
 
 def test_json_of_a_task_that_writes_data_raises(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
-  command = ["task", "rouge", "m", "x", "--kind", "eli5", "--write", "x.jsonl"]
-  assert main([*command, "--json", "x.json"]) == 2
+  command = ["rouge", "m", "x", "--kind", "eli5", "--write", "x.jsonl"]
+  assert experiments.main([*command, "--json", "x.json"]) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("error: --json=x.json has no numbers to write: --write=x.jsonl")
 

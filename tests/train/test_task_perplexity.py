@@ -9,7 +9,7 @@ import pytest
 
 from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
-from train.tasks import perplexity
+from train.scoring import perplexity
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from experiments import command as experiments
 from lnssm_jax.pretrained import files
 from tests.train.test_sweeps import sweep_of, text_runs
 from train.checkpoint import safe_files
@@ -282,18 +283,15 @@ def test_generated_text_is_printable_on_a_terminal_and_unchanged_elsewhere(monke
     ["fit", "--config", f"/{ESC}.py"],
     ["fit", "--config", "configs/quickstart.py", "--set", f"{ESC}=1"],
     ["fit", "--config", "configs/quickstart.py", "--set", f"model.mixer={ESC}"],
-    ["fit", "--config", f"configs/mqar.py:{ESC}"],
-    ["classify", "--config", f"/{ESC}"],
+    ["fit", "--config", f"experiments/configs/mqar.py:{ESC}"],
     ["import", f"/{ESC}", "--config", "configs/quickstart.py"],
     ["tokenize", "--input", f"/{ESC}", "--output", "/x", "--tokenizer", "bytes"],
     ["tokenize", "--input", "README.md", "--output", "/x", "--tokenizer", ESC],
     ["sweep", f"/{ESC}"],
-    ["sweep", "configs/sweeps/mqar_dsf.py", "--only", ESC],
-    ["sweep", "configs/sweeps/mqar_dsf.py", "--set", f"{ESC}=1"],
+    ["sweep", "experiments/sweeps/mqar_dsf.py", "--only", ESC],
+    ["sweep", "experiments/sweeps/mqar_dsf.py", "--set", f"{ESC}=1"],
     ["init", f"/{ESC}.txt"],
     ["task", "lm", f"/{ESC}", "x"],
-    ["task", "rouge", "x", f"/{ESC}", "--kind", ESC],
-    ["task", "niah", "x", "--lengths", "5", "--kinds", ESC],
     ["task", "cost", "--run-dir", f"/{ESC}"],
     ["doctor", "--config", f"/{ESC}"],
     [f"--{ESC}"],
@@ -316,14 +314,30 @@ def test_generated_text_is_printable_on_a_terminal_and_unchanged_elsewhere(monke
     ["fit", "--config", "configs/quickstart.py", "--set", r"run_dir='a\0b'"],
   ],
 )
-def test_no_command_lets_its_arguments_reach_the_terminal(given, capsys):
+def test_no_command_lets_its_arguments_reach_the_terminal(given, capsys, program=main):
   try:
-    assert main(given) == 2
+    assert program(given) == 2
   except SystemExit as ended:  # of argparse
     assert ended.code == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("error: ") and line.isprintable()
   assert len(line) < 3000
+
+
+@pytest.mark.parametrize(
+  "given",
+  [
+    ["classify", "--config", f"/{ESC}"],
+    ["mqar", "--config", f"experiments/configs/mqar.py:{ESC}"],
+    ["evaluate", "--run-dir", f"/{ESC}"],
+    ["rouge", "x", f"/{ESC}", "--kind", ESC],
+    ["niah", "x", "--lengths", "5", "--kinds", ESC],
+    ["niah", "x", f"--{ESC}"],
+    [ESC],
+  ],
+)
+def test_no_experiment_lets_its_arguments_reach_the_terminal(given, capsys):
+  test_no_command_lets_its_arguments_reach_the_terminal(given, capsys, experiments.main)
 
 
 def test_config_files_of_a_folder_are_listed_printable(tmp_path):

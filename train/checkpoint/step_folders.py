@@ -139,7 +139,7 @@ def newest_held(
       "no checkpoint is intact:",
       *(f"  {line}" for line in lines.values()),
       "Restore one of these folders from a backup, or move all of them away to start again. If you "
-      "know that one is intact (for example written without digests): python -m train verify "
+      "know that one is intact (for example written without digests): lnssm-train verify "
       f"{shell_word(directory.parent)} --adopt STEP",
     )
   yield None

@@ -232,7 +232,7 @@ def load(
       chosen = distributed.on_first(choose)
       if chosen is None:
         raise FileNotFoundError(
-          f"no checkpoint in {directory}; train first: python -m train fit --config FILE"
+          f"no checkpoint in {directory}; train first: lnssm-train fit --config FILE"
         )
       try:
         loaded, metadata = _read(directory / str(chosen), abstract)

@@ -1,4 +1,4 @@
-"""`python -m train verify RUN`: checks every byte of a run's checkpoints and token files."""
+"""`lnssm-train verify RUN`: checks every byte of a run's checkpoints and token files."""
 
 from collections.abc import Mapping
 from pathlib import Path

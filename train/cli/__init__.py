@@ -1,1 +1,1 @@
-"""The command line, python -m train."""
+"""The command line `lnssm-train`."""

@@ -1,4 +1,4 @@
-"""The commands of `python -m train`. Slow imports are inside the functions."""
+"""The commands of `lnssm-train`. Slow imports are inside the functions."""
 
 import argparse
 import dataclasses
@@ -38,26 +38,7 @@ def fit(options: argparse.Namespace) -> int | None:
     dry_run.describe(cfg)
   else:
     flags = {name: getattr(options, name) for name in ("allow_config_change", "verify_data")}
-    return _code_of(fit(cfg, profile=profile, **flags).stopped_by, options.stopped_code)
-  return None
-
-
-def classify(options: argparse.Namespace) -> int | None:
-  """Trains an image classifier; with --print-config or --dry-run only describes the run."""
-  cfg = apply_overrides(config.load(options.config, config.Vision), options.set)
-  from train.vision import loop
-
-  if options.print_config:
-    loop.model_graph(cfg.model)
-    show_json(config.to_dict(cfg))
-    return None
-  from train.cli import dry_run
-
-  if options.dry_run:
-    dry_run.describe_vision(cfg)
-  else:
-    result = loop.fit(cfg, allow_config_change=options.allow_config_change)
-    return _code_of(result.stopped_by, options.stopped_code)
+    return code_of(fit(cfg, profile=profile, **flags).stopped_by, options.stopped_code)
   return None
 
 
@@ -66,15 +47,15 @@ def sweep(options: argparse.Namespace) -> int | None:
   from train.sweeps import command
 
   ended = command.run(options)
-  return _code_of(ended, 0) if isinstance(ended, str) else ended
+  return code_of(ended, 0) if isinstance(ended, str) else ended
 
 
 def evaluate(options: argparse.Namespace) -> None:
   """Prints the losses of a run on its validation sets, or of any model on given text."""
-  from train.runs import config_file, evaluation
+  from train.runs import evaluation
 
   if options.input:
-    from train.tasks import perplexity
+    from train.scoring import perplexity
 
     report = perplexity.lm(_model(options), options.input, key=options.fields)
     rows = report.tables["corpora"]
@@ -84,14 +65,6 @@ def evaluate(options: argparse.Namespace) -> None:
     raise ValueError(
       f"{options.run_dir} is an exported model and has no validation sets; name text by --input."
     )
-  if options.run_dir and not options.config and config_file.is_vision(options.run_dir):
-    from train.vision import loop
-
-    cfg = config_file.read(options.run_dir, config.Vision)
-    cfg = dataclasses.replace(cfg, run_dir=options.run_dir)  # it may have been moved
-    row = loop.evaluate_run(apply_overrides(cfg, options.set))
-    show_json([row]) if options.json else show(loop.scores(row))
-    return
   rows = evaluation.run(run_config(options), ema=options.ema)
   if options.json:
     show_json(rows)
@@ -293,7 +266,7 @@ def doctor(options: argparse.Namespace) -> int:
   return 0 if doctor.examine(cfg, show) else 1
 
 
-def _code_of(stopped_by: str | None, stopped_code: int) -> int:
+def code_of(stopped_by: str | None, stopped_code: int) -> int:
   """Exit code of a run that has saved: 129 if its terminal or session has ended."""
   if stopped_by is None:
     return 0

@@ -1,4 +1,4 @@
-"""`python -m train fit --dry-run`: checks a run and prints its memory and FLOPs.
+"""`lnssm-train fit --dry-run`: checks a run and prints its memory and FLOPs.
 
 Writes no files, reads no text and initializes no parameters.
 """
@@ -6,7 +6,6 @@ Writes no files, reads no text and initializes no parameters.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from lnssm_jax.models import count_parameters
 from train import config
@@ -16,7 +15,6 @@ from train.data import preflight
 from train.logging import run_summary
 from train.logging.console import Console, short
 from train.loop import check_memory, compile_step
-from train.messages import show
 from train.step import flops, memory
 from train.step.model import model_graph
 from train.step.optimizer import weight_decay_mask
@@ -45,7 +43,7 @@ def describe(cfg: config.Train) -> None:
       console.say(f"missing     {line}")
     console.say(f"model       {cfg.model.mixer}, {count_parameters(params):,} parameters")
     if cfg.optimizer.weight_decay:
-      console.say(f"decay       {_weight_decay(cfg.optimizer.weight_decay, params)}")
+      console.say(f"decay       {weight_decay(cfg.optimizer.weight_decay, params)}")
     compiled = compile_step(cfg, model_graph(cfg.model), mesh, None, console)
   if (limit := memory.available(mesh)) is not None:
     console.say(f"available   {memory.amount(limit)} on each device")
@@ -62,26 +60,7 @@ def describe(cfg: config.Train) -> None:
   )
 
 
-def describe_vision(cfg: config.Vision) -> None:
-  """Prints parameters and memory of a run of an image classifier, without its images."""
-  from train.vision import loop
-  from train.vision.batches import Batch
-
-  initialize, train_step, _ = loop.make_steps(cfg, epoch=1)
-  state = jax.eval_shape(initialize, jax.random.key(cfg.seed))
-  B, size, channels = cfg.global_batch, cfg.model.image_size, cfg.model.channels
-  images = jax.ShapeDtypeStruct((B, size, size, channels), jnp.uint8)
-  numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-  weight = jax.ShapeDtypeStruct((), jnp.float32)
-  batch = Batch(images, numbers(B), numbers(B, 4), numbers(4), weight, weight)
-  show(f"model       {cfg.model.mixer}, {count_parameters(state['params']):,} parameters")
-  if cfg.optimizer.weight_decay:
-    show(f"decay       {_weight_decay(cfg.optimizer.weight_decay, state['params'])}")
-  compiled = train_step.lower(state, batch).compile()
-  show(f"memory      {memory.describe(memory.sizes(compiled))}", flush=True)
-
-
-def _weight_decay(rate: float, params: Any) -> str:
+def weight_decay(rate: float, params: Any) -> str:
   """Describes what decays: how many parameters, and the names of those that do not."""
   count, exempt = 0, set()
   flat, _ = jax.tree_util.tree_flatten_with_path(params)

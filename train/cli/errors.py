@@ -12,6 +12,7 @@ import errno
 import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 import lnssm_jax
 import train
@@ -37,11 +38,15 @@ _FIXES = {
 _NULL = "embedded null"  # in Python's ValueError for a path with a null character
 
 
-def explained(error: Exception) -> tuple[int, str] | None:
+def explained(error: Exception, package: ModuleType = train) -> tuple[int, str] | None:
   """Exit code and message for an error; None for a bug.
 
   The message has no control characters, and one line in most cases. Further lines are indented, so
   that none seems to be another message.
+
+  Args:
+    package: the program; its ValueErrors are a user's mistakes, as are those of `train` and
+      `lnssm_jax`.
   """
   code = getattr(error, "exit_code", None)
   lines = error.args if isinstance(error, PrintableError) else [str(error)]
@@ -54,7 +59,7 @@ def explained(error: Exception) -> tuple[int, str] | None:
   elif _is_out_of_memory(error):
     code, lines = 1, [f"out of memory ({first_line(error)}); use smaller sizes."]
   # A ValueError raised inside JAX or another library is a bug of ours, not a message for users.
-  elif isinstance(error, ValueError | OSError) and _is_raised_by_us(error):
+  elif isinstance(error, ValueError | OSError) and _is_raised_by(error, package):
     code = 2
   elif reason := _without_device():
     code, lines = 2, [reason]
@@ -111,7 +116,7 @@ def _without_device() -> str | None:
   return None
 
 
-def _is_raised_by_us(error: Exception) -> bool:
+def _is_raised_by(error: Exception, package: ModuleType) -> bool:
   place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-  packages = (Path(module.__file__ or "").parent for module in (train, lnssm_jax))
+  packages = (Path(module.__file__ or "").parent for module in (package, train, lnssm_jax))
   return any(place.is_relative_to(package) for package in packages)

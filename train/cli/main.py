@@ -1,200 +1,147 @@
-"""The command line `python -m train`: commands, options, error messages and exit codes."""
+"""The command line `lnssm-train`: commands and their options."""
 
-import argparse
-import os
-import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import lnssm_jax
-from lnssm_jax.pretrained.printable import MAX_LINE, printable
+import train
 from train import config
-from train.cli import commands
-from train.cli.errors import explained
-from train.config.checked import did_you_mean
-from train.config.listing import listing
-from train.messages import discard, open_standard_streams, write
+from train.cli import commands, program
+from train.cli.program import Commands, Parser
+from train.scoring import registry
+from train.scoring.commands import TASKS
 from train.sweeps import command as sweeping
-from train.tasks import registry
 
 EXAMPLES = """\
-examples:
-  python -m train init configs/mine.py
-  python -m train fit --config configs/quickstart.py
-  python -m train fit --config configs/quickstart.py --set steps=1000 --set run_dir=runs/longer
-  python -m train fit --run-dir runs/longer --set steps=2000
-  python -m train fit --config configs/quickstart.py --dry-run --set compile_cache=programs
-  python -m train fit --config configs/longhorn.py:mamba-350m-4096 --dry-run
-  python -m train classify --config configs/vision.py:vil-tiny --set data.train=FOLDER
-  python -m train evaluate --run-dir runs/quickstart
-  python -m train generate --run-dir runs/quickstart --prompt 'def '
-  python -m train tokenize --input TEXT --output data/text --tokenizer bytes
-  python -m train inspect runs/quickstart --compare 120
-  python -m train verify runs/quickstart
-  python -m train export runs/quickstart --out exported
-  python -m train export runs/quickstart --out folder --layout fla
-  python -m train import exported --config configs/quickstart.py --set run_dir=runs/more
-  python -m train plot runs/quickstart runs/longer --output compared.png
-  python -m train sweep configs/sweeps/mqar_dsf.py --dry-run
-  python -m train sweep configs/sweeps/mqar_dsf.py --processes 4
-  python -m train task mqar --config configs/mqar.py:linear
-  python -m train task lm runs/quickstart TEXT
-  python -m train doctor --config configs/quickstart.py
+  lnssm-train init configs/mine.py
+  lnssm-train fit --config configs/quickstart.py
+  lnssm-train fit --config configs/quickstart.py --set steps=1000 --set run_dir=runs/longer
+  lnssm-train fit --run-dir runs/longer --set steps=2000
+  lnssm-train fit --config configs/quickstart.py --dry-run --set compile_cache=programs
+  lnssm-train fit --config configs/longhorn.py:mamba-350m-4096 --dry-run
+  lnssm-train evaluate --run-dir runs/quickstart
+  lnssm-train generate --run-dir runs/quickstart --prompt 'def '
+  lnssm-train tokenize --input TEXT --output data/text --tokenizer bytes
+  lnssm-train inspect runs/quickstart --compare 120
+  lnssm-train verify runs/quickstart
+  lnssm-train export runs/quickstart --out exported
+  lnssm-train export runs/quickstart --out folder --layout fla
+  lnssm-train import exported --config configs/quickstart.py --set run_dir=runs/more
+  lnssm-train plot runs/quickstart runs/longer --output compared.png
+  lnssm-train sweep experiments/sweeps/mqar_dsf.py --dry-run
+  lnssm-train sweep experiments/sweeps/mqar_dsf.py --processes 4
+  lnssm-train task lm runs/quickstart TEXT
+  lnssm-train doctor --config configs/quickstart.py
 """
 
-# Commands that do nothing but print: a reader that exits early, such as `head`, has enough.
+# Commands that do nothing but print.
 _PRINTING = ("evaluate", "generate", "inspect")
+
+# Commands of earlier versions, and what has taken their place.
+_TASKS = "mqar listops image choice cloze babilong babilong-samples recall rouge niah"
+MOVED = {
+  "classify": "python -m experiments classify",
+  **{f"task {name}": f"python -m experiments {name}" for name in _TASKS.split()},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs one command; returns its exit code: 0 success, 1 failure while running, 2 wrong usage,
-  3 diverged, 129 a run stopped by SIGHUP, 130 interrupted, and what --stopped-code says.
-
-  In a run of several processes, a failing process exits here without waiting for the others.
-  """
-  parser = _parser()
-  arguments = list(sys.argv[1:] if arguments is None else arguments)
-  _check_names(parser, arguments)
-  options = parser.parse_args(arguments)
-  if options.command is None:
-    parser.print_help()
-    return 0
-  open_standard_streams()
-  try:
-    return options.run(options) or 0
-  except KeyboardInterrupt:
-    message, code = "interrupted\n", 130
-  except BrokenPipeError:  # the reader of the output, such as `head`, has exited
-    discard(sys.stdout)
-    message, code = "", 0 if options.command in _PRINTING else 1
-  except Exception as error:
-    found = explained(error)
-    if found is None and not _is_joined():
-      raise
-    code, text = found or (1, "")
-    message = f"error: {text}\n" if found else traceback.format_exc()
-  write(sys.stderr, message)
-  if code and _is_joined():
-    _leave(code)
-  return code
+  """Runs one command; returns its exit code, see `train.cli.program.run`."""
+  return program.run(_parser(), arguments, package=train, moved=MOVED, printing=_PRINTING)
 
 
-def _leave(code: int) -> NoReturn:
-  """Exits at once; the launcher then ends the other processes, which wait for this one."""
-  write(sys.stdout, "")
-  write(sys.stderr, "")
-  os._exit(code)
-
-
-def _is_joined() -> bool:
-  """Whether other processes would wait for this one; imports nothing."""
-  module = sys.modules.get("train.cluster.distributed")
-  return module is not None and module.count() > 1
-
-
-class _Parser(argparse.ArgumentParser):
-  settings: type | None = None  # those that `--set` changes, for `--help`
-
-  def format_help(self) -> str:
-    text = super().format_help()
-    return text if self.settings is None else f"{text}\n{listing(self.settings)}\n"
-
-  def error(self, message: str) -> NoReturn:
-    self.exit(2, f"error: {printable(message, MAX_LINE)} (see {self.prog} --help)\n")
-
-
-def _check_names(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-  """Exits if an option has a name that its command lacks, with the closest that it has.
-
-  argparse would first report what is missing, such as the option whose name is misspelled.
-  """
-  for argument in arguments:
-    commands = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    if commands and argument in commands[0].choices:
-      parser = commands[0].choices[argument]
-    elif commands and not argument.startswith("-"):
-      parser.error(f"no command {argument!r}{did_you_mean(argument, commands[0].choices)}")
-    name = argument.partition("=")[0]
-    known = parser._option_string_actions
-    if name.startswith("--") and len(name) > 2 and name not in known:
-      long = [option for option in known if option.startswith("--")]
-      parser.error(f"no option {name}{did_you_mean(name, long)}")
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = _Parser(
-    prog="python -m train",
-    description="Train, evaluate and use language models with linear cost in sequence length.",
-    epilog=EXAMPLES,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
-  version = f"lnssm_jax {lnssm_jax.__version__}"
-  parser.add_argument("--version", action="version", version=version)
-  added_to = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-
-  def plain(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
-    start = f"  python -m train {name} "
-    examples = [line for line in EXAMPLES.splitlines() if line.startswith(start)]
-    added = added_to.add_parser(
-      name,
-      help=help,
-      description=help,
-      epilog="\n".join(("examples:", *examples)),
-      formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    added.set_defaults(run=run)
-    return added
-
-  def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
-    added = plain(name, run, help)
-    listed = "all are below" if name in ("fit", "classify") else "`fit --help` lists them"
-    named = added.add_mutually_exclusive_group(required=True) if name == "fit" else added
-    named.add_argument(
-      "--config",
-      metavar="FILE[:VARIANT]",
-      required=name in ("classify", "import"),
-      help="Python file with get_config()",
-    )
-    added.add_argument(
-      "--set",
-      metavar="A.B=VALUE",
-      action="append",
-      default=[],
-      help=f"override a setting (repeatable); {listed}",
-    )
-    if name in ("fit", "evaluate", "generate"):
-      what = "to resume with its settings" if name == "fit" else "or an exported model"
-      named.add_argument(
-        "--run-dir", metavar="FOLDER", help=f"a run of `fit`, {what}, instead of --config"
-      )
-    return added
-
-  init = plain("init", commands.init, "Write a config file with every setting and its meaning.")
+def _parser() -> Parser:
+  description = "Train, evaluate and use language models with linear cost in sequence length."
+  added = Commands("lnssm-train", description, EXAMPLES)
+  init = added.add("init", commands.init, "Write a config file with every setting and its meaning.")
   init.add_argument("file", type=Path, metavar="FILE", help="a new file, NAME or NAME.py")
-  fit = command("fit", commands.fit, "Train a model, or resume a stopped run.")
-  classify = command("classify", commands.classify, "Train an image classifier, or resume it.")
-  fit.settings, classify.settings = config.Train, config.Vision
-  for added in (fit, classify):
-    added.add_argument("--print-config", action="store_true", help="print the config and exit")
-    added.add_argument(
-      "--allow-config-change",
-      action="store_true",
-      help="resume a run although its settings or its data have changed",
+  _add_fit(added)
+  sweep = "Train many runs, those of one program together, and compare them."
+  sweeping.add_options(added.add("sweep", commands.sweep, sweep))
+  _add_evaluate(added)
+  _add_generate(added)
+  _add_tokenize(added)
+  _add_export(added)
+  importing = added.add(
+    "import", commands.import_, "Start a run from an exported or a published model."
+  )
+  _add_config(importing, required=True)
+  importing.add_argument(
+    "folder", metavar="DIR", help="a folder written by `export`, or a published model"
+  )
+  _add_inspect(added)
+  verify = added.add("verify", commands.verify, "Check every byte of a run's checkpoints and text.")
+  verify.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
+  verify.add_argument(
+    "--adopt",
+    type=int,
+    metavar="STEP",
+    help="trust this checkpoint: recompute its digests",
+  )
+  plot = added.add("plot", commands.plot, "Plot the loss curves of runs in one figure.")
+  plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+  plot.add_argument(
+    "--output", type=Path, metavar="FILE", help="such as a.png (default: losses.png)"
+  )
+  task = "Score any model, or count its cost; `task NAME --help` has the options."
+  tasks = added.added_to.add_parser("task", help=task, description=task)
+  named = tasks.add_subparsers(dest="task", metavar="NAME", required=True, parser_class=Parser)
+  registry.add_parsers(named, TASKS)
+  doctor = "Check whether this machine or job can train."
+  _add_config(added.add("doctor", commands.doctor, doctor))
+  return added.parser
+
+
+def add_training(added: Any) -> None:
+  """The options of a command that trains: what it prints instead, changes, exit codes."""
+  added.add_argument("--print-config", action="store_true", help="print the config and exit")
+  added.add_argument(
+    "--allow-config-change",
+    action="store_true",
+    help="resume a run although its settings or its data have changed",
+  )
+  added.add_argument(
+    "--dry-run",
+    action="store_true",
+    help="compile the training step, print its memory and FLOPs, and exit",
+  )
+  added.add_argument(
+    "--stopped-code",
+    type=int,
+    default=0,
+    metavar="N",
+    help="exit code if SIGTERM or SIGINT ends the run before its last step (default: 0)",
+  )
+
+
+def _add_config(added: Any, *, required: bool = False, of: str = "", all_below: bool = False):
+  """--config and --set and, where `of` says of what, --run-dir in place of --config."""
+  named = added.add_mutually_exclusive_group(required=True) if all_below else added
+  named.add_argument(
+    "--config",
+    metavar="FILE[:VARIANT]",
+    required=required,
+    help="Python file with get_config()",
+  )
+  listed = "all are below" if all_below else "`fit --help` lists them"
+  added.add_argument(
+    "--set",
+    metavar="A.B=VALUE",
+    action="append",
+    default=[],
+    help=f"override a setting (repeatable); {listed}",
+  )
+  if of:
+    named.add_argument(
+      "--run-dir", metavar="FOLDER", help=f"a run of `fit`, {of}, instead of --config"
     )
-    added.add_argument(
-      "--dry-run",
-      action="store_true",
-      help="compile the training step, print its memory and FLOPs, and exit",
-    )
-    added.add_argument(
-      "--stopped-code",
-      type=int,
-      default=0,
-      metavar="N",
-      help="exit code if SIGTERM or SIGINT ends the run before its last step (default: 0)",
-    )
+
+
+def _add_fit(added: Commands) -> None:
+  fit = added.add("fit", commands.fit, "Train a model, or resume a stopped run.")
+  _add_config(fit, of="to resume with its settings", all_below=True)
+  fit.settings = config.Train
+  add_training(fit)
   fit.add_argument(
     "--verify-data",
     action="store_true",
@@ -206,11 +153,13 @@ def _parser() -> argparse.ArgumentParser:
     help="write a profiler trace of these steps to RUN/traces; during a run, "
     "`echo 5 > RUN/profile` traces the next 5",
   )
-  sweep = "Train many runs, those of one program together, and compare them."
-  sweeping.add_options(plain("sweep", commands.sweep, sweep))
-  evaluate = command(
+
+
+def _add_evaluate(added: Commands) -> None:
+  evaluate = added.add(
     "evaluate", commands.evaluate, "Print the loss of a run on its validation sets."
   )
+  _add_config(evaluate, of="or an exported model")
   evaluate.add_argument(
     "--input",
     nargs="+",
@@ -221,7 +170,12 @@ def _parser() -> argparse.ArgumentParser:
     "--fields", default="text", metavar="KEY", help="of rows of --input: that of the text"
   )
   evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
-  generate = command("generate", commands.generate, "Continue text with the model of a run.")
+  _add_ema(evaluate)
+
+
+def _add_generate(added: Commands) -> None:
+  generate = added.add("generate", commands.generate, "Continue text with the model of a run.")
+  _add_config(generate, of="or an exported model")
   generate.add_argument(
     "--prompt", metavar="TEXT", action="append", help="what to continue (repeatable)"
   )
@@ -251,7 +205,12 @@ def _parser() -> argparse.ArgumentParser:
     "ordinary text, for prompts with text from others",
   )
   generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
-  tokenize = command("tokenize", commands.tokenize, "Create token files from text.")
+  _add_ema(generate)
+
+
+def _add_tokenize(added: Commands) -> None:
+  tokenize = added.add("tokenize", commands.tokenize, "Create token files from text.")
+  _add_config(tokenize)
   tokenize.add_argument("--input", nargs="+", metavar="PATH", help="files or folders of text")
   tokenize.add_argument("--output", metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, .json")
   tokenize.add_argument(
@@ -286,7 +245,12 @@ def _parser() -> argparse.ArgumentParser:
   )
   tokenize.add_argument("--workers", type=int, metavar="N", help="threads (default: all cores)")
   tokenize.add_argument("--force", action="store_true", help="replace files that are up to date")
-  export = plain("export", commands.export, "Write a run's model as safetensors with a manifest.")
+
+
+def _add_export(added: Commands) -> None:
+  export = added.add(
+    "export", commands.export, "Write a run's model as safetensors with a manifest."
+  )
   export.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
   export.add_argument("--out", required=True, metavar="DIR", help="a folder that does not exist")
   export.add_argument(
@@ -310,17 +274,16 @@ def _parser() -> argparse.ArgumentParser:
     metavar="M",
     help="logit by which a new partition is below the one that it copies",
   )
-  for added in (evaluate, generate, export):
-    added.add_argument(
-      "--ema", action="store_true", help="the average of the parameters (optimizer.ema_decay)"
-    )
-  importing = command(
-    "import", commands.import_, "Start a run from an exported or a published model."
-  )
-  importing.add_argument(
-    "folder", metavar="DIR", help="a folder written by `export`, or a published model"
-  )
-  inspect = plain(
+  _add_ema(export)
+
+
+def _add_ema(added: Any) -> None:
+  text = "the average of the parameters (optimizer.ema_decay)"
+  added.add_argument("--ema", action="store_true", help=text)
+
+
+def _add_inspect(added: Commands) -> None:
+  inspect = added.add(
     "inspect", commands.inspect, "Show what is in a run, an exported model or a folder of arrays."
   )
   inspect.add_argument("folder", metavar="FOLDER", help="a run, an export, or a checkpoint")
@@ -343,20 +306,3 @@ def _parser() -> argparse.ArgumentParser:
   )
   inspect.add_argument("--json", action="store_true", help="print JSON")
   inspect.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
-  verify = plain("verify", commands.verify, "Check every byte of a run's checkpoints and text.")
-  verify.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
-  verify.add_argument(
-    "--adopt",
-    type=int,
-    metavar="STEP",
-    help="trust this checkpoint: recompute its digests",
-  )
-  plot = plain("plot", commands.plot, "Plot the loss curves of runs in one figure.")
-  plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-  plot.add_argument(
-    "--output", type=Path, metavar="FILE", help="such as a.png (default: losses.png)"
-  )
-  task = "Train or score on a task of the papers; `task NAME --help` has its options."
-  registry.add_parsers(added_to.add_parser("task", help=task, description=task))
-  command("doctor", commands.doctor, "Check whether this machine or job can train.")
-  return parser

@@ -1,4 +1,4 @@
-"""`python -m train init FILE`: a config file with every setting and its meaning."""
+"""`lnssm-train init FILE`: a config file with every setting and its meaning."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def write(path: Path) -> Path:
   path = path if path.suffix else path.with_suffix(".py")
   if path.suffix != ".py":
     raise ValueError(f"{str(path)!r} must end in .py: a config is a Python file.")
-  about = f"A training run: python -m train fit --config {shell_word(path)}."
+  about = f"A training run: lnssm-train fit --config {shell_word(path)}."
   about = about.replace("\\", "\\\\").replace('"', '\\"')
   lines = [
     f'"""{about}"""',

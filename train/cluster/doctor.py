@@ -1,4 +1,4 @@
-"""`python -m train doctor`: checks whether the processes of a job can train."""
+"""`lnssm-train doctor`: checks whether the processes of a job can train."""
 
 import os
 import platform

@@ -3,7 +3,6 @@
 - schema.py: the settings, `Train` and its groups, with the rules between settings
 - optimizer.py: those of an optimizer
 - published.py: the model of a published or an exported folder
-- vision.py: the settings of a run that trains an image classifier
 - loading.py: config files, and the JSON form stored with a run
 - overrides.py: `--set a.b=value`
 - checked.py: dataclasses whose constructors check field names and types
@@ -17,7 +16,6 @@ from train.config.optimizer import Optimizer
 from train.config.overrides import apply_overrides
 from train.config.published import exported_model, published_model
 from train.config.schema import Data, Mesh, Model, Sample, Train
-from train.config.vision import Vision
 
 __all__ = [
   "ConfigError",
@@ -27,7 +25,6 @@ __all__ = [
   "Optimizer",
   "Sample",
   "Train",
-  "Vision",
   "apply_overrides",
   "exported_model",
   "from_dict",

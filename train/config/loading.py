@@ -39,9 +39,10 @@ def load[T](path: str | Path, kind: type[T]) -> T:
     get_config = namespace.get("get_config")
     check(callable(get_config), f"{path} has no function get_config() that returns a Train.")
     config = typing.cast(Any, get_config)(*_variant(path, namespace, variant))
+  home = "train.config" if kind is Train else kind.__module__
   check(
     isinstance(config, kind),
-    f"get_config() of {path} returned {type(config).__name__}, not a train.config.{kind.__name__}.",
+    f"get_config() of {path} returned {type(config).__name__}, not a {home}.{kind.__name__}.",
   )
   return config
 

@@ -26,7 +26,7 @@ class Optimizer:
   `lnssm_jax.sharding.WITHOUT_WEIGHT_DECAY`.
 
   `lr_factors` multiplies the learning rate of the parameters that match a pattern, such as
-  {"embed.*": 0.1, "blocks.mixer.*": 0.0}: names as `python -m train inspect` prints them, the first
+  {"embed.*": 0.1, "blocks.mixer.*": 0.0}: names as `lnssm-train inspect` prints them, the first
   pattern that matches counts, and 0 freezes. `ema_decay` is that of an average of the parameters,
   ema <- ema_decay * ema + (1 - ema_decay) * parameters after every step, which begins with the
   initial ones; `--ema` of `evaluate`, `generate` and `export` uses it.

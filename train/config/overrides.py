@@ -103,7 +103,7 @@ def parse(text: str, hint: Any, label: str) -> Any:
     whole = hint is int and isinstance(literal, float) and literal.is_integer()
     hint = f" Write {int(literal)}." if whole else ""
     if isinstance(literal, tuple) and not has_tuple:
-      hint = " A run has one value; `python -m train sweep` trains one run per value."
+      hint = " A run has one value; `lnssm-train sweep` trains one run per value."
     raise ConfigError(f"{error}{hint}") from None
 
 

@@ -33,7 +33,7 @@ def published_model(folder: str | Path, *, max_length: int | None = None, **chan
 
 
 def exported_model(folder: str | Path, **changes: Any) -> Model:
-  """The `Model` of a folder that `python -m train export` wrote.
+  """The `Model` of a folder that `lnssm-train export` wrote.
 
       model=exported_model("exported", remat="full")
 

@@ -94,7 +94,7 @@ class CheckedArray:
         raise DataError(
           f"{self.path}, bytes {begin + offset} to {begin + offset + BLOCK}, have another checksum "
           f"than {checksums} says: one of the two files has changed since it was written. Restore "
-          "it, or create both again with `python -m train tokenize --force`."
+          "it, or create both again with `lnssm-train tokenize --force`."
         )
     return np.frombuffer(raw[first - begin : last - begin], self.dtype)
 

@@ -76,5 +76,5 @@ def check(prefix: str | Path, sidecar: Mapping[str, Any], *, whole: bool = False
   if wrong is not None:
     raise DataError(
       f"the token files {prefix} are not as they were written: {wrong}. Restore them, or create "
-      "them again with `python -m train tokenize --force`."
+      "them again with `lnssm-train tokenize --force`."
     )

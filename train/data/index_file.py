@@ -25,7 +25,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 UNSUPPORTED = {2: "int8", 6: "floating point", 7: "floating point"}
-REMAKE = "Create the pair again with `python -m train tokenize`, or copy both files again."
+REMAKE = "Create the pair again with `lnssm-train tokenize`, or copy both files again."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -350,7 +350,7 @@ def _open(prefix: str, end: str) -> BufferedReader:
     elif prefix.endswith((".bin", ".idx")):
       hint = f"use the prefix of the pair, {prefix[:-4]!r}."
     else:
-      hint = "create it with `python -m train tokenize`."
+      hint = "create it with `lnssm-train tokenize`."
     raise DataError(f"{path} does not exist; {hint}")
   if not path.is_file():
     raise DataError(f"{path} is not a file, but a pair is two files. {REMAKE}")

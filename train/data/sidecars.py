@@ -139,5 +139,5 @@ def check_owner(prefix: str | Path, origin: dict[str, Any], spec: str) -> None:
       raise DataError(
         f"{prefix}.bin was created with {key}={sidecar.get(key)}, not {now.get(key)}: by another"
         " config, whose runs need it. Use another data.folder or another name for the set, or"
-        " replace it by `python -m train tokenize --force`."
+        " replace it by `lnssm-train tokenize --force`."
       )

@@ -89,7 +89,7 @@ def load_tokenizer(
   if not path.is_file():
     raise DataError(
       f"{path} does not exist: {spec!r} is trained when the data is prepared. Run"
-      " `python -m train tokenize --config FILE`."
+      " `lnssm-train tokenize --config FILE`."
     )
   tokenizer = FileTokenizer(path, spec, added=Added())
   if tokenizer.vocab_size != size:

@@ -1,1 +1,1 @@
-"""`python -m train inspect`: what is in a run, an export, or a folder of arrays; without JAX."""
+"""`lnssm-train inspect`: what is in a run, an export, or a folder of arrays; without JAX."""

@@ -141,7 +141,7 @@ def _run(folder: Path, step: int | None, holding: contextlib.ExitStack) -> Opene
     listing = ", ".join(map(str, steps))
     raise FileNotFoundError(f"no checkpoint of step {step} in {directory}; there are {listing}.")
   # The parameters shown are checked byte by byte, all else by the sizes of its files:
-  # `python -m train verify` reads every byte.
+  # `lnssm-train verify` reads every byte.
   damage: dict[int, str | None] = {}
   chosen = None
   for candidate in reversed(steps):

@@ -1,7 +1,7 @@
 """Loss curves of one or several runs in one figure.
 
-    python -m train plot runs/lnssm                                   # runs/lnssm/losses.png
-    python -m train plot runs/lnssm runs/gla --output compared.png
+    lnssm-train plot runs/lnssm                                   # runs/lnssm/losses.png
+    lnssm-train plot runs/lnssm runs/gla --output compared.png
 
 One panel for the training loss and one per validation set, with a line per run. Run folders are
 only read, also while their runs are in progress.

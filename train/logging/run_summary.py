@@ -78,6 +78,6 @@ def finished(console: Console, cfg: config.Train, run: RunFolder, graph: Any, pa
   console.say(f"metrics      {run.metrics_file}")
   console.say(f"checkpoints  {run.checkpoints}")
   console.say(
-    f"more text    python -m train generate --run-dir {shell_word(run.path)} --prompt"
+    f"more text    lnssm-train generate --run-dir {shell_word(run.path)} --prompt"
     f" {shell_word(cfg.sample.prompt or 'The ')}"
   )

@@ -1,6 +1,6 @@
 """Profiler traces of a few steps, planned or requested during a run.
 
-    python -m train fit --config FILE --profile 100:104
+    lnssm-train fit --config FILE --profile 100:104
     echo 5 > RUN/profile        traces the next 5 steps and removes the file
 
 Traces are written to RUN/traces/START-STOP, for xprof, and the time of each part of the model is

@@ -1,6 +1,8 @@
 """config.json of a run folder, read without JAX."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 from lnssm_jax.pretrained.files import FORMAT, read_json
 from lnssm_jax.pretrained.printable import PrintableError
@@ -38,9 +40,7 @@ def read[T](path: str | Path, kind: type[T]) -> T:
       from lnssm_jax.pretrained import old_formats  # imports the mixers
 
       values["model"] = old_formats.current_model(model)
-    if kind is not dict and _is_vision(values) != (kind is config.Vision):
-      runs = "an image classifier" if _is_vision(values) else "a language model"
-      raise RunFolderError(f"{path} is a run of {runs}, which this command does not read.")
+    _check_kind(path, values, kind)
     return kind(**values)
   except RunFolderError:
     raise
@@ -53,16 +53,22 @@ def read[T](path: str | Path, kind: type[T]) -> T:
       missing = "it is a file"
     raise RunFolderError(
       f"{path} is not a run folder: {missing}{did_you_mean(str(folder), runs) if runs else '.'} Use"
-      " the run_dir of a run started by `python -m train fit`."
+      " the run_dir of a run started by `lnssm-train fit`."
     ) from None
   except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
     raise RunFolderError(f"{file} is damaged: {error}") from error
 
 
-def is_vision(path: str | Path) -> bool:
-  """Whether the folder `path` has a run of an image classifier; errors as of `read`."""
-  return _is_vision(read(path, dict))
-
-
-def _is_vision(values: dict) -> bool:
-  return "augment" in values
+def _check_kind(path: str | Path, values: dict, kind: Any) -> None:
+  """Raises RunFolderError if the settings of a run are those of another class than `kind`."""
+  if not dataclasses.is_dataclass(kind):
+    return
+  fields = dataclasses.fields(kind)
+  unknown = values.keys() - {field.name for field in fields}
+  without = (dataclasses.MISSING, dataclasses.MISSING)
+  missing = {f.name for f in fields if (f.default, f.default_factory) == without} - values.keys()
+  if unknown and missing:
+    raise RunFolderError(
+      f"{path} is a run of another program: its settings are {', '.join(sorted(unknown))}, without"
+      f" {', '.join(sorted(missing))}; use the program that began it."
+    )

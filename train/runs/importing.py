@@ -1,4 +1,4 @@
-"""Import of an exported or a published model: `python -m train import FOLDER --config FILE`."""
+"""Import of an exported or a published model: `lnssm-train import FOLDER --config FILE`."""
 
 import dataclasses
 from pathlib import Path
@@ -40,7 +40,7 @@ def import_model(folder: str | Path, cfg: config.Train) -> int:
     read = lambda: (0, _published_params(folder, cfg.model))
   elif not folder.is_dir():
     raise exports.ExportError(
-      f"there is no folder {folder}; give one that `python -m train export` wrote, or a published"
+      f"there is no folder {folder}; give one that `lnssm-train export` wrote, or a published"
       " model."
     )
   else:

@@ -10,6 +10,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -21,13 +22,21 @@ from train.checkpoint.safe_files import make_folder, replace_file
 from train.cluster import distributed
 from train.config.changes import differences, is_free
 from train.config.versions import versions
-from train.config.vision import Vision
 from train.messages import Say, warn
 from train.runs.config_file import CONFIG, RunFolderError, read, read_config
 from train.runs.metrics_file import MetricsFile
 from train.runs.rows import Row
 from train.runs.run_lock import LockedError, RunLock
 from train.step.optimizer import make_schedule
+
+
+class Settings(Protocol):
+  """The settings of a program that trains: a dataclass of `train.config.checked.settings`."""
+
+  @property
+  def run_dir(self) -> str:
+    """Folder that the run writes into."""
+    ...
 
 
 class InUseError(RunFolderError):
@@ -78,7 +87,7 @@ class RunFolder:
     """
     return read_config(self.path)
 
-  def write_config(self, cfg: config.Train | Vision) -> None:
+  def write_config(self, cfg: Settings) -> None:
     """Writes config.json: the config, the versions of the code, and the id of the run."""
     if not distributed.is_first():
       return
@@ -160,10 +169,10 @@ class RunFolder:
     """The error for a run that has no checkpoint, from which it cannot be loaded."""
     none, result = f"no checkpoint in {self.checkpoints}", self._result()
     if result is None:
-      return FileNotFoundError(f"{none}; train first: python -m train fit --config FILE")
+      return FileNotFoundError(f"{none}; train first: lnssm-train fit --config FILE")
     fix = f"its scores are in {self.metrics_file}."
     if result.get("task") is None:
-      fix = f"python -m train fit --run-dir {shell_word(self.path)} --set run_dir=ANOTHER"
+      fix = f"lnssm-train fit --run-dir {shell_word(self.path)} --set run_dir=ANOTHER"
       fix = f"train one that has them: {fix}"
     return FileNotFoundError(f"{none}: runs of a sweep keep no parameters; {fix}")
 
@@ -177,9 +186,7 @@ class RunFolder:
     return [rows[name] for name in sets] if rows.keys() >= set(sets) else []
 
 
-def claim(
-  cfg: config.Train | Vision, *, allow_config_change: bool = False, say: Say = warn
-) -> RunFolder:
+def claim(cfg: Settings, *, allow_config_change: bool = False, say: Say = warn) -> RunFolder:
   """Locks `cfg.run_dir` for training by this process alone (`train.runs.run_lock`).
 
   Args:
@@ -195,7 +202,7 @@ def claim(
   return run
 
 
-def _claim(run: RunFolder, cfg: config.Train | Vision, allow_config_change: bool) -> dict[str, str]:
+def _claim(run: RunFolder, cfg: Settings, allow_config_change: bool) -> dict[str, str]:
   """Locks the folder; returns the settings that differ from those of its run."""
   _check_writable(run.path)
   try:

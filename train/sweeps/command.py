@@ -1,4 +1,4 @@
-"""`python -m train sweep FILE`."""
+"""`lnssm-train sweep FILE`."""
 
 import argparse
 import functools
@@ -95,7 +95,14 @@ def _of_one(options: argparse.Namespace) -> list[str]:
   for name in ("out", "copies"):
     if getattr(options, name) is not None:
       given.append(f"--{name}={getattr(options, name)}")
-  return [sys.executable, "-m", "train", "sweep", options.file, *given, "--no-tables"]
+  return [*_program(), "sweep", options.file, *given, "--no-tables"]
+
+
+def _program() -> list[str]:
+  """How this program was started: by its console script, or as a module."""
+  script = Path(sys.argv[0])
+  # As a module, `train` would be another one where the working directory has a train.py.
+  return [sys.executable, *([str(script)] if script.name == "lnssm-train" else ["-m", "train"])]
 
 
 def _write(sweep: spec.Sweep, say: Say) -> None:

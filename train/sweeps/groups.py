@@ -14,10 +14,9 @@ from train.config.changes import differences, is_free
 from train.runs import bindings
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder, RunFolderError
+from train.step.copies import without_run
 from train.sweeps.spec import Run, primary, rate_of
-from train.tasks.copies import without_run
-
-Scores = dict[str, float | None]  # by name; None: the run diverged
+from train.sweeps.stretches import Scores
 
 # A run is itself whatever these are; others that a resumed run may change affect its rounding.
 _LOCAL = ("watch", "compile_cache", "log_every", "eval_every", "checkpoint_every")

@@ -13,7 +13,7 @@ from train.sweeps.training import describe
 def training_flops(run: Run) -> float | None:
   """Model FLOPs of a whole run (`train.step.flops`); None if a mixer has no formula.
 
-  Of recall, logits are computed at the queries only; a run that solves it early has fewer steps.
+  Of a task, logits are computed at its targets only; a run that solves it early has fewer steps.
   """
   cfg = run.cfg
   per_token = flops.model_flops_per_token(cfg.model, cfg.seq_len)
@@ -21,7 +21,7 @@ def training_flops(run: Run) -> float | None:
     return None
   per_row = per_token * cfg.seq_len
   if run.task is not None:
-    per_row -= 2 * cfg.model.dim * cfg.model.vocab_size * (cfg.seq_len - run.task.pairs)
+    per_row -= 2 * cfg.model.dim * cfg.model.vocab_size * (cfg.seq_len - run.task.targets(cfg))
   return flops.TRAINING_FACTOR * per_row * cfg.global_batch * cfg.steps
 
 

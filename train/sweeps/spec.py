@@ -6,38 +6,46 @@ import reprlib
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from train import config
 from train.config import ConfigError, apply_overrides
 from train.config.checked import at_least, check, coerce, did_you_mean, settings
 from train.config.loading import executed
-
-if TYPE_CHECKING:
-  from train.tasks.mqar import MQAR
+from train.sweeps.stretches import Work
 
 Label = str | int | float
 _OF_RUNS = ("optimizer.peak_lr", "seed", "run_dir")  # every run has its own
 
 
-@settings
-class Recall:
-  """Multi-query associative recall as the task of a run (`train.tasks.mqar_training`).
+class Task:
+  """Data that the runs of a sweep learn in place of text: a subclass made by `settings`.
 
-  Rows have `seq_len` tokens of the config, and `global_batch` of them are a batch. The score is the
-  accuracy; without a task a run is a language model, whose score is its validation loss.
+  Its fields are the settings of `--set task.NAME=VALUE`, and part of what a run is.
+
+  Attributes:
+    score: name of the score that is compared.
+    sign: 1 if more of it is better, -1 if less.
   """
 
-  pairs: int
-  train_rows: int = 100_000
-  test_rows: int = 3_000
-  power: float = 0.01
-  random_fillers: bool = False
-  vocab_size: int | None = None  # None: the model's
+  score: ClassVar[str]
+  sign: ClassVar[int]
 
-  def __post_init__(self):
-    for name in ("pairs", "train_rows", "test_rows"):
-      at_least(f"recall.{name}", getattr(self, name), 1)
+  def check(self, cfg: config.Train) -> None:
+    """Raises ValueError if the task does not fit the settings of a run."""
+    raise NotImplementedError
+
+  def targets(self, cfg: config.Train) -> int:
+    """Number of tokens of a row that the loss counts."""
+    raise NotImplementedError
+
+  def batch(self, cfg: config.Train) -> dict[str, Any]:
+    """A batch, as `train.step.copies.Copies.step` takes it."""
+    raise NotImplementedError
+
+  def work(self, runs: Sequence["Run"], kernels: Path) -> Work:
+    """Copies that will learn the task: runs that differ in seed, learning rate and folder only."""
+    raise NotImplementedError
 
 
 @settings
@@ -47,12 +55,18 @@ class Run:
   Attributes:
     cfg: its settings; `run_dir` is relative to the sweep's folder.
     labels: columns of the tables that say which run it is, other than learning rate and seed.
-    task: None for a language model.
+    task: a `Task`, or None for a language model.
   """
 
   cfg: config.Train
   labels: dict[str, Any] = dataclasses.field(default_factory=dict)
-  task: Recall | None = None
+  task: Any = None
+
+  def __post_init__(self):
+    check(
+      self.task is None or isinstance(self.task, Task),
+      f"task={self.task!r} of {self.cfg.run_dir} must be a train.sweeps.Task, or None for text.",
+    )
 
 
 @settings
@@ -89,7 +103,7 @@ class Sweep:
   tuning_seed: int | None = None
 
 
-Made = config.Train | tuple[config.Train, Recall] | None
+Made = config.Train | tuple[config.Train, Task] | None
 
 
 def grid(
@@ -98,7 +112,7 @@ def grid(
   *,
   learning_rates: Sequence[float] | None = None,
   seeds: Sequence[int] = (0,),
-  task: Recall | None = None,
+  task: Task | None = None,
   folder: str | None = None,
 ) -> list[Run]:
   """The runs of all combinations of the values of `axes`, learning rates and seeds.
@@ -133,69 +147,6 @@ def grid(
       one = dataclasses.replace(cfg, optimizer=optimizer, seed=seed, run_dir=place)
       runs.append(Run(cfg=one, labels=labels, task=own or task))
   return runs
-
-
-def shortened(cfg: config.Train, *, tokens: int, length: int, batch: int) -> config.Train:
-  """The run of a language model with at most `tokens`, scored and saved at its end alone.
-
-  Args:
-    length, batch: `seq_len` and `global_batch` of a step, whose gradient is not accumulated.
-  """
-  steps = tokens // (length * batch)
-  return dataclasses.replace(
-    cfg,
-    seq_len=length,
-    global_batch=batch,
-    accumulate=1,
-    steps=steps,
-    log_every=20,
-    eval_every=steps,
-    checkpoint_every=steps,
-  )
-
-
-def behind_base_conv(
-  cfg: config.Train,
-  mixer: str,
-  options: Mapping[str, Any],
-  /,
-  *,
-  vocab_size: int,
-  length: int,
-  batch: int,
-  steps: int,
-  **model: Any,
-) -> config.Train:
-  """A small run of recall whose first layer is a `base_conv`, and the second the mixer.
-
-  With that layer, a norm after the embedding, a head that is not tied to it, kernels at the scale
-  of their inputs, a warmup and no dropout, linear systems learn recall in a few million tokens.
-
-  Args:
-    vocab_size: of the task.
-    length, batch: `seq_len` and `global_batch` of a step.
-    model: other settings of the model, which have precedence.
-  """
-  settings: dict[str, Any] = {
-    "mixer": ("base_conv", mixer),
-    "mixer_options": {mixer: dict(options)},
-    "vocab_size": vocab_size + 1,  # an id to spare, as in the runs of docs/results/recall.md
-    "channel_mixer": "none",
-    "channel_mixer_options": {},
-    "learned_positions": None,
-    "embedding_norm": True,
-    "embedding_dropout": 0.0,
-    "initialization": "lnssm",
-    "tie_embeddings": False,
-  }
-  return dataclasses.replace(
-    cfg,
-    model=dataclasses.replace(cfg.model, **(settings | model)),
-    optimizer=dataclasses.replace(cfg.optimizer, warmup_steps=steps // 20),
-    seq_len=length,
-    global_batch=batch,
-    steps=steps,
-  )
 
 
 def load(
@@ -265,25 +216,9 @@ def rate_of(run: Run) -> float:
 
 def primary(run: Run) -> tuple[str, int]:
   """Name of the score that is compared, and 1 if more is better, else -1."""
-  return ("accuracy", 1) if run.task else (f"{run.cfg.data.validation[0]} loss", -1)
-
-
-def task_of(run: Run) -> "MQAR":
-  """The rows of a run's task.
-
-  Raises:
-    ConfigError: they do not fit the run's config, or are fewer than a batch.
-  """
-  from train.tasks import mqar_training  # imports JAX
-
-  assert run.task is not None
-  given = dict(vars(run.task))
-  rows = {name: given.pop(name) for name in ("train_rows", "test_rows")}
-  try:
-    mqar_training.check_rows(run.cfg, **rows)
-    return mqar_training.task_of(run.cfg, **given)
-  except ValueError as error:
-    raise ConfigError(f"task of {run.cfg.run_dir} (its length is seq_len): {error}") from error
+  if run.task is not None:
+    return run.task.score, run.task.sign
+  return f"{run.cfg.data.validation[0]} loss", -1
 
 
 def _listed(name: str, values: Any, more: str = "") -> list[Any]:
@@ -305,7 +240,11 @@ def _check_tasks(runs: Sequence[Run]) -> None:
   for run in runs:
     if run.task is None:
       continue
-    task_of(run)
+    try:
+      run.task.check(run.cfg)
+    except ValueError as error:
+      place = f"task of {run.cfg.run_dir} (its length is seq_len)"
+      raise ConfigError(f"{place}: {error}") from error
     if (built := (run.cfg.model, run.cfg.seq_len)) in seen:
       continue
     seen.append(built)

@@ -17,8 +17,8 @@ from lnssm_jax.pretrained.printable import printable
 from train import config
 from train.checkpoint.safe_files import replace_files
 from train.step.model import build_model
-from train.sweeps.groups import Scores
 from train.sweeps.spec import Run, primary, rate_of
+from train.sweeps.stretches import Scores
 
 Row = dict[str, Any]
 

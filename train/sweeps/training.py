@@ -29,7 +29,6 @@ from train.step.state import initializer
 from train.sweeps import tuning
 from train.sweeps.groups import (
   Group,
-  Scores,
   group,
   group_folder,
   result_row,
@@ -37,7 +36,8 @@ from train.sweeps.groups import (
   unfinished,
 )
 from train.sweeps.spec import Run, Sweep
-from train.sweeps.work import Recalling, Text, Work
+from train.sweeps.stretches import Scores, Work
+from train.sweeps.work import Text
 
 SAVE_SECONDS = 120.0  # between two saves of a group: what a killed sweep loses at most
 
@@ -280,7 +280,8 @@ def _together(
     # A group is continued with the kernels that it began with, and runs of equal programs have the
     # same in all processes: XLA chooses by timing, and rounding decides when recall is learned.
     kernels = sweep_folder / "kernels"
-    work: Work = Recalling(found, kernels) if found.first.task else Text(found, kernels, stack)
+    task = found.first.task
+    work: Work = task.work(found.runs, kernels) if task else Text(found, kernels, stack)
     checkpoints = stack.enter_context(Checkpoints(place, keep=1, say=say))
     where = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     restored = checkpoints.restore(jax.tree.map(where, work.copies.state))

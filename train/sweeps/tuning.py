@@ -1,7 +1,8 @@
 """Which runs a sweep needs if one seed chooses the learning rate at which the others train."""
 
-from train.sweeps.groups import Scores, finished
+from train.sweeps.groups import finished
 from train.sweeps.spec import Run, Sweep, primary, rate_of
+from train.sweeps.stretches import Scores
 
 
 def needed(sweep: Sweep, *, planned: bool = False) -> list[tuple[Run, Scores | None]]:

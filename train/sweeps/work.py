@@ -1,10 +1,10 @@
-"""The training of a group, in stretches after which it can be saved: text, or recall."""
+"""The training of language models as copies, in stretches after which it can be saved."""
 
 import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,43 +13,10 @@ from train import loop
 from train.data.windows import eval_batches, train_batches
 from train.runs import evaluation
 from train.runs.rows import Row
+from train.step.copies import Copies
 from train.step.optimizer import make_schedule
-from train.sweeps.groups import Group, Scores, text_scores
-from train.sweeps.spec import task_of
-from train.tasks import mqar_training
-from train.tasks.copies import Copies
-
-
-class Work(Protocol):
-  """Copies in training."""
-
-  copies: Copies
-
-  @property
-  def step(self) -> int:
-    """Finished steps."""
-    ...
-
-  @property
-  def finished(self) -> bool:
-    """Whether there are scores."""
-    ...
-
-  def advance(self) -> list[list[Row]]:
-    """Trains a stretch; returns the rows of metrics.jsonl of each run."""
-    ...
-
-  def scores(self) -> list[Scores]:
-    """Of each run, after the last stretch."""
-    ...
-
-  def position(self) -> dict[str, Any]:
-    """All but the state of the copies, as JSON."""
-    ...
-
-  def restore(self, position: Mapping[str, Any]) -> None:
-    """Continues at a result of `position`."""
-    ...
+from train.sweeps.groups import Group, text_scores
+from train.sweeps.stretches import Scores
 
 
 class Text:
@@ -133,41 +100,3 @@ class Text:
     for batches in self._batches.values():
       batches.close()
     self._begin(position["step"])
-
-
-class Recalling:
-  """Copies that learn multi-query associative recall, an epoch at a time."""
-
-  def __init__(self, group: Group, kernels: Path):
-    run, task = group.first, task_of(group.first)
-    assert run.task is not None
-    self.copies = Copies(run.cfg, runs=group.pairs, kernels=kernels)
-    rows = {"train_rows": run.task.train_rows, "test_rows": run.task.test_rows}
-    self._training = mqar_training.Training(run.cfg, task, self.copies, **rows)
-
-  @property
-  def step(self) -> int:
-    return self._training.step
-
-  @property
-  def finished(self) -> bool:
-    return self._training.finished
-
-  def advance(self) -> list[list[Row]]:
-    self._training.advance()
-    rows = []
-    for scores in self.scores():
-      row = {"kind": "diverged"} if scores["accuracy"] is None else {"kind": "task", **scores}
-      rows.append([{"step": self.step, **row}])
-    return rows
-
-  def scores(self) -> list[Scores]:
-    pairs = zip(self._training.accuracy, self._training.steps, strict=True)
-    accuracy_of = mqar_training.accuracy_of
-    return [{"accuracy": accuracy_of(accuracy), "steps": int(steps)} for accuracy, steps in pairs]
-
-  def position(self) -> dict[str, Any]:
-    return self._training.position()
-
-  def restore(self, position: Mapping[str, Any]) -> None:
-    self._training.restore(position)

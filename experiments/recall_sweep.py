@@ -1,0 +1,104 @@
+"""Multi-query associative recall as the task of a sweep. JAX is imported when it is trained."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from train import config
+from train.config.checked import at_least, settings
+from train.runs.rows import Row
+from train.sweeps import Run, Task
+from train.sweeps.stretches import Scores
+
+if TYPE_CHECKING:
+  from experiments.mqar import MQAR
+
+
+@settings
+class Recall(Task):
+  """Multi-query associative recall as the task of a run (`experiments.mqar_training`).
+
+  Rows have `seq_len` tokens of the config, and `global_batch` of them are a batch. The score is the
+  accuracy; without a task a run is a language model, whose score is its validation loss.
+  """
+
+  pairs: int
+  train_rows: int = 100_000
+  test_rows: int = 3_000
+  power: float = 0.01
+  random_fillers: bool = False
+  vocab_size: int | None = None  # None: the model's
+
+  score: ClassVar[str] = "accuracy"
+  sign: ClassVar[int] = 1
+
+  def __post_init__(self):
+    for name in ("pairs", "train_rows", "test_rows"):
+      at_least(f"recall.{name}", getattr(self, name), 1)
+
+  def rows_of(self, cfg: config.Train) -> "MQAR":
+    """The rows of a run.
+
+    Raises:
+      ValueError: they do not fit the run's settings, or are fewer than a batch.
+    """
+    from experiments import mqar_training  # imports JAX
+
+    given = dict(vars(self))
+    rows = {name: given.pop(name) for name in ("train_rows", "test_rows")}
+    mqar_training.check_rows(cfg, **rows)
+    return mqar_training.task_of(cfg, **given)
+
+  def check(self, cfg: config.Train) -> None:
+    self.rows_of(cfg)
+
+  def targets(self, cfg: config.Train) -> int:
+    return self.pairs
+
+  def batch(self, cfg: config.Train) -> dict[str, Any]:
+    return self.rows_of(cfg).examples(cfg.global_batch, seed=0)._asdict()
+
+  def work(self, runs: Sequence[Run], kernels: Path) -> "Recalling":
+    return Recalling(self, runs, kernels)
+
+
+class Recalling:
+  """Copies that learn multi-query associative recall, an epoch at a time."""
+
+  def __init__(self, task: Recall, runs: Sequence[Run], kernels: Path):
+    from experiments import mqar_training
+    from train.step.copies import Copies
+    from train.sweeps.groups import Group
+
+    cfg = runs[0].cfg
+    self.copies = Copies(cfg, runs=Group(runs).pairs, kernels=kernels)
+    rows = {"train_rows": task.train_rows, "test_rows": task.test_rows}
+    self._training = mqar_training.Training(cfg, task.rows_of(cfg), self.copies, **rows)
+
+  @property
+  def step(self) -> int:
+    return self._training.step
+
+  @property
+  def finished(self) -> bool:
+    return self._training.finished
+
+  def advance(self) -> list[list[Row]]:
+    self._training.advance()
+    rows = []
+    for scores in self.scores():
+      row = {"kind": "diverged"} if scores["accuracy"] is None else {"kind": "task", **scores}
+      rows.append([{"step": self.step, **row}])
+    return rows
+
+  def scores(self) -> list[Scores]:
+    from experiments.mqar_training import accuracy_of
+
+    pairs = zip(self._training.accuracy, self._training.steps, strict=True)
+    return [{"accuracy": accuracy_of(right), "steps": int(steps)} for right, steps in pairs]
+
+  def position(self) -> dict[str, Any]:
+    return self._training.position()
+
+  def restore(self, position: Mapping[str, Any]) -> None:
+    self._training.restore(position)

@@ -1,0 +1,70 @@
+"""Settings of the small runs that the sweeps of the papers compare."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from train import config
+
+
+def shortened(cfg: config.Train, *, tokens: int, length: int, batch: int) -> config.Train:
+  """The run of a language model with at most `tokens`, scored and saved at its end alone.
+
+  Args:
+    length, batch: `seq_len` and `global_batch` of a step, whose gradient is not accumulated.
+  """
+  steps = tokens // (length * batch)
+  return dataclasses.replace(
+    cfg,
+    seq_len=length,
+    global_batch=batch,
+    accumulate=1,
+    steps=steps,
+    log_every=20,
+    eval_every=steps,
+    checkpoint_every=steps,
+  )
+
+
+def behind_base_conv(
+  cfg: config.Train,
+  mixer: str,
+  options: Mapping[str, Any],
+  /,
+  *,
+  vocab_size: int,
+  length: int,
+  batch: int,
+  steps: int,
+  **model: Any,
+) -> config.Train:
+  """A small run of recall whose first layer is a `base_conv`, and the second the mixer.
+
+  With that layer, a norm after the embedding, a head that is not tied to it, kernels at the scale
+  of their inputs, a warmup and no dropout, linear systems learn recall in a few million tokens.
+
+  Args:
+    vocab_size: of the task.
+    length, batch: `seq_len` and `global_batch` of a step.
+    model: other settings of the model, which have precedence.
+  """
+  settings: dict[str, Any] = {
+    "mixer": ("base_conv", mixer),
+    "mixer_options": {mixer: dict(options)},
+    "vocab_size": vocab_size + 1,  # an id to spare, as in the runs of experiments/results/recall.md
+    "channel_mixer": "none",
+    "channel_mixer_options": {},
+    "learned_positions": None,
+    "embedding_norm": True,
+    "embedding_dropout": 0.0,
+    "initialization": "lnssm",
+    "tie_embeddings": False,
+  }
+  return dataclasses.replace(
+    cfg,
+    model=dataclasses.replace(cfg.model, **(settings | model)),
+    optimizer=dataclasses.replace(cfg.optimizer, warmup_steps=steps // 20),
+    seq_len=length,
+    global_batch=batch,
+    steps=steps,
+  )

@@ -1,0 +1,1 @@
+"""Scores of any model, and what it costs: perplexity, lm-eval, states, FLOPs."""

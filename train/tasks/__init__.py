@@ -1,1 +1,0 @@
-"""The papers' experiments: data with known answers, and how models are trained and scored on it."""
