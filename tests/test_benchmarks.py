@@ -30,6 +30,7 @@ def test_errors_are_measured_for_every_tensor():
   assert len(numerics.summary(rows).splitlines()) == 2 + 3  # one line for each form and dtype
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_not_timed(monkeypatch):
   monkeypatch.setattr(scans.accuracy, "tolerance", lambda dtype, length: 0.0)
   rows = scans.measure("diagonal_scan", 8, 4)
@@ -53,6 +54,7 @@ def test_rows_of_other_scans_are_kept(tmp_path):
   assert csv_rows.read(table, without=["wkv4"]) == rows[1:]
 
 
+@pytest.mark.slow
 def test_kernels_are_compared_then_timed(tmp_path, capsys):
   table = tmp_path / "kernels.csv"
   options = ["--calls", "2", "--groups", "1", "--copy-mib", "1", "--no-peers", "--out", str(table)]
@@ -78,6 +80,7 @@ def test_kernels_are_compared_then_timed(tmp_path, capsys):
   assert step["error_gradient"].split(" ", 1)[1] in ("d q", "d k", "d v", "d log_decay")
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
   monkeypatch.setattr(kernels, "LIMIT", 0.0)
   options = ["--calls", "1", "--groups", "1", "--copy-mib", "1", "--no-peers"]

@@ -27,6 +27,7 @@ def test_single_steps_are_compared_then_timed(tmp_path):
   assert all(float(row["error_state"]) < 1e-6 for row in xla)
 
 
+@pytest.mark.slow
 def test_a_wrong_step_is_not_timed(monkeypatch):
   monkeypatch.setitem(decode.LIMITS, False, 0.0)
   program, programs = decode.compiled(decode.CASES["diagonal_scan"], "reference", 1, 2, 1), {}

@@ -93,6 +93,7 @@ def test_face_inside_scan_and_remat_equals_its_mixer(name):
   chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_face_of_a_language_model_equals_it():
   options = {"vocab_size": 11, "dim": 8, "num_layers": 2, "num_heads": 2, "mixer": ("lrn", "mamba")}
   tokens = jnp.arange(10).reshape(2, 5)
@@ -105,6 +106,7 @@ def test_face_of_a_language_model_equals_it():
   chex.assert_trees_all_equal_shapes(started, params)
 
 
+@pytest.mark.slow
 def test_face_of_a_vision_model_equals_it():
   options = {"image_size": 4, "patch_size": 2, "num_classes": 3, "channels": 1}
   options |= {"dim": 8, "num_layers": 1, "mixer_options": {"state_dim": 3}}

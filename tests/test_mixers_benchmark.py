@@ -25,6 +25,7 @@ def run(tmp_path, *options):
   return rows
 
 
+@pytest.mark.slow
 def test_late_rows_are_named_and_their_processes_end(tmp_path):
   rows = run(tmp_path, "--only", "rwkv4", "gla", "--patience=0.3", "--jobs=1")
   assert [row["mixer"] for row in rows] == ["rwkv4", "gla"]

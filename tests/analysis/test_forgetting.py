@@ -57,6 +57,7 @@ def test_half_lives_have_their_limits():
   np.testing.assert_allclose(analysis.half_lives(mixer)[0], [[np.inf, np.inf, 0, 1]], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_decays_without_text_raise_where_they_need_it():
   with pytest.raises(ValueError, match=r"GLA.decay: x=None"):
     analysis.decays(model(PATTERN))
@@ -94,6 +95,7 @@ def test_receptive_field_is_the_longest_product_above_the_threshold(segments):
       np.testing.assert_array_equal(got[row, w], field_by_products(decay[row], first, t, 0.05))
 
 
+@pytest.mark.slow
 def test_receptive_fields_of_a_mixer_are_those_of_its_decays():
   lnssm, x = tiny.starting("lnssm"), tiny.inputs(1, 6)
   (got,) = analysis.receptive_fields(lnssm, x, window=2, threshold=0.5)
@@ -102,6 +104,7 @@ def test_receptive_fields_of_a_mixer_are_those_of_its_decays():
   np.testing.assert_array_equal(got[0], want)
 
 
+@pytest.mark.slow
 def test_receptive_field_of_a_partition_counts_the_steps_that_select_it():
   sse, x = tiny.randomized("sse"), tiny.inputs(1, 8)
 

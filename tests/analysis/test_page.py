@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from lnssm_jax.models.settings import abstract_params
 from tests.pages import blocks_of
@@ -31,6 +32,7 @@ def test_three_lines_find_the_slowest_head_of_an_exported_model(tmp_path, monkey
   assert printed.startswith("SlowestHead(layer=1, head=1, half_life=13.9")  # log 2 * exp(3)
 
 
+@pytest.mark.slow
 def test_example_of_the_page_prints_what_it_says(capsys):
   code = "".join(BLOCKS[1:])
   exec(compile(code, "docs/analysis.md", "exec"), {})

@@ -124,6 +124,7 @@ def test_influence_on_a_mixer_is_the_difference_to_the_document_alone():
   np.testing.assert_allclose(got.state[0], apart(state[0], state_alone[0]), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_influence_without_reset_is_the_difference_to_the_document_alone():
   first, second = TOKENS[:, :7], TOKENS[:, 7:]
   lnssm = model()

@@ -242,6 +242,7 @@ def check_that_all_lies_inside(data, size):
   assert data.document_starts.min() >= 0 and data.document_starts.max() <= data.num_tokens
 
 
+@pytest.mark.slow
 def test_indexed_damaged_files_open_safely_or_raise(prefix):
   opened, rejected = fuzz(prefix, range(1500))
   assert rejected > 1000

@@ -97,6 +97,7 @@ def test_stream_unchanged_since_first_version(mixture):
   )
 
 
+@pytest.mark.slow
 def test_rows_far_into_a_run_keep_their_shares(mixture):
   far = rows(stream(mixture, 100, start=2**40))
   counts = collections.Counter(each for each, _ in far)

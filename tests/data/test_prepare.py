@@ -109,6 +109,7 @@ def test_prepare_bpe_text_per_source_bounded(corpus, monkeypatch):
   assert sample == "ab" * 1250 + "cd" * 1250
 
 
+@pytest.mark.slow
 def test_prepare_standard_library_split_by_role(tmp_path):
   data = Data(
     folder=str(tmp_path),

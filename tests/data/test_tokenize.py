@@ -77,6 +77,7 @@ def test_tokenize_several_inputs_in_order(corpus, tmp_path):
   assert sidecar["documents"] == 5
 
 
+@pytest.mark.slow
 def test_tokenize_files_independent_of_batches_and_threads(corpus, tmp_path, monkeypatch):
   corpus.write("a", [f"document {i}\n" * (i % 7 * 20) for i in range(200)])
   expected = None

@@ -129,6 +129,7 @@ def test_rows_in_training_are_those_of_the_seed_of_the_data():
   np.testing.assert_array_equal(training.test[0].tokens, TASK.examples(4, 2**31 + 5).tokens)
 
 
+@pytest.mark.slow
 def test_command_trains_prints_a_table_and_writes_json(
   tiny, config_file, tmp_path, capsys, monkeypatch
 ):
@@ -169,6 +170,7 @@ def test_command_writes_the_data_it_would_train_on(tiny, config_file, tmp_path):
     np.testing.assert_array_equal(file["test_tokens"], task.examples(3, 2**31 + 3).tokens)
 
 
+@pytest.mark.slow
 def test_task_that_does_not_fit_raises():
   with pytest.raises(ConfigError, match=r"vocab_size=500 of the task is larger.*=300"):
     mqar_training.task_of(CFG, pairs=2, vocab_size=500)

@@ -108,6 +108,7 @@ def test_gradients_of_the_forget_gate_and_its_smallest_values():
   np.testing.assert_allclose(small, np.exp(-50.0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_not_a_system_raises():
   x = inputs(T, D)
   with pytest.raises(ValueError, match=r"mixer is a GLA; .*: LinearAttention, .*systems\("):

@@ -343,6 +343,7 @@ def test_cross_entropy_kernel_gets_the_rows_of_each_device(axis, monkeypatch):
   assert alone.d_logits is None
 
 
+@pytest.mark.slow
 def test_loss_of_copies_with_the_kernel_equals_that_without():
   """As `train.step.copies` maps it over parameters, with the same targets for all."""
   rng = np.random.default_rng(0)

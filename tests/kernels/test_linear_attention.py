@@ -255,6 +255,7 @@ def test_decays_that_turn_strong_within_a_chunk(segments):
   check(case, inputs)
 
 
+@pytest.mark.slow
 def test_values_that_are_not_numbers_reach_no_earlier_gradient_of_queries():
   """Gradients of a query from later keys are left out by selection, not multiplied by 0."""
   case = dataclasses.replace(SMALL, T=20, decay="H")

@@ -65,6 +65,7 @@ def check(calls):
       )
 
 
+@pytest.mark.slow
 def test_each_device_runs_its_part():
   """One kernel; others cost more than it shows."""
   check([KERNELS[1] | {"gradients": False}, *EACH])

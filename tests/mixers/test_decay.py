@@ -95,6 +95,7 @@ def test_decay_of_the_gated_delta_rule_is_its_largest_eigenvalue():
   np.testing.assert_allclose(jnp.exp(mixer.decay(x))[0, 0, :, 0], largest, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_decay_of_rwkv4_is_its_rate():
   mixer = randomized("rwkv4")
   want = -np.exp(np.asarray(mixer.w[...], np.float64))[None]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import DeltaNet, GatedDeltaNet
@@ -10,6 +11,7 @@ from tests.mixers.helpers import apply, split
 from tests.mixers.tiny import DIM, inputs
 
 
+@pytest.mark.slow
 def test_delta_net_state_stays_bounded():
   """Unit keys and rates below 1 never make the memory longer than sqrt(T) times a value."""
   mixer = DeltaNet(DIM, num_heads=1, rngs=nnx.Rngs(0))
@@ -19,6 +21,7 @@ def test_delta_net_state_stays_bounded():
   np.testing.assert_allclose(state.recurrent.kv, before.recurrent.kv, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_gated_delta_net_initial_decays_match_paper():
   params = split(GatedDeltaNet(512, num_heads=256, rngs=nnx.Rngs(0)))[1]
   rate = np.exp(np.float64(params["log_rate"]))
@@ -27,6 +30,7 @@ def test_gated_delta_net_initial_decays_match_paper():
   assert step.min() >= 0.999e-3 and step.max() <= 0.1001
 
 
+@pytest.mark.slow
 def test_gated_delta_net_head_dim_is_independent_of_dim():
   mixer = GatedDeltaNet(DIM, num_heads=3, head_dim=2, expand_v=3, rngs=nnx.Rngs(0))
   assert mixer.init_state(1).recurrent.kv.shape == (1, 3, 2, 6)

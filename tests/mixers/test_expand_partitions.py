@@ -118,6 +118,7 @@ def test_some_partitions_with_a_child_change_eta_within_its_bound(gate):
   assert float(got[1]) == pytest.approx(float(want[1]), rel=1 - 1 / (1 + math.exp(-1.0)))
 
 
+@pytest.mark.slow
 def test_child_displaces_a_partition_only_where_the_lead_exceeds_the_margin():
   """k = 2, both selected: the child of the first takes the place of the second."""
   with jax.enable_x64(True):
@@ -138,6 +139,7 @@ def test_child_displaces_a_partition_only_where_the_lead_exceeds_the_margin():
         np.testing.assert_allclose(got[row, :exact], want[row, :exact], rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_training_makes_children_selected():
   """The loss of the function and the balance loss, from an expanded mixer that used none."""
   mixer, options = built(dtype=jnp.float32, param_dtype=jnp.float32)

@@ -22,6 +22,7 @@ def test_gateloop_angle_sums_lose_less_than_a_rounding_per_token(size):
   assert np.abs(np.exp(1j * np.float64(sums)) - np.exp(1j * exact)).max() < 4096 * 2**-24
 
 
+@pytest.mark.slow
 def test_gateloop_heads_of_width_one_match_reference():
   mixer, x = GateLoop(DIM, num_heads=DIM, rngs=nnx.Rngs(0)), inputs(1, 9)
   want = reference.gateloop(float64_params(mixer), np.float64(x[0]), num_heads=DIM)

@@ -1,6 +1,7 @@
 """Gated fast weights: options, how they start, size, bad options."""
 
 import numpy as np
+import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import GFW
@@ -9,6 +10,7 @@ from tests.mixers.references import gfw as reference
 from tests.mixers.tiny import DIM, inputs
 
 
+@pytest.mark.slow
 def test_gfw_head_dim_and_normalizer_match_reference():
   mixer = GFW(DIM, num_heads=2, head_dim=3, gate_logit_normalizer=2.0, rngs=nnx.Rngs(0))
   x = 9 * inputs(1, 9)

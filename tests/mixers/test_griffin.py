@@ -12,6 +12,7 @@ from tests.mixers.helpers import apply, split
 from tests.mixers.tiny import DIM, inputs
 
 
+@pytest.mark.slow
 def test_rg_lru_initial_decays_match_paper():
   params = split(RGLRU(512, num_heads=256, rngs=nnx.Rngs(0)))[1]
   radius = np.exp(-np.logaddexp(0, np.float64(params["decay_rate"])))
@@ -19,6 +20,7 @@ def test_rg_lru_initial_decays_match_paper():
   np.testing.assert_allclose(np.mean(radius**2), (0.9**2 + 0.999**2) / 2, atol=0.01)
 
 
+@pytest.mark.slow
 def test_kernels_start_as_published():
   params = split(RGLRU(64, num_heads=2, rngs=nnx.Rngs(0)))[1]
   for kernel, deviation in (

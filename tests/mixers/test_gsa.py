@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import GSA
@@ -10,6 +11,7 @@ from tests.mixers.references import gsa as reference
 from tests.mixers.tiny import DIM, inputs
 
 
+@pytest.mark.slow
 def test_gsa_options_match_reference_and_slots_are_means():
   """Slots start at 0 and move towards each key and value: they never pass the largest of them."""
   options = {"gate_logit_normalizer": 2.0, "scale": 0.5}

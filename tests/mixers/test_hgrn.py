@@ -24,6 +24,7 @@ def test_lower_bounds_rise_with_depth(layer):
   np.testing.assert_allclose(1 - k, np.full(DIM, layer / 4), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_hgrn2_first_layer_bound_stays_zero():
   gates = lambda mixer: sum(jnp.sum(z) for z in mixer._gates(inputs(1, 5)))
   gradient = jax.grad(gates)(make(layer=0, num_layers=4))

@@ -46,6 +46,7 @@ def test_base_conv_short_kernel_matches_reference():
     mixer.taps()
 
 
+@pytest.mark.slow
 def test_hyena_kernels_decay_at_the_published_rates():
   """To 0.01 within 1.5 lengths in the first channel, within 0.3 in the last."""
   mixer = Hyena(16, max_length=301, rngs=nnx.Rngs(0))
@@ -69,6 +70,7 @@ def test_hyena_of_a_higher_order_carries_each_convolution():
     Hyena(4, order=1, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_hyena_starts_as_published():
   params = split(Hyena(256, rngs=nnx.Rngs(0)))[1]
   np.testing.assert_array_equal(params["sine_gain"], np.ones(64))

@@ -67,6 +67,7 @@ def test_matrices():
   np.testing.assert_allclose(value @ value.T, np.eye(8), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_traced_layer_gives_the_same_values():
   make = lambda layer: LNSSM(8, num_heads=2, layer=layer, num_layers=6, rngs=nnx.Rngs(0))
   stacked = jax.vmap(make)(jnp.arange(6))

@@ -39,6 +39,7 @@ def test_normalized_attention_eta_functions_match_reference(eta):
   assert error(mixer, reference.normalized_attention, eta=eta) < 2e-6
 
 
+@pytest.mark.slow
 def test_linear_attention_output_is_a_mean_of_values_for_any_input():
   """Features as small as exp(-1e6) neither vanish together nor leave the mean."""
   mixer = large(LinearAttention, use_bias=False)

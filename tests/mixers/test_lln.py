@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import LLN
@@ -18,6 +19,7 @@ def large(**options):
   return nnx.merge(graphdef, jax.tree.map(lambda p: 20 * p + 0.1, params))
 
 
+@pytest.mark.slow
 def test_lln_free_mixture_without_matching_matches_reference():
   """And means of values, for inputs however large: their exponents are bounded."""
   mixer, x = large(mixture="free", matching="none", use_bias=True), inputs(1, 9)
@@ -42,6 +44,7 @@ def test_lln_convex_mixture_interpolates():
   np.testing.assert_allclose(got, weight * far + (1 - weight) * near, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_matching_gives_the_weights_the_log_variance_of_softmax():
   """At the end of a sequence, whose moments are those of the whole."""
   mixer, x = LLN(DIM, num_heads=2, rngs=nnx.Rngs(0)), 40 * inputs(1, 64)

@@ -178,6 +178,7 @@ def test_float16_holds_features_above_its_range():
   assert np.abs(out).max() > 0.1
 
 
+@pytest.mark.slow
 def test_under_jit_vmap_checkpoint_and_scan():
   """Value and gradient of vmap inside checkpoint inside scan, compiled, equal the plain call's."""
   mixer, x = random_lnssm(), inputs(2, 4, 8)

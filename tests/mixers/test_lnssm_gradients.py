@@ -67,6 +67,7 @@ def test_gradients_at_initialization_are_finite(dtype):
   assert 0 < largest["k"] < 100 * largest["v"]
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_the_state():
   """A loss on the second half alone, seen from the first half's inputs through the state."""
   mixer, x = random_lnssm(), inputs(1, 6, 8)

@@ -21,6 +21,7 @@ def test_cosine_features_multiply_to_the_cosine_of_the_distance():
   np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_cosformer_beyond_max_length_raises_or_is_nan():
   mixer, x = CosFormer(DIM, num_heads=2, max_length=6, rngs=nnx.Rngs(0)), inputs(2, 7)
   with pytest.raises(ValueError, match=r"CosFormer: x has 7 tokens after 0 .* max_length=6"):

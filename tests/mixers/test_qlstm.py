@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import QLSTMReversed
@@ -11,6 +12,7 @@ from tests.mixers.helpers import apply, split
 from tests.mixers.tiny import DIM, inputs
 
 
+@pytest.mark.slow
 def test_kernels_start_as_published():
   params = split(QLSTMReversed(64, rngs=nnx.Rngs(0)))[1]
   for name, inputs_ in (("in_proj", 64), ("x_proj", 128), ("o_proj", 128)):
@@ -19,6 +21,7 @@ def test_kernels_start_as_published():
   np.testing.assert_array_equal(params["alpha"], [1.0])
 
 
+@pytest.mark.slow
 def test_qlstm_exponents_start_equal_and_softplus_keeps_a_gradient():
   x, alphas = inputs(1, 5), {}
   loss = jax.jit(jax.grad(lambda mixer: (mixer(x)[0] ** 2).sum()))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import S4
@@ -32,6 +33,7 @@ def test_s4_transition_norm_is_at_most_one():
   assert norms.max() <= 1 + 1e-5
 
 
+@pytest.mark.slow
 def test_s4_long_sequence_matches_reference():
   mixer, x = S4(8, state_dim=16, rngs=nnx.Rngs(0)), inputs(1, 300)
   want = s4(float64_params(mixer), np.float64(x[0]))

@@ -54,6 +54,7 @@ def test_sequence_beyond_max_length_raises_or_is_nan():
   assert np.isnan(traced).all()
 
 
+@pytest.mark.slow
 def test_packed_sequences_have_max_length_each():
   mixer, x = large(max_length=6), inputs(1, 15)
   segment_ids = jnp.repeat(jnp.array([[1, 2]]), jnp.array([6, 9]), axis=1, total_repeat_length=15)

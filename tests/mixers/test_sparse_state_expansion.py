@@ -86,6 +86,7 @@ def test_methods_agree_in_float64(name, options):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_methods_give_the_same_outputs_and_states():
   """Of packed documents after a state, in one program; the slow test above has gradients."""
   mixers = [build(method=method, num_selected=2) for method in ("gather", "mask", "varlen")]
@@ -110,6 +111,7 @@ def router_gradients(mixer):
   return [gradient.router_proj.kernel[...] for gradient in gradients]
 
 
+@pytest.mark.slow
 def test_routing_under_uniform_gets_exactly_no_gradient_but_from_the_balance_loss():
   options = {"num_selected": 2, "method": "mask"}
   uniform = build(gate="uniform", **options)

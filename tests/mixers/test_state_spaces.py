@@ -1,6 +1,7 @@
 """S4D, DSS, S5: the HiPPO matrix, how they start, sizes, bad options."""
 
 import numpy as np
+import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import DSS, S4D, S5
@@ -42,6 +43,7 @@ def test_dss_starts_as_published():
   np.testing.assert_allclose(np.std(params["c_real"]), 1, atol=0.1)
 
 
+@pytest.mark.slow
 def test_dss_softmax_divides_powers_by_their_sum():
   """Also for sequences longer than the kernel, cut in two, and with poles that hardly decay."""
   length = 9
@@ -54,6 +56,7 @@ def test_dss_softmax_divides_powers_by_their_sum():
   assert relative_error(np.concatenate([first, last], axis=1)[0], want) < 2e-6
 
 
+@pytest.mark.slow
 def test_s5_starts_as_published():
   D, N, blocks = 64, 32, 2
   params = split(S5(D, state_dim=N, num_blocks=blocks, rngs=nnx.Rngs(0)))[1]

@@ -30,6 +30,7 @@ def test_decays_are_slower_in_upper_layers(layer, height):
   np.testing.assert_allclose(np.exp(params["fixed_log_rate"]), want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_tnl_positions_are_used_by_the_first_layer_only():
   """So it stays: the gradient of theta is zero elsewhere, and that of the decays everywhere."""
   theta = split(make(layer=0, num_layers=3))[1]["theta"]

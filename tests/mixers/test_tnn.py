@@ -26,6 +26,7 @@ def test_tnn_recurrence_equals_the_kernel():
   assert relative_error(taps, r) < 1e-6
 
 
+@pytest.mark.slow
 def test_tnn_long_sequence_token_by_token_equals_one_call():
   """The roundings of angles do not add up: they would, to 1e-5 and more."""
   mixer, x = make(max_length=256, decay=0.999), inputs(1, 256)
@@ -34,6 +35,7 @@ def test_tnn_long_sequence_token_by_token_equals_one_call():
   assert relative_error(out[:, 0, 0], apply(mixer, x)[0][0]) < 3e-6
 
 
+@pytest.mark.slow
 def test_tnn_sequence_beyond_the_kernel_continues_periodically():
   mixer, x = make(decay=0.9), inputs(1, 15)
   params = float64_params(mixer)

@@ -126,6 +126,7 @@ def test_calls_that_do_not_ask_for_it_do_not_compute_the_balance_loss():
   assert size(lambda lm: lm(TOKENS)) < size(lambda lm: lm.with_aux(TOKENS)[:2])
 
 
+@pytest.mark.slow
 def test_linen_faces_put_the_auxiliary_output_in_a_collection():
   lm = model()
   face = linen.LanguageModel(**SIZES, mixer=PATTERN, num_layers=3)
@@ -141,6 +142,7 @@ def test_linen_faces_put_the_auxiliary_output_in_a_collection():
   assert len(plain) == 2
 
 
+@pytest.mark.slow
 def test_explicit_meshes_replicate_the_auxiliary_output():
   """On a mesh of one device; its axes are Explicit by default."""
   lm, mesh = model(), jax.make_mesh((1,), ("data",))

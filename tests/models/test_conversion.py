@@ -79,6 +79,7 @@ def test_model_of_the_same_mixers_is_the_source():
   jax.tree.map(np.testing.assert_array_equal, params(model), params(source))
 
 
+@pytest.mark.slow
 def test_models_that_differ_elsewhere_raise():
   options = {"sse": SSE, "softmax_attention": ATTENTION}
   with pytest.raises(ValueError, match="num_layers=3 and target num_layers=2"):

@@ -41,6 +41,7 @@ def run(lm, key=None):
   return lm(TOKENS, dropout_key=key)[0]
 
 
+@pytest.mark.slow
 def test_key_alone_decides_and_none_drops_nothing():
   plain, lm = model(), model(**RATES)
   np.testing.assert_array_equal(run(lm), run(plain))
@@ -253,6 +254,7 @@ def test_both_directions_drop_with_keys_of_their_own():
   np.testing.assert_allclose(got, both(x), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_vision_model_drops():
   sizes = {"image_size": 4, "patch_size": 2, "channels": 1, "num_classes": 3, "dim": 8}
   build = lambda **rates: VisionModel(
@@ -267,6 +269,7 @@ def test_vision_model_drops():
     assert np.abs(call(vm, KEY) - want).max() > 1e-5, rates
 
 
+@pytest.mark.slow
 def test_linen_face_drops_with_a_key_of_its_stream():
   face = linen.LanguageModel(**SIZES, mixer="lrn", **RATES)
   variables = {"params": params_of("lrn")}

@@ -106,6 +106,7 @@ def test_model_without_channel_mixer_has_norms_and_mixers_only():
   assert set(split(lm)[1]["blocks"]) == {"mixer", "mixer_norm"}
 
 
+@pytest.mark.slow
 def test_block_without_channel_mixer_adds_the_mixer_only():
   lm = disturbed("lrn", channel_mixer="none", num_layers=1)
   block = jax.tree.map(lambda leaf: leaf[0], lm.blocks)

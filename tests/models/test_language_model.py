@@ -97,6 +97,7 @@ def test_mlp_uses_the_exact_gelu():
   np.testing.assert_allclose(mlp(jnp.float32(x)), hidden * normal_cdf @ down, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_scan_over_layers_equals_a_loop():
   model, ids = random_model(), tokens(2, 9)
   got, _ = apply(model, ids)

@@ -47,6 +47,7 @@ def test_layers_of_a_pattern_repeat_it(num_layers):
   assert relative_error(got, read(model, x)) < 1e-5
 
 
+@pytest.mark.slow
 def test_pattern_decodes_as_it_reads():
   """Four layers: the last pattern is not whole. RWKV's channel mixing has a state of its own."""
   model = hybrid(4)
@@ -97,6 +98,7 @@ def test_generation_beyond_the_cache_raises():
     generate(model, [[1], [1, 2, 3, 4, 5]], SamplingOptions(max_tokens=5))
 
 
+@pytest.mark.slow
 def test_pattern_of_one_equals_that_mixer():
   sizes = SIZES | {"num_layers": 2}
   build = lambda mixer: jax.jit(lambda: LanguageModel(**sizes, mixer=mixer, rngs=nnx.Rngs(0)))()
@@ -196,6 +198,7 @@ def test_mixer_given_as_a_class_is_used_alone_and_in_patterns():
   assert "mu_q" not in split(pattern)[1]["blocks"]["0"]["mixer"]
 
 
+@pytest.mark.slow
 def test_tied_embedding_is_the_head():
   options = {"num_layers": 1, "mixer": "lrn", "norm": "rms"}
   options |= {"embedding_norm": False, "tie_embeddings": True}

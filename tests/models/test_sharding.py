@@ -179,6 +179,7 @@ def test_uneven_sharding_raises():
     sharding.shardings(params(), mesh)
 
 
+@pytest.mark.slow
 def test_model_sharded_over_four_devices_is_equal():
   result = devices.result_of("-c", PROGRAM, devices=4)
   assert result["shard"] == [[2, 2, 8]] * 4

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 from lnssm_jax import mixers, models, ops
@@ -25,6 +26,7 @@ def test_tabulate_of_a_mixer_with_a_state_lists_its_parts():
   assert "LNSSM Summary" in table and "q_proj" in table and "float32[2,2,4,4]" in table
 
 
+@pytest.mark.slow
 def test_tabulate_of_a_model_with_several_kinds_of_state_lists_its_parts():
   options = {"softmax_attention": {"max_length": 8}}
   model = models.LanguageModel(
@@ -40,6 +42,7 @@ def test_tabulate_of_a_model_with_several_kinds_of_state_lists_its_parts():
   assert "LanguageModel Summary" in table and "blocks/0" in table and "float32[2,3,11]" in table
 
 
+@pytest.mark.slow
 def test_tabulate_of_a_vision_model_lists_its_parts():
   sizes = {"image_size": 4, "patch_size": 2, "num_classes": 3, "channels": 1}
   model = models.VisionModel(**sizes, dim=8, num_layers=1, rngs=nnx.Rngs(0))
@@ -52,6 +55,7 @@ def keys(tree) -> set[type]:
   return {type(key) for path in paths for key in path}
 
 
+@pytest.mark.slow
 def test_states_of_all_ops_and_mixers_have_positions_as_keys():
   """Attribute names, the keys of a plain NamedTuple, are what `nnx.tabulate` fails on."""
   attribute = jax.tree_util.GetAttrKey

@@ -50,6 +50,7 @@ def test_patches_are_squares_by_rows():
   np.testing.assert_array_equal(got[1, 4], image[1, 2:4, 2:4].reshape(-1))
 
 
+@pytest.mark.slow
 def test_bidirectional_shares_projections_only():
   def build(rngs):
     return Bidirectional(lambda: MIXERS["longhorn"](8, state_dim=3, rngs=rngs), shared=SHARED)

@@ -108,6 +108,7 @@ def test_beta_zero_keeps_and_beta_one_replaces_the_value():
   close(rule(k, k, v, jnp.ones_like(beta), initial_state=S_0)[0], v)
 
 
+@pytest.mark.slow
 def test_orthogonal_keys_are_independent():
   """Then the delta rule is linear attention with values beta v."""
   q, _, v, beta, _ = inputs(K)
@@ -137,6 +138,7 @@ def test_long_keys_make_the_state_grow():
     assert not np.isfinite(state.kv).any()
 
 
+@pytest.mark.slow
 def test_infinite_decay_is_exact():
   """log_decay = -inf forgets everything: each output is then its own value's."""
   q, k, v, beta, decay = inputs(20)
@@ -147,6 +149,7 @@ def test_infinite_decay_is_exact():
   assert all(jnp.isfinite(g).all() for g in gradients(q, k, v, beta))
 
 
+@pytest.mark.slow
 def test_memory_with_rates_per_column_holds_no_state_per_token():
   """Memory is the inputs and the states between chunks: nothing of size T K V in either pass."""
   T, width, chunk = 512, 64, 16

@@ -69,6 +69,7 @@ def test_diagonal_scan_complex_gradients_equal_those_of_the_reference(complex_):
   close(split(got), split(want))
 
 
+@pytest.mark.slow
 def test_diagonal_scan_split_reversed_sequence_equals_one_call():
   """The state belongs to the last document, which the scan meets first."""
   decay, x = inputs(20)
@@ -135,6 +136,7 @@ def test_diagonal_scan_float16_large_sums_do_not_overflow():
   assert state.h[0, 0] == 0.0 == out[0, -1, 0]
 
 
+@pytest.mark.slow
 def test_diagonal_scan_second_derivatives_of_decay_equal_the_reference():
   decay, x = inputs(9)
 

@@ -94,6 +94,7 @@ def test_attention_dropout_equals_the_formula_with_its_gradients(options):
       chex.assert_trees_all_close(run(loss(form)), want, rtol=2e-7, atol=2e-7)
 
 
+@pytest.mark.slow
 def test_attention_without_key_or_rate_drops_nothing():
   q = jax.random.normal(KEY, (1, 9, 2, 4))
   want = ops.attention(q, q, q)[0]

@@ -39,6 +39,7 @@ def decays(inputs):
   return np.asarray(jnp.exp(make_decay(inputs["x"], inputs["p"])), np.float64)
 
 
+@pytest.mark.slow
 def test_output_equals_the_formula():
   """out_t = sum over j <= t of prod over j < i <= t of A_i, times k_j (v_j q_t), in float64."""
   inputs = make_inputs(11)
@@ -51,6 +52,7 @@ def test_output_equals_the_formula():
   close(call(inputs)[0], want)
 
 
+@pytest.mark.slow
 def test_outer_product_decays_equal_linear_attention():
   inputs = make_inputs(7)
   keys, values = (-jnp.exp(inputs[n]) for n in ("x", "v"))
@@ -62,6 +64,7 @@ def test_outer_product_decays_equal_linear_attention():
   close((out, state.kv), (want, last.kv))
 
 
+@pytest.mark.slow
 def test_decay_function_equals_the_array_that_it_returns():
   inputs = make_inputs(5)
 
@@ -79,6 +82,7 @@ def test_decay_function_equals_the_array_that_it_returns():
   close(result(from_surroundings), want)
 
 
+@pytest.mark.slow
 def test_gradient_of_strong_decay_is_accurate_per_entry():
   """The gradient of a log decay of -20 is 1e-9 of that of a weak one: each must be right."""
   inputs = make_inputs(30)
@@ -112,6 +116,7 @@ def test_lasting_decay_is_rounded_once_per_chunk():
     np.testing.assert_allclose(x, want, rtol=promises.contract.tolerance(jnp.float32, T))
 
 
+@pytest.mark.slow
 def test_infinite_decay_is_exact():
   inputs = make_inputs(5)
   arrays = [inputs[n] for n in ("q", "k", "v")]
@@ -125,6 +130,7 @@ def test_infinite_decay_is_exact():
   assert (gradients[3] == 0).all()
 
 
+@pytest.mark.slow
 def test_gradients_of_narrow_parameters_are_summed_in_float32():
   """700 equal terms in bfloat16 would stop growing at 256."""
   T, chunk = 700, 1

@@ -87,6 +87,7 @@ def test_linear_attention_with_bonus_one_equals_decay_after_the_update():
     )
 
 
+@pytest.mark.slow
 def test_linear_attention_with_tied_keys_equals_hgrn2():
   """HGRN2: S = diag(f) S + (1 - f) v^T; with K = V = 1 per head it is HGRN."""
   q, _, v = qkv()
@@ -109,6 +110,7 @@ def test_linear_attention_with_tied_keys_equals_hgrn2():
   )
 
 
+@pytest.mark.slow
 def test_key_and_value_decays_equal_an_elementwise_decay():
   """Gated fast weights: two gates make a decay of rank one, the entries of which multiply."""
   q, k, v = qkv()
@@ -120,6 +122,7 @@ def test_key_and_value_decays_equal_an_elementwise_decay():
   )
 
 
+@pytest.mark.slow
 def test_delta_rule_with_zero_and_infinite_decay_equals_the_formula():
   """A log decay of 0 is none; of -inf, each step sees itself alone: out = β (q·k) v."""
   q, k, v = qkv()
@@ -135,6 +138,7 @@ def test_delta_rule_with_zero_and_infinite_decay_equals_the_formula():
   close(out, (beta * (q * k).sum(-1))[..., None] * v, length=T)
 
 
+@pytest.mark.slow
 def test_delta_rule_with_zero_erase_key_equals_linear_attention():
   """An erase key of 0, or keys at right angles, leave S = a S + β k v^T."""
   q, k, v = qkv()
@@ -229,6 +233,7 @@ def test_mamba_and_mamba2_equal_elementwise_and_per_head_decays():
   same(one_rate, ssd, (x, step, rate, b, c))
 
 
+@pytest.mark.slow
 def test_rotated_features_equal_a_complex_decay():
   """cosFormer and LRPE: [q cos tθ; q sin tθ] · [k cos sθ; k sin sθ] is S = e^{iθ} S + k v^T."""
   theta = jnp.asarray(10000.0 ** (-2 * np.arange(K) / K), jnp.float32)
@@ -251,6 +256,7 @@ def test_rotated_features_equal_a_complex_decay():
     same(rotated, complex_decay, arguments, jnp.float64)
 
 
+@pytest.mark.slow
 def test_gated_slot_attention_equals_two_passes_of_linear_attention():
   """GSA: slots K̃ and Ṽ are written with 1 - f, read with a softmax over the slots."""
   M = 5
@@ -305,6 +311,7 @@ def test_linear_attention_with_bonus_equals_rwkv5_and_rwkv6(data_dependent):
   close(out, np.stack(want, 1), length=T)
 
 
+@pytest.mark.slow
 def test_softmax_attention_equals_its_definition():
   """A window of 1 is the value itself; blocks are separate sequences; q = 0 is a running mean."""
   q, k, v = normal((B, T, H, K), (B, T, H, K), (B, T, H, V))

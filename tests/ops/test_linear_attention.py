@@ -42,6 +42,7 @@ def test_normalized_output_equals_the_formula_of_the_paper(decay_first):
   close(out, want)
 
 
+@pytest.mark.slow
 def test_backward_pass_equals_the_published_recursions():
   """LNSSM's backward pass with Algorithm 2 put right: both adjoint states, step by step."""
   T = 19
@@ -67,6 +68,7 @@ def test_backward_pass_equals_the_published_recursions():
   close(vjp(jnp.asarray(G, jnp.float32)), (dq, dk, dv, a * da))
 
 
+@pytest.mark.slow
 def test_gradient_of_strong_decay_is_accurate_per_channel():
   """Next to gradients of 1, that of a decay of exp(-20) is 1e-9: its own relative error counts."""
   T = 48
@@ -84,6 +86,7 @@ def test_gradient_of_strong_decay_is_accurate_per_channel():
   assert np.abs(want).min() < 1e-7 < np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_infinite_decay_is_exact():
   """log_decay = -inf forgets everything: each output is then its own value."""
   q, k, v, _ = inputs(20)

@@ -121,6 +121,7 @@ def test_exponential_kernel_s4d_and_dss_equal_their_definitions():
     close(both(x, kernel), (want, convolve(x, want)))
 
 
+@pytest.mark.slow
 def test_exponential_kernel_tnn_conversion_is_exact():
   """TNN's conversion: n + 1 taps under a decay gamma are n exponentials, exactly.
 
@@ -246,6 +247,7 @@ def test_taps_gradients_to_second_order_equal_finite_differences(implementation)
     np.testing.assert_allclose(curvature, (slope(1e-5) - slope(-1e-5)) / 2e-5, rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_exponential_kernel_complex_gradients_equal_those_of_the_reference():
   """jax.grad with respect to the complex arrays themselves: JAX's convention."""
   x, kernel = jnp.asarray(draw(B, 11, D)), exponential_kernel()

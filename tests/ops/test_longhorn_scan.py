@@ -54,6 +54,7 @@ def test_longhorn_scan_equals_its_definition():
   close(call(inputs)[0], want + in_float64(inputs)["skip"] * in_float64(inputs)["x"])
 
 
+@pytest.mark.slow
 def test_longhorn_scan_gradients_equal_the_published_formulas():
   """Longhorn's gradients of ε, β, x and k, which subtract from 1, token by token in float64."""
   T = 7
@@ -82,6 +83,7 @@ def objective(S, before, k, x, beta):
   return np.sum((S - before) ** 2, -1) + beta * (S @ k - x) ** 2
 
 
+@pytest.mark.slow
 def test_longhorn_scan_approximates_the_exact_minimizer():
   rng = np.random.default_rng(2)
   before, k, x = rng.normal(size=(D, N)), rng.normal(size=N), rng.normal(size=D)
@@ -154,6 +156,7 @@ def test_longhorn_gains_and_derivatives_are_accurate_per_entry():
   )
 
 
+@pytest.mark.slow
 def test_longhorn_scan_has_no_exponential():
   loss = lambda inputs: jnp.sum(call(inputs)[0] ** 2)
   compiled = jax.jit(jax.grad(loss)).lower(make_inputs(5)).compile().as_text()

@@ -11,6 +11,7 @@ from lnssm_jax.ops.core.recording import observing
 X = jax.random.normal(jax.random.key(0), (1, 3, 2, 2))
 
 
+@pytest.mark.slow
 def test_calls_are_recorded_with_arguments_and_defaults():
   plain = ops.linear_attention(X, X, X)[0]
   with ops.recording() as calls:

@@ -96,6 +96,7 @@ def test_rotary_embedding_dynamic_changes_nothing_up_to_its_length():
   np.testing.assert_array_equal(got, rotary_embedding(X, np.arange(T)))
 
 
+@pytest.mark.slow
 def test_rotary_embedding_products_depend_on_relative_positions():
   q, k = X[:, :1], X[:, 1:2]
   score = lambda i, j: np.sum(

@@ -98,6 +98,7 @@ def test_every_option_sharded_equals_the_whole_sequence(part):
   check((EACH + MANY)[part::4])
 
 
+@pytest.mark.slow
 def test_communication_of_a_layer_does_not_grow_with_length():
   """A layer of the LNSSM and its gradients: the neighbor's last token, one gather of the states.
 

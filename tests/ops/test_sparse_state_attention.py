@@ -96,6 +96,7 @@ def test_sparse_state_attention_rows_for_kernels_equal_the_recurrence(rate, hopp
   close((out, kv), written_out(x, 4, segments, 0.7), dtype=jnp.float64)
 
 
+@pytest.mark.slow
 def test_sparse_state_attention_with_one_partition_equals_linear_attention():
   q, k, v, indices, gates, log_decay = inputs(19, 1, 1)
   want, state = ops.linear_attention(q, k, v, log_decay=log_decay, scale=1.0, chunk_size=4)
@@ -105,6 +106,7 @@ def test_sparse_state_attention_with_one_partition_equals_linear_attention():
     close((out, sparse.kv[:, 0]), (want, state.kv))
 
 
+@pytest.mark.slow
 def test_sparse_state_attention_with_a_partition_per_row_is_row_sparse():
   """A token uses S rows of the state. The others keep decay 1, are not written and not read."""
   rows, S, T = 6, 2, 13
@@ -133,6 +135,7 @@ def test_sparse_state_attention_with_a_partition_per_row_is_row_sparse():
   close(got, contract.values_and_gradients(lambda x: dense(*x), arguments))
 
 
+@pytest.mark.slow
 def test_sparse_state_attention_unselected_partitions_do_not_decay():
   """SSE's Algorithm 1 masks q, k and v, not the decay. That is another function."""
   T, N = 17, 4
@@ -180,6 +183,7 @@ def test_sparse_state_attention_later_selections_change_no_earlier_bit(method):
   assert not np.allclose(before[:, 13:], after[:, 13:])
 
 
+@pytest.mark.slow
 def test_sparse_state_attention_decoding_continues_prefill():
   arrays = inputs(14, 2, 4)
   call = jax.jit(lambda x, method: attention(*x, 4, method=method), static_argnums=1)
@@ -272,6 +276,7 @@ def test_sparse_attention_left_to_itself_is_the_chosen_method_bit_for_bit(sizes,
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.slow
 def test_sparse_uniform_gates_have_no_router_gradient():
   """Softmax is invariant to a shift of all channels: in SSE's eq. 11 the router has no gradient."""
   q, k, v, indices, _, log_decay = inputs(9, 2, 4)

@@ -52,6 +52,7 @@ def test_output_equals_the_naive_sum_in_float64(implementation, size):
   close(call(*arguments), naive(*arguments))
 
 
+@pytest.mark.slow
 def test_huge_keys_choose_one_value():
   """Steps of 1e4 up and down: the weight of all but one value is 0."""
   k = jnp.asarray([0.0, 1e4, 0.0, -1e4, 2e4, 3e4])[None, :, None]
@@ -100,6 +101,7 @@ def test_infinite_decay_rate_keeps_only_the_last_token(implementation):
   assert not jnp.any(gradients[2])
 
 
+@pytest.mark.slow
 def test_outputs_are_between_the_values_so_far():
   k, v, w, u = inputs(300, size=30.0)
   out, _ = jax.jit(lambda *x: wkv4(*x))(k, v, w, u)
@@ -108,6 +110,7 @@ def test_outputs_are_between_the_values_so_far():
   assert (out >= jax.lax.cummin(v, axis=1) - slack).all()
 
 
+@pytest.mark.slow
 def test_tiny_gradients_are_accurate_relative_to_themselves():
   """Where one weight is nearly 1, gradients of keys are tiny differences, 1e-6 next to 1."""
   k = jnp.asarray([15.0, 0.0, 1.0, -3.0, 2.0, 0.0])[None, :, None]
@@ -124,6 +127,7 @@ def test_tiny_gradients_are_accurate_relative_to_themselves():
   assert 0 < np.abs(want).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_state_with_another_scale_gives_the_same_output():
   """exp(max) numerator and exp(max) denominator are the state; outputs and gradients agree."""
   k, v, w, u = inputs(4)
@@ -144,6 +148,7 @@ def test_state_with_another_scale_gives_the_same_output():
   close(gradient_scaled.max, gradient.max)
 
 
+@pytest.mark.slow
 def test_memory_of_the_backward_pass_holds_states_between_chunks():
   T, width = 4096, 32
   x = jax.ShapeDtypeStruct((1, T, width), jnp.float32)

@@ -27,6 +27,7 @@ def model():
   return drawn(build)
 
 
+@pytest.mark.slow
 def test_prefix_saved_and_loaded_continues_equally(model, tmp_path):
   start = read(model, [[1, 2, 3, 4, 5], [6, 7]])
   save_prefix(tmp_path / "x", start)

@@ -132,6 +132,7 @@ def test_model_with_defaults_left_out_is_saved_with_their_values(tmp_path):
   assert (config["n_groups"], config["layer_norm_epsilon"], config["num_heads"]) == (1, 1e-5, 4)
 
 
+@pytest.mark.slow
 def test_published_transformer_continues_as_a_hybrid(tmp_path):
   loaded = hugging_face.load(write(tmp_path, "llama", dtype=np.float32))
   settings = {n: x for n, x in loaded.settings["model"].items() if not n.endswith("dtype")}

@@ -68,6 +68,7 @@ def test_changed_tokenizer_rejected_before_files_are_made(trained, tmp_path):
   assert loading.load_model(trained.run_dir).step == 6  # a model is useful without one
 
 
+@pytest.mark.slow
 def test_checkpoint_without_newer_fields_still_loads(trained, tmp_path):
   """As written before fingerprints of blocks and of the tokenizer were stored."""
   directory = RunFolder(trained.run_dir).checkpoints

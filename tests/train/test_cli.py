@@ -191,6 +191,7 @@ def test_cli_stopped_run_has_the_exit_code_of_its_signal(
   assert (run(*fit), run(*fit, "--stopped-code", "75")) == codes
 
 
+@pytest.mark.slow
 def test_evaluate_prints_loss_of_training(trained, capsys):
   capsys.readouterr()
   assert run("evaluate", "--run-dir", trained.run_dir, "--json") == 0
@@ -237,6 +238,7 @@ def test_export_average_of_parameters(trained, tiny, tmp_path, capsys):
   assert "has no average of its parameters; optimizer.ema_decay makes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_verify_damaged_checkpoint_found(trained, capsys):
   capsys.readouterr()
   assert run("verify", trained.run_dir) == 0
@@ -279,6 +281,7 @@ def test_doctor_problems_found(tiny, config_file, capsys):
   )
 
 
+@pytest.mark.slow
 def test_generate_one_prompt_streams_several_printed(trained, config_file, capsys):
   capsys.readouterr()
   options = ("--max-tokens", 20, "--temperature", 0.9, "--top-k", 30, "--top-p", 1, "--seed", 3)

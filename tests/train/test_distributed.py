@@ -228,6 +228,7 @@ def test_agreement_covers_every_source_file_and_package(monkeypatch, tmp_path):
   assert here["code"] != before != agreement.software()["code"]
 
 
+@pytest.mark.slow
 def test_two_processes_one_run_stops_together(tiny, config_file, command, tmp_path):
   options = {"eval_every": 6, "checkpoint_every": 1000, "mesh__data": -1}
   cfg = tiny(steps=5000, **options)

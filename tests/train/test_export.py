@@ -115,6 +115,7 @@ def test_load_model_from_four_devices_on_one(trained, tiny, config_file, command
     assert result.step == 2 and first["loss"] < RunFolder(cfg.run_dir).read_rows()[0]["loss"]
 
 
+@pytest.mark.slow
 def test_export_round_trip_exact(exported):
   folder, params = exported
   assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "model.safetensors"]
@@ -167,6 +168,7 @@ def test_export_of_a_run_takes_the_step_or_the_average_that_is_asked_for(tiny, m
   assert asked == [{"step": 3, "ema": False}, {"step": None, "ema": True}]
 
 
+@pytest.mark.slow
 def test_export_includes_tokenizer(tmp_path):
   tokenizer = train_bpe("bpe:260", tmp_path, ["a b a b a b c c c"])
   model = config.Model(dim=16, num_layers=1, num_heads=2, vocab_size=260)
@@ -182,6 +184,7 @@ def test_export_includes_tokenizer(tmp_path):
     _ = train.load_model(tmp_path / "out").tokenizer
 
 
+@pytest.mark.slow
 def test_export_failed_leaves_nothing(tmp_path, exported, monkeypatch):
   folder, params = exported
   with pytest.raises(exports.ExportError, match="exists already"):

@@ -91,6 +91,7 @@ def abstract(name, dim, **options):
   return nnx.eval_shape(lambda: MIXERS[name](dim, **given, **options, rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.slow
 def test_flops_every_mixer_has_formula():
   assert set(flops.RECURRENCES) == set(MIXERS)
   for name in MIXERS:

@@ -330,6 +330,7 @@ def test_half_lives_are_those_of_the_layers(tmp_path):
   assert "no decay" in "\n".join(text.lines(found)) and page.page(found).count("<svg") == 1
 
 
+@pytest.mark.slow
 def test_half_lives_of_data_dependent_decays_need_a_text(tmp_path):
   folder = exported(tmp_path / "out", "lrn")
   with pytest.raises(DataError, match=r"depend on .*--half-lives TEXT"):

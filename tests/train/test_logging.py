@@ -147,6 +147,7 @@ def test_loggers_missing_package_named_first(tiny, monkeypatch):
     tiny(watch=("wandb", "wandb"))
 
 
+@pytest.mark.slow
 def test_run_with_loggers_and_trace(tiny, wandb, capsys):
   fake = wandb("log")
   cfg = tiny(watch=("tensorboard", "wandb"), data__validation=(), data__sources={})
@@ -262,6 +263,7 @@ def test_tracing_invalid_steps_rejected(text):
   assert tracing.steps_of("5:5") == range(5, 6)
 
 
+@pytest.mark.slow
 def test_dry_run_reports_memory_and_flops(tiny, config_file, capsys):
   cfg = tiny(model__mixer="lnssm")
   assert main(["fit", "--config", config_file(cfg), "--dry-run"]) == 0
@@ -275,6 +277,7 @@ def test_dry_run_reports_memory_and_flops(tiny, config_file, capsys):
   assert main(["fit", "--config", config_file(cfg), "--dry-run", *too_many]) == 2
 
 
+@pytest.mark.slow
 def test_dry_run_names_what_does_not_decay_and_unknown_flops(
   tiny, config_file, capsys, monkeypatch
 ):

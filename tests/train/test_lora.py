@@ -83,6 +83,7 @@ def test_lora_begins_with_factors_of_its_seed_apart_for_each_matrix():
   assert not any(x.any() for name, x in first.items() if name not in a)
 
 
+@pytest.mark.slow
 def test_lora_trains_named_matrices_of_a_model(tiny):
   """Through the compiled step: the sum is W_0 + A B, and only factors have moments."""
   options = {"optimizer__lora_rank": 2, "optimizer__lora_names": ("*q_proj.kernel", "*up.kernel")}

@@ -61,6 +61,7 @@ def old_run(old, text_folder, tmp_path):
   return RunFolder(tmp_path / "run").load_config()
 
 
+@pytest.mark.slow
 def test_old_parameters_of_every_mixer_get_current_paths():
   for name, old in json.loads((FOLDER / "parameters.json").read_text()).items():
     place = {"num_heads": 2, "layer": 0, "num_layers": 1}
@@ -87,6 +88,7 @@ def test_old_run_config_has_current_names(old_run):
   assert options["softmax_attention"] == {"num_kv_heads": 1, "use_bias": True}
 
 
+@pytest.mark.slow
 def test_old_run_restored_bit_for_bit_and_resumed(old_run):
   abstract = abstract_state(old_run, make_mesh(old_run))
   trees = {"params": abstract.pop("params"), "optimizer": abstract}
@@ -105,6 +107,7 @@ def test_old_run_restored_bit_for_bit_and_resumed(old_run):
   assert loading.load_params(old_run, make_mesh(old_run))[1] == 6
 
 
+@pytest.mark.slow
 def test_old_export_loaded_bit_for_bit(old, old_run):
   manifest, params = exports.read(old / "exported")
   assert (manifest.step, digests(params)) == (4, EXPECTED["params"])

@@ -36,6 +36,7 @@ def test_plot_curves_read(run):
   assert (list(steps), list(values)) == ([1, 2, 3], [5.0, 4.5, 3.0])
 
 
+@pytest.mark.slow
 def test_plot_runs_drawn(run, tmp_path, capsys):
   picture = tmp_path / "compared.png"
   assert main(["plot", str(run), str(run), "--output", str(picture)]) == 0

@@ -95,6 +95,7 @@ def test_import_trains_on_longer_rows_and_leaves_frozen_parts_as_they_were(tiny,
   assert {name for name, same in equal.items() if same} == {n for n in equal if "self_attn" in n}
 
 
+@pytest.mark.slow
 def test_export_of_a_run_that_no_family_has_raises(tiny, tmp_path):
   folder = with_bytes(tmp_path / "theirs", "llama")
   cfg = dataclasses.replace(tiny(), model=config.published_model(folder))

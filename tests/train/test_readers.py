@@ -195,6 +195,7 @@ def test_transient_error_of_orbax_retried(saved, meanwhile):
   assert load(saved)[1] == 7
 
 
+@pytest.mark.slow
 def test_readers_of_a_run_that_saves_all_the_time_never_fail(saved, capsys):
   """Without Orbax on the writing side, whose threads are for one caller in a process."""
   content, done = saved.parent / "content", threading.Event()

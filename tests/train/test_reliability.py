@@ -12,6 +12,7 @@ def test_reliability_damaged_checkpoints_never_loaded(count, capsys):
   assert capsys.readouterr().out.splitlines()[-1].startswith("all ")
 
 
+@pytest.mark.slow
 def test_reliability_planted_wrong_state_detected(monkeypatch, capsys):
   monkeypatch.setattr(faults, "FAULTS", (faults.another_step,))
   monkeypatch.setattr(faults, "WEIGHTS", (1,))

@@ -47,6 +47,7 @@ def test_saver_without_descriptors_for_the_folder_does_not_raise(tmp_path, monke
     assert not leftover.exists()
 
 
+@pytest.mark.slow
 def test_saver_failed_saves_retried_while_training(tiny, monkeypatch, capsys):
   cfg = quick(tiny, checkpoint_every=4)
   tried = fail_saves(monkeypatch, {4, 12})

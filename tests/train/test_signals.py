@@ -70,6 +70,7 @@ def test_signals_any_resumed_run_bit_exact(stops, tiny, config_file, command, tm
   assert rows(cfg) == rows(reference)
 
 
+@pytest.mark.slow
 def test_signals_closed_terminal_saves_and_fails(tiny, config_file, command):
   """Its reader exits, then SIGHUP comes twice, as from a terminal's shell and from the kernel."""
   cfg = tiny(steps=5000, eval_every=5000, checkpoint_every=5000)

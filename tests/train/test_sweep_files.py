@@ -255,6 +255,7 @@ def test_sweep_of_lcsm_has_its_codes_in_the_order_of_the_printed_perplexities(mo
   assert len(found) == 12 and found == sorted(found, reverse=True)
 
 
+@pytest.mark.slow
 def test_sweeps_of_states_compare_states_of_equal_size():
   """Rows of a head times its columns, over all partitions that a model has."""
   from flax import nnx

@@ -75,6 +75,7 @@ def test_log_likelihoods_are_those_of_the_text_after_its_context(loaded, package
   assert model.loglikelihood([]) == []
 
 
+@pytest.mark.slow
 def test_rolling_log_likelihood_is_that_of_the_whole_text(loaded, package):
   model, documents = lm_eval_model(loaded, batch=2), ["one document", "x", ""]
   found = model.loglikelihood_rolling(requests(*((text,) for text in documents)))
@@ -226,6 +227,7 @@ def test_program_of_the_page_runs(loaded, package, monkeypatch):
   assert isinstance(model, harness.Answers) and tasks == ["my_task"]
 
 
+@pytest.mark.slow
 def test_score_takes_one_text_or_several(loaded):
   one = lnssm_jax.score(loaded, "a text", context="before")
   many = lnssm_jax.score(loaded, ["a text", "other"], context="before")

@@ -81,6 +81,7 @@ def test_numbers_that_a_mixer_does_not_have_are_missing(text):
   assert "receptive field" not in memory.states(make("delta_net"), path, length=9, rows=1).tables
 
 
+@pytest.mark.slow
 def test_models_and_texts_without_the_subject_raise(text):
   path, _ = text
   with pytest.raises(DataError, match=r"has 2 documents of at least 20 tokens, less than 3"):

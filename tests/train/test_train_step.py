@@ -229,6 +229,7 @@ def test_train_step_bfloat16_products_float32_parameters(tiny):
   assert set(of_kernels) == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow
 def test_train_step_bfloat16_parameters_float32_moments(tiny):
   batch = make_batch(tiny())
   cfg = tiny(model__dtype="bfloat16", model__param_dtype="bfloat16")

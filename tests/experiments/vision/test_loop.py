@@ -182,6 +182,7 @@ def test_number_of_devices_divides_the_batch(tmp_path, file):
     loop.fit(config(tmp_path, file))
 
 
+@pytest.mark.slow
 def test_settings_of_a_run_must_not_change(tmp_path, file):
   loop.fit(config(tmp_path, file))
   with pytest.raises(ValueError, match="seed: the folder's run has 0, this one 1"):
@@ -242,6 +243,7 @@ def test_wrong_settings_rejected(tmp_path, file, changes, message):
     apply_overrides(config(tmp_path, file), changes)
 
 
+@pytest.mark.slow
 def test_command_trains_with_a_config(tmp_path, file, capsys):
   text = f"""
 from experiments.vision.settings import Vision
