@@ -19,7 +19,7 @@ from train.sweeps import Run, plan, spec, tuning
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "experiments" / "sweeps").glob("*.py"))
-PAGE = (ROOT / "docs" / "sweeps.md").read_text()
+PAGE = (ROOT / "experiments" / "README.md").read_text()
 
 
 @pytest.fixture
