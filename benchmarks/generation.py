@@ -33,6 +33,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -43,7 +44,9 @@ from flax import nnx
 
 from benchmarks import model_peers, turns
 from benchmarks.model_step import BODIES, Sizes, settings
+from lnssm_jax import ops as all_ops
 from lnssm_jax.generate import SamplingOptions, generate, read
+from lnssm_jax.ops.core import dispatch
 from lnssm_jax.prefill import default_prefill_chunk
 from train.config import apply_overrides, load_config
 from train.step.model import build_model, model_graph, params_of
@@ -51,8 +54,8 @@ from train.step.model import build_model, model_graph, params_of
 # Of the logits after the prompt: errors against float32, in units of that without kernels.
 LOGIT_TOLERANCE = 1.25
 COMPARED_ROWS = 4  # whose logits are compared, at most
-SCANS_WITH_STEPS = ("delta_rule", "linear_attention", "longhorn_scan", "selective_scan", "wkv4")
-KERNELS = (*SCANS_WITH_STEPS, "causal_conv1d", "diagonal_scan", "norms")
+# The ops of which a kernel runs a single token.
+DECODES = [op for op in dispatch.names() if dispatch.fact(op, "decodes")]
 
 
 def main(arguments=None):
@@ -151,7 +154,7 @@ def compared_model(cfg, prompts: Sequence[np.ndarray]):
   model = lambda cfg, params: nnx.merge(model_graph(cfg), params)
   wide = model(dataclasses.replace(loop, dtype="float32"), cast(params, jnp.float32))
   want = read(wide, prompts, prefill_chunk=max(map(len, prompts))).logits
-  with choosing(KERNELS, lambda inputs: False):
+  with choosing(folders_with_kernels(), lambda inputs: False):
     looped = model(dataclasses.replace(loop, param_dtype="bfloat16"), params)
     rounding = relative_error(read(looped, prompts).logits, want)
   return model(dataclasses.replace(cfg, param_dtype="bfloat16"), params), want, rounding
@@ -243,6 +246,11 @@ def measure(model, batch, prompt_length, lengths):
     }
 
 
+def folders_with_kernels() -> list[str]:
+  """The folders of `lnssm_jax.ops` with kernels: those of ops, norms and losses."""
+  return sorted(path.parent.name for path in Path(all_ops.__file__).parent.glob("*/pallas.py"))
+
+
 @contextlib.contextmanager
 def choosing(ops: Sequence[str], kernels: Callable[[Any], bool | None]):
   """`implementation=None` takes the kernels of these ops, which can run, or not; None: as usual.
@@ -271,7 +279,7 @@ def choosing(ops: Sequence[str], kernels: Callable[[Any], bool | None]):
 
 def single_steps(*, kernels: bool):
   """`implementation=None` takes the kernels for T = 1 wherever they can run, or nowhere."""
-  return choosing(SCANS_WITH_STEPS, lambda inputs: kernels if inputs[0].shape[1] == 1 else None)
+  return choosing(DECODES, lambda inputs: kernels if inputs[0].shape[1] == 1 else None)
 
 
 if __name__ == "__main__":

@@ -27,16 +27,6 @@ from lnssm_jax.ops.core.segments import segments_of
 _NAME = "analysis"
 _EPSILON = 1e-8  # of the rows' sums
 
-# The arguments of an op that are its queries and keys.
-_QUERY_KEY = {
-  "attention": ("q", "k"),
-  "delta_rule": ("q", "k"),
-  "elementwise_decay_scan": ("q", "k"),
-  "linear_attention": ("q", "k"),
-  "longhorn_scan": ("q", "k"),
-  "selective_scan": ("c", "b"),
-}
-
 
 class Scores(NamedTuple):
   """Scores of one layer. float32; H is 1 for a mixer without heads."""
@@ -171,14 +161,15 @@ def _queries_and_keys(mixer, x, segment_ids):
     return *exponents, "sum"
   with ops.recording() as calls:
     mixer(x, None, segment_ids)
-  calls = [call for call in calls if call.op in _QUERY_KEY]
+  named = lambda op: dispatch.fact(op, "query_key")
+  calls = [call for call in calls if named(call.op)]
   if not calls or isinstance(mixer, LLN):
     raise NotImplementedError(
       f"{_NAME}: {type(mixer).__name__} has no scores of queries and keys that could be read off; "
-      f"ops with them are {', '.join(_QUERY_KEY)}."
+      f"ops with them are {', '.join(filter(named, dispatch.names()))}."
     )
   call = calls[-1]
-  q, k = (wide(call.arguments[name]) for name in _QUERY_KEY[call.op])
+  q, k = (wide(call.arguments[name]) for name in named(call.op))
   q, k = (z if z.ndim == 4 else z[:, :, None] for z in (q, k))
   if call.op != "attention":
     return q, k, None

@@ -9,10 +9,10 @@ from flax import nnx
 from jax.export import is_symbolic_dim
 
 from lnssm_jax.mixers.common.checks import check_positive, check_rngs, check_state
-from lnssm_jax.mixers.common.decays import log_decay
 from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows, run_units
 from lnssm_jax.mixers.common.routing import Aux, RowSparsity
 from lnssm_jax.ops import recording
+from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.checks import check_floating, check_shape
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.segments import segments_of
@@ -45,6 +45,8 @@ class Mixer[State](nnx.Module):
       `dropout_key`; an option of mixers that have such probabilities.
     tied: the name of a parameter of which the layers of a model make a table, or None; `tie` turns
       the table [L, ...] into the values that the layers use.
+    no_recurrence: why the layer is no recurrence in the form of `lnssm_jax.frameworks`, where more
+      can be said than its op says: it follows "its <op> "; or None.
     set_by_model: those of the constructor's arguments num_heads, layer and num_layers that a model
       passes on.
   """
@@ -57,6 +59,7 @@ class Mixer[State](nnx.Module):
   needs_length: ClassVar[bool] = False
   starts_as_model: ClassVar[bool] = False
   output_starts_smaller: ClassVar[bool] = True
+  no_recurrence: ClassVar[str | None] = None
   set_by_model: ClassVar[tuple[str, ...]] = ()
 
   def __new__(cls, *args: Any, **options: Any):
@@ -200,7 +203,14 @@ class Mixer[State](nnx.Module):
     """Log decays [H, K] or [B, T, H, K] of each recurrence in the layer; none: an empty list."""
     with recording() as calls:
       self._mix(x, state, segment_ids)
-    return [decay for call in calls if (decay := log_decay(call)) is not None]
+    if not calls:
+      raise NotImplementedError(
+        f"{type(self).__name__}.decay: the layer calls no op of lnssm_jax.ops, so its decay is not "
+        "known; write _log_decays in its class."
+      )
+    facts = [(dispatch.fact(call.op, "log_decay"), call.arguments) for call in calls]
+    decays = [log_decay(arguments) for log_decay, arguments in facts if log_decay is not None]
+    return [decay for decay in decays if decay is not None]
 
   def _mix(
     self, x: jax.Array, state: State | None, segment_ids: jax.Array | None

@@ -92,6 +92,7 @@ class LLN(QKVMixer[LLNState]):
 
   can_shard_time = False
   needs_length = True
+  no_recurrence = "is softmax within blocks of tokens, averaged with its linear attention"
 
   def __init__(
     self,

@@ -53,6 +53,9 @@ class S4(SingleInput):
   """
 
   can_shard_time = False
+  no_recurrence = (
+    "has the taps of a recurrence whose matrix is not diagonal; those of S4D and DSS are"
+  )
 
   def __init__(
     self,

@@ -11,18 +11,8 @@ from typing import NamedTuple
 import jax
 from jax.profiler import ProfileData
 
-# Before those that they call.
-_OPS = ("sparse_state_attention", "linear_attention", "delta_rule", "selective_scan", "wkv4")
-_OPS += ("longhorn_scan", "diagonal_scan", "elementwise_decay_scan", "long_convolution")
-_OPS += ("causal_conv1d", "attention")
-# The first pattern found in an operation's path in the source names its part of the step.
-_PARTS = (
-  ("optimizer", r"optimizer"),
-  ("loss and head", r"next_token_loss"),
-  *((op.replace("_", " "), rf"\b{op}\b") for op in _OPS),
-  ("channel mixer", r"channel_mixer"),
-  ("mixer (rest)", r"mixer"),
-)
+from lnssm_jax.ops.core import dispatch
+
 _CONTROL = ("while", "conditional", "call")  # their bodies have events of their own
 
 
@@ -89,9 +79,16 @@ def path_of(event: Event, paths: dict[str, str]) -> str:
 
 def part_of(kernel: str, path: str) -> str:
   """Which part of a training step a kernel belongs to."""
-  for part, pattern in _PARTS:
-    if re.search(pattern, path):
-      return part
+  patterns = {
+    "optimizer": "optimizer",
+    "loss and head": "next_token_loss",
+    "op": rf"\b({'|'.join(dispatch.names())})\b",  # the outermost, which is first in the path
+    "channel mixer": "channel_mixer",
+    "mixer (rest)": "mixer",
+  }
+  for part, pattern in patterns.items():  # the first that is found
+    if found := re.search(pattern, path):
+      return found[1].replace("_", " ") if part == "op" else part
   if re.match(r"nvjet|void cutlass|gemm|cublas|sm\d+_xmma", kernel):
     return "matrix products without a path"
   return "copies" if re.match(r"(?i)memcpy", kernel) else "other"

@@ -64,7 +64,19 @@ IMPLEMENTATIONS = {
 }
 
 
-@dispatch.op(init_state)
+_SOFTMAX = (
+  "is softmax, whose state is all keys and values; `dsf.taylor_features` gives the recurrence that "
+  "it is the limit of"
+)
+
+
+@dispatch.op(
+  init_state,
+  log_decay=None,
+  query_key=("q", "k"),
+  recurrence=_SOFTMAX,
+  decodes=False,
+)
 def attention(
   q: ty.BTHK,
   k: ty.BTGK,

@@ -33,7 +33,13 @@ IMPLEMENTATIONS, _OF_SHIFT = (
 )
 
 
-@dispatch.op(init_state)
+@dispatch.op(
+  init_state,
+  log_decay=None,
+  query_key=None,
+  recurrence=None,
+  decodes=False,
+)
 def causal_conv1d(
   x: ty.BTD,
   kernel: ty.WD,

@@ -115,21 +115,73 @@ class Call(NamedTuple):
 
 
 _OPS: dict[str, Callable[..., Any]] = {}
+_FACTS: dict[str, "Facts"] = {}
 _CHECK_ONLY: Any = object()  # as `implementation=`: `run` returns the checked call
+
+
+_UNSTATED: Any = object()
+
+
+class Facts(NamedTuple):
+  """What others need to know of an op."""
+
+  log_decay: Callable[[dict[str, Any]], Any] | None
+  query_key: tuple[str, str] | None
+  recurrence: Callable[[Any, Any], dict[str, Any] | str] | str | None
+  decodes: bool
 
 
 def op[**P, Result, **S, State](
   init_state: Callable[S, State],
+  *,
+  log_decay: Callable[[dict[str, Any]], Any] | None = _UNSTATED,
+  query_key: tuple[str, str] | None = _UNSTATED,
+  recurrence: Callable[[Any, Any], dict[str, Any] | str] | str | None = _UNSTATED,
+  decodes: bool = _UNSTATED,
 ) -> Callable[[Callable[P, Result]], Op[P, Result, S, State]]:
-  """Makes a function, which ends in a call of `run`, a public op with this `init_state`."""
+  """Makes a function, which ends in a call of `run`, a public op, and states what it is.
+
+  Analysis and frameworks ask for the facts (`fact`); one that is not stated raises there.
+
+  Args:
+    init_state: makes the state before the first token.
+    log_decay: makes the log decays of a call of its arguments by name, [H, K] if they are constant,
+      else [B, T, H, K], as `Mixer.decay` gives them; or None where a call has none. They are the
+      numbers that the op receives, in float32 at least. None: the op has no decay.
+    query_key: the arguments that are queries and keys of a token; None: there are none.
+    recurrence: makes the streams of `core.recurrence.Recurrence` from the checked inputs and
+      options of a call, or says why it is no recurrence; a text: why no call is one. None: the op
+      is part of what surrounds recurrences, as a short convolution is.
+    decodes: whether one of its kernels is for a single token.
+  """
 
   def decorate(function: Any) -> Any:
     public: Any = recorded(under_auto_axes()(function))
     public.init_state = init_state
     _OPS[public.__name__] = public
+    _FACTS[public.__name__] = Facts(log_decay, query_key, recurrence, decodes)
     return public
 
   return decorate
+
+
+def names() -> list[str]:
+  """The names of all public ops, in the order of the alphabet."""
+  return sorted(_OPS)
+
+
+def fact(op: str, name: str) -> Any:
+  """One of the `Facts` of a public op.
+
+  Raises:
+    ValueError: its decorator does not state it.
+  """
+  if (stated := getattr(_FACTS[op], name)) is _UNSTATED:
+    raise ValueError(
+      f"{op}: this op does not state its {name}; give {name}=... to its decorator, "
+      "@dispatch.op(init_state, ...), or None if it has none."
+    )
+  return stated
 
 
 def run(

@@ -16,6 +16,7 @@ from lnssm_jax.ops.core.checks import (
 from lnssm_jax.ops.core.grouped_heads import form_over_groups, state_heads
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
+from lnssm_jax.ops.delta_rule import facts
 from lnssm_jax.ops.delta_rule.chunked import chunked
 from lnssm_jax.ops.delta_rule.reference import associative, reference
 from lnssm_jax.ops.delta_rule.sharded import sharded
@@ -36,7 +37,13 @@ IMPLEMENTATIONS = _KERNELS.with_forms(
 )
 
 
-@dispatch.op(init_state)
+@dispatch.op(
+  init_state,
+  log_decay=facts.log_decay,
+  query_key=("q", "k"),
+  recurrence=facts.recurrence,
+  decodes=True,
+)
 def delta_rule(
   q: ty.BTSK,
   k: ty.BTSK,

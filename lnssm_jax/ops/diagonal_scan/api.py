@@ -6,6 +6,7 @@ from lnssm_jax import typing as ty
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.checks import check_sequence, check_shape
 from lnssm_jax.ops.core.segments import segments_of
+from lnssm_jax.ops.diagonal_scan import facts
 from lnssm_jax.ops.diagonal_scan.chunked import associative, chunked
 from lnssm_jax.ops.diagonal_scan.reference import reference
 from lnssm_jax.ops.diagonal_scan.sharded import sharded
@@ -22,7 +23,13 @@ _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
 IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, reference=reference)
 
 
-@dispatch.op(init_state)
+@dispatch.op(
+  init_state,
+  log_decay=facts.log_decay,
+  query_key=None,
+  recurrence=facts.recurrence,
+  decodes=False,
+)
 def diagonal_scan(
   decay: ty.AnyBTD | ty.AnyD,
   x: ty.AnyBTD,

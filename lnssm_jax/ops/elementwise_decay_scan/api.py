@@ -15,6 +15,7 @@ from lnssm_jax.ops.core.checks import (
 )
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
+from lnssm_jax.ops.elementwise_decay_scan import facts
 from lnssm_jax.ops.elementwise_decay_scan.chunked import associative, chunked
 from lnssm_jax.ops.elementwise_decay_scan.reference import reference
 from lnssm_jax.ops.elementwise_decay_scan.sharded import sharded
@@ -34,7 +35,13 @@ IMPLEMENTATIONS = {
 }
 
 
-@dispatch.op(init_state)
+@dispatch.op(
+  init_state,
+  log_decay=facts.log_decay,
+  query_key=("q", "k"),
+  recurrence=facts.recurrence,
+  decodes=False,
+)
 def elementwise_decay_scan(
   q: ty.BTHK,
   k: ty.BTHK,

@@ -10,7 +10,7 @@ from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.checks import check_chunk_size, check_floating, check_sequence, check_shape
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
-from lnssm_jax.ops.long_convolution import chunked, taps
+from lnssm_jax.ops.long_convolution import chunked, facts, taps
 from lnssm_jax.ops.long_convolution.exponentials import checked_exponential_kernel
 from lnssm_jax.ops.long_convolution.reference import reference
 from lnssm_jax.ops.long_convolution.sharded import sharded
@@ -50,7 +50,13 @@ IMPLEMENTATIONS = {
 }
 
 
-@dispatch.op(init_state)
+@dispatch.op(
+  init_state,
+  log_decay=facts.log_decay,
+  query_key=None,
+  recurrence=facts.recurrence,
+  decodes=False,
+)
 def long_convolution(
   x: ty.BTD,
   kernel: ty.LD | ExponentialKernel,

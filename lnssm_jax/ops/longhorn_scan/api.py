@@ -3,6 +3,7 @@
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core import channel_states, dispatch
 from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.longhorn_scan import facts
 from lnssm_jax.ops.longhorn_scan.chunked import associative, chunked
 from lnssm_jax.ops.longhorn_scan.reference import reference
 from lnssm_jax.ops.longhorn_scan.sharded import sharded
@@ -13,7 +14,13 @@ _KERNELS = dispatch.Kernels(f"{__package__}.pallas", channel_states.RESULT_AXES)
 IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, reference=reference)
 
 
-@dispatch.op(init_state)
+@dispatch.op(
+  init_state,
+  log_decay=facts.log_decay,
+  query_key=("q", "k"),
+  recurrence=facts.recurrence,
+  decodes=True,
+)
 def longhorn_scan(
   x: ty.BTD,
   beta: ty.BTD,

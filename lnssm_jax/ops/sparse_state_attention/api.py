@@ -22,6 +22,7 @@ from lnssm_jax.ops.core.checks import (
 )
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
+from lnssm_jax.ops.sparse_state_attention import facts
 from lnssm_jax.ops.sparse_state_attention.gather import gather
 from lnssm_jax.ops.sparse_state_attention.mask import mask
 from lnssm_jax.ops.sparse_state_attention.types import (
@@ -93,7 +94,13 @@ IMPLEMENTATIONS = {
 }
 
 
-@dispatch.op(init_state)
+@dispatch.op(
+  init_state,
+  log_decay=facts.log_decay,
+  query_key=None,
+  recurrence=facts.recurrence,
+  decodes=False,
+)
 def sparse_state_attention(
   q: ty.BTHK,
   k: jax.Array,  # [B, T, H, K] or [B, T, S, H, K]

@@ -7,6 +7,7 @@ from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.checks import check_floating, check_sequence, check_shape
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
+from lnssm_jax.ops.wkv4 import facts
 from lnssm_jax.ops.wkv4.chunked import associative, chunked
 from lnssm_jax.ops.wkv4.reference import reference
 from lnssm_jax.ops.wkv4.sharded import sharded
@@ -17,7 +18,13 @@ _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES)
 IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, reference=reference, associative=associative)
 
 
-@dispatch.op(init_state)
+@dispatch.op(
+  init_state,
+  log_decay=facts.log_decay,
+  query_key=None,
+  recurrence=facts.recurrence,
+  decodes=True,
+)
 def wkv4(
   k: ty.BTD,
   v: ty.BTD,
