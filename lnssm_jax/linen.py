@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import inspect
 import types
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -107,8 +108,9 @@ class Face(nn.Module):
     return module.init_state(batch_size)
 
 
+@functools.cache
 def face(module: type[nnx.Module]) -> type[Face]:
-  """Returns the Linen face of an NNX class `module(..., rngs)`.
+  """Returns the Linen face of an NNX class `module(..., rngs)`, always the same one.
 
   Its fields are the arguments of the constructor without `rngs`, by position where the constructor
   takes them by position. A mixer that `shard_time` accepts also has `sequence_axis`; its parameters
@@ -134,17 +136,31 @@ def _shards_time(module: type[nnx.Module]) -> bool:
   return issubclass(module, Mixer) and module.can_shard_time
 
 
-MIXERS: dict[str, type[Face]] = {name: face(mixer) for name, mixer in _NNX_MIXERS.items()}
+class _Faces(Mapping[str, type[Face]]):
+  """The faces of all mixers by name, also of those that are registered later."""
+
+  def __getitem__(self, name: str) -> type[Face]:
+    return face(_NNX_MIXERS[name])
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(_NNX_MIXERS)
+
+  def __len__(self) -> int:
+    return len(_NNX_MIXERS)
+
+
+MIXERS: Mapping[str, type[Face]] = _Faces()
 LanguageModel = face(_NNXLanguageModel)
 VisionModel = face(_NNXVisionModel)
 
-_BY_CLASS = {mixer.__name__: mixer for mixer in MIXERS.values()}
-__all__ = ["MIXERS", "Face", "LanguageModel", "VisionModel", "face", *sorted(_BY_CLASS)]
+__all__ = ["MIXERS", "Face", "LanguageModel", "VisionModel", "face"]
+__all__ += sorted(mixer.__name__ for mixer in _NNX_MIXERS.values())
 
 
 def __getattr__(name: str) -> type[Face]:
-  if name in _BY_CLASS:
-    return _BY_CLASS[name]
+  for mixer in _NNX_MIXERS.values():
+    if mixer.__name__ == name:
+      return face(mixer)
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -91,7 +91,7 @@ class VisionModel(Face):
 
 def face(module: type[nnx.Module]) -> type[Face]: ...
 
-MIXERS: dict[str, type[Face]]
+MIXERS: Mapping[str, type[Face]]
 
 class BaseConv(_MixerFace[mixers.BaseConvState]):
   dim: int

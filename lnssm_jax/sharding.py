@@ -13,6 +13,9 @@ The rules shard every matrix along the model's width over the mesh axis "fsdp": 
 shard of each layer, and gathers a layer when it runs. The other axis, heads or the channels of
 channel mixers, is sharded over "tensor": each device computes with its shard, and the products that
 reduce over it are summed. Vectors are replicated.
+
+`RULES` is by the names that all mixers share. A mixer states rules for others in its class
+(`Mixer.sharding`); a name then means the same in every mixer.
 """
 
 import functools
@@ -24,7 +27,9 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Layout = tuple[str | tuple[str, ...] | None, ...]
+from lnssm_jax.mixers import MIXERS
+from lnssm_jax.mixers.base import Layout
+
 Rules = Sequence[tuple[str, Layout]]
 
 _BOTH = ("tensor", "fsdp")
@@ -43,13 +48,9 @@ RULES: Rules = (
   (r"mixer/\w+_gates/down_proj/kernel", ("fsdp", None)),  # [D, any]
   (r"mixer/\w+_gates/\w+_proj/kernel", ("fsdp", "tensor")),  # [D, heads]
   (r"mixer/\w+_proj/kernel", ("fsdp", "tensor")),  # [D, heads]
-  (r"mixer/mix_up", (None, None, "fsdp")),  # [5, rank, D]
-  (r"mixer/\w+_gate/kernel", (None, "fsdp", None)),  # [H, D / H, D / H]
   (r"mixer/\w*conv/kernel", (None, "fsdp")),  # [W, D]
   (r"mixer/filter/layer\d+/kernel", (None, "fsdp")),  # [any, D]
   (r"mixer/a_log", ("fsdp", None)),  # [D, N]
-  (r"mixer/(e|s|decay)_weight", (None, "fsdp")),  # [N, D]
-  (r"mixer/(a_imag|c_real|c_imag)", ("fsdp", None)),  # [D, N]
   (r"channel_mixer/(mu_[a-z]|(up|gate|down)/bias)", (None,)),
   (r"\w*norm/(scale|bias)", (None,)),
   (r"mixer/(\w+_gates/)?((\w*conv|\w+_gate|\w+_proj)/bias|up_bias|log_rate)", (None,)),
@@ -72,19 +73,22 @@ WITHOUT_WEIGHT_DECAY = (
 def has_weight_decay(params, *, stacked: str = "blocks"):
   """Whether weight decay acts on each leaf of `params`: the same tree of bools.
 
-  It does on matrices, of rank 2 or more in their layer, but for those of `WITHOUT_WEIGHT_DECAY`;
-  not on vectors: biases, norms, decays, step sizes, skips.
+  It does on matrices, of rank 2 or more in their layer, but for those of `WITHOUT_WEIGHT_DECAY` and
+  of `Mixer.without_weight_decay`; not on vectors: biases, norms, decays, step sizes, skips.
 
   Args:
     params: a nested dictionary of arrays or of their shapes.
     stacked: the key below which all leaves have a leading axis of layers.
   """
 
+  own = [rf"mixer/({rule})" for mixer in MIXERS.values() for rule in mixer.without_weight_decay]
+  without = (*WITHOUT_WEIGHT_DECAY, *own)
+
   def decide(path, leaf):
     keys = [_key(entry) for entry in path]
     rank = len(leaf.shape) - (stacked in keys)
     name = "/".join(keys)
-    return rank >= 2 and not any(re.search(rf"(^|/)({r})$", name) for r in WITHOUT_WEIGHT_DECAY)
+    return rank >= 2 and not any(re.search(rf"(^|/)({r})$", name) for r in without)
 
   return jax.tree_util.tree_map_with_path(decide, params)
 
@@ -93,22 +97,27 @@ def param_specs(params, axes: Sequence[str] = ("fsdp",), rules: Rules = RULES):
   """A `PartitionSpec` for each leaf of `params`, a nested dictionary of arrays or of their shapes.
 
   A mesh axis that a rule names but `axes` does not hold is left out, so that one table serves every
-  mesh. Leaves of rank 0 or 1 without a rule are replicated.
+  mesh. Rules that mixers state come after the others. Leaves without a rule are replicated if they
+  have rank 0 or 1, without the axis of layers below "blocks".
 
   Raises:
     ValueError: a leaf of rank 2 or more has no rule (replicating it in silence could cost the
       memory that sharding was to save), or fewer axes than its rule; the message gives its path.
   """
 
+  own = [(rf"mixer/({rule})", x) for mixer in MIXERS.values() for rule, x in mixer.sharding]
+  rules = (*rules, *own)
+
   def spec(path, leaf):
-    name = "/".join(_key(entry) for entry in path)
-    rank = len(leaf.shape)
+    keys = [_key(entry) for entry in path]
+    name, rank = "/".join(keys), len(leaf.shape)
     layout = next((layout for rule, layout in rules if re.search(rf"(^|/)({rule})$", name)), None)
     if layout is None:
-      if rank >= 2:
+      if rank - ("blocks" in keys) >= 2:
         raise ValueError(
-          f"no sharding rule for parameter {name!r} of shape {leaf.shape}; add one to the rules: "
-          f"((r'{re.escape(name)}', ('fsdp', None)), *sharding.RULES)."
+          f"no sharding rule for parameter {name!r} of shape {leaf.shape}; state one in its mixer's"
+          f" class, Mixer.sharding, or add it to the rules: ((r'{re.escape(name)}', ('fsdp', "
+          "None)), *sharding.RULES)."
         )
       return PartitionSpec()
     if rank < len(layout):

@@ -66,7 +66,7 @@ class VisionModel(Face):
 
 def face(module: type[nnx.Module]) -> type[Face]: ...
 
-MIXERS: dict[str, type[Face]]
+MIXERS: Mapping[str, type[Face]]
 '''
 
 

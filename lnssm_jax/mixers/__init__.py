@@ -6,92 +6,91 @@
 
 The state is a value, passed in and returned; decoding is the same call with T = 1. Modules hold
 `nnx.Param`s only.
+
+An import below is all that registers a mixer: `MIXERS` has the classes that have a `name`.
 """
 
 from typing import Any
 
-from lnssm_jax.mixers.base import Mixer, shard_time
-from lnssm_jax.mixers.common.calls import single, step
-from lnssm_jax.mixers.common.complex_state import ComplexState
-from lnssm_jax.mixers.common.expansion import expand_partitions
-from lnssm_jax.mixers.common.routing import Aux
-from lnssm_jax.mixers.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
-from lnssm_jax.mixers.diagonal_state_spaces import DSS, S4D, S5
-from lnssm_jax.mixers.gated_linear_attention import GLA, RetNet, RetNetState
-from lnssm_jax.mixers.gateloop import GateLoop
-from lnssm_jax.mixers.gfw import GFW
-from lnssm_jax.mixers.griffin import RGLRU, RGLRUState
-from lnssm_jax.mixers.gsa import GSA, GSAState
-from lnssm_jax.mixers.hgrn import HGRN, HGRN2, LRN
-from lnssm_jax.mixers.hyena import BaseConv, BaseConvState, Hyena, HyenaState
-from lnssm_jax.mixers.kernel_attention import Based, LinearAttention, NormalizedAttention
-from lnssm_jax.mixers.lcsm import LCSM, LCSMState
-from lnssm_jax.mixers.lln import LLN, LLNState
-from lnssm_jax.mixers.lnssm import LNSSM, LNSSMState
-from lnssm_jax.mixers.longhorn import (
-  Longhorn,
-  LonghornExact,
-  LonghornExactState,
-  LonghornState,
-)
-from lnssm_jax.mixers.mamba import Mamba, Mamba2, Mamba2State, MambaState
-from lnssm_jax.mixers.metala import MetaLA, MetaLAState
-from lnssm_jax.mixers.mixture_of_memories import MoM, MoMState
-from lnssm_jax.mixers.positional_attention import LRPE, CosFormer, PositionalState
-from lnssm_jax.mixers.qlstm import QLSTM, QLSTMReversed, QLSTMState
-from lnssm_jax.mixers.rwkv import RWKV4, RWKV5, RWKV6, RWKV4State, RWKV5State
-from lnssm_jax.mixers.s4 import S4
-from lnssm_jax.mixers.s6 import S6, SSD
-from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention, SoftmaxAttention
-from lnssm_jax.mixers.sparse_state_expansion import SSE, SSEState
-from lnssm_jax.mixers.tnl import TNL, TNLState
-from lnssm_jax.mixers.tnn import TNN, TNNState
+from lnssm_jax.mixers.base import Mixer as Mixer
+from lnssm_jax.mixers.base import shard_time as shard_time
+from lnssm_jax.mixers.common.calls import single as single
+from lnssm_jax.mixers.common.calls import step as step
+from lnssm_jax.mixers.common.complex_state import ComplexState as ComplexState
+from lnssm_jax.mixers.common.expansion import expand_partitions as expand_partitions
+from lnssm_jax.mixers.common.routing import Aux as Aux
+from lnssm_jax.mixers.delta_net import DeltaNet as DeltaNet
+from lnssm_jax.mixers.delta_net import DeltaNetState as DeltaNetState
+from lnssm_jax.mixers.delta_net import GatedDeltaNet as GatedDeltaNet
+from lnssm_jax.mixers.diagonal_state_spaces import DSS as DSS
+from lnssm_jax.mixers.diagonal_state_spaces import S4D as S4D
+from lnssm_jax.mixers.diagonal_state_spaces import S5 as S5
+from lnssm_jax.mixers.gated_linear_attention import GLA as GLA
+from lnssm_jax.mixers.gated_linear_attention import RetNet as RetNet
+from lnssm_jax.mixers.gated_linear_attention import RetNetState as RetNetState
+from lnssm_jax.mixers.gateloop import GateLoop as GateLoop
+from lnssm_jax.mixers.gfw import GFW as GFW
+from lnssm_jax.mixers.griffin import RGLRU as RGLRU
+from lnssm_jax.mixers.griffin import RGLRUState as RGLRUState
+from lnssm_jax.mixers.gsa import GSA as GSA
+from lnssm_jax.mixers.gsa import GSAState as GSAState
+from lnssm_jax.mixers.hgrn import HGRN as HGRN
+from lnssm_jax.mixers.hgrn import HGRN2 as HGRN2
+from lnssm_jax.mixers.hgrn import LRN as LRN
+from lnssm_jax.mixers.hyena import BaseConv as BaseConv
+from lnssm_jax.mixers.hyena import BaseConvState as BaseConvState
+from lnssm_jax.mixers.hyena import Hyena as Hyena
+from lnssm_jax.mixers.hyena import HyenaState as HyenaState
+from lnssm_jax.mixers.kernel_attention import Based as Based
+from lnssm_jax.mixers.kernel_attention import LinearAttention as LinearAttention
+from lnssm_jax.mixers.kernel_attention import NormalizedAttention as NormalizedAttention
+from lnssm_jax.mixers.lcsm import LCSM as LCSM
+from lnssm_jax.mixers.lcsm import LCSMState as LCSMState
+from lnssm_jax.mixers.lln import LLN as LLN
+from lnssm_jax.mixers.lln import LLNState as LLNState
+from lnssm_jax.mixers.lnssm import LNSSM as LNSSM
+from lnssm_jax.mixers.lnssm import LNSSMState as LNSSMState
+from lnssm_jax.mixers.longhorn import Longhorn as Longhorn
+from lnssm_jax.mixers.longhorn import LonghornExact as LonghornExact
+from lnssm_jax.mixers.longhorn import LonghornExactState as LonghornExactState
+from lnssm_jax.mixers.longhorn import LonghornState as LonghornState
+from lnssm_jax.mixers.mamba import Mamba as Mamba
+from lnssm_jax.mixers.mamba import Mamba2 as Mamba2
+from lnssm_jax.mixers.mamba import Mamba2State as Mamba2State
+from lnssm_jax.mixers.mamba import MambaState as MambaState
+from lnssm_jax.mixers.metala import MetaLA as MetaLA
+from lnssm_jax.mixers.metala import MetaLAState as MetaLAState
+from lnssm_jax.mixers.mixture_of_memories import MoM as MoM
+from lnssm_jax.mixers.mixture_of_memories import MoMState as MoMState
+from lnssm_jax.mixers.positional_attention import LRPE as LRPE
+from lnssm_jax.mixers.positional_attention import CosFormer as CosFormer
+from lnssm_jax.mixers.positional_attention import PositionalState as PositionalState
+from lnssm_jax.mixers.qlstm import QLSTM as QLSTM
+from lnssm_jax.mixers.qlstm import QLSTMReversed as QLSTMReversed
+from lnssm_jax.mixers.qlstm import QLSTMState as QLSTMState
+from lnssm_jax.mixers.rwkv import RWKV4 as RWKV4
+from lnssm_jax.mixers.rwkv import RWKV5 as RWKV5
+from lnssm_jax.mixers.rwkv import RWKV6 as RWKV6
+from lnssm_jax.mixers.rwkv import RWKV4State as RWKV4State
+from lnssm_jax.mixers.rwkv import RWKV5State as RWKV5State
+from lnssm_jax.mixers.s4 import S4 as S4
+from lnssm_jax.mixers.s6 import S6 as S6
+from lnssm_jax.mixers.s6 import SSD as SSD
+from lnssm_jax.mixers.softmax_attention import SlidingWindowAttention as SlidingWindowAttention
+from lnssm_jax.mixers.softmax_attention import SoftmaxAttention as SoftmaxAttention
+from lnssm_jax.mixers.sparse_state_expansion import SSE as SSE
+from lnssm_jax.mixers.sparse_state_expansion import SSEState as SSEState
+from lnssm_jax.mixers.tnl import TNL as TNL
+from lnssm_jax.mixers.tnl import TNLState as TNLState
+from lnssm_jax.mixers.tnn import TNN as TNN
+from lnssm_jax.mixers.tnn import TNNState as TNNState
 
-MIXERS: dict[str, type[Any]] = {
-  "base_conv": BaseConv,
-  "based": Based,
-  "cosformer": CosFormer,
-  "delta_net": DeltaNet,
-  "dss": DSS,
-  "gated_delta_net": GatedDeltaNet,
-  "gateloop": GateLoop,
-  "gfw": GFW,
-  "gla": GLA,
-  "gsa": GSA,
-  "hgrn": HGRN,
-  "hgrn2": HGRN2,
-  "hyena": Hyena,
-  "lcsm": LCSM,
-  "linear_attention": LinearAttention,
-  "lln": LLN,
-  "lnssm": LNSSM,
-  "longhorn": Longhorn,
-  "longhorn_exact": LonghornExact,
-  "lrn": LRN,
-  "lrpe": LRPE,
-  "mamba": Mamba,
-  "mamba2": Mamba2,
-  "metala": MetaLA,
-  "mom": MoM,
-  "normalized_attention": NormalizedAttention,
-  "qlstm": QLSTM,
-  "qlstm_reversed": QLSTMReversed,
-  "retnet": RetNet,
-  "rg_lru": RGLRU,
-  "rwkv4": RWKV4,
-  "rwkv5": RWKV5,
-  "rwkv6": RWKV6,
-  "s4": S4,
-  "s4d": S4D,
-  "s5": S5,
-  "s6": S6,
-  "sliding_window_attention": SlidingWindowAttention,
-  "softmax_attention": SoftmaxAttention,
-  "ssd": SSD,
-  "sse": SSE,
-  "tnl": TNL,
-  "tnn": TNN,
-}
+_NAMED: list[type[Mixer[Any]]] = [
+  x
+  for x in globals().values()
+  if isinstance(x, type) and issubclass(x, Mixer) and "name" in vars(x)
+]
+MIXERS: dict[str, type[Any]] = {x.name: x for x in sorted(_NAMED, key=lambda x: x.name)}
 
 
 def register[M: type[Mixer[Any]]](name: str, mixer: M) -> M:
@@ -122,78 +121,6 @@ def register[M: type[Mixer[Any]]](name: str, mixer: M) -> M:
 
 
 __all__ = [
-  "DSS",
-  "GFW",
-  "GLA",
-  "GSA",
-  "HGRN",
-  "HGRN2",
-  "LCSM",
-  "LLN",
-  "LNSSM",
-  "LRN",
-  "LRPE",
   "MIXERS",
-  "QLSTM",
-  "RGLRU",
-  "RWKV4",
-  "RWKV5",
-  "RWKV6",
-  "S4",
-  "S4D",
-  "S5",
-  "S6",
-  "SSD",
-  "SSE",
-  "TNL",
-  "TNN",
-  "Aux",
-  "BaseConv",
-  "BaseConvState",
-  "Based",
-  "ComplexState",
-  "CosFormer",
-  "DeltaNet",
-  "DeltaNetState",
-  "GSAState",
-  "GateLoop",
-  "GatedDeltaNet",
-  "Hyena",
-  "HyenaState",
-  "LCSMState",
-  "LLNState",
-  "LNSSMState",
-  "LinearAttention",
-  "Longhorn",
-  "LonghornExact",
-  "LonghornExactState",
-  "LonghornState",
-  "Mamba",
-  "Mamba2",
-  "Mamba2State",
-  "MambaState",
-  "MetaLA",
-  "MetaLAState",
-  "Mixer",
-  "MoM",
-  "MoMState",
-  "NormalizedAttention",
-  "PositionalState",
-  "QLSTMReversed",
-  "QLSTMState",
-  "RGLRUState",
-  "RWKV4State",
-  "RWKV5State",
-  "RetNet",
-  "RetNetState",
-  "SSEState",
-  "SlidingWindowAttention",
-  "SoftmaxAttention",
-  "TNLState",
-  "TNNState",
-  "expand_partitions",
-  "register",
-  "shard_time",
-  "single",
-  "step",
+  *(key for key, x in globals().items() if getattr(x, "__module__", "").startswith(__name__)),
 ]

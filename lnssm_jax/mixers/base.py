@@ -18,6 +18,9 @@ from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.segments import segments_of
 from lnssm_jax.ops.core.symbolic import naming_length
 
+# Of the last axes of a parameter: the mesh axes over which each is sharded.
+Layout = tuple[str | tuple[str, ...] | None, ...]
+
 
 class Mixer[State](nnx.Module):
   """A layer [B, T, D] -> [B, T, D] that carries a state of fixed size along the sequence.
@@ -31,6 +34,7 @@ class Mixer[State](nnx.Module):
   holds `nnx.Param`s only: the state is a value, passed in and returned.
 
   Attributes:
+    name: of the class in `MIXERS`.
     dim: D, the width of input and output.
     sequence_axis: the mesh axis over which a surrounding `jax.shard_map` shards time, or None;
       `shard_time` sets it.
@@ -45,12 +49,16 @@ class Mixer[State](nnx.Module):
       `dropout_key`; an option of mixers that have such probabilities.
     tied: the name of a parameter of which the layers of a model make a table, or None; `tie` turns
       the table [L, ...] into the values that the layers use.
+    sharding: rules for parameters whose names `lnssm_jax.sharding.RULES` does not know, as those:
+      (a regular expression of the path below the mixer, the layout of the last axes).
+    without_weight_decay: regular expressions of such paths, of matrices that do not decay.
     no_recurrence: why the layer is no recurrence in the form of `lnssm_jax.frameworks`, where more
       can be said than its op says: it follows "its <op> "; or None.
     set_by_model: those of the constructor's arguments num_heads, layer and num_layers that a model
       passes on.
   """
 
+  name: ClassVar[str]
   dim: int
   sequence_axis: str | None = None
   attention_dropout: float = 0.0
@@ -59,6 +67,8 @@ class Mixer[State](nnx.Module):
   needs_length: ClassVar[bool] = False
   starts_as_model: ClassVar[bool] = False
   output_starts_smaller: ClassVar[bool] = True
+  sharding: ClassVar[tuple[tuple[str, Layout], ...]] = ()
+  without_weight_decay: ClassVar[tuple[str, ...]] = ()
   no_recurrence: ClassVar[str | None] = None
   set_by_model: ClassVar[tuple[str, ...]] = ()
 
@@ -153,6 +163,23 @@ class Mixer[State](nnx.Module):
   def init_state(self, batch_size: int) -> State:
     """Returns the state before the first token of `batch_size` sequences."""
     return self._init_state(check_positive("batch_size", batch_size))
+
+  def recurrence_flops(self, state: Any, length: int) -> float:
+    """FLOPs per token of the recurrence, without the products of kernels: 2 per multiply-add.
+
+    A class states them by a formula of `lnssm_jax.mixers.common.flops`, or by a method.
+
+    Args:
+      state: the shapes of `init_state(1)`.
+      length: of the sequence, on which only attention and long convolutions depend.
+
+    Raises:
+      NotImplementedError: the class does not state them.
+    """
+    raise NotImplementedError(
+      f"{type(self).__name__} does not state the FLOPs of its recurrence; set recurrence_flops in "
+      "its class, such as recurrence_flops = flops.linear_attention of lnssm_jax.mixers.common."
+    )
 
   def decay(
     self,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import (
   check_choice,
   check_head_widths,
@@ -163,6 +164,9 @@ class DeltaNet(_DeltaBlock):
   2^(-5/2), as those of GLA.
   """
 
+  name = "delta_net"
+  recurrence_flops = functools.partialmethod(flops.delta_rule, decays=0)
+
   def __init__(
     self,
     dim: int,
@@ -249,6 +253,9 @@ class GatedDeltaNet(_DeltaBlock):
   Source: Gated DeltaNet (Yang et al. 2025), section 3.4; initialization of the decay as in Mamba-2;
   all kernels start Xavier-uniform with gain 2^(-5/2), as those of GLA.
   """
+
+  name = "gated_delta_net"
+  recurrence_flops = functools.partialmethod(flops.delta_rule, decays=1)
 
   def __init__(
     self,

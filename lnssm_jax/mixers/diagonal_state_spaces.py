@@ -1,5 +1,6 @@
 """Linear time-invariant state spaces with a diagonal matrix: S4D, DSS, and with many inputs S5."""
 
+import functools
 import math
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import GELUS
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.mixers.common.complex_state import (
@@ -34,6 +36,9 @@ _EPSILON = 1e-7  # of DSS_softmax's reciprocal
 
 class _Diagonal(SingleInput):
   """The convolution with a sum of exponentials."""
+
+  recurrence_flops = functools.partialmethod(flops.complex_states, per_entry=11, skip=True)
+  sharding = ((r"a_imag|c_real|c_imag", ("fsdp", None)),)  # [D, N]
 
   def _filter(self, x, h, segment_ids):
     y, (h,) = long_convolution(
@@ -87,6 +92,8 @@ class S4D(_Diagonal):
   Source: S4D (Gu et al. 2022), sections 3 and 4 and its published code, with that code's last
   layer, which starts uniform within 1 / sqrt(D). gelu is exact.
   """
+
+  name = "s4d"
 
   def __init__(
     self,
@@ -151,6 +158,8 @@ class DSS(_Diagonal):
   the current sequence; here that part is negative, so that a state can be carried, and L is given.
   gelu is exact.
   """
+
+  name = "dss"
 
   def __init__(
     self,
@@ -217,6 +226,9 @@ class S5(Mixer[ComplexState]):
   code. There the real part of A is a parameter itself, and might become positive. W_g and b_g
   start uniform within 1 / sqrt(D).
   """
+
+  name = "s5"
+  recurrence_flops = functools.partialmethod(flops.complex_states, per_entry=8)
 
   def __init__(
     self,

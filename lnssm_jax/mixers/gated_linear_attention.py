@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer, SelectingMixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import log_gate
 from lnssm_jax.mixers.common.checks import (
   check_choice,
@@ -92,8 +93,10 @@ class GLA(SelectingMixer[LinearAttentionState | GLAState]):
   and b at zero, as in its published code.
   """
 
+  name = "gla"
   starts_as_model = True
   set_by_model = ("num_heads",)
+  recurrence_flops = flops.linear_attention
 
   def __init__(
     self,
@@ -234,8 +237,10 @@ class RetNet(Mixer[RetNetState]):
   decays: the norm removes such a factor, up to its eps.
   """
 
+  name = "retnet"
   starts_as_model = True
   set_by_model = ("num_heads",)
+  recurrence_flops = flops.linear_attention
 
   def __init__(
     self,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_heads
 from lnssm_jax.mixers.common.complex_state import ComplexState, empty_state
 from lnssm_jax.mixers.common.initializers import uniform_fan_in
@@ -52,9 +53,11 @@ class GateLoop(Mixer[ComplexState]):
   scale here. (The author's later code is another recurrence.)
   """
 
+  name = "gateloop"
   starts_as_model = True
   needs_length = True
   set_by_model = ("num_heads",)
+  recurrence_flops = functools.partialmethod(flops.complex_states, per_entry=10)
 
   def __init__(
     self,

@@ -5,6 +5,7 @@ import functools
 import jax.numpy as jnp
 from flax import nnx
 
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import log_gate
 from lnssm_jax.mixers.common.checks import check_normalizer
 from lnssm_jax.mixers.common.norms import LayerNorm
@@ -43,6 +44,9 @@ class GFW(QKVMixer[LinearAttentionState]):
   form here, the linear complexity sequence model (Qin et al. 2024), table 1, and its published
   code. W_a and W_c start as W_q does.
   """
+
+  name = "gfw"
+  recurrence_flops = functools.partialmethod(flops.linear_attention, decays=2)
 
   def __init__(
     self,

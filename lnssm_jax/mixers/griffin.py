@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_heads, check_positive
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
@@ -75,7 +76,10 @@ class RGLRU(Mixer[RGLRUState]):
   kernels normal with variance 1 / inputs (the convolution's 0.01 / W), biases zero.
   """
 
+  name = "rg_lru"
   set_by_model = ("num_heads",)
+  recurrence_flops = flops.diagonal
+  sharding = ((r"\w+_gate/kernel", (None, "fsdp", None)),)  # [H, D / H, D / H]
 
   def __init__(
     self,

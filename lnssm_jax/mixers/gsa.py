@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import SelectingMixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import log_gate
 from lnssm_jax.mixers.common.checks import (
   check_choice,
@@ -77,8 +78,10 @@ class GSA(SelectingMixer[GSAState]):
   whose kernels start Xavier-uniform with gain 2^(-5/2).
   """
 
+  name = "gsa"
   starts_as_model = True
   set_by_model = ("num_heads",)
+  recurrence_flops = flops.linear_attention
 
   def __init__(
     self,

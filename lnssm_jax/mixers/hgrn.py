@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_layer, check_positive
 from lnssm_jax.mixers.common.complex_state import (
   ComplexState,
@@ -105,8 +106,10 @@ class HGRN2(_BoundedMixer[LinearAttentionState]):
   projections and their biases start uniform within 1 / sqrt(D).
   """
 
+  name = "hgrn2"
   starts_as_model = True
   set_by_model = ("num_heads", "layer", "num_layers")
+  recurrence_flops = flops.linear_attention
 
   def __init__(
     self,
@@ -206,8 +209,10 @@ class HGRN(_BoundedMixer[ComplexState]):
   within 1 / sqrt(D), W_o within 1 / sqrt(2 D).
   """
 
+  name = "hgrn"
   starts_as_model = True
   set_by_model = ("layer", "num_layers")
+  recurrence_flops = functools.partialmethod(flops.complex_states, per_entry=8)
 
   def __init__(
     self,
@@ -278,7 +283,9 @@ class LRN(Mixer[DiagonalState]):
   projections and their biases start uniform within 1 / sqrt(D).
   """
 
+  name = "lrn"
   starts_as_model = True
+  recurrence_flops = flops.diagonal
 
   def __init__(
     self,

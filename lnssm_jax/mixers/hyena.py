@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.mixers.common.filters import FilterNetwork, lag_features
@@ -72,8 +73,10 @@ class Hyena(Mixer[HyenaState]):
   The published code has use_bias=True.
   """
 
+  name = "hyena"
   can_shard_time = False
   needs_length = True
+  recurrence_flops = flops.long_convolution
 
   def __init__(
     self,
@@ -185,8 +188,10 @@ class BaseConv(Mixer[BaseConvState]):
   convolutions start uniform within 1 / sqrt(inputs).
   """
 
+  name = "base_conv"
   can_shard_time = False
   needs_length = True
+  recurrence_flops = flops.long_convolution
 
   def __init__(
     self,

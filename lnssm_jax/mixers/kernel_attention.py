@@ -1,9 +1,12 @@
 """Attention by feature maps, without decay: linear attention, normalized attention, Based."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import feature_dtype
 from lnssm_jax.mixers.common.checks import check_choice
 from lnssm_jax.mixers.common.projections import Linear
@@ -56,6 +59,9 @@ class LinearAttention(QKVMixer[LinearAttentionState]):
   of the dynamical-systems framework (Sieber et al. 2024); without map and normalizer as in SSE
   (eqs. 4-5).
   """
+
+  name = "linear_attention"
+  recurrence_flops = functools.partialmethod(flops.linear_attention, decays=0)
 
   def __init__(
     self,
@@ -172,6 +178,9 @@ class NormalizedAttention(QKVMixer[LinearAttentionState]):
   Source: the dynamical-systems framework (Sieber et al. 2024), eq. 21, and its published code.
   """
 
+  name = "normalized_attention"
+  recurrence_flops = functools.partialmethod(flops.linear_attention, decays=0)
+
   def __init__(
     self,
     dim: int,
@@ -266,6 +275,9 @@ class Based(QKVMixer[LinearAttentionState]):
 
   Source: Based (Arora et al. 2024), section 4.1, and its published code.
   """
+
+  name = "based"
+  recurrence_flops = functools.partialmethod(flops.linear_attention, decays=0)
 
   def __init__(
     self,

@@ -10,6 +10,7 @@ from flax import nnx
 
 from lnssm_jax import ops
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import log_gate
 from lnssm_jax.mixers.common.checks import check_normalizer, check_positive
 from lnssm_jax.mixers.common.complex_state import empty_state, from_complex, to_complex
@@ -92,6 +93,9 @@ class LCSM(Mixer[LCSMState]):
   at 10000^(-2 i / D), a_log at log(1 .. k).
   """
 
+  name = "lcsm"
+  sharding = ((r"(e|s|decay)_weight", (None, "fsdp")),)  # [N, D]
+
   # None where the code has no such part.
   e_proj: Any
   e_weight: Any
@@ -156,6 +160,25 @@ class LCSM(Mixer[LCSMState]):
       self.rate_proj, self.dt_proj = linear(D, gate_rank), linear(gate_rank, D)
       a_log = jnp.log(jnp.arange(1, k + 1, dtype=jnp.float32))
       self.a_log = nnx.Param(jnp.broadcast_to(a_log, (D, k)).astype(param_dtype))
+
+  def recurrence_flops(self, state, length):
+    """FLOPs by the op of the code; state entries decay, are added to and read."""
+    op, axes = self.code.op, self.code.kind.axes
+    recurrent = state.recurrent
+    if op == "linear_attention":
+      decays = 2 if axes == "key value" else int(axes in ("key", "value"))
+      return flops.linear_attention(self, recurrent, length, decays=decays)
+    size = sum(x.size for x in jax.tree.leaves(recurrent))
+    constant = (self.e_weight is not None) + (self.s_weight is not None)
+    if op == "diagonal_scan":  # each constant matrix: a weighted sum of k numbers per channel
+      return 2 * size + 2 * self.state_dim * self.dim * (constant == 1) + size
+    if op == "delta_rule":
+      return 6 * size
+    if op == "selective_scan":
+      return 6 * size + 2 * self.dim
+    if op == "long_convolution":  # two numbers of a complex entry cost 11 together
+      return 4 * size if axes != "rotation" else 11 * size // 2
+    return (5 + (constant > 0)) * size
 
   def _init_state(self, B):
     D, k, op = self.dim, self.state_dim, self.code.op

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import feature_dtype
 from lnssm_jax.mixers.common.checks import check_choice
 from lnssm_jax.mixers.common.qkv import QKVMixer
@@ -90,6 +91,7 @@ class LLN(QKVMixer[LLNState]):
   Source: linear log-normal attention (Nahshan et al. 2023), sections 3-4, and its published code.
   """
 
+  name = "lln"
   can_shard_time = False
   needs_length = True
   no_recurrence = "is softmax within blocks of tokens, averaged with its linear attention"
@@ -113,6 +115,10 @@ class LLN(QKVMixer[LLNState]):
     super().__init__(dim, num_heads=num_heads, use_bias=use_bias, num_layers=num_layers, **options)
     half = lambda wanted: nnx.Param(jnp.full(dim, 0.5, param_dtype)) if wanted else None
     self.lln_gain, self.block_gain = half(mixture != "mean"), half(mixture == "free")
+
+  def recurrence_flops(self, state, length):
+    """FLOPs of the linear attention and of softmax in blocks."""
+    return flops.linear_attention(self, state, length) + flops.attention(self, state, length)
 
   def _init_state(self, B):
     H, K = self.num_heads, self.key_dim

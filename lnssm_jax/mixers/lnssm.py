@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_layer, check_norm_eps
 from lnssm_jax.mixers.common.initializers import channel_decay, orthogonal, shift_weight
 from lnssm_jax.mixers.common.norms import rms_norm_with_floor
@@ -96,7 +97,9 @@ class LNSSM(Mixer[LNSSMState]):
   code.
   """
 
+  name = "lnssm"
   set_by_model = ("num_heads", "layer", "num_layers")
+  recurrence_flops = flops.linear_attention
 
   def __init__(
     self,

@@ -1,11 +1,13 @@
 """Longhorn: a state-space model that solves an online regression, in the block of Mamba."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lnssm_jax import ops
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.mamba import SelectiveBlock
 from lnssm_jax.ops import ConvState, DeltaRuleState, delta_rule, longhorn_scan
 from lnssm_jax.ops.core.precision import wide
@@ -66,6 +68,9 @@ class Longhorn(_Longhorn[LonghornState]):
   code; the block and its initialization are Mamba's.
   """
 
+  name = "longhorn"
+  recurrence_flops = functools.partialmethod(flops.channel_states, per_entry=7)
+
   def _init_state(self, B):
     h = jnp.zeros((B, self.inner_dim, self.state_dim), jnp.float32)
     return LonghornState(self.conv.init_state(B), ops.LonghornState(h))
@@ -102,6 +107,9 @@ class LonghornExact(_Longhorn[LonghornExactState]):
 
   Source: Longhorn (Liu et al. 2024), theorem 3.1.
   """
+
+  name = "longhorn_exact"
+  recurrence_flops = functools.partialmethod(flops.delta_rule, decays=0)
 
   def _init_state(self, B):
     kv = jnp.zeros((B, 1, self.state_dim, self.inner_dim), jnp.float32)

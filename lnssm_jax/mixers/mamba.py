@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import silu_gate
 from lnssm_jax.mixers.common.checks import (
   check_choice,
@@ -170,6 +171,9 @@ class Mamba(SelectiveBlock[MambaState]):
   1 / sqrt(inputs).
   """
 
+  name = "mamba"
+  recurrence_flops = functools.partialmethod(flops.channel_states, per_entry=6)
+
   def _gate_projection(self, linear):
     self.dt_proj = linear(bias_init=step_size_bias)
     a_log = jnp.broadcast_to(
@@ -250,7 +254,9 @@ class Mamba2(Mixer[Mamba2State]):
   projections without a rule of their own start uniform within 1 / sqrt(inputs).
   """
 
+  name = "mamba2"
   set_by_model = ("num_layers",)
+  recurrence_flops = flops.linear_attention
 
   def __init__(
     self,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import SelectingMixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import log_gate, silu_gate
 from lnssm_jax.mixers.common.checks import check_head_widths, check_norm_eps, check_normalizer
 from lnssm_jax.mixers.common.initializers import xavier_uniform
@@ -61,8 +62,10 @@ class MetaLA(SelectingMixer[MetaLAState]):
   with gain 2^(-5/2), as those of GLA.
   """
 
+  name = "metala"
   starts_as_model = True
   set_by_model = ("num_heads",)
+  recurrence_flops = flops.linear_attention
 
   def __init__(
     self,

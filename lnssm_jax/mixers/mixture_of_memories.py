@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import SelectingMixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_positive
 from lnssm_jax.mixers.common.inner_recurrence import InnerRecurrence
 from lnssm_jax.mixers.common.norms import RMSNorm
@@ -90,8 +91,10 @@ class MoM(SelectingMixer[MoMState]):
   standard deviation 0.02, W_o divided by sqrt(2 num_layers).
   """
 
+  name = "mom"
   set_by_model = ("num_heads", "num_layers")
   can_shard_time = False
+  recurrence_flops = flops.routed
 
   def __init__(
     self,

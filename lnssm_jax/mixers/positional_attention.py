@@ -1,5 +1,6 @@
 """Linear attention whose scores depend on distance through cosines: cosFormer and LRPE."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.mixers.common.norms import LayerNorm
@@ -34,6 +36,7 @@ class _PositionalAttention(QKVMixer[PositionalState]):
   """The state, the positions that follow from it, and linear attention with cosine features."""
 
   _extra_columns = 0
+  recurrence_flops = functools.partialmethod(flops.linear_attention, decays=0)
 
   def _init_state(self, B):
     shape = (B, self.num_heads, 2 * self.key_dim, self.value_dim + self._extra_columns)
@@ -88,6 +91,7 @@ class CosFormer(_PositionalAttention):
   Source: cosFormer (Qin et al. 2022), section 3.2, and its published code.
   """
 
+  name = "cosformer"
   _extra_columns = 1
 
   def __init__(
@@ -147,6 +151,8 @@ class LRPE(_PositionalAttention):
   Sources: LRPE (Qin et al. 2023), section 3, its unitary real form; as a layer, with its norm, in
   the linear complexity sequence model (Qin et al. 2024), section 2.
   """
+
+  name = "lrpe"
 
   def __init__(
     self,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import exact_gelu
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.mixers.common.projections import Linear, split_linear
@@ -57,9 +58,11 @@ class QLSTM(Mixer[QLSTMState]):
   the paper's runs the model drew all kernels again: `LanguageModel(initialization="gpt2")`.
   """
 
+  name = "qlstm"
   starts_as_model = True
   # The published code divides the start of matrices called `out_proj`; this one is its `output`.
   output_starts_smaller = False
+  recurrence_flops = flops.diagonal
 
   def __init__(
     self,
@@ -135,6 +138,8 @@ class QLSTMReversed(QLSTM):
 
   Source: the DSF paper (Sieber et al. 2024), eq. 22, and its published code.
   """
+
+  name = "qlstm_reversed"
 
   def __init__(
     self,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import (
   check_choice,
   check_head_widths,
@@ -71,7 +72,9 @@ class RWKV4(Mixer[RWKV4State]):
   Source: RWKV (Peng et al. 2023), eqs. 11-18; initialization as in its published code.
   """
 
+  name = "rwkv4"
   set_by_model = ("layer", "num_layers")
+  recurrence_flops = flops.wkv4
 
   def __init__(
     self,
@@ -140,6 +143,7 @@ class _MatrixValued(Mixer[RWKV5State]):
   head_dim: int
   key_dim: int
   dtype: jnp.dtype
+  recurrence_flops = functools.partialmethod(flops.linear_attention, bonus=True)
 
   def _build(self, layer, num_layers, *, norm_eps, dtype, param_dtype, rngs):
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -197,6 +201,8 @@ class RWKV5(_MatrixValued):
 
   Source: Eagle (RWKV-5, Peng et al. 2024), eqs. 3-9; initialization as in its published code.
   """
+
+  name = "rwkv5"
 
   def __init__(
     self,
@@ -287,6 +293,9 @@ class RWKV6(_MatrixValued):
   Source: Finch (RWKV-6, Peng et al. 2024), eqs. 10-19; the order of streams, ranks and
   initialization as in its published code.
   """
+
+  name = "rwkv6"
+  sharding = ((r"mix_up", (None, None, "fsdp")),)  # [5, rank, D]
 
   def __init__(
     self,

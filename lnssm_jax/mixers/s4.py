@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.mixers.common.hippo import hippo_normal
 from lnssm_jax.mixers.common.single_input import SingleInput, conjugate_pairs, normal
@@ -52,10 +53,13 @@ class S4(SingleInput):
   for all channels, the last layer, which starts uniform within 1 / sqrt(D). gelu is exact.
   """
 
+  name = "s4"
   can_shard_time = False
   no_recurrence = (
     "has the taps of a recurrence whose matrix is not diagonal; those of S4D and DSS are"
   )
+  recurrence_flops = functools.partialmethod(flops.complex_states, per_entry=26, skip=True)
+  sharding = ((r"c_real|c_imag", ("fsdp", None)),)  # [D, N]
 
   def __init__(
     self,

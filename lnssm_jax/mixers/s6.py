@@ -1,10 +1,13 @@
 """S6 and SSD as the dynamical-systems framework compares them: recurrences without a block."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.mixers.common.initializers import step_size_bias, uniform_fan_in
 from lnssm_jax.mixers.common.projections import Linear
@@ -94,6 +97,9 @@ class S6(_Selective):
   code.
   """
 
+  name = "s6"
+  recurrence_flops = functools.partialmethod(flops.channel_states, per_entry=6)
+
   def __init__(
     self,
     dim: int,
@@ -146,6 +152,9 @@ class SSD(_Selective):
   Source: the dynamical-systems framework (Sieber et al. 2024), section 4, and its published code,
   whose W_dt, [D, 1], is not used.
   """
+
+  name = "ssd"
+  recurrence_flops = functools.partialmethod(flops.channel_states, per_entry=5, per_channel=4)
 
   def __init__(
     self,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
 from lnssm_jax.mixers.common.norms import RMSNorm, RMSNormFromZero
@@ -83,6 +84,9 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
   Sources: Vaswani et al. 2017, eq. 1; rotations, RoFormer (Su et al. 2021), eq. 15; grouped heads,
   Ainslie et al. 2023; windows, Longformer (Beltagy et al. 2020), section 3.1.
   """
+
+  name = "softmax_attention"
+  recurrence_flops = flops.attention
 
   def __init__(
     self,
@@ -223,6 +227,8 @@ class SlidingWindowAttention(SoftmaxAttention):
   Sources: Longformer (Beltagy et al. 2020), section 3.1; Griffin (De et al. 2024), section 2.3,
   with num_kv_heads=1 and rotary_width=K / 2.
   """
+
+  name = "sliding_window_attention"
 
   def __init__(
     self,

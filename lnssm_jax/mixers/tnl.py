@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import (
   check_choice,
   check_heads,
@@ -93,11 +94,13 @@ class TNL(Mixer[TNLState]):
   start uniform within 1 / sqrt(inputs), that framework's default.
   """
 
+  name = "tnl"
   starts_as_model = True
   set_by_model = ("num_heads", "layer", "num_layers")
   gate_down_proj: Any  # with g_proj, None; so are the next two
   gate_up_proj: Any
   norm: Any
+  recurrence_flops = flops.linear_attention
 
   def __init__(
     self,

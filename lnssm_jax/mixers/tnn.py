@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_choice, check_norm_eps, check_positive
 from lnssm_jax.mixers.common.complex_state import (
   ComplexState,
@@ -81,8 +82,10 @@ class TNN(Mixer[TNNState]):
   1 / sqrt(inputs). The kernel depends on lags only, never on the length of a sequence.
   """
 
+  name = "tnn"
   can_shard_time = False
   needs_length = True
+  recurrence_flops = flops.long_convolution
 
   def __init__(
     self,

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import pytest
 from tensorboardX.proto import event_pb2
 
+from lnssm_jax.mixers import LNSSM, Mixer
 from train import loop
 from train.cli.main import main
 from train.config import ConfigError
 from train.logging import loggers, profiles, run_summary, tracing
 from train.logging.console import Console
 from train.runs.run_folder import RunFolder
-from train.step import flops
 
 ROWS = [
   {"kind": "train", "step": 3, "loss": 2.5, "mfu": None, "skipped": 0},
@@ -281,11 +281,11 @@ def test_dry_run_reports_memory_and_flops(tiny, config_file, capsys):
 def test_dry_run_names_what_does_not_decay_and_unknown_flops(
   tiny, config_file, capsys, monkeypatch
 ):
-  monkeypatch.delitem(flops.RECURRENCES, "lnssm")  # as if it were a mixer of one's own
+  monkeypatch.setattr(LNSSM, "recurrence_flops", Mixer.recurrence_flops)  # as of one's own
   cfg = tiny(optimizer__weight_decay=0.1, model__mixer="lnssm")
   assert main(["fit", "--config", config_file(cfg), "--dry-run"]) == 0
   output = capsys.readouterr().out
-  assert "FLOPs       unknown: lnssm has no formula" in output
+  assert "FLOPs       unknown: the class of lnssm does not state recurrence_flops" in output
   (line,) = [x for x in output.splitlines() if x.startswith("decay")]
   assert line.startswith("decay       weight decay 0.1 of ")
   names = line.rpartition("not of ")[2].split(", ")

@@ -51,7 +51,9 @@ def describe(cfg: config.Train) -> None:
   tokens = cfg.global_batch * cfg.seq_len
   per_token = flops.model_flops_per_token(cfg.model, cfg.seq_len)
   if per_token is None:
-    console.say(f"FLOPs       unknown: {cfg.model.mixer} has no formula in train/step/flops.py")
+    pattern = [cfg.model.mixer] if isinstance(cfg.model.mixer, str) else cfg.model.mixer
+    without = ", ".join(dict.fromkeys(filter(flops.no_formula, pattern)))
+    console.say(f"FLOPs       unknown: the class of {without} does not state recurrence_flops")
     return
   model = flops.TRAINING_FACTOR * per_token * tokens
   console.say(

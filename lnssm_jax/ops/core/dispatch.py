@@ -123,7 +123,7 @@ _UNSTATED: Any = object()
 
 
 class Facts(NamedTuple):
-  """What others need to know of an op."""
+  """Facts that others need to know of an op."""
 
   log_decay: Callable[[dict[str, Any]], Any] | None
   query_key: tuple[str, str] | None

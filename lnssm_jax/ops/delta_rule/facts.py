@@ -1,4 +1,4 @@
-"""What `delta_rule` states of itself: its decay and its recurrence."""
+"""Facts that `delta_rule` states: its decay and its recurrence."""
 
 from typing import Any
 

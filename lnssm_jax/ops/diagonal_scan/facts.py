@@ -1,4 +1,4 @@
-"""What `diagonal_scan` states of itself: its decay and its recurrence."""
+"""Facts that `diagonal_scan` states: its decay and its recurrence."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What `elementwise_decay_scan` states of itself: its decay and its recurrence."""
+"""Facts that `elementwise_decay_scan` states: its decay and its recurrence."""
 
 from typing import Any
 

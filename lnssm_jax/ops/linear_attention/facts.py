@@ -1,4 +1,4 @@
-"""What `linear_attention` states of itself: its decay and its recurrence."""
+"""Facts that `linear_attention` states: its decay and its recurrence."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What `long_convolution` states of itself: its decay and its recurrence."""
+"""Facts that `long_convolution` states: its decay and its recurrence."""
 
 from typing import Any
 

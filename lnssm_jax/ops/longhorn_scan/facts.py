@@ -1,4 +1,4 @@
-"""What `longhorn_scan` states of itself: its decay and its recurrence."""
+"""Facts that `longhorn_scan` states: its decay and its recurrence."""
 
 from typing import Any
 

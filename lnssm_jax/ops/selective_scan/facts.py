@@ -1,4 +1,4 @@
-"""What `selective_scan` states of itself: its decay and its recurrence."""
+"""Facts that `selective_scan` states: its decay and its recurrence."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What `sparse_state_attention` states of itself: its decay and its recurrence."""
+"""Facts that `sparse_state_attention` states: its decay and its recurrence."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What `wkv4` states of itself: its decay and its recurrence."""
+"""Facts that `wkv4` states: its decay and its recurrence."""
 
 from typing import Any
 
