@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import logging
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,17 @@ def test_metadata_of_no_or_damaged_checkpoint_empty(tmp_path):
   (tmp_path / "5").mkdir()
   (tmp_path / "5" / "_CHECKPOINT_METADATA").write_text("{")
   assert store.newest_metadata(tmp_path) == {}
+
+
+def test_metadata_of_a_damaged_checkpoint_logs_nothing(trained, tmp_path, monkeypatch, caplog):
+  shutil.copytree(RunFolder(trained.run_dir).checkpoints / "6", tmp_path / "6")
+  manifest = tmp_path / "6" / "optimizer" / "manifest.ocdbt"
+  manifest.write_bytes(manifest.read_bytes()[:20])
+  monkeypatch.setattr(logging.getLogger("absl"), "filters", [])  # those of earlier tests
+  monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+  store._silence_orbax.cache_clear()
+  store.newest_metadata(tmp_path)
+  assert caplog.records == []
 
 
 def test_checkpoint_and_rows_of_another_run_rejected(trained, tmp_path):

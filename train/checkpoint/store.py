@@ -78,7 +78,7 @@ class Checkpoints:
     self._thread = ThreadPoolExecutor(1, "checkpoint")
     self._pending: Future[None] | None = None
     self._published: int | None = None  # step whose folder has its name, which a sync may not have
-    _report_errors_once()
+    _silence_orbax()
     self._clear()
 
   def __enter__(self) -> "Checkpoints":
@@ -214,6 +214,7 @@ def load(
     FileNotFoundError: there is no checkpoint, or none of `step`.
     CheckpointError: all are damaged, or it cannot be read.
   """
+  _silence_orbax()
   directory = Path(directory).absolute()
   say = lambda line: warn(f"warning: {line}")
   parts = list(abstract)
@@ -248,6 +249,7 @@ def newest_metadata(directory: str | Path) -> dict[str, Any]:
   For a first comparison; `load` and `Checkpoints.restore` return metadata that was verified.
   """
   step = newest_step(directory)
+  _silence_orbax()
   try:
     found = ocp.checkpointables_metadata(str(Path(directory).absolute() / str(step)))
     return dict(typing.cast(dict[str, Any], found.custom_metadata or {}))
@@ -365,11 +367,11 @@ def _leaves(tree: Any) -> dict[str, str]:
 
 
 @functools.cache
-def _report_errors_once() -> None:
-  """Keeps tracebacks of a failed save out of the log: Orbax also raises it, and we report that.
+def _silence_orbax() -> None:
+  """Keeps tracebacks of a failed save or read out of the log: Orbax also raises it, for us to report.
 
-  Its writes that end after the first has failed find its event loop closed, each with a traceback,
-  and without free descriptors there is no loop.
+  What it reads or writes when the first has failed finds its event loop closed, each with a
+  traceback, and without free descriptors there is no loop.
   """
   logging.getLogger("absl").addFilter(lambda record: not _is_of_orbax(record.pathname))
   warnings.filterwarnings("ignore", _UNAWAITED, RuntimeWarning)
