@@ -19,7 +19,8 @@ from train.sweeps import Run, plan, spec, tuning
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "experiments" / "sweeps").glob("*.py"))
-PAGE = (ROOT / "experiments" / "README.md").read_text()
+PAGE = (ROOT / "docs" / "sweeps.md").read_text()
+OF_PAPERS = (ROOT / "experiments" / "README.md").read_text()
 
 
 @pytest.fixture
@@ -229,7 +230,7 @@ def test_sweep_file_has_three_seeds_and_swept_rates_of_each_model(path, monkeypa
     assert name in (None, "learning_rate", *sweep.runs[0].labels)
   text, name = path.read_text(), f"experiments/sweeps/{path.name}"
   assert f"python -m train sweep {name}" in text and "Measured: " in text
-  assert f"`{name}`" in PAGE
+  assert f"`{name}`" in OF_PAPERS
 
 
 def test_sweeps_of_language_models_train_as_many_tokens_as_they_say(monkeypatch, tmp_path):
