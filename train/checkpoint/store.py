@@ -368,7 +368,7 @@ def _leaves(tree: Any) -> dict[str, str]:
 
 @functools.cache
 def _silence_orbax() -> None:
-  """Keeps tracebacks of a failed save or read out of the log: Orbax also raises it, for us to report.
+  """Keeps tracebacks of a failed save or read out of the log: Orbax also raises it.
 
   What it reads or writes when the first has failed finds its event loop closed, each with a
   traceback, and without free descriptors there is no loop.
