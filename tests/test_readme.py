@@ -61,8 +61,10 @@ def test_example_of_a_mixer_is_short():
   assert len(example.splitlines()) < 60
 
 
-def test_readme_is_short():
-  assert len(README.splitlines()) <= 120
+def test_readme_is_short_and_its_lines_wrap():
+  assert len(README.split()) <= 1700
+  text = re.sub(r"^```.*?^```$", "", README, flags=re.DOTALL | re.MULTILINE)
+  assert [x for x in text.splitlines() if len(x) > 105 and not x.startswith("|")] == []
 
 
 def test_contributing_fits_a_screen():
