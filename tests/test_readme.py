@@ -67,8 +67,8 @@ def test_readme_is_short_and_its_lines_wrap():
   assert [x for x in text.splitlines() if len(x) > 105 and not x.startswith("|")] == []
 
 
-def test_contributing_fits_a_screen():
-  assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 50
+def test_contributing_takes_five_minutes_to_read():
+  assert len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 1000
 
 
 # Each with names of its own, but in one process: to start jax takes as long as an example.
