@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.command import main
 from experiments.vision import loop
 from experiments.vision.settings import Augment, Data, Model, Vision
 from tests.devices import result_of
 from tests.experiments.vision.conftest import SIZE
-from train.cli import main as train
-from train.cli.main import main
+from train.cli.main import main as train
 from train.config import ConfigError, Optimizer, apply_overrides
 from train.runs.run_folder import RunFolder
 from train.step.optimizer import make_optimizer
@@ -266,9 +266,9 @@ def get_config():
   assert json.loads(capsys.readouterr().out) == [rows(tmp_path / "run")[-1]]
   assert main(["evaluate", "--run-dir", str(tmp_path / "run"), "--set", "model.dim=8"]) == 2
   assert "does not match the model" in capsys.readouterr().err
-  assert train.main(["generate", "--run-dir", str(tmp_path / "run")]) == 2
+  assert train(["generate", "--run-dir", str(tmp_path / "run")]) == 2
   assert (
     "is a run of another program: its settings are augment, epochs, w" in capsys.readouterr().err
   )
-  assert train.main(["fit", *options]) == 2
+  assert train(["fit", *options]) == 2
   assert "returned Vision, not a train.config.Train" in capsys.readouterr().err
