@@ -154,7 +154,7 @@ def sample(folder: Path) -> dict[str, Any]:
     found["stop_tokens"] = tuple(ends)
   if found.get("top_k") == 0:  # no limit, there
     del found["top_k"]
-  if values.get("do_sample") is False:
+  if values.get("do_sample") is not True:  # the default of transformers, whatever the temperature
     found["temperature"] = 0
   return found
 

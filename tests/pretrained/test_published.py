@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 import lnssm_jax
 from lnssm_jax.models import LanguageModel, count_parameters, layers, replace_mixers
 from lnssm_jax.models.settings import abstract_params, params_of
-from lnssm_jax.pretrained import ExportError, hugging_face, placing, safetensors
+from lnssm_jax.pretrained import ExportError, folders, hugging_face, placing, safetensors
 from lnssm_jax.pretrained.families import hybrids
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
 from tests.devices import result_of
@@ -361,3 +361,12 @@ def test_generation_settings_are_those_of_the_folder(tmp_path):
     "min_p": 0.5,
     "stop_tokens": (2, 5),
   }
+
+
+@pytest.mark.parametrize(
+  ("text", "temperature"),
+  [({"temperature": 0.7}, 0), ({"do_sample": True, "temperature": 0.7}, 0.7), ({}, 0)],
+)
+def test_generation_without_do_sample_is_greedy(text, temperature, tmp_path):
+  (tmp_path / "generation_config.json").write_text(json.dumps(text))
+  assert folders.sample(tmp_path) == {"temperature": temperature}

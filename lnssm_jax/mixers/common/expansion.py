@@ -23,6 +23,9 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+_MOST_PARTITIONS = 2**20
+
+
 def expand_partitions(
   params: Any,
   options: Mapping[str, Any],
@@ -88,6 +91,8 @@ def expand_partitions(
   check_selected("num_selected", k, "num_partitions", N)
   more, chosen = check_positive("num_partitions", num_partitions), num_selected
   chosen = k if chosen is None else check_positive("num_selected", chosen)
+  if more > _MOST_PARTITIONS:
+    raise ValueError(f"num_partitions={more:,} must be at most {_MOST_PARTITIONS:,}.")
   times = chosen // k
   if chosen % k or more < times * N:
     few = ", ".join(f"({m * N} or more, {m * k})" for m in (1, 2, 3))

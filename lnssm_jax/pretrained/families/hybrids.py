@@ -110,7 +110,7 @@ def _written(config: Config, *left_out: str) -> tuple[Config, list[str]]:
 
 def _bamba(config: Config) -> Config:
   indices, L = config.pop("attn_layer_indices", None), count_of_layers(config)
-  if not isinstance(indices, list):
+  if not isinstance(indices, list) or any(type(x) is not int or not 0 <= x < L for x in indices):
     raise ExportError(f"attn_layer_indices={indices!r:.80} must be a list, of layers below {L}.")
   types = [_FULL if layer in indices else _LINEAR for layer in range(L)]
   for name in ("layers_block_type", "layer_types"):
