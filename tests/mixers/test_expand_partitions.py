@@ -229,7 +229,7 @@ def test_expansion_without_a_rule_that_keeps_the_function_raises():
     expand({"num_partitions": 5}, num_partitions=8)
   with pytest.raises(ValueError, match="num_partitions=0"):
     expand(options, num_partitions=0)
-  with pytest.raises(ValueError, match="num_partitions=1,000,000,000,000 must be at most 1,048,576"):
+  with pytest.raises(ValueError, match="num_partitions=1,000,000,000,000 must be at most"):
     expand(options, num_partitions=10**12)
   with pytest.raises(ValueError, match="no router_proj of an SSE"):
     expand_partitions({"q_proj": {}}, options, num_partitions=8)

@@ -88,7 +88,7 @@ CONFIGS = [
   ("recurrent_gemma", {"block_types": [[]]}, "block_types=.* must be a list of recurrent, atten"),
   ("recurrent_gemma", {"intermediate_size": 25}, "intermediate_size=25 must be even"),
   ("recurrent_gemma", {"head_dim": 8}, "head_dim=8 is not implemented"),
-  ("bamba", {"attn_layer_indices": [99]}, "attn_layer_indices=.99. must be a list, of layers below"),
+  ("bamba", {"attn_layer_indices": [99]}, "attn_layer_indices=.99. must be a list"),
   ("bamba", {"attn_layer_indices": []}, "layer_types=.* must be full_attention and linear"),
   ("bamba", {"attn_layer_indices": [1]}, "the tensors are not those of config.json"),
   ("bamba", {"mamba_n_heads": 3}, "mamba_n_heads=3 mamba_d_head=4 is not mamba_expand hidden_size"),

@@ -298,7 +298,7 @@ class Campaign:
     elif self.harm is not None and self.harm_was_read:
       self.settle(out)
     self.compare()
-    # Damage that no start has seen is reported by the next one, also where nothing is left to train.
+    # Damage that no start has seen is reported by the next one, also if nothing is left to train.
     if complete and codes == [0] * len(codes) and self.harm is None:
       self.finish()
 
