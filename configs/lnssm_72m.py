@@ -9,8 +9,8 @@ TOKENIZER_JSON a tokenizer of at most 50,277 entries. `lnssm_72m.py:rwkv4`, `:rw
 have their own channel mixers, as in the paper's figure 1. An epoch is 555 steps of 18 sequences of
 1,024 tokens, a run 500 epochs, 5.1B tokens. The paper does not give heads and widths of the others:
 here they are those of their published code, and Mamba-2 without channel mixers has 12 layers.
-Measured: 1,145,000 tokens/s of the LNSSM on one H200, 8.9 s for 10.24M tokens (docs/performance.md).
-The whole run has not been trained.
+Measured: 1,145,000 tokens/s of the LNSSM on one H200, 8.9 s for 10.24M tokens; the whole run has
+not been trained (docs/performance.md).
 """
 
 from typing import Any
