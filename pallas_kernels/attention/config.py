@@ -1,11 +1,30 @@
-"""Tile sizes and stages of the attention kernels: per device, never keyed on a length."""
+"""Configurations of the attention kernels for Hopper. Never keyed on a length."""
 
 import dataclasses
+from typing import NamedTuple
+
+from pallas_kernels.core import tuning
 
 WIDTHS = (64, 128, 256)  # what heads of q and k, and those of v, are padded to
 ROWS = 64  # rows of a consumer warpgroup: those of one WGMMA
 CONSUMERS = 2  # warpgroups of a CTA that compute; one more copies
 TILE = CONSUMERS * ROWS  # queries of a CTA; in the kernel for keys, keys
+
+
+_BARRIERS = 1024  # bytes of SMEM, at most, for barriers
+_REDUCTIONS = 2048  # bytes of SMEM for sums that cross warps
+
+
+class Shape(NamedTuple):
+  """What a configuration is chosen for; padded."""
+
+  key_width: int
+  value_width: int
+
+  @property
+  def shape_class(self) -> str:
+    """The key of a device's table."""
+    return f"K{self.key_width}-V{self.value_width}-bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +53,7 @@ class LoopConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionConfig:
+class Config:
   """The three kernels: outputs, gradients of queries, gradients of keys and values.
 
   Attributes:
@@ -46,16 +65,34 @@ class AttentionConfig:
   key_gradient: LoopConfig
   separate_keys: bool = False
 
+  def smem(self, shape: Shape) -> dict[str, int]:
+    """Bytes of SMEM per CTA by kernel."""
+    K, V = shape
+    bf16, f32 = 2, 4
+    row = bf16 * (K + V)
+    loop = lambda config: config.num_stages * config.tile
+    needed = {
+      "forward": bf16 * TILE * K + (bf16 * TILE * V if K != V else 0) + loop(self.forward) * row,
+      "query_gradient": (TILE + loop(self.query_gradient)) * row,
+      "key_gradient": TILE * row + loop(self.key_gradient) * (row + 2 * f32),
+    }
+    return {name: size + _BARRIERS + _REDUCTIONS for name, size in needed.items()}
 
-def attention_config(key_width: int, value_width: int) -> AttentionConfig:
-  """The configuration for widths that are in `WIDTHS`."""
-  wide = max(key_width, value_width) > 128
-  return AttentionConfig(
+  def check(self, shape: Shape) -> None:
+    """Raises a ValueError where the configuration does not fit the shape or the device."""
+    tuning.check_smem("attention", self.smem(shape))
+
+
+def default(shape: Shape) -> Config:
+  """The configuration for widths that are in `WIDTHS`, on the current device."""
+  wide = max(shape) > 128
+  config = Config(
     forward=LoopConfig(tile=64, num_stages=2 if wide else 3),
     query_gradient=LoopConfig(tile=64, num_stages=1 if wide else 3),
     key_gradient=LoopConfig(tile=64, num_stages=1 if wide else 2),
     separate_keys=wide,
   )
+  return tuning.tuned("attention", shape.shape_class, config)
 
 
 def padded_width(width: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.config import AttentionConfig
+from pallas_kernels.attention.config import Config
 from pallas_kernels.core.wgmma import Backend
 
 LOG2_E = math.log2(math.e)
@@ -56,7 +56,7 @@ class Options(NamedTuple):
   """Static arguments."""
 
   logits: Logits
-  config: AttentionConfig
+  config: Config
   interpret: Any = None
 
   @property

@@ -1,14 +1,12 @@
-"""Tile sizes of the causal convolution's kernels.
+"""Configurations of the causal convolution's kernels.
 
 Nothing here depends on the length of the sequence but the number of splits.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax.numpy as jnp
-
-from pallas_kernels.core import device
+from pallas_kernels.core import device, tuning
 
 THREADS = 128  # per CTA
 MAX_WIDTH = 4  # taps of a convolution: each thread keeps them in registers
@@ -18,7 +16,7 @@ _MIN_SPLIT = 32  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-  """Tile sizes of one kernel."""
+  """How a kernel runs. It has no SMEM."""
 
   vector: int  # adjacent channels per thread
   group: int  # tokens that are loaded together
@@ -38,40 +36,67 @@ class KernelConfig:
     return THREADS * self.vector
 
 
-class _Configs(NamedTuple):
-  """Of one kernel. Measured on an H200."""
+class Shape(NamedTuple):
+  """What a configuration is chosen for; bytes are those of a number."""
 
-  one: dict[int, KernelConfig]  # by the bytes of a number
-  several: KernelConfig  # convolutions of one input: more numbers per channel in registers
-  with_offsets: dict[int, KernelConfig]  # likewise, by the bytes of an offset
+  channels: int  # a multiple of 128
+  bytes_x: int
+  convolutions: int  # of one input
+  bytes_offset: int  # 0: there are none
 
-  def of(
-    self, channels: int, dtype: Any, convolutions: int = 1, offsets: Any = None
-  ) -> KernelConfig:
-    """For a multiple of 128 channels; `offsets` is their dtype, or None."""
-    if offsets is not None:
-      best = self.with_offsets[jnp.dtype(offsets).itemsize]
-    else:
-      best = self.one[jnp.dtype(dtype).itemsize] if convolutions == 1 else self.several
-    vector = best.vector  # as many CTAs of fewer channels, so that they divide all channels
-    while channels % (THREADS * vector):
-      vector //= 2
-    ctas_per_sm = best.ctas_per_sm * best.vector // vector
-    return dataclasses.replace(best, vector=vector, ctas_per_sm=ctas_per_sm)
+  @property
+  def shape_class(self) -> str:
+    """The key of a device's table."""
+    offsets = f"-offsets{8 * self.bytes_offset}bit" if self.bytes_offset else ""
+    return f"{8 * self.bytes_x}bit-S{self.convolutions}{offsets}"
 
 
-# With offsets a group of five convolutions has 6 numbers per token and channel forward and 11
-# backward, twice, in registers.
-forward_config = _Configs(
-  one={2: KernelConfig(2, 4, 8), 4: KernelConfig(2, 4, 8)},
-  several=KernelConfig(2, 4, 8),
-  with_offsets={2: KernelConfig(2, 4, 4), 4: KernelConfig(2, 2, 4)},
-).of
-backward_config = _Configs(
-  one={2: KernelConfig(4, 8, 2), 4: KernelConfig(2, 8, 4)},
-  several=KernelConfig(2, 4, 4),
-  with_offsets={2: KernelConfig(2, 4, 2), 4: KernelConfig(2, 2, 2)},
-).of
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Both kernels."""
+
+  forward: KernelConfig
+  backward: KernelConfig
+
+  def smem(self, shape: Shape) -> dict[str, int]:
+    """Bytes of SMEM per CTA by kernel."""
+    del shape
+    return {"forward": 0, "backward": 0}
+
+  def check(self, shape: Shape) -> None:
+    """Raises a ValueError where the configuration does not fit the shape."""
+    for name in ("forward", "backward"):
+      config = getattr(self, name)
+      if shape.channels % config.channels:
+        raise ValueError(
+          f"causal_conv1d: {name}.vector={config.vector} is {config.channels} channels per CTA, "
+          f"which must divide D={shape.channels}."
+        )
+
+
+def default(shape: Shape) -> Config:
+  """The configuration for a shape on the current device. Measured on an H200."""
+  if shape.bytes_offset:
+    # A group of five convolutions has 6 numbers per token and channel forward and 11 backward,
+    # twice, in registers.
+    group = 4 if shape.bytes_offset == 2 else 2
+    forward, backward = KernelConfig(2, group, 4), KernelConfig(2, group, 2)
+  elif shape.convolutions > 1:
+    forward, backward = KernelConfig(2, 4, 8), KernelConfig(2, 4, 4)
+  else:
+    forward = KernelConfig(2, 4, 8)
+    backward = KernelConfig(4, 8, 2) if shape.bytes_x == 2 else KernelConfig(2, 8, 4)
+  config = tuning.tuned("causal_conv1d", shape.shape_class, Config(forward, backward))
+  return Config(_dividing(config.forward, shape), _dividing(config.backward, shape))
+
+
+def _dividing(config, shape):
+  """The same with as many CTAs of fewer channels, so that they divide all channels."""
+  vector = config.vector
+  while shape.channels % (THREADS * vector):
+    vector //= 2
+  ctas_per_sm = config.ctas_per_sm * config.vector // vector
+  return dataclasses.replace(config, vector=vector, ctas_per_sm=ctas_per_sm)
 
 
 def split_length(config: KernelConfig, batch: int, channels: int, length: int) -> int:

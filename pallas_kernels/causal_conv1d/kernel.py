@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.causal_conv1d import config as tuning
-from pallas_kernels.causal_conv1d.config import KernelConfig
+from pallas_kernels.causal_conv1d.config import Config, KernelConfig
 from pallas_kernels.core import boundaries
 from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.sigmoid import sigmoid
@@ -44,8 +44,7 @@ class Static(NamedTuple):
 
   silu: bool  # whether y = z sigmoid(z)
   dtype: jnp.dtype  # of y
-  forward: KernelConfig
-  backward: KernelConfig
+  config: Config
   interpret: Any = None
 
 
@@ -66,7 +65,7 @@ def causal_conv1d(static: Static, inputs: Inputs, first: jax.Array | None) -> tu
   Args:
     first: [B, T], set at the first tokens of documents, across which nothing is read; or None.
   """
-  return forward_kernel(inputs, first, static, _split_length(static.forward, inputs))
+  return forward_kernel(inputs, first, static, _split_length(static.config.forward, inputs))
 
 
 def _split_length(config: KernelConfig, inputs: Inputs) -> int:
@@ -80,7 +79,7 @@ def _forward_rule(static, inputs, first):
 
 def _backward_rule(static, residuals, d_out):
   inputs, first = residuals
-  split_length = _split_length(static.backward, inputs)
+  split_length = _split_length(static.config.backward, inputs)
   results = backward_kernel(inputs, d_out, first, static, split_length)
   d_bias = None if results.bias is None else results.bias.sum((0, 1))
   d_kernel = results.kernel.sum((0, 1))
@@ -206,7 +205,7 @@ def forward_kernel(
 ) -> tuple[jax.Array, ...]:
   """y [B, T, D] of each convolution."""
   (B, T, D), (S, W, _) = inputs.x.shape, inputs.kernel.shape
-  config = static.forward
+  config = static.config.forward
 
   def body(ins, outs):
     cta = _Cta(config, split_length, T, W, ins.words)
@@ -277,7 +276,7 @@ def backward_kernel(
 ) -> BackwardResults:
   """Gradients of `inputs`, from the cotangents d_out [B, T, D] of each y."""
   (B, T, D), (S, W, _) = inputs.x.shape, inputs.kernel.shape
-  config = static.backward
+  config = static.config.backward
   P = -(-T // split_length)
   has_bias, has_initial = inputs.bias is not None, inputs.initial is not None
   offsets = inputs.offsets

@@ -1,8 +1,9 @@
-"""Tile sizes of the scans with N states per channel. Never keyed on the length of the sequence."""
+"""Configurations of the scans with N states per channel. Never keyed on a length."""
 
 import dataclasses
+from typing import NamedTuple
 
-from pallas_kernels.core import device
+from pallas_kernels.core import device, tuning
 
 STATE_WIDTHS = (8, 16)  # states per channel that a kernel works on; more are cut into groups
 CHANNELS = 128  # the number of channels is padded to a multiple
@@ -12,11 +13,12 @@ VECTOR = 4  # states of a channel that are adjacent in a thread
 _MIN_SPLIT = 128  # tokens
 _MIN_CHANNELS = 64  # fewer are padded more than twofold
 _BACKWARD_CTAS_PER_SM = 2
+_BARRIERS = 1024  # bytes of SMEM, at most, for barriers
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-  """Tile sizes of a kernel over many tokens."""
+  """How a kernel over many tokens runs."""
 
   lanes: int  # threads that share the states of a channel
   num_tiles: int  # tiles of THREADS / lanes channels per CTA
@@ -28,11 +30,21 @@ class KernelConfig:
   def __post_init__(self):
     if self.lanes not in (1, 2, 4):
       raise ValueError(f"lanes={self.lanes} must be 1, 2 or 4: threads of a warp share a channel.")
-    if CHUNK % self.chunk:
-      raise ValueError(f"chunk={self.chunk} must divide {CHUNK}, the padding of the tokens.")
+    if self.chunk != CHUNK:
+      raise ValueError(f"chunk={self.chunk} must be {CHUNK}, the padding of the tokens.")
     for name in ("unroll", "tokens_per_sum"):
       if self.chunk % getattr(self, name):
         raise ValueError(f"{name}={getattr(self, name)} must divide chunk={self.chunk}.")
+
+  @property
+  def rows(self) -> int:
+    """Channels of a tile."""
+    return THREADS // self.lanes
+
+  @property
+  def channels(self) -> int:
+    """Channels per CTA."""
+    return self.rows * self.num_tiles
 
 
 def state_width(N: int) -> int:
@@ -52,19 +64,82 @@ def num_splits(B: int, T: int, D: int, min_splits: int) -> int:
   return number if number >= min_splits else 1
 
 
-def forward_config(name: str, D: int) -> KernelConfig:
-  """One thread per channel, or per two channels in place of two CTAs.
+class Shape(NamedTuple):
+  """What a configuration is chosen for; padded."""
 
-  Exponentials bound the selective scan, loads of keys from SMEM the Longhorn scan: there two
-  channels share them. Measured on an H200.
+  scan: str  # the recurrence's name
+  channels: int
+  states: int
+  num_sums: int  # sums over channels per token and state in the backward pass
+  bytes_x: int  # of a number
+  bytes_rate: int
+
+  @property
+  def shape_class(self) -> str:
+    """The key of a device's table."""
+    dtypes = f"{8 * self.bytes_x}bit-rates{8 * self.bytes_rate}bit"
+    pairs = "-pairs" if self.channels % (2 * CHANNELS) == 0 else ""
+    return f"{self.scan}-N{self.states}-{dtypes}{pairs}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Both kernels."""
+
+  forward: KernelConfig
+  backward: KernelConfig
+
+  def smem(self, shape: Shape) -> dict[str, int]:
+    """Bytes of SMEM per CTA by kernel, for the variant of each that needs most."""
+    N, wide = shape.states, shape.bytes_rate > shape.bytes_x
+    f32 = 4
+    needed = {}
+    for name, config in (("forward", self.forward), ("backward", self.backward)):
+      C, width = config.chunk, config.channels
+      own = C * width * (shape.bytes_x + shape.bytes_rate)
+      # Keys, in the Longhorn scan also sums of other squares; flags and norms.
+      shared = f32 * C * ((3 if shape.scan == "longhorn_scan" else 2) * N + 2)
+      if name == "forward":
+        needed[name] = config.stages * (own + shared) + 2 * C * width * shape.bytes_x
+        continue
+      entering = 0 if wide else width * N * shape.bytes_x
+      stage = own + C * width * shape.bytes_x + shared + entering
+      states = (C - 2) * width * N * shape.bytes_x
+      sums = f32 * config.tokens_per_sum * shape.num_sums * config.rows * N
+      results = C * width * (shape.bytes_x + (0 if wide else shape.bytes_rate))
+      needed[name] = config.stages * stage + states + sums + results
+    return {name: size + _BARRIERS for name, size in needed.items()}
+
+  def check(self, shape: Shape) -> None:
+    """Raises a ValueError where the configuration does not fit the shape or the device."""
+    for name in ("forward", "backward"):
+      config = getattr(self, name)
+      if shape.channels % config.channels:
+        raise ValueError(
+          f"{shape.scan}: {name}: lanes={config.lanes} and num_tiles={config.num_tiles} are "
+          f"{config.channels} channels per CTA, which must divide D={shape.channels}."
+        )
+      if shape.states % (VECTOR * config.lanes):
+        raise ValueError(
+          f"{shape.scan}: {name}.lanes={config.lanes} threads of {VECTOR} states each must divide "
+          f"N={shape.states}."
+        )
+    tuning.check_smem(shape.scan, self.smem(shape))
+
+
+def default(shape: Shape) -> Config:
+  """The configuration for a shape on the current device.
+
+  Forward, one thread per channel, or per two channels in place of two CTAs. Exponentials bound the
+  selective scan, loads of keys from SMEM the Longhorn scan: there two channels share them. Measured
+  on an H200. Backward, `VECTOR` adjacent states per thread.
   """
-  pair = name == "longhorn_scan" and D % (2 * CHANNELS) == 0
-  return KernelConfig(lanes=1, num_tiles=2 if pair else 1)
-
-
-def backward_config(N: int, num_sums: int) -> KernelConfig:
-  """`VECTOR` adjacent states per thread; `num_sums`: sums over channels per token and state."""
-  lanes = N // VECTOR
+  pair = shape.scan == "longhorn_scan" and shape.channels % (2 * CHANNELS) == 0
+  lanes = shape.states // VECTOR
   # As many tokens at once as SMEM has room for.
-  tokens_per_sum = 2 if num_sums <= 2 else 1
-  return KernelConfig(lanes=lanes, num_tiles=lanes, tokens_per_sum=tokens_per_sum)
+  tokens_per_sum = 2 if shape.num_sums <= 2 else 1
+  config = Config(
+    forward=KernelConfig(lanes=1, num_tiles=2 if pair else 1),
+    backward=KernelConfig(lanes=lanes, num_tiles=lanes, tokens_per_sum=tokens_per_sum),
+  )
+  return tuning.tuned("channel_states", shape.shape_class, config)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import MADE_BY_KERNELS
-from pallas_kernels.channel_states import config as tuning
+from pallas_kernels.channel_states.config import Config
 from pallas_kernels.channel_states.recurrence import Inputs, Recurrence
 from pallas_kernels.channel_states.sm90.backward import backward_kernel
 from pallas_kernels.channel_states.sm90.forward import forward_kernel
@@ -25,6 +25,7 @@ class Static(NamedTuple):
 
   recurrence: Recurrence
   out_dtype: Any
+  config: Config
   interpret: Any = None
   logits_dtype: Any = None  # of `Inputs.rate_logits`; None without them
 
@@ -81,7 +82,7 @@ def _forward(static, inputs, first, chunk_state_dtype):
   return device.choose(_KERNELS).forward(
     recurrence,
     KernelInputs(Streams.of(inputs, first), inputs.skip, inputs.a, inputs.initial),
-    config=tuning.forward_config(recurrence.name, inputs.x.shape[2]),
+    config=static.config.forward,
     out_dtype=static.out_dtype,
     chunk_state_dtype=chunk_state_dtype,
     has_boundaries=first is not None,
@@ -104,9 +105,13 @@ def _backward_rule(static, residuals, cotangents):
   results = device.choose(_KERNELS).backward(
     recurrence,
     Streams.of(prepared, first),
-    *(prepared.skip, prepared.a, chunk_states, d_out.astype(inputs.x.dtype), d_last),
+    prepared.skip,
+    prepared.a,
+    chunk_states,
+    d_out.astype(inputs.x.dtype),
+    d_last,
     logits_dtype=static.logits_dtype,
-    config=tuning.backward_config(chunk_states.shape[3], recurrence.num_sums),
+    config=static.config.backward,
     has_boundaries=first is not None,
     backend=Backend(static.interpret),
   )

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.core.index import ChunkIndex
-from pallas_kernels.core.wgmma import CHUNK, broadcast_rows, equal_mask, load_row_vector
+from pallas_kernels.core.wgmma import broadcast_rows, equal_mask, load_row_vector
 
 
 class DocumentBoundaries(NamedTuple):
@@ -36,11 +36,11 @@ class DocumentBoundaries(NamedTuple):
   reach: Any  # [2, B, T] float32, 1 or 0: sees the entering state; reaches the leaving one; or None
 
   @classmethod
-  def of(cls, segment_ids: jax.Array | None) -> "DocumentBoundaries":
-    """Computes `reach` of padded segment ids [B, T], or None."""
+  def of(cls, segment_ids: jax.Array | None, chunk: int) -> "DocumentBoundaries":
+    """Computes `reach` of padded segment ids [B, T], or None, in chunks of so many tokens."""
     if segment_ids is None:
       return cls(None, None)
-    chunks = segment_ids.reshape(segment_ids.shape[0], -1, CHUNK)
+    chunks = segment_ids.reshape(segment_ids.shape[0], -1, chunk)
     leaving = chunks[:, :, -1:]
     entering = jnp.concatenate([jnp.zeros_like(leaving[:, :1]), leaving[:, :-1]], axis=1)
     reach = jnp.stack([chunks == entering, chunks == leaving])
@@ -58,16 +58,16 @@ class DocumentBoundaries(NamedTuple):
 
   # Outside kernels.
 
-  def chunks_keep_state(self) -> jax.Array:
+  def chunks_keep_state(self, chunk: int) -> jax.Array:
     """[B, N] float32: 1 where a state passes the chunk, which is then within one document."""
-    by_chunk = self.reach.reshape(*self.reach.shape[:2], -1, CHUNK)
+    by_chunk = self.reach.reshape(*self.reach.shape[:2], -1, chunk)
     return by_chunk[0, :, :, -1]  # the last token sees the entering state
 
-  def reset(self, decay: jax.Array) -> jax.Array:
+  def reset(self, decay: jax.Array, chunk: int) -> jax.Array:
     """The decay [B|1, H, N|1, K] of each chunk, 0 where no state passes the chunk."""
     if self.reach is None:
       return decay
-    return decay * self.chunks_keep_state()[:, None, :, None]
+    return decay * self.chunks_keep_state(chunk)[:, None, :, None]
 
   # Inside kernels.
 
@@ -98,14 +98,14 @@ class DocumentBoundaries(NamedTuple):
     """The chunk's `decay` [K], 0 if no state passes the chunk: if its last token sees none."""
     if self.reach is None:
       return decay
-    return decay * self.reach[0, at.batch, at.chunk * CHUNK + CHUNK - 1]
+    return decay * self.reach[0, at.batch, at.chunk * at.size + at.size - 1]
 
   def starts_with(self, at: ChunkIndex) -> tuple[jax.Array, jax.Array] | None:
     """Whether tokens [C], and the last token, are in the document of the chunk's first token."""
     if self.segment_ids is None:
       return None
     ids = self.segment_ids.at[at.batch, at.tokens]
-    return load_row_vector(ids) == ids[0], ids[CHUNK - 1] == ids[0]
+    return load_row_vector(ids) == ids[0], ids[at.size - 1] == ids[0]
 
 
 def select_rows(rows: jax.Array | None, value: jax.Array, zero: Any = 0.0) -> jax.Array:

@@ -33,6 +33,8 @@ GRID_NAMES = ("channels", "row")
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 _ROW_LAYOUT = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
 _RESERVED = 27 * 1024  # bytes of SMEM for barriers and flags
+_FLAGS = 4 * FLAG_BLOCK + 16  # bytes of a stage: flags of first tokens, barriers
+_REDUCTIONS = 2048  # bytes of SMEM for sums that cross warps
 _MAX_STAGES = 8
 _MIN_SPLIT = 256  # tokens
 
@@ -56,6 +58,13 @@ def fitting_stages(chunk: int, *, bytes_in: float, bytes_out: float) -> int:
   row = chunk * CHANNELS
   room = device.current().smem - _RESERVED
   return min(int((room - 2 * bytes_out * row) // (bytes_in * row)), _MAX_STAGES)
+
+
+def pipeline_smem(config: PipelineConfig, bytes_in: float, bytes_out: float) -> int:
+  """Bytes of SMEM of a CTA, for so many bytes per token and channel of streams and results."""
+  row = config.chunk * CHANNELS
+  streams = int(row * (config.stages * bytes_in + 2 * bytes_out))
+  return streams + config.stages * _FLAGS + _REDUCTIONS
 
 
 class Coordinates(NamedTuple):

@@ -15,7 +15,6 @@ from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.index import ChunkIndex
 from pallas_kernels.core.pipeline import Pipeline, PipelineBarriers
 from pallas_kernels.core.wgmma import (
-  CHUNK,
   COMPILER_PARAMS,
   TILE_WIDTH,
   Backend,
@@ -99,23 +98,33 @@ def sum_of_groups(x: jax.Array, like: jax.Array) -> jax.Array:
   return x.reshape(B, T, G, -1, X).astype(jnp.float32).sum(3).astype(like.dtype)
 
 
-def token_tile(x, heads: int | None = None, parts: int = 1) -> TileSpec:
-  """A chunk's tokens, all columns. x: [B, T, H, X]; of `heads` in all, groups share one of x."""
-  heads = heads or x.shape[2]
-  index = lambda at: (at.batch, at.tokens, shared_head(at.head, heads, x))
-  return TileSpec(x, (CHUNK, x.shape[3] // parts), index, parts=parts)
+class Tiles(NamedTuple):
+  """Parts of arrays [B, T, H, X] for chunks of so many tokens and a grid of so many heads.
 
+  An array may have fewer heads, of which groups share one.
+  """
 
-def token_block_tile(x, heads: int | None = None) -> TileSpec:
-  """A chunk's tokens, a block of 64 columns. x and `heads` as in `token_tile`."""
-  heads = heads or x.shape[2]
-  index = lambda at: (at.batch, at.tokens, shared_head(at.head, heads, x), at.channels)
-  return TileSpec(x, (CHUNK, TILE_WIDTH), index, True)
+  chunk: int
+  heads: int
 
+  def tokens(self, x, parts: int = 1) -> TileSpec:
+    """A chunk's tokens, all columns. x: [B, T, H, X]."""
+    index = lambda at: (at.batch, at.tokens, shared_head(at.head, self.heads, x))
+    return TileSpec(x, (self.chunk, x.shape[3] // parts), index, parts=parts)
 
-def score_tile(x) -> TileSpec:
-  """A chunk's scores. x: [B, H, T, C]."""
-  return TileSpec(x, (CHUNK, CHUNK), lambda at: (at.batch, at.head, at.tokens))
+  def token_block(self, x) -> TileSpec:
+    """A chunk's tokens, a block of 64 columns. x: [B, T, H, X]."""
+    index = lambda at: (at.batch, at.tokens, shared_head(at.head, self.heads, x), at.channels)
+    return TileSpec(x, (self.chunk, TILE_WIDTH), index, True)
+
+  def scores(self, x) -> TileSpec:
+    """A chunk's scores. x: [B, H, T, C]."""
+    return TileSpec(x, (self.chunk, self.chunk), lambda at: (at.batch, at.head, at.tokens))
+
+  def vector(self, B: int, T: int) -> TileSpec:
+    """One float32 number per token, of [B, H, T]."""
+    index = lambda at: (at.batch, at.head, at.tokens)
+    return TileSpec(_float32(B, self.heads, T), (self.chunk,), index)
 
 
 def state_tile(x) -> TileSpec:
@@ -133,11 +142,6 @@ def state_value_block_tile(x) -> TileSpec:
   """A block of 64 value columns of a chunk's state. x: [B, H, N, K, V]."""
   index = lambda at: (at.batch, at.head, at.chunk, slice(None), at.channels)
   return TileSpec(x, (x.shape[3], TILE_WIDTH), index, True)
-
-
-def token_vector(B: int, H: int, T: int) -> TileSpec:
-  """One float32 number per token, of [B, H, T]."""
-  return TileSpec(_float32(B, H, T), (CHUNK,), lambda at: (at.batch, at.head, at.tokens))
 
 
 def channel_vector(B: int, H: int, N: int, K: int) -> TileSpec:
@@ -210,18 +214,20 @@ def launch_per_chunk(
   scratch: Any,
   *,
   sizes: tuple[int, int, int, int],
+  chunk: int,
   name: str,
   backend: Backend,
   compiler_params: plgpu.CompilerParams = COMPILER_PARAMS,
 ):
   """Runs `body(at, arrays_gmem, outs_gmem, scratch)` in one CTA per block, chunk, head and row.
 
-  `scratch`: SMEM and barriers. `sizes`: how many blocks, chunks, heads and rows there are. `name`:
-  in profiles.
+  `scratch`: SMEM and barriers. `sizes`: how many blocks, chunks, heads and rows there are. `chunk`:
+  tokens of one. `name`: in profiles.
   """
 
   def kernel(arrays_gmem, outs_gmem, scratch):
-    at = ChunkIndex(*(lax.axis_index(name) for name in ("row", "head", "chunk", "block")))
+    place = (lax.axis_index(name) for name in ("row", "head", "chunk", "block"))
+    at = ChunkIndex(*place, size=chunk)
     body(at, arrays_gmem, outs_gmem, scratch)
 
   (results,) = plgpu.kernel(
@@ -256,6 +262,7 @@ def chunk_kernel(
   vectors: Any,
   outputs: Any,
   *,
+  chunk: int,
   per_block: Callable[..., Sequence[Copy]] | None = None,
   blocks: int = 1,
   blocks_per_cta: int = 1,
@@ -280,6 +287,7 @@ def chunk_kernel(
     tiles: a NamedTuple of `TileSpec` (or None), which are copied to SMEM in this order.
     vectors: arrays that stay in GMEM.
     outputs: a NamedTuple of `TileSpec` (or None).
+    chunk: tokens of a chunk.
     per_block: `(at, number, buffers, shared) -> copies`: what remains to be done for each block of
       64 channels, of which this CTA has `number` = 0, 1, ...
     blocks: blocks of 64 key channels.
@@ -358,7 +366,8 @@ def chunk_kernel(
       plgpu.Barrier(num_barriers=len(loaded_once) * blocks_per_cta),
       plgpu.Barrier(num_arrivals=num_staged, num_barriers=num_stages) if num_staged else None,
     ),
-    sizes=(blocks // blocks_per_cta, T // CHUNK, H // heads_per_cta, B),
+    sizes=(blocks // blocks_per_cta, T // chunk, H // heads_per_cta, B),
+    chunk=chunk,
     name=name,
     backend=backend,
     compiler_params=compiler_params,
@@ -445,11 +454,13 @@ class ScalarDecayTables(NamedTuple):
 def scalar_decay_tables(
   log_decay: jax.Array,  # [1, 1, H] or [B, T, H] float32
   documents: DocumentBoundaries,
+  *,
   length: int,
   padded: int,
+  chunk: int,
 ) -> ScalarDecayTables:
-  """Tables of `log_decay`, for `length` tokens padded to `padded`, a multiple of the chunk."""
-  C = CHUNK
+  """Tables of `log_decay`, for `length` tokens padded to `padded`, a multiple of `chunk`."""
+  C = chunk
   log_decay = jnp.maximum(log_decay, _SMALLEST_LOG_DECAY).transpose(0, 2, 1)
   rows, H, tokens = log_decay.shape
   if tokens == 1:  # sums are counts
@@ -473,7 +484,7 @@ def scalar_decay_tables(
   if documents.reach is not None:
     sees, reaches = documents.reach[:, :, None]
     before, after = before * sees, after * reaches
-    total = total * documents.chunks_keep_state()[:, None]
+    total = total * documents.chunks_keep_state(C)[:, None]
   return ScalarDecayTables(cumulative, before, after, total)
 
 
@@ -482,7 +493,7 @@ def decay_between_tokens(cumulative: Ref, *, transposed: bool = False) -> jax.Ar
 
   `cumulative` [C]: log decays summed from the chunk's start, in GMEM or SMEM.
   """
-  shape = (CHUNK, CHUNK)
+  shape = cumulative.shape * 2
   rows = broadcast_rows(load_row_vector(cumulative), shape)
   lag = rows - broadcast_cols(load_col_vector(cumulative), shape)
   return decay_of_lag(lag, transposed=transposed)

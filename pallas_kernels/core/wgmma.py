@@ -15,7 +15,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-CHUNK = 64  # tokens per chunk: the rows of one WGMMA
 TILE_WIDTH = 64  # columns of a tile: 128 bytes of bfloat16, one swizzle
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # registers of a vector with one number per tile row
 COL_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # ... per tile column
@@ -72,7 +71,7 @@ def broadcast_cols(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def equal_mask(ids: Ref) -> jax.Array:
   """[C, C] bool: whether entries i (row) and j (column) of a vector of C numbers are equal."""
-  shape = (CHUNK, CHUNK)
+  shape = ids.shape * 2
   return broadcast_rows(load_row_vector(ids), shape) == broadcast_cols(load_col_vector(ids), shape)
 
 
@@ -81,12 +80,12 @@ def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
   return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
-def causal_mask(*, strict: bool = False, transposed: bool = False) -> jax.Array:
+def causal_mask(size: int, *, strict: bool = False, transposed: bool = False) -> jax.Array:
   """[C, C] bool: whether token j is at or, if `strict`, before token i.
 
   Rows are i and columns j; the other way round if `transposed`.
   """
-  rows, cols = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+  rows, cols = iota((size, size), 0), iota((size, size), 1)
   if transposed:
     return rows < cols if strict else rows <= cols
   return rows > cols if strict else rows >= cols

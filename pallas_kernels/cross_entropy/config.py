@@ -1,19 +1,29 @@
-"""Tile sizes of the cross-entropy kernel."""
+"""Configuration of the cross-entropy kernel for Hopper."""
 
 import dataclasses
+from typing import NamedTuple
 
-import jax.numpy as jnp
-
-from pallas_kernels.core import device
+from pallas_kernels.core import device, tuning
 
 LANES = 128  # columns per row of a chunk: the size of the vocabulary is a multiple
 TILE = 4  # rows of a chunk that a consumer reduces together, one per warp
 _RESERVED = 2 * 1024  # bytes of SMEM for sums and barriers
 
 
+class Shape(NamedTuple):
+  """What a configuration is chosen for."""
+
+  gradient_bytes: int  # of a number of the gradient; 0: there is none
+
+  @property
+  def shape_class(self) -> str:
+    """The key of a device's table."""
+    return f"gradient{8 * self.gradient_bytes}bit"
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-  """Tile sizes of the kernel."""
+  """How the kernel runs."""
 
   slots: int  # chunks of logits in SMEM
   chunk: int = 32  # rows of LANES logits per copy
@@ -41,19 +51,23 @@ class KernelConfig:
     """Whether all logits of a position fit in SMEM, so that they are loaded once."""
     return self.num_chunks(columns) <= self.slots
 
+  def smem(self, shape: Shape) -> dict[str, int]:
+    """Bytes of SMEM per CTA."""
+    row = self.chunk * LANES
+    return {"cross_entropy": row * (4 * self.slots + 2 * shape.gradient_bytes) + _RESERVED}
 
-def kernel_config(dtype, consumers: int = 2) -> KernelConfig:
-  """As many slots as fit in SMEM next to the staged gradients.
+  def check(self, shape: Shape) -> None:
+    """Raises a ValueError where the configuration does not fit the shape or the device."""
+    tuning.check_smem("cross_entropy", self.smem(shape))
 
-  13 for bfloat16: vocabularies of up to 53,248 are loaded once.
 
-  Args:
-    dtype: of the gradient; None: there is none.
+def default(shape: Shape) -> KernelConfig:
+  """As many slots as fit in SMEM next to the staged gradients, on the current device.
+
+  13 for bfloat16 on Hopper: vocabularies of up to 53,248 are loaded once.
   """
   chunk = 32
   # Each consumer has two buffers for its share: one is written while the other leaves.
-  staged = 0 if dtype is None else 2 * chunk * LANES * jnp.dtype(dtype).itemsize
-  slots = (device.current().smem - _RESERVED - staged) // (
-    chunk * LANES * jnp.dtype(jnp.float32).itemsize
-  )
-  return KernelConfig(slots, chunk, consumers)
+  staged = 2 * chunk * LANES * shape.gradient_bytes
+  slots = (device.current().smem - _RESERVED - staged) // (4 * chunk * LANES)
+  return tuning.tuned("cross_entropy", shape.shape_class, KernelConfig(slots, chunk))

@@ -4,12 +4,14 @@ The kernels of an architecture are a `forward`, which also leaves residuals, and
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.core import device
 from pallas_kernels.core.gradients import custom_vjp, no_gradient
+from pallas_kernels.delta_rule.config import Config, default
 from pallas_kernels.delta_rule.sm90.backward import backward
 from pallas_kernels.delta_rule.sm90.forward import forward
 from pallas_kernels.delta_rule.types import Inputs, Options
@@ -18,17 +20,31 @@ _KERNELS = {"sm90": device.Kernels(forward, backward)}
 
 
 def delta_rule(
-  inputs: Inputs, segments: jax.Array | None, options: Options
+  inputs: Inputs,
+  segments: jax.Array | None,
+  *,
+  scale: float,
+  length: int,
+  config: Config | None = None,
+  interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Runs the delta rule on padded arguments.
 
   Args:
     segments: [B, T] int32 counted from 0, padded with each row's last, or None.
+    length: tokens before padding.
+    config: None takes `config.default`.
+    interpret: `plgpu.InterpretGPUParams`, or None to compile.
 
   Returns:
     out [B, T, H, V] bfloat16 and the last state [B, H, K, V] float32.
+
+  Raises:
+    ValueError: the configuration does not fit these arguments or the device.
   """
-  return _delta_rule(options, inputs, segments)
+  config = config or default(inputs.sizes)
+  config.check(inputs.sizes)
+  return _delta_rule(Options(scale, length, config, interpret), inputs, segments)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0,))

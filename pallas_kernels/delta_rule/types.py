@@ -9,7 +9,9 @@ from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
   scalar_decay_tables,
 )
-from pallas_kernels.core.wgmma import CHUNK, Backend
+from pallas_kernels.core.wgmma import Backend
+from pallas_kernels.delta_rule.config import NUM_ROWS as NUM_ROWS
+from pallas_kernels.delta_rule.config import Config, Shape
 
 
 class Inputs(NamedTuple):
@@ -32,12 +34,18 @@ class Inputs(NamedTuple):
     """H, the heads of the state and of the output."""
     return max(x.shape[2] for x in (self.q, self.k, self.v, self.beta))
 
+  @property
+  def sizes(self) -> Shape:
+    """What a configuration is chosen for."""
+    return Shape(self.k.shape[3], self.v.shape[3], self.erase_key is not None)
+
 
 class Options(NamedTuple):
   """Static arguments."""
 
   scale: float
   length: int  # tokens before padding
+  config: Config
   interpret: Any = None  # `plgpu.InterpretGPUParams`, or None to compile
 
   @property
@@ -59,7 +67,6 @@ class Residuals(NamedTuple):
 # beta; decay of the state over the chunk, the same number in every column; log decays summed from
 # the chunk's start.
 BEFORE, AFTER, RATE, DECAY, CUMULATIVE = range(5)
-NUM_ROWS = 5
 
 
 def chunk_tables(
@@ -71,9 +78,10 @@ def chunk_tables(
 ) -> jax.Array:
   """[B, H, N, NUM_ROWS, C] float32, computed and differentiated by XLA: tables are small."""
   B, length, H = beta.shape
-  tables = scalar_decay_tables(log_decay, documents, options.length, padded)
+  C = options.config.chunk
+  tables = scalar_decay_tables(log_decay, documents, length=options.length, padded=padded, chunk=C)
   beta = jnp.pad(beta.transpose(0, 2, 1), ((0, 0), (0, 0), (0, padded - length)))
-  cut = lambda x: jnp.broadcast_to(x, (B, H, padded)).reshape(B, H, -1, CHUNK)
-  decay = jnp.broadcast_to(tables.total[..., None], (B, H, padded // CHUNK, CHUNK))
+  cut = lambda x: jnp.broadcast_to(x, (B, H, padded)).reshape(B, H, -1, C)
+  decay = jnp.broadcast_to(tables.total[..., None], (B, H, padded // C, C))
   rows = cut(tables.before), cut(tables.after), cut(beta), decay, cut(tables.cumulative)
   return jnp.stack(rows, axis=3)

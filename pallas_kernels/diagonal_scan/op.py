@@ -22,8 +22,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import MADE_BY_KERNELS
 from pallas_kernels.core import boundaries, device
+from pallas_kernels.core.channel_grid import itemsize
 from pallas_kernels.core.gradients import custom_vjp, no_gradient
 from pallas_kernels.core.wgmma import Backend
+from pallas_kernels.diagonal_scan.config import Config, Shape
 from pallas_kernels.diagonal_scan.numbers import Parts, conjugate, times
 from pallas_kernels.diagonal_scan.sm90.scan import backward_kernel, forward_kernel
 
@@ -35,6 +37,7 @@ class Static(NamedTuple):
 
   reverse: bool
   length: int  # tokens from here on are padding: x is 0, and a decay per token 1
+  config: Config
   num_splits: int = 1
   interpret: Any = None
 
@@ -45,6 +48,14 @@ class Inputs(NamedTuple):
   decay: tuple[jax.Array, ...]  # [B, T, D], or [D] float32 for a constant
   x: tuple[jax.Array, ...]  # [B, T, D]
   initial: tuple[jax.Array, ...]  # [B, D] float32, as many parts as decay or x has at most
+
+  @property
+  def sizes(self) -> Shape:
+    """What a configuration is chosen for."""
+    decay, x, _ = self
+    width = max(len(decay), len(x))
+    h = itemsize(x) if width == 1 else 4 * width
+    return Shape(itemsize(x), 0 if decay[0].ndim == 1 else itemsize(decay), h)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
@@ -80,10 +91,11 @@ def _forward(static, inputs, first):
   decay_product = None
   entering = tuple(y[:, None] for y in initial)
   if static.num_splits > 1:
-    alone = kernel(decay, x, None, first, outputs=False, **options)
+    config = static.config.forward_states
+    alone = kernel(decay, x, None, first, outputs=False, config=config, **options)
     decay_product = alone.decay_product
     entering = _entering(decay_product, alone.last, initial, first, static.reverse)
-  results = kernel(decay, x, entering, first, **options)
+  results = kernel(decay, x, entering, first, config=static.config.forward, **options)
   last = tuple(y[:, 0 if static.reverse else -1] for y in results.last)
   return (results.out, last), decay_product
 
@@ -103,13 +115,20 @@ def _backward_rule(static, residuals, cotangents):
   kernel, options = device.choose(_KERNELS).backward, _options(static)
   entering = tuple(y[:, None] for y in d_last)
   if static.num_splits > 1:
-    alone = kernel(decay, d_out, None, None, None, first, **options)
+    config = static.config.backward_states
+    alone = kernel(decay, d_out, None, None, None, first, config=config, **options)
     product = tuple(conjugate(decay_product))
     entering = _entering(product, alone.d_initial, d_last, first, not static.reverse)
   results = kernel(
-    *(decay, d_out, out, initial, entering, first),
+    decay,
+    d_out,
+    out,
+    initial,
+    entering,
+    first,
     x_dtype=x_like[0].dtype,
     x_is_real=len(x_like) < len(out),
+    config=static.config.backward,
     **options,
   )
   d_decay = results.d_decay

@@ -4,6 +4,7 @@ The kernels of an architecture are a `forward`, which also leaves residuals, and
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -12,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_kernels import MADE_BY_KERNELS
 from pallas_kernels.core import device
 from pallas_kernels.core.gradients import custom_vjp, no_gradient
+from pallas_kernels.linear_attention.config import Config, default
 from pallas_kernels.linear_attention.sm90.backward import backward
 from pallas_kernels.linear_attention.sm90.forward import forward
 from pallas_kernels.linear_attention.types import Inputs, Options
@@ -20,17 +22,36 @@ _KERNELS = {"sm90": device.Kernels(forward, backward)}
 
 
 def linear_attention(
-  inputs: Inputs, segments: jax.Array | None, options: Options
+  inputs: Inputs,
+  segments: jax.Array | None,
+  *,
+  scale: float,
+  length: int,
+  num_splits: int,
+  normalize: bool,
+  config: Config | None = None,
+  interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
   """Runs linear attention on padded arguments.
 
   Args:
     segments: [B, T] int32 counted from 0, padded with each row's last, or None.
+    length: tokens before padding.
+    num_splits: into which the sequence is cut.
+    config: None takes `config.default`.
+    interpret: `plgpu.InterpretGPUParams`, or None to compile.
 
   Returns:
     out [B, T, H, V] bfloat16, the last state [B, H, K, V] float32, and the last key sum [B, H, K]
     float32 or None.
+
+  Raises:
+    ValueError: the configuration does not fit these arguments or the device.
   """
+  sizes = inputs.sizes(normalize)
+  config = config or default(sizes)
+  config.check(sizes)
+  options = Options(scale, length, num_splits, normalize, config, interpret)
   return _linear_attention(options, inputs, segments)
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels.core.wgmma import Backend
+from pallas_kernels.linear_attention.config import Config, Shape
 
 
 class Inputs(NamedTuple):
@@ -26,6 +27,13 @@ class Inputs(NamedTuple):
     """H, the heads of the grid and of all results."""
     return max(x.shape[2] for x in (self.q, self.k, self.v))
 
+  def sizes(self, normalize: bool) -> Shape:
+    """What a configuration is chosen for."""
+    (B, T, G, K), V, H = self.k.shape, self.v.shape[3], self.heads
+    shares_queries_and_keys = self.q.shape[2] == G and self.v.shape[2] == H
+    decay = {2: "HK", 3: "BTH", 4: "BTHK"}[self.log_decay.ndim]
+    return Shape(B, T, H, G if shares_queries_and_keys else H, K, V, decay, normalize)
+
 
 class Options(NamedTuple):
   """Static arguments."""
@@ -34,6 +42,7 @@ class Options(NamedTuple):
   length: int  # tokens before padding
   num_splits: int  # into which the sequence is cut
   normalize: bool
+  config: Config
   interpret: Any = None  # `plgpu.InterpretGPUParams`, or None to compile
 
   @property

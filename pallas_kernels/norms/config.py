@@ -1,19 +1,21 @@
-"""Tile sizes of the norms' kernels."""
+"""Configurations of the norms' kernels."""
 
 import dataclasses
 import math
+from typing import NamedTuple
 
-from pallas_kernels.core import device
+from pallas_kernels.core import device, tuning
 
 LANES = 32
 WARPS = 4  # per CTA
 SHARED_FROM = 1024  # channels; shorter rows are of one warp each
 MAX_CHANNELS = 4096  # more would not fit into registers
+_REDUCTIONS = 2048  # bytes of SMEM for sums that cross warps
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-  """Tile sizes of one kernel."""
+  """How a kernel runs."""
 
   vector: int  # adjacent channels per thread
   warps_per_row: int
@@ -45,18 +47,57 @@ def takes(channels: int) -> bool:
   return channels % lanes == 0 and 0 < channels <= MAX_CHANNELS
 
 
-def forward_config(channels: int, rows: int) -> KernelConfig:
-  """For `channels` that `takes` accepts. Measured on an H200."""
-  vector, warps_per_row, numbers = _row(channels)
-  tiles, ctas_per_sm = (1, 8) if numbers > 8 else (4, 4) if numbers == 8 else (4, 8)
-  return _dividing(KernelConfig(vector, warps_per_row, tiles, ctas_per_sm), rows)
+class Shape(NamedTuple):
+  """What a configuration is chosen for."""
+
+  channels: int  # that `takes` accepts
+  rows: int
+
+  @property
+  def shape_class(self) -> str:
+    """The key of a device's table."""
+    return f"D{self.channels}"
 
 
-def backward_config(channels: int, rows: int) -> KernelConfig:
-  """For `channels` that `takes` accepts."""
-  vector, warps_per_row, numbers = _row(channels)
-  tiles, ctas_per_sm = (1, 8) if numbers > 8 else (4, 4) if warps_per_row > 1 else (2, 8)
-  return _dividing(KernelConfig(vector, warps_per_row, tiles, ctas_per_sm), rows)
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Both kernels."""
+
+  forward: KernelConfig
+  backward: KernelConfig
+
+  def smem(self, shape: Shape) -> dict[str, int]:
+    """Bytes of SMEM per CTA by kernel."""
+    del shape
+    return {"forward": _REDUCTIONS, "backward": _REDUCTIONS}
+
+  def check(self, shape: Shape) -> None:
+    """Raises a ValueError where the configuration does not fit the shape."""
+    for name in ("forward", "backward"):
+      config = getattr(self, name)
+      lanes = LANES * config.warps_per_row * config.vector
+      if shape.channels % lanes:
+        raise ValueError(
+          f"norms: {name}.vector={config.vector} for warps_per_row={config.warps_per_row} needs a "
+          f"multiple of {lanes} channels, and there are {shape.channels}."
+        )
+      if shape.rows % config.group_rows:
+        raise ValueError(
+          f"norms: {name}.tiles={config.tiles} are {config.group_rows} rows, which must divide "
+          f"{shape.rows}."
+        )
+
+
+def default(shape: Shape) -> Config:
+  """The configuration for a shape on the current device. Measured on an H200."""
+  vector, warps_per_row, numbers = _row(shape.channels)
+  small = 4 if numbers == 8 else 8
+  forward = (1, 8) if numbers > 8 else (4, small)
+  backward = (1, 8) if numbers > 8 else (4, 4) if warps_per_row > 1 else (2, 8)
+  of_row = lambda tiles, ctas_per_sm: KernelConfig(vector, warps_per_row, tiles, ctas_per_sm)
+  config = tuning.tuned("norms", shape.shape_class, Config(of_row(*forward), of_row(*backward)))
+  rows = shape.rows
+  return Config(_dividing(config.forward, rows), _dividing(config.backward, rows))
 
 
 def _row(channels):

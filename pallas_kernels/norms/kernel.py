@@ -31,7 +31,7 @@ from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.sigmoid import sigmoid
 from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, traced_once
 from pallas_kernels.norms import config as tuning
-from pallas_kernels.norms.config import KernelConfig
+from pallas_kernels.norms.config import Config, KernelConfig
 
 
 class Static(NamedTuple):
@@ -43,8 +43,7 @@ class Static(NamedTuple):
   factor: float  # of n, next to scale
   gate_first: bool  # whether the gate is a factor of s instead of n
   dtype: jnp.dtype  # of y
-  forward: KernelConfig
-  backward: KernelConfig
+  config: Config
   interpret: Any = None
 
 
@@ -93,7 +92,9 @@ def _ctas(config: KernelConfig, inputs: Inputs) -> int:
 def _forward(static: Static, inputs: Inputs, for_gradient: bool = False):
   """The results, and 1 / sigma where the backward kernel takes it."""
   wants_inverse = for_gradient and _keeps_output(static, inputs)
-  y, total, inverse = forward_kernel(inputs, static, _ctas(static.forward, inputs), wants_inverse)
+  y, total, inverse = forward_kernel(
+    inputs, static, _ctas(static.config.forward, inputs), wants_inverse
+  )
   return Results(y, inputs.x if total is None else total), inverse
 
 
@@ -123,7 +124,7 @@ def _backward_rule(static, residuals, cotangents):
   d_out, d_sum = (None if isinstance(z, SymbolicZero) else z for z in cotangents)
   if d_out is None:
     d_out = jnp.zeros(inputs.x.shape, static.dtype)
-  ctas = _ctas(static.backward, inputs)
+  ctas = _ctas(static.config.backward, inputs)
   results = backward_kernel(inputs, inverse, d_out, d_sum, static, ctas)
   gradients = Inputs(
     x=results.x.astype(x.dtype),
@@ -248,7 +249,7 @@ def forward_kernel(
   inputs: Inputs, static: Static, ctas: int, wants_inverse: bool = False
 ) -> ForwardResults:
   """y, s where something is added to x, and 1 / sigma where it is wanted."""
-  (R, D), config = inputs.x.shape, static.forward
+  (R, D), config = inputs.x.shape, static.config.forward
   total = None
   if inputs.added is not None:
     total = jax.ShapeDtypeStruct((R, D), jnp.result_type(inputs.x, inputs.added))
@@ -327,7 +328,7 @@ def backward_kernel(
     inverse: [R], 1 / sigma of a norm alone; or None.
     d_out, d_sum: cotangents of y and of s, [R, D].
   """
-  (R, D), config = inputs.x.shape, static.backward
+  (R, D), config = inputs.x.shape, static.config.backward
   scale, bias, gate = inputs.scale, inputs.bias, inputs.gate
   period = inputs.period
   sums_of = lambda z: jax.ShapeDtypeStruct(

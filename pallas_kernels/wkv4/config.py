@@ -1,19 +1,74 @@
-"""Tile sizes of WKV-4's kernels. Never keyed on the length of the sequence."""
+"""Configurations of WKV-4's kernels. Never keyed on a length."""
 
-from pallas_kernels.core.channel_grid import PipelineConfig, fitting_stages
+import dataclasses
+from typing import NamedTuple
+
+from pallas_kernels.core import tuning
+from pallas_kernels.core.channel_grid import PipelineConfig, fitting_stages, pipeline_smem
 
 CHUNK = 16  # tokens: as many as the backward pass holds in registers
 GROUP = 8  # tokens whose rows are loaded together, before any of their results is stored
 STATE_ROWS = 3  # of a state in memory: max, numerator, denominator
 
 
-def forward_config(*, bytes_in: int, bytes_out: int) -> PipelineConfig:
-  """For so many bytes per token and channel."""
-  return PipelineConfig(CHUNK, fitting_stages(CHUNK, bytes_in=bytes_in, bytes_out=bytes_out))
+class Shape(NamedTuple):
+  """What a configuration is chosen for: bytes per token and channel."""
+
+  k: int
+  v: int
+
+  @property
+  def shape_class(self) -> str:
+    """The key of a device's table."""
+    return f"k{self.k}-v{self.v}-bytes"
+
+  def traffic(self, chunk: int) -> dict[str, tuple[float, int]]:
+    """Bytes of the streams and of the results of each kernel of `Config`."""
+    # A chunk of the backward pass also brings the state that enters it.
+    gradient = self.k + 2 * self.v + 4 * STATE_ROWS / chunk
+    return {
+      "forward": (self.k + self.v, self.v),
+      "forward_states": (self.k + self.v, 0),
+      "backward": (gradient, self.k + self.v),
+      "backward_states": (gradient, 0),
+    }
 
 
-def backward_config(*, bytes_in: int, bytes_out: int) -> PipelineConfig:
-  """The same; a chunk also brings the state that enters it."""
-  bytes_of_state = 4 * STATE_ROWS / CHUNK
-  stages = fitting_stages(CHUNK, bytes_in=bytes_in + bytes_of_state, bytes_out=bytes_out)
-  return PipelineConfig(CHUNK, stages)
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """All kernels; those of `_states` are the first passes over a sequence in splits."""
+
+  forward: PipelineConfig
+  forward_states: PipelineConfig
+  backward: PipelineConfig
+  backward_states: PipelineConfig
+
+  def smem(self, shape: Shape) -> dict[str, int]:
+    """Bytes of SMEM per CTA by kernel."""
+    return {
+      name: pipeline_smem(getattr(self, name), *of_kernel)
+      for name, of_kernel in shape.traffic(self.forward.chunk).items()
+    }
+
+  def check(self, shape: Shape) -> None:
+    """Raises a ValueError where the configuration does not fit the shape or the device."""
+    chunk = self.forward.chunk
+    for field in dataclasses.fields(self):
+      other = getattr(self, field.name).chunk
+      if other != chunk:
+        raise ValueError(
+          f"wkv4: {field.name}.chunk={other} must be forward.chunk={chunk}: the states that enter "
+          "the chunks are stored."
+        )
+    if chunk % GROUP:
+      raise ValueError(f"wkv4: chunk={chunk} must be a multiple of {GROUP}.")
+    tuning.check_smem("wkv4", self.smem(shape))
+
+
+def default(shape: Shape) -> Config:
+  """The configuration for a shape on the current device."""
+  configs = {
+    name: PipelineConfig(CHUNK, fitting_stages(CHUNK, bytes_in=bytes_in, bytes_out=bytes_out))
+    for name, (bytes_in, bytes_out) in shape.traffic(CHUNK).items()
+  }
+  return tuning.tuned("wkv4", shape.shape_class, Config(**configs))

@@ -22,6 +22,7 @@ from pallas_kernels.core import boundaries, device
 from pallas_kernels.core.gradients import custom_vjp, no_gradient
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.wkv4 import update
+from pallas_kernels.wkv4.config import Config, Shape
 from pallas_kernels.wkv4.sm90.backward import backward_kernel
 from pallas_kernels.wkv4.sm90.forward import forward_kernel
 from pallas_kernels.wkv4.update import StateRows
@@ -33,6 +34,7 @@ class Static(NamedTuple):
   """Arguments that the compiled program is specialized to."""
 
   length: int  # tokens from here on are padding
+  config: Config
   num_splits: int = 1
   interpret: Any = None
 
@@ -47,6 +49,11 @@ class Inputs(NamedTuple):
   max: jax.Array  # [B, D] float32; these three are the initial state
   numerator: jax.Array
   denominator: jax.Array
+
+  @property
+  def sizes(self) -> Shape:
+    """What a configuration is chosen for."""
+    return Shape(self.k.dtype.itemsize, self.v.dtype.itemsize)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
@@ -68,11 +75,13 @@ def _forward(static, inputs, first, *, for_gradient):
   kernel, options = device.choose(_KERNELS).forward, _options(static)
   entering = tuple(x[:, None] for x in initial)
   if static.num_splits > 1:
-    alone = kernel(k, v, rate, bonus, None, first, outputs=False, **options)
+    config = static.config.forward_states
+    alone = kernel(k, v, rate, bonus, None, first, outputs=False, config=config, **options)
     size = k.shape[1] // static.num_splits
     tokens = [min(max(static.length - n * size, 0), size) for n in range(static.num_splits)]
     entering = _entering_states(alone.last, initial, rate, first, tokens)
-  results = kernel(k, v, rate, bonus, entering, first, chunk_states=for_gradient, **options)
+  options |= {"config": static.config.forward, "chunk_states": for_gradient}
+  results = kernel(k, v, rate, bonus, entering, first, **options)
   last = tuple(x[:, -1] for x in results.last)
   scale = None
   if for_gradient and static.num_splits > 1:
@@ -97,9 +106,10 @@ def _backward_rule(static, residuals, cotangents):
   d_last = d_numerator, d_denominator + d_numerator * _mean(last)
   entering = tuple(x[:, None] for x in d_last)
   if static.num_splits > 1:
-    alone = kernel(*arrays, None, first, outputs=False, **options)
+    config = static.config.backward_states
+    alone = kernel(*arrays, None, first, outputs=False, config=config, **options)
     entering = _entering_cotangents(alone, d_last, first, scale)
-  results = kernel(*arrays, entering, first, **options)
+  results = kernel(*arrays, entering, first, config=static.config.backward, **options)
   d_numerator, d_shift = (x[:, 0] for x in results.d_initial)
   _, _, denominator = initial
   d_inputs = Inputs(

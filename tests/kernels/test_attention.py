@@ -16,7 +16,7 @@ from lnssm_jax.ops.attention import pallas
 from lnssm_jax.ops.attention.cases import ATTENTION, KERNEL_CASES, Case
 from lnssm_jax.ops.attention.types import Inputs, Mask, Options, Tokens
 from lnssm_jax.ops.core.segments import positions, segments_of
-from pallas_kernels.attention.config import ROWS, TILE, LoopConfig, attention_config
+from pallas_kernels.attention.config import ROWS, TILE, LoopConfig, Shape, default
 from pallas_kernels.attention.sm90.tiles import steps_of
 from tests.kernels.interpreted import assert_transformations
 from tests.kernels.lowered import (
@@ -233,4 +233,4 @@ def test_attention_config_rejects_tiles_that_tensor_cores_do_not_have():
     LoopConfig(tile=32)
   with pytest.raises(ValueError, match="num_stages=0 must be at least 1"):
     LoopConfig(tile=64, num_stages=0)
-  assert attention_config(256, 64).separate_keys and not attention_config(128, 128).separate_keys
+  assert default(Shape(256, 64)).separate_keys and not default(Shape(128, 128)).separate_keys

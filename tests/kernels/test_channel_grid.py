@@ -44,17 +44,21 @@ def test_fast_two_sum_of_small_term_keeps_rounding_error():
   assert (float(got.high), float(got.low)) == (1.0, 2.0**-30)
 
 
+SCAN = channel_states.default(channel_states.Shape("longhorn_scan", 256, 16, 2, 2, 2))
+CONVOLUTION = causal_conv1d.default(causal_conv1d.Shape(256, 2, 1, 0)).forward
+
+
 @pytest.mark.parametrize(
   ("config", "change", "message"),
   [
     (grid.PipelineConfig(16, 4), {"chunk": 12}, "chunk=12 must divide 32"),
     (grid.PipelineConfig(16, 4), {"stages": 0}, "stages=0: not one chunk of 16 tokens"),
-    (channel_states.backward_config(16, 2), {"lanes": 3}, "lanes=3 must be 1, 2 or 4"),
-    (channel_states.backward_config(16, 2), {"chunk": 12}, "chunk=12 must divide 16"),
-    (channel_states.backward_config(16, 2), {"tokens_per_sum": 3}, "tokens_per_sum=3 must divide"),
-    (channel_states.forward_config("longhorn_scan", 256), {"unroll": 5}, "unroll=5 must divide"),
-    (causal_conv1d.forward_config(256, jnp.bfloat16), {"vector": 3}, "vector=3 must be 1, 2, 4"),
-    (causal_conv1d.forward_config(256, jnp.bfloat16), {"group": 32}, "group=32 must be 1 to 31"),
+    (SCAN.backward, {"lanes": 3}, "lanes=3 must be 1, 2 or 4"),
+    (SCAN.backward, {"chunk": 12}, "chunk=12 must be 16"),
+    (SCAN.backward, {"tokens_per_sum": 3}, "tokens_per_sum=3 must divide"),
+    (SCAN.forward, {"unroll": 5}, "unroll=5 must divide"),
+    (CONVOLUTION, {"vector": 3}, "vector=3 must be 1, 2, 4"),
+    (CONVOLUTION, {"group": 32}, "group=32 must be 1 to 31"),
   ],
   ids=str,
 )
@@ -64,13 +68,15 @@ def test_configs_that_do_not_fit_raise(config, change, message):
 
 
 def test_diagonal_scan_config_by_bytes_fits_in_smem():
-  """Real and complex numbers, forward and backward: the longest chunk with four stages."""
-  sizes = ((2, 2), (4, 2), (8, 4), (16, 8), (24, 16))
-  chunks = [diagonal_scan.pipeline_config(bytes_in=n, bytes_out=m).chunk for n, m in sizes]
-  assert chunks == sorted(chunks, reverse=True)
-  assert all(diagonal_scan.pipeline_config(bytes_in=n, bytes_out=m).stages >= 4 for n, m in sizes)
+  """bfloat16, float32 and complex numbers: the longest chunk with four stages."""
+  shapes = [diagonal_scan.Shape(n, n, n) for n in (2, 4, 8)]
+  configs = [diagonal_scan.default(shape) for shape in shapes]
+  for kernel in ("forward", "forward_states", "backward", "backward_states"):
+    chunks = [getattr(config, kernel).chunk for config in configs]
+    assert chunks == sorted(chunks, reverse=True)
+    assert all(getattr(config, kernel).stages >= 4 for config in configs)
   with pytest.raises(ValueError, match="do not fit in SMEM"):
-    diagonal_scan.pipeline_config(bytes_in=400, bytes_out=4)
+    diagonal_scan.default(diagonal_scan.Shape(200, 200, 4))
 
 
 def test_padded_length_with_splits_gives_whole_flag_copies():

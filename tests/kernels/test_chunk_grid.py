@@ -10,9 +10,9 @@ from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
   scalar_decay_tables,
 )
-from pallas_kernels.core.wgmma import CHUNK
 from pallas_kernels.delta_rule import config as delta_rule
 from pallas_kernels.linear_attention import config as linear_attention
+from pallas_kernels.linear_attention.config import CHUNK
 
 HALF = CHUNK // 2
 # Four chunks: the second document begins inside the second chunk, the third one with the fourth.
@@ -21,38 +21,47 @@ SEGMENTS = jnp.asarray(np.repeat([0, 1, 2], LENGTHS)[None], jnp.int32)
 
 
 def test_document_boundaries_inside_and_between_chunks_cut_the_state():
-  documents = DocumentBoundaries.of(SEGMENTS)
+  documents = DocumentBoundaries.of(SEGMENTS, CHUNK)
   sees, reaches = np.asarray(documents.reach).reshape(2, 4, 2, HALF).mean(-1)
   np.testing.assert_array_equal(sees, [[1, 1], [1, 0], [1, 1], [0, 0]])
   np.testing.assert_array_equal(reaches, [[1, 1], [0, 1], [1, 1], [1, 1]])
-  np.testing.assert_array_equal(documents.chunks_keep_state(), [[1, 0, 1, 0]])
+  np.testing.assert_array_equal(documents.chunks_keep_state(CHUNK), [[1, 0, 1, 0]])
 
 
 def test_document_boundaries_reset_decays_of_chunks_only_with_documents():
   decay = jnp.full((1, 2, 1, 3), 0.5)
-  reset = DocumentBoundaries.of(SEGMENTS).reset(decay)
+  reset = DocumentBoundaries.of(SEGMENTS, CHUNK).reset(decay, CHUNK)
   np.testing.assert_array_equal(reset[0, 1, :, 2], [0.5, 0.0, 0.5, 0.0])
-  assert DocumentBoundaries.of(None).reset(decay) is decay
+  assert DocumentBoundaries.of(None, CHUNK).reset(decay, CHUNK) is decay
 
 
 @pytest.mark.parametrize("tokens", [1, 4 * CHUNK], ids=["constant", "per token"])
 def test_scalar_decay_tables_with_documents_hold_the_reset(tokens):
   log_decay = jnp.full((1, tokens, 1), -0.01)
-  documents = DocumentBoundaries.of(SEGMENTS)
-  tables = scalar_decay_tables(log_decay, documents, 4 * CHUNK, 4 * CHUNK)
+  documents = DocumentBoundaries.of(SEGMENTS, CHUNK)
+  tables = scalar_decay_tables(
+    log_decay, documents, length=4 * CHUNK, padded=4 * CHUNK, chunk=CHUNK
+  )
   np.testing.assert_array_equal(tables.before[0, 0] > 0, documents.reach[0, 0] > 0)
   np.testing.assert_array_equal(tables.after[0, 0] > 0, documents.reach[1, 0] > 0)
-  np.testing.assert_array_equal(tables.total[0, 0] > 0, documents.chunks_keep_state()[0] > 0)
+  np.testing.assert_array_equal(tables.total[0, 0] > 0, documents.chunks_keep_state(CHUNK)[0] > 0)
+
+
+GLA = linear_attention.Shape(8, 2048, 16, 16, 128, 128, "BTHK", False)
+LINEAR = linear_attention.default(GLA)
+DELTA = delta_rule.default(delta_rule.Shape(128, 128, False)).forward
 
 
 @pytest.mark.parametrize(
   ("config", "change", "message"),
   [
-    (linear_attention.pipeline_config(128), {"value_tile": 96}, "value_tile=96 must be 64 or 128"),
-    (linear_attention.pipeline_config(128), {"num_stages": 0}, "num_stages=0 must be at least 1"),
-    (delta_rule.recurrence_config(False, backward=False), {"num_slots": 1}, "num_slots=1 must be"),
-    (delta_rule.recurrence_config(False, backward=False), {"cluster": 4}, "must divide the narr"),
-    (delta_rule.recurrence_config(False, backward=False), {"value_tile": 48}, "value_tile=48"),
+    (LINEAR.outputs, {"value_tile": 96}, "value_tile=96 must be 64 or 128"),
+    (LINEAR.outputs, {"num_stages": 0}, "num_stages=0 must be at least 1"),
+    (LINEAR.query_gradient, {"blocks_per_cta": 0}, "blocks_per_cta=0 must be at least 1"),
+    (LINEAR, {"chunk": 128}, "chunk=128 must be 64"),
+    (DELTA, {"num_slots": 1}, "num_slots=1 must be"),
+    (DELTA, {"cluster": 4}, "must divide the narr"),
+    (DELTA, {"value_tile": 48}, "value_tile=48"),
   ],
 )
 def test_tuning_config_with_a_wrong_value_is_rejected_by_name(config, change, message):

@@ -17,9 +17,10 @@ from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.delta_rule import pallas
 from lnssm_jax.ops.delta_rule.cases import DELTA_RULE, Case
 from lnssm_jax.ops.delta_rule.types import Inputs, Options
-from pallas_kernels.core.wgmma import CHUNK, COMPILER_PARAMS, Backend, smem_tile
+from pallas_kernels.core.wgmma import COMPILER_PARAMS, Backend, smem_tile
 from pallas_kernels.delta_rule.sm90.triangular_inverse import (
   NUM_TILES,
+  ROWS,
   diagonal_blocks,
   triangular_inverse,
 )
@@ -50,10 +51,10 @@ def inverse_of(lower, interpret):
     lower = plgpu.load(lower_ref, layout=plgpu.Layout.WGMMA, optimized=False)
     out[...] = triangular_inverse(lower, s["blocks"], s["tiles"], Backend(interpret))
 
-  tiles = [smem_tile(CHUNK, CHUNK) for _ in range(NUM_TILES)]
+  tiles = [smem_tile(ROWS, ROWS) for _ in range(NUM_TILES)]
   return plgpu.kernel(
     body,
-    out_type=jax.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32),
+    out_type=jax.ShapeDtypeStruct((ROWS, ROWS), jnp.float32),
     scratch_types=[{"blocks": diagonal_blocks(), "tiles": tiles}],
     grid=(1,),
     grid_names=("block",),
@@ -65,14 +66,14 @@ def inverse_of(lower, interpret):
 @pytest.mark.parametrize("kind", ["random", "equal keys", "alternating keys"])
 def test_the_inverse_is_exact_to_sixteen_bits(kind):
   """Also of systems in which the powers of N are 10^18 times as large as the inverse."""
-  strictly = np.tri(CHUNK, k=-1)
+  strictly = np.tri(ROWS, k=-1)
   rng = np.random.default_rng(0)
   lower = {
-    "random": strictly * rng.normal(size=(CHUNK, CHUNK)) * CHUNK**-0.5,
+    "random": strictly * rng.normal(size=(ROWS, ROWS)) * ROWS**-0.5,
     "equal keys": strictly,
-    "alternating keys": strictly * (-1.0) ** np.add.outer(np.arange(CHUNK), np.arange(CHUNK)),
+    "alternating keys": strictly * (-1.0) ** np.add.outer(np.arange(ROWS), np.arange(ROWS)),
   }[kind].astype(np.float32)
-  want = np.linalg.inv(np.eye(CHUNK) + lower.astype(np.float64))
+  want = np.linalg.inv(np.eye(ROWS) + lower.astype(np.float64))
   got = inverse_of(jnp.asarray(lower), plgpu.InterpretGPUParams(detect_races=True))
   # Each operand is the sum of two bfloat16 numbers.
   assert contract.relative_error(got, want) < 2**-15

@@ -16,8 +16,9 @@ from lnssm_jax import ops
 from lnssm_jax.ops.core.cases import B
 from lnssm_jax.ops.linear_attention import pallas
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, PARTS, Case
-from pallas_kernels.core.wgmma import CHUNK, COMPILER_PARAMS, TILE_WIDTH, Backend
+from pallas_kernels.core.wgmma import COMPILER_PARAMS, TILE_WIDTH, Backend
 from pallas_kernels.linear_attention import config
+from pallas_kernels.linear_attention.config import CHUNK
 from pallas_kernels.linear_attention.sm90 import intra_chunk
 from tests.kernels.interpreted import (
   MASKED_LATER,
@@ -185,34 +186,34 @@ def test_decays_from_none_to_everything(decay):
   check(case, inputs)
 
 
-def test_blocks_are_as_large_as_decays_allow():
-  """No factor inside a block is above 2^92, and none would be in a block of half the size more."""
+def test_subchunks_are_as_large_as_decays_allow():
+  """No factor inside a subchunk is above 2^92, and some would be in one of twice the size."""
   rates = np.concatenate([np.geomspace(1e-3, 200.0, 400), [np.inf]])
   others = np.zeros_like(rates)  # the fastest channel counts
-  first = np.asarray(intra_chunk.superfluous_merges(jnp.asarray(-np.stack([others, rates], -1))))
-  largest = lambda first: (4 * 2.0**first - 1) * np.minimum(rates, 21.0) / np.log(2.0)
-  assert (largest(first) <= 92.0).all()
-  assert ((largest(first + 1) > 92.0) | (first == intra_chunk.MERGES)).all()
-  assert set(first) == {0, 1, 2, 3}
+  level = np.asarray(intra_chunk.subchunk_level(jnp.asarray(-np.stack([others, rates], -1))))
+  largest = lambda level: (4 * 2.0**level - 1) * np.minimum(rates, 21.0) / np.log(2.0)
+  assert (largest(level) <= 92.0).all()
+  assert ((largest(level + 1) > 92.0) | (level == intra_chunk.LEVELS)).all()
+  assert set(level) == {0, 1, 2, 3}
 
 
-def factors_in_block(log_decay, *, merges, read_first):
-  """The factors [C, 64] of queries and of keys inside a block.
+def factors_in_subchunk(log_decay, *, level, read_first):
+  """The factors [C, 64] of queries and of keys inside a subchunk.
 
-  log_decay: [64], the same at every token, or [C, 64]. merges: of `superfluous_merges`.
+  log_decay: [64], the same at every token, or [C, 64]. level: of `subchunk_level`.
   """
   constant = log_decay.ndim == 1
-  scratch = intra_chunk.DecayScratch.of(jnp.zeros((1,) * (2 if constant else 4)))
+  scratch = intra_chunk.DecayScratch.of(jnp.zeros((1,) * (2 if constant else 4)), CHUNK)
 
   def body(log_decay_gmem, queries_gmem, keys_gmem, scratch_smem):
     f: Any
     if constant:
       valid = jnp.int32(CHUNK)
-      f = intra_chunk.ConstantDecayFactors(log_decay_gmem, merges, read_first, valid)
+      f = intra_chunk.ConstantDecayFactors(log_decay_gmem, level, read_first, valid, CHUNK)
     else:
       f = intra_chunk.TokenDecayFactors(log_decay_gmem, scratch_smem, read_first, Backend(True))
-      f.choose_blocks(intra_chunk.LARGEST_LOG2)
-    queries_gmem[...], keys_gmem[...], _ = f.in_block()
+      f.choose_level(intra_chunk.LARGEST_LOG2)
+    queries_gmem[...], keys_gmem[...], _ = f.in_subchunk()
 
   return plgpu.kernel(
     body,
@@ -227,17 +228,17 @@ def factors_in_block(log_decay, *, merges, read_first):
 
 @pytest.mark.parametrize("read_first", [False, True])
 @pytest.mark.parametrize("constant", [True, False], ids=["constant", "per token"])
-def test_factors_inside_a_block_are_finite_for_large_keys(constant, read_first):
+def test_factors_inside_a_subchunk_are_finite_for_large_keys(constant, read_first):
   """Those of its first query and last key meet nothing, and would be infinite times a key of 1e8.
 
   A product of two factors is the decay between a query and a key before it.
   """
   rates = np.geomspace(1e-3, 4.25, TILE_WIDTH)
-  merges = int(intra_chunk.superfluous_merges(jnp.asarray(-rates)))
-  size = 8 << merges
+  level = int(intra_chunk.subchunk_level(jnp.asarray(-rates)))
+  size = 8 << level
   assert size == 32
   log_decay = -rates if constant else np.repeat(-rates[None], CHUNK, axis=0)
-  factors = factors_in_block(log_decay, merges=merges, read_first=read_first)
+  factors = factors_in_subchunk(log_decay, level=level, read_first=read_first)
   queries, keys = (np.asarray(x, np.float64) for x in factors)
   assert max(queries.max(), keys.max()) <= 2.0**92
   for i, j in [(1, 0), (size - 1, 0), (size - 1, size - 2), (size // 2, 1), (size + 3, size)]:

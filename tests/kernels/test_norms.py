@@ -113,8 +113,7 @@ def test_norm_kernels_match_reference(case):
 def test_norm_kernels_of_few_ctas_process_all_groups(monkeypatch):
   """Three CTAs for seven groups of rows: sums over rows continue from group to group."""
   small = KernelConfig(vector=2, warps_per_row=1, tiles=2, ctas_per_sm=1)
-  monkeypatch.setattr(config, "forward_config", lambda *sizes: small)
-  monkeypatch.setattr(config, "backward_config", lambda *sizes: small)
+  monkeypatch.setattr(config, "default", lambda shape: config.Config(small, small))
   monkeypatch.setattr(config, "grid_size", lambda *sizes: 3)
   check(Case(shape=(56, 64), arrays=("scale", "bias", "added")), "pallas_interpret")
 
@@ -122,8 +121,7 @@ def test_norm_kernels_of_few_ctas_process_all_groups(monkeypatch):
 def test_norm_kernels_of_few_ctas_keep_the_scales_of_heads(monkeypatch):
   """Two CTAs instead of three, each of them with the same heads in all of its groups."""
   small = KernelConfig(vector=1, warps_per_row=1, tiles=2, ctas_per_sm=3)
-  monkeypatch.setattr(config, "forward_config", lambda *sizes: small)
-  monkeypatch.setattr(config, "backward_config", lambda *sizes: small)
+  monkeypatch.setattr(config, "default", lambda shape: config.Config(small, small))
   monkeypatch.setattr(device, "HOPPER", dataclasses.replace(device.HOPPER, sm_count=1))
   assert config.grid_size(small, 64, 16) == 2
   case = Case(shape=(4, 16, 32), arrays=("scale", "bias"), per_head=("scale", "bias"))

@@ -18,7 +18,7 @@ from lnssm_jax.ops.wkv4.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.wkv4 import config, op, update
-from pallas_kernels.wkv4.sm90 import backward, forward
+from pallas_kernels.wkv4.sm90 import backward
 from tests.kernels.interpreted import (
   assert_promises,
   assert_transformations,
@@ -42,8 +42,7 @@ def test_wkv4_in_three_splits_matches_reference(monkeypatch):
   """Two blocks of channels; documents that begin where a split does, and inside of a split that a
   state enters; the last split is all padding. In short chunks, which are compiled in less time."""
   monkeypatch.setattr(channels, "num_splits", lambda *sizes: 3)
-  for module in (config, forward, backward):
-    monkeypatch.setattr(module, "CHUNK", 8)
+  monkeypatch.setattr(config, "CHUNK", 8)
   documents_begin_at(monkeypatch, (32,), (10,))
   case = Case(T=50, D=130, strength="extreme", keys="mixed", segments=True, chunk=None)
   contract.assert_case(WKV4, case, F32, "pallas_interpret")

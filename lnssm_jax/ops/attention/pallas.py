@@ -40,8 +40,8 @@ def preferred(inputs: Inputs, options: Options) -> bool:
   return inputs.q.shape[1] > 1 and min(inputs.q.shape[-1], inputs.v.shape[-1]) >= _NARROWEST
 
 
-def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array]:
-  """(out,)."""
+def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tuple[jax.Array]:
+  """(out,). `sizes`: the configuration of the kernels; None takes that of the table."""
   q, k, v, _, segments, _ = inputs
   (B, T, _, K), V = q.shape, v.shape[-1]
   length = config.padded_length(T)
@@ -53,9 +53,10 @@ def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array]
   ranges = key_ranges(options.mask, segments, B, T)
   # Padding sees nothing and nobody sees it; its empty ranges follow all others.
   ranges = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, length - T)), constant_values=T), ranges)
-  static = op.Options(
-    Logits(options.scale, options.soft_cap), config.attention_config(wide_k, wide_v), interpret
-  )
+  shape = config.Shape(wide_k, wide_v)
+  sizes = sizes or config.default(shape)
+  sizes.check(shape)
+  static = op.Options(Logits(options.scale, options.soft_cap), sizes, interpret)
   arrays = padded(q, wide_k), padded(k, wide_k), padded(v, wide_v)
   return (op.attention(*arrays, ranges, static)[:, :T, :, :V],)
 

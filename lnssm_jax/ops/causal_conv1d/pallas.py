@@ -49,16 +49,18 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 
 
 def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):
-  """`sizes`: of the forward and the backward kernel; None takes those of the table."""
+  """`sizes`: the configuration of the kernels; None takes that of the table."""
   x, kernel, bias, offsets, state, segments = inputs
   D, (S, W, _) = x.shape[2], kernel.shape
   more = -D % _LANES
   pad = lambda array: jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)])
   wide = lambda array: None if array is None else pad(array.astype(jnp.float32))
   columns = None if offsets is None else pad(offsets.reshape(*x.shape[:2], S, D))
-  of = D + more, x.dtype, S, None if offsets is None else offsets.dtype
-  forward, backward = sizes or (config.forward_config(*of), config.backward_config(*of))
-  static = conv.Static(options.silu, jnp.dtype(options.dtype), forward, backward, interpret)
+  bytes_offset = 0 if offsets is None else offsets.dtype.itemsize
+  shape = config.Shape(D + more, x.dtype.itemsize, S, bytes_offset)
+  sizes = sizes or config.default(shape)
+  sizes.check(shape)
+  static = conv.Static(options.silu, jnp.dtype(options.dtype), sizes, interpret)
   before = None if state is None or W == 1 else state.inputs
   arrays = conv.Inputs(pad(x), pad(kernel.astype(jnp.float32)), wide(bias), columns, wide(before))
   y = conv.causal_conv1d(static, arrays, None if segments is None else segments.first())

@@ -59,8 +59,11 @@ class ChannelScan(NamedTuple):
       return config.preferred(D)
     return self._fits_decode(inputs) and decode.fits(D, N)
 
-  def run(self, inputs, options: Options, *, num_splits: int | None = None, interpret=None):
-    """`num_splits`: into how many the kernels cut the sequence; None leaves it to `config`."""
+  def run(
+    self, inputs, options: Options, *, sizes=None, num_splits: int | None = None, interpret=None
+  ):
+    """`sizes`: the configuration of the kernels for many tokens, `num_splits`: into how many the
+    sequence is cut; None leaves them to `config`."""
     del options
     arrays, h = self._arrays(inputs), inputs.state.h
     if self._fits_decode(inputs):
@@ -69,9 +72,8 @@ class ChannelScan(NamedTuple):
       recurrence = self.recurrence(exact=self.is_exact(inputs.x, h.shape[2]))
       arrays |= self.prepare(arrays) | self._logits(inputs, recurrence)
       first = None if inputs.segments is None else inputs.segments.first()
-      out, h = scan(
-        recurrence, arrays, inputs.skip, h, first, num_splits=num_splits, interpret=interpret
-      )
+      how = {"sizes": sizes, "num_splits": num_splits, "interpret": interpret}
+      out, h = scan(recurrence, arrays, inputs.skip, h, first, **how)
     return out, inputs.state._replace(h=h)
 
   def interpreted(self, inputs, options: Options):
@@ -122,7 +124,15 @@ def is_cut(N: int) -> bool:
 
 
 def scan(
-  recurrence: Recurrence, arrays: dict, skip, state, first, *, num_splits=None, interpret=None
+  recurrence: Recurrence,
+  arrays: dict,
+  skip,
+  state,
+  first,
+  *,
+  sizes=None,
+  num_splits=None,
+  interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
   """`out` [B, T, D] and the state after the last token.
 
@@ -131,6 +141,7 @@ def scan(
     skip: [D].
     state: [B, D, N] float32.
     first: [B, T], whether the state is reset before a token, or None.
+    sizes: the configuration of the kernels; None takes that of the table.
     num_splits: into how many splits the sequence is cut; None leaves it to `config`.
   """
   x = arrays["x"]
@@ -145,16 +156,20 @@ def scan(
   inputs = Inputs(**{name: pad(array, _AXES[name]) for name, array in arrays.items()})
   if first is not None:
     first = pad(first, "BT")
+  bytes_of = inputs.x.dtype.itemsize, inputs.rate.dtype.itemsize
+  shape = config.Shape(recurrence.name, inputs.x.shape[2], width, recurrence.num_sums, *bytes_of)
+  sizes = sizes or config.default(shape)
+  sizes.check(shape)
 
   if groups == 1:
     logits = arrays.get("rate_logits")
     logits_dtype = None if logits is None else logits.dtype
-    static = op.Static(recurrence, x.dtype, interpret, logits_dtype)
+    static = op.Static(recurrence, x.dtype, sizes, interpret, logits_dtype)
     out, last = op.scan(static, inputs, first, num_splits)
     return out[:, :T, :D], last[:, :D, :N]
 
   # Groups of states one after the other: each adds to the output in float32.
-  static = op.Static(recurrence, jnp.dtype(jnp.float32), interpret)
+  static = op.Static(recurrence, jnp.dtype(jnp.float32), sizes, interpret)
   split = lambda y: jnp.moveaxis(y.reshape(*y.shape[:-1], groups, width), -2, 0)
   grouped = {name: split(getattr(inputs, name)) for name in arrays if "N" in _AXES[name]}
   grouped["skip"] = jnp.pad(inputs.skip[None], ((0, groups - 1), (0, 0)))

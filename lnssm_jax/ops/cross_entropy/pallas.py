@@ -56,12 +56,15 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tupl
     targets=jnp.where(in_vocabulary(inputs, options), inputs.targets, -1).reshape(-1),
     weights=inputs.weights.reshape(-1),
   )
+  gradient = 0 if options.dtype is None else jnp.dtype(options.dtype).itemsize
+  sizes = sizes or config.default(config.Shape(gradient))
+  sizes.check(config.Shape(gradient))
   static = types.Static(
     vocab_size=options.vocab_size,
     logit_penalty=options.logit_penalty,
     z_loss=options.z_loss,
     dtype=options.dtype,
-    config=sizes or config.kernel_config(options.dtype),
+    config=sizes,
     interpret=interpret,
   )
   results = op.cross_entropy(folded, static)

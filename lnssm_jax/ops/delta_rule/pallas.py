@@ -1,6 +1,6 @@
 """The delta rule on the Mosaic-GPU kernels: which arguments they support, and how they run them.
 
-Two kernels: a single token runs `decode`, which updates the state in place; more tokens run `op`,
+A single token runs `decode`, which updates the state in place; more tokens run `op.delta_rule`,
 which splits them into chunks. README.md has the limits. Import this module where it is needed only
 (see `dispatch.Kernels`).
 """
@@ -16,7 +16,6 @@ from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts
 from lnssm_jax.ops.delta_rule.chunked import chunked
 from lnssm_jax.ops.delta_rule.types import DeltaRuleState, Inputs, Options
 from pallas_kernels.core.decode import fits
-from pallas_kernels.core.wgmma import CHUNK
 from pallas_kernels.delta_rule import config, decode, op
 
 _WIDEST_KEY = config.KEY_WIDTHS[-1]
@@ -40,8 +39,8 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
       return f"{name} is {x.shape[-1]} wide, and at most {_WIDEST_KEY} are supported"
   if inputs.beta.shape[-1] != 1:
     return "beta has a rate for each value column, and the kernels take one for each head"
-  if options.chunk_size not in (None, CHUNK):
-    return f"chunk_size={options.chunk_size}, and the kernels' chunks have {CHUNK} tokens"
+  if options.chunk_size not in (None, config.CHUNK):
+    return f"chunk_size={options.chunk_size}, and the kernels' chunks have {config.CHUNK} tokens"
   if options.scale == 0.0:
     return "scale=0 leaves nothing to compute"
   return None
@@ -63,7 +62,9 @@ def preferred(inputs: Inputs, options: Options) -> bool:
   return _decodes(inputs) and fits(K, V)
 
 
-def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array, DeltaRuleState]:
+def run(
+  inputs: Inputs, options: Options, *, sizes=None, interpret=None
+) -> tuple[jax.Array, DeltaRuleState]:
   """The output and the last state.
 
   Value columns are independent: more of them than the kernels take are further heads, which share
@@ -81,7 +82,7 @@ def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array,
   wide_k = next(width for width in config.KEY_WIDTHS if width >= K)
   wide_v = next((width for width in config.VALUE_WIDTHS if width >= V), _WIDEST_VALUE)
   groups = -(-V // wide_v)
-  more = -T % CHUNK
+  more = -T % config.CHUNK
   pad = lambda x, width: jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, width - x.shape[-1])])
   of_heads = lambda x, axis=2: x if x.shape[axis] == H else jnp.repeat(x, H // x.shape[axis], axis)
   v = of_heads(v) if groups > 1 else v
@@ -100,7 +101,9 @@ def run(inputs: Inputs, options: Options, *, interpret=None) -> tuple[jax.Array,
   index = None
   if segments is not None:
     index = jnp.pad(segments.index, ((0, 0), (0, more)), mode="edge")
-  out, kv = op.delta_rule(padded, index, op.Options(options.scale, T, interpret))
+  out, kv = op.delta_rule(
+    padded, index, scale=options.scale, length=T, config=sizes, interpret=interpret
+  )
   kv = kv.reshape(B, H, groups, wide_k, wide_v).swapaxes(2, 3).reshape(B, H, wide_k, -1)
   kv = kv[:, :: H // S] if S < H else kv
   return out.reshape(B, T + more, H, -1)[:, :T, :, :V], DeltaRuleState(kv[:, :, :K, :V])

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.diagonal_scan.types import DiagonalState, Inputs, Options
 from pallas_kernels.core import channel_grid as channels
-from pallas_kernels.diagonal_scan import op
+from pallas_kernels.diagonal_scan import config, op
 
 _DTYPES = (jnp.bfloat16, jnp.float32, jnp.complex64)
 _MOST_SEQUENCES = 65535  # thread blocks along the second axis of a grid
@@ -40,8 +40,11 @@ def preferred(inputs: Inputs, options: Options) -> bool:
   return inputs.x.shape[1] > 1 and inputs.x.shape[2] >= channels.CHANNELS
 
 
-def run(inputs: Inputs, options: Options, *, interpret=None, num_splits: int | None = None):
-  """`num_splits`: into which the sequence is cut; None leaves it to `channel_grid`."""
+def run(
+  inputs: Inputs, options: Options, *, sizes=None, interpret=None, num_splits: int | None = None
+):
+  """`sizes`: the configuration of the kernels, `num_splits`: into how many the sequence is cut;
+  None leaves them to `config` and `channel_grid`."""
   decay, x, state, segments = inputs
   B, T, D = x.shape
   P = num_splits or channels.num_splits(B, D, T)
@@ -58,7 +61,10 @@ def run(inputs: Inputs, options: Options, *, interpret=None, num_splits: int | N
   if segments is not None:
     reset = pad(segments.first(reverse=options.reverse), more[0]).astype(jnp.int32)
   arrays = op.Inputs(decays, xs, initial)
-  out, last = op.diagonal_scan(op.Static(options.reverse, T, P, interpret), arrays, reset)
+  sizes = sizes or config.default(arrays.sizes)
+  sizes.check(arrays.sizes)
+  static = op.Static(options.reverse, T, sizes, P, interpret)
+  out, last = op.diagonal_scan(static, arrays, reset)
   whole = lambda number: jax.lax.complex(*number) if len(number) == 2 else number[0]
   return whole(out)[:, :T, :D].astype(options.out_dtype), DiagonalState(whole(last)[:, :D])
 

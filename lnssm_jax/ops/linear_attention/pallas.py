@@ -1,8 +1,8 @@
 """Linear attention on the Mosaic-GPU kernels: which arguments they support, and how they run them.
 
-Two kernels: a single token runs `decode`, which updates the state in place; more tokens run `op`,
-which splits them into chunks. README.md has the limits. Import this module where it is needed only
-(see `dispatch.Kernels`).
+A single token runs `decode`, which updates the state in place; more tokens run
+`op.linear_attention`, which splits them into chunks. README.md has the limits. Import this module
+where it is needed only (see `dispatch.Kernels`).
 """
 
 import functools
@@ -16,7 +16,6 @@ from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts
 from lnssm_jax.ops.linear_attention.chunked import chunked
 from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
 from pallas_kernels.core.decode import fits
-from pallas_kernels.core.wgmma import CHUNK
 from pallas_kernels.linear_attention import config, decode, op
 
 _WIDEST_KEY = 256
@@ -38,8 +37,8 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
       )
     if name != "v" and x.shape[-1] > _WIDEST_KEY:
       return f"{name} is {x.shape[-1]} wide, and keys of at most {_WIDEST_KEY} are supported"
-  if options.chunk_size not in (None, CHUNK):
-    return f"chunk_size={options.chunk_size}, and the kernels' chunks have {CHUNK} tokens"
+  if options.chunk_size not in (None, config.CHUNK):
+    return f"chunk_size={options.chunk_size}, and the kernels' chunks have {config.CHUNK} tokens"
   if options.scale == 0.0:
     return "scale=0 leaves nothing to compute"
   return None
@@ -64,11 +63,12 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 
 
 def run(
-  inputs: Inputs, options: Options, *, interpret=None, num_splits: int | None = None
+  inputs: Inputs, options: Options, *, sizes=None, interpret=None, num_splits: int | None = None
 ) -> tuple[jax.Array, LinearAttentionState]:
   """The output and the last state.
 
   Args:
+    sizes: the configuration of the kernels for many tokens; None takes that of the table.
     num_splits: into how many splits the sequence is cut for the passes over time; None leaves it to
       `config`.
   """
@@ -83,11 +83,11 @@ def run(
   # The kernels have a state per head of the queries, although groups may share it.
   repeat = lambda x: jnp.repeat(x, H // S, axis=1) if S < H else x
   inputs = inputs._replace(state=jax.tree.map(repeat, inputs.state))
-  out, state = _chunks(inputs, options, interpret=interpret, num_splits=num_splits)
+  out, state = _chunks(inputs, options, sizes=sizes, interpret=interpret, num_splits=num_splits)
   return out, jax.tree.map(lambda x: x[:, :: H // S] if S < H else x, state)
 
 
-def _chunks(inputs: Inputs, options: Options, *, interpret, num_splits):
+def _chunks(inputs: Inputs, options: Options, *, sizes, interpret, num_splits):
   """`run` in chunks, from and to a state for each of H heads.
 
   Value columns are independent: more of them than the kernels take are further heads, which share
@@ -98,7 +98,8 @@ def _chunks(inputs: Inputs, options: Options, *, interpret, num_splits):
   normalize, fresh = options.normalize, options.fresh
   (B, T, _, V), K = v.shape, q.shape[-1]
   if config.KEY_WIDTHS[-1] < K:
-    wide = functools.partial(_by_key_groups, inputs, interpret=interpret, num_splits=num_splits)
+    how = {"sizes": sizes, "interpret": interpret, "num_splits": num_splits}
+    wide = functools.partial(_by_key_groups, inputs, how=how)
     out, kv = wide(v, state.kv, options=options._replace(normalize=False))
     if not normalize:
       return out, LinearAttentionState(kv)
@@ -142,8 +143,16 @@ def _chunks(inputs: Inputs, options: Options, *, interpret, num_splits):
   index = None
   if segments is not None:
     index = jnp.pad(segments.index, ((0, 0), (0, length - T)), mode="edge")
-  static = op.Options(options.scale, T, num_splits, normalize, interpret)
-  out, kv, key_sum = op.linear_attention(padded, index, static)
+  out, kv, key_sum = op.linear_attention(
+    padded,
+    index,
+    scale=options.scale,
+    length=T,
+    num_splits=num_splits,
+    normalize=normalize,
+    config=sizes,
+    interpret=interpret,
+  )
   out = out.reshape(B, length, H, groups * wide_v)[:, :T, :, :V]
   kv = kv.reshape(B, H, groups, wide_k, wide_v).swapaxes(2, 3).reshape(B, H, wide_k, -1)
   if normalize:
@@ -161,7 +170,7 @@ def _step(inputs: Inputs, *, options: Options, interpret):
   return out[:, None], LinearAttentionState(kv, key_sum)
 
 
-def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, interpret, num_splits):
+def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, how: dict):
   """`_chunks` for wide keys, (out, kv): before division the output is a sum over their channels."""
   width, K = config.KEY_WIDTHS[-1], inputs.q.shape[-1]
   outs, states = [], []
@@ -180,7 +189,7 @@ def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, interpret, num_sp
       bonus=None if inputs.bonus is None else part(inputs.bonus),
       state=LinearAttentionState(part(kv, 2)),
     )
-    out, last = _chunks(some, options, interpret=interpret, num_splits=num_splits)
+    out, last = _chunks(some, options, **how)
     outs.append(out.astype(jnp.float32))
     states.append(last.kv)
   return functools.reduce(jnp.add, outs).astype(v.dtype), jnp.concatenate(states, axis=2)

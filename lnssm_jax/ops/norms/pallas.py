@@ -49,7 +49,7 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 
 
 def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):
-  """`sizes`: of the forward and the backward kernel; None takes those of the table."""
+  """`sizes`: the configuration of the kernels; None takes that of the table."""
   x, added, scale, bias, gate = inputs
   D, shape = x.shape[-1], x.shape
   number = math.prod(shape[:-1])
@@ -63,13 +63,10 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):
       return z if z is None else z.astype(jnp.float32)
     return jnp.tile(jnp.broadcast_to(z, shape[-2:]).astype(jnp.float32), (period // shape[-2], 1))
 
-  forward, backward = sizes or (
-    config.forward_config(D, number + more),
-    config.backward_config(D, number + more),
-  )
-  static = kernel.Static(
-    **options._asdict(), forward=forward, backward=backward, interpret=interpret
-  )
+  of = config.Shape(D, number + more)
+  sizes = sizes or config.default(of)
+  sizes.check(of)
+  static = kernel.Static(**options._asdict(), config=sizes, interpret=interpret)
   arrays = kernel.Inputs(
     x=rows(x),
     added=None if added is None else rows(added),

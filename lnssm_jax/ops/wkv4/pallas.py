@@ -14,7 +14,7 @@ from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.wkv4.chunked import chunked
 from lnssm_jax.ops.wkv4.types import Inputs, Options, WKV4State
 from pallas_kernels.core import channel_grid as channels
-from pallas_kernels.wkv4 import decode, op
+from pallas_kernels.wkv4 import config, decode, op
 
 _MOST_SEQUENCES = 65535  # blocks along the second axis of a grid
 
@@ -50,11 +50,12 @@ def _decodes(inputs: Inputs) -> bool:
 
 
 def run(
-  inputs: Inputs, options: Options, *, interpret=None, num_splits: int | None = None
+  inputs: Inputs, options: Options, *, sizes=None, interpret=None, num_splits: int | None = None
 ) -> tuple[jax.Array, WKV4State]:
   """The output and the last state.
 
   Args:
+    sizes: the configuration of the kernels for many tokens; None takes that of the table.
     num_splits: into how many splits the sequence is cut for the passes over time; None leaves
       it to `channels`.
   """
@@ -76,7 +77,9 @@ def run(
     *(pad(x.astype(jnp.float32), wider) for x in (decay_rate, bonus)),
     *(pad(x, wider) for x in state),
   )
-  out, last = op.wkv4(op.Static(T, P, interpret), padded, reset)
+  sizes = sizes or config.default(padded.sizes)
+  sizes.check(padded.sizes)
+  out, last = op.wkv4(op.Static(T, sizes, P, interpret), padded, reset)
   largest, numerator, denominator = (x[:, :D] for x in last)
   # The maximum is a scale that the other two are divided by; they carry the gradient.
   last = WKV4State(jax.lax.stop_gradient(largest), numerator, denominator)

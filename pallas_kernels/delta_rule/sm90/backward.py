@@ -33,7 +33,6 @@ from pallas_kernels.core.chunk_grid import (
   sum_of_groups,
 )
 from pallas_kernels.core.wgmma import (
-  CHUNK,
   TILE_WIDTH,
   Backend,
   Dots,
@@ -49,7 +48,6 @@ from pallas_kernels.core.wgmma import (
   transpose_ref,
   with_int32_indices,
 )
-from pallas_kernels.delta_rule.config import recurrence_config
 from pallas_kernels.delta_rule.sm90.recurrence import Stage, reverse_recurrence
 from pallas_kernels.delta_rule.types import (
   AFTER,
@@ -79,7 +77,8 @@ def backward(
   d_out = jnp.zeros((B, T, H, v.shape[3]), v.dtype) if d_out is None else d_out
   # `scale` multiplies the results.
   d_last = None if d_last is None else d_last / options.scale
-  documents = DocumentBoundaries.of(segments)
+  C = options.config.chunk
+  documents = DocumentBoundaries.of(segments, C)
   tables, tables_vjp = jax.vjp(
     functools.partial(chunk_tables, options, documents, T), beta, log_decay
   )
@@ -87,10 +86,11 @@ def backward(
     Stage(erase_key, kept.inverse, k, q, kept.scores, d_out, tables),
     d_last,
     heads=inputs.heads,
-    config=recurrence_config(erase_key is not None, backward=True),
+    config=options.config.reverse,
+    chunk=C,
     backend=options.backend,
   )
-  keywords = {"scale": options.scale, "decays": decays, "backend": options.backend}
+  keywords = {"scale": options.scale, "decays": decays, "chunk": C, "backend": options.backend}
   y = adjoints.corrections
   by_q = query_gradient(
     QueryArrays(
@@ -117,7 +117,7 @@ def backward(
   d_tables = jnp.zeros_like(tables)
   of_groups = lambda d: d.reshape(B, tables.shape[1], -1, *d.shape[2:]).sum(2)  # heads share tables
   for row, d in rows.items():
-    d_tables = d_tables.at[:, :, :, row].set(of_groups(d.reshape(B, H, -1, CHUNK)))
+    d_tables = d_tables.at[:, :, :, row].set(of_groups(d.reshape(B, H, -1, C)))
   if decays:
     overlap = jnp.einsum(
       "bhnkv,bhnkv->bhn", kept.states, adjoints.states, preferred_element_type=jnp.float32
@@ -177,15 +177,15 @@ class _Buffers(NamedTuple):
   late_barrier: Any  # of what is loaded late: the other block of the state; v
 
 
-def _buffers(tiles, num_late, mma):
+def _buffers(tiles, num_late, C, backend):
   V = tiles.x.shape[-1]
   present = sum(x is not None for x in tiles)
   return _Buffers(
-    tiles=map_refs(lambda x: smem_tile(CHUNK, x.shape[-1]), tiles),
+    tiles=map_refs(lambda x: smem_tile(C, x.shape[-1]), tiles),
     state=smem_tile(TILE_WIDTH, V),
-    tables=plgpu.SMEM((NUM_ROWS, CHUNK), jnp.float32),
-    lhs_q=mma.lhs_scratch(CHUNK, CHUNK),
-    lhs_e=mma.lhs_scratch(CHUNK, CHUNK),
+    tables=plgpu.SMEM((NUM_ROWS, C), jnp.float32),
+    lhs_q=backend.lhs_scratch(C, C),
+    lhs_e=backend.lhs_scratch(C, C),
     arrived_barrier=plgpu.Barrier(num_barriers=present + 2),
     late_barrier=plgpu.Barrier(num_barriers=num_late),
   )
@@ -207,12 +207,11 @@ def _load_first(at, tiles_gmem, state_gmem, tables_gmem, smem):
 
 @with_int32_indices
 def query_gradient(
-  arrays: QueryArrays, *, scale: float, decays: bool, backend: Backend
+  arrays: QueryArrays, *, scale: float, decays: bool, chunk: int, backend: Backend
 ) -> QueryOutputs:
   """dq, the gradient of the erase key, and those of the tables; with `decays` all of them."""
-  mma = backend
   (B, T, _, K), H = arrays.tiles.k.shape, arrays.tiles.x.shape[2]
-  C, shared = CHUNK, arrays.tiles.erase_key is None
+  C, shared = chunk, arrays.tiles.erase_key is None
   blocks = [pl.ds(start, TILE_WIDTH) for start in range(0, K, TILE_WIDTH)]
 
   def body(at, gmem: QueryArrays, outs: QueryOutputs, smem: _Buffers):
@@ -220,8 +219,8 @@ def query_gradient(
     state_of = lambda channels: gmem.states.at[at.batch, at.head, at.chunk, channels]
     _load_first(at, gmem.tiles, state_of(blocks[0]), gmem.tables, smem)
     erase_smem = tiles.k if shared else tiles.erase_key
-    strictly_earlier = causal_mask(strict=True)
-    mask = gmem.documents.mask(at, causal_mask())
+    strictly_earlier = causal_mask(C, strict=True)
+    mask = gmem.documents.mask(at, causal_mask(C))
     weight = jnp.where(mask, decay_between_tokens(smem.tables.at[CUMULATIVE]), 0.0)
     rate, before = (load_row_vector(smem.tables.at[row]) for row in (RATE, BEFORE))
     store = lambda ref, value: store_unoptimized(ref.at[at.batch, at.head, at.tokens], value)
@@ -229,10 +228,10 @@ def query_gradient(
     products = [Dots([(tiles.d_out, transpose_ref(tiles.x))])]
     if decays:
       products.append(Dots([(tiles.q, transpose_ref(tiles.k))]))
-    d_scores, *scores = mma.dots(*products)
+    d_scores, *scores = backend.dots(*products)
     d_scores = d_scores * weight
-    lhs_q = mma.to_lhs(d_scores, smem.lhs_q)
-    gram, d_gram = mma.dots(
+    lhs_q = backend.to_lhs(d_scores, smem.lhs_q)
+    gram, d_gram = backend.dots(
       Dots([(erase_smem, transpose_ref(tiles.k))]), Dots([(tiles.y, transpose_ref(tiles.x))])
     )
     late_state_smem = tiles.x  # x is dead: its last product is done
@@ -246,7 +245,7 @@ def query_gradient(
       crossing = crossing - products * broadcast_rows(rate, (C, C))
       store(outs.later, jnp.sum(crossing, axis=1))
       store(outs.earlier, jnp.sum(crossing, axis=0))
-    lhs_e = mma.to_lhs(d_gram * broadcast_rows(-rate, (C, C)), smem.lhs_e)
+    lhs_e = backend.to_lhs(d_gram * broadcast_rows(-rate, (C, C)), smem.lhs_e)
 
     erased = d_before = None
     add = lambda sum, value: value if sum is None else sum + value
@@ -256,7 +255,7 @@ def query_gradient(
       if block:
         plgpu.barrier_wait(late_barrier.at[0])
       state = transpose_ref(late_state_smem if block else smem.state)
-      from_out, from_y = mma.dots(Dots([(tiles.d_out, state)]), Dots([(tiles.y, state)]))
+      from_out, from_y = backend.dots(Dots([(tiles.d_out, state)]), Dots([(tiles.y, state)]))
       if block == len(blocks) - 1:
         v_gmem = gmem.v.at[at.batch, at.tokens, shared_head(at.head, H, gmem.v)]
         plgpu.copy_gmem_to_smem(v_gmem, v_smem, late_barrier.at[1])
@@ -264,7 +263,7 @@ def query_gradient(
       erased = add(erased, jnp.sum(load_tile(erase_smem.at[:, channels]) * from_y, axis=1))
       if decays:
         d_before = add(d_before, jnp.sum(load_tile(q_smem) * from_out, axis=1))
-      d_q, d_e = mma.dots(
+      d_q, d_e = backend.dots(
         Dots([(lhs_q, k_smem)], start=from_out * broadcast_rows(before, shape)),
         Dots([(lhs_e, k_smem)], start=from_y * broadcast_rows(-before * rate, shape)),
       )
@@ -282,7 +281,7 @@ def query_gradient(
   keys = jax.ShapeDtypeStruct((B, T, H, K), jnp.bfloat16)
   tokens = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
   of_decays = tokens if decays else None
-  smem = _buffers(arrays.tiles, 2, mma)
+  smem = _buffers(arrays.tiles, 2, C, backend)
   smem = smem._replace(tiles=smem.tiles._replace(q=smem_tile(C, K)))
   return launch_per_chunk(
     body,
@@ -290,8 +289,9 @@ def query_gradient(
     QueryOutputs(keys, keys, tokens, of_decays, of_decays, of_decays),
     smem,
     sizes=(1, T // C, H, B),
+    chunk=C,
     name="delta_rule_query_gradient",
-    backend=mma,
+    backend=backend,
   )
 
 
@@ -326,15 +326,14 @@ class KeyOutputs(NamedTuple):
 
 @with_int32_indices
 def key_value_gradient(
-  arrays: KeyArrays, *, scale: float, decays: bool, backend: Backend
+  arrays: KeyArrays, *, scale: float, decays: bool, chunk: int, backend: Backend
 ) -> KeyOutputs:
   """dk, dv and, if `decays`, the cotangent of the table's row AFTER.
 
   Rows are the tokens j here: scores and dP are computed transposed.
   """
-  mma = backend
   (B, T, _, K), (_, _, H, V) = arrays.tiles.q.shape, arrays.tiles.x.shape
-  C, shared = CHUNK, arrays.tiles.erase_key is None
+  C, shared = chunk, arrays.tiles.erase_key is None
   blocks = [pl.ds(start, TILE_WIDTH) for start in range(0, K, TILE_WIDTH)]
 
   def body(at, gmem: KeyArrays, outs: KeyOutputs, smem: _Buffers):
@@ -342,19 +341,19 @@ def key_value_gradient(
     state_of = lambda channels: gmem.adjoints.at[at.batch, at.head, at.chunk, channels]
     _load_first(at, gmem.tiles, state_of(blocks[0]), gmem.tables, smem)
     erase_smem = tiles.k if shared else tiles.erase_key
-    mask = gmem.documents.mask(at, causal_mask(transposed=True))
+    mask = gmem.documents.mask(at, causal_mask(C, transposed=True))
     between = decay_between_tokens(smem.tables.at[CUMULATIVE], transposed=True)
     weight = jnp.where(mask, between, 0.0)
-    d_scores, d_gram = mma.dots(
+    d_scores, d_gram = backend.dots(
       Dots([(tiles.x, transpose_ref(tiles.d_out))]), Dots([(tiles.x, transpose_ref(tiles.y))])
     )
     late_state_smem = tiles.d_out  # d_out is dead: its last product is done
     for channels in blocks[1:]:
       plgpu.copy_gmem_to_smem(state_of(channels), late_state_smem, smem.late_barrier.at[0])
-    lhs_q = mma.to_lhs(d_scores * weight, smem.lhs_q)
-    upper = jnp.where(causal_mask(strict=True, transposed=True), weight, 0.0)
+    lhs_q = backend.to_lhs(d_scores * weight, smem.lhs_q)
+    upper = jnp.where(causal_mask(C, strict=True, transposed=True), weight, 0.0)
     rate = load_col_vector(smem.tables.at[RATE])
-    lhs_e = mma.to_lhs(d_gram * upper * broadcast_cols(-rate, (C, C)), smem.lhs_e)
+    lhs_e = backend.to_lhs(d_gram * upper * broadcast_cols(-rate, (C, C)), smem.lhs_e)
     after = load_row_vector(smem.tables.at[AFTER])
     d_after: Any = None
     shape = (C, TILE_WIDTH)
@@ -362,13 +361,13 @@ def key_value_gradient(
       if block:
         plgpu.barrier_wait(smem.late_barrier.at[0])
       state = transpose_ref(late_state_smem if block else smem.state)
-      from_state = mma.dot(tiles.x, state)
+      from_state = backend.dot(tiles.x, state)
       if decays:
         added = jnp.sum(load_tile(tiles.k.at[:, channels]) * from_state, axis=1)
         d_after = added if d_after is None else d_after + added
       q_smem = tiles.q.at[:, channels]
       pairs = [(lhs_q, q_smem), (lhs_e, erase_smem.at[:, channels])]
-      (d_k,) = mma.dots(Dots(pairs, start=from_state * broadcast_rows(after, shape)))
+      (d_k,) = backend.dots(Dots(pairs, start=from_state * broadcast_rows(after, shape)))
       d_k = d_k * scale
       if tiles.d_erase_key is not None:
         d_k = d_k + load_tile(tiles.d_erase_key.at[:, channels])
@@ -392,8 +391,9 @@ def key_value_gradient(
       jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16),
       after,
     ),
-    _buffers(arrays.tiles, 1, mma),
+    _buffers(arrays.tiles, 1, C, backend),
     sizes=(1, T // C, H, B),
+    chunk=C,
     name="delta_rule_key_value_gradient",
-    backend=mma,
+    backend=backend,
   )

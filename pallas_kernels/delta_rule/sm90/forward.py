@@ -20,7 +20,6 @@ from pallas_kernels.core.chunk_grid import (
   store_outputs,
 )
 from pallas_kernels.core.wgmma import (
-  CHUNK,
   Backend,
   Dots,
   broadcast_rows,
@@ -30,7 +29,6 @@ from pallas_kernels.core.wgmma import (
   transpose_ref,
   with_int32_indices,
 )
-from pallas_kernels.delta_rule.config import recurrence_config
 from pallas_kernels.delta_rule.sm90.recurrence import Stage, forward_recurrence
 from pallas_kernels.delta_rule.sm90.triangular_inverse import (
   NUM_TILES,
@@ -53,16 +51,20 @@ def forward(
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals | None]:
   """The results of `op.delta_rule`, and what the backward pass needs of this one."""
   q, k, erase_key, v, beta, log_decay, kv = inputs
-  documents = DocumentBoundaries.of(segments)
+  config = options.config
+  documents = DocumentBoundaries.of(segments, config.chunk)
   tables = chunk_tables(options, documents, q.shape[1], beta, log_decay)
-  inverse, scores = chunk_systems(q, k, erase_key, tables, documents, backend=options.backend)
+  inverse, scores = chunk_systems(
+    q, k, erase_key, tables, documents, chunk=config.chunk, backend=options.backend
+  )
   results = forward_recurrence(
     Stage(erase_key, inverse, k, q, scores, v, tables),
     kv,
     heads=inputs.heads,
     scale=options.scale,
     for_gradient=for_gradient,
-    config=recurrence_config(erase_key is not None, backward=False),
+    config=config.forward,
+    chunk=config.chunk,
     backend=options.backend,
   )
   residuals = None
@@ -109,6 +111,7 @@ def chunk_systems(
   tables: jax.Array,  # [B, H, N, NUM_ROWS, C] float32
   documents: DocumentBoundaries,
   *,
+  chunk: int,
   backend: Backend,
 ) -> ChunkSystems:
   """Computes triangular systems and scores inside each chunk, which do not need the state.
@@ -117,9 +120,8 @@ def chunk_systems(
 
       inverse = (I + diag(beta) L)^-1      scores_ij = (q_i . k_j) decay_ij for j <= i
   """
-  mma = backend
   (B, T, _, K), H = q.shape, tables.shape[1]
-  C = CHUNK
+  C = chunk
   keys = _SystemInputs(erase_key, k, q)
   present = sum(x is not None for x in keys)
   # The inverse works in the memory of queries and keys, when these are dead, and some more.
@@ -144,18 +146,18 @@ def chunk_systems(
     load_inputs(copies, smem.arrived_barrier)
     q_smem, k_smem = smem.keys.q, smem.keys.k
     erase_smem = k_smem if erase_key is None else smem.keys.erase_key
-    gram, scores = mma.dots(
+    gram, scores = backend.dots(
       Dots([(erase_smem, transpose_ref(k_smem))]), Dots([(q_smem, transpose_ref(k_smem))])
     )
-    mask = gmem.documents.mask(at, causal_mask())
+    mask = gmem.documents.mask(at, causal_mask(C))
     weight = jnp.where(mask, decay_between_tokens(smem.tables.at[CUMULATIVE]), 0.0)
     smem.scores[...] = (scores * weight).astype(jnp.bfloat16)
-    weight = jnp.where(causal_mask(strict=True), weight, 0.0)
+    weight = jnp.where(causal_mask(C, strict=True), weight, 0.0)
     lower = gram * weight * broadcast_rows(load_row_vector(smem.tables.at[RATE]), (C, C))
     # q, k and the erase key are dead: their last products are done.
     blocks = [x.at[:, pl.ds(start, C)] for x in tiles for start in range(0, K, C)]
     free = [*blocks[: NUM_TILES - 1], *smem.more]
-    inverse = triangular_inverse(lower, smem.blocks, free, mma)
+    inverse = triangular_inverse(lower, smem.blocks, free, backend)
     inverse_smem = smem.more[-1]  # a whole tile, where copies begin; dead, as all of `free`
     inverse_smem[...] = inverse.astype(jnp.bfloat16)
     store_outputs(
@@ -172,6 +174,7 @@ def chunk_systems(
     ChunkSystems(result, result),
     scratch,
     sizes=(1, T // C, H, B),
+    chunk=C,
     name="delta_rule_chunk_systems",
-    backend=mma,
+    backend=backend,
   )

@@ -27,7 +27,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core.chunk_grid import shared_head
 from pallas_kernels.core.pipeline import Pipeline, PipelineBarriers, launch_pipeline
 from pallas_kernels.core.wgmma import (
-  CHUNK,
   COMPILER_PARAMS,
   Backend,
   Dots,
@@ -99,40 +98,44 @@ def forward_recurrence(
   scale: float,
   for_gradient: bool,
   config: RecurrenceConfig,
+  chunk: int,
   backend: Backend,
 ) -> Results:
   """`Results` with out, last_state and, `for_gradient`, S in states and x in corrections."""
-  mma = backend
 
   def recur(stage, state, slot, work, signal):
     decay = stage.tables[DECAY, 0]
-    old = mma.dot(stage.erase, slot.states)
+    old = backend.dot(stage.erase, slot.states)
     right = (load_tile(stage.v) - stage.rows(BEFORE) * old) * stage.rows(RATE)
     work.right[...] = right.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    x = mma.dot(stage.inverse, work.right)
+    x = backend.dot(stage.inverse, work.right)
     slot.corrections[...] = x.astype(jnp.bfloat16)
     work.left[...] = (x * stage.rows(AFTER)).astype(jnp.bfloat16)
     signal.corrections()
-    return mma.dot(transpose_ref(stage.k), work.left, start=state * decay)
+    return backend.dot(transpose_ref(stage.k), work.left, start=state * decay)
 
   def epilogue(stage, slot, wait):
     wait.states()
-    out = mma.dot(stage.q, slot.states)
+    out = backend.dot(stage.q, slot.states)
     out = out * stage.rows(BEFORE)
     wait.corrections()
-    out = mma.dot(stage.scores, slot.corrections, start=out)
+    out = backend.dot(stage.scores, slot.corrections, start=out)
     slot.out[...] = (out * scale).astype(jnp.bfloat16)
 
   stored = Results(out=True, states=for_gradient or None, corrections=for_gradient or None)
   return _run(
-    *(recur, epilogue, inputs, initial),
+    recur,
+    epilogue,
+    inputs,
+    initial,
     stored=stored,
     work=_Work(True, True),
     heads=heads,
     reverse=False,
     config=config,
-    mma=mma,
+    chunk=chunk,
+    backend=backend,
   )
 
 
@@ -142,27 +145,27 @@ def reverse_recurrence(
   *,
   heads: int,  # H
   config: RecurrenceConfig,
+  chunk: int,
   backend: Backend,
 ) -> Results:
   """`Results` with y in `corrections`, A in `states`, of the states that leave the chunks, and the
   cotangent of the first state in `last_state`."""
-  mma = backend
 
   def recur(stage, adjoint, slot, work, signal):
     decay = stage.tables[DECAY, 0]
-    from_state, from_out = mma.dots(
+    from_state, from_out = backend.dots(
       Dots([(stage.k, slot.states)]), Dots([(transpose_ref(stage.scores), stage.v)])
     )
     work.right[...] = (from_state * stage.rows(AFTER) + from_out).astype(jnp.bfloat16)
     before = stage.rows(BEFORE)
     work.d_out[...] = (load_tile(stage.v) * before).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    y = mma.dot(transpose_ref(stage.inverse), work.right)
+    y = backend.dot(transpose_ref(stage.inverse), work.right)
     slot.corrections[...] = y.astype(jnp.bfloat16)
     work.left[...] = (y * (-before * stage.rows(RATE))).astype(jnp.bfloat16)
     signal.corrections()
     pairs = [(transpose_ref(stage.q), work.d_out), (transpose_ref(stage.erase), work.left)]
-    return mma.dots(Dots(pairs, start=adjoint * decay))[0]
+    return backend.dots(Dots(pairs, start=adjoint * decay))[0]
 
   def epilogue(stage, slot, wait):
     del stage, slot
@@ -170,13 +173,17 @@ def reverse_recurrence(
     wait.corrections()
 
   return _run(
-    *(recur, epilogue, inputs, d_last),
+    recur,
+    epilogue,
+    inputs,
+    d_last,
     stored=Results(states=True, corrections=True),
     work=_Work(True, True, True),
     heads=heads,
     reverse=True,
     config=config,
-    mma=mma,
+    chunk=chunk,
+    backend=backend,
   )
 
 
@@ -206,7 +213,8 @@ def _run(
   heads: int,
   reverse: bool,
   config: RecurrenceConfig,
-  mma: Backend,
+  chunk: int,
+  backend: Backend,
 ) -> Results:
   """Carries the state along the chunks of each sequence and head.
 
@@ -218,7 +226,7 @@ def _run(
     work: which tiles `recur` needs.
   """
   (B, T, _, K), V, H = inputs.q.shape, inputs.v.shape[-1], heads
-  C, N, BV, cluster = CHUNK, T // CHUNK, config.value_tile, config.cluster
+  C, N, BV, cluster = chunk, T // chunk, config.value_tile, config.cluster
   num_stages, num_slots = min(config.num_stages, N), config.num_slots
   # Both operands of a product have the same swizzle, which the narrower one bounds.
   transforms = (plgpu.TilingTransform((8, BV)), plgpu.SwizzleTransform(2 * BV))
@@ -359,7 +367,7 @@ def _run(
     num_warpgroups=3,
     cluster=cluster,
     name="delta_rule_recurrence_" + ("reverse" if reverse else "forward"),
-    backend=mma,
+    backend=backend,
     compiler_params=COMPILER_PARAMS,
   )
 

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.wgmma import CHUNK, Backend, Dots, Ref, iota
+from pallas_kernels.core.wgmma import Backend, Dots, Ref, iota
 
 _SIZE = 16  # of a diagonal block
-_BLOCKS = CHUNK // _SIZE
+_BLOCKS = 4
+ROWS = _BLOCKS * _SIZE
 # [blocks, size]: warp b has the columns of block b, one in each lane (twice).
 _COLUMNS = plgpu.Layout.TILED(
   plgpu.Tiling(((_BLOCKS, _SIZE), (1,))), (-3,), (plgpu.Replicated(2), -2), -1
@@ -37,7 +38,7 @@ def diagonal_blocks() -> Any:
 
 
 def triangular_inverse(
-  lower: jax.Array, blocks_smem: Ref, tiles_smem: Sequence[Ref], mma: Backend
+  lower: jax.Array, blocks_smem: Ref, tiles_smem: Sequence[Ref], backend: Backend
 ) -> jax.Array:
   """[C, C] float32: (I + lower)^-1, for `lower` in float32, strictly lower triangular.
 
@@ -46,16 +47,16 @@ def triangular_inverse(
 
   `blocks_smem`: of `diagonal_blocks`; `tiles_smem`: `NUM_TILES` tiles [C, C] to be overwritten.
   """
-  C, size = CHUNK, _SIZE
+  C, size = ROWS, _SIZE
   block_of_row = lax.div(iota((C, size), 0), jnp.int32(size))
   diagonal = lower[:, :size]
   for b in range(1, _BLOCKS):
     diagonal = jnp.where(block_of_row == b, lower[:, b * size : (b + 1) * size], diagonal)
-  mma.store_folded(blocks_smem, diagonal)
+  backend.store_folded(blocks_smem, diagonal)
   plgpu.commit_smem()
   _invert_blocks(blocks_smem)
   plgpu.commit_smem()
-  diagonal = mma.load_folded(blocks_smem, (C, size))
+  diagonal = backend.load_folded(blocks_smem, (C, size))
   inverses = [jnp.where(block_of_row == b, diagonal, 0.0) for b in range(_BLOCKS)]
   inverses = jnp.concatenate(inverses, axis=1)
   same_block = lax.div(iota((C, C), 0), jnp.int32(size)) == lax.div(
@@ -65,14 +66,14 @@ def triangular_inverse(
   _split(left, inverses)
   _split(right, jnp.where(same_block, 0.0, lower))
   plgpu.commit_smem()
-  (product,) = mma.dots(_exact(left, right))
+  (product,) = backend.dots(_exact(left, right))
   _split(m, -product)
   plgpu.commit_smem()
-  (total,) = mma.dots(_exact(m, left, inverses))
+  (total,) = backend.dots(_exact(m, left, inverses))
   for _ in range(2):
     _split(right, total)
     plgpu.commit_smem()
-    (total,) = mma.dots(_exact(m, right, inverses))
+    (total,) = backend.dots(_exact(m, right, inverses))
   return total
 
 

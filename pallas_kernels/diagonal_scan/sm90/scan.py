@@ -11,7 +11,7 @@ from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
 from pallas_kernels.core.channel_grid import CHANNELS
 from pallas_kernels.core.wgmma import Backend, with_int32_indices
-from pallas_kernels.diagonal_scan import config as tuning
+from pallas_kernels.diagonal_scan.config import GROUP
 from pallas_kernels.diagonal_scan.numbers import Parts, add, conjugate, times
 
 # Forward kernel
@@ -47,6 +47,7 @@ def forward_kernel(
   reverse: bool,
   length: int,
   num_splits: int,
+  config: grid.PipelineConfig,
   backend: Backend,
   outputs: bool = True,
 ) -> ForwardResults:
@@ -62,9 +63,6 @@ def forward_kernel(
   out_dtype = x[0].dtype if width == 1 else jnp.float32
   out_dtypes = (out_dtype,) * width if outputs else ()
   streams = _ForwardStreams(x, () if is_constant else decay)
-  config = tuning.pipeline_config(
-    bytes_in=grid.itemsize(streams), bytes_out=grid.itemsize(out_dtypes)
-  )
   split_state = jax.ShapeDtypeStruct((B, P, D), jnp.float32)
   out_type = ForwardResults(
     last=(split_state,) * width,
@@ -178,6 +176,7 @@ def backward_kernel(
   reverse: bool,
   length: int,
   num_splits: int,
+  config: grid.PipelineConfig,
   backend: Backend,
   x_dtype: Any = None,
   x_is_real: bool = False,
@@ -197,7 +196,6 @@ def backward_kernel(
   if gradients:
     d_x_dtypes = (x_dtype,) * (1 if x_is_real else width)
     dtypes = _BackwardOutputs(d_x_dtypes, () if is_constant else tuple(y.dtype for y in decay))
-  config = tuning.pipeline_config(bytes_in=grid.itemsize(streams), bytes_out=grid.itemsize(dtypes))
   split_state = jax.ShapeDtypeStruct((B, P, D), jnp.float32)
   token_type = lambda dtype: jax.ShapeDtypeStruct((B, T, D), dtype)
   out_type = BackwardResults(
@@ -313,7 +311,7 @@ def backward_kernel(
 def _groups(chunk, reverse):
   """The tokens of a chunk in groups of `GROUP`, in the order of the scan."""
   order = list(range(chunk))[:: -1 if reverse else 1]
-  return [order[n : n + tuning.GROUP] for n in range(0, chunk, tuning.GROUP)]
+  return [order[n : n + GROUP] for n in range(0, chunk, GROUP)]
 
 
 def _load(parts_smem, t):

@@ -37,6 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
   ScalarDecayTables,
+  Tiles,
   TileSpec,
   chunk_kernel,
   decay_between_tokens,
@@ -46,12 +47,9 @@ from pallas_kernels.core.chunk_grid import (
   start_copies,
   state_tile,
   sum_of_groups,
-  token_tile,
-  token_vector,
   wait_all,
 )
 from pallas_kernels.core.wgmma import (
-  CHUNK,
   TILE_WIDTH,
   WITHOUT_SCRATCH,
   Backend,
@@ -67,8 +65,6 @@ from pallas_kernels.core.wgmma import (
   transpose_ref,
   zero_accumulator,
 )
-from pallas_kernels.linear_attention import config
-from pallas_kernels.linear_attention.config import pipeline_config
 from pallas_kernels.linear_attention.sm90 import channel_backward
 from pallas_kernels.linear_attention.sm90.intra_chunk import token_numbers
 from pallas_kernels.linear_attention.sm90.splits import (
@@ -108,15 +104,18 @@ def backward(
   scale, d_denominator = options.scale, None
   if options.normalize:
     d_out, d_denominator = division_gradient(
-      *(d_out, kept.out, kept.denominator),
+      d_out,
+      kept.out,
+      kept.denominator,
       length=options.length,
       scale=scale,
+      chunk=options.config.chunk,
       backend=options.backend,
     )
     scale = 1.0
   shared = Cotangents(d_out, d_denominator, d_last_key_sum, scale, decays)
   d_last_state = None if d_last_state is None else d_last_state / scale
-  documents = DocumentBoundaries.of(segments)
+  documents = DocumentBoundaries.of(segments, options.config.chunk)
   rule = _channel_backward if has_channel_decay(inputs.log_decay) else _scalar_backward
   d_inputs = rule(options, inputs, documents, kept, shared, d_last_state)
   summed = {name: sum_of_groups(getattr(d_inputs, name), getattr(inputs, name)) for name in "qkv"}
@@ -135,27 +134,25 @@ def backward(
 
 
 def _scalar_backward(options: Options, inputs: Inputs, documents, kept: Residuals, cot, d_last):
-  T, backend = inputs.q.shape[1], options.backend
+  T, config = inputs.q.shape[1], options.config
+  sizes = {"length": options.length, "padded": T, "chunk": config.chunk}
   tables, tables_vjp = jax.vjp(
-    lambda x: scalar_decay_tables(x, documents, options.length, T), inputs.log_decay
+    lambda x: scalar_decay_tables(x, documents, **sizes), inputs.log_decay
   )
   adjoints = _state_cotangents(
     options, inputs.q, tables.before, inputs, documents, kept, cot, d_last
   )
   by_q: Any = None
   by_k: Any = None
-  if (heads_per_cta := _heads_per_cta(inputs, cot)) > 1:
-    options_of_both = {"heads_per_cta": heads_per_cta, "backend": backend}
-    shared = tables, documents
-    by_q = grouped_query_gradient(inputs, cot, kept.states, *shared, **options_of_both)
-    by_k = grouped_key_value_gradient(inputs, cot, adjoints.states, *shared, **options_of_both)
+  shared = tables, documents, options
+  if config.query_gradient.heads_per_cta > 1:
+    by_q = grouped_query_gradient(inputs, cot, kept.states, *shared)
   else:
-    by_q = scalar_query_gradient(
-      inputs, cot, kept.states, kept.key_sums, tables, documents, backend=backend
-    )
-    by_k = scalar_key_value_gradient(
-      inputs, cot, adjoints.states, adjoints.key_sums, tables, documents, backend=backend
-    )
+    by_q = scalar_query_gradient(inputs, cot, kept.states, kept.key_sums, *shared)
+  if config.key_gradient.heads_per_cta > 1:
+    by_k = grouped_key_value_gradient(inputs, cot, adjoints.states, *shared)
+  else:
+    by_k = scalar_key_value_gradient(inputs, cot, adjoints.states, adjoints.key_sums, *shared)
   d_log_decay: Any = None
   if cot.decays:
     d_tables = ScalarDecayTables(
@@ -170,49 +167,39 @@ def _scalar_backward(options: Options, inputs: Inputs, documents, kept: Residual
   return Inputs(by_q.q, by_k.k, by_k.v, d_log_decay, None, d_kv, d_key_sum)
 
 
-def _heads_per_cta(inputs: Inputs, cot: Cotangents) -> int:
-  """Heads whose gradients of shared q and k one CTA adds up; 1 where XLA adds those of all heads.
-
-  That is where q or k has all heads, and with a normalizer: its key sums would need the registers
-  that hold the sums.
-  """
-  q, k, v, *_ = inputs
-  (B, T, G, _), H = k.shape, inputs.heads
-  if q.shape[2] != G or v.shape[2] != H or G == H or cot.d_denominator is not None:
-    return 1
-  return config.heads_per_cta(H // G, B * (T // CHUNK) * H)
-
-
 def _channel_backward(options: Options, inputs: Inputs, documents, kept: Residuals, cot, d_last):
-  q, _, v, log_decay, bonus, _, _ = inputs
-  T, backend = q.shape[1], options.backend
+  q, _, _, log_decay, bonus, _, _ = inputs
+  T = q.shape[1]
   adjoints = _state_cotangents(
     options, q if kept.q is None else kept.q, None, inputs, documents, kept, cot, d_last
   )
   d_v: Any = None
-  joined = channel_backward.key_kernel_computes_dv(log_decay, v.shape[-1])
+  joined = not options.config.separate_values
   if not joined:
-    d_v = channel_backward.value_gradient(kept, cot, adjoints.states, backend=backend)
+    d_v = channel_backward.value_gradient(kept, cot, adjoints.states, options)
   by_q = channel_backward.query_gradient(
-    *(inputs, cot, kept.states, kept.key_sums, documents),
-    length=options.length,
-    backend=backend,
+    inputs, cot, kept.states, kept.key_sums, documents, options
   )
   d_total = None
   if cot.decays:
     total = kept.decay
     if total is None:
-      total = total_of_constant_decay(log_decay, documents, options.length, T)
+      total = total_of_constant_decay(log_decay, documents, options, T)
     d_total = total * _total_decay_gradient(adjoints, kept)
   by_k = channel_backward.key_gradient(
-    *(inputs, cot, kept.scores if joined else None, adjoints.states, adjoints.key_sums, documents),
-    *(d_total, by_q.log_decay),
-    length=options.length,
-    backend=backend,
+    inputs,
+    cot,
+    kept.scores if joined else None,
+    adjoints.states,
+    adjoints.key_sums,
+    documents,
+    d_total,
+    by_q.log_decay,
+    options,
   )
   d_log_decay = by_k.log_decay
   if cot.decays and log_decay.ndim == 2:
-    tokens = tokens_in_chunks(options.length, T)
+    tokens = tokens_in_chunks(options, T)
     d_log_decay = by_q.log_decay + d_log_decay + tokens[:, None] * d_total
     d_log_decay = d_log_decay.sum((0, 2))
   d_bonus = None if bonus is None else by_q.bonus.sum((0, 2))
@@ -230,13 +217,16 @@ def _state_cotangents(
     q, cot.d_out, weight, decay, d_last, normalizer, options, heads=inputs.heads, reverse=True
   )
   return chunk_states(
-    *(q, cot.d_out, weight, decay, initial, normalizer),
+    q,
+    cot.d_out,
+    weight,
+    decay,
+    initial,
+    normalizer,
     kept.states if cot.decays else None,
     heads=inputs.heads,
-    num_splits=options.num_splits,
+    options=options,
     reverse=True,
-    config=pipeline_config(inputs.v.shape[-1]),
-    backend=options.backend,
   )
 
 
@@ -276,6 +266,7 @@ def division_gradient(
   *,
   length: int,  # tokens before padding
   scale: float,
+  chunk: int,
   backend: Backend,
 ) -> tuple[jax.Array, jax.Array]:
   """The cotangents of n, scale d_out / D [B, T, H, V] bfloat16, and of D, -(d_out . out) / D [B, H,
@@ -283,12 +274,12 @@ def division_gradient(
 
   One kernel, because XLA reads the cotangent once for each of the two.
   """
-  (B, T, H, V) = out.shape
+  B, T, H, _ = out.shape
 
   def body(at, buffers):
     tiles, arrived, denominator_gmem, _, outs = buffers
     inverse = 1.0 / load_row_vector(denominator_gmem.at[at.batch, at.head, at.tokens])
-    is_token = token_numbers() < length - at.chunk * CHUNK
+    is_token = token_numbers(chunk) < length - at.chunk * chunk
     if length < T:
       inverse = jnp.where(is_token, inverse, 0.0)
     wait_all(arrived)
@@ -298,14 +289,22 @@ def division_gradient(
       d_denominator = jnp.where(is_token, d_denominator, 0.0)
     outs.d_denominator.store(at, d_denominator)
     result_smem = tiles.d_out  # d_out is dead: it is in registers
-    d_n = d_rows * broadcast_rows(inverse * scale, (CHUNK, V))
+    d_n = d_rows * broadcast_rows(inverse * scale, d_rows.shape)
     result_smem[...] = d_n.astype(jnp.bfloat16)
     return [(result_smem, outs.d_out.at(at))]
 
-  tiles = _DivisionTiles(token_tile(d_out), token_tile(out))
-  outputs = _DivisionOutputs(token_tile(d_out), token_vector(B, H, T))
-  name = "linear_attention_division_gradient"
-  return tuple(chunk_kernel(body, tiles, denominator, outputs, name=name, backend=backend))
+  tiles = Tiles(chunk, H)
+  return tuple(
+    chunk_kernel(
+      body,
+      _DivisionTiles(tiles.tokens(d_out), tiles.tokens(out)),
+      denominator,
+      _DivisionOutputs(tiles.tokens(d_out), tiles.vector(B, T)),
+      chunk=chunk,
+      name="linear_attention_division_gradient",
+      backend=backend,
+    )
+  )
 
 
 class _ScalarTiles(NamedTuple):
@@ -318,17 +317,17 @@ class _ScalarTiles(NamedTuple):
   v: Any
 
   @classmethod
-  def of(cls, inputs: Inputs, cot, states, *, reads_q: bool = True, heads_per_cta: int = 1):
-    """With several heads per CTA a stage has what each of them has of its own."""
+  def of(cls, inputs: Inputs, cot, states, chunk: int, *, reads_q: bool = True, grouped=False):
+    """If `grouped`, with several heads per CTA, a stage has what each of them has of its own."""
     q, k, v, *_ = inputs
-    H = inputs.heads
-    own = TileSpec.for_each_head if heads_per_cta > 1 else lambda tile: tile
+    tiles = Tiles(chunk, inputs.heads)
+    own = TileSpec.for_each_head if grouped else lambda tile: tile
     return cls(
-      d_out=own(token_tile(cot.d_out)),
-      k=token_tile(k, H),
-      q=token_tile(q, H) if reads_q else None,
+      d_out=own(tiles.tokens(cot.d_out)),
+      k=tiles.tokens(k),
+      q=tiles.tokens(q) if reads_q else None,
       state=own(state_tile(states)),
-      v=own(token_tile(v, H)),
+      v=own(tiles.tokens(v)),
     )
 
 
@@ -347,11 +346,12 @@ class _ScalarQueryOutputs(NamedTuple):
   earlier: Any
 
   @classmethod
-  def types(cls, inputs: Inputs, cot: Cotangents, heads_per_cta: int = 1):
+  def types(cls, inputs: Inputs, cot: Cotangents, chunk: int, heads_per_cta: int = 1):
     """With several heads per CTA dq is the sum over them."""
     (B, T, *_), H = inputs.v.shape, inputs.heads
-    table = token_vector(B, H, T) if cot.decays else None
-    d_q = token_tile(per_head(inputs.q, H // heads_per_cta), H)
+    tiles = Tiles(chunk, H)
+    table = tiles.vector(B, T) if cot.decays else None
+    d_q = tiles.tokens(per_head(inputs.q, H // heads_per_cta))
     return cls(d_q, table, table, table)
 
 
@@ -362,16 +362,15 @@ def scalar_query_gradient(
   key_sums: jax.Array | None,  # [B, H, N, K] float32: z
   tables: ScalarDecayTables,
   documents: DocumentBoundaries,
-  *,
-  backend: Backend,
+  options: Options,
 ) -> _ScalarQueryOutputs:
   """dq and, if `cot.decays`, the cotangents of the decay tables, without `scale`."""
-  mma = backend
+  backend, C = options.backend, options.config.chunk
 
   def body(at, buffers):
     tiles, arrived, gmem, lhs_smem, outs = buffers
-    C, K = CHUNK, inputs.q.shape[-1]
-    mask = gmem.documents.mask(at, causal_mask())
+    K = inputs.q.shape[-1]
+    mask = gmem.documents.mask(at, causal_mask(C))
     weight = decay_between_tokens(at.table_row(gmem.cumulative))
     before = load_row_vector(at.table_row(gmem.end))
     d_rows: Any = None
@@ -387,32 +386,33 @@ def scalar_query_gradient(
     ]
     if cot.decays:
       products.append(Dots([(tiles.q, transpose_ref(tiles.k))]))
-    d_scores, from_state, *scores = mma.dots(*products)
+    d_scores, from_state, *scores = backend.dots(*products)
     if gmem.d_denominator is not None:
       d_scores = d_scores + broadcast_rows(d_rows, (C, C))
       from_state = from_state + broadcast_rows(d_rows, (C, K)) * broadcast_cols(z, (C, K))
     d_scores = jnp.where(mask, d_scores * weight, 0.0)
     if cot.decays:
-      crossing = jnp.where(causal_mask(strict=True), scores[0] * d_scores, 0.0)
+      crossing = jnp.where(causal_mask(C, strict=True), scores[0] * d_scores, 0.0)
       outs.later.store(at, jnp.sum(crossing, axis=1))
       outs.earlier.store(at, jnp.sum(crossing, axis=0))
       outs.before.store(at, jnp.sum(load_tile(tiles.q) * from_state, axis=1))
-    lhs = mma.to_lhs(d_scores, lhs_smem)
-    d_q = mma.dot(lhs, tiles.k, start=from_state * broadcast_rows(before, (C, K)))
+    lhs = backend.to_lhs(d_scores, lhs_smem)
+    d_q = backend.dot(lhs, tiles.k, start=from_state * broadcast_rows(before, (C, K)))
     d_q_smem = tiles.k  # k is dead: its last product is done
     d_q_smem[...] = (d_q * cot.scale).astype(jnp.bfloat16)
     return [(d_q_smem, outs.q.at(at))]
 
   return chunk_kernel(
     body,
-    _ScalarTiles.of(inputs, cot, states, reads_q=cot.decays),
+    _ScalarTiles.of(inputs, cot, states, C, reads_q=cot.decays),
     _ScalarVectors(
       tables.cumulative, tables.before, cot.d_denominator, key_sums, documents.mask_only
     ),
-    _ScalarQueryOutputs.types(inputs, cot),
-    scratch=mma.lhs_scratch(CHUNK, CHUNK),
+    _ScalarQueryOutputs.types(inputs, cot, C),
+    chunk=C,
+    scratch=backend.lhs_scratch(C, C),
     name="linear_attention_query_gradient",
-    backend=mma,
+    backend=backend,
   )
 
 
@@ -422,12 +422,13 @@ class _ScalarKeyOutputs(NamedTuple):
   after: Any  # [B, H, T] float32, of the tables
 
   @classmethod
-  def types(cls, inputs: Inputs, cot: Cotangents, heads_per_cta: int = 1):
+  def types(cls, inputs: Inputs, cot: Cotangents, chunk: int, heads_per_cta: int = 1):
     """With several heads per CTA dk is the sum over them."""
     (B, T, *_), H = inputs.v.shape, inputs.heads
-    d_k = token_tile(per_head(inputs.k, H // heads_per_cta), H)
-    after = token_vector(B, H, T) if cot.decays else None
-    return cls(d_k, token_tile(per_head(inputs.v, H)), after)
+    tiles = Tiles(chunk, H)
+    d_k = tiles.tokens(per_head(inputs.k, H // heads_per_cta))
+    after = tiles.vector(B, T) if cot.decays else None
+    return cls(d_k, tiles.tokens(per_head(inputs.v, H)), after)
 
 
 def scalar_key_value_gradient(
@@ -437,19 +438,18 @@ def scalar_key_value_gradient(
   key_sums: jax.Array | None,  # [B, H, N, K] float32: y
   tables: ScalarDecayTables,
   documents: DocumentBoundaries,
-  *,
-  backend: Backend,
+  options: Options,
 ) -> _ScalarKeyOutputs:
   """dk, dv and, if `cot.decays`, the cotangent of the table `after`, without `scale`.
 
   Rows are the tokens j here: scores and dP are computed transposed.
   """
-  mma = backend
+  backend, C = options.backend, options.config.chunk
 
   def body(at, buffers):
     tiles, arrived, gmem, lhs_smem, outs = buffers
-    C, K, V = CHUNK, inputs.q.shape[-1], inputs.v.shape[-1]
-    mask = gmem.documents.mask(at, causal_mask(transposed=True))
+    K, V = inputs.q.shape[-1], inputs.v.shape[-1]
+    mask = gmem.documents.mask(at, causal_mask(C, transposed=True))
     between = decay_between_tokens(at.table_row(gmem.cumulative), transposed=True)
     weight = jnp.where(mask, between, 0.0)
     after = load_row_vector(at.table_row(gmem.end))
@@ -460,12 +460,12 @@ def scalar_key_value_gradient(
       y = load_col_vector(gmem.key_sum.at[at.batch, at.head, at.chunk])
     wait_all(arrived)
 
-    scores, from_state = mma.dots(
+    scores, from_state = backend.dots(
       Dots([(tiles.k, transpose_ref(tiles.q))]), Dots([(tiles.k, tiles.state)])
     )
-    lhs = mma.to_lhs(scores * weight, lhs_smem)
-    d_v = mma.dot(lhs, tiles.d_out, start=from_state * broadcast_rows(after, (C, V)))
-    d_scores, from_state = mma.dots(
+    lhs = backend.to_lhs(scores * weight, lhs_smem)
+    d_v = backend.dot(lhs, tiles.d_out, start=from_state * broadcast_rows(after, (C, V)))
+    d_scores, from_state = backend.dots(
       Dots([(tiles.v, transpose_ref(tiles.d_out))]),
       Dots([(tiles.v, transpose_ref(tiles.state))]),
     )
@@ -477,22 +477,23 @@ def scalar_key_value_gradient(
       from_state = from_state + broadcast_cols(y, (C, K))
     if cot.decays:
       outs.after.store(at, jnp.sum(load_tile(tiles.k) * from_state, axis=1))
-    lhs = mma.to_lhs(d_scores * weight, lhs_smem)
-    d_k = mma.dot(lhs, tiles.q, start=from_state * broadcast_rows(after, (C, K)))
+    lhs = backend.to_lhs(d_scores * weight, lhs_smem)
+    d_k = backend.dot(lhs, tiles.q, start=from_state * broadcast_rows(after, (C, K)))
     d_k_smem = tiles.k  # k is dead: the sum above was its last use
     d_k_smem[...] = (d_k * cot.scale).astype(jnp.bfloat16)
     return [*copies, (d_k_smem, outs.k.at(at))]
 
   return chunk_kernel(
     body,
-    _ScalarTiles.of(inputs, cot, adjoints),
+    _ScalarTiles.of(inputs, cot, adjoints, C),
     _ScalarVectors(
       tables.cumulative, tables.after, cot.d_denominator, key_sums, documents.mask_only
     ),
-    _ScalarKeyOutputs.types(inputs, cot),
-    scratch=mma.lhs_scratch(CHUNK, CHUNK),
+    _ScalarKeyOutputs.types(inputs, cot, C),
+    chunk=C,
+    scratch=backend.lhs_scratch(C, C),
     name="linear_attention_key_value_gradient",
-    backend=mma,
+    backend=backend,
   )
 
 
@@ -503,16 +504,16 @@ class _GroupSums(NamedTuple):
   state: tuple[jax.Array, ...]  # [C, 64] for each block of key channels: the terms with the state
 
   @classmethod
-  def zero(cls, K: int) -> "_GroupSums":
-    blocks = tuple(zero_accumulator(CHUNK, TILE_WIDTH) for _ in _blocks(K))
-    return cls(zero_accumulator(CHUNK, CHUNK), blocks)
+  def zero(cls, C: int, K: int) -> "_GroupSums":
+    blocks = tuple(zero_accumulator(C, TILE_WIDTH) for _ in _blocks(K))
+    return cls(zero_accumulator(C, C), blocks)
 
-  def gradient(self, mask, rhs_smem: Ref, lhs_smem: Any, scale: float, mma: Backend) -> None:
+  def gradient(self, mask, rhs_smem: Ref, lhs_smem: Any, scale: float, backend: Backend) -> None:
     """Replaces k (or q) in `rhs_smem` [C, K], which was its last use, by dq (or dk)."""
-    lhs = mma.to_lhs(jnp.where(mask, self.pairs, 0.0), lhs_smem)
+    lhs = backend.to_lhs(jnp.where(mask, self.pairs, 0.0), lhs_smem)
     blocks = _blocks(rhs_smem.shape[1])
     sums = [
-      mma.dot(lhs, rhs_smem.at[:, channels], start=start)
+      backend.dot(lhs, rhs_smem.at[:, channels], start=start)
       for channels, start in zip(blocks, self.state, strict=True)
     ]
     for channels, total in zip(blocks, sums, strict=True):
@@ -539,12 +540,12 @@ class _TokenDecays(NamedTuple):
 
   def between_tokens(self, *, transposed: bool = False) -> jax.Array:
     """As `decay_between_tokens`."""
-    shape = (CHUNK, CHUNK)
+    shape = self.rows.shape * 2
     lag = broadcast_rows(self.rows, shape) - broadcast_cols(self.cols, shape)
     return decay_of_lag(lag, transposed=transposed)
 
 
-def _add_state_terms(sums, first, lhs_smem, state_smem, end, x_smem, mma):
+def _add_state_terms(sums, first, lhs_smem, state_smem, end, x_smem, backend):
   """`sums` and `end` [C] times the product of a tile [C, V] with the state's transpose [V, K].
 
   By blocks of 64 key channels, of which `first` is the product of the first one. With `x_smem`
@@ -552,7 +553,7 @@ def _add_state_terms(sums, first, lhs_smem, state_smem, end, x_smem, mma):
   """
   result, d_end = [], None
   for n, (channels, total) in enumerate(zip(_blocks(state_smem.shape[0]), sums, strict=True)):
-    product = mma.dot(lhs_smem, transpose_ref(state_smem.at[channels])) if n else first
+    product = backend.dot(lhs_smem, transpose_ref(state_smem.at[channels])) if n else first
     if x_smem is not None:
       part = jnp.sum(load_tile(x_smem.at[:, channels]) * product, axis=1)
       d_end = part if d_end is None else d_end + part
@@ -566,25 +567,24 @@ def grouped_query_gradient(
   states: jax.Array,  # [B, H, N, K, V] bfloat16: S
   tables: ScalarDecayTables,
   documents: DocumentBoundaries,
-  *,
-  heads_per_cta: int,  # a divisor of H / G
-  backend: Backend,
+  options: Options,
 ) -> _ScalarQueryOutputs:
   """As `scalar_query_gradient`, but dq [B, T, H / heads_per_cta, K] is summed over heads."""
-  mma, K, V = backend, inputs.k.shape[-1], inputs.v.shape[-1]
+  backend, C, K = options.backend, options.config.chunk, inputs.k.shape[-1]
+  config = options.config.query_gradient
 
   def body(at, buffers, over_heads):
     tiles, arrived, gmem, lhs_smem, outs = buffers
     wait_all(arrived)
     scores: Any = None
     if cot.decays:
-      strict = gmem.documents.mask(at, causal_mask(strict=True))
-      scores = jnp.where(strict, mma.dot(tiles.q, transpose_ref(tiles.k)), 0.0)
+      strict = gmem.documents.mask(at, causal_mask(C, strict=True))
+      scores = jnp.where(strict, backend.dot(tiles.q, transpose_ref(tiles.k)), 0.0)
 
     def step(at, tiles, wait, sums):
       decays = _TokenDecays.load(at, gmem)
       wait()
-      d_scores, from_state = mma.dots(
+      d_scores, from_state = backend.dots(
         Dots([(tiles.d_out, transpose_ref(tiles.v))]),
         Dots([(tiles.d_out, transpose_ref(tiles.state.at[pl.ds(0, TILE_WIDTH)]))]),
       )
@@ -595,28 +595,29 @@ def grouped_query_gradient(
         outs.later.store(at, jnp.sum(crossing, axis=1))
         outs.earlier.store(at, jnp.sum(crossing, axis=0))
       state_sums, d_before = _add_state_terms(
-        sums.state, from_state, tiles.d_out, tiles.state, decays.end, tiles.q, mma
+        sums.state, from_state, tiles.d_out, tiles.state, decays.end, tiles.q, backend
       )
       if cot.decays:
         outs.before.store(at, d_before)
       return _GroupSums(sums.pairs + d_scores, state_sums)
 
-    sums = over_heads(step, _GroupSums.zero(K))
+    sums = over_heads(step, _GroupSums.zero(C, K))
     d_q_smem = tiles.k
-    mask = gmem.documents.mask(at, causal_mask())
-    sums.gradient(mask, d_q_smem, lhs_smem, cot.scale, mma)
+    mask = gmem.documents.mask(at, causal_mask(C))
+    sums.gradient(mask, d_q_smem, lhs_smem, cot.scale, backend)
     return [(d_q_smem, outs.q.at(at))]
 
   return chunk_kernel(
     body,
-    _ScalarTiles.of(inputs, cot, states, reads_q=cot.decays, heads_per_cta=heads_per_cta),
+    _ScalarTiles.of(inputs, cot, states, C, reads_q=cot.decays, grouped=True),
     _ScalarVectors(tables.cumulative, tables.before, None, None, documents.mask_only),
-    _ScalarQueryOutputs.types(inputs, cot, heads_per_cta),
-    heads_per_cta=heads_per_cta,
-    num_stages=config.head_stages(K, V, 2 * K),
-    scratch=mma.lhs_scratch(CHUNK, CHUNK),
+    _ScalarQueryOutputs.types(inputs, cot, C, config.heads_per_cta),
+    chunk=C,
+    heads_per_cta=config.heads_per_cta,
+    num_stages=config.head_stages,
+    scratch=backend.lhs_scratch(C, C),
     name="linear_attention_query_gradient",
-    backend=mma,
+    backend=backend,
   )
 
 
@@ -631,58 +632,58 @@ def grouped_key_value_gradient(
   adjoints: jax.Array,  # [B, H, N, K, V] bfloat16: A
   tables: ScalarDecayTables,
   documents: DocumentBoundaries,
-  *,
-  heads_per_cta: int,  # a divisor of H / G
-  backend: Backend,
+  options: Options,
 ) -> _ScalarKeyOutputs:
   """As `scalar_key_value_gradient`, but dk [B, T, H / heads_per_cta, K] is summed over heads."""
-  mma, K, V = backend, inputs.k.shape[-1], inputs.v.shape[-1]
+  backend, C, K, V = options.backend, options.config.chunk, inputs.k.shape[-1], inputs.v.shape[-1]
+  config = options.config.key_gradient
 
   def body(at, buffers, over_heads):
     tiles, arrived, gmem, scratch, outs = buffers
     wait_all(arrived)
-    mask = gmem.documents.mask(at, causal_mask(transposed=True))
-    scores = jnp.where(mask, mma.dot(tiles.k, transpose_ref(tiles.q)), 0.0)
+    mask = gmem.documents.mask(at, causal_mask(C, transposed=True))
+    scores = jnp.where(mask, backend.dot(tiles.k, transpose_ref(tiles.q)), 0.0)
 
     def step(at, tiles, wait, sums):
       decays = _TokenDecays.load(at, gmem)
       wait()
-      d_scores, from_state = mma.dots(
+      d_scores, from_state = backend.dots(
         Dots([(tiles.v, transpose_ref(tiles.d_out))]),
         Dots([(tiles.v, transpose_ref(tiles.state.at[pl.ds(0, TILE_WIDTH)]))]),
       )
       weight = decays.between_tokens(transposed=True)
-      lhs = mma.to_lhs(scores * weight, scratch.lhs)
+      lhs = backend.to_lhs(scores * weight, scratch.lhs)
       pairs = sums.pairs + d_scores * weight
+      k_smem = tiles.k if cot.decays else None
       state_sums, d_after = _add_state_terms(
-        *(sums.state, from_state, tiles.v, tiles.state, decays.end),
-        *(tiles.k if cot.decays else None, mma),
+        sums.state, from_state, tiles.v, tiles.state, decays.end, k_smem, backend
       )
       if cot.decays:
         outs.after.store(at, d_after)
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dv of the head before
       for columns in _blocks(V):
-        from_state = mma.dot(tiles.k, tiles.state.at[:, columns])
+        from_state = backend.dot(tiles.k, tiles.state.at[:, columns])
         from_state = from_state * broadcast_rows(decays.end, from_state.shape)
-        d_v = mma.dot(lhs, tiles.d_out.at[:, columns], start=from_state)
+        d_v = backend.dot(lhs, tiles.d_out.at[:, columns], start=from_state)
         scratch.d_v.at[:, columns][...] = (d_v * cot.scale).astype(jnp.bfloat16)
       start_copies([(scratch.d_v, outs.v.at(at))])
       return _GroupSums(pairs, state_sums)
 
-    sums = over_heads(step, _GroupSums.zero(K))
+    sums = over_heads(step, _GroupSums.zero(C, K))
     d_k_smem = tiles.q
-    sums.gradient(mask, d_k_smem, scratch.lhs, cot.scale, mma)
+    sums.gradient(mask, d_k_smem, scratch.lhs, cot.scale, backend)
     return [(d_k_smem, outs.k.at(at))]
 
   return chunk_kernel(
     body,
-    _ScalarTiles.of(inputs, cot, adjoints, heads_per_cta=heads_per_cta),
+    _ScalarTiles.of(inputs, cot, adjoints, C, grouped=True),
     _ScalarVectors(tables.cumulative, tables.after, None, None, documents.mask_only),
-    _ScalarKeyOutputs.types(inputs, cot, heads_per_cta),
-    heads_per_cta=heads_per_cta,
-    num_stages=config.head_stages(K, V, 2 * K + V),
-    scratch=_ValueScratch(mma.lhs_scratch(CHUNK, CHUNK), smem_tile(CHUNK, V)),
+    _ScalarKeyOutputs.types(inputs, cot, C, config.heads_per_cta),
+    chunk=C,
+    heads_per_cta=config.heads_per_cta,
+    num_stages=config.head_stages,
+    scratch=_ValueScratch(backend.lhs_scratch(C, C), smem_tile(C, V)),
     name="linear_attention_key_value_gradient",
-    backend=mma,
+    backend=backend,
     compiler_params=WITHOUT_SCRATCH,
   )

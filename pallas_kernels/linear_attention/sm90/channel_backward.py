@@ -20,19 +20,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
 from pallas_kernels.core.chunk_grid import (
+  Tiles,
   broadcast_diagonal,
   channel_vector,
   chunk_kernel,
   per_head,
-  score_tile,
   state_key_block_tile,
   state_tile,
-  token_block_tile,
-  token_tile,
   wait_all,
 )
 from pallas_kernels.core.wgmma import (
-  CHUNK,
   COMPILER_PARAMS,
   TILE_WIDTH,
   WITHOUT_SCRATCH,
@@ -54,17 +51,16 @@ from pallas_kernels.linear_attention.sm90 import intra_chunk
 from pallas_kernels.linear_attention.sm90.intra_chunk import (
   AFTER,
   BEFORE,
-  KEYS,
-  QUERIES,
+  KEY,
+  QUERY,
   ConstantDecayFactors,
   DecayScratch,
   decay_factors,
 )
-from pallas_kernels.linear_attention.types import Cotangents, Inputs, Residuals
+from pallas_kernels.linear_attention.types import Cotangents, Inputs, Options, Residuals
 
-_SHAPE = (CHUNK, TILE_WIDTH)
 # log2 of how far factors of per-token decays may grow where the decays want a gradient: what pairs
-# on one side of a block's middle contribute to its tokens cancels, the more the faster the decays.
+# on one side of a subchunk's middle contribute to its tokens cancels, more with faster decays.
 _GRADIENT_LIMIT = 12.0
 
 
@@ -76,7 +72,7 @@ class _Vectors(NamedTuple):
   log_decay: Any
   bonus: Any
   documents: DocumentBoundaries
-  first_merge: Any  # [H, K / 64] int32, constant decays
+  level: Any  # [H, K / 64] int32, of subchunks; constant decays
   d_total: Any = None  # [B, H, N, K] float32, per-token decays
   d_log_decay: Any = None  # [B, T, H, K] float32, per-token decays
 
@@ -120,16 +116,15 @@ def query_gradient(
   states: jax.Array,  # [B, H, N, K, V] bfloat16: S
   key_sums: jax.Array | None,  # [B, H, N, K] float32: z
   documents: DocumentBoundaries,
-  *,
-  length: int,  # tokens before padding
-  backend: Backend,
+  options: Options,
 ) -> _QueryOutputs:
   """dq, with a bonus its gradient, and if `cot.decays` the queries' part of the decays'.
 
   Without `scale`, but for dq.
   """
   q, k, v, log_decay, bonus, *_ = inputs
-  mma, decays, parts = backend, cot.decays, _value_parts(v)
+  backend, C, config = options.backend, options.config.chunk, options.config.query_gradient
+  decays, parts, shape = cot.decays, config.value_parts, (C, TILE_WIDTH)
   read_first, per_token = bonus is not None, log_decay.ndim == 4
 
   def body(at, buffers):
@@ -137,7 +132,7 @@ def query_gradient(
     d_rows = None
     if gmem.d_denominator is not None:
       d_rows = load_row_vector(gmem.d_denominator.at[at.batch, at.head, at.tokens])
-    d_scores, d_before = _products_over_values(tiles, arrived, tiles.d_out, tiles.v, parts, mma)
+    d_scores, d_before = _products_over_values(tiles, arrived, tiles.d_out, tiles.v, parts, backend)
     if d_rows is not None:
       d_scores = d_scores + broadcast_rows(d_rows, d_scores.shape)
     d_scores = gmem.documents.mask_scores(at, d_scores)
@@ -149,8 +144,8 @@ def query_gradient(
   def per_block(at, number, buffers, shared):
     tiles, arrived, gmem, scratch, outs = buffers
     d_rows, d_before, right_smem, d_scores_smem = shared
-    f = _factors_of(inputs, at, gmem, scratch, length, mma)
-    f.choose_blocks(_GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
+    f = _factors_of(inputs, at, gmem, scratch, options)
+    f.choose_level(_GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
     z: Any = None
     weight: Any = None
     if d_rows is not None:
@@ -159,67 +154,68 @@ def query_gradient(
       weight = load_col_vector(gmem.bonus.at[at.head, at.channels])
     k_smem, state_smem = tiles.k.at[number], tiles.state.at[number]
     queries = lambda: load_tile(tiles.q.at[number])
-    pairs = _Pairs(k_smem, right_smem, d_scores_smem, scratch.lhs, mma)
+    pairs = _Pairs(k_smem, right_smem, d_scores_smem, scratch.lhs, backend)
 
     arrived.k.wait(number)
     if tiles.q is not None:
       arrived.q.wait(number)
     if read_first:
-      d_q = broadcast_diagonal(load_tile(d_scores_smem), _SHAPE) * load_tile(k_smem)
+      d_q = broadcast_diagonal(load_tile(d_scores_smem), shape) * load_tile(k_smem)
       outs.bonus.store(at, jnp.sum(d_q * queries(), axis=0))
-      d_q = d_q * broadcast_cols(weight, _SHAPE)
+      d_q = d_q * broadcast_cols(weight, shape)
     else:
-      (d_q,) = mma.dots(pairs.same_token())
+      (d_q,) = backend.dots(pairs.same_token())
     decay_grad: Any = _DecayGradient(f, queries, right_smem) if decays else None
     acc = None
-    left, right, held = f.in_block()
+    left, right, signs = f.in_subchunk()
     lags = f.lags() if decays and isinstance(f, ConstantDecayFactors) else None
-    d_left, d_lags = pairs.cotangent(intra_chunk.in_block_pairs(f.first_merge), right, lags)
+    d_left, d_lags = pairs.cotangent(intra_chunk.subchunk_pairs(C, f.level), right, lags)
     d_left = d_left * left
     if decays and per_token:
-      acc = decay_grad.accumulate(None, d_left, QUERIES, held)
+      acc = decay_grad.accumulate(None, d_left, QUERY, signs)
     elif decays:
       acc = d_lags * left
     d_q, acc = _through_merges(f, pairs, decay_grad, d_q + d_left, acc)
 
     if d_before is None:
       arrived.state.wait(number)
-      d_before = mma.dot(tiles.d_out, transpose_ref(state_smem))
+      d_before = backend.dot(tiles.d_out, transpose_ref(state_smem))
     if d_rows is not None:
-      d_before = d_before + broadcast_rows(d_rows, _SHAPE) * broadcast_cols(z, _SHAPE)
-    span = f.span(BEFORE)
-    before = f.factor(span)
+      d_before = d_before + broadcast_rows(d_rows, shape) * broadcast_cols(z, shape)
+    signs = f.signs(BEFORE)
+    before = f.factor(signs)
     d_before = d_before * select_rows(gmem.documents.sees_entering_state(at), before)
     if decays:
-      acc = decay_grad.accumulate(acc, d_before, BEFORE, span)
+      acc = decay_grad.accumulate(acc, d_before, BEFORE, signs)
       if not per_token:
         ones_smem = k_smem  # k is dead: its last product is done
-        acc = _sum_over_tokens(acc * queries(), right_smem, ones_smem, mma)
+        acc = _sum_over_tokens(acc * queries(), right_smem, ones_smem, backend)
       outs.log_decay.store(at, acc)
     d_q_smem = k_smem  # k is dead
     d_q_smem[...] = ((d_q + d_before) * cot.scale).astype(jnp.bfloat16)
     return [(d_q_smem, outs.q.at(at))]
 
   (B, T, _, K), H = q.shape, inputs.heads
-  N = T // CHUNK
+  tiles, per_chunk = Tiles(C, H), channel_vector(B, H, T // C, K)
   return _launch(
     "linear_attention_query_gradient",
     body,
     per_block,
     _QueryTiles(
-      d_out=token_tile(cot.d_out, parts=parts),
-      k=token_block_tile(k, H),
-      q=token_block_tile(q, H) if decays or read_first else None,
+      d_out=tiles.tokens(cot.d_out, parts),
+      k=tiles.token_block(k),
+      q=tiles.token_block(q) if decays or read_first else None,
       state=state_key_block_tile(states, parts),
-      v=token_tile(v, H, parts),
+      v=tiles.tokens(v, parts),
     ),
-    _Vectors(cot.d_denominator, key_sums, log_decay, bonus, documents, _first_merges(log_decay)),
+    _Vectors(cot.d_denominator, key_sums, log_decay, bonus, documents, _levels(log_decay)),
     _QueryOutputs(
-      token_block_tile(per_head(q, H)),
-      _decay_gradient_spec(log_decay, B, H, N, K) if decays else None,
-      channel_vector(B, H, N, K) if read_first else None,
+      tiles.token_block(per_head(q, H)),
+      _decay_gradient_spec(log_decay, tiles, per_chunk) if decays else None,
+      per_chunk if read_first else None,
     ),
-    mma,
+    options,
+    config,
   )
 
 
@@ -243,30 +239,29 @@ class _KeyOutputs(NamedTuple):
 def key_gradient(
   inputs: Inputs,
   cot: Cotangents,
-  scores: jax.Array | None,  # [B, H, T, C] bfloat16 if `key_kernel_computes_dv`
+  scores: jax.Array | None,  # [B, H, T, C] bfloat16, unless `Config.separate_values`
   adjoints: jax.Array,  # [B, H, N, K, V] bfloat16: A
   key_sums: jax.Array | None,  # [B, H, N, K] float32: y
   documents: DocumentBoundaries,
   d_total: jax.Array | None,  # [B, H, N, K] float32: of the log decay of chunks, without `scale`
   d_log_decay: jax.Array | None,  # [B, T, H, K] float32: the queries' part, per-token decays
-  *,
-  length: int,  # tokens before padding
-  backend: Backend,
+  options: Options,
 ) -> _KeyOutputs:
   """dk, with `scores` dv, and if `cot.decays` the gradient of the decays, without `scale`.
 
   Rows are the tokens j here: dP is computed transposed.
   """
   q, k, v, log_decay, bonus, *_ = inputs
-  mma, decays, per_token = backend, cot.decays, log_decay.ndim == 4
-  parts = _value_parts(v)
+  backend, C, config = options.backend, options.config.chunk, options.config.key_gradient
+  decays, per_token = cot.decays, log_decay.ndim == 4
+  parts, shape = config.value_parts, (C, TILE_WIDTH)
 
   def body(at, buffers):
     tiles, arrived, gmem, scratch, outs = buffers
     d_cols = None
     if gmem.d_denominator is not None:
       d_cols = load_col_vector(gmem.d_denominator.at[at.batch, at.head, at.tokens])
-    d_scores, d_after = _products_over_values(tiles, arrived, tiles.v, tiles.d_out, parts, mma)
+    d_scores, d_after = _products_over_values(tiles, arrived, tiles.v, tiles.d_out, parts, backend)
     if d_cols is not None:
       d_scores = d_scores + broadcast_cols(d_cols, d_scores.shape)
     d_scores = gmem.documents.mask_scores(at, d_scores)
@@ -290,23 +285,23 @@ def key_gradient(
     d_v: Any = None
     pairs = [(transpose_ref(tiles.scores), tiles.d_out)]
     for number in range(k.shape[3] // TILE_WIDTH):
-      f = _factors_of(inputs, at._replace(block=number), gmem, scratch, length, mma)
-      after = f.factor(f.span(AFTER))
+      f = _factors_of(inputs, at._replace(block=number), gmem, scratch, options)
+      after = f.factor(f.signs(AFTER))
       arrived.k.wait(number)
       left = load_scaled(tiles.k.at[number], after)
       rows = gmem.documents.reaches_leaving_state(at)
       left = select_rows(rows, left, jnp.bfloat16(0.0))
       arrived.state.wait(number)
-      pairs.append((mma.to_lhs(left, scratch.lhs, 0), tiles.state.at[number]))
-      (d_v,) = mma.dots(Dots(pairs, d_v))
+      pairs.append((backend.to_lhs(left, scratch.lhs, 0), tiles.state.at[number]))
+      (d_v,) = backend.dots(Dots(pairs, d_v))
       pairs = []
     return d_v
 
   def per_block(at, number, buffers, shared):
     tiles, arrived, gmem, scratch, outs = buffers
     _, d_after, right_smem, d_scores_smem = shared
-    f = _factors_of(inputs, at, gmem, scratch, length, mma)
-    f.choose_blocks(_GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
+    f = _factors_of(inputs, at, gmem, scratch, options)
+    f.choose_level(_GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
     y: Any = None
     weight: Any = None
     acc: Any = None
@@ -318,10 +313,10 @@ def key_gradient(
       d_queries = gmem.d_log_decay.at[at.batch, at.tokens, at.head, at.channels]
       acc = plgpu.load(d_queries, layout=plgpu.Layout.WGMMA, optimized=False)
       d_chunk = load_col_vector(gmem.d_total.at[at.batch, at.head, at.chunk, at.channels])
-      acc = acc + broadcast_cols(d_chunk, _SHAPE)
+      acc = acc + broadcast_cols(d_chunk, shape)
     q_smem, state_smem = tiles.q.at[number], tiles.state.at[number]
     keys = lambda: load_tile(tiles.k.at[number])
-    pairs = _Pairs(q_smem, right_smem, d_scores_smem, scratch.lhs, mma)
+    pairs = _Pairs(q_smem, right_smem, d_scores_smem, scratch.lhs, backend)
 
     arrived.q.wait(number)
     if tiles.scores is None:
@@ -332,75 +327,73 @@ def key_gradient(
     products = [pairs.same_token()] if bonus is None else []
     if d_after is None:
       products = [Dots([(tiles.v, transpose_ref(state_smem))]), *products]
-    d_k = mma.dots(*products) if products else []
+    d_k = backend.dots(*products) if products else []
     if d_after is None:
       d_after, *d_k = d_k
     if bonus is not None:
       d_k = [
-        broadcast_diagonal(load_tile(d_scores_smem), _SHAPE)
+        broadcast_diagonal(load_tile(d_scores_smem), shape)
         * load_tile(q_smem)
-        * broadcast_cols(weight, _SHAPE)
+        * broadcast_cols(weight, shape)
       ]
     if y is not None:
-      d_after = d_after + broadcast_cols(y, _SHAPE)
-    span = f.span(AFTER)
-    d_after = d_after * f.factor(span)
+      d_after = d_after + broadcast_cols(y, shape)
+    signs = f.signs(AFTER)
+    d_after = d_after * f.factor(signs)
     d_after = select_rows(gmem.documents.reaches_leaving_state(at), d_after)
     decay_grad: Any = _DecayGradient(f, keys, right_smem) if decays else None
     if decays:
-      acc = decay_grad.accumulate(acc, d_after, AFTER, span)
+      acc = decay_grad.accumulate(acc, d_after, AFTER, signs)
 
-    left, right, held = f.in_block()
-    mask = intra_chunk.in_block_pairs(f.first_merge, transposed=True)
+    left, right, signs = f.in_subchunk()
+    mask = intra_chunk.subchunk_pairs(C, f.level, transposed=True)
     d_right = pairs.cotangent(mask, left)[0] * right
-    if decays and per_token:  # for constant decays `query_gradient` has pairs in a block
-      acc = decay_grad.accumulate(acc, d_right, KEYS, held)
+    if decays and per_token:  # for constant decays `query_gradient` has these pairs
+      acc = decay_grad.accumulate(acc, d_right, KEY, signs)
     d_k = d_k[0] + d_after + d_right
     d_k, acc = _through_merges(f, pairs, decay_grad, d_k, acc, transposed=True)
     if decays:
       if not per_token:
         ones_smem = q_smem  # q is dead: its last product is done
-        acc = _sum_over_tokens(acc * keys(), right_smem, ones_smem, mma)
+        acc = _sum_over_tokens(acc * keys(), right_smem, ones_smem, backend)
       outs.log_decay.store(at, acc)
     d_k_smem = q_smem  # q is dead
     d_k_smem[...] = (d_k * cot.scale).astype(jnp.bfloat16)
     return [(d_k_smem, outs.k.at(at))]
 
   (B, T, _, K), H = q.shape, inputs.heads
-  N = T // CHUNK
+  tiles, per_chunk = Tiles(C, H), channel_vector(B, H, T // C, K)
   per_token_grad = decays and per_token  # of constant decays the parts are summed outside
   return _launch(
     "linear_attention_key_gradient",
     body,
     per_block,
     _KeyTiles(
-      d_out=token_tile(cot.d_out, parts=parts),
-      k=token_block_tile(k, H) if decays or scores is not None else None,
-      q=token_block_tile(q, H),
-      scores=None if scores is None else score_tile(scores),
+      d_out=tiles.tokens(cot.d_out, parts),
+      k=tiles.token_block(k) if decays or scores is not None else None,
+      q=tiles.token_block(q),
+      scores=None if scores is None else tiles.scores(scores),
       state=state_key_block_tile(adjoints, parts),
-      v=token_tile(v, H, parts),
+      v=tiles.tokens(v, parts),
     ),
     _Vectors(
-      *(cot.d_denominator, key_sums, log_decay, bonus, documents, _first_merges(log_decay)),
+      cot.d_denominator,
+      key_sums,
+      log_decay,
+      bonus,
+      documents,
+      _levels(log_decay),
       d_total=d_total if per_token_grad else None,
       d_log_decay=d_log_decay if per_token_grad else None,
     ),
     _KeyOutputs(
-      token_block_tile(per_head(k, H)),
-      None if scores is None else token_tile(per_head(v, H)),
-      _decay_gradient_spec(log_decay, B, H, N, K) if decays else None,
+      tiles.token_block(per_head(k, H)),
+      None if scores is None else tiles.tokens(per_head(v, H)),
+      _decay_gradient_spec(log_decay, tiles, per_chunk) if decays else None,
     ),
-    mma,
+    options,
+    config,
   )
-
-
-def key_kernel_computes_dv(log_decay: jax.Array, value_width: int) -> bool:
-  """Whether `key_gradient` has all channels of a chunk, and so computes dv, too.
-
-  Per-token decays or wider values leave no SMEM for two blocks of channels.
-  """
-  return log_decay.ndim == 2 and value_width <= 128
 
 
 class _ValueTiles(NamedTuple):
@@ -414,39 +407,36 @@ class _ValueOutputs(NamedTuple):
   v: Any
 
 
-def value_gradient(kept: Residuals, cot: Cotangents, adjoints: jax.Array, *, backend: Backend):
+def value_gradient(kept: Residuals, cot: Cotangents, adjoints: jax.Array, options: Options):
   """dv [B, T, H, V], of keys that are decayed to the chunk's end; adjoints [B, H, N, K, V]: A."""
-  mma = backend
+  backend, C = options.backend, options.config.chunk
 
   def body(at, buffers):
     tiles, arrived, _, _, outs = buffers
     wait_all(arrived)
     pairs = [(transpose_ref(tiles.scores), tiles.d_out), (tiles.k, tiles.state)]
-    (d_v,) = mma.dots(Dots(pairs))
+    (d_v,) = backend.dots(Dots(pairs))
     d_v_smem = tiles.d_out  # d_out is dead: its last product is done
     d_v_smem[...] = (d_v * cot.scale).astype(jnp.bfloat16)
     return [(d_v_smem, outs.v.at(at))]
 
-  tiles = _ValueTiles(
-    d_out=token_tile(cot.d_out),
-    k=token_tile(kept.k),
-    scores=score_tile(kept.scores),
-    state=state_tile(adjoints),
-  )
-  outputs = _ValueOutputs(token_tile(cot.d_out))
-  name = "linear_attention_value_gradient"
-  return chunk_kernel(body, tiles, None, outputs, name=name, backend=mma).v
+  tiles = Tiles(C, cot.d_out.shape[2])
+  d_out = tiles.tokens(cot.d_out)
+  return chunk_kernel(
+    body,
+    _ValueTiles(d_out, tiles.tokens(kept.k), tiles.scores(kept.scores), state_tile(adjoints)),
+    None,
+    _ValueOutputs(d_out),
+    chunk=C,
+    name="linear_attention_value_gradient",
+    backend=backend,
+  ).v
 
 
 # What the two kernels share.
 
 
-def _value_parts(v: jax.Array) -> int:
-  """Parts into which the value columns are cut: all 256 leave room for one CTA per SM."""
-  return max(v.shape[-1] // 128, 1)
-
-
-def _products_over_values(tiles, arrived, left_smem, right_smem, parts, mma):
+def _products_over_values(tiles, arrived, left_smem, right_smem, parts, backend):
   """dP = left right^T, and the product of left with the state; None if values are of one part.
 
   Both are sums over value columns, so the next part takes the place of one that has been read.
@@ -464,7 +454,7 @@ def _products_over_values(tiles, arrived, left_smem, right_smem, parts, mma):
     if parts > 1:
       arrived.state.wait()
       products.append(Dots([(left_smem, transpose_ref(tiles.state.at[0]))], from_state))
-    d_scores, *rest = mma.dots(*products)
+    d_scores, *rest = backend.dots(*products)
     from_state = rest[0] if rest else None
   return d_scores, from_state
 
@@ -484,7 +474,7 @@ class _Pairs(NamedTuple):
   right_smem: Ref  # [C, 64]: to be overwritten
   d_scores_smem: Ref  # [C, C]: dP
   lhs_smem: Ref | None
-  mma: Backend
+  backend: Backend
 
   def cotangent(self, mask, factor, lags=None):
     """Cotangent of one operand of the masked intra-chunk product.
@@ -495,9 +485,9 @@ class _Pairs(NamedTuple):
     self.right_smem[...] = load_scaled(self.other_smem, factor)
     d_scores = jnp.where(mask, load_tile(self.d_scores_smem), 0.0)
     lefts = [d_scores] if lags is None else [d_scores, d_scores * lags]
-    lefts = [self.mma.to_lhs(x, self.lhs_smem, n) for n, x in enumerate(lefts)]
+    lefts = [self.backend.to_lhs(x, self.lhs_smem, n) for n, x in enumerate(lefts)]
     plgpu.commit_smem()
-    results = self.mma.dots(*(Dots([(left, self.right_smem)]) for left in lefts))
+    results = self.backend.dots(*(Dots([(left, self.right_smem)]) for left in lefts))
     return results if len(results) == 2 else (*results, None)
 
   def same_token(self) -> Dots:
@@ -505,7 +495,7 @@ class _Pairs(NamedTuple):
     shape = self.d_scores_smem.shape
     on = iota(shape, 0) == iota(shape, 1)
     diagonal = jnp.where(on, load_tile(self.d_scores_smem), 0.0)
-    return Dots([(self.mma.to_lhs(diagonal, self.lhs_smem, 0), self.other_smem)])
+    return Dots([(self.backend.to_lhs(diagonal, self.lhs_smem, 0), self.other_smem)])
 
 
 class _DecayGradient(NamedTuple):
@@ -515,80 +505,86 @@ class _DecayGradient(NamedTuple):
   x: Any  # () -> [C, 64]
   staging_smem: Ref
 
-  def accumulate(self, acc, d_x, which, held):
-    """`acc` plus the contribution of the factor over `which`."""
-    return self.factors.accumulate_decay_grad(acc, self.x, d_x, which, self.staging_smem, held)
+  def accumulate(self, acc, d_x, which, signs):
+    """`acc` plus the contribution of the factor of `which`, whose signs may be in SMEM."""
+    return self.factors.accumulate_decay_grad(acc, self.x, d_x, which, self.staging_smem, signs)
 
 
 def _through_merges(factors, pairs, decay_grad, d_x, acc, *, transposed=False):
-  """Adds to d_x, and to the decay gradient `acc`, what comes from pairs of different blocks."""
+  """Adds to d_x, and to the decay gradient `acc`, what comes from pairs of different subchunks."""
+  chunk = d_x.shape[0]
 
-  def merge(index, carry):
+  def merge(level, carry):
     d_x, acc = carry
-    size = intra_chunk.half_of(index)
-    span = factors.span(size)
-    factor = factors.factor(span)
-    mask = intra_chunk.merged_pairs(size, transposed=transposed)
+    size = intra_chunk.tokens_at(level)
+    signs = factors.signs(size)
+    factor = factors.factor(signs)
+    mask = intra_chunk.merged_pairs(chunk, size, transposed=transposed)
     added = pairs.cotangent(mask, factor)[0] * factor
     if decay_grad is not None:
-      acc = decay_grad.accumulate(acc, added, size, span)
+      acc = decay_grad.accumulate(acc, added, size, signs)
     return d_x + added, acc
 
-  return lax.fori_loop(factors.first_merge, intra_chunk.MERGES, merge, (d_x, acc))
+  return lax.fori_loop(factors.level, intra_chunk.LEVELS, merge, (d_x, acc))
 
 
-def _sum_over_tokens(x, staging_smem, ones_smem, mma):
+def _sum_over_tokens(x, staging_smem, ones_smem, backend):
   """The sum over the rows of x [C, 64]."""
   staging_smem[...] = x.astype(jnp.bfloat16)
   fill_ones_column(ones_smem)
   plgpu.commit_smem()
-  return mma.sum_rows([staging_smem], ones_smem)
+  return backend.sum_rows([staging_smem], ones_smem)
 
 
-def _factors_of(inputs, at, gmem, scratch, length, mma):
+def _factors_of(inputs, at, gmem, scratch, options):
   """The decay factors of a chunk and a block of channels."""
-  first_merge = 0 if gmem.first_merge is None else gmem.first_merge[at.head, at.block]
+  level = 0 if gmem.level is None else gmem.level[at.head, at.block]
   return decay_factors(
-    *(gmem.log_decay, first_merge, scratch.decay, at, at.channels),
+    gmem.log_decay,
+    level,
+    scratch.decay,
+    at,
+    at.channels,
     heads=inputs.heads,
-    length=length,
+    length=options.length,
     read_first=inputs.bonus is not None,
-    mma=mma,
+    backend=options.backend,
   )
 
 
-def _first_merges(log_decay):
+def _levels(log_decay):
   """[H, blocks] int32, of constant decays; None for per-token decays, which the kernels look at."""
   if log_decay.ndim == 4:
     return None
-  return intra_chunk.superfluous_merges(log_decay.reshape(log_decay.shape[0], -1, TILE_WIDTH))
+  return intra_chunk.subchunk_level(log_decay.reshape(log_decay.shape[0], -1, TILE_WIDTH))
 
 
-def _decay_gradient_spec(log_decay, B, H, N, K):
+def _decay_gradient_spec(log_decay, tiles, per_chunk):
   if log_decay.ndim == 4:
-    return token_block_tile(per_head(log_decay, H))
-  return channel_vector(B, H, N, K)
+    return tiles.token_block(per_head(log_decay, tiles.heads))
+  return per_chunk
 
 
-def _launch(name, body, per_block, tiles, vectors, outputs, mma):
+def _launch(name, body, per_block, tiles, vectors, outputs, options, config):
+  backend, C = options.backend, options.config.chunk
   log_decay, value_width = vectors.log_decay, tiles.v.array.shape[-1]
   with_scores = getattr(tiles, "scores", None) is not None
-  blocks = log_decay.shape[-1] // TILE_WIDTH
   scratch = _Scratch(
-    decay=DecayScratch.of(log_decay),
-    lhs=mma.lhs_scratch(2, CHUNK, CHUNK),
-    spare=smem_tile(1, *_SHAPE) if value_width == TILE_WIDTH or with_scores else None,
+    decay=DecayScratch.of(log_decay, C),
+    lhs=backend.lhs_scratch(2, C, C),
+    spare=smem_tile(1, C, TILE_WIDTH) if value_width == TILE_WIDTH or with_scores else None,
   )
   return chunk_kernel(
     body,
     tiles,
     vectors,
     outputs,
+    chunk=C,
     per_block=per_block,
-    blocks=blocks,
-    blocks_per_cta=blocks if key_kernel_computes_dv(log_decay, value_width) else 1,
+    blocks=log_decay.shape[-1] // TILE_WIDTH,
+    blocks_per_cta=config.blocks_per_cta,
     scratch=scratch,
     name=name,
-    backend=mma,
+    backend=backend,
     compiler_params=WITHOUT_SCRATCH if with_scores else COMPILER_PARAMS,
   )

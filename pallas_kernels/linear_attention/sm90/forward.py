@@ -20,16 +20,12 @@ from jax.experimental import pallas as pl
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
   ScalarDecayTables,
+  Tiles,
   decay_between_tokens,
   scalar_decay_tables,
-  score_tile,
-  token_block_tile,
-  token_tile,
 )
 from pallas_kernels.core.wgmma import (
-  CHUNK,
   TILE_WIDTH,
-  Backend,
   Dots,
   broadcast_cols,
   broadcast_rows,
@@ -40,8 +36,7 @@ from pallas_kernels.core.wgmma import (
   store_unoptimized,
   transpose_ref,
 )
-from pallas_kernels.linear_attention.config import PipelineConfig, pipeline_config
-from pallas_kernels.linear_attention.sm90 import channel_backward, intra_chunk
+from pallas_kernels.linear_attention.sm90 import intra_chunk
 from pallas_kernels.linear_attention.sm90.intra_chunk import ScoreInputs, ScoreOutputs, chunk_scores
 from pallas_kernels.linear_attention.sm90.splits import initial_states_of_splits, normalizer_of
 from pallas_kernels.linear_attention.sm90.state_pipeline import (
@@ -49,7 +44,10 @@ from pallas_kernels.linear_attention.sm90.state_pipeline import (
   ChunkPrologue,
   ConstantDecay,
   Normalizer,
+  Operands,
+  Sizes,
   StateOutputs,
+  Work,
   constant_decay,
   decay_tile,
   run_state_pipeline,
@@ -67,48 +65,42 @@ def forward(
 ) -> tuple[Any, Residuals | None]:
   """The results of `op.linear_attention`, and what the backward pass needs of this one."""
   q, k, v, log_decay, bonus, kv, key_sum = inputs
-  T, normalize, backend = q.shape[1], options.normalize, options.backend
-  documents = DocumentBoundaries.of(segments)
+  normalize, config = options.normalize, options.config
+  C, T = config.chunk, q.shape[1]
+  documents = DocumentBoundaries.of(segments, C)
   in_chunk, weight = ScoreOutputs(*[None] * 5), None
   if has_channel_decay(log_decay):
     constant = constant_decay(options, inputs, documents)
-    separate_dv = not channel_backward.key_kernel_computes_dv(log_decay, v.shape[-1])
     in_chunk = chunk_scores(
       ScoreInputs(q, k, log_decay, bonus, documents),
       heads=inputs.heads,
       length=options.length,
       decayed_q=constant is None,
-      decayed_k=constant is None or (for_gradient and separate_dv),
+      decayed_k=constant is None or (for_gradient and config.separate_values),
       sums=normalize,
-      backend=backend,
+      config=config.scores,
+      chunk=C,
+      backend=options.backend,
     )
-    total = None if constant is not None else documents.reset(in_chunk.decay)
+    total = None if constant is not None else documents.reset(in_chunk.decay, C)
     q_state, k_state = (q, k) if constant is not None else (in_chunk.q, in_chunk.k)
     decay = constant if constant is not None else ChunkDecay(total, q.shape[-1])
     outputs: Callable[..., StateOutputs] = functools.partial(
       channel_decay_outputs, q_state, k_state, v, in_chunk.scores, in_chunk.score_sum
     )
   else:
-    tables = scalar_decay_tables(log_decay, documents, options.length, T)
+    tables = scalar_decay_tables(log_decay, documents, length=options.length, padded=T, chunk=C)
     weight, total, k_state = tables.after, tables.total, k
     decay = ChunkDecay(total, q.shape[-1])
     outputs = functools.partial(scalar_decay_outputs, q, k, v, tables, documents)
-  config = pipeline_config(v.shape[-1])
   normalizer = normalizer_of(options, inputs, key_sum, weight)
   initial, normalizer = initial_states_of_splits(
     k_state, v, weight, decay, kv, normalizer, options, heads=inputs.heads, reverse=False
   )
+  # Without weights: keys have been decayed in SMEM.
+  normalizer = None if normalizer is None else normalizer._replace(weights=None)
   results = outputs(
-    decay,
-    initial,
-    # Without weights: keys have been decayed in SMEM.
-    None if normalizer is None else normalizer._replace(weights=None),
-    heads=inputs.heads,
-    scale=options.scale,
-    num_splits=options.num_splits,
-    store_states=for_gradient,
-    config=config,
-    backend=backend,
+    decay, initial, normalizer, options, heads=inputs.heads, store_states=for_gradient
   )
   last_key_sum = results.last_key_sum[:, :, -1] if normalize else None
   result = results.out, results.last_state[:, :, -1], last_key_sum
@@ -160,14 +152,14 @@ def scalar_decay_outputs(
   decay: ChunkDecay | ConstantDecay,  # a `ChunkDecay`
   initial: jax.Array | None,  # [B, H, P, K, V] float32
   normalizer: Normalizer | None,
+  options: Options,
   *,
   heads: int,
-  backend: Backend,
-  **options,
+  store_states: bool,
 ) -> StateOutputs:
   """Outputs for one decay for all key channels; the prologue computes the scores."""
-  mma, cumulative = backend, tables.cumulative
-  chunks_alike = cumulative.shape[2] == CHUNK and cumulative.shape[0] == 1
+  backend, C, cumulative = options.backend, options.config.chunk, tables.cumulative
+  chunks_alike = cumulative.shape[2] == C and cumulative.shape[0] == 1
 
   def load_tables(at, gmem):
     between = decay_between_tokens(at.table_row(gmem.cumulative))
@@ -177,26 +169,25 @@ def scalar_decay_outputs(
   def step(fixed, at, tiles, cta, wait):
     gmem = cta.vectors_gmem
     between, before, after = fixed if chunks_alike else load_tables(at, gmem)
-    mask = gmem.documents.mask(at, causal_mask())
+    mask = gmem.documents.mask(at, causal_mask(C))
     wait()
-    scores = mma.dot(tiles.q, transpose_ref(tiles.k))
+    scores = backend.dot(tiles.q, transpose_ref(tiles.k))
     scores = jnp.where(mask, scores * between, 0.0)
     tiles.scores[...] = scores.astype(jnp.bfloat16)
     for x_smem, rows in ((tiles.q, before), (tiles.k, after)):
       x_smem[...] = (load_tile(x_smem) * broadcast_rows(rows, x_smem.shape)).astype(jnp.bfloat16)
     return None if normalizer is None else jnp.sum(scores, axis=1)
 
-  scores = jax.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16)
+  begin = lambda at, cta: load_tables(at, cta.vectors_gmem) if chunks_alike else None
+  scores, specs = jax.ShapeDtypeStruct((C, C), jnp.bfloat16), Tiles(C, heads)
+  tiles = _OutputTiles(specs.tokens(k), specs.tokens(q), scores, specs.token_block(v))
+  vectors = _ScalarVectors(cumulative, tables.before, tables.after, documents.mask_only)
   return _outputs(
-    _DecayInPrologue(
-      lambda at, cta: load_tables(at, cta.vectors_gmem) if chunks_alike else None, step
-    ),
-    _OutputTiles(token_tile(k, heads), token_tile(q, heads), scores, token_block_tile(v, heads)),
-    _ScalarVectors(cumulative, tables.before, tables.after, documents.mask_only),
-    *(decay, initial, normalizer),
+    Operands(tiles, vectors, decay, normalizer, initial),
+    _DecayInPrologue(begin, step),
+    options,
     heads=heads,
-    backend=backend,
-    **options,
+    store_states=store_states,
   )
 
 
@@ -211,9 +202,10 @@ def channel_decay_outputs(
   decay: ChunkDecay | ConstantDecay,
   initial: jax.Array | None,  # [B, H, P, K, V] float32
   normalizer: Normalizer | None,
+  options: Options,
   *,
   heads: int,
-  **options,
+  store_states: bool,
 ) -> StateOutputs:
   """Outputs for decays per key channel, whose scores are computed already."""
   constant = decay if isinstance(decay, ConstantDecay) else None
@@ -238,45 +230,37 @@ def channel_decay_outputs(
       decay_tile(tile_smem, factors, rows)
     return total
 
-  idle = constant is None and normalizer is None
+  idle, specs = constant is None and normalizer is None, Tiles(options.config.chunk, heads)
+  tiles = _OutputTiles(specs.tokens(k), specs.tokens(q), specs.scores(scores), specs.token_block(v))
   return _outputs(
+    Operands(tiles, score_sum, decay, normalizer, initial),
     None if idle else _DecayInPrologue(begin, step),
-    _OutputTiles(
-      token_tile(k, heads), token_tile(q, heads), score_tile(scores), token_block_tile(v, heads)
-    ),
-    score_sum,
-    *(decay, initial, normalizer),
+    options,
     heads=heads,
-    **options,
+    store_states=store_states,
   )
 
 
 def _outputs(
+  operands: Operands,
   decaying: Any,  # `_DecayInPrologue`, or None if there is nothing to do and no normalizer
-  tiles: _OutputTiles,
-  vectors: Any,
-  decay: ChunkDecay | ConstantDecay,
-  initial: jax.Array | None,
-  normalizer: Normalizer | None,
+  options: Options,
   *,
   heads: int,
-  scale: float,
-  num_splits: int,
   store_states: bool,
-  config: PipelineConfig,
-  backend: Backend,
 ) -> StateOutputs:
   """The output kernel: `StateOutputs` without `overlap`."""
-  mma = backend
+  backend, C, config = options.backend, options.config.chunk, options.config.outputs
+  tiles, normalizer, scale = operands.tiles, operands.normalizer, options.scale
   (B, T, _, V), H, K = tiles.v.array.shape, heads, tiles.q.array.shape[-1]
   ctas = V // config.value_tile
   out_type = StateOutputs()
   if normalizer is not None:
     # One row for each tile of values, so that no two CTAs write the same numbers.
-    out_type = normalizer.out_type(ctas, T // CHUNK if store_states else 0)
+    out_type = normalizer.out_type(ctas, T // C if store_states else 0)
     denominator = jax.ShapeDtypeStruct((ctas, B, H, T), jnp.float32)
     out_type = out_type._replace(denominator=denominator)
-    tiles = tiles._replace(denominator=jax.ShapeDtypeStruct((CHUNK,), jnp.float32))
+    tiles = tiles._replace(denominator=jax.ShapeDtypeStruct((C,), jnp.float32))
   out_type = out_type._replace(out=jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16))
 
   def step(fixed, total_decay, at, tiles, cta, wait):
@@ -296,12 +280,12 @@ def _outputs(
     tiles.denominator[...] = denominator
     target = outs.denominator.at[cta.number(at), at.batch, at.head, at.tokens]
     store_unoptimized(target, denominator)
-    return lambda: normalizer.advance(smem, tiles.k, decay_of_chunk, mma)
+    return lambda: normalizer.advance(smem, tiles.k, decay_of_chunk, backend)
 
   def consume(at, tiles, state_smem, cta, state, decayed):
     """Mainloop and epilogue of a chunk: 64 columns of the output and of the next state."""
     del at, cta, state
-    out, state = mma.dots(
+    out, state = backend.dots(
       Dots([(tiles.scores, tiles.v), (tiles.q, state_smem)]),
       Dots([(transpose_ref(tiles.k), tiles.v)], start=decayed),
     )
@@ -309,20 +293,14 @@ def _outputs(
       out = out / broadcast_rows(load_row_vector(tiles.denominator), out.shape)
     return state, out * scale if scale != 1.0 else out
 
+  prologue = None if decaying is None else ChunkPrologue(decaying.begin, step)
   results = run_state_pipeline(
-    consume,
-    None if decaying is None else ChunkPrologue(decaying.begin, step),
-    tiles,
-    decay,
-    vectors,
-    normalizer,
-    initial,
-    out_type,
-    shape=(B, T, H, K, V),
-    num_splits=num_splits,
-    store_states=store_states,
+    operands._replace(tiles=tiles),
+    Work(consume, prologue, out_type, store_states),
+    Sizes(B, T, H, K, V, options.num_splits),
     name="linear_attention_outputs",
     config=config,
+    chunk=C,
     backend=backend,
   )
   return results.of_first_cta()

@@ -10,28 +10,28 @@ Decays are computed without a difference of cumulative sums. A pair of tokens i 
 the decays of the tokens between them: a factor of query i times a factor of key j, exponentials of
 sums up to the place where the two meet.
 
-* Inside a block they meet at its middle, where one factor may grow: up to exp(63), which bfloat16
-  and float32 hold. Blocks have 8, 16, 32 or 64 tokens, the most for which all channels stay below
-  that: with log decays above -2 per token the whole chunk is one block. Log decays below -21 per
-  token are taken as -21, so that blocks of 8 always do.
-* Blocks are merged in pairs, and tokens of two halves meet at the boundary between them: sums of
-  terms of one sign, factors of at most 1.
+* Inside a subchunk they meet at its middle, where one factor may grow: up to exp(63), which
+  bfloat16 and float32 hold. Subchunks have 8, 16, 32 or 64 tokens, 8 << level, the most for which
+  all channels stay below that: with log decays above -2 per token the whole chunk is one subchunk.
+  Log decays below -21 per token are taken as -21, so that subchunks of 8 always do.
+* Subchunks are merged in pairs, level by level, and tokens of two halves meet at the boundary
+  between them: sums of terms of one sign, factors of at most 1.
 
 The decay classes hold the factors of 64 channels (`ConstantDecayFactors` with a decay that is the
 same at every token, `TokenDecayFactors` with one per token):
 
-* `first_merge`: how many merges the blocks make superfluous, 0 to 3;
-* `in_block(held)`: the factors of queries and keys for the pairs `in_block_pairs(first_merge)`;
-* `span(which, held)`: the tokens that an exponent sums over, with `which` one of `BEFORE` (from the
-  chunk's start to each token), `AFTER` (from each token to the chunk's end), `QUERIES`, `KEYS` (of
-  a block) or a number, the size of the halves that are merged;
-* `factor(span)`: the decay over a span;
+* `level`: the level of the subchunks, 0 to `LEVELS`;
+* `in_subchunk(reuse)`: the factors of queries and keys for the pairs `subchunk_pairs(level)`;
+* `signs(which, reuse)`: the tokens that an `Exponent` sums over, or, for a number, the exponent at
+  the boundary between merged halves of so many tokens;
+* `factor(signs)`: the decay, 2 to that exponent;
 * `accumulate_decay_grad(acc, x, d_x, which, ...)`: adds the contribution of one decay factor to the
   gradient of the log decays: x times d_x, the cotangent of x through that factor, summed over the
-  tokens of its span. With constant decays without the factor x, the same at all tokens: their
+  tokens of its exponent. With constant decays without the factor x, the same at all tokens: their
   gradient is the sum over tokens of x times that.
 """
 
+import enum
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -46,7 +46,6 @@ from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
 from pallas_kernels.core.chunk_grid import shared_head
 from pallas_kernels.core.index import ChunkIndex
 from pallas_kernels.core.wgmma import (
-  CHUNK,
   COMPILER_PARAMS,
   ROW_LAYOUT,
   TILE_WIDTH,
@@ -64,91 +63,99 @@ from pallas_kernels.core.wgmma import (
   transpose_ref,
   with_int32_indices,
 )
-from pallas_kernels.linear_attention import config
+from pallas_kernels.linear_attention.config import ScoresConfig
 
 SMALLEST_LOG_DECAY = -21.0
-MERGES = 3  # blocks of 8 become 16, 32 and 64
+LEVELS = 3  # subchunks of 8 become 16, 32 and 64
 LARGEST_LOG2 = 92.0  # of a factor: exp(63.8)
 _LOG2_E = 1.4426950408889634
-_BLOCK, _LOG2_BLOCK = 8, 3
-_SHAPE = (CHUNK, TILE_WIDTH)
-
-BEFORE, AFTER, QUERIES, KEYS = "before", "after", "queries of a block", "keys of a block"
+_SMALLEST, _LOG2_SMALLEST = 8, 3  # tokens of a subchunk
 
 
-def half_of(merge):
-  """The number of tokens in each half at merge 0, 1 or 2."""
-  return _BLOCK << merge
+class Exponent(enum.Enum):
+  """A sum of log decays that is an exponent of each token."""
+
+  BEFORE = enum.auto()  # from the chunk's start to the token
+  AFTER = enum.auto()  # from the token to the chunk's end
+  QUERY = enum.auto()  # from the middle of the subchunk to the query
+  KEY = enum.auto()  # from the key to the middle of the subchunk
 
 
-def superfluous_merges(log_decay: jax.Array) -> jax.Array:
-  """[...] int32, 0 to 3: merges that no channel of the last axis of constant decays needs."""
-  return _of_fastest(-jnp.min(log_decay, axis=-1))
+BEFORE, AFTER, QUERY, KEY = Exponent
 
 
-def _of_fastest(rate):
-  return _superfluous(jnp.minimum(rate, -SMALLEST_LOG_DECAY) * _LOG2_E, LARGEST_LOG2)
+def tokens_at(level):
+  """Tokens of a subchunk of this level, and of each half that is merged there."""
+  return _SMALLEST << level
+
+
+def subchunk_level(log_decay: jax.Array) -> jax.Array:
+  """[...] int32, 0 to 3: the level of subchunks for constant decays of the last axis together."""
+  return _level_of_rate(-jnp.min(log_decay, axis=-1))
+
+
+def _level_of_rate(rate):
+  return _level(jnp.minimum(rate, -SMALLEST_LOG_DECAY) * _LOG2_E, LARGEST_LOG2)
 
 
 def _max_of_channels(x, scratch_smem):
   """The largest of 64 numbers, in all threads. `scratch_smem`: 128 numbers."""
-  for half in (0, CHUNK):  # the maximum of all wants a number for each thread
-    scratch_smem.at[pl.ds(half, CHUNK)][...] = x
+  for half in (0, TILE_WIDTH):  # the maximum of all wants a number for each thread
+    scratch_smem.at[pl.ds(half, TILE_WIDTH)][...] = x
   plgpu.commit_smem()
-  layout = plgpu.Layout.WG_STRIDED((2 * CHUNK,), vec_size=1)
+  layout = plgpu.Layout.WG_STRIDED((2 * TILE_WIDTH,), vec_size=1)
   return jnp.max(plgpu.load(scratch_smem, layout=layout))
 
 
-def _superfluous(fastest, limit):
-  """int32: for how many block sizes no factor exceeds 2^limit. `fastest`: log2, per token."""
-  # The largest factor: of the second query of a block, or of the last key but one.
-  sizes = [half_of(merge + 1) for merge in range(MERGES)]
+def _level(fastest, limit):
+  """int32: the level up to which no factor exceeds 2^limit. `fastest`: log2, per token."""
+  # The largest factor: of the second query of a subchunk, or of the last key but one.
+  sizes = [tokens_at(level + 1) for level in range(LEVELS)]
   one, none = jnp.int32(1), jnp.int32(0)
   fits: Any = sum(jnp.where(fastest * (size // 2 - 1) <= limit, one, none) for size in sizes)
   return fits
 
 
-def _positions(transposed):
-  """Rows and columns of [C, C], or columns and rows, and the blocks of 8 that they are in.
+def _positions(chunk, transposed):
+  """Rows and columns of [C, C], or columns and rows, and the subchunks of 8 that they are in.
 
-  The block number costs the compiler little, for it knows the layout.
+  The number of the subchunk costs the compiler little, for it knows the layout.
   """
-  shape = (CHUNK, CHUNK)
+  shape = (chunk, chunk)
   i, j = iota(shape, int(transposed)), iota(shape, 1 - int(transposed))
-  return i, j, i >> _LOG2_BLOCK, j >> _LOG2_BLOCK
+  return i, j, i >> _LOG2_SMALLEST, j >> _LOG2_SMALLEST
 
 
-def in_block_pairs(first_merge, *, transposed: bool = False) -> jax.Array:
-  """[C, C] bool: the pairs i > j inside a block. Rows are i, columns j, unless `transposed`."""
-  i, j, i_block, j_block = _positions(transposed)
-  later = (i & (_BLOCK - 1)) > (j & (_BLOCK - 1))
-  later = (i_block > j_block) | ((i_block == j_block) & later)
-  return ((i_block ^ j_block) < (1 << first_merge)) & later
+def subchunk_pairs(chunk: int, level, *, transposed: bool = False) -> jax.Array:
+  """[C, C] bool: the pairs i > j inside a subchunk. Rows are i, columns j, unless `transposed`."""
+  i, j, i_subchunk, j_subchunk = _positions(chunk, transposed)
+  later = (i & (_SMALLEST - 1)) > (j & (_SMALLEST - 1))
+  later = (i_subchunk > j_subchunk) | ((i_subchunk == j_subchunk) & later)
+  return ((i_subchunk ^ j_subchunk) < (1 << level)) & later
 
 
-def merged_pairs(size, *, transposed: bool = False) -> jax.Array:
+def merged_pairs(chunk: int, size, *, transposed: bool = False) -> jax.Array:
   """[C, C] bool: the pairs i > j that meet where halves of `size` are merged."""
-  _, _, i_block, j_block = _positions(transposed)
-  apart, half = i_block ^ j_block, size >> _LOG2_BLOCK
-  return (apart >= half) & (apart < 2 * half) & (i_block > j_block)
+  _, _, i_subchunk, j_subchunk = _positions(chunk, transposed)
+  apart, half = i_subchunk ^ j_subchunk, size >> _LOG2_SMALLEST
+  return (apart >= half) & (apart < 2 * half) & (i_subchunk > j_subchunk)
 
 
-def token_numbers() -> jax.Array:
+def token_numbers(chunk: int) -> jax.Array:
   """[C] int32: the numbers of a chunk's tokens, as a row vector."""
-  return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROW_LAYOUT)
+  return plgpu.broadcasted_iota(jnp.int32, (chunk,), 0, layout=ROW_LAYOUT)
 
 
-class Span(NamedTuple):
+class Signs(NamedTuple):
   """The tokens that an exponent sums over.
 
-  Per-token decays: `signs_smem` [C, C] says, with -1, 0 and 1, which tokens (columns) the exponent
-  of each row sums over. There is one such tile, so a span is valid until the next is written.
-  `held` in a method's arguments is the span that the tile holds, where the caller knows: it is not
-  written again.
+  Per-token decays: `smem` [C, C] says, with -1, 0 and 1, which tokens (columns) the exponent of
+  each row sums over. There is one such tile, valid until the next is written; `reuse` in a method's
+  arguments is what the tile has, where the caller knows: it is not written again.
   """
 
-  which: Any
-  signs_smem: Ref | None = None
+  which: Any  # an `Exponent`, or the size of merged halves
+  smem: Ref | None = None
   negative: bool = False
 
 
@@ -159,53 +166,55 @@ class ConstantDecayFactors:
   of earlier factors would save exponentials, but the registers that keep them cost more.
   """
 
-  def __init__(self, log_decay_gmem: Ref, first_merge, read_first: bool, valid):
+  def __init__(self, log_decay_gmem: Ref, level, read_first: bool, valid, chunk: int):
     """
     Args:
       log_decay_gmem: [K] float32: of 64 channels, or of all for `factor` alone.
-      first_merge: of `superfluous_merges` for these channels, or less.
+      level: `subchunk_level` of these channels, or less.
       read_first: whether queries see the state before the decay of their own token.
       valid: tokens of this chunk before padding.
+      chunk: tokens of a chunk.
     """
     self._log2 = jnp.maximum(load_col_vector(log_decay_gmem), SMALLEST_LOG_DECAY) * _LOG2_E
     self._read_first, self._valid = int(read_first), valid
-    self._shape = CHUNK, log_decay_gmem.shape[0]
-    self.first_merge = first_merge
+    self._shape = chunk, log_decay_gmem.shape[0]
+    self.level = level
 
-  def span(self, which, held: Span | None = None) -> Span:
-    """The tokens that the exponent of `which` sums over."""
-    del held
-    return Span(which)
+  def signs(self, which, reuse: Signs | None = None) -> Signs:
+    """The tokens that the exponent `which` sums over."""
+    del reuse
+    return Signs(which)
 
-  def factor(self, span: Span) -> jax.Array:
-    """[C, 64]: the decay over `span`."""
-    return self._powers(self._count(span.which))
+  def factor(self, signs: Signs) -> jax.Array:
+    """[C, 64]: the decay over these tokens."""
+    return self._powers(self._count(signs.which))
 
-  def in_block(self, held: Span | None = None) -> tuple[jax.Array, jax.Array, Span | None]:
-    """The factors [C, 64] of queries and of keys for pairs inside a block, and None.
+  def in_subchunk(self, reuse: Signs | None = None) -> tuple[jax.Array, jax.Array, Signs | None]:
+    """The factors [C, 64] of queries and of keys for pairs inside a subchunk, and None.
 
-    But 1 for the first query and the last key of a block, which meet nothing: they would be the
+    But 1 for the first query and the last key of a subchunk, which meet nothing: they would be the
     largest, and infinite times a large key.
     """
-    del held
-    last = half_of(self.first_merge) - 1
-    place = token_numbers() & last
-    queries, keys = self._count(QUERIES), self._count(KEYS)
+    del reuse
+    last = tokens_at(self.level) - 1
+    place = self._tokens() & last
+    queries, keys = self._count(QUERY), self._count(KEY)
     queries, keys = jnp.where(place > 0, queries, 0), jnp.where(place < last, keys, 0)
     return self._powers(queries), self._powers(keys), None
 
-  def choose_blocks(self, limit: float) -> None:
-    """Does nothing: blocks have been chosen for all channels that a product has."""
+  def choose_level(self, limit: float) -> None:
+    """Does nothing: the level has been chosen for all channels that a product has."""
     del limit
 
   def lags(self) -> jax.Array:
     """[C, C] float32: how many tokens decay between query i and key j, of pairs i > j."""
-    lags = iota((CHUNK, CHUNK), 0) - iota((CHUNK, CHUNK), 1) - self._read_first
+    shape = (self._shape[0],) * 2
+    lags = iota(shape, 0) - iota(shape, 1) - self._read_first
     return lags.astype(jnp.float32)
 
-  def accumulate_decay_grad(self, acc, x, d_x, which, staging_smem, held: Span | None = None):
-    """`acc` [C, 64] (None for zero) plus the contribution of the factor over `which`."""
-    del x, staging_smem, held
+  def accumulate_decay_grad(self, acc, x, d_x, which, staging_smem, reuse: Signs | None = None):
+    """`acc` [C, 64] (None for zero) plus the contribution of the factor of `which`."""
+    del x, staging_smem, reuse
     added = broadcast_rows(self._count(which).astype(jnp.float32), self._shape) * d_x
     return added if acc is None else acc + added
 
@@ -216,18 +225,21 @@ class ConstantDecayFactors:
 
   def _count(self, which):
     """[C]: how many tokens the sum of `which` has for each row; negative: to be divided by."""
-    i = token_numbers()
+    i = self._tokens()
     if which is BEFORE:
       return i + (1 - self._read_first)
     if which is AFTER:
       return jnp.maximum(self._valid - 1 - i, 0)
-    if which is QUERIES or which is KEYS:
-      block = half_of(self.first_merge)
-      position, middle = i & (block - 1), (block >> 1) - 1
-      return position - (middle + self._read_first) if which is QUERIES else middle - position
+    if which is QUERY or which is KEY:
+      size = tokens_at(self.level)
+      position, middle = i & (size - 1), (size >> 1) - 1
+      return position - (middle + self._read_first) if which is QUERY else middle - position
     position = i & (which - 1)
     second = (i & which) != 0
     return jnp.where(second, position + (1 - self._read_first), which - 1 - position)
+
+  def _tokens(self):
+    return token_numbers(self._shape[0])
 
 
 class DecayScratch(NamedTuple):
@@ -235,16 +247,16 @@ class DecayScratch(NamedTuple):
 
   high: Any  # the leading bfloat16 digits of log2 decays
   low: Any  # ... and the rest
-  signs: Any  # [C, C] of `Span`
+  signs: Any  # [C, C] of `Signs`
   largest: Any  # float32, for a maximum over channels
 
   @classmethod
-  def of(cls, log_decay, width: int = TILE_WIDTH) -> "DecayScratch":
+  def of(cls, log_decay, chunk: int, width: int = TILE_WIDTH) -> "DecayScratch":
     """For decays [H, K] or [B, T, H, K] of `width` channels."""
     if log_decay.ndim == 2:
       return cls(None, None, None, None)
-    largest = plgpu.SMEM((2 * CHUNK,), jnp.float32)
-    return cls(smem_tile(CHUNK, width), smem_tile(CHUNK, width), smem_tile(CHUNK, CHUNK), largest)
+    largest = plgpu.SMEM((2 * chunk,), jnp.float32)
+    return cls(smem_tile(chunk, width), smem_tile(chunk, width), smem_tile(chunk, chunk), largest)
 
   def channels(self, channels) -> "DecayScratch":
     """The part for a block of channels."""
@@ -256,13 +268,13 @@ class DecayScratch(NamedTuple):
 class TokenDecayFactors:
   """Decay factors for one decay per token and key channel.
 
-  Sums over tokens are products with the matrix of signs of a `Span` on the tensor cores. A log
+  Sums over tokens are products with the matrix of `Signs` on the tensor cores. A log
   decay is split into two bfloat16 numbers, which hold it to 2^-17 of itself; since the terms of a
   sum have one sign, so is the sum.
   """
 
   def __init__(
-    self, log_decay_gmem: Ref, scratch_smem: DecayScratch, read_first: bool, mma: Backend
+    self, log_decay_gmem: Ref, scratch_smem: DecayScratch, read_first: bool, backend: Backend
   ):
     """
     Args:
@@ -275,97 +287,97 @@ class TokenDecayFactors:
     rounded = self.log2_decay.astype(jnp.bfloat16)
     scratch_smem.high[...] = rounded
     scratch_smem.low[...] = (self.log2_decay - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
-    self._scratch_smem, self._read_first, self._mma = scratch_smem, bool(read_first), mma
-    self.first_merge: Any = 0
+    self._scratch_smem, self._read_first, self._backend = scratch_smem, bool(read_first), backend
+    self.level: Any = 0
 
-  def span(self, which, held: Span | None = None) -> Span:
-    """The tokens that the exponent of `which` sums over."""
+  def signs(self, which, reuse: Signs | None = None) -> Signs:
+    """The tokens that the exponent `which` sums over."""
     # Queries that see their own token's decay meet keys at a point of time: of opposite signs.
-    negative = which is KEYS and not self._read_first
-    which = QUERIES if negative else which
-    signs_smem = self._scratch_smem.signs
-    if held is None or held.which is not which:
-      signs_smem[...] = _signs(which, self.first_merge, self._read_first).astype(jnp.bfloat16)
+    negative = which is KEY and not self._read_first
+    which = QUERY if negative else which
+    smem = self._scratch_smem.signs
+    if reuse is None or reuse.which is not which:
+      smem[...] = _signs(smem.shape[0], which, self.level, self._read_first).astype(jnp.bfloat16)
       plgpu.commit_smem()
-    return Span(which, signs_smem, negative)
+    return Signs(which, smem, negative)
 
-  def _sum(self, span):
-    pairs = [(span.signs_smem, x) for x in (self._scratch_smem.high, self._scratch_smem.low)]
-    return self._mma.dots(Dots(pairs))[0]
+  def _sum(self, signs):
+    pairs = [(signs.smem, x) for x in (self._scratch_smem.high, self._scratch_smem.low)]
+    return self._backend.dots(Dots(pairs))[0]
 
-  def factor(self, span: Span) -> jax.Array:
-    """[C, 64]: the decay over `span`."""
-    return jnp.exp2(self._sum(span))
+  def factor(self, signs: Signs) -> jax.Array:
+    """[C, 64]: the decay over these tokens."""
+    return jnp.exp2(self._sum(signs))
 
-  def choose_blocks(self, limit: float) -> None:
-    """Sets `first_merge` by the fastest decay. `limit`: log2 of how far a factor may grow."""
+  def choose_level(self, limit: float) -> None:
+    """Sets `level` by the fastest decay. `limit`: log2 of how far a factor may grow."""
     fastest = jnp.max(-self.log2_decay, axis=1)
     largest = _max_of_channels(fastest, self._scratch_smem.largest)
-    self.first_merge = _superfluous(largest, limit)
+    self.level = _level(largest, limit)
 
-  def from_start(self, before: Span) -> tuple[jax.Array, jax.Array]:
+  def from_start(self, before: Signs) -> tuple[jax.Array, jax.Array]:
     """[C, 64]: log2 of the decay from the chunk's start to each query, and to each key."""
     queries = self._sum(before)
     return queries, queries + self.log2_decay if self._read_first else queries
 
-  def in_block(self, held: Span | None = None) -> tuple[jax.Array, jax.Array, Span]:
-    """The factors [C, 64] of queries and of keys for pairs inside a block, and the span then held.
+  def in_subchunk(self, reuse: Signs | None = None) -> tuple[jax.Array, jax.Array, Signs]:
+    """The factors [C, 64] of queries and of keys for pairs inside a subchunk, and signs to reuse.
 
     But at most 2^92, as no pair needs more: those of the first query and of the last key of a
-    block, which meet nothing, would be the largest, and infinite times a large key.
+    subchunk, which meet nothing, would be the largest, and infinite times a large key.
     """
-    held = self.span(QUERIES, held)
-    queries = self._sum(held)
+    signs = self.signs(QUERY, reuse)
+    queries = self._sum(signs)
     if self._read_first:
-      held = self.span(KEYS)
-      keys = self._sum(held)
+      signs = self.signs(KEY)
+      keys = self._sum(signs)
     else:
       keys = -queries
     queries, keys = (jnp.exp2(jnp.minimum(x, LARGEST_LOG2)) for x in (queries, keys))
-    return queries, keys, held
+    return queries, keys, signs
 
-  def accumulate_decay_grad(self, acc, x, d_x, which, staging_smem, held: Span | None = None):
-    """`acc` [C, 64] (None for zero) plus the contribution of the factor over `which`.
+  def accumulate_decay_grad(self, acc, x, d_x, which, staging_smem, reuse: Signs | None = None):
+    """`acc` [C, 64] (None for zero) plus the contribution of the factor of `which`.
 
     `x` is a function; `staging_smem` a tile [C, 64] to be overwritten.
     """
     d_log = x() * d_x
-    span = self.span(which, held)
-    d_log = -d_log if span.negative else d_log
+    signs = self.signs(which, reuse)
+    d_log = -d_log if signs.negative else d_log
     staging_smem[...] = d_log.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    return self._mma.dot(transpose_ref(span.signs_smem), staging_smem, start=acc)
+    return self._backend.dot(transpose_ref(signs.smem), staging_smem, start=acc)
 
 
-def _signs(which, first_merge, read_first):
+def _signs(chunk, which, level, read_first):
   """[C, C], -1, 0 or 1: how often token t (column) counts in the sum of row i."""
-  i, t, i_block, t_block = _positions(False)
-  same = i_block == t_block
-  i_place, t_place = i & (_BLOCK - 1), t & (_BLOCK - 1)
-  own_token = which is KEYS or not read_first
+  i, t, i_subchunk, t_subchunk = _positions(chunk, False)
+  same = i_subchunk == t_subchunk
+  i_place, t_place = i & (_SMALLEST - 1), t & (_SMALLEST - 1)
+  own_token = which is KEY or not read_first
   up_to = (t_place <= i_place) if own_token else (t_place < i_place)
   one, none = jnp.float32(1.0), jnp.float32(0.0)
-  up_to = (t_block < i_block) | (same & up_to)
-  if which is QUERIES or which is KEYS:
-    last = half_of(first_merge) - 1
+  up_to = (t_subchunk < i_subchunk) | (same & up_to)
+  if which is QUERY or which is KEY:
+    last = tokens_at(level) - 1
     late = (t & last) > (last >> 1)
-    plus, minus = (one, -one) if which is QUERIES else (-one, one)
-    in_block = jnp.where(late & up_to, plus, jnp.where(late | up_to, none, minus))
-    return jnp.where((i_block ^ t_block) < (1 << first_merge), in_block, none)
+    plus, minus = (one, -one) if which is QUERY else (-one, one)
+    in_subchunk = jnp.where(late & up_to, plus, jnp.where(late | up_to, none, minus))
+    return jnp.where((i_subchunk ^ t_subchunk) < (1 << level), in_subchunk, none)
   if which is BEFORE:
     return jnp.where(up_to, one, none)
-  later = (t_block > i_block) | (same & (t_place > i_place))
+  later = (t_subchunk > i_subchunk) | (same & (t_place > i_place))
   if which is AFTER:
     return jnp.where(later, one, none)
-  half = which >> _LOG2_BLOCK
-  in_second = (i_block & half) != 0
+  half = which >> _LOG2_SMALLEST
+  in_second = (i_subchunk & half) != 0
   counts = (in_second & up_to) | (~in_second & later)
-  return jnp.where(counts & ((i_block ^ t_block) < half), one, none)
+  return jnp.where(counts & ((i_subchunk ^ t_subchunk) < half), one, none)
 
 
 def decay_factors(
   log_decay_gmem: Ref,  # [H, K] or [B, T, H, K]
-  first_merge,  # for constant decays
+  level,  # of subchunks, for constant decays
   scratch_smem: DecayScratch,
   at: ChunkIndex,
   channels,  # a slice
@@ -373,15 +385,16 @@ def decay_factors(
   heads: int,  # of the grid; groups may share one of a decay per token
   length: int,  # tokens before padding
   read_first: bool,
-  mma: Backend,
+  backend: Backend,
 ) -> ConstantDecayFactors | TokenDecayFactors:
   """The decay factors of `channels` in a chunk."""
   if len(log_decay_gmem.shape) == 4:
     head = shared_head(at.head, heads, log_decay_gmem)
     log_decay_gmem = log_decay_gmem.at[at.batch, at.tokens, head, channels]
-    return TokenDecayFactors(log_decay_gmem, scratch_smem, read_first, mma)
-  valid = jnp.minimum(length - at.chunk * CHUNK, CHUNK)
-  return ConstantDecayFactors(log_decay_gmem.at[at.head, channels], first_merge, read_first, valid)
+    return TokenDecayFactors(log_decay_gmem, scratch_smem, read_first, backend)
+  valid = jnp.minimum(length - at.chunk * at.size, at.size)
+  log_decay_gmem = log_decay_gmem.at[at.head, channels]
+  return ConstantDecayFactors(log_decay_gmem, level, read_first, valid, at.size)
 
 
 class ScoreInputs(NamedTuple):
@@ -429,14 +442,15 @@ def chunk_scores(
   decayed_q: bool = True,
   decayed_k: bool = True,
   sums: bool = False,
+  config: ScoresConfig,
+  chunk: int,
   backend: Backend,
 ) -> ScoreOutputs:
   """Scores of all chunks; `decayed_q`, `decayed_k`, `sums`: which further results to compute."""
-  mma = backend
   q, log_decay = inputs.q, inputs.log_decay
   read_first = inputs.bonus is not None
   (B, T, _, K), H = q.shape, heads
-  C, N = CHUNK, T // CHUNK
+  C, N = chunk, T // chunk
   per_token = log_decay.ndim == 4
   f32, bf16 = jnp.float32, jnp.bfloat16
   decayed = jax.ShapeDtypeStruct((B, T, H, K), bf16)
@@ -447,20 +461,19 @@ def chunk_scores(
     score_sum=jax.ShapeDtypeStruct((B, H, T), f32) if sums else None,
     decay=jax.ShapeDtypeStruct((B, H, N, K), f32) if per_token else None,
   )
-  # Per-token decays leave no SMEM for a second chunk.
-  per_cta = 1 if per_token else config.chunks_per_cta(B * H * N)
+  per_cta = config.chunks_per_cta
   slots = min(2, per_cta)
   scratch = _ScoreBuffers(
     q=smem_tile(slots, C, K),
     k=smem_tile(slots, C, K),
     right=smem_tile(C, K),
     scores=smem_tile(C, C),
-    lhs=mma.lhs_scratch(C, K),
+    lhs=backend.lhs_scratch(C, K),
     ones=smem_tile(C, TILE_WIDTH) if per_token else None,
-    decay=DecayScratch.of(log_decay, K),
+    decay=DecayScratch.of(log_decay, C, K),
     rows=plgpu.SMEM((C,), f32),
     cols=plgpu.SMEM((K,), f32),
-    largest=None if per_token else plgpu.SMEM((2 * CHUNK,), f32),
+    largest=None if per_token else plgpu.SMEM((2 * TILE_WIDTH,), f32),
     arrived_barrier=plgpu.Barrier(num_barriers=2 * slots),
   )
   blocks = [pl.ds(start, TILE_WIDTH) for start in range(0, K, TILE_WIDTH)]
@@ -471,7 +484,7 @@ def chunk_scores(
     count = jnp.minimum(per_cta, N - start)
 
     def copies_of(index):
-      tokens, slot = pl.ds((start + index) * CHUNK, CHUNK), lax.rem(index, slots)
+      tokens, slot = pl.ds((start + index) * C, C), lax.rem(index, slots)
       for number, (source, target) in enumerate(((gmem.q, smem.q), (gmem.k, smem.k))):
         barrier = smem.arrived_barrier.at[2 * slot + number]
         yield source.at[batch, tokens, shared_head(head, H, source)], target.at[slot], barrier
@@ -485,35 +498,39 @@ def chunk_scores(
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       if slots > 1:
         pl.when(index + 1 < count)(lambda: fetch(index + 1))
-      at = ChunkIndex(batch, head, start + index, 0)
+      at = ChunkIndex(batch, head, start + index, 0, C)
       slot = lax.rem(index, slots)
       here = smem._replace(q=smem.q.at[slot], k=smem.k.at[slot])
       wait = lambda: [plgpu.barrier_wait(barrier) for _, _, barrier in copies_of(index)]
-      chunk(at, first_merge, gmem, outs, here, wait)
+      compute(at, level, gmem, outs, here, wait)
       return carry
 
     fetch(0)
-    first_merge = None
+    level = None
     if per_token:
       fill_ones_column(smem.ones)
     else:
       rates = [-load_col_vector(gmem.log_decay.at[head, channels]) for channels in blocks]
       fastest = _max_of_channels(functools.reduce(jnp.maximum, rates), smem.largest)
-      first_merge = _of_fastest(fastest)
+      level = _level_of_rate(fastest)
     if per_cta == 1:
       step(0, None)
     else:
       lax.fori_loop(0, count, step, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  def chunk(at, first_merge, gmem, outs, smem, wait):
+  def compute(at, level, gmem, outs, smem, wait):
     factors = [
       decay_factors(
-        *(gmem.log_decay, first_merge, smem.decay.channels(channels), at, channels),
+        gmem.log_decay,
+        level,
+        smem.decay.channels(channels),
+        at,
+        channels,
         heads=H,
         length=length,
         read_first=read_first,
-        mma=mma,
+        backend=backend,
       )
       for channels in blocks
     ]
@@ -527,36 +544,36 @@ def chunk_scores(
         right_smem = smem.right.at[:, channels]
         right_smem[...] = load_scaled(smem.k.at[:, channels], right)
         left = load_scaled(smem.q.at[:, channels], left)
-        left = mma.to_lhs(left, smem.lhs, slice(None), channels)
+        left = backend.to_lhs(left, smem.lhs, slice(None), channels)
         pairs.append((left, transpose_ref(right_smem)))
       plgpu.commit_smem()
-      return mma.dots(Dots(pairs))[0]
+      return backend.dots(Dots(pairs))[0]
 
-    def in_blocks(scores, open_rows):
+    def in_subchunks(scores, open_rows):
       # The blocks of channels share the signs, unless queries and keys take turns in the tile.
-      held = None if read_first else factors[0].span(QUERIES)
-      pairs = product([lambda f=f: f.in_block(held)[:2] for f in factors])
-      return jnp.where(in_block_pairs(factors[0].first_merge) & open_rows, pairs, scores)
+      signs = None if read_first else factors[0].signs(QUERY)
+      pairs = product([lambda f=f: f.in_subchunk(signs)[:2] for f in factors])
+      return jnp.where(subchunk_pairs(C, factors[0].level) & open_rows, pairs, scores)
 
-    def merge(scores, open_rows, index):
-      size = half_of(index)
-      mask = merged_pairs(size) & open_rows
-      span = factors[0].span(size)
-      pairs = product([lambda f=f: (f.factor(span),) * 2 for f in factors])
+    def merge(scores, open_rows, level):
+      size = tokens_at(level)
+      mask = merged_pairs(C, size) & open_rows
+      signs = factors[0].signs(size)
+      pairs = product([lambda f=f: (f.factor(signs),) * 2 for f in factors])
       return jnp.where(mask, pairs, scores)
 
     same_token = iota((C, C), 0) == iota((C, C), 1)
-    scores = jnp.where(same_token, _same_token_scores(gmem, smem, at, mma), 0.0)
+    scores = jnp.where(same_token, _same_token_scores(gmem, smem, at, backend), 0.0)
     if per_token:
       scores, closed_rows, all_closed = _from_chunk_start(scores, factors, product, gmem, smem, at)
       still_open = lambda: broadcast_rows(closed_rows, (C, C)) == 0
       any_open = jnp.where(all_closed, 0, 1)  # a loop of 0 or 1: see README.md about `lax.cond`
-      scores = lax.fori_loop(0, any_open, lambda _, x: in_blocks(x, still_open()), scores)
-      merges = jnp.where(all_closed, 0, MERGES)
+      scores = lax.fori_loop(0, any_open, lambda _, x: in_subchunks(x, still_open()), scores)
+      merges = jnp.where(all_closed, 0, LEVELS)
       scores = lax.fori_loop(0, merges, lambda i, x: merge(x, still_open(), i), scores)
     else:
-      scores = in_blocks(scores, True)
-      scores = lax.fori_loop(first_merge, MERGES, lambda i, x: merge(x, True, i), scores)
+      scores = in_subchunks(scores, True)
+      scores = lax.fori_loop(level, LEVELS, lambda i, x: merge(x, True, i), scores)
 
     documents = gmem.documents
     for channels, f in zip(blocks, factors, strict=True):
@@ -565,13 +582,13 @@ def chunk_scores(
         (smem.k, AFTER, documents.reaches_leaving_state, decayed_k),
       ):
         if wanted:
-          x = load_scaled(x_smem.at[:, channels], f.factor(f.span(which)))
+          x = load_scaled(x_smem.at[:, channels], f.factor(f.signs(which)))
           x_smem.at[:, channels][...] = select_rows(rows_of(at), x, jnp.bfloat16(0.0))
     plgpu.commit_smem()
     if per_token:
       for channels in blocks:
         both = smem.decay.channels(channels)
-        total = mma.sum_rows([both.high, both.low], smem.ones)
+        total = backend.sum_rows([both.high, both.low], smem.ones)
         smem.cols.at[channels][...] = jnp.exp2(total)
 
     scores = documents.mask_scores(at, scores)
@@ -597,7 +614,7 @@ def chunk_scores(
     scratch_types=[scratch],
     grid=(-(-N // per_cta), H, B),
     grid_names=("chunk", "head", "row"),
-    interpret=mma.interpret,
+    interpret=backend.interpret,
     kernel_name="linear_attention_scores",
     compiler_params=COMPILER_PARAMS,
   )(inputs)
@@ -610,23 +627,23 @@ def _from_chunk_start(
   """Scores of the leading rows whose cumulative decay fits the bound when referenced to the start.
 
   There the keys' factors grow, up to 2^92; beyond, and in rows of another document than the first
-  token's, pairs are left to blocks and merges. So a score depends, to the last bit, on nothing that
-  follows it and on no other document: not even in how it is computed.
+  token's, pairs are left to subchunks and merges. So a score depends, to the last bit, on nothing
+  that follows it and on no other document: not even in how it is computed.
 
   Returns:
     scores, [C] float32, 1 for such rows, and whether all are.
   """
-  before = factors[0].span(BEFORE)
+  before = factors[0].signs(BEFORE)
   sums = [f.from_start(before) for f in factors]
   lowest = None
   for queries, _ in sums:
     of_block = jnp.min(queries, axis=1)
     lowest = of_block if lowest is None else jnp.minimum(lowest, of_block)
-  lowest_smem = smem.decay.largest.at[pl.ds(0, CHUNK)]
+  lowest_smem = smem.decay.largest.at[pl.ds(0, at.size)]
   lowest_smem[...] = lowest
   plgpu.commit_smem()
   closed = lowest >= -LARGEST_LOG2
-  all_closed = lowest_smem[CHUNK - 1] >= -LARGEST_LOG2  # sums only fall
+  all_closed = lowest_smem[at.size - 1] >= -LARGEST_LOG2  # sums only fall
   first_document = gmem.documents.starts_with(at)
   if first_document is not None:
     closed = closed & first_document[0]
@@ -635,19 +652,20 @@ def _from_chunk_start(
   grown = lambda keys: jnp.exp2(jnp.minimum(-keys, LARGEST_LOG2))
   pairs = product([lambda x=x: (jnp.exp2(x[0]), grown(x[1])) for x in sums])
   rows = broadcast_rows(closed, pairs.shape) > 0
-  earlier = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
+  earlier = iota(pairs.shape, 0) > iota(pairs.shape, 1)
   return jnp.where(earlier & rows, pairs, scores), closed, all_closed
 
 
-def _same_token_scores(gmem: ScoreInputs, smem: _ScoreBuffers, at, mma: Backend):
+def _same_token_scores(gmem: ScoreInputs, smem: _ScoreBuffers, at, backend: Backend):
   """[C, C], right on the diagonal: q_i k_i, weighted by the bonus if there is one."""
   if gmem.bonus is None:
-    return mma.dot(smem.q, transpose_ref(smem.k))
+    return backend.dot(smem.q, transpose_ref(smem.k))
   pairs = []
   for start in range(0, smem.q.shape[-1], TILE_WIDTH):
     channels = pl.ds(start, TILE_WIDTH)
     queries = load_tile(smem.q.at[:, channels])
-    left = queries * broadcast_cols(load_col_vector(gmem.bonus.at[at.head, channels]), _SHAPE)
-    left = mma.to_lhs(left, smem.lhs, slice(None), channels)
+    weights = load_col_vector(gmem.bonus.at[at.head, channels])
+    left = queries * broadcast_cols(weights, queries.shape)
+    left = backend.to_lhs(left, smem.lhs, slice(None), channels)
     pairs.append((left, transpose_ref(smem.k.at[:, channels])))
-  return mma.dots(Dots(pairs))[0]
+  return backend.dots(Dots(pairs))[0]

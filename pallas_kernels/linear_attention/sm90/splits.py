@@ -5,8 +5,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.core.boundaries import DocumentBoundaries
-from pallas_kernels.core.wgmma import CHUNK
-from pallas_kernels.linear_attention.config import pipeline_config
 from pallas_kernels.linear_attention.sm90.intra_chunk import SMALLEST_LOG_DECAY
 from pallas_kernels.linear_attention.sm90.state_pipeline import (
   ChunkDecay,
@@ -35,20 +33,22 @@ def initial_states_of_splits(
     return None if initial is None else initial[:, :, None], normalizer
   shape = (b.shape[0], heads, P, a.shape[3])
   added = chunk_states(
-    *(a, b, weight, decay, None),
-    None if normalizer is None else Normalizer(shape, None, normalizer.weights),
+    a,
+    b,
+    weight,
+    decay,
+    None,
+    None if normalizer is None else Normalizer(shape, None, normalizer.weights, normalizer.chunk),
     heads=heads,
-    num_splits=P,
+    options=options,
     reverse=reverse,
     store_states=False,
-    config=pipeline_config(b.shape[-1]),
-    backend=options.backend,
   )
   if isinstance(decay, ConstantDecay):
-    total = total_of_constant_decay(decay.log_decay, decay.documents, options.length, a.shape[1])
+    total = total_of_constant_decay(decay.log_decay, decay.documents, options, a.shape[1])
   else:
     total = decay.total if decay.total.ndim == 4 else decay.total[..., None]
-  chunks = a.shape[1] // CHUNK
+  chunks = a.shape[1] // options.config.chunk
   total = jnp.broadcast_to(total, (*total.shape[:2], chunks, total.shape[3]))
   total = total.reshape(*total.shape[:2], P, -1, total.shape[3]).prod(3)
   if initial is None:
@@ -57,7 +57,7 @@ def initial_states_of_splits(
     first = jnp.zeros_like(added.last_key_sum[:, :, 0])
     first = first if normalizer.initial is None else normalizer.initial[:, :, 0]
     entering = _recur(total, added.last_key_sum, first, reverse=reverse)
-    normalizer = Normalizer(shape, entering, normalizer.weights)
+    normalizer = Normalizer(shape, entering, normalizer.weights, normalizer.chunk)
   return _recur(total[..., None], added.last_state, initial, reverse=reverse), normalizer
 
 
@@ -88,20 +88,23 @@ def normalizer_of(
   if weight is not None:
     weight = jnp.broadcast_to(jnp.tile(weight, (1, 1, T // weight.shape[2])), (B, H, T))
     weights = weight if d_denominator is None else d_denominator * weight
-  return Normalizer((B, H, 1, K), None if initial is None else initial[:, :, None], weights)
+  initial = None if initial is None else initial[:, :, None]
+  return Normalizer((B, H, 1, K), initial, weights, options.config.chunk)
 
 
 def total_of_constant_decay(
-  log_decay: jax.Array, documents: DocumentBoundaries, length: int, padded: int
+  log_decay: jax.Array, documents: DocumentBoundaries, options: Options, padded: int
 ) -> jax.Array:
   """[B|1, H, N|1, K]: the decay of the state over each chunk, of log_decay [H, K]."""
-  tokens = tokens_in_chunks(length, padded)
-  if length == padded and documents.reach is None:
+  tokens = tokens_in_chunks(options, padded)
+  if options.length == padded and documents.reach is None:
     tokens = tokens[:1]
   log_decay = jnp.maximum(log_decay, SMALLEST_LOG_DECAY)
-  return documents.reset(jnp.exp(tokens[:, None] * log_decay[:, None])[None])
+  decay = jnp.exp(tokens[:, None] * log_decay[:, None])[None]
+  return documents.reset(decay, options.config.chunk)
 
 
-def tokens_in_chunks(length: int, padded: int) -> jax.Array:
+def tokens_in_chunks(options: Options, padded: int) -> jax.Array:
   """[N]: how many tokens before padding each chunk has."""
-  return jnp.clip(length - CHUNK * jnp.arange(padded // CHUNK), 0, CHUNK)
+  chunk = options.config.chunk
+  return jnp.clip(options.length - chunk * jnp.arange(padded // chunk), 0, chunk)

@@ -6,11 +6,12 @@ A CTA has the columns of values of one `value_tile`, of one head, of one split o
 producer warpgroup loads what the columns share and runs the prologue of each chunk; each consumer
 warpgroup loads the rest for its own 64 columns and carries their state [K, 64] in registers.
 
-`run_state_pipeline` is the frame, used by the output kernels in `forward.py` and by `chunk_states`
+`run_state_pipeline` is used by the output kernels in `forward.py` and by `chunk_states`
 here, which computes the states at all chunk boundaries alone: forward (a = keys, b = values), or in
 reverse for the gradient of the state (a = queries, b = the cotangent of the output).
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,14 +24,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
 from pallas_kernels.core.chunk_grid import (
   ChunkIndex,
+  Tiles,
   TileSpec,
   state_value_block_tile,
-  token_block_tile,
-  token_tile,
 )
 from pallas_kernels.core.pipeline import Pipeline, PipelineBarriers, Prologue, launch_pipeline
 from pallas_kernels.core.wgmma import (
-  CHUNK,
   ROW_LAYOUT,
   TILE_WIDTH,
   WITHOUT_SCRATCH,
@@ -94,6 +93,7 @@ class ConstantDecay(NamedTuple):
   documents: DocumentBoundaries
   read_first: bool  # whether queries see the state before the decay of their own token
   length: int  # tokens before padding
+  chunk: int
 
   @property
   def arrays(self) -> DecayArrays:
@@ -106,18 +106,24 @@ class ConstantDecay(NamedTuple):
     rate = jnp.maximum(log_decay, intra_chunk.SMALLEST_LOG_DECAY)
 
     def total(at):
-      tokens = jnp.clip(self.length - at.chunk * CHUNK, 0, CHUNK).astype(jnp.float32)
+      tokens = jnp.clip(self.length - at.chunk * self.chunk, 0, self.chunk).astype(jnp.float32)
       return gmem.documents.keeps_state(at, jnp.exp(rate * tokens))
 
     return total
 
-  def factors(self, which: str, at: ChunkIndex, gmem: DecayArrays, valid: Any = CHUNK) -> jax.Array:
+  def factors(
+    self, which: intra_chunk.Exponent, at: ChunkIndex, gmem: DecayArrays, valid: Any = None
+  ) -> jax.Array:
     """[C, K] bfloat16: the decay of queries from the chunk's start (`intra_chunk.BEFORE`), or of
-    keys to its end (`intra_chunk.AFTER`), in a chunk of `valid` tokens."""
-    decay = intra_chunk.ConstantDecayFactors(gmem.log_decay.at[at.head], 0, self.read_first, valid)
-    return decay.factor(decay.span(which)).astype(jnp.bfloat16)
+    keys to its end (`intra_chunk.AFTER`), in a chunk of `valid` tokens, or a whole one."""
+    valid = self.chunk if valid is None else valid
+    log_decay = gmem.log_decay.at[at.head]
+    decay = intra_chunk.ConstantDecayFactors(log_decay, 0, self.read_first, valid, self.chunk)
+    return decay.factor(decay.signs(which)).astype(jnp.bfloat16)
 
-  def in_chunk(self, which: str, factors: jax.Array, at: ChunkIndex, gmem: DecayArrays):
+  def in_chunk(
+    self, which: intra_chunk.Exponent, factors: jax.Array, at: ChunkIndex, gmem: DecayArrays
+  ):
     """The arguments of `decay_tile` for a chunk: (factors, rows).
 
     `factors`, computed again in a chunk that ends early, and a [C] vector, above 0 for tokens that
@@ -127,9 +133,9 @@ class ConstantDecay(NamedTuple):
     rows = (gmem.documents.sees_entering_state if before else gmem.documents.reaches_leaving_state)(
       at
     )
-    if which is intra_chunk.AFTER and self.length % CHUNK:
-      valid = self.length - at.chunk * CHUNK
-      again = jnp.where((valid > 0) & (valid < CHUNK), 1, 0)
+    if which is intra_chunk.AFTER and self.length % self.chunk:
+      valid = self.length - at.chunk * self.chunk
+      again = jnp.where((valid > 0) & (valid < self.chunk), 1, 0)
       recompute = lambda _, x: self.factors(which, at, gmem, valid)
       factors = lax.fori_loop(0, again, recompute, factors)
     return factors, rows
@@ -141,7 +147,10 @@ def constant_decay(
   """Time-invariant decays per key channel, which scale q and k where they are loaded; or None."""
   if inputs.log_decay.ndim != 2:
     return None
-  return ConstantDecay(inputs.log_decay, documents, inputs.bonus is not None, options.length)
+  read_first = inputs.bonus is not None
+  return ConstantDecay(
+    inputs.log_decay, documents, read_first, options.length, options.config.chunk
+  )
 
 
 def decay_tile(tile_smem: Ref, factors: jax.Array, rows: jax.Array | None) -> None:
@@ -170,6 +179,7 @@ class Normalizer(NamedTuple):
   shape: tuple[int, ...]  # (B, H, P, K)
   initial: jax.Array | None  # of that shape, float32, one for each split; None for zeros
   weights: jax.Array | None  # [B, H, T] float32; None for 1
+  chunk: int
 
   @property
   def arrays(self) -> NormalizerArrays:
@@ -179,7 +189,8 @@ class Normalizer(NamedTuple):
   @property
   def scratch(self) -> NormalizerBuffers:
     """SMEM that is kept from chunk to chunk."""
-    return NormalizerBuffers(plgpu.SMEM(self.shape[3:], jnp.float32), smem_tile(CHUNK, TILE_WIDTH))
+    key_sum = plgpu.SMEM(self.shape[3:], jnp.float32)
+    return NormalizerBuffers(key_sum, smem_tile(self.chunk, TILE_WIDTH))
 
   def out_type(self, ctas: int, chunks: int) -> "StateOutputs":
     """Results, with a leading axis for blocks of columns, so that no two CTAs write the same."""
@@ -206,14 +217,14 @@ class Normalizer(NamedTuple):
       return
     weights = load_row_vector(gmem.weights.at[at.batch, at.head, at.tokens])
     rounded = weights.astype(jnp.bfloat16).astype(jnp.float32)
-    column = iota((CHUNK, TILE_WIDTH), 1)  # two numbers hold a weight to 2^-17
+    column = iota(smem.ones.shape, 1)  # two numbers hold a weight to 2^-17
     split = (broadcast_rows(x, column.shape) for x in (rounded, weights - rounded))
     first, second = (jnp.where(column == n, x, 0.0) for n, x in enumerate(split))
     smem.ones[...] = (first + second).astype(jnp.bfloat16)
 
-  def advance(self, smem: NormalizerBuffers, keys_smem: Ref, decay: jax.Array, mma: Backend):
+  def advance(self, smem: NormalizerBuffers, keys_smem: Ref, decay: jax.Array, backend: Backend):
     """Advances the sum by a chunk with these keys [C, K] and this decay [K]."""
-    added = mma.sum_rows([keys_smem], smem.ones)
+    added = backend.sum_rows([keys_smem], smem.ones)
     smem.key_sum[...] = load_row_vector(smem.key_sum) * decay + added
     plgpu.commit_smem()
 
@@ -245,7 +256,7 @@ class StateOutputs(NamedTuple):
 
 
 class CTA(NamedTuple):
-  """Buffers that the callbacks of the state pipeline use next to the stage of a chunk."""
+  """Buffers that `Work` uses next to the stage of a chunk."""
 
   vectors_gmem: Any
   decay_gmem: DecayArrays
@@ -259,6 +270,19 @@ class CTA(NamedTuple):
     return at.block // self.blocks
 
 
+class Operands(NamedTuple):
+  """What a CTA copies to SMEM or reads from GMEM."""
+
+  # A NamedTuple of what a stage holds: `TileSpec` for what is loaded (a blocked one has 64 columns
+  # of values, and each consumer gets its own), a `jax.ShapeDtypeStruct` for what the prologue
+  # fills, or None.
+  tiles: Any
+  vectors: Any  # further arrays, left in GMEM
+  decay: ChunkDecay | ConstantDecay
+  normalizer: Normalizer | None  # advanced by the prologue
+  initial: jax.Array | None  # [B, H, P, K, V] float32, one for each split; None for zeros
+
+
 class ChunkPrologue(NamedTuple):
   """The producer's work on each chunk, once for all columns of values."""
 
@@ -266,6 +290,54 @@ class ChunkPrologue(NamedTuple):
   # (fixed, total_decay, at, tiles_smem, cta, wait): `total_decay(at)` is the decay over the chunk,
   # tiles are valid after `wait()`. May return a function of work that overlaps with the consumers.
   step: Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """What a CTA computes and stores.
+
+  Attributes:
+    consume: `(at, tiles_smem, state_smem, cta, state, decayed) -> (state, out)` for 64 columns of
+      values, the block of `at`: from the state and its decayed value to the next state, and the
+      columns of the output [C, 64] float32, or None. `state_smem` holds the state in bfloat16 if
+      `state_operand`.
+    prologue: what the producer does with each chunk, in place; or None.
+    out_type: types of what `consume` and `prologue` store; of `out`, if `consume` returns it.
+    store_states: whether to return the states that enter the chunks.
+    state_operand: whether the state is an operand of a product.
+    entering_tile: from the tiles the one in which `consume` leaves the entering state, in bfloat16,
+      to be stored; or None. It saves the SMEM of a state; not with an output.
+    reverse: whether the last chunk comes first.
+  """
+
+  consume: Callable
+  prologue: ChunkPrologue | None
+  out_type: StateOutputs
+  store_states: bool
+  state_operand: bool = True
+  entering_tile: Callable | None = None
+  reverse: bool = False
+
+  @property
+  def has_out(self) -> bool:
+    """Whether `consume` returns an output."""
+    return self.out_type.out is not None
+
+  @property
+  def has_state_smem(self) -> bool:
+    """Whether the state goes through SMEM of its own."""
+    return self.state_operand or (self.store_states and self.entering_tile is None)
+
+
+class Sizes(NamedTuple):
+  """Axes of the arrays, and the splits of a sequence."""
+
+  B: int
+  T: int
+  H: int
+  K: int
+  V: int
+  num_splits: int
 
 
 class _Gmem(NamedTuple):
@@ -284,196 +356,195 @@ class _Scratch(NamedTuple):
   barriers: PipelineBarriers
   prologue_barrier: Any
 
+  @classmethod
+  def of(cls, operands: Operands, work: Work, sizes: Sizes, config: PipelineConfig, chunk: int):
+    """SMEM of `config.num_stages` stages."""
+    W, stages = config.consumers, config.num_stages
+    loaded = [spec for spec in operands.tiles if isinstance(spec, TileSpec)]
+
+    def stages_of(spec):
+      size = stages, *([W] if _is_blocked(spec) else []), *spec.shape
+      return smem_tile(*size) if len(spec.shape) == 2 else plgpu.SMEM(size, spec.dtype)
+
+    return cls(
+      stages=map_refs(stages_of, operands.tiles),
+      state=smem_tile(W, sizes.K, TILE_WIDTH) if work.has_state_smem else None,
+      out=smem_tile(W, chunk, TILE_WIDTH) if work.has_out else None,
+      normalizer=None if operands.normalizer is None else operands.normalizer.scratch,
+      barriers=PipelineBarriers(
+        loaded=plgpu.Barrier(
+          num_arrivals=sum(W if spec.blocked else 1 for spec in loaded), num_barriers=stages
+        ),
+        consumed=plgpu.Barrier(num_arrivals=W, num_barriers=stages),
+      ),
+      prologue_barrier=None if work.prologue is None else plgpu.Barrier(num_barriers=stages),
+    )
+
+
+def _is_blocked(spec):
+  return isinstance(spec, TileSpec) and spec.blocked
+
+
+class _Warpgroups:
+  """A CTA of the state pipeline: its place in the grid, and the programs of its warpgroups."""
+
+  def __init__(self, operands: Operands, work: Work, sizes: Sizes, config, chunk, gmem, outs, smem):
+    self.operands, self.work, self.chunk = operands, work, chunk
+    self.gmem, self.outs, self.smem = gmem, outs, smem
+    self.num_chunks = sizes.T // chunk // sizes.num_splits
+    row, self.head = lax.axis_index("row"), lax.axis_index("head")
+    self.first_block = lax.axis_index("value") * config.consumers
+    self.batch, self.split = row // sizes.num_splits, lax.rem(row, sizes.num_splits)
+    self.pipeline = Pipeline(self.num_chunks, config.num_stages, smem.barriers)
+    self.cta = CTA(
+      gmem.vectors, gmem.decay, gmem.normalizer, smem.normalizer, outs, config.consumers
+    )
+
+  def index_of(self, n, column=0) -> ChunkIndex:
+    """The n-th chunk that the CTA processes, and one of its columns of values."""
+    M = self.num_chunks
+    chunk = self.split * M + (M - 1 - n if self.work.reverse else n)
+    return ChunkIndex(self.batch, self.head, chunk, self.first_block + column, self.chunk)
+
+  def load(self, n, column=None) -> None:
+    """Starts copies of what all columns share or, with `column`, of what that one has alone."""
+    stage = self.pipeline.stage(n, self.smem.stages)
+    for spec, source, target in zip(self.operands.tiles, self.gmem.tiles, stage, strict=True):
+      if isinstance(spec, TileSpec) and spec.blocked == (column is not None):
+        target = target.at[column] if spec.blocked else target
+        source = source.at[spec.index(self.index_of(n, 0 if column is None else column))]
+        plgpu.copy_gmem_to_smem(source, target, self.pipeline.loaded_barrier(n))
+
+  def produce(self) -> None:
+    """The producer: loads what columns share, and runs the prologue of each chunk."""
+    prologue, normalizer, smem = self.work.prologue, self.operands.normalizer, self.smem
+    if prologue is None:
+      self.pipeline.produce(self.load)
+      return
+
+    def begin():
+      at = self.index_of(0)
+      if normalizer is not None:
+        normalizer.begin(smem.normalizer, self.gmem.normalizer, at, self.split)
+      return self.operands.decay.of_chunk(self.gmem.decay), prologue.begin(at, self.cta)
+
+    def step(n, fixed, wait):
+      total_decay, fixed = fixed
+      at, stage = self.index_of(n), self.pipeline.stage(n, smem.stages)
+      return prologue.step(fixed, total_decay, at, stage, self.cta, wait)
+
+    def end():
+      at = self.index_of(0)
+      if normalizer is not None:
+        place = self.cta.number(at), self.batch, self.head, self.split
+        normalizer.store(smem.normalizer, self.outs.last_key_sum.at[place])
+
+    self.pipeline.produce(self.load, Prologue(begin, step, end, smem.prologue_barrier))
+
+  def consume(self, column) -> None:
+    """A consumer: 64 columns of values, whose state it carries from the first chunk to the last."""
+    at_last = self.index_of(0, column)
+    total_decay = self.operands.decay.of_chunk(self.gmem.decay)
+    self.pipeline.fill(lambda n: self.load(n, column))
+    advance = lambda n, state: self.advance(n, column, total_decay, state)
+    of_split = lambda ref: ref.at[self.batch, self.head, self.split, :, at_last.channels]
+    start = zero_accumulator(self.outs.last_state.shape[3], TILE_WIDTH)
+    if self.gmem.initial is not None:
+      start = plgpu.load(of_split(self.gmem.initial), layout=plgpu.Layout.WGMMA, optimized=False)
+    of_split(self.outs.last_state)[...] = lax.fori_loop(0, self.num_chunks, advance, start)
+    plgpu.wait_smem_to_gmem(0)
+    if self.work.entering_tile is not None:
+      self.release(self.num_chunks - 1, column)
+
+  def release(self, n, column) -> None:
+    """A consumer does not read the stage of chunk n any more, and refills its own part of it."""
+    stages = self.pipeline.num_stages
+    self.pipeline.release(n)
+    pl.when(n + stages < self.num_chunks)(lambda: self.load(n + stages, column))
+
+  def advance(self, n, column, total_decay, state):
+    """Mainloop of a consumer: the state after chunk n; stores what the chunk leaves."""
+    work, smem, pipeline = self.work, self.smem, self.pipeline
+    at, stage = self.index_of(n, column), pipeline.stage(n, smem.stages)
+    stage = type(stage)(
+      *(
+        ref.at[column] if _is_blocked(spec) else ref
+        for spec, ref in zip(self.operands.tiles, stage, strict=True)
+      )
+    )
+    state_smem: Any = None if smem.state is None else smem.state.at[column]
+    out_smem: Any = None if smem.out is None else smem.out.at[column]
+    state_gmem: Any = None
+    if work.store_states:
+      state_gmem = self.outs.states.at[at.batch, at.head, at.chunk, :, at.channels]
+    decay_of_chunk = total_decay(at)
+    if work.entering_tile is not None:
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      pl.when(n > 0)(lambda: self.release(n - 1, column))
+    if work.has_state_smem:
+      if work.store_states:
+        plgpu.wait_smem_to_gmem(int(work.has_out), wait_read_only=True)
+      state_smem[...] = state.astype(jnp.bfloat16)
+      plgpu.commit_smem()
+    if work.store_states and work.entering_tile is None:
+      plgpu.copy_smem_to_gmem(state_smem, state_gmem)
+    pipeline.wait_loaded(n)
+    if work.prologue is not None:
+      plgpu.barrier_wait(smem.prologue_barrier.at[pipeline.slot(n)])
+    decayed = state * broadcast_rows(decay_of_chunk, state.shape)
+    state, out = work.consume(at, stage, state_smem, self.cta, state, decayed)
+    plgpu.commit_smem()  # reads into registers come before copies into the same SMEM
+    if work.entering_tile is None:
+      self.release(n, column)
+    else:
+      plgpu.copy_smem_to_gmem(work.entering_tile(stage), state_gmem)
+    if work.has_out:  # epilogue
+      plgpu.wait_smem_to_gmem(int(work.store_states), wait_read_only=True)
+      out_smem[...] = out.astype(jnp.bfloat16)
+      plgpu.commit_smem()
+      target = self.outs.out.at[at.batch, at.tokens, at.head, at.channels]
+      plgpu.copy_smem_to_gmem(out_smem, target)
+    return state
+
 
 @with_int32_indices
 def run_state_pipeline(
-  consume: Callable,
-  prologue: ChunkPrologue | None,
-  tiles: Any,
-  decay: ChunkDecay | ConstantDecay,
-  vectors: Any,
-  normalizer: Normalizer | None,
-  initial: jax.Array | None,
-  out_type: StateOutputs,
+  operands: Operands,
+  work: Work,
+  sizes: Sizes,
   *,
-  shape: tuple[int, int, int, int, int],
-  num_splits: int = 1,
-  reverse: bool = False,
-  store_states: bool = True,
-  state_operand: bool = True,
-  entering_tile: Callable | None = None,
-  name: str,
+  name: str,  # of the kernel in profiles
   config: PipelineConfig,
+  chunk: int,
   backend: Backend,
 ) -> StateOutputs:
-  """Carries the state along the chunks of each split of each sequence and head.
-
-  Args:
-    consume: `(at, tiles_smem, state_smem, cta, state, decayed) -> (state, out)` for 64 columns of
-      values, the block of `at`: from the state and its decayed value to the next state, and the
-      columns of the output [C, 64] float32, or None. `state_smem` holds the state in bfloat16 if
-      `state_operand`.
-    prologue: what the producer does with each chunk, in place; or None.
-    tiles: a NamedTuple of what a stage holds: `TileSpec` for what is loaded (a blocked one has 64
-      columns of values, and `consume` gets its own), a `jax.ShapeDtypeStruct` for what the prologue
-      fills, or None.
-    vectors: further arrays, left in GMEM.
-    normalizer: advanced by the prologue, or None.
-    initial: [B, H, P, K, V] float32, one for each split, or None for zeros.
-    out_type: types of what `consume` and `prologue` store; of `out`, if `consume` returns it.
-    shape: (B, T, H, K, V).
-    store_states: whether to return the states that enter the chunks.
-    entering_tile: from the tiles the one in which `consume` leaves the entering state, in bfloat16,
-      to be stored; or None. It saves the SMEM of a state; not with an output.
-    name: of the kernel in profiles.
-  """
-  (B, T, H, K, V), C = shape, CHUNK
-  N, W = T // C, config.value_tile // TILE_WIDTH
-  M = N // num_splits
-  num_stages = min(config.num_stages, M)
-  has_state_smem = state_operand or (store_states and entering_tile is None)
-  has_out = out_type.out is not None
-  out_type = out_type._replace(
-    last_state=jax.ShapeDtypeStruct((B, H, num_splits, K, V), jnp.float32),
-    states=jax.ShapeDtypeStruct((B, H, N, K, V), jnp.bfloat16) if store_states else None,
-  )
-  loaded = [spec for spec in tiles if isinstance(spec, TileSpec)]
-
-  def stages_of(spec):
-    size = num_stages, *([W] if isinstance(spec, TileSpec) and spec.blocked else []), *spec.shape
-    return smem_tile(*size) if len(spec.shape) == 2 else plgpu.SMEM(size, spec.dtype)
-
-  scratch = _Scratch(
-    stages=map_refs(stages_of, tiles),
-    state=smem_tile(W, K, TILE_WIDTH) if has_state_smem else None,
-    out=smem_tile(W, C, TILE_WIDTH) if has_out else None,
-    normalizer=None if normalizer is None else normalizer.scratch,
-    barriers=PipelineBarriers(
-      loaded=plgpu.Barrier(
-        num_arrivals=sum(W if spec.blocked else 1 for spec in loaded), num_barriers=num_stages
-      ),
-      consumed=plgpu.Barrier(num_arrivals=W, num_barriers=num_stages),
-    ),
-    prologue_barrier=None if prologue is None else plgpu.Barrier(num_barriers=num_stages),
+  """Carries the state along the chunks of each split of each sequence and head."""
+  B, T, H, K, V, P = sizes
+  num_stages = min(config.num_stages, T // chunk // P)
+  config = dataclasses.replace(config, num_stages=num_stages)
+  out_type = work.out_type._replace(
+    last_state=jax.ShapeDtypeStruct((B, H, P, K, V), jnp.float32),
+    states=jax.ShapeDtypeStruct((B, H, T // chunk, K, V), jnp.bfloat16)
+    if work.store_states
+    else None,
   )
 
   def body(gmem: _Gmem, outs: StateOutputs, smem: _Scratch):
-    row, head = lax.axis_index("row"), lax.axis_index("head")
-    first_block = lax.axis_index("value") * W
-    batch, split = row // num_splits, lax.rem(row, num_splits)
+    warpgroups = _Warpgroups(operands, work, sizes, config, chunk, gmem, outs, smem)
     warpgroup = lax.axis_index("warpgroup")
-    pipeline = Pipeline(M, num_stages, smem.barriers)
-    cta = CTA(gmem.vectors, gmem.decay, gmem.normalizer, smem.normalizer, outs, W)
+    pl.when(warpgroup == 0)(warpgroups.produce)
+    pl.when(warpgroup > 0)(lambda: warpgroups.consume(warpgroup - 1))
 
-    def index_of(n, column=0):
-      chunk = split * M + (M - 1 - n if reverse else n)
-      return ChunkIndex(batch, head, chunk, first_block + column)
-
-    def load(n, column=None):
-      """Starts copies of what all columns share or, with `column`, of what that one has alone."""
-      stage = pipeline.stage(n, smem.stages)
-      for spec, source, target in zip(tiles, gmem.tiles, stage, strict=True):
-        if isinstance(spec, TileSpec) and spec.blocked == (column is not None):
-          target = target.at[column] if spec.blocked else target
-          source = source.at[spec.index(index_of(n, 0 if column is None else column))]
-          plgpu.copy_gmem_to_smem(source, target, pipeline.loaded_barrier(n))
-
-    @pl.when(warpgroup == 0)
-    def _producer():
-      if prologue is None:
-        pipeline.produce(load)
-        return
-
-      def begin():
-        at = index_of(0)
-        if normalizer is not None:
-          normalizer.begin(smem.normalizer, gmem.normalizer, at, split)
-        return decay.of_chunk(gmem.decay), prologue.begin(at, cta)
-
-      def step(n, fixed, wait):
-        total_decay, fixed = fixed
-        at, stage = index_of(n), pipeline.stage(n, smem.stages)
-        return prologue.step(fixed, total_decay, at, stage, cta, wait)
-
-      def end():
-        at = index_of(0)
-        if normalizer is not None:
-          target = outs.last_key_sum.at[cta.number(at), batch, head, split]
-          normalizer.store(smem.normalizer, target)
-
-      pipeline.produce(load, Prologue(begin, step, end, smem.prologue_barrier))
-
-    @pl.when(warpgroup > 0)
-    def _consumer():
-      column = warpgroup - 1
-      at_last = index_of(0, column)
-      total_decay = decay.of_chunk(gmem.decay)
-      pipeline.fill(lambda n: load(n, column))
-
-      def release(n):
-        pipeline.release(n)
-        pl.when(n + num_stages < M)(lambda: load(n + num_stages, column))
-
-      def mainloop(n, state):
-        at, stage = index_of(n, column), pipeline.stage(n, smem.stages)
-        stage = type(stage)(
-          *(
-            ref.at[column] if isinstance(spec, TileSpec) and spec.blocked else ref
-            for spec, ref in zip(tiles, stage, strict=True)
-          )
-        )
-        state_smem: Any = None if smem.state is None else smem.state.at[column]
-        out_smem: Any = None if smem.out is None else smem.out.at[column]
-        state_gmem: Any = None
-        if store_states:
-          state_gmem = outs.states.at[at.batch, at.head, at.chunk, :, at.channels]
-        decay_of_chunk = total_decay(at)
-        if entering_tile is not None:
-          plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-          pl.when(n > 0)(lambda: release(n - 1))
-        if has_state_smem:
-          if store_states:
-            plgpu.wait_smem_to_gmem(int(has_out), wait_read_only=True)
-          state_smem[...] = state.astype(jnp.bfloat16)
-          plgpu.commit_smem()
-        if store_states and entering_tile is None:
-          plgpu.copy_smem_to_gmem(state_smem, state_gmem)
-        pipeline.wait_loaded(n)
-        if prologue is not None:
-          plgpu.barrier_wait(smem.prologue_barrier.at[pipeline.slot(n)])
-        decayed = state * broadcast_rows(decay_of_chunk, state.shape)
-        state, out = consume(at, stage, state_smem, cta, state, decayed)
-        plgpu.commit_smem()  # reads into registers come before copies into the same SMEM
-        if entering_tile is None:
-          release(n)
-        else:
-          plgpu.copy_smem_to_gmem(entering_tile(stage), state_gmem)
-        if has_out:  # epilogue
-          plgpu.wait_smem_to_gmem(int(store_states), wait_read_only=True)
-          out_smem[...] = out.astype(jnp.bfloat16)
-          plgpu.commit_smem()
-          target = outs.out.at[at.batch, at.tokens, at.head, at.channels]
-          plgpu.copy_smem_to_gmem(out_smem, target)
-        return state
-
-      of_split = lambda ref: ref.at[batch, head, split, :, at_last.channels]
-      start = zero_accumulator(K, TILE_WIDTH)
-      if gmem.initial is not None:
-        start = plgpu.load(of_split(gmem.initial), layout=plgpu.Layout.WGMMA, optimized=False)
-      of_split(outs.last_state)[...] = lax.fori_loop(0, M, mainloop, start)
-      plgpu.wait_smem_to_gmem(0)
-      if entering_tile is not None:
-        release(M - 1)
-
+  tiles, vectors, decay, normalizer, initial = operands
   arrays = map_refs(lambda spec: spec.array if isinstance(spec, TileSpec) else None, tiles)
   normalizer_arrays = None if normalizer is None else normalizer.arrays
   return launch_pipeline(
     body,
     _Gmem(arrays, vectors, decay.arrays, normalizer_arrays, initial),
     out_type,
-    scratch,
-    grid=(V // (W * TILE_WIDTH), H, B * num_splits),
-    num_warpgroups=1 + W,
+    _Scratch.of(operands, work, sizes, config, chunk),
+    grid=(V // config.value_tile, H, B * P),
+    num_warpgroups=1 + config.consumers,
     name=name,
     backend=backend,
     compiler_params=WITHOUT_SCRATCH,
@@ -496,30 +567,22 @@ def chunk_states(
   paired: jax.Array | None = None,  # [B, H, N, K, V] bfloat16
   *,
   heads: int,  # H, of which groups may share one of a or b
-  num_splits: int = 1,
+  options: Options,
   reverse: bool = False,
   store_states: bool = True,
-  config: PipelineConfig,
-  backend: Backend,
 ) -> StateOutputs:
-  """Runs the recurrence above in `num_splits` independent splits of the sequence.
+  """Runs the recurrence above in `options.num_splits` independent splits of the sequence.
 
   Returns `StateOutputs` without `out`, `denominator`; with `paired` `overlap` is the sum over V of
   the entering state times `paired`.
   """
-  mma, V = backend, b.shape[-1]
-  tiles = _StateTiles(
-    token_tile(a, heads),
-    token_block_tile(b, heads),
-    None if paired is None else state_value_block_tile(paired),
-  )
+  backend, C, config = options.backend, options.config.chunk, options.config.states
+  (B, T, _, V), K = b.shape, a.shape[3]
   which = intra_chunk.BEFORE if reverse else intra_chunk.AFTER
   out_type = StateOutputs()
   constant = decay if isinstance(decay, ConstantDecay) else None
   if normalizer is not None:
-    out_type = normalizer.out_type(
-      V // config.value_tile, a.shape[1] // CHUNK if store_states else 0
-    )
+    out_type = normalizer.out_type(V // config.value_tile, T // C if store_states else 0)
   if paired is not None:
     # Columns of values apart, so that no two threads write the same numbers.
     shape = V // TILE_WIDTH, *paired.shape[:4]
@@ -551,7 +614,7 @@ def chunk_states(
         b_smem[...] = weighted.astype(jnp.bfloat16)
     if normalizer is None:
       return None
-    return lambda: normalizer.advance(cta.normalizer_smem, stage.a, decay_of_chunk, mma)
+    return lambda: normalizer.advance(cta.normalizer_smem, stage.a, decay_of_chunk, backend)
 
   def consume(at, stage, state_smem, cta, state, decayed):
     del state_smem
@@ -562,26 +625,29 @@ def chunk_states(
       if store_states:
         entering_smem = stage.paired  # `paired` has been read
         entering_smem[...] = state.astype(jnp.bfloat16)
-    return mma.dot(transpose_ref(stage.a), stage.b, start=decayed), None
+    return backend.dot(transpose_ref(stage.a), stage.b, start=decayed), None
 
-  idle = weight is None and constant is None and normalizer is None
+  specs, idle = Tiles(C, heads), weight is None and constant is None and normalizer is None
+  tiles = _StateTiles(
+    specs.tokens(a),
+    specs.token_block(b),
+    None if paired is None else state_value_block_tile(paired),
+  )
   results = run_state_pipeline(
-    consume,
-    None if idle else ChunkPrologue(begin, step),
-    tiles,
-    decay,
-    weight,
-    normalizer,
-    initial,
-    out_type,
-    shape=(*b.shape[:2], heads, a.shape[3], V),
-    num_splits=num_splits,
-    reverse=reverse,
-    store_states=store_states,
-    state_operand=False,
-    entering_tile=(lambda stage: stage.paired) if paired is not None and store_states else None,
+    Operands(tiles, weight, decay, normalizer, initial),
+    Work(
+      consume,
+      None if idle else ChunkPrologue(begin, step),
+      out_type,
+      store_states,
+      state_operand=False,
+      entering_tile=(lambda stage: stage.paired) if paired is not None and store_states else None,
+      reverse=reverse,
+    ),
+    Sizes(B, T, heads, K, V, options.num_splits),
     name="linear_attention_states_" + ("reverse" if reverse else "forward"),
     config=config,
+    chunk=C,
     backend=backend,
   )
   if paired is not None:

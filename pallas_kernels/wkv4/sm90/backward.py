@@ -23,9 +23,7 @@ from pallas_kernels.core import channel_grid as grid
 from pallas_kernels.core.channel_grid import CHANNELS
 from pallas_kernels.core.compensated_sum import CompensatedSum, fast_two_sum
 from pallas_kernels.core.wgmma import Backend, with_int32_indices
-from pallas_kernels.wkv4 import config as tuning
 from pallas_kernels.wkv4 import update
-from pallas_kernels.wkv4.config import CHUNK
 
 
 class _Residuals(NamedTuple):
@@ -44,7 +42,7 @@ class _Streams(NamedTuple):
   k: Any  # [T, 128]
   v: Any
   d_out: Any
-  chunk_states: Any  # [T / CHUNK, 3, 128]
+  chunk_states: Any  # [T / chunk, 3, 128]
 
 
 class _KernelInputs(NamedTuple):
@@ -79,13 +77,14 @@ def backward_kernel(
   v: jax.Array,  # [B, T, D]
   decay_rate: jax.Array,  # [D] float32
   bonus: jax.Array,  # [D] float32
-  chunk_states: jax.Array,  # [B, T / CHUNK, 3, D] float32, of the forward pass
+  chunk_states: jax.Array,  # [B, T / chunk, 3, D] float32, of the forward pass
   d_out: jax.Array,  # [B, T, D]
   d_last: tuple[jax.Array, jax.Array] | None,  # (A, C) [B, P, D] float32, after each split
   first: jax.Array | None,  # [B, T]
   *,
   length: int,
   num_splits: int,
+  config: grid.PipelineConfig,
   backend: Backend,
   outputs: bool = True,
 ) -> BackwardResults:
@@ -93,9 +92,6 @@ def backward_kernel(
   B, T, D = k.shape
   P, split_length = num_splits, T // num_splits
   end = length if length < T else None
-  config = tuning.backward_config(
-    bytes_in=grid.itemsize((k, v, d_out)), bytes_out=grid.itemsize((k, v)) if outputs else 0
-  )
   split_row = jax.ShapeDtypeStruct((B, P, D), jnp.float32)
   out_type = BackwardResults(
     d_initial=(split_row, split_row),
@@ -121,7 +117,7 @@ def backward_kernel(
       """The residuals of a chunk's tokens."""
       residuals = []
       z = update.mean(state, backend)
-      for t in range(CHUNK):
+      for t in range(config.chunk):
         state, z = boundaries.reset(is_first(t), (state, z), (update.State.empty(), zero))
         key, value = grid.load_row(streams_smem.k.at[t]), grid.load_row(streams_smem.v.at[t])
         denominator = state.denominator.high
@@ -149,7 +145,7 @@ def backward_kernel(
       residuals = recompute(state, streams_smem, is_padding, starts_document)
       A, C, extra_0, extra_1 = carry
       d_rates = d_bonuses = zero
-      for t in reversed(range(CHUNK)):
+      for t in reversed(range(config.chunk)):
         s, G = residuals[t], grid.load_row(streams_smem.d_out.at[t])
         decay = jnp.where(s.factor.near, one, zero) + s.factor.rest
         past_weight = decay * s.denominator
@@ -200,7 +196,7 @@ def backward_kernel(
       results_smem=results_smem,
       results_gmem=results_gmem,
       start=split * split_length,
-      num_chunks=split_length // CHUNK,
+      num_chunks=split_length // config.chunk,
       reverse=True,
     )
     extra_gmem = (outs.d_rate, outs.d_bonus) if outputs else outs.passed
@@ -209,7 +205,7 @@ def backward_kernel(
 
   gradients_smem = None
   if outputs:
-    gradients_smem = _KeyValueGradients(*(grid.result_smem(CHUNK, x.dtype) for x in (k, v)))
+    gradients_smem = _KeyValueGradients(*(grid.result_smem(config.chunk, x.dtype) for x in (k, v)))
   (results,) = plgpu.kernel(
     body,
     out_type=(out_type,),

@@ -10,9 +10,8 @@ from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
 from pallas_kernels.core.channel_grid import CHANNELS
 from pallas_kernels.core.wgmma import Backend, with_int32_indices
-from pallas_kernels.wkv4 import config as tuning
 from pallas_kernels.wkv4 import update
-from pallas_kernels.wkv4.config import CHUNK, GROUP, STATE_ROWS
+from pallas_kernels.wkv4.config import GROUP, STATE_ROWS
 from pallas_kernels.wkv4.update import StateRows
 
 
@@ -34,7 +33,7 @@ class ForwardResults(NamedTuple):
 
   last: Any  # [B, P, D] float32, the state after each split
   out: Any  # [B, T, D] in the dtype of v
-  chunk_states: Any  # [B, T / CHUNK, 3, D] float32, the state that enters each chunk
+  chunk_states: Any  # [B, T / chunk, 3, D] float32, the state that enters each chunk
 
 
 @with_int32_indices
@@ -48,22 +47,20 @@ def forward_kernel(
   *,
   length: int,
   num_splits: int,
+  config: grid.PipelineConfig,
   backend: Backend,
   outputs: bool = True,
   chunk_states: bool = False,
 ) -> ForwardResults:
   """Scans P independent splits; tokens from `length` on are padding and keep the state."""
-  B, T, D = k.shape
+  (B, T, D), C = k.shape, config.chunk
   P, split_length = num_splits, T // num_splits
   end = length if length < T else None
-  config = tuning.forward_config(
-    bytes_in=grid.itemsize((k, v)), bytes_out=grid.itemsize(v) if outputs else 0
-  )
   out_type = ForwardResults(
     last=(jax.ShapeDtypeStruct((B, P, D), jnp.float32),) * 3,
     out=jax.ShapeDtypeStruct(v.shape, v.dtype) if outputs else None,
     chunk_states=(
-      jax.ShapeDtypeStruct((B, T // CHUNK, STATE_ROWS, D), jnp.float32) if chunk_states else None
+      jax.ShapeDtypeStruct((B, T // C, STATE_ROWS, D), jnp.float32) if chunk_states else None
     ),
   )
 
@@ -78,8 +75,8 @@ def forward_kernel(
     def compute_chunk(first_token, streams_smem, is_first, out_smem, state):
       if chunk_states:
         for n, row in enumerate(state.rows()):
-          grid.store_row_gmem(outs.chunk_states.at[b, first_token // CHUNK, n, at], row)
-      for group in range(0, CHUNK, GROUP):
+          grid.store_row_gmem(outs.chunk_states.at[b, first_token // C, n, at], row)
+      for group in range(0, C, GROUP):
         tokens = range(group, group + GROUP)
         rows = {t: _Streams(*(grid.load_row(x.at[t]) for x in streams_smem)) for t in tokens}
         results = {}
@@ -107,7 +104,7 @@ def forward_kernel(
       results_smem=out_smem,
       results_gmem=outs.out.at[b, :, at] if outputs else None,
       start=split * split_length,
-      num_chunks=split_length // CHUNK,
+      num_chunks=split_length // C,
       reverse=False,
     )
     for ref, row in zip(outs.last, state.rows(), strict=True):
@@ -116,7 +113,7 @@ def forward_kernel(
   (results,) = plgpu.kernel(
     body,
     out_type=(out_type,),
-    scratch_types=[grid.result_smem(CHUNK, v.dtype) if outputs else None],
+    scratch_types=[grid.result_smem(C, v.dtype) if outputs else None],
     grid=(D // CHANNELS, B * P),
     grid_names=grid.GRID_NAMES,
     interpret=backend.interpret,
