@@ -37,7 +37,7 @@ class KernelConfig:
 
 
 class Shape(NamedTuple):
-  """What a configuration is chosen for; bytes are those of a number."""
+  """Sizes for which a configuration is chosen; bytes are those of a number."""
 
   channels: int  # a multiple of 128
   bytes_x: int

@@ -65,7 +65,7 @@ def num_splits(B: int, T: int, D: int, min_splits: int) -> int:
 
 
 class Shape(NamedTuple):
-  """What a configuration is chosen for; padded."""
+  """Padded sizes, for which a configuration is chosen."""
 
   scan: str  # the recurrence's name
   channels: int

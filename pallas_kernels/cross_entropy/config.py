@@ -11,7 +11,7 @@ _RESERVED = 2 * 1024  # bytes of SMEM for sums and barriers
 
 
 class Shape(NamedTuple):
-  """What a configuration is chosen for."""
+  """Sizes for which a configuration is chosen."""
 
   gradient_bytes: int  # of a number of the gradient; 0: there is none
 

@@ -16,7 +16,7 @@ NUM_ROWS = 5  # of a chunk's table
 
 
 class Shape(NamedTuple):
-  """What a configuration is chosen for; padded."""
+  """Padded sizes, for which a configuration is chosen."""
 
   key_width: int
   value_width: int

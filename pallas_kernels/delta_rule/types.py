@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 
   @property
   def sizes(self) -> Shape:
-    """What a configuration is chosen for."""
+    """Sizes for which a configuration is chosen."""
     return Shape(self.k.shape[3], self.v.shape[3], self.erase_key is not None)
 
 

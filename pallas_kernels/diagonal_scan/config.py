@@ -12,7 +12,7 @@ _MIN_STAGES = 4
 
 
 class Shape(NamedTuple):
-  """What a configuration is chosen for: bytes per token and channel."""
+  """Bytes per token and channel, for which a configuration is chosen."""
 
   x: int
   decay: int  # 0 for a constant

@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
 
   @property
   def sizes(self) -> Shape:
-    """What a configuration is chosen for."""
+    """Sizes for which a configuration is chosen."""
     decay, x, _ = self
     width = max(len(decay), len(x))
     h = itemsize(x) if width == 1 else 4 * width

@@ -15,7 +15,7 @@ _REDUCTIONS = 2048  # bytes of SMEM for sums that cross warps
 
 
 class Shape(NamedTuple):
-  """What a configuration is chosen for; padded."""
+  """Padded sizes, for which a configuration is chosen."""
 
   batch: int
   length: int

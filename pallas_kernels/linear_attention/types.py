@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     return max(x.shape[2] for x in (self.q, self.k, self.v))
 
   def sizes(self, normalize: bool) -> Shape:
-    """What a configuration is chosen for."""
+    """Sizes for which a configuration is chosen."""
     (B, T, G, K), V, H = self.k.shape, self.v.shape[3], self.heads
     shares_queries_and_keys = self.q.shape[2] == G and self.v.shape[2] == H
     decay = {2: "HK", 3: "BTH", 4: "BTHK"}[self.log_decay.ndim]

@@ -48,7 +48,7 @@ def takes(channels: int) -> bool:
 
 
 class Shape(NamedTuple):
-  """What a configuration is chosen for."""
+  """Sizes for which a configuration is chosen."""
 
   channels: int  # that `takes` accepts
   rows: int

@@ -12,7 +12,7 @@ STATE_ROWS = 3  # of a state in memory: max, numerator, denominator
 
 
 class Shape(NamedTuple):
-  """What a configuration is chosen for: bytes per token and channel."""
+  """Bytes per token and channel, for which a configuration is chosen."""
 
   k: int
   v: int

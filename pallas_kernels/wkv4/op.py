@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
 
   @property
   def sizes(self) -> Shape:
-    """What a configuration is chosen for."""
+    """Sizes for which a configuration is chosen."""
     return Shape(self.k.dtype.itemsize, self.v.dtype.itemsize)
 
 

@@ -271,7 +271,7 @@ class CTA(NamedTuple):
 
 
 class Operands(NamedTuple):
-  """What a CTA copies to SMEM or reads from GMEM."""
+  """Arrays that a CTA copies to SMEM or reads from GMEM."""
 
   # A NamedTuple of what a stage holds: `TileSpec` for what is loaded (a blocked one has 64 columns
   # of values, and each consumer gets its own), a `jax.ShapeDtypeStruct` for what the prologue
@@ -294,7 +294,7 @@ class ChunkPrologue(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What a CTA computes and stores.
+  """Work of a CTA: results that it computes and stores.
 
   Attributes:
     consume: `(at, tiles_smem, state_smem, cta, state, decayed) -> (state, out)` for 64 columns of
