@@ -1,0 +1,111 @@
+"""`benchmarks.tune`: what it compares, what it keeps, and the table that it writes."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scan_kernels, tune
+from pallas_kernels.core import device, tuning
+from pallas_kernels.norms import config as norms
+
+SMALL = ["--sizes", "B=1,T=8,M=64"]
+
+
+@pytest.fixture(autouse=True)
+def empty_table(tmp_path, monkeypatch):
+  monkeypatch.setattr(tuning, "FOLDER", tmp_path / "tuned")
+  tuning.table.cache_clear()
+  yield
+  tuning.table.cache_clear()
+
+
+def test_tune_interpreted_compares_every_configuration_with_float64(capsys):
+  assert tune.main(["norms", "--interpret", "--most", "2", *SMALL]) == {"D64": {}}
+  lines = capsys.readouterr().out.splitlines()
+  assert [line.split(":")[0] for line in lines[1:]] == [
+    "norms, D64",
+    "  forward.vector=1",
+    "  forward.vector=3",
+  ]
+  assert all("error" in line for line in lines[1:3])
+  assert " ms," not in lines[1]
+  assert "vector=3 must be 1, 2, 4 or 8" in lines[3]
+  assert not tuning.FOLDER.exists()
+
+
+def test_tune_does_not_time_a_wrong_kernel(monkeypatch, capsys):
+  monkeypatch.setattr(scan_kernels, "right", lambda arrays, found: False)
+  monkeypatch.setattr(tune, "milliseconds", lambda *args: pytest.fail("timed"))
+  tune.main(["norms", "--interpret", "--most", "0", *SMALL])
+  assert "WRONG" in capsys.readouterr().out
+
+
+def test_tune_keeps_what_is_faster_and_the_default_choice_reads_it(monkeypatch):
+  """Two fields are faster by themselves, and together; a gain below the least is none."""
+  shape = norms.Shape(64, 8)
+  default = norms.default(shape)
+  assert default.backward.ctas_per_sm == 8
+
+  def attempt(op, case, sets, want, changes, who, timing):
+    assert timing == (20, 7)
+    try:
+      config = tuning.replaced(default, changes, op)
+    except ValueError as reason:
+      return tune.Trial(None, str(reason))
+    slow = abs(config.backward.ctas_per_sm - 4) + (config.forward.vector != 1)
+    return tune.Trial(10.0 + slow + 0.001 * config.forward.ctas_per_sm, "error 1e-3 out")
+
+  monkeypatch.setattr(tune, "attempt", attempt)
+  monkeypatch.setattr(device, "unsupported", lambda: None)
+  found = tune.main(["norms", "--write", *SMALL])
+  want = {"D64": {"backward": {"ctas_per_sm": 4}, "forward": {"vector": 1}}}
+  assert found == want
+  assert json.loads((tuning.FOLDER / "nvidia-h100.json").read_text()) == {"norms": want}
+  chosen = norms.default(shape)
+  assert (chosen.backward.ctas_per_sm, chosen.forward.vector) == (4, 1)
+  assert chosen.forward.tiles == default.forward.tiles
+  tune.write("wkv4", "k2-v2-bytes", {"forward": {"stages": 3}})
+  tune.write("norms", "D64", {})
+  assert json.loads((tuning.FOLDER / "nvidia-h100.json").read_text()) == {
+    "norms": {},
+    "wkv4": {"k2-v2-bytes": {"forward": {"stages": 3}}},
+  }
+
+
+def test_neighbors_of_a_configuration_change_one_field_each():
+  @dataclasses.dataclass(frozen=True)
+  class Inner:
+    stages: int = 3
+
+  @dataclasses.dataclass(frozen=True)
+  class Config:
+    inner: Inner = Inner()
+    joined: bool = False
+
+  assert list(tune.neighbors(Config())) == [
+    *((("inner", "stages"), n) for n in (1, 2, 4, 6)),
+    (("joined",), True),
+  ]
+  changes = tune.with_change({"inner": {"slots": 2}}, ("inner", "stages"), 4)
+  assert changes == {"inner": {"slots": 2, "stages": 4}}
+
+
+def test_every_folder_of_kernels_can_be_tuned():
+  kernels = Path(tuning.__file__).parents[1]
+  assert set(tune.CASES) == {path.parent.name for path in kernels.glob("*/config.py")}
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["norms"], "kernels need a Hopper GPU; with --interpret kernels run on a CPU"),
+    (["norms", "--interpret", "--write"], "an interpreted kernel has no time"),
+    (["norms", "--interpret", "--cases", "nrom"], "norms has no case 'nrom'; use one of norm"),
+  ],
+)
+def test_tune_with_a_wrong_argument_says_what_to_do(arguments, message, capsys):
+  with pytest.raises(SystemExit):
+    tune.main(arguments)
+  assert message in capsys.readouterr().err
