@@ -25,10 +25,11 @@ from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
 from pallas_kernels.attention.sm90.forward import Outputs
 from pallas_kernels.attention.sm90.tiles import (
   KeyTiles,
+  QueryLoop,
+  QueryScratch,
   Ring,
   launch,
   load_range,
-  produce_keys,
   steps_of,
   tile_start,
   visible,
@@ -55,12 +56,8 @@ def backward(options: Options, q, k, v, ranges: Ranges, made: Outputs, d_out):
   static = {"logits": options.logits, "backend": options.backend}
   config = options.config
   by_q = query_gradient(q, k, v, d_out, *made, ranges.seen, config=config.query_gradient, **static)
-  of_keys = functools.partial(
-    key_gradient,
-    *(q, k, v, d_out, made.log_sum, by_q.d_sum, ranges.seen_by),
-    config=config.key_gradient,
-    **static,
-  )
+  arrays = q, k, v, d_out, made.log_sum, by_q.d_sum, ranges.seen_by
+  of_keys = functools.partial(key_gradient, *arrays, config=config.key_gradient, **static)
   if config.separate_keys:
     d_k = of_keys(wanted=KeyGradients(k=True, v=False)).k
     d_v = of_keys(wanted=KeyGradients(k=False, v=True)).v
@@ -76,16 +73,6 @@ class _QueryGmem(NamedTuple):
   out: Any
   log_sum: Any
   seen: Range
-
-
-class _QueryScratch(NamedTuple):
-  q: Any  # [128, K]
-  d_out: Any  # [128, V]
-  keys: KeyTiles
-  lhs: Any
-  own_loaded: Any
-  loaded: KeyTiles
-  consumed: Any
 
 
 class QueryGradient(NamedTuple):
@@ -110,53 +97,31 @@ def query_gradient(
   backend: Backend,
 ) -> QueryGradient:
   """dq, and the products that `key_gradient` needs, too."""
-  (B, T, H, K), (G, V), mma = q.shape, v.shape[2:], backend
-  stages, shape = config.num_stages, (ROWS, config.tile)
-  barrier = plgpu.Barrier(num_barriers=stages)
-  scratch = _QueryScratch(
-    q=smem_tile(TILE, K),
-    d_out=smem_tile(TILE, V),
-    keys=KeyTiles(smem_tile(stages, config.tile, K), smem_tile(stages, config.tile, V)),
-    lhs=mma.lhs_scratch(CONSUMERS, *shape),
-    own_loaded=plgpu.Barrier(num_arrivals=2),
-    loaded=KeyTiles(barrier, barrier),
-    consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-  )
+  (B, T, H, K), (G, V), shape = q.shape, v.shape[2:], (ROWS, config.tile)
 
-  def body(warpgroup, gmem: _QueryGmem, outs: QueryGradient, smem: _QueryScratch):
-    b, h = lax.axis_index("row"), lax.axis_index("head")
-    start = tile_start(T // TILE - 1 - lax.axis_index("tile"))
-    ring = Ring(stages, smem.loaded, smem.consumed)
-    steps = steps_of(gmem.seen, b, start, TILE, config.tile)
-
+  def body(warpgroup, gmem: _QueryGmem, outs: QueryGradient, smem: QueryScratch):
+    loop = QueryLoop(gmem.seen, smem, config, T)
+    ring, b, h = loop.ring, loop.batch, loop.head
     if warpgroup is None:
-      tokens = pl.ds(start, TILE)
-      plgpu.copy_gmem_to_smem(gmem.q.at[b, tokens, h], smem.q, smem.own_loaded)
-      plgpu.copy_gmem_to_smem(gmem.d_out.at[b, tokens, h], smem.d_out, smem.own_loaded)
-      produce_keys(ring, steps, gmem.keys, smem.keys, b, lax.div(h, H // G))
+      loop.produce([gmem.q, gmem.d_out], gmem.keys, lax.div(h, H // G))
       return
 
-    mine = start + warpgroup * ROWS
-    own = steps_of(gmem.seen, b, mine, ROWS, config.tile)
-    rows = load_range(gmem.seen, b, mine)
+    mine, own, rows = loop.rows_of(warpgroup)
     tokens = pl.ds(mine, ROWS)
     log_sum = load_row_vector(gmem.log_sum.at[b, h, tokens])
     # Read once, straight into registers, while the other tiles are on their way.
     out = plgpu.load(gmem.out.at[b, tokens, h], layout=plgpu.Layout.WGMMA, optimized=False)
-    in_tile = pl.ds(warpgroup * ROWS, ROWS)
-    q_smem, d_out_smem = smem.q.at[in_tile], smem.d_out.at[in_tile]
+    q_smem, d_out_smem = loop.own_tiles(warpgroup)
     plgpu.barrier_wait(smem.own_loaded)
     d_sum = jnp.sum(load_tile(d_out_smem) * out.astype(jnp.float32), axis=1)
     store_unoptimized(outs.d_sum.at[b, h, tokens], d_sum)
 
-    number = lambda step: step - steps.begin
-
     def advance(step, d_q):
-      n = number(step)
+      n = loop.number(step)
       slot = ring.slot(n)
       ring.wait("k", n)
       ring.wait("v", n)
-      products, d_weights = mma.dots(
+      products, d_weights = backend.dots(
         Dots([(q_smem, transpose_ref(smem.keys.k.at[slot]))]),
         Dots([(d_out_smem, transpose_ref(smem.keys.v.at[slot]))]),
       )
@@ -167,11 +132,13 @@ def query_gradient(
       d_logits = lax.cond(
         masked, lambda: jnp.where(visible(rows, step, shape), d_logits, 0.0), lambda: d_logits
       )
-      d_q = mma.dot(mma.to_lhs(d_logits, smem.lhs, warpgroup), smem.keys.k.at[slot], start=d_q)
+      d_q = backend.dot(
+        backend.to_lhs(d_logits, smem.lhs, warpgroup), smem.keys.k.at[slot], start=d_q
+      )
       ring.release(n)
       return d_q
 
-    d_q = ring.consume(steps, own, number, advance, zero_accumulator(ROWS, K))
+    d_q = loop.consume(own, advance, zero_accumulator(ROWS, K))
     d_q_smem = q_smem  # q is dead: its last product is done
     d_q_smem[...] = (d_q * logits.scale).astype(jnp.bfloat16)
     plgpu.commit_smem()
@@ -184,7 +151,7 @@ def query_gradient(
     QueryGradient(
       jax.ShapeDtypeStruct((B, T, H, K), jnp.bfloat16), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
     ),
-    scratch,
+    QueryScratch.of([K, V], k, v, config, backend),
     grid=(B, H, T // TILE),
     config=config,
     name="attention_query_gradient",
@@ -249,14 +216,14 @@ def key_gradient(
 
   Wide heads are faster in two calls, as the registers do not hold both sums.
   """
-  (B, _, H, K), (S, G, V), mma = q.shape, v.shape[1:], backend
+  (B, _, H, K), (S, G, V) = q.shape, v.shape[1:]
   stages, tile, shape = config.num_stages, config.tile, (ROWS, config.tile)
   vector = plgpu.SMEM((stages, tile), jnp.float32)
   scratch = _KeyScratch(
     k=smem_tile(TILE, K),
     v=smem_tile(TILE, V),
     stages=_QueryTiles(smem_tile(stages, tile, K), smem_tile(stages, tile, V), vector, vector),
-    lhs=KeyGradients(*[mma.lhs_scratch(CONSUMERS, *shape)] * 2),
+    lhs=KeyGradients(*[backend.lhs_scratch(CONSUMERS, *shape)] * 2),
     own_loaded=plgpu.Barrier(num_arrivals=2),
     loaded=_Loaded(plgpu.Barrier(num_arrivals=4, num_barriers=stages)),
     consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
@@ -309,7 +276,7 @@ def key_gradient(
         slot = ring.slot(n)
         ring.wait("all", n)
         stage = _QueryTiles(*(x.at[slot] for x in smem.stages))
-        products, *d_weights = mma.dots(
+        products, *d_weights = backend.dots(
           Dots([(k_smem, transpose_ref(stage.q))]),
           *[Dots([(v_smem, transpose_ref(stage.d_out))])] * wanted.k,
         )
@@ -325,13 +292,13 @@ def key_gradient(
           d_sum = broadcast_cols(load_col_vector(stage.d_sum), shape)
           left = KeyGradients(logits.slope(x, weights * (d_weights[0] - d_sum)), weights)
         sums = (
-          Dots([(mma.to_lhs(value, scratch, warpgroup), right)], start=start)
+          Dots([(backend.to_lhs(value, scratch, warpgroup), right)], start=start)
           for want, value, scratch, right, start in zip(
             wanted, left, smem.lhs, (stage.q, stage.d_out), of_wanted(carry), strict=True
           )
           if want
         )
-        carry = mma.dots(*sums)
+        carry = backend.dots(*sums)
         ring.release(n)
         return carry
 

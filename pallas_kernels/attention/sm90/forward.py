@@ -14,15 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
+from pallas_kernels.attention.config import ROWS, TILE, LoopConfig
 from pallas_kernels.attention.sm90.tiles import (
   KeyTiles,
-  Ring,
+  QueryLoop,
+  QueryScratch,
   launch,
-  load_range,
-  produce_keys,
-  steps_of,
-  tile_start,
   visible,
 )
 from pallas_kernels.attention.types import Logits, Options, Range, Ranges
@@ -53,16 +50,6 @@ class Outputs(NamedTuple):
   log_sum: Any  # [B, H, T] float32: the logarithm in base 2 of the softmax's denominator
 
 
-class _Scratch(NamedTuple):
-  q: Any  # [128, K]
-  keys: KeyTiles
-  out: Any  # [128, V]
-  lhs: Any
-  q_loaded: Any
-  loaded: KeyTiles
-  consumed: Any
-
-
 def forward(options: Options, q, k, v, ranges: Ranges) -> Outputs:
   """Outputs, and what the backward pass needs of this one."""
   static = {"logits": options.logits, "backend": options.backend}
@@ -81,46 +68,27 @@ def outputs(
   backend: Backend,
 ) -> Outputs:
   """Outputs, 0 for queries that see no key, and logarithms of denominators."""
-  (B, T, H, K), (G, V), mma = q.shape, v.shape[2:], backend
-  stages, shape = config.num_stages, (ROWS, config.tile)
-  barrier = plgpu.Barrier(num_barriers=stages)
-  scratch = _Scratch(
-    q=smem_tile(TILE, K),
-    keys=KeyTiles(smem_tile(stages, config.tile, K), smem_tile(stages, config.tile, V)),
-    # Queries are dead when outputs are stored; where the two are not alike, a tile of its own.
-    out=None if K == V else smem_tile(TILE, V),
-    lhs=mma.lhs_scratch(CONSUMERS, *shape),
-    q_loaded=plgpu.Barrier(),
-    loaded=KeyTiles(barrier, barrier),
-    consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-  )
+  (B, T, H, K), (G, V), shape = q.shape, v.shape[2:], (ROWS, config.tile)
+  # Queries are dead when outputs are stored; where the two are not alike, a tile of its own.
+  out_tile = None if K == V else smem_tile(TILE, V)
 
-  def body(warpgroup, gmem: _Gmem, outs: Outputs, smem: _Scratch):
-    b, h = lax.axis_index("row"), lax.axis_index("head")
-    tile = T // TILE - 1 - lax.axis_index("tile")  # with causal masks the last have most to do
-    start = tile_start(tile)
-    ring = Ring(stages, smem.loaded, smem.consumed)
-    steps = steps_of(gmem.seen, b, start, TILE, config.tile)
-
+  def body(warpgroup, gmem: _Gmem, outs: Outputs, smem: QueryScratch):
+    loop = QueryLoop(gmem.seen, smem, config, T)
+    ring, b, h = loop.ring, loop.batch, loop.head
     if warpgroup is None:
-      plgpu.copy_gmem_to_smem(gmem.q.at[b, pl.ds(start, TILE), h], smem.q, smem.q_loaded)
-      produce_keys(ring, steps, gmem.keys, smem.keys, b, lax.div(h, H // G))
+      loop.produce([gmem.q], gmem.keys, lax.div(h, H // G))
       return
 
-    mine = start + warpgroup * ROWS
-    own = steps_of(gmem.seen, b, mine, ROWS, config.tile)
-    rows = load_range(gmem.seen, b, mine)
-    q_smem = smem.q.at[pl.ds(warpgroup * ROWS, ROWS)]
-    plgpu.barrier_wait(smem.q_loaded)
-
-    number = lambda step: step - steps.begin
+    mine, own, rows = loop.rows_of(warpgroup)
+    (q_smem,) = loop.own_tiles(warpgroup)
+    plgpu.barrier_wait(smem.own_loaded)
 
     def advance(step, carry):
       acc, top, total = carry
-      n = number(step)
+      n = loop.number(step)
       slot = ring.slot(n)
       ring.wait("k", n)
-      x, factor = logits.of(mma.dot(q_smem, transpose_ref(smem.keys.k.at[slot])))
+      x, factor = logits.of(backend.dot(q_smem, transpose_ref(smem.keys.k.at[slot])))
       masked = (step < own.inside) | (step >= own.outside)
       x = lax.cond(masked, lambda: jnp.where(visible(rows, step, shape), x, -jnp.inf), lambda: x)
       higher = jnp.maximum(top, jnp.max(x, axis=1) * factor)
@@ -128,19 +96,21 @@ def outputs(
       shrink = jnp.exp2(top - higher)
       total = total * shrink + jnp.sum(weights, axis=1)
       acc = acc * broadcast_rows(shrink, acc.shape)
-      lhs = mma.to_lhs(weights, smem.lhs, warpgroup)
+      lhs = backend.to_lhs(weights, smem.lhs, warpgroup)
       ring.wait("v", n)
-      acc = mma.dot(lhs, smem.keys.v.at[slot], start=acc)
+      acc = backend.dot(lhs, smem.keys.v.at[slot], start=acc)
       ring.release(n)
       return acc, higher, total
 
     constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW_LAYOUT)
     carry = zero_accumulator(ROWS, V), constant(_LOWEST), constant(0.0)
-    acc, top, total = ring.consume(steps, own, number, advance, carry)
+    acc, top, total = loop.consume(own, advance, carry)
 
     some = total > 0.0
     inverse = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
-    out_smem = (smem.q if smem.out is None else smem.out).at[pl.ds(warpgroup * ROWS, ROWS)]
+    out_smem = q_smem
+    if smem.out is not None:
+      out_smem = smem.out.at[pl.ds(warpgroup * ROWS, ROWS)]
     out_smem[...] = (acc * broadcast_rows(inverse, acc.shape)).astype(jnp.bfloat16)
     log_sum = jnp.where(some, top + jnp.log2(jnp.where(some, total, 1.0)), 0.0)
     store_unoptimized(outs.log_sum.at[b, h, pl.ds(mine, ROWS)], log_sum)
@@ -152,7 +122,10 @@ def outputs(
     jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
   )
   return launch(
-    *(body, _Gmem(q, KeyTiles(k, v), seen), out_type, scratch),
+    body,
+    _Gmem(q, KeyTiles(k, v), seen),
+    out_type,
+    QueryScratch.of([K], k, v, config, backend, out_tile),
     grid=(B, H, T // TILE),
     config=config,
     name="attention_outputs",

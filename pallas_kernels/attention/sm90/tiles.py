@@ -1,7 +1,7 @@
 """Shared by the attention kernels: ranges of visible tokens, the loop over tiles."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from pallas_kernels.core.wgmma import (
   broadcast_rows,
   iota,
   load_row_vector,
+  smem_tile,
 )
 
 
@@ -120,18 +121,78 @@ class KeyTiles(NamedTuple):
   v: Any  # [B, S, G, V]; in SMEM [stages, tile, V]
 
 
-def produce_keys(
-  ring: Ring, steps: Steps, gmem: KeyTiles, smem: KeyTiles, batch: jax.Array, head: jax.Array
-) -> None:
-  """The producer of the kernels for queries: the keys and values of all steps."""
+class QueryScratch(NamedTuple):
+  """SMEM and barriers of the kernels for queries."""
 
-  def load(n):
-    slot, tile = ring.slot(n), smem.k.shape[1]
-    keys = pl.ds((steps.begin + n) * tile, tile)
-    for source, target, arrived in zip(gmem, smem, ring.loaded, strict=True):
-      plgpu.copy_gmem_to_smem(source.at[batch, keys, head], target.at[slot], arrived.at[slot])
+  own: tuple  # tiles [128, X] of the CTA's queries
+  keys: KeyTiles
+  out: Any  # [128, V], where outputs have a tile of their own; or None
+  lhs: Any
+  own_loaded: Any
+  loaded: KeyTiles
+  consumed: Any
 
-  ring.produce(steps.end - steps.begin, load)
+  @classmethod
+  def of(cls, widths, k, v, config: LoopConfig, backend: Backend, out=None) -> "QueryScratch":
+    """For tiles of these widths, and keys and values [B, S, G, X]."""
+    stages, tile = config.num_stages, config.tile
+    barrier = plgpu.Barrier(num_barriers=stages)
+    return cls(
+      own=tuple(smem_tile(TILE, width) for width in widths),
+      keys=KeyTiles(*(smem_tile(stages, tile, x.shape[3]) for x in (k, v))),
+      out=out,
+      lhs=backend.lhs_scratch(CONSUMERS, ROWS, tile),
+      own_loaded=plgpu.Barrier(num_arrivals=len(widths)),
+      loaded=KeyTiles(barrier, barrier),
+      consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+    )
+
+
+class QueryLoop:
+  """A CTA of the kernels for queries: its tile of 128 queries, and its loop over their keys."""
+
+  def __init__(self, seen: Range, smem: QueryScratch, config: LoopConfig, length: int):
+    self.batch, self.head = lax.axis_index("row"), lax.axis_index("head")
+    # With causal masks the last have most to do.
+    self.start = tile_start(length // TILE - 1 - lax.axis_index("tile"))
+    self.seen, self.smem, self.tile = seen, smem, config.tile
+    self.ring = Ring(config.num_stages, smem.loaded, smem.consumed)
+    self.steps = steps_of(seen, self.batch, self.start, TILE, config.tile)
+
+  def produce(self, own: Sequence[Ref], keys: KeyTiles, key_head: jax.Array) -> None:
+    """The producer: the CTA's rows of `own` [B, T, H, X], and the keys and values of all steps."""
+    tokens = pl.ds(self.start, TILE)
+    for source, target in zip(own, self.smem.own, strict=True):
+      source = source.at[self.batch, tokens, self.head]
+      plgpu.copy_gmem_to_smem(source, target, self.smem.own_loaded)
+
+    def load(n):
+      slot = self.ring.slot(n)
+      tokens = pl.ds((self.steps.begin + n) * self.tile, self.tile)
+      for source, target, arrived in zip(keys, self.smem.keys, self.ring.loaded, strict=True):
+        source = source.at[self.batch, tokens, key_head]
+        plgpu.copy_gmem_to_smem(source, target.at[slot], arrived.at[slot])
+
+    self.ring.produce(self.steps.end - self.steps.begin, load)
+
+  def rows_of(self, warpgroup) -> tuple[jax.Array, Steps, Range]:
+    """A consumer's first query, its own steps, and the ranges of its queries."""
+    mine = self.start + warpgroup * ROWS
+    own = steps_of(self.seen, self.batch, mine, ROWS, self.tile)
+    return mine, own, load_range(self.seen, self.batch, mine)
+
+  def own_tiles(self, warpgroup) -> list[Ref]:
+    """A consumer's rows of the tiles, when they have arrived."""
+    in_tile = pl.ds(warpgroup * ROWS, ROWS)
+    return [x.at[in_tile] for x in self.smem.own]
+
+  def number(self, step: jax.Array) -> jax.Array:
+    """How many steps of this CTA come before a step."""
+    return step - self.steps.begin
+
+  def consume[Carry](self, own: Steps, advance: Callable[[jax.Array, Carry], Carry], carry: Carry):
+    """`Ring.consume` of the CTA's steps."""
+    return self.ring.consume(self.steps, own, self.number, advance, carry)
 
 
 def launch(

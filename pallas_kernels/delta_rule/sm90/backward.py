@@ -95,7 +95,10 @@ def backward(
   by_q = query_gradient(
     QueryArrays(
       QueryTiles(k, d_out, kept.x, y, q if decays else None, erase_key),
-      *(v, kept.states, tables, documents),
+      v,
+      kept.states,
+      tables,
+      documents,
     ),
     **keywords,
   )
@@ -103,10 +106,17 @@ def backward(
   by_k = key_value_gradient(
     KeyArrays(
       KeyTiles(
-        *(q, d_out, kept.x, y, k if decays or shared else None, erase_key),
+        q,
+        d_out,
+        kept.x,
+        y,
+        k if decays or shared else None,
+        erase_key,
         d_erase_key=by_q.erase_key if shared else None,
       ),
-      *(adjoints.states, tables, documents),
+      adjoints.states,
+      tables,
+      documents,
     ),
     **keywords,
   )

@@ -298,7 +298,11 @@ def backward_kernel(
     kernel_name="diagonal_scan_backward",
   )(
     _BackwardInputs(
-      *(streams, decay if is_constant else (), out, initial, d_last),
+      streams,
+      constant_decay=decay if is_constant else (),
+      out=out,
+      initial=initial,
+      d_last=d_last,
       first=boundaries.as_flags(first),
     )
   )

@@ -217,7 +217,10 @@ def backward_kernel(
     kernel_name="wkv4_backward",
   )(
     _KernelInputs(
-      *(_Streams(k, v, d_out, chunk_states), decay_rate, bonus, d_last),
+      _Streams(k, v, d_out, chunk_states),
+      decay_rate=decay_rate,
+      bonus=bonus,
+      d_last=d_last,
       first=boundaries.as_flags(first),
     )
   )
