@@ -132,9 +132,8 @@ def query_gradient(
       d_logits = lax.cond(
         masked, lambda: jnp.where(visible(rows, step, shape), d_logits, 0.0), lambda: d_logits
       )
-      d_q = backend.dot(
-        backend.to_lhs(d_logits, smem.lhs, warpgroup), smem.keys.k.at[slot], start=d_q
-      )
+      lhs = backend.to_lhs(d_logits, smem.lhs, warpgroup)
+      d_q = backend.dot(lhs, smem.keys.k.at[slot], start=d_q)
       ring.release(n)
       return d_q
 
