@@ -15,8 +15,8 @@ the thread that starts the copies is free again at once.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core import device
+from pallas_kernels.core import device, tuning
 from pallas_kernels.core.wgmma import store_unoptimized
 
 CHANNELS = 128  # per CTA, one per thread
@@ -37,6 +37,9 @@ _FLAGS = 4 * FLAG_BLOCK + 16  # bytes of a stage: flags of first tokens, barrier
 _REDUCTIONS = 2048  # bytes of SMEM for sums that cross warps
 _MAX_STAGES = 8
 _MIN_SPLIT = 256  # tokens
+
+# Bytes per token and channel of the streams and of the results, by kernel.
+Traffic = Mapping[str, tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +63,37 @@ def fitting_stages(chunk: int, *, bytes_in: float, bytes_out: float) -> int:
   return min(int((room - 2 * bytes_out * row) // (bytes_in * row)), _MAX_STAGES)
 
 
-def pipeline_smem(config: PipelineConfig, bytes_in: float, bytes_out: float) -> int:
-  """Bytes of SMEM of a CTA, for so many bytes per token and channel of streams and results."""
-  row = config.chunk * CHANNELS
-  streams = int(row * (config.stages * bytes_in + 2 * bytes_out))
-  return streams + config.stages * _FLAGS + _REDUCTIONS
+@dataclasses.dataclass(frozen=True)
+class ScanConfig:
+  """All kernels of a scan; those of `_states` are the first passes over a sequence in splits."""
+
+  op: ClassVar[str]
+  group: ClassVar[int]  # tokens whose rows are loaded together
+
+  forward: PipelineConfig
+  forward_states: PipelineConfig
+  backward: PipelineConfig
+  backward_states: PipelineConfig
+
+  def smem(self, shape: Any) -> dict[str, int]:
+    """Bytes of SMEM per CTA by kernel."""
+    sizes = {}
+    for name, (bytes_in, bytes_out) in shape.traffic(self.forward.chunk).items():
+      config = getattr(self, name)
+      row = config.chunk * CHANNELS
+      streams = int(row * (config.stages * bytes_in + 2 * bytes_out))
+      sizes[name] = streams + config.stages * _FLAGS + _REDUCTIONS
+    return sizes
+
+  def check(self, shape: Any) -> None:
+    """Raises a ValueError where the configuration does not fit the shape or the device."""
+    for field in dataclasses.fields(self):
+      chunk = getattr(self, field.name).chunk
+      if chunk % self.group:
+        raise ValueError(
+          f"{self.op}: {field.name}.chunk={chunk} must be a multiple of {self.group}."
+        )
+    tuning.check_smem(self.op, self.smem(shape))
 
 
 class Coordinates(NamedTuple):

@@ -1,7 +1,7 @@
 """Tensor-core products, tiles in SMEM, row and column vectors: shared by all kernels.
 
 A kernel is written once. What compiled and interpreted kernels must do differently is inside
-`Backend`, which an entry point creates and kernel bodies use as `mma`.
+`Backend`, which an entry point creates.
 """
 
 import dataclasses

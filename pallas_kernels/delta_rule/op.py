@@ -3,14 +3,12 @@
 The kernels of an architecture are a `forward`, which also leaves residuals, and a `backward`.
 """
 
-import functools
 from typing import Any
 
 import jax
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.core import device
-from pallas_kernels.core.gradients import custom_vjp, no_gradient
+from pallas_kernels.core.op import differentiable
 from pallas_kernels.delta_rule.config import Config, default
 from pallas_kernels.delta_rule.sm90.backward import backward
 from pallas_kernels.delta_rule.sm90.forward import forward
@@ -47,26 +45,4 @@ def delta_rule(
   return _delta_rule(Options(scale, length, config, interpret), inputs, segments)
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(0,))
-def _delta_rule(options, inputs, segments):
-  return device.choose(_KERNELS).forward(options, inputs, segments, for_gradient=False)[0]
-
-
-def _forward_rule(options, inputs, segments):
-  decays = inputs.log_decay.perturbed  # whether they want a gradient
-  is_leaf = lambda x: hasattr(x, "perturbed")
-  inputs, segments = jax.tree.map(lambda x: x.value, (inputs, segments), is_leaf=is_leaf)
-  forward = device.choose(_KERNELS).forward
-  result, residuals = forward(options, inputs, segments, for_gradient=True)
-  return result, (inputs, segments, residuals, () if decays else None)
-
-
-def _backward_rule(options, residuals, cotangents):
-  inputs, segments, residuals, decays = residuals
-  cotangents = [None if isinstance(x, SymbolicZero) else x for x in cotangents]
-  backward = device.choose(_KERNELS).backward
-  d_inputs = backward(options, inputs, segments, residuals, cotangents, decays is not None)
-  return d_inputs, no_gradient(segments)
-
-
-_delta_rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_delta_rule = differentiable(_KERNELS, named=False)

@@ -1,10 +1,9 @@
 """Configurations of the diagonal scan's kernels. Never keyed on a length."""
 
-import dataclasses
 from typing import NamedTuple
 
 from pallas_kernels.core import tuning
-from pallas_kernels.core.channel_grid import PipelineConfig, fitting_stages, pipeline_smem
+from pallas_kernels.core.channel_grid import PipelineConfig, ScanConfig, Traffic, fitting_stages
 
 GROUP = 8  # tokens whose rows are loaded together, before any of their results is stored
 _CHUNKS = (32, 16, 8)  # tokens
@@ -23,46 +22,27 @@ class Shape(NamedTuple):
     """The key of a device's table."""
     return f"x{self.x}-decay{self.decay}-h{self.h}-bytes"
 
-  @property
-  def traffic(self) -> dict[str, tuple[int, int]]:
-    """Bytes of the streams and of the results of each kernel of `Config`."""
-    gradients = self.x + self.decay
+  def traffic(self, chunk: int) -> Traffic:
+    """Bytes of the streams and of the results of each kernel."""
+    del chunk
+    inputs = self.x + self.decay
     return {
-      "forward": (self.x + self.decay, self.h),
-      "forward_states": (self.x + self.decay, 0),
-      "backward": (2 * self.h + self.decay, gradients),
+      "forward": (inputs, self.h),
+      "forward_states": (inputs, 0),
+      "backward": (2 * self.h + self.decay, inputs),
       "backward_states": (self.h + self.decay, 0),
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-  """All kernels; those of `_states` are the first passes over a sequence in splits."""
+class Config(ScanConfig):
+  """All kernels of the diagonal scan."""
 
-  forward: PipelineConfig
-  forward_states: PipelineConfig
-  backward: PipelineConfig
-  backward_states: PipelineConfig
-
-  def smem(self, shape: Shape) -> dict[str, int]:
-    """Bytes of SMEM per CTA by kernel."""
-    return {
-      name: pipeline_smem(getattr(self, name), *of_kernel)
-      for name, of_kernel in shape.traffic.items()
-    }
-
-  def check(self, shape: Shape) -> None:
-    """Raises a ValueError where the configuration does not fit the shape or the device."""
-    for name in shape.traffic:
-      chunk = getattr(self, name).chunk
-      if chunk % GROUP:
-        raise ValueError(f"diagonal_scan: {name}.chunk={chunk} must be a multiple of {GROUP}.")
-    tuning.check_smem("diagonal_scan", self.smem(shape))
+  op, group = "diagonal_scan", GROUP
 
 
 def default(shape: Shape) -> Config:
   """The configuration for a shape on the current device."""
-  config = Config(**{name: _longest(*of_kernel) for name, of_kernel in shape.traffic.items()})
+  config = Config(**{name: _longest(*of_kernel) for name, of_kernel in shape.traffic(0).items()})
   return tuning.tuned("diagonal_scan", shape.shape_class, config)
 
 

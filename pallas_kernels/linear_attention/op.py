@@ -3,16 +3,12 @@
 The kernels of an architecture are a `forward`, which also leaves residuals, and a `backward`.
 """
 
-import functools
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import MADE_BY_KERNELS
 from pallas_kernels.core import device
-from pallas_kernels.core.gradients import custom_vjp, no_gradient
+from pallas_kernels.core.op import differentiable
 from pallas_kernels.linear_attention.config import Config, default
 from pallas_kernels.linear_attention.sm90.backward import backward
 from pallas_kernels.linear_attention.sm90.forward import forward
@@ -55,27 +51,4 @@ def linear_attention(
   return _linear_attention(options, inputs, segments)
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(0,))
-def _linear_attention(options, inputs, segments):
-  return device.choose(_KERNELS).forward(options, inputs, segments, for_gradient=False)[0]
-
-
-def _forward_rule(options, inputs, segments):
-  decays = inputs.log_decay.perturbed  # whether they want a gradient
-  is_leaf = lambda x: hasattr(x, "perturbed")
-  inputs, segments = jax.tree.map(lambda x: x.value, (inputs, segments), is_leaf=is_leaf)
-  results = device.choose(_KERNELS).forward(options, inputs, segments, for_gradient=True)
-  name = functools.partial(checkpoint_name, name=MADE_BY_KERNELS)
-  result, residuals = jax.tree.map(name, results)
-  return result, (inputs, segments, residuals, () if decays else None)
-
-
-def _backward_rule(options, residuals, cotangents):
-  inputs, segments, residuals, decays = residuals
-  cotangents = [None if isinstance(x, SymbolicZero) else x for x in cotangents]
-  backward = device.choose(_KERNELS).backward
-  d_inputs = backward(options, inputs, segments, residuals, cotangents, decays is not None)
-  return d_inputs, no_gradient(segments)
-
-
-_linear_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_linear_attention = differentiable(_KERNELS, named=True)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_kernels.core import tuning
-from pallas_kernels.core.channel_grid import PipelineConfig, fitting_stages, pipeline_smem
+from pallas_kernels.core.channel_grid import PipelineConfig, ScanConfig, Traffic, fitting_stages
 
 CHUNK = 16  # tokens: as many as the backward pass holds in registers
 GROUP = 8  # tokens whose rows are loaded together, before any of their results is stored
@@ -22,8 +22,8 @@ class Shape(NamedTuple):
     """The key of a device's table."""
     return f"k{self.k}-v{self.v}-bytes"
 
-  def traffic(self, chunk: int) -> dict[str, tuple[float, int]]:
-    """Bytes of the streams and of the results of each kernel of `Config`."""
+  def traffic(self, chunk: int) -> Traffic:
+    """Bytes of the streams and of the results of each kernel."""
     # A chunk of the backward pass also brings the state that enters it.
     gradient = self.k + 2 * self.v + 4 * STATE_ROWS / chunk
     return {
@@ -34,35 +34,21 @@ class Shape(NamedTuple):
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-  """All kernels; those of `_states` are the first passes over a sequence in splits."""
+class Config(ScanConfig):
+  """All kernels of WKV-4."""
 
-  forward: PipelineConfig
-  forward_states: PipelineConfig
-  backward: PipelineConfig
-  backward_states: PipelineConfig
-
-  def smem(self, shape: Shape) -> dict[str, int]:
-    """Bytes of SMEM per CTA by kernel."""
-    return {
-      name: pipeline_smem(getattr(self, name), *of_kernel)
-      for name, of_kernel in shape.traffic(self.forward.chunk).items()
-    }
+  op, group = "wkv4", GROUP
 
   def check(self, shape: Shape) -> None:
     """Raises a ValueError where the configuration does not fit the shape or the device."""
-    chunk = self.forward.chunk
     for field in dataclasses.fields(self):
-      other = getattr(self, field.name).chunk
-      if other != chunk:
+      chunk = getattr(self, field.name).chunk
+      if chunk != self.forward.chunk:
         raise ValueError(
-          f"wkv4: {field.name}.chunk={other} must be forward.chunk={chunk}: the states that enter "
-          "the chunks are stored."
+          f"wkv4: {field.name}.chunk={chunk} must be forward.chunk={self.forward.chunk}: states "
+          "that enter the chunks are stored."
         )
-    if chunk % GROUP:
-      raise ValueError(f"wkv4: chunk={chunk} must be a multiple of {GROUP}.")
-    tuning.check_smem("wkv4", self.smem(shape))
+    super().check(shape)
 
 
 def default(shape: Shape) -> Config:
