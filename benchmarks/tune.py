@@ -106,7 +106,7 @@ WITHOUT_GRADIENT = {"cross_entropy"}  # the gradient is its result
 
 
 class Trial(NamedTuple):
-  """What came of a configuration."""
+  """The outcome of a configuration."""
 
   milliseconds: float | None  # None: it was wrong, or was not timed
   note: str
