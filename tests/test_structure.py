@@ -311,6 +311,39 @@ def test_modules_and_public_names_have_docstrings():
   assert missing == {}
 
 
+# Files of a user, patterns, and pages that are made.
+OTHER_FILES = {"FILE.py", "NAME.py", "finetune.py", "mine.py", "more.py", "table.md", "train.py"}
+_FILE_NAME = re.compile(r"(?<![\w/.*-])((?:[\w-]+/)*[\w-]+\.(?:py|pyi|md))\b(?![\w(])")
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+TEXTS += [path for name in (*PACKAGES, "examples") for path in (ROOT / name).rglob("README.md")]
+
+
+def test_files_that_docstrings_and_pages_name_exist():
+  """By the end of their path."""
+  rooms = [ROOT / name for name in (*PACKAGES, "docs", "examples", "scripts")]
+  paths = [f"/{path.relative_to(ROOT)}" for room in rooms for path in room.rglob("*.*")]
+  known = {path.rpartition("/")[2] for path in paths} | OTHER_FILES
+  known |= {path.name for path in ROOT.glob("*.md")}
+  texts = {str(path.relative_to(ROOT)): path.read_text() for path in TEXTS}
+  for name, tree in trees().items():
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    texts[name] = "\n".join(
+      ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, nodes)
+    )
+  missing = {}
+  for where, text in texts.items():
+    for name in _FILE_NAME.findall(text):
+      exists = name in known if "/" not in name else any(x.endswith(f"/{name}") for x in paths)
+      if not exists and not name.startswith("notebooks/"):  # pages that `make docs` makes
+        missing.setdefault(where, set()).add(name)
+  assert missing == {}
+
+
+def test_file_name_is_found():
+  found = _FILE_NAME.findall("`op.py`, core/op.py; x.py(), *.py, config.json")
+  assert found == ["op.py", "core/op.py"]
+
+
 def run_python(code: str, **environment: str) -> str:
   done = subprocess.run(
     [sys.executable, "-c", code],

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from lnssm_jax.generate import SamplingOptions
+from lnssm_jax.ops.core.checks import is_integer, is_number
 from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.special_tokens import InText
@@ -286,12 +287,12 @@ def _number(given: Mapping[str, Any], name: str, default: float) -> float:
   value = given.get(name)
   if value is None:
     return default
-  if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+  if not is_number(value) or not math.isfinite(value):
     raise ValueError(f"{name}={value!r:.80} of a request must be a number.")
   return value
 
 
 def _whole_number(name: str, value: Any) -> int:
-  if isinstance(value, bool) or not isinstance(value, int):
+  if not is_integer(value):
     raise ValueError(f"{name}={value!r:.80} of a request must be a whole number.")
   return value

@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Iterable
-from numbers import Integral, Real
 from typing import Any, cast
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.export import is_symbolic_dim
 
-from lnssm_jax.ops.core.checks import check_shape
+from lnssm_jax.ops.core.checks import check_shape, is_integer, is_number
 
 
 def check_choice[T](what: str, value: T, choices: Iterable[T], *, note: str = "") -> T:
@@ -32,7 +31,7 @@ def check_positive(name: str, value: Any) -> int:
   """Returns `value` if it is an integer of at least 1 or a symbol of `jax.export`; else raises."""
   if is_symbolic_dim(value):
     return cast(int, value)
-  if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+  if not is_integer(value) or value < 1:
     raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
   return int(value)
 
@@ -55,7 +54,7 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 def check_norm_eps(eps: float) -> float:
   """Returns the eps of a norm; raises `ValueError` unless it is a positive number."""
-  if isinstance(eps, bool) or not isinstance(eps, Real) or not 0 < eps < 1:
+  if not is_number(eps) or not 0 < eps < 1:
     raise ValueError(f"norm_eps={eps!r} must be a number between 0 and 1, such as 1e-5.")
   return float(eps)
 

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 import jax.numpy as jnp
 
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.mixers.common.routing import check_selected
+from lnssm_jax.ops.core.checks import is_number
 
 # The values of the constructor that the expansion reads.
 DEFAULTS: dict[str, Any] = {
@@ -101,7 +101,7 @@ def expand_partitions(
       f"that a token selects, of at least m N, keeps the function; from (N, k) = ({N}, {k}) use "
       f"{few}, ..."
     )
-  if isinstance(margin, bool) or not isinstance(margin, Real) or not 0 < margin < math.inf:
+  if not is_number(margin) or not 0 < margin < math.inf:
     raise ValueError(
       f"margin={margin!r} must be a positive number, such as 2: with 0 a new partition would take "
       "tokens from its own."

@@ -5,13 +5,13 @@ training step adds and logs it.
 """
 
 import dataclasses
-from numbers import Real
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
+from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
 
@@ -96,7 +96,7 @@ def check_selected(name: str, selected: int, parts_name: str, parts: int) -> Non
 
 def check_coefficient(name: str, value: float) -> float:
   """Returns the coefficient of a loss; raises `ValueError` unless it is a number of at least 0."""
-  if isinstance(value, bool) or not isinstance(value, Real) or not value >= 0:
+  if not is_number(value) or not value >= 0:
     raise ValueError(f"{name}={value!r} must be a number of at least 0; 0 leaves the loss out.")
   return float(value)
 

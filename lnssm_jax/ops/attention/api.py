@@ -1,7 +1,5 @@
 """`attention`: public API, argument checks and dispatch."""
 
-import numbers
-
 import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
@@ -12,7 +10,13 @@ from lnssm_jax.ops.attention.cache import advance, tokens_of
 from lnssm_jax.ops.attention.sharded import sharded
 from lnssm_jax.ops.attention.types import AttentionState, Inputs, Mask, Options, init_state
 from lnssm_jax.ops.core import dispatch
-from lnssm_jax.ops.core.checks import check_floating, check_shape, checked_scale
+from lnssm_jax.ops.core.checks import (
+  check_floating,
+  check_shape,
+  checked_scale,
+  is_integer,
+  is_number,
+)
 from lnssm_jax.ops.core.dropout import check_rate, row_keys, token_keys
 from lnssm_jax.ops.core.segments import segments_of
 
@@ -169,16 +173,14 @@ def attention(
       f"{_NAME}: q has {H} heads and k {G}; the heads of q must be a multiple of those of k."
     )
   for name, value in (("window", window), ("block", block), ("chunk_size", chunk_size)):
-    if value is not None and (
-      isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1
-    ):
+    if value is not None and not (is_integer(value) and value >= 1):
       raise ValueError(f"{_NAME}: {name}={value!r} must be None or a Python integer, at least 1.")
   if window is not None and block is not None:
     raise ValueError(f"{_NAME}: window={window} and block={block} exclude each other; set one.")
   if not isinstance(causal, bool):
     raise ValueError(f"{_NAME}: causal={causal!r} must be True or False.")
   scale = checked_scale(_NAME, scale, K**-0.5)
-  if soft_cap is not None and not (isinstance(soft_cap, numbers.Real) and soft_cap > 0):
+  if soft_cap is not None and not (is_number(soft_cap) and soft_cap > 0):
     raise ValueError(f"{_NAME}: soft_cap={soft_cap!r} must be None or a positive Python number.")
   keys = None
   if check_rate(f"{_NAME}: dropout", dropout) and dropout_key is not None:

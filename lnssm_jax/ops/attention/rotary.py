@@ -1,7 +1,6 @@
 """Rotary position embedding."""
 
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lnssm_jax.ops.core.checks import check_floating, check_shape
+from lnssm_jax.ops.core.checks import check_floating, check_shape, is_number
 from lnssm_jax.ops.core.precision import accumulation_dtype
 
 _NAME = "rotary_embedding"
@@ -78,7 +77,7 @@ def rotary_embedding(
     check_shape(_NAME, "positions", positions, (T,), "[T]")
   else:
     check_shape(_NAME, "positions", positions, (B, T), "[B, T]")
-  if isinstance(base, bool) or not isinstance(base, numbers.Real) or base <= 0:
+  if not is_number(base) or base <= 0:
     raise ValueError(f"{_NAME}: base={base!r} must be a positive Python number, such as 10000.")
   width = K if width is None else width
   if width % 2 or not 0 < width <= K:
@@ -115,7 +114,7 @@ def check_scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:
     if name == "whole_pairs":
       if not isinstance(value, bool):
         raise ValueError(f"scaling: {name}={value!r} must be True or False.")
-    elif isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+    elif not is_number(value) or not 0 < value < math.inf:
       raise ValueError(f"scaling: {name}={value!r} must be a positive number.")
   for low, high in _ASCENDING:
     if low in names and not given[low] < given[high]:

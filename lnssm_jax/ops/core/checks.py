@@ -1,10 +1,21 @@
 """Argument checks at the public boundary of the ops."""
 
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+def is_number(value: Any) -> bool:
+  """Whether a value is a real number; a bool is none."""
+  return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> bool:
+  """Whether a value is an integer; a bool is none."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_shape(scan: str, name: str, array, expected: tuple[int | None, ...], axes: str):
@@ -106,7 +117,7 @@ def checked_scale(op: str, scale: float | None, default: float) -> float:
   """A Python number; `default` for None. Raises `ValueError` for arrays."""
   if scale is None:
     return default
-  if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+  if not is_number(scale):
     raise ValueError(f"{op}: scale={scale!r} must be a Python number; multiply q for an array.")
   return float(scale)
 

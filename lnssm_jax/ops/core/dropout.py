@@ -5,18 +5,17 @@ are sharded, on the microbatch that a row is in, or on the order of computation,
 pass may compute it again. Keys are key data of Threefry, uint32 [..., 2].
 """
 
-from numbers import Real
-
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.sequence_parallel import place
 
 
 def check_rate(name: str, rate: float) -> float:
   """Returns a rate of dropout; raises `ValueError` unless it is a number in [0, 1)."""
-  if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 <= rate < 1:
+  if not is_number(rate) or not 0 <= rate < 1:
     raise ValueError(
       f"{name}={rate!r} is the probability of dropping a value: it must be a number of at least 0 "
       "and below 1, such as 0.1; 0 drops nothing."

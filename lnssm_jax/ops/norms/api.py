@@ -1,13 +1,11 @@
 """`normalize`: public API, argument checks and dispatch."""
 
-import numbers
-
 import jax
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core import dispatch
-from lnssm_jax.ops.core.checks import check_floating, check_shape
+from lnssm_jax.ops.core.checks import check_floating, check_shape, is_number
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes
 from lnssm_jax.ops.norms.reference import reference
 from lnssm_jax.ops.norms.types import ROW_AXES, Inputs, Options
@@ -90,7 +88,7 @@ def normalize(
   for name, number in (("eps", eps), ("floor", floor), ("factor", factor)):
     if number is None and name == "floor":
       continue
-    if isinstance(number, bool) or not isinstance(number, numbers.Real) or not 0 <= number < 1e30:
+    if not is_number(number) or not 0 <= number < 1e30:
       raise ValueError(f"{_NAME}: {name}={number!r} must be a Python number, 0 or more.")
   inputs = Inputs(x, added, scale, bias, gate)
   if dtype is None:

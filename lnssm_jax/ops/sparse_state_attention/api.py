@@ -1,7 +1,6 @@
 """`sparse_state_attention`: public API, argument checks, choice of method and dispatch."""
 
 import functools
-import numbers
 from typing import Literal, get_args
 
 import jax
@@ -19,6 +18,7 @@ from lnssm_jax.ops.core.checks import (
   checked_scale,
   checked_state,
   has_known_values,
+  is_integer,
 )
 from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
@@ -244,8 +244,7 @@ def sparse_state_attention(
 
 
 def _checked_count(num_partitions):
-  is_count = isinstance(num_partitions, numbers.Integral) and not isinstance(num_partitions, bool)
-  if not is_count or num_partitions < 1:
+  if not is_integer(num_partitions) or num_partitions < 1:
     raise ValueError(
       f"{_NAME}: num_partitions={num_partitions!r} must be an integer of at least 1."
     )

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained.manifest import ExportError
 
 Config = dict[str, Any]
@@ -43,7 +44,7 @@ class Field:
       kinds = " or ".join(kind.__name__ for kind in self.kinds)
       raise ExportError(f"{name}={value!r} must be {kinds}.")
     lowest = -(2**48) if float in self.kinds else 1
-    if type(value) in (int, float) and not lowest <= value < 2**48:
+    if is_number(value) and not lowest <= value < 2**48:
       raise ExportError(f"{name}={value!r} must be at least {lowest} and below 2^48.")
     if type(value) is int and float in self.kinds:
       value = float(value)  # JSON's 10000 may be either

@@ -3,6 +3,7 @@
 import functools
 import math
 
+from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained.families.fields import (
   Config,
   Field,
@@ -117,7 +118,7 @@ def normal(
   dim, given = whole(config, "hidden_size"), config.pop("hidden_ratio", ratio)
   if config.get("intermediate_size") is None:
     given = 4 if given is None and gated else 3.5 if given is None else given
-    if type(given) not in (int, float) or not 0 < given < 1000:
+    if not is_number(given) or not 0 < given < 1000:
       raise ExportError(f"hidden_ratio={given!r:.80} must be a number above 0 and below 1000.")
     width, multiple = (dim * given * 2 / 3, 256) if gated else (dim * given, 32)
     config["intermediate_size"] = multiple * math.ceil(int(width) / multiple)

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 
+from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained.families.fields import (
   Config,
   Field,
@@ -56,7 +57,7 @@ def _normal(config: Config) -> Config:
   if width % 2:
     raise ExportError(f"intermediate_size={width} must be even: the gate has half of it.")
   share = config.pop("partial_rotary_factor", 0.5)
-  if type(share) not in (int, float) or not 0 < share <= 1 or share * (dim // H) % 2:
+  if not is_number(share) or not 0 < share <= 1 or share * (dim // H) % 2:
     raise ExportError(f"partial_rotary_factor={share!r:.80} must give an even number of channels.")
   # The factor is a bfloat16 there, whatever the dtype of the model.
   scale = float(np.sqrt(dim).astype(ml_dtypes.bfloat16))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained.families.fields import (
   Config,
   Field,
@@ -91,7 +92,7 @@ def _normal(
   config.setdefault("max_position_embeddings", usual_length)
   config = rotary(heads(config), usual_length=usual_length)
   share, K = config.pop("partial_rotary_factor", share), config["head_dim"]
-  if type(share) not in (int, float) or type(K) is not int or not 0 < share <= 1:
+  if not is_number(share) or type(K) is not int or not 0 < share <= 1:
     raise ExportError(f"partial_rotary_factor={share!r:.80}, head_dim={K!r:.80} are no sizes.")
   config["rotary_width"] = int(K * share)
   return config | {"mixers": pattern([names[x] for x in types])}

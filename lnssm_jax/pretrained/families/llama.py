@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from lnssm_jax.ops.attention.rotary import check_scaling
+from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained.families.fields import (
   Config,
   Field,
@@ -110,7 +111,7 @@ def _rope(setting: str, rope: Any) -> Config:
 def _yarn(rope: Config, longest: int) -> Config:
   """`rope` with the numbers that transformers computes from others where they are not given."""
   for name, value in rope.items():
-    if name != "truncate" and (type(value) not in (int, float) or not 0 <= value < math.inf):
+    if name != "truncate" and (not is_number(value) or not 0 <= value < math.inf):
       raise ExportError(f"{name}={value!r:.80} of the rule 'yarn' must be a number.")
   original = rope["original_max_position_embeddings"] or 1
   factor = rope.setdefault("factor", longest / original)

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained.families.fields import (
   Config,
   Field,
@@ -139,7 +140,11 @@ STEPS = {
 def steps(config: Config, name: str = "time_step_limit") -> Config:
   """Writes out the range of step sizes as two settings."""
   limit = config.pop(name, [0.0, math.inf])
-  if not isinstance(limit, list) or len(limit) != 2 or not all(map(_is_number, limit)):
+  if (
+    not isinstance(limit, list)
+    or len(limit) != 2
+    or not all(is_number(x) and not math.isnan(x) for x in limit)
+  ):
     raise ExportError(f"{name}={limit!r:.80} must be two numbers, of the least and largest step.")
   if not 0 <= limit[0] <= limit[1]:
     raise ExportError(f"{name}={limit!r:.80} is no range of step sizes.")
@@ -150,10 +155,6 @@ def steps_written(config: Config, name: str = "time_step_limit") -> Config:
   """The inverse of `steps`."""
   low, high = config.pop("min_step"), config.pop("max_step")
   return config | {name: [low, math.inf if high is None else high]}
-
-
-def _is_number(value: Any) -> bool:
-  return type(value) in (int, float) and not math.isnan(value)
 
 
 def _mamba2(config: Config) -> Config:
