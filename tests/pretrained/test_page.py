@@ -50,7 +50,7 @@ def folder_of_bytes(path: Path, case: str, **config) -> None:
   ends = {name: np.resize(x, (257, 8)) for name, x in tensors.items() if x.shape == (11, 8)}
   write(path, case, dtype=np.float32, config={"vocab_size": 257, **config}, tensors=ends)
   train_bpe("bpe:257", path, ["the capital of the river"] * 3)
-  (path / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
+  (path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.5}))
 
 
 @pytest.mark.slow
