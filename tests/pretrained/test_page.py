@@ -72,7 +72,7 @@ def test_program_and_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
   (config,) = (block for block in blocks if "get_config" in block)
   Path("more.py").write_text(config)
   (commands,) = re.findall(r"((?:^    lnssm-train .*\n)+)", PAGE, re.MULTILINE)
-  ran = [line.split()[3:] for line in commands.splitlines()]
+  ran = [line.split()[1:] for line in commands.splitlines()]
   assert [words[0] for words in ran] == ["import", "fit", "export"]
   small = [word for setting in SMALL for word in ("--set", setting)]
   for words in ran:
