@@ -71,7 +71,11 @@ class PipelineConfig:
         f"value_tile={self.value_tile} must be 64 or 128: a consumer warpgroup has {TILE_WIDTH} "
         "columns, and the registers of an SM are enough for two of them and the producer."
       )
-    _check_positive(self)
+    if self.num_stages < 2:
+      raise ValueError(
+        f"num_stages={self.num_stages} must be at least 2: the prologue of a chunk runs before the "
+        "stage of the chunk before is loaded again, and would wait forever for its own."
+      )
 
   @property
   def consumers(self) -> int:
@@ -123,8 +127,8 @@ class Config:
   chunk: int = CHUNK
 
   def __post_init__(self):
-    if self.chunk != CHUNK:
-      raise ValueError(f"chunk={self.chunk} must be {CHUNK}: the rows of one WGMMA.")
+    if self.chunk not in (CHUNK, 2 * CHUNK):
+      raise ValueError(f"chunk={self.chunk} must be 64 or 128: the rows of one WGMMA or of two.")
 
   def smem(self, shape: Shape) -> dict[str, int]:
     """Bytes of SMEM per CTA by kernel, for the variant of each that needs most."""
@@ -172,6 +176,11 @@ class Config:
 
   def check(self, shape: Shape) -> None:
     """Raises a ValueError where the configuration does not fit the shape or the device."""
+    if self.chunk != CHUNK and (shape.decay != "BTH" or shape.length % self.chunk):
+      raise ValueError(
+        f"linear_attention: chunk={self.chunk} needs scalar decays and whole chunks, and there are "
+        f"decays {shape.decay} of {shape.length} tokens; use {CHUNK}."
+      )
     for name in ("outputs", "states"):
       tile = getattr(self, name).value_tile
       if shape.value_width % tile:

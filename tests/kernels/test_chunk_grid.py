@@ -56,9 +56,9 @@ DELTA = delta_rule.default(delta_rule.Shape(128, 128, False)).forward
   ("config", "change", "message"),
   [
     (LINEAR.outputs, {"value_tile": 96}, "value_tile=96 must be 64 or 128"),
-    (LINEAR.outputs, {"num_stages": 0}, "num_stages=0 must be at least 1"),
+    (LINEAR.outputs, {"num_stages": 1}, "num_stages=1 must be at least 2"),
     (LINEAR.query_gradient, {"blocks_per_cta": 0}, "blocks_per_cta=0 must be at least 1"),
-    (LINEAR, {"chunk": 128}, "chunk=128 must be 64"),
+    (LINEAR, {"chunk": 32}, "chunk=32 must be 64 or 128"),
     (DELTA, {"num_slots": 1}, "num_slots=1 must be"),
     (DELTA, {"cluster": 4}, "must divide the narr"),
     (DELTA, {"value_tile": 48}, "value_tile=48"),

@@ -198,8 +198,9 @@ def changed(**fields):
     ),
     (changed(key_gradient=ChunkConfig(value_parts=4)), "key_gradient.value_parts=4 must divide 2"),
     (changed(separate_values=False), "separate_values=False needs constant decays"),
+    (changed(chunk=128), "chunk=128 needs scalar decays and whole chunks"),
   ],
-  ids=["blocks", "heads", "parts", "values"],
+  ids=["blocks", "heads", "parts", "values", "chunk"],
 )
 def test_linear_attention_configurations_that_do_not_fit_a_shape_raise(config, message):
   with pytest.raises(ValueError, match=message):
@@ -221,6 +222,19 @@ def test_gradients_of_gla_with_a_given_configuration_equal_the_reference(monkeyp
   monkeypatch.setattr(linear_attention, "default", given)
   monkeypatch.setattr("pallas_kernels.linear_attention.op.default", given)
   case = Case(T=70, K=72, V=24, decay="BTHK", H=1, chunk=None)
+  contract.assert_case(LINEAR_ATTENTION, case, BF16, "pallas_interpret")
+
+
+def test_linear_attention_in_chunks_of_128_tokens_equals_the_reference(monkeypatch):
+  """Two chunks, the second of which begins inside a document and ends with padding."""
+  default = linear_attention.default
+
+  def given(shape):
+    two_stages = dataclasses.replace(default(shape).outputs, num_stages=2)
+    return dataclasses.replace(default(shape), chunk=128, outputs=two_stages, states=two_stages)
+
+  monkeypatch.setattr("pallas_kernels.linear_attention.op.default", given)
+  case = Case(T=230, K=16, V=24, decay="BTH", H=1, segments=True, chunk=None)
   contract.assert_case(LINEAR_ATTENTION, case, BF16, "pallas_interpret")
 
 

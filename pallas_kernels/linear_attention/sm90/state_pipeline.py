@@ -357,9 +357,8 @@ class _Scratch(NamedTuple):
   prologue_barrier: Any
 
   @classmethod
-  def of(cls, operands: Operands, work: Work, sizes: Sizes, config: PipelineConfig, chunk: int):
-    """SMEM of `config.num_stages` stages."""
-    W, stages = config.consumers, config.num_stages
+  def of(cls, operands: Operands, work: Work, K: int, W: int, stages: int, chunk: int):
+    """SMEM of so many stages, for W consumers."""
     loaded = [spec for spec in operands.tiles if isinstance(spec, TileSpec)]
 
     def stages_of(spec):
@@ -368,7 +367,7 @@ class _Scratch(NamedTuple):
 
     return cls(
       stages=map_refs(stages_of, operands.tiles),
-      state=smem_tile(W, sizes.K, TILE_WIDTH) if work.has_state_smem else None,
+      state=smem_tile(W, K, TILE_WIDTH) if work.has_state_smem else None,
       out=smem_tile(W, chunk, TILE_WIDTH) if work.has_out else None,
       normalizer=None if operands.normalizer is None else operands.normalizer.scratch,
       barriers=PipelineBarriers(
@@ -388,17 +387,17 @@ def _is_blocked(spec):
 class _Warpgroups:
   """A CTA of the state pipeline: its place in the grid, and the programs of its warpgroups."""
 
-  def __init__(self, operands: Operands, work: Work, sizes: Sizes, config, chunk, gmem, outs, smem):
+  def __init__(
+    self, operands: Operands, work: Work, sizes: Sizes, W, stages, chunk, gmem, outs, smem
+  ):
     self.operands, self.work, self.chunk = operands, work, chunk
     self.gmem, self.outs, self.smem = gmem, outs, smem
     self.num_chunks = sizes.T // chunk // sizes.num_splits
     row, self.head = lax.axis_index("row"), lax.axis_index("head")
-    self.first_block = lax.axis_index("value") * config.consumers
+    self.first_block = lax.axis_index("value") * W
     self.batch, self.split = row // sizes.num_splits, lax.rem(row, sizes.num_splits)
-    self.pipeline = Pipeline(self.num_chunks, config.num_stages, smem.barriers)
-    self.cta = CTA(
-      gmem.vectors, gmem.decay, gmem.normalizer, smem.normalizer, outs, config.consumers
-    )
+    self.pipeline = Pipeline(self.num_chunks, stages, smem.barriers)
+    self.cta = CTA(gmem.vectors, gmem.decay, gmem.normalizer, smem.normalizer, outs, W)
 
   def index_of(self, n, column=0) -> ChunkIndex:
     """The n-th chunk that the CTA processes, and one of its columns of values."""
@@ -520,8 +519,7 @@ def run_state_pipeline(
 ) -> StateOutputs:
   """Carries the state along the chunks of each split of each sequence and head."""
   B, T, H, K, V, P = sizes
-  num_stages = min(config.num_stages, T // chunk // P)
-  config = dataclasses.replace(config, num_stages=num_stages)
+  W, stages = config.consumers, min(config.num_stages, T // chunk // P)
   out_type = work.out_type._replace(
     last_state=jax.ShapeDtypeStruct((B, H, P, K, V), jnp.float32),
     states=jax.ShapeDtypeStruct((B, H, T // chunk, K, V), jnp.bfloat16)
@@ -530,7 +528,7 @@ def run_state_pipeline(
   )
 
   def body(gmem: _Gmem, outs: StateOutputs, smem: _Scratch):
-    warpgroups = _Warpgroups(operands, work, sizes, config, chunk, gmem, outs, smem)
+    warpgroups = _Warpgroups(operands, work, sizes, W, stages, chunk, gmem, outs, smem)
     warpgroup = lax.axis_index("warpgroup")
     pl.when(warpgroup == 0)(warpgroups.produce)
     pl.when(warpgroup > 0)(lambda: warpgroups.consume(warpgroup - 1))
@@ -542,9 +540,9 @@ def run_state_pipeline(
     body,
     _Gmem(arrays, vectors, decay.arrays, normalizer_arrays, initial),
     out_type,
-    _Scratch.of(operands, work, sizes, config, chunk),
+    _Scratch.of(operands, work, K, W, stages, chunk),
     grid=(V // config.value_tile, H, B * P),
-    num_warpgroups=1 + config.consumers,
+    num_warpgroups=1 + W,
     name=name,
     backend=backend,
     compiler_params=WITHOUT_SCRATCH,
