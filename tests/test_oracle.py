@@ -7,17 +7,12 @@ import pytest
 from lnssm_jax.mixers import MIXERS
 from tests.oracle import command, programs, values
 
-QUICK_MIXERS = ["gla", "lnssm", "rg_lru"]
+QUICK_MIXERS = ["gla", "rg_lru"]
 QUICK_PROGRAMS = [
   "cross_entropy/pallas",
-  "kernels/scalar-step/B8T2048H32K64V64/pallas",
   "norms/layer/pallas",
-  "scan_kernels/attention documents window/pallas",
-  "scan_kernels/causal_conv1d/pallas",
-  "scan_kernels/delta_rule/pallas",
-  "scan_kernels/diagonal_scan/pallas",
-  "scan_kernels/selective_scan/pallas",
-  "scan_kernels/wkv4/pallas",
+  "forward/linear_attention",
+  *(f"forward/{case}" for case in programs.FORWARD),
 ]
 
 

@@ -126,7 +126,7 @@ def test_initial_parameters_have_the_recorded_sizes(name):
   np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-7)
 
 
-@every_mixer
+@every_core_mixer
 def test_initial_output_is_neither_silent_nor_loud(name):
   """For inputs of size 1, as the norm before a mixer makes them; by design some start at 0.
 

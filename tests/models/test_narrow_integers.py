@@ -60,8 +60,12 @@ def documents(key, ids, size):
 @pytest.mark.parametrize(
   ("call", "dtype"),
   [
-    pytest.param(call, dtype, marks=[pytest.mark.slow] * (call is selected and dtype != "uint8"))
-    for call in (loss, entropy, rows, selected, documents)
+    pytest.param(call, dtype, marks=[pytest.mark.slow] * (dtype not in some))
+    for calls, some in [
+      ((loss, entropy, rows, documents), ("uint8", "int16")),
+      ((selected,), ("uint8",)),
+    ]
+    for call in calls
     for dtype in SIZES
   ],
 )

@@ -90,7 +90,7 @@ def test_selective_scan_gradient_of_a_strong_rate_is_accurate_per_entry():
   assert np.abs(want).min() < 1e-7 < np.abs(want).max()
 
 
-@pytest.mark.parametrize("chunk_size", [4, None])
+@pytest.mark.parametrize("chunk_size", [4, pytest.param(None, marks=pytest.mark.slow)])
 def test_selective_scan_one_rate_per_channel_equals_rates_of_each_number(chunk_size):
   """`a` [D, 1] against the reference with [D, N]: documents, states and all gradients, float64."""
   T = 37

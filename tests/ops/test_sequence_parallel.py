@@ -23,9 +23,7 @@ LINEAR = {"name": "linear_attention"}
 EACH = [
   LINEAR | {"decay": "HK", "normalize": True, "bonus": True, "strength": "weak"},
   LINEAR | {"decay": "BTHK", "value_decay": "BTHV", "strength": "weak"},
-  LINEAR | {"decay": "HK", "H": 4, "readers": 2, "own_decays": True, "strength": "weak"},
   {"name": "diagonal_scan", "complex_": "ax", "reverse": True, "strength": "weak"},
-  {"name": "diagonal_scan", "constant": True},
   {"name": "wkv4", "strength": "weak"},
   {"name": "selective_scan", "strength": "weak"},
   {"name": "longhorn_scan", "strength": "weak", "activated": True},
@@ -33,9 +31,11 @@ EACH = [
   {"name": "elementwise_decay_scan", "decay": "function"},
   {"name": "long_convolution", "kernel": "complex"},
   {"name": "attention", "window": 5},
-  {"name": "attention", "cached": [12, 3]},
 ]
 MANY = [
+  LINEAR | {"decay": "HK", "H": 4, "readers": 2, "own_decays": True, "strength": "weak"},
+  {"name": "diagonal_scan", "constant": True},
+  {"name": "attention", "cached": [12, 3]},
   *(
     LINEAR | {"decay": decay, "strength": strength, "segments": segments}
     for decay in (None, "H", "HK", "BTH", "BTHK")

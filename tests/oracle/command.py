@@ -26,7 +26,7 @@ KINDS = {
 
 # Results like others, which only `--all` or their names choose.
 LIKE_OTHERS = {
-  "configs": r"-1b3|original|mqar|transformer|llama|-h-|n4k2|s6$|qlstm$|gla-600m",
+  "configs": r"-1b3|original|mqar|transformer|llama|-h-|n4k2|s6$|qlstm$|gla-600m|vi[lm]-small|vim-",
   "programs": r"normalized|kernels/channel.*H32K64|train_step/|model_step/(?!gla$|softmax_att)",
 }
 
@@ -90,19 +90,31 @@ def compare(kind: str, names: list[str], records: dict[str, Any]) -> tuple[list[
   makers, lines = KINDS[kind](), []
   for name in names:
     lines += differences(f"{kind} {name}", known.get(name), makers[name](), equal)
-  notes.append(f"{kind}: {len(names)} compared with commit {records[kind]['commit']}")
+  later = sum(name in records[kind].get("later", {}) for name in names)
+  but = f", {later} of them recorded again later" if later else ""
+  notes.append(f"{kind}: {len(names)} compared with commit {records[kind]['commit']}{but}")
   return lines, notes
 
 
 def record(kind: str, names: list[str], records: dict[str, Any], commit: str) -> None:
-  """Replaces these records of a kind; those of programs and the like that no longer are go."""
-  makers = KINDS[kind]()
-  old = records.get(kind, {}).get("values", {}) if len(names) < len(makers) else {}
-  kept = {name: value for name, value in old.items() if name in makers}
+  """Replaces these records of a kind. Those of results that no longer exist are removed.
+
+  A part of a kind keeps the commit of the others, and "later" has its own, by name.
+  """
+  makers, now = KINDS[kind](), environment()
+  old = records.get(kind, {}) if len(names) < len(makers) else {}
+  if old and old["environment"] != now:
+    raise SystemExit(f"{kind}: recorded with {old['environment']}; record all of them, or there.")
+  kept = {name: value for name, value in old.get("values", {}).items() if name in makers}
+  later = {name: of for name, of in old.get("later", {}).items() if name in makers}
   for name in names:
-    kept[name] = makers[name]()
+    value = makers[name]()
+    if old and kept.get(name) != value:
+      later[name] = commit
+    kept[name] = value
     print(kind, name, file=sys.stderr, flush=True)
-  records[kind] = {"commit": commit, "environment": environment(), "values": kept}
+  head = {"commit": old.get("commit", commit), "environment": now}
+  records[kind] = head | ({"later": later} if later else {}) | {"values": kept}
 
 
 def read() -> dict[str, Any]:
@@ -114,9 +126,8 @@ def written(records: dict[str, Any]) -> str:
   kinds = []
   for kind, record in records.items():
     rows = ",\n".join(f"   {json.dumps(n)}: {json.dumps(x)}" for n, x in record["values"].items())
-    head = ",\n".join(
-      f"  {json.dumps(n)}: {json.dumps(record[n])}" for n in ("commit", "environment")
-    )
+    rest = {name: value for name, value in record.items() if name != "values"}
+    head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in rest.items())
     kinds.append(f' {json.dumps(kind)}: {{\n{head},\n  "values": {{\n{rows}\n  }}\n }}')
   return "{\n" + ",\n".join(kinds) + "\n}\n"
 

@@ -40,6 +40,12 @@ HOPPER = types.SimpleNamespace(
   shared_memory_per_block_optin=227 * 1024,
 )
 
+# Cases of `benchmarks.scan_kernels`.
+FORWARD = (
+  *("attention documents window", "causal_conv1d", "delta_rule", "diagonal_scan"),
+  *("selective_scan", "wkv4"),
+)
+
 Hashes = str | dict[str, str | list[str]]
 
 
@@ -76,24 +82,33 @@ def linear_attention():
         gradient = shape.T > 1
         name = f"kernels/{label}/{str(shape).replace(' ', '')}/{form}"
         table[name] = functools.partial(lower, case, shape, form, gradient)
+  case, shape = cases.CASES["scalar-step"], cases.SHAPES[0]
+  table["forward/linear_attention"] = functools.partial(lower, case, shape, "pallas", False)
   return table
 
 
 def other_ops():
-  """`benchmarks.scan_kernels`: the other ops at the sizes of models, forward and gradient."""
+  """`benchmarks.scan_kernels`: the other ops at the sizes of models.
+
+  Forward and gradient; of "forward" alone, which is quicker, one for each family of kernels.
+  """
   cases = scan_kernels
 
-  def lower(case, form):
+  def lower(case, form, gradient=True):
     arrays = jax.eval_shape(lambda: cases.make_inputs(case, case.sizes, 0))
     inputs = {name: x for name, x in arrays.items() if name != "cotangent"}
+    if not gradient:
+      return lowered(lambda x: cases.forward(case, x, form), form, inputs)
     call = lambda x, y: cases.gradients(case, x, y, form)
     return lowered(call, form, inputs, arrays["cotangent"])
 
-  return {
-    f"scan_kernels/{label}/{form}": functools.partial(lower, case, form)
-    for label, case in cases.CASES.items()
-    for form in ("pallas", "chunked")
-  }
+  table = {}
+  for label, case in cases.CASES.items():
+    for form in ("pallas", "chunked"):
+      table[f"scan_kernels/{label}/{form}"] = functools.partial(lower, case, form)
+  for label in FORWARD:
+    table[f"forward/{label}"] = functools.partial(lower, cases.CASES[label], "pallas", False)
+  return table
 
 
 def forms():
