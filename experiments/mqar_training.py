@@ -117,7 +117,7 @@ class Training:
   Attributes:
     step: finished steps.
     accuracy: float64 [R] of each copy, of the last evaluation, or of the first above 0.99; NaN of
-      one that has diverged, whose loss was not finite.
+      one that has diverged (`Copies.diverged`).
     steps: [R], when that was.
     train, test: the batches.
     metrics: of the last step, see `Copies.step`.
@@ -163,7 +163,7 @@ class Training:
       after(self.step + number)
     self.step += len(epoch)
     right = np.mean([self._copies.right(examples._asdict()) for examples in self.test], axis=0)
-    right = np.where(np.isfinite(self.metrics["loss"]), right, np.nan)
+    right = np.where(self._copies.diverged, np.nan, right)
     running = self.accuracy <= SOLVED
     self.accuracy = np.where(running, right, self.accuracy)
     self.steps = np.where(running, self.step, self.steps)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +32,11 @@ from train.logging.console import Console
 from train.logging.metric_reader import DivergedError
 from train.runs import run_folder
 from train.runs.rows import Row
+from train.step.loss import LossSums
 from train.step.model import params_of
-from train.step.optimizer import make_optimizer, update_ema
+from train.step.optimizer import make_optimizer
 from train.step.state import State
+from train.step.step import Rules, step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ def fit(cfg: Vision, *, allow_config_change: bool = False) -> Result:
 
   Raises:
     ValueError: the images, the run folder or the devices do not match the config.
-    DivergedError: a loss is not finite.
+    DivergedError: `max_skipped` consecutive steps were not finite.
     CheckpointError: the last checkpoint could not be written, or no existing one can be read.
   """
   console = Console()
@@ -93,19 +94,36 @@ def fit(cfg: Vision, *, allow_config_change: bool = False) -> Result:
     stop = stack.enter_context(StopSignal())
     stream = stack.enter_context(training_batches(train, cfg, step))
     validated, begin, since = None, time.perf_counter(), step
+    failures, last = 0, None  # metrics of the step before, which have been computed by now
     while step < cfg.epochs * epoch and not stop:
       run.check()
       batch = jax.device_put(next(stream), Batch(rows, rows, rows, whole, whole, whole))
-      state, loss = train_step(state, batch)
+      state, metrics = train_step(state, batch)
       step += 1
+      failures = failures + 1 if last is not None and float(last["skipped"]) else 0
+      if failures == cfg.max_skipped:
+        raise DivergedError(
+          f"the last {failures} steps, up to {step - 1}, were skipped, as their loss or gradient is"
+          " not finite; lower optimizer.peak_lr, or set optimizer.clip_norm=1.0."
+        )
+      last = metrics
       ends_epoch, saves = step % epoch == 0, saver.is_due(step)
       if ends_epoch or saves or step % cfg.log_every == 0:
-        row = {"kind": "train", "step": step, "epoch": step / epoch, "loss": float(loss)}
-        if not math.isfinite(row["loss"]):
-          raise DivergedError(f"the loss of step {step} is {row['loss']}; lower optimizer.peak_lr.")
+        row = {"kind": "train", "step": step, "epoch": step / epoch, "loss": float(metrics["loss"])}
         speed = (step - since) * cfg.global_batch / (time.perf_counter() - begin)
-        run.append([row | {"images_per_second": speed}])
-        console.progress(f"epoch {row['epoch']:.2f}  loss {row['loss']:.4f}  {speed:.0f} images/s")
+        row |= {"images_per_second": speed}
+        if float(metrics["skipped"]):
+          row = {
+            "kind": "skipped",
+            "step": step,
+            "why": "not finite",
+            "loss": None,
+            "grad_norm": None,
+          }
+        run.append([row])
+        console.progress(
+          f"epoch {step / epoch:.2f}  loss {float(metrics['loss']):.4f}  {speed:.0f} images/s"
+        )
       if ends_epoch:
         validated = _validate(step, state, validation, cfg, evaluate, rows)
         run.append([validated])
@@ -159,13 +177,15 @@ def make_steps(cfg: Vision, epoch: int) -> tuple[Callable, jax.stages.Wrapped, j
   """The compiled functions of a run whose epochs have `epoch` steps.
 
   Returns:
-    key -> state; (state, batch) -> (state, loss), which donates the state; (params, images uint8,
-    labels, whether they count) -> sums over those images of the loss, of hits, and of 1.
+    key -> state; (state, batch) -> (state, metrics of `train.step.step`), which donates the state;
+    (params, images uint8, labels, whether they count) -> sums over those images of the loss, of
+    hits, and of 1.
   """
   graph = model_graph(cfg.model)
   warmup = cfg.warmup_epochs * epoch
   optimizer = dataclasses.replace(cfg.optimizer, warmup_steps=warmup)
-  tx, _ = make_optimizer(optimizer, cfg.epochs * epoch)
+  tx, schedule = make_optimizer(optimizer, cfg.epochs * epoch)
+  rules = Rules(of_mean=True, tx=tx, schedule=schedule, ema_decay=cfg.optimizer.ema_decay)
 
   def initialize(key):
     params = params_of(build_model(cfg.model, key))
@@ -179,17 +199,13 @@ def make_steps(cfg: Vision, epoch: int) -> tuple[Callable, jax.stages.Wrapped, j
     of_noise, of_dropout = jax.random.split(key)
     images, targets = on_device(batch, cfg, of_noise)
 
-    def loss(params):
-      logits = nnx.merge(graph, params)(images, dropout_key=of_dropout)
-      return optax.softmax_cross_entropy(logits, targets).mean()
+    def loss(params, batch):
+      logits = nnx.merge(graph, params)(batch["images"], dropout_key=of_dropout)
+      mean = optax.softmax_cross_entropy(logits, batch["targets"]).mean()
+      return LossSums(nats=mean, weight=jnp.float32(1), penalty=jnp.float32(0)), None
 
-    value, gradients = jax.value_and_grad(loss)(state["params"])
-    updates, opt_state = tx.update(gradients, state["opt_state"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
-    new = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
-    if cfg.optimizer.ema_decay is not None:
-      new["ema"] = update_ema(state["ema"], params, cfg.optimizer.ema_decay)
-    return new, value
+    state, metrics = step(loss, state, {"images": images, "targets": targets}, rules)
+    return state, {"loss": metrics["loss"], "skipped": metrics["skipped"]}
 
   def evaluate(params, images, labels, counts):
     logits = nnx.merge(graph, params)(normalized(images, cfg.data))

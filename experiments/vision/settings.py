@@ -100,12 +100,14 @@ class Vision:
   checkpoint_every: int = 1  # epochs
   keep_checkpoints: int = 2  # the newest
   log_every: int = 50  # steps
+  max_skipped: int = 10  # consecutive steps that are not finite and skipped, which end the run
   workers: int | None = None  # threads that read and change images; None: all cores
 
   def __post_init__(self):
     check(self.run_dir != "", "run_dir is empty; give the folder that the run writes into.")
     check_path("run_dir", self.run_dir)
-    for name in ("epochs", "global_batch", "checkpoint_every", "keep_checkpoints", "log_every"):
+    positive = "epochs global_batch checkpoint_every keep_checkpoints log_every max_skipped"
+    for name in positive.split():
       at_least(name, getattr(self, name), 1)
     if self.workers is not None:
       at_least("workers", self.workers, 1)

@@ -174,7 +174,8 @@ def _classifier(name: str) -> dict[str, Entry]:
   state = jax.jit(initialize)(jax.random.key(cfg.seed))
   found = {"start": summary(state["params"])}
   for n in range(2):
-    state, found[f"loss {n}"] = step(state, batch)
+    state, metrics = step(state, batch)
+    found[f"loss {n}"] = metrics["loss"]
   found |= {key: summary(state[key]) for key in ("params", "ema") if key in state}
   return named(found)
 

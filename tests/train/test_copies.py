@@ -188,3 +188,79 @@ def test_choices_of_kernels_are_kept_in_the_folder(tmp_path, monkeypatch):
   monkeypatch.setattr(compile_cache, "options", lambda mesh, kernels: folders.append(kernels))
   Copies(settings(), seeds=(0,), learning_rates=(1e-3,), kernels=tmp_path)
   assert folders == [tmp_path]
+
+
+def poisoned(at, steps=6):
+  """Batches of text, of which those numbered `at` have a weight that is not finite."""
+  rng = np.random.default_rng(0)
+  for number in range(steps):
+    tokens = rng.integers(0, 257, (4, 17)).astype(np.int32)
+    weights = np.ones((4, 16), np.float32)
+    weights[0, 3] = np.inf if number in at else 1
+    yield {
+      "tokens": tokens[:, :-1],
+      "targets": tokens[:, 1:],
+      "weights": weights,
+      "segment_ids": np.zeros((4, 16), np.int32),
+    }
+
+
+def alone(cfg, batches):
+  """The parameters of a run that trains alone, and whether it skipped each step."""
+  mesh = device_mesh.make_mesh(cfg)
+  transform = make_optimizer(cfg.optimizer, cfg.steps)[0]
+  step = make_train_step(cfg, model_graph(cfg.model), transform, mesh)
+  state, skipped = init_state(cfg, mesh), []
+  for batch in batches:
+    state, metrics = step(state, batch)
+    skipped.append(float(metrics["skipped"]))
+  return state, skipped
+
+
+def test_copy_skips_the_steps_that_it_skips_alone_and_no_other_copy_does():
+  cfg, batches = (
+    settings(),
+    list(poisoned([])),
+  )
+  bad = list(poisoned([1, 3]))
+  copies = Copies(cfg, runs=[(0, 1e-3), (0, 1e-3)])
+  skipped = []
+  for good_batch, bad_batch in zip(batches, bad, strict=True):
+    both = jax.tree.map(lambda *xs: np.stack(xs), good_batch, bad_batch)
+    skipped.append(np.asarray(copies.step(both)["skipped"]))
+  for copy, of_copy in enumerate((batches, bad)):
+    state, expected = alone(cfg, of_copy)
+    assert [x[copy] for x in skipped] == expected == [float(copy and n in (1, 3)) for n in range(6)]
+    mine = jax.tree.map(lambda x, copy=copy: x[copy], copies.params)
+    difference = optax.tree.norm(jax.tree.map(np.subtract, mine, state["params"]))
+    assert difference < 1e-4 * optax.tree.norm(mine)
+  assert int(copies.state["step"][1]) == 6
+  assert not copies.diverged.any()
+
+
+def test_copy_that_skips_the_most_steps_in_a_row_has_diverged_for_good():
+  cfg = settings(max_skipped=2)
+  copies = Copies(cfg, runs=[(0, 1e-3), (1, 1e-3), (2, 1e-3)])
+  streams = (poisoned([0, 2, 4]), poisoned([1, 2]), poisoned([]))
+  for number, batches in enumerate(zip(*streams, strict=True)):
+    copies.step(jax.tree.map(lambda *xs: np.stack(xs), *batches))
+    assert copies.diverged.tolist() == [False, number >= 2, False]
+  copies.restart(copies.params)
+  assert not copies.diverged.any()
+
+
+def test_steps_without_targets_neither_fail_nor_end_a_row_of_failures():
+  cfg = settings(max_skipped=2)
+  copies = Copies(cfg, seeds=(0,), learning_rates=(1e-3,))
+  empty = next(poisoned([])) | {"weights": np.zeros((4, 16), np.float32)}
+  (bad,) = poisoned([0], steps=1)
+  for batch, expected in (
+    (empty, False),
+    (empty, False),
+    (bad, False),
+    (empty, False),
+    (bad, True),
+  ):
+    metrics = copies.step(batch)
+    assert float(metrics["skipped"][0]) == 1
+    assert copies.diverged.tolist() == [expected]

@@ -99,11 +99,11 @@ def test_copies_of_text_see_the_batches_of_their_seeds(tiny, tmp_path, monkeypat
 
   class Watching:
     def __init__(self, cfg, *, runs, kernels):
-      self.runs = runs
+      self.runs, self.diverged = runs, np.zeros(4, bool)
 
     def step(self, batch):
       seen.append(batch)
-      return {"loss": np.zeros(4), "tokens": np.ones(4)}
+      return {"loss": np.zeros(4), "tokens": np.ones(4), "skipped": np.zeros(4)}
 
   monkeypatch.setattr(work, "Copies", Watching)
   (found,) = groups.group(sweep_of(tmp_path, text_runs(tiny)).runs)
@@ -127,15 +127,21 @@ def test_copies_of_text_see_the_batches_of_their_seeds(tiny, tmp_path, monkeypat
 def test_copies_of_text_are_scored_by_weight_and_diverged_ones_have_no_rows(
   tiny, tmp_path, monkeypatch
 ):
-  """Two batches of weights 3 and 1; the second run's loss is not finite, nor a later one's step."""
+  """Two batches of weights 3 and 1; the second run's validation loss is not finite, the third has
+  diverged, the fourth skips the step."""
   sums = iter([([3.0, np.nan, 6.0, 9.0], [3.0] * 4), ([5.0, 1.0, 2.0, 3.0], [1.0] * 4)])
 
   class Given:
     def __init__(self, cfg, *, runs, kernels):
-      self.runs = runs
+      self.runs, self.diverged = runs, np.array([False, False, True, False])
 
     def step(self, batch):
-      return {"loss": np.array([1.0, 2.0, np.inf, 4.0]), "tokens": np.ones(4)}
+      skipped = np.array([0.0, 0.0, 1.0, 1.0])
+      return {
+        "loss": np.array([1.0, 2.0, np.inf, np.inf]),
+        "tokens": np.ones(4),
+        "skipped": skipped,
+      }
 
     def loss(self, batch):
       nats, weight = map(np.array, next(sums))
@@ -152,10 +158,11 @@ def test_copies_of_text_are_scored_by_weight_and_diverged_ones_have_no_rows(
     rows = text.advance()
   assert text.finished
   kinds = [[row["kind"] for row in of_run] for of_run in rows]
-  assert kinds == [["train", "eval"], ["train"], ["diverged", "eval"], ["train", "eval"]]
+  assert kinds == [["train", "eval"], ["train"], ["diverged"], ["eval"]]
   assert [of_run[0]["step"] for of_run in rows] == [12] * 4
   losses = [scores["validation loss"] for scores in text.scores()]
-  np.testing.assert_array_equal(losses, [2.0, np.nan, 2.0, 3.0])
+  assert losses[2] is None
+  np.testing.assert_array_equal(losses[:2] + losses[3:], [2.0, np.nan, 3.0])
   final = make_schedule(found.first.cfg.optimizer, 12)(11) / found.first.cfg.optimizer.peak_lr
   for (row, *_), (_, rate) in zip(rows, found.pairs, strict=True):
     if row["kind"] == "train":
@@ -236,7 +243,7 @@ def test_groups_have_one_program_each(tiny):
   assert len({each.key for each in groups.group(mixed, 3)}) == 6
   single = groups.group(text_runs(tiny)[:1])[0]
   assert single.alone and not groups.group(recall_runs()[:1])[0].alone
-  of_fit = groups.group(text_runs(tiny, skip_spikes=6.0))
+  of_fit = groups.group(text_runs(tiny, optimizer__ema_decay=0.9))
   assert sizes(of_fit) == [1] * 4 and of_fit[0].alone
 
 

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -15,9 +16,11 @@ from train import loop
 from train.cluster import device_mesh
 from train.logging.loggers import scalars
 from train.logging.metric_reader import aux_columns
+from train.step.loss import LossSums
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
+from train.step.step import Rules, step
 from train.step.train_step import make_eval_step, make_train_step
 
 
@@ -310,3 +313,29 @@ def test_mesh_indivisible_batch_rejected(tiny, monkeypatch):
   monkeypatch.setattr(jax, "devices", lambda: [jax.local_devices()[0]] * 4)
   with pytest.raises(ValueError, match=r"microbatch of 2 sequences .* over the 4 devices"):
     device_mesh.make_mesh(tiny(accumulate=2, mesh__data=-1))
+
+
+def test_step_takes_any_loss_and_batch():
+  """A line through points, fitted by the step that trains language models."""
+  rate = optax.constant_schedule(0.5)
+  tx = optax.chain(optax.identity(), optax.scale_by_learning_rate(rate))
+  rules = Rules(tx=tx, schedule=rate, accumulate=2, ema_decay=0.5)
+  params = {"slope": jnp.float32(0)}
+  state = {"params": params, "opt_state": tx.init(params), "step": jnp.int32(0), "ema": params}
+  x = np.arange(4, dtype=np.float32)
+  batch = {"x": x, "y": 3 * x, "weight": np.float32([1, 1, 0, 1])}
+
+  def loss(params, batch):
+    nats = batch["weight"] * (params["slope"] * batch["x"] - batch["y"]) ** 2 / 2
+    return LossSums(nats.sum(), batch["weight"].sum(), jnp.float32(0)), None
+
+  new, metrics = jax.jit(lambda state, batch: step(loss, state, batch, rules))(state, batch)
+  gradient = -3 * (1 + 9) / 3  # of the rows that count
+  assert float(metrics["loss"]) == pytest.approx(9 * (1 + 9) / 2 / 3)
+  assert float(metrics["grad_norm"]) == pytest.approx(-gradient)
+  assert float(new["params"]["slope"]) == pytest.approx(-0.5 * gradient)
+  assert float(new["ema"]["slope"]) == pytest.approx(-0.25 * gradient)
+  nothing = batch | {"weight": np.zeros(4, np.float32)}
+  again, metrics = step(loss, new, nothing, rules)
+  assert (float(metrics["skipped"]), int(again["step"])) == (1, 2)
+  assert again["params"] == new["params"] and again["ema"] == new["ema"]

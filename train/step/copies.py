@@ -6,7 +6,8 @@
     copies.loss(batch).nats, copies.right(batch)
 
 A small model leaves most of a GPU idle. Here the training step is vmapped over the copies, which
-see the same batches, or each its own. Each has the dropout of its own seed.
+see the same batches, or each its own. Each has the dropout of its own seed, and skips the steps
+that it would skip alone (`train.step.step_guard`).
 """
 
 import dataclasses
@@ -23,13 +24,14 @@ import numpy as np
 import optax
 from flax import nnx
 
-from lnssm_jax.models import aux_loss, layers
 from train import config
 from train.cluster import compile_cache, device_mesh
+from train.step import step_guard
 from train.step.loss import LossSums, next_token_loss
 from train.step.model import model_graph
-from train.step.optimizer import as_skipped, make_optimizer, penalties_of, update_ema
+from train.step.optimizer import make_optimizer, penalties_of
 from train.step.state import State, initializer
+from train.step.step import Rules, step
 from train.step.train_step import dropout_key
 
 _PEAK = 1e-3  # learning rate of the programs, which each copy scales
@@ -79,6 +81,14 @@ class Copies:
   def params(self) -> Any:
     return self.state["params"]
 
+  @property
+  def diverged(self) -> np.ndarray:
+    """[R] bool: whether `max_skipped` consecutive steps of a copy were skipped, as in `train.fit`.
+
+    Those without targets count neither way.
+    """
+    return np.asarray(self.state["failures"][:, 1]) >= self.cfg.max_skipped
+
   def compile(self, batch: Any) -> None:
     """Compiles the training step for batches like this one."""
     arguments = self.state, self._ratios, self._dropout_keys, batch
@@ -86,7 +96,7 @@ class Copies:
     self._step[own] = self._step[own].lower(*arguments).compile()
 
   def step(self, batch: Any, scale: float = 1.0) -> dict[str, Any]:
-    """Trains on a batch; `loss` [R] before it and, with a router, `aux` of each layer.
+    """Trains on a batch; metrics [R] of `train.step.step`, with a router also `aux` of each layer.
 
     `scale` multiplies the learning rates of this step. Nothing but the schedule advances in a copy
     of whose batch no target counts (`tokens` is 0).
@@ -103,7 +113,10 @@ class Copies:
     new = {"params": jax.tree.map(jnp.copy, params), "opt_state": opt_state}
     if "ema" in self.state:
       new["ema"] = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
-    self.state = self.state | new | {"step": jnp.zeros_like(self.state["step"])}
+    zeros = {name: jnp.zeros_like(self.state[name]) for name in ("step", "failures")}
+    if "spikes" in self.state:
+      zeros["spikes"] = jax.tree.map(jnp.zeros_like, self.state["spikes"])
+    self.state = self.state | new | zeros
 
   def loss(self, batch: Any) -> LossSums:
     """Sums of the loss, of arrays [R]."""
@@ -121,7 +134,17 @@ class _Programs:
     self._cfg = cfg
     options = compile_cache.options(device_mesh.make_mesh(cfg), kernels)
     jit = functools.partial(jax.jit, compiler_options=options)
-    self.init = jit(lambda keys: jax.lax.map(initializer(cfg), keys))
+    tx, schedule = make_optimizer(cfg.optimizer, cfg.steps)
+    self._rules = Rules(
+      tx=tx,
+      num_layers=cfg.model.num_layers,
+      of_mean=True,
+      schedule=schedule,
+      skip_spikes=cfg.skip_spikes,
+      ema_decay=cfg.optimizer.ema_decay,
+    )
+    of_failures = {"failures": jnp.zeros(2, jnp.int32)}
+    self.init = jit(lambda keys: jax.lax.map(lambda key: initializer(cfg)(key) | of_failures, keys))
 
     def mapped(function, copies, **how):  # by whether each copy has its own batch
       axes = {own: (*[0] * copies, 0 if own else None) for own in (False, True)}
@@ -159,27 +182,16 @@ class _Programs:
   def _one_step(self, state, ratio, dropout, batch):
     of_step = jax.random.fold_in(dropout, state["step"])
 
-    def mean_loss(params):
+    def mean_loss(params, batch):
       sums, aux = self._sums(params, batch, penalties_of(self._cfg.optimizer), of_step)
       mean = sums.nats / jnp.where(sums.weight > 0, sums.weight, 1.0)
-      return mean + aux_loss(aux), (mean, sums.weight, aux)
+      return sums._replace(nats=mean), aux
 
-    params = state["params"]
-    gradients, (mean, tokens, aux) = jax.grad(mean_loss, has_aux=True)(params)
-    transformation = make_optimizer(self._cfg.optimizer, self._cfg.steps)[0]
-    updates, opt_state = transformation.update(gradients, state["opt_state"], params)
-    updates = jax.tree.map(lambda u: ratio * u, updates)
-    choose = functools.partial(jax.tree.map, lambda new, old: jnp.where(tokens != 0, new, old))
-    before = as_skipped(state["opt_state"], opt_state)
-    opt_state = choose(opt_state, before)
-    params = choose(optax.apply_updates(params, updates), params)
-    if (decay := self._cfg.optimizer.ema_decay) is not None:
-      state = state | {"ema": choose(update_ema(state["ema"], params, decay), state["ema"])}
-    state = state | {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
-    metrics = {"loss": mean, "tokens": tokens}
-    if jax.tree.leaves(aux):
-      metrics["aux"] = layers.apart(aux, self._cfg.model.num_layers)
-    return state, metrics
+    state, metrics = step(mean_loss, state, batch, self._rules, ratio)
+    failures = step_guard.count_failures(state["failures"], metrics)
+    state = state | {"failures": failures}
+    kept = ("loss", "grad_norm", "tokens", "skipped", "aux")  # others would be computed for nothing
+    return state, {name: metrics[name] for name in kept if name in metrics}
 
 
 @functools.lru_cache(maxsize=1)

@@ -37,6 +37,13 @@ def is_finite(loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
   return jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
 
+def count_failures(failures: jax.Array, metrics: dict[str, jax.Array]) -> jax.Array:
+  """Failed steps in a row up to this one, and the most ever: int32 [2] before and after a step."""
+  has_targets, skipped = metrics["tokens"] > 0, metrics["skipped"] > 0
+  now = jnp.where(has_targets, jnp.where(skipped, failures[0] + 1, 0), failures[0])
+  return jnp.stack([now, jnp.maximum(failures[1], now)])
+
+
 def is_spike(seen: Statistics, loss: jax.Array, grad_norm: jax.Array, deviations: float):
   """Whether a step is a spike relative to the steps before it, as a boolean scalar."""
   limit = seen["mean"] + deviations * jnp.sqrt(seen["variance"])

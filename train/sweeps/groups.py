@@ -42,13 +42,13 @@ class Group:
   def alone(self) -> bool:
     """Whether `train.fit` trains its runs, one by one.
 
-    A single language model, and settings that copies of one program do not have: several devices,
-    steps that are skipped as spikes, averages of parameters.
+    A single language model, several devices, and averages of parameters, which `train.fit`
+    evaluates.
     """
     cfg = self.first.cfg
     is_spread = any(size > 1 for size in dataclasses.asdict(cfg.mesh).values())
     single = self.first.task is None and len(self.runs) == 1
-    return single or is_spread or (cfg.skip_spikes, cfg.optimizer.ema_decay) != (None, None)
+    return single or is_spread or cfg.optimizer.ema_decay is not None
 
   @property
   def parts(self) -> list["Group"]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from train import loop
 from train.checkpoint.safe_files import make_folder
@@ -284,7 +285,10 @@ def _together(
     work: Work = task.work(found.runs, kernels) if task else Text(found, kernels, stack)
     checkpoints = stack.enter_context(Checkpoints(place, keep=1, say=say))
     where = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    restored = checkpoints.restore(jax.tree.map(where, work.copies.state))
+    state, older = work.copies.state, {}
+    if "failures" in state:  # which groups of earlier versions have not counted
+      older = {"failures": jnp.zeros_like(state["failures"])}
+    restored = checkpoints.restore(jax.tree.map(where, state), older)
     if restored is not None:
       state, saved_with = restored
       work.copies.state = state

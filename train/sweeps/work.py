@@ -63,17 +63,24 @@ class Text:
       self.step += 1
     now = float(np.asarray(self._schedule(self.step - 1))) / cfg.optimizer.peak_lr
     rows: list[list[Row]] = []
-    measured = (np.asarray(metrics[name]).tolist() for name in ("loss", "tokens"))
-    for loss, tokens, (_, rate) in zip(*measured, self.copies.runs, strict=True):
+    measured = (np.asarray(metrics[name]).tolist() for name in ("loss", "tokens", "skipped"))
+    diverged = self.copies.diverged
+    for loss, tokens, skipped, gone, (_, rate) in zip(
+      *measured, diverged, self.copies.runs, strict=True
+    ):
       row = {"kind": "train", "loss": loss, "learning_rate": now * rate}
-      row = {"step": self.step, **(row if math.isfinite(loss) else {"kind": "diverged"})}
-      rows.append([row] if tokens else [])  # without targets there is no loss
+      row = {"kind": "diverged"} if gone else row
+      is_empty = not tokens or (skipped and not gone)  # what is skipped has no loss to draw
+      rows.append([] if is_empty else [{"step": self.step, **row}])
     if self.step % cfg.eval_every == 0 or self.step == cfg.steps:
       evaluated = self._evaluate()
       if self.step == cfg.steps:
-        self._scores = [text_scores(of_run) for of_run in evaluated]
-      for mine, more in zip(rows, evaluated, strict=True):
-        mine += [row for row in more if math.isfinite(row["val_loss"])]
+        self._scores = [
+          dict.fromkeys(text_scores(of_run)) if gone else text_scores(of_run)
+          for of_run, gone in zip(evaluated, diverged, strict=True)
+        ]
+      for mine, more, gone in zip(rows, evaluated, diverged, strict=True):
+        mine += [] if gone else [row for row in more if math.isfinite(row["val_loss"])]
     return rows
 
   def _evaluate(self) -> list[list[Row]]:

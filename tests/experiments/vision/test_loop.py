@@ -189,18 +189,20 @@ def test_settings_of_a_run_must_not_change(tmp_path, file):
     loop.fit(config(tmp_path, file, seed=1))
 
 
-def test_loss_that_is_not_finite_ends_the_run(tmp_path, file):
+def test_steps_that_are_not_finite_end_the_run(tmp_path, file):
   make = loop.make_steps
 
   def diverging(cfg, epoch):
     initialize, _, evaluate = make(cfg, epoch)
-    return initialize, lambda state, batch: (state, np.nan), evaluate
+    skipped = {"loss": np.nan, "skipped": 1.0}
+    return initialize, lambda state, batch: (state, skipped), evaluate
 
   with (
     mock.patch.object(loop, "make_steps", diverging),
-    pytest.raises(loop.DivergedError, match=r"the loss of step 2 is nan; lower optimizer\.peak_lr"),
+    pytest.raises(loop.DivergedError, match=r"the last 3 steps, up to 3, were skipped, as"),
   ):
-    loop.fit(config(tmp_path, file))
+    loop.fit(config(tmp_path, file, max_skipped=3, checkpoint_every=4))
+  assert [row["kind"] for row in rows(tmp_path / "run")][:2] == ["skipped"] * 2
   assert not list((tmp_path / "run" / "checkpoints").glob("*"))
 
 
