@@ -193,6 +193,8 @@ def search(op: str, case: Case, sizes, args) -> tuple[str, Changes]:
   want = reference(op, case, arrays, sets[0]["cotangent"])
   with configured(op, {}) as defaults:
     jax.eval_shape(lambda x: scan_kernels.forward(case, x, who), arrays)
+  if len(defaults) != 1:
+    raise SystemExit(f"--sizes: kernels of {len(defaults)} shape classes; use sizes that need one.")
   ((shape_class, default),) = defaults.items()
   attempts = functools.partial(attempt, op, case, sets, want, who=who, timing=timing)
   chosen, best = {}, attempts({})

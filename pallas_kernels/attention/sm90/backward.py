@@ -103,7 +103,7 @@ def query_gradient(
     loop = QueryLoop(gmem.seen, smem, config, T)
     ring, b, h = loop.ring, loop.batch, loop.head
     if warpgroup is None:
-      loop.produce([gmem.q, gmem.d_out], gmem.keys, lax.div(h, H // G))
+      loop.produce([gmem.q, gmem.d_out], gmem.keys, H // G)
       return
 
     mine, own, rows = loop.rows_of(warpgroup)

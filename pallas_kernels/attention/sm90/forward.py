@@ -76,7 +76,7 @@ def outputs(
     loop = QueryLoop(gmem.seen, smem, config, T)
     ring, b, h = loop.ring, loop.batch, loop.head
     if warpgroup is None:
-      loop.produce([gmem.q], gmem.keys, lax.div(h, H // G))
+      loop.produce([gmem.q], gmem.keys, H // G)
       return
 
     mine, own, rows = loop.rows_of(warpgroup)
@@ -108,9 +108,8 @@ def outputs(
 
     some = total > 0.0
     inverse = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
-    out_smem = q_smem
-    if smem.out is not None:
-      out_smem = smem.out.at[pl.ds(warpgroup * ROWS, ROWS)]
+    out_smem = smem.own[0] if smem.out is None else smem.out
+    out_smem = out_smem.at[pl.ds(warpgroup * ROWS, ROWS)]
     out_smem[...] = (acc * broadcast_rows(inverse, acc.shape)).astype(jnp.bfloat16)
     log_sum = jnp.where(some, top + jnp.log2(jnp.where(some, total, 1.0)), 0.0)
     store_unoptimized(outs.log_sum.at[b, h, pl.ds(mine, ROWS)], log_sum)

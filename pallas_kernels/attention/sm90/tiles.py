@@ -159,12 +159,14 @@ class QueryLoop:
     self.ring = Ring(config.num_stages, smem.loaded, smem.consumed)
     self.steps = steps_of(seen, self.batch, self.start, TILE, config.tile)
 
-  def produce(self, own: Sequence[Ref], keys: KeyTiles, key_head: jax.Array) -> None:
-    """The producer: the CTA's rows of `own` [B, T, H, X], and the keys and values of all steps."""
+  def produce(self, own: Sequence[Ref], keys: KeyTiles, group: int) -> None:
+    """The producer: the CTA's rows of `own` [B, T, H, X], and keys and values of all steps, which
+    `group` heads share."""
     tokens = pl.ds(self.start, TILE)
     for source, target in zip(own, self.smem.own, strict=True):
       source = source.at[self.batch, tokens, self.head]
       plgpu.copy_gmem_to_smem(source, target, self.smem.own_loaded)
+    key_head = lax.div(self.head, group)
 
     def load(n):
       slot = self.ring.slot(n)

@@ -448,7 +448,6 @@ def chunk_scores(
 ) -> ScoreOutputs:
   """Scores of all chunks; `decayed_q`, `decayed_k`, `sums`: which further results to compute."""
   q, log_decay = inputs.q, inputs.log_decay
-  read_first = inputs.bonus is not None
   (B, T, _, K), H = q.shape, heads
   C, N = chunk, T // chunk
   per_token = log_decay.ndim == 4
@@ -502,7 +501,22 @@ def chunk_scores(
       slot = lax.rem(index, slots)
       here = smem._replace(q=smem.q.at[slot], k=smem.k.at[slot])
       wait = lambda: [plgpu.barrier_wait(barrier) for _, _, barrier in copies_of(index)]
-      compute(at, level, gmem, outs, here, wait)
+      factors = [
+        decay_factors(
+          gmem.log_decay,
+          level,
+          smem.decay.channels(channels),
+          at,
+          channels,
+          heads=H,
+          length=length,
+          read_first=inputs.bonus is not None,
+          backend=backend,
+        )
+        for channels in blocks
+      ]
+      wait()
+      _ScoresOfChunk(at, factors, blocks, gmem, here, backend).store(outs)
       return carry
 
     fetch(0)
@@ -519,95 +533,6 @@ def chunk_scores(
       lax.fori_loop(0, count, step, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  def compute(at, level, gmem, outs, smem, wait):
-    factors = [
-      decay_factors(
-        gmem.log_decay,
-        level,
-        smem.decay.channels(channels),
-        at,
-        channels,
-        heads=H,
-        length=length,
-        read_first=read_first,
-        backend=backend,
-      )
-      for channels in blocks
-    ]
-    wait()
-
-    def product(factor_pairs):
-      """[C, C]: queries times keys, each times its factor. One function per block of channels."""
-      pairs = []
-      for channels, factor_pair in zip(blocks, factor_pairs, strict=True):
-        left, right = factor_pair()
-        right_smem = smem.right.at[:, channels]
-        right_smem[...] = load_scaled(smem.k.at[:, channels], right)
-        left = load_scaled(smem.q.at[:, channels], left)
-        left = backend.to_lhs(left, smem.lhs, slice(None), channels)
-        pairs.append((left, transpose_ref(right_smem)))
-      plgpu.commit_smem()
-      return backend.dots(Dots(pairs))[0]
-
-    def in_subchunks(scores, open_rows):
-      # The blocks of channels share the signs, unless queries and keys take turns in the tile.
-      signs = None if read_first else factors[0].signs(QUERY)
-      pairs = product([lambda f=f: f.in_subchunk(signs)[:2] for f in factors])
-      return jnp.where(subchunk_pairs(C, factors[0].level) & open_rows, pairs, scores)
-
-    def merge(scores, open_rows, level):
-      size = tokens_at(level)
-      mask = merged_pairs(C, size) & open_rows
-      signs = factors[0].signs(size)
-      pairs = product([lambda f=f: (f.factor(signs),) * 2 for f in factors])
-      return jnp.where(mask, pairs, scores)
-
-    same_token = iota((C, C), 0) == iota((C, C), 1)
-    scores = jnp.where(same_token, _same_token_scores(gmem, smem, at, backend), 0.0)
-    if per_token:
-      scores, closed_rows, all_closed = _from_chunk_start(scores, factors, product, gmem, smem, at)
-      still_open = lambda: broadcast_rows(closed_rows, (C, C)) == 0
-      any_open = jnp.where(all_closed, 0, 1)  # a loop of 0 or 1: see README.md about `lax.cond`
-      scores = lax.fori_loop(0, any_open, lambda _, x: in_subchunks(x, still_open()), scores)
-      merges = jnp.where(all_closed, 0, LEVELS)
-      scores = lax.fori_loop(0, merges, lambda i, x: merge(x, still_open(), i), scores)
-    else:
-      scores = in_subchunks(scores, True)
-      scores = lax.fori_loop(level, LEVELS, lambda i, x: merge(x, True, i), scores)
-
-    documents = gmem.documents
-    for channels, f in zip(blocks, factors, strict=True):
-      for x_smem, which, rows_of, wanted in (
-        (smem.q, BEFORE, documents.sees_entering_state, decayed_q),
-        (smem.k, AFTER, documents.reaches_leaving_state, decayed_k),
-      ):
-        if wanted:
-          x = load_scaled(x_smem.at[:, channels], f.factor(f.signs(which)))
-          x_smem.at[:, channels][...] = select_rows(rows_of(at), x, jnp.bfloat16(0.0))
-    plgpu.commit_smem()
-    if per_token:
-      for channels in blocks:
-        both = smem.decay.channels(channels)
-        total = backend.sum_rows([both.high, both.low], smem.ones)
-        smem.cols.at[channels][...] = jnp.exp2(total)
-
-    scores = documents.mask_scores(at, scores)
-    smem.scores[...] = scores.astype(bf16)
-    b, h, n = at.batch, at.head, at.chunk
-    copies = [(smem.scores, outs.scores.at[b, h, at.tokens])]
-    if decayed_q:
-      copies.append((smem.q, outs.q.at[b, at.tokens, h]))
-    if decayed_k:
-      copies.append((smem.k, outs.k.at[b, at.tokens, h]))
-    if sums:
-      smem.rows[...] = jnp.sum(scores, axis=1)
-      copies.append((smem.rows, outs.score_sum.at[b, h, at.tokens]))
-    if per_token:
-      copies.append((smem.cols, outs.decay.at[b, h, n]))
-    plgpu.commit_smem()
-    for source, target in copies:
-      plgpu.copy_smem_to_gmem(source, target)
-
   (results,) = plgpu.kernel(
     body,
     out_type=[out_type],  # a tuple would be several results
@@ -619,6 +544,107 @@ def chunk_scores(
     compiler_params=COMPILER_PARAMS,
   )(inputs)
   return results
+
+
+class _ScoresOfChunk:
+  """The scores of one chunk. Of lists there is one entry per block of channels."""
+
+  def __init__(
+    self,
+    at: ChunkIndex,
+    factors: Sequence[Any],
+    blocks: Sequence[Any],
+    gmem: ScoreInputs,
+    smem: _ScoreBuffers,  # of which the queries and keys have arrived
+    backend: Backend,
+  ):
+    self.at, self.factors, self.blocks, self.backend = at, factors, blocks, backend
+    self.gmem, self.smem, self.shape = gmem, smem, (at.size, at.size)
+    self.per_token = isinstance(factors[0], TokenDecayFactors)
+
+  def store(self, outs: ScoreOutputs) -> None:
+    """Computes and stores the results that are wanted, those of `outs` that are not None."""
+    smem, at, documents = self.smem, self.at, self.gmem.documents
+    scores = self.scores()
+    for channels, f in zip(self.blocks, self.factors, strict=True):
+      for x_smem, which, rows_of, wanted in (
+        (smem.q, BEFORE, documents.sees_entering_state, outs.q),
+        (smem.k, AFTER, documents.reaches_leaving_state, outs.k),
+      ):
+        if wanted is not None:
+          x = load_scaled(x_smem.at[:, channels], f.factor(f.signs(which)))
+          x_smem.at[:, channels][...] = select_rows(rows_of(at), x, jnp.bfloat16(0.0))
+    plgpu.commit_smem()
+    if self.per_token:
+      for channels in self.blocks:
+        both = smem.decay.channels(channels)
+        total = self.backend.sum_rows([both.high, both.low], smem.ones)
+        smem.cols.at[channels][...] = jnp.exp2(total)
+
+    scores = documents.mask_scores(at, scores)
+    smem.scores[...] = scores.astype(jnp.bfloat16)
+    b, h, n = at.batch, at.head, at.chunk
+    copies = [(smem.scores, outs.scores.at[b, h, at.tokens])]
+    if outs.q is not None:
+      copies.append((smem.q, outs.q.at[b, at.tokens, h]))
+    if outs.k is not None:
+      copies.append((smem.k, outs.k.at[b, at.tokens, h]))
+    if outs.score_sum is not None:
+      smem.rows[...] = jnp.sum(scores, axis=1)
+      copies.append((smem.rows, outs.score_sum.at[b, h, at.tokens]))
+    if self.per_token:
+      copies.append((smem.cols, outs.decay.at[b, h, n]))
+    plgpu.commit_smem()
+    for source, target in copies:
+      plgpu.copy_smem_to_gmem(source, target)
+
+  def scores(self) -> jax.Array:
+    """[C, C], of pairs within the chunk, whatever their documents."""
+    same_token = iota(self.shape, 0) == iota(self.shape, 1)
+    scores = _same_token_scores(self.gmem, self.smem, self.at, self.backend)
+    scores = jnp.where(same_token, scores, 0.0)
+    if not self.per_token:
+      scores = self.in_subchunks(scores, True)
+      level = self.factors[0].level
+      return lax.fori_loop(level, LEVELS, lambda i, x: self.merge(x, True, i), scores)
+    scores, closed_rows, all_closed = _from_chunk_start(
+      scores, self.factors, self.product, self.gmem, self.smem, self.at
+    )
+    still_open = lambda: broadcast_rows(closed_rows, self.shape) == 0
+    any_open = jnp.where(all_closed, 0, 1)  # a loop of 0 or 1: see README.md about `lax.cond`
+    scores = lax.fori_loop(0, any_open, lambda _, x: self.in_subchunks(x, still_open()), scores)
+    merges = jnp.where(all_closed, 0, LEVELS)
+    return lax.fori_loop(0, merges, lambda i, x: self.merge(x, still_open(), i), scores)
+
+  def product(self, factor_pairs) -> jax.Array:
+    """[C, C]: queries times keys, each times its factor, from a function per block."""
+    smem, pairs = self.smem, []
+    for channels, factor_pair in zip(self.blocks, factor_pairs, strict=True):
+      left, right = factor_pair()
+      right_smem = smem.right.at[:, channels]
+      right_smem[...] = load_scaled(smem.k.at[:, channels], right)
+      left = load_scaled(smem.q.at[:, channels], left)
+      left = self.backend.to_lhs(left, smem.lhs, slice(None), channels)
+      pairs.append((left, transpose_ref(right_smem)))
+    plgpu.commit_smem()
+    return self.backend.dots(Dots(pairs))[0]
+
+  def in_subchunks(self, scores, open_rows) -> jax.Array:
+    """`scores` with those of pairs inside a subchunk, in rows that are open."""
+    factors = self.factors
+    # The blocks of channels share the signs, unless queries and keys take turns in the tile.
+    signs = None if self.gmem.bonus is not None else factors[0].signs(QUERY)
+    pairs = self.product([lambda f=f: f.in_subchunk(signs)[:2] for f in factors])
+    inside = subchunk_pairs(self.at.size, factors[0].level)
+    return jnp.where(inside & open_rows, pairs, scores)
+
+  def merge(self, scores, open_rows, level) -> jax.Array:
+    """`scores` with those of pairs that meet where subchunks are merged, in rows that are open."""
+    size = tokens_at(level)
+    mask = merged_pairs(self.at.size, size) & open_rows
+    signs = self.factors[0].signs(size)
+    pairs = self.product([lambda f=f: (f.factor(signs),) * 2 for f in self.factors])
+    return jnp.where(mask, pairs, scores)
 
 
 def _from_chunk_start(
