@@ -155,6 +155,7 @@ def small(data, tmp_path, monkeypatch):
   return [*command, "--seeds", "0", "1", "--mixers"]
 
 
+@pytest.mark.slow
 def test_small_run_has_every_row_and_is_not_repeated(small, tmp_path, monkeypatch, capsys):
   table, plots = tmp_path / "rows.csv", tmp_path / "new" / "plots"
   command = [*small, "lrn", "--out", str(table), "--plots", str(plots)]

@@ -34,6 +34,7 @@ def drawn(monkeypatch):
   return found
 
 
+@pytest.mark.slow
 def test_small_run_has_a_row_per_copy_and_text(tmp_path, monkeypatch, capsys):
   for name in ("train_books", *sparse_training.VALIDATION):
     with IndexedWriter(tmp_path / name, "uint16") as writer:

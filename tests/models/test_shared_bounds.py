@@ -46,6 +46,7 @@ def gammas(table):
   return np.stack([share[1 : layer + 1].sum(0) for layer in range(len(table))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("mixer", "layers", "rows"),
   [

@@ -97,6 +97,7 @@ def test_step_guard_skipped_step_changes_only_schedule(tiny):
   assert not np.array_equal(after["params"]["head"]["kernel"], before["params"]["head"]["kernel"])
 
 
+@pytest.mark.slow
 def test_step_guard_run_with_skipped_steps_resumes_exactly(
   tiny, tmp_path, monkeypatch, capsys, fit_and_kill
 ):
