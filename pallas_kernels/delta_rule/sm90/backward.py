@@ -10,8 +10,9 @@ m = beta y, weight_ij the decay between tokens j and i:
     dk_j  = after_j A x_j + sum_i (dP_ij q_i + dL_ij e_i)      dv_i = m_i
     dbeta_i = y_i . (v_i - before_i S^T e_i) - sum_j L_ij y_i . x_j
 
-Two CTAs share an SM and its memory. So what is needed late is loaded late, into a tile that is
-dead by then, and results replace arguments.
+Two CTAs share an SM and its memory, but for dk and dv where the erase key is k, which take 115 KiB.
+So what is needed late is loaded late, into a tile that is dead by then, and results replace
+arguments.
 """
 
 import functools
