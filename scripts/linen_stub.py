@@ -113,6 +113,7 @@ def _annotation(kind: typing.Any, name: str = "") -> str:
       return f"{module.__name__.removeprefix('lnssm_jax.')}.{kind.__name__}"
   text = "jax.Array" if kind is jax.Array else inspect.formatannotation(kind)
   text = text.replace("lnssm_jax.mixers.base.Mixer", "mixers.Mixer")
+  text = re.sub(r"^(?:typing\.)?Optional\[(.*)\]$", r"\1 | None", text)
   return re.sub(r"\b(collections\.abc|typing)\.", "", text)
 
 

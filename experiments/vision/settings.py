@@ -1,40 +1,32 @@
 """The settings of a run that trains an image classifier, `python -m experiments classify`."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
-from train.config.checked import at_least, at_most, check, check_path, settings
+from lnssm_jax.models.config import VisionConfig
+from train.config.checked import ConfigError, at_least, at_most, check, check_path, settings
 from train.config.optimizer import Optimizer
 from train.config.schema import MOST
 
 
 @settings
-class Model:
-  """Architecture of the classifier: arguments of `lnssm_jax.models.VisionModel`."""
+class Model(VisionConfig):
+  """Architecture of the classifier: `lnssm_jax.models.VisionConfig`, with the mixer's name."""
 
   mixer: str = "longhorn"  # in both directions
-  mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its constructor
-  dim: int  # channels of the residual stream
-  num_layers: int  # blocks
-  num_heads: int | None = None  # of each mixer that has heads
-  num_classes: int  # of the images
   image_size: int = 224  # pixels of a side
-  patch_size: int = 16  # pixels of a side of a token
-  channels: int = 3  # 1 (gray) or 3 (colors)
-  norm: Literal["layer", "layer_without_bias", "rms"] = "rms"  # before each mixer
-  norm_eps: float = 1e-5  # of all norms
-  drop_path: float = 0.0  # of whole outputs of a row: in the last layer, 0 in the first
   dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations
-  remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
 
   def __post_init__(self):
-    for name in ("dim", "num_layers", "num_classes", "image_size", "patch_size"):
-      at_least(f"model.{name}", getattr(self, name), 1)
     for name in ("dim", "num_layers"):
       at_most(f"model.{name}", getattr(self, name), MOST[name])
     check(
       self.channels in (1, 3), f"model.channels={self.channels} must be 1 (gray) or 3 (colors)."
     )
+    try:
+      super().__post_init__()
+    except ValueError as error:
+      raise ConfigError(f"model.{error}") from None
 
 
 @settings

@@ -1,35 +1,52 @@
-"""Whole models and their blocks. Any mixer of `lnssm_jax.mixers` goes with any channel mixer."""
+"""Whole models and their blocks. Any mixer of `lnssm_jax.mixers` goes with any channel mixer.
 
-from lnssm_jax.models.block import NORMS, Block, BlockState
-from lnssm_jax.models.channel_mixers import (
-  CHANNEL_MIXERS,
-  GPT2MLP,
-  GeGLU,
-  RWKV4ChannelMix,
-  RWKV6ChannelMix,
-  SwiGLU,
-)
-from lnssm_jax.models.conversion import replace_mixers
-from lnssm_jax.models.language_model import LanguageModel
-from lnssm_jax.models.layers import REMAT_POLICIES, aux_loss
-from lnssm_jax.models.settings import count_parameters
-from lnssm_jax.models.vision_model import Bidirectional, VisionModel
+Each name is imported when it is first used: reading settings (`ModelConfig`) imports no JAX.
+"""
 
-__all__ = [
-  "CHANNEL_MIXERS",
-  "GPT2MLP",
-  "NORMS",
-  "REMAT_POLICIES",
-  "Bidirectional",
-  "Block",
-  "BlockState",
-  "GeGLU",
-  "LanguageModel",
-  "RWKV4ChannelMix",
-  "RWKV6ChannelMix",
-  "SwiGLU",
-  "VisionModel",
-  "aux_loss",
-  "count_parameters",
-  "replace_mixers",
-]
+import importlib
+from typing import TYPE_CHECKING
+
+_HOMES = {
+  "block": ("NORMS", "Block", "BlockState"),
+  "channel_mixers": (
+    *("CHANNEL_MIXERS", "GPT2MLP", "GeGLU", "RWKV4ChannelMix", "RWKV6ChannelMix", "SwiGLU"),
+  ),
+  "config": ("ModelConfig", "VisionConfig"),
+  "conversion": ("replace_mixers",),
+  "language_model": ("LanguageModel",),
+  "layers": ("REMAT_POLICIES", "aux_loss"),
+  "settings": ("count_parameters",),
+  "vision_model": ("Bidirectional", "VisionModel"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)  # pyrefly: ignore
+
+if TYPE_CHECKING:
+  from lnssm_jax.models.block import NORMS as NORMS
+  from lnssm_jax.models.block import Block as Block
+  from lnssm_jax.models.block import BlockState as BlockState
+  from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS as CHANNEL_MIXERS
+  from lnssm_jax.models.channel_mixers import GPT2MLP as GPT2MLP
+  from lnssm_jax.models.channel_mixers import GeGLU as GeGLU
+  from lnssm_jax.models.channel_mixers import RWKV4ChannelMix as RWKV4ChannelMix
+  from lnssm_jax.models.channel_mixers import RWKV6ChannelMix as RWKV6ChannelMix
+  from lnssm_jax.models.channel_mixers import SwiGLU as SwiGLU
+  from lnssm_jax.models.config import ModelConfig as ModelConfig
+  from lnssm_jax.models.config import VisionConfig as VisionConfig
+  from lnssm_jax.models.conversion import replace_mixers as replace_mixers
+  from lnssm_jax.models.language_model import LanguageModel as LanguageModel
+  from lnssm_jax.models.layers import REMAT_POLICIES as REMAT_POLICIES
+  from lnssm_jax.models.layers import aux_loss as aux_loss
+  from lnssm_jax.models.settings import count_parameters as count_parameters
+  from lnssm_jax.models.vision_model import Bidirectional as Bidirectional
+  from lnssm_jax.models.vision_model import VisionModel as VisionModel
+else:
+
+  def __getattr__(name: str):
+    if name in _HOME_OF:
+      return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

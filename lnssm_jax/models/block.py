@@ -1,25 +1,21 @@
 """One layer of a model: a time mixer, then a channel mixer, each after a norm."""
 
-import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers import MIXERS, Mixer, shard_time
-from lnssm_jax.mixers.common.checks import check_choice, check_heads
+from lnssm_jax.mixers import Mixer, shard_time
 from lnssm_jax.mixers.common.norms import NORMS
 from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
+from lnssm_jax.models.config import ModelConfig
 from lnssm_jax.models.dropout import AFTER_CHANNEL_MIXER, AFTER_MIXER, LayerDropout
-from lnssm_jax.ops.core.dropout import check_rate
+from lnssm_jax.models.options import mixer_class
 from lnssm_jax.ops.core.states import register_state
-
-# Arguments of a mixer that the model alone sets.
-_SET_BY_MODEL = {"dim", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
 
 
 @register_state
@@ -28,102 +24,6 @@ class BlockState(NamedTuple):
 
   mixer: Any
   channel_mixer: Any  # None if it looks at one token at a time
-
-
-def mixer_class(mixer: str | type[Mixer]) -> type[Mixer]:
-  """Returns the class of a mixer that is given by its name in `MIXERS`, or as a class.
-
-  Raises:
-    ValueError: the name is unknown, or it is not a mixer; the message lists the names.
-  """
-  if isinstance(mixer, type):
-    if issubclass(mixer, Mixer):
-      return mixer
-    raise ValueError(
-      f"mixer={mixer.__name__} is not a subclass of lnssm_jax.mixers.Mixer; derive it from that "
-      "class, or give a name in lnssm_jax.mixers.MIXERS."
-    )
-  note = " Register a mixer of your own first: lnssm_jax.mixers.register(name, Class)."
-  return MIXERS[check_choice("mixer", mixer, MIXERS, note=note)]
-
-
-def check_mixer(
-  mixer: str | type[Mixer], options: Mapping[str, Any], dim: int, num_heads: int | None
-) -> None:
-  """Checks a mixer, its options and its number of heads before one is built.
-
-  Raises:
-    ValueError: the mixer or an option is unknown, or `num_heads` is missing or, without `head_dim`,
-      does not divide `dim`; the message names it.
-  """
-  cls = mixer_class(mixer)
-  parameters = inspect.signature(cls.__init__).parameters
-  allowed = sorted(parameters.keys() - _SET_BY_MODEL - {"self"})
-  for name in options:
-    check_choice(f"mixer_options of {mixer_name(mixer)!r}: option", name, allowed)
-  if "num_heads" in cls.set_by_model:
-    num_heads = options.get("num_heads", num_heads)
-    if num_heads is not None:
-      if options.get("head_dim") is None:
-        check_heads(dim, num_heads)
-    elif parameters["num_heads"].default is inspect.Parameter.empty:
-      raise ValueError(f"num_heads=None: mixer {mixer_name(mixer)!r} has heads; give their number.")
-
-
-def check_channel_mixer(channel_mixer: str, hidden: int | None, options: Mapping[str, Any]) -> None:
-  """Checks a channel mixer and its options before one is built.
-
-  Raises:
-    ValueError: the channel mixer or an option is unknown, or there is none to take them.
-  """
-  cls = CHANNEL_MIXERS[check_choice("channel_mixer", channel_mixer, CHANNEL_MIXERS)]
-  parameters = {} if cls is None else inspect.signature(cls.__init__).parameters
-  if hidden is not None and "hidden" not in parameters:
-    raise ValueError(
-      f"channel_hidden={hidden} is the number of hidden channels, and "
-      f"channel_mixer={channel_mixer!r} has none; leave it out, or choose another channel mixer."
-    )
-  allowed = sorted(parameters.keys() - _SET_BY_MODEL - {"self", "hidden"})
-  for name in options:
-    check_choice(f"channel_mixer_options of {channel_mixer!r}: option", name, allowed)
-
-
-def pattern_of(mixer: Any) -> tuple[str | type[Mixer], ...]:
-  """The mixers of a pattern; one alone is a pattern, too. A layer itself raises `ValueError`."""
-  if isinstance(mixer, Mixer):
-    raise ValueError(
-      f"mixer is a layer, of {type(mixer).__name__}, but a model makes its own; give the class or "
-      "its name, and its options as mixer_options."
-    )
-  return (mixer,) if isinstance(mixer, str | type) else tuple(mixer)
-
-
-def mixer_name(mixer: str | type[Mixer]) -> str:
-  """Returns the name of a mixer, for messages and options: that given, or that of its class."""
-  return mixer if isinstance(mixer, str) else mixer.__name__
-
-
-def options_by_mixer(
-  pattern: Sequence[str | type[Mixer]],
-  options: Mapping[str, Any],
-  dim: int,
-  num_heads: int | None,
-) -> dict[str | type[Mixer], dict[str, Any]]:
-  """The options of each mixer of a pattern, checked."""
-  if len(pattern) > 1:
-    for name in options:
-      check_choice("mixer_options: mixer", name, map(mixer_name, pattern))
-  by_mixer = {}
-  for mixer in dict.fromkeys(pattern):
-    own = options if len(pattern) == 1 else options.get(mixer_name(mixer), {})
-    if not isinstance(own, Mapping):
-      raise ValueError(
-        f"mixer_options[{mixer_name(mixer)!r}]={own!r} is no dictionary; give the options of that"
-        " mixer by name, such as {'feature_map': 'relu'}."
-      )
-    by_mixer[mixer] = dict(own)
-    check_mixer(mixer, by_mixer[mixer], dim, num_heads)
-  return by_mixer
 
 
 def make_mixer(
@@ -161,49 +61,44 @@ def redraw(module: nnx.Module, *, std: float, output_std: float, rngs: nnx.Rngs)
 class Block(nnx.Module):
   """x + mixer(norm(x)), then x + channel_mixer(norm(x)): [B, T, D] -> [B, T, D] in `dtype`.
 
-  `mixer` is a name in `MIXERS` or a class, `channel_mixer` a name in `CHANNEL_MIXERS`;
-  `LanguageModel` checks them. With the channel mixer "none" the block ends after the mixer.
-  `num_heads`, `layer` and `num_layers` go to mixers that take them; `num_heads=None` leaves a mixer
-  its own default, and one in `mixer_options` goes first. `norm` is a name in `NORMS`, with
-  `norm_eps`. With `matrix_std` kernels of the MLP, and of a mixer that starts as its model does,
-  are normal numbers of this size (`redraw`). `residual_dropout` and `sequence_axis` are as in
-  `LanguageModel`.
+  With the channel mixer "none" the block ends after the mixer. A setting `num_heads` in the mixer's
+  options goes before that of the model. With `matrix_std` kernels of the MLP, and of a mixer that
+  starts as its model does, are normal numbers of this size (`redraw`).
+
+  Args:
+    config: settings of the model; `mixer` and `mixer_options` are those given here.
+    mixer: a name in `MIXERS` or a class.
+    layer: counted from 0.
+    sequence_axis: as in `LanguageModel`.
   """
 
   def __init__(
     self,
-    dim: int,
+    config: ModelConfig,
     *,
-    num_heads: int | None,
-    layer: int | jax.Array,
-    num_layers: int,
     mixer: str | type[Mixer],
     mixer_options: Mapping[str, Any],
-    channel_mixer: str,
-    channel_hidden: int | None = None,
-    channel_mixer_options: Mapping[str, Any] | None = None,
-    norm: str = "layer",
-    norm_eps: float = 1e-5,
+    layer: int | jax.Array,
     matrix_std: float | None = None,
-    residual_dropout: float = 0.0,
     sequence_axis: str | None = None,
-    dtype,
-    param_dtype,
     rngs: nnx.Rngs,
   ):
+    dim, num_layers = config.dim, config.num_layers
+    dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
     dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-    new_norm = lambda: NORMS[norm](dim, eps=norm_eps, param_dtype=param_dtype, rngs=rngs)
+    of_norm = {"eps": config.norm_eps, "param_dtype": param_dtype, "rngs": rngs}
+    new_norm = lambda: NORMS[config.norm](dim, **of_norm)
     self.mixer_norm = new_norm()
     place: dict[str, Any] = {"layer": layer, "num_layers": num_layers}
-    own: dict[str, Any] = {"num_heads": num_heads} | dict(mixer_options)
+    own: dict[str, Any] = {"num_heads": config.num_heads} | dict(mixer_options)
     self.mixer = make_mixer(mixer, dim, **place, **own, **dtypes, rngs=rngs)
-    if (channel_mixer_class := CHANNEL_MIXERS[channel_mixer]) is None:
+    if (channel_mixer_class := CHANNEL_MIXERS[config.channel_mixer]) is None:
       self.channel_norm = self.channel_mixer = None
     else:
       self.channel_norm = new_norm()
       given = place if issubclass(channel_mixer_class, Mixer) else {}
-      given |= {} if channel_hidden is None else {"hidden": channel_hidden}
-      given |= dict(channel_mixer_options or {})
+      given |= {} if config.channel_hidden is None else {"hidden": config.channel_hidden}
+      given |= config.channel_mixer_options
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
     if matrix_std is not None:
       branches = 1 if self.channel_mixer is None else 2
@@ -217,7 +112,7 @@ class Block(nnx.Module):
       shard_time(self.mixer, sequence_axis)
       if isinstance(self.channel_mixer, Mixer):
         shard_time(self.channel_mixer, sequence_axis)
-    self.residual_dropout = check_rate("residual_dropout", residual_dropout)
+    self.residual_dropout = config.residual_dropout
     self.sequence_axis, self.dtype = sequence_axis, dtype
 
   def init_state(self, batch_size: int) -> BlockState:

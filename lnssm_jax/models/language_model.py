@@ -1,23 +1,23 @@
 """A language model: embedding, a stack of blocks run by one scan, and a head."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
-from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_rngs, check_state
+from lnssm_jax.mixers.common.checks import check_positive, check_rngs, check_state
 from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows
 from lnssm_jax.models import layers
-from lnssm_jax.models.block import NORMS, Block, check_channel_mixer, options_by_mixer, pattern_of
+from lnssm_jax.models.block import NORMS, Block
+from lnssm_jax.models.config import ModelConfig
 from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.embedding import Head, check_ids, check_tokens, lookup
 from lnssm_jax.models.initialization import GPT2_STD, INITIALIZATIONS
 from lnssm_jax.models.layers import REMAT_POLICIES, LayerAux, LayerStates, PositionedStates
-from lnssm_jax.ops.core.dropout import check_rate, dropout, token_keys
+from lnssm_jax.models.options import configured, options_by_mixer, pattern_of
+from lnssm_jax.ops.core.dropout import dropout, token_keys
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.halo import step_positions
 from pallas_kernels.core.device import default_device
@@ -32,56 +32,14 @@ class LanguageModel(nnx.Module):
   products and the residual stream are of `dtype`; norms, decays, states and logits are float32.
 
   Args:
-    vocab_size, dim, num_layers, num_heads: the sizes. `num_heads` is ignored by mixers without
-      heads.
-    mixer: a name in `lnssm_jax.mixers.MIXERS`, or a subclass of `lnssm_jax.mixers.Mixer`; or
-      several, a pattern that the layers repeat: with ("rg_lru", "rg_lru",
-      "sliding_window_attention") every third layer is attention.
-    mixer_options: further keyword arguments of that mixer, such as {"shift": "kvg"}; for a pattern,
-      a dictionary of them by the mixer's name, or the name of its class. A mixer's own `num_heads`
-      may be among them.
-    channel_mixer: a name in `CHANNEL_MIXERS`.
-    channel_hidden: its number of hidden channels; None takes its default.
-    channel_mixer_options: further keyword arguments of it, such as {"activation": "gelu_tanh"}.
-    norm: "layer" (LayerNorm), "layer_without_bias" (with a scale only), "rms" (RMSNorm) or
-      "rms_from_zero" (Gemma's: RMSNorm with 1 + scale), for all norms of the model.
-    norm_eps: eps of these norms, under the root. Those inside mixers are options of the mixer.
-    embedding_norm: whether a norm follows the embedding.
-    embedding_scale: multiplies the embedding, in `dtype`; None for 1.
-    logit_soft_cap: c, with which a logit z becomes c tanh(z / c); None for none. `logits` has it,
-      and a loss computed from `hidden` and `head_kernel` does not.
-    tie_embeddings: whether the head is the embedding's transpose.
-    learned_positions: the length of a table of learned positions, added to the embedding (before
-      its norm); None for none. They count from the start of each document. Longer documents are
-      rejected: with an error where the length is known when the model is called, elsewhere their
-      outputs from that token on are NaN. The state then counts tokens: `PositionedStates`.
-    initialization: a name in `INITIALIZATIONS`. "lnssm": an orthogonal embedding of tiny numbers,
-      rms 1e-4, which needs `embedding_norm`, and an orthogonal head; mixers and channel mixers
-      start as their classes say. "gpt2": embedding, head and all matrices in blocks are normal with
-      a standard deviation of 0.02, those that end a branch divided by sqrt(2 num_layers)
-      (sqrt(num_layers) without channel mixers); but mixers and channel mixers whose papers start
-      them otherwise, such as Mamba, RWKV and Griffin (`Mixer.starts_as_model` is False). None:
-      "lnssm" with `embedding_norm` and a head of its own, else "gpt2".
-    embedding_dropout: the rate at which values of the first layer's input are dropped, in a call
-      with `dropout_key`: evaluation and generation, without one, drop nothing. Attention
-      probabilities: `attention_dropout` in `mixer_options`.
-    residual_dropout: that of the outputs of mixers and channel mixers.
-    drop_path: the rate at which a row loses the output of a mixer or channel mixer as a whole, in
-      the last layer; it rises linearly from 0 in the first.
-    remat: the residuals of a layer: "none" recomputes nothing, "full" keeps the layer's input only,
-      "dots" also keeps the outputs of the projections and of GPU kernels.
-    unroll: layers per iteration of the loop over layers. The residuals are stacked from iteration
-      to iteration: `num_layers` leaves no loop, which is faster and needs less memory with
-      remat="none", and takes longer to compile. None: `num_layers` on a GPU with remat="none",
-      else 1.
+    config: the settings; or they are given as keyword arguments, LanguageModel(dim=8, ...).
     sequence_axis: the mesh axis over which a surrounding `jax.shard_map` shards the time axis of
       tokens, segments and logits, or None. The states, passed in and returned, are then those of
       the whole sequence, the same on all devices.
 
   Raises:
     NotImplementedError: `sequence_axis` is given and a mixer cannot run on a sharded sequence.
-    ValueError: a size is not a positive integer, `dim` is not a multiple of `num_heads`, a name is
-      unknown, a rate is not in [0, 1), or `initialization="lnssm"` has no norm after the embedding.
+    ValueError: as `ModelConfig`.
 
   Sources: LNSSM, section 5, and its published code: the norm after the embedding, and "lnssm";
   "gpt2": GPT-2 (Radford et al. 2019), section 2.3, which the published codes of GLA, Mamba,
@@ -89,102 +47,47 @@ class LanguageModel(nnx.Module):
   al. 2016), section 3.
   """
 
+  @configured(ModelConfig)
   def __init__(
-    self,
-    *,
-    vocab_size: int,
-    dim: int,
-    num_layers: int,
-    num_heads: int | None = None,
-    mixer: str | type[Mixer] | Sequence[str | type[Mixer]] = "lnssm",
-    mixer_options: Mapping[str, Any] | None = None,
-    channel_mixer: str = "gpt2",
-    channel_hidden: int | None = None,
-    channel_mixer_options: Mapping[str, Any] | None = None,
-    norm: str = "layer",
-    norm_eps: float = 1e-5,
-    embedding_norm: bool = True,
-    embedding_scale: float | None = None,
-    logit_soft_cap: float | None = None,
-    tie_embeddings: bool = False,
-    learned_positions: int | None = None,
-    initialization: str | None = None,
-    embedding_dropout: float = 0.0,
-    residual_dropout: float = 0.0,
-    drop_path: float = 0.0,
-    remat: str = "none",
-    unroll: int | None = None,
-    sequence_axis: str | None = None,
-    dtype=jnp.float32,
-    param_dtype=jnp.float32,
-    rngs: nnx.Rngs,
-  ):
+    self, config: ModelConfig, *, sequence_axis: str | None = None, rngs: nnx.Rngs
+  ) -> None:
     check_rngs("LanguageModel", rngs)
-    self.vocab_size = check_positive("vocab_size", vocab_size)
-    self.num_layers = check_positive("num_layers", num_layers)
-    check_positive("dim", dim)
-    pattern = pattern_of(mixer)
-    if not 1 <= len(pattern) <= num_layers:
-      raise ValueError(
-        f"mixer={mixer!r} is a pattern of {len(pattern)} mixers; num_layers={num_layers} needs one "
-        f"of 1 to {num_layers}."
-      )
-    options = options_by_mixer(pattern, dict(mixer_options or {}), dim, num_heads)
-    check_channel_mixer(channel_mixer, channel_hidden, channel_mixer_options or {})
-    check_choice("norm", norm, NORMS)
-    self.remat = check_choice("remat", remat, REMAT_POLICIES)
-    self.unroll = None if unroll is None else check_positive("unroll", unroll)
-    self.dim, self.dtype = dim, dtype
-    self.embedding_scale, self.logit_soft_cap = embedding_scale, logit_soft_cap
-    if logit_soft_cap is not None and not logit_soft_cap > 0:
-      raise ValueError(f"logit_soft_cap={logit_soft_cap} must be positive, or None for no cap.")
-    self.embedding_dropout = check_rate("embedding_dropout", embedding_dropout)
-    self.drop_path = check_rate("drop_path", drop_path)
-
-    if initialization is None:
-      initialization = "lnssm" if embedding_norm and not tie_embeddings else "gpt2"
-    check_choice("initialization", initialization, INITIALIZATIONS)
-    if initialization == "lnssm" and not embedding_norm:
-      raise ValueError(
-        "initialization='lnssm' starts with an embedding of tiny numbers, and embedding_norm=False "
-        "leaves them so: the model would start silent. Use 'gpt2', or embedding_norm=True."
-      )
-    start = INITIALIZATIONS[initialization](vocab_size, dim)
-    new_norm = lambda: NORMS[norm](dim, eps=norm_eps, param_dtype=param_dtype, rngs=rngs)
-    self.embedding = nnx.Param(start.embedding(rngs.params(), (vocab_size, dim), param_dtype))
-    self.embedding_norm = new_norm() if embedding_norm else None
+    vocab_size, dim = self.vocab_size, self.dim = config.vocab_size, config.dim
+    self.num_layers, self.remat, self.unroll = config.num_layers, config.remat, config.unroll
+    self.dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+    self.embedding_scale, self.logit_soft_cap = config.embedding_scale, config.logit_soft_cap
+    self.embedding_dropout, self.drop_path = config.embedding_dropout, config.drop_path
     self.sequence_axis = sequence_axis
-    if learned_positions is None:
+    pattern = pattern_of(config.mixer)
+    options = options_by_mixer(pattern, config.mixer_options, dim, config.num_heads)
+    usual = "lnssm" if config.embedding_norm and not config.tie_embeddings else "gpt2"
+    start = INITIALIZATIONS[config.initialization or usual](vocab_size, dim)
+    of_norm = {"eps": config.norm_eps, "param_dtype": param_dtype, "rngs": rngs}
+    new_norm = lambda: NORMS[config.norm](dim, **of_norm)
+    self.embedding = nnx.Param(start.embedding(rngs.params(), (vocab_size, dim), param_dtype))
+    self.embedding_norm = new_norm() if config.embedding_norm else None
+    if config.learned_positions is None:
       self.positions = None
     else:
-      shape = (check_positive("learned_positions", learned_positions), dim)
       normal = nnx.initializers.normal(GPT2_STD)
-      self.positions = nnx.Param(normal(rngs.params(), shape, param_dtype))
+      self.positions = nnx.Param(
+        normal(rngs.params(), (config.learned_positions, dim), param_dtype)
+      )
 
     def block(mixer, key, layer):
       return Block(
-        dim,
-        num_heads=num_heads,
-        layer=layer,
-        num_layers=num_layers,
+        config,
         mixer=mixer,
         mixer_options=options[mixer],
-        channel_mixer=channel_mixer,
-        channel_hidden=channel_hidden,
-        channel_mixer_options=channel_mixer_options,
-        norm=norm,
-        norm_eps=norm_eps,
+        layer=layer,
         matrix_std=start.matrix_std,
-        residual_dropout=residual_dropout,
         sequence_axis=sequence_axis,
-        dtype=dtype,
-        param_dtype=param_dtype,
         rngs=nnx.Rngs(key),
       )
 
-    self.blocks = layers.make_blocks(block, pattern, num_layers, rngs.params())
+    self.blocks = layers.make_blocks(block, pattern, config.num_layers, rngs.params())
     self.norm = new_norm()
-    if tie_embeddings:
+    if config.tie_embeddings:
       self.head = None
     else:
       dtypes = {"param_dtype": param_dtype}
@@ -350,7 +253,7 @@ class LanguageModel(nnx.Module):
     return self.embedding_norm(x, dtype=self.dtype)
 
   def head_kernel(self) -> jax.Array:
-    """Returns W [D, vocab] of the logits h W, in `param_dtype`."""
+    """Returns W [D, vocab] of the logits h W before their soft cap, in `param_dtype`."""
     return self.embedding[...].T if self.head is None else self.head.kernel[...]
 
   @under_auto_axes(argument=1)

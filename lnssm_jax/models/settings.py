@@ -6,28 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.models.block import mixer_class, mixer_name
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
+from lnssm_jax.models.config import ModelConfig
 from lnssm_jax.models.language_model import LanguageModel
+from lnssm_jax.models.options import mixer_class, mixer_name
+
+type Settings = ModelConfig | Mapping[str, Any]
 
 
 def model_of(
-  settings: Mapping[str, Any], key: jax.Array, *, sequence_axis: str | None = None
+  settings: Settings, key: jax.Array, *, sequence_axis: str | None = None
 ) -> LanguageModel:
-  """Builds `LanguageModel(**settings)`, whose dtypes are names, with random parameters.
+  """Builds a `LanguageModel` with random parameters.
 
   Raises:
     ValueError, TypeError: the settings are none of a model.
   """
-  dtypes = {name: jnp.dtype(settings[name]) for name in ("dtype", "param_dtype")}
-  arguments: dict[str, Any] = {**settings, **dtypes, "sequence_axis": sequence_axis}
-  return LanguageModel(**arguments, rngs=nnx.Rngs(key))
+  config = settings if isinstance(settings, ModelConfig) else ModelConfig(**settings)
+  return LanguageModel(config, sequence_axis=sequence_axis, rngs=nnx.Rngs(key))
 
 
-def graph_of(settings: Mapping[str, Any], *, sequence_axis: str | None = None) -> Any:
+def graph_of(settings: Settings, *, sequence_axis: str | None = None) -> Any:
   """Static part of the model for `nnx.merge(graph, params)`; computes no parameters."""
   return abstract_model(settings, sequence_axis=sequence_axis)[0]
 
@@ -37,13 +38,13 @@ def params_of(model: nnx.Module) -> dict[str, Any]:
   return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def abstract_params(settings: Mapping[str, Any]) -> dict[str, Any]:
+def abstract_params(settings: Settings) -> dict[str, Any]:
   """Shapes and dtypes of the parameters of a model, as `params_of` arranges them."""
   return abstract_model(settings)[1]
 
 
 def abstract_model(
-  settings: Mapping[str, Any], *, sequence_axis: str | None = None
+  settings: Settings, *, sequence_axis: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
   """(`graph_of`, `abstract_params`) of one trace of the model."""
   build = lambda: model_of(settings, jax.random.key(0), sequence_axis=sequence_axis)

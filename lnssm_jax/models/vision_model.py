@@ -13,13 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers import Mixer
-from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_rngs
+from lnssm_jax.mixers.common.checks import check_rngs
 from lnssm_jax.mixers.common.lengths import checked_lengths, flipped, without_padding
-from lnssm_jax.models.block import NORMS, check_mixer, make_mixer
+from lnssm_jax.models.block import NORMS, make_mixer
+from lnssm_jax.models.config import VisionConfig
 from lnssm_jax.models.dropout import AFTER_MIXER, LayerDropout, ModelDropout
 from lnssm_jax.models.layers import REMAT_POLICIES
+from lnssm_jax.models.options import configured
 from lnssm_jax.ops.core.checks import check_floating, check_shape
-from lnssm_jax.ops.core.dropout import check_rate, dropout, fold, token_keys
+from lnssm_jax.ops.core.dropout import dropout, fold, token_keys
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes
 
 # Submodules that the two directions share, if a mixer has them: the projections in and out.
@@ -74,21 +76,16 @@ def _parameters(tree: Mapping[str, Any]) -> nnx.Dict:
 class VisionBlock(nnx.Module):
   """x + bidirectional(norm(x))."""
 
-  def __init__(
-    self,
-    mixer: str | type[Mixer],
-    dim: int,
-    *,
-    norm: str,
-    norm_eps: float,
-    residual_dropout: float,
-    **options,
-  ):
-    self.dtype = options["dtype"]
-    self.residual_dropout = check_rate("residual_dropout", residual_dropout)
-    of_norm = {"param_dtype": options["param_dtype"], "rngs": options["rngs"]}
-    self.norm = NORMS[norm](dim, eps=norm_eps, **of_norm)
-    self.mixer = Bidirectional(lambda: make_mixer(mixer, dim, **options), shared=SHARED)
+  def __init__(self, config: VisionConfig, layer: int | jax.Array, *, rngs: nnx.Rngs):
+    self.dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+    self.residual_dropout = config.residual_dropout
+    of_norm = {"eps": config.norm_eps, "param_dtype": param_dtype, "rngs": rngs}
+    self.norm = NORMS[config.norm](config.dim, **of_norm)
+    place = {"layer": layer, "num_layers": config.num_layers}
+    options: dict[str, Any] = {"num_heads": config.num_heads} | config.mixer_options
+    options |= {"dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
+    new = lambda: make_mixer(config.mixer, config.dim, **place, **options)
+    self.mixer = Bidirectional(new, shared=SHARED)
 
   def __call__(self, x: jax.Array, dropout: LayerDropout | None = None) -> jax.Array:
     y, x = self.norm.add(x, None, self.dtype)
@@ -105,91 +102,41 @@ class VisionModel(nnx.Module):
       -> norm -> the class token W + b
 
   Args:
-    image_size: of both sides, or (height, width); multiples of `patch_size`.
-    patch_size, channels: a patch is `patch_size`^2 `channels` numbers; there are P of them.
-    dim, num_layers, num_heads, mixer, mixer_options: as for `LanguageModel`, with one mixer; ViL-T
-      has dim=192, ViL-S 384, both 24 layers and patches of 16 in images of 224.
-    norm, norm_eps, embedding_dropout, residual_dropout, drop_path, remat: as there.
-    dtype: of matrix products and the residual stream; norms and logits are float32.
+    config: the settings; or they are given as keyword arguments, VisionModel(dim=8, ...).
 
   Raises:
-    ValueError: a size is wrong or a name is unknown; the message says which.
+    ValueError: as `VisionConfig`.
 
   Sources: Vim (Zhu et al. 2024), section 3; with Longhorn, ViL: Longhorn (Liu et al. 2024),
   appendix. Token, positions and kernels outside the mixers start normal with a deviation of 0.02.
   """
 
-  def __init__(
-    self,
-    *,
-    image_size: int | tuple[int, int],
-    patch_size: int,
-    num_classes: int,
-    dim: int,
-    num_layers: int,
-    channels: int = 3,
-    num_heads: int | None = None,
-    mixer: str | type[Mixer] = "longhorn",
-    mixer_options: Mapping[str, Any] | None = None,
-    norm: str = "rms",
-    norm_eps: float = 1e-5,
-    embedding_dropout: float = 0.0,
-    residual_dropout: float = 0.0,
-    drop_path: float = 0.0,
-    remat: str = "none",
-    dtype=jnp.float32,
-    param_dtype=jnp.float32,
-    rngs: nnx.Rngs,
-  ):
+  @configured(VisionConfig)
+  def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs) -> None:
     check_rngs("VisionModel", rngs)
-    sides = image_size if isinstance(image_size, tuple | list) else (image_size, image_size)
-    if len(sides) != 2:
-      raise ValueError(f"image_size={image_size} must be one number, or a height and a width.")
-    sizes = {"patch_size": patch_size, "num_classes": num_classes, "dim": dim}
-    sizes |= {"num_layers": num_layers, "channels": channels}
-    for name, size in [*(("image_size", side) for side in sides), *sizes.items()]:
-      check_positive(name, size)
-    if any(side % patch_size for side in sides):
-      raise ValueError(
-        f"image_size={image_size} is not a multiple of patch_size={patch_size}; choose another."
-      )
-    options = {"num_heads": num_heads} | dict(mixer_options or {})
-    check_mixer(mixer, mixer_options or {}, dim, num_heads)
-    check_choice("norm", norm, NORMS)
-    self.remat = check_choice("remat", remat, REMAT_POLICIES)
-    self.image_size, self.patch_size, self.channels = tuple(sides), patch_size, channels
-    self.dtype, self.num_layers = jnp.dtype(dtype), num_layers
-    self.embedding_dropout = check_rate("embedding_dropout", embedding_dropout)
-    self.drop_path = check_rate("drop_path", drop_path)
+    size, patch_size, dim = config.image_size, config.patch_size, config.dim
+    sides = size if isinstance(size, tuple) else (size, size)
+    num_layers, channels = config.num_layers, config.channels
+    self.dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+    self.image_size, self.patch_size, self.channels = sides, patch_size, channels
+    self.num_layers, self.remat = num_layers, config.remat
+    self.embedding_dropout, self.drop_path = config.embedding_dropout, config.drop_path
     num_patches = math.prod(side // patch_size for side in sides)
 
     normal = nnx.initializers.normal(0.02)
     linear = lambda inputs, outputs, dtype: nnx.Linear(
       inputs, outputs, kernel_init=normal, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
-    self.patch_embedding = linear(patch_size**2 * channels, dim, dtype)
+    self.patch_embedding = linear(patch_size**2 * channels, dim, self.dtype)
     self.class_token = nnx.Param(normal(rngs.params(), (dim,), param_dtype))
     self.positions = nnx.Param(normal(rngs.params(), (num_patches + 1, dim), param_dtype))
 
-    def block(key, layer):
-      return VisionBlock(
-        mixer,
-        dim,
-        norm=norm,
-        norm_eps=norm_eps,
-        residual_dropout=residual_dropout,
-        layer=layer,
-        num_layers=num_layers,
-        dtype=dtype,
-        param_dtype=param_dtype,
-        rngs=nnx.Rngs(key),
-        **options,
-      )
-
+    block = lambda key, layer: VisionBlock(config, layer, rngs=nnx.Rngs(key))
     keys = jax.random.split(rngs.params(), num_layers)
     self.blocks = jax.vmap(block)(keys, jnp.arange(num_layers))
-    self.norm = NORMS[norm](dim, eps=norm_eps, param_dtype=param_dtype, rngs=rngs)
-    self.head = linear(dim, num_classes, jnp.float32)
+    of_norm = {"eps": config.norm_eps, "param_dtype": param_dtype}
+    self.norm = NORMS[config.norm](dim, **of_norm, rngs=rngs)
+    self.head = linear(dim, config.num_classes, jnp.float32)
 
   @under_auto_axes(argument=1)
   def __call__(self, images: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:

@@ -15,7 +15,8 @@ from flax import nnx
 from benchmarks.model_step import BODIES, settings
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
-from lnssm_jax.models.block import make_mixer, pattern_of
+from lnssm_jax.models.block import make_mixer
+from lnssm_jax.models.options import pattern_of
 from tests.kernels.lowered import kernels_traced, lowered
 
 PAGE = (Path(__file__).parents[2] / "docs" / "mixers.md").read_text()

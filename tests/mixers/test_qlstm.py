@@ -1,13 +1,12 @@
 """The quasi-LSTM and its modified form: how they start, sizes, the exponent, bad options."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import QLSTMReversed
-from lnssm_jax.models.block import Block
+from lnssm_jax.models import Block, ModelConfig
 from tests.mixers.helpers import apply, split
 from tests.mixers.tiny import DIM, inputs
 
@@ -37,10 +36,10 @@ def test_qlstm_exponents_start_equal_and_softplus_keeps_a_gradient():
 
 def test_output_matrix_starts_as_the_others_in_a_model_that_starts_them():
   """In other mixers it is divided by the root of the number of branches."""
-  sizes = {"num_heads": 2, "layer": 0, "num_layers": 8, "channel_mixer": "none", "matrix_std": 0.02}
-  dtypes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+  sizes = {"vocab_size": 3, "dim": 64, "num_heads": 2, "num_layers": 8, "channel_mixer": "none"}
+  place = {"mixer_options": {}, "layer": 0, "matrix_std": 0.02}
   make = lambda name: Block(
-    64, mixer=name, mixer_options={}, **sizes, **dtypes, rngs=nnx.Rngs(0)
+    ModelConfig(**sizes), mixer=name, **place, rngs=nnx.Rngs(0)
   ).mixer.o_proj.kernel[...]
   for name, std in (("qlstm", 0.02), ("gla", 0.02 / 8**0.5)):
     assert abs(np.std(make(name)) / std - 1) < 0.05

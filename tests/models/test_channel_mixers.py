@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import MIXERS
-from lnssm_jax.models import CHANNEL_MIXERS, LanguageModel
-from lnssm_jax.models.block import Block
+from lnssm_jax.models import CHANNEL_MIXERS, Block, LanguageModel, ModelConfig
 from tests.mixers.helpers import drawn
 from train.config import Model
 from train.step import flops
@@ -85,9 +84,10 @@ def test_channel_hidden_of_a_model_is_passed_on():
 
 
 def test_block_with_the_identity_adds_the_norm_of_its_stream():
-  sizes = {"num_heads": 2, "layer": 0, "num_layers": 1, "mixer": "gla", "mixer_options": {}}
-  dtypes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-  make = lambda name: Block(16, **sizes, **dtypes, channel_mixer=name, rngs=nnx.Rngs(0))
+  sizes = {"vocab_size": 3, "dim": 16, "num_heads": 2, "num_layers": 1}
+  config = lambda name: ModelConfig(**sizes, channel_mixer=name)
+  place = {"mixer": "gla", "mixer_options": {}, "layer": 0}
+  make = lambda name: Block(config(name), **place, rngs=nnx.Rngs(0))
   x = jax.random.normal(jax.random.key(0), (2, 5, 16))
   got, h = (jax.jit(make(name))(x)[0] for name in ("identity", "none"))
   h = np.asarray(h, np.float64)

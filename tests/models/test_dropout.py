@@ -10,7 +10,14 @@ from flax import nnx
 
 from lnssm_jax import linen
 from lnssm_jax.mixers import LRN, LinearAttention, NormalizedAttention, SoftmaxAttention
-from lnssm_jax.models import Block, LanguageModel, VisionModel, layers
+from lnssm_jax.models import (
+  Block,
+  LanguageModel,
+  ModelConfig,
+  VisionConfig,
+  VisionModel,
+  layers,
+)
 from lnssm_jax.models import dropout as model_dropout
 from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.vision_model import Bidirectional, VisionBlock
@@ -127,9 +134,9 @@ def test_every_place_of_every_layer_draws_with_keys_of_its_own(monkeypatch):
     monkeypatch.setattr(model_dropout, name, function)
   drops = ModelDropout.of("test", KEY, 2, 3, RATES["drop_path"])
   layer_of = lambda number: jax.tree.map(lambda leaf: leaf[number], drops.layers)
-  sizes = {"num_heads": 2, "layer": 0, "num_layers": 3, "mixer_options": {}}
-  sizes |= {"dtype": jnp.float32, "param_dtype": jnp.float32, "residual_dropout": 0.2}
-  block = Block(8, **sizes, mixer=Keyed, channel_mixer="identity", rngs=nnx.Rngs(0))
+  sizes = {"dim": 8, "num_heads": 2, "num_layers": 3, "residual_dropout": 0.2}
+  config = ModelConfig(**sizes, vocab_size=3, channel_mixer="identity")
+  block = Block(config, mixer=Keyed, mixer_options={}, layer=0, rngs=nnx.Rngs(0))
   drawn_with.append(np.asarray(token_keys(drops.embedding, 5)).reshape(-1, 2))
   for number in range(3):
     block(jnp.ones((2, 5, 8)), dropout=layer_of(number))
@@ -138,9 +145,8 @@ def test_every_place_of_every_layer_draws_with_keys_of_its_own(monkeypatch):
   assert len(np.unique(keys, axis=0)) == len(keys)
 
   drawn_with.clear()
-  sizes |= {"norm": "rms", "norm_eps": 1e-5, "rngs": nnx.Rngs(0)}
-  sizes.pop("mixer_options")
-  VisionBlock(Keyed, 8, **sizes)(jnp.ones((2, 5, 8)), layer_of(0))
+  config = VisionConfig(**sizes, mixer=Keyed, num_classes=3)
+  VisionBlock(config, 0, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8)), layer_of(0))
   assert [len(keys) for keys in drawn_with] == [2, 2, 10, 2]  # the mixer in two directions
   directions = [fold(layer_of(0).in_mixer(), number) for number in (1, 0)]
   np.testing.assert_array_equal(np.concatenate(drawn_with[:2]), np.concatenate(directions))
@@ -161,11 +167,9 @@ def factors_of(rows, length, width, rate):
 @pytest.mark.parametrize(("name", "rate"), [("residual", 0.25), ("path", 0.6)])
 def test_branch_is_dropped_or_scaled(name, rate):
   """Without a channel mixer a block adds one branch: each value, or each row, is lost or scaled."""
-  sizes = {"num_heads": 2, "layer": 0, "num_layers": 1, "mixer": "lrn", "mixer_options": {}}
-  dtypes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-  residual = rate if name == "residual" else 0.0
-  block = Block(8, **sizes, **dtypes, channel_mixer="none", residual_dropout=residual,
-                rngs=nnx.Rngs(0))  # fmt: skip
+  sizes = {"vocab_size": 3, "dim": 8, "num_layers": 1, "mixer": "lrn", "channel_mixer": "none"}
+  config = ModelConfig(**sizes, residual_dropout=rate if name == "residual" else 0.0)
+  block = Block(config, mixer="lrn", mixer_options={}, layer=0, rngs=nnx.Rngs(0))
   x, run = jax.random.normal(KEY, (200, 5, 8)), jax.jit(lambda x, layer: block(x, dropout=layer)[0])
   drops = ModelDropout.of("test", KEY, 200, 1, rate if name == "path" else 0.0)
   layer = jax.tree.map(lambda leaf: leaf[0], drops.layers)

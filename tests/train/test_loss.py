@@ -53,6 +53,24 @@ def largest_error(got, want):
   return np.abs(np.asarray(got, np.float64) - want).max() / max(1e-30, np.abs(want).max())
 
 
+@pytest.mark.parametrize("coefficient", [0.0, 0.3])
+def test_loss_of_capped_logits_matches_float64(coefficient):
+  """c tanh(z / c) in place of z, in values and gradients."""
+  args, cap = inputs(12), 0.7
+  hidden, head, targets, weights = (np.asarray(x, np.float64) for x in args)
+  z, width = hidden @ head, head.shape[1]
+  eye = np.eye(width)
+  nats, penalty, dz, _ = direct(
+    cap * np.tanh(z / cap), eye, targets.astype(int), weights, coefficient
+  )
+  dz = dz * (1 - np.tanh(z / cap) ** 2)
+  want = nats, dz @ head.T, np.einsum("btd,btv->dv", hidden, dz)
+  sums, *gradients = loss_and_gradients(args, chunk=12, soft_cap=cap, logit_penalty=coefficient)
+  for got, value in zip((sums.nats, *gradients), want, strict=True):
+    assert largest_error(got, value) < 2e-6
+  assert largest_error(sums.penalty, penalty) < 2e-6
+
+
 @pytest.mark.parametrize(  # chunk counts positions over all B = 3 rows
   ("T", "chunk"), [(1, 1), (5, 7), (12, 12), (17, 1), (17, 12), (17, 10_000)]
 )

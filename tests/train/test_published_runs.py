@@ -3,8 +3,10 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import lnssm_jax
 import train
@@ -13,7 +15,10 @@ from lnssm_jax.pretrained.tokenizers import ByteTokenizer
 from tests.pretrained.published import recorded, write
 from train import config, loop
 from train.cli.main import main
+from train.cluster import device_mesh
 from train.runs.importing import import_model
+from train.step.model import build_model, model_graph, params_of
+from train.step.train_step import make_eval_step
 
 
 def with_bytes(folder, case):
@@ -69,13 +74,30 @@ def test_import_of_a_published_model_that_the_config_does_not_describe_raises(ti
   assert not (tmp_path / "run").exists()
 
 
-def test_published_model_takes_another_length_and_what_cannot_be_trained_raises(tmp_path):
+def test_published_model_takes_another_length(tmp_path):
   folder = write(tmp_path / "llama", "llama", dtype=np.float32)
   model = config.published_model(folder, max_length=64)
   assert model.mixer_options["max_length"] == 64
-  folder = write(tmp_path / "gemma", "recurrent_gemma", dtype=np.float32)
-  with pytest.raises(config.ConfigError, match="embedding_scale can be loaded, but not trained"):
-    config.published_model(folder)
+
+
+def test_recurrent_gemma_trains_on_the_loss_of_its_logits(tiny, tmp_path):
+  """With the scale of its embedding and the soft cap of its logits."""
+  folder = with_bytes(tmp_path / "theirs", "recurrent_gemma")
+  model = config.published_model(folder, dtype="float32")
+  assert model.embedding_scale is not None and model.logit_soft_cap == 2
+  cfg = dataclasses.replace(tiny(), model=model)
+  params = params_of(build_model(model, jax.random.key(0)))
+  mesh, graph = device_mesh.make_mesh(cfg), model_graph(model)
+  tokens = np.random.default_rng(0).integers(0, 257, (2, 9))
+  params["embedding"] = params["embedding"] * 40  # logits that the cap bounds
+  batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+  batch |= {"segment_ids": np.zeros((2, 8), int), "weights": np.ones((2, 8), np.float32)}
+  sums = make_eval_step(cfg, graph, mesh)(params, batch)
+  logits, _ = jax.jit(lambda params: nnx.merge(graph, params)(batch["tokens"]))(params)
+  assert 1.5 < np.abs(logits).max() <= 2
+  log_probs = jax.nn.log_softmax(np.float64(logits))
+  want = -np.take_along_axis(np.asarray(log_probs), batch["targets"][..., None], -1).sum()
+  np.testing.assert_allclose(sums.nats, want, rtol=1e-5)
 
 
 @pytest.mark.slow

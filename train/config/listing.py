@@ -53,8 +53,16 @@ def groups(cls: type) -> Iterator[tuple[type, list[Entry]]]:
 def _comments(cls: type) -> dict[str, str]:
   """The comment of each setting: at the end of its lines, else the one above it."""
   names = {field.name for field in dataclasses.fields(cls)}
-  found, above, current = dict.fromkeys(names, ""), "", None
-  for line in inspect.getsource(cls).splitlines():
+  found = dict.fromkeys(names, "")
+  for owner in reversed(cls.__mro__):
+    if dataclasses.is_dataclass(owner):
+      found |= _comments_in(inspect.getsource(owner), names)
+  return found
+
+
+def _comments_in(source: str, names: set[str]) -> dict[str, str]:
+  found, above, current = {}, "", None
+  for line in source.splitlines():
     code, mark, comment = line.partition("# ")
     text = comment.strip() if mark else ""
     name = code.partition(":")[0].strip()

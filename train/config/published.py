@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from train.config.checked import ConfigError
 from train.config.schema import Model
 
 
@@ -18,17 +17,10 @@ def published_model(folder: str | Path, *, max_length: int | None = None, **chan
 
   Raises:
     ExportError: config.json has a setting that is unknown or not implemented.
-    ConfigError: the training stack has no such model.
   """
   from lnssm_jax.pretrained import hugging_face  # imports JAX
 
   settings = hugging_face.settings_of(Path(folder), max_length=max_length)
-  for name in ("embedding_scale", "logit_soft_cap"):
-    if settings.pop(name, None) is not None:
-      raise ConfigError(f"{folder}: models with {name} can be loaded, but not trained.")
-  if isinstance(settings["mixer"], list):
-    settings["mixer"] = tuple(settings["mixer"])
-  settings["num_heads"] = settings["num_heads"] or 1  # mixers without heads ignore it
   return Model(**settings | changes)
 
 

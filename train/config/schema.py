@@ -3,10 +3,12 @@
 import dataclasses
 import math
 import re
-from typing import Any, Literal
+from typing import Literal
 
+from lnssm_jax.models.config import ModelConfig
 from lnssm_jax.pretrained.manifest import MAX_PATTERN
 from train.config.checked import (
+  ConfigError,
   at_least,
   at_most,
   check,
@@ -22,62 +24,27 @@ MOST = {"dim": 2**20, "num_layers": 2**16, "vocab_size": 2**30}
 
 
 @settings
-class Model:
-  """Architecture of the language model and its dtypes."""
+class Model(ModelConfig):
+  """Architecture of the language model and its dtypes: `lnssm_jax.models.ModelConfig`.
+
+  Mixers are given by their names.
+  """
 
   mixer: str | tuple[str, ...] = "lnssm"  # a tuple is a pattern repeated over the layers
-  dim: int  # channels of the residual stream
-  num_layers: int  # blocks, each a mixer and a channel mixer
-  num_heads: int  # of each mixer
-  vocab_size: int  # that of the tokenizer or more
-  channel_mixer: str = "gpt2"  # "swiglu", "geglu", "rwkv6_channel_mix", "none", ...
-  channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
-  mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its constructor
-  channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # likewise
-  norm: Literal["layer", "layer_without_bias", "rms", "rms_from_zero"] = "layer"  # of the blocks
-  norm_eps: float = 1e-5  # of the model's norms; those of mixers have it in `mixer_options`
-  embedding_norm: bool = True  # a norm after the embedding
-  initialization: Literal["lnssm", "gpt2"] | None = None  # None: by `embedding_norm` and tying
-  learned_positions: int | None = None  # length of a table of positions
-  tie_embeddings: bool = False  # the output head is the transposed embedding
-  # Rates in training only; that of attention probabilities is `attention_dropout` of the mixer.
-  embedding_dropout: float = 0.0  # of values of the first layer's input
-  residual_dropout: float = 0.0  # of values of the outputs of mixers and channel mixers
-  drop_path: float = 0.0  # of whole outputs of a row: in the last layer, 0 in the first
   dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations; states are always float32
   param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters and their gradients
-  remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
-  unroll: int | None = None  # layers per iteration of the layer scan; None: all on a GPU, else 1
 
   def __post_init__(self):
-    for name in ("dim", "num_layers", "num_heads", "vocab_size"):
-      at_least(f"model.{name}", getattr(self, name), 1)
     for name, most in MOST.items():
       at_most(f"model.{name}", getattr(self, name), most)
     if isinstance(self.mixer, tuple):
       at_most("the number of layers in model.mixer", len(self.mixer), MAX_PATTERN)
-    for name in ("channel_hidden", "unroll", "learned_positions"):
-      if getattr(self, name) is not None:
-        at_least(f"model.{name}", getattr(self, name), 1)
-    lower = self.dim // self.num_heads * self.num_heads
-    near = f"{lower} or {lower + self.num_heads}" if lower else f"{self.num_heads}"
-    nested = (value for value in self.mixer_options.values() if isinstance(value, dict))
-    check(
-      self.dim % self.num_heads == 0
-      or any("head_dim" in options for options in (self.mixer_options, *nested)),
-      f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}, and all"
-      f" heads have the same width. Use model.dim={near}, or another number of heads. With head_dim"
-      " in model.mixer_options any will do.",
-    )
-    for name in ("embedding_dropout", "residual_dropout", "drop_path"):
-      rate = getattr(self, name)
-      check(
-        0 <= rate < 1,
-        f"model.{name}={rate} is the probability of dropping a value; it must be in [0, 1).",
-      )
-    check(0 < self.norm_eps < 1, f"model.norm_eps={self.norm_eps} must be between 0 and 1.")
     check_json("model.mixer_options", self.mixer_options)
     check_json("model.channel_mixer_options", self.channel_mixer_options)
+    try:
+      super().__post_init__()
+    except ValueError as error:
+      raise ConfigError(f"model.{error}") from None
 
 
 @settings

@@ -44,7 +44,7 @@ def run(model: config.Model, lengths: Sequence[int] = LENGTHS) -> Report:
     ConfigError: a length is more than the model's positions or cache hold.
   """
   check_length(model, "lengths", max(lengths))
-  shape = (model.num_layers, model.dim, model.num_heads)
+  shape = (model.num_layers, model.dim, model.num_heads or 1)
   printed = {n: PRINTED[n] if shape == PRINTED_SHAPE else None for n in lengths if n in PRINTED}
   tables = {
     "published scope, GMAC": [_published(*shape, n, printed.get(n)) for n in lengths],
@@ -121,5 +121,5 @@ def _bytes(model: config.Model) -> tuple[int, int]:
 
 def _with_attention(model: config.Model, length: int) -> config.Model:
   """The same model whose every mixer is softmax attention."""
-  options = {"max_length": length}
-  return dataclasses.replace(model, mixer="softmax_attention", mixer_options=options)
+  changes = {"mixer": "softmax_attention", "mixer_options": {"max_length": length}}
+  return dataclasses.replace(model, **changes, num_heads=model.num_heads or 1)

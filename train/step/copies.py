@@ -169,6 +169,7 @@ class _Programs:
     hidden, aux = self._hidden(model, batch, key)
     weights = batch.get("weights", jnp.ones(batch["targets"].shape, jnp.float32))
     rest: dict[str, Any] = {"chunk": self._cfg.loss_chunk, **penalties}
+    rest["soft_cap"] = model.logit_soft_cap
     return next_token_loss(hidden, model.head_kernel(), batch["targets"], weights, **rest), aux
 
   def _one_loss(self, params, batch):

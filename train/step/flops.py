@@ -21,7 +21,7 @@ import jax
 from flax import nnx
 
 from lnssm_jax.mixers import Mixer
-from lnssm_jax.models.block import mixer_class
+from lnssm_jax.models.options import mixer_class
 from train import config
 from train.step.model import build_model
 

@@ -30,6 +30,7 @@ class _Static(NamedTuple):
   steps: int  # time steps per chunk
   logit_penalty: float
   z_loss: float
+  soft_cap: float | None
   vocab_axis: str | None
   implementation: ty.Implementation | None
 
@@ -43,12 +44,15 @@ def next_token_loss(
   chunk: int | None = None,
   logit_penalty: float = 0.0,
   z_loss: float = 0.0,
+  soft_cap: float | None = None,
   vocab_axis: str | None = None,
   implementation: ty.Implementation | None = None,
 ) -> LossSums:
   r"""Weighted sum of the negative log-likelihoods of `targets` under `softmax(hidden @ head)`.
 
       nats = sum_i w_i (logsumexp(z_i) - z_i[target_i]),   z_i = hidden_i @ head
+
+  With `soft_cap` c it is c tanh(z / c) in place of z, as of a model with `logit_soft_cap`.
 
   At most about `chunk` positions of logits (float32 `[B, C, vocab]`, all B rows of C time steps)
   are in memory at once; None: a power of two, within 512 MiB and 8192. Matrix products run in
@@ -93,7 +97,9 @@ def next_token_loss(
   steps = max(1, chunk // hidden.shape[0])
   with jax.named_scope("next_token_loss"):
     arrays = vary_alike((hidden, head, targets, weights))
-    static = _Static(steps, float(logit_penalty), float(z_loss), vocab_axis, implementation)
+    static = _Static(
+      steps, float(logit_penalty), float(z_loss), soft_cap, vocab_axis, implementation
+    )
     nats, penalty = _chunked_sums(static, *arrays)
   return LossSums(nats, weights.sum(), jax.lax.stop_gradient(penalty))
 
@@ -157,17 +163,25 @@ def _terms(static, vocab_size, matrix, hidden, targets, weights, *, gradient):
   # 0 * NaN is NaN: rows of weight 0 must be zeroed before the product, not after.
   hidden = jnp.where((weights != 0)[..., None], hidden, 0)
   logits = jnp.einsum("bcd,dv->bcv", hidden, matrix, preferred_element_type=jnp.float32)
-  return hidden, cross_entropy(
+  cap, dtype, slope = static.soft_cap, hidden.dtype, None
+  if cap is not None:
+    bounded = jnp.tanh(logits / cap)
+    # The gradient is rounded once, after its last factor.
+    logits, dtype, slope = cap * bounded, jnp.float32, 1 - bounded**2
+  terms = cross_entropy(
     logits,
     targets,
     weights,
     vocab_size=vocab_size,
     logit_penalty=static.logit_penalty,
     z_loss=static.z_loss,
-    gradient_dtype=hidden.dtype if gradient else None,
+    gradient_dtype=dtype if gradient else None,
     vocab_axis=static.vocab_axis,
     implementation=static.implementation,
   )
+  if slope is not None and terms.d_logits is not None:
+    terms = terms._replace(d_logits=(terms.d_logits * slope).astype(hidden.dtype))
+  return hidden, terms
 
 
 def _split_time(x, steps):

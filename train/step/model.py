@@ -16,12 +16,12 @@ def build_model(
   model: config.Model, key: jax.Array, *, sequence_axis: str | None = None
 ) -> LanguageModel:
   """Builds the language model of a config with randomly initialized parameters."""
-  return settings.model_of(config.to_dict(model), key, sequence_axis=sequence_axis)
+  return settings.model_of(model, key, sequence_axis=sequence_axis)
 
 
 def model_graph(model: config.Model, sequence_axis: str | None = None) -> Any:
   """Static part of the model for `nnx.merge(graph, params)`; computes no parameters."""
-  return settings.graph_of(config.to_dict(model), sequence_axis=sequence_axis)
+  return settings.graph_of(model, sequence_axis=sequence_axis)
 
 
 def check_length(model: config.Model, name: str, length: int) -> None:

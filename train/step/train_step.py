@@ -126,6 +126,7 @@ def _make_loss_sums(
       batch["targets"],
       batch["weights"],
       chunk=cfg.loss_chunk,
+      soft_cap=model.logit_soft_cap,
       **penalties,
       vocab_axis="tensor" if mesh.shape["tensor"] > 1 else None,
     )
