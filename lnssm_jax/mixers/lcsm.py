@@ -108,7 +108,7 @@ class LCSM(Mixer[LCSMState]):
     self,
     dim: int,
     *,
-    code: str = "1-1-1-4",
+    code: str | int = "1-1-1-4",
     state_dim: int = 128,
     gate_logit_normalizer: float = 16.0,
     learned: bool | None = None,
