@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from train import config
+from train import callbacks, config
 from train.checkpoint import store
 from train.checkpoint.saver import Saver
 from train.checkpoint.store import CheckpointError, Checkpoints
@@ -43,6 +43,7 @@ class Result:
   stopped_by: str | None  # name of the signal; None if the run is complete
   validation: list[Row]  # of the last step; empty if stopped before it
   state: State
+  ended_by: str | None = None  # what a callback said that ended the run before its last step
 
 
 def fit(
@@ -78,6 +79,7 @@ def fit(
   agreement.check(lambda: {"settings": config.to_dict(cfg), **options, **agreement.software()})
   with contextlib.ExitStack() as stack:
     graph = model_graph(cfg.model)  # a misspelled mixer is not another run's setting
+    called = callbacks.made(cfg)
     run = claimed or stack.enter_context(run_folder.claim(cfg, **claiming, say=console.say))
     programs = compile_cache.folder(cfg.compile_cache, run.path)
     stack.enter_context(compile_cache.at(programs))
@@ -111,22 +113,29 @@ def fit(
     run_summary.start(console, cfg, run, state, windows, start)
     step = start
     reader = MetricReader(cfg, run, console, list(mesh.devices.flat))
+    metadata = lambda step: {
+      "data_position": step,
+      "rows": run.row_count(),
+      **inputs,
+      "config": config.to_dict(cfg),
+    }
     saver = Saver(
-      checkpoints,
-      every=cfg.checkpoint_every,
-      start=start,
-      metadata=lambda step: {
-        "data_position": step,
-        "rows": run.row_count(),
-        **inputs,
-        "config": config.to_dict(cfg),
-      },
-      say=console.say,
+      checkpoints, every=cfg.checkpoint_every, start=start, metadata=metadata, say=console.say
     )
-    alone = distributed.count() == 1
+    alone, ended_by = distributed.count() == 1, None
 
     def stopping() -> bool:  # the same value in all processes
-      return bool(stop) if alone else reader.votes[0]
+      return (bool(stop) if alone else reader.votes[0]) or ended_by is not None
+
+    def call(method: str) -> None:
+      nonlocal ended_by
+      if not called:
+        return
+      rows = distributed.on_first(run.read_rows)  # which other processes may not see yet
+      rows = [row for row in rows if row["kind"] == "eval"]
+      about = cfg, step, state, graph, run.path, rows, lambda: metadata(step), console.say
+      for one in called:
+        ended_by = getattr(one, method)(callbacks.Moment(*about)) or ended_by
 
     def evaluate():
       is_due = step == cfg.steps or step % cfg.eval_every == 0
@@ -143,10 +152,12 @@ def fit(
           ]
         for row in run.append(rows):
           console.say(eval_line(row))
+        call("evaluated")
 
     def unchanged():  # no checkpoint has seen text other than that of the run
       distributed.on_all(lambda: bindings.check_in_use(inputs["data"], cfg.data.folder))
 
+    call("started")
     evaluate()
     if start < cfg.steps:
       train_step = train_step or compile_step(cfg, graph, mesh, run.kernels, console)
@@ -186,13 +197,19 @@ def fit(
       saver.finish(step, state)
 
     stopped_by = None
-    if step < cfg.steps or stopping():
+    if ended_by is not None:
+      console.say(f"ended after step {step} by {ended_by}")
+    if ended_by is None and (step < cfg.steps or stopping()):
       stopped_by = stop.name or "a signal to another process"
       run_summary.stopped(console, run, step, stopped_by)
     else:
-      run_summary.finished(console, cfg, run, graph, state["params"])
+      run_summary.finished(console, cfg, run, graph, state["params"], step)
+    if stopped_by is None:
+      call("finished")
     validation = run.evaluation(step, cfg.data.validation)
-    return Result(step=step, stopped_by=stopped_by, validation=validation, state=state)
+    return Result(
+      step=step, stopped_by=stopped_by, validation=validation, state=state, ended_by=ended_by
+    )
 
 
 def _check_data(cfg: config.Train, run: RunFolder, *, check_run: bool) -> int:

@@ -349,7 +349,15 @@ def test_resumed_run_may_change_what_affects_its_numbers_by_rounding_only():
   free = {name for name in names if is_free(name)}
   assert {name for name in free if name.split(".")[0] not in groups} == {
     *("steps", "accumulate", "checkpoint_every", "eval_every", "eval_at_start", "log_every"),
-    *("keep_checkpoints", "max_skipped", "loss_chunk", "watch", "run_name", "run_group"),
+    *(
+      "keep_checkpoints",
+      "max_skipped",
+      "loss_chunk",
+      "watch",
+      "callbacks",
+      "run_name",
+      "run_group",
+    ),
     *("run_tags", "compile_cache", "model.remat", "model.unroll"),
   }
   assert {name for name in names if name.split(".")[0] in groups} <= free

@@ -84,7 +84,7 @@ def test_names_of_other_libraries_are_answered_with_ours(tiny):
   ("assignment", "message"),
   [
     ("num_epochs=3", "no setting 'num_epochs' in Vision; did you mean 'epochs'?"),
-    ("max_steps=3", "no setting 'max_steps' in Vision; known are model, "),
+    ("total_steps=3", "no setting 'total_steps' in Vision; known are model, "),
     ("dropout=0.1", "no setting 'dropout'; here it is 'model.residual_dropout' (also embedding"),
     ("model.dropout=0.1", "no setting 'model.dropout'; here it is 'model.residual_dropout' (also"),
     ("lr=1e-3", "no setting 'lr'; here it is 'optimizer.peak_lr'."),

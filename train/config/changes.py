@@ -19,6 +19,7 @@ FREE = (
   "max_skipped",
   "loss_chunk",
   "watch",
+  "callbacks",
   "run_name",
   "run_group",
   "run_tags",

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from lnssm_jax.models.config import ModelConfig
 from lnssm_jax.pretrained.manifest import MAX_PATTERN
@@ -253,12 +253,21 @@ class Train:
   run_name: str | None = None  # in what `watch` names; None: the name of run_dir
   run_group: str | None = None  # runs to be compared there
   run_tags: tuple[str, ...] = ()  # by which runs are found there
+  # {"MODULE:FUNCTION": its options}: what is called at evaluations (`train.callbacks`).
+  callbacks: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
   # Folder of compiled programs; runs may share one. "run": in the run folder, unless JAX has one.
   compile_cache: str | None = "run"
   sample: Sample = dataclasses.field(default_factory=Sample)
 
   def __post_init__(self):
     check(len(set(self.watch)) == len(self.watch), f"watch={self.watch} names one twice.")
+    for name, options in self.callbacks.items():
+      check(
+        re.fullmatch(r"[\w.]+:\w+", name) is not None,
+        f"callbacks has {name!r}, which is no MODULE:FUNCTION, such as"
+        " 'train.callbacks:early_stopping'.",
+      )
+      check_json(f"callbacks.{name}", options)
     check(self.compile_cache != "", "compile_cache is empty; give a folder, or None.")
     check_path("compile_cache", self.compile_cache or "")
     check(self.run_dir != "", "run_dir is empty; give the folder that the run writes into.")

@@ -2,18 +2,15 @@
 
 from typing import Any
 
-from flax import nnx
 from jax.sharding import Mesh
 
 from lnssm_jax.models import count_parameters
-from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.printable import shell_word
 from train import config
+from train.callbacks import sample_of
 from train.cluster import distributed
-from train.data.tokenizers import tokenizer_of
 from train.data.windows import Mixture, TokenWindows
 from train.logging.console import Console, short
-from train.runs.loading import sampling_options
 from train.runs.run_folder import RunFolder
 from train.step.state import State
 
@@ -60,16 +57,15 @@ def stopped(console: Console, run: RunFolder, step: int, signal: str | None) -> 
   console.say(f"run folder   {run.path}")
 
 
-def finished(console: Console, cfg: config.Train, run: RunFolder, graph: Any, params: Any) -> None:
+def finished(
+  console: Console, cfg: config.Train, run: RunFolder, graph: Any, params: Any, step: int
+) -> None:
   """Prints a text sample, the paths of all results, and how to generate more text."""
-  console.say(f"finished {cfg.steps} steps")
+  console.say(f"finished {step} steps")
   if cfg.sample.tokens and distributed.count() == 1:  # otherwise no process has all parameters
-    tokenizer = tokenizer_of(cfg.data)
-    model = nnx.merge(graph, params)
-    options = sampling_options(cfg.sample, tokenizer, cfg.seed)
     try:
-      sample = texts.complete(model, tokenizer, [cfg.sample.prompt], options)[0]
-      console.say(f"sample\n{'-' * 40}\n{cfg.sample.prompt}{sample}\n{'-' * 40}")
+      sample = sample_of(cfg, graph, params)
+      console.say(f"sample\n{'-' * 40}\n{sample}\n{'-' * 40}")
     except ValueError as error:  # the run is complete, whatever its model writes
       console.say(f"no text sample: {error}")
   elif cfg.sample.tokens:

@@ -42,13 +42,12 @@ class Group:
   def alone(self) -> bool:
     """Whether `train.fit` trains its runs, one by one.
 
-    A single language model, several devices, and averages of parameters, which `train.fit`
-    evaluates.
+    A single language model, several devices, averages of parameters, and callbacks.
     """
     cfg = self.first.cfg
     is_spread = any(size > 1 for size in dataclasses.asdict(cfg.mesh).values())
     single = self.first.task is None and len(self.runs) == 1
-    return single or is_spread or cfg.optimizer.ema_decay is not None
+    return single or is_spread or cfg.optimizer.ema_decay is not None or bool(cfg.callbacks)
 
   @property
   def parts(self) -> list["Group"]:
