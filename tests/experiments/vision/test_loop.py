@@ -224,7 +224,7 @@ def test_images_that_do_not_fit_rejected(tmp_path, file, changes, message):
   [
     (["model.channels=2"], "model.channels=2 must be 1 (gray) or 3 (colors)"),
     (["model.channels=1"], "data.mean=(0.485, 0.456, 0.406) needs one number for each of"),
-    (["model.dim=0"], "model.dim=0 must be at least 1"),
+    (["model.dim=0"], "model.dim=0 must be an integer of at least 1"),
     (["data.std=(0.0, 1.0, 1.0)"], "data.std=(0.0, 1.0, 1.0) must be positive"),
     (["augment.least_area=0"], "augment.least_area=0.0 leaves nothing of an image"),
     (["augment.erasing=2"], "augment.erasing=2.0 must be between 0 and 1"),
