@@ -26,7 +26,7 @@ from experiments.babilong import prompt_of
 from experiments.limits import check_prompts
 from experiments.needles import sentences
 from experiments.samples import write_rows
-from lnssm_jax.pretrained.files import read_bytes
+from lnssm_jax.files.reading import read_bytes
 from lnssm_jax.pretrained.tokenizers import Tokenizer, encode_whole
 from train.data.errors import DataError, reading, writing
 from train.data.sources import MAX_ROW

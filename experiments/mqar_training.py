@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from experiments.mqar import MQAR, Examples
+from lnssm_jax.files.atomic import replace_file
 from train import config
-from train.checkpoint.safe_files import replace_file
 from train.config.checked import check
 from train.data.errors import writing
 from train.scoring.report import Report

@@ -21,8 +21,8 @@ import numpy as np
 
 from experiments.answers import answers
 from experiments.limits import kind_of
-from lnssm_jax.pretrained.checked_json import SyntaxProblem, check_shape, parse
-from lnssm_jax.pretrained.files import read_bytes
+from lnssm_jax.files.checked_json import SyntaxProblem, check_shape, parse
+from lnssm_jax.files.reading import read_bytes
 from lnssm_jax.pretrained.loaded import LoadedModel
 from train.data.errors import DataError, reading
 from train.data.sources import MAX_ROW, read_rows

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.safe_files import replace_file
+from lnssm_jax.files.atomic import replace_file
 from train.data.errors import DataError, writing
 from train.data.sources import find_inputs, has_rows, read_rows
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from flax import nnx
 
+from lnssm_jax.files.atomic import make_folder, replace_file
 from lnssm_jax.pretrained import texts
 from train import config
-from train.checkpoint.safe_files import make_folder, replace_file
 from train.checkpoint.store import Checkpoints
 from train.cluster import distributed
 from train.data.tokenizers import tokenizer_of

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from lnssm_jax.pretrained.printable import printable
+from lnssm_jax.files.printable import printable
 
 type Say = Callable[[str], object]  # prints one line for the user
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from lnssm_jax.pretrained.files import DataError, open_regular
+from lnssm_jax.files.reading import DataError, open_regular
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 

@@ -29,21 +29,21 @@ __all__ = [
   "score",
 ]
 _HOMES = {
-  "DataError": "files",
-  "ExportError": "manifest",
-  "LoadedModel": "loaded",
-  "Score": "texts",
-  "lm_eval_model": "harness",
-  "load": "hugging_face",
-  "load_model": "opening",
-  "load_prefix": "prefixes",
-  "save": "hugging_face",
-  "save_prefix": "prefixes",
-  "score": "loaded",
+  "DataError": "lnssm_jax.files.reading",
+  "ExportError": "lnssm_jax.pretrained.manifest",
+  "LoadedModel": "lnssm_jax.pretrained.loaded",
+  "Score": "lnssm_jax.pretrained.texts",
+  "lm_eval_model": "lnssm_jax.pretrained.harness",
+  "load": "lnssm_jax.pretrained.hugging_face",
+  "load_model": "lnssm_jax.pretrained.opening",
+  "load_prefix": "lnssm_jax.pretrained.prefixes",
+  "save": "lnssm_jax.pretrained.hugging_face",
+  "save_prefix": "lnssm_jax.pretrained.prefixes",
+  "score": "lnssm_jax.pretrained.loaded",
 }
 
 if TYPE_CHECKING:
-  from lnssm_jax.pretrained.files import DataError
+  from lnssm_jax.files.reading import DataError
   from lnssm_jax.pretrained.harness import lm_eval_model
   from lnssm_jax.pretrained.hugging_face import load, save
   from lnssm_jax.pretrained.loaded import LoadedModel, score
@@ -56,7 +56,7 @@ else:
   def __getattr__(name: str):
     # Lazy, so that tokenizing text imports no JAX.
     if name in _HOMES:
-      return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+      return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

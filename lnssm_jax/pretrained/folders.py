@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from lnssm_jax.files.reading import read_json
 from lnssm_jax.pretrained import safetensors
-from lnssm_jax.pretrained.files import read_json
 from lnssm_jax.pretrained.manifest import ExportError
 from lnssm_jax.pretrained.tokenizers import FileTokenizer
 

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lnssm_jax.pretrained.files import FORMAT as _VERSION
-from lnssm_jax.pretrained.files import digest_of, read_json
-from lnssm_jax.pretrained.printable import PrintableError
+from lnssm_jax.files.printable import PrintableError
+from lnssm_jax.files.reading import FORMAT as _VERSION
+from lnssm_jax.files.reading import digest_of, read_json
 
 MANIFEST, TENSORS, TOKENIZER = "manifest.json", "model.safetensors", "tokenizer.json"
 FORMATS = {f"lnssm_jax model, version {n}": n for n in (1, _VERSION)}

@@ -10,8 +10,8 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from lnssm_jax.files.reading import FORMAT
 from lnssm_jax.mixers import migration
-from lnssm_jax.pretrained.files import FORMAT
 
 __all__ = ["FORMAT", "current_model", "current_path", "old_path", "rename"]
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import jax
 from flax import nnx
 
+from lnssm_jax.files.printable import shell_word
 from lnssm_jax.models.settings import graph_of
 from lnssm_jax.pretrained import exports, folders, hugging_face
 from lnssm_jax.pretrained.exports import ExportError
 from lnssm_jax.pretrained.loaded import LoadedModel
-from lnssm_jax.pretrained.printable import shell_word
 
 
 def load_model(folder: str | Path) -> LoadedModel:

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lnssm_jax.files.reading import DataError
 from lnssm_jax.generate import Prefix
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.pretrained.exports import name_of
-from lnssm_jax.pretrained.files import DataError
 from lnssm_jax.pretrained.safetensors import Tensors
 
 

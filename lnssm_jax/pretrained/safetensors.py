@@ -13,8 +13,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from lnssm_jax.pretrained.checked_json import check_shape, parse
-from lnssm_jax.pretrained.files import open_regular
+from lnssm_jax.files.checked_json import check_shape, parse
+from lnssm_jax.files.reading import open_regular
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 _DTYPES = {

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lnssm_jax.pretrained.files import DataError, read_json
+from lnssm_jax.files.reading import DataError, read_json
 
 # Special tokens spelled out in a text: each one token, or ordinary text.
 InText = Literal["parse", "text"]

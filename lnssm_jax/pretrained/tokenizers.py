@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lnssm_jax.files.checked_json import parse
+from lnssm_jax.files.reading import DataError, read_bytes, reading
 from lnssm_jax.pretrained import special_tokens as special
 from lnssm_jax.pretrained import tokenizer_json
-from lnssm_jax.pretrained.checked_json import parse
-from lnssm_jax.pretrained.files import DataError, read_bytes, reading
 from lnssm_jax.pretrained.special_tokens import Added, InText
 
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.checkpoint import safe_files
+from lnssm_jax.files import atomic
 from train.data import indexed
 from train.data.errors import DataError
 from train.data.indexed import IndexedDataset, IndexedWriter
@@ -66,8 +66,8 @@ def test_lock_of_a_killed_process_is_taken_and_removed(tmp_path):
   path, waited = tmp_path / "a", []
   code = f"""
 from pathlib import Path
-from train.checkpoint import safe_files
-held = safe_files.locked(Path({str(path)!r}))
+from lnssm_jax.files import atomic
+held = atomic.locked(Path({str(path)!r}))
 held.__enter__()
 (Path({str(path)!r}).with_name("a.{"0" * 16}.partial")).touch()
 print("locked", flush=True)
@@ -82,9 +82,9 @@ input()
     waited.append(1)
     process.kill()
 
-  with safe_files.locked(path, kill):
+  with atomic.locked(path, kill):
     assert (tmp_path / ".a.lock").exists()
-    safe_files.remove_leftovers(path)
+    atomic.remove_leftovers(path)
   assert waited == [1] and not list(tmp_path.iterdir())
   process.communicate()
 
@@ -134,7 +134,7 @@ def test_reader_waits_while_a_pair_is_being_replaced_but_not_for_damage(tmp_path
   write(prefix, OLD)
   index = (tmp_path / "pair.idx").read_bytes()
   (tmp_path / "pair.idx").write_bytes(b"damaged")
-  partial = safe_files.create(safe_files.partial_name(tmp_path / "pair.idx"))
+  partial = atomic.create(atomic.partial_name(tmp_path / "pair.idx"))
   pauses = []
 
   def sleep(seconds):

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from lnssm_jax.pretrained.checked_json import MAX_DEPTH, check_shape, parse
-from lnssm_jax.pretrained.files import DataError, read_json
+from lnssm_jax.files.checked_json import MAX_DEPTH, check_shape, parse
+from lnssm_jax.files.printable import MAX_LINE, PrintableError, printable
+from lnssm_jax.files.reading import DataError, read_json
 from lnssm_jax.pretrained.manifest import ExportError
-from lnssm_jax.pretrained.printable import MAX_LINE, PrintableError, printable
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 import safetensors.numpy
 
 import lnssm_jax
+from lnssm_jax.files.reading import digest_of
 from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.models.settings import abstract_params
 from lnssm_jax.pretrained import DataError, ExportError, texts
-from lnssm_jax.pretrained.files import digest_of
 from lnssm_jax.pretrained.safetensors import Tensors
 from lnssm_jax.pretrained.tokenizers import encode_whole
 from tests.pretrained.test_tokenizer_files import write as published_tokenizer

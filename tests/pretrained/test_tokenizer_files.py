@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lnssm_jax.files.reading import DataError
 from lnssm_jax.pretrained.continuations import Continuation
-from lnssm_jax.pretrained.files import DataError
 from lnssm_jax.pretrained.special_tokens import Added
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer, FileTokenizer, encode_whole
 from train.data import load_tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lnssm_jax.pretrained.files import digest_of
+from lnssm_jax.files.reading import digest_of
 from tests.reliability.faults import make_state
 from train.checkpoint import digests, step_folders, store, verify
 from train.checkpoint.store import CheckpointError, Checkpoints

@@ -29,8 +29,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from lnssm_jax.files.reading import digest_of
 from lnssm_jax.pretrained import exports
-from lnssm_jax.pretrained.files import digest_of
 from tests.reliability import tiny_run
 from tests.reliability.corruption import ODD, corrupt_bytes, corrupt_json, corrupt_value
 from tests.reliability.escapes import SCENARIOS

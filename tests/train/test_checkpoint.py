@@ -12,7 +12,8 @@ import numpy as np
 import optax
 import pytest
 
-from train.checkpoint import digests, safe_files, store
+from lnssm_jax.files import atomic
+from train.checkpoint import digests, store
 from train.checkpoint.step_folders import newest_intact
 from train.checkpoint.store import (
   CheckpointError,
@@ -232,7 +233,7 @@ def test_new_folder_synced_before_rename(tmp_path, monkeypatch):
 
   monkeypatch.setattr(os, "fsync", flushed)
   monkeypatch.setattr(Path, "rename", renamed)
-  with safe_files.new_folder(tmp_path / "export", ValueError) as folder:
+  with atomic.new_folder(tmp_path / "export", ValueError) as folder:
     (folder / "inner").mkdir()
     for name in ("one", "inner/two"):
       (folder / name).write_text(name)

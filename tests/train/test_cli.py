@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from experiments import command as experiments
+from lnssm_jax.files.reading import FORMAT
 from lnssm_jax.pretrained import texts
-from lnssm_jax.pretrained.files import FORMAT
 from train import loop
 from train.cli import commands
 from train.cli.main import MOVED, main

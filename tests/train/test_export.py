@@ -10,8 +10,8 @@ import pytest
 import safetensors.numpy
 
 import train
+from lnssm_jax.files.reading import digest_of
 from lnssm_jax.pretrained import exports
-from lnssm_jax.pretrained.files import digest_of
 from tests import devices
 from train import config, loop
 from train.checkpoint import step_folders, store

@@ -10,8 +10,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from lnssm_jax.pretrained import files
-from train.checkpoint import digests, safe_files, saver, step_folders, store, verify
+from lnssm_jax.files import atomic, reading
+from train.checkpoint import digests, saver, step_folders, store, verify
 from train.checkpoint.step_folders import CheckpointError
 from train.checkpoint.store import Checkpoints, newest_step
 from train.cluster.stop_signal import StopSignal
@@ -124,7 +124,7 @@ def save_quickly(monkeypatch):
 
   monkeypatch.setattr(store.ocp, "save_checkpointables_async", lambda path, *_, **__: Written(path))
   monkeypatch.setattr(saver, "PAUSES", (0, 0, 0))
-  monkeypatch.setattr(files, "PAUSES", (0, 0, 0))
+  monkeypatch.setattr(reading, "PAUSES", (0, 0, 0))
 
 
 def finish(folder, step, keep=1):
@@ -174,9 +174,9 @@ def test_failed_saves_one_transient_error_of_any_sync_ends_no_run(
 
 @pytest.mark.parametrize("which", [1, 2])
 def test_file_replaced_in_spite_of_a_transient_error_of_a_sync(which, tmp_path, monkeypatch):
-  monkeypatch.setattr(files, "PAUSES", (0, 0))
+  monkeypatch.setattr(reading, "PAUSES", (0, 0))
   calls = fail_once(monkeypatch, which)
-  safe_files.replace_file(tmp_path / "x", b"new")
+  atomic.replace_file(tmp_path / "x", b"new")
   assert len(calls) == 2 + which and (tmp_path / "x").read_bytes() == b"new"
   assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
@@ -212,7 +212,7 @@ def test_checkpoint_that_may_not_be_read_is_not_damaged(
       raise OSError(code, os.strerror(code), str(path))
     return opened(path, **options)
 
-  for module in (digests, files):
+  for module in (digests, reading):
     monkeypatch.setattr(module, "open_regular", open_regular)
   for read in (
     lambda: Checkpoints(tmp_path, keep=2).restore({"params": 0, "step": 0}),
@@ -238,7 +238,7 @@ def test_digests_leave_out_no_folder_that_cannot_be_listed(tmp_path, monkeypatch
   for each in (
     lambda: digests.write(tmp_path / "1", "1"),
     lambda: digests.link_in(tmp_path / "1"),
-    lambda: safe_files.sync_folders(tmp_path / "1"),
+    lambda: atomic.sync_folders(tmp_path / "1"),
   ):
     with pytest.raises(OSError, match="Too many open files"):
       each()

@@ -12,10 +12,10 @@ import pytest
 
 from experiments import babilong_samples, rouge
 from experiments.vision.images import FolderImages
+from lnssm_jax.files import atomic
+from lnssm_jax.files.reading import open_regular, read_json
 from lnssm_jax.pretrained import DataError, exports
-from lnssm_jax.pretrained.files import open_regular, read_json
 from train import config
-from train.checkpoint import safe_files
 from train.config import Model
 from train.data import IndexedDataset, IndexedWriter, fingerprints, read_sidecar
 from train.data.tokenizers import load_tokenizer, train_bpe
@@ -134,33 +134,33 @@ def test_links_planted_under_temporary_names_not_followed(run, tiny, tmp_path):
 
 def test_names_of_partial_files_unpredictable_and_new(tmp_path):
   path = tmp_path / "x"
-  assert safe_files.partial_name(path) != safe_files.partial_name(path)
+  assert atomic.partial_name(path) != atomic.partial_name(path)
   outside = tmp_path / "outside"
   outside.write_text("mine")
   path.symlink_to(outside)
   with pytest.raises(FileExistsError):
-    safe_files.create(path)
-  safe_files.replace_file(path, b"new")
+    atomic.create(path)
+  atomic.replace_file(path, b"new")
   assert (path.read_text(), outside.read_text(), path.is_symlink()) == ("new", "mine", False)
 
 
 def test_partial_files_of_ended_processes_removed(tmp_path):
   path = tmp_path / "x.bin"
-  dead, other = safe_files.partial_name(path), safe_files.partial_name(tmp_path / "y.bin")
-  half = safe_files.partial_name(tmp_path / ".export")
+  dead, other = atomic.partial_name(path), atomic.partial_name(tmp_path / "y.bin")
+  half = atomic.partial_name(tmp_path / ".export")
   for name in (dead, other):
     name.write_text("half")
   half.mkdir()
   (half / "part").write_text("half")
-  alive = safe_files.partial_name(path)
-  with safe_files.create(alive):
-    safe_files.replace_file(path, b"whole")
+  alive = atomic.partial_name(path)
+  with atomic.create(alive):
+    atomic.replace_file(path, b"whole")
     assert not dead.exists() and alive.exists() and other.exists()
-  with safe_files.new_folder(tmp_path / "export", ValueError) as new:
+  with atomic.new_folder(tmp_path / "export", ValueError) as new:
     assert not half.exists()
-    safe_files.remove_leftovers(tmp_path / ".export")
+    atomic.remove_leftovers(tmp_path / ".export")
     (new / "file").write_text("kept")
-  safe_files.replace_file(path, b"whole")
+  atomic.replace_file(path, b"whole")
   left = {name.name for name in tmp_path.iterdir()}
   assert left == {"x.bin", "export", other.name}
 
@@ -174,8 +174,8 @@ def test_partial_file_removed_while_it_is_created_is_created_again(tmp_path, mon
       taken.append(descriptor)
       path.unlink()
 
-  monkeypatch.setattr(safe_files.fcntl, "flock", flock)
-  with safe_files.create(path) as file:
+  monkeypatch.setattr(atomic.fcntl, "flock", flock)
+  with atomic.create(path) as file:
     file.write(b"x")
   assert path.read_bytes() == b"x"
 
@@ -186,7 +186,7 @@ def test_all_is_written_however_little_a_call_takes():
       return super().write(bytes(content[:3]))
 
   file = Slow()
-  safe_files.write_all(file, memoryview(b"0123456789"))
+  atomic.write_all(file, memoryview(b"0123456789"))
   assert file.getvalue() == b"0123456789"
 
 

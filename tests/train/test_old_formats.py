@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lnssm_jax.files.reading import digest_of
 from lnssm_jax.mixers import MIXERS, migration
 from lnssm_jax.models.block import make_mixer
 from lnssm_jax.pretrained import exports, old_formats
-from lnssm_jax.pretrained.files import digest_of
 from train import config, loop
 from train.checkpoint import store
 from train.cluster.device_mesh import make_mesh

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import babilong_samples, limits, needles
-from lnssm_jax.pretrained.printable import shell_word
+from lnssm_jax.files.printable import shell_word
 from tests.train.test_sweeps import sweep_of, text_runs
 from train import config
 from train.data import IndexedWriter, windows

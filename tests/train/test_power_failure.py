@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from lnssm_jax.files import atomic
 from tests.train.simulated_disk import Disk, write
-from train.checkpoint import safe_files, step_folders, store, verify
+from train.checkpoint import step_folders, store, verify
 from train.checkpoint.store import Checkpoints
 from train.runs.run_folder import RunFolder, claim
 
@@ -127,9 +128,9 @@ def test_power_failure_during_a_replacement_leaves_the_old_or_the_new_file(tmp_p
   root = tmp_path / "disk"
   root.mkdir()
   old, new = ({"content": word * 100} for word in ("old", "new"))
-  safe_files.replace_file(root / "file", json.dumps(old).encode())
+  atomic.replace_file(root / "file", json.dumps(old).encode())
   with Disk(root) as disk:
-    safe_files.replace_file(root / "file", json.dumps(new).encode())
+    atomic.replace_file(root / "file", json.dumps(new).encode())
     disk.promised = new
     disk._look()
     disk._cut()

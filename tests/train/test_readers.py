@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lnssm_jax.pretrained import files
+from lnssm_jax.files import reading
 from train.checkpoint import digests, step_folders, store, verify
 from train.checkpoint.step_folders import CheckpointError, DeletedError, steps_in
 from train.checkpoint.store import Checkpoints
@@ -170,7 +170,7 @@ def failing(monkeypatch, count, number):
       raise OSError(left.pop(), os.strerror(number))
     return inner(path, **options)
 
-  monkeypatch.setattr(files, "PAUSES", (0, 0, 0))
+  monkeypatch.setattr(reading, "PAUSES", (0, 0, 0))
   monkeypatch.setattr(digests, "open_regular", broken)
   return left
 

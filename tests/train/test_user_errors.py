@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from experiments import command as experiments
-from lnssm_jax.pretrained import files
+from lnssm_jax.files import atomic, reading
+from lnssm_jax.files.atomic import replace_file, replace_files, write_output
 from tests.train.test_sweeps import sweep_of, text_runs
-from train.checkpoint import safe_files
-from train.checkpoint.safe_files import replace_file, replace_files, write_output
 from train.cli import commands
 from train.cli.errors import explained
 from train.cli.main import main
@@ -39,7 +38,7 @@ def error_of(capsys, *given):
 
 def unreadable(code):
   def read():
-    with files.reading("/a"):
+    with reading.reading("/a"):
       raise os_error(code)
 
   return raised(read)
@@ -132,7 +131,7 @@ def test_incomplete_variables_of_a_launcher_are_named(missing, monkeypatch):
 
 def full_after(monkeypatch, count):
   """A disk that is full after so many writes."""
-  left, write = [count], safe_files.write_all
+  left, write = [count], atomic.write_all
 
   def limited(file, content):
     left[0] -= 1
@@ -140,7 +139,7 @@ def full_after(monkeypatch, count):
       raise os_error(errno.ENOSPC)
     write(file, content)
 
-  monkeypatch.setattr(safe_files, "write_all", limited)
+  monkeypatch.setattr(atomic, "write_all", limited)
 
 
 def test_full_disk_before_the_first_step_names_the_file(tiny, monkeypatch):

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lnssm_jax.pretrained.files import digest_of, open_regular, read_json, retried
-from train.checkpoint.safe_files import replace_file, sync_folders, walk
+from lnssm_jax.files.atomic import replace_file, sync_folders, walk
+from lnssm_jax.files.reading import digest_of, open_regular, read_json, retried
 
 FILE = "digests.json"
 # Errors of this process, its rights or its limits, which say nothing about a file.

@@ -18,9 +18,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lnssm_jax.pretrained.printable import PrintableError, shell_word
+from lnssm_jax.files.atomic import sync_folder
+from lnssm_jax.files.printable import PrintableError, shell_word
 from train.checkpoint import digests
-from train.checkpoint.safe_files import sync_folder
 from train.messages import Say
 
 SAVING, DELETING, DAMAGED = ".saving", ".deleting", ".damaged"

@@ -22,8 +22,8 @@ import jax
 import orbax.checkpoint
 from orbax.checkpoint import v1 as ocp
 
+from lnssm_jax.files.printable import PrintableError
 from lnssm_jax.pretrained import old_formats
-from lnssm_jax.pretrained.printable import PrintableError
 from train.checkpoint import digests, step_folders
 from train.checkpoint.step_folders import CheckpointError, DeletedError, Step, newest_step
 from train.cluster import distributed

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lnssm_jax.files.atomic import named, write_output
 from train import config
-from train.checkpoint.safe_files import named, write_output
 from train.config import apply_overrides
 from train.messages import show, show_generated, show_json
 

@@ -16,8 +16,8 @@ from types import ModuleType
 
 import lnssm_jax
 import train
-from lnssm_jax.pretrained.files import TRANSIENT
-from lnssm_jax.pretrained.printable import MAX_LINE, PrintableError, printable
+from lnssm_jax.files.printable import MAX_LINE, PrintableError, printable
+from lnssm_jax.files.reading import TRANSIENT
 from train.messages import first_line
 
 # Errors of writing that name no file, since the file was open.

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lnssm_jax.pretrained.printable import shell_word
+from lnssm_jax.files.printable import shell_word
 from train import config
 from train.config.listing import Entry, groups
 

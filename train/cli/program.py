@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import lnssm_jax
-from lnssm_jax.pretrained.printable import MAX_LINE, printable
+from lnssm_jax.files.printable import MAX_LINE, printable
 from train.cli.errors import explained
 from train.config.checked import did_you_mean
 from train.config.listing import listing

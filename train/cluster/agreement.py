@@ -15,7 +15,7 @@ import numpy as np
 
 import lnssm_jax
 import train
-from lnssm_jax.pretrained.printable import PrintableError
+from lnssm_jax.files.printable import PrintableError
 from train.cluster import distributed
 from train.config.changes import flatten
 from train.config.versions import versions

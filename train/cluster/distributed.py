@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lnssm_jax.pretrained.printable import PrintableError
+from lnssm_jax.files.printable import PrintableError
 from train.cluster import launcher
 from train.messages import first_line
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lnssm_jax.pretrained.printable import PrintableError
+from lnssm_jax.files.printable import PrintableError
 
 ADDRESS, NUM, ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 # Variables for process count, process id, process id within the host; JAX's detection method.

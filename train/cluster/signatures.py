@@ -18,8 +18,8 @@ import shutil
 import stat
 from pathlib import Path
 
-from lnssm_jax.pretrained.files import read_bytes
-from train.checkpoint.safe_files import create, partial_name, replace_file, write_all
+from lnssm_jax.files.atomic import create, partial_name, replace_file, write_all
+from lnssm_jax.files.reading import read_bytes
 
 PROGRAM, SIGNATURE = ".program", ".signature"  # ends of our files
 _OF_JAX = ("-cache", "-atime")  # and of JAX's

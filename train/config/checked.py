@@ -10,8 +10,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from lnssm_jax.pretrained.checked_json import MAX_DEPTH
-from lnssm_jax.pretrained.printable import PrintableError, printable
+from lnssm_jax.files.checked_json import MAX_DEPTH
+from lnssm_jax.files.printable import PrintableError, printable
 
 # Usual names in other libraries, and what they are here.
 _ELSEWHERE = {

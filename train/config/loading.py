@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lnssm_jax.pretrained.printable import printable
+from lnssm_jax.files.printable import printable
 from train.config.checked import ConfigError, check
 from train.config.schema import Train
 

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from lnssm_jax.pretrained.checked_json import MAX_DEPTH
+from lnssm_jax.files.checked_json import MAX_DEPTH
 from train.config.checked import ConfigError, check, coerce, hint_of, hints_of, type_name, unknown
 from train.config.loading import to_dict
 

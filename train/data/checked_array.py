@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lnssm_jax.pretrained.files import retried
+from lnssm_jax.files.reading import retried
 from train.data.errors import DataError, reading
 
 BLOCK = 1 << 14  # bytes; 16 KiB take 10 to 20 us to compare

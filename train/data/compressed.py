@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lnssm_jax.pretrained.files import open_regular
+from lnssm_jax.files.reading import open_regular
 from train.data.errors import DataError
 
 # A compressed file could otherwise expand without limit.

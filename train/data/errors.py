@@ -2,8 +2,8 @@
 
 from contextlib import contextmanager
 
-from lnssm_jax.pretrained.files import DataError, reading
-from lnssm_jax.pretrained.printable import printable
+from lnssm_jax.files.printable import printable
+from lnssm_jax.files.reading import DataError, reading
 
 __all__ = ["DataError", "reading", "writing"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lnssm_jax.pretrained.files import open_regular
+from lnssm_jax.files.reading import open_regular
 from train.data.errors import DataError, reading
 from train.data.indexed import CHECKSUMS, WEIGHTS
 

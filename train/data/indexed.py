@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from lnssm_jax.pretrained.files import open_regular, read_bytes
-from train.checkpoint import safe_files
+from lnssm_jax.files import atomic
+from lnssm_jax.files.reading import open_regular, read_bytes
 from train.data import index_file
 from train.data.checked_array import CheckedArray, Checksums, blocks_of
 from train.data.errors import DataError, reading, writing
@@ -67,7 +67,7 @@ class IndexedDataset:
       except DataError:
         if settled or time.monotonic() > end:
           raise
-      settled = not safe_files.is_being_replaced(Path(self.prefix + ".idx"))
+      settled = not atomic.is_being_replaced(Path(self.prefix + ".idx"))
       time.sleep(0 if settled else 0.02)  # once more when it is settled: it may just be now
 
   def _open(self) -> None:
@@ -189,9 +189,9 @@ class IndexedWriter:
   def _create(self, end: str) -> FileIO:
     """Creates the file of a new name that replaces `prefix + end` later."""
     path = Path(self.prefix + end)
-    safe_files.remove_leftovers(path)
-    self._partial[end] = safe_files.partial_name(path)
-    return safe_files.create(self._partial[end])
+    atomic.remove_leftovers(path)
+    self._partial[end] = atomic.partial_name(path)
+    return atomic.create(self._partial[end])
 
   def add_document(
     self, ids: np.typing.ArrayLike, weights: np.typing.ArrayLike | None = None
@@ -231,7 +231,7 @@ class IndexedWriter:
 
   def _append(self, end: str, array: np.ndarray) -> None:
     with writing(self._partial[end]):
-      safe_files.write_all(self._files[end], array)
+      atomic.write_all(self._files[end], array)
     self._hashes[end].update(array.data)
     self._checksums[end].update(array.data)
 
@@ -257,7 +257,7 @@ class IndexedWriter:
       for end, parts in ((".idx", index), (CHECKSUMS, checksums)):
         self._files[end] = self._opened.enter_context(self._create(end))
         for part in parts:
-          safe_files.write_all(self._files[end], part)
+          atomic.write_all(self._files[end], part)
       for file in self._files.values():
         os.fsync(file.fileno())
       # While they are open: other writers remove partial files that are not. The checksums first: a
@@ -267,7 +267,7 @@ class IndexedWriter:
         Path(self.prefix + WEIGHTS).unlink(missing_ok=True)
       for end in (*self._hashes, ".idx"):
         os.replace(self._partial[end], self.prefix + end)
-      safe_files.sync_folder(Path(self.prefix).parent)
+      atomic.sync_folder(Path(self.prefix).parent)
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, where: str, start: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lnssm_jax.pretrained.files import open_regular
+from lnssm_jax.files.reading import open_regular
 from train.data.compressed import Limit
 from train.data.errors import DataError, reading
 

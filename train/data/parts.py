@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lnssm_jax.pretrained.files import digest_of
+from lnssm_jax.files.reading import digest_of
 from train.data.errors import DataError, writing
 from train.data.indexed import IndexedDataset, IndexedWriter
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lnssm_jax.pretrained.files import read_json
+from lnssm_jax.files.atomic import replace_file
+from lnssm_jax.files.reading import read_json
 from lnssm_jax.pretrained.special_tokens import Added
-from train.checkpoint.safe_files import replace_file
 from train.data import fingerprints, sources
 from train.data.errors import DataError, reading, writing
 from train.data.indexed import IndexedDataset

@@ -25,7 +25,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lnssm_jax.pretrained.checked_json import parse
+from lnssm_jax.files.checked_json import parse
 from train.data import compressed, parquet
 from train.data.compressed import MAX_ROW
 from train.data.errors import DataError, reading

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from lnssm_jax.files.atomic import locked
 from lnssm_jax.pretrained.special_tokens import InText
-from train.checkpoint.safe_files import locked
 from train.data import fingerprints, sources
 from train.data.encoding import encode, limit_threads
 from train.data.errors import DataError, writing

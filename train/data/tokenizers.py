@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 import tokenizers
 
+from lnssm_jax.files.atomic import replace_file
 from lnssm_jax.pretrained.special_tokens import Added, read_settings, token_of
 from lnssm_jax.pretrained.tokenizers import (
   END_OF_TEXT,
@@ -15,7 +16,6 @@ from lnssm_jax.pretrained.tokenizers import (
   Tokenizer,
   split,
 )
-from train.checkpoint.safe_files import replace_file
 from train.data.errors import DataError, writing
 
 # Whether the tokens, such as BOS, that a tokenizer's files put around every text are put there.

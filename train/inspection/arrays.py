@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lnssm_jax.pretrained.files import DataError, read_json
+from lnssm_jax.files.reading import DataError, read_json
 from lnssm_jax.pretrained.safetensors import Tensors
 
 _METADATA = "_METADATA"

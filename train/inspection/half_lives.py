@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lnssm_jax.pretrained.files import DataError
+from lnssm_jax.files.reading import DataError
 
 _ENDLESS = 1e6  # tokens; longer half-lives are drawn as this
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lnssm_jax.pretrained.files import DataError, read_json
+from lnssm_jax.files.reading import DataError, read_json
 from lnssm_jax.pretrained.manifest import MANIFEST, TENSORS, is_exported, read_manifest
 from train.checkpoint import step_folders
 from train.config.checked import did_you_mean

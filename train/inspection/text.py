@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lnssm_jax.pretrained.printable import printable
+from lnssm_jax.files.printable import printable
 from train.inspection.report import Report
 
 _MAX_NAME, _MAX_VALUE = 200, 1000  # characters of a name and of a setting

@@ -3,7 +3,7 @@
 import sys
 from typing import TextIO
 
-from lnssm_jax.pretrained.printable import printable
+from lnssm_jax.files.printable import printable
 from train.messages import write
 from train.runs.rows import Row
 

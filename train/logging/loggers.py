@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from lnssm_jax.pretrained.files import read_bytes
+from lnssm_jax.files.atomic import replace_file
+from lnssm_jax.files.reading import read_bytes
 from train import config
-from train.checkpoint.safe_files import replace_file
 from train.config import ConfigError
 from train.messages import Say, first_line
 from train.runs.rows import Row

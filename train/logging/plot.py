@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lnssm_jax.pretrained.checked_json import parse
-from lnssm_jax.pretrained.files import open_regular
-from train.checkpoint.safe_files import write_output
+from lnssm_jax.files.atomic import write_output
+from lnssm_jax.files.checked_json import parse
+from lnssm_jax.files.reading import open_regular
 from train.runs.rows import wrong_row
 
 Points = tuple[list[float], list[float]]  # steps, values

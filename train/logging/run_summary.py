@@ -4,8 +4,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from lnssm_jax.files.printable import shell_word
 from lnssm_jax.models import count_parameters
-from lnssm_jax.pretrained.printable import shell_word
 from train import config
 from train.callbacks import sample_of
 from train.cluster import distributed

@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 
-from lnssm_jax.pretrained.files import open_regular
-from lnssm_jax.pretrained.printable import shell_word
+from lnssm_jax.files.printable import shell_word
+from lnssm_jax.files.reading import open_regular
 from train.cluster import distributed
 from train.config.checked import check
 from train.logging import profiles

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lnssm_jax.pretrained.printable import PrintableError
+from lnssm_jax.files.printable import PrintableError
 from train import config
 from train.config.changes import flatten, is_free, model_differences
 from train.data import fingerprints

@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from lnssm_jax.pretrained.files import FORMAT, read_json
-from lnssm_jax.pretrained.printable import PrintableError
+from lnssm_jax.files.printable import PrintableError
+from lnssm_jax.files.reading import FORMAT, read_json
 from train import config
 from train.config.checked import did_you_mean
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from lnssm_jax.files.atomic import new_folder
+from lnssm_jax.files.reading import digest_of
 from lnssm_jax.mixers import expand_partitions
 from lnssm_jax.pretrained import exports, hugging_face
 from lnssm_jax.pretrained.exports import ExportError, Manifest
-from lnssm_jax.pretrained.files import digest_of
 from train import config
-from train.checkpoint.safe_files import new_folder
 from train.config.changes import model_differences
 from train.config.versions import versions
 from train.data.tokenizers import FileTokenizer, Tokenizer

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from lnssm_jax.files.atomic import new_folder
 from lnssm_jax.models.settings import params_of
 from lnssm_jax.pretrained import exports, folders, hugging_face
 from train import config
-from train.checkpoint.safe_files import new_folder
 from train.checkpoint.store import Checkpoints, check_structure
 from train.cluster.device_mesh import make_mesh
 from train.data.tokenizers import FileTokenizer, Tokenizer, tokenizer_of

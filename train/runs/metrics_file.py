@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lnssm_jax.pretrained.checked_json import parse
-from lnssm_jax.pretrained.files import open_regular, retried
-from train.checkpoint.safe_files import append_to, named, replace_file, write_all
+from lnssm_jax.files.atomic import append_to, named, replace_file, write_all
+from lnssm_jax.files.checked_json import parse
+from lnssm_jax.files.reading import open_regular, retried
 from train.runs.config_file import RunFolderError
 from train.runs.rows import Row, wrong_row
 

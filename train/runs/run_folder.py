@@ -14,11 +14,11 @@ from typing import Protocol
 
 import numpy as np
 
-from lnssm_jax.pretrained.files import FORMAT
-from lnssm_jax.pretrained.printable import shell_word
+from lnssm_jax.files.atomic import make_folder, replace_file
+from lnssm_jax.files.printable import shell_word
+from lnssm_jax.files.reading import FORMAT
 from train import config
 from train.checkpoint import digests, store
-from train.checkpoint.safe_files import make_folder, replace_file
 from train.cluster import distributed
 from train.config.changes import differences, is_free
 from train.config.versions import versions

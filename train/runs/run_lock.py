@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lnssm_jax.pretrained.files import read_json
-from lnssm_jax.pretrained.printable import PrintableError, printable
-from train.checkpoint.safe_files import create, write_all
+from lnssm_jax.files.atomic import create, write_all
+from lnssm_jax.files.printable import PrintableError, printable
+from lnssm_jax.files.reading import read_json
 from train.messages import Say, first_line
 
 FILE = "running.json"

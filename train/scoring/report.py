@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.safe_files import write_output
+from lnssm_jax.files.atomic import write_output
 
 Row = dict[str, Any]
 

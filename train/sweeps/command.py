@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.safe_files import make_folder
+from lnssm_jax.files.atomic import make_folder
 from train.messages import Say, show, warn
 from train.sweeps import processes, spec
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lnssm_jax.pretrained.checked_json import check_shape
-from lnssm_jax.pretrained.files import digest_of
+from lnssm_jax.files.checked_json import check_shape
+from lnssm_jax.files.reading import digest_of
 from train import config
 from train.checkpoint import store
 from train.config.changes import differences, is_free

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from train.checkpoint.safe_files import replace_file
+from lnssm_jax.files.atomic import replace_file
 from train.sweeps.spec import Plot
 
 Row = dict[str, Any]

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from lnssm_jax.files.atomic import replace_files
+from lnssm_jax.files.printable import printable
 from lnssm_jax.models import count_parameters
-from lnssm_jax.pretrained.printable import printable
 from train import config
-from train.checkpoint.safe_files import replace_files
 from train.step.model import build_model
 from train.sweeps.spec import Run, primary, rate_of
 from train.sweeps.stretches import Scores

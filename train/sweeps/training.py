@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.files.atomic import make_folder
 from train import loop
-from train.checkpoint.safe_files import make_folder
 from train.checkpoint.saver import Saver
 from train.checkpoint.store import Checkpoints
 from train.cluster import compile_cache

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lnssm_jax.pretrained.checked_json import Shape, check_shape, parse
-from lnssm_jax.pretrained.printable import PrintableError, printable
+from lnssm_jax.files.checked_json import Shape, check_shape, parse
+from lnssm_jax.files.printable import PrintableError, printable
 
 # Version of run folders, checkpoints and exports; `old_formats` reads the one before.
 FORMAT = 2

@@ -18,7 +18,7 @@ import time
 from collections.abc import Buffer, Callable, Iterator, Mapping
 from pathlib import Path
 
-from lnssm_jax.pretrained.files import check_regular, retried
+from lnssm_jax.files.reading import check_regular, retried
 
 # Errors of file systems on which a folder cannot be synced.
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
