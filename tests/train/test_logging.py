@@ -297,7 +297,7 @@ def test_run_summary_several_processes_explains_missing_text(tiny, monkeypatch, 
   monkeypatch.setattr(run_summary.distributed, "count", lambda: 2)
   monkeypatch.setattr(run_summary.distributed, "is_first", lambda: True)
   cfg = tiny(sample__tokens=8)
-  run_summary.finished(Console(), cfg, RunFolder(cfg.run_dir), None, None)
+  run_summary.finished(Console(), cfg, RunFolder(cfg.run_dir), None, None, 1)
   out = capsys.readouterr().out
   assert "no text sample: no process has all parameters of the model" in out
   assert "lnssm-train generate --run-dir" in out
