@@ -35,7 +35,7 @@ def code_of(name: str) -> str:
   """The reference of an op as Python understands it: no comments, docstrings and imports."""
   folder = Path(cases.__file__).parent / name
   file = folder / "reference.py"
-  others = {"__init__.py", "api.py", "cases.py", "types.py"}
+  others = {"__init__.py", "api.py", "cases.py", "facts.py", "types.py"}
   forms = sorted(path for path in folder.glob("*.py") if path.name not in others)
   sources = [file] if file.exists() else forms
   trees = [ast.parse(path.read_text()) for path in sources]

@@ -103,8 +103,8 @@ def test_cli_wrong_usage_is_one_line_and_exit_code_2(tiny, config_file, tmp_path
   line = usage_error(capsys, *fit, "--set", "optimizer.peek_lr=1e-3")
   assert "no setting 'optimizer.peek_lr' in Optimizer; did you mean 'peak_lr'?" in line
   assert "no config file" in usage_error(capsys, "fit", "--config", tmp_path / "none.py")
-  heads = ("--set", "model.num_heads=4", "--set", "model.dim=510")
-  assert "model.dim=510 is not a multiple of model.num_heads=4" in usage_error(capsys, *fit, *heads)
+  heads = ("--set", "model.mixer=gla", "--set", "model.num_heads=4", "--set", "model.dim=510")
+  assert "dim=510 is not a multiple of num_heads=4" in usage_error(capsys, *fit, *heads)
   (tmp_path / "file").write_text("x")
   assert "is a file" in usage_error(capsys, *fit, "--set", f"run_dir={tmp_path / 'file'}")
   assert "no checkpoint in" in usage_error(capsys, "generate", "--config", path, "--prompt", "a")

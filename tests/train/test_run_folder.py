@@ -37,7 +37,11 @@ def test_run_folder_config_has_settings_and_versions(tiny):
 
 
 def test_run_folder_changed_settings_listed(trained, tiny):
-  options = {"model__mixer_options": {"shift": "kvg"}, "optimizer__peak_lr": 1e-2, "steps": 99}
+  options = {
+    "model__mixer_options": {"output_gate": "none"},
+    "optimizer__peak_lr": 1e-2,
+    "steps": 99,
+  }
   other = tiny(model__dim=64, **options)
   before = RunFolder(trained.run_dir).config_file.read_text()
   with pytest.raises(RunFolderError) as caught:
@@ -46,7 +50,7 @@ def test_run_folder_changed_settings_listed(trained, tiny):
     f"{trained.run_dir} belongs to a run with other settings, by its config.json:",
     "  model.dim: the folder's run has 32, this one 64",
     "  model.mixer_options: the folder's run has {}, this one nothing",
-    "  model.mixer_options.shift: the folder's run has nothing, this one 'kvg'",
+    "  model.mixer_options.output_gate: the folder's run has nothing, this one 'none'",
     "  optimizer.peak_lr: the folder's run has 0.003, this one 0.01",
     "Restore them to resume that run, start a new one with --set run_dir=ANOTHER, or resume"
     " with these settings by --allow-config-change.",
