@@ -1,6 +1,6 @@
 """One mixer as a layer of a Linen model: a classifier that reads a sequence once.
 
-    python examples/mixer_in_a_flax_model.py --steps 60
+    python examples/mixer_in_a_flax_model.py --steps 40
 
 A sequence is letters with one mark among them, and ends with a question: which mark was it? The
 last output knows only if the recurrent state has carried the mark to the end.
@@ -44,7 +44,7 @@ def batch(key: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--steps", type=int, default=60)
+  parser.add_argument("--steps", type=int, default=40)
   parser.add_argument("--rows", type=int, default=64)
   options = parser.parse_args()
 
