@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from lnssm_jax.models.config import VisionConfig
-from train.config.checked import ConfigError, at_least, at_most, check, check_path, settings
+from train.config.checked import at_least, at_most, check, check_path, settings, within
 from train.config.optimizer import Optimizer
 from train.config.schema import MOST
 
@@ -23,10 +23,8 @@ class Model(VisionConfig):
     check(
       self.channels in (1, 3), f"model.channels={self.channels} must be 1 (gray) or 3 (colors)."
     )
-    try:
+    with within("model"):
       super().__post_init__()
-    except ValueError as error:
-      raise ConfigError(f"model.{error}") from None
 
 
 @settings

@@ -11,6 +11,8 @@ import train
 from lnssm_jax import prefill
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.pretrained import texts
+from tests import byte_model
+from tests.byte_model import MODEL, log_probs
 from tests.train.test_export import random_params
 from train import config
 from train.cli.main import main
@@ -19,18 +21,10 @@ from train.data.tokenizers import load_tokenizer
 from train.runs import export
 from train.scoring import commands, perplexity
 
-MODEL = config.Model(
-  mixer="lrn", dim=16, num_layers=1, num_heads=2, vocab_size=257, dtype="float32"
-)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("model") / "exported"
-  params = random_params(MODEL)
-  params["head"]["kernel"][:, 128:] = 0  # so the likeliest token is ASCII
-  export.write(folder, MODEL, params, load_tokenizer("bytes"), 7)
-  return folder
+  return byte_model.exported(tmp_path_factory.mktemp("model") / "exported")
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +42,6 @@ def write(tmp_path):
     return str(path)
 
   return make
-
-
-def log_probs(loaded, text):
-  """Float64 log-probability of each byte but the first, by one call on the whole text."""
-  tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-  logits = np.asarray(loaded.model(tokens[None, :-1])[0][0], np.float64)
-  logits -= logits.max(-1, keepdims=True)
-  logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
-  return logits[np.arange(len(tokens) - 1), tokens[1:]], logits.argmax(-1) == tokens[1:]
 
 
 def test_scores_of_a_batch_are_those_of_each_text_alone(loaded, monkeypatch):

@@ -1,5 +1,6 @@
 """Dataclasses whose constructors check field names and types, with helpful errors."""
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -7,7 +8,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from lnssm_jax.files.checked_json import MAX_DEPTH
@@ -85,6 +86,15 @@ def settings[T](cls: type[T]) -> type[T]:
 
   cls.__init__ = __init__  # pyrefly: ignore[bad-assignment]
   return cls
+
+
+@contextlib.contextmanager
+def within(section: str) -> Iterator[None]:
+  """Converts a ValueError that begins with a setting's name to a ConfigError with its section."""
+  try:
+    yield
+  except ValueError as error:
+    raise ConfigError(f"{section}.{error}") from None
 
 
 def check(rule: bool, message: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from lnssm_jax.models.config import ModelConfig
 from lnssm_jax.pretrained.manifest import MAX_PATTERN
 from train.config.checked import (
-  ConfigError,
   at_least,
   at_most,
   check,
@@ -16,6 +15,7 @@ from train.config.checked import (
   check_path,
   did_you_mean,
   settings,
+  within,
 )
 from train.config.optimizer import Optimizer
 
@@ -41,10 +41,8 @@ class Model(ModelConfig):
       at_most("the number of layers in model.mixer", len(self.mixer), MAX_PATTERN)
     check_json("model.mixer_options", self.mixer_options)
     check_json("model.channel_mixer_options", self.channel_mixer_options)
-    try:
+    with within("model"):
       super().__post_init__()
-    except ValueError as error:
-      raise ConfigError(f"model.{error}") from None
 
 
 @settings
