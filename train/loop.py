@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from lnssm_jax.ops.core import recording
 from train import callbacks, config
 from train.checkpoint import store
 from train.checkpoint.saver import Saver
@@ -276,7 +277,10 @@ def _begin(
 def compile_step(
   cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None, console: Console
 ) -> jax.stages.Compiled:
-  """Compiles the training step ahead of time, so that its first call is as fast as the others."""
+  """Compiles the training step ahead of time, so that its first call is as fast as the others.
+
+  Prints which ops run without a kernel, and why.
+  """
   tx, _ = make_optimizer(cfg.optimizer, cfg.steps, cfg.seed)
   batch = abstract_batch(cfg, mesh)
   if distributed.count() > 1:
@@ -285,8 +289,11 @@ def compile_step(
   begin = time.perf_counter()
   step = make_train_step(cfg, graph, tx, mesh, kernels)
   arguments = abstract_state(cfg, mesh), batch
-  compiled = compile_cache.compiled(step, arguments, mesh, config.to_dict(cfg))
+  with recording.choices_of_xla() as in_xla:
+    compiled = compile_cache.compiled(step, arguments, mesh, config.to_dict(cfg))
   console.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+  for line in recording.lines_of(in_xla):
+    console.say(f"no kernel   {line}")
   return compiled
 
 

@@ -14,6 +14,7 @@ from lnssm_jax.mixers.common.qkv import QKVMixer
 from lnssm_jax.ops import LinearAttentionState, linear_attention
 from lnssm_jax.ops.core.dropout import check_rate, fold, multipliers, row_keys, token_keys
 from lnssm_jax.ops.core.precision import product, wide
+from lnssm_jax.ops.core.recording import chose_xla
 from lnssm_jax.ops.core.segments import segments_of
 
 FEATURE_MAPS = ("elu", "identity")
@@ -128,6 +129,7 @@ def _with_dropout(mixer, q, k, v, state, segment_ids, dropout_key):
       "dropout_key: a state has only the sum of earlier tokens, of which none can be dropped; "
       "give whole sequences, or attention_dropout=0."
     )
+  chose_xla("linear_attention", f"attention_dropout={mixer.attention_dropout} needs all scores")
   segments = segments_of(name, segment_ids, B, T)
   document = jnp.zeros((B, T), jnp.int32) if segments is None else segments.index
   visible = jnp.tril(document[:, :, None] == document[:, None, :])

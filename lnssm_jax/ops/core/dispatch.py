@@ -25,7 +25,7 @@ import jax
 
 from lnssm_jax.ops.core import spmd
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes
-from lnssm_jax.ops.core.recording import observing, recorded
+from lnssm_jax.ops.core.recording import chose_xla, observing, recorded
 from lnssm_jax.ops.core.sequence_parallel import place
 from lnssm_jax.ops.core.states import unknown
 from lnssm_jax.ops.core.symbolic import naming_length
@@ -113,7 +113,18 @@ class Call(NamedTuple):
     """Whether `implementation=None` may take an implementation that supports these arguments."""
     return self.forms[name].preferred(self.inputs, self.options)
 
+  def reason_for_xla(self, name: str, implementation: str | None) -> str | None:
+    """Why XLA's form `name` was chosen and no kernel; None if it is a kernel."""
+    if name not in _IN_XLA:
+      return None
+    if implementation is not None:
+      return f"implementation={implementation!r} is given"
+    if "pallas" not in self.forms:
+      return "it has no kernels"
+    return self.unsupported("pallas") or "its kernels are slower at these sizes"
 
+
+_IN_XLA = ("chunked", "associative", "reference")
 _OPS: dict[str, Callable[..., Any]] = {}
 _FACTS: dict[str, "Facts"] = {}
 _CHECK_ONLY: Any = object()  # as `implementation=`: `run` returns the checked call
@@ -211,7 +222,9 @@ def run(
 
   def local(inputs: Any, options: Any = options) -> tuple[Any, Any]:
     inputs = spmd.vary_alike(inputs)
-    name = Call(op, forms, inputs, options).choose(implementation)
+    call = Call(op, forms, inputs, options)
+    name = call.choose(implementation)
+    chose_xla(op, call.reason_for_xla(name, implementation))
     with jax.named_scope(op), _naming_forward_mode(op, name), naming_length(op, inputs):
       return forms[name].run(inputs, options)
 

@@ -1,10 +1,10 @@
-"""The calls of ops that a piece of code makes, with their arguments, for looking into models."""
+"""The calls of ops that a piece of code makes: their arguments, and what runs them."""
 
 import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 
@@ -73,3 +73,48 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
       return observer(call, functools.partial(function, *args, **kwargs))
 
   return called
+
+
+class Choice(NamedTuple):
+  """Calls of an op for which a form in XLA was chosen, and why no kernel was."""
+
+  op: str
+  reason: str
+
+
+_in_xla: contextvars.ContextVar[dict[Choice, None] | None] = contextvars.ContextVar(
+  "in_xla", default=None
+)
+
+
+@contextlib.contextmanager
+def choices_of_xla() -> Iterator[dict[Choice, None]]:
+  """Collects, within the block, the ops that run in XLA's forms, also inside of other ops.
+
+  As the keys of a dictionary, each once, in their order. A program that is traced in the block
+  chooses there; one that JAX has traced before does not choose again.
+  """
+  found: dict[Choice, None] = {}
+  token = _in_xla.set(found)
+  try:
+    yield found
+  finally:
+    _in_xla.reset(token)
+
+
+def chose_xla(op: str, reason: str | None) -> None:
+  """Notes a choice for the surrounding `choices_of_xla`; a reason of None is that of a kernel."""
+  found = _in_xla.get()
+  if found is not None and reason is not None:
+    found[Choice(op, reason.rstrip("."))] = None
+
+
+def lines_of(choices: Iterable[Choice]) -> list[str]:
+  """Ops that share a reason in one line: "attention runs in XLA's form: REASON"."""
+  by_reason: dict[str, list[str]] = {}
+  for op, reason in choices:
+    by_reason.setdefault(reason, []).append(op)
+  return [
+    f"{', '.join(ops)} {'run' if len(ops) > 1 else 'runs'} in XLA's form: {reason}"
+    for reason, ops in by_reason.items()
+  ]
