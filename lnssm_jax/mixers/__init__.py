@@ -25,6 +25,7 @@ from lnssm_jax.mixers.delta_net import GatedDeltaNet as GatedDeltaNet
 from lnssm_jax.mixers.diagonal_state_spaces import DSS as DSS
 from lnssm_jax.mixers.diagonal_state_spaces import S4D as S4D
 from lnssm_jax.mixers.diagonal_state_spaces import S5 as S5
+from lnssm_jax.mixers.gated_convolution import ShortConv as ShortConv
 from lnssm_jax.mixers.gated_linear_attention import GLA as GLA
 from lnssm_jax.mixers.gated_linear_attention import RetNet as RetNet
 from lnssm_jax.mixers.gated_linear_attention import RetNetState as RetNetState

@@ -24,6 +24,7 @@ NO_RECURRENCE = {
   "hyena": TAPS,
   "lln": "attention is softmax within blocks of tokens, averaged with its linear attention",
   "s4": "taps of a recurrence whose matrix is not diagonal",
+  "short_conv": TAPS,
   "sliding_window_attention": SOFTMAX,
   "softmax_attention": SOFTMAX,
   "tnn": TAPS,

@@ -15,7 +15,8 @@ B, T = 2, 3
 CONSTANT = {"dss", "lnssm", "retnet", "rwkv5", "s4d", "s5", "tnl", "tnn"}
 NONE = {
   *("base_conv", "based", "cosformer", "delta_net", "hyena", "linear_attention", "lln", "lrpe"),
-  *("longhorn_exact", "normalized_attention", "sliding_window_attention", "softmax_attention"),
+  *("longhorn_exact", "normalized_attention", "short_conv", "sliding_window_attention"),
+  "softmax_attention",
 }
 OTHER_MAPS = {"gated_delta_net", "rwkv4", "s4"}  # not one factor per number
 QUICK = {"gfw", "gsa", "lnssm", "mamba", "rg_lru"}  # forms of decays and of states

@@ -64,6 +64,7 @@ COUNTS = [
   ("s4", {"state_dim": N}, 2 * D**2 + 4 * D + D * N + 3 * N),
   ("s4d", {"state_dim": N}, STATE_SPACE_OUTPUT + 2 * D + 4 * D * N // 2),
   ("s5", {"state_dim": N}, 2 * D * N + 3 * N // 2 + D**2 + 2 * D),
+  ("short_conv", {}, 4 * D**2 + 3 * D),
   ("softmax_attention", HEADS, 4 * D**2),
   ("softmax_attention", HEADS | {"num_kv_heads": 2, "use_bias": True}, 3 * D**2 + 3 * D),
   ("tnl", HEADS, 4 * D**2 + 2 * D * D // H + 3 * D + H),

@@ -109,6 +109,7 @@ TINY = {
   "s6": Tiny(mamba.s6, {"state_dim": 3, "gate_rank": 2}),
   "ssd": Tiny(mamba.ssd, {"state_dim": 3}),
   "s5": Tiny(state_spaces.s5, {"state_dim": 8, "num_blocks": 2}),
+  "short_conv": Tiny(long_convolutions.short_conv),
   "sliding_window_attention": Tiny(
     softmax_attention.softmax_attention,
     HEADS | {"window": 5},

@@ -40,6 +40,7 @@ from tests.peers.maps import (
   s4d,
   s5,
   s6,
+  short_conv,
   sse,
   tnl,
   tnn,
@@ -103,6 +104,10 @@ PEERS = {
     "gated_delta_net",
     HEADS | {"num_value_heads": 4, "head_dim": 4, "expand_v": 0.75} | EPS,
     qwen3_next,
+  ),
+  "lfm2_short_conv": Peer("short_conv", {}, short_conv),
+  "lfm2_short_conv_biases": Peer(
+    "short_conv", {"conv_size": 4, "use_bias": True, "conv_bias": True}, short_conv
   ),
   "llama": Peer("softmax_attention", GROUPED | {"max_length": 8}, attention),
   "llama_mlp": Peer("swiglu", {"hidden": 12, "use_bias": True}, mlp),

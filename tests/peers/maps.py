@@ -69,6 +69,11 @@ def mamba2(theirs: Arrays) -> dict[str, Any]:
   return ours | {"conv": conv(theirs, "conv1d")}
 
 
+def short_conv(theirs: Arrays) -> dict[str, Any]:
+  ours = named(theirs, in_proj="in_proj", o_proj="out_proj")
+  return ours | {"conv": conv(theirs, "conv")}
+
+
 def griffin(theirs: Arrays) -> dict[str, Any]:
   gate = lambda name: {
     "kernel": theirs[f"rg_lru.{name}_gate_weight"],

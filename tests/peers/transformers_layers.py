@@ -15,6 +15,7 @@ from transformers.models.gemma2.modeling_gemma2 import (
 )
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Config
 from transformers.models.jamba.modeling_jamba import JambaConfig, JambaMambaMixer
+from transformers.models.lfm2.modeling_lfm2 import Lfm2Config, Lfm2ShortConv
 from transformers.models.llama.modeling_llama import (
   LlamaAttention,
   LlamaConfig,
@@ -122,6 +123,10 @@ def _qwen3_next():
   return qwen3_next.Qwen3NextGatedDeltaNet(config, 0)
 
 
+def _lfm2(**options):
+  return Lfm2ShortConv(Lfm2Config(hidden_size=DIM, num_hidden_layers=1, **options), 0)
+
+
 def _softmax(config_class, layer_class, rotary_class, **options):
   config = config_class(
     hidden_size=DIM,
@@ -165,6 +170,8 @@ def cases():
     "recurrent_gemma_attention": _griffin_attention(),
     "recurrent_gemma_mlp": (RecurrentGemmaMlp(_recurrent_gemma()), _plain),
     "qwen3_next": (_qwen3_next(), _plain),
+    "lfm2_short_conv": (_lfm2(), _plain),
+    "lfm2_short_conv_biases": (_lfm2(conv_L_cache=4, conv_bias=True), _plain),
     "llama": _softmax(LlamaConfig, LlamaAttention, rotary, **grouped),
     "llama_mlp": (mlp(mlp_bias=True), _plain),
     "llama_mlp_gelu": (mlp(hidden_act="gelu"), _plain),

@@ -109,6 +109,12 @@ def long_convolution(mixer: Any, state: Any, length: int) -> float:
   return 10 * math.log2(2 * length) * channels
 
 
+def two_gates(mixer: Any, state: Any, length: int) -> float:
+  """A gate before a short convolution and one after it; W taps have W - 1 additions."""
+  del state, length
+  return mixer.dim
+
+
 def routed(mixer: Any, state: Any, length: int) -> float:
   """Of the states of `sse` and `mom`, those that a token uses."""
   del length

@@ -50,6 +50,12 @@ def base_conv(params, u, *, max_length=None):
   return y * (u @ params["g_proj"]["kernel"] + params["g_proj"]["bias"]) + u
 
 
+def short_conv(params, x):
+  b, c, u = np.split(x @ params["in_proj"]["kernel"] + params["in_proj"].get("bias", 0), 3, axis=1)
+  y = c * convolution(params["conv"], b * u)
+  return y @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
+
+
 def tnn(params, x, *, max_length, decay):
   def act(z):
     return np.maximum(z / np.sqrt(np.mean(z**2, axis=-1, keepdims=True) + 1e-5), 0)
