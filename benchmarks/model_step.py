@@ -1,4 +1,4 @@
-"""Training speed of whole models with the default settings, next to flash-linear-attention's.
+"""Training speed of whole models with the default settings, next to those of peers.
 
     python -m benchmarks.model_step --out docs/model_step.csv           # all bodies, minutes each
     python -m benchmarks.model_step --only gla delta_net --no-peers
@@ -7,8 +7,8 @@
 
 A body is 24 layers of 1,024 with SwiGLU of 2,816 and a vocabulary of 32,000: 16 sequences of 2,048
 random tokens per step, in documents of about 500 as the trainer packs them, or with
-`--no-documents` one per row, which is also what peers are measured with; bfloat16 products over
-float32 parameters, AdamW, clipping. Nothing else is set: what a user gets without a knob is what is
+`--no-documents` one per row, which fla is always measured with; bfloat16 products over float32
+parameters, AdamW, clipping. Nothing else is set: what a user gets without a knob is what is
 measured.
 
 Each body runs in a process of its own, so that its peak memory is its own, with an empty compile
@@ -21,8 +21,8 @@ over the device's bfloat16 peak (`train.step.flops`). The budget is the device t
 library products, with the rate that they reach next to that of one large product; our kernels;
 everything else by the place in the model that it comes from.
 
-Where torch, transformers and fla are installed, `benchmarks.model_peers` measures fla's model of
-the same sizes, eager and compiled.
+Where they are installed, `benchmarks.model_jla` measures jax-linear-attention's model of the same
+sizes, and `benchmarks.model_peers` fla's, eager and compiled.
 """
 
 import argparse
@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import csv_rows, model_peers, turns
+from benchmarks import csv_rows, model_jla, model_peers, turns
 from benchmarks.train_step import Run, compile_step, random_batch
 from train.cluster import device_mesh
 from train.config import Data, Model, Optimizer, Train
@@ -300,12 +300,13 @@ def rows_of(name: str, args) -> Iterator[dict[str, Any]]:
       row["warm_s"] = run(0).get("first_step_s")
   yield ours(name, row, args.top)
   if args.peers:
-    yield from peers(name)
+    yield from peers(name, args.documents)
 
 
-def peers(name: str) -> Iterator[dict[str, Any]]:
-  """Rows of the peers of a body."""
-  return ({"body": name} | peer for peer in model_peers.measure(name))
+def peers(name: str, documents: bool) -> Iterator[dict[str, Any]]:
+  """Rows of the peers of a body. fla's have one document per row."""
+  rows = itertools.chain(model_jla.measure(name, documents=documents), model_peers.measure(name))
+  return ({"body": name} | peer for peer in rows)
 
 
 def ours(name: str, row: dict[str, Any], top: int) -> dict[str, Any]:
@@ -324,7 +325,7 @@ def rows_together(names: Sequence[str], args) -> Iterator[dict[str, Any]]:
       for name, row in zip(group, rows, strict=True):
         yield ours(name, row, args.top)
   for name in names if args.peers else ():
-    yield from peers(name)
+    yield from peers(name, args.documents)
 
 
 def main(arguments=None) -> list[dict[str, Any]]:

@@ -1,14 +1,16 @@
 """benchmarks.model_step: what it sets, what it rejects, and a small run."""
 
 import dataclasses
+import json
 import sys
 import time
+import tomllib
 from unittest import mock
 
 import jax
 import pytest
 
-from benchmarks import generation, model_peers, model_step, turns
+from benchmarks import generation, model_jla, model_peers, model_step, turns
 from train.config import Model
 
 TINY = model_step.Sizes.parse(
@@ -53,6 +55,40 @@ def test_model_step_peers_have_their_sizes(monkeypatch):
     model_peers._model(body)
     assert made[f"{name}Config"].items() >= options.items()
     assert made[f"{name}Config"]["num_hidden_layers"] == 24
+
+
+def test_model_step_rival_has_the_sizes_of_ours():
+  assert set(model_jla.MODELS) <= set(model_step.BODIES)
+  assert not list(model_jla.measure("lnssm", documents=True))
+  sizes = model_step.Sizes()
+  for body in model_jla.MODELS:
+    for documents in (True, False):
+      config = tomllib.loads(model_jla.configuration(body, documents=documents))
+      model, train = config["model"], config["train"]
+      assert (train["micro_batch_per_replica"], train["seq_len"]) == (sizes.rows, sizes.length)
+      assert (model["d_model"], model["n_layers"]) == (sizes.dim, sizes.num_layers)
+      assert (model["d_ff"], model["vocab_size"]) == (sizes.channel_hidden, sizes.vocab_size)
+      assert len(model.get("layer_types", [""] * sizes.num_layers)) == sizes.num_layers
+      assert config["data"].get("document_masking", False) == documents
+
+
+def test_model_step_rival_with_a_wrong_result_has_no_time(tmp_path):
+  log = {"skipped_steps": 0.0, "loss": 3.0}
+  logs = [log | {"step_time": seconds} for seconds in (9.0, 9.0, 0.1, 0.3, 0.2)]
+  (tmp_path / "run.json").write_text('{"parameters": 7}')
+  (tmp_path / "compile_preflight.json").write_text('{"memory": {"total_size_gib": 40.04}}')
+
+  def results(logs):
+    lines = [{"event": "end"}, *({"event": "train", "metrics": log} for log in logs)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return model_jla.results(tmp_path)
+
+  row = results(logs)
+  assert (row["step_ms"], row["tokens_per_second"]) == (200.0, 163840)
+  assert (row["peak_gib"], row["parameters"]) == (40.0, 7)
+  for wrong in ({"loss": "nan"}, {"skipped_steps": 1.0}):
+    with pytest.raises(FloatingPointError, match="a wrong result has no time"):
+      results([*logs, logs[0] | wrong])
 
 
 @pytest.mark.slow
