@@ -17,16 +17,16 @@ __all__ = ["LoadedModel", "export", "fit", "inspect", "load_model"]
 _HOMES = {
   "LoadedModel": ("runs.loading", "LoadedModel"),
   "export": ("runs.export", "export_run"),
-  "fit": ("loop", "fit"),
+  "fit": ("trainer", "fit"),
   "inspect": ("inspection.report", "report"),
   "load_model": ("runs.loading", "load_model"),
 }
 
 if TYPE_CHECKING:
   from train.inspection.report import report as inspect
-  from train.loop import fit
   from train.runs.export import export_run as export
   from train.runs.loading import LoadedModel, load_model
+  from train.trainer import fit
 
 
 def __getattr__(name: str) -> Any:

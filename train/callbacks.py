@@ -1,18 +1,16 @@
-"""Callbacks of a run, at its evaluations and its end: early stopping, the best checkpoint, texts.
+"""Callbacks that a config names: early stopping, the best checkpoint, texts.
 
 A config names callbacks as MODULE:FUNCTION, with the options of the function:
 
     callbacks={"train.callbacks:early_stopping": {"patience": 3}}
 
-The function returns a `Callback`. With several processes each of them has one, and all must decide
-alike: what a `Moment` holds is the same in all of them.
+The function returns a `train.loop.Callback`. With several processes each of them has one, and all
+must decide alike: what a `Moment` holds is the same in all of them.
 """
 
 import dataclasses
 import importlib
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -23,48 +21,9 @@ from train import config
 from train.checkpoint.store import Checkpoints
 from train.cluster import distributed
 from train.data.tokenizers import tokenizer_of
-from train.messages import Say
+from train.loop import Callback, Moment
 from train.runs.config_file import CONFIG
 from train.runs.loading import sampling_options
-from train.runs.rows import Row
-from train.step.state import State
-
-
-@dataclasses.dataclass(frozen=True)
-class Moment:
-  """A run after a step.
-
-  Attributes:
-    step: finished steps.
-    state: the training state; the next step overwrites its arrays, so keep copies of them only.
-    graph: the static part of the model, for `nnx.merge(graph, state["params"])`.
-    path: the run folder.
-    evaluations: rows of all evaluations so far, with `step`, `set`, `val_loss`.
-    metadata: of a checkpoint of this step.
-    say: prints a line of the log.
-  """
-
-  cfg: config.Train
-  step: int
-  state: State
-  graph: Any
-  path: Path
-  evaluations: Sequence[Row]
-  metadata: Callable[[], dict[str, Any]]
-  say: Say
-
-
-class Callback:
-  """Does nothing; a callback overrides what it needs. A text that a method returns ends the run."""
-
-  def started(self, now: Moment) -> str | None:
-    """Called before the first step of a run, or of a part of it after a resume."""
-
-  def evaluated(self, now: Moment) -> str | None:
-    """Called after each evaluation, whose rows are the last of `now.evaluations`."""
-
-  def finished(self, now: Moment) -> str | None:
-    """Called after the last step, when it is saved."""
 
 
 def made(cfg: config.Train) -> list[Callback]:

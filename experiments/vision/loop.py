@@ -107,7 +107,7 @@ def fit(cfg: Vision, *, allow_config_change: bool = False) -> Result:
           " not finite; lower optimizer.peak_lr, or set optimizer.clip_norm=1.0."
         )
       last = metrics
-      ends_epoch, saves = step % epoch == 0, saver.is_due(step)
+      ends_epoch, saves = step % epoch == 0, saver.pauses(step)
       if ends_epoch or saves or step % cfg.log_every == 0:
         row = {"kind": "train", "step": step, "epoch": step / epoch, "loss": float(metrics["loss"])}
         speed = (step - since) * cfg.global_batch / (time.perf_counter() - begin)

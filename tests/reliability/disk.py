@@ -22,7 +22,7 @@ from train.runs.run_folder import RunFolder
 
 def train(cfg: config.Train) -> None:
   """The run."""
-  from train.loop import fit
+  from train.trainer import fit
 
   fit(cfg)
 

@@ -50,10 +50,10 @@ def train(cfg: config.Train, until: int, out: Path) -> None:
 
   import jax
 
-  from train import loop
+  from train import trainer
 
   record = {"rows": {}, "loaded": None}
-  train_batches, begin, push = loop.train_batches, loop._begin, loop.MetricReader.push
+  train_batches, begin, push = trainer.train_batches, trainer._begin, trainer.MetricReader.push
 
   def watched(windows, *, rows, start, **options):
     batches = train_batches(windows, rows=rows, start=start, **options)
@@ -73,8 +73,9 @@ def train(cfg: config.Train, until: int, out: Path) -> None:
       os.kill(os.getpid(), signal.SIGTERM)
     push(self, step, metrics)
 
-  loop.train_batches, loop._begin, loop.MetricReader.push = watched, begin_and_look, push_and_stop
-  result = loop.fit(cfg)
+  trainer.train_batches, trainer._begin = watched, begin_and_look
+  trainer.MetricReader.push = push_and_stop
+  result = trainer.fit(cfg)
   record |= {"step": result.step, "saved": digest(result.state)}
   (out / f"record-{jax.process_index()}.json").write_text(json.dumps(record))
 

@@ -37,7 +37,7 @@ def train(cfg: config.Train, log: Path) -> None:
   with log.open("a") as file:
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
-  from train.loop import fit
+  from train.trainer import fit
 
   fit(cfg)
 
@@ -226,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
   options = parser.parse_args(arguments)
   import jax
 
-  import train.loop  # noqa: F401  so that the children need not
+  import train.trainer  # noqa: F401  so that the children need not
 
   with tempfile.TemporaryDirectory() as root:
     jax.config.update("jax_compilation_cache_dir", f"{root}/compiled")

@@ -41,16 +41,16 @@ def poisoned(train_batches, kinds: tuple[str, ...]):
 
 def train(root: Path, name: str, kinds: tuple[str, ...], **changes) -> tuple[list[int], float]:
   """Steps that a run skipped, and the mean loss of its last 20 clean steps."""
-  from train import loop
+  from train import trainer
 
-  train_batches = loop.train_batches
-  loop.train_batches = poisoned(train_batches, kinds)
+  train_batches = trainer.train_batches
+  trainer.train_batches = poisoned(train_batches, kinds)
   try:
     cfg = tiny_run.settings(root, name, steps=STEPS, checkpoint_every=STEPS, **changes)
-    loop.fit(cfg)
+    trainer.fit(cfg)
   finally:
-    loop.train_batches = train_batches
-  rows = loop.RunFolder(cfg.run_dir).read_rows()
+    trainer.train_batches = train_batches
+  rows = trainer.RunFolder(cfg.run_dir).read_rows()
   skipped = [row["step"] for row in rows if row["kind"] == "skipped"]
   losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
   return skipped, float(np.mean([losses[step] for step in range(STEPS - 20, STEPS)]))

@@ -25,7 +25,7 @@ def train(cfg: config.Train, folder: Path) -> None:
   """Trains and records the outcome."""
   import jax
 
-  from train.loop import fit
+  from train.trainer import fit
 
   result = fit(cfg)
   record = {"step": result.step, "stopped_by": result.stopped_by}

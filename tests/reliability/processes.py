@@ -69,7 +69,7 @@ def share_compilations(folder: Path) -> None:
   """Shares a compilation cache between processes; imports what all need."""
   import jax
 
-  import train.loop  # noqa: F401
+  import train.trainer  # noqa: F401
 
   jax.config.update("jax_compilation_cache_dir", str(folder))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
   platforms.add_option(parser)
   options = parser.parse_args(arguments)
   platforms.use(options.platform)
-  import train.loop  # noqa: F401  so that the children need not
+  import train.trainer  # noqa: F401  so that the children need not
 
   with tempfile.TemporaryDirectory() as root:
     table = soak(Path(root), 60 * options.minutes, options.seed, options.steps, options.only)

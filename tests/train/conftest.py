@@ -10,13 +10,14 @@ import os
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 from unittest import mock
 
 import jax
 import pytest
 
-from train import loop
+from train import trainer
 from train.config import Data, Mesh, Model, Optimizer, Sample, Train, from_dict, to_dict
 from train.logging.metric_reader import MetricReader
 from train.runs import evaluation
@@ -44,14 +45,19 @@ def _of_the_state(cfg: Train) -> str:
 def _equal_runs_share_their_programs():
   """Runs of equal programs compile them once: most of their time is that."""
   programs, states = {}, {}
-  compile_step, eval_step = loop.compile_step, evaluation.make_eval_step
-  init_state = loop.init_state
+  compile_step, eval_step = trainer.compile_step, evaluation.make_eval_step
+  init_state = trainer.init_state
 
   def step_once(cfg, graph, mesh, kernels, console):
     key = "step", _of_the_programs(cfg), repr(mesh), kernels is None
     if key not in programs:
-      programs[key] = compile_step(cfg, graph, mesh, kernels, console)
-    return programs[key]
+      lines = []
+      program = compile_step(cfg, graph, mesh, kernels, types.SimpleNamespace(say=lines.append))
+      programs[key] = program, lines
+    program, lines = programs[key]
+    for line in lines:
+      console.say(line)
+    return program
 
   def eval_step_once(cfg, graph, mesh, kernels=None):
     key = "evaluation", _of_the_programs(cfg, steps=10**6), repr(mesh), kernels is None
@@ -67,9 +73,9 @@ def _equal_runs_share_their_programs():
     return jax.device_put(*states[key])  # a copy: steps donate the old state
 
   with (
-    mock.patch.object(loop, "compile_step", step_once),
+    mock.patch.object(trainer, "compile_step", step_once),
     mock.patch.object(evaluation, "make_eval_step", eval_step_once),
-    mock.patch.object(loop, "init_state", state_once),
+    mock.patch.object(trainer, "init_state", state_once),
   ):
     yield
 
@@ -148,7 +154,7 @@ def fit_and_kill(monkeypatch):
     with monkeypatch.context() as patch:
       patch.setattr(MetricReader, "push", push_and_die)
       with pytest.raises(Killed):
-        loop.fit(cfg)
+        trainer.fit(cfg)
 
   return run
 

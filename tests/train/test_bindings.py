@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from train import config, loop
+from train import config, trainer
 from train.checkpoint import store, verify
 from train.data import DataError
 from train.data.tokenizers import bpe_path
@@ -26,7 +26,7 @@ def trained(tiny, tmp_path):
   cfg = tiny(
     data__folder=str(tmp_path / "tokens"), data__tokenizer="bpe:260", model__vocab_size=260, steps=6
   )
-  loop.fit(cfg)
+  trainer.fit(cfg)
   return cfg
 
 
@@ -48,7 +48,7 @@ def test_changed_model_of_equal_shapes_neither_evaluated_nor_exported(trained, t
   with pytest.raises(BindingError, match=message):
     loading.load_model(run.path)
   with pytest.raises(BindingError, match=message):
-    loop.fit(cfg)
+    trainer.fit(cfg)
   rewrite(run.config_file, lambda c: c | {"model": c["model"] | {"num_heads": 2, "unroll": 1}})
   evaluation.run(run.load_config())  # the same function
 
@@ -59,7 +59,7 @@ def test_changed_tokenizer_rejected_before_files_are_made(trained, tmp_path):
   contents = lambda: {p.name: p.read_bytes() for p in path.parent.iterdir()}
   before = contents()
   for use in (
-    lambda: loop.fit(trained),
+    lambda: trainer.fit(trained),
     lambda: evaluation.run(trained),
     lambda: loading.load_model(trained.run_dir).tokenizer,
     lambda: export.export_run(trained.run_dir, tmp_path / "exported"),
@@ -116,7 +116,7 @@ def test_metadata_of_a_damaged_checkpoint_logs_nothing(trained, tmp_path, monkey
 
 def test_checkpoint_and_rows_of_another_run_rejected(trained, tmp_path):
   run, other = RunFolder(trained.run_dir), RunFolder(tmp_path / "other")
-  loop.fit(dataclasses.replace(trained, run_dir=str(other.path)))  # the same numbers
+  trainer.fit(dataclasses.replace(trained, run_dir=str(other.path)))  # the same numbers
   rows = run.metrics_file.read_text()
   shutil.rmtree(run.checkpoints / "6")
   shutil.copytree(other.checkpoints / "6", run.checkpoints / "6")
@@ -130,7 +130,7 @@ def test_checkpoint_and_rows_of_another_run_rejected(trained, tmp_path):
   run.metrics_file.write_text(re.sub(r', "run": "\w+"', "", rows))
   rewrite(run.config_file, lambda c: {name: x for name, x in c.items() if name != "run"})
   assert loading.load_model(run.path).step == 6
-  loop.fit(dataclasses.replace(trained, steps=7), allow_config_change=True)
+  trainer.fit(dataclasses.replace(trained, steps=7), allow_config_change=True)
   assert verify.report(run.checkpoints)[0][-1].startswith("step 7  intact")
   assert '"run": ' in run.metrics_file.read_text().splitlines()[-1]
 
@@ -149,10 +149,10 @@ def test_text_changed_during_training_never_in_a_checkpoint(tiny, tmp_path, monk
     patch.setattr(MetricReader, "push", push_and_flip)
     # Before it is saved, or by who reads that block of the file next.
     with pytest.raises((BindingError, DataError), match=r"train.* has changed (during|since)"):
-      loop.fit(cfg)
+      trainer.fit(cfg)
   assert store.newest_step(RunFolder(cfg.run_dir).checkpoints) == 5
   path.unlink()  # it is created again from its source
-  assert loop.fit(cfg).step == 12
+  assert trainer.fit(cfg).step == 12
 
 
 def test_run_that_loses_rows_says_how_many(tiny, fit_and_kill, capsys):
@@ -162,7 +162,7 @@ def test_run_that_loses_rows_says_how_many(tiny, fit_and_kill, capsys):
   assert "are lost" not in capsys.readouterr().out
   metrics = RunFolder(cfg.run_dir).metrics_file
   metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[2:]))
-  loop.fit(cfg)
+  trainer.fit(cfg)
   assert "metrics.jsonl has 10 rows up to step 10, of 12: the others are lost" in (
     capsys.readouterr().out
   )

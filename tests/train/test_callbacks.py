@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import train
-from train import callbacks, loop
+from train import callbacks, trainer
 from train.callbacks import Callback
 from train.config import ConfigError
 from train.runs.run_folder import RunFolder
@@ -21,6 +21,19 @@ class Noting(Callback):
 
   def started(self, now):
     SEEN.append(("started", now.step, len(now.evaluations)))
+
+  def before_step(self, now):
+    self.before = now.step
+
+  def after_step(self, now):
+    assert now.step == self.before + 1 and now.metrics["loss"].shape == ()
+
+  def pauses(self, step):
+    return step == 9
+
+  def paused(self, now):
+    if self.pauses(now.step):
+      SEEN.append(("paused", now.step, int(now.state["step"])))
 
   def evaluated(self, now):
     (row,) = now.evaluations[-1:]
@@ -47,13 +60,14 @@ def of(name, **options):
 HERE = f"{__name__}:noting"
 
 
-def test_callbacks_are_called_at_the_start_each_evaluation_and_the_end(tiny):
-  result = loop.fit(tiny(**of(HERE)))
+def test_callbacks_are_called_at_the_start_each_step_pause_and_evaluation_and_the_end(tiny):
+  result = trainer.fit(tiny(**of(HERE)))
   assert result.ended_by is None
   assert SEEN == [
     ("started", 0, 0),
     ("evaluated", 0, 0),
     ("evaluated", 6, 6),
+    ("paused", 9, 9),
     ("evaluated", 12, 12),
     ("finished", 12, 12),
   ]
@@ -61,7 +75,7 @@ def test_callbacks_are_called_at_the_start_each_evaluation_and_the_end(tiny):
 
 def test_callback_that_returns_a_text_ends_the_run_with_its_step_saved(tiny, capsys):
   cfg = tiny(**of(HERE, end_at=6))
-  result = loop.fit(cfg)
+  result = trainer.fit(cfg)
   assert (result.step, result.stopped_by, result.ended_by) == (6, None, "the test")
   assert result.validation[0]["step"] == 6
   assert "ended after step 6 by the test" in capsys.readouterr().out
@@ -69,8 +83,8 @@ def test_callback_that_returns_a_text_ends_the_run_with_its_step_saved(tiny, cap
 
 
 def test_run_without_callbacks_has_the_bits_of_one_with_them(tiny, tmp_path):
-  plain = loop.fit(tiny())
-  noted = loop.fit(tiny(run_dir=str(tmp_path / "other"), **of(HERE)))
+  plain = trainer.fit(tiny())
+  noted = trainer.fit(tiny(run_dir=str(tmp_path / "other"), **of(HERE)))
   same = jax.tree.map(np.array_equal, plain.state["params"], noted.state["params"])
   assert all(jax.tree.leaves(same))
 
@@ -89,7 +103,7 @@ def test_run_without_callbacks_has_the_bits_of_one_with_them(tiny, tmp_path):
 )
 def test_early_stopping_counts_evaluations_since_the_lowest_loss(losses, options, ends, tiny):
   rows = [{"set": "validation", "val_loss": loss} for loss in losses]
-  now = callbacks.Moment(tiny(), 6, {}, None, None, rows, dict, print)
+  now = callbacks.Moment(6, {}, cfg=tiny(), evaluations=rows)
   stopping = callbacks.early_stopping(**options)
   assert (stopping.evaluated(now) is not None) == ends
   assert (stopping.started(now) is not None) == ends  # after a resume, too
@@ -97,14 +111,14 @@ def test_early_stopping_counts_evaluations_since_the_lowest_loss(losses, options
 
 def test_best_checkpoint_opens_as_a_run(tiny, monkeypatch):
   losses = iter([3.0, 1.0, 2.0])  # of steps 0, 6 and 12
-  evaluate = loop.Evaluator.__call__
+  evaluate = trainer.Evaluator.__call__
   monkeypatch.setattr(
-    loop.Evaluator,
+    trainer.Evaluator,
     "__call__",
     lambda *given, **more: [row | {"val_loss": next(losses)} for row in evaluate(*given, **more)],
   )
   cfg = tiny(**of("train.callbacks:keep_best"))
-  loop.fit(cfg)
+  trainer.fit(cfg)
   best = train.load_model(f"{cfg.run_dir}/best")
   assert best.step == 6
   assert [path.name for path in (RunFolder(cfg.run_dir).path / "best/checkpoints").iterdir()] == [
@@ -114,7 +128,7 @@ def test_best_checkpoint_opens_as_a_run(tiny, monkeypatch):
 
 def test_texts_are_written_at_each_evaluation(tiny):
   cfg = tiny(**of("train.callbacks:sample_texts"), sample__tokens=4)
-  loop.fit(cfg)
+  trainer.fit(cfg)
   text = (RunFolder(cfg.run_dir).path / "samples.txt").read_text(errors="replace")
   assert [f"--- step {step}\nthe " in text for step in (0, 6, 12)] == [True] * 3
 
@@ -139,12 +153,12 @@ def test_texts_are_written_at_each_evaluation(tiny):
 )
 def test_wrong_callback_raises_before_training(given, message, tiny):
   with pytest.raises(ConfigError, match=message):
-    loop.fit(tiny(callbacks=given))
+    trainer.fit(tiny(callbacks=given))
 
 
 def test_callbacks_of_a_resumed_run_may_change(tiny, fit_and_kill):
   fit_and_kill(tiny(), at=8)
   cfg = tiny(**of(HERE))
-  loop.fit(cfg)
+  trainer.fit(cfg)
   assert SEEN[0] == ("started", 5, 1)
   assert json.loads((RunFolder(cfg.run_dir).config_file).read_text())["callbacks"] == {HERE: {}}

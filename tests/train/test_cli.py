@@ -11,7 +11,7 @@ import pytest
 from experiments import command as experiments
 from lnssm_jax.files.reading import FORMAT
 from lnssm_jax.pretrained import texts
-from train import loop
+from train import trainer
 from train.cli import commands
 from train.cli.main import MOVED, main
 from train.config import Sample, from_dict, to_dict
@@ -40,7 +40,7 @@ def usage_error(capsys, *arguments):
 def trained(tiny):
   """Config of a finished run."""
   cfg = tiny(optimizer__ema_decay=0.5)
-  loop.fit(cfg)
+  trainer.fit(cfg)
   return cfg
 
 
@@ -154,7 +154,7 @@ def test_cli_bug_keeps_traceback(tiny, config_file, monkeypatch):
   def faulty(*_, **__):
     json.loads("{")  # a ValueError from another library
 
-  monkeypatch.setattr(loop, "fit", faulty)
+  monkeypatch.setattr(trainer, "fit", faulty)
   with pytest.raises(json.JSONDecodeError):
     run("fit", "--config", config_file(tiny()))
 
@@ -163,7 +163,7 @@ def test_cli_diverged_run_is_exit_code_3(tiny, config_file, monkeypatch, capsys)
   def diverge(*_, **__):
     raise DivergedError("loss is nan at step 3")
 
-  monkeypatch.setattr(loop, "fit", diverge)
+  monkeypatch.setattr(trainer, "fit", diverge)
   assert run("fit", "--config", config_file(tiny())) == 3
   assert capsys.readouterr().err == "error: loss is nan at step 3\n"
 
@@ -186,7 +186,7 @@ def test_cli_dead_reader_is_no_success_of_work(name, code, monkeypatch, capsys):
 def test_cli_stopped_run_has_the_exit_code_of_its_signal(
   stopped_by, codes, tiny, config_file, monkeypatch
 ):
-  monkeypatch.setattr(loop, "fit", lambda *_, **__: loop.Result(3, stopped_by, [], {}))
+  monkeypatch.setattr(trainer, "fit", lambda *_, **__: trainer.Result(3, stopped_by, [], {}))
   fit = ("fit", "--config", config_file(tiny()))
   assert (run(*fit), run(*fit, "--stopped-code", "75")) == codes
 
@@ -259,7 +259,7 @@ def test_verify_damaged_checkpoint_found(trained, capsys):
 
 def test_verify_changed_text_found(tiny, tmp_path, capsys):
   cfg = tiny(data__folder=str(tmp_path / "tokens"))
-  loop.fit(cfg)
+  trainer.fit(cfg)
   path = tmp_path / "tokens" / "train.bin"
   path.write_bytes(b"z" + path.read_bytes()[1:])
   (tmp_path / "tokens" / "validation.json").unlink()

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from train import loop
+from train import trainer
 from train.checkpoint.store import newest_step
 from train.cluster import agreement, distributed, doctor
 from train.cluster.launcher import LaunchError, detect
@@ -103,7 +103,7 @@ def test_launcher_processes_of_host_share_gpus(environment, devices):
 
 def test_batch_rows_by_process_equal_global_batch(tiny):
   cfg = tiny()
-  loop.prepare(cfg.data)
+  trainer.prepare(cfg.data)
   windows = TokenWindows([f"{cfg.data.folder}/train"], 32, 257)
   count = len(windows)
   start = count // 8 - 2  # across the end of an epoch
@@ -275,7 +275,7 @@ def test_two_processes_dead_reader_of_the_first_ends_none(tiny, config_file, com
 
 def loop_until(cfg, step):
   """Trains up to `step` and stops there as after SIGTERM."""
-  push = loop.MetricReader.push
+  push = trainer.MetricReader.push
 
   def push_and_stop(self, at, metrics):
     if at == step:
@@ -283,8 +283,8 @@ def loop_until(cfg, step):
     push(self, at, metrics)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(loop.MetricReader, "push", push_and_stop)
-    assert loop.fit(cfg).step == step
+    patch.setattr(trainer.MetricReader, "push", push_and_stop)
+    assert trainer.fit(cfg).step == step
 
 
 def test_processes_join_with_the_stated_heartbeat(monkeypatch):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.train.test_export import random_params
-from train import config, loop
+from train import config, trainer
 from train.cli.main import main
 from train.runs import export
 from train.runs.run_folder import RunFolder
@@ -27,7 +27,7 @@ def test_commands_of_the_page_continue_a_run_with_the_losses_that_it_had(
   plan = {"eval_at_start": True, "checkpoint_every": 2, "run_dir": "runs/sse"}
   cfg = tiny(**sizes, **plan)
   config_file(cfg, "sse.py")
-  loop.fit(cfg)
+  trainer.fit(cfg)
   (block,) = re.findall(r"```py\n([^`]*exported_model[^`]*)```", PAGE)
   (tmp_path / "more.py").write_text(block)
   lines = re.findall(r"^    lnssm-train (.*(?:wider|more\.py).*)$", PAGE, re.MULTILINE)

@@ -13,7 +13,7 @@ import train
 from lnssm_jax.files.reading import digest_of
 from lnssm_jax.pretrained import exports
 from tests import devices
-from train import config, loop
+from train import config, trainer
 from train.checkpoint import step_folders, store
 from train.cli.main import main
 from train.cluster.device_mesh import make_mesh
@@ -29,14 +29,14 @@ ON_FOUR = """
 import sys
 import jax
 import numpy as np
-from train import config, loop
+from train import config, trainer
 from train.checkpoint.store import Checkpoints
 from train.cluster.device_mesh import make_mesh
 from train.runs.run_folder import claim
 from train.step.state import init_state
 cfg, out, trained = config.load_config(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
 if trained:
-  state = loop.fit(cfg).state
+  state = trainer.fit(cfg).state
 else:
   state = init_state(cfg, make_mesh(cfg))
   run = claim(cfg)
@@ -75,7 +75,7 @@ def exported(tmp_path):
 @pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_load_model_from_four_devices_on_one(trained, tiny, config_file, command, tmp_path):
   options = {"steps": 2, "data__validation": (), "data__sources": {}}
-  loop.prepare(tiny().data)
+  trainer.prepare(tiny().data)
   cfg = tiny(mesh__data=2, mesh__fsdp=2, **options)
   arguments = (config_file(cfg), str(tmp_path / "params.npz"), str(trained))
   process = command("-c", ON_FOUR, *arguments, **devices.flags(4))
@@ -104,13 +104,13 @@ def test_load_model_from_four_devices_on_one(trained, tiny, config_file, command
   mesh = make_mesh(more)
   with store.Checkpoints(run.checkpoints, keep=1) as checkpoints:
     inputs = {"tokenizer": loaded.tokenizer.fingerprint, "data": {"train": {"sha256": "any"}}}
-    state, step = loop._begin(more, mesh, checkpoints, run, inputs)
+    state, step = trainer._begin(more, mesh, checkpoints, run, inputs)
   assert step == 0 and same_bits(state["params"], params_of(loaded.model))
   fresh = init_state(more, mesh)
   assert same_bits([state["opt_state"], state["step"]], [fresh["opt_state"], fresh["step"]])
   assert main(["import", str(tmp_path / "out"), "--config", path]) == 2  # exists already
   if trained:
-    result = loop.fit(more)
+    result = trainer.fit(more)
     first, *_ = run.read_rows()
     assert result.step == 2 and first["loss"] < RunFolder(cfg.run_dir).read_rows()[0]["loss"]
 
@@ -262,7 +262,7 @@ def test_export_damaged_tensors_rejected(exported, tmp_path):
 
 def test_import_mismatch_rejected(tiny, tmp_path, exported):
   folder, _ = exported
-  loop.prepare(tiny().data)
+  trainer.prepare(tiny().data)
   with pytest.raises(exports.ExportError, match=r"model\.dim: 16 in the exported model"):
     import_model(folder, tiny())
   model = config.to_dict(MODEL)

@@ -1,5 +1,6 @@
 """Runs on mixtures with labels: resumed exactly, the same for any number of processes."""
 
+import contextlib
 import json
 import random
 from unittest import mock
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.train.conftest import WORDS
-from train import loop
+from train import trainer
 from train.cluster.device_mesh import batch_sharding, make_mesh
 from train.data import IndexedDataset
 from train.runs.run_folder import RunFolder, RunFolderError
@@ -51,12 +52,12 @@ def losses(cfg):
 
 def test_killed_run_on_a_mixture_resumes_bit_exact(mixed, tmp_path, fit_and_kill, capsys):
   whole = mixed(run_dir=str(tmp_path / "whole"))
-  reference = loop.fit(whole)
+  reference = trainer.fit(whole)
   out = capsys.readouterr().out
   assert "data        train, 66.7% of the rows: " in out and "data        chat, 33.3%" in out
   parts = mixed()
   fit_and_kill(parts, at=8)  # the newest checkpoint is of step 5
-  result = loop.fit(parts)
+  result = trainer.fit(parts)
   chex.assert_trees_all_equal(result.state, reference.state, strict=True)
   assert losses(parts) == losses(whole) and len(losses(whole)) == 12
   assert result.validation == reference.validation
@@ -66,14 +67,14 @@ def test_killed_run_on_a_mixture_resumes_bit_exact(mixed, tmp_path, fit_and_kill
   targets = np.delete(pair.weights[:], pair.document_starts)
   assert chat["tokens"] == targets.sum() < pair.num_tokens / 2  # of all rows
   with pytest.raises(RunFolderError, match=r"data\.train\.chat: the folder's run has 1.0, this"):
-    loop.fit(mixed(data__train={"train": 2, "chat": 3}))
+    trainer.fit(mixed(data__train={"train": 2, "chat": 3}))
 
 
 def test_batches_of_a_mixture_do_not_depend_on_processes(mixed):
   """The rows of two processes, one after the other, are those of one process."""
   cfg = mixed()
-  loop.prepare(cfg.data)
-  windows, mesh = loop.training_set(cfg), make_mesh(cfg)
+  trainer.prepare(cfg.data)
+  windows, mesh = trainer.training_set(cfg), make_mesh(cfg)
   pair = IndexedDataset(f"{cfg.data.folder}/chat")
   answers = sum(window["weights"].sum() for window in windows.sets["chat"])
   assert answers == np.delete(pair.weights[:], pair.document_starts).sum()  # no row is cut
@@ -81,9 +82,9 @@ def test_batches_of_a_mixture_do_not_depend_on_processes(mixed):
 
   def read(rows):
     with (
-      mock.patch.object(loop.distributed, "local_rows", lambda *_: rows),
-      mock.patch.object(loop.distributed, "to_devices", lambda batch, *_: batch),
-      loop._feed(windows, cfg, mesh, 3) as batches,
+      mock.patch.object(trainer.distributed, "local_rows", lambda *_: rows),
+      mock.patch.object(trainer.distributed, "to_devices", lambda batch, *_: batch),
+      contextlib.closing(trainer._feed(windows, cfg, mesh, 3)) as batches,
     ):
       return [next(batches) for _ in range(5)]
 

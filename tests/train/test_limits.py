@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.pretrained import DataError, tokenizer_json, tokenizers
 from lnssm_jax.pretrained.manifest import MANIFEST, ExportError, read_manifest
-from train import loop
+from train import trainer
 from train.checkpoint import store
 from train.checkpoint.store import Checkpoints, StructureError
 from train.cli.main import main
@@ -202,7 +202,7 @@ def test_run_that_exists_may_switch_skip_spikes(tiny):
 
   cfg = tiny(skip_spikes=6.0)
   with claim(cfg) as run:
-    assert loop._begin(cfg, make_mesh(cfg), Saved(), run, None)[1] == 3
+    assert trainer._begin(cfg, make_mesh(cfg), Saved(), run, None)[1] == 3
   assert len(asked) == 1
 
 

@@ -13,11 +13,12 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from lnssm_jax.mixers import LNSSM, Mixer
-from train import loop
+from train import trainer
 from train.cli.main import main
 from train.config import ConfigError
 from train.logging import loggers, profiles, run_summary, tracing
 from train.logging.console import Console
+from train.loop import Moment
 from train.runs.run_folder import RunFolder
 
 ROWS = [
@@ -139,7 +140,7 @@ def test_loggers_missing_package_named_first(tiny, monkeypatch):
   monkeypatch.setitem(sys.modules, "wandb", None)
   cfg = tiny(watch=("wandb",))
   with pytest.raises(ConfigError, match=r"needs the package wandb.*pip install wandb$"):
-    loop.fit(cfg)
+    trainer.fit(cfg)
   assert not os.path.exists(cfg.run_dir)
   with pytest.raises(ConfigError, match=r"watch\[0\]='tensorbord' is not a choice; did you mean"):
     tiny(watch=("tensorbord",))
@@ -151,8 +152,8 @@ def test_loggers_missing_package_named_first(tiny, monkeypatch):
 def test_run_with_loggers_and_trace(tiny, wandb, capsys):
   fake = wandb("log")
   cfg = tiny(watch=("tensorboard", "wandb"), data__validation=(), data__sources={})
-  loop.prepare(tiny().data)
-  loop.fit(cfg, profile=range(3, 5))
+  trainer.prepare(tiny().data)
+  trainer.fit(cfg, profile=range(3, 5))
   run = RunFolder(cfg.run_dir)
   rows = run.read_rows()
   found = events(run.path / "tensorboard")
@@ -216,8 +217,8 @@ def profiler(monkeypatch):
 
 def steps(tracer, numbers):
   for step in numbers:
-    tracer.before(step)
-    tracer.after(step, {})
+    tracer.before_step(Moment(step - 1, {}))
+    tracer.after_step(Moment(step, {}, metrics={}))
 
 
 def test_tracing_requested_by_file(profiler, tmp_path):

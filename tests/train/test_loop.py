@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from train import loop
+from train import trainer
 from train.checkpoint.store import StructureError, newest_step
 from train.cluster.device_mesh import make_mesh
 from train.logging.metric_reader import DivergedError, MetricReader
@@ -50,16 +50,16 @@ def test_resume_after_any_stop_bit_exact(tiny, tmp_path, monkeypatch):
   options = {"model__dtype": "bfloat16", "accumulate": 2, "optimizer__clip_norm": 1.0}
   options |= {"model__residual_dropout": 0.1, "model__drop_path": 0.1}
   whole = tiny(run_dir=str(tmp_path / "whole"), **options)
-  reference = loop.fit(whole)
+  reference = trainer.fit(whole)
   assert (reference.step, reference.stopped_by) == (12, None)
   parts = tiny(run_dir=str(tmp_path / "parts"), **options)
   stops = sorted(random.Random(5).sample(range(1, 12), 3))
   interrupt(monkeypatch, list(stops))
   for stop in stops:
-    result = loop.fit(parts)
+    result = trainer.fit(parts)
     assert (result.step, result.stopped_by) == (stop, "SIGTERM")
     assert newest_step(tmp_path / "parts" / "checkpoints") == stop
-  result = loop.fit(parts)
+  result = trainer.fit(parts)
   assert (result.step, result.stopped_by) == (12, None)
   chex.assert_trees_all_equal(result.state, reference.state, strict=True)
   assert rows_of(parts) == rows_of(whole)
@@ -69,7 +69,7 @@ def test_resume_after_any_stop_bit_exact(tiny, tmp_path, monkeypatch):
 
 def test_run_outputs_match_readme(tiny, capsys):
   cfg = tiny(log_every=5, sample__tokens=8)
-  result = loop.fit(cfg)
+  result = trainer.fit(cfg)
   run = RunFolder(cfg.run_dir)
   rows = run.read_rows()
   train = [row for row in rows if row["kind"] == "train"]
@@ -94,19 +94,19 @@ def test_run_outputs_match_readme(tiny, capsys):
   assert f"lnssm-train generate --run-dir {cfg.run_dir}" in out
 
   rows = run.metrics_file.read_text()
-  assert loop.fit(cfg).step == 12  # nothing is left to do, and nothing is repeated
+  assert trainer.fit(cfg).step == 12  # nothing is left to do, and nothing is repeated
   assert run.metrics_file.read_text() == rows
 
 
 def test_validation_loss_is_mean_over_windows(tiny):
   cfg = tiny(global_batch=5)  # leaves a last batch that is not full
-  loop.prepare(cfg.data)
+  trainer.prepare(cfg.data)
   mesh = make_mesh(cfg)
   graph = model_graph(cfg.model)
   evaluator = Evaluator(cfg, graph, mesh)
-  state = loop.init_state(cfg, mesh)
+  state = trainer.init_state(cfg, mesh)
   (row,) = evaluator(3, state["params"])
-  windows = loop.TokenWindows([f"{cfg.data.folder}/validation"], cfg.seq_len, 257)
+  windows = trainer.TokenWindows([f"{cfg.data.folder}/validation"], cfg.seq_len, 257)
   assert len(windows) % 5
   items = [windows[i] for i in range(len(windows))]
   batch = {name: np.stack([item[name] for item in items]) for name in items[0]}
@@ -137,7 +137,7 @@ def test_validation_loss_is_mean_over_windows(tiny):
 
 def test_evaluation_at_start_left_out(tiny):
   cfg = tiny(eval_at_start=False)
-  loop.fit(cfg)
+  trainer.fit(cfg)
   assert [row["step"] for row in rows_of(cfg) if row["kind"] == "eval"] == [6, 12]
 
 
@@ -155,7 +155,7 @@ def test_divergence_stops_run_and_keeps_checkpoint(tiny, monkeypatch):
   cfg = tiny()
   poison_metrics(monkeypatch, 8, grad_norm=jnp.nan)
   with pytest.raises(DivergedError, match=r"grad_norm is nan at step 8.*optimizer\.peak_lr"):
-    loop.fit(cfg)
+    trainer.fit(cfg)
   run = RunFolder(cfg.run_dir)
   assert newest_step(run.checkpoints) == 5
   assert max(row["step"] for row in run.read_rows()) == 7
@@ -165,7 +165,7 @@ def test_checkpoint_step_checked_before_save(tiny, monkeypatch):
   cfg = tiny()
   poison_metrics(monkeypatch, 10, param_norm=jnp.inf)
   with pytest.raises(DivergedError, match="param_norm is inf at step 10"):
-    loop.fit(cfg)
+    trainer.fit(cfg)
   assert newest_step(RunFolder(cfg.run_dir).checkpoints) == 5
 
 
@@ -174,26 +174,26 @@ def test_resume_rows_after_checkpoint_rewritten(tiny, fit_and_kill):
   run = RunFolder(cfg.run_dir)
   fit_and_kill(cfg, at=9)
   assert max(row["step"] for row in run.read_rows()) == 8
-  loop.fit(cfg)
+  trainer.fit(cfg)
   steps = [row["step"] for row in run.read_rows() if row["kind"] == "train"]
   assert steps == list(range(1, 13))
 
 
 def test_resume_mismatch_rejected(tiny, monkeypatch):
   cfg = tiny()
-  loop.fit(cfg)
+  trainer.fit(cfg)
   run = RunFolder(cfg.run_dir)
   before = run.config_file.read_text(), run.metrics_file.read_text()
   with monkeypatch.context() as patch:
     patch.setattr(jax, "jit", None)  # these raise before anything is compiled
     with pytest.raises(RunFolderError, match=r"model\.dim: the folder's run has 32, this one 64"):
-      loop.fit(tiny(model__dim=64))
+      trainer.fit(tiny(model__dim=64))
     with pytest.raises(RunFolderError, match="cannot be written"):
-      loop.fit(tiny(run_dir="/proc/run"))
+      trainer.fit(tiny(run_dir="/proc/run"))
   with pytest.raises(StructureError, match=r"params/blocks/\S*: float32\[1, .*needs float32\[2, "):
-    loop.fit(tiny(model__num_layers=2), allow_config_change=True)
+    trainer.fit(tiny(model__num_layers=2), allow_config_change=True)
   with pytest.raises(ValueError, match="has already done 12 steps, more than steps=11"):
-    loop.fit(tiny(steps=11))
+    trainer.fit(tiny(steps=11))
   assert before == (run.config_file.read_text(), run.metrics_file.read_text())
 
 
@@ -204,18 +204,18 @@ def test_resume_changed_text_rejected(tiny, tmp_path):
   sources = {"first": str(first), "train": str(text), "validation": str(text)}
   options = {"data__folder": str(tmp_path / "tokens"), "data__sources": sources}
   options["data__train"] = ("first", "train")
-  loop.fit(tiny(**options))
+  trainer.fit(tiny(**options))
   text.write_text("three two one " * 100)
   with pytest.raises(ValueError, match=r"the text of train, validation in \S* differs"):
-    loop.fit(tiny(**options, steps=13))
+    trainer.fit(tiny(**options, steps=13))
   text.write_text("one two three " * 100)
-  assert loop.fit(tiny(**options)).step == 12
+  assert trainer.fit(tiny(**options)).step == 12
 
 
 def test_resume_with_more_steps_reported(tiny, capsys):
-  loop.fit(tiny())
+  trainer.fit(tiny())
   capsys.readouterr()
-  result = loop.fit(tiny(steps=14))
+  result = trainer.fit(tiny(steps=14))
   assert result.step == 14
   out = capsys.readouterr().out
   assert "resuming    after step 12 of 14" in out

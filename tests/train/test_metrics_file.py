@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from train import loop
+from train import trainer
 from train.runs import metrics_file
 from train.runs.config_file import RunFolderError
 from train.runs.metrics_file import MetricsFile
@@ -139,7 +139,7 @@ def test_rows_of_a_run_in_training_read_once(tiny, monkeypatch):
 
   monkeypatch.setattr(MetricsFile, "_content", counted)
   cfg = tiny(eval_every=2)
-  validation = loop.fit(cfg).validation
+  validation = trainer.fit(cfg).validation
   assert len(reads) == 1
   assert RunFolder(cfg.run_dir).evaluation(12, ["validation"]) == validation != []
 

@@ -21,7 +21,7 @@ from lnssm_jax.files.reading import digest_of
 from lnssm_jax.mixers import MIXERS, migration
 from lnssm_jax.models.block import make_mixer
 from lnssm_jax.pretrained import exports, old_formats
-from train import config, loop
+from train import config, trainer
 from train.checkpoint import store
 from train.cluster.device_mesh import make_mesh
 from train.runs import loading
@@ -97,7 +97,7 @@ def test_old_run_restored_bit_for_bit_and_resumed(old_run):
   assert {name: digests(tree) for name, tree in loaded.items()} == {
     name: EXPECTED[name] for name in loaded
   }
-  assert loop.fit(old_run).step == 6
+  assert trainer.fit(old_run).step == 6
   losses = {row["step"]: row["loss"] for row in RunFolder(old_run.run_dir).read_rows()[-2:]}
   expected = {int(step): loss for step, loss in EXPECTED["losses"].items()}
   assert losses == pytest.approx(expected, rel=1e-5)  # compiled differently

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train import loop
+from train import trainer
 from train.cli.main import main
 from train.cluster.device_mesh import make_mesh
 from train.config import ConfigError, apply_overrides
@@ -25,8 +25,8 @@ def no_work(monkeypatch):
   def fail(*_, **__):
     raise AssertionError("time was spent before the check")
 
-  monkeypatch.setattr(loop, "prepare", fail)
-  monkeypatch.setattr(loop, "compile_step", fail)
+  monkeypatch.setattr(trainer, "prepare", fail)
+  monkeypatch.setattr(trainer, "compile_step", fail)
   monkeypatch.setattr("train.cli.dry_run.compile_step", fail)
 
 
@@ -37,7 +37,7 @@ def rejected(tiny, config_file, capsys, no_work):
   def run(**changes) -> str:
     cfg = tiny(**changes)
     with pytest.raises(ValueError) as caught:
-      loop.fit(cfg)
+      trainer.fit(cfg)
     assert main(["fit", "--config", config_file(cfg), "--dry-run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"error: {caught.value}"
@@ -123,7 +123,7 @@ def test_dry_run_says_what_is_not_here_and_fit_rejects_it(tiny, tmp_path, no_wor
   assert "there is no tokenizer" in tokenizer and "none.json" in tokenizer
   assert "there is no file or folder" in text and "none.txt" in text
   with pytest.raises(DataError, match=r"there is no tokenizer .* None is downloaded"):
-    loop.fit(cfg)
+    trainer.fit(cfg)
 
 
 def devices(mesh, limit):
@@ -174,10 +174,10 @@ def test_run_that_needs_more_memory_than_the_device_stops_before_tokenizing(
     generated_code_size_in_bytes=0,
   )
   compiled = types.SimpleNamespace(memory_analysis=lambda: plan)
-  monkeypatch.setattr(loop, "compile_step", lambda *_: compiled)
+  monkeypatch.setattr(trainer, "compile_step", lambda *_: compiled)
   monkeypatch.setattr(memory, "available", lambda mesh: 6 << 20)
   with pytest.raises(ValueError, match=r"the training step needs 7.00 MiB per device of 6.00 MiB"):
-    loop.fit(cfg)
+    trainer.fit(cfg)
   assert not Path(cfg.data.folder).exists()
   expected = "memory      7.00 MiB per device: arguments 3.00 MiB, temporary 4.00 MiB"
   assert expected in capsys.readouterr().out

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from train import loop
+from train import trainer
 from train.cli.main import main
 from train.cluster.device_mesh import make_mesh
 from train.config import ConfigError, Data
@@ -27,7 +27,7 @@ def test_document_loss_is_mean_over_documents(tiny, write_documents):
   """Documents of 1 to 60 tokens, cut to 20, each through the model alone."""
   cfg = tiny(data__weighting="documents", data__document_length=20, data__folder=write_documents)
   mesh, graph = make_mesh(cfg), model_graph(cfg.model)
-  params = loop.init_state(cfg, mesh)["params"]
+  params = trainer.init_state(cfg, mesh)["params"]
   (row,) = Evaluator(cfg, graph, mesh)(7, params)
 
   model = nnx.merge(graph, params)
@@ -47,9 +47,9 @@ def test_document_loss_is_mean_over_documents(tiny, write_documents):
 
 def test_loss_of_random_crops_is_that_of_each_crop(tiny):
   cfg = tiny(data__weighting="crops", eval_tokens=75, data__boundaries="ignore")
-  loop.prepare(cfg.data)
+  trainer.prepare(cfg.data)
   mesh, graph = make_mesh(cfg), model_graph(cfg.model)
-  params = loop.init_state(cfg, mesh)["params"]
+  params = trainer.init_state(cfg, mesh)["params"]
   evaluator = Evaluator(cfg, graph, mesh)
   (row,), (again,) = evaluator(7, params), evaluator(8, params)
   assert again == row | {"step": 8}
@@ -66,7 +66,7 @@ def test_loss_of_random_crops_is_that_of_each_crop(tiny):
 
 
 def test_random_crops_of_evaluation_are_drawn_by_the_seed_of_the_run(tiny):
-  loop.prepare(tiny().data)
+  trainer.prepare(tiny().data)
   drawn = []
   for seed in (0, 3):
     cfg = tiny(data__weighting="crops", eval_tokens=75, seed=seed)
@@ -90,15 +90,15 @@ def test_sets_are_opened_as_the_settings_say(tiny):
   for packed in (True, False):
     data = {"train": ("b", "a", "d"), "fields": fields, "targets": targets, "pack_rows": packed}
     data |= {"folder": "f", "tokenizer": "bytes", "boundaries": "ignore"}
-    with mock.patch.object(loop, "TokenWindows", watched):
-      loop.training_set(tiny(data=data))
+    with mock.patch.object(trainer, "TokenWindows", watched):
+      trainer.training_set(tiny(data=data))
     assert opened.pop() == (
       ["f/b", "f/a", "f/d"],
       (32, 257, "ignore"),
       {"whole": [False, True, True], "packed": packed},
     )
-  with mock.patch.object(loop, "TokenWindows", watched):
-    mixture = loop.training_set(tiny(data=data | {"train": train, "targets": {}}))
+  with mock.patch.object(trainer, "TokenWindows", watched):
+    mixture = trainer.training_set(tiny(data=data | {"train": train, "targets": {}}))
   assert [prefixes for prefixes, *_ in opened] == [["f/b"], ["f/a"]]
   assert mixture.shares == {"b": 0.25, "a": 0.75} and list(mixture.sets) == ["b", "a"]
 
@@ -126,8 +126,8 @@ def test_run_reads_its_protocol_and_evaluates_by_another(tiny, capsys):
     seen.append((windows, options))
     return train_batches(windows, **options)
 
-  with mock.patch.object(loop, "train_batches", watched):
-    (row,) = loop.fit(cfg).validation
+  with mock.patch.object(trainer, "train_batches", watched):
+    (row,) = trainer.fit(cfg).validation
   ((windows, options),) = seen
   assert options["order"] == "random_crops"
   assert all((windows[i]["weights"] == 1).all() for i in range(len(windows)))

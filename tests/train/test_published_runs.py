@@ -13,7 +13,7 @@ import train
 from lnssm_jax.pretrained import ExportError, hugging_face, safetensors
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
 from tests.pretrained.published import recorded, write
-from train import config, loop
+from train import config, trainer
 from train.cli.main import main
 from train.cluster import device_mesh
 from train.runs.importing import import_model
@@ -108,7 +108,7 @@ def test_import_trains_on_longer_rows_and_leaves_frozen_parts_as_they_were(tiny,
   optimizer = dataclasses.replace(cfg.optimizer, lr_factors={"blocks.mixer.*": 0.0})
   cfg = dataclasses.replace(cfg, model=model, optimizer=optimizer)
   assert import_model(folder, cfg) == 0
-  assert loop.fit(cfg).step == 2
+  assert trainer.fit(cfg).step == 2
   out = tmp_path / "ours"
   assert main(["export", cfg.run_dir, "--out", str(out), "--layout", "hf"]) == 0
   assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 128

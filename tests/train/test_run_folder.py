@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train import loop
+from train import trainer
 from train.inspection import report
 from train.runs import loading, run_folder
 from train.runs.run_folder import RunFolder, RunFolderError, claim
@@ -62,7 +62,7 @@ def test_run_folder_changed_settings_listed(trained, tiny):
 
 def test_misspelled_mixer_in_the_folder_of_a_run_is_unknown(trained, tiny):
   with pytest.raises(ValueError, match="mixer='lrm' is unknown; did you mean 'lrn'"):
-    loop.fit(tiny(model__mixer="lrm"))
+    trainer.fit(tiny(model__mixer="lrm"))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_run_of_a_sweep_has_no_parameters_to_load(read, task, fix, tiny):
   with pytest.raises(FileNotFoundError, match=f"runs of a sweep keep no parameters; .*{fix}"):
     read(cfg.run_dir)
   with pytest.raises(FileNotFoundError, match="runs of a sweep keep no parameters"):
-    loop.fit(cfg)
+    trainer.fit(cfg)
   assert [row["kind"] for row in RunFolder(cfg.run_dir).read_rows()] == ["result"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from train import loop
+from train import trainer
 from train.runs import run_lock
 from train.runs.run_folder import RunFolderError, claim
 from train.runs.run_lock import FILE, LockedError, RunLock
@@ -142,7 +142,7 @@ def test_run_whose_folder_was_renamed_and_taken_says_so(folder):
 
 @pytest.mark.usefixtures("quick")
 def test_run_that_was_taken_over_ends_without_saving(tiny, monkeypatch):
-  push, seen = loop.MetricReader.push, []
+  push, seen = trainer.MetricReader.push, []
 
   def push_slowly(self, step, metrics):
     push(self, step, metrics)
@@ -152,12 +152,12 @@ def test_run_that_was_taken_over_ends_without_saving(tiny, monkeypatch):
         time.sleep(0.01)
     seen.append(step)
 
-  monkeypatch.setattr(loop.MetricReader, "push", push_slowly)
+  monkeypatch.setattr(trainer.MetricReader, "push", push_slowly)
   cfg = tiny(data__validation=(), data__sources={"train": tiny().data.sources["train"]})
   with pytest.raises(RunFolderError, match=r"process 77 on .* has taken over .*without saving"):
-    loop.fit(cfg)
+    trainer.fit(cfg)
   assert seen == [1, 2, 3]
-  assert loop.store.newest_step(Path(cfg.run_dir, "checkpoints")) is None
+  assert trainer.store.newest_step(Path(cfg.run_dir, "checkpoints")) is None
   assert json.loads(Path(cfg.run_dir, FILE).read_text())["process"] == 77
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train import loop
+from train import trainer
 from train.checkpoint import digests, saver
 from train.checkpoint.store import CheckpointError, newest_step
 from train.runs.run_folder import RunFolder, claim
@@ -41,9 +41,9 @@ def test_saver_without_descriptors_for_the_folder_does_not_raise(tmp_path, monke
       raise OSError(errno.EMFILE, "Too many open files")
 
     patch.setattr(Path, "iterdir", too_many)
-    with loop.Checkpoints(tmp_path, keep=1):
+    with trainer.Checkpoints(tmp_path, keep=1):
       assert leftover.exists()
-  with loop.Checkpoints(tmp_path, keep=1):
+  with trainer.Checkpoints(tmp_path, keep=1):
     assert not leftover.exists()
 
 
@@ -52,7 +52,7 @@ def test_saver_failed_saves_retried_while_training(tiny, monkeypatch, capsys):
   cfg = quick(tiny, checkpoint_every=4)
   tried = fail_saves(monkeypatch, {4, 12})
   monkeypatch.setattr(saver, "PAUSES", (0.01, 0.02))
-  init, push, made = loop.Checkpoints.__init__, loop.MetricReader.push, []
+  init, push, made = trainer.Checkpoints.__init__, trainer.MetricReader.push, []
 
   def remember(self, *arguments, **options):
     init(self, *arguments, **options)
@@ -63,10 +63,10 @@ def test_saver_failed_saves_retried_while_training(tiny, monkeypatch, capsys):
       made[0]._pending.exception()
     push(self, step, metrics)
 
-  monkeypatch.setattr(loop.Checkpoints, "__init__", remember)
-  monkeypatch.setattr(loop.MetricReader, "push", wait_and_push)
+  monkeypatch.setattr(trainer.Checkpoints, "__init__", remember)
+  monkeypatch.setattr(trainer.MetricReader, "push", wait_and_push)
   with pytest.raises(CheckpointError, match=r"step 12 could not be written.*No space left"):
-    loop.fit(cfg)
+    trainer.fit(cfg)
   assert tried == [4, 8, 12, 12, 12]
   assert newest_step(RunFolder(cfg.run_dir).checkpoints) == 8
   out = capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_saver_retries_after_2_4_8_steps():
   for step in range(1, 141):
     if policy.failed_here():
       policy.retry(step)
-    if policy.is_due(step):
+    if policy.pauses(step):
       policy.save(step, None)
     checkpoints.full = step < 75 or step == 99
   assert checkpoints.saved == [20, 23, 28, 37, 40, 60, 80, 100, 103, 120, 140]

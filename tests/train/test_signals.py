@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from train import loop
+from train import trainer
 from train.checkpoint.store import newest_step
 from train.cluster import stop_signal
 from train.cluster.stop_signal import StopSignal
@@ -59,9 +59,9 @@ def test_signals_any_resumed_run_bit_exact(stops, tiny, config_file, command, tm
       assert f"stopped by {number.name} after step {step}; saved" in out
       assert step >= after
     assert step < STEPS, "the run was over before the signal came"
-  result = loop.fit(cfg)
+  result = trainer.fit(cfg)
   reference = tiny(**options, run_dir=str(tmp_path / "whole"))
-  assert loop.fit(reference).step == result.step == STEPS
+  assert trainer.fit(reference).step == result.step == STEPS
 
   def rows(cfg):
     kept = ("kind", "step", "set", "loss", "val_loss", "grad_norm", "param_norm", "learning_rate")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train import loop
+from train import trainer
 from train.checkpoint.store import newest_step
 from train.cluster import device_mesh
 from train.logging.metric_reader import DivergedError
@@ -27,7 +27,7 @@ def quick(tiny, **changes):
 
 def poison(monkeypatch, values):
   """Sets the weights of whole training batches to {step: value}."""
-  train_batches = loop.train_batches
+  train_batches = trainer.train_batches
 
   def poisoned(windows, **options):
     for step, batch in enumerate(train_batches(windows, **options), options["start"] + 1):
@@ -35,7 +35,7 @@ def poison(monkeypatch, values):
         batch = batch | {"weights": np.full_like(batch["weights"], values[step])}
       yield batch
 
-  monkeypatch.setattr(loop, "train_batches", poisoned)
+  monkeypatch.setattr(trainer, "train_batches", poisoned)
 
 
 def rows_of(cfg):
@@ -56,7 +56,7 @@ def test_step_guard_skipped_step_changes_only_schedule(tiny):
   batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
   batch |= {"segment_ids": np.zeros_like(tokens[:, 1:]), "weights": np.ones((4, 32), np.float32)}
   place = lambda batch: jax.device_put(batch, device_mesh.batch_sharding(mesh))
-  state, metrics = step(loop.init_state(cfg, mesh), place(batch))
+  state, metrics = step(trainer.init_state(cfg, mesh), place(batch))
   assert metrics["skipped"] == 0
   before = jax.device_get(state)
   lowest = np.float32([0, 0])
@@ -104,7 +104,7 @@ def test_step_guard_run_with_skipped_steps_resumes_exactly(
   poison(monkeypatch, {4: np.nan, 5: np.inf, 9: np.nan})
   changes = {"optimizer__ema_decay": 0.75, "accumulate": 2}
   whole = quick(tiny, run_dir=str(tmp_path / "whole"), **changes)
-  reference = loop.fit(whole)
+  reference = trainer.fit(whole)
   out = capsys.readouterr().out
   assert "step 4 skipped (loss is nan, grad_norm is nan); 1 in total" in out
   assert [row["step"] for row in rows_of(whole) if row["kind"] == "skipped"] == [4, 5, 9]
@@ -116,7 +116,7 @@ def test_step_guard_run_with_skipped_steps_resumes_exactly(
 
   parts = quick(tiny, run_dir=str(tmp_path / "parts"), **changes)
   fit_and_kill(parts, at=8)
-  chex.assert_trees_all_equal(loop.fit(parts).state, reference.state, strict=True)
+  chex.assert_trees_all_equal(trainer.fit(parts).state, reference.state, strict=True)
   assert rows_of(parts) == rows_of(whole)
 
 
@@ -125,7 +125,7 @@ def test_step_guard_steps_without_targets_are_skipped_and_no_failures(
 ):
   poison(monkeypatch, dict.fromkeys((3, 5, 6, 7), 0) | {4: np.nan, 8: np.nan})
   cfg = quick(tiny, max_skipped=3, run_dir=str(tmp_path / "whole"))
-  loop.fit(cfg)
+  trainer.fit(cfg)
   assert "step 5 skipped (no target of its batch counts); 3 in total" in capsys.readouterr().out
   rows = {row["step"]: row for row in rows_of(cfg)}
   assert [step for step, row in rows.items() if row["kind"] == "skipped"] == [3, 4, 5, 6, 7, 8]
@@ -134,12 +134,12 @@ def test_step_guard_steps_without_targets_are_skipped_and_no_failures(
   limited = quick(tiny, max_skipped=3, run_dir=str(tmp_path / "limited"))
   fit_and_kill(limited, at=7)  # what was counted before a resume counts
   with pytest.raises(DivergedError, match=r"the last 3 steps with targets, up to 9, were skipped"):
-    loop.fit(limited)
+    trainer.fit(limited)
 
 
 def test_skip_spikes_switched_on_for_a_run_that_exists(tiny, fit_and_kill):
   fit_and_kill(quick(tiny), at=6)  # its checkpoint is of step 5
-  state = loop.fit(quick(tiny, skip_spikes=6.0), allow_config_change=True).state
+  state = trainer.fit(quick(tiny, skip_spikes=6.0), allow_config_change=True).state
   assert (state["step"], state["spikes"]["count"]) == (12, 7)
 
 
@@ -152,10 +152,10 @@ def test_step_guard_too_many_skipped_steps_end_run(tiny, monkeypatch):
   poison(monkeypatch, dict.fromkeys(range(7, 13), np.nan))
   cfg = quick(tiny, checkpoint_every=6, max_skipped=3)
   with pytest.raises(DivergedError, match=r"the last 3 steps, up to 9, were skipped"):
-    loop.fit(cfg)
+    trainer.fit(cfg)
   folder = RunFolder(cfg.run_dir).checkpoints
-  abstract = loop.abstract_state(cfg, device_mesh.make_mesh(cfg))
-  with loop.Checkpoints(folder, keep=2) as checkpoints:
+  abstract = trainer.abstract_state(cfg, device_mesh.make_mesh(cfg))
+  with trainer.Checkpoints(folder, keep=2) as checkpoints:
     last, metadata = checkpoints.restore(abstract)
     assert metadata["data_position"] == last["step"] == newest_step(folder) >= 9
     shutil.rmtree(folder / str(last["step"]))

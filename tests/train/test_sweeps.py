@@ -16,7 +16,7 @@ import pytest
 
 from experiments.recall_sweep import Recall, Recalling
 from tests.train.test_copies import settings
-from train import loop
+from train import trainer
 from train.data.windows import train_batches
 from train.runs.run_folder import RunFolder, RunFolderError
 from train.step.loss import LossSums
@@ -108,7 +108,7 @@ def test_copies_of_text_see_the_batches_of_their_seeds(tiny, tmp_path, monkeypat
   monkeypatch.setattr(work, "Copies", Watching)
   (found,) = groups.group(sweep_of(tmp_path, text_runs(tiny)).runs)
   cfg = found.first.cfg
-  loop.prepare(cfg.data)
+  trainer.prepare(cfg.data)
   with contextlib.ExitStack() as stack:
     text = work.Text(found, tmp_path / "kernels", stack)
     text.advance()
@@ -117,7 +117,7 @@ def test_copies_of_text_see_the_batches_of_their_seeds(tiny, tmp_path, monkeypat
     assert text.step == 3 and len(seen) == 3 + 1
     for copy, (seed, _) in enumerate(found.pairs):
       options = {"seed": seed, "global_batch": 4, "order": "random_crops"}
-      batches = stack.enter_context(train_batches(loop.training_set(cfg), **options))
+      batches = stack.enter_context(train_batches(trainer.training_set(cfg), **options))
       expected = [next(batches) for _ in range(3)]
       for got, batch in zip(seen, [*expected, expected[2]], strict=True):
         for name, array in batch.items():
@@ -151,7 +151,7 @@ def test_copies_of_text_are_scored_by_weight_and_diverged_ones_have_no_rows(
   windows = lambda cfg, source: 2 * cfg.global_batch
   monkeypatch.setattr(work.evaluation, "count_of", windows)
   (found,) = groups.group(sweep_of(tmp_path, text_runs(tiny)).runs)
-  loop.prepare(found.first.cfg.data)
+  trainer.prepare(found.first.cfg.data)
   with contextlib.ExitStack() as stack:
     text = work.Text(found, tmp_path / "kernels", stack)
     text.restore({"step": 11})
@@ -199,7 +199,7 @@ def test_killed_sweep_resumes_bit_exact_and_finished_runs_are_skipped(
 def check_against_fit(copy, scores, run_dir):
   """Losses, learning rates and scores of a copy are those of `train.fit` with its settings."""
   cfg = dataclasses.replace(copy.cfg, run_dir=run_dir, log_every=1)
-  (expected,) = loop.fit(cfg).validation
+  (expected,) = trainer.fit(cfg).validation
   assert scores["validation loss"] == pytest.approx(expected["val_loss"], rel=1e-4)
   bits = scores["validation bits per byte"]
   assert bits == pytest.approx(expected["bits_per_byte"], rel=1e-4)

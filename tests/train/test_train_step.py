@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import Aux
-from train import loop
+from train import trainer
 from train.cluster import device_mesh
 from train.logging.loggers import scalars
 from train.logging.metric_reader import aux_columns
@@ -49,7 +49,7 @@ def begin(cfg):
     mesh = device_mesh.make_mesh(cfg)
     tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
     step = make_train_step(cfg, model_graph(cfg.model), tx, mesh)
-    state = loop.init_state(cfg, mesh)
+    state = trainer.init_state(cfg, mesh)
     _begun[key] = mesh, step, jax.device_get(state), jax.tree.map(lambda x: x.sharding, state)
   mesh, step, state, shardings = _begun[key]
   return mesh, step, jax.device_put(state, shardings)  # a copy: the step donates it

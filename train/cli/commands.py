@@ -30,7 +30,7 @@ def fit(options: argparse.Namespace) -> int | None:
   from train.cli import dry_run
   from train.cluster import distributed
   from train.logging import tracing
-  from train.loop import fit
+  from train.trainer import fit
 
   profile = tracing.steps_of(options.profile) if options.profile else None
   distributed.join()

@@ -14,11 +14,11 @@ from train.cluster.device_mesh import make_mesh
 from train.data import preflight
 from train.logging import run_summary
 from train.logging.console import Console, short
-from train.loop import check_memory, compile_step
 from train.step import flops, memory
 from train.step.model import model_graph
 from train.step.optimizer import weight_decay_mask
 from train.step.state import abstract_state
+from train.trainer import check_memory, compile_step
 
 
 def describe(cfg: config.Train) -> None:

@@ -10,26 +10,18 @@ from train import config
 from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
 from train.logging.console import Console, train_line
 from train.logging.throughput import Clock
+from train.loop import Callback, DivergedError, Moment
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder
 from train.step import flops
 
-
-class DivergedError(FloatingPointError):
-  """Training cannot continue; `weights_are_good` tells whether its parameters are usable."""
-
-  exit_code = 3  # of the command line: starting again would diverge again
-
-  def __init__(self, message: str, *, weights_are_good: bool = False):
-    super().__init__(message)
-    self.weights_are_good = weights_are_good
-
-
 NO_TARGETS = "no target of its batch counts"  # why a step was skipped that is no failure
 
 
-class MetricReader:
+class MetricReader(Callback):
   """Reads the metrics of step n - 1 after step n was dispatched, so that the device never waits.
+
+  At a pause it reads those of the last step too: saved parameters are finite, and have their rows.
 
   Attributes:
     votes: flags raised by any process in the last step that was read (`distributed.ballot`).
@@ -42,13 +34,26 @@ class MetricReader:
     known = flops.peak_flops(devices[0]) is not None
     self._flops = flops.model_flops_per_token(cfg.model, cfg.seq_len) if known else None
     self._clock = Clock(self._tokens_per_step)
+    self._paused = True
     self._pending: tuple[int, dict[str, Any], float | None] | None = None
     self._skipped = run.skipped_steps()
     self.votes: tuple[bool, ...] = (False, False)
 
-  def start_clock(self) -> None:
-    """Starts measuring time, right before the first step."""
-    self._clock = Clock(self._tokens_per_step)
+  def before_step(self, now: Moment) -> None:
+    if self._paused:
+      self._clock.restart()
+    self._paused = False
+
+  def after_step(self, now: Moment) -> None:
+    self._clock.waited(now.waited)
+    self.push(now.step, now.metrics)
+
+  def paused(self, now: Moment) -> None:
+    self.flush()
+    self._paused = True
+
+  def ended(self, now: Moment) -> None:
+    self.flush()
 
   def push(self, step: int, metrics: dict[str, Any]) -> None:
     """Takes the metrics of a step that was just dispatched and reads those of the step before.
@@ -67,14 +72,6 @@ class MetricReader:
     pending, self._pending = self._pending, None
     if pending:
       self._read(*pending)
-
-  def waited(self, seconds: float) -> None:
-    """Adds time spent waiting for a batch."""
-    self._clock.waited(seconds)
-
-  def restart_clock(self) -> None:
-    """Excludes the time since the last step from tokens per second."""
-    self._clock.restart()
 
   def _read(self, step: int, metrics: dict[str, Any], finished: float | None) -> None:
     values = jax.device_get(metrics)

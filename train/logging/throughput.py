@@ -11,11 +11,12 @@ class Clock:
     self._steps_done = 0
     self._reading = 0.0, 0.0
     self.restart()
-    self._begin = self._since
 
   def restart(self) -> None:
-    """Discards the current interval, which included evaluation or saving."""
+    """Discards the current interval, which included evaluation, saving or the start of the run."""
     self._since = self._last = time.perf_counter()
+    if not self._steps_done:
+      self._begin = self._since
     self._steps = 0
     self._waited = 0.0
 

@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -22,6 +21,7 @@ from lnssm_jax.files.reading import open_regular
 from train.cluster import distributed
 from train.config.checked import check
 from train.logging import profiles
+from train.loop import Callback, Moment
 from train.messages import Say, first_line
 
 _MAX_STEPS = 1000  # larger traces cannot be opened
@@ -44,7 +44,7 @@ def steps_of(text: str) -> range:
   return steps
 
 
-class Tracer:
+class Tracer(Callback):
   """Starts and stops the profiler around steps. Errors are reported and do not stop training.
 
   `program` gives the text of the compiled step, which says which part of the model an operation
@@ -59,10 +59,10 @@ class Tracer:
     self._reported = ""
     self._is_first = distributed.is_first()
 
-  def before(self, step: int) -> None:
-    """Call before `step` is dispatched."""
+  def before_step(self, now: Moment) -> None:
     if not self._is_first or self._running:
       return
+    step = now.step + 1
     count = self._requested()
     if count:
       self._start(range(step, step + count))
@@ -70,10 +70,9 @@ class Tracer:
       self._start(range(step, self._steps.stop))
       self._steps = None
 
-  def after(self, step: int, metrics: Any) -> None:
-    """Call after `step` was dispatched; waits for it if it is the last traced step."""
-    if self._running and step >= self._running[-1]:
-      jax.block_until_ready(metrics)
+  def after_step(self, now: Moment) -> None:
+    if self._running and now.step >= self._running[-1]:
+      jax.block_until_ready(now.metrics)
       self.close()
 
   def close(self) -> None:

@@ -14,8 +14,11 @@ from train.cluster import compile_cache, device_mesh, distributed
 from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
 from train.data.tokenize import prepare
 from train.data.windows import Documents, RandomCrops, TokenWindows, eval_batches
+from train.logging.console import Console, eval_line
+from train.loop import Callback, Moment
 from train.runs import bindings, loading
 from train.runs.rows import Row
+from train.runs.run_folder import RunFolder, of_step
 from train.step.model import model_graph
 from train.step.train_step import make_eval_step
 
@@ -92,6 +95,55 @@ class Evaluator:
     local = distributed.local_rows(where, rows)
     for batch in eval_batches(source, rows, local, count):
       yield distributed.to_devices(batch, where, rows, local)
+
+
+class Evaluation(Callback):
+  """Evaluates a run every `eval_every` steps, at its end and, with `eval_at_start`, at its start.
+
+  `evaluated` of all callbacks follows. An evaluation that was there before a resume, or that
+  `should_stop` ended, does not count.
+  """
+
+  def __init__(
+    self,
+    cfg: config.Train,
+    run: RunFolder,
+    evaluator: Evaluator,
+    console: Console,
+    should_stop: Callable[[], object],
+  ):
+    self._cfg, self._run, self._evaluator, self._console = cfg, run, evaluator, console
+    self._options = {"should_stop": should_stop, "progress": console.progress}
+
+  def pauses(self, step: int) -> bool:
+    return step % self._cfg.eval_every == 0
+
+  def started(self, now: Moment) -> None:
+    if now.step or self._cfg.eval_at_start:
+      self.paused(now)
+
+  def paused(self, now: Moment) -> None:
+    is_due = self.pauses(now.step) or now.step == self._cfg.steps
+    if not is_due or now.stopping or self.rows(now):
+      return
+    rows = self._evaluator(now.step, now.state["params"], **self._options)
+    if rows and "ema" in now.state:
+      averaged = self._evaluator(now.step, now.state["ema"], **self._options)
+      losses = [{"ema_val_loss": row["val_loss"]} for row in averaged]
+      rows = [row | loss for row, loss in zip(rows, losses, strict=True)] if averaged else []
+    if not rows and self._cfg.data.validation:  # stopped
+      return
+    for row in self._run.append(rows):
+      self._console.say(eval_line(row))
+    now.evaluations += rows
+    now.call("evaluated")
+
+  def ended(self, now: Moment) -> None:
+    self.paused(now)
+
+  def rows(self, now: Moment) -> list[Row]:
+    """Those of this step, if it was evaluated."""
+    return of_step(now.evaluations, now.step, self._cfg.data.validation)
 
 
 def open_sets(cfg: config.Train) -> dict[str, Source]:

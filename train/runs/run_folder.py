@@ -22,6 +22,7 @@ from train.checkpoint import digests, store
 from train.cluster import distributed
 from train.config.changes import differences, is_free
 from train.config.versions import versions
+from train.loop import Callback, Moment
 from train.messages import Say, warn
 from train.runs.config_file import CONFIG, RunFolderError, read, read_config
 from train.runs.metrics_file import MetricsFile
@@ -43,8 +44,11 @@ class InUseError(RunFolderError):
   """Another process trains in the folder; the message says which."""
 
 
-class RunFolder:
-  """The files of one run. With several processes, only process 0 writes them."""
+class RunFolder(Callback):
+  """The files of one run. With several processes, only process 0 writes them.
+
+  As a callback it ends a run whose folder another process has taken over.
+  """
 
   def __init__(self, path: str | Path):
     self.path = Path(path)
@@ -70,6 +74,9 @@ class RunFolder:
         self.say(f"{lost} rows could not be written to {self.metrics_file} and are lost")
       self._lock.close()
       self._lock = None
+
+  def before_step(self, now: Moment) -> None:
+    self.check()
 
   def check(self) -> None:
     """Raises InUseError if another process has taken over the folder."""
@@ -176,14 +183,20 @@ class RunFolder:
       fix = f"train one that has them: {fix}"
     return FileNotFoundError(f"{none}: runs of a sweep keep no parameters; {fix}")
 
+  def evaluations(self) -> list[Row]:
+    """Rows of all evaluations."""
+    is_one = lambda row: row["kind"] == "eval"
+    return distributed.on_first(lambda: list(filter(is_one, self._metrics.notable())))
+
   def evaluation(self, step: int, sets: Iterable[str]) -> list[Row]:
     """Rows of the evaluation at `step` if it covered all `sets`, else an empty list."""
-    return distributed.on_first(lambda: self._evaluation(step, sets))
+    return of_step(self.evaluations(), step, sets)
 
-  def _evaluation(self, step: int, sets: Iterable[str]) -> list[Row]:
-    found = self._metrics.notable()
-    rows = {r["set"]: r for r in found if r["kind"] == "eval" and r["step"] == step}
-    return [rows[name] for name in sets] if rows.keys() >= set(sets) else []
+
+def of_step(evaluations: Iterable[Row], step: int, sets: Iterable[str]) -> list[Row]:
+  """Rows of the evaluation at `step` if it covered all `sets`, else an empty list."""
+  rows = {row["set"]: row for row in evaluations if row["step"] == step}
+  return [rows[name] for name in sets] if rows.keys() >= set(sets) else []
 
 
 def claim(cfg: Settings, *, allow_config_change: bool = False, say: Say = warn) -> RunFolder:

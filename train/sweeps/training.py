@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax.files.atomic import make_folder
-from train import loop
+from train import trainer
 from train.checkpoint.saver import Saver
 from train.checkpoint.store import Checkpoints
 from train.cluster import compile_cache
@@ -254,7 +254,7 @@ def _fit(run: Run, locked: Mapping[str, RunFolder], inputs: Inputs, say: Say) ->
   """Trains a run with `train.fit`; returns the name of the signal that stopped it."""
   place = run.cfg.run_dir
   try:
-    result = loop.fit(run.cfg, claimed=locked[place])
+    result = trainer.fit(run.cfg, claimed=locked[place])
   except DivergedError as error:
     say(f"diverged: {error}")
     row = result_row(run, run.cfg.steps, _no_scores(run), inputs.get(place))

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from train import loop
+from train import trainer
 from train.data.windows import eval_batches, train_batches
 from train.runs import evaluation
 from train.runs.rows import Row
@@ -25,7 +25,7 @@ class Text:
   def __init__(self, group: Group, kernels: Path, stack: contextlib.ExitStack):
     self._cfg, self._stack = group.first.cfg, stack
     self.copies = Copies(self._cfg, runs=group.pairs, kernels=kernels)
-    self._windows = loop.training_set(self._cfg)
+    self._windows = trainer.training_set(self._cfg)
     self._sets = evaluation.open_sets(self._cfg)
     self._schedule = make_schedule(self._cfg.optimizer, self._cfg.steps)
     self._scores: list[Scores] = []

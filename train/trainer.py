@@ -1,0 +1,298 @@
+"""A training run of a language model, from its config to its run folder."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from lnssm_jax.ops.core import recording
+from train import callbacks, config, loop
+from train.checkpoint import store
+from train.checkpoint.saver import Saver
+from train.checkpoint.store import CheckpointError, Checkpoints
+from train.cluster import agreement, compile_cache, device_mesh, distributed
+from train.cluster.stop_signal import StopSignal
+from train.data import preflight
+from train.data.tokenize import prepare
+from train.data.windows import Mixture, TokenWindows, train_batches
+from train.logging import loggers, run_summary
+from train.logging.console import Console
+from train.logging.metric_reader import MetricReader
+from train.logging.tracing import Tracer
+from train.loop import Moment
+from train.runs import bindings, run_folder
+from train.runs.evaluation import Evaluation, Evaluator
+from train.runs.rows import Row
+from train.runs.run_folder import RunFolder
+from train.step import memory
+from train.step.model import model_graph
+from train.step.optimizer import make_optimizer
+from train.step.state import State, abstract_batch, abstract_state, init_state
+from train.step.step_guard import init_statistics
+from train.step.train_step import Batch, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """Outcome of `fit`."""
+
+  step: int  # total steps of the run, including earlier calls
+  stopped_by: str | None  # name of the signal; None if the run is complete
+  validation: list[Row]  # of the last step; empty if stopped before it
+  state: State
+  ended_by: str | None = None  # what a callback said that ended the run before its last step
+
+
+def fit(
+  cfg: config.Train,
+  *,
+  allow_config_change: bool = False,
+  verify_data: bool = False,
+  profile: range | None = None,
+  claimed: RunFolder | None = None,
+) -> Result:
+  """Trains until `cfg.steps`, resuming from the newest checkpoint in `cfg.run_dir` if any.
+
+  A run that is stopped (SIGINT, SIGTERM, or a crash) and resumed gives the same numbers as one that
+  never stopped, bit for bit on the same device.
+
+  Args:
+    allow_config_change: resume even if the settings or the training text have changed.
+    verify_data: compare every byte of the token files with their digests, not only sampled blocks.
+    profile: steps to trace (`train.logging.tracing`).
+    claimed: the run folder, if the caller has locked it (`train.runs.run_folder.claim`).
+
+  Raises:
+    ValueError: the run folder, the data or the mesh does not match the config, or the processes of
+      the run differ in settings, data, code or packages (`train.cluster.agreement`).
+    DivergedError: too many consecutive steps were not finite (or spikes); the parameters from
+      before them are saved.
+    CheckpointError: the last checkpoint could not be written, or no existing one can be read.
+  """
+  console = Console(quiet=not distributed.is_first())
+  loggers.check(cfg.watch)
+  options = {"allow_config_change": allow_config_change, "verify_data": verify_data}
+  claiming = {"allow_config_change": allow_config_change}
+  agreement.check(lambda: {"settings": config.to_dict(cfg), **options, **agreement.software()})
+  with contextlib.ExitStack() as stack:
+    graph = model_graph(cfg.model)  # a misspelled mixer is not another run's setting
+    called = callbacks.made(cfg)
+    run = claimed or stack.enter_context(run_folder.claim(cfg, **claiming, say=console.say))
+    programs = compile_cache.folder(cfg.compile_cache, run.path)
+    stack.enter_context(compile_cache.at(programs))
+    mesh = device_mesh.make_mesh(cfg)
+    run_summary.devices(console, mesh)
+    check_run = not allow_config_change
+    if not claimed:  # rows of a sweep would be removed
+      distributed.on_first(run.check_not_of_a_sweep)
+    at = distributed.on_first(lambda: _check_data(cfg, run, check_run=check_run))
+    train_step = None
+    if at < cfg.steps:  # before the text is tokenized, which may take hours
+      train_step = compile_step(cfg, graph, mesh, run.kernels, console)
+      check_memory(cfg, mesh, train_step, console)
+    inputs = _prepare(cfg, whole=verify_data)
+    windows = distributed.on_all(lambda: training_set(cfg))
+    evaluator = distributed.on_all(lambda: Evaluator(cfg, graph, mesh, run.kernels))
+
+    stop = stack.enter_context(StopSignal())
+    checkpoints = stack.enter_context(
+      Checkpoints(
+        run.checkpoints,
+        keep=cfg.keep_checkpoints,
+        say=console.say,
+        before=run.before_checkpoint,
+      )
+    )
+    state, start = _begin(cfg, mesh, checkpoints, run, None if allow_config_change else inputs)
+    run.write_config(cfg)
+    if distributed.is_first():
+      run.on_rows = stack.enter_context(loggers.Loggers(cfg, run.path, start, console.say)).write
+    run_summary.start(console, cfg, run, state, windows, start)
+
+    def metadata(step: int) -> dict[str, Any]:
+      known = {"data_position": step, "rows": run.row_count()}
+      return known | inputs | {"config": config.to_dict(cfg)}
+
+    alone = distributed.count() == 1
+    reader = MetricReader(cfg, run, console, list(mesh.devices.flat))
+    evaluation = Evaluation(cfg, run, evaluator, console, lambda: stop)
+    saver = Saver(
+      checkpoints,
+      every=cfg.checkpoint_every,
+      start=start,
+      metadata=metadata,
+      say=console.say,
+      # No checkpoint has seen text other than that of the run.
+      check=lambda: distributed.on_all(
+        lambda: bindings.check_in_use(inputs["data"], cfg.data.folder)
+      ),
+      failed=None if alone else lambda: reader.votes[1],
+    )
+    now = Moment(
+      start,
+      state,
+      [run, reader, *called, evaluation, saver],
+      stop=lambda: stop if alone else reader.votes[0],  # the same value in all processes
+      cfg=cfg,
+      graph=graph,
+      path=run.path,
+      evaluations=run.evaluations(),
+      metadata=lambda: metadata(now.step),
+      say=console.say,
+    )
+    if start == cfg.steps:
+      now.call("started")
+    else:
+      train_step = train_step or compile_step(cfg, graph, mesh, run.kernels, console)
+      tracer = Tracer(run.path, profile, console.say, train_step.as_text)
+      stack.callback(tracer.close)
+      now.callbacks = [tracer, *now.callbacks]
+      votes = None if alone else lambda: (bool(stop), saver.failed)
+      batches = stack.enter_context(contextlib.closing(_feed(windows, cfg, mesh, start, votes)))
+      loop.train(now, train_step, batches, steps=cfg.steps)
+
+    stopped_by = None
+    if now.ended_by is not None:
+      console.say(f"ended after step {now.step} by {now.ended_by}")
+    elif now.step < cfg.steps or now.stopping:
+      stopped_by = stop.name or "a signal to another process"
+      run_summary.stopped(console, run, now.step, stopped_by)
+    if stopped_by is None:
+      run_summary.finished(console, cfg, run, graph, now.state["params"], now.step)
+      now.call("finished")
+    return Result(now.step, stopped_by, evaluation.rows(now), now.state, now.ended_by)
+
+
+def _check_data(cfg: config.Train, run: RunFolder, *, check_run: bool) -> int:
+  """Checks tokenizer and data before time is spent; returns the step of the newest checkpoint."""
+  metadata = store.newest_metadata(run.checkpoints)
+  if check_run:
+    bindings.check_before_preparing(metadata, cfg.data)
+  preflight.require(cfg)
+  step = metadata.get("data_position")
+  return step if type(step) is int else 0
+
+
+def _prepare(cfg: config.Train, *, whole: bool) -> dict[str, Any]:
+  """Creates missing token files; returns `bindings.inputs`, in which all processes agree."""
+  least = preflight.windowed(cfg)
+  sidecars = distributed.on_first(
+    lambda: prepare(cfg.data, progress=True, whole=whole, least=least)
+  )
+  inputs = distributed.on_all(lambda: bindings.inputs(cfg.data, sidecars))
+  agreement.check(lambda: inputs)
+  return inputs
+
+
+def _begin(
+  cfg: config.Train,
+  mesh: Mesh,
+  checkpoints: Checkpoints,
+  run: RunFolder,
+  inputs: dict[str, Any] | None,  # `bindings.inputs`; None skips all comparisons
+) -> tuple[State, int]:
+  """Restores the newest state and its step, or initializes one; removes rows of later steps."""
+  optional = {"spikes": init_statistics()}  # of a run that has changed `skip_spikes`
+  restored = checkpoints.restore(abstract_state(cfg, mesh), optional)
+  if restored is None:
+    run.keep_rows_until(-1)
+    return init_state(cfg, mesh, run.kernels), 0
+  state, metadata = restored
+  step = metadata.get("data_position")
+  if type(step) is not int or step < 0 or not isinstance(metadata.get("data"), dict | None):
+    raise CheckpointError(
+      f"the newest checkpoint of {run.path} has no valid position "
+      f"(data_position={step!r}); move its folder away to resume from the one before it."
+    )
+  if step > cfg.steps:
+    raise ValueError(
+      f"the run in {run.path} has already done {step} steps, more than steps={cfg.steps}; increase "
+      "steps, or use another run_dir."
+    )
+  if inputs is not None:
+    bindings.check_model(metadata, cfg.model, run.path)
+    bindings.check_tokenizer(metadata, cfg.data, inputs["tokenizer"])
+    changed = bindings.changed_sets(metadata.get("data") or {}, inputs["data"])
+    if changed:
+      raise bindings.BindingError(
+        f"the text of {', '.join(changed)} in {cfg.data.folder} differs from that of the run in "
+        f"{run.path}; restore it, use another run_dir, or resume with the new text by "
+        "--allow-config-change."
+      )
+  rows = metadata.get("rows")
+  run.keep_rows_until(step, rows if type(rows) is int else None)
+  return state, step
+
+
+def compile_step(
+  cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None, console: Console
+) -> jax.stages.Compiled:
+  """Compiles the training step ahead of time, so that its first call is as fast as the others.
+
+  Prints which ops run without a kernel, and why.
+  """
+  tx, _ = make_optimizer(cfg.optimizer, cfg.steps, cfg.seed)
+  batch = abstract_batch(cfg, mesh)
+  if distributed.count() > 1:
+    votes = distributed.ballot(mesh, (False, False))
+    batch["votes"] = jax.ShapeDtypeStruct(votes.shape, votes.dtype, sharding=votes.sharding)
+  begin = time.perf_counter()
+  step = make_train_step(cfg, graph, tx, mesh, kernels)
+  arguments = abstract_state(cfg, mesh), batch
+  with recording.choices_of_xla() as in_xla:
+    compiled = compile_cache.compiled(step, arguments, mesh, config.to_dict(cfg))
+  console.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+  for line in recording.lines_of(in_xla):
+    console.say(f"no kernel   {line}")
+  return compiled
+
+
+def check_memory(
+  cfg: config.Train, mesh: Mesh, compiled: jax.stages.Compiled, console: Console
+) -> None:
+  """Prints the memory of the compiled step; raises ValueError if a device has less."""
+  needed = memory.sizes(compiled)
+  console.say(f"memory      {memory.describe(needed)}")
+  distributed.on_all(lambda: memory.check(needed, mesh, cfg, console.say))
+
+
+def _feed(
+  windows: TokenWindows | Mixture,
+  cfg: config.Train,
+  mesh: Mesh,
+  start: int,
+  votes: Callable[[], tuple[bool, bool]] | None = None,  # of several processes, in each batch
+) -> Generator[Batch]:
+  """The batches of steps start + 1, start + 2, ... on their devices."""
+  where, size = device_mesh.batch_sharding(mesh), cfg.global_batch
+  rows = distributed.local_rows(where, size)
+  options = {"seed": cfg.seed, "order": cfg.data.order, "start": start}
+  batches = train_batches(windows, global_batch=size, rows=rows, **options)
+  with contextlib.closing(batches):
+    for batch in batches:
+      placed = distributed.to_devices(batch, where, size, rows)
+      yield placed | ({"votes": distributed.ballot(mesh, votes())} if votes else {})
+
+
+def training_set(cfg: config.Train) -> TokenWindows | Mixture:
+  """Opens the training sets of a config.
+
+  Raises:
+    DataError: as `TokenWindows`.
+  """
+  data = cfg.data
+  how = cfg.seq_len, cfg.model.vocab_size, data.boundaries
+  opened = lambda names: TokenWindows(
+    [f"{data.folder}/{name}" for name in names],
+    *how,
+    whole=list(map(data.has_rows, names)),
+    packed=data.pack_rows,
+  )
+  if isinstance(data.train, dict):
+    return Mixture({name: opened([name]) for name in data.train}, data.train)
+  return opened(data.train)
