@@ -9,10 +9,10 @@ batch are left out.
 
 import dataclasses
 import io
+import itertools
 import math
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -20,12 +20,15 @@ import numpy as np
 
 from experiments.mqar import MQAR, Examples
 from lnssm_jax.files.atomic import replace_file
-from train import config
+from train import config, loop
 from train.config.checked import check
 from train.data.errors import writing
+from train.loop import Moment
+from train.runs.rows import Row
 from train.scoring.report import Report
 from train.step.copies import Copies
 from train.step.model import check_length
+from train.sweeps.stretches import Measuring, Scores
 
 LEARNING_RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
 TEST_SEEDS = 2**31  # rows to test on have the seed of those to train on plus this
@@ -106,21 +109,20 @@ def write(task: Task, path: Path, *, train_rows: int, test_rows: int, data_seed:
 
 
 class Training:
-  """Copies in training on the task: `advance` one epoch at a time, until `finished`.
+  """Copies that learn a task, measured after each epoch (`train.sweeps.stretches.Work`).
 
-  At most `cfg.steps` steps of `cfg.global_batch` rows; ends early when all seeds of a learning rate
-  have solved the task.
+  They train for at most `cfg.steps` steps of `cfg.global_batch` rows, and until all seeds of a
+  learning rate have solved the task.
 
   Args:
     data_seed: of the rows, below 2**31; the copies have their own seeds.
 
   Attributes:
-    step: finished steps.
+    step: finished steps, as last measured.
     accuracy: float64 [R] of each copy, of the last evaluation, or of the first above 0.99; NaN of
       one that has diverged (`Copies.diverged`).
     steps: [R], when that was.
     train, test: the batches.
-    metrics: of the last step, see `Copies.step`.
 
   Raises:
     ConfigError: there are fewer rows than a batch has, or they are longer than the model's
@@ -139,11 +141,11 @@ class Training:
   ):
     check_rows(cfg, train_rows=train_rows, test_rows=test_rows)
     check_length(cfg.model, "seq_len", cfg.seq_len)
-    self._copies, self._most = copies, cfg.steps
+    self.copies, self._most = copies, cfg.steps
     self.train, self.test = (_batches(task.examples(*of), cfg.global_batch) for of in (
       (train_rows, data_seed), (test_rows, data_seed + TEST_SEEDS)
     ))  # fmt: skip
-    self.step, self.metrics = 0, {}
+    self.step = 0
     self.accuracy = np.zeros(len(copies.runs))
     self.steps = np.zeros(len(copies.runs), int)
 
@@ -151,33 +153,54 @@ class Training:
   def finished(self) -> bool:
     """Whether all steps are done, or all seeds of a learning rate have solved the task."""
     of_rate: dict[float, list[bool]] = {}
-    for (_, rate), accuracy in zip(self._copies.runs, self.accuracy, strict=True):
+    for (_, rate), accuracy in zip(self.copies.runs, self.accuracy, strict=True):
       of_rate.setdefault(rate, []).append(bool(accuracy > SOLVED))
     return self.step >= self._most or any(map(all, of_rate.values()))
 
-  def advance(self, after: Callable[[int], object] = lambda step: None) -> None:
-    """Trains until the end of the epoch, or of the run, and evaluates; calls `after` each step."""
-    epoch = self.train[: self._most - self.step]
-    for number, examples in enumerate(epoch, 1):
-      self.metrics = self._copies.step(examples._asdict())
-      after(self.step + number)
-    self.step += len(epoch)
-    right = np.mean([self._copies.right(examples._asdict()) for examples in self.test], axis=0)
-    right = np.where(self._copies.diverged, np.nan, right)
-    running = self.accuracy <= SOLVED
-    self.accuracy = np.where(running, right, self.accuracy)
-    self.steps = np.where(running, self.step, self.steps)
+  def batches(self, start: int) -> Generator[dict[str, Any]]:
+    for step in itertools.count(start):
+      yield self.train[step % len(self.train)]._asdict()
 
-  def position(self) -> dict[str, Any]:
+  def pauses(self, step: int) -> bool:
+    return step % len(self.train) == 0 or step == self._most
+
+  def measure(self, step: int, metrics: Any = None) -> list[list[Row]]:
+    """Evaluates the copies; returns the rows of metrics.jsonl of each."""
+    del metrics
+    right = np.mean([self.copies.right(examples._asdict()) for examples in self.test], axis=0)
+    right = np.where(self.copies.diverged, np.nan, right)
+    running, self.step = self.accuracy <= SOLVED, step
+    self.accuracy = np.where(running, right, self.accuracy)
+    self.steps = np.where(running, step, self.steps)
+    rows = []
+    for scores in self.scores():
+      row = {"kind": "diverged"} if scores["accuracy"] is None else {"kind": "task", **scores}
+      rows.append([{"step": step, **row}])
+    return rows
+
+  def scores(self) -> list[Scores]:
+    """Accuracy, None of a copy that has diverged, and steps."""
+    pairs = zip(self.accuracy, self.steps, strict=True)
+    return [{"accuracy": accuracy_of(right), "steps": int(steps)} for right, steps in pairs]
+
+  def position(self, step: int) -> dict[str, Any]:
     """All but the state of the copies, as JSON."""
     accuracy = [accuracy_of(x) for x in self.accuracy]
-    return {"step": self.step, "accuracy": accuracy, "steps": self.steps.tolist()}
+    return {"step": step, "accuracy": accuracy, "steps": self.steps.tolist()}
 
   def restore(self, position: Mapping[str, Any]) -> None:
     """Takes a result of `position`; the state of the copies is the caller's."""
     self.step = position["step"]
     self.accuracy = np.asarray(position["accuracy"], float)  # None becomes NaN
     self.steps = np.asarray(position["steps"])
+
+
+class _Progress(Measuring):
+  """Says the best accuracy so far."""
+
+  def measured(self, now: Moment, rows: list[list[Row]]) -> None:
+    best = max(row.get("accuracy", 0) for (row,) in rows)
+    now.say(f"step {now.step:,} of at most {self._steps:,}: accuracy {best:.4f} at best")
 
 
 def run(
@@ -200,23 +223,11 @@ def run(
   rows = {"train_rows": train_rows, "test_rows": test_rows, "data_seed": data_seed}
   training = Training(cfg, task, copies, **rows)
   progress(f"{len(copies.runs)} copies, {len(training.train):,} steps an epoch; compiling")
-  said = time.monotonic()
-
-  def after(step):
-    nonlocal said
-    if time.monotonic() - said >= SAY_SECONDS:
-      said = time.monotonic()
-      progress(f"step {step:,} of at most {cfg.steps:,}")
-
-  while not training.finished:
-    training.advance(after)
-    best = np.max(training.accuracy, initial=0, where=~np.isnan(training.accuracy))
-    progress(f"step {training.step:,} of at most {cfg.steps:,}: accuracy {best:.4f} at best")
+  now = Moment(0, copies.state, [_Progress(training, cfg.steps, SAY_SECONDS)], say=progress)
+  loop.train(now, copies.advance, training.batches(0), steps=cfg.steps)
   runs = [
-    {"learning_rate": rate, "seed": seed, "accuracy": accuracy_of(accuracy), "steps": int(steps)}
-    for (seed, rate), accuracy, steps in zip(
-      copies.runs, training.accuracy, training.steps, strict=True
-    )
+    {"learning_rate": rate, "seed": seed, **scores}
+    for (seed, rate), scores in zip(copies.runs, training.scores(), strict=True)
   ]
   means = [_over_seeds(rate, runs) for rate in learning_rates]
   settings = {

@@ -1,17 +1,16 @@
 """Multi-query associative recall as the task of a sweep. JAX is imported when it is trained."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from train import config
 from train.config.checked import at_least, settings
-from train.runs.rows import Row
 from train.sweeps import Run, Task
-from train.sweeps.stretches import Scores
 
 if TYPE_CHECKING:
   from experiments.mqar import MQAR
+  from experiments.mqar_training import Training
 
 
 @settings
@@ -58,47 +57,12 @@ class Recall(Task):
   def batch(self, cfg: config.Train) -> dict[str, Any]:
     return self.rows_of(cfg).examples(cfg.global_batch, seed=0)._asdict()
 
-  def work(self, runs: Sequence[Run], kernels: Path) -> "Recalling":
-    return Recalling(self, runs, kernels)
-
-
-class Recalling:
-  """Copies that learn multi-query associative recall, an epoch at a time."""
-
-  def __init__(self, task: Recall, runs: Sequence[Run], kernels: Path):
-    from experiments import mqar_training
+  def work(self, runs: Sequence[Run], kernels: Path) -> "Training":
+    from experiments.mqar_training import Training
     from train.step.copies import Copies
     from train.sweeps.groups import Group
 
     cfg = runs[0].cfg
-    self.copies = Copies(cfg, runs=Group(runs).pairs, kernels=kernels)
-    rows = {"train_rows": task.train_rows, "test_rows": task.test_rows}
-    self._training = mqar_training.Training(cfg, task.rows_of(cfg), self.copies, **rows)
-
-  @property
-  def step(self) -> int:
-    return self._training.step
-
-  @property
-  def finished(self) -> bool:
-    return self._training.finished
-
-  def advance(self) -> list[list[Row]]:
-    self._training.advance()
-    rows = []
-    for scores in self.scores():
-      row = {"kind": "diverged"} if scores["accuracy"] is None else {"kind": "task", **scores}
-      rows.append([{"step": self.step, **row}])
-    return rows
-
-  def scores(self) -> list[Scores]:
-    from experiments.mqar_training import accuracy_of
-
-    pairs = zip(self._training.accuracy, self._training.steps, strict=True)
-    return [{"accuracy": accuracy_of(right), "steps": int(steps)} for right, steps in pairs]
-
-  def position(self) -> dict[str, Any]:
-    return self._training.position()
-
-  def restore(self, position: Mapping[str, Any]) -> None:
-    self._training.restore(position)
+    copies = Copies(cfg, runs=Group(runs).pairs, kernels=kernels)
+    rows = {"train_rows": self.train_rows, "test_rows": self.test_rows}
+    return Training(cfg, self.rows_of(cfg), copies, **rows)

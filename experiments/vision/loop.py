@@ -23,13 +23,13 @@ from experiments.vision.batches import (
 from experiments.vision.images import DataError, Images, open_images
 from experiments.vision.settings import Model, Vision
 from lnssm_jax.models import VisionModel, count_parameters
-from train import config
+from train import config, loop
 from train.checkpoint import store
 from train.checkpoint.saver import Saver
 from train.checkpoint.store import Checkpoints
 from train.cluster.stop_signal import StopSignal
 from train.logging.console import Console
-from train.logging.metric_reader import DivergedError
+from train.loop import Callback, DivergedError, Moment
 from train.runs import run_folder
 from train.runs.rows import Row
 from train.step.loss import LossSums
@@ -90,51 +90,72 @@ def fit(cfg: Vision, *, allow_config_change: bool = False) -> Result:
       f"{cfg.model.mixer}, {count_parameters(state['params']):,} parameters; {len(train):,} images,"
       f" {epoch} steps per epoch, from step {step}"
     )
-
+    evaluated = lambda step, state: _validate(step, state, validation, cfg, evaluate, rows)
     stop = stack.enter_context(StopSignal())
     stream = stack.enter_context(training_batches(train, cfg, step))
-    validated, begin, since = None, time.perf_counter(), step
-    failures, last = 0, None  # metrics of the step before, which have been computed by now
-    while step < cfg.epochs * epoch and not stop:
-      run.check()
-      batch = jax.device_put(next(stream), Batch(rows, rows, rows, whole, whole, whole))
-      state, metrics = train_step(state, batch)
-      step += 1
-      failures = failures + 1 if last is not None and float(last["skipped"]) else 0
-      if failures == cfg.max_skipped:
-        raise DivergedError(
-          f"the last {failures} steps, up to {step - 1}, were skipped, as their loss or gradient is"
-          " not finite; lower optimizer.peak_lr, or set optimizer.clip_norm=1.0."
-        )
-      last = metrics
-      ends_epoch, saves = step % epoch == 0, saver.pauses(step)
-      if ends_epoch or saves or step % cfg.log_every == 0:
-        row = {"kind": "train", "step": step, "epoch": step / epoch, "loss": float(metrics["loss"])}
-        speed = (step - since) * cfg.global_batch / (time.perf_counter() - begin)
-        row |= {"images_per_second": speed}
-        if float(metrics["skipped"]):
-          row = {
-            "kind": "skipped",
-            "step": step,
-            "why": "not finite",
-            "loss": None,
-            "grad_norm": None,
-          }
-        run.append([row])
-        console.progress(
-          f"epoch {step / epoch:.2f}  loss {float(metrics['loss']):.4f}  {speed:.0f} images/s"
-        )
-      if ends_epoch:
-        validated = _validate(step, state, validation, cfg, evaluate, rows)
-        run.append([validated])
-        console.say(f"epoch {step // epoch}  {scores(validated)}")
-        begin, since = time.perf_counter(), step
-      if saver.failed_here():
-        saver.retry(step)
-      if saves:
-        saver.save(step, state)
-    saver.finish(step, state)
-    return Result(step, stop.name, validated, state)
+    batches = (jax.device_put(x, Batch(rows, rows, rows, whole, whole, whole)) for x in stream)
+    logging, validating = _Logging(cfg, epoch, run, console), _Validation(epoch, run, evaluated)
+    called = [run, logging, validating, saver]
+    now = Moment(step, state, called, stop=lambda: stop, cfg=cfg, path=run.path, say=console.say)
+    loop.train(now, train_step, batches, steps=cfg.epochs * epoch)
+    return Result(now.step, stop.name, next(iter(now.evaluations[-1:]), None), now.state)
+
+
+class _Logging(Callback):
+  """Rows of every few steps, of pauses, and of steps that were skipped."""
+
+  def __init__(self, cfg: Vision, epoch: int, run: run_folder.RunFolder, console: Console):
+    self._cfg, self._epoch, self._run, self._console = cfg, epoch, run, console
+    self._begin, self._since = 0.0, -1
+    self._failures = 0
+    self._last: Any = None  # metrics of the step before, which have been computed by now
+
+  def before_step(self, now: Moment) -> None:
+    if self._since < 0 or now.step % self._epoch == 0:
+      self._begin, self._since = time.perf_counter(), now.step
+
+  def after_step(self, now: Moment) -> None:
+    skipped = self._last is not None and float(self._last["skipped"])
+    self._failures = self._failures + 1 if skipped else 0
+    if self._failures == self._cfg.max_skipped:
+      raise DivergedError(
+        f"the last {self._failures} steps, up to {now.step - 1}, were skipped, as their loss or"
+        " gradient is not finite; lower optimizer.peak_lr, or set optimizer.clip_norm=1.0."
+      )
+    self._last = now.metrics
+
+  def pauses(self, step: int) -> bool:
+    return step % self._cfg.log_every == 0
+
+  def paused(self, now: Moment) -> None:
+    loss, of_epoch = float(now.metrics["loss"]), now.step / self._epoch
+    images = (now.step - self._since) * self._cfg.global_batch
+    speed = images / (time.perf_counter() - self._begin)
+    row = {"kind": "train", "step": now.step, "epoch": of_epoch, "loss": loss}
+    row |= {"images_per_second": speed}
+    if float(now.metrics["skipped"]):
+      row = {"kind": "skipped", "step": now.step, "why": "not finite"}
+      row |= {"loss": None, "grad_norm": None}
+    self._run.append([row])
+    self._console.progress(f"epoch {of_epoch:.2f}  loss {loss:.4f}  {speed:.0f} images/s")
+
+
+class _Validation(Callback):
+  """Evaluates after each epoch."""
+
+  def __init__(self, epoch: int, run: run_folder.RunFolder, evaluate: Callable[[int, State], Row]):
+    self._epoch, self._run, self._evaluate = epoch, run, evaluate
+
+  def pauses(self, step: int) -> bool:
+    return step % self._epoch == 0
+
+  def paused(self, now: Moment) -> None:
+    if self.pauses(now.step):
+      row = self._evaluate(now.step, now.state)
+      self._run.append([row])
+      now.evaluations.append(row)
+      now.say(f"epoch {now.step // self._epoch}  {scores(row)}")
+      now.call("evaluated")
 
 
 def evaluate_run(cfg: Vision) -> Row:

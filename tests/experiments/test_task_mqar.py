@@ -3,17 +3,18 @@
 import dataclasses
 import json
 import re
-import types
 
 import numpy as np
 import pytest
 
 from experiments import mqar_training
 from experiments.command import main
-from experiments.recall_sweep import Recalling
 from tests.train.test_copies import settings
+from train import loop
 from train.config import ConfigError, apply_overrides
+from train.loop import Moment
 from train.scoring.report import Report
+from train.sweeps.stretches import Measuring
 
 CFG = settings()
 TASK = mqar_training.task_of(CFG, pairs=3, vocab_size=40)
@@ -22,6 +23,8 @@ TASK = mqar_training.task_of(CFG, pairs=3, vocab_size=40)
 class Scripted:
   """Copies whose accuracies are given, one list per evaluation."""
 
+  state = None
+
   def __init__(self, script):
     self.script, self.evaluation, self.steps = script, -1, 0
 
@@ -29,11 +32,11 @@ class Scripted:
     self.runs = [(s, r) for s in seeds for r in learning_rates]
     return self
 
-  def step(self, batch):
+  def advance(self, state, batch):
     self.seen = [*getattr(self, "seen", ()), batch["tokens"]]
     self.steps += 1
     self.evaluation = -(-self.steps // 2) - 1  # two batches in an epoch
-    return {"loss": np.ones(len(self.runs))}
+    return state, {}
 
   @property
   def diverged(self):
@@ -73,16 +76,21 @@ def test_training_continues_at_its_position():
     copies = Scripted(script)(cfg, seeds=(0, 1), learning_rates=(1e-3, 2e-3))
     return mqar_training.Training(cfg, TASK, copies, **rows)
 
+  def train(training, start=0, until=8):
+    now = Moment(start, None, [Measuring(training, 8, 99.0)])
+    loop.train(now, training.copies.advance, training.batches(start), steps=until)
+    return now.step
+
   whole, first, second = begin(), begin(), begin()
-  while not whole.finished:
-    whole.advance()
-  first.advance()
-  second.restore(json.loads(json.dumps(first.position())))
-  second._copies.steps = first._copies.steps
-  while not second.finished:
-    second.advance()
-  assert second.position() == whole.position() and whole.step == 6
+  assert train(whole) == 6
+  assert train(first, until=3) == 3  # within the second epoch
+  second.restore(json.loads(json.dumps(first.position(3))))
+  second.copies.steps = first.copies.steps
+  assert train(second, start=3) == 6
+  assert second.position(6) == whole.position(6) and whole.step == 6
   assert second.steps.tolist() == [6, 2, 6, 6]
+  for got, want in zip([*first.copies.seen, *second.copies.seen], whole.copies.seen, strict=True):
+    np.testing.assert_array_equal(got, want)
 
 
 def test_rates_of_copies_that_diverge_are_left_out(monkeypatch):
@@ -97,12 +105,11 @@ def test_rates_of_copies_that_diverge_are_left_out(monkeypatch):
 
 
 def test_runs_of_a_sweep_that_diverge_have_no_accuracy():
-  work = object.__new__(Recalling)
-  accuracy, steps = np.array([0.5, np.nan]), np.array([4, 4])
-  work._training = types.SimpleNamespace(
-    accuracy=accuracy, steps=steps, step=4, advance=lambda: None
-  )
-  (first,), (second,) = work.advance()
+  copies = Scripted([[0.5, 0.7]])(CFG, seeds=(0, 1), learning_rates=(1e-3,))
+  work = mqar_training.Training(CFG, TASK, copies, train_rows=8, test_rows=4)
+  work.restore({"step": 2, "accuracy": [0.25, None], "steps": [2, 2]})
+  copies.evaluation, work.steps[1] = 0, 4
+  (first,), (second,) = work.measure(4)
   assert first == {"step": 4, "kind": "task", "accuracy": 0.5, "steps": 4}
   assert second == {"step": 4, "kind": "diverged"}
   assert [scores["accuracy"] for scores in work.scores()] == [0.5, None]

@@ -1,6 +1,7 @@
 """Several processes of one sweep: who trains which group, and what is written in the end."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -33,25 +34,32 @@ class Killed(BaseException):
 class Instant:
   """Work of two stretches without a model; the score of a run is its learning rate."""
 
-  def __init__(self, group, kernels, stack=None):
-    del kernels, stack
+  def __init__(self, group, kernels):
+    del kernels
     self.group, self.step = group, 0
-    self.copies = SimpleNamespace(state={"step": jnp.zeros(1)})
+    step = lambda state, batch: (state, {})
+    self.copies = SimpleNamespace(state={"step": jnp.zeros(1)}, advance=step)
 
   @property
   def finished(self):
     return self.step == STEPS
 
-  def advance(self):
-    self.step = STEPS if self.step else 3
+  def batches(self, start):
+    yield from itertools.repeat({})
+
+  def pauses(self, step):
+    return step in (3, STEPS)
+
+  def measure(self, step, metrics):
+    self.step = step
     return [[] for _ in self.group.runs]
 
   def scores(self):
     name = "accuracy" if self.group.first.task else "validation loss"
     return [{name: rate} for _, rate in self.group.pairs]
 
-  def position(self):
-    return {"step": self.step}
+  def position(self, step):
+    return {"step": step}
 
   def restore(self, position):
     self.step = position["step"]
@@ -60,14 +68,14 @@ class Instant:
 @pytest.fixture(autouse=True)
 def trained(monkeypatch):
   """Trains instantly; the groups that have been, as the numbers of their runs in their sweep."""
-  found, advance = [], Instant.advance
+  found, measure = [], Instant.measure
 
-  def noted(self):
+  def noted(self, *given):
     if not self.step:
       found.append(self.group.runs)
-    return advance(self)
+    return measure(self, *given)
 
-  monkeypatch.setattr(Instant, "advance", noted)
+  monkeypatch.setattr(Instant, "measure", noted)
   monkeypatch.setattr(
     Recall, "work", lambda self, runs, kernels: Instant(groups.Group(runs), kernels)
   )
@@ -117,20 +125,20 @@ def test_group_that_another_process_trains_is_left_to_it(sweep, trained):
 def test_runs_that_another_process_has_finished_meanwhile_are_not_trained(
   sweep, trained, monkeypatch
 ):
-  advance, claim_one = Instant.advance, run_folder.claim
+  measure, claim_one = Instant.measure, run_folder.claim
 
-  def while_first_trains(self):
+  def while_first_trains(self, *given):
     if self.group.first is sweep.runs[0]:
       for run in (*sweep.runs[4:8], sweep.runs[9]):
         finish(run)
-    return advance(self)
+    return measure(self, *given)
 
   def before_last_is_locked(cfg, **options):
     if cfg is sweep.runs[8].cfg:
       finish(sweep.runs[10])
     return claim_one(cfg, **options)
 
-  monkeypatch.setattr(Instant, "advance", while_first_trains)
+  monkeypatch.setattr(Instant, "measure", while_first_trains)
   monkeypatch.setattr(run_folder, "claim", before_last_is_locked)
   assert None not in training.train(sweep, say=quiet).scores
   assert trained(sweep) == [FIRST, [8, 11]]
@@ -145,23 +153,23 @@ def test_group_of_a_killed_process_is_trained_at_the_end(sweep, trained, monkeyp
   )
   holder = command("-c", hold, str(folder))
   holder.stdout.readline()
-  advance = Instant.advance
+  measure = Instant.measure
 
-  def kill(self):
+  def kill(self, *given):
     holder.kill()
     holder.communicate()
-    return advance(self)
+    return measure(self, *given)
 
-  monkeypatch.setattr(Instant, "advance", kill)
+  monkeypatch.setattr(Instant, "measure", kill)
   assert None not in training.train(sweep, say=quiet).scores
   assert trained(sweep) == [SECOND, THIRD, FIRST]
 
 
 def test_processes_at_the_same_time_train_each_run_once(sweep, trained, monkeypatch):
-  advance, both = Instant.advance, threading.Barrier(2)
+  measure, both = Instant.measure, threading.Barrier(2)
 
-  def slow(self):
-    rows = advance(self)
+  def slow(self, *given):
+    rows = measure(self, *given)
     time.sleep(0.02)
     return rows
 
@@ -169,7 +177,7 @@ def test_processes_at_the_same_time_train_each_run_once(sweep, trained, monkeypa
     both.wait()
     training.train(sweep, say=quiet)
 
-  monkeypatch.setattr(Instant, "advance", slow)
+  monkeypatch.setattr(Instant, "measure", slow)
   monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
   threads = [threading.Thread(target=process) for _ in range(2)]
   for thread in threads:
@@ -184,16 +192,16 @@ def test_processes_at_the_same_time_train_each_run_once(sweep, trained, monkeypa
 def test_processes_agree_about_groups_whatever_is_finished(sweep, trained, monkeypatch):
   """One was killed in a group; another run was finished before the next process started."""
   monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
-  advance = Instant.advance
+  measure = Instant.measure
 
-  def killed(self):
+  def killed(self, *given):
     if self.step:
       raise Killed
-    return advance(self)
+    return measure(self, *given)
 
   some = dataclasses.replace(sweep, chosen=sweep.runs[:6])
   with monkeypatch.context() as patch:
-    patch.setattr(Instant, "advance", killed)
+    patch.setattr(Instant, "measure", killed)
     with claim(sweep.runs[0].cfg), pytest.raises(Killed):
       training.train(some, most=2, say=quiet)
   finish(sweep.runs[1])
@@ -363,16 +371,16 @@ def test_two_processes_write_the_tables_of_one(file, tmp_path, command):
 
 
 def test_group_that_does_not_fit_in_memory_is_halved(sweep, trained, monkeypatch):
-  advance = Instant.advance
+  measure = Instant.measure
 
-  def limited(self):
+  def limited(self, *given):
     if self.group.first.cfg.global_batch == 4 and len(self.group.runs) > 1:
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while allocating.")
     if self.group.first.cfg.global_batch == 8:
       raise jax.errors.JaxRuntimeError("INTERNAL: something else.")
-    return advance(self)
+    return measure(self, *given)
 
-  monkeypatch.setattr(Instant, "advance", limited)
+  monkeypatch.setattr(Instant, "measure", limited)
   said = []
   outcome = training.train(sweep, say=said.append)
   assert trained(sweep) == [FIRST, *([run] for run in SECOND)]

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +15,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.recall_sweep import Recall, Recalling
+from experiments.mqar_training import Training
+from experiments.recall_sweep import Recall
 from tests.train.test_copies import settings
 from train import trainer
 from train.data.windows import train_batches
@@ -72,17 +74,18 @@ def recall_runs(**changes):
 def kill_after(monkeypatch, step, *, saved):
   """Ends a sweep, as SIGKILL would, when a group has done so many steps, saved until `saved`."""
   monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
-  for kind in (work.Text, Recalling):
-    advance = kind.advance
+  for kind in (work.Text, Training):
+    batches = kind.batches
 
-    def until(self, advance=advance):
-      if self.step >= step:
-        raise Killed
-      if self.step >= saved:
-        monkeypatch.setattr(training, "SAVE_SECONDS", np.inf)
-      return advance(self)
+    def until(self, start, batches=batches):
+      for at, batch in enumerate(batches(self, start), start):
+        if at >= step:
+          raise Killed
+        if at >= saved:
+          monkeypatch.setattr(training, "SAVE_SECONDS", np.inf)
+        yield batch
 
-    monkeypatch.setattr(kind, "advance", until)
+    monkeypatch.setattr(kind, "batches", until)
 
 
 def results(sweep):
@@ -95,26 +98,17 @@ def quiet(line):
 
 
 def test_copies_of_text_see_the_batches_of_their_seeds(tiny, tmp_path, monkeypatch):
-  seen = []
-
-  class Watching:
-    def __init__(self, cfg, *, runs, kernels):
-      self.runs, self.diverged = runs, np.zeros(4, bool)
-
-    def step(self, batch):
-      seen.append(batch)
-      return {"loss": np.zeros(4), "tokens": np.ones(4), "skipped": np.zeros(4)}
-
-  monkeypatch.setattr(work, "Copies", Watching)
+  copies = lambda cfg, *, runs, kernels: types.SimpleNamespace(runs=runs)
+  monkeypatch.setattr(work, "Copies", copies)
   (found,) = groups.group(sweep_of(tmp_path, text_runs(tiny)).runs)
   cfg = found.first.cfg
   trainer.prepare(cfg.data)
   with contextlib.ExitStack() as stack:
-    text = work.Text(found, tmp_path / "kernels", stack)
-    text.advance()
-    text.restore({"step": 2})
-    text.advance()
-    assert text.step == 3 and len(seen) == 3 + 1
+    text = work.Text(found, tmp_path / "kernels")
+    whole, resumed = (
+      stack.enter_context(contextlib.closing(text.batches(start))) for start in (0, 2)
+    )
+    seen = [*(next(whole) for _ in range(3)), next(resumed)]
     for copy, (seed, _) in enumerate(found.pairs):
       options = {"seed": seed, "global_batch": 4, "order": "random_crops"}
       batches = stack.enter_context(train_batches(trainer.training_set(cfg), **options))
@@ -135,14 +129,6 @@ def test_copies_of_text_are_scored_by_weight_and_diverged_ones_have_no_rows(
     def __init__(self, cfg, *, runs, kernels):
       self.runs, self.diverged = runs, np.array([False, False, True, False])
 
-    def step(self, batch):
-      skipped = np.array([0.0, 0.0, 1.0, 1.0])
-      return {
-        "loss": np.array([1.0, 2.0, np.inf, np.inf]),
-        "tokens": np.ones(4),
-        "skipped": skipped,
-      }
-
     def loss(self, batch):
       nats, weight = map(np.array, next(sums))
       return LossSums(nats, weight, np.zeros(4))
@@ -152,11 +138,11 @@ def test_copies_of_text_are_scored_by_weight_and_diverged_ones_have_no_rows(
   monkeypatch.setattr(work.evaluation, "count_of", windows)
   (found,) = groups.group(sweep_of(tmp_path, text_runs(tiny)).runs)
   trainer.prepare(found.first.cfg.data)
-  with contextlib.ExitStack() as stack:
-    text = work.Text(found, tmp_path / "kernels", stack)
-    text.restore({"step": 11})
-    rows = text.advance()
+  text = work.Text(found, tmp_path / "kernels")
+  metrics = {"loss": np.array([1.0, 2.0, np.inf, np.inf]), "tokens": np.ones(4)}
+  rows = text.measure(12, metrics | {"skipped": np.array([0.0, 0.0, 1.0, 1.0])})
   assert text.finished
+  assert [step for step in range(1, 13) if text.pauses(step)] == [3, 6, 8, 9, 12]
   kinds = [[row["kind"] for row in of_run] for of_run in rows]
   assert kinds == [["train", "eval"], ["train"], ["diverged"], ["eval"]]
   assert [of_run[0]["step"] for of_run in rows] == [12] * 4
@@ -261,7 +247,7 @@ def test_stopped_run_of_fit_is_continued_by_fit(tiny, tmp_path, fit_and_kill):
 
 FILE = """
 from tests.train.test_copies import settings
-from experiments.recall_sweep import Recall, Recalling
+from experiments.recall_sweep import Recall
 from train.sweeps import Plot, grid
 import dataclasses
 

@@ -59,15 +59,15 @@ def test_rate_with_most_seeds_is_the_best_although_one_seed_has_a_better_score(s
 
 def test_sweep_stopped_right_after_it_was_saved_saves_no_step_twice(sweep, trained, monkeypatch):
   monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
-  advance = Instant.advance
+  measure = Instant.measure
 
-  def stopped(self):
-    rows = advance(self)
+  def stopped(self, *given):
+    rows = measure(self, *given)
     os.kill(os.getpid(), signal.SIGTERM)
     return rows
 
   with monkeypatch.context() as patch:
-    patch.setattr(Instant, "advance", stopped)
+    patch.setattr(Instant, "measure", stopped)
     outcome = training.train(sweep, say=quiet)
   assert outcome.stopped_by == "SIGTERM" and outcome.finished == 0
   said = []

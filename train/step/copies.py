@@ -106,6 +106,12 @@ class Copies:
     self.state, metrics = step(self.state, ratios, self._dropout_keys, batch)
     return metrics
 
+  def advance(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+    """`step` from `state`, as `train.loop.train` calls it."""
+    self.state = state
+    metrics = self.step(batch)
+    return self.state, metrics
+
   def restart(self, params: Any) -> None:
     """Sets the parameters to copies of `params`, with a leading axis R, and begins at step 0."""
     transformation = make_optimizer(self.cfg.optimizer, self.cfg.steps)[0]

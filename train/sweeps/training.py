@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax.files.atomic import make_folder
-from train import trainer
+from train import loop, trainer
 from train.checkpoint.saver import Saver
 from train.checkpoint.store import Checkpoints
 from train.cluster import compile_cache
@@ -21,9 +21,10 @@ from train.cluster.stop_signal import StopSignal
 from train.data import preflight
 from train.data.tokenize import prepare as prepare_text
 from train.logging.console import duration
-from train.logging.metric_reader import DivergedError
+from train.loop import DivergedError, Moment
 from train.messages import Say
 from train.runs import bindings, run_folder
+from train.runs.rows import Row
 from train.runs.run_folder import InUseError, RunFolder, RunFolderError
 from train.runs.run_lock import LockedError, RunLock
 from train.step.state import initializer
@@ -37,7 +38,7 @@ from train.sweeps.groups import (
   unfinished,
 )
 from train.sweeps.spec import Run, Sweep
-from train.sweeps.stretches import Scores, Work
+from train.sweeps.stretches import Measuring, Scores, Work
 from train.sweeps.work import Text
 
 SAVE_SECONDS = 120.0  # between two saves of a group: what a killed sweep loses at most
@@ -275,55 +276,64 @@ def _together(
   say: Say,
 ) -> str | None:
   """Trains the runs of a group as copies; returns the name of the signal that stopped it."""
-  place = group_folder(sweep_folder, found)
+  place, steps = group_folder(sweep_folder, found), found.first.cfg.steps
   folders = [locked[run.cfg.run_dir] for run in found.runs]
   with contextlib.ExitStack() as stack:
     # A group is continued with the kernels that it began with, and runs of equal programs have the
     # same in all processes: XLA chooses by timing, and rounding decides when recall is learned.
     kernels = sweep_folder / "kernels"
     task = found.first.task
-    work: Work = task.work(found.runs, kernels) if task else Text(found, kernels, stack)
+    work: Work = task.work(found.runs, kernels) if task else Text(found, kernels)
     checkpoints = stack.enter_context(Checkpoints(place, keep=1, say=say))
     where = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     state, older = work.copies.state, {}
     if "failures" in state:  # which groups of earlier versions have not counted
       older = {"failures": jnp.zeros_like(state["failures"])}
-    restored = checkpoints.restore(jax.tree.map(where, state), older)
+    restored, start = checkpoints.restore(jax.tree.map(where, state), older), 0
     if restored is not None:
       state, saved_with = restored
-      work.copies.state = state
       work.restore(saved_with["position"])
-      say(f"resuming after step {work.step} of {found.first.cfg.steps}")
+      start = saved_with["position"]["step"]
+      say(f"resuming after step {start} of {steps}")
     for folder, run in zip(folders, found.runs, strict=True):
       folder.write_config(run.cfg)
-      folder.keep_rows_until(work.step if restored is not None else -1)
-    saved = said = time.monotonic()
-    metadata = lambda _: {"position": work.position()}
-    every = found.first.cfg.steps  # saves go by time instead
-    saver = Saver(checkpoints, every=every, start=work.step, metadata=metadata, say=say)
-
-    while not work.finished:
-      if stop:
-        saver.finish(work.step, work.copies.state)
-        say(f"stopped by {stop.name} after step {work.step}; saved. The same command resumes.")
-        return stop.name
-      rows = work.advance()
-      for folder in folders:
-        folder.check()
-      for folder, of_run in zip(folders, rows, strict=True):
-        folder.append(of_run)
-      if time.monotonic() - said >= SAY_SECONDS:
-        said = time.monotonic()
-        say(f"step {work.step} of at most {found.first.cfg.steps}")
-      if time.monotonic() - saved >= SAVE_SECONDS and not work.finished:
-        saver.save(work.step, work.copies.state)
-        saved = time.monotonic()
-    say(f"step {work.step}: {_best(work.scores())}")
+      folder.keep_rows_until(start if restored is not None else -1)
+    metadata = lambda step: {"position": work.position(step)}
+    saver = Saver(checkpoints, every=steps, start=start, metadata=metadata, say=say)
+    saving = _Saving(work, steps, folders, saver)
+    now = Moment(start, state, [saving], stop=lambda: stop, say=say)
+    batches = stack.enter_context(contextlib.closing(work.batches(start)))
+    loop.train(now, work.copies.advance, batches, steps=steps)
+    if not work.finished:
+      say(f"stopped by {stop.name} after step {now.step}; saved. The same command resumes.")
+      return stop.name
+    say(f"step {now.step}: {_best(work.scores())}")
     for folder, run, scores in zip(folders, found.runs, work.scores(), strict=True):
-      folder.append([result_row(run, work.step, scores, inputs.get(run.cfg.run_dir))])
+      folder.append([result_row(run, now.step, scores, inputs.get(run.cfg.run_dir))])
   # A save that was still running has ended; whether it failed does not matter any more.
   shutil.rmtree(place, ignore_errors=True)
   return None
+
+
+class _Saving(Measuring):
+  """Writes the rows of the runs; saves by time, as steps of copies take very different times."""
+
+  def __init__(self, work: Work, steps: int, folders: Sequence[RunFolder], saver: Saver):
+    super().__init__(work, steps, SAY_SECONDS)
+    self._folders, self._saver, self._saved = folders, saver, time.monotonic()
+
+  def measured(self, now: Moment, rows: list[list[Row]]) -> None:
+    for folder in self._folders:
+      folder.check()
+    for folder, of_run in zip(self._folders, rows, strict=True):
+      folder.append(of_run)
+    if time.monotonic() - self._saved >= SAVE_SECONDS and not self._work.finished:
+      self._saver.save(now.step, now.state)
+      self._saved = time.monotonic()
+
+  def ended(self, now: Moment) -> None:
+    if not self._work.finished:
+      self._saver.ended(now)
 
 
 def _best(scores: Sequence[Scores]) -> str:

@@ -1,8 +1,8 @@
-"""The training of language models as copies, in stretches after which it can be saved."""
+"""The training of language models as copies, which can be saved whenever it pauses."""
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +22,39 @@ from train.sweeps.stretches import Scores
 class Text:
   """Language models; each copy sees the batches of its seed, as `train.fit` would give it."""
 
-  def __init__(self, group: Group, kernels: Path, stack: contextlib.ExitStack):
-    self._cfg, self._stack = group.first.cfg, stack
+  def __init__(self, group: Group, kernels: Path):
+    self._cfg = group.first.cfg
     self.copies = Copies(self._cfg, runs=group.pairs, kernels=kernels)
     self._windows = trainer.training_set(self._cfg)
     self._sets = evaluation.open_sets(self._cfg)
     self._schedule = make_schedule(self._cfg.optimizer, self._cfg.steps)
     self._scores: list[Scores] = []
-    self._begin(0)
 
-  def _begin(self, step: int) -> None:
-    """Opens the batches of each seed at a step."""
-    self.step = step
-    self._batches = {
-      seed: self._stack.enter_context(
-        train_batches(
-          self._windows,
-          seed=seed,
-          global_batch=self._cfg.global_batch,
-          order=self._cfg.data.order,
-          start=step,
-        )
-      )
-      for seed in dict.fromkeys(seed for seed, _ in self.copies.runs)
-    }
+  def batches(self, start: int) -> Generator[Any]:
+    cfg = self._cfg
+    options = {"global_batch": cfg.global_batch, "order": cfg.data.order, "start": start}
+    with contextlib.ExitStack() as stack:
+      streams = {
+        seed: stack.enter_context(train_batches(self._windows, seed=seed, **options))
+        for seed in dict.fromkeys(seed for seed, _ in self.copies.runs)
+      }
+      while True:
+        of_seed = {seed: next(stream) for seed, stream in streams.items()}
+        of_copy = [of_seed[seed] for seed, _ in self.copies.runs]
+        yield jax.tree.map(lambda *xs: np.stack(xs), *of_copy)
 
   @property
   def finished(self) -> bool:
     return bool(self._scores)
 
-  def advance(self) -> list[list[Row]]:
-    """Trains until the next row, evaluation, or the end."""
-    cfg = self._cfg
-    stops = (cfg.steps, *((self.step // n + 1) * n for n in (cfg.log_every, cfg.eval_every)))
-    metrics: dict[str, Any] = {}
-    while self.step < min(stops):
-      of_seed = {seed: next(batches) for seed, batches in self._batches.items()}
-      of_copy = [of_seed[seed] for seed, _ in self.copies.runs]
-      metrics = self.copies.step(jax.tree.map(lambda *xs: np.stack(xs), *of_copy))
-      self.step += 1
-    now = float(np.asarray(self._schedule(self.step - 1))) / cfg.optimizer.peak_lr
+  def pauses(self, step: int) -> bool:
+    return step % self._cfg.log_every == 0 or self._evaluates(step)
+
+  def _evaluates(self, step: int) -> bool:
+    return step % self._cfg.eval_every == 0 or step == self._cfg.steps
+
+  def measure(self, step: int, metrics: Mapping[str, Any]) -> list[list[Row]]:
+    now = float(np.asarray(self._schedule(step - 1))) / self._cfg.optimizer.peak_lr
     rows: list[list[Row]] = []
     measured = (np.asarray(metrics[name]).tolist() for name in ("loss", "tokens", "skipped"))
     diverged = self.copies.diverged
@@ -71,10 +64,10 @@ class Text:
       row = {"kind": "train", "loss": loss, "learning_rate": now * rate}
       row = {"kind": "diverged"} if gone else row
       is_empty = not tokens or (skipped and not gone)  # what is skipped has no loss to draw
-      rows.append([] if is_empty else [{"step": self.step, **row}])
-    if self.step % cfg.eval_every == 0 or self.step == cfg.steps:
-      evaluated = self._evaluate()
-      if self.step == cfg.steps:
+      rows.append([] if is_empty else [{"step": step, **row}])
+    if self._evaluates(step):
+      evaluated = self._evaluate(step)
+      if step == self._cfg.steps:
         self._scores = [
           dict.fromkeys(text_scores(of_run)) if gone else text_scores(of_run)
           for of_run, gone in zip(evaluated, diverged, strict=True)
@@ -83,7 +76,7 @@ class Text:
         mine += [] if gone else [row for row in more if math.isfinite(row["val_loss"])]
     return rows
 
-  def _evaluate(self) -> list[list[Row]]:
+  def _evaluate(self, step: int) -> list[list[Row]]:
     """The rows of each copy for each validation set."""
     rows: list[list[Row]] = [[] for _ in self.copies.runs]
     size = self._cfg.global_batch // self._cfg.accumulate
@@ -94,16 +87,14 @@ class Text:
         nats, weight = (
           math.fsum(float(getattr(each, key)[copy]) for each in sums) for key in ("nats", "weight")
         )
-        of_run.append(evaluation.row_of(self._cfg, name, source, self.step, nats, weight))
+        of_run.append(evaluation.row_of(self._cfg, name, source, step, nats, weight))
     return rows
 
   def scores(self) -> list[Scores]:
     return self._scores
 
-  def position(self) -> dict[str, Any]:
-    return {"step": self.step}
+  def position(self, step: int) -> dict[str, Any]:
+    return {"step": step}
 
   def restore(self, position: Mapping[str, Any]) -> None:
-    for batches in self._batches.values():
-      batches.close()
-    self._begin(position["step"])
+    del position  # everything is a function of the step
