@@ -17,48 +17,59 @@ B, H, K, V = 2, 2, 4, 6
 delta_rule = functools.partial(ops.delta_rule, scale=1.0)
 
 
-def inputs(T, seed=0, per_column=False):
-  """q, k of length 1, v, beta, log_decay."""
+def inputs(T, seed=0, per_column=False, channels=False):
+  """[q, k of length 1, v, beta, log_decay]."""
   rng = np.random.default_rng(seed)
   q, k = rng.normal(size=(B, T, H, K)), rng.normal(size=(B, T, H, K))
   k = k / np.linalg.norm(k, axis=-1, keepdims=True)
   v = rng.normal(size=(B, T, H, V))
   beta = rng.random((B, T, H, V) if per_column else (B, T, H))
-  decay = -np.exp(rng.normal(size=(B, T, H)) - 1)
-  return *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.float32(beta), jnp.float32(decay)
+  decay = -np.exp(rng.normal(size=(B, T, H, K) if channels else (B, T, H)) - 1)
+  return [jnp.asarray(x, jnp.float32) for x in (q, k, v, beta, decay)]
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "chunk_size", "scale"))
+@functools.partial(
+  jax.jit, static_argnames=("implementation", "chunk_size", "scale", "erase_before_decay")
+)
 def rule(q, k, v, beta, log_decay=None, chunk_size=8, **kwargs):
   return delta_rule(q, k, v, beta, log_decay=log_decay, chunk_size=chunk_size, **kwargs)
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
-def test_output_equals_the_product_of_transitions(implementation):
-  """S_t = A_t S_{t-1} + X_t unrolled: the sum over j of A_t A_{t-1} .. A_{j+1} X_j, in numpy."""
+@pytest.mark.parametrize(
+  ("implementation", "before"), [("chunked", True), ("reference", False), ("reference", True)]
+)
+def test_output_equals_the_product_of_transitions(implementation, before):
+  """S_t = A_t S_{t-1} + X_t unrolled: the sum over j of A_t A_{t-1} .. A_{j+1} X_j, in numpy.
+
+  With decays per key channel, two of which are 0, and keys that erase and write.
+  """
   T = 19
-  arrays = inputs(T)
-  erase_key = inputs(T, seed=1)[1]
-  q, k, v, beta, log_decay = (np.asarray(x, np.float64) for x in arrays)
-  e, S_0 = np.asarray(erase_key, np.float64), np.random.default_rng(2).normal(size=(B, H, K, V))
+  arrays = inputs(T, channels=True)
+  arrays[-1] = arrays[-1].at[:, 5, :, 1].set(-np.inf).at[:, 11].set(-np.inf)
+  keys = [inputs(T, seed=seed)[1] for seed in (1, 3)]
+  q, k, v, beta, log_decay, e, w = (np.asarray(x, np.float64) for x in (*arrays, *keys))
+  S_0 = np.random.default_rng(2).normal(size=(B, H, K, V))
   want = np.zeros((B, T, H, V))
   for b, h in np.ndindex(B, H):
-    step = lambda t, b=b, h=h: (
-      np.exp(log_decay[b, t, h]) * (np.eye(K) - beta[b, t, h] * np.outer(k[b, t, h], e[b, t, h]))
-    )
+
+    def transition(t, b=b, h=h):
+      erased = beta[b, t, h] * np.outer(k[b, t, h], e[b, t, h])
+      decay = np.diag(np.exp(log_decay[b, t, h]))
+      return decay - erased if before else (np.eye(K) - erased) @ decay
+
     for t in range(T):
       product, S = np.eye(K), np.zeros((K, V))
       for j in range(t, -1, -1):
-        S += product @ (beta[b, j, h] * np.outer(k[b, j, h], v[b, j, h]))
-        product = product @ step(j)
+        S += product @ (beta[b, j, h] * np.outer(w[b, j, h], v[b, j, h]))
+        product = product @ transition(j)
       S += product @ S_0[b, h]
       want[b, t, h] = 0.5 * S.T @ q[b, t, h]
   out, state = in_float64(
     lambda *x: rule(
-      *x[:5], erase_key=x[5], initial_state=ops.DeltaRuleState(x[6]), scale=0.5,
-      implementation=implementation,
+      *x[:5], erase_key=x[5], write_key=x[6], initial_state=ops.DeltaRuleState(x[7]), scale=0.5,
+      erase_before_decay=before, implementation=implementation,
     ),
-    *arrays, erase_key, S_0,
+    *arrays, *keys, S_0,
   )  # fmt: skip
   close((out, np.einsum("bhkv,bhk->bhv", state.kv, q[:, -1]) / 2), (want, want[:, -1]), np.float64)
 
@@ -138,15 +149,26 @@ def test_long_keys_make_the_state_grow():
     assert not np.isfinite(state.kv).any()
 
 
-@pytest.mark.slow
-def test_infinite_decay_is_exact():
+@pytest.mark.parametrize("channels", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_infinite_decay_is_exact(channels):
   """log_decay = -inf forgets everything: each output is then its own value's."""
-  q, k, v, beta, decay = inputs(20)
+  q, k, v, beta, decay = inputs(20, channels=channels)
   forget = jnp.full_like(decay, -jnp.inf)
-  want = jnp.sum(q * k, -1, keepdims=True) * beta[..., None] * v
-  close(rule(q, k, v, beta, forget)[0], want)
-  gradients = jax.grad(lambda *x: jnp.sum(rule(*x, forget)[0]), argnums=(0, 1, 2, 3))
-  assert all(jnp.isfinite(g).all() for g in gradients(q, k, v, beta))
+
+  def loss(*x):
+    out, _ = rule(*x)
+    return jnp.sum(out), out
+
+  gradients, out = jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)(q, k, v, beta, forget)
+  close(out, jnp.sum(q * k, -1, keepdims=True) * beta[..., None] * v)
+  assert all(jnp.isfinite(g).all() for g in gradients)
+
+
+@pytest.mark.slow
+def test_equal_decays_of_all_channels_are_one_decay():
+  q, k, v, beta, decay = inputs(37)
+  each = jnp.broadcast_to(decay[..., None], k.shape)
+  close(rule(q, k, v, beta, each), rule(q, k, v, beta, decay))
 
 
 @pytest.mark.slow
@@ -172,8 +194,10 @@ def test_memory_with_rates_per_column_holds_no_state_per_token():
     (dict.fromkeys("qkv", (B, 0, H, K)), "T >= 1"),
     ({"beta": (B, 6, H, K)}, r"beta has shape \(2, 6, 2, 4\), but \[2, 6, 2\].*\[2, 6, 2, 6\]"),
     ({"beta": jnp.ones((B, 6, H), jnp.int32)}, "beta has dtype int32"),
-    ({"log_decay": (H,)}, r"log_decay has shape \(2,\)"),
+    ({"log_decay": (H,)}, r"log_decay has shape \(2,\), but \[2, 6, 2\].*\[2, 6, 2, 4\]"),
+    ({"log_decay": (B, 6, H, V)}, r"log_decay has shape \(2, 6, 2, 6\)"),
     ({"erase_key": (B, 6, H, V)}, r"erase_key has shape \(2, 6, 2, 6\)"),
+    ({"write_key": (B, 6, 1, K)}, r"write_key has shape \(2, 6, 1, 4\).*\[2, 6, 2, 4\]"),
     ({"initial_state": ops.DeltaRuleState(jnp.zeros((B, H, V, K)))}, r"initial_state.kv has shape"),
     ({"chunk_size": 48}, "chunk_size=48 must be a power of two"),
     ({"scale": jnp.ones(())}, "scale=.* must be a Python number"),

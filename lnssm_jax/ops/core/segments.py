@@ -97,22 +97,6 @@ class ChunkSegments(NamedTuple):
     """[N, B, 1, C, C]: whether two tokens are of one document."""
     return self.token[..., :, None] == self.token[..., None, :]
 
-  def log_weights(self, between, before, after, total):
-    """The same masks for logarithms of weights, -inf where nothing passes.
-
-    Args:
-      between: [N, B, H, C, C], of token j in the output of token i.
-      before: [N, B, H, C], of the entering state in the output of a token.
-      after: [N, B, H, C], of a token in the leaving state.
-      total: [N, B, H], of the entering state in the leaving one.
-    """
-    return (
-      jnp.where(self.same(), between, -jnp.inf),
-      jnp.where(self.token == self.entering, before, -jnp.inf),
-      jnp.where(self.token == self.leaving, after, -jnp.inf),
-      jnp.where((self.entering == self.leaving)[..., 0], total, -jnp.inf),
-    )
-
 
 class Ends(NamedTuple):
   """The documents at the ends of a shard, in the direction of the recurrence."""

@@ -1,5 +1,6 @@
 """`delta_rule`: public API, argument checks and dispatch."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -50,8 +51,10 @@ def delta_rule(
   v: ty.BTSV,
   beta: ty.BTS | ty.BTSV,
   *,
-  log_decay: ty.BTS | None = None,
+  log_decay: ty.BTS | ty.BTSK | None = None,
   erase_key: ty.BTSK | None = None,
+  write_key: ty.BTSK | None = None,
+  erase_before_decay: bool = False,
   scale: float | None = None,
   initial_state: DeltaRuleState | None = None,
   segment_ids: ty.Ids | None = None,
@@ -61,8 +64,15 @@ def delta_rule(
 ) -> tuple[ty.BTHV, DeltaRuleState]:
   r"""A linear memory that moves the value of each key towards a new one, in time linear in T.
 
-      S_t   = a_t (I - beta_t k_t e_t^T) S_{t-1} + beta_t k_t v_t^T        a = exp(log_decay)
+      S_t   = (I - beta_t k_t e_t^T) diag(a_t) S_{t-1} + beta_t w_t v_t^T     a = exp(log_decay)
       out_t = scale * S_t^T q_t
+
+  e and w are `erase_key` and `write_key`, each k if it is None. So e reads the old value, which is
+  removed along k, and the new value is stored under w. Kimi Delta Attention has a decay per key
+  channel; gated DeltaNet-2 beta = 1, e = b * k and values w * v; RWKV-7 all three keys and
+  `erase_before_decay`:
+
+      S_t   = (diag(a_t) - beta_t k_t e_t^T) S_{t-1} + beta_t w_t v_t^T
 
   With unit keys, beta = 0 changes nothing and beta = 1 replaces the old value. The exact Longhorn
   update is beta = b / (1 + b ||k||^2) per column, for keys of any length.
@@ -82,8 +92,12 @@ def delta_rule(
   Args:
     beta: the rate, `[B, T, H]` per token and head (DeltaNet, Gated DeltaNet) or `[B, T, H, V]` per
       value column.
-    log_decay: `[B, T, H]`, values <= 0, exact down to -inf; None means no decay.
+    log_decay: `[B, T, H]`, or `[B, T, H, K]` per key channel; values <= 0, exact down to -inf. None
+      means no decay.
     erase_key: e, the vector that reads the old value, of the shape of k; None means k.
+    write_key: w, the vector under which v is stored, of the shape of k; None means k.
+    erase_before_decay: whether e reads the state before its decay. Then a decay may be 0, which
+      an erase key e / a could not express.
     scale: multiplies the output; a Python number. None means K**-0.5.
     initial_state: the state before the first token; None means zeros. It has the most heads of k,
       v, beta and log_decay: G if only the queries have H.
@@ -103,7 +117,9 @@ def delta_rule(
 
   Sources: fast weight programmers, Schlag et al. 2021, eq. 24; chunks, DeltaNet (Yang et al. 2024),
   eqs. 8-11; decay, Gated DeltaNet (Yang et al. 2025), eq. 10; one rate per column, Longhorn (Liu et
-  al. 2024), theorem 3.1.
+  al. 2024), theorem 3.1; decay per key channel, Kimi Linear (Kimi Team 2025, arXiv 2510.26692),
+  eq. 1; an erase key of its own, gated DeltaNet-2 (arXiv 2605.22791); erasing before the decay,
+  RWKV-7 (Peng et al. 2025, arXiv 2503.14456), eq. 17.
   """
   q, k, v, beta = (jnp.asarray(x) for x in (q, k, v, beta))
   B, T, H, K, V = check_heads(_NAME, q, k, v, grouped=True)
@@ -118,16 +134,21 @@ def delta_rule(
   beta = beta.reshape(*beta.shape[:3], -1).astype(acc)
   if log_decay is None:
     # Hidden from the compiler, which would sum the zeros itself: seconds for each program.
-    log_decay = lax.optimization_barrier(jnp.zeros(beta.shape[:3], acc))
+    log_decay = lax.optimization_barrier(jnp.zeros((*beta.shape[:3], 1), acc))
   else:
     check_log_decay(_NAME, "log_decay", log_decay)
     log_decay = jnp.asarray(log_decay, acc)
-    if log_decay.shape not in [(B, T, n) for n in heads]:
-      check_shape(_NAME, "log_decay", log_decay, (B, T, H), "[B, T, H]")
-  if erase_key is not None:
-    check_floating(_NAME, "erase_key", erase_key)
-    check_shape(_NAME, "erase_key", erase_key, k.shape, "the shape of k")
-    erase_key = jnp.asarray(erase_key)
+    if log_decay.shape not in [(B, T, n, *channels) for n in heads for channels in ((), (K,))]:
+      raise ValueError(
+        f"{_NAME}: log_decay has shape {log_decay.shape}, but {[B, T, H]} (one decay per token and "
+        f"head) or {[B, T, H, K]} (one per key channel) is needed."
+      )
+    log_decay = log_decay.reshape(*log_decay.shape[:3], -1)
+  for name, key in (("erase_key", erase_key), ("write_key", write_key)):
+    if key is not None:
+      check_floating(_NAME, name, key)
+      check_shape(_NAME, name, key, k.shape, "the shape of k")
+  erase_key, write_key = jax.tree.map(jnp.asarray, (erase_key, write_key))
   scale = checked_scale(_NAME, scale, K**-0.5)
   check_chunk_size(_NAME, chunk_size)
   S = state_heads(k, v, beta, log_decay)
@@ -139,8 +160,8 @@ def delta_rule(
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
-    Inputs(q, k, v, beta, log_decay, erase_key, state, segments),
-    Options(scale, chunk_size),
+    Inputs(q, k, v, beta, log_decay, erase_key, write_key, state, segments),
+    Options(scale, chunk_size, erase_before_decay),
     implementation=implementation,
     axis_name=axis_name,
     sharded=sharded,

@@ -27,6 +27,8 @@ class Case:
   state: bool = True
   shared: int = 1  # heads of v that share one of q, k and the erase key
   readers: int = 1  # heads of q that share all else
+  channels: bool = False  # a decay per key channel
+  keys: str = ""  # "write" with a write key, "before" also erasing before the decay
 
   @property
   def strength(self) -> str:
@@ -34,7 +36,8 @@ class Case:
     return self.decay or "none"
 
   def __str__(self):
-    flags = [name for name in ("erase", "segments") if getattr(self, name)]
+    flags = [name for name in ("channels", "erase", "segments") if getattr(self, name)]
+    flags += [self.keys] if self.keys else []
     sizes = f"T{self.T}K{self.K}V{self.V}C{self.chunk}"
     flags += [f"{n}{x}" for n in ("shared", "readers") if (x := getattr(self, n)) > 1]
     return "-".join([self.rates, self.strength, *flags, sizes])
@@ -54,8 +57,15 @@ CASES = [
   Case(rates="column", T=1, decay="ordinary"),
   Case(T=9, decay="ordinary", segments=True, chunk=4, H=4, readers=2),
   Case(T=9, decay="ordinary", erase=True, chunk=4, H=4, shared=2),
+  # A decay per key channel, and keys that write.
+  Case(decay="extreme", channels=True, segments=True),
+  Case(decay="ordinary", channels=True, segments=True, erase=True, keys="before"),
+  Case(T=15, decay="weak", channels=True, rates="column", keys="write", chunk=4),
+  Case(T=1, decay="ordinary", channels=True, erase=True, keys="before"),
+  Case(T=9, decay="ordinary", channels=True, keys="before", chunk=4, H=4, shared=2),
+  Case(T=9, decay="ordinary", channels=True, keys="write", chunk=4, H=4, readers=2),
 ]
-ALWAYS = (0, 3, 4, 6, 7, 9, 11, 12)  # the others are slow
+ALWAYS = (0, 3, 4, 6, 7, 9, 11, 12, 13, 14, 15)  # the others are slow
 MANY = [
   Case(T, K, V, decay, rates, erase, segments, chunk)
   for decay in (None, "weak", "ordinary", "extreme")
@@ -63,6 +73,18 @@ MANY = [
   for erase in (False, True)
   for segments in (False, True)
   for T, K, V, chunk in [(3, 3, 1, None), (65, 17, 5, 32), (130, 8, 8, None), (1000, 16, 4, None)]
+]
+MANY += [
+  Case(T, K, V, decay, rates, erase, segments, chunk, channels=channels, keys=keys)
+  for decay in ("weak", "ordinary", "extreme", "lasting", "uneven")
+  for channels, rates, erase, segments, keys in (
+    (True, "head", False, False, ""),
+    (True, "head", True, True, "before"),
+    (True, "column", True, True, "write"),
+    (False, "head", True, True, "before"),
+  )
+  for T, K, V, chunk in [(65, 17, 5, 32), (1000, 80 if decay == "uneven" else 16, 4, None)]
+  if channels or decay != "uneven"
 ]
 
 # The kernels, interpreted on the CPU: every CTA costs time, so they are few and small.
@@ -108,13 +130,16 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     # Near the key, and short enough not to make the state grow.
     inputs["erase_key"] = _unit(inputs["k"] + 0.2 * rng.normal(size=keys))
   if case.decay:
-    inputs["log_decay"] = log_decay(rng, (B, T, H), case.decay)
+    inputs["log_decay"] = log_decay(rng, (B, T, H, K) if case.channels else (B, T, H), case.decay)
+  if case.keys:
+    inputs["write_key"] = rng.normal(size=keys)
   return inputs
 
 
 def _arguments(case: Case, inputs):
-  options = {n: inputs.get(n) for n in ("log_decay", "erase_key")}
-  return tuple(inputs[n] for n in ("q", "k", "v", "beta")), options | {"scale": 0.7}
+  options = {n: inputs.get(n) for n in ("log_decay", "erase_key", "write_key")}
+  options |= {"scale": 0.7, "erase_before_decay": case.keys == "before"}
+  return tuple(inputs[n] for n in ("q", "k", "v", "beta")), options
 
 
 def _on_kernels(case: Case) -> Check:
@@ -127,13 +152,15 @@ DELTA_RULE = Scan(
   draw=_draw,
   arguments=_arguments,
   number_fields=("decay",),
-  narrow=("q", "k", "v", "erase_key"),
-  steps=("q", "k", "v", "beta", "log_decay", "erase_key"),
+  narrow=("q", "k", "v", "erase_key", "write_key"),
+  steps=("q", "k", "v", "beta", "log_decay", "erase_key", "write_key"),
   implementations=("chunked", "reference", "associative"),
   checks=[
     *(Check(CASES[n]) for n in ALWAYS),
     Check(CASES[7], "associative"),
+    Check(CASES[14], "associative"),
     Check(CASES[3], dtype=jnp.bfloat16),
+    Check(CASES[14], dtype=jnp.bfloat16),
     *(_on_kernels(case) for case in KERNELS),
   ],
   sweep=[
@@ -145,9 +172,10 @@ DELTA_RULE = Scan(
     *(Check(case, "associative") for case in MANY if case.T < 1000),
     *(_on_kernels(case) for case in KERNEL_SWEEP),
   ],
-  small=Case(T=23, K=3, V=4, decay="ordinary", erase=True, chunk=8, state=False),
+  small=Case(T=23, K=3, V=4, decay="ordinary", channels=True, erase=True, chunk=8, state=False),
   variants=(
     Case(T=23, K=3, V=4, decay="ordinary", rates="column", erase=True, chunk=8, state=False),
+    Case(T=23, K=3, V=4, decay="ordinary", channels=True, keys="before", chunk=8, state=False),
   ),
   measured=lambda T, strength: Case(T, H=1, K=8, V=8, decay=strength, chunk=None),
   memory=lambda T: Case(T, H=1, K=32, V=32, decay="ordinary", erase=True, state=False),

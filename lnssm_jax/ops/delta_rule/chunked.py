@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops.core.chunking import chunk, chunk_of, join
+from lnssm_jax.ops.core.decay_sums import decayed_scores, whole_chunk
 from lnssm_jax.ops.core.grouped_heads import over_readers
 from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
 from lnssm_jax.ops.core.segments import ChunkSegments, no_gradient
@@ -38,28 +39,37 @@ class Chunks(NamedTuple):
   erase_key: jax.Array  # [N, B, H, C, K]
   v: jax.Array  # [N, B, H, C, V]
   beta: jax.Array  # [N, B, H, C, 1 or V], float32
-  log_decay: jax.Array  # [N, B, H, C], float32
+  log_decay: jax.Array  # [N, B, H, C, 1 or K], float32
+  write_key: jax.Array | None  # [N, B, H, C, K]
+
+  @property
+  def rated(self) -> jax.Array:
+    """beta v, what the write key stores."""
+    return self.beta * self.v
 
 
 class Updates(NamedTuple):
-  """Effect of a chunk on a state S, given the corrections x = solve(gram, beta, v - read S):
+  """Effect of a chunk on a state S, given the corrections x = solve(gram, beta, target - read S):
 
-  S -> exp(log_decay) S + write^T x.
+  S -> exp(log_decay) S + write^T x + added.
   """
 
   gram: jax.Array  # [N, B, H, C, C], strictly lower: how a correction reaches a later old value
   beta: jax.Array  # [N, B, H, C, 1 or V]
-  v: jax.Array  # [N, B, H, C, V]
+  # [N, B, H, C, V]: v; with a write key minus what it stored earlier in the chunk, as it is read.
+  target: jax.Array
   read: jax.Array  # [N, B, H, C, K]
   write: jax.Array  # [N, B, H, C, K]
-  log_decay: jax.Array  # [N, B, H, 1, 1]
+  log_decay: jax.Array  # [N, B, H, 1 or K, 1]
+  added: jax.Array | None  # [N, B, H, K, V]: by the write key
 
 
 class Reads(NamedTuple):
-  """The outputs, given S and x: queries S + scores x."""
+  """The outputs, given S and x: queries S + scores x + added."""
 
   queries: jax.Array  # [N, B, H, C, K]
   scores: jax.Array  # [N, B, H, C, C]
+  added: jax.Array | None  # [N, B, H, C, V]: what the write key stored in the chunk
 
 
 def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, DeltaRuleState]:
@@ -67,33 +77,36 @@ def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, DeltaRuleState
   shared = inputs.beta.shape[-1] == 1
   default = DEFAULT_CHUNK_SIZE if shared else DEFAULT_CHUNK_SIZE_PER_COLUMN
   chunk_size = chunk_of(options.chunk_size or default, inputs.q.shape[1])
-  return _scan(options.scale, chunk_size, inputs)
+  return _scan(options, chunk_size, inputs)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0, 1))
-def _scan(scale, chunk_size, inputs):
-  return _forward(scale, chunk_size, inputs)[0]
+def _scan(options, chunk_size, inputs):
+  return _forward(options, chunk_size, inputs)[0]
 
 
-def _forward(scale, chunk_size, inputs):
+def _forward(options, chunk_size, inputs):
   """Returns (out, final state) and the residuals."""
   chunks = _split(inputs, chunk_size)
   segments = _segments(inputs, chunk_size)
   dtype = inputs.v.dtype
-  final, entering, corrections = _carry_states(updates(chunks, segments), inputs.state.kv, dtype)
+  update = updates(chunks, segments, options.erase_before_decay)
+  final, entering, corrections = _carry_states(update, inputs.state.kv, dtype)
   out = read_out(chunks, segments, entering, corrections, dtype)
-  out = (scale * join(out, inputs.q.shape[1])).astype(dtype)
+  out = (options.scale * join(out, inputs.q.shape[1])).astype(dtype)
   return (out, DeltaRuleState(final)), (inputs, entering)
 
 
 @jax.named_scope("delta_rule")
-def _backward(scale, chunk_size, residuals, cotangents):
+def _backward(options, chunk_size, residuals, cotangents):
   inputs, entering = residuals
   d_out, (d_final,) = cotangents
   dtype = inputs.v.dtype
   segments, inputs = _segments(inputs, chunk_size), inputs._replace(segments=None)
   chunks, split_vjp = jax.vjp(lambda inputs: _split(inputs, chunk_size), inputs)
-  update, updates_vjp = jax.vjp(lambda chunks: updates(chunks, segments), chunks)
+  update, updates_vjp = jax.vjp(
+    lambda chunks: updates(chunks, segments, options.erase_before_decay), chunks
+  )
   corrections, corrections_vjp = jax.vjp(lambda u: _corrections(u, entering, dtype), update)
 
   _, outputs_vjp = jax.vjp(
@@ -102,8 +115,8 @@ def _backward(scale, chunk_size, residuals, cotangents):
     entering,
     corrections,
   )
-  d_out = scale * chunk(d_out.astype(accumulation_dtype(inputs.q, inputs.k, inputs.v)), chunk_size)
-  d_chunks, d_entering, d_corrections = outputs_vjp(d_out)
+  d_out = d_out.astype(accumulation_dtype(inputs.q, inputs.k, inputs.v))
+  d_chunks, d_entering, d_corrections = outputs_vjp(options.scale * chunk(d_out, chunk_size))
   d_initial, leaving, d_corrections = _carry_adjoints(
     update, d_entering, d_corrections, d_final, dtype
   )
@@ -118,16 +131,16 @@ _scan.defvjp(_forward, _backward)
 
 
 def _corrections(update: Updates, state, dtype):
-  """beta_t (v_t - the value that the erase key reads before token t), for every token."""
+  """beta_t (target_t - the value that the erase key reads before token t), for every token."""
   old = product("...ck,...kv->...cv", update.read, state, dtype)
-  return solve(update.gram, update.beta, update.v - old)
+  return solve(update.gram, update.beta, update.target - old)
 
 
 def _carry_states(update: Updates, initial, dtype):
   """The last state, those that enter the chunks, and the corrections."""
   if update.beta.shape[-1] == 1:
-    V = update.v.shape[-1]
-    both = solve(update.gram, update.beta, jnp.concatenate([update.v, update.read], -1))
+    V = update.target.shape[-1]
+    both = solve(update.gram, update.beta, jnp.concatenate([update.target, update.read], -1))
     written, erased = both[..., :V], both[..., V:]
   else:
     written = erased = None
@@ -172,13 +185,15 @@ def _carry_adjoints(update: Updates, d_entering, d_corrections, d_final, dtype):
 
 def _split(inputs: Inputs, size: int) -> Chunks:
   """Padding is zeros: beta = 0 leaves the state."""
+  write_key = inputs.write_key
   return Chunks(
     q=chunk(inputs.q, size),
     k=chunk(inputs.k, size),
     erase_key=chunk(inputs.erase, size),
     v=chunk(inputs.v, size),
     beta=chunk(inputs.beta, size),
-    log_decay=chunk(inputs.log_decay[..., None], size)[..., 0],
+    log_decay=chunk(inputs.log_decay, size),
+    write_key=None if write_key is None else chunk(write_key, size),
   )
 
 
@@ -186,31 +201,65 @@ def _segments(inputs: Inputs, size: int) -> ChunkSegments | None:
   return None if inputs.segments is None else inputs.segments.chunks(size)
 
 
-def updates(chunks: Chunks, segments: ChunkSegments | None) -> Updates:
+def updates(chunks: Chunks, segments: ChunkSegments | None, erase_before_decay: bool) -> Updates:
   """Everything about the change of the state that does not depend on the state."""
-  sums = _log_weights(chunks.log_decay, segments)
-  gram = product("...ik,...jk->...ij", chunks.erase_key, chunks.k, chunks.v.dtype)
-  strictly_lower = jnp.tri(gram.shape[-1], k=-1, dtype=bool)
-  gram = jnp.where(strictly_lower, gram * jnp.exp(sums.between), 0.0)
-  acc = chunks.beta.dtype
-  read = chunks.erase_key.astype(acc) * jnp.exp(sums.before)[..., None]
-  write = chunks.k.astype(acc) * jnp.exp(sums.after)[..., None]
-  log_decay = sums.total[..., None, None]
-  return Updates(gram, chunks.beta, chunks.v.astype(acc), read, write, log_decay)
+  dtype, beta = chunks.v.dtype, chunks.beta
+  erase_key, log_decay = chunks.erase_key, chunks.log_decay
+  no_own = jnp.zeros(beta.shape[:-1], beta.dtype)
+
+  def reached(keys):
+    """[N, B, H, C, C], strictly lower: how much of what keys stored an erase key reads."""
+    return _within_documents(
+      decayed_scores(
+        erase_key, keys, log_decay, dtype, read_first=erase_before_decay, diagonal=no_own
+      ),
+      segments,
+    )
+
+  sums = whole_chunk(log_decay, read_first=erase_before_decay)
+  read = erase_key.astype(beta.dtype) * jnp.exp(sums.before)
+  if segments is not None:
+    read = segments.read(read)
+  total = sums.total[..., 0, :]
+
+  def write(keys):
+    """(Keys as they reach the leaving state, log decay of the entering one in it)."""
+    keys = keys.astype(beta.dtype) * jnp.exp(sums.after)
+    return (keys, total) if segments is None else segments.write(keys, total)
+
+  keys, total = write(chunks.k)
+  target, added = chunks.v.astype(beta.dtype), None
+  if chunks.write_key is not None:
+    target = -product("...ij,...jv->...iv", reached(chunks.write_key), chunks.rated, dtype)
+    added = product("...ck,...cv->...kv", write(chunks.write_key)[0], chunks.rated, dtype)
+  return Updates(reached(chunks.k), beta, target, read, keys, total[..., None], added)
 
 
 def reads(chunks: Chunks, segments: ChunkSegments | None) -> Reads:
   """Everything about the outputs that does not depend on the state."""
-  sums = _log_weights(chunks.log_decay, segments)
-  scores = product("...ik,...jk->...ij", chunks.q, chunks.k, chunks.v.dtype)
-  queries = chunks.q.astype(chunks.beta.dtype) * jnp.exp(sums.before)[..., None]
-  return Reads(queries, scores * jnp.exp(sums.between))
+  dtype = chunks.v.dtype
+
+  def scores(keys):
+    return _within_documents(decayed_scores(chunks.q, keys, chunks.log_decay, dtype), segments)
+
+  queries = chunks.q.astype(chunks.beta.dtype) * jnp.exp(whole_chunk(chunks.log_decay).before)
+  if segments is not None:
+    queries = segments.read(queries)
+  added = None
+  if chunks.write_key is not None:
+    added = product("...ij,...jv->...iv", scores(chunks.write_key), chunks.rated, dtype)
+  return Reads(queries, scores(chunks.k), added)
+
+
+def _within_documents(scores, segments):
+  return scores if segments is None else segments.scores(scores)
 
 
 def advance(update: Updates, state, corrections, dtype):
   """The state after a chunk."""
   written = product("...ck,...cv->...kv", update.write, corrections, dtype)
-  return decayed(update.log_decay, state) + written
+  state = decayed(update.log_decay, state) + written
+  return state if update.added is None else state + update.added
 
 
 def read_out(chunks: Chunks, segments: ChunkSegments | None, state, corrections, dtype):
@@ -225,25 +274,5 @@ def read_out(chunks: Chunks, segments: ChunkSegments | None, state, corrections,
 def outputs(read: Reads, state, corrections, dtype):
   """S_t^T q_t [N, B, H, C, V]."""
   from_state = product("...ck,...kv->...cv", read.queries, state, dtype)
-  return from_state + product("...ij,...jv->...iv", read.scores, corrections, dtype)
-
-
-class _LogWeights(NamedTuple):
-  """Sums of log decays, -inf where nothing passes. Each adds terms of one sign."""
-
-  between: jax.Array  # [N, B, H, C, C]: of the tokens after j up to i; -inf for j > i
-  before: jax.Array  # [N, B, H, C]: from the chunk's start up to i
-  after: jax.Array  # [N, B, H, C]: of the tokens after j to the chunk's end
-  total: jax.Array  # [N, B, H]
-
-
-def _log_weights(log_decay, segments: ChunkSegments | None) -> _LogWeights:
-  length = log_decay.shape[-1]
-  later = jnp.where(jnp.tri(length, k=-1, dtype=bool), log_decay[..., :, None], 0.0)
-  between = jnp.cumsum(later, axis=-2)
-  before = log_decay[..., :1] + between[..., :, 0]
-  after, total = between[..., -1, :], before[..., -1]
-  between = jnp.where(jnp.tri(length, dtype=bool), between, -jnp.inf)
-  if segments is not None:
-    between, before, after, total = segments.log_weights(between, before, after, total)
-  return _LogWeights(between, before, after, total)
+  out = from_state + product("...ij,...jv->...iv", read.scores, corrections, dtype)
+  return out if read.added is None else out + read.added

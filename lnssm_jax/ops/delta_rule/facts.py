@@ -11,8 +11,8 @@ from lnssm_jax.ops.core.precision import wide
 
 def log_decay(arguments: dict[str, Any]) -> jax.Array | None:
   """As `dispatch.op` wants it."""
-  per_head = arguments["log_decay"]
-  return None if per_head is None else wide(per_head)[..., None]
+  decay = arguments["log_decay"]
+  return decay if decay is None or decay.ndim == 4 else wide(decay)[..., None]
 
 
 def recurrence(inputs, options):
@@ -24,11 +24,13 @@ def recurrence(inputs, options):
   T, H, V = v.shape
   beta = beta.reshape(T, H * width, 1)
   k, erase, q = (by_column(z) for z in (k, inputs.erase[0], inputs.q[0]))
-  erased = (beta * k)[..., None] * erase[..., None, :]
-  decay = by_column(jnp.exp(inputs.log_decay[0]))[..., None, None]
+  decay = by_column(jnp.exp(inputs.log_decay[0]))
+  if not options.erase_before_decay:
+    erase = decay * erase
+  written = inputs.write_key
   return {
-    "o": decay * (jnp.eye(k.shape[-1]) - erased),
-    "e": k,
+    "o": jnp.eye(k.shape[-1]) * decay[..., None, :] - (beta * k)[..., None] * erase[..., None, :],
+    "e": k if written is None else by_column(written[0]),
     "s": options.scale * q,
     "u": v.reshape(T, H * width, V // width),
     "rate": beta,

@@ -24,8 +24,10 @@ _WIDEST_VALUE = config.VALUE_WIDTHS[-1]
 
 def unsupported(inputs: Inputs, options: Options) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None."""
-  if _decodes(inputs):
+  if _decodes(inputs, options):
     return None
+  if (reason := _unsupported_keys(inputs, options)) is not None:
+    return reason
   if inputs.state.kv.dtype != jnp.float32:
     return f"initial_state has dtype {inputs.state.kv.dtype}, and the kernels compute in float32"
   arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "erase_key": inputs.erase}
@@ -46,20 +48,31 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   return None
 
 
-def _decodes(inputs: Inputs) -> bool:
+def _unsupported_keys(inputs: Inputs, options: Options) -> str | None:
+  """Why no kernel runs decays and keys of these kinds, or None."""
+  if inputs.log_decay.shape[-1] != 1:
+    return "log_decay has a decay for each key channel, and the kernels take one for each head"
+  if inputs.write_key is not None:
+    return "write_key is given, and the kernels write with k"
+  if options.erase_before_decay:
+    return "erase_before_decay=True, and the kernels read the decayed state"
+  return None
+
+
+def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments; its own limits are in its `unsupported`."""
-  q, k, v, beta, log_decay, erase_key, state, _ = inputs
-  arrays = q, k, erase_key, v, beta, log_decay
-  return q.shape[1] == 1 and decode.unsupported(*arrays, state.kv) is None
+  q, k, v, beta, log_decay, erase_key, _, state, _ = inputs
+  if q.shape[1] > 1 or _unsupported_keys(inputs, options) is not None:
+    return False
+  return decode.unsupported(q, k, erase_key, v, beta, log_decay[..., 0], state.kv) is None
 
 
 def preferred(inputs: Inputs, options: Options) -> bool:
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
-  del options
   K, V = inputs.q.shape[-1], inputs.v.shape[-1]
   if inputs.q.shape[1] > 1:
     return config.preferred(K, V)
-  return _decodes(inputs) and fits(K, V)
+  return _decodes(inputs, options) and fits(K, V)
 
 
 def run(
@@ -70,14 +83,14 @@ def run(
   Value columns are independent: more of them than the kernels take are further heads, which share
   all else.
   """
-  if _decodes(inputs):
+  if _decodes(inputs, options):
     # One token is of one document, that of the initial state.
     step = functools.partial(_step, options=options, interpret=interpret)
     form = functools.partial(
       form_over_groups(chunked, reads_groups=True), options=options._replace(chunk_size=None)
     )
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
-  q, k, v, beta, log_decay, erase_key, state, segments = inputs
+  q, k, v, beta, log_decay, erase_key, _, state, segments = inputs
   (B, T, _, K), (H, _), S, V = q.shape, head_counts(inputs), state.kv.shape[1], v.shape[-1]
   wide_k = next(width for width in config.KEY_WIDTHS if width >= K)
   wide_v = next((width for width in config.VALUE_WIDTHS if width >= V), _WIDEST_VALUE)
@@ -95,7 +108,7 @@ def run(
     None if erase_key is None else pad(erase_key, wide_k),
     pad(v, groups * wide_v).reshape(B, T + more, v.shape[2] * groups, wide_v),
     of_heads(beta[..., 0]),
-    of_heads(log_decay),
+    of_heads(log_decay[..., 0]),
     kv.reshape(B, H, wide_k, groups, wide_v).swapaxes(2, 3).reshape(B, -1, wide_k, wide_v),
   )
   index = None
@@ -111,9 +124,9 @@ def run(
 
 def _step(inputs: Inputs, *, options: Options, interpret):
   """A single token by `decode`."""
-  q, k, v, beta, log_decay, erase_key, state, _ = inputs
+  q, k, v, beta, log_decay, erase_key, _, state, _ = inputs
   erase_key = None if erase_key is None else erase_key[:, 0]
-  arrays = q[:, 0], k[:, 0], erase_key, v[:, 0], beta[:, 0], log_decay[:, 0], state.kv
+  arrays = q[:, 0], k[:, 0], erase_key, v[:, 0], beta[:, 0], log_decay[:, 0, :, 0], state.kv
   out, kv = decode.decode(*arrays, scale=options.scale, interpret=interpret)
   return out[:, None], DeltaRuleState(kv)
 

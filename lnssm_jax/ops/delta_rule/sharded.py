@@ -24,6 +24,7 @@ def sharded(run, inputs: Inputs, options: Options, axis_name: str):
     q=inputs.q if inputs.q.shape[2] > inputs.k.shape[2] else inputs.k,  # read by nobody
     v=jnp.zeros((*v.shape[:3], columns * K), v.dtype),
     beta=jnp.repeat(beta, K, axis=-1) if columns > 1 else beta,
+    write_key=None,  # it writes zeros
     state=DeltaRuleState(units),
   )
   _, (kept,) = run(transition, options._replace(scale=1.0))

@@ -25,8 +25,9 @@ class Inputs(NamedTuple):
   k: jax.Array  # [B, T, H, K]
   v: jax.Array  # [B, T, H, V]
   beta: jax.Array  # [B, T, H, 1 or V], float32
-  log_decay: jax.Array  # [B, T, H], float32; 0 without decay
+  log_decay: jax.Array  # [B, T, H, 1 or K], float32; 0 without decay
   erase_key: jax.Array | None  # [B, T, H, K]; None for k itself
+  write_key: jax.Array | None  # [B, T, H, K]; None for k itself
   state: DeltaRuleState
   segments: Segments | None
 
@@ -35,8 +36,9 @@ class Inputs(NamedTuple):
     "k": "BTHK",
     "v": "BTHV",
     "beta": "BTHV",
-    "log_decay": "BTH",
+    "log_decay": "BTHK",
     "erase_key": "BTHK",
+    "write_key": "BTHK",
     "state": "BH",
     "segments": "BT",
   }
@@ -55,6 +57,7 @@ class Options(NamedTuple):
 
   scale: float
   chunk_size: int | None = None
+  erase_before_decay: bool = False  # the old value is read before the state decays
 
 
 def init_state(

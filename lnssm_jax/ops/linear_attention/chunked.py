@@ -1,20 +1,10 @@
 """Linear attention in chunks: matrix products inside, a short scan over the states between.
 
-The derivation, forward and backward, is in README.md. Two things decide how it is written:
-
-* Only sums of log decays over ranges of tokens are exponentiated, each formed by adding terms of
-  one sign. No difference of two cumulative sums is taken, so a decay of exp(-20), or of 0, costs no
-  accuracy anywhere.
-* The backward pass keeps the inputs and the states between chunks, and recomputes the rest (custom
-  VJP).
+The derivation, forward and backward, is in README.md. The backward pass keeps the inputs and the
+states between chunks, and recomputes the rest (custom VJP). How pairs of tokens are weighted by the
+decays between them is in `../core/decay_sums.py`.
 
 Arrays are `[N, B, H, C, X]`, N chunks of C tokens; decays may have size 1 on any axis but H and C.
-
-Inside a chunk, a pair of tokens i > j is weighted by the decays of the tokens between them. Blocks
-of 1, 2, 4, ... tokens are merged two by two: every pair meets at exactly one merge, where j is in
-the first half and i in the second. There the weight splits at the boundary between the halves into
-exp(sum from there to i) * exp(sum from j to there): both sums have terms of one sign, both factors
-are at most 1, and the scores of the merge are one matrix product.
 """
 
 import functools
@@ -24,6 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops.core.chunking import chunk, chunk_of, join
+from lnssm_jax.ops.core.decay_sums import (
+  Sums,
+  blocks,
+  cross_scores,
+  decayed_scores,
+  diagonal_scores,
+  halves,
+  whole_chunk,
+)
 from lnssm_jax.ops.core.grouped_heads import over_readers
 from lnssm_jax.ops.core.precision import accumulation_dtype, decayed, product
 from lnssm_jax.ops.core.segments import ChunkSegments, no_gradient
@@ -31,9 +30,6 @@ from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, O
 from pallas_kernels.core.gradients import custom_vjp
 
 DEFAULT_CHUNK_SIZE = 64
-# Products of blocks below this size are cheaper as multiply-and-sum than as calls of a
-# matrix-product library.
-_SMALLEST_MATRIX_PRODUCT = 4
 
 
 class _Static(NamedTuple):
@@ -204,14 +200,14 @@ def advance(summary: Summary, state: LinearAttentionState) -> LinearAttentionSta
 
 def summarize(chunks: Chunks, segments: ChunkSegments | None, normalize: bool) -> Summary:
   """The effect of each chunk on the state. `added.key_sum` is None unless `normalize`."""
-  sums = _whole_chunk(chunks.log_decay)
+  sums = whole_chunk(chunks.log_decay)
   keys = chunks.k * jnp.exp(sums.after)
   values = chunks.v
   log_decay, value_log_decay = sums.total[..., 0, :], None
   if segments is not None:
     keys, log_decay = segments.write(keys, log_decay)
   if chunks.value_log_decay is not None:
-    value_sums = _whole_chunk(chunks.value_log_decay)
+    value_sums = whole_chunk(chunks.value_log_decay)
     values = values * jnp.exp(value_sums.after)
     value_log_decay = value_sums.total[..., 0, :]
   added = product("...ck,...cv->...kv", keys, values, chunks.v.dtype)
@@ -235,7 +231,7 @@ def outputs(
 
 
 def _outputs(chunks: Chunks, segments, entering, normalize):
-  before = _whole_chunk(chunks.log_decay, read_first=chunks.bonus is not None).before
+  before = whole_chunk(chunks.log_decay, read_first=chunks.bonus is not None).before
   queries = chunks.q * jnp.exp(before)
   if segments is not None:
     queries = segments.read(queries)
@@ -243,10 +239,12 @@ def _outputs(chunks: Chunks, segments, entering, normalize):
   from_state = product("...ck,...kv->...cv", queries, entering.kv, dtype)
   if chunks.value_log_decay is not None:
     from_state = from_state * jnp.exp(
-      _whole_chunk(chunks.value_log_decay, read_first=chunks.bonus is not None).before
+      whole_chunk(chunks.value_log_decay, read_first=chunks.bonus is not None).before
     )
     return from_state + _outputs_with_value_decay(chunks, segments), None
-  scores = _scores(chunks)
+  q, k, _, log_decay, _, bonus = chunks
+  own = None if bonus is None else diagonal_scores(q, k, bonus)
+  scores = decayed_scores(q, k, log_decay, dtype, read_first=bonus is not None, diagonal=own)
   if segments is not None:
     scores = segments.scores(scores)
   out = from_state + product("...ij,...jv->...iv", scores, chunks.v, dtype)
@@ -256,111 +254,23 @@ def _outputs(chunks: Chunks, segments, entering, normalize):
   return out, from_sum + scores.sum(-1)
 
 
-class _Sums(NamedTuple):
-  """Sums of log decays inside blocks of s tokens, [..., C/s, s, X] (`total`: [..., C/s, 1, X])."""
-
-  before: jax.Array  # from the block's start up to the read of token i
-  after: jax.Array  # of the tokens after j to the block's end
-  total: jax.Array
-
-  @classmethod
-  def of_tokens(cls, log_decay, read_first):
-    tokens = log_decay[..., :, None, :]
-    return cls(jnp.zeros_like(tokens) if read_first else tokens, jnp.zeros_like(tokens), tokens)
-
-  def merged(self):
-    (before_1, before_2), (after_1, after_2) = _halves(self.before), _halves(self.after)
-    total_1, total_2 = _halves(self.total)
-    return _Sums(
-      jnp.concatenate([before_1, total_1 + before_2], axis=-2),
-      jnp.concatenate([after_1 + total_2, after_2], axis=-2),
-      total_1 + total_2,
-    )
-
-
-def _whole_chunk(log_decay, *, read_first=False) -> _Sums:
-  """The sums over whole chunks, [..., C, X]."""
-  sums = _Sums.of_tokens(log_decay, read_first)
-  while sums.before.shape[-3] > 1:
-    sums = sums.merged()
-  return _Sums(*(x[..., 0, :, :] for x in sums))
-
-
-def _scores(chunks: Chunks) -> jax.Array:
-  """[N, B, H, C, C]: the weight of token j in the output of token i, zero for j > i."""
-  q, k, v, log_decay, _, bonus = chunks
-  size, length = 1, q.shape[-2]
-  sums = _Sums.of_tokens(log_decay, bonus is not None)
-  per_channel = log_decay.shape[-1] > 1
-  if per_channel:
-    table = _diagonal_scores(q, k, bonus)[
-      ..., None, None
-    ]  # [..., C/s, s, s]: the scores inside each block
-  else:
-    table = jnp.zeros_like(sums.total)  # the log of the scores' weights, the same for all channels
-  while size < length:
-    before_2, after_1 = _halves(sums.before)[1], _halves(sums.after)[0]
-    if per_channel:
-      cross = _cross_scores(_blocks(q, size), _blocks(k, size), before_2, after_1, v.dtype)
-    else:
-      cross = before_2 + jnp.swapaxes(after_1, -1, -2)
-    first, second = _halves(table)
-    above = jnp.full_like(first, 0.0 if per_channel else -jnp.inf)
-    table = jnp.concatenate(
-      [jnp.concatenate([first, above], -1), jnp.concatenate([cross, second], -1)], -2
-    )
-    sums, size = sums.merged(), 2 * size
-  table = table[..., 0, :, :]
-  if per_channel:
-    return table
-  scores = product("...ik,...jk->...ij", q, k, v.dtype) * jnp.exp(table)
-  if bonus is None:
-    return scores
-  diagonal = jnp.eye(length, dtype=bool)
-  return jnp.where(diagonal, _diagonal_scores(q, k, bonus)[..., None], scores)
-
-
 def _outputs_with_value_decay(chunks: Chunks, segments: ChunkSegments | None) -> jax.Array:
   """[N, B, H, C, V]: outputs of a chunk without the entering state, when values decay too."""
   q, k, v, log_decay, value_log_decay, bonus = chunks
   size, length = 1, q.shape[-2]
-  sums = _Sums.of_tokens(log_decay, bonus is not None)
-  value_sums = _Sums.of_tokens(value_log_decay, bonus is not None)
-  out = (_diagonal_scores(q, k, bonus)[..., None] * v)[..., None, :]  # [..., C/s, s, V]
+  sums = Sums.of_tokens(log_decay, bonus is not None)
+  value_sums = Sums.of_tokens(value_log_decay, bonus is not None)
+  out = (diagonal_scores(q, k, bonus)[..., None] * v)[..., None, :]  # [..., C/s, s, V]
   while size < length:
-    cross = _cross_scores(
-      _blocks(q, size), _blocks(k, size), _halves(sums.before)[1], _halves(sums.after)[0], v.dtype
+    cross = cross_scores(
+      blocks(q, size), blocks(k, size), halves(sums.before)[1], halves(sums.after)[0], v.dtype
     )
     if segments is not None:
-      token_1, token_2 = _halves(_blocks(segments.token[..., None], size))
+      token_1, token_2 = halves(blocks(segments.token[..., None], size))
       cross = jnp.where(token_2 == jnp.swapaxes(token_1, -1, -2), cross, 0.0)
-    values = _halves(_blocks(v, size))[0] * jnp.exp(_halves(value_sums.after)[0])
+    values = halves(blocks(v, size))[0] * jnp.exp(halves(value_sums.after)[0])
     carried = product("...ij,...jv->...iv", cross, values, v.dtype)
-    first, second = _halves(out)
-    out = jnp.concatenate([first, second + jnp.exp(_halves(value_sums.before)[1]) * carried], -2)
+    first, second = halves(out)
+    out = jnp.concatenate([first, second + jnp.exp(halves(value_sums.before)[1]) * carried], -2)
     sums, value_sums, size = sums.merged(), value_sums.merged(), 2 * size
   return out[..., 0, :, :]
-
-
-def _diagonal_scores(q, k, bonus):
-  """[N, B, H, C]: q_i k_i, weighted by the bonus if there is one."""
-  weight = 1.0 if bonus is None else bonus
-  return jnp.sum(q * weight * k, axis=-1, dtype=jnp.result_type(jnp.float32, q.dtype))
-
-
-def _cross_scores(q, k, before_2, after_1, dtype):
-  """[..., C/2s, s, s]: the scores of each second half against its first half."""
-  queries, keys = _halves(q)[1] * jnp.exp(before_2), _halves(k)[0] * jnp.exp(after_1)
-  if q.shape[-2] < _SMALLEST_MATRIX_PRODUCT:
-    return jnp.sum(queries[..., :, None, :] * keys[..., None, :, :], axis=-1)
-  return product("...ik,...jk->...ij", queries, keys, dtype)
-
-
-def _blocks(x, size):
-  """[..., C, X] -> [..., C/size, size, X]."""
-  return x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1])
-
-
-def _halves(blocks):
-  """[..., M, s, X] -> the even and the odd blocks, [..., M/2, s, X] each."""
-  return blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
