@@ -108,7 +108,7 @@ def make_inputs(case: Case, shape: Shape, seed) -> dict[str, jax.Array]:
 
 
 def call(case: Case, arrays, implementation: str):
-  """(out, state) of `ops.linear_attention`."""
+  """(out, state) of `ops.linear_attention`; with documents if `arrays` has "segment_ids"."""
   state = None
   if "kv" in arrays:
     state = LinearAttentionState(arrays["kv"], arrays.get("key_sum"))
@@ -119,6 +119,7 @@ def call(case: Case, arrays, implementation: str):
     normalize=case.normalize,
     scale=1.0 if case.normalize else arrays["q"].shape[-1] ** -0.5,
     initial_state=state,
+    segment_ids=arrays.get("segment_ids"),
     implementation=implementation,
   )
 

@@ -70,10 +70,11 @@ def _convolution(normal, n):
   return {"x": x, "kernel": normal(n["W"], n["D"]) / 2, "bias": normal(n["D"])}
 
 
-def _silu_convolution(x, kernel, bias, *, implementation):
+def _silu_convolution(x, kernel, bias, *, implementation, segment_ids=None):
   """The short convolution as the Mamba block has it; the reference is XLA's form in float64."""
   form = "reference" if implementation == "chunked" else implementation
-  return ops.causal_conv1d(x, kernel, bias, activation="silu", implementation=form)
+  how = {"activation": "silu", "segment_ids": segment_ids, "implementation": form}
+  return ops.causal_conv1d(x, kernel, bias, **how)
 
 
 def _wkv4(normal, n):
