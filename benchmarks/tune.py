@@ -10,6 +10,9 @@ configuration that does not fit the shape or the device is passed over. A time c
 an error within the limit: output and every gradient are compared with the float64 reference first,
 as in `benchmarks.scan_kernels`.
 
+A process of its own tries the configurations of a case. One that takes longer than `--limit`
+seconds, or that ends the process, counts as failed, and another process tries the rest.
+
 With `--write` the fields that differ from the default go to the table of this device in
 `pallas_kernels/tuned/`, by op and shape class: from then on the default choice has them. With
 `--interpret` the kernels run on a CPU, with a check for races: errors only, nothing is timed or
@@ -22,7 +25,11 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -151,6 +158,7 @@ def attempt(op: str, case: Case, sets, want, changes: Changes, who: str, timing)
   except (ValueError, NotImplementedError) as reason:  # it does not fit
     return Trial(None, str(reason))
   except Exception as reason:  # out of registers or memory: the others are tried
+    jax.block_until_ready(jnp.zeros(8) + 1)  # raises if the kernel has ruined the process
     return Trial(None, f"{type(reason).__name__}: {reason}")
   found = scan_kernels.errors(case, results, want)
   if not scan_kernels.right({**inputs[0], "out": results["out"]}, found):
@@ -183,8 +191,12 @@ def with_change(changes: Changes, path: tuple[str, ...], value: Any) -> Changes:
   return changes | {name: inner}
 
 
-def search(op: str, case: Case, sizes, args) -> tuple[str, Changes]:
-  """The shape class, and the changes of its default configuration that are fastest."""
+def search(op: str, case: Case, sizes, args, known: dict[str, Trial]) -> tuple[str, Changes]:
+  """The shape class, and the changes of its default configuration that are fastest.
+
+  Args:
+    known: outcomes by changes in JSON, which are not tried again.
+  """
   who = "pallas_interpret" if args.interpret else "pallas"
   timing = None if args.interpret else (args.calls, args.groups)
   seeds = range(1 if args.interpret else SETS)
@@ -196,9 +208,17 @@ def search(op: str, case: Case, sizes, args) -> tuple[str, Changes]:
   if len(defaults) != 1:
     raise SystemExit(f"--sizes: kernels of {len(defaults)} shape classes; use sizes that need one.")
   ((shape_class, default),) = defaults.items()
-  attempts = functools.partial(attempt, op, case, sets, want, who=who, timing=timing)
-  chosen, best = {}, attempts({})
-  print(f"{op}, {shape_class}: default {_line(best)}", flush=True)
+
+  def tried_as(name: str, changes: Changes) -> Trial:
+    key = json.dumps(changes, sort_keys=True)
+    if key not in known:
+      print(json.dumps({"begin": name, "changes": key}), flush=True)
+      known[key] = attempt(op, case, sets, want, changes, who=who, timing=timing)
+      print(json.dumps({"end": key, "trial": known[key]}), flush=True)
+      print(f"{name}: {_line(known[key])}", flush=True)
+    return known[key]
+
+  chosen, best = {}, tried_as(f"{op}, {shape_class}, default", {})
   tried, improved = {json.dumps({})}, True
   while improved:
     improved = False
@@ -208,8 +228,7 @@ def search(op: str, case: Case, sizes, args) -> tuple[str, Changes]:
       if key in tried or len(tried) > args.most:
         continue
       tried.add(key)
-      trial = attempts(changes)
-      print(f"  {'.'.join(path)}={value}: {_line(trial)}", flush=True)
+      trial = tried_as(f"  {'.'.join(path)}={value}", changes)
       times = trial.milliseconds, best.milliseconds
       if None not in times and times[0] < (1 - args.gain) * times[1]:
         chosen, best, improved = changes, trial, True
@@ -230,6 +249,67 @@ def reference(op: str, case: Case, arrays, cotangent):
 def _line(trial):
   time = "" if trial.milliseconds is None else f"{trial.milliseconds:.4f} ms, "
   return time + " ".join(trial.note.split())[:200]
+
+
+def watched(command: Sequence[str], limit: float) -> dict[str, Changes]:
+  """The changes by shape class that `command`, a process with `--one`, found.
+
+  A trial that takes longer than `limit` seconds, or that ends the process, has failed: the process
+  is started again, and knows that.
+
+  Raises:
+    SystemExit: the process failed outside of a trial.
+  """
+  known: dict[str, Trial] = {}
+  while True:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    late = threading.Event()
+    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
+
+      def end(process=process, late=late):
+        late.set()
+        with contextlib.suppress(ProcessLookupError):
+          os.killpg(process.pid, signal.SIGKILL)
+
+      try:
+        trial, found = _follow(process, known, lambda end=end: threading.Timer(limit, end))
+      except BaseException:
+        end()
+        raise
+    if found is not None:
+      return found
+    if trial is not None:
+      name, key = trial
+      status = f"ended its process with {process.returncode}"
+      known[key] = Trial(None, f"not finished after {limit:g} s" if late.is_set() else status)
+      print(f"{name}: {known[key].note}", flush=True)
+    elif not late.is_set():
+      raise SystemExit(process.returncode or 1)
+
+
+def _follow(process, known: dict[str, Trial], timer) -> tuple[tuple[str, str] | None, Any]:
+  """Reads a process to its end, each trial under a timer.
+
+  Returns the name and changes of a trial that did not end, and what the process found, if any.
+  """
+  with contextlib.suppress(BrokenPipeError):  # it has ended, and said why
+    process.stdin.write(json.dumps(known) + "\n")
+    process.stdin.close()
+  trial, found, running = None, None, timer()
+  for line in process.stdout:
+    said = json.loads(line) if line.startswith("{") else {}
+    running.cancel()
+    if "begin" in said:
+      trial, running = (said["begin"], said["changes"]), timer()
+      running.start()
+    elif "end" in said:
+      trial, known[said["end"]] = None, Trial(*said["trial"])
+    elif "found" in said:
+      found = said["found"]
+    else:
+      print(line, end="", flush=True)
+  running.cancel()
+  return trial, found
 
 
 def write(op: str, shape_class: str, changes: Changes) -> None:
@@ -258,6 +338,9 @@ def main(arguments=None):
   parser.add_argument("--gain", type=float, default=0.01, help="least share of time gained")
   parser.add_argument("--calls", type=int, default=20, help="calls in a timed group")
   parser.add_argument("--groups", type=int, default=7)
+  parser.add_argument("--limit", type=float, default=120, metavar="SECONDS",
+                      help="longest time of one configuration, with its compilation")  # fmt: skip
+  parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
   parser.add_argument("--write", action="store_true", help="to the table of this device")
   args = parser.parse_args(arguments)
   cases = CASES[args.op]
@@ -266,17 +349,29 @@ def main(arguments=None):
       parser.error(f"--cases: {args.op} has no case {name!r}; use one of {', '.join(cases)}")
   if args.write and args.interpret:
     parser.error("--write: an interpreted kernel has no time; leave out --interpret")
-  if not args.interpret and (reason := device.unsupported()):
-    parser.error(f"{reason}; with --interpret kernels run on a CPU")
-  print(f"device: {jax.devices()[0].device_kind}, jax {jax.__version__}")
-  found = {}
-  for name in args.cases or cases:
-    sizes = {axis: args.sizes.get(axis, size) for axis, size in cases[name].sizes.items()}
-    shape_class, changes = search(args.op, cases[name], sizes, args)
-    found[shape_class] = changes
-    if args.write:
-      write(args.op, shape_class, changes)
+  names = args.cases or list(cases)
+  if args.one:
+    return _one(args, *names)
+  given, found = list(sys.argv[1:] if arguments is None else arguments), {}
+  for name in names:  # this process leaves the GPU to its children
+    command = [sys.executable, "-m", "benchmarks.tune", *given, "--cases", name, "--one"]
+    found |= watched(command, args.limit)
   return found
+
+
+def _one(args, name: str) -> dict[str, Changes]:
+  """Tunes a case in this process, but for the trials that stdin knows; prints what it found."""
+  if not args.interpret and (reason := device.unsupported()):
+    raise SystemExit(f"error: {reason}; with --interpret kernels run on a CPU")
+  print(f"device: {jax.devices()[0].device_kind}, jax {jax.__version__}")
+  known = {key: Trial(*trial) for key, trial in json.loads(sys.stdin.readline() or "{}").items()}
+  case = CASES[args.op][name]
+  sizes = {axis: args.sizes.get(axis, size) for axis, size in case.sizes.items()}
+  shape_class, changes = search(args.op, case, sizes, args, known)
+  if args.write:
+    write(args.op, shape_class, changes)
+  print(json.dumps({"found": {shape_class: changes}}))
+  return {shape_class: changes}
 
 
 if __name__ == "__main__":

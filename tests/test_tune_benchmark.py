@@ -1,7 +1,9 @@
 """`benchmarks.tune`: what it compares, what it keeps, and the table that it writes."""
 
 import dataclasses
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ from pallas_kernels.core import device, tuning
 from pallas_kernels.norms import config as norms
 
 SMALL = ["--sizes", "B=1,T=8,M=64"]
+ONE = [*SMALL, "--one"]  # in this process
 
 
 @pytest.fixture(autouse=True)
 def empty_table(tmp_path, monkeypatch):
+  monkeypatch.setattr(tune.sys, "stdin", io.StringIO())
   monkeypatch.setattr(tuning, "FOLDER", tmp_path / "tuned")
   tuning.table.cache_clear()
   yield
@@ -22,10 +26,10 @@ def empty_table(tmp_path, monkeypatch):
 
 
 def test_tune_interpreted_compares_every_configuration_with_float64(capsys):
-  assert tune.main(["norms", "--interpret", "--most", "2", *SMALL]) == {"D64": {}}
-  lines = capsys.readouterr().out.splitlines()
+  assert tune.main(["norms", "--interpret", "--most", "2", *ONE]) == {"D64": {}}
+  lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("{")]
   assert [line.split(":")[0] for line in lines[1:]] == [
-    "norms, D64",
+    "norms, D64, default",
     "  forward.vector=1",
     "  forward.vector=3",
   ]
@@ -38,7 +42,7 @@ def test_tune_interpreted_compares_every_configuration_with_float64(capsys):
 def test_tune_does_not_time_a_wrong_kernel(monkeypatch, capsys):
   monkeypatch.setattr(scan_kernels, "right", lambda arrays, found: False)
   monkeypatch.setattr(tune, "milliseconds", lambda *args: pytest.fail("timed"))
-  tune.main(["norms", "--interpret", "--most", "0", *SMALL])
+  tune.main(["norms", "--interpret", "--most", "0", *ONE])
   assert "WRONG" in capsys.readouterr().out
 
 
@@ -59,7 +63,7 @@ def test_tune_keeps_what_is_faster_and_the_default_choice_reads_it(monkeypatch):
 
   monkeypatch.setattr(tune, "attempt", attempt)
   monkeypatch.setattr(device, "unsupported", lambda: None)
-  found = tune.main(["norms", "--write", *SMALL])
+  found = tune.main(["norms", "--write", *ONE])
   want = {"D64": {"backward": {"ctas_per_sm": 4}, "forward": {"vector": 1}}}
   assert found == want
   assert json.loads((tuning.FOLDER / "nvidia-h100.json").read_text()) == {"norms": want}
@@ -72,6 +76,38 @@ def test_tune_keeps_what_is_faster_and_the_default_choice_reads_it(monkeypatch):
     "norms": {},
     "wkv4": {"k2-v2-bytes": {"forward": {"stages": 3}}},
   }
+
+
+HANGS = """
+import os, sys, time
+from pathlib import Path
+from benchmarks import tune
+from pallas_kernels.core import device, tuning
+
+def attempt(op, case, sets, want, changes, who, timing):
+  vector = changes.get("forward", {}).get("vector", 2)
+  if vector == 1:
+    time.sleep(600)
+  if vector == 3:
+    os._exit(9)
+  return tune.Trial(10.0 - vector, "error 1e-3 out")
+
+tune.attempt, device.unsupported, tuning.FOLDER = attempt, lambda: None, Path(sys.argv[1])
+tune.main(["norms", "--sizes", "B=1,T=8,M=64", "--most", "3", "--write", "--one"])
+"""
+
+
+def test_tune_kills_what_hangs_or_ends_its_process_and_writes_the_rest(capsys):
+  found = tune.watched([sys.executable, "-c", HANGS, str(tuning.FOLDER)], 2.0)
+  assert found == {"D64": {"forward": {"vector": 4}}}
+  said = capsys.readouterr().out
+  assert "  forward.vector=1: not finished after 2 s\n" in said
+  assert "  forward.vector=3: ended its process with 9\n" in said
+  assert said.count("default: 8.0000 ms") == 1  # what is known is not tried again
+  (table,) = tuning.FOLDER.glob("*.json")
+  assert json.loads(table.read_text()) == {"norms": found}
+  with pytest.raises(SystemExit, match="7"):
+    tune.watched([sys.executable, "-c", "raise SystemExit(7)"], 2.0)
 
 
 def test_neighbors_of_a_configuration_change_one_field_each():
@@ -100,12 +136,12 @@ def test_every_folder_of_kernels_can_be_tuned():
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (["norms"], "kernels need a Hopper GPU; with --interpret kernels run on a CPU"),
+    (["norms", "--one"], "kernels need a Hopper GPU; with --interpret kernels run on a CPU"),
     (["norms", "--interpret", "--write"], "an interpreted kernel has no time"),
     (["norms", "--interpret", "--cases", "nrom"], "norms has no case 'nrom'; use one of norm"),
   ],
 )
 def test_tune_with_a_wrong_argument_says_what_to_do(arguments, message, capsys):
-  with pytest.raises(SystemExit):
+  with pytest.raises(SystemExit) as caught:
     tune.main(arguments)
-  assert message in capsys.readouterr().err
+  assert message in f"{caught.value}{capsys.readouterr().err}"
