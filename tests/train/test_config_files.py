@@ -120,6 +120,20 @@ def test_config_variant_unknown_lists_names(tmp_path, text, message):
     load_config(f"{path}:tall")
 
 
+@pytest.mark.parametrize(
+  ("old", "new"),
+  [
+    ("configs/sweeps/lm_sse.py", "experiments/sweeps/lm_sse.py"),
+    ("configs/mqar.py", "experiments/configs/mqar.py"),
+  ],
+)
+def test_config_file_of_an_earlier_version_is_said_to_be_elsewhere(old, new):
+  root = Path(__file__).parents[2]
+  message = f"no config file '{root / old}': it is now {root / new}."
+  with pytest.raises(FileNotFoundError, match=re.escape(message)):
+    load_config(root / old)
+
+
 def test_config_file_missing_lists_folder(tmp_path):
   (tmp_path / "there.py").write_text("")
   with pytest.raises(FileNotFoundError, match=r"no config file .*not\.py.*there\.py"):

@@ -12,7 +12,7 @@ from train import trainer
 from train.checkpoint.store import newest_step
 from train.cluster import device_mesh
 from train.logging.metric_reader import DivergedError
-from train.runs.run_folder import RunFolder
+from train.runs.run_folder import RunFolder, RunFolderError
 from train.step import step_guard
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
@@ -118,6 +118,18 @@ def test_step_guard_run_with_skipped_steps_resumes_exactly(
   fit_and_kill(parts, at=8)
   chex.assert_trees_all_equal(trainer.fit(parts).state, reference.state, strict=True)
   assert rows_of(parts) == rows_of(whole)
+
+
+def test_average_of_an_existing_run_begins_with_the_parameters_of_its_checkpoint(tiny, capsys):
+  before = jax.device_get(trainer.fit(quick(tiny)).state["params"])
+  changes = {"optimizer__ema_decay": 0.75, "steps": 13}
+  state = trainer.fit(quick(tiny, **changes)).state
+  assert "the average of the parameters begins with those of step 12" in capsys.readouterr().out
+  assert not np.array_equal(before["head"]["kernel"], state["params"]["head"]["kernel"])
+  expected = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, before, state["params"])
+  chex.assert_trees_all_close(state["ema"], expected, rtol=1e-6, atol=1e-8)
+  with pytest.raises(RunFolderError, match=r"optimizer\.ema_decay: .* has 0\.75, this one"):
+    trainer.fit(quick(tiny, steps=14))
 
 
 def test_step_guard_steps_without_targets_are_skipped_and_no_failures(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint
 from orbax.checkpoint import v1 as ocp
 
@@ -92,7 +93,8 @@ class Checkpoints:
   ) -> tuple[State, dict[str, Any]] | None:
     """Restores the newest intact state, sharded like `abstract`, and its metadata.
 
-    Returns None if nothing has been saved. Damaged checkpoints are reported and renamed.
+    Returns None if nothing has been saved. Damaged checkpoints are reported and renamed. An average
+    of the parameters that the checkpoint lacks begins with them.
 
     Args:
       optional: initial values of entries of a state that `abstract`, or the checkpoint, may lack.
@@ -105,7 +107,10 @@ class Checkpoints:
     step = distributed.on_first(lambda: step_folders.newest_intact(self.directory, self._say))
     if step is None:
       return None
-    loaded, metadata = _read(self.directory / str(step), _split(abstract), optional)
+    loaded, metadata = _read(self.directory / str(step), _split(abstract), optional or {})
+    if "ema" in abstract and "ema" not in loaded:
+      loaded["ema"] = jax.tree.map(lambda x: jnp.array(x, jnp.float32), loaded["params"])
+      self._say(f"the average of the parameters begins with those of step {step}")
     distributed.on_first(lambda: step_folders.set_aside_after(self.directory, step, self._say))
     return loaded.pop("optimizer") | loaded, metadata
 
@@ -270,11 +275,11 @@ def _read(
   step = Step(path)
   try:
     try:
-      return _read_once(path, abstract, optional or {})
+      return _read_once(path, abstract, optional)
     except StructureError:
       raise
     except Exception:
-      return _read_once(path, abstract, optional or {})
+      return _read_once(path, abstract, optional)
   except StructureError:
     raise
   except Exception as error:
@@ -287,8 +292,9 @@ def _read(
 
 
 def _read_once(
-  path: Path, abstract: dict[str, Any], optional: Mapping[str, Any]
+  path: Path, abstract: dict[str, Any], optional: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The trees of `abstract`; without `optional` none of them may be missing."""
   found = ocp.checkpointables_metadata(str(path))
   metadata = dict(typing.cast(dict[str, Any], found.custom_metadata or {}))
   is_old, mixer = metadata.pop("format", 1) < old_formats.FORMAT, None
@@ -298,7 +304,9 @@ def _read_once(
     metadata["config"] = metadata["config"] | {"model": old_formats.current_model(model)}
   if mixer is not None:
     abstract = old_formats.rename(abstract, old_formats.old_path, mixer)
-  if "ema" in abstract and "ema" not in found.metadata:
+  if optional is not None and "ema" not in found.metadata:
+    abstract = {name: abstract[name] for name in abstract if name != "ema"}
+  elif "ema" in abstract and "ema" not in found.metadata:
     raise StructureError(
       f"checkpoint {path} has no average of the parameters: its run had no optimizer.ema_decay."
     )
@@ -306,7 +314,7 @@ def _read_once(
   if None in saved.values():  # Orbax only logs what it cannot read
     raise OSError("the metadata of its arrays is damaged")
   missing, surplus = {}, []
-  for name in optional:
+  for name in optional or {}:
     ours, theirs = abstract["optimizer"], saved["optimizer"]
     if name in ours and name not in theirs:
       place = lambda x, like: jax.device_put(x, like.sharding)

@@ -6,6 +6,7 @@ those of a paper's table, has their names as keys of `VARIANTS`, and `get_config
 
 import contextlib
 import dataclasses
+import re
 import traceback
 import typing
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,13 @@ from typing import Any
 from lnssm_jax.files.printable import printable
 from train.config.checked import ConfigError, check
 from train.config.schema import Train
+
+# Config files of earlier versions, and where they are now.
+_MOVED = {
+  "configs/sweeps/": "experiments/sweeps/",
+  "configs/mqar.py": "experiments/configs/mqar.py",
+  "configs/vision.py": "experiments/configs/vision.py",
+}
 
 
 def load_config(path: str | Path) -> Train:
@@ -51,6 +59,10 @@ def load[T](path: str | Path, kind: type[T]) -> T:
 def executed(path: Path) -> Iterator[dict[str, Any]]:
   """Context with the names of a Python file; errors of its code are raised as of `load`."""
   if not path.is_file():
+    for old, new in _MOVED.items():
+      moved = re.sub(rf"(^|/){old}", rf"\1{new}", path.as_posix())
+      if moved != path.as_posix() and Path(moved).is_file():
+        raise FileNotFoundError(f"no config file {str(path)!r}: it is now {moved}.")
     others = sorted(str(p) for p in path.parent.glob("*.py"))
     listing = f"; that folder has {printable(', '.join(others), 1000)}" if others else ""
     raise FileNotFoundError(f"no config file {str(path)!r}{listing}.")

@@ -39,6 +39,11 @@ class Settings(Protocol):
     """Folder that the run writes into."""
     ...
 
+  @property
+  def optimizer(self) -> config.Optimizer:
+    """With the average of the parameters, if any."""
+    ...
+
 
 class InUseError(RunFolderError):
   """Another process trains in the folder; the message says which."""
@@ -227,12 +232,15 @@ def _claim(run: RunFolder, cfg: Settings, allow_config_change: bool) -> dict[str
   try:
     changes = {}
     if store.newest_step(run.checkpoints) is not None:  # otherwise there is nothing to protect
-      changes = differences(read(run.path, type(cfg)), cfg)
-      rejected = [line for name, line in changes.items() if not is_free(name)]
+      before = read(run.path, type(cfg))
+      changes = differences(before, cfg)
+      rejected = {name: line for name, line in changes.items() if not is_free(name)}
+      if before.optimizer.ema_decay is None:  # an average may begin at any step
+        rejected.pop("optimizer.ema_decay", None)
       if rejected and not allow_config_change:
         raise RunFolderError(
           f"{run.path} belongs to a run with other settings, by its config.json:",
-          *(f"  {line}" for line in rejected),
+          *(f"  {line}" for line in rejected.values()),
           "Restore them to resume that run, start a new one with --set run_dir=ANOTHER, or resume "
           "with these settings by --allow-config-change.",
         )
