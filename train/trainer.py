@@ -76,8 +76,8 @@ def fit(
   """
   console = Console(quiet=not distributed.is_first())
   loggers.check(cfg.watch)
-  options = {"allow_config_change": allow_config_change, "verify_data": verify_data}
   claiming = {"allow_config_change": allow_config_change}
+  options = claiming | {"verify_data": verify_data}
   agreement.check(lambda: {"settings": config.to_dict(cfg), **options, **agreement.software()})
   with contextlib.ExitStack() as stack:
     graph = model_graph(cfg.model)  # a misspelled mixer is not another run's setting
@@ -87,27 +87,15 @@ def fit(
     stack.enter_context(compile_cache.at(programs))
     mesh = device_mesh.make_mesh(cfg)
     run_summary.devices(console, mesh)
-    check_run = not allow_config_change
     if not claimed:  # rows of a sweep would be removed
       distributed.on_first(run.check_not_of_a_sweep)
-    at = distributed.on_first(lambda: _check_data(cfg, run, check_run=check_run))
-    train_step = None
-    if at < cfg.steps:  # before the text is tokenized, which may take hours
-      train_step = compile_step(cfg, graph, mesh, run.kernels, console)
-      check_memory(cfg, mesh, train_step, console)
-    inputs = _prepare(cfg, whole=verify_data)
+    train_step, inputs = _prepared(cfg, run, graph, mesh, console, **options)
     windows = distributed.on_all(lambda: training_set(cfg))
     evaluator = distributed.on_all(lambda: Evaluator(cfg, graph, mesh, run.kernels))
 
     stop = stack.enter_context(StopSignal())
-    checkpoints = stack.enter_context(
-      Checkpoints(
-        run.checkpoints,
-        keep=cfg.keep_checkpoints,
-        say=console.say,
-        before=run.before_checkpoint,
-      )
-    )
+    how = {"keep": cfg.keep_checkpoints, "say": console.say, "before": run.before_checkpoint}
+    checkpoints = stack.enter_context(Checkpoints(run.checkpoints, **how))
     state, start = _begin(cfg, mesh, checkpoints, run, None if allow_config_change else inputs)
     run.write_config(cfg)
     if distributed.is_first():
@@ -118,6 +106,8 @@ def fit(
       known = {"data_position": step, "rows": run.row_count()}
       return known | inputs | {"config": config.to_dict(cfg)}
 
+    # No checkpoint has seen text other than that of the run.
+    unchanged = lambda: bindings.check_in_use(inputs["data"], cfg.data.folder)
     alone = distributed.count() == 1
     reader = MetricReader(cfg, run, console, list(mesh.devices.flat))
     evaluation = Evaluation(cfg, run, evaluator, console, lambda: stop)
@@ -127,10 +117,7 @@ def fit(
       start=start,
       metadata=metadata,
       say=console.say,
-      # No checkpoint has seen text other than that of the run.
-      check=lambda: distributed.on_all(
-        lambda: bindings.check_in_use(inputs["data"], cfg.data.folder)
-      ),
+      check=lambda: distributed.on_all(unchanged),
       failed=None if alone else lambda: reader.votes[1],
     )
     now = Moment(
@@ -168,25 +155,39 @@ def fit(
     return Result(now.step, stopped_by, evaluation.rows(now), now.state, now.ended_by)
 
 
-def _check_data(cfg: config.Train, run: RunFolder, *, check_run: bool) -> int:
-  """Checks tokenizer and data before time is spent; returns the step of the newest checkpoint."""
-  metadata = store.newest_metadata(run.checkpoints)
-  if check_run:
-    bindings.check_before_preparing(metadata, cfg.data)
-  preflight.require(cfg)
-  step = metadata.get("data_position")
-  return step if type(step) is int else 0
+def _prepared(
+  cfg: config.Train,
+  run: RunFolder,
+  graph: Any,
+  mesh: Mesh,
+  console: Console,
+  *,
+  allow_config_change: bool,
+  verify_data: bool,
+) -> tuple[jax.stages.Compiled | None, dict[str, Any]]:
+  """Checks and compiles what it can before it tokenizes the text, which may take hours.
 
+  Returns the step, None if the run has none left, and `bindings.inputs`, in which all processes
+  agree.
+  """
 
-def _prepare(cfg: config.Train, *, whole: bool) -> dict[str, Any]:
-  """Creates missing token files; returns `bindings.inputs`, in which all processes agree."""
-  least = preflight.windowed(cfg)
-  sidecars = distributed.on_first(
-    lambda: prepare(cfg.data, progress=True, whole=whole, least=least)
-  )
+  def newest_step() -> int:
+    metadata = store.newest_metadata(run.checkpoints)
+    if not allow_config_change:
+      bindings.check_before_preparing(metadata, cfg.data)
+    preflight.require(cfg)
+    step = metadata.get("data_position")
+    return step if type(step) is int else 0
+
+  train_step = None
+  if distributed.on_first(newest_step) < cfg.steps:
+    train_step = compile_step(cfg, graph, mesh, run.kernels, console)
+    check_memory(cfg, mesh, train_step, console)
+  options = {"progress": True, "whole": verify_data, "least": preflight.windowed(cfg)}
+  sidecars = distributed.on_first(lambda: prepare(cfg.data, **options))
   inputs = distributed.on_all(lambda: bindings.inputs(cfg.data, sidecars))
   agreement.check(lambda: inputs)
-  return inputs
+  return train_step, inputs
 
 
 def _begin(
