@@ -97,6 +97,7 @@ tune.main(["norms", "--sizes", "B=1,T=8,M=64", "--most", "3", "--write", "--one"
 """
 
 
+@pytest.mark.slow  # it starts JAX three times; the next test has the kills
 def test_tune_kills_what_hangs_or_ends_its_process_and_writes_the_rest(capsys):
   found = tune.watched([sys.executable, "-c", HANGS, str(tuning.FOLDER)], 2.0)
   assert found == {"D64": {"forward": {"vector": 4}}}
@@ -106,8 +107,50 @@ def test_tune_kills_what_hangs_or_ends_its_process_and_writes_the_rest(capsys):
   assert said.count("default: 8.0000 ms") == 1  # what is known is not tried again
   (table,) = tuning.FOLDER.glob("*.json")
   assert json.loads(table.read_text()) == {"norms": found}
+
+
+TRIALS = """
+import json, os, sys, time
+known = json.loads(sys.stdin.readline())
+for name in ("good", "hangs", "ends", "last"):
+  if name not in known:
+    print(json.dumps({"begin": name, "changes": name}), flush=True)
+    if name == "hangs":
+      time.sleep(600)
+    if name == "ends":
+      os._exit(9)
+    print(json.dumps({"end": name, "trial": [1.0, "right"]}), flush=True)
+    print("tried", name, flush=True)
+print(json.dumps({"found": known}))
+"""
+
+
+def test_trial_that_hangs_or_ends_its_process_has_failed_and_the_others_are_tried_once(capsys):
+  found = tune.watched([sys.executable, "-c", TRIALS], 0.5)
+  assert found == {
+    "good": [1.0, "right"],
+    "hangs": [None, "not finished after 0.5 s"],
+    "ends": [None, "ended its process with 9"],
+  }
+  assert capsys.readouterr().out.splitlines() == [
+    "tried good",
+    "hangs: not finished after 0.5 s",
+    "ends: ended its process with 9",
+    "tried last",
+  ]
   with pytest.raises(SystemExit, match="7"):
-    tune.watched([sys.executable, "-c", "raise SystemExit(7)"], 2.0)
+    tune.watched([sys.executable, "-c", "raise SystemExit(7)"], 0.5)
+
+
+def test_tune_does_not_try_what_is_known_again(monkeypatch, capsys):
+  known = {"{}": [8.0, "known"], json.dumps({"forward": {"vector": 3}}): [None, "hangs"]}
+  monkeypatch.setattr(tune.sys, "stdin", io.StringIO(json.dumps(known)))
+  monkeypatch.setattr(tune, "attempt", lambda *given, **more: tune.Trial(4.0, "right"))
+  found = tune.main(["norms", "--interpret", "--most", "2", *ONE])
+  assert found == {"D64": {"forward": {"vector": 1}}}
+  said = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
+  changes = json.dumps({"forward": {"vector": 1}})
+  assert [x.get("changes", x.get("end")) for x in said[:-1]] == [changes] * 2
 
 
 def test_neighbors_of_a_configuration_change_one_field_each():
