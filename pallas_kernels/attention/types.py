@@ -11,6 +11,7 @@ from pallas_kernels.attention.config import Config
 from pallas_kernels.core.wgmma import Backend
 
 LOG2_E = math.log2(math.e)
+LOWEST = -1e30  # a maximum of no logits, finite: differences of infinite ones would be NaN
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,13 @@ SMALL = [
   Case(T=700, K=256, V=256, segments=True),
   Case(T=300, K=128, V=128, causal=False, segments=True),
   Case(T=300, K=40, V=200, block=70),
+  # A cache that is full and wrapped around, or partly filled, before many tokens and before one.
+  Case(T=700, K=128, V=128, heads=(4, 2), window=600, cached=(2000, 77), segments=True),
+  Case(T=130, K=64, V=64, cached=(1000, 3)),
+  Case(T=1, K=64, V=64, cached=(1000, 0)),
+  Case(T=1, K=128, V=128, heads=(16, 2), window=3000, cached=(5000, 500), strength="extreme"),
+  Case(T=1, K=192, V=128, heads=(4, 4), window=40, cached=(100, 20)),
+  Case(T=1, K=256, V=256, heads=(8, 1), window=2048, cached=(2000, 1)),
 ]
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
 from lnssm_jax.ops.attention import pallas
@@ -17,7 +18,9 @@ from lnssm_jax.ops.attention.cases import ATTENTION, KERNEL_CASES, Case
 from lnssm_jax.ops.attention.types import Inputs, Mask, Options, Tokens
 from lnssm_jax.ops.core.segments import positions, segments_of
 from pallas_kernels.attention.config import ROWS, TILE, LoopConfig, Shape, default
+from pallas_kernels.attention.decode import decode
 from pallas_kernels.attention.sm90.tiles import steps_of
+from pallas_kernels.attention.types import Logits
 from tests.kernels.interpreted import assert_transformations
 from tests.kernels.lowered import (
   DATA,
@@ -30,6 +33,7 @@ from tests.kernels.lowered import (
 from tests.ops import contract
 
 BF16 = jnp.dtype(jnp.bfloat16)
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 attend = functools.partial(ops.attention, implementation="pallas_interpret")
 
 
@@ -160,8 +164,10 @@ def test_soft_cap_in_kernels_matches_reference():
 
 
 @pytest.mark.slow
-def test_attention_kernels_transform_as_plain_calls():
-  assert_transformations(ATTENTION, Case(T=40, K=32, V=32, heads=(2, 1), chunk=None), BF16)
+@pytest.mark.parametrize("T", [1, 40])
+def test_attention_kernels_transform_as_plain_calls(T):
+  case = Case(T=T, K=32, V=32, heads=(2, 1), window=50, cached=(70, 20), chunk=None)
+  assert_transformations(ATTENTION, case, BF16)
 
 
 def arguments(T=1000, H=4, G=2, K=128, V=128, segments=True):
@@ -194,6 +200,47 @@ def test_every_configuration_of_attention_lowers(K, V, mask):
   assert kernels_in(jax.grad(lambda *x: total(call(*x)), argnums=(0, 1, 2)), *shapes) >= 3
 
 
+@pytest.mark.parametrize(
+  ("K", "V", "H", "G", "room", "dtype"),
+  [
+    pytest.param(64, 64, 16, 16, 1023, BF16, marks=pytest.mark.slow),
+    pytest.param(128, 128, 32, 8, 4095, BF16, marks=pytest.mark.slow),
+    (192, 128, 16, 16, 33, BF16),
+    (256, 32, 16, 1, 100, jnp.float32),
+  ],
+)
+def test_attention_decode_lowers(K, V, H, G, room, dtype):
+  of = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct((2, *shape), dtype)
+  state = ops.AttentionState(of(room, G, K), of(room, G, V), of(dtype=jnp.int32))
+  options = Options(Mask(room + 1, None, True), 0.1, None, 30.0 if H == 16 else None)
+  run = lambda q, k, v, state: pallas.run(Inputs(q, k, v, state, None), options)
+  arrays = of(1, H, K), of(1, G, K), of(1, G, V), state
+  assert kernels_in(run, *arrays) == 1
+  of_queries = jax.grad(lambda q, *rest: total(run(q, *rest)))  # by XLA's form
+  assert kernels_traced(of_queries, *arrays) == ["attention_decode"]
+
+
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_attention_decode_in_splits_equals_the_softmax(number):
+  """Rows whose cache is empty, shorter than its splits, and full; logits beyond exp's range."""
+  rng = np.random.default_rng(0)
+  B, H, G, K, V, M = 4, 4, 2, 32, 64, 101
+  shapes = (B, H, K), (B, G, K), (B, G, V), (B, M, G, K), (B, M, G, V)
+  arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+  held = np.asarray([0, 2, 70, 101])
+  how = {"logits": Logits(-9.0), "num_splits": number, "interpret": INTERPRET}
+  got = decode(*arrays, jnp.asarray(held), **how)
+  q, k, v, cache_k, cache_v = (np.asarray(x, np.float64) for x in arrays)
+  keys = np.repeat(np.concatenate([cache_k, k[:, None]], 1), H // G, 2)
+  values = np.repeat(np.concatenate([cache_v, v[:, None]], 1), H // G, 2)
+  x = -9.0 * np.einsum("bhk,bshk->bhs", q, keys)
+  hidden = (np.arange(M + 1) >= held[:, None]) & (np.arange(M + 1) < M)
+  x = np.where(hidden[:, None], -np.inf, x)
+  weights = np.exp(x - x.max(-1, keepdims=True))
+  want = np.einsum("bhs,bshv->bhv", weights / weights.sum(-1, keepdims=True), values)
+  assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+
+
 def test_attention_kernels_lower_under_shard_map():
   q, k, v, _ = arguments(T=100)
   assert_shard_map_keeps_shapes(
@@ -211,11 +258,6 @@ def test_attention_prefers_kernels_where_documents_are(hopper):
   for reason, change in {
     "dropout=0.5, and the kernels drop nothing": {"dropout": 0.5, "dropout_key": key},
     "chunk_size=8, and the kernels' tiles": {"chunk_size": 8},
-    "initial_state is given": {
-      "initial_state": ops.attention.init_state(
-        batch=2, kv_heads=2, key_dim=64, value_dim=128, dtype=BF16
-      )
-    },
     "q has dtype float32": {"q": q.astype(jnp.float32), "k": k.astype(jnp.float32)},
     "q is 264 wide, and at most 256": {"q": jnp.zeros((2, 3, 4, 264), BF16),
                                       "k": jnp.zeros((2, 3, 2, 264), BF16)},
@@ -225,7 +267,17 @@ def test_attention_prefers_kernels_where_documents_are(hopper):
     with pytest.raises(NotImplementedError, match=reason):
       ops.attention(**options, implementation="pallas")
   assert supported(*(x[..., :16] for x in (q, k, v)))[0] == "chunked"  # padded fourfold
-  assert supported(*(x[:, :1] for x in (q, k, v)))[0] == "chunked"
+  one = [x[:, :1] for x in (q, k, v)]
+  assert supported(*one)[0] == "chunked"
+  cache = functools.partial(
+    ops.attention.init_state, batch=2, kv_heads=2, key_dim=64, value_dim=128
+  )
+  for size, chosen in (({"window": 33}, "pallas"), ({"window": 9}, "chunked"), ({}, "chunked"),
+                       ({"block": 99}, "chunked")):  # fmt: skip
+    assert supported(*one, **size, initial_state=cache(**size, dtype=BF16))[0] == chosen
+    assert supported(q, k, v, **size, initial_state=cache(**size, dtype=BF16))[0] == "pallas"
+  exact = [x.astype(jnp.float32) for x in one]
+  assert supported(*exact, window=33, initial_state=cache(window=33))[0] == "pallas"
 
 
 def test_attention_config_rejects_tiles_that_tensor_cores_do_not_have():

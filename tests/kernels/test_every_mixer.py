@@ -117,3 +117,22 @@ def test_config_on_packed_documents_runs_in_kernels_or_says_why(name, hopper, mo
   found = in_xla(cfg.model, cfg.seq_len)
   for line, start in zip(found, IN_XLA.get(name, []), strict=True):
     assert line.startswith(start)
+
+
+@pytest.mark.parametrize("length", [1, 64])
+def test_hybrid_with_states_runs_its_mixers_in_kernels(length, hopper):
+  """A token, and a chunk of a prompt behind others, as `generate` reads them."""
+  model = replace(
+    settings(BODIES["hybrid"]).model, mixer=("gla", "softmax_attention"), num_layers=2
+  )
+  built = jax.eval_shape(lambda: build_model(model, jax.random.key(0)))
+  graph, params = nnx.split(built)
+  tokens = jax.ShapeDtypeStruct((2, length), jnp.int32)
+
+  def run(params, tokens):
+    model = nnx.merge(graph, params)
+    return model(tokens, model.init_state(2), None if length == 1 else tokens)
+
+  with choices_of_xla() as found:
+    jax.eval_shape(run, params, tokens)
+  assert not {choice.op for choice in found} & {"attention", "linear_attention"}

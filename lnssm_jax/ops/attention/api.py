@@ -79,7 +79,7 @@ _SOFTMAX = (
   log_decay=None,
   query_key=("q", "k"),
   recurrence=_SOFTMAX,
-  decodes=False,
+  decodes=True,
 )
 def attention(
   q: ty.BTHK,
@@ -137,10 +137,11 @@ def attention(
       With a window or blocks that reach no further back than one shard, the exchange has the keys
       and values of that many tokens; otherwise all keys and values are gathered.
     implementation: "cudnn" (its kernel; bfloat16 or float16 on an NVIDIA GPU, without state,
-      segments, blocks, cap and dropout), "pallas" (our kernel; bfloat16 on a Hopper GPU, without
-      state and dropout, which skips the tiles that no query sees), "chunked" (tiles of scores,
-      memory linear in T; reverse mode only), "reference" (all scores in memory) or
-      "pallas_interpret" (the kernel on a CPU, for tests). None takes the first that is supported.
+      segments, blocks, cap and dropout), "pallas" (our kernels; bfloat16 on a Hopper GPU, without
+      dropout: they skip the tiles that no query sees, and for one token read the cache in splits),
+      "chunked" (tiles of scores, memory linear in T; reverse mode only), "reference" (all scores in
+      memory) or "pallas_interpret" (the kernels on a CPU, for tests). None takes the first that is
+      supported.
     chunk_size: tokens per block of the chunked form; None means the default.
 
   Returns:

@@ -78,6 +78,15 @@ KERNEL_CASES = [
   Case(T=300, K=40, V=72, heads=(2, 2), window=70, segments=True),
   Case(T=130, K=72, V=40, heads=(4, 2), causal=False, segments=True),
   Case(T=3, K=32, V=32, heads=(2, 2)),
+  # Rows whose cache is full and wrapped around, and partly filled; then one token.
+  Case(T=90, K=32, V=32, heads=(2, 1), window=60, cached=(130, 37), segments=True),
+  Case(T=1, K=32, V=64, heads=(4, 2), window=81, cached=(200, 50)),
+]
+MORE_KERNEL_CASES = [
+  Case(T=20, K=32, V=32, heads=(2, 2), cached=(140, 0)),
+  Case(T=150, K=32, V=32, heads=(2, 2), block=90, cached=(140, 70), segments=True),
+  Case(T=1, K=64, V=32, heads=(2, 2), cached=(90, 0), strength="extreme"),
+  Case(T=1, K=32, V=32, heads=(2, 2), block=50, cached=(70, 0)),
 ]
 
 
@@ -134,6 +143,7 @@ ATTENTION = Scan(
     Check(CASES[7], dtype=jnp.bfloat16),
     *(Check(case) for case in MANY),
     Check(CASES[9], dtype=jnp.float16),
+    *(_kernel(case) for case in MORE_KERNEL_CASES),
   ],
   small=Case(**SMALL, window=5),
   variants=(Case(**SMALL, block=6), Case(**SMALL)),

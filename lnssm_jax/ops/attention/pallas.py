@@ -4,14 +4,17 @@ Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lnssm_jax.ops.attention.chunked import chunked
 from lnssm_jax.ops.attention.types import Inputs, Mask, Options
+from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.core.segments import Segments
-from pallas_kernels.attention import config, op
+from pallas_kernels.attention import config, decode, op
 from pallas_kernels.attention.types import Logits, Range, Ranges
 
 _NARROWEST = 32  # narrower heads are padded more than twofold
@@ -19,40 +22,78 @@ _NARROWEST = 32  # narrower heads are padded more than twofold
 
 def unsupported(inputs: Inputs, options: Options) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None."""
-  q, k, v, state, _, dropout_keys = inputs
-  if state is not None:
-    return "initial_state is given, and the kernels read no cache"
+  q, k, v, _, _, dropout_keys = inputs
   if dropout_keys is not None:
     return f"dropout={options.dropout}, and the kernels drop nothing"
+  if options.chunk_size is not None:
+    return f"chunk_size={options.chunk_size}, and the kernels' tiles have sizes of their own"
+  if _decodes(inputs, options):
+    return None
   for name, x in (("q", q), ("k", k), ("v", v)):
     if x.dtype != jnp.bfloat16:
       return f"{name} has dtype {x.dtype}, and the tensor cores multiply bfloat16 only"
     if x.shape[-1] > config.WIDTHS[-1]:
       return f"{name} is {x.shape[-1]} wide, and at most {config.WIDTHS[-1]} is supported"
-  if options.chunk_size is not None:
-    return f"chunk_size={options.chunk_size}, and the kernels' tiles have sizes of their own"
   return None
 
 
 def preferred(inputs: Inputs, options: Options) -> bool:
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
-  del options
-  return inputs.q.shape[1] > 1 and min(inputs.q.shape[-1], inputs.v.shape[-1]) >= _NARROWEST
+  if inputs.q.shape[1] == 1:
+    return _decodes(inputs, options)
+  return min(inputs.q.shape[-1], inputs.v.shape[-1]) >= _NARROWEST
+
+
+def _decodes(inputs: Inputs, options: Options) -> bool:
+  """Whether `decode` runs these arguments."""
+  q, _, _, state, _, _ = inputs
+  if q.shape[1] > 1 or state is None or options.mask.block is not None:
+    return False
+  return decode.unsupported(q[:, 0], state.k, state.v) is None
+
+
+def _step(inputs: Inputs, *, options: Options, interpret) -> jax.Array:
+  """A single token by `decode`."""
+  q, k, v, *_ = inputs
+  state: Any = inputs.state  # `_decodes`: there is one
+  # A window's cache has the tokens that the next one sees, and no other.
+  held = jnp.minimum(state.position, state.k.shape[1])
+  logits = Logits(options.scale, options.soft_cap)
+  arrays = q[:, 0], k[:, 0], v[:, 0], state.k, state.v, held
+  out = decode.decode(*arrays, logits=logits, interpret=interpret)
+  return out[:, None]
 
 
 def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tuple[jax.Array]:
   """(out,). `sizes`: the configuration of the kernels; None takes that of the table."""
-  q, k, v, _, segments, _ = inputs
+  if _decodes(inputs, options):
+    # One token is of one document, that of the cache.
+    step = functools.partial(_step, options=options, interpret=interpret)
+    form = functools.partial(chunked, options=options)
+    return (single_step.with_gradient_of(form, step)(inputs._replace(segments=None)),)
+  q, k, v, state, segments, _ = inputs
   (B, T, _, K), V = q.shape, v.shape[-1]
-  length = config.padded_length(T)
+  before = None
+  if state is not None:
+    before = Before(state.position, state.k.shape[1])
+    both = zip((state.k, state.v), (k, v), strict=True)
+    k, v = (jnp.concatenate([in_order(old, state.position), new], 1) for old, new in both)
+  S = k.shape[1]
   wide_k, wide_v = config.padded_width(K), config.padded_width(V)
 
   def padded(x, width):
-    return jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, width - x.shape[-1])))
+    more = config.padded_length(x.shape[1]) - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, width - x.shape[-1])))
 
-  ranges = key_ranges(options.mask, segments, B, T)
-  # Padding sees nothing and nobody sees it; its empty ranges follow all others.
-  ranges = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, length - T)), constant_values=T), ranges)
+  def padded_range(bounds, others):
+    # Padding sees nothing and nobody sees it; its empty ranges follow all others.
+    pad = lambda x: jnp.pad(
+      x, ((0, 0), (0, config.padded_length(x.shape[1]) - x.shape[1])), constant_values=others
+    )
+    return Range(*map(pad, bounds))
+
+  seen, seen_by = key_ranges(options.mask, segments, B, T, before)
+  ranges = Ranges(padded_range(seen, S), padded_range(seen_by, T))
   shape = config.Shape(wide_k, wide_v)
   sizes = sizes or config.default(shape)
   sizes.check(shape)
@@ -61,12 +102,53 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tupl
   return (op.attention(*arrays, ranges, static)[:, :T, :, :V],)
 
 
-def key_ranges(mask: Mask, segments: Segments | None, batch: int, length: int) -> Ranges:
-  """The tokens that each token sees, and those that see it: each is a range."""
+class Before(NamedTuple):
+  """The tokens of a cache, which come before those of a call."""
+
+  position: jax.Array  # [B], how many tokens of the first document there were
+  room: int  # how many of them the cache has
+
+
+def in_order(cache: jax.Array, position: jax.Array) -> jax.Array:
+  """A cache [B, M, G, X] in the order of its tokens, those of empty slots first."""
+  room = cache.shape[1]
+  slot = (position[:, None] - room + jnp.arange(room, dtype=jnp.int32)) % max(room, 1)
+  return cache[jnp.arange(cache.shape[0])[:, None], slot]
+
+
+def key_ranges(
+  mask: Mask, segments: Segments | None, batch: int, length: int, before: Before | None = None
+) -> Ranges:
+  """The keys that each query sees, and the queries that see each key: each is a range.
+
+  The keys are those of a cache in their order, if there is one (only with a causal mask), and then
+  those of the queries' tokens.
+  """
   token = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
   start, stop = jnp.zeros_like(token), jnp.full_like(token, length)
   if segments is not None:
     start, stop = segments.bounds(token)
+  if before is None:
+    start, stop = _within(mask, token, start, stop, length)
+    if mask.causal:
+      return Ranges(seen=Range(start, token + 1), seen_by=Range(token, stop))
+    return Ranges(seen=Range(start, stop), seen_by=Range(start, stop))
+  # Tokens of the cache have numbers below 0.
+  room, first = before.room, -before.position[:, None]
+  start = jnp.where(start == 0, first, start)
+  cached = jnp.broadcast_to(jnp.arange(-room, 0, dtype=jnp.int32), (batch, room))
+  _, end = _within(mask, cached, first, stop[:, :1], length + room)
+  end = jnp.where(cached >= first, jnp.maximum(end, 0), 0)  # none sees an empty slot
+  start, stop = _within(mask, token, start, stop, length + room)
+  of_keys = Range(jnp.zeros_like(cached), end), Range(token, stop)
+  return Ranges(
+    seen=Range(jnp.maximum(start + room, 0), token + room + 1),
+    seen_by=Range(*(jnp.concatenate(x, axis=1) for x in zip(*of_keys, strict=True))),
+  )
+
+
+def _within(mask: Mask, token, start, stop, length: int) -> tuple[jax.Array, jax.Array]:
+  """The part of documents [start, stop) that tokens are in one window or block with."""
   if mask.window is not None:
     # Documents come first: a window may be longer than any sequence, and a sum would overflow.
     reach = min(mask.window, length)
@@ -75,9 +157,7 @@ def key_ranges(mask: Mask, segments: Segments | None, batch: int, length: int) -
     size = min(mask.block, length)
     begin = token - (token - start) % size
     start, stop = begin, jnp.minimum(stop, begin + size)
-  if mask.causal:
-    return Ranges(seen=Range(start, token + 1), seen_by=Range(token, stop))
-  return Ranges(seen=Range(start, stop), seen_by=Range(start, stop))
+  return start, stop
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -107,7 +107,8 @@ def shares_state(inputs: Any, division: Division) -> bool:
   axes = inputs.AXES.get("state", "")
   if "H" not in axes or not division._over("H", division.lengths["H"]):
     return False
-  return any(x.shape[axes.index("H")] == 1 for x in jax.tree.leaves(inputs.state))
+  heads = axes.index("H")
+  return any(x.ndim > heads and x.shape[heads] == 1 for x in jax.tree.leaves(inputs.state))
 
 
 def unmapped_axes() -> dict[str, int]:

@@ -22,7 +22,7 @@ from pallas_kernels.attention.sm90.tiles import (
   launch,
   visible,
 )
-from pallas_kernels.attention.types import Logits, Options, Range, Ranges
+from pallas_kernels.attention.types import LOWEST, Logits, Options, Range, Ranges
 from pallas_kernels.core.wgmma import (
   ROW_LAYOUT,
   Backend,
@@ -33,8 +33,6 @@ from pallas_kernels.core.wgmma import (
   transpose_ref,
   zero_accumulator,
 )
-
-_LOWEST = -1e30  # a maximum of no logits, finite: differences of infinite ones would be NaN
 
 
 class _Gmem(NamedTuple):
@@ -103,7 +101,7 @@ def outputs(
       return acc, higher, total
 
     constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW_LAYOUT)
-    carry = zero_accumulator(ROWS, V), constant(_LOWEST), constant(0.0)
+    carry = zero_accumulator(ROWS, V), constant(LOWEST), constant(0.0)
     acc, top, total = loop.consume(own, advance, carry)
 
     some = total > 0.0
