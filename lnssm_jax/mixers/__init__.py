@@ -51,6 +51,9 @@ from lnssm_jax.mixers.lln import LLN as LLN
 from lnssm_jax.mixers.lln import LLNState as LLNState
 from lnssm_jax.mixers.lnssm import LNSSM as LNSSM
 from lnssm_jax.mixers.lnssm import LNSSMState as LNSSMState
+from lnssm_jax.mixers.log_linear import LevelState as LevelState
+from lnssm_jax.mixers.log_linear import LogLinear as LogLinear
+from lnssm_jax.mixers.log_linear import LogLinearState as LogLinearState
 from lnssm_jax.mixers.longhorn import Longhorn as Longhorn
 from lnssm_jax.mixers.longhorn import LonghornExact as LonghornExact
 from lnssm_jax.mixers.longhorn import LonghornExactState as LonghornExactState
@@ -59,10 +62,14 @@ from lnssm_jax.mixers.mamba import Mamba as Mamba
 from lnssm_jax.mixers.mamba import Mamba2 as Mamba2
 from lnssm_jax.mixers.mamba import Mamba2State as Mamba2State
 from lnssm_jax.mixers.mamba import MambaState as MambaState
+from lnssm_jax.mixers.mamba3 import Mamba3 as Mamba3
+from lnssm_jax.mixers.mamba3 import Mamba3State as Mamba3State
 from lnssm_jax.mixers.metala import MetaLA as MetaLA
 from lnssm_jax.mixers.metala import MetaLAState as MetaLAState
 from lnssm_jax.mixers.mixture_of_memories import MoM as MoM
 from lnssm_jax.mixers.mixture_of_memories import MoMState as MoMState
+from lnssm_jax.mixers.mlstm import MLSTM as MLSTM
+from lnssm_jax.mixers.mlstm import MLSTMState as MLSTMState
 from lnssm_jax.mixers.positional_attention import LRPE as LRPE
 from lnssm_jax.mixers.positional_attention import CosFormer as CosFormer
 from lnssm_jax.mixers.positional_attention import PositionalState as PositionalState

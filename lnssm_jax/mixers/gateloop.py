@@ -1,7 +1,6 @@
 """GateLoop: linear attention with data-dependent complex decays."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
 from lnssm_jax.mixers.common import flops
+from lnssm_jax.mixers.common.angles import running_angles
 from lnssm_jax.mixers.common.checks import check_heads
 from lnssm_jax.mixers.common.complex_state import ComplexState, empty_state
 from lnssm_jax.mixers.common.initializers import uniform_fan_in
@@ -16,10 +16,6 @@ from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
 from lnssm_jax.ops import LinearAttentionState, linear_attention
 from lnssm_jax.ops.core.precision import wide
-from lnssm_jax.ops.core.sequence_parallel import states
-
-# 2 pi in two parts. The first has few digits, so that whole turns of it are subtracted exactly.
-_TURN = (6.28125, 2 * math.pi - 6.28125)
 
 
 class GateLoop(Mixer[ComplexState]):
@@ -90,7 +86,7 @@ class GateLoop(Mixer[ComplexState]):
     heads = lambda z: split_heads(z, self.num_heads)
     twice = lambda z, w: jnp.concatenate([z, w], axis=-1)
     log_decay = heads(jax.nn.log_sigmoid(self.a_proj(x)))
-    angle, last = _angles(self.p_proj(x), self.sequence_axis)
+    angle, last = running_angles(self.p_proj(x), None, None, self.sequence_axis)
     cos, sin = heads(jnp.cos(angle)), heads(jnp.sin(angle))
     q, k = heads(wide(self.q_proj(x))), heads(wide(self.k_proj(x)))
     # The state before the first token is not rotated; the second half of S' is -Im.
@@ -112,26 +108,3 @@ class GateLoop(Mixer[ComplexState]):
     state = ComplexState(cos * real + sin * imag, sin * real - cos * imag)
     y = self.norm(merge_heads(y), gate=self.g_proj(x), dtype=self.dtype)
     return self.o_proj(y), state
-
-
-def _angles(step: jax.Array, axis_name: str | None) -> tuple[jax.Array, jax.Array]:
-  """Cumulative sums of `step` [B, T, D] over time and the total [B, D], modulo whole turns."""
-  angle = _sums_within_a_turn(step)
-  if axis_name is None:
-    return angle, angle[:, -1]
-  add = lambda a, b: _within_a_turn(a + b)
-  nothing = jnp.zeros(angle[:, 0].shape, angle.dtype)
-  before, last = states(axis_name, angle[:, -1], nothing, add, None)
-  return add(angle, before[:, None]), last
-
-
-def _sums_within_a_turn(angle: jax.Array) -> jax.Array:
-  """Cumulative sums of `angle` [B, T, ...] over time, modulo whole turns."""
-  add = lambda a, b: _within_a_turn(a + b)
-  return jax.lax.associative_scan(add, _within_a_turn(angle), axis=1)
-
-
-def _within_a_turn(angle):
-  """The angle modulo whole turns, which cost digits."""
-  turns = jnp.round(angle / sum(_TURN))
-  return (angle - turns * _TURN[0]) - turns * _TURN[1]

@@ -204,59 +204,15 @@ class Mamba(SelectiveBlock[MambaState]):
     return self._output(y, z), MambaState(conv, recurrent)
 
 
-@register_state
-class Mamba2State(NamedTuple):
-  """Recurrent state of `Mamba2`, float32."""
+class Mamba2Block[State](Mixer[State]):
+  """The block of `Mamba2`, whose arguments these are, around a recurrence with q, k, v and a decay.
 
-  conv: ConvState  # inputs [B, W - 1, E + 2 G N]
-  recurrent: LinearAttentionState  # kv [B, H, N, P]
-
-
-class Mamba2(Mixer[Mamba2State]):
-  r"""The Mamba-2 block: H heads of width P, one decay per token and head, E = expand D = H P.
-
-      [z_t, u', dt'] = W_in u_t,      [x_t, b_t, c_t] = silu(conv(u'))    over W tokens, per channel
-      dt_t = softplus(dt' + dt_bias)                                      per head
-      S_t = exp(dt_t A) S_{t-1} + b_t (dt_t x_t)^T                        S: [N, P], A < 0 per head
-      y_t = S_t^T c_t + skip x_t,      out_t = W_o RMSNorm(y_t * silu(z_t))
-
-  b and c are shared by all heads, or by those of one of G groups. A = -exp(log_rate) is a
-  parameter; the decay is data-dependent through dt. Initially -A is uniform between 1 and 16, dt
-  log-uniform between 0.001 and 0.1, skip = 1.
-
-  The defaults are those of mamba-ssm's `Mamba2`, and, but for its 8 groups, of `Mamba2Mixer` of
-  transformers. Groups are normed one by one, as in both. `FalconH1Mixer` has norm_order "none",
-  or another.
-
-  Args:
-    dim: D, the width of input and output.
-    expand: E / D.
-    head_dim: P; a divisor of E.
-    state_dim: N, the width of b and c.
-    num_groups: G, a divisor of H ("n_groups", "ngroups").
-    conv_size: W; None leaves the convolution out.
-    use_bias: whether W_in and W_o have biases.
-    conv_bias: whether the convolution has one.
-    norm_order: "gate_first", as above; "norm_first" for RMSNorm(y_t) * silu(z_t), which mamba-ssm
-      calls norm_before_gate; "none" for y_t * silu(z_t).
-    min_step, max_step: the range to which dt_t is clipped (mamba-ssm's `dt_limit`, transformers'
-      `time_step_limit`); None for no upper bound.
-    num_layers: of the model; W_o starts as that of a linear layer, divided by sqrt(num_layers).
-    norm_eps: eps of the norm, under the root.
-    dtype: of the projections and of x, b, c; dt, decays, norm, state and sums are float32.
-    param_dtype: of the parameters.
-
-  Raises:
-    ValueError: a size is not positive or does not fit, `head_dim` does not divide E, or
-      `norm_order` is unknown, or no step is between `min_step` and `max_step`.
-
-  Source: Mamba-2 (Dao and Gu 2024), section 7.1; initialization as in its published code. The
-  projections without a rule of their own start uniform within 1 / sqrt(inputs).
+  A subclass writes `_recurrence(q, k, v, log_decay, state, segment_ids, *more)`, which returns the
+  outputs [B, T, H, P] and the state of q, k [B, T, G, N], v [B, T, H, P] and log_decay [B, T, H].
   """
 
-  name = "mamba2"
   set_by_model = ("num_layers",)
-  recurrence_flops = flops.linear_attention
+  per_head: tuple[int, ...] = (1,)  # numbers of a token per head: dt, and `more` of the recurrence
 
   def __init__(
     self,
@@ -304,7 +260,8 @@ class Mamba2(Mixer[Mamba2State]):
       init, bias_init = uniform_fan_in(inputs, gain=gain), "zeros" if use_bias else None
       return Linear(inputs, outputs, kernel_init=init, bias_init=bias_init, **options)
 
-    self.in_proj = linear(dim, 2 * E + 2 * G * N + H)
+    self.widths = (E, E, 2 * G * N, *(H * n for n in self.per_head))
+    self.in_proj = linear(dim, sum(self.widths))
     self.conv = ShortConvolution(
       E + 2 * G * N, conv_size, use_bias=conv_bias, activation="silu", **options
     )
@@ -317,15 +274,11 @@ class Mamba2(Mixer[Mamba2State]):
     self.norm = RMSNorm(E, eps=norm_eps, param_dtype=param_dtype) if has_norm else None
     self.o_proj = linear(E, dim, num_layers**-0.5)
 
-  def _init_state(self, B):
-    kv = jnp.zeros((B, self.num_heads, self.state_dim, self.head_dim), jnp.float32)
-    return Mamba2State(self.conv.init_state(B), LinearAttentionState(kv, None))
-
-  def _mix(self, x, state, segment_ids):
-    E, G, H = self.inner_dim, self.num_groups, self.num_heads
-    N = G * self.state_dim
+  def _run(self, x, state, segment_ids):
+    """(out, the states of the convolution and of the recurrence)."""
+    G, H = self.num_groups, self.num_heads
     conv, recurrent = state if state is not None else (None, None)
-    z, inner, bc, dt = split_linear(self.in_proj, x, [E, E, 2 * N, H])
+    z, inner, bc, dt, *more = split_linear(self.in_proj, x, self.widths)
     parts = [inner.astype(self.dtype), bc.astype(self.dtype)]
     (inner, bc), conv = self.conv.of_parts(parts, conv, segment_ids)
     b, c = jnp.split(bc, 2, axis=-1)
@@ -334,19 +287,21 @@ class Mamba2(Mixer[Mamba2State]):
     if self.min_step > 0 or self.max_step is not None:
       dt = jnp.clip(dt, self.min_step, self.max_step)
     inner = split_heads(inner, H)  # [B, T, H, P]
-    y, recurrent = linear_attention(
+    y, recurrent = self._recurrence(
       split_heads(c, G).astype(self.dtype),
       split_heads(b, G).astype(self.dtype),
       (dt[..., None] * inner).astype(self.dtype),
-      log_decay=-jnp.exp(wide(self.log_rate[...])) * dt,
-      scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      -jnp.exp(wide(self.log_rate[...])) * dt,
+      recurrent,
+      segment_ids,
+      *more,
     )
     y = (wide(y) + wide(self.skip[...])[:, None] * wide(inner)).astype(self.dtype)
     y = self._normed(merge_heads(y), z).astype(self.dtype)
-    return self.o_proj(y).astype(self.dtype), Mamba2State(conv, recurrent)
+    return self.o_proj(y).astype(self.dtype), conv, recurrent
+
+  def _recurrence(self, q, k, v, log_decay, state, segment_ids, *more):
+    raise NotImplementedError
 
   def _normed(self, y, z):
     """The gate and the norm, in the order of `norm_order`; y, z [B, T, E]."""
@@ -357,3 +312,77 @@ class Mamba2(Mixer[Mamba2State]):
       return self.norm(y, gate=z, **options)
     groups = lambda x: split_heads(x, self.num_groups)
     return merge_heads(self.norm.per_head(groups(y), gate=groups(z), **options))
+
+
+@register_state
+class Mamba2State(NamedTuple):
+  """Recurrent state of `Mamba2`, float32."""
+
+  conv: ConvState  # inputs [B, W - 1, E + 2 G N]
+  recurrent: LinearAttentionState  # kv [B, H, N, P]
+
+
+class Mamba2(Mamba2Block[Mamba2State]):
+  r"""The Mamba-2 block: H heads of width P, one decay per token and head, E = expand D = H P.
+
+      [z_t, u', dt'] = W_in u_t,      [x_t, b_t, c_t] = silu(conv(u'))    over W tokens, per channel
+      dt_t = softplus(dt' + dt_bias)                                      per head
+      S_t = exp(dt_t A) S_{t-1} + b_t (dt_t x_t)^T                        S: [N, P], A < 0 per head
+      y_t = S_t^T c_t + skip x_t,      out_t = W_o RMSNorm(y_t * silu(z_t))
+
+  b and c are shared by all heads, or by those of one of G groups. A = -exp(log_rate) is a
+  parameter; the decay is data-dependent through dt. Initially -A is uniform between 1 and 16, dt
+  log-uniform between 0.001 and 0.1, skip = 1.
+
+  The defaults are those of mamba-ssm's `Mamba2`, and, but for its 8 groups, of `Mamba2Mixer` of
+  transformers. Groups are normed one by one, as in both. `FalconH1Mixer` has norm_order "none",
+  or another.
+
+  Args:
+    dim: D, the width of input and output.
+    expand: E / D.
+    head_dim: P; a divisor of E.
+    state_dim: N, the width of b and c.
+    num_groups: G, a divisor of H ("n_groups", "ngroups").
+    conv_size: W; None leaves the convolution out.
+    use_bias: whether W_in and W_o have biases.
+    conv_bias: whether the convolution has one.
+    norm_order: "gate_first", as above; "norm_first" for RMSNorm(y_t) * silu(z_t), which mamba-ssm
+      calls norm_before_gate; "none" for y_t * silu(z_t).
+    min_step, max_step: the range to which dt_t is clipped (mamba-ssm's `dt_limit`, transformers'
+      `time_step_limit`); None for no upper bound.
+    num_layers: of the model; W_o starts as that of a linear layer, divided by sqrt(num_layers).
+    norm_eps: eps of the norm, under the root.
+    dtype: of the projections and of x, b, c; dt, decays, norm, state and sums are float32.
+    param_dtype: of the parameters.
+
+  Raises:
+    ValueError: a size is not positive or does not fit, `head_dim` does not divide E, or
+      `norm_order` is unknown, or no step is between `min_step` and `max_step`.
+
+  Source: Mamba-2 (Dao and Gu 2024), section 7.1; initialization as in its published code. The
+  projections without a rule of their own start uniform within 1 / sqrt(inputs).
+  """
+
+  name = "mamba2"
+  recurrence_flops = flops.linear_attention
+
+  def _init_state(self, B):
+    kv = jnp.zeros((B, self.num_heads, self.state_dim, self.head_dim), jnp.float32)
+    return Mamba2State(self.conv.init_state(B), LinearAttentionState(kv, None))
+
+  def _mix(self, x, state, segment_ids):
+    out, conv, recurrent = self._run(x, state, segment_ids)
+    return out, Mamba2State(conv, recurrent)
+
+  def _recurrence(self, q, k, v, log_decay, state, segment_ids, *more):
+    return linear_attention(
+      q,
+      k,
+      v,
+      log_decay=log_decay,
+      scale=1.0,
+      axis_name=self.sequence_axis,
+      initial_state=state,
+      segment_ids=segment_ids,
+    )

@@ -1,5 +1,6 @@
 """Softmax attention, over the whole sequence or a sliding window, with a cache as its state."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,14 +11,18 @@ from flax import nnx
 from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.common.checks import check_choice, check_positive
+from lnssm_jax.mixers.common.latents import Latents
 from lnssm_jax.mixers.common.norms import RMSNorm, RMSNormFromZero
 from lnssm_jax.mixers.common.projections import Linear, split_heads
 from lnssm_jax.mixers.common.qkv import QKVMixer
 from lnssm_jax.ops import AttentionState, attention, rotary_embedding
+from lnssm_jax.ops.attention.cache import advance
 from lnssm_jax.ops.attention.rotary import check_scaling
+from lnssm_jax.ops.attention.types import Mask, Tokens
 from lnssm_jax.ops.core.dropout import check_rate
 from lnssm_jax.ops.core.halo import step_positions
 from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.core.segments import segments_of
 
 POSITIONS = ("rotary", "none")
 QK_NORMS: dict[Any, Any] = {
@@ -39,6 +44,18 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
   `rotary_scaling`; Qwen2 has use_bias="qkv", Qwen3 qk_norm=True and norm_eps=1e-6, Qwen3-Next
   qk_norm="rms_from_zero", use_gate=True and rotary_width=K / 4, Gemma 2 `scale` and `soft_cap`,
   Griffin's models (RecurrentGemma) num_kv_heads=1, rotary_width=K / 2 and use_bias="o".
+
+  With kv_rank it is multi-head latent attention (MLA): keys and values of all heads come from one
+  vector c_t of a token, and `rotary_width` channels of the keys, which all heads share, from x_t:
+
+      [r_t, c_t] = W_dkv x_t,      k_t = [R_t r_t, W_uk c_t],  v_t = W_uv c_t     c_t with RMSNorm
+      q_t = [R_t ., .] = W_q x_t, or with q_rank W_uq RMSNorm(W_dq x_t)
+
+  DeepSeek-V2 and V3: kv_rank=512, q_rank=1536, head_dim=192, rotary_width=64, value_head_dim=128
+  for kv_lora_rank, q_lora_rank, qk_nope_head_dim + qk_rope_head_dim, qk_rope_head_dim and
+  v_head_dim; their kernels have rotated channels last, in neighboring pairs. Kimi Linear has
+  positions="none" besides. The cache has [R_t r_t, c_t] alone, as k. One token reads it as it is,
+  with queries W_uk^T q_t; more tokens compute its keys and values.
 
   The state is the cache of the last `window` - 1 keys and values, in `dtype`. With window=None it
   is that of all `max_length` - 1 earlier tokens, and longer sequences are rejected: with an error
@@ -69,7 +86,9 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     scale: of the scores; None means K^(-1/2).
     soft_cap: c, with which a score s becomes c tanh(s / c) before the softmax; None for none. It
       runs in XLA: cuDNN has no such kernel.
-    use_bias: whether projections have a bias: all four, none, "qkv" or "o".
+    kv_rank, q_rank: the widths of c_t and of the vector before W_uq; None for neither.
+    use_bias: whether projections have a bias: all four, none, "qkv" or "o". With `kv_rank`, "qkv"
+      are W_dkv and W_dq.
     use_gate: whether sigmoid(W_g x_t) multiplies y_t, with a bias as that of q.
     attention_dropout: the rate at which probabilities p_tj are dropped in a call with `dropout_key`
       (GPT-2 and Zoology: 0.1). Such calls run in XLA: cuDNN would draw masks of its own.
@@ -86,6 +105,11 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
   """
 
   name = "softmax_attention"
+  sharding = (
+    (r"latents/\w+_down_proj/kernel", ("fsdp", None)),
+    (r"latents/\w+_up_proj/kernel", (None, ("tensor", "fsdp"))),
+    (r"latents/\w+_proj/bias", (None,)),
+  )
   recurrence_flops = flops.attention
 
   def __init__(
@@ -106,6 +130,8 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     norm_eps: float = 1e-6,
     scale: float | None = None,
     soft_cap: float | None = None,
+    kv_rank: int | None = None,
+    q_rank: int | None = None,
     use_bias: bool | str = False,
     use_gate: bool = False,
     attention_dropout: float = 0.0,
@@ -126,6 +152,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       value_head_dim=value_head_dim,
       num_kv_heads=num_kv_heads,
       use_bias=use_bias,
+      projected="qkv" if kv_rank is None else "q" * (q_rank is None),
       num_layers=num_layers,
       **options,
     )
@@ -169,16 +196,41 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       **options,
     )
     self.g_proj = gate() if use_gate else None
+    self.latents = (
+      None
+      if kv_rank is None and q_rank is None
+      else self._latents(
+        kv_rank, q_rank, qk_norm, num_kv_heads, use_bias in (True, "qkv"), norm_eps, options
+      )
+    )
 
-  def _init_state(self, B):
-    return attention.init_state(
-      batch=B,
-      kv_heads=self.num_kv_heads,
+  def _latents(self, kv_rank, q_rank, qk_norm, num_kv_heads, use_bias, eps, options) -> Latents:
+    """The projections of latent attention."""
+    width, heads = self.rotary_width, self.num_heads
+    if kv_rank is None or width is None or qk_norm or num_kv_heads not in (None, heads):
+      raise ValueError(
+        f"kv_rank={kv_rank}, q_rank={q_rank}, rotary_width={width}, qk_norm={qk_norm} and "
+        f"num_kv_heads={num_kv_heads}: latent attention needs kv_rank and rotary_width, and has "
+        "neither qk_norm nor num_kv_heads."
+      )
+    return Latents(
+      self.dim,
+      num_heads=heads,
       key_dim=self.key_dim,
       value_dim=self.value_dim,
-      window=self.reach,
-      dtype=self.dtype,
+      shared=width,
+      kv_rank=check_positive("kv_rank", kv_rank),
+      q_rank=None if q_rank is None else check_positive("q_rank", q_rank),
+      use_bias=use_bias,
+      eps=eps,
+      **options,
     )
+
+  def _init_state(self, B):
+    widths = {"kv_heads": self.num_kv_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
+    if self.latents is not None:
+      widths = {"kv_heads": 1, "key_dim": self.latents.cached_dim, "value_dim": 0}
+    return attention.init_state(batch=B, **widths, window=self.reach, dtype=self.dtype)
 
   def _mix(self, x, state, segment_ids):
     return self._mix_dropping(x, state, segment_ids, None)
@@ -189,30 +241,58 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     if self.max_length is not None:
       check_capacity(type(self).__name__, T, before, segment_ids, self.max_length, axis)
     positions, _ = step_positions(B, T, segment_ids, before, axis_name=axis)
-    q, k, v = self._queries_keys_values(x)
-    if self.q_norm is not None and self.k_norm is not None:
-      q, k = self.q_norm(q), self.k_norm(k)
-    if self.positions == "rotary":
-      scaling = None if self.rotary_scaling is None else dict(self.rotary_scaling)
-      rotated = lambda z: rotary_embedding(
-        z, positions, self.rotary_base, width=self.rotary_width, scaling=scaling
-      )
-      q, k = rotated(q), rotated(k)
-    y, cache = attention(
-      *(z.astype(self.dtype) for z in (q, k, v)),
+    run = functools.partial(
+      attention,
       window=self.reach,
-      scale=self.scale,
+      scale=self.key_dim**-0.5 if self.scale is None else self.scale,
       soft_cap=self.soft_cap,
       dropout=self.attention_dropout,
       dropout_key=dropout_key,
       axis_name=axis,
-      initial_state=state,
       segment_ids=segment_ids,
     )
+    if self.latents is None:
+      q, k, v = self._queries_keys_values(x)
+      if self.q_norm is not None and self.k_norm is not None:
+        q, k = self.q_norm(q), self.k_norm(k)
+      q, k = self._rotated(q, positions), self._rotated(k, positions)
+      y, cache = run(*(z.astype(self.dtype) for z in (q, k, v)), initial_state=state)
+    else:
+      y, cache = self._read(self.latents, run, x, positions, state, segment_ids)
     if self.g_proj is not None:
       y = wide(y) * jax.nn.sigmoid(split_heads(wide(self.g_proj(x)), self.num_heads))
     out = self._output(y)
     return out if self.max_length is None else nan_beyond(out, positions, self.max_length), cache
+
+  def _rotated(self, x, positions):
+    if self.positions == "none":
+      return x
+    scaling = None if self.rotary_scaling is None else dict(self.rotary_scaling)
+    width = self.rotary_width
+    return rotary_embedding(x, positions, self.rotary_base, width=width, scaling=scaling)
+
+  def _read(self, latents: Latents, run, x, positions, state, segment_ids):
+    """(y [B, T, H, V], the cache) of latent attention."""
+    q = latents.queries(x) if latents.q_up_proj else split_heads(self.q_proj(x), self.num_heads)
+    q = self._rotated(wide(q), positions)
+    shared, latent = latents.down(x)
+    cached = jnp.concatenate([self._rotated(shared, positions), latent], axis=-1).astype(self.dtype)
+    if x.shape[1] == 1 or self.sequence_axis is not None:
+      if state is not None:
+        state = state._replace(v=latents.of_values(state.k))
+      q = latents.absorbed(q).astype(self.dtype)
+      y, state = run(q, cached, latents.of_values(cached), initial_state=state)
+      return latents.values(y), state._replace(v=state.v[..., :0])
+    B, T, _ = x.shape
+    segments = segments_of(type(self).__name__, segment_ids, B, T)
+    document = jnp.zeros_like(positions) if segments is None else segments.index
+    mask, tokens = Mask(self.reach, None, True), Tokens(positions, document)
+    last = advance(mask, state, cached, cached[..., :0], tokens)
+    if state is not None:
+      keys, values = latents.expanded(state.k)
+      state = state._replace(k=keys, v=values)
+    y, _ = run(q.astype(self.dtype), *latents.expanded(cached), initial_state=state)
+    return y, last
 
 
 class SlidingWindowAttention(SoftmaxAttention):
@@ -247,6 +327,8 @@ class SlidingWindowAttention(SoftmaxAttention):
     norm_eps: float = 1e-6,
     scale: float | None = None,
     soft_cap: float | None = None,
+    kv_rank: int | None = None,
+    q_rank: int | None = None,
     use_bias: bool | str = False,
     use_gate: bool = False,
     attention_dropout: float = 0.0,
@@ -270,6 +352,8 @@ class SlidingWindowAttention(SoftmaxAttention):
       norm_eps=norm_eps,
       scale=scale,
       soft_cap=soft_cap,
+      kv_rank=kv_rank,
+      q_rank=q_rank,
       use_bias=use_bias,
       use_gate=use_gate,
       attention_dropout=attention_dropout,

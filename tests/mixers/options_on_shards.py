@@ -19,10 +19,12 @@ CASES = [
   ("lnssm", HEADS | {"feature_map": "identity"}),
   ("lnssm", HEADS | {"shift": "none", "use_decay": False}),
   ("mamba2", {"head_dim": 4, "state_dim": 3, "num_groups": 2, "conv_size": None}),
+  ("mamba3", {"head_dim": 8, "state_dim": 4, "mimo_rank": 2}),
   ("metala", HEADS | {"conv_size": None}),
   ("qlstm", {"variant": "paper"}),
   ("rwkv5", HEADS | {"decay": "head"}),
   ("softmax_attention", HEADS | {"soft_cap": 1.0, "rotary_width": 2, "max_length": 16}),
+  ("softmax_attention", HEADS | {"kv_rank": 3, "rotary_width": 2, "max_length": 16}),
   ("tnl", HEADS | {"variant": "transnormerllm"}),
 ]
 

@@ -130,6 +130,9 @@ BAD = {
     ({"max_length": 0}, "max_length=0 must"),
     ({"positions": "rope"}, "positions='rope' is unknown"),
     ({"rotary_base": 0}, "rotary_base=0 must"),
+    ({"kv_rank": 4}, "latent attention needs kv_rank and rotary_width"),
+    ({"q_rank": 4, "rotary_width": 2}, "latent attention needs kv_rank and rotary_width"),
+    ({"kv_rank": 0, "rotary_width": 2}, "kv_rank=0 must"),
   ],
   "ssd": [({"num_layers": 0}, "num_layers=0 must")],
   "sse": [
@@ -147,6 +150,21 @@ BAD = {
     ({"positions": "lrp"}, "positions='lrp' is unknown; did you mean 'lrpe'"),
     ({"gate_rank": 0}, "gate_rank=0 must"),
     *LAYER,
+  ],
+  "log_linear": [({"head_dim": 8, "max_length": 1}, "max_length=1 must be at least 2")],
+  "mamba3": [
+    ({"head_dim": 3}, "head_dim=3 does not divide .* 16; use head_dim=1"),
+    ({"head_dim": 8, "num_groups": 3}, "num_groups=3 does not divide"),
+    ({"head_dim": 8, "mimo_rank": 0}, "mimo_rank=0 must"),
+    ({"head_dim": 8, "rotary_fraction": 0.3}, "rotary_fraction=0.3 is unknown"),
+    ({"head_dim": 8, "state_dim": 2}, "state_dim=2 and .* no pair of channels"),
+    ({"head_dim": 8, "decay_rate": "exp"}, "decay_rate='exp' is unknown"),
+    ({"head_dim": 8, "decay_floor": -1.0}, "decay_floor=-1.0 must be at least 0"),
+  ],
+  "mlstm": [
+    ({"gate_soft_cap": 0.0}, "gate_soft_cap=0.0 must be positive, or None"),
+    ({"denominator_eps": -1.0}, "denominator_eps=-1.0 must not be negative"),
+    ({"expand_k": 0.3}, "expand_k=0.3 of dim=8"),
   ],
   "tnn": [
     ({"max_length": 7}, "max_length=7 is odd"),

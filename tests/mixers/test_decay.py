@@ -18,7 +18,7 @@ NONE = {
   *("longhorn_exact", "normalized_attention", "short_conv", "sliding_window_attention"),
   "softmax_attention",
 }
-OTHER_MAPS = {"gated_delta_net", "rwkv4", "s4"}  # not one factor per number
+OTHER_MAPS = {"gated_delta_net", "log_linear", "mlstm", "rwkv4", "s4"}  # not one factor per number
 QUICK = {"gfw", "gsa", "lnssm", "mamba", "rg_lru"}  # forms of decays and of states
 LINEAR = (
   *(ops.DiagonalState, ops.ElementwiseDecayState, ops.ExponentialState, ops.LinearAttentionState),

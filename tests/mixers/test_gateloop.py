@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import GateLoop
-from lnssm_jax.mixers.gateloop import _sums_within_a_turn
+from lnssm_jax.mixers.common.angles import sums_within_a_turn
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references import gateloop as reference
 from tests.mixers.tiny import DIM, inputs
@@ -16,7 +16,7 @@ from tests.mixers.tiny import DIM, inputs
 @pytest.mark.parametrize("size", [0.1, 3.0, 300.0])
 def test_gateloop_angle_sums_lose_less_than_a_rounding_per_token(size):
   angles = jnp.asarray(np.random.default_rng(0).normal(1, size, (1, 4096, 1)), jnp.float32)
-  sums = jax.jit(_sums_within_a_turn)(angles)
+  sums = jax.jit(sums_within_a_turn)(angles)
   assert np.abs(sums).max() < 3.2
   exact = np.cumsum(np.float64(angles), axis=1)
   assert np.abs(np.exp(1j * np.float64(sums)) - np.exp(1j * exact)).max() < 4096 * 2**-24

@@ -46,10 +46,24 @@ COUNTS = [
   ("lrn", {"output_gate": "none"}, 3 * D**2 + 2 * D),
   ("lrpe", HEADS, 4 * D**2 + 3 * D),
   ("lrpe", HEADS | {"use_bias": True}, 4 * D**2 + 7 * D),
+  # As Mamba-2 below, with 15 weights per head, and what multiplies them.
+  (
+    "log_linear",
+    {},
+    D * (2 * 128 + 2 * 128 + 2 * 16) + 5 * (128 + 2 * 128) + 3 * 2 + 128 + D * 128 + 2 * 15,
+  ),
   # Width 128 inside, of two heads of 64; convolution, decays, steps and skips, norm.
   ("mamba2", {}, D * (2 * 128 + 2 * 128 + 2) + 5 * (128 + 2 * 128) + 3 * 2 + 128 + D * 128),
+  # Gate, values, b, c, steps, decays, shares, angles; biases and norms of b and c; skips, steps.
+  (
+    "mamba3",
+    {},
+    D * (4 * D + 2 * 128 + 3 * 2 + 32) + 2 * (2 * 128 + 128) + 2 * 2 + 2 * D**2,
+  ),
   # Queries and decays of width D / 2; values, gate and output of D.
   ("metala", HEADS, D**2 + 3 * D**2 + 4 * D + D // 2 + D),
+  # Queries and keys of width D / 2; values, gate, output; gates with biases, norm.
+  ("mlstm", HEADS, D**2 + 3 * D**2 + 2 * (D + 1) * H + D),
   (
     "normalized_attention",
     HEADS | {"head_dim": K},
@@ -67,6 +81,11 @@ COUNTS = [
   ("short_conv", {}, 4 * D**2 + 3 * D),
   ("softmax_attention", HEADS, 4 * D**2),
   ("softmax_attention", HEADS | {"num_kv_heads": 2, "use_bias": True}, 3 * D**2 + 3 * D),
+  (
+    "softmax_attention",
+    HEADS | {"kv_rank": N, "q_rank": R, "rotary_width": 4},
+    D * (N + 4) + N + N * (2 * D - 4 * H) + D * R + R + R * D + D**2,
+  ),
   ("tnl", HEADS, 4 * D**2 + 2 * D * D // H + 3 * D + H),
   (
     "tnn",

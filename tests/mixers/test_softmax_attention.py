@@ -9,7 +9,7 @@ from flax import nnx
 from lnssm_jax.mixers import SlidingWindowAttention, SoftmaxAttention
 from tests.mixers.helpers import apply, float64_params, relative_error, split
 from tests.mixers.references import softmax_attention as reference
-from tests.mixers.tiny import DIM, inputs
+from tests.mixers.tiny import DIM, disturbed, inputs
 
 
 def large(cls=SoftmaxAttention, **options):
@@ -28,6 +28,39 @@ def test_grouped_heads_biases_head_dims_gate_and_no_positions():
   assert relative_error(apply(mixer, x)[0][0], want) < 2e-6
   state = mixer.init_state(3)
   assert (state.k.shape, state.v.shape) == ((3, 2047, 2, 5), (3, 2047, 2, 3))
+
+
+LATENT = {"kv_rank": 5, "rotary_width": 2, "head_dim": 6, "value_head_dim": 3, "max_length": 12}
+
+
+@pytest.mark.parametrize(
+  "options",
+  [{"q_rank": 4, "use_bias": True}, {"window": 4, "max_length": 12}, {"positions": "none"}],
+)
+def test_latent_attention_from_any_token_on_equals_float64(options):
+  """Several tokens after a state compute its keys; single ones read the latents themselves."""
+  build = lambda: SoftmaxAttention(DIM, num_heads=2, **LATENT | options, rngs=nnx.Rngs(0))
+  (mixer, params), x = disturbed(build), 3 * inputs(2, 10)
+  run = lambda x: reference.latent_attention(
+    params,
+    np.float64(x),
+    num_heads=2,
+    rotary_width=2,
+    window=options.get("window"),
+    rotary="positions" not in options,
+  )
+  first, state = apply(mixer, x[:, :3])
+  assert (state.k.shape[2:], state.v.shape[2:]) == ((1, 7), (1, 0))
+  ids, outputs = jnp.asarray([[4, 4, 4, 1]] * 2), [first]
+  outputs.append(apply(mixer, x[:, 3:7], state, ids)[0])
+  state = apply(mixer, x[:, 3:7], state, ids)[1]
+  for t in range(7, 10):
+    out, state = apply(mixer, x[:, t : t + 1], state)
+    outputs.append(out)
+  got = np.concatenate(outputs, axis=1)
+  for row in range(2):
+    want = np.concatenate([run(x[row, :6]), run(x[row, 6:])])
+    assert relative_error(got[row], want) < 2e-6
 
 
 def test_dynamic_scaling_has_a_longest_sequence():

@@ -25,10 +25,13 @@ from tests.mixers.references import (
   linear_attention,
   lln,
   lnssm,
+  log_linear,
   long_convolutions,
   longhorn,
   mamba,
+  mamba3,
   metala,
+  mlstm,
   positional_attention,
   qlstm,
   rwkv,
@@ -86,13 +89,18 @@ TINY = {
   "linear_attention": Tiny(kernel_attention.linear_attention, HEADS, HEADS),
   "lln": Tiny(lln.lln, HEADS, HEADS, cache=True),
   "lnssm": Tiny(lnssm.lnssm, HEADS, HEADS),
+  "log_linear": Tiny(
+    log_linear.log_linear, {"state_dim": 3, "head_dim": 4, "max_length": 32}, {"head_dim": 4}
+  ),
   "longhorn": Tiny(longhorn.longhorn, {"state_dim": 3}),
   "longhorn_exact": Tiny(longhorn.longhorn_exact, {"state_dim": 3}),
   "lrn": Tiny(hgrn.lrn),
   "lrpe": Tiny(positional_attention.lrpe, HEADS, HEADS),
   "mamba": Tiny(mamba.mamba, {"state_dim": 3, "gate_rank": 2}),
   "mamba2": Tiny(mamba.mamba2, {"state_dim": 3, "head_dim": 4}, {"head_dim": 4}),
+  "mamba3": Tiny(mamba3.mamba3, {"state_dim": 4, "head_dim": 4}, {"state_dim": 4, "head_dim": 4}),
   "metala": Tiny(metala.metala, HEADS, HEADS),
+  "mlstm": Tiny(mlstm.mlstm, HEADS, HEADS),
   "mom": Tiny(
     sparse_state_expansion.mom, HEADS | {"num_memories": 3, "gate_rank": 3, "method": "mask"}, HEADS
   ),

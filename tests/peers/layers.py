@@ -26,9 +26,13 @@ from tests.peers.maps import (
   hgrn2_authors,
   hgrn_authors,
   hyena,
+  latent_attention,
+  log_linear,
   mamba,
   mamba2,
+  mamba3,
   mlp,
+  mlstm,
   qlstm,
   qwen3_next,
   retnet,
@@ -68,9 +72,14 @@ EPS = {"norm_eps": 1e-6}
 GROUPED = HEADS | {"num_kv_heads": 1}
 MAMBA = {"state_dim": 3, "gate_rank": 2}
 MAMBA2 = {"state_dim": 3, "head_dim": 4}
+MAMBA3 = {"state_dim": 8, "head_dim": 4}
+MAMBA3_NORM = {"num_groups": 2, "rotary_fraction": 1.0, "output_norm": True, "decay_floor": 0.7}
+MAMBA3_LATER = MAMBA3 | {"decay_rate": "heavy_tail"}
 FALCON_H1 = MAMBA2 | {"num_groups": 2, "norm_eps": 1e-5}
 GRIFFIN = HEADS | {"use_bias": True}
 FLA_RWKV6 = HEADS | {"mix_rank": 2, "gate_rank": 3, "norm_eps": 1e-5 / 64}
+MLA = HEADS | {"kv_rank": 6, "head_dim": 7, "rotary_width": 4, "value_head_dim": 2}
+MLA |= {"max_length": 8}
 DSF = HEADS | {"head_dim": 6}
 SAFARI = {"max_length": 8, "filter_dim": 4, "use_bias": True}
 # A bound b of ours is a share 1 - exp(-b^2); they pass the share.
@@ -109,12 +118,31 @@ PEERS = {
   "lfm2_short_conv_biases": Peer(
     "short_conv", {"conv_size": 4, "use_bias": True, "conv_bias": True}, short_conv
   ),
+  "log_linear_fla": Peer("log_linear", MAMBA2 | {"use_bias": True, "conv_bias": False}, log_linear),
+  "log_linear_fla_groups": Peer("log_linear", MAMBA2 | {"num_groups": 2}, log_linear),
+  "mamba3": Peer("mamba3", MAMBA3, mamba3),
+  "mamba3_norm": Peer("mamba3", MAMBA3_LATER | MAMBA3_NORM, mamba3),
+  "mamba3_mimo": Peer("mamba3", MAMBA3_LATER | {"mimo_rank": 2}, mamba3),
+  "mamba3_mimo_norm": Peer("mamba3", MAMBA3_LATER | MAMBA3_NORM | {"mimo_rank": 3}, mamba3),
+  "xlstm": Peer("mlstm", HEADS, mlstm),
+  "xlstm_biases": Peer(
+    "mlstm",
+    HEADS
+    | {"expand_k": 1.0, "expand_v": 2.0, "gate_soft_cap": 1.5, "denominator_eps": 0.1}
+    | {"use_bias": True, "norm_eps": 1e-3},
+    mlstm,
+  ),
   "llama": Peer("softmax_attention", GROUPED | {"max_length": 8}, attention),
   "llama_mlp": Peer("swiglu", {"hidden": 12, "use_bias": True}, mlp),
   "llama_mlp_gelu": Peer("geglu", {"hidden": 12}, mlp),
   "gpt2_mlp": Peer("gpt2", {"hidden": 12, "use_bias": True, "activation": "gelu_tanh"}, gpt2_mlp),
   "qwen2": Peer("softmax_attention", GROUPED | {"use_bias": "qkv", "max_length": 8}, attention),
   "qwen3": Peer("softmax_attention", GROUPED | {"qk_norm": True, "max_length": 8}, attention),
+  "deepseek_v3": Peer("softmax_attention", MLA | {"q_rank": 5, "use_bias": True}, latent_attention),
+  "deepseek_v2_lite": Peer("softmax_attention", MLA, latent_attention),
+  "kimi_linear_mla": Peer(
+    "softmax_attention", MLA | {"q_rank": 5, "positions": "none"}, latent_attention
+  ),
   "gemma2": Peer(
     "softmax_attention", GROUPED | {"soft_cap": 0.7, "scale": 0.5, "max_length": 8}, attention
   ),

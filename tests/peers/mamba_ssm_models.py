@@ -27,15 +27,26 @@ def _imported() -> tuple[types.ModuleType, ...]:
   return tuple(importlib.import_module(f"mamba_ssm.{name}") for name in names)
 
 
+def imported_mamba3(load) -> types.ModuleType:
+  """The module of Mamba-3, with its norm's reference; `load` imports a file of theirs."""
+  gated = _imported()[6]
+  _patch_gated_norm(gated)
+  return load("mamba_ssm/modules/mamba3.py")
+
+
+def _patch_gated_norm(gated):
+  gated.RMSNorm.forward = lambda self, x, z=None: gated.rms_norm_ref(
+    x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate
+  )
+
+
 def model(config: dict[str, Any]) -> Any:
   """The model of a config.json."""
   models, configs, first, second, block, norms, gated, combined, scans = _imported()
   first.selective_scan_fn = scans.selective_scan_fn = scans.selective_scan_ref
   norms.layer_norm_fn = block.layer_norm_fn = models.layer_norm_fn = _norm(norms)
   norms.rms_norm_fn = models.rms_norm_fn = norms.rms_norm_ref
-  gated.RMSNorm.forward = lambda self, x, z=None: gated.rms_norm_ref(
-    x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate
-  )
+  _patch_gated_norm(gated)
   second.mamba_chunk_scan_combined = lambda x, dt, A, B, C, *, D, z, dt_bias, dt_softplus, **_: (
     combined.ssd_selective_scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus)
   )

@@ -43,6 +43,31 @@ def attention(theirs: Arrays) -> dict[str, Any]:
   return named(theirs, **QKVO) | scale(theirs, q_norm="q_norm", k_norm="k_norm")
 
 
+def latent_attention(theirs: Arrays) -> dict[str, Any]:
+  """Their rotated channels are last, in neighboring pairs; two heads, 4 rotated and 3 others."""
+  H, shared, rest = 2, 4, 3
+  turned = np.array([0, 2, 1, 3])
+
+  def queries(name):
+    rows = theirs[f"{name}.weight"].reshape(H, rest + shared, -1)
+    rows = np.concatenate([rows[:, rest:][:, turned], rows[:, :rest]], axis=1)
+    return {"kernel": rows.reshape(H * (rest + shared), -1).T}
+
+  down = linear(theirs, "kv_a_proj_with_mqa")
+  rank = down["kernel"].shape[1] - shared
+  order = np.concatenate([rank + turned, np.arange(rank)])
+  up = theirs["kv_b_proj.weight"].reshape(H, -1, rank)
+  kernel = lambda rows: {"kernel": rows.reshape(-1, rank).T}
+  inner = {"kv_down_proj": {name: x[..., order] for name, x in down.items()}}
+  inner |= {"k_up_proj": kernel(up[:, :rest]), "v_up_proj": kernel(up[:, rest:])}
+  inner |= scale(theirs, kv_norm="kv_a_layernorm", q_norm="q_a_layernorm")
+  ours = named(theirs, o_proj="o_proj")
+  if "q_proj.weight" in theirs:
+    return ours | {"latents": inner, "q_proj": queries("q_proj")}
+  inner |= named(theirs, q_down_proj="q_a_proj") | {"q_up_proj": queries("q_b_proj")}
+  return ours | {"latents": inner}
+
+
 def mlp(theirs: Arrays) -> dict[str, Any]:
   return named(theirs, gate="gate_proj", up="up_proj", down="down_proj")
 
@@ -72,6 +97,40 @@ def mamba2(theirs: Arrays) -> dict[str, Any]:
 def short_conv(theirs: Arrays) -> dict[str, Any]:
   ours = named(theirs, in_proj="in_proj", o_proj="out_proj")
   return ours | {"conv": conv(theirs, "conv")}
+
+
+def log_linear(theirs: Arrays) -> dict[str, Any]:
+  return mamba2(theirs) | {"level_weight": theirs["L"]}
+
+
+def mamba3(theirs: Arrays) -> dict[str, Any]:
+  """Their pairs of channels are neighbors; biases of b and c have the number of heads and R."""
+  H, R, N = theirs["B_bias"].shape
+  P = theirs["out_proj.weight"].shape[1] // H
+  rows = theirs["in_proj.weight"].shape[0] - 2 * H * P - 3 * H
+  # G groups and A angles: 2 R G N + A rows remain, and A is N / 4 or N / 2.
+  angles = rows % (2 * R * N)
+  order = np.arange(N)
+  pairs = order[: 2 * angles].reshape(-1, 2)
+  order[: 2 * angles] = np.concatenate([pairs[:, 0], pairs[:, 1]])
+  z_and_v, bc, rest = np.split(theirs["in_proj.weight"], [2 * H * P, 2 * H * P + rows - angles])
+  bc = bc.reshape(-1, N, DIM)[:, order].reshape(-1, DIM)
+  ours = {"in_proj": {"kernel": np.concatenate([z_and_v, bc, rest]).T}}
+  for name in "bc":
+    ours[f"{name}_norm"] = {"scale": theirs[f"{name.upper()}_norm.weight"][order]}
+    ours[f"{name}_offset"] = theirs[f"{name.upper()}_bias"][..., order]
+  mimo = {"mimo_v": "mimo_x", "mimo_z": "mimo_z", "mimo_o": "mimo_o"}
+  ours |= {name: theirs[source] for name, source in mimo.items() if source in theirs}
+  ours |= {"dt_bias": theirs["dt_bias"], "skip": theirs["D"]} | scale(theirs, norm="norm")
+  return ours | named(theirs, o_proj="out_proj")
+
+
+def mlstm(theirs: Arrays) -> dict[str, Any]:
+  gates = {"g_proj": "ogate_preact", "i_proj": "igate_preact", "f_proj": "fgate_preact"}
+  ours = named(theirs, q_proj="q", k_proj="k", v_proj="v", o_proj="out_proj", **gates)
+  norm = {"scale": theirs["multihead_norm.weight"]}
+  bias = theirs.get("multihead_norm.bias")
+  return ours | {"norm": norm if bias is None else norm | {"bias": bias}}
 
 
 def griffin(theirs: Arrays) -> dict[str, Any]:

@@ -49,6 +49,8 @@ def main() -> None:
     author_layers,
     fla_layers,
     fla_models,
+    log_linear_layers,
+    mamba3_layers,
     record_models,
     record_published,
     torchscale_layers,
@@ -60,6 +62,8 @@ def main() -> None:
   write("fla", fla_layers.cases())
   write("torchscale", torchscale_layers.cases())
   write("authors", author_layers.cases())
+  write("mamba_ssm", mamba3_layers.cases())
+  write("fla_log_linear", log_linear_layers.cases())
   for case, (model, decode) in (transformers_models.cases() | fla_models.cases()).items():
     record_models.record(case, model, decode)
   record_published.main()

@@ -32,7 +32,9 @@ DECODED = (
   "gated_delta_net_fla_no_conv",
   "gla_fla_conv",
   "gsa_fla_grouped",
+  "log_linear_fla",
   "mamba2_groups",
+  "mamba3_mimo_norm",
   "recurrent_gemma_attention",
 )
 
@@ -122,7 +124,9 @@ def test_decoding_equals_the_recorded_layer(case):
   assert relative_error(out, golden()[case]["out"]) < STEP_TOLERANCES.get(case, TOLERANCE)
 
 
-@pytest.mark.parametrize("case", ["gla_fla_conv", "gsa_fla_grouped", "gated_delta_net_fla_no_conv"])
+@pytest.mark.parametrize(
+  "case", ["gla_fla_conv", "gsa_fla_grouped", "gated_delta_net_fla_no_conv", "mamba3_mimo"]
+)
 def test_packed_documents_equal_separate_ones_with_options(case):
   """The optional convolutions are reset too, and those that are left out keep nothing."""
   with jax.enable_x64(True):

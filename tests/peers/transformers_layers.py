@@ -3,6 +3,11 @@
 import inspect
 
 import torch
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+  DeepseekV3Attention,
+  DeepseekV3Config,
+  DeepseekV3RotaryEmbedding,
+)
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Config, FalconH1Mixer
 from transformers.models.falcon_mamba.modeling_falcon_mamba import (
   FalconMambaConfig,
@@ -15,6 +20,10 @@ from transformers.models.gemma2.modeling_gemma2 import (
 )
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Config
 from transformers.models.jamba.modeling_jamba import JambaConfig, JambaMambaMixer
+from transformers.models.kimi_linear.modeling_kimi_linear import (
+  KimiLinearAttention,
+  KimiLinearConfig,
+)
 from transformers.models.lfm2.modeling_lfm2 import Lfm2Config, Lfm2ShortConv
 from transformers.models.llama.modeling_llama import (
   LlamaAttention,
@@ -34,6 +43,7 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
   RecurrentGemmaRecurrentBlock,
 )
 from transformers.models.rwkv.modeling_rwkv import RwkvConfig, RwkvSelfAttention
+from transformers.models.xlstm.modeling_xlstm import xLSTMConfig, xLSTMLayer
 
 from tests.peers.numbers import DIM, T
 
@@ -127,6 +137,18 @@ def _lfm2(**options):
   return Lfm2ShortConv(Lfm2Config(hidden_size=DIM, num_hidden_layers=1, **options), 0)
 
 
+def _xlstm(**options):
+  sizes = {"hidden_size": DIM, "num_heads": 2, "num_hidden_layers": 1}
+  return xLSTMLayer(xLSTMConfig(**sizes, autocast_kernel_dtype="float32", **options))
+
+
+def _kimi(**options):
+  sizes = {"hidden_size": DIM, "num_attention_heads": 2, "num_hidden_layers": 1}
+  config = KimiLinearConfig(**sizes, attn_implementation="eager", **options)
+  mask = torch.triu(torch.full((T, T), -torch.inf), 1)[None, None]
+  return KimiLinearAttention(config, 0), lambda module, x: module(x, attention_mask=mask)[0]
+
+
 def _softmax(config_class, layer_class, rotary_class, **options):
   config = config_class(
     hidden_size=DIM,
@@ -141,6 +163,9 @@ def _softmax(config_class, layer_class, rotary_class, **options):
 def cases():
   grouped = {"num_key_value_heads": 1, "head_dim": 4}
   rotary = LlamaRotaryEmbedding
+  latent = {"q_lora_rank": 5, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 3}
+  latent |= {"v_head_dim": 2, "num_key_value_heads": 2}
+  biases = {"attention_bias": True}
   soft_cap = {"attn_logit_softcapping": 0.7, "query_pre_attn_scalar": 4}
   mlp = lambda **options: LlamaMLP(
     LlamaConfig(hidden_size=DIM, intermediate_size=12, num_attention_heads=2, **options)
@@ -172,12 +197,34 @@ def cases():
     "qwen3_next": (_qwen3_next(), _plain),
     "lfm2_short_conv": (_lfm2(), _plain),
     "lfm2_short_conv_biases": (_lfm2(conv_L_cache=4, conv_bias=True), _plain),
+    "xlstm": (_xlstm(), _plain),
+    "xlstm_biases": (
+      _xlstm(
+        qk_dim_factor=1.0,
+        v_dim_factor=2.0,
+        gate_soft_cap=1.5,
+        eps=0.1,
+        use_bias=True,
+        norm_eps=1e-3,
+      ),
+      _plain,
+    ),
     "llama": _softmax(LlamaConfig, LlamaAttention, rotary, **grouped),
     "llama_mlp": (mlp(mlp_bias=True), _plain),
     "llama_mlp_gelu": (mlp(hidden_act="gelu"), _plain),
     "gpt2_mlp": (GPT2MLP(12, GPT2Config(n_embd=DIM)), _plain),
     "qwen2": _softmax(Qwen2Config, Qwen2Attention, rotary, num_key_value_heads=1),
     "qwen3": _softmax(Qwen3Config, Qwen3Attention, rotary, **grouped),
+    "deepseek_v3": _softmax(
+      DeepseekV3Config, DeepseekV3Attention, DeepseekV3RotaryEmbedding, **latent, **biases
+    ),
+    "deepseek_v2_lite": _softmax(
+      DeepseekV3Config,
+      DeepseekV3Attention,
+      DeepseekV3RotaryEmbedding,
+      **latent | {"q_lora_rank": None},
+    ),
+    "kimi_linear_mla": _kimi(**latent),
     "gemma2": _softmax(Gemma2Config, Gemma2Attention, Gemma2RotaryEmbedding, **grouped, **soft_cap),
     "rwkv": (RwkvSelfAttention(rwkv), _plain),
   }

@@ -82,7 +82,7 @@ def test_flops_pattern_and_tied_head_counted():
 
 
 # Parameters of rank 2 that do not multiply tokens as matrices: elementwise ones, long filters.
-ELEMENTWISE = {"a_log", "a_imag", "c_real", "c_imag"}
+ELEMENTWISE = {"b_offset", "c_offset", "level_weight", "a_log", "a_imag", "c_real", "c_imag"}
 
 
 def abstract(name, dim, **options):
@@ -105,11 +105,13 @@ def test_flops_every_mixer_has_formula():
 
 # The ops run as their equations state them, token by token. Other implementations do more, such as
 # applying a decay near 1 without its rounding. XLA also counts norms, gates and masks, and in these
-# features, rotations or powers of their matrix. Mixers that compute a whole filter for one token
+# features, levels, rotations or powers of their matrix. Mixers that compute a whole filter for one token
 # (dss, s4d, hyena, tnn) cannot be compared.
 LARGER = {"based": 1.5, "lln": 1.4, "s4": 1.6}
-LARGER |= dict.fromkeys(("cosformer", "gateloop", "lrpe"), 1.35)
+LARGER |= dict.fromkeys(("cosformer", "gateloop", "log_linear", "lrpe", "mamba3"), 1.35)
 QUICK = {"delta_net", "gla", "hgrn", "longhorn", "rwkv6", "s5", "s6", "softmax_attention", "ssd"}
+REACH = {"log_linear": ["max_length"], "softmax_attention": ["max_length"]}
+REACH |= {"sliding_window_attention": ["window"]}
 COMPARED = sorted(set(MIXERS) - {"dss", "s4d", "hyena", "tnn"})
 
 
@@ -118,8 +120,8 @@ COMPARED = sorted(set(MIXERS) - {"dss", "s4d", "hyena", "tnn"})
 )
 def test_flops_formula_matches_xla(name, monkeypatch):
   monkeypatch.setattr(dispatch.Call, "choose", lambda call, implementation=None: "reference")
-  D, keys = 128, {"softmax_attention": "max_length", "sliding_window_attention": "window"}
-  mixer = abstract(name, D, **({keys[name]: 16} if name in keys else {}))
+  D = 128
+  mixer = abstract(name, D, **{option: 16 for option in REACH.get(name, ())})
   graph, params = nnx.split(mixer)
   state = jax.eval_shape(lambda: mixer.init_state(1))
   x = jax.ShapeDtypeStruct((1, 1, D), jnp.float32)

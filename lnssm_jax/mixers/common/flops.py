@@ -8,6 +8,7 @@ complex number is one entry):
       with a normalizer z [K]       3 K, 4 K     z + k, z^T q; a z
       read before the update        + 3 K + 2 V  (q . u k) v
       complex decay, real k, v      10 K V
+    Mamba-3 S [K, V]              7 K V        a S, S + k v^T twice, S^T q; rank R: (6 R + 1) K V
     delta rule S [K, V]             6 K V        S^T e, S + k (..)^T, S^T q; with decay + K V
     k of N states S [K, V]        as above     per state that a token uses: k + 1
     selective scan S [E, N]         6 E N + 3 E  dt a, a S, S + x b^T, S c; dt x, skip x
@@ -97,7 +98,10 @@ def attention(mixer: Any, state: Any, length: int) -> float:
   else:
     blocks, rest = divmod(length, reach)
     seen = blocks * reach * (reach + 1) / 2 + rest * (rest + 1) / 2
-  return 2 * mixer.num_heads * (cache.k.shape[-1] + cache.v.shape[-1]) * seen / length
+  widths = cache.k.shape[-1] + cache.v.shape[-1]
+  if getattr(mixer, "latents", None) is not None:  # cached are vectors of all heads
+    widths = mixer.key_dim + mixer.value_dim
+  return 2 * mixer.num_heads * widths * seen / length
 
 
 def long_convolution(mixer: Any, state: Any, length: int) -> float:
@@ -107,6 +111,18 @@ def long_convolution(mixer: Any, state: Any, length: int) -> float:
   del state
   channels = getattr(mixer, "inner_dim", mixer.dim)
   return 10 * math.log2(2 * length) * channels
+
+
+def log_linear(mixer: Any, state: Any, length: int) -> float:
+  """A scan with one decay for each level that a sequence of this length has, and one above."""
+  used = min(mixer.num_states, (length - 1).bit_length() + 1)
+  return linear_attention(mixer, state, length) * used / mixer.num_states
+
+
+def mimo(mixer: Any, state: Any, length: int) -> float:
+  """One state per head with one decay: R keys of this and of the last token, read R times."""
+  del length
+  return (6 * mixer.rank + 1) * state.recurrent.kv.size
 
 
 def two_gates(mixer: Any, state: Any, length: int) -> float:

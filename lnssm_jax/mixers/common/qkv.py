@@ -27,6 +27,7 @@ class QKVMixer[State](Mixer[State]):
     value_head_dim: V, the width of a head's values; None means D / H.
     num_kv_heads: the number of key and value heads, a divisor of H; None means H.
     use_bias: whether projections have a bias: all four, none, "qkv" or "o".
+    projected: which of W_q, W_k and W_v the layer has; a subclass makes the others' results.
     num_layers: of the model, for the initial W_o.
   """
 
@@ -41,6 +42,7 @@ class QKVMixer[State](Mixer[State]):
     value_head_dim: int | None = None,
     num_kv_heads: int | None = None,
     use_bias: bool | str = False,
+    projected: str = "qkv",
     num_layers: int = 1,
     dtype,
     param_dtype,
@@ -69,9 +71,12 @@ class QKVMixer[State](Mixer[State]):
         rngs=rngs,
       )
 
-    self.q_proj = projection(dim, num_heads * self.key_dim)
-    self.k_proj = projection(dim, self.num_kv_heads * self.key_dim)
-    self.v_proj = projection(dim, self.num_kv_heads * self.value_dim)
+    if "q" in projected:
+      self.q_proj = projection(dim, num_heads * self.key_dim)
+    if "k" in projected:
+      self.k_proj = projection(dim, self.num_kv_heads * self.key_dim)
+    if "v" in projected:
+      self.v_proj = projection(dim, self.num_kv_heads * self.value_dim)
     self.o_proj = projection(num_heads * self.value_dim, dim, 0.02 / math.sqrt(2 * num_layers), "o")
 
   def _empty_recurrent(

@@ -73,10 +73,18 @@ def continues(
 
 def of_last(tree: Any, *, axis_name: str) -> Any:
   """The arrays of the last shard, on all devices: one all-reduce, none where nothing reads them."""
-  index, count = place(axis_name)
-  return jax.tree.map(
-    lambda x: jax.lax.psum(jnp.where(index == count - 1, x, jnp.zeros_like(x)), axis_name), tree
-  )
+  return _of(place(axis_name)[1] - 1, tree, axis_name)
+
+
+def of_first(tree: Any, *, axis_name: str) -> Any:
+  """The arrays of the first shard, likewise."""
+  return _of(0, tree, axis_name)
+
+
+def of_next(x: jax.Array, *, axis_name: str) -> jax.Array:
+  """x of the shard after this one; zeros in the last."""
+  _, count = place(axis_name)
+  return jax.lax.ppermute(x, axis_name, [(j + 1, j) for j in range(count - 1)])
 
 
 def step_positions(
@@ -109,6 +117,13 @@ def step_positions(
   in_last = jnp.sum(segments.in_last(), axis=1, dtype=jnp.int32)
   entering, final = states(axis_name, in_last, before, lambda steps, state: state + steps, segments)
   return positions(segments, batch, length, entering), final
+
+
+def _of(number, tree, axis_name):
+  index, _ = place(axis_name)
+  return jax.tree.map(
+    lambda x: jax.lax.psum(jnp.where(index == number, x, jnp.zeros_like(x)), axis_name), tree
+  )
 
 
 def _from_shard_before(x, axis_name):

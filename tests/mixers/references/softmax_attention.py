@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.mixers.references.common import heads
+from tests.mixers.references.common import heads, root_mean_square_norm
 
 
 def softmax_attention(params, x, *, num_heads, num_kv_heads=None, window=None, rotary=True):
@@ -13,9 +13,37 @@ def softmax_attention(params, x, *, num_heads, num_kv_heads=None, window=None, r
     heads(affine("k"), num_kv_heads),
     heads(affine("v"), num_kv_heads),
   )
-  T, H, K = q.shape
   if rotary:
     q, k = rotated(q), rotated(k)
+  y = read(q, k, v, window)
+  if "g_proj" in params:
+    y = y / (1 + np.exp(-affine("g")))
+  return y @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
+
+
+def latent_attention(params, x, *, num_heads, rotary_width, window=None, rotary=True):
+  """Keys and values of all heads from one vector per token."""
+  inner = params["latents"]
+  affine = lambda z, name: z @ inner[name]["kernel"] + inner[name].get("bias", 0)
+  norm = lambda z, name: root_mean_square_norm(z, inner[name]["scale"], 1e-6)
+  shared, c = np.split(affine(x, "kv_down_proj"), [rotary_width], axis=1)
+  c = norm(c, "kv_norm")
+  if "q_down_proj" in inner:
+    q = affine(norm(affine(x, "q_down_proj"), "q_norm"), "q_up_proj")
+  else:
+    q = x @ params["q_proj"]["kernel"]
+  q, shared = heads(q, num_heads), shared[:, None]
+  if rotary:
+    turned = rotated(q[..., :rotary_width])
+    q, shared = np.concatenate([turned, q[..., rotary_width:]], axis=-1), rotated(shared)
+  k, v = (heads(affine(c, f"{name}_up_proj"), num_heads) for name in "kv")
+  k = np.concatenate([np.broadcast_to(shared, (*k.shape[:2], rotary_width)), k], axis=-1)
+  return read(q, k, v, window) @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
+
+
+def read(q, k, v, window):
+  """[T, H V] of queries [T, H, K]."""
+  (T, H, K), num_kv_heads = q.shape, k.shape[1]
   y = np.zeros((T, H, v.shape[-1]))
   for t in range(T):
     first = 0 if window is None else max(0, t - window + 1)
@@ -23,10 +51,7 @@ def softmax_attention(params, x, *, num_heads, num_kv_heads=None, window=None, r
       g = h // (H // num_kv_heads)
       weights = np.exp(k[first : t + 1, g] @ q[t, h] / np.sqrt(K))
       y[t, h] = weights @ v[first : t + 1, g] / weights.sum()
-  y = y.reshape(T, -1)
-  if "g_proj" in params:
-    y = y / (1 + np.exp(-affine("g")))
-  return y @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
+  return y.reshape(T, -1)
 
 
 def rotated(x):

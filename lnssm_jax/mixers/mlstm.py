@@ -1,0 +1,204 @@
+"""mLSTM, the matrix memory of xLSTM: exponential input gates and a stabilizer."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lnssm_jax.mixers.base import Mixer
+from lnssm_jax.mixers.common import flops
+from lnssm_jax.mixers.common.checks import check_head_widths, check_positive
+from lnssm_jax.mixers.common.norms import LayerNorm, LayerNormWithoutBias
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
+from lnssm_jax.ops import LinearAttentionState, linear_attention
+from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.core.segments import segments_of
+from lnssm_jax.ops.core.sequence_parallel import states
+from lnssm_jax.ops.core.states import register_state
+
+# Multiples of 1 / _GRID up to 4,096 are exact in float32, and so are their sums.
+_GRID, _LOWEST = 2.0**12, -(2.0**11)
+_LARGEST_EXPONENT = 1000.0
+
+
+@register_state
+class MLSTMState(NamedTuple):
+  """Recurrent state of `MLSTM`, float32. The sums are in units of exp(stabilizer)."""
+
+  recurrent: LinearAttentionState  # kv [B, H, K, V] is C, key_sum [B, H, K] is n
+  stabilizer: jax.Array  # m [B, H]
+
+
+class MLSTM(Mixer[MLSTMState]):
+  r"""A matrix memory with an exponential input gate and a sigmoid forget gate, per head.
+
+      q_t = W_q x_t,  k_t = W_k x_t,  v_t = W_v x_t
+      log i_t = cap(W_i x_t + b_i),      log f_t = log sigmoid(cap(W_f x_t + b_f))
+      m_t = max(log f_t + m_{t-1}, log i_t)                                      m_0 = 0
+      C_t = f C_{t-1} + i k_t v_t^T,      n_t = f n_{t-1} + i k_t
+      f = exp(log f_t + m_{t-1} - m_t),      i = exp(log i_t - m_t)
+      h_t = C_t^T q_t / (max(|n_t^T q_t|, exp(-m_t)) + eps)            q_t times K^(-1/2)
+      out_t = W_o (sigmoid(W_g x_t) * LayerNorm(h_t))                  norm of each head
+
+  cap(z) = c tanh(z / c). Without eps the stabilizer m cancels: it only keeps exp in range.
+
+  The defaults are the layer of xLSTM 7B. The block of the first paper, with a convolution before
+  queries and keys and projections in blocks of 4 channels, is not offered.
+
+  Args:
+    dim: D, the width.
+    num_heads: H.
+    expand_k: H K / D, of queries and keys ("qk_dim_factor" in transformers).
+    expand_v: H V / D, of values ("v_dim_factor").
+    gate_soft_cap: c, a positive number; None for cap(z) = z, with log i_t clipped to +-1,000.
+    denominator_eps: eps ("eps" in transformers); 0 as in the equations of the paper.
+    use_bias: whether W_q, W_k, W_v, W_g, W_o and the norm have biases; W_i and W_f always do.
+    norm_eps: eps of the norm, under the root.
+    num_layers: of the model, for the initial W_o.
+    dtype: of the projections, of k times its gate, and of v; gates, norm, state and sums are
+      float32.
+    param_dtype: of the parameters.
+
+  Raises:
+    ValueError: a size does not fit, `gate_soft_cap` is not positive, or `denominator_eps` is
+      negative.
+
+  Sources: xLSTM (Beck et al. 2024), eqs. 19-27; the layer and its initial values, xLSTM 7B (Beck et
+  al. 2025) as in `xLSTMLayer` of transformers: kernels normal with variance 2 / (5 D), that of W_o
+  with standard deviation 2 / (num_layers sqrt(D)); W_i and W_f zero, b_i = -10 and b_f from 3 to 6.
+  """
+
+  name = "mlstm"
+  needs_length = True
+  set_by_model = ("num_heads", "num_layers")
+  recurrence_flops = flops.linear_attention
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    num_heads: int,
+    expand_k: float = 0.5,
+    expand_v: float = 1.0,
+    gate_soft_cap: float | None = 15.0,
+    denominator_eps: float = 1e-6,
+    use_bias: bool = False,
+    norm_eps: float = 1e-6,
+    num_layers: int = 1,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.key_dim, self.value_dim = check_head_widths(dim, num_heads, expand_k, expand_v)
+    self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
+    check_positive("num_layers", num_layers)
+    if gate_soft_cap is not None and not gate_soft_cap > 0:
+      raise ValueError(f"gate_soft_cap={gate_soft_cap} must be positive, or None for no cap.")
+    if not denominator_eps >= 0:
+      raise ValueError(f"denominator_eps={denominator_eps} must not be negative; 0 for none.")
+    self.gate_soft_cap, self.denominator_eps = gate_soft_cap, denominator_eps
+    keys, values = num_heads * self.key_dim, num_heads * self.value_dim
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+
+    def linear(inputs, outputs, std=(0.4 / dim) ** 0.5):
+      init, bias_init = nnx.initializers.normal(std), "zeros" if use_bias else None
+      return Linear(inputs, outputs, kernel_init=init, bias_init=bias_init, **options)
+
+    def gate(bias):
+      init, bias_init = nnx.initializers.zeros_init(), lambda _, shape, dtype: bias.astype(dtype)
+      return Linear(dim, num_heads, kernel_init=init, bias_init=bias_init, **options)
+
+    self.q_proj, self.k_proj = linear(dim, keys), linear(dim, keys)
+    self.v_proj, self.g_proj = linear(dim, values), linear(dim, values)
+    self.i_proj = gate(jnp.full(num_heads, -10.0))
+    self.f_proj = gate(jnp.linspace(3.0, 6.0, num_heads))
+    norm = LayerNorm if use_bias else LayerNormWithoutBias
+    self.norm = norm(values, eps=norm_eps, param_dtype=param_dtype)
+    self.o_proj = linear(values, dim, 2 / num_layers / dim**0.5)
+
+  def _init_state(self, B):
+    H, K, V = self.num_heads, self.key_dim, self.value_dim
+    kv, key_sum = jnp.zeros((B, H, K, V), jnp.float32), jnp.zeros((B, H, K), jnp.float32)
+    return MLSTMState(LinearAttentionState(kv, key_sum), jnp.zeros((B, H), jnp.float32))
+
+  def _log_gates(self, x):
+    """(log i_t, log f_t), [B, T, H]."""
+    c = self.gate_soft_cap
+    capped = lambda z: z if c is None else c * jnp.tanh(z / c)
+    log_i = jnp.clip(capped(self.i_proj(x)), -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    return log_i, jax.nn.log_sigmoid(capped(self.f_proj(x)))
+
+  def _log_decays(self, x, state, segment_ids):
+    """Those of f_t: what the op is given is for sums whose unit changes from token to token."""
+    return [self._log_gates(x)[1][..., None]]
+
+  def _mix(self, x, state, segment_ids):
+    B, T, _ = x.shape
+    log_i, log_f = self._log_gates(x)
+    start = jnp.zeros((B, self.num_heads), log_f.dtype) if state is None else state.stabilizer
+    more = segments_of(type(self).__name__, segment_ids, B, T), self.sequence_axis
+    _, m, last = _running_maximum(log_f, log_i, start, *more)
+    # The op's sums are in units of exp(u), u on a grid where all sums of the maximum are exact:
+    # rounded, log f + m_{t-1} - m_t could be above 0. The results do not depend on u.
+    above = lambda z: jax.lax.stop_gradient(jnp.ceil(z * _GRID) / _GRID)
+    unit = above(start)
+    u_before, u, u_last = _running_maximum(above(log_f), above(log_i), unit, *more)
+
+    heads = lambda z: split_heads(z, self.num_heads)
+    v = heads(self.v_proj(x).astype(self.dtype))
+    recurrent = None if state is None else _with_ones(state.recurrent, start - unit)
+    y, recurrent = linear_attention(
+      heads(self.q_proj(x).astype(self.dtype)),
+      (jnp.exp(log_i - u)[..., None] * heads(wide(self.k_proj(x)))).astype(self.dtype),
+      jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1),  # the last column of S is n
+      log_decay=log_f + (u_before - u),
+      axis_name=self.sequence_axis,
+      initial_state=recurrent,
+      segment_ids=segment_ids,
+    )
+    y, normalizer = wide(y[..., :-1]), wide(y[..., -1:])
+    floor, eps = jnp.exp(-u)[..., None], self.denominator_eps * jnp.exp(m - u)[..., None]
+    y = y / (jnp.maximum(jnp.abs(normalizer), floor) + eps)
+    gate = jax.nn.sigmoid(wide(self.g_proj(x)))
+    y = gate * wide(merge_heads(self.norm.per_head(y)))
+    out = self.o_proj(y.astype(self.dtype)).astype(self.dtype)
+    kv = recurrent.kv * jnp.exp(u_last - last)[..., None, None]
+    return out, MLSTMState(LinearAttentionState(kv[..., :-1], kv[..., -1]), last)
+
+
+def _with_ones(state: LinearAttentionState, exponent: jax.Array) -> LinearAttentionState:
+  """The state of values with a column of ones, times exp(exponent [B, H])."""
+  kv = jnp.concatenate([state.kv, state.key_sum[..., None]], axis=-1)
+  return LinearAttentionState(kv * jnp.exp(exponent)[..., None, None], None)
+
+
+def _running_maximum(decay, x, start, segments, axis_name):
+  """m_t = max(decay_t + m_{t-1}, x_t), where 0 stands before a document's first token.
+
+  Args:
+    decay, x: [B, T, H].
+    start: [B, H], m before the first token of the whole sequence.
+
+  Returns:
+    (m_{t-1} [B, T, H], m_t [B, T, H], m after the whole sequence [B, H]).
+  """
+  first = None if segments is None else segments.first()[..., None]
+  terms = decay, x
+  if first is not None:
+    terms = jnp.where(first, -jnp.inf, decay), jnp.where(first, jnp.maximum(decay, x), x)
+
+  def then(earlier, later):
+    (a, x), (b, y) = earlier, later
+    return jnp.maximum(a + b, _LOWEST), jnp.maximum(x + b, y)  # no maximum is as low
+
+  sums, m = jax.lax.associative_scan(then, terms, axis=1)
+  entering, last = start, None
+  advance = lambda shard, m: jnp.maximum(m + shard[0], shard[1])
+  if axis_name is not None:
+    entering, last = states(axis_name, (sums[:, -1], m[:, -1]), start, advance, segments)
+  m = advance((sums, m), entering[:, None])
+  before = jnp.concatenate([entering[:, None], m[:, :-1]], axis=1)
+  if first is not None:
+    before = jnp.where(first, 0.0, before)
+  return before, m, m[:, -1] if last is None else last
