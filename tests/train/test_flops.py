@@ -105,8 +105,8 @@ def test_flops_every_mixer_has_formula():
 
 # The ops run as their equations state them, token by token. Other implementations do more, such as
 # applying a decay near 1 without its rounding. XLA also counts norms, gates and masks, and in these
-# features, levels, rotations or powers of their matrix. Mixers that compute a whole filter for one token
-# (dss, s4d, hyena, tnn) cannot be compared.
+# features, levels, rotations or powers of their matrix. Mixers that compute a whole filter for one
+# token (dss, s4d, hyena, tnn) cannot be compared.
 LARGER = {"based": 1.5, "lln": 1.4, "s4": 1.6}
 LARGER |= dict.fromkeys(("cosformer", "gateloop", "log_linear", "lrpe", "mamba3"), 1.35)
 QUICK = {"delta_net", "gla", "hgrn", "longhorn", "rwkv6", "s5", "s6", "softmax_attention", "ssd"}
@@ -121,7 +121,7 @@ COMPARED = sorted(set(MIXERS) - {"dss", "s4d", "hyena", "tnn"})
 def test_flops_formula_matches_xla(name, monkeypatch):
   monkeypatch.setattr(dispatch.Call, "choose", lambda call, implementation=None: "reference")
   D = 128
-  mixer = abstract(name, D, **{option: 16 for option in REACH.get(name, ())})
+  mixer = abstract(name, D, **dict.fromkeys(REACH.get(name, ()), 16))
   graph, params = nnx.split(mixer)
   state = jax.eval_shape(lambda: mixer.init_state(1))
   x = jax.ShapeDtypeStruct((1, 1, D), jnp.float32)
