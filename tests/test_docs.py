@@ -1,5 +1,7 @@
 """The documentation site: the API reference is complete, and the pages build without warnings."""
 
+import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -19,6 +21,35 @@ def test_reference_of_ops_is_complete():
   public = {name for name in ops.__all__ if getattr(ops, name).__module__.endswith(".api")}
   assert {function for _, function in sections} == public
   assert all((ROOT / "lnssm_jax" / "ops" / folder / "api.py").is_file() for folder, _ in sections)
+
+
+PACKAGES = (
+  *("lnssm_jax.ops", "lnssm_jax.mixers", "lnssm_jax.models", "lnssm_jax.analysis"),
+  *("lnssm_jax.frameworks", "lnssm_jax.pretrained"),
+  *("train", "train.config", "train.data", "train.sweeps"),
+)
+
+
+def test_public_names_are_those_of_the_reference():
+  """Each name in `__all__` of a package is on a page, and each name on a page exists."""
+  pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+  shown = re.findall(r"^::: (\S+)\n((?:    .*\n)*)", pages, re.MULTILINE)
+  members = {
+    place: found[1].split(", ") if (found := re.search(r"members: \[(.*)\]", options)) else None
+    for place, options in shown
+  }
+  named = {name for names in members.values() for name in names or ()}
+  named |= {place.rpartition(".")[2] for place in members}
+  for package in PACKAGES:
+    module = importlib.import_module(package)
+    for name in module.__all__:
+      value = getattr(module, name)
+      home, name = getattr(value, "__module__", ""), getattr(value, "__name__", name)
+      is_whole = package in members or members.get(home, ()) is None
+      assert is_whole or name in named or inspect.ismodule(value), (package, name)
+  for place, names in members.items():
+    for name in names or ():
+      assert hasattr(importlib.import_module(place), name), f"{place} has no {name}"
 
 
 def test_links_between_files_of_the_project_exist():
