@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -21,7 +22,7 @@ from train.data import preflight
 from train.data.tokenize import prepare
 from train.data.windows import Mixture, TokenWindows, train_batches
 from train.logging import loggers, run_summary
-from train.logging.console import Console
+from train.logging.console import Console, eval_line
 from train.logging.metric_reader import MetricReader
 from train.logging.tracing import Tracer
 from train.loop import Moment
@@ -110,7 +111,16 @@ def fit(
     unchanged = lambda: bindings.check_in_use(inputs["data"], cfg.data.folder)
     alone = distributed.count() == 1
     reader = MetricReader(cfg, run, console, list(mesh.devices.flat))
-    evaluation = Evaluation(cfg, run, evaluator, console, lambda: stop)
+    how = {"should_stop": lambda: stop, "progress": console.progress}
+    evaluation = Evaluation(
+      run,
+      functools.partial(evaluator.of_state, **how),
+      eval_line,
+      every=cfg.eval_every,
+      steps=cfg.steps,
+      sets=cfg.data.validation,
+      at_start=cfg.eval_at_start,
+    )
     saver = Saver(
       checkpoints,
       every=cfg.checkpoint_every,

@@ -31,6 +31,7 @@ from train.cluster.stop_signal import StopSignal
 from train.logging.console import Console
 from train.loop import Callback, DivergedError, Moment
 from train.runs import run_folder
+from train.runs.evaluation import Evaluation
 from train.runs.rows import Row
 from train.step.loss import LossSums
 from train.step.model import params_of
@@ -45,7 +46,7 @@ class Result:
 
   step: int
   stopped_by: str | None  # name of the signal; None if the run is complete
-  validation: Row | None  # of the last epoch that this call trained
+  validation: Row | None  # of the last step, if it ends an epoch
   state: State
 
 
@@ -90,15 +91,22 @@ def fit(cfg: Vision, *, allow_config_change: bool = False) -> Result:
       f"{cfg.model.mixer}, {count_parameters(state['params']):,} parameters; {len(train):,} images,"
       f" {epoch} steps per epoch, from step {step}"
     )
-    evaluated = lambda step, state: _validate(step, state, validation, cfg, evaluate, rows)
+    evaluation = Evaluation(
+      run,
+      lambda step, state: [_validate(step, state, validation, cfg, evaluate, rows)],
+      lambda row: f"epoch {row['step'] // epoch}  {scores(row)}",
+      every=epoch,
+      steps=cfg.epochs * epoch,
+      sets=("validation",),
+    )
     stop = stack.enter_context(StopSignal())
     stream = stack.enter_context(training_batches(train, cfg, step))
     batches = (jax.device_put(x, Batch(rows, rows, rows, whole, whole, whole)) for x in stream)
-    logging, validating = _Logging(cfg, epoch, run, console), _Validation(epoch, run, evaluated)
-    called = [run, logging, validating, saver]
-    now = Moment(step, state, called, stop=lambda: stop, cfg=cfg, path=run.path, say=console.say)
+    called = [run, _Logging(cfg, epoch, run, console), evaluation, saver]
+    before = run.evaluations()
+    now = Moment(step, state, called, stop=lambda: stop, evaluations=before, say=console.say)
     loop.train(now, train_step, batches, steps=cfg.epochs * epoch)
-    return Result(now.step, stop.name, next(iter(now.evaluations[-1:]), None), now.state)
+    return Result(now.step, stop.name, next(iter(evaluation.rows(now)), None), now.state)
 
 
 class _Logging(Callback):
@@ -138,24 +146,6 @@ class _Logging(Callback):
       row |= {"loss": None, "grad_norm": None}
     self._run.append([row])
     self._console.progress(f"epoch {of_epoch:.2f}  loss {loss:.4f}  {speed:.0f} images/s")
-
-
-class _Validation(Callback):
-  """Evaluates after each epoch."""
-
-  def __init__(self, epoch: int, run: run_folder.RunFolder, evaluate: Callable[[int, State], Row]):
-    self._epoch, self._run, self._evaluate = epoch, run, evaluate
-
-  def pauses(self, step: int) -> bool:
-    return step % self._epoch == 0
-
-  def paused(self, now: Moment) -> None:
-    if self.pauses(now.step):
-      row = self._evaluate(now.step, now.state)
-      self._run.append([row])
-      now.evaluations.append(row)
-      now.say(f"epoch {now.step // self._epoch}  {scores(row)}")
-      now.call("evaluated")
 
 
 def evaluate_run(cfg: Vision) -> Row:

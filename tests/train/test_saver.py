@@ -9,6 +9,7 @@ import pytest
 from train import trainer
 from train.checkpoint import digests, saver
 from train.checkpoint.store import CheckpointError, newest_step
+from train.loop import Moment
 from train.runs.run_folder import RunFolder, claim
 
 
@@ -102,10 +103,10 @@ def test_saver_retries_after_2_4_8_steps():
     checkpoints, every=20, start=0, metadata=lambda step: {"position": step}, say=said.append
   )
   for step in range(1, 141):
-    if policy.failed_here():
-      policy.retry(step)
-    if policy.pauses(step):
-      policy.save(step, None)
+    now = Moment(step, None)
+    policy.before_step(now)
+    policy.after_step(now)
+    policy.paused(now)
     checkpoints.full = step < 75 or step == 99
   assert checkpoints.saved == [20, 23, 28, 37, 40, 60, 80, 100, 103, 120, 140]
   assert said[:2] == ["full", "training continues; the next save is attempted after step 23"]

@@ -52,11 +52,19 @@ class Saver(Callback):
     return step % self._every == 0 or step == self._retry_at
 
   def before_step(self, now: Moment) -> None:
-    self.failed = self.failed_here()
+    error = self._checkpoints.failure()
+    if error is not None:
+      self._say(str(error))
+    elif self._saved is not None and self._checkpoints.idle():
+      self._failures = 0
+    self.failed = error is not None
 
   def after_step(self, now: Moment) -> None:
     if self._failed_anywhere():
-      self.retry(now.step)
+      self._failures += 1
+      self._retry_at = now.step + min(2**self._failures, self._every)
+      self._saved = None
+      self._say(f"training continues; the next save is attempted after step {self._retry_at}")
 
   def paused(self, now: Moment) -> None:
     if self.pauses(now.step):
@@ -76,22 +84,6 @@ class Saver(Callback):
       self._retry_at = None
       self._checkpoints.save(step, state, self._metadata(step))
       self._saved = step
-
-  def failed_here(self) -> bool:
-    """Whether a save failed in this process since the last call."""
-    error = self._checkpoints.failure()
-    if error is not None:
-      self._say(str(error))
-    elif self._saved is not None and self._checkpoints.idle():
-      self._failures = 0
-    return error is not None
-
-  def retry(self, step: int) -> None:
-    """Schedules another save after a failure that became known after `step`."""
-    self._failures += 1
-    self._retry_at = step + min(2**self._failures, self._every)
-    self._saved = None
-    self._say(f"training continues; the next save is attempted after step {self._retry_at}")
 
   def finish(self, step: int, state: State) -> None:
     """Writes the state after `step`, with several attempts, and waits until it is on disk.

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ from train.cluster import compile_cache, device_mesh, distributed
 from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
 from train.data.tokenize import prepare
 from train.data.windows import Documents, RandomCrops, TokenWindows, eval_batches
-from train.logging.console import Console, eval_line
 from train.loop import Callback, Moment
 from train.runs import bindings, loading
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder, of_step
 from train.step.model import model_graph
+from train.step.state import State
 from train.step.train_step import make_eval_step
 
 Source = TokenWindows | RandomCrops | Documents
@@ -90,6 +90,15 @@ class Evaluator:
       rows.append(row_of(self._cfg, name, source, step, nats, weight))
     return rows
 
+  def of_state(self, step: int, state: State, **options: Any) -> list[Row]:
+    """As a call for the parameters; with `ema_val_loss` of their average, if there is one."""
+    rows = self(step, state["params"], **options)
+    if not rows or "ema" not in state:
+      return rows
+    averaged = self(step, state["ema"], **options)
+    losses = [{"ema_val_loss": row["val_loss"]} for row in averaged]
+    return [row | loss for row, loss in zip(rows, losses, strict=True)] if averaged else []
+
   def _batches(self, source: Source, rows: int, count: int) -> Iterator[Any]:
     where = device_mesh.batch_sharding(self._mesh)
     local = distributed.local_rows(where, rows)
@@ -98,43 +107,46 @@ class Evaluator:
 
 
 class Evaluation(Callback):
-  """Evaluates a run every `eval_every` steps, at its end and, with `eval_at_start`, at its start.
+  """Evaluates a run every `every` steps, after `steps` and, with `at_start`, before the first.
 
-  `evaluated` of all callbacks follows. An evaluation that was there before a resume, or that
-  `should_stop` ended, does not count.
+  `evaluated` of all callbacks follows, unless it was evaluated before a resume, or is to stop.
+
+  Args:
+    evaluate: returns the rows of a step and its state, none if it was stopped.
+    line: what to say of a row.
+    sets: of which there are rows.
   """
 
   def __init__(
     self,
-    cfg: config.Train,
     run: RunFolder,
-    evaluator: Evaluator,
-    console: Console,
-    should_stop: Callable[[], object],
+    evaluate: Callable[[int, State], list[Row]],
+    line: Callable[[Row], str],
+    *,
+    every: int,
+    steps: int,
+    sets: Iterable[str],
+    at_start: bool = False,
   ):
-    self._cfg, self._run, self._evaluator, self._console = cfg, run, evaluator, console
-    self._options = {"should_stop": should_stop, "progress": console.progress}
+    self._run, self._evaluate, self._line = run, evaluate, line
+    self._every, self._steps, self._sets, self._at_start = every, steps, list(sets), at_start
 
   def pauses(self, step: int) -> bool:
-    return step % self._cfg.eval_every == 0
+    return step % self._every == 0
 
   def started(self, now: Moment) -> None:
-    if now.step or self._cfg.eval_at_start:
+    if now.step or self._at_start:
       self.paused(now)
 
   def paused(self, now: Moment) -> None:
-    is_due = self.pauses(now.step) or now.step == self._cfg.steps
+    is_due = self.pauses(now.step) or now.step == self._steps
     if not is_due or now.stopping or self.rows(now):
       return
-    rows = self._evaluator(now.step, now.state["params"], **self._options)
-    if rows and "ema" in now.state:
-      averaged = self._evaluator(now.step, now.state["ema"], **self._options)
-      losses = [{"ema_val_loss": row["val_loss"]} for row in averaged]
-      rows = [row | loss for row, loss in zip(rows, losses, strict=True)] if averaged else []
-    if not rows and self._cfg.data.validation:  # stopped
+    rows = self._evaluate(now.step, now.state)
+    if not rows and self._sets:  # stopped
       return
     for row in self._run.append(rows):
-      self._console.say(eval_line(row))
+      now.say(self._line(row))
     now.evaluations += rows
     now.call("evaluated")
 
@@ -143,7 +155,7 @@ class Evaluation(Callback):
 
   def rows(self, now: Moment) -> list[Row]:
     """Those of this step, if it was evaluated."""
-    return of_step(now.evaluations, now.step, self._cfg.data.validation)
+    return of_step(now.evaluations, now.step, self._sets)
 
 
 def open_sets(cfg: config.Train) -> dict[str, Source]:
