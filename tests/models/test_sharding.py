@@ -58,7 +58,7 @@ def blocks_of_every_mixer():
   """{mixer: {"blocks": its parameters}}, from the mixers alone: rules match the ends of paths."""
   stacked = lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype)
   layers = {name: split(jax.eval_shape(lambda name=name: initial(name)))[1] for name in MIXERS}
-  latent = {"kv_rank": 8, "q_rank": 8, "rotary_width": 2, "use_bias": True}
+  latent = {"kv_rank": 6, "q_rank": 6, "rotary_width": 2, "use_bias": True}
   build = lambda: initial("softmax_attention", **latent)
   layers["latent attention"] = split(jax.eval_shape(build))[1]
   return {name: {"blocks": {"mixer": jax.tree.map(stacked, p)}} for name, p in layers.items()}
