@@ -90,6 +90,7 @@ BODIES = {
     {"gla": {"num_heads": 4}},
   ),
   "hgrn2": Body("hgrn2", 8),
+  "sse": Body("sse", 8),
   "lnssm": Body("lnssm", 8),
   "longhorn": Body("longhorn", 8),
   "rwkv6": Body("rwkv6", 16),

@@ -136,3 +136,23 @@ def test_hybrid_with_states_runs_its_mixers_in_kernels(length, hopper):
   with choices_of_xla() as found:
     jax.eval_shape(run, params, tokens)
   assert not {choice.op for choice in found} & {"attention", "linear_attention"}
+
+
+def test_sse_keeps_at_most_a_quarter_more_than_gla_for_the_backward_pass(hopper):
+  """Residuals of a layer of 4 x 8,192 tokens, in kernels, at the sizes of the benchmark."""
+
+  def kept(body):
+    model = replace(settings(body).model, num_layers=1)
+    stack = jax.eval_shape(lambda: build_model(model, jax.random.key(0))).blocks
+    graph, params = nnx.split(stack)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+    x = jax.ShapeDtypeStruct((4, 8192, model.dim), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((4, 8192), jnp.int32)
+    run = lambda params, x, ids: nnx.merge(graph, params).with_aux(x, None, ids)[0]
+    pull = lambda params, x, ids: jax.vjp(lambda *of: run(*of, ids), params, x)[1]
+    return sum(
+      x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(pull, params, x, ids))
+    )
+
+  sse, gla = kept(BODIES["sse"]), kept(BODIES["gla"])
+  assert 2**30 < sse < 1.25 * gla
