@@ -61,6 +61,7 @@ from experiments.long_context_parts import STORIES, Part, Score, Sizes
 from lnssm_jax import mixers
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.tokenizers import Tokenizer
+from train import loop
 from train.config import Data, Model, Optimizer, Train, to_dict
 from train.data import tokenize
 from train.data.tokenizers import tokenizer_of
@@ -172,9 +173,15 @@ def train(copies: Copies, batches: Iterator[Any], steps: int, scale: float = 1.0
   The learning rate, times `scale`, rises for a twentieth of the steps and falls linearly to 0.
   """
   warmup, losses = max(1, steps // 20), []
-  for step in range(steps):
-    now = min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
-    losses.append(copies.step(next(batches), scale * now)["loss"])
+  now = loop.Moment(0, copies.state)
+
+  def step(state, batch):
+    rate = min((now.step + 1) / warmup, (steps - now.step) / max(1, steps - warmup))
+    state, metrics = copies.advance(state, batch, scale * rate)
+    losses.append(metrics["loss"])
+    return state, metrics
+
+  loop.train(now, step, batches, steps=steps)
   return np.mean(jax.device_get(losses[-max(1, steps // 10) :]), axis=0)
 
 

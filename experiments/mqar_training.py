@@ -28,7 +28,7 @@ from train.runs.rows import Row
 from train.scoring.report import Report
 from train.step.copies import Copies
 from train.step.model import check_length
-from train.sweeps.stretches import Measuring, Scores
+from train.sweeps.work import Measuring, Scores
 
 LEARNING_RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
 TEST_SEEDS = 2**31  # rows to test on have the seed of those to train on plus this
@@ -109,7 +109,7 @@ def write(task: Task, path: Path, *, train_rows: int, test_rows: int, data_seed:
 
 
 class Training:
-  """Copies that learn a task, measured after each epoch (`train.sweeps.stretches.Work`).
+  """Copies that learn a task, measured after each epoch (`train.sweeps.work.Work`).
 
   They train for at most `cfg.steps` steps of `cfg.global_batch` rows, and until all seeds of a
   learning rate have solved the task.

@@ -31,11 +31,13 @@ import numpy as np
 
 from benchmarks import csv_rows, turns
 from experiments import over_seeds
+from train import loop
 from train.config import Data, Model, Optimizer, Train
 from train.data.windows import TokenWindows, eval_batches, train_batches
 from train.scoring import arguments as task_arguments
 from train.step.copies import Copies
 from train.sweeps import Plot
+from train.trainer import training_set
 
 SEEDS = (0, 1, 2)
 LEARNING_RATE = 1e-3
@@ -115,16 +117,6 @@ def settings(mixer: str, sizes: Sizes, folder: str) -> Train:
   )
 
 
-def text_batches(cfg: Train):
-  """Batches of text for all steps."""
-  source = TokenWindows(
-    Path(cfg.data.folder) / cfg.data.train[0], cfg.seq_len, cfg.model.vocab_size
-  )
-  with train_batches(source, seed=0, global_batch=cfg.global_batch) as batches:
-    for _ in range(cfg.steps):
-      yield next(batches)
-
-
 def validation(cfg: Train, name: str):
   """The batches of a validation set."""
   source = TokenWindows(Path(cfg.data.folder) / name, cfg.seq_len, cfg.model.vocab_size)
@@ -149,12 +141,12 @@ def prepare(mixer: str, sizes: Sizes, folder: str) -> Copies:
 
 def measure(mixer: str, copies: Copies) -> list[dict[str, Any]]:
   """Trains; a row per copy and test set."""
-  begin, metrics = time.time(), dict[str, Any]()
-  for batch in text_batches(copies.cfg):
-    metrics = copies.step(batch)
-  losses = np.asarray(metrics["loss"])
+  cfg, now, begin = copies.cfg, loop.Moment(0, copies.state), time.time()
+  with train_batches(training_set(cfg), seed=0, global_batch=cfg.global_batch) as batches:
+    loop.train(now, copies.advance, batches, steps=cfg.steps)
+  losses = np.asarray(now.metrics["loss"])
   shares = [
-    np.asarray(aux.share) for aux in metrics.get("aux", []) if aux is not None
+    np.asarray(aux.share) for aux in now.metrics.get("aux", []) if aux is not None
   ]  # [layers][R][P]
   seconds = time.time() - begin
   parameters = sum(x.size for x in jax.tree.leaves(copies.params)) // len(copies.runs)

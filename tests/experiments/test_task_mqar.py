@@ -14,7 +14,7 @@ from train import loop
 from train.config import ConfigError, apply_overrides
 from train.loop import Moment
 from train.scoring.report import Report
-from train.sweeps.stretches import Measuring
+from train.sweeps.work import Measuring
 
 CFG = settings()
 TASK = mqar_training.task_of(CFG, pairs=3, vocab_size=40)

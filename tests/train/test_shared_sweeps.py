@@ -32,7 +32,7 @@ class Killed(BaseException):
 
 
 class Instant:
-  """Work of two stretches without a model; the score of a run is its learning rate."""
+  """Work that pauses twice, without a model; the score of a run is its learning rate."""
 
   def __init__(self, group, kernels):
     del kernels

@@ -23,7 +23,7 @@ from train.data.windows import train_batches
 from train.runs.run_folder import RunFolder, RunFolderError
 from train.step.loss import LossSums
 from train.step.optimizer import make_schedule
-from train.sweeps import Plot, grid, groups, plots, spec, tables, training, work
+from train.sweeps import Plot, grid, groups, plots, spec, tables, text, training
 
 RATES, SEEDS = (3e-3, 1e-2), (0, 1)
 
@@ -35,7 +35,7 @@ class Killed(BaseException):
 @pytest.fixture(autouse=True, scope="module")
 def _equal_groups_share_their_programs():
   """Groups of equal programs compile them once: most of their time is that."""
-  made, copies = {}, work.Copies
+  made, copies = {}, text.Copies
 
   def once(cfg, *, runs, kernels):
     assert kernels == Path(cfg.run_dir).parent / "kernels"  # of all groups of a sweep
@@ -48,7 +48,7 @@ def _equal_groups_share_their_programs():
     return found
 
   with (
-    mock.patch.object(work, "Copies", once),
+    mock.patch.object(text, "Copies", once),
     mock.patch.object(training.compile_cache, "folder", lambda *_: None),
   ):
     yield
@@ -74,7 +74,7 @@ def recall_runs(**changes):
 def kill_after(monkeypatch, step, *, saved):
   """Ends a sweep, as SIGKILL would, when a group has done so many steps, saved until `saved`."""
   monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
-  for kind in (work.Text, Training):
+  for kind in (text.Text, Training):
     batches = kind.batches
 
     def until(self, start, batches=batches):
@@ -99,14 +99,14 @@ def quiet(line):
 
 def test_copies_of_text_see_the_batches_of_their_seeds(tiny, tmp_path, monkeypatch):
   copies = lambda cfg, *, runs, kernels: types.SimpleNamespace(runs=runs)
-  monkeypatch.setattr(work, "Copies", copies)
+  monkeypatch.setattr(text, "Copies", copies)
   (found,) = groups.group(sweep_of(tmp_path, text_runs(tiny)).runs)
   cfg = found.first.cfg
   trainer.prepare(cfg.data)
   with contextlib.ExitStack() as stack:
-    text = work.Text(found, tmp_path / "kernels")
+    learning = text.Text(found, tmp_path / "kernels")
     whole, resumed = (
-      stack.enter_context(contextlib.closing(text.batches(start))) for start in (0, 2)
+      stack.enter_context(contextlib.closing(learning.batches(start))) for start in (0, 2)
     )
     seen = [*(next(whole) for _ in range(3)), next(resumed)]
     for copy, (seed, _) in enumerate(found.pairs):
@@ -133,20 +133,20 @@ def test_copies_of_text_are_scored_by_weight_and_diverged_ones_have_no_rows(
       nats, weight = map(np.array, next(sums))
       return LossSums(nats, weight, np.zeros(4))
 
-  monkeypatch.setattr(work, "Copies", Given)
+  monkeypatch.setattr(text, "Copies", Given)
   windows = lambda cfg, source: 2 * cfg.global_batch
-  monkeypatch.setattr(work.evaluation, "count_of", windows)
+  monkeypatch.setattr(text.evaluation, "count_of", windows)
   (found,) = groups.group(sweep_of(tmp_path, text_runs(tiny)).runs)
   trainer.prepare(found.first.cfg.data)
-  text = work.Text(found, tmp_path / "kernels")
+  learning = text.Text(found, tmp_path / "kernels")
   metrics = {"loss": np.array([1.0, 2.0, np.inf, np.inf]), "tokens": np.ones(4)}
-  rows = text.measure(12, metrics | {"skipped": np.array([0.0, 0.0, 1.0, 1.0])})
-  assert text.finished
-  assert [step for step in range(1, 13) if text.pauses(step)] == [3, 6, 8, 9, 12]
+  rows = learning.measure(12, metrics | {"skipped": np.array([0.0, 0.0, 1.0, 1.0])})
+  assert learning.finished
+  assert [step for step in range(1, 13) if learning.pauses(step)] == [3, 6, 8, 9, 12]
   kinds = [[row["kind"] for row in of_run] for of_run in rows]
   assert kinds == [["train", "eval"], ["train"], ["diverged"], ["eval"]]
   assert [of_run[0]["step"] for of_run in rows] == [12] * 4
-  losses = [scores["validation loss"] for scores in text.scores()]
+  losses = [scores["validation loss"] for scores in learning.scores()]
   assert losses[2] is None
   np.testing.assert_array_equal(losses[:2] + losses[3:], [2.0, np.nan, 3.0])
   final = make_schedule(found.first.cfg.optimizer, 12)(11) / found.first.cfg.optimizer.peak_lr
@@ -177,7 +177,7 @@ def test_killed_sweep_resumes_bit_exact_and_finished_runs_are_skipped(
   assert outcome.scores == reference.scores
   assert results(parts) == results(whole)
   assert not list(parts.folder.glob("unfinished"))
-  monkeypatch.setattr(work, "Copies", None)  # a second call trains nothing
+  monkeypatch.setattr(text, "Copies", None)  # a second call trains nothing
   assert training.train(parts, say=said.append).scores == reference.scores
   assert said[-1] == "4 of 4 chosen runs are finished"
 

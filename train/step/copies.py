@@ -106,10 +106,10 @@ class Copies:
     self.state, metrics = step(self.state, ratios, self._dropout_keys, batch)
     return metrics
 
-  def advance(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+  def advance(self, state: State, batch: Any, scale: float = 1.0) -> tuple[State, dict[str, Any]]:
     """`step` from `state`, as `train.loop.train` calls it."""
     self.state = state
-    metrics = self.step(batch)
+    metrics = self.step(batch, scale)
     return self.state, metrics
 
   def restart(self, params: Any) -> None:

@@ -16,7 +16,7 @@ from train.runs.rows import Row
 from train.runs.run_folder import RunFolder, RunFolderError
 from train.step.copies import without_run
 from train.sweeps.spec import Run, primary, rate_of
-from train.sweeps.stretches import Scores
+from train.sweeps.work import Scores
 
 # A run is itself whatever these are; others that a resumed run may change affect its rounding.
 _LOCAL = ("watch", "compile_cache", "log_every", "eval_every", "checkpoint_every")

@@ -12,7 +12,7 @@ from train import config
 from train.config import ConfigError, apply_overrides
 from train.config.checked import at_least, check, coerce, did_you_mean, settings
 from train.config.loading import executed
-from train.sweeps.stretches import Work
+from train.sweeps.work import Work
 
 Label = str | int | float
 _OF_RUNS = ("optimizer.peak_lr", "seed", "run_dir")  # every run has its own

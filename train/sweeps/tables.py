@@ -18,7 +18,7 @@ from lnssm_jax.models import count_parameters
 from train import config
 from train.step.model import build_model
 from train.sweeps.spec import Run, primary, rate_of
-from train.sweeps.stretches import Scores
+from train.sweeps.work import Scores
 
 Row = dict[str, Any]
 

@@ -38,8 +38,8 @@ from train.sweeps.groups import (
   unfinished,
 )
 from train.sweeps.spec import Run, Sweep
-from train.sweeps.stretches import Measuring, Scores, Work
-from train.sweeps.work import Text
+from train.sweeps.text import Text
+from train.sweeps.work import Measuring, Scores, Work
 
 SAVE_SECONDS = 120.0  # between two saves of a group: what a killed sweep loses at most
 

@@ -2,7 +2,7 @@
 
 from train.sweeps.groups import finished
 from train.sweeps.spec import Run, Sweep, primary, rate_of
-from train.sweeps.stretches import Scores
+from train.sweeps.work import Scores
 
 
 def needed(sweep: Sweep, *, planned: bool = False) -> list[tuple[Run, Scores | None]]:

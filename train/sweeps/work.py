@@ -1,100 +1,76 @@
-"""The training of language models as copies, which can be saved whenever it pauses."""
+"""Copies in training, whatever they learn: the protocol that a sweep needs, and their scores."""
 
-import contextlib
-import math
+import time
 from collections.abc import Generator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import jax
-import numpy as np
-
-from train import trainer
-from train.data.windows import eval_batches, train_batches
-from train.runs import evaluation
+from train.loop import Callback, Moment
 from train.runs.rows import Row
-from train.step.copies import Copies
-from train.step.optimizer import make_schedule
-from train.sweeps.groups import Group, text_scores
-from train.sweeps.stretches import Scores
+
+if TYPE_CHECKING:
+  from train.step.copies import Copies
+
+Scores = dict[str, float | None]  # by name; None: the run diverged
 
 
-class Text:
-  """Language models; each copy sees the batches of its seed, as `train.fit` would give it."""
+class Work(Protocol):
+  """Copies in training: their batches, and what is measured when training pauses."""
 
-  def __init__(self, group: Group, kernels: Path):
-    self._cfg = group.first.cfg
-    self.copies = Copies(self._cfg, runs=group.pairs, kernels=kernels)
-    self._windows = trainer.training_set(self._cfg)
-    self._sets = evaluation.open_sets(self._cfg)
-    self._schedule = make_schedule(self._cfg.optimizer, self._cfg.steps)
-    self._scores: list[Scores] = []
-
-  def batches(self, start: int) -> Generator[Any]:
-    cfg = self._cfg
-    options = {"global_batch": cfg.global_batch, "order": cfg.data.order, "start": start}
-    with contextlib.ExitStack() as stack:
-      streams = {
-        seed: stack.enter_context(train_batches(self._windows, seed=seed, **options))
-        for seed in dict.fromkeys(seed for seed, _ in self.copies.runs)
-      }
-      while True:
-        of_seed = {seed: next(stream) for seed, stream in streams.items()}
-        of_copy = [of_seed[seed] for seed, _ in self.copies.runs]
-        yield jax.tree.map(lambda *xs: np.stack(xs), *of_copy)
+  copies: "Copies"
 
   @property
   def finished(self) -> bool:
-    return bool(self._scores)
+    """Whether there are scores."""
+    ...
+
+  def batches(self, start: int) -> Generator[Any]:
+    """The batches of steps start + 1, start + 2, ..."""
+    ...
 
   def pauses(self, step: int) -> bool:
-    return step % self._cfg.log_every == 0 or self._evaluates(step)
-
-  def _evaluates(self, step: int) -> bool:
-    return step % self._cfg.eval_every == 0 or step == self._cfg.steps
+    """Whether `measure` follows this step."""
+    ...
 
   def measure(self, step: int, metrics: Mapping[str, Any]) -> list[list[Row]]:
-    now = float(np.asarray(self._schedule(step - 1))) / self._cfg.optimizer.peak_lr
-    rows: list[list[Row]] = []
-    measured = (np.asarray(metrics[name]).tolist() for name in ("loss", "tokens", "skipped"))
-    diverged = self.copies.diverged
-    for loss, tokens, skipped, gone, (_, rate) in zip(
-      *measured, diverged, self.copies.runs, strict=True
-    ):
-      row = {"kind": "train", "loss": loss, "learning_rate": now * rate}
-      row = {"kind": "diverged"} if gone else row
-      is_empty = not tokens or (skipped and not gone)  # what is skipped has no loss to draw
-      rows.append([] if is_empty else [{"step": step, **row}])
-    if self._evaluates(step):
-      evaluated = self._evaluate(step)
-      if step == self._cfg.steps:
-        self._scores = [
-          dict.fromkeys(text_scores(of_run)) if gone else text_scores(of_run)
-          for of_run, gone in zip(evaluated, diverged, strict=True)
-        ]
-      for mine, more, gone in zip(rows, evaluated, diverged, strict=True):
-        mine += [] if gone else [row for row in more if math.isfinite(row["val_loss"])]
-    return rows
-
-  def _evaluate(self, step: int) -> list[list[Row]]:
-    """The rows of each copy for each validation set."""
-    rows: list[list[Row]] = [[] for _ in self.copies.runs]
-    size = self._cfg.global_batch // self._cfg.accumulate
-    for name, source in self._sets.items():
-      batches = eval_batches(source, size, count=evaluation.count_of(self._cfg, source))
-      sums = jax.device_get([self.copies.loss(batch) for batch in batches])
-      for copy, of_run in enumerate(rows):
-        nats, weight = (
-          math.fsum(float(getattr(each, key)[copy]) for each in sums) for key in ("nats", "weight")
-        )
-        of_run.append(evaluation.row_of(self._cfg, name, source, step, nats, weight))
-    return rows
+    """Evaluates the copies after a step; returns the rows of metrics.jsonl of each run."""
+    ...
 
   def scores(self) -> list[Scores]:
-    return self._scores
+    """Of each run, as last measured."""
+    ...
 
   def position(self, step: int) -> dict[str, Any]:
-    return {"step": step}
+    """All but the state of the copies after a step, as JSON, with `step`."""
+    ...
 
   def restore(self, position: Mapping[str, Any]) -> None:
-    del position  # everything is a function of the step
+    """Takes a result of `position`."""
+    ...
+
+
+class Measuring(Callback):
+  """Measures copies where their work pauses, until it has scores; says how far it is.
+
+  Args:
+    steps: at most.
+    seconds: between two lines, at least.
+  """
+
+  def __init__(self, work: Work, steps: int, seconds: float):
+    self._work, self._steps, self._seconds = work, steps, seconds
+    self._said = time.monotonic()
+
+  def after_step(self, now: Moment) -> None:
+    if time.monotonic() - self._said >= self._seconds:
+      self._said = time.monotonic()
+      now.say(f"step {now.step:,} of at most {self._steps:,}")
+
+  def pauses(self, step: int) -> bool:
+    return self._work.pauses(step)
+
+  def paused(self, now: Moment) -> str | None:
+    self.measured(now, self._work.measure(now.step, now.metrics))
+    return "its scores" if self._work.finished else None
+
+  def measured(self, now: Moment, rows: list[list[Row]]) -> None:
+    """Takes the rows of each run."""
