@@ -1,4 +1,4 @@
-"""Callbacks that a config names: early stopping, the best checkpoint, texts.
+"""Callbacks that a config names: early stopping, the best checkpoint, texts, a plot.
 
 A config names callbacks as MODULE:FUNCTION, with the options of the function:
 
@@ -21,6 +21,7 @@ from train import config
 from train.checkpoint.store import Checkpoints
 from train.cluster import distributed
 from train.data.tokenizers import tokenizer_of
+from train.logging import plot
 from train.loop import Callback, Moment
 from train.runs.config_file import CONFIG
 from train.runs.loading import sampling_options
@@ -38,7 +39,7 @@ def made(cfg: config.Train) -> list[Callback]:
     try:
       one = getattr(importlib.import_module(module), function)(**options)
       if not isinstance(one, Callback):
-        raise TypeError(f"it returned {type(one).__name__}, not a train.callbacks.Callback")
+        raise TypeError(f"it returned {type(one).__name__}, not a train.loop.Callback")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
       raise config.ConfigError(
         f"callbacks={name!r} with the options {options} cannot be used: {error}."
@@ -74,6 +75,17 @@ def keep_best(name: str | None = None) -> Callback:
 def sample_texts(file: str = "samples.txt") -> Callback:
   """Appends a text, drawn as `sample` of the config says, to a file of the run folder."""
   return _SampleTexts(file)
+
+
+def loss_curves(file: str = "losses.png") -> Callback:
+  """Draws the losses so far into a .png, .pdf or .svg of the run folder, as `lnssm-train plot`.
+
+  Raises:
+    ValueError: the file has another ending.
+  """
+  if not file.endswith((".png", ".pdf", ".svg")):
+    raise ValueError(f"file={file!r} must end in .png, .pdf or .svg")
+  return _LossCurves(file)
 
 
 def sample_of(cfg: config.Train, graph: Any, params: Any) -> str:
@@ -152,3 +164,12 @@ class _SampleTexts(Callback):
       text = f"no text: {error}"
     with (now.path / self.file).open("a", encoding="utf-8", errors="replace") as file:
       file.write(f"--- step {now.step}\n{text}\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class _LossCurves(Callback):
+  file: str
+
+  def evaluated(self, now: Moment) -> None:
+    if distributed.is_first():
+      plot.draw([now.path], now.path / self.file)

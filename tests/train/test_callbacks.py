@@ -126,9 +126,14 @@ def test_best_checkpoint_opens_as_a_run(tiny, monkeypatch):
   ]
 
 
-def test_texts_are_written_at_each_evaluation(tiny):
-  cfg = tiny(**of("train.callbacks:sample_texts"), sample__tokens=4)
+def test_texts_and_losses_are_written_at_each_evaluation(tiny, monkeypatch):
+  drawn = []
+  monkeypatch.setattr(callbacks.plot, "draw", lambda *given: drawn.append(given))
+  names = ("sample_texts", "loss_curves")
+  cfg = tiny(callbacks={f"train.callbacks:{name}": {} for name in names}, sample__tokens=4)
   trainer.fit(cfg)
+  folder = RunFolder(cfg.run_dir).path
+  assert drawn == [([folder], folder / "losses.png")] * 3
   text = (RunFolder(cfg.run_dir).path / "samples.txt").read_text(errors="replace")
   assert [f"--- step {step}\nthe " in text for step in (0, 6, 12)] == [True] * 3
 
@@ -141,9 +146,10 @@ def test_texts_are_written_at_each_evaluation(tiny):
       "callbacks='nowhere:x' with the options {} cannot be used: No modul",
     ),
     ({f"{__name__}:nothing": {}}, "cannot be used: module .* has no attribute 'nothing'"),
-    ({f"{__name__}:not_one": {}}, "it returned int, not a train.callbacks.Callback"),
+    ({f"{__name__}:not_one": {}}, "it returned int, not a train.loop.Callback"),
     ({HERE: {"end": 3}}, "unexpected keyword argument 'end'"),
     ({"train.callbacks:early_stopping": {"patience": 0}}, "patience=0 must be at least 1"),
+    ({"train.callbacks:loss_curves": {"file": "x.txt"}}, "file='x.txt' must end in .png, .pdf"),
     ({"early_stopping": {}}, "callbacks has 'early_stopping', which is no MODULE:FUNCTION"),
     (
       {"train.callbacks:keep_best": {"name": "test"}},
