@@ -43,7 +43,8 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
   The defaults are LLaMA's layer. With num_kv_heads it is that of Llama 3 and Mistral, Llama 3.1 has
   `rotary_scaling`; Qwen2 has use_bias="qkv", Qwen3 qk_norm=True and norm_eps=1e-6, Qwen3-Next
   qk_norm="rms_from_zero", use_gate=True and rotary_width=K / 4, Gemma 2 `scale` and `soft_cap`,
-  Griffin's models (RecurrentGemma) num_kv_heads=1, rotary_width=K / 2 and use_bias="o".
+  gpt-oss `sinks`, Griffin's models (RecurrentGemma) num_kv_heads=1, rotary_width=K / 2 and
+  use_bias="o".
 
   With kv_rank it is multi-head latent attention (MLA): keys and values of all heads come from one
   vector c_t of a token, and `rotary_width` channels of the keys, which all heads share, from x_t:
@@ -84,14 +85,14 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       True or "rms", or "rms_from_zero" with 1 + scale; False for none.
     norm_eps: eps of these norms, under the root.
     scale: of the scores; None means K^(-1/2).
-    soft_cap: c, with which a score s becomes c tanh(s / c) before the softmax; None for none. It
-      runs in XLA: cuDNN has no such kernel.
+    soft_cap: c, with which a score s becomes c tanh(s / c) before the softmax; None for none.
+    sinks: whether the denominator of each head's softmax has a learned exp(b_h), too (gpt-oss).
     kv_rank, q_rank: the widths of c_t and of the vector before W_uq; None for neither.
     use_bias: whether projections have a bias: all four, none, "qkv" or "o". With `kv_rank`, "qkv"
       are W_dkv and W_dq.
     use_gate: whether sigmoid(W_g x_t) multiplies y_t, with a bias as that of q.
     attention_dropout: the rate at which probabilities p_tj are dropped in a call with `dropout_key`
-      (GPT-2 and Zoology: 0.1). Such calls run in XLA: cuDNN would draw masks of its own.
+      (GPT-2 and Zoology: 0.1). Such calls run in XLA's form.
     num_layers: of the model, for the initial W_o (see `QKVMixer`).
     dtype: of the projections, of q, k, v and of the cache; scores, softmax and sums are float32.
     param_dtype: of the parameters.
@@ -109,6 +110,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     (r"latents/\w+_down_proj/kernel", ("fsdp", None)),
     (r"latents/\w+_up_proj/kernel", (None, ("tensor", "fsdp"))),
     (r"latents/\w+_proj/bias", (None,)),
+    (r"mixer/sinks", (None,)),
   )
   recurrence_flops = flops.attention
 
@@ -130,6 +132,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     norm_eps: float = 1e-6,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: bool = False,
     kv_rank: int | None = None,
     q_rank: int | None = None,
     use_bias: bool | str = False,
@@ -174,6 +177,8 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     if soft_cap is not None and not soft_cap > 0:
       raise ValueError(f"soft_cap={soft_cap} must be positive, or None for no cap.")
     self.scale, self.soft_cap = scale, soft_cap
+    initial = nnx.initializers.normal(0.02)
+    self.sinks = nnx.Param(initial(rngs.params(), (num_heads,), param_dtype)) if sinks else None
     self.attention_dropout = check_rate("attention_dropout", attention_dropout)
     scaling = None if rotary_scaling is None else tuple(check_scaling(rotary_scaling).items())
     self.rotary_scaling = scaling  # hashable, as Flax needs it
@@ -246,6 +251,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       window=self.reach,
       scale=self.key_dim**-0.5 if self.scale is None else self.scale,
       soft_cap=self.soft_cap,
+      sinks=None if self.sinks is None else self.sinks[...],
       dropout=self.attention_dropout,
       dropout_key=dropout_key,
       axis_name=axis,
@@ -327,6 +333,7 @@ class SlidingWindowAttention(SoftmaxAttention):
     norm_eps: float = 1e-6,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: bool = False,
     kv_rank: int | None = None,
     q_rank: int | None = None,
     use_bias: bool | str = False,
@@ -352,6 +359,7 @@ class SlidingWindowAttention(SoftmaxAttention):
       norm_eps=norm_eps,
       scale=scale,
       soft_cap=soft_cap,
+      sinks=sinks,
       kv_rank=kv_rank,
       q_rank=q_rank,
       use_bias=use_bias,

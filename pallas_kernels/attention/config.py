@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from pallas_kernels.core import tuning
 
-WIDTHS = (64, 128, 256)  # what heads of q and k, and those of v, are padded to
+WIDTHS = (64, 128, 192, 256)  # what heads of q and k, and those of v, are padded to
 ROWS = 64  # rows of a consumer warpgroup: those of one WGMMA
 CONSUMERS = 2  # warpgroups of a CTA that compute; one more copies
 TILE = CONSUMERS * ROWS  # queries of a CTA; in the kernel for keys, keys

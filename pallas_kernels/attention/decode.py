@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.types import LOWEST, Logits
+from pallas_kernels.attention.types import LOG2_E, LOWEST, Logits
 from pallas_kernels.core import device
 from pallas_kernels.core.wgmma import store_unoptimized, traced_once
 
@@ -91,12 +91,14 @@ def decode(
   held: jax.Array,  # [B] int32: the first slots of the cache, which the token sees
   *,
   logits: Logits,
+  sinks: jax.Array | None = None,  # [H] float32
   num_splits: int | None = None,
   interpret: Any = None,
 ) -> jax.Array:
   """Attention of one token to itself and to the tokens in a cache, [B, H, V] in the dtype of v.
 
   Args:
+    sinks: logits of further keys, whose values are 0; or None.
     num_splits: of a head's slots; None: so many as give every SM work. Results differ by rounding.
   """
   (B, H, K), (M, G) = q.shape, cache_k.shape[1:3]
@@ -109,10 +111,15 @@ def decode(
   x, factor = logits.of((by_group * wide(k)[:, :, None]).sum(-1).reshape(B, H))
   own = x * factor
   highest = jnp.maximum(own, top.max(-1))
+  if sinks is not None:
+    highest = jnp.maximum(highest, sinks * LOG2_E)
   share, own = jnp.exp2(top - highest[..., None]), jnp.exp2(own - highest)
   values = jnp.repeat(wide(v), H // G, axis=1)
   out = (share[..., None] * value).sum(2) + own[..., None] * values
-  return (out / ((share * total).sum(-1) + own)[..., None]).astype(v.dtype)
+  total = (share * total).sum(-1) + own
+  if sinks is not None:
+    total = total + jnp.exp2(sinks * LOG2_E - highest)
+  return (out / total[..., None]).astype(v.dtype)
 
 
 @traced_once("logits", "num_splits", "interpret")

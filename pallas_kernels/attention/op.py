@@ -8,12 +8,13 @@ needs, and which of them need a mask, from two numbers per token.
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import MADE_BY_KERNELS
 from pallas_kernels.attention.sm90.backward import backward
 from pallas_kernels.attention.sm90.forward import forward
-from pallas_kernels.attention.types import Options, Ranges
+from pallas_kernels.attention.types import LOG2_E, Options, Ranges
 from pallas_kernels.core import device
 from pallas_kernels.core.gradients import custom_vjp, no_gradient
 
@@ -21,7 +22,12 @@ _KERNELS = {"sm90": device.Kernels(forward, backward)}
 
 
 def attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges, options: Options
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  ranges: Ranges,
+  options: Options,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Runs attention on padded arguments.
 
@@ -29,27 +35,43 @@ def attention(
     q: [B, T, H, K] bfloat16, T a multiple of 128, K one of `config.WIDTHS`.
     k: [B, S, G, K] bfloat16, S a multiple of 128; query head h reads head h // (H / G).
     v: [B, S, G, V] bfloat16, V one of `config.WIDTHS`.
+    sinks: [H] float32, logits of keys that every query sees, whose values are 0; or None.
 
   Returns:
     out [B, T, H, V] bfloat16, 0 for a query that sees no key.
   """
-  return _attention(options, q, k, v, ranges)
+  return _attention(options, q, k, v, ranges, sinks)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q, k, v, ranges):
-  return device.choose(_KERNELS).forward(options, q, k, v, ranges).out
+def _attention(options, q, k, v, ranges, sinks):
+  return _with_sinks(device.choose(_KERNELS).forward(options, q, k, v, ranges), sinks).out
 
 
-def _forward_rule(options, q, k, v, ranges):
-  made = device.choose(_KERNELS).forward(options, q, k, v, ranges)
+def _forward_rule(options, q, k, v, ranges, sinks):
+  made = _with_sinks(device.choose(_KERNELS).forward(options, q, k, v, ranges), sinks)
   made = jax.tree.map(lambda x: checkpoint_name(x, name=MADE_BY_KERNELS), made)
-  return made.out, (q, k, v, ranges, made)
+  return made.out, (q, k, v, ranges, made, sinks)
 
 
 def _backward_rule(options, residuals, d_out):
-  gradients = device.choose(_KERNELS).backward(options, *residuals, d_out)
-  return *gradients, no_gradient(residuals[3])
+  *arrays, ranges, made, sinks = residuals
+  backward = device.choose(_KERNELS).backward
+  *gradients, d_sum = backward(options, *arrays, ranges, made, d_out)
+  if sinks is not None:
+    # The gradient of a key's logit, with the value 0: p (0 - d_out . out).
+    share = jnp.exp2(sinks[:, None] * LOG2_E - made.log_sum)
+    sinks = -(share * d_sum).sum((0, 2))
+  return *gradients, no_gradient(ranges), sinks
+
+
+def _with_sinks(made, sinks):
+  """Outputs whose denominators have the sinks, too."""
+  if sinks is None:
+    return made
+  log_sum = jnp.logaddexp2(made.log_sum, sinks[:, None] * LOG2_E)
+  share = jnp.exp2(made.log_sum - log_sum).swapaxes(1, 2)[..., None]
+  return made._replace(out=(made.out * share).astype(made.out.dtype), log_sum=log_sum)
 
 
 _attention.defvjp(_forward_rule, _backward_rule)

@@ -181,10 +181,12 @@ def run(q, k, v, ids, mask=Mask(None, None, True), soft_cap=None):  # noqa: B008
   return pallas.run(Inputs(q, k, v, None, segments), options)
 
 
-@pytest.mark.parametrize(("width", "count"), [(64, 3), (128, 3), (256, 4)])
-def test_attention_kernels_lower(width, count):
+@pytest.mark.parametrize(
+  ("K", "V", "count"), [(64, 64, 3), (128, 128, 3), (192, 128, 4), (256, 256, 4)]
+)
+def test_attention_kernels_lower(K, V, count):
   """Outputs, gradients of queries, gradients of keys and values together or apart."""
-  shapes = arguments(K=width, V=width)
+  shapes = arguments(K=K, V=V)
   names = kernels_traced(jax.grad(lambda *x: total(run(*x)), argnums=(0, 1, 2)), *shapes)
   assert len(names) == count
   assert kernels_in(run, *shapes) == 1
@@ -193,7 +195,7 @@ def test_attention_kernels_lower(width, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [(None, None, True), (300, None, False), (None, 100, True)])
 @pytest.mark.parametrize("V", [64, 128, 256])
-@pytest.mark.parametrize("K", [40, 128, 256])
+@pytest.mark.parametrize("K", [40, 128, 192, 256])
 def test_every_configuration_of_attention_lowers(K, V, mask):
   call = functools.partial(run, mask=Mask(*mask), soft_cap=None if K == 40 else 30.0)
   shapes = arguments(K=K, V=V, segments=V != 64)

@@ -23,7 +23,7 @@ CASES = [
   ("metala", HEADS | {"conv_size": None}),
   ("qlstm", {"variant": "paper"}),
   ("rwkv5", HEADS | {"decay": "head"}),
-  ("softmax_attention", HEADS | {"soft_cap": 1.0, "rotary_width": 2, "max_length": 16}),
+  ("softmax_attention", HEADS | {"soft_cap": 1.0, "sinks": True, "max_length": 16}),
   ("softmax_attention", HEADS | {"kv_rank": 3, "rotary_width": 2, "max_length": 16}),
   ("tnl", HEADS | {"variant": "transnormerllm"}),
 ]

@@ -18,9 +18,9 @@ def large(cls=SoftmaxAttention, **options):
   return nnx.merge(graphdef, jax.tree.map(lambda p: 20 * p + 0.1, params))
 
 
-def test_grouped_heads_biases_head_dims_gate_and_no_positions():
+def test_grouped_heads_biases_head_dims_gate_sinks_and_no_positions():
   options = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 5, "use_bias": True}
-  options |= {"value_head_dim": 3, "use_gate": True}
+  options |= {"value_head_dim": 3, "use_gate": True, "sinks": True}
   mixer, x = large(positions="none", **options), inputs(1, 9)
   want = reference.softmax_attention(
     float64_params(mixer), np.float64(x[0]), num_heads=4, num_kv_heads=2, rotary=False

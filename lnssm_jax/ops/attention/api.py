@@ -91,6 +91,7 @@ def attention(
   causal: bool = True,
   scale: float | None = None,
   soft_cap: float | None = None,
+  sinks: jax.Array | None = None,
   dropout: float = 0.0,
   dropout_key: jax.Array | None = None,
   initial_state: AttentionState | None = None,
@@ -125,6 +126,8 @@ def attention(
     scale: multiplies the scores; a Python number. None means K**-0.5.
     soft_cap: c, a positive Python number: a score s becomes c tanh(s / c) before the softmax, as in
       Gemma 2. None means no cap.
+    sinks: [H], logits of the heads, as in gpt-oss: the denominator of the softmax has exp(sink),
+      too, so that the p_tj sum to less than 1. None for none.
     dropout: the probability with which a p_tj is dropped, that is set to 0, where the others are
       divided by 1 - dropout. Which are is a function of the key of the row, the number of the query
       in this call, the head and the position of j in its document: the same in each implementation
@@ -137,11 +140,11 @@ def attention(
       With a window or blocks that reach no further back than one shard, the exchange has the keys
       and values of that many tokens; otherwise all keys and values are gathered.
     implementation: "cudnn" (its kernel; bfloat16 or float16 on an NVIDIA GPU, without state,
-      segments, blocks, cap and dropout), "pallas" (our kernels; bfloat16 on a Hopper GPU, without
-      dropout: they skip the tiles that no query sees, and for one token read the cache in splits),
-      "chunked" (tiles of scores, memory linear in T; reverse mode only), "reference" (all scores in
-      memory) or "pallas_interpret" (the kernels on a CPU, for tests). None takes the first that is
-      supported.
+      segments, blocks, cap, sinks and dropout), "pallas" (our kernels; bfloat16 on a Hopper GPU,
+      without dropout: they skip the tiles that no query sees, and for one token read the cache in
+      splits), "chunked" (tiles of scores, memory linear in T; reverse mode only), "reference" (all
+      scores in memory) or "pallas_interpret" (the kernels on a CPU, for tests). None takes the
+      first that is supported.
     chunk_size: tokens per block of the chunked form; None means the default.
 
   Returns:
@@ -183,6 +186,10 @@ def attention(
   scale = checked_scale(_NAME, scale, K**-0.5)
   if soft_cap is not None and not (is_number(soft_cap) and soft_cap > 0):
     raise ValueError(f"{_NAME}: soft_cap={soft_cap!r} must be None or a positive Python number.")
+  if sinks is not None:
+    sinks = jnp.asarray(sinks)
+    check_floating(_NAME, "sinks", sinks)
+    check_shape(_NAME, "sinks", sinks, (H,), "[H], the heads of q")
   keys = None
   if check_rate(f"{_NAME}: dropout", dropout) and dropout_key is not None:
     keys = token_keys(row_keys(_NAME, dropout_key, B), T, axis_name)
@@ -192,7 +199,7 @@ def attention(
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,
-    Inputs(q, k, v, state, segments_of(_NAME, segment_ids, B, T), keys),
+    Inputs(q, k, v, state, segments_of(_NAME, segment_ids, B, T), keys, sinks),
     Options(Mask(window, block, causal), scale, chunk_size, soft_cap, float(dropout)),
     implementation=implementation,
     axis_name=axis_name,

@@ -30,11 +30,12 @@ class Case:
   segments: bool = False
   strength: str = "ordinary"
   chunk: int | None = 16
+  sinks: bool = False
 
   def __str__(self):
     flags = ["segments"] * self.segments + ["acausal"] * (not self.causal)
     flags += [f"{name}{getattr(self, name)}" for name in ("window", "block") if getattr(self, name)]
-    flags += ["cached"] * (self.cached is not None)
+    flags += ["cached"] * (self.cached is not None) + ["sinks"] * self.sinks
     sizes = f"T{self.T}K{self.K}V{self.V}H{self.heads[0]}G{self.heads[1]}C{self.chunk}"
     return "-".join([self.strength, *flags, sizes])
 
@@ -51,7 +52,7 @@ CASES = [
   Case(T=64, segments=True, strength="extreme"),
   Case(T=63, cached=(20, 3), segments=True),
   Case(T=1000, K=4, V=3, window=130, strength="weak", chunk=None),
-  Case(window=7, cached=(9, 3), segments=True, heads=(4, 1), chunk=8),
+  Case(window=7, cached=(9, 3), segments=True, heads=(4, 2), sinks=True, chunk=8),
   Case(window=30, cached=(100, 0), chunk=8),
   Case(block=10, cached=(25, 3), segments=True, chunk=8),
   Case(T=65, causal=False, segments=True, heads=(4, 2)),
@@ -75,14 +76,15 @@ MANY = [
 # keys, documents and windows that leave whole tiles out.
 KERNEL_CASES = [
   Case(T=200, K=64, V=64, heads=(2, 1), segments=True, strength="extreme"),
-  Case(T=300, K=40, V=72, heads=(2, 2), window=70, segments=True),
+  Case(T=300, K=40, V=72, heads=(2, 2), window=70, segments=True, sinks=True),
   Case(T=130, K=72, V=40, heads=(4, 2), causal=False, segments=True),
   Case(T=3, K=32, V=32, heads=(2, 2)),
   # Rows whose cache is full and wrapped around, and partly filled; then one token.
   Case(T=90, K=32, V=32, heads=(2, 1), window=60, cached=(130, 37), segments=True),
-  Case(T=1, K=32, V=64, heads=(4, 2), window=81, cached=(200, 50)),
+  Case(T=1, K=32, V=64, heads=(4, 2), window=81, cached=(200, 50), sinks=True),
 ]
 MORE_KERNEL_CASES = [
+  Case(T=130, K=192, V=128, heads=(2, 2), segments=True),
   Case(T=20, K=32, V=32, heads=(2, 2), cached=(140, 0)),
   Case(T=150, K=32, V=32, heads=(2, 2), block=90, cached=(140, 70), segments=True),
   Case(T=1, K=64, V=32, heads=(2, 2), cached=(90, 0), strength="extreme"),
@@ -102,6 +104,8 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     inputs["state.k"] = rng.normal(size=(B, case.room, G, K))
     inputs["state.v"] = rng.normal(size=(B, case.room, G, V))
     inputs["state.position"] = np.asarray(case.cached, np.float64)
+  if case.sinks:
+    inputs["sinks"] = rng.normal(size=H)
   return inputs
 
 
@@ -111,6 +115,7 @@ def _state(k, v, position) -> ops.AttentionState:
 
 def _arguments(case: Case, inputs):
   options = {"window": case.window, "block": case.block, "causal": case.causal}
+  options["sinks"] = inputs.get("sinks")
   return tuple(inputs[n] for n in "qkv"), options
 
 

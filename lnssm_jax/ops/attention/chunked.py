@@ -60,14 +60,14 @@ class _Softmax(NamedTuple):
 
 def chunked(inputs: Inputs, options: Options) -> jax.Array:
   """out [B, T, H, V]. Reverse mode only."""
-  q, k, v, state, _, dropout_keys = inputs
+  q, k, v, state, _, dropout_keys, sinks = inputs
   size = min(options.chunk_size or DEFAULT_CHUNK_SIZE, q.shape[1])
   static = options._replace(chunk_size=size)
   cache, cache_tokens = None, None
   if state is not None and state.k.shape[1] > 0:
     cache, cache_tokens = (state.k, state.v), cached_tokens(state)
   integers = _Integers(tokens_of(inputs), cache_tokens, dropout_keys)
-  return _attend(static, (q, k, v, cache), integers)
+  return _attend(static, (q, k, v, cache, sinks), integers)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
@@ -80,11 +80,11 @@ def _forward(static, arrays, integers):
   queries, tile, cached = _split(static, arrays, integers)
   q, v, dtype = queries.q, tile.v, arrays[2].dtype
   acc = accumulation_dtype(*arrays[:3])
-  start = _Softmax(
-    jnp.full(q.shape[:-1], -jnp.inf, acc),
-    jnp.zeros(q.shape[:-1], acc),
-    jnp.zeros((*q.shape[:-1], v.shape[-1]), acc),
-  )
+  maximum, total = jnp.full(q.shape[:-1], -jnp.inf, acc), jnp.zeros(q.shape[:-1], acc)
+  if (sinks := arrays[4]) is not None:
+    maximum = jnp.broadcast_to(_sinks_layout(sinks.astype(acc), q, static), maximum.shape)
+    total = jnp.ones_like(total)
+  start = _Softmax(maximum, total, jnp.zeros((*q.shape[:-1], v.shape[-1]), acc))
   start, queries, tile, cached = vary_alike((start, queries, tile, cached))
 
   def attend(softmax, tile):
@@ -172,6 +172,11 @@ def _backward(static, residuals, d_out):
     ),
   )
   (d_arrays,) = split_vjp(d_split)
+  if (sinks := arrays[4]) is not None:
+    # A sink is a key with the value 0: ds = p (0 - dy . y); padding has no cotangent.
+    share = jnp.exp(_sinks_layout(sinks.astype(acc), queries.q, static) - log_total)
+    of_query = _join((-share * along[..., 0])[..., None], static, arrays[0].shape)
+    d_arrays = (*d_arrays[:4], of_query.sum((0, 1, 3)).astype(sinks.dtype))
   return d_arrays, no_gradient(integers)
 
 
@@ -242,7 +247,7 @@ def _for_each(step, carry, xs):
 
 def _split(static, arrays, integers: _Integers):
   """The queries, the keys in blocks, and the blocks of the cache on a leading axis, or None."""
-  (q, k, v, cache), (tokens, cache_tokens, dropout_keys) = arrays, integers
+  (q, k, v, cache, _), (tokens, cache_tokens, dropout_keys) = arrays, integers
   size, groups = static.chunk_size, k.shape[2]
   key_tokens = _blocks_of_tokens(tokens, size, _PADDING)
   heads = q.shape[2] // groups
@@ -274,6 +279,11 @@ def _queries_layout(x, groups, static):
   x = jnp.pad(x, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
   x = x.reshape(B, -1, size, groups, heads, X).transpose(0, 3, 1, 4, 2, 5)
   return x.reshape(B, groups, -1, heads * size, X)
+
+
+def _sinks_layout(sinks, q, static):
+  """[H] -> [G, 1, Q], for queries [B, G, N, Q, K]."""
+  return jnp.repeat(sinks.reshape(q.shape[1], -1), static.chunk_size, axis=1)[:, None]
 
 
 def _keys_layout(x, size):

@@ -30,7 +30,7 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
 
 
 def _unsupported_arguments(inputs, options):
-  q, k, v, state, segments, dropout_keys = inputs
+  q, k, v, state, segments, dropout_keys, sinks = inputs
   mask = options.mask
   if state is not None:
     return "initial_state: cuDNN reads no cache in the form of AttentionState."
@@ -38,6 +38,8 @@ def _unsupported_arguments(inputs, options):
     return "segment_ids: cuDNN would need a mask of size T x T."
   if options.soft_cap is not None:
     return f"soft_cap={options.soft_cap}: cuDNN's kernel has no cap."
+  if sinks is not None:
+    return "sinks: cuDNN's softmax has no other terms than those of keys."
   if dropout_keys is not None:
     return f"dropout={options.dropout}: cuDNN draws masks of its own."
   if mask.block is not None:

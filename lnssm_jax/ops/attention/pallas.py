@@ -4,7 +4,7 @@ Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ _NARROWEST = 32  # narrower heads are padded more than twofold
 
 def unsupported(inputs: Inputs, options: Options) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None."""
-  q, k, v, _, _, dropout_keys = inputs
+  q, k, v, _, _, dropout_keys, _ = inputs
   if dropout_keys is not None:
     return f"dropout={options.dropout}, and the kernels drop nothing"
   if options.chunk_size is not None:
@@ -46,7 +46,7 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments."""
-  q, _, _, state, _, _ = inputs
+  q, _, _, state, *_ = inputs
   if q.shape[1] > 1 or state is None or options.mask.block is not None:
     return False
   return decode.unsupported(q[:, 0], state.k, state.v) is None
@@ -54,13 +54,13 @@ def _decodes(inputs: Inputs, options: Options) -> bool:
 
 def _step(inputs: Inputs, *, options: Options, interpret) -> jax.Array:
   """A single token by `decode`."""
-  q, k, v, *_ = inputs
-  state: Any = inputs.state  # `_decodes`: there is one
+  q, k, v, state, _, _, sinks = inputs
+  assert state is not None
   # A window's cache has the tokens that the next one sees, and no other.
   held = jnp.minimum(state.position, state.k.shape[1])
   logits = Logits(options.scale, options.soft_cap)
   arrays = q[:, 0], k[:, 0], v[:, 0], state.k, state.v, held
-  out = decode.decode(*arrays, logits=logits, interpret=interpret)
+  out = decode.decode(*arrays, logits=logits, sinks=sinks, interpret=interpret)
   return out[:, None]
 
 
@@ -71,7 +71,7 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tupl
     step = functools.partial(_step, options=options, interpret=interpret)
     form = functools.partial(chunked, options=options)
     return (single_step.with_gradient_of(form, step)(inputs._replace(segments=None)),)
-  q, k, v, state, segments, _ = inputs
+  q, k, v, state, segments, _, sinks = inputs
   (B, T, _, K), V = q.shape, v.shape[-1]
   before = None
   if state is not None:
@@ -99,7 +99,8 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tupl
   sizes.check(shape)
   static = op.Options(Logits(options.scale, options.soft_cap), sizes, interpret)
   arrays = padded(q, wide_k), padded(k, wide_k), padded(v, wide_v)
-  return (op.attention(*arrays, ranges, static)[:, :T, :, :V],)
+  sinks = None if sinks is None else sinks.astype(jnp.float32)
+  return (op.attention(*arrays, ranges, static, sinks)[:, :T, :, :V],)
 
 
 class Before(NamedTuple):

@@ -11,7 +11,7 @@ from lnssm_jax.ops.core.precision import accumulation_dtype
 
 def reference(inputs: Inputs, options: Options) -> jax.Array:
   """out [B, T, H, V]."""
-  q, k, v, state, _, dropout_keys = inputs
+  q, k, v, state, _, dropout_keys, sinks = inputs
   acc = accumulation_dtype(q, k, v)
   B, T, H, K = q.shape
   queries = keys = tokens_of(inputs)
@@ -24,8 +24,13 @@ def reference(inputs: Inputs, options: Options) -> jax.Array:
   scores = jnp.einsum("btgrk,bsgk->bgrts", q, k.astype(acc), precision="highest")
   scores = options.capped(scores)
   scores = jnp.where(options.mask.visible(queries, keys)[:, None, None], scores, -jnp.inf)
+  if sinks is not None:  # a column of a key with the value 0
+    shape = (*scores.shape[:-1], 1)
+    of_head = sinks.astype(acc).reshape(groups, -1, 1, 1)
+    scores = jnp.concatenate([scores, jnp.broadcast_to(of_head, shape)], axis=-1)
   weights = jnp.exp(scores - scores.max(-1, keepdims=True))
   weights = weights / weights.sum(-1, keepdims=True)
+  weights = weights[..., : k.shape[1]]
   if dropout_keys is not None:
     by_head = fold(dropout_keys[:, :, None], jnp.arange(H))[:, :, :, None]  # [B, T, H, 1, 2]
     factors = multipliers(by_head, keys.position[:, None, None], options.dropout, acc)

@@ -20,7 +20,7 @@ from lnssm_jax.ops.core.sequence_parallel import place
 
 def sharded(run, inputs: Inputs, options: Options, axis_name: str):
   """(out of this shard, state after the whole sequence)."""
-  _, k, v, initial, segments, _ = inputs
+  _, k, v, initial, segments, *_ = inputs
   mask, ids = options.mask, None if segments is None else segments.ids
   if not mask.causal:
     raise NotImplementedError(

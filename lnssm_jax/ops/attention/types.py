@@ -76,6 +76,7 @@ class Inputs(NamedTuple):
   state: AttentionState | None
   segments: Segments | None
   dropout_keys: jax.Array | None = None  # [B, T, 2] uint32
+  sinks: jax.Array | None = None  # [H]
 
   AXES = {  # noqa: RUF012
     "q": "BTHK",
@@ -84,6 +85,7 @@ class Inputs(NamedTuple):
     "state": "BMHK",
     "segments": "BT",
     "dropout_keys": "BT",
+    "sinks": "H",
   }
 
 

@@ -52,7 +52,7 @@ from pallas_kernels.core.wgmma import (
 
 
 def backward(options: Options, q, k, v, ranges: Ranges, made: Outputs, d_out):
-  """Gradients of q, k and v."""
+  """Gradients of q, k and v, and the products d_out . out [B, H, T]."""
   static = {"logits": options.logits, "backend": options.backend}
   config = options.config
   by_q = query_gradient(q, k, v, d_out, *made, ranges.seen, config=config.query_gradient, **static)
@@ -63,7 +63,7 @@ def backward(options: Options, q, k, v, ranges: Ranges, made: Outputs, d_out):
     d_v = of_keys(wanted=KeyGradients(k=False, v=True)).v
   else:
     d_k, d_v = of_keys(wanted=KeyGradients(k=True, v=True))
-  return by_q.q, d_k, d_v
+  return by_q.q, d_k, d_v, by_q.d_sum
 
 
 class _QueryGmem(NamedTuple):

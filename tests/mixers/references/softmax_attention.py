@@ -15,7 +15,7 @@ def softmax_attention(params, x, *, num_heads, num_kv_heads=None, window=None, r
   )
   if rotary:
     q, k = rotated(q), rotated(k)
-  y = read(q, k, v, window)
+  y = read(q, k, v, window, params.get("sinks"))
   if "g_proj" in params:
     y = y / (1 + np.exp(-affine("g")))
   return y @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
@@ -41,7 +41,7 @@ def latent_attention(params, x, *, num_heads, rotary_width, window=None, rotary=
   return read(q, k, v, window) @ params["o_proj"]["kernel"] + params["o_proj"].get("bias", 0)
 
 
-def read(q, k, v, window):
+def read(q, k, v, window, sinks=None):
   """[T, H V] of queries [T, H, K]."""
   (T, H, K), num_kv_heads = q.shape, k.shape[1]
   y = np.zeros((T, H, v.shape[-1]))
@@ -50,7 +50,9 @@ def read(q, k, v, window):
     for h in range(H):
       g = h // (H // num_kv_heads)
       weights = np.exp(k[first : t + 1, g] @ q[t, h] / np.sqrt(K))
-      y[t, h] = weights @ v[first : t + 1, g] / weights.sum()
+      y[t, h] = (
+        weights @ v[first : t + 1, g] / (weights.sum() + (0 if sinks is None else np.exp(sinks[h])))
+      )
   return y.reshape(T, -1)
 
 
