@@ -9,8 +9,8 @@ from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
 from lnssm_jax.mixers.common import flops
-from lnssm_jax.mixers.common.checks import check_heads, check_positive
-from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
+from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.mixers.common.projections import BlockDiagonal, Linear
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
 from lnssm_jax.ops import ConvState, DiagonalState, diagonal_scan
 from lnssm_jax.ops.core.halo import continues
@@ -29,22 +29,6 @@ class RGLRUState(NamedTuple):
   conv: ConvState  # inputs [B, W - 1, E]
   recurrent: DiagonalState  # h [B, E]
   started: jax.Array  # [B], 0 before a sequence's first token, then 1
-
-
-class _BlockDiagonal(nnx.Module):
-  """x -> W x + b with W one square block per head: kernel [H, E / H, E / H], bias [E]."""
-
-  def __init__(self, width: int, num_heads: int, *, dtype, param_dtype, rngs: nnx.Rngs):
-    block = check_heads(width, num_heads)
-    self.num_heads, self.dtype = num_heads, dtype
-    kernel = jax.random.normal(rngs.params(), (num_heads, block, block)) * block**-0.5
-    self.kernel = nnx.Param(kernel.astype(param_dtype))
-    self.bias = nnx.Param(jnp.zeros(width, param_dtype))
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    kernel = self.kernel[...].astype(self.dtype)
-    y = jnp.einsum("bthi,hij->bthj", split_heads(x, self.num_heads), kernel)
-    return wide(merge_heads(y)) + wide(self.bias[...])
 
 
 class RGLRU(Mixer[RGLRUState]):
@@ -103,8 +87,8 @@ class RGLRU(Mixer[RGLRUState]):
     linear = functools.partial(Linear, kernel_init=normal(1.0), bias_init=bias_init, **options)
     self.x_proj, self.y_proj = linear(dim, E), linear(dim, E)
     self.conv = ShortConvolution(E, conv_size, kernel_init=normal(0.01), **options)
-    self.decay_gate = _BlockDiagonal(E, num_heads, **options)
-    self.input_gate = _BlockDiagonal(E, num_heads, **options)
+    self.decay_gate = BlockDiagonal(E, num_heads, **options)
+    self.input_gate = BlockDiagonal(E, num_heads, **options)
     squared = jax.random.uniform(rngs.params(), (E,), jnp.float32, 0.9**2, 0.999**2)
     rate = -0.5 * jnp.log(squared)  # softplus(L)
     self.decay_rate = nnx.Param(jnp.log(jnp.expm1(rate)).astype(param_dtype))

@@ -163,6 +163,9 @@ BAD = {
   ],
   "mlstm": [
     ({"gate_soft_cap": 0.0}, "gate_soft_cap=0.0 must be positive, or None"),
+    ({"variant": "large"}, "variant='large' is unknown"),
+    ({"variant": "block", "expand_k": 1.0}, "a block has expand=2 for both; leave them out"),
+    ({"variant": "block", "block_size": 3}, "block_size=3 does not divide expand \\* dim = 16"),
     ({"denominator_eps": -1.0}, "denominator_eps=-1.0 must not be negative"),
     ({"expand_k": 0.3}, "expand_k=0.3 of dim=8"),
   ],

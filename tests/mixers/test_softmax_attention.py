@@ -35,7 +35,11 @@ LATENT = {"kv_rank": 5, "rotary_width": 2, "head_dim": 6, "value_head_dim": 3, "
 
 @pytest.mark.parametrize(
   "options",
-  [{"q_rank": 4, "use_bias": True}, {"window": 4, "max_length": 12}, {"positions": "none"}],
+  [
+    {"q_rank": 4, "use_bias": True},
+    {"window": 4, "max_length": 12},
+    pytest.param({"positions": "none"}, marks=pytest.mark.slow),
+  ],
 )
 def test_latent_attention_from_any_token_on_equals_float64(options):
   """Several tokens after a state compute its keys; single ones read the latents themselves."""

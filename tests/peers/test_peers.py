@@ -32,7 +32,6 @@ DECODED = (
   "gated_delta_net_fla_no_conv",
   "gla_fla_conv",
   "gsa_fla_grouped",
-  "log_linear_fla",
   "mamba2_groups",
   "mamba3_mimo_norm",
   "recurrent_gemma_attention",

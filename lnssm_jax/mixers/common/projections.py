@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lnssm_jax.mixers.common.checks import check_heads
 from lnssm_jax.ops.core.precision import wide
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -60,6 +61,37 @@ class Linear(nnx.Linear):
     """W x in `dtype`, without the bias."""
     x, kernel = x.astype(self.dtype), self.kernel[...].astype(self.dtype)
     return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+class BlockDiagonal(nnx.Module):
+  """x -> W x + b with W of square blocks: kernel [blocks, E / blocks, E / blocks], bias [E].
+
+  Args:
+    std: the kernel starts normal with this standard deviation; None means 1 / sqrt(inputs).
+  """
+
+  def __init__(
+    self,
+    width: int,
+    num_blocks: int,
+    *,
+    use_bias: bool = True,
+    std: float | None = None,
+    dtype,
+    param_dtype,
+    rngs: nnx.Rngs,
+  ):
+    block = check_heads(width, num_blocks)
+    self.num_blocks, self.dtype = num_blocks, dtype
+    kernel = jax.random.normal(rngs.params(), (num_blocks, block, block))
+    self.kernel = nnx.Param((kernel * (block**-0.5 if std is None else std)).astype(param_dtype))
+    self.bias = nnx.Param(jnp.zeros(width, param_dtype)) if use_bias else None
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    kernel = self.kernel[...].astype(self.dtype)
+    y = jnp.einsum("bthi,hij->bthj", split_heads(x, self.num_blocks), kernel)
+    y = wide(merge_heads(y))
+    return y if self.bias is None else y + wide(self.bias[...])
 
 
 def split_linear(layer: Linear, x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
