@@ -338,7 +338,7 @@ def main(arguments=None):
   parser.add_argument("--gain", type=float, default=0.01, help="least share of time gained")
   parser.add_argument("--calls", type=int, default=20, help="calls in a timed group")
   parser.add_argument("--groups", type=int, default=7)
-  parser.add_argument("--limit", type=float, default=120, metavar="SECONDS",
+  parser.add_argument("--limit", type=float, default=180, metavar="SECONDS",
                       help="longest time of one configuration, with its compilation")  # fmt: skip
   parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
   parser.add_argument("--write", action="store_true", help="to the table of this device")
@@ -349,6 +349,8 @@ def main(arguments=None):
       parser.error(f"--cases: {args.op} has no case {name!r}; use one of {', '.join(cases)}")
   if args.write and args.interpret:
     parser.error("--write: an interpreted kernel has no time; leave out --interpret")
+  if args.limit <= 0:
+    parser.error(f"--limit {args.limit:g} must be more than 0 seconds, such as --limit 180")
   names = args.cases or list(cases)
   if args.one:
     return _one(args, *names)
@@ -362,7 +364,8 @@ def main(arguments=None):
 def _one(args, name: str) -> dict[str, Changes]:
   """Tunes a case in this process, but for the trials that stdin knows; prints what it found."""
   if not args.interpret and (reason := device.unsupported()):
-    raise SystemExit(f"error: {reason}; with --interpret kernels run on a CPU")
+    print(f"error: {reason}; with --interpret kernels run on a CPU", file=sys.stderr)
+    raise SystemExit(2)
   print(f"device: {jax.devices()[0].device_kind}, jax {jax.__version__}")
   known = {key: Trial(*trial) for key, trial in json.loads(sys.stdin.readline() or "{}").items()}
   case = CASES[args.op][name]
