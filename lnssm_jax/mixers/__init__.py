@@ -14,6 +14,7 @@ from typing import Any
 
 from lnssm_jax.mixers.base import Mixer as Mixer
 from lnssm_jax.mixers.base import shard_time as shard_time
+from lnssm_jax.mixers.comba import Comba as Comba
 from lnssm_jax.mixers.common.calls import single as single
 from lnssm_jax.mixers.common.calls import step as step
 from lnssm_jax.mixers.common.complex_state import ComplexState as ComplexState
@@ -22,6 +23,7 @@ from lnssm_jax.mixers.common.routing import Aux as Aux
 from lnssm_jax.mixers.delta_net import DeltaNet as DeltaNet
 from lnssm_jax.mixers.delta_net import DeltaNetState as DeltaNetState
 from lnssm_jax.mixers.delta_net import GatedDeltaNet as GatedDeltaNet
+from lnssm_jax.mixers.delta_product import DeltaProduct as DeltaProduct
 from lnssm_jax.mixers.diagonal_state_spaces import DSS as DSS
 from lnssm_jax.mixers.diagonal_state_spaces import S4D as S4D
 from lnssm_jax.mixers.diagonal_state_spaces import S5 as S5
@@ -42,6 +44,8 @@ from lnssm_jax.mixers.hyena import BaseConv as BaseConv
 from lnssm_jax.mixers.hyena import BaseConvState as BaseConvState
 from lnssm_jax.mixers.hyena import Hyena as Hyena
 from lnssm_jax.mixers.hyena import HyenaState as HyenaState
+from lnssm_jax.mixers.kda import KDA as KDA
+from lnssm_jax.mixers.kda import GatedDeltaNet2 as GatedDeltaNet2
 from lnssm_jax.mixers.kernel_attention import Based as Based
 from lnssm_jax.mixers.kernel_attention import LinearAttention as LinearAttention
 from lnssm_jax.mixers.kernel_attention import NormalizedAttention as NormalizedAttention
@@ -81,6 +85,8 @@ from lnssm_jax.mixers.rwkv import RWKV5 as RWKV5
 from lnssm_jax.mixers.rwkv import RWKV6 as RWKV6
 from lnssm_jax.mixers.rwkv import RWKV4State as RWKV4State
 from lnssm_jax.mixers.rwkv import RWKV5State as RWKV5State
+from lnssm_jax.mixers.rwkv7 import RWKV7 as RWKV7
+from lnssm_jax.mixers.rwkv7 import RWKV7State as RWKV7State
 from lnssm_jax.mixers.s4 import S4 as S4
 from lnssm_jax.mixers.s6 import S6 as S6
 from lnssm_jax.mixers.s6 import SSD as SSD

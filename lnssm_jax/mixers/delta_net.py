@@ -34,7 +34,7 @@ QK_ACTIVATIONS = {
 
 @register_state
 class DeltaNetState(NamedTuple):
-  """Recurrent state of `DeltaNet` and `GatedDeltaNet`, float32."""
+  """Recurrent state of the delta rule's mixers, float32."""
 
   q_conv: ConvState  # inputs [B, W - 1, H K], empty without convolutions
   k_conv: ConvState  # inputs [B, W - 1, H K]
@@ -42,8 +42,38 @@ class DeltaNetState(NamedTuple):
   recurrent: DeltaRuleState  # kv [B, H', K, V]
 
 
-class _DeltaBlock(Mixer[DeltaNetState]):
-  """Projections, convolutions, unit queries and keys, the rate beta and the norm of the output."""
+def value_widths(
+  dim: int, num_heads: int, num_value_heads: int | None, head_dim: int | None, expand_v: float
+) -> tuple[int, int, int]:
+  """(Value heads, K, V) of the options that the mixers with grouped value heads share.
+
+  Raises:
+    ValueError: a size is not positive, `num_value_heads` is not a multiple of `num_heads`, values
+      do not have a whole width, or, without `head_dim`, `dim` is not a multiple of `num_heads`.
+  """
+  check_positive("dim", dim)
+  check_positive("num_heads", num_heads)
+  values = num_heads if num_value_heads is None else num_value_heads
+  if check_positive("num_value_heads", values) % num_heads:
+    raise ValueError(
+      f"num_value_heads={num_value_heads} is not a multiple of num_heads={num_heads}: each query "
+      "and key head serves equally many value heads."
+    )
+  key_dim = check_heads(dim, num_heads) if head_dim is None else head_dim
+  value_dim = round(expand_v * check_positive("head_dim", key_dim))
+  if value_dim < 1 or value_dim != expand_v * key_dim:
+    raise ValueError(
+      f"expand_v={expand_v} must be positive and give values a whole width, but with K={key_dim} "
+      f"it gives {expand_v * key_dim}; change one of the two."
+    )
+  return values, key_dim, value_dim
+
+
+class DeltaBlock(Mixer[DeltaNetState]):
+  """Projections, convolutions, unit queries and keys, the rate beta and the norm of the output.
+
+  With `steps`, a token has so many keys, values and rates.
+  """
 
   starts_as_model = True
   set_by_model = ("num_heads",)
@@ -60,9 +90,11 @@ class _DeltaBlock(Mixer[DeltaNetState]):
     conv_bias,
     qk_activation="silu",
     qk_norm="l2",
-    allow_neg_eigval,
+    allow_neg_eigval=False,
     use_beta=True,
+    steps=1,
     norm_eps,
+    kernel_init=None,
     options,
   ):
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(options["dtype"])
@@ -71,14 +103,15 @@ class _DeltaBlock(Mixer[DeltaNetState]):
     self.qk_activation, self.qk_norm = qk_activation, qk_norm
     self.largest_beta = 2.0 if allow_neg_eigval else 1.0
     keys, values = num_heads * key_dim, num_value_heads * value_dim
-    linear = functools.partial(Linear, kernel_init=xavier_uniform(2**-2.5), **options)
-    self.q_proj, self.k_proj = linear(dim, keys), linear(dim, keys)
-    self.v_proj = linear(dim, values)
-    self.b_proj = linear(dim, num_value_heads) if use_beta else None
+    kernel_init = kernel_init or xavier_uniform(2**-2.5)
+    linear = functools.partial(Linear, kernel_init=kernel_init, **options)
+    self.q_proj, self.k_proj = linear(dim, keys), linear(dim, steps * keys)
+    self.v_proj = linear(dim, steps * values)
+    self.b_proj = linear(dim, steps * num_value_heads) if use_beta else None
     conv = functools.partial(ShortConvolution, use_bias=conv_bias, **options)
     qk_conv = functools.partial(conv, activation="silu" if qk_activation == "silu" else None)
-    self.q_conv, self.k_conv = qk_conv(keys, conv_size), qk_conv(keys, conv_size)
-    self.v_conv = conv(values, conv_size, activation="silu")
+    self.q_conv, self.k_conv = qk_conv(keys, conv_size), qk_conv(steps * keys, conv_size)
+    self.v_conv = conv(steps * values, conv_size, activation="silu")
     self.norm = RMSNorm(value_dim, eps=norm_eps, param_dtype=options["param_dtype"])
     self.o_proj = linear(values, dim)
 
@@ -95,39 +128,54 @@ class _DeltaBlock(Mixer[DeltaNetState]):
       return unit_norm(z, dtype=self.dtype)
     return (wide(z) / jnp.sum(wide(z), axis=-1, keepdims=True)).astype(self.dtype)
 
+  def _streams(self, x, state, segment_ids):
+    """Queries, keys [B, T, H, K] and values [B, T, H', V]; the states of their convolutions."""
+    q_conv, k_conv, v_conv = (None,) * 3 if state is None else state[:3]
+
+    def stream(z, conv, conv_state, width):
+      z, conv_state = conv(z, conv_state, segment_ids)
+      return split_heads(z, z.shape[-1] // width), conv_state
+
+    q, q_conv = stream(self.q_proj(x), self.q_conv, q_conv, self.key_dim)
+    k, k_conv = stream(self.k_proj(x), self.k_conv, k_conv, self.key_dim)
+    v, v_conv = stream(self.v_proj(x), self.v_conv, v_conv, self.value_dim)
+    return q, k, v, (q_conv, k_conv, v_conv)
+
+  def _rate(self, x):
+    """beta [B, T, H']."""
+    if self.b_proj is None:
+      return jnp.full((*x.shape[:2], self.num_value_heads), self.largest_beta, wide(x).dtype)
+    beta = jax.nn.sigmoid(wide(self.b_proj(x)))
+    return beta if self.largest_beta == 1 else self.largest_beta * beta
+
+  def _place(self, state, segment_ids):
+    """Where the recurrence starts, for the op."""
+    recurrent = None if state is None else state.recurrent
+    axis = self.sequence_axis
+    return {"axis_name": axis, "initial_state": recurrent, "segment_ids": segment_ids}
+
   def _mix_gated(self, x, state, segment_ids, *, log_decay, gate):
     """(W_o (RMSNorm(y) * silu(gate)), the state after the last token)."""
-    q_conv, k_conv, v_conv, recurrent = state if state is not None else (None,) * 4
-
-    def stream(z, conv, conv_state, heads):
-      z, conv_state = conv(z, conv_state, segment_ids)
-      return split_heads(z, heads), conv_state
-
-    q, q_conv = stream(self.q_proj(x), self.q_conv, q_conv, self.num_heads)
-    k, k_conv = stream(self.k_proj(x), self.k_conv, k_conv, self.num_heads)
-    v, v_conv = stream(self.v_proj(x), self.v_conv, v_conv, self.num_value_heads)
-    if self.b_proj is None:
-      beta = jnp.full((*x.shape[:2], self.num_value_heads), self.largest_beta, wide(x).dtype)
-    else:
-      beta = jax.nn.sigmoid(wide(self.b_proj(x)))
-      beta = beta if self.largest_beta == 1 else self.largest_beta * beta
+    q, k, v, convs = self._streams(x, state, segment_ids)
     y, recurrent = delta_rule(
       self._queries_or_keys(q),
       self._queries_or_keys(k),
       v.astype(self.dtype),
-      beta,
+      self._rate(x),
       log_decay=log_decay,
-      scale=self.key_dim**-0.5,
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(state, segment_ids),
     )
     gate = None if gate is None else split_heads(gate, self.num_value_heads)
     out = self.o_proj(merge_heads(self.norm(y, gate=gate, dtype=self.dtype)))
-    return out, DeltaNetState(q_conv, k_conv, v_conv, recurrent)
+    return out, DeltaNetState(*convs, recurrent)
+
+  def _sigmoid_gated(self, y, gate):
+    """W_o (RMSNorm(y) * sigmoid(gate)) of y [B, T, H', V]."""
+    gate = jax.nn.sigmoid(wide(split_heads(gate, self.num_value_heads)))
+    return self.o_proj(merge_heads((self.norm(y) * gate).astype(self.dtype)))
 
 
-class DeltaNet(_DeltaBlock):
+class DeltaNet(DeltaBlock):
   r"""The delta rule with unit keys: each token moves the value stored for its key towards its own.
 
       q_t = unit(silu(conv(W_q x))_t),  k_t = unit(silu(conv(W_k x))_t),  v_t = silu(conv(W_v x))_t
@@ -219,7 +267,7 @@ class DeltaNet(_DeltaBlock):
     return self._mix_gated(x, state, segment_ids, log_decay=None, gate=gate)
 
 
-class GatedDeltaNet(_DeltaBlock):
+class GatedDeltaNet(DeltaBlock):
   r"""The delta rule of `DeltaNet` with a decay per token and head, wider values and an output gate.
 
       a_t = exp(-exp(log_rate) softplus(W_a x_t + b_a))                            per head
@@ -274,21 +322,8 @@ class GatedDeltaNet(_DeltaBlock):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("dim", dim)
-    check_positive("num_heads", num_heads)
-    values = num_heads if num_value_heads is None else num_value_heads
-    if check_positive("num_value_heads", values) % num_heads:
-      raise ValueError(
-        f"num_value_heads={num_value_heads} is not a multiple of num_heads={num_heads}: each query "
-        "and key head serves equally many value heads."
-      )
-    key_dim = check_heads(dim, num_heads) if head_dim is None else head_dim
-    value_dim = round(expand_v * check_positive("head_dim", key_dim))
-    if value_dim < 1 or value_dim != expand_v * key_dim:
-      raise ValueError(
-        f"expand_v={expand_v} must be positive and give values a whole width, but with K={key_dim} "
-        f"it gives {expand_v * key_dim}; change one of the two."
-      )
+    widths = value_widths(dim, num_heads, num_value_heads, head_dim, expand_v)
+    values, key_dim, value_dim = widths
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self._build(
       dim,

@@ -31,7 +31,10 @@ NO_RECURRENCE = {
 }
 # Each op with decays, and a layer with two memories; tests/mixers/test_decay.py has all mixers.
 DECAYS = ("dss", "gla", "gsa", "longhorn", "mamba", "mom", "rwkv4")
-NOT_DIAGONAL = ("delta_net", "gated_delta_net", "longhorn_exact")
+NOT_DIAGONAL = (
+  *("comba", "delta_net", "delta_product", "gated_delta_net", "gated_delta_net2", "kda"),
+  *("longhorn_exact", "rwkv7"),
+)
 
 
 def build(name, **options):

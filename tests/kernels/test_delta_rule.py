@@ -111,7 +111,7 @@ def arguments(K, V, erase, segments, T=1024, lead=()):
   array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct((*lead, *shape), dtype)
   inputs = {"q": array(B, T, H, K, dtype=BF16), "k": array(B, T, H, K, dtype=BF16)}
   inputs |= {"v": array(B, T, H, V, dtype=BF16), "beta": array(B, T, H, 1)}
-  inputs |= {"log_decay": array(B, T, H), "kv": array(B, H, K, V)}
+  inputs |= {"log_decay": array(B, T, H, 1), "kv": array(B, H, K, V)}
   if erase:
     inputs["erase_key"] = array(B, T, H, K, dtype=BF16)
   return inputs, array(B, T, dtype=jnp.int32) if segments else None
@@ -121,7 +121,8 @@ def run(inputs, segments):
   names = ("q", "k", "v", "beta", "log_decay")
   state = ops.DeltaRuleState(inputs["kv"])
   segments = None if segments is None else Segments(segments, segments)
-  arguments = Inputs(*(inputs[n] for n in names), inputs.get("erase_key"), state, segments)
+  keys = inputs.get("erase_key"), None
+  arguments = Inputs(*(inputs[n] for n in names), *keys, state, segments)
   return pallas.run(arguments, Options(scale=0.5))
 
 

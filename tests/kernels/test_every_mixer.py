@@ -47,7 +47,7 @@ def test_the_page_says_what_runs_in_kernels(name, to_cuda, hopper):
     names = [n for n in kernels_traced(run, (params, x)) if n != "norm_forward"]
     kernels, convolutions = len(names), names.count("causal_conv1d_forward")
   # All streams in one convolution; that of RWKV-6 has offsets, which are made of another one.
-  shifts = {"lnssm": 1, "rwkv4": 1, "rwkv5": 1, "rwkv6": 2}.get(name, 0)
+  shifts = {"lnssm": 1, "rwkv4": 1, "rwkv5": 1, "rwkv6": 2, "rwkv7": 1}.get(name, 0)
   parts = name in ("log_linear", "mamba2")  # of x, and of b and c
   assert convolutions == len(layers) + shifts + parts
   assert (kernels > convolutions) == ("kernel" in WHERE[name])

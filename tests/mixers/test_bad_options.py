@@ -14,8 +14,10 @@ BAD = {
     ({"conv_size": -1}, "conv_size=-1 must"),
   ],
   "based": [({"head_dim": 0}, "head_dim=0 must")],
+  "comba": [({"num_value_heads": 3}, "num_value_heads=3 is not a multiple of num_heads=2")],
   "cosformer": [({"max_length": 0}, "max_length=0 must")],
   "delta_net": [({"conv_size": 0}, "conv_size=0 must")],
+  "delta_product": [({"num_householder": 0}, "num_householder=0 must")],
   "dss": [
     ({"state_dim": 0}, "state_dim=0 must"),
     ({"kernel_length": 0}, "kernel_length=0 must"),
@@ -24,6 +26,7 @@ BAD = {
     ({"head_dim": 0}, "head_dim=0 must"),
     ({"expand_v": 0}, "expand_v=0 must"),
   ],
+  "gated_delta_net2": [({"gate_rank": 0}, "gate_rank=0 must")],
   "gfw": [
     ({"gate_logit_normalizer": -1}, "gate_logit_normalizer=-1 must"),
     ({"head_dim": 0}, "head_dim=0 must"),
@@ -48,6 +51,10 @@ BAD = {
     ({"max_length": 0}, "max_length=0 must"),
     ({"filter_layers": 0}, "filter_layers=0 must"),
     ({"conv_size": 0}, "conv_size=0 must"),
+  ],
+  "kda": [
+    ({"lower_bound": 5.0}, "lower_bound=5.0 must be a negative number"),
+    ({"expand_v": 0.3}, "expand_v=0.3 must"),
   ],
   "lcsm": [
     ({"code": "1-12-1-0"}, "code='1-12-1-0' must be 'e-o-s-a'"),

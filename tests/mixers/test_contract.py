@@ -34,7 +34,7 @@ every_mixer = pytest.mark.parametrize("name", list(MIXERS), scope="module")
 every_core_mixer = pytest.mark.parametrize("name", core_mixers(), scope="module")
 
 # Their W_o is zero at first, as in the published code.
-STARTS_AT_ZERO = {"lnssm", "rwkv4", "rwkv5", "rwkv6"}
+STARTS_AT_ZERO = {"lnssm", "rwkv4", "rwkv5", "rwkv6", "rwkv7"}
 
 # What is computed in `dtype` next to products of matrices and of two numbers: all else is float32.
 IN_DTYPE = {"lnssm": {"logistic"}, "rwkv6": {"tanh"}}

@@ -18,7 +18,10 @@ NONE = {
   *("longhorn_exact", "normalized_attention", "short_conv", "sliding_window_attention"),
   "softmax_attention",
 }
-OTHER_MAPS = {"gated_delta_net", "log_linear", "mlstm", "rwkv4", "s4"}  # not one factor per number
+OTHER_MAPS = {  # not one factor per number
+  *("comba", "delta_product", "gated_delta_net", "gated_delta_net2", "kda", "log_linear", "mlstm"),
+  *("rwkv4", "rwkv7", "s4"),
+}
 QUICK = {"gfw", "gsa", "lnssm", "mamba", "rg_lru"}  # forms of decays and of states
 LINEAR = (
   *(ops.DiagonalState, ops.ElementwiseDecayState, ops.ExponentialState, ops.LinearAttentionState),

@@ -20,10 +20,17 @@ COUNTS = [
   ("base_conv", {}, D**2 + D + 4 * D),
   ("base_conv", {"max_length": 9}, D**2 + D + 4 * 16 + 17 * D),
   ("based", HEADS, 2 * D * H * 16 + 2 * D**2),
+  # As gated_delta_net, and two numbers per head.
+  ("comba", HEADS, 8 * D**2 + 2 * D * H + 4 * 4 * D + 2 * D // H + 4 * H),
   ("cosformer", HEADS, 4 * D**2),
   ("delta_net", HEADS, DELTA),
   # Values of width 2 D, decays, output gate.
   ("gated_delta_net", HEADS, 8 * D**2 + 2 * D * H + 4 * 4 * D + 2 * D // H + 2 * H),
+  # Two keys and values of width 2 D per token.
+  ("delta_product", HEADS, 11 * D**2 + 3 * D * H + 4 * 7 * D + 2 * D // H + 2 * H),
+  # Gates for all channels of keys and values; decays and output gate of rank V.
+  ("gated_delta_net2", HEADS, DELTA - D * H + 2 * D**2 + 4 * D * D // H + 2 * D + H),
+  ("kda", HEADS, DELTA + 4 * D * D // H + 2 * D + H),
   ("dss", {"state_dim": N}, STATE_SPACE_OUTPUT + 2 * D + 2 * N + 2 * D * N),
   ("gateloop", HEADS, 7 * D**2 + 3 * D),
   ("gfw", HEADS, 6 * D**2 + 2 * D),
@@ -75,6 +82,7 @@ COUNTS = [
   ("rwkv4", {}, 4 * D**2 + 5 * D),
   ("rwkv5", HEADS, 5 * D**2 + 8 * D),
   ("rwkv6", HEADS, 5 * D**2 + 10 * D + 2 * 5 * 32 * D + 2 * 64 * D),
+  ("rwkv7", HEADS, 4 * D**2 + 13 * D + 3 * 2 * 32 * D),
   ("s4", {"state_dim": N}, 2 * D**2 + 4 * D + D * N + 3 * N),
   ("s4d", {"state_dim": N}, STATE_SPACE_OUTPUT + 2 * D + 4 * D * N // 2),
   ("s5", {"state_dim": N}, 2 * D * N + 3 * N // 2 + D**2 + 2 * D),

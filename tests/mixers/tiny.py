@@ -68,12 +68,15 @@ HEADS = {"num_heads": 2}
 TINY = {
   "base_conv": Tiny(long_convolutions.base_conv, {"max_length": 24}, {"max_length": 24}),
   "based": Tiny(kernel_attention.based, HEADS | {"head_dim": 3}, HEADS),
+  "comba": Tiny(delta_net.comba, HEADS, HEADS),
   "cosformer": Tiny(
     positional_attention.cosformer, HEADS | {"max_length": 40}, HEADS | {"max_length": 40}
   ),
   "delta_net": Tiny(delta_net.delta_net, HEADS, HEADS),
+  "delta_product": Tiny(delta_net.delta_product, HEADS, HEADS),
   "dss": Tiny(state_spaces.dss, {"state_dim": 3}),
   "gated_delta_net": Tiny(delta_net.gated_delta_net, HEADS, HEADS),
+  "gated_delta_net2": Tiny(delta_net.gated_delta_net2, HEADS | {"gate_rank": 3}, HEADS),
   "gateloop": Tiny(gateloop.gateloop, HEADS, HEADS),
   "gfw": Tiny(gfw.gfw, HEADS | {"head_dim": 3}, HEADS),
   "gla": Tiny(linear_attention.gla, HEADS | {"gate_rank": 3}, HEADS),
@@ -85,6 +88,7 @@ TINY = {
     {"max_length": 24, "filter_dim": 4},
     {"max_length": 24},
   ),
+  "kda": Tiny(delta_net.kda, HEADS | {"gate_rank": 3}, HEADS),
   "lcsm": Tiny(lcsm.lcsm, {"state_dim": 3}),
   "linear_attention": Tiny(kernel_attention.linear_attention, HEADS, HEADS),
   "lln": Tiny(lln.lln, HEADS, HEADS, cache=True),
@@ -112,6 +116,7 @@ TINY = {
   "rwkv4": Tiny(rwkv.rwkv4),
   "rwkv5": Tiny(rwkv.rwkv5, HEADS, HEADS),
   "rwkv6": Tiny(rwkv.rwkv6, HEADS | {"mix_rank": 2, "gate_rank": 3}, HEADS),
+  "rwkv7": Tiny(rwkv.rwkv7, HEADS | {"decay_rank": 3, "rate_rank": 2, "gate_rank": 4}, HEADS),
   "s4": Tiny(state_spaces.s4, {"state_dim": 4}),
   "s4d": Tiny(state_spaces.s4d, {"state_dim": 4}),
   "s6": Tiny(mamba.s6, {"state_dim": 3, "gate_rank": 2}),

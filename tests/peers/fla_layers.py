@@ -5,22 +5,36 @@ import functools
 import warnings
 
 import fla.layers.based
+import fla.layers.comba
 import fla.layers.delta_net
 import fla.layers.gated_deltanet
+import fla.layers.gated_deltaproduct
+import fla.layers.gdn2
 import fla.layers.gla
 import fla.layers.gsa
 import fla.layers.hgrn2
+import fla.layers.kda
 import fla.layers.multiscale_retention
 import fla.layers.rwkv6
+import fla.layers.rwkv7
 import torch
 from fla.modules import FusedRMSNormGated, GroupNorm, RMSNorm, ShortConvolution
 from fla.modules.feature_map import SwishFeatureMap
+from fla.ops.comba.naive import naive_chunk_comba
 from fla.ops.delta_rule.naive import delta_rule_recurrence
+from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
 from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+from fla.ops.gdn2.naive import naive_recurrent_gdn2
+from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
 from fla.ops.gla.naive import naive_recurrent_gla
 from fla.ops.gsa.naive import naive_recurrent_gsa
+from fla.ops.kda.gate import naive_kda_gate, naive_kda_lowerbound_gate
+from fla.ops.kda.naive import naive_recurrent_kda
 from fla.ops.retention.naive import naive_retention
 from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
+from fla.ops.rwkv7.fused_addcmul import torch_addcmul_rwkv7
+from fla.ops.rwkv7.fused_k_update import k_update_ref
+from fla.ops.rwkv7.gate_output_correction import gate_output_correction_ref
 from torch.nn import functional as F
 
 from tests.peers.numbers import DIM, numbers
@@ -49,6 +63,37 @@ def _gated_delta(q, k, v, g, beta, allow_neg_eigval, A_log, dt_bias, **_):
   beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
   g = -A_log.exp() * F.softplus(g + dt_bias)
   return naive_recurrent_gated_delta_rule(q, k, v, beta, g)
+
+
+def _kda(q, k, v, g, beta, A_log, dt_bias, allow_neg_eigval, lower_bound, **_):
+  bounded = {} if lower_bound is None else {"lower_bound": lower_bound}
+  gate = naive_kda_lowerbound_gate if bounded else naive_kda_gate
+  beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
+  return naive_recurrent_kda(_unit(q), _unit(k), v, gate(g, A_log, dt_bias, **bounded), beta)
+
+
+def _gdn2(q, k, v, g, b, w, **_):
+  return naive_recurrent_gdn2(_unit(q), _unit(k), v, g, b, w)
+
+
+def _comba(q, k, v, p, g, beta, **_):
+  """Their form token by token reads the decayed state, unlike this one and the kernels."""
+  return naive_chunk_comba(_unit(q), _unit(k), v, _unit(p), g, beta, chunk_size=4)
+
+
+def _delta_product(q, k, v, g, beta, num_householder, **_):
+  options = {"scale": q.shape[-1] ** -0.5, "cu_seqlens": None, "num_householder": num_householder}
+  return naive_recurrent_gated_delta_product(_unit(q), _unit(k), v, g, beta, **options)
+
+
+def _rwkv7(r, w, k, v, a, b, **_):
+  r = r.shape[-1] ** 0.5 * r  # theirs divides by it
+  out, state = dplr_recurrence(*_turned(r, k, v, a, b, w))
+  return out.transpose(1, 2), state
+
+
+def _token_shift_and_last(x, *_, **__):
+  return _token_shift(x), None
 
 
 def _retention(q, k, v, **_):
@@ -118,6 +163,14 @@ def patch():
   layers.multiscale_retention.RotaryEmbedding.forward = _rotary
   layers.rwkv6.fused_recurrent_rwkv6 = _rwkv6
   layers.rwkv6.token_shift = _token_shift
+  layers.kda.chunk_kda, layers.gdn2.chunk_gdn2 = _kda, _gdn2
+  layers.comba.chunk_comba = _comba
+  layers.gated_deltaproduct.chunk_gated_delta_product = _delta_product
+  layers.rwkv7.chunk_rwkv7, layers.rwkv7.l2_norm = _rwkv7, _unit
+  layers.rwkv7.token_shift = _token_shift_and_last
+  layers.rwkv7.fused_addcmul_rwkv7 = torch_addcmul_rwkv7
+  layers.rwkv7.fused_k_rwkv7 = k_update_ref
+  layers.rwkv7.gate_output_correction = gate_output_correction_ref
   GroupNorm.forward = _group_norm
   for module in (layers.gsa, layers.hgrn2):
     module.rms_norm_linear = _rms_norm_linear
@@ -137,6 +190,15 @@ def cases():
   delta = functools.partial(fla.layers.delta_net.DeltaNet, hidden_size=DIM, num_heads=2)
   gated = functools.partial(
     fla.layers.gated_deltanet.GatedDeltaNet, hidden_size=DIM, num_heads=2, head_dim=4
+  )
+  sizes = {"hidden_size": DIM, "num_heads": 2, "head_dim": 4}
+  kda = functools.partial(fla.layers.kda.KimiDeltaAttention, **sizes)
+  gdn2 = functools.partial(fla.layers.gdn2.GatedDeltaNet2, **sizes)
+  comba = functools.partial(fla.layers.comba.Comba, **sizes)
+  product = functools.partial(fla.layers.gated_deltaproduct.GatedDeltaProduct, **sizes)
+  ranks = {"decay_low_rank_dim": 3, "gate_low_rank_dim": 4, "a_low_rank_dim": 2}
+  rwkv7 = fla.layers.rwkv7.RWKV7Attention(
+    hidden_size=DIM, head_dim=4, **ranks, layer_idx=0, num_hidden_layers=2, fuse_norm=True
   )
   gsa = functools.partial(
     fla.layers.gsa.GatedSlotAttention, hidden_size=DIM, num_heads=2, num_slots=3, layer_idx=0
@@ -195,6 +257,29 @@ def cases():
       gated(use_short_conv=False, use_gate=False, allow_neg_eigval=True),
       plain,
     ),
+    "kda_fla": (kda(**eps), plain),
+    "kda_fla_bounded": (
+      kda(num_v_heads=4, expand_v=1.5, lower_bound=-5.0, safe_gate=True, allow_neg_eigval=True),
+      plain,
+    ),
+    "gated_delta_net2_fla": (gdn2(**eps), plain),
+    "gated_delta_net2_fla_grouped": (
+      gdn2(num_v_heads=4, expand_v=1.5, allow_neg_eigval=True, use_short_conv=False),
+      plain,
+    ),
+    "comba_fla": (comba(**eps), plain),
+    "comba_fla_plain": (
+      comba(use_inner_decay=False, use_output_correction=False, use_output_gate=False, conv_size=3),
+      plain,
+    ),
+    "delta_product_fla": (product(**eps), plain),
+    "delta_product_fla_three": (
+      product(
+        num_householder=3, use_forget_gate=False, allow_neg_eigval=False, use_output_gate=False
+      ),
+      plain,
+    ),
+    "rwkv7_fla": (rwkv7, plain),
     "gsa_fla": (gsa(**eps), plain),
     "gsa_fla_grouped": (gsa(num_kv_heads=1, feature_map="relu", use_short_conv=True), plain),
     "gsa_fla_gates": (gsa(gate_logit_normalizer=4, scale=0.5), plain),

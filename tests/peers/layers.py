@@ -14,6 +14,8 @@ from tests.peers.maps import (
   Arrays,
   attention,
   base_conv,
+  channel_delta,
+  comba,
   cosformer,
   delta_net,
   dsf_attention,
@@ -39,6 +41,7 @@ from tests.peers.maps import (
   rwkv4,
   rwkv5,
   rwkv6,
+  rwkv7,
   rwkv_mlp,
   s4,
   s4d,
@@ -188,6 +191,35 @@ PEERS = {
     HEADS | {"head_dim": 4, "conv_size": None, "use_gate": False, "allow_neg_eigval": True},
     delta_net,
   ),
+  "kda_fla": Peer("kda", HEADS | EPS, channel_delta),
+  "kda_fla_bounded": Peer(
+    "kda",
+    HEADS | {"num_value_heads": 4, "expand_v": 1.5, "lower_bound": -5.0, "allow_neg_eigval": True},
+    channel_delta,
+  ),
+  "gated_delta_net2_fla": Peer("gated_delta_net2", HEADS | EPS, channel_delta),
+  "gated_delta_net2_fla_grouped": Peer(
+    "gated_delta_net2",
+    HEADS | {"num_value_heads": 4, "expand_v": 1.5, "allow_neg_eigval": True, "conv_size": None},
+    channel_delta,
+  ),
+  "comba_fla": Peer("comba", HEADS | EPS, comba),
+  "comba_fla_plain": Peer(
+    "comba",
+    HEADS
+    | {"use_inner_decay": False, "use_output_correction": False, "use_gate": False}
+    | {"conv_size": 3},
+    comba,
+  ),
+  "delta_product_fla": Peer("delta_product", HEADS | EPS, delta_net),
+  "delta_product_fla_three": Peer(
+    "delta_product",
+    HEADS
+    | {"num_householder": 3, "use_forget_gate": False, "allow_neg_eigval": False}
+    | {"use_gate": False},
+    delta_net,
+  ),
+  "rwkv7_fla": Peer("rwkv7", HEADS | {"decay_rank": 3, "rate_rank": 2, "gate_rank": 4}, rwkv7),
   "gsa_fla": Peer("gsa", HEADS | {"num_slots": 3}, gsa),
   "gsa_fla_grouped": Peer(
     "gsa", GROUPED | {"num_slots": 3, "feature_map": "relu", "conv_size": 4}, gsa

@@ -36,6 +36,7 @@ def scale(theirs: Arrays, **names: str) -> dict[str, Any]:
 
 QKVO = {f"{x}_proj": f"{x}_proj" for x in "qkvo"}
 DOWN_UP = ((0, "down"), (1, "up"))
+GATES = {"decay": "f_proj", "gate": "g_proj"}
 CONVOLUTIONS = {f"{x}_conv": f"{x}_conv1d" for x in "qkv"}
 
 
@@ -193,6 +194,33 @@ def delta_net(theirs: Arrays) -> dict[str, Any]:
     return ours
   a = linear(theirs, "a_proj") | {"bias": theirs["dt_bias"]}
   return ours | {"a_proj": a, "log_rate": theirs["A_log"]}
+
+
+def channel_delta(theirs: Arrays) -> dict[str, Any]:
+  """Those of KDA and Gated DeltaNet-2: gates of low rank."""
+  gates = {"b_proj": "b_proj"}
+  if "w_proj.weight" in theirs:
+    gates = {"erase_proj": "b_proj", "write_proj": "w_proj"}
+  gates |= {f"{ours}_{x}_proj": f"{name}.{i}" for ours, name in GATES.items() for i, x in DOWN_UP}
+  ours = named(theirs, **QKVO, **gates) | named(theirs, conv, **CONVOLUTIONS)
+  ours["decay_up_proj"] |= {"bias": theirs["dt_bias"]}
+  return ours | scale(theirs, norm="o_norm") | {"log_rate": theirs["A_log"]}
+
+
+def comba(theirs: Arrays) -> dict[str, Any]:
+  gains = {"inner_gain": "decay", "correction_gain": "D"}
+  return delta_net(theirs) | {ours: theirs[name] for ours, name in gains.items() if name in theirs}
+
+
+def rwkv7(theirs: Arrays) -> dict[str, Any]:
+  ours = named(theirs, **{f"{name}_proj": f"{name}_proj" for name in "rkvo"})
+  ours |= {f"mu_{name}": theirs[f"x_{name}"].ravel() for name in "rwkvag"}
+  for name, source in {"decay": "w_lora", "rate": "a_lora", "gate": "g_lora"}.items():
+    ours[f"{name}_down_proj"] = linear(theirs, f"{source}.lora.0")
+    ours[f"{name}_up_proj"] = linear(theirs, f"{source}.lora.2")
+  gains = {"erase_gain": "k_k", "rate_gain": "k_a", "bonus_gain": "r_k"}
+  ours |= {name: theirs[source].ravel() for name, source in gains.items()}
+  return ours | {"norm": {"scale": theirs["g_norm.weight"], "bias": theirs["g_norm.bias"]}}
 
 
 def gsa(theirs: Arrays) -> dict[str, Any]:

@@ -10,6 +10,8 @@ complex number is one entry):
       complex decay, real k, v      10 K V
     Mamba-3 S [K, V]              7 K V        a S, S + k v^T twice, S^T q; rank R: (6 R + 1) K V
     delta rule S [K, V]             6 K V        S^T e, S + k (..)^T, S^T q; with decay + K V
+      with n steps per token        + 4 (n - 1) K V
+      with a key that writes        + 2 K V      S + w v^T
     k of N states S [K, V]        as above     per state that a token uses: k + 1
     selective scan S [E, N]         6 E N + 3 E  dt a, a S, S + x b^T, S c; dt x, skip x
       with one rate per channel     5 E N + 4 E  dt a once per channel
@@ -52,10 +54,12 @@ def linear_attention(
   return total
 
 
-def delta_rule(mixer: Any, state: Any, length: int, *, decays: int) -> float:
-  """A delta rule, with one decay per head or none."""
+def delta_rule(
+  mixer: Any, state: Any, length: int, *, decays: int, steps: int = 1, writes: int = 0
+) -> float:
+  """A delta rule, with decays or none; `writes` is 1 with a key that writes."""
   del mixer, length
-  return (6 + decays) * state.recurrent.kv.size
+  return (2 + 4 * steps + decays + 2 * writes) * state.recurrent.kv.size
 
 
 def channel_states(

@@ -97,13 +97,15 @@ def xavier_uniform(gain: float):
   return init
 
 
-def decay_rate(key: jax.Array, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-  """Initializer: log(r), r uniform between 0 and 16.
+def decay_rate(
+  key: jax.Array, shape: tuple[int, ...], dtype=jnp.float32, *, lowest: float = 0.0
+) -> jax.Array:
+  """Initializer: log(r), r uniform between `lowest` and 16.
 
   A rate of 0, which the distribution of the published code contains, has no logarithm: r >= 1e-4.
-  Source: Gated DeltaNet's published code.
+  Sources: Gated DeltaNet's published code, and that of Kimi Delta Attention with lowest=1.
   """
-  rate = jax.random.uniform(key, shape, jnp.float32, 0.0, 16.0)
+  rate = jax.random.uniform(key, shape, jnp.float32, lowest, 16.0)
   return jnp.log(jnp.maximum(rate, 1e-4)).astype(dtype)
 
 

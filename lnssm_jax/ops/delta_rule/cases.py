@@ -59,7 +59,7 @@ CASES = [
   Case(T=9, decay="ordinary", erase=True, chunk=4, H=4, shared=2),
   # A decay per key channel, and keys that write.
   Case(decay="extreme", channels=True, segments=True),
-  Case(decay="ordinary", channels=True, segments=True, erase=True, keys="before"),
+  Case(T=15, decay="ordinary", channels=True, segments=True, erase=True, keys="before", chunk=4),
   Case(T=15, decay="weak", channels=True, rates="column", keys="write", chunk=4),
   Case(T=1, decay="ordinary", channels=True, erase=True, keys="before"),
   Case(T=9, decay="ordinary", channels=True, keys="before", chunk=4, H=4, shared=2),

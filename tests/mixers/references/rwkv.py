@@ -72,3 +72,32 @@ def rwkv6(params, x, *, num_heads):
   y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 64e-5)
   y = y.reshape(len(x), -1) * params["norm"]["scale"] + params["norm"]["bias"]
   return (y * silu(stream["g"] @ params["g_proj"]["kernel"])) @ params["o_proj"]["kernel"]
+
+
+def rwkv7(params, x, *, num_heads):
+  """Written with S [V, K] and the published symbols: S (diag(w) - kk^T (kk * a)) + v^T k."""
+  before = np.concatenate([np.zeros((1, x.shape[1])), x[:-1]])
+  stream = {name: x + (before - x) * params[f"mu_{name}"] for name in "rwkvag"}
+  project = lambda name, layer: stream[name] @ params[f"{layer}_proj"]["kernel"]
+  up = lambda z, layer: (
+    z @ params[f"{layer}_up_proj"]["kernel"] + params[f"{layer}_up_proj"].get("bias", 0)
+  )
+  r, k, v = (project(name, name) for name in "rkv")
+  w = np.exp(-np.exp(-0.5) * sigmoid(up(np.tanh(project("w", "decay_down")), "decay")))
+  a = sigmoid(up(project("a", "rate_down"), "rate"))
+  g = up(sigmoid(project("g", "gate_down")), "gate")
+  kk = heads(k * params["erase_gain"], num_heads)
+  kk = kk / np.sqrt(np.sum(kk**2, axis=-1, keepdims=True) + 1e-6)
+  k = k * (1 + (a - 1) * params["rate_gain"])
+  r, k, v, w, a = (heads(z, num_heads) for z in (r, k, v, w, a))
+  y, K = np.zeros_like(v), r.shape[-1]
+  for head in range(num_heads):
+    S = np.zeros((K, K))
+    for t in range(len(x)):
+      unit, key = kk[t, head], k[t, head]
+      S = S @ (np.diag(w[t, head]) - np.outer(unit, unit * a[t, head])) + np.outer(v[t, head], key)
+      y[t, head] = S @ r[t, head]
+  y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + K * 1e-5)
+  y = y.reshape(len(x), -1) * params["norm"]["scale"] + params["norm"]["bias"]
+  bonus = np.sum(r * k * heads(params["bonus_gain"][None], num_heads), axis=-1, keepdims=True) * v
+  return ((y + bonus.reshape(len(x), -1)) * g) @ params["o_proj"]["kernel"]
