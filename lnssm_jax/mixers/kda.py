@@ -17,7 +17,7 @@ from lnssm_jax.ops.core.precision import wide
 
 
 class _ChannelDecays(DeltaBlock):
-  """What both have: decays per key channel and an output gate, each from two low-rank matrices."""
+  """Decays per key channel and an output gate, each from two matrices of low rank."""
 
   recurrence_flops = functools.partialmethod(flops.delta_rule, decays=1)
 
