@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from lnssm_jax import ops
 from lnssm_jax.ops.attention import pallas
@@ -248,6 +249,20 @@ def test_attention_kernels_lower_under_shard_map():
   assert_shard_map_keeps_shapes(
     jax.grad(lambda x: total(run(*x))), (q, k, v, None), (DATA, DATA, DATA, REPLICATED)
   )
+
+
+def test_attention_on_a_sharded_sequence_runs_in_kernels(hopper):
+  """The keys and values of earlier shards are a cache."""
+  mesh = AbstractMesh((2,), ("sequence",), axis_types=(AxisType.Auto,))
+  over = PartitionSpec(None, "sequence")
+
+  def loss(q, k, v, ids):
+    out, _ = ops.attention(q, k, v, window=300, segment_ids=ids, axis_name="sequence")
+    return jax.lax.psum(total(out), "sequence")
+
+  gradient = jax.grad(loss, argnums=(0, 1, 2))
+  sharded = jax.shard_map(gradient, mesh=mesh, in_specs=(over,) * 4, out_specs=(over,) * 3)
+  assert len(kernels_traced(sharded, *arguments(T=1024))) == 3
 
 
 def test_attention_prefers_kernels_where_documents_are(hopper):

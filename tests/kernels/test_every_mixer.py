@@ -66,7 +66,7 @@ IN_XLA = {
   "dsf_wikitext103.py:softmax": ["attention runs in XLA's form: dropout=0.1"],
   "lcsm_wikitext103.py": ["linear_attention runs in XLA's form: value_log_decay is given"],
   "quickstart.py": [
-    "normalize runs in XLA's form: its kernels are slower at these sizes",
+    "normalize runs in XLA's form: its kernels are not preferred for these sizes",
     "linear_attention runs in XLA's form: q has dtype float32",
   ],
 } | {

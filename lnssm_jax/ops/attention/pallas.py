@@ -47,7 +47,7 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments."""
   q, _, _, state, *_ = inputs
-  if q.shape[1] > 1 or state is None or options.mask.block is not None:
+  if q.shape[1] != 1 or state is None or options.mask.block is not None:
     return False
   return decode.unsupported(q[:, 0], state.k, state.v) is None
 

@@ -121,7 +121,9 @@ class Call(NamedTuple):
       return f"implementation={implementation!r} is given"
     if "pallas" not in self.forms:
       return "it has no kernels"
-    return self.unsupported("pallas") or "its kernels are slower at these sizes"
+    return (
+      self.unsupported("pallas") or "its kernels are not preferred for these sizes or this mesh"
+    )
 
 
 _IN_XLA = ("chunked", "associative", "reference")
