@@ -112,15 +112,9 @@ def fit(
     alone = distributed.count() == 1
     reader = MetricReader(cfg, run, console, list(mesh.devices.flat))
     how = {"should_stop": lambda: stop, "progress": console.progress}
-    evaluation = Evaluation(
-      run,
-      functools.partial(evaluator.of_state, **how),
-      eval_line,
-      every=cfg.eval_every,
-      steps=cfg.steps,
-      sets=cfg.data.validation,
-      at_start=cfg.eval_at_start,
-    )
+    evaluate = functools.partial(evaluator.of_state, **how)
+    when = {"every": cfg.eval_every, "steps": cfg.steps, "at_start": cfg.eval_at_start}
+    evaluation = Evaluation(run, evaluate, eval_line, sets=cfg.data.validation, **when)
     saver = Saver(
       checkpoints,
       every=cfg.checkpoint_every,

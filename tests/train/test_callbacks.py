@@ -138,6 +138,16 @@ def test_texts_and_losses_are_written_at_each_evaluation(tiny, monkeypatch):
   assert [f"--- step {step}\nthe " in text for step in (0, 6, 12)] == [True] * 3
 
 
+def test_run_without_validation_sets_has_one_text_per_evaluation(tiny):
+  sets = {"data__validation": (), "data__sources": {"train": tiny().data.sources["train"]}}
+  cfg = tiny(**of("train.callbacks:sample_texts"), **sets)
+  trainer.fit(cfg)
+  text = (RunFolder(cfg.run_dir).path / "samples.txt").read_text(errors="replace")
+  assert [line for line in text.splitlines() if line.startswith("---")] == [
+    f"--- step {step}" for step in (0, 6, 12)
+  ]
+
+
 @pytest.mark.parametrize(
   ("given", "message"),
   [

@@ -1,5 +1,6 @@
 """Evaluation: the mean loss of a model over token sets, by tokens or by documents."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -106,56 +107,48 @@ class Evaluator:
       yield distributed.to_devices(batch, where, rows, local)
 
 
+@dataclasses.dataclass(frozen=True)
 class Evaluation(Callback):
   """Evaluates a run every `every` steps, after `steps` and, with `at_start`, before the first.
 
   `evaluated` of all callbacks follows, unless it was evaluated before a resume, or is to stop.
-
-  Args:
-    evaluate: returns the rows of a step and its state, none if it was stopped.
-    line: what to say of a row.
-    sets: of which there are rows.
   """
 
-  def __init__(
-    self,
-    run: RunFolder,
-    evaluate: Callable[[int, State], list[Row]],
-    line: Callable[[Row], str],
-    *,
-    every: int,
-    steps: int,
-    sets: Iterable[str],
-    at_start: bool = False,
-  ):
-    self._run, self._evaluate, self._line = run, evaluate, line
-    self._every, self._steps, self._sets, self._at_start = every, steps, list(sets), at_start
+  run: RunFolder
+  evaluate: Callable[[int, State], list[Row]]  # of a step and its state; none if it was stopped
+  line: Callable[[Row], str]  # what to say of a row
+  _: dataclasses.KW_ONLY
+  every: int
+  steps: int
+  sets: Iterable[str]
+  at_start: bool = False
 
   def pauses(self, step: int) -> bool:
-    return step % self._every == 0
+    return step % self.every == 0
 
   def started(self, now: Moment) -> None:
-    if now.step or self._at_start:
+    if now.step or self.at_start:
       self.paused(now)
 
   def paused(self, now: Moment) -> None:
-    is_due = self.pauses(now.step) or now.step == self._steps
+    is_due = self.pauses(now.step) or now.step == self.steps
     if not is_due or now.stopping or self.rows(now):
       return
-    rows = self._evaluate(now.step, now.state)
-    if not rows and self._sets:  # stopped
+    rows = self.evaluate(now.step, now.state)
+    if not rows and self.sets:  # stopped
       return
-    for row in self._run.append(rows):
-      now.say(self._line(row))
+    for row in self.run.append(rows):
+      now.say(self.line(row))
     now.evaluations += rows
     now.call("evaluated")
 
   def ended(self, now: Moment) -> None:
-    self.paused(now)
+    if not self.pauses(now.step):  # otherwise it has been evaluated, even without sets
+      self.paused(now)
 
   def rows(self, now: Moment) -> list[Row]:
     """Those of this step, if it was evaluated."""
-    return of_step(now.evaluations, now.step, self._sets)
+    return of_step(now.evaluations, now.step, self.sets)
 
 
 def open_sets(cfg: config.Train) -> dict[str, Source]:
