@@ -265,6 +265,21 @@ def test_attention_on_a_sharded_sequence_runs_in_kernels(hopper):
   assert len(kernels_traced(sharded, *arguments(T=1024))) == 3
 
 
+@pytest.mark.parametrize("T", [1, 64])
+def test_attention_with_one_key_head_runs_in_kernels_where_queries_are_sharded(
+  T, hopper, monkeypatch
+):
+  """Each device has some heads of queries and all of the cache."""
+  monkeypatch.setattr(jax, "device_count", lambda: 4)
+  mesh = AbstractMesh((2, 1, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+  of = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct((4, *shape), dtype)
+  state = ops.AttentionState(of(99, 1, 64), of(99, 1, 64), of(dtype=jnp.int32))
+  run = lambda q, k, v, state: ops.attention(q, k, v, window=100, initial_state=state)
+  with jax.sharding.use_abstract_mesh(mesh):
+    (name,) = kernels_traced(run, of(T, 4, 64), of(T, 1, 64), of(T, 1, 64), state)
+  assert name == ("attention_decode" if T == 1 else "attention_outputs")
+
+
 def test_attention_prefers_kernels_where_documents_are(hopper):
   """cuDNN, which has no documents, is not on this CPU; XLA's form takes what kernels cannot."""
   q, k, v, ids = (None if x is None else jnp.zeros(x.shape, x.dtype) for x in arguments(T=3, K=64))

@@ -342,7 +342,8 @@ class Kernels:
     if _on_one_device(inputs[0]):
       return None
     division = spmd.division(inputs.AXES.values(), self._results, inputs)
-    if division is not None and spmd.shares_state(inputs, division):
+    returns_state = len(self._results) > 1
+    if division is not None and returns_state and spmd.shares_state(inputs, division):
       return None
     return division
 
