@@ -6,7 +6,7 @@
 
 As `benchmarks.kernels` does for linear attention, next to the library that has the same op
 (flash-linear-attention, mamba-ssm for the selective scan, or, with our inputs in the same process,
-jax-linear-attention for softmax attention) where it is installed: a time is
+jax-linear-attention for softmax attention and the delta rule) where it is installed: a time is
 printed only next to an error within the limit, of a corner of the output and of every gradient
 against the float64 reference; the floor moves every argument and result once (with gradients:
 arguments, their gradients, the output and its cotangent) at the speed of a large copy.
@@ -147,14 +147,36 @@ def _attention_case(documents: bool, window: int | None = None) -> Case:
   )
 
 
+def _recall(documents, *, q, **x):
+  ids = document_ids(*q.shape[:2]) if documents else None
+  return ops.delta_rule(q, **x, segment_ids=ids, scale=1.0)  # the queries are scaled
+
+
+def _recall_rival(documents, *, q, k, v, log_decay=None, **x):
+  from jla import ops as rival
+
+  ids = {"segment_ids": jnp.asarray(document_ids(*q.shape[:2]))} if documents else {}
+  name, gate = ("deltanet", {}) if log_decay is None else ("gated_deltanet", {"g": log_decay})
+  return rival.linear_attention(name, q, k, v, **x, **gate, **ids, scale=1.0)[0]
+
+
+def _delta_case(gated: bool, documents: bool = False) -> Case:
+  axes = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "beta": "BTH"}
+  return Case(
+    functools.partial(_recall, documents),
+    axes | ({"log_decay": "BTH"} if gated else {}),
+    functools.partial(_delta, gated),
+    {"B": 1, "T": 8192, "H": 32, "K": 128, "V": 128},
+    "BTHV",
+    functools.partial(_recall_rival, documents),
+  )
+
+
 _WIDE = {"B": 8, "T": 2048, "D": 2048}
 _STATES = {"B": 8, "T": 8192, "D": 4096, "N": 16}
-_HEADS = {"B": 1, "T": 8192, "H": 32, "K": 128, "V": 128}
 _SELECTIVE = {"x": "BTD", "dt": "BTD", "a": "DN", "b": "BTN", "c": "BTN", "skip": "D"}
 _LONGHORN = {"x": "BTD", "beta": "BTD", "k": "BTN", "q": "BTN", "skip": "D"}
-_DELTA = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "beta": "BTH"}
 _DIAGONAL = {"decay": "BTD", "x": "BTD"}
-_DELTA_RULE = functools.partial(ops.delta_rule, scale=1.0)  # the queries are scaled
 
 CASES = {
   "diagonal_scan": Case(
@@ -175,12 +197,9 @@ CASES = {
   ),
   "selective_scan": Case(ops.selective_scan, _SELECTIVE, _selective, _STATES),
   "longhorn_scan": Case(ops.longhorn_scan, _LONGHORN, _longhorn, _STATES),
-  "delta_rule": Case(
-    _DELTA_RULE, _DELTA, functools.partial(_delta, False), _HEADS, "BTHV"
-  ),
-  "delta_rule gated": Case(
-    _DELTA_RULE, _DELTA | {"log_decay": "BTH"}, functools.partial(_delta, True), _HEADS, "BTHV"
-  ),
+  "delta_rule": _delta_case(False),
+  "delta_rule gated": _delta_case(True),
+  "delta_rule gated documents": _delta_case(True, documents=True),
   "causal_conv1d": Case(
     _silu_convolution, {"x": "BTD", "kernel": "WD", "bias": "D"}, _convolution,
     {"B": 8, "T": 2048, "D": 4096, "W": 4},

@@ -13,9 +13,9 @@ Two kernels are built on it, and their consumers differ:
 
 * `linear_attention.state_pipeline`: one consumer warpgroup per 64 value columns. All do the same,
   on columns of their own, which they load themselves.
-* `delta_rule.recurrence`: each chunk has three products that depend on one another. So one consumer
-  has nothing but these, and a second one everything that the next state does not need: outputs, and
-  their stores. Between the two a ring of slots hands tiles over.
+* `delta_rule.recurrence`: each chunk has three products that depend on one another. So consumers
+  have nothing but these, and one more warpgroup everything that the next state does not need:
+  scores, outputs, and their stores.
 """
 
 import dataclasses
@@ -122,7 +122,6 @@ def launch_pipeline(
   *,
   grid: tuple[int, int, int],
   num_warpgroups: int,
-  cluster: int | None = None,
   name: str,
   backend: Backend,
   compiler_params: plgpu.CompilerParams,
@@ -130,7 +129,7 @@ def launch_pipeline(
   """Runs `body(arrays_gmem, outs_gmem, scratch)` in every warpgroup of every CTA.
 
   The axes of the grid are "value" (columns), "head", "row"; `lax.axis_index("warpgroup")` is 0 for
-  the producer; with a `cluster`, "cta" is the place in it. `name`: of the kernel in profiles.
+  the producer. `name`: of the kernel in profiles.
   """
   (results,) = plgpu.kernel(
     body,
@@ -143,7 +142,5 @@ def launch_pipeline(
     interpret=backend.interpret,
     kernel_name=name,
     compiler_params=compiler_params,
-    cluster=() if cluster is None else (cluster,),
-    cluster_names=() if cluster is None else ("cta",),
   )(arrays)
   return results

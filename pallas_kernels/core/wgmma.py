@@ -6,7 +6,7 @@ A kernel is written once. What compiled and interpreted kernels must do differen
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,8 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 )
 # For kernels in which no sum crosses warps: more SMEM for tiles.
 WITHOUT_SCRATCH = dataclasses.replace(COMPILER_PARAMS, reduction_scratch_bytes=0)
+# ... and in which every barrier of a warpgroup is written out: JAX adds two to each store.
+WITHOUT_BARRIERS = dataclasses.replace(WITHOUT_SCRATCH, unsafe_no_auto_barriers=True)
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 # A reference to GMEM or SMEM, or a slice or transpose of one: the types are private to JAX.
@@ -156,6 +158,28 @@ class Backend:
 
     starts = [zero_accumulator(*_shape(pairs)) if x is None else x for pairs, x in sums]
     return tuple(pl.run_state(issue)([plgpu.ACC.init(x) for x in starts]))
+
+  def overlapped(self, work: Callable[[], Any], *sums: Dots) -> tuple[Any, ...]:
+    """(the result of `work`, *`dots(*sums)`): the same warpgroup works while the products run.
+
+    `work` must neither wait for them nor start others.
+    """
+    if self.interpret is not None:
+      return (work(), *self.dots(*sums))
+
+    def issue(*accumulators):
+      for accumulator, (pairs, start) in zip(accumulators, sums, strict=True):
+        if start is not None:
+          accumulator[...] = start
+        for a, b in pairs:
+          plgpu.wgmma(accumulator, a, b)
+      done = work()
+      plgpu.wgmma_wait(0)
+      return done, *(x[...] for x in accumulators)
+
+    shapes = [plgpu.ACC(_shape(pairs), jnp.float32) for pairs, _ in sums]
+    done, *results = pl.run_scoped(issue, *shapes)
+    return (done, *lax.optimization_barrier(results))
 
   def to_lhs(self, value: jax.Array, scratch_smem: Ref | None, *index: Any) -> Any:
     """Rounds `value` to bfloat16 as the left operand of WGMMA: in registers on the GPU.

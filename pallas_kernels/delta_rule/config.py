@@ -3,21 +3,23 @@
 import dataclasses
 from typing import NamedTuple
 
-from pallas_kernels.core import tuning
+from pallas_kernels.core import device, tuning
 from pallas_kernels.core.wgmma import TILE_WIDTH
 
-KEY_WIDTHS = (64, 128)  # what q and k are padded to
+# What q and k are padded to. Not 64: on an H100 that program stopped with an illegal instruction
+# at B8 T2048 H32 K64 V64, though not at smaller sizes, and the cause is not known.
+KEY_WIDTHS = (128,)
 VALUE_WIDTHS = (64, 128)  # what v is padded to
 CHUNK = 64  # tokens, unless a configuration says otherwise
 NARROWEST = 32  # narrower heads are padded more than twofold
 _BARRIERS = 1024  # bytes of SMEM, at most, for barriers
-_REDUCTIONS = 2048  # bytes of SMEM for sums that cross warps
 NUM_ROWS = 5  # of a chunk's table
 
 
 class Shape(NamedTuple):
   """Padded sizes, for which a configuration is chosen."""
 
+  heads: int  # of all splits of all sequences together
   key_width: int
   value_width: int
   separate_erase_key: bool  # whether the erase key is one more input
@@ -25,8 +27,13 @@ class Shape(NamedTuple):
   @property
   def shape_class(self) -> str:
     """The key of a device's table."""
-    erase = "-erase" if self.separate_erase_key else ""
-    return f"K{self.key_width}-V{self.value_width}-bfloat16{erase}"
+    flags = ("-erase" if self.separate_erase_key else "") + ("" if self.many_heads else "-few")
+    return f"K{self.key_width}-V{self.value_width}-bfloat16{flags}"
+
+  @property
+  def many_heads(self) -> bool:
+    """Whether a CTA per head fills more than half of the device."""
+    return self.heads > device.current().sm_count // 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,34 +41,24 @@ class RecurrenceConfig:
   """How the recurrence along the chunks runs.
 
   Attributes:
-    value_tile: value columns per CTA.
-    cluster: CTAs of neighboring columns that get their common inputs by one multicast copy.
+    value_tile: value columns per CTA, which has a consumer warpgroup for every 64 of them.
     num_stages: chunks whose inputs are in SMEM.
-    num_slots: chunks whose results are in SMEM.
+    consumer_registers: per thread of a consumer.
+    epilogue_registers: per thread of the epilogue.
+    producer_registers: per thread of the producer.
   """
 
   value_tile: int
-  cluster: int
   num_stages: int
-  num_slots: int
+  consumer_registers: int
+  epilogue_registers: int
+  producer_registers: int = 24
 
   def __post_init__(self):
-    if self.value_tile not in (32, 64):
-      raise ValueError(
-        f"value_tile={self.value_tile} must be 32 or 64: one swizzle of bfloat16 operands."
-      )
-    for name in ("cluster", "num_stages"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-    if self.num_slots < 2:
-      raise ValueError(
-        f"num_slots={self.num_slots} must be at least 2: one is stored while the next is computed."
-      )
-    if VALUE_WIDTHS[0] % (self.value_tile * self.cluster):
-      raise ValueError(
-        f"value_tile={self.value_tile} times cluster={self.cluster} must divide the narrowest "
-        f"values, V={VALUE_WIDTHS[0]}."
-      )
+    if self.value_tile not in (TILE_WIDTH, 2 * TILE_WIDTH):
+      raise ValueError(f"value_tile={self.value_tile} must be 64 or 128: a warpgroup has 64.")
+    if self.num_stages < 1:
+      raise ValueError(f"num_stages={self.num_stages} must be at least 1.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +71,13 @@ class Config:
   Attributes:
     forward: the recurrence with the outputs.
     reverse: the recurrence of the cotangents.
+    maps: what splits of a sequence make of the states that enter them.
     chunk: tokens of a chunk.
   """
 
   forward: RecurrenceConfig
   reverse: RecurrenceConfig
+  maps: RecurrenceConfig
   chunk: int = CHUNK
 
   def __post_init__(self):
@@ -94,14 +93,14 @@ class Config:
     needed = {}
     for name, config in (("forward", self.forward), ("reverse", self.reverse)):
       tile = bf16 * C * config.value_tile
-      stage = bf16 * keys * C * K + 2 * pairs + tile + table
-      slot = bf16 * K * config.value_tile + (2 if name == "forward" else 1) * tile
-      work = (2 if name == "forward" else 3) * tile
-      needed[name] = config.num_stages * stage + config.num_slots * slot + work + _REDUCTIONS
-    # Keys, outputs and corrections, then a block of the state; dk also adds that of the erase key.
-    gradient = bf16 * (keys * C * K + 3 * C * V + TILE_WIDTH * V) + table + _REDUCTIONS
-    needed["query_gradient"] = gradient
-    needed["key_value_gradient"] = gradient + bf16 * C * K * (not shape.separate_erase_key)
+      stage = bf16 * keys * C * K + pairs + tile + table + 4 * C
+      more = tile if name == "forward" else 2 * pairs  # outputs or scores
+      handed = bf16 * K * config.value_tile + tile + more
+      needed[name] = config.num_stages * stage + handed
+    stage = bf16 * (keys - 1) * C * K + pairs + bf16 * C * self.maps.value_tile + table
+    needed["split_maps_forward"] = self.maps.num_stages * stage
+    # Keys, the cotangent of outputs, x and y, a block of a state, pairs of tokens.
+    needed["gradients"] = bf16 * (keys * C * K + 3 * C * V + TILE_WIDTH * V) + 2 * pairs
     return {name: size + _BARRIERS for name, size in needed.items()}
 
   def check(self, shape: Shape) -> None:
@@ -112,14 +111,36 @@ class Config:
 def default(shape: Shape) -> Config:
   """The configuration for a shape on the current device.
 
-  Wider tiles were slower at 32 heads, for too few CTAs run.
+  Many heads: all columns of a head in one CTA, so that keys are loaded once. Few: more CTAs.
   """
-  tiles = {"value_tile": 32, "cluster": 2, "num_slots": 3}
+  two = 2 * TILE_WIDTH
+  wide = shape.value_width == two and shape.many_heads
+
+  def recurrence(kernel, wide):
+    """With as many stages as the SMEM holds."""
+    tile, registers = (two, (168, 152)) if wide else (TILE_WIDTH, (232, 232))
+    for num_stages in (4, 3, 2):
+      config = RecurrenceConfig(tile, num_stages, *registers)
+      if Config(config, config, config).smem(shape)[kernel] <= device.current().smem:
+        break
+    return config
+
   config = Config(
-    forward=RecurrenceConfig(**tiles, num_stages=2 if shape.separate_erase_key else 3),
-    reverse=RecurrenceConfig(**tiles, num_stages=2),
+    forward=recurrence("forward", wide),
+    reverse=recurrence("reverse", wide),
+    maps=recurrence("split_maps_forward", (shape.key_width + shape.value_width) % two == 0),
   )
   return tuning.tuned("delta_rule", shape.shape_class, config)
+
+
+def num_splits(heads: int, value_width: int, length: int) -> int:
+  """Into how many splits a sequence is cut, of `heads` in all sequences together.
+
+  Fewer than eight would not pay for the pass that computes what splits make of entering states.
+  """
+  ctas = heads * (value_width // TILE_WIDTH)
+  splits = device.current().num_splits(ctas, length, 8 * CHUNK)
+  return splits if splits >= 8 else 1
 
 
 def preferred(key_width: int, value_width: int) -> bool:

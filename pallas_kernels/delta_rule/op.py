@@ -23,6 +23,7 @@ def delta_rule(
   *,
   scale: float,
   length: int,
+  num_splits: int = 1,
   config: Config | None = None,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -31,6 +32,7 @@ def delta_rule(
   Args:
     segments: [B, T] int32 counted from 0, padded with each row's last, or None.
     length: tokens before padding.
+    num_splits: into how many splits of whole chunks a sequence is cut, which run at the same time.
     config: None takes `config.default`.
     interpret: `plgpu.InterpretGPUParams`, or None to compile.
 
@@ -40,9 +42,11 @@ def delta_rule(
   Raises:
     ValueError: the configuration does not fit these arguments or the device.
   """
-  config = config or default(inputs.sizes)
-  config.check(inputs.sizes)
-  return _delta_rule(Options(scale, length, config, interpret), inputs, segments)
+  sizes = inputs.sizes
+  sizes = sizes._replace(heads=sizes.heads * num_splits)
+  config = config or default(sizes)
+  config.check(sizes)
+  return _delta_rule(Options(scale, length, config, num_splits, interpret), inputs, segments)
 
 
 _delta_rule = differentiable(_KERNELS, named=False)

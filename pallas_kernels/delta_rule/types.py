@@ -37,7 +37,8 @@ class Inputs(NamedTuple):
   @property
   def sizes(self) -> Shape:
     """Sizes for which a configuration is chosen."""
-    return Shape(self.k.shape[3], self.v.shape[3], self.erase_key is not None)
+    B, _, _, K = self.k.shape
+    return Shape(B * self.heads, K, self.v.shape[3], self.erase_key is not None)
 
 
 class Options(NamedTuple):
@@ -46,6 +47,7 @@ class Options(NamedTuple):
   scale: float
   length: int  # tokens before padding
   config: Config
+  num_splits: int  # of a sequence, that run at the same time: P
   interpret: Any = None  # `plgpu.InterpretGPUParams`, or None to compile
 
   @property
@@ -58,9 +60,9 @@ class Residuals(NamedTuple):
   """Results of the forward pass that the backward pass needs, besides the arguments."""
 
   inverse: jax.Array  # [B, H or fewer, T, C] bfloat16
-  scores: jax.Array  # [B, H or fewer, T, C] bfloat16
-  x: jax.Array  # [B, T, H, V] bfloat16, the corrections
-  states: jax.Array  # [B, H, N, K, V] bfloat16, that enter the chunks
+  x: jax.Array  # [B, H, N, V, C] bfloat16, the corrections
+  states: jax.Array  # [B, H, N, V, K] bfloat16, that enter the chunks
+  maps: jax.Array | None  # [B, H, P, K + V, K] float32, of the splits; None for one
 
 
 # The rows of a chunk's table, per token: decay of the entering state; decay in the leaving state;

@@ -49,7 +49,7 @@ def test_scalar_decay_tables_with_documents_hold_the_reset(tokens):
 
 GLA = linear_attention.Shape(8, 2048, 16, 16, 128, 128, "BTHK", False)
 LINEAR = linear_attention.default(GLA)
-DELTA = delta_rule.default(delta_rule.Shape(128, 128, False)).forward
+DELTA = delta_rule.default(delta_rule.Shape(128, 128, 128, False)).forward
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,7 @@ DELTA = delta_rule.default(delta_rule.Shape(128, 128, False)).forward
     (LINEAR.outputs, {"num_stages": 1}, "num_stages=1 must be at least 2"),
     (LINEAR.query_gradient, {"blocks_per_cta": 0}, "blocks_per_cta=0 must be at least 1"),
     (LINEAR, {"chunk": 32}, "chunk=32 must be 64 or 128"),
-    (DELTA, {"num_slots": 1}, "num_slots=1 must be"),
-    (DELTA, {"cluster": 4}, "must divide the narr"),
+    (DELTA, {"num_stages": 0}, "num_stages=0 must be at least 1"),
     (DELTA, {"value_tile": 48}, "value_tile=48"),
   ],
 )

@@ -103,8 +103,7 @@ PROGRAMS = {
     {
       "recurrence_forward": "forward",
       "recurrence_reverse": "reverse",
-      "query_gradient": "query_gradient",
-      "key_value_gradient": "key_value_gradient",
+      "gradients": "gradients",
     },
   ),
   "attention": ("attention", heads(128, 64), {}, GRADIENTS | {"outputs": "forward"}),
@@ -152,7 +151,7 @@ def test_estimated_smem_is_what_kernels_allocate(name, hopper, monkeypatch):
 
 FOLDERS = (
   (linear_attention, linear_attention.Shape(B, 512, H, H, 128, 128, "BTHK", False)),
-  (delta_rule, delta_rule.Shape(128, 128, True)),
+  (delta_rule, delta_rule.Shape(B * H, 128, 128, True)),
   (attention, attention.Shape(256, 256)),
   (channel_states, channel_states.Shape("selective_scan", 256, 16, 2, 2, 2)),
   (diagonal_scan, diagonal_scan.Shape(4, 4, 4)),

@@ -17,7 +17,8 @@ from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.delta_rule import pallas
 from lnssm_jax.ops.delta_rule.cases import DELTA_RULE, Case
 from lnssm_jax.ops.delta_rule.types import Inputs, Options
-from pallas_kernels.core.wgmma import COMPILER_PARAMS, Backend, smem_tile
+from pallas_kernels.core.wgmma import WITHOUT_BARRIERS, Backend, smem_tile
+from pallas_kernels.delta_rule import config
 from pallas_kernels.delta_rule.sm90.triangular_inverse import (
   NUM_TILES,
   ROWS,
@@ -29,6 +30,7 @@ from tests.kernels.interpreted import (
   assert_promises,
   assert_transformations,
   call_of,
+  documents_begin_at,
   inputs_of,
 )
 from tests.kernels.lowered import (
@@ -59,7 +61,7 @@ def inverse_of(lower, interpret):
     grid=(1,),
     grid_names=("block",),
     interpret=interpret,
-    compiler_params=COMPILER_PARAMS,
+    compiler_params=WITHOUT_BARRIERS,
   )(lower)
 
 
@@ -93,6 +95,14 @@ def test_decays_and_rates_from_none_to_everything():
   contract.assert_case(DELTA_RULE, case, BF16, "pallas_interpret", inputs)
 
 
+def test_splits_that_run_at_the_same_time(monkeypatch):
+  """Values and all gradients, where the initial state passes the first split, and where not."""
+  monkeypatch.setattr(config, "num_splits", lambda *_: 2)
+  documents_begin_at(monkeypatch, [65], [40])
+  case = Case(T=66, K=100, V=24, H=1, chunk=None, decay="weak", segments=True)
+  contract.assert_case(DELTA_RULE, case, BF16, "pallas_interpret", DELTA_RULE.inputs(case))
+
+
 @pytest.mark.slow
 def test_splitting_packing_and_causality():
   """Documents of one step, documents that end at a chunk boundary, cuts on all sides of it."""
@@ -117,13 +127,12 @@ def arguments(K, V, erase, segments, T=1024, lead=()):
   return inputs, array(B, T, dtype=jnp.int32) if segments else None
 
 
-def run(inputs, segments):
-  names = ("q", "k", "v", "beta", "log_decay")
+def run(inputs, segments, **splits):
   state = ops.DeltaRuleState(inputs["kv"])
   segments = None if segments is None else Segments(segments, segments)
-  keys = inputs.get("erase_key"), None
-  arguments = Inputs(*(inputs[n] for n in names), *keys, state, segments)
-  return pallas.run(arguments, Options(scale=0.5))
+  arrays = {n: inputs.get(n) for n in Inputs._fields if n not in ("state", "segments")}
+  arguments = Inputs(**arrays, state=state, segments=segments)
+  return pallas.run(arguments, Options(scale=0.5), **splits)
 
 
 WIDTHS = tuple(itertools.product((64, 128), repeat=2))  # K, V
@@ -143,7 +152,13 @@ def test_lowers(widths, erase, segments):
   inputs, ids = arguments(*widths, erase, segments)
   gradient = jax.grad(lambda x, ids: total(run(x, ids)))
   assert len(kernels_traced(run, inputs, ids)) == 2
-  assert kernels_in(gradient, inputs, ids) == 5
+  assert kernels_in(gradient, inputs, ids) == 4
+
+
+def test_splits_lower():
+  inputs, ids = arguments(128, 128, False, True)
+  gradient = jax.grad(lambda x, ids: total(run(x, ids, num_splits=8)))
+  assert kernels_in(gradient, inputs, ids) == 6
 
 
 @pytest.mark.slow
@@ -152,8 +167,8 @@ def test_transformations_lower(wide):
   with jax.enable_x64(wide):
     inputs, _ = arguments(64, 64, False, False, T=100, lead=(3,))
     loss = lambda x: total(run(x, None))
-    assert kernels_in(jax.vmap(jax.grad(loss)), inputs) == 5
-    assert kernels_in(recomputed_in_a_scan(loss), inputs) == 5
+    assert kernels_in(jax.vmap(jax.grad(loss)), inputs) == 4
+    assert kernels_in(recomputed_in_a_scan(loss), inputs) == 4
 
 
 def test_lowers_under_shard_map():

@@ -76,12 +76,12 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 
 
 def run(
-  inputs: Inputs, options: Options, *, sizes=None, interpret=None
+  inputs: Inputs, options: Options, *, sizes=None, interpret=None, num_splits: int | None = None
 ) -> tuple[jax.Array, DeltaRuleState]:
   """The output and the last state.
 
   Value columns are independent: more of them than the kernels take are further heads, which share
-  all else.
+  all else. `num_splits`: into how many splits a sequence is cut; None leaves it to the kernels.
   """
   if _decodes(inputs, options):
     # One token is of one document, that of the initial state.
@@ -95,7 +95,8 @@ def run(
   wide_k = next(width for width in config.KEY_WIDTHS if width >= K)
   wide_v = next((width for width in config.VALUE_WIDTHS if width >= V), _WIDEST_VALUE)
   groups = -(-V // wide_v)
-  more = -T % config.CHUNK
+  num_splits = num_splits or config.num_splits(B * H * groups, wide_v, T)
+  more = -T % (config.CHUNK * num_splits)
   pad = lambda x, width: jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, width - x.shape[-1])])
   of_heads = lambda x, axis=2: x if x.shape[axis] == H else jnp.repeat(x, H // x.shape[axis], axis)
   v = of_heads(v) if groups > 1 else v
@@ -115,7 +116,13 @@ def run(
   if segments is not None:
     index = jnp.pad(segments.index, ((0, 0), (0, more)), mode="edge")
   out, kv = op.delta_rule(
-    padded, index, scale=options.scale, length=T, config=sizes, interpret=interpret
+    padded,
+    index,
+    scale=options.scale,
+    length=T,
+    num_splits=num_splits,
+    config=sizes,
+    interpret=interpret,
   )
   kv = kv.reshape(B, H, groups, wide_k, wide_v).swapaxes(2, 3).reshape(B, H, wide_k, -1)
   kv = kv[:, :: H // S] if S < H else kv

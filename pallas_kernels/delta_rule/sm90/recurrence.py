@@ -1,18 +1,22 @@
 """The state along the chunks: forward with the outputs, in reverse for its cotangent.
 
-With S the state that enters a chunk, b = before, a = after, g = the chunk's decay:
+With S the state that enters a chunk, b = before, a = after, g = the chunk's decay, P the scores:
 
-    x  = inverse beta (v - b e S)     out  = b q S + scores x     S' = g S + (a k)^T x
+    x  = inverse beta (v - b e S)     out  = b q S + P x     S' = g S + (a k)^T x
 
 and with A the cotangent of S', G that of out, the transposes of these lines:
 
-    y  = inverse^T (a k A + scores^T G)     A' = g A + (b q)^T G - (b e)^T (beta y)
+    y  = inverse^T (a k A + P^T G)     A' = g A + (b q)^T G - (b e)^T (beta y)
 
-where beta y is the gradient of v. A CTA has some columns of values of one head. Three products
-depend on one another in each chunk, and little else may stand between them. So a CTA has three
-warpgroups (`core.pipeline`): the producer loads inputs; the first consumer carries the state, in
-registers; the second does everything that the next state does not need, the epilogue. The first
-hands tiles to the second in a ring of slots in SMEM.
+where beta y is the gradient of v. Three products depend on one another in each chunk, and little
+else may stand between them. So they are computed transposed, columns of values along the rows: the
+state, x and y stay in registers, where they are left operands, and all right operands are tiles
+that were copied. A CTA has some columns of values of one head; its warpgroups are
+
+* the producer, which loads inputs (`core.pipeline`);
+* a consumer for every 64 columns, which carries their state, and does nothing else;
+* the epilogue: scores, outputs, and all stores. The consumers hand it states and corrections, which
+  they write to SMEM while the tensor cores are at work.
 """
 
 from collections.abc import Callable
@@ -24,22 +28,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.chunk_grid import shared_head
+from pallas_kernels.core.chunk_grid import decay_between_tokens, shared_head
 from pallas_kernels.core.pipeline import Pipeline, PipelineBarriers, launch_pipeline
 from pallas_kernels.core.wgmma import (
-  COMPILER_PARAMS,
+  TILE_WIDTH,
+  WITHOUT_BARRIERS,
   Backend,
   Dots,
+  broadcast_cols,
   broadcast_rows,
+  causal_mask,
+  equal_mask,
+  iota,
+  load_col_vector,
   load_row_vector,
   load_tile,
-  map_refs,
+  smem_tile,
   transpose_ref,
   with_int32_indices,
   zero_accumulator,
 )
 from pallas_kernels.delta_rule.config import RecurrenceConfig
-from pallas_kernels.delta_rule.types import AFTER, BEFORE, DECAY, NUM_ROWS, RATE
+from pallas_kernels.delta_rule.types import AFTER, BEFORE, CUMULATIVE, DECAY, NUM_ROWS, RATE
 
 
 class Stage(NamedTuple):
@@ -52,49 +62,151 @@ class Stage(NamedTuple):
   inverse: Any  # [B, H, T, C] bfloat16; tiles [C, C]
   k: Any  # [B, T, H, K] bfloat16
   q: Any  # [B, T, H, K] bfloat16
-  scores: Any  # [B, H, T, C] bfloat16; tiles [C, C]
-  v: Any  # [B, T, H, V] bfloat16: values or, in reverse, G; tiles [C, value_tile]
+  v: Any  # [B, T, H, V] bfloat16: values or, in reverse, G; tiles [C, 64], one per consumer
   tables: Any  # [B, H, N, NUM_ROWS, C] float32
+  segment_ids: Any  # [B, T] int32, or None
 
   @property
   def erase(self) -> Any:
     """The erase key."""
     return self.k if self.erase_key is None else self.erase_key
 
-  def rows(self, row: int) -> jax.Array:
-    """A row of the chunk's table, along the rows of a tile [C, value_tile]."""
-    return broadcast_rows(load_row_vector(self.tables.at[row]), self.v.shape)
+  def rows(self, row: int, shape: tuple[int, ...]) -> jax.Array:
+    """A row of the chunk's table, along the rows of a tile."""
+    return broadcast_rows(load_row_vector(self.tables.at[row]), shape)
+
+  def cols(self, row: int, shape: tuple[int, ...]) -> jax.Array:
+    """A row of the chunk's table, along the columns of a tile."""
+    return broadcast_cols(load_col_vector(self.tables.at[row]), shape)
+
+  def scores(self, backend: Backend) -> jax.Array:
+    """[C, C] float32: P."""
+    C = self.inverse.shape[-1]
+    mask = causal_mask(C)
+    if self.segment_ids is not None:
+      mask = mask & equal_mask(self.segment_ids)
+    products = backend.dot(self.q, transpose_ref(self.k))
+    return products * jnp.where(mask, decay_between_tokens(self.tables.at[CUMULATIVE]), 0.0)
 
 
 class Results(NamedTuple):
-  """Results of the recurrence; inside the kernel also their tiles, which pass through slots."""
+  """Results of the recurrence; transposed, as the backward pass reads them."""
 
   out: Any = None  # [B, T, H, V] bfloat16; forward only
-  states: Any = None  # [B, H, N, K, V] bfloat16: S or A; in SMEM also an operand
-  corrections: Any = None  # [B, T, H, V] bfloat16: x or y
-  last_state: Any = None  # [B, H, K, V] float32; not in slots
+  states: Any = None  # [B, H, N, V, K] bfloat16: S or A
+  corrections: Any = None  # [B, H, N, V, C] bfloat16: x or y
+  last_state: Any = None  # [B, H, P, V, K] float32, of each of P splits of the sequence
 
 
-class _Work(NamedTuple):
-  """Tiles of the first consumer alone."""
+class _Tiles(NamedTuple):
+  """Tiles between consumers and epilogue."""
 
-  right: Any  # [C, value_tile]
-  left: Any  # [C, value_tile]
-  d_out: Any = None  # [C, value_tile]: G times before; in reverse only
+  states: Any  # [BV, K]: S or A
+  corrections: Any  # [BV, C]: x or y
+  out: Any = None  # [C, BV]; of the epilogue alone
+  scores: Any = None  # [2, C, C]; in reverse, from the epilogue to the consumers
 
 
-class HandOver(NamedTuple):
-  """Signals of the first consumer to the second: tiles of a slot are filled."""
+class _HandOver(NamedTuple):
+  """Barriers, or functions, of `_Tiles.states` and `_Tiles.corrections`."""
 
   states: Any
   corrections: Any
 
 
+class _Scratch(NamedTuple):
+  stages: Stage
+  tiles: _Tiles
+  barriers: PipelineBarriers
+  filled: Any  # `_HandOver`, arrivals: consumers; None, as `free`, where nothing is handed over
+  free: Any  # `_HandOver`, arrivals: the epilogue
+  scores_barrier: Any  # of `_Tiles.scores`
+  lhs: Any  # of `Backend.to_lhs`: of every consumer and the epilogue, four each
+  done_barrier: Any  # arrivals: all warpgroups
+
+
+class _Gmem(NamedTuple):
+  inputs: Stage
+  initial: Any
+
+
+class _Consumer(NamedTuple):
+  """Arguments of a consumer's step, with the state."""
+
+  stage: Stage  # v: its own tile
+  give: _HandOver  # functions of a value: fill the tile, and tell the epilogue
+  wait_free: _HandOver  # functions that return when its tile may be filled
+  scores: Any  # function that returns P when the epilogue has computed it; in reverse
+  lhs: Callable[[int, jax.Array], Any]  # an operand for the left
+  keep: Any  # factor of v, 0 or 1; None for 1
+
+
+def _forward_step(backend: Backend, chunk: int):
+  shape = TILE_WIDTH, chunk
+
+  def step(cta: _Consumer, state):
+    stage = cta.stage
+    reads = Dots([(cta.lhs(0, state), transpose_ref(stage.erase))])
+    cta.wait_free.states()
+
+    def meanwhile():
+      cta.give.states(state)
+      return plgpu.load(transpose_ref(stage.v), layout=plgpu.Layout.WGMMA)
+
+    v, old = backend.overlapped(meanwhile, reads)
+    v = v.astype(jnp.float32) if cta.keep is None else v.astype(jnp.float32) * cta.keep
+    right = v - stage.cols(BEFORE, shape) * old
+    right = cta.lhs(1, right * stage.cols(RATE, shape))
+    decay = stage.tables[DECAY, 0]
+    meanwhile = lambda: (state * decay, stage.cols(AFTER, shape))
+    solution = Dots([(right, transpose_ref(stage.inverse))])
+    (state, after), x = backend.overlapped(meanwhile, solution)
+    left = cta.lhs(2, x * after)
+    cta.wait_free.corrections()
+    meanwhile = lambda: cta.give.corrections(x)
+    return backend.overlapped(meanwhile, Dots([(left, stage.k)], start=state))[1]
+
+  return step
+
+
+def _reverse_step(backend: Backend, chunk: int):
+  shape = TILE_WIDTH, chunk
+
+  def step(cta: _Consumer, adjoint):
+    stage, scores = cta.stage, cta.scores()
+    d_out = transpose_ref(stage.v)
+    reads = Dots([(cta.lhs(0, adjoint), transpose_ref(stage.k))])
+    cta.wait_free.states()
+
+    def meanwhile():
+      cta.give.states(adjoint)
+      return stage.cols(AFTER, shape)
+
+    after, from_state, from_out = backend.overlapped(meanwhile, reads, Dots([(d_out, scores)]))
+    right = cta.lhs(1, from_state * after + from_out)
+    decay = stage.tables[DECAY, 0]
+
+    def meanwhile():
+      before = stage.cols(BEFORE, shape)
+      weights = before, stage.cols(RATE, shape)
+      return adjoint * decay, load_tile(d_out) * before, *weights
+
+    solution = Dots([(right, stage.inverse)])
+    (adjoint, d_out, before, rate), y = backend.overlapped(meanwhile, solution)
+    pairs = [(cta.lhs(2, d_out), stage.q), (cta.lhs(3, y * (-before * rate)), stage.erase)]
+    cta.wait_free.corrections()
+    meanwhile = lambda: cta.give.corrections(y)
+    return backend.overlapped(meanwhile, Dots(pairs, start=adjoint))[1]
+
+  return step
+
+
 def forward_recurrence(
   inputs: Stage,
-  initial: jax.Array | None,  # [B, H, K, V] float32
+  initial: jax.Array | None,  # [B, H, P, V, K] float32
   *,
   heads: int,  # H
+  num_splits: int,  # P
   scale: float,
   for_gradient: bool,
   config: RecurrenceConfig,
@@ -103,35 +215,44 @@ def forward_recurrence(
 ) -> Results:
   """`Results` with out, last_state and, `for_gradient`, S in states and x in corrections."""
 
-  def recur(stage, state, slot, work, signal):
-    decay = stage.tables[DECAY, 0]
-    old = backend.dot(stage.erase, slot.states)
-    right = (load_tile(stage.v) - stage.rows(BEFORE) * old) * stage.rows(RATE)
-    work.right[...] = right.astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    x = backend.dot(stage.inverse, work.right)
-    slot.corrections[...] = x.astype(jnp.bfloat16)
-    work.left[...] = (x * stage.rows(AFTER)).astype(jnp.bfloat16)
-    signal.corrections()
-    return backend.dot(transpose_ref(stage.k), work.left, start=state * decay)
+  def epilogue(cta: _Epilogue):
+    def step(n, _):
+      stage, tiles = cta.stage(n), cta.tiles
+      cta.pipeline.wait_loaded(n)
+      scores = cta.lhs(0, stage.scores(backend))
+      before = stage.rows(BEFORE, tiles.out.shape)
+      cta.wait_filled.states()
+      if for_gradient:
+        cta.store.states(n)
+      out = backend.dot(stage.q, transpose_ref(tiles.states)) * before
+      if not for_gradient:
+        cta.release.states()
+      cta.wait_filled.corrections()
+      if for_gradient:
+        cta.store.corrections(n)
+      # The last outputs, and these states, have been read.
+      plgpu.wait_smem_to_gmem(1 if for_gradient else 0, wait_read_only=True)
+      if for_gradient:
+        cta.release.states()
+      out = backend.dot(scores, transpose_ref(tiles.corrections), start=out)
+      tiles.out[...] = (out * scale).astype(jnp.bfloat16)
+      plgpu.commit_smem()  # also behind the last reading of the stage
+      cta.pipeline.release(n)
+      cta.store.out(n)
+      if for_gradient:
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+      cta.release.corrections()
 
-  def epilogue(stage, slot, wait):
-    wait.states()
-    out = backend.dot(stage.q, slot.states)
-    out = out * stage.rows(BEFORE)
-    wait.corrections()
-    out = backend.dot(stage.scores, slot.corrections, start=out)
-    slot.out[...] = (out * scale).astype(jnp.bfloat16)
+    lax.fori_loop(0, cta.pipeline.num_chunks, step, None)
 
-  stored = Results(out=True, states=for_gradient or None, corrections=for_gradient or None)
   return _run(
-    recur,
+    _forward_step(backend, chunk),
     epilogue,
     inputs,
     initial,
-    stored=stored,
-    work=_Work(True, True),
+    stored=Results(out=True, states=for_gradient or None, corrections=for_gradient or None),
     heads=heads,
+    num_splits=num_splits,
     reverse=False,
     config=config,
     chunk=chunk,
@@ -139,47 +260,91 @@ def forward_recurrence(
   )
 
 
-def reverse_recurrence(
-  inputs: Stage,  # v: the cotangent of out
-  d_last: jax.Array | None,  # [B, H, K, V] float32
+def split_maps(
+  inputs: Stage,  # without q
   *,
   heads: int,  # H
+  num_splits: int,  # P
+  config: RecurrenceConfig,
+  chunk: int,
+  backend: Backend,
+) -> jax.Array:
+  """[B, H, P, K + V, K] float32: what each split makes of the state that enters it.
+
+  With M the first K rows and E the others, the state S^T [V, K] leaves it as S^T M + E.
+  """
+
+  def epilogue(cta: _Epilogue):
+    def step(n, _):
+      cta.pipeline.wait_loaded(n)
+      cta.pipeline.release(n)
+
+    lax.fori_loop(0, cta.pipeline.num_chunks, step, None)
+
+  results = _run(
+    _forward_step(backend, chunk),
+    epilogue,
+    inputs,
+    None,
+    stored=Results(),
+    heads=heads,
+    num_splits=num_splits,
+    reverse=False,
+    maps=True,
+    config=config,
+    chunk=chunk,
+    backend=backend,
+  )
+  return results.last_state
+
+
+def reverse_recurrence(
+  inputs: Stage,  # v: the cotangent of out
+  d_last: jax.Array | None,  # [B, H, P, V, K] float32
+  *,
+  heads: int,  # H
+  num_splits: int,  # P
+  store: bool = True,
   config: RecurrenceConfig,
   chunk: int,
   backend: Backend,
 ) -> Results:
   """`Results` with y in `corrections`, A in `states`, of the states that leave the chunks, and the
-  cotangent of the first state in `last_state`."""
+  cotangents of the states that enter the splits in `last_state`; without `store`, only these."""
 
-  def recur(stage, adjoint, slot, work, signal):
-    decay = stage.tables[DECAY, 0]
-    from_state, from_out = backend.dots(
-      Dots([(stage.k, slot.states)]), Dots([(transpose_ref(stage.scores), stage.v)])
-    )
-    work.right[...] = (from_state * stage.rows(AFTER) + from_out).astype(jnp.bfloat16)
-    before = stage.rows(BEFORE)
-    work.d_out[...] = (load_tile(stage.v) * before).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    y = backend.dot(transpose_ref(stage.inverse), work.right)
-    slot.corrections[...] = y.astype(jnp.bfloat16)
-    work.left[...] = (y * (-before * stage.rows(RATE))).astype(jnp.bfloat16)
-    signal.corrections()
-    pairs = [(transpose_ref(stage.q), work.d_out), (transpose_ref(stage.erase), work.left)]
-    return backend.dots(Dots(pairs, start=adjoint * decay))[0]
+  def epilogue(cta: _Epilogue):
+    last = cta.pipeline.num_chunks - 1
 
-  def epilogue(stage, slot, wait):
-    del stage, slot
-    wait.states()
-    wait.corrections()
+    def compute_scores(n):
+      cta.pipeline.wait_loaded(n)
+      cta.give_scores(n, cta.stage(n).scores(backend))
+      cta.pipeline.release(n)
+
+    def step(n, _):
+      # Those of the next chunk; a loop, for a conditional product would delay all others.
+      lax.fori_loop(n + 1, jnp.minimum(n + 1, last) + 1, lambda n, _: compute_scores(n), None)
+      if not store:
+        return
+      cta.wait_filled.states()
+      cta.store.states(n)
+      cta.wait_filled.corrections()
+      cta.store.corrections(n)
+      plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+      cta.release.states()
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      cta.release.corrections()
+
+    compute_scores(0)
+    lax.fori_loop(0, last + 1, step, None)
 
   return _run(
-    recur,
+    _reverse_step(backend, chunk),
     epilogue,
     inputs,
     d_last,
-    stored=Results(states=True, corrections=True),
-    work=_Work(True, True, True),
+    stored=Results(states=store or None, corrections=store or None),
     heads=heads,
+    num_splits=num_splits,
     reverse=True,
     config=config,
     chunk=chunk,
@@ -187,31 +352,31 @@ def reverse_recurrence(
   )
 
 
-class _Gmem(NamedTuple):
-  inputs: Stage
-  initial: Any
+class _Epilogue(NamedTuple):
+  """Arguments of the epilogue."""
 
-
-class _Scratch(NamedTuple):
-  stages: Stage
-  slots: Results
-  work: _Work
-  barriers: PipelineBarriers
-  handed: HandOver  # barriers, one per slot
-  stored_barrier: Any  # one per slot: its tiles are in GMEM
+  pipeline: Pipeline
+  stage: Callable[[Any], Stage]
+  tiles: _Tiles
+  wait_filled: Any  # `_HandOver` of functions; None, as `release`, where nothing is handed over
+  release: Any  # `_HandOver` of functions: consumers may fill the tile again
+  store: Results  # functions of the chunk: start the copy of a tile
+  give_scores: Callable[[Any, jax.Array], None]
+  lhs: Callable[[int, jax.Array], Any]
 
 
 @with_int32_indices
 def _run(
-  recur: Callable,
-  epilogue: Callable,
+  step: Callable[[_Consumer, jax.Array], jax.Array],
+  epilogue: Callable[[_Epilogue], None],
   inputs: Stage,
   initial: jax.Array | None,
   *,
   stored: Results,
-  work: _Work,
   heads: int,
+  num_splits: int,
   reverse: bool,
+  maps: bool = False,
   config: RecurrenceConfig,
   chunk: int,
   backend: Backend,
@@ -219,64 +384,70 @@ def _run(
   """Carries the state along the chunks of each sequence and head.
 
   Args:
-    recur: `(stage, state, slot, work, signal) -> next state`, by the first consumer; it finds the
-      state in bfloat16 in slot.states, and calls `signal.corrections()` when it has filled those.
-    epilogue: `(stage, slot, wait)`, by the second; `wait.states()` waits for the first consumer.
-    stored: which results are stored when `epilogue` has returned.
-    work: which tiles `recur` needs.
+    step: of a chunk, in a consumer: the next state [64, K].
+    epilogue: of all chunks, in the last warpgroup.
+    stored: which results there are besides `last_state`.
+    maps: K more columns, before those of v, whose values are 0 and whose states begin as the rows
+      of the unit matrix.
   """
-  (B, T, _, K), V, H = inputs.q.shape, inputs.v.shape[-1], heads
-  C, N, BV, cluster = chunk, T // chunk, config.value_tile, config.cluster
-  num_stages, num_slots = min(config.num_stages, N), config.num_slots
-  # Both operands of a product have the same swizzle, which the narrower one bounds.
-  transforms = (plgpu.TilingTransform((8, BV)), plgpu.SwizzleTransform(2 * BV))
-  tile = lambda *shape: plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+  (B, T, _, K), V, H, P = inputs.k.shape, inputs.v.shape[-1], heads, num_splits
+  C, N, BV = chunk, T // chunk, config.value_tile
+  # Of a split.
+  consumers, num_chunks, num_stages = BV // TILE_WIDTH, N // P, min(config.num_stages, N // P)
+  columns = V + K if maps else V
   bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-  whole = Results(bf16(B, T, H, V), bf16(B, H, N, K, V), bf16(B, T, H, V))
+  whole = Results(bf16(B, T, H, V), bf16(B, H, N, V, K), bf16(B, H, N, V, C))
   out_type = Results(*(x if y else None for x, y in zip(whole, stored, strict=True)))
-  out_type = out_type._replace(last_state=jax.ShapeDtypeStruct((B, H, K, V), jnp.float32))
-  keys = tile(num_stages, C, K)
-  consumed = {"num_arrivals": 2, "num_barriers": num_stages}
+  out_type = out_type._replace(last_state=jax.ShapeDtypeStruct((B, H, P, columns, K), jnp.float32))
+  keys = smem_tile(num_stages, C, K)
+  stages = Stage(
+    erase_key=None if inputs.erase_key is None else keys,
+    inverse=smem_tile(num_stages, C, C),
+    k=keys,
+    q=None if inputs.q is None else keys,
+    v=smem_tile(num_stages, consumers, C, TILE_WIDTH),
+    tables=plgpu.SMEM((num_stages, NUM_ROWS, C), jnp.float32),
+    segment_ids=None if inputs.segment_ids is None else plgpu.SMEM((num_stages, C), jnp.int32),
+  )
+  copies = sum(x is not None for x in inputs) - 1 + consumers
+  handed = bool(stored.out or stored.states)
+  lhs = None if backend.interpret is None else smem_tile(consumers + 1, 4, C, max(K, C))
   scratch = _Scratch(
-    stages=Stage(
-      erase_key=None if inputs.erase_key is None else keys,
-      inverse=tile(num_stages, C, C),
-      k=keys,
-      q=keys,
-      scores=tile(num_stages, C, C),
-      v=tile(num_stages, C, BV),
-      tables=plgpu.SMEM((num_stages, NUM_ROWS, C), jnp.float32),
+    stages=stages,
+    tiles=_Tiles(
+      states=smem_tile(BV, K) if handed else None,
+      corrections=smem_tile(BV, C) if handed else None,
+      out=smem_tile(C, BV) if stored.out else None,
+      scores=smem_tile(2, C, C) if reverse else None,
     ),
-    slots=Results(
-      out=tile(num_slots, C, BV) if stored.out else None,
-      states=tile(num_slots, K, BV),
-      corrections=tile(num_slots, C, BV),
-    ),
-    work=map_refs(lambda _: tile(C, BV), work),
     barriers=PipelineBarriers(
-      loaded=plgpu.Barrier(
-        num_arrivals=sum(x is not None for x in inputs), num_barriers=num_stages
-      ),
-      consumed=plgpu.ClusterBarrier(collective_axes=("cta",), **consumed)
-      if cluster > 1
-      else plgpu.Barrier(**consumed),
+      loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages),
+      consumed=plgpu.Barrier(num_arrivals=consumers + 1, num_barriers=num_stages),
     ),
-    handed=HandOver(*[plgpu.Barrier(num_barriers=num_slots)] * 2),
-    stored_barrier=plgpu.Barrier(num_barriers=num_slots),
+    filled=_HandOver(*[plgpu.Barrier(num_arrivals=consumers)] * 2) if handed else None,
+    free=_HandOver(*[plgpu.Barrier()] * 2) if handed else None,
+    scores_barrier=plgpu.Barrier(num_barriers=2) if reverse else None,
+    lhs=lhs,
+    done_barrier=plgpu.Barrier(num_arrivals=consumers + 2),
   )
 
   def body(gmem: _Gmem, outs: Results, smem: _Scratch):
-    b, h = lax.axis_index("row"), lax.axis_index("head")
-    tile_index = lax.axis_index("value") * cluster + lax.axis_index("cta")
-    values = pl.ds(tile_index * BV, BV)
+    row, h = lax.axis_index("row"), lax.axis_index("head")
+    b, split = lax.div(row, jnp.int32(P)), lax.rem(row, jnp.int32(P))
+    first_column = lax.axis_index("value") * BV
     warpgroup = lax.axis_index("warpgroup")
-    pipeline = Pipeline(N, num_stages, smem.barriers)
-    chunk_of = lambda n: N - 1 - n if reverse else n
-    slot_of = lambda n: lax.rem(n, num_slots)
+    pipeline = Pipeline(num_chunks, num_stages, smem.barriers)
+    chunk_of = lambda n: split * num_chunks + (num_chunks - 1 - n if reverse else n)
+    stage_of = lambda n: pipeline.stage(n, smem.stages)
 
-    def slot_tiles(n):
-      slot = slot_of(n)
-      return map_refs(lambda ref: ref.at[slot], smem.slots)
+    def lhs_of(warpgroup):
+      def lhs(number, value):
+        if smem.lhs is None:
+          return backend.to_lhs(value, None)
+        rows = smem.lhs.at[warpgroup, number, :, pl.ds(0, value.shape[1])]
+        return backend.to_lhs(value, rows)
+
+      return lhs
 
     def load(n):
       tokens = pl.ds(chunk_of(n) * C, C)
@@ -288,89 +459,132 @@ def _run(
         inverse=ins.inverse.at[b, head_of(ins.inverse), tokens],
         k=of_tokens(ins.k),
         q=of_tokens(ins.q),
-        scores=ins.scores.at[b, head_of(ins.scores), tokens],
-        v=ins.v.at[b, tokens, shared_head(h, H, ins.v), values],
+        v=None,
         tables=ins.tables.at[b, head_of(ins.tables), chunk_of(n)],
+        segment_ids=None if ins.segment_ids is None else ins.segment_ids.at[b, tokens],
       )
-      # The CTAs of a cluster have the same chunk: one of them loads for all, but not tables, too
-      # small for that.
-      alone = {"v", "tables"} if cluster > 1 else set(Stage._fields)
-      targets, barrier = pipeline.stage(n, smem.stages), pipeline.loaded_barrier(n)
-      for name, source, target in zip(Stage._fields, sources, targets, strict=True):
+      targets, barrier = stage_of(n), pipeline.loaded_barrier(n)
+      for source, target in zip(sources, targets, strict=True):
         if source is not None:
-          multicast = None if name in alone else "cta"
-          plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=multicast)
+          plgpu.copy_gmem_to_smem(source, target, barrier)
+      for number in range(consumers):
+        column = first_column + number * TILE_WIDTH
+        columns = pl.ds(lax.rem(column, jnp.int32(V)) if maps else column, TILE_WIDTH)
+        source = ins.v.at[b, tokens, shared_head(h, H, ins.v), columns]
+        plgpu.copy_gmem_to_smem(source, targets.v.at[number], barrier)
 
     @pl.when(warpgroup == 0)
     def _producer():
+      plgpu.set_max_registers(config.producer_registers, action="decrease")
       pipeline.produce(load)
 
-    @pl.when(warpgroup == 1)
-    def _recurrence():
-      def mainloop(n, state):
-        slot = slot_tiles(n)
+    @pl.when((warpgroup > 0) & (warpgroup <= consumers))
+    def _consumer():
+      plgpu.set_max_registers(config.consumer_registers, action="increase")
+      number = warpgroup - 1
+      rows = pl.ds(number * TILE_WIDTH, TILE_WIDTH)
+      column = first_column + number * TILE_WIDTH
+      columns = pl.ds(column, TILE_WIDTH)
 
-        def signal(barrier):
+      def give(tile, barrier):
+        def fill(value):
+          tile.at[rows][...] = value.astype(jnp.bfloat16)
           plgpu.commit_smem()
-          plgpu.barrier_arrive(barrier.at[slot_of(n)])
+          plgpu.barrier_arrive(barrier)
 
-        signals = HandOver(*(lambda x=x: signal(x) for x in smem.handed))
-        pl.when(n >= num_slots)(lambda: plgpu.barrier_wait(smem.stored_barrier.at[slot_of(n)]))
-        slot.states[...] = state.astype(jnp.bfloat16)
-        signals.states()
+        return fill
+
+      wait = lambda barrier: lambda: plgpu.barrier_wait(barrier)
+      gives, waits = _HandOver(*[lambda _: None] * 2), _HandOver(*[lambda: None] * 2)
+      if handed:
+        tiles = smem.tiles.states, smem.tiles.corrections
+        gives = _HandOver(*map(give, tiles, smem.filled))
+        waits = _HandOver(*map(wait, smem.free))
+      keep = jnp.where(column < K, 0.0, 1.0) if maps else None
+
+      def mainloop(n, state):
+        def scores():
+          slot = lax.rem(n, 2)
+          plgpu.barrier_wait(smem.scores_barrier.at[slot])
+          return smem.tiles.scores.at[slot]
+
         pipeline.wait_loaded(n)
-        state = recur(pipeline.stage(n, smem.stages), state, slot, smem.work, signals)
+        stage = stage_of(n)
+        stage = stage._replace(v=stage.v.at[number])
+        cta = _Consumer(stage, gives, waits, scores, lhs_of(number), keep)
+        state = step(cta, state)
+        if not handed:
+          plgpu.commit_smem()  # behind the last reading of the stage
         pipeline.release(n)
         return state
 
-      start = zero_accumulator(K, BV)
+      start = zero_accumulator(TILE_WIDTH, K)
+      if maps:
+        diagonal = iota(start.shape, 1) == iota(start.shape, 0) + column
+        start = jnp.where(diagonal, 1.0, start)
       if gmem.initial is not None:
-        source = gmem.initial.at[b, h, :, values]
+        source = gmem.initial.at[b, h, split, columns]
         start = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
-      last = lax.fori_loop(0, N, mainloop, start)
-      outs.last_state.at[b, h, :, values][...] = last
-      # Drain: the second consumer arrives once for every chunk but the last.
-      for n in range(max(N, num_slots), N - 1 + num_slots):
-        plgpu.barrier_wait(smem.stored_barrier.at[n % num_slots])
+      last = lax.fori_loop(0, num_chunks, mainloop, start)
+      outs.last_state.at[b, h, split, columns][...] = last
+      for wait_free in waits:  # barriers outlive their users
+        wait_free()
 
-    @pl.when(warpgroup == 2)
+    @pl.when(warpgroup == consumers + 1)
     def _epilogue():
-      def step(n, _):
-        slot = slot_tiles(n)
-        pipeline.wait_loaded(n)
-        wait = lambda barrier: plgpu.barrier_wait(barrier.at[slot_of(n)])
-        waits = HandOver(*(lambda x=x: wait(x) for x in smem.handed))
-        epilogue(pipeline.stage(n, smem.stages), slot, waits)
-        plgpu.commit_smem()
-        pipeline.release(n)
-        tokens = lambda: pl.ds(chunk_of(n) * C, C)
-        if stored.out:
-          _store(slot.out, outs.out.at[b, tokens(), h, values])
-        if stored.states:
-          _store(slot.states, outs.states.at[b, h, chunk_of(n), :, values])
-        if stored.corrections:
-          _store(slot.corrections, outs.corrections.at[b, tokens(), h, values])
-        plgpu.commit_smem_to_gmem_group()
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        stored_barrier = smem.stored_barrier
-        pl.when(n >= 1)(lambda: plgpu.barrier_arrive(stored_barrier.at[slot_of(n - 1)]))
+      if config.epilogue_registers > 65536 // (128 * (consumers + 2)):
+        plgpu.set_max_registers(config.epilogue_registers, action="increase")
+      values = pl.ds(first_column, BV)
+      wait = lambda barrier: lambda: plgpu.barrier_wait(barrier)
+      release = lambda barrier: lambda: plgpu.barrier_arrive(barrier)
 
-      lax.fori_loop(0, N, step, None)
+      def store(source_smem, target_of_chunk):
+        def start(n):
+          plgpu.copy_smem_to_gmem(source_smem, target_of_chunk(chunk_of(n)))
+
+        return start
+
+      stores = Results(
+        store(smem.tiles.out, lambda n: outs.out.at[b, pl.ds(n * C, C), h, values]),
+        store(smem.tiles.states, lambda n: outs.states.at[b, h, n, values]),
+        store(smem.tiles.corrections, lambda n: outs.corrections.at[b, h, n, values]),
+      )
+
+      def give_scores(n, value):
+        slot = lax.rem(n, 2)
+        smem.tiles.scores.at[slot][...] = value.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.scores_barrier.at[slot])
+
+      for barrier in smem.free or ():
+        plgpu.barrier_arrive(barrier)
+      epilogue(
+        _Epilogue(
+          pipeline,
+          stage_of,
+          smem.tiles,
+          _HandOver(*map(wait, smem.filled)) if handed else None,
+          _HandOver(*map(release, smem.free)) if handed else None,
+          stores,
+          give_scores,
+          lhs_of(consumers),
+        )
+      )
       plgpu.wait_smem_to_gmem(0)
+
+    # None leaves before the others: programs have failed where one left during products of another.
+    plgpu.barrier_arrive(smem.done_barrier)
+    plgpu.barrier_wait(smem.done_barrier)
 
   return launch_pipeline(
     body,
     _Gmem(inputs, initial),
     out_type,
     scratch,
-    grid=(V // BV // cluster, H, B),
-    num_warpgroups=3,
-    cluster=cluster,
-    name="delta_rule_recurrence_" + ("reverse" if reverse else "forward"),
+    grid=(columns // BV, H, B * P),
+    num_warpgroups=consumers + 2,
+    name="delta_rule_"
+    + ("split_maps_forward" if maps else f"recurrence_{'reverse' if reverse else 'forward'}"),
     backend=backend,
-    compiler_params=COMPILER_PARAMS,
+    compiler_params=WITHOUT_BARRIERS,
   )
-
-
-def _store(source_smem, target_gmem):
-  plgpu.copy_smem_to_gmem(source_smem, target_gmem, commit_group=False)
