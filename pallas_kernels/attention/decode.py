@@ -1,11 +1,12 @@
 """One token of softmax attention against a cache of keys and values: read once, in splits.
 
-A CTA has a split of one key head's cache and the queries of all heads that read it, so that keys
-and values travel once. It needs no SMEM: 16 lanes of a warp have a token, whose score is a sum over
-them, and each of the CTA's 8 tokens at a time has a running softmax of its own (Milakov and
-Gimelshein 2018), which are merged at the end. Everything is float32 on CUDA cores: with one query
-per head a byte is used a few times, which leaves tensor cores nothing to gain. Splits are of the
-slots that are filled, not of all, and are merged in XLA, together with the token's own key.
+A CTA has a split of one key head's cache and the queries of the heads that read it, so that keys
+and values travel once, or, where the registers do not hold all of these, a few times. No tile is
+in SMEM: 16 lanes of a warp have a token, whose score is a sum over them, and each of the CTA's 8
+tokens at a time has a running softmax of its own (Milakov and Gimelshein 2018), which are merged at
+the end. Everything is float32 on CUDA cores: with one query per head a byte is used a few times,
+which leaves tensor cores nothing to gain. Splits are of the slots that are filled, not of all, and
+are merged in XLA, together with the token's own key.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ _LANES = 16  # of a token
 _STEPS = 4  # whose copies travel together
 LEAST_SLOTS = _TOKENS * _STEPS
 _WIDEST = 256
-_MOST_HEADS = 16  # that read one key head: their sums are in registers
+_CHANNELS = 2304  # of queries and sums of a CTA: 16 of them are a register of a thread
 _SLOTS_OF_SPLIT = 128  # at least: in fewer, the start of a CTA takes longer than its copies
 _CTAS_PER_SM = 4
 _SCRATCH = 64  # bytes of SMEM per column of values, for a sum that crosses warps
@@ -66,19 +67,17 @@ class _Splits(NamedTuple):
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
   """Why `decode` cannot run a token's queries [B, H, K] and a cache [B, M, G, X], or None."""
-  (B, H, K), (M, G, V) = q.shape, v.shape[1:]
+  (B, H, K), M, V = q.shape, v.shape[1], v.shape[3]
   for name, x in (("q", q), ("k", k), ("v", v)):
     if x.dtype not in (jnp.bfloat16, jnp.float32):
       return f"{name} has dtype {x.dtype}, and the kernel takes bfloat16 and float32"
   for name, width in (("k", K), ("v", V)):
     if width % (2 * _LANES) or width > _WIDEST:
       return f"{name} is {width} wide, and a cache must have a multiple of 32, at most {_WIDEST}"
-  if H // G > _MOST_HEADS:
-    return f"{H // G} heads of q share one of k, and at most {_MOST_HEADS} are supported"
   if M < LEAST_SLOTS:
     return f"the cache has {M} slots, and at least {LEAST_SLOTS} are needed"
-  if max(B, G) > device.MAX_GRID_SIZE:
-    return f"k {k.shape} is too large: a grid has at most {device.MAX_GRID_SIZE} CTAs per axis"
+  if max(B, H) > device.MAX_GRID_SIZE:
+    return f"q {q.shape} is too large: a grid has at most {device.MAX_GRID_SIZE} CTAs per axis"
   return None
 
 
@@ -102,9 +101,10 @@ def decode(
     num_splits: of a head's slots; None: so many as give every SM work. Results differ by rounding.
   """
   (B, H, K), (M, G) = q.shape, cache_k.shape[1:3]
-  ctas = B * G
+  heads = _heads_of_cta(H // G, K + v.shape[-1])
+  ctas = B * (H // heads)
   number = num_splits or device.current().num_splits(ctas, M, _SLOTS_OF_SPLIT, _CTAS_PER_SM)
-  static = {"logits": logits, "num_splits": number, "interpret": interpret}
+  static = {"logits": logits, "heads": heads, "num_splits": number, "interpret": interpret}
   value, top, total = _splits(q, cache_k, cache_v, held, **static)
   wide = lambda x: x.astype(jnp.float32)
   by_group = wide(q).reshape(B, G, H // G, K)
@@ -122,19 +122,28 @@ def decode(
   return (out / total[..., None]).astype(v.dtype)
 
 
-@traced_once("logits", "num_splits", "interpret")
-def _splits(q, k, v, held, *, logits: Logits, num_splits: int, interpret: Any) -> _Splits:
-  """The results of each split of the slots [0, held) of k and v [B, M, G, X]."""
+def _heads_of_cta(sharing: int, channels: int) -> int:
+  """How many of the heads that share a key head are in one CTA."""
+  most = max(1, _CHANNELS // channels)
+  return max(n for n in range(1, sharing + 1) if sharing % n == 0 and n <= most)
+
+
+@traced_once("logits", "heads", "num_splits", "interpret")
+def _splits(
+  q, k, v, held, *, logits: Logits, heads: int, num_splits: int, interpret: Any
+) -> _Splits:
+  """The results of each split of the slots [0, held) of k and v [B, M, G, X], `heads` per CTA."""
   (B, H, K), (M, G, V) = q.shape, v.shape[1:]
-  heads, of_k, of_v = H // G, _Layout(K), _Layout(V)
+  of_k, of_v, readers = _Layout(K), _Layout(V), H // G // heads  # CTAs of a key head
 
   def body(q_gmem, k_gmem, v_gmem, held_gmem, value_gmem, top_gmem, total_gmem):
-    b, g, n = (lax.axis_index(name) for name in ("batch", "head", "split"))
+    b, part, n = (lax.axis_index(name) for name in ("batch", "heads", "split"))
+    g, first_head = lax.div(part, readers), part * heads
     held = held_gmem[b]
     span = lax.div(held + (num_splits - 1), num_splits)
     begin = jnp.minimum(n * span, held)
     end = jnp.minimum(begin + span, held)
-    queries = [of_k.load_row(q_gmem.at[b, g * heads + h]) for h in range(heads)]
+    queries = [of_k.load_row(q_gmem.at[b, first_head + h]) for h in range(heads)]
     token = plgpu.broadcasted_iota(jnp.int32, (_TOKENS,), 0, layout=of_k.tokens)
 
     def advance(step, carry):
@@ -165,7 +174,7 @@ def _splits(q, k, v, held, *, logits: Logits, num_splits: int, interpret: Any) -
     for h, (acc, top, total) in enumerate(lax.fori_loop(0, steps, advance, start)):
       highest = jnp.max(top)
       share = jnp.exp2(top - highest)
-      place = b, g * heads + h, n
+      place = b, first_head + h, n
       store_unoptimized(value_gmem.at[place], jnp.sum(acc * of_v.of_tokens(share), axis=0))
       top_gmem[place] = highest
       total_gmem[place] = jnp.sum(total * share)
@@ -175,10 +184,10 @@ def _splits(q, k, v, held, *, logits: Logits, num_splits: int, interpret: Any) -
     *plgpu.kernel(
       body,
       out_type=(jax.ShapeDtypeStruct((B, H, num_splits, V), jnp.float32), scalars, scalars),
-      grid=(num_splits, G, B),
-      grid_names=("split", "head", "batch"),
+      grid=(num_splits, H // heads, B),
+      grid_names=("split", "heads", "batch"),
       compiler_params=plgpu.CompilerParams(
-        approx_math=True,
+        approx_math=q.dtype == jnp.bfloat16,
         lowering_semantics=plgpu.LoweringSemantics.Lane,
         reduction_scratch_bytes=_SCRATCH * V,
       ),

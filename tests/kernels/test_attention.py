@@ -223,11 +223,15 @@ def test_attention_decode_lowers(K, V, H, G, room, dtype):
   assert kernels_traced(of_queries, *arrays) == ["attention_decode"]
 
 
-@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_attention_decode_in_splits_equals_the_softmax(number):
-  """Rows whose cache is empty, shorter than its splits, and full; logits beyond exp's range."""
+@pytest.mark.parametrize(
+  ("number", "H", "G", "K", "V"),
+  [pytest.param(1, 4, 2, 32, 64, marks=pytest.mark.slow), (3, 6, 1, 256, 224)],
+)
+def test_attention_decode_in_splits_equals_the_softmax(number, H, G, K, V):
+  """Rows whose cache is empty, shorter than its splits, and full; logits beyond exp's range; heads
+  that share a cache in one CTA and in two."""
   rng = np.random.default_rng(0)
-  B, H, G, K, V, M = 4, 4, 2, 32, 64, 101
+  B, M = 4, 101
   shapes = (B, H, K), (B, G, K), (B, G, V), (B, M, G, K), (B, M, G, V)
   arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
   held = np.asarray([0, 2, 70, 101])
