@@ -1,5 +1,6 @@
 """mLSTM, the matrix memory of xLSTM: exponential input gates and a stabilizer."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from lnssm_jax.mixers.common.projections import (
   split_linear,
 )
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
+from lnssm_jax.mixers.common.spans import earlier, reach, spans
 from lnssm_jax.ops import ConvState, LinearAttentionState, linear_attention
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.segments import segments_of
@@ -36,7 +38,7 @@ _LARGEST_EXPONENT = 1000.0
 class MLSTMState(NamedTuple):
   """Recurrent state of `MLSTM`, float32. The sums are in units of exp(stabilizer)."""
 
-  conv: ConvState  # inputs [B, W - 1, E], none of them without a convolution
+  conv: ConvState | None  # inputs [B, W - 1, E]; None without a convolution
   recurrent: LinearAttentionState  # kv [B, H, K, V] is C, key_sum [B, H, K] is n
   stabilizer: jax.Array  # m [B, H]
 
@@ -157,8 +159,9 @@ class MLSTM(Mixer[MLSTMState]):
       )
       self.in_proj, self.skip = linear(dim, 2 * values), nnx.Param(jnp.ones(values, param_dtype))
       self.q_blocks, self.k_blocks, self.v_blocks = blocks(), blocks(), blocks()
-    size = None if variant == "layer" else check_positive("conv_size", conv_size)
-    self.conv = ShortConvolution(values, size, activation="silu", **options)
+    size, has_conv = check_positive("conv_size", conv_size), variant == "block"
+    conv = functools.partial(ShortConvolution, values, size, activation="silu", **options)
+    self.conv = conv() if has_conv else None
     self.i_proj = gate(inputs, i_bias)
     self.f_proj = gate(inputs, of(jnp.linspace(3.0, 6.0, num_heads)))
     norm = LayerNorm if use_bias else LayerNormWithoutBias
@@ -169,14 +172,13 @@ class MLSTM(Mixer[MLSTMState]):
     H, K, V = self.num_heads, self.key_dim, self.value_dim
     kv, key_sum = jnp.zeros((B, H, K, V), jnp.float32), jnp.zeros((B, H, K), jnp.float32)
     recurrent, m = LinearAttentionState(kv, key_sum), jnp.zeros((B, H), jnp.float32)
-    return MLSTMState(self.conv.init_state(B), recurrent, m)
+    return MLSTMState(None if self.conv is None else self.conv.init_state(B), recurrent, m)
 
   def _streams(self, x, conv, segment_ids):
     """(q, k, v, the inputs of the gates, a function of LayerNorm(h_t), the convolution's state)."""
-    if self.variant == "layer":
+    if self.conv is None:
       gated = lambda y: jax.nn.sigmoid(wide(self.g_proj(x))) * y
-      conv = self.conv.init_state(x.shape[0]) if conv is None else conv
-      return self.q_proj(x), self.k_proj(x), self.v_proj(x), x, gated, conv
+      return self.q_proj(x), self.k_proj(x), self.v_proj(x), x, gated, None
     u, z = split_linear(self.in_proj, x, [self.num_heads * self.value_dim] * 2)
     u = u.astype(self.dtype)
     c, conv = self.conv(u, conv, segment_ids)
@@ -247,22 +249,20 @@ def _running_maximum(decay, x, start, segments, axis_name):
   Returns:
     (m_{t-1} [B, T, H], m_t [B, T, H], m after the whole sequence [B, H]).
   """
-  first = None if segments is None else segments.first()[..., None]
-  terms = decay, x
-  if first is not None:
-    terms = jnp.where(first, -jnp.inf, decay), jnp.where(first, jnp.maximum(decay, x), x)
-
-  def then(earlier, later):
-    (a, x), (b, y) = earlier, later
-    return jnp.maximum(a + b, _LOWEST), jnp.maximum(x + b, y)  # no maximum is as low
-
-  sums, m = jax.lax.associative_scan(then, terms, axis=1)
+  before = reach(segments, x)
+  sums, m = decay, x
+  if segments is not None:
+    m = jnp.where(segments.first()[..., None], jnp.maximum(decay, x), x)
+  for span in spans(x.shape[1]):
+    m = jnp.maximum(m, earlier(m, span, before, -jnp.inf) + sums)
+    sums = jnp.maximum(sums + earlier(sums, span, before, 0.0), _LOWEST)  # no maximum is as low
+  in_first = True if segments is None else (segments.index == 0)[..., None]
   entering, last = start, None
-  advance = lambda shard, m: jnp.maximum(m + shard[0], shard[1])
   if axis_name is not None:
+    advance = lambda shard, m: jnp.maximum(m + shard[0], shard[1])
     entering, last = states(axis_name, (sums[:, -1], m[:, -1]), start, advance, segments)
-  m = advance((sums, m), entering[:, None])
-  before = jnp.concatenate([entering[:, None], m[:, :-1]], axis=1)
-  if first is not None:
-    before = jnp.where(first, 0.0, before)
-  return before, m, m[:, -1] if last is None else last
+  m = jnp.maximum(m, jnp.where(in_first, entering[:, None] + sums, -jnp.inf))
+  previous = jnp.concatenate([entering[:, None], m[:, :-1]], axis=1)
+  if segments is not None:
+    previous = jnp.where(segments.first()[..., None], 0.0, previous)
+  return previous, m, m[:, -1] if last is None else last

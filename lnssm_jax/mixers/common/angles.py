@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.mixers.common.spans import earlier, reach, spans
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.core.sequence_parallel import states
 
@@ -25,22 +26,24 @@ def running_angles(
     segments: of the tokens; each document but the first starts from 0.
     axis_name: mesh axis that shards time; `start` and the last sum are of the whole sequence.
   """
-  of_tokens = lambda x: x.reshape(*step.shape[:2], *[1] * (step.ndim - 2))
+  add = lambda a, b: _within_a_turn(a + b)
   if segments is None:
     angle = sums_within_a_turn(step)
   else:
-    angle = _sums_in_documents(step, of_tokens(~segments.first()).astype(step.dtype))
-  add = lambda a, b: _within_a_turn(a + b)
+    angle, before = _within_a_turn(step), reach(segments, step)
+    for span in spans(step.shape[1]):
+      angle = add(angle, earlier(angle, span, before, 0.0))
   if axis_name is None and start is None:
     return angle, angle[:, -1]
-  before = jnp.zeros(angle[:, 0].shape, angle.dtype) if start is None else start
+  entering = jnp.zeros(angle[:, 0].shape, angle.dtype) if start is None else start
   last = None
   if axis_name is not None:
-    before, last = states(axis_name, angle[:, -1], before, add, segments)
-  before = before[:, None]
+    entering, last = states(axis_name, angle[:, -1], entering, add, segments)
+  entering = entering[:, None]
   if segments is not None:
-    before = jnp.where(of_tokens(segments.index == 0), before, 0.0)
-  angle = add(angle, before)
+    in_first = (segments.index == 0).reshape(*step.shape[:2], *[1] * (step.ndim - 2))
+    entering = jnp.where(in_first, entering, 0.0)
+  angle = add(angle, entering)
   return angle, angle[:, -1] if last is None else last
 
 
@@ -56,16 +59,6 @@ def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
   cos, sin = jnp.cos(angle), jnp.sin(angle)
   a, b, rest = jnp.split(x, [A, 2 * A], axis=-1)
   return jnp.concatenate([a * cos - b * sin, a * sin + b * cos, rest], axis=-1)
-
-
-def _sums_in_documents(angle, keep):
-  """The same, of `angle` alone where `keep` is 0."""
-
-  def then(earlier, later):
-    (a, _), (b, kept) = earlier, later
-    return _within_a_turn(kept * a + b), earlier[1] * kept
-
-  return jax.lax.associative_scan(then, (_within_a_turn(angle), keep), axis=1)[0]
 
 
 def _within_a_turn(angle):
