@@ -112,7 +112,8 @@ def test_sharding_every_mixer_same_training(run, mixer):
   """Gathered parameters; heads and channels sharded by the compiler and for kernels."""
   # The tiny ones have ranks of 3, which are not divisible.
   options = {} if mixer in ("gla", "mom", "rwkv6", "sse") else dict(TINY[mixer].model_options)
-  options |= {"state_dim": 4} if mixer == "lcsm" else {}  # 3 rows are not divisible, either
+  # 3 rows are not divisible, either, nor the one angle of 4.
+  options |= {"lcsm": {"state_dim": 4}, "mamba3": {"state_dim": 8}}.get(mixer, {})
   changes = {"model__mixer": mixer, "model__mixer_options": options}
   changes |= {"model__dim": 128} if mixer == "mamba2" else {}  # in 32 channels it has one head
   results = run("trained", "1", "2x2", "1x2x1x2", "1x2x1x2 kernels", **changes, global_batch=4)
