@@ -148,8 +148,8 @@ def _attention_case(documents: bool, window: int | None = None) -> Case:
 
 
 def _recall(documents, *, q, **x):
-  ids = document_ids(*q.shape[:2]) if documents else None
-  return ops.delta_rule(q, **x, segment_ids=ids, scale=1.0)  # the queries are scaled
+  ids = {"segment_ids": document_ids(*q.shape[:2])} if documents else {}
+  return ops.delta_rule(q, **x, **ids, scale=1.0)  # the queries are scaled
 
 
 def _recall_rival(documents, *, q, k, v, log_decay=None, **x):

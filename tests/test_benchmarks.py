@@ -126,6 +126,12 @@ def test_documents_are_compared_and_their_time_is_a_ratio():
   (row,) = documents.main([*options, "diagonal_scan", *sizes])
   ratio = float(row["documents_forward_ms"]) / float(row["forward_ms"])
   assert float(row["forward_x"]) == pytest.approx(ratio, rel=0.02) and float(row["both_x"]) > 0
+  for case in documents.CASES.values():
+    few = {axis: min(size, 8) for axis, size in case.sizes.items()}
+    arrays = jax.eval_shape(lambda case=case, few=few: scan_kernels.make_inputs(case, few, 0))
+    del arrays["cotangent"]
+    call = functools.partial(documents.with_documents(case).call, implementation="chunked")
+    jax.eval_shape(lambda x, call=call: call(**x), arrays)
   case = documents.with_documents(documents.CASES["no-decay"])
   arrays = {name: np.ones((1, 600, 1, 2), np.float32) for name in "qkv"}
   ids = scan_kernels.document_ids(1, 600)[0]
