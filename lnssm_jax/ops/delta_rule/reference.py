@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lnssm_jax.ops.core.precision import accumulation_dtype
+from lnssm_jax.ops.core.precision import accumulation_dtype, decayed
 from lnssm_jax.ops.delta_rule.types import DeltaRuleState, Inputs, Options
 
 
@@ -34,9 +34,9 @@ def reference(inputs: Inputs, options: Options) -> tuple[jax.Array, DeltaRuleSta
 def associative(inputs: Inputs, options: Options) -> tuple[jax.Array, DeltaRuleState]:
   """`jax.lax.associative_scan` over affine maps of the state: depth log T.
 
-  A run of tokens does S -> (I + D) S + X. Two runs make D = D_1 + D_2 + D_2 D_1 and
-  X = X_1 + D_2 X_1 + X_2: of a decay near 1, D holds all digits of what is lost. Memory
-  [B, T, H, K, K + V], and with one rate per value column, each of which has its own D,
+  A run of tokens does S -> (diag(exp(g)) + R) S + X. With E = diag(exp(g)), two runs make
+  g = g_1 + g_2, R = E_2 R_1 + R_2 E_1 + R_2 R_1 and X = E_2 X_1 + R_2 X_1 + X_2. Memory
+  [B, T, H, K, K + V], and with one rate per value column, each of which has its own R,
   [B, T, H, V, K, K].
   """
   q, k, v, beta, log_decay, _, write_key, state, _ = inputs
@@ -49,23 +49,25 @@ def associative(inputs: Inputs, options: Options) -> tuple[jax.Array, DeltaRuleS
   erase = inputs.erase.astype(acc)
   if not options.erase_before_decay:
     erase = erase * jnp.exp(log_decay)
-  lost = jnp.eye(k.shape[-1], dtype=acc) * jnp.expm1(log_decay)[..., None, None, :]
-  change = lost - rated(k)[..., :, None] * erase[..., None, None, :]
+  erased = -rated(k)[..., :, None] * erase[..., None, None, :]
   written = rated(k if write_key is None else write_key)
   added = written[..., :, None] * v.astype(acc).reshape(*v.shape[:-1], groups, 1, -1)
   first = _first(inputs)[:, :, None, None, None, None]
+  log_decay = log_decay[..., None, :, None]  # [B, T, H, 1, 1 or K, 1]
 
   def combine(left, right):
-    change_1, added_1, first_1 = left
-    change_2, added_2, first_2 = right
+    log_decay_1, erased_1, added_1, first_1 = left
+    log_decay_2, erased_2, added_2, first_2 = right
     # At a boundary what came before is left out, not multiplied by zero: it may be infinite.
-    changed = lambda x: jnp.where(first_2, 0.0, x + product(change_2, x))
-    change = change_2 + changed(change_1)
-    return change, changed(added_1) + added_2, first_1 | first_2
+    passed = lambda x: jnp.where(first_2, 0.0, decayed(log_decay_2, x) + product(erased_2, x))
+    erased = passed(erased_1) + decayed(jnp.swapaxes(log_decay_1, -1, -2), erased_2)
+    return log_decay_1 + log_decay_2, erased, passed(added_1) + added_2, first_1 | first_2
 
-  change, added, reset = jax.lax.associative_scan(combine, (change, added, first), axis=1)
+  elements = (log_decay, erased, added, first)
+  log_decay, erased, added, reset = jax.lax.associative_scan(combine, elements, axis=1)
   entering = group(state.kv)[:, None]
-  states = jnp.where(reset, 0.0, entering + product(change, entering)) + added
+  entered = decayed(log_decay, entering) + product(erased, entering)
+  states = jnp.where(reset, 0.0, entered) + added  # [B, T, H, G, K, V / G]
   out = options.scale * jnp.einsum("bthk,bthgkv->bthgv", q.astype(acc), states, precision="highest")
   last = jnp.moveaxis(states[:, -1], -3, -2).reshape(state.kv.shape)
   return out.reshape(v.shape).astype(v.dtype), DeltaRuleState(last)
