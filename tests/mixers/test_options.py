@@ -8,12 +8,8 @@ from flax import nnx
 
 from lnssm_jax.mixers import (
   GLA,
-  KDA,
   QLSTM,
   RWKV5,
-  Comba,
-  DeltaProduct,
-  GatedDeltaNet2,
   Mamba,
   Mamba2,
   QLSTMReversed,
@@ -21,7 +17,6 @@ from lnssm_jax.mixers import (
 from tests.devices import result_of
 from tests.mixers.helpers import apply, relative_error
 from tests.mixers.references import (
-  delta_net,
   linear_attention,
   mamba,
   qlstm,
@@ -29,7 +24,6 @@ from tests.mixers.references import (
 from tests.mixers.tiny import DIM, disturbed, inputs
 
 HEADS = {"num_heads": 2}
-GROUPED = HEADS | {"num_value_heads": 4}
 
 
 def without_convolution(reference, width):
@@ -40,32 +34,6 @@ def without_convolution(reference, width):
 
 # The class, its options, the reference.
 CASES = {
-  "comba, neither gates nor corrections": (
-    Comba,
-    HEADS | {"use_inner_decay": False, "use_output_correction": False, "use_gate": False},
-    functools.partial(delta_net.comba, **HEADS),
-  ),
-  "delta_product, three steps and no gate": (
-    DeltaProduct,
-    HEADS
-    | {
-      "num_householder": 3,
-      "allow_neg_eigval": False,
-      "use_forget_gate": False,
-      "use_gate": False,
-    },
-    functools.partial(delta_net.delta_product, **HEADS, steps=3, largest=1.0),
-  ),
-  "gated_delta_net2, grouped values": (
-    GatedDeltaNet2,
-    GROUPED | {"gate_rank": 3, "expand_v": 1.5, "allow_neg_eigval": True},
-    functools.partial(delta_net.gated_delta_net2, **GROUPED, largest=2.0),
-  ),
-  "kda, bounded decays and grouped values": (
-    KDA,
-    GROUPED | {"gate_rank": 3, "lower_bound": -5.0, "allow_neg_eigval": True},
-    functools.partial(delta_net.kda, **GROUPED, lower_bound=-5.0, largest=2.0),
-  ),
   "gla of Longhorn's experiments": (
     GLA,
     HEADS | {"gate_rank": 3, "norm": "layer", "norm_scale": False, "gate_bias": True},

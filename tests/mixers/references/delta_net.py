@@ -32,39 +32,29 @@ def answers(params, x, num_heads, decay):
   return root_mean_square_norm(y, params["norm"]["scale"]).reshape(len(x), -1)
 
 
-def kda(params, x, *, num_heads, num_value_heads=None, lower_bound=None, largest=1.0):
-  values = num_value_heads or num_heads
+def kda(params, x, *, num_heads):
   q, k = (unit(stream(params, x, name, num_heads)) for name in "qk")
-  q, k = (np.repeat(z, values // num_heads, axis=1) for z in (q, k))
-  v = stream(params, x, "v", values)
-  beta = largest * sigmoid(x @ params["b_proj"]["kernel"])[..., None]
-  f, rate = decay_logits(params, x, values)
-  log_decay = -rate * softplus(f) if lower_bound is None else lower_bound * sigmoid(rate * f)
-  y = memory(q, np.exp(log_decay), (beta * k, k), (k, beta * v))
+  v = stream(params, x, "v", num_heads)
+  beta = sigmoid(x @ params["b_proj"]["kernel"])[..., None]
+  f, rate = decay_logits(params, x, num_heads)
+  y = memory(q, np.exp(-rate * softplus(f)), (beta * k, k), (k, beta * v))
   return low_rank_output(params, x, y)
 
 
-def gated_delta_net2(params, x, *, num_heads, num_value_heads=None, largest=1.0):
-  values = num_value_heads or num_heads
+def gated_delta_net2(params, x, *, num_heads):
   q, k = (unit(stream(params, x, name, num_heads)) for name in "qk")
-  v = stream(params, x, "v", values)
-  gate = lambda name, count: heads(sigmoid(x @ params[f"{name}_proj"]["kernel"]), count)
-  b, w = largest * gate("erase", num_heads), gate("write", values)
+  v = stream(params, x, "v", num_heads)
+  gate = lambda name: heads(sigmoid(x @ params[f"{name}_proj"]["kernel"]), num_heads)
+  b, w = gate("erase"), gate("write")
   f, rate = decay_logits(params, x, num_heads)
-  log_decay = -rate * softplus(f)
-  q, k, b, log_decay = (np.repeat(z, values // num_heads, axis=1) for z in (q, k, b, log_decay))
-  y = memory(q, np.exp(log_decay), (k, b * k), (k, w * v))
+  y = memory(q, np.exp(-rate * softplus(f)), (k, b * k), (k, w * v))
   return low_rank_output(params, x, y)
 
 
 def comba(params, x, *, num_heads):
   q, k, v = (stream(params, x, name, num_heads) for name in "qkv")
-  p = k
-  if "inner_gain" in params:
-    p = sigmoid(params["inner_gain"])[:, None] * k
-  if "correction_gain" in params:
-    q = q - params["correction_gain"][:, None] * p
-  q, k, p = unit(q), unit(k), unit(p)
+  p = sigmoid(params["inner_gain"])[:, None] * k
+  q, k, p = unit(q - params["correction_gain"][:, None] * p), unit(k), unit(p)
   beta = sigmoid(x @ params["b_proj"]["kernel"])[..., None]
   step = softplus(x @ params["a_proj"]["kernel"] + params["a_proj"]["bias"])
   decay = np.exp(-np.exp(params["log_rate"]) * step)[..., None] * np.ones_like(k)
