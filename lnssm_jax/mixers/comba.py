@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers.common import flops
+from lnssm_jax.mixers.common.checks import check_finite
 from lnssm_jax.mixers.common.initializers import decay_rate, step_size_bias
 from lnssm_jax.mixers.common.projections import Linear, merge_heads
 from lnssm_jax.mixers.delta_net import DeltaBlock, DeltaNetState, value_widths
@@ -44,7 +45,7 @@ class Comba(DeltaBlock):
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: as `GatedDeltaNet`.
+    ValueError: as `GatedDeltaNet`, or `correction_factor` is not a finite number.
 
   Source: Comba (arXiv 2506.02475) as published in fla's layer; its kernels, in chunks and token by
   token, read before the decay, unlike its `naive_recurrent_comba`.
@@ -93,6 +94,7 @@ class Comba(DeltaBlock):
     self.g_proj = linear(dim, values * value_dim) if use_gate else None
     self.log_rate = nnx.Param(decay_rate(rngs.params(), (values,), param_dtype))
     self.a_proj.draw_bias(step_size_bias, rngs)
+    check_finite("correction_factor", correction_factor)
     per_head = lambda value: nnx.Param(jnp.full(num_heads, value, param_dtype))
     self.inner_gain = per_head(1.0) if use_inner_decay else None
     self.correction_gain = per_head(correction_factor) if use_output_correction else None

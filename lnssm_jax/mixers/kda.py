@@ -1,6 +1,7 @@
 """Kimi Delta Attention and Gated DeltaNet-2: the delta rule with a decay per key channel."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ class KDA(_ChannelDecays):
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: as `GatedDeltaNet`, or `lower_bound` is not a negative number.
+    ValueError: as `GatedDeltaNet`, or `lower_bound` is not a negative, finite number.
 
   Source: Kimi Linear (Kimi Team 2025, arXiv 2510.26692), eqs. 1 and 10; initial values, and all
   that the paper leaves open, as in fla's layer and models.
@@ -116,10 +117,10 @@ class KDA(_ChannelDecays):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    if lower_bound is not None and not (is_number(lower_bound) and lower_bound < 0):
+    if lower_bound is not None and not (is_number(lower_bound) and -math.inf < lower_bound < 0):
       raise ValueError(
-        f"lower_bound={lower_bound!r} must be a negative number, such as -5.0, or None: it is the "
-        "least logarithm of a decay."
+        f"lower_bound={lower_bound!r} must be a finite negative number, such as -5.0, or None: it "
+        "is the least logarithm of a decay."
       )
     self.lower_bound = lower_bound
     widths = value_widths(dim, num_heads, num_value_heads, head_dim, expand_v)

@@ -11,7 +11,12 @@ from lnssm_jax.mixers.base import Mixer
 from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import silu_gate
 from lnssm_jax.mixers.common.angles import rotate, running_angles
-from lnssm_jax.mixers.common.checks import check_choice, check_groups, check_positive
+from lnssm_jax.mixers.common.checks import (
+  check_choice,
+  check_finite,
+  check_groups,
+  check_positive,
+)
 from lnssm_jax.mixers.common.initializers import step_size_bias, uniform_fan_in
 from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads, split_linear
@@ -129,10 +134,8 @@ class Mamba3(Mixer[Mamba3State]):
         f"state_dim={N} and rotary_fraction={rotary_fraction} leave no pair of channels to rotate; "
         "use a larger state_dim."
       )
-    if not 0 <= decay_floor < math.inf:
-      raise ValueError(f"decay_floor={decay_floor} must be at least 0 and finite.")
     self.decay_rate = check_choice("decay_rate", decay_rate, RATES)
-    self.decay_floor = decay_floor
+    self.decay_floor = check_finite("decay_floor", decay_floor, least=0)
     check_positive("num_layers", num_layers)
 
     def linear(inputs, outputs, gain=1.0):

@@ -10,7 +10,13 @@ from flax import nnx
 from lnssm_jax.mixers.base import Mixer
 from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.activations import silu_gate
-from lnssm_jax.mixers.common.checks import check_choice, check_head_widths, check_positive
+from lnssm_jax.mixers.common.checks import (
+  check_choice,
+  check_finite,
+  check_head_widths,
+  check_positive,
+  check_soft_cap,
+)
 from lnssm_jax.mixers.common.norms import LayerNorm, LayerNormWithoutBias
 from lnssm_jax.mixers.common.projections import (
   BlockDiagonal,
@@ -82,8 +88,8 @@ class MLSTM(Mixer[MLSTMState]):
     param_dtype: of the parameters.
 
   Raises:
-    ValueError: a size does not fit, `variant` is unknown, `gate_soft_cap` is not positive,
-      `denominator_eps` is negative, or a block is given `expand_k` or `expand_v`.
+    ValueError: a size does not fit, `variant` is unknown, `gate_soft_cap` is not positive and
+      finite, `denominator_eps` is negative, or a block is given `expand_k` or `expand_v`.
 
   Sources: xLSTM (Beck et al. 2024), eqs. 19-27; the layer and its initial values, xLSTM 7B (Beck et
   al. 2025) as in `xLSTMLayer` of transformers: kernels normal with variance 2 / (5 D), that of W_o
@@ -129,11 +135,8 @@ class MLSTM(Mixer[MLSTMState]):
     self.key_dim, self.value_dim = check_head_widths(dim, num_heads, *factors)
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
     check_positive("num_layers", num_layers)
-    if gate_soft_cap is not None and not gate_soft_cap > 0:
-      raise ValueError(f"gate_soft_cap={gate_soft_cap} must be positive, or None for no cap.")
-    if not denominator_eps >= 0:
-      raise ValueError(f"denominator_eps={denominator_eps} must not be negative; 0 for none.")
-    self.gate_soft_cap, self.denominator_eps = gate_soft_cap, denominator_eps
+    self.gate_soft_cap = check_soft_cap("gate_soft_cap", gate_soft_cap)
+    self.denominator_eps = check_finite("denominator_eps", denominator_eps, least=0)
     keys, values = num_heads * self.key_dim, num_heads * self.value_dim
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
@@ -153,7 +156,9 @@ class MLSTM(Mixer[MLSTMState]):
     else:
       inputs, i_bias = 3 * values, nnx.initializers.normal(0.1)
       if values % check_positive("block_size", block_size):
-        raise ValueError(f"block_size={block_size} does not divide expand * dim = {values}.")
+        raise ValueError(
+          f"block_size={block_size} does not divide expand * dim = {values}; use a divisor."
+        )
       blocks = lambda: BlockDiagonal(
         values, values // block_size, use_bias=use_bias, std=(0.4 / dim) ** 0.5, **options
       )

@@ -10,7 +10,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
-from lnssm_jax.mixers.common.checks import check_choice, check_positive
+from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_soft_cap
 from lnssm_jax.mixers.common.latents import Latents
 from lnssm_jax.mixers.common.norms import RMSNorm, RMSNormFromZero
 from lnssm_jax.mixers.common.projections import Linear, split_heads
@@ -174,9 +174,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       )
     if not rotary_base > 0:
       raise ValueError(f"rotary_base={rotary_base} must be positive.")
-    if soft_cap is not None and not soft_cap > 0:
-      raise ValueError(f"soft_cap={soft_cap} must be positive, or None for no cap.")
-    self.scale, self.soft_cap = scale, soft_cap
+    self.scale, self.soft_cap = scale, check_soft_cap("soft_cap", soft_cap)
     initial = nnx.initializers.normal(0.02)
     self.sinks = nnx.Param(initial(rngs.params(), (num_heads,), param_dtype)) if sinks else None
     self.attention_dropout = check_rate("attention_dropout", attention_dropout)

@@ -19,6 +19,7 @@ from lnssm_jax.mixers.common.checks import (
   check_heads,
   check_norm_eps,
   check_positive,
+  check_soft_cap,
 )
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.ops.core.dropout import check_rate
@@ -65,10 +66,7 @@ def check(config: Any) -> None:
   if not hasattr(config, "channel_mixer"):
     return
   check_channel_mixer(config.channel_mixer, config.channel_hidden, config.channel_mixer_options)
-  if config.logit_soft_cap is not None and not config.logit_soft_cap > 0:
-    raise ValueError(
-      f"logit_soft_cap={config.logit_soft_cap} must be positive, or None for no cap."
-    )
+  check_soft_cap("logit_soft_cap", config.logit_soft_cap)
   if config.initialization == "lnssm" and not config.embedding_norm:
     raise ValueError(
       "initialization='lnssm' starts with an embedding of tiny numbers, and embedding_norm=False "

@@ -1,5 +1,7 @@
 """Options of mixers that are wrong raise ValueError naming the option, its value and the rule."""
 
+import math
+
 import pytest
 from flax import nnx
 
@@ -14,7 +16,10 @@ BAD = {
     ({"conv_size": -1}, "conv_size=-1 must"),
   ],
   "based": [({"head_dim": 0}, "head_dim=0 must")],
-  "comba": [({"num_value_heads": 3}, "num_value_heads=3 is not a multiple of num_heads=2")],
+  "comba": [
+    ({"num_value_heads": 3}, "num_value_heads=3 is not a multiple of num_heads=2"),
+    ({"correction_factor": math.nan}, "correction_factor=nan must be a finite number"),
+  ],
   "cosformer": [({"max_length": 0}, "max_length=0 must")],
   "delta_net": [({"conv_size": 0}, "conv_size=0 must")],
   "delta_product": [({"num_householder": 0}, "num_householder=0 must")],
@@ -53,7 +58,8 @@ BAD = {
     ({"conv_size": 0}, "conv_size=0 must"),
   ],
   "kda": [
-    ({"lower_bound": 5.0}, "lower_bound=5.0 must be a negative number"),
+    ({"lower_bound": 5.0}, "lower_bound=5.0 must be a finite negative number"),
+    ({"lower_bound": -math.inf}, "lower_bound=-inf must be a finite negative number"),
     ({"expand_v": 0.3}, "expand_v=0.3 must"),
   ],
   "lcsm": [
@@ -166,14 +172,16 @@ BAD = {
     ({"head_dim": 8, "rotary_fraction": 0.3}, "rotary_fraction=0.3 is unknown"),
     ({"head_dim": 8, "state_dim": 2}, "state_dim=2 and .* no pair of channels"),
     ({"head_dim": 8, "decay_rate": "exp"}, "decay_rate='exp' is unknown"),
-    ({"head_dim": 8, "decay_floor": -1.0}, "decay_floor=-1.0 must be at least 0"),
+    ({"head_dim": 8, "decay_floor": None}, "decay_floor=None must be a finite number"),
+    ({"head_dim": 8, "decay_floor": -1.0}, "decay_floor=-1.0 must be .* of at least 0"),
   ],
   "mlstm": [
-    ({"gate_soft_cap": 0.0}, "gate_soft_cap=0.0 must be positive, or None"),
+    ({"gate_soft_cap": 0.0}, "gate_soft_cap=0.0 must be positive and finite, or None"),
+    ({"gate_soft_cap": math.inf}, "gate_soft_cap=inf must be positive and finite, or None"),
     ({"variant": "large"}, "variant='large' is unknown"),
     ({"variant": "block", "expand_k": 1.0}, "a block has expand=2 for both; leave them out"),
     ({"variant": "block", "block_size": 3}, "block_size=3 does not divide expand \\* dim = 16"),
-    ({"denominator_eps": -1.0}, "denominator_eps=-1.0 must not be negative"),
+    ({"denominator_eps": -1.0}, "denominator_eps=-1.0 must be .* of at least 0"),
     ({"expand_k": 0.3}, "expand_k=0.3 of dim=8"),
   ],
   "tnn": [

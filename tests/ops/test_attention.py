@@ -64,6 +64,8 @@ def test_soft_cap_never_runs_in_cudnn():
     attention(q, k, v, soft_cap=2.0, implementation="cudnn")
   with pytest.raises(ValueError, match="soft_cap=0 must be None or a positive"):
     attention(q, k, v, soft_cap=0)
+  with pytest.raises(ValueError, match="soft_cap=inf must be None or a positive, finite"):
+    attention(q, k, v, soft_cap=float("inf"))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,6 +1,7 @@
 """Argument checks shared by mixers and models."""
 
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -57,6 +58,21 @@ def check_norm_eps(eps: float) -> float:
   if not is_number(eps) or not 0 < eps < 1:
     raise ValueError(f"norm_eps={eps!r} must be a number between 0 and 1, such as 1e-5.")
   return float(eps)
+
+
+def check_finite(name: str, value: float, *, least: float = -math.inf) -> float:
+  """Returns `value`; raises `ValueError` unless it is a finite number of at least `least`."""
+  if not is_number(value) or not math.isfinite(value) or value < least:
+    bound = "" if least == -math.inf else f" of at least {least}"
+    raise ValueError(f"{name}={value!r} must be a finite number{bound}.")
+  return value
+
+
+def check_soft_cap(name: str, value: float | None) -> float | None:
+  """Returns `value`; raises `ValueError` unless it is None or a positive, finite number."""
+  if value is not None and not (is_number(value) and 0 < value < math.inf):
+    raise ValueError(f"{name}={value!r} must be positive and finite, or None for no cap.")
+  return value
 
 
 def check_heads(dim: int, num_heads: int) -> int:

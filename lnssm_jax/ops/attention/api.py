@@ -1,5 +1,7 @@
 """`attention`: public API, argument checks and dispatch."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
@@ -184,8 +186,10 @@ def attention(
   if not isinstance(causal, bool):
     raise ValueError(f"{_NAME}: causal={causal!r} must be True or False.")
   scale = checked_scale(_NAME, scale, K**-0.5)
-  if soft_cap is not None and not (is_number(soft_cap) and soft_cap > 0):
-    raise ValueError(f"{_NAME}: soft_cap={soft_cap!r} must be None or a positive Python number.")
+  if soft_cap is not None and not (is_number(soft_cap) and 0 < soft_cap < math.inf):
+    raise ValueError(
+      f"{_NAME}: soft_cap={soft_cap!r} must be None or a positive, finite Python number."
+    )
   if sinks is not None:
     sinks = jnp.asarray(sinks)
     check_floating(_NAME, "sinks", sinks)
