@@ -172,6 +172,19 @@ def test_equal_decays_of_all_channels_are_one_decay():
 
 
 @pytest.mark.slow
+def test_bfloat16_with_heads_of_values_that_share_keys_and_decays_runs_on_a_cpu():
+  """XLA compiled a product there that its CPU runtime does not have."""
+  normal = np.random.default_rng(0).normal
+  q, k, v = (
+    jnp.asarray(normal(size=(2, 8, heads, 3)) / 3, jnp.bfloat16).astype(jnp.float32)
+    for heads in (3, 3, 6)
+  )
+  beta, log_decay = jnp.full((2, 8, 6), 0.5), jnp.full((2, 8, 3), -0.5)
+  run = lambda *x: ops.delta_rule(*x, beta, log_decay=log_decay, implementation="chunked")[0]
+  got = run(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+  np.testing.assert_allclose(got.astype(jnp.float32), run(q, k, v), atol=5e-3)
+
+
 def test_memory_with_rates_per_column_holds_no_state_per_token():
   """Memory is the inputs and the states between chunks: nothing of size T K V in either pass."""
   T, width, chunk = 512, 64, 16

@@ -257,7 +257,9 @@ def _within_documents(scores, segments):
 
 def advance(update: Updates, state, corrections, dtype):
   """The state after a chunk."""
-  written = product("...ck,...cv->...kv", update.write, corrections, dtype)
+  # Transposed, because XLA on CPUs has no bfloat16 product for the layout that it chooses otherwise
+  # where keys and decays have fewer heads than values.
+  written = product("...cv,...ck->...vk", corrections, update.write, dtype).swapaxes(-1, -2)
   state = decayed(update.log_decay, state) + written
   return state if update.added is None else state + update.added
 
