@@ -20,6 +20,7 @@ from train.config import Model
 from train.data import IndexedDataset, IndexedWriter, fingerprints, read_sidecar
 from train.data.tokenizers import load_tokenizer, train_bpe
 from train.logging import loggers, plot, tracing
+from train.loop import Moment
 from train.runs import export
 from train.runs.run_folder import RunFolder, RunFolderError, claim
 
@@ -106,8 +107,8 @@ def test_odd_file_as_request_of_a_trace_reported_once(replace, tmp_path, monkeyp
   tracer = tracing.Tracer(tmp_path, None, said.append, str)
   (tmp_path / "profile").write_text("5")
   replace(tmp_path / "profile")
-  for step in (1, 2):
-    tracer.before(step)
+  for step in (0, 1):
+    tracer.before_step(Moment(step, None))
   assert len(said) == 1 and ("is a link" in said[0] or "not a regular file" in said[0])
 
 

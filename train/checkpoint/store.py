@@ -11,6 +11,7 @@ import functools
 import logging
 import re
 import sys
+import traceback
 import typing
 import warnings
 from collections.abc import Callable, Mapping
@@ -381,7 +382,8 @@ def _silence_orbax() -> None:
   What it reads or writes when the first has failed finds its event loop closed, each with a
   traceback, and without free descriptors there is no loop.
   """
-  logging.getLogger("absl").addFilter(lambda record: not _is_of_orbax(record.pathname))
+  for logger in ("absl", "asyncio"):  # asyncio's are of tasks that it collects later
+    logging.getLogger(logger).addFilter(lambda record: not _logged_for_orbax(record))
   warnings.filterwarnings("ignore", _UNAWAITED, RuntimeWarning)
   show = sys.unraisablehook
 
@@ -390,6 +392,12 @@ def _silence_orbax() -> None:
       show(found)
 
   sys.unraisablehook = show_others
+
+
+def _logged_for_orbax(record: logging.LogRecord) -> bool:
+  trace = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()
+  files = (frame.f_code.co_filename for frame, _ in trace)
+  return any(_is_of_orbax(file) for file in (record.pathname, *files))
 
 
 def _is_of_orbax(file: str) -> bool:
