@@ -42,6 +42,7 @@ def test_own_training_loop_lowers_the_loss(run):
   assert last < first - 1
 
 
+@pytest.mark.slow
 def test_mixer_in_a_flax_model_recalls_the_mark(run):
   printed = run("mixer_in_a_flax_model.py")
   assert float(printed.split("accuracy ")[1].split(",")[0]) > 0.9

@@ -24,11 +24,13 @@ MIXERS_PAGE = (ROOT / "docs" / "mixers.md").read_text()
 OWN_MODELS_PAGE = (ROOT / "docs" / "own_models.md").read_text()
 
 
-def programs() -> list[str]:
-  """Those of the pages that this file runs; the blocks of the last page are one."""
+def programs(pages: bool) -> list[str]:
+  """Those of the README, or of the pages that this file runs; the blocks of the last are one."""
+  if not pages:
+    return blocks_of(README)
   names = ("mixers", "migration", "training", "sharding", "quickstart", "lcsm", "scoring")
-  pages = [*(ROOT / "docs" / f"{name}.md" for name in names), ROOT / "experiments" / "README.md"]
-  text = README + "".join(page.read_text() for page in pages)
+  files = [*(ROOT / "docs" / f"{name}.md" for name in names), ROOT / "experiments" / "README.md"]
+  text = "".join(file.read_text() for file in files)
   return [*blocks_of(text), "".join(blocks_of(OWN_MODELS_PAGE))]
 
 
@@ -80,8 +82,9 @@ for number, code in enumerate(json.load(sys.stdin)):
 """
 
 
-def test_python_examples_of_the_pages_run(tmp_path):
-  codes = programs()
+@pytest.mark.parametrize("pages", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_python_examples_of_the_pages_run(tmp_path, pages):
+  codes = programs(pages)
   done = subprocess.run(
     [sys.executable, "-W", "error", "-c", RUN_EACH],
     input=json.dumps(codes),
@@ -115,7 +118,7 @@ ELSEWHERE = {
 
 
 def test_every_program_of_the_pages_is_run_by_a_test():
-  found = programs()
+  found = [*programs(False), *programs(True)]
   for path in sorted((ROOT / "docs").rglob("*.md")):
     name = str(path.relative_to(ROOT / "docs"))
     for code in blocks_of(path.read_text()):

@@ -155,6 +155,7 @@ def test_lowers(widths, erase, segments):
   assert kernels_in(gradient, inputs, ids) == 4
 
 
+@pytest.mark.slow
 def test_splits_lower():
   inputs, ids = arguments(128, 128, False, True)
   gradient = jax.grad(lambda x, ids: total(run(x, ids, num_splits=8)))

@@ -98,6 +98,7 @@ def test_rematerialization_and_unrolling_same_masks(options):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * np.abs(y).max())
 
 
+@pytest.mark.slow
 def test_pattern_drops_as_its_layers_one_by_one():
   """Each layer has the masks of its own number, whatever the pattern is."""
   lm = model(("lrn", "lrn"), **RATES)

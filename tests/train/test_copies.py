@@ -70,6 +70,7 @@ def test_each_copy_trains_as_the_trainer_does_alone():
   assert difference < 1e-4 * optax.tree.norm(mine)
 
 
+@pytest.mark.slow
 def test_restarted_copies_train_as_new_ones_at_a_scaled_rate():
   copies = Copies(settings(), seeds=(0, 1), learning_rates=(1e-3,))
   start = jax.tree.map(np.asarray, copies.params)
@@ -83,6 +84,7 @@ def test_restarted_copies_train_as_new_ones_at_a_scaled_rate():
   np.testing.assert_array_equal(still[2:], still[:2])
 
 
+@pytest.mark.slow
 def test_copies_with_other_seeds_rates_and_folders_share_a_program(monkeypatch):
   traced = []
   make = lambda *of: traced.append(of) or make_optimizer(*of)

@@ -45,6 +45,7 @@ process.run()
 """
 
 
+@pytest.mark.slow
 def test_failed_saves_run_that_is_stopped_exits_at_once_with_one_line_each(
   tiny, config_file, command
 ):
