@@ -9,7 +9,7 @@ from flax import nnx
 from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_finite
 from lnssm_jax.mixers.common.initializers import decay_rate, step_size_bias
-from lnssm_jax.mixers.common.projections import Linear, merge_heads
+from lnssm_jax.mixers.common.projections import Linear
 from lnssm_jax.mixers.delta_net import DeltaBlock, DeltaNetState, value_widths
 from lnssm_jax.ops import delta_rule
 from lnssm_jax.ops.core.precision import wide
@@ -101,7 +101,6 @@ class Comba(DeltaBlock):
 
   def _mix(self, x, state, segment_ids):
     q, k, v, convs = self._streams(x, state, segment_ids)
-    rate = jnp.exp(wide(self.log_rate[...]))
     q, p = wide(q), wide(k)
     if self.inner_gain is not None:
       p = jax.nn.sigmoid(wide(self.inner_gain[...]))[:, None] * p
@@ -112,13 +111,13 @@ class Comba(DeltaBlock):
       self._queries_or_keys(k),
       v.astype(self.dtype),
       self._rate(x),
-      log_decay=-rate * jax.nn.softplus(self.a_proj(x)),
+      log_decay=self._decay_of_heads(x),
       erase_key=self._queries_or_keys(p),
       erase_before_decay=True,
       **self._place(state, segment_ids),
     )
     if self.g_proj is None:
-      out = self.o_proj(merge_heads(self.norm(y, dtype=self.dtype)))
+      out = self._silu_gated(y, None)
     else:
       out = self._sigmoid_gated(y, self.g_proj(x))
     return out, DeltaNetState(*convs, recurrent)

@@ -1,7 +1,7 @@
 """DeltaNet and Gated DeltaNet: associative memories that correct the value stored for a key."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,8 @@ class DeltaBlock(Mixer[DeltaNetState]):
 
   starts_as_model = True
   set_by_model = ("num_heads",)
+  a_proj: Any  # of mixers with a decay per head, as is the next
+  log_rate: Any
 
   def _build(
     self,
@@ -165,9 +167,17 @@ class DeltaBlock(Mixer[DeltaNetState]):
       log_decay=log_decay,
       **self._place(state, segment_ids),
     )
+    return self._silu_gated(y, gate), DeltaNetState(*convs, recurrent)
+
+  def _decay_of_heads(self, x):
+    """log a [B, T, H']."""
+    rate = jnp.exp(wide(self.log_rate[...]))
+    return -rate * jax.nn.softplus(self.a_proj(x))
+
+  def _silu_gated(self, y, gate):
+    """W_o (RMSNorm(y) * silu(gate)) of y [B, T, H', V]; a gate of None is none."""
     gate = None if gate is None else split_heads(gate, self.num_value_heads)
-    out = self.o_proj(merge_heads(self.norm(y, gate=gate, dtype=self.dtype)))
-    return out, DeltaNetState(*convs, recurrent)
+    return self.o_proj(merge_heads(self.norm(y, gate=gate, dtype=self.dtype)))
 
   def _sigmoid_gated(self, y, gate):
     """W_o (RMSNorm(y) * sigmoid(gate)) of y [B, T, H', V]."""
@@ -344,7 +354,6 @@ class GatedDeltaNet(DeltaBlock):
     self.a_proj.draw_bias(step_size_bias, rngs)
 
   def _mix(self, x, state, segment_ids):
-    rate = jnp.exp(wide(self.log_rate[...]))
-    log_decay = -rate * jax.nn.softplus(self.a_proj(x))
+    log_decay = self._decay_of_heads(x)
     gate = None if self.g_proj is None else self.g_proj(x)
     return self._mix_gated(x, state, segment_ids, log_decay=log_decay, gate=gate)

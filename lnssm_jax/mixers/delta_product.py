@@ -9,10 +9,9 @@ from flax import nnx
 from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.mixers.common.initializers import decay_rate, step_size_bias
-from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
+from lnssm_jax.mixers.common.projections import Linear
 from lnssm_jax.mixers.delta_net import DeltaBlock, DeltaNetState, value_widths
 from lnssm_jax.ops import delta_rule
-from lnssm_jax.ops.core.precision import wide
 
 
 class DeltaProduct(DeltaBlock):
@@ -114,8 +113,7 @@ class DeltaProduct(DeltaBlock):
     q, k, v, convs = self._streams(x, state, segment_ids)
     log_decay = None
     if self.a_proj is not None:
-      assert self.log_rate is not None
-      decay = -jnp.exp(wide(self.log_rate[...])) * jax.nn.softplus(self.a_proj(x))
+      decay = self._decay_of_heads(x)
       none = jnp.zeros((*decay.shape[:2], (n - 1) * values), decay.dtype)
       log_decay = self._steps(jnp.concatenate([decay, none], axis=-1), values)
     place = self._place(state, None if segment_ids is None else jnp.repeat(segment_ids, n, axis=1))
@@ -128,6 +126,5 @@ class DeltaProduct(DeltaBlock):
       **place,
     )
     y = y[:, n - 1 :: n]  # after the last step of each token
-    gate = None if self.g_proj is None else split_heads(self.g_proj(x), values)
-    out = self.o_proj(merge_heads(self.norm(y, gate=gate, dtype=self.dtype)))
-    return out, DeltaNetState(*convs, recurrent)
+    gate = None if self.g_proj is None else self.g_proj(x)
+    return self._silu_gated(y, gate), DeltaNetState(*convs, recurrent)
