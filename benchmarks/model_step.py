@@ -84,11 +84,7 @@ BODIES = {
   "mamba": Body("mamba", 8),
   "softmax_attention": Body("softmax_attention", 8),
   "sliding_window_attention": Body("sliding_window_attention", 8, {"window": 1024}),
-  "hybrid": Body(
-    ("gla",) * 5 + ("softmax_attention",),
-    8,
-    {"gla": {"num_heads": 4}},
-  ),
+  "hybrid": Body(("gla",) * 5 + ("softmax_attention",), 8, {"gla": {"num_heads": 4}}),
   "hgrn2": Body("hgrn2", 8),
   "sse": Body("sse", 8),
   "lnssm": Body("lnssm", 8),
@@ -120,10 +116,15 @@ class Sizes(NamedTuple):
 def settings(body: Body, sizes: Sizes | None = None) -> Train:
   """The run of a body: its sizes, or these, AdamW with clipping, and defaults for all else."""
   sizes = Sizes(**body.sizes) if sizes is None else sizes
+  options, longest = body.options, {"max_length": sizes.length}
+  if body.mixer == "softmax_attention":
+    options = options | longest
+  elif "softmax_attention" in body.mixer:
+    options = options | {"softmax_attention": longest}
   return Train(
     model=Model(
       mixer=body.mixer,
-      mixer_options=body.options,
+      mixer_options=options,
       num_heads=body.num_heads,
       dim=sizes.dim,
       num_layers=sizes.num_layers,

@@ -31,7 +31,7 @@ from train.runs.evaluation import Evaluation, Evaluator
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder
 from train.step import memory
-from train.step.model import model_graph
+from train.step.model import check_length, model_graph
 from train.step.optimizer import make_optimizer
 from train.step.state import State, abstract_batch, abstract_state, init_state
 from train.step.step_guard import init_statistics
@@ -82,6 +82,7 @@ def fit(
   agreement.check(lambda: {"settings": config.to_dict(cfg), **options, **agreement.software()})
   with contextlib.ExitStack() as stack:
     graph = model_graph(cfg.model)  # a misspelled mixer is not another run's setting
+    check_length(cfg.model, "seq_len", cfg.seq_len)
     called = callbacks.made(cfg)
     run = claimed or stack.enter_context(run_folder.claim(cfg, **claiming, say=console.say))
     programs = compile_cache.folder(cfg.compile_cache, run.path)

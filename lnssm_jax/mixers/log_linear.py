@@ -51,8 +51,8 @@ class LogLinear(Mamba2Block[LogLinearState]):
   O(T log T), a decoding step reads L = ceil(log2(max_length)) states.
 
   Args:
-    dim, expand, head_dim, state_dim, num_groups, conv_size, conv_bias, norm_order, num_layers,
-      norm_eps: as in `Mamba2`.
+    dim, expand, head_dim, state_dim, num_groups, conv_size, conv_bias: as in `Mamba2`.
+    norm_order, norm_eps, num_layers: as in `Mamba2`.
     max_length: the maximum number of tokens of one sequence, which sets the number of levels,
       L + 1. Longer ones are rejected, as in `SoftmaxAttention`.
     use_bias: whether W_in and W_o have biases.

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 Tree = Any
 
@@ -62,32 +64,31 @@ def map_alike(results: Tree, arguments: Tree) -> Tree:
   if not any(isinstance(x, jax.core.Tracer) for x in arguments):
     return results
   # One by one: of those that nothing reads nothing is left.
-  return jax.tree.map(lambda x: _map_alike(x, arguments), results)
+  return jax.tree.map(lambda x: _map_alike.bind(x, *arguments), results)
 
 
-@jax.custom_jvp
-def _map_alike(result, arguments):
-  return _broadcast(result, arguments)
+# A primitive, not a `jax.custom_batching.custom_vmap`: the derivative of that takes values and
+# tangents together, and where JAX splits a program into the two (a second derivative of a
+# `jax.lax.scan`) it finds no values.
+_map_alike = Primitive("map_alike")
+_map_alike.def_impl(lambda result, *arguments: result)
+_map_alike.def_abstract_eval(lambda result, *arguments: result)
+mlir.register_lowering(_map_alike, lambda context, result, *arguments: [result])
+ad.primitive_jvps[_map_alike] = lambda primals, tangents: (_map_alike.bind(*primals), tangents[0])
 
 
-@_map_alike.defjvp
-def _map_alike_derivative(primals, tangents):
-  # `custom_vmap` alone has no transpose, which second derivatives need.
-  return _map_alike(*primals), tangents[0]
+def _mapped(operands, axes):
+  """Where one of them is mapped; an outer `jax.vmap` maps what this returns."""
+  result, *arguments = operands
+  axis = axes[0]
+  if axis is None:
+    pairs = zip(arguments, axes[1:], strict=True)
+    size = next(x.shape[axis] for x, axis in pairs if axis is not None)
+    axis, result = 0, jnp.broadcast_to(result, (size, *result.shape))
+  return _map_alike.bind(result, *arguments), axis
 
 
-@jax.custom_batching.custom_vmap
-def _broadcast(result, arguments):
-  del arguments
-  return result
-
-
-@_broadcast.def_vmap
-def _broadcast_mapped(size, mapped, result, arguments):
-  """Where one of them is mapped, along axis 0; an outer `jax.vmap` maps what this returns."""
-  if not mapped[0]:
-    result = jnp.broadcast_to(result, (size, *result.shape))
-  return _map_alike(result, arguments), True
+batching.primitive_batchers[_map_alike] = _mapped
 
 
 def no_gradient(tree: Tree) -> Tree:

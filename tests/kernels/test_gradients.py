@@ -100,6 +100,15 @@ def test_second_derivatives_under_vmap_equal_those_of_a_function_without_a_rule(
   chex.assert_trees_all_close(derivatives(ours), derivatives(plain), rtol=1e-5)
 
 
+def test_second_derivatives_of_a_scan_equal_those_of_a_function_without_a_rule():
+  def derivatives(fn):
+    layers = lambda q: jax.lax.scan(lambda q, v: fn(q / 3, v), q, jnp.outer(Q, Q))
+    gradient = jax.grad(lambda q: total(layers(q)))
+    return jax.grad(lambda q: jnp.vdot(gradient(q), jnp.cos(q)))(Q)
+
+  chex.assert_trees_all_close(derivatives(ours), derivatives(plain), rtol=1e-5)
+
+
 def test_all_results_have_the_mapped_axis_and_their_values():
   shapes = jax.eval_shape(jax.vmap(ours, (0, None)), Q, V)
   assert [x.shape for x in shapes] == [(3,), (3,)]

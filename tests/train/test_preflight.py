@@ -201,6 +201,15 @@ def test_unknown_mixer_or_option_rejected(
   assert message in capsys.readouterr().err
 
 
+def test_sequences_longer_than_attention_holds_rejected(rejected):
+  """Else the outputs of documents that are longer, and so the losses, are NaN."""
+  error = rejected(model__mixer=("lrn", "softmax_attention"), model__num_layers=2, seq_len=2080)
+  assert error == (
+    "seq_len=2080 is more than model.mixer_options.softmax_attention.max_length=2048; use a "
+    "smaller one, or --set model.mixer_options.softmax_attention.max_length=2080."
+  )
+
+
 @pytest.mark.parametrize(
   ("assignment", "answer"),
   [

@@ -114,6 +114,7 @@ def test_sharding_every_mixer_same_training(run, mixer):
   options = {} if mixer in ("gla", "mom", "rwkv6", "sse") else dict(TINY[mixer].model_options)
   # 3 rows are not divisible, either, nor the one angle of 4.
   options |= {"lcsm": {"state_dim": 4}, "mamba3": {"state_dim": 8}}.get(mixer, {})
+  options |= {name: 4 for name in ("decay_rank", "gate_rank") if options.get(name) == 3}
   changes = {"model__mixer": mixer, "model__mixer_options": options}
   changes |= {"model__dim": 128} if mixer == "mamba2" else {}  # in 32 channels it has one head
   results = run("trained", "1", "2x2", "1x2x1x2", "1x2x1x2 kernels", **changes, global_batch=4)

@@ -15,7 +15,7 @@ from train.data import preflight
 from train.logging import run_summary
 from train.logging.console import Console, short
 from train.step import flops, memory
-from train.step.model import model_graph
+from train.step.model import check_length, model_graph
 from train.step.optimizer import weight_decay_mask
 from train.step.state import abstract_state
 from train.trainer import check_memory, compile_step
@@ -38,6 +38,7 @@ def describe(cfg: config.Train) -> None:
   with compile_cache.at(programs):
     mesh = make_mesh(cfg)
     run_summary.devices(console, mesh)
+    check_length(cfg.model, "seq_len", cfg.seq_len)
     params = abstract_state(cfg, mesh)["params"]
     for line in preflight.missing(cfg):
       console.say(f"missing     {line}")
