@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import experiments
-from experiments import scoring_commands, training_commands
+from experiments import scoring_commands, training_commands, verdicts
 from experiments.vision import commands as vision
 from train.cli import program
 from train.cli.program import Commands, Parser
@@ -31,4 +31,6 @@ def parser() -> Parser:
   added = Commands("python -m experiments", description, EXAMPLES)
   registry.add_parsers(added.added_to, TASKS)
   vision.add_commands(added)
+  about = "Print the differences between models that claims.md quotes, with their intervals."
+  added.add("verdicts", lambda _: verdicts.show_all(), about)
   return added.parser

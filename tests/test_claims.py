@@ -1,10 +1,15 @@
 """Every row of experiments/claims.md names a test, a command, a config or a page that exists."""
 
+import math
 import re
 import shlex
 from pathlib import Path
 
+import numpy as np
+from scipy import stats
+
 from experiments import command as experiments
+from experiments import verdicts
 from train.cli import main as train
 from train.scoring.commands import TASKS
 
@@ -22,7 +27,8 @@ def test_tests_and_files_of_the_claims_exist():
   files = re.findall(r"((?:experiments/)?configs/[\w/]+\.py|experiments/sweeps/\w+\.py)", PAGE)
   files += [f"experiments/{page}" for page in re.findall(r"\]\(([\w/.]+\.md)", PAGE)]
   assert [file for file in files if not (ROOT / file).is_file()] == []
-  programs = {"experiments.long_context", "experiments.sparse_training", "benchmarks.sparse_state"}
+  programs = {"experiments.long_context", "experiments.sparse_training"}
+  programs |= {"benchmarks.model_step", "benchmarks.sparse_state"}
   assert set(re.findall(r"-m ((?:benchmarks|experiments)\.\w+)", PAGE)) == programs
 
 
@@ -53,6 +59,34 @@ def test_each_claim_has_evidence_and_one_kind_of_verdict():
   for row in ROWS:
     claim, evidence, verdict = (cell.strip() for cell in row.strip("|").split(" | "))
     assert claim and ("`" in evidence or "](" in evidence or evidence == "the same"), row
-    assert re.match(r"\*\*(holds|does not hold|in part|not run|not here)\*\*", verdict), row
-    if verdict.startswith(("**holds", "**does not", "**in part")):
+    assert re.match(r"\*\*(holds|does not hold|in part|undecided|not run|not here)\*\*", verdict), (
+      row
+    )
+    if verdict.startswith(("**holds", "**does not", "**in part", "**undecided")):
       assert "::" in evidence or ".md)" in evidence, f"a verdict without a test or numbers: {row}"
+
+
+def test_intervals_of_the_claims_are_computed_from_the_results():
+  compared = [x.text for claim in verdicts.COMPARISONS.values() for x in claim]
+  assert [text for text in compared if text not in PAGE] == []
+  quoted = re.findall(r"(?:[+-][\d.]+|\d+ of \d+) \[[^]]+\]", PAGE)
+  assert len(quoted) > 40 and set(quoted) <= set(compared)
+
+
+def test_differences_have_the_intervals_of_their_runs():
+  """The values of the runs come back from their summaries, and the tests are the textbook's."""
+  rng = np.random.default_rng(0)
+  for count in (2, 3, 4):
+    runs = rng.normal(4.0, 0.1, count)
+    row = {"runs": str(count), "x": str(runs.mean()), "x std": str(runs.std(ddof=1))}
+    row |= {"x min": str(runs.min()), "x max": str(runs.max())}
+    np.testing.assert_allclose(verdicts.seeds_of(row, "x"), np.sort(runs), rtol=1e-12)
+  # n = 4 and 4: t of Welch's degrees of freedom times the error of the difference.
+  (longhorn,) = verdicts.COMPARISONS["Longhorn against Mamba"]
+  assert isinstance(longhorn, verdicts.Difference)
+  first, second = (np.asarray(x) for x in longhorn.values())
+  errors = [x.var(ddof=1) / 4 for x in (first, second)]
+  freedom = sum(errors) ** 2 / sum(error**2 / 3 for error in errors)
+  reach = stats.t.ppf(0.975, freedom) * math.sqrt(sum(errors))
+  found = first.mean() - second.mean()
+  assert longhorn.text == f"{found:+.3f} [{found - reach:.3f}, {found + reach:.3f}]"

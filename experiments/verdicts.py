@@ -1,0 +1,227 @@
+"""The differences between models that claims.md quotes, from the files of results/.
+
+    python -m experiments verdicts
+
+A difference has its 95 % interval: of Welch's t-test, or of the paired one where the file has the
+runs one by one and both models the same seeds. Where a run either solves a task or does not, the
+share of runs that do has Wilson's interval.
+"""
+
+import csv
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from scipy import stats
+
+from train.messages import show
+
+RESULTS = Path(__file__).parent / "results"
+RUNS = "long_context.csv"  # has a row for each run; the others a row for all seeds at one rate
+SOLVED = 0.99  # the accuracy at which a run of a sweep ends
+
+Which = dict[str, str]  # the columns that name a model, and their values
+
+
+class Difference(NamedTuple):
+  """`score` of `first` minus that of `second`, each the rows of a file that have these values."""
+
+  file: str
+  score: str
+  first: Which
+  second: Which
+
+  def __str__(self) -> str:
+    runs = " and ".join(str(len(values)) for values in self.values())
+    how = "paired" if self.paired else "Welch"
+    return (
+      f"{self.file}, {self.score}: {named(self.first)} - {named(self.second)}, {runs} runs, {how}"
+    )
+
+  @property
+  def text(self) -> str:
+    """The difference and its interval."""
+    first, second = self.values()
+    found = math.fsum(first) / len(first) - math.fsum(second) / len(second)
+    test = stats.ttest_rel if self.paired else functools.partial(stats.ttest_ind, equal_var=False)
+    low, high = test(first, second).confidence_interval(0.95)
+    return f"{found:+.3f} [{low:.3f}, {high:.3f}]"
+
+  @property
+  def paired(self) -> bool:
+    """Whether the file has the runs one by one."""
+    return self.file == RUNS
+
+  def values(self) -> tuple[list[float], list[float]]:
+    """Those of the runs of each, in the order of their seeds where the file has it."""
+    first, second = (values_of(self.file, self.score, which) for which in self[2:])
+    return first, second
+
+
+class Solved(NamedTuple):
+  """How many runs of a model, over all columns of a file that are not named, reach `least`."""
+
+  file: str
+  which: Which
+  least: float = SOLVED
+
+  def __str__(self) -> str:
+    return f"{self.file}, accuracy of {self.least} or more: {named(self.which)}"
+
+  @property
+  def text(self) -> str:
+    """Their number and the interval of their share."""
+    values = values_of(self.file, "accuracy", self.which)
+    solved = sum(x >= self.least for x in values)
+    low, high = stats.binomtest(solved, len(values)).proportion_ci(0.95, method="wilson")
+    return f"{solved} of {len(values)} [{low:.2f}, {high:.2f}]"
+
+
+def named(which: Which) -> str:
+  """The model in a line."""
+  return ", ".join(which.values())
+
+
+@functools.cache
+def rows_of(file: str) -> Sequence[Which]:
+  """The rows of a file of results/."""
+  with (RESULTS / file).open(newline="") as lines:
+    return list(csv.DictReader(lines))
+
+
+def values_of(file: str, score: str, which: Which) -> list[float]:
+  """The score of each run: as the file has it, or from its summary over seeds at the best rate.
+
+  Raises:
+    ValueError: the file has no such rows.
+  """
+  rows = [row for row in rows_of(file) if all(row[name] == x for name, x in which.items())]
+  if file == RUNS:
+    found = [float(row["value"]) for row in rows if row["measure"] == score]
+  else:
+    found = [x for row in rows if row["best"] == "True" for x in seeds_of(row, score)]
+  if not found:
+    raise ValueError(f"{file} has no rows with {which} and a score {score!r}.")
+  return found
+
+
+def seeds_of(row: Which, score: str) -> list[float]:
+  """The values that have the mean, standard deviation, minimum and maximum of a row, of up to 4."""
+  count, mean = int(row["runs"]), float(row[score])
+  if count == 1:
+    return [mean]
+  low, high, std = (float(row[f"{score} {name}"]) for name in ("min", "max", "std"))
+  if count == 2:
+    return [low, high]
+  middle = count * mean - low - high
+  if count == 3:
+    return [low, middle, high]
+  if count != 4:
+    raise ValueError(f"a row of {count} runs has no known values; at most 4 can be computed.")
+  squares = 3 * std**2 - (low - mean) ** 2 - (high - mean) ** 2
+  apart = math.sqrt(max(squares / 2 - (middle / 2 - mean) ** 2, 0.0))
+  return [low, middle / 2 - apart, middle / 2 + apart, high]
+
+
+def _books(file: str, column: str = "model"):
+  """Differences of the loss on books, by the names in one column."""
+  of = lambda name: dict(
+    [part.split("=") for part in name.split(",")] if "=" in name else [(column, name)]
+  )
+  return lambda *pairs: [Difference(file, "val_books loss", of(a), of(b)) for a, b in pairs]
+
+
+def _recall(file: str, **where: str):
+  """Differences of the accuracy, by model, in rows with these values."""
+  of = lambda name: {"model": name} | where
+  return lambda a, b: Difference(file, "accuracy", of(a), of(b))
+
+
+def _long(part: str, score: str, of: str):
+  """Differences of a score of long_context.csv, by mixer and length."""
+  row = lambda mixer, length: {"part": part, "mixer": mixer, "of": of, "length": length}
+  return lambda a, b: Difference(RUNS, score, row(*a), row(*b))
+
+
+_SIZES = [("64", "16"), ("64", "64"), ("128", "16"), ("128", "64")]
+_dsf = lambda width, state: _recall("mqar_dsf.csv", width=width, state=state, mlp="no")
+_accuracy = _long("babilong", "accuracy", "mean")
+_states = _long("states", "entropy", "mean of layers")
+_nats = _long("extrapolate", "nats_per_token", "books")
+_lcsm = _books("lm_lcsm.csv", "code")
+
+# By claim, in the order of claims.md.
+COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
+  "LNSSM's channel mixer (figure 1)": _books("lm_lnssm.csv")(
+    ("model=rwkv4,channels=gpt2", "model=rwkv4,channels=rwkv"),
+    ("model=mamba2,channels=gpt2", "model=mamba2,channels=none"),
+    ("model=lnssm,channels=gpt2", "model=lnssm,channels=rwkv"),
+  ),
+  "LNSSM against RWKV, all with MLP (figure 5)": _books("lm_lnssm.csv")(
+    ("model=lnssm,channels=gpt2", "model=rwkv4,channels=gpt2"),
+    ("model=lnssm,channels=gpt2", "model=rwkv5,channels=gpt2"),
+    ("model=lnssm,channels=rwkv", "model=rwkv5,channels=rwkv"),
+  ),
+  "LNSSM against attention on BABILong (figure 6)": [
+    _accuracy(("lnssm", n), ("softmax_attention", n)) for n in ("1000", "4000")
+  ],
+  "LNSSM against Mamba-2": [
+    *(_accuracy(("lnssm", n), ("mamba2", n)) for n in ("0", "4000")),
+    _long("rouge", "rouge_l", "SciTLDR")(("lnssm", "0"), ("mamba2", "0")),
+  ],
+  "normalized against linear attention": [_dsf(*x)("normalized", "linear") for x in _SIZES],
+  "S6 and SSD against normalized attention": [
+    _dsf(*x)(name, "normalized") for x in _SIZES for name in ("s6", "ssd")
+  ],
+  "Longhorn against Mamba": _books("lm_longhorn.csv")(("longhorn", "mamba")),
+  "Longhorn's recall": [
+    Solved("mqar_longhorn.csv", {"model": name}, least)
+    for name, least in (("attention", 0.9), ("based", 0.9), ("longhorn", 0.9), ("mamba", 0.9))
+  ],
+  "extrapolation from 1,024 to 32,768 tokens": [
+    _nats((name, "32768"), (name, "1024")) for name in ("longhorn", "softmax_attention")
+  ],
+  "SSE as a language model": _books("lm_sse.csv")(
+    ("sse-n4k1", "gla"),
+    ("sse-n4k1", "mom-n4k1"),
+    ("mom-n4k1", "gla"),
+    ("mom-n4k2", "gla"),
+    ("sse-n4k1", "sse-n4k2"),
+    ("sse-n4k1", "gdn"),
+  ),
+  "a layer of attention": _books("lm_sse.csv")(("sse-n4k1", "sse-h"), ("gla-h", "gla")),
+  "states of equal size": [
+    Solved("mqar_states.csv", {"model": name, "rows": rows})
+    for name in ("sse", "gla", "mom")
+    for rows in ("96", "160")
+  ],
+  "selected rows": [
+    Solved("mqar_top_k.csv", {"model": name, "rows": rows}, least)
+    for name, least in (("gla", SOLVED), ("gsa", 0.5), ("metala", SOLVED))
+    for rows in ("top quarter", "all")
+  ],
+  "entropy of states": [_states(("sse", "1024"), ("gla", "1024"))],
+  "LCSM's decay": _lcsm(
+    ("1-10-1-0", "1-4-1-0"),
+    ("1-1-1-0", "1-4-1-0"),
+    ("0-1-1-0", "1-1-1-0"),
+    ("1-1-0-0", "1-1-1-0"),
+  ),
+  "LCSM's codes 2, 3 and 4": _lcsm(("1-2-1-0", "1-4-1-0"), ("1-3-1-0", "1-4-1-0")),
+  "LCSM's state-space parameters": _lcsm(("0", "1-1-1-0")),
+  "LCSM's constant decays in recall": [
+    Difference("mqar_lcsm.csv", "accuracy", *({"code": x, "width": width} for x in codes))
+    for codes in [("1-0-1-0", "1-1-1-0")]
+    for width in ("64", "128")
+  ],
+}
+
+
+def show_all() -> None:
+  """Prints all comparisons."""
+  for claim, comparisons in COMPARISONS.items():
+    show(claim)
+    for comparison in comparisons:
+      show(f"  {comparison.text:28} {comparison}")
