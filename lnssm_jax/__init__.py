@@ -11,6 +11,7 @@
     lnssm_jax.frameworks  the papers' frameworks as equations
     lnssm_jax.analysis  what a model remembers
     lnssm_jax.load_model  a trained model from a folder (lnssm_jax.pretrained)
+    lnssm_jax.save_model  such a folder of a model that any loop trained
     lnssm_jax.score     how likely texts are to it
 
 Each is imported when it is first used. The package needs JAX and Flax only, and no accelerator.
@@ -31,6 +32,7 @@ __all__ = [
   "models",
   "ops",
   "pretrained",
+  "save_model",
   "score",
   "sharding",
 ]
@@ -47,11 +49,11 @@ if TYPE_CHECKING:
     pretrained,
     sharding,
   )
-  from lnssm_jax.pretrained import load_model, score
+  from lnssm_jax.pretrained import load_model, save_model, score
 else:
 
   def __getattr__(name: str):
-    if name in ("load_model", "score"):
+    if name in ("load_model", "save_model", "score"):
       return getattr(importlib.import_module(f"{__name__}.pretrained"), name)
     if name in __all__:
       return importlib.import_module(f"{__name__}.{name}")

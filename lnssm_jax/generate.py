@@ -96,13 +96,18 @@ def stream(
   options: SamplingOptions,
   *,
   start: Prefix | None = None,
+  numbers: Sequence[int] | None = None,
 ) -> Iterator[np.ndarray]:
   """Yields the new tokens step by step, int32 [B]; arguments and errors as in `generate`.
 
   A row that has ended repeats its stop token; the stream ends with its last row, or after
   `max_tokens` steps.
+
+  Args:
+    numbers: of the prompts among those of several calls, with which the one seed gives each its
+      random numbers; None: 0, 1, ...
   """
-  steps = _checked(model, prompts, options, start)
+  steps = _checked(model, prompts, options, start, numbers=numbers)
   return (tokens for tokens, _ in steps)
 
 
@@ -137,7 +142,9 @@ def not_a_number(place: str, model: LanguageModel) -> str:
   )
 
 
-def _checked(model, prompts, options: SamplingOptions, start, *, log_probs: bool = False):
+def _checked(
+  model, prompts, options: SamplingOptions, start, *, log_probs: bool = False, numbers=None
+):
   """Checks the arguments of `generate`; the steps (tokens [B], log-probabilities [B] or None)."""
   model, rows = _checked_prompts(model, prompts, start)
   if not isinstance(options, SamplingOptions):
@@ -153,7 +160,8 @@ def _checked(model, prompts, options: SamplingOptions, start, *, log_probs: bool
       raise ValueError(
         f"stop_token={stop_token!r} is outside the vocabulary, 0 to {model.vocab_size - 1}."
       )
-  return _run(model, rows, options, start, log_probs, sampling.row_keys(options.seed, len(rows)))
+  row_keys = sampling.row_keys(options.seed, len(rows), numbers)
+  return _run(model, rows, options, start, log_probs, row_keys)
 
 
 def _check_length(model, rows, max_tokens: int, start: Prefix | None) -> None:

@@ -1,6 +1,7 @@
 """Drawing the next token of each row from logits: the options of `lnssm_jax.generate`."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -110,8 +111,14 @@ def limits_of(options: SamplingOptions) -> Limits:
   return Limits(*map(jnp.float32, numbers))
 
 
-def row_keys(seed: int | tuple[int, ...], rows: int) -> jax.Array:
-  """A key for each row: of one seed and its number, or of its own seed as if it were alone."""
+def row_keys(
+  seed: int | tuple[int, ...], rows: int, numbers: Sequence[int] | None = None
+) -> jax.Array:
+  """A key for each row: of one seed and its number, or of its own seed as if it were alone.
+
+  Args:
+    numbers: of the rows, where they are some of several calls; None: 0, 1, ...
+  """
   if isinstance(seed, tuple):
     if len(seed) != rows:
       raise ValueError(
@@ -119,7 +126,9 @@ def row_keys(seed: int | tuple[int, ...], rows: int) -> jax.Array:
       )
     seeds = np.array(seed, np.uint32)
     return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s), 0))(seeds)
-  return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(rows))
+  return jax.vmap(jax.random.fold_in, (None, 0))(
+    jax.random.key(seed), np.asarray(numbers or range(rows))
+  )
 
 
 def penalized(logits, seen, limits: Limits):

@@ -43,7 +43,7 @@ class LayersConfig:
   dim: int  # channels of the residual stream
   num_layers: int  # blocks, each a mixer and a channel mixer
   num_heads: int | None = None  # of each mixer that has heads
-  mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its constructor
+  mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # of it
   norm: Literal["layer", "layer_without_bias", "rms", "rms_from_zero"] = "layer"  # of the blocks
   norm_eps: float = 1e-5  # of the model's norms; those of mixers have it in `mixer_options`
   # Rates in training only; that of attention probabilities is `attention_dropout` of the mixer.
@@ -94,7 +94,7 @@ class ModelConfig(LayersConfig):
   vocab_size: int  # that of the tokenizer or more
   channel_mixer: str = "gpt2"  # "swiglu", "geglu", "rwkv6_channel_mix", "none", ...
   channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
-  channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # likewise
+  channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
   embedding_norm: bool = True  # a norm after the embedding
   embedding_scale: float | None = None  # factor of the embedding; None: 1
   logit_soft_cap: float | None = None  # c of logits c tanh(z / c); None: as they are

@@ -1,5 +1,6 @@
 """A language model: embedding, a stack of blocks run by one scan, and a head."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -59,6 +60,8 @@ class LanguageModel(nnx.Module):
     self.embedding_dropout, self.drop_path = config.embedding_dropout, config.drop_path
     self.sequence_axis = sequence_axis
     pattern = pattern_of(config.mixer)
+    # A pattern of one is that mixer.
+    self.config = config if len(pattern) > 1 else dataclasses.replace(config, mixer=pattern[0])
     options = options_by_mixer(pattern, config.mixer_options, dim, config.num_heads)
     usual = "lnssm" if config.embedding_norm and not config.tie_embeddings else "gpt2"
     start = INITIALIZATIONS[config.initialization or usual](vocab_size, dim)

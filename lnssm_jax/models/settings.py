@@ -1,17 +1,20 @@
 """Language models of plain settings, as configs and exports store them."""
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
+from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.models.config import ModelConfig
 from lnssm_jax.models.language_model import LanguageModel
-from lnssm_jax.models.options import mixer_class, mixer_name
+from lnssm_jax.models.options import mixer_class, mixer_name, pattern_of
 
 type Settings = ModelConfig | Mapping[str, Any]
 
@@ -26,6 +29,30 @@ def model_of(
   """
   config = settings if isinstance(settings, ModelConfig) else ModelConfig(**settings)
   return LanguageModel(config, sequence_axis=sequence_axis, rngs=nnx.Rngs(key))
+
+
+def stored(config: ModelConfig) -> dict[str, Any]:
+  """The settings of a model as JSON: dictionaries, lists, strings and numbers, mixers by name.
+
+  Raises:
+    ValueError: a mixer is a class without a name in `lnssm_jax.mixers.MIXERS`, or an option is no
+      value of JSON.
+  """
+  names = {cls: name for name, cls in MIXERS.items()}
+  values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+  pattern = pattern_of(config.mixer)
+  for cls in pattern:
+    if isinstance(cls, type) and cls not in names:
+      raise ValueError(
+        f"mixer={cls.__name__} is a class without a name, by which a file could mention it; give it"
+        f" one first: lnssm_jax.mixers.register({cls.__name__.lower()!r}, {cls.__name__})."
+      )
+  named = {mixer_name(x): names[x] if isinstance(x, type) else x for x in pattern}
+  listed = [named[mixer_name(x)] for x in pattern]
+  values["mixer"] = listed[0] if isinstance(config.mixer, str | type) else listed
+  if len(pattern) > 1:
+    values["mixer_options"] = {named[x]: own for x, own in config.mixer_options.items()}
+  return {name: _json(name, value) for name, value in values.items()}
 
 
 def graph_of(settings: Settings, *, sequence_axis: str | None = None) -> Any:
@@ -98,6 +125,20 @@ def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
     values["channel_hidden"] = values["channel_hidden"] or width(dim)
   values["channel_mixer_options"] = given
   return values
+
+
+def _json(name: str, value: Any) -> Any:
+  if isinstance(value, Mapping):
+    return {key: _json(f"{name}[{key!r}]", x) for key, x in value.items()}
+  if isinstance(value, list | tuple):
+    return [_json(name, x) for x in value]
+  value = value.item() if isinstance(value, np.generic) else value
+  if value is not None and not isinstance(value, str | bool | int | float):
+    raise ValueError(
+      f"{name}={value!r:.80} is of type {type(value).__name__}, which a file of settings cannot "
+      "hold; give a string, a number, or a list or dictionary of them."
+    )
+  return value
 
 
 def _defaults(cls: type) -> dict[str, Any]:

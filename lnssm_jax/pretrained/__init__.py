@@ -7,9 +7,9 @@
 
     loaded = lnssm_jax.pretrained.load("mamba-130m-hf", dtype=jnp.bfloat16, mesh=mesh)
 
-`lnssm-train export` writes our folders; `load` and `save` read and write those of transformers,
-flash-linear-attention and mamba-ssm. Everything read is checked. NumPy, JAX and Flax suffice; a
-tokenizer other than "bytes" needs the package `tokenizers`, and `save` needs `safetensors`.
+`save_model` and `lnssm-train export` write our folders; `load` and `save` read and write those of
+transformers, flash-linear-attention and mamba-ssm. Everything read is checked. NumPy, JAX and Flax
+suffice; a tokenizer other than "bytes" needs the package `tokenizers`, and writing `safetensors`.
 """
 
 import importlib
@@ -25,6 +25,7 @@ __all__ = [
   "load_model",
   "load_prefix",
   "save",
+  "save_model",
   "save_prefix",
   "score",
 ]
@@ -38,6 +39,7 @@ _HOMES = {
   "load_model": "lnssm_jax.pretrained.opening",
   "load_prefix": "lnssm_jax.pretrained.prefixes",
   "save": "lnssm_jax.pretrained.hugging_face",
+  "save_model": "lnssm_jax.pretrained.saving",
   "save_prefix": "lnssm_jax.pretrained.prefixes",
   "score": "lnssm_jax.pretrained.loaded",
 }
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
   from lnssm_jax.pretrained.manifest import ExportError
   from lnssm_jax.pretrained.opening import load_model
   from lnssm_jax.pretrained.prefixes import load_prefix, save_prefix
+  from lnssm_jax.pretrained.saving import save_model
   from lnssm_jax.pretrained.texts import Score
 else:
 

@@ -12,6 +12,7 @@ from lnssm_jax.models import settings
 from lnssm_jax.pretrained.manifest import (
   FORMAT,
   MANIFEST,
+  NO_TOKENIZER,
   TENSORS,
   TOKENIZER,
   ExportError,
@@ -102,10 +103,15 @@ def tokenizer_of(folder: str | Path, manifest: Manifest) -> Tokenizer:
   """Loads the tokenizer of an exported model.
 
   Raises:
-    ExportError: it is not the tokenizer that the model was trained with.
+    ExportError: there is none, or it is not the one that the model was trained with.
     DataError: its file is missing or unusable, or the package `tokenizers` is not installed.
   """
   spec, path = manifest.tokenizer["spec"], Path(folder) / TOKENIZER
+  if spec == NO_TOKENIZER:
+    raise ExportError(
+      f"{folder} has no tokenizer, and text needs one; give save_model the tokenizer, or use"
+      " tokens: lnssm_jax.generate.generate(loaded.model, [[1, 2, 3]], options)."
+    )
   if spec not in ("bytes", TOKENIZER):
     raise ExportError(f"{folder}: the tokenizer {spec!r} is neither 'bytes' nor {TOKENIZER!r}.")
   if spec == "bytes":

@@ -22,6 +22,14 @@ from lnssm_jax.sampling import SamplingOptions
 _SAMPLE = {"tokens": 200, "temperature": 0.8, "top_k": None, "top_p": 0.95}
 
 
+def sample_of(options: SamplingOptions) -> dict[str, Any]:
+  """The settings "sample" of a model whose `LoadedModel.options` are these."""
+  names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+  own = {name: getattr(options, name) for name in names}
+  stops = [int(token) for token in options.stop_tokens]
+  return {"tokens": options.max_tokens, **own, "stop_tokens": stops}
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LoadedModel:
   """A trained model with what is known about it. It prints itself briefly.
@@ -101,6 +109,7 @@ class LoadedModel:
       stop_token=(self.tokenizer.end_of_text, *sample.get("stop_tokens", ())),
     )
 
+  @overload
   def generate(
     self,
     prompt: str = "",
@@ -112,32 +121,59 @@ class LoadedModel:
     seed: int = 0,
     until: Sequence[str] = (),
     special_tokens: InText = "parse",
-  ) -> str:
-    """Continues `prompt`, up to the end of text; returns the new text only.
+    batch: int = 16,
+  ) -> str: ...
+  @overload
+  def generate(
+    self,
+    prompt: Sequence[str],
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    until: Sequence[str] = (),
+    special_tokens: InText = "parse",
+    batch: int = 16,
+  ) -> list[str]: ...
+  def generate(
+    self,
+    prompt: str | Sequence[str] = "",
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    until: Sequence[str] = (),
+    special_tokens: InText = "parse",
+    batch: int = 16,
+  ) -> str | list[str]:
+    """Continues a prompt, or each of several, up to the end of text; returns the new text only.
 
-    The prompt is encoded as the tokenizer's own files encode it, also with the tokens, such as BOS,
-    that they put around a text.
+    A prompt is encoded as the tokenizer's own files encode it, also with the tokens, such as BOS,
+    that they put around a text. Of several, those of similar lengths are continued at once; the
+    random numbers of each are those of its place in the list.
 
     Args:
       max_tokens, temperature, top_k, top_p, seed: as in `options`.
       until: the new text ends before the string of these that is complete first.
       special_tokens: a special token spelled out in the prompt, such as "<|im_start|>", is one
         token ("parse"), or ordinary text ("text"): for a prompt with text from others.
+      batch: how many prompts are continued at once.
 
     Raises:
-      ValueError: an option is out of range, or the model's cache cannot hold the tokens.
+      ValueError: an option is out of range, a prompt is no text, or the model's cache cannot hold
+        the tokens.
     """
     options = self.options(
       max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    return texts.complete(
-      self.model,
-      self.tokenizer,
-      [prompt],
-      options,
-      until=until,
-      special_tokens=special_tokens,
-    )[0]
+    how: Any = {"batch": batch, "until": until, "special_tokens": special_tokens}
+    several = texts_of("prompt", prompt)
+    found = list(texts.complete_each(self.model, self.tokenizer, several, options, **how))
+    return found[0] if isinstance(prompt, str) else found
 
   def stream(
     self,
@@ -162,9 +198,34 @@ class LoadedModel:
       self.model, self.tokenizer, prompt, options, until=until, special_tokens=special_tokens
     )
 
-  def score(self, text: str, *, context: str = "", special_tokens: InText = "parse") -> Score:
-    """Log-probability of each token of a text; see `lnssm_jax.score`."""
-    return score(self, text, context=context, special_tokens=special_tokens)
+  @overload
+  def score(
+    self,
+    text: str,
+    *,
+    context: str | Sequence[str] = "",
+    batch: int = 8,
+    special_tokens: InText = "parse",
+  ) -> Score: ...
+  @overload
+  def score(
+    self,
+    text: Sequence[str],
+    *,
+    context: str | Sequence[str] = "",
+    batch: int = 8,
+    special_tokens: InText = "parse",
+  ) -> list[Score]: ...
+  def score(
+    self,
+    text: str | Sequence[str],
+    *,
+    context: str | Sequence[str] = "",
+    batch: int = 8,
+    special_tokens: InText = "parse",
+  ) -> Score | list[Score]:
+    """Log-probabilities of the tokens of a text, or of each of several; see `lnssm_jax.score`."""
+    return score(self, text, context=context, batch=batch, special_tokens=special_tokens)
 
   def __repr__(self) -> str:
     model, count = self.settings["model"], count_parameters(nnx.state(self.model, nnx.Param))
@@ -233,7 +294,7 @@ def score(
       " it has the tokenizer."
     )
   check_positive("batch", batch)
-  several, contexts = _texts_of("text", text), _texts_of("context", context)
+  several, contexts = texts_of("text", text), texts_of("context", context)
   if isinstance(context, str):
     contexts *= len(several)
   if len(contexts) != len(several):
@@ -246,7 +307,7 @@ def score(
   return found[0] if isinstance(text, str) else found
 
 
-def _texts_of(name: str, given: str | Iterable[str]) -> list[str]:
+def texts_of(name: str, given: str | Iterable[str]) -> list[str]:
   """The texts of an argument that is one text or several."""
   one = isinstance(given, str | bytes) or not np.iterable(given)
   several: list[Any] = [given] if one else list(given)

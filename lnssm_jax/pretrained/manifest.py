@@ -24,6 +24,7 @@ MANIFEST, TENSORS, TOKENIZER = "manifest.json", "model.safetensors", "tokenizer.
 FORMATS = {f"lnssm_jax model, version {n}": n for n in (1, _VERSION)}
 FORMAT = list(FORMATS)[-1]
 _MAX_MANIFEST = 1 << 26  # bytes
+NO_TOKENIZER = "none"  # of a model that was saved without one
 MAX_PATTERN = 1024  # layers of a pattern of mixers, each of which is a program of its own
 
 # Settings of a model that do not affect its function of tokens and parameters, up to rounding.

@@ -1,5 +1,6 @@
 """Text in and out of a language model: continuing it, and how likely it is."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from flax import nnx
 
 from lnssm_jax import generate, prefill, sampling
 from lnssm_jax.generate import SamplingOptions
+from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.pretrained.continuations import Continuation
 from lnssm_jax.pretrained.special_tokens import InText
@@ -23,6 +25,8 @@ from lnssm_jax.pretrained.tokenizers import Tokenizer, encode_whole
 OPENING = "\n"
 # Tokens whose logits are in memory at once.
 _CHUNK = 256
+# Batches of prompts that are sorted by their lengths together.
+_SORTED = 8
 # Tokens drawn between two looks for a string that ends all rows.
 _LOOK = 32
 
@@ -76,6 +80,40 @@ def complete(
   return complete_tokens(model, tokenizer, rows, options, until=until)
 
 
+def complete_each(
+  model: LanguageModel,
+  tokenizer: Tokenizer,
+  prompts: Sequence[str],
+  options: SamplingOptions,
+  *,
+  batch: int = 16,
+  first: int = 0,
+  until: Sequence[str] = (),
+  special_tokens: InText = "parse",
+) -> Iterator[str]:
+  """Yields the continuation of each prompt in order, as `complete`, for any number of prompts.
+
+  `batch` prompts of similar lengths are continued at once, of eight times as many that are sorted
+  by length. The random numbers of a prompt depend on its place among all prompts, not on its batch.
+
+  Args:
+    first: the number of the prompt to begin with.
+  """
+  check_positive("batch", batch)
+  batch = min(batch, len(prompts) - first)
+  for part in itertools.batched(range(first, len(prompts)), max(1, _SORTED * batch)):
+    rows = {n: encode_prompt(tokenizer, prompts[n], special_tokens).tolist() for n in part}
+    found: dict[int, str] = {}
+    for numbers in _batches(part, batch, lambda n, rows=rows: len(rows[n])):
+      seeds = options.seed
+      of_rows = tuple(seeds[n] for n in numbers) if isinstance(seeds, tuple) else seeds
+      own = dataclasses.replace(options, seed=of_rows)
+      tokens = [rows[n] for n in numbers]
+      texts = complete_tokens(model, tokenizer, tokens, own, until=until, numbers=numbers)
+      found |= zip(numbers, texts, strict=True)
+    yield from (found[n] for n in part)
+
+
 def complete_tokens(
   model: LanguageModel,
   tokenizer: Tokenizer,
@@ -83,12 +121,14 @@ def complete_tokens(
   options: SamplingOptions,
   *,
   until: Sequence[str] = (),
+  numbers: Sequence[int] | None = None,
 ) -> list[str]:
-  """As `complete`, for encoded prompts."""
+  """As `complete`, for encoded prompts; `numbers` as in `generate.stream`."""
   until, stop, steps = check_until(until), options.stop_token, []
   found = [Continuation(tokenizer, row, until) for row in rows]
   stopped = [False] * len(rows)
-  for part in itertools.batched(generate.stream(model, rows, options), _LOOK):
+  stream = generate.stream(model, rows, options, numbers=numbers)
+  for part in itertools.batched(stream, _LOOK):
     steps += part
     if not until:
       continue

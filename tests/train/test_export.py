@@ -8,8 +8,11 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax import nnx
 
+import lnssm_jax
 import train
+from lnssm_jax import models
 from lnssm_jax.files.reading import digest_of
 from lnssm_jax.pretrained import exports
 from tests import devices
@@ -297,3 +300,13 @@ def test_export_keeps_a_named_end_of_text(tmp_path):
   manifest = exports.read_manifest(tmp_path / "out")
   found = exports.tokenizer_of(tmp_path / "out", manifest)
   assert found.fingerprint == tokenizer.fingerprint and found.end_of_text == tokenizer.end_of_text
+
+
+@pytest.mark.slow
+def test_model_of_another_loop_is_imported_into_a_run(tiny, config_file, tmp_path):
+  cfg = tiny(run_dir=str(tmp_path / "run"))
+  trainer.prepare(cfg.data)
+  model = models.LanguageModel(dataclasses.replace(cfg.model), rngs=nnx.Rngs(0))
+  lnssm_jax.save_model(tmp_path / "out", model)
+  assert main(["import", str(tmp_path / "out"), "--config", config_file(cfg)]) == 0
+  assert same_bits(params_of(train.load_model(tmp_path / "run").model), params_of(model))

@@ -81,8 +81,17 @@ def generate(options: argparse.Namespace) -> None:
   for name in ("prompt", "stop"):
     if "" in (getattr(options, name) or ()):
       raise ValueError(f"--{name} is empty; give some text, or omit it.")
-  if options.prompt and options.prompt_file:
-    raise ValueError("--prompt and --prompt-file are both there; give one of them.")
+  sources = [x for x in ("prompt", "prompt_file", "prompts") if getattr(options, x)]
+  if len(sources) > 1:
+    both = " and ".join(f"--{name.replace('_', '-')}" for name in sources)
+    raise ValueError(f"{both} are both there; give one of them.")
+  if bool(options.prompts) != bool(options.output):
+    raise ValueError("--prompts FILE and --output FILE go together: rows in, rows out.")
+  if (options.prompt_file or "").endswith((".jsonl", ".ndjson")):
+    raise ValueError(
+      f"--prompt-file {options.prompt_file} would be one prompt with all rows; for a text for each"
+      " row, use --prompts FILE --output FILE."
+    )
   from lnssm_jax.pretrained import texts
 
   loaded, until, special = _model(options), options.stop or (), options.special_tokens
@@ -98,6 +107,14 @@ def generate(options: argparse.Namespace) -> None:
     repetition_penalty=options.repetition_penalty,
     seed=options.seed,
   )
+  if options.prompts:
+    from train.runs import answers
+
+    given: Any = {"until": until, "special_tokens": special, "ema": options.ema}
+    given |= {} if options.batch is None else {"batch": options.batch}
+    count = answers.write(loaded, options.prompts, options.output, sampling, **given)
+    show(f"{options.output}  {count:,} rows")
+    return
   if len(prompts) == 1:
     pieces = loaded.stream(prompts[0], sampling, until=until, special_tokens=special)
     show_generated(prompts[0])

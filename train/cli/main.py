@@ -180,6 +180,15 @@ def _add_generate(added: Commands) -> None:
     "--prompt", metavar="TEXT", action="append", help="what to continue (repeatable)"
   )
   generate.add_argument("--prompt-file", metavar="FILE", help="its text; -: that of standard input")
+  generate.add_argument(
+    "--prompts",
+    metavar="FILE",
+    help='many: rows such as {"prompt": TEXT}, to --output; the same command continues',
+  )
+  generate.add_argument(
+    "--output", metavar="FILE", help='the rows of --prompts, in order, with "generated"'
+  )
+  generate.add_argument("--batch", type=int, metavar="N", help="of --prompts at once (default 16)")
   generate.add_argument("--max-tokens", type=int, metavar="N", help="at most this many new tokens")
   generate.add_argument(
     "--temperature", type=float, metavar="T", help="0 takes the most likely token"

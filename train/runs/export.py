@@ -1,18 +1,13 @@
 """Export of models as safetensors with a manifest; `lnssm_jax.pretrained.exports` reads them."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import safetensors.numpy
-
 from lnssm_jax.files.atomic import new_folder
-from lnssm_jax.files.reading import digest_of
 from lnssm_jax.mixers import expand_partitions
-from lnssm_jax.pretrained import exports, hugging_face
+from lnssm_jax.pretrained import exports, hugging_face, saving
 from lnssm_jax.pretrained.exports import ExportError, Manifest
 from train import config
 from train.config.changes import model_differences
@@ -48,33 +43,8 @@ def write(
     ExportError: `folder` exists and is not empty, or the parameters do not match `model`.
     OSError: it cannot be written.
   """
-  settings = config.to_dict(model)
-  arrays = {name: np.asarray(x) for name, x in exports.flat(params).items()}
-  wanted = exports.flat(exports.abstract_params(settings))
-  exports.compare("the tree of parameters", arrays, wanted)
-  values = {
-    "format": exports.FORMAT,
-    "model": settings,
-    "step": step,
-    "tokenizer": {"spec": tokenizer.spec, "fingerprint": tokenizer.fingerprint},
-    "versions": versions(),
-    "tensors": {name: exports.entry(x) for name, x in sorted(arrays.items())},
-    "run": {"settings": _portable(run), "metrics": _last(metrics or [])},
-  }
-  with new_folder(folder, ExportError) as partial:
-    if isinstance(tokenizer, FileTokenizer):
-      values["tokenizer"]["spec"] = exports.TOKENIZER
-      if tokenizer.named_end is not None:
-        values["tokenizer"]["end_of_text"] = tokenizer.named_end
-      path = partial / exports.TOKENIZER
-      path.write_bytes(tokenizer.standalone)
-      written = FileTokenizer(path, end_of_text=tokenizer.named_end)
-      values["tokenizer"]["fingerprint"] = written.fingerprint
-    tensors, manifest = partial / exports.TENSORS, partial / exports.MANIFEST
-    safetensors.numpy.save_file(arrays, tensors, metadata={"format": "flax"})
-    text = json.dumps(values | {"sha256": digest_of(values)}, indent=1)
-    manifest.write_text(text + "\n")
-    tensors.chmod(manifest.stat().st_mode & 0o777)
+  written = {"settings": _portable(run), "metrics": _last(metrics or []), "versions": versions()}
+  saving.write(folder, config.to_dict(model), params, tokenizer, step, **written)
 
 
 def export_run(

@@ -9,6 +9,7 @@ import jax
 from lnssm_jax.files.atomic import new_folder
 from lnssm_jax.models.settings import params_of
 from lnssm_jax.pretrained import exports, folders, hugging_face
+from lnssm_jax.pretrained.manifest import NO_TOKENIZER
 from train import config
 from train.checkpoint.store import Checkpoints, check_structure
 from train.cluster.device_mesh import make_mesh
@@ -93,8 +94,10 @@ def _published_params(folder: Path, model: config.Model) -> Any:
 
 
 def _checked_tokenizer(folder: Path, manifest: exports.Manifest, cfg: config.Train) -> Tokenizer:
-  theirs = exports.tokenizer_of(folder, manifest)
   ours = tokenizer_of(cfg.data)
+  if manifest.tokenizer["spec"] == NO_TOKENIZER:
+    return ours
+  theirs = exports.tokenizer_of(folder, manifest)
   if ours.fingerprint != theirs.fingerprint:
     spec = "bytes" if manifest.tokenizer["spec"] == "bytes" else str(folder / exports.TOKENIZER)
     raise exports.ExportError(
