@@ -32,6 +32,7 @@ def half_lives(lives: Sequence[jax.Array | None], axes: Any = None) -> Any:
       share = (np.arange(ordered.size) + 0.5) / ordered.size
       axes.plot(share, ordered, color=color(layer), label=f"layer {layer}")
   axes.set(yscale="log", xlabel="share of channels", ylabel="half-life (tokens)")
+  _round_ticks(axes.yaxis)
   _legend(axes, len(lives))
   return axes
 
@@ -115,6 +116,17 @@ def routing(found: Sequence[Routing | None], axes: Any = None) -> Any:
   axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
   axes.set_xticks(range(share.shape[1]))
   return axes
+
+
+def _round_ticks(axis: Any) -> None:
+  """Plain numbers on a logarithmic axis, also where it spans less than a decade."""
+  from matplotlib import ticker
+
+  low, high = axis.get_view_interval()
+  near = ticker.MaxNLocator(nbins=5, steps=(1, 2, 5, 10))
+  axis.set_major_locator(near if high < 10 * low else ticker.LogLocator(subs=(1, 2, 5)))
+  axis.set_major_formatter(ticker.FormatStrFormatter("%.6g"))
+  axis.set_minor_locator(ticker.NullLocator())
 
 
 def _axes(axes: Any) -> Any:

@@ -25,6 +25,12 @@ def test_half_lives_are_drawn_sorted(axes):
   lines = axes.get_lines()
   assert [line.get_label() for line in lines] == ["layer 0", "layer 2"]
   np.testing.assert_array_equal(lines[0].get_ydata(), [1, 2, 3, 1e6])
+  axes.clear()
+  plots.half_lives([jnp.array([16.5, 19.0])], axes)  # less than a decade
+  axes.figure.draw_without_rendering()
+  low, high = axes.get_ylim()
+  shown = [x.get_text() for x in axes.get_yticklabels() if low <= x.get_position()[1] <= high]
+  assert shown in (["17", "18", "19"], ["16.5", "17", "17.5", "18", "18.5", "19"])
 
 
 def test_scores_are_drawn_where_they_are_visible(axes):

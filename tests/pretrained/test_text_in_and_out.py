@@ -47,7 +47,7 @@ def test_prompt_is_encoded_as_its_files_do(loaded, monkeypatch):
   """With BOS once, and special tokens as one token, unless they are ordinary text."""
   seen, stream = [], texts.generate.stream
   monkeypatch.setattr(
-    texts.generate, "stream", lambda model, rows, *a: seen.extend(rows) or stream(model, rows, *a)
+    texts.generate, "stream", lambda _, rows, *a, **k: seen.extend(rows) or stream(_, rows, *a)
   )
   for prompt in PROMPTS:
     loaded.generate(prompt, max_tokens=1)
@@ -94,7 +94,7 @@ def test_continuation_has_the_space_before_its_first_word(loaded, seed):
 
 def test_string_with_its_space_ends_a_text(loaded, monkeypatch):
   tokens = loaded.tokenizer.encode("of France is Paris").tolist()
-  monkeypatch.setattr(texts.generate, "stream", lambda *_: (np.array([t]) for t in tokens))
+  monkeypatch.setattr(texts.generate, "stream", lambda *_, **k: (np.array([t]) for t in tokens))
   options = SamplingOptions(max_tokens=50)
   for until, wanted in [((" Pa",), " of France is"), ((), " of France is Paris")]:
     how = {"until": until}

@@ -281,13 +281,14 @@ def test_losses_that_are_not_finite_are_left_out(run):
   RunFolder(run[0].run_dir).append([{"kind": "train", "step": 21, "loss": math.nan}])
   found = report(run[0].run_dir, values=False)
   assert found["curves"]["loss"][-1] == [20, 3.0]
-  assert list(text.lines(found)) and page.page(found)
+  note = "not drawn: 1 losses that are NaN or infinite"
+  assert note in list(text.lines(found)) and note in page.page(found)
   assert json.loads(to_json({"x": [math.inf, 1.0]})) == {"x": [None, 1.0]}
 
 
-@pytest.mark.parametrize("count", [399, 400, 401, 950])
-def test_curves_are_thinned_evenly_and_end_with_the_last_point(run, count):
-  rows = [{"kind": "train", "step": 20 + n, "loss": 1 / n} for n in range(1, count - 19)]
+def test_curves_are_thinned_and_keep_every_extreme(run):
+  rows = [{"kind": "train", "step": 20 + n, "loss": 1 / n} for n in range(1, 932)]
+  rows[500]["loss"], rows[700]["loss"], rows[800]["loss"] = 7.0, math.inf, 1e-6
   rows += [
     {"kind": "eval", "step": 20, "set": name, "val_loss": 2.0, "bits_per_byte": bits}
     for name, bits in (("w", None), ("x", math.nan))
@@ -295,8 +296,10 @@ def test_curves_are_thinned_evenly_and_end_with_the_last_point(run, count):
   RunFolder(run[0].run_dir).append(rows)
   curves = report(run[0].run_dir, values=False)["curves"]
   steps = [step for step, _ in curves["loss"]]
-  assert steps == [*range(count, 0, -math.ceil(count / 400))][::-1] and len(steps) <= 400
-  assert curves["loss"][-1][1] == rows[count - 21]["loss"]
+  assert 300 < len(steps) <= 400 and steps == sorted(set(steps))
+  assert (steps[0], steps[-1]) == (1, 951) and max(np.diff(steps)) < 12
+  assert [521, 7.0] in curves["loss"] and [821, 1e-6] in curves["loss"]
+  assert curves["not_finite"] == 1
   assert curves["validation"].keys() == {"v", "w, nats per token"}  # none without a number
 
 

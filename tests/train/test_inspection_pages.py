@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from train.inspection import half_lives, page, text
+from train.inspection import half_lives, page, text, ticks
 
 ROW = {"dtype": "float32", "largest": 0.5, "norm": 1.5, "rms": 0.25, "near_zero": 0.125}
 
@@ -128,8 +128,27 @@ def test_page_draws_lines_from_low_to_high():
   ((_, low), (_, middle), (_, high)) = places(svg)[0]
   assert low - middle == middle - high == pytest.approx(108)
   labels = re.findall(">([^<>]+)</text>", svg)
-  assert labels[:10:2] == ["1", "3.16", "10", "31.6", "100"]
-  assert labels[1:10:2] == ["0", "25", "50", "75", "100"]
+  assert labels[:7] == ["1", "2", "5", "10", "20", "50", "100"]
+  assert labels[7:13] == ["0", "20", "40", "60", "80", "100"]
+  # A short run: its first losses are its largest.
+  ((first, second, last),) = places(page.lines({"a": [[5, 5.21], [10, 4.93], [15, 4.9]]}, log=True))
+  assert first == (64, 10) and second[1] > 200 and last == (730, 226)
+
+
+@pytest.mark.parametrize(
+  "low, high, log, found",
+  [
+    (4.9, 5.21, False, [4.9, 5.0, 5.1, 5.2]),
+    (4.9, 5.21, True, [4.9, 5.0, 5.1, 5.2]),
+    (14, 31, False, [15, 20, 25, 30]),
+    (-0.3, 0.7, False, [-0.2, 0.0, 0.2, 0.4, 0.6]),
+    (3, 4000, True, [10, 100, 1000]),
+    (1e-6, 1e6, True, [1e-6, 1e-4, 1e-2, 1, 100, 1e4, 1e6]),
+    (2.0, 2.0, True, [2.0]),
+  ],
+)
+def test_ticks_are_round_and_inside(low, high, log, found):
+  assert ticks.round_numbers(low, high, log=log) == pytest.approx(found)
 
 
 def test_plot_draws_a_line_from_high_to_low():
@@ -138,6 +157,8 @@ def test_plot_draws_a_line_from_high_to_low():
   dots = [[ord(c) - 0x2800 for c in row.split("┤")[1]] for row in rows]
   assert dots[0][0] & 0x01 and dots[1][-1] & 0x80  # top left and bottom right
   assert not any(dots[1][:1])
+  *rows, _ = text.plot([[5, 5.21], [10, 4.93], [15, 4.9]], width=3, height=4)
+  assert rows[0] == "       5.2 ┤⠁" and rows[3].startswith("       4.9 ┤")
   assert list(text.plot([[5, 1.0]]))  # one point has no range
 
 

@@ -71,6 +71,7 @@ def write_inputs() -> None:
   Path("corpus.jsonl").write_text(rows(*texts, text=None))
   Path("held.jsonl").write_text(rows(*texts, text=100))
   Path("chat.jsonl").write_text(rows(*texts, prompt=10, completion=20))
+  Path("prompts.jsonl").write_text(rows(*texts[:2], prompt=10))
   Path("dumps/a.jsonl.zst").write_bytes(zstd.compress(rows(*texts, content=None).encode()))
   Path("wiki.jsonl.zst").write_bytes(zstd.compress(rows(*texts, text=None).encode()))
   Path("books.jsonl.xz").write_bytes(lzma.compress(rows(*texts, text=None).encode()))

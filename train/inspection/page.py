@@ -1,14 +1,14 @@
 """A report as one HTML file: tables, and plots as inline SVG; it loads nothing from elsewhere."""
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from train.inspection import text
+from train.inspection import text, ticks
 from train.inspection.report import Report
 
 _COLORS = ("#3567b0", "#c2532d", "#4c8c4a", "#8a5aa8", "#b08a1e", "#3d9aa0")
+_LIVES = "tokens; 1,000,000: that many or more"
 _MAX_LINES = 12  # of a plot of layers: more are thinned
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2430; background: #fff;
@@ -84,9 +84,11 @@ class _Raw(str):
 def _curves(curves: Report | None) -> str:
   if curves is None or not curves["loss"]:
     return ""
-  parts = [_section("Training loss, nats per token", lines({"training": curves["loss"]}))]
+  parts = [_section("Training loss, nats per token", lines({"training": curves["loss"]}, log=True))]
+  if note := text.left_out(curves):
+    parts.append(f"<p>{_text(note)}</p>")
   if curves["validation"]:
-    plots = lines(curves["validation"])
+    plots = lines(curves["validation"], log=True)
     parts.append(_section("Validation, bits per byte (nats per token without bytes)", plots))
   return "".join(parts)
 
@@ -151,7 +153,7 @@ def _half_lives(rows: Sequence[Report]) -> str:
   drawn = [row for row in rows if row["channels"]]
   drawn = drawn[:: -(-len(drawn) // _MAX_LINES) or 1]
   curves = {f"layer {row['layer']}": row["quantiles"] for row in drawn}
-  plot = lines(curves, log=True, labels=("share of channels, %", "tokens")) if curves else ""
+  plot = lines(curves, log=True, labels=("share of channels, %", _LIVES)) if curves else ""
   return _section("Half-lives of the state, tokens", plot + _table(head, table, left=(1,)))
 
 
@@ -161,28 +163,28 @@ def lines(
   log: bool = False,
   labels: tuple[str, str] = ("step", ""),
 ) -> str:
-  """An SVG with one line per curve of points (x, y); y is logarithmic with `log`."""
+  """An SVG with one line per curve of points (x, y), all of them; y is logarithmic with `log`."""
   width, height, left, bottom = 860, 260, 64, 34
-  scale = (lambda y: math.log10(max(y, 1e-9))) if log else float
   xs = [x for points in curves.values() for x, _ in points]
-  ys = sorted(scale(y) for points in curves.values() for _, y in points)
-  low, high = ys[0], ys[-1] if log else ys[int(0.98 * (len(ys) - 1))]  # without the first steps
-  x0, dx, dy = min(xs), (max(xs) - min(xs)) or 1, (high - low) or 1
+  ys = [y for points in curves.values() for _, y in points]
+  scale = ticks.scale_of(ys, log)
+  x0, dx = min(xs), (max(xs) - min(xs)) or 1
+  low, dy = scale(min(ys)), (scale(max(ys)) - scale(min(ys))) or 1
   at_x = lambda x: left + (width - left - 130) * (x - x0) / dx
-  at_y = lambda y: 10 + (height - bottom - 10) * (1 - (min(y, high) - low) / dy)
-  parts = []
-  for i in range(5):
-    y, x = low + dy * i / 4, x0 + dx * i / 4
-    label = f"{10**y:.3g}" if log else f"{y:.3g}"
-    parts.append(
-      f"<line x1='{left}' x2='{width - 130}' y1='{at_y(y):.1f}' y2='{at_y(y):.1f}' "
-      f"stroke='#e3e7ee'/><text x='{left - 8}' y='{at_y(y) + 4:.1f}' text-anchor='end'>{label}"
-      f"</text><text x='{at_x(x):.1f}' y='{height - bottom + 18}' text-anchor='middle'>{x:,.0f}"
-      "</text>"
-    )
+  at_y = lambda y: 10 + (height - bottom - 10) * (1 - (scale(y) - low) / dy)
+  parts = [
+    f"<line x1='{left}' x2='{width - 130}' y1='{at_y(y):.1f}' y2='{at_y(y):.1f}' "
+    f"stroke='#e3e7ee'/><text x='{left - 8}' y='{at_y(y) + 4:.1f}' text-anchor='end'>{y:.6g}</text>"
+    for y in ticks.round_numbers(min(ys), max(ys), log=log)
+  ]
+  parts += [
+    f"<text x='{at_x(x):.1f}' y='{height - bottom + 18}' text-anchor='middle'>{x:,.10g}</text>"
+    for x in ticks.round_numbers(x0, max(xs))
+    if x == int(x)
+  ]
   for number, (name, points) in enumerate(curves.items()):
     color = _COLORS[number % len(_COLORS)]
-    path = " ".join(f"{at_x(x):.1f},{at_y(scale(y)):.1f}" for x, y in points)
+    path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in points)
     parts.append(f"<polyline points='{path}' fill='none' stroke='{color}' stroke-width='1.5'/>")
     parts.append(
       f"<text x='{width - 120}' y='{24 + 16 * number}' fill='{color}'>{_text(name[:18])}</text>"

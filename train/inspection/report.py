@@ -261,18 +261,34 @@ def _token_sets(data: Any) -> Report:
 
 
 def _curves(folder: Path) -> Report:
-  """Training loss and validation sets as [step, value], thinned to CURVE_POINTS points."""
+  """Training loss and validation sets as [step, value], thinned to CURVE_POINTS points.
+
+  `not_finite` counts the training losses that are left out, as they are no number.
+  """
   if not (folder / "metrics.jsonl").is_file():
-    return {"loss": [], "validation": {}}
+    return {"loss": [], "validation": {}, "not_finite": 0}
   training, validation = read_curves(folder)
+  finite = lambda points: [[x, y] for x, y in zip(*points, strict=True) if math.isfinite(y)]
+  sets = {name: _thinned(finite(points)) for name, points in validation.items()}
+  loss = finite(training)
+  return {
+    "loss": _thinned(loss),
+    "validation": {name: x for name, x in sets.items() if x},
+    "not_finite": len(training[1]) - len(loss),
+  }
 
-  def thin(points: tuple[list[float], list[float]]) -> list[list[float]]:
-    finite = [[x, y] for x, y in zip(*points, strict=True) if math.isfinite(y)]
-    stride = max(1, -(-len(finite) // CURVE_POINTS))
-    return finite[::-stride][::-1]
 
-  sets = {name: thin(points) for name, points in validation.items()}
-  return {"loss": thin(training), "validation": {name: x for name, x in sets.items() if x}}
+def _thinned(points: list[list[float]]) -> list[list[float]]:
+  """At most CURVE_POINTS points: the first and the last, and of equal parts least and largest."""
+  if len(points) <= CURVE_POINTS:
+    return points
+  parts = CURVE_POINTS // 2 - 1
+  kept = {0, len(points) - 1}
+  for part in range(parts):
+    places = range(part * len(points) // parts, (part + 1) * len(points) // parts)
+    value = lambda place: points[place][1]
+    kept |= {min(places, key=value), max(places, key=value)}
+  return [points[place] for place in sorted(kept)]
 
 
 def _content(folder: Path) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lnssm_jax.files.printable import printable
+from train.inspection import ticks
 from train.inspection.report import Report
 
 _MAX_NAME, _MAX_VALUE = 200, 1000  # characters of a name and of a setting
@@ -68,25 +69,39 @@ def _curves(curves: Report | None) -> Iterator[str]:
   yield ""
   yield "training loss, nats per token"
   yield from plot(curves["loss"])
+  if note := left_out(curves):
+    yield note
   for name, points in curves["validation"].items():
     step, value = points[-1]
     best = min(value for _, value in points)
     yield f"validation   {name}: {value:.4f} at step {step:,}, best {best:.4f}"
 
 
+def left_out(curves: Report) -> str:
+  """Says how many losses the curve lacks, since they are no number; "" for none."""
+  count = curves.get("not_finite", 0)
+  return f"not drawn: {count:,} losses that are NaN or infinite" if count else ""
+
+
 def plot(points: Sequence[Sequence[float]], width: int = 64, height: int = 8) -> Iterator[str]:
-  """Lines of a plot of (x, y) in braille characters, each of 2 by 4 dots."""
-  xs, ys = [p[0] for p in points], sorted(p[1] for p in points)
-  low, high = ys[0], ys[int(0.98 * (len(ys) - 1))]  # the first steps would compress the rest
+  """Lines of a plot of (x, y), all of them, in braille characters, each of 2 by 4 dots.
+
+  y is logarithmic where all are above 0. Round numbers are at the row with their dots.
+  """
+  xs, ys = [p[0] for p in points], [p[1] for p in points]
+  low, high, scale = min(ys), max(ys), ticks.scale_of(ys, log=True)
   rows = [[0] * width for _ in range(height)]
   place = lambda value, low, high, count: round((value - low) / ((high - low) or 1) * (count - 1))
+  at = lambda y, count: count - 1 - place(scale(y), scale(low), scale(high), count)
   for x, y in points:
-    column = place(x, xs[0], xs[-1], 2 * width)
-    row = 4 * height - 1 - place(min(y, high), low, high, 4 * height)
+    column, row = place(x, xs[0], xs[-1], 2 * width), at(y, 4 * height)
     rows[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
+  numbers = ticks.round_numbers(low, high, log=True)
+  labels = {at(y, 4 * height) // 4: f"{y:.6g}" for y in numbers}
   for number, row in enumerate(rows):
-    label = {0: f"{high:.4g}", height - 1: f"{low:.4g}"}.get(number, "")
-    yield f"{label:>10} ┤" + "".join(chr(0x2800 + bits) for bits in row).rstrip("\u2800")
+    yield f"{labels.get(number, ''):>10} ┤" + "".join(chr(0x2800 + bits) for bits in row).rstrip(
+      "\u2800"
+    )
   yield f"{'':>10} └{'step ' + format(int(xs[0]), ',') + ' to ' + format(int(xs[-1]), ',')}"
 
 

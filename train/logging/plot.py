@@ -120,6 +120,7 @@ def draw(runs: Sequence[Path], output: Path | None = None) -> Path:
     axis.yaxis.set_minor_locator(ticker.NullLocator())
     label = _NATS if name == "training" or name.endswith(_NATS) else "bits per byte"
     axis.set(title=name, xlabel="step", ylabel=label)
+    axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, fontsize=7)
   for axis in axes.flat[len(panels) :]:

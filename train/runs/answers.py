@@ -59,7 +59,7 @@ def write(
   kept = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
   about = {"model": str(loaded.source), "step": loaded.step, "ema": ema, "rows": kept}
   about |= dataclasses.asdict(options) | {n: x for n, x in how.items() if n != "batch"}
-  about = json.loads(json.dumps(about))
+  about = parse(json.dumps(about).encode())
   partial = output.with_name(f"{output.name}.partial")
   with named(partial), append_to(partial) as file:
     try:
