@@ -25,6 +25,22 @@ _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 _ABANDONED = 24 * 3600.0  # seconds without a change, where files have no locks
 
 
+def is_address(path: object) -> bool:
+  """Whether a path is that of a bucket or server, "gs://bucket/x", and not of a local file.
+
+  pathlib makes it a local folder "gs:/bucket", into which a run would write all day.
+  """
+  return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
+
+
+def no_address(name: str, path: object) -> str:
+  """Message about an address where a local path is needed."""
+  return (
+    f"{name}={str(path)!r:.200} is the address of a bucket or server; only local paths are"
+    " supported: use one, and copy it there afterwards."
+  )
+
+
 def partial_name(path: Path) -> Path:
   """A new name next to `path`."""
   return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
@@ -137,9 +153,11 @@ def new_folder(path: str | Path, error: type[Exception]) -> Iterator[Path]:
   It is removed after an exception.
 
   Raises:
-    error: `path` exists and is not an empty folder.
+    error: `path` exists and is not an empty folder, or is the address of a bucket.
     OSError: the folder cannot be written.
   """
+  if is_address(path):
+    raise error(no_address("folder", path))
   path = Path(path).absolute()
   if os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and _is_empty(path)):
     raise error(f"{path} exists already; use a folder that does not exist.")

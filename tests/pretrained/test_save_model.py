@@ -79,6 +79,8 @@ def test_what_cannot_be_opened_again_is_not_saved(tmp_path):
     save(random_model(mixer="lrn", vocab_size=50), "bytes")
   with pytest.raises(ValueError, match="model is of the class dict"):
     save(params_of(model))
+  with pytest.raises(ExportError, match="is the address of a bucket"):
+    lnssm_jax.save_model("gs://bucket/model", model)
   broken = random_model(mixer="lrn")
   broken.norm.scale[...] = np.full(16, np.nan, np.float32)
   with pytest.raises(ExportError, match=r"norm.scale has numbers that are NaN"):

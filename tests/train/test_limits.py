@@ -46,6 +46,9 @@ from train.runs.run_folder import claim
     ("data.tokenizer=" + "x" * 300, "data.tokenizer='x+'... is too long"),
     ("data.sources.train=a\0", r"data.sources.train='a\\x00' has a null character"),
     ("compile_cache=" + "x" * 300, "compile_cache='x+'... is too long"),
+    ("run_dir=gs://b/run", "run_dir='gs://b/run' is the address of a bucket"),
+    ("data.folder=s3://b/x", "data.folder='s3://b/x' is the address of a bucket"),
+    ("compile_cache=gs://b/x", "compile_cache='gs://b/x' is the address of a bucket"),
     ("data.train=" + "x" * 300, "data.train holds 'x+, which is not a plain file name"),
   ],
   ids=lambda text: text[:20],
@@ -61,6 +64,23 @@ def test_pattern_of_mixers_set_on_the_command_line(text, tiny):
   cfg = apply_overrides(tiny(), [f"model.mixer={text}", "model.num_layers=2"])
   assert cfg.model.mixer == ("gla", "lrn")
   assert apply_overrides(tiny(), ["model.mixer=gla"]).model.mixer == "gla"
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  ["export x --out URL", "inspect x --html URL", "sweep x --out URL", "plot URL",
+   "generate --run-dir x --prompts x --output URL", "fit --config URL", "doctor --config URL",
+   "tokenize --input x --output URL --tokenizer bytes"],
+)  # fmt: skip
+def test_address_of_a_bucket_on_the_command_line_is_rejected(
+  arguments, capsys, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(SystemExit) as caught:
+    main(arguments.replace("URL", "gs://b/x").split())
+  err = capsys.readouterr().err
+  assert caught.value.code == 2 and "is the address of a bucket" in err and err.count("\n") == 1
+  assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

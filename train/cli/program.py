@@ -9,11 +9,16 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import lnssm_jax
+from lnssm_jax.files.atomic import is_address, no_address
 from lnssm_jax.files.printable import MAX_LINE, printable
 from train.cli.errors import explained
 from train.config.checked import did_you_mean
 from train.config.listing import listing
 from train.messages import discard, open_standard_streams, write
+
+# What is a path in any command: by its place, and options.
+_PLACED = ("file", "folder", "runs")
+_PATHS = (*_PLACED, "config", "html", "input", "out", "output", "plot", "prompts", "run_dir")
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,6 +96,12 @@ def run(
     parser.print_help()
     return 0
   open_standard_streams()
+  for name in _PATHS:
+    given = getattr(options, name, None)
+    for path in given if isinstance(given, list) else [given]:
+      if path is not None and is_address(path):
+        label = name if name in _PLACED else f"--{name.replace('_', '-')}"
+        parser.error(no_address(label, path))
   try:
     return options.run(options) or 0
   except KeyboardInterrupt:

@@ -11,6 +11,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+from lnssm_jax.files.atomic import is_address, no_address
 from lnssm_jax.files.checked_json import MAX_DEPTH
 from lnssm_jax.files.printable import PrintableError, printable
 
@@ -115,6 +116,7 @@ def at_most(label: str, value: float, most: int) -> None:
 
 def check_path(label: str, value: str) -> None:
   """Raises `ConfigError` unless `value`, the setting called `label`, can be a path."""
+  check(not is_address(value), no_address(label, value))
   check("\0" not in value, f"{label}={value!r:.80} has a null character, as no path does.")
   check(
     not any("\ud800" <= x <= "\udfff" for x in value),
