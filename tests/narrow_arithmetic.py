@@ -6,9 +6,9 @@ import jax.numpy as jnp
 # Operations that only move or cast numbers, and matrix products, whose sums are float32.
 _MOVES = {
   "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dot_general",
-  "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "iota", "map_alike", "optimization_barrier",
-  "pad", "reshape", "rev", "scatter", "select_n", "slice", "split", "squeeze", "stop_gradient",
-  "transpose", "unstack",
+  "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "iota", "map_alike",
+  "optimization_barrier", "pad", "reshape", "rev", "scatter", "select_n", "slice", "split",
+  "squeeze", "stop_gradient", "transpose", "unstack",
 }  # fmt: skip
 
 
