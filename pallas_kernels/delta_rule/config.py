@@ -12,6 +12,7 @@ KEY_WIDTHS = (128,)
 VALUE_WIDTHS = (64, 128)  # what v is padded to
 CHUNK = 64  # tokens, unless a configuration says otherwise
 NARROWEST = 32  # narrower heads are padded more than twofold
+_REDUCTIONS = 2048  # bytes of SMEM for sums that cross warps
 _BARRIERS = 1024  # bytes of SMEM, at most, for barriers
 NUM_ROWS = 5  # of a chunk's table
 
@@ -23,11 +24,13 @@ class Shape(NamedTuple):
   key_width: int
   value_width: int
   separate_erase_key: bool  # whether the erase key is one more input
+  channels: bool = False  # whether each key channel has a decay
 
   @property
   def shape_class(self) -> str:
     """The key of a device's table."""
-    flags = ("-erase" if self.separate_erase_key else "") + ("" if self.many_heads else "-few")
+    erase = "-channels" if self.channels else "-erase" if self.separate_erase_key else ""
+    flags = erase + ("" if self.many_heads else "-few")
     return f"K{self.key_width}-V{self.value_width}-bfloat16{flags}"
 
   @property
@@ -89,18 +92,27 @@ class Config:
     C, K, V = self.chunk, shape.key_width, shape.value_width
     keys = 2 + shape.separate_erase_key
     bf16, f32 = 2, 4
-    pairs, table = bf16 * C * C, f32 * NUM_ROWS * C
+    pairs, table = bf16 * C * C, f32 * (C + K if shape.channels else NUM_ROWS * C)
     needed = {}
     for name, config in (("forward", self.forward), ("reverse", self.reverse)):
       tile = bf16 * C * config.value_tile
       stage = bf16 * keys * C * K + pairs + tile + table + 4 * C
       more = tile if name == "forward" else 2 * pairs  # outputs or scores
+      if shape.channels:  # scores are loaded
+        stage, more = stage + pairs, tile if name == "forward" else 0
       handed = bf16 * K * config.value_tile + tile + more
       needed[name] = config.num_stages * stage + handed
     stage = bf16 * (keys - 1) * C * K + pairs + bf16 * C * self.maps.value_tile + table
     needed["split_maps_forward"] = self.maps.num_stages * stage
     # Keys, the cotangent of outputs, x and y, a block of a state, pairs of tokens.
-    needed["gradients"] = bf16 * (keys * C * K + 3 * C * V + TILE_WIDTH * V) + 2 * pairs
+    of_keys = keys * C * (TILE_WIDTH if shape.channels else K)
+    needed["gradients"] = bf16 * (of_keys + 3 * C * V + TILE_WIDTH * V) + 2 * pairs
+    if shape.channels:  # signs, and tiles where those of values are too few
+      needed["gradients"] += pairs * (1 if V > TILE_WIDTH else 4) + 2 * f32 * C
+      # Keys, the right operand, halves of log decays; scores, signs, ones; blocks of the inverse.
+      chunks = bf16 * (keys + 3) * C * K + pairs * (3 if K > TILE_WIDTH else 5)
+      needed["chunks"] = chunks + f32 * (C * C // 4 + 2 * C + K) + _REDUCTIONS
+      needed["gradients"] += _REDUCTIONS
     return {name: size + _BARRIERS for name, size in needed.items()}
 
   def check(self, shape: Shape) -> None:

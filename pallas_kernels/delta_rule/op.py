@@ -24,6 +24,7 @@ def delta_rule(
   scale: float,
   length: int,
   num_splits: int = 1,
+  erase_before_decay: bool = False,
   config: Config | None = None,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -33,6 +34,8 @@ def delta_rule(
     segments: [B, T] int32 counted from 0, padded with each row's last, or None.
     length: tokens before padding.
     num_splits: into how many splits of whole chunks a sequence is cut, which run at the same time.
+    erase_before_decay: with a decay per key channel, the erase key has been divided by that of its
+      own token, which then is no part of its gradient.
     config: None takes `config.default`.
     interpret: `plgpu.InterpretGPUParams`, or None to compile.
 
@@ -46,7 +49,8 @@ def delta_rule(
   sizes = sizes._replace(heads=sizes.heads * num_splits)
   config = config or default(sizes)
   config.check(sizes)
-  return _delta_rule(Options(scale, length, config, num_splits, interpret), inputs, segments)
+  options = Options(scale, length, config, num_splits, erase_before_decay, interpret)
+  return _delta_rule(options, inputs, segments)
 
 
 _delta_rule = differentiable(_KERNELS, named=False)

@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
   erase_key: jax.Array | None  # [B, T, H, K] bfloat16; None for k
   v: jax.Array  # [B, T, H, V] bfloat16
   beta: jax.Array  # [B, length, H] float32
-  log_decay: jax.Array  # [B, length, H] float32
+  log_decay: jax.Array  # [B, length, H] float32; or per key channel [B, T, H, K], padded
   kv: jax.Array | None  # [B, H, K, V] float32; None for zeros
 
   @property
@@ -35,10 +35,16 @@ class Inputs(NamedTuple):
     return max(x.shape[2] for x in (self.q, self.k, self.v, self.beta))
 
   @property
+  def channels(self) -> bool:
+    """Whether each key channel has a decay."""
+    return self.log_decay.ndim == 4
+
+  @property
   def sizes(self) -> Shape:
     """Sizes for which a configuration is chosen."""
     B, _, _, K = self.k.shape
-    return Shape(B * self.heads, K, self.v.shape[3], self.erase_key is not None)
+    separate = self.erase_key is not None or self.channels
+    return Shape(B * self.heads, K, self.v.shape[3], separate, self.channels)
 
 
 class Options(NamedTuple):
@@ -48,6 +54,7 @@ class Options(NamedTuple):
   length: int  # tokens before padding
   config: Config
   num_splits: int  # of a sequence, that run at the same time: P
+  erase_before_decay: bool = False  # of whose own token; with decays per key channel
   interpret: Any = None  # `plgpu.InterpretGPUParams`, or None to compile
 
   @property
@@ -63,12 +70,20 @@ class Residuals(NamedTuple):
   x: jax.Array  # [B, H, N, V, C] bfloat16, the corrections
   states: jax.Array  # [B, H, N, V, K] bfloat16, that enter the chunks
   maps: jax.Array | None  # [B, H, P, K + V, K] float32, of the splits; None for one
+  chunks: Any = None  # `channel_chunks.DecayedChunks`, with a decay per key channel
 
 
 # The rows of a chunk's table, per token: decay of the entering state; decay in the leaving state;
 # beta; decay of the state over the chunk, the same number in every column; log decays summed from
 # the chunk's start.
 BEFORE, AFTER, RATE, DECAY, CUMULATIVE = range(5)
+
+
+def rate_tables(chunk: int, padded: int, beta: jax.Array) -> jax.Array:
+  """[B, H, N, 1, C] float32: beta [B, length, H], 0 after the last token."""
+  B, length, H = beta.shape
+  beta = jnp.pad(beta.transpose(0, 2, 1), ((0, 0), (0, 0), (0, padded - length)))
+  return beta.reshape(B, H, -1, 1, chunk)
 
 
 def chunk_tables(

@@ -30,6 +30,12 @@ SMALL = [
   Case(T=130, K=64, V=200),
   Case(T=1000, K=72, V=80, decay="extreme", erase=True, segments=True),
   Case(T=4100, K=128, V=128, decay="ordinary", H=3),
+  # A decay per key channel.
+  Case(T=65, K=64, V=128, decay="weak", channels=True, segments=True),
+  Case(T=300, K=128, V=64, decay="uneven", channels=True),
+  Case(T=1000, K=72, V=80, decay="extreme", channels=True, erase=True, segments=True),
+  Case(T=4100, K=128, V=128, decay="ordinary", channels=True, H=3),
+  Case(T=130, K=40, V=128, decay="lasting", channels=True, state=False),
 ]
 
 
@@ -46,7 +52,7 @@ def of_heads(arrays, heads):
   return {name: jnp.take(x, heads, axis=HEADS.get(name, 2)) for name, x in arrays.items()}
 
 
-def drawn(B, T, H, K, V, erase, seed=0):
+def drawn(B, T, H, K, V, erase, channels=False, seed=0):
   """Inputs by name, made on the device."""
   keys = iter(jax.random.split(jax.random.key(seed), 8))
   normal = lambda *shape: jax.random.normal(next(keys), shape)
@@ -58,7 +64,7 @@ def drawn(B, T, H, K, V, erase, seed=0):
     "k": k.astype(bf16),
     "v": normal(B, T, H, V).astype(bf16),
     "beta": jax.nn.sigmoid(normal(B, T, H)),
-    "log_decay": -jnp.exp(normal(B, T, H) - 3),
+    "log_decay": -jnp.exp(normal(B, T, H, *([K] if channels else [])) - 3),
     "kv": normal(B, H, K, V),
   }
   if erase:
@@ -78,11 +84,12 @@ def recall(inputs, implementation):
   return {"out": out, "kv": last.kv}
 
 
-# B, T, H, K, V, erase
+# B, T, H, K, V, erase, channels
 MODELS = [
-  (1, 8192, 32, 128, 128, False),
-  (8, 2048, 16, 128, 128, True),
-  (8, 2048, 32, 64, 64, False),
+  (1, 8192, 32, 128, 128, False, False),
+  (8, 2048, 16, 128, 128, True, False),
+  (8, 2048, 32, 64, 64, False, False),
+  (8, 2048, 16, 128, 128, False, True),
 ]
 
 
@@ -93,7 +100,7 @@ def test_models(model):
   heads = lambda arrays: of_heads(arrays, np.asarray([H // 2, H - 1]))
 
   def problem(seed):
-    inputs = drawn(*model, seed)
+    inputs = drawn(*model, seed=seed)
     return inputs, random_weights(recall, inputs)
 
   assert_part_matches_reference(recall, problem, heads, jnp.bfloat16)
@@ -101,7 +108,7 @@ def test_models(model):
 
 def test_several_problems_at_once():
   def problem(seed):
-    inputs = drawn(2, 200, 3, 64, 64, True, seed)
+    inputs = drawn(2, 200, 3, 64, 64, True, seed=seed)
     return inputs, random_weights(recall, inputs)
 
   assert_vmap_matches_separate_calls(recall, problem, "q")

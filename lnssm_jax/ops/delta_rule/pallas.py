@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
@@ -17,6 +18,7 @@ from lnssm_jax.ops.delta_rule.chunked import chunked
 from lnssm_jax.ops.delta_rule.types import DeltaRuleState, Inputs, Options
 from pallas_kernels.core.decode import fits
 from pallas_kernels.delta_rule import config, decode, op
+from pallas_kernels.linear_attention.sm90.intra_chunk import SMALLEST_LOG_DECAY
 
 _WIDEST_KEY = config.KEY_WIDTHS[-1]
 _WIDEST_VALUE = config.VALUE_WIDTHS[-1]
@@ -26,8 +28,8 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None."""
   if _decodes(inputs, options):
     return None
-  if (reason := _unsupported_keys(inputs, options)) is not None:
-    return reason
+  if inputs.write_key is not None:
+    return "write_key is given, and the kernels write with k"
   if inputs.state.kv.dtype != jnp.float32:
     return f"initial_state has dtype {inputs.state.kv.dtype}, and the kernels compute in float32"
   arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "erase_key": inputs.erase}
@@ -48,23 +50,17 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   return None
 
 
-def _unsupported_keys(inputs: Inputs, options: Options) -> str | None:
-  """Why no kernel runs decays and keys of these kinds, or None."""
-  if inputs.log_decay.shape[-1] != 1:
-    return "log_decay has a decay for each key channel, and the kernels take one for each head"
-  if inputs.write_key is not None:
-    return "write_key is given, and the kernels write with k"
-  if options.erase_before_decay:
-    return "erase_before_decay=True, and the kernels read the decayed state"
-  return None
-
-
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments; its own limits are in its `unsupported`."""
-  q, k, v, beta, log_decay, erase_key, _, state, _ = inputs
-  if q.shape[1] > 1 or _unsupported_keys(inputs, options) is not None:
+  q, k, v, beta, log_decay, erase_key, write_key, state, _ = inputs
+  if q.shape[1] > 1 or _has_channels(inputs, options) or write_key is not None:
     return False
   return decode.unsupported(q, k, erase_key, v, beta, log_decay[..., 0], state.kv) is None
+
+
+def _has_channels(inputs: Inputs, options: Options) -> bool:
+  """Whether these arguments need the kernels with a decay per key channel."""
+  return inputs.log_decay.shape[-1] != 1 or options.erase_before_decay
 
 
 def preferred(inputs: Inputs, options: Options) -> bool:
@@ -103,13 +99,23 @@ def run(
   # The kernels have a state per head of the queries, although groups may share it.
   kv = of_heads(state.kv, 1)
   kv = jnp.pad(kv, [(0, 0), (0, 0), (0, wide_k - K), (0, groups * wide_v - V)])
+  if _has_channels(inputs, options):
+    log_decay = jnp.broadcast_to(log_decay, (*log_decay.shape[:-1], K))
+    if options.erase_before_decay:
+      # Read before the decay of its own token: divided by it, which the kernels know to be no
+      # decay of the erase key. They bound it, and so it is no infinity.
+      own = lax.stop_gradient(jnp.maximum(log_decay, SMALLEST_LOG_DECAY))
+      erase_key = (of_heads(inputs.erase) * jnp.exp(-of_heads(own))).astype(k.dtype)
+    log_decay = pad(log_decay, wide_k)
+  else:
+    log_decay = of_heads(log_decay[..., 0])
   padded = op.Inputs(
     pad(q, wide_k),
     pad(k, wide_k),
     None if erase_key is None else pad(erase_key, wide_k),
     pad(v, groups * wide_v).reshape(B, T + more, v.shape[2] * groups, wide_v),
     of_heads(beta[..., 0]),
-    of_heads(log_decay[..., 0]),
+    log_decay,
     kv.reshape(B, H, wide_k, groups, wide_v).swapaxes(2, 3).reshape(B, -1, wide_k, wide_v),
   )
   index = None
@@ -121,6 +127,7 @@ def run(
     scale=options.scale,
     length=T,
     num_splits=num_splits,
+    erase_before_decay=options.erase_before_decay,
     config=sizes,
     interpret=interpret,
   )

@@ -1,5 +1,7 @@
 """Backward pass of the delta rule over chunks.
 
+The kernel here is for a decay per head; `channel_gradients` has that for decays per key channel.
+
 First `recurrence.reverse_recurrence` carries the cotangent of the state against time; then each
 chunk is independent, and `gradients` computes the rest in one CTA per chunk. With S the state that
 enters the chunk, A the cotangent of the one that leaves it, G that of out, x and y as in
@@ -50,6 +52,9 @@ from pallas_kernels.core.wgmma import (
   transpose_ref,
   with_int32_indices,
 )
+from pallas_kernels.delta_rule.sm90 import channel_gradients
+from pallas_kernels.delta_rule.sm90.channel_chunks import decayed_stage
+from pallas_kernels.delta_rule.sm90.channel_gradients import Tiles
 from pallas_kernels.delta_rule.sm90.forward import transposed
 from pallas_kernels.delta_rule.sm90.recurrence import Stage, reverse_recurrence
 from pallas_kernels.delta_rule.sm90.splits import leaving_cotangents
@@ -62,6 +67,7 @@ from pallas_kernels.delta_rule.types import (
   Inputs,
   Options,
   chunk_tables,
+  rate_tables,
 )
 
 
@@ -74,25 +80,30 @@ def backward(
   decays: bool,  # whether the decay wants a gradient
 ) -> Inputs:
   """Gradients of the inputs."""
-  q, k, erase_key, v, beta, log_decay, kv = inputs
+  (B, T, *_), H = inputs.q.shape, inputs.heads
   d_out, d_last = cotangents
-  (B, T, *_), H = q.shape, inputs.heads
-  d_out = jnp.zeros((B, T, H, v.shape[3]), v.dtype) if d_out is None else d_out
+  d_out = jnp.zeros((B, T, H, inputs.v.shape[3]), inputs.v.dtype) if d_out is None else d_out
   # `scale` multiplies the results.
   d_last = None if d_last is None else d_last / options.scale
-  C = options.config.chunk
-  documents = DocumentBoundaries.of(segments, C)
-  tables, tables_vjp = jax.vjp(
-    functools.partial(chunk_tables, options, documents, T), beta, log_decay
-  )
-  P, d_last = options.num_splits, transposed(d_last)
+  documents = DocumentBoundaries.of(segments, options.config.chunk)
+  of_layout = _of_channels if inputs.channels else _of_heads
+  d_inputs = of_layout(options, inputs, documents, kept, d_out, transposed(d_last), decays)
+  names = ["q", "k", "erase_key", "v"] + ["log_decay"] * inputs.channels
+  pairs = {name: (getattr(d_inputs, name), getattr(inputs, name)) for name in names}
+  summed = {n: sum_of_groups(d, x) for n, (d, x) in pairs.items() if x is not None}
+  return d_inputs._replace(**summed)
+
+
+def _adjoints(options: Options, inputs: Inputs, stage: Stage, kept, d_last):
+  """The results of the recurrence in reverse, and the cotangent of the initial state."""
+  P = options.num_splits
   reverse = functools.partial(
     reverse_recurrence,
-    Stage(erase_key, kept.inverse, k, q, d_out, tables, documents.segment_ids),
+    stage,
     heads=inputs.heads,
     num_splits=P,
     config=options.config.reverse,
-    chunk=C,
+    chunk=options.config.chunk,
     backend=options.backend,
   )
   if P == 1:
@@ -100,6 +111,49 @@ def backward(
   else:
     leaving = leaving_cotangents(kept.maps, reverse(None, store=False).last_state, d_last)
   adjoints = reverse(leaving)
+  d_kv = options.scale * transposed(adjoints.last_state[:, :, 0])
+  return adjoints, None if inputs.kv is None else d_kv
+
+
+def _of_channels(options, inputs: Inputs, documents, kept, d_out, d_last, decays) -> Inputs:
+  """Gradients for decays per key channel, of all heads."""
+  q, k, erase_key, v, beta, log_decay, _ = inputs
+  (B, T, *_), H, C = q.shape, inputs.heads, options.config.chunk
+  tables = rate_tables(C, T, beta)
+  stage = decayed_stage(kept.chunks, d_out, tables)
+  adjoints, d_kv = _adjoints(options, inputs, stage, kept, d_last)
+  d = channel_gradients.channel_gradients(
+    channel_gradients.Arrays(
+      Tiles(q, k, erase_key, d_out, kept.x, adjoints.corrections),
+      v,
+      kept.states,
+      adjoints.states,
+      tables,
+      log_decay,
+      kept.chunks.decay,
+      documents,
+    ),
+    scale=options.scale,
+    decays=decays,
+    erase_before_decay=options.erase_before_decay,
+    chunk=C,
+    backend=options.backend,
+  )
+  d_beta = options.scale * (d.written - d.read.sum(axis=2))[:, :, : options.length]
+  d_beta = d_beta.reshape(B, beta.shape[2], -1, options.length).sum(axis=2).swapaxes(1, 2)
+  d_log_decay = jnp.zeros((B, T, H, k.shape[3]), jnp.float32) if not decays else d.log_decay
+  return Inputs(d.q, d.k, d.erase_key, d.v, d_beta, d_log_decay, d_kv)
+
+
+def _of_heads(options, inputs: Inputs, documents, kept, d_out, d_last, decays) -> Inputs:
+  """Gradients for a decay per head, of all heads."""
+  q, k, erase_key, v, beta, log_decay, _ = inputs
+  (B, T, *_), H, C = q.shape, inputs.heads, options.config.chunk
+  tables, tables_vjp = jax.vjp(
+    functools.partial(chunk_tables, options, documents, T), beta, log_decay
+  )
+  stage = Stage(erase_key, kept.inverse, k, q, d_out, tables, documents.segment_ids)
+  adjoints, d_kv = _adjoints(options, inputs, stage, kept, d_last)
   d = gradients(
     Arrays(
       Tiles(q, k, erase_key, d_out, kept.x, adjoints.corrections),
@@ -124,25 +178,7 @@ def backward(
   if decays:
     d_tables = d_tables.at[:, :, :, DECAY, 0].set(of_groups(d.decay.sum(axis=3)))
   d_beta, d_log_decay = tables_vjp(options.scale * d_tables)
-  d_kv: Any = None if kv is None else options.scale * transposed(adjoints.last_state[:, :, 0])
-  d_inputs = Inputs(d.q, d.k, d.erase_key, d.v, d_beta, d_log_decay, d_kv)
-  summed = {
-    name: sum_of_groups(getattr(d_inputs, name), like)
-    for name, like in (("q", q), ("k", k), ("erase_key", erase_key), ("v", v))
-    if like is not None
-  }
-  return d_inputs._replace(**summed)
-
-
-class Tiles(NamedTuple):
-  """Inputs of `gradients` that are loaded first: arrays, GMEM references or tiles."""
-
-  q: Any  # [B, T, H, K] bfloat16; tiles [C, K]
-  k: Any  # [B, T, H, K] bfloat16
-  erase_key: Any  # [B, T, H, K] bfloat16, or None for k
-  d_out: Any  # [B, T, H, V] bfloat16: G; tiles [C, V]
-  x: Any  # [B, H, N, V, C] bfloat16; tiles [V, C]
-  y: Any  # [B, H, N, V, C] bfloat16
+  return Inputs(d.q, d.k, d.erase_key, d.v, d_beta, d_log_decay, d_kv)
 
 
 _BY_CHUNK = [Tiles._fields.index(name) for name in ("x", "y")]

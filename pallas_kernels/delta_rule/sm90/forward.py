@@ -1,6 +1,7 @@
 """Forward pass of the delta rule over chunks.
 
-First `chunk_inverses`, all chunks at once: the inverse of each chunk's triangular system. Then
+First `chunk_inverses`, all chunks at once: the inverse of each chunk's triangular system; with
+decays per key channel `channel_chunks`, which also decays queries and keys. Then
 `recurrence.forward_recurrence` carries the state along the chunks and computes the outputs.
 """
 
@@ -28,6 +29,11 @@ from pallas_kernels.core.wgmma import (
   transpose_ref,
   with_int32_indices,
 )
+from pallas_kernels.delta_rule.sm90.channel_chunks import (
+  ChunkInputs,
+  decayed_chunks,
+  decayed_stage,
+)
 from pallas_kernels.delta_rule.sm90.recurrence import Stage, forward_recurrence, split_maps
 from pallas_kernels.delta_rule.sm90.splits import entering_states
 from pallas_kernels.delta_rule.sm90.triangular_inverse import (
@@ -43,6 +49,7 @@ from pallas_kernels.delta_rule.types import (
   Options,
   Residuals,
   chunk_tables,
+  rate_tables,
 )
 
 
@@ -53,11 +60,23 @@ def forward(
   q, k, erase_key, v, beta, log_decay, kv = inputs
   config = options.config
   documents = DocumentBoundaries.of(segments, config.chunk)
-  tables = chunk_tables(options, documents, q.shape[1], beta, log_decay)
-  inverse = chunk_inverses(
-    k, erase_key, tables, documents, chunk=config.chunk, backend=options.backend
-  )
-  stage = Stage(erase_key, inverse, k, q, v, tables, documents.segment_ids)
+  chunks = None
+  if inputs.channels:
+    tables = rate_tables(config.chunk, q.shape[1], beta)
+    chunks = decayed_chunks(
+      ChunkInputs(q, k, erase_key, log_decay, tables, documents),
+      heads=inputs.heads,
+      chunk=config.chunk,
+      backend=options.backend,
+    )
+    chunks = chunks._replace(decay=documents.reset(chunks.decay, config.chunk))
+    stage, inverse = decayed_stage(chunks, v, tables), chunks.inverse
+  else:
+    tables = chunk_tables(options, documents, q.shape[1], beta, log_decay)
+    inverse = chunk_inverses(
+      k, erase_key, tables, documents, chunk=config.chunk, backend=options.backend
+    )
+    stage = Stage(erase_key, inverse, k, q, v, tables, documents.segment_ids)
   P = options.num_splits
   static: Any = {"heads": inputs.heads, "chunk": config.chunk, "backend": options.backend}
   static["num_splits"] = P
@@ -66,7 +85,7 @@ def forward(
     entering = None if initial is None else initial[:, :, None]
   else:
     # Queries and documents are part of scores only, which the state does not need.
-    values = stage._replace(q=None, segment_ids=None)
+    values = stage._replace(q=None, segment_ids=None, pairs=None)
     maps = split_maps(values, config=config.maps, **static)
     entering = entering_states(maps, initial)
   results = forward_recurrence(
@@ -79,7 +98,7 @@ def forward(
   )
   residuals = None
   if for_gradient:
-    residuals = Residuals(inverse, x=results.corrections, states=results.states, maps=maps)
+    residuals = Residuals(inverse, results.corrections, results.states, maps, chunks)
   return (results.out, transposed(results.last_state[:, :, -1])), residuals
 
 

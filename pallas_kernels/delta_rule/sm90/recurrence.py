@@ -8,10 +8,13 @@ and with A the cotangent of S', G that of out, the transposes of these lines:
 
     y  = inverse^T (a k A + P^T G)     A' = g A + (b q)^T G - (b e)^T (beta y)
 
-where beta y is the gradient of v. Three products depend on one another in each chunk, and little
-else may stand between them. So they are computed transposed, columns of values along the rows: the
-state, x and y stay in registers, where they are left operands, and all right operands are tiles
-that were copied. A CTA has some columns of values of one head; its warpgroups are
+where beta y is the gradient of v. With a decay per key channel g has one number per channel; keys,
+queries and P come decayed from `channel_chunks`, and a = b = 1.
+
+Three products depend on one another in each chunk, and little else may stand between them. So they
+are computed transposed, columns of values along the rows: the state, x and y stay in registers,
+where they are left operands, and all right operands are tiles that were copied. A CTA has some
+columns of values of one head; its warpgroups are
 
 * the producer, which loads inputs (`core.pipeline`);
 * a consumer for every 64 columns, which carries their state, and does nothing else;
@@ -49,7 +52,7 @@ from pallas_kernels.core.wgmma import (
   zero_accumulator,
 )
 from pallas_kernels.delta_rule.config import RecurrenceConfig
-from pallas_kernels.delta_rule.types import AFTER, BEFORE, CUMULATIVE, DECAY, NUM_ROWS, RATE
+from pallas_kernels.delta_rule.types import AFTER, BEFORE, CUMULATIVE, DECAY, RATE
 
 
 class Stage(NamedTuple):
@@ -63,21 +66,36 @@ class Stage(NamedTuple):
   k: Any  # [B, T, H, K] bfloat16
   q: Any  # [B, T, H, K] bfloat16
   v: Any  # [B, T, H, V] bfloat16: values or, in reverse, G; tiles [C, 64], one per consumer
-  tables: Any  # [B, H, N, NUM_ROWS, C] float32
+  tables: Any  # [B, H, N, NUM_ROWS, C] float32; with a decay per channel [B, H, N, 1, C]: beta
   segment_ids: Any  # [B, T] int32, or None
+  # With a decay per channel; None otherwise.
+  pairs: Any = None  # [B, H, T, C] bfloat16: P, where it is read; tiles [C, C]
+  decay: Any = None  # [B, H, N, K] float32: g; SMEM [K]
 
   @property
   def erase(self) -> Any:
     """The erase key."""
     return self.k if self.erase_key is None else self.erase_key
 
-  def rows(self, row: int, shape: tuple[int, ...]) -> jax.Array:
-    """A row of the chunk's table, along the rows of a tile."""
-    return broadcast_rows(load_row_vector(self.tables.at[row]), shape)
+  def before(self, shape: tuple[int, ...]) -> Any:
+    """b along the rows of a tile."""
+    if self.decay is not None:
+      return 1.0
+    return broadcast_rows(load_row_vector(self.tables.at[BEFORE]), shape)
 
-  def cols(self, row: int, shape: tuple[int, ...]) -> jax.Array:
+  def cols(self, row: int, shape: tuple[int, ...]) -> Any:
     """A row of the chunk's table, along the columns of a tile."""
+    if self.decay is not None:
+      if row != RATE:
+        return 1.0
+      row = 0
     return broadcast_cols(load_col_vector(self.tables.at[row]), shape)
+
+  def decayed(self, state: jax.Array) -> jax.Array:
+    """g times a state [64, K]."""
+    if self.decay is None:
+      return state * self.tables[DECAY, 0]
+    return state * broadcast_cols(load_col_vector(self.decay), state.shape)
 
   def scores(self, backend: Backend) -> jax.Array:
     """[C, C] float32: P."""
@@ -157,8 +175,7 @@ def _forward_step(backend: Backend, chunk: int):
     v = v.astype(jnp.float32) if cta.keep is None else v.astype(jnp.float32) * cta.keep
     right = v - stage.cols(BEFORE, shape) * old
     right = cta.lhs(1, right * stage.cols(RATE, shape))
-    decay = stage.tables[DECAY, 0]
-    meanwhile = lambda: (state * decay, stage.cols(AFTER, shape))
+    meanwhile = lambda: (stage.decayed(state), stage.cols(AFTER, shape))
     solution = Dots([(right, transpose_ref(stage.inverse))])
     (state, after), x = backend.overlapped(meanwhile, solution)
     left = cta.lhs(2, x * after)
@@ -184,12 +201,11 @@ def _reverse_step(backend: Backend, chunk: int):
 
     after, from_state, from_out = backend.overlapped(meanwhile, reads, Dots([(d_out, scores)]))
     right = cta.lhs(1, from_state * after + from_out)
-    decay = stage.tables[DECAY, 0]
 
     def meanwhile():
       before = stage.cols(BEFORE, shape)
       weights = before, stage.cols(RATE, shape)
-      return adjoint * decay, load_tile(d_out) * before, *weights
+      return stage.decayed(adjoint), load_tile(d_out) * before, *weights
 
     solution = Dots([(right, stage.inverse)])
     (adjoint, d_out, before, rate), y = backend.overlapped(meanwhile, solution)
@@ -219,8 +235,10 @@ def forward_recurrence(
     def step(n, _):
       stage, tiles = cta.stage(n), cta.tiles
       cta.pipeline.wait_loaded(n)
-      scores = cta.lhs(0, stage.scores(backend))
-      before = stage.rows(BEFORE, tiles.out.shape)
+      scores = stage.pairs
+      if scores is None:
+        scores = cta.lhs(0, stage.scores(backend))
+      before = stage.before(tiles.out.shape)
       cta.wait_filled.states()
       if for_gradient:
         cta.store.states(n)
@@ -317,7 +335,8 @@ def reverse_recurrence(
 
     def compute_scores(n):
       cta.pipeline.wait_loaded(n)
-      cta.give_scores(n, cta.stage(n).scores(backend))
+      if inputs.pairs is None:
+        cta.give_scores(n, cta.stage(n).scores(backend))
       cta.pipeline.release(n)
 
     def step(n, _):
@@ -390,188 +409,21 @@ def _run(
     maps: K more columns, before those of v, whose values are 0 and whose states begin as the rows
       of the unit matrix.
   """
-  (B, T, _, K), V, H, P = inputs.k.shape, inputs.v.shape[-1], heads, num_splits
-  C, N, BV = chunk, T // chunk, config.value_tile
-  # Of a split.
-  consumers, num_chunks, num_stages = BV // TILE_WIDTH, N // P, min(config.num_stages, N // P)
+  (B, T, _, K), V, H, P, C = inputs.k.shape, inputs.v.shape[-1], heads, num_splits, chunk
   columns = V + K if maps else V
   bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-  whole = Results(bf16(B, T, H, V), bf16(B, H, N, V, K), bf16(B, H, N, V, C))
+  whole = Results(bf16(B, T, H, V), bf16(B, H, T // C, V, K), bf16(B, H, T // C, V, C))
   out_type = Results(*(x if y else None for x, y in zip(whole, stored, strict=True)))
   out_type = out_type._replace(last_state=jax.ShapeDtypeStruct((B, H, P, columns, K), jnp.float32))
-  keys = smem_tile(num_stages, C, K)
-  stages = Stage(
-    erase_key=None if inputs.erase_key is None else keys,
-    inverse=smem_tile(num_stages, C, C),
-    k=keys,
-    q=None if inputs.q is None else keys,
-    v=smem_tile(num_stages, consumers, C, TILE_WIDTH),
-    tables=plgpu.SMEM((num_stages, NUM_ROWS, C), jnp.float32),
-    segment_ids=None if inputs.segment_ids is None else plgpu.SMEM((num_stages, C), jnp.int32),
-  )
-  copies = sum(x is not None for x in inputs) - 1 + consumers
-  handed = bool(stored.out or stored.states)
-  lhs = None if backend.interpret is None else smem_tile(consumers + 1, 4, C, max(K, C))
-  scratch = _Scratch(
-    stages=stages,
-    tiles=_Tiles(
-      states=smem_tile(BV, K) if handed else None,
-      corrections=smem_tile(BV, C) if handed else None,
-      out=smem_tile(C, BV) if stored.out else None,
-      scores=smem_tile(2, C, C) if reverse else None,
-    ),
-    barriers=PipelineBarriers(
-      loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages),
-      consumed=plgpu.Barrier(num_arrivals=consumers + 1, num_barriers=num_stages),
-    ),
-    filled=_HandOver(*[plgpu.Barrier(num_arrivals=consumers)] * 2) if handed else None,
-    free=_HandOver(*[plgpu.Barrier()] * 2) if handed else None,
-    scores_barrier=plgpu.Barrier(num_barriers=2) if reverse else None,
-    lhs=lhs,
-    done_barrier=plgpu.Barrier(num_arrivals=consumers + 2),
-  )
+  run = _Run(inputs, stored, H, P, reverse, maps, config, C, backend)
 
   def body(gmem: _Gmem, outs: Results, smem: _Scratch):
-    row, h = lax.axis_index("row"), lax.axis_index("head")
-    b, split = lax.div(row, jnp.int32(P)), lax.rem(row, jnp.int32(P))
-    first_column = lax.axis_index("value") * BV
+    cta = _Cta(run, gmem, outs, smem)
     warpgroup = lax.axis_index("warpgroup")
-    pipeline = Pipeline(num_chunks, num_stages, smem.barriers)
-    chunk_of = lambda n: split * num_chunks + (num_chunks - 1 - n if reverse else n)
-    stage_of = lambda n: pipeline.stage(n, smem.stages)
-
-    def lhs_of(warpgroup):
-      def lhs(number, value):
-        if smem.lhs is None:
-          return backend.to_lhs(value, None)
-        rows = smem.lhs.at[warpgroup, number, :, pl.ds(0, value.shape[1])]
-        return backend.to_lhs(value, rows)
-
-      return lhs
-
-    def load(n):
-      tokens = pl.ds(chunk_of(n) * C, C)
-      of_tokens = lambda ref: None if ref is None else ref.at[b, tokens, shared_head(h, H, ref)]
-      head_of = lambda ref: shared_head(h, H, ref, axis=1)
-      ins = gmem.inputs
-      sources = Stage(
-        erase_key=of_tokens(ins.erase_key),
-        inverse=ins.inverse.at[b, head_of(ins.inverse), tokens],
-        k=of_tokens(ins.k),
-        q=of_tokens(ins.q),
-        v=None,
-        tables=ins.tables.at[b, head_of(ins.tables), chunk_of(n)],
-        segment_ids=None if ins.segment_ids is None else ins.segment_ids.at[b, tokens],
-      )
-      targets, barrier = stage_of(n), pipeline.loaded_barrier(n)
-      for source, target in zip(sources, targets, strict=True):
-        if source is not None:
-          plgpu.copy_gmem_to_smem(source, target, barrier)
-      for number in range(consumers):
-        column = first_column + number * TILE_WIDTH
-        columns = pl.ds(lax.rem(column, jnp.int32(V)) if maps else column, TILE_WIDTH)
-        source = ins.v.at[b, tokens, shared_head(h, H, ins.v), columns]
-        plgpu.copy_gmem_to_smem(source, targets.v.at[number], barrier)
-
-    @pl.when(warpgroup == 0)
-    def _producer():
-      plgpu.set_max_registers(config.producer_registers, action="decrease")
-      pipeline.produce(load)
-
-    @pl.when((warpgroup > 0) & (warpgroup <= consumers))
-    def _consumer():
-      plgpu.set_max_registers(config.consumer_registers, action="increase")
-      number = warpgroup - 1
-      rows = pl.ds(number * TILE_WIDTH, TILE_WIDTH)
-      column = first_column + number * TILE_WIDTH
-      columns = pl.ds(column, TILE_WIDTH)
-
-      def give(tile, barrier):
-        def fill(value):
-          tile.at[rows][...] = value.astype(jnp.bfloat16)
-          plgpu.commit_smem()
-          plgpu.barrier_arrive(barrier)
-
-        return fill
-
-      wait = lambda barrier: lambda: plgpu.barrier_wait(barrier)
-      gives, waits = _HandOver(*[lambda _: None] * 2), _HandOver(*[lambda: None] * 2)
-      if handed:
-        tiles = smem.tiles.states, smem.tiles.corrections
-        gives = _HandOver(*map(give, tiles, smem.filled))
-        waits = _HandOver(*map(wait, smem.free))
-      keep = jnp.where(column < K, 0.0, 1.0) if maps else None
-
-      def mainloop(n, state):
-        def scores():
-          slot = lax.rem(n, 2)
-          plgpu.barrier_wait(smem.scores_barrier.at[slot])
-          return smem.tiles.scores.at[slot]
-
-        pipeline.wait_loaded(n)
-        stage = stage_of(n)
-        stage = stage._replace(v=stage.v.at[number])
-        cta = _Consumer(stage, gives, waits, scores, lhs_of(number), keep)
-        state = step(cta, state)
-        if not handed:
-          plgpu.commit_smem()  # behind the last reading of the stage
-        pipeline.release(n)
-        return state
-
-      start = zero_accumulator(TILE_WIDTH, K)
-      if maps:
-        diagonal = iota(start.shape, 1) == iota(start.shape, 0) + column
-        start = jnp.where(diagonal, 1.0, start)
-      if gmem.initial is not None:
-        source = gmem.initial.at[b, h, split, columns]
-        start = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
-      last = lax.fori_loop(0, num_chunks, mainloop, start)
-      outs.last_state.at[b, h, split, columns][...] = last
-      for wait_free in waits:  # barriers outlive their users
-        wait_free()
-
-    @pl.when(warpgroup == consumers + 1)
-    def _epilogue():
-      if config.epilogue_registers > 65536 // (128 * (consumers + 2)):
-        plgpu.set_max_registers(config.epilogue_registers, action="increase")
-      values = pl.ds(first_column, BV)
-      wait = lambda barrier: lambda: plgpu.barrier_wait(barrier)
-      release = lambda barrier: lambda: plgpu.barrier_arrive(barrier)
-
-      def store(source_smem, target_of_chunk):
-        def start(n):
-          plgpu.copy_smem_to_gmem(source_smem, target_of_chunk(chunk_of(n)))
-
-        return start
-
-      stores = Results(
-        store(smem.tiles.out, lambda n: outs.out.at[b, pl.ds(n * C, C), h, values]),
-        store(smem.tiles.states, lambda n: outs.states.at[b, h, n, values]),
-        store(smem.tiles.corrections, lambda n: outs.corrections.at[b, h, n, values]),
-      )
-
-      def give_scores(n, value):
-        slot = lax.rem(n, 2)
-        smem.tiles.scores.at[slot][...] = value.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(smem.scores_barrier.at[slot])
-
-      for barrier in smem.free or ():
-        plgpu.barrier_arrive(barrier)
-      epilogue(
-        _Epilogue(
-          pipeline,
-          stage_of,
-          smem.tiles,
-          _HandOver(*map(wait, smem.filled)) if handed else None,
-          _HandOver(*map(release, smem.free)) if handed else None,
-          stores,
-          give_scores,
-          lhs_of(consumers),
-        )
-      )
-      plgpu.wait_smem_to_gmem(0)
-
+    pl.when(warpgroup == 0)(cta.load)
+    consumes = (warpgroup > 0) & (warpgroup <= run.consumers)
+    pl.when(consumes)(lambda: cta.consume(step, warpgroup - 1))
+    pl.when(warpgroup == run.consumers + 1)(lambda: cta.finish(epilogue))
     # None leaves before the others: programs have failed where one left during products of another.
     plgpu.barrier_arrive(smem.done_barrier)
     plgpu.barrier_wait(smem.done_barrier)
@@ -580,11 +432,246 @@ def _run(
     body,
     _Gmem(inputs, initial),
     out_type,
-    scratch,
-    grid=(columns // BV, H, B * P),
-    num_warpgroups=consumers + 2,
+    run.scratch(),
+    grid=(columns // config.value_tile, H, B * P),
+    num_warpgroups=run.consumers + 2,
     name="delta_rule_"
     + ("split_maps_forward" if maps else f"recurrence_{'reverse' if reverse else 'forward'}"),
     backend=backend,
     compiler_params=WITHOUT_BARRIERS,
   )
+
+
+class _Run(NamedTuple):
+  """The arguments of `_run`, and what follows from them."""
+
+  inputs: Stage
+  stored: Results
+  heads: int
+  num_splits: int
+  reverse: bool
+  maps: bool
+  config: RecurrenceConfig
+  chunk: int
+  backend: Backend
+
+  @property
+  def consumers(self) -> int:
+    """Warpgroups that carry a state."""
+    return self.config.value_tile // TILE_WIDTH
+
+  @property
+  def num_chunks(self) -> int:
+    """Chunks of a split."""
+    return self.inputs.k.shape[1] // (self.chunk * self.num_splits)
+
+  @property
+  def num_stages(self) -> int:
+    """Chunks in SMEM."""
+    return min(self.config.num_stages, self.num_chunks)
+
+  @property
+  def handed(self) -> bool:
+    """Whether consumers hand tiles to the epilogue."""
+    return bool(self.stored.out or self.stored.states)
+
+  def scratch(self) -> _Scratch:
+    """SMEM and barriers."""
+    inputs, stages, consumers, C = self.inputs, self.num_stages, self.consumers, self.chunk
+    BV, K = self.config.value_tile, inputs.k.shape[-1]
+    keys, pairs = smem_tile(stages, C, K), smem_tile(stages, C, C)
+    copies = sum(x is not None for x in inputs) - 1 + consumers
+    scored = self.reverse and inputs.pairs is None  # by the epilogue
+    return _Scratch(
+      stages=Stage(
+        erase_key=None if inputs.erase_key is None else keys,
+        inverse=pairs,
+        k=keys,
+        q=None if inputs.q is None else keys,
+        v=smem_tile(stages, consumers, C, TILE_WIDTH),
+        tables=plgpu.SMEM((stages, inputs.tables.shape[3], C), jnp.float32),
+        segment_ids=None if inputs.segment_ids is None else plgpu.SMEM((stages, C), jnp.int32),
+        pairs=None if inputs.pairs is None else pairs,
+        decay=None if inputs.decay is None else plgpu.SMEM((stages, K), jnp.float32),
+      ),
+      tiles=_Tiles(
+        states=smem_tile(BV, K) if self.handed else None,
+        corrections=smem_tile(BV, C) if self.handed else None,
+        out=smem_tile(C, BV) if self.stored.out else None,
+        scores=smem_tile(2, C, C) if scored else None,
+      ),
+      barriers=PipelineBarriers(
+        loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        consumed=plgpu.Barrier(num_arrivals=consumers + 1, num_barriers=stages),
+      ),
+      filled=_HandOver(*[plgpu.Barrier(num_arrivals=consumers)] * 2) if self.handed else None,
+      free=_HandOver(*[plgpu.Barrier()] * 2) if self.handed else None,
+      scores_barrier=plgpu.Barrier(num_barriers=2) if scored else None,
+      lhs=None if self.backend.interpret is None else smem_tile(consumers + 1, 4, C, max(K, C)),
+      done_barrier=plgpu.Barrier(num_arrivals=consumers + 2),
+    )
+
+
+class _Cta:
+  """A CTA's columns of one split: what its warpgroups do."""
+
+  def __init__(self, run: _Run, gmem: _Gmem, outs: Results, smem: _Scratch):
+    self.run, self.gmem, self.outs, self.smem = run, gmem, outs, smem
+    row, self.h = lax.axis_index("row"), lax.axis_index("head")
+    P = jnp.int32(run.num_splits)
+    self.b, self.split = lax.div(row, P), lax.rem(row, P)
+    self.first_column = lax.axis_index("value") * run.config.value_tile
+    self.pipeline = Pipeline(run.num_chunks, run.num_stages, smem.barriers)
+
+  def chunk_of(self, n):
+    """The n-th chunk of the pipeline, of all of the sequence."""
+    count = self.run.num_chunks
+    return self.split * count + (count - 1 - n if self.run.reverse else n)
+
+  def stage_of(self, n) -> Stage:
+    """Its tiles."""
+    return self.pipeline.stage(n, self.smem.stages)
+
+  def lhs_of(self, warpgroup):
+    """`_Consumer.lhs` of a warpgroup."""
+    backend, lhs_smem = self.run.backend, self.smem.lhs
+
+    def lhs(number, value):
+      if lhs_smem is None:
+        return backend.to_lhs(value, None)
+      rows = lhs_smem.at[warpgroup, number, :, pl.ds(0, value.shape[1])]
+      return backend.to_lhs(value, rows)
+
+    return lhs
+
+  def load(self) -> None:
+    """The producer."""
+    plgpu.set_max_registers(self.run.config.producer_registers, action="decrease")
+    self.pipeline.produce(self._load)
+
+  def _load(self, n):
+    run, ins, b, h = self.run, self.gmem.inputs, self.b, self.h
+    C, H = run.chunk, run.heads
+    tokens, chunk = pl.ds(self.chunk_of(n) * C, C), self.chunk_of(n)
+    none = lambda of: lambda ref: None if ref is None else of(ref)
+    of_tokens = none(lambda ref: ref.at[b, tokens, shared_head(h, H, ref)])
+    of_pairs = none(lambda ref: ref.at[b, shared_head(h, H, ref, axis=1), tokens])
+    of_chunk = none(lambda ref: ref.at[b, shared_head(h, H, ref, axis=1), chunk])
+    sources = Stage(
+      erase_key=of_tokens(ins.erase_key),
+      inverse=of_pairs(ins.inverse),
+      k=of_tokens(ins.k),
+      q=of_tokens(ins.q),
+      v=None,
+      tables=of_chunk(ins.tables),
+      segment_ids=None if ins.segment_ids is None else ins.segment_ids.at[b, tokens],
+      pairs=of_pairs(ins.pairs),
+      decay=of_chunk(ins.decay),
+    )
+    targets, barrier = self.stage_of(n), self.pipeline.loaded_barrier(n)
+    for source, target in zip(sources, targets, strict=True):
+      if source is not None:
+        plgpu.copy_gmem_to_smem(source, target, barrier)
+    V = ins.v.shape[-1]
+    for number in range(run.consumers):
+      column = self.first_column + number * TILE_WIDTH
+      columns = pl.ds(lax.rem(column, jnp.int32(V)) if run.maps else column, TILE_WIDTH)
+      source = ins.v.at[b, tokens, shared_head(h, H, ins.v), columns]
+      plgpu.copy_gmem_to_smem(source, targets.v.at[number], barrier)
+
+  def consume(self, step: Callable[[_Consumer, jax.Array], jax.Array], number) -> None:
+    """The consumer of this number: the state of 64 columns, along all chunks."""
+    run, smem, K = self.run, self.smem, self.run.inputs.k.shape[-1]
+    plgpu.set_max_registers(run.config.consumer_registers, action="increase")
+    rows = pl.ds(number * TILE_WIDTH, TILE_WIDTH)
+    column = self.first_column + number * TILE_WIDTH
+    columns = pl.ds(column, TILE_WIDTH)
+
+    def give(tile, barrier):
+      def fill(value):
+        tile.at[rows][...] = value.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+
+      return fill
+
+    wait = lambda barrier: lambda: plgpu.barrier_wait(barrier)
+    gives, waits = _HandOver(*[lambda _: None] * 2), _HandOver(*[lambda: None] * 2)
+    if run.handed:
+      tiles = smem.tiles.states, smem.tiles.corrections
+      gives = _HandOver(*map(give, tiles, smem.filled))
+      waits = _HandOver(*map(wait, smem.free))
+    keep = jnp.where(column < K, 0.0, 1.0) if run.maps else None
+
+    def mainloop(n, state):
+      self.pipeline.wait_loaded(n)
+      stage = self.stage_of(n)
+
+      def scores():
+        if stage.pairs is not None:
+          return stage.pairs
+        slot = lax.rem(n, 2)
+        plgpu.barrier_wait(smem.scores_barrier.at[slot])
+        return smem.tiles.scores.at[slot]
+
+      stage = stage._replace(v=stage.v.at[number])
+      state = step(_Consumer(stage, gives, waits, scores, self.lhs_of(number), keep), state)
+      if not run.handed:
+        plgpu.commit_smem()  # behind the last reading of the stage
+      self.pipeline.release(n)
+      return state
+
+    start = zero_accumulator(TILE_WIDTH, K)
+    if run.maps:
+      diagonal = iota(start.shape, 1) == iota(start.shape, 0) + column
+      start = jnp.where(diagonal, 1.0, start)
+    if self.gmem.initial is not None:
+      source = self.gmem.initial.at[self.b, self.h, self.split, columns]
+      start = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+    last = lax.fori_loop(0, run.num_chunks, mainloop, start)
+    self.outs.last_state.at[self.b, self.h, self.split, columns][...] = last
+    for wait_free in waits:  # barriers outlive their users
+      wait_free()
+
+  def finish(self, epilogue: Callable[[_Epilogue], None]) -> None:
+    """The epilogue."""
+    run, smem, outs, b, h = self.run, self.smem, self.outs, self.b, self.h
+    if run.config.epilogue_registers > 65536 // (128 * (run.consumers + 2)):
+      plgpu.set_max_registers(run.config.epilogue_registers, action="increase")
+    C, values = run.chunk, pl.ds(self.first_column, run.config.value_tile)
+    wait = lambda barrier: lambda: plgpu.barrier_wait(barrier)
+    release = lambda barrier: lambda: plgpu.barrier_arrive(barrier)
+
+    def store(source_smem, target_of_chunk):
+      def start(n):
+        plgpu.copy_smem_to_gmem(source_smem, target_of_chunk(self.chunk_of(n)))
+
+      return start
+
+    stores = Results(
+      store(smem.tiles.out, lambda n: outs.out.at[b, pl.ds(n * C, C), h, values]),
+      store(smem.tiles.states, lambda n: outs.states.at[b, h, n, values]),
+      store(smem.tiles.corrections, lambda n: outs.corrections.at[b, h, n, values]),
+    )
+
+    def give_scores(n, value):
+      slot = lax.rem(n, 2)
+      smem.tiles.scores.at[slot][...] = value.astype(jnp.bfloat16)
+      plgpu.commit_smem()
+      plgpu.barrier_arrive(smem.scores_barrier.at[slot])
+
+    for barrier in smem.free or ():
+      plgpu.barrier_arrive(barrier)
+    epilogue(
+      _Epilogue(
+        self.pipeline,
+        self.stage_of,
+        smem.tiles,
+        _HandOver(*map(wait, smem.filled)) if run.handed else None,
+        _HandOver(*map(release, smem.free)) if run.handed else None,
+        stores,
+        give_scores,
+        self.lhs_of(run.consumers),
+      )
+    )
+    plgpu.wait_smem_to_gmem(0)

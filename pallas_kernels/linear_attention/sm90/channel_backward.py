@@ -61,7 +61,7 @@ from pallas_kernels.linear_attention.types import Cotangents, Inputs, Options, R
 
 # log2 of how far factors of per-token decays may grow where the decays want a gradient: what pairs
 # on one side of a subchunk's middle contribute to its tokens cancels, more with faster decays.
-_GRADIENT_LIMIT = 12.0
+GRADIENT_LIMIT = 12.0
 
 
 class _Vectors(NamedTuple):
@@ -145,7 +145,7 @@ def query_gradient(
     tiles, arrived, gmem, scratch, outs = buffers
     d_rows, d_before, right_smem, d_scores_smem = shared
     f = _factors_of(inputs, at, gmem, scratch, options)
-    f.choose_level(_GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
+    f.choose_level(GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
     z: Any = None
     weight: Any = None
     if d_rows is not None:
@@ -301,7 +301,7 @@ def key_gradient(
     tiles, arrived, gmem, scratch, outs = buffers
     _, d_after, right_smem, d_scores_smem = shared
     f = _factors_of(inputs, at, gmem, scratch, options)
-    f.choose_level(_GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
+    f.choose_level(GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
     y: Any = None
     weight: Any = None
     acc: Any = None

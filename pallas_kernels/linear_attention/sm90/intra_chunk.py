@@ -62,6 +62,7 @@ from pallas_kernels.core.wgmma import (
   smem_tile,
   transpose_ref,
   with_int32_indices,
+  zero_accumulator,
 )
 from pallas_kernels.linear_attention.config import ScoresConfig
 
@@ -341,8 +342,10 @@ class TokenDecayFactors:
 
     `x` is a function; `staging_smem` a tile [C, 64] to be overwritten.
     """
-    d_log = x() * d_x
-    signs = self.signs(which, reuse)
+    return self.add_log_gradient(acc, x() * d_x, self.signs(which, reuse), staging_smem)
+
+  def add_log_gradient(self, acc, d_log, signs: Signs, staging_smem) -> jax.Array:
+    """`acc` [C, 64] plus the gradient of log decays from that of the exponents of `signs`."""
     d_log = -d_log if signs.negative else d_log
     staging_smem[...] = d_log.astype(jnp.bfloat16)
     plgpu.commit_smem()
@@ -467,7 +470,7 @@ def chunk_scores(
     k=smem_tile(slots, C, K),
     right=smem_tile(C, K),
     scores=smem_tile(C, C),
-    lhs=backend.lhs_scratch(C, K),
+    lhs=backend.lhs_scratch(1, C, K),
     ones=smem_tile(C, TILE_WIDTH) if per_token else None,
     decay=DecayScratch.of(log_decay, C, K),
     rows=plgpu.SMEM((C,), f32),
@@ -516,7 +519,8 @@ def chunk_scores(
         for channels in blocks
       ]
       wait()
-      _ScoresOfChunk(at, factors, blocks, gmem, here, backend).store(outs)
+      scores = ScoresOfChunk(at, factors, blocks, gmem, here, [here.q], backend)
+      _store_scores(scores, outs)
       return carry
 
     fetch(0)
@@ -546,140 +550,142 @@ def chunk_scores(
   return results
 
 
-class _ScoresOfChunk:
-  """The scores of one chunk. Of lists there is one entry per block of channels."""
+class ScoresOfChunk:
+  """The scores of one chunk. Of factors and blocks there is one entry per block of channels.
+
+  There may be several tiles of queries, with the same decays. The first meet the key of their own
+  token too, and the others earlier keys alone.
+  """
 
   def __init__(
     self,
     at: ChunkIndex,
     factors: Sequence[Any],
     blocks: Sequence[Any],
-    gmem: ScoreInputs,
-    smem: _ScoreBuffers,  # of which the queries and keys have arrived
+    gmem: Any,  # has `documents`, and `bonus` for constant decays
+    smem: Any,  # has q, k, which have arrived, right, lhs and decay, as `_ScoreBuffers`
+    queries: Sequence[Ref],  # [C, K]
     backend: Backend,
   ):
     self.at, self.factors, self.blocks, self.backend = at, factors, blocks, backend
     self.gmem, self.smem, self.shape = gmem, smem, (at.size, at.size)
-    self.per_token = isinstance(factors[0], TokenDecayFactors)
+    self.queries, self.per_token = queries, isinstance(factors[0], TokenDecayFactors)
 
-  def store(self, outs: ScoreOutputs) -> None:
-    """Computes and stores the results that are wanted, those of `outs` that are not None."""
-    smem, at, documents = self.smem, self.at, self.gmem.documents
-    scores = self.scores()
-    for channels, f in zip(self.blocks, self.factors, strict=True):
-      for x_smem, which, rows_of, wanted in (
-        (smem.q, BEFORE, documents.sees_entering_state, outs.q),
-        (smem.k, AFTER, documents.reaches_leaving_state, outs.k),
-      ):
-        if wanted is not None:
-          x = load_scaled(x_smem.at[:, channels], f.factor(f.signs(which)))
-          x_smem.at[:, channels][...] = select_rows(rows_of(at), x, jnp.bfloat16(0.0))
-    plgpu.commit_smem()
-    if self.per_token:
-      for channels in self.blocks:
-        both = smem.decay.channels(channels)
-        total = self.backend.sum_rows([both.high, both.low], smem.ones)
-        smem.cols.at[channels][...] = jnp.exp2(total)
-
-    scores = documents.mask_scores(at, scores)
-    smem.scores[...] = scores.astype(jnp.bfloat16)
-    b, h, n = at.batch, at.head, at.chunk
-    copies = [(smem.scores, outs.scores.at[b, h, at.tokens])]
-    if outs.q is not None:
-      copies.append((smem.q, outs.q.at[b, at.tokens, h]))
-    if outs.k is not None:
-      copies.append((smem.k, outs.k.at[b, at.tokens, h]))
-    if outs.score_sum is not None:
-      smem.rows[...] = jnp.sum(scores, axis=1)
-      copies.append((smem.rows, outs.score_sum.at[b, h, at.tokens]))
-    if self.per_token:
-      copies.append((smem.cols, outs.decay.at[b, h, n]))
-    plgpu.commit_smem()
-    for source, target in copies:
-      plgpu.copy_smem_to_gmem(source, target)
-
-  def scores(self) -> jax.Array:
-    """[C, C], of pairs within the chunk, whatever their documents."""
+  def scores(self) -> tuple[jax.Array, ...]:
+    """[C, C] of each tile of queries, of pairs within the chunk, whatever their documents."""
     same_token = iota(self.shape, 0) == iota(self.shape, 1)
-    scores = _same_token_scores(self.gmem, self.smem, self.at, self.backend)
-    scores = jnp.where(same_token, scores, 0.0)
+    own = _same_token_scores(self.gmem, self.smem, self.at, self.backend)
+    own = jnp.where(same_token, own, 0.0)
+    scores = (own, *(zero_accumulator(*self.shape) for _ in self.queries[1:]))
     if not self.per_token:
       scores = self.in_subchunks(scores, True)
       level = self.factors[0].level
       return lax.fori_loop(level, LEVELS, lambda i, x: self.merge(x, True, i), scores)
-    scores, closed_rows, all_closed = _from_chunk_start(
-      scores, self.factors, self.product, self.gmem, self.smem, self.at
-    )
+    scores, closed_rows, all_closed = self.from_chunk_start(scores)
     still_open = lambda: broadcast_rows(closed_rows, self.shape) == 0
     any_open = jnp.where(all_closed, 0, 1)  # a loop of 0 or 1: see README.md about `lax.cond`
     scores = lax.fori_loop(0, any_open, lambda _, x: self.in_subchunks(x, still_open()), scores)
     merges = jnp.where(all_closed, 0, LEVELS)
     return lax.fori_loop(0, merges, lambda i, x: self.merge(x, still_open(), i), scores)
 
-  def product(self, factor_pairs) -> jax.Array:
+  def product(self, factor_pairs) -> Sequence[jax.Array]:
     """[C, C]: queries times keys, each times its factor, from a function per block."""
-    smem, pairs = self.smem, []
+    smem, sums = self.smem, [[] for _ in self.queries]
     for channels, factor_pair in zip(self.blocks, factor_pairs, strict=True):
       left, right = factor_pair()
       right_smem = smem.right.at[:, channels]
       right_smem[...] = load_scaled(smem.k.at[:, channels], right)
-      left = load_scaled(smem.q.at[:, channels], left)
-      left = self.backend.to_lhs(left, smem.lhs, slice(None), channels)
-      pairs.append((left, transpose_ref(right_smem)))
+      for number, (queries, pairs) in enumerate(zip(self.queries, sums, strict=True)):
+        scaled = load_scaled(queries.at[:, channels], left)
+        scaled = self.backend.to_lhs(scaled, smem.lhs, number, slice(None), channels)
+        pairs.append((scaled, transpose_ref(right_smem)))
     plgpu.commit_smem()
-    return self.backend.dots(Dots(pairs))[0]
+    return self.backend.dots(*(Dots(pairs) for pairs in sums))
 
-  def in_subchunks(self, scores, open_rows) -> jax.Array:
+  def in_subchunks(self, scores, open_rows) -> tuple[jax.Array, ...]:
     """`scores` with those of pairs inside a subchunk, in rows that are open."""
     factors = self.factors
     # The blocks of channels share the signs, unless queries and keys take turns in the tile.
     signs = None if self.gmem.bonus is not None else factors[0].signs(QUERY)
     pairs = self.product([lambda f=f: f.in_subchunk(signs)[:2] for f in factors])
-    inside = subchunk_pairs(self.at.size, factors[0].level)
-    return jnp.where(inside & open_rows, pairs, scores)
+    return _selected(subchunk_pairs(self.at.size, factors[0].level) & open_rows, pairs, scores)
 
-  def merge(self, scores, open_rows, level) -> jax.Array:
+  def merge(self, scores, open_rows, level) -> tuple[jax.Array, ...]:
     """`scores` with those of pairs that meet where subchunks are merged, in rows that are open."""
     size = tokens_at(level)
-    mask = merged_pairs(self.at.size, size) & open_rows
     signs = self.factors[0].signs(size)
     pairs = self.product([lambda f=f: (f.factor(signs),) * 2 for f in self.factors])
-    return jnp.where(mask, pairs, scores)
+    return _selected(merged_pairs(self.at.size, size) & open_rows, pairs, scores)
+
+  def from_chunk_start(self, scores):
+    """Scores of the leading rows whose cumulative decay, referenced to the start, fits the bound.
+
+    There the keys' factors grow, up to 2^92; beyond, and in rows of another document than the first
+    token's, pairs are left to subchunks and merges. So a score depends, to the last bit, on nothing
+    that follows it and on no other document: not even in how it is computed.
+
+    Returns:
+      scores, [C] float32, 1 for such rows, and whether all are.
+    """
+    at, before = self.at, self.factors[0].signs(BEFORE)
+    sums = [f.from_start(before) for f in self.factors]
+    lowest = functools.reduce(jnp.minimum, [jnp.min(queries, axis=1) for queries, _ in sums])
+    lowest_smem = self.smem.decay.largest.at[pl.ds(0, at.size)]
+    lowest_smem[...] = lowest
+    plgpu.commit_smem()
+    closed = lowest >= -LARGEST_LOG2
+    all_closed = lowest_smem[at.size - 1] >= -LARGEST_LOG2  # sums only fall
+    first_document = self.gmem.documents.starts_with(at)
+    if first_document is not None:
+      closed = closed & first_document[0]
+      all_closed = all_closed & first_document[1]
+    closed = jnp.where(closed, jnp.float32(1.0), jnp.float32(0.0))
+    grown = lambda keys: jnp.exp2(jnp.minimum(-keys, LARGEST_LOG2))
+    pairs = self.product([lambda x=x: (jnp.exp2(x[0]), grown(x[1])) for x in sums])
+    earlier = iota(self.shape, 0) > iota(self.shape, 1)
+    rows = broadcast_rows(closed, self.shape) > 0
+    return _selected(earlier & rows, pairs, scores), closed, all_closed
 
 
-def _from_chunk_start(
-  scores, factors: Sequence[Any], product, gmem: ScoreInputs, smem: _ScoreBuffers, at
-):
-  """Scores of the leading rows whose cumulative decay fits the bound when referenced to the start.
+def _selected(mask, scores, others):
+  return tuple(jnp.where(mask, x, y) for x, y in zip(scores, others, strict=True))
 
-  There the keys' factors grow, up to 2^92; beyond, and in rows of another document than the first
-  token's, pairs are left to subchunks and merges. So a score depends, to the last bit, on nothing
-  that follows it and on no other document: not even in how it is computed.
 
-  Returns:
-    scores, [C] float32, 1 for such rows, and whether all are.
-  """
-  before = factors[0].signs(BEFORE)
-  sums = [f.from_start(before) for f in factors]
-  lowest = None
-  for queries, _ in sums:
-    of_block = jnp.min(queries, axis=1)
-    lowest = of_block if lowest is None else jnp.minimum(lowest, of_block)
-  lowest_smem = smem.decay.largest.at[pl.ds(0, at.size)]
-  lowest_smem[...] = lowest
+def _store_scores(chunk: ScoresOfChunk, outs: ScoreOutputs) -> None:
+  """Computes and stores the results that are wanted, those of `outs` that are not None."""
+  smem, at, documents = chunk.smem, chunk.at, chunk.gmem.documents
+  (scores,) = chunk.scores()
+  for channels, f in zip(chunk.blocks, chunk.factors, strict=True):
+    for x_smem, which, rows_of, wanted in (
+      (smem.q, BEFORE, documents.sees_entering_state, outs.q),
+      (smem.k, AFTER, documents.reaches_leaving_state, outs.k),
+    ):
+      if wanted is not None:
+        x = load_scaled(x_smem.at[:, channels], f.factor(f.signs(which)))
+        x_smem.at[:, channels][...] = select_rows(rows_of(at), x, jnp.bfloat16(0.0))
   plgpu.commit_smem()
-  closed = lowest >= -LARGEST_LOG2
-  all_closed = lowest_smem[at.size - 1] >= -LARGEST_LOG2  # sums only fall
-  first_document = gmem.documents.starts_with(at)
-  if first_document is not None:
-    closed = closed & first_document[0]
-    all_closed = all_closed & first_document[1]
-  closed = jnp.where(closed, jnp.float32(1.0), jnp.float32(0.0))
-  grown = lambda keys: jnp.exp2(jnp.minimum(-keys, LARGEST_LOG2))
-  pairs = product([lambda x=x: (jnp.exp2(x[0]), grown(x[1])) for x in sums])
-  rows = broadcast_rows(closed, pairs.shape) > 0
-  earlier = iota(pairs.shape, 0) > iota(pairs.shape, 1)
-  return jnp.where(earlier & rows, pairs, scores), closed, all_closed
+  if chunk.per_token:
+    for channels in chunk.blocks:
+      both = smem.decay.channels(channels)
+      total = chunk.backend.sum_rows([both.high, both.low], smem.ones)
+      smem.cols.at[channels][...] = jnp.exp2(total)
+
+  scores = documents.mask_scores(at, scores)
+  smem.scores[...] = scores.astype(jnp.bfloat16)
+  b, h, n = at.batch, at.head, at.chunk
+  copies = [(smem.scores, outs.scores.at[b, h, at.tokens])]
+  if outs.q is not None:
+    copies.append((smem.q, outs.q.at[b, at.tokens, h]))
+  if outs.k is not None:
+    copies.append((smem.k, outs.k.at[b, at.tokens, h]))
+  if outs.score_sum is not None:
+    smem.rows[...] = jnp.sum(scores, axis=1)
+    copies.append((smem.rows, outs.score_sum.at[b, h, at.tokens]))
+  if chunk.per_token:
+    copies.append((smem.cols, outs.decay.at[b, h, n]))
+  plgpu.commit_smem()
+  for source, target in copies:
+    plgpu.copy_smem_to_gmem(source, target)
 
 
 def _same_token_scores(gmem: ScoreInputs, smem: _ScoreBuffers, at, backend: Backend):
@@ -692,6 +698,6 @@ def _same_token_scores(gmem: ScoreInputs, smem: _ScoreBuffers, at, backend: Back
     queries = load_tile(smem.q.at[:, channels])
     weights = load_col_vector(gmem.bonus.at[at.head, channels])
     left = queries * broadcast_cols(weights, queries.shape)
-    left = backend.to_lhs(left, smem.lhs, slice(None), channels)
+    left = backend.to_lhs(left, smem.lhs, 0, slice(None), channels)
     pairs.append((left, transpose_ref(smem.k.at[:, channels])))
   return backend.dots(Dots(pairs))[0]
