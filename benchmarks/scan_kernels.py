@@ -102,7 +102,7 @@ def _longhorn(normal, n):
   }  # fmt: skip
 
 
-def _delta(gated, normal, n):
+def _delta(decay, normal, n):
   steps = lambda last: normal(n["B"], n["T"], n["H"], n[last])
   k = steps("K")
   k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
@@ -110,7 +110,9 @@ def _delta(gated, normal, n):
   arrays = {"q": steps("K") * n["K"] ** -0.5, "k": k, "v": steps("V")}
   arrays = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
   arrays["beta"] = jax.nn.sigmoid(heads())
-  return arrays | ({"log_decay": jax.nn.log_sigmoid(heads() + 3)} if gated else {})
+  if decay == "BTHK":
+    return arrays | {"log_decay": jax.nn.log_sigmoid(steps("K") + 3)}
+  return arrays | ({"log_decay": jax.nn.log_sigmoid(heads() + 3)} if decay else {})
 
 
 def _attention(normal, n):
@@ -156,16 +158,17 @@ def _recall_rival(documents, *, q, k, v, log_decay=None, **x):
   from jla import ops as rival
 
   ids = {"segment_ids": jnp.asarray(document_ids(*q.shape[:2]))} if documents else {}
-  name, gate = ("deltanet", {}) if log_decay is None else ("gated_deltanet", {"g": log_decay})
+  gate = {} if log_decay is None else {"g": log_decay}
+  name = {3: "gated_deltanet", 4: "kda"}[log_decay.ndim] if gate else "deltanet"
   return rival.linear_attention(name, q, k, v, **x, **gate, **ids, scale=1.0)[0]
 
 
-def _delta_case(gated: bool, documents: bool = False) -> Case:
+def _delta_case(decay: str = "", documents: bool = False) -> Case:
   axes = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "beta": "BTH"}
   return Case(
     functools.partial(_recall, documents),
-    axes | ({"log_decay": "BTH"} if gated else {}),
-    functools.partial(_delta, gated),
+    axes | ({"log_decay": decay} if decay else {}),
+    functools.partial(_delta, decay),
     {"B": 1, "T": 8192, "H": 32, "K": 128, "V": 128},
     "BTHV",
     functools.partial(_recall_rival, documents),
@@ -197,9 +200,10 @@ CASES = {
   ),
   "selective_scan": Case(ops.selective_scan, _SELECTIVE, _selective, _STATES),
   "longhorn_scan": Case(ops.longhorn_scan, _LONGHORN, _longhorn, _STATES),
-  "delta_rule": _delta_case(False),
-  "delta_rule gated": _delta_case(True),
-  "delta_rule gated documents": _delta_case(True, documents=True),
+  "delta_rule": _delta_case(),
+  "delta_rule gated": _delta_case("BTH"),
+  "delta_rule gated documents": _delta_case("BTH", documents=True),
+  "kda": _delta_case("BTHK"),
   "causal_conv1d": Case(
     _silu_convolution, {"x": "BTD", "kernel": "WD", "bias": "D"}, _convolution,
     {"B": 8, "T": 2048, "D": 4096, "W": 4},

@@ -36,6 +36,7 @@ SMALL = [
   Case(T=1000, K=72, V=80, decay="extreme", channels=True, erase=True, segments=True),
   Case(T=4100, K=128, V=128, decay="ordinary", channels=True, H=3),
   Case(T=130, K=40, V=128, decay="lasting", channels=True, state=False),
+  Case(T=300, K=64, V=64, decay="ordinary", channels=True, erase=True, keys="early"),
 ]
 
 

@@ -103,11 +103,38 @@ def test_splits_that_run_at_the_same_time(monkeypatch):
   contract.assert_case(DELTA_RULE, case, BF16, "pallas_interpret", DELTA_RULE.inputs(case))
 
 
+CHANNELS = dataclasses.replace(SMALL, channels=True)
+
+
 @pytest.mark.slow
-def test_splitting_packing_and_causality():
+def test_decays_per_channel_in_splits(monkeypatch):
+  monkeypatch.setattr(config, "num_splits", lambda *_: 2)
+  documents_begin_at(monkeypatch, [65], [40])
+  case = Case(T=66, K=100, V=24, H=1, chunk=None, decay="weak", channels=True, segments=True)
+  contract.assert_case(DELTA_RULE, case, BF16, "pallas_interpret", DELTA_RULE.inputs(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", ["", "early"])
+def test_decays_per_channel_from_none_to_everything(keys):
+  """Down to -inf, with the largest that is not yet that, mixed in every token; and lower-bounded
+  ones, -5 for all."""
+  case = dataclasses.replace(CHANNELS, T=66, state=True, keys=keys)
+  inputs = DELTA_RULE.inputs(case)
+  levels = np.asarray([-np.inf, 0.0, -1e-3, -5.0, -20.0, -1000.0])
+  inputs["log_decay"] = np.random.default_rng(2).choice(levels, size=inputs["log_decay"].shape)
+  inputs["log_decay"][:, 40:50] = -5.0
+  inputs["beta"] = np.round(inputs["beta"])
+  inputs["k"][:, 5:9] = inputs["k"][:, 5:6]
+  contract.assert_case(DELTA_RULE, case, BF16, "pallas_interpret", inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [SMALL, CHANNELS], ids=str)
+def test_splitting_packing_and_causality(case):
   """Documents of one step, documents that end at a chunk boundary, cuts on all sides of it."""
   sizes = {"lengths": (1, 63, 1, 63), "pieces": (66, 62), "cuts": (1, 64, 65)}
-  assert_promises(DELTA_RULE, SMALL, BF16, **sizes, infinite=False)
+  assert_promises(DELTA_RULE, case, BF16, **sizes, infinite=False)
 
 
 @pytest.mark.slow
@@ -115,13 +142,13 @@ def test_every_transformation():
   assert_transformations(DELTA_RULE, dataclasses.replace(SMALL, T=5, erase=True), BF16)
 
 
-def arguments(K, V, erase, segments, T=1024, lead=()):
+def arguments(K, V, erase, segments, T=1024, lead=(), channels=False):
   """Arguments of `pallas.run`, as shapes; `lead` are axes in front of all."""
   B, H = 2, 3
   array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct((*lead, *shape), dtype)
   inputs = {"q": array(B, T, H, K, dtype=BF16), "k": array(B, T, H, K, dtype=BF16)}
   inputs |= {"v": array(B, T, H, V, dtype=BF16), "beta": array(B, T, H, 1)}
-  inputs |= {"log_decay": array(B, T, H, 1), "kv": array(B, H, K, V)}
+  inputs |= {"log_decay": array(B, T, H, K if channels else 1), "kv": array(B, H, K, V)}
   if erase:
     inputs["erase_key"] = array(B, T, H, K, dtype=BF16)
   return inputs, array(B, T, dtype=jnp.int32) if segments else None
@@ -156,17 +183,28 @@ def test_lowers(widths, erase, segments):
 
 
 @pytest.mark.slow
-def test_splits_lower():
-  inputs, ids = arguments(128, 128, False, True)
+@pytest.mark.parametrize("erase", [False, True])
+@pytest.mark.parametrize("widths", [(128, 128), (64, 64)])
+def test_decays_per_channel_lower(widths, erase):
+  inputs, ids = arguments(*widths, erase, True, channels=True)
+  assert len(kernels_traced(run, inputs, ids)) == 2
+  assert kernels_in(jax.grad(lambda x, ids: total(run(x, ids))), inputs, ids) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [False, True])
+def test_splits_lower(channels):
+  inputs, ids = arguments(128, 128, False, True, channels=channels)
   gradient = jax.grad(lambda x, ids: total(run(x, ids, num_splits=8)))
   assert kernels_in(gradient, inputs, ids) == 6
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
-def test_transformations_lower(wide):
+def test_transformations_lower(wide, channels):
   with jax.enable_x64(wide):
-    inputs, _ = arguments(64, 64, False, False, T=100, lead=(3,))
+    inputs, _ = arguments(64, 64, False, False, T=100, lead=(3,), channels=channels)
     loss = lambda x: total(run(x, None))
     assert kernels_in(jax.vmap(jax.grad(loss)), inputs) == 4
     assert kernels_in(recomputed_in_a_scan(loss), inputs) == 4
@@ -193,6 +231,9 @@ def test_lowers_under_shard_map():
     (Case(T=2, K=129, V=64, chunk=None), BF16, XLA),
     (Case(T=2, K=64, V=129, chunk=None), BF16, ["pallas", *XLA]),
     (Case(T=2, K=64, V=64, rates="column", chunk=None), BF16, XLA),
+    (Case(T=2, K=64, V=64, decay="weak", channels=True, chunk=None), BF16, ["pallas", *XLA]),
+    (Case(T=2, K=64, V=64, erase=True, keys="early", chunk=None), BF16, ["pallas", *XLA]),
+    (Case(T=2, K=64, V=64, keys="write", chunk=None), BF16, XLA),
   ],
   ids=str,
 )
@@ -209,6 +250,7 @@ def test_what_hopper_runs(hopper, case, dtype, expected):
     (dataclasses.replace(SMALL, chunk=32), BF16, "chunk_size=32"),
     (dataclasses.replace(SMALL, K=129), BF16, "q is 129 wide"),
     (dataclasses.replace(SMALL, rates="column"), BF16, "beta has a rate for each value column"),
+    (dataclasses.replace(SMALL, keys="write"), BF16, "write_key is given"),
   ],
   ids=str,
 )

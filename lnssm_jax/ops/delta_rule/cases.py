@@ -28,7 +28,8 @@ class Case:
   shared: int = 1  # heads of v that share one of q, k and the erase key
   readers: int = 1  # heads of q that share all else
   channels: bool = False  # a decay per key channel
-  keys: str = ""  # "write" with a write key, "before" also erasing before the decay
+  # "write" with a write key, "before" also erasing before the decay, "early" that alone
+  keys: str = ""
 
   @property
   def strength(self) -> str:
@@ -96,8 +97,18 @@ KERNELS = [
   Case(T=150, K=72, V=20, decay="weak", erase=True, segments=True, H=1),
   Case(T=15, K=16, V=20, decay="weak", erase=True, H=2, shared=2),
   Case(T=15, K=16, V=20, decay="weak", H=2, readers=2),
+  # A decay per key channel.
+  Case(T=66, K=16, V=20, decay="ordinary", channels=True, segments=True, keys="early", H=1),
 ]
 KERNEL_SWEEP = [
+  Case(T=15, K=16, V=20, decay="weak", channels=True, H=2, shared=2),
+  Case(T=15, K=16, V=20, decay="weak", channels=True, erase=True, H=2, readers=2),
+  Case(T=130, K=72, V=80, decay="weak", channels=True, erase=True, segments=True, H=1),
+  Case(T=66, K=80, V=24, decay="uneven", channels=True, H=1),
+  Case(T=130, K=16, V=24, decay="lasting", channels=True, H=1),
+  Case(T=66, K=16, V=24, decay="extreme", channels=True, segments=True, H=1),
+  Case(T=66, K=16, V=24, decay="extreme", channels=True, erase=True, keys="early", H=1),
+  Case(T=15, K=16, V=136, decay="ordinary", erase=True, keys="early", H=1),
   Case(T=15, K=16, V=136, decay="weak", H=4, shared=2),
   Case(T=15, K=16, V=136, decay="weak", erase=True, H=4, readers=2),
   Case(T=1, K=16, V=16, decay="weak", erase=True, H=4, readers=2),
@@ -131,14 +142,14 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     inputs["erase_key"] = _unit(inputs["k"] + 0.2 * rng.normal(size=keys))
   if case.decay:
     inputs["log_decay"] = log_decay(rng, (B, T, H, K) if case.channels else (B, T, H), case.decay)
-  if case.keys:
+  if case.keys in ("write", "before"):
     inputs["write_key"] = rng.normal(size=keys)
   return inputs
 
 
 def _arguments(case: Case, inputs):
   options = {n: inputs.get(n) for n in ("log_decay", "erase_key", "write_key")}
-  options |= {"scale": 0.7, "erase_before_decay": case.keys == "before"}
+  options |= {"scale": 0.7, "erase_before_decay": case.keys in ("before", "early")}
   return tuple(inputs[n] for n in ("q", "k", "v", "beta")), options
 
 

@@ -177,7 +177,7 @@ def decayed_chunks(
 
 
 def decayed_stage(chunks: DecayedChunks, v: jax.Array, tables: jax.Array) -> Stage:
-  """What the recurrence reads of decayed chunks; `v`: values or, in reverse, G."""
+  """The inputs of the recurrence, of decayed chunks; `v`: values or, in reverse, G."""
   return Stage(
     chunks.erase_key,
     chunks.inverse,

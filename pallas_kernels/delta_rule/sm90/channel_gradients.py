@@ -197,15 +197,12 @@ class _Chunk:
   def run(self) -> None:
     """Computes and stores all."""
     at, gmem, smem, tiles, backend = self.at, self.gmem, self.smem, self.smem.tiles, self.backend
-    copies = Tiles(
-      *(x if x is None else self._of_tokens(x).at[:, at.channels] for x in gmem.tiles[:3]),
-      self._of_tokens(gmem.tiles.d_out),
-      self._of_chunk(gmem.tiles.x),
-      self._of_chunk(gmem.tiles.y),
-    )
-    present = [n for n, x in enumerate(copies) if x is not None]
-    for n in present:
-      plgpu.copy_gmem_to_smem(copies[n], tiles[n], smem.arrived_barrier.at[n])
+    copies = [x if x is None else self._of_tokens(x).at[:, at.channels] for x in gmem.tiles[:3]]
+    copies.append(self._of_tokens(gmem.tiles.d_out))
+    copies += [self._of_chunk(x) for x in (gmem.tiles.x, gmem.tiles.y)]
+    present = [(n, x) for n, x in enumerate(copies) if x is not None]
+    for n, source in present:
+      plgpu.copy_gmem_to_smem(source, tiles[n], smem.arrived_barrier.at[n])
     barriers = [smem.arrived_barrier.at[len(tiles) + n] for n in range(3)]
     of_state = lambda ref: self._of_chunk(ref).at[:, at.channels]
     plgpu.copy_gmem_to_smem(of_state(gmem.states), smem.state, barriers[0])
@@ -213,7 +210,7 @@ class _Chunk:
     rate = load_row_vector(table.at[at.chunk, 0])
     mask = gmem.documents.mask(at, causal_mask(at.size))
     strict = gmem.documents.mask(at, causal_mask(at.size, strict=True))
-    for n in present:
+    for n, _ in present:
       plgpu.barrier_wait(smem.arrived_barrier.at[n])
     plgpu.barrier_wait(barriers[0])
     x, y = transpose_ref(tiles.x), transpose_ref(tiles.y)
