@@ -39,7 +39,7 @@ def answers(
       temperature=0.0 if top_p is None else 1.0,
       top_p=top_p,
       seed=tuple(seeds[first : first + batch]),
-      stop_token=loaded.tokenizer.end_of_text,
+      stop_token=loaded.stop_tokens,
     )
     part = prompts[first : first + batch]
     found += texts.complete(loaded.model, loaded.tokenizer, part, options, until=until)

@@ -131,12 +131,16 @@ class Tensors(Mapping[str, np.ndarray]):
     return files
 
 
-def sample(folder: Path) -> dict[str, Any]:
-  """Settings of `LoadedModel.generate`, of generation_config.json: those that it has."""
+def sample(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+  """Settings of `LoadedModel.generate`, of generation_config.json: those that it has.
+
+  Tokens that end a text are its own, or else those of config.json, as in transformers.
+  """
+  ends = _ends(folder / CONFIG, config)
   if not (folder / GENERATION).exists():
-    return {}
+    return _stops(ends)
   values = plain(_json(folder / GENERATION))
-  found: dict[str, Any] = {}
+  found: dict[str, Any] = _stops(_ends(folder / GENERATION, values) or ends)
   for theirs, (ours, kinds) in _GENERATION.items():
     value = values.get(theirs)
     if value is None:
@@ -147,11 +151,6 @@ def sample(folder: Path) -> dict[str, Any]:
         f"{MOST_TOKENS:,}."
       )
     found[ours] = value
-  ends = values.get("eos_token_id")
-  if isinstance(ends, list):
-    if any(type(end) is not int or not 0 <= end < MOST_TOKENS for end in ends):
-      raise ExportError(f"{folder / GENERATION}: eos_token_id={ends!r:.80} are no tokens.")
-    found["stop_tokens"] = tuple(ends)
   if found.get("top_k") == 0:  # no limit, there
     del found["top_k"]
   if values.get("do_sample") is not True:  # the default of transformers, whatever the temperature
@@ -178,11 +177,21 @@ def tokenizer(folder: Path, config: Mapping[str, Any]) -> FileTokenizer:
     DataError: it is missing, a link, or unusable, or the package `tokenizers` is not installed.
     ExportError: eos_token_id is no token.
   """
-  path, ends = folder / TOKENIZER, config.get("eos_token_id")
-  end = ends[0] if isinstance(ends, list) and ends else ends
-  if end is not None and (type(end) is not int or not 0 <= end < MOST_TOKENS):
-    raise ExportError(f"{folder / CONFIG}: eos_token_id={ends!r:.80} is no token.")
-  return FileTokenizer(path, follow_links=False, end_of_text=end)
+  end = next(iter(_ends(folder / CONFIG, config)), None)
+  return FileTokenizer(folder / TOKENIZER, follow_links=False, end_of_text=end)
+
+
+def _ends(path: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
+  """eos_token_id of a file: one token, several, or none."""
+  given = values.get("eos_token_id")
+  ends = given if isinstance(given, list) else [] if given is None else [given]
+  if any(type(end) is not int or not 0 <= end < MOST_TOKENS for end in ends):
+    raise ExportError(f"{path}: eos_token_id={given!r:.80} is no token, or no list of them.")
+  return tuple(ends)
+
+
+def _stops(ends: tuple[int, ...]) -> dict[str, Any]:
+  return {"stop_tokens": ends} if ends else {}
 
 
 def _pickles(folder: Path) -> list[str]:

@@ -107,6 +107,7 @@ class Answers:
     """Sets the model and the number of requests at once; further arguments as `lm_eval_model`."""
     self._model, self._tokenizer, self._batch = loaded.model, loaded.tokenizer, batch
     self._special_tokens: InText = special_tokens
+    self._stop_tokens = loaded.stop_tokens
     self._added = self._tokenizer.added
     before = self._added.before or self._tokenizer.encode(texts.OPENING)
     self._opening = np.array(before if prefix_token is None else [prefix_token], np.int32)
@@ -159,7 +160,10 @@ class Answers:
     alike: dict[tuple[SamplingOptions, tuple[str, ...]], list[int]] = {}
     rows = []
     for number, request in enumerate(requests):
-      (context,), given = _strings(request, "context"), request.args[1]
+      (context,), (_, given) = (
+        _strings(request, "context"),
+        _arguments(request, "context", "options"),
+      )
       options, until = how = self._sampling(given)
       rows.append(self._cut(self._context(context), options.max_tokens))
       alike.setdefault(how, []).append(number)
@@ -244,7 +248,7 @@ class Answers:
         raise ValueError(
           f"the option {name!r:.80} of a request is not known; use {', '.join((*_COUNTS, *_USED))}."
         )
-      if value is not None and value not in _NEUTRAL[name]:
+      if value is not None and not (np.isscalar(value) and value in _NEUTRAL[name]):
         neutral = " or ".join(map(repr, (*_NEUTRAL[name], None)))
         raise ValueError(
           f"{name}={value!r:.80} of a request is not implemented; leave it out, or give {neutral}."
@@ -266,14 +270,22 @@ class Answers:
       top_p=_number(given, "top_p", 1.0),
       min_p=_number(given, "min_p", 0.0) or None,
       repetition_penalty=_number(given, "repetition_penalty", 1.0),
-      stop_token=self._tokenizer.end_of_text,
+      stop_token=self._stop_tokens,
     )
     return options, until
 
 
+def _arguments(request: Any, *names: str) -> list[Any]:
+  """The first arguments of a request."""
+  found = list(request.args[: len(names)])
+  if len(found) < len(names):
+    raise ValueError(f"args={found!r:.80} of a request must be its {' and '.join(names)}.")
+  return found
+
+
 def _strings(request: Any, *names: str) -> list[str]:
   """The first arguments of a request, which must be strings."""
-  found = list(request.args[: len(names)])
+  found = _arguments(request, *names)
   for name, value in zip(names, found, strict=True):
     if not isinstance(value, str):
       raise ValueError(

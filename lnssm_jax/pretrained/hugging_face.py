@@ -67,7 +67,7 @@ def load(
   check_dtype("dtype", dtype)
   check_dtype("param_dtype", param_dtype)
   config, tensors = folders.config(folder), folders.Tensors(folder)
-  sample = folders.sample(folder)  # before the parameters, which take time
+  sample = folders.sample(folder, config)  # before the parameters, which take time
   family, settings = _of_config(folder, config, max_length)
   try:
     tensors.rename(family.older_tensors)

@@ -65,6 +65,12 @@ class LoadedModel:
     """
     return self._tokenizer()
 
+  @property
+  def stop_tokens(self) -> tuple[int, ...]:
+    """Tokens before any of which a generated text ends: the end of text, and its settings'."""
+    own = self.settings.get("sample", {}).get("stop_tokens", ())
+    return tuple(dict.fromkeys((self.tokenizer.end_of_text, *own)))
+
   def options(
     self,
     *,
@@ -106,7 +112,7 @@ class LoadedModel:
       min_p=sample.get("min_p"),
       repetition_penalty=sample.get("repetition_penalty", 1.0),
       seed=seed,
-      stop_token=(self.tokenizer.end_of_text, *sample.get("stop_tokens", ())),
+      stop_token=self.stop_tokens,
     )
 
   @overload

@@ -350,9 +350,9 @@ def test_tensor_with_a_number_that_is_not_finite_is_named(dtype, tmp_path):
 
 def test_generation_settings_with_ends_that_are_no_tokens_raise(tmp_path):
   folder = write(tmp_path, "llama", dtype=np.float32)
-  for ends in ([1, -1], [2**60], ["a"], [True]):
+  for ends in ([1, -1], [2**60], ["a"], [True], -1, "a", 1.5, {}):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    assert "eos_token_id=" in message(folder) and "are no tokens" in message(folder)
+    assert "eos_token_id=" in message(folder) and "is no token" in message(folder)
 
 
 def test_number_beyond_the_dtype_of_parameters_is_named(tmp_path):

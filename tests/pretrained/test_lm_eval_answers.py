@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from lnssm_jax import pretrained
 from lnssm_jax.pretrained import lm_eval_model
+from lnssm_jax.pretrained.harness import Answers
 from tests.peers.numbers import parameter
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -62,3 +63,13 @@ def test_answers_are_those_of_the_package(case, tmp_path, monkeypatch):
   wanted = [text for texts in recorded["generated"] for text in texts]
   for found, theirs in zip(model.generate_until(requests(*asked)), wanted, strict=True):
     assert found.removeprefix(" " if case in LOSES_SPACES else "") == theirs
+
+
+def test_answers_end_at_every_end_that_the_folder_names(tmp_path):
+  (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+  loaded = model_of(tmp_path, "metaspace_bos")
+  answers = Answers()
+  answers.bind(loaded, 1)
+  options, _ = answers._sampling({"until": ["\n"]})
+  ends = {loaded.tokenizer.end_of_text, 7, 8}
+  assert set(options.stop_tokens) == set(loaded.options().stop_tokens) == ends

@@ -369,4 +369,20 @@ def test_generation_settings_are_those_of_the_folder(tmp_path):
 )
 def test_generation_without_do_sample_is_greedy(text, temperature, tmp_path):
   (tmp_path / "generation_config.json").write_text(json.dumps(text))
-  assert folders.sample(tmp_path) == {"temperature": temperature}
+  assert folders.sample(tmp_path, {}) == {"temperature": temperature}
+
+
+@pytest.mark.parametrize(
+  ("of_config", "of_generation", "stops"),
+  [
+    ([1, 8, 9], None, (1, 8, 9)),  # without generation_config.json
+    ([1, 8, 9], {}, (1, 8, 9)),
+    (1, {"eos_token_id": 7}, (7,)),
+    (1, {"eos_token_id": [9, 7]}, (9, 7)),
+    (None, {}, None),
+  ],
+)
+def test_generated_text_ends_where_transformers_ends_it(of_config, of_generation, stops, tmp_path):
+  if of_generation is not None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(of_generation))
+  assert folders.sample(tmp_path, {"eos_token_id": of_config}).get("stop_tokens") == stops

@@ -151,6 +151,7 @@ def test_options_of_a_request_are_used(loaded, package):
 @pytest.mark.parametrize(
   ("options", "message"),
   [
+    ({"num_beams": np.ones(2)}, r"num_beams=array.* of a request is not implemented; leave it out"),
     ({"num_beams": 2}, r"num_beams=2 of a request is not implemented; leave it out, or give 1"),
     ({"no_repeat_ngram_size": 3}, r"no_repeat_ngram_size=3 of a request is not implemented"),
     ({"bad_words_ids": [[1]]}, r"bad_words_ids=\[\[1\]\] of a request is not implemented"),
@@ -187,6 +188,9 @@ def test_texts_that_cannot_be_scored_raise(loaded, package):
     model.loglikelihood_rolling(requests((None,)))
   with pytest.raises(ValueError, match=r"^the context of a request is None of type NoneType"):
     model.generate_until(requests((None, {})))
+  for ask, args in ((model.loglikelihood, ("a",)), (model.generate_until, ("a",))):
+    with pytest.raises(ValueError, match=r"^args=\['a'\] of a request must be its context and "):
+      ask(requests(args))
 
 
 def test_missing_package_is_named(loaded, monkeypatch):
