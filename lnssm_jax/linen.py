@@ -30,6 +30,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import MIXERS as _NNX_MIXERS
 from lnssm_jax.mixers import Mixer, shard_time
+from lnssm_jax.models import Backbone as _NNXBackbone
 from lnssm_jax.models import LanguageModel as _NNXLanguageModel
 from lnssm_jax.models import VisionModel as _NNXVisionModel
 
@@ -150,10 +151,11 @@ class _Faces(Mapping[str, type[Face]]):
 
 
 MIXERS: Mapping[str, type[Face]] = _Faces()
+Backbone = face(_NNXBackbone)
 LanguageModel = face(_NNXLanguageModel)
 VisionModel = face(_NNXVisionModel)
 
-__all__ = ["MIXERS", "Face", "LanguageModel", "VisionModel", "face"]
+__all__ = ["MIXERS", "Backbone", "Face", "LanguageModel", "VisionModel", "face"]
 __all__ += sorted(mixer.__name__ for mixer in _NNX_MIXERS.values())
 
 

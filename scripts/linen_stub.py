@@ -59,6 +59,19 @@ class LanguageModel(Face):
   def init_state(self, batch_size: int) -> LayerStates: ...
   def module(self) -> models.LanguageModel: ...
 
+class Backbone(Face):
+{backbone}
+  def __call__(
+    self,
+    x: jax.Array,
+    state: LayerStates | None = ...,
+    segment_ids: jax.Array | None = ...,
+    *,
+    lengths: jax.Array | None = ...,
+  ) -> tuple[jax.Array, LayerStates | None]: ...
+  def init_state(self, batch_size: int) -> LayerStates | None: ...
+  def module(self) -> models.Backbone: ...
+
 class VisionModel(Face):
 {vision_model}
   def __call__(self, images: jax.Array) -> jax.Array: ...
@@ -77,8 +90,12 @@ def stub() -> str:
     f"class {face.__name__}(_MixerFace[{_annotation(_state(face.wrapped))}]):\n{_fields(face)}"
     for face in faces
   ]
-  language_model, vision_model = map(_fields, (linen.LanguageModel, linen.VisionModel))
-  head = _HEAD.format(language_model=language_model, vision_model=vision_model)
+  models = {
+    "language_model": linen.LanguageModel,
+    "backbone": linen.Backbone,
+    "vision_model": linen.VisionModel,
+  }
+  head = _HEAD.format(**{name: _fields(face) for name, face in models.items()})
   command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "linen.pyi", "-"]
   text = "\n\n".join([head, *classes])
   if "Literal[" in text:

@@ -19,6 +19,7 @@ from lnssm_jax.mixers.common.calls import single as single
 from lnssm_jax.mixers.common.calls import step as step
 from lnssm_jax.mixers.common.complex_state import ComplexState as ComplexState
 from lnssm_jax.mixers.common.expansion import expand_partitions as expand_partitions
+from lnssm_jax.mixers.common.kernels import redraw as redraw
 from lnssm_jax.mixers.common.routing import Aux as Aux
 from lnssm_jax.mixers.delta_net import DeltaNet as DeltaNet
 from lnssm_jax.mixers.delta_net import DeltaNetState as DeltaNetState

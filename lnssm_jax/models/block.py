@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers import Mixer, shard_time
+from lnssm_jax.mixers import Mixer, redraw, shard_time
 from lnssm_jax.mixers.common.norms import NORMS
 from lnssm_jax.mixers.common.routing import Aux
+from lnssm_jax.models.bidirectional import SHARED, Bidirectional
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
-from lnssm_jax.models.config import ModelConfig
+from lnssm_jax.models.config import BackboneConfig, ModelConfig
 from lnssm_jax.models.dropout import AFTER_CHANNEL_MIXER, AFTER_MIXER, LayerDropout
 from lnssm_jax.models.options import mixer_class
 from lnssm_jax.ops.core.states import register_state
@@ -43,21 +44,6 @@ def make_mixer(
   return build(dim, **taken, **options)
 
 
-def redraw(module: nnx.Module, *, std: float, output_std: float, rngs: nnx.Rngs) -> None:
-  """Draws the kernels of all linear layers in `module` again, normal with standard deviation `std`.
-
-  Those of the last layers, `o_proj` and `down`, whose outputs the residual stream adds up, have
-  `output_std`. Biases stay.
-  """
-  layers: Any = nnx.iter_modules(module)
-  for path, layer in layers:
-    if isinstance(layer, nnx.Linear):
-      size = output_std if path[-1] in ("o_proj", "down") else std
-      kernel = layer.kernel[...]
-      drawn = size * jax.random.normal(rngs.params(), kernel.shape, jnp.float32)
-      layer.kernel[...] = drawn.astype(kernel.dtype)
-
-
 class Block(nnx.Module):
   """x + mixer(norm(x)), then x + channel_mixer(norm(x)): [B, T, D] -> [B, T, D] in `dtype`.
 
@@ -74,7 +60,7 @@ class Block(nnx.Module):
 
   def __init__(
     self,
-    config: ModelConfig,
+    config: ModelConfig | BackboneConfig,
     *,
     mixer: str | type[Mixer],
     mixer_options: Mapping[str, Any],
@@ -91,7 +77,9 @@ class Block(nnx.Module):
     self.mixer_norm = new_norm()
     place: dict[str, Any] = {"layer": layer, "num_layers": num_layers}
     own: dict[str, Any] = {"num_heads": config.num_heads} | dict(mixer_options)
-    self.mixer = make_mixer(mixer, dim, **place, **own, **dtypes, rngs=rngs)
+    new = lambda: make_mixer(mixer, dim, **place, **own, **dtypes, rngs=rngs)
+    both = getattr(config, "direction", "causal") == "both"
+    self.mixer: Any = Bidirectional(new, shared=SHARED) if both else new()
     if (channel_mixer_class := CHANNEL_MIXERS[config.channel_mixer]) is None:
       self.channel_norm = self.channel_mixer = None
     else:
@@ -102,12 +90,13 @@ class Block(nnx.Module):
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
     if matrix_std is not None:
       branches = 1 if self.channel_mixer is None else 2
-      sizes = {"std": matrix_std, "output_std": matrix_std / math.sqrt(branches * num_layers)}
+      normal = nnx.initializers.normal
+      usual, smaller = normal(matrix_std), normal(matrix_std / math.sqrt(branches * num_layers))
       if self.mixer.starts_as_model:
-        own = sizes if self.mixer.output_starts_smaller else sizes | {"output_std": matrix_std}
-        redraw(self.mixer, **own, rngs=rngs)
+        last = smaller if self.mixer.output_starts_smaller else usual
+        redraw(self.mixer, usual, output_init=last, rngs=rngs)
       if self.channel_mixer is not None and not isinstance(self.channel_mixer, Mixer):
-        redraw(self.channel_mixer, **sizes, rngs=rngs)
+        redraw(self.channel_mixer, usual, output_init=smaller, rngs=rngs)
     if sequence_axis is not None:
       shard_time(self.mixer, sequence_axis)
       if isinstance(self.channel_mixer, Mixer):
@@ -118,8 +107,8 @@ class Block(nnx.Module):
   def init_state(self, batch_size: int) -> BlockState:
     """The state before the first token. float32."""
     channel = self.channel_mixer
-    state = channel.init_state(batch_size) if isinstance(channel, Mixer) else None
-    return BlockState(self.mixer.init_state(batch_size), state)
+    init = lambda layer: layer.init_state(batch_size) if isinstance(layer, Mixer) else None
+    return BlockState(init(self.mixer), init(channel))
 
   def __call__(
     self,
@@ -131,6 +120,9 @@ class Block(nnx.Module):
   ) -> tuple[jax.Array, BlockState]:
     """Returns (x [B, T, D], the state after the last token); `dropout` None drops nothing."""
     mix = lambda *args, **key: (*self.mixer(*args, **key), None)
+    if isinstance(self.mixer, Bidirectional):
+      both = self.mixer
+      mix = lambda x, _, ids, **key: (both(x, segment_ids=ids, **key), None, None)
     return self._run(mix, x, state, segment_ids, dropout)[:2]
 
   def with_aux(

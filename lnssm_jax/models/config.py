@@ -105,6 +105,23 @@ class ModelConfig(LayersConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BackboneConfig(LayersConfig):
+  """Settings of a `Backbone`.
+
+  Attributes:
+    direction: "causal", with a state; or "both", in which each layer reads the sequence from either
+      end (`Bidirectional`).
+    channel_mixer, channel_hidden, channel_mixer_options, unroll: as of `ModelConfig`.
+  """
+
+  direction: Literal["causal", "both"] = "causal"
+  channel_mixer: str = "gpt2"  # "swiglu", "geglu", "rwkv6_channel_mix", "none", ...
+  channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
+  channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+  unroll: int | None = None  # layers per iteration of the layer scan; None: all on a GPU, else 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionConfig(LayersConfig):
   """Settings of a `VisionModel`, with one mixer in both directions.
 

@@ -181,9 +181,19 @@ def have_dropout(blocks: Any) -> bool:
   return any(stack.residual_dropout or stack.mixer.attention_dropout for stack in _stacks(blocks))
 
 
+def check_both_ways(blocks: Any) -> None:
+  """Raises ValueError for mixers whose layers share a table: `tied` knows one direction."""
+  for stack in _stacks(blocks):
+    if stack.mixer.forward.tied is not None:
+      raise ValueError(
+        f"direction='both': layers of {type(stack.mixer.forward).__name__} share"
+        f" {stack.mixer.forward.tied}, in one direction only; use another option of it."
+      )
+
+
 def tied(blocks: Any) -> Any:
   """The blocks to run: where mixers share a table over layers (`Mixer.tied`), their rows of it."""
-  if all(stack.mixer.tied is None for stack in _stacks(blocks)):
+  if all(getattr(stack.mixer, "tied", None) is None for stack in _stacks(blocks)):
     return blocks
   blocks = jax.tree.map(lambda x: x, blocks)  # the model keeps its table
   stacks = _stacks(blocks)

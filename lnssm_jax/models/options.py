@@ -66,6 +66,8 @@ def check(config: Any) -> None:
   if not hasattr(config, "channel_mixer"):
     return
   check_channel_mixer(config.channel_mixer, config.channel_hidden, config.channel_mixer_options)
+  if not hasattr(config, "vocab_size"):
+    return
   check_soft_cap("logit_soft_cap", config.logit_soft_cap)
   if config.initialization == "lnssm" and not config.embedding_norm:
     raise ValueError(

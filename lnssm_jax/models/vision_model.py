@@ -5,72 +5,22 @@ each block a forward and a backward mixer whose mean is added to the residual st
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.checks import check_rngs
-from lnssm_jax.mixers.common.lengths import checked_lengths, flipped, without_padding
+from lnssm_jax.models.bidirectional import SHARED, Bidirectional
 from lnssm_jax.models.block import NORMS, make_mixer
 from lnssm_jax.models.config import VisionConfig
 from lnssm_jax.models.dropout import AFTER_MIXER, LayerDropout, ModelDropout
 from lnssm_jax.models.layers import REMAT_POLICIES
 from lnssm_jax.models.options import configured
 from lnssm_jax.ops.core.checks import check_floating, check_shape
-from lnssm_jax.ops.core.dropout import dropout, fold, token_keys
+from lnssm_jax.ops.core.dropout import dropout, token_keys
 from lnssm_jax.ops.core.explicit_axes import under_auto_axes
-
-# Submodules that the two directions share, if a mixer has them: the projections in and out.
-SHARED = ("in_proj", "o_proj")
-
-
-class Bidirectional(nnx.Module):
-  """(mixer(x) + flip(mixer'(flip(x)))) / 2: [B, T, D] -> [B, T, D], without a state.
-
-  The two mixers, both built by `new`, have parameters of their own but for the submodules in
-  `shared`, which are the first's.
-  """
-
-  def __init__(self, new: Callable[[], Mixer], *, shared: Sequence[str]):
-    self.forward = new()
-    own = nnx.to_pure_dict(nnx.state(new(), nnx.Param))
-    self.backward = _parameters({name: own[name] for name in own if name not in shared})
-
-  def __call__(
-    self,
-    x: jax.Array,
-    *,
-    lengths: jax.Array | None = None,
-    dropout_key: jax.Array | None = None,
-  ) -> jax.Array:
-    """The mean of both directions, [B, T, D]; the key is [B, 2] uint32, of the rows.
-
-    `lengths` [B], integers from 0 to T, are those of rows padded on the right: each is read
-    backward from its own last token, and the result is 0 at padding, which may hold anything.
-
-    Raises:
-      ValueError: `lengths` have another shape or dtype, or one is known to be outside.
-    """
-    ends = None
-    if lengths is not None:
-      ends = checked_lengths("Bidirectional", lengths, x, None, None)
-    x = without_padding(x, ends)
-    graph, params = nnx.split(self.forward, nnx.Param)
-    own = nnx.to_pure_dict(nnx.state(self.backward, nnx.Param))
-    backward: Any = nnx.merge(graph, nnx.to_pure_dict(params) | own)
-    keys = [None if dropout_key is None else fold(dropout_key, number) for number in range(2)]
-    y = flipped(backward(flipped(x, ends), dropout_key=keys[1])[0], ends)
-    return without_padding((self.forward(x, dropout_key=keys[0])[0] + y) / 2, ends)
-
-
-def _parameters(tree: Mapping[str, Any]) -> nnx.Dict:
-  """A nested dictionary of arrays as one of parameters."""
-  inner = lambda leaf: _parameters(leaf) if isinstance(leaf, Mapping) else nnx.Param(leaf)
-  return nnx.Dict({name: inner(leaf) for name, leaf in tree.items()})
 
 
 class VisionBlock(nnx.Module):

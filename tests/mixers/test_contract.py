@@ -260,6 +260,7 @@ def test_transformations_equal_plain_calls(name):
 def test_bad_inputs_raise_with_the_argument_named(name):
   mixer = jax.eval_shape(functools.partial(initial, name))
   x, shape = jnp.ones((B, 5, DIM)), jax.ShapeDtypeStruct
+  assert {leaf.shape[0] for leaf in jax.tree.leaves(mixer.init_state(11))} == {11}  # rows first
   state = jax.tree.map(lambda s: shape((3, *s.shape[1:]), s.dtype), mixer.init_state(B))
   wrong = {
     r"x has shape \(5, 8\)": (x[0],),
