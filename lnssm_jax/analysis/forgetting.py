@@ -151,7 +151,15 @@ def receptive_fields(
 
 
 def _each(function, model, inputs, segment_ids, options=()) -> list[Any]:
-  found = each_layer(function, model, inputs, segment_ids, options=options)
+  try:
+    found = each_layer(function, model, inputs, segment_ids, options=options)
+  except ValueError as error:
+    if inputs is not None or isinstance(model, Mixer) or "x=None" not in str(error):
+      raise
+    raise ValueError(
+      f"{_NAME}: inputs=None, but decays of {names_of_mixers(model)} depend on the text; give"
+      " tokens [B, T], such as jnp.array([loaded.tokenizer.encode(text)])."
+    ) from None
   if all(result is None for result in found):
     names = names_of_mixers(model)
     raise NotImplementedError(f"{_NAME}: no layer has a decay; the mixers are {names}.")

@@ -85,6 +85,11 @@ def checked_inputs(model: Any, inputs: Any, segment_ids: Any = None) -> jax.Arra
       its `max_length`.
   """
   check_model(model)
+  if isinstance(inputs, str):
+    raise ValueError(
+      f"{_NAME}: inputs={inputs!r:.50} is text; give tokens, such as"
+      " jnp.array([loaded.tokenizer.encode(text)])."
+    )
   inputs = jnp.asarray(inputs)
   rank, axes = (3, "[B, T, D]") if isinstance(model, Mixer) else (2, "[B, T]")
   check_shape(_NAME, "inputs", inputs, (None,) * rank, f"{axes} of a {type(model).__name__}")

@@ -140,9 +140,9 @@ class Backbone(nnx.Module):
     # As in a `LanguageModel`: without a loop the compiler could undo a rematerialization.
     whole = self.remat == "none" and default_device().platform == "gpu"
     B, T, _ = x.shape
-    x, drops = x.astype(self.dtype), None
-    if dropout_key is not None:
-      drops = ModelDropout.of("Backbone", dropout_key, B, self.num_layers, self.drop_path)
+    x = x.astype(self.dtype)
+    drops = ModelDropout.of("Backbone", dropout_key, B, self.num_layers, self.drop_path)
+    if drops is not None:
       x = dropout(x, token_keys(drops.embedding, T), self.embedding_dropout)
     x, state, aux = layers.run(
       layers.tied(self.blocks),

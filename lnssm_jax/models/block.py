@@ -79,7 +79,8 @@ class Block(nnx.Module):
     own: dict[str, Any] = {"num_heads": config.num_heads} | dict(mixer_options)
     new = lambda: make_mixer(mixer, dim, **place, **own, **dtypes, rngs=rngs)
     both = getattr(config, "direction", "causal") == "both"
-    self.mixer: Any = Bidirectional(new, shared=SHARED) if both else new()
+    mixes: Any = Bidirectional(new, shared=SHARED) if both else new()
+    self.mixer = mixes
     if (channel_mixer_class := CHANNEL_MIXERS[config.channel_mixer]) is None:
       self.channel_norm = self.channel_mixer = None
     else:
@@ -92,8 +93,8 @@ class Block(nnx.Module):
       branches = 1 if self.channel_mixer is None else 2
       normal = nnx.initializers.normal
       usual, smaller = normal(matrix_std), normal(matrix_std / math.sqrt(branches * num_layers))
-      if self.mixer.starts_as_model:
-        last = smaller if self.mixer.output_starts_smaller else usual
+      if mixes.starts_as_model:
+        last = smaller if mixes.output_starts_smaller else usual
         redraw(self.mixer, usual, output_init=last, rngs=rngs)
       if self.channel_mixer is not None and not isinstance(self.channel_mixer, Mixer):
         redraw(self.channel_mixer, usual, output_init=smaller, rngs=rngs)

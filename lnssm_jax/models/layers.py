@@ -234,7 +234,10 @@ def place(tree: Any, layer: int) -> tuple[Any, int]:
   """(the stack that has a layer, its index there); raises as `one`."""
   layers = sum(map(_count, _stacks(tree)))
   if not isinstance(layer, numbers.Integral) or not 0 <= layer < layers:
-    raise ValueError(f"layer={layer!r} does not exist; there are {layers}, from 0 to {layers - 1}.")
+    last = f" Of the last one the number is {layers - 1}." if layer == -1 else ""
+    raise ValueError(
+      f"layer={layer!r} does not exist; there are {layers}, from 0 to {layers - 1}.{last}"
+    )
   return _stack_and_turn(tree, int(layer))
 
 

@@ -142,6 +142,11 @@ def save(
   """
   from safetensors.numpy import save_file
 
+  if "mixer" not in settings:
+    raise ExportError(
+      f"settings has {', '.join(sorted(settings)[:6])}, but no mixer; give those of the model:"
+      " loaded.settings['model']."
+    )
   folder = Path(folder)
   family, config = _family_for(settings, layout)
   params = params_of(model) if isinstance(model, nnx.Module) else model

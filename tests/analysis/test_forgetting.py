@@ -57,10 +57,11 @@ def test_half_lives_have_their_limits():
   np.testing.assert_allclose(analysis.half_lives(mixer)[0], [[np.inf, np.inf, 0, 1]], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_decays_without_text_raise_where_they_need_it():
-  with pytest.raises(ValueError, match=r"GLA.decay: x=None"):
+  with pytest.raises(ValueError, match=r"inputs=None, but decays of .*GLA.* give tokens \[B, T\]"):
     analysis.decays(model(PATTERN))
+  with pytest.raises(ValueError, match=r"inputs='some text' is text; give tokens"):
+    analysis.half_lives(model(PATTERN), "some text")
   with pytest.raises(NotImplementedError, match="no layer has a decay; the mixers are DeltaNet"):
     analysis.half_lives(tiny.starting("delta_net"), tiny.inputs(1, 2))
   with pytest.raises(ValueError, match="lives holds no half-life"):

@@ -60,3 +60,9 @@ def test_observer_gives_the_results_until_the_end_of_its_block():
   with pytest.raises(RuntimeError), observing(twice):
     raise RuntimeError
   np.testing.assert_array_equal(scan(), plain)
+
+
+def test_arguments_named_as_elsewhere_are_told_their_names():
+  x = jnp.ones((1, 2, 1, 4))
+  with pytest.raises(ValueError, match="linear_attention: no argument 'g'; here it is log_decay"):
+    ops.linear_attention(x, x, x, g=jnp.zeros((1, 2, 1)))  # pyrefly: ignore[unexpected-keyword]

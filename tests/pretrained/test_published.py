@@ -336,6 +336,8 @@ def test_save_of_a_model_that_no_family_has_says_why(tmp_path):
     hugging_face.save(tmp_path / "out", loaded.model, settings, layout="hf")
   with pytest.raises(ExportError, match="no family has this mixer"):
     hugging_face.save(tmp_path / "out", loaded.model, settings | {"mixer": "s4"}, layout="hf")
+  with pytest.raises(ExportError, match=r"no mixer; give those of the model: loaded\.settings"):
+    hugging_face.save(tmp_path / "out", loaded.model, loaded.settings, layout="hf")
   with pytest.raises(ExportError, match="layout='gguf' is unknown"):
     hugging_face.save(tmp_path / "out", loaded.model, settings, layout="gguf")
   assert not (tmp_path / "out").exists()
