@@ -98,7 +98,7 @@ KERNELS = [
   Case(T=15, K=16, V=20, decay="weak", erase=True, H=2, shared=2),
   Case(T=15, K=16, V=20, decay="weak", H=2, readers=2),
   # A decay per key channel.
-  Case(T=66, K=16, V=20, decay="ordinary", channels=True, segments=True, keys="early", H=1),
+  Case(T=66, K=16, V=20, decay="weak", channels=True, segments=True, keys="early", H=1),
 ]
 KERNEL_SWEEP = [
   Case(T=15, K=16, V=20, decay="weak", channels=True, H=2, shared=2),
