@@ -8,7 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.export import is_symbolic_dim
 
-from lnssm_jax.mixers.common.checks import check_positive, check_rngs, check_state
+from lnssm_jax.mixers.common.checks import (
+  check_options,
+  check_positive,
+  check_rngs,
+  check_state,
+)
 from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows, run_units
 from lnssm_jax.mixers.common.routing import Aux, RowSparsity
 from lnssm_jax.ops import recording
@@ -75,6 +80,7 @@ class Mixer[State](nnx.Module):
   def __new__(cls, *args: Any, **options: Any):
     if "rngs" in options:
       check_rngs(cls.__name__, options["rngs"])
+    check_options(cls, options)
     return super().__new__(cls)
 
   @under_auto_axes(argument=1)

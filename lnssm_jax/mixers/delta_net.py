@@ -14,6 +14,7 @@ from lnssm_jax.mixers.common.checks import (
   check_head_widths,
   check_heads,
   check_positive,
+  check_width,
 )
 from lnssm_jax.mixers.common.initializers import decay_rate, step_size_bias, xavier_uniform
 from lnssm_jax.mixers.common.norms import RMSNorm, unit_norm
@@ -60,12 +61,7 @@ def value_widths(
       "and key head serves equally many value heads."
     )
   key_dim = check_heads(dim, num_heads) if head_dim is None else head_dim
-  value_dim = round(expand_v * check_positive("head_dim", key_dim))
-  if value_dim < 1 or value_dim != expand_v * key_dim:
-    raise ValueError(
-      f"expand_v={expand_v} must be positive and give values a whole width, but with K={key_dim} "
-      f"it gives {expand_v * key_dim}; change one of the two."
-    )
+  value_dim = check_width("expand_v", expand_v, "head_dim", check_positive("head_dim", key_dim))
   return values, key_dim, value_dim
 
 

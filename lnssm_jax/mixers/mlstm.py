@@ -76,7 +76,7 @@ class MLSTM(Mixer[MLSTMState]):
     expand_k: H K / D, of queries and keys ("qk_dim_factor" in transformers); None means 0.5.
     expand_v: H V / D, of values ("v_dim_factor"); None means 1.
     expand, conv_size, block_size: of a block: E / D ("proj_factor"), W, and the channels of each
-      of the blocks of W_q, W_k and W_v ("qkv_proj_blocksize").
+      of the blocks of W_q, W_k and W_v ("qkv_proj_blocksize"); None means 2, 4 and 4.
     gate_soft_cap: c, a positive number; None for cap(z) = z, with log i_t clipped to +-1,000.
     denominator_eps: eps ("eps" in transformers); 0 as in the equations of the paper.
     use_bias: whether projections and the norm have biases, but for W_i and W_f, which always do.
@@ -89,7 +89,7 @@ class MLSTM(Mixer[MLSTMState]):
 
   Raises:
     ValueError: a size does not fit, `variant` is unknown, `gate_soft_cap` is not positive and
-      finite, `denominator_eps` is negative, or a block is given `expand_k` or `expand_v`.
+      finite, `denominator_eps` is negative, or an option is of the other variant.
 
   Sources: xLSTM (Beck et al. 2024), eqs. 19-27; the layer and its initial values, xLSTM 7B (Beck et
   al. 2025) as in `xLSTMLayer` of transformers: kernels normal with variance 2 / (5 D), that of W_o
@@ -111,9 +111,9 @@ class MLSTM(Mixer[MLSTMState]):
     variant: str = "layer",
     expand_k: float | None = None,
     expand_v: float | None = None,
-    expand: int = 2,
-    conv_size: int = 4,
-    block_size: int = 4,
+    expand: int | None = None,
+    conv_size: int | None = None,
+    block_size: int | None = None,
     gate_soft_cap: float | None = 15.0,
     denominator_eps: float = 1e-6,
     use_bias: bool = False,
@@ -125,12 +125,11 @@ class MLSTM(Mixer[MLSTMState]):
   ):
     self.variant = check_choice("variant", variant, VARIANTS)
     if variant == "block":
-      if expand_k is not None or expand_v is not None:
-        raise ValueError(
-          f"expand_k={expand_k} and expand_v={expand_v}: a block has expand={expand} for both; "
-          "leave them out."
-        )
-      expand_k = expand_v = check_positive("expand", expand)
+      _check_absent(variant, "expand of both", expand_k=expand_k, expand_v=expand_v)
+      expand_k = expand_v = check_positive("expand", 2 if expand is None else expand)
+    else:
+      own = {"expand": expand, "conv_size": conv_size, "block_size": block_size}
+      _check_absent(variant, "expand_k and expand_v, and no convolution", **own)
     factors = 0.5 if expand_k is None else expand_k, 1.0 if expand_v is None else expand_v
     self.key_dim, self.value_dim = check_head_widths(dim, num_heads, *factors)
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(dtype)
@@ -155,7 +154,8 @@ class MLSTM(Mixer[MLSTMState]):
       self.v_proj, self.g_proj = linear(dim, values), linear(dim, values)
     else:
       inputs, i_bias = 3 * values, nnx.initializers.normal(0.1)
-      if values % check_positive("block_size", block_size):
+      block_size = check_positive("block_size", 4 if block_size is None else block_size)
+      if values % block_size:
         raise ValueError(
           f"block_size={block_size} does not divide expand * dim = {values}; use a divisor."
         )
@@ -164,9 +164,9 @@ class MLSTM(Mixer[MLSTMState]):
       )
       self.in_proj, self.skip = linear(dim, 2 * values), nnx.Param(jnp.ones(values, param_dtype))
       self.q_blocks, self.k_blocks, self.v_blocks = blocks(), blocks(), blocks()
-    size, has_conv = check_positive("conv_size", conv_size), variant == "block"
+    size = check_positive("conv_size", 4 if conv_size is None else conv_size)
     conv = functools.partial(ShortConvolution, values, size, activation="silu", **options)
-    self.conv = conv() if has_conv else None
+    self.conv = conv() if variant == "block" else None
     self.i_proj = gate(inputs, i_bias)
     self.f_proj = gate(inputs, of(jnp.linspace(3.0, 6.0, num_heads)))
     norm = LayerNorm if use_bias else LayerNormWithoutBias
@@ -236,6 +236,13 @@ class MLSTM(Mixer[MLSTMState]):
     out = self.o_proj(y.astype(self.dtype)).astype(self.dtype)
     kv = recurrent.kv * jnp.exp(u_last - last)[..., None, None]
     return out, MLSTMState(conv, LinearAttentionState(kv[..., :-1], kv[..., -1]), last)
+
+
+def _check_absent(variant: str, has: str, **options: int | float | None) -> None:
+  """Raises `ValueError` for an option of the other variant."""
+  for name, value in options.items():
+    if value is not None:
+      raise ValueError(f"{name}={value!r}: variant={variant!r} has {has}; leave {name} out.")
 
 
 def _with_ones(state: LinearAttentionState, exponent: jax.Array) -> LinearAttentionState:

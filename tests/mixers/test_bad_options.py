@@ -1,5 +1,6 @@
 """Options of mixers that are wrong raise ValueError naming the option, its value and the rule."""
 
+import inspect
 import math
 
 import pytest
@@ -60,7 +61,8 @@ BAD = {
   "kda": [
     ({"lower_bound": 5.0}, "lower_bound=5.0 must be a finite negative number"),
     ({"lower_bound": -math.inf}, "lower_bound=-inf must be a finite negative number"),
-    ({"expand_v": 0.3}, "expand_v=0.3 must"),
+    ({"expand_v": 0.3}, "expand_v=0.3 of head_dim=4 gives 1.2"),
+    ({"expand_v": math.inf}, "expand_v=inf must be a positive, finite number"),
   ],
   "lcsm": [
     ({"code": "1-12-1-0"}, "code='1-12-1-0' must be 'e-o-s-a'"),
@@ -179,7 +181,11 @@ BAD = {
     ({"gate_soft_cap": 0.0}, "gate_soft_cap=0.0 must be positive and finite, or None"),
     ({"gate_soft_cap": math.inf}, "gate_soft_cap=inf must be positive and finite, or None"),
     ({"variant": "large"}, "variant='large' is unknown"),
-    ({"variant": "block", "expand_k": 1.0}, "a block has expand=2 for both; leave them out"),
+    ({"variant": "block", "expand_k": 1.0}, "expand_k=1.0: variant='block' has expand of both"),
+    *(
+      ({name: 2}, f"{name}=2: variant='layer' has")
+      for name in ("expand", "conv_size", "block_size")
+    ),
     ({"variant": "block", "block_size": 3}, "block_size=3 does not divide expand \\* dim = 16"),
     ({"denominator_eps": -1.0}, "denominator_eps=-1.0 must be .* of at least 0"),
     ({"expand_k": 0.3}, "expand_k=0.3 of dim=8"),
@@ -206,6 +212,22 @@ def build(name, *, dim=DIM, **options):
 def test_bad_options_raise_with_the_option_named(name, options, message):
   with pytest.raises(ValueError, match=message):
     build(name, **options)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_flags_and_numbers_that_are_of_another_type_raise(name):
+  kinds = {bool: ("yes", "must be True or False"), float: ("a", "must be a finite number")}
+  kinds[float | None] = kinds[float]
+  for option in inspect.signature(MIXERS[name].__init__).parameters.values():
+    value, rule = kinds.get(option.annotation, (None, None))
+    if value is not None:
+      with pytest.raises(ValueError, match=f"^{option.name}='{value}' {rule}"):
+        build(name, **{option.name: value})
+
+
+def test_width_of_values_is_whole_by_a_factor_that_is_rounded():
+  mixer = build("kda", head_dim=49, expand_v=1 / 49)  # 49 (1 / 49) is below 1 in float64
+  assert mixer.init_state(1).recurrent.kv.shape == (1, 2, 49, 1)
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -268,6 +268,7 @@ def test_positions_continue_with_the_state_and_restart_at_boundaries():
       r"initial_state.k has shape \(2, 3, 2, 4\).*\[2, 4, 2, 4\]",
     ),
     ({"initial_state": empty_state(value_dim=K)}, r"initial_state.v has shape"),
+    ({"sinks": jnp.full(H, jnp.inf, jnp.bfloat16)}, r"sinks=\[.*\] must be finite logits"),
     (
       {"initial_state": empty_state()._replace(position=jnp.zeros(3))},
       r"initial_state.position has shape \(3,\)",

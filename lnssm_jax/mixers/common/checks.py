@@ -1,8 +1,10 @@
 """Argument checks shared by mixers and models."""
 
 import difflib
+import functools
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import jax
@@ -41,6 +43,27 @@ def check_rngs(name: str, rngs: Any) -> None:
   """Raises `ValueError` unless `rngs`, an argument of `name`, are Flax's."""
   if not isinstance(rngs, nnx.Rngs):
     raise ValueError(f"{name}: rngs={rngs!r} must be flax's nnx.Rngs, such as nnx.Rngs(0).")
+
+
+def check_options(cls: type, options: Mapping[str, Any]) -> None:
+  """Raises `ValueError` unless options of `cls` that are flags or numbers are given as such.
+
+  They are those that its constructor annotates with bool, or with float and maybe None.
+  """
+  kinds = _kinds(cls)
+  for name, value in options.items():
+    kind = kinds.get(name)
+    if kind is bool and not isinstance(value, bool):
+      raise ValueError(f"{name}={value!r} must be True or False.")
+    number = kind is float or (kind == float | None and value is not None)
+    if number and not is_number(value):
+      raise ValueError(f"{name}={value!r} must be a finite number.")
+
+
+@functools.cache
+def _kinds(cls: type) -> dict[str, Any]:
+  parameters = inspect.signature(cls.__init__).parameters.values()
+  return {x.name: x.annotation for x in parameters}
 
 
 def check_dtype(name: str, dtype: Any) -> None:
@@ -102,13 +125,22 @@ def check_groups(name: str, number: int | None, num_heads: int) -> int:
   return given
 
 
-def check_width(name: str, dim: int, factor: float, num_heads: int) -> int:
-  """Returns factor * dim, or raises `ValueError` unless each head gets a whole number of it."""
-  width = round(factor * dim)
-  if factor <= 0 or width != factor * dim or width % num_heads:
+def check_width(name: str, factor: float, of: str, size: int, num_heads: int = 1) -> int:
+  """Returns factor * size, `size` being the argument `of`, as a multiple of `num_heads`.
+
+  A factor such as 1 / 49 need not be exact.
+
+  Raises:
+    ValueError: `factor` is not a positive number, or gives no whole multiple.
+  """
+  if not is_number(factor) or not 0 < factor < math.inf:
+    raise ValueError(f"{name}={factor!r} must be a positive, finite number.")
+  width = round(factor * size)
+  if width % num_heads or not math.isclose(width, factor * size, rel_tol=1e-9):
+    heads = "integer" if num_heads == 1 else f"multiple of num_heads={num_heads}"
     raise ValueError(
-      f"{name}={factor} of dim={dim} gives {factor * dim} channels, which must be a positive "
-      f"multiple of num_heads={num_heads}; change one of the three."
+      f"{name}={factor} of {of}={size} gives {factor * size} channels, which must be a positive "
+      f"{heads}; change one of them."
     )
   return width
 
@@ -119,8 +151,8 @@ def check_head_widths(
   """Returns the widths of a head's keys and values, expand_k D / H and expand_v D / H."""
   check_positive("dim", dim)
   check_positive("num_heads", num_heads)
-  keys = check_width("expand_k", dim, expand_k, num_heads)
-  return keys // num_heads, check_width("expand_v", dim, expand_v, num_heads) // num_heads
+  width = lambda name, factor: check_width(name, factor, "dim", dim, num_heads) // num_heads
+  return width("expand_k", expand_k), width("expand_v", expand_v)
 
 
 def check_normalizer(value: float) -> float:

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.export import is_symbolic_dim
 
 from lnssm_jax import typing as ty
@@ -16,6 +17,7 @@ from lnssm_jax.ops.core.checks import (
   check_floating,
   check_shape,
   checked_scale,
+  has_known_values,
   is_integer,
   is_number,
 )
@@ -194,6 +196,8 @@ def attention(
     sinks = jnp.asarray(sinks)
     check_floating(_NAME, "sinks", sinks)
     check_shape(_NAME, "sinks", sinks, (H,), "[H], the heads of q")
+    if has_known_values(sinks) and not np.isfinite(np.asarray(sinks)).all():
+      raise ValueError(f"{_NAME}: sinks={sinks} must be finite logits; None has no sinks.")
   keys = None
   if check_rate(f"{_NAME}: dropout", dropout) and dropout_key is not None:
     keys = token_keys(row_keys(_NAME, dropout_key, B), T, axis_name)
