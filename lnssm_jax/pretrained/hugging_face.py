@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from lnssm_jax.mixers.common.checks import check_dtype
+from lnssm_jax.mixers.common.checks import check_choice, check_dtype
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.models.settings import complete, params_of
 from lnssm_jax.pretrained import exports, folders, placing
@@ -125,6 +125,7 @@ def save(
   settings: Mapping[str, Any],
   *,
   layout: str,
+  model_type: str | None = None,
   end_of_text: int | None = None,
 ) -> None:
   """Writes a model as a folder that another project opens, with the same function.
@@ -134,6 +135,8 @@ def save(
     model: the model, or its parameters as a nested dictionary.
     settings: of the model, as `LoadedModel.settings["model"]`.
     layout: "hf" for transformers, "fla" for flash-linear-attention, "mamba_ssm" for mamba-ssm.
+    model_type: the family, where several have the function of the model, such as "qwen3_5_text"
+      and "qwen3_next"; None means the first that has it.
     end_of_text: the id of the token that ends a text (eos_token_id), if there is one.
 
   Raises:
@@ -148,7 +151,7 @@ def save(
       " loaded.settings['model']."
     )
   folder = Path(folder)
-  family, config = _family_for(settings, layout)
+  family, config = _family_for(settings, layout, model_type)
   params = params_of(model) if isinstance(model, nnx.Module) else model
   arrays = {name: np.asarray(x) for name, x in exports.flat(params).items()}
   shapes = {name: x.shape for name, x in arrays.items()}
@@ -169,12 +172,17 @@ def save(
   (folder / folders.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _family_for(settings: Mapping[str, Any], layout: str) -> tuple[Family, dict[str, Any]]:
+def _family_for(
+  settings: Mapping[str, Any], layout: str, model_type: str | None
+) -> tuple[Family, dict[str, Any]]:
   """The family that represents a model, and its config.json."""
   candidates = [family for family in FAMILIES if family.layout == layout]
   if not candidates:
     layouts = sorted({family.layout for family in FAMILIES})
     raise ExportError(f"layout={layout!r} is unknown; the layouts are {', '.join(layouts)}.")
+  if model_type is not None:
+    check_choice("model_type", model_type, [family.name for family in candidates])
+    candidates = [family for family in candidates if family.name == model_type]
   best = None
   for family in candidates:
     mixer = family.constants.get("mixer")  # None: a pattern

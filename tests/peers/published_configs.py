@@ -187,6 +187,49 @@ _LLAMA_3 = {
   "torch_dtype": "bfloat16",
 }
 
+_DENSE = {
+  "attention_dropout": 0.0,
+  "hidden_act": "silu",
+  "hidden_size": 8,
+  "initializer_range": 0.02,
+  "intermediate_size": 12,
+  "max_position_embeddings": 16,
+  "num_attention_heads": 2,
+  "num_hidden_layers": 2,
+  "num_key_value_heads": 1,
+  "torch_dtype": "bfloat16",
+  "use_cache": True,
+  "vocab_size": 16,
+}
+_QWEN = _DENSE | {
+  "bos_token_id": 151643,
+  "eos_token_id": 151645,
+  "max_window_layers": 28,
+  "rms_norm_eps": 1e-06,
+  "rope_theta": 1000000.0,
+  "use_sliding_window": False,
+}
+_QWEN3 = _QWEN | {
+  "architectures": ["Qwen3ForCausalLM"],
+  "attention_bias": False,
+  "head_dim": 6,
+  "max_window_layers": 2,
+  "model_type": "qwen3",
+  "rope_scaling": None,
+  "rope_theta": 1000000,
+  "sliding_window": None,
+  "tie_word_embeddings": True,
+  "transformers_version": "4.51.0",
+}
+_MISTRAL = _DENSE | {
+  "architectures": ["MistralForCausalLM"],
+  "bos_token_id": 1,
+  "eos_token_id": 2,
+  "model_type": "mistral",
+  "rms_norm_eps": 1e-05,
+  "tie_word_embeddings": False,
+}
+
 _GEMMA = {
   "architectures": ["RecurrentGemmaForCausalLM"],
   "attention_bias": False,
@@ -319,6 +362,33 @@ HUGGING_FACE = {
       "torch_dtype": "bfloat16",
       "transformers_version": "4.40.1",
     },
+  ),
+  "qwen2.5-7b-instruct": Published(
+    "Qwen/Qwen2.5-7B-Instruct, transformers 4.43.1",
+    _QWEN
+    | {
+      "architectures": ["Qwen2ForCausalLM"],
+      "model_type": "qwen2",
+      "sliding_window": 131072,
+      "tie_word_embeddings": False,
+      "transformers_version": "4.43.1",
+    },
+  ),
+  "qwen3-0.6b": Published("Qwen/Qwen3-0.6B, transformers 4.51.0", _QWEN3),
+  "mistral-7b-v0.1": Published(
+    "mistralai/Mistral-7B-v0.1, transformers 4.34.0.dev0",
+    _MISTRAL
+    | {
+      "attention_dropout": ...,
+      "rope_theta": 10000.0,
+      "sliding_window": 4,
+      "transformers_version": "4.34.0.dev0",
+    },
+  ),
+  "mistral-7b-instruct-v0.3": Published(
+    "mistralai/Mistral-7B-Instruct-v0.3, transformers 4.42.0.dev0",
+    _MISTRAL
+    | {"rope_theta": 1000000.0, "sliding_window": None, "transformers_version": "4.42.0.dev0"},
   ),
   "recurrentgemma-2b": Published(
     "google/recurrentgemma-2b, with the fields of RecurrentGemmaConfig of transformers 4.41.2",

@@ -78,6 +78,9 @@ _FLA_SIZES = {"hidden_size": 288, "num_heads": 3, "num_hidden_layers": 1, "vocab
 CLASSES = {
   "hf": {
     "LlamaConfig": _SIZES | _HEADS | {"intermediate_size": 40},
+    "Qwen2Config": _SIZES | _HEADS | {"intermediate_size": 40},
+    "Qwen3Config": _SIZES | _HEADS | {"intermediate_size": 40},
+    "MistralConfig": _SIZES | _HEADS | {"intermediate_size": 40},
     "MambaConfig": _SIZES | {"state_size": 3},
     "Mamba2Config": _SIZES | {"hidden_size": 4096, "state_size": 3},
     "FalconMambaConfig": _SIZES | {"state_size": 3},
@@ -86,6 +89,7 @@ CLASSES = {
     "BambaConfig": _SIZES
     | {"num_attention_heads": 8, "intermediate_size": 40}
     | {"attn_layer_indices": [1], "mamba_n_heads": 9},
+    "Qwen3_5TextConfig": _SIZES | _HEADS | {"intermediate_size": 40},
     "Qwen3NextConfig": _SIZES | _HEADS | {"num_experts": 0, "intermediate_size": 40},
   },
   "fla": {

@@ -57,6 +57,24 @@ MODELS = {
     | {"mixer": "softmax_attention", "num_heads": 2}
     | {"mixer_options": WIDE | {"rotary_base": 50.0, "rotary_scaling": YARN}},
   ),
+  "qwen2": (
+    "hf",
+    SIZES
+    | GATED
+    | {"mixer": "softmax_attention", "num_heads": 2}
+    | {"mixer_options": {"use_bias": "qkv", "num_kv_heads": 1}},
+  ),
+  "qwen3": (
+    "hf",
+    SIZES
+    | GATED
+    | {"mixer": "softmax_attention", "num_heads": 2, "norm_eps": 1e-6}
+    | {"mixer_options": WIDE | {"qk_norm": True, "window": 3}},
+  ),
+  "mistral": (
+    "hf",
+    SIZES | GATED | {"mixer": "softmax_attention", "num_heads": 2, "mixer_options": {"window": 3}},
+  ),
   "bamba": (
     "hf",
     SIZES

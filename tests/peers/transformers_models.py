@@ -3,6 +3,7 @@
 import inspect
 
 import transformers
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.peers.record_models import cached_steps, rwkv_steps
@@ -11,9 +12,10 @@ SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 11}
 
 
 def patch():
-  """Qwen3-Next would call fla's kernels, which need a GPU."""
-  for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
-    setattr(qwen3_next, name, inspect.unwrap(getattr(qwen3_next, name)))
+  """Qwen3-Next and Qwen3.5 would call fla's kernels, which need a GPU."""
+  for module in (qwen3_next, qwen3_5):
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+      setattr(module, name, inspect.unwrap(getattr(module, name)))
 
 
 def cases():
@@ -21,6 +23,15 @@ def cases():
   llama = lambda **options: transformers.LlamaForCausalLM(
     transformers.LlamaConfig(**SIZES, **heads, attn_implementation="eager", **options)
   )
+  dense = lambda name, **options: (
+    getattr(transformers, f"{name}ForCausalLM")(
+      getattr(transformers, f"{name}Config")(
+        **SIZES, **heads, num_key_value_heads=1, attn_implementation="eager", **options
+      )
+    ),
+    cached_steps,
+  )
+  windowed = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
   mamba = lambda **options: transformers.MambaForCausalLM(
     transformers.MambaConfig(**SIZES, state_size=3, **options)
   )
@@ -56,18 +67,14 @@ def cases():
     mamba_chunk_size=4,
     attn_implementation="eager",
   )
+  delta = SIZES | heads | {"num_hidden_layers": 5, "num_key_value_heads": 1, "head_dim": 8}
+  delta |= {"linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 3}
+  delta |= {"layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"]}
+  delta |= {"attn_implementation": "eager"}
   next_ = lambda keys: transformers.Qwen3NextConfig(
-    **SIZES | heads | {"num_hidden_layers": 5},
-    num_key_value_heads=1,
-    head_dim=8,
-    linear_num_key_heads=keys,
-    linear_num_value_heads=4,
-    linear_key_head_dim=4,
-    linear_value_head_dim=3,
-    num_experts=0,
-    layer_types=["linear_attention", "full_attention"] * 2 + ["linear_attention"],
-    attn_implementation="eager",
+    **delta, linear_num_key_heads=keys, num_experts=0
   )
+  next_5 = transformers.Qwen3_5TextConfig(**delta, linear_num_key_heads=2)
   patch()
   return {
     "llama": (llama(num_key_value_heads=1, rope_theta=500.0), cached_steps),
@@ -89,8 +96,15 @@ def cases():
       cached_steps,
     ),
     "llama_dynamic": (llama(rope_parameters=dynamic), cached_steps),
+    "qwen2": dense("Qwen2", rope_theta=500.0),
+    "qwen2_window": dense("Qwen2", tie_word_embeddings=True, **windowed),
+    "qwen3": dense("Qwen3", head_dim=6, rope_theta=500.0),
+    "qwen3_biases": dense("Qwen3", head_dim=6, attention_bias=True, rope_parameters=scaling),
+    "mistral": dense("Mistral", sliding_window=3, rope_theta=500.0),
+    "mistral_full": dense("Mistral", sliding_window=None, head_dim=6),
     "bamba": (transformers.BambaForCausalLM(bamba), cached_steps),
     "qwen3_next": (transformers.Qwen3NextForCausalLM(next_(2)), cached_steps),
+    "qwen3_5_text": (transformers.Qwen3_5ForCausalLM(next_5), cached_steps),
     "qwen3_next_heads": (transformers.Qwen3NextForCausalLM(next_(4)), cached_steps),
     "mamba": (mamba(), cached_steps),
     "mamba_biases": (

@@ -15,7 +15,7 @@ import lnssm_jax
 from lnssm_jax.models import LanguageModel, count_parameters, layers, replace_mixers
 from lnssm_jax.models.settings import abstract_params, params_of
 from lnssm_jax.pretrained import ExportError, folders, hugging_face, placing, safetensors
-from lnssm_jax.pretrained.families import hybrids
+from lnssm_jax.pretrained.families import family_of, hybrids
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
 from tests.devices import result_of
 from tests.peers.maps import rwkv6
@@ -79,7 +79,13 @@ def test_published_model_saved_again_has_equal_bytes(case, tmp_path):
   folder = write(tmp_path / "theirs", case, dtype=np.float32)
   loaded = hugging_face.load(folder)
   layout = "fla" if case.startswith("fla") else "hf"
-  hugging_face.save(tmp_path / "ours", loaded.model, loaded.settings["model"], layout=layout)
+  model, settings, kind = (
+    loaded.model,
+    loaded.settings["model"],
+    recorded(case).config["model_type"],
+  )
+  hugging_face.save(tmp_path / "ours", model, settings, layout=layout, model_type=kind)
+  assert folders.config(tmp_path / "ours")["model_type"] == kind
   before, after = (
     safetensors.Tensors(f / "model.safetensors") for f in (folder, tmp_path / "ours")
   )
@@ -87,6 +93,18 @@ def test_published_model_saved_again_has_equal_bytes(case, tmp_path):
   for name in before:
     assert before.kind(name) == after.kind(name)
     assert before[name].tobytes() == after[name].tobytes(), name
+
+
+def test_settings_of_images_and_of_further_tokens_change_no_text_model():
+  config = recorded("qwen3_5_text").config
+  family = family_of(config)
+  usual, rope = family.settings(config), config["rope_parameters"]
+  published = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mlp_only_layers": []}
+  published |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+  published["rope_parameters"] = rope | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+  assert family.settings(config | published) == usual
+  with pytest.raises(ExportError, match="attn_output_gate=False is not implemented"):
+    family.settings(config | {"attn_output_gate": False})
 
 
 SSM = {"d_model": 8, "n_layer": 2, "rms_norm": True, "fused_add_norm": True, "vocab_size": 11}

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lnssm_jax.pretrained.families.dense import MISTRAL, QWEN2, QWEN3
 from lnssm_jax.pretrained.families.fla import FLA
 from lnssm_jax.pretrained.families.fla_hybrids import FLA_HYBRIDS
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
-from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_NEXT
+from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_5_TEXT, QWEN3_NEXT
 from lnssm_jax.pretrained.families.llama import LLAMA
 from lnssm_jax.pretrained.families.mamba import (
   FALCON_MAMBA,
@@ -24,6 +25,9 @@ __all__ = ["FAMILIES", "Family", "family_of"]
 
 FAMILIES: tuple[Family, ...] = (
   LLAMA,
+  QWEN2,
+  QWEN3,
+  MISTRAL,
   MAMBA,
   MAMBA2,
   FALCON_MAMBA,
@@ -31,6 +35,7 @@ FAMILIES: tuple[Family, ...] = (
   RECURRENT_GEMMA,
   BAMBA,
   QWEN3_NEXT,
+  QWEN3_5_TEXT,
   *FLA,
   RWKV6,
   *FLA_HYBRIDS,

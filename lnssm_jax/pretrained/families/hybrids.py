@@ -233,6 +233,11 @@ def _qkvz(settings: Mapping[str, Any]) -> tuple[Sequence[int], int]:
   return (K, K, values * V // H, values * V // H), H
 
 
+def _qkv(settings: Mapping[str, Any]) -> tuple[Sequence[int], int]:
+  H, K, values, V = _delta(settings)
+  return (H * K, H * K, values * V), 1
+
+
 def _ba(settings: Mapping[str, Any]) -> tuple[Sequence[int], int]:
   H, _, values, _ = _delta(settings)
   return (values // H, values // H), H
@@ -247,8 +252,7 @@ def _convolved(number: int) -> Callable[[Mapping[str, Any]], View]:
   """[channels of q, k and v, 1, W] -> [W, those of one]."""
 
   def view(settings):
-    H, K, values, V = _delta(settings)
-    sizes = (H * K, H * K, values * V)
+    sizes, _ = _qkv(settings)
     begin = sum(sizes[:number])
     return View(lambda x: x[begin : begin + sizes[number], 0].T, lambda s: (sum(sizes), 1, s[0]))
 
@@ -256,7 +260,7 @@ def _convolved(number: int) -> Callable[[Mapping[str, Any]], View]:
 
 
 _NET, _SELF = f"{LAYER}.linear_attn", f"{LAYER}.self_attn"
-_NEXT_ROWS: Rows = {
+_NEXT_INPUTS: Rows = {
   **{
     f"blocks.gated_delta_net.{x}_proj.kernel": Row(f"{_NET}.in_proj_qkvz.weight", _group(n, _qkvz))
     for n, x in enumerate("qkvg")
@@ -265,6 +269,18 @@ _NEXT_ROWS: Rows = {
     f"blocks.gated_delta_net.{x}_proj.kernel": Row(f"{_NET}.in_proj_ba.weight", _group(n, _ba))
     for n, x in enumerate("ba")
   },
+}
+_INPUTS: Rows = {  # of Qwen3.5
+  **{
+    f"blocks.gated_delta_net.{x}_proj.kernel": Row(f"{_NET}.in_proj_qkv.weight", _group(n, _qkv))
+    for n, x in enumerate("qkv")
+  },
+  **{
+    f"blocks.gated_delta_net.{ours}_proj.kernel": Row(f"{_NET}.in_proj_{x}.weight", TRANSPOSED)
+    for ours, x in (("g", "z"), ("b", "b"), ("a", "a"))
+  },
+}
+_NEXT_ROWS: Rows = {
   **{
     f"blocks.gated_delta_net.{x}_conv.kernel": Row(f"{_NET}.conv1d.weight", _convolved(n))
     for n, x in enumerate("qkv")
@@ -297,6 +313,11 @@ _EXPERTS = (
 
 
 def _qwen3_next(config: Config) -> Config:
+  config = _without_experts(config)
+  return _delta_hybrid(config, num_key_value_heads=2)
+
+
+def _without_experts(config: Config) -> Config:
   L, experts = count_of_layers(config), config.pop("num_experts", 512)
   dense, every = config.pop("mlp_only_layers", None) or [], config.pop("decoder_sparse_step", 1)
   if not isinstance(dense, list):
@@ -307,6 +328,11 @@ def _qwen3_next(config: Config) -> Config:
       f"num_experts={experts!r:.80}, decoder_sparse_step={every!r:.80}: experts are not "
       "implemented; only num_experts=0, or mlp_only_layers that names all layers."
     )
+  return config
+
+
+def _delta_hybrid(config: Config, **defaults: int) -> Config:
+  L, config = count_of_layers(config), defaults | config
   interval = config.pop("full_attention_interval", None)
   types = config.pop("layer_types", None)
   if interval is not None or types is None:
@@ -320,7 +346,6 @@ def _qwen3_next(config: Config) -> Config:
       )
   if not isinstance(types, list):
     raise ExportError(f"layer_types={types!r:.80} must be a list.")
-  config.setdefault("num_key_value_heads", 2)
   config.setdefault("head_dim", 256)
   config = _normal(config, types, "gated_delta_net", 0.25, 32768)
   K = whole(config, "linear_key_head_dim", 128)
@@ -363,7 +388,47 @@ QWEN3_NEXT = Family(
   | linears(
     "blocks.channel_mixer", f"{LAYER}.mlp", gate="gate_proj", up="up_proj", down="down_proj"
   )
+  | _NEXT_INPUTS
   | _NEXT_ROWS,
   normal=_qwen3_next,
   written=_qwen3_next_written,
+)
+
+# Of three coordinates of a position; those of a text are equal.
+_OF_IMAGES = ("mrope_interleaved", "mrope_section")
+
+
+def _qwen3_5(config: Config) -> Config:
+  for name in ("rope_parameters", "rope_scaling"):
+    if isinstance(rope := config.get(name), dict):
+      config[name] = {x: value for x, value in rope.items() if x not in _OF_IMAGES}
+  return _delta_hybrid(config, num_key_value_heads=4)
+
+
+def _qwen3_5_written(config: Config) -> Config:
+  config = _qwen3_next_written(config)
+  return {name: value for name, value in config.items() if name != "num_experts"}
+
+
+_ONLY_NEXT = ("use_sliding_window", "max_window_layers", "sliding_window", *_EXPERTS)
+QWEN3_5_TEXT = Family(
+  name="qwen3_5_text",
+  layout="hf",
+  architecture="Qwen3_5ForCausalLM",
+  fields={x: field for x, field in QWEN3_NEXT.fields.items() if x not in _ONLY_NEXT}
+  | {
+    "attn_output_gate": Fixed(True, written=False),
+    "mlp_only_layers": Fixed([], written=False),
+    **free("another way to compute the same", "mamba_ssm_dtype"),
+    **free(
+      "of heads that predict further tokens, which are left out",
+      "mtp_num_hidden_layers",
+      "mtp_use_dedicated_embeddings",
+    ),
+  },
+  constants=QWEN3_NEXT.constants,
+  rows={x: row for x, row in QWEN3_NEXT.rows.items() if x not in _NEXT_INPUTS} | _INPUTS,
+  normal=_qwen3_5,
+  written=_qwen3_5_written,
+  skipped=r"mtp\..*",
 )
