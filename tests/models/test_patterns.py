@@ -121,6 +121,7 @@ class Other(Numbered):
   """The same as another mixer of a pattern."""
 
 
+@pytest.mark.slow
 def test_layers_of_a_pattern_start_as_the_same_layers_without_one():
   """From the key and the number of their layer, on which decays and token shifts depend."""
   sizes = SIZES | {"num_layers": 5, "channel_mixer": "rwkv4_channel_mix", "norm": "rms"}

@@ -319,6 +319,7 @@ def exported(folder, mixer):
   return folder
 
 
+@pytest.mark.slow
 def test_half_lives_are_those_of_the_layers(tmp_path):
   folder = exported(tmp_path / "out", ("retnet", "softmax_attention"))
   found = report(folder, select="norm.scale", half_lives="")
