@@ -32,7 +32,14 @@ else:
     Complex = Inexact = Integer = Float
 
 Implementation = Literal[
-  "reference", "associative", "chunked", "pallas", "pallas_interpret", "cudnn"
+  "reference",
+  "associative",
+  "chunked",
+  "pallas",
+  "pallas_interpret",
+  "pallas_ampere",
+  "pallas_ampere_interpret",
+  "cudnn",
 ]  # ways to compute an op; README.md of the op describes those that it has
 
 Ids = Integer[jax.Array, "B T"]

@@ -115,7 +115,7 @@ def hopper(monkeypatch):
   """As if the default device were a Hopper GPU: enough to choose and to lower, not to run."""
   from lnssm_jax.ops.core import dispatch
 
-  monkeypatch.setattr(dispatch.device, "unsupported", lambda: None)
+  monkeypatch.setattr(dispatch.device, "unsupported", lambda *architectures: None)
 
 
 @pytest.fixture(autouse=True)

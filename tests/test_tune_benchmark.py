@@ -62,7 +62,7 @@ def test_tune_keeps_what_is_faster_and_the_default_choice_reads_it(monkeypatch):
     return tune.Trial(10.0 + slow + 0.001 * config.forward.ctas_per_sm, "error 1e-3 out")
 
   monkeypatch.setattr(tune, "attempt", attempt)
-  monkeypatch.setattr(device, "unsupported", lambda: None)
+  monkeypatch.setattr(device, "unsupported", lambda *_: None)
   found = tune.main(["norms", "--write", *ONE])
   want = {"D64": {"backward": {"ctas_per_sm": 4}, "forward": {"vector": 1}}}
   assert found == want
@@ -92,7 +92,7 @@ def attempt(op, case, sets, want, changes, who, timing):
     os._exit(9)
   return tune.Trial(10.0 - vector, "error 1e-3 out")
 
-tune.attempt, device.unsupported, tuning.FOLDER = attempt, lambda: None, Path(sys.argv[1])
+tune.attempt, device.unsupported, tuning.FOLDER = attempt, lambda *_: None, Path(sys.argv[1])
 tune.main(["norms", "--sizes", "B=1,T=8,M=64", "--most", "3", "--write", "--one"])
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from lnssm_jax.ops.core import recording
+from lnssm_jax.ops.core import dispatch, recording
 from train import callbacks, config, loop
 from train.checkpoint import store
 from train.checkpoint.saver import Saver
@@ -253,6 +253,7 @@ def compile_step(
   with recording.choices_of_xla() as in_xla:
     compiled = compile_cache.compiled(step, arguments, mesh, config.to_dict(cfg))
   console.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+  console.say(f"kernels     {dispatch.device.kernels()}")
   for line in recording.lines_of(in_xla):
     console.say(f"no kernel   {line}")
   return compiled

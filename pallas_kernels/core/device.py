@@ -1,14 +1,16 @@
 """The GPU that tile sizes and grids are chosen for, asked and never assumed."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 MAX_GRID_SIZE = 65535  # CTAs along the second and the third axis of a grid
 _RESERVED = 1024  # bytes of SMEM that the driver takes for each CTA
-_ARCHITECTURES = {"9": "sm90"}  # folders of kernels, by the major compute capability
+SM90, AMPERE = "sm90", "ampere"  # folders of kernels: for Hopper, for all GPUs since Ampere
+EVERY = SM90, AMPERE
+_AMPERE = 8  # the major compute capability of Ampere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Device:
   """Facts about a GPU."""
 
   kind: str  # as JAX names it
-  architecture: str | None  # the folder of its kernels; None: there are none
+  architecture: str | None  # the folder of the kernels made for it; None: there are none
   sm_count: int
   smem: int  # bytes that a CTA can have
 
@@ -40,7 +42,7 @@ class Device:
 
 
 # Described, for kernels that are interpreted or only lowered: an H100 with SXM, an H200.
-HOPPER = Device("NVIDIA H100", "sm90", sm_count=132, smem=227 * 1024)
+HOPPER = Device("NVIDIA H100", SM90, sm_count=132, smem=227 * 1024)
 
 
 def default_device() -> jax.Device:
@@ -58,20 +60,37 @@ def current() -> Device:
   return Device(device.device_kind, _architecture(device), device.core_count, smem)
 
 
-def unsupported() -> str | None:
-  """Why the device on which new programs run has no kernels, or None."""
+def unsupported(architectures: Collection[str] = (SM90,)) -> str | None:
+  """Why the device on which new programs run cannot run kernels of these folders, or None."""
   device = default_device()
+  needed, capability = ("a Hopper GPU", "9.0 (Hopper)")
+  if AMPERE in architectures:
+    needed, capability = ("an NVIDIA GPU since Ampere", "8.0 (Ampere) or more")
   if device.platform != "gpu":
-    return f"the default device is a {device.platform}, and the kernels need a Hopper GPU"
-  if _architecture(device) is None:
-    capability = getattr(device, "compute_capability", "unknown")
-    return f"the GPU has compute capability {capability}, and the kernels need 9.0 (Hopper)"
+    return f"the default device is a {device.platform}, and the kernels need {needed}"
+  # Hopper runs the kernels for Ampere, too.
+  able = {_architecture(device)} | ({AMPERE} if _architecture(device) else set())
+  if able.isdisjoint(architectures):
+    found = getattr(device, "compute_capability", "unknown")
+    return f"the GPU has compute capability {found}, and the kernels need {capability}"
   return None
 
 
+def kernels() -> str:
+  """One line for users: whose kernels the default device runs, or why it runs none."""
+  reason = unsupported(EVERY)
+  if reason is not None:
+    return f"XLA's forms, because {reason}"
+  device = default_device()
+  name = {SM90: "Hopper", AMPERE: "Ampere and later"}[_architecture(device)]
+  return f"compute capability {device.compute_capability}: Pallas kernels for {name}"
+
+
 def _architecture(device):
-  capability = str(getattr(device, "compute_capability", "unknown"))
-  return _ARCHITECTURES.get(capability.partition(".")[0])
+  major = str(getattr(device, "compute_capability", "unknown")).partition(".")[0]
+  if not major.isdigit() or int(major) < _AMPERE:
+    return None
+  return SM90 if int(major) == 9 else AMPERE
 
 
 class Kernels(NamedTuple):
@@ -81,6 +100,6 @@ class Kernels(NamedTuple):
   backward: Callable[..., Any]
 
 
-def choose[Body](kernels: Mapping[str, Body]) -> Body:
-  """The kernels, by their folders, that the current device runs."""
-  return kernels[current().architecture or HOPPER.architecture]
+def choose[Body](kernels: Mapping[str, Body], architecture: str | None = None) -> Body:
+  """The kernels, by their folders, of `architecture`, or those that the current device runs."""
+  return kernels[architecture or current().architecture or SM90]

@@ -23,16 +23,18 @@ def differentiable(kernels: Mapping[str, device.Kernels], *, named: bool) -> Cal
       `decays` says whether `inputs.log_decay` wants a gradient.
     named: whether policies of rematerialization may keep what the forward pass leaves.
   """
+  # Of the current device, unless the options name one.
+  chosen = lambda options: device.choose(kernels, getattr(options, "architecture", None))
 
   @functools.partial(custom_vjp, nondiff_argnums=(0,))
   def run(options, inputs, segments):
-    return device.choose(kernels).forward(options, inputs, segments, for_gradient=False)[0]
+    return chosen(options).forward(options, inputs, segments, for_gradient=False)[0]
 
   def forward_rule(options, inputs, segments):
     decays = inputs.log_decay.perturbed
     is_leaf = lambda x: hasattr(x, "perturbed")
     inputs, segments = jax.tree.map(lambda x: x.value, (inputs, segments), is_leaf=is_leaf)
-    results = device.choose(kernels).forward(options, inputs, segments, for_gradient=True)
+    results = chosen(options).forward(options, inputs, segments, for_gradient=True)
     if named:
       name = functools.partial(checkpoint_name, name=MADE_BY_KERNELS)
       results = jax.tree.map(name, results)
@@ -42,7 +44,7 @@ def differentiable(kernels: Mapping[str, device.Kernels], *, named: bool) -> Cal
   def backward_rule(options, residuals, cotangents):
     inputs, segments, kept, decays = residuals
     cotangents = [None if isinstance(x, SymbolicZero) else x for x in cotangents]
-    backward = device.choose(kernels).backward
+    backward = chosen(options).backward
     d_inputs = backward(options, inputs, segments, kept, cotangents, decays is not None)
     return d_inputs, no_gradient(segments)
 

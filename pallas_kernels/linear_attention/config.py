@@ -1,4 +1,4 @@
-"""Configurations of linear attention's kernels for Hopper. Never keyed on a length."""
+"""Configurations of linear attention's kernels. Never keyed on a length."""
 
 import dataclasses
 from typing import NamedTuple
@@ -107,7 +107,7 @@ class ChunkConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """All kernels of linear attention over many tokens.
+  """All kernels of linear attention over many tokens for Hopper.
 
   Attributes:
     scores: decays per key channel only.
@@ -206,6 +206,39 @@ class Config:
         "linear_attention: separate_values=False needs constant decays and "
         f"key_gradient.blocks_per_cta={shape.blocks}, all blocks of a chunk."
       )
+    tuning.check_smem("linear_attention", self.smem(shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class AmpereConfig:
+  """The kernels for every GPU since Ampere: nothing is chosen yet.
+
+  A CTA has one warpgroup, 64 key channels or 64 value columns, and tiles of 64 tokens: so little
+  SMEM that one fits into the 99 KiB of an RTX GPU and two or three into that of an A100 or H100.
+  """
+
+  chunk: int = CHUNK  # tokens of a chunk
+
+  def __post_init__(self):
+    if self.chunk != CHUNK:
+      raise ValueError(f"chunk={self.chunk} must be {CHUNK}, the rows of a warpgroup's products.")
+
+  def smem(self, shape: Shape) -> dict[str, int]:
+    """Bytes of SMEM per CTA by kernel, for the variant of each that needs most."""
+    tile, K = 2 * self.chunk * TILE_WIDTH, shape.key_width
+    columns = K // TILE_WIDTH  # tiles of a whole row of keys, or of a state's 64 columns
+    decay = 3 * tile if shape.decay == "BTHK" else 0
+    needed = {
+      "scores": (2 if shape.decay == "BTH" else 4) * tile + decay + 4 * self.chunk,
+      "outputs": (2 + 3 * columns) * tile,
+      "states": (1 + 2 * columns) * tile,
+      "query_key_gradients": 6 * tile + decay + 4 * TILE_WIDTH,
+      "value_gradients": (2 + 2 * columns) * tile,
+    }
+    return {name: size + _REDUCTIONS for name, size in needed.items()}
+
+  def check(self, shape: Shape) -> None:
+    """Raises a ValueError where the kernels do not fit the device."""
     tuning.check_smem("linear_attention", self.smem(shape))
 
 

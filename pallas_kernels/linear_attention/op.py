@@ -9,12 +9,16 @@ import jax
 
 from pallas_kernels.core import device
 from pallas_kernels.core.op import differentiable
-from pallas_kernels.linear_attention.config import Config, default
+from pallas_kernels.linear_attention.ampere import passes
+from pallas_kernels.linear_attention.config import AmpereConfig, Config, default
 from pallas_kernels.linear_attention.sm90.backward import backward
 from pallas_kernels.linear_attention.sm90.forward import forward
 from pallas_kernels.linear_attention.types import Inputs, Options
 
-_KERNELS = {"sm90": device.Kernels(forward, backward)}
+_KERNELS = {
+  device.SM90: device.Kernels(forward, backward),
+  device.AMPERE: device.Kernels(passes.forward, passes.backward),
+}
 
 
 def linear_attention(
@@ -25,7 +29,8 @@ def linear_attention(
   length: int,
   num_splits: int,
   normalize: bool,
-  config: Config | None = None,
+  config: Config | AmpereConfig | None = None,
+  architecture: str | None = None,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
   """Runs linear attention on padded arguments.
@@ -35,6 +40,7 @@ def linear_attention(
     length: tokens before padding.
     num_splits: into which the sequence is cut.
     config: None takes `config.default`.
+    architecture: the folder of the kernels, "sm90" or "ampere"; None takes the device's own.
     interpret: `plgpu.InterpretGPUParams`, or None to compile.
 
   Returns:
@@ -45,9 +51,10 @@ def linear_attention(
     ValueError: the configuration does not fit these arguments or the device.
   """
   sizes = inputs.sizes(normalize)
-  config = config or default(sizes)
+  architecture = architecture or device.current().architecture or device.SM90
+  config = config or (AmpereConfig() if architecture == device.AMPERE else default(sizes))
   config.check(sizes)
-  options = Options(scale, length, num_splits, normalize, config, interpret)
+  options = Options(scale, length, num_splits, normalize, config, interpret, architecture)
   return _linear_attention(options, inputs, segments)
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels.core.wgmma import Backend
-from pallas_kernels.linear_attention.config import Config, Shape
+from pallas_kernels.linear_attention.config import Shape
 
 
 class Inputs(NamedTuple):
@@ -42,8 +42,9 @@ class Options(NamedTuple):
   length: int  # tokens before padding
   num_splits: int  # into which the sequence is cut
   normalize: bool
-  config: Config
+  config: Any  # a `Config`, or an `AmpereConfig`, for the kernels of that architecture
   interpret: Any = None  # `plgpu.InterpretGPUParams`, or None to compile
+  architecture: str | None = None  # the folder of the kernels; None for the device's own
 
   @property
   def backend(self) -> Backend:

@@ -105,13 +105,13 @@ def segment_ids(length):
   return ids.at[1, 512:].add(6) if length == 1000 else ids
 
 
-def assert_values_and_gradients(scan, case, dtype):
+def assert_values_and_gradients(scan, case, dtype, implementation="pallas"):
   """The kernels of a scan on a case of its contract, in memory full of NaN."""
   options = {"segment_ids": segment_ids(case.T)} if case.segments else {}
   call = lambda x, form: scan.compared(*scan(case, x, implementation=form, **options))
   inputs = scan.inputs(case)
   dtypes = contract.dtypes_of(scan, inputs, dtype)
-  errors = errors_against_reference(call, inputs, dtypes, "pallas")
+  errors = errors_against_reference(call, inputs, dtypes, implementation)
   contract.assert_small(errors, dtype, case.T, strength=case.strength)
 
 
@@ -158,7 +158,7 @@ def waves(call, inputs):
 _SEED = jax.ShapeDtypeStruct((), jnp.int32)
 
 
-def assert_part_matches_reference(call, problem, part, dtype):
+def assert_part_matches_reference(call, problem, part, dtype, implementation="pallas"):
   """Every bit of all results repeats; a part of them equals the reference in float64.
 
   `part(arrays)` takes the same heads or channels of inputs, weights, results and gradients: what
@@ -180,7 +180,7 @@ def assert_part_matches_reference(call, problem, part, dtype):
   make = compiled(draw, _SEED)
   arrays, parts = make.out_info
   length = arrays[1]["out"].shape[1]
-  run = compiled(with_gradients(call, "pallas"), *arrays)
+  run = compiled(with_gradients(call, implementation), *arrays)
   look = compiled(look, run.out_info)
   same = compiled(same_bits, run.out_info, run.out_info)
   reference = compiled(exact, *parts, x64=True)

@@ -47,9 +47,14 @@ SMALL = [
 ]
 
 
+FORMS = ("pallas", "pallas_ampere")
+
+
+@pytest.mark.parametrize("implementation", FORMS)
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_values_and_gradients(case):
-  assert_values_and_gradients(LINEAR_ATTENTION, dataclasses.replace(case, chunk=None), jnp.bfloat16)
+def test_values_and_gradients(case, implementation):
+  case = dataclasses.replace(case, chunk=None)
+  assert_values_and_gradients(LINEAR_ATTENTION, case, jnp.bfloat16, implementation)
 
 
 # The axis of heads.
@@ -115,8 +120,9 @@ MODELS = [
 _MOST_STATES = 12 * 2**30  # of all heads that are compared, for 80 GB
 
 
+@pytest.mark.parametrize("implementation", FORMS)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model)))
-def test_models(model):
+def test_models(model, implementation):
   """Heads against the reference; every bit of all, again and again."""
   B, T, H, K, V, decay = model[:6]
   states = 8 * B * T * K * V  # bytes of a head in float64; the reference holds several times that
@@ -127,7 +133,7 @@ def test_models(model):
     inputs = drawn(*model, seed)
     return inputs, random_weights(attend, inputs)
 
-  assert_part_matches_reference(attend, problem, heads, jnp.bfloat16)
+  assert_part_matches_reference(attend, problem, heads, jnp.bfloat16, implementation)
 
 
 def test_several_problems_at_once():

@@ -34,18 +34,21 @@ def inputs_of(scan, case, dtype=jnp.float32, seed=0):
   return jax.tree.map(jnp.asarray, inputs, contract.dtypes_of(scan, inputs, dtype))
 
 
-def call_of(scan, case):
-  return functools.partial(scan, case, implementation="pallas_interpret")
+def call_of(scan, case, implementation="pallas_interpret"):
+  return functools.partial(scan, case, implementation=implementation)
 
 
-def assert_promises(scan, case, dtype, *, lengths, pieces, cuts, infinite):
+def assert_promises(
+  scan, case, dtype, *, lengths, pieces, cuts, infinite, implementation="pallas_interpret"
+):
   """Causality, packed documents of these lengths, and cuts of `pieces` (documents) at `cuts`.
 
   With `infinite`, an infinite number in one document reaches no other.
   """
   case = dataclasses.replace(case, T=sum(lengths))
   inputs, others = (inputs_of(scan, case, dtype, seed) for seed in range(2))
-  steps, compared, call = scan.over_time(case, inputs), scan.compared, call_of(scan, case)
+  steps, compared = scan.over_time(case, inputs), scan.compared
+  call = call_of(scan, case, implementation)
   run = jax.jit(lambda x, state, ids: call(x, initial_state=state, segment_ids=ids))
   promises.nothing_flows_backwards_in_time(run, inputs, others, steps, infinite=infinite)
   promises.packing_changes_nothing(

@@ -86,6 +86,7 @@ GRADIENTS = {"query_gradient": "query_gradient", "key_gradient": "key_gradient"}
 BOTH = {"forward": "forward", "backward": "backward"}
 LINEAR = {"scores": "scores", "outputs": "outputs", "states_reverse": "states", **GRADIENTS}
 SCALAR = {**LINEAR, "key_value_gradient": "key_gradient", "division_gradient": "division_gradient"}
+AMPERE = linear_attention.Shape(B, T, H, H, 128, 64, "BTHK", True)
 PROGRAMS = {
   "scalar": ("linear_attention", attention_inputs("BTH", 128, 128), {"normalize": True}, SCALAR),
   "shared": ("linear_attention", attention_inputs("BTH", 128, 64, shared=True), {}, SCALAR),
@@ -95,6 +96,12 @@ PROGRAMS = {
     attention_inputs("BTHK", 128, 64),
     {},
     LINEAR | {"value_gradient": "value_gradient"},
+  ),
+  "ampere": (
+    "linear_attention",
+    attention_inputs("BTHK", 128, 64),
+    {"normalize": True, "implementation": "pallas_ampere"},
+    {x: x for x in linear_attention.AmpereConfig().smem(AMPERE)} | {"ampere_states": "states"},
   ),
   "delta": (
     "delta_rule",
@@ -135,7 +142,8 @@ def test_estimated_smem_is_what_kernels_allocate(name, hopper, monkeypatch):
 
   monkeypatch.setattr(tuning, "check_smem", remember)
   documents = jnp.zeros((B, T), jnp.int32)
-  run = lambda x: getattr(ops, op)(**x, **options, segment_ids=documents, implementation="pallas")
+  options = {"segment_ids": documents, "implementation": "pallas"} | options
+  run = lambda x: getattr(ops, op)(**x, **options)
   loss = lambda x: total(run(x))
   launches = list(kernel_launches(jax.jit(jax.grad(loss)).trace(inputs).jaxpr.jaxpr))
   found = set()
@@ -224,6 +232,7 @@ def test_gradients_of_gla_with_a_given_configuration_equal_the_reference(monkeyp
   contract.assert_case(LINEAR_ATTENTION, case, BF16, "pallas_interpret")
 
 
+@pytest.mark.slow
 def test_linear_attention_in_chunks_of_128_tokens_equals_the_reference(monkeypatch):
   """Two chunks, the second of which begins inside a document and ends with padding."""
   default = linear_attention.default

@@ -58,6 +58,40 @@ def test_kernels_need_hopper(monkeypatch, device, reason):
   assert said is None if reason is None else reason in said
 
 
+def gpu(capability):
+  facts = {"device_kind": "GPU", "core_count": 108, "shared_memory_per_block_optin": 101_376}
+  return types.SimpleNamespace(platform="gpu", compute_capability=capability, **facts)
+
+
+@pytest.mark.parametrize(
+  ("capability", "whose"),
+  [
+    ("7.5", None),
+    ("8.0", "Ampere and later"),
+    ("8.9", "Ampere and later"),
+    ("9.0", "Hopper"),
+    ("10.0", "Ampere and later"),
+    ("12.0", "Ampere and later"),
+  ],
+)
+def test_gpus_since_ampere_run_their_kernels_by_default(monkeypatch, capability, whose):
+  """Of ops whose kernels are for Hopper alone, single tokens."""
+  monkeypatch.setattr(dispatch.device, "default_device", lambda: gpu(capability))
+  line = dispatch.device.kernels()
+  reason = f"compute capability {capability}, and the kernels need 8.0 (Ampere) or more"
+  assert (whose or reason) in line and capability in line
+  assert (line.startswith("XLA's forms, because")) == (whose is None)
+  many, one = Case(T=2, K=64, V=64, chunk=None), STEP
+  assert [chosen(x, BF16) for x in (many, one)] == ["pallas" if whose else "chunked"] * 2
+  assert ("pallas_ampere" in supported(many, BF16)) == (whose is not None)
+  x = jnp.zeros((2, 256), jnp.bfloat16)
+  assert ("pallas" in ops.supported(ops.normalize, x)) == (whose is not None)
+  for length, expected in ((1, whose is not None), (2, whose == "Hopper")):
+    x = jnp.zeros((1, length, 16), jnp.bfloat16)
+    able = ops.supported(ops.wkv4, x, x, jnp.ones(16), jnp.ones(16))
+    assert ("pallas" in able) == expected
+
+
 @pytest.mark.parametrize("nproc", ["2", None], ids=["NPROC=2", "two cores"])
 def test_interpreted_kernels_with_few_threads_are_rejected_with_the_fix(monkeypatch, nproc):
   if nproc is None:
@@ -69,7 +103,8 @@ def test_interpreted_kernels_with_few_threads_are_rejected_with_the_fix(monkeypa
   args, kwargs = LINEAR_ATTENTION.bind(case, inputs_of(case, BF16))
   with pytest.raises(NotImplementedError, match="set NPROC=16 in the environment"):
     ops.linear_attention(*args, **kwargs, implementation="pallas_interpret")
-  with pytest.raises(NotImplementedError, match="Hopper GPU; leave it out, and 'chunked' runs"):
+  fix = "need an NVIDIA GPU since Ampere; leave it out, and 'chunked' runs"
+  with pytest.raises(NotImplementedError, match=fix):
     ops.linear_attention(*args, **kwargs, implementation="pallas")
   assert "pallas_interpret" not in supported(case, BF16)
   monkeypatch.setenv("NPROC", "16")
@@ -84,6 +119,7 @@ def test_the_default_device_is_asked(device):
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 XLA = ["chunked", "reference", "associative"]
+BY_NAME = ["pallas_interpret", "pallas_ampere", "pallas_ampere_interpret"]
 
 
 @pytest.mark.parametrize(
@@ -110,15 +146,15 @@ XLA = ["chunked", "reference", "associative"]
   ids=str,
 )
 def test_what_hopper_runs(hopper, case, dtype, expected):
-  """`None` takes the first of `supported`; the interpreter is last wherever there is a kernel."""
-  interpreted = ["pallas_interpret"] if "pallas" in expected else []
+  """`None` takes the first of `supported`; what runs by name only is last."""
+  interpreted = BY_NAME if "pallas" in expected else []
   assert supported(case, dtype) == expected + interpreted
   assert chosen(case, dtype) == expected[0]
 
 
 @pytest.mark.parametrize("case", [STEP, Case(T=2, K=64, V=64, chunk=None)], ids=str)
 def test_elsewhere_xla_runs(case):
-  assert supported(case, BF16) == [*XLA, "pallas_interpret"]
+  assert supported(case, BF16) == [*XLA, "pallas_interpret", "pallas_ampere_interpret"]
   assert chosen(case, BF16) == "chunked"
 
 

@@ -36,8 +36,11 @@ SMALL = Case(K=16, V=24, H=1, chunk=None, state=False)
 BF16 = jnp.dtype(jnp.bfloat16)
 
 
-def check(case, inputs=None):
-  contract.assert_case(LINEAR_ATTENTION, case, BF16, "pallas_interpret", inputs)
+AMPERE = "pallas_ampere_interpret"
+
+
+def check(case, inputs=None, implementation="pallas_interpret"):
+  contract.assert_case(LINEAR_ATTENTION, case, BF16, implementation, inputs)
 
 
 def test_the_interpreter_looks_for_races_and_for_memory_that_nothing_wrote():
@@ -76,18 +79,24 @@ def test_a_race_would_be_found(no_races):
   ],
   ids=str,
 )
-def test_splitting_packing_and_causality(case):
+@pytest.mark.parametrize("implementation", ["pallas_interpret", AMPERE])
+def test_splitting_packing_and_causality(case, implementation):
   """Documents of one step, documents that end at a chunk boundary, cuts on all sides of it."""
   sizes = {"lengths": (1, 63, 1, 63), "pieces": (66, 62), "cuts": (1, 64, 65)}
-  assert_promises(LINEAR_ATTENTION, case, BF16, **sizes, infinite=False)
+  sizes |= {"infinite": False, "implementation": implementation}
+  assert_promises(LINEAR_ATTENTION, case, BF16, **sizes)
 
 
-def test_outputs_of_a_document_have_the_same_bits_whatever_the_others_hold():
+@pytest.mark.parametrize(
+  "implementation", ["pallas_interpret", pytest.param(AMPERE, marks=pytest.mark.slow)]
+)
+def test_outputs_of_a_document_have_the_same_bits_whatever_the_others_hold(implementation):
   """Also where a document's decays decide how scores are computed."""
   lengths = 20, 12
   case = dataclasses.replace(SMALL, T=sum(lengths), decay="BTHK")
   ids = jnp.repeat(jnp.asarray([[0, 1]] * B), jnp.asarray(lengths), axis=1, total_repeat_length=32)
-  run = jax.jit(lambda x: call_of(LINEAR_ATTENTION, case)(x, segment_ids=ids)[0])
+  call = call_of(LINEAR_ATTENTION, case, implementation)
+  run = jax.jit(lambda x: call(x, segment_ids=ids)[0])
   inputs, others = (inputs_of(LINEAR_ATTENTION, case, BF16, seed) for seed in range(2))
   others["log_decay"] = jnp.full_like(others["log_decay"], -9.0)
   first = jnp.arange(sum(lengths)) < lengths[0]
@@ -143,6 +152,19 @@ def test_a_sequence_in_splits(case, monkeypatch):
   check(dataclasses.replace(case, chunk=None))
 
 
+def test_pairs_meet_at_the_start_or_where_blocks_merge():
+  """Kernels for Ampere: at merges in the second block of channels alone."""
+  case = dataclasses.replace(PARTS[2], T=40, segments=False, chunk=None)
+  check(case, implementation=AMPERE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_a_sequence_in_splits_for_ampere(case, monkeypatch):
+  monkeypatch.setattr(config, "num_splits", lambda *sizes: 2)
+  check(dataclasses.replace(case, chunk=None), implementation=AMPERE)
+
+
 @pytest.mark.parametrize(
   "case",
   [
@@ -173,9 +195,17 @@ def test_a_sequence_is_cut_only_where_ctas_are_few():
 
 
 @pytest.mark.parametrize(
-  "decay", ["H", *(pytest.param(d, marks=pytest.mark.slow) for d in ("HK", "BTH", "BTHK"))]
+  ("decay", "implementation"),
+  [
+    ("H", "pallas_interpret"),
+    *(
+      pytest.param(decay, implementation, marks=pytest.mark.slow)
+      for decay in ("HK", "BTH", "BTHK")
+      for implementation in ("pallas_interpret", AMPERE)
+    ),
+  ],
 )
-def test_decays_from_none_to_everything(decay):
+def test_decays_from_none_to_everything(decay, implementation):
   """Down to -inf, which forgets all; and the largest that is not yet that."""
   case = dataclasses.replace(SMALL, T=66, H=2 if decay == "H" else 1, decay=decay, state=True)
   inputs = LINEAR_ATTENTION.inputs(case)
@@ -183,7 +213,7 @@ def test_decays_from_none_to_everything(decay):
   rng = np.random.default_rng(2)
   inputs["log_decay"] = rng.choice(levels, size=inputs["log_decay"].shape)
   inputs["log_decay"].flat[:2] = levels[:2]
-  check(case, inputs)
+  check(case, inputs, implementation)
 
 
 def test_subchunks_are_as_large_as_decays_allow():
@@ -316,5 +346,5 @@ def test_what_cannot_run_is_named(case, message):
 def test_on_a_cpu_the_kernels_are_not_chosen():
   args, options = LINEAR_ATTENTION.bind(SMALL, inputs_of(LINEAR_ATTENTION, SMALL, BF16))
   assert ops.supported(ops.linear_attention, *args, **options)[0] == "chunked"
-  with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
+  with pytest.raises(NotImplementedError, match="need an NVIDIA GPU since Ampere"):
     ops.linear_attention(*args, **options, implementation="pallas")

@@ -59,17 +59,18 @@ def arguments(decay, K, V, options, T=1024, lead=()):
   return inputs, array(B, T, dtype=jnp.int32) if "segments" in options else None
 
 
-def run(inputs, segments, options, num_splits):
+def run(inputs, segments, options, num_splits, architecture=None):
   if segments is not None:
     segments = Segments(segments, segments)
   arguments = Inputs(**inputs, value_log_decay=None, segments=segments)
-  return pallas.run(arguments, Options("normalize" in options, scale=0.5), num_splits=num_splits)
+  how = {"num_splits": num_splits, "architecture": architecture}
+  return pallas.run(arguments, Options("normalize" in options, scale=0.5), **how)
 
 
-def check(decay, K, V, options, num_splits, count=kernels_in):
+def check(decay, K, V, options, num_splits, count=kernels_in, architecture=None):
   """`count` is of the forward pass, which the gradient runs with more results."""
   inputs, segments = arguments(decay, K, V, options)
-  forward = lambda x, ids: run(x, ids, options, num_splits)
+  forward = lambda x, ids: run(x, ids, options, num_splits, architecture)
   gradient = jax.grad(lambda x, ids: total(forward(x, ids)))
   first = count(forward, inputs, segments)
   assert first >= 1
@@ -85,6 +86,12 @@ def test_lowers(configuration):
 @pytest.mark.parametrize("configuration", ALL, ids=str)
 def test_every_configuration_lowers(configuration):
   check(*configuration)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", ALL[::4], ids=str)
+def test_kernels_for_ampere_lower(configuration):
+  check(*configuration, architecture="ampere")
 
 
 @pytest.mark.parametrize(

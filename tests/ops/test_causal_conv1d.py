@@ -97,7 +97,7 @@ def test_causal_conv1d_unsupported_argument_raises_naming_it():
   ]:
     with pytest.raises(NotImplementedError, match=message):
       run(*arguments, **options, implementation="pallas_interpret")
-  with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
+  with pytest.raises(NotImplementedError, match="need an NVIDIA GPU since Ampere"):
     run(x, kernel, implementation="pallas")
 
 

@@ -83,7 +83,7 @@ def stand_ins():
     return run
 
   with contextlib.ExitStack() as stack:
-    stack.enter_context(mock.patch.object(dispatch.device, "unsupported", lambda: None))
+    stack.enter_context(mock.patch.object(dispatch.device, "unsupported", lambda *_: None))
     for scan in WITH_KERNELS:
       api, pallas = (
         importlib.import_module(f"lnssm_jax.ops.{scan}.{x}") for x in ("api", "pallas")
@@ -139,7 +139,7 @@ def collectives(text: str) -> list[dict[str, int]]:
 def kernels(cfg, sizes: str, alone: dict):
   """Number of kernels of the step, lowered for CUDA."""
   del alone
-  dispatch.device.unsupported = lambda: None
+  dispatch.device.unsupported = lambda *_: None
   return lowered(cfg, sizes, "cuda").count("custom_call @mosaic_gpu")
 
 

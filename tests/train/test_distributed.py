@@ -130,7 +130,8 @@ def test_doctor_report_complete(tiny, capsys):
   assert doctor.examine(tiny(), print)
   out = capsys.readouterr().out
   assert f"jax {jax.__version__}" in out
-  for line in ("launcher     none: one process", "correct,", "writable,", "no problem found"):
+  xla = "kernels      XLA's forms, because the default device is a cpu"
+  for line in (xla, "launcher     none: one process", "correct,", "writable,", "no problem found"):
     assert line in out
   said = []
   assert not doctor.examine(tiny(run_dir="/proc/run", mesh__data=64), said.append)

@@ -89,6 +89,7 @@ def test_run_outputs_match_readme(tiny, capsys):
   assert sorted(int(p.name) for p in run.checkpoints.iterdir()) == [10, 12]
   out = capsys.readouterr().out
   assert re.search(r"no kernel .* runs? in XLA's form: the default device", out)
+  assert "kernels     XLA's forms, because the default device is a cpu" in out
   for text in ("device      cpu x 1", "12/12  loss", "sample", "the ", str(run.metrics_file)):
     assert text in out
   assert f"lnssm-train generate --run-dir {cfg.run_dir}" in out

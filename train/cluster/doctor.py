@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lnssm_jax.ops.core.dispatch import device
 from train import config
 from train.cluster import device_mesh, distributed, launcher
 from train.config.versions import versions
@@ -40,6 +41,7 @@ def examine(cfg: config.Train | None, say: Say) -> bool:
   for line in _gather(f"{socket.gethostname()}, pid {os.getpid()}, {_devices_here()}"):
     report(f"process      {line}")
   report(f"devices      {jax.device_count()} x {jax.devices()[0].device_kind}")
+  report(f"kernels      {device.kernels()}")
   problems += _environment(launch)
   try:
     report(f"collective   {_collective()}")

@@ -44,6 +44,11 @@ def preferred(inputs: Inputs, options: Options) -> bool:
   return min(inputs.q.shape[-1], inputs.v.shape[-1]) >= _NARROWEST
 
 
+def since_ampere(inputs: Inputs, options: Options) -> bool:
+  """Whether every GPU since Ampere runs these arguments: single tokens, in registers alone."""
+  return _decodes(inputs, options)
+
+
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments."""
   q, _, _, state, *_ = inputs

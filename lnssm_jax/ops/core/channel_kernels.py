@@ -51,6 +51,11 @@ class ChannelScan(NamedTuple):
       return f"x has B={h.shape[0]}, and a grid of thread blocks has at most {_MOST_ROWS} per axis"
     return None
 
+  def since_ampere(self, inputs, options: Options) -> bool:
+    """Whether every GPU since Ampere runs these arguments: single tokens, in registers alone."""
+    del options
+    return self._fits_decode(inputs)
+
   def preferred(self, inputs, options: Options) -> bool:
     """Whether `implementation=None` takes the kernels for sizes like these."""
     del options

@@ -295,7 +295,11 @@ def _from_unknown_state(run, inputs, options):
 
 
 class Kernels:
-  """The implementations "pallas", on a Hopper GPU, and "pallas_interpret", by name only.
+  """The implementations "pallas", on a GPU that has kernels, and by name only "pallas_interpret".
+
+  Where those for GPUs since Ampere are others than Hopper's (`apart`), "pallas" is Hopper's own on
+  Hopper and they are "pallas" on any other; by name, "pallas_ampere" and "pallas_ampere_interpret",
+  they run on Hopper, too.
 
   A kernel is a program for one device. In a program for several whose mesh is known, each device
   runs it on its shard (`spmd`). Else the compiler would gather all arguments: then `None` takes
@@ -307,33 +311,57 @@ class Kernels:
       importing what a kernel is written with takes longer than importing all the rest.
     results: the axes of the results, those of the output and of the state's arrays in most ops, as
       in `Inputs.AXES`.
+    architectures: what its kernels run on. Where more GPUs run some arguments, as single tokens,
+      the module's `since_ampere` says so.
+    apart: whether the kernels for Ampere are others; then the module has `run_ampere` and
+      `interpreted_ampere`, too.
   """
 
-  def __init__(self, module: str, results: tuple[str, ...]):
+  def __init__(
+    self,
+    module: str,
+    results: tuple[str, ...],
+    architectures: tuple[str, ...] = (device.SM90,),
+    *,
+    apart: bool = False,
+  ):
     self._module, self._results = module, results
+    self._architectures, self._apart = architectures, apart
 
   @property
   def compiled(self) -> Form:
     """ "pallas"."""
-    return Form(
-      functools.partial(self._run, "run"),
-      lambda inputs, options: device.unsupported() or self._unsupported(inputs, options),
-      self._preferred,
-    )
+    return self._compiled("run", self._architectures, self._preferred)
 
   @property
   def interpreted(self) -> Form:
     """ "pallas_interpret"."""
-    return Form(
-      functools.partial(self._run, "interpreted"),
-      lambda inputs, options: interpreter_unsupported() or self._unsupported(inputs, options),
-      _by_name_only,
-    )
+    return self._interpreted("interpreted")
 
   def with_forms(self, **forms: Callable[[Any, Any], Any]) -> dict[str, Form]:
     """All implementations of an op, as preferred: these are between those of the kernels."""
     named = {name: Form(functools.partial(_from_unknown_state, run)) for name, run in forms.items()}
-    return {"pallas": self.compiled, **named, "pallas_interpret": self.interpreted}
+    every = {"pallas": self.compiled, **named, "pallas_interpret": self.interpreted}
+    if self._apart:
+      every["pallas_ampere"] = self._compiled("run_ampere", (device.AMPERE,), _by_name_only)
+      every["pallas_ampere_interpret"] = self._interpreted("interpreted_ampere")
+    return every
+
+  def _compiled(self, name, architectures, preferred):
+    def unsupported(inputs, options):
+      reason = device.unsupported(architectures)
+      if reason is not None and device.unsupported((device.AMPERE,)) is None:
+        since_ampere = getattr(self._kernels(), "since_ampere", None)
+        reason = reason if since_ampere is None or not since_ampere(inputs, options) else None
+      return reason or self._unsupported(inputs, options)
+
+    return Form(functools.partial(self._run, name), unsupported, preferred)
+
+  def _interpreted(self, name):
+    def unsupported(inputs, options):
+      return interpreter_unsupported() or self._unsupported(inputs, options)
+
+    return Form(functools.partial(self._run, name), unsupported, _by_name_only)
 
   def _kernels(self) -> Any:
     return importlib.import_module(self._module)

@@ -50,6 +50,11 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   return None
 
 
+def since_ampere(inputs: Inputs, options: Options) -> bool:
+  """Whether every GPU since Ampere runs these arguments: single tokens, in registers alone."""
+  return _decodes(inputs, options)
+
+
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments; its own limits are in its `unsupported`."""
   q, k, v, beta, log_decay, erase_key, write_key, state, _ = inputs

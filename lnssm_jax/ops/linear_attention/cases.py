@@ -189,8 +189,11 @@ def _arguments(case: Case, inputs):
   return tuple(inputs[n] for n in "qkv"), options | {"normalize": case.normalize, "scale": 0.7}
 
 
-def _on_kernels(case: Case) -> Check:
-  return Check(dataclasses.replace(case, chunk=None), "pallas_interpret", jnp.bfloat16)
+def _on_kernels(case: Case, implementation: str = "pallas_interpret") -> Check:
+  return Check(dataclasses.replace(case, chunk=None), implementation, jnp.bfloat16)
+
+
+_AMPERE = [*KERNELS, *MORE_KERNELS, *KERNEL_SWEEP[::2]]
 
 
 LINEAR_ATTENTION = Scan(
@@ -217,6 +220,7 @@ LINEAR_ATTENTION = Scan(
     *(Check(dataclasses.replace(LENGTHS[0], T=T, decay=d)) for T, d in [(15, "BTHK"), (64, "BTH")]),
     *(Check(case, "associative") for case in MANY[::5]),
     *(_on_kernels(case) for case in KERNEL_SWEEP),
+    *(_on_kernels(case, "pallas_ampere_interpret") for case in _AMPERE),
   ],
   small=Case(T=23, K=3, V=4, H=2, normalize=True, chunk=8, state=False),
   variants=(Case(T=23, K=3, V=4, H=2, decay="BTHK", bonus=True, chunk=8, state=False),),

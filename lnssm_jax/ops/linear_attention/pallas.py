@@ -63,7 +63,13 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 
 
 def run(
-  inputs: Inputs, options: Options, *, sizes=None, interpret=None, num_splits: int | None = None
+  inputs: Inputs,
+  options: Options,
+  *,
+  sizes=None,
+  interpret=None,
+  num_splits: int | None = None,
+  architecture: str | None = None,
 ) -> tuple[jax.Array, LinearAttentionState]:
   """The output and the last state.
 
@@ -71,6 +77,7 @@ def run(
     sizes: the configuration of the kernels for many tokens; None takes that of the table.
     num_splits: into how many splits the sequence is cut for the passes over time; None leaves it to
       `config`.
+    architecture: whose kernels run; None takes those of the device.
   """
   if _decodes(inputs, options):
     # One token is of one document, that of the initial state.
@@ -83,11 +90,12 @@ def run(
   # The kernels have a state per head of the queries, although groups may share it.
   repeat = lambda x: jnp.repeat(x, H // S, axis=1) if S < H else x
   inputs = inputs._replace(state=jax.tree.map(repeat, inputs.state))
-  out, state = _chunks(inputs, options, sizes=sizes, interpret=interpret, num_splits=num_splits)
+  how = {"sizes": sizes, "interpret": interpret, "num_splits": num_splits}
+  out, state = _chunks(inputs, options, **how, architecture=architecture)
   return out, jax.tree.map(lambda x: x[:, :: H // S] if S < H else x, state)
 
 
-def _chunks(inputs: Inputs, options: Options, *, sizes, interpret, num_splits):
+def _chunks(inputs: Inputs, options: Options, *, sizes, interpret, num_splits, architecture):
   """`run` in chunks, from and to a state for each of H heads.
 
   Value columns are independent: more of them than the kernels take are further heads, which share
@@ -99,6 +107,7 @@ def _chunks(inputs: Inputs, options: Options, *, sizes, interpret, num_splits):
   (B, T, _, V), K = v.shape, q.shape[-1]
   if config.KEY_WIDTHS[-1] < K:
     how = {"sizes": sizes, "interpret": interpret, "num_splits": num_splits}
+    how |= {"architecture": architecture}
     wide = functools.partial(_by_key_groups, inputs, how=how)
     out, kv = wide(v, state.kv, options=options._replace(normalize=False))
     if not normalize:
@@ -151,6 +160,7 @@ def _chunks(inputs: Inputs, options: Options, *, sizes, interpret, num_splits):
     num_splits=num_splits,
     normalize=normalize,
     config=sizes,
+    architecture=architecture,
     interpret=interpret,
   )
   out = out.reshape(B, length, H, groups * wide_v)[:, :T, :, :V]
@@ -196,3 +206,5 @@ def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, how: dict):
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
+run_ampere = functools.partial(run, architecture="ampere")
+interpreted_ampere = functools.partial(interpreted, architecture="ampere")

@@ -24,5 +24,6 @@ _SCAN = ChannelScan(
   chunked=chunked,
   prepare=_sums_of_squares,
 )
-unsupported, preferred = _SCAN.unsupported, _SCAN.preferred
+unsupported, since_ampere = _SCAN.unsupported, _SCAN.since_ampere
+preferred = _SCAN.preferred
 run, interpreted = _SCAN.run, _SCAN.interpreted

@@ -22,6 +22,7 @@ _SCAN = ChannelScan(
   chunked=chunked,
 )
 unsupported = _SCAN.unsupported
+since_ampere = _SCAN.since_ampere
 
 
 def preferred(inputs: Inputs, options: Options) -> bool:

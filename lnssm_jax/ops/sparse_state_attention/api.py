@@ -77,7 +77,7 @@ def _no_kernels(inputs: Inputs, options: Options) -> str | None:
     return "method='gather' runs token by token, without a kernel."
   if options.chunk_size is not None:
     return f"chunk_size={options.chunk_size}, and the kernels choose their own."
-  return device.unsupported()
+  return device.unsupported(device.EVERY)
 
 
 def _not_gather(inputs: Inputs, options: Options) -> str | None:

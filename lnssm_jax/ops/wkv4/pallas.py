@@ -43,6 +43,12 @@ def preferred(inputs: Inputs, options: Options) -> bool:
   return _decodes(inputs) and decode.fits(D)
 
 
+def since_ampere(inputs: Inputs, options: Options) -> bool:
+  """Whether every GPU since Ampere runs these arguments: single tokens, in registers alone."""
+  del options
+  return _decodes(inputs)
+
+
 def _decodes(inputs: Inputs) -> bool:
   """Whether `decode` runs these arguments."""
   k, v = inputs.k, inputs.v

@@ -56,12 +56,14 @@ def initial_states_of_splits(
   if normalizer is not None:
     first = jnp.zeros_like(added.last_key_sum[:, :, 0])
     first = first if normalizer.initial is None else normalizer.initial[:, :, 0]
-    entering = _recur(total, added.last_key_sum, first, reverse=reverse)
+    entering = recur(total, added.last_key_sum, first, reverse=reverse)
     normalizer = Normalizer(shape, entering, normalizer.weights, normalizer.chunk)
-  return _recur(total[..., None], added.last_state, initial, reverse=reverse), normalizer
+  return recur(total[..., None], added.last_state, initial, reverse=reverse), normalizer
 
 
-def _recur(decay, added, initial, *, reverse=False):
+def recur(
+  decay: jax.Array, added: jax.Array, initial: jax.Array, *, reverse: bool = False
+) -> jax.Array:
   """The x that enters each n of x_{n+1} = decay_n x_n + added_n over axis 2."""
   decay = jnp.broadcast_to(decay, added.shape)
   combine = lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1])
