@@ -55,7 +55,7 @@ def _windows_written(config: Config) -> Config:
 
 
 def _normal(usual_length: int, groups: int, *, window: bool = False, **defaults: Any):
-  """What `Family.normal` is, with the defaults of a class."""
+  """A function for `Family.normal`, with the defaults of a class."""
 
   def normal(config: Config) -> Config:
     config = {"num_key_value_heads": groups, **defaults} | config
