@@ -6,9 +6,7 @@ from typing import NamedTuple
 from pallas_kernels.core import device, tuning
 from pallas_kernels.core.wgmma import TILE_WIDTH
 
-# What q and k are padded to. Not 64: on an H100 that program stopped with an illegal instruction
-# at B8 T2048 H32 K64 V64, though not at smaller sizes, and the cause is not known.
-KEY_WIDTHS = (128,)
+KEY_WIDTHS = (64, 128)  # what q and k are padded to
 VALUE_WIDTHS = (64, 128)  # what v is padded to
 CHUNK = 64  # tokens, unless a configuration says otherwise
 NARROWEST = 32  # narrower heads are padded more than twofold
