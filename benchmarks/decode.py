@@ -2,6 +2,7 @@
 
     python -m benchmarks.decode --out docs/decode.csv
     python -m benchmarks.decode --only delta_rule --batches 64 --no-models
+    python -m benchmarks.decode --only "attention grouped long" --batches 64 --layers 1 --no-models
 
 A program makes many steps in a loop on the device, each of them for a stack of layers whose states
 the loop carries and the program was given to keep: launches are paid as in generation, states are
@@ -92,9 +93,20 @@ def _memory(normalize, normal, n):
   return ops.LinearAttentionState(normal(n["B"], n["H"], n["K"], n["V"]), sums)
 
 
-def _cache(normal, n):
-  keys, values = (normal(n["B"], _WINDOW - 1, n["H"], n[x]).astype(jnp.bfloat16) for x in "KV")
-  return ops.AttentionState(keys, values, jnp.full(n["B"], 2 * _WINDOW, jnp.int32))
+def _attention(window: int, **sizes: int) -> Case:
+  """A full cache for a window of so many tokens."""
+
+  def draw(normal, n):
+    axes = {"q": "HK", "k": "GK", "v": "GV"}
+    return _bf16({x: normal(n["B"], 1, *(n[axis] for axis in axes[x])) for x in axes})
+
+  def cache(normal, n):
+    keys, values = (normal(n["B"], window - 1, n["G"], n[x]).astype(jnp.bfloat16) for x in "KV")
+    return ops.AttentionState(keys, values, jnp.full(n["B"], 2 * window, jnp.int32))
+
+  call = functools.partial(ops.attention, window=window)
+  axes, who = {"q": "BTHK", "k": "BTGK", "v": "BTGV"}, ("pallas", "chunked")
+  return Case(call, axes, draw, cache, {"K": 128, "V": 128} | sizes, who, rewritten=False)
 
 
 def _delta(normal, n):
@@ -132,7 +144,6 @@ def _wkv4(normal, n):
 _QKV = {"q": "BTHK", "k": "BTHK", "v": "BTHV"}
 _HEADS = {"H": 4, "K": 128, "V": 128}
 _CHANNELS = {"D": 4096, "N": 16}
-_WINDOW = 1024
 
 CASES = {
   "lnssm": Case(
@@ -147,11 +158,9 @@ CASES = {
     functools.partial(ops.linear_attention, scale=128**-0.5), _QKV | {"log_decay": "H"},
     _retention, functools.partial(_memory, False), _HEADS,
   ),
-  "attention": Case(
-    functools.partial(ops.attention, window=_WINDOW), _QKV,
-    lambda normal, n: _bf16(_heads(normal, n, "q", "k", "v")), _cache, _HEADS | {"H": 16},
-    ("pallas", "chunked"), rewritten=False,
-  ),
+  "attention": _attention(1024, H=16, G=16),
+  "attention grouped": _attention(2048, H=32, G=8),
+  "attention grouped long": _attention(32768, H=32, G=8),
   "delta_rule": Case(
     functools.partial(ops.delta_rule, scale=128**-0.5),
     _QKV | {"beta": "BTH", "log_decay": "BTH"}, _delta,

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from pallas_kernels.core import tuning
+from pallas_kernels.core import device, tuning
 
 WIDTHS = (64, 128, 192, 256)  # what heads of q and k, and those of v, are padded to
 ROWS = 64  # rows of a consumer warpgroup: those of one WGMMA
@@ -20,11 +20,18 @@ class Shape(NamedTuple):
 
   key_width: int
   value_width: int
+  tiles: int  # of queries, of all heads of all sequences together
 
   @property
   def shape_class(self) -> str:
     """The key of a device's table."""
-    return f"K{self.key_width}-V{self.value_width}-bfloat16"
+    few = "" if self.many_tiles else "-few"
+    return f"K{self.key_width}-V{self.value_width}-bfloat16{few}"
+
+  @property
+  def many_tiles(self) -> bool:
+    """Whether every SM has work for long where a CTA has two tiles."""
+    return self.tiles >= 8 * device.current().sm_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +60,23 @@ class LoopConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ForwardConfig(LoopConfig):
+  """How the kernel for outputs goes through the keys.
+
+  Attributes:
+    query_tiles: tiles of queries that a CTA has one after another: the copies for one overlap with
+      the work on the one before.
+  """
+
+  query_tiles: int = 1
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.query_tiles < 1:
+      raise ValueError(f"query_tiles={self.query_tiles} must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
   """The three kernels: outputs, gradients of queries, gradients of keys and values.
 
@@ -60,19 +84,20 @@ class Config:
     separate_keys: gradients of keys and those of values are computed by a kernel each.
   """
 
-  forward: LoopConfig
+  forward: ForwardConfig
   query_gradient: LoopConfig
   key_gradient: LoopConfig
   separate_keys: bool = False
 
   def smem(self, shape: Shape) -> dict[str, int]:
     """Bytes of SMEM per CTA by kernel."""
-    K, V = shape
+    K, V, _ = shape
     bf16, f32 = 2, 4
     row = bf16 * (K + V)
     loop = lambda config: config.num_stages * config.tile
+    queries = self.forward.query_tiles * TILE * bf16 * (K if K == V else K + V)
     needed = {
-      "forward": bf16 * TILE * K + (bf16 * TILE * V if K != V else 0) + loop(self.forward) * row,
+      "forward": queries + loop(self.forward) * row,
       "query_gradient": (TILE + loop(self.query_gradient)) * row,
       "key_gradient": TILE * row + loop(self.key_gradient) * (row + 2 * f32),
     }
@@ -85,9 +110,11 @@ class Config:
 
 def default(shape: Shape) -> Config:
   """The configuration for widths that are in `WIDTHS`, on the current device."""
-  wide = max(shape) > 128
+  wide = max(shape.key_width, shape.value_width) > 128
   config = Config(
-    forward=LoopConfig(tile=64, num_stages=2 if wide else 3),
+    forward=ForwardConfig(
+      tile=64, num_stages=2 if wide else 4, query_tiles=1 if wide or not shape.many_tiles else 2
+    ),
     query_gradient=LoopConfig(tile=64, num_stages=1 if wide else 3),
     key_gradient=LoopConfig(tile=64, num_stages=1 if wide else 2),
     separate_keys=wide,

@@ -181,6 +181,32 @@ class Backend:
     done, *results = pl.run_scoped(issue, *shapes)
     return (done, *lax.optimization_barrier(results))
 
+  def staggered(self, first: Dots, second: Dots, work: Callable[[jax.Array], Any]) -> Any:
+    """(`work` of the sum `first`, the sum `second`): it is done while the second products run.
+
+    `work` ends with a wait for a barrier of the kernel. That is a branch: within a block, the
+    compiler waits for products as early as it can. It returns no operand of WGMMA: where registers
+    of one change while products run, the compiler lets all of them run one by one.
+    """
+    if self.interpret is not None:
+      return work(self.dots(first)[0]), self.dots(second)[0]
+
+    def issue(*accumulators):
+      sums = list(zip(accumulators, (first, second), strict=True))
+      for accumulator, (_, start) in sums:
+        if start is not None:
+          accumulator[...] = start
+      for accumulator, (pairs, _) in sums:
+        for a, b in pairs:
+          plgpu.wgmma(accumulator, a, b)
+      result = plgpu.wgmma_accumulator_load(accumulators[0], wait_n=len(second.pairs))
+      done = work(lax.optimization_barrier(result))
+      plgpu.wgmma_wait(0)
+      return done, accumulators[1][...]
+
+    shapes = [plgpu.ACC(_shape(pairs), jnp.float32) for pairs, _ in (first, second)]
+    return lax.optimization_barrier(pl.run_scoped(issue, *shapes))
+
   def to_lhs(self, value: jax.Array, scratch_smem: Ref | None, *index: Any) -> Any:
     """Rounds `value` to bfloat16 as the left operand of WGMMA: in registers on the GPU.
 

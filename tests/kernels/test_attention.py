@@ -18,7 +18,7 @@ from lnssm_jax.ops.attention import pallas
 from lnssm_jax.ops.attention.cases import ATTENTION, KERNEL_CASES, Case
 from lnssm_jax.ops.attention.types import Inputs, Mask, Options, Tokens
 from lnssm_jax.ops.core.segments import positions, segments_of
-from pallas_kernels.attention.config import ROWS, TILE, LoopConfig, Shape, default
+from pallas_kernels.attention.config import ROWS, TILE, ForwardConfig, LoopConfig, Shape, default
 from pallas_kernels.attention.decode import decode
 from pallas_kernels.attention.sm90.tiles import steps_of
 from pallas_kernels.attention.types import Logits
@@ -321,4 +321,29 @@ def test_attention_config_rejects_tiles_that_tensor_cores_do_not_have():
     LoopConfig(tile=32)
   with pytest.raises(ValueError, match="num_stages=0 must be at least 1"):
     LoopConfig(tile=64, num_stages=0)
-  assert default(Shape(256, 64)).separate_keys and not default(Shape(128, 128)).separate_keys
+  with pytest.raises(ValueError, match="query_tiles=0 must be at least 1"):
+    ForwardConfig(tile=64, query_tiles=0)
+  assert default(Shape(256, 64, 1)).separate_keys and not default(Shape(128, 128, 1)).separate_keys
+
+
+def forward_with(**changes):
+  """The default configuration with other fields of the kernel for outputs."""
+  config = default(Shape(64, 64, 1))
+  return replace(config, forward=replace(config.forward, **changes))
+
+
+@pytest.mark.parametrize("tiles", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_attention_with_several_tiles_of_queries_per_cta_is_the_same(tiles):
+  """Bit for bit, where the last CTA has fewer; one document fills more than a tile of keys."""
+  arrays = drawn(380, H=2)
+  ids = jnp.asarray(np.repeat(np.arange(4), [20, 200, 1, 159]))[None]
+  segments = segments_of("attention", ids, 1, 380)
+  inputs, options = Inputs(*arrays, None, segments), Options(Mask(None, None, True), 0.1, None)
+  call = lambda sizes: pallas.run(inputs, options, sizes=sizes, interpret=INTERPRET)[0]
+  several = call(forward_with(query_tiles=tiles, num_stages=2))
+  np.testing.assert_array_equal(several, call(forward_with(num_stages=4)))
+
+
+def test_attention_takes_several_tiles_of_queries_per_cta_where_all_sms_have_work():
+  few, many = (default(Shape(128, 128, tiles)).forward.query_tiles for tiles in (1000, 2000))
+  assert (few, many) == (1, 2)

@@ -160,7 +160,7 @@ def test_estimated_smem_is_what_kernels_allocate(name, hopper, monkeypatch):
 FOLDERS = (
   (linear_attention, linear_attention.Shape(B, 512, H, H, 128, 128, "BTHK", False)),
   (delta_rule, delta_rule.Shape(B * H, 128, 128, True)),
-  (attention, attention.Shape(256, 256)),
+  (attention, attention.Shape(256, 256, 1)),
   (channel_states, channel_states.Shape("selective_scan", 256, 16, 2, 2, 2)),
   (diagonal_scan, diagonal_scan.Shape(4, 4, 4)),
   (wkv4, wkv4.Shape(2, 2)),

@@ -77,7 +77,7 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tupl
     form = functools.partial(chunked, options=options)
     return (single_step.with_gradient_of(form, step)(inputs._replace(segments=None)),)
   q, k, v, state, segments, _, sinks = inputs
-  (B, T, _, K), V = q.shape, v.shape[-1]
+  (B, T, H, K), V = q.shape, v.shape[-1]
   before = None
   if state is not None:
     before = Before(state.position, state.k.shape[1])
@@ -99,7 +99,7 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tupl
 
   seen, seen_by = key_ranges(options.mask, segments, B, T, before)
   ranges = Ranges(padded_range(seen, S), padded_range(seen_by, T))
-  shape = config.Shape(wide_k, wide_v)
+  shape = config.Shape(wide_k, wide_v, B * H * (config.padded_length(T) // config.TILE))
   sizes = sizes or config.default(shape)
   sizes.check(shape)
   static = op.Options(Logits(options.scale, options.soft_cap), sizes, interpret)

@@ -27,6 +27,7 @@ from pallas_kernels.attention.sm90.tiles import (
   KeyTiles,
   QueryLoop,
   QueryScratch,
+  QueryTiles,
   Ring,
   launch,
   load_range,
@@ -100,10 +101,11 @@ def query_gradient(
   (B, T, H, K), (G, V), shape = q.shape, v.shape[2:], (ROWS, config.tile)
 
   def body(warpgroup, gmem: _QueryGmem, outs: QueryGradient, smem: QueryScratch):
-    loop = QueryLoop(gmem.seen, smem, config, T)
+    loop = QueryLoop(gmem.seen, smem, config, QueryTiles(T // TILE, 1))
     ring, b, h = loop.ring, loop.batch, loop.head
     if warpgroup is None:
       loop.produce([gmem.q, gmem.d_out], gmem.keys, H // G)
+      ring.drain(loop.after)
       return
 
     mine, own, rows = loop.rows_of(warpgroup)
@@ -112,7 +114,6 @@ def query_gradient(
     # Read once, straight into registers, while the other tiles are on their way.
     out = plgpu.load(gmem.out.at[b, tokens, h], layout=plgpu.Layout.WGMMA, optimized=False)
     q_smem, d_out_smem = loop.own_tiles(warpgroup)
-    plgpu.barrier_wait(smem.own_loaded)
     d_sum = jnp.sum(load_tile(d_out_smem) * out.astype(jnp.float32), axis=1)
     store_unoptimized(outs.d_sum.at[b, h, tokens], d_sum)
 
@@ -258,6 +259,7 @@ def key_gradient(
           plgpu.copy_gmem_to_smem(source, target.at[slot], ring.loaded.all.at[slot])
 
       ring.produce(width * (H // G), load)
+      ring.drain(width * (H // G))
       return
 
     mine = start + warpgroup * ROWS

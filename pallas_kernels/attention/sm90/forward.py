@@ -1,9 +1,11 @@
 """Outputs of softmax attention: the forward pass of `attention.op`.
 
-A CTA has 128 queries of a head, 64 for each of its two consumer warpgroups, and goes through the
-tiles of keys that any of them sees. The softmax is accumulated with running maxima and sums
-(Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022); while one warpgroup computes
-exponentials the other one multiplies.
+A CTA has tiles of 128 queries of a head, 64 for each of its two consumer warpgroups, one tile after
+another, and goes through the tiles of keys that any of these queries sees. The softmax is
+accumulated with running maxima and sums (Milakov and Gimelshein 2018; FlashAttention, Dao et al.
+2022). The products of a step's queries and keys are issued together with those of the weights and
+values of the step before, which run while the weights of this step are computed (FlashAttention-3,
+Shah et al. 2024, section 3.2); while one warpgroup computes exponentials the other one multiplies.
 """
 
 from typing import Any, NamedTuple
@@ -14,11 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.config import ROWS, TILE, LoopConfig
+from pallas_kernels.attention.config import ROWS, TILE, ForwardConfig
 from pallas_kernels.attention.sm90.tiles import (
   KeyTiles,
   QueryLoop,
   QueryScratch,
+  QueryTiles,
+  Ring,
+  Steps,
   launch,
   visible,
 )
@@ -26,6 +31,8 @@ from pallas_kernels.attention.types import LOWEST, Logits, Options, Range, Range
 from pallas_kernels.core.wgmma import (
   ROW_LAYOUT,
   Backend,
+  Dots,
+  Ref,
   broadcast_rows,
   smem_tile,
   store_unoptimized,
@@ -62,57 +69,45 @@ def outputs(
   seen: Range,  # [B, T] int32: the keys that each query sees
   *,
   logits: Logits,
-  config: LoopConfig,
+  config: ForwardConfig,
   backend: Backend,
 ) -> Outputs:
   """Outputs, 0 for queries that see no key, and logarithms of denominators."""
-  (B, T, H, K), (G, V), shape = q.shape, v.shape[2:], (ROWS, config.tile)
-  # Queries are dead when outputs are stored; where the two are not alike, a tile of its own.
-  out_tile = None if K == V else smem_tile(TILE, V)
+  (B, T, H, K), (G, V) = q.shape, v.shape[2:]
+  # Queries are dead when outputs are stored; where the two are not alike, tiles of their own.
+  out_tiles = None if K == V else smem_tile(config.query_tiles, TILE, V)
+  tiles = QueryTiles(T // TILE, config.query_tiles)
 
   def body(warpgroup, gmem: _Gmem, outs: Outputs, smem: QueryScratch):
-    loop = QueryLoop(gmem.seen, smem, config, T)
-    ring, b, h = loop.ring, loop.batch, loop.head
+    of_tile = lambda place, before: QueryLoop(gmem.seen, smem, config, tiles, place, before)
     if warpgroup is None:
-      loop.produce([gmem.q], gmem.keys, H // G)
+
+      def produce(place, before):
+        loop = of_tile(place, before)
+        loop.produce([gmem.q], gmem.keys, H // G)
+        return loop.after
+
+      Ring(config.num_stages, smem.loaded, smem.consumed).drain(tiles.for_each(produce))
       return
 
-    mine, own, rows = loop.rows_of(warpgroup)
-    (q_smem,) = loop.own_tiles(warpgroup)
-    plgpu.barrier_wait(smem.own_loaded)
+    def compute(place, before):
+      loop = of_tile(place, before)
+      mine, own, rows = loop.rows_of(warpgroup)
+      (q_smem,) = loop.own_tiles(warpgroup)
+      consumer = _Consumer(loop, own, rows, q_smem, warpgroup, logits, backend, (ROWS, V))
+      acc, top, total = consumer.run()
+      some = total > 0.0
+      inverse = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
+      out_smem = q_smem if smem.out is None else smem.out.at[place, pl.ds(warpgroup * ROWS, ROWS)]
+      out_smem[...] = (acc * broadcast_rows(inverse, acc.shape)).astype(jnp.bfloat16)
+      log_sum = jnp.where(some, top + jnp.log2(jnp.where(some, total, 1.0)), 0.0)
+      tokens = pl.ds(mine, ROWS)
+      store_unoptimized(outs.log_sum.at[loop.batch, loop.head, tokens], log_sum)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(out_smem, outs.out.at[loop.batch, tokens, loop.head])
+      return loop.after
 
-    def advance(step, carry):
-      acc, top, total = carry
-      n = loop.number(step)
-      slot = ring.slot(n)
-      ring.wait("k", n)
-      x, factor = logits.of(backend.dot(q_smem, transpose_ref(smem.keys.k.at[slot])))
-      masked = (step < own.inside) | (step >= own.outside)
-      x = lax.cond(masked, lambda: jnp.where(visible(rows, step, shape), x, -jnp.inf), lambda: x)
-      higher = jnp.maximum(top, jnp.max(x, axis=1) * factor)
-      weights = jnp.exp2(x * factor - broadcast_rows(higher, shape))
-      shrink = jnp.exp2(top - higher)
-      total = total * shrink + jnp.sum(weights, axis=1)
-      acc = acc * broadcast_rows(shrink, acc.shape)
-      lhs = backend.to_lhs(weights, smem.lhs, warpgroup)
-      ring.wait("v", n)
-      acc = backend.dot(lhs, smem.keys.v.at[slot], start=acc)
-      ring.release(n)
-      return acc, higher, total
-
-    constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW_LAYOUT)
-    carry = zero_accumulator(ROWS, V), constant(LOWEST), constant(0.0)
-    acc, top, total = loop.consume(own, advance, carry)
-
-    some = total > 0.0
-    inverse = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
-    out_smem = smem.own[0] if smem.out is None else smem.out
-    out_smem = out_smem.at[pl.ds(warpgroup * ROWS, ROWS)]
-    out_smem[...] = (acc * broadcast_rows(inverse, acc.shape)).astype(jnp.bfloat16)
-    log_sum = jnp.where(some, top + jnp.log2(jnp.where(some, total, 1.0)), 0.0)
-    store_unoptimized(outs.log_sum.at[b, h, pl.ds(mine, ROWS)], log_sum)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_smem, outs.out.at[b, pl.ds(mine, ROWS), h])
+    tiles.for_each(compute)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   out_type = Outputs(
@@ -122,9 +117,91 @@ def outputs(
     body,
     _Gmem(q, KeyTiles(k, v), seen),
     out_type,
-    QueryScratch.of([K], k, v, config, backend, out_tile),
-    grid=(B, H, T // TILE),
+    QueryScratch.of([K], k, v, config, backend, out_tiles, config.query_tiles),
+    grid=(B, H, tiles.ctas),
     config=config,
     name="attention_outputs",
     backend=backend,
   )
+
+
+class _Softmax(NamedTuple):
+  """A running softmax of 64 queries."""
+
+  value: Any  # [64, V]: sum_j 2^(x_j - top) v_j, as yet without the last step
+  top: Any  # [64]: max_j x_j, or `LOWEST`
+  total: Any  # [64]: sum_j 2^(x_j - top)
+
+
+class _Consumer(NamedTuple):
+  """A consumer warpgroup's work on its rows of a tile of queries."""
+
+  loop: QueryLoop
+  own: Steps
+  rows: Range
+  q_smem: Ref  # [64, K]
+  warpgroup: jax.Array
+  logits: Logits
+  backend: Backend
+  shape: tuple[int, int]  # of the outputs
+
+  def run(self) -> _Softmax:
+    """The softmax over all visible keys."""
+    loop, own = self.loop, self.own
+    constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW_LAYOUT)
+    start = _Softmax(zero_accumulator(*self.shape), constant(LOWEST), constant(0.0))
+    loop.ring.skip(loop.steps.begin, own.begin, loop.number)
+    some = (own.end > own.begin).astype(jnp.int32)
+    softmax = lax.fori_loop(0, some, lambda _, softmax: self._all_steps(softmax), start)
+    loop.ring.skip(own.end, loop.steps.end, loop.number)
+    return softmax
+
+  def _all_steps(self, softmax: _Softmax) -> _Softmax:
+    own, ring = self.own, self.loop.ring
+    n = self.loop.number(own.begin)
+    ring.wait("k", n)
+    scores = self.backend.dot(*self._scores(n))
+    top, total, _, weights = self._advance(softmax, own.begin, scores)
+    carry = softmax._replace(top=top, total=total), weights.astype(jnp.bfloat16)
+    softmax, weights = lax.fori_loop(own.begin + 1, own.end, self._step, carry)
+    n = self.loop.number(own.end - 1)
+    value = self.backend.dot(*self._values(weights, n), start=softmax.value)
+    ring.release(n)
+    return softmax._replace(value=value)
+
+  def _step(self, step, carry: tuple[_Softmax, jax.Array]) -> tuple[_Softmax, jax.Array]:
+    """Scores and weights of a step, and the product of the weights and values before it."""
+    softmax, weights = carry
+    n = self.loop.number(step)
+    self.loop.ring.wait("k", n)
+    (top, total, shrink, weights), value = self.backend.staggered(
+      Dots([self._scores(n)]),
+      Dots([self._values(weights, n - 1)], softmax.value),
+      lambda scores: self._advance(softmax, step, scores),
+    )
+    self.loop.ring.release(n - 1)
+    value = value * broadcast_rows(shrink, self.shape)
+    return _Softmax(value, top, total), weights.astype(jnp.bfloat16)
+
+  def _scores(self, n) -> tuple[Ref, Ref]:
+    """The operands of the scores of the n-th step."""
+    return self.q_smem, transpose_ref(self.loop.smem.keys.k.at[self.loop.ring.slot(n)])
+
+  def _values(self, weights, n) -> tuple[Any, Ref]:
+    """The operands of the sum of values of the n-th step."""
+    lhs = self.backend.to_lhs(weights, self.loop.smem.lhs, self.warpgroup)
+    return lhs, self.loop.smem.keys.v.at[self.loop.ring.slot(n)]
+
+  def _advance(self, softmax: _Softmax, step, scores):
+    """(top, total, what the sums so far shrink by, weights), once the step's values are there."""
+    x, factor = self.logits.of(scores)
+    own, shape = self.own, scores.shape
+    masked = (step < own.inside) | (step >= own.outside)
+    x = lax.cond(masked, lambda: jnp.where(visible(self.rows, step, shape), x, -jnp.inf), lambda: x)
+    top = jnp.maximum(softmax.top, jnp.max(x, axis=1) * factor)
+    weights = jnp.exp2(x * factor - broadcast_rows(top, shape))
+    shrink = jnp.exp2(softmax.top - top)
+    total = softmax.total * shrink + jnp.sum(weights, axis=1)
+    made = lax.optimization_barrier((top, total, shrink, weights))
+    self.loop.ring.wait("v", self.loop.number(step))
+    return made

@@ -75,18 +75,33 @@ class Ring:
     """A consumer does not read the stage of step n any more."""
     plgpu.barrier_arrive(self.consumed.at[self.slot(n)])
 
-  def produce(self, count: jax.Array, load: Callable[[jax.Array], None]) -> None:
-    """The producer: `load(n)` starts the copies for step n, of `count` steps."""
+  def produce(
+    self, count: jax.Array, load: Callable[[jax.Array], None], before: jax.Array | int = 0
+  ) -> None:
+    """The producer: `load(n)` starts the copies for step n, of `count` steps after `before`."""
 
     def step(n, _):
       reused = n >= self.num_stages
       pl.when(reused)(lambda: plgpu.barrier_wait(self.consumed.at[self.slot(n)]))
       load(n)
 
-    lax.fori_loop(0, count, step, None)
-    # Drain: barriers outlive their users.
-    drain = lambda n, _: plgpu.barrier_wait(self.consumed.at[self.slot(n)])
-    lax.fori_loop(jnp.maximum(count - self.num_stages, 0), count, drain, None)
+    lax.fori_loop(before, before + count, step, None)
+
+  def drain(self, count: jax.Array) -> None:
+    """The producer, after all `count` steps: barriers outlive their users."""
+    wait = lambda n, _: plgpu.barrier_wait(self.consumed.at[self.slot(n)])
+    lax.fori_loop(jnp.maximum(count - self.num_stages, 0), count, wait, None)
+
+  def skip(self, begin: jax.Array, end: jax.Array, number: Callable[[jax.Array], jax.Array]):
+    """A consumer: passes steps that only others need."""
+
+    def step(step, _):
+      n = number(step)
+      for name in self.loaded._fields:
+        self.wait(name, n)
+      self.release(n)
+
+    lax.fori_loop(begin, end, step, None)
 
   def consume[Carry](
     self,
@@ -101,16 +116,9 @@ class Ring:
     Args:
       number: how many steps of this CTA come before a step.
     """
-
-    def skip(step, _):
-      n = number(step)
-      for name in self.loaded._fields:
-        self.wait(name, n)
-      self.release(n)
-
-    lax.fori_loop(steps.begin, own.begin, skip, None)
+    self.skip(steps.begin, own.begin, number)
     carry = lax.fori_loop(own.begin, own.end, advance, carry)
-    lax.fori_loop(own.end, steps.end, skip, None)
+    self.skip(own.end, steps.end, number)
     return carry
 
 
@@ -124,58 +132,105 @@ class KeyTiles(NamedTuple):
 class QueryScratch(NamedTuple):
   """SMEM and barriers of the kernels for queries."""
 
-  own: tuple  # tiles [128, X] of the CTA's queries
+  own: tuple  # [tiles, 128, X] of the CTA's queries
   keys: KeyTiles
-  out: Any  # [128, V], where outputs have a tile of their own; or None
+  out: Any  # [tiles, 128, V], where outputs have tiles of their own; or None
   lhs: Any
   own_loaded: Any
   loaded: KeyTiles
   consumed: Any
 
   @classmethod
-  def of(cls, widths, k, v, config: LoopConfig, backend: Backend, out=None) -> "QueryScratch":
+  def of(
+    cls, widths, k, v, config: LoopConfig, backend: Backend, out=None, tiles: int = 1
+  ) -> "QueryScratch":
     """For tiles of these widths, and keys and values [B, S, G, X]."""
     stages, tile = config.num_stages, config.tile
     barrier = plgpu.Barrier(num_barriers=stages)
     return cls(
-      own=tuple(smem_tile(TILE, width) for width in widths),
+      own=tuple(smem_tile(tiles, TILE, width) for width in widths),
       keys=KeyTiles(*(smem_tile(stages, tile, x.shape[3]) for x in (k, v))),
       out=out,
       lhs=backend.lhs_scratch(CONSUMERS, ROWS, tile),
-      own_loaded=plgpu.Barrier(num_arrivals=len(widths)),
+      own_loaded=plgpu.Barrier(num_arrivals=len(widths), num_barriers=tiles),
       loaded=KeyTiles(barrier, barrier),
       consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
     )
 
 
-class QueryLoop:
-  """A CTA of the kernels for queries: its tile of 128 queries, and its loop over their keys."""
+class QueryTiles(NamedTuple):
+  """The tiles of queries of a CTA, one after another."""
 
-  def __init__(self, seen: Range, smem: QueryScratch, config: LoopConfig, length: int):
+  total: int  # of the sequence
+  most: int  # of a CTA
+
+  @property
+  def ctas(self) -> int:
+    """How many CTAs a sequence has."""
+    return -(-self.total // self.most)
+
+  def of(self, n: jax.Array | int) -> jax.Array:
+    """The n-th of this CTA; negative if there is none.
+
+    With causal masks the last have most to do: they come first, and with few of the others.
+    """
+    place = lax.axis_index("tile")
+    if self.most > 1:
+      place = n * self.ctas + jnp.where(n & 1 == 0, place, self.ctas - 1 - place)
+    return self.total - 1 - place
+
+  def for_each(self, of_tile: Callable[[Any, Any], Any]) -> Any:
+    """Calls `of_tile(n, steps before it)`, which returns the steps after it; returns the last."""
+    if self.most == 1:
+      return of_tile(0, 0)
+    count = self.most
+    if self.total % self.most:
+      count = jnp.where(self.of(self.most - 1) >= 0, self.most, self.most - 1)
+    return lax.fori_loop(0, count, of_tile, jnp.int32(0))
+
+
+class QueryLoop:
+  """A tile of 128 queries of a CTA of the kernels for queries, and its loop over their keys.
+
+  Args:
+    place: where the tile is in `QueryTiles` and in SMEM.
+    before: steps of the CTA before this tile's.
+  """
+
+  def __init__(
+    self, seen: Range, smem: QueryScratch, config: LoopConfig, tiles: QueryTiles,
+    place: jax.Array | int = 0, before: jax.Array | int = 0,
+  ):  # fmt: skip
     self.batch, self.head = lax.axis_index("row"), lax.axis_index("head")
-    # With causal masks the last have most to do.
-    self.start = tile_start(length // TILE - 1 - lax.axis_index("tile"))
+    self.start = tile_start(tiles.of(place))
     self.seen, self.smem, self.tile = seen, smem, config.tile
+    self.place, self.before = place, before
     self.ring = Ring(config.num_stages, smem.loaded, smem.consumed)
     self.steps = steps_of(seen, self.batch, self.start, TILE, config.tile)
 
+  @property
+  def after(self) -> jax.Array:
+    """Steps of the CTA up to the end of this tile's."""
+    return self.number(self.steps.end)
+
   def produce(self, own: Sequence[Ref], keys: KeyTiles, group: int) -> None:
-    """The producer: the CTA's rows of `own` [B, T, H, X], and keys and values of all steps, which
+    """The producer: the tile's rows of `own` [B, T, H, X], and keys and values of all steps, which
     `group` heads share."""
     tokens = pl.ds(self.start, TILE)
     for source, target in zip(own, self.smem.own, strict=True):
       source = source.at[self.batch, tokens, self.head]
-      plgpu.copy_gmem_to_smem(source, target, self.smem.own_loaded)
+      arrived = self.smem.own_loaded.at[self.place]
+      plgpu.copy_gmem_to_smem(source, target.at[self.place], arrived)
     key_head = lax.div(self.head, group)
 
     def load(n):
       slot = self.ring.slot(n)
-      tokens = pl.ds((self.steps.begin + n) * self.tile, self.tile)
+      tokens = pl.ds((self.steps.begin + n - self.before) * self.tile, self.tile)
       for source, target, arrived in zip(keys, self.smem.keys, self.ring.loaded, strict=True):
         source = source.at[self.batch, tokens, key_head]
         plgpu.copy_gmem_to_smem(source, target.at[slot], arrived.at[slot])
 
-    self.ring.produce(self.steps.end - self.steps.begin, load)
+    self.ring.produce(self.steps.end - self.steps.begin, load, self.before)
 
   def rows_of(self, warpgroup) -> tuple[jax.Array, Steps, Range]:
     """A consumer's first query, its own steps, and the ranges of its queries."""
@@ -184,13 +239,14 @@ class QueryLoop:
     return mine, own, load_range(self.seen, self.batch, mine)
 
   def own_tiles(self, warpgroup) -> list[Ref]:
-    """A consumer's rows of the tiles, when they have arrived."""
+    """A consumer's rows of the tiles, once they have arrived."""
     in_tile = pl.ds(warpgroup * ROWS, ROWS)
-    return [x.at[in_tile] for x in self.smem.own]
+    plgpu.barrier_wait(self.smem.own_loaded.at[self.place])
+    return [x.at[self.place, in_tile] for x in self.smem.own]
 
   def number(self, step: jax.Array) -> jax.Array:
     """How many steps of this CTA come before a step."""
-    return step - self.steps.begin
+    return self.before + step - self.steps.begin
 
   def consume[Carry](self, own: Steps, advance: Callable[[jax.Array, Carry], Carry], carry: Carry):
     """`Ring.consume` of the CTA's steps."""
