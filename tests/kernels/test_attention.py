@@ -176,10 +176,10 @@ def arguments(T=1000, H=4, G=2, K=128, V=128, segments=True):
   return array(H, K), array(G, K), array(G, V), array(dtype=jnp.int32) if segments else None
 
 
-def run(q, k, v, ids, mask=Mask(None, None, True), soft_cap=None):  # noqa: B008
+def run(q, k, v, ids, mask=Mask(None, None, True), soft_cap=None, sizes=None):  # noqa: B008
   segments = None if ids is None else segments_of("attention", ids, *q.shape[:2])
   options = Options(mask, 0.1, None, soft_cap)
-  return pallas.run(Inputs(q, k, v, None, segments), options)
+  return pallas.run(Inputs(q, k, v, None, segments), options, sizes=sizes)
 
 
 @pytest.mark.parametrize(
@@ -335,13 +335,22 @@ def forward_with(**changes):
 @pytest.mark.parametrize("tiles", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_attention_with_several_tiles_of_queries_per_cta_is_the_same(tiles):
   """Bit for bit, where the last CTA has fewer; one document fills more than a tile of keys."""
-  arrays = drawn(380, H=2)
+  arrays = drawn(380)
   ids = jnp.asarray(np.repeat(np.arange(4), [20, 200, 1, 159]))[None]
   segments = segments_of("attention", ids, 1, 380)
   inputs, options = Inputs(*arrays, None, segments), Options(Mask(None, None, True), 0.1, None)
   call = lambda sizes: pallas.run(inputs, options, sizes=sizes, interpret=INTERPRET)[0]
   several = call(forward_with(query_tiles=tiles, num_stages=2))
   np.testing.assert_array_equal(several, call(forward_with(num_stages=4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("K", "V", "tiles"), [(64, 64, 3), (128, 128, 2), (128, 128, 3), (64, 128, 2), (192, 128, 2)]
+)
+def test_attention_with_several_tiles_of_queries_per_cta_lowers(K, V, tiles):
+  call = functools.partial(run, sizes=forward_with(query_tiles=tiles, num_stages=1))
+  assert kernels_in(call, *arguments(K=K, V=V)) == 1
 
 
 def test_attention_takes_several_tiles_of_queries_per_cta_where_all_sms_have_work():
