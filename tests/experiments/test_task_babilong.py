@@ -158,7 +158,9 @@ def test_rows_to_train_on_and_rows_to_score_are_all_rows(tmp_path, monkeypatch, 
   assert main([*command, "--train-share", "0.05"]) == 0
   assert capsys.readouterr().out == f"{out}  2 rows to train on\n"
   trained = [json.loads(line) for line in out.read_text().splitlines()]
-  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
+  model = types.SimpleNamespace(
+    tokenizer=ByteTokenizer(), stop_tokens=(), model=None, source="m", step=1
+  )
   report = babilong.run(model, [str(path)], train_share=0.05)
   assert report.tables["sets"][0]["rows"] == 38
   prompts = {row["prompt"]: row["completion"] for row in trained}
@@ -203,11 +205,11 @@ def test_babilong_list_is_right_as_a_whole(answer, target, right):
 
 def test_drawn_answers_depend_on_seed_and_row_only(monkeypatch, tmp_path):
   def complete(model, tokenizer, prompts, options, until=()):
-    assert (options.temperature, options.top_p, options.stop_token) == (1, 0.7, 256)
+    assert (options.temperature, options.top_p, options.stop_token) == (1, 0.7, (256,))
     return [str(seed) for _, seed in zip(prompts, options.seed, strict=True)]
 
   monkeypatch.setattr(texts, "complete", complete)
-  model = types.SimpleNamespace(model=None, tokenizer=ByteTokenizer())
+  model = types.SimpleNamespace(model=None, tokenizer=ByteTokenizer(), stop_tokens=(256,))
   draw = lambda rows, **how: answers.answers(model, ["a"] * rows, max_tokens=1, top_p=0.7, **how)
   whole = draw(5, batch=8)
   assert draw(5, batch=2) == draw(7, batch=3)[:5] == whole

@@ -89,7 +89,9 @@ def test_needles_score_values_in_the_answer(monkeypatch):
   made = [needles.make("multivalue", 700, ByteTokenizer(), seed) for seed in range(3)]
   monkeypatch.setattr(texts, "complete", complete)
   options = {"kinds": ["multivalue"], "lengths": [750], "samples": 3, "max_tokens": 50, "batch": 2}
-  loaded = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
+  loaded = types.SimpleNamespace(
+    tokenizer=ByteTokenizer(), stop_tokens=(), model=None, source="m", step=1
+  )
   report = needles.run(loaded, **options)
   assert report.tables["recall"] == [{"kind": "multivalue", "length": 750, "recall": 0.25}]
   assert needles.score("its number is 1234560", ["123456", "7"]) == 0.5  # as a part of another

@@ -93,7 +93,9 @@ def test_answers_contain_a_value_in_any_case(tmp_path, monkeypatch):
   path = tmp_path / "nq.jsonl"
   long = NQ | {"context": "much longer " * 9}
   path.write_text("\n".join(json.dumps(row) for row in (NQ, long, NQ | {"answers": ["red"]})))
-  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
+  model = types.SimpleNamespace(
+    tokenizer=ByteTokenizer(), stop_tokens=(), model=None, source="m", step=1
+  )
   report = recall.run(model, [str(path)], length=38)  # which is that of the first prompt
   assert seen == [recall.prompt_of(NQ)] * 2
   assert report.tables["sets"] == [{"set": "nq", "rows": 2, "accuracy": 0.5}]

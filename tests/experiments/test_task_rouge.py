@@ -76,7 +76,9 @@ def test_scores_are_mean_percents_of_greedy_answers_up_to_the_line_feed(tmp_path
   monkeypatch.setattr(texts, "complete", complete)
   rows = [{"question": f"Why {n}?", "answer": f"For {n}."} for n in range(3)]
   (tmp_path / "eli5.json").write_text(json.dumps(rows))
-  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
+  model = types.SimpleNamespace(
+    tokenizer=ByteTokenizer(), stop_tokens=(), model=None, source="m", step=1
+  )
   report = rouge.run(model, "eli5", [str(tmp_path / "eli5.json")], limit=2, max_tokens=7)
   assert made == [(["rougeL"], True)]
   prompts = [f"Question: Why {n}?\nAnswer:" for n in range(2)]
@@ -96,7 +98,9 @@ def test_score_is_that_of_the_best_reference(files, monkeypatch):
     return [" It worked now"] * len(prompts)
 
   monkeypatch.setattr(texts, "complete", complete)
-  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
+  model = types.SimpleNamespace(
+    tokenizer=ByteTokenizer(), stop_tokens=(), model=None, source="m", step=1
+  )
   (row,) = rouge.run(model, "scitldr", [files["scitldr"]]).tables["sets"]
   assert row["rouge_l"] == pytest.approx(80)
   assert row["precision"] == pytest.approx(200 / 3)

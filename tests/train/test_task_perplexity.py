@@ -36,7 +36,9 @@ def test_extrapolate_predicts_the_same_tokens_in_windows_of_all_lengths(monkeypa
   monkeypatch.setattr(texts, "score_tokens", score_tokens)
   path = write([{"text": "abcdefghij"}, {"text": "klmnopqrstuvw"}])
   stream = [*b"abcdefghij", 256, *b"klmnopqrstuvw", 256]
-  model = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=None, source="m", step=1)
+  model = types.SimpleNamespace(
+    tokenizer=ByteTokenizer(), stop_tokens=(), model=None, source="m", step=1
+  )
   for tokens, count in ((None, 24), (20, 12)):
     how = {"train_length": 2, "times": (2, 3), "tokens": tokens}
     rows = perplexity.extrapolate(model, path, **how).tables["lengths"]
