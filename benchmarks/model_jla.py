@@ -36,10 +36,13 @@ _COMMON = {
 _DOCUMENTS = {"synthetic_doc_length": 500, "eos_id": 1, "document_masking": True}
 
 
-def _linear(kind: str, heads: int, key_width: int, value_width: int) -> dict[str, Any]:
+def _linear(
+  kind: str, heads: int, key_width: int, value_width: int, **options: bool | int
+) -> dict[str, Any]:
   names = {"num_k_heads": heads, "num_v_heads": heads}
   widths = {"head_k_dim": key_width, "head_v_dim": value_width}
-  return _attention(8) | {"layer_types": [kind] * LAYERS, "linear_attention": names | widths}
+  settings = names | widths | options
+  return _attention(8) | {"layer_types": [kind] * LAYERS, "linear_attention": settings}
 
 
 def _attention(heads: int, **options: int) -> dict[str, Any]:
@@ -53,6 +56,12 @@ MODELS: dict[str, dict[str, Any]] = {
   "gla": _linear("gla", 4, 128, 256),
   "delta_net": _linear("deltanet", 8, 128, 128),
   "gated_delta_net": _linear("gated_deltanet", 6, 128, 256),
+  "kda": _linear("kda", 8, 128, 128),
+  "gated_delta_net2": _linear("gdn2", 8, 128, 128),
+  # The chunks of its kernels have 32 tokens.
+  "rwkv7": _linear("rwkv7", 16, 64, 64, conv_size=0, qk_l2norm=False, chunk_size=32),
+  "mlstm": _linear("mlstm", 4, 128, 256, conv_size=0, qk_l2norm=False),
+  "mamba3": _attention(8) | {"layer_types": ["mamba3"] * LAYERS, "ssm": {"expand": 2}},
   "softmax_attention": _attention(8),
   "sliding_window_attention": _attention(8, sliding_window=1024),
 }

@@ -90,6 +90,11 @@ BODIES = {
   "lnssm": Body("lnssm", 8),
   "longhorn": Body("longhorn", 8),
   "rwkv6": Body("rwkv6", 16),
+  "mamba3": Body("mamba3", 8),
+  "mlstm": Body("mlstm", 4),
+  "kda": Body("kda", 8),
+  "gated_delta_net2": Body("gated_delta_net2", 8),
+  "rwkv7": Body("rwkv7", 16),
   "gla_1b3": Body("gla", 4, sizes=_LARGE),
   "lnssm_1b3": Body("lnssm", 16, sizes=_LARGE),
 }

@@ -27,6 +27,8 @@ from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.segments import segments_of
 from lnssm_jax.ops.core.states import register_state
 
+# What weighs less is nothing in any sum, but the square of a weight must not be 0 in float32.
+_SMALLEST_WEIGHT = 1e-18
 RATES = {
   "softplus": softplus,
   "heavy_tail": lambda x: jnp.maximum(x, 0) + 1 / (1 - jnp.minimum(x, 0)),
@@ -59,9 +61,8 @@ class Mamba3(Mixer[Mamba3State]):
   With mimo_rank R, b_t and c_t are R vectors, and each of them has v_t and z_t times a vector of
   its own: S_t adds the R products of keys and values, out_t = W_o sum_r o_r y_tr silu(z_tr).
 
-  Computed as one linear attention: a token that is followed by another adds its key once, times
-  l_t dt_t + (1 - l_{t+1}) dt_{t+1}; queries e^(g_t) q_t read before the update, and their own
-  token's part is added.
+  Computed as one linear attention: a token adds its key once, times w_t = l_t dt_t +
+  (1 - l_{t+1}) dt_{t+1} if another follows, of which l_t dt_t count in its own output.
 
   Args:
     dim: D, the width.
@@ -174,8 +175,9 @@ class Mamba3(Mixer[Mamba3State]):
 
   def _rotated(self, x, norm, bias, angle):
     """The keys or queries [B, T, H, R, N] of b or c [B, T, R G N]."""
-    x = norm(x.reshape(*x.shape[:2], self.rank, self.num_groups, self.state_dim))
-    x = jnp.repeat(x.swapaxes(2, 3), self.num_heads // self.num_groups, axis=2)
+    R, G, N = self.rank, self.num_groups, self.state_dim
+    x = norm(x.reshape(*x.shape[:2], R * G, N)).reshape(*x.shape[:2], R, G, N)
+    x = jnp.repeat(x.swapaxes(2, 3), self.num_heads // G, axis=2)
     return rotate(x + wide(bias[...]), angle[..., None, :])
 
   def _mix(self, x, state, segment_ids):
@@ -201,22 +203,20 @@ class Mamba3(Mixer[Mamba3State]):
     weight = now + jnp.concatenate([next_token[:, 1:], after[:, None]], axis=1)
     # Each of R states per head, a key's, is read by all R queries.
     each = lambda x: x.astype(self.dtype).reshape(B, T, math.prod(x.shape[2:-1]), x.shape[-1])
-    queries = jnp.exp(log_decay)[..., None, None] * q
-    queries = jnp.broadcast_to(queries[:, :, :, None], (B, T, H, R, *q.shape[3:]))
+    queries = jnp.broadcast_to(q[:, :, :, None], (B, T, H, R, *q.shape[3:]))
+    of_keys = lambda x: jnp.repeat(x, R, axis=2)
     out, recurrent = linear_attention(
       each(queries),
       each(weight[..., None, None] * k),
       each(values),
-      log_decay=jnp.repeat(log_decay, R, axis=2),
-      bonus=jnp.zeros((H * R, self.state_dim), log_decay.dtype),  # read before the update
+      log_decay=of_keys(log_decay),
+      own_weight=of_keys(now / jnp.maximum(weight, _SMALLEST_WEIGHT)),
       scale=1.0,
       axis_name=axis,
       initial_state=None if state is None else self._entering(state, first),
       segment_ids=segment_ids,
     )
     y = jnp.sum(wide(out).reshape(B, T, H, R, R, self.head_dim), axis=3)
-    own = now[..., None, None] * jnp.einsum("bthrn,bthsn->bthrs", q, k, precision="highest")
-    y = y + jnp.einsum("bthrs,bthsp->bthrp", own, values, precision="highest")
     y = y + wide(self.skip[...])[:, None, None] * values
     out = self.o_proj(self._gated(y, z).astype(self.dtype)).astype(self.dtype)
     key, value = k[:, -1], wide(v)[:, -1]

@@ -434,8 +434,7 @@ def load_inputs(copies: Sequence[tuple[Ref, Ref]], arrived_barrier: Ref) -> None
 
 def broadcast_diagonal(square: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """The diagonal of [C, C], repeated along the columns of `shape`."""
-  on = iota(square.shape, 0) == iota(square.shape, 1)
-  return broadcast_rows(jnp.sum(jnp.where(on, square, 0.0), axis=1), shape)
+  return broadcast_rows(jnp.sum(jnp.where(own_token(square.shape), square, 0.0), axis=1), shape)
 
 
 class ScalarDecayTables(NamedTuple):
@@ -497,6 +496,17 @@ def decay_between_tokens(cumulative: Ref, *, transposed: bool = False) -> jax.Ar
   rows = broadcast_rows(load_row_vector(cumulative), shape)
   lag = rows - broadcast_cols(load_col_vector(cumulative), shape)
   return decay_of_lag(lag, transposed=transposed)
+
+
+def with_own_weight(between: jax.Array, own_weight: Ref) -> jax.Array:
+  """The decays between tokens [C, C] with weights of tokens in their own outputs [C], in GMEM."""
+  rows = broadcast_rows(load_row_vector(own_weight), between.shape)
+  return jnp.where(own_token(between.shape), rows, between)
+
+
+def own_token(shape: tuple[int, ...]) -> jax.Array:
+  """[C, C]: the diagonal."""
+  return iota(shape, 0) == iota(shape, 1)
 
 
 def decay_of_lag(lag: jax.Array, *, transposed: bool = False) -> jax.Array:

@@ -21,6 +21,8 @@ class Inputs(NamedTuple):
   bonus: jax.Array | None  # [H, K] float32
   kv: jax.Array | None  # [B, H, K, V] float32; None for zeros
   key_sum: jax.Array | None  # [B, H, K] float32; None for zeros or without the normalizer
+  # [B, T, H] float32, with scalar decays: the weight of a token in its own output.
+  own_weight: jax.Array | None = None
 
   @property
   def heads(self) -> int:
@@ -31,6 +33,8 @@ class Inputs(NamedTuple):
     """Sizes for which a configuration is chosen."""
     (B, T, G, K), V, H = self.k.shape, self.v.shape[3], self.heads
     shares_queries_and_keys = self.q.shape[2] == G and self.v.shape[2] == H
+    # The kernels that add over heads have no weight of the own token.
+    shares_queries_and_keys &= self.own_weight is None
     decay = {2: "HK", 3: "BTH", 4: "BTHK"}[self.log_decay.ndim]
     return Shape(B, T, H, G if shares_queries_and_keys else H, K, V, decay, normalize)
 

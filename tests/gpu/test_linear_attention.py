@@ -44,6 +44,12 @@ SMALL = [
   Case(T=300, K=64, V=64, decay="BTHK", strength="weak", segments=True, H=2, readers=2),
   Case(T=300, K=128, V=64, decay="BTH", segments=True, H=4, shared=4),
   Case(T=65, K=64, V=64, decay="H", normalize=True, H=4, shared=2),
+  # A weight of the own token: many chunks and documents; a single token.
+  Case(T=1000, K=128, V=64, decay="BTH", strength="weak", segments=True, own_weight=True),
+  Case(T=300, K=128, V=128, decay="BTH", normalize=True, own_weight=True),
+  Case(T=1, K=64, V=64, decay="BTH", own_weight=True),
+  # Values of a column more than the kernels take at once.
+  Case(T=300, K=128, V=257, decay="BTH", segments=True),
 ]
 
 

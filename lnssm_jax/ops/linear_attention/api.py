@@ -53,6 +53,7 @@ def linear_attention(
   log_decay: ty.S | ty.SK | ty.BTS | ty.BTSK | None = None,
   value_log_decay: ty.SV | ty.BTSV | None = None,
   bonus: ty.SK | None = None,
+  own_weight: ty.BTS | None = None,
   normalize: bool = False,
   scale: float | None = None,
   initial_state: LinearAttentionState | None = None,
@@ -67,6 +68,7 @@ def linear_attention(
                                                                c = exp(value_log_decay)
       out_t = scale * S_t^T q_t                                without `bonus`
       out_t = scale * (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t  with `bonus`: read before the update
+      out_t = scale * (S_t + (own_weight - 1) k_t v_t^T)^T q_t with `own_weight`
 
   With `normalize`, out_t is divided by q_t^T z_t, where z is the same recurrence for v = 1 and is
   read the same way.
@@ -85,6 +87,8 @@ def linear_attention(
       (GLA, RWKV-6). None means no decay.
     value_log_decay: the same for value channels, `[H, V]` or `[B, T, H, V]`.
     bonus: weight of the token's own key and value in its output, `[H, K]`.
+    own_weight: `[B, T, H]`, by which the output of a token weights the token's own key and value;
+      in the state they have the weight 1. Exact for the weight 0, too. Not with `bonus`.
     normalize: divide by q_t^T z_t. The caller's features must keep that sum away from 0: nothing is
       added to it.
     scale: multiplies the output; a Python number. None means K**-0.5, or with `normalize` 1 (a
@@ -102,13 +106,14 @@ def linear_attention(
     `out` [B, T, H, V] and the `LinearAttentionState` after the last token.
 
   Raises:
-    ValueError: shapes or dtypes do not agree, or `normalize` together with `value_log_decay`, for
-      which no denominator is defined; the message names the argument.
+    ValueError: shapes or dtypes do not agree, `normalize` together with `value_log_decay`, for
+      which no denominator is defined, or `bonus` together with `own_weight`; the message names the
+      argument.
     NotImplementedError: the named implementation does not support these arguments.
 
   Sources: linear attention, Katharopoulos et al. 2020; per-channel decay, GLA (Yang et al. 2024),
   eq. 3; normalized constant decay, LNSSM, eqs. 14 and 19; read before update, RWKV-5/6 (Peng et al.
-  2024), eqs. 16-19.
+  2024), eqs. 16-19; a weight of the own token, Mamba-3 (Lahoti et al. 2026).
   """
   q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
   B, T, H, K, V = check_heads(_NAME, q, k, v, grouped=True)
@@ -130,6 +135,15 @@ def linear_attention(
     bonus = jnp.asarray(bonus)
     if bonus.shape not in [(n, K) for n in heads]:
       check_shape(_NAME, "bonus", bonus, (H, K), "[H, K]")
+  if own_weight is not None:
+    if bonus is not None:
+      raise ValueError(
+        f"{_NAME}: bonus and own_weight both weight a token's own key and value; leave one out."
+      )
+    check_floating(_NAME, "own_weight", own_weight)
+    own_weight = jnp.asarray(own_weight, acc)
+    if own_weight.shape not in [(B, T, n) for n in heads]:
+      check_shape(_NAME, "own_weight", own_weight, (B, T, H), "[B, T, H]")
   scale = checked_scale(_NAME, scale, 1.0 if normalize else K**-0.5)
   check_chunk_size(_NAME, chunk_size)
 
@@ -147,7 +161,7 @@ def linear_attention(
       check_shape(_NAME, "initial_state.key_sum", initial_state.key_sum, (B, S, K), "[B, H, K]")
       state = state._replace(key_sum=jnp.asarray(initial_state.key_sum, acc))
   segments = segments_of(_NAME, segment_ids, B, T)
-  inputs = Inputs(q, k, v, log_decay, value_log_decay, bonus, state, segments)
+  inputs = Inputs(q, k, v, log_decay, value_log_decay, bonus, state, segments, own_weight)
   return dispatch.run(
     _NAME,
     IMPLEMENTATIONS,

@@ -30,6 +30,7 @@ class Case:
   shared: int = 1  # heads of v that share one of q and k
   readers: int = 1  # heads of q that share one of k and v
   own_decays: bool = False  # heads of q that share k and v have decays, and so states, of their own
+  own_weight: bool = False
 
   def __str__(self):
     flags = [name for name in ("bonus", "normalize", "segments") if getattr(self, name)]
@@ -37,7 +38,7 @@ class Case:
     sizes = f"T{self.T}K{self.K}V{self.V}C{self.chunk}"
     flags += [f"shared{self.shared}"] if self.shared > 1 else []
     flags += [f"readers{self.readers}"] if self.readers > 1 else []
-    flags += ["own_decays"] if self.own_decays else []
+    flags += [name for name in ("own_decays", "own_weight") if getattr(self, name)]
     return "-".join(x for x in (self.decay or "none", self.strength, value, *flags, sizes) if x)
 
 
@@ -51,13 +52,13 @@ CASES = [
   Case(decay="HK", normalize=True, strength="extreme"),
   Case(decay="HK", normalize=True, strength="weak", T=64),
   Case(decay="HK", bonus=True, normalize=True, segments=True),
-  Case(decay="BTH", strength="extreme", segments=True),
+  Case(decay="BTH", strength="extreme", segments=True, own_weight=True),
   Case(decay="BTH", bonus=True, strength="weak"),
   Case(decay="BTHK", strength="extreme", segments=True),
   Case(decay="BTHK", bonus=True, normalize=True, strength="weak"),
   Case(decay=None, value_decay="HV", segments=True),
   Case(decay="BTHK", value_decay="BTHV", bonus=True, strength="extreme", segments=True),
-  Case(decay="BTH", value_decay="HV", strength="extreme"),
+  Case(decay="BTH", value_decay="HV", strength="extreme", own_weight=True),
   Case(
     decay="HK", normalize=True, segments=True, strength="extreme", chunk=None, H=1, K=16, V=32, T=65
   ),
@@ -114,7 +115,7 @@ MORE_KERNELS = [
 # boundary, changes much. Two blocks of channels: those of the second decay so fast that the factors
 # of the first would be infinite there. (Of columns: `KERNELS`.)
 PARTS = [
-  Case(T=150, K=16, V=24, decay="BTH", strength="weak", normalize=True, segments=True, H=1),
+  Case(*(150, 16, 24, "BTH", "weak"), normalize=True, segments=True, H=1, own_weight=True),
   Case(*(150, 120, 24, "HK", "uneven"), bonus=True, normalize=True, segments=True, H=1),
   Case(T=150, K=120, V=24, decay="BTHK", strength="uneven", segments=True, H=1),
 ]
@@ -144,6 +145,15 @@ KERNEL_SWEEP += [
     (15, 136, "BTHK", False, False),
     (65, 16, "BTHK", True, False),
     (1, 20, "HK", True, False),
+  ]
+]
+KERNEL_SWEEP += [
+  Case(T=T, K=K, V=V, decay=decay, segments=True, H=2, own_weight=True, readers=readers)
+  for T, K, V, decay, readers in [
+    (130, 16, 24, "BTH", 1),
+    (65, 136, 24, "BTH", 1),
+    (65, 16, 264, None, 2),
+    (1, 16, 32, "BTH", 2),
   ]
 ]
 KERNEL_SWEEP += [
@@ -181,11 +191,15 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     inputs["value_log_decay"] = decays(case.value_decay)
   if case.bonus:
     inputs["bonus"] = feature(H, K)
+  if case.own_weight:
+    inputs["own_weight"] = rng.uniform(0, 3, size=(B, T, H))
+    # A denominator is nothing but the own token at a document's start.
+    inputs["own_weight"][:, ::5] = 0.5 if case.normalize else 0.0
   return inputs
 
 
 def _arguments(case: Case, inputs):
-  options = {n: inputs.get(n) for n in ("log_decay", "value_log_decay", "bonus")}
+  options = {n: inputs.get(n) for n in ("log_decay", "value_log_decay", "bonus", "own_weight")}
   return tuple(inputs[n] for n in "qkv"), options | {"normalize": case.normalize, "scale": 0.7}
 
 
@@ -202,7 +216,7 @@ LINEAR_ATTENTION = Scan(
   draw=_draw,
   arguments=_arguments,
   narrow=("q", "k", "v"),
-  steps=("q", "k", "v", "log_decay", "value_log_decay"),
+  steps=("q", "k", "v", "log_decay", "value_log_decay", "own_weight"),
   implementations=("chunked", "reference", "associative"),
   checks=[
     *(Check(case) for case in CASES + LENGTHS),

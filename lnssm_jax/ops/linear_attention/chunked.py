@@ -49,6 +49,7 @@ class Chunks(NamedTuple):
   log_decay: jax.Array  # [N|1, B|1, H|1, C, K|1]
   value_log_decay: jax.Array | None  # [N|1, B|1, H, C, V]
   bonus: jax.Array | None  # [H, 1, K]
+  own_weight: jax.Array | None  # [N, B, H, C]
 
 
 class Summary(NamedTuple):
@@ -167,7 +168,7 @@ def _scan_chunks(step, carry, xs, *, reverse=False):
 
 def _split(inputs: Inputs, size: int) -> Chunks:
   length = inputs.q.shape[1]
-  bonus, values = inputs.bonus, inputs.value_log_decay
+  bonus, values, own = inputs.bonus, inputs.value_log_decay, inputs.own_weight
   return Chunks(
     chunk(inputs.q, size),
     chunk(inputs.k, size),
@@ -175,6 +176,7 @@ def _split(inputs: Inputs, size: int) -> Chunks:
     _chunk_decay(inputs.log_decay, length, size),
     None if values is None else _chunk_decay(values, length, size),
     None if bonus is None else bonus.astype(inputs.log_decay.dtype)[:, None, :],
+    None if own is None else chunk(own[..., None], size)[..., 0],
   )
 
 
@@ -224,10 +226,12 @@ def outputs(
   Heads of queries may share all else.
   """
 
-  def read(q, bonus):
-    return _outputs(chunks._replace(q=q, bonus=bonus), segments, entering, normalize)
+  def read(q, bonus, own_weight):
+    own = {"bonus": bonus, "own_weight": own_weight}
+    return _outputs(chunks._replace(q=q, **own), segments, entering, normalize)
 
-  return over_readers(read, chunks.k.shape[2], (chunks.q, 2), (chunks.bonus, 0))
+  mapped = (chunks.q, 2), (chunks.bonus, 0), (chunks.own_weight, 2)
+  return over_readers(read, chunks.k.shape[2], *mapped)
 
 
 def _outputs(chunks: Chunks, segments, entering, normalize):
@@ -242,8 +246,10 @@ def _outputs(chunks: Chunks, segments, entering, normalize):
       whole_chunk(chunks.value_log_decay, read_first=chunks.bonus is not None).before
     )
     return from_state + _outputs_with_value_decay(chunks, segments), None
-  q, k, _, log_decay, _, bonus = chunks
-  own = None if bonus is None else diagonal_scores(q, k, bonus)
+  q, k, _, log_decay, _, bonus, own_weight = chunks
+  own = None
+  if bonus is not None or own_weight is not None:
+    own = _own_scores(chunks)
   scores = decayed_scores(q, k, log_decay, dtype, read_first=bonus is not None, diagonal=own)
   if segments is not None:
     scores = segments.scores(scores)
@@ -254,13 +260,19 @@ def _outputs(chunks: Chunks, segments, entering, normalize):
   return out, from_sum + scores.sum(-1)
 
 
+def _own_scores(chunks: Chunks) -> jax.Array:
+  """[N, B, H, C]: the score of each token with itself, weighted."""
+  scores = diagonal_scores(chunks.q, chunks.k, chunks.bonus)
+  return scores if chunks.own_weight is None else chunks.own_weight * scores
+
+
 def _outputs_with_value_decay(chunks: Chunks, segments: ChunkSegments | None) -> jax.Array:
   """[N, B, H, C, V]: outputs of a chunk without the entering state, when values decay too."""
-  q, k, v, log_decay, value_log_decay, bonus = chunks
+  q, k, v, log_decay, value_log_decay, bonus, _ = chunks
   size, length = 1, q.shape[-2]
   sums = Sums.of_tokens(log_decay, bonus is not None)
   value_sums = Sums.of_tokens(value_log_decay, bonus is not None)
-  out = (diagonal_scores(q, k, bonus)[..., None] * v)[..., None, :]  # [..., C/s, s, V]
+  out = (_own_scores(chunks)[..., None] * v)[..., None, :]  # [..., C/s, s, V]
   while size < length:
     cross = cross_scores(
       blocks(q, size), blocks(k, size), halves(sums.before)[1], halves(sums.after)[0], v.dtype

@@ -27,12 +27,14 @@ def log_decay(arguments: dict[str, Any]) -> jax.Array | None:
 
 def recurrence(inputs, options):
   """Likewise."""
-  q, k, v, log_decay, by_value, bonus, *_ = with_all_heads(inputs)
+  q, k, v, log_decay, by_value, bonus, _, _, own_weight = with_all_heads(inputs)
   o, e, s, direct = jnp.exp(log_decay[0]), k[0], options.scale * q[0], jnp.zeros((1, 1, 1))
   if bonus is not None:
     if by_value is not None:
       return "reads before the update, with a decay of values"
     s, direct = before_the_update(o, e, s, bonus)
+  if own_weight is not None:
+    direct = (own_weight[0][..., None] - 1) * jnp.sum(s * e, axis=-1, keepdims=True)
   o = o[..., None] if by_value is None else o[..., None] * jnp.exp(by_value[0])[:, :, None]
   streams = {"o": o, "e": e, "s": s, "u": v[0], "direct": direct}
   return normalized(streams) if options.normalize else streams

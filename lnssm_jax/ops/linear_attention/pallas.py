@@ -25,6 +25,8 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None."""
   if inputs.value_log_decay is not None:
     return "value_log_decay is given, and the kernels decay keys only"
+  if inputs.own_weight is not None and inputs.log_decay.shape[-1] > 1:
+    return "own_weight is given, and the kernels weight the own token with one decay per head only"
   if inputs.state.kv.dtype != jnp.float32:
     return f"initial_state has dtype {inputs.state.kv.dtype}, and the kernels compute in float32"
   if _decodes(inputs, options):
@@ -46,8 +48,8 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
 
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments; its own limits are in its `unsupported`."""
-  q, k, v, log_decay, _, bonus, state, _ = inputs
-  if q.shape[1] != 1:
+  q, k, v, log_decay, _, bonus, state, _, own_weight = inputs
+  if q.shape[1] != 1 or (own_weight is not None and options.normalize):
     return False
   one = lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype)
   arrays = one(q), one(k), one(v), one(log_decay), bonus, *state
@@ -102,7 +104,7 @@ def _chunks(inputs: Inputs, options: Options, *, sizes, interpret, num_splits, a
   queries, keys and decays.
   """
   H, _ = head_counts(inputs)
-  q, k, v, log_decay, _, bonus, state, segments = inputs
+  q, k, v, log_decay, _, bonus, state, segments, own_weight = inputs
   normalize, fresh = options.normalize, options.fresh
   (B, T, _, V), K = v.shape, q.shape[-1]
   if config.KEY_WIDTHS[-1] < K:
@@ -117,6 +119,20 @@ def _chunks(inputs: Inputs, options: Options, *, sizes, interpret, num_splits, a
     total, key_sum = wide(ones, key_sum, options=options._replace(normalize=False, scale=1.0))
     out = (out.astype(jnp.float32) / total.astype(jnp.float32)).astype(v.dtype)
     return out, LinearAttentionState(kv, key_sum[..., 0])
+  whole = V // config.VALUE_WIDTHS[-1] * config.VALUE_WIDTHS[-1]
+  if 0 < whole < V:  # the rest of the columns, padded to less than others
+    parts = [
+      _chunks(
+        inputs._replace(v=v[..., columns], state=state._replace(kv=state.kv[..., columns])),
+        options,
+        sizes=sizes,
+        interpret=interpret,
+        num_splits=num_splits,
+      )
+      for columns in (slice(whole), slice(whole, V))
+    ]
+    out, kv = (jnp.concatenate(x, -1) for x in zip(*((o, s.kv) for o, s in parts), strict=True))
+    return out, parts[0][1]._replace(kv=kv)
   wide_k = config.padded_width(K, config.KEY_WIDTHS)
   wide_v = config.padded_width(min(V, config.VALUE_WIDTHS[-1]), config.VALUE_WIDTHS)
   groups = -(-V // wide_v)
@@ -148,6 +164,9 @@ def _chunks(inputs: Inputs, options: Options, *, sizes, interpret, num_splits, a
     else pad(jnp.broadcast_to(of_heads(bonus.astype(jnp.float32), 0), (heads, K)), 0, extra),
     None if fresh else kv.swapaxes(2, 3).reshape(B, heads, wide_k, wide_v),
     None if fresh else key_sum,
+    None
+    if own_weight is None
+    else pad(jnp.broadcast_to(of_heads(own_weight, 2), (B, T, heads)), 0, length - T, 0),
   )
   index = None
   if segments is not None:
@@ -172,7 +191,18 @@ def _chunks(inputs: Inputs, options: Options, *, sizes, interpret, num_splits, a
 
 def _step(inputs: Inputs, *, options: Options, interpret):
   """A single token by `decode`."""
-  q, k, v, log_decay, _, bonus, state, _ = inputs
+  q, k, v, log_decay, _, bonus, state, _, own_weight = inputs
+  if own_weight is not None:
+    # a S_{t-1} is read with a bonus of 0, the own term added.
+    H, _ = head_counts(inputs)
+    bonus = jnp.zeros((H, q.shape[-1]), jnp.float32)
+    of_heads = lambda x: jnp.repeat(x, H // x.shape[2], axis=2).astype(jnp.float32)
+    own = options.scale * of_heads(own_weight) * jnp.sum(of_heads(q) * of_heads(k), axis=-1)
+    before = inputs._replace(
+      q=(jnp.exp(of_heads(log_decay)) * of_heads(q)).astype(q.dtype), own_weight=None, bonus=bonus
+    )
+    out, state = _step(before, options=options, interpret=interpret)
+    return (out.astype(jnp.float32) + own[..., None] * of_heads(v)).astype(v.dtype), state
   arrays = q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], bonus, state.kv
   key_sum = state.key_sum if options.normalize else None
   static = {"normalize": options.normalize, "scale": options.scale, "interpret": interpret}

@@ -10,20 +10,22 @@ from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, O
 
 def reference(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAttentionState]:
   """A `lax.scan` over time. The oracle: run it in float64."""
-  q, k, v, log_decay, value_log_decay, bonus, state, segments = inputs
+  q, k, v, log_decay, value_log_decay, bonus, state, segments, _ = inputs
   acc = accumulation_dtype(q, k, v)
   keep = _keep(segments, q.shape, acc)
+  own = _own_weight(inputs, q.shape, acc)
   decay, value_decay = _decays(log_decay, value_log_decay, q.shape, v.shape, acc)
 
   def step(carry, inputs):
     kv, key_sum = carry
-    q_t, k_t, v_t, a_t, c_t, keep_t = inputs
+    q_t, k_t, v_t, a_t, c_t, keep_t, own_t = inputs
     kv, key_sum = jnp.where(keep_t[..., None], kv, 0.0), jnp.where(keep_t, key_sum, 0.0)
     write = k_t[..., :, None] * v_t[..., None, :]
-    kv_next = a_t[..., :, None] * kv * c_t[..., None, :] + write
-    key_sum_next = a_t * key_sum + k_t
+    kv_decayed, key_sum_decayed = a_t[..., :, None] * kv * c_t[..., None, :], a_t * key_sum
+    kv_next, key_sum_next = kv_decayed + write, key_sum_decayed + k_t
     if bonus is None:
-      kv_read, key_sum_read = kv_next, key_sum_next
+      kv_read = kv_decayed + own_t[..., None] * write
+      key_sum_read = key_sum_decayed + own_t * k_t
     else:
       u = bonus.astype(acc)
       kv_read, key_sum_read = kv + u[:, :, None] * write, key_sum + u * k_t
@@ -32,7 +34,7 @@ def reference(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAttent
       y_t = y_t / jnp.sum(q_t * key_sum_read, axis=-1, keepdims=True)
     return (kv_next, key_sum_next), y_t
 
-  by_time = [jnp.moveaxis(x, 1, 0) for x in (*_cast(acc, q, k, v), decay, value_decay, keep)]
+  by_time = [jnp.moveaxis(x, 1, 0) for x in (*_cast(acc, q, k, v), decay, value_decay, keep, own)]
   (kv, key_sum), out = jax.lax.scan(step, _cast(acc, *state), by_time)
   return jnp.moveaxis(out, 0, 1).astype(v.dtype), LinearAttentionState(
     kv, key_sum if options.normalize else None
@@ -41,9 +43,10 @@ def reference(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAttent
 
 def associative(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAttentionState]:
   """`jax.lax.associative_scan` over (decay, k v^T): depth log T, but memory [B, T, H, K, V]."""
-  q, k, v, log_decay, value_log_decay, bonus, state, segments = inputs
+  q, k, v, log_decay, value_log_decay, bonus, state, segments, _ = inputs
   acc = accumulation_dtype(q, k, v)
   keep = _keep(segments, q.shape, acc)
+  own = _own_weight(inputs, q.shape, acc)
   out_dtype = v.dtype
   q, k, v = _cast(acc, q, k, v)
   kv_0, key_sum_0 = _cast(acc, *state)
@@ -69,6 +72,9 @@ def associative(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAtte
 
   if bonus is None:
     kv_read, key_sum_read = kv, key_sum
+    if inputs.own_weight is not None:
+      kv_read = kv + ((own - 1) * k)[..., :, None] * v[..., None, :]
+      key_sum_read = key_sum + (own - 1) * k
   else:
     u = bonus.astype(acc)
     before = lambda first, x: jnp.concatenate([first[:, None], x[:, :-1]], axis=1)
@@ -93,6 +99,13 @@ def _decays(log_decay, value_log_decay, key_shape, value_shape, dtype):
     jnp.broadcast_to(jnp.exp(log_decay.astype(dtype)), key_shape),
     jnp.broadcast_to(jnp.exp(value_log_decay.astype(dtype)), value_shape),
   )
+
+
+def _own_weight(inputs: Inputs, key_shape, dtype):
+  """[B, T, H, 1], by which a token's output weights the token itself."""
+  if inputs.own_weight is None:
+    return jnp.ones((*key_shape[:3], 1), dtype)
+  return inputs.own_weight[..., None].astype(dtype)
 
 
 def _keep(segments: Segments | None, key_shape, dtype):

@@ -45,7 +45,7 @@ def sharded(run, inputs: Inputs, options: Options, axis_name: str):
 
 def _summary(inputs: Inputs, *, normalize: bool):
   """(The state after the shard from zero, the sum of its log decays, that of values' or None)."""
-  _, k, v, log_decay, value_log_decay, _, state, segments = inputs
+  _, k, v, log_decay, value_log_decay, _, state, segments, _ = inputs
   acc, T = state.kv.dtype, k.shape[1]
   total, after = _sums(log_decay.astype(acc), T)
   weighted = lambda x, after: x.astype(acc) * jnp.exp(after)

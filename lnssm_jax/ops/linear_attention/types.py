@@ -30,6 +30,7 @@ class Inputs(NamedTuple):
   bonus: jax.Array | None  # [H, K]
   state: LinearAttentionState  # with both fields
   segments: Segments | None
+  own_weight: jax.Array | None = None  # [B, T, H], float32
 
   AXES = {  # noqa: RUF012
     "q": "BTHK",
@@ -40,6 +41,7 @@ class Inputs(NamedTuple):
     "bonus": "HK",
     "state": "BH",
     "segments": "BT",
+    "own_weight": "BTH",
   }
 
 

@@ -42,12 +42,14 @@ from pallas_kernels.core.chunk_grid import (
   chunk_kernel,
   decay_between_tokens,
   decay_of_lag,
+  own_token,
   per_head,
   scalar_decay_tables,
   start_copies,
   state_tile,
   sum_of_groups,
   wait_all,
+  with_own_weight,
 )
 from pallas_kernels.core.wgmma import (
   TILE_WIDTH,
@@ -163,12 +165,13 @@ def _scalar_backward(options: Options, inputs: Inputs, documents, kept: Residual
     )
     d_tables = map(_sum_to, d_tables, tables)
     (d_log_decay,) = tables_vjp(ScalarDecayTables(*d_tables))
-  d_kv, d_key_sum = _initial_state_gradients(inputs, adjoints)
-  return Inputs(by_q.q, by_k.k, by_k.v, d_log_decay, None, d_kv, d_key_sum)
+  d_own_weight = None if inputs.own_weight is None else by_q.own_weight.swapaxes(1, 2)
+  d_state = _initial_state_gradients(inputs, adjoints)
+  return Inputs(by_q.q, by_k.k, by_k.v, d_log_decay, None, *d_state, d_own_weight)
 
 
 def _channel_backward(options: Options, inputs: Inputs, documents, kept: Residuals, cot, d_last):
-  q, _, _, log_decay, bonus, _, _ = inputs
+  q, _, _, log_decay, bonus, *_ = inputs
   T = q.shape[1]
   adjoints = _state_cotangents(
     options, q if kept.q is None else kept.q, None, inputs, documents, kept, cot, d_last
@@ -337,6 +340,13 @@ class _ScalarVectors(NamedTuple):
   d_denominator: Any
   key_sum: Any  # z or y
   documents: DocumentBoundaries
+  own_weight: Any = None  # [B, H, T] float32
+
+  @classmethod
+  def of(cls, inputs: Inputs, cot: Cotangents, cumulative, end, key_sums, documents):
+    """Those of kernels with one head per CTA."""
+    own = None if inputs.own_weight is None else inputs.own_weight.swapaxes(1, 2)
+    return cls(cumulative, end, cot.d_denominator, key_sums, documents.mask_only, own)
 
 
 class _ScalarQueryOutputs(NamedTuple):
@@ -344,6 +354,7 @@ class _ScalarQueryOutputs(NamedTuple):
   before: Any  # [B, H, T] float32, of the tables; of `cumulative`: + later - earlier
   later: Any
   earlier: Any
+  own_weight: Any  # [B, H, T] float32
 
   @classmethod
   def types(cls, inputs: Inputs, cot: Cotangents, chunk: int, heads_per_cta: int = 1):
@@ -352,7 +363,8 @@ class _ScalarQueryOutputs(NamedTuple):
     tiles = Tiles(chunk, H)
     table = tiles.vector(B, T) if cot.decays else None
     d_q = tiles.tokens(per_head(inputs.q, H // heads_per_cta))
-    return cls(d_q, table, table, table)
+    own_weight = None if inputs.own_weight is None else tiles.vector(B, T)
+    return cls(d_q, table, table, table, own_weight)
 
 
 def scalar_query_gradient(
@@ -366,12 +378,15 @@ def scalar_query_gradient(
 ) -> _ScalarQueryOutputs:
   """dq and, if `cot.decays`, the cotangents of the decay tables, without `scale`."""
   backend, C = options.backend, options.config.chunk
+  reads_q = cot.decays or inputs.own_weight is not None
 
   def body(at, buffers):
     tiles, arrived, gmem, lhs_smem, outs = buffers
     K = inputs.q.shape[-1]
     mask = gmem.documents.mask(at, causal_mask(C))
     weight = decay_between_tokens(at.table_row(gmem.cumulative))
+    if gmem.own_weight is not None:
+      weight = with_own_weight(weight, gmem.own_weight.at[at.batch, at.head, at.tokens])
     before = load_row_vector(at.table_row(gmem.end))
     d_rows: Any = None
     z: Any = None
@@ -384,12 +399,15 @@ def scalar_query_gradient(
       Dots([(tiles.d_out, transpose_ref(tiles.v))]),
       Dots([(tiles.d_out, transpose_ref(tiles.state))]),
     ]
-    if cot.decays:
+    if reads_q:
       products.append(Dots([(tiles.q, transpose_ref(tiles.k))]))
     d_scores, from_state, *scores = backend.dots(*products)
     if gmem.d_denominator is not None:
       d_scores = d_scores + broadcast_rows(d_rows, (C, C))
       from_state = from_state + broadcast_rows(d_rows, (C, K)) * broadcast_cols(z, (C, K))
+    if gmem.own_weight is not None:
+      own = jnp.where(own_token((C, C)), scores[0] * d_scores, 0.0)
+      outs.own_weight.store(at, jnp.sum(own, axis=1))
     d_scores = jnp.where(mask, d_scores * weight, 0.0)
     if cot.decays:
       crossing = jnp.where(causal_mask(C, strict=True), scores[0] * d_scores, 0.0)
@@ -404,10 +422,8 @@ def scalar_query_gradient(
 
   return chunk_kernel(
     body,
-    _ScalarTiles.of(inputs, cot, states, C, reads_q=cot.decays),
-    _ScalarVectors(
-      tables.cumulative, tables.before, cot.d_denominator, key_sums, documents.mask_only
-    ),
+    _ScalarTiles.of(inputs, cot, states, C, reads_q=reads_q),
+    _ScalarVectors.of(inputs, cot, tables.cumulative, tables.before, key_sums, documents),
     _ScalarQueryOutputs.types(inputs, cot, C),
     chunk=C,
     scratch=backend.lhs_scratch(C, C),
@@ -451,6 +467,8 @@ def scalar_key_value_gradient(
     K, V = inputs.q.shape[-1], inputs.v.shape[-1]
     mask = gmem.documents.mask(at, causal_mask(C, transposed=True))
     between = decay_between_tokens(at.table_row(gmem.cumulative), transposed=True)
+    if gmem.own_weight is not None:
+      between = with_own_weight(between, gmem.own_weight.at[at.batch, at.head, at.tokens])
     weight = jnp.where(mask, between, 0.0)
     after = load_row_vector(at.table_row(gmem.end))
     d_cols: Any = None
@@ -486,9 +504,7 @@ def scalar_key_value_gradient(
   return chunk_kernel(
     body,
     _ScalarTiles.of(inputs, cot, adjoints, C),
-    _ScalarVectors(
-      tables.cumulative, tables.after, cot.d_denominator, key_sums, documents.mask_only
-    ),
+    _ScalarVectors.of(inputs, cot, tables.cumulative, tables.after, key_sums, documents),
     _ScalarKeyOutputs.types(inputs, cot, C),
     chunk=C,
     scratch=backend.lhs_scratch(C, C),

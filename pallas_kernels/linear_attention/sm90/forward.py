@@ -23,6 +23,7 @@ from pallas_kernels.core.chunk_grid import (
   Tiles,
   decay_between_tokens,
   scalar_decay_tables,
+  with_own_weight,
 )
 from pallas_kernels.core.wgmma import (
   TILE_WIDTH,
@@ -64,7 +65,7 @@ def forward(
   options: Options, inputs: Inputs, segments: jax.Array | None, *, for_gradient: bool
 ) -> tuple[Any, Residuals | None]:
   """The results of `op.linear_attention`, and what the backward pass needs of this one."""
-  q, k, v, log_decay, bonus, kv, key_sum = inputs
+  q, k, v, log_decay, bonus, kv, key_sum, own_weight = inputs
   normalize, config = options.normalize, options.config
   C, T = config.chunk, q.shape[1]
   documents = DocumentBoundaries.of(segments, C)
@@ -92,7 +93,7 @@ def forward(
     tables = scalar_decay_tables(log_decay, documents, length=options.length, padded=T, chunk=C)
     weight, total, k_state = tables.after, tables.total, k
     decay = ChunkDecay(total, q.shape[-1])
-    outputs = functools.partial(scalar_decay_outputs, q, k, v, tables, documents)
+    outputs = functools.partial(scalar_decay_outputs, q, k, v, tables, documents, own_weight)
   normalizer = normalizer_of(options, inputs, key_sum, weight)
   initial, normalizer = initial_states_of_splits(
     k_state, v, weight, decay, kv, normalizer, options, heads=inputs.heads, reverse=False
@@ -141,6 +142,7 @@ class _ScalarVectors(NamedTuple):
   before: Any
   after: Any
   documents: DocumentBoundaries
+  own_weight: Any  # [B, H, T] or None
 
 
 def scalar_decay_outputs(
@@ -149,6 +151,7 @@ def scalar_decay_outputs(
   v: jax.Array,  # [B, T, H or fewer, V] bfloat16
   tables: ScalarDecayTables,
   documents: DocumentBoundaries,
+  own_weight: jax.Array | None,  # [B, T, H] float32
   decay: ChunkDecay | ConstantDecay,  # a `ChunkDecay`
   initial: jax.Array | None,  # [B, H, P, K, V] float32
   normalizer: Normalizer | None,
@@ -170,6 +173,8 @@ def scalar_decay_outputs(
     gmem = cta.vectors_gmem
     between, before, after = fixed if chunks_alike else load_tables(at, gmem)
     mask = gmem.documents.mask(at, causal_mask(C))
+    if gmem.own_weight is not None:
+      between = with_own_weight(between, gmem.own_weight.at[at.batch, at.head, at.tokens])
     wait()
     scores = backend.dot(tiles.q, transpose_ref(tiles.k))
     scores = jnp.where(mask, scores * between, 0.0)
@@ -181,7 +186,9 @@ def scalar_decay_outputs(
   begin = lambda at, cta: load_tables(at, cta.vectors_gmem) if chunks_alike else None
   scores, specs = jax.ShapeDtypeStruct((C, C), jnp.bfloat16), Tiles(C, heads)
   tiles = _OutputTiles(specs.tokens(k), specs.tokens(q), scores, specs.token_block(v))
-  vectors = _ScalarVectors(cumulative, tables.before, tables.after, documents.mask_only)
+  own_weight = None if own_weight is None else own_weight.swapaxes(1, 2)
+  end = tables.before, tables.after
+  vectors = _ScalarVectors(cumulative, *end, documents.mask_only, own_weight)
   return _outputs(
     Operands(tiles, vectors, decay, normalizer, initial),
     _DecayInPrologue(begin, step),
