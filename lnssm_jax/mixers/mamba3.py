@@ -1,5 +1,6 @@
 """Mamba-3: scalar decays, a trapezoidal update, data-dependent rotations; SISO and MIMO."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from lnssm_jax.mixers.common.checks import (
 from lnssm_jax.mixers.common.initializers import step_size_bias, uniform_fan_in
 from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads, split_linear
+from lnssm_jax.mixers.common.recompute import recomputed
 from lnssm_jax.ops import LinearAttentionState, linear_attention
 from lnssm_jax.ops.core.activations import softplus
 from lnssm_jax.ops.core.halo import of_first, of_last, of_next
@@ -173,12 +175,16 @@ class Mamba3(Mixer[Mamba3State]):
     x = wide(x)[..., None, :]
     return x if vectors is None else x * wide(vectors[...])
 
-  def _rotated(self, x, norm, bias, angle):
-    """The keys or queries [B, T, H, R, N] of b or c [B, T, R G N]."""
+  def _normalized(self, x, norm):
+    """b or c [B, T, R G N] -> [B, T, R, G, N]."""
     R, G, N = self.rank, self.num_groups, self.state_dim
-    x = norm(x.reshape(*x.shape[:2], R * G, N)).reshape(*x.shape[:2], R, G, N)
-    x = jnp.repeat(x.swapaxes(2, 3), self.num_heads // G, axis=2)
-    return rotate(x + wide(bias[...]), angle[..., None, :])
+    return norm(x.reshape(*x.shape[:2], R * G, N)).reshape(*x.shape[:2], R, G, N)
+
+  def _rotated(self, x, bias, angle, dtype, weight=None):
+    """Keys or queries [B, T, H, R, N], times weight [B, T, H]; x [B, T, R, G, N] is normalized."""
+    x = jnp.repeat(x.swapaxes(2, 3), self.num_heads // self.num_groups, axis=2)
+    x = rotate(x + wide(bias), angle[..., None, :])
+    return (x if weight is None else weight[..., None, None] * x).astype(dtype)
 
   def _mix(self, x, state, segment_ids):
     B, T, _ = x.shape
@@ -193,21 +199,24 @@ class Mamba3(Mixer[Mamba3State]):
     segments = segments_of(type(self).__name__, segment_ids, B, T)
     start = None if state is None else state.angle
     angle, last_angle = running_angles(angle, start, segments, axis)
-    q = self._rotated(c, self.c_norm, self.c_offset, angle)
-    k = self._rotated(b, self.b_norm, self.b_offset, angle)
     values = self._of_rank(v, self.mimo_v)  # [B, T, H, R, P]
 
     first, after = next_token[:, 0], jnp.zeros_like(next_token[:, 0])
     if axis is not None:
       first, after = of_first(first, axis_name=axis), of_next(first, axis_name=axis)
     weight = now + jnp.concatenate([next_token[:, 1:], after[:, None]], axis=1)
+    b, c = self._normalized(b, self.b_norm), self._normalized(c, self.c_norm)
+    # What is float32 and as wide as all heads is not kept for the backward pass.
+    rotated = recomputed(functools.partial(self._rotated, dtype=self.dtype))
+    q = rotated(c, self.c_offset[...], angle)
+    k = rotated(b, self.b_offset[...], angle, weight=weight)
     # Each of R states per head, a key's, is read by all R queries.
     each = lambda x: x.astype(self.dtype).reshape(B, T, math.prod(x.shape[2:-1]), x.shape[-1])
     queries = jnp.broadcast_to(q[:, :, :, None], (B, T, H, R, *q.shape[3:]))
     of_keys = lambda x: jnp.repeat(x, R, axis=2)
     out, recurrent = linear_attention(
       each(queries),
-      each(weight[..., None, None] * k),
+      each(k),
       each(values),
       log_decay=of_keys(log_decay),
       own_weight=of_keys(now / jnp.maximum(weight, _SMALLEST_WEIGHT)),
@@ -216,10 +225,9 @@ class Mamba3(Mixer[Mamba3State]):
       initial_state=None if state is None else self._entering(state, first),
       segment_ids=segment_ids,
     )
-    y = jnp.sum(wide(out).reshape(B, T, H, R, R, self.head_dim), axis=3)
-    y = y + wide(self.skip[...])[:, None, None] * values
-    out = self.o_proj(self._gated(y, z).astype(self.dtype)).astype(self.dtype)
-    key, value = k[:, -1], wide(v)[:, -1]
+    out = self.o_proj(recomputed(self._gated)(out, v, z)).astype(self.dtype)
+    last = self._rotated(b[:, -1:], self.b_offset[...], angle[:, -1:], angle.dtype)
+    key, value = last[:, 0], wide(v)[:, -1]
     if axis is not None:
       key, value = of_last((key, value), axis_name=axis)
     kv = jnp.sum(recurrent.kv.reshape(B, H, R, *recurrent.kv.shape[2:]), axis=2)
@@ -233,10 +241,14 @@ class Mamba3(Mixer[Mamba3State]):
     B, H, R, *widths = kv.shape
     return LinearAttentionState(kv.reshape(B, H * R, *widths), None)
 
-  def _gated(self, y, z):
-    """[B, T, E] of y [B, T, H, R, P] and z [B, T, H, P]."""
+  def _gated(self, out, v, z):
+    """[B, T, E] of the op's output [B, T, H R R, P], v and z [B, T, H, P]."""
+    R, skip = self.rank, wide(self.skip[...])[:, None, None]
+    y = jnp.sum(wide(out).reshape(*v.shape[:3], R, R, self.head_dim), axis=3)
+    y = y + skip * self._of_rank(v, self.mimo_v)
     y, z = y.swapaxes(2, 3), self._of_rank(z, self.mimo_z).swapaxes(2, 3)  # [B, T, R, H, P]
     y = silu_gate(y, z) if self.norm is None else self.norm.per_head(y, gate=z)
     if self.mimo_o is None:
-      return merge_heads(y[:, :, 0])
-    return merge_heads(jnp.einsum("btrhp,hrp->bthp", wide(y), wide(self.mimo_o[...])))
+      return merge_heads(y[:, :, 0]).astype(self.dtype)
+    y = jnp.einsum("btrhp,hrp->bthp", wide(y), wide(self.mimo_o[...]))
+    return merge_heads(y).astype(self.dtype)

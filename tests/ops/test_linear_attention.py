@@ -108,6 +108,8 @@ def test_infinite_decay_is_exact():
     ({"log_decay": (K,)}, r"log_decay has shape \(4,\), but one of"),
     ({"value_log_decay": (H, K)}, r"value_log_decay has shape \(2, 4\)"),
     ({"bonus": (K,)}, r"bonus has shape \(4,\)"),
+    ({"own_weight": (H,)}, r"own_weight has shape \(2,\)"),
+    ({"own_weight": (B, 6, H), "bonus": (H, K)}, "bonus and own_weight both weight"),
     ({"value_log_decay": (H, V), "normalize": True}, "no meaning together with value_log_decay"),
     ({"initial_state": ops.LinearAttentionState(jnp.zeros((B, H, V, K)))}, r"initial_state.kv"),
     (

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.mixers.common.recompute import recomputed
 from lnssm_jax.mixers.common.spans import earlier, reach, spans
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.core.sequence_parallel import states
@@ -30,9 +31,15 @@ def running_angles(
   if segments is None:
     angle = sums_within_a_turn(step)
   else:
-    angle, before = _within_a_turn(step), reach(segments, step)
-    for span in spans(step.shape[1]):
-      angle = add(angle, earlier(angle, span, before, 0.0))
+    before = reach(segments, step)
+
+    @recomputed  # of all passes the gradient needs where documents begin, no sums
+    def sums(angle):
+      for span in spans(step.shape[1]):
+        angle = add(angle, earlier(angle, span, before, 0.0))
+      return angle
+
+    angle = sums(_within_a_turn(step))
   if axis_name is None and start is None:
     return angle, angle[:, -1]
   entering = jnp.zeros(angle[:, 0].shape, angle.dtype) if start is None else start

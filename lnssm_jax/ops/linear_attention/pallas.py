@@ -15,6 +15,7 @@ from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts
 from lnssm_jax.ops.linear_attention.chunked import chunked
 from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
+from pallas_kernels.core import device
 from pallas_kernels.core.decode import fits
 from pallas_kernels.linear_attention import config, decode, op
 
@@ -88,6 +89,10 @@ def run(
       form_over_groups(chunked, reads_groups=True), options=options._replace(chunk_size=None)
     )
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
+  if inputs.own_weight is not None and (architecture or device.current().architecture) == "ampere":
+    # Those kernels have no weight of the own token.
+    form = form_over_groups(chunked, reads_groups=True)
+    return form(inputs, options._replace(chunk_size=None))
   (H, _), S = head_counts(inputs), inputs.state.kv.shape[1]
   # The kernels have a state per head of the queries, although groups may share it.
   repeat = lambda x: jnp.repeat(x, H // S, axis=1) if S < H else x
@@ -128,6 +133,7 @@ def _chunks(inputs: Inputs, options: Options, *, sizes, interpret, num_splits, a
         sizes=sizes,
         interpret=interpret,
         num_splits=num_splits,
+        architecture=architecture,
       )
       for columns in (slice(whole), slice(whole, V))
     ]

@@ -43,7 +43,7 @@ def forward(
   options: Options, inputs: Inputs, segments: jax.Array | None, *, for_gradient: bool
 ) -> tuple[Any, Residuals | None]:
   """The results of `op.linear_attention`, and what the backward pass needs of this one."""
-  q, k, v, log_decay, bonus, kv, key_sum = inputs
+  q, k, v, log_decay, bonus, kv, key_sum, _ = inputs
   normalize, H, C, T = options.normalize, inputs.heads, options.config.chunk, q.shape[1]
   backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
   channel = has_channel_decay(log_decay)
@@ -108,7 +108,7 @@ def backward(
   decays: bool,  # whether the decay wants a gradient
 ) -> Inputs:
   """Gradients of the inputs."""
-  q, k, v, log_decay, bonus, kv, key_sum = inputs
+  q, k, v, log_decay, bonus, kv, key_sum, _ = inputs
   H, C, T = inputs.heads, options.config.chunk, q.shape[1]
   backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
   d_out, d_last, d_last_key_sum = cotangents
