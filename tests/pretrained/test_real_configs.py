@@ -57,6 +57,19 @@ def test_every_setting_of_a_real_config_is_read_or_checked_or_named_as_free(case
   assert family.settings(config | {"another_setting": None}) == usual
 
 
+def test_settings_of_yarn_llama_2_and_falcon_3_are_read():
+  """Fields that their config.json files have besides those of transformers."""
+  config = folders.plain(real("llama-2-7b-hf").config)
+  family = family_of(config)
+  rope = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
+  changes = {"rope_scaling": rope, "max_position_embeddings": 65536}
+  usual = family.settings(config | changes)
+  rope = rope | {"finetuned": True}
+  assert family.settings(config | changes | {"rope_scaling": rope, "activation": "swiglu"}) == usual
+  with pytest.raises(ExportError, match="activation='gelu'"):
+    family.settings(config | {"activation": "gelu"})
+
+
 @functools.cache
 def defaults() -> dict[str, list[dict]]:
   return json.loads((GOLDEN / "defaults.json").read_text())

@@ -102,7 +102,8 @@ def _rope(setting: str, rope: Any) -> Config:
   """A copy of a rule, which has its kind in `rope_type`, in older files in `type`."""
   if not isinstance(rope, dict):
     raise ExportError(f"{setting}={rope!r:.80} is not an object.")
-  rope = {name: value for name, value in rope.items() if value is not None}
+  # Yarn's authors say in `finetuned` how the weights were made.
+  rope = {name: value for name, value in rope.items() if value is not None and name != "finetuned"}
   rule = rope.setdefault("rope_type", rope.get("type", "default"))
   agree(rope, "type", rule, f"{setting}.rope_type")
   return rope
@@ -194,6 +195,7 @@ LLAMA = Family(
     "rope_scaling": Field("mixer_options.rotary_scaling", (dict, type(None))),
     "partial_rotary_factor": Fixed(1.0, 1, written=False),
     "rope_interleaved": Fixed(False, written=False),
+    "activation": Fixed("swiglu", written=False),  # Falcon 3 has it besides hidden_act
   }
   | free("says where the file comes from", "is_llama_config")
   | free("another way to compute the same", "pretraining_tp")
