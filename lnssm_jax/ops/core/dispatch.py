@@ -313,8 +313,8 @@ class Kernels:
       in `Inputs.AXES`.
     architectures: what its kernels run on. Where more GPUs run some arguments, as single tokens,
       the module's `since_ampere` says so.
-    apart: whether the kernels for Ampere are others; then the module has `run_ampere` and
-      `interpreted_ampere`, too.
+    apart: whether the kernels for Ampere are others; then the module has `run_ampere`,
+      `interpreted_ampere` and `unsupported_ampere`, too.
   """
 
   def __init__(
@@ -353,13 +353,13 @@ class Kernels:
       if reason is not None and device.unsupported((device.AMPERE,)) is None:
         since_ampere = getattr(self._kernels(), "since_ampere", None)
         reason = reason if since_ampere is None or not since_ampere(inputs, options) else None
-      return reason or self._unsupported(inputs, options)
+      return reason or self._unsupported(name, inputs, options)
 
     return Form(functools.partial(self._run, name), unsupported, preferred)
 
   def _interpreted(self, name):
     def unsupported(inputs, options):
-      return interpreter_unsupported() or self._unsupported(inputs, options)
+      return interpreter_unsupported() or self._unsupported(name, inputs, options)
 
     return Form(functools.partial(self._run, name), unsupported, _by_name_only)
 
@@ -380,8 +380,10 @@ class Kernels:
     division = self._division(inputs)
     return run(inputs) if division is None else division.run(run, inputs)
 
-  def _unsupported(self, inputs, options):
-    ask = functools.partial(self._kernels().unsupported, options=options)
+  def _unsupported(self, name, inputs, options):
+    own = name == "run" and device.current().architecture == device.AMPERE
+    which = "unsupported_ampere" if self._apart and (own or "ampere" in name) else "unsupported"
+    ask = functools.partial(getattr(self._kernels(), which), options=options)
     division = self._division(inputs)
     return ask(inputs) if division is None else division.ask(ask, inputs)
 

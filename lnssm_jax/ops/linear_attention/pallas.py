@@ -15,7 +15,6 @@ from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts
 from lnssm_jax.ops.linear_attention.chunked import chunked
 from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
-from pallas_kernels.core import device
 from pallas_kernels.core.decode import fits
 from pallas_kernels.linear_attention import config, decode, op
 
@@ -45,6 +44,13 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   if options.scale == 0.0:
     return "scale=0 leaves nothing to compute"
   return None
+
+
+def unsupported_ampere(inputs: Inputs, options: Options) -> str | None:
+  """`unsupported`, by the kernels for all GPUs since Ampere."""
+  if inputs.own_weight is not None and not _decodes(inputs, options):
+    return "own_weight is given, and only the kernels for Hopper weight the own token"
+  return unsupported(inputs, options)
 
 
 def _decodes(inputs: Inputs, options: Options) -> bool:
@@ -89,10 +95,6 @@ def run(
       form_over_groups(chunked, reads_groups=True), options=options._replace(chunk_size=None)
     )
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
-  if inputs.own_weight is not None and (architecture or device.current().architecture) == "ampere":
-    # Those kernels have no weight of the own token.
-    form = form_over_groups(chunked, reads_groups=True)
-    return form(inputs, options._replace(chunk_size=None))
   (H, _), S = head_counts(inputs), inputs.state.kv.shape[1]
   # The kernels have a state per head of the queries, although groups may share it.
   repeat = lambda x: jnp.repeat(x, H // S, axis=1) if S < H else x
