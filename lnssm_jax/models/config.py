@@ -94,6 +94,7 @@ class ModelConfig(LayersConfig):
   vocab_size: int  # that of the tokenizer or more
   channel_mixer: str = "gpt2"  # "swiglu", "geglu", "rwkv6_channel_mix", "none", ...
   channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
+  # Further keyword arguments of `channel_mixer`.
   channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
   embedding_norm: bool = True  # a norm after the embedding
   embedding_scale: float | None = None  # factor of the embedding; None: 1
@@ -117,6 +118,7 @@ class BackboneConfig(LayersConfig):
   direction: Literal["causal", "both"] = "causal"
   channel_mixer: str = "gpt2"  # "swiglu", "geglu", "rwkv6_channel_mix", "none", ...
   channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
+  # Further keyword arguments of `channel_mixer`.
   channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
   unroll: int | None = None  # layers per iteration of the layer scan; None: all on a GPU, else 1
 

@@ -45,7 +45,10 @@ GPUS = {
 
 def missing() -> str | None:
   """Why nothing can be compiled here, or None."""
-  return None if importlib.util.find_spec("jax_plugins.xla_cuda13") else "pip install 'jax[cuda13]'"
+  found = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(
+    "jax_plugins.xla_cuda13"
+  )
+  return None if found else "pip install 'jax[cuda13]'"
 
 
 def described(gpu: Gpu) -> jax.Device:

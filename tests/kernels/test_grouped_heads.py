@@ -51,7 +51,7 @@ def call(name, heads, T, decay):
   ],
 )
 def test_grouped_heads_lower_without_copies(monkeypatch, name, heads, T, decay):
-  monkeypatch.setattr(dispatch.device, "unsupported", lambda: None)
+  monkeypatch.setattr(dispatch.device, "unsupported", lambda *_: None)
   run, inputs = call(name, heads, T, decay)
   text = lowered(run, inputs)
   count = text.count("custom_call @mosaic_gpu")
@@ -105,7 +105,7 @@ def gradient(heads, *, decay="BTH", B=B, T=128, widths=(K, V), normalize=False):
 
 def test_gradients_of_shared_queries_and_keys_are_not_written_for_each_head(monkeypatch):
   """At the shape of a Mamba-2 layer, whose heads all share queries and keys."""
-  monkeypatch.setattr(dispatch.device, "unsupported", lambda: None)
+  monkeypatch.setattr(dispatch.device, "unsupported", lambda *_: None)
   text = lowered(*gradient((1, 1, 32), B=16, T=2048, widths=(128, 64)))
   assert text.count("custom_call @mosaic_gpu") == 4  # forward; adjoint states, dq, dk with dv
   assert "16x2048x1x128xbf16" in text
@@ -125,7 +125,7 @@ def test_gradients_of_shared_queries_and_keys_are_not_written_for_each_head(monk
   ids=str,
 )
 def test_other_gradients_have_one_head_per_cta(monkeypatch, heads, options):
-  monkeypatch.setattr(dispatch.device, "unsupported", lambda: None)
+  monkeypatch.setattr(dispatch.device, "unsupported", lambda *_: None)
   monkeypatch.setattr(config, "heads_per_cta", lambda *sizes: pytest.fail("grouped"))
   assert len(kernels_traced(*gradient(heads, **options))) >= 4
 
