@@ -1,9 +1,10 @@
 """The command line `python -m experiments`: the experiments and their options."""
 
+import argparse
 from collections.abc import Sequence
 
 import experiments
-from experiments import scoring_commands, training_commands, verdicts
+from experiments import scoring_commands, training_commands
 from experiments.vision import commands as vision
 from train.cli import program
 from train.cli.program import Commands, Parser
@@ -32,5 +33,11 @@ def parser() -> Parser:
   registry.add_parsers(added.added_to, TASKS)
   vision.add_commands(added)
   about = "Print the differences between models that claims.md quotes, with their intervals."
-  added.add("verdicts", lambda _: verdicts.show_all(), about)
+  added.add("verdicts", _verdicts, about)
   return added.parser
+
+
+def _verdicts(_: argparse.Namespace) -> None:
+  from experiments import verdicts  # imports SciPy's statistics
+
+  verdicts.show_all()

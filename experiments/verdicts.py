@@ -125,17 +125,15 @@ def seeds_of(row: Which, score: str) -> list[float]:
   return [low, middle / 2 - apart, middle / 2 + apart, high]
 
 
-def _books(file: str, column: str = "model"):
-  """Differences of the loss on books, by the names in one column."""
-  of = lambda name: dict(
-    [part.split("=") for part in name.split(",")] if "=" in name else [(column, name)]
-  )
+def _books(file: str, *columns: str):
+  """Differences of the loss on books, by the names in these columns."""
+  of = lambda names: dict(zip(columns, names.split(), strict=True))
   return lambda *pairs: [Difference(file, "val_books loss", of(a), of(b)) for a, b in pairs]
 
 
-def _recall(file: str, **where: str):
-  """Differences of the accuracy, by model, in rows with these values."""
-  of = lambda name: {"model": name} | where
+def _recall(file: str, column: str, **where: str):
+  """Differences of the accuracy, by the name in one column, in rows with these values."""
+  of = lambda name: {column: name} | where
   return lambda a, b: Difference(file, "accuracy", of(a), of(b))
 
 
@@ -146,23 +144,26 @@ def _long(part: str, score: str, of: str):
 
 
 _SIZES = [("64", "16"), ("64", "64"), ("128", "16"), ("128", "64")]
-_dsf = lambda width, state: _recall("mqar_dsf.csv", width=width, state=state, mlp="no")
+_dsf = lambda width, state: _recall("mqar_dsf.csv", "model", width=width, state=state, mlp="no")
 _accuracy = _long("babilong", "accuracy", "mean")
 _states = _long("states", "entropy", "mean of layers")
 _nats = _long("extrapolate", "nats_per_token", "books")
+_lnssm = _books("lm_lnssm.csv", "model", "channels")
+_longhorn = _books("lm_longhorn.csv", "model")
+_sse = _books("lm_sse.csv", "model")
 _lcsm = _books("lm_lcsm.csv", "code")
 
 # By claim, in the order of claims.md.
 COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
-  "LNSSM's channel mixer (figure 1)": _books("lm_lnssm.csv")(
-    ("model=rwkv4,channels=gpt2", "model=rwkv4,channels=rwkv"),
-    ("model=mamba2,channels=gpt2", "model=mamba2,channels=none"),
-    ("model=lnssm,channels=gpt2", "model=lnssm,channels=rwkv"),
+  "LNSSM's channel mixer (figure 1)": _lnssm(
+    ("rwkv4 gpt2", "rwkv4 rwkv"),
+    ("mamba2 gpt2", "mamba2 none"),
+    ("lnssm gpt2", "lnssm rwkv"),
   ),
-  "LNSSM against RWKV, all with MLP (figure 5)": _books("lm_lnssm.csv")(
-    ("model=lnssm,channels=gpt2", "model=rwkv4,channels=gpt2"),
-    ("model=lnssm,channels=gpt2", "model=rwkv5,channels=gpt2"),
-    ("model=lnssm,channels=rwkv", "model=rwkv5,channels=rwkv"),
+  "LNSSM against RWKV, all with MLP (figure 5)": _lnssm(
+    ("lnssm gpt2", "rwkv4 gpt2"),
+    ("lnssm gpt2", "rwkv5 gpt2"),
+    ("lnssm rwkv", "rwkv5 rwkv"),
   ),
   "LNSSM against attention on BABILong (figure 6)": [
     _accuracy(("lnssm", n), ("softmax_attention", n)) for n in ("1000", "4000")
@@ -175,7 +176,7 @@ COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
   "S6 and SSD against normalized attention": [
     _dsf(*x)(name, "normalized") for x in _SIZES for name in ("s6", "ssd")
   ],
-  "Longhorn against Mamba": _books("lm_longhorn.csv")(("longhorn", "mamba")),
+  "Longhorn against Mamba": _longhorn(("longhorn", "mamba")),
   "Longhorn's recall": [
     Solved("mqar_longhorn.csv", {"model": name}, least)
     for name, least in (("attention", 0.9), ("based", 0.9), ("longhorn", 0.9), ("mamba", 0.9))
@@ -183,7 +184,7 @@ COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
   "extrapolation from 1,024 to 32,768 tokens": [
     _nats((name, "32768"), (name, "1024")) for name in ("longhorn", "softmax_attention")
   ],
-  "SSE as a language model": _books("lm_sse.csv")(
+  "SSE as a language model": _sse(
     ("sse-n4k1", "gla"),
     ("sse-n4k1", "mom-n4k1"),
     ("mom-n4k1", "gla"),
@@ -191,7 +192,7 @@ COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
     ("sse-n4k1", "sse-n4k2"),
     ("sse-n4k1", "gdn"),
   ),
-  "a layer of attention": _books("lm_sse.csv")(("sse-n4k1", "sse-h"), ("gla-h", "gla")),
+  "a layer of attention": _sse(("sse-n4k1", "sse-h"), ("gla-h", "gla")),
   "states of equal size": [
     Solved("mqar_states.csv", {"model": name, "rows": rows})
     for name in ("sse", "gla", "mom")
@@ -212,9 +213,7 @@ COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
   "LCSM's codes 2, 3 and 4": _lcsm(("1-2-1-0", "1-4-1-0"), ("1-3-1-0", "1-4-1-0")),
   "LCSM's state-space parameters": _lcsm(("0", "1-1-1-0")),
   "LCSM's constant decays in recall": [
-    Difference("mqar_lcsm.csv", "accuracy", *({"code": x, "width": width} for x in codes))
-    for codes in [("1-0-1-0", "1-1-1-0")]
-    for width in ("64", "128")
+    _recall("mqar_lcsm.csv", "code", width=width)("1-0-1-0", "1-1-1-0") for width in ("64", "128")
   ],
 }
 

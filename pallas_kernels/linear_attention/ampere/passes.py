@@ -22,7 +22,7 @@ from pallas_kernels.linear_attention.ampere.gradients import (
 )
 from pallas_kernels.linear_attention.ampere.scores import ScoreInputs, chunk_scores
 from pallas_kernels.linear_attention.ampere.states import StateInputs, StateOutputs, states
-from pallas_kernels.linear_attention.sm90.splits import recur, tokens_in_chunks
+from pallas_kernels.linear_attention.sequence import recur, tokens_in_chunks
 from pallas_kernels.linear_attention.types import Inputs, Options, has_channel_decay
 
 

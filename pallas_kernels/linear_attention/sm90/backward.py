@@ -67,12 +67,12 @@ from pallas_kernels.core.wgmma import (
   transpose_ref,
   zero_accumulator,
 )
+from pallas_kernels.linear_attention.sequence import tokens_in_chunks
 from pallas_kernels.linear_attention.sm90 import channel_backward
 from pallas_kernels.linear_attention.sm90.intra_chunk import token_numbers
 from pallas_kernels.linear_attention.sm90.splits import (
   initial_states_of_splits,
   normalizer_of,
-  tokens_in_chunks,
   total_of_constant_decay,
 )
 from pallas_kernels.linear_attention.sm90.state_pipeline import (

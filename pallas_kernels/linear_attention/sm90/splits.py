@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.core.boundaries import DocumentBoundaries
+from pallas_kernels.linear_attention.sequence import recur, tokens_in_chunks
 from pallas_kernels.linear_attention.sm90.intra_chunk import SMALLEST_LOG_DECAY
 from pallas_kernels.linear_attention.sm90.state_pipeline import (
   ChunkDecay,
@@ -61,20 +61,6 @@ def initial_states_of_splits(
   return recur(total[..., None], added.last_state, initial, reverse=reverse), normalizer
 
 
-def recur(
-  decay: jax.Array, added: jax.Array, initial: jax.Array, *, reverse: bool = False
-) -> jax.Array:
-  """The x that enters each n of x_{n+1} = decay_n x_n + added_n over axis 2."""
-  decay = jnp.broadcast_to(decay, added.shape)
-  combine = lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1])
-  decays, sums = lax.associative_scan(combine, (decay, added), axis=2, reverse=reverse)
-  after = decays * initial[:, :, None] + sums
-  first = initial[:, :, None]
-  if reverse:
-    return jnp.concatenate([after[:, :, 1:], first], axis=2)
-  return jnp.concatenate([first, after[:, :, :-1]], axis=2)
-
-
 def normalizer_of(
   options: Options,
   inputs: Inputs,
@@ -104,9 +90,3 @@ def total_of_constant_decay(
   log_decay = jnp.maximum(log_decay, SMALLEST_LOG_DECAY)
   decay = jnp.exp(tokens[:, None] * log_decay[:, None])[None]
   return documents.reset(decay, options.config.chunk)
-
-
-def tokens_in_chunks(options: Options, padded: int) -> jax.Array:
-  """[N]: how many tokens before padding each chunk has."""
-  chunk = options.config.chunk
-  return jnp.clip(options.length - chunk * jnp.arange(padded // chunk), 0, chunk)
