@@ -4,6 +4,7 @@
     python -m benchmarks.model_step --only gla delta_net --no-peers
     python -m benchmarks.model_step --together --no-peers  # compile at once, then measure in turn
     python -m benchmarks.model_step --only gla --no-documents
+    python -m benchmarks.model_step --only gla --sizes rows=16,length=2048 rows=4,length=8192
 
 A body is 24 layers of 1,024 with SwiGLU of 2,816 and a vocabulary of 32,000: 16 sequences of 2,048
 random tokens per step, in documents of about 500 as the trainer packs them, or with
@@ -55,9 +56,9 @@ from train.step.state import init_state
 
 LOSS_TOLERANCE = 2e-3  # nats, of three steps: bfloat16 products round differently when recomputed
 FIELDS = (
-  "body", "who", "documents", "parameters", "step_ms", "tokens_per_second", "mfu", "peak_gib",
-  "cold_s",
-  "warm_s", "products_ms", "products_tflops", "kernels_ms", "rest_ms", "loss_difference", "note",
+  "body", "sizes", "who", "documents", "parameters", "step_ms", "tokens_per_second", "mfu",
+  "peak_gib", "cold_s", "warm_s", "products_ms", "products_tflops", "kernels_ms", "rest_ms",
+  "loss_difference", "note",
 )  # fmt: skip
 
 # Kernels of libraries, by the names that the profiler shows.
@@ -286,26 +287,27 @@ def large_product_tflops(size: int = 8192) -> float:
   return 2 * size**3 / statistics.median(times) / 1e12
 
 
-def command_of(name: str, args, cache: str, steps: int) -> list[str]:
-  """The command of a process that measures one body."""
+def command_of(name: str, sizes: str, args, cache: str, steps: int) -> list[str]:
+  """The command of a process that measures one body at one size."""
   command = [sys.executable, "-m", "benchmarks.model_step", "--one", name, "--cache", cache]
   return [
     *command,
     *("--steps", str(steps), "--runs", str(args.runs)),
-    *(["--sizes", args.sizes] if args.sizes else []),
+    *(["--sizes", sizes] if sizes else []),
     *([] if args.documents else ["--no-documents"]),
   ]
 
 
 def rows_of(name: str, args) -> Iterator[dict[str, Any]]:
   """Ours, with the time to the first step measured twice, and each peer's, as they are measured."""
-  with tempfile.TemporaryDirectory() as cache:
-    run = lambda steps: turns.alone(command_of(name, args, cache, steps))
-    row = run(args.steps)
-    row["cold_s"] = row.get("first_step_s")
-    if args.warm:
-      row["warm_s"] = run(0).get("first_step_s")
-  yield ours(name, row, args.top)
+  for sizes in args.sizes:
+    with tempfile.TemporaryDirectory() as cache:
+      run = lambda steps: turns.alone(command_of(name, sizes, args, cache, steps))  # noqa: B023
+      row = run(args.steps)
+      row["cold_s"] = row.get("first_step_s")
+      if args.warm:
+        row["warm_s"] = run(0).get("first_step_s")
+    yield ours(name, sizes, row, args.top)
   if args.peers:
     yield from peers(name, args.documents)
 
@@ -316,21 +318,22 @@ def peers(name: str, documents: bool) -> Iterator[dict[str, Any]]:
   return ({"body": name} | peer for peer in rows)
 
 
-def ours(name: str, row: dict[str, Any], top: int) -> dict[str, Any]:
+def ours(name: str, sizes: str, row: dict[str, Any], top: int) -> dict[str, Any]:
   """A row of ours, after its budget has been printed."""
   for place, ms in list(row.get("budget", {}).items())[:top]:
     print(f"  {ms:8.3f} ms  {place}", flush=True)
-  return {"body": name, "who": "lnssm_jax"} | row
+  return {"body": name, "sizes": sizes or None, "who": "lnssm_jax"} | row
 
 
 def rows_together(names: Sequence[str], args) -> Iterator[dict[str, Any]]:
   """Rows of processes that compile at the same time and are measured one after the other."""
   with tempfile.TemporaryDirectory() as cache:
-    command = lambda name: command_of(name, args, cache, args.steps)
-    for group in itertools.batched(names, turns.AT_ONCE):  # the first are measured soon
-      rows = turns.take([[*command(name), "--in-turn"] for name in group])
-      for name, row in zip(group, rows, strict=True):
-        yield ours(name, row, args.top)
+    command = lambda name, sizes: command_of(name, sizes, args, cache, args.steps)
+    every = itertools.product(names, args.sizes)
+    for group in itertools.batched(every, turns.AT_ONCE):  # the first are measured soon
+      rows = turns.take([[*command(name, sizes), "--in-turn"] for name, sizes in group])
+      for (name, sizes), row in zip(group, rows, strict=True):
+        yield ours(name, sizes, row, args.top)
   for name in names if args.peers else ():
     yield from peers(name, args.documents)
 
@@ -340,7 +343,9 @@ def main(arguments=None) -> list[dict[str, Any]]:
   begin = time.time()
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--only", nargs="+", choices=list(BODIES), default=list(BODIES))
-  parser.add_argument("--sizes", default="", metavar="rows=2,length=64", help="other sizes")
+  parser.add_argument(
+    "--sizes", nargs="+", default=[""], metavar="rows=2,length=64", help="other sizes, one or more"
+  )
   parser.add_argument("--steps", type=int, default=20, help="steps in each timed run")
   parser.add_argument("--runs", type=int, default=3)
   parser.add_argument("--top", type=int, default=16, help="lines of the budget")
@@ -364,7 +369,7 @@ def main(arguments=None) -> list[dict[str, Any]]:
   if args.one:
     jax.config.update("jax_compilation_cache_dir", args.cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    sizes = Sizes.parse(args.sizes) if args.sizes else None
+    sizes = Sizes.parse(args.sizes[0]) if args.sizes[0] else None
     wait = turns.wait if args.in_turn else None
     row = measure(BODIES[args.one], sizes, begin, args.steps, args.runs, wait, args.documents)
     print(json.dumps(row), flush=True)
