@@ -183,7 +183,8 @@ def tokenizer(folder: Path, config: Mapping[str, Any]) -> FileTokenizer:
 
 def _ends(path: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
   """eos_token_id of a file: one token, several, or none."""
-  given = values.get("eos_token_id")
+  text = values.get("text_config")  # of a model of text and images
+  given = (text | values if isinstance(text, dict) else values).get("eos_token_id")
   ends = given if isinstance(given, list) else [] if given is None else [given]
   if any(type(end) is not int or not 0 <= end < MOST_TOKENS for end in ends):
     raise ExportError(f"{path}: eos_token_id={given!r:.80} is no token, or no list of them.")

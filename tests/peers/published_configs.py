@@ -3,6 +3,10 @@
 A case is the file of one model as its authors saved it, or as the version of the library in
 `source` writes one. Widths, depths and vocabularies are shrunk in the proportions of the model;
 every other field has the published value, or what follows from the sizes.
+
+Compared with copies of the published files in public repositories on 2026-11-27, without a field
+that differs: Qwen2.5-7B-Instruct, Qwen3-0.6B, Mistral-7B-v0.1, Mistral-7B-Instruct-v0.3, and the
+text model of Qwen3.5-0.8B.
 """
 
 from typing import Any, NamedTuple
@@ -221,6 +225,70 @@ _QWEN3 = _QWEN | {
   "tie_word_embeddings": True,
   "transformers_version": "4.51.0",
 }
+_QWEN3_5 = {
+  "architectures": ["Qwen3_5ForConditionalGeneration"],
+  "image_token_id": 13,
+  "model_type": "qwen3_5",
+  "text_config": {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 15,
+    "full_attention_interval": 4,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 8,
+    "initializer_range": 0.02,
+    "intermediate_size": 12,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_value_head_dim": 4,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 32,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+      "mrope_interleaved": True,
+      "mrope_section": [1, 0, 0],
+      "partial_rotary_factor": 0.25,
+      "rope_theta": 10000000,
+      "rope_type": "default",
+    },
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "vocab_size": 16,
+  },
+  "tie_word_embeddings": True,
+  "video_token_id": 14,
+  "vision_config": {
+    "deepstack_visual_indexes": [],
+    "depth": 1,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 8,
+    "in_channels": 3,
+    "initializer_range": 0.02,
+    "intermediate_size": 8,
+    "model_type": "qwen3_5",
+    "num_heads": 2,
+    "num_position_embeddings": 4,
+    "out_hidden_size": 8,
+    "patch_size": 2,
+    "spatial_merge_size": 1,
+    "temporal_patch_size": 1,
+  },
+  "vision_end_token_id": 12,
+  "vision_start_token_id": 11,
+}
 _MISTRAL = _DENSE | {
   "architectures": ["MistralForCausalLM"],
   "bos_token_id": 1,
@@ -390,6 +458,7 @@ HUGGING_FACE = {
     _MISTRAL
     | {"rope_theta": 1000000.0, "sliding_window": None, "transformers_version": "4.42.0.dev0"},
   ),
+  "qwen3.5-0.8b": Published("Qwen/Qwen3.5-0.8B", _QWEN3_5),
   "recurrentgemma-2b": Published(
     "google/recurrentgemma-2b, with the fields of RecurrentGemmaConfig of transformers 4.41.2",
     _GEMMA

@@ -53,7 +53,9 @@ def hidden_states(model: Any, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndar
   """(the input of each layer and of the head [L + 1, B, T, D], logits)."""
   inputs: list[torch.Tensor] = []
   seen = lambda _module, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"])
-  layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+  # Of a model of text and images its text model.
+  text = getattr(getattr(model, "model", model), "language_model", model)
+  layers = next(m for m in text.modules() if isinstance(m, torch.nn.ModuleList))
   handles = [layer.register_forward_pre_hook(seen, with_kwargs=True) for layer in layers]
   handles.append(model.get_output_embeddings().register_forward_pre_hook(seen, with_kwargs=True))
   logits = model(tokens, use_cache=False).logits

@@ -40,7 +40,8 @@ def model_of(layout: str, config: dict[str, Any]) -> Any:
   with tempfile.TemporaryDirectory() as folder:
     (Path(folder) / "config.json").write_text(json.dumps(config))
     options = {} if layout == "fla" else {"attn_implementation": "eager"}
-    read = getattr(package, name.replace("ForCausalLM", "Config")).from_pretrained(folder)
+    kind = name.replace("ForCausalLM", "Config").replace("ForConditionalGeneration", "Config")
+    read = getattr(package, kind).from_pretrained(folder)
   for option, value in options.items():
     setattr(read, f"_{option}", value)
   return getattr(package, name)(read)

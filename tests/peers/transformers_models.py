@@ -75,6 +75,13 @@ def cases():
     **delta, linear_num_key_heads=keys, num_experts=0
   )
   next_5 = transformers.Qwen3_5TextConfig(**delta, linear_num_key_heads=2)
+  images = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8}
+  images |= {"out_hidden_size": 8, "patch_size": 2, "temporal_patch_size": 1}
+  nested = transformers.Qwen3_5Config(
+    text_config=next_5.to_dict(),
+    vision_config=images | {"num_position_embeddings": 4, "spatial_merge_size": 1},
+    attn_implementation="eager",
+  )
   patch()
   return {
     "llama": (llama(num_key_value_heads=1, rope_theta=500.0), cached_steps),
@@ -105,6 +112,7 @@ def cases():
     "bamba": (transformers.BambaForCausalLM(bamba), cached_steps),
     "qwen3_next": (transformers.Qwen3NextForCausalLM(next_(2)), cached_steps),
     "qwen3_5_text": (transformers.Qwen3_5ForCausalLM(next_5), cached_steps),
+    "qwen3_5": (transformers.Qwen3_5ForConditionalGeneration(nested), cached_steps),
     "qwen3_next_heads": (transformers.Qwen3NextForCausalLM(next_(4)), cached_steps),
     "mamba": (mamba(), cached_steps),
     "mamba_biases": (

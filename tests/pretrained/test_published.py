@@ -1,6 +1,7 @@
 """Published models against what their own code computes, as recorded by `make test-peers`."""
 
 import json
+import re
 import tracemalloc
 
 import jax
@@ -89,8 +90,9 @@ def test_published_model_saved_again_has_equal_bytes(case, tmp_path):
   before, after = (
     safetensors.Tensors(f / "model.safetensors") for f in (folder, tmp_path / "ours")
   )
-  assert set(before) == set(after)
-  for name in before:
+  skipped = family_of(recorded(case).config).skipped
+  assert {name for name in before if not re.fullmatch(skipped, name)} == set(after)
+  for name in after:
     assert before.kind(name) == after.kind(name)
     assert before[name].tobytes() == after[name].tobytes(), name
 

@@ -7,7 +7,7 @@ from lnssm_jax.pretrained.families.dense import MISTRAL, QWEN2, QWEN3
 from lnssm_jax.pretrained.families.fla import FLA
 from lnssm_jax.pretrained.families.fla_hybrids import FLA_HYBRIDS
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
-from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_5_TEXT, QWEN3_NEXT
+from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 from lnssm_jax.pretrained.families.llama import LLAMA
 from lnssm_jax.pretrained.families.mamba import (
   FALCON_MAMBA,
@@ -36,6 +36,7 @@ FAMILIES: tuple[Family, ...] = (
   BAMBA,
   QWEN3_NEXT,
   QWEN3_5_TEXT,
+  QWEN3_5,
   *FLA,
   RWKV6,
   *FLA_HYBRIDS,

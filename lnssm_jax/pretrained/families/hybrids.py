@@ -1,8 +1,9 @@
-"""Hybrids of transformers: Bamba, and Qwen3-Next without experts.
+"""Hybrids of transformers: Bamba, Qwen3-Next without experts, and Qwen3.5.
 
 Which layers are attention is free: the pattern is the shortest that they repeat, or all of them.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -431,4 +432,51 @@ QWEN3_5_TEXT = Family(
   normal=_qwen3_5,
   written=_qwen3_5_written,
   skipped=r"mtp\..*",
+)
+
+
+def _nested(config: Config) -> Config:
+  """The config of the text model in that of a model of text and images."""
+  text = config.pop("text_config", None)
+  if not isinstance(text, dict) or text.get("model_type") != QWEN3_5_TEXT.name:
+    raise ExportError(
+      f"text_config={text!r:.80} must be an object with model_type={QWEN3_5_TEXT.name!r}."
+    )
+  agree(config, "tie_word_embeddings", text.get("tie_word_embeddings", False), "text_config.that")
+  for name in config.keys() & text.keys() - {"model_type"}:
+    agree(config, name, text[name], f"text_config.{name}")
+  return _qwen3_5(config | text)
+
+
+def _nested_written(config: Config) -> Config:
+  outside = {name: config.pop(name) for name in ("architectures", "model_type")}
+  text = {"model_type": QWEN3_5_TEXT.name} | _qwen3_5_written(config)
+  return outside | {
+    "text_config": text,
+    "tie_word_embeddings": text["tie_word_embeddings"],
+  }
+
+
+QWEN3_5 = dataclasses.replace(
+  QWEN3_5_TEXT,
+  name="qwen3_5",
+  architecture="Qwen3_5ForConditionalGeneration",
+  fields=QWEN3_5_TEXT.fields
+  | free(
+    "of images and videos, whose encoder is left out",
+    "image_token_id",
+    "language_model_only",
+    "video_token_id",
+    "vision_config",
+    "vision_end_token_id",
+    "vision_start_token_id",
+  ),
+  rows={
+    name: row._replace(theirs=row.theirs.replace("model.", "model.language_model.", 1))
+    for name, row in QWEN3_5_TEXT.rows.items()
+    if isinstance(row, Row)
+  },
+  normal=_nested,
+  written=_nested_written,
+  skipped=r"(mtp|model\.visual)\..*",
 )
