@@ -269,6 +269,9 @@ def test_verify_changed_text_found(tiny, tmp_path, capsys):
   assert lines[0].startswith("text train  DAMAGED: ")
   assert lines[1] == "text validation  no digest to compare with"
   path.unlink()
+  assert run("verify", cfg.run_dir) == 1
+  assert "text train  DAMAGED: no train.bin" in capsys.readouterr().out
+  path.with_name("train.json").unlink()
   assert run("verify", cfg.run_dir) == 0
   assert "text train  not on this machine" in capsys.readouterr().out
 

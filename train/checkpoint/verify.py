@@ -56,14 +56,13 @@ def data_report(data: Mapping[str, Any]) -> tuple[list[str], bool]:
   lines, whole = [], True
   for name in dict.fromkeys((*data["train"], *data.get("validation", ()))):
     prefix = Path(data["folder"]) / name
-    if not prefix.with_name(f"{name}.bin").is_file():
-      state = "not on this machine"
-    elif (sidecar := read_sidecar(prefix)) is None:
-      state = "no digest to compare with"
+    here = prefix.with_name(f"{name}.bin").is_file()
+    if (sidecar := read_sidecar(prefix)) is None:
+      state = "no digest to compare with" if here else "not on this machine"
     else:
-      wrong = fingerprints.change(prefix, sidecar, whole=True)
+      wrong = fingerprints.change(prefix, sidecar, whole=True) if here else f"no {name}.bin"
       whole = whole and wrong is None
-      state = "intact" if wrong is None else f"DAMAGED: {wrong}"
+      state = "intact" if wrong is None else f"{_DAMAGED}: {wrong}"
     lines.append(f"text {name}  {state}")
   return lines, whole
 
