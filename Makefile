@@ -65,6 +65,7 @@ AUTHORS := .venv-peers/authors
 test-peers: $(DEV_ENV) .venv-peers/.ready $(AUTHORS)/.ready
 	.venv-peers/bin/python -m tests.peers.record
 	.venv-peers/bin/python -m tests.peers.record_tokenizers
+	.venv-peers/bin/python -m tests.peers.record_chat
 	.venv-peers/bin/python -m tests.peers.record_lm_eval
 	$(RUN) -m tests.peers.record_jax
 	$(RUN) -m pytest tests/peers tests/pretrained/test_tokenizer_files.py \

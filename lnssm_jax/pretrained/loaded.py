@@ -12,7 +12,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.models import LanguageModel, count_parameters
-from lnssm_jax.pretrained import texts
+from lnssm_jax.pretrained import chat, texts
 from lnssm_jax.pretrained.special_tokens import InText
 from lnssm_jax.pretrained.texts import Score
 from lnssm_jax.pretrained.tokenizers import Tokenizer
@@ -180,6 +180,21 @@ class LoadedModel:
     several = texts_of("prompt", prompt)
     found = list(texts.complete_each(self.model, self.tokenizer, several, options, **how))
     return found[0] if isinstance(prompt, str) else found
+
+  def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+    """The prompt of a conversation, by the folder's own chat template.
+
+        loaded.generate(loaded.chat_prompt([{"role": "user", "content": "Hi"}]))
+
+    Args:
+      messages: each with "role" and "content"; the last is usually of the user.
+      tools: descriptions of functions, for templates that have a place for them.
+
+    Raises:
+      DataError: there is no template, it rejects the messages, or the package `jinja2` is not
+        installed.
+    """
+    return chat.ChatTemplate(self.tokenizer).prompt(messages, tools)
 
   def stream(
     self,

@@ -155,6 +155,7 @@ class FileTokenizer:
       special.check_known(config, id_of, path)
       added = special.added_by(settings.get("post_processor"), config, id_of, path)
     self.raw = raw  # content of the file
+    self.folder = path if path.is_dir() else path.parent
     self.added = added
     self.vocab_size = 1 + max((*id_of.values(), *added.before, *added.after), default=0)
     usual = next((id_of[end] for end in END_OF_TEXT if end in id_of), None)
@@ -209,6 +210,39 @@ class FileTokenizer:
       start = _first_beyond(encoding.offsets, place, *pair)
       found.append((np.concatenate(part), sum(map(len, part[:number])) + start))
     return found
+
+  def encode_places(
+    self, text: str, places: Sequence[tuple[int, int]]
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes a text whose special tokens are one token each.
+
+    Args:
+      places: [begin, end) of characters, ascending.
+
+    Returns:
+      (int32 [tokens], bool [tokens]: those with a character in one of the places).
+    """
+    with _library(f"the tokenizer {self.spec} cannot encode a text"):
+      encoding = self._parser.encode(text, add_special_tokens=False)
+    begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    chosen = np.zeros(len(begins), bool)
+    for begin, end in places:
+      chosen |= (ends > begin) & (begins < end)
+    return np.array(encoding.ids, np.int32), chosen
+
+  def names_of(self, ids: Iterable[int]) -> list[str]:
+    """The texts of special tokens, each once, of those that it has."""
+    found = (self._inner.id_to_token(i) for i in dict.fromkeys(ids))
+    return [name for name in found if name is not None]
+
+  def special_in(self, text: str) -> str | None:
+    """The first special token that a text spells out, if any."""
+    return next((name for name in self._special if name in text), None)
+
+  @functools.cached_property
+  def _special(self) -> list[str]:
+    tokens = self._inner.get_added_tokens_decoder().values()
+    return [token.content for token in tokens if token.special]
 
   def decode(self, ids: Iterable[int]) -> str:
     kept = [int(i) for i in ids if i != self.end_of_text]

@@ -249,8 +249,9 @@ def _add_tokenize(added: Commands) -> None:
   )
   tokenize.add_argument(
     "--targets",
-    choices=("all", "completion", "last"),
-    help="tokens that the loss counts (default: all; of a prompt and completion, the latter's)",
+    choices=("all", "completion", "last", "assistant"),
+    help="tokens that the loss counts (default: all; of a prompt and completion, the latter's);"
+    " assistant: the replies in messages, by the tokenizer's chat template",
   )
   tokenize.add_argument("--workers", type=int, metavar="N", help="threads (default: all cores)")
   tokenize.add_argument("--force", action="store_true", help="replace files that are up to date")

@@ -63,8 +63,9 @@ class Data:
 
   `fields` maps a set to the keys of its rows in .jsonl: that of the text, or those of a prompt and
   its completion; without it a row has "text". `targets` maps a set to the tokens that the loss
-  counts: "all" (of a text, without it), "completion" (of prompts, without it), or "last", the last
-  token of each row.
+  counts: "all" (of a text, without it), "completion" (of prompts, without it), "last", the last
+  token of each row, or "assistant": the rows have "messages", of which the chat template next to
+  the tokenizer makes the text, and the replies count, but those with `"weight": 0`.
 
   At a document boundary `boundaries="reset"` resets the state, and the target across it does not
   count; "ignore" does neither. `order` is "windows", of which each occurs once per epoch, or
@@ -85,7 +86,9 @@ class Data:
   sources: dict[str, str] = dataclasses.field(default_factory=dict)  # text by name
   fields: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # keys of rows
   # Tokens that the loss counts.
-  targets: dict[str, Literal["all", "completion", "last"]] = dataclasses.field(default_factory=dict)
+  targets: dict[str, Literal["all", "completion", "last", "assistant"]] = dataclasses.field(
+    default_factory=dict
+  )
   boundaries: Literal["reset", "ignore"] = "reset"  # of documents
   order: Literal["windows", "random_crops"] = "windows"  # of training
   pack_rows: bool = True  # several rows in a window of training, or one
@@ -151,6 +154,11 @@ class Data:
         " and its completion.",
       )
     for name, which in self.targets.items():
+      check(
+        which != "assistant" or len(self.fields.get(name, ("messages",))) == 1,
+        f"data.targets.{name}='assistant' needs one key in data.fields.{name}, that of the"
+        " messages.",
+      )
       check(
         which != "completion" or len(self.fields.get(name, ())) == 2,
         f"data.targets.{name}='completion' needs data.fields.{name} with two keys, those of a"

@@ -12,7 +12,7 @@ import numpy as np
 from lnssm_jax.pretrained.special_tokens import Added, InText
 from train.data.errors import DataError
 from train.data.sources import Document
-from train.data.tokenizers import Tokenizer
+from train.data.tokenizers import FileTokenizer, Tokenizer
 
 BATCH = 1 << 21  # characters encoded per batch
 AHEAD = 2  # batches being encoded while the next is read
@@ -26,6 +26,7 @@ class Encoded(NamedTuple):
   prompt: int  # tokens before the first one of the completion, or of the text
   ends: int  # tokens after the last one of the text
   size: int  # bytes of the text
+  chosen: np.ndarray | None = None  # bool [tokens]: the targets, of a conversation
 
 
 def encode(
@@ -34,7 +35,7 @@ def encode(
   """Yields each document, in order.
 
   A prompt and its completion are encoded as the one text that they are; a token that has characters
-  of both counts as one of the completion.
+  of both counts as one of the completion. Nothing is put around a conversation.
   """
   before, after = (np.array(ids, np.int32) for ids in getattr(tokenizer, "added", Added()))
   end = np.array([tokenizer.end_of_text], np.int32)
@@ -42,18 +43,24 @@ def encode(
 
   def run(batch: list[Document]) -> list[Encoded]:
     split = lambda text: list(tokenizer.pieces(text)) if text else []
-    parts = [[] if document.prompt else split(document.text) for document in batch]
+    alone = lambda document: not document.prompt and document.places is None
+    parts = [split(document.text) if alone(document) else [] for document in batch]
     pieces = (piece for part in parts for piece in part)
     # In groups, because the library's results take far more memory than the ids.
     groups = (tokenizer.encode_batch(group, special_tokens) for group in _batches(pieces, len))
     encoded = itertools.chain.from_iterable(groups)
-    pairs = ((text[:prompt], text[prompt:]) for text, prompt in batch if prompt)
+    pairs = ((text[:prompt], text[prompt:]) for text, prompt, _ in batch if prompt)
     several = _batches(pairs, lambda pair: len(pair[0]) + len(pair[1]))
     continued = itertools.chain.from_iterable(
       tokenizer.encode_continuations(group, special_tokens) for group in several
     )
     results = []
     for document, part in zip(batch, parts, strict=True):
+      if document.places is not None:
+        assert isinstance(tokenizer, FileTokenizer)  # which has a chat template
+        ids, chosen = tokenizer.encode_places(document.text, document.places)
+        results.append(Encoded(ids, 0, 0, len(document.text.encode()), chosen))
+        continue
       ids, start = next(continued) if document.prompt else (None, 0)
       ids = [next(encoded) for _ in part] if ids is None else [ids]
       row = np.concatenate([before, *ids, after])

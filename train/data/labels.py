@@ -4,16 +4,20 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from lnssm_jax.pretrained.chat import ChatTemplate
 from lnssm_jax.pretrained.special_tokens import InText
-from train.data.sources import TEXT_FIELDS
+from lnssm_jax.pretrained.tokenizers import Tokenizer
+from train.data.errors import DataError
+from train.data.sources import TEXT_FIELDS, Chat, Document
 
-Targets = Literal["all", "completion", "last"]
+Targets = Literal["all", "completion", "last", "assistant"]
 
 
 class Rows(NamedTuple):
   """The keys of a row of JSON, how it is encoded, and which of its tokens are targets."""
 
-  fields: tuple[str, ...] = TEXT_FIELDS  # of the text, or of a prompt and its completion
+  # Of the text, of a prompt and its completion, or of messages.
+  fields: tuple[str, ...] = TEXT_FIELDS
   targets: Targets | None = None  # None: the completion, or all of a text
   special_tokens: InText = "text"  # spelled out in a text: one token each, or ordinary text
 
@@ -35,5 +39,25 @@ class Rows(NamedTuple):
     place, last = np.arange(tokens), tokens - 1 - ends
     return (place >= prompt if self.of_loss == "completion" else place == last).astype("<f4")
 
+  def template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of rows of messages."""
+    return ChatTemplate(tokenizer) if self.of_loss == "assistant" else None
+
+  def chat(self, tokenizer: Tokenizer) -> Chat | None:
+    """The function that makes a document of such a row, for `sources.read_inputs`."""
+    template, (key, *_) = self.template(tokenizer), self.fields
+    if template is None:
+      return None
+
+    def document(row: Any, where: str) -> Document:
+      if not isinstance(row, dict) or key not in row:
+        raise DataError(f'{where}: expected an object with the key "{key}", a list of messages.')
+      how: Any = {"tools": row.get("tools"), "special_tokens": self.special_tokens}
+      text, places = template.turns(row[key], where=where, **how)
+      return Document(text, places=places)
+
+    return document
+
 
 TEXT_ROWS = Rows()
+MESSAGES = ("messages",)  # the usual key of a conversation

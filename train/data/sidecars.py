@@ -70,6 +70,8 @@ def origin_of(
     "source_fingerprint": sources.fingerprint(files),
     **rows.origin(),
   }
+  if tokenizer is not None and (chat := rows.template(tokenizer)) is not None:
+    found["chat_template"] = chat.fingerprint
   special = {} if rows.special_tokens == "text" else {"in_text": rows.special_tokens}
   added = getattr(tokenizer, "added", Added())  # there are tokenizers of others, without it
   if any(added):

@@ -21,7 +21,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,10 +55,15 @@ class Input(NamedTuple):
 
 
 class Document(NamedTuple):
-  """A text; its first `prompt` characters are a prompt."""
+  """A text; its first `prompt` characters are a prompt, or its targets are at `places`."""
 
   text: str
   prompt: int = 0
+  places: tuple[tuple[int, int], ...] | None = None  # of a conversation
+
+
+# (the text and places of a row that has messages; its place for errors)
+type Chat = Callable[[Any, str], Document]
 
 
 def find_inputs(source: str) -> list[Input]:
@@ -121,21 +126,26 @@ def read_documents(
 
 
 def read_inputs(
-  inputs: list[Input], skipped: Counter[str], fields: Sequence[str] = TEXT_FIELDS
+  inputs: list[Input],
+  skipped: Counter[str],
+  fields: Sequence[str] = TEXT_FIELDS,
+  chat: Chat | None = None,
 ) -> Generator[Document, None, None]:
   """As `read_documents`, with prompts, for the files that `find_inputs` returned.
 
   Args:
     fields: keys of a row: that of the text, or those of a prompt and its completion. A row whose
       text, or completion, is empty is skipped.
+    chat: makes the document of a row of messages; one without a reply is skipped.
   """
   for path, named in inputs:
-    if not has_rows(path) and len(fields) > 1:
+    if not has_rows(path) and (len(fields) > 1 or chat is not None):
       raise DataError(
         f"{path} has no rows with {' and '.join(map(repr, fields))}; use .jsonl or .parquet files."
       )
-    for document in _rows(path, fields) if has_rows(path) else _whole(path, named, skipped):
-      if len(document.text) > document.prompt:
+    rows = has_rows(path)
+    for document in _rows(path, fields, chat) if rows else _whole(path, named, skipped):
+      if len(document.text) > document.prompt and document.places != ():
         yield document
       else:
         skipped["empty"] += 1
@@ -212,9 +222,12 @@ def _whole(path: Path, named: bool, skipped: Counter[str]) -> Iterator[Document]
     raise DataError(f"{path} is damaged or not {path.suffix}: {error}. Copy it again.") from error
 
 
-def _rows(path: Path, fields: Sequence[str]) -> Iterator[Document]:
+def _rows(path: Path, fields: Sequence[str], chat: Chat | None) -> Iterator[Document]:
   """Yields the documents of a file of rows."""
-  for where, row in read_rows(path, fields, strict=False):
+  for where, row in read_rows(path, None if chat else fields, strict=False):
+    if chat is not None:
+      yield chat(row, where)
+      continue
     texts = [_text_of(row, where, key) for key in fields]
     yield Document("".join(texts), len("".join(texts[:-1])))
 

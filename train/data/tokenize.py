@@ -14,7 +14,7 @@ from train.data import fingerprints, sources
 from train.data.encoding import encode, limit_threads
 from train.data.errors import DataError, writing
 from train.data.indexed import CHECKSUMS, IndexedDataset, IndexedWriter, dtype_for
-from train.data.labels import TEXT_ROWS, Rows, Targets
+from train.data.labels import MESSAGES, TEXT_ROWS, Rows, Targets
 from train.data.parts import Parts
 from train.data.progress import Progress
 from train.data.sidecars import (
@@ -132,9 +132,11 @@ def tokenize_to(
   Each document becomes its tokens, with those that the tokenizer puts around a text, followed by
   the end-of-text token; a prompt and its completion are joined without a space and encoded as one
   text, of which a token with characters of both counts as one of the completion. Unless all tokens
-  are targets, the pair has `.weights`: 1 for the completion and the end-of-text, or for the last
-  token of the text only, else 0. Text is streamed: memory holds a few batches, the longest
-  document, and a part (`train.data.parts`), of which many have been written if the process is
+  are targets, the pair has `.weights`: 1 for the completion and the end-of-text, for the last token
+  of the text only, or for the replies of a conversation, each with the token that ends it, else 0.
+  A conversation is the text that the tokenizer's chat template makes of it, with nothing around it.
+  Text is streamed: memory holds a few batches, the longest document, and a part
+  (`train.data.parts`), of which many have been written if the process is
   killed; the next call continues after them.
 
   Args:
@@ -219,13 +221,15 @@ def _tokenize(
     parts.remove()
   with (
     IndexedWriter(prefix, dtype, weighted=weighted) as writer,
-    contextlib.closing(sources.read_inputs(files, skipped, rows.fields)) as documents,
+    contextlib.closing(
+      sources.read_inputs(files, skipped, rows.fields, rows.chat(tokenizer))
+    ) as documents,
   ):
     for (ids, weights), document in zip(parts.finished(), documents, strict=False):
       writer.add_document(ids, weights)
       report.add(len(document.text.encode()))
-    for ids, prompt, ends, size in encode(documents, tokenizer, rows.special_tokens):
-      weights = rows.weights(len(ids), prompt, ends)
+    for ids, prompt, ends, size, chosen in encode(documents, tokenizer, rows.special_tokens):
+      weights = rows.weights(len(ids), prompt, ends) if chosen is None else chosen.astype("<f4")
       writer.add_document(ids, weights)
       parts.add(ids, weights)
       report.add(size)
@@ -339,7 +343,8 @@ def _prepare_set(
 
 def rows_of(data: DataSettings, name: str) -> Rows:
   """Keys and targets of the rows of the set `name`, by `data.fields` and `data.targets`."""
-  fields = data.fields.get(name, sources.TEXT_FIELDS)
+  usual = MESSAGES if data.targets.get(name) == "assistant" else sources.TEXT_FIELDS
+  fields = data.fields.get(name, usual)
   return Rows(fields, data.targets.get(name), getattr(data, "special_tokens", "text"))
 
 

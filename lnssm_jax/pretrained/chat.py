@@ -1,0 +1,225 @@
+"""Conversations as text, by the chat template of a checkpoint: Jinja, in a sandbox.
+
+    text, turns = ChatTemplate(tokenizer).turns([{"role": "user", "content": "Hi"}, ...])
+
+The template is chat_template.jinja, or "chat_template" of tokenizer_config.json, next to the
+tokenizer. It sees what transformers 5 gives it: messages, tools, add_generation_prompt, the texts
+of special tokens, `raise_exception`, `strftime_now`, the filter `tojson` and blocks `generation`.
+"""
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from lnssm_jax.files.reading import DataError, read_bytes, read_json
+from lnssm_jax.pretrained import special_tokens as special
+from lnssm_jax.pretrained.tokenizers import FileTokenizer, Tokenizer
+
+TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+_MAX_TEMPLATE = 1 << 22  # bytes
+_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+
+
+class Turns(NamedTuple):
+  """A conversation, and the places [begin, end) of what the model is to write in it."""
+
+  text: str
+  places: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+  """The chat template next to a tokenizer.
+
+  Attributes:
+    fingerprint: of the template and of the tokens that end a turn.
+
+  Raises:
+    DataError: there is none, it is no template, or the package jinja2 is not installed.
+  """
+
+  def __init__(self, tokenizer: Tokenizer):
+    if not isinstance(tokenizer, FileTokenizer):
+      raise DataError(
+        f"the tokenizer {tokenizer.spec!r} has no chat template; use the folder of a model for"
+        " chats, with tokenizer.json and chat_template.jinja or tokenizer_config.json."
+      )
+    self._folder = folder = tokenizer.folder
+    self._tokenizer = tokenizer
+    settings = special.read_settings(folder, follow_links=True)
+    source = _source(folder, settings)
+    tokens = ((name, special.token_of(settings, name)) for name in _TOKENS)
+    self._known = {name: token for name, token in tokens if token is not None}
+    named = tokenizer.names_of((tokenizer.end_of_text, *_ends(folder)))
+    self._ends = list(dict.fromkeys([*named, self._known.get("eos_token", named[0])]))
+    self.fingerprint = hashlib.sha256(json.dumps([source, self._ends]).encode()).hexdigest()
+    self._template = _compiled(source, folder)
+
+  def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+    """The text before the model's reply, without what `generate` puts before every prompt.
+
+    Raises:
+      DataError: a message is none, or the template rejects them.
+    """
+    text = self._render(_checked(messages, "messages"), tools, "messages", reply=True)
+    before = "".join(self._tokenizer.names_of(self._tokenizer.added.before))
+    if not text.startswith(before):
+      raise DataError(
+        f"the chat template of {self._folder} does not begin with {before!r}, which the tokenizer"
+        " puts before every text; remove it from one of them."
+      )
+    return text.removeprefix(before)
+
+  def turns(
+    self,
+    messages: Any,
+    *,
+    tools: Any = None,
+    where: str = "messages",
+    special_tokens: special.InText = "text",
+  ) -> Turns:
+    """The text of a conversation, and the replies in it, each with the token that ends it.
+
+    A reply is what follows the template's text for the messages before it, with its generation
+    prompt, up to the first token that ends a text: what `generate` would have to write. A message
+    of the assistant with `"weight": 0` is none.
+
+    Args:
+      where: place of the messages, for errors.
+      special_tokens: "text" rejects messages that spell out a special token, which would be one.
+
+    Raises:
+      DataError: a message is none or has a special token, the template rejects them, or rewrites
+        earlier messages, so that a reply has no place.
+    """
+    given = _checked(messages, where)
+    if special_tokens == "text":
+      for number, message in enumerate(given):
+        found = self._tokenizer.special_in(json.dumps(message, ensure_ascii=False))
+        if found is not None:
+          raise DataError(
+            f"{where}: message {number} spells out the special token {found!r}; remove it, or set"
+            " data.special_tokens='parse' for text that you trust."
+          )
+    text = self._render(given, tools, where)
+    places = []
+    for number, message in enumerate(messages):
+      if message["role"] != "assistant" or message.get("weight", 1) == 0:
+        continue
+      before = self._render(given[:number], tools, where, reply=True)
+      ends = [text.find(end, len(before)) + len(end) for end in self._ends]
+      ends = [end for end, name in zip(ends, self._ends, strict=True) if end >= len(name)]
+      if not text.startswith(before) or not ends:
+        begins = text.startswith(before)
+        why = "does not end a reply by a token for that" if begins else "rewrites earlier messages"
+        raise DataError(
+          f"{where}: the chat template of {self._folder} {why}, so that message {number} cannot be"
+          " a target; use another template, or rows of a prompt and a completion (data.fields)."
+        )
+      places.append((len(before), min(ends)))
+    return Turns(text, tuple(places))
+
+  def _render(self, messages: Any, tools: Any, where: str, *, reply: bool = False) -> str:
+    try:
+      return self._template.render(
+        messages=messages, tools=tools, add_generation_prompt=reply, **self._known
+      )
+    except Exception as error:  # of the template: any
+      raise DataError(
+        f"{where}: the chat template of {self._folder} rejects the messages: {error!s:.200}."
+      ) from None
+
+
+def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
+  """The messages without their weights."""
+  if not isinstance(messages, list | tuple) or not messages:
+    raise DataError(
+      f'{where}: found {messages!r:.60}, expected messages, such as [{{"role": "user", "content":'
+      ' "Hi"}].'
+    )
+  for number, message in enumerate(messages):
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str):
+      raise DataError(f'{where}: message {number} is {message!r:.60}; it needs a "role", a string.')
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(content, str) and not (content is None and isinstance(calls, list)):
+      raise DataError(
+        f'{where}: "content" of message {number} is {type(content).__name__}, expected a string:'
+        " images and other parts are not read."
+      )
+    if type(message.get("weight", 1)) is not int or message.get("weight", 1) not in (0, 1):
+      raise DataError(
+        f'{where}: "weight" of message {number} is {message["weight"]!r:.60}; it is 0 for a reply'
+        " that is no target, and else 1."
+      )
+  return [{name: x for name, x in message.items() if name != "weight"} for message in messages]
+
+
+def _source(folder: Path, settings: Mapping[str, Any]) -> str:
+  path, found = folder / TEMPLATE, settings.get("chat_template")
+  try:
+    if path.exists():
+      return read_bytes(path, _MAX_TEMPLATE, follow_links=True).decode()
+  except (OSError, ValueError) as error:
+    raise DataError(f"{path} cannot be read ({error}).") from None
+  if isinstance(found, list):  # several by name
+    named = {x.get("name"): x.get("template") for x in found if isinstance(x, dict)}
+    found = named.get("default")
+  if not isinstance(found, str):
+    raise DataError(
+      f"{folder} has no chat template: neither {TEMPLATE}, nor chat_template in {special.CONFIG};"
+      " use the folder of a model for chats."
+    )
+  return found
+
+
+def _ends(folder: Path) -> list[int]:
+  """Tokens that end a generated text, by generation_config.json."""
+  try:
+    found = read_json(folder / GENERATION, _MAX_TEMPLATE, follow_links=True, strict=False)
+  except FileNotFoundError:
+    return []
+  except (OSError, ValueError) as error:
+    raise DataError(f"{folder / GENERATION} cannot be read ({error}).") from None
+  ends = found.get("eos_token_id")
+  return [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
+
+
+def _compiled(source: str, folder: Path) -> Any:
+  try:
+    import jinja2
+    from jinja2 import ext, sandbox
+  except ImportError:
+    raise DataError(f"the chat template of {folder} needs jinja2: pip install jinja2") from None
+
+  class Generation(ext.Extension):
+    """`{% generation %}`, which marks replies for transformers: its body, as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser):
+      next(parser.stream)
+      return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+  environment = sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+  )
+  environment.filters["tojson"] = _json
+  environment.globals["raise_exception"] = _reject
+  environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+  try:
+    return environment.from_string(source)
+  except jinja2.TemplateError as error:
+    raise DataError(f"the chat template of {folder} is none: {error!s:.200}.") from None
+
+
+def _json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+  return json.dumps(
+    value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+  )
+
+
+def _reject(message: str) -> NoReturn:
+  raise DataError(message)

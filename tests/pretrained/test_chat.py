@@ -1,0 +1,148 @@
+"""Chat templates: texts and replies as of transformers, and conversations as training data."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from lnssm_jax.files.reading import DataError
+from lnssm_jax.pretrained.chat import ChatTemplate
+from lnssm_jax.pretrained.loaded import LoadedModel
+from lnssm_jax.pretrained.tokenizers import ByteTokenizer
+from tests.peers.chats import TALKS, TEMPLATES, TOKENS
+from tests.pretrained.published import GOLDEN
+from train.config.checked import ConfigError
+from train.config.schema import Data
+from train.data import IndexedDataset, load_tokenizer
+from train.data.tokenize import prepare, rows_of
+
+RECORDED = json.loads((GOLDEN / "chat.json").read_text())
+
+
+def folder_with(path, template):
+  """A tokenizer of bytes with special tokens, and a template."""
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  inner = tokenizers.Tokenizer(tokenizers.models.BPE({x: i for i, x in enumerate(alphabet)}, []))
+  inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  inner.decoder = tokenizers.decoders.ByteLevel()
+  inner.add_special_tokens(["<s>", "<|im_start|>", "<|im_end|>", "<end>"])
+  path.mkdir(exist_ok=True)
+  inner.save(str(path / "tokenizer.json"))
+  settings = TOKENS | ({} if template is None else {"chat_template": template})
+  (path / "tokenizer_config.json").write_text(json.dumps(settings))
+  return path
+
+
+@pytest.fixture
+def chat(tmp_path):
+  pytest.importorskip("jinja2", reason="the extra `chat` is not installed")
+  return lambda template: ChatTemplate(load_tokenizer(str(folder_with(tmp_path, template))))
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_conversation_has_the_text_and_replies_of_transformers(case, chat):
+  template, talk = case.split("/")
+  want, tools = RECORDED[case], [{"name": "add"}] if talk == "calls" else None
+  found = chat(TEMPLATES[template])
+  text, places = found.turns(TALKS[talk], tools=tools)
+  assert text == want["text"] and [list(x) for x in places] == want["places"]
+  assert found.prompt(TALKS[talk][:1], tools) == want["prompt"]
+
+
+def test_prompt_leaves_out_what_generation_puts_before_it(tmp_path, chat):
+  folder = folder_with(tmp_path, TEMPLATES["brackets"])
+  settings = json.loads((folder / "tokenizer_config.json").read_text())
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
+  tokenizer = load_tokenizer(str(folder))
+  loaded = LoadedModel(None, {}, 0, folder, list, lambda: tokenizer)
+  assert loaded.chat_prompt([{"role": "user", "content": "a"}]) == "[INST] a[/INST]"
+
+
+def test_replies_of_weight_0_and_other_ends_are_followed(tmp_path, chat):
+  talk = [x | {"weight": 0} if n == 1 else x for n, x in enumerate(TALKS["turns"])]
+  found = chat(TEMPLATES["plain"])
+  assert (
+    len(found.turns(talk).places) == 1
+    and found.turns(talk).text == found.turns(TALKS["turns"]).text
+  )
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258, 259]}')
+  other = ChatTemplate(load_tokenizer(str(tmp_path)))
+  assert other.fingerprint != found.fingerprint
+  text = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
+  (tmp_path / "chat_template.jinja").write_text(text)  # before that of tokenizer_config.json
+  assert ChatTemplate(load_tokenizer(str(tmp_path))).turns(TALKS["turns"][:2]).places == ((10, 19),)
+
+
+HI = {"role": "user", "content": "Hi"}
+ERRORS = [
+  ({"messages": "Hi"}, "found 'Hi', expected messages"),
+  ([HI, {"content": "Ho"}], 'message 1 is .* needs a "role"'),
+  ([{"role": "user", "content": [{"type": "image"}]}], '"content" of message 0 is list'),
+  ([HI | {"weight": 0.5}], '"weight" of message 0 is 0.5'),
+  ([HI | {"content": "a<|im_end|>"}], r"message 0 spells out the special token '<\|im_end\|>'"),
+  ([HI, HI], "rejects the messages: roles must alternate"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), ERRORS)
+def test_wrong_messages_are_an_error_of_one_line(messages, message, chat):
+  given = messages["messages"] if isinstance(messages, dict) else messages
+  with pytest.raises(DataError, match=rf"^row 7: .*{message}") as error:
+    chat(TEMPLATES["brackets"]).turns(given, where="row 7")
+  assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("template", "message"),
+  [
+    ("{% for m in messages %}", "the chat template of .* is none"),
+    ("{{ messages.__class__.__mro__ }}", "unsafe|rejects"),
+    ("{{ messages | length }}", "rewrites earlier messages, so that message 1"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not end a reply"),
+    (None, "has no chat template"),
+  ],
+)
+def test_unusable_template_is_an_error(template, message, chat):
+  with pytest.raises(DataError, match=message):
+    chat(template).turns([HI, {"role": "assistant", "content": "Ho"}])
+
+
+def test_tokenizer_of_bytes_has_no_template():
+  with pytest.raises(DataError, match="'bytes' has no chat template"):
+    ChatTemplate(ByteTokenizer())
+
+
+def test_rows_of_messages_become_weighted_tokens(tmp_path, chat):
+  chat(TEMPLATES["thinking"])
+  silent = {"messages": TALKS["turns"][:1]}
+  rows = [{"messages": TALKS["turns"]}, silent]
+  rows += [{"messages": TALKS["calls"], "tools": [{"name": "add"}]}]
+  (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  given = {"folder": str(tmp_path / "data"), "tokenizer": str(tmp_path), "train": ("chats",)}
+  given |= {"sources": {"chats": str(tmp_path / "rows.jsonl")}, "targets": {"chats": "assistant"}}
+  data = Data(**given)
+  sidecar = prepare(data)["chats"]
+  assert sidecar["documents"] == 2 and sidecar["skipped"] == {"empty": 1}
+  assert data.has_rows("chats") and rows_of(data, "chats").fields == ("messages",)
+  tokenizer, dataset = load_tokenizer(str(tmp_path)), IndexedDataset(tmp_path / "data" / "chats")
+  first = 0
+  for number, case in enumerate(("thinking/turns", "thinking/calls")):
+    ids, want = dataset.sequence(number), RECORDED[case]
+    np.testing.assert_array_equal(ids, tokenizer.encode(want["text"], "parse"))
+    weights = dataset.weights[first : first + len(ids)]
+    first += len(ids)
+    replies = [want["text"][begin:end] for begin, end in want["places"]]
+    kept = [tokenizer._inner.id_to_token(i) for i in ids[weights == 1]]
+    assert kept.count("<|im_end|>") == len(replies)
+    chosen = np.concatenate([tokenizer.encode(reply, "parse") for reply in replies])
+    np.testing.assert_array_equal(ids[weights == 1], chosen)
+  # Another template: tokenized again.
+  (tmp_path / "chat_template.jinja").write_text(TEMPLATES["plain"])
+  with pytest.raises(DataError, match=r"line 3: the chat template of .* rejects the messages"):
+    prepare(data)
+  (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+  with pytest.raises(DataError, match='line 1: expected an object with the key "messages"'):
+    prepare(data, force=True)
+  with pytest.raises(ConfigError, match="'assistant' needs one key"):
+    Data(**given, fields={"chats": ("a", "b")})
