@@ -262,6 +262,11 @@ class Answers:
     draws = given.get("do_sample")
     if not (draws is None or isinstance(draws, bool)):
       raise ValueError(f"do_sample={draws!r:.80} of a request must be true or false.")
+    if draws and given.get("temperature") is not None and temperature == 0:
+      raise ValueError(
+        "temperature=0 of a request with do_sample=True draws nothing; give a temperature above 0,"
+        " or do_sample=False."
+      )
     draws = temperature > 0 if draws is None else draws
     options = SamplingOptions(
       max_tokens=_whole_number(_COUNTS[0], counts[0] if counts else MAX_TOKENS),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 
 import pytest
 
@@ -41,6 +42,10 @@ def test_rows_continue_after_an_interruption_as_one_call_writes_them(tmp_path, m
     partial.read_text().replace(json.dumps(one_call[1]), '"kept"') + '{"id": 2, "p'
   )
   assert not output.exists()
+  kept = partial.read_text()
+  partial.write_text(kept.replace('{"id": 1', '{"id": 7'))
+  assert run("--seed", 3) == 2 and "line 3, does not have row 2 of" in capsys.readouterr().err
+  partial.write_text(kept)
   assert run("--seed", 4) == 2 and "rows with another seed: 3, not 4" in capsys.readouterr().err
   assert run("--seed", 3, "--batch", 2) == 0
   assert "4 of 4 prompts" in capsys.readouterr().err
@@ -49,6 +54,13 @@ def test_rows_continue_after_an_interruption_as_one_call_writes_them(tmp_path, m
   want[1]["generated"] = "kept"
   assert found == want and not partial.exists()
   assert run("--seed", 3) == 2 and "exists already" in capsys.readouterr().err
+  # Another process of the same call has just finished: nothing is written twice, or left.
+  answers = sys.modules["train.runs.answers"]
+  seen = iter([lambda output: None, answers._check_new])
+  monkeypatch.setattr(answers, "_check_new", lambda output: next(seen)(output))
+  before = output.stat().st_mtime_ns
+  assert run("--seed", 3) == 2 and "exists already" in capsys.readouterr().err
+  assert output.stat().st_mtime_ns == before and not partial.exists()
 
 
 def _stop(_):

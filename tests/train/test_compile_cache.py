@@ -24,6 +24,7 @@ def test_compile_cache_filled_and_settings_restored(tmp_path):
   with compile_cache.at(str(tmp_path / "programs")):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.jit(lambda x: 3 * x + 7)(1.0)
+    assert jax.config.jax_persistent_cache_enable_xla_caches == "none"  # files without signatures
   assert list((tmp_path / "programs").glob("jit__lambda*"))
   assert jax.config.jax_compilation_cache_dir == before
   with pytest.raises(ValueError, match="compile_cache='/proc/x' cannot be used"):

@@ -195,6 +195,8 @@ def test_difference_lists_other_settings_names_and_shapes(run, tmp_path):
   found = report(cfg.run_dir, compare=tmp_path / "x.safetensors")["difference"]
   assert (found["other_shape"], found["only_there"]) == (["embedding"], ["more"])
   assert found["only_here"] == sorted({*after} - {"embedding"}) and found["parameters"] == []
+  found = report(cfg.run_dir, select="*.bias", compare=tmp_path / "x.safetensors")["difference"]
+  assert found["only_here"] == sorted(name for name in after if name.endswith(".bias"))
   model = dataclasses.replace(cfg.model, num_layers=1)
   abstract = exports.abstract_params(config.to_dict(model))
   params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)

@@ -163,8 +163,9 @@ def test_plot_draws_a_line_from_high_to_low():
 
 
 def test_half_lives_without_end_are_none_and_a_large_number_in_quantiles():
-  row = half_lives._row(3, "X", np.array([[[2.0, 8.0]], [[32.0, np.inf]]]))
-  assert (row["layer"], row["mixer"], row["channels"], row["slowest_head"]) == (3, "X", 4, 1)
-  assert (row["shortest"], row["median"], row["longest"]) == (2, 20, None)
+  row = half_lives._row(3, "X", np.array([[[2.0, 8.0, np.inf]], [[16.0, 32.0, 32.0]]]))
+  assert (row["layer"], row["mixer"], row["channels"], row["slowest_head"]) == (3, "X", 6, 1)
+  assert (row["shortest"], row["median"], row["longest"]) == (2, 24, None)
+  assert row["quantiles"][10] == [50, 24]
   assert row["quantiles"][0] == [0, 2] and row["quantiles"][-1] == [100, 1e6]
   assert [share for share, _ in row["quantiles"]] == [*range(0, 101, 5)]

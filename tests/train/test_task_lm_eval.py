@@ -162,6 +162,7 @@ def test_options_of_a_request_are_used(loaded, package):
     ({"temperature": "warm"}, r"temperature='warm' of a request must be a number"),
     ({"max_gen_toks": 2.5}, r"max_gen_toks=2.5 of a request must be a whole number"),
     ({"do_sample": "no"}, r"do_sample='no' of a request must be true or false"),
+    ({"do_sample": True, "temperature": 0}, r"temperature=0 of a request with do_sample=True"),
     ({"min_p": 2.0}, r"min_p=2.0 must be in 0 to 1"),
     (None, r"options=None of a request must be a dictionary"),
   ],

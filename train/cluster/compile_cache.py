@@ -62,6 +62,9 @@ def at(folder: str | None) -> Iterator[None]:
   settings = {
     "jax_compilation_cache_dir": str(path),
     "jax_persistent_cache_min_compile_time_secs": 0.1,
+    # By default XLA for GPUs opens files in a folder within, which nobody checks (`options` has
+    # another folder).
+    "jax_persistent_cache_enable_xla_caches": "none",
   }
   before = {name: jax.config.values[name] for name in settings}
   _FOLDER.append(path)

@@ -48,42 +48,58 @@ def write(
     how: `batch`, `until` and `special_tokens` of `texts.complete_each`.
 
   Raises:
-    DataError: `output` exists, a row has no prompt, or OUTPUT.partial is of other prompts, another
-      model or other options.
+    DataError: `output` exists, a row has no prompt, or OUTPUT.partial is damaged, or of other
+      prompts, another model or other options.
     OSError: a file cannot be read or written.
   """
   how, output = _DEFAULTS | how, Path(output)
-  if os.path.lexists(output):
-    raise DataError(f"--output {output} exists already; give a file that does not exist.")
+  _check_new(output)
   rows = _rows(Path(prompts))
   kept = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
   about = {"model": str(loaded.source), "step": loaded.step, "ema": ema, "rows": kept}
   about |= dataclasses.asdict(options) | {n: x for n, x in how.items() if n != "batch"}
   about = parse(json.dumps(about).encode())
   partial = output.with_name(f"{output.name}.partial")
-  with named(partial), append_to(partial) as file:
+  with named(partial):
+    file = append_to(partial)
+  with file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       raise DataError(f"{partial} is being written by another process; wait for it.") from None
+    if os.path.lexists(output) and not os.fstat(file.fileno()).st_size:
+      partial.unlink(missing_ok=True)  # which this process has created
+    _check_new(output)  # another process may have just finished
     content = partial.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]  # the last line of a process that was ended
     os.ftruncate(file.fileno(), len(whole))
     lines = whole.splitlines()
     if not lines:
-      write_all(file, _line(about))
+      with named(partial):
+        write_all(file, _line(about))
     elif (found := _parsed(lines[0], partial)) != about:
       other = next(name for name in about if found.get(name) != about[name])
       raise DataError(
         f"{partial} has rows with another {other}: {found.get(other)!r:.80}, not"
         f" {about[other]!r:.80}; delete it to begin again, or give another --output."
       )
-    done = max(0, len(lines) - 1)
-    _continue(loaded, rows, done, options, how, file)
-  content = partial.read_bytes()
-  replace_file(output, content[content.index(b"\n") + 1 :])
-  partial.unlink()
+    for number, line in enumerate(lines[1:]):
+      if not line.startswith(_line(rows[number])[:-2] if number < len(rows) else b"\n"):
+        raise DataError(
+          f"{partial}, line {number + 2}, does not have row {number + 1} of {prompts}; delete the"
+          " file to begin again."
+        )
+    with named(partial):
+      _continue(loaded, rows, max(0, len(lines) - 1), options, how, file)
+    content = partial.read_bytes()
+    replace_file(output, content[content.index(b"\n") + 1 :])
+    partial.unlink()
   return len(rows)
+
+
+def _check_new(output: Path) -> None:
+  if os.path.lexists(output):
+    raise DataError(f"--output {output} exists already; give a file that does not exist.")
 
 
 def _continue(loaded, rows, done: int, options, how, file) -> None:
