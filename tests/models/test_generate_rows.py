@@ -11,10 +11,11 @@ from flax import nnx
 
 from lnssm_jax import generate as generation
 from lnssm_jax import sampling
-from lnssm_jax.generate import SamplingOptions, generate, stream
+from lnssm_jax.generate import SamplingOptions, generate, generate_scored, stream
 from tests.models.test_generate import PROMPTS, as_lists, greedy, model
 
 __all__ = ["greedy", "model"]  # fixtures
+logits_of = jax.jit(lambda model, ids: model(ids)[0])
 
 
 def test_row_that_has_ended_repeats_its_stop_token_while_others_continue(model, greedy):
@@ -34,14 +35,30 @@ def test_row_that_has_ended_repeats_its_stop_token_while_others_continue(model, 
 def test_token_is_drawn_with_the_key_of_its_number(model):
   """Of the text, not of a call of the device."""
   rows = as_lists(generate(model, PROMPTS, SamplingOptions(max_tokens=70, seed=5)))
-  keys, logits_of = sampling.row_keys(5, 4), jax.jit(lambda ids: model(ids)[0])
-  for row, prompt, key in zip(rows, PROMPTS, keys, strict=True):
+  for row, prompt, key in zip(rows, PROMPTS, sampling.row_keys(5, 4), strict=True):
     text = [*prompt, *row]
-    logits = logits_of(np.array([text + [0] * (80 - len(text))]))[0]
+    logits = logits_of(model, np.array([text + [0] * (80 - len(text))]))[0]
     for number in (0, 31, 32, 33, 64, 69):
       last = logits[len(prompt) + number - 1]
       drawn = jax.random.categorical(jax.random.fold_in(key, number), last - last.max())
       assert row[number] == drawn
+
+
+def test_log_probs_are_those_of_the_model_without_the_penalty(model):
+  """Also after the device has been called again, and of a row that ends before others."""
+  options = SamplingOptions(max_tokens=40, seed=5, repetition_penalty=1.3)
+  whole = generate_scored(model, PROMPTS, options)
+  stop = next(t for t in whole[0].tokens.tolist() if t not in whole[1].tokens.tolist())
+  ends = [[*row.tokens.tolist(), stop].index(stop) for row in whole]
+  found = generate_scored(model, PROMPTS, dataclasses.replace(options, stop_token=stop))
+  assert min(ends) < 40 and [len(row.tokens) for row in found] == ends
+  for prompt, row, end in zip(PROMPTS, found, ends, strict=True):
+    text = [*prompt, *row.tokens.tolist()]
+    logits = logits_of(model, np.array([text + [0] * (80 - len(text))]))[0]
+    places = np.arange(len(prompt) - 1, len(text) - 1)
+    want = np.asarray(jax.nn.log_softmax(logits, axis=-1))[places, row.tokens]
+    np.testing.assert_allclose(row.log_probs, want, rtol=1e-4, atol=1e-5)
+    assert len(row.log_probs) == end
 
 
 def test_cache_has_to_hold_each_row_and_not_the_longest_of_all():

@@ -1,5 +1,6 @@
 """Models of several mixers, with other norms, and with a tied embedding."""
 
+import dataclasses
 import functools
 
 import chex
@@ -13,7 +14,8 @@ from jax.sharding import PartitionSpec
 from lnssm_jax import sharding
 from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.mixers import LNSSM, LRN
-from lnssm_jax.models import REMAT_POLICIES, LanguageModel
+from lnssm_jax.models import REMAT_POLICIES, LanguageModel, layers
+from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.settings import complete
 from tests.mixers.helpers import drawn, relative_error, split
 
@@ -45,6 +47,35 @@ def test_layers_of_a_pattern_repeat_it(num_layers):
     x = run_block(block, x)
   got, _ = apply(model, TOKENS)
   assert relative_error(got, read(model, x)) < 1e-5
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Recording:
+  """Layers of one place of a pattern, whose output is their number and the key of their dropout."""
+
+  number: jax.Array
+
+  def __call__(self, x, state, segment_ids, dropout):
+    return jnp.concatenate([self.number[None], dropout.keys[0]]).reshape(x.shape), state
+
+
+def test_layers_of_a_pattern_run_in_order_with_keys_of_their_own():
+  drops = ModelDropout.of("test", jax.random.key(3), 1, 5, 0.0).layers
+  numbers = jnp.arange(5, dtype=jnp.uint32)
+  places = [Recording(numbers[::2]), Recording(numbers[1::2])]  # the first has a layer more
+  options = {"dropout": drops, "policy": None, "unroll": 1, "with_state": False}
+  x = jnp.zeros((1, 1, 3), jnp.uint32)
+  streams, _, _ = layers.run(places, x, None, None, with_streams=True, **options)
+  want = jnp.concatenate([numbers[:, None], drops.keys[:, 0]], axis=1)
+  np.testing.assert_array_equal(streams[1:, 0, 0], want)
+
+
+def test_layers_of_a_pattern_are_built_with_their_numbers_in_the_model():
+  record = lambda mixer, key, layer: nnx.Dict(number=nnx.Param(layer))
+  stacks = layers.make_blocks(record, PATTERN, 5, jax.random.key(0))
+  found = [stacks[str(place)]["number"][...].tolist() for place in range(3)]
+  assert found == [[0, 3], [1, 4], [2]]
 
 
 @pytest.mark.slow

@@ -40,7 +40,8 @@ def settings(**changes):
 
 def test_each_copy_trains_as_the_trainer_does_alone():
   dropout = dataclasses.replace(settings().model, num_layers=1, embedding_dropout=0.1)
-  optimizer = dataclasses.replace(settings().optimizer, peak_lr=5e-3, final_lr=5e-4)
+  changes = {"peak_lr": 5e-3, "final_lr": 5e-4, "z_loss": 0.1, "logit_penalty": 0.1}
+  optimizer = dataclasses.replace(settings().optimizer, **changes)
   cfg = settings(model=dropout, optimizer=optimizer)
   copies = Copies(cfg, seeds=(0, 5, 9), learning_rates=(1e-3, 4e-3, 2e-3))
   batches = [TASK.examples(4, seed) for seed in range(3)]
@@ -68,6 +69,9 @@ def test_each_copy_trains_as_the_trainer_does_alone():
   mine = jax.tree.map(lambda x: x[copy], copies.params)
   difference = optax.tree.norm(jax.tree.map(np.subtract, mine, state["params"]))
   assert difference < 1e-4 * optax.tree.norm(mine)
+  copies.step(batches[0]._asdict(), 0.0)
+  still = jax.tree.map(lambda x: x[copy], copies.params)
+  jax.tree.map(np.testing.assert_array_equal, still, mine)
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 import errno
 import os
 import signal
+import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -196,6 +198,91 @@ def test_failed_saves_a_retry_of_a_damaged_step_is_an_error(save_quickly, tmp_pa
   monkeypatch.setattr(step_folders, "sync", sync_and_damage)
   with pytest.raises(CheckpointError, match="step 1 could not be written"):
     finish(tmp_path, 1)
+
+
+def test_failed_saves_of_another_process_are_not_waited_for(tmp_path, monkeypatch):
+  """And its abandoned save, which ends later, removes nothing of the next one."""
+  ends = {1: threading.Event(), 2: threading.Event()}
+
+  class Written:
+    def __init__(self, staging):
+      self.staging = Path(staging)
+      self.staging.mkdir(parents=True)
+
+    def result(self):
+      step = int(self.staging.stem)
+      ends[step].wait(10)
+      if step == 1:
+        raise RuntimeError("the barrier")
+
+  monkeypatch.setattr(store.ocp, "save_checkpointables_async", lambda path, *_, **__: Written(path))
+  monkeypatch.setattr(store, "_LOOK", 0.01)
+  said = []
+  with Checkpoints(tmp_path, keep=1, say=said.append) as checkpoints:
+    checkpoints.save(1, {"params": 0}, {})
+    stuck = checkpoints._thread
+    with monkeypatch.context() as patch:
+      patch.setattr(store.distributed, "any_of", lambda flag: True)  # one runs, and one has failed
+      checkpoints.save(2, {"params": 0}, {})
+    assert said == [f"a save to {tmp_path} has failed in another process."]
+    ends[1].set()
+    stuck.shutdown()
+    assert [path.name for path in tmp_path.iterdir()] == ["2.saving"]
+    ends[2].set()
+    checkpoints.wait()
+  assert newest_step(tmp_path) == 2
+
+
+# One of two processes cannot write for a while; then it is told to stop.
+FAILING_ALONE = """
+import os, resource, signal, sys
+from train.cli import process
+from train.logging.metric_reader import MetricReader
+
+push, limit = MetricReader.push, resource.RLIMIT_FSIZE
+
+def push_and_harm(self, step, metrics):
+  push(self, step, metrics)
+  if os.environ["JAX_PROCESS_ID"] == "1":
+    if step in (12, 40):
+      unlimited = resource.RLIM_INFINITY
+      resource.setrlimit(limit, (0 if step == 12 else unlimited, unlimited))
+    elif step == 60:
+      os.kill(os.getpid(), signal.SIGUSR1)
+
+MetricReader.push = push_and_harm
+sys.argv[1:] = ["fit", "--config", sys.argv[1], "--stopped-code", "75"]
+process.run()
+"""
+
+
+@pytest.mark.slow
+def test_failed_saves_of_one_of_two_processes_stop_neither(tiny, config_file, command):
+  only = {"data__validation": (), "data__sources": {"train": tiny().data.sources["train"]}}
+  cfg = tiny(steps=100_000, checkpoint_every=5, eval_every=100_000, mesh__fsdp=2, **only)
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    address = f"localhost:{probe.getsockname()[1]}"
+  processes = [
+    command(
+      *("-W", "default", "-c", FAILING_ALONE, config_file(cfg)),
+      JAX_COORDINATOR_ADDRESS=address,
+      JAX_NUM_PROCESSES="2",
+      JAX_PROCESS_ID=str(number),
+    )
+    for number in range(2)
+  ]
+  try:
+    said, _ = [process.communicate(timeout=240)[0] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [process.returncode for process in processes] == [75, 75], said
+  assert "has failed in another process" in said and "training waits for the disk" not in said
+  (step,) = [
+    int(line.split("step ")[1].split(";")[0]) for line in said.split("\n") if "saved." in line
+  ]
+  assert newest_step(Path(cfg.run_dir) / "checkpoints") == step >= 60
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE])

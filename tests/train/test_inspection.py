@@ -291,6 +291,7 @@ def test_losses_that_are_not_finite_are_left_out(run):
 def test_curves_are_thinned_and_keep_every_extreme(run):
   rows = [{"kind": "train", "step": 20 + n, "loss": 1 / n} for n in range(1, 932)]
   rows[500]["loss"], rows[700]["loss"], rows[800]["loss"] = 7.0, math.inf, 1e-6
+  rows[-1]["loss"] = rows[-3]["loss"]  # no extreme of the last part
   rows += [
     {"kind": "eval", "step": 20, "set": name, "val_loss": 2.0, "bits_per_byte": bits}
     for name, bits in (("w", None), ("x", math.nan))

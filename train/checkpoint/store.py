@@ -11,6 +11,7 @@ import functools
 import logging
 import re
 import sys
+import time
 import traceback
 import typing
 import warnings
@@ -45,6 +46,7 @@ __all__ = [
 _MAX_LINES = 20  # of a structure mismatch
 _TRIES = 20  # of readers, where each checkpoint is deleted while it is read
 _PATIENCE = 60.0  # seconds after which waiting for the disk is reported
+_LOOK = 1.0  # seconds between two questions whether the save has failed in another process
 
 # A thread that waits for a folder which cannot be created would keep the process for minutes.
 _ASYNC = ocp.options.AsyncOptions(create_directories_asynchronously=False)
@@ -79,6 +81,8 @@ class Checkpoints:
     self._before = before
     self._thread = ThreadPoolExecutor(1, "checkpoint")
     self._pending: Future[None] | None = None
+    self._failed = False  # whether the last save has, in this process
+    self._abandoned = 0  # saves of which nothing is expected any more
     self._published: int | None = None  # step whose folder has its name, which a sync may not have
     _silence_orbax()
     self._clear()
@@ -123,8 +127,9 @@ class Checkpoints:
     Args:
       metadata: JSON needed to resume, such as the data position.
     """
-    if self._pending and (error := self._waited(self._pending)):
+    if error := self._ended():
       self._say(str(error))  # not reported yet
+    self._failed = False
     self._clear()
     staging = self.directory / f"{step}{step_folders.SAVING}"
     metadata = metadata | {"format": old_formats.FORMAT}
@@ -139,14 +144,16 @@ class Checkpoints:
       self._pending = Future()
       self._pending.set_exception(_not_written(self.directory, step, error))
       return
-    self._pending = self._thread.submit(self._finish, step, staging, written)
+    self._pending = self._thread.submit(self._finish, step, staging, written, self._abandoned)
 
   def failure(self) -> CheckpointError | None:
     """Error of the last save, returned once; None while it runs or if it succeeded."""
     if self._pending is None or not self._pending.done():
       return None
     pending, self._pending = self._pending, None
-    return typing.cast(CheckpointError | None, pending.exception())
+    error = typing.cast(CheckpointError | None, pending.exception())
+    self._failed = error is not None
+    return error
 
   def idle(self) -> bool:
     """Whether no save is running and no failure is unreported."""
@@ -158,16 +165,37 @@ class Checkpoints:
     Raises:
       CheckpointError: the last save failed.
     """
-    pending, self._pending = self._pending, None
-    if pending and (error := self._waited(pending)):
+    if error := self._ended():
       raise error
 
-  def _waited(self, pending: Future[None]) -> BaseException | None:
-    """The error of a save, once it has ended; says when that takes long."""
+  def _ended(self) -> BaseException | None:
+    """The error of the last save, once it has ended in all processes; says when that takes long.
+
+    If it has failed in one, Orbax lets the others wait for that one for 20 minutes. Here they
+    abandon it, and leave its thread alone.
+    """
+    said = time.monotonic()
     while True:
-      try:
-        return pending.exception(_PATIENCE)
-      except TimeoutError:
+      error, running = None, False
+      if self._pending is not None:
+        try:
+          error = self._pending.exception(min(_LOOK, _PATIENCE))
+        except TimeoutError:
+          running = True
+      self._failed |= error is not None
+      if not distributed.any_of(running):
+        self._pending = None
+        return error
+      if distributed.any_of(self._failed):
+        if running:
+          self._thread.shutdown(wait=False)
+          self._thread = ThreadPoolExecutor(1, "checkpoint")
+          self._abandoned += 1
+          error = CheckpointError(f"a save to {self.directory} has failed in another process.")
+        self._pending = None
+        return error
+      if time.monotonic() - said >= _PATIENCE:
+        said = time.monotonic()
         self._say(
           f"a save to {self.directory} has not ended for another {_PATIENCE:.0f} s; training waits "
           "for the disk"
@@ -186,12 +214,17 @@ class Checkpoints:
       staging.rmdir()
     return False
 
-  def _finish(self, step: int, staging: Path, written: ocp.AsyncResponse[None] | None) -> None:
-    """Waits until a save is written, and gives it its name; None: it has that already."""
+  def _finish(
+    self, step: int, staging: Path, written: ocp.AsyncResponse[None] | None, abandoned: int
+  ) -> None:
+    """Waits until a save is written, and gives it its name; None: it has that already.
+
+    Nothing is changed once a save has been abandoned, which `abandoned` were when it began.
+    """
     try:
       if written is not None:
         written.result()
-      if distributed.is_first():
+      if distributed.is_first() and abandoned == self._abandoned:
         if written is not None:
           self._before()
           step_folders.publish(staging, step)
@@ -199,7 +232,8 @@ class Checkpoints:
         step_folders.sync(self.directory)
         step_folders.keep_newest(self.directory, self._keep)
     except Exception as error:
-      self._clear()
+      if abandoned == self._abandoned:
+        self._clear()
       raise _not_written(self.directory, step, error) from error
 
   def _clear(self) -> None:
