@@ -37,7 +37,8 @@ embed = jax.jit(lambda model: model.embed(TOKENS))
 read = jax.jit(lambda model, x: model.logits(model.norm(x)))
 
 
-@pytest.mark.parametrize("num_layers", [pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [3, 4])
 def test_layers_of_a_pattern_repeat_it(num_layers):
   model = hybrid(num_layers)
   x = embed(model)
@@ -69,6 +70,7 @@ def test_layers_of_a_pattern_run_in_order_with_keys_of_their_own():
   streams, _, _ = layers.run(places, x, None, None, with_streams=True, **options)
   want = jnp.concatenate([numbers[:, None], drops.keys[:, 0]], axis=1)
   np.testing.assert_array_equal(streams[1:, 0, 0], want)
+  assert [int(layer.number) for layer in layers.apart(places, 5)] == [0, 1, 2, 3, 4]
 
 
 def test_layers_of_a_pattern_are_built_with_their_numbers_in_the_model():
