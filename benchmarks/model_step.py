@@ -18,9 +18,9 @@ cache ("cold"); a second process takes its first step with the cache that the fi
 measured with `--together`. Before a time is printed, the losses of three steps with one document
 per row, of all but the first quarter of it, are compared with those of the same model under another
 policy of rematerialization, and all must be finite. MFU is 3 * forward FLOPs per token * tokens/s
-over the device's bfloat16 peak (`train.step.flops`). The budget is the device time of one step:
-library products, with the rate that they reach next to that of one large product; our kernels;
-everything else by the place in the model that it comes from.
+over the device's bfloat16 peak (`train.step.flops`); a token attends to its own document. The
+budget is the device time of one step: library products, with the rate that they reach next to that
+of one large product; our kernels; everything else by the place in the model that it comes from.
 
 Where they are installed, `benchmarks.model_jla` measures jax-linear-attention's model of the same
 sizes, and `benchmarks.model_peers` fla's, eager and compiled.
@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import csv_rows, model_jla, model_peers, turns
-from benchmarks.train_step import Run, compile_step, random_batch
+from benchmarks.train_step import Run, compile_step, length_of_documents, random_batch
 from train.cluster import device_mesh
 from train.config import Data, Model, Optimizer, Train
 from train.logging import profiles
@@ -235,9 +235,8 @@ def measure(
   products = budget.pop("library products", 0.0)
   kernels = budget.pop("our kernels", 0.0)
   product_flops = 2 * flops.TRAINING_FACTOR * flops.kernel_entries(model) * tokens
-  mfu = flops.utilization(
-    flops.model_flops_per_token(cfg.model, cfg.seq_len), tokens / seconds, [device]
-  )
+  per_token = flops.model_flops_per_token(cfg.model, round(length_of_documents(batch)))
+  mfu = flops.utilization(per_token, tokens / seconds, [device])
   return columns | {
     "documents": documents,
     "parameters": sum(x.size for x in jax.tree.leaves(model)),

@@ -52,6 +52,14 @@ def random_arrays(rows, length, vocab_size, seed=0):
   }
 
 
+def length_of_documents(batch) -> float:
+  """The length of rows of one document whose tokens see as many others as those of this batch."""
+  if batch["segment_ids"] is None:
+    return batch["tokens"].shape[1]
+  lengths = [np.unique(row, return_counts=True)[1] for row in np.asarray(batch["segment_ids"])]
+  return float(sum((x**2).sum() for x in lengths) / batch["tokens"].size)
+
+
 def compile_step(cfg, mesh, batch, kernels: Path | None = None):
   """The training step, compiled for batches like this one, and the seconds that it took.
 
@@ -116,7 +124,7 @@ def main():
   step_seconds = statistics.median(seconds)
   tokens_per_second = cfg.global_batch * cfg.seq_len / step_seconds
   memory = (devices[0].memory_stats() or {}).get("peak_bytes_in_use")
-  per_token = flops.model_flops_per_token(cfg.model, cfg.seq_len)
+  per_token = flops.model_flops_per_token(cfg.model, round(length_of_documents(batch)))
   result = {
     "device": f"{devices[0].device_kind} x {len(devices)}",
     "global_batch": cfg.global_batch,
