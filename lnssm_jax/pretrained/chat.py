@@ -189,7 +189,6 @@ def _ends(folder: Path) -> list[int]:
 
 def _compiled(source: str, folder: Path) -> Any:
   try:
-    import jinja2
     from jinja2 import ext, sandbox
   except ImportError:
     raise DataError(f"the chat template of {folder} needs jinja2: pip install jinja2") from None
@@ -211,7 +210,7 @@ def _compiled(source: str, folder: Path) -> Any:
   environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
   try:
     return environment.from_string(source)
-  except jinja2.TemplateError as error:
+  except Exception as error:  # also of nesting, and of numbers of many digits
     raise DataError(f"the chat template of {folder} is none: {error!s:.200}.") from None
 
 

@@ -97,11 +97,14 @@ def test_wrong_messages_are_an_error_of_one_line(messages, message, chat):
   ("template", "message"),
   [
     ("{% for m in messages %}", "the chat template of .* is none"),
+    ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "the chat template of .* is none: maximum rec"),
+    ("{{ " + "9" * 6000 + " }}", "the chat template of .* is none"),
     ("{{ messages.__class__.__mro__ }}", "unsafe|rejects"),
     ("{{ messages | length }}", "rewrites earlier messages, so that message 1"),
     ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not end a reply"),
     (None, "has no chat template"),
   ],
+  ids=lambda x: str(x)[:40],
 )
 def test_unusable_template_is_an_error(template, message, chat):
   with pytest.raises(DataError, match=message):
