@@ -25,6 +25,7 @@ __all__ = [
   "load_model",
   "load_prefix",
   "save",
+  "save_adapter",
   "save_model",
   "save_prefix",
   "score",
@@ -39,6 +40,7 @@ _HOMES = {
   "load_model": "lnssm_jax.pretrained.opening",
   "load_prefix": "lnssm_jax.pretrained.prefixes",
   "save": "lnssm_jax.pretrained.hugging_face",
+  "save_adapter": "lnssm_jax.pretrained.hugging_face",
   "save_model": "lnssm_jax.pretrained.saving",
   "save_prefix": "lnssm_jax.pretrained.prefixes",
   "score": "lnssm_jax.pretrained.loaded",
@@ -47,7 +49,7 @@ _HOMES = {
 if TYPE_CHECKING:
   from lnssm_jax.files.reading import DataError
   from lnssm_jax.pretrained.harness import lm_eval_model
-  from lnssm_jax.pretrained.hugging_face import load, save
+  from lnssm_jax.pretrained.hugging_face import load, save, save_adapter
   from lnssm_jax.pretrained.loaded import LoadedModel, score
   from lnssm_jax.pretrained.manifest import ExportError
   from lnssm_jax.pretrained.opening import load_model

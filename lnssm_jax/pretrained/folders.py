@@ -10,7 +10,7 @@ taken before sizes have been compared.
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class Tensors(Mapping[str, np.ndarray]):
     files = self._files(folder)
     self._homes: dict[str, safetensors.Tensors] = {}
     self._stored: dict[str, str] = {}  # {name: the one in the file}, where it was renamed
+    # {name: a function that corrects it}
+    self.corrections: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
     for name, wanted in files.items():
       path = folder / name
       try:
@@ -94,7 +96,8 @@ class Tensors(Mapping[str, np.ndarray]):
         self.dtypes[new], self.shapes[new] = self.dtypes.pop(name), self.shapes.pop(name)
 
   def __getitem__(self, name: str) -> np.ndarray:
-    return self._homes[name].mapped(self._stored.get(name, name))
+    found = self._homes[name].mapped(self._stored.get(name, name))
+    return self.corrections[name](found) if name in self.corrections else found
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._homes)

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from lnssm_jax.mixers.common.checks import check_choice, check_dtype
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.models.settings import complete, params_of
-from lnssm_jax.pretrained import exports, folders, placing
+from lnssm_jax.pretrained import adapters, exports, folders, placing
 from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.manifest import SAME_FUNCTION, ExportError
@@ -35,6 +35,7 @@ def load(
   param_dtype: Any = None,
   mesh: Mesh | None = None,
   max_length: int | None = None,
+  adapter: str | Path | None = None,
 ) -> LoadedModel:
   """Loads a published model from a local folder with config.json and safetensors files.
 
@@ -52,6 +53,7 @@ def load(
     mesh: shards the parameters over a mesh by the rules of `lnssm_jax.sharding`; None takes the
       first device of this process.
     max_length: tokens that the caches of attention layers hold, in place of the config's maximum.
+    adapter: a folder of PEFT with low-rank corrections (LoRA), which are added to the weights.
 
   Returns:
     A `LoadedModel`. Its settings["sample"] has what generation_config.json says, and its tokenizer
@@ -73,6 +75,9 @@ def load(
     tensors.rename(family.older_tensors)
     _check_sizes(family, settings, tensors.shapes)
     _check_dtypes(tensors.dtypes, param_dtype)
+    if adapter is not None:
+      corrections = adapters.named(adapters.read(adapter), tensors.shapes)
+      tensors.corrections = {name: x.added_to for name, x in corrections.items()}
     stored = tensors.dtypes[_embedding(family)]
     settings["dtype"] = str(jnp.dtype(dtype or {"float16": "float32"}.get(stored, stored)))
     settings["param_dtype"] = str(jnp.dtype(param_dtype or stored))
@@ -170,6 +175,33 @@ def save(
     raise ExportError(f"{folder} exists and is not empty; give another folder.")
   save_file(theirs, folder / folders.TENSORS, metadata={"format": "pt"})
   (folder / folders.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save_adapter(
+  folder: str | Path,
+  factors: Mapping[str, tuple[np.ndarray, np.ndarray]],
+  settings: Mapping[str, Any],
+  *,
+  scale: float,
+  model_type: str | None = None,
+) -> None:
+  """Writes low-rank corrections (LoRA) of a model of transformers as a folder that PEFT opens.
+
+  Args:
+    folder: a new one, or an empty one.
+    factors: {kernel, such as "blocks.mixer.q_proj.kernel": (a [L, in, r], b [L, r, out])}.
+    settings, model_type: of the model, as in `save`.
+    scale: of the products a b.
+
+  Raises:
+    ExportError: transformers has no such model, a kernel is no matrix there, or the folder is not
+      empty.
+  """
+  folder = Path(folder)
+  if folder.is_dir() and any(folder.iterdir()):
+    raise ExportError(f"{folder} exists and is not empty; give another folder.")
+  family, _ = _family_for(settings, "hf", model_type)
+  adapters.write(folder, family, _explicit(settings), factors, scale)
 
 
 def _family_for(

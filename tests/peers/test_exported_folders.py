@@ -81,7 +81,7 @@ MODELS = {
     | GATED
     | {"num_layers": 3, "num_heads": 2, "mixer_options": BAMBA, "mixer": tuple(BAMBA)},
   ),
-  "qwen3_next": (
+  "qwen3_5_text": (
     "hf",
     SIZES
     | GATED

@@ -265,8 +265,9 @@ def _add_export(added: Commands) -> None:
   export.add_argument("--out", required=True, metavar="DIR", help="a folder that does not exist")
   export.add_argument(
     "--layout",
-    choices=("hf", "fla", "mamba_ssm"),
-    help="a folder that transformers, fla or mamba-ssm open (docs/pretrained.md)",
+    choices=("hf", "fla", "mamba_ssm", "peft"),
+    help="a folder that transformers, fla or mamba-ssm open; or the corrections of LoRA alone, for"
+    " PEFT (docs/pretrained.md)",
   )
   export.add_argument("--step", type=int, metavar="N", help="a checkpoint other than the newest")
   export.add_argument(

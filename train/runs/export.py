@@ -5,17 +5,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lnssm_jax.files.atomic import new_folder
 from lnssm_jax.mixers import expand_partitions
 from lnssm_jax.pretrained import exports, hugging_face, saving
 from lnssm_jax.pretrained.exports import ExportError, Manifest
 from train import config
+from train.cluster.device_mesh import make_mesh
 from train.config.changes import model_differences
 from train.config.versions import versions
 from train.data.tokenizers import FileTokenizer, Tokenizer
 from train.runs import loading
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder
+from train.step import lora
 from train.step.model import params_of
 
 # Settings of a run that belong to the machine.
@@ -62,13 +66,16 @@ def export_run(
     partitions: arguments of `mixers.expand_partitions`, to write a model with more partitions in
       its layers of SSE.
     layout: "hf", "fla" or "mamba_ssm" for a folder that these projects open, with the same
-      function (`lnssm_jax.pretrained.save`); it has no manifest.
+      function (`lnssm_jax.pretrained.save`); "peft" for the corrections of a run with
+      `optimizer.lora_rank` alone, as an adapter (`save_adapter`). These have no manifest.
 
   Raises:
     ExportError: `out` exists and is not empty, or no model of that layout has the same function.
     ValueError: the model cannot be expanded as `partitions` says.
   """
   run = RunFolder(folder).load_config()
+  if layout == "peft":
+    return _export_adapter(dataclasses.replace(run, run_dir=str(folder)), out, step)
   loaded = loading.of_run(dataclasses.replace(run, run_dir=str(folder)), step=step, ema=ema)
   params, tokenizer, rows = params_of(loaded.model), loaded.tokenizer, loaded.metrics
   model = run.model
@@ -83,6 +90,24 @@ def export_run(
     return None
   write(out, model, params, tokenizer, loaded.step, run=run, metrics=rows)
   return exports.read_manifest(out)
+
+
+def _export_adapter(run: config.Train, out: str | Path, step: int | None) -> None:
+  rank = run.optimizer.lora_rank
+  if rank is None:
+    raise ExportError(
+      f"{run.run_dir} has no low-rank corrections, which layout 'peft' writes; train them with"
+      " optimizer.lora_rank, or export the whole model by layout 'hf'."
+    )
+  one_device = dataclasses.replace(run, mesh=config.Mesh(data=1))
+  state = loading.load_tree(one_device, make_mesh(one_device), "opt_state", step=step)[0]
+  arrays = exports.flat(state[0])
+  kernels = {name.removesuffix(f".{lora.A}") for name in arrays if name.endswith(f".{lora.A}")}
+  read = lambda name, factor: np.asarray(arrays[f"{name}.{factor}"])
+  factors = {name: (read(name, lora.A), read(name, lora.B)) for name in sorted(kernels)}
+  scale = (run.optimizer.lora_alpha or rank) / rank
+  with new_folder(out, ExportError) as partial:
+    hugging_face.save_adapter(partial, factors, config.to_dict(run.model), scale=scale)
 
 
 def _expanded(

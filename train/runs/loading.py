@@ -98,20 +98,25 @@ def load_params(
   Raises:
     BindingError: `cfg.model` is not the model that was trained; further errors as of `load_model`.
   """
-  run = RunFolder(cfg.run_dir)
-  if step is None and store.newest_step(run.checkpoints) is None:
-    raise run.without_checkpoint()
-  tree, abstract = "ema" if ema else "params", abstract_state(cfg, mesh)
-  if ema and "ema" not in abstract:
-    raise store.StructureError(
-      f"the run in {cfg.run_dir} has no average of its parameters; optimizer.ema_decay makes one."
-    )
-  abstract = {tree: abstract[tree]}
-  trees, found, metadata = store.load(run.checkpoints, abstract, step=step)
-  bindings.check_model(metadata, cfg.model, cfg.run_dir)
-  _report_changes(run, found, metadata)
-  params = trees[tree]
+  params, found, metadata = load_tree(cfg, mesh, "ema" if ema else "params", step=step)
   if ema:  # float32, also where the model is not
     dtypes = jax.tree.map(lambda x: x.dtype, abstract_state(cfg, mesh)["params"])
     params = jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
   return params, found, metadata
+
+
+def load_tree(
+  cfg: config.Train, mesh: Mesh, tree: str, *, step: int | None = None
+) -> tuple[Any, int, dict[str, Any]]:
+  """As `load_params`, for one tree of the state, such as "params" or "opt_state"."""
+  run, abstract = RunFolder(cfg.run_dir), abstract_state(cfg, mesh)
+  if step is None and store.newest_step(run.checkpoints) is None:
+    raise run.without_checkpoint()
+  if tree not in abstract:
+    raise store.StructureError(
+      f"the run in {cfg.run_dir} has no average of its parameters; optimizer.ema_decay makes one."
+    )
+  trees, found, metadata = store.load(run.checkpoints, {tree: abstract[tree]}, step=step)
+  bindings.check_model(metadata, cfg.model, cfg.run_dir)
+  _report_changes(run, found, metadata)
+  return trees[tree], found, metadata

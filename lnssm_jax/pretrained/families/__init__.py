@@ -34,9 +34,9 @@ FAMILIES: tuple[Family, ...] = (
   RWKV4,
   RECURRENT_GEMMA,
   BAMBA,
-  QWEN3_NEXT,
-  QWEN3_5_TEXT,
+  QWEN3_5_TEXT,  # before Qwen3-Next, whose dense models have the same function
   QWEN3_5,
+  QWEN3_NEXT,
   *FLA,
   RWKV6,
   *FLA_HYBRIDS,

@@ -1,0 +1,129 @@
+"""Adapters in the layout of PEFT: read as PEFT computes them, and written as it opens them."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lnssm_jax import pretrained
+from lnssm_jax.models.settings import params_of
+from lnssm_jax.pretrained import ExportError, exports, hugging_face
+from tests.pretrained.published import GOLDEN, recorded, write
+
+ROOT = Path(__file__).parents[2]
+PEERS = Path(os.environ.get("PEERS", ROOT / ".venv-peers")) / "bin" / "python"
+CASE = "qwen3_5_text"
+_logits = jax.jit(lambda model, tokens: model(tokens)[0])
+
+
+def recorded_adapter(folder, **changes):
+  """The adapter that PEFT wrote, with changes of its settings; (its arrays, its logits)."""
+  with np.load(GOLDEN / "adapters" / f"{CASE}.npz") as file:
+    arrays = {name: file[name] for name in file.files if name not in ("config", "logits")}
+    config, logits = json.loads(file["config"].tobytes()), file["logits"]
+  folder.mkdir(exist_ok=True)
+  save_file(arrays, folder / "adapter_model.safetensors")
+  (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+  return arrays, logits
+
+
+@pytest.mark.parametrize("case", [CASE, "qwen3_5"])
+def test_adapter_of_peft_gives_its_logits(case, tmp_path):
+  _, want = recorded_adapter(tmp_path / "adapter")
+  base = recorded(CASE).tensors
+  if case == "qwen3_5":  # adapted as the text model alone
+    text = {n.replace("model.", "model.language_model.", 1): x for n, x in base.items()}
+    folder = write(tmp_path / "base", case, tensors=text)
+  else:
+    folder = write(tmp_path / "base", case)
+  with jax.enable_x64(True):
+    model = pretrained.load(folder, adapter=tmp_path / "adapter").model
+    got = np.asarray(_logits(model, recorded(CASE).tokens))
+  assert np.abs(got - want).max() < 1e-6 * np.abs(want).max()  # logits are float32
+  assert np.abs(recorded(CASE).logits - want).max() > 0.01 * np.abs(want).max()
+
+
+def factors_of(model, rank=2):
+  """Random factors of the projections of the mixers, and of the MLP's last matrix."""
+  rng, found = np.random.default_rng(0), {}
+  draw = lambda *size: rng.normal(size=size).astype(np.float32)
+  for name, x in exports.flat(params_of(model)).items():
+    if name.endswith(("_proj.kernel", "down.kernel")):
+      *lead, rows, columns = x.shape
+      found[name] = draw(*lead, rows, rank), draw(*lead, rank, columns)
+  return found
+
+
+def test_saved_factors_are_the_corrections_that_are_loaded(tmp_path):
+  folder = write(tmp_path / "base", CASE, dtype=np.float32)
+  loaded = pretrained.load(folder)
+  factors, settings = factors_of(loaded.model), loaded.settings["model"]
+  assert len(factors) > 10
+  pretrained.save_adapter(tmp_path / "ours", factors, settings, scale=0.5, model_type=CASE)
+  got = exports.flat(params_of(pretrained.load(folder, adapter=tmp_path / "ours").model))
+  for name, x in exports.flat(params_of(loaded.model)).items():
+    change = 0.5 * np.matmul(*factors[name]) if name in factors else 0
+    np.testing.assert_allclose(got[name], x + change, rtol=1e-5, atol=1e-5, err_msg=name)
+  config = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+  # Three of ours are one of theirs.
+  assert config["rank_pattern"]["linear_attn.in_proj_qkv"] == 6 and config["r"] == 2
+  with pytest.raises(ExportError, match="is not empty"):
+    pretrained.save_adapter(tmp_path / "ours", factors, settings, scale=0.5)
+  wrong = {"embedding": (np.ones((11, 1)), np.ones((1, 8)))}
+  with pytest.raises(ExportError, match="embedding is no matrix"):
+    pretrained.save_adapter(tmp_path / "other", wrong, settings, scale=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PEERS.exists(), reason="make test-peers makes its environment")
+def test_saved_adapter_has_the_same_logits_in_peft(tmp_path):
+  folder = write(tmp_path / "base", CASE, dtype=np.float32)
+  loaded = pretrained.load(folder)
+  factors, settings = factors_of(loaded.model), loaded.settings["model"]
+  pretrained.save_adapter(tmp_path / "ours", factors, settings, scale=0.5, model_type=CASE)
+  command = [PEERS, "-m", "tests.peers.record_adapter", folder, tmp_path / "ours"]
+  environment = os.environ | {"PYTHONPATH": str(ROOT)}
+  done = subprocess.run(
+    [*command, tmp_path / "out.npy"], cwd=ROOT, env=environment, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  model = pretrained.load(folder, adapter=tmp_path / "ours").model
+  ours, theirs = _logits(model, recorded(CASE).tokens), np.load(tmp_path / "out.npy")
+  assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"use_dora": True}, "use_dora=True of an adapter is not implemented"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+    ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"lora_alpha": "3"}, "lora_alpha='3'"),
+    ({"alpha_pattern": [1]}, r"alpha_pattern=\[1\]"),
+    ({"r": None}, "r=None"),
+  ],
+)
+def test_adapter_of_another_kind_is_an_error_that_names_it(change, message, tmp_path):
+  recorded_adapter(tmp_path, **change)
+  with pytest.raises(ExportError, match=f"^{tmp_path}: .*{message}") as error:
+    hugging_face.adapters.read(tmp_path)
+  assert "\n" not in str(error.value)
+
+
+def test_adapter_of_another_model_is_an_error(tmp_path):
+  arrays, _ = recorded_adapter(tmp_path / "adapter")
+  folder = write(tmp_path / "base", "qwen3", dtype=np.float32)
+  with pytest.raises(ExportError, match=r"changes model\.layers\..* the model has"):
+    pretrained.load(folder, adapter=tmp_path / "adapter")
+  first = next(iter(arrays))
+  save_file({first: arrays[first]}, tmp_path / "adapter" / "adapter_model.safetensors")
+  with pytest.raises(ExportError, match="is no part of a correction"):
+    pretrained.load(folder, adapter=tmp_path / "adapter")
+  with pytest.raises(ExportError, match=r"no adapter of PEFT"):
+    pretrained.load(folder, adapter=tmp_path)
