@@ -66,10 +66,11 @@ test-peers: $(DEV_ENV) .venv-peers/.ready $(AUTHORS)/.ready
 	.venv-peers/bin/python -m tests.peers.record
 	.venv-peers/bin/python -m tests.peers.record_tokenizers
 	.venv-peers/bin/python -m tests.peers.record_chat
+	.venv-peers/bin/python -m tests.peers.record_adapter
 	.venv-peers/bin/python -m tests.peers.record_lm_eval
 	$(RUN) -m tests.peers.record_jax
 	$(RUN) -m pytest tests/peers tests/pretrained/test_tokenizer_files.py \
-	  tests/pretrained/test_lm_eval_answers.py $(ARGS)
+	  tests/pretrained/test_lm_eval_answers.py tests/pretrained/test_adapters.py $(ARGS)
 
 .venv-peers/.ready: $(PEERS).txt $(PEERS)-without-dependencies.txt
 	$(PEERS_PYTHON) -m venv .venv-peers

@@ -107,6 +107,7 @@ def test_python_examples_of_the_pages_run(tmp_path, pages):
 
 # Pages whose programs other tests run.
 ELSEWHERE = {
+  "fine_tuning.md": "tests/pretrained/test_chat.py",
   "analysis.md": "tests/analysis/test_page.py",
   "frameworks/dsf.md": "tests/frameworks/test_pages.py",
   "frameworks/lcsm.md": "tests/frameworks/test_pages.py",

@@ -7,6 +7,7 @@ tokenizer. It sees what transformers 5 gives it: messages, tools, add_generation
 of special tokens, `raise_exception`, `strftime_now`, the filter `tojson` and blocks `generation`.
 """
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -132,6 +133,20 @@ class ChatTemplate:
       ) from None
 
 
+def files_of(tokenizer: FileTokenizer) -> dict[str, str]:
+  """{name: content} of the files for chats next to a tokenizer, for a copy of it."""
+  found, folder = {}, tokenizer.folder
+  with contextlib.suppress(DataError):
+    settings = special.read_settings(folder, follow_links=True)
+    found[TEMPLATE] = _source(folder, settings)
+    tokens = {name: special.token_of(settings, name) for name in _TOKENS}
+    named = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens
+    found[special.CONFIG] = json.dumps({x: y for x, y in named.items() if y is not None}) + "\n"
+  with contextlib.suppress(OSError):
+    found[GENERATION] = read_bytes(folder / GENERATION, _MAX_TEMPLATE, follow_links=True).decode()
+  return found
+
+
 def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
   """The messages without their weights."""
   if not isinstance(messages, list | tuple) or not messages:
@@ -189,7 +204,7 @@ def _ends(folder: Path) -> list[int]:
 
 def _compiled(source: str, folder: Path) -> Any:
   try:
-    from jinja2 import ext, sandbox
+    from jinja2 import ext, sandbox  # pyrefly: ignore
   except ImportError:
     raise DataError(f"the chat template of {folder} needs jinja2: pip install jinja2") from None
 

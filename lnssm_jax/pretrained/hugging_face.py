@@ -6,6 +6,7 @@
 `families` has the table of each kind of model. docs/pretrained.md lists them.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -202,6 +203,15 @@ def save_adapter(
     raise ExportError(f"{folder} exists and is not empty; give another folder.")
   family, _ = _family_for(settings, "hf", model_type)
   adapters.write(folder, family, _explicit(settings), factors, scale)
+
+
+def exportable(settings: Mapping[str, Any]) -> dict[str, str]:
+  """{layout: model_type} of the families that have the function of a model with these settings."""
+  found = {}
+  for layout in dict.fromkeys(family.layout for family in FAMILIES):
+    with contextlib.suppress(ExportError):
+      found[layout] = _family_for(settings, layout, None)[0].name
+  return found
 
 
 def _family_for(

@@ -1,17 +1,23 @@
 """Chat templates: texts and replies as of transformers, and conversations as training data."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 
 from lnssm_jax.files.reading import DataError
+from lnssm_jax.models.settings import params_of
+from lnssm_jax.pretrained import exports
 from lnssm_jax.pretrained.chat import ChatTemplate
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
+from tests.pages import blocks_of
 from tests.peers.chats import TALKS, TEMPLATES, TOKENS
-from tests.pretrained.published import GOLDEN
+from tests.pretrained.published import GOLDEN, recorded, write
+from train.cli.main import main
 from train.config.checked import ConfigError
 from train.config.schema import Data
 from train.data import IndexedDataset, load_tokenizer
@@ -149,3 +155,46 @@ def test_rows_of_messages_become_weighted_tokens(tmp_path, chat):
     prepare(data, force=True)
   with pytest.raises(ConfigError, match="'assistant' needs one key"):
     Data(**given, fields={"chats": ("a", "b")})
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text()
+SMALL = ["seq_len=128", "global_batch=2", "steps=30", "eval_every=30", "checkpoint_every=30"]
+SMALL += ["compile_cache=None", "model.dtype=float32", "optimizer.lora_rank=2", "log_every=30"]
+SMALL += ["optimizer.peak_lr=3e-2"]
+
+
+def of_qwen(folder):
+  """A tiny random Qwen3.5 of bytes."""
+  folder_with(folder, TEMPLATES["thinking"])
+  tensors = recorded("qwen3_5").tensors
+  wide = {name: np.resize(x, (260, 8)) for name, x in tensors.items() if x.shape == (11, 8)}
+  config = dict(recorded("qwen3_5").config)
+  config["text_config"] = config["text_config"] | {"vocab_size": 260}
+  config["text_config"] |= {"max_position_embeddings": 8192, "eos_token_id": 258}
+  write(folder, "qwen3_5", dtype=np.float32, config=config, tensors=wide)
+
+
+@pytest.mark.slow
+def test_program_and_commands_of_the_fine_tuning_page_run(tmp_path, monkeypatch, capsys, chat):
+  monkeypatch.chdir(tmp_path)
+  of_qwen(tmp_path / "Qwen3.5-0.8B")
+  *blocks, config, last = blocks_of(PAGE)
+  program = {}
+  for block in blocks:
+    exec(compile(block, "docs/fine_tuning.md", "exec"), program)
+  Path("chat.py").write_text(config)
+  (commands,) = re.findall(r"((?:^    lnssm-train .*\n)+)", PAGE, re.MULTILINE)
+  small = [word for setting in SMALL for word in ("--set", setting)]
+  for line in commands.splitlines():
+    words = line.split()[1:]
+    assert main([*words, *(small if "--config" in words else [])]) == 0, capsys.readouterr().err
+  output = capsys.readouterr()
+  assert "exportable  by --layout hf (qwen3_5_text)" in output.err + output.out
+  exec(compile(last, "docs/fine_tuning.md", "exec"), program)
+  assert program["after"] != program["before"]
+  tuned, merged = (exports.flat(params_of(program[name].model)) for name in ("tuned", "merged"))
+  base = exports.flat(params_of(program["loaded"].model))
+  for name, x in tuned.items():
+    np.testing.assert_allclose(x, merged[name], rtol=1e-4, atol=1e-5, err_msg=name)
+  changed = {name for name, x in tuned.items() if np.abs(x - base[name]).max() > 1e-3}
+  assert len(changed) > 10 and all(name.endswith("kernel") for name in changed)

@@ -41,6 +41,7 @@ __all__ = [
   "load",
   "newest_metadata",
   "newest_step",
+  "split",
 ]
 
 _MAX_LINES = 20  # of a structure mismatch
@@ -112,7 +113,7 @@ class Checkpoints:
     step = distributed.on_first(lambda: step_folders.newest_intact(self.directory, self._say))
     if step is None:
       return None
-    loaded, metadata = _read(self.directory / str(step), _split(abstract), optional or {})
+    loaded, metadata = _read(self.directory / str(step), split(abstract), optional or {})
     if "ema" in abstract and "ema" not in loaded:
       loaded["ema"] = jax.tree.map(lambda x: jnp.array(x, jnp.float32), loaded["params"])
       self._say(f"the average of the parameters begins with those of step {step}")
@@ -138,7 +139,7 @@ class Checkpoints:
       if not distributed.on_first(lambda: self._is_whole(step, staging)):
         with ocp.Context(async_options=_ASYNC):
           written = ocp.save_checkpointables_async(
-            str(staging), _split(state), overwrite=True, custom_metadata=metadata
+            str(staging), split(state), overwrite=True, custom_metadata=metadata
           )
     except Exception as error:
       self._pending = Future()
@@ -297,7 +298,7 @@ def newest_metadata(directory: str | Path) -> dict[str, Any]:
     return {}
 
 
-def _split(state: State) -> dict[str, Any]:
+def split(state: State) -> dict[str, Any]:
   """The trees of a checkpoint."""
   models = {name: state[name] for name in ("params", "ema") if name in state}
   return models | {"optimizer": {name: state[name] for name in state if name not in models}}

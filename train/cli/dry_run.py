@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from lnssm_jax.models import count_parameters
+from lnssm_jax.pretrained import hugging_face
 from train import config
 from train.cluster import compile_cache, distributed
 from train.cluster.device_mesh import make_mesh
@@ -43,6 +44,9 @@ def describe(cfg: config.Train) -> None:
     for line in preflight.missing(cfg):
       console.say(f"missing     {line}")
     console.say(f"model       {cfg.model.mixer}, {count_parameters(params):,} parameters")
+    theirs = hugging_face.exportable(config.to_dict(cfg.model)).items()
+    others = ", ".join(f"{layout} ({name})" for layout, name in theirs)
+    console.say(f"exportable  {f'by --layout {others}' if others else 'in our own layout only'}")
     if cfg.optimizer.weight_decay:
       console.say(f"decay       {weight_decay(cfg.optimizer.weight_decay, params)}")
     compiled = compile_step(cfg, model_graph(cfg.model), mesh, None, console)

@@ -9,7 +9,7 @@ import numpy as np
 
 from lnssm_jax.files.atomic import new_folder
 from lnssm_jax.mixers import expand_partitions
-from lnssm_jax.pretrained import exports, hugging_face, saving
+from lnssm_jax.pretrained import chat, exports, hugging_face, saving
 from lnssm_jax.pretrained.exports import ExportError, Manifest
 from train import config
 from train.cluster.device_mesh import make_mesh
@@ -87,6 +87,8 @@ def export_run(
       hugging_face.save(partial, params, settings, layout=layout, **options)
       if isinstance(tokenizer, FileTokenizer):
         (partial / exports.TOKENIZER).write_bytes(tokenizer.standalone)
+        for name, content in chat.files_of(tokenizer).items():
+          (partial / name).write_text(content)
     return None
   write(out, model, params, tokenizer, loaded.step, run=run, metrics=rows)
   return exports.read_manifest(out)
@@ -100,8 +102,8 @@ def _export_adapter(run: config.Train, out: str | Path, step: int | None) -> Non
       " optimizer.lora_rank, or export the whole model by layout 'hf'."
     )
   one_device = dataclasses.replace(run, mesh=config.Mesh(data=1))
-  state = loading.load_tree(one_device, make_mesh(one_device), "opt_state", step=step)[0]
-  arrays = exports.flat(state[0])
+  state = loading.load_tree(one_device, make_mesh(one_device), "optimizer", step=step)[0]
+  arrays = exports.flat(state["opt_state"][0])
   kernels = {name.removesuffix(f".{lora.A}") for name in arrays if name.endswith(f".{lora.A}")}
   read = lambda name, factor: np.asarray(arrays[f"{name}.{factor}"])
   factors = {name: (read(name, lora.A), read(name, lora.B)) for name in sorted(kernels)}

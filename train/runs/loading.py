@@ -108,8 +108,8 @@ def load_params(
 def load_tree(
   cfg: config.Train, mesh: Mesh, tree: str, *, step: int | None = None
 ) -> tuple[Any, int, dict[str, Any]]:
-  """As `load_params`, for one tree of the state, such as "params" or "opt_state"."""
-  run, abstract = RunFolder(cfg.run_dir), abstract_state(cfg, mesh)
+  """As `load_params`, for one tree of a checkpoint: "params", "ema" or "optimizer"."""
+  run, abstract = RunFolder(cfg.run_dir), store.split(abstract_state(cfg, mesh))
   if step is None and store.newest_step(run.checkpoints) is None:
     raise run.without_checkpoint()
   if tree not in abstract:
