@@ -90,6 +90,7 @@ CLASSES = {
     "BambaConfig": _SIZES
     | {"num_attention_heads": 8, "intermediate_size": 40}
     | {"attn_layer_indices": [1], "mamba_n_heads": 9},
+    "Lfm2Config": _SIZES | _HEADS | {"layer_types": ["conv"] * 3 + ["full_attention"]},
     "Qwen3_5TextConfig": _SIZES | _HEADS | {"intermediate_size": 40},
     "Qwen3NextConfig": _SIZES | _HEADS | {"num_experts": 0, "intermediate_size": 40},
   },

@@ -82,6 +82,14 @@ def cases():
     vision_config=images | {"num_position_embeddings": 4, "spatial_merge_size": 1},
     attn_implementation="eager",
   )
+  lfm2 = transformers.Lfm2Config(
+    **SIZES | heads | {"num_hidden_layers": 5},
+    num_key_value_heads=1,
+    layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
+    block_multiple_of=4,
+    conv_bias=True,
+    attn_implementation="eager",
+  )
   patch()
   return {
     "llama": (llama(num_key_value_heads=1, rope_theta=500.0), cached_steps),
@@ -113,6 +121,7 @@ def cases():
     "qwen3_next": (transformers.Qwen3NextForCausalLM(next_(2)), cached_steps),
     "qwen3_5_text": (transformers.Qwen3_5ForCausalLM(next_5), cached_steps),
     "qwen3_5": (transformers.Qwen3_5ForConditionalGeneration(nested), cached_steps),
+    "lfm2": (transformers.Lfm2ForCausalLM(lfm2), cached_steps),
     "qwen3_next_heads": (transformers.Qwen3NextForCausalLM(next_(4)), cached_steps),
     "mamba": (mamba(), cached_steps),
     "mamba_biases": (

@@ -163,14 +163,14 @@ SMALL += ["compile_cache=None", "model.dtype=float32", "optimizer.lora_rank=2", 
 SMALL += ["optimizer.peak_lr=3e-2"]
 
 
-def of_qwen(folder):
-  """A tiny random Qwen3.5 of bytes."""
+def of_qwen(folder, **sizes):
+  """A tiny random Qwen3.5 of bytes, with other sizes in its config.json."""
   folder_with(folder, TEMPLATES["thinking"])
   tensors = recorded("qwen3_5").tensors
   wide = {name: np.resize(x, (260, 8)) for name, x in tensors.items() if x.shape == (11, 8)}
   config = dict(recorded("qwen3_5").config)
   config["text_config"] = config["text_config"] | {"vocab_size": 260}
-  config["text_config"] |= {"max_position_embeddings": 8192, "eos_token_id": 258}
+  config["text_config"] |= {"max_position_embeddings": 8192, "eos_token_id": 258} | sizes
   write(folder, "qwen3_5", dtype=np.float32, config=config, tensors=wide)
 
 
@@ -198,3 +198,23 @@ def test_program_and_commands_of_the_fine_tuning_page_run(tmp_path, monkeypatch,
     np.testing.assert_allclose(x, merged[name], rtol=1e-4, atol=1e-5, err_msg=name)
   changed = {name for name, x in tuned.items() if np.abs(x - base[name]).max() > 1e-3}
   assert len(changed) > 10 and all(name.endswith("kernel") for name in changed)
+
+
+@pytest.mark.slow
+def test_dry_run_of_the_page_has_the_sizes_of_qwen3_5_0_8b(tmp_path, monkeypatch, capsys, chat):
+  monkeypatch.chdir(tmp_path)
+  sizes = {"vocab_size": 248_320, "hidden_size": 1024, "intermediate_size": 3584}
+  sizes |= {"num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2}
+  sizes |= {"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16}
+  sizes |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+  sizes |= {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6}
+  sizes |= {"max_position_embeddings": 262_144, "tie_word_embeddings": True}
+  of_qwen(tmp_path / "Qwen3.5-0.8B", **sizes)
+  config = tmp_path / "Qwen3.5-0.8B" / "config.json"
+  config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+  Path("chat.py").write_text(blocks_of(PAGE)[-2])
+  Path("chats.jsonl").write_text(json.dumps({"messages": TALKS["turns"]}))
+  small = ["--set", "seq_len=512", "--set", "global_batch=1", "--set", "compile_cache=None"]
+  assert main(["fit", "--config", "chat.py", "--dry-run", *small]) == 0
+  output = capsys.readouterr()
+  assert "752,393,024 parameters" in output.out + output.err

@@ -8,6 +8,7 @@ from lnssm_jax.pretrained.families.fla import FLA
 from lnssm_jax.pretrained.families.fla_hybrids import FLA_HYBRIDS
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
 from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
+from lnssm_jax.pretrained.families.lfm2 import LFM2
 from lnssm_jax.pretrained.families.llama import LLAMA
 from lnssm_jax.pretrained.families.mamba import (
   FALCON_MAMBA,
@@ -37,6 +38,7 @@ FAMILIES: tuple[Family, ...] = (
   QWEN3_5_TEXT,  # before Qwen3-Next, whose dense models have the same function
   QWEN3_5,
   QWEN3_NEXT,
+  LFM2,
   *FLA,
   RWKV6,
   *FLA_HYBRIDS,

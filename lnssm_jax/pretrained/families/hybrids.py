@@ -55,7 +55,7 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 # {kind of a layer in transformers 4: in 5}
 _BAMBA_NAMES = {"attention": _FULL, "mamba": _LINEAR}
 
-_FIELDS = SIZES | {
+FIELDS = SIZES | {
   "intermediate_size": size("channel_hidden"),
   "num_attention_heads": size((f"{_ATTENTION}.num_heads", "num_heads")),
   "num_key_value_heads": size(f"{_ATTENTION}.num_kv_heads"),
@@ -70,7 +70,7 @@ _FIELDS = SIZES | {
   "hidden_act": choice("channel_mixer_options.activation", SILU, "silu"),
   "mixers": Field("mixer", (list,)),
 }
-_CONSTANTS = {"channel_mixer": "swiglu", "embedding_norm": False}
+CONSTANTS = {"channel_mixer": "swiglu", "embedding_norm": False}
 _QKVO = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj"}
 
 
@@ -80,7 +80,7 @@ def pattern(layers: Sequence[str]) -> list[str]:
   return list(layers[: next(n for n in range(1, len(layers) + 1) if period(n))])
 
 
-def _normal(
+def by_pattern(
   config: Config, types: Sequence[Any], recurrent: str, share: float, usual_length: int
 ) -> Config:
   """Writes out the pattern of mixers, the width of the rotation, and the longest sequence."""
@@ -99,8 +99,8 @@ def _normal(
   return config | {"mixers": pattern([names[x] for x in types])}
 
 
-def _written(config: Config, *left_out: str) -> tuple[Config, list[str]]:
-  """The inverse of `_normal`: (the config without our settings, the kind of each layer)."""
+def pattern_written(config: Config, *left_out: str) -> tuple[Config, list[str]]:
+  """The inverse of `by_pattern`: (the config without our settings, the kind of each layer)."""
   layers = [config["mixers"][i % len(config["mixers"])] for i in range(config["num_hidden_layers"])]
   types = [_FULL if x == "softmax_attention" else _LINEAR for x in layers]
   config = rotary_written(config) | {
@@ -127,7 +127,7 @@ def _bamba(config: Config) -> Config:
   agree(dict(config), "partial_rotary_factor", 0.5, "the share of transformers")
   if config.get("time_step_limit") is None:
     config.pop("time_step_limit", None)
-  config = steps(_normal(config, types, "mamba2", 0.5, 262144))
+  config = steps(by_pattern(config, types, "mamba2", 0.5, 262144))
   K, D, H = config.pop("head_dim"), config["hidden_size"], config["num_attention_heads"]
   if K != D / H:
     raise ExportError(f"head_dim={K!r:.80} must be hidden_size / num_attention_heads = {D / H:g}.")
@@ -144,7 +144,9 @@ def _bamba(config: Config) -> Config:
 def _bamba_written(config: Config) -> Config:
   heads_of_layer = config["mamba_expand"] * config["hidden_size"] // config["mamba_d_head"]
   K = config["hidden_size"] // config["num_attention_heads"]
-  config, types = _written(config | {"head_dim": K, "mamba_n_heads": heads_of_layer}, "head_dim")
+  config, types = pattern_written(
+    config | {"head_dim": K, "mamba_n_heads": heads_of_layer}, "head_dim"
+  )
   return steps_written(config) | {
     "attn_layer_indices": [i for i, x in enumerate(types) if x == _FULL]
   }
@@ -154,7 +156,7 @@ BAMBA = Family(
   name="bamba",
   layout="hf",
   architecture="BambaForCausalLM",
-  fields={name: field for name, field in _FIELDS.items() if name != "head_dim"}
+  fields={name: field for name, field in FIELDS.items() if name != "head_dim"}
   | {
     "rms_norm_eps": number(("norm_eps", f"{_MAMBA}.norm_eps"), 1e-5),
     "mlp_bias": flag("channel_mixer_options.use_bias", False),
@@ -172,7 +174,7 @@ BAMBA = Family(
     **free("of training", "z_loss_coefficient"),
     **free("of random parameters", "time_step_floor", "time_step_max", "time_step_min"),
   },
-  constants={"norm": "rms", **_CONSTANTS},
+  constants={"norm": "rms", **CONSTANTS},
   rows=TOP
   | norm("norm", "model.final_layernorm")
   | norm("blocks.mixer_norm", f"{LAYER}.input_layernorm")
@@ -348,7 +350,7 @@ def _delta_hybrid(config: Config, **defaults: int) -> Config:
   if not isinstance(types, list):
     raise ExportError(f"layer_types={types!r:.80} must be a list.")
   config.setdefault("head_dim", 256)
-  config = _normal(config, types, "gated_delta_net", 0.25, 32768)
+  config = by_pattern(config, types, "gated_delta_net", 0.25, 32768)
   K = whole(config, "linear_key_head_dim", 128)
   V = whole(config, "linear_value_head_dim", 128)
   config = {name: value for name, value in config.items() if name != "linear_value_head_dim"}
@@ -357,7 +359,7 @@ def _delta_hybrid(config: Config, **defaults: int) -> Config:
 
 def _qwen3_next_written(config: Config) -> Config:
   V = round(config["expand_v"] * config["linear_key_head_dim"])
-  config, types = _written(config, "expand_v")
+  config, types = pattern_written(config, "expand_v")
   return config | {"linear_value_head_dim": V, "layer_types": types, "num_experts": 0}
 
 
@@ -365,7 +367,7 @@ QWEN3_NEXT = Family(
   name="qwen3_next",
   layout="hf",
   architecture="Qwen3NextForCausalLM",
-  fields=_FIELDS
+  fields=FIELDS
   | {
     "rms_norm_eps": number(("norm_eps", f"{_DELTA}.norm_eps", f"{_ATTENTION}.norm_eps"), 1e-6),
     "linear_key_head_dim": size(f"{_DELTA}.head_dim"),
@@ -381,7 +383,7 @@ QWEN3_NEXT = Family(
     "norm": "rms_from_zero",
     f"{_ATTENTION}.qk_norm": "rms_from_zero",
     f"{_ATTENTION}.use_gate": True,
-    **_CONSTANTS,
+    **CONSTANTS,
   },
   rows=TOP
   | norm("blocks.mixer_norm", f"{LAYER}.input_layernorm")
