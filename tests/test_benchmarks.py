@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import (
   csv_rows,
-  documents,
   kernel_cases,
   kernels,
   numerics,
@@ -118,27 +117,6 @@ def test_a_peer_is_held_to_the_same_reference(name, tmp_path):
   assert row["error_gradient"].endswith("d k")
   ours = kernels.finished({"forward_ms": 0.5, "both_ms": 4.0}, (0.25, 1.0), row)
   assert (ours["fla_x"], ours["fla_x_both"], ours["floor_share"]) == ("2.00", "", "0.50")
-
-
-def test_documents_are_compared_and_their_time_is_a_ratio():
-  options = ["--implementation", "chunked", "--calls", "1", "--groups", "1", "--only"]
-  sizes = ["--sizes", "B=2,T=9,D=17"]
-  (row,) = documents.main([*options, "diagonal_scan", *sizes])
-  ratio = float(row["documents_forward_ms"]) / float(row["forward_ms"])
-  assert float(row["forward_x"]) == pytest.approx(ratio, rel=0.02) and float(row["both_x"]) > 0
-  for case in documents.CASES.values():
-    few = {axis: min(size, 8) for axis, size in case.sizes.items()}
-    arrays = jax.eval_shape(lambda case=case, few=few: scan_kernels.make_inputs(case, few, 0))
-    del arrays["cotangent"]
-    call = functools.partial(documents.with_documents(case).call, implementation="chunked")
-    jax.eval_shape(lambda x, call=call: call(**x), arrays)
-  case = documents.with_documents(documents.CASES["no-decay"])
-  arrays = {name: np.ones((1, 600, 1, 2), np.float32) for name in "qkv"}
-  ids = scan_kernels.document_ids(1, 600)[0]
-  start = int(np.searchsorted(ids, ids[-1]))
-  out, _ = case.call(**arrays, implementation="reference")
-  assert ids[-1] > 0
-  np.testing.assert_allclose(out[0, start, 0], out[0, 0, 0])  # the sum starts again
 
 
 @pytest.mark.parametrize("limit", [1e-4, 0.0])
