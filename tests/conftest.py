@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -23,6 +24,10 @@ def pytest_configure(config):
   else:
     fast_compile.set_flags()
   os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads them
+  # Where Python is told to write nothing, every process that a test starts would compile the
+  # project again, and every run the tests.
+  os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+  sys.dont_write_bytecode = False
   # Traced programs are many objects that live on. Python's default looks through young ones after
   # every 700 more, an eighth of the time of the tests.
   gc.set_threshold(100_000, 20, 100)

@@ -61,6 +61,11 @@ def trees():
   return {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
+@functools.cache  # several tests look at every node of every file
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+  return list(ast.walk(tree))
+
+
 _COMMANDS = re.compile(
   r"(?:lnssm-train|python -[mc]|\bxprof|\bhf download|\brm|\bmv|\bchmod) [^`]*$"
 )
@@ -70,14 +75,14 @@ def unquoted(tree: ast.Module) -> list[str]:
   """Values within a command that a text prints for a shell, other than quoted ones."""
   quote = lambda node: isinstance(node, ast.Call) and ast.unparse(node.func) in QUOTES
   names: set[str] = set()
-  for node in ast.walk(tree):
+  for node in nodes_of(tree):
     if isinstance(node, ast.Assign):
       targets, values = [
         x.elts if isinstance(x, ast.Tuple) else [x] for x in (node.targets[0], node.value)
       ]
       names |= {ast.unparse(x) for x, y in zip(targets, values, strict=False) if quote(y)}
   found = []
-  for node in ast.walk(tree):
+  for node in nodes_of(tree):
     said = ""
     for part in node.values if isinstance(node, ast.JoinedStr) else []:
       if isinstance(part, ast.Constant):
@@ -100,7 +105,7 @@ def sources():
 def imported_modules(tree: ast.AST, module: str) -> set[str]:
   """Names of all modules imported anywhere in `tree`, the source of `module` (its dotted path)."""
   found = set()
-  for node in ast.walk(tree):
+  for node in nodes_of(tree):
     if isinstance(node, ast.Import):
       found |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
@@ -127,7 +132,7 @@ def upward_imports(tree: ast.AST, module: str) -> list[str]:
 def code_execution(tree: ast.AST, module: str = "lnssm_jax.x") -> set[str]:
   """Names in `tree` that could run code from data."""
   found = {name.split(".")[0] for name in imported_modules(tree, module)} & FORBIDDEN_MODULES
-  for node in ast.walk(tree):
+  for node in nodes_of(tree):
     if isinstance(node, ast.Name) and node.id in FORBIDDEN_CALLS:
       found.add(node.id)
     elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
@@ -138,7 +143,7 @@ def code_execution(tree: ast.AST, module: str = "lnssm_jax.x") -> set[str]:
 def foreign_gradient_rules(tree: ast.AST) -> set[str]:
   """Decorators in `tree` whose gradients are wrong under `jax.vmap` with shared arguments."""
   found = set()
-  for node in ast.walk(tree):
+  for node in nodes_of(tree):
     if isinstance(node, ast.Attribute) and node.attr in GRADIENT_RULES:
       found.add(ast.unparse(node))
     elif isinstance(node, ast.ImportFrom) and node.module != HOME_OF_GRADIENT_RULES:
@@ -296,7 +301,7 @@ def test_json_from_elsewhere_has_one_reader():
     name
     for name, tree in sources().items()
     if name.split(".")[0] in ("lnssm_jax", "train", "experiments")
-    for node in ast.walk(tree)
+    for node in nodes_of(tree)
     if isinstance(node, ast.Attribute)
     and ast.unparse(node) in ("json.load", "json.loads", "json.JSONDecoder", "json.JSONDecodeError")
   }
@@ -329,7 +334,7 @@ def test_files_that_docstrings_and_pages_name_exist():
   for name, tree in trees().items():
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
     texts[name] = "\n".join(
-      ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, nodes)
+      ast.get_docstring(node) or "" for node in nodes_of(tree) if isinstance(node, nodes)
     )
   missing = {}
   for where, text in texts.items():

@@ -59,7 +59,6 @@ VARIANTS = [
   for path in sorted((ROOT / "configs").glob("*.py"))
   for variant in runpy.run_path(str(path)).get("VARIANTS", [""])
 ]
-BY_DEFAULT = re.compile(r"(?!.*-(4096|350m-1024|2b|1b3)$)")  # those are the others at other sizes
 IN_XLA = {
   "dsf_wikitext103.py:linear": ["linear_attention runs in XLA's form: attention_dropout=0.1"],
   "dsf_wikitext103.py:normalized": ["linear_attention runs in XLA's form: attention_dropout=0.1"],
@@ -74,6 +73,13 @@ IN_XLA = {
   for name in VARIANTS
   if "retnet" in name
 }  # fmt: skip
+
+# The mixers of the others have a benchmark's body, or are those of these at other sizes.
+BY_DEFAULT = {name for name in IN_XLA if "retnet" not in name}
+BY_DEFAULT |= {f"dsf_wikitext103.py:{name}" for name in ("s6", "ssd")}
+BY_DEFAULT |= {f"lnssm_72m.py:{name}" for name in ("rwkv4", "rwkv5")}
+BY_DEFAULT |= {f"sse.py:{name}" for name in ("sse-h-600m", "mom-n4k1-800m")}
+BY_DEFAULT |= {"longhorn.py:retnet-120m-1024"}
 
 BODIES_IN_XLA = {
   "rwkv7": ["delta_rule runs in XLA's form: write_key is given, and the kernels write with k"]
@@ -115,7 +121,7 @@ def test_benchmark_body_on_packed_documents_runs_in_kernels(name, hopper):
 
 
 @pytest.mark.parametrize(
-  "name", [pytest.param(n, marks=() if BY_DEFAULT.match(n) else pytest.mark.slow) for n in VARIANTS]
+  "name", [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.slow) for n in VARIANTS]
 )
 def test_config_on_packed_documents_runs_in_kernels_or_says_why(name, hopper, monkeypatch):
   monkeypatch.setenv("LNSSM_DATA", "folder")

@@ -15,7 +15,7 @@ from lnssm_jax import analysis, frameworks, linen, mixers, sharding
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.ops.core import dispatch
-from tests.test_structure import trees
+from tests.test_structure import nodes_of, trees
 from train.config import Model
 from train.step import flops
 
@@ -162,8 +162,8 @@ def test_no_table_elsewhere_is_keyed_by_ops_or_mixers():
   names = {*mixers.MIXERS, *dispatch.names()}
   found = set()
   for module, tree in trees().items():
-    for node in ast.walk(tree):
-      if isinstance(node, ast.Dict) and module.split(".")[0] in ("lnssm_jax", "train"):
+    for node in nodes_of(tree) if module.split(".")[0] in ("lnssm_jax", "train") else ():
+      if isinstance(node, ast.Dict):
         keys = [x.value for x in node.keys if isinstance(x, ast.Constant)]
         found |= {module} if len(names.intersection(keys)) > 1 else set()
   assert found == OTHER_NAMES

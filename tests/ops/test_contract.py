@@ -62,13 +62,13 @@ def compare_with_golden(name, checks):
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_golden_references_are_current_and_two_are_right(name):
+def test_golden_references_are_current_and_one_is_right(name):
   checks = golden.kept_checks(name)
   keys = {c: golden.key_of(name, c.case, contract.inputs_of(name, c)[0]) for c in checks}
   missing = [str(check) for check, key in keys.items() if golden.kept(name, key) is None]
   assert not missing, f"run `make goldens`: {name} has no reference of {missing}"
   short = [check for check in checks if check.case.T <= golden.LONGEST]
-  compare_with_golden(name, sorted(short, key=keys.__getitem__)[:2])
+  compare_with_golden(name, sorted(short, key=keys.__getitem__)[:1])
 
 
 @pytest.mark.slow
