@@ -1,5 +1,6 @@
 """Models without a vocabulary: both directions, rows of any length, resets, cross-attention."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,28 +79,36 @@ def test_both_directions_read_all_of_each_sequence_and_nothing_else():
     jax.eval_shape(lambda: models.Backbone(**SIZES | shared, direction="both", rngs=nnx.Rngs(0)))
 
 
-def test_cross_attention_reads_contexts_of_their_own_lengths():
+def test_cross_attention_and_its_gradients_equal_float64():
+  """Of contexts of two lengths, one of them 0, whose padding is NaN and has no gradient."""
   layer = models.CrossAttention(D, num_heads=2, context_dim=5, rngs=nnx.Rngs(0))
-  context = RNG.standard_normal((B, 3, 5)).astype(np.float32)
-  context[0, 2:] = np.nan
-  got = nnx.jit(lambda layer, *args, n: layer(*args, context_lengths=n))(
-    layer, X, context, n=jnp.array([2, 0])
-  )
-  weights = {
-    name: np.float64(getattr(layer, name).kernel[...])
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj")
-  }
-  q, k, v = (
-    X[0] @ weights["q_proj"],
-    context[0, :2] @ weights["k_proj"],
-    context[0, :2] @ weights["v_proj"],
-  )
-  heads = []
-  for part in (slice(0, 4), slice(4, 8)):
-    scores = np.exp(q[:, part] @ k[:, part].T / 2)
-    heads.append(scores / scores.sum(-1, keepdims=True) @ v[:, part])
-  np.testing.assert_allclose(got[0], np.concatenate(heads, 1) @ weights["o_proj"], atol=2e-6)
-  assert not got[1].any()
+  graph, params = nnx.split(layer)
+  context, cotangent = RNG.standard_normal((B, 3, 5)), RNG.standard_normal(X.shape)
+  lengths = np.array([2, 0])
+
+  def value_and_grads(run, *args):
+    value, back = jax.vjp(run, *args)
+    return value, back(cotangent.astype(value.dtype))
+
+  def formula(params, x, context):
+    kernel = lambda name: params[f"{name}_proj"]["kernel"][...]
+    q, k, v = x[0] @ kernel("q"), context[0, :2] @ kernel("k"), context[0, :2] @ kernel("v")
+    heads = []
+    for part in (slice(0, 4), slice(4, 8)):
+      scores = jnp.exp(q[:, part] @ k[:, part].T / 2)
+      heads.append(scores / scores.sum(-1, keepdims=True) @ v[:, part])
+    out = jnp.concatenate(heads, 1) @ kernel("o")
+    return jnp.stack([out, jnp.zeros_like(out)])
+
+  padded = context.astype(np.float32)
+  padded[0, 2:] = padded[1] = np.nan
+  run = lambda params, x, context: nnx.merge(graph, params)(x, context, context_lengths=lengths)
+  got = jax.jit(lambda *args: value_and_grads(run, *args))(params, X, padded)
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, X, context))
+    want = jax.device_get(value_and_grads(formula, *wide))
+  chex.assert_trees_all_close(jax.device_get(got), want, atol=4e-6)
+  assert not got[0][1].any() and not got[1][2][0, 2:].any() and not got[1][2][1].any()
 
 
 def test_redraw_uses_the_initializer_for_kernels_only():
