@@ -19,8 +19,12 @@ from train.checkpoint.store import CheckpointError, Checkpoints
 from train.cluster import agreement, compile_cache, device_mesh, distributed
 from train.cluster.stop_signal import StopSignal
 from train.data import preflight
+from train.data.errors import DataError
+from train.data.sources import TEXT_FIELDS
+from train.data.streams import Stream, StreamBatches
 from train.data.tokenize import prepare
-from train.data.windows import Mixture, TokenWindows, train_batches
+from train.data.tokenizers import tokenizer_of
+from train.data.windows import Mixture, TokenWindows, TrainBatches, train_batches
 from train.logging import loggers, run_summary
 from train.logging.console import Console, eval_line
 from train.logging.metric_reader import MetricReader
@@ -92,20 +96,25 @@ def fit(
     if not claimed:  # rows of a sweep would be removed
       distributed.on_first(run.check_not_of_a_sweep)
     train_step, inputs = _prepared(cfg, run, graph, mesh, console, **options)
-    windows = distributed.on_all(lambda: training_set(cfg))
+    windows = distributed.on_all(lambda: (_stream if cfg.data.stream else training_set)(cfg))
     evaluator = distributed.on_all(lambda: Evaluator(cfg, graph, mesh, run.kernels))
 
     stop = stack.enter_context(StopSignal())
     how = {"keep": cfg.keep_checkpoints, "say": console.say, "before": run.before_checkpoint}
     checkpoints = stack.enter_context(Checkpoints(run.checkpoints, **how))
-    state, start = _begin(cfg, mesh, checkpoints, run, None if allow_config_change else inputs)
+    compared = None if allow_config_change else inputs
+    state, start, place = _begin(cfg, mesh, checkpoints, run, compared)
     run.write_config(cfg)
     if distributed.is_first():
       run.on_rows = stack.enter_context(loggers.Loggers(cfg, run.path, start, console.say)).write
     run_summary.start(console, cfg, run, state, windows, start)
 
+    batches = stack.enter_context(contextlib.closing(_batches(windows, cfg, mesh, start, place)))
+
     def metadata(step: int) -> dict[str, Any]:
-      known = {"data_position": step, "rows": run.row_count()}
+      known: dict[str, Any] = {"data_position": step, "rows": run.row_count()}
+      if isinstance(batches, StreamBatches):
+        known["stream"] = batches.state
       return known | inputs | {"config": config.to_dict(cfg)}
 
     # No checkpoint has seen text other than that of the run.
@@ -145,8 +154,7 @@ def fit(
       stack.callback(tracer.close)
       now.callbacks = [tracer, *now.callbacks]
       votes = None if alone else lambda: (bool(stop), saver.failed)
-      batches = stack.enter_context(contextlib.closing(_feed(windows, cfg, mesh, start, votes)))
-      loop.train(now, train_step, batches, steps=cfg.steps)
+      loop.train(now, train_step, _feed(batches, cfg, mesh, votes), steps=cfg.steps)
 
     stopped_by = None
     if now.ended_by is not None:
@@ -201,13 +209,16 @@ def _begin(
   checkpoints: Checkpoints,
   run: RunFolder,
   inputs: dict[str, Any] | None,  # `bindings.inputs`; None skips all comparisons
-) -> tuple[State, int]:
-  """Restores the newest state and its step, or initializes one; removes rows of later steps."""
+) -> tuple[State, int, dict[str, int] | None]:
+  """Restores the newest state, its step and its position in a stream, or initializes them.
+
+  Removes rows of later steps.
+  """
   optional = {"spikes": init_statistics()}  # of a run that has changed `skip_spikes`
   restored = checkpoints.restore(abstract_state(cfg, mesh), optional)
   if restored is None:
     run.keep_rows_until(-1)
-    return init_state(cfg, mesh, run.kernels), 0
+    return init_state(cfg, mesh, run.kernels), 0, None
   state, metadata = restored
   step = metadata.get("data_position")
   if type(step) is not int or step < 0 or not isinstance(metadata.get("data"), dict | None):
@@ -232,7 +243,7 @@ def _begin(
       )
   rows = metadata.get("rows")
   run.keep_rows_until(step, rows if type(rows) is int else None)
-  return state, step
+  return state, step, metadata.get("stream")
 
 
 def compile_step(
@@ -268,31 +279,54 @@ def check_memory(
   distributed.on_all(lambda: memory.check(needed, mesh, cfg, console.say))
 
 
-def _feed(
-  windows: TokenWindows | Mixture,
+def _batches(
+  windows: TokenWindows | Mixture | Stream,
   cfg: config.Train,
   mesh: Mesh,
   start: int,
+  place: dict[str, int] | None,
+) -> TrainBatches | StreamBatches:
+  """This process's rows of the batches of steps start + 1, start + 2, ..."""
+  size = cfg.global_batch
+  rows = distributed.local_rows(device_mesh.batch_sharding(mesh), size)
+  if isinstance(windows, Stream):
+    return StreamBatches(windows, size, rows, place)
+  options = {"seed": cfg.seed, "order": cfg.data.order, "start": start}
+  return train_batches(windows, global_batch=size, rows=rows, **options)
+
+
+def _feed(
+  batches: TrainBatches | StreamBatches,
+  cfg: config.Train,
+  mesh: Mesh,
   votes: Callable[[], tuple[bool, bool]] | None = None,  # of several processes, in each batch
 ) -> Generator[Batch]:
-  """The batches of steps start + 1, start + 2, ... on their devices."""
+  """The batches on their devices."""
   where, size = device_mesh.batch_sharding(mesh), cfg.global_batch
   rows = distributed.local_rows(where, size)
-  options = {"seed": cfg.seed, "order": cfg.data.order, "start": start}
-  batches = train_batches(windows, global_batch=size, rows=rows, **options)
-  with contextlib.closing(batches):
-    for batch in batches:
-      placed = distributed.to_devices(batch, where, size, rows)
-      yield placed | ({"votes": distributed.ballot(mesh, votes())} if votes else {})
+  for batch in batches:
+    placed = distributed.to_devices(batch, where, size, rows)
+    yield placed | ({"votes": distributed.ballot(mesh, votes())} if votes else {})
+
+
+def _stream(cfg: config.Train) -> Stream:
+  """Opens the source of a config that has `data.stream`."""
+  data, (name,) = cfg.data, cfg.data.train
+  (key,) = data.fields.get(name, TEXT_FIELDS)
+  how = cfg.seq_len, cfg.model.vocab_size, data.boundaries
+  options: Any = {"key": key, "seed": cfg.seed, "special_tokens": data.special_tokens}
+  return Stream(data.sources[name], tokenizer_of(data), *how, **options)
 
 
 def training_set(cfg: config.Train) -> TokenWindows | Mixture:
   """Opens the training sets of a config.
 
   Raises:
-    DataError: as `TokenWindows`.
+    DataError: as `TokenWindows`, or the config has `data.stream`.
   """
   data = cfg.data
+  if data.stream:
+    raise DataError("data.stream=True is for single runs of `fit`; here token files are needed.")
   how = cfg.seq_len, cfg.model.vocab_size, data.boundaries
   opened = lambda names: TokenWindows(
     [f"{data.folder}/{name}" for name in names],

@@ -107,7 +107,7 @@ def test_load_model_from_four_devices_on_one(trained, tiny, config_file, command
   mesh = make_mesh(more)
   with store.Checkpoints(run.checkpoints, keep=1) as checkpoints:
     inputs = {"tokenizer": loaded.tokenizer.fingerprint, "data": {"train": {"sha256": "any"}}}
-    state, step = trainer._begin(more, mesh, checkpoints, run, inputs)
+    state, step, _ = trainer._begin(more, mesh, checkpoints, run, inputs)
   assert step == 0 and same_bits(state["params"], params_of(loaded.model))
   fresh = init_state(more, mesh)
   assert same_bits([state["opt_state"], state["step"]], [fresh["opt_state"], fresh["step"]])

@@ -84,9 +84,10 @@ def test_batches_of_a_mixture_do_not_depend_on_processes(mixed):
     with (
       mock.patch.object(trainer.distributed, "local_rows", lambda *_: rows),
       mock.patch.object(trainer.distributed, "to_devices", lambda batch, *_: batch),
-      contextlib.closing(trainer._feed(windows, cfg, mesh, 3)) as batches,
+      contextlib.closing(trainer._batches(windows, cfg, mesh, 3, None)) as batches,
     ):
-      return [next(batches) for _ in range(5)]
+      feed = trainer._feed(batches, cfg, mesh)
+      return [next(feed) for _ in range(5)]
 
   first, second, whole = read(range(2)), read(range(2, 4)), read(range(4))
   both = jax.tree.map(lambda *parts: np.concatenate(parts), first, second)

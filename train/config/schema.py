@@ -61,6 +61,10 @@ class Data:
   "none" puts nothing there. Special tokens spelled out in a text are ordinary text, or with
   `special_tokens="parse"`, for text that you trust, such as chats, one token each.
 
+  With `stream=True` the one training set has no token files: its source is read, and encoded, while
+  the run trains (`train.data.streams`). It may then also be "MODULE:FUNCTION" of a function that
+  returns documents: a generator, or a dataset with rows by number.
+
   `fields` maps a set to the keys of its rows in .jsonl: that of the text, or those of a prompt and
   its completion; without it a row has "text". `targets` maps a set to the tokens that the loss
   counts: "all" (of a text, without it), "completion" (of prompts, without it), "last", the last
@@ -84,6 +88,7 @@ class Data:
   train: tuple[str, ...] | dict[str, float]  # names, or weights by name
   validation: tuple[str, ...] = ()  # names
   sources: dict[str, str] = dataclasses.field(default_factory=dict)  # text by name
+  stream: bool = False  # encode the training text while it is read, without token files
   fields: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # keys of rows
   # Tokens that the loss counts.
   targets: dict[str, Literal["all", "completion", "last", "assistant"]] = dataclasses.field(
@@ -153,6 +158,8 @@ class Data:
         f"data.fields.{name}={keys} has the key of a text, such as ('text',), or those of a prompt"
         " and its completion.",
       )
+    if self.stream:
+      self._check_stream()
     for name, which in self.targets.items():
       check(
         which != "assistant" or len(self.fields.get(name, ("messages",))) == 1,
@@ -164,6 +171,25 @@ class Data:
         f"data.targets.{name}='completion' needs data.fields.{name} with two keys, those of a"
         " prompt and its completion.",
       )
+
+  def _check_stream(self) -> None:
+    for wrong, what in (
+      (len(self.train) != 1, f"data.train={self.train}; name one set"),
+      (not self.sources.keys() >= set(self.train), "no data.sources of the training set; name it"),
+      (bool(set(self.train) & set(self.validation)), "its set in data.validation; use another"),
+      (any(map(self.has_rows, self.train)), "rows with prompts or targets; use token files"),
+      (self.order != "windows", f"data.order={self.order!r}; use 'windows'"),
+      (
+        self.tokenizer.startswith("bpe:"),
+        f"data.tokenizer={self.tokenizer!r}, which is trained on token files' text; use a file",
+      ),
+    ):
+      check(not wrong, f"data.stream=True cannot be used with {what}.")
+
+  @property
+  def token_sets(self) -> tuple[str, ...]:
+    """Names of the sets that have token files, those of training first."""
+    return tuple(dict.fromkeys((*(() if self.stream else self.train), *self.validation)))
 
   def has_rows(self, name: str) -> bool:
     """Whether a set has rows of a prompt and its completion, which windows hold whole."""

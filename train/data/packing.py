@@ -1,4 +1,4 @@
-"""Whole documents in windows of a fixed length, each with a state of its own."""
+"""Windows of a fixed length: cut from a stream, or of whole documents, each with its own state."""
 
 import bisect
 from collections.abc import Iterable, Sequence
@@ -48,6 +48,20 @@ def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
     members[window].append(number)
     bisect.insort(rooms, (left - sizes[number], window))
   return members
+
+
+def cut(ids: np.ndarray, starts: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+  """A window as of `TokenWindows`, each entry [T], from ids [T + 1].
+
+  Args:
+    starts: places from 1 to T in `ids` where a document begins.
+  """
+  ids, document = ids.astype(np.int32), np.zeros(len(ids), np.int32)
+  document[np.asarray(starts, int)] = 1
+  document = np.cumsum(document, dtype=np.int32)
+  weights = (document[:-1] == document[1:]).astype(np.float32)
+  names = ("tokens", "targets", "segment_ids", "weights")
+  return dict(zip(names, (ids[:-1], ids[1:], document[:-1], weights), strict=True))
 
 
 def window(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train import config
-from train.data import sources
+from train.data import sources, streams
 from train.data.errors import DataError
 from train.data.indexed import IndexedDataset
 from train.data.sidecars import check_owner, origin_of, up_to_date
@@ -39,7 +39,10 @@ def missing(cfg: config.Train) -> list[str]:
     check_vocabulary(tokenizer, cfg.model.vocab_size)
   elif path != bpe_path(data.folder):  # which a run trains
     lines.append(no_tokenizer(data.tokenizer))
-  for name in dict.fromkeys((*data.train, *data.validation)):
+  if data.stream:
+    for name in data.train:
+      streams.opened(data.sources[name], cfg.seed)
+  for name in data.token_sets:
     try:
       text = text_of(data, name)
     except DataError as error:
@@ -52,7 +55,8 @@ def missing(cfg: config.Train) -> list[str]:
 def windowed(cfg: config.Train) -> dict[str, int]:
   """Sets that are cut into windows, with the tokens of one window with its targets."""
   by_windows = cfg.data.validation if cfg.data.weighting != "documents" else ()
-  names = [name for name in (*cfg.data.train, *by_windows) if not cfg.data.has_rows(name)]
+  names = [*(() if cfg.data.stream else cfg.data.train), *by_windows]
+  names = [name for name in names if not cfg.data.has_rows(name)]
   return dict.fromkeys(names, cfg.seq_len + 1)
 
 

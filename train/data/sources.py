@@ -228,7 +228,7 @@ def _rows(path: Path, fields: Sequence[str], chat: Chat | None) -> Iterator[Docu
     if chat is not None:
       yield chat(row, where)
       continue
-    texts = [_text_of(row, where, key) for key in fields]
+    texts = [text_in(row, where, key) for key in fields]
     yield Document("".join(texts), len("".join(texts[:-1])))
 
 
@@ -272,7 +272,7 @@ def _parsed(line: bytes, where: str, strict: bool) -> Any:
     raise DataError(f'{where}: {error}. A row is an object, such as {{"text": ...}}.') from error
 
 
-def _text_of(row: Any, where: str, key: str) -> str:
+def text_in(row: Any, where: str, key: str) -> str:
   """Value of `key` in one row."""
   if not isinstance(row, dict) or key not in row:
     found = f"the keys {sorted(row)}" if isinstance(row, dict) else type(row).__name__

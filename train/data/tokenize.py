@@ -49,6 +49,8 @@ class DataSettings(TokenizerSettings, Protocol):
   @property
   def validation(self) -> Collection[str]: ...
   @property
+  def token_sets(self) -> Collection[str]: ...
+  @property
   def sources(self) -> dict[str, str]: ...
   @property
   def fields(self) -> dict[str, tuple[str, ...]]: ...
@@ -91,14 +93,14 @@ def prepare(
   """
   with writing(data.folder):
     Path(data.folder).mkdir(parents=True, exist_ok=True)
-  names = list(dict.fromkeys((*data.train, *data.validation)))
+  names = list(data.token_sets)
   for name in names:
     _check_name(name)
   limit_threads(workers)
   origins = {
     source: data.fields.get(name, sources.TEXT_FIELDS)
     for name in data.train
-    if (source := _source(data, name))
+    if name in names and (source := _source(data, name))
   }
   how = {"progress": progress, "force": force}
   of_file = {"end_of_text": data.end_of_text, "add_special_tokens": add_special_tokens_of(data)}

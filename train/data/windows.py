@@ -113,21 +113,12 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
       return packing.window((self._document(dataset, *bounds[n : n + 2]) for n in members), T)
     ids = dataset.tokens[start : start + T + 1]
     check_ids(ids, self.vocab_size, dataset.prefix + ".bin", start)
-    ids = ids.astype(np.int32)
     starts = self._bounds[which][:-1] if self._apart else np.zeros(1, int)
     inside = slice(*np.searchsorted(starts, (start + 1, start + T + 1)))
-    document = np.zeros(T + 1, np.int32)
-    document[starts[inside] - start] = 1
-    document = np.cumsum(document, dtype=np.int32)
-    weights = (document[:-1] == document[1:]).astype(np.float32)
+    window = packing.cut(ids, starts[inside] - start)
     if dataset.weights is not None:
-      weights *= _target_weights(dataset, start, T)
-    return {
-      "tokens": ids[:-1],
-      "targets": ids[1:],
-      "segment_ids": document[:-1],
-      "weights": weights,
-    }
+      window["weights"] *= _target_weights(dataset, start, T)
+    return window
 
   def _document(self, dataset: IndexedDataset, start: int, end: int):
     """(ids, weights of all but the first)."""
@@ -357,7 +348,7 @@ def train_batches(
       raise DataError(f"{name}={value} must be at least {least}.")
   if order not in ("windows", "random_crops"):
     raise DataError(f"order={order!r} must be 'windows' or 'random_crops'.")
-  dataset = _endless(source, str(seed), order)
+  dataset = endless(source, str(seed), order)
   if rows is not None and len(rows) != global_batch:
     dataset = grain.MapDataset.source(_Rows(dataset, rows, global_batch))
     global_batch = len(rows)
@@ -366,10 +357,10 @@ def train_batches(
   return TrainBatches(dataset, start, grain.ReadOptions(threads, prefetch if threads else 0))
 
 
-def _endless(source: TokenWindows | Mixture, seed: str, order: str) -> grain.MapDataset:
+def endless(source: TokenWindows | Mixture, seed: str, order: str) -> grain.MapDataset:
   """The rows of all steps."""
   if isinstance(source, Mixture):
-    streams = [_endless(each, f"{seed} {name}", order) for name, each in source.sets.items()]
+    streams = [endless(each, f"{seed} {name}", order) for name, each in source.sets.items()]
     return grain.MapDataset.source(_MixedRows(streams, list(source.shares.values()), seed))
   # Grain uses seed + epoch for each epoch: adjacent seeds would share all orders but one.
   mixed = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "little")

@@ -9,6 +9,7 @@ from lnssm_jax.models import count_parameters
 from train import config
 from train.callbacks import sample_of
 from train.cluster import distributed
+from train.data.streams import Stream
 from train.data.windows import Mixture, TokenWindows
 from train.logging.console import Console, short
 from train.runs.run_folder import RunFolder
@@ -28,7 +29,7 @@ def start(
   cfg: config.Train,
   run: RunFolder,
   state: State,
-  source: TokenWindows | Mixture,
+  source: TokenWindows | Mixture | Stream,
   step: int,
 ) -> None:
   """Prints the model, the amount of data and the run folder."""
@@ -38,7 +39,10 @@ def start(
   amount = lambda windows, epochs: (
     f"{short(len(windows) * cfg.seq_len)} tokens, {epochs:.2g} epochs{crops} in {cfg.steps} steps"
   )
-  if isinstance(source, Mixture):
+  if isinstance(source, Stream):
+    total = short(rows * cfg.seq_len)
+    console.say(f"data        {source.source}, as it is read: {total} tokens in {cfg.steps} steps")
+  elif isinstance(source, Mixture):
     for name, epochs in source.epochs(rows).items():
       share = f"{name}, {source.shares[name]:.1%} of the rows"
       console.say(f"data        {share}: {amount(source.sets[name], epochs)}")

@@ -1,0 +1,149 @@
+"""`train.data.streams`: windows of text that is encoded while it is read, resumed anywhere."""
+
+import contextlib
+import json
+import sys
+import types
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from train.data.errors import DataError
+from train.data.indexed import IndexedWriter
+from train.data.streams import Stream, StreamBatches
+from train.data.tokenizers import load_tokenizer
+from train.data.windows import TokenWindows
+
+BYTES = load_tokenizer("bytes")
+TEXTS = [f"document {number}. " * (number % 4) for number in range(200)]
+KEPT = [text for text in TEXTS if text]
+ROWS = [{"id": number, "body": text} for number, text in enumerate(TEXTS)]
+
+
+class Skipping:
+  """As a `datasets.IterableDataset`."""
+
+  def __init__(self, rows=TEXTS):
+    self.rows = rows
+
+  def __iter__(self):
+    return iter(self.rows)
+
+  def skip(self, count):
+    asked.append(count)
+    return Skipping(self.rows[count:])
+
+
+def start(start=0):
+  asked.append(start)
+  return iter(TEXTS[start:])
+
+
+asked = []
+MODULE = {
+  "texts": lambda: (text for text in TEXTS),
+  "rows": lambda: iter(ROWS),
+  "start": start,
+  "skipping": Skipping,
+  "dataset": lambda: ROWS * 20,  # Grain is slow to shuffle few
+  "none": lambda: iter([""]),
+  "empty": list,
+  "number": lambda: 3,
+  "numbers": lambda: iter(["a", {"text": 3}]),
+}
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+  monkeypatch.setitem(sys.modules, "documents_of_a_test", types.SimpleNamespace(**MODULE))
+  asked.clear()
+
+
+def source(name, folder):
+  """A source of TEXTS, or of ROWS."""
+  if name == "jsonl":
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(folder / "a.jsonl")
+  if name == "parquet":
+    table = pyarrow.Table.from_pylist(ROWS)
+    pyarrow.parquet.write_table(table, folder / "a.parquet")
+    return str(folder / "a.parquet")
+  return f"documents_of_a_test:{name}"
+
+
+def batches(stream, count, state=None, **options):
+  """(batches, the position after each)."""
+  with contextlib.closing(StreamBatches(stream, 4, state=state, **options)) as read:
+    return zip(*((next(read), read.state) for _ in range(count)), strict=True)
+
+
+def same(a, b):
+  return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+  "name", ["texts", "rows", "start", "skipping", "dataset", "jsonl", "parquet"]
+)
+def test_stream_continues_anywhere_as_if_it_had_not_stopped(name, tmp_path):
+  """Over the end of an epoch, and wherever a batch ends in a document."""
+  stream = Stream(source(name, tmp_path), BYTES, 60, 257, key="body", seed=1)
+  whole, states = batches(stream, 20)
+  for at in (3, 12, 16):
+    again, _ = batches(stream, 20 - at, json.loads(json.dumps(states[at - 1])))
+    assert all(same(a, b) for a, b in zip(again, whole[at:], strict=True))
+  assert any(state["token"] for state in states)
+  assert states[-1]["epoch"] > 0 or name == "dataset"  # which has no end
+  assert name not in ("start", "skipping") or 0 < states[15]["document"] in asked
+
+
+@pytest.mark.parametrize("boundaries", ["reset", "ignore"])
+def test_windows_of_a_stream_are_those_of_token_files(tmp_path, boundaries):
+  """Of one epoch; the next one begins where the last document ends."""
+  with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+    for text in KEPT:
+      writer.add_document([*text.encode(), 256])
+  files = TokenWindows(tmp_path / "a", 60, 257, boundaries)
+  found, _ = batches(
+    Stream("documents_of_a_test:texts", BYTES, 60, 257, boundaries), len(files) // 4
+  )
+  for number in range(len(found) * 4):
+    row = {name: x[number % 4] for name, x in found[number // 4].items()}
+    assert same(row, files[number])
+
+
+def test_dataset_is_read_in_another_order_in_each_epoch():
+  stream = Stream("documents_of_a_test:dataset", BYTES, 60, 257, key="body", seed=1)
+  read, ids = stream.tokens(0, 0), []
+  want = sorted([*text.encode(), 256] for text in KEPT * 20)
+  while len(ids) < 2 * len(want):
+    ids.append(next(read)[2].tolist())
+  first, second = ids[: len(want)], ids[len(want) :]
+  assert sorted(first) == sorted(second) == want and first != second
+  other = Stream("documents_of_a_test:dataset", BYTES, 60, 257, key="body", seed=2).tokens(0, 0)
+  assert [next(other)[2].tolist() for _ in first] != first
+
+
+def test_process_keeps_its_rows_of_each_batch():
+  stream = Stream("documents_of_a_test:texts", BYTES, 60, 257)
+  (whole, states), (part, own) = batches(stream, 3), batches(stream, 3, rows=range(2, 4))
+  assert all(
+    same(b, {key: x[2:] for key, x in a.items()}) for a, b in zip(whole, part, strict=True)
+  )
+  assert states == own
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("none", "has no text"),
+    ("empty", "has no documents"),
+    ("number", "returns int, which has no documents; return a generator"),
+    ("missing", "cannot be used: .* has no attribute 'missing'"),
+    ("numbers", r'document 1: "text" is int, expected a string'),
+  ],
+)
+def test_source_that_cannot_be_read_is_named(name, message):
+  with pytest.raises(DataError, match=message):
+    batches(Stream(f"documents_of_a_test:{name}", BYTES, 60, 257), 1)

@@ -1,0 +1,61 @@
+"""Runs with `data.stream`: text that is encoded while it is read, resumed exactly."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import chex
+import pytest
+
+from tests.train.test_labeled_runs import losses
+from train import trainer
+from train.config import ConfigError, to_dict
+from train.data.errors import DataError
+
+
+def test_killed_run_on_a_stream_resumes_bit_exact(
+  tiny, tmp_path, fit_and_kill, monkeypatch, capsys
+):
+  """Of a file, as an unbroken one of the generator of its rows; there are no token files."""
+  cfg = tiny(data__stream=True, data__folder=str(tmp_path / "tokens"))
+  lines = Path(cfg.data.sources["train"]).read_text().splitlines()
+  module = types.SimpleNamespace(rows=lambda: map(json.loads, lines))
+  monkeypatch.setitem(sys.modules, "rows_of_a_test", module)
+  data = to_dict(cfg)["data"] | {"sources": cfg.data.sources | {"train": "rows_of_a_test:rows"}}
+  unbroken = tiny(data=data, run_dir=str(tmp_path / "whole"))
+  whole = trainer.fit(unbroken)
+  out = capsys.readouterr().out
+  assert "data        rows_of_a_test:rows, as it is read: 1.54k tokens in 12 steps" in out
+  fit_and_kill(cfg, at=8)  # the newest checkpoint is of step 5
+  result = trainer.fit(cfg)
+  chex.assert_trees_all_equal(result.state, whole.state, strict=True)
+  assert losses(cfg) == losses(unbroken) and len(losses(cfg)) == 12
+  assert result.validation == whole.validation
+  assert {path.stem for path in (tmp_path / "tokens").glob("*.bin")} == {"validation"}
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"train": ("train", "validation"), "validation": ()}, "name one set"),
+    ({"sources": {}}, "no data.sources of the training set"),
+    ({"validation": ("validation", "train")}, "its set in data.validation"),
+    ({"targets": {"train": "last"}}, "rows with prompts or targets"),
+    ({"order": "random_crops"}, "data.order='random_crops'"),
+    ({"tokenizer": "bpe:300"}, "data.tokenizer='bpe:300'"),
+  ],
+)
+def test_setting_that_a_stream_cannot_have_is_named(tiny, changes, message):
+  with pytest.raises(ConfigError, match=f"data.stream=True cannot be used with .*{message}"):
+    tiny(**{f"data__{name}": value for name, value in changes.items()}, data__stream=True)
+
+
+def test_source_of_a_stream_is_opened_before_anything_is_compiled(tiny, monkeypatch):
+  monkeypatch.setattr(trainer, "compile_step", None)
+  cfg = tiny(data__stream=True)
+  sources = cfg.data.sources | {"train": "no_such_module:rows"}
+  with pytest.raises(DataError, match="'no_such_module:rows', which cannot be used: No module"):
+    trainer.fit(tiny(data__stream=True, data__sources=sources))
+  with pytest.raises(DataError, match="is for single runs of `fit`"):
+    trainer.training_set(cfg)
