@@ -113,7 +113,7 @@ docs: $(DOCS_ENV)
 UV ?= uv
 LOCK := $(UV) pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-header
 constraints:
-	$(LOCK) $(ARGS) --group build $(foreach extra,train data tensorboard wandb dev notebooks docs,--extra $(extra)) \
+	$(LOCK) $(ARGS) --group build $(foreach extra,train data serve tensorboard wandb dev notebooks docs,--extra $(extra)) \
 	  pyproject.toml --output-file constraints.txt
 	$(LOCK) $(ARGS) --extra cuda13 --constraint constraints.txt pyproject.toml \
 	  --output-file constraints-cuda13.txt

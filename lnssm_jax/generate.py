@@ -146,6 +146,15 @@ def _checked(
   model, prompts, options: SamplingOptions, start, *, log_probs: bool = False, numbers=None
 ):
   """Checks the arguments of `generate`; the steps (tokens [B], log-probabilities [B] or None)."""
+  model, rows = checked(model, prompts, options, start)
+  row_keys = sampling.row_keys(options.seed, len(rows), numbers)
+  return _run(model, rows, options, start, log_probs, row_keys)
+
+
+def checked(
+  model: Any, prompts: Any, options: SamplingOptions, start: Prefix | None = None
+) -> tuple[LanguageModel, list[np.ndarray]]:
+  """(the NNX model, the prompts) of arguments of `generate`; raises as that."""
   model, rows = _checked_prompts(model, prompts, start)
   if not isinstance(options, SamplingOptions):
     raise ValueError(f"options={options!r} is no SamplingOptions; give SamplingOptions(...).")
@@ -160,8 +169,7 @@ def _checked(
       raise ValueError(
         f"stop_token={stop_token!r} is outside the vocabulary, 0 to {model.vocab_size - 1}."
       )
-  row_keys = sampling.row_keys(options.seed, len(rows), numbers)
-  return _run(model, rows, options, start, log_probs, row_keys)
+  return model, rows
 
 
 def _check_length(model, rows, max_tokens: int, start: Prefix | None) -> None:
@@ -223,13 +231,13 @@ def _run(model, prompts, options: SamplingOptions, start: Prefix | None, log_pro
   choice = sampling.choice_of(options, model.vocab_size, log_probs)
   limits = sampling.limits_of(options)
   prefix = _read(model, prompts, options.prefill_chunk, start)
-  states, logits = _apart(prefix.state, model.num_layers), prefix.logits
+  states, logits = apart(prefix.state, model.num_layers), prefix.logits
   seen = prefix.seen if choice.penalized else None
   del prefix  # its state is as large as those that were split from it
   stop_tokens = options.stop_tokens
   ended, last = np.zeros(len(prompts), bool), np.zeros(len(prompts), np.int32)
   for first in range(0, options.max_tokens, _STEPS_PER_CALL):
-    states, logits, seen, steps = _decode(
+    states, logits, seen, steps = decode(
       model, states, logits, seen, row_keys, first, limits, choice=choice
     )
     tokens, scores, broken = jax.device_get(steps)
@@ -279,17 +287,37 @@ def _read(model, prompts, prefill_chunk: int | None, start: Prefix | None) -> Pr
   )
 
 
-@functools.partial(jax.jit, static_argnames="choice", donate_argnames=("states", "logits", "seen"))
-def _decode(model, states, logits, seen, row_keys, first, limits, *, choice: sampling.Choice):
+@functools.partial(
+  jax.jit, static_argnames=("choice", "steps"), donate_argnames=("states", "logits", "seen")
+)
+def decode(
+  model,
+  states,
+  logits,
+  seen,
+  row_keys,
+  first,
+  limits,
+  *,
+  choice: sampling.Choice,
+  steps: int = _STEPS_PER_CALL,
+):
   """Draws tokens `first`, `first` + 1, ...: (states, logits, seen, steps).
 
   Of each step (tokens [B], log-probabilities [B] or None, whether logits are NaN [B]).
+
+  Args:
+    states: `apart` of a state.
+    seen: [B, vocab] bool, or None where `choice` is not penalized.
+    first: the number of the next token, of all rows or of each [B].
+    steps: how many tokens of each row are drawn.
   """
   blocks = layers.apart(layers.tied(model.blocks), model.num_layers)
 
   def step(carry, number):
     states, logits, seen = carry
-    keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, number)
+    numbers = jnp.broadcast_to(first + number, row_keys.shape)
+    keys = jax.vmap(jax.random.fold_in)(row_keys, numbers)
     tokens = sampling.draw(sampling.penalized(logits, seen, limits), keys, limits, choice)
     scores, broken = None, jnp.isnan(logits).any(axis=-1)
     if choice.log_probs:
@@ -300,10 +328,8 @@ def _decode(model, states, logits, seen, row_keys, first, limits, *, choice: sam
     states, logits = _read_one(model, blocks, states, tokens)
     return (states, logits, seen), (tokens, scores, broken)
 
-  (states, logits, seen), steps = jax.lax.scan(
-    step, (states, logits, seen), first + jnp.arange(_STEPS_PER_CALL)
-  )
-  return states, logits, seen, steps
+  (states, logits, seen), drawn = jax.lax.scan(step, (states, logits, seen), jnp.arange(steps))
+  return states, logits, seen, drawn
 
 
 def _read_one(model, blocks, states, tokens):
@@ -323,7 +349,7 @@ def _read_one(model, blocks, states, tokens):
 
 
 @functools.partial(jax.jit, static_argnames="num_layers")
-def _apart(state, num_layers: int):
+def apart(state, num_layers: int):
   """(the state of each layer, the position [B, 1] of the next token if the model learns them).
 
   One program: a slice for each layer and array took 11 ms of the host for 24 layers of four.

@@ -1,7 +1,7 @@
 """Drawing the next token of each row from logits: the options of `lnssm_jax.generate`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -77,19 +77,22 @@ class SamplingOptions:
 class Choice(NamedTuple):
   """How a token is chosen, as far as the compiled program depends on it."""
 
-  method: str  # "greedy", "all" (draw from the whole vocabulary) or "likely" (from the likeliest)
-  candidates: int  # of "likely": how many tokens are sorted
+  # "greedy", "all" (draw from the whole vocabulary), "likely" (from the likeliest), or "mixed":
+  # each row by one of them.
+  method: str
+  candidates: int  # of "likely" and "mixed": how many tokens are sorted
   penalized: bool = False  # whether tokens of the text have other logits
   log_probs: bool = False  # whether they are returned
 
 
 class Limits(NamedTuple):
-  """Numbers of the options that the compiled program takes as arguments."""
+  """Numbers of the options that the compiled program takes as arguments: scalars, or [B, 1]."""
 
-  temperature: jax.Array
-  top_p: jax.Array
-  log_min_p: jax.Array
-  penalty: jax.Array
+  temperature: jax.Array | np.ndarray
+  top_p: jax.Array | np.ndarray
+  log_min_p: jax.Array | np.ndarray
+  penalty: jax.Array | np.ndarray
+  top_k: jax.Array | np.ndarray  # infinite: all
 
 
 def choice_of(options: SamplingOptions, vocab_size: int, log_probs: bool) -> Choice:
@@ -107,8 +110,23 @@ def limits_of(options: SamplingOptions) -> Limits:
   # Rounded sums of probabilities may exceed 1, but not infinity.
   top_p = np.inf if options.top_p in (None, 1) else options.top_p
   log_min_p = np.log(options.min_p) if options.min_p else -np.inf
-  numbers = (options.temperature, top_p, log_min_p, options.repetition_penalty)
-  return Limits(*map(jnp.float32, numbers))
+  top_k = 1 if options.temperature == 0 else options.top_k or np.inf
+  numbers = (options.temperature, top_p, log_min_p, options.repetition_penalty, top_k)
+  return Limits(*(np.asarray(x, np.float32) for x in numbers))
+
+
+# Tokens that are sorted for rows of several options, where the least that covers them is enough.
+_SORTED = 64
+
+
+def common_choice(choices: Iterable[Choice], vocab_size: int) -> Choice:
+  """One kind of choice for rows of several, of few in all: each is a program to compile."""
+  choices = list(choices)
+  most = max((c.candidates for c in choices if c.method == "likely"), default=1)
+  candidates = 1 if most == 1 else min(vocab_size, _SORTED if most <= _SORTED else vocab_size)
+  methods = {choice.method for choice in choices}
+  method = methods.pop() if len(methods) == 1 else "mixed"
+  return Choice(method, candidates, any(choice.penalized for choice in choices))
 
 
 def row_keys(
@@ -141,6 +159,13 @@ def penalized(logits, seen, limits: Limits):
 
 def draw(logits, keys, limits: Limits, choice: Choice):
   """One token per row, int32 [B], from logits [B, vocab] and one key per row."""
+  if choice.method == "mixed":
+    named = {method: choice._replace(method=method) for method in ("greedy", "all", "likely")}
+    rest = limits._replace(temperature=jnp.where(limits.temperature == 0, 1, limits.temperature))
+    greedy, every, likely = (draw(logits, keys, rest, named[method]) for method in named)
+    limited = (limits.top_k < jnp.inf) | (limits.top_p < jnp.inf)
+    drawn = jnp.where(limited[:, 0], likely, every)
+    return jnp.where(limits.top_k[:, 0] == 1, greedy, drawn)
   if choice.method == "greedy":
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
   # The largest becomes 0 first, so that no temperature can overflow it.
@@ -149,6 +174,7 @@ def draw(logits, keys, limits: Limits, choice: Choice):
   if choice.method == "all":
     return jax.vmap(jax.random.categorical)(keys, probable(logits)).astype(jnp.int32)
   logits, tokens = jax.lax.top_k(logits, choice.candidates)
+  logits = jnp.where(jnp.arange(choice.candidates) < limits.top_k, logits, -jnp.inf)
   probabilities = jax.nn.softmax(logits, axis=-1)
   likelier = jnp.cumsum(probabilities, axis=-1) - probabilities  # the sum of those before it
   logits = jnp.where(likelier < limits.top_p, probable(logits), -jnp.inf)

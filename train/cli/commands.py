@@ -128,6 +128,17 @@ def generate(options: argparse.Namespace) -> None:
     show_generated(f"--- {number} of {len(prompts)}\n{prompt}{new}", end="\n")
 
 
+def serve(options: argparse.Namespace) -> None:
+  """Serves a model over HTTP."""
+  from train.runs import loading
+  from train.serving import command
+
+  names = ("host", "port", "slots", "queue", "most_tokens", "prefix_memory")
+  loaded = loading.load_model(options.folder, ema=options.ema)
+  say = lambda line: show(line, flush=True)
+  command.serve(loaded, say=say, **{name: getattr(options, name) for name in names})
+
+
 def _text_of(file: str) -> str:
   """The text of a file, or of standard input for "-"."""
   if file == "-":

@@ -21,6 +21,7 @@ EXAMPLES = """\
   lnssm-train fit --config configs/longhorn.py:mamba-350m-4096 --dry-run
   lnssm-train evaluate --run-dir runs/quickstart
   lnssm-train generate --run-dir runs/quickstart --prompt 'def '
+  lnssm-train serve exported --port 8000
   lnssm-train tokenize --input TEXT --output data/text --tokenizer bytes
   lnssm-train inspect runs/quickstart --compare 120
   lnssm-train verify runs/quickstart
@@ -60,6 +61,7 @@ def _parser() -> Parser:
   sweeping.add_options(added.add("sweep", commands.sweep, sweep))
   _add_evaluate(added)
   _add_generate(added)
+  _add_serve(added)
   _add_tokenize(added)
   _add_export(added)
   importing = added.add(
@@ -215,6 +217,39 @@ def _add_generate(added: Commands) -> None:
   )
   generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
   _add_ema(generate)
+
+
+def _add_serve(added: Commands) -> None:
+  serve = added.add(
+    "serve", commands.serve, "Serve a model over HTTP: completions and chats of the OpenAI API."
+  )
+  serve.add_argument("folder", metavar="FOLDER", help="a run, an export, or a published model")
+  serve.add_argument(
+    "--host", default="127.0.0.1", help="address to listen at (default: this machine's own)"
+  )
+  serve.add_argument(
+    "--port", type=int, default=8000, metavar="N", help="0: a free one (default: 8000)"
+  )
+  serve.add_argument(
+    "--slots", type=int, default=16, metavar="N", help="texts continued at once (default: 16)"
+  )
+  serve.add_argument(
+    "--queue", type=int, default=256, metavar="N", help="texts that may wait (default: 256)"
+  )
+  serve.add_argument(
+    "--most-tokens",
+    type=int,
+    metavar="N",
+    help="of a prompt and its continuation (default: what the model's caches hold, or 32,768)",
+  )
+  serve.add_argument(
+    "--prefix-memory",
+    type=int,
+    default=256,
+    metavar="MIB",
+    help="for states after texts that were read, to be continued (default: 256)",
+  )
+  _add_ema(serve)
 
 
 def _add_tokenize(added: Commands) -> None:

@@ -1,0 +1,296 @@
+"""Continuous batching: texts join and leave a batch of recurrent states between any two calls.
+
+There are `size` slots. A text takes one while its prompt is read and while its tokens are drawn;
+its state is the same size all the time, but for the caches of attention, which are allocated whole.
+Tokens are those of `lnssm_jax.generate` with the same options, as far as its numbers are: another
+batch may round logits differently.
+
+A state after a prompt is kept, and one after what two prompts have in common, as long as there is
+memory for it: a text that begins with the same tokens is read from there.
+"""
+
+import collections
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lnssm_jax import sampling
+from lnssm_jax.generate import AnyModel, apart, checked, decode
+from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.prefill import default_prefill_chunk, extend
+from lnssm_jax.sampling import SamplingOptions
+
+# Tokens of each row per call of the device: a text joins or leaves after so many.
+_STEPS = 8
+# Prompts that new ones are compared with, and what they must have in common to keep its state.
+_RECENT, _SHORTEST_SHARED = 32, 16
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+  """A text to continue; `Slots` counts what it has read and drawn of it.
+
+  Args:
+    prompt: token ids, at least one.
+    options: `prefill_chunk` is not used.
+    number: of the prompt among those of one call of `generate`, whose random numbers it gets.
+
+  Attributes:
+    reused: tokens of the prompt whose state was there.
+    drawn: tokens drawn so far.
+    cancelled: set it to have the slot freed at the next `step`.
+  """
+
+  prompt: np.ndarray
+  options: SamplingOptions
+  number: int = 0
+  reused: int = 0
+  drawn: int = 0
+  cancelled: bool = False
+
+
+class Drawn(NamedTuple):
+  """New tokens of a row; `ended` says why it has left: "stop", "length" or "nan", or is None."""
+
+  row: Row
+  tokens: list[int]
+  ended: str | None
+
+
+class _Read(NamedTuple):
+  """The first `length` tokens of a text, read."""
+
+  state: Any  # of one row
+  logits: Any  # [1, vocab], or None before the first token
+  length: int
+
+
+@dataclasses.dataclass(eq=False)
+class _Reading:
+  """A prompt that is being read, and the places in it after which the state is kept."""
+
+  read: _Read
+  ends: list[int]
+
+  def next_size(self, chunk: int) -> int:
+    """Tokens that are read next: a power of two, or none if all are."""
+    rest = self.ends[0] - self.read.length if self.ends else 0
+    return min(chunk, 1 << (rest.bit_length() - 1)) if rest else 0
+
+
+class Slots:
+  """A batch of `size` slots on the device; one thread may use it.
+
+      slots = Slots(model, 8)
+      slots.add(Row(np.array([1, 2, 3]), SamplingOptions(max_tokens=20)))
+      while slots.rows:
+        for row, tokens, ended in slots.step(): ...
+
+  Args:
+    prefix_memory: bytes for states of what was read.
+
+  Attributes:
+    model: the NNX model.
+    rows: those in the slots.
+  """
+
+  def __init__(self, model: AnyModel, size: int, *, prefix_memory: int = 1 << 28):
+    self.model: Any = model.module() if hasattr(model, "module") else model
+    self.size = check_positive("size", size)
+    self.rows: list[Row] = []
+    self._free = list(range(size))
+    self._reading: dict[Row, _Reading] = {}
+    self._drawing: dict[Row, int] = {}  # their slots
+    self._prefixes = _Prefixes(prefix_memory)
+    vocabulary, empty = self.model.vocab_size, jax.jit(self.model.init_state, static_argnums=0)
+    self._empty = empty(1)
+    states = apart(empty(size), self.model.num_layers)
+    keys = jax.random.split(jax.random.key(0), size)
+    self._device = (
+      states,
+      jnp.zeros((size, vocabulary)),
+      jnp.zeros((size, vocabulary), bool),
+      keys,
+    )
+    self._limits: Any = [np.ones((size, 1), np.float32) for _ in sampling.Limits._fields]
+
+  def add(self, row: Row) -> None:
+    """Gives a row a slot.
+
+    Raises:
+      ValueError: all are taken; or as `generate`.
+    """
+    if len(self.rows) == self.size:
+      raise ValueError(f"all {self.size} slots are taken; wait until a row has ended.")
+    checked(self.model, [row.prompt], row.options)
+    row.prompt = np.asarray(row.prompt, np.int32)
+    self.rows.append(row)
+    read = self._prefixes.longest(row.prompt) or _Read(self._empty, None, 0)
+    row.reused = read.length
+    self._reading[row] = _Reading(read, self._prefixes.ends(row.prompt, read.length))
+
+  @property
+  def prefix_bytes(self) -> int:
+    """Bytes of the states that are kept."""
+    return self._prefixes.used
+
+  def step(self) -> list[Drawn]:
+    """Reads some of the prompts, then draws tokens of the rows that are read; returns those."""
+    for row in [row for row in self.rows if row.cancelled]:
+      self._leave(row)
+    self._read()
+    return self._draw() if self._drawing else []
+
+  def _leave(self, row: Row) -> None:
+    self.rows.remove(row)
+    self._reading.pop(row, None)
+    if row in self._drawing:
+      self._free.append(self._drawing.pop(row))
+
+  def _read(self) -> None:
+    """Reads at most a chunk of each prompt, those of equal pieces at once."""
+    left = chunk = default_prefill_chunk(self.size)
+    while self._reading and left > 0:
+      sizes = {row: reading.next_size(chunk) for row, reading in self._reading.items()}
+      size = max(sizes.values())
+      rows = [row for row in sizes if sizes[row] == size]
+      if size:
+        self._extend(rows, size)
+        left -= size
+      for row in rows:
+        read, ends = self._reading[row].read, self._reading[row].ends
+        if ends and read.length == ends[0]:
+          self._prefixes.keep(row.prompt, read)
+          del ends[0]
+        if not ends:
+          self._begin(row, read)
+
+  def _extend(self, rows: list[Row], size: int) -> None:
+    count = 1
+    while count < len(rows):
+      count = min(4 * count, self.size)  # few programs
+    reading = [self._reading[row] for row in rows]
+    tokens = np.zeros((count, size), np.int32)
+    for place, (row, one) in enumerate(zip(rows, reading, strict=True)):
+      tokens[place] = row.prompt[one.read.length : one.read.length + size]
+    states = [*(one.read.state for one in reading), *[self._empty] * (count - len(rows))]
+    states, logits = _extend_rows(self.model, states, tokens)
+    for one, state, out in zip(reading, states, logits, strict=False):
+      one.read = _Read(state, out, one.read.length + size)
+
+  def _begin(self, row: Row, read: _Read) -> None:
+    """Moves a row whose prompt is read into a free slot."""
+    del self._reading[row]
+    slot = self._drawing[row] = self._free.pop()
+    for numbers, value in zip(self._limits, sampling.limits_of(row.options), strict=True):
+      numbers[slot] = value
+    seen = np.zeros((1, self.model.vocab_size), bool)
+    seen[0, row.prompt] = True
+    key = sampling.row_keys(row.options.seed, 1, [row.number])
+    of_row = apart(read.state, self.model.num_layers), read.logits, seen, key
+    self._device = _put(self._device, of_row, slot)
+
+  def _draw(self) -> list[Drawn]:
+    model, rows = self.model, dict(self._drawing)
+    choices = [sampling.choice_of(row.options, model.vocab_size, False) for row in rows]
+    choice = sampling.common_choice(choices, model.vocab_size)
+    first = np.zeros(self.size, np.int32)
+    for row, slot in rows.items():
+      first[slot] = row.drawn
+    states, logits, seen, keys = self._device
+    limits = sampling.Limits(*self._limits)
+    states, logits, new, steps = decode(
+      model,
+      states,
+      logits,
+      seen if choice.penalized else None,
+      keys,
+      first,
+      limits,
+      choice=choice,
+      steps=_STEPS,
+    )
+    self._device = states, logits, new if choice.penalized else seen, keys
+    tokens, _, broken = jax.device_get(steps)
+    return [self._of_row(row, tokens[:, slot], broken[:, slot]) for row, slot in rows.items()]
+
+  def _of_row(self, row: Row, tokens: np.ndarray, broken: np.ndarray) -> Drawn:
+    tokens = tokens[: row.options.max_tokens - row.drawn]
+    kept = sampling.before_stop(tokens, row.options.stop_tokens or None)
+    ended = "stop" if len(kept) < len(tokens) else None
+    if broken[: len(kept) + (ended is not None)].any():
+      kept, ended = kept[: np.argmax(broken)], "nan"
+    row.drawn += len(kept)
+    if ended is None and row.drawn == row.options.max_tokens:
+      ended = "length"
+    if ended:
+      self._leave(row)
+    return Drawn(row, kept.tolist(), ended)
+
+
+class _Prefixes:
+  """States of the beginnings of texts, of which those used least recently leave first."""
+
+  def __init__(self, memory: int):
+    self._memory, self.used = memory, 0
+    self._kept: collections.OrderedDict[bytes, _Read] = collections.OrderedDict()
+    self._recent: collections.deque[np.ndarray] = collections.deque(maxlen=_RECENT)
+
+  def longest(self, prompt: np.ndarray) -> _Read | None:
+    """The longest beginning of a prompt that is kept."""
+    lengths = {read.length for read in self._kept.values() if read.length <= len(prompt)}
+    for length in sorted(lengths, reverse=True):
+      if read := self._kept.get(key := prompt[:length].tobytes()):
+        self._kept.move_to_end(key)
+        return read
+    return None
+
+  def ends(self, prompt: np.ndarray, length: int) -> list[int]:
+    """Places after `length` whose state may be of use again: what recent prompts share, and all."""
+    shared = max((_common(prompt, other) for other in self._recent), default=0)
+    if not any(np.array_equal(prompt, other) for other in self._recent):
+      self._recent.append(prompt)
+    ends = {shared if shared >= _SHORTEST_SHARED else 0, len(prompt)}
+    return sorted(end for end in ends if end > length)
+
+  def keep(self, prompt: np.ndarray, read: _Read) -> None:
+    size = _bytes(read)
+    if size > self._memory:
+      return
+    if old := self._kept.pop(key := prompt[: read.length].tobytes(), None):
+      self.used -= _bytes(old)
+    self._kept[key] = read
+    self.used += size
+    while self.used > self._memory:
+      _, old = self._kept.popitem(last=False)
+      self.used -= _bytes(old)
+
+
+def _bytes(read: _Read) -> int:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(read[:2]))
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+  """Number of tokens at the beginning of both."""
+  shorter = min(len(a), len(b))
+  differ = a[:shorter] != b[:shorter]
+  return int(np.argmax(differ)) if differ.any() else shorter
+
+
+@jax.jit
+def _extend_rows(model, states, tokens):
+  """Reads tokens [B, C] after a state for each row: states and logits [1, vocab], row by row."""
+  joined = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *states)
+  state, logits = extend(model, joined, tokens)
+  row = lambda n: jax.tree.map(lambda x: x[:, n : n + 1], state)
+  return [row(n) for n in range(len(states))], jnp.split(logits, len(states))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(batch, row, slot):
+  """The batch with a row's arrays, whose first axis is 1, in its place."""
+  return jax.tree.map(lambda x, y: x.at[slot].set(y[0]), batch, row)

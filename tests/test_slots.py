@@ -1,0 +1,108 @@
+"""`lnssm_jax.slots`: texts that join and leave a batch get the tokens that they get alone."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax import generate, sampling
+from lnssm_jax.sampling import SamplingOptions
+from lnssm_jax.slots import Row, Slots
+from tests.pretrained.test_save_model import HYBRID, random_model
+
+WAYS = [
+  {"temperature": 0},
+  {"top_k": 5, "top_p": 0.9},
+  {},
+  {"repetition_penalty": 1.5, "top_k": 40},
+  {"top_p": 0.9},
+  {"min_p": 0.1, "temperature": 0.5},
+  {"top_k": 1},
+  {"top_k": 100},
+]
+MODELS = {
+  "lrn": ({"mixer": "lrn", "num_layers": 1}, 5, WAYS[1:2]),
+  "hybrid": (HYBRID, 24, WAYS),
+  "cache": (
+    {
+      "mixer": ("gla", "softmax_attention"),
+      "mixer_options": {"softmax_attention": {"max_length": 100}},
+    },
+    24,
+    WAYS,
+  ),
+}
+
+
+def alone(model, row):
+  (tokens,) = np.stack(
+    list(generate.stream(model, [row.prompt], row.options, numbers=[row.number])), axis=1
+  )
+  return sampling.before_stop(tokens, row.options.stop_token).tolist()
+
+
+@pytest.mark.parametrize(
+  "name", ["lrn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid", "cache"))]
+)
+def test_rows_that_join_and_leave_get_the_tokens_of_generate(name):
+  """Also of shared beginnings, whose state is reused, next to rows that are given up."""
+  settings, count, ways = MODELS[name]
+  model, rng = random_model(**settings), np.random.default_rng(0)
+  shared, rows = rng.integers(0, 257, 16), []
+  for number in range(count):
+    prompt = rng.integers(0, 257, rng.integers(1, 4 if name == "lrn" else 40))
+    options = SamplingOptions(
+      max_tokens=int(rng.integers(1, 40)),
+      seed=number // 2,
+      stop_token=(7, 9),
+      **ways[number % len(ways)],
+    )
+    rows.append(Row(np.append(shared, prompt) if number % 2 else prompt, options, number % 3))
+  rows.append(Row(rows[1].prompt, rows[1].options, 1))  # the same prompt once more
+  given_up = Row(shared, SamplingOptions(max_tokens=10**9 if name == "lrn" else 60))
+  slots, waiting = Slots(model, 3), [given_up, *rows]
+  found, ended = {row: [] for row in waiting}, {}
+  while waiting or slots.rows:
+    while waiting and len(slots.rows) < 3:
+      slots.add(waiting.pop(0))
+    for row, tokens, reason in slots.step():
+      assert row not in ended
+      found[row] += tokens
+      given_up.cancelled |= len(found[given_up]) >= 16
+      if reason:
+        ended[row] = reason
+  assert given_up not in ended and len(found[given_up]) == 16
+  for row in rows:
+    assert found[row] == alone(model, row)
+    want = "length" if len(found[row]) == row.options.max_tokens else "stop"
+    assert ended[row] == want
+  assert {row.reused for row in rows} >= {0, 16, len(rows[1].prompt)}
+
+
+def test_memory_of_prefixes_is_bounded():
+  """States that were used least recently leave first."""
+  model = random_model(mixer="lrn", num_layers=1)
+  rows = [Row(np.full(16, token), SamplingOptions(max_tokens=1, temperature=0)) for token in b"abc"]
+  slots = Slots(model, 1, prefix_memory=3000)  # room for two states of 64 and logits of 1,028 bytes
+  for number in (0, 1, 0, 2, 1, 2):
+    row = Row(rows[number].prompt, rows[number].options)
+    slots.add(row)
+    while slots.rows:
+      slots.step()
+    assert 0 < slots.prefix_bytes <= 3000
+    rows.append(row)
+  assert [row.reused for row in rows[3:]] == [0, 0, 16, 0, 0, 16]
+
+
+def test_nan_ends_its_row_alone():
+  model = random_model(mixer="lrn", num_layers=1)
+  model.embedding[...] = jnp.asarray(model.embedding[...]).at[5].set(np.nan)
+  slots = Slots(model, 2)
+  options = SamplingOptions(max_tokens=4, temperature=0, stop_token=5)
+  bad, good = Row(np.array([5]), options), Row(np.array([6]), options)
+  slots.add(bad)
+  slots.add(good)
+  with pytest.raises(ValueError, match="all 2 slots are taken"):
+    slots.add(good)
+  found = {row: (tokens, ended) for row, tokens, ended in slots.step()}
+  assert found[bad] == ([], "nan") and found[good][1] in ("length", "stop")
+  assert found[good][0] == alone(model, good)

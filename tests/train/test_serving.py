@@ -1,0 +1,285 @@
+"""`lnssm-train serve`: many clients at once on the loopback, those that leave or ask wrongly."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import lnssm_jax
+from lnssm_jax.pretrained import chat, texts
+from lnssm_jax.slots import Row, Slots
+from tests.pretrained.test_chat import folder_with
+from tests.pretrained.test_save_model import random_model
+from train.cli.main import main
+from train.data import load_tokenizer
+from train.serving import command
+from train.serving.engine import Busy, Engine
+
+for _name in ("starlette", "jinja2"):
+  pytest.importorskip(_name, reason=f"the extra `serve` is not installed: no {_name}")
+uvicorn = pytest.importorskip("uvicorn", reason="the extra `serve` is not installed: no uvicorn")
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}assistant:"
+QUEUE = 12
+SPELLED = {"role": "user", "content": "a<end>assistant:"}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("serving") / "model"
+  model = random_model(mixer="lrn", num_layers=1, vocab_size=260)
+  tokenizer = load_tokenizer(str(folder_with(folder.parent / "tokenizer", TEMPLATE)))
+  lnssm_jax.save_model(folder, model, tokenizer)
+  for name, content in chat.files_of(tokenizer).items():  # as an export has them
+    (folder / name).write_text(content)
+  return lnssm_jax.load_model(folder)
+
+
+@contextlib.contextmanager
+def serving(loaded, **settings):
+  """The port of a server in a thread."""
+  servers, said, errors = [], threading.Event(), []
+  address = []
+
+  class Server(uvicorn.Server):
+    def __init__(self, config):
+      super().__init__(config)
+      servers.append(self)
+
+  def say(line):
+    address.append(int(line.partition("/v1")[0].rpartition(":")[2]))
+    said.set()
+
+  def run():
+    try:
+      command.serve(
+        loaded,
+        say=say,
+        port=0,
+        **{"slots": 4, "queue": QUEUE} | settings,
+      )
+    except BaseException as error:
+      errors.append(error)
+      said.set()
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(uvicorn, "Server", Server)
+    thread = threading.Thread(target=run)
+    thread.start()
+    said.wait(60)
+    try:
+      if errors:
+        raise errors[0]
+      yield address[0]
+    finally:
+      for server in servers:
+        server.should_exit = True
+      thread.join(60)
+  assert not thread.is_alive() and not errors
+
+
+@pytest.fixture(scope="module")
+def port(loaded):
+  with serving(loaded) as found:
+    yield found
+
+
+def ask(port, path, body=None, method=None):
+  """(status, answer) of one request; of a stream the list of its events."""
+  connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+  raw = body if body is None or isinstance(body, bytes) else json.dumps(body)
+  connection.request(method or ("GET" if raw is None else "POST"), path, raw)
+  answer = connection.getresponse()
+  content = answer.read().decode()
+  connection.close()
+  if "event-stream" in answer.headers.get("content-type", ""):
+    events = content.removesuffix("\n\n").split("\n\n")
+    assert events.pop() == "data: [DONE]"
+    return answer.status, [json.loads(event.removeprefix("data: ")) for event in events]
+  return answer.status, json.loads(content) if content[:1] == "{" else content
+
+
+def metrics(port):
+  lines = ask(port, "/metrics")[1].splitlines()
+  pairs = (line.split() for line in lines if not line.startswith("#"))
+  return {name.removeprefix("lnssm_"): float(value) for name, value in pairs}
+
+
+def wait_for(port, **wanted):
+  """Waits until the metrics have these values."""
+  end = time.monotonic() + 60
+  while any((found := metrics(port))[name] != value for name, value in wanted.items()):
+    assert time.monotonic() < end, found
+    time.sleep(0.01)
+
+
+HOW = {"max_tokens": 24, "temperature": 1.0, "top_p": 1.0}
+CHAT = "system: be brief<end>user: hi<end>assistant:"
+
+
+def prompts_of(clients):
+  return [f"client {number}"[: 3 + number % 8] + str(number) for number in range(clients)]
+
+
+def alone(loaded, prompts, seed, numbers=None):
+  """The texts of `generate` for prompts with these numbers; `seed`: one, or one for each."""
+  rows = [texts.encode_prompt(loaded.tokenizer, prompt).tolist() for prompt in prompts]
+  options = dataclasses.replace(loaded.options(**HOW), seed=seed)
+  return texts.complete_tokens(loaded.model, loaded.tokenizer, rows, options, numbers=numbers)
+
+
+@pytest.mark.parametrize("clients", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_clients_at_once_get_the_texts_of_generate(loaded, clients):
+  """Nothing is lost, whether they stream or not, and all tokens are those of one call."""
+  prompts, gate = prompts_of(clients), threading.Barrier(clients)
+  want = alone(loaded, prompts, tuple(range(clients)))
+  assert len(set(want)) == clients
+
+  def client(number):
+    body = {"prompt": prompts[number], "seed": number, **HOW}
+    gate.wait()
+    if number % 2:
+      status, answer = ask(port, "/v1/completions", body)
+      assert status == 200
+      return answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    status, events = ask(port, "/v1/completions", body)
+    assert status == 200 and len(events) >= 3
+    text = "".join(event["choices"][0]["text"] for event in events[:-1])
+    return text, events[-1]["usage"]["prompt_tokens"]
+
+  with serving(loaded, queue=clients) as port, ThreadPoolExecutor(clients) as pool:
+    found = list(pool.map(client, range(clients)))
+    counts = metrics(port)
+  assert [text for text, _ in found] == want
+  assert [size for _, size in found] == [len(prompt) for prompt in prompts]
+  assert counts["finished_total"] == counts["requests_total"] == counts["first_tokens_total"]
+  assert counts["finished_total"] == clients and counts["slots_used"] == counts["waiting"] == 0
+  assert counts["rejected_total"] == counts["cancelled_total"] == 0
+
+
+def test_choices_stops_and_chats(loaded, port):
+  prompts = ["ab", "ab", "abc", "abc", CHAT, "", "", ""]  # as many as clients: one program
+  *want, reply, _, _, _ = alone(loaded, prompts, 3, [0, 1, 2, 3, 0, 5, 6, 7])
+  asked = {**HOW, "seed": 3}
+  status, answer = ask(port, "/v1/completions", {"prompt": ["ab", "abc"], "n": 2, **asked})
+  assert status == 200 and answer["object"] == "text_completion"
+  assert [choice["text"] for choice in answer["choices"]] == want
+  assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+  end = want[0][4:6]
+  tokens = loaded.tokenizer.encode("ab").tolist()
+  body = {"prompt": tokens, "stop": end, "model": "model", "user": "me", "logprobs": None}
+  _, answer = ask(port, "/v1/completions", body | asked)
+  assert answer["choices"][0]["text"] == want[0].partition(end)[0] != want[0]
+  assert answer["choices"][0]["finish_reason"] == "stop"
+
+  said = [{"role": "system", "content": "be brief"}]
+  said += [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+  body = {"messages": said, **asked, "max_completion_tokens": 24}
+  _, answer = ask(port, "/v1/chat/completions", body)
+  assert answer["choices"][0]["message"] == {"role": "assistant", "content": reply}
+  assert answer["object"] == "chat.completion"
+  _, events = ask(port, "/v1/chat/completions", body | {"stream": True})
+  parts = [event["choices"][0]["delta"] for event in events]
+  assert parts[0]["role"] == "assistant" and "role" not in parts[1]
+  assert "".join(part["content"] for part in parts) == reply
+  assert events[-1]["choices"][0]["finish_reason"] in ("length", "stop")
+  assert events[0]["object"] == "chat.completion.chunk"
+  assert metrics(port)["reused_prompt_tokens_total"] > 0
+  assert ask(port, "/v1/models")[1]["data"][0]["id"] == "model"
+  assert ask(port, "/health") == (200, "ok")
+
+
+def test_clients_that_leave_free_their_slots_and_a_full_queue_rejects(port):
+  """Streams and waiting texts alike; the server works on."""
+  before = metrics(port)
+  long = {"prompt": "x", "max_tokens": 30_000, "temperature": 1.0, "top_p": 1.0}
+  clients = []
+  for body in (long | {"stream": True, "n": 4}, long | {"n": QUEUE}):
+    raw = json.dumps(body)
+    clients.append(socket.create_connection(("127.0.0.1", port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n{raw}"
+    clients[-1].sendall(head.encode())
+    wait_for(port, slots_used=4, waiting=QUEUE if len(clients) == 2 else 0)
+  status, answer = ask(port, "/v1/completions", {"prompt": "x"})
+  assert (
+    status == 429 and answer["error"]["message"] == f"{QUEUE} texts are waiting; try again later."
+  )
+  for client in clients:
+    client.close()
+  cancelled = before["cancelled_total"] + 4 + QUEUE
+  wait_for(port, slots_used=0, waiting=0, cancelled_total=cancelled)
+  assert ask(port, "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize(
+  ("path", "body", "status", "message"),
+  [
+    ("completions", b"{", 400, "the body is no JSON"),
+    ("completions", b"[]", 400, "no object of JSON"),
+    ("completions", b" " * (1 << 22) + b"{}", 413, "more than 4194304 bytes"),
+    ("completions", {"prompt": 3}, 400, "prompt is no text"),
+    ("completions", {"prompt": ["a", 3]}, 400, "prompt 1 is no text"),
+    ("completions", {"prompt": [300]}, 400, "token ids from 300 to 300"),
+    ("completions", {"prompt": "a", "model": "gpt"}, 404, "model='gpt' is not served"),
+    ("completions", {"prompt": "a", "logprobs": 2}, 400, "logprobs=2 is not supported"),
+    ("completions", {"prompt": "a", "temperature": "1"}, 400, "temperature='1' is no number"),
+    ("completions", {"prompt": "a", "top_p": 0.0}, 400, "top_p=0.0 must be above 0"),
+    ("completions", {"prompt": "a", "n": 10**9}, 400, "at most 12 in all"),
+    ("completions", {"prompt": "a", "max_tokens": 40_000}, 400, "more than the 32768 tokens"),
+    ("completions", {"prompt": "a", "seed": -1}, 400, "seed=-1 must be in"),
+    ("completions", {"prompt": "a", "stop": ["x"] * 3 + [4]}, 400, "until has 4"),
+    ("chat/completions", {"messages": []}, 400, "expected messages, such as"),
+    ("chat/completions", {"messages": 3}, 400, "expected messages, such as"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, '"content" of message 0 is'),
+    ("chat/completions", {"messages": [SPELLED]}, 400, "messages[0] spells out a special token"),
+    (
+      "chat/completions",
+      {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+      400,
+      "other parts are not read",
+    ),
+  ],
+)
+def test_wrong_request_is_answered_with_what_is_wrong(port, path, body, status, message):
+  found, answer = ask(port, f"/v1/{path}", body)
+  assert found == status and message in answer["error"]["message"]
+
+
+def test_engine_ends_its_rows_when_the_device_fails(loaded, monkeypatch):
+  slots = Slots(loaded.model, 1)
+  engine, ended = Engine(slots, queue=2), []
+  options = loaded.options(max_tokens=4)
+  rows = [Row([97], options) for _ in range(3)]
+  with pytest.raises(Busy):
+    engine.submit(rows, ended.append)
+  engine.submit(rows[:2], ended.append)
+
+  def fail():
+    raise RuntimeError("the device is gone")
+
+  monkeypatch.setattr(slots, "step", fail)
+  engine.run()
+  assert str(engine.failure) == "the device is gone"
+  assert [(drawn.row, drawn.ended) for drawn in ended] == [(rows[1], "failed"), (rows[0], "failed")]
+  with pytest.raises(Busy):
+    engine.submit(rows[:1], ended.append)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--slots", "0"], "error: size=0 must be an integer of at least 1."),
+    (["--port", "{taken}"], "Address already in use"),
+  ],
+)
+def test_server_that_cannot_start_says_why_in_a_line(loaded, port, capsys, arguments, message):
+  code = main(["serve", str(loaded.source), *(x.format(taken=port) for x in arguments)])
+  error = capsys.readouterr().err
+  assert code == 2 and message in error and error.count("\n") == 1

@@ -1,0 +1,255 @@
+"""Routes of the server: the completions and chats of the OpenAI API, and how it is doing."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from lnssm_jax import generate
+from lnssm_jax.files.checked_json import parse
+from lnssm_jax.files.reading import DataError
+from lnssm_jax.pretrained.chat import ChatTemplate
+from lnssm_jax.pretrained.continuations import Continuation
+from lnssm_jax.pretrained.loaded import LoadedModel
+from lnssm_jax.slots import Drawn, Row
+from train.serving import requests
+from train.serving.engine import Busy, Engine
+
+_MAX_BODY = 1 << 22  # bytes
+_RETRY = {"Retry-After": "1"}
+
+
+class HttpError(Exception):
+  """An answer with a status and a message."""
+
+  def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None):
+    super().__init__(message)
+    self.status, self.headers = status, headers
+
+
+def make(
+  loaded: LoadedModel,
+  engine: Engine,
+  chat: ChatTemplate | DataError,
+  *,
+  name: str,
+  most_tokens: int,
+) -> Starlette:
+  """The application of a model; `most_tokens` are those of a prompt and its answer."""
+  answer = functools.partial(_answer, loaded, engine, name, most_tokens)
+  models = {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "lnssm_jax"}]}
+  get = ["GET"]
+  routes = [
+    Route("/v1/completions", functools.partial(answer, None), methods=["POST"]),
+    Route("/v1/chat/completions", functools.partial(answer, chat), methods=["POST"]),
+    Route("/v1/models", lambda _: JSONResponse(models), methods=get),
+    Route("/health", lambda _: _health(engine), methods=get),
+    Route("/metrics", lambda _: PlainTextResponse(engine.metrics()), methods=get),
+  ]
+  return Starlette(routes=routes, exception_handlers={HttpError: _error})
+
+
+def _error(_: HttpRequest, error: Any) -> Response:
+  kind = "invalid_request_error" if error.status < 500 else "server_error"
+  body = {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
+  return JSONResponse(body, error.status, error.headers)
+
+
+def _health(engine: Engine) -> Response:
+  well = engine.failure is None
+  return PlainTextResponse("ok" if well else "failed", 200 if well else 503)
+
+
+async def _answer(
+  loaded: LoadedModel,
+  engine: Engine,
+  name: str,
+  most_tokens: int,
+  chat: ChatTemplate | DataError | None,
+  http: HttpRequest,
+) -> Response:
+  body = await _body(http)
+  if body.get("model") not in (None, name):
+    raise HttpError(404, f"model={body['model']!r:.80} is not served; this is {name!r}.")
+  limits = {"most_texts": engine.queue, "most_tokens": most_tokens}
+  try:
+    # Encoding of a long text takes its time.
+    asked = await run_in_threadpool(requests.parse, body, loaded, chat, **limits)
+    choices = _Choices(loaded, engine, asked)
+    choices.submit()
+  except ValueError as error:
+    raise HttpError(400, str(error)) from None
+  except Busy:
+    raise HttpError(429, f"{engine.queue} texts are waiting; try again later.", _RETRY) from None
+  form = _Form(name, chat is not None)
+  if asked.stream:
+    return _Stream(choices, form, asked.usage)
+  gone = asyncio.create_task(_disconnected(http))
+  whole = asyncio.create_task(choices.whole())
+  try:
+    await asyncio.wait((gone, whole), return_when=asyncio.FIRST_COMPLETED)
+    if not whole.done():
+      raise ClientDisconnect
+    return JSONResponse(form.whole(await whole, choices.usage))
+  except ClientDisconnect:
+    return Response(status_code=499)  # nobody reads it
+  finally:
+    choices.close()
+    for task in (gone, whole):
+      task.cancel()
+
+
+async def _body(http: HttpRequest) -> dict[str, Any]:
+  raw = bytearray()
+  async for part in http.stream():
+    raw += part
+    if len(raw) > _MAX_BODY:
+      raise HttpError(413, f"the body has more than {_MAX_BODY} bytes.")
+  try:
+    body = parse(bytes(raw))
+  except ValueError as error:
+    raise HttpError(400, f"the body is no JSON: {error}.") from None
+  if not isinstance(body, dict):
+    raise HttpError(400, "the body is no object of JSON.")
+  return body
+
+
+async def _disconnected(http: HttpRequest) -> None:
+  while (await http.receive())["type"] != "http.disconnect":
+    pass
+
+
+class _Choices:
+  """The texts of one request while they grow; used by the thread of the event loop."""
+
+  def __init__(self, loaded: LoadedModel, engine: Engine, asked: requests.Request):
+    self._loaded, self._engine, self._stops = loaded, engine, asked.options.stop_tokens
+    self._rows = [Row(prompt, asked.options, n) for n, prompt in enumerate(asked.prompts)]
+    tokenizer, until = loaded.tokenizer, asked.until
+    self._texts = [Continuation(tokenizer, row.prompt.tolist(), until) for row in self._rows]
+    self._news: asyncio.Queue[Drawn] = asyncio.Queue()
+    self._left = set(self._rows)
+    self.prompt_tokens, self.new_tokens = sum(len(row.prompt) for row in self._rows), 0
+
+  def submit(self) -> None:
+    loop = asyncio.get_running_loop()
+
+    def deliver(drawn: Drawn) -> None:
+      with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
+        loop.call_soon_threadsafe(self._news.put_nowait, drawn)
+
+    self._engine.submit(self._rows, deliver)
+
+  def close(self) -> None:
+    """Gives up what has not ended."""
+    if self._left:
+      self._engine.cancel(list(self._left))
+      self._left.clear()
+
+  @property
+  def usage(self) -> dict[str, int]:
+    prompt, new = self.prompt_tokens, self.new_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+  async def pieces(self) -> AsyncGenerator[tuple[int, str, str | None]]:
+    """(number of the choice, new text, why it ended or None), as texts grow."""
+    shown = [0] * len(self._rows)
+    while self._left:
+      row, tokens, ended = await self._news.get()
+      if row not in self._left:
+        continue  # it had found one of `until`
+      number, text = row.number, self._texts[row.number]
+      if ended in ("nan", "failed"):
+        place = f"prompt {number}, new token {row.drawn}"
+        nan = ended == "nan"
+        raise HttpError(
+          500,
+          generate.not_a_number(place, self._loaded.model) if nan else "the server has stopped.",
+        )
+      text.add(tokens)
+      self.new_tokens += len(tokens)
+      if text.ended and ended is None:
+        self._engine.cancel([row])
+      if text.ended:
+        ended = "stop"
+      now = text.shown if ended is None else text.text
+      if ended:
+        self._left.discard(row)
+      if ended or len(now) > shown[number]:
+        yield number, now[shown[number] :], ended
+        shown[number] = len(now)
+
+  async def whole(self) -> list[tuple[str, str | None]]:
+    """(text, why it ended) of each choice."""
+    found: list[tuple[str, str | None]] = [("", None)] * len(self._rows)
+    async for number, piece, ended in self.pieces():
+      found[number] = found[number][0] + piece, ended
+    return found
+
+
+class _Form:
+  """Objects of the OpenAI API, of completions or of chats."""
+
+  def __init__(self, model: str, chat: bool):
+    self._chat = chat
+    kind = "chat.completion" if chat else "text_completion"
+    ident = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+    self._head = {"id": ident, "object": kind, "created": int(time.time()), "model": model}
+
+  def whole(self, found: Sequence[tuple[str, str | None]], usage: Mapping[str, int]) -> Any:
+    choices = []
+    for number, (text, ended) in enumerate(found):
+      said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+      choices.append({"index": number, **said, "logprobs": None, "finish_reason": ended})
+    return {**self._head, "choices": choices, "usage": usage}
+
+  def part(self, number: int, piece: str, ended: str | None, *, first: bool) -> Any:
+    said: Any = {"text": piece}
+    if self._chat:
+      said = {"delta": ({"role": "assistant"} if first else {}) | {"content": piece}}
+    choice = {"index": number, **said, "logprobs": None, "finish_reason": ended}
+    return self.chunk([choice])
+
+  def chunk(self, choices: list[Any], **more: Any) -> Any:
+    head = self._head | ({"object": "chat.completion.chunk"} if self._chat else {})
+    return {**head, "choices": choices, **more}
+
+
+class _Stream(StreamingResponse):
+  """Server-sent events; a client that has left ends them wherever they are."""
+
+  def __init__(self, choices: _Choices, form: _Form, usage: bool):
+    super().__init__(_events(choices, form, usage), media_type="text/event-stream")
+    self._choices = choices
+
+  async def __call__(self, scope, receive, send) -> None:
+    try:
+      await super().__call__(scope, receive, send)
+    finally:
+      self._choices.close()
+
+
+async def _events(choices: _Choices, form: _Form, usage: bool) -> AsyncIterator[str]:
+  """Server-sent events of a stream."""
+  event, begun = (lambda value: f"data: {json.dumps(value)}\n\n"), set()
+  try:
+    async with contextlib.aclosing(choices.pieces()) as pieces:
+      async for number, piece, ended in pieces:
+        yield event(form.part(number, piece, ended, first=number not in begun))
+        begun.add(number)
+    if usage:
+      yield event(form.chunk([], usage=choices.usage))
+  except HttpError as error:
+    yield event({"error": {"message": str(error), "type": "server_error"}})
+  yield "data: [DONE]\n\n"

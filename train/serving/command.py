@@ -1,0 +1,95 @@
+"""The process of `lnssm-train serve`: one model, a thread of the device, an HTTP server."""
+
+import socket
+import threading
+
+from lnssm_jax.files.reading import DataError
+from lnssm_jax.mixers.common.checks import check_positive
+from lnssm_jax.pretrained.chat import ChatTemplate
+from lnssm_jax.pretrained.loaded import LoadedModel
+from lnssm_jax.slots import Slots
+from train.messages import Say
+
+_MIB = 1 << 20
+
+
+def serve(
+  loaded: LoadedModel,
+  *,
+  say: Say,
+  host: str = "127.0.0.1",
+  port: int = 8000,
+  slots: int = 16,
+  queue: int = 256,
+  most_tokens: int | None = None,
+  prefix_memory: int = 256,
+) -> None:
+  """Serves a model until the process is told to end.
+
+  Args:
+    say: gets the address, once connections are accepted.
+    port: 0 takes a free one.
+    slots: texts that are continued at once; each has a state on the device.
+    queue: texts that wait for a slot; more are rejected.
+    most_tokens: of a prompt and its continuation; None: what the model's caches hold, or 32,768.
+    prefix_memory: MiB of the device for states of what was read.
+
+  Raises:
+    DataError: a package is missing, or the address is taken.
+    ValueError: an argument is out of range.
+  """
+  try:
+    import starlette  # noqa: F401
+    import uvicorn
+  except ImportError as error:
+    raise DataError(f"serve needs a package ({error}): pip install 'lnssm-jax[serve]'") from None
+  from train.serving import app
+  from train.serving.engine import Engine
+
+  check_positive("--queue", queue)
+  most_tokens = most_tokens or loaded.model.max_length or 32_768
+  engine = Engine(Slots(loaded.model, slots, prefix_memory=prefix_memory * _MIB), queue=queue)
+  name = loaded.source.resolve().name
+  try:
+    chat = ChatTemplate(loaded.tokenizer)
+  except DataError as error:  # which answers chats; completions need none
+    chat = error
+  routes = app.make(loaded, engine, chat, name=name, most_tokens=most_tokens)
+  with _listening(host, port) as listening:
+    config = uvicorn.Config(
+      routes,
+      log_level="warning",
+      access_log=False,
+      lifespan="off",
+      timeout_graceful_shutdown=30,
+      limit_concurrency=slots + queue + 64,
+    )
+    server = uvicorn.Server(config)
+
+    def work() -> None:
+      engine.run()
+      server.should_exit = True
+
+    thread = threading.Thread(target=work, name="engine", daemon=True)
+    thread.start()
+    at = f"[{host}]" if ":" in host else host
+    say(
+      f"serving {name} at http://{at}:{listening.getsockname()[1]}/v1, {slots} slots, at most"
+      f" {most_tokens:,} tokens of a text"
+    )
+    try:
+      server.run(sockets=[listening])
+    finally:
+      engine.stop()
+      thread.join()
+  if engine.failure is not None:
+    raise engine.failure
+
+
+def _listening(host: str, port: int) -> socket.socket:
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  try:
+    return socket.create_server((host, port), family=family, backlog=1024)
+  except (OSError, OverflowError) as error:
+    said = getattr(error, "strerror", None) or error
+    raise DataError(f"--host {host} --port {port}: {said}; give another port, or 0.") from None
