@@ -32,8 +32,8 @@ sys.stdin.readline()
 for number in range(rounds):
   data = SimpleNamespace(
     folder=folder if mode == "force" else f"{folder}/{number}", tokenizer="bpe:260",
-    end_of_text=None, train=("a",), validation=(), sources={"a": f"{folder}/a.txt"}, fields={},
-    targets={},
+    end_of_text=None, train=("a",), validation=(), token_sets=("a",),
+    sources={"a": f"{folder}/a.txt"}, fields={}, targets={},
   )
   (sidecar,) = prepare(data, force=mode == "force").values()
   pair = IndexedDataset(f"{data.folder}/a")

@@ -107,7 +107,7 @@ def test_tokenize_files_independent_of_batches_and_threads(corpus, tmp_path, mon
 def test_tokenize_read_ahead_bounded(tmp_path, monkeypatch):
   read = written = furthest = 0
 
-  def documents(files, skipped, fields):
+  def documents(files, skipped, *_):
     nonlocal read
     for _ in range(500):
       read += 1
