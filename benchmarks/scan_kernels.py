@@ -115,6 +115,31 @@ def _delta(decay, normal, n):
   return arrays | ({"log_decay": jax.nn.log_sigmoid(heads() + 3)} if decay else {})
 
 
+def _rwkv7(normal, n):
+  """As the layer has them; every rate is 1."""
+  steps = lambda last="K": normal(n["B"], n["T"], n["H"], n[last])
+  erase = steps()
+  erase = erase / jnp.linalg.norm(erase, axis=-1, keepdims=True)
+  arrays = {"q": steps(), "k": erase * jax.nn.sigmoid(steps()), "v": steps("V")}
+  arrays |= {"erase_key": erase, "write_key": steps() * n["K"] ** -0.5}
+  arrays = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
+  return arrays | {"log_decay": -0.6065 * jax.nn.sigmoid(steps() - 1)}
+
+
+def _rwkv7_recall(*, q, k, v, **x):
+  return ops.delta_rule(
+    q, k, v, jnp.ones(q.shape[:3]), **x, erase_before_decay=True, scale=1.0
+  )  # fmt: skip
+
+
+def _rwkv7_rival(*, q, k, v, log_decay, erase_key, write_key):
+  from jla import ops as rival
+
+  return rival.linear_attention(
+    "rwkv7", q, write_key, v, w=log_decay, a=-erase_key, b=k, scale=1.0, lower_bound=-0.61
+  )[0]  # fmt: skip
+
+
 def _attention(normal, n):
   steps = lambda last: normal(n["B"], n["T"], n["H"], n[last]).astype(jnp.bfloat16)
   return {"q": steps("K"), "k": steps("K"), "v": steps("V")}
@@ -204,6 +229,15 @@ CASES = {
   "delta_rule gated": _delta_case("BTH"),
   "delta_rule gated documents": _delta_case("BTH", documents=True),
   "kda": _delta_case("BTHK"),
+  "rwkv7": Case(
+    _rwkv7_recall,
+    {"q": "BTHK", "k": "BTHK", "v": "BTHV", "log_decay": "BTHK"}
+    | {"erase_key": "BTHK", "write_key": "BTHK"},
+    _rwkv7,
+    {"B": 8, "T": 2048, "H": 32, "K": 64, "V": 64},
+    "BTHV",
+    _rwkv7_rival,
+  ),
   "causal_conv1d": Case(
     _silu_convolution, {"x": "BTD", "kernel": "WD", "bias": "D"}, _convolution,
     {"B": 8, "T": 2048, "D": 4096, "W": 4},

@@ -8,9 +8,11 @@ from pallas_kernels.core.wgmma import TILE_WIDTH
 
 KEY_WIDTHS = (64, 128)  # what q and k are padded to
 VALUE_WIDTHS = (64, 128)  # what v is padded to
+WIDEST_WRITE_KEY = 64  # what a chunk needs of wider ones would not fit the SMEM
 CHUNK = 64  # tokens, unless a configuration says otherwise
 NARROWEST = 32  # narrower heads are padded more than twofold
 _REDUCTIONS = 2048  # bytes of SMEM for sums that cross warps
+REDUCTIONS = 128  # where the largest of 128 numbers is all
 _BARRIERS = 1024  # bytes of SMEM, at most, for barriers
 NUM_ROWS = 5  # of a chunk's table
 
@@ -23,12 +25,13 @@ class Shape(NamedTuple):
   value_width: int
   separate_erase_key: bool  # whether the erase key is one more input
   channels: bool = False  # whether each key channel has a decay
+  write_key: bool = False  # whether values are stored under another key
 
   @property
   def shape_class(self) -> str:
     """The key of a device's table."""
     erase = "-channels" if self.channels else "-erase" if self.separate_erase_key else ""
-    flags = erase + ("" if self.many_heads else "-few")
+    flags = erase + "-write" * self.write_key + ("" if self.many_heads else "-few")
     return f"K{self.key_width}-V{self.value_width}-bfloat16{flags}"
 
   @property
@@ -97,20 +100,28 @@ class Config:
       stage = bf16 * keys * C * K + pairs + tile + table + 4 * C
       more = tile if name == "forward" else 2 * pairs  # outputs or scores
       if shape.channels:  # scores are loaded
-        stage, more = stage + pairs, tile if name == "forward" else 0
+        stage, more = stage + pairs, tile if name == "forward" or shape.write_key else 0
+      if shape.write_key:  # with its scores and what it adds to the systems
+        stage += bf16 * C * K + 2 * pairs
       handed = bf16 * K * config.value_tile + tile + more
       needed[name] = config.num_stages * stage + handed
     stage = bf16 * (keys - 1) * C * K + pairs + bf16 * C * self.maps.value_tile + table
+    if shape.write_key:
+      stage += bf16 * C * K + pairs
     needed["split_maps_forward"] = self.maps.num_stages * stage
     # Keys, the cotangent of outputs, x and y, a block of a state, pairs of tokens.
     of_keys = keys * C * (TILE_WIDTH if shape.channels else K)
     needed["gradients"] = bf16 * (of_keys + 3 * C * V + TILE_WIDTH * V) + 2 * pairs
     if shape.channels:  # signs, and tiles where those of values are too few
-      needed["gradients"] += pairs * (1 if V > TILE_WIDTH else 4) + 2 * f32 * C
+      more = 0 if V > TILE_WIDTH or shape.write_key else 2
+      needed["gradients"] += pairs * (1 + more) + 2 * f32 * C
+      if shape.write_key:  # its block, values, pairs of tokens
+        keys += 1
+        needed["gradients"] += bf16 * (C * TILE_WIDTH + C * V) + 2 * pairs
       # Keys, the right operand, halves of log decays; scores, signs, ones; blocks of the inverse.
       chunks = bf16 * (keys + 3) * C * K + pairs * (3 if K > TILE_WIDTH else 5)
       needed["chunks"] = chunks + f32 * (C * C // 4 + 2 * C + K) + _REDUCTIONS
-      needed["gradients"] += _REDUCTIONS
+      needed["gradients"] += REDUCTIONS
     return {name: size + _BARRIERS for name, size in needed.items()}
 
   def check(self, shape: Shape) -> None:
@@ -124,7 +135,7 @@ def default(shape: Shape) -> Config:
   Many heads: all columns of a head in one CTA, so that keys are loaded once. Few: more CTAs.
   """
   two = 2 * TILE_WIDTH
-  wide = shape.value_width == two and shape.many_heads
+  wide = shape.value_width == two and shape.many_heads and not shape.write_key
 
   def recurrence(kernel, wide):
     """With as many stages as the SMEM holds."""

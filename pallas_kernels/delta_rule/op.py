@@ -34,8 +34,8 @@ def delta_rule(
     segments: [B, T] int32 counted from 0, padded with each row's last, or None.
     length: tokens before padding.
     num_splits: into how many splits of whole chunks a sequence is cut, which run at the same time.
-    erase_before_decay: with a decay per key channel, the erase key has been divided by that of its
-      own token, which then is no part of its gradient.
+    erase_before_decay: with a decay per key channel and an erase key, whether it reads the state
+      before the decay of its own token.
     config: None takes `config.default`.
     interpret: `plgpu.InterpretGPUParams`, or None to compile.
 

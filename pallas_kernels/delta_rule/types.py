@@ -28,6 +28,8 @@ class Inputs(NamedTuple):
   beta: jax.Array  # [B, length, H] float32
   log_decay: jax.Array  # [B, length, H] float32; or per key channel [B, T, H, K], padded
   kv: jax.Array | None  # [B, H, K, V] float32; None for zeros
+  # [B, T, H, K] bfloat16, or None for k. With a decay per key channel; then v is times beta.
+  write_key: jax.Array | None = None
 
   @property
   def heads(self) -> int:
@@ -44,7 +46,8 @@ class Inputs(NamedTuple):
     """Sizes for which a configuration is chosen."""
     B, _, _, K = self.k.shape
     separate = self.erase_key is not None or self.channels
-    return Shape(B * self.heads, K, self.v.shape[3], separate, self.channels)
+    writes = self.write_key is not None
+    return Shape(B * self.heads, K, self.v.shape[3], separate, self.channels, writes)
 
 
 class Options(NamedTuple):
@@ -54,7 +57,7 @@ class Options(NamedTuple):
   length: int  # tokens before padding
   config: Config
   num_splits: int  # of a sequence, that run at the same time: P
-  erase_before_decay: bool = False  # of whose own token; with decays per key channel
+  erase_before_decay: bool = False  # of its own token; with decays per key channel
   interpret: Any = None  # `plgpu.InterpretGPUParams`, or None to compile
 
   @property

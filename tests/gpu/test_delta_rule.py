@@ -37,6 +37,13 @@ SMALL = [
   Case(T=4100, K=128, V=128, decay="ordinary", channels=True, H=3),
   Case(T=130, K=40, V=128, decay="lasting", channels=True, state=False),
   Case(T=300, K=64, V=64, decay="ordinary", channels=True, erase=True, keys="early"),
+  # A write key: RWKV-7's widths, and values of two CTAs and of two heads.
+  Case(
+    T=300, K=64, V=64, decay="ordinary", channels=True, erase=True, segments=True, keys="before"
+  ),
+  Case(T=1000, K=40, V=80, decay="extreme", channels=True, erase=True, keys="before"),
+  Case(T=130, K=64, V=200, decay="weak", segments=True, keys="write"),
+  Case(T=4100, K=64, V=64, decay="lasting", channels=True, erase=True, keys="before", H=3),
 ]
 
 
@@ -53,9 +60,9 @@ def of_heads(arrays, heads):
   return {name: jnp.take(x, heads, axis=HEADS.get(name, 2)) for name, x in arrays.items()}
 
 
-def drawn(B, T, H, K, V, erase, channels=False, seed=0):
+def drawn(B, T, H, K, V, erase, channels=False, write=False, seed=0):
   """Inputs by name, made on the device."""
-  keys = iter(jax.random.split(jax.random.key(seed), 8))
+  keys = iter(jax.random.split(jax.random.key(seed), 9))
   normal = lambda *shape: jax.random.normal(next(keys), shape)
   unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
   bf16 = jnp.bfloat16
@@ -70,6 +77,8 @@ def drawn(B, T, H, K, V, erase, channels=False, seed=0):
   }
   if erase:
     inputs["erase_key"] = unit(k + 0.2 * normal(B, T, H, K)).astype(bf16)
+  if write:
+    inputs["write_key"] = normal(B, T, H, K).astype(bf16)
   return inputs
 
 
@@ -78,6 +87,8 @@ def recall(inputs, implementation):
     *(inputs[n] for n in ("q", "k", "v", "beta")),
     log_decay=inputs["log_decay"],
     erase_key=inputs.get("erase_key"),
+    write_key=inputs.get("write_key"),
+    erase_before_decay="write_key" in inputs,
     scale=0.7,
     initial_state=ops.DeltaRuleState(inputs["kv"]),
     implementation=implementation,
@@ -85,12 +96,13 @@ def recall(inputs, implementation):
   return {"out": out, "kv": last.kv}
 
 
-# B, T, H, K, V, erase, channels
+# B, T, H, K, V, erase, channels, write
 MODELS = [
   (1, 8192, 32, 128, 128, False, False),
   (8, 2048, 16, 128, 128, True, False),
   (8, 2048, 32, 64, 64, False, False),
   (8, 2048, 16, 128, 128, False, True),
+  (8, 2048, 32, 64, 64, True, True, True),
 ]
 
 

@@ -107,15 +107,17 @@ CHANNELS = dataclasses.replace(SMALL, channels=True)
 
 
 @pytest.mark.slow
-def test_decays_per_channel_in_splits(monkeypatch):
+@pytest.mark.parametrize("keys", ["", "write"])
+def test_decays_per_channel_in_splits(monkeypatch, keys):
   monkeypatch.setattr(config, "num_splits", lambda *_: 2)
   documents_begin_at(monkeypatch, [65], [40])
-  case = Case(T=66, K=100, V=24, H=1, chunk=None, decay="weak", channels=True, segments=True)
+  options = {"V": 24, "H": 1, "chunk": None, "decay": "weak", "channels": True, "segments": True}
+  case = Case(T=66, **options, **({"K": 64, "keys": keys} if keys else {"K": 100}))
   contract.assert_case(DELTA_RULE, case, BF16, "pallas_interpret", DELTA_RULE.inputs(case))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", ["", "early"])
+@pytest.mark.parametrize("keys", ["", "early", "before"])
 def test_decays_per_channel_from_none_to_everything(keys):
   """Down to -inf, with the largest that is not yet that, mixed in every token; and lower-bounded
   ones, -5 for all."""
@@ -130,7 +132,9 @@ def test_decays_per_channel_from_none_to_everything(keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [SMALL, CHANNELS], ids=str)
+@pytest.mark.parametrize(
+  "case", [SMALL, CHANNELS, dataclasses.replace(CHANNELS, erase=True, keys="before")], ids=str
+)
 def test_splitting_packing_and_causality(case):
   """Documents of one step, documents that end at a chunk boundary, cuts on all sides of it."""
   sizes = {"lengths": (1, 63, 1, 63), "pieces": (66, 62), "cuts": (1, 64, 65)}
@@ -142,15 +146,16 @@ def test_every_transformation():
   assert_transformations(DELTA_RULE, dataclasses.replace(SMALL, T=5, erase=True), BF16)
 
 
-def arguments(K, V, erase, segments, T=1024, lead=(), channels=False):
+def arguments(K, V, erase, segments, T=1024, lead=(), channels=False, write=False):
   """Arguments of `pallas.run`, as shapes; `lead` are axes in front of all."""
   B, H = 2, 3
   array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct((*lead, *shape), dtype)
   inputs = {"q": array(B, T, H, K, dtype=BF16), "k": array(B, T, H, K, dtype=BF16)}
   inputs |= {"v": array(B, T, H, V, dtype=BF16), "beta": array(B, T, H, 1)}
   inputs |= {"log_decay": array(B, T, H, K if channels else 1), "kv": array(B, H, K, V)}
-  if erase:
-    inputs["erase_key"] = array(B, T, H, K, dtype=BF16)
+  for name, given in (("erase_key", erase), ("write_key", write)):
+    if given:
+      inputs[name] = array(B, T, H, K, dtype=BF16)
   return inputs, array(B, T, dtype=jnp.int32) if segments else None
 
 
@@ -184,17 +189,22 @@ def test_lowers(widths, erase, segments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("erase", [False, True])
-@pytest.mark.parametrize("widths", [(128, 128), (64, 64)])
-def test_decays_per_channel_lower(widths, erase):
-  inputs, ids = arguments(*widths, erase, True, channels=True)
+@pytest.mark.parametrize(
+  ("widths", "write"),
+  [((128, 128), False), ((64, 64), False), ((64, 64), True), ((64, 128), True)],
+)
+def test_decays_per_channel_lower(widths, write, erase):
+  inputs, ids = arguments(*widths, erase, True, channels=True, write=write)
   assert len(kernels_traced(run, inputs, ids)) == 2
   assert kernels_in(jax.grad(lambda x, ids: total(run(x, ids))), inputs, ids) == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("channels", [False, True])
-def test_splits_lower(channels):
-  inputs, ids = arguments(128, 128, False, True, channels=channels)
+@pytest.mark.parametrize(
+  ("K", "channels", "write"), [(128, False, False), (128, True, False), (64, True, True)]
+)
+def test_splits_lower(K, channels, write):
+  inputs, ids = arguments(K, 128, False, True, channels=channels, write=write)
   gradient = jax.grad(lambda x, ids: total(run(x, ids, num_splits=8)))
   assert kernels_in(gradient, inputs, ids) == 6
 
@@ -233,7 +243,8 @@ def test_lowers_under_shard_map():
     (Case(T=2, K=64, V=64, rates="column", chunk=None), BF16, XLA),
     (Case(T=2, K=64, V=64, decay="weak", channels=True, chunk=None), BF16, ["pallas", *XLA]),
     (Case(T=2, K=64, V=64, erase=True, keys="early", chunk=None), BF16, ["pallas", *XLA]),
-    (Case(T=2, K=64, V=64, keys="write", chunk=None), BF16, XLA),
+    (Case(T=2, K=64, V=64, keys="write", chunk=None), BF16, ["pallas", *XLA]),
+    (Case(T=2, K=65, V=64, keys="write", chunk=None), BF16, XLA),
   ],
   ids=str,
 )
@@ -250,7 +261,7 @@ def test_what_hopper_runs(hopper, case, dtype, expected):
     (dataclasses.replace(SMALL, chunk=32), BF16, "chunk_size=32"),
     (dataclasses.replace(SMALL, K=129), BF16, "q is 129 wide"),
     (dataclasses.replace(SMALL, rates="column"), BF16, "beta has a rate for each value column"),
-    (dataclasses.replace(SMALL, keys="write"), BF16, "write_key is given"),
+    (dataclasses.replace(SMALL, K=65, keys="write"), BF16, "write_key is 65 wide"),
   ],
   ids=str,
 )

@@ -81,11 +81,6 @@ BY_DEFAULT |= {f"lnssm_72m.py:{name}" for name in ("rwkv4", "rwkv5")}
 BY_DEFAULT |= {f"sse.py:{name}" for name in ("sse-h-600m", "mom-n4k1-800m")}
 BY_DEFAULT |= {"longhorn.py:retnet-120m-1024"}
 
-BODIES_IN_XLA = {
-  "rwkv7": ["delta_rule runs in XLA's form: write_key is given, and the kernels write with k"]
-}
-
-
 def in_xla(model, seq_len):
   """The lines about a model's training on packed documents, of a layer of each kind."""
   pattern = tuple(dict.fromkeys(pattern_of(model.mixer)))
@@ -116,8 +111,7 @@ def test_benchmark_body_on_packed_documents_runs_in_kernels(name, hopper):
   """Widths that a mixer's own test does not have: GLA's heads of 1.3B are 256 and 512 wide."""
   cfg = settings(BODIES[name])
   found = in_xla(cfg.model, cfg.seq_len)
-  for line, start in zip(found, BODIES_IN_XLA.get(name, []), strict=True):
-    assert line.startswith(start)
+  assert not found
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,19 @@ KERNELS = [
   Case(T=150, K=72, V=20, decay="weak", erase=True, segments=True, H=1),
   Case(T=15, K=16, V=20, decay="weak", erase=True, H=2, shared=2),
   Case(T=15, K=16, V=20, decay="weak", H=2, readers=2),
-  # A decay per key channel.
-  Case(T=66, K=16, V=20, decay="weak", channels=True, segments=True, keys="early", H=1),
+  # A decay per key channel, and three keys.
+  Case(
+    T=66, K=16, V=20, decay="weak", erase=True, channels=True, segments=True, keys="before", H=1
+  ),
 ]
 KERNEL_SWEEP = [
+  Case(T=66, K=16, V=20, decay="weak", channels=True, segments=True, keys="early", H=1),
+  Case(T=130, K=16, V=24, decay="extreme", channels=True, erase=True, keys="before", H=1),
+  Case(T=130, K=64, V=80, decay="lasting", channels=True, segments=True, keys="write", H=1),
+  Case(T=66, K=40, V=24, decay="uneven", channels=True, erase=True, keys="before", H=1),
+  Case(T=66, K=16, V=136, decay="weak", erase=True, segments=True, keys="write", H=1),
+  Case(T=15, K=16, V=20, keys="write", H=2, shared=2),
+  Case(T=15, K=16, V=20, decay="weak", channels=True, erase=True, keys="before", H=2, readers=2),
   Case(T=15, K=16, V=20, decay="weak", channels=True, H=2, shared=2),
   Case(T=15, K=16, V=20, decay="weak", channels=True, erase=True, H=2, readers=2),
   Case(T=130, K=72, V=80, decay="weak", channels=True, erase=True, segments=True, H=1),

@@ -9,7 +9,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
@@ -18,7 +17,6 @@ from lnssm_jax.ops.delta_rule.chunked import chunked
 from lnssm_jax.ops.delta_rule.types import DeltaRuleState, Inputs, Options
 from pallas_kernels.core.decode import fits
 from pallas_kernels.delta_rule import config, decode, op
-from pallas_kernels.linear_attention.sm90.intra_chunk import SMALLEST_LOG_DECAY
 
 _WIDEST_KEY = config.KEY_WIDTHS[-1]
 _WIDEST_VALUE = config.VALUE_WIDTHS[-1]
@@ -28,19 +26,20 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None."""
   if _decodes(inputs, options):
     return None
-  if inputs.write_key is not None:
-    return "write_key is given, and the kernels write with k"
   if inputs.state.kv.dtype != jnp.float32:
     return f"initial_state has dtype {inputs.state.kv.dtype}, and the kernels compute in float32"
   arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "erase_key": inputs.erase}
+  if inputs.write_key is not None:
+    arrays["write_key"] = inputs.write_key
   for name, x in arrays.items():
     if x.dtype != jnp.bfloat16:
       return (
         f"{name} has dtype {x.dtype}, and the tensor cores multiply bfloat16 only (float32 would "
         "lose digits there)"
       )
-    if name != "v" and x.shape[-1] > _WIDEST_KEY:
-      return f"{name} is {x.shape[-1]} wide, and at most {_WIDEST_KEY} are supported"
+    widest = config.WIDEST_WRITE_KEY if name == "write_key" else _WIDEST_KEY
+    if name != "v" and x.shape[-1] > widest:
+      return f"{name} is {x.shape[-1]} wide, and at most {widest} are supported"
   if inputs.beta.shape[-1] != 1:
     return "beta has a rate for each value column, and the kernels take one for each head"
   if options.chunk_size not in (None, config.CHUNK):
@@ -65,7 +64,8 @@ def _decodes(inputs: Inputs, options: Options) -> bool:
 
 def _has_channels(inputs: Inputs, options: Options) -> bool:
   """Whether these arguments need the kernels with a decay per key channel."""
-  return inputs.log_decay.shape[-1] != 1 or options.erase_before_decay
+  separate = options.erase_before_decay or inputs.write_key is not None
+  return inputs.log_decay.shape[-1] != 1 or separate
 
 
 def preferred(inputs: Inputs, options: Options) -> bool:
@@ -91,28 +91,25 @@ def run(
       form_over_groups(chunked, reads_groups=True), options=options._replace(chunk_size=None)
     )
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
-  q, k, v, beta, log_decay, erase_key, _, state, segments = inputs
+  q, k, v, beta, log_decay, erase_key, write_key, state, segments = inputs
   (B, T, _, K), (H, _), S, V = q.shape, head_counts(inputs), state.kv.shape[1], v.shape[-1]
-  # With a decay per key channel, 64 of them did not run on a GPU yet.
-  widths = config.KEY_WIDTHS[-1:] if _has_channels(inputs, options) else config.KEY_WIDTHS
-  wide_k = next(width for width in widths if width >= K)
+  wide_k = next(width for width in config.KEY_WIDTHS if width >= K)
   wide_v = next((width for width in config.VALUE_WIDTHS if width >= V), _WIDEST_VALUE)
   groups = -(-V // wide_v)
   num_splits = num_splits or config.num_splits(B * H * groups, wide_v, T)
   more = -T % (config.CHUNK * num_splits)
   pad = lambda x, width: jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, width - x.shape[-1])])
   of_heads = lambda x, axis=2: x if x.shape[axis] == H else jnp.repeat(x, H // x.shape[axis], axis)
-  v = of_heads(v) if groups > 1 else v
+  v = of_heads(v) if groups > 1 or write_key is not None else v
+  if write_key is not None:  # the kernels store what they get
+    v = (of_heads(beta) * v).astype(v.dtype)
   # The kernels have a state per head of the queries, although groups may share it.
   kv = of_heads(state.kv, 1)
   kv = jnp.pad(kv, [(0, 0), (0, 0), (0, wide_k - K), (0, groups * wide_v - V)])
   if _has_channels(inputs, options):
     log_decay = jnp.broadcast_to(log_decay, (*log_decay.shape[:-1], K))
     if options.erase_before_decay:
-      # Read before the decay of its own token: divided by it, which the kernels know to be no
-      # decay of the erase key. They bound it, and so it is no infinity.
-      own = lax.stop_gradient(jnp.maximum(log_decay, SMALLEST_LOG_DECAY))
-      erase_key = (of_heads(inputs.erase) * jnp.exp(-of_heads(own))).astype(k.dtype)
+      erase_key = inputs.erase  # not the key itself any more
     log_decay = pad(log_decay, wide_k)
   else:
     log_decay = of_heads(log_decay[..., 0])
@@ -124,6 +121,7 @@ def run(
     of_heads(beta[..., 0]),
     log_decay,
     kv.reshape(B, H, wide_k, groups, wide_v).swapaxes(2, 3).reshape(B, -1, wide_k, wide_v),
+    None if write_key is None else pad(write_key, wide_k),
   )
   index = None
   if segments is not None:

@@ -88,7 +88,7 @@ def backward(
   documents = DocumentBoundaries.of(segments, options.config.chunk)
   of_layout = _of_channels if inputs.channels else _of_heads
   d_inputs = of_layout(options, inputs, documents, kept, d_out, transposed(d_last), decays)
-  names = ["q", "k", "erase_key", "v"] + ["log_decay"] * inputs.channels
+  names = ["q", "k", "erase_key", "write_key", "v"] + ["log_decay"] * inputs.channels
   pairs = {name: (getattr(d_inputs, name), getattr(inputs, name)) for name in names}
   summed = {n: sum_of_groups(d, x) for n, (d, x) in pairs.items() if x is not None}
   return d_inputs._replace(**summed)
@@ -102,6 +102,7 @@ def _adjoints(options: Options, inputs: Inputs, stage: Stage, kept, d_last):
     stage,
     heads=inputs.heads,
     num_splits=P,
+    scale=options.scale,
     config=options.config.reverse,
     chunk=options.config.chunk,
     backend=options.backend,
@@ -117,14 +118,14 @@ def _adjoints(options: Options, inputs: Inputs, stage: Stage, kept, d_last):
 
 def _of_channels(options, inputs: Inputs, documents, kept, d_out, d_last, decays) -> Inputs:
   """Gradients for decays per key channel, of all heads."""
-  q, k, erase_key, v, beta, log_decay, _ = inputs
+  q, k, erase_key, v, beta, log_decay, _, write_key = inputs
   (B, T, *_), H, C = q.shape, inputs.heads, options.config.chunk
   tables = rate_tables(C, T, beta)
   stage = decayed_stage(kept.chunks, d_out, tables)
   adjoints, d_kv = _adjoints(options, inputs, stage, kept, d_last)
   d = channel_gradients.channel_gradients(
     channel_gradients.Arrays(
-      Tiles(q, k, erase_key, d_out, kept.x, adjoints.corrections),
+      Tiles(q, k, erase_key, d_out, kept.x, adjoints.corrections, write_key),
       v,
       kept.states,
       adjoints.states,
@@ -139,15 +140,17 @@ def _of_channels(options, inputs: Inputs, documents, kept, d_out, d_last, decays
     chunk=C,
     backend=options.backend,
   )
-  d_beta = options.scale * (d.written - d.read.sum(axis=2))[:, :, : options.length]
+  d_beta = -d.read.sum(axis=2) if d.written is None else d.written - d.read.sum(axis=2)
+  d_beta = options.scale * d_beta[:, :, : options.length]
   d_beta = d_beta.reshape(B, beta.shape[2], -1, options.length).sum(axis=2).swapaxes(1, 2)
   d_log_decay = jnp.zeros((B, T, H, k.shape[3]), jnp.float32) if not decays else d.log_decay
-  return Inputs(d.q, d.k, d.erase_key, d.v, d_beta, d_log_decay, d_kv)
+  d_v = adjoints.out if d.v is None else d.v
+  return Inputs(d.q, d.k, d.erase_key, d_v, d_beta, d_log_decay, d_kv, d.write_key)
 
 
 def _of_heads(options, inputs: Inputs, documents, kept, d_out, d_last, decays) -> Inputs:
   """Gradients for a decay per head, of all heads."""
-  q, k, erase_key, v, beta, log_decay, _ = inputs
+  q, k, erase_key, v, beta, log_decay, _, _ = inputs
   (B, T, *_), H, C = q.shape, inputs.heads, options.config.chunk
   tables, tables_vjp = jax.vjp(
     functools.partial(chunk_tables, options, documents, T), beta, log_decay

@@ -6,7 +6,8 @@ tokens j and i, per channel,
 
     P_ij = q_i . d_ij k_j    j <= i        L_ij = e_i . d_ij k_j    j < i
 
-and the recurrence gets P and the inverse of I + diag(beta) L.
+and the recurrence gets P and the inverse of I + diag(beta) L. A write key is decayed as k is; with
+it in place of k in P and L, the recurrence gets P, too, and -diag(beta) L.
 """
 
 from typing import Any, NamedTuple
@@ -22,10 +23,12 @@ from pallas_kernels.core.wgmma import (
   COMPILER_PARAMS,
   TILE_WIDTH,
   Backend,
+  Ref,
   broadcast_rows,
   fill_ones_column,
   load_row_vector,
   load_scaled,
+  load_tile,
   smem_tile,
   with_int32_indices,
 )
@@ -49,6 +52,7 @@ class ChunkInputs(NamedTuple):
   log_decay: Any  # [B, T, H, K] float32
   tables: Any  # [B, H, N, 1, C] float32: beta
   documents: DocumentBoundaries
+  write_key: Any = None  # [B, T, H, K] bfloat16, or None for k
 
   @property
   def bonus(self) -> None:
@@ -65,6 +69,10 @@ class DecayedChunks(NamedTuple):
   scores: Any  # [B, H, T, C] bfloat16: P
   inverse: Any  # [B, H, T, C] bfloat16
   decay: Any  # [B, H, N, K] float32, of the state over the chunk, whatever the documents
+  # Of a write key, or None.
+  write_key: Any = None  # [B, T, H, K] bfloat16, decayed to the chunk's end
+  write_scores: Any = None  # [B, H, T, C] bfloat16
+  write_lower: Any = None  # [B, H, T, C] bfloat16
 
 
 class _Buffers(NamedTuple):
@@ -79,16 +87,22 @@ class _Buffers(NamedTuple):
   blocks: Any  # of `triangular_inverse`
   more: list  # [C, C]: of the six that it needs those that are not dead tiles
   cols: Any  # [K] float32
-  arrived_barrier: Any  # of q, k, the erase key
+  write_key: Any  # [C, K], or None
+  arrived_barrier: Any  # of q, k, the erase key, the write key
+
+
+def undo_own_decay(erase_smem: Ref, factors: TokenDecayFactors) -> None:
+  """Divides the erase key by the decay of its own token, at least e^-21: it reads before it."""
+  erase_smem[...] = (load_tile(erase_smem) * jnp.exp2(-factors.log2_decay)).astype(jnp.bfloat16)
 
 
 @with_int32_indices
 def decayed_chunks(
-  inputs: ChunkInputs, *, heads: int, chunk: int, backend: Backend
+  inputs: ChunkInputs, *, heads: int, erase_before_decay: bool, chunk: int, backend: Backend
 ) -> DecayedChunks:
-  """The chunks of `heads` heads."""
+  """The chunks of `heads` heads. `erase_before_decay`: the erase key is not k itself."""
   (B, T, _, K), C, H = inputs.k.shape, chunk, heads
-  shared = inputs.erase_key is None
+  shared, writes = inputs.erase_key is None, inputs.write_key is not None
   bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
   keys, pairs = bf16(B, T, H, K), bf16(B, H, T, C)
   decay = jax.ShapeDtypeStruct((B, H, T // C, K), jnp.float32)
@@ -105,13 +119,15 @@ def decayed_chunks(
     blocks=diagonal_blocks(),
     more=[smem_tile(C, C) for _ in range(4 - 2 * len(blocks))],
     cols=plgpu.SMEM((K,), jnp.float32),
-    arrived_barrier=plgpu.Barrier(num_barriers=3),
+    write_key=smem_tile(C, K) if writes else None,
+    arrived_barrier=plgpu.Barrier(num_barriers=4),
   )
 
   def body(at, gmem: ChunkInputs, outs: DecayedChunks, smem: _Buffers):
     of_tokens = lambda ref: ref.at[at.batch, at.tokens, shared_head(at.head, H, ref)]
     loaded = [(gmem.q, smem.q), (gmem.k, smem.k)]
     loaded += [] if shared else [(gmem.erase_key, smem.erase_key)]
+    loaded += [(gmem.write_key, smem.write_key)] if writes else []
     for number, (source, target) in enumerate(loaded):
       plgpu.copy_gmem_to_smem(of_tokens(source), target, smem.arrived_barrier.at[number])
     log_decay = of_tokens(gmem.log_decay)
@@ -122,11 +138,28 @@ def decayed_chunks(
     for number in range(len(loaded)):
       plgpu.barrier_wait(smem.arrived_barrier.at[number])
     erase_smem = smem.k if shared else smem.erase_key
+    if erase_before_decay:
+      for channels, f in zip(blocks, factors, strict=True):
+        undo_own_decay(erase_smem.at[:, channels], f)
     queries = [smem.q, erase_smem]
-    scores, lower = ScoresOfChunk(at, factors, blocks, gmem, smem, queries, backend).scores()
     rate = gmem.tables.at[at.batch, shared_head(at.head, H, gmem.tables, axis=1), at.chunk, 0]
-    lower = gmem.documents.mask_scores(at, lower * broadcast_rows(load_row_vector(rate), (C, C)))
-    smem.scores[...] = gmem.documents.mask_scores(at, scores).astype(jnp.bfloat16)
+    of_pairs = lambda ref: ref.at[at.batch, at.head, at.tokens]
+
+    def pairs_of(key_smem):
+      tiles = smem._replace(k=key_smem)
+      scores, lower = ScoresOfChunk(at, factors, blocks, gmem, tiles, queries, backend).scores()
+      lower = lower * broadcast_rows(load_row_vector(rate), (C, C))
+      return (gmem.documents.mask_scores(at, x) for x in (scores, lower))
+
+    if writes:
+      write_scores, write_lower = pairs_of(smem.write_key)
+      scores_smem, lower_smem = smem.more  # dead until the inverse
+      scores_smem[...] = write_scores.astype(jnp.bfloat16)
+      lower_smem[...] = (-write_lower).astype(jnp.bfloat16)
+      copies = (scores_smem, outs.write_scores), (lower_smem, outs.write_lower)
+      start_copies([(source, of_pairs(target)) for source, target in copies])
+    scores, lower = pairs_of(smem.k)
+    smem.scores[...] = scores.astype(jnp.bfloat16)
 
     # Each replaces a dead tile; the erase key, where it is k itself, the right operand.
     decayed_erase_smem = smem.right if shared else smem.erase_key
@@ -140,13 +173,15 @@ def decayed_chunks(
       before = f.factor(f.signs(BEFORE))
       part(decayed_erase_smem)[...] = scaled(part(erase_smem), before, sees)
       part(smem.q)[...] = scaled(part(smem.q), before, sees)
-      part(smem.k)[...] = scaled(part(smem.k), f.factor(f.signs(AFTER)), reaches)
+      after = f.factor(f.signs(AFTER))
+      for key_smem in (smem.k, smem.write_key) if writes else (smem.k,):
+        part(key_smem)[...] = scaled(part(key_smem), after, reaches)
       both = smem.decay.channels(channels)
       smem.cols.at[channels][...] = jnp.exp2(backend.sum_rows([both.high, both.low], smem.ones))
     of_result = lambda ref: ref.at[at.batch, at.tokens, at.head]
-    of_pairs = lambda ref: ref.at[at.batch, at.head, at.tokens]
     start_copies(
       [
+        *([(smem.write_key, of_result(outs.write_key))] if writes else []),
         (smem.scores, of_pairs(outs.scores)),
         (smem.q, of_result(outs.q)),
         (smem.k, of_result(outs.k)),
@@ -155,7 +190,10 @@ def decayed_chunks(
       ]
     )
 
-    # Decays are dead. The result goes to a whole tile, where copies begin.
+    # Decays are dead, and the first two copies done. The result goes to a whole tile, where copies
+    # begin.
+    if writes:
+      plgpu.wait_smem_to_gmem(6, wait_read_only=True)
     free = [x.at[:, channels] for x in (smem.decay.high, smem.decay.low) for channels in blocks]
     free = [*free, *smem.more, smem.ones, smem.decay.signs]
     inverse_smem = smem.decay.signs
@@ -166,7 +204,17 @@ def decayed_chunks(
   return launch_per_chunk(
     body,
     inputs,
-    DecayedChunks(q=keys, k=keys, erase_key=keys, scores=pairs, inverse=pairs, decay=decay),
+    DecayedChunks(
+      q=keys,
+      k=keys,
+      erase_key=keys,
+      scores=pairs,
+      inverse=pairs,
+      decay=decay,
+      write_key=keys if writes else None,
+      write_scores=pairs if writes else None,
+      write_lower=pairs if writes else None,
+    ),
     scratch,
     sizes=(1, T // C, H, B),
     chunk=C,
@@ -188,4 +236,7 @@ def decayed_stage(chunks: DecayedChunks, v: jax.Array, tables: jax.Array) -> Sta
     segment_ids=None,
     pairs=chunks.scores,
     decay=chunks.decay,
+    write_key=chunks.write_key,
+    write_scores=chunks.write_scores,
+    write_lower=chunks.write_lower,
   )

@@ -57,15 +57,16 @@ def forward(
   options: Options, inputs: Inputs, segments: jax.Array | None, *, for_gradient: bool
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals | None]:
   """The results of `op.delta_rule`, and what the backward pass needs of this one."""
-  q, k, erase_key, v, beta, log_decay, kv = inputs
+  q, k, erase_key, v, beta, log_decay, kv, write_key = inputs
   config = options.config
   documents = DocumentBoundaries.of(segments, config.chunk)
   chunks = None
   if inputs.channels:
     tables = rate_tables(config.chunk, q.shape[1], beta)
     chunks = decayed_chunks(
-      ChunkInputs(q, k, erase_key, log_decay, tables, documents),
+      ChunkInputs(q, k, erase_key, log_decay, tables, documents, write_key),
       heads=inputs.heads,
+      erase_before_decay=options.erase_before_decay,
       chunk=config.chunk,
       backend=options.backend,
     )
@@ -85,7 +86,7 @@ def forward(
     entering = None if initial is None else initial[:, :, None]
   else:
     # Queries and documents are part of scores only, which the state does not need.
-    values = stage._replace(q=None, segment_ids=None, pairs=None)
+    values = stage._replace(q=None, segment_ids=None, pairs=None, write_scores=None)
     maps = split_maps(values, config=config.maps, **static)
     entering = entering_states(maps, initial)
   results = forward_recurrence(

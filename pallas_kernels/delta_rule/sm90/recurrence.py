@@ -11,6 +11,13 @@ and with A the cotangent of S', G that of out, the transposes of these lines:
 where beta y is the gradient of v. With a decay per key channel g has one number per channel; keys,
 queries and P come decayed from `channel_chunks`, and a = b = 1.
 
+A write key w stores u, the values times beta, and k what x removes. With the scores W of queries
+and the write key, and M those of the erase key times -beta,
+
+    x  = inverse (M u - beta e S)     out  = q S + P x + W u     S' = g S + k^T x + w^T u
+
+The lines for y and A' stay, and the gradient of u is w A + W^T G + M^T y.
+
 Three products depend on one another in each chunk, and little else may stand between them. So they
 are computed transposed, columns of values along the rows: the state, x and y stay in registers,
 where they are left operands, and all right operands are tiles that were copied. A CTA has some
@@ -71,6 +78,10 @@ class Stage(NamedTuple):
   # With a decay per channel; None otherwise.
   pairs: Any = None  # [B, H, T, C] bfloat16: P, where it is read; tiles [C, C]
   decay: Any = None  # [B, H, N, K] float32: g; SMEM [K]
+  # With a write key; None otherwise. Then v has u.
+  write_key: Any = None  # [B, T, H, K] bfloat16: w
+  write_scores: Any = None  # [B, H, T, C] bfloat16: W
+  write_lower: Any = None  # [B, H, T, C] bfloat16: M
 
   @property
   def erase(self) -> Any:
@@ -110,7 +121,7 @@ class Stage(NamedTuple):
 class Results(NamedTuple):
   """Results of the recurrence; transposed, as the backward pass reads them."""
 
-  out: Any = None  # [B, T, H, V] bfloat16; forward only
+  out: Any = None  # [B, T, H, V] bfloat16; in reverse, with a write key, the gradient of u
   states: Any = None  # [B, H, N, V, K] bfloat16: S or A
   corrections: Any = None  # [B, H, N, V, C] bfloat16: x or y
   last_state: Any = None  # [B, H, P, V, K] float32, of each of P splits of the sequence
@@ -158,30 +169,43 @@ class _Consumer(NamedTuple):
   lhs: Callable[[int, jax.Array], Any]  # an operand for the left
   keep: Any  # factor of v, 0 or 1; None for 1
 
+  def values(self) -> Any:
+    """Its values, columns along the rows."""
+    v = plgpu.load(transpose_ref(self.stage.v), layout=plgpu.Layout.WGMMA)
+    return v if self.keep is None else v.astype(jnp.float32) * self.keep
+
 
 def _forward_step(backend: Backend, chunk: int):
   shape = TILE_WIDTH, chunk
 
   def step(cta: _Consumer, state):
     stage = cta.stage
-    reads = Dots([(cta.lhs(0, state), transpose_ref(stage.erase))])
+    reads = [Dots([(cta.lhs(0, state), transpose_ref(stage.erase))])]
+    writes = []
+    if stage.write_key is not None:
+      values = cta.lhs(3, cta.values())
+      reads.append(Dots([(values, transpose_ref(stage.write_lower))]))
+      writes = [(values, stage.write_key)]
     cta.wait_free.states()
 
     def meanwhile():
       cta.give.states(state)
-      return plgpu.load(transpose_ref(stage.v), layout=plgpu.Layout.WGMMA)
+      return None if writes else cta.values()
 
-    v, old = backend.overlapped(meanwhile, reads)
-    v = v.astype(jnp.float32) if cta.keep is None else v.astype(jnp.float32) * cta.keep
-    right = v - stage.cols(BEFORE, shape) * old
-    right = cta.lhs(1, right * stage.cols(RATE, shape))
+    v, old, *of_values = backend.overlapped(meanwhile, *reads)
+    if writes:
+      right = of_values[0] - old * stage.cols(RATE, shape)
+    else:
+      right = v.astype(jnp.float32) - stage.cols(BEFORE, shape) * old
+      right = right * stage.cols(RATE, shape)
+    right = cta.lhs(1, right)
     meanwhile = lambda: (stage.decayed(state), stage.cols(AFTER, shape))
     solution = Dots([(right, transpose_ref(stage.inverse))])
     (state, after), x = backend.overlapped(meanwhile, solution)
     left = cta.lhs(2, x * after)
     cta.wait_free.corrections()
     meanwhile = lambda: cta.give.corrections(x)
-    return backend.overlapped(meanwhile, Dots([(left, stage.k)], start=state))[1]
+    return backend.overlapped(meanwhile, Dots([(left, stage.k), *writes], start=state))[1]
 
   return step
 
@@ -242,7 +266,10 @@ def forward_recurrence(
       cta.wait_filled.states()
       if for_gradient:
         cta.store.states(n)
-      out = backend.dot(stage.q, transpose_ref(tiles.states)) * before
+      pairs = [(stage.q, transpose_ref(tiles.states))]
+      if stage.write_key is not None:
+        pairs.append((stage.write_scores, stage.v.at[0]))
+      out = backend.dots(Dots(pairs))[0] * before
       if not for_gradient:
         cta.release.states()
       cta.wait_filled.corrections()
@@ -322,13 +349,18 @@ def reverse_recurrence(
   *,
   heads: int,  # H
   num_splits: int,  # P
+  scale: float,
   store: bool = True,
   config: RecurrenceConfig,
   chunk: int,
   backend: Backend,
 ) -> Results:
   """`Results` with y in `corrections`, A in `states`, of the states that leave the chunks, and the
-  cotangents of the states that enter the splits in `last_state`; without `store`, only these."""
+  cotangents of the states that enter the splits in `last_state`; without `store`, only these. With
+  a write key also `scale` times the gradient of u in `out`."""
+  if not store:
+    inputs = inputs._replace(write_key=None, write_scores=None, write_lower=None)
+  writes = inputs.write_key is not None
 
   def epilogue(cta: _Epilogue):
     last = cta.pipeline.num_chunks - 1
@@ -340,20 +372,39 @@ def reverse_recurrence(
       cta.pipeline.release(n)
 
     def step(n, _):
-      # Those of the next chunk; a loop, for a conditional product would delay all others.
-      lax.fori_loop(n + 1, jnp.minimum(n + 1, last) + 1, lambda n, _: compute_scores(n), None)
+      stage, tiles = cta.stage(n), cta.tiles
+      d_values: Any = None
+      if writes:
+        cta.pipeline.wait_loaded(n)
+      else:
+        # Those of the next chunk; a loop, for a conditional product would delay all others.
+        lax.fori_loop(n + 1, jnp.minimum(n + 1, last) + 1, lambda n, _: compute_scores(n), None)
       if not store:
         return
       cta.wait_filled.states()
       cta.store.states(n)
+      if writes:
+        of_state = stage.write_key, transpose_ref(tiles.states)
+        of_out = transpose_ref(stage.write_scores), stage.v.at[0]
+        d_values = backend.dots(Dots([of_state, of_out]))[0]
       cta.wait_filled.corrections()
       cta.store.corrections(n)
-      plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+      if writes:
+        lower, y = transpose_ref(stage.write_lower), transpose_ref(tiles.corrections)
+        d_values = backend.dot(lower, y, start=d_values)
+      plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the last gradients have left, too
       cta.release.states()
+      if writes:
+        tiles.out[...] = (d_values * scale).astype(jnp.bfloat16)
+        plgpu.commit_smem()  # also behind the last reading of the stage
+        cta.pipeline.release(n)
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       cta.release.corrections()
+      if writes:
+        cta.store.out(n)
 
-    compute_scores(0)
+    if not writes:
+      compute_scores(0)
     lax.fori_loop(0, last + 1, step, None)
 
   return _run(
@@ -361,7 +412,7 @@ def reverse_recurrence(
     epilogue,
     inputs,
     d_last,
-    stored=Results(states=store or None, corrections=store or None),
+    stored=Results(out=writes or None, states=store or None, corrections=store or None),
     heads=heads,
     num_splits=num_splits,
     reverse=True,
@@ -493,6 +544,9 @@ class _Run(NamedTuple):
         segment_ids=None if inputs.segment_ids is None else plgpu.SMEM((stages, C), jnp.int32),
         pairs=None if inputs.pairs is None else pairs,
         decay=None if inputs.decay is None else plgpu.SMEM((stages, K), jnp.float32),
+        write_key=None if inputs.write_key is None else keys,
+        write_scores=None if inputs.write_scores is None else pairs,
+        write_lower=None if inputs.write_lower is None else pairs,
       ),
       tiles=_Tiles(
         states=smem_tile(BV, K) if self.handed else None,
@@ -567,6 +621,9 @@ class _Cta:
       segment_ids=None if ins.segment_ids is None else ins.segment_ids.at[b, tokens],
       pairs=of_pairs(ins.pairs),
       decay=of_chunk(ins.decay),
+      write_key=of_tokens(ins.write_key),
+      write_scores=of_pairs(ins.write_scores),
+      write_lower=of_pairs(ins.write_lower),
     )
     targets, barrier = self.stage_of(n), self.pipeline.loaded_barrier(n)
     for source, target in zip(sources, targets, strict=True):
