@@ -81,6 +81,7 @@ BY_DEFAULT |= {f"lnssm_72m.py:{name}" for name in ("rwkv4", "rwkv5")}
 BY_DEFAULT |= {f"sse.py:{name}" for name in ("sse-h-600m", "mom-n4k1-800m")}
 BY_DEFAULT |= {"longhorn.py:retnet-120m-1024"}
 
+
 def in_xla(model, seq_len):
   """The lines about a model's training on packed documents, of a layer of each kind."""
   pattern = tuple(dict.fromkeys(pattern_of(model.mixer)))

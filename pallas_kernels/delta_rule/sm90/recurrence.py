@@ -372,9 +372,11 @@ def reverse_recurrence(
       cta.pipeline.release(n)
 
     def step(n, _):
-      stage, tiles = cta.stage(n), cta.tiles
       d_values: Any = None
+      stage: Any = None
+      tiles = cta.tiles
       if writes:
+        stage = cta.stage(n)
         cta.pipeline.wait_loaded(n)
       else:
         # Those of the next chunk; a loop, for a conditional product would delay all others.
