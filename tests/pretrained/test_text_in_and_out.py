@@ -12,6 +12,7 @@ import lnssm_jax
 from lnssm_jax.generate import SamplingOptions, generate
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.pretrained import LoadedModel, lm_eval_model, texts
+from lnssm_jax.pretrained.harness import Answers
 from lnssm_jax.pretrained.tokenizers import FileTokenizer, encode_whole
 from tests.mixers.helpers import drawn
 from tests.pretrained.test_tokenizer_files import write
@@ -151,6 +152,15 @@ def test_requests_of_lm_eval_read_bos_once_and_every_character(loaded, monkeypat
   greedy = {"max_tokens": 3, "temperature": 0}
   assert answers[0] == loaded.generate("The capital", **greedy)
   assert answers[1].startswith(loaded.generate("", **greedy))
+
+
+def test_what_files_put_after_a_text_is_scored_with_it(loaded, tmp_path):
+  tokenizer = FileTokenizer(write(tmp_path / "a", "metaspace_bos_eos"))
+  answers = Answers()
+  answers.bind(dataclasses.replace(loaded, _tokenizer=lambda: tokenizer), 1)
+  context, text = answers._pair("The capital", " of")
+  assert [*context, *text] == encode_whole(tokenizer, "The capital of").tolist()
+  assert len(text) == 2 and text[-1:].tolist() == list(tokenizer.added.after)
 
 
 def test_parameters_that_are_nan_are_named(loaded):
