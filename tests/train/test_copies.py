@@ -1,6 +1,7 @@
 """Copies that differ in seed and learning rate train as each would alone."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -101,8 +102,14 @@ def test_copies_with_other_seeds_rates_and_folders_share_a_program(monkeypatch):
     assert len(traced) == count
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(graph, params, tokens, segment_ids):
+  return nnx.merge(graph, params)(tokens, segment_ids=segment_ids)[0]
+
+
 def test_scores_are_those_of_the_logits():
   cfg = settings()
+  graph, one_document = model_graph(cfg.model), np.zeros((8, 16), np.int32)
   copies = Copies(cfg, seeds=(0, 1), learning_rates=(1e-3,))
   batch = TASK.examples(8, 0)
   right = copies.right(batch._asdict())
@@ -113,7 +120,7 @@ def test_scores_are_those_of_the_logits():
   assert copies.loss(whole).weight[0] == batch.tokens.size
   for copy in range(2):
     params = jax.tree.map(lambda x, copy=copy: x[copy], copies.params)
-    logits = nnx.merge(model_graph(cfg.model), params)(batch.tokens)[0]
+    logits = logits_of(graph, params, batch.tokens, one_document)
     logits = np.take_along_axis(np.asarray(logits), batch.positions[..., None], 1)
     assert np.mean(logits.argmax(-1) == batch.targets) == right[copy]
     nats = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch.targets[..., None], 2)
@@ -128,14 +135,9 @@ def test_losses_of_copies_with_batches_of_their_own_have_weights_and_documents()
   weights = rng.choice([0.0, 0.5, 1.0], (2, 4, 16)).astype(np.float32)
   batch = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, "weights": weights}
   sums, graph = copies.loss(batch), model_graph(cfg.model)
-
-  @jax.jit
-  def logits(params, tokens, segment_ids):
-    return nnx.merge(graph, params)(tokens, segment_ids=segment_ids)[0]
-
   for copy in range(2):
     params = jax.tree.map(lambda x, copy=copy: x[copy], copies.params)
-    found = np.asarray(logits(params, tokens[copy], segment_ids[copy]), np.float64)
+    found = np.asarray(logits_of(graph, params, tokens[copy], segment_ids[copy]), np.float64)
     log_p = found - np.log(np.exp(found).sum(-1, keepdims=True))
     nats = -np.take_along_axis(log_p, targets[copy][..., None], 2)[..., 0]
     np.testing.assert_allclose(sums.nats[copy], (weights[copy] * nats).sum(), rtol=1e-5)
@@ -162,28 +164,6 @@ def test_final_rate_of_a_program_is_in_proportion():
   assert shared.final_lr / shared.peak_lr == pytest.approx(0.123, rel=1e-8)
 
 
-def test_copies_average_parameters_after_each_step_and_not_without_targets():
-  optimizer = dataclasses.replace(settings().optimizer, ema_decay=0.5, warmup_steps=0)
-  copies = Copies(settings(optimizer=optimizer), seeds=(0, 1), learning_rates=(1e-2,))
-  exact = lambda name, copy: np.concatenate(
-    [np.ravel(np.float64(x[copy])) for x in jax.tree.leaves(copies.state[name])]
-  )
-  tokens = np.random.default_rng(0).integers(0, 300, (2, 4, 16)).astype(np.int32)
-  weights = np.stack([np.ones((4, 16)), np.zeros((4, 16))]).astype(np.float32)
-  before = [(exact("params", copy), exact("ema", copy)) for copy in (0, 1)]
-  metrics = copies.step({"tokens": tokens, "targets": tokens, "weights": weights})
-  params, ema = exact("params", 0), exact("ema", 0)
-  moved = np.linalg.norm(params - before[0][0])
-  assert moved > 1e-3
-  assert np.linalg.norm(ema - 0.5 * (before[0][1] + params)) < 1e-2 * moved
-  np.testing.assert_array_equal(exact("params", 1), before[1][0])  # no target of it counts
-  np.testing.assert_array_equal(exact("ema", 1), before[1][1])
-  assert metrics["tokens"].tolist() == [64, 0]
-  copies.restart(jax.tree.map(lambda x: 2 * x, copies.params))
-  np.testing.assert_array_equal(exact("ema", 0), exact("params", 0))
-  copies.step({"tokens": tokens, "targets": tokens, "weights": weights})
-
-
 def test_no_copies_raise():
   with pytest.raises(ValueError, match="at least one seed and one learning rate"):
     Copies(settings(), seeds=(), learning_rates=(1e-3,))
@@ -194,6 +174,36 @@ def test_choices_of_kernels_are_kept_in_the_folder(tmp_path, monkeypatch):
   monkeypatch.setattr(compile_cache, "options", lambda mesh, kernels: folders.append(kernels))
   Copies(settings(), seeds=(0,), learning_rates=(1e-3,), kernels=tmp_path)
   assert folders == [tmp_path]
+
+
+# Of several tests, which share the program of three copies with batches of their own.
+AVERAGED = dataclasses.replace(settings().optimizer, ema_decay=0.5, warmup_steps=0)
+GUARDED = settings(max_skipped=2, optimizer=AVERAGED)
+
+
+def stacked(batches):
+  return jax.tree.map(lambda *xs: np.stack(xs), *batches)
+
+
+def test_copies_average_parameters_after_each_step_and_not_without_targets():
+  copies = Copies(GUARDED, seeds=(0, 1, 2), learning_rates=(1e-2,))
+  exact = lambda name, copy: np.concatenate(
+    [np.ravel(np.float64(x[copy])) for x in jax.tree.leaves(copies.state[name])]
+  )
+  batch, *_ = poisoned([])
+  batch = stacked([batch, batch | {"weights": np.zeros((4, 16), np.float32)}, batch])
+  before = [(exact("params", copy), exact("ema", copy)) for copy in (0, 1)]
+  metrics = copies.step(batch)
+  params, ema = exact("params", 0), exact("ema", 0)
+  moved = np.linalg.norm(params - before[0][0])
+  assert moved > 1e-3
+  assert np.linalg.norm(ema - 0.5 * (before[0][1] + params)) < 1e-2 * moved
+  np.testing.assert_array_equal(exact("params", 1), before[1][0])  # no target of it counts
+  np.testing.assert_array_equal(exact("ema", 1), before[1][1])
+  assert metrics["tokens"].tolist() == [64, 0, 64]
+  copies.restart(jax.tree.map(lambda x: 2 * x, copies.params))
+  np.testing.assert_array_equal(exact("ema", 0), exact("params", 0))
+  copies.step(batch)
 
 
 def poisoned(at, steps=6):
@@ -211,31 +221,27 @@ def poisoned(at, steps=6):
     }
 
 
-def alone(cfg, batches):
-  """The parameters of a run that trains alone, and whether it skipped each step."""
+def alone(cfg, streams):
+  """For each stream the parameters of a run that trains alone, and whether it skipped each step."""
   mesh = device_mesh.make_mesh(cfg)
   transform = make_optimizer(cfg.optimizer, cfg.steps)[0]
   step = make_train_step(cfg, model_graph(cfg.model), transform, mesh)
-  state, skipped = init_state(cfg, mesh), []
-  for batch in batches:
-    state, metrics = step(state, batch)
-    skipped.append(float(metrics["skipped"]))
-  return state, skipped
+  for batches in streams:
+    state, skipped = init_state(cfg, mesh), []
+    for batch in batches:
+      state, metrics = step(state, batch)
+      skipped.append(float(metrics["skipped"]))
+    yield state, skipped
 
 
 def test_copy_skips_the_steps_that_it_skips_alone_and_no_other_copy_does():
-  cfg, batches = (
-    settings(),
-    list(poisoned([])),
-  )
-  bad = list(poisoned([1, 3]))
-  copies = Copies(cfg, runs=[(0, 1e-3), (0, 1e-3)])
-  skipped = []
-  for good_batch, bad_batch in zip(batches, bad, strict=True):
-    both = jax.tree.map(lambda *xs: np.stack(xs), good_batch, bad_batch)
-    skipped.append(np.asarray(copies.step(both)["skipped"]))
-  for copy, of_copy in enumerate((batches, bad)):
-    state, expected = alone(cfg, of_copy)
+  streams = [list(poisoned(at)) for at in ([], [1, 3])]
+  copies = Copies(GUARDED, runs=[(0, 1e-3), (0, 1e-3), (1, 1e-3)])
+  skipped = [
+    np.asarray(copies.step(stacked([good, bad, good]))["skipped"])
+    for good, bad in zip(*streams, strict=True)
+  ]
+  for copy, (state, expected) in enumerate(alone(GUARDED, streams)):
     assert [x[copy] for x in skipped] == expected == [float(copy and n in (1, 3)) for n in range(6)]
     mine = jax.tree.map(lambda x, copy=copy: x[copy], copies.params)
     difference = optax.tree.norm(jax.tree.map(np.subtract, mine, state["params"]))
@@ -245,19 +251,17 @@ def test_copy_skips_the_steps_that_it_skips_alone_and_no_other_copy_does():
 
 
 def test_copy_that_skips_the_most_steps_in_a_row_has_diverged_for_good():
-  cfg = settings(max_skipped=2)
-  copies = Copies(cfg, runs=[(0, 1e-3), (1, 1e-3), (2, 1e-3)])
+  copies = Copies(GUARDED, runs=[(0, 1e-3), (1, 1e-3), (2, 1e-3)])
   streams = (poisoned([0, 2, 4]), poisoned([1, 2]), poisoned([]))
   for number, batches in enumerate(zip(*streams, strict=True)):
-    copies.step(jax.tree.map(lambda *xs: np.stack(xs), *batches))
+    copies.step(stacked(batches))
     assert copies.diverged.tolist() == [False, number >= 2, False]
   copies.restart(copies.params)
   assert not copies.diverged.any()
 
 
 def test_steps_without_targets_neither_fail_nor_end_a_row_of_failures():
-  cfg = settings(max_skipped=2)
-  copies = Copies(cfg, seeds=(0,), learning_rates=(1e-3,))
+  copies = Copies(GUARDED, seeds=(0, 1, 2), learning_rates=(1e-3,))
   empty = next(poisoned([])) | {"weights": np.zeros((4, 16), np.float32)}
   (bad,) = poisoned([0], steps=1)
   for batch, expected in (
@@ -267,6 +271,6 @@ def test_steps_without_targets_neither_fail_nor_end_a_row_of_failures():
     (empty, False),
     (bad, True),
   ):
-    metrics = copies.step(batch)
-    assert float(metrics["skipped"][0]) == 1
-    assert copies.diverged.tolist() == [expected]
+    metrics = copies.step(stacked([batch] * 3))
+    assert metrics["skipped"].tolist() == [1] * 3
+    assert copies.diverged.tolist() == [expected] * 3
