@@ -180,6 +180,8 @@ def _prepared(
 ) -> tuple[jax.stages.Compiled | None, dict[str, Any]]:
   """Checks and compiles what it can before it tokenizes the text, which may take hours.
 
+  Rows of prompts or conversations are tokenized, and their lengths checked, before that.
+
   Returns the step, None if the run has none left, and `bindings.inputs`, in which all processes
   agree.
   """
@@ -192,12 +194,20 @@ def _prepared(
     step = metadata.get("data_position")
     return step if type(step) is int else 0
 
-  train_step = None
-  if distributed.on_first(newest_step) < cfg.steps:
+  def tokenized() -> dict[str, Any]:
+    found = prepare(cfg.data, progress=True, whole=verify_data, least=preflight.windowed(cfg))
+    if of_rows:
+      training_set(cfg)  # a row may be longer than a window
+    return found
+
+  train_step, sidecars, data = None, None, cfg.data
+  step, of_rows = distributed.on_first(newest_step), any(map(data.has_rows, data.train))
+  if of_rows:  # prompts and conversations are few, and each of them may be wrong
+    sidecars = distributed.on_first(tokenized)
+  if step < cfg.steps:
     train_step = compile_step(cfg, graph, mesh, run.kernels, console)
     check_memory(cfg, mesh, train_step, console)
-  options = {"progress": True, "whole": verify_data, "least": preflight.windowed(cfg)}
-  sidecars = distributed.on_first(lambda: prepare(cfg.data, **options))
+  sidecars = sidecars or distributed.on_first(tokenized)
   inputs = distributed.on_all(lambda: bindings.inputs(cfg.data, sidecars))
   agreement.check(lambda: inputs)
   return train_step, inputs

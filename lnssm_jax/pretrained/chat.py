@@ -5,6 +5,7 @@
 The template is chat_template.jinja, or "chat_template" of tokenizer_config.json, next to the
 tokenizer. It sees what transformers 5 gives it: messages, tools, add_generation_prompt, the texts
 of special tokens, `raise_exception`, `strftime_now`, the filter `tojson` and blocks `generation`.
+It is a program of the checkpoint's author: it reaches nothing else, but its time is not limited.
 """
 
 import contextlib

@@ -54,7 +54,8 @@ def load(
     mesh: shards the parameters over a mesh by the rules of `lnssm_jax.sharding`; None takes the
       first device of this process.
     max_length: tokens that the caches of attention layers hold, in place of the config's maximum.
-    adapter: a folder of PEFT with low-rank corrections (LoRA), which are added to the weights.
+    adapter: a folder of PEFT with low-rank corrections (LoRA), which are added to the weights:
+      in float32 or wider, rounded to the dtype of the parameters.
 
   Returns:
     A `LoadedModel`. Its settings["sample"] has what generation_config.json says, and its tokenizer

@@ -153,10 +153,17 @@ def test_model_with_defaults_left_out_is_saved_with_their_values(tmp_path):
 
 
 @pytest.mark.slow
-def test_published_transformer_continues_as_a_hybrid(tmp_path):
-  loaded = hugging_face.load(write(tmp_path, "llama", dtype=np.float32))
+@pytest.mark.parametrize(
+  ("case", "widths"),
+  [
+    ("llama", {"expand_k": 1.0}),
+    ("qwen3", {"expand_k": 1.5, "expand_v": 1.5}),  # heads wider than D / H
+  ],
+)
+def test_published_transformer_continues_as_a_hybrid(case, widths, tmp_path):
+  loaded = hugging_face.load(write(tmp_path, case, dtype=np.float32))
   settings = {n: x for n, x in loaded.settings["model"].items() if not n.endswith("dtype")}
-  options = {"gla": {"expand_k": 1.0, "num_kv_heads": 1}}
+  options: dict = {"gla": {"num_kv_heads": 1, **widths}}
   options["softmax_attention"] = settings["mixer_options"]
   hybrid = settings | {"mixer": ("gla", "softmax_attention"), "mixer_options": options}
   build = lambda: LanguageModel(**hybrid, rngs=nnx.Rngs(0))

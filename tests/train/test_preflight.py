@@ -1,6 +1,7 @@
 """Checks of data, tokenizer, model and memory before a run spends time."""
 
 import dataclasses
+import json
 import types
 from pathlib import Path
 
@@ -224,3 +225,26 @@ def test_sequences_longer_than_attention_holds_rejected(rejected):
 def test_setting_of_another_library_answered(assignment, answer, tiny):
   with pytest.raises(ConfigError, match=f"here it is {answer}"):
     apply_overrides(tiny(), [assignment])
+
+
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    ({"prompt": "a", "completion": "b" * 99}, "rows are not cut"),
+    ({"prompt": "a"}, 'line 2: found the keys .* expected an object with the key "completion"'),
+  ],
+)
+def test_wrong_row_of_prompts_is_found_before_anything_is_compiled(
+  row, message, tiny, tmp_path, monkeypatch
+):
+  compiled = []
+  monkeypatch.setattr(trainer, "compile_step", lambda *_: compiled.append(1))
+  rows = [{"prompt": "a", "completion": "b"}, row]
+  (tmp_path / "rows.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
+  data = {"train": ("rows",), "validation": (), "sources": {"rows": str(tmp_path / "rows.jsonl")}}
+  data |= {"fields": {"rows": ("prompt", "completion")}, "folder": str(tmp_path / "data")}
+  cfg = tiny()
+  cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, **data))
+  with pytest.raises(DataError, match=message):
+    trainer.fit(cfg)
+  assert not compiled
