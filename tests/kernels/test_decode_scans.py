@@ -3,6 +3,7 @@
 (That of linear attention: test_decode.py.)
 """
 
+import dataclasses
 import functools
 import re
 
@@ -47,13 +48,18 @@ def state_of(inputs):
   return {n: x for n, x in inputs.items() if n.startswith("state.")}
 
 
+THREE_KEYS = Heads(K=20, V=24, H=1, decay="ordinary", rates="column", erase=True)
+THREE_KEYS = dataclasses.replace(THREE_KEYS, channels=True, keys="before")
 CASES = [
-  (DELTA_RULE, Heads(K=20, V=24, H=1, decay="ordinary", rates="column"), F32),
+  (DELTA_RULE, THREE_KEYS, F32),
   (SELECTIVE_SCAN, Channels(strength="extreme", segments=True, D=5, N=3), F32),
   (LONGHORN_SCAN, Channels(D=3, N=40, skip=False), BF16),
   (WKV4, Width(D=5, strength="extreme", keys="wide", segments=True), F32),
 ]
 MORE_CASES = [
+  (DELTA_RULE, Heads(K=20, V=24, H=1, decay="ordinary", rates="column"), F32),
+  (DELTA_RULE, Heads(K=16, V=32, decay="extreme", channels=True, keys="early"), F32),
+  (DELTA_RULE, Heads(K=16, V=16, decay="weak", channels=True, H=4, keys="write", readers=2), BF16),
   (DELTA_RULE, Heads(K=16, V=16, decay="extreme", erase=True, segments=True), BF16),
   (DELTA_RULE, Heads(K=16, V=40, H=1, decay="ordinary", rates="column", erase=True), F32),
   (SELECTIVE_SCAN, Channels(strength="extreme", segments=True, D=32, N=16), BF16),

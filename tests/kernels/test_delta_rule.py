@@ -244,6 +244,7 @@ def test_lowers_under_shard_map():
     (Case(T=2, K=64, V=64, decay="weak", channels=True, chunk=None), BF16, ["pallas", *XLA]),
     (Case(T=2, K=64, V=64, erase=True, keys="early", chunk=None), BF16, ["pallas", *XLA]),
     (Case(T=2, K=64, V=64, keys="write", chunk=None), BF16, ["pallas", *XLA]),
+    (Case(T=1, K=80, V=64, decay="weak", channels=True, keys="before"), F32, ["pallas", *XLA]),
     (Case(T=2, K=65, V=64, keys="write", chunk=None), BF16, XLA),
   ],
   ids=str,

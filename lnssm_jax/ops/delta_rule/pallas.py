@@ -57,9 +57,9 @@ def since_ampere(inputs: Inputs, options: Options) -> bool:
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments; its own limits are in its `unsupported`."""
   q, k, v, beta, log_decay, erase_key, write_key, state, _ = inputs
-  if q.shape[1] > 1 or _has_channels(inputs, options) or write_key is not None:
+  if q.shape[1] > 1:
     return False
-  return decode.unsupported(q, k, erase_key, v, beta, log_decay[..., 0], state.kv) is None
+  return decode.unsupported(q, k, erase_key, v, beta, log_decay, state.kv, write_key) is None
 
 
 def _has_channels(inputs: Inputs, options: Options) -> bool:
@@ -143,10 +143,15 @@ def run(
 
 def _step(inputs: Inputs, *, options: Options, interpret):
   """A single token by `decode`."""
-  q, k, v, beta, log_decay, erase_key, _, state, _ = inputs
-  erase_key = None if erase_key is None else erase_key[:, 0]
-  arrays = q[:, 0], k[:, 0], erase_key, v[:, 0], beta[:, 0], log_decay[:, 0, :, 0], state.kv
-  out, kv = decode.decode(*arrays, scale=options.scale, interpret=interpret)
+  token = jax.tree.map(lambda x: x[:, 0], inputs[:7])
+  q, k, v, beta, log_decay, erase_key, write_key = token
+  log_decay = log_decay[..., 0] if log_decay.shape[-1] == 1 else log_decay
+  out, kv = decode.decode(
+    *(q, k, erase_key, v, beta, log_decay, inputs.state.kv, write_key),
+    erase_before_decay=options.erase_before_decay,
+    scale=options.scale,
+    interpret=interpret,
+  )
   return out[:, None], DeltaRuleState(kv)
 
 
