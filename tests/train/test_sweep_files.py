@@ -338,7 +338,7 @@ def test_first_model_of_a_sweep_file_trains_at_a_tiny_size(path, tmp_path, monke
     if first.cfg.model.num_heads > 1:
       sizes += ["model.num_heads=2"]
   else:
-    sizes += ["task.pairs=2", "task.train_rows=4", "task.test_rows=2"]
+    sizes += ["task.pairs=2", "task.train_rows=4", "task.test_rows=2", "task.vocab_size=256"]
   chosen = [f"{name}={value}" for name, value in first.labels.items()]
   changes = [x for size in sizes for x in ("--set", size)]
   only = [x for choice in (*chosen, copies) for x in ("--only", choice)]
