@@ -102,7 +102,7 @@ BODIES = {
 
 
 class Sizes(NamedTuple):
-  """The common body and its batch."""
+  """The common body, its batch, and what the backward pass computes again."""
 
   rows: int = 16
   length: int = 2048
@@ -111,12 +111,13 @@ class Sizes(NamedTuple):
   channel_hidden: int = 2816
   vocab_size: int = 32_000
   loss_chunk: int | None = None
+  remat: str = "none"
 
   @classmethod
   def parse(cls, text: str) -> "Sizes":
-    """`rows=2,length=64`: the default sizes but for these."""
+    """`rows=2,length=64,remat=full`: the default sizes but for these."""
     pairs = (part.split("=") for part in text.split(","))
-    return cls()._replace(**{name: int(number) for name, number in pairs})
+    return cls()._replace(**{name: x if name == "remat" else int(x) for name, x in pairs})
 
 
 def settings(body: Body, sizes: Sizes | None = None) -> Train:
@@ -139,6 +140,7 @@ def settings(body: Body, sizes: Sizes | None = None) -> Train:
       channel_hidden=sizes.channel_hidden,
       norm="rms",
       embedding_norm=False,
+      remat=sizes.remat,
     ),
     optimizer=Optimizer(
       # Slow: three steps without warm-up must not depend on how gradients are rounded. Each lowers

@@ -39,7 +39,12 @@ MODELS: dict[str, dict[str, Any]] = {
 def make(model: str, length: int) -> tuple[Train, Recall]:
   """Two layers of one mixer, by the settings of `configs/mqar.py:linear`."""
   cfg = load_config(Path(__file__).parents[1] / "configs" / "mqar.py:linear")
-  sizes = {"mixer": model, "mixer_options": MODELS[model], "dim": WIDTH, "num_layers": 2}
+  sizes: dict[str, Any] = {
+    "mixer": model,
+    "mixer_options": MODELS[model],
+    "dim": WIDTH,
+    "num_layers": 2,
+  }
   sizes |= {"vocab_size": VOCABULARY + 1, "channel_mixer": "none", "channel_mixer_options": {}}
   sizes |= {"dtype": "bfloat16", "learned_positions": None, "embedding_dropout": 0.0}
   cfg = dataclasses.replace(

@@ -15,6 +15,7 @@ from lnssm_jax.mixers.common.checks import (
   check_state,
 )
 from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows, run_units
+from lnssm_jax.mixers.common.recompute import recomputed
 from lnssm_jax.mixers.common.routing import Aux, RowSparsity
 from lnssm_jax.ops import recording
 from lnssm_jax.ops.core import dispatch
@@ -59,6 +60,8 @@ class Mixer[State](nnx.Module):
     without_weight_decay: regular expressions of such paths, of matrices that do not decay.
     no_recurrence: why the layer is no recurrence in the form of `lnssm_jax.frameworks`, where more
       can be said than its op says: it follows "its <op> "; or None.
+    recomputes: whether the backward pass of `with_aux`, by which models train, computes again what
+      costs little (`mixers.common.recompute`): where most of what it needs is elementwise.
     set_by_model: those of the constructor's arguments num_heads, layer and num_layers that a model
       passes on.
   """
@@ -75,6 +78,7 @@ class Mixer[State](nnx.Module):
   sharding: ClassVar[tuple[tuple[str, Layout], ...]] = ()
   without_weight_decay: ClassVar[tuple[str, ...]] = ()
   no_recurrence: ClassVar[str | None] = None
+  recomputes: ClassVar[bool] = False
   set_by_model: ClassVar[tuple[str, ...]] = ()
 
   def __new__(cls, *args: Any, **options: Any):
@@ -146,7 +150,8 @@ class Mixer[State](nnx.Module):
     self._check(x, state, segment_ids)
     if dropout_key is not None and self.attention_dropout:
       return *self._mix_dropping(x, state, segment_ids, dropout_key), None
-    return self._mix_with_aux(x, state, segment_ids)
+    mix = recomputed(self._mix_with_aux) if self.recomputes else self._mix_with_aux
+    return mix(x, state, segment_ids)
 
   def _check(self, x, state, segment_ids) -> None:
     name = type(self).__name__

@@ -20,6 +20,7 @@ from lnssm_jax.ops.core.precision import wide
 class _ChannelDecays(DeltaBlock):
   """Decays per key channel and an output gate, each from two matrices of low rank."""
 
+  recomputes = True
   recurrence_flops = functools.partialmethod(flops.delta_rule, decays=1)
 
   def _build_all(

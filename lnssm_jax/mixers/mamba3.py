@@ -1,6 +1,5 @@
 """Mamba-3: scalar decays, a trapezoidal update, data-dependent rotations; SISO and MIMO."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ from lnssm_jax.mixers.common.checks import (
 from lnssm_jax.mixers.common.initializers import step_size_bias, uniform_fan_in
 from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads, split_linear
-from lnssm_jax.mixers.common.recompute import recomputed
 from lnssm_jax.ops import LinearAttentionState, linear_attention
 from lnssm_jax.ops.core.activations import softplus
 from lnssm_jax.ops.core.halo import of_first, of_last, of_next
@@ -98,6 +96,7 @@ class Mamba3(Mixer[Mamba3State]):
   needs_length = True
   set_by_model = ("num_layers",)
   sharding = ((r"mimo_[vzo]|[bc]_offset", (None, None, "fsdp")),)  # [H, R, width]
+  recomputes = True
   recurrence_flops = flops.mimo
 
   def __init__(
@@ -206,10 +205,8 @@ class Mamba3(Mixer[Mamba3State]):
       first, after = of_first(first, axis_name=axis), of_next(first, axis_name=axis)
     weight = now + jnp.concatenate([next_token[:, 1:], after[:, None]], axis=1)
     b, c = self._normalized(b, self.b_norm), self._normalized(c, self.c_norm)
-    # What is float32 and as wide as all heads is not kept for the backward pass.
-    rotated = recomputed(functools.partial(self._rotated, dtype=self.dtype))
-    q = rotated(c, self.c_offset[...], angle)
-    k = rotated(b, self.b_offset[...], angle, weight=weight)
+    q = self._rotated(c, self.c_offset[...], angle, self.dtype)
+    k = self._rotated(b, self.b_offset[...], angle, self.dtype, weight)
     # Each of R states per head, a key's, is read by all R queries.
     each = lambda x: x.astype(self.dtype).reshape(B, T, math.prod(x.shape[2:-1]), x.shape[-1])
     queries = jnp.broadcast_to(q[:, :, :, None], (B, T, H, R, *q.shape[3:]))
@@ -225,7 +222,7 @@ class Mamba3(Mixer[Mamba3State]):
       initial_state=None if state is None else self._entering(state, first),
       segment_ids=segment_ids,
     )
-    out = self.o_proj(recomputed(self._gated)(out, v, z)).astype(self.dtype)
+    out = self.o_proj(self._gated(out, v, z)).astype(self.dtype)
     last = self._rotated(b[:, -1:], self.b_offset[...], angle[:, -1:], angle.dtype)
     key, value = last[:, 0], wide(v)[:, -1]
     if axis is not None:

@@ -101,6 +101,7 @@ class MLSTM(Mixer[MLSTMState]):
   needs_length = True
   set_by_model = ("num_heads", "num_layers")
   sharding = ((r"[qkv]_blocks/kernel", ("fsdp", None, None)),)
+  recomputes = True
   recurrence_flops = flops.linear_attention
 
   def __init__(

@@ -50,14 +50,20 @@ class RWKV7(Mixer[RWKV7State]):
       S_t = (diag(d_t) - (e_t * a_t) e_t^T) S_{t-1} + k_t v_t^T                        per head
       y_t = GroupNorm(S_t^T r_t) + (r_t . (r_k * k_t)) v_t,     out_t = W_o (y_t * g_t)
 
-  unit(z) = z / sqrt(sum(z^2) + 1e-6). The norm has one group per head, and a scale and a bias per
-  channel. The old value is read before the state decays. Initially W_o, D_1, A_1 and G_1 are zero,
-  W_r, W_v orthogonal, W_k 0.1 times that, and D_2, A_2, G_2 0.1 times an orthogonal matrix; the
-  other parameters depend on the layer and the channel as in fla's layer, whose defaults these are
-  (with fuse_norm=True).
+  In the later layers of a model v_t moves towards the values u_t of its first layer, per channel:
 
-  It is the mixer of a model's first layer. In later layers the published models mix v with the
-  values of the first layer, which a mixer does not see: it has its own input only.
+      v_t = W_v x^v_t + sigmoid(b_v + V_2 V_1 x^v_t) * (u_t - W_v x^v_t)
+
+  unit(z) = z / sqrt(sum(z^2) + 1e-6). The norm has one group per head, and a scale and a bias per
+  channel. The old value is read before the state decays. Initially W_o, D_1, A_1, V_1 and G_1 are
+  zero, W_r, W_v orthogonal, W_k 0.1 times that, and D_2, A_2, V_2, G_2 0.1 times an orthogonal
+  matrix; the other parameters depend on the layer and the channel as in fla's layer, whose defaults
+  these are (with fuse_norm=True).
+
+  `LanguageModel`, and `Backbone` in one direction, give the layers u_t where the first of them is
+  an RWKV-7. Alone, in both directions, and behind a first layer of another kind a layer has its own
+  values only. Where num_layers is 1 there are no V_1, V_2 and b_v; the first layer has them, and
+  they change nothing there: its own values are u_t.
 
   Args:
     dim: D, the width; a multiple of `num_heads`. The width of a head is K = D / H, 64 in the
@@ -67,6 +73,7 @@ class RWKV7(Mixer[RWKV7State]):
       counts from 0 and may be traced.
     decay_rank: the width of D_1; None means 2.5 sqrt(D) K / 64, to a multiple of 32.
     rate_rank: the width of A_1; None means the same.
+    value_rank: the width of V_1; None means 1.7 sqrt(D) K / 64, to a multiple of 32.
     gate_rank: the width of G_1; None means 5 sqrt(D), to a multiple of 32.
     norm_eps: eps of the norm, which is multiplied by K as in the published code.
     dtype: of the projections and of r, k, v; decays, rates, norm, state and sums are float32.
@@ -81,6 +88,7 @@ class RWKV7(Mixer[RWKV7State]):
 
   name = "rwkv7"
   set_by_model = ("num_heads", "layer", "num_layers")
+  recomputes = True
   recurrence_flops = functools.partialmethod(flops.delta_rule, decays=1, writes=1)
 
   def __init__(
@@ -92,6 +100,7 @@ class RWKV7(Mixer[RWKV7State]):
     num_layers: int = 1,
     decay_rank: int | None = None,
     rate_rank: int | None = None,
+    value_rank: int | None = None,
     gate_rank: int | None = None,
     norm_eps: float = 1e-5,
     dtype=jnp.float32,
@@ -141,6 +150,17 @@ class RWKV7(Mixer[RWKV7State]):
     self.norm.eps *= K
     height = (1.0 + jnp.asarray(layer, jnp.float32)) / num_layers
     self.norm.scale = param(jnp.full(dim, height**0.7))
+    self.first_values: jax.Array | None = nnx.data(None)
+    down = up = None
+    if num_layers > 1:
+      down, up = low_rank("value_rank", value_rank, _rank(dim, K, 1.7))
+      up.bias = param(0.73 - 0.4 * along)
+    self.value_down_proj, self.value_up_proj = down, up
+    if num_layers == 1 and value_rank is not None:
+      raise ValueError(
+        f"value_rank={value_rank}: with num_layers=1 no layer mixes its values with those of the "
+        "first; leave it out, or set num_layers."
+      )
 
   def _init_state(self, B):
     recurrent = delta_rule.init_state(
@@ -148,17 +168,30 @@ class RWKV7(Mixer[RWKV7State]):
     )
     return RWKV7State(jnp.zeros((B, self.dim), jnp.float32), recurrent)
 
-  def _mix(self, x, state, segment_ids):
-    previous, recurrent = state if state is not None else (None, None)
-    mus = (self.mu_r, self.mu_w, self.mu_k, self.mu_v, self.mu_a, self.mu_g)
+  def values(self, x, state, segment_ids):
+    """Values [B, T, D] that later layers mix with their own; None where there are none."""
+    if self.value_up_proj is None:
+      return None
+    return self.v_proj(*self._shifted(x, state, segment_ids, self.mu_v))
+
+  def _shifted(self, x, state, segment_ids, *mus):
+    """The streams of these shift weights."""
     present = [1 - wide(mu[...]) for mu in mus]
     place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
-    of_r, of_w, of_k, of_v, of_a, of_g = interpolated(x, present, previous, segment_ids, **place)
+    return interpolated(x, present, None if state is None else state.shift, segment_ids, **place)
+
+  def _mix(self, x, state, segment_ids):
+    recurrent = None if state is None else state.recurrent
+    mus = (self.mu_r, self.mu_w, self.mu_k, self.mu_v, self.mu_a, self.mu_g)
+    of_r, of_w, of_k, of_v, of_a, of_g = self._shifted(x, state, segment_ids, *mus)
     heads = lambda z: split_heads(z, self.num_heads)
     narrow = lambda z: z.astype(self.dtype)
 
-    r, v = heads(self.r_proj(of_r)), heads(self.v_proj(of_v))
-    z = wide(self.k_proj(of_k))
+    r, v = heads(self.r_proj(of_r)), self.v_proj(of_v)
+    first, down, up = self.first_values, self.value_down_proj, self.value_up_proj
+    if first is not None and down is not None and up is not None:
+      v = narrow(wide(v) + jax.nn.sigmoid(up(down(of_v))) * (wide(first) - wide(v)))
+    v, z = heads(v), wide(self.k_proj(of_k))
     d = self.decay_up_proj(narrow(jnp.tanh(wide(self.decay_down_proj(of_w)))))
     a = jax.nn.sigmoid(self.rate_up_proj(self.rate_down_proj(of_a)))
     g = self.gate_up_proj(narrow(jax.nn.sigmoid(wide(self.gate_down_proj(of_g)))))

@@ -14,7 +14,6 @@ from lnssm_jax.mixers.common.checks import check_choice, check_heads, check_posi
 from lnssm_jax.mixers.common.inner_recurrence import InnerRecurrence
 from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
-from lnssm_jax.mixers.common.recompute import recomputed
 from lnssm_jax.mixers.common.routing import (
   METHODS,
   balance,
@@ -115,6 +114,7 @@ class SSE(SelectingMixer[SSEState]):
   name = "sse"
   set_by_model = ("num_heads", "num_layers")
   can_shard_time = False
+  recomputes = True
   recurrence_flops = flops.routed
 
   def __init__(
@@ -205,9 +205,6 @@ class SSE(SelectingMixer[SSEState]):
   def _aux(self, weights, selected):
     chosen = is_selected(selected[..., : self.num_selected], self.num_partitions)
     return balance(weights, chosen, coefficient=self.balance)
-
-  def _mix_with_aux(self, x, state, segment_ids):
-    return recomputed(super()._mix_with_aux)(x, state, segment_ids)
 
   def _run(self, x, state, segment_ids):
     """(out, state, (eta [B, T, N], indices [B, T, S] of the partitions in descending order))."""

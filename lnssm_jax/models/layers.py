@@ -116,7 +116,7 @@ def run(
   def some_layers(x, inputs):
     new = []
     for block, block_state, drop in inputs:
-      block = block if gather is None else gather(block)
+      block = with_first_values(block if gather is None else gather(block), values)
       if with_aux:
         x, block_state, aux = block.with_aux(x, block_state, segment_ids, dropout=drop)
       else:
@@ -124,6 +124,11 @@ def run(
       new.append((block_state if with_state else None, aux, x if with_streams else None))
     return x, new
 
+  front, front_state, values = stacks[0], states[0], None
+  if hasattr(front.mixer, "first_values"):
+    front, front_state = jax.tree.map(lambda leaf: leaf[0], (front, front_state))
+    front = front if gather is None else gather(front)
+    values = first_values(front, x, front_state, segment_ids)
   inputs = list(zip(stacks, states, drops, strict=True))
   whole = _count(stacks[-1])
   rest = [place for place in inputs if _count(place[0]) > whole]
@@ -150,6 +155,28 @@ def run(
   if with_streams:
     x = jnp.concatenate([first[None], _in_order(streams, whole)])
   return x, _like(blocks, list(new_states)), _like(blocks, list(aux))
+
+
+def first_values(
+  block: Block, x: jax.Array, state: BlockState | None, segment_ids: jax.Array | None
+) -> jax.Array | None:
+  """The values that a model's first block, of one direction, gives its layers, or None.
+
+  They are computed once more than needed: a scan over all layers could only carry them along, and
+  would keep a copy per layer for the backward pass.
+  """
+  if not hasattr(block.mixer, "first_values"):
+    return None
+  normed, _ = block.mixer_norm.add(x, None, block.dtype)
+  return block.mixer.values(normed, None if state is None else state.mixer, segment_ids)
+
+
+def with_first_values(block: Block, values: jax.Array | None) -> Block:
+  """A block whose mixer mixes its values with these, if its kind does."""
+  if values is not None and hasattr(block.mixer, "first_values"):
+    block = jax.tree.map(lambda leaf: leaf, block)  # the given one stays as it is
+    block.mixer.first_values = values
+  return block
 
 
 def aux_loss(aux: LayerAux) -> jax.Array | float:

@@ -53,4 +53,4 @@ def delta_rule(
   return _delta_rule(options, inputs, segments)
 
 
-_delta_rule = differentiable(_KERNELS, named=False)
+_delta_rule = differentiable(_KERNELS, named=True)

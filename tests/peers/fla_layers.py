@@ -197,8 +197,9 @@ def cases():
   comba = functools.partial(fla.layers.comba.Comba, **sizes)
   product = functools.partial(fla.layers.gated_deltaproduct.GatedDeltaProduct, **sizes)
   ranks = {"decay_low_rank_dim": 3, "gate_low_rank_dim": 4, "a_low_rank_dim": 2}
-  rwkv7 = fla.layers.rwkv7.RWKV7Attention(
-    hidden_size=DIM, head_dim=4, **ranks, layer_idx=0, num_hidden_layers=2, fuse_norm=True
+  ranks |= {"v_low_rank_dim": 5, "num_hidden_layers": 2}
+  rwkv7 = functools.partial(
+    fla.layers.rwkv7.RWKV7Attention, hidden_size=DIM, head_dim=4, **ranks, fuse_norm=True
   )
   gsa = functools.partial(
     fla.layers.gsa.GatedSlotAttention, hidden_size=DIM, num_heads=2, num_slots=3, layer_idx=0
@@ -279,7 +280,8 @@ def cases():
       ),
       plain,
     ),
-    "rwkv7_fla": (rwkv7, plain),
+    "rwkv7_fla": (rwkv7(layer_idx=0), plain),
+    "rwkv7_fla_later": (rwkv7(layer_idx=1), lambda module, x: module(x, v_first=x)[0]),
     "gsa_fla": (gsa(**eps), plain),
     "gsa_fla_grouped": (gsa(num_kv_heads=1, feature_map="relu", use_short_conv=True), plain),
     "gsa_fla_gates": (gsa(gate_logit_normalizer=4, scale=0.5), plain),

@@ -35,6 +35,7 @@ from tests.peers.maps import (
   mamba3,
   mlp,
   mlstm,
+  mlstm_block,
   qlstm,
   qwen3_next,
   retnet,
@@ -83,6 +84,7 @@ GRIFFIN = HEADS | {"use_bias": True}
 FLA_RWKV6 = HEADS | {"mix_rank": 2, "gate_rank": 3, "norm_eps": 1e-5 / 64}
 MLA = HEADS | {"kv_rank": 6, "head_dim": 7, "rotary_width": 4, "value_head_dim": 2}
 MLA |= {"max_length": 8}
+RWKV7 = HEADS | {"decay_rank": 3, "rate_rank": 2, "gate_rank": 4}
 DSF = HEADS | {"head_dim": 6}
 SAFARI = {"max_length": 8, "filter_dim": 4, "use_bias": True}
 # A bound b of ours is a share 1 - exp(-b^2); they pass the share.
@@ -128,6 +130,11 @@ PEERS = {
   "mamba3_mimo": Peer("mamba3", MAMBA3_LATER | {"mimo_rank": 2}, mamba3),
   "mamba3_mimo_norm": Peer("mamba3", MAMBA3_LATER | MAMBA3_NORM | {"mimo_rank": 3}, mamba3),
   "xlstm": Peer("mlstm", HEADS, mlstm),
+  "xlstm_block": Peer(
+    "mlstm",
+    HEADS | {"variant": "block", "gate_soft_cap": None, "denominator_eps": 0.0, "norm_eps": 1e-5},
+    mlstm_block,
+  ),
   "xlstm_biases": Peer(
     "mlstm",
     HEADS
@@ -219,7 +226,8 @@ PEERS = {
     | {"use_gate": False},
     delta_net,
   ),
-  "rwkv7_fla": Peer("rwkv7", HEADS | {"decay_rank": 3, "rate_rank": 2, "gate_rank": 4}, rwkv7),
+  "rwkv7_fla": Peer("rwkv7", RWKV7, rwkv7),
+  "rwkv7_fla_later": Peer("rwkv7", RWKV7 | {"layer": 1, "num_layers": 2, "value_rank": 5}, rwkv7),
   "gsa_fla": Peer("gsa", HEADS | {"num_slots": 3}, gsa),
   "gsa_fla_grouped": Peer(
     "gsa", GROUPED | {"num_slots": 3, "feature_map": "relu", "conv_size": 4}, gsa

@@ -134,6 +134,15 @@ def mlstm(theirs: Arrays) -> dict[str, Any]:
   return ours | {"norm": norm if bias is None else norm | {"bias": bias}}
 
 
+def mlstm_block(theirs: Arrays) -> dict[str, Any]:
+  ours = named(theirs, in_proj="proj_up", o_proj="proj_down")
+  ours |= named(theirs, i_proj="mlstm_cell.igate", f_proj="mlstm_cell.fgate")
+  for name in "qkv":
+    ours[f"{name}_blocks"] = {"kernel": theirs[f"{name}_proj.weight"].swapaxes(1, 2)}
+  ours |= named(theirs, conv, conv="conv1d.conv") | {"skip": theirs["learnable_skip"]}
+  return ours | {"norm": {"scale": 1 + theirs["mlstm_cell.outnorm.weight"]}}
+
+
 def griffin(theirs: Arrays) -> dict[str, Any]:
   gate = lambda name: {
     "kernel": theirs[f"rg_lru.{name}_gate_weight"],
@@ -215,7 +224,9 @@ def comba(theirs: Arrays) -> dict[str, Any]:
 def rwkv7(theirs: Arrays) -> dict[str, Any]:
   ours = named(theirs, **{f"{name}_proj": f"{name}_proj" for name in "rkvo"})
   ours |= {f"mu_{name}": theirs[f"x_{name}"].ravel() for name in "rwkvag"}
-  for name, source in {"decay": "w_lora", "rate": "a_lora", "gate": "g_lora"}.items():
+  ranks = {"decay": "w_lora", "rate": "a_lora", "gate": "g_lora"}
+  ranks |= {"value": "v_lora"} if "v_lora.lora.0.weight" in theirs else {}
+  for name, source in ranks.items():
     ours[f"{name}_down_proj"] = linear(theirs, f"{source}.lora.0")
     ours[f"{name}_up_proj"] = linear(theirs, f"{source}.lora.2")
   gains = {"erase_gain": "k_k", "rate_gain": "k_a", "bonus_gain": "r_k"}

@@ -56,6 +56,7 @@ def main() -> None:
     torchscale_layers,
     transformers_layers,
     transformers_models,
+    xlstm_layers,
   )
 
   write("transformers", transformers_layers.cases())
@@ -63,6 +64,7 @@ def main() -> None:
   write("torchscale", torchscale_layers.cases())
   write("authors", author_layers.cases())
   write("mamba_ssm", mamba3_layers.cases())
+  write("xlstm", xlstm_layers.cases())
   write("fla_log_linear", log_linear_layers.cases())
   for case, (model, decode) in (transformers_models.cases() | fla_models.cases()).items():
     record_models.record(case, model, decode)

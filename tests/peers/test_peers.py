@@ -58,6 +58,8 @@ def evaluate(layer, x, weights):
   """(out, gradients of the layer's parameters and of x) of sum(weights * out)."""
 
   def loss(layer, x):
+    if hasattr(layer, "first_values"):
+      layer.first_values = x
     out = layer(x)
     out = out[0] if isinstance(out, tuple) else out
     return (weights * out).sum(), out
@@ -112,7 +114,7 @@ def test_layer_equals_the_recorded_one(case):
 
 def decoded_cases():
   for case, peer in PEERS.items():
-    if peer.layer in MIXERS:
+    if peer.layer in MIXERS and case != "rwkv7_fla_later":  # which takes values of another layer
       yield pytest.param(case, marks=[pytest.mark.slow] * (case not in DECODED))
 
 

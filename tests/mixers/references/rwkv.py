@@ -74,8 +74,11 @@ def rwkv6(params, x, *, num_heads):
   return (y * silu(stream["g"] @ params["g_proj"]["kernel"])) @ params["o_proj"]["kernel"]
 
 
-def rwkv7(params, x, *, num_heads):
-  """Written with S [V, K] and the published symbols: S (diag(w) - kk^T (kk * a)) + v^T k."""
+def rwkv7(params, x, *, num_heads, first_values=None):
+  """Written with S [V, K] and the published symbols: S (diag(w) - kk^T (kk * a)) + v^T k.
+
+  `first_values` are those of the model's first layer.
+  """
   before = np.concatenate([np.zeros((1, x.shape[1])), x[:-1]])
   stream = {name: x + (before - x) * params[f"mu_{name}"] for name in "rwkvag"}
   project = lambda name, layer: stream[name] @ params[f"{layer}_proj"]["kernel"]
@@ -83,6 +86,8 @@ def rwkv7(params, x, *, num_heads):
     z @ params[f"{layer}_up_proj"]["kernel"] + params[f"{layer}_up_proj"].get("bias", 0)
   )
   r, k, v = (project(name, name) for name in "rkv")
+  if first_values is not None:
+    v = v + (first_values - v) * sigmoid(up(project("v", "value_down"), "value"))
   w = np.exp(-np.exp(-0.5) * sigmoid(up(np.tanh(project("w", "decay_down")), "decay")))
   a = sigmoid(up(project("a", "rate_down"), "rate"))
   g = up(sigmoid(project("g", "gate_down")), "gate")
