@@ -273,7 +273,7 @@ def test_second_text_from_a_start_runs_programs_only(model, monkeypatch):
   """Operations run one by one cost the host a tenth of a millisecond each, for every layer."""
   start = read(model, [[7, 1, 30], [2, 2, 9]])
   options = SamplingOptions(max_tokens=4, temperature=0)
-  states, _ = generation._apart(start.state, model.num_layers)
+  states, _ = generation.apart(start.state, model.num_layers)
   chex.assert_trees_all_equal(states, layers.apart(start.state, model.num_layers))
   first = generate(model, [[], []], options, start=start)
   for name in ("apart", "tied"):
@@ -322,9 +322,9 @@ def test_max_tokens_across_device_calls_agree(model):
 def test_memory_and_programs_do_not_grow_with_the_text(model):
   """One compiled program draws any number of tokens, and what it carries has one size."""
   generate(model, [[1, 2]], SamplingOptions(max_tokens=1, temperature=0))
-  programs = generation._decode._cache_size()
+  programs = generation.decode._cache_size()
   generate(model, [[3] * 40], SamplingOptions(max_tokens=100, temperature=0))
-  assert generation._decode._cache_size() == programs
+  assert generation.decode._cache_size() == programs
   short, _ = prefill.read_prompts(model, [np.array([1, 2])], 4)
   long, _ = prefill.read_prompts(model, [np.arange(30)], 4)
   assert jax.tree.map(jnp.shape, short) == jax.tree.map(jnp.shape, long)

@@ -56,6 +56,7 @@ class Recording:
   """Layers of one place of a pattern, whose output is their number and the key of their dropout."""
 
   number: jax.Array
+  mixer = None  # without values for the other layers
 
   def __call__(self, x, state, segment_ids, dropout):
     return jnp.concatenate([self.number[None], dropout.keys[0]]).reshape(x.shape), state
