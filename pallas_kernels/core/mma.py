@@ -52,6 +52,9 @@ class Mma(Backend):
     scratch_smem[...] = value.astype(jnp.bfloat16)
     return scratch_smem
 
+  def commit(self) -> None:
+    """Nothing: JAX puts barriers around each store, and products read SMEM as loads do."""
+
   def _sum(self, pairs, start):
     a, b = pairs[0]
     total = zero_accumulator(a.shape[0], b.shape[1]) if start is None else start

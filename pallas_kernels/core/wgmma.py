@@ -242,6 +242,10 @@ class Backend:
     """
     return tree if self.interpret is None else lax.optimization_barrier(tree)
 
+  def commit(self) -> None:
+    """A barrier of the warpgroup, behind which products read what was stored in SMEM before."""
+    plgpu.commit_smem()
+
   def store_folded(self, ref: Ref, value: jax.Array) -> None:
     """Stores [A * B, C] registers as [A, B, C] SMEM."""
     if self.interpret is None:  # registers cannot be reshaped, nor the interpreter's memory

@@ -1,4 +1,4 @@
-"""Configurations of the delta rule's kernels for Hopper. Never keyed on a length."""
+"""Configurations of the delta rule's kernels. Never keyed on a length."""
 
 import dataclasses
 from typing import NamedTuple
@@ -67,7 +67,7 @@ class RecurrenceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """All kernels of the delta rule over many tokens.
+  """All kernels of the delta rule over many tokens for Hopper.
 
   The kernels of chunk systems, and of the gradients of queries, keys and values, have one CTA per
   chunk and nothing else to choose.
@@ -126,6 +126,27 @@ class Config:
 
   def check(self, shape: Shape) -> None:
     """Raises a ValueError where the configuration does not fit the shape or the device."""
+    tuning.check_smem("delta_rule", self.smem(shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class AmpereConfig:
+  """The kernels for every GPU since Ampere: nothing is chosen yet.
+
+  A CTA has one warpgroup and 64 columns of values. Scores and gradients are linear attention's.
+  """
+
+  chunk: int = CHUNK  # tokens of a chunk
+
+  def smem(self, shape: Shape) -> dict[str, int]:
+    """Bytes of SMEM per CTA by kernel, for the variant of each that needs most."""
+    tile, columns = 2 * self.chunk * TILE_WIDTH, shape.key_width // TILE_WIDTH
+    keys = 2 + shape.separate_erase_key
+    needed = {"recurrence": (3 + (keys + 1) * columns) * tile, "inverses": 6 * tile + 4 * 16 * 64}
+    return {name: size + _REDUCTIONS for name, size in needed.items()}
+
+  def check(self, shape: Shape) -> None:
+    """Raises a ValueError where the kernels do not fit the device."""
     tuning.check_smem("delta_rule", self.smem(shape))
 
 

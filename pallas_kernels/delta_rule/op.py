@@ -9,12 +9,16 @@ import jax
 
 from pallas_kernels.core import device
 from pallas_kernels.core.op import differentiable
-from pallas_kernels.delta_rule.config import Config, default
+from pallas_kernels.delta_rule.ampere import passes
+from pallas_kernels.delta_rule.config import AmpereConfig, Config, default
 from pallas_kernels.delta_rule.sm90.backward import backward
 from pallas_kernels.delta_rule.sm90.forward import forward
 from pallas_kernels.delta_rule.types import Inputs, Options
 
-_KERNELS = {"sm90": device.Kernels(forward, backward)}
+_KERNELS = {
+  device.SM90: device.Kernels(forward, backward),
+  device.AMPERE: device.Kernels(passes.forward, passes.backward),
+}
 
 
 def delta_rule(
@@ -25,7 +29,8 @@ def delta_rule(
   length: int,
   num_splits: int = 1,
   erase_before_decay: bool = False,
-  config: Config | None = None,
+  config: Config | AmpereConfig | None = None,
+  architecture: str | None = None,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Runs the delta rule on padded arguments.
@@ -33,10 +38,12 @@ def delta_rule(
   Args:
     segments: [B, T] int32 counted from 0, padded with each row's last, or None.
     length: tokens before padding.
-    num_splits: into how many splits of whole chunks a sequence is cut, which run at the same time.
+    num_splits: into how many splits of whole chunks a sequence is cut, which run at the same time;
+      by Hopper's kernels.
     erase_before_decay: with a decay per key channel and an erase key, whether it reads the state
       before the decay of its own token.
     config: None takes `config.default`.
+    architecture: the folder of the kernels, "sm90" or "ampere"; None takes the device's own.
     interpret: `plgpu.InterpretGPUParams`, or None to compile.
 
   Returns:
@@ -47,9 +54,11 @@ def delta_rule(
   """
   sizes = inputs.sizes
   sizes = sizes._replace(heads=sizes.heads * num_splits)
-  config = config or default(sizes)
+  architecture = architecture or device.current().architecture or device.SM90
+  config = config or (AmpereConfig() if architecture == device.AMPERE else default(sizes))
   config.check(sizes)
-  options = Options(scale, length, config, num_splits, erase_before_decay, interpret)
+  static = scale, length, config, num_splits, erase_before_decay, interpret
+  options = Options(*static, architecture)
   return _delta_rule(options, inputs, segments)
 
 

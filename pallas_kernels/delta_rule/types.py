@@ -11,7 +11,7 @@ from pallas_kernels.core.chunk_grid import (
 )
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.delta_rule.config import NUM_ROWS as NUM_ROWS
-from pallas_kernels.delta_rule.config import Config, Shape
+from pallas_kernels.delta_rule.config import Shape
 
 
 class Inputs(NamedTuple):
@@ -55,10 +55,11 @@ class Options(NamedTuple):
 
   scale: float
   length: int  # tokens before padding
-  config: Config
+  config: Any  # a `Config`, or an `AmpereConfig`, for the kernels of that architecture
   num_splits: int  # of a sequence, that run at the same time: P
   erase_before_decay: bool = False  # of its own token; with decays per key channel
   interpret: Any = None  # `plgpu.InterpretGPUParams`, or None to compile
+  architecture: str = "sm90"  # the folder of the kernels
 
   @property
   def backend(self) -> Backend:

@@ -18,7 +18,7 @@ from jax.experimental import topologies
 
 from lnssm_jax import ops
 from pallas_kernels.core import device
-from tests.kernels import test_lowering
+from tests.kernels import test_delta_rule, test_lowering
 from tests.kernels.lowered import total
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -105,6 +105,17 @@ def attend(configuration):
   return call, inputs | {"segments": segments}
 
 
+def recall(channels):
+  """(function, arguments) of the delta rule with documents, with a decay per key channel or not."""
+  inputs, segments = test_delta_rule.arguments(128, 128, True, True, channels=channels)
+
+  def call(x):
+    rest = {name: x[name] for name in inputs}
+    return test_delta_rule.run(rest, x["segments"], architecture="ampere")
+
+  return call, inputs | {"segments": segments}
+
+
 def programs():
   """(function, arguments, whether it has a gradient in kernels) by name."""
   B, T, H, K, D = 2, 256, 4, 64, 256
@@ -113,6 +124,7 @@ def programs():
   wide, narrow = array(B, 1, D), array(D, dtype=F32)
   kernels = {"implementation": "pallas"}
   table = {f"linear_attention {x}": (*attend(x), True) for x in test_lowering.SOME}
+  table |= {f"delta_rule{x}": (*recall(bool(x)), True) for x in ("", ", decays per channel")}
   return table | {
     "normalize": (
       lambda x: ops.normalize(x["x"], scale=x["scale"], **kernels),

@@ -113,6 +113,12 @@ PROGRAMS = {
       "gradients": "gradients",
     },
   ),
+  "delta ampere": (
+    "delta_rule",
+    heads(128, 128, beta=array(B, T, H, dtype=F32), log_decay=array(B, T, H, 128, dtype=F32)),
+    {"implementation": "pallas_ampere"},
+    {"forward": "recurrence", "reverse": "recurrence", "inverses": "inverses"},
+  ),
   "attention": ("attention", heads(128, 64), {}, GRADIENTS | {"outputs": "forward"}),
   "selective": ("selective_scan", SCAN | SELECTIVE, {}, BOTH),
   "longhorn": ("longhorn_scan", SCAN | LONGHORN, {}, BOTH),

@@ -19,7 +19,7 @@ from lnssm_jax.ops.delta_rule.cases import DELTA_RULE, Case
 from lnssm_jax.ops.delta_rule.types import Inputs, Options
 from pallas_kernels.core.wgmma import WITHOUT_BARRIERS, Backend, smem_tile
 from pallas_kernels.delta_rule import config
-from pallas_kernels.delta_rule.sm90.triangular_inverse import (
+from pallas_kernels.delta_rule.triangular_inverse import (
   NUM_TILES,
   ROWS,
   diagonal_blocks,
@@ -46,6 +46,7 @@ pytestmark = MASKED_LATER
 SMALL = Case(K=16, V=24, H=1, chunk=None, state=False, decay="ordinary")
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 XLA = ["chunked", "reference", "associative"]
+BY_NAME = ["pallas_interpret", "pallas_ampere", "pallas_ampere_interpret"]
 
 
 def inverse_of(lower, interpret):
@@ -188,6 +189,16 @@ def test_lowers(widths, erase, segments):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("widths", [(128, 128), (64, 64)])
+def test_kernels_for_ampere_lower(widths, channels):
+  inputs, ids = arguments(*widths, channels, True, channels=channels)
+  ampere = lambda x, ids: run(x, ids, architecture="ampere")
+  assert len(kernels_traced(ampere, inputs, ids)) == 4
+  assert kernels_in(jax.grad(lambda x, ids: total(ampere(x, ids))), inputs, ids) == 7
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("erase", [False, True])
 @pytest.mark.parametrize(
   ("widths", "write"),
@@ -251,8 +262,8 @@ def test_lowers_under_shard_map():
 )
 def test_what_hopper_runs(hopper, case, dtype, expected):
   args, kwargs = DELTA_RULE.bind(case, inputs_of(DELTA_RULE, case, dtype))
-  interpreted = ["pallas_interpret"] if "pallas" in expected else []
-  assert ops.supported(ops.delta_rule, *args, **kwargs) == expected + interpreted
+  by_name = BY_NAME if "pallas" in expected else []
+  assert ops.supported(ops.delta_rule, *args, **kwargs) == expected + by_name
 
 
 @pytest.mark.parametrize(
@@ -273,6 +284,7 @@ def test_what_cannot_run_is_named(case, dtype, message):
 
 def test_on_a_cpu_the_kernels_are_not_chosen():
   args, options = DELTA_RULE.bind(SMALL, inputs_of(DELTA_RULE, SMALL, BF16))
-  assert ops.supported(ops.delta_rule, *args, **options) == [*XLA, "pallas_interpret"]
-  with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
+  able = [*XLA, "pallas_interpret", "pallas_ampere_interpret"]
+  assert ops.supported(ops.delta_rule, *args, **options) == able
+  with pytest.raises(NotImplementedError, match="need an NVIDIA GPU since Ampere"):
     ops.delta_rule(*args, **options, implementation="pallas")

@@ -84,9 +84,6 @@ def test_gpus_since_ampere_run_their_kernels_by_default(monkeypatch, capability,
   many, one = Case(T=2, K=64, V=64, chunk=None), STEP
   assert [chosen(x, BF16) for x in (many, one)] == ["pallas" if whose else "chunked"] * 2
   assert ("pallas_ampere" in supported(many, BF16)) == (whose is not None)
-  weighted = Case(T=2, K=64, V=64, decay="BTH", own_weight=True, chunk=None)
-  assert chosen(weighted, BF16) == ("pallas" if whose == "Hopper" else "chunked")
-  assert "pallas_ampere" not in supported(weighted, BF16)
   x = jnp.zeros((2, 256), jnp.bfloat16)
   assert ("pallas" in ops.supported(ops.normalize, x)) == (whose is not None)
   for length, expected in ((1, whose is not None), (2, whose == "Hopper")):

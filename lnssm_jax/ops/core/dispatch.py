@@ -313,8 +313,8 @@ class Kernels:
       in `Inputs.AXES`.
     architectures: what its kernels run on. Where more GPUs run some arguments, as single tokens,
       the module's `since_ampere` says so.
-    apart: whether the kernels for Ampere are others; then the module has `run_ampere`,
-      `interpreted_ampere` and `unsupported_ampere`, too.
+    apart: whether the kernels for Ampere are others; then the module has `run_ampere` and
+      `interpreted_ampere`, too, and `unsupported_ampere` where they support less.
   """
 
   def __init__(
@@ -381,9 +381,11 @@ class Kernels:
     return run(inputs) if division is None else division.run(run, inputs)
 
   def _unsupported(self, name, inputs, options):
+    kernels = self._kernels()
     own = name == "run" and device.current().architecture == device.AMPERE
-    which = "unsupported_ampere" if self._apart and (own or "ampere" in name) else "unsupported"
-    ask = functools.partial(getattr(self._kernels(), which), options=options)
+    general = getattr(kernels, "unsupported_ampere", kernels.unsupported)
+    ask = general if self._apart and (own or "ampere" in name) else kernels.unsupported
+    ask = functools.partial(ask, options=options)
     division = self._division(inputs)
     return ask(inputs) if division is None else division.ask(ask, inputs)
 

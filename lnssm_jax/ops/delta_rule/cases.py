@@ -162,8 +162,11 @@ def _arguments(case: Case, inputs):
   return tuple(inputs[n] for n in ("q", "k", "v", "beta")), options
 
 
-def _on_kernels(case: Case) -> Check:
-  return Check(dataclasses.replace(case, chunk=None), "pallas_interpret", jnp.bfloat16)
+def _on_kernels(case: Case, implementation: str = "pallas_interpret") -> Check:
+  return Check(dataclasses.replace(case, chunk=None), implementation, jnp.bfloat16)
+
+
+_AMPERE = Case(T=66, K=16, V=20, decay="weak", erase=True, segments=True, H=1)
 
 
 DELTA_RULE = Scan(
@@ -182,6 +185,7 @@ DELTA_RULE = Scan(
     Check(CASES[3], dtype=jnp.bfloat16),
     Check(CASES[14], dtype=jnp.bfloat16),
     *(_on_kernels(case) for case in KERNELS),
+    _on_kernels(_AMPERE, "pallas_ampere_interpret"),
   ],
   sweep=[
     *(Check(case) for n, case in enumerate(CASES) if n not in ALWAYS),
@@ -191,6 +195,7 @@ DELTA_RULE = Scan(
     *(Check(case) for case in MANY),
     *(Check(case, "associative") for case in MANY if case.T < 1000),
     *(_on_kernels(case) for case in KERNEL_SWEEP),
+    *(_on_kernels(case, "pallas_ampere_interpret") for case in KERNELS + KERNEL_SWEEP[::2]),
   ],
   small=Case(T=23, K=3, V=4, decay="ordinary", channels=True, erase=True, chunk=8, state=False),
   variants=(

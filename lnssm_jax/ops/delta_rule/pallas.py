@@ -15,6 +15,7 @@ from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts
 from lnssm_jax.ops.delta_rule.chunked import chunked
 from lnssm_jax.ops.delta_rule.types import DeltaRuleState, Inputs, Options
+from pallas_kernels.core import device
 from pallas_kernels.core.decode import fits
 from pallas_kernels.delta_rule import config, decode, op
 
@@ -49,9 +50,11 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   return None
 
 
-def since_ampere(inputs: Inputs, options: Options) -> bool:
-  """Whether every GPU since Ampere runs these arguments: single tokens, in registers alone."""
-  return _decodes(inputs, options)
+def unsupported_ampere(inputs: Inputs, options: Options) -> str | None:
+  """`unsupported`, by the kernels for all GPUs since Ampere."""
+  if inputs.write_key is not None:
+    return "write_key is given, and only the kernels for Hopper write with another key than k"
+  return unsupported(inputs, options)
 
 
 def _decodes(inputs: Inputs, options: Options) -> bool:
@@ -77,12 +80,19 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 
 
 def run(
-  inputs: Inputs, options: Options, *, sizes=None, interpret=None, num_splits: int | None = None
+  inputs: Inputs,
+  options: Options,
+  *,
+  sizes=None,
+  interpret=None,
+  num_splits: int | None = None,
+  architecture: str | None = None,
 ) -> tuple[jax.Array, DeltaRuleState]:
   """The output and the last state.
 
   Value columns are independent: more of them than the kernels take are further heads, which share
   all else. `num_splits`: into how many splits a sequence is cut; None leaves it to the kernels.
+  `architecture`: whose kernels run; None takes those of the device.
   """
   if _decodes(inputs, options):
     # One token is of one document, that of the initial state.
@@ -91,11 +101,14 @@ def run(
       form_over_groups(chunked, reads_groups=True), options=options._replace(chunk_size=None)
     )
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
+  architecture = architecture or device.current().architecture or device.SM90
   q, k, v, beta, log_decay, erase_key, write_key, state, segments = inputs
   (B, T, _, K), (H, _), S, V = q.shape, head_counts(inputs), state.kv.shape[1], v.shape[-1]
   wide_k = next(width for width in config.KEY_WIDTHS if width >= K)
   wide_v = next((width for width in config.VALUE_WIDTHS if width >= V), _WIDEST_VALUE)
   groups = -(-V // wide_v)
+  if architecture == device.AMPERE:
+    num_splits = 1
   num_splits = num_splits or config.num_splits(B * H * groups, wide_v, T)
   more = -T % (config.CHUNK * num_splits)
   pad = lambda x, width: jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, width - x.shape[-1])])
@@ -134,6 +147,7 @@ def run(
     num_splits=num_splits,
     erase_before_decay=options.erase_before_decay,
     config=sizes,
+    architecture=architecture,
     interpret=interpret,
   )
   kv = kv.reshape(B, H, groups, wide_k, wide_v).swapaxes(2, 3).reshape(B, H, wide_k, -1)
@@ -156,3 +170,5 @@ def _step(inputs: Inputs, *, options: Options, interpret):
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
+run_ampere = functools.partial(run, architecture="ampere")
+interpreted_ampere = functools.partial(interpreted, architecture="ampere")

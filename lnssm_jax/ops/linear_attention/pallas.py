@@ -46,13 +46,6 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   return None
 
 
-def unsupported_ampere(inputs: Inputs, options: Options) -> str | None:
-  """`unsupported`, by the kernels for all GPUs since Ampere."""
-  if inputs.own_weight is not None and not _decodes(inputs, options):
-    return "own_weight is given, and only the kernels for Hopper weight the own token"
-  return unsupported(inputs, options)
-
-
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments; its own limits are in its `unsupported`."""
   q, k, v, log_decay, _, bonus, state, _, own_weight = inputs

@@ -33,7 +33,7 @@ from pallas_kernels.core.wgmma import (
   with_int32_indices,
 )
 from pallas_kernels.delta_rule.sm90.recurrence import Stage
-from pallas_kernels.delta_rule.sm90.triangular_inverse import diagonal_blocks, triangular_inverse
+from pallas_kernels.delta_rule.triangular_inverse import diagonal_blocks, triangular_inverse
 from pallas_kernels.linear_attention.sm90.intra_chunk import (
   AFTER,
   BEFORE,

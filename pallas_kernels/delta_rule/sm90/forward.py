@@ -36,7 +36,7 @@ from pallas_kernels.delta_rule.sm90.channel_chunks import (
 )
 from pallas_kernels.delta_rule.sm90.recurrence import Stage, forward_recurrence, split_maps
 from pallas_kernels.delta_rule.sm90.splits import entering_states
-from pallas_kernels.delta_rule.sm90.triangular_inverse import (
+from pallas_kernels.delta_rule.triangular_inverse import (
   NUM_TILES,
   diagonal_blocks,
   triangular_inverse,

@@ -11,6 +11,9 @@ and the key sum that enter a chunk, A and y the cotangents of those that leave i
 For decays per key channel the sums over pairs are those of the merges (`decays.py`), whose factors
 queries and keys share; a log decay's gradient collects, at each factor, the factor times its
 cotangent. Nothing is a difference of large numbers.
+
+The erase keys of the delta rule are queries that read all tokens but their own (i > j): of them
+everything but the terms with A, which belong to the queries.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +29,9 @@ from pallas_kernels.core.chunk_grid import (
   broadcast_diagonal,
   decay_between_tokens,
   launch_per_chunk,
+  own_token,
   shared_head,
+  with_own_weight,
 )
 from pallas_kernels.core.mma import Mma, blocks_of, load_tiles, store_tile
 from pallas_kernels.core.wgmma import (
@@ -68,17 +73,18 @@ class GradientInputs(NamedTuple):
   v: Any  # [B, T, H, V] bfloat16
   d_out: Any  # [B, T, H, V] bfloat16: G
   states: Any  # [B, H, N, K, V] bfloat16: S
-  adjoints: Any  # [B, H, N, K, V] bfloat16: A
-  d_denominator: Any  # [B, H, T] float32: d; None without the normalizer, as the next two
-  key_sums: Any  # [B, H, N, K] float32: z
-  d_key_sums: Any  # [B, H, N, K] float32: y
+  adjoints: Any  # [B, H, N, K, V] bfloat16: A; None for erase keys
   documents: DocumentBoundaries
+  d_denominator: Any = None  # [B, H, T] float32: d; None without the normalizer, as the next two
+  key_sums: Any = None  # [B, H, N, K] float32: z
+  d_key_sums: Any = None  # [B, H, N, K] float32: y
   log_decay: Any = None  # channel decays: [H, K] or [B, T, H, K] float32
   total: Any = None  # decays per token: [B, H, N, K] float32, over each chunk
   bonus: Any = None  # [H, K] float32 or None
   cumulative: Any = None  # scalar decays: of `ScalarDecayTables`, as the next two
   before: Any = None
   after: Any = None
+  own_weight: Any = None  # [B, H, T] float32, with scalar decays: of a token in its own output
 
 
 class GradientOutputs(NamedTuple):
@@ -86,7 +92,8 @@ class GradientOutputs(NamedTuple):
 
   q: Any  # [B, T, H, K] bfloat16
   k: Any  # [B, T, H, K] bfloat16
-  d_total: Any = None  # [B, H, N, K] float32: the cotangent of the decay over the chunk
+  # [B, H, N, K] float32: the cotangent of the decay over the chunk; None for erase keys.
+  d_total: Any = None
   log_decay: Any = None  # channel decays: [B, T, H, K], or [B, H, N, K] for constant ones, float32
   bonus: Any = None  # [B, H, N, K] float32
   # Scalar decays: [B, H, K / 64, T] float32, of the tables; of `cumulative`: later - earlier.
@@ -94,6 +101,7 @@ class GradientOutputs(NamedTuple):
   earlier: Any = None
   before: Any = None
   after: Any = None
+  own_weight: Any = None
 
 
 class _Buffers(NamedTuple):
@@ -114,15 +122,21 @@ class _Cotangents(NamedTuple):
 
   d_scores: jax.Array  # [C, C]: dP, of pairs of one document
   before: jax.Array  # [C, 64]: S G_i + d_i z
-  after: jax.Array  # [C, 64]: A v_j + y
+  after: Any  # [C, 64]: A v_j + y; None for erase keys
   total: Any  # [64]: per column, the cotangent of the decay over the chunk; None unless asked for
+
+  @property
+  def strict(self) -> bool:
+    """Whether no token reads itself."""
+    return self.after is None
 
 
 def _from_values(at, channels, gmem: GradientInputs, smem: _Buffers, decays, heads, backend):
   """`_Cotangents`: sums over the columns of values, 64 at a time."""
   part = lambda x, columns: x.at[at.batch, at.tokens, shared_head(at.head, heads, x), columns]
   of_state = lambda x, columns: x.at[at.batch, at.head, at.chunk, channels, columns]
-  d_scores, before, after = (zero_accumulator(C, C) for _ in range(3))
+  d_scores, before = (zero_accumulator(C, C) for _ in range(2))
+  after: Any = None if gmem.adjoints is None else zero_accumulator(C, C)
   overlap: Any = None
   for columns in blocks_of(gmem.v.shape[-1]):
     load_tiles(
@@ -132,6 +146,8 @@ def _from_values(at, channels, gmem: GradientInputs, smem: _Buffers, decays, hea
     )
     d_scores = backend.dot(smem.d_out, transpose_ref(smem.v), start=d_scores)
     before = backend.dot(smem.d_out, transpose_ref(smem.state), start=before)
+    if gmem.adjoints is None:
+      continue
     entering = load_tile(smem.state) if decays else None
     load_tiles((of_state(gmem.adjoints, columns), smem.state))
     after = backend.dot(smem.v, transpose_ref(smem.state), start=after)
@@ -139,7 +155,7 @@ def _from_values(at, channels, gmem: GradientInputs, smem: _Buffers, decays, hea
       added = jnp.sum(entering * load_tile(smem.state), axis=1)
       overlap = added if overlap is None else overlap + added
   total: Any = None
-  if decays:  # from a number per row to one per column
+  if overlap is not None:  # from a number per row to one per column
     smem.vector[...] = overlap
     total = load_col_vector(smem.vector)
   if gmem.d_denominator is not None:
@@ -159,19 +175,28 @@ def _scalar_decay(
   """(dq, dk) of 64 channels, [C, 64], for one decay for all channels; stores the tables' parts."""
   row = lambda table: broadcast_rows(load_row_vector(at.table_row(table)), (C, C))
   store = lambda target, x: store_unoptimized(target.at[at.batch, at.head, at.block, at.tokens], x)
-  weighted = cot.d_scores * decay_between_tokens(at.table_row(gmem.cumulative))
-  weighted = jnp.where(causal_mask(C), weighted, 0.0)
-  if decays:
+  between = decay_between_tokens(at.table_row(gmem.cumulative))
+  own = gmem.own_weight is not None
+  if own:
+    between = with_own_weight(between, gmem.own_weight.at[at.batch, at.head, at.tokens])
+  weighted = jnp.where(causal_mask(C, strict=cot.strict), cot.d_scores * between, 0.0)
+  scores: Any = None
+  if decays or own:
     scores = backend.dot(smem.q, transpose_ref(smem.k))
+  if own:
+    of_own = jnp.where(own_token((C, C)), scores * cot.d_scores, 0.0)
+    store(outs.own_weight, jnp.sum(of_own, axis=1))
+  if decays:
     crossing = jnp.where(causal_mask(C, strict=True), scores * weighted, 0.0)
     store(outs.later, jnp.sum(crossing, axis=1))
     store(outs.earlier, jnp.sum(crossing, axis=0))
     store(outs.before, jnp.sum(load_tile(smem.q) * cot.before, axis=1))
-    store(outs.after, jnp.sum(load_tile(smem.k) * cot.after, axis=1))
+    if not cot.strict:
+      store(outs.after, jnp.sum(load_tile(smem.k) * cot.after, axis=1))
   pairs_smem = backend.to_lhs(weighted, smem.d_scores)
   d_q = backend.dot(pairs_smem, smem.k, start=cot.before * row(gmem.before))
-  d_k = backend.dot(transpose_ref(pairs_smem), smem.q, start=cot.after * row(gmem.after))
-  return d_q, d_k
+  start = None if cot.strict else cot.after * row(gmem.after)
+  return d_q, backend.dot(transpose_ref(pairs_smem), smem.q, start=start)
 
 
 def _channel_decay(
@@ -182,11 +207,10 @@ def _channel_decay(
   # Values, cotangents and states are dead: these are in registers.
   left_smem, right_smem, pairs_smem = smem.d_out, smem.v, smem.state
   smem.d_scores[...] = cot.d_scores.astype(jnp.bfloat16)
-  same = broadcast_diagonal(cot.d_scores, (C, C))
   acc: Any = None
   if decays:
     acc = zero_accumulator(C, C)
-    if not isinstance(decay, ConstantDecay):
+    if not isinstance(decay, ConstantDecay) and not cot.strict:
       whole = load_col_vector(gmem.total.at[at.batch, at.head, at.chunk, channels]) * cot.total
       acc = acc + broadcast_cols(whole, (C, C))
 
@@ -197,16 +221,19 @@ def _channel_decay(
   d_q = select_rows(gmem.documents.sees_entering_state(at), cot.before * jnp.exp2(before))
   if decays:
     acc = decay.gradient(acc, queries() * d_q, BEFORE, left_smem)
-  rows = gmem.documents.reaches_leaving_state(at)
-  d_k = select_rows(rows, cot.after * decay.factor(AFTER))
-  if decays:
-    acc = decay.gradient(acc, keys() * d_k, AFTER, left_smem)
-  if gmem.bonus is not None:
-    d_bonus = jnp.sum(same * queries() * keys(), axis=0)
-    store_unoptimized(outs.bonus.at[at.batch, at.head, at.chunk, channels], d_bonus)
-    weight = load_col_vector(gmem.bonus.at[at.head, channels])
-    same = same * broadcast_cols(weight, (C, C))
-  d_q, d_k = d_q + same * keys(), d_k + same * queries()
+  d_k = zero_accumulator(C, C)
+  if not cot.strict:
+    rows = gmem.documents.reaches_leaving_state(at)
+    d_k = select_rows(rows, cot.after * decay.factor(AFTER))
+    if decays:
+      acc = decay.gradient(acc, keys() * d_k, AFTER, left_smem)
+    same = broadcast_diagonal(cot.d_scores, (C, C))
+    if gmem.bonus is not None:
+      d_bonus = jnp.sum(same * queries() * keys(), axis=0)
+      store_unoptimized(outs.bonus.at[at.batch, at.head, at.chunk, channels], d_bonus)
+      weight = load_col_vector(gmem.bonus.at[at.head, channels])
+      same = same * broadcast_cols(weight, (C, C))
+    d_q, d_k = d_q + same * keys(), d_k + same * queries()
 
   def through(mask, left_factor, right_factor):
     """The cotangents of queries and keys through a product of both times these factors."""
@@ -271,19 +298,24 @@ def query_key_gradients(
     array(jnp.float32, *x) for x in ((B, T, H, K), (B, H, N, K), (B, H, K // TILE_WIDTH, T))
   )
   outputs = GradientOutputs(*(array(jnp.bfloat16, B, T, H, K) for _ in range(2)))
+  strict = inputs.adjoints is None
   if decays:
-    tables = dict.fromkeys(("later", "earlier", "before", "after"), table) if scalar else {}
-    outputs = outputs._replace(d_total=per_chunk, **tables)
-    if not scalar:
+    outputs = outputs._replace(d_total=None if strict else per_chunk)
+    if scalar:
+      outputs = outputs._replace(later=table, earlier=table, before=table)
+      outputs = outputs._replace(after=None if strict else table)
+    else:
       outputs = outputs._replace(log_decay=per_token if log_decay.ndim == 4 else per_chunk)
-  if inputs.bonus is not None:
+  if inputs.bonus is not None and not strict:
     outputs = outputs._replace(bonus=per_chunk)
+  if inputs.own_weight is not None:
+    outputs = outputs._replace(own_weight=table)
 
   def body(at, gmem: GradientInputs, outs: GradientOutputs, smem: _Buffers):
     channels = pl.ds(at.block * TILE_WIDTH, TILE_WIDTH)
     part = lambda x: x.at[at.batch, at.tokens, shared_head(at.head, H, x), channels]
     cot = _from_values(at, channels, gmem, smem, decays, H, backend)
-    if decays:
+    if outs.d_total is not None:
       store_unoptimized(outs.d_total.at[at.batch, at.head, at.chunk, channels], cot.total)
     load_tiles((part(gmem.q), smem.q), (part(gmem.k), smem.k))
     if scalar:

@@ -43,11 +43,11 @@ def forward(
   options: Options, inputs: Inputs, segments: jax.Array | None, *, for_gradient: bool
 ) -> tuple[Any, Residuals | None]:
   """The results of `op.linear_attention`, and what the backward pass needs of this one."""
-  q, k, v, log_decay, bonus, kv, key_sum, _ = inputs
+  q, k, v, log_decay, bonus, kv, key_sum, own_weight = inputs
   normalize, H, C, T = options.normalize, inputs.heads, options.config.chunk, q.shape[1]
   backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
   channel = has_channel_decay(log_decay)
-  tables: Any = None if channel else _tables(options, documents, T)(log_decay)
+  tables: Any = None if channel else decay_tables(options, documents, T)(log_decay)
   made = chunk_scores(
     ScoreInputs(
       q,
@@ -56,13 +56,14 @@ def forward(
       None if channel else tables.cumulative,
       bonus,
       documents if channel else documents.mask_only,
+      None if own_weight is None else own_weight.swapaxes(1, 2),
     ),
     heads=H,
     length=options.length,
     sums=normalize,
     backend=backend,
   )
-  total = _total_decay(options, log_decay, made.log2_total, documents, T) if channel else None
+  total = total_decay(options, log_decay, made.log2_total, documents, T) if channel else None
   total = tables.total if total is None else total
   q_state, k_state = (made.q, made.k) if channel else (q, k)
   before, after = (None, None) if channel else (tables.before, tables.after)
@@ -108,7 +109,7 @@ def backward(
   decays: bool,  # whether the decay wants a gradient
 ) -> Inputs:
   """Gradients of the inputs."""
-  q, k, v, log_decay, bonus, kv, key_sum, _ = inputs
+  q, k, v, log_decay, bonus, kv, key_sum, own_weight = inputs
   H, C, T = inputs.heads, options.config.chunk, q.shape[1]
   backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
   d_out, d_last, d_last_key_sum = cotangents
@@ -123,7 +124,7 @@ def backward(
   tables: Any = None
   tables_vjp: Any = None
   if not channel:
-    tables, tables_vjp = jax.vjp(_tables(options, documents, T), log_decay)
+    tables, tables_vjp = jax.vjp(decay_tables(options, documents, T), log_decay)
   q_state, k_state = (kept.q, kept.k) if channel else (q, k)
   before, after = (None, None) if channel else (tables.before, tables.after)
   adjoints = _along_chunks(
@@ -147,15 +148,16 @@ def backward(
       d_out,
       kept.states,
       adjoints.states,
+      documents if channel else documents.mask_only,
       d_denominator,
       kept.key_sums,
       d_key_sums,
-      documents if channel else documents.mask_only,
       **(
         {"log_decay": log_decay, "bonus": bonus}
         if channel
         else {"cumulative": tables.cumulative, "before": before, "after": after}
       ),
+      own_weight=None if own_weight is None else own_weight.swapaxes(1, 2),
       total=_expanded(kept.total, adjoints.states) if channel and log_decay.ndim == 4 else None,
     ),
     heads=H,
@@ -173,7 +175,7 @@ def backward(
   if not decays:
     d_log_decay = jnp.zeros_like(log_decay)
   elif not channel:
-    d_log_decay = _of_tables(made, tables, tables_vjp)
+    d_log_decay = gradient_of_tables(made, tables, tables_vjp)
   elif log_decay.ndim == 4:
     d_log_decay = sum_of_groups(made.log_decay, log_decay)
   else:
@@ -187,16 +189,20 @@ def backward(
     None if bonus is None else scale * made.bonus.sum((0, 2)),
     None if kv is None else scale * adjoints.last[:, :, 0],
     None if key_sum is None or d_key_sum is None else scale * d_key_sum,
+    None if own_weight is None else scale * made.own_weight.sum(2).swapaxes(1, 2),
   )
 
 
-def _tables(options: Options, documents: DocumentBoundaries, padded: int):
-  """A function of scalar log decays: their `ScalarDecayTables`."""
+def decay_tables(options: Any, documents: DocumentBoundaries, padded: int):
+  """A function of scalar log decays: their `ScalarDecayTables`.
+
+  `options`: this op's or, as in `total_decay`, the delta rule's.
+  """
   sizes = {"length": options.length, "padded": padded, "chunk": options.config.chunk}
   return lambda log_decay: scalar_decay_tables(log_decay, documents, **sizes)
 
 
-def _of_tables(made, tables: ScalarDecayTables, tables_vjp) -> jax.Array:
+def gradient_of_tables(made, tables: ScalarDecayTables, tables_vjp) -> jax.Array:
   """The gradient of scalar log decays from those of their tables."""
 
   def sum_to(x, like):
@@ -213,7 +219,7 @@ def _of_tables(made, tables: ScalarDecayTables, tables_vjp) -> jax.Array:
   return d_log_decay
 
 
-def _total_decay(options: Options, log_decay, log2_total, documents, padded: int) -> jax.Array:
+def total_decay(options: Any, log_decay, log2_total, documents, padded: int) -> jax.Array:
   """[B|1, H, N, K]: the decay over each chunk, 0 where no state passes it."""
   if log2_total is not None:
     return documents.reset(jnp.exp2(log2_total), options.config.chunk)

@@ -14,14 +14,19 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
-from pallas_kernels.core.chunk_grid import decay_between_tokens, launch_per_chunk, shared_head
+from pallas_kernels.core.chunk_grid import (
+  decay_between_tokens,
+  launch_per_chunk,
+  own_token,
+  shared_head,
+  with_own_weight,
+)
 from pallas_kernels.core.mma import Mma, blocks_of, load_tiles, store_tile
 from pallas_kernels.core.wgmma import (
   TILE_WIDTH,
   broadcast_cols,
   broadcast_rows,
   causal_mask,
-  iota,
   load_col_vector,
   load_tile,
   smem_tile,
@@ -53,15 +58,16 @@ class ScoreInputs(NamedTuple):
   cumulative: Any  # [B|1, H, T|C] float32 of `ScalarDecayTables`, or None
   bonus: Any  # [H, K] float32 or None
   documents: DocumentBoundaries
+  own_weight: Any = None  # [B, H, T] float32, with `cumulative`: of a token in its own output
 
 
 class ScoreOutputs(NamedTuple):
   """Results of `chunk_scores`, or their GMEM references; q, k and total of channel decays only."""
 
-  scores: Any  # [B, H, T, C] bfloat16
+  scores: Any  # [B, H, T, C] bfloat16; float32 of erase keys
   score_sum: Any  # [B, H, T] float32: the sum of each row of scores, if asked for
   q: Any  # [B, T, H, K] bfloat16, decayed from the chunk's start
-  k: Any  # [B, T, H, K] bfloat16, decayed to the chunk's end
+  k: Any  # [B, T, H, K] bfloat16, decayed to the chunk's end; None with erase keys
   log2_total: Any  # [B, H, N, K] float32: log2 of the decay over the chunk; decays per token
 
 
@@ -78,9 +84,18 @@ class _Buffers(NamedTuple):
 
 @with_int32_indices
 def chunk_scores(
-  inputs: ScoreInputs, *, heads: int, length: int, sums: bool, backend: Mma
+  inputs: ScoreInputs,
+  *,
+  heads: int,
+  length: int,
+  sums: bool = False,
+  erase_keys: bool = False,
+  backend: Mma,
 ) -> ScoreOutputs:
-  """Scores of all chunks, of `heads` heads and `length` tokens before padding."""
+  """Scores of all chunks, of `heads` heads and `length` tokens before padding.
+
+  `erase_keys`: queries are the delta rule's erase keys, which read all tokens but their own.
+  """
   (B, T, _, K), H, log_decay = inputs.q.shape, heads, inputs.log_decay
   scalar, read_first = log_decay is None, inputs.bonus is not None
   array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
@@ -88,11 +103,11 @@ def chunk_scores(
   decayed = None if scalar else array(bf16, B, T, H, K)
   per_token = not scalar and log_decay.ndim == 4
   outputs = ScoreOutputs(
-    scores=array(bf16, B, H, T, C),
+    scores=array(f32 if erase_keys else bf16, B, H, T, C),
     score_sum=array(f32, B, H, T) if sums else None,
     q=decayed,
-    k=decayed,
-    log2_total=array(f32, B, H, T // C, K) if per_token else None,
+    k=None if erase_keys else decayed,
+    log2_total=array(f32, B, H, T // C, K) if per_token and not erase_keys else None,
   )
 
   def channel_block(at, channels, scores, gmem, outs, smem):
@@ -107,12 +122,13 @@ def chunk_scores(
       backend=backend,
     )
     queries, keys = (lambda: load_tile(smem.q)), (lambda: load_tile(smem.k))
-    left_smem = smem.q
-    if read_first:
-      weight = load_col_vector(gmem.bonus.at[at.head, channels])
-      left_smem = backend.to_lhs(queries() * broadcast_cols(weight, (C, C)), smem.left)
-    same = backend.dot(left_smem, transpose_ref(smem.k))
-    scores = scores + jnp.where(iota((C, C), 0) == iota((C, C), 1), same, 0.0)
+    if not erase_keys:
+      left_smem = smem.q
+      if read_first:
+        weight = load_col_vector(gmem.bonus.at[at.head, channels])
+        left_smem = backend.to_lhs(queries() * broadcast_cols(weight, (C, C)), smem.left)
+      same = backend.dot(left_smem, transpose_ref(smem.k))
+      scores = scores + jnp.where(own_token((C, C)), same, 0.0)
 
     def product(left_factor, right_factor):
       left_smem = backend.to_lhs(queries() * left_factor, smem.left)
@@ -134,12 +150,16 @@ def chunk_scores(
       return jnp.where(merged_pairs(size) & still_open(), scores + pairs, scores)
 
     scores = lax.fori_loop(0, jnp.where(all_meet, 0, MERGES), merge, scores)
-    for factor, x, rows, target in (
-      (before, queries, gmem.documents.sees_entering_state(at), outs.q),
-      (decay.factor(AFTER), keys, gmem.documents.reaches_leaving_state(at), outs.k),
-    ):
-      value = select_rows(rows, x() * factor)
-      store_tile(target.at[at.batch, at.tokens, at.head, channels], value, smem.left)
+
+    def store_decayed(target, value, rows):
+      target = target.at[at.batch, at.tokens, at.head, channels]
+      store_tile(target, select_rows(rows, value), smem.left)
+
+    store_decayed(outs.q, queries() * before, gmem.documents.sees_entering_state(at))
+    if erase_keys:
+      return scores
+    reaches = gmem.documents.reaches_leaving_state(at)
+    store_decayed(outs.k, keys() * decay.factor(AFTER), reaches)
     if isinstance(decay, TokenDecay):
       target = outs.log2_total.at[at.batch, at.head, at.chunk, channels]
       store_unoptimized(target, jnp.sum(decay.log2, axis=0))
@@ -157,15 +177,21 @@ def chunk_scores(
       else:
         scores = channel_block(at, channels, scores, gmem, outs, smem)
     if scalar:
-      mask = gmem.documents.mask(at, causal_mask(C))
+      mask = gmem.documents.mask(at, causal_mask(C, strict=erase_keys))
       between = decay_between_tokens(at.table_row(gmem.cumulative))
+      if gmem.own_weight is not None:
+        between = with_own_weight(between, gmem.own_weight.at[at.batch, at.head, at.tokens])
       scores = jnp.where(mask, scores * between, 0.0)
     else:
       scores = gmem.documents.mask_scores(at, scores)
     if sums:
       target = outs.score_sum.at[at.batch, at.head, at.tokens]
       store_unoptimized(target, jnp.sum(scores, axis=1))
-    store_tile(outs.scores.at[at.batch, at.head, at.tokens], scores, smem.q)
+    target = outs.scores.at[at.batch, at.head, at.tokens]
+    if erase_keys:
+      store_unoptimized(target, scores)
+    else:
+      store_tile(target, scores, smem.q)
 
   tile = smem_tile(C, TILE_WIDTH)
   extra = None if scalar else tile

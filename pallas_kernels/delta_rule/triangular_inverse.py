@@ -59,27 +59,27 @@ def triangular_inverse(
   )
   left, right, m = tiles_smem[0:2], tiles_smem[2:4], tiles_smem[4:6]
   backend.store_folded(blocks_smem, diagonal)
-  plgpu.commit_smem()
+  backend.commit()
   _split(right, jnp.where(same_block, 0.0, lower))  # now: registers are scarce in what follows
-  _invert_blocks(blocks_smem)
-  plgpu.commit_smem()
+  _invert_blocks(blocks_smem, backend)
+  backend.commit()
   diagonal = backend.load_folded(blocks_smem, (C, size))
   inverses = [jnp.where(block_of_row == b, diagonal, 0.0) for b in range(_BLOCKS)]
   inverses = jnp.concatenate(inverses, axis=1)
   _split(left, inverses)
-  plgpu.commit_smem()
+  backend.commit()
   (product,) = backend.dots(_exact(left, right))
   _split(m, -product)
-  plgpu.commit_smem()
+  backend.commit()
   square, rest = backend.dots(_exact(m, m), _exact(m, left, inverses))
   _split(right, rest)
-  plgpu.commit_smem()  # a barrier, too: all warps have read `left`
+  backend.commit()  # all warps have read `left`
   _split(left, square)
-  plgpu.commit_smem()
+  backend.commit()
   return backend.dots(_exact(left, right, rest))[0]
 
 
-def _invert_blocks(blocks_smem):
+def _invert_blocks(blocks_smem, backend):
   """Replaces each N [S, S] of `blocks_smem` [B, S, S] by (I + N)^-1."""
   shape = (_BLOCKS, _SIZE)
   column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_COLUMNS)
@@ -91,7 +91,7 @@ def _invert_blocks(blocks_smem):
       factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, shape, [0]), _COLUMNS)
       row = row - factor * rows[j]
     rows.append(row)
-  plgpu.commit_smem()
+  backend.commit()
   for i, row in enumerate(rows):
     blocks_smem.at[:, i, :][...] = row
 

@@ -1,0 +1,1 @@
+"""Kernels for every NVIDIA GPU since Ampere: products by `mma.sync`, copies through registers."""

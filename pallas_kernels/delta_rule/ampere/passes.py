@@ -1,0 +1,233 @@
+"""Forward and backward pass of the delta rule on the kernels for Ampere.
+
+The delta rule is linear attention over its corrections x, read twice: by the queries, and by the
+erase keys, which read all tokens but their own (L and r in `lnssm_jax/ops/delta_rule/README.md`):
+
+    x = beta (v - r S - L x)            out = b q S + P x
+
+So scores, decays inside a chunk and their gradients are linear attention's, called once for the
+queries and once for the erase keys. What is new is the inverse of I + diag(beta) L and the
+recurrence with it (`recurrence.py`). In the backward pass y, the cotangent of beta v - beta r S -
+beta L x - x, is to the reading by -beta e what G, the cotangent of out, is to that by q.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core.boundaries import DocumentBoundaries
+from pallas_kernels.core.chunk_grid import launch_per_chunk, sum_of_groups
+from pallas_kernels.core.mma import Mma, store_tile
+from pallas_kernels.core.wgmma import (
+  TILE_WIDTH,
+  broadcast_rows,
+  load_row_vector,
+  smem_tile,
+  with_int32_indices,
+)
+from pallas_kernels.delta_rule.ampere import recurrence
+from pallas_kernels.delta_rule.ampere.recurrence import recurrence as run_recurrence
+from pallas_kernels.delta_rule.triangular_inverse import (
+  NUM_TILES,
+  diagonal_blocks,
+  triangular_inverse,
+)
+from pallas_kernels.delta_rule.types import Inputs, Options
+from pallas_kernels.linear_attention.ampere.gradients import GradientInputs, query_key_gradients
+from pallas_kernels.linear_attention.ampere.passes import (
+  decay_tables,
+  gradient_of_tables,
+  total_decay,
+)
+from pallas_kernels.linear_attention.ampere.scores import ScoreInputs, chunk_scores
+
+C = TILE_WIDTH  # tokens of a chunk
+
+
+class Residuals(NamedTuple):
+  """Results of the forward pass that the backward pass needs, besides the arguments."""
+
+  inputs: recurrence.Inputs  # of the recurrence; v and initial are None
+  states: jax.Array  # [B, H, N, K, V] bfloat16, that enter the chunks
+  corrections: jax.Array  # [B, T, H, V] bfloat16: x
+
+
+def forward(
+  options: Options, inputs: Inputs, segments: jax.Array | None, *, for_gradient: bool
+) -> tuple[tuple[jax.Array, jax.Array], Residuals | None]:
+  """The results of `op.delta_rule`, and what the backward pass needs of this one."""
+  q, k, erase_key, v, beta, log_decay, kv, _ = inputs
+  H, T, channels = inputs.heads, q.shape[1], inputs.channels
+  backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
+  tables: Any = None if channels else decay_tables(options, documents, T)(_of_heads(log_decay, H))
+  reads = ScoreInputs(
+    q,
+    k,
+    log_decay if channels else None,
+    None if channels else tables.cumulative,
+    None,
+    documents if channels else documents.mask_only,
+  )
+  how: Any = {"heads": H, "length": options.length, "backend": backend}
+  by_query = chunk_scores(reads, **how)
+  erases = reads._replace(q=k if erase_key is None else erase_key)
+  if options.erase_before_decay:
+    erases = erases._replace(bonus=_no_bonus(H, k))
+  by_erase_key = chunk_scores(erases, erase_keys=True, **how)
+  rate = jnp.pad(_of_heads(beta, H).swapaxes(1, 2), ((0, 0), (0, 0), (0, T - beta.shape[1])))
+  prepared = recurrence.Inputs(
+    q,
+    k,
+    erase_key,
+    None,
+    chunk_inverses(by_erase_key.scores, rate, backend),
+    by_query.scores,
+    rate,
+    None,
+  )
+  if channels:
+    decay = total_decay(options, log_decay, by_query.log2_total, documents, T)
+    prepared = prepared._replace(q=by_query.q, k=by_query.k, erase_key=by_erase_key.q, decay=decay)
+  else:
+    decays = {"before": tables.before, "after": tables.after, "decay": tables.total}
+    prepared = prepared._replace(**decays)
+  results = run_recurrence(
+    prepared._replace(v=v, initial=kv),
+    heads=H,
+    store=for_gradient,
+    scale=options.scale,
+    backend=backend,
+  )
+  kept = None
+  if for_gradient:
+    kept = Residuals(prepared, results.states, results.corrections)
+  return (results.out, results.last), kept
+
+
+def backward(
+  options: Options,
+  inputs: Inputs,
+  segments: jax.Array | None,
+  kept: Any,  # `Residuals`
+  cotangents: Sequence[jax.Array | None],  # of the results of `op.delta_rule`; None: zeros
+  decays: bool,  # whether the decay wants a gradient
+) -> Inputs:
+  """Gradients of the inputs."""
+  q, k, erase_key, v, beta, log_decay, kv, _ = inputs
+  H, T, channels, scale = inputs.heads, q.shape[1], inputs.channels, options.scale
+  backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
+  d_out, d_last = cotangents
+  d_out = jnp.zeros((*v.shape[:2], H, v.shape[3]), v.dtype) if d_out is None else d_out
+  # `scale` multiplies the results.
+  d_last = None if d_last is None else d_last / scale
+  adjoints = run_recurrence(
+    kept.inputs._replace(v=d_out, initial=d_last),
+    heads=H,
+    store=True,
+    reverse=True,
+    backend=backend,
+  )
+  y, rate = adjoints.corrections, kept.inputs.rate.swapaxes(1, 2)[..., None]  # [B, T, H, 1]
+  tables: Any = None
+  tables_vjp: Any = None
+  of_decays: dict[str, Any] = {"log_decay": log_decay}
+  if channels:
+    if decays:
+      of_decays["total"] = kept.inputs.decay
+  else:
+    tables, tables_vjp = jax.vjp(
+      lambda x: decay_tables(options, documents, T)(_of_heads(x, H)), log_decay
+    )
+    of_decays = {x: getattr(tables, x) for x in ("cumulative", "before", "after")}
+  by_query = GradientInputs(
+    q,
+    k,
+    kept.corrections,
+    d_out,
+    kept.states,
+    adjoints.states,
+    documents if channels else documents.mask_only,
+    **of_decays,
+  )
+  how: Any = {"heads": H, "length": options.length, "decays": decays, "backend": backend}
+  reads = query_key_gradients(by_query, scale=scale, **how)
+  erase = _of_heads(k if erase_key is None else erase_key, H)
+  by_erase_key = by_query._replace(
+    q=(-rate * erase).astype(k.dtype),
+    d_out=y,
+    adjoints=None,
+    bonus=_no_bonus(H, k) if options.erase_before_decay else None,
+  )
+  erases = query_key_gradients(by_erase_key, scale=scale, **how)
+  f32 = lambda x: x.astype(jnp.float32)
+  of_rate = scale * (f32(y) * f32(_of_heads(v, H))).sum(3) - (f32(erases.q) * f32(erase)).sum(3)
+  d_erase_key = -rate * f32(erases.q)
+  d_k = f32(reads.k) + f32(erases.k)
+  if erase_key is None:
+    d_k = d_k + d_erase_key
+  of_groups = lambda d, like: sum_of_groups(d, like).astype(like.dtype)
+  if not decays:
+    d_log_decay = jnp.zeros_like(log_decay)
+  elif channels:
+    d_log_decay = of_groups(scale * (reads.log_decay + erases.log_decay), log_decay)
+  else:
+    tables_of = ("later", "earlier", "before")
+    both = {x: getattr(reads, x) + getattr(erases, x) for x in tables_of}
+    d_log_decay = scale * gradient_of_tables(reads._replace(**both), tables, tables_vjp)
+  return Inputs(
+    of_groups(reads.q, q),
+    of_groups(d_k, k),
+    None if erase_key is None else of_groups(d_erase_key, erase_key),
+    of_groups(scale * rate * f32(y), v),
+    of_groups(of_rate[:, : beta.shape[1], :, None], beta[..., None])[..., 0],
+    d_log_decay,
+    None if kv is None else scale * adjoints.last,
+  )
+
+
+def _of_heads(x: jax.Array, heads: int) -> jax.Array:
+  """x [B, T, H or fewer, ...], of which groups of neighbors share one, for each of `heads`."""
+  return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
+
+
+def _no_bonus(heads: int, k: jax.Array) -> jax.Array:
+  """With it queries read the state before the decay of their own token, and nothing of that."""
+  return jnp.zeros((heads, k.shape[3]), jnp.float32)
+
+
+class _Buffers(NamedTuple):
+  blocks: Any  # of `triangular_inverse`
+  tiles: list  # [C, C]
+
+
+@with_int32_indices
+def chunk_inverses(lower: jax.Array, rate: jax.Array, backend: Mma) -> jax.Array:
+  """[B, H, T, C] bfloat16: the inverse of each chunk's triangular system, I + diag(beta) L.
+
+  Args:
+    lower: [B, H, T, C] float32: L.
+    rate: [B, H, T] float32: beta.
+  """
+  B, H, T, _ = lower.shape
+
+  def body(at, gmem, out_gmem, smem: _Buffers):
+    lower_gmem, rate_gmem = gmem
+    rows = at.batch, at.head, at.tokens
+    lower = plgpu.load(lower_gmem.at[rows], layout=plgpu.Layout.WGMMA, optimized=False)
+    lower = lower * broadcast_rows(load_row_vector(rate_gmem.at[rows]), (C, C))
+    inverse = triangular_inverse(lower, smem.blocks, smem.tiles, backend)
+    store_tile(out_gmem.at[rows], inverse, smem.tiles[0])
+
+  return launch_per_chunk(
+    body,
+    [lower, rate],
+    jax.ShapeDtypeStruct((B, H, T, C), jnp.bfloat16),
+    _Buffers(diagonal_blocks(), [smem_tile(C, C) for _ in range(NUM_TILES)]),
+    sizes=(1, T // C, H, B),
+    chunk=C,
+    name="delta_rule_ampere_inverses",
+    backend=backend,
+  )
