@@ -47,6 +47,7 @@ import numpy as np
 
 from benchmarks import csv_rows, model_jla, model_peers, turns
 from benchmarks.train_step import Run, compile_step, length_of_documents, random_batch
+from pallas_kernels.core import device
 from train.cluster import device_mesh
 from train.config import Data, Model, Optimizer, Train
 from train.logging import profiles
@@ -296,6 +297,7 @@ def command_of(name: str, sizes: str, args, cache: str, steps: int) -> list[str]
     *("--steps", str(steps), "--runs", str(args.runs)),
     *(["--sizes", sizes] if sizes else []),
     *([] if args.documents else ["--no-documents"]),
+    *(["--ampere"] if args.ampere else []),
   ]
 
 
@@ -360,6 +362,7 @@ def main(arguments=None) -> list[dict[str, Any]]:
     "--documents", action=argparse.BooleanOptionalAction, default=True,
     help="documents of about 500 tokens; else one per row",
   )  # fmt: skip
+  parser.add_argument("--ampere", action="store_true", help="what a GPU since Ampere would run")
   parser.add_argument("--together", action="store_true", help="compile all, then measure each")
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--out", type=Path, help="a CSV file")
@@ -367,6 +370,8 @@ def main(arguments=None) -> list[dict[str, Any]]:
   parser.add_argument("--cache", help=argparse.SUPPRESS)
   parser.add_argument("--in-turn", action="store_true", help=argparse.SUPPRESS)
   args = parser.parse_args(arguments)
+  if args.ampere:
+    device.architecture_of = lambda _: device.AMPERE
   if args.one:
     jax.config.update("jax_compilation_cache_dir", args.cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -138,8 +138,14 @@ def default(shape: Shape) -> Config:
   lanes = shape.states // VECTOR
   # As many tokens at once as SMEM has room for.
   tokens_per_sum = 2 if shape.num_sums <= 2 else 1
-  config = Config(
-    forward=KernelConfig(lanes=1, num_tiles=2 if pair else 1),
-    backward=KernelConfig(lanes=lanes, num_tiles=lanes, tokens_per_sum=tokens_per_sum),
-  )
+  # Since Ampere the next chunk waits in registers.
+  gpu = device.current()
+  stages = 1 if gpu.architecture == device.AMPERE else 2
+  for num_tiles in (lanes, lanes // 2, 1):
+    config = Config(
+      KernelConfig(lanes=1, num_tiles=2 if pair else 1, stages=stages),
+      KernelConfig(lanes, num_tiles, stages=stages, tokens_per_sum=tokens_per_sum),
+    )
+    if max(config.smem(shape).values()) <= gpu.smem:
+      break
   return tuning.tuned("channel_states", shape.shape_class, config)

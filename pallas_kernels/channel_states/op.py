@@ -8,16 +8,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import MADE_BY_KERNELS
+from pallas_kernels.channel_states.backward import backward_kernel
 from pallas_kernels.channel_states.config import Config
+from pallas_kernels.channel_states.forward import forward_kernel
 from pallas_kernels.channel_states.recurrence import Inputs, Recurrence
-from pallas_kernels.channel_states.sm90.backward import backward_kernel
-from pallas_kernels.channel_states.sm90.forward import forward_kernel
 from pallas_kernels.channel_states.streams import KernelInputs, Streams
-from pallas_kernels.core import device
 from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.wgmma import Backend
-
-_KERNELS = {"sm90": device.Kernels(forward_kernel, backward_kernel)}
 
 
 class Static(NamedTuple):
@@ -26,7 +23,7 @@ class Static(NamedTuple):
   recurrence: Recurrence
   out_dtype: Any
   config: Config
-  interpret: Any = None
+  backend: Backend = Backend()
   logits_dtype: Any = None  # of `Inputs.rate_logits`; None without them
 
 
@@ -79,14 +76,14 @@ def _scan(static, inputs, first):
 def _forward(static, inputs, first, chunk_state_dtype):
   recurrence = static.recurrence
   inputs = recurrence.prepare(inputs)
-  return device.choose(_KERNELS).forward(
+  return forward_kernel(
     recurrence,
     KernelInputs(Streams.of(inputs, first), inputs.skip, inputs.a, inputs.initial),
     config=static.config.forward,
     out_dtype=static.out_dtype,
     chunk_state_dtype=chunk_state_dtype,
     has_boundaries=first is not None,
-    backend=Backend(static.interpret),
+    backend=static.backend,
   )
 
 
@@ -102,7 +99,7 @@ def _backward_rule(static, residuals, cotangents):
   d_out, d_last = cotangents
   recurrence = static.recurrence
   prepared = recurrence.prepare(inputs)
-  results = device.choose(_KERNELS).backward(
+  results = backward_kernel(
     recurrence,
     Streams.of(prepared, first),
     prepared.skip,
@@ -113,7 +110,7 @@ def _backward_rule(static, residuals, cotangents):
     logits_dtype=static.logits_dtype,
     config=static.config.backward,
     has_boundaries=first is not None,
-    backend=Backend(static.interpret),
+    backend=static.backend,
   )
   keys = recurrence.key_gradients(results.key_sums.sum(1), inputs)
   has_logits = static.logits_dtype is not None

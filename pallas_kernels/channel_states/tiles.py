@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.channel_states.config import THREADS, VECTOR
 
-# Barriers are written out: what threads share through SMEM is stored before `commit_smem`.
+# Barriers are written out: what threads share through SMEM is stored before `Backend.commit`.
 COMPILER_PARAMS = plgpu.CompilerParams(
   approx_math=True,
   unsafe_no_auto_barriers=True,
@@ -81,12 +81,3 @@ class StateTiles:
 def _load(ref, layout):
   """From SMEM or GMEM, as float32."""
   return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
-
-
-def cta_barrier():
-  """Waits for the other threads of the CTA.
-
-  Unlike `commit_smem` it neither waits for their stores to GMEM nor makes their stores to SMEM
-  visible to asynchronous copies.
-  """
-  plgpu.wait_smem_to_gmem(8, wait_read_only=True)

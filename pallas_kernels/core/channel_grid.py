@@ -10,6 +10,8 @@ loop of a CTA:
              of the chunk `stages` ahead into the slot that is free now
   epilogue   wait for the last copies; the caller stores the final state from registers
 
+That is on Hopper; the kernels for all GPUs since Ampere copy through registers (`Mma.pipeline`).
+
 There is no producer warpgroup: a chunk is a long chain of dependent arithmetic in every thread, and
 the thread that starts the copies is free again at once.
 """
@@ -25,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import device, tuning
-from pallas_kernels.core.wgmma import store_unoptimized
+from pallas_kernels.core.wgmma import Backend, store_unoptimized
 
 CHANNELS = 128  # per CTA, one per thread
 FLAG_BLOCK = 32  # flags per copy: 128 bytes, the least that TMA moves
@@ -60,7 +62,12 @@ def fitting_stages(chunk: int, *, bytes_in: float, bytes_out: float) -> int:
   """Stages that fit in SMEM, for so many bytes per token and channel of streams and results."""
   row = chunk * CHANNELS
   room = device.current().smem - _RESERVED
-  return min(int((room - 2 * bytes_out * row) // (bytes_in * row)), _MAX_STAGES)
+  return min(int((room - 2 * bytes_out * row) // (bytes_in * row)), max_stages())
+
+
+def max_stages() -> int:
+  """The most chunks of a stream in SMEM: one since Ampere, while the next is in registers."""
+  return 1 if device.current().architecture == device.AMPERE else _MAX_STAGES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,14 +134,9 @@ def itemsize(arrays) -> int:
   return sum(jnp.dtype(getattr(x, "dtype", x)).itemsize for x in jax.tree.leaves(arrays))
 
 
-def load_row(ref_smem):
-  """One token's 128 channels in float32 registers."""
-  return plgpu.load(ref_smem, layout=_ROW_LAYOUT).astype(jnp.float32)
-
-
-def load_row_gmem(ref_gmem):
-  """`load_row` from GMEM."""
-  return plgpu.load(ref_gmem, layout=_ROW_LAYOUT, optimized=False).astype(jnp.float32)
+def load_row(ref):
+  """One token's 128 channels in float32 registers, from SMEM or GMEM."""
+  return plgpu.load(ref, layout=_ROW_LAYOUT, optimized=False).astype(jnp.float32)
 
 
 def store_row_gmem(ref_gmem, row):
@@ -164,6 +166,7 @@ def pipeline(
   start: Any,
   num_chunks: int,
   reverse: bool,
+  backend: Backend,
 ) -> Any:
   """Scans `num_chunks` chunks from token `start` on, the last chunk first if `reverse`.
 
@@ -205,25 +208,22 @@ def pipeline(
       is_first = lambda t: flags_smem[offset + t] != 0
     slot = lax.rem(n, 2)
     if targets:
-      plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+      backend.wait_copies(1)
     slots_smem = jax.tree.map(lambda buffer: buffer.at[slot], results_smem)
     streams_smem = jax.tree.unflatten(streams, arrived)
     carry = compute_chunk(first_token, streams_smem, is_first, slots_smem, carry)
     # Also orders the reads above before the next copies into the same slots.
-    plgpu.commit_smem()
-    for slot_smem, target_gmem in zip(jax.tree.leaves(slots_smem), targets, strict=True):
-      target = target_gmem.at[pl.ds(first_token, C)]
-      plgpu.copy_smem_to_gmem(slot_smem, target, commit_group=False)
-    if targets:
-      plgpu.commit_smem_to_gmem_group()
+    tokens = pl.ds(first_token, C)
+    pairs = zip(jax.tree.leaves(slots_smem), targets, strict=True)
+    backend.start_copies([(slot_smem, target.at[tokens]) for slot_smem, target in pairs])
     return carry
 
-  carry = plgpu.emit_pipeline(
+  carry = backend.pipeline(
     step,
     grid=(num_chunks,),
     max_concurrent_steps=min(config.stages, num_chunks),
     init_carry=carry,
     in_specs=specs,
   )(*sources)
-  plgpu.wait_smem_to_gmem(0)
+  backend.wait_copies(wait_read_only=False)
   return carry

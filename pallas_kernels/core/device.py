@@ -57,7 +57,7 @@ def current() -> Device:
   if device.platform != "gpu":
     return HOPPER
   smem = device.shared_memory_per_block_optin
-  return Device(device.device_kind, _architecture(device), device.core_count, smem)
+  return Device(device.device_kind, architecture_of(device), device.core_count, smem)
 
 
 def unsupported(architectures: Collection[str] = (SM90,)) -> str | None:
@@ -69,7 +69,7 @@ def unsupported(architectures: Collection[str] = (SM90,)) -> str | None:
   if device.platform != "gpu":
     return f"the default device is a {device.platform}, and the kernels need {needed}"
   # Hopper runs the kernels for Ampere, too.
-  able = {_architecture(device)} | ({AMPERE} if _architecture(device) else set())
+  able = {architecture_of(device)} | ({AMPERE} if architecture_of(device) else set())
   if able.isdisjoint(architectures):
     found = getattr(device, "compute_capability", "unknown")
     return f"the GPU has compute capability {found}, and the kernels need {capability}"
@@ -82,11 +82,12 @@ def kernels() -> str:
   if reason is not None:
     return f"XLA's forms, because {reason}"
   device = default_device()
-  name = {SM90: "Hopper", AMPERE: "Ampere and later"}[_architecture(device)]
+  name = {SM90: "Hopper", AMPERE: "Ampere and later"}[architecture_of(device)]
   return f"compute capability {device.compute_capability}: Pallas kernels for {name}"
 
 
-def _architecture(device):
+def architecture_of(device: jax.Device) -> str | None:
+  """The folder of the kernels made for a GPU; None: there are none."""
   major = str(getattr(device, "compute_capability", "unknown")).partition(".")[0]
   if not major.isdigit() or int(major) < _AMPERE:
     return None

@@ -13,8 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.core import device
 from pallas_kernels.core.wgmma import (
   TILE_WIDTH,
   Backend,
@@ -53,7 +55,68 @@ class Mma(Backend):
     return scratch_smem
 
   def commit(self) -> None:
-    """Nothing: JAX puts barriers around each store, and products read SMEM as loads do."""
+    """A barrier of the warpgroup."""
+    if self.interpret is None:
+      _barrier()
+
+  def barrier(self) -> None:
+    """A barrier of the warpgroup."""
+    self.commit()
+
+  def start_copies(self, copies: Sequence[tuple[Ref, Ref]]) -> None:
+    """Copies SMEM that was just written, pairs (SMEM, GMEM) of rows."""
+    self.commit()
+    for source_smem, target_gmem in copies:
+      layout = _rows_layout(source_smem.shape, source_smem.dtype)
+      store_unoptimized(target_gmem, plgpu.load(source_smem, layout=layout, optimized=False))
+
+  def wait_copies(self, number: int = 0, *, wait_read_only: bool = True) -> None:
+    """Nothing: a copy is done when it returns."""
+
+  def pipeline(
+    self,
+    body: Callable[..., Any],
+    *,
+    grid: tuple[int],
+    max_concurrent_steps: int,
+    init_carry: Any,
+    in_specs: Sequence[Any],
+  ) -> Callable[..., Any]:
+    """As `Backend.pipeline`, through registers.
+
+    The next block is on its way to registers while `body` runs. What is too small for a copy is
+    read in GMEM.
+    """
+    del max_concurrent_steps
+    (number,) = grid
+
+    def run(*sources_gmem):
+      blocks = lambda n: [_block(*x, n) for x in zip(sources_gmem, in_specs, strict=True)]
+      layouts = [_rows_layout(x.shape, x.dtype) for x in blocks(0)]
+      copied = lambda items: [x for x, y in zip(items, layouts, strict=True) if y is not None]
+
+      def load(n):
+        pairs = zip(copied(blocks(n)), copied(layouts), strict=True)
+        return [plgpu.load(x, layout=layout, optimized=False) for x, layout in pairs]
+
+      def loop(*buffers_smem):
+        def step(n, state):
+          carry, values = state
+          self.commit()  # all have read the block before
+          for value, buffer_smem in zip(values, buffers_smem, strict=True):
+            buffer_smem[...] = value
+          self.commit()
+          values = load(jnp.minimum(n + 1, number - 1))
+          there = iter(buffers_smem)
+          pairs = zip(blocks(n), layouts, strict=True)
+          refs = [x if layout is None else next(there) for x, layout in pairs]
+          return body((n,), *refs, carry), values
+
+        return jax.lax.fori_loop(0, number, step, (init_carry, load(0)))[0]
+
+      return pl.run_scoped(loop, *(plgpu.SMEM(x.shape, x.dtype) for x in copied(blocks(0))))
+
+    return run
 
   def _sum(self, pairs, start):
     a, b = pairs[0]
@@ -65,6 +128,12 @@ class Mma(Backend):
         left, right = (plgpu.load(x).astype(jnp.float32) for x in (a, b))
         total = total + jnp.dot(left, right, precision=jax.lax.Precision.HIGHEST)
     return total
+
+
+def of_architecture(architecture: str | None, interpret: Any) -> Backend:
+  """The backend of kernels that are one program for all; None for the current device."""
+  architecture = architecture or device.current().architecture
+  return Mma(interpret) if architecture == device.AMPERE else Backend(interpret)
 
 
 def load_tiles(*copies: tuple[Ref, Ref]) -> None:
@@ -89,6 +158,37 @@ def copy_tile(source_smem: Ref, target_gmem: Ref) -> None:
 def blocks_of(width: int) -> Sequence[Any]:
   """Slices of 64 columns, what a product contracts."""
   return [pl.ds(start, TILE_WIDTH) for start in range(0, width, TILE_WIDTH)]
+
+
+def _block(source_gmem: Ref, spec: Any, n: Any) -> Ref:
+  """Block n of a stream."""
+  index = zip(spec.block_shape, spec.index_map(n), strict=True)
+  return source_gmem.at[tuple(i if size is None else pl.ds(i * size, size) for size, i in index)]
+
+
+def _rows_layout(shape, dtype) -> Any:
+  """The layout of a copy of rows, of as many bytes per thread as it allows; None: there is none."""
+  if len(shape) != 2:
+    return None
+  rows, width = shape
+  vector = 16 // jnp.dtype(dtype).itemsize
+  while vector:
+    lanes = min(width // vector, 32)
+    of_warp = 32 // lanes if lanes and 32 % lanes == 0 else 0
+    if of_warp and width % (lanes * vector) == 0 and rows % (4 * of_warp) == 0:
+      wide = lanes * vector
+      tiles, dims = [(4, wide), (vector,)], {"warp_dims": (-3,), "lane_dims": (-2,)}
+      if of_warp > 1:
+        tiles = [(4 * of_warp, wide), (of_warp, wide), (vector,)]
+        dims = {"warp_dims": (-5,), "lane_dims": (-3, -2)}
+      return plgpu.Layout.TILED(plgpu.Tiling(tuple(tiles)), **dims, vector_dim=-1)
+    vector //= 2
+  return None
+
+
+@plgpu.inline_mgpu()
+def _barrier(_):
+  mgpu.warpgroup_barrier()
 
 
 def _copied(shape):

@@ -243,8 +243,41 @@ class Backend:
     return tree if self.interpret is None else lax.optimization_barrier(tree)
 
   def commit(self) -> None:
-    """A barrier of the warpgroup, behind which products read what was stored in SMEM before."""
+    """A barrier of the warpgroup, behind which products and copies read what was stored in SMEM."""
     plgpu.commit_smem()
+
+  def barrier(self) -> None:
+    """A barrier of the warpgroup alone.
+
+    Unlike `commit` it neither waits for stores to GMEM nor makes stores to SMEM visible to
+    asynchronous copies.
+    """
+    plgpu.wait_smem_to_gmem(8, wait_read_only=True)
+
+  def start_copies(self, copies: Sequence[tuple[Ref, Ref]]) -> None:
+    """Starts copies of SMEM that was just written, pairs (SMEM, GMEM); also a barrier."""
+    self.commit()
+    for source_smem, target_gmem in copies:
+      plgpu.copy_smem_to_gmem(source_smem, target_gmem, commit_group=False)
+    if copies:
+      plgpu.commit_smem_to_gmem_group()
+
+  def wait_copies(self, number: int = 0, *, wait_read_only: bool = True) -> None:
+    """Waits for all but the last `number` of `start_copies`, or until they have read SMEM."""
+    plgpu.wait_smem_to_gmem(number, wait_read_only=wait_read_only)
+
+  def pipeline(
+    self,
+    body: Callable[..., Any],
+    *,
+    grid: tuple[int],
+    max_concurrent_steps: int,
+    init_carry: Any,
+    in_specs: Sequence[Any],
+  ) -> Callable[..., Any]:
+    """`plgpu.emit_pipeline`, for streams along one axis and results that `body` copies itself."""
+    how = {"grid": grid, "max_concurrent_steps": max_concurrent_steps, "init_carry": init_carry}
+    return plgpu.emit_pipeline(body, in_specs=in_specs, **how)
 
   def store_folded(self, ref: Ref, value: jax.Array) -> None:
     """Stores [A * B, C] registers as [A, B, C] SMEM."""

@@ -3,11 +3,18 @@
 from typing import NamedTuple
 
 from pallas_kernels.core import tuning
-from pallas_kernels.core.channel_grid import PipelineConfig, ScanConfig, Traffic, fitting_stages
+from pallas_kernels.core.channel_grid import (
+  PipelineConfig,
+  ScanConfig,
+  Traffic,
+  fitting_stages,
+  max_stages,
+)
 
 GROUP = 8  # tokens whose rows are loaded together, before any of their results is stored
 _CHUNKS = (32, 16, 8)  # tokens
 _MIN_STAGES = 4
+_MOST_BYTES_IN_REGISTERS = 192  # per thread, of the next chunk where it waits there
 
 
 class Shape(NamedTuple):
@@ -49,7 +56,9 @@ def default(shape: Shape) -> Config:
 def _longest(bytes_in, bytes_out):
   """The longest chunks of which enough fit in SMEM."""
   for chunk in _CHUNKS:
+    if max_stages() == 1 and chunk * bytes_in > _MOST_BYTES_IN_REGISTERS and chunk > GROUP:
+      continue
     stages = fitting_stages(chunk, bytes_in=bytes_in, bytes_out=bytes_out)
-    if stages >= _MIN_STAGES:
+    if stages >= min(_MIN_STAGES, max_stages()):
       return PipelineConfig(chunk, stages)
   raise ValueError(f"{bytes_in=} and {bytes_out=} per token and channel do not fit in SMEM.")

@@ -21,15 +21,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import MADE_BY_KERNELS
-from pallas_kernels.core import boundaries, device
+from pallas_kernels.core import boundaries
 from pallas_kernels.core.channel_grid import itemsize
 from pallas_kernels.core.gradients import custom_vjp, no_gradient
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.diagonal_scan.config import Config, Shape
 from pallas_kernels.diagonal_scan.numbers import Parts, conjugate, times
-from pallas_kernels.diagonal_scan.sm90.scan import backward_kernel, forward_kernel
-
-_KERNELS = {"sm90": device.Kernels(forward_kernel, backward_kernel)}
+from pallas_kernels.diagonal_scan.scan import backward_kernel, forward_kernel
 
 
 class Static(NamedTuple):
@@ -39,7 +37,7 @@ class Static(NamedTuple):
   length: int  # tokens from here on are padding: x is 0, and a decay per token 1
   config: Config
   num_splits: int = 1
-  interpret: Any = None
+  backend: Backend = Backend()
 
 
 class Inputs(NamedTuple):
@@ -87,7 +85,7 @@ class _Residuals(NamedTuple):
 
 def _forward(static, inputs, first):
   decay, x, initial = inputs
-  kernel, options = device.choose(_KERNELS).forward, _options(static)
+  kernel, options = forward_kernel, _options(static)
   decay_product = None
   entering = tuple(y[:, None] for y in initial)
   if static.num_splits > 1:
@@ -112,7 +110,7 @@ def _forward_rule(static, inputs, first):
 def _backward_rule(static, residuals, cotangents):
   decay, x_like, initial, first, decay_product, out = residuals
   d_out, d_last = cotangents
-  kernel, options = device.choose(_KERNELS).backward, _options(static)
+  kernel, options = backward_kernel, _options(static)
   entering = tuple(y[:, None] for y in d_last)
   if static.num_splits > 1:
     config = static.config.backward_states
@@ -146,7 +144,7 @@ def _options(static):
     "reverse": static.reverse,
     "length": static.length,
     "num_splits": static.num_splits,
-    "backend": Backend(static.interpret),
+    "backend": static.backend,
   }
 
 

@@ -76,9 +76,9 @@ def _decode(k, v, decay_rate, bonus, state, *, backend):
   def body(k_gmem, v_gmem, rate_gmem, bonus_gmem, state_gmem, out_gmem):
     row, at = lax.axis_index("row"), pl.ds(lax.axis_index("cta") * CHANNELS, CHANNELS)
     # All loads first: their latencies overlap.
-    before = [grid.load_row_gmem(x.at[row, at]) for x in state_gmem]
-    key, value = (grid.load_row_gmem(x.at[row, at]) for x in (k_gmem, v_gmem))
-    rate, bonus = (grid.load_row_gmem(x.at[at]) for x in (rate_gmem, bonus_gmem))
+    before = [grid.load_row(x.at[row, at]) for x in state_gmem]
+    key, value = (grid.load_row(x.at[row, at]) for x in (k_gmem, v_gmem))
+    rate, bonus = (grid.load_row(x.at[at]) for x in (rate_gmem, bonus_gmem))
     state = update.State.of_rows(*before)
     past, present = update.read_weights(state, key, bonus, backend)
     _, numerator, denominator = before

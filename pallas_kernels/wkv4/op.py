@@ -11,23 +11,21 @@ into the states that enter the splits. The backward pass does the same with cota
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import MADE_BY_KERNELS
-from pallas_kernels.core import boundaries, device
+from pallas_kernels.core import boundaries
 from pallas_kernels.core.gradients import custom_vjp, no_gradient
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.wkv4 import update
+from pallas_kernels.wkv4.backward import backward_kernel
 from pallas_kernels.wkv4.config import Config, Shape
-from pallas_kernels.wkv4.sm90.backward import backward_kernel
-from pallas_kernels.wkv4.sm90.forward import forward_kernel
+from pallas_kernels.wkv4.forward import forward_kernel
 from pallas_kernels.wkv4.update import StateRows
-
-_KERNELS = {"sm90": device.Kernels(forward_kernel, backward_kernel)}
 
 
 class Static(NamedTuple):
@@ -36,7 +34,7 @@ class Static(NamedTuple):
   length: int  # tokens from here on are padding
   config: Config
   num_splits: int = 1
-  interpret: Any = None
+  backend: Backend = Backend()
 
 
 class Inputs(NamedTuple):
@@ -72,7 +70,7 @@ def wkv4(static: Static, inputs: Inputs, first: jax.Array | None) -> tuple[jax.A
 
 def _forward(static, inputs, first, *, for_gradient):
   k, v, rate, bonus, *initial = inputs
-  kernel, options = device.choose(_KERNELS).forward, _options(static)
+  kernel, options = forward_kernel, _options(static)
   entering = tuple(x[:, None] for x in initial)
   if static.num_splits > 1:
     config = static.config.forward_states
@@ -100,7 +98,7 @@ def _backward_rule(static, residuals, cotangents):
   inputs, first, chunk_states, scale, last = residuals
   k, v, rate, bonus, *initial = inputs
   d_out, (_, d_numerator, d_denominator) = cotangents
-  kernel, options = device.choose(_KERNELS).backward, _options(static)
+  kernel, options = backward_kernel, _options(static)
   arrays = k, v, rate, bonus, chunk_states, d_out
   # The cotangent of the numerator, and that of a shift of all values.
   d_last = d_numerator, d_denominator + d_numerator * _mean(last)
@@ -131,7 +129,7 @@ def _options(static):
   return {
     "length": static.length,
     "num_splits": static.num_splits,
-    "backend": Backend(static.interpret),
+    "backend": static.backend,
   }
 
 

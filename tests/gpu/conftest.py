@@ -9,6 +9,8 @@ import concurrent.futures
 import jax
 import pytest
 
+from pallas_kernels.core import device
+
 # Kernels are compiled one at a time in a process, by whichever thread: while one does, another one
 # lowers programs or runs them, and the others wait or compile what is not a kernel. So
 # `make test-gpu` runs two processes, each with half of the tests and of the GPU's memory.
@@ -18,6 +20,12 @@ _started: dict[pytest.Item, concurrent.futures.Future] = {}
 
 def pytest_addoption(parser):
   parser.addoption("--part", default="0/1", help="I/N: of N equal parts of the GPU's tests, part I")
+  parser.addoption("--ampere", action="store_true", help="kernels for all GPUs since Ampere")
+
+
+def pytest_configure(config):
+  if config.getoption("--ampere", False):
+    device.architecture_of = lambda _: device.AMPERE
 
 
 def pytest_collection_modifyitems(config, items):
@@ -27,10 +35,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def hopper():
-  device = jax.devices()[0]
-  capability = str(getattr(device, "compute_capability", "none"))
-  if device.platform != "gpu" or not capability.startswith("9."):
-    kind = f"{device.platform}, compute capability {capability}"
+  gpu = jax.devices()[0]
+  capability = str(getattr(gpu, "compute_capability", "none"))
+  if gpu.platform != "gpu" or not capability.startswith("9."):
+    kind = f"{gpu.platform}, compute capability {capability}"
     pytest.skip(f"needs a Hopper GPU, by `make test-gpu` (the default device is a {kind})")
 
 

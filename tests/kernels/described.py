@@ -116,14 +116,35 @@ def recall(channels):
   return call, inputs | {"segments": segments}
 
 
+def scans(B, T, D):
+  """(function, arguments) by name, of the scans with states per channel."""
+  wide, keys, numbers = array(B, T, D), array(B, T, 16), array(B, T, D, dtype=F32)
+  narrow, states = array(D, dtype=F32), array(D, 16, dtype=F32)
+  arguments = {
+    "selective_scan": {"x": wide, "dt": wide, "a": states, "b": keys, "c": keys},
+    "longhorn_scan": {"x": numbers, "beta": numbers, "k": keys, "q": keys},
+    "wkv4": {"k": wide, "v": wide, "decay_rate": narrow, "bonus": narrow},
+  }
+  if T > 1:  # XLA fuses a single token
+    arguments["diagonal_scan"] = {"decay": array(B, T, D, dtype=jnp.complex64), "x": wide}
+
+  def call(name, documents):
+    of_documents = {"segment_ids": jnp.zeros((B, T), jnp.int32)} if documents else {}
+    return lambda x: getattr(ops, name)(**x, **of_documents, implementation="pallas")
+
+  return {name: (call(name, T > 1), x) for name, x in arguments.items()}
+
+
 def programs():
   """(function, arguments, whether it has a gradient in kernels) by name."""
   B, T, H, K, D = 2, 256, 4, 64, 256
   heads = {name: array(B, 1, H, K) for name in ("q", "k", "v")}
   state = array(B, H, K, K, dtype=F32)
-  wide, narrow = array(B, 1, D), array(D, dtype=F32)
+  narrow = array(D, dtype=F32)
   kernels = {"implementation": "pallas"}
   table = {f"linear_attention {x}": (*attend(x), True) for x in test_lowering.SOME}
+  for suffix, length in (("", T), (", a token", 1)):
+    table |= {f"{n}{suffix}": (*x, length > 1) for n, x in scans(B, length, D).items()}
   table |= {f"delta_rule{x}": (*recall(bool(x)), True) for x in ("", ", decays per channel")}
   return table | {
     "normalize": (
@@ -151,22 +172,6 @@ def programs():
     "delta_rule, a token": (
       lambda x: ops.delta_rule(*(x[n] for n in ("q", "k", "v", "beta")), **kernels),
       heads | {"beta": array(B, 1, H, dtype=F32)},
-      False,
-    ),
-    "selective_scan, a token": (
-      lambda x: ops.selective_scan(*(x[n] for n in ("x", "dt", "a", "b", "c")), **kernels),
-      {"x": wide, "dt": wide, "a": array(D, 16, dtype=F32), "b": array(B, 1, 16)}
-      | {"c": array(B, 1, 16)},
-      False,
-    ),
-    "longhorn_scan, a token": (
-      lambda x: ops.longhorn_scan(*(x[n] for n in ("x", "beta", "k", "q")), **kernels),
-      {"x": wide, "beta": wide, "k": array(B, 1, 16), "q": array(B, 1, 16)},
-      False,
-    ),
-    "wkv4, a token": (
-      lambda x: ops.wkv4(*(x[n] for n in ("k", "v", "rate", "bonus")), **kernels),
-      {"k": wide, "v": wide, "rate": narrow, "bonus": narrow},
       False,
     ),
     "attention, a token": (

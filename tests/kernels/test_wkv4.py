@@ -17,8 +17,7 @@ from lnssm_jax.ops.wkv4.cases import WKV4, Case
 from lnssm_jax.ops.wkv4.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
 from pallas_kernels.core.wgmma import Backend
-from pallas_kernels.wkv4 import config, op, update
-from pallas_kernels.wkv4.sm90 import backward
+from pallas_kernels.wkv4 import backward, config, op, update
 from tests.kernels.interpreted import (
   assert_promises,
   assert_transformations,

@@ -14,6 +14,8 @@ from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.core.channel_states import Options
 from pallas_kernels.channel_states import config, decode, op
 from pallas_kernels.channel_states.recurrence import Inputs, Recurrence
+from pallas_kernels.core.mma import of_architecture
+from pallas_kernels.core.wgmma import Backend
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
 _MOST_STATES = 256
@@ -51,11 +53,6 @@ class ChannelScan(NamedTuple):
       return f"x has B={h.shape[0]}, and a grid of thread blocks has at most {_MOST_ROWS} per axis"
     return None
 
-  def since_ampere(self, inputs, options: Options) -> bool:
-    """Whether every GPU since Ampere runs these arguments: single tokens, in registers alone."""
-    del options
-    return self._fits_decode(inputs)
-
   def preferred(self, inputs, options: Options) -> bool:
     """Whether `implementation=None` takes the kernels for sizes like these."""
     del options
@@ -65,10 +62,18 @@ class ChannelScan(NamedTuple):
     return self._fits_decode(inputs) and decode.fits(D, N)
 
   def run(
-    self, inputs, options: Options, *, sizes=None, num_splits: int | None = None, interpret=None
+    self,
+    inputs,
+    options: Options,
+    *,
+    sizes=None,
+    num_splits: int | None = None,
+    interpret=None,
+    architecture: str | None = None,
   ):
     """`sizes`: the configuration of the kernels for many tokens, `num_splits`: into how many the
-    sequence is cut; None leaves them to `config`."""
+    sequence is cut, `architecture`: whose copies they make; None leaves them to `config` and the
+    device."""
     del options
     arrays, h = self._arrays(inputs), inputs.state.h
     if self._fits_decode(inputs):
@@ -77,13 +82,14 @@ class ChannelScan(NamedTuple):
       recurrence = self.recurrence(exact=self.is_exact(inputs.x, h.shape[2]))
       arrays |= self.prepare(arrays) | self._logits(inputs, recurrence)
       first = None if inputs.segments is None else inputs.segments.first()
-      how = {"sizes": sizes, "num_splits": num_splits, "interpret": interpret}
+      backend = of_architecture(architecture, interpret)
+      how = {"sizes": sizes, "num_splits": num_splits, "backend": backend}
       out, h = scan(recurrence, arrays, inputs.skip, h, first, **how)
     return out, inputs.state._replace(h=h)
 
-  def interpreted(self, inputs, options: Options):
+  def interpreted(self, inputs, options: Options, **more):
     """`run` on a CPU, with a check for races."""
-    return self.run(inputs, options, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    return self.run(inputs, options, interpret=plgpu.InterpretGPUParams(detect_races=True), **more)
 
   def _arrays(self, inputs) -> dict[str, jax.Array]:
     return {name: getattr(inputs, field) for name, field in self.fields.items()}
@@ -137,7 +143,7 @@ def scan(
   *,
   sizes=None,
   num_splits=None,
-  interpret=None,
+  backend: Backend,
 ) -> tuple[jax.Array, jax.Array]:
   """`out` [B, T, D] and the state after the last token.
 
@@ -169,12 +175,12 @@ def scan(
   if groups == 1:
     logits = arrays.get("rate_logits")
     logits_dtype = None if logits is None else logits.dtype
-    static = op.Static(recurrence, x.dtype, sizes, interpret, logits_dtype)
+    static = op.Static(recurrence, x.dtype, sizes, backend, logits_dtype)
     out, last = op.scan(static, inputs, first, num_splits)
     return out[:, :T, :D], last[:, :D, :N]
 
   # Groups of states one after the other: each adds to the output in float32.
-  static = op.Static(recurrence, jnp.dtype(jnp.float32), sizes, interpret)
+  static = op.Static(recurrence, jnp.dtype(jnp.float32), sizes, backend)
   split = lambda y: jnp.moveaxis(y.reshape(*y.shape[:-1], groups, width), -2, 0)
   grouped = {name: split(getattr(inputs, name)) for name in arrays if "N" in _AXES[name]}
   grouped["skip"] = jnp.pad(inputs.skip[None], ((0, groups - 1), (0, 0)))

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.diagonal_scan.types import DiagonalState, Inputs, Options
 from pallas_kernels.core import channel_grid as channels
+from pallas_kernels.core.mma import of_architecture
 from pallas_kernels.diagonal_scan import config, op
 
 _DTYPES = (jnp.bfloat16, jnp.float32, jnp.complex64)
@@ -41,10 +42,17 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 
 
 def run(
-  inputs: Inputs, options: Options, *, sizes=None, interpret=None, num_splits: int | None = None
+  inputs: Inputs,
+  options: Options,
+  *,
+  sizes=None,
+  interpret=None,
+  num_splits: int | None = None,
+  architecture: str | None = None,
 ):
-  """`sizes`: the configuration of the kernels, `num_splits`: into how many the sequence is cut;
-  None leaves them to `config` and `channel_grid`."""
+  """`sizes`: the configuration of the kernels, `num_splits`: into how many the sequence is cut,
+  `architecture`: whose copies they make; None leaves them to `config`, `channel_grid`, the device.
+  """
   decay, x, state, segments = inputs
   B, T, D = x.shape
   P = num_splits or channels.num_splits(B, D, T)
@@ -63,13 +71,16 @@ def run(
   arrays = op.Inputs(decays, xs, initial)
   sizes = sizes or config.default(arrays.sizes)
   sizes.check(arrays.sizes)
-  static = op.Static(options.reverse, T, sizes, P, interpret)
+  backend = of_architecture(architecture, interpret)
+  static = op.Static(options.reverse, T, sizes, P, backend)
   out, last = op.diagonal_scan(static, arrays, reset)
   whole = lambda number: jax.lax.complex(*number) if len(number) == 2 else number[0]
   return whole(out)[:, :T, :D].astype(options.out_dtype), DiagonalState(whole(last)[:, :D])
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
+run_ampere = functools.partial(run, architecture="ampere")
+interpreted_ampere = functools.partial(interpreted, architecture="ampere")
 
 
 def _parts(array):

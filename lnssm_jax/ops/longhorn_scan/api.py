@@ -10,7 +10,9 @@ from lnssm_jax.ops.longhorn_scan.sharded import sharded
 from lnssm_jax.ops.longhorn_scan.types import Inputs, LonghornState, init_state, strengths
 
 _NAME = "longhorn_scan"
-_KERNELS = dispatch.Kernels(f"{__package__}.pallas", channel_states.RESULT_AXES)
+_KERNELS = dispatch.Kernels(
+  f"{__package__}.pallas", channel_states.RESULT_AXES, dispatch.device.EVERY, apart=True
+)
 IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, reference=reference)
 
 

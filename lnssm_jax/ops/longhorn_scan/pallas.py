@@ -3,6 +3,8 @@
 Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
+import functools
+
 import jax.numpy as jnp
 
 from lnssm_jax.ops.core.channel_kernels import ChannelScan, is_cut
@@ -24,6 +26,7 @@ _SCAN = ChannelScan(
   chunked=chunked,
   prepare=_sums_of_squares,
 )
-unsupported, since_ampere = _SCAN.unsupported, _SCAN.since_ampere
-preferred = _SCAN.preferred
+unsupported, preferred = _SCAN.unsupported, _SCAN.preferred
 run, interpreted = _SCAN.run, _SCAN.interpreted
+run_ampere = functools.partial(run, architecture="ampere")
+interpreted_ampere = functools.partial(interpreted, architecture="ampere")

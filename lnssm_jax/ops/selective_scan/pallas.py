@@ -3,6 +3,8 @@
 Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
+import functools
+
 import jax.numpy as jnp
 
 from lnssm_jax.ops.core.channel_kernels import ChannelScan
@@ -22,7 +24,6 @@ _SCAN = ChannelScan(
   chunked=chunked,
 )
 unsupported = _SCAN.unsupported
-since_ampere = _SCAN.since_ampere
 
 
 def preferred(inputs: Inputs, options: Options) -> bool:
@@ -39,6 +40,10 @@ def run(inputs: Inputs, options: Options, **more):
   return _SCAN.run(with_all_rates(inputs), options, **more)
 
 
-def interpreted(inputs: Inputs, options: Options):
+def interpreted(inputs: Inputs, options: Options, **more):
   """`run` on a CPU, with a check for races."""
-  return _SCAN.interpreted(with_all_rates(inputs), options)
+  return _SCAN.interpreted(with_all_rates(inputs), options, **more)
+
+
+run_ampere = functools.partial(run, architecture="ampere")
+interpreted_ampere = functools.partial(interpreted, architecture="ampere")

@@ -14,6 +14,7 @@ from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.wkv4.chunked import chunked
 from lnssm_jax.ops.wkv4.types import Inputs, Options, WKV4State
 from pallas_kernels.core import channel_grid as channels
+from pallas_kernels.core.mma import of_architecture
 from pallas_kernels.wkv4 import config, decode, op
 
 _MOST_SEQUENCES = 65535  # blocks along the second axis of a grid
@@ -43,12 +44,6 @@ def preferred(inputs: Inputs, options: Options) -> bool:
   return _decodes(inputs) and decode.fits(D)
 
 
-def since_ampere(inputs: Inputs, options: Options) -> bool:
-  """Whether every GPU since Ampere runs these arguments: single tokens, in registers alone."""
-  del options
-  return _decodes(inputs)
-
-
 def _decodes(inputs: Inputs) -> bool:
   """Whether `decode` runs these arguments."""
   k, v = inputs.k, inputs.v
@@ -56,7 +51,13 @@ def _decodes(inputs: Inputs) -> bool:
 
 
 def run(
-  inputs: Inputs, options: Options, *, sizes=None, interpret=None, num_splits: int | None = None
+  inputs: Inputs,
+  options: Options,
+  *,
+  sizes=None,
+  interpret=None,
+  num_splits: int | None = None,
+  architecture: str | None = None,
 ) -> tuple[jax.Array, WKV4State]:
   """The output and the last state.
 
@@ -64,6 +65,7 @@ def run(
     sizes: the configuration of the kernels for many tokens; None takes that of the table.
     num_splits: into how many splits the sequence is cut for the passes over time; None leaves
       it to `channels`.
+    architecture: whose copies the kernels make; None takes those of the device.
   """
   k, v, decay_rate, bonus, state, segments = inputs
   B, T, D = k.shape
@@ -85,7 +87,8 @@ def run(
   )
   sizes = sizes or config.default(padded.sizes)
   sizes.check(padded.sizes)
-  out, last = op.wkv4(op.Static(T, sizes, P, interpret), padded, reset)
+  backend = of_architecture(architecture, interpret)
+  out, last = op.wkv4(op.Static(T, sizes, P, backend), padded, reset)
   largest, numerator, denominator = (x[:, :D] for x in last)
   # The maximum is a scale that the other two are divided by; they carry the gradient.
   last = WKV4State(jax.lax.stop_gradient(largest), numerator, denominator)
@@ -101,3 +104,5 @@ def _step(inputs: Inputs, *, interpret):
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
+run_ampere = functools.partial(run, architecture="ampere")
+interpreted_ampere = functools.partial(interpreted, architecture="ampere")

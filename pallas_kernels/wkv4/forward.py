@@ -66,11 +66,11 @@ def forward_kernel(
 
   def body(ins, outs, out_smem):
     at, b, split = grid.coordinates(P)
-    rate, bonus = (grid.load_row_gmem(ref.at[at]) for ref in (ins.decay_rate, ins.bonus))
+    rate, bonus = (grid.load_row(ref.at[at]) for ref in (ins.decay_rate, ins.bonus))
     empty = update.State.empty()
     state = empty
     if ins.initial is not None:
-      state = update.State.of_rows(*(grid.load_row_gmem(x.at[b, split, at]) for x in ins.initial))
+      state = update.State.of_rows(*(grid.load_row(x.at[b, split, at]) for x in ins.initial))
 
     def compute_chunk(first_token, streams_smem, is_first, out_smem, state):
       if chunk_states:
@@ -106,6 +106,7 @@ def forward_kernel(
       start=split * split_length,
       num_chunks=split_length // C,
       reverse=False,
+      backend=backend,
     )
     for ref, row in zip(outs.last, state.rows(), strict=True):
       grid.store_row_gmem(ref.at[b, split, at], row)

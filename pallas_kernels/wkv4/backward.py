@@ -104,11 +104,11 @@ def backward_kernel(
 
   def body(ins, outs, results_smem):
     at, b, split = grid.coordinates(P)
-    rate, bonus = (grid.load_row_gmem(ref.at[at]) for ref in (ins.decay_rate, ins.bonus))
+    rate, bonus = (grid.load_row(ref.at[at]) for ref in (ins.decay_rate, ins.bonus))
     zero, one = grid.full_row(0.0), grid.full_row(1.0)
     d_state = (zero, zero)
     if ins.d_last is not None:
-      d_state = [grid.load_row_gmem(ref.at[b, split, at]) for ref in ins.d_last]
+      d_state = [grid.load_row(ref.at[b, split, at]) for ref in ins.d_last]
     A, C = (CompensatedSum(x, zero) for x in d_state)
     # With outputs the sums (d_rate, d_bonus), without them `passed`.
     extra = CompensatedSum(zero if outputs else one, zero), CompensatedSum(zero, zero)
@@ -198,6 +198,7 @@ def backward_kernel(
       start=split * split_length,
       num_chunks=split_length // config.chunk,
       reverse=True,
+      backend=backend,
     )
     extra_gmem = (outs.d_rate, outs.d_bonus) if outputs else outs.passed
     for ref, x in zip((*outs.d_initial, *extra_gmem), (A, C, *extra), strict=True):

@@ -72,10 +72,10 @@ def forward_kernel(
 
   def body(ins, outs, out_smem):
     at, b, split = grid.coordinates(P)
-    constant = [grid.load_row_gmem(ref.at[at]) for ref in ins.constant_decay]
+    constant = [grid.load_row(ref.at[at]) for ref in ins.constant_decay]
     h = [grid.full_row(0.0)] * width
     if ins.initial is not None:
-      h = [grid.load_row_gmem(ref.at[b, split, at]) for ref in ins.initial]
+      h = [grid.load_row(ref.at[b, split, at]) for ref in ins.initial]
     product = [grid.full_row(1.0)] + [grid.full_row(0.0)] * (len(decay) - 1)
 
     def compute_chunk(first_token, streams_smem, is_first, out_smem, carry):
@@ -112,6 +112,7 @@ def forward_kernel(
       start=split * split_length,
       num_chunks=split_length // config.chunk,
       reverse=reverse,
+      backend=backend,
     )
     for ref, y in zip(outs.last, h, strict=True):
       grid.store_row_gmem(ref.at[b, split, at], y)
@@ -208,13 +209,13 @@ def backward_kernel(
 
   def body(ins, outs, results_smem):
     at, b, split = grid.coordinates(P)
-    constant = [grid.load_row_gmem(ref.at[at]) for ref in ins.constant_decay]
+    constant = [grid.load_row(ref.at[at]) for ref in ins.constant_decay]
     p = [grid.full_row(0.0)] * width
     if ins.d_last is not None:
-      p = [grid.load_row_gmem(ref.at[b, split, at]) for ref in ins.d_last]
+      p = [grid.load_row(ref.at[b, split, at]) for ref in ins.d_last]
     total = [grid.full_row(0.0)] * (len(decay) if gradients and is_constant else 0)
     if gradients:
-      initial = [grid.load_row_gmem(ref.at[b, at]) for ref in ins.initial]
+      initial = [grid.load_row(ref.at[b, at]) for ref in ins.initial]
 
     def entering(first_token):
       """The state that entered the chunk in the forward pass."""
@@ -222,7 +223,7 @@ def backward_kernel(
       inside = neighbor < T if reverse else neighbor >= 0
       token = lax.min(lax.max(neighbor, 0), T - 1)
       return [
-        jnp.where(inside, grid.load_row_gmem(ref.at[b, token, at]), y)
+        jnp.where(inside, grid.load_row(ref.at[b, token, at]), y)
         for ref, y in zip(ins.out, initial, strict=True)
       ]
 
@@ -281,6 +282,7 @@ def backward_kernel(
       start=split * split_length,
       num_chunks=split_length // config.chunk,
       reverse=not reverse,
+      backend=backend,
     )
     for ref, y in zip(outs.d_initial, p, strict=True):
       grid.store_row_gmem(ref.at[b, split, at], y)

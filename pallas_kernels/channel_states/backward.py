@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.channel_states.config import VECTOR, KernelConfig
 from pallas_kernels.channel_states.recurrence import Recurrence
 from pallas_kernels.channel_states.streams import Streams, load_is_first, load_norm
-from pallas_kernels.channel_states.tiles import COMPILER_PARAMS, StateTiles, cta_barrier
+from pallas_kernels.channel_states.tiles import COMPILER_PARAMS, StateTiles
 from pallas_kernels.core import boundaries
 from pallas_kernels.core.wgmma import Backend, store_unoptimized, with_int32_indices
 
@@ -195,7 +195,7 @@ def backward_kernel(
       before_last = lax.fori_loop(0, C - 2, recompute_and_keep, load_entering())
       before_last = recompute(C - 2, before_last)
       last = recompute(C - 1, before_last)
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      backend.wait_copies()
 
       def compute_token(t, carry, after, before, first_sum):
         """Passes token t backwards, between the states `before` and `after` it."""
@@ -242,22 +242,21 @@ def backward_kernel(
             before = tiles.load(states_smem.at[t0 + k - 1])
           carry = compute_token(t0 + k, carry, after, before, k * S)
           after = before
-        cta_barrier()
+        backend.barrier()
         total = jnp.sum(plgpu.load(sums_smem, layout=sum_layout, optimized=False), axis=1)
         target = outs.key_sums.at[row, cta, pl.ds((n * C + t0) * S, together * S)]
         store_unoptimized(target, total)
-        cta_barrier()
+        backend.barrier()
         return carry, after
 
       carry = compute_tokens(0, (carry, last), before_last=before_last)
       carry = lax.fori_loop(1, C // together - 1, compute_tokens, carry)
       carry, _ = compute_tokens(C // together - 1, carry, is_chunk_start=True)
       # Also orders the loads above before the pipeline's next copies into the same slots.
-      plgpu.commit_smem()
-      tokens, channels = pl.ds(n * C, C), pl.ds(base, width)
-      plgpu.copy_smem_to_gmem(d_x_smem, outs.x.at[row, tokens, channels])
-      if not bypass_smem:
-        plgpu.copy_smem_to_gmem(d_rate_smem, outs.rate.at[row, tokens, channels])
+      here = row, pl.ds(n * C, C), pl.ds(base, width)
+      copies = [(d_x_smem, outs.x.at[here])]
+      copies += [] if bypass_smem else [(d_rate_smem, outs.rate.at[here])]
+      backend.start_copies(copies)
       return carry
 
     carry = _Carry(
@@ -266,7 +265,7 @@ def backward_kernel(
       d_skip=[tiles.zero_channels() for _ in range(tiles.number)],
       d_bias=[tiles.zero_channels() if has_logits else None for _ in range(tiles.number)],
     )
-    carry = plgpu.emit_pipeline(
+    carry = backend.pipeline(
       compute_chunk,
       grid=(num_chunks,),
       max_concurrent_steps=min(config.stages, num_chunks),
@@ -280,7 +279,7 @@ def backward_kernel(
         store_unoptimized(outs.rate_sums.at[row, at], carry.d_bias[j])
       if ins.a is not None:
         store_unoptimized(outs.a.at[row, at], carry.d_a[j])
-    plgpu.wait_smem_to_gmem(0)
+    backend.wait_copies(wait_read_only=False)
 
   (results,) = plgpu.kernel(
     body,

@@ -73,7 +73,7 @@ def forward_kernel(
       if chunk_state_dtype is not None:
         for at, state in zip(tiles.slices(base), states, strict=True):
           store_unoptimized(outs.chunk_states.at[row, n, at], state.astype(chunk_state_dtype))
-      plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+      backend.wait_copies(1)
 
       def compute_token(t, states):
         keys = recurrence.load_keys(tiles, streams_smem, t)
@@ -99,9 +99,8 @@ def forward_kernel(
 
       states = lax.fori_loop(0, C // config.unroll, compute_tokens, states)
       # Also orders the loads above before the pipeline's next copies into the same slots.
-      plgpu.commit_smem()
       out_gmem = outs.out.at[row, pl.ds(n * C, C), pl.ds(base, width)]
-      plgpu.copy_smem_to_gmem(out_smem.at[slot], out_gmem)
+      backend.start_copies([(out_smem.at[slot], out_gmem)])
       return states
 
     own = lambda ref: ref.at[row, :, pl.ds(base, width)]
@@ -113,7 +112,7 @@ def forward_kernel(
     by_state = plgpu.BlockSpec((C, N), lambda n: (n, 0))
     scalars = plgpu.BlockSpec((None, 2, C), lambda n: (n, 0, 0))
     specs = Streams(by_channel, by_channel, by_state, by_state, by_state, scalars)
-    last = plgpu.emit_pipeline(
+    last = backend.pipeline(
       compute_chunk,
       grid=(T // C,),
       max_concurrent_steps=min(config.stages, T // C),
@@ -122,7 +121,7 @@ def forward_kernel(
     )(*(ref for ref in streams_gmem if ref is not None))
     for at, state in zip(tiles.slices(base), last, strict=True):
       store_unoptimized(outs.last.at[row, at], state)
-    plgpu.wait_smem_to_gmem(0)
+    backend.wait_copies(wait_read_only=False)
 
   (results,) = plgpu.kernel(
     body,

@@ -1,1 +1,0 @@
-"""The kernels on Hopper: tokens stream through SMEM by TMA."""
