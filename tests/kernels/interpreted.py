@@ -18,6 +18,10 @@ MASKED_LATER = [
 ]
 
 
+# Implementations that nothing chooses.
+BY_NAME = ["pallas_interpret", "pallas_ampere", "pallas_ampere_interpret"]
+
+
 def documents_begin_at(monkeypatch, *rows):
   """From here on cases with segments have documents that begin at these tokens of each row."""
 

@@ -26,6 +26,7 @@ from pallas_kernels.delta_rule.triangular_inverse import (
   triangular_inverse,
 )
 from tests.kernels.interpreted import (
+  BY_NAME,
   MASKED_LATER,
   assert_promises,
   assert_transformations,
@@ -46,7 +47,6 @@ pytestmark = MASKED_LATER
 SMALL = Case(K=16, V=24, H=1, chunk=None, state=False, decay="ordinary")
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 XLA = ["chunked", "reference", "associative"]
-BY_NAME = ["pallas_interpret", "pallas_ampere", "pallas_ampere_interpret"]
 
 
 def inverse_of(lower, interpret):

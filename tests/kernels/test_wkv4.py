@@ -19,6 +19,7 @@ from pallas_kernels.core import channel_grid as channels
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.wkv4 import backward, config, op, update
 from tests.kernels.interpreted import (
+  BY_NAME,
   assert_promises,
   assert_transformations,
   documents_begin_at,
@@ -201,9 +202,9 @@ XLA = ["chunked", "reference", "associative"]
   ids=str,
 )
 def test_wkv4_on_hopper_lists_supported_implementations(dtype, T, D, expected, hopper):
-  interpreted = ["pallas_interpret"] if "pallas" in expected else []
+  by_name = BY_NAME if "pallas" in expected else []
   args = jnp.zeros((1, T, D), dtype), jnp.zeros((1, T, D), dtype), jnp.ones((D,)), jnp.ones((D,))
-  assert ops.supported(ops.wkv4, *args) == expected + interpreted
+  assert ops.supported(ops.wkv4, *args) == expected + by_name
 
 
 def test_wkv4_kernels_with_unsupported_arguments_raise():
@@ -215,7 +216,7 @@ def test_wkv4_kernels_with_unsupported_arguments_raise():
   ]:
     with pytest.raises(NotImplementedError, match=message):
       ops.wkv4(*args, **options, implementation="pallas_interpret")
-  with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
+  with pytest.raises(NotImplementedError, match="need an NVIDIA GPU since Ampere"):
     ops.wkv4(x, x, w, w, implementation="pallas")
   many, w1 = jnp.zeros((65536, 1, 1), F32), jnp.ones((1,), F32)
   with pytest.raises(NotImplementedError, match="k has 65536 sequences"):

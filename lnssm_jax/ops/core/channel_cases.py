@@ -105,6 +105,10 @@ SWEEP = [
   Check(CASES[7], dtype=jnp.float16),
   *(Check(case, form) for form in ("chunked", "associative") for case in MANY),
   *KERNEL_SWEEP,
+  *(
+    check._replace(implementation="pallas_ampere_interpret")
+    for check in KERNELS + KERNEL_SWEEP[3::3]
+  ),
 ]
 
 

@@ -127,6 +127,7 @@ WKV4 = Scan(
     Check(CASES[4], dtype=jnp.float16),
     *(Check(case, form) for case in MANY for form in ("chunked", "associative")),
     *KERNEL_SWEEP,
+    *(check._replace(implementation="pallas_ampere_interpret") for check in KERNEL_SWEEP[::4]),
   ],
   small=Case(T=23, state=False),
   variants=(Case(T=23, keys="wide", state=False),),
