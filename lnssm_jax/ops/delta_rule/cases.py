@@ -166,9 +166,6 @@ def _on_kernels(case: Case, implementation: str = "pallas_interpret") -> Check:
   return Check(dataclasses.replace(case, chunk=None), implementation, jnp.bfloat16)
 
 
-_AMPERE = Case(T=66, K=16, V=20, decay="weak", erase=True, segments=True, H=1)
-
-
 DELTA_RULE = Scan(
   function=ops.delta_rule,
   state=ops.DeltaRuleState,
@@ -185,7 +182,6 @@ DELTA_RULE = Scan(
     Check(CASES[3], dtype=jnp.bfloat16),
     Check(CASES[14], dtype=jnp.bfloat16),
     *(_on_kernels(case) for case in KERNELS),
-    _on_kernels(_AMPERE, "pallas_ampere_interpret"),
   ],
   sweep=[
     *(Check(case) for n, case in enumerate(CASES) if n not in ALWAYS),
