@@ -270,6 +270,7 @@ def test_lowers_under_shard_map():
 def test_what_hopper_runs(hopper, case, dtype, expected):
   args, kwargs = DELTA_RULE.bind(case, inputs_of(DELTA_RULE, case, dtype))
   by_name = BY_NAME if "pallas" in expected else []
+  by_name = by_name[:1] if case.keys == "write" else by_name
   assert ops.supported(ops.delta_rule, *args, **kwargs) == expected + by_name
 
 

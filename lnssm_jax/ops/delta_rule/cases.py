@@ -191,7 +191,11 @@ DELTA_RULE = Scan(
     *(Check(case) for case in MANY),
     *(Check(case, "associative") for case in MANY if case.T < 1000),
     *(_on_kernels(case) for case in KERNEL_SWEEP),
-    *(_on_kernels(case, "pallas_ampere_interpret") for case in KERNELS + KERNEL_SWEEP[::2]),
+    *(
+      _on_kernels(case, "pallas_ampere_interpret")
+      for case in KERNELS + KERNEL_SWEEP[::2]
+      if case.keys in ("", "early")
+    ),
   ],
   small=Case(T=23, K=3, V=4, decay="ordinary", channels=True, erase=True, chunk=8, state=False),
   variants=(
