@@ -52,7 +52,7 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
 
 def unsupported_ampere(inputs: Inputs, options: Options) -> str | None:
   """`unsupported`, by the kernels for all GPUs since Ampere."""
-  if inputs.write_key is not None:
+  if inputs.write_key is not None and not _decodes(inputs, options):
     return "write_key is given, and only the kernels for Hopper write with another key than k"
   return unsupported(inputs, options)
 
