@@ -151,9 +151,9 @@ def test_bound_face_generates_as_its_model_in_one_program():
   variables = jax.jit(face.init)(jax.random.key(0), jnp.zeros((1, 1), int))
   bound, options = face.bind(variables), SamplingOptions(max_tokens=4)
   got = generate(bound, [[1, 2, 3], [4]], options)
-  programs = generation._decode._cache_size()
+  programs = generation.decode._cache_size()
   chex.assert_trees_all_equal(got, generate(bound.module(), [[1, 2, 3], [4]], options))
-  assert generation._decode._cache_size() == programs
+  assert generation.decode._cache_size() == programs
 
 
 def test_face_without_parameters_raises_naming_bind():
