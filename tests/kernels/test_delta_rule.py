@@ -106,7 +106,7 @@ def test_splits_that_run_at_the_same_time(monkeypatch):
 
 def test_kernels_for_ampere_equal_the_reference():
   """In two chunks, with documents and an erase key."""
-  case = Case(T=66, K=16, V=20, decay="weak", erase=True, segments=True, H=1, chunk=None)
+  case = Case(T=66, K=16, V=20, decay="ordinary", erase=True, segments=True, H=1, chunk=None)
   inputs = DELTA_RULE.inputs(case)
   contract.assert_case(DELTA_RULE, case, BF16, "pallas_ampere_interpret", inputs)
 
