@@ -313,8 +313,8 @@ class Kernels:
       in `Inputs.AXES`.
     architectures: what its kernels run on. Where more GPUs run some arguments, as single tokens,
       the module's `since_ampere` says so.
-    apart: whether the kernels for Ampere are others; then the module has `run_ampere` and
-      `interpreted_ampere`, too, and `unsupported_ampere` where they support less.
+    apart: whether the kernels for Ampere are others; then `run` and `interpreted` have an argument
+      `architecture`, and the module an `unsupported_ampere` where those support less.
   """
 
   def __init__(
@@ -331,37 +331,40 @@ class Kernels:
   @property
   def compiled(self) -> Form:
     """ "pallas"."""
-    return self._compiled("run", self._architectures, self._preferred)
+    return self._compiled(self._architectures, self._preferred)
 
   @property
   def interpreted(self) -> Form:
     """ "pallas_interpret"."""
-    return self._interpreted("interpreted")
+    return self._interpreted()
 
   def with_forms(self, **forms: Callable[[Any, Any], Any]) -> dict[str, Form]:
     """All implementations of an op, as preferred: these are between those of the kernels."""
     named = {name: Form(functools.partial(_from_unknown_state, run)) for name, run in forms.items()}
     every = {"pallas": self.compiled, **named, "pallas_interpret": self.interpreted}
     if self._apart:
-      every["pallas_ampere"] = self._compiled("run_ampere", (device.AMPERE,), _by_name_only)
-      every["pallas_ampere_interpret"] = self._interpreted("interpreted_ampere")
+      how = {"architecture": device.AMPERE}
+      every["pallas_ampere"] = self._compiled((device.AMPERE,), _by_name_only, **how)
+      every["pallas_ampere_interpret"] = self._interpreted(**how)
     return every
 
-  def _compiled(self, name, architectures, preferred):
+  def _compiled(self, architectures, preferred, **how):
     def unsupported(inputs, options):
       reason = device.unsupported(architectures)
       if reason is not None and device.unsupported((device.AMPERE,)) is None:
         since_ampere = getattr(self._kernels(), "since_ampere", None)
         reason = reason if since_ampere is None or not since_ampere(inputs, options) else None
-      return reason or self._unsupported(name, inputs, options)
+      runs = how.get("architecture", device.current().architecture)
+      return reason or self._unsupported(runs, inputs, options)
 
-    return Form(functools.partial(self._run, name), unsupported, preferred)
+    return Form(functools.partial(self._run, "run", how), unsupported, preferred)
 
-  def _interpreted(self, name):
+  def _interpreted(self, **how):
     def unsupported(inputs, options):
-      return interpreter_unsupported() or self._unsupported(name, inputs, options)
+      runs = how.get("architecture")
+      return interpreter_unsupported() or self._unsupported(runs, inputs, options)
 
-    return Form(functools.partial(self._run, name), unsupported, _by_name_only)
+    return Form(functools.partial(self._run, "interpreted", how), unsupported, _by_name_only)
 
   def _kernels(self) -> Any:
     return importlib.import_module(self._module)
@@ -375,16 +378,16 @@ class Kernels:
       return None
     return division
 
-  def _run(self, name, inputs, options):
-    run = functools.partial(getattr(self._kernels(), name), options=options)
+  def _run(self, name, how, inputs, options):
+    run = functools.partial(getattr(self._kernels(), name), options=options, **how)
     division = self._division(inputs)
     return run(inputs) if division is None else division.run(run, inputs)
 
-  def _unsupported(self, name, inputs, options):
+  def _unsupported(self, architecture, inputs, options):
     kernels = self._kernels()
-    own = name == "run" and device.current().architecture == device.AMPERE
-    general = getattr(kernels, "unsupported_ampere", kernels.unsupported)
-    ask = general if self._apart and (own or "ampere" in name) else kernels.unsupported
+    ask = kernels.unsupported
+    if self._apart and architecture == device.AMPERE:
+      ask = getattr(kernels, "unsupported_ampere", ask)
     ask = functools.partial(ask, options=options)
     division = self._division(inputs)
     return ask(inputs) if division is None else division.ask(ask, inputs)

@@ -170,5 +170,3 @@ def _step(inputs: Inputs, *, options: Options, interpret):
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
-run_ampere = functools.partial(run, architecture="ampere")
-interpreted_ampere = functools.partial(interpreted, architecture="ampere")

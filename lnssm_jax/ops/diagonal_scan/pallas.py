@@ -79,8 +79,6 @@ def run(
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
-run_ampere = functools.partial(run, architecture="ampere")
-interpreted_ampere = functools.partial(interpreted, architecture="ampere")
 
 
 def _parts(array):

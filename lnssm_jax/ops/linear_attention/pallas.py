@@ -237,5 +237,3 @@ def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, how: dict):
 
 
 interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
-run_ampere = functools.partial(run, architecture="ampere")
-interpreted_ampere = functools.partial(interpreted, architecture="ampere")

@@ -3,8 +3,6 @@
 Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
-import functools
-
 import jax.numpy as jnp
 
 from lnssm_jax.ops.core.channel_kernels import ChannelScan, is_cut
@@ -28,5 +26,3 @@ _SCAN = ChannelScan(
 )
 unsupported, preferred = _SCAN.unsupported, _SCAN.preferred
 run, interpreted = _SCAN.run, _SCAN.interpreted
-run_ampere = functools.partial(run, architecture="ampere")
-interpreted_ampere = functools.partial(interpreted, architecture="ampere")

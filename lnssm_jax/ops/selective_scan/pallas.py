@@ -3,8 +3,6 @@
 Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
-import functools
-
 import jax.numpy as jnp
 
 from lnssm_jax.ops.core.channel_kernels import ChannelScan
@@ -43,7 +41,3 @@ def run(inputs: Inputs, options: Options, **more):
 def interpreted(inputs: Inputs, options: Options, **more):
   """`run` on a CPU, with a check for races."""
   return _SCAN.interpreted(with_all_rates(inputs), options, **more)
-
-
-run_ampere = functools.partial(run, architecture="ampere")
-interpreted_ampere = functools.partial(interpreted, architecture="ampere")
