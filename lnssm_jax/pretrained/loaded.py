@@ -181,6 +181,15 @@ class LoadedModel:
     found = list(texts.complete_each(self.model, self.tokenizer, several, options, **how))
     return found[0] if isinstance(prompt, str) else found
 
+  @functools.cached_property
+  def chat_template(self) -> chat.ChatTemplate:
+    """The folder's own chat template, compiled when first used.
+
+    Raises:
+      DataError: there is none, it is no template, or the package `jinja2` is not installed.
+    """
+    return chat.ChatTemplate(self.tokenizer)
+
   def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
     """The prompt of a conversation, by the folder's own chat template.
 
@@ -194,7 +203,7 @@ class LoadedModel:
       DataError: there is no template, it rejects the messages, or the package `jinja2` is not
         installed.
     """
-    return chat.ChatTemplate(self.tokenizer).prompt(messages, tools)
+    return self.chat_template.prompt(messages, tools)
 
   def stream(
     self,

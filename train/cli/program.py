@@ -18,17 +18,7 @@ from train.messages import discard, open_standard_streams, write
 
 # What is a path in any command: by its place, and options.
 _PLACED = ("file", "folder", "runs")
-_PATHS = (
-  *_PLACED,
-  "config",
-  "html",
-  "input",
-  "out",
-  "output",
-  "plot",
-  "prompts",
-  "run_dir",
-)
+_PATHS = (*_PLACED, "config", "html", "input", "out", "output", "plot", "prompts", "run_dir")
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,7 +5,6 @@ import threading
 
 from lnssm_jax.files.reading import DataError
 from lnssm_jax.mixers.common.checks import check_positive
-from lnssm_jax.pretrained.chat import ChatTemplate
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.slots import Slots
 from train.messages import Say
@@ -51,7 +50,7 @@ def serve(
   engine = Engine(Slots(loaded.model, slots, prefix_memory=prefix_memory * _MIB), queue=queue)
   name = loaded.source.resolve().name
   try:
-    chat = ChatTemplate(loaded.tokenizer)
+    chat = loaded.chat_template
   except DataError as error:  # which answers chats; completions need none
     chat = error
   routes = app.make(loaded, engine, chat, name=name, most_tokens=most_tokens)
