@@ -10,7 +10,9 @@ import numpy as np
 
 from lnssm_jax.mixers.common.checks import check_positive
 
-_TINY = float(np.finfo(np.float32).tiny)
+_TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+# Of a penalty, which multiplies logits or divides them: both stay in the range of float32.
+_MOST_PENALTY = 1e18
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,8 +22,8 @@ class SamplingOptions:
   Attributes:
     max_tokens: the most tokens to draw for each prompt.
     seed: of the random numbers; or one for each prompt, whose text then depends on its own only.
-    repetition_penalty: r, above 0: logits z of tokens that the text has had, prompt included,
-      become z / r where z > 0, else z r. 1 changes nothing.
+    repetition_penalty: r, in 1e-18 to 1e18: logits z of tokens that the text has had, prompt
+      included, become z / r where z > 0, else z r. 1 changes nothing.
     temperature: divides the logits then; 0 takes the most probable token.
     top_k: draw from the k most probable tokens only.
     top_p: draw from the fewest most probable tokens whose probabilities reach p; applied after
@@ -51,10 +53,10 @@ class SamplingOptions:
       check_positive("prefill_chunk", self.prefill_chunk)
     if not all(0 <= seed < 2**32 for seed in np.atleast_1d(np.array(self.seed, object))):
       raise ValueError(f"seed={self.seed} must be in [0, 2**32): a key has 32 bits of a seed.")
-    if not (self.temperature == 0 or self.temperature >= _TINY):
+    if not (self.temperature == 0 or _TINY <= self.temperature <= _HUGE):
       raise ValueError(
-        f"temperature={self.temperature} must be 0 (greedy) or at least {_TINY:.2g}, the smallest"
-        " number of float32."
+        f"temperature={self.temperature} must be 0 (greedy) or in {_TINY:.2g} to {_HUGE:.2g}, the"
+        " range of float32."
       )
     if self.top_k is not None:
       check_positive("top_k", self.top_k)
@@ -62,9 +64,10 @@ class SamplingOptions:
       raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; None keeps all tokens.")
     if self.min_p is not None and not 0 <= self.min_p <= 1:
       raise ValueError(f"min_p={self.min_p} must be in 0 to 1; None keeps all tokens.")
-    if not 0 < self.repetition_penalty < np.inf:
+    if not 1 / _MOST_PENALTY <= self.repetition_penalty <= _MOST_PENALTY:
       raise ValueError(
-        f"repetition_penalty={self.repetition_penalty} must be above 0; 1 changes nothing."
+        f"repetition_penalty={self.repetition_penalty} must be in {1 / _MOST_PENALTY:g} to"
+        f" {_MOST_PENALTY:g}; 1 changes nothing."
       )
 
   @property

@@ -4,6 +4,9 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import logging
+import os
+import signal
 import socket
 import threading
 import time
@@ -18,7 +21,7 @@ from tests.pretrained.test_chat import folder_with
 from tests.pretrained.test_save_model import random_model
 from train.cli.main import main
 from train.data import load_tokenizer
-from train.serving import command
+from train.serving import app, command
 from train.serving.engine import Busy, Engine
 
 for _name in ("starlette", "jinja2"):
@@ -225,19 +228,39 @@ def test_clients_that_leave_free_their_slots_and_a_full_queue_rejects(port):
     ("completions", b"{", 400, "the body is no JSON"),
     ("completions", b"[]", 400, "no object of JSON"),
     ("completions", b" " * (1 << 22) + b"{}", 413, "more than 4194304 bytes"),
-    ("completions", {"prompt": 3}, 400, "prompt is no text"),
-    ("completions", {"prompt": ["a", 3]}, 400, "prompt 1 is no text"),
-    ("completions", {"prompt": [300]}, 400, "token ids from 300 to 300"),
+    ("nothing", None, 404, "GET '/v1/nothing' is no route"),
+    ("completions", None, 405, "GET '/v1/completions' is no route"),
+    ("completions", {"prompt": 3}, 400, "prompt is 3, expected a string or a list"),
+    ("completions", {"prompt": ["a", 3]}, 400, "prompt 1 is 3; give a text"),
+    ("completions", {"prompt": []}, 400, "prompt=[] is no text"),
+    ("completions", {"prompt": ["a"] * 12 + [3]}, 400, "n=1 for 13 prompts must be"),
+    ("completions", {"prompt": [[-1]]}, 400, "prompt 0 has token ids from -1 to -1"),
+    ("completions", {"prompt": [2**70]}, 400, "vocabulary is 0 to 259"),
+    ("completions", {"prompt": "a", "logprobs": 0}, 400, "logprobs=0 is not supported"),
+    ("completions", {"prompt": "a", "messages": [{}]}, 400, "messages=[{}] is not supported"),
+    ("completions", {"prompt": "a", "stream": "no"}, 400, "stream is 'no', expected true or false"),
+    ("completions", {"prompt": "a", "stream_options": {"x": 1}}, 400, "x=1 is not supported"),
+    ("completions", {"prompt": "a", "max_completion_tokens": 0}, 400, "max_completion_tokens=0"),
+    ("completions", {"prompt": "a", "repetition_penalty": 1e300}, 400, "repetition_penalty=1e+300"),
+    ("completions", {"prompt": "a", "k" * 10**6: 1}, 400, f"{'k' * 80}=1 is not supported"),
     ("completions", {"prompt": "a", "model": "gpt"}, 404, "model='gpt' is not served"),
     ("completions", {"prompt": "a", "logprobs": 2}, 400, "logprobs=2 is not supported"),
-    ("completions", {"prompt": "a", "temperature": "1"}, 400, "temperature='1' is no number"),
+    (
+      "completions",
+      {"prompt": "a", "temperature": "1"},
+      400,
+      "temperature is '1', expected a number",
+    ),
     ("completions", {"prompt": "a", "top_p": 0.0}, 400, "top_p=0.0 must be above 0"),
     ("completions", {"prompt": "a", "n": 10**9}, 400, "at most 12 in all"),
     ("completions", {"prompt": "a", "max_tokens": 40_000}, 400, "more than the 32768 tokens"),
     ("completions", {"prompt": "a", "seed": -1}, 400, "seed=-1 must be in"),
-    ("completions", {"prompt": "a", "stop": ["x"] * 3 + [4]}, 400, "until has 4"),
+    ("completions", {"prompt": "a", "stop": ["x"] * 3 + [4]}, 400, "stop[3] is 4, expected"),
     ("chat/completions", {"messages": []}, 400, "expected messages, such as"),
-    ("chat/completions", {"messages": 3}, 400, "expected messages, such as"),
+    ("chat/completions", {"messages": 3}, 400, "messages is 3, expected a list"),
+    ("chat/completions", {"messages": [3]}, 400, "messages[0] is 3, expected an object"),
+    ("chat/completions", {"messages": [SPELLED | {"role": "function"}]}, 400, "a special token"),
+    ("chat/completions", {"messages": [{"role": "<end>", "content": ""}]}, 400, "a special token"),
     ("chat/completions", {"messages": [{"role": "user"}]}, 400, '"content" of message 0 is'),
     ("chat/completions", {"messages": [SPELLED]}, 400, "messages[0] spells out a special token"),
     (
@@ -251,6 +274,51 @@ def test_clients_that_leave_free_their_slots_and_a_full_queue_rejects(port):
 def test_wrong_request_is_answered_with_what_is_wrong(port, path, body, status, message):
   found, answer = ask(port, f"/v1/{path}", body)
   assert found == status and message in answer["error"]["message"]
+  assert len(answer["error"]["message"]) < 300
+
+
+def test_body_that_does_not_arrive_is_given_up(port, monkeypatch, caplog):
+  """In time, or because its client has left, which is no error of the server."""
+  monkeypatch.setattr(app, "_PATIENCE", 0.2)
+  logging.getLogger("uvicorn.error").addHandler(caplog.handler)
+  head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+  with socket.create_connection(("127.0.0.1", port)) as slow:
+    slow.sendall(head)
+    slow.settimeout(20)
+    assert b"408 Request Timeout" in slow.recv(100)
+  with socket.create_connection(("127.0.0.1", port)) as gone:
+    gone.sendall(head)
+  assert ask(port, "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+  assert not caplog.records
+
+
+def test_signal_ends_the_server_when_its_texts_have_ended(loaded):
+  """`serve` returns; uvicorn, which raises the signal again, would end the process by it."""
+  before, answers, threads = signal.signal(signal.SIGTERM, lambda *_: answers.append(None)), [], []
+
+  def client(port):
+    body = {"prompt": "x", "max_tokens": 2_000, "temperature": 0}
+    answers.append(ask(port, "/v1/completions", body))
+
+  def end(port):
+    while not threads[0].is_alive() or metrics(port)["new_tokens_total"] == 0:
+      time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  def say(line):
+    port = int(line.partition("/v1")[0].rpartition(":")[2])
+    threads.extend(threading.Thread(target=work, args=[port]) for work in (client, end))
+    for thread in threads:
+      thread.start()
+
+  try:
+    command.serve(loaded, say=say, port=0, slots=4, queue=QUEUE)
+  finally:
+    signal.signal(signal.SIGTERM, before)
+  for thread in threads:
+    thread.join()
+  ((status, answer),) = answers
+  assert status == 200 and answer["usage"]["completion_tokens"] == 2_000
 
 
 def test_engine_ends_its_rows_when_the_device_fails(loaded, monkeypatch):

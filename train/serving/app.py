@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -27,6 +28,7 @@ from train.serving import requests
 from train.serving.engine import Busy, Engine
 
 _MAX_BODY = 1 << 22  # bytes
+_PATIENCE = 30.0  # seconds for a body
 _RETRY = {"Retry-After": "1"}
 
 
@@ -57,13 +59,28 @@ def make(
     Route("/health", lambda _: _health(engine), methods=get),
     Route("/metrics", lambda _: PlainTextResponse(engine.metrics()), methods=get),
   ]
-  return Starlette(routes=routes, exception_handlers={HttpError: _error})
+  handlers = {HttpError: _error, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug}
+  return Starlette(routes=routes, exception_handlers=handlers)
 
 
 def _error(_: HttpRequest, error: Any) -> Response:
   kind = "invalid_request_error" if error.status < 500 else "server_error"
   body = {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
   return JSONResponse(body, error.status, error.headers)
+
+
+def _no_route(http: HttpRequest, error: Any) -> Response:
+  message = f"{http.method} {http.url.path!r:.80} is no route of this server; see docs/serving.md."
+  return _error(http, HttpError(error.status_code, message, error.headers))
+
+
+def _gone(*_) -> Response:
+  return Response(status_code=499)  # nobody reads it
+
+
+def _bug(http: HttpRequest, _: Exception) -> Response:
+  """The client's part of a bug; the server's log has the traceback."""
+  return _error(http, HttpError(500, "the server failed at this request; its log says how."))
 
 
 def _health(engine: Engine) -> Response:
@@ -103,7 +120,7 @@ async def _answer(
       raise ClientDisconnect
     return JSONResponse(form.whole(await whole, choices.usage))
   except ClientDisconnect:
-    return Response(status_code=499)  # nobody reads it
+    return _gone()
   finally:
     choices.close()
     for task in (gone, whole):
@@ -112,10 +129,15 @@ async def _answer(
 
 async def _body(http: HttpRequest) -> dict[str, Any]:
   raw = bytearray()
-  async for part in http.stream():
-    raw += part
-    if len(raw) > _MAX_BODY:
-      raise HttpError(413, f"the body has more than {_MAX_BODY} bytes.")
+  try:
+    async with asyncio.timeout(_PATIENCE):
+      async for part in http.stream():
+        raw += part
+        if len(raw) > _MAX_BODY:
+          raise HttpError(413, f"the body has more than {_MAX_BODY} bytes.")
+  except TimeoutError:
+    message = f"the body has not arrived within {_PATIENCE:g} seconds; send it faster."
+    raise HttpError(408, message, {"Connection": "close"}) from None
   try:
     body = parse(bytes(raw))
   except ValueError as error:

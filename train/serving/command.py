@@ -7,6 +7,7 @@ from lnssm_jax.files.reading import DataError
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.slots import Slots
+from train.cluster.stop_signal import StopSignal
 from train.messages import Say
 
 _MIB = 1 << 20
@@ -77,7 +78,8 @@ def serve(
       f" {most_tokens:,} tokens of a text"
     )
     try:
-      server.run(sockets=[listening])
+      with StopSignal():  # gets the signals that uvicorn raises again when it has ended
+        server.run(sockets=[listening])
     finally:
       engine.stop()
       thread.join()
